@@ -1,0 +1,48 @@
+"""Windlass: LLM inference that says what every speed-up costs.
+
+    from windlass import LLM, SamplingParams
+    LLM("default").generate(["Hello"], SamplingParams(max_tokens=32))
+
+Names are imported when first used, so that `import windlass` stays fast.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "LLM": "windlass.llm",
+    "AsyncLLM": "windlass.llm",
+    "SamplingParams": "windlass.core.sampling",
+    "EngineConfig": "windlass.config",
+    "ServeConfig": "windlass.config",
+    "CapacityError": "windlass.errors",
+    "CheckpointError": "windlass.errors",
+    "ConfigError": "windlass.errors",
+    "DownloadError": "windlass.errors",
+    "EngineError": "windlass.errors",
+    "Overloaded": "windlass.errors",
+    "RequestError": "windlass.errors",
+    "UnsupportedError": "windlass.errors",
+    "WorkerDied": "windlass.errors",
+}
+
+__all__ = sorted([*_HOMES, "__version__"])
+
+if TYPE_CHECKING:
+    from windlass.config import EngineConfig as EngineConfig
+    from windlass.config import ServeConfig as ServeConfig
+    from windlass.core.sampling import SamplingParams as SamplingParams
+    from windlass.llm import LLM as LLM
+    from windlass.llm import AsyncLLM as AsyncLLM
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'windlass' has no attribute {name!r}")
+    return getattr(import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return __all__

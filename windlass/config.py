@@ -1,0 +1,257 @@
+"""Everything a user can set: frozen, checked when made, read and never written afterwards.
+
+Facts that are found out at run time have their own types (`Capacity` in core). A field's `help` is
+the text of its command line flag; `flags` are further names that users of other engines know.
+No torch here.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any, Literal, get_args, get_type_hints
+
+from windlass.errors import ConfigError
+
+DType = Literal["auto", "float32", "bfloat16", "float16"]
+LoadFormat = Literal["auto", "safetensors", "gguf", "dummy"]
+Device = Literal["auto", "cpu", "cuda"]
+Batching = Literal["continuous", "static", "none"]
+PolicyName = Literal["fcfs", "priority"]
+ProfileName = Literal["chat", "batch", "hybrid"]
+
+AUTO = -1  # for whole numbers: choose it, and say why
+
+
+def option(default: Any, help: str, *flags: str) -> Any:
+    metadata = {"help": help, "flags": flags}
+    if isinstance(default, dict):
+        return field(default_factory=dict, metadata=metadata)
+    return field(default=default, metadata=metadata)
+
+
+def _at_least(owner: object, low: float, *names: str) -> None:
+    for name in names:
+        value = getattr(owner, name)
+        if value is not None and value < low:
+            raise ConfigError(f"{flag(name)} must be at least {low:g}, got {value!r}.")
+
+
+def flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelConfig:
+    """Which model, from where, in which arithmetic."""
+
+    model: str = option("default", "Hub id, folder, .gguf file, or 'default'.")
+    served_model_name: str | None = option(None, "The name in the API; default: the model's own.")
+    tokenizer: str | None = option(None, "Folder or tokenizer.json to use instead of the model's.")
+    dtype: DType = option(
+        "auto", "Arithmetic; float32 dequantises the weights and is the reference."
+    )
+    device: Device = option("auto", "Where to compute.")
+    load_format: LoadFormat = option("auto", "How to read weights; dummy makes random ones.")
+    revision: str | None = option(None, "Branch, tag or commit of a hub model.")
+    download_dir: str | None = option(None, "Where downloaded models are kept.")
+    hf_token: str | None = option(None, "Token for private or gated hub models.")
+    hf_overrides: Mapping[str, Any] = option({}, "JSON merged over the model's config.json.")
+    max_model_len: int | None = option(
+        None, "Longest prompt plus output; -1: what the KV cache holds; default: the model's own."
+    )
+    seed: int = option(0, "Seed for dummy weights and for requests that bring none.")
+    generation_config: Literal["auto", "none"] = option(
+        "auto", "Take sampling defaults from the model's generation_config.json, or none."
+    )
+    num_threads: int = option(AUTO, "CPU threads for computing; -1: as many as there are cores.")
+
+    def __post_init__(self) -> None:
+        if self.max_model_len is not None and self.max_model_len != AUTO:
+            _at_least(self, 1, "max_model_len")
+        if self.num_threads != AUTO:
+            _at_least(self, 1, "num_threads")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheConfig:
+    """The paged KV cache."""
+
+    block_size: int = option(16, "Tokens per KV block.")
+    memory_share: float | None = option(
+        None,
+        "Share of the device's memory to use; default: by profile (a GPU), 0.25 of what is free (a CPU).",
+        "--gpu-memory-utilization",
+    )
+    kv_cache_memory_bytes: int | None = option(
+        None, "Exact size of the KV cache, such as 4GiB; overrides the share."
+    )
+    num_blocks: int | None = option(
+        None, "Exact number of KV blocks; overrides both.", "--num-gpu-blocks-override"
+    )
+    prefix_caching: bool = option(
+        True, "Keep computed blocks for later prompts that start alike.", "--enable-prefix-caching"
+    )
+
+    def __post_init__(self) -> None:
+        _at_least(self, 1, "block_size", "num_blocks", "kv_cache_memory_bytes")
+        if self.block_size & (self.block_size - 1):
+            raise ConfigError(f"--block-size must be a power of two, got {self.block_size}.")
+        share = self.memory_share
+        if share is not None and not 0.0 < share <= 1.0:
+            raise ConfigError(
+                f"--memory-share must be above 0 and at most 1, got {share}. Example: 0.85."
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulerConfig:
+    """Who computes when. None: set by the profile."""
+
+    profile: ProfileName = option(
+        "hybrid", "Starting point: chat (latency), batch (throughput), hybrid."
+    )
+    max_num_seqs: int | None = option(None, "Most requests that run at once.")
+    max_num_batched_tokens: int | None = option(None, "Most tokens computed in one step.")
+    long_prefill_token_threshold: int = option(
+        0, "Most prompt tokens of one request in one step; 0: the whole budget."
+    )
+    enable_chunked_prefill: bool = option(
+        True, "Cut long prompts into chunks that share steps with running requests."
+    )
+    scheduling_policy: PolicyName = option("fcfs", "Order of waiting requests.")
+    batching: Batching = option(
+        "continuous", "static and none are baselines that benchmarks compare with."
+    )
+    max_batch_size: int = option(8, "Static batching: start when so many wait.")
+    max_wait_ms: float = option(50.0, "Static batching: start after so long with fewer.")
+
+    def __post_init__(self) -> None:
+        _at_least(self, 1, "max_num_seqs", "max_num_batched_tokens", "max_batch_size")
+        _at_least(self, 0, "long_prefill_token_threshold", "max_wait_ms")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServeConfig:
+    """The HTTP side."""
+
+    host: str = option("127.0.0.1", "Address to listen on; 0.0.0.0 for all.")
+    port: int = option(8000, "Port to listen on; 0: a free one.")
+    uds: str | None = option(None, "Unix socket to listen on instead of host and port.")
+    api_key: tuple[str, ...] = option((), "Key that clients must send; may be given several times.")
+    ssl_keyfile: str | None = option(None, "TLS key file.")
+    ssl_certfile: str | None = option(None, "TLS certificate file.")
+    ssl_ca_certs: str | None = option(None, "TLS CA certificates that clients are checked with.")
+    allowed_origins: tuple[str, ...] = option((), "Origins that browsers may call from (CORS).")
+    root_path: str = option("", "Path prefix behind a reverse proxy.")
+    chat_template: str | None = option(None, "File with a jinja template to use instead.")
+    default_chat_template_kwargs: Mapping[str, Any] = option({}, "JSON given to every template.")
+    max_num_queued_reqs: int = option(1024, "Most requests that wait; more get 429.")
+    max_num_queued_tokens: int | None = option(None, "Most prompt tokens that wait; more get 429.")
+    max_body_bytes: int = option(8 * 2**20, "Largest request body; more gets 413.")
+    max_logprobs: int = option(20, "Most logprobs a request may ask for; -1: no limit.")
+    stream_interval: int = option(1, "Tokens per streamed chunk.")
+    shutdown_timeout: float = option(30.0, "Seconds to finish running requests after SIGTERM.")
+    hang_timeout: float = option(
+        120.0, "Seconds without a finished step, while there is work, until the engine counts as hung."
+    )
+    enable_log_requests: bool = option(False, "Log every request.")
+    enable_request_id_headers: bool = option(False, "Answer with X-Request-Id.")
+    enable_force_include_usage: bool = option(False, "Usage in every stream, asked for or not.")
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.port <= 65535:
+            raise ConfigError(f"--port must be between 0 and 65535, got {self.port}.")
+        _at_least(self, 1, "max_num_queued_reqs", "max_num_queued_tokens", "max_body_bytes")
+        _at_least(self, 1, "stream_interval")
+        _at_least(self, 0, "shutdown_timeout", "hang_timeout")
+        if bool(self.ssl_keyfile) != bool(self.ssl_certfile):
+            raise ConfigError("--ssl-keyfile and --ssl-certfile go together; one is missing.")
+        if self.chat_template is not None and not Path(self.chat_template).is_file():
+            raise ConfigError(f"--chat-template: no such file: {self.chat_template}")
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """The scheduler's numbers after the profile was applied."""
+
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    memory_share: float
+    reason: str
+
+
+# The articles' starting points: sequences, tokens per step, share of GPU memory.
+_PROFILES: dict[ProfileName, tuple[int, int, float]] = {
+    "chat": (32, 4096, 0.70),
+    "batch": (256, 32768, 0.95),
+    "hybrid": (128, 16384, 0.85),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """All that the engine needs: `EngineConfig.of(model="default", max_num_seqs=8)`."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    cache: CacheConfig = field(default_factory=CacheConfig)
+    scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+
+    @classmethod
+    def of(cls, **options: Any) -> EngineConfig:
+        """Sort flat options into their sections; an unknown one is an error with the nearest name."""
+        sections = {"model": ModelConfig, "cache": CacheConfig, "scheduler": SchedulerConfig}
+        return cls(**split_options(sections, options))
+
+    def limits(self) -> Limits:
+        """Apply the profile to what was left open."""
+        scheduler = self.scheduler
+        seqs, tokens, share = _PROFILES[scheduler.profile]
+        seqs = scheduler.max_num_seqs or seqs
+        tokens = scheduler.max_num_batched_tokens or tokens
+        if scheduler.batching == "none":
+            seqs = 1
+        elif scheduler.batching == "static":
+            seqs = scheduler.max_batch_size
+        if tokens < seqs:
+            raise ConfigError(
+                f"--max-num-batched-tokens ({tokens}) is below --max-num-seqs ({seqs}): running "
+                f"requests could not all advance in a step. Raise the first to {seqs} or more."
+            )
+        share = self.cache.memory_share or share
+        reason = f"profile {scheduler.profile}, batching {scheduler.batching}, and what was set"
+        return Limits(seqs, tokens, share, reason)
+
+
+def split_options(sections: Mapping[str, type], options: Mapping[str, Any]) -> dict[str, Any]:
+    """Make one instance per section from a flat mapping of options."""
+    homes = {item.name: key for key, section in sections.items() for item in fields(section)}
+    sorted_options: dict[str, dict[str, Any]] = {key: {} for key in sections}
+    for name, value in options.items():
+        if name not in homes:
+            raise ConfigError(_unknown(name, list(homes)))
+        section = sections[homes[name]]
+        sorted_options[homes[name]][name] = _checked(section, name, value)
+    return {key: section(**sorted_options[key]) for key, section in sections.items()}
+
+
+def _unknown(name: str, known: list[str]) -> str:
+    near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    hint = f" Did you mean {near[0]!r}?" if near else f" Known: {', '.join(sorted(known))}."
+    return f"unknown option {name!r}.{hint}"
+
+
+def _checked(section: type, name: str, value: Any) -> Any:
+    """Refuse a value outside a closed set of strings; turn lists into tuples."""
+    hint = get_type_hints(section)[name]
+    choices = [arg for arg in get_args(hint) if isinstance(arg, str)]
+    if choices and value is not None and value not in choices:
+        raise ConfigError(f"{flag(name)} must be one of {', '.join(choices)}; got {value!r}.")
+    return tuple(value) if isinstance(value, list) else value
+
+
+def with_model(config: EngineConfig, **changes: Any) -> EngineConfig:
+    """A copy with another model section; the original stays as it was."""
+    return replace(config, model=replace(config.model, **changes))

@@ -1,0 +1,1 @@
+"""What to do next: pure Python, no torch, no clock, no thread."""

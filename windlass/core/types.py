@@ -1,0 +1,150 @@
+"""What crosses the line between deciding and computing: plain values, picklable, no torch.
+
+One step is `plan = scheduler.plan(now)`, `result = runner.run(plan)`,
+`outputs = scheduler.commit(plan, result, now)`. The same objects serve one process, the ranks of a
+tensor-parallel group, and another machine.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple, NewType
+
+from windlass.core.sampling import SamplingParams
+
+BlockId = NewType("BlockId", int)
+SlotId = NewType("SlotId", int)
+
+FinishReason = Literal["stop", "length", "abort", "error"]
+
+
+@dataclass(frozen=True, slots=True)
+class NewRequest:
+    """A request as it enters the engine: tokens in, no text."""
+
+    request_id: str
+    prompt: list[int]
+    sampling: SamplingParams
+    priority: int = 0  # lower runs earlier
+    cache_salt: str = ""  # requests share cached blocks only under the same salt
+    adapter: str = ""
+
+
+class Admission(NamedTuple):
+    """What the runner must know of a request once, when it gets a slot (again)."""
+
+    request_id: str
+    slot: SlotId
+    tokens: list[int]  # all that is known: the prompt, and after a preemption what was generated
+    num_prompt: int
+    sampling: SamplingParams
+    seed: int  # the request's own, or one drawn for it: noise depends on it and on the position
+
+
+class Row(NamedTuple):
+    """One request's share of a step.
+
+    There are no phases: one token is a decode, 2,000 a chunk of a prompt, 1 + k a verification.
+
+        positions   0 ........ start ........ start + num_tokens
+        KV          |  valid  |  this step   |
+    """
+
+    request_id: str
+    slot: SlotId
+    start: int
+    num_tokens: int
+    tokens: tuple[int, ...]  # empty: one token, the one you sampled last for this slot
+    blocks: tuple[BlockId, ...]  # appended to the slot's block table by this plan
+    sample: bool  # whether the last position's logits become a token
+    num_drafts: int = 0  # how many of `tokens`, at the end, are guesses to verify
+    adapter: int = 0
+
+
+class StepPlan(NamedTuple):
+    """What to compute now. `freed` slots hold nothing any more; `copies` are done before all else."""
+
+    rows: list[Row]
+    admitted: list[Admission] = []  # noqa: RUF012 - never written to
+    freed: list[SlotId] = []  # noqa: RUF012
+    copies: list[tuple[BlockId, BlockId]] = []  # noqa: RUF012 - (from, to)
+    step: int = 0
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(row.num_tokens for row in self.rows)
+
+
+class TokenLogprob(NamedTuple):
+    """A token's log probability under the model, its rank (1 = likeliest), and the likeliest."""
+
+    token: int
+    logprob: float
+    rank: int
+    top: list[tuple[int, float]] = []  # noqa: RUF012
+
+
+class RowResult(NamedTuple):
+    """What came out of a row: no token while a prompt is unfinished, one, or 1 + accepted."""
+
+    tokens: list[int]
+    logprobs: list[TokenLogprob] | None = None
+    prompt_logprobs: list[TokenLogprob] | None = None  # of positions start + 1 and on
+    drafts: tuple[int, ...] = ()  # guesses for the next step
+
+
+class StepResult(NamedTuple):
+    """Results in the order of the plan's rows."""
+
+    rows: list[RowResult]
+
+
+@dataclass(slots=True)
+class Timeline:
+    """When what happened to a request, in seconds of the engine's clock, and what it used.
+
+    Metrics, traces and explanations read it here.
+    """
+
+    arrived: float = 0.0
+    admitted: float | None = None  # the first time it got a slot
+    first_token: float | None = None
+    last_token: float | None = None
+    num_prompt: int = 0
+    num_cached: int = 0  # prompt tokens found in the prefix cache when first admitted
+    num_output: int = 0
+    num_chunks: int = 0  # steps that computed prompt tokens
+    num_preemptions: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """What one step gave one request. `finish` set: the last one."""
+
+    request_id: str
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprob] | None = None
+    prompt_logprobs: list[TokenLogprob] | None = None
+    finish: FinishReason | None = None
+    stop_token: int | None = None  # the stop token id that ended it, when one did
+    error: str | None = None
+    timeline: Timeline | None = None  # on the first output and on the last one
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStats:
+    """A glance at the engine after a step."""
+
+    num_running: int = 0
+    num_waiting: int = 0
+    num_waiting_tokens: int = 0  # prompt tokens not yet computed, of running and waiting
+    num_blocks: int = 0
+    num_used_blocks: int = 0
+    num_cached_blocks: int = 0
+    num_steps: int = 0
+    num_step_tokens: int = 0  # in the last step
+    num_preemptions: int = 0
+    prefix_queries: int = 0  # prompt tokens looked up
+    prefix_hits: int = 0  # prompt tokens found
+    num_prompt_tokens_computed: int = 0
+    num_generated_tokens: int = 0

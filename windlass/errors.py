@@ -1,0 +1,58 @@
+"""Every error that Windlass raises on purpose.
+
+    EngineError
+    ├── ConfigError          a setting is wrong or contradicts another
+    ├── RequestError         a request is malformed: a field, a type, an empty prompt
+    ├── CapacityError        a request that can never fit this engine
+    ├── CheckpointError      a model's files are missing, broken or incomplete
+    ├── UnsupportedError     a model, format or feature that this version does not know
+    ├── DownloadError        a model could not be fetched
+    ├── Overloaded           the queue is full now; try again later
+    └── WorkerDied           the process that computes has ended
+
+A message says what happened, with which values, and what to do.
+"""
+
+
+class EngineError(Exception):
+    """The root: catch this to catch everything that Windlass raises on purpose."""
+
+
+class ConfigError(EngineError):
+    """A setting is out of range, unknown, or contradicts another one."""
+
+
+class RequestError(EngineError):
+    """A request is malformed. `param` names the field."""
+
+    def __init__(self, message: str, param: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
+
+
+class CapacityError(RequestError):
+    """A request can never fit: longer than the context, or than the whole KV cache."""
+
+
+class CheckpointError(EngineError):
+    """A model's files are missing, truncated, corrupt or incomplete."""
+
+
+class UnsupportedError(EngineError):
+    """An architecture, file format or feature that this version does not know."""
+
+
+class DownloadError(EngineError):
+    """A model could not be fetched: no network, no space, a hash that differs."""
+
+
+class Overloaded(EngineError):
+    """The queue is full. `retry_after_s` is computed from the backlog."""
+
+    def __init__(self, message: str, retry_after_s: float) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
+class WorkerDied(EngineError):
+    """The engine process ended while requests were in flight."""

@@ -1,0 +1,1 @@
+"""Networks, checkpoint readers, tokenizers, the loader."""

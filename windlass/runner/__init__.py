@@ -1,0 +1,1 @@
+"""Turns a plan into tensors, runs it, samples."""
