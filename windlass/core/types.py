@@ -131,9 +131,9 @@ class Output:
     timeline: Timeline | None = None  # on the first output and on the last one
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class EngineStats:
-    """A glance at the engine after a step."""
+    """A glance at the engine after a step: how things stand, and counts since it started."""
 
     num_running: int = 0
     num_waiting: int = 0

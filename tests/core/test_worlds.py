@@ -1,0 +1,103 @@
+"""Random worlds against the plain loop: whatever is switched on, every request gets its tokens."""
+
+from random import Random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.core.world import World, limits, plain_loop, request
+from windlass.core.policy import Continuous, Fcfs, Priority, Static
+
+
+def random_world(seed: int) -> tuple[World, list, bool]:
+    rng = Random(seed)
+    size = rng.choice([1, 2, 4, 8])
+    context = rng.randint(8, 48)
+    world_limits = limits(
+        max_num_seqs=(seqs := rng.randint(1, 6)),
+        max_num_batched_tokens=rng.randint(seqs, 24),
+        max_model_len=context,
+        block_size=size,
+        num_blocks=-(-context // size) + rng.randint(0, 20),
+        long_prefill_token_threshold=rng.choice([0, 0, 3]),
+    )
+    gate = rng.choice([Continuous(), Continuous(), Static(rng.randint(1, 4), 0.05)])
+    options = {"policy": rng.choice([Fcfs(), Priority()]), "gate": gate}
+    world = World(world_limits, rng.random() < 0.7, rng.choice([0, 0, 4]), options)
+    longest = min(context, world_limits.num_blocks * size)
+    shared = [rng.randrange(5) for _ in range(longest)]
+    requests = []
+    for index in range(rng.randint(1, 14)):
+        length = rng.randint(1, longest - 1)
+        keep = rng.randint(0, length)
+        prompt = shared[:keep] + [rng.randrange(5) for _ in range(length - keep)]
+        room = longest - length
+        most = rng.choice([None, rng.randint(1, room)])
+        fewest = rng.randint(0, most) if most and rng.random() < 0.3 else 0
+        requests.append(
+            request(
+                f"r{index}",
+                prompt,
+                rng.randint(0, 2),
+                max_tokens=most,
+                ignore_eos=rng.random() < 0.3,
+                min_tokens=fewest,
+            )
+        )
+    return world, requests, rng.random() < 0.5
+
+
+@pytest.mark.parametrize("seed", range(150))
+def test_every_request_gets_what_the_plain_loop_gives(seed: int) -> None:
+    world, requests, ahead = random_world(seed)
+    rng = Random(seed + 1)
+    aborted = set()
+    for item in requests:
+        world.add(item)
+        for _ in range(rng.randint(0, 3)):
+            world.step()
+        if rng.random() < 0.1:
+            victim = rng.choice(requests).request_id
+            if victim in world.got and victim not in world.finish:
+                world.abort(victim)
+                aborted.add(victim)
+    world.finish_all(ahead=ahead)
+    longest = min(world.limits.max_model_len, world.limits.num_blocks * world.limits.block_size)
+    for item in requests:
+        want = plain_loop(item, longest)
+        got = world.got[item.request_id]
+        if item.request_id in aborted:
+            assert got == want[: len(got)]
+        else:
+            assert got == want, item.request_id
+            assert world.finish[item.request_id] in ("stop", "length")
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    prompts=st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=20), min_size=1, max_size=6),
+    budget=st.integers(4, 12),
+    num_blocks=st.integers(8, 16),
+    ahead=st.booleans(),
+)
+def test_small_pools_and_budgets(prompts, budget, num_blocks, ahead) -> None:
+    world = World(limits(max_num_batched_tokens=budget, num_blocks=num_blocks, max_model_len=32))
+    requests = [request(f"r{i}", prompt, max_tokens=10) for i, prompt in enumerate(prompts)]
+    for item in requests:
+        world.add(item)
+    world.finish_all(ahead=ahead)
+    for item in requests:
+        assert world.got[item.request_id] == plain_loop(item, 32)
+
+
+@pytest.mark.parametrize("seed", range(150, 190))
+def test_planning_ahead_gives_the_same_as_the_plain_loop(seed: int) -> None:
+    results = []
+    for ahead in (False, True):
+        world, requests, _ = random_world(seed)
+        for item in requests:
+            world.add(item)
+        world.finish_all(ahead=ahead)
+        results.append((world.got, world.finish))
+    assert results[0] == results[1]

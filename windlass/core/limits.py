@@ -1,0 +1,59 @@
+"""The numbers a scheduler works within, and whether a request can ever fit them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from windlass.errors import CapacityError, ConfigError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulerLimits:
+    """Set once, when the engine is built."""
+
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_model_len: int
+    block_size: int
+    num_blocks: int
+    long_prefill_token_threshold: int = 0
+    chunked_prefill: bool = True
+
+    def __post_init__(self) -> None:
+        if not self.chunked_prefill and self.max_num_batched_tokens < self.max_model_len:
+            raise ConfigError(
+                f"without chunked prefill a whole prompt must fit one step: raise "
+                f"--max-num-batched-tokens ({self.max_num_batched_tokens}) to --max-model-len "
+                f"({self.max_model_len}), lower the latter, or drop --no-enable-chunked-prefill."
+            )
+
+    def fit(self, num_prompt: int, max_tokens: int | None) -> int:
+        """How many tokens may be generated; an impossible wish raises with the numbers."""
+        cache = self.num_blocks * self.block_size
+        longest = min(self.max_model_len, cache)
+        what, advice = "the model's context", ""
+        if cache < self.max_model_len:
+            what = "the whole KV cache"
+            advice = ", or give the cache more memory (--kv-cache-memory-bytes, --memory-share)"
+        if num_prompt >= longest:
+            raise CapacityError(
+                f"the prompt has {num_prompt} tokens, and {what} holds {longest}, one of which "
+                f"the answer needs. Shorten the prompt{advice}.",
+                "prompt",
+            )
+        if max_tokens is not None and num_prompt + max_tokens > longest:
+            raise CapacityError(
+                f"a prompt of {num_prompt} tokens plus max_tokens={max_tokens} is more than "
+                f"{what} holds ({longest}). Ask for at most {longest - num_prompt}{advice}.",
+                "max_tokens",
+            )
+        return longest - num_prompt if max_tokens is None else max_tokens
+
+    def chunk(self, num_left: int, budget: int) -> int:
+        """How many of `num_left` tokens of one request go into a step with `budget` left."""
+        if not self.chunked_prefill:
+            return num_left if num_left <= budget else 0
+        return min(num_left, self.long_prefill_token_threshold or num_left, budget)
+
+    def blocks_for(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.block_size)

@@ -1,0 +1,103 @@
+"""Who goes first, who is interrupted, and who may start now: one small class per policy."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterator
+from typing import Protocol
+
+from windlass.core.request import Request
+
+
+class Policy(Protocol):
+    """The order of requests: the smallest key goes first, the largest is interrupted first."""
+
+    def key(self, request: Request) -> tuple[int, ...]: ...
+
+
+class Fcfs:
+    """First come, first served."""
+
+    def key(self, request: Request) -> tuple[int, ...]:
+        return (request.arrival,)
+
+
+class Priority:
+    """Lower `priority` first; among equals, first come, first served."""
+
+    def key(self, request: Request) -> tuple[int, ...]:
+        return (request.priority, request.arrival)
+
+
+class Gate(Protocol):
+    """How many waiting requests may start now."""
+
+    def openings(self, num_waiting: int, num_running: int, waited_s: float) -> int: ...
+
+    def moved(self, started: int) -> None:
+        """Told of every start (+1) and of every running request that went back to wait (-1)."""
+        ...
+
+
+class Continuous:
+    """Start whatever fits, at every step."""
+
+    def openings(self, num_waiting: int, num_running: int, waited_s: float) -> int:  # noqa: ARG002
+        return num_waiting
+
+    def moved(self, started: int) -> None:
+        pass
+
+
+class Static:
+    """A batch starts together, and the next one waits until all of it has ended.
+
+    It forms when `max_batch_size` requests wait, or when the first has waited `max_wait_s`.
+    With a size of one this is no batching at all.
+    """
+
+    def __init__(self, max_batch_size: int, max_wait_s: float) -> None:
+        self._size = max_batch_size
+        self._max_wait_s = max_wait_s
+        self._left = 0  # of the batch that is being started
+
+    def openings(self, num_waiting: int, num_running: int, waited_s: float) -> int:
+        if num_running == 0 and self._left <= 0:
+            ready = num_waiting >= self._size or waited_s >= self._max_wait_s
+            self._left = min(self._size, num_waiting) if ready else 0
+        return self._left
+
+    def moved(self, started: int) -> None:
+        self._left -= started
+
+
+class WaitingQueue:
+    """Waiting requests in the policy's order. Owns the heap; removal is lazy."""
+
+    def __init__(self, policy: Policy) -> None:
+        self._policy = policy
+        self._heap: list[tuple[tuple[int, ...], Request]] = []
+        self._waiting: dict[str, Request] = {}
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def __iter__(self) -> Iterator[Request]:
+        return iter(self._waiting.values())
+
+    def push(self, request: Request) -> None:
+        self._waiting[request.request_id] = request
+        heapq.heappush(self._heap, (self._policy.key(request), request))
+
+    def peek(self) -> Request | None:
+        while self._heap and self._waiting.get(self._heap[0][1].request_id) is not self._heap[0][1]:
+            heapq.heappop(self._heap)
+        return self._heap[0][1] if self._heap else None
+
+    def pop(self) -> Request:
+        request = heapq.heappop(self._heap)[1]
+        del self._waiting[request.request_id]
+        return request
+
+    def remove(self, request: Request) -> None:
+        self._waiting.pop(request.request_id, None)

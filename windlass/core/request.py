@@ -1,0 +1,114 @@
+"""One request inside the scheduler: its tokens, how far they are computed, the blocks it holds."""
+
+from __future__ import annotations
+
+from windlass.core.blocks import block_hash, root_hash
+from windlass.core.sampling import SamplingParams
+from windlass.core.types import BlockId, FinishReason, NewRequest, SlotId, Timeline
+
+
+class Request:
+    """State of one request. Only the scheduler changes it.
+
+        tokens      : known                     |#############|
+        planned     : KV computed or in flight  |###########|      moved by plan
+        computed    : KV valid                  |########|         moved by commit
+        num_pending : samples in flight                        |?|
+
+    What is left to compute is one subtraction: tokens + pending - planned.
+    """
+
+    __slots__ = (
+        "_hashes",
+        "_root",
+        "arrival",
+        "blocks",
+        "computed",
+        "drafts",
+        "finish",
+        "generation",
+        "max_tokens",
+        "num_pending",
+        "num_prompt",
+        "num_scored",
+        "num_sealed",
+        "planned",
+        "priority",
+        "request_id",
+        "sampling",
+        "seed",
+        "slot",
+        "stop_ids",
+        "timeline",
+        "tokens",
+        "verifying",
+    )
+
+    def __init__(
+        self,
+        new: NewRequest,
+        arrival: int,
+        max_tokens: int,
+        stop_ids: frozenset[int],
+        seed: int,
+        now: float,
+    ) -> None:
+        self.request_id = new.request_id
+        self.tokens = list(new.prompt)
+        self.num_prompt = len(new.prompt)
+        self.sampling: SamplingParams = new.sampling
+        self.priority = new.priority
+        self.arrival = arrival
+        self.max_tokens = max_tokens
+        self.stop_ids = stop_ids
+        self.seed = seed
+        self.blocks: list[BlockId] = []
+        self.slot: SlotId | None = None
+        self.planned = 0
+        self.computed = 0
+        self.num_pending = 0
+        self.num_sealed = 0
+        self.num_scored = 0  # prompt tokens whose log probabilities were sent
+        self.drafts: tuple[int, ...] = ()  # guesses to verify in the next row
+        self.verifying = False  # guesses are in flight: how far it gets is not known yet
+        self.generation = 0  # grows with each preemption, so that late results are recognised
+        self.finish: FinishReason | None = None
+        self.timeline = Timeline(arrived=now, num_prompt=self.num_prompt)
+        self._root = root_hash(f"{new.adapter}\0{new.cache_salt}")
+        self._hashes: list[bytes] = []
+
+    @property
+    def num_output(self) -> int:
+        return len(self.tokens) - self.num_prompt
+
+    @property
+    def num_left(self) -> int:
+        """Tokens whose KV no plan has covered yet, one that is being sampled included."""
+        return len(self.tokens) + self.num_pending - self.planned
+
+    @property
+    def may_read_cache(self) -> bool:
+        """Log probabilities of the prompt need its logits, so nothing of it may be skipped."""
+        return self.sampling.prompt_logprobs is None
+
+    def hashes(self, count: int, block_size: int) -> list[bytes]:
+        """The hashes of the first `count` full blocks, each computed once."""
+        while len(self._hashes) < count:
+            at = len(self._hashes) * block_size
+            parent = self._hashes[-1] if self._hashes else self._root
+            self._hashes.append(block_hash(parent, self.tokens[at : at + block_size]))
+        return self._hashes[:count]
+
+    def hash_at(self, index: int, block_size: int) -> bytes:
+        if index >= len(self._hashes):
+            self.hashes(index + 1, block_size)
+        return self._hashes[index]
+
+    def forget_kv(self) -> None:
+        """Back to the queue: everything is computed anew, as far as the cache does not have it."""
+        self.blocks = []
+        self.slot = None
+        self.planned = self.computed = self.num_sealed = 0
+        self.drafts = ()
+        self.verifying = False
+        self.generation += 1

@@ -1,0 +1,401 @@
+"""Decides what every step computes, and takes in what it gave.
+
+There are no phases. A request has tokens, some are computed, a step computes more: chunked
+prompts, prefix hits, verification of guesses and preemption are one subtraction. Plans may run
+ahead of commits by a step, for a loop that overlaps them. What a token costs to compute, where its
+KV lies and how it is sampled is the runner's business.
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections import deque
+from dataclasses import dataclass, field, replace
+from random import Random
+
+from windlass.core.blocks import BlockPool
+from windlass.core.limits import SchedulerLimits
+from windlass.core.policy import Continuous, Fcfs, Gate, Policy, WaitingQueue
+from windlass.core.request import Request
+from windlass.core.types import (
+    Admission,
+    BlockId,
+    EngineStats,
+    FinishReason,
+    NewRequest,
+    Output,
+    Row,
+    RowResult,
+    SlotId,
+    StepPlan,
+    StepResult,
+    TokenLogprob,
+)
+from windlass.errors import RequestError
+
+
+@dataclass(slots=True)
+class _Step:
+    """A plan while it is made. `members` remembers which life of a request a row belongs to."""
+
+    plan: StepPlan
+    budget: int
+    members: list[tuple[Request, int]] = field(default_factory=list)
+
+
+class Scheduler:
+    """Owns the requests and the block pool. Not thread-safe."""
+
+    def __init__(
+        self,
+        limits: SchedulerLimits,
+        pool: BlockPool,
+        eos_ids: tuple[int, ...] = (),
+        policy: Policy | None = None,
+        gate: Gate | None = None,
+        caching: bool = True,
+        seed: int = 0,
+    ) -> None:
+        self._limits = limits
+        self._pool = pool
+        self._eos_ids = frozenset(eos_ids)
+        self._policy = policy or Fcfs()
+        self._gate = gate or Continuous()
+        self._caching = caching
+        self._random = Random(seed)
+        self._requests: dict[str, Request] = {}
+        self._waiting = WaitingQueue(self._policy)
+        self._running: list[Request] = []  # in the policy's order: the last is the first victim
+        self._slots = deque(SlotId(i) for i in range(limits.max_num_seqs))
+        self._freed: list[SlotId] = []
+        self._in_flight: deque[list[tuple[Request, int]]] = deque()
+        self._num_arrivals = 0
+        self._count = EngineStats()
+
+    # ---- requests in and out -----------------------------------------------------------------
+
+    def add(self, new: NewRequest, now: float) -> None:
+        """Queue a request; one that is malformed or can never fit is refused here."""
+        if new.request_id in self._requests:
+            raise RequestError(f"request id {new.request_id!r} is already in use.", "request_id")
+        if not new.prompt:
+            raise RequestError("the prompt has no tokens.", "prompt")
+        max_tokens = self._limits.fit(len(new.prompt), new.sampling.max_tokens)
+        stops = set(new.sampling.stop_token_ids)
+        if not new.sampling.ignore_eos:
+            stops |= self._eos_ids
+        seed = self._random.getrandbits(62) if new.sampling.seed is None else new.sampling.seed
+        request = Request(new, self._num_arrivals, max_tokens, frozenset(stops), seed, now)
+        self._num_arrivals += 1
+        self._requests[new.request_id] = request
+        self._waiting.push(request)
+
+    def abort(self, request_id: str) -> None:
+        """Drop a request, if it is still there; its blocks are free at once."""
+        request = self._requests.get(request_id)
+        if request is not None:
+            self._finish(request, "abort")
+
+    def fail_all(self, error: str) -> list[Output]:
+        """End every request with an error, in-flight steps included."""
+        outputs = []
+        for request in list(self._requests.values()):
+            self._finish(request, "error")
+            outputs.append(
+                Output(request.request_id, finish="error", error=error, timeline=request.timeline)
+            )
+        self._in_flight.clear()
+        return outputs
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._requests)
+
+    def reset_prefix_cache(self) -> int:
+        return self._pool.reset_cache()
+
+    def stats(self) -> EngineStats:
+        """How things stand now; the caller owns the result."""
+        prompts_left = (max(0, r.num_prompt - r.planned) for r in self._requests.values())
+        return replace(
+            self._count,
+            num_running=len(self._running),
+            num_waiting=len(self._waiting),
+            num_waiting_tokens=sum(prompts_left),
+            num_blocks=self._pool.num_blocks,
+            num_used_blocks=self._pool.num_used,
+            num_cached_blocks=self._pool.num_cached,
+        )
+
+    # ---- plan --------------------------------------------------------------------------------
+
+    def plan(self, now: float) -> StepPlan:
+        """Say what to compute next: running requests first, then waiting ones in order."""
+        plan = StepPlan(rows=[], admitted=[], freed=[], copies=[], step=self._count.num_steps)
+        step = _Step(plan, self._limits.max_num_batched_tokens)
+        num_before = self._count.num_preemptions
+        self._plan_running(step)
+        if self._count.num_preemptions == num_before:
+            self._plan_waiting(step, now)
+        if plan.rows:
+            plan.freed.extend(self._freed)
+            self._freed.clear()
+            self._in_flight.append(step.members)
+            self._count.num_steps += 1
+            self._count.num_step_tokens = plan.num_tokens
+        return plan
+
+    def _plan_running(self, step: _Step) -> None:
+        index = 0
+        while index < len(self._running) and step.budget > 0:
+            request = self._running[index]
+            index += 1
+            count = self._num_to_compute(request, step.budget)
+            if count == 0:
+                continue
+            fresh = self._grow(request, request.planned + count)
+            if fresh is not None:
+                self._emit(step, request, count, fresh)
+
+    def _plan_waiting(self, step: _Step, now: float) -> None:
+        request = self._waiting.peek()
+        if request is None:
+            return
+        waited_s = now - request.timeline.arrived
+        openings = self._gate.openings(len(self._waiting), len(self._running), waited_s)
+        while request is not None and openings > 0 and step.budget > 0 and self._slots:
+            if request.num_pending:  # interrupted while its last sample is still in flight
+                break
+            count = self._admit(step, request, now)
+            if count == 0:
+                break
+            self._emit(step, request, count, request.blocks)
+            openings -= 1
+            request = self._waiting.peek()
+
+    def _num_to_compute(self, request: Request, budget: int) -> int:
+        """How many tokens of a request go into this step."""
+        left = request.num_left
+        if left <= 0 or request.verifying:
+            return 0
+        if request.num_output + request.num_pending >= request.max_tokens:
+            return 0  # the sample in flight is its last
+        return self._limits.chunk(left, budget)
+
+    def _grow(self, request: Request, num_tokens: int) -> list[BlockId] | None:
+        """Take the blocks that a running request lacks for `num_tokens`, by preemption if need be.
+
+        Returns None when the request itself was the one to go back.
+        """
+        need = self._limits.blocks_for(num_tokens) - len(request.blocks)
+        while need > self._pool.num_free:
+            last = self._running[-1]
+            self._preempt(last)
+            if last is request:
+                return None
+        fresh = self._pool.take(need) if need > 0 else []
+        request.blocks.extend(fresh)
+        return fresh
+
+    def _affordable_drafts(self, request: Request, count: int, budget: int) -> tuple[int, ...]:
+        """The guesses that fit in what is left; nobody is interrupted for a guess."""
+        if count != request.num_left:
+            return ()
+        room = len(request.blocks) * self._limits.block_size - request.planned - count
+        most = min(budget - count, room, request.max_tokens - request.num_output - 1)
+        return request.drafts[: max(0, most)]
+
+    def _emit(self, step: _Step, request: Request, count: int, fresh: list[BlockId]) -> None:
+        """Append the row, and note on the request what is now in flight."""
+        start = request.planned
+        end = start + count
+        drafts = self._affordable_drafts(request, count, step.budget) if request.drafts else ()
+        sample = end == len(request.tokens) + request.num_pending
+        assert request.slot is not None
+        tokens = (*request.tokens[start:end], *drafts)
+        num_tokens = count + len(drafts)
+        step.plan.rows.append(
+            Row(
+                request.request_id,
+                request.slot,
+                start,
+                num_tokens,
+                tokens,
+                tuple(fresh),
+                sample,
+                len(drafts),
+            )
+        )
+        step.members.append((request, request.generation))
+        step.budget -= num_tokens
+        request.planned = end
+        if start < request.num_prompt:
+            request.timeline.num_chunks += 1
+            self._count.num_prompt_tokens_computed += min(end, request.num_prompt) - start
+        if sample:
+            request.num_pending += 1
+            request.verifying = bool(drafts)
+            request.drafts = ()
+
+    def _admit(self, step: _Step, request: Request, now: float) -> int:
+        """Give a waiting request a slot and its first blocks; 0 when it does not fit now."""
+        limits, pool = self._limits, self._pool
+        num_tokens = len(request.tokens)
+        cached = self._find_cached(request)
+        # Logits come from computing, so at least the last token is computed. When even its block
+        # is cached, that block is copied: a shared block is never written to.
+        copy_last = len(cached) * limits.block_size >= num_tokens
+        start = min(len(cached) * limits.block_size, num_tokens - 1)
+        count = limits.chunk(num_tokens - start, step.budget)
+        num_free = pool.num_free - pool.num_free_among(cached)
+        need_all = limits.blocks_for(num_tokens) - len(cached) + copy_last
+        spare = 1 + pool.num_blocks // 100 if self._running else 0  # room to grow for the others
+        if count == 0 or need_all + spare > num_free:
+            return 0
+        pool.share(cached)
+        fresh = pool.take(limits.blocks_for(start + count) - len(cached) + copy_last)
+        if copy_last:
+            source = cached.pop()
+            step.plan.copies.append((source, fresh[0]))
+            pool.release([source])
+        self._place(step.plan, request, cached + fresh)
+        request.planned = request.computed = start
+        request.num_sealed = len(cached)
+        if request.timeline.admitted is None:
+            request.timeline.admitted = now
+            request.timeline.num_cached = start
+            if self._caching and request.may_read_cache:
+                self._count.prefix_queries += request.num_prompt
+                self._count.prefix_hits += start
+        return count
+
+    def _place(self, plan: StepPlan, request: Request, blocks: list[BlockId]) -> None:
+        self._waiting.pop()
+        self._gate.moved(+1)
+        request.slot = self._slots.popleft()
+        request.blocks = blocks
+        insort(self._running, request, key=self._policy.key)
+        plan.admitted.append(
+            Admission(
+                request.request_id,
+                request.slot,
+                list(request.tokens),
+                request.num_prompt,
+                request.sampling,
+                request.seed,
+            )
+        )
+
+    def _find_cached(self, request: Request) -> list[BlockId]:
+        if not self._caching or not request.may_read_cache:
+            return []
+        size = self._limits.block_size
+        return self._pool.find(request.hashes(len(request.tokens) // size, size))
+
+    def _preempt(self, request: Request) -> None:
+        """Back to the queue. Its sealed blocks stay findable, so little is computed twice."""
+        self._running.remove(request)
+        self._release(request)
+        request.forget_kv()
+        request.timeline.num_preemptions += 1
+        self._count.num_preemptions += 1
+        self._gate.moved(-1)
+        self._waiting.push(request)
+
+    # ---- commit ------------------------------------------------------------------------------
+
+    def commit(self, plan: StepPlan, result: StepResult, now: float) -> list[Output]:
+        """Take in the results of the oldest uncommitted plan; returns what each request got."""
+        outputs: list[Output] = []
+        for (request, generation), row, got in zip(
+            self._in_flight.popleft(), plan.rows, result.rows, strict=True
+        ):
+            if request.finish is not None:
+                continue
+            if request.generation == generation:
+                self._advance(request, row, got)
+            if row.sample:
+                request.num_pending -= 1
+                outputs.append(self._append(request, row, got, now))
+            elif got.prompt_logprobs:
+                scores = self._unreported(request, row, got)
+                outputs.append(Output(request.request_id, prompt_logprobs=scores))
+        return outputs
+
+    def _advance(self, request: Request, row: Row, got: RowResult) -> None:
+        """Count what is computed and seal the blocks that became full."""
+        request.computed = row.start + row.num_tokens
+        if row.num_drafts:
+            # Rejected guesses need no undoing: their KV is written over.
+            request.computed -= row.num_drafts - (len(got.tokens) - 1)
+            request.planned = request.computed
+            request.verifying = False
+        # Guesses follow this row's token; a plan that ran ahead has gone past them already.
+        request.drafts = got.drafts if request.num_pending == 1 else ()
+        if not self._caching:
+            return
+        size = self._limits.block_size
+        # The last sampled token's own KV is not computed, so all hashed tokens are known.
+        while (request.num_sealed + 1) * size <= min(request.computed, len(request.tokens)):
+            index = request.num_sealed
+            self._pool.seal(request.blocks[index], request.hash_at(index, size))
+            request.num_sealed += 1
+
+    def _append(self, request: Request, row: Row, got: RowResult, now: float) -> Output:
+        """Add sampled tokens up to the first that ends the request."""
+        taken = 0
+        finish: FinishReason | None = None
+        stop_token = None
+        for token in got.tokens:
+            request.tokens.append(token)
+            taken += 1
+            num_output = len(request.tokens) - request.num_prompt
+            if token in request.stop_ids and num_output > request.sampling.min_tokens:
+                finish, stop_token = "stop", token
+                break
+            if num_output >= request.max_tokens:
+                finish = "length"
+                break
+        first = request.timeline.first_token is None
+        if first:
+            request.timeline.first_token = now
+        request.timeline.last_token = now
+        request.timeline.num_output = len(request.tokens) - request.num_prompt
+        self._count.num_generated_tokens += taken
+        if finish is not None:
+            self._finish(request, finish)
+        return Output(
+            request.request_id,
+            got.tokens[:taken],
+            got.logprobs[:taken] if got.logprobs is not None else None,
+            self._unreported(request, row, got),
+            finish,
+            stop_token,
+            None,
+            request.timeline if first or finish else None,
+        )
+
+    @staticmethod
+    def _unreported(request: Request, row: Row, got: RowResult) -> list[TokenLogprob] | None:
+        """The prompt's scores that an earlier life of the request has not sent already."""
+        if got.prompt_logprobs is None:
+            return None
+        fresh = got.prompt_logprobs[max(0, request.num_scored - row.start) :]
+        request.num_scored += len(fresh)
+        return fresh
+
+    def _finish(self, request: Request, reason: FinishReason) -> None:
+        request.finish = reason
+        del self._requests[request.request_id]
+        if request.slot is None:
+            self._waiting.remove(request)
+        else:
+            self._running.remove(request)
+            self._release(request)
+            request.slot = None
+
+    def _release(self, request: Request) -> None:
+        assert request.slot is not None
+        self._pool.release(request.blocks)
+        self._slots.append(request.slot)
+        self._freed.append(request.slot)

@@ -1,0 +1,186 @@
+"""The engine's process: builds the engine, then takes messages and steps until it is told to stop.
+
+It notices by itself that its parent has died and that a step hangs. Which requests there are and
+what became of them is told to the other side; who they are for is not known here.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import logging
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import NoReturn
+
+import zmq
+
+from windlass.core.card import EngineReport
+from windlass.engine import Engine
+from windlass.errors import EngineError, RequestError
+from windlass.serve import messages
+
+Build = Callable[[], tuple[Engine, EngineReport]]
+
+_log = logging.getLogger("windlass.engine")
+
+_IDLE_POLL_MS = 250
+_STATS_INTERVAL_S = 0.1
+_WAIT_FOR_BATCH_S = 0.002
+_MAX_FAILED_STEPS = 3
+_LINGER_MS = 2000
+# The other side calls an engine hung after `hang_timeout`. The process ends itself a little later,
+# so that health turns red before the requests in it are lost.
+_HANG_GRACE = 1.5
+
+
+def engine_main(address: str, build: Build, hang_timeout: float) -> NoReturn:
+    """Run as the whole engine process; ends with exit code 0 only when told to stop."""
+    # A terminal and a service manager signal the whole group: it is the parent that decides.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    faulthandler.enable()
+    threading.Thread(target=_exit_with_parent, daemon=True).start()
+    context = zmq.Context()
+    socket = context.socket(zmq.PAIR)
+    socket.set_hwm(0)
+    socket.setsockopt(zmq.LINGER, _LINGER_MS)
+    socket.connect(address)
+    try:
+        code = _build_and_run(socket, build, hang_timeout)
+    finally:
+        socket.close()
+        context.term()
+    sys.exit(code)
+
+
+def _build_and_run(socket: zmq.Socket[bytes], build: Build, hang_timeout: float) -> int:
+    try:
+        engine, report = build()
+    except Exception as error:  # the border of the process: reported to the parent
+        if not isinstance(error, EngineError):
+            _log.exception("the engine could not be built")
+        text = str(error) if isinstance(error, EngineError) else f"{type(error).__name__}: {error}"
+        socket.send(messages.encode([messages.Failed(type(error).__name__, text)]))
+        return 1
+    return run_loop(engine, socket, report, hang_timeout)
+
+
+def _exit_with_parent() -> None:
+    """End this process when its parent ends, whatever the main thread is doing."""
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        parent.join()
+        os._exit(1)
+
+
+def run_loop(
+    engine: Engine, socket: zmq.Socket[bytes], report: EngineReport, hang_timeout: float = 120.0
+) -> int:
+    """Serve `engine` until Stop; returns the process's exit code. `hang_timeout` 0: no watchdog."""
+    socket.send(messages.encode([messages.Ready(report)]))
+    try:
+        return _Loop(engine, socket, hang_timeout).run()
+    finally:
+        faulthandler.cancel_dump_traceback_later()
+
+
+class _Loop:
+    """Owns what the loop remembers between steps."""
+
+    def __init__(self, engine: Engine, socket: zmq.Socket[bytes], hang_timeout: float) -> None:
+        self._engine = engine
+        self._socket = socket
+        self._hang_timeout = hang_timeout
+        self._news: list[messages.FromEngine] = []
+        self._num_adds = 0
+        self._num_steps = 0
+        self._failed_steps = 0
+        self._stats_at = 0.0
+        self._armed_at = float("-inf")
+        self._stopping = False
+
+    def run(self) -> int:
+        while True:
+            self._arm_watchdog()
+            self._receive()
+            if self._stopping:
+                return 0
+            if self._engine.has_work:
+                self._step()
+            self._send(force=not self._engine.has_work)
+            if self._failed_steps >= _MAX_FAILED_STEPS:
+                _log.error("%d steps in a row failed; the engine gives up", self._failed_steps)
+                return 1
+
+    def _arm_watchdog(self) -> None:
+        now = time.monotonic()
+        if self._hang_timeout and now - self._armed_at >= min(1.0, self._hang_timeout / 4):
+            faulthandler.dump_traceback_later(self._hang_timeout * _HANG_GRACE, exit=True)
+            self._armed_at = now
+
+    def _receive(self) -> None:
+        """Take all frames that are there; wait for one only when there is nothing to compute."""
+        if not self._socket.poll(0 if self._engine.has_work else _IDLE_POLL_MS):
+            return
+        while self._socket.poll(0):
+            for message in messages.decode_to_engine(self._socket.recv()):
+                self._handle(message)
+
+    def _handle(self, message: messages.ToEngine) -> None:
+        match message:
+            case messages.Add(request):
+                self._num_adds += 1
+                try:
+                    self._engine.add(request)
+                except Exception as error:  # one request's fault must not end the others
+                    self._refuse(request.request_id, error)
+            case messages.Abort(request_id):
+                self._engine.abort(request_id)
+            case messages.ResetPrefixCache():
+                self._news.append(messages.CacheReset(self._engine.reset_prefix_cache()))
+            case messages.Stop():
+                self._stopping = True
+
+    def _refuse(self, request_id: str, error: Exception) -> None:
+        kind, text = type(error).__name__, str(error)
+        if not isinstance(error, EngineError):
+            _log.error("request %s could not be added", request_id, exc_info=error)
+            kind, text = "EngineError", f"{kind}: {text}"
+        param = error.param if isinstance(error, RequestError) else None
+        self._news.append(messages.Refused(request_id, kind, text, param))
+
+    def _step(self) -> None:
+        try:
+            outputs = self._engine.step()
+        except Exception as error:  # every request is answered, and the engine goes on
+            self._failed_steps += 1
+            _log.exception("a step failed (%d in a row)", self._failed_steps)
+            text = f"the step that computed this request failed: {type(error).__name__}: {error}"
+            outputs = self._engine.fail(text)
+        else:
+            self._failed_steps = 0
+        if outputs:
+            self._news.append(messages.Outputs(outputs))
+        else:
+            self._wait_for_batch()
+
+    def _wait_for_batch(self) -> None:
+        """Breathe when nothing was computed: a batch is still forming. A prompt's chunk is work."""
+        num_steps = self._engine.stats().num_steps
+        if num_steps == self._num_steps:
+            time.sleep(_WAIT_FOR_BATCH_S)
+        self._num_steps = num_steps
+
+    def _send(self, force: bool) -> None:
+        now = time.monotonic()
+        if force or now - self._stats_at >= _STATS_INTERVAL_S:
+            self._stats_at = now
+            self._news.append(messages.Stats(self._engine.stats(), self._num_adds))
+        if self._news:
+            self._socket.send(messages.encode(self._news))
+            self._news.clear()

@@ -1,0 +1,85 @@
+"""What the two processes of a server say to each other, as msgpack.
+
+The types of core travel as they are. A frame holds a list of messages, so that a step's worth of
+news is one send. Nothing here knows sockets.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+
+from windlass.core.card import EngineReport
+from windlass.core.types import EngineStats, NewRequest, Output
+
+
+class Add(msgspec.Struct, tag="add", frozen=True):
+    request: NewRequest
+
+
+class Abort(msgspec.Struct, tag="abort", frozen=True):
+    request_id: str
+
+
+class ResetPrefixCache(msgspec.Struct, tag="reset", frozen=True):
+    pass
+
+
+class Stop(msgspec.Struct, tag="stop", frozen=True):
+    """Leave the loop and end the process; running requests are not waited for."""
+
+
+class Ready(msgspec.Struct, tag="ready", frozen=True):
+    report: EngineReport
+
+
+class Failed(msgspec.Struct, tag="failed", frozen=True):
+    """The engine could not be built. `kind` is the name of the error's class."""
+
+    kind: str
+    message: str
+
+
+class Outputs(msgspec.Struct, tag="outputs", frozen=True):
+    outputs: list[Output]
+
+
+class Refused(msgspec.Struct, tag="refused", frozen=True):
+    """The engine did not take a request. `kind` is the name of the error's class."""
+
+    request_id: str
+    kind: str
+    message: str
+    param: str | None = None
+
+
+class Stats(msgspec.Struct, tag="stats", frozen=True):
+    """The heartbeat. `num_adds`: requests that the engine has seen since it started."""
+
+    stats: EngineStats
+    num_adds: int
+
+
+class CacheReset(msgspec.Struct, tag="cache_reset", frozen=True):
+    num_blocks: int
+
+
+ToEngine = Add | Abort | ResetPrefixCache | Stop
+FromEngine = Ready | Failed | Outputs | Refused | Stats | CacheReset
+
+_encoder = msgspec.msgpack.Encoder()
+_to_engine = msgspec.msgpack.Decoder(list[ToEngine])
+_from_engine = msgspec.msgpack.Decoder(list[FromEngine])
+
+
+def encode(messages: Sequence[ToEngine] | Sequence[FromEngine]) -> bytes:
+    return _encoder.encode(messages)
+
+
+def decode_to_engine(frame: bytes) -> list[ToEngine]:
+    return _to_engine.decode(frame)
+
+
+def decode_from_engine(frame: bytes) -> list[FromEngine]:
+    return _from_engine.decode(frame)
