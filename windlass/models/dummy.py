@@ -1,0 +1,95 @@
+"""Stand-ins for files that are not there: random weights, and a tokenizer of bytes.
+
+For measuring speed and memory without a download. The output means nothing.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Collection, Sequence
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+from windlass.errors import CheckpointError
+from windlass.models.checkpoint import StoredTensor
+
+if TYPE_CHECKING:
+    import torch
+
+_STD = 0.02
+# A prime, so that no matrix has a width that divides it and gets the same row again and again.
+_NUM_NOISE = 1_048_583
+
+
+class DummyCheckpoint:
+    """Weights for any name and shape that is asked for, the same for the same seed and name.
+
+    Values are cut from one strip of noise at a place that the name decides: copying is some fifty
+    times faster than drawing billions of random numbers.
+    """
+
+    def __init__(self, seed: int = 0, dtype: str = "float32") -> None:
+        self._seed = seed
+        self._dtype = dtype
+
+    def names(self) -> Collection[str]:
+        return ()
+
+    def stored(self, name: str) -> StoredTensor:
+        raise CheckpointError(f"dummy weights store no tensor {name}; they are made when read.")
+
+    def read(self, name: str, shape: tuple[int, ...], rows: slice | None = None) -> torch.Tensor:
+        start, stop, step = (rows or slice(None)).indices(shape[0])
+        if step != 1:
+            raise ValueError(f"rows of {name} must be next to each other, got step {step}.")
+        width = 1
+        for size in shape[1:]:
+            width *= size
+        part = (max(0, stop - start), *shape[1:])
+        if name.endswith("norm.weight"):
+            return self._noise.new_ones(part)
+        digest = hashlib.blake2b(name.encode(), digest_size=8).digest()
+        offset = (int.from_bytes(digest, "little") + start * width) % _NUM_NOISE
+        count = part[0] * width
+        copies = -(-(offset + count) // _NUM_NOISE)
+        return self._noise.repeat(copies)[offset : offset + count].reshape(part)
+
+    @cached_property
+    def _noise(self) -> torch.Tensor:
+        import torch
+
+        generator = torch.Generator().manual_seed(self._seed)
+        noise = torch.randn(_NUM_NOISE, generator=generator) * _STD
+        return noise.to(getattr(torch, self._dtype))
+
+
+class ByteTokenizer:
+    """Bytes as tokens, for dummy weights that came without a tokenizer.
+
+    A random network also writes ids above 255; they show as their number.
+    """
+
+    def __init__(self, vocab_size: int, eos_ids: tuple[int, ...] = ()) -> None:
+        self._vocab_size = vocab_size
+        self._eos_ids = eos_ids
+
+    @property
+    def vocab_size(self) -> int:
+        return self._vocab_size
+
+    @property
+    def eos_ids(self) -> tuple[int, ...]:
+        return self._eos_ids
+
+    def encode(self, text: str, add_special: bool = True) -> list[int]:  # noqa: ARG002
+        return [byte % self._vocab_size for byte in text.encode()]
+
+    def decode(self, ids: Sequence[int], skip_special: bool = True) -> str:
+        kept = [token for token in ids if not (skip_special and token in self._eos_ids)]
+        return b"".join(map(self.token_bytes, kept)).decode(errors="replace")
+
+    def token_text(self, token: int) -> str:
+        return self.token_bytes(token).decode(errors="replace")
+
+    def token_bytes(self, token: int) -> bytes:
+        return bytes([token]) if 0 <= token < 256 else f"<{token}>".encode()

@@ -1,0 +1,103 @@
+"""Typed reading of one JSON object, so that a missing or wrong field is named with its file."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeVar
+
+from windlass.errors import CheckpointError
+
+_D = TypeVar("_D")
+_REQUIRED: Any = object()
+
+
+class Fields:
+    """A view on a config's dictionary. A JSON null counts as absent, as it does for its writers."""
+
+    def __init__(self, values: Mapping[str, Any], source: str) -> None:
+        self._values = values
+        self.source = source
+
+    def __contains__(self, name: str) -> bool:
+        return self._values.get(name) is not None
+
+    def present(self, *names: str) -> dict[str, Any]:
+        """Those of the fields that are there, unchecked."""
+        return {name: self._values[name] for name in names if name in self}
+
+    def whole(self, name: str, default: int = _REQUIRED) -> int:
+        """A whole number above 0."""
+        value = self._get(name, default)
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise self._wrong(name, value, "a whole number above 0")
+        return value
+
+    def count(self, name: str, default: int) -> int:
+        """A whole number, 0 included."""
+        value = self._get(name, default)
+        if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+            raise self._wrong(name, value, "a whole number")
+        return value
+
+    def whole_or_none(self, name: str, default: int) -> int | None:
+        """As `whole`; but a null that is written down means none, not the default."""
+        if name in self._values and self._values[name] is None:
+            return None
+        return self.whole(name, default)
+
+    def number(self, name: str, default: float = _REQUIRED) -> float:
+        """A number above 0."""
+        value = self._get(name, default)
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
+            raise self._wrong(name, value, "a number above 0")
+        return float(value)
+
+    def number_or_none(self, name: str) -> float | None:
+        return self.number(name) if name in self else None
+
+    def flag(self, name: str, default: bool) -> bool:
+        value = self._get(name, default)
+        if not isinstance(value, bool):
+            raise self._wrong(name, value, "true or false")
+        return value
+
+    def text(self, name: str, default: _D) -> str | _D:
+        value = self._get(name, default)
+        if value is not default and not isinstance(value, str):
+            raise self._wrong(name, value, "a string")
+        return value
+
+    def mapping(self, name: str) -> Mapping[str, Any]:
+        """An object; empty when absent."""
+        value = self._get(name, {})
+        if not isinstance(value, Mapping):
+            raise self._wrong(name, value, "an object")
+        return value
+
+    def sequence(self, name: str) -> Sequence[Any] | None:
+        value = self._get(name, None)
+        if value is not None and not isinstance(value, (list, tuple)):
+            raise self._wrong(name, value, "a list")
+        return value
+
+    def token_ids(self, name: str) -> tuple[int, ...]:
+        """A token id or a list of them; empty when absent."""
+        value = self._get(name, ())
+        ids = tuple(value) if isinstance(value, (list, tuple)) else (value,)
+        if not all(isinstance(item, int) and not isinstance(item, bool) for item in ids):
+            raise self._wrong(name, value, "a token id or a list of them")
+        return tuple(item for item in ids if item >= 0)
+
+    def _get(self, name: str, default: Any) -> Any:
+        value = self._values.get(name)
+        if value is not None:
+            return value
+        if default is _REQUIRED:
+            raise CheckpointError(
+                f"{self.source}: field {name!r} is missing. Fetch the file again, or give the "
+                f"value with --hf-overrides '{{\"{name}\": ...}}'."
+            )
+        return default
+
+    def _wrong(self, name: str, value: Any, expected: str) -> CheckpointError:
+        return CheckpointError(f"{self.source}: {name} is {value!r}, expected {expected}.")

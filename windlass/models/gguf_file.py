@@ -1,0 +1,155 @@
+"""The tensors of a GGUF file under their names in transformers, dequantised when read.
+
+llama.cpp stores the rows of q and k of llama files in another order (pairs of rotary features
+next to each other); here they come out in the order that the networks expect.
+"""
+
+from __future__ import annotations
+
+import mmap
+import re
+from collections.abc import Collection
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from windlass.errors import UnsupportedError
+from windlass.models import gguf_config
+from windlass.models.checkpoint import StoredTensor, check_shape, missing
+from windlass.models.gguf_header import GGUFHeader, GGUFTensor, read_header
+
+if TYPE_CHECKING:
+    import numpy as np
+    import torch
+
+_ROPE_FACTORS = "rope_freqs.weight"
+
+_OUTER = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+_INNER = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+_BLOCK_NAME = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
+_OUTER_NAME = re.compile(r"(\w+)\.(weight|bias)")
+_PLAIN = ("F32", "F16", "BF16")
+
+
+class GGUFCheckpoint:
+    """A GGUF file, open for reading. Owns the memory map."""
+
+    def __init__(self, path: Path) -> None:
+        self._header = read_header(path)
+        self._architecture = gguf_config.architecture_of(self._header)
+        self._tensors: dict[str, GGUFTensor] = {}
+        for name, tensor in self._header.tensors.items():
+            if name != _ROPE_FACTORS:
+                self._tensors[hf_name(name, path)] = tensor
+
+    @property
+    def header(self) -> GGUFHeader:
+        return self._header
+
+    def names(self) -> Collection[str]:
+        return self._tensors.keys()
+
+    def stored(self, name: str) -> StoredTensor:
+        tensor = self._tensor(name)
+        plain = tensor.type.name in _PLAIN
+        kind = tensor.type.name.lower() if plain else tensor.type.name
+        return StoredTensor(tensor.shape, kind, tensor.num_bytes)
+
+    def read(self, name: str, shape: tuple[int, ...], rows: slice | None = None) -> torch.Tensor:
+        """As the protocol says; quantised tensors come as float32, plain ones as they are."""
+        import torch
+
+        tensor = self._tensor(name)
+        check_shape(name, tensor.shape, shape, self._header.path)
+        blocks = self.blocks(name, rows)
+        if tensor.type.name in _PLAIN:
+            dtype = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+            values = torch.from_numpy(blocks).view(dtype[tensor.type.name])
+        else:
+            from gguf import GGMLQuantizationType
+            from gguf.quants import dequantize
+
+            kind = GGMLQuantizationType(tensor.type_id)
+            values = torch.from_numpy(dequantize(blocks, kind))
+        return values.reshape(-1, *tensor.shape[1:])
+
+    def blocks(self, name: str, rows: slice | None = None) -> np.ndarray:
+        """A copy of the stored bytes, [rows, bytes per row], in the order of the network's rows.
+
+        A vector is one row of bytes per value, so that `rows` means the same for it.
+        """
+        import numpy as np
+
+        tensor = self._tensor(name)
+        raw = np.frombuffer(self._map, np.uint8, tensor.num_bytes, tensor.offset)
+        raw = raw.reshape(tensor.shape[0], -1)
+        order = self._row_order(name, tensor.shape[0])
+        wanted = rows or slice(None)
+        return raw[wanted].copy() if order is None else np.take(raw, order[wanted], axis=0)
+
+    def hf_config(self) -> dict[str, Any]:
+        """The metadata as a config.json's dictionary."""
+        factors = self._header.tensors.get(_ROPE_FACTORS)
+        if factors is None:
+            return gguf_config.hf_config(self._header, None)
+        import numpy as np
+
+        if factors.type.name != "F32":
+            raise UnsupportedError(
+                f"{self._header.path}: {_ROPE_FACTORS} is {factors.type.name}, expected F32."
+            )
+        count = factors.num_bytes // 4
+        values = np.frombuffer(self._map, np.float32, count, factors.offset)
+        return gguf_config.hf_config(self._header, values.tolist())
+
+    @cached_property
+    def _map(self) -> mmap.mmap:
+        with self._header.path.open("rb") as stream:
+            return mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
+
+    def _tensor(self, name: str) -> GGUFTensor:
+        if name not in self._tensors:
+            raise missing(name, self._tensors, self._header.path)
+        return self._tensors[name]
+
+    def _row_order(self, name: str, num_rows: int) -> np.ndarray | None:
+        """For each of the network's rows the row in the file; None when they are the same."""
+        if self._architecture != "llama" or ".self_attn." not in name:
+            return None
+        projection = name.split(".")[-2]
+        if projection not in ("q_proj", "k_proj"):
+            return None
+        import numpy as np
+
+        config = self._head_counts
+        heads = config[0] if projection == "q_proj" else config[1]
+        # network: head, half, feature     file: head, feature, half
+        file_rows = np.arange(num_rows).reshape(heads, num_rows // heads // 2, 2)
+        return file_rows.swapaxes(1, 2).reshape(-1)
+
+    @cached_property
+    def _head_counts(self) -> tuple[int, int]:
+        config = gguf_config.hf_config(self._header, None)
+        return config["num_attention_heads"], config["num_key_value_heads"]
+
+
+def hf_name(name: str, path: Path) -> str:
+    """A tensor's name in transformers; one that no known network has is refused."""
+    block, outer = _BLOCK_NAME.fullmatch(name), _OUTER_NAME.fullmatch(name)
+    if block and block[2] in _INNER:
+        return f"model.layers.{block[1]}.{_INNER[block[2]]}.{block[3]}"
+    if outer and outer[1] in _OUTER:
+        return f"{_OUTER[outer[1]]}.{outer[2]}"
+    raise UnsupportedError(f"{path}: tensor {name} belongs to no network that this version knows.")
