@@ -282,6 +282,7 @@ class Scheduler:
                 list(request.tokens),
                 request.num_prompt,
                 request.sampling,
+                request.stop_ids,
                 request.seed,
             )
         )

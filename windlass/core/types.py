@@ -38,6 +38,7 @@ class Admission(NamedTuple):
     tokens: list[int]  # all that is known: the prompt, and after a preemption what was generated
     num_prompt: int
     sampling: SamplingParams
+    stop_ids: frozenset[int]  # tokens that end it, and must not come before min_tokens
     seed: int  # the request's own, or one drawn for it: noise depends on it and on the position
 
 

@@ -1,0 +1,95 @@
+"""The plain version of every operation: the definition, the fallback, and the tests' oracle.
+
+Written to be read. Never refuses a shape, a type or a device.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from windlass.kernels.batch import LayerKV, StepBatch
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Scale to unit root mean square, in float32."""
+    wide = x.float()
+    wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    return weight * wide.to(x.dtype)
+
+
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """Add to the residual stream, and normalise the sum: (normalised, new residual)."""
+    residual = residual + x
+    return rms_norm(residual, weight, eps), residual
+
+
+def silu_mul(gate_up: Tensor) -> Tensor:
+    """silu(gate) * up, where both lie side by side in the last dimension."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    return torch.nn.functional.silu(gate) * up
+
+
+def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate the pairs (i, i + dim/2) of each head; dimensions past the table's stay as they are.
+
+    x: [tokens, heads, dim]; cos, sin: [tokens, rotated / 2] in float32
+    """
+    half = cos.shape[-1]
+    cos, sin = cos[:, None, :], sin[:, None, :]
+    first, second, rest = x.float().split([half, half, x.shape[-1] - 2 * half], dim=-1)
+    rotated = torch.cat([first * cos - second * sin, second * cos + first * sin, rest], dim=-1)
+    return rotated.to(x.dtype)
+
+
+def write_kv(keys: Tensor, values: Tensor, kv: LayerKV, batch: StepBatch) -> None:
+    """Put this step's keys and values [tokens, kv_heads, dim] into their pages."""
+    kv.keys[batch.blocks, :, batch.offsets] = keys.to(kv.keys.dtype)
+    kv.values[batch.blocks, :, batch.offsets] = values.to(kv.values.dtype)
+
+
+def read_row(pages: Tensor, table: Tensor, context: int) -> Tensor:
+    """One row's keys or values out of the pages: [kv_heads, context, dim]."""
+    size = pages.shape[2]
+    picked = pages[table[: -(-context // size)]]  # [blocks, kv_heads, size, dim]
+    return picked.transpose(0, 1).flatten(1, 2)[:, :context]
+
+
+def visible(start: int, count: int, window: int | None, device: torch.device) -> Tensor:
+    """Which keys each of `count` queries from position `start` may see: [count, start + count]."""
+    query = torch.arange(start, start + count, device=device)[:, None]
+    key = torch.arange(start + count, device=device)[None, :]
+    mask = key <= query
+    if window is not None:
+        mask &= key > query - window
+    return mask
+
+
+def attention(
+    queries: Tensor,
+    kv: LayerKV,
+    batch: StepBatch,
+    scale: float,
+    window: int | None = None,
+    soft_cap: float | None = None,
+) -> Tensor:
+    """Causal attention of every row over its own pages, one row after another, in float32.
+
+    queries: [tokens, heads, dim]; returns the same shape. Several query heads share a kv head.
+    """
+    out = torch.empty_like(queries)
+    for table, span in zip(batch.tables, batch.spans, strict=True):
+        q = queries[span.first : span.first + span.count]
+        keys = read_row(kv.keys, table, span.context).float()
+        values = read_row(kv.values, table, span.context).float()
+        group = q.shape[1] // keys.shape[0]
+        keys = keys.repeat_interleave(group, dim=0)
+        values = values.repeat_interleave(group, dim=0)
+        scores = torch.einsum("qhd,hkd->hqk", q.float(), keys) * scale
+        if soft_cap is not None:
+            scores = soft_cap * torch.tanh(scores / soft_cap)
+        mask = visible(span.start, span.count, window, q.device)
+        weights = scores.masked_fill(~mask, float("-inf")).softmax(dim=-1)
+        mixed = torch.einsum("hqk,hkd->qhd", weights, values)
+        out[span.first : span.first + span.count] = mixed.to(out.dtype)
+    return out

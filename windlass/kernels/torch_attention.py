@@ -1,0 +1,87 @@
+"""Paged attention with torch's fused product: rows with one query are computed together.
+
+The query heads of a kv head are folded into the query's length, so that keys are never repeated.
+Soft caps are left to the plain version.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from windlass.kernels.batch import LayerKV, Span, StepBatch
+from windlass.kernels.reference import read_row, visible
+
+
+def attention(
+    queries: Tensor,
+    kv: LayerKV,
+    batch: StepBatch,
+    scale: float,
+    window: int | None = None,
+    soft_cap: float | None = None,
+) -> Tensor:
+    """Same contract as `reference.attention`; `soft_cap` must be None."""
+    assert soft_cap is None
+    out = torch.empty_like(queries)
+    single = [i for i, span in enumerate(batch.spans) if span.count == 1]
+    if single:
+        _attend_singles(out, queries, kv, batch, single, scale, window)
+    for index, span in enumerate(batch.spans):
+        if span.count > 1:
+            _attend_chunk(out, queries, kv, batch.tables[index], span, scale, window)
+    return out
+
+
+def _attend_singles(
+    out: Tensor,
+    queries: Tensor,
+    kv: LayerKV,
+    batch: StepBatch,
+    rows: list[int],
+    scale: float,
+    window: int | None,
+) -> None:
+    """All rows of one query at once, padded to the longest context."""
+    _, kv_heads, size, dim = kv.keys.shape
+    contexts = torch.tensor([batch.spans[i].context for i in rows], device=queries.device)
+    tokens = torch.tensor([batch.spans[i].first for i in rows], device=queries.device)
+    most = -(-int(contexts.max()) // size)
+    tables = batch.tables[rows, :most]
+    length = most * size
+    keys = kv.keys[tables].transpose(1, 2).reshape(len(rows), kv_heads, length, dim)
+    values = kv.values[tables].transpose(1, 2).reshape(len(rows), kv_heads, length, dim)
+    key = torch.arange(length, device=queries.device)
+    mask = key < contexts[:, None]
+    if window is not None:
+        mask &= key >= contexts[:, None] - window
+    folded = queries[tokens].view(len(rows), kv_heads, -1, dim)
+    mixed = scaled_dot_product_attention(
+        folded, keys.to(folded.dtype), values.to(folded.dtype), mask[:, None, None, :], scale=scale
+    )
+    out[tokens] = mixed.reshape(len(rows), -1, dim)
+
+
+def _attend_chunk(
+    out: Tensor,
+    queries: Tensor,
+    kv: LayerKV,
+    table: Tensor,
+    span: Span,
+    scale: float,
+    window: int | None,
+) -> None:
+    """One row of several queries, behind a prefix or not."""
+    q = queries[span.first : span.first + span.count]  # [count, heads, dim]
+    keys = read_row(kv.keys, table, span.context).to(q.dtype)
+    values = read_row(kv.values, table, span.context).to(q.dtype)
+    group = q.shape[1] // keys.shape[0]
+    # [count, kv_heads, group, dim] -> [kv_heads, group * count, dim]
+    folded = q.unflatten(1, (keys.shape[0], group)).permute(1, 2, 0, 3).flatten(1, 2)
+    mask = visible(span.start, span.count, window, q.device).repeat(group, 1)
+    mixed = scaled_dot_product_attention(
+        folded[None], keys[None], values[None], mask[None, None], scale=scale
+    )[0]
+    mixed = mixed.unflatten(1, (group, span.count)).permute(2, 0, 1, 3).flatten(1, 2)
+    out[span.first : span.first + span.count] = mixed

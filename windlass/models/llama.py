@@ -1,0 +1,109 @@
+"""The Llama family: Llama 2 and 3, Mistral (sliding window), SmolLM2, TinyLlama, and Qwen 2 and 3.
+
+Qwen2 adds a bias to q, k and v, Qwen3 a norm to q and k; the spec says so. Module names follow the
+checkpoints', so that the loader needs no table; merged layers name their parts.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from windlass.kernels.batch import StepBatch
+from windlass.layers.attention import Attention, AttentionShape
+from windlass.layers.embedding import Embedding
+from windlass.layers.linear import Linear
+from windlass.layers.mlp import GatedMLP
+from windlass.layers.norm import RMSNorm
+from windlass.layers.rotary import Rotary
+from windlass.models.network import Parts
+from windlass.models.rope import frequencies
+from windlass.models.spec import ModelSpec
+
+
+class Block(nn.Module):
+    """Attention and feed-forward, each behind a norm, added to the residual stream."""
+
+    def __init__(self, index: int, spec: ModelSpec, parts: Parts) -> None:
+        super().__init__()
+        name = f"model.layers.{index}"
+        shape = AttentionShape(
+            spec.hidden_size,
+            spec.num_heads,
+            spec.num_kv_heads,
+            spec.head_dim,
+            spec.qkv_bias,
+            spec.o_bias,
+            spec.norm_eps if spec.qk_norm else None,
+            spec.sliding_windows[index],
+        )
+        self.input_layernorm = RMSNorm(spec.hidden_size, spec.norm_eps, parts.dtype)
+        self.self_attn = Attention(
+            index,
+            shape,
+            parts.method_for(f"{name}.self_attn"),
+            parts.attention,
+            parts.mesh.tp,
+            parts.dtype,
+        )
+        self.post_attention_layernorm = RMSNorm(spec.hidden_size, spec.norm_eps, parts.dtype)
+        self.mlp = GatedMLP(
+            spec.hidden_size,
+            spec.intermediate_size,
+            parts.method_for(f"{name}.mlp"),
+            parts.mesh.tp,
+            parts.dtype if spec.mlp_bias else None,
+        )
+
+    def forward(
+        self,
+        x: Tensor,
+        residual: Tensor | None,
+        batch: StepBatch,
+        turn: tuple[Tensor, Tensor],
+    ) -> tuple[Tensor, Tensor]:
+        x, residual = self.input_layernorm.add(x, residual)
+        x = self.self_attn(x, batch, *turn)
+        x, residual = self.post_attention_layernorm.add(x, residual)
+        return self.mlp(x), residual
+
+
+class Trunk(nn.Module):
+    """Embedding, blocks and the last norm."""
+
+    def __init__(self, spec: ModelSpec, parts: Parts) -> None:
+        super().__init__()
+        self.embed_tokens = Embedding(spec.vocab_size, spec.hidden_size, parts.dtype)
+        self.layers = nn.ModuleList(Block(i, spec, parts) for i in range(spec.num_layers))
+        self.norm = RMSNorm(spec.hidden_size, spec.norm_eps, parts.dtype)
+        inv_freq, scale = frequencies(spec.rope)
+        self.rotary = Rotary(inv_freq, scale, parts.max_positions, parts.device)
+
+    def forward(self, ids: Tensor, batch: StepBatch) -> Tensor:
+        x, residual = self.embed_tokens(ids), None
+        turn = self.rotary.at(batch.positions)
+        for block in self.layers:
+            x, residual = block(x, residual, batch, turn)
+        return self.norm.add(x, residual)[0]
+
+
+class Llama(nn.Module):
+    """The whole network; `lm_head` shares the embedding's weight where the checkpoint says so."""
+
+    def __init__(self, spec: ModelSpec, parts: Parts) -> None:
+        super().__init__()
+        self.model = Trunk(spec, parts)
+        self.lm_head = Linear(
+            {"lm_head": spec.vocab_size},
+            spec.hidden_size,
+            parts.method_for("lm_head"),
+            parts.mesh.tp,
+        )
+        self.tied = spec.tie_embeddings
+        if self.tied:
+            self.lm_head.weight = self.model.embed_tokens.weight
+
+    def forward(self, ids: Tensor, batch: StepBatch) -> Tensor:
+        return self.model(ids, batch)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        return self.lm_head(hidden).float()

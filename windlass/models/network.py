@@ -1,0 +1,64 @@
+"""What every network can do, what it is built from, and which one an architecture's name means.
+
+A new model is one file and one line in `_NETWORKS`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from importlib import import_module
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from windlass.errors import UnsupportedError
+from windlass.kernels.batch import StepBatch
+from windlass.kernels.select import Selection
+from windlass.models.spec import ModelSpec
+from windlass.parallel.mesh import Mesh
+from windlass.quant.base import LinearMethod
+
+_NETWORKS = {
+    "LlamaForCausalLM": "windlass.models.llama:Llama",
+    "MistralForCausalLM": "windlass.models.llama:Llama",
+    "Qwen2ForCausalLM": "windlass.models.llama:Llama",
+    "Qwen3ForCausalLM": "windlass.models.llama:Llama",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """What a network is built from: decided before it is made, the same for all of its layers."""
+
+    dtype: torch.dtype
+    device: torch.device
+    max_positions: int
+    attention: Selection
+    method_for: Callable[[str], LinearMethod]  # by the linear layer's name
+    mesh: Mesh = field(default_factory=Mesh)
+
+
+class Network(Protocol):
+    """Hidden states from tokens, logits from hidden states."""
+
+    def __call__(self, ids: Tensor, batch: StepBatch) -> Tensor:
+        """Hidden states of all tokens [tokens, hidden]; writes the batch's pages."""
+        ...
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Scores over the vocabulary, in float32."""
+        ...
+
+
+def make_network(spec: ModelSpec, parts: Parts) -> nn.Module:
+    """The network without storage, on the meta device; the loader fills it."""
+    where = _NETWORKS.get(spec.architecture)
+    if where is None:
+        raise UnsupportedError(
+            f"architecture {spec.architecture!r} has no network here. Known: {', '.join(_NETWORKS)}."
+        )
+    module, name = where.split(":")
+    with torch.device("meta"):
+        return getattr(import_module(module), name)(spec, parts)

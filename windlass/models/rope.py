@@ -1,0 +1,63 @@
+"""The rotary frequencies that a checkpoint's description means."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from windlass.models.rope_spec import RopeSpec
+
+
+def frequencies(rope: RopeSpec) -> tuple[Tensor, float]:
+    """Angle per position for each rotated pair [dim / 2], and a factor for cos and sin."""
+    exponent = torch.arange(0, rope.dim, 2, dtype=torch.float32, device="cpu") / rope.dim
+    base = 1.0 / rope.theta**exponent
+    if rope.rope_factors is not None:
+        return base / torch.tensor(rope.rope_factors, device="cpu"), 1.0
+    if rope.kind == "linear":
+        return base / rope.factor, 1.0
+    if rope.kind == "llama3":
+        return _llama3(base, rope), 1.0
+    if rope.kind == "yarn":
+        return _yarn(base, rope), _yarn_scale(rope)
+    # "dynamic" only differs past the trained context, where this engine does not go.
+    return base, 1.0
+
+
+def _llama3(base: Tensor, rope: RopeSpec) -> Tensor:
+    """Long waves are slowed by the factor, short ones kept, those between blended."""
+    assert rope.low_freq_factor is not None
+    assert rope.high_freq_factor is not None
+    turns = rope.original_max_positions * base / (2 * math.pi)  # within the trained context
+    blend = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
+    blend = blend.clamp(0.0, 1.0)
+    return base / rope.factor * (1 - blend) + base * blend
+
+
+def _yarn(base: Tensor, rope: RopeSpec) -> Tensor:
+    """Dimensions that turn often are kept, slow ones interpolated, with a ramp between."""
+
+    def dimension_with(turns: float) -> float:
+        span = rope.original_max_positions / (turns * 2 * math.pi)
+        return rope.dim * math.log(span) / (2 * math.log(rope.theta))
+
+    low, high = dimension_with(rope.beta_fast), dimension_with(rope.beta_slow)
+    if rope.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, rope.dim - 1)
+    index = torch.arange(rope.dim // 2, dtype=torch.float32, device="cpu")
+    interpolated = ((index - low) / max(high - low, 0.001)).clamp(0.0, 1.0)
+    return base / rope.factor * interpolated + base * (1 - interpolated)
+
+
+def _yarn_scale(rope: RopeSpec) -> float:
+    def mscale(weight: float) -> float:
+        return 0.1 * weight * math.log(rope.factor) + 1.0 if rope.factor > 1 else 1.0
+
+    if rope.attention_factor is not None:
+        return rope.attention_factor
+    if rope.mscale and rope.mscale_all_dim:
+        return mscale(rope.mscale) / mscale(rope.mscale_all_dim)
+    return mscale(1.0)

@@ -1,0 +1,184 @@
+"""From logits to tokens: each row by its own request's wishes.
+
+Keeps what sampling needs to remember per slot (counts for penalties, the last tokens for forbidden
+words). The mathematics is in filters.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from windlass.core.sampling import SamplingParams
+from windlass.core.types import Admission, TokenLogprob
+from windlass.runner import filters
+
+_NEVER = float("-inf")
+
+
+@dataclass(slots=True)
+class _Memory:
+    """What one slot's request has seen and wants."""
+
+    sampling: SamplingParams
+    seed: int
+    stop_ids: list[int]
+    num_prompt: int
+    tokens: list[int]
+    counts: Tensor | None = None  # [vocabulary] of generated tokens; None: no penalties
+    seen: Tensor | None = None
+    special: bool = field(init=False)  # whether its logits are changed before temperature
+    truncated: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        wish = self.sampling
+        self.special = bool(
+            self.counts is not None
+            or wish.logit_bias
+            or wish.allowed_token_ids is not None
+            or wish.bad_token_ids
+            or wish.min_tokens
+        )
+        self.truncated = not wish.greedy and (wish.top_k > 0 or wish.top_p < 1 or wish.min_p > 0)
+
+    @property
+    def num_output(self) -> int:
+        return len(self.tokens) - self.num_prompt
+
+
+class Sampler:
+    """Owns the memory of all slots."""
+
+    def __init__(self, vocab_size: int, device: torch.device) -> None:
+        self._vocab_size = vocab_size
+        self._device = device
+        self._slots: dict[int, _Memory] = {}
+
+    def admit(self, new: Admission) -> None:
+        """Remember a request's wishes, and what it has generated before a preemption."""
+        wish = new.sampling
+        counts = seen = None
+        if wish.repetition_penalty != 1 or wish.frequency_penalty or wish.presence_penalty:
+            tokens = torch.tensor(new.tokens, device=self._device)
+            counts = torch.bincount(tokens[new.num_prompt :], minlength=self._vocab_size)
+            seen = torch.bincount(tokens, minlength=self._vocab_size) > 0
+        self._slots[new.slot] = _Memory(
+            wish, new.seed, sorted(new.stop_ids), new.num_prompt, list(new.tokens), counts, seen
+        )
+
+    def forget(self, slot: int) -> None:
+        self._slots.pop(slot, None)
+
+    def wishes(self, slot: int) -> SamplingParams:
+        return self._slots[slot].sampling
+
+    def tokens(self, slot: int) -> list[int]:
+        return self._slots[slot].tokens
+
+    def num_prompt(self, slot: int) -> int:
+        return self._slots[slot].num_prompt
+
+    def sample(
+        self, logits: Tensor, slots: Sequence[int]
+    ) -> tuple[list[int], list[list[TokenLogprob] | None]]:
+        """One token for each row of logits [rows, vocabulary], and its scores where asked for."""
+        memories = [self._slots[slot] for slot in slots]
+        scores = logits
+        if any(memory.special for memory in memories):
+            changed = [
+                self._change(row, memory) if memory.special else row
+                for row, memory in zip(logits, memories, strict=True)
+            ]
+            scores = torch.stack(changed)
+        drawn = [i for i, memory in enumerate(memories) if not memory.sampling.greedy]
+        if drawn:
+            scores = self._perturb(scores, memories, drawn)
+        tokens: list[int] = scores.argmax(dim=-1).tolist()
+        for memory, token in zip(memories, tokens, strict=True):
+            self._remember(memory, token)
+        return tokens, self._logprobs(logits, memories, tokens)
+
+    def _change(self, scores: Tensor, memory: _Memory) -> Tensor:
+        """Rule tokens out and shift others, as the request wishes."""
+        wish = memory.sampling
+        scores = scores.clone()
+        if wish.allowed_token_ids is not None:
+            allowed = list(wish.allowed_token_ids)
+            kept = scores[allowed]
+            scores.fill_(_NEVER)
+            scores[allowed] = kept
+        for token, bias in wish.logit_bias.items():
+            scores[token] += bias
+        if memory.counts is not None and memory.seen is not None:
+            scores = filters.penalise(
+                scores,
+                memory.counts,
+                memory.seen,
+                wish.repetition_penalty,
+                wish.frequency_penalty,
+                wish.presence_penalty,
+            )
+        for *start, last in wish.bad_token_ids:
+            output = memory.tokens[memory.num_prompt :]
+            if output[len(output) - len(start) :] == start:
+                scores[last] = _NEVER
+        if memory.num_output < wish.min_tokens:
+            scores[memory.stop_ids] = _NEVER
+        return scores
+
+    def _perturb(self, scores: Tensor, memories: list[_Memory], drawn: list[int]) -> Tensor:
+        """Temperature, truncation and noise for the rows that are not greedy."""
+        chosen = [memories[i] for i in drawn]
+        heat = torch.tensor([m.sampling.temperature for m in chosen], device=self._device)
+        rows = scores[drawn] / heat[:, None]
+        cut = [i for i, memory in enumerate(chosen) if memory.truncated]
+        if cut:
+            wishes = [chosen[i].sampling for i in cut]
+            rows[cut] = filters.truncate(
+                rows[cut],
+                torch.tensor([max(0, w.top_k) for w in wishes], device=self._device),
+                torch.tensor([w.top_p for w in wishes], device=self._device),
+                torch.tensor([w.min_p for w in wishes], device=self._device),
+            )
+        for i, memory in enumerate(chosen):
+            rows[i] += filters.noise(
+                memory.seed, len(memory.tokens), self._vocab_size, self._device
+            )
+        scores = scores.clone()
+        scores[drawn] = rows
+        return scores
+
+    def _remember(self, memory: _Memory, token: int) -> None:
+        memory.tokens.append(token)
+        if memory.counts is not None and memory.seen is not None:
+            memory.counts[token] += 1
+            memory.seen[token] = True
+
+    def _logprobs(
+        self, logits: Tensor, memories: list[_Memory], tokens: list[int]
+    ) -> list[list[TokenLogprob] | None]:
+        found: list[list[TokenLogprob] | None] = [None] * len(tokens)
+        for i, memory in enumerate(memories):
+            count = memory.sampling.logprobs
+            if count is not None:
+                found[i] = score_tokens(logits[i : i + 1], [tokens[i]], count)
+        return found
+
+
+def score_tokens(logits: Tensor, tokens: Sequence[int], num_top: int) -> list[TokenLogprob]:
+    """Log probability and rank of one token per row of logits, and the `num_top` likeliest."""
+    logprobs = logits.float().log_softmax(dim=-1)
+    picked = torch.tensor(tokens, device=logits.device)
+    own = logprobs.gather(-1, picked[:, None])
+    ranks = (logprobs > own).sum(dim=-1) + 1
+    num_top = logits.shape[-1] if num_top < 0 else min(num_top, logits.shape[-1])
+    values, ids = logprobs.topk(num_top, dim=-1)
+    return [
+        TokenLogprob(token, logprob, rank, list(zip(top_ids, top_values, strict=True)))
+        for token, logprob, rank, top_ids, top_values in zip(
+            tokens, own[:, 0].tolist(), ranks.tolist(), ids.tolist(), values.tolist(), strict=True
+        )
+    ]
