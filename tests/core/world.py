@@ -53,7 +53,9 @@ class FakeRunner:
     num_computed: int = 0
 
     def __post_init__(self) -> None:
-        self.pages: list[list[int | None]] = [[None] * self.block_size for _ in range(self.num_blocks)]
+        self.pages: list[list[int | None]] = [
+            [None] * self.block_size for _ in range(self.num_blocks)
+        ]
         self.tables: dict[int, list[int]] = {}
         self.last: dict[int, int] = {}
 

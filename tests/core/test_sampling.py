@@ -1,0 +1,64 @@
+"""SamplingParams: what people pass is accepted, what cannot mean anything is refused by name."""
+
+import pytest
+
+from windlass.core.sampling import SamplingParams
+from windlass.errors import RequestError
+
+
+def test_lists_strings_and_none_are_normalised() -> None:
+    wish = SamplingParams(stop="x", stop_token_ids=[1, 2], bad_words=None, logit_bias={"5": 1})
+    assert wish.stop == ("x",)
+    assert wish.stop_token_ids == (1, 2)
+    assert wish.bad_words == ()
+    assert wish.logit_bias == {5: 1}
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("temperature", -0.1),
+        ("temperature", float("nan")),
+        ("temperature", "hot"),
+        ("top_p", 0.0),
+        ("top_p", 1.1),
+        ("top_k", -2),
+        ("top_k", 1.5),
+        ("min_p", 2.0),
+        ("presence_penalty", 3.0),
+        ("frequency_penalty", -3.0),
+        ("repetition_penalty", 0.0),
+        ("n", 0),
+        ("n", 1000),
+        ("max_tokens", 0),
+        ("min_tokens", -1),
+        ("logprobs", -2),
+        ("seed", 1.5),
+        ("stop", [""]),
+        ("stop", 5),
+        ("bad_words", [""]),
+        ("stop_token_ids", [-1]),
+        ("stop_token_ids", [True]),
+        ("allowed_token_ids", []),
+        ("logit_bias", {"a": 1}),
+        ("logit_bias", {1: 101}),
+        ("logit_bias", [1]),
+    ],
+)
+def test_nonsense_is_refused_with_the_fields_name(field: str, value: object) -> None:
+    with pytest.raises(RequestError) as caught:
+        SamplingParams(**{field: value})
+    assert caught.value.param is not None
+    assert caught.value.param.startswith(field)
+
+
+def test_min_tokens_above_max_tokens_is_refused() -> None:
+    with pytest.raises(RequestError, match="larger than max_tokens"):
+        SamplingParams(min_tokens=5, max_tokens=4)
+
+
+def test_children_have_their_own_seeds() -> None:
+    wish = SamplingParams(n=3, seed=7)
+    assert [wish.child(i).seed for i in range(3)] == [7, 8, 9]
+    assert wish.child(1).n == 1
+    assert SamplingParams(n=2).child(1).seed is None

@@ -1,0 +1,227 @@
+"""What the scheduler promises, one behaviour a test."""
+
+import pytest
+
+from tests.core.world import EOS, World, limits, next_token, plain_loop, request
+from windlass.core.blocks import BlockPool, block_hash, root_hash
+from windlass.core.policy import Priority, Static
+from windlass.core.sampling import SamplingParams
+from windlass.core.types import NewRequest
+from windlass.errors import CapacityError, ConfigError, RequestError
+
+
+def tokens_of(count: int, first: int = 0) -> list[int]:
+    return [(first + i) % 5 for i in range(count)]
+
+
+def test_a_long_prompt_is_cut_into_chunks_and_others_go_on() -> None:
+    world = World(limits(max_num_batched_tokens=8))
+    world.add(request("short", [1], max_tokens=20, ignore_eos=True))
+    world.step()
+    world.add(request("long", tokens_of(30)))
+    plan = world.plan()
+    assert [(row.request_id, row.num_tokens, row.sample) for row in plan.rows] == [
+        ("short", 1, True),
+        ("long", 7, False),
+    ]
+    world.commit(plan, world.runner.run(plan))
+    world.finish_all()
+
+
+def test_a_shared_prefix_is_computed_once() -> None:
+    world = World(limits(max_num_batched_tokens=64, max_model_len=64))
+    prefix = tokens_of(32)
+    world.add(request("a", [*prefix, 1, 2]))
+    world.finish_all()
+    before = world.runner.num_computed
+    world.add(request("b", [*prefix, 3, 4, 4], max_tokens=1))
+    world.finish_all()
+    assert world.runner.num_computed - before == 3
+    stats = world.scheduler.stats()
+    assert (stats.prefix_hits, stats.prefix_queries) == (32, 34 + 35)
+
+
+def test_a_whole_prompt_in_the_cache_computes_one_token_on_a_copied_block() -> None:
+    world = World(limits(max_num_batched_tokens=64))
+    prompt = tokens_of(16)
+    world.add(request("a", prompt, max_tokens=1))
+    world.finish_all()
+    world.add(request("b", prompt))
+    plan = world.plan()
+    assert [row.num_tokens for row in plan.rows] == [1]
+    assert len(plan.copies) == 1
+    world.commit(plan, world.runner.run(plan))
+    world.finish_all()
+    assert world.got["b"] == plain_loop(request("b", prompt), 64)
+
+
+def test_different_salts_and_adapters_share_nothing() -> None:
+    world = World(limits(max_num_batched_tokens=64))
+    for index, (salt, adapter) in enumerate([("", ""), ("t", ""), ("", "t")]):
+        world.add(
+            NewRequest(
+                f"r{index}",
+                tokens_of(16),
+                SamplingParams(max_tokens=1),
+                cache_salt=salt,
+                adapter=adapter,
+            )
+        )
+        world.finish_all()
+    assert world.scheduler.stats().prefix_hits == 0
+
+
+def test_without_caching_nothing_is_found() -> None:
+    world = World(limits(max_num_batched_tokens=64), caching=False)
+    for name in ("a", "b"):
+        world.add(request(name, tokens_of(16), max_tokens=1))
+        world.finish_all()
+    assert world.runner.num_computed == 32
+    assert world.pool.num_cached == 0
+
+
+def test_prompt_logprobs_read_nothing_from_the_cache() -> None:
+    world = World(limits(max_num_batched_tokens=64))
+    world.add(request("a", tokens_of(16), max_tokens=1))
+    world.finish_all()
+    world.add(request("b", tokens_of(16), max_tokens=1, prompt_logprobs=0))
+    assert world.plan().rows[0].num_tokens == 16
+
+
+def test_the_last_to_come_is_preempted_and_gets_its_tokens_all_the_same() -> None:
+    world = World(limits(num_blocks=8, max_model_len=32, max_num_batched_tokens=32))
+    requests = [request(f"r{i}", tokens_of(8, i), max_tokens=16, ignore_eos=True) for i in range(3)]
+    for item in requests:
+        world.add(item)
+    world.finish_all()
+    assert world.scheduler.stats().num_preemptions > 0
+    for item in requests:
+        assert world.got[item.request_id] == plain_loop(item, 32)
+
+
+def test_priority_decides_who_starts_and_who_is_preempted() -> None:
+    world = World(limits(max_num_seqs=1), options={"policy": Priority()})
+    world.add(request("late", [1], priority=5, max_tokens=2, ignore_eos=True))
+    world.add(request("soon", [2], priority=1, max_tokens=2, ignore_eos=True))
+    order = []
+    while world.scheduler.has_work:
+        plan = world.plan()
+        order += [row.request_id for row in plan.rows]
+        world.commit(plan, world.runner.run(plan))
+    assert order == ["soon", "soon", "late", "late"]
+
+
+def test_static_batching_starts_together_and_waits_for_all() -> None:
+    gate = Static(max_batch_size=2, max_wait_s=1.0)
+    world = World(limits(), options={"gate": gate})
+    world.add(request("a", [1], max_tokens=2, ignore_eos=True))
+    assert not world.plan().rows, "a batch of one does not start at once"
+    world.add(request("b", [2], max_tokens=4, ignore_eos=True))
+    world.add(request("c", [3], max_tokens=1))
+    seen = []
+    for _ in range(4):
+        plan = world.plan()
+        seen.append([row.request_id for row in plan.rows])
+        world.commit(plan, world.runner.run(plan))
+    assert seen == [["a", "b"], ["a", "b"], ["b"], ["b"]]
+    world.now += 2.0
+    assert [row.request_id for row in world.plan().rows] == ["c"], "it has waited long enough"
+
+
+def test_abort_frees_blocks_at_once_running_or_waiting() -> None:
+    world = World(limits(max_num_seqs=1))
+    world.add(request("a", tokens_of(8)))
+    world.add(request("b", tokens_of(8)))
+    world.step()
+    world.abort("a")
+    world.abort("b")
+    world.abort("never was")
+    assert world.pool.num_used == 0
+    assert not world.scheduler.has_work
+
+
+def test_abort_between_plan_and_commit_drops_the_result() -> None:
+    world = World(limits())
+    world.add(request("a", [1]))
+    plan = world.plan()
+    result = world.runner.run(plan)
+    world.abort("a")
+    assert world.commit(plan, result) == []
+
+
+def test_eos_stop_tokens_and_length_end_a_request() -> None:
+    def prompt_with(token: int) -> list[int]:
+        return next([a, b] for a in range(30) for b in range(30) if next_token([a, b]) == token)
+
+    world = World(limits())
+    world.add(request("eos", prompt_with(EOS), max_tokens=4))
+    world.add(request("stop", prompt_with(11), stop_token_ids=[11], max_tokens=4))
+    world.add(request("length", prompt_with(EOS), ignore_eos=True, max_tokens=3))
+    world.finish_all()
+    assert world.finish == {"eos": "stop", "stop": "stop", "length": "length"}
+    assert (len(world.got["eos"]), len(world.got["length"])) == (1, 3)
+
+
+def test_what_can_never_fit_is_refused_with_the_numbers() -> None:
+    world = World(limits(max_model_len=32, num_blocks=32))
+    with pytest.raises(CapacityError, match=r"40 tokens.*32"):
+        world.add(request("a", tokens_of(40)))
+    with pytest.raises(CapacityError, match="at most 12"):
+        world.add(request("b", tokens_of(20), max_tokens=13))
+    small = World(limits(max_model_len=64, num_blocks=4))
+    with pytest.raises(CapacityError, match=r"KV cache.*kv-cache-memory-bytes"):
+        small.add(request("c", tokens_of(10), max_tokens=10))
+    with pytest.raises(RequestError, match="no tokens"):
+        small.add(request("d", []))
+    small.add(request("e", [1]))
+    with pytest.raises(RequestError, match="already in use"):
+        small.add(request("e", [1]))
+
+
+def test_no_chunks_need_a_budget_for_whole_prompts() -> None:
+    with pytest.raises(ConfigError, match="max-num-batched-tokens"):
+        limits(chunked_prefill=False, max_num_batched_tokens=16, max_model_len=64)
+    world = World(limits(chunked_prefill=False, max_num_batched_tokens=64))
+    world.add(request("a", tokens_of(40), max_tokens=2))
+    assert world.plan().rows[0].num_tokens == 40
+
+
+def test_fail_all_answers_everyone_and_leaves_a_usable_scheduler() -> None:
+    world = World(limits(max_num_seqs=1))
+    world.add(request("a", [1]))
+    world.add(request("b", [1]))
+    world.plan()
+    outputs = world.scheduler.fail_all("boom")
+    assert {(o.request_id, o.finish, o.error) for o in outputs} == {
+        ("a", "error", "boom"),
+        ("b", "error", "boom"),
+    }
+    world.add(request("c", [1]))
+    world.finish_all()
+
+
+def test_the_timeline_tells_what_happened() -> None:
+    world = World(limits(max_num_batched_tokens=8))
+    world.add(request("a", tokens_of(20), max_tokens=3, ignore_eos=True))
+    last = None
+    while world.scheduler.has_work:
+        plan = world.plan()
+        last = world.commit(plan, world.runner.run(plan))
+    timeline = last[0].timeline
+    assert (timeline.num_prompt, timeline.num_output, timeline.num_chunks) == (20, 3, 3)
+    assert timeline.arrived < timeline.admitted <= timeline.first_token < timeline.last_token
+
+
+def test_the_longest_unused_block_goes_first_and_tails_before_heads() -> None:
+    pool = BlockPool(4)
+    hashes = [root_hash("")]
+    for i in range(3):
+        hashes.append(block_hash(hashes[-1], [i]))
+    blocks = pool.take(3)
+    for block, digest in zip(blocks, hashes[1:], strict=True):
+        pool.seal(block, digest)
+    pool.release(blocks)
+    pool.take(2)  # the block that was never used, and the tail of the chain
+    assert pool.find(hashes[1:]) == blocks[:2]
+    assert pool.reset_cache() == 2
+    assert pool.find(hashes[1:]) == []

@@ -1,0 +1,87 @@
+"""One completion as it grows: the engine's tokens become text, log probabilities and an ending.
+
+Used by the server and by the offline API alike. Knows neither HTTP nor clocks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+
+from windlass.core.sampling import SamplingParams
+from windlass.core.text import TextStream, Tokenizer
+from windlass.core.types import NewRequest, Output, TokenLogprob
+from windlass.errors import RequestError
+
+
+@dataclass(slots=True)
+class Delta:
+    """What is new in a completion. `finish_reason` set: the last one."""
+
+    index: int
+    text: str = ""
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    finish_reason: str | None = None
+    stop_reason: str | int | None = None
+
+
+class Completion:
+    """Owns the text, the tokens and the scores of one completion."""
+
+    def __init__(self, index: int, request: NewRequest, tokenizer: Tokenizer) -> None:
+        self.index = index
+        self.request = request
+        self.tokens: list[int] = []
+        self.logprobs: list[TokenLogprob] = []
+        self.prompt_logprobs: list[TokenLogprob] = []
+        self.finish_reason: str | None = None
+        self.stop_reason: str | int | None = None
+        self._stream = TextStream(tokenizer, request.sampling)
+
+    @property
+    def text(self) -> str:
+        return self._stream.text
+
+    def feed(self, output: Output) -> Delta:
+        """Take in a step's output. A stop string found here ends it, though the engine goes on."""
+        self.prompt_logprobs += output.prompt_logprobs or []
+        shown = output.tokens
+        if output.stop_token is not None and not self.request.sampling.include_stop_str_in_output:
+            shown = shown[:-1]  # it ended the text and is not part of it
+        piece = self._stream.push(shown, last=output.finish is not None)
+        kept = output.tokens
+        if piece.stop is not None:
+            kept = kept[: self._stream.num_tokens - len(self.tokens)]
+            self.finish_reason, self.stop_reason = "stop", piece.stop
+        elif output.finish is not None:
+            self.finish_reason = output.finish
+            if output.stop_token in self.request.sampling.stop_token_ids:
+                self.stop_reason = output.stop_token  # the model's own end is no news
+        scores = (output.logprobs or [])[: min(len(kept), len(shown))]
+        self.tokens += kept
+        self.logprobs += scores
+        return Delta(self.index, piece.text, kept, scores, self.finish_reason, self.stop_reason)
+
+
+def check_ids(name: str, ids: Iterable[int], vocab_size: int) -> None:
+    """Refuse token ids that the model does not have."""
+    bad = next((token for token in ids if not 0 <= token < vocab_size), None)
+    if bad is not None:
+        raise RequestError(
+            f"{name} has the token id {bad}; this model's ids go from 0 to {vocab_size - 1}.", name
+        )
+
+
+def resolve_words(
+    sampling: SamplingParams, tokenizer: Tokenizer, vocab_size: int
+) -> SamplingParams:
+    """Check every token id in the wishes, and spell forbidden words in tokens."""
+    for name in ("logit_bias", "allowed_token_ids", "stop_token_ids"):
+        check_ids(name, getattr(sampling, name) or (), vocab_size)
+    if not sampling.bad_words:
+        return sampling
+    # A word is other tokens at the start of a text than after a space.
+    forms = [form for word in sampling.bad_words for form in (word, f" {word.lstrip()}")]
+    spelled = [tuple(tokenizer.encode(form, add_special=False)) for form in forms]
+    return replace(sampling, bad_token_ids=tuple(dict.fromkeys(ids for ids in spelled if ids)))

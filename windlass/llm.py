@@ -1,0 +1,292 @@
+"""The offline API: `LLM("default").generate(["Hello"], SamplingParams(max_tokens=32))`.
+
+The engine's loop runs in the caller's process. `AsyncLLM` runs it in a process of its own, as the
+server does.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from windlass.build import build_engine, engine_in_process, open_model
+from windlass.config import EngineConfig
+from windlass.core.card import EngineReport, ModelCard
+from windlass.core.completion import Completion, Delta, check_ids, resolve_words
+from windlass.core.sampling import SamplingParams
+from windlass.core.types import NewRequest, Output, Timeline, TokenLogprob
+from windlass.errors import EngineError, RequestError
+from windlass.serve.chat import ChatTemplate
+
+Prompt = str | Sequence[int]
+Messages = Sequence[Mapping[str, Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class CompletionOutput:
+    """One of a request's `n` completions."""
+
+    index: int
+    text: str
+    token_ids: list[int]
+    finish_reason: str | None
+    stop_reason: str | int | None = None
+    logprobs: list[TokenLogprob] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RequestOutput:
+    """Everything that came of one prompt."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    num_cached: int = 0
+    prompt_logprobs: list[TokenLogprob] | None = None
+    timeline: Timeline | None = None
+
+
+class _Job:
+    """One prompt under way: its requests, and what has come of them."""
+
+    def __init__(self, prompt: str | None, requests: list[NewRequest], card: ModelCard) -> None:
+        self.prompt = prompt
+        self.requests = requests
+        self.timeline: Timeline | None = None
+        self._completions = {
+            request.request_id: Completion(i, request, card.tokenizer)
+            for i, request in enumerate(requests)
+        }
+
+    @property
+    def done(self) -> bool:
+        return all(c.finish_reason is not None for c in self._completions.values())
+
+    def feed(self, output: Output) -> Delta:
+        if output.error is not None:
+            raise EngineError(f"request {output.request_id} failed: {output.error}")
+        self.timeline = output.timeline or self.timeline
+        return self._completions[output.request_id].feed(output)
+
+    def result(self) -> RequestOutput:
+        first = self.requests[0]
+        wish = first.sampling
+        outputs = [
+            CompletionOutput(
+                c.index,
+                c.text,
+                c.tokens,
+                c.finish_reason,
+                c.stop_reason,
+                c.logprobs if wish.logprobs is not None else None,
+            )
+            for c in self._completions.values()
+        ]
+        scores = self._completions[first.request_id].prompt_logprobs
+        return RequestOutput(
+            first.request_id.rpartition("-")[0],
+            self.prompt,
+            list(first.prompt),
+            outputs,
+            self.timeline.num_cached if self.timeline else 0,
+            scores if wish.prompt_logprobs is not None else None,
+            self.timeline,
+        )
+
+
+class _Front:
+    """Text in front of an engine: prompts to jobs. Shared by LLM and AsyncLLM."""
+
+    def __init__(self, card: ModelCard, vocab_size: int) -> None:
+        self._card = card
+        self._vocab_size = vocab_size
+        self._template: ChatTemplate | None = None
+        if card.chat_template is not None:
+            self._template = ChatTemplate(card.chat_template, card.special_tokens)
+        self._numbers = itertools.count()
+
+    def render(self, messages: Messages) -> list[int]:
+        """A conversation as the model's template spells it, in tokens."""
+        if self._template is None:
+            raise RequestError(
+                f"the model {self._card.name!r} has no chat template; use generate() instead.",
+                "messages",
+            )
+        return self._card.tokenizer.encode(self._template.render(messages), add_special=False)
+
+    def job(self, prompt: Prompt, sampling: SamplingParams | None) -> _Job:
+        """One request per completion that is asked for."""
+        if sampling is None:
+            sampling = SamplingParams(**self._card.default_sampling)
+        text = prompt if isinstance(prompt, str) else None
+        tokens = self._card.tokenizer.encode(text) if text is not None else list(prompt)  # type: ignore[arg-type]
+        check_ids("prompt", tokens, self._vocab_size)
+        sampling = resolve_words(sampling, self._card.tokenizer, self._vocab_size)
+        number = next(self._numbers)
+        requests = [
+            NewRequest(f"{number}-{i}", tokens, sampling.child(i)) for i in range(sampling.n)
+        ]
+        return _Job(text, requests, self._card)
+
+
+class LLM:
+    """Usage: `LLM("default", max_num_seqs=8).generate(prompts, SamplingParams(max_tokens=32))`.
+
+    Options are those of the command line, with underscores. Not thread-safe.
+    """
+
+    def __init__(self, model: str = "default", **options: Any) -> None:
+        config = EngineConfig.of(model=model, **options)
+        opened = open_model(config)
+        built = build_engine(config, opened)
+        self.report: EngineReport = built.report
+        self.card: ModelCard = opened.card
+        self.engine = built.engine
+        self._front = _Front(opened.card, built.report.vocab_size)
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling: SamplingParams | Sequence[SamplingParams] | None = None,
+        progress: bool = False,
+    ) -> list[RequestOutput]:
+        """Complete prompts (text or token ids), all at once; results in the order of prompts."""
+        many = _as_list(prompts)
+        wishes = _as_wishes(sampling, len(many))
+        jobs = [self._front.job(p, wish) for p, wish in zip(many, wishes, strict=True)]
+        with progress_bar(len(jobs), progress) as advance:
+            for job, _ in self._drive(jobs):
+                if job.done:
+                    advance()
+        return [job.result() for job in jobs]
+
+    def chat(
+        self,
+        messages: Messages | Sequence[Messages],
+        sampling: SamplingParams | Sequence[SamplingParams] | None = None,
+        progress: bool = False,
+    ) -> list[RequestOutput]:
+        """Answer one conversation or several."""
+        single = bool(messages) and isinstance(messages[0], Mapping)
+        conversations: Any = [messages] if single else messages
+        rendered = [self._front.render(conversation) for conversation in conversations]
+        return self.generate(rendered, sampling, progress)
+
+    def stream(self, prompt: Prompt, sampling: SamplingParams | None = None) -> Iterator[str]:
+        """The text of one completion, piece by piece. Closing the iterator aborts it."""
+        job = self._front.job(prompt, sampling)
+        if len(job.requests) > 1:
+            raise RequestError("stream() gives one completion; n must be 1.", "n")
+        return (delta.text for _, delta in self._drive([job]) if delta.text)
+
+    def stream_chat(
+        self, messages: Messages, sampling: SamplingParams | None = None
+    ) -> Iterator[str]:
+        """The answer to one conversation, piece by piece."""
+        return self.stream(self._front.render(messages), sampling)
+
+    def _drive(self, jobs: list[_Job]) -> Iterator[tuple[_Job, Delta]]:
+        """Step until the jobs are done; whatever happens, nothing of them stays in the engine."""
+        left: dict[str, _Job] = {}
+        try:
+            for job in jobs:
+                for request in job.requests:
+                    self.engine.add(request)
+                    left[request.request_id] = job
+            while left:
+                for output in self.engine.step():
+                    job = left[output.request_id]
+                    delta = job.feed(output)
+                    if delta.finish_reason is not None:
+                        del left[output.request_id]
+                        self.engine.abort(output.request_id)  # a stop string is found only here
+                    yield job, delta
+        finally:
+            for request_id in left:
+                self.engine.abort(request_id)
+
+
+class AsyncLLM:
+    """Usage: `async with AsyncLLM("default") as llm: async for piece in llm.stream("Hello"): ...`
+
+    The engine runs in a process of its own and serves many coroutines at once.
+    """
+
+    def __init__(self, model: str = "default", **options: Any) -> None:
+        self._config = EngineConfig.of(model=model, **options)
+
+    async def __aenter__(self) -> AsyncLLM:
+        from windlass.serve.client import EngineClient
+
+        opened = open_model(self._config)
+        self.card = opened.card
+        eos_ids = opened.card.tokenizer.eos_ids
+        self._client = EngineClient(
+            partial(engine_in_process, self._config, opened.files, opened.spec, eos_ids)
+        )
+        self.report = await self._client.start()
+        self._front = _Front(self.card, self.report.vocab_size)
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._client.close()
+
+    async def generate(
+        self, prompt: Prompt, sampling: SamplingParams | None = None
+    ) -> RequestOutput:
+        """Complete one prompt; call it many times at once."""
+        job = self._front.job(prompt, sampling)
+        async for _ in self._drive(job):
+            pass
+        return job.result()
+
+    async def stream(
+        self, prompt: Prompt, sampling: SamplingParams | None = None
+    ) -> AsyncIterator[Delta]:
+        """What is new in each completion of one prompt, as it comes."""
+        job = self._front.job(prompt, sampling)
+        async for delta in self._drive(job):
+            yield delta
+
+    async def _drive(self, job: _Job) -> AsyncIterator[Delta]:
+        async for output in self._client.generate(*job.requests):
+            delta = job.feed(output)
+            if delta.finish_reason is not None:
+                self._client.abort(output.request_id)  # a stop string is found only here
+            yield delta
+
+
+def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """One prompt is text or a list of whole numbers; anything else is several."""
+    if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int)):
+        return [prompts]  # type: ignore[list-item]
+    return list(prompts)  # type: ignore[arg-type]
+
+
+def _as_wishes(
+    sampling: SamplingParams | Sequence[SamplingParams] | None, count: int
+) -> Sequence[SamplingParams | None]:
+    if sampling is None or isinstance(sampling, SamplingParams):
+        return [sampling] * count
+    if len(sampling) != count:
+        raise RequestError(f"{count} prompts, but {len(sampling)} SamplingParams.", "sampling")
+    return sampling
+
+
+@contextmanager
+def progress_bar(total: int, shown: bool) -> Iterator[Callable[[], None]]:
+    """A bar on stderr that the yielded function moves by one."""
+    if not shown:
+        yield lambda: None
+        return
+    from rich.console import Console
+    from rich.progress import Progress
+
+    with Progress(console=Console(stderr=True)) as bar:
+        task = bar.add_task("requests", total=total)
+        yield lambda: bar.advance(task)

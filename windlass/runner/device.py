@@ -1,0 +1,125 @@
+"""Which device and which arithmetic, how many threads, how much memory: found, with reasons."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import psutil
+import torch
+
+from windlass.config import AUTO, CacheConfig, ModelConfig
+from windlass.core.card import Capacity, Choice
+from windlass.errors import ConfigError
+from windlass.models.spec import ModelSpec
+
+_CPU_SHARE = 0.25  # of free memory: a laptop has other things to do
+
+
+def choose_device(config: ModelConfig) -> tuple[torch.device, Choice]:
+    """A GPU where there is one, unless told otherwise."""
+    has_cuda = torch.cuda.is_available()
+    if config.device == "cuda" and not has_cuda:
+        raise ConfigError("--device cuda: torch sees no CUDA device. Use --device cpu.")
+    if config.device == "auto":
+        name = "cuda" if has_cuda else "cpu"
+        reason = "torch sees a CUDA device" if has_cuda else "torch sees no CUDA device"
+    else:
+        name, reason = config.device, "as set"
+    return torch.device(name), Choice("device", name, reason)
+
+
+def choose_dtype(
+    config: ModelConfig, spec: ModelSpec, device: torch.device
+) -> tuple[torch.dtype, Choice]:
+    """The checkpoint's own type on a GPU; float32 on a CPU, where torch has no fast 16-bit path."""
+    if config.dtype != "auto":
+        name, reason = str(config.dtype), "as set"
+    elif device.type == "cpu":
+        name, reason = "float32", "torch's 16-bit products are slower than float32 on CPUs"
+    elif spec.dtype in ("bfloat16", "float16"):
+        name, reason = spec.dtype, "the checkpoint's own"
+    else:
+        name, reason = "bfloat16", "half of float32's bytes, the same range"
+    return getattr(torch, name), Choice("dtype", name, reason)
+
+
+def choose_threads(config: ModelConfig) -> Choice:
+    """Set torch's threads to the cores that this process may use."""
+    cores = _num_cores()
+    count = cores if config.num_threads == AUTO else config.num_threads
+    torch.set_num_threads(count)
+    reason = f"{cores} cores are allowed" if config.num_threads == AUTO else "as set"
+    return Choice("threads", str(count), reason)
+
+
+def _num_cores() -> int:
+    """Cores by affinity, less where a container's quota is smaller."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    quota = Path("/sys/fs/cgroup/cpu.max")
+    if quota.is_file():
+        limit, period = quota.read_text().split()[:2]
+        if limit != "max":
+            cores = min(cores or 1, max(1, int(limit) // int(period)))
+    return cores or 1
+
+
+def free_bytes(device: torch.device) -> int:
+    """Memory that could still be taken on the device; a container's limit counts."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    free = psutil.virtual_memory().available
+    limit, used = (Path("/sys/fs/cgroup") / name for name in ("memory.max", "memory.current"))
+    if limit.is_file() and used.is_file() and (most := limit.read_text().strip()) != "max":
+        free = min(free, int(most) - int(used.read_text()))
+    return max(0, free)
+
+
+def size_cache(
+    config: CacheConfig, bytes_per_block: int, device: torch.device, share: float, wanted: int
+) -> Capacity:
+    """How many blocks: as set, or a share of the memory that is free now, but not beyond need.
+
+    `wanted` is what the most requests of the greatest length could use.
+    """
+    size, each = config.block_size, gib(bytes_per_block)
+
+    def capacity(count: int, why: str) -> Capacity:
+        return Capacity(count, size, bytes_per_block, f"{why}, {each} per block")
+
+    if config.num_blocks is not None:
+        return capacity(config.num_blocks, "as set")
+    if config.kv_cache_memory_bytes is not None:
+        usable = config.kv_cache_memory_bytes
+        why = f"--kv-cache-memory-bytes {gib(usable)}"
+    else:
+        free = free_bytes(device)
+        usable, why = _usable(config, device, share, free)
+    count = usable // bytes_per_block
+    if count < 1:
+        raise ConfigError(
+            f"the KV cache has room for no block: {why}, and one block of {size} tokens takes "
+            f"{each}. Give --kv-cache-memory-bytes at least that, or free memory."
+        )
+    if wanted < count and config.kv_cache_memory_bytes is None:
+        return capacity(wanted, f"all that --max-num-seqs x --max-model-len can use; {why}")
+    return capacity(count, why)
+
+
+def _usable(config: CacheConfig, device: torch.device, share: float, free: int) -> tuple[int, str]:
+    if device.type == "cpu":
+        share = config.memory_share or _CPU_SHARE
+        return int(free * share), f"{share:g} of {gib(free)} free memory"
+    total = torch.cuda.mem_get_info(device)[1]
+    usable = int(total * share) - (total - free)
+    return usable, f"{share:g} of {gib(total)} on the device, less {gib(total - free)} in use"
+
+
+def gib(num_bytes: int) -> str:
+    """Bytes for people: 720.0 KiB, 5.9 GiB."""
+    value = float(num_bytes)
+    for unit in ("B", "KiB", "MiB"):
+        if abs(value) < 1024:
+            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
+        value /= 1024
+    return f"{value:.1f} GiB"
