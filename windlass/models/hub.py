@@ -1,0 +1,99 @@
+"""Models from the Hugging Face hub. Every way to fail becomes a DownloadError that says what to do."""
+
+from __future__ import annotations
+
+import errno
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from windlass.config import ModelConfig
+from windlass.errors import DownloadError
+
+_PART = r"[A-Za-z0-9][\w.-]*"
+_REPO = re.compile(rf"({_PART}/{_PART})")
+_REPO_FILE = re.compile(rf"({_PART}/{_PART})[:/]([\w./-]+\.gguf)")
+_SMALL = ["*.json", "tokenizer.model", "*.jinja"]
+# Some repositories hold the same weights twice: in folders, or in one file of the maker's own kind.
+_NOT_WANTED = ["*/*", "consolidated*"]
+
+
+@dataclass(frozen=True, slots=True)
+class HubModel:
+    repo: str
+    file: str | None  # one GGUF file of the repository; None: the safetensors model
+
+
+def parse(text: str) -> HubModel | None:
+    """`org/name`, `org/name:FILE.gguf` or `org/name/FILE.gguf`; None when it is none of these."""
+    with_file = _REPO_FILE.fullmatch(text)
+    if with_file:
+        return HubModel(with_file[1], with_file[2])
+    plain = _REPO.fullmatch(text)
+    if plain and not text.endswith(".gguf"):
+        return HubModel(plain[1], None)
+    return None
+
+
+def fetch(model: HubModel, config: ModelConfig) -> Path:
+    """The folder or file, from the hub's own cache when it is there already."""
+    import huggingface_hub
+    from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, HFValidationError
+
+    # Transport errors (a proxy, a timeout) derive from the HTTP library's root, not from OSError.
+    http_root: type[Exception] = HfHubHTTPError.__bases__[0]
+    revision, token, folder = config.revision, config.hf_token, config.download_dir
+    patterns = _SMALL if config.load_format == "dummy" else [*_SMALL, "*.safetensors"]
+    try:
+        if model.file is not None:
+            found = huggingface_hub.hf_hub_download(
+                model.repo, model.file, cache_dir=folder, revision=revision, token=token
+            )
+        else:
+            found = huggingface_hub.snapshot_download(
+                model.repo,
+                allow_patterns=patterns,
+                ignore_patterns=_NOT_WANTED,
+                cache_dir=folder,
+                revision=revision,
+                token=token,
+            )
+    except (OSError, http_root, EntryNotFoundError, HFValidationError) as error:
+        raise _explained(model, config, error) from error
+    path = Path(found)
+    if path.is_dir() and not (path / "config.json").is_file():
+        raise DownloadError(
+            f"hub model {model.repo} has no config.json. When it holds GGUF files, name one: "
+            f"{model.repo}:FILE.gguf"
+        )
+    return path
+
+
+def _explained(model: HubModel, config: ModelConfig, error: Exception) -> DownloadError:
+    from huggingface_hub import errors
+
+    what = f"{model.repo}:{model.file}" if model.file else model.repo
+    if isinstance(error, errors.GatedRepoError):
+        reason = (
+            "access is gated. Accept its licence on the hub, then pass --hf-token or set HF_TOKEN."
+        )
+    elif isinstance(error, errors.RepositoryNotFoundError):
+        reason = (
+            "there is no such repository, or it is private. Check the spelling; for a private one "
+            "pass --hf-token or set HF_TOKEN."
+        )
+    elif isinstance(error, errors.RevisionNotFoundError):
+        reason = f"it has no revision {config.revision!r}. Check --revision."
+    elif isinstance(error, errors.LocalEntryNotFoundError):
+        reason = (
+            "the hub cannot be reached, and the model is not in the local cache. Check the network "
+            "and HF_HUB_OFFLINE, or download it elsewhere and give the folder's path."
+        )
+    elif isinstance(error, errors.EntryNotFoundError):
+        reason = "the repository has no such file. Check the file's name."
+    elif isinstance(error, OSError) and error.errno == errno.ENOSPC:
+        reason = "the disk is full. Free some space, or choose another disk with --download-dir."
+    else:
+        reason = "the download failed. Check the network, the proxy and --download-dir."
+    detail = " ".join(str(error).split())
+    return DownloadError(f"hub model {what}: {reason} ({type(error).__name__}: {detail})")

@@ -1,0 +1,111 @@
+"""The tokenizer of a model: text to ids and back, over the `tokenizers` library.
+
+Where it comes from is decided elsewhere: tokenizer_files.py (a folder) and gguf_tokenizer.py.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from tokenizers import Tokenizer as Backend
+from tokenizers.processors import TemplateProcessing
+
+SPACE = "\u2581"  # what SentencePiece writes for a space
+_BYTE_PIECE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+
+
+@dataclass(frozen=True, slots=True)
+class TextSide:
+    """All that a model's files say about text."""
+
+    backend: Backend
+    special_tokens: dict[str, str]  # "eos_token" -> "</s>"
+    eos_ids: tuple[int, ...]
+    chat_template: str | None
+
+
+class HFTokenizer:
+    """Implements `windlass.core.text.Tokenizer`. Ids outside the vocabulary decode to nothing."""
+
+    def __init__(self, backend: Backend, eos_ids: tuple[int, ...]) -> None:
+        self._backend = backend
+        self._eos_ids = eos_ids
+        self._added = {
+            token: added.content for token, added in backend.get_added_tokens_decoder().items()
+        }
+        self._vocab_size = max(backend.get_vocab_size(), max(self._added, default=-1) + 1)
+
+    @property
+    def vocab_size(self) -> int:
+        return self._vocab_size
+
+    @property
+    def eos_ids(self) -> tuple[int, ...]:
+        return self._eos_ids
+
+    def encode(self, text: str, add_special: bool = True) -> list[int]:
+        return self._backend.encode(text, add_special_tokens=add_special).ids
+
+    def decode(self, ids: Sequence[int], skip_special: bool = True) -> str:
+        known = [token for token in ids if 0 <= token < self._vocab_size]
+        return self._backend.decode(known, skip_special_tokens=skip_special)
+
+    def token_text(self, token: int) -> str:
+        return self.token_bytes(token).decode(errors="replace")
+
+    def token_bytes(self, token: int) -> bytes:
+        if not 0 <= token < self._vocab_size:
+            return b""
+        if token in self._added:
+            return self._added[token].encode()
+        piece = self._backend.id_to_token(token)
+        if piece is None:
+            return b""
+        if "ByteLevel" in self._decoders:
+            return b"".join(_BYTE_OF.get(char, char.encode()) for char in piece)
+        if not self._decoders & {"ByteFallback", "Metaspace"}:
+            return piece.encode()
+        byte = _BYTE_PIECE.fullmatch(piece)
+        return bytes([int(byte[1], 16)]) if byte else piece.replace(SPACE, " ").encode()
+
+    @cached_property
+    def _decoders(self) -> set[str]:
+        """The kinds of decoder in use: they tell how a piece's text stands for bytes."""
+        if self._backend.decoder is None:
+            return set()
+        return _kinds(json.loads(self._backend.decoder.__getstate__()))
+
+
+def _kinds(state: dict[str, Any]) -> set[str]:
+    inner = [_kinds(part) for part in state.get("decoders", [])]
+    return {state["type"]}.union(*inner)
+
+
+def _byte_of_char() -> dict[str, bytes]:
+    """Byte-level BPE writes each byte as a visible character: itself, or one from 256 on."""
+    visible = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    hidden = [byte for byte in range(256) if byte not in visible]
+    table = {chr(byte): bytes([byte]) for byte in visible}
+    return table | {chr(256 + index): bytes([byte]) for index, byte in enumerate(hidden)}
+
+
+_BYTE_OF = _byte_of_char()
+
+
+def framed(bos: tuple[str, int] | None, eos: tuple[str, int] | None) -> TemplateProcessing:
+    """Puts the given tokens before and after every text that is encoded with special tokens."""
+    tokens = [token for token in (bos, eos) if token is not None]
+    single = [*(["bos"] if bos else []), "$A", *(["eos"] if eos else [])]
+    names = [name for name in single if name != "$A"]
+    return TemplateProcessing(
+        single=single,
+        special_tokens=[
+            {"id": name, "ids": [token], "tokens": [text]}
+            for name, (text, token) in zip(names, tokens, strict=True)
+        ],
+    )
