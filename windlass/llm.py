@@ -123,8 +123,11 @@ class _Front:
         """One request per completion that is asked for."""
         if sampling is None:
             sampling = SamplingParams(**self._card.default_sampling)
-        text = prompt if isinstance(prompt, str) else None
-        tokens = self._card.tokenizer.encode(text) if text is not None else list(prompt)  # type: ignore[arg-type]
+        text, tokens = None, []
+        if isinstance(prompt, str):
+            text, tokens = prompt, self._card.tokenizer.encode(prompt)
+        else:
+            tokens = list(prompt)
         check_ids("prompt", tokens, self._vocab_size)
         sampling = resolve_words(sampling, self._card.tokenizer, self._vocab_size)
         number = next(self._numbers)

@@ -6,6 +6,7 @@ the cache: a released block keeps its hash until it is handed out again, least r
 
 from __future__ import annotations
 
+from array import array
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from hashlib import blake2b
@@ -22,8 +23,7 @@ def root_hash(salt: str) -> bytes:
 
 def block_hash(parent: bytes, tokens: Sequence[int]) -> bytes:
     """The hash of a full block: its own tokens and, through the parent, all before them."""
-    content = b"".join([token.to_bytes(4, "little") for token in tokens])
-    return blake2b(parent + content, digest_size=_DIGEST_BYTES).digest()
+    return blake2b(parent + array("I", tokens).tobytes(), digest_size=_DIGEST_BYTES).digest()
 
 
 class BlockPool:

@@ -104,6 +104,19 @@ class Request:
             self.hashes(index + 1, block_size)
         return self._hashes[index]
 
+    def take(self, tokens: list[int]) -> tuple[int, FinishReason | None, int | None]:
+        """Append sampled tokens up to one that ends it: (how many, why it ended, stop token)."""
+        taken = 0
+        for token in tokens:
+            self.tokens.append(token)
+            taken += 1
+            num_output = len(self.tokens) - self.num_prompt
+            if token in self.stop_ids and num_output > self.sampling.min_tokens:
+                return taken, "stop", token
+            if num_output >= self.max_tokens:
+                return taken, "length", None
+        return taken, None, None
+
     def forget_kv(self) -> None:
         """Back to the queue: everything is computed anew, as far as the cache does not have it."""
         self.blocks = []

@@ -33,6 +33,8 @@ from windlass.core.types import (
 )
 from windlass.errors import RequestError
 
+_NO_BLOCKS: list[BlockId] = []
+
 
 @dataclass(slots=True)
 class _Step:
@@ -142,18 +144,21 @@ class Scheduler:
             self._freed.clear()
             self._in_flight.append(step.members)
             self._count.num_steps += 1
-            self._count.num_step_tokens = plan.num_tokens
+            self._count.num_step_tokens = self._limits.max_num_batched_tokens - step.budget
         return plan
 
     def _plan_running(self, step: _Step) -> None:
-        index = 0
-        while index < len(self._running) and step.budget > 0:
-            request = self._running[index]
-            index += 1
+        size = self._limits.block_size
+        for request in list(self._running):
+            if request.slot is None:  # interrupted a moment ago, as are all behind it
+                break
             count = self._num_to_compute(request, step.budget)
             if count == 0:
                 continue
-            fresh = self._grow(request, request.planned + count)
+            end = request.planned + count
+            fresh: list[BlockId] | None = _NO_BLOCKS
+            if end > len(request.blocks) * size:
+                fresh = self._grow(request, end)
             if fresh is not None:
                 self._emit(step, request, count, fresh)
 
@@ -175,12 +180,13 @@ class Scheduler:
 
     def _num_to_compute(self, request: Request, budget: int) -> int:
         """How many tokens of a request go into this step."""
-        left = request.num_left
+        num_known = len(request.tokens) + request.num_pending
+        left = num_known - request.planned
         if left <= 0 or request.verifying:
             return 0
-        if request.num_output + request.num_pending >= request.max_tokens:
+        if num_known - request.num_prompt >= request.max_tokens:
             return 0  # the sample in flight is its last
-        return self._limits.chunk(left, budget)
+        return 1 if left == 1 and budget else self._limits.chunk(left, budget)
 
     def _grow(self, request: Request, num_tokens: int) -> list[BlockId] | None:
         """Take the blocks that a running request lacks for `num_tokens`, by preemption if need be.
@@ -212,20 +218,12 @@ class Scheduler:
         drafts = self._affordable_drafts(request, count, step.budget) if request.drafts else ()
         sample = end == len(request.tokens) + request.num_pending
         assert request.slot is not None
-        tokens = (*request.tokens[start:end], *drafts)
-        num_tokens = count + len(drafts)
-        step.plan.rows.append(
-            Row(
-                request.request_id,
-                request.slot,
-                start,
-                num_tokens,
-                tokens,
-                tuple(fresh),
-                sample,
-                len(drafts),
-            )
-        )
+        tokens = tuple(request.tokens[start:end]) + drafts
+        num_drafts = len(drafts)
+        num_tokens = count + num_drafts
+        blocks = tuple(fresh) if fresh else ()
+        row = (request.request_id, request.slot, start, num_tokens, tokens, blocks, sample)
+        step.plan.rows.append(Row(*row, num_drafts))
         step.members.append((request, request.generation))
         step.budget -= num_tokens
         request.planned = end
@@ -325,62 +323,48 @@ class Scheduler:
 
     def _advance(self, request: Request, row: Row, got: RowResult) -> None:
         """Count what is computed and seal the blocks that became full."""
-        request.computed = row.start + row.num_tokens
+        computed = row.start + row.num_tokens
         if row.num_drafts:
             # Rejected guesses need no undoing: their KV is written over.
-            request.computed -= row.num_drafts - (len(got.tokens) - 1)
-            request.planned = request.computed
+            computed -= row.num_drafts - (len(got.tokens) - 1)
+            request.planned = computed
             request.verifying = False
-        # Guesses follow this row's token; a plan that ran ahead has gone past them already.
-        request.drafts = got.drafts if request.num_pending == 1 else ()
-        if not self._caching:
-            return
+        request.computed = computed
+        if got.drafts and request.num_pending == 1:
+            request.drafts = got.drafts  # else a plan that ran ahead has gone past them already
         size = self._limits.block_size
-        # The last sampled token's own KV is not computed, so all hashed tokens are known.
-        while (request.num_sealed + 1) * size <= min(request.computed, len(request.tokens)):
-            index = request.num_sealed
-            self._pool.seal(request.blocks[index], request.hash_at(index, size))
-            request.num_sealed += 1
+        if self._caching and computed >= (request.num_sealed + 1) * size:
+            # A token that this row sampled is not known yet; its block waits for the next row.
+            num_full = min(computed, len(request.tokens)) // size
+            for index in range(request.num_sealed, num_full):
+                self._pool.seal(request.blocks[index], request.hash_at(index, size))
+            request.num_sealed = num_full
 
     def _append(self, request: Request, row: Row, got: RowResult, now: float) -> Output:
         """Add sampled tokens up to the first that ends the request."""
-        taken = 0
-        finish: FinishReason | None = None
-        stop_token = None
-        for token in got.tokens:
-            request.tokens.append(token)
-            taken += 1
-            num_output = len(request.tokens) - request.num_prompt
-            if token in request.stop_ids and num_output > request.sampling.min_tokens:
-                finish, stop_token = "stop", token
-                break
-            if num_output >= request.max_tokens:
-                finish = "length"
-                break
-        first = request.timeline.first_token is None
-        if first:
-            request.timeline.first_token = now
-        request.timeline.last_token = now
-        request.timeline.num_output = len(request.tokens) - request.num_prompt
+        taken, finish, stop_token = request.take(got.tokens)
+        tokens, scores, timeline = got.tokens, got.logprobs, None
         self._count.num_generated_tokens += taken
+        if finish is not None or request.timeline.first_token is None:
+            timeline = request.timeline
+            timeline.num_output = request.num_output
+            timeline.last_token = now
+            if timeline.first_token is None:
+                timeline.first_token = now
         if finish is not None:
+            tokens = tokens[:taken]
+            scores = scores[:taken] if scores is not None else None
             self._finish(request, finish)
-        return Output(
-            request.request_id,
-            got.tokens[:taken],
-            got.logprobs[:taken] if got.logprobs is not None else None,
-            self._unreported(request, row, got),
-            finish,
-            stop_token,
-            None,
-            request.timeline if first or finish else None,
-        )
+        prompt_scores = None
+        if got.prompt_logprobs is not None:
+            prompt_scores = self._unreported(request, row, got)
+        output = (request.request_id, tokens, scores, prompt_scores, finish, stop_token)
+        return Output(*output, None, timeline)
 
     @staticmethod
-    def _unreported(request: Request, row: Row, got: RowResult) -> list[TokenLogprob] | None:
+    def _unreported(request: Request, row: Row, got: RowResult) -> list[TokenLogprob]:
         """The prompt's scores that an earlier life of the request has not sent already."""
-        if got.prompt_logprobs is None:
-            return None
+        assert got.prompt_logprobs is not None
         fresh = got.prompt_logprobs[max(0, request.num_scored - row.start) :]
         request.num_scored += len(fresh)
         return fresh

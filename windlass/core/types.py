@@ -7,7 +7,7 @@ tensor-parallel group, and another machine.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal, NamedTuple, NewType
 
 from windlass.core.sampling import SamplingParams
@@ -110,7 +110,7 @@ class Timeline:
     arrived: float = 0.0
     admitted: float | None = None  # the first time it got a slot
     first_token: float | None = None
-    last_token: float | None = None
+    last_token: float | None = None  # kept up to date on a request's first and last output
     num_prompt: int = 0
     num_cached: int = 0  # prompt tokens found in the prefix cache when first admitted
     num_output: int = 0
@@ -118,12 +118,11 @@ class Timeline:
     num_preemptions: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Output:
+class Output(NamedTuple):
     """What one step gave one request. `finish` set: the last one."""
 
     request_id: str
-    tokens: list[int] = field(default_factory=list)
+    tokens: list[int] = []  # noqa: RUF012
     logprobs: list[TokenLogprob] | None = None
     prompt_logprobs: list[TokenLogprob] | None = None
     finish: FinishReason | None = None

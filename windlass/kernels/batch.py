@@ -6,9 +6,11 @@ The layout of the KV cache is decided here and nowhere else: pages are
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -25,6 +27,18 @@ class LayerKV:
         return self.keys.shape[2]
 
 
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Pages of zeros: a padded read of garbage (NaN) times a weight of zero would be NaN.
+
+    On a CPU the system gives zeroed memory when it is first touched, so that gigabytes of pages
+    cost nothing until they are used; torch would write them all at once.
+    """
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    raw = torch.from_numpy(np.zeros(math.prod(shape) * dtype.itemsize, dtype=np.uint8))
+    return raw.view(dtype).view(shape)
+
+
 class KVCache:
     """Owns the pages of all layers."""
 
@@ -35,8 +49,7 @@ class KVCache:
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        # Zeroed, since a padded read of garbage (NaN) times a weight of zero is NaN all the same.
-        self._pages = torch.zeros((num_layers, 2, *shape), dtype=dtype, device=device)
+        self._pages = _zeros((num_layers, 2, *shape), dtype, device)
         self.layers = [LayerKV(pages[0], pages[1]) for pages in self._pages]
 
     @property

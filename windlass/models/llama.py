@@ -15,7 +15,7 @@ from windlass.layers.linear import Linear
 from windlass.layers.mlp import GatedMLP
 from windlass.layers.norm import RMSNorm
 from windlass.layers.rotary import Rotary
-from windlass.models.network import Parts
+from windlass.models.network import Network, Parts
 from windlass.models.rope import frequencies
 from windlass.models.spec import ModelSpec
 
@@ -86,7 +86,7 @@ class Trunk(nn.Module):
         return self.norm.add(x, residual)[0]
 
 
-class Llama(nn.Module):
+class Llama(Network):
     """The whole network; `lm_head` shares the embedding's weight where the checkpoint says so."""
 
     def __init__(self, spec: ModelSpec, parts: Parts) -> None:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from windlass.errors import CheckpointError
 from windlass.layers.linear import Linear
 from windlass.models.checkpoint import Checkpoint
+from windlass.models.network import Network
 from windlass.quant.base import Axis, ParamSpec
 
 # Tensors that some checkpoints carry and no network needs: they are computed from the config.
@@ -32,7 +33,7 @@ class _Target:
 
 
 def load(
-    network: nn.Module,
+    network: Network,
     checkpoint: Checkpoint,
     device: torch.device,
     progress: Callable[[int], None] = lambda _: None,
@@ -64,7 +65,7 @@ def load(
             module.method.finish(module)
 
 
-def _targets(network: nn.Module) -> Iterator[_Target]:
+def _targets(network: Network) -> Iterator[_Target]:
     for path, module in network.named_modules():
         if isinstance(module, Linear):
             parent = path.rpartition(".")[0]
@@ -95,7 +96,7 @@ def _sources(target: _Target, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
         at += num_out
 
 
-def _account(network: nn.Module, missing: list[str], unused: set[str]) -> None:
+def _account(network: Network, missing: list[str], unused: set[str]) -> None:
     """A parameter never filled and a tensor never used are both errors."""
     if missing:
         raise CheckpointError(
@@ -103,7 +104,7 @@ def _account(network: nn.Module, missing: list[str], unused: set[str]) -> None:
             f"{_some(missing)}. The download may be incomplete, or the config is for another model."
         )
     ignored = [name for name in unused if name.endswith(_DERIVED)]
-    if getattr(network, "tied", False):
+    if network.tied:
         ignored.append("lm_head.weight")
     left = sorted(unused - set(ignored))
     if left:

@@ -5,10 +5,10 @@ A new model is one file and one line in `_NETWORKS`.
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from importlib import import_module
-from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -40,19 +40,21 @@ class Parts:
     mesh: Mesh = field(default_factory=Mesh)
 
 
-class Network(Protocol):
+class Network(nn.Module):
     """Hidden states from tokens, logits from hidden states."""
 
-    def __call__(self, ids: Tensor, batch: StepBatch) -> Tensor:
-        """Hidden states of all tokens [tokens, hidden]; writes the batch's pages."""
-        ...
+    tied: bool  # whether the head shares the embedding's weight
 
+    @abstractmethod
+    def forward(self, ids: Tensor, batch: StepBatch) -> Tensor:
+        """Hidden states of all tokens [tokens, hidden]; writes the batch's pages."""
+
+    @abstractmethod
     def logits(self, hidden: Tensor) -> Tensor:
         """Scores over the vocabulary, in float32."""
-        ...
 
 
-def make_network(spec: ModelSpec, parts: Parts) -> nn.Module:
+def make_network(spec: ModelSpec, parts: Parts) -> Network:
     """The network without storage, on the meta device; the loader fills it."""
     where = _NETWORKS.get(spec.architecture)
     if where is None:

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 
 import psutil
 import torch
-from torch import nn
 
 from windlass.config import AUTO, EngineConfig, Limits
 from windlass.core.card import Capacity, Choice
@@ -15,7 +14,7 @@ from windlass.kernels.batch import KVCache
 from windlass.kernels.select import Need, select
 from windlass.models.checkpoint import Checkpoint
 from windlass.models.loader import load
-from windlass.models.network import Parts, make_network
+from windlass.models.network import Network, Parts, make_network
 from windlass.models.spec import ModelSpec
 from windlass.quant.plain import Plain
 from windlass.runner import device as found
@@ -28,7 +27,7 @@ from windlass.runner.slots import SlotTables
 class Loaded:
     """A network with its weights, and the choices that led to it."""
 
-    network: nn.Module
+    network: Network
     dtype: torch.dtype
     device: torch.device
     max_positions: int

@@ -1,0 +1,96 @@
+"""A benchmark's result with everything needed to repeat it: command, commit, hardware, versions."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import subprocess
+import sys
+from dataclasses import asdict, dataclass, field
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+_PACKAGES = ("windlass", "torch", "triton", "transformers", "numpy")
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """One benchmark, as it is written to a file. `rows` are the table, `notes` say how to read it."""
+
+    name: str
+    rows: list[dict[str, Any]]
+    notes: str = ""
+    settings: dict[str, Any] = field(default_factory=dict)
+    command: str = field(default_factory=lambda: _command())
+    commit: str = field(default_factory=lambda: _commit())
+    date: str = field(default_factory=lambda: datetime.now(UTC).strftime("%Y-%m-%d"))
+    hardware: str = field(default_factory=lambda: _hardware())
+    versions: dict[str, str] = field(default_factory=lambda: _versions())
+
+    def save(self, path: Path) -> None:
+        """Write it whole or not at all."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        part = path.with_suffix(".part")
+        part.write_text(json.dumps(asdict(self), indent=2) + "\n")
+        os.replace(part, path)
+
+
+def _command() -> str:
+    return " ".join([Path(sys.argv[0]).name, *sys.argv[1:]])
+
+
+def _commit() -> str:
+    """The commit this code is from, "+" when files have changed since; "unknown" outside git."""
+    here = Path(__file__).parent
+    try:
+        commit = subprocess.run(
+            ["git", "rev-parse", "--short=12", "HEAD"],
+            cwd=here,
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout.strip()
+        changed = subprocess.run(
+            ["git", "diff", "--quiet", "HEAD", "--", "."], cwd=here.parent.parent, check=False
+        ).returncode
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+    return commit + ("+" if changed else "")
+
+
+def _hardware() -> str:
+    return f"{_cpu_name()}, {os.cpu_count()} cores{_gpu_name()}"
+
+
+def _cpu_name() -> str:
+    info = Path("/proc/cpuinfo")
+    if info.is_file():
+        fields = dict(
+            line.split(":", 1) for line in info.read_text().splitlines() if line.count(":") == 1
+        )
+        names = {key.strip(): value.strip() for key, value in fields.items()}
+        if "model name" in names:
+            return names["model name"]
+        if names.get("CPU part") == "0xd0c":
+            return "Arm Neoverse-N1"
+    return platform.processor() or platform.machine()
+
+
+def _gpu_name() -> str:
+    torch = sys.modules.get("torch")
+    if torch is None or not torch.cuda.is_available():
+        return ""
+    return f", {torch.cuda.get_device_name()}"
+
+
+def _versions() -> dict[str, str]:
+    versions = {"python": platform.python_version()}
+    for package in _PACKAGES:
+        try:
+            versions[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return versions
