@@ -14,8 +14,14 @@ _REQUIRED: Any = object()
 class Fields:
     """A view on a config's dictionary. A JSON null counts as absent, as it does for its writers."""
 
-    def __init__(self, values: Mapping[str, Any], source: str) -> None:
+    def __init__(
+        self,
+        values: Mapping[str, Any],
+        source: str,
+        advice: str = "Fetch the file again, or give the value with --hf-overrides.",
+    ) -> None:
         self._values = values
+        self._advice = advice
         self.source = source
 
     def __contains__(self, name: str) -> bool:
@@ -93,10 +99,7 @@ class Fields:
         if value is not None:
             return value
         if default is _REQUIRED:
-            raise CheckpointError(
-                f"{self.source}: field {name!r} is missing. Fetch the file again, or give the "
-                f"value with --hf-overrides '{{\"{name}\": ...}}'."
-            )
+            raise CheckpointError(f"{self.source}: field {name!r} is missing. {self._advice}")
         return default
 
     def _wrong(self, name: str, value: Any, expected: str) -> CheckpointError:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from windlass.errors import CheckpointError, UnsupportedError
+from windlass.models.fields import Fields
 from windlass.models.gguf_header import GGUFHeader
 
 _ARCHITECTURES = {
@@ -34,12 +35,13 @@ def architecture_of(header: GGUFHeader) -> str:
 
 def hf_config(header: GGUFHeader, rope_factors: list[float] | None) -> dict[str, Any]:
     """A config.json's dictionary. `rope_factors`: the values of rope_freqs.weight, when there."""
-    keys = _Keys(header)
-    heads = keys.required("attention.head_count")
-    hidden = keys.required("embedding_length")
-    head_dim = keys.optional("attention.key_length") or hidden // heads
-    value_dim = keys.optional("attention.value_length") or head_dim
-    if keys.optional("expert_count"):
+    architecture = architecture_of(header)
+    keys = _keys(header, architecture)
+    heads, kv_heads = head_counts(header)
+    hidden = keys.whole("embedding_length")
+    head_dim = keys.whole("attention.key_length", max(1, hidden // heads))
+    value_dim = keys.whole("attention.value_length", head_dim)
+    if keys.count("expert_count", 0):
         raise UnsupportedError(f"{header.path}: mixtures of experts are not known to this version.")
     if value_dim != head_dim:
         raise UnsupportedError(
@@ -47,54 +49,56 @@ def hf_config(header: GGUFHeader, rope_factors: list[float] | None) -> dict[str,
             "this version needs them equal."
         )
     return {
-        "architectures": [_ARCHITECTURES[keys.architecture]],
+        "architectures": [_ARCHITECTURES[architecture]],
         "hidden_size": hidden,
-        "num_hidden_layers": keys.required("block_count"),
+        "num_hidden_layers": keys.whole("block_count"),
         "num_attention_heads": heads,
-        "num_key_value_heads": keys.optional("attention.head_count_kv") or heads,
+        "num_key_value_heads": kv_heads,
         "head_dim": head_dim,
-        "intermediate_size": keys.required("feed_forward_length"),
+        "intermediate_size": keys.whole("feed_forward_length"),
         "vocab_size": _vocab_size(header),
-        "rms_norm_eps": keys.required("attention.layer_norm_rms_epsilon"),
+        "rms_norm_eps": keys.number("attention.layer_norm_rms_epsilon"),
         "hidden_act": "silu",
-        "max_position_embeddings": keys.required("context_length"),
-        "rope_parameters": _rope(keys, head_dim, rope_factors),
+        "max_position_embeddings": keys.whole("context_length"),
+        "rope_parameters": _rope(keys, head_dim) | {"rope_factors": rope_factors},
         "tie_word_embeddings": "output.weight" not in header.tensors,
         "attention_bias": "blk.0.attn_q.bias" in header.tensors,
         "mlp_bias": "blk.0.ffn_gate.bias" in header.tensors,
         "bos_token_id": header.metadata.get("tokenizer.ggml.bos_token_id"),
         "eos_token_id": header.metadata.get("tokenizer.ggml.eos_token_id"),
-        **_window(keys),
+        **_window(keys, architecture),
     }
 
 
-class _Keys:
-    """Metadata under the architecture's prefix."""
+def head_counts(header: GGUFHeader) -> tuple[int, int]:
+    """Heads of the queries, and of keys and values."""
+    keys = _keys(header, architecture_of(header))
+    heads = keys.whole("attention.head_count")
+    return heads, keys.whole("attention.head_count_kv", heads)
 
-    def __init__(self, header: GGUFHeader) -> None:
-        self.header = header
-        self.architecture = architecture_of(header)
 
-    def optional(self, name: str) -> Any:
-        key = f"{self.architecture}.{name}"
-        value = self.header.metadata.get(key)
-        if not isinstance(value, list):
-            return value
-        # Some writers give one number per layer. All alike is the same as one.
-        if len(set(value)) != 1:
-            raise UnsupportedError(
-                f"{self.header.path}: {key} differs from layer to layer ({value}), "
-                "which this version does not know."
-            )
-        return value[0]
+def _keys(header: GGUFHeader, architecture: str) -> Fields:
+    """The metadata under the architecture's prefix."""
+    prefix = architecture + "."
+    values = {
+        key.removeprefix(prefix): _one_for_all_layers(key, value, header)
+        for key, value in header.metadata.items()
+        if key.startswith(prefix)
+    }
+    source = f"{header.path} (metadata {prefix}*)"
+    return Fields(values, source, "Fetch the file again, or convert the model anew.")
 
-    def required(self, name: str) -> Any:
-        value = self.optional(name)
-        if value is None:
-            raise CheckpointError(
-                f"{self.header.path}: metadata {self.architecture}.{name} is missing."
-            )
+
+def _one_for_all_layers(key: str, value: Any, header: GGUFHeader) -> Any:
+    """Some writers give one number per layer. All alike is the same as one."""
+    if not isinstance(value, list):
         return value
+    if len(set(value)) != 1:
+        raise UnsupportedError(
+            f"{header.path}: {key} differs from layer to layer ({value}), "
+            "which this version does not know."
+        )
+    return value[0]
 
 
 def _vocab_size(header: GGUFHeader) -> int:
@@ -108,35 +112,36 @@ def _vocab_size(header: GGUFHeader) -> int:
     return embedding.shape[0]
 
 
-def _rope(keys: _Keys, head_dim: int, factors: list[float] | None) -> dict[str, Any]:
+def _rope(keys: Fields, head_dim: int) -> dict[str, Any]:
     rope: dict[str, Any] = {
-        "rope_theta": keys.optional("rope.freq_base") or 10000.0,
-        "partial_rotary_factor": (keys.optional("rope.dimension_count") or head_dim) / head_dim,
-        "rope_factors": factors,
+        "rope_theta": keys.number("rope.freq_base", 10000.0),
+        "partial_rotary_factor": keys.whole("rope.dimension_count", head_dim) / head_dim,
     }
-    kind = keys.optional("rope.scaling.type") or "none"
-    old_factor = keys.optional("rope.scale_linear")  # before scaling had a type
-    if kind == "none" and old_factor and old_factor != 1.0:
+    kind = keys.text("rope.scaling.type", "none")
+    old_factor = keys.number("rope.scale_linear", 1.0)  # before scaling had a type
+    if kind == "none" and old_factor != 1.0:
         return rope | {"rope_type": "linear", "factor": old_factor}
     if kind == "none":
         return rope | {"rope_type": "default"}
-    return rope | {
-        "rope_type": kind,
-        "factor": keys.optional("rope.scaling.factor"),
-        "original_max_position_embeddings": keys.optional("rope.scaling.original_context_length"),
-        "attention_factor": keys.optional("rope.scaling.attn_factor"),
-        "beta_fast": keys.optional("rope.scaling.yarn_beta_fast"),
-        "beta_slow": keys.optional("rope.scaling.yarn_beta_slow"),
+    scaling = {
+        "factor": "factor",
+        "original_context_length": "original_max_position_embeddings",
+        "attn_factor": "attention_factor",
+        "yarn_beta_fast": "beta_fast",
+        "yarn_beta_slow": "beta_slow",
     }
+    found = keys.present(*(f"rope.scaling.{name}" for name in scaling))
+    named = {scaling[key.removeprefix("rope.scaling.")]: value for key, value in found.items()}
+    return rope | {"rope_type": kind} | named
 
 
-def _window(keys: _Keys) -> dict[str, Any]:
+def _window(keys: Fields, architecture: str) -> dict[str, Any]:
     """A llama file with a sliding window is a Mistral; of the others no writer says which layers."""
-    window = keys.optional("attention.sliding_window")
+    window = keys.count("attention.sliding_window", 0)
     if not window:
         return {}
-    if keys.architecture != "llama":
+    if architecture != "llama":
         raise UnsupportedError(
-            f"{keys.header.path}: {keys.architecture} with a sliding window of {window} is not known."
+            f"{keys.source}: {architecture} with a sliding window of {window} is not known."
         )
     return {"architectures": ["MistralForCausalLM"], "sliding_window": window}

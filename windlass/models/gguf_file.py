@@ -133,16 +133,10 @@ class GGUFCheckpoint:
             return None
         import numpy as np
 
-        config = self._head_counts
-        heads = config[0] if projection == "q_proj" else config[1]
+        heads = gguf_config.head_counts(self._header)[projection == "k_proj"]
         # network: head, half, feature     file: head, feature, half
         file_rows = np.arange(num_rows).reshape(heads, num_rows // heads // 2, 2)
         return file_rows.swapaxes(1, 2).reshape(-1)
-
-    @cached_property
-    def _head_counts(self) -> tuple[int, int]:
-        config = gguf_config.hf_config(self._header, None)
-        return config["num_attention_heads"], config["num_key_value_heads"]
 
 
 def hf_name(name: str, path: Path) -> str:

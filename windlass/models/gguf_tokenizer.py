@@ -101,12 +101,10 @@ class _Metadata:
         self._header = header
         self.path = header.path
         self.pieces: list[str] = self.required("tokens")
+        if not isinstance(self.pieces, list) or not self.pieces:
+            raise CheckpointError(f"{self.path}: metadata {_KEY}tokens is not a list of tokens.")
         normal = [int(spm.PieceType.NORMAL)] * len(self.pieces)
-        self.types: list[int] = self.get("token_type", normal)
-        if len(self.types) != len(self.pieces):
-            raise CheckpointError(
-                f"{self.path}: {len(self.pieces)} tokens but {len(self.types)} token types."
-            )
+        self.types: list[int] = self.per_token("token_type", normal)
 
     def get(self, name: str, default: Any = None) -> Any:
         return self._header.metadata.get(_KEY + name, default)
@@ -119,6 +117,16 @@ class _Metadata:
                 "Give one with --tokenizer FOLDER."
             )
         return value
+
+    def per_token(self, name: str, default: Any = None) -> Any:
+        """A list with one entry for each token."""
+        values = self.required(name) if default is None else self.get(name, default)
+        if not isinstance(values, list) or len(values) != len(self.pieces):
+            raise CheckpointError(
+                f"{self.path}: metadata {_KEY}{name} is no list of {len(self.pieces)} values, "
+                "one for each token."
+            )
+        return values
 
     def token_id(self, name: str) -> int | None:
         """An id that the vocabulary has; writers use the largest number for 'none'."""
@@ -162,11 +170,6 @@ def _merges(metadata: _Metadata, vocab: dict[str, int]) -> list[tuple[str, str]]
 
 
 def _sentence_piece(metadata: _Metadata) -> Tokenizer:
-    scores = metadata.required("scores")
-    if len(scores) != len(metadata.pieces):
-        raise CheckpointError(
-            f"{metadata.path}: {len(metadata.pieces)} tokens but {len(scores)} scores."
-        )
     if metadata.get("remove_extra_whitespaces", False) or metadata.get("precompiled_charsmap"):
         raise UnsupportedError(
             f"{metadata.path}: the tokenizer normalises text, which is not known here. "
@@ -175,7 +178,7 @@ def _sentence_piece(metadata: _Metadata) -> Tokenizer:
     return spm.build(
         spm.Vocabulary(
             metadata.pieces,
-            scores,
+            metadata.per_token("scores"),
             metadata.types,
             add_space_prefix=metadata.get("add_space_prefix", True),
             unk_id=metadata.token_id("unknown_token_id") or 0,

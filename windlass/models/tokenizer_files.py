@@ -13,11 +13,12 @@ from windlass.models import spm
 from windlass.models.json_file import read_json_if_there
 from windlass.models.tokenizer import TextSide, framed
 
+_FILES = ("tokenizer.json", "tokenizer.model")
 _NAMES = ("bos_token", "eos_token", "unk_token", "pad_token")
 
 
 def has_tokenizer(folder: Path) -> bool:
-    return any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model"))
+    return any((folder / name).is_file() for name in _FILES)
 
 
 def load_text(path: Path) -> TextSide:
@@ -25,39 +26,35 @@ def load_text(path: Path) -> TextSide:
     folder = path if path.is_dir() else path.parent
     settings = read_json_if_there(folder / "tokenizer_config.json")
     named = read_json_if_there(folder / "special_tokens_map.json") | settings
-    backend, found = _backend(path)
-    special = found | {
-        name: text for name in _NAMES if (text := _content(named.get(name))) is not None
-    }
-    _add_listed(backend, settings.get("added_tokens_decoder") or {}, folder)
-    if "add_bos_token" in settings or "add_eos_token" in settings:
-        backend.post_processor = framed(
-            _edge(backend, special.get("bos_token"), settings.get("add_bos_token")),
-            _edge(backend, special.get("eos_token"), settings.get("add_eos_token")),
-        )
-    eos = _edge(backend, special.get("eos_token"), True)
-    return TextSide(backend, special, (eos[1],) if eos else (), chat_template(folder))
-
-
-def _backend(path: Path) -> tuple[Backend, dict[str, str]]:
-    """The backend, and the special tokens that its own file names."""
-    file = path
-    if path.is_dir():
-        file = path / "tokenizer.json"
-        if not file.is_file():
-            file = path / "tokenizer.model"
-    if not file.is_file():
-        raise CheckpointError(
-            f"{path}: has neither tokenizer.json nor tokenizer.model"
-            f"{_other_kinds(path)}. Give a tokenizer's folder with --tokenizer."
-        )
+    file = _file(path)
+    special: dict[str, str] = {}
     if file.suffix == ".model":
-        return _sentence_piece(file)
-    if file.suffix != ".json":
-        raise UnsupportedError(
-            f"{file}: is not a tokenizer. Give a folder, a tokenizer.json or a tokenizer.model."
-        )
-    return _from_json(file), {}
+        backend, special = _sentence_piece(file, settings)
+    else:
+        # A tokenizer.json says itself what stands around a text; transformers 5, too, ignores
+        # add_bos_token and add_eos_token beside one.
+        backend = _from_json(file)
+    special |= {name: text for name in _NAMES if (text := _content(named.get(name))) is not None}
+    _add_listed(backend, settings.get("added_tokens_decoder") or {}, folder)
+    eos = backend.token_to_id(special["eos_token"]) if "eos_token" in special else None
+    return TextSide(backend, special, () if eos is None else (eos,), chat_template(folder))
+
+
+def _file(path: Path) -> Path:
+    """The file that holds the vocabulary."""
+    if not path.is_dir():
+        if path.suffix not in (".json", ".model"):
+            raise UnsupportedError(
+                f"{path}: is not a tokenizer. Give a folder, a tokenizer.json or a tokenizer.model."
+            )
+        return path
+    for name in _FILES:
+        if (path / name).is_file():
+            return path / name
+    raise CheckpointError(
+        f"{path}: has neither {' nor '.join(_FILES)}{_other_kinds(path)}. "
+        "Give a tokenizer's folder with --tokenizer."
+    )
 
 
 def _other_kinds(path: Path) -> str:
@@ -81,26 +78,26 @@ def _from_json(file: Path) -> Backend:
     return backend
 
 
-def _sentence_piece(file: Path) -> tuple[Backend, dict[str, str]]:
+def _sentence_piece(file: Path, settings: dict[str, Any]) -> tuple[Backend, dict[str, str]]:
+    """The backend, and the special tokens that the file itself names."""
     vocabulary = spm.read_model(file)
     backend = spm.build(vocabulary)
-    ids = {"bos_token": vocabulary.bos_id, "eos_token": vocabulary.eos_id}
-    special = {name: vocabulary.pieces[token] for name, token in ids.items() if token is not None}
-    special["unk_token"] = vocabulary.pieces[vocabulary.unk_id]
-    # SentencePiece files do not say it; every network that comes with one was trained with bos.
-    backend.post_processor = framed(_edge(backend, special.get("bos_token"), True), None)
-    return backend, special
+    ids = {"bos": vocabulary.bos_id, "eos": vocabulary.eos_id, "unk": vocabulary.unk_id}
+    named = {
+        name: (vocabulary.pieces[token], token) for name, token in ids.items() if token is not None
+    }
+    # The file does not say whether texts begin with bos; networks that come with one expect it.
+    backend.post_processor = framed(
+        named.get("bos") if settings.get("add_bos_token", True) else None,
+        named.get("eos") if settings.get("add_eos_token", False) else None,
+    )
+    return backend, {f"{name}_token": text for name, (text, _) in named.items()}
 
 
 def _content(token: Any) -> str | None:
     """Special tokens are written as a string, or as an object with its content."""
     text = token.get("content") if isinstance(token, dict) else token
     return text if isinstance(text, str) else None
-
-
-def _edge(backend: Backend, text: str | None, wanted: bool | None) -> tuple[str, int] | None:
-    token = backend.token_to_id(text) if text is not None and wanted else None
-    return None if token is None or text is None else (text, token)
 
 
 def _add_listed(backend: Backend, listed: dict[str, Any], folder: Path) -> None:

@@ -1,0 +1,114 @@
+"""Safetensors and random weights: what is read, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from tests.models.tiny import write_json
+from windlass.errors import CheckpointError
+from windlass.models.checkpoint import SafetensorsCheckpoint, StoredTensor
+from windlass.models.dummy import ByteTokenizer, DummyCheckpoint
+
+
+@pytest.fixture
+def file(tmp_path):
+    path = tmp_path / "model.safetensors"
+    save_file({"a": torch.arange(12.0).reshape(4, 3), "b": torch.ones(5).bfloat16()}, path)
+    return path
+
+
+def test_tensors_are_read_whole_and_by_rows(file):
+    checkpoint = SafetensorsCheckpoint([file])
+    assert set(checkpoint.names()) == {"a", "b"}
+    assert checkpoint.stored("b") == StoredTensor((5,), "bf16", 10)
+    assert torch.equal(checkpoint.read("a", (4, 3)), torch.arange(12.0).reshape(4, 3))
+    assert checkpoint.read("a", (4, 3), slice(1, 3)).tolist() == [[3, 4, 5], [6, 7, 8]]
+    assert checkpoint.read("b", (5,), slice(2, 4)).dtype == torch.bfloat16
+
+
+def test_a_wrong_shape_names_both(file):
+    with pytest.raises(CheckpointError, match=r"a has shape \[4, 3\], the network needs \[4, 4\]"):
+        SafetensorsCheckpoint([file]).read("a", (4, 4))
+
+
+def test_a_missing_tensor_is_named(file):
+    with pytest.raises(CheckpointError, match="no tensor c among 2"):
+        SafetensorsCheckpoint([file]).read("c", (1,))
+
+
+@pytest.mark.parametrize("keep", [0, 4, 40, -1])
+def test_a_cut_off_file_is_refused(file, keep):
+    data = file.read_bytes()
+    file.write_bytes(data[:keep])
+    with pytest.raises(CheckpointError, match=r"model\.safetensors: "):
+        SafetensorsCheckpoint([file])
+
+
+@pytest.mark.parametrize(
+    "header", [b"{not json", b"[]", b'{"a": {"dtype": "F32"}}', b'{"a": 3}', b'{"a": null}']
+)
+def test_a_corrupt_header_is_refused(tmp_path, header):
+    path = tmp_path / "x.safetensors"
+    path.write_bytes(len(header).to_bytes(8, "little") + header)
+    with pytest.raises(CheckpointError, match=r"x\.safetensors: the header is corrupt"):
+        SafetensorsCheckpoint([path])
+
+
+def test_garbage_is_refused(tmp_path):
+    path = tmp_path / "x.safetensors"
+    path.write_bytes(b"\xff" * 500)
+    with pytest.raises(CheckpointError, match="not a safetensors file"):
+        SafetensorsCheckpoint([path])
+
+
+def test_the_same_name_in_two_files_is_refused(file, tmp_path):
+    other = tmp_path / "other.safetensors"
+    save_file({"a": torch.ones(1)}, other)
+    with pytest.raises(CheckpointError, match=r"both in model\.safetensors and in other"):
+        SafetensorsCheckpoint([file, other])
+
+
+def test_an_index_that_disagrees_is_refused(file, tmp_path):
+    index = write_json(tmp_path / "i.json", {"weight_map": {"z": "model.safetensors"}})
+    with pytest.raises(CheckpointError, match=r"tensor z should be in model\.safetensors"):
+        SafetensorsCheckpoint([file], index)
+
+
+def test_dummy_weights_depend_on_seed_and_name_only():
+    shape = (300, 70)
+    whole = DummyCheckpoint(3).read("layer.weight", shape)
+    assert torch.equal(whole, DummyCheckpoint(3).read("layer.weight", shape))
+    assert torch.equal(whole[17:40], DummyCheckpoint(3).read("layer.weight", shape, slice(17, 40)))
+    assert not torch.equal(whole, DummyCheckpoint(4).read("layer.weight", shape))
+    assert not torch.equal(whole, DummyCheckpoint(3).read("other.weight", shape))
+    assert whole.std().item() == pytest.approx(0.02, rel=0.05)
+    assert torch.linalg.matrix_rank(whole) == 70
+
+
+def test_dummy_norms_are_one_and_the_dtype_is_kept():
+    norm = DummyCheckpoint(0, "bfloat16").read("model.layers.0.input_layernorm.weight", (8,))
+    assert norm.dtype == torch.bfloat16
+    assert norm.tolist() == [1.0] * 8
+    assert list(DummyCheckpoint().names()) == []
+
+
+def test_bytes_as_tokens():
+    tokenizer = ByteTokenizer(1000, (7,))
+    assert tokenizer.decode(tokenizer.encode("häß 😀")) == "häß 😀"
+    assert tokenizer.decode([104, 7, 700]) == "h<700>"
+    assert tokenizer.decode([7], skip_special=False) == "\x07"
+    assert tokenizer.token_text(200) == "\ufffd"
+
+
+def test_the_files_side_of_models_imports_without_torch():
+    names = ["card", "checkpoint", "default_model", "dummy", "gguf_file", "source", "spec"]
+    code = "import sys\n" + "".join(f"import windlass.models.{name}\n" for name in names)
+    code += "import json; print(json.dumps('torch' in sys.modules))"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True)
+    assert json.loads(found.stdout) is False

@@ -1,0 +1,123 @@
+"""Hyper-parameters out of config.json, and what is refused."""
+
+from __future__ import annotations
+
+import pytest
+from transformers import LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
+
+from tests.models.tiny import CONFIG, config
+from windlass.errors import CheckpointError, UnsupportedError
+from windlass.models.spec import ModelSpec
+
+
+def test_llama_is_read_with_its_defaults():
+    spec = ModelSpec.from_hf(config(torch_dtype="bfloat16", eos_token_id=[2, 7], bos_token_id=1))
+    assert (spec.num_heads, spec.num_kv_heads, spec.head_dim) == (4, 2, 64)
+    assert spec.sliding_windows == (None, None)
+    assert (spec.qkv_bias, spec.o_bias, spec.mlp_bias, spec.qk_norm) == (False,) * 4
+    assert spec.rope.theta == 10000.0
+    assert spec.rope.dim == 64
+    assert (spec.dtype, spec.bos_id, spec.eos_ids) == ("bfloat16", 1, (2, 7))
+
+
+@pytest.mark.parametrize(
+    ("made", "changes"),
+    [
+        (LlamaConfig, {"attention_bias": True, "mlp_bias": True, "head_dim": 32}),
+        (MistralConfig, {"sliding_window": 48}),
+        (Qwen2Config, {"use_sliding_window": True, "sliding_window": 32, "max_window_layers": 1}),
+        (Qwen3Config, {"head_dim": 128, "attention_bias": True}),
+    ],
+)
+def test_what_transformers_writes_is_read(made, changes):
+    values = {key: value for key, value in CONFIG.items() if key != "architectures"}
+    original = made(**values, **changes)
+    spec = ModelSpec.from_hf(original.to_dict())
+    assert spec.head_dim == changes.get("head_dim", 64)
+    assert spec.rope.theta == original.rope_parameters["rope_theta"]
+    assert spec.qk_norm == (made is Qwen3Config)
+    assert spec.qkv_bias == (made is not MistralConfig)
+    assert spec.o_bias == (made in (LlamaConfig, Qwen3Config))
+    windows = {MistralConfig: (48, 48), Qwen2Config: (None, 32)}
+    assert spec.sliding_windows == windows.get(made, (None, None))
+
+
+LLAMA3 = {
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"rope_theta": 5e5, "rope_scaling": LLAMA3 | {"rope_type": "llama3"}},
+        {"rope_theta": 5e5, "rope_scaling": LLAMA3 | {"type": "llama3"}},
+        {"rope_parameters": LLAMA3 | {"rope_type": "llama3", "rope_theta": 5e5}},
+    ],
+)
+def test_every_spelling_of_rope_scaling_means_the_same(changes):
+    spec = ModelSpec.from_hf(config(**changes))
+    assert spec.rope.kind == "llama3"
+    assert (spec.rope.theta, spec.rope.factor) == (5e5, 8.0)
+    assert (spec.rope.low_freq_factor, spec.rope.high_freq_factor) == (1.0, 4.0)
+    assert spec.rope.original_max_positions == 64
+    assert spec.max_positions == 128
+
+
+@pytest.mark.parametrize(
+    ("rope", "longest"),
+    [
+        ({"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}, 512),
+        ({"type": "linear", "factor": 2.0}, 256),
+        ({"type": "dynamic", "factor": 2.0}, 256),
+        ({"type": "default"}, 128),
+        (None, 128),
+    ],
+)
+def test_stretched_positions_reach_further(rope, longest):
+    assert ModelSpec.from_hf(config(rope_scaling=rope)).max_positions == longest
+
+
+def test_layer_types_say_which_layers_have_a_window():
+    spec = ModelSpec.from_hf(
+        config(
+            architectures=["Qwen3ForCausalLM"],
+            use_sliding_window=True,
+            sliding_window=16,
+            layer_types=["sliding_attention", "full_attention"],
+        )
+    )
+    assert spec.sliding_windows == (16, None)
+
+
+def test_architecture_may_come_from_the_model_type():
+    values = {key: value for key, value in CONFIG.items() if key != "architectures"}
+    assert ModelSpec.from_hf(values | {"model_type": "qwen2"}).architecture == "Qwen2ForCausalLM"
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"architectures": ["LlamaForCausalLN"]}, UnsupportedError, "nearest is LlamaForCausalLM"),
+        ({"architectures": ["MambaForCausalLM"]}, UnsupportedError, "Known: LlamaForCausalLM, Mis"),
+        ({"architectures": None}, CheckpointError, "neither architectures nor model_type"),
+        ({"hidden_act": "gelu"}, UnsupportedError, "hidden_act 'gelu'"),
+        ({"hidden_size": None}, CheckpointError, "field 'hidden_size' is missing"),
+        ({"vocab_size": "many"}, CheckpointError, "vocab_size is 'many'"),
+        ({"num_key_value_heads": 3}, CheckpointError, "not a multiple of num_key_value_heads"),
+        ({"num_attention_heads": 6}, CheckpointError, "not a multiple of num_attention_heads"),
+        ({"rope_scaling": {"type": "longrope"}}, UnsupportedError, "rope type 'longrope'"),
+        ({"rope_scaling": {"type": "linear"}}, CheckpointError, "field 'factor' is missing"),
+        ({"rope_parameters": {"full_attention": {}}}, UnsupportedError, "by kind of layer"),
+        ({"quantization_config": {"quant_method": "awq"}}, UnsupportedError, "'awq'"),
+        ({"tie_word_embeddings": "yes"}, CheckpointError, "true or false"),
+        ({"partial_rotary_factor": 0.01}, CheckpointError, "features per head are rotary"),
+    ],
+)
+def test_bad_configs_are_refused_by_name(changes, error, message):
+    with pytest.raises(error, match=r"some/config\.json") as caught:
+        ModelSpec.from_hf(config(**changes), "some/config.json")
+    assert message in str(caught.value)

@@ -1,0 +1,383 @@
+"""Tokenizers against their originals: transformers for the default model, sentencepiece, tokenizers."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+
+import pytest
+import sentencepiece
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from transformers import AutoTokenizer
+
+from tests.models import texts, tiny
+from windlass.errors import CheckpointError, UnsupportedError
+from windlass.models import gguf_tokenizer, spm, tokenizer_files
+from windlass.models.gguf_header import read_header
+from windlass.models.tokenizer import HFTokenizer
+
+TEXTS = texts.diverse()
+
+
+def hf(side) -> HFTokenizer:
+    return HFTokenizer(side.backend, side.eos_ids)
+
+
+# --- the default model
+
+
+@pytest.fixture(scope="session")
+def default_tokenizer(default_gguf):
+    return hf(gguf_tokenizer.load_text(read_header(default_gguf)))
+
+
+@pytest.fixture(scope="session")
+def original(default_gguf):
+    """transformers' own conversion, which leaves out that SmolLM takes digits one by one."""
+    found = AutoTokenizer.from_pretrained(default_gguf.parent, gguf_file=default_gguf.name)
+    backend = found.backend_tokenizer
+    unchanged = Tokenizer.from_str(backend.to_str())
+    backend.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Digits(individual_digits=True), backend.pre_tokenizer]
+    )
+    return backend, unchanged
+
+
+@pytest.mark.model
+def test_default_ids_are_those_of_transformers(default_tokenizer, original):
+    corrected, unchanged = original
+    for text in TEXTS + texts.SPECIAL:
+        ids = default_tokenizer.encode(text)
+        assert ids == corrected.encode(text).ids, text
+        if not any(char.isnumeric() for char in text):
+            assert ids == unchanged.encode(text).ids, text
+
+
+@pytest.mark.model
+def test_default_text_survives_the_round_trip(default_tokenizer):
+    for text in TEXTS:
+        ids = default_tokenizer.encode(text)
+        assert default_tokenizer.decode(ids) == text
+        assert b"".join(map(default_tokenizer.token_bytes, ids)) == text.encode()
+    for text in texts.SPECIAL:
+        assert default_tokenizer.decode(default_tokenizer.encode(text), skip_special=False) == text
+
+
+@pytest.mark.model
+def test_default_special_tokens(default_tokenizer, default_gguf):
+    side = gguf_tokenizer.load_text(read_header(default_gguf))
+    assert side.special_tokens["bos_token"] == "<|im_start|>"
+    assert default_tokenizer.eos_ids == (2,)
+    assert default_tokenizer.decode([2, 19556], skip_special=True) == "Hello"
+    assert default_tokenizer.token_text(2) == "<|im_end|>"
+    assert default_tokenizer.encode("Hello") == default_tokenizer.encode("Hello", add_special=False)
+    assert default_tokenizer.vocab_size == 49152
+
+
+@pytest.mark.model
+def test_ids_outside_the_vocabulary_decode_to_nothing(default_tokenizer):
+    assert default_tokenizer.decode([19556, 49152, -1, 10**12]) == "Hello"
+    assert default_tokenizer.token_bytes(10**12) == default_tokenizer.token_bytes(-1) == b""
+
+
+# --- byte-level BPE out of a GGUF
+
+SPECIALS = ["<|end_of_text|>", "<|eot_id|>"]
+
+
+def byte_level(pre: pre_tokenizers.PreTokenizer, normalizer=None, **options) -> Tokenizer:
+    """A small byte-level tokenizer, trained on the texts that it is compared on."""
+    backend = Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre
+    backend.decoder = decoders.ByteLevel()
+    if normalizer is not None:
+        backend.normalizer = normalizer
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=900, special_tokens=SPECIALS, initial_alphabet=alphabet, show_progress=False
+    )
+    backend.train_from_iterator(TEXTS, trainer)
+    backend.model.ignore_merges = options.get("ignore_merges", False)
+    return backend
+
+
+def bpe_metadata(backend: Tokenizer, pre: str | None, **changes) -> dict:
+    import json
+
+    model = json.loads(backend.to_str())["model"]
+    pieces = sorted(model["vocab"], key=model["vocab"].get)
+    return {
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": pre,
+        "tokenizer.ggml.tokens": pieces,
+        "tokenizer.ggml.token_type": [3 if piece in SPECIALS else 1 for piece in pieces],
+        "tokenizer.ggml.merges": [" ".join(merge) for merge in model["merges"]],
+        "tokenizer.ggml.bos_token_id": 0,
+        "tokenizer.ggml.eos_token_id": 0,
+    } | {f"tokenizer.ggml.{key}": value for key, value in changes.items()}
+
+
+def from_gguf(path: Path, metadata: dict):
+    return gguf_tokenizer.load_text(read_header(tiny.write_gguf(path, metadata=metadata)))
+
+
+def split_then_bytes(pattern: str) -> pre_tokenizers.PreTokenizer:
+    from tokenizers import Regex
+
+    return pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(pattern), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+
+
+# As the models' own tokenizer.json files have them.
+LLAMA3 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+QWEN2 = LLAMA3.replace("{1,3}", "")
+GPT2 = pre_tokenizers.ByteLevel(add_prefix_space=False)
+DIGITS = pre_tokenizers.Digits(individual_digits=True)
+
+
+@pytest.mark.parametrize(
+    ("pre", "pre_tokenizer", "normalizer"),
+    [
+        ("smollm", pre_tokenizers.Sequence([DIGITS, GPT2]), None),
+        ("gpt-2", GPT2, None),
+        ("qwen2", split_then_bytes(QWEN2), normalizers.NFC()),
+        ("llama-bpe", split_then_bytes(LLAMA3), None),
+    ],
+)
+def test_byte_level_ids_are_those_of_the_original(tmp_path, pre, pre_tokenizer, normalizer):
+    original = byte_level(pre_tokenizer, normalizer, ignore_merges=pre == "llama-bpe")
+    rebuilt = hf(from_gguf(tmp_path / "m.gguf", bpe_metadata(original, pre)))
+    for text in [*TEXTS, "a<|eot_id|>b <|eot_id|>"]:
+        assert rebuilt.encode(text, add_special=False) == original.encode(text).ids, text
+    assert (rebuilt.encode("x")[0] == 0) == (pre == "llama-bpe")
+
+
+def test_the_default_scheme_cuts_punctuation_and_threes(tmp_path):
+    side = from_gguf(tmp_path / "m.gguf", bpe_metadata(byte_level(GPT2), "default"))
+    pieces = [text for text, _ in side.backend.pre_tokenizer.pre_tokenize_str("f(n): 12345 ok!?")]
+    assert pieces == ["f", "(", "n", "):", "Ġ", "123", "45", "Ġok", "!?"]
+
+
+def test_bos_and_eos_are_added_as_the_file_says(tmp_path):
+    metadata = bpe_metadata(byte_level(GPT2), "gpt-2", add_bos_token=True, add_eos_token=True)
+    tokenizer = hf(from_gguf(tmp_path / "m.gguf", metadata | {"tokenizer.ggml.eos_token_id": 1}))
+    assert tokenizer.encode("x")[0] == 0
+    assert tokenizer.encode("x")[-1] == 1
+    assert len(tokenizer.encode("x", add_special=False)) == len(tokenizer.encode("x")) - 2
+
+
+def test_a_chat_model_also_ends_at_its_templates_end_of_turn(tmp_path):
+    metadata = bpe_metadata(byte_level(GPT2), "gpt-2")
+    assert from_gguf(tmp_path / "a.gguf", metadata).eos_ids == (0,)
+    metadata["tokenizer.chat_template"] = "{{ messages }}<|eot_id|>"
+    assert from_gguf(tmp_path / "b.gguf", metadata).eos_ids == (0, 1)
+    del metadata["tokenizer.chat_template"]
+    metadata["tokenizer.ggml.eot_token_id"] = 1
+    assert from_gguf(tmp_path / "c.gguf", metadata).eos_ids == (0, 1)
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"pre": "tekken"}, UnsupportedError, "'tekken' is not known"),
+        ({"pre": None}, UnsupportedError, "no pre-tokenizer is named"),
+        ({"model": "t5"}, UnsupportedError, "'t5' is not known"),
+        ({"tokens": None}, CheckpointError, "tokens is missing"),
+        ({"token_type": [1, 1]}, CheckpointError, "token_type is no list of"),
+        ({"merges": ["a nowhere"]}, CheckpointError, "merge 'a nowhere'"),
+        ({"model": "llama"}, CheckpointError, "scores is missing"),
+    ],
+)
+def test_bad_tokenizers_are_refused_by_name(tmp_path, changes, error, message):
+    metadata = bpe_metadata(byte_level(GPT2), **({"pre": "gpt-2"} | changes))
+    with pytest.raises(error, match=r"m\.gguf") as caught:
+        from_gguf(tmp_path / "m.gguf", metadata)
+    assert message in str(caught.value)
+
+
+# --- SentencePiece
+
+
+@pytest.fixture(scope="session")
+def sentence_model(tmp_path_factory) -> Path:
+    """A tokenizer.model with Llama's settings, trained on the texts."""
+    model = io.BytesIO()
+    lines = [text for text in TEXTS if text.strip() and "\0" not in text]
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(lines),
+        model_writer=model,
+        model_type="bpe",
+        vocab_size=1100,
+        byte_fallback=True,
+        character_coverage=0.98,
+        normalization_rule_name="identity",
+        remove_extra_whitespaces=False,
+        allow_whitespace_only_pieces=True,
+        split_digits=True,
+        hard_vocab_limit=False,
+        minloglevel=2,
+    )
+    path = tmp_path_factory.mktemp("spm") / "tokenizer.model"
+    path.write_bytes(model.getvalue())
+    return path
+
+
+def spm_metadata(vocabulary: spm.Vocabulary) -> dict:
+    return {
+        "tokenizer.ggml.model": "llama",
+        "tokenizer.ggml.tokens": vocabulary.pieces,
+        "tokenizer.ggml.scores": [float(score) for score in vocabulary.scores],
+        "tokenizer.ggml.token_type": vocabulary.types,
+        "tokenizer.ggml.bos_token_id": 1,
+        "tokenizer.ggml.eos_token_id": 2,
+        "tokenizer.ggml.unknown_token_id": 0,
+    }
+
+
+@pytest.mark.parametrize("kind", ["folder", "gguf"])
+def test_ids_are_those_of_sentencepiece(tmp_path, sentence_model, kind):
+    if kind == "folder":
+        tokenizer = hf(tokenizer_files.load_text(sentence_model.parent))
+    else:
+        metadata = spm_metadata(spm.read_model(sentence_model))
+        tokenizer = hf(from_gguf(tmp_path / "m.gguf", metadata))
+    original = sentencepiece.SentencePieceProcessor(model_file=str(sentence_model))
+    assert tokenizer.eos_ids == (2,)
+    for text in [text for text in TEXTS if "\0" not in text]:
+        ids = tokenizer.encode(text, add_special=False)
+        assert ids == original.encode(text), text
+        assert tokenizer.decode(ids) == text
+        assert b"".join(map(tokenizer.token_bytes, ids)).removeprefix(b" ") == text.encode()
+    assert tokenizer.encode("x") == [1, *original.encode("x")]
+
+
+def test_bos_and_eos_around_sentencepiece_are_a_setting(tmp_path, sentence_model):
+    (tmp_path / "tokenizer.model").write_bytes(sentence_model.read_bytes())
+    settings = {"add_bos_token": False, "add_eos_token": True}
+    tiny.write_json(tmp_path / "tokenizer_config.json", settings)
+    ids = hf(tokenizer_files.load_text(tmp_path)).encode("x")
+    assert ids[0] != 1
+    assert ids[-1] == 2
+
+
+def test_the_protobuf_is_read_as_sentencepiece_reads_it(sentence_model):
+    vocabulary = spm.read_model(sentence_model)
+    original = sentencepiece.SentencePieceProcessor(model_file=str(sentence_model))
+    size = original.get_piece_size()
+    assert vocabulary.pieces == [original.id_to_piece(token) for token in range(size)]
+    assert vocabulary.scores == [original.get_score(token) for token in range(size)]
+    assert (vocabulary.bos_id, vocabulary.eos_id, vocabulary.unk_id) == (1, 2, 0)
+
+
+def test_a_broken_tokenizer_model_is_refused(tmp_path, sentence_model):
+    path = tmp_path / "tokenizer.model"
+    data = sentence_model.read_bytes()
+    for content in (data[: len(data) // 2], b"\xff" * 64, b""):
+        path.write_bytes(content)
+        with pytest.raises(CheckpointError, match=r"tokenizer\.model: is not a SentencePiece"):
+            spm.read_model(path)
+
+
+def test_other_kinds_of_sentencepiece_are_refused(tmp_path):
+    path = tmp_path / "tokenizer.model"
+    for options, message in (
+        ({"model_type": "unigram"}, "only BPE"),
+        ({"model_type": "bpe"}, "normalises text"),
+    ):
+        model = io.BytesIO()
+        sentencepiece.SentencePieceTrainer.train(
+            sentence_iterator=iter(["some words to learn from"] * 9),
+            model_writer=model,
+            vocab_size=40,
+            hard_vocab_limit=False,
+            minloglevel=2,
+            **options,
+        )
+        path.write_bytes(model.getvalue())
+        with pytest.raises(UnsupportedError, match=message):
+            spm.read_model(path)
+
+
+# --- folders
+
+
+@pytest.fixture
+def folder(tmp_path) -> Path:
+    byte_level(GPT2).save(str(tmp_path / "tokenizer.json"))
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"add_bos_token": True, "bos_token": "<|end_of_text|>", "eos_token": "<|eot_id|>"},
+        {"add_eos_token": True, "eos_token": {"content": "<|eot_id|>", "__type": "AddedToken"}},
+        {"add_bos_token": False, "bos_token": "<|end_of_text|>"},
+        {
+            "added_tokens_decoder": {
+                "900": {
+                    "content": "<tool>",
+                    "special": True,
+                    "lstrip": False,
+                    "rstrip": False,
+                    "single_word": False,
+                    "normalized": False,
+                }
+            }
+        },
+    ],
+)
+def test_a_folder_is_read_as_transformers_reads_it(folder, settings):
+    named = settings | {"tokenizer_class": "PreTrainedTokenizerFast"}
+    tiny.write_json(folder / "tokenizer_config.json", named)
+    tokenizer = hf(tokenizer_files.load_text(folder))
+    original = AutoTokenizer.from_pretrained(folder)
+    for text in ["", "Hello 123", "a <tool> b<|eot_id|>"]:
+        assert tokenizer.encode(text) == original(text)["input_ids"]
+        ids = tokenizer.encode(text, add_special=False)
+        assert ids == original(text, add_special_tokens=False)["input_ids"]
+    assert tokenizer.eos_ids == ((1,) if "eos_token" in settings else ())
+
+
+def test_truncation_in_the_file_is_switched_off(folder):
+    backend = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    backend.enable_truncation(4)
+    backend.enable_padding(length=50)
+    backend.save(str(folder / "tokenizer.json"))
+    assert 4 < len(hf(tokenizer_files.load_text(folder)).encode("one two three four five")) < 50
+
+
+def test_chat_templates_are_found_in_all_their_places(folder):
+    assert tokenizer_files.chat_template(folder) is None
+    several = [{"name": "tool_use", "template": "T"}, {"name": "default", "template": "D"}]
+    tiny.write_json(folder / "tokenizer_config.json", {"chat_template": several})
+    assert tokenizer_files.chat_template(folder) == "D"
+    tiny.write_json(folder / "tokenizer_config.json", {"chat_template": "S"})
+    assert tokenizer_files.chat_template(folder) == "S"
+    tiny.write_json(folder / "chat_template.json", {"chat_template": "J"})
+    assert tokenizer_files.chat_template(folder) == "J"
+    (folder / "chat_template.jinja").write_text("F")
+    assert tokenizer_files.chat_template(folder) == "F"
+
+
+def test_bad_folders_are_refused(folder, tmp_path_factory):
+    empty = tmp_path_factory.mktemp("empty")
+    with pytest.raises(CheckpointError, match=r"neither tokenizer\.json nor tokenizer\.model"):
+        tokenizer_files.load_text(empty)
+    (empty / "tekken.json").write_text("{}")
+    with pytest.raises(CheckpointError, match=r"tekken\.json that is there"):
+        tokenizer_files.load_text(empty)
+    (folder / "tokenizer.json").write_text('{"model": 3}')
+    with pytest.raises(CheckpointError, match=r"tokenizer\.json: is not a tokenizer"):
+        tokenizer_files.load_text(folder)
+    (folder / "tokenizer.txt").write_text("")
+    with pytest.raises(UnsupportedError, match=r"tokenizer\.txt: is not a tokenizer"):
+        tokenizer_files.load_text(folder / "tokenizer.txt")
