@@ -7,54 +7,84 @@ from __future__ import annotations
 
 import asyncio
 import atexit
+import logging
 import multiprocessing
 import threading
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import zmq
 import zmq.asyncio
 
-from windlass import errors
 from windlass.core.card import EngineReport
-from windlass.errors import EngineError, WorkerDied
+from windlass.errors import (
+    CapacityError,
+    CheckpointError,
+    ConfigError,
+    DownloadError,
+    EngineError,
+    RequestError,
+    UnsupportedError,
+    WorkerDied,
+)
 from windlass.serve import messages
 from windlass.serve.loop import Build, engine_main
 
-_LAST_WORDS_MS = 100  # what a dying process sent may still be on its way
+_log = logging.getLogger("windlass.serve")
+
+_LAST_WORDS_S = 0.1  # what a dying process sent may still be on its way
 _STOP_TIMEOUT_S = 5.0
 
+_BUILD_ERRORS = {
+    kind.__name__: kind for kind in (ConfigError, CheckpointError, UnsupportedError, DownloadError)
+}
+_REQUEST_ERRORS = {kind.__name__: kind for kind in (RequestError, CapacityError)}
 
-def error_of(kind: str, message: str, param: str | None = None) -> EngineError:
-    """The error that the other process raised, as the same class when it is one of ours."""
-    known = getattr(errors, kind, EngineError)
-    if isinstance(known, type) and issubclass(known, errors.RequestError):
-        return known(message, param)
-    if known in (errors.ConfigError, errors.CheckpointError, errors.UnsupportedError):
-        return EngineError.__new__(known, message)
-    return errors.DownloadError(message) if known is errors.DownloadError else EngineError(message)
+
+def build_error(kind: str, message: str) -> EngineError:
+    """The error that ended the build, as the class it was raised as when that is one of ours."""
+    return _BUILD_ERRORS.get(kind, EngineError)(message)
+
+
+def refusal_error(kind: str, message: str, param: str | None) -> EngineError:
+    """The error with which the engine refused a request."""
+    known = _REQUEST_ERRORS.get(kind)
+    return known(message, param) if known is not None else EngineError(message)
 
 
 class EngineProcess:
-    """Owns the process and the socket to it. Made inside a running event loop."""
+    """Owns the process and the socket to it. Made inside a running event loop.
 
-    def __init__(self, build: Build, socket_path: Path, hang_timeout: float) -> None:
+    `handle` is called with every message after Ready, in order.
+    """
+
+    def __init__(
+        self,
+        build: Build,
+        socket_path: Path,
+        hang_timeout: float,
+        handle: Callable[[messages.FromEngine], None],
+    ) -> None:
         address = f"ipc://{socket_path}"
+        self._handle = handle
         self._context = zmq.asyncio.Context()
         self._socket = self._context.socket(zmq.PAIR)
         self._socket.set_hwm(0)
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.bind(address)
-        spawn = multiprocessing.get_context("spawn")
-        self._process = spawn.Process(
-            target=engine_main, args=(address, build, hang_timeout), name="windlass-engine"
-        )
         self._loop = asyncio.get_running_loop()
         self._dead = asyncio.Event()
+        self._ready: asyncio.Future[EngineReport] = self._loop.create_future()
+        self._process = multiprocessing.get_context("spawn").Process(
+            target=engine_main, args=(address, build, hang_timeout), name="windlass-engine"
+        )
         self._process.start()
         # Without this an interpreter that ends by an error would wait for the engine forever.
         atexit.register(self._process.kill)
         threading.Thread(target=self._watch, daemon=True).start()
+        self._reader = asyncio.create_task(self._read())
+        self._reader.add_done_callback(self._reader_done)
 
     @property
     def pid(self) -> int | None:
@@ -66,57 +96,64 @@ class EngineProcess:
         if not self._loop.is_closed():
             self._loop.call_soon_threadsafe(self._dead.set)
 
-    @property
-    def how_it_ended(self) -> str:
-        code = self._process.exitcode
-        if code is None:
-            return "the engine process is running"
-        if code < 0:
-            return f"the engine process was ended by signal {-code}"
-        return f"the engine process ended with exit code {code}"
+    async def _read(self) -> None:
+        while True:
+            for message in messages.decode_from_engine(await self._socket.recv()):
+                match message:
+                    case messages.Ready(report):
+                        self._ready.set_result(report)
+                    case messages.Failed(kind, text):
+                        self._ready.set_exception(build_error(kind, text))
+                    case _:
+                        self._handle(message)
+
+    def _reader_done(self, reader: asyncio.Task[None]) -> None:
+        """An engine that cannot be understood any more is as good as dead."""
+        if not reader.cancelled():
+            _log.error("a message of the engine could not be read", exc_info=reader.exception())
+            self.kill()
 
     async def ready(self) -> EngineReport:
         """Wait until the engine is built; raises what the build raised."""
-        async for message in self.messages():
-            if isinstance(message, messages.Ready):
-                return message.report
-            if isinstance(message, messages.Failed):
-                raise error_of(message.kind, message.message)
-        raise WorkerDied(f"{self.how_it_ended} while the model was being loaded; see its log.")
+        ended = asyncio.create_task(self.ended())
+        either: set[asyncio.Future[Any]] = {self._ready, ended}
+        await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+        ended.cancel()
+        if self._ready.done():
+            return self._ready.result()
+        raise WorkerDied(f"{self.how_it_ended()} while the model was being loaded; see its log.")
 
-    def send(self, batch: Sequence[messages.ToEngine]) -> None:
-        """Send without waiting: the queue to the engine is bounded by admission, not here."""
-        if not self._dead.is_set():
-            self._socket.send(messages.encode(batch), zmq.NOBLOCK)
+    async def ended(self) -> None:
+        """Wait until the process has ended and its last words were handled."""
+        await self._dead.wait()
+        await asyncio.wait({self._reader}, timeout=_LAST_WORDS_S)
 
-    async def messages(self) -> AsyncIterator[messages.FromEngine]:
-        """What the engine says, to its last word; ends when the process has ended."""
-        dead = asyncio.ensure_future(self._dead.wait())
-        try:
-            while not dead.done():
-                frame = asyncio.ensure_future(self._socket.recv())
-                await asyncio.wait({frame, dead}, return_when=asyncio.FIRST_COMPLETED)
-                if not frame.done():
-                    frame.cancel()
-                    break
-                for message in messages.decode_from_engine(frame.result()):
-                    yield message
-            while await self._socket.poll(_LAST_WORDS_MS):
-                for message in messages.decode_from_engine(await self._socket.recv()):
-                    yield message
-        finally:
-            dead.cancel()
+    def how_it_ended(self) -> str:
+        code = self._process.exitcode
+        if code is not None and code < 0:
+            return f"the engine process was ended by signal {-code}"
+        return f"the engine process ended with exit code {code}"
+
+    def send(self, *batch: messages.ToEngine) -> None:
+        """Send without waiting; the queue to the engine is bounded by admission, not here."""
+        sent = asyncio.ensure_future(self._socket.send(messages.encode(batch), zmq.NOBLOCK))
+        # It fails only when the other end is gone, and that is noticed by its death.
+        sent.add_done_callback(lambda future: future.exception())
 
     async def close(self) -> None:
-        """Ask it to end, insist after a while, and free the socket."""
+        """Ask the process to end, insist after a while, and free the socket."""
         if not self._dead.is_set():
-            self.send([messages.Stop()])
+            self.send(messages.Stop())
             try:
                 await asyncio.wait_for(self._dead.wait(), _STOP_TIMEOUT_S)
             except TimeoutError:
                 self.kill()
                 await self._dead.wait()
         atexit.unregister(self._process.kill)
+        self._reader.cancel()
+        await asyncio.wait({self._reader})
+        if self._ready.done():
+            self._ready.exception()  # read, so that an unused failure is not reported as forgotten
         self._socket.close()
         self._context.term()
 

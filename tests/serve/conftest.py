@@ -1,0 +1,125 @@
+"""Servers for the tests: real HTTP, real processes, a counting model."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import httpx
+import pytest
+from openai import OpenAI
+
+from tests.serve.fakes import CARD, Options, counting
+from windlass.config import ServeConfig
+from windlass.core.card import ModelCard
+from windlass.serve.client import EngineClient, RestartPolicy
+from windlass.serve.launch import Service, bind
+from windlass.serve.loop import Build
+
+QUICK_RESTARTS = RestartPolicy(first_pause_s=0.05)
+
+
+@dataclass
+class Server:
+    """A running server as a test sees it."""
+
+    url: str
+    http: httpx.Client
+    client: EngineClient
+    stop: Callable[[], int]
+
+    @property
+    def openai(self) -> OpenAI:
+        return OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0)
+
+    def chat(self, **body: object) -> httpx.Response:
+        asked = {"messages": [{"role": "user", "content": "Hi"}], **body}
+        return self.http.post("/v1/chat/completions", json=asked)
+
+    def complete(self, **body: object) -> httpx.Response:
+        return self.http.post("/v1/completions", json={"prompt": "Hi", **body})
+
+    def metric(self, name: str, **labels: str) -> float:
+        """The sum of a metric's samples that have these labels."""
+        total = 0.0
+        for line in self.http.get("/metrics").text.splitlines():
+            head, _, value = line.rpartition(" ")
+            wanted = all(f'{key}="{text}"' in head for key, text in labels.items())
+            if head.partition("{")[0] == f"windlass:{name}" and wanted:
+                total += float(value)
+        return total
+
+
+def wait_until(condition: Callable[[], bool], timeout_s: float = 10.0) -> None:
+    end = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < end, "the condition did not come true in time"
+        time.sleep(0.02)
+
+
+@contextmanager
+def running(
+    build: Build | None = None,
+    card: ModelCard = CARD,
+    restarts: RestartPolicy = QUICK_RESTARTS,
+    **options: object,
+) -> Iterator[Server]:
+    """A server in a thread of this process, its engine in a process of its own."""
+    config = ServeConfig(port=0, **options)  # type: ignore[arg-type]
+    listener = bind(config)
+    client = EngineClient(build or counting(Options()), config.hang_timeout, restarts)
+    ready: list[str] = []
+    result: list[int | BaseException] = []
+    holder: list[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = []
+
+    async def main() -> int:
+        stop = asyncio.Event()
+        holder.append((asyncio.get_running_loop(), stop))
+        service = Service(client, card, config, listener)
+        return await service.run(lambda _report, url: ready.append(url), stop)
+
+    def body() -> None:
+        try:
+            result.append(asyncio.run(main()))
+        except BaseException as error:
+            result.append(error)
+
+    thread = threading.Thread(target=body)
+    thread.start()
+    wait_until(lambda: bool(ready or result))
+    if not ready:
+        raise AssertionError("the server did not start") from result[0]  # type: ignore[misc]
+
+    def stop() -> int:
+        if thread.is_alive():
+            loop, event = holder[0]
+            loop.call_soon_threadsafe(event.set)
+            thread.join(20)
+        assert isinstance(result[0], int), result
+        return result[0]
+
+    with httpx.Client(base_url=ready[0], timeout=20) as http:
+        wait_until(lambda: _answers(http))
+        try:
+            yield Server(ready[0], http, client, stop)
+        finally:
+            stop()
+            listener.close()
+
+
+def _answers(http: httpx.Client) -> bool:
+    try:
+        return http.get("/health/live").status_code == 200
+    except httpx.TransportError:
+        return False
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    """A healthy server that the tests of a module share."""
+    with running() as made:
+        yield made

@@ -1,0 +1,149 @@
+"""A model that counts, and the faults it can have: real scheduler, real engine, no torch.
+
+What a prompt contains decides what happens to it: SLOW, EOS, CRASH, HANG, DIE.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import signal
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from windlass.core.blocks import BlockPool
+from windlass.core.card import Capacity, EngineReport, ModelCard
+from windlass.core.limits import SchedulerLimits
+from windlass.core.scheduler import Scheduler
+from windlass.core.types import Admission, Row, RowResult, StepPlan, StepResult, TokenLogprob
+from windlass.engine import Engine
+from windlass.errors import CheckpointError
+from windlass.serve.loop import Build
+
+BOS, EOS, VOCAB = 256, 257, 258
+
+TEMPLATE = """{%- for message in messages %}
+{%- if message['role'] == 'system' and not loop.first %}
+{{ raise_exception('System message must come first.') }}
+{%- endif %}
+{{- '<' + message['role'] + '>' + message['content'] + '</>' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<assistant>' }}{% endif %}"""
+
+
+class Bytes:
+    """A tokenizer whose tokens are the bytes of UTF-8."""
+
+    vocab_size = VOCAB
+    eos_ids = (EOS,)
+
+    def encode(self, text: str, add_special: bool = True) -> list[int]:
+        return [BOS] * add_special + list(text.encode())
+
+    def decode(self, ids: Sequence[int], skip_special: bool = True) -> str:
+        if skip_special:
+            return bytes(i for i in ids if i < 256).decode(errors="replace")
+        return "".join(self.token_text(i) for i in ids)
+
+    def token_text(self, token: int) -> str:
+        return {BOS: "<s>", EOS: "</s>"}.get(token) or bytes([token]).decode(errors="replace")
+
+    def token_bytes(self, token: int) -> bytes:
+        return bytes([token]) if token < 256 else self.token_text(token).encode()
+
+
+CARD = ModelCard("counter", "/models/counter", "Counter", 4096, Bytes(), TEMPLATE, {})
+
+
+class CountingRunner:
+    """The token after `p` others is the letter number p: "abc…z", round and round."""
+
+    def __init__(self, step_s: float) -> None:
+        self._step_s = step_s
+        self._rows: dict[int, Admission] = {}
+
+    def run(self, plan: StepPlan) -> StepResult:
+        for admission in plan.admitted:
+            self._rows[admission.slot] = admission
+        texts = [bytes(t for t in self._rows[r.slot].tokens if t < 256) for r in plan.rows]
+        self._misbehave(b" ".join(texts))
+        rows = zip(plan.rows, texts, strict=True)
+        return StepResult([self._row(row, text) for row, text in rows])
+
+    def _misbehave(self, text: bytes) -> None:
+        if b"DIE" in text:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if b"HANG" in text:
+            time.sleep(60)
+        if b"CRASH" in text:
+            raise ValueError("the counter is broken")
+        time.sleep(0.01 if b"SLOW" in text else self._step_s)
+
+    def _row(self, row: Row, text: bytes) -> RowResult:
+        admission = self._rows[row.slot]
+        end = row.start + row.num_tokens
+        scores = None
+        if admission.sampling.prompt_logprobs is not None:
+            last = min(end, admission.num_prompt - 1)
+            scores = [self._score(admission.tokens[p]) for p in range(row.start + 1, last + 1)]
+        if not row.sample:
+            return RowResult([], prompt_logprobs=scores)
+        token = ord("a") + end % 26
+        if b"EOS" in text and end - admission.num_prompt >= 3:
+            token = EOS
+        logprobs = [self._score(token)] if admission.sampling.logprobs is not None else None
+        return RowResult([token], logprobs, scores)
+
+    def _score(self, token: int) -> TokenLogprob:
+        return TokenLogprob(token, -0.5, 1, [(token, -0.5), (ord("!"), -math.inf)])
+
+
+@dataclass(frozen=True)
+class Options:
+    max_num_seqs: int = 64
+    max_model_len: int = 2048
+    num_blocks: int = 4096
+    step_s: float = 0.0
+
+
+def build_engine(options: Options) -> tuple[Engine, EngineReport]:
+    block_size = 16
+    limits = SchedulerLimits(
+        max_num_seqs=options.max_num_seqs,
+        max_num_batched_tokens=4096,
+        max_model_len=options.max_model_len,
+        block_size=block_size,
+        num_blocks=options.num_blocks,
+    )
+    scheduler = Scheduler(limits, BlockPool(options.num_blocks), eos_ids=(EOS,))
+    report = EngineReport(
+        limits.max_model_len,
+        limits.max_num_seqs,
+        limits.max_num_batched_tokens,
+        VOCAB,
+        Capacity(options.num_blocks, block_size, 1024, "set by the test"),
+    )
+    return Engine(scheduler, CountingRunner(options.step_s)), report
+
+
+def counting(options: Options | None = None) -> Build:
+    return partial(build_engine, options or Options())
+
+
+def broken_build() -> tuple[Engine, EngineReport]:
+    raise CheckpointError("model.safetensors is cut short: 5 bytes of 80.")
+
+
+def dying_build() -> tuple[Engine, EngineReport]:
+    os._exit(7)
+
+
+def build_once(flag: str) -> tuple[Engine, EngineReport]:
+    """Works the first time; then the model's files are gone."""
+    if os.path.exists(flag):
+        raise CheckpointError("the model's folder is gone.")
+    with open(flag, "w"):
+        pass
+    return build_engine(Options())

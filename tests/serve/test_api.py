@@ -1,0 +1,304 @@
+"""What clients get: the OpenAI client's view, and the exact JSON where it matters."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.serve.conftest import Server, running
+
+HELLO = [{"role": "user", "content": "Hello"}]
+
+
+def events(response: httpx.Response) -> list[dict[str, Any]]:
+    """The chunks of a stream, which must end as streams do."""
+    lines = [line for line in response.text.split("\n\n") if line]
+    assert lines[-1] == "data: [DONE]"
+    return [json.loads(line.removeprefix("data: ")) for line in lines[:-1]]
+
+
+def test_chat(server: Server) -> None:
+    answer = server.openai.chat.completions.create(
+        model="counter", messages=HELLO, max_completion_tokens=6
+    )
+    choice = answer.choices[0]
+    assert choice.message.content == "zabcde"
+    assert choice.message.role == "assistant"
+    assert choice.finish_reason == "length"
+    assert answer.object == "chat.completion"
+    assert answer.usage.prompt_tokens == 25
+    assert answer.usage.completion_tokens == 6
+
+
+def test_chat_stream_says_the_same(server: Server) -> None:
+    stream = server.openai.chat.completions.create(
+        model="counter",
+        messages=HELLO,
+        max_tokens=6,
+        stream=True,
+        stream_options={"include_usage": True},
+    )
+    chunks = list(stream)
+    assert chunks[0].choices[0].delta.role == "assistant"
+    assert "".join(c.choices[0].delta.content or "" for c in chunks if c.choices) == "zabcde"
+    assert chunks[-2].choices[0].finish_reason == "length"
+    assert chunks[-1].choices == []
+    assert chunks[-1].usage.completion_tokens == 6
+
+
+def test_chat_chunks_have_the_exact_shape(server: Server) -> None:
+    chunks = events(server.chat(max_tokens=1, stream=True))
+    assert [sorted(chunk) for chunk in chunks] == [
+        ["choices", "created", "id", "model", "object"]
+    ] * 3
+    first, middle, last = (chunk["choices"][0] for chunk in chunks)
+    assert first == {
+        "index": 0,
+        "delta": {"role": "assistant", "content": ""},
+        "logprobs": None,
+        "finish_reason": None,
+    }
+    assert middle["delta"] == {"content": "w"}
+    assert last["delta"] == {}
+    assert last["finish_reason"] == "length"
+    assert len({chunk["id"] for chunk in chunks}) == 1
+
+
+def test_completion_defaults_to_sixteen_tokens(server: Server) -> None:
+    answer = server.openai.completions.create(model="counter", prompt="Hi")
+    assert answer.choices[0].text == "defghijklmnopqrs"
+    assert answer.object == "text_completion"
+
+
+def test_chat_defaults_to_the_rest_of_the_context(server: Server) -> None:
+    answer = server.chat().json()
+    assert answer["usage"]["total_tokens"] == 2048
+    assert answer["choices"][0]["finish_reason"] == "length"
+
+
+def test_the_models_end_is_not_text(server: Server) -> None:
+    choice = server.chat(messages=[{"role": "user", "content": "EOS"}]).json()["choices"][0]
+    assert choice["message"]["content"] == "xyz"
+    assert choice["finish_reason"] == "stop"
+    assert choice["stop_reason"] is None
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_prompts_times_n(server: Server, stream: bool) -> None:
+    response = server.complete(prompt=["a", "bc"], n=2, max_tokens=3, stream=stream)
+    texts = ["", "", "", ""]
+    for answer in events(response) if stream else [response.json()]:
+        for choice in answer["choices"]:
+            texts[choice["index"]] += choice["text"]
+    assert texts == ["cde", "cde", "def", "def"]
+
+
+def test_three_choices_in_one_chat_stream(server: Server) -> None:
+    chunks = events(server.chat(n=3, max_tokens=4, stream=True))
+    for index in range(3):
+        mine = [c["choices"][0] for c in chunks if c["choices"][0]["index"] == index]
+        assert mine[0]["delta"]["role"] == "assistant"
+        assert "".join(choice["delta"].get("content", "") for choice in mine) == "wxyz"
+        assert [c["finish_reason"] for c in mine if c["finish_reason"]] == ["length"]
+
+
+def test_usage_counts_a_prompt_once(server: Server) -> None:
+    usage = server.complete(prompt="abcd", n=3, max_tokens=2).json()["usage"]
+    assert usage["prompt_tokens"] == 5
+    assert usage["completion_tokens"] == 6
+    assert usage["total_tokens"] == 11
+
+
+def test_usage_tells_cached_tokens(server: Server) -> None:
+    prompt = "a long prompt whose blocks are kept " * 4
+    server.complete(prompt=prompt, max_tokens=1)
+    usage = server.complete(prompt=prompt, max_tokens=1).json()["usage"]
+    assert usage["prompt_tokens_details"]["cached_tokens"] == 144
+    other = server.complete(prompt=prompt, max_tokens=1, cache_salt="other").json()["usage"]
+    assert other["prompt_tokens_details"]["cached_tokens"] == 0
+
+
+def test_usage_in_every_chunk(server: Server) -> None:
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    chunks = events(server.complete(max_tokens=3, stream=True, stream_options=options))
+    assert [c["usage"]["completion_tokens"] for c in chunks] == [1, 2, 3, 3]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_stop_string_over_several_tokens(server: Server, stream: bool) -> None:
+    response = server.complete(max_tokens=100, stop=["nothing", "ghi"], stream=stream)
+    choices = [a["choices"][0] for a in (events(response) if stream else [response.json()])]
+    assert "".join(choice["text"] for choice in choices) == "def"
+    assert choices[-1]["finish_reason"] == "stop"
+    assert choices[-1]["stop_reason"] == "ghi"
+    if not stream:
+        assert response.json()["usage"]["completion_tokens"] == 6
+
+
+def test_stop_string_may_stay(server: Server) -> None:
+    body = server.complete(stop="ghi", include_stop_str_in_output=True).json()
+    assert body["choices"][0]["text"] == "defghi"
+
+
+def test_stop_token_id(server: Server) -> None:
+    choice = server.complete(stop_token_ids=[ord("g")], return_token_ids=True).json()["choices"][0]
+    assert choice["text"] == "def"
+    assert choice["stop_reason"] == ord("g")
+    assert choice["token_ids"] == list(b"defg")
+    assert choice["prompt_token_ids"] == [256, *b"Hi"]
+
+
+def test_chat_logprobs(server: Server) -> None:
+    choice = server.chat(max_tokens=2, logprobs=True, top_logprobs=2).json()["choices"][0]
+    first = choice["logprobs"]["content"][0]
+    assert first["token"] == "w"
+    assert first["logprob"] == -0.5
+    assert first["bytes"] == [ord("w")]
+    assert first["top_logprobs"][1] == {"token": "!", "logprob": -9999.0, "bytes": [33]}
+    assert len(choice["logprobs"]["content"]) == 2
+
+
+def test_completion_logprobs_with_echo(server: Server) -> None:
+    choice = server.complete(max_tokens=2, logprobs=1, echo=True).json()["choices"][0]
+    assert choice["text"] == "Hide"
+    assert choice["logprobs"]["tokens"] == ["<s>", "H", "i", "d", "e"]
+    assert choice["logprobs"]["token_logprobs"] == [None, -0.5, -0.5, -0.5, -0.5]
+    assert choice["logprobs"]["text_offset"] == [0, 3, 4, 5, 6]
+    assert choice["logprobs"]["top_logprobs"][1]["H"] == -0.5
+
+
+def test_streamed_logprobs_are_those_of_the_whole(server: Server) -> None:
+    asked = {"max_tokens": 5, "logprobs": 0, "stop": "fgh"}
+    whole = server.complete(**asked).json()["choices"][0]["logprobs"]
+    chunks = events(server.complete(**asked, stream=True))
+    for name in whole:
+        parts = [chunk["choices"][0]["logprobs"][name] for chunk in chunks]
+        assert [item for part in parts for item in part] == whole[name]
+
+
+def test_prompt_logprobs(server: Server) -> None:
+    choice = server.complete(prompt="Hi", max_tokens=1, prompt_logprobs=1).json()["choices"][0]
+    first, second, third = choice["prompt_logprobs"]
+    assert first is None
+    assert second["72"] == {"logprob": -0.5, "rank": 1, "decoded_token": "H"}
+    assert "105" in third
+    body = server.chat(max_tokens=1, prompt_logprobs=0).json()
+    assert len(body["prompt_logprobs"]) == body["usage"]["prompt_tokens"]
+
+
+def test_token_prompts(server: Server) -> None:
+    assert server.complete(prompt=[1, 2, 3], max_tokens=2).json()["choices"][0]["text"] == "de"
+    choices = server.complete(prompt=[[1], [1, 2]], max_tokens=2).json()["choices"]
+    assert [choice["text"] for choice in choices] == ["bc", "cd"]
+
+
+def test_truncate_prompt_tokens(server: Server) -> None:
+    long = "x" * 5000
+    body = server.complete(prompt=long, truncate_prompt_tokens=10, max_tokens=1).json()
+    assert body["usage"]["prompt_tokens"] == 10
+    body = server.complete(prompt=long, truncate_prompt_tokens=-1, max_tokens=48).json()
+    assert body["usage"]["prompt_tokens"] == 2000
+
+
+def test_continue_final_message(server: Server) -> None:
+    messages = [*HELLO, {"role": "assistant", "content": "Well, "}]
+    body = {"messages": messages, "continue_final_message": True}
+    prompt = server.http.post("/apply-template", json=body).json()["prompt"]
+    assert prompt == "<user>Hello</><assistant>Well, "
+
+
+def test_harmless_and_neutral_fields_pass(server: Server) -> None:
+    response = server.chat(
+        max_tokens=1,
+        user="me",
+        metadata={"a": "b"},
+        store=False,
+        tools=[],
+        tool_choice="none",
+        response_format={"type": "text"},
+        modalities=["text"],
+        temperature=None,
+        service_tier="auto",
+    )
+    assert response.status_code == 200
+
+
+def test_an_answer_can_be_sent_back(server: Server) -> None:
+    """The OpenAI client adds empty fields to an answer; a conversation goes on with it."""
+    client = server.openai.chat.completions
+    answer = client.create(model="counter", messages=HELLO, max_tokens=2).choices[0].message
+    again = [*HELLO, answer.model_dump(), {"role": "user", "content": [_text("and"), _text("x")]}]
+    assert client.create(model="counter", messages=again, max_tokens=1).choices
+
+
+def test_a_request_id_used_twice_does_not_mix_answers(server: Server) -> None:
+    asked = {"prompt": "SLOW", "max_tokens": 900, "stream": True, "request_id": "x"}
+    with server.http.stream("POST", "/v1/completions", json=asked) as first:
+        lines = first.iter_lines()
+        assert '"text":"f"' in next(lines)
+        assert server.complete(request_id="x", max_tokens=3).json()["choices"][0]["text"] == "def"
+    again = server.complete(request_id="x", max_tokens=3).json()
+    assert again["id"] == "cmpl-x"
+    assert again["choices"][0]["text"] == "def"
+
+
+def _text(text: str) -> dict[str, str]:
+    return {"type": "text", "text": text}
+
+
+def test_tokenize_and_back(server: Server) -> None:
+    made = server.http.post("/tokenize", json={"prompt": "né", "return_token_strs": True}).json()
+    assert made["tokens"] == [256, 110, 195, 169]
+    assert made["count"] == 4
+    assert made["max_model_len"] == 2048
+    assert made["token_strs"][:2] == ["<s>", "n"]
+    back = server.http.post("/detokenize", json={"tokens": made["tokens"][1:]}).json()
+    assert back == {"prompt": "".join(made["token_strs"][1:])}
+    chat = server.http.post("/tokenize", json={"messages": HELLO}).json()
+    text = server.http.post("/apply-template", json={"messages": HELLO}).json()["prompt"]
+    assert bytes(chat["tokens"]).decode() == text == "<user>Hello</><assistant>"
+
+
+def test_operations(server: Server) -> None:
+    get = server.http.get
+    model = get("/v1/models").json()["data"][0]
+    assert model["id"] == "counter"
+    assert model["max_model_len"] == 2048
+    for path in ("/health", "/health/live", "/health/ready", "/health/generate", "/ping"):
+        assert get(path).json()["status"] == "ok", path
+    assert get("/version").json()["version"]
+    assert get("/load").json()["server_load"] == 0
+    server.complete(prompt="y" * 64, max_tokens=1)
+    assert server.http.post("/reset_prefix_cache").json()["num_blocks"] > 0
+    assert server.http.post("/reset_prefix_cache").json()["num_blocks"] == 0
+
+
+def test_keys_and_origins() -> None:
+    with running(api_key=("one", "two"), allowed_origins=("http://shop.example",)) as server:
+        get = server.http.get
+        assert get("/health/ready").status_code == 200
+        for path in ("/v1/models", "/metrics", "/nothing", "/health/../v1/models"):
+            refused = get(path)
+            assert refused.status_code == 401, path
+            assert refused.json()["error"]["type"] == "authentication_error"
+        assert get("/v1/models", headers={"Authorization": "Bearer three"}).status_code == 401
+        assert get("/v1/models", headers={"Authorization": "Basic two"}).status_code == 401
+        assert get("/v1/models", headers={"Authorization": "Bearer two"}).status_code == 200
+        asking = {"Origin": "http://shop.example", "Access-Control-Request-Method": "POST"}
+        allowed = server.http.options("/v1/chat/completions", headers=asking)
+        assert allowed.headers["access-control-allow-origin"] == "http://shop.example"
+
+
+def test_stream_interval_and_forced_usage_and_ids() -> None:
+    with running(
+        stream_interval=4, enable_force_include_usage=True, enable_request_id_headers=True
+    ) as server:
+        response = server.complete(max_tokens=10, stream=True, request_id="mine")
+        chunks = events(response)
+        texts = [c["choices"][0]["text"] for c in chunks[:-1]]
+        assert texts == ["d", "efgh", "ijkl", "m"]
+        assert chunks[-1]["usage"]["completion_tokens"] == 10
+        assert response.headers["x-request-id"] == chunks[0]["id"] == "cmpl-mine"

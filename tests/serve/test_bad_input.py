@@ -1,0 +1,175 @@
+"""Every bad request gets an answer in one shape, which names the field and says what would do."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.serve.conftest import Server, running
+from tests.serve.fakes import CARD
+
+CHAT = "/v1/chat/completions"
+TEXT = "/v1/completions"
+
+
+def error_of(response: httpx.Response, status: int) -> dict[str, Any]:
+    assert response.status_code == status, response.text
+    assert list(response.json()) == ["error"]
+    error = response.json()["error"]
+    assert sorted(error) == ["code", "message", "param", "type"]
+    return error
+
+
+def user(content: object) -> list[dict[str, object]]:
+    return [{"role": "user", "content": content}]
+
+
+BAD_CHATS = [
+    ({"messages": []}, "messages", "empty"),
+    ({"messages": "hi"}, "messages", "array"),
+    ({"messages": [{"role": "wizard", "content": "x"}]}, "messages.0.role", "'user'"),
+    ({"messages": [{"role": "user"}]}, "messages", "no content"),
+    ({"messages": [{"role": "user", "content": "x", "nmae": "y"}]}, "messages", "'name'"),
+    ({"messages": user(5)}, "messages.0.content", "string"),
+    ({"messages": user([{"type": "image_url"}])}, "messages.0.content", "image_url"),
+    ({"temprature": 1}, "temprature", "'temperature'"),
+    ({"temperature": -1}, "temperature", "-1"),
+    ({"temperature": "hot"}, "temperature", "hot"),
+    ({"top_p": 0}, "top_p", "(0, 1]"),
+    ({"n": 0}, "n", "0"),
+    ({"n": 1000}, "n", "128"),
+    ({"max_tokens": 1.5}, "max_tokens", "1.5"),
+    ({"max_tokens": 5, "max_completion_tokens": 6}, "max_completion_tokens", "differ"),
+    ({"seed": 2**70}, "seed", "less than"),
+    ({"stop": [1]}, "stop.0", "string"),
+    ({"stop": ""}, "stop", "empty"),
+    ({"tools": [{"type": "function"}]}, "tools", "not supported"),
+    ({"response_format": {"type": "json_object"}}, "response_format", "not supported"),
+    ({"modalities": ["audio"]}, "modalities", "not supported"),
+    ({"prediction": {"type": "content"}}, "prediction", "not supported"),
+    ({"chat_template": "{{ messages }}"}, "chat_template", "not supported"),
+    ({"top_logprobs": 5}, "top_logprobs", "logprobs: true"),
+    ({"logprobs": True, "top_logprobs": 21}, "logprobs", "--max-logprobs"),
+    ({"logit_bias": {"9999": 1}}, "logit_bias", "257"),
+    ({"logit_bias": {"5": 200}}, "logit_bias[5]", "200"),
+    ({"stop_token_ids": [-1]}, "stop_token_ids.0", "-1"),
+    ({"stream_options": {"include_usage": True}}, "stream_options", "stream: true"),
+    ({"stream": True, "stream_options": {"usage": True}}, "stream_options", "include_usage"),
+    ({"stream": True, "prompt_logprobs": 1}, "prompt_logprobs", "stream"),
+    ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs", "messages"),
+    ({"continue_final_message": True}, "continue_final_message", "assistant"),
+    ({"best_of": 3}, "best_of", "not supported"),
+]
+
+BAD_TEXTS = [
+    ({}, "prompt", "missing"),
+    ({"prompt": ""}, None, None),
+    ({"prompt": []}, "prompt", "empty"),
+    ({"prompt": [[]]}, "prompt", "empty"),
+    ({"prompt": 5}, "prompt", "string"),
+    ({"prompt": ["a", 5]}, "prompt", "mixes"),
+    ({"prompt": [[1, "a"]]}, "prompt", "token ids"),
+    ({"prompt": [1, 300]}, "prompt", "300"),
+    ({"prompt": [-1]}, "prompt", "-1"),
+    ({"prompt": "a", "suffix": "b"}, "suffix", "not supported"),
+    ({"prompt": "a", "echo": True, "logprobs": 1, "stream": True}, "echo", "stream"),
+    ({"prompt": "a", "max_tokens": 0}, "max_tokens", ">= 1"),
+    ({"prompt": "a", "bad_words": [""]}, "bad_words", "empty"),
+    ({"prompt": "a", "allowed_token_ids": []}, "allowed_token_ids", "empty"),
+]
+
+
+@pytest.mark.parametrize(("body", "param", "says"), BAD_CHATS)
+def test_bad_chat(server: Server, body: dict[str, Any], param: str, says: str) -> None:
+    error = error_of(server.chat(**body), 400)
+    assert error["type"] == "invalid_request_error"
+    assert error["param"] == param
+    assert says in error["message"]
+
+
+@pytest.mark.parametrize(("body", "param", "says"), BAD_TEXTS)
+def test_bad_completion(
+    server: Server, body: dict[str, Any], param: str | None, says: str | None
+) -> None:
+    response = server.http.post(TEXT, json={"add_special_tokens": True, **body})
+    if param is None:
+        assert response.status_code == 200  # with its BOS even an empty text is a prompt
+        return
+    error = error_of(response, 400)
+    assert error["param"] == param
+    assert says is not None
+    assert says in error["message"]
+
+
+@pytest.mark.parametrize(
+    "raw", [b"", b"{", b"[]", b"null", b'"text"', b'{"prompt": "\xff"}', b"\xff\xfe", b"[" * 5000]
+)
+@pytest.mark.parametrize("path", [CHAT, TEXT, "/tokenize", "/detokenize", "/apply-template"])
+def test_not_json(server: Server, path: str, raw: bytes) -> None:
+    error_of(server.http.post(path, content=raw), 400)
+
+
+def test_unknown_model(server: Server) -> None:
+    error = error_of(server.chat(model="gpt-4"), 404)
+    assert error["code"] == "model_not_found"
+    assert "counter" in error["message"]
+
+
+def test_too_large_a_body(server: Server) -> None:
+    raw = b'{"prompt": "' + b"x" * 10_000_000 + b'"}'
+    assert error_of(server.http.post(TEXT, content=raw), 413)["code"] == "body_too_large"
+    # Without a length in the header the bytes are counted as they come.
+    pieces = (raw[i : i + 100_000] for i in range(0, len(raw), 100_000))
+    try:
+        response = server.http.post(TEXT, content=pieces)
+    except httpx.TransportError:
+        pass  # the server hung up on the rest
+    else:
+        error_of(response, 413)
+    assert server.complete().status_code == 200
+
+
+def test_too_long_a_prompt(server: Server) -> None:
+    error = error_of(server.complete(prompt="x" * 3000), 400)
+    assert error["code"] == "context_length_exceeded"
+    assert "3001" in error["message"]
+    assert "2048" in error["message"]
+
+
+def test_max_tokens_that_cannot_fit(server: Server) -> None:
+    error = error_of(server.complete(prompt="x" * 99, max_tokens=2000), 400)
+    assert error["code"] == "context_length_exceeded"
+    assert "1948" in error["message"]
+
+
+def test_no_such_path_or_method(server: Server) -> None:
+    assert "/v2" in error_of(server.http.get("/v2"), 404)["message"]
+    assert "GET" in error_of(server.http.get(TEXT), 405)["message"]
+
+
+def test_template_that_raises(server: Server) -> None:
+    messages = [*user("a"), {"role": "system", "content": "b"}]
+    error = error_of(server.chat(messages=messages), 400)
+    assert "System message must come first." in error["message"]
+    assert "line 3" in error["message"]
+
+
+def test_detokenize_outside_the_vocabulary(server: Server) -> None:
+    error = error_of(server.http.post("/detokenize", json={"tokens": [1, 258]}), 400)
+    assert "257" in error["message"]
+
+
+def test_no_chat_template(tmp_path: Path) -> None:
+    card = dataclasses.replace(CARD, chat_template=None)
+    with running(card=card) as server:
+        assert "--chat-template" in error_of(server.chat(), 400)["message"]
+        assert server.complete().status_code == 200
+    own = tmp_path / "own.jinja"
+    own.write_text("{% for m in messages %}{{ m.content }}|{% endfor %}")
+    with running(card=card, chat_template=str(own)) as server:
+        body = {"messages": user("hey")}
+        assert server.http.post("/apply-template", json=body).json() == {"prompt": "hey|"}

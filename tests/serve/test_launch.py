@@ -1,0 +1,177 @@
+"""A server as a process: signals, drains, addresses."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.serve.conftest import wait_until
+from windlass.config import ServeConfig
+from windlass.errors import ConfigError
+from windlass.serve.launch import bind, url_of
+
+ROOT = Path(__file__).parents[2]
+
+PROGRAM = """
+import sys
+from tests.serve.fakes import CARD, counting
+from windlass.config import ServeConfig
+from windlass.serve.client import EngineClient
+from windlass.serve.launch import serve
+
+if __name__ == "__main__":
+    config = ServeConfig(port=0, shutdown_timeout=float(sys.argv[1]))
+    client = EngineClient(counting())
+    sys.exit(serve(client, CARD, config, lambda report, url: print(url, client.pid, flush=True)))
+"""
+
+
+class Process:
+    """A server process, its address, and its engine's process id."""
+
+    def __init__(self, program: Path, shutdown_timeout: float) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, str(program), str(shutdown_timeout)],
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+        )
+        assert self._process.stdout is not None
+        self.url, pid = self._process.stdout.readline().split()
+        self.engine_pid = int(pid)
+
+    def signal(self, number: int) -> None:
+        self._process.send_signal(number)
+
+    def wait(self) -> int:
+        return self._process.wait(20)
+
+    def kill(self) -> None:
+        self._process.kill()
+        self._process.wait()
+        assert self._process.stdout is not None
+        self._process.stdout.close()
+
+
+@contextmanager
+def process(tmp_path: Path, shutdown_timeout: float) -> Iterator[Process]:
+    program = tmp_path / "program.py"
+    program.write_text(PROGRAM)
+    made = Process(program, shutdown_timeout)
+    try:
+        wait_until(lambda: _status(made.url, "/health") == 200)
+        yield made
+    finally:
+        made.kill()
+
+
+def _status(url: str, path: str) -> int:
+    try:
+        return httpx.get(url + path).status_code
+    except httpx.TransportError:
+        return 0
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def _collect(url: str, body: dict[str, object], texts: list[str]) -> threading.Thread:
+    def run() -> None:
+        texts.append(httpx.post(url + "/v1/completions", json=body, timeout=20).text)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    time.sleep(0.3)
+    return thread
+
+
+def test_sigterm_lets_running_requests_finish(tmp_path: Path) -> None:
+    with process(tmp_path, 20) as server:
+        texts: list[str] = []
+        body = {"prompt": "SLOW", "max_tokens": 120, "stream": True}
+        thread = _collect(server.url, body, texts)
+        server.signal(signal.SIGTERM)
+        wait_until(lambda: _status(server.url, "/health/ready") == 503)
+        refused = httpx.post(server.url + "/v1/completions", json={"prompt": "x"})
+        assert refused.status_code == 503
+        assert refused.headers["retry-after"]
+        assert refused.json()["error"]["code"] == "shutting_down"
+        thread.join(20)
+        assert texts[0].endswith("data: [DONE]\n\n")
+        assert texts[0].count('"text"') == 120
+        assert server.wait() == 0
+        assert not _is_alive(server.engine_pid)
+
+
+def test_what_does_not_finish_in_time_is_told_so(tmp_path: Path) -> None:
+    with process(tmp_path, 0.3) as server:
+        texts: list[str] = []
+        body = {"prompt": "SLOW", "max_tokens": 2000, "stream": True}
+        thread = _collect(server.url, body, texts)
+        server.signal(signal.SIGTERM)
+        assert server.wait() == 0
+        thread.join(20)
+        assert '"error"' in texts[0]
+        assert "shut down" in texts[0]
+
+
+def test_a_second_signal_ends_at_once(tmp_path: Path) -> None:
+    with process(tmp_path, 60) as server:
+        body = {"prompt": "SLOW", "max_tokens": 2000}
+        thread = threading.Thread(target=lambda: _ignore_hang_up(server.url, body))
+        thread.start()
+        time.sleep(0.3)
+        server.signal(signal.SIGINT)
+        time.sleep(0.3)
+        server.signal(signal.SIGINT)
+        assert server.wait() == 1
+        thread.join(20)
+        wait_until(lambda: not _is_alive(server.engine_pid))
+
+
+def test_the_engine_ends_with_a_server_that_was_killed(tmp_path: Path) -> None:
+    with process(tmp_path, 60) as server:
+        server.signal(signal.SIGKILL)
+        server.wait()
+        wait_until(lambda: not _is_alive(server.engine_pid))
+
+
+def _ignore_hang_up(url: str, body: dict[str, object]) -> None:
+    with pytest.raises(httpx.TransportError):
+        httpx.post(url + "/v1/completions", json=body, timeout=20)
+
+
+def test_a_port_in_use_is_known_before_anything_is_loaded() -> None:
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        with pytest.raises(ConfigError, match=rf"port {port}.*in use.*--port"):
+            bind(ServeConfig(port=port))
+
+
+def test_a_socket_left_behind_is_replaced(tmp_path: Path) -> None:
+    config = ServeConfig(uds=str(tmp_path / "s"))
+    with bind(config):
+        pass
+    with bind(config) as again:
+        assert url_of(config, again) == f"unix:{tmp_path}/s"
+        again.listen()
+        with pytest.raises(ConfigError, match="in use"):
+            bind(config)

@@ -1,0 +1,201 @@
+"""One HTTP answer: its completions run in the engine, and their deltas become one body or a stream.
+
+A client that hangs up, in whatever phase, has its completions aborted at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, Coroutine
+from contextlib import aclosing
+from typing import Any, TypeVar
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from windlass.config import ServeConfig
+from windlass.core.card import ModelCard
+from windlass.errors import EngineError
+from windlass.serve.client import EngineClient
+from windlass.serve.completion import Completion, Delta
+from windlass.serve.desk import Ticket
+from windlass.serve.metrics import Metrics
+from windlass.serve.prepare import Prepared
+from windlass.serve.problems import problem_of
+from windlass.serve.protocol import Generation, StreamOptions
+from windlass.serve.shapes import Json, Shape, usage
+
+T = TypeVar("T")
+
+_DONE = b"data: [DONE]\n\n"
+
+
+class ClientGone(Exception):
+    """The client hung up; there is nobody to answer."""
+
+
+async def unless_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
+    """The result of `work`, which is cancelled and raises ClientGone if the client hangs up."""
+    task = asyncio.create_task(work)
+    gone = asyncio.create_task(_hang_up(receive))
+    either: set[asyncio.Task[Any]] = {task, gone}
+    try:
+        await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            return task.result()
+        raise ClientGone
+    finally:
+        for each in either:
+            each.cancel()
+        await asyncio.gather(*either, return_exceptions=True)
+
+
+async def _hang_up(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _next(deltas: AsyncGenerator[Delta, None]) -> Delta:
+    return await anext(deltas)
+
+
+class Answer:
+    """The completions of one request. Owns them until the last delta, the error, or the hang-up."""
+
+    def __init__(
+        self,
+        client: EngineClient,
+        card: ModelCard,
+        config: ServeConfig,
+        metrics: Metrics,
+        prepared: Prepared,
+        body: Generation,
+        shape: Shape,
+    ) -> None:
+        self._client = client
+        self._card = card
+        self._prepared = prepared
+        self._shape = shape
+        self._created = int(time.time())
+        options = body.stream_options or StreamOptions()
+        self._usage_at_end = options.include_usage or config.enable_force_include_usage
+        self._usage_always = options.continuous_usage_stats
+        interval = config.stream_interval if body.stream else None
+        self._completions = [
+            Completion(index, request, card.tokenizer, metrics, interval)
+            for index, request in enumerate(prepared.requests)
+        ]
+
+    async def _deltas(self) -> AsyncGenerator[Delta, None]:
+        by_id = {completion.request.request_id: completion for completion in self._completions}
+        async with aclosing(self._client.generate(*self._prepared.requests)) as outputs:
+            async for output in outputs:
+                delta = by_id[output.request_id].feed(output)
+                if delta is None:
+                    continue
+                if delta.finish_reason is not None and output.finish is None:
+                    self._client.abort(output.request_id)  # a stop string, which only we see
+                yield delta
+
+    # ---- in one piece ------------------------------------------------------------------------
+
+    async def whole(self, request: Request, ticket: Ticket) -> Response:
+        body = await unless_gone(request.receive, self._collect())
+        ticket.end("success")
+        return Response(msgspec.json.encode(body), media_type="application/json")
+
+    async def _collect(self) -> Json:
+        async with aclosing(self._deltas()) as deltas:
+            whole = {delta.index: delta async for delta in deltas}
+        choices = [self._shape.whole(whole[each.index], each) for each in self._completions]
+        return {
+            **self._envelope(self._shape.whole_object),
+            "choices": choices,
+            "usage": usage(self._prepared, self._completions),
+            **self._shape.extra(self._completions),
+        }
+
+    # ---- as a stream -------------------------------------------------------------------------
+
+    async def stream(self, request: Request, ticket: Ticket) -> Response:
+        """Answer with a stream once the first token is there: until then an error has a status."""
+        deltas = self._deltas()
+        first = await unless_gone(request.receive, _next(deltas))
+        return EventStream(self._events(first, deltas), ticket)
+
+    async def _events(
+        self, first: Delta, deltas: AsyncGenerator[Delta, None]
+    ) -> AsyncGenerator[bytes, None]:
+        async with aclosing(deltas):
+            yield self._chunks(first)
+            async for delta in deltas:
+                yield self._chunks(delta)
+        if self._usage_at_end:
+            yield self._event([], usage(self._prepared, self._completions))
+        yield _DONE
+
+    def _chunks(self, delta: Delta) -> bytes:
+        choices = self._shape.chunks(delta, self._completions[delta.index])
+        numbers = usage(self._prepared, self._completions) if self._usage_always else None
+        return b"".join(self._event([choice], numbers) for choice in choices)
+
+    def _event(self, choices: list[Json], numbers: Json | None) -> bytes:
+        chunk = {**self._envelope(self._shape.chunk_object), "choices": choices}
+        if self._usage_at_end or self._usage_always:
+            chunk["usage"] = numbers
+        return b"data: " + msgspec.json.encode(chunk) + b"\n\n"
+
+    def _envelope(self, object_name: str) -> Json:
+        return {
+            "id": self._prepared.answer_id,
+            "object": object_name,
+            "created": self._created,
+            "model": self._card.name,
+        }
+
+
+class EventStream(Response):
+    """Sends server-sent events until they end, fail, or nobody reads them; ends the ticket."""
+
+    media_type = "text/event-stream"
+
+    def __init__(self, events: AsyncGenerator[bytes, None], ticket: Ticket) -> None:
+        self.status_code = 200
+        self.background = None
+        self.body = b""
+        # Proxies must not collect a stream before they pass it on.
+        self.init_headers({"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
+        del self.headers["content-length"]
+        self._events = events
+        self._ticket = ticket
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG002
+        try:
+            await unless_gone(receive, self._send_all(send))
+        except ClientGone:
+            pass
+        finally:
+            self._ticket.end("aborted")
+
+    async def _send_all(self, send: Send) -> None:
+        headers = {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
+        await send(headers)
+        async with aclosing(self._with_errors()) as events:
+            async for event in events:
+                await send({"type": "http.response.body", "body": event, "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _with_errors(self) -> AsyncGenerator[bytes, None]:
+        """The events, and for an error in mid-stream one that tells it."""
+        try:
+            async with aclosing(self._events) as events:
+                async for event in events:
+                    yield event
+        except EngineError as error:
+            self._ticket.end_with(error)
+            yield b"data: " + msgspec.json.encode(problem_of(error).body()) + b"\n\n"
+        else:
+            self._ticket.end("success")

@@ -1,0 +1,144 @@
+"""The HTTP application: puts the parts together, guards the door, turns errors into answers."""
+
+from __future__ import annotations
+
+import hmac
+import logging
+from pathlib import Path
+
+from fastapi import FastAPI
+from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from windlass.config import ServeConfig
+from windlass.core.card import ModelCard
+from windlass.core.types import EngineStats
+from windlass.errors import EngineError
+from windlass.serve.admission import Admission
+from windlass.serve.answer import ClientGone
+from windlass.serve.chat import ChatTemplate
+from windlass.serve.client import EngineClient
+from windlass.serve.desk import Desk
+from windlass.serve.metrics import Metrics
+from windlass.serve.prepare import Preparer
+from windlass.serve.problems import problem_of, problem_of_status
+from windlass.serve.routes import Services, make_router
+
+_log = logging.getLogger("windlass.serve")
+
+# Exact paths: whatever else is asked for needs a key, whether it exists or not.
+_OPEN_PATHS = frozenset({"/health", "/health/live", "/health/ready", "/health/generate", "/ping"})
+
+
+class KeyGuard:
+    """Lets requests pass that bring one of the keys; health needs none."""
+
+    def __init__(self, app: ASGIApp, keys: tuple[str, ...], root_path: str) -> None:
+        self._app = app
+        self._keys = [key.encode() for key in keys]
+        self._root_path = root_path
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or self._may_pass(Request(scope)):
+            await self._app(scope, receive, send)
+            return
+        problem = problem_of_status(
+            401,
+            "a valid key is needed: Authorization: Bearer KEY.",
+            **{"WWW-Authenticate": "Bearer"},
+        )
+        await problem.response()(scope, receive, send)
+
+    def _may_pass(self, request: Request) -> bool:
+        if request.scope["path"].removeprefix(self._root_path) in _OPEN_PATHS:
+            return True
+        scheme, _, given = request.headers.get("authorization", "").partition(" ")
+        # All are compared, so that the time taken tells nothing about which one nearly fits.
+        matches = [hmac.compare_digest(given.strip().encode(), key) for key in self._keys]
+        return scheme.lower() == "bearer" and any(matches)
+
+
+def read_template(card: ModelCard, config: ServeConfig) -> ChatTemplate | None:
+    """The template that was asked for, or the model's own; tried, and its findings logged."""
+    source = card.chat_template
+    if config.chat_template is not None:
+        source = Path(config.chat_template).read_text(encoding="utf-8")
+    if source is None:
+        _log.warning("%s has no chat template: only /v1/completions will answer", card.name)
+        return None
+    template = ChatTemplate(source, card.special_tokens, config.default_chat_template_kwargs)
+    for fact in template.facts:
+        _log.warning("%s", fact)
+    return template
+
+
+def make_services(client: EngineClient, card: ModelCard, config: ServeConfig) -> Services:
+    """Make the parts; a broken template or bad defaults are errors now, before a model is loaded."""
+    metrics = Metrics(card.name)
+    admission = Admission(config, client, metrics.rejected)
+
+    def on_stats(stats: EngineStats, last: EngineStats) -> None:
+        metrics.observe_stats(stats, last)
+        admission.observe(stats, last)
+
+    client.on_stats = on_stats
+    preparer = Preparer(card, config, read_template(card, config))
+    return Services(client, card, config, preparer, metrics, admission, Desk(metrics))
+
+
+def create_app(services: Services) -> FastAPI:
+    """The application. The engine need not be running yet."""
+    config = services.config
+    app = FastAPI(
+        title="Windlass",
+        root_path=config.root_path,
+        openapi_url=None,
+        docs_url=None,
+        redoc_url=None,
+    )
+    app.include_router(make_router(services))
+    app.add_exception_handler(EngineError, _engine_error)
+    app.add_exception_handler(HTTPException, _http_error)
+    app.add_exception_handler(ClientDisconnect, _gone)
+    app.add_exception_handler(ClientGone, _gone)
+    app.add_exception_handler(Exception, _bug)
+    if config.api_key:
+        app.add_middleware(KeyGuard, keys=config.api_key, root_path=config.root_path)
+    if config.allowed_origins:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=list(config.allowed_origins),
+            allow_methods=["*"],
+            allow_headers=["*"],
+            allow_credentials=False,
+        )
+    return app
+
+
+async def _engine_error(_request: Request, error: Exception) -> Response:
+    assert isinstance(error, EngineError)
+    problem = problem_of(error)
+    if problem.status >= 500:
+        _log.error("answered %d: %s", problem.status, problem.message)
+    return problem.response()
+
+
+async def _http_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    words = {
+        404: f"there is nothing at {request.url.path}.",
+        405: f"{request.url.path} does not take {request.method}.",
+    }
+    message = words.get(error.status_code, str(error.detail))
+    return problem_of_status(error.status_code, message, **dict(error.headers or {})).response()
+
+
+async def _gone(_request: Request, _error: Exception) -> Response:
+    return Response(status_code=499)  # nobody reads it
+
+
+async def _bug(_request: Request, error: Exception) -> Response:
+    return problem_of_status(500, f"an internal error: {type(error).__name__}.").response()

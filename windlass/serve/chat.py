@@ -1,0 +1,202 @@
+"""Conversations to text: a model's jinja template, run in a sandbox and tried before it is needed.
+
+A template that cannot render the simplest conversation is an error at start, not at the first
+request. What special tokens mean and how text becomes tokens is the tokenizer's business.
+"""
+
+from __future__ import annotations
+
+import json
+import traceback
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from typing import Any
+
+from jinja2 import Template, TemplateError, TemplateSyntaxError, nodes
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from windlass.errors import ConfigError, RequestError
+
+Conversation = Sequence[Mapping[str, Any]]
+
+# What running a template's expressions on a client's values may raise.
+_FAULTS = (
+    TemplateError,
+    TypeError,
+    ValueError,
+    ArithmeticError,
+    LookupError,
+    AttributeError,
+    RecursionError,
+)
+
+_USER = {"role": "user", "content": "Hello."}
+_SYSTEM = {"role": "system", "content": "Be brief, says the windlass."}
+_ASSISTANT = {"role": "assistant", "content": "Hi."}
+
+
+class _GenerationBlocks(Extension):
+    """Some templates mark what the assistant said for training; to a server the marks are air."""
+
+    tags = {"generation"}  # noqa: RUF012 - jinja's own name and type
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _raise(message: str) -> None:
+    raise TemplateError(message)
+
+
+def _to_json(value: Any, indent: int | None = None, **options: Any) -> str:
+    return json.dumps(value, ensure_ascii=False, indent=indent, **options)
+
+
+def _now(pattern: str) -> str:
+    return datetime.now().strftime(pattern)
+
+
+def _compile(source: str) -> Template:
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _GenerationBlocks]
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals["raise_exception"] = _raise
+    environment.globals["strftime_now"] = _now
+    try:
+        return environment.from_string(source)
+    except TemplateSyntaxError as error:
+        raise ConfigError(
+            f"the chat template does not parse: line {error.lineno}: {error.message}. "
+            "Give another one with --chat-template."
+        ) from error
+
+
+def _line_of(error: BaseException) -> int | None:
+    """The template's line that raised: jinja writes it into the traceback."""
+    frames = traceback.extract_tb(error.__traceback__)
+    lines = [frame.lineno for frame in frames if frame.filename == "<template>"]
+    return lines[-1] if lines else None
+
+
+def _explain(error: BaseException) -> str:
+    line = _line_of(error)
+    where = f"line {line}: " if line is not None else ""
+    return f"{where}{str(error) or type(error).__name__}"
+
+
+class ChatTemplate:
+    """One compiled template. `facts` are what the trial at start found out, for the log."""
+
+    def __init__(
+        self,
+        source: str,
+        special_tokens: Mapping[str, str],
+        defaults: Mapping[str, Any] | None = None,
+    ) -> None:
+        self._template = _compile(source)
+        self._special_tokens = dict(special_tokens)
+        self._defaults = dict(defaults or {})
+        self._knows_developer = "developer" in source
+        self.facts = tuple(self._try())
+
+    def _try(self) -> list[str]:
+        """Render probe conversations; only a failure of the simplest one is an error."""
+        try:
+            self._render([_USER], {}, add_generation_prompt=True)
+        except _FAULTS as error:
+            raise ConfigError(
+                "the chat template cannot render a conversation of one user message: "
+                f"{_explain(error)}. Give another one with --chat-template."
+            ) from error
+        facts = []
+        probes = {"system messages": [_SYSTEM, _USER], "several turns": [_USER, _ASSISTANT, _USER]}
+        for what, probe in probes.items():
+            try:
+                text = self._render(probe, {}, add_generation_prompt=True)
+            except _FAULTS as error:
+                facts.append(f"the chat template refuses {what}: {_explain(error)}")
+                continue
+            missing = [message for message in probe if message["content"] not in text]
+            if missing:
+                facts.append(f"the chat template drops {what}")
+        return facts
+
+    def _render(
+        self, messages: Conversation, options: Mapping[str, Any], add_generation_prompt: bool
+    ) -> str:
+        values = {**self._special_tokens, **self._defaults, **options}
+        return self._template.render(
+            messages=messages, add_generation_prompt=add_generation_prompt, **values
+        )
+
+    def render(
+        self,
+        messages: Conversation,
+        options: Mapping[str, Any] | None = None,
+        add_generation_prompt: bool | None = None,
+        continue_final: bool = False,
+    ) -> str:
+        """The prompt's text; what the template refuses is a RequestError with its own words.
+
+        `continue_final` leaves the last message, the assistant's, open to be continued.
+        """
+        self._check(messages, options or {}, add_generation_prompt, continue_final)
+        messages = [self._with_role(message) for message in messages]
+        opening = not continue_final if add_generation_prompt is None else add_generation_prompt
+        try:
+            text = self._render(messages, options or {}, opening)
+        except _FAULTS as error:
+            raise RequestError(
+                f"the model's chat template refused the messages: {_explain(error)}", "messages"
+            ) from error
+        return _cut_after(text, messages[-1]["content"]) if continue_final else text
+
+    def _check(
+        self,
+        messages: Conversation,
+        options: Mapping[str, Any],
+        add_generation_prompt: bool | None,
+        continue_final: bool,
+    ) -> None:
+        if not messages:
+            raise RequestError("messages is empty; send at least one message.", "messages")
+        taken = {"messages", "add_generation_prompt", *self._special_tokens} & set(options)
+        if taken:
+            raise RequestError(
+                f"chat_template_kwargs must not set {', '.join(sorted(taken))}.",
+                "chat_template_kwargs",
+            )
+        if not continue_final:
+            return
+        if add_generation_prompt:
+            raise RequestError(
+                "continue_final_message and add_generation_prompt exclude each other.",
+                "continue_final_message",
+            )
+        if messages[-1]["role"] != "assistant" or not messages[-1]["content"].strip():
+            raise RequestError(
+                "continue_final_message needs a last message of role 'assistant' with content.",
+                "continue_final_message",
+            )
+
+    def _with_role(self, message: Mapping[str, Any]) -> Mapping[str, Any]:
+        """'developer' is the newer name of 'system'; most templates know only the old one."""
+        if message["role"] == "developer" and not self._knows_developer:
+            return {**message, "role": "system"}
+        return message
+
+
+def _cut_after(text: str, content: str) -> str:
+    """Drop what a template wrote after the last message; it may have stripped the content."""
+    for wanted in (content, content.strip()):
+        at = text.rfind(wanted)
+        if at >= 0:
+            return text[: at + len(wanted)]
+    raise RequestError(
+        "continue_final_message: the chat template does not write the last message as it is.",
+        "continue_final_message",
+    )

@@ -1,0 +1,321 @@
+"""The server's hold on the engine: requests in, outputs out, health, and restarts.
+
+A dead engine process is noticed at once: its requests end with WorkerDied, health turns red, and a
+new process is started, with growing pauses and not for ever. How HTTP looks is not known here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import tempfile
+import time
+from collections import deque
+from collections.abc import AsyncGenerator, Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from windlass.core.card import EngineReport
+from windlass.core.types import EngineStats, NewRequest, Output
+from windlass.errors import EngineError, RequestError, WorkerDied
+from windlass.serve import messages
+from windlass.serve.loop import Build
+from windlass.serve.process import EngineProcess, refusal_error
+
+_log = logging.getLogger("windlass.serve")
+
+_RESET_TIMEOUT_S = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class RestartPolicy:
+    """How often a dead engine is started again before the server gives up."""
+
+    max_restarts: int = 5
+    window_s: float = 600.0
+    first_pause_s: float = 0.5
+    max_pause_s: float = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class Health:
+    ok: bool
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Backlog:
+    """What waits for the engine, requests that it has not seen yet included."""
+
+    num_running: int
+    num_waiting: int
+    num_unseen: int
+    num_tokens: int
+
+
+@dataclass(slots=True)
+class _Inbox:
+    """Where the outputs of some requests arrive; shared by the completions of one answer."""
+
+    queue: asyncio.Queue[Output | EngineError] = field(default_factory=asyncio.Queue)
+    open_ids: set[str] = field(default_factory=set)
+
+
+class EngineClient:
+    """Owns the engine process and the requests in flight. One event loop, one thread.
+
+    `build` is pickled and called in the engine's process; it returns the engine and its report.
+    """
+
+    def __init__(
+        self, build: Build, hang_timeout: float = 120.0, restarts: RestartPolicy | None = None
+    ) -> None:
+        self._build = build
+        self._hang_timeout = hang_timeout
+        self._restarts = restarts or RestartPolicy()
+        self._folder: tempfile.TemporaryDirectory[str] | None = None
+        self._process: EngineProcess | None = None
+        self._supervisor: asyncio.Task[None] | None = None
+        self._report: EngineReport | None = None
+        self._inboxes: dict[str, _Inbox] = {}
+        self._resets: deque[asyncio.Future[int]] = deque()
+        self._lives = 0
+        self._heard_at = 0.0
+        self._down = "the engine has not been started"
+        # Requests that were sent since the engine started, by number, until it has seen them.
+        self._num_sent = 0
+        self._unseen: deque[int] = deque()  # their prompt lengths
+        self.stats = EngineStats()
+        self.num_finished = 0
+        self.failed = asyncio.Event()  # set when the engine is down for good
+        # Told of each report and of the one before it in the same life of the engine.
+        self.on_stats: Callable[[EngineStats, EngineStats], None] | None = None
+
+    # ---- the process -------------------------------------------------------------------------
+
+    async def start(self) -> EngineReport:
+        """Start the engine and wait until it can work; raises what its build raised."""
+        self._folder = tempfile.TemporaryDirectory(prefix="windlass-")
+        report = await self._launch()
+        self._supervisor = asyncio.create_task(self._supervise())
+        return report
+
+    async def _launch(self) -> EngineReport:
+        assert self._folder is not None
+        self._lives += 1
+        self._num_sent = 0
+        self._unseen.clear()
+        self.stats = EngineStats()
+        path = Path(self._folder.name) / f"engine-{self._lives}"
+        process = EngineProcess(self._build, path, self._hang_timeout, self._handle)
+        try:
+            self._report = await process.ready()
+        except BaseException:
+            process.kill()
+            await process.close()
+            raise
+        self._process = process
+        self._heard_at = time.monotonic()
+        self._down = ""
+        return self._report
+
+    async def _supervise(self) -> None:
+        """Wait for the engine to die, answer its requests, start it again; return to give up."""
+        starts: deque[float] = deque()
+        try:
+            while self._process is not None:
+                process = self._process
+                await process.ended()
+                how = process.how_it_ended()
+                self._process = None
+                self._end_all(how)
+                await process.close()
+                await self._restart(how, starts)
+        finally:
+            self.failed.set()
+
+    async def _restart(self, how: str, starts: deque[float]) -> None:
+        """Start the engine again, as often as the policy allows; `starts` are the latest times."""
+        policy = self._restarts
+        while self._process is None:
+            now = time.monotonic()
+            while starts and now - starts[0] > policy.window_s:
+                starts.popleft()
+            if len(starts) >= policy.max_restarts:
+                self._down = f"{how}; it was started again {len(starts)} times and is given up"
+                _log.error("%s", self._down)
+                return
+            pause = min(policy.first_pause_s * 2 ** len(starts), policy.max_pause_s)
+            starts.append(now)
+            _log.error("%s; starting it again in %.1f s", how, pause)
+            await asyncio.sleep(pause)
+            try:
+                await self._launch()
+            except EngineError as error:
+                how = f"the engine could not be started again: {error}"
+
+    def _end_all(self, how: str) -> None:
+        self._down = f"{how} and is being started again"
+        self.abort_all(WorkerDied(f"{how} while this request was in it. Send it again."))
+        for reset in self._resets:
+            if not reset.done():
+                reset.set_exception(WorkerDied(how))
+        self._resets.clear()
+
+    async def close(self) -> None:
+        """End the engine process; requests still in flight end with an error."""
+        self._down = "the server is shutting down"
+        if self._supervisor is not None:
+            self._supervisor.cancel()
+            await asyncio.gather(self._supervisor, return_exceptions=True)
+        self.abort_all(WorkerDied("the server is shutting down."))
+        if self._process is not None:
+            await self._process.close()
+            self._process = None
+        if self._folder is not None:
+            self._folder.cleanup()
+
+    def kill(self) -> None:
+        """End the engine process without asking."""
+        if self._process is not None:
+            self._process.kill()
+
+    # ---- requests ----------------------------------------------------------------------------
+
+    async def generate(self, *requests: NewRequest) -> AsyncGenerator[Output, None]:
+        """Yield the outputs of all `requests` as they come; close it to abort those still open.
+
+        An error of one is raised and ends all. An output's `request_id` says whose it is.
+        """
+        inbox = self._submit(requests)
+        try:
+            while inbox.open_ids:
+                item = await inbox.queue.get()
+                if isinstance(item, EngineError):
+                    raise item
+                if item.request_id not in inbox.open_ids:
+                    continue
+                if item.finish is not None:
+                    self._forget(item.request_id)
+                if item.finish in ("error", "abort"):
+                    raise EngineError(item.error or "the engine dropped the request.")
+                yield item
+        finally:
+            for request_id in list(inbox.open_ids):
+                self.abort(request_id)
+
+    def _submit(self, requests: tuple[NewRequest, ...]) -> _Inbox:
+        if self._process is None:
+            raise WorkerDied(f"{self._down}. Try again in a moment.")
+        for request in requests:
+            if request.request_id in self._inboxes:
+                raise RequestError(
+                    f"request_id {request.request_id!r} is in use by a running request.",
+                    "request_id",
+                )
+        inbox = _Inbox(open_ids={request.request_id for request in requests})
+        for request in requests:
+            self._inboxes[request.request_id] = inbox
+            self._num_sent += 1
+            self._unseen.append(len(request.prompt))
+        self._process.send(*[messages.Add(request) for request in requests])
+        return inbox
+
+    def abort(self, request_id: str) -> None:
+        """Drop one request; nothing more comes from it. Unknown ids are nothing to do."""
+        if request_id in self._inboxes:
+            self._forget(request_id)
+            if self._process is not None:
+                self._process.send(messages.Abort(request_id))
+
+    def abort_all(self, error: EngineError) -> None:
+        """End every request in flight with `error`."""
+        inboxes = {id(inbox): inbox for inbox in self._inboxes.values()}
+        for inbox in inboxes.values():
+            inbox.queue.put_nowait(error)
+
+    def _forget(self, request_id: str) -> None:
+        inbox = self._inboxes.pop(request_id)
+        inbox.open_ids.discard(request_id)
+        self.num_finished += 1
+
+    async def reset_prefix_cache(self) -> int:
+        """Forget cached blocks that nobody uses; returns how many."""
+        if self._process is None:
+            raise WorkerDied(f"{self._down}. Try again in a moment.")
+        reset: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        self._resets.append(reset)
+        self._process.send(messages.ResetPrefixCache())
+        try:
+            return await asyncio.wait_for(reset, _RESET_TIMEOUT_S)
+        except TimeoutError:
+            raise WorkerDied(f"the engine did not answer in {_RESET_TIMEOUT_S:g} s.") from None
+
+    def _handle(self, message: messages.FromEngine) -> None:
+        self._heard_at = time.monotonic()
+        match message:
+            case messages.Outputs(outputs):
+                for output in outputs:
+                    self._deliver(output.request_id, output)
+            case messages.Refused(request_id, kind, text, param):
+                self._deliver(request_id, refusal_error(kind, text, param))
+            case messages.Stats(stats, num_adds):
+                self._see(stats, num_adds)
+            case messages.CacheReset(num_blocks):
+                reset = self._resets.popleft()
+                if not reset.done():
+                    reset.set_result(num_blocks)
+
+    def _deliver(self, request_id: str, item: Output | EngineError) -> None:
+        inbox = self._inboxes.get(request_id)
+        if inbox is not None:  # else it was aborted, and the engine did not know yet
+            inbox.queue.put_nowait(item)
+
+    def _see(self, stats: EngineStats, num_adds: int) -> None:
+        last, self.stats = self.stats, stats
+        while len(self._unseen) > self._num_sent - num_adds:
+            self._unseen.popleft()
+        if self.on_stats is not None:
+            self.on_stats(stats, last)
+
+    # ---- what others ask ---------------------------------------------------------------------
+
+    @property
+    def report(self) -> EngineReport:
+        """What the engine said of itself when it was last started."""
+        if self._report is None:
+            raise EngineError(self._down)
+        return self._report
+
+    @property
+    def pid(self) -> int | None:
+        """The engine's process id; None while there is none."""
+        return self._process.pid if self._process is not None else None
+
+    @property
+    def num_in_flight(self) -> int:
+        return len(self._inboxes)
+
+    @property
+    def backlog(self) -> Backlog:
+        stats = self.stats
+        unseen = sum(self._unseen)
+        return Backlog(
+            stats.num_running,
+            stats.num_waiting,
+            len(self._unseen),
+            stats.num_waiting_tokens + unseen,
+        )
+
+    @property
+    def heartbeat_age_s(self) -> float:
+        return time.monotonic() - self._heard_at
+
+    def health(self) -> Health:
+        """Whether requests would be answered now, and if not, why."""
+        if self._process is None:
+            return Health(False, self._down)
+        age = self.heartbeat_age_s
+        if self._hang_timeout and age > self._hang_timeout:
+            return Health(False, f"the engine hangs: its loop was last heard of {age:.1f} s ago")
+        return Health(True)

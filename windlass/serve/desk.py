@@ -1,0 +1,65 @@
+"""The desk where completion requests are entered and signed out, so that every one has an end.
+
+Counts what is in flight, and says when a server that was told to stop has nothing left to do.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+from windlass.errors import EngineError, Overloaded, RequestError
+from windlass.serve.metrics import Metrics, Outcome
+from windlass.serve.problems import Draining
+
+
+class Ticket:
+    """One request from its arrival to its end; ending it twice changes nothing."""
+
+    def __init__(self, desk: Desk) -> None:
+        self._desk = desk
+        self._open = True
+
+    def end(self, outcome: Outcome) -> None:
+        if self._open:
+            self._open = False
+            self._desk.sign_out(outcome)
+
+    def end_with(self, error: EngineError) -> None:
+        """End with what `error` means: refused, or failed."""
+        refused = isinstance(error, (RequestError, Overloaded, Draining))
+        self.end("rejected" if refused else "error")
+
+
+class Desk:
+    """Owns the number of requests in flight, and whether new ones are taken."""
+
+    def __init__(self, metrics: Metrics) -> None:
+        self._metrics = metrics
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self.num_in_flight = 0
+        self.draining = False
+
+    def sign_in(self) -> Ticket:
+        self._metrics.received()
+        self.num_in_flight += 1
+        self._idle.clear()
+        return Ticket(self)
+
+    def sign_out(self, outcome: Outcome) -> None:
+        self._metrics.ended(outcome)
+        self.num_in_flight -= 1
+        if self.num_in_flight == 0:
+            self._idle.set()
+
+    def check_open(self) -> None:
+        if self.draining:
+            raise Draining("the server is shutting down and takes no new requests.")
+
+    async def idle(self, timeout_s: float) -> bool:
+        """Wait until nothing is in flight; False when that takes longer than `timeout_s`."""
+        try:
+            await asyncio.wait_for(self._idle.wait(), timeout_s)
+        except TimeoutError:
+            return False
+        return True

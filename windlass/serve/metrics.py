@@ -1,0 +1,169 @@
+"""Prometheus metrics, under the names that dashboards for other engines use.
+
+Counters of the engine come from the differences between its reports; what a client experiences is
+measured here. `received` always equals the outcomes plus what is in flight.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+from windlass.core.types import EngineStats, Timeline
+
+Outcome = Literal["success", "error", "aborted", "rejected"]
+
+_PREFIX = "windlass:"
+_LABEL = "model_name"
+
+_FIRST_TOKEN = (
+    *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75),
+    *(1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640),
+)
+_NEXT_TOKEN = (
+    *(0.001, 0.002, 0.003, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.025, 0.05, 0.075),
+    *(0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 10, 40),
+)
+_LATENCY = (
+    *(0.05, 0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50),
+    *(60, 120, 240, 480, 960, 1920),
+)
+_COUNTS = tuple(2.0**i for i in range(18))
+_FEW = (1, 2, 5, 10, 20, 50, 100)
+
+
+class Metrics:
+    """Owns a registry of its own, so that two servers in one process do not mix."""
+
+    def __init__(self, model_name: str) -> None:
+        self._registry = CollectorRegistry()
+        self._model_name = model_name
+        self._engine_metrics()
+        self._request_metrics()
+        self._histograms()
+
+    def _engine_metrics(self) -> None:
+        self._running = self._gauge("num_requests_running", "Requests that have a slot.")
+        self._waiting = self._gauge("num_requests_waiting", "Requests that wait for a slot.")
+        self._kv_usage = self._gauge("kv_cache_usage_perc", "Share of KV blocks in use, 0 to 1.")
+        self._up = self._gauge("engine_up", "1 while the engine process works, else 0.")
+        self._generated = self._counter("generation_tokens", "Tokens generated.")
+        self._preemptions = self._counter("num_preemptions", "Running requests sent back to wait.")
+        self._queries = self._counter("prefix_cache_queries", "Prompt tokens looked up.")
+        self._hits = self._counter("prefix_cache_hits", "Prompt tokens found in the cache.")
+        self._step_tokens = self._histogram(
+            "iteration_tokens_total", "Tokens per step, sampled up to ten times a second.", _COUNTS
+        )
+
+    def _request_metrics(self) -> None:
+        self._received = self._counter("requests_received", "Completion requests that arrived.")
+        self._in_flight = self._gauge("requests_in_flight", "Received and not yet ended.")
+        self._outcomes = Counter(
+            f"{_PREFIX}request_outcomes",
+            "Requests by how they ended; their sum plus in flight is what was received.",
+            (_LABEL, "outcome"),
+            registry=self._registry,
+        )
+        self._success = Counter(
+            f"{_PREFIX}request_success",
+            "Completions by what ended them.",
+            (_LABEL, "finished_reason"),
+            registry=self._registry,
+        )
+        self._rejections = Counter(
+            f"{_PREFIX}admission_rejections",
+            "Requests refused because the queue was full.",
+            (_LABEL, "reason"),
+            registry=self._registry,
+        )
+        self._prompt = self._counter("prompt_tokens", "Prompt tokens of started requests.")
+        self._cached = self._counter("prompt_tokens_cached", "Of these, found in the cache.")
+
+    def _histograms(self) -> None:
+        make = self._histogram
+        self._ttft = make("time_to_first_token_seconds", "Arrival to first token.", _FIRST_TOKEN)
+        self._itl = make("inter_token_latency_seconds", "Between tokens.", _NEXT_TOKEN)
+        self._tpot = make(
+            "request_time_per_output_token_seconds", "Mean time between tokens.", _NEXT_TOKEN
+        )
+        self._e2e = make("e2e_request_latency_seconds", "Arrival to last token.", _LATENCY)
+        self._queue = make("request_queue_time_seconds", "Time spent waiting.", _LATENCY)
+        self._prefill = make("request_prefill_time_seconds", "Slot to first token.", _LATENCY)
+        self._decode = make("request_decode_time_seconds", "First to last token.", _LATENCY)
+        self._num_prompt = make("request_prompt_tokens", "Prompt tokens.", _COUNTS)
+        self._num_output = make("request_generation_tokens", "Generated tokens.", _COUNTS)
+        self._param_max = make("request_params_max_tokens", "max_tokens asked for.", _COUNTS)
+        self._param_n = make("request_params_n", "n asked for.", _FEW)
+
+    def _gauge(self, name: str, help: str) -> Gauge:
+        gauge = Gauge(_PREFIX + name, help, (_LABEL,), registry=self._registry)
+        return gauge.labels(self._model_name)
+
+    def _counter(self, name: str, help: str) -> Counter:
+        counter = Counter(_PREFIX + name, help, (_LABEL,), registry=self._registry)
+        return counter.labels(self._model_name)
+
+    def _histogram(self, name: str, help: str, buckets: tuple[float, ...]) -> Histogram:
+        histogram = Histogram(
+            _PREFIX + name, help, (_LABEL,), registry=self._registry, buckets=buckets
+        )
+        return histogram.labels(self._model_name)
+
+    def render(self, engine_up: bool) -> bytes:
+        self._up.set(engine_up)
+        return generate_latest(self._registry)
+
+    # ---- the engine --------------------------------------------------------------------------
+
+    def observe_stats(self, stats: EngineStats, last: EngineStats) -> None:
+        """Add what an engine did between two of its reports; a new engine counts from zero."""
+        self._running.set(stats.num_running)
+        self._waiting.set(stats.num_waiting)
+        self._kv_usage.set(stats.num_used_blocks / max(1, stats.num_blocks))
+        self._generated.inc(stats.num_generated_tokens - last.num_generated_tokens)
+        self._preemptions.inc(stats.num_preemptions - last.num_preemptions)
+        self._queries.inc(stats.prefix_queries - last.prefix_queries)
+        self._hits.inc(stats.prefix_hits - last.prefix_hits)
+        if stats.num_steps > last.num_steps:
+            self._step_tokens.observe(stats.num_step_tokens)
+
+    # ---- requests ----------------------------------------------------------------------------
+
+    def received(self) -> None:
+        self._received.inc()
+        self._in_flight.inc()
+
+    def ended(self, outcome: Outcome) -> None:
+        self._in_flight.dec()
+        self._outcomes.labels(self._model_name, outcome).inc()
+
+    def rejected(self, reason: str) -> None:
+        self._rejections.labels(self._model_name, reason).inc()
+
+    def params(self, n: int, max_tokens: int | None) -> None:
+        self._param_n.observe(n)
+        if max_tokens is not None:
+            self._param_max.observe(max_tokens)
+
+    def first_token(self, since_arrival_s: float, timeline: Timeline) -> None:
+        self._ttft.observe(since_arrival_s)
+        self._prompt.inc(timeline.num_prompt)
+        self._cached.inc(timeline.num_cached)
+        self._num_prompt.observe(timeline.num_prompt)
+        if timeline.admitted is not None and timeline.first_token is not None:
+            self._queue.observe(timeline.admitted - timeline.arrived)
+            self._prefill.observe(timeline.first_token - timeline.admitted)
+
+    def next_tokens(self, since_last_s: float, num_tokens: int) -> None:
+        for _ in range(num_tokens):
+            self._itl.observe(since_last_s / num_tokens)
+
+    def finished(self, reason: str, num_tokens: int, decode_s: float, total_s: float) -> None:
+        """One completion has all its tokens. Times are as the server saw them."""
+        self._success.labels(self._model_name, reason).inc()
+        self._num_output.observe(num_tokens)
+        self._decode.observe(decode_s)
+        self._e2e.observe(total_s)
+        if num_tokens > 1:
+            self._tpot.observe(decode_s / (num_tokens - 1))

@@ -1,0 +1,91 @@
+"""Errors as clients see them: one table from our exceptions to HTTP, one body shape for all."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+from starlette.responses import Response
+
+from windlass.errors import (
+    CapacityError,
+    ConfigError,
+    EngineError,
+    Overloaded,
+    RequestError,
+    UnsupportedError,
+    WorkerDied,
+)
+
+_RETRY_S = 5  # after the engine died: about what it takes to start it again
+
+
+class ModelNotFound(RequestError):
+    """The request names a model that this server does not have."""
+
+
+class BodyTooLarge(RequestError):
+    """The request's body is longer than --max-body-bytes."""
+
+
+class Draining(WorkerDied):
+    """The server was told to stop and takes no new requests."""
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """An error on its way to a client."""
+
+    status: int
+    message: str
+    type: str
+    param: str | None = None
+    code: str | None = None
+    headers: dict[str, str] = field(default_factory=dict)
+
+    def body(self) -> dict[str, Any]:
+        error = {"message": self.message, "type": self.type, "param": self.param, "code": self.code}
+        return {"error": error}
+
+    def response(self) -> Response:
+        return Response(
+            msgspec.json.encode(self.body()), self.status, self.headers, "application/json"
+        )
+
+
+# The first row whose class matches decides, so that a subclass stands above its parent.
+_TABLE: tuple[tuple[type[EngineError], int, str, str | None], ...] = (
+    (ModelNotFound, 404, "invalid_request_error", "model_not_found"),
+    (BodyTooLarge, 413, "invalid_request_error", "body_too_large"),
+    (CapacityError, 400, "invalid_request_error", "context_length_exceeded"),
+    (RequestError, 400, "invalid_request_error", None),
+    (UnsupportedError, 400, "invalid_request_error", "unsupported"),
+    (ConfigError, 400, "invalid_request_error", None),
+    (Overloaded, 429, "rate_limit_error", "overloaded"),
+    (Draining, 503, "service_unavailable_error", "shutting_down"),
+    (WorkerDied, 503, "service_unavailable_error", "engine_unavailable"),
+    (EngineError, 500, "internal_server_error", None),
+)
+
+_TYPES = {401: "authentication_error", 404: "not_found_error", 405: "invalid_request_error"}
+
+
+def problem_of(error: EngineError) -> Problem:
+    """What a client is told about `error`."""
+    status, kind, code = next(row[1:] for row in _TABLE if isinstance(error, row[0]))
+    param = error.param if isinstance(error, RequestError) else None
+    headers = {}
+    if isinstance(error, Overloaded):
+        headers["Retry-After"] = str(math.ceil(error.retry_after_s))
+    elif status == 503:
+        headers["Retry-After"] = str(_RETRY_S)
+    return Problem(status, str(error), kind, param, code, headers)
+
+
+def problem_of_status(status: int, message: str, **headers: str) -> Problem:
+    """A problem that HTTP itself found: no such path, wrong method, no key."""
+    return Problem(
+        status, message, _TYPES.get(status, "internal_server_error"), headers=dict(headers)
+    )

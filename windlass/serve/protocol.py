@@ -1,0 +1,251 @@
+"""What clients may send: the OpenAI requests, and the fields that other engines added to them.
+
+A field left out, or null, means its default. Types are strict: "0.5" is not a number. What the
+values mean for the engine is decided in prepare.py.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, ClassVar, Literal, Self
+
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+)
+from pydantic_core import PydanticCustomError
+
+from windlass.errors import RequestError
+from windlass.serve.fields import check_extra, refusal, unknown_field
+
+INT64 = Annotated[int, Field(ge=-(2**63), lt=2**63)]
+TokenId = Annotated[int, Field(ge=0, lt=2**32)]
+
+
+def _wrong(message: str) -> PydanticCustomError:
+    return PydanticCustomError("wrong", "{message}", {"message": message})
+
+
+def _text_of(content: Any) -> str | None:
+    """The text of a message's content: a string, or parts of type text."""
+    if content is None or isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise _wrong("must be a string or a list of parts")
+    texts = []
+    for part in content:
+        if not isinstance(part, dict) or not isinstance(part.get("type"), str):
+            raise _wrong('each part must be an object such as {"type": "text", "text": "…"}')
+        if part["type"] != "text":
+            raise _wrong(f"parts of type {part['type']!r:.50} are not supported; only 'text' is")
+        if not isinstance(part.get("text"), str):
+            raise _wrong("a part of type 'text' needs a string in its field 'text'")
+        texts.append(part["text"])
+    return "\n".join(texts)
+
+
+def _check_prompt(prompt: Any) -> Any:
+    """Accept text, token ids, or a list of either."""
+    if isinstance(prompt, str):
+        return prompt
+    if not isinstance(prompt, list):
+        raise _wrong("must be a string, a list of strings, a list of token ids, or a list of those")
+    for kind in (str, int, list):
+        if all(isinstance(item, kind) and not isinstance(item, bool) for item in prompt):
+            if kind is list and not all(type(token) is int for ids in prompt for token in ids):
+                raise _wrong("each inner list must hold token ids, which are whole numbers")
+            return prompt
+    raise _wrong("mixes kinds: its items must all be strings, all token ids, or all lists of ids")
+
+
+def _strings(value: Any) -> Any:
+    return [value] if isinstance(value, str) else value
+
+
+Strings = Annotated[list[str], BeforeValidator(_strings)]
+
+
+class Message(BaseModel):
+    """One turn of a conversation; fields beyond role and content are the template's to use."""
+
+    model_config = ConfigDict(strict=True, extra="allow")
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: Annotated[str | None, BeforeValidator(_text_of)] = None
+    name: str | None = None
+    tool_call_id: str | None = None
+    tool_calls: list[dict[str, Any]] | None = None
+    reasoning_content: str | None = None
+
+    # What the OpenAI client adds to an answer that is sent back; without a value it says nothing.
+    _EMPTY_ALLOWED: ClassVar = {"refusal", "audio", "function_call", "annotations", "reasoning"}
+
+    def model_post_init(self, _context: Any) -> None:
+        for name, value in (self.model_extra or {}).items():
+            if name not in self._EMPTY_ALLOWED or value not in (None, []):
+                raise RequestError(unknown_field(name, type(self).model_fields), "messages")
+        if self.content is None and self.role != "assistant":
+            raise RequestError(f"a message of role {self.role!r} has no content.", "messages")
+
+    def for_template(self) -> dict[str, Any]:
+        fields = {name: getattr(self, name) for name in type(self).model_fields}
+        kept = {name: value for name, value in fields.items() if value is not None}
+        return {**kept, "content": self.content or ""}
+
+
+class StreamOptions(BaseModel):
+    model_config = ConfigDict(strict=True, extra="allow")
+
+    include_usage: bool = False
+    continuous_usage_stats: bool = False
+    include_obfuscation: Literal[False, None] = None
+
+    def model_post_init(self, _context: Any) -> None:
+        for name in self.model_extra or {}:
+            raise RequestError(unknown_field(name, type(self).model_fields), "stream_options")
+
+
+class Body(BaseModel):
+    """A request's body. Fields that are not declared are sorted by `fields.check_extra`."""
+
+    model_config = ConfigDict(strict=True, extra="allow", protected_namespaces=())
+
+    model: str | None = None
+
+    @classmethod
+    def read(cls, body: bytes) -> Self:
+        """Parse and check; anything wrong is a RequestError that names the field."""
+        try:
+            made = cls.model_validate_json(body)
+        except ValidationError as error:
+            raise refusal(error) from None
+        check_extra(made.model_extra or {}, cls.model_fields)
+        return made
+
+
+class Templated(BaseModel):
+    """How a conversation becomes text."""
+
+    messages: list[Message]
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool = False
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+class Generation(Body):
+    """What both kinds of completion share; None: the model's default, or the engine's."""
+
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: INT64 | None = None
+    min_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: dict[TokenId, float] | None = None
+    allowed_token_ids: list[TokenId] | None = None
+    bad_words: Strings | None = None
+    seed: INT64 | None = None
+    max_tokens: INT64 | None = None
+    min_tokens: INT64 | None = None
+    stop: Strings | None = None
+    stop_token_ids: list[TokenId] | None = None
+    ignore_eos: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
+    prompt_logprobs: INT64 | None = None
+    n: INT64 | None = None
+    best_of: INT64 | None = None
+
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    priority: INT64 | None = None
+    cache_salt: str | None = None
+    user: str | None = None
+    request_id: Annotated[str, Field(min_length=1, max_length=200)] | None = None
+    add_special_tokens: bool | None = None
+    truncate_prompt_tokens: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
+    return_token_ids: bool | None = None
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """How many alternatives per token are wanted; None: no log probabilities at all."""
+        return None
+
+    def model_post_init(self, _context: Any) -> None:
+        if self.best_of is not None and self.best_of != (self.n or 1):
+            raise RequestError(
+                f"best_of ({self.best_of}) other than n ({self.n or 1}) is not supported.",
+                "best_of",
+            )
+        if self.stream_options is not None and not self.stream:
+            raise RequestError("stream_options needs stream: true.", "stream_options")
+        if self.stream and self.prompt_logprobs is not None:
+            raise RequestError(
+                "prompt_logprobs is not available with stream: true.", "prompt_logprobs"
+            )
+
+
+class ChatRequest(Generation, Templated):
+    """POST /v1/chat/completions"""
+
+    logprobs: bool | None = None
+    top_logprobs: INT64 | None = None
+    max_completion_tokens: INT64 | None = None
+
+    @property
+    def num_logprobs(self) -> int | None:
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+    def model_post_init(self, context: Any) -> None:
+        super().model_post_init(context)
+        if self.top_logprobs is not None and not self.logprobs:
+            raise RequestError("top_logprobs needs logprobs: true.", "top_logprobs")
+        both = (self.max_tokens, self.max_completion_tokens)
+        if None not in both and both[0] != both[1]:
+            raise RequestError(
+                f"max_tokens ({both[0]}) and max_completion_tokens ({both[1]}) are names of the "
+                "same thing and differ. Send one.",
+                "max_completion_tokens",
+            )
+
+
+class CompletionRequest(Generation):
+    """POST /v1/completions"""
+
+    prompt: Annotated[Any, AfterValidator(_check_prompt)]
+    logprobs: INT64 | None = None
+    echo: bool | None = None
+
+    @property
+    def num_logprobs(self) -> int | None:
+        return self.logprobs
+
+    def model_post_init(self, context: Any) -> None:
+        super().model_post_init(context)
+        if self.stream and self.echo and self.logprobs is not None:
+            raise RequestError("echo with logprobs is not available with stream: true.", "echo")
+
+
+class TokenizeRequest(Body):
+    """POST /tokenize of a text"""
+
+    prompt: str
+    add_special_tokens: bool = True
+    return_token_strs: bool = False
+
+
+class TokenizeChatRequest(Body, Templated):
+    """POST /tokenize of a conversation, and POST /apply-template"""
+
+    add_special_tokens: bool = False
+    return_token_strs: bool = False
+
+
+class DetokenizeRequest(Body):
+    """POST /detokenize"""
+
+    tokens: list[TokenId]

@@ -1,0 +1,319 @@
+"""The endpoints: who may ask for what, and which part answers. Shapes and rules live elsewhere."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.metadata
+import itertools
+import logging
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import aclosing
+from dataclasses import dataclass, field
+
+import msgspec
+from fastapi import APIRouter
+from prometheus_client import CONTENT_TYPE_LATEST
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+
+from windlass.config import ServeConfig
+from windlass.core.card import ModelCard
+from windlass.core.sampling import SamplingParams
+from windlass.core.types import NewRequest
+from windlass.errors import EngineError, RequestError
+from windlass.serve.admission import Admission
+from windlass.serve.answer import Answer, ClientGone
+from windlass.serve.client import EngineClient, Health
+from windlass.serve.desk import Desk, Ticket
+from windlass.serve.metrics import Metrics
+from windlass.serve.prepare import Preparer
+from windlass.serve.problems import BodyTooLarge
+from windlass.serve.protocol import (
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    TokenizeChatRequest,
+    TokenizeRequest,
+)
+from windlass.serve.shapes import ChatShape, CompletionShape, Shape
+
+_log = logging.getLogger("windlass.serve")
+
+Endpoint = Callable[..., Awaitable[Response]]
+
+_PROBE_TIMEOUT_S = 10.0
+_PROBE_PRIORITY = -(2**31)  # health is asked for now, not after the queue
+
+
+@dataclass(frozen=True, slots=True)
+class Services:
+    """The parts that endpoints use."""
+
+    client: EngineClient
+    card: ModelCard
+    config: ServeConfig
+    preparer: Preparer
+    metrics: Metrics
+    admission: Admission
+    desk: Desk
+    started: int = field(default_factory=lambda: int(time.time()))
+    probe_ids: Iterator[int] = field(default_factory=itertools.count)
+
+
+async def read_body(request: Request, most: int) -> bytes:
+    """The request's body, given up as soon as it is known to be longer than `most`."""
+    length = request.headers.get("content-length", "0")
+    if length.isdigit() and int(length) > most:
+        raise _too_large(f"{length} bytes", most)
+    body = bytearray()
+    async for piece in request.stream():
+        body += piece
+        if len(body) > most:
+            raise _too_large("longer", most)
+    return bytes(body)
+
+
+def _too_large(size: str, most: int) -> BodyTooLarge:
+    return BodyTooLarge(f"the body is {size}; this server takes {most} bytes (--max-body-bytes).")
+
+
+def reply(value: object, status: int = 200) -> Response:
+    return Response(msgspec.json.encode(value), status, media_type="application/json")
+
+
+class Completions:
+    """The two endpoints that generate."""
+
+    def __init__(self, services: Services) -> None:
+        self._services = services
+
+    async def chat(self, request: Request) -> Response:
+        return await self._answer(request, ChatRequest)
+
+    async def completion(self, request: Request) -> Response:
+        return await self._answer(request, CompletionRequest)
+
+    async def _answer(
+        self, request: Request, kind: type[ChatRequest] | type[CompletionRequest]
+    ) -> Response:
+        """Every way out of here, and out of the stream it may return, ends the ticket."""
+        ticket = self._services.desk.sign_in()
+        began = time.monotonic()
+        try:
+            self._services.desk.check_open()
+            body = kind.read(await read_body(request, self._services.config.max_body_bytes))
+            response = await self._generate(request, body, ticket)
+        except EngineError as error:
+            ticket.end_with(error)
+            raise
+        except (ClientGone, ClientDisconnect, asyncio.CancelledError):
+            ticket.end("aborted")
+            raise
+        except BaseException:
+            ticket.end("error")
+            raise
+        if self._services.config.enable_log_requests:
+            taken = time.monotonic() - began
+            _log.info("%s %s %d %.3f s", request.method, request.url.path, 200, taken)
+        return response
+
+    async def _generate(
+        self, request: Request, body: ChatRequest | CompletionRequest, ticket: Ticket
+    ) -> Response:
+        services = self._services
+        report, tokenizer = services.client.report, services.card.tokenizer
+        shape: Shape
+        if isinstance(body, ChatRequest):
+            prepared = await services.preparer.chat(body, report)
+            shape = ChatShape(body, tokenizer)
+        else:
+            prepared = await services.preparer.completion(body, report)
+            shape = CompletionShape(body, prepared, tokenizer)
+        services.admission.check(len(prepared.requests), prepared.num_prompt_tokens)
+        services.metrics.params(prepared.sampling.n, prepared.sampling.max_tokens)
+        answer = Answer(
+            services.client,
+            services.card,
+            services.config,
+            services.metrics,
+            prepared,
+            body,
+            shape,
+        )
+        made = answer.stream if body.stream else answer.whole
+        response = await made(request, ticket)
+        if services.config.enable_request_id_headers:
+            response.headers["X-Request-Id"] = prepared.answer_id
+        return response
+
+
+class Texts:
+    """Text, tokens and templates, without the engine."""
+
+    def __init__(self, services: Services) -> None:
+        self._services = services
+
+    async def _read(self, request: Request) -> bytes:
+        return await read_body(request, self._services.config.max_body_bytes)
+
+    async def tokenize(self, request: Request) -> Response:
+        raw = await self._read(request)
+        preparer = self._services.preparer
+        body: TokenizeRequest | TokenizeChatRequest
+        if _has_messages(raw):
+            body = TokenizeChatRequest.read(raw)
+            text = preparer.render(body)
+        else:
+            body = TokenizeRequest.read(raw)
+            text = body.prompt
+        preparer.check_model(body.model)
+        tokens = await preparer.encode(text, body.add_special_tokens)
+        token_text = self._services.card.tokenizer.token_text
+        return reply(
+            {
+                "tokens": tokens,
+                "count": len(tokens),
+                "max_model_len": self._services.client.report.max_model_len,
+                "token_strs": [token_text(t) for t in tokens] if body.return_token_strs else None,
+            }
+        )
+
+    async def detokenize(self, request: Request) -> Response:
+        body = DetokenizeRequest.read(await self._read(request))
+        self._services.preparer.check_model(body.model)
+        tokenizer = self._services.card.tokenizer
+        bad = next((token for token in body.tokens if token >= tokenizer.vocab_size), None)
+        if bad is not None:
+            raise RequestError(
+                f"tokens has {bad}; ids end at {tokenizer.vocab_size - 1}.", "tokens"
+            )
+        return reply({"prompt": tokenizer.decode(body.tokens, skip_special=False)})
+
+    async def apply_template(self, request: Request) -> Response:
+        body = TokenizeChatRequest.read(await self._read(request))
+        self._services.preparer.check_model(body.model)
+        return reply({"prompt": self._services.preparer.render(body)})
+
+
+def _has_messages(raw: bytes) -> bool:
+    """Whether a body for /tokenize holds a conversation; what else is wrong is found later."""
+    try:
+        return "messages" in msgspec.json.decode(raw, type=dict)
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return False
+
+
+class Operations:
+    """What machines and their keepers ask."""
+
+    def __init__(self, services: Services) -> None:
+        self._services = services
+
+    async def models(self) -> Response:
+        card = self._services.card
+        entry = {
+            "id": card.name,
+            "object": "model",
+            "created": self._services.started,
+            "owned_by": "windlass",
+            "root": card.path,
+            "max_model_len": self._services.client.report.max_model_len,
+        }
+        return reply({"object": "list", "data": [entry]})
+
+    async def live(self) -> Response:
+        """The server process answers; only an engine that is down for good is worth a restart."""
+        if self._services.client.failed.is_set():
+            return _health(self._services.client.health())
+        return _health(Health(True))
+
+    async def ready(self) -> Response:
+        return _health(self._readiness())
+
+    def _readiness(self) -> Health:
+        if self._services.desk.draining:
+            return Health(False, "the server is shutting down")
+        return self._services.client.health()
+
+    async def generate_probe(self) -> Response:
+        """Generate one token for real, so that a hang anywhere on the way shows."""
+        health = self._readiness()
+        if not health.ok:
+            return _health(health)
+        began = time.monotonic()
+        try:
+            await asyncio.wait_for(self._probe(), _PROBE_TIMEOUT_S)
+        except TimeoutError:
+            return _health(Health(False, f"no token came within {_PROBE_TIMEOUT_S:g} s"))
+        except EngineError as error:
+            return _health(Health(False, str(error)))
+        return reply({"status": "ok", "seconds": round(time.monotonic() - began, 4)})
+
+    async def _probe(self) -> None:
+        request = NewRequest(
+            f"health-{next(self._services.probe_ids)}",
+            self._services.card.tokenizer.encode("Hi")[:8],
+            SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True),
+            priority=_PROBE_PRIORITY,
+        )
+        async with aclosing(self._services.client.generate(request)) as outputs:
+            async for _ in outputs:
+                pass
+
+    async def version(self) -> Response:
+        return reply({"version": importlib.metadata.version("windlass")})
+
+    async def metrics(self) -> Response:
+        body = self._services.metrics.render(self._services.client.health().ok)
+        return Response(body, media_type=CONTENT_TYPE_LATEST)
+
+    async def load(self) -> Response:
+        backlog = self._services.client.backlog
+        return reply(
+            {
+                "server_load": self._services.desk.num_in_flight,
+                "num_requests_running": backlog.num_running,
+                "num_requests_waiting": backlog.num_waiting + backlog.num_unseen,
+                "num_waiting_tokens": backlog.num_tokens,
+            }
+        )
+
+    async def reset_prefix_cache(self) -> Response:
+        return reply({"num_blocks": await self._services.client.reset_prefix_cache()})
+
+
+def _health(health: Health) -> Response:
+    if health.ok:
+        return reply({"status": "ok"})
+    return reply({"status": "unavailable", "reason": health.reason}, 503)
+
+
+def make_router(services: Services) -> APIRouter:
+    """All endpoints, bound to one set of parts."""
+    completions, texts, operations = Completions(services), Texts(services), Operations(services)
+    router = APIRouter()
+    posts: dict[str, Endpoint] = {
+        "/v1/chat/completions": completions.chat,
+        "/v1/completions": completions.completion,
+        "/tokenize": texts.tokenize,
+        "/detokenize": texts.detokenize,
+        "/apply-template": texts.apply_template,
+        "/reset_prefix_cache": operations.reset_prefix_cache,
+    }
+    gets: dict[str, Endpoint] = {
+        "/v1/models": operations.models,
+        "/health": operations.ready,
+        "/health/live": operations.live,
+        "/health/ready": operations.ready,
+        "/health/generate": operations.generate_probe,
+        "/ping": operations.ready,
+        "/version": operations.version,
+        "/metrics": operations.metrics,
+        "/load": operations.load,
+    }
+    for path, endpoint in posts.items():
+        router.add_api_route(path, endpoint, methods=["POST"], response_model=None)
+    for path, endpoint in gets.items():
+        router.add_api_route(path, endpoint, methods=["GET"], response_model=None)
+    return router
