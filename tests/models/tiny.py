@@ -108,7 +108,7 @@ def write_gguf(
     }
     keyed = {f"{architecture}.{name}": value for name, value in values.items()}
     for key, value in (keyed | dict(metadata or {})).items():
-        _add_value(writer, key, value)
+        add_value(writer, key, value)
     for name, tensor in (tensors or gguf_tensors(architecture)).items():
         if tensor.ndim == 1:
             writer.add_tensor(name, tensor)
@@ -121,7 +121,8 @@ def write_gguf(
     return path
 
 
-def _add_value(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
+def add_value(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
+    """Write metadata under the type that fits the value; None is left out."""
     match value:
         case None:
             return

@@ -16,7 +16,7 @@ import sys
 import tempfile
 import time
 import zipfile
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
@@ -160,12 +160,13 @@ def _follow(
 
 
 def _largest_file(folder: Path) -> int:
+    """Bytes of the wheel so far. Files and folders may vanish while this looks."""
     largest = 0
-    for file in folder.rglob("*.whl"):
-        try:
-            largest = max(largest, file.stat().st_size)
-        except FileNotFoundError:  # pip moved it between the listing and the look
-            continue
+    for parent, _, names in os.walk(folder):
+        for name in names:
+            if name.endswith(".whl"):
+                with suppress(FileNotFoundError):
+                    largest = max(largest, os.stat(os.path.join(parent, name)).st_size)
     return largest
 
 
