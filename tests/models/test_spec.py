@@ -72,7 +72,7 @@ def test_every_spelling_of_rope_scaling_means_the_same(changes):
     [
         ({"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}, 512),
         ({"type": "linear", "factor": 2.0}, 256),
-        ({"type": "dynamic", "factor": 2.0}, 256),
+        ({"type": "dynamic", "factor": 2.0}, 128),
         ({"type": "default"}, 128),
         (None, 128),
     ],

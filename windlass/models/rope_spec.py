@@ -71,10 +71,14 @@ class RopeSpec:
         )
 
     def longest_context(self, max_positions: int) -> int:
-        """How long a context may be: stretched kinds reach further than they were trained."""
+        """How long a context may be: stretched kinds reach further than they were trained.
+
+        Not "dynamic": its frequencies change with the length of the text, which would invalidate
+        every cached key, so such a model is served up to the length that it was trained for.
+        """
         if self.kind == "yarn":
             return max(max_positions, int(self.original_max_positions * self.factor))
-        if self.kind in ("linear", "dynamic"):
+        if self.kind == "linear":
             return int(max_positions * self.factor)
         return max_positions
 
