@@ -1,0 +1,160 @@
+"""Flags come from the dataclasses: their types, aliases, help, and what a config file may say."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Literal
+
+import pytest
+import typer
+
+from tests.cli.conftest import Invoke
+from windlass.cli.command import register
+from windlass.cli.config_file import read_config
+from windlass.cli.options import ENGINE_OPTIONS, SERVE_OPTIONS, options_of, parse_size
+from windlass.cli.sampling import SAMPLING_OPTIONS, WITHOUT_FLAG
+from windlass.config import option
+from windlass.core.sampling import SamplingParams
+from windlass.errors import ConfigError
+
+
+@pytest.mark.parametrize(
+    ("text", "num_bytes"),
+    [
+        ("4GiB", 4 * 2**30),
+        ("512MiB", 512 * 2**20),
+        ("1GB", 10**9),
+        ("1.5 kb", 1500),
+        ("64", 64),
+        (64, 64),
+        ("7b", 7),
+    ],
+)
+def test_sizes_have_units(text: str | int, num_bytes: int) -> None:
+    assert parse_size(text) == num_bytes
+
+
+@pytest.mark.parametrize("text", ["", "GiB", "4G", "-1MiB", "4 GiBs", "1e9"])
+def test_other_sizes_are_refused(text: str) -> None:
+    with pytest.raises(typer.BadParameter, match="is not a size"):
+        parse_size(text)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Sample:
+    whole: int = option(3, "A number.")
+    share: float | None = option(None, "A share.", "--part")
+    lever: bool = option(True, "A lever.", "--enable-lever")
+    kind: Literal["a", "b"] = option("a", "A kind.")
+    names: tuple[str, ...] = option((), "Names.")
+    table: Mapping[str, int] = option({}, "A table.")
+    limit_bytes: int = option(2**20, "A limit.")
+
+
+def _parsed(*args: str) -> dict[str, object]:
+    """What a command with the sample's flags gets."""
+    from typer.testing import CliRunner
+
+    seen: dict[str, object] = {}
+
+    def probe(options: object) -> int:
+        seen.update(options.values)  # type: ignore[attr-defined]
+        return 0
+
+    app = typer.Typer(rich_markup_mode=None)
+    app.callback()(lambda: None)
+    register(app, probe, options_of(_Sample, "Sample"))
+    result = CliRunner().invoke(app, ["probe", *args])
+    assert result.exit_code == 0, result.output
+    return seen
+
+
+def test_what_is_not_given_is_not_there() -> None:
+    assert _parsed() == {}
+
+
+def test_every_kind_of_field_is_a_flag() -> None:
+    args = "m --whole 4 --part 0.5 --no-lever --kind b --names x --names y --limit-bytes 2KiB"
+    assert _parsed(*args.split(), "--table", '{"k": 1}') == {
+        "model": "m",
+        "whole": 4,
+        "share": 0.5,
+        "lever": False,
+        "kind": "b",
+        "names": ["x", "y"],
+        "table": {"k": 1},
+        "limit_bytes": 2048,
+    }
+
+
+def test_an_alias_works_for_a_switch_too() -> None:
+    assert _parsed("--enable-lever") == {"lever": True}
+    assert _parsed("--no-enable-lever") == {"lever": False}
+
+
+def test_every_sampling_field_is_a_flag_or_left_out_on_purpose() -> None:
+    offered = {item.name for item in SAMPLING_OPTIONS}
+    assert offered | set(WITHOUT_FLAG) == {item.name for item in fields(SamplingParams)}
+
+
+def _yaml(tmp_path: Path, text: str) -> Path:
+    path = tmp_path / "windlass.yaml"
+    path.write_text(text)
+    return path
+
+
+def test_a_config_file_uses_the_names_of_flags(tmp_path: Path) -> None:
+    path = _yaml(
+        tmp_path,
+        "max-num-seqs: 4\nmax_body_bytes: 1MiB\ngpu-memory-utilization: 1\nprefix-caching: false\n"
+        "api-key: [a, b]\nallowed-origins: x\nhf-overrides: {a: 1}\nuds:\n",
+    )
+    assert read_config(path, [*ENGINE_OPTIONS, *SERVE_OPTIONS]) == {
+        "max_num_seqs": 4,
+        "max_body_bytes": 2**20,
+        "memory_share": 1.0,
+        "prefix_caching": False,
+        "api_key": ["a", "b"],
+        "allowed_origins": ["x"],
+        "hf_overrides": {"a": 1},
+        "uds": None,
+    }
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("max-num-seq: 4", "unknown option 'max-num-seq' for this command. Did you mean 'max-num-"),
+        ("port: '80'", "port: expected a whole number. Got '80'"),
+        ("port: true", "port: expected a whole number"),
+        ("prefix-caching: 1", "expected true or false"),
+        ("api-key: [1]", "expected a text, or a list of these"),
+        ("max-body-bytes: 4G", "is not a size"),
+        ("hf-overrides: [1]", "expected a JSON object"),
+        ("port: 1\nPORT: 2", "unknown option 'PORT'"),
+        ("memory-share: 0.5\nmemory_share: 0.6", "given twice"),
+        ("- port", "holds a YAML list"),
+        ("port: [", "is not valid YAML"),
+    ],
+)
+def test_a_wrong_config_file_is_explained(tmp_path: Path, text: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        read_config(_yaml(tmp_path, text), [*ENGINE_OPTIONS, *SERVE_OPTIONS])
+
+
+def test_flags_win_over_the_config_file(tmp_path: Path) -> None:
+    path = tmp_path / "sample.yaml"
+    path.write_text("model: from-file\nwhole: 1\nkind: b\n")
+    assert _parsed("--config", str(path), "--whole", "2") == {
+        "model": "from-file",
+        "whole": 2,
+        "kind": "b",
+    }
+
+
+def test_a_missing_config_file_ends_with_2(windlass: Invoke) -> None:
+    outcome = windlass("serve", "--config", "nowhere.yaml")
+    assert outcome.code == 2
+    assert "--config nowhere.yaml: No such file" in outcome.err

@@ -1,0 +1,140 @@
+"""What all commands share: generated flags, `--config`, help by section, and errors without traceback.
+
+A command is a function that takes `Options` and its own typer parameters, and returns an exit code.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import typer
+from typer.core import TyperCommand
+
+from windlass.cli.config_file import read_config
+from windlass.cli.options import ENGINE_OPTIONS, MODEL_ARGUMENT, SERVE_OPTIONS, Option
+from windlass.config import EngineConfig, ServeConfig, split_options
+from windlass.errors import (
+    CheckpointError,
+    ConfigError,
+    DownloadError,
+    EngineError,
+    RequestError,
+    UnsupportedError,
+)
+
+# What the user can put right; every other error is a failure on our side or of the machine.
+_USERS_ERRORS = (ConfigError, RequestError, CheckpointError, UnsupportedError, DownloadError)
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What was set, by flag or config file; what was not is not here."""
+
+    values: Mapping[str, Any]
+
+    def only(self, options: Sequence[Option]) -> dict[str, Any]:
+        names = {option.name for option in options}
+        return {name: value for name, value in self.values.items() if name in names}
+
+    def engine_values(self) -> dict[str, Any]:
+        """As `LLM` takes them."""
+        return self.only([MODEL_ARGUMENT, *ENGINE_OPTIONS])
+
+    def engine(self) -> EngineConfig:
+        return EngineConfig.of(**self.engine_values())
+
+    def serve(self) -> ServeConfig:
+        made: ServeConfig = split_options({"serve": ServeConfig}, self.only(SERVE_OPTIONS))["serve"]
+        return made
+
+
+class PanelCommand(TyperCommand):
+    """Help in sections. Names are never cut off, however narrow the terminal is."""
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        panels: dict[str, list[tuple[str, str]]] = {}
+        for param in self.get_params(ctx):
+            record = param.get_help_record(ctx)
+            if record is not None:
+                title = getattr(param, "rich_help_panel", None) or "Command"
+                panels.setdefault(title, []).append(record)
+        for title, records in panels.items():
+            with formatter.section(title):
+                formatter.write_dl(records)
+
+
+def register(
+    app: typer.Typer, function: Callable[..., int], generated: Sequence[Option], **settings: Any
+) -> None:
+    """Add `function` to `app` as a command with a model argument, `--config` and generated flags."""
+    own = list(inspect.signature(function, eval_str=True).parameters.values())[1:]
+
+    def run(ctx: typer.Context, **values: Any) -> None:
+        arguments = {parameter.name: values.pop(parameter.name) for parameter in own}
+        with reported(ctx):
+            options = _merged(values, generated)
+            code = function(options, **arguments)
+        raise typer.Exit(code)
+
+    context = inspect.Parameter(
+        "ctx", inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=typer.Context
+    )
+    keyword_only = [parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in own]
+    signature = inspect.Signature(
+        [
+            context,
+            _model_argument(),
+            *keyword_only,
+            _config_flag(),
+            *(option.parameter() for option in generated),
+        ]
+    )
+    run.__signature__ = signature  # type: ignore[attr-defined]
+    run.__annotations__ = {item.name: item.annotation for item in signature.parameters.values()}
+    app.command(function.__name__, cls=PanelCommand, help=function.__doc__, **settings)(run)
+
+
+def _merged(values: dict[str, Any], generated: Sequence[Option]) -> Options:
+    """Flags over the config file; what neither sets is left out."""
+    path = values.pop("config_file")
+    from_file = read_config(path, [MODEL_ARGUMENT, *generated]) if path is not None else {}
+    # An absent list is None or empty, depending on the version of typer.
+    given = {name: value for name, value in values.items() if value is not None and value != []}
+    return Options({**from_file, **given})
+
+
+def _model_argument() -> inspect.Parameter:
+    info = typer.Argument(
+        None, metavar="MODEL", help=f"{MODEL_ARGUMENT.help} [default: {MODEL_ARGUMENT.default}]"
+    )
+    return inspect.Parameter(
+        "model", inspect.Parameter.KEYWORD_ONLY, default=info, annotation=str | None
+    )
+
+
+def _config_flag() -> inspect.Parameter:
+    info = typer.Option(
+        None, "--config", metavar="FILE", help="YAML with the names of flags as keys; flags win."
+    )
+    return inspect.Parameter(
+        "config_file", inspect.Parameter.KEYWORD_ONLY, default=info, annotation=Path | None
+    )
+
+
+@contextmanager
+def reported(ctx: typer.Context) -> Iterator[None]:
+    """Turn an error into a paragraph on stderr and an exit code; with --traceback, let it through."""
+    try:
+        yield
+    except EngineError as error:
+        if ctx.find_root().params.get("traceback"):
+            raise
+        typer.secho(f"Error: {error}", fg="red", err=True)
+        raise typer.Exit(2 if isinstance(error, _USERS_ERRORS) else 1) from None
+    except KeyboardInterrupt:
+        raise typer.Exit(130) from None

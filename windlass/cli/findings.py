@@ -1,0 +1,134 @@
+"""What there is to know of a model before it is loaded, as plain JSON values.
+
+Headers are read, weights are not; the network is made without storage, to count what it needs.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import asdict
+from typing import Any
+
+from torch import nn
+
+from windlass.build import OpenModel, open_model
+from windlass.config import EngineConfig
+from windlass.core.card import ModelCard
+from windlass.errors import ConfigError
+from windlass.kernels.select import Need, Selection, select
+from windlass.layers.linear import Linear
+from windlass.models.card import open_checkpoint
+from windlass.models.checkpoint import Checkpoint
+from windlass.models.network import Parts, make_network
+from windlass.models.spec import ModelSpec
+from windlass.quant.plain import Plain
+from windlass.runner.device import choose_device, choose_dtype
+from windlass.serve.chat import ChatTemplate
+
+Json = dict[str, Any]
+
+
+def examine(config: EngineConfig, list_tensors: bool = False) -> Json:
+    """Open the model that the config names and describe it."""
+    opened = open_model(config)
+    checkpoint = open_checkpoint(opened.files, config.model)
+    where = choose_device(config.model)
+    dtype, dtype_choice = choose_dtype(config.model, opened.spec, where.device)
+    attention = select("attention", Need(where.device, dtype))
+    method = Plain(dtype)
+    parts = Parts(dtype, where.device, opened.spec.max_positions, attention, lambda _: method)
+    network = make_network(opened.spec, parts)
+    findings: Json = {
+        "model": _model(opened),
+        "spec": asdict(opened.spec),
+        "tokenizer": _tokenizer(opened.card),
+        "chat_template": _chat_template(opened.card),
+        "sampling_defaults": dict(opened.card.default_sampling),
+        "formats": _formats(checkpoint),
+        "choices": [asdict(where.choice), asdict(dtype_choice)],
+        "kernels": [_kernel(attention, opened.spec.num_layers)],
+        "linear_layers": _linear_layers(network),
+        "estimate": {
+            "weight_bytes": sum(parameter.nbytes for parameter in network.parameters()),
+            "kv_bytes_per_token": _kv_bytes(opened.spec, dtype.itemsize),
+        },
+    }
+    if list_tensors:
+        findings["tensors"] = _tensors(checkpoint)
+    return findings
+
+
+def _model(opened: OpenModel) -> Json:
+    files = opened.files
+    weights = [{"path": str(file), "bytes": file.stat().st_size} for file in files.weights]
+    return {"name": files.name, "kind": files.kind, "path": str(files.path), "weights": weights}
+
+
+def _tokenizer(card: ModelCard) -> Json:
+    tokenizer = card.tokenizer
+    return {
+        "kind": type(tokenizer).__name__,
+        "vocab_size": tokenizer.vocab_size,
+        "eos": {str(token): tokenizer.token_text(token) for token in tokenizer.eos_ids},
+        "special_tokens": dict(card.special_tokens),
+    }
+
+
+def _chat_template(card: ModelCard) -> Json:
+    """Whether there is one, and what became of trying it on a few conversations."""
+    if card.chat_template is None:
+        return {"present": False, "error": None, "remarks": []}
+    try:
+        template = ChatTemplate(card.chat_template, card.special_tokens)
+    except ConfigError as error:
+        return {"present": True, "error": str(error), "remarks": []}
+    return {"present": True, "error": None, "remarks": list(template.facts)}
+
+
+def _formats(checkpoint: Checkpoint) -> list[Json]:
+    """Stored tensors by format, the heaviest first."""
+    counts: Counter[str] = Counter()
+    num_bytes: Counter[str] = Counter()
+    for name in checkpoint.names():
+        stored = checkpoint.stored(name)
+        counts[stored.format] += 1
+        num_bytes[stored.format] += stored.num_bytes
+    return [
+        {"format": name, "tensors": counts[name], "bytes": total}
+        for name, total in num_bytes.most_common()
+    ]
+
+
+def _tensors(checkpoint: Checkpoint) -> list[Json]:
+    stored = {name: checkpoint.stored(name) for name in checkpoint.names()}
+    return [
+        {"name": name, "format": item.format, "shape": list(item.shape), "bytes": item.num_bytes}
+        for name, item in stored.items()
+    ]
+
+
+def _kernel(selection: Selection, num_layers: int) -> Json:
+    return {
+        "operation": selection.operation,
+        "layers": num_layers,
+        "kernel": selection.name,
+        "refusals": selection.refusals,
+    }
+
+
+def _linear_layers(network: nn.Module) -> list[Json]:
+    """Kinds of linear layers: the same place in every block counts as one kind."""
+    kinds: dict[tuple[str, str], list[int]] = {}
+    for path, module in network.named_modules():
+        if isinstance(module, Linear):
+            place = ".".join("*" if part.isdigit() else part for part in path.split("."))
+            num_bytes = sum(parameter.nbytes for parameter in module.parameters())
+            kinds.setdefault((place, module.method.name), []).append(num_bytes)
+    return [
+        {"layer": place, "method": method, "layers": len(sizes), "bytes": sum(sizes)}
+        for (place, method), sizes in kinds.items()
+    ]
+
+
+def _kv_bytes(spec: ModelSpec, itemsize: int) -> int:
+    return 2 * spec.num_layers * spec.num_kv_heads * spec.head_dim * itemsize

@@ -1,0 +1,141 @@
+"""`windlass generate`: completions of a few prompts, or of a JSONL file of them."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import IO, TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from windlass.cli.command import Options
+from windlass.cli.prompts import Job, jobs_from_file
+from windlass.cli.sampling import SAMPLING_OPTIONS, sampling_params
+from windlass.errors import ConfigError
+
+if TYPE_CHECKING:
+    from windlass.llm import LLM, RequestOutput
+
+_MAX_TOKENS = {"max_tokens": 256}
+
+
+def generate(
+    options: Options,
+    prompt: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--prompt", "-p", metavar="TEXT", help="A prompt; may be given several times."
+        ),
+    ] = None,
+    prompts: Annotated[
+        str | None,
+        typer.Option(metavar="FILE", help="JSONL of prompts or messages; - reads stdin."),
+    ] = None,
+    output: Annotated[
+        str | None,
+        typer.Option("--output", "-o", metavar="FILE", help="Write JSONL there; - is stdout."),
+    ] = None,
+    progress: Annotated[bool, typer.Option(help="Show a progress bar on stderr.")] = True,
+) -> int:
+    """Complete prompts.
+
+    Texts of -p are printed as they are unless -o is given; a file of prompts gives JSONL. A line of
+    the file is {"prompt": TEXT} or {"messages": [...]}, with an "id" and sampling fields if wanted.
+    """
+    wishes = options.only(SAMPLING_OPTIONS)
+    sampling_params(_MAX_TOKENS, wishes)
+    jobs = _jobs(prompt or [], prompts)
+    options.engine()
+    with _opened(output) as sink:
+        from windlass.llm import LLM
+
+        llm = LLM(**options.engine_values())
+        start = time.perf_counter()
+        results = _complete(llm, jobs, wishes, progress)
+        seconds = time.perf_counter() - start
+        as_text = output is None and prompts is None
+        for job, result in zip(jobs, results, strict=True):
+            for record in _records(job, result):
+                sink.write(record["text"] if as_text else json.dumps(record, ensure_ascii=False))
+                sink.write("\n")
+    typer.echo(_summary(results, seconds), err=True)
+    return 0
+
+
+def _jobs(texts: list[str], file: str | None) -> list[Job]:
+    if bool(texts) == bool(file):
+        raise ConfigError(
+            "give prompts with -p TEXT or with --prompts FILE.jsonl"
+            + (", not both." if texts else "; there are none.")
+        )
+    if file is not None:
+        return jobs_from_file(file)
+    return [Job(id=str(i), prompt=text) for i, text in enumerate(texts)]
+
+
+def _complete(
+    llm: LLM, jobs: list[Job], wishes: dict[str, Any], progress: bool
+) -> list[RequestOutput]:
+    """All at once, in the order of the jobs. Conversations and prompts are two calls."""
+    results: dict[int, RequestOutput] = {}
+    for is_chat, call in ((False, llm.generate), (True, llm.chat)):
+        numbers = [i for i, job in enumerate(jobs) if (job.messages is not None) == is_chat]
+        if not numbers:
+            continue
+        inputs: list[Any] = [jobs[i].messages if is_chat else jobs[i].prompt for i in numbers]
+        layers = (_MAX_TOKENS, llm.card.default_sampling, wishes)
+        sampling = [sampling_params(*layers, jobs[i].sampling) for i in numbers]
+        results |= dict(zip(numbers, call(inputs, sampling, progress), strict=True))
+    return [results[i] for i in range(len(jobs))]
+
+
+def _records(job: Job, result: RequestOutput) -> Iterator[dict[str, Any]]:
+    """One line per completion; `index` tells them apart where there are several."""
+    for completion in result.outputs:
+        record: dict[str, Any] = {"id": job.id}
+        record |= {"prompt": job.prompt} if job.messages is None else {"messages": job.messages}
+        if len(result.outputs) > 1:
+            record["index"] = completion.index
+        record |= {
+            "text": completion.text,
+            "token_ids": completion.token_ids,
+            "finish_reason": completion.finish_reason,
+            "usage": {
+                "prompt_tokens": len(result.prompt_token_ids),
+                "completion_tokens": len(completion.token_ids),
+                "cached_tokens": result.num_cached,
+            },
+        }
+        for name, scores in (
+            ("logprobs", completion.logprobs),
+            ("prompt_logprobs", result.prompt_logprobs),
+        ):
+            if scores is not None:
+                record[name] = [score._asdict() for score in scores]
+        yield record
+
+
+def _summary(results: list[RequestOutput], seconds: float) -> str:
+    num_prompt = sum(len(result.prompt_token_ids) for result in results)
+    num_output = sum(len(out.token_ids) for result in results for out in result.outputs)
+    return (
+        f"requests: {len(results)}, prompt tokens: {num_prompt}, generated tokens: {num_output}, "
+        f"{seconds:.2f} s, {num_output / seconds:.1f} tok/s"
+    )
+
+
+@contextmanager
+def _opened(output: str | None) -> Iterator[IO[str]]:
+    """Where results go, opened before the model is loaded, so that a bad path is known at once."""
+    if output is None or output == "-":
+        yield sys.stdout
+        return
+    try:
+        sink = open(output, "w", encoding="utf-8")  # noqa: SIM115 - closed below
+    except OSError as error:
+        raise ConfigError(f"-o {output}: {error.strerror or error}.") from error
+    with sink:
+        yield sink

@@ -1,0 +1,59 @@
+"""The `windlass` command. One file per command; heavy imports happen when a command runs."""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated
+
+import typer
+
+from windlass import __version__
+from windlass.cli.chat import chat
+from windlass.cli.command import register
+from windlass.cli.generate import generate
+from windlass.cli.inspect import inspect
+from windlass.cli.options import ENGINE_OPTIONS, SERVE_OPTIONS
+from windlass.cli.sampling import SAMPLING_OPTIONS
+from windlass.cli.serve import serve
+
+app = typer.Typer(
+    name="windlass",
+    add_completion=False,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+)
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"windlass {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print it.")
+    ] = False,
+    traceback: Annotated[
+        bool,
+        typer.Option("--traceback", envvar="WINDLASS_TRACEBACK", help="Show errors in full."),
+    ] = False,
+) -> None:
+    """LLM inference that says what every speed-up costs."""
+
+
+register(app, serve, [*ENGINE_OPTIONS, *SERVE_OPTIONS])
+register(app, chat, [*SAMPLING_OPTIONS, *ENGINE_OPTIONS])
+register(app, generate, [*SAMPLING_OPTIONS, *ENGINE_OPTIONS])
+register(app, inspect, ENGINE_OPTIONS)
+
+
+def main() -> None:
+    """The console script."""
+    try:
+        app()
+    except KeyboardInterrupt:  # outside of a command: while modules are imported
+        sys.exit(130)

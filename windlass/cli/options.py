@@ -1,0 +1,212 @@
+"""Command line flags made from dataclasses, so that a new setting is a flag wherever it belongs.
+
+A field's type decides how its flag reads: --x/--no-x for a bool, several times for a tuple, JSON for
+a mapping, 4GiB for bytes. A flag that is not given is None, and its default stays the dataclass's.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import re
+from collections.abc import Collection, Mapping
+from dataclasses import MISSING, Field, dataclass, fields
+from functools import cached_property
+from types import UnionType
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+import typer
+
+from windlass.config import CacheConfig, ModelConfig, SchedulerConfig, ServeConfig, flag
+from windlass.errors import ConfigError
+
+_UNITS = {
+    "": 1,
+    "b": 1,
+    "kb": 10**3,
+    "mb": 10**6,
+    "gb": 10**9,
+    "tb": 10**12,
+    "kib": 2**10,
+    "mib": 2**20,
+    "gib": 2**30,
+    "tib": 2**40,
+}
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)")
+
+
+def parse_size(text: str | int) -> int:
+    """Bytes from 4GiB, 512MiB, 1.5GB or a plain number."""
+    found = _SIZE.fullmatch(str(text).strip())
+    if found is None or found[2].lower() not in _UNITS:
+        raise typer.BadParameter(
+            f"{text!r} is not a size. Write a number of bytes, or one with a unit: "
+            "4GiB, 512MiB (powers of 1024), 1GB, 500MB (powers of 1000)."
+        )
+    return int(float(found[1]) * _UNITS[found[2].lower()])
+
+
+def parse_json_object(text: object) -> dict[str, Any]:
+    """A JSON object, or one that a config file has already read."""
+    try:
+        value = json.loads(text) if isinstance(text, str) else text
+    except ValueError as error:
+        raise typer.BadParameter(f"{text!r} is not JSON: {error}.") from error
+    if not isinstance(value, dict):
+        raise typer.BadParameter(f'expected a JSON object such as {{"key": 1}}, got {text!r}.')
+    return value
+
+
+@dataclass(frozen=True)
+class Option:
+    """One field of one dataclass as a flag."""
+
+    name: str
+    hint: Any  # without None
+    help: str
+    default: Any
+    panel: str
+    aliases: tuple[str, ...] = ()
+
+    @property
+    def flag(self) -> str:
+        return flag(self.name)
+
+    @property
+    def keys(self) -> list[str]:
+        """The names that a config file may use, with underscores."""
+        return [self.name, *(alias.removeprefix("--").replace("-", "_") for alias in self.aliases)]
+
+    @cached_property
+    def is_size(self) -> bool:
+        return self.hint is int and self.name.endswith("_bytes")
+
+    @cached_property
+    def is_object(self) -> bool:
+        return get_origin(self.hint) in (dict, Mapping)
+
+    @cached_property
+    def is_list(self) -> bool:
+        return get_origin(self.hint) is tuple
+
+    @cached_property
+    def choices(self) -> tuple[str, ...]:
+        return get_args(self.hint) if get_origin(self.hint) is Literal else ()
+
+    def parameter(self) -> inspect.Parameter:
+        """The parameter that typer makes the flag from."""
+        names = [self.flag, *self.aliases]
+        if self.hint is bool:
+            names = [f"{name}/--no-{name.removeprefix('--')}" for name in names]
+        annotation, extra = self._typer_type()
+        info = typer.Option(
+            None,
+            *names,
+            help=self.help + self._default_text(),
+            show_default=False,
+            rich_help_panel=self.panel,
+            **extra,
+        )
+        return inspect.Parameter(
+            self.name, inspect.Parameter.KEYWORD_ONLY, default=info, annotation=annotation
+        )
+
+    def _typer_type(self) -> tuple[Any, dict[str, Any]]:
+        if self.is_size:
+            return Any, {"parser": parse_size, "metavar": "SIZE"}
+        if self.is_object:
+            return Any, {"parser": parse_json_object, "metavar": "JSON"}
+        if self.is_list:
+            item = get_args(self.hint)[0]
+            return list[item] | None, {"metavar": _metavar(item)}  # type: ignore[valid-type]
+        if self.hint is bool:
+            return bool | None, {}
+        return self.hint | None, {"metavar": "|".join(self.choices) or _metavar(self.hint)}
+
+    def _default_text(self) -> str:
+        if self.default is None or self.default in ("", (), {}):
+            return ""
+        shown = self.default
+        if self.hint is bool:
+            shown = "yes" if shown else "no"
+        elif self.is_size and shown % 2**20 == 0:
+            shown = f"{shown // 2**20}MiB"
+        return f" [default: {shown}]"
+
+    def from_file(self, value: Any) -> Any:
+        """Check a value of a config file; raises ConfigError with the option's name."""
+        if value is None:
+            return None
+        try:
+            return self._converted(value)
+        except (TypeError, ValueError, typer.BadParameter) as error:
+            why = error if isinstance(error, typer.BadParameter) else self._expected()
+            raise ConfigError(f"{self.name}: {why} Got {value!r}.") from error
+
+    def _converted(self, value: Any) -> Any:
+        if self.is_size:
+            return parse_size(value)
+        if self.is_object:
+            return parse_json_object(value)
+        if self.is_list:
+            items = value if isinstance(value, list) else [value]
+            return [_exactly(get_args(self.hint)[0], item) for item in items]
+        return value if self.choices else _exactly(self.hint, value)
+
+    def _expected(self) -> str:
+        item = get_args(self.hint)[0] if self.is_list else self.hint
+        words = {bool: "true or false", int: "a whole number", float: "a number", str: "a text"}
+        return f"expected {words[item]}{', or a list of these' if self.is_list else ''}."
+
+
+def _metavar(kind: type) -> str:
+    return {int: "N", float: "X", str: "TEXT"}[kind]
+
+
+def _exactly(kind: type, value: Any) -> Any:
+    """The value when it is of that type already; 1 is a number, "1" and true are not."""
+    if kind is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
+        raise TypeError
+    return value
+
+
+def options_of(
+    cls: type, panel: str, help: Mapping[str, str] | None = None, leave_out: Collection[str] = ()
+) -> list[Option]:
+    """The fields of a dataclass as options. `help` for fields that bring no text of their own."""
+    hints = get_type_hints(cls)
+    return [
+        Option(
+            name=item.name,
+            hint=_without_none(hints[item.name]),
+            help=(help or {}).get(item.name) or item.metadata["help"],
+            default=_default(item),
+            panel=panel,
+            aliases=item.metadata.get("flags", ()),
+        )
+        for item in fields(cls)
+        if item.name not in leave_out
+    ]
+
+
+def _without_none(hint: Any) -> Any:
+    if get_origin(hint) not in (Union, UnionType):
+        return hint
+    (kept,) = (arg for arg in get_args(hint) if arg is not type(None))
+    return kept
+
+
+def _default(item: Field[Any]) -> Any:
+    return item.default if item.default is not MISSING else None
+
+
+# The model is the command's argument, not a flag.
+MODEL_ARGUMENT = next(item for item in options_of(ModelConfig, "Model") if item.name == "model")
+ENGINE_OPTIONS = [
+    *options_of(ModelConfig, "Model", leave_out=["model"]),
+    *options_of(CacheConfig, "KV cache"),
+    *options_of(SchedulerConfig, "Scheduler"),
+]
+SERVE_OPTIONS = options_of(ServeConfig, "Server")

@@ -1,0 +1,91 @@
+"""Reads a JSONL file of prompts. Every line is checked before anything is computed."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from windlass.cli.sampling import SAMPLING_NAMES, sampling_params
+from windlass.errors import RequestError
+
+# Not a client's business: made from bad_words, and text is what this command writes.
+_SAMPLING = SAMPLING_NAMES - {"bad_token_ids", "detokenize"}
+_KNOWN = sorted(_SAMPLING | {"id", "prompt", "messages"})
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One line: a prompt or a conversation, and what it wishes beside the command's flags."""
+
+    id: str | int
+    prompt: str | None = None
+    messages: list[dict[str, Any]] | None = None
+    sampling: Mapping[str, Any] = field(default_factory=dict)
+
+
+def jobs_from_file(name: str) -> list[Job]:
+    """The jobs of a JSONL file; `-` is stdin. A broken line is named by its number."""
+    try:
+        text = sys.stdin.read() if name == "-" else Path(name).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise RequestError(f"--prompts {name}: cannot be read: {error}.") from error
+    jobs = []
+    for number, line in enumerate(text.split("\n"), start=1):
+        if not line.strip():
+            continue
+        try:
+            jobs.append(parse_line(line, str(number)))
+        except RequestError as error:
+            raise RequestError(f"{name}, line {number}: {error}", error.param) from error
+    if not jobs:
+        raise RequestError(f"--prompts {name}: holds no prompts.")
+    return jobs
+
+
+def parse_line(line: str, default_id: str) -> Job:
+    """One line of a JSONL file; anything wrong raises RequestError."""
+    try:
+        record = json.loads(line)
+    except ValueError as error:
+        raise RequestError(f"is not JSON: {error}.") from error
+    if not isinstance(record, dict):
+        raise RequestError(f'expected an object such as {{"prompt": "..."}}, got {line:.80}')
+    for key in record:
+        if key not in _KNOWN:
+            raise RequestError(_unknown(key), key)
+    job_id = record.pop("id", default_id)
+    if isinstance(job_id, bool) or not isinstance(job_id, (str, int)):
+        raise RequestError(f"id must be a text or a whole number, got {job_id!r}.", "id")
+    if ("prompt" in record) == ("messages" in record):
+        raise RequestError("needs either prompt or messages.", "prompt")
+    prompt, messages = record.pop("prompt", None), record.pop("messages", None)
+    if messages is not None:
+        _check_messages(messages)
+    elif not isinstance(prompt, str):
+        raise RequestError(f"prompt must be a text, got {prompt!r}.", "prompt")
+    sampling_params(record)
+    return Job(job_id, prompt, messages, record)
+
+
+def _check_messages(messages: object) -> None:
+    if not isinstance(messages, list) or not messages:
+        raise RequestError("messages must be a list with at least one message.", "messages")
+    for message in messages:
+        texts = isinstance(message, dict) and all(
+            isinstance(message.get(name), str) for name in ("role", "content")
+        )
+        if not texts:
+            raise RequestError(
+                f"a message needs role and content, both texts; got {message!r:.100}", "messages"
+            )
+
+
+def _unknown(key: str) -> str:
+    near = difflib.get_close_matches(key, _KNOWN, n=1, cutoff=0.5)
+    hint = f"Did you mean {near[0]!r}?" if near else f"Known: {', '.join(_KNOWN)}."
+    return f"unknown field {key!r}. {hint}"

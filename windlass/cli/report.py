@@ -1,0 +1,134 @@
+"""Tables for people: the engine's start-up report, and what `inspect` found."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from windlass.core.card import EngineReport
+
+Row = tuple[str, str, str]
+
+_UNITS = ("B", "KiB", "MiB", "GiB")
+
+
+def print_report(report: EngineReport) -> None:
+    """What was found, what was chosen and why, how long it took, what it holds."""
+    table = _table("What", "Value", "Why")
+    for choice in report.choices:
+        table.add_row(choice.what, choice.value, choice.reason)
+    table.add_section()
+    for phase, seconds in report.seconds.items():
+        table.add_row(phase, f"{seconds:.2f} s", "time to start")
+    table.add_section()
+    for what, num_bytes in report.memory.items():
+        table.add_row(what, readable_bytes(num_bytes), "memory")
+    _console().print(table)
+
+
+def print_findings(findings: dict[str, Any]) -> None:
+    """What `findings.examine` gave, as one table, and the tensors when they were asked for."""
+    table = _table("What", "Found", "More")
+    for section in (_model_rows, _text_rows, _weight_rows, _computing_rows):
+        for row in section(findings):
+            table.add_row(*row)
+        table.add_section()
+    console = _console()
+    console.print(table)
+    if "tensors" in findings:
+        listing = _table("Tensor", "Format", "Shape", "Size")
+        for item in findings["tensors"]:
+            shape = " x ".join(map(str, item["shape"]))
+            listing.add_row(item["name"], item["format"], shape, readable_bytes(item["bytes"]))
+        console.print(listing)
+
+
+def readable_bytes(num_bytes: float) -> str:
+    """720.0 KiB, 5.9 GiB"""
+    unit = 0
+    while num_bytes >= 1024 and unit < len(_UNITS) - 1:
+        num_bytes /= 1024
+        unit += 1
+    return f"{num_bytes:,.{1 if unit else 0}f} {_UNITS[unit]}"
+
+
+def counted(number: int, what: str) -> str:
+    """1 layer, 30 layers"""
+    return f"{number:,} {what}" if number == 1 else f"{number:,} {what}s"
+
+
+def _model_rows(findings: dict[str, Any]) -> list[Row]:
+    model, spec = findings["model"], findings["spec"]
+    rows = [("model", model["name"], f"{model['kind']}: {model['path']}")]
+    for item in model["weights"]:
+        rows.append(("file", readable_bytes(item["bytes"]), item["path"]))
+    if not model["weights"]:
+        rows.append(("file", "none", "random weights (--load-format dummy)"))
+    heads = f"{spec['num_heads']} heads over {spec['num_kv_heads']} of keys and values"
+    rows.append(("architecture", spec["architecture"], f"{spec['num_layers']} layers, {heads}"))
+    sizes = f"hidden {spec['hidden_size']}, feed-forward {spec['intermediate_size']}"
+    rows.append(("sizes", sizes, f"head {spec['head_dim']}, vocabulary {spec['vocab_size']:,}"))
+    rope = spec["rope"]
+    positions = f"rope {rope['kind']}, theta {rope['theta']:g}"
+    rows.append(("context", f"{spec['max_positions']:,} tokens", positions))
+    return rows
+
+
+def _text_rows(findings: dict[str, Any]) -> list[Row]:
+    tokenizer, template = findings["tokenizer"], findings["chat_template"]
+    ends = ", ".join(f"{token} {text!r}" for token, text in tokenizer["eos"].items())
+    found = "present" if template["present"] else "none"
+    remarks = [template["error"]] if template["error"] else template["remarks"]
+    tried = "tried: works" if template["present"] else "windlass chat needs one"
+    rows = [
+        (
+            "tokenizer",
+            f"{tokenizer['kind']}, {tokenizer['vocab_size']:,} tokens",
+            f"ends with {ends or 'none'}",
+        ),
+        ("chat template", found, "; ".join(remarks) or tried),
+    ]
+    for name, value in findings["sampling_defaults"].items():
+        rows.append((name, str(value), "the model's own sampling default"))
+    return rows
+
+
+def _weight_rows(findings: dict[str, Any]) -> list[Row]:
+    return [
+        (
+            f"stored as {item['format']}",
+            readable_bytes(item["bytes"]),
+            counted(item["tensors"], "tensor"),
+        )
+        for item in findings["formats"]
+    ]
+
+
+def _computing_rows(findings: dict[str, Any]) -> list[Row]:
+    rows = [(item["what"], item["value"], item["reason"]) for item in findings["choices"]]
+    for item in findings["kernels"]:
+        refused = "; ".join(f"{name} refused: {why}" for name, why in item["refusals"].items())
+        more = refused or "the first choice accepts"
+        layers = counted(item["layers"], "layer")
+        rows.append((item["operation"], item["kernel"], f"{layers}; {more}"))
+    for item in findings["linear_layers"]:
+        more = f"{counted(item['layers'], 'layer')}, {readable_bytes(item['bytes'])}"
+        rows.append((item["layer"].removeprefix("model.layers.*."), item["method"], more))
+    estimate = findings["estimate"]
+    rows.append(("weights", readable_bytes(estimate["weight_bytes"]), "in memory, once loaded"))
+    rows.append(("KV cache", readable_bytes(estimate["kv_bytes_per_token"]), "per token"))
+    return rows
+
+
+def _table(*columns: str) -> Table:
+    table = Table()
+    table.add_column(columns[0], no_wrap=True)
+    for column in columns[1:]:
+        table.add_column(column, overflow="fold")
+    return table
+
+
+def _console() -> Console:
+    return Console(highlight=False, markup=False)

@@ -1,0 +1,40 @@
+"""`windlass serve`: the OpenAI-compatible server."""
+
+from __future__ import annotations
+
+import json
+import logging
+
+import typer
+
+from windlass.cli.command import Options
+from windlass.config import ServeConfig
+from windlass.core.card import EngineReport
+
+
+def serve(options: Options) -> int:
+    """Serve a model over HTTP, as OpenAI's clients expect."""
+    config, serve_config = options.engine(), options.serve()
+    from windlass import build
+    from windlass.cli.report import print_report
+
+    def on_ready(report: EngineReport, url: str) -> None:
+        print_report(report)
+        typer.echo(f"\nWindlass serves at {url}\n\n{_curl(url, serve_config)}")
+
+    logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    logging.getLogger("windlass").setLevel(logging.INFO)
+    return build.serve(config, serve_config, on_ready)
+
+
+def _curl(url: str, config: ServeConfig) -> str:
+    """A first request to copy."""
+    body = {"messages": [{"role": "user", "content": "What is a windlass?"}], "max_tokens": 64}
+    where = url
+    if config.uds is not None:
+        where = f"--unix-socket {config.uds} http://localhost"
+    key = " -H 'Authorization: Bearer KEY'" if config.api_key else ""
+    return (
+        f"  curl {where}/v1/chat/completions -H 'Content-Type: application/json'{key} \\\n"
+        f"    -d '{json.dumps(body)}'"
+    )
