@@ -128,6 +128,7 @@ def test_a_config_file_uses_the_names_of_flags(tmp_path: Path) -> None:
     [
         ("max-num-seq: 4", "unknown option 'max-num-seq' for this command. Did you mean 'max-num-"),
         ("port: '80'", "port: expected a whole number. Got '80'"),
+        ("profile: fast", "profile: expected one of chat, batch, hybrid. Got 'fast'"),
         ("port: true", "port: expected a whole number"),
         ("prefix-caching: 1", "expected true or false"),
         ("api-key: [1]", "expected a text, or a list of these"),

@@ -151,9 +151,13 @@ class Option:
         if self.is_list:
             items = value if isinstance(value, list) else [value]
             return [_exactly(get_args(self.hint)[0], item) for item in items]
+        if self.choices and value not in self.choices:
+            raise TypeError
         return value if self.choices else _exactly(self.hint, value)
 
     def _expected(self) -> str:
+        if self.choices:
+            return f"expected one of {', '.join(self.choices)}."
         item = get_args(self.hint)[0] if self.is_list else self.hint
         words = {bool: "true or false", int: "a whole number", float: "a number", str: "a text"}
         return f"expected {words[item]}{', or a list of these' if self.is_list else ''}."
