@@ -103,19 +103,11 @@ def running(
         return result[0]
 
     with httpx.Client(base_url=ready[0], timeout=20) as http:
-        wait_until(lambda: _answers(http))
         try:
             yield Server(ready[0], http, client, stop)
         finally:
             stop()
             listener.close()
-
-
-def _answers(http: httpx.Client) -> bool:
-    try:
-        return http.get("/health/live").status_code == 200
-    except httpx.TransportError:
-        return False
 
 
 @pytest.fixture(scope="module")

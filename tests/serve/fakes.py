@@ -140,6 +140,11 @@ def dying_build() -> tuple[Engine, EngineReport]:
     os._exit(7)
 
 
+def endless_build() -> tuple[Engine, EngineReport]:
+    time.sleep(60)
+    raise AssertionError
+
+
 def build_once(flag: str) -> tuple[Engine, EngineReport]:
     """Works the first time; then the model's files are gone."""
     if os.path.exists(flag):

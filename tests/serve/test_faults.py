@@ -131,7 +131,7 @@ def test_killed_engine_in_mid_stream() -> None:
         assert refused.json()["error"]["code"] == "engine_unavailable"
         wait_until(lambda: server.http.get("/health/ready").status_code == 200)
         assert server.complete(max_tokens=2).json()["choices"][0]["text"] == "de"
-        assert server.metric("generation_tokens_total") > 2
+        assert server.metric("generation_tokens_total") >= 2
         assert server.metric("request_outcomes_total", outcome="error") == 2
 
 

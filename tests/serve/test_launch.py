@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import socket
@@ -17,9 +18,11 @@ import httpx
 import pytest
 
 from tests.serve.conftest import wait_until
+from tests.serve.fakes import CARD, endless_build
 from windlass.config import ServeConfig
 from windlass.errors import ConfigError
-from windlass.serve.launch import bind, url_of
+from windlass.serve.client import EngineClient
+from windlass.serve.launch import Service, bind, url_of
 
 ROOT = Path(__file__).parents[2]
 
@@ -70,7 +73,6 @@ def process(tmp_path: Path, shutdown_timeout: float) -> Iterator[Process]:
     program.write_text(PROGRAM)
     made = Process(program, shutdown_timeout)
     try:
-        wait_until(lambda: _status(made.url, "/health") == 200)
         yield made
     finally:
         made.kill()
@@ -155,6 +157,24 @@ def test_the_engine_ends_with_a_server_that_was_killed(tmp_path: Path) -> None:
 def _ignore_hang_up(url: str, body: dict[str, object]) -> None:
     with pytest.raises(httpx.TransportError):
         httpx.post(url + "/v1/completions", json=body, timeout=20)
+
+
+def test_a_server_told_to_stop_while_it_loads_ends_at_once() -> None:
+    config = ServeConfig(port=0)
+
+    async def main() -> int:
+        stop = asyncio.Event()
+        asyncio.get_running_loop().call_later(0.3, stop.set)
+        with bind(config) as listener:
+            service = Service(EngineClient(endless_build), CARD, config, listener)
+            return await service.run(lambda _report, _url: None, stop)
+
+    assert asyncio.run(main()) == 0
+
+
+def test_the_server_needs_no_torch() -> None:
+    code = "import sys, windlass.serve.launch; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0
 
 
 def test_a_port_in_use_is_known_before_anything_is_loaded() -> None:

@@ -13,19 +13,16 @@ from typing import Any, TypeVar
 
 import msgspec
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from windlass.config import ServeConfig
-from windlass.core.card import ModelCard
 from windlass.errors import EngineError
-from windlass.serve.client import EngineClient
-from windlass.serve.completion import Completion, Delta
+from windlass.serve.completion import Completion, Delta, Stopwatch
 from windlass.serve.desk import Ticket
-from windlass.serve.metrics import Metrics
 from windlass.serve.prepare import Prepared
 from windlass.serve.problems import problem_of
 from windlass.serve.protocol import Generation, StreamOptions
+from windlass.serve.services import Services
 from windlass.serve.shapes import Json, Shape, usage
 
 T = TypeVar("T")
@@ -67,25 +64,31 @@ class Answer:
 
     def __init__(
         self,
-        client: EngineClient,
-        card: ModelCard,
-        config: ServeConfig,
-        metrics: Metrics,
+        services: Services,
         prepared: Prepared,
         body: Generation,
         shape: Shape,
+        ticket: Ticket,
     ) -> None:
-        self._client = client
-        self._card = card
+        config, card = services.config, services.card
+        self._client = services.client
+        self._model = card.name
         self._prepared = prepared
         self._shape = shape
+        self._ticket = ticket
         self._created = int(time.time())
         options = body.stream_options or StreamOptions()
         self._usage_at_end = options.include_usage or config.enable_force_include_usage
         self._usage_always = options.continuous_usage_stats
         interval = config.stream_interval if body.stream else None
         self._completions = [
-            Completion(index, request, card.tokenizer, metrics, interval)
+            Completion(
+                index,
+                request,
+                card.tokenizer,
+                Stopwatch(services.metrics, ticket.began),
+                interval,
+            )
             for index, request in enumerate(prepared.requests)
         ]
 
@@ -102,9 +105,9 @@ class Answer:
 
     # ---- in one piece ------------------------------------------------------------------------
 
-    async def whole(self, request: Request, ticket: Ticket) -> Response:
+    async def whole(self, request: Request) -> Response:
         body = await unless_gone(request.receive, self._collect())
-        ticket.end("success")
+        self._ticket.end("success")
         return Response(msgspec.json.encode(body), media_type="application/json")
 
     async def _collect(self) -> Json:
@@ -120,11 +123,11 @@ class Answer:
 
     # ---- as a stream -------------------------------------------------------------------------
 
-    async def stream(self, request: Request, ticket: Ticket) -> Response:
+    async def stream(self, request: Request) -> Response:
         """Answer with a stream once the first token is there: until then an error has a status."""
         deltas = self._deltas()
         first = await unless_gone(request.receive, _next(deltas))
-        return EventStream(self._events(first, deltas), ticket)
+        return EventStream(self._events(first, deltas), self._ticket)
 
     async def _events(
         self, first: Delta, deltas: AsyncGenerator[Delta, None]
@@ -153,22 +156,17 @@ class Answer:
             "id": self._prepared.answer_id,
             "object": object_name,
             "created": self._created,
-            "model": self._card.name,
+            "model": self._model,
         }
 
 
-class EventStream(Response):
+class EventStream(StreamingResponse):
     """Sends server-sent events until they end, fail, or nobody reads them; ends the ticket."""
 
-    media_type = "text/event-stream"
-
     def __init__(self, events: AsyncGenerator[bytes, None], ticket: Ticket) -> None:
-        self.status_code = 200
-        self.background = None
-        self.body = b""
         # Proxies must not collect a stream before they pass it on.
-        self.init_headers({"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
-        del self.headers["content-length"]
+        headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+        super().__init__(events, headers=headers, media_type="text/event-stream")
         self._events = events
         self._ticket = ticket
 
@@ -176,9 +174,9 @@ class EventStream(Response):
         try:
             await unless_gone(receive, self._send_all(send))
         except ClientGone:
-            pass
-        finally:
             self._ticket.end("aborted")
+        finally:
+            self._ticket.end("error")  # unless it has ended otherwise
 
     async def _send_all(self, send: Send) -> None:
         headers = {"type": "http.response.start", "status": 200, "headers": self.raw_headers}

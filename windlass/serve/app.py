@@ -1,10 +1,9 @@
-"""The HTTP application: puts the parts together, guards the door, turns errors into answers."""
+"""The HTTP application: guards the door, and turns errors into answers."""
 
 from __future__ import annotations
 
 import hmac
 import logging
-from pathlib import Path
 
 from fastapi import FastAPI
 from starlette.exceptions import HTTPException
@@ -13,19 +12,11 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from windlass.config import ServeConfig
-from windlass.core.card import ModelCard
-from windlass.core.types import EngineStats
 from windlass.errors import EngineError
-from windlass.serve.admission import Admission
 from windlass.serve.answer import ClientGone
-from windlass.serve.chat import ChatTemplate
-from windlass.serve.client import EngineClient
-from windlass.serve.desk import Desk
-from windlass.serve.metrics import Metrics
-from windlass.serve.prepare import Preparer
 from windlass.serve.problems import problem_of, problem_of_status
-from windlass.serve.routes import Services, make_router
+from windlass.serve.routes import make_router
+from windlass.serve.services import Services
 
 _log = logging.getLogger("windlass.serve")
 
@@ -59,34 +50,6 @@ class KeyGuard:
         # All are compared, so that the time taken tells nothing about which one nearly fits.
         matches = [hmac.compare_digest(given.strip().encode(), key) for key in self._keys]
         return scheme.lower() == "bearer" and any(matches)
-
-
-def read_template(card: ModelCard, config: ServeConfig) -> ChatTemplate | None:
-    """The template that was asked for, or the model's own; tried, and its findings logged."""
-    source = card.chat_template
-    if config.chat_template is not None:
-        source = Path(config.chat_template).read_text(encoding="utf-8")
-    if source is None:
-        _log.warning("%s has no chat template: only /v1/completions will answer", card.name)
-        return None
-    template = ChatTemplate(source, card.special_tokens, config.default_chat_template_kwargs)
-    for fact in template.facts:
-        _log.warning("%s", fact)
-    return template
-
-
-def make_services(client: EngineClient, card: ModelCard, config: ServeConfig) -> Services:
-    """Make the parts; a broken template or bad defaults are errors now, before a model is loaded."""
-    metrics = Metrics(card.name)
-    admission = Admission(config, client, metrics.rejected)
-
-    def on_stats(stats: EngineStats, last: EngineStats) -> None:
-        metrics.observe_stats(stats, last)
-        admission.observe(stats, last)
-
-    client.on_stats = on_stats
-    preparer = Preparer(card, config, read_template(card, config))
-    return Services(client, card, config, preparer, metrics, admission, Desk(metrics))
 
 
 def create_app(services: Services) -> FastAPI:

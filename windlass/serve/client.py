@@ -151,7 +151,7 @@ class EngineClient:
             await asyncio.sleep(pause)
             try:
                 await self._launch()
-            except EngineError as error:
+            except (EngineError, OSError) as error:
                 how = f"the engine could not be started again: {error}"
 
     def _end_all(self, how: str) -> None:
@@ -167,7 +167,7 @@ class EngineClient:
         self._down = "the server is shutting down"
         if self._supervisor is not None:
             self._supervisor.cancel()
-            await asyncio.gather(self._supervisor, return_exceptions=True)
+            await asyncio.wait({self._supervisor})
         self.abort_all(WorkerDied("the server is shutting down."))
         if self._process is not None:
             await self._process.close()

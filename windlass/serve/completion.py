@@ -26,6 +26,30 @@ class Delta:
     first: bool = False
 
 
+class Stopwatch:
+    """Tells the metrics when the tokens of one completion came, as its client felt it."""
+
+    def __init__(self, metrics: Metrics, arrived: float) -> None:
+        self._metrics = metrics
+        self._arrived = arrived
+        self._first_at: float | None = None
+        self._last_at = arrived
+
+    def tokens(self, output: Output) -> None:
+        now = time.monotonic()
+        if self._first_at is None:
+            self._first_at = now
+            if output.timeline is not None:
+                self._metrics.first_token(now - self._arrived, output.timeline)
+        elif output.tokens:
+            self._metrics.next_tokens(now - self._last_at, len(output.tokens))
+        self._last_at = now
+
+    def end(self, reason: str, num_tokens: int) -> None:
+        decode_s = self._last_at - (self._first_at or self._last_at)
+        self._metrics.finished(reason, num_tokens, decode_s, self._last_at - self._arrived)
+
+
 class Completion:
     """Owns the text and the counts of one completion.
 
@@ -38,7 +62,7 @@ class Completion:
         index: int,
         request: NewRequest,
         tokenizer: Tokenizer,
-        metrics: Metrics,
+        watch: Stopwatch,
         interval: int | None,
     ) -> None:
         self.index = index
@@ -46,10 +70,8 @@ class Completion:
         self.num_cached = 0
         self.prompt_logprobs: list[TokenLogprob] = []
         self._stream = TextStream(tokenizer, request.sampling)
-        self._metrics = metrics
+        self._watch = watch
         self._interval = interval
-        self._arrived = time.monotonic()
-        self._first_at = self._last_at = self._arrived
         self._num_sent = 0
         self._num_tokens = 0
         self._pending = Delta(index, first=True)
@@ -66,10 +88,12 @@ class Completion:
             self.prompt_logprobs.extend(output.prompt_logprobs[: max(0, missing)])
         if not output.tokens and output.finish is None:
             return None
-        self._measure(output)
+        if self._num_tokens == 0 and output.timeline is not None:
+            self.num_cached = output.timeline.num_cached
+        self._watch.tokens(output)
         self._take(output)
         if self._pending.finish_reason is not None:
-            self._measure_end(self._pending.finish_reason)
+            self._watch.end(self._pending.finish_reason, self._num_tokens)
         if not self._due():
             return None
         delta, self._pending = self._pending, Delta(self.index)
@@ -106,18 +130,3 @@ class Completion:
         """A stop token that the client named; the model's own end is no news."""
         named = output.stop_token in self.request.sampling.stop_token_ids
         return output.stop_token if named else None
-
-    def _measure(self, output: Output) -> None:
-        now = time.monotonic()
-        if self._num_tokens == 0:
-            self._first_at = now
-            if output.timeline is not None:
-                self.num_cached = output.timeline.num_cached
-                self._metrics.first_token(now - self._arrived, output.timeline)
-        elif output.tokens:
-            self._metrics.next_tokens(now - self._last_at, len(output.tokens))
-        self._last_at = now
-
-    def _measure_end(self, reason: str) -> None:
-        total_s = self._last_at - self._arrived
-        self._metrics.finished(reason, self._num_tokens, self._last_at - self._first_at, total_s)

@@ -6,23 +6,29 @@ Counts what is in flight, and says when a server that was told to stop has nothi
 from __future__ import annotations
 
 import asyncio
+import logging
+import time
 
 from windlass.errors import EngineError, Overloaded, RequestError
 from windlass.serve.metrics import Metrics, Outcome
 from windlass.serve.problems import Draining
 
+_log = logging.getLogger("windlass.serve")
+
 
 class Ticket:
     """One request from its arrival to its end; ending it twice changes nothing."""
 
-    def __init__(self, desk: Desk) -> None:
+    def __init__(self, desk: Desk, path: str) -> None:
         self._desk = desk
+        self._path = path
         self._open = True
+        self.began = time.monotonic()
 
     def end(self, outcome: Outcome) -> None:
         if self._open:
             self._open = False
-            self._desk.sign_out(outcome)
+            self._desk.sign_out(self._path, outcome, time.monotonic() - self.began)
 
     def end_with(self, error: EngineError) -> None:
         """End with what `error` means: refused, or failed."""
@@ -33,21 +39,24 @@ class Ticket:
 class Desk:
     """Owns the number of requests in flight, and whether new ones are taken."""
 
-    def __init__(self, metrics: Metrics) -> None:
+    def __init__(self, metrics: Metrics, log_requests: bool) -> None:
         self._metrics = metrics
+        self._log_requests = log_requests
         self._idle = asyncio.Event()
         self._idle.set()
         self.num_in_flight = 0
         self.draining = False
 
-    def sign_in(self) -> Ticket:
+    def sign_in(self, path: str) -> Ticket:
         self._metrics.received()
         self.num_in_flight += 1
         self._idle.clear()
-        return Ticket(self)
+        return Ticket(self, path)
 
-    def sign_out(self, outcome: Outcome) -> None:
+    def sign_out(self, path: str, outcome: Outcome, seconds: float) -> None:
         self._metrics.ended(outcome)
+        if self._log_requests:
+            _log.info("%s: %s after %.3f s", path, outcome, seconds)
         self.num_in_flight -= 1
         if self.num_in_flight == 0:
             self._idle.set()

@@ -23,9 +23,9 @@ import uvicorn
 from windlass.config import ServeConfig
 from windlass.core.card import EngineReport, ModelCard
 from windlass.errors import ConfigError, WorkerDied
-from windlass.serve.app import create_app, make_services
+from windlass.serve.app import create_app
 from windlass.serve.client import EngineClient
-from windlass.serve.routes import Services
+from windlass.serve.services import make_services
 
 OnReady = Callable[[EngineReport, str], None]
 
@@ -136,13 +136,13 @@ class Service:
         self._client = client
         self._config = config
         self._listener = listener
-        self.services: Services = make_services(client, card, config)
+        self._services = make_services(client, card, config)
         self._server = _Server(self._uvicorn_config())
 
     def _uvicorn_config(self) -> uvicorn.Config:
         config = self._config
         return uvicorn.Config(
-            create_app(self.services),
+            create_app(self._services),
             log_config=None,
             access_log=False,
             lifespan="off",
@@ -183,6 +183,10 @@ class Service:
         serving = asyncio.create_task(self._server.serve(sockets=[self._listener]))
         stopped = asyncio.create_task(stop.wait())
         lost = asyncio.create_task(self._client.failed.wait())
+        while not (self._server.started or serving.done()):
+            await asyncio.sleep(0.01)
+        if serving.done():
+            await serving  # raises what kept it from listening
         on_ready(report, url_of(self._config, self._listener))
         either: set[asyncio.Task[Any]] = {serving, stopped, lost}
         await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
@@ -199,7 +203,7 @@ class Service:
 
     async def _drain(self) -> None:
         """Take nothing new, let what runs finish, and tell the rest that it will not."""
-        desk, timeout_s = self.services.desk, self._config.shutdown_timeout
+        desk, timeout_s = self._services.desk, self._config.shutdown_timeout
         desk.draining = True
         _log.info("shutting down; %d requests are running", desk.num_in_flight)
         if await desk.idle(timeout_s):

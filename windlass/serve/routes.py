@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import importlib.metadata
-import itertools
-import logging
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable
 from contextlib import aclosing
-from dataclasses import dataclass, field
 
 import msgspec
 from fastapi import APIRouter
@@ -17,17 +14,12 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
-from windlass.config import ServeConfig
-from windlass.core.card import ModelCard
 from windlass.core.sampling import SamplingParams
 from windlass.core.types import NewRequest
 from windlass.errors import EngineError, RequestError
-from windlass.serve.admission import Admission
 from windlass.serve.answer import Answer, ClientGone
-from windlass.serve.client import EngineClient, Health
-from windlass.serve.desk import Desk, Ticket
-from windlass.serve.metrics import Metrics
-from windlass.serve.prepare import Preparer
+from windlass.serve.client import Health
+from windlass.serve.prepare import Prepared
 from windlass.serve.problems import BodyTooLarge
 from windlass.serve.protocol import (
     ChatRequest,
@@ -36,29 +28,13 @@ from windlass.serve.protocol import (
     TokenizeChatRequest,
     TokenizeRequest,
 )
+from windlass.serve.services import Services
 from windlass.serve.shapes import ChatShape, CompletionShape, Shape
-
-_log = logging.getLogger("windlass.serve")
 
 Endpoint = Callable[..., Awaitable[Response]]
 
 _PROBE_TIMEOUT_S = 10.0
-_PROBE_PRIORITY = -(2**31)  # health is asked for now, not after the queue
-
-
-@dataclass(frozen=True, slots=True)
-class Services:
-    """The parts that endpoints use."""
-
-    client: EngineClient
-    card: ModelCard
-    config: ServeConfig
-    preparer: Preparer
-    metrics: Metrics
-    admission: Admission
-    desk: Desk
-    started: int = field(default_factory=lambda: int(time.time()))
-    probe_ids: Iterator[int] = field(default_factory=itertools.count)
+_PROBE_PRIORITY = -(2**31)  # ahead of everybody who waits
 
 
 async def read_body(request: Request, most: int) -> bytes:
@@ -98,12 +74,16 @@ class Completions:
         self, request: Request, kind: type[ChatRequest] | type[CompletionRequest]
     ) -> Response:
         """Every way out of here, and out of the stream it may return, ends the ticket."""
-        ticket = self._services.desk.sign_in()
-        began = time.monotonic()
+        services = self._services
+        ticket = services.desk.sign_in(request.url.path)
         try:
-            self._services.desk.check_open()
-            body = kind.read(await read_body(request, self._services.config.max_body_bytes))
-            response = await self._generate(request, body, ticket)
+            services.desk.check_open()
+            body = kind.read(await read_body(request, services.config.max_body_bytes))
+            prepared, shape = await self._prepare(body)
+            services.admission.check(len(prepared.requests), prepared.num_prompt_tokens)
+            services.metrics.params(prepared.sampling.n, prepared.sampling.max_tokens)
+            answer = Answer(services, prepared, body, shape, ticket)
+            response = await (answer.stream if body.stream else answer.whole)(request)
         except EngineError as error:
             ticket.end_with(error)
             raise
@@ -113,39 +93,17 @@ class Completions:
         except BaseException:
             ticket.end("error")
             raise
-        if self._services.config.enable_log_requests:
-            taken = time.monotonic() - began
-            _log.info("%s %s %d %.3f s", request.method, request.url.path, 200, taken)
-        return response
-
-    async def _generate(
-        self, request: Request, body: ChatRequest | CompletionRequest, ticket: Ticket
-    ) -> Response:
-        services = self._services
-        report, tokenizer = services.client.report, services.card.tokenizer
-        shape: Shape
-        if isinstance(body, ChatRequest):
-            prepared = await services.preparer.chat(body, report)
-            shape = ChatShape(body, tokenizer)
-        else:
-            prepared = await services.preparer.completion(body, report)
-            shape = CompletionShape(body, prepared, tokenizer)
-        services.admission.check(len(prepared.requests), prepared.num_prompt_tokens)
-        services.metrics.params(prepared.sampling.n, prepared.sampling.max_tokens)
-        answer = Answer(
-            services.client,
-            services.card,
-            services.config,
-            services.metrics,
-            prepared,
-            body,
-            shape,
-        )
-        made = answer.stream if body.stream else answer.whole
-        response = await made(request, ticket)
         if services.config.enable_request_id_headers:
             response.headers["X-Request-Id"] = prepared.answer_id
         return response
+
+    async def _prepare(self, body: ChatRequest | CompletionRequest) -> tuple[Prepared, Shape]:
+        preparer, tokenizer = self._services.preparer, self._services.card.tokenizer
+        report = self._services.client.report
+        if isinstance(body, ChatRequest):
+            return await preparer.chat(body, report), ChatShape(body, tokenizer)
+        prepared = await preparer.completion(body, report)
+        return prepared, CompletionShape(body, prepared, tokenizer)
 
 
 class Texts:

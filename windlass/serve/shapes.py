@@ -121,6 +121,9 @@ class CompletionShape:
         return choice
 
     def chunks(self, delta: Delta, completion: Completion) -> list[Json]:
+        silent = not (delta.text or delta.logprobs or delta.first or self._body.return_token_ids)
+        if silent and delta.finish_reason is None:
+            return []
         return [self._choice(delta, completion) | _ending(delta)]
 
     def extra(self, completions: Sequence[Completion]) -> Json:  # noqa: ARG002

@@ -1,0 +1,87 @@
+"""From bodies to engine requests: defaults, special tokens, words to avoid."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import json
+from typing import Any
+
+import pytest
+
+from tests.serve.fakes import BOS, CARD, Options, build_engine
+from windlass.config import ServeConfig
+from windlass.core.sampling import SamplingParams
+from windlass.core.types import NewRequest, Output, TokenLogprob
+from windlass.errors import RequestError
+from windlass.serve import messages
+from windlass.serve.chat import ChatTemplate
+from windlass.serve.prepare import Prepared, Preparer
+from windlass.serve.protocol import ChatRequest, CompletionRequest
+
+REPORT = build_engine(Options())[1]
+
+
+def complete(preparer: Preparer, **body: Any) -> Prepared:
+    raw = json.dumps({"prompt": "x", **body}).encode()
+    return asyncio.run(preparer.completion(CompletionRequest.read(raw), REPORT))
+
+
+def chat(preparer: Preparer, **body: Any) -> Prepared:
+    raw = json.dumps({"messages": [{"role": "user", "content": "x"}], **body}).encode()
+    return asyncio.run(preparer.chat(ChatRequest.read(raw), REPORT))
+
+
+def test_the_models_defaults_stand_between_the_request_and_ours() -> None:
+    card = dataclasses.replace(CARD, default_sampling={"temperature": 0.6, "top_k": 20})
+    preparer = Preparer(card, ServeConfig(), None)
+    sampling = complete(preparer, temperature=0.1).sampling
+    assert (sampling.temperature, sampling.top_k, sampling.top_p) == (0.1, 20, 1.0)
+    bad = dataclasses.replace(CARD, default_sampling={"temperature": -1.0})
+    with pytest.raises(RequestError, match="temperature"):
+        Preparer(bad, ServeConfig(), None)
+
+
+def test_children_have_their_own_seeds_and_ids() -> None:
+    prepared = complete(Preparer(CARD, ServeConfig(), None), n=3, seed=7)
+    assert [request.sampling.seed for request in prepared.requests] == [7, 8, 9]
+    assert [r.request_id for r in prepared.requests] == [
+        f"{prepared.answer_id}-{i}" for i in range(3)
+    ]
+
+
+def test_bad_words_are_avoided_at_the_start_and_after_a_space() -> None:
+    sampling = complete(Preparer(CARD, ServeConfig(), None), bad_words=["no"]).sampling
+    assert sampling.bad_token_ids == (tuple(b"no"), tuple(b" no"))
+
+
+def test_bos_is_never_doubled() -> None:
+    card = dataclasses.replace(CARD, special_tokens={"bos_token": "<s>"})
+    template = ChatTemplate("{{ bos_token }}{{ messages[0].content }}", card.special_tokens)
+    preparer = Preparer(card, ServeConfig(), template)
+    assert BOS not in chat(preparer, add_special_tokens=True).prompts[0].tokens
+    bare = Preparer(card, ServeConfig(), ChatTemplate("{{ messages[0].content }}", {}))
+    assert chat(bare, add_special_tokens=True).prompts[0].tokens[0] == BOS
+    assert BOS not in chat(bare).prompts[0].tokens
+
+
+def test_logprobs_without_a_limit() -> None:
+    preparer = Preparer(CARD, ServeConfig(max_logprobs=-1), None)
+    assert complete(preparer, logprobs=-1).sampling.logprobs == -1
+
+
+def test_long_texts_are_tokenised_elsewhere_with_the_same_result() -> None:
+    preparer = Preparer(CARD, ServeConfig(), None)
+    text = "word " * 9000
+    assert asyncio.run(preparer.encode(text, True)) == CARD.tokenizer.encode(text)
+
+
+def test_messages_arrive_as_they_were_sent() -> None:
+    sampling = SamplingParams(
+        logit_bias={5: 1}, stop=["a"], bad_token_ids=((1, 2),), seed=-5, max_tokens=None
+    )
+    sent = [messages.Add(NewRequest("r", [1, 2], sampling, 3, "salt")), messages.Abort("q")]
+    assert messages.decode_to_engine(messages.encode(sent)) == sent
+    logprob = TokenLogprob(5, float("-inf"), 1, [(5, -0.5)])
+    back = [messages.Outputs([Output("r", [5], [logprob], finish="stop")]), messages.Ready(REPORT)]
+    assert messages.decode_from_engine(messages.encode(back)) == back

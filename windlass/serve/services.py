@@ -1,0 +1,66 @@
+"""The parts of a server's HTTP side, made once and handed to the endpoints."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from windlass.config import ServeConfig
+from windlass.core.card import ModelCard
+from windlass.core.types import EngineStats
+from windlass.serve.admission import Admission
+from windlass.serve.chat import ChatTemplate
+from windlass.serve.client import EngineClient
+from windlass.serve.desk import Desk
+from windlass.serve.metrics import Metrics
+from windlass.serve.prepare import Preparer
+
+_log = logging.getLogger("windlass.serve")
+
+
+@dataclass(frozen=True, slots=True)
+class Services:
+    """What endpoints use. The engine behind `client` need not be running yet."""
+
+    client: EngineClient
+    card: ModelCard
+    config: ServeConfig
+    preparer: Preparer
+    metrics: Metrics
+    admission: Admission
+    desk: Desk
+    started: int = field(default_factory=lambda: int(time.time()))
+    probe_ids: Iterator[int] = field(default_factory=itertools.count)
+
+
+def make_services(client: EngineClient, card: ModelCard, config: ServeConfig) -> Services:
+    """Make the parts; a broken template or bad defaults are errors now, before a model is loaded."""
+    metrics = Metrics(card.name)
+    admission = Admission(config, client, metrics.rejected)
+
+    def on_stats(stats: EngineStats, last: EngineStats) -> None:
+        metrics.observe_stats(stats, last)
+        admission.observe(stats, last)
+
+    client.on_stats = on_stats
+    preparer = Preparer(card, config, _read_template(card, config))
+    desk = Desk(metrics, config.enable_log_requests)
+    return Services(client, card, config, preparer, metrics, admission, desk)
+
+
+def _read_template(card: ModelCard, config: ServeConfig) -> ChatTemplate | None:
+    """The template that was asked for, or the model's own; tried, and its findings logged."""
+    source = card.chat_template
+    if config.chat_template is not None:
+        source = Path(config.chat_template).read_text(encoding="utf-8")
+    if source is None:
+        _log.warning("%s has no chat template: only /v1/completions will answer", card.name)
+        return None
+    template = ChatTemplate(source, card.special_tokens, config.default_chat_template_kwargs)
+    for fact in template.facts:
+        _log.warning("%s", fact)
+    return template
