@@ -127,15 +127,14 @@ class Answer:
         """Answer with a stream once the first token is there: until then an error has a status."""
         deltas = self._deltas()
         first = await unless_gone(request.receive, _next(deltas))
-        return EventStream(self._events(first, deltas), self._ticket)
+        return EventStream(self._events(first, deltas), deltas, self._ticket)
 
     async def _events(
         self, first: Delta, deltas: AsyncGenerator[Delta, None]
     ) -> AsyncGenerator[bytes, None]:
-        async with aclosing(deltas):
-            yield self._chunks(first)
-            async for delta in deltas:
-                yield self._chunks(delta)
+        yield self._chunks(first)
+        async for delta in deltas:
+            yield self._chunks(delta)
         if self._usage_at_end:
             yield self._event([], usage(self._prepared, self._completions))
         yield _DONE
@@ -161,26 +160,36 @@ class Answer:
 
 
 class EventStream(StreamingResponse):
-    """Sends server-sent events until they end, fail, or nobody reads them; ends the ticket."""
+    """Sends server-sent events until they end, fail, or nobody reads them; ends the ticket.
 
-    def __init__(self, events: AsyncGenerator[bytes, None], ticket: Ticket) -> None:
+    `source` is what the events are made of; it is closed even if none of them was ever sent.
+    """
+
+    def __init__(
+        self,
+        events: AsyncGenerator[bytes, None],
+        source: AsyncGenerator[Delta, None],
+        ticket: Ticket,
+    ) -> None:
         # Proxies must not collect a stream before they pass it on.
         headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
         super().__init__(events, headers=headers, media_type="text/event-stream")
         self._events = events
+        self._source = source
         self._ticket = ticket
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG002
         try:
-            await unless_gone(receive, self._send_all(send))
+            async with aclosing(self._source):
+                await unless_gone(receive, self._send_all(send))
         except ClientGone:
             self._ticket.end("aborted")
         finally:
             self._ticket.end("error")  # unless it has ended otherwise
 
     async def _send_all(self, send: Send) -> None:
-        headers = {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
-        await send(headers)
+        start = {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
+        await send(start)
         async with aclosing(self._with_errors()) as events:
             async for event in events:
                 await send({"type": "http.response.body", "body": event, "more_body": True})

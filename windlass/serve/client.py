@@ -223,8 +223,10 @@ class EngineClient:
 
     def abort(self, request_id: str) -> None:
         """Drop one request; nothing more comes from it. Unknown ids are nothing to do."""
-        if request_id in self._inboxes:
+        inbox = self._inboxes.get(request_id)
+        if inbox is not None:
             self._forget(request_id)
+            inbox.queue.put_nowait(Output(request_id, finish="abort"))  # wakes who waits for it
             if self._process is not None:
                 self._process.send(messages.Abort(request_id))
 
