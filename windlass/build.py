@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from typing import TYPE_CHECKING
 
 from windlass.config import EngineConfig, Limits, ServeConfig
 from windlass.core.blocks import BlockPool
@@ -22,7 +23,19 @@ from windlass.models.card import load_card, load_spec, open_checkpoint
 from windlass.models.source import ModelFiles, resolve
 from windlass.models.spec import ModelSpec
 
+if TYPE_CHECKING:
+    from windlass.runner.assemble import Loaded
+
 _POLICIES: dict[str, type[Policy]] = {"fcfs": Fcfs, "priority": Priority}
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """What an engine is built from, small enough to travel to another process."""
+
+    files: ModelFiles
+    spec: ModelSpec
+    eos_ids: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,13 +46,18 @@ class OpenModel:
     card: ModelCard
     spec: ModelSpec
 
+    @property
+    def source(self) -> Source:
+        return Source(self.files, self.spec, self.card.tokenizer.eos_ids)
+
 
 @dataclass(frozen=True, slots=True)
 class Built:
-    """A ready engine, and what it says of itself."""
+    """A ready engine, what it says of itself, and its weights, which another engine may share."""
 
     engine: Engine
     report: EngineReport
+    weights: Loaded
 
 
 @dataclass(slots=True)
@@ -63,9 +81,45 @@ def open_model(config: EngineConfig) -> OpenModel:
     return OpenModel(files, load_card(files, config.model), spec)
 
 
-def build_engine(config: EngineConfig, opened: OpenModel) -> Built:
-    """Load the weights and put the engine together, in this process."""
-    return _assemble(config, opened.files, opened.spec, opened.card.tokenizer.eos_ids)
+def build_engine(config: EngineConfig, source: Source, weights: Loaded | None = None) -> Built:
+    """Load the weights, or take those of another engine, and put an engine together here."""
+    log = _Log()
+    with log.phase("import torch"):
+        from windlass.runner.assemble import load_network, make_runner
+        from windlass.runner.device import choose_device
+    files, spec = source.files, source.spec
+    limits = config.limits(choose_device(config.model).type)
+    with log.phase("load weights"):
+        if weights is None:
+            weights = load_network(config, spec, open_checkpoint(files, config.model))
+    with log.phase("KV cache"):
+        made = make_runner(config, spec, weights, limits)
+    capacity = made.capacity
+    log.choices += [
+        Choice("model", f"{files.name} ({spec.architecture})", f"{files.kind}: {files.path}"),
+        *weights.choices,
+        Choice("sequences", f"{limits.max_num_seqs:,}", limits.seqs_reason),
+        Choice("tokens per step", f"{limits.max_num_batched_tokens:,}", limits.tokens_reason),
+        Choice("KV cache", f"{capacity.num_tokens:,} tokens", capacity.reason),
+    ]
+    scheduler = _scheduler(config, limits, capacity, made.max_model_len, source.eos_ids)
+    report = EngineReport(
+        made.max_model_len,
+        limits.max_num_seqs,
+        limits.max_num_batched_tokens,
+        spec.vocab_size,
+        capacity,
+        log.choices,
+        log.seconds,
+        made.memory,
+    )
+    return Built(Engine(scheduler, made.runner), report, weights)
+
+
+def build_for_process(config: EngineConfig, source: Source) -> tuple[Engine, EngineReport]:
+    """What a server's engine process runs first; its arguments travel there."""
+    built = build_engine(config, source)
+    return built.engine, built.report
 
 
 def serve(
@@ -78,54 +132,9 @@ def serve(
     from windlass.serve.launch import serve as run_server
 
     opened = open_model(config)
-    client = EngineClient(
-        partial(
-            engine_in_process, config, opened.files, opened.spec, opened.card.tokenizer.eos_ids
-        ),
-        serve_config.hang_timeout,
-    )
+    build = partial(build_for_process, config, opened.source)
+    client = EngineClient(build, serve_config.hang_timeout)
     return run_server(client, opened.card, serve_config, on_ready)
-
-
-def engine_in_process(
-    config: EngineConfig, files: ModelFiles, spec: ModelSpec, eos_ids: tuple[int, ...]
-) -> tuple[Engine, EngineReport]:
-    """What a server's engine process runs first; its arguments travel there."""
-    built = _assemble(config, files, spec, eos_ids)
-    return built.engine, built.report
-
-
-def _assemble(
-    config: EngineConfig, files: ModelFiles, spec: ModelSpec, eos_ids: tuple[int, ...]
-) -> Built:
-    log = _Log()
-    with log.phase("import torch"):
-        from windlass.runner.assemble import load_network, make_runner
-    limits = config.limits()
-    with log.phase("load weights"):
-        loaded = load_network(config, spec, open_checkpoint(files, config.model))
-    with log.phase("KV cache"):
-        made = make_runner(config, spec, loaded, limits)
-    capacity = made.capacity
-    log.choices += [
-        Choice("model", f"{files.name} ({spec.architecture})", f"{files.kind}: {files.path}"),
-        *loaded.choices,
-        Choice("sequences", f"{limits.max_num_seqs:,}", limits.reason),
-        Choice("tokens per step", f"{limits.max_num_batched_tokens:,}", limits.reason),
-        Choice("KV cache", f"{capacity.num_tokens:,} tokens", capacity.reason),
-    ]
-    scheduler = _scheduler(config, limits, capacity, made.max_model_len, eos_ids)
-    report = EngineReport(
-        made.max_model_len,
-        limits.max_num_seqs,
-        limits.max_num_batched_tokens,
-        spec.vocab_size,
-        capacity,
-        log.choices,
-        log.seconds,
-        made.memory,
-    )
-    return Built(Engine(scheduler, made.runner), report)
 
 
 def _scheduler(

@@ -82,7 +82,7 @@ class CacheConfig:
     block_size: int = option(16, "Tokens per KV block.")
     memory_share: float | None = option(
         None,
-        "Share of the device's memory to use; default: by profile (a GPU), 0.25 of what is free (a CPU).",
+        "Share of a GPU's memory to use, or of the free memory on a CPU; default: by profile.",
         "--gpu-memory-utilization",
     )
     kv_cache_memory_bytes: int | None = option(
@@ -110,8 +110,10 @@ class CacheConfig:
 class SchedulerConfig:
     """Who computes when. None: set by the profile."""
 
-    profile: ProfileName = option(
-        "hybrid", "Starting point: chat (latency), batch (throughput), hybrid."
+    profile: ProfileName | None = option(
+        None,
+        "Starting point: chat (latency), batch (throughput), hybrid; "
+        "default: hybrid on a GPU, short steps on a CPU.",
     )
     max_num_seqs: int | None = option(None, "Most requests that run at once.")
     max_num_batched_tokens: int | None = option(None, "Most tokens computed in one step.")
@@ -155,7 +157,8 @@ class ServeConfig:
     stream_interval: int = option(1, "Tokens per streamed chunk.")
     shutdown_timeout: float = option(30.0, "Seconds to finish running requests after SIGTERM.")
     hang_timeout: float = option(
-        120.0, "Seconds without a finished step, while there is work, until the engine counts as hung."
+        120.0,
+        "Seconds without a finished step, while there is work, until the engine counts as hung.",
     )
     enable_log_requests: bool = option(False, "Log every request.")
     enable_request_id_headers: bool = option(False, "Answer with X-Request-Id.")
@@ -180,15 +183,18 @@ class Limits:
     max_num_seqs: int
     max_num_batched_tokens: int
     memory_share: float
-    reason: str
+    seqs_reason: str
+    tokens_reason: str
 
 
-# The articles' starting points: sequences, tokens per step, share of GPU memory.
+# Starting points: sequences, tokens per step, share of a GPU's memory.
 _PROFILES: dict[ProfileName, tuple[int, int, float]] = {
     "chat": (32, 4096, 0.70),
     "batch": (256, 32768, 0.95),
     "hybrid": (128, 16384, 0.85),
 }
+# A CPU computes some hundred tokens a second: a longer step would stall every stream for long.
+_ON_CPU = (32, 512, 0.25)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -205,24 +211,28 @@ class EngineConfig:
         sections = {"model": ModelConfig, "cache": CacheConfig, "scheduler": SchedulerConfig}
         return cls(**split_options(sections, options))
 
-    def limits(self) -> Limits:
+    def limits(self, device: Literal["cpu", "cuda"]) -> Limits:
         """Apply the profile to what was left open."""
-        scheduler = self.scheduler
-        seqs, tokens, share = _PROFILES[scheduler.profile]
-        seqs = scheduler.max_num_seqs or seqs
-        tokens = scheduler.max_num_batched_tokens or tokens
-        if scheduler.batching == "none":
-            seqs = 1
-        elif scheduler.batching == "static":
-            seqs = scheduler.max_batch_size
+        wish = self.scheduler
+        if wish.profile is None and device == "cpu":
+            (seqs, tokens, share), reason = _ON_CPU, "short steps, since this is a CPU"
+        else:
+            profile = wish.profile or "hybrid"
+            (seqs, tokens, share), reason = _PROFILES[profile], f"profile {profile}"
+        seqs_reason = reason if wish.max_num_seqs is None else "as set"
+        seqs = wish.max_num_seqs or seqs
+        if wish.batching != "continuous":
+            seqs = wish.max_batch_size if wish.batching == "static" else 1
+            seqs_reason = f"batching {wish.batching}"
+        tokens_reason = reason if wish.max_num_batched_tokens is None else "as set"
+        tokens = wish.max_num_batched_tokens or max(tokens, seqs)
         if tokens < seqs:
             raise ConfigError(
                 f"--max-num-batched-tokens ({tokens}) is below --max-num-seqs ({seqs}): running "
                 f"requests could not all advance in a step. Raise the first to {seqs} or more."
             )
         share = self.cache.memory_share or share
-        reason = f"profile {scheduler.profile}, batching {scheduler.batching}, and what was set"
-        return Limits(seqs, tokens, share, reason)
+        return Limits(seqs, tokens, share, seqs_reason, tokens_reason)
 
 
 def split_options(sections: Mapping[str, type], options: Mapping[str, Any]) -> dict[str, Any]:

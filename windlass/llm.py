@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from windlass.build import build_engine, engine_in_process, open_model
+from windlass.build import build_engine, build_for_process, open_model
 from windlass.config import EngineConfig
 from windlass.core.card import EngineReport, ModelCard
 from windlass.core.completion import Completion, Delta, check_ids, resolve_words
@@ -146,7 +146,7 @@ class LLM:
     def __init__(self, model: str = "default", **options: Any) -> None:
         config = EngineConfig.of(model=model, **options)
         opened = open_model(config)
-        built = build_engine(config, opened)
+        built = build_engine(config, opened.source)
         self.report: EngineReport = built.report
         self.card: ModelCard = opened.card
         self.engine = built.engine
@@ -228,10 +228,7 @@ class AsyncLLM:
 
         opened = open_model(self._config)
         self.card = opened.card
-        eos_ids = opened.card.tokenizer.eos_ids
-        self._client = EngineClient(
-            partial(engine_in_process, self._config, opened.files, opened.spec, eos_ids)
-        )
+        self._client = EngineClient(partial(build_for_process, self._config, opened.source))
         self.report = await self._client.start()
         self._front = _Front(self.card, self.report.vocab_size)
         return self

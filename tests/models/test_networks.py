@@ -9,6 +9,8 @@ import pytest
 import torch
 import transformers
 
+from windlass.core.sampling import SamplingParams
+from windlass.core.types import Admission, Row, StepPlan
 from windlass.kernels.batch import KVCache
 from windlass.kernels.select import Need, select
 from windlass.models.checkpoint import SafetensorsCheckpoint
@@ -16,8 +18,6 @@ from windlass.models.loader import load
 from windlass.models.network import Parts, make_network
 from windlass.models.spec import ModelSpec
 from windlass.quant.plain import Plain
-from windlass.core.sampling import SamplingParams
-from windlass.core.types import Admission, Row, StepPlan
 from windlass.runner.slots import SlotTables
 
 CPU = torch.device("cpu")

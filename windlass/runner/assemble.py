@@ -47,7 +47,8 @@ class Assembled:
 
 def load_network(config: EngineConfig, spec: ModelSpec, checkpoint: Checkpoint) -> Loaded:
     """Choose device, arithmetic and kernels, and read the weights."""
-    device, device_choice = found.choose_device(config.model)
+    where = found.choose_device(config.model)
+    device = where.device
     dtype, dtype_choice = found.choose_dtype(config.model, spec, device)
     threads = found.choose_threads(config.model)
     attention = select("attention", Need(device, dtype))
@@ -58,7 +59,7 @@ def load_network(config: EngineConfig, spec: ModelSpec, checkpoint: Checkpoint) 
     load(network, checkpoint, device)
     num_bytes = sum(p.nbytes for p in network.parameters())
     kernel = Choice("attention kernel", attention.name, attention.reason)
-    choices = [device_choice, dtype_choice, threads, kernel, length_choice]
+    choices = [where.choice, dtype_choice, threads, kernel, length_choice]
     return Loaded(network, dtype, device, longest, num_bytes, choices)
 
 

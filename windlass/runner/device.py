@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import psutil
 import torch
@@ -13,20 +15,33 @@ from windlass.core.card import Capacity, Choice
 from windlass.errors import ConfigError
 from windlass.models.spec import ModelSpec
 
-_CPU_SHARE = 0.25  # of free memory: a laptop has other things to do
+
+@dataclass(frozen=True, slots=True)
+class DeviceChoice:
+    """Where to compute, and why."""
+
+    type: Literal["cpu", "cuda"]
+    reason: str
+
+    @property
+    def device(self) -> torch.device:
+        return torch.device(self.type)
+
+    @property
+    def choice(self) -> Choice:
+        return Choice("device", self.type, self.reason)
 
 
-def choose_device(config: ModelConfig) -> tuple[torch.device, Choice]:
+def choose_device(config: ModelConfig) -> DeviceChoice:
     """A GPU where there is one, unless told otherwise."""
     has_cuda = torch.cuda.is_available()
-    if config.device == "cuda" and not has_cuda:
+    if config.device == "cpu":
+        return DeviceChoice("cpu", "as set")
+    if has_cuda:
+        return DeviceChoice("cuda", "as set" if config.device == "cuda" else "torch sees one")
+    if config.device == "cuda":
         raise ConfigError("--device cuda: torch sees no CUDA device. Use --device cpu.")
-    if config.device == "auto":
-        name = "cuda" if has_cuda else "cpu"
-        reason = "torch sees a CUDA device" if has_cuda else "torch sees no CUDA device"
-    else:
-        name, reason = config.device, "as set"
-    return torch.device(name), Choice("device", name, reason)
+    return DeviceChoice("cpu", "torch sees no CUDA device")
 
 
 def choose_dtype(
@@ -93,8 +108,7 @@ def size_cache(
         usable = config.kv_cache_memory_bytes
         why = f"--kv-cache-memory-bytes {gib(usable)}"
     else:
-        free = free_bytes(device)
-        usable, why = _usable(config, device, share, free)
+        usable, why = _usable(device, share)
     count = usable // bytes_per_block
     if count < 1:
         raise ConfigError(
@@ -106,9 +120,9 @@ def size_cache(
     return capacity(count, why)
 
 
-def _usable(config: CacheConfig, device: torch.device, share: float, free: int) -> tuple[int, str]:
+def _usable(device: torch.device, share: float) -> tuple[int, str]:
+    free = free_bytes(device)
     if device.type == "cpu":
-        share = config.memory_share or _CPU_SHARE
         return int(free * share), f"{share:g} of {gib(free)} free memory"
     total = torch.cuda.mem_get_info(device)[1]
     usable = int(total * share) - (total - free)

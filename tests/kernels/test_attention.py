@@ -1,0 +1,99 @@
+"""torch's fused attention against the plain version, over shapes with 1, odd sizes and prefixes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from windlass.kernels import reference, torch_attention
+from windlass.kernels.batch import KVCache, LayerKV, Span, StepBatch
+
+CPU = torch.device("cpu")
+
+
+def make_batch(
+    rows: list[tuple[int, int]], kv_heads: int, dim: int, size: int
+) -> tuple[LayerKV, StepBatch]:
+    """Rows of (start, count) over shuffled pages full of noise."""
+    random = torch.Generator().manual_seed(3)
+    needed = [-(-(start + count) // size) for start, count in rows]
+    num_blocks = sum(needed) + 3
+    order = torch.randperm(num_blocks, generator=random)
+    tables = torch.zeros(len(rows), max(needed), dtype=torch.int64)
+    spans, at, first = [], 0, 0
+    for i, ((start, count), blocks) in enumerate(zip(rows, needed, strict=True)):
+        tables[i, :blocks] = order[at : at + blocks]
+        spans.append(Span(first, count, start))
+        at += blocks
+        first += count
+    shape = (num_blocks, kv_heads, size, dim)
+    kv = LayerKV(torch.randn(shape, generator=random), torch.randn(shape, generator=random))
+    positions = torch.cat([torch.arange(s, s + c) for s, c in rows])
+    row_of = torch.repeat_interleave(torch.arange(len(rows)), torch.tensor([c for _, c in rows]))
+    blocks = tables[row_of, positions // size]
+    return kv, StepBatch(positions, blocks, positions % size, tables, spans, [kv])
+
+
+@pytest.mark.parametrize("window", [None, 1, 5, 1000])
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(1, 1, 64), (6, 2, 32), (9, 3, 64)])
+@pytest.mark.parametrize(
+    "rows",
+    [
+        [(0, 1)],
+        [(0, 37)],
+        [(17, 1), (0, 1), (63, 1)],
+        [(5, 1), (0, 9), (16, 16), (40, 1), (31, 2)],
+    ],
+)
+def test_fused_equals_plain(rows, heads, kv_heads, dim, window) -> None:
+    kv, batch = make_batch(rows, kv_heads, dim, size=16)
+    queries = torch.randn(sum(c for _, c in rows), heads, dim)
+    want = reference.attention(queries, kv, batch, dim**-0.5, window)
+    got = torch_attention.attention(queries, kv, batch, dim**-0.5, window)
+    torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-4)
+
+
+def test_a_row_does_not_depend_on_its_neighbours() -> None:
+    kv, batch = make_batch([(20, 1), (3, 4), (50, 1)], 2, 32, size=8)
+    queries = torch.randn(6, 4, 32)
+    together = torch_attention.attention(queries, kv, batch, 0.2)
+    for i, span in enumerate(batch.spans):
+        part = slice(span.first, span.first + span.count)
+        alone = StepBatch(
+            batch.positions[part],
+            batch.blocks[part],
+            batch.offsets[part],
+            batch.tables[i : i + 1],
+            [Span(0, span.count, span.start)],
+            [kv],
+        )
+        got = torch_attention.attention(queries[part], kv, alone, 0.2)
+        torch.testing.assert_close(got, together[part], atol=1e-5, rtol=1e-4)
+
+
+def test_a_soft_cap_bounds_the_scores() -> None:
+    kv, batch = make_batch([(10, 3)], 1, 16, size=4)
+    queries = torch.randn(3, 2, 16) * 100
+    plain = reference.attention(queries, kv, batch, 1.0)
+    capped = reference.attention(queries, kv, batch, 1.0, soft_cap=0.01)
+    flat = torch.stack(
+        [reference.read_row(kv.values, batch.tables[0], n)[0].mean(0) for n in (11, 12, 13)]
+    )
+    torch.testing.assert_close(capped[:, 0], flat, atol=0.05, rtol=0.05)
+    assert (plain - capped).abs().max() > 0.1
+
+
+def test_copies_read_every_source_before_a_target_is_written() -> None:
+    cache = KVCache(2, (4, 1, 2, 3), torch.float32, CPU)
+    for layer in cache.layers:
+        layer.keys[:] = torch.arange(4.0)[:, None, None, None]
+    cache.copy([(0, 1), (1, 2)])
+    assert cache.layers[1].keys[:, 0, 0, 0].tolist() == [0, 0, 1, 3]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_pages_start_as_zeros_of_their_type(dtype: torch.dtype) -> None:
+    cache = KVCache(1, (3, 2, 4, 8), dtype, CPU)
+    assert cache.layers[0].keys.dtype == dtype
+    assert not cache.layers[0].values.any()
+    assert cache.num_bytes == 2 * 3 * 2 * 4 * 8 * dtype.itemsize

@@ -1,0 +1,171 @@
+"""Sampling: each wish does what its name says, alone and beside other rows."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from windlass.core.sampling import SamplingParams
+from windlass.core.types import Admission
+from windlass.runner import filters
+from windlass.runner.sampler import Sampler, score_tokens
+
+VOCAB = 40
+CPU = torch.device("cpu")
+
+
+def sampler_with(*wishes: SamplingParams, prompt: tuple[int, ...] = (1, 2)) -> Sampler:
+    sampler = Sampler(VOCAB, CPU)
+    for slot, wish in enumerate(wishes):
+        stops = frozenset(wish.stop_token_ids)
+        sampler.admit(
+            Admission(f"r{slot}", slot, list(prompt), len(prompt), wish, stops, wish.seed or 0)
+        )
+    return sampler
+
+
+def one(logits: torch.Tensor, **wish) -> int:
+    return sampler_with(SamplingParams(**wish)).sample(logits[None], [0])[0][0]
+
+
+def random_logits(rows: int = 1, seed: int = 0) -> torch.Tensor:
+    return torch.randn(rows, VOCAB, generator=torch.Generator().manual_seed(seed)) * 3
+
+
+def test_greedy_takes_the_best() -> None:
+    logits = random_logits()[0]
+    assert one(logits, temperature=0) == int(logits.argmax())
+
+
+def test_a_seed_gives_the_same_token_alone_and_in_any_batch() -> None:
+    logits = random_logits(8)
+    seeded = SamplingParams(temperature=1.5, top_p=0.9, seed=42)
+    others = [SamplingParams(temperature=1.0, seed=i) for i in range(7)]
+    alone = sampler_with(seeded).sample(logits[:1], [0])[0][0]
+    mixed = sampler_with(seeded, *others).sample(logits, list(range(8)))[0][0]
+    backwards = sampler_with(*others, seeded)
+    last = backwards.sample(logits.flip(0), list(range(8)))[0][7]
+    assert alone == mixed == last
+
+
+def test_noise_follows_the_distribution() -> None:
+    logits = torch.tensor([2.0, 1.0, 0.0, -1.0])
+    want = logits.softmax(0)
+    draws = 4000
+    counts = torch.zeros(4)
+    for position in range(draws):
+        counts[int((logits + filters.noise(7, position, 4, CPU)).argmax())] += 1
+    chi_square = ((counts - draws * want) ** 2 / (draws * want)).sum()
+    assert chi_square < 16.3  # 3 degrees of freedom, p = 0.001
+
+
+@pytest.mark.parametrize("top_k", [1, 3, 39])
+def test_top_k_keeps_exactly_k(top_k: int) -> None:
+    kept = filters.truncate(
+        random_logits(2), torch.tensor([top_k, 0]), torch.ones(2), torch.zeros(2)
+    )
+    assert kept.isfinite().sum(-1).tolist() == [top_k, VOCAB]
+
+
+def test_top_p_keeps_the_fewest_that_reach_p() -> None:
+    probs = torch.tensor([[0.5, 0.3, 0.15, 0.05]])
+    for p, count in [(0.4, 1), (0.5, 1), (0.51, 2), (0.8, 2), (0.81, 3), (1.0, 4)]:
+        kept = filters.truncate(probs.log(), torch.tensor([0]), torch.tensor([p]), torch.zeros(1))
+        assert int(kept.isfinite().sum()) == count, p
+
+
+def test_min_p_is_a_share_of_the_best() -> None:
+    probs = torch.tensor([[0.5, 0.3, 0.15, 0.05]])
+    kept = filters.truncate(probs.log(), torch.tensor([0]), torch.ones(1), torch.tensor([0.31]))
+    assert kept.isfinite().tolist() == [[True, True, False, False]]
+
+
+def test_rows_are_truncated_by_their_own_wishes() -> None:
+    logits = random_logits(3)
+    wishes = [
+        SamplingParams(temperature=5.0, top_k=1, seed=1),
+        SamplingParams(temperature=0),
+        SamplingParams(temperature=5.0, top_p=1e-9, seed=1),
+    ]
+    tokens, _ = sampler_with(*wishes).sample(logits, [0, 1, 2])
+    assert tokens == logits.argmax(-1).tolist()
+
+
+def test_bias_allowed_and_forbidden_tokens() -> None:
+    logits = random_logits()[0]
+    best = int(logits.argmax())
+    assert one(logits, temperature=0, logit_bias={5: 100}) == 5
+    assert one(logits, temperature=0, logit_bias={best: -100}) != best
+    assert one(logits, temperature=0, allowed_token_ids=[9]) == 9
+    assert one(logits, temperature=0, bad_token_ids=((best,),)) != best
+
+
+def test_a_forbidden_word_of_two_tokens_is_stopped_at_its_end() -> None:
+    sampler = sampler_with(SamplingParams(temperature=0, bad_token_ids=((3, 4),)))
+    logits = torch.zeros(1, VOCAB)
+    logits[0, 4] = 1.0
+    assert sampler.sample(logits, [0])[0] == [4], "4 alone is allowed"
+    logits[0, 3] = 2.0
+    assert sampler.sample(logits, [0])[0] == [3]
+    logits[0, 3] = 0.5
+    assert sampler.sample(logits, [0])[0] == [3], "4 would complete the word"
+
+
+def test_min_tokens_holds_stop_tokens_back() -> None:
+    sampler = sampler_with(SamplingParams(temperature=0, min_tokens=2, stop_token_ids=[5]))
+    logits = torch.zeros(1, VOCAB)
+    logits[0, 5] = 9.0
+    tokens = [sampler.sample(logits, [0])[0][0] for _ in range(3)]
+    assert 5 not in tokens[:2]
+    assert tokens[2] == 5
+
+
+def test_penalties_follow_their_definitions() -> None:
+    scores = torch.tensor([2.0, -2.0, 1.0, 0.0])
+    counts = torch.tensor([3, 1, 0, 0])
+    seen = torch.tensor([True, True, True, False])
+    got = filters.penalise(scores, counts, seen, 2.0, 0.5, 0.25)
+    assert got.tolist() == [1.0 - 1.5 - 0.25, -4.0 - 0.5 - 0.25, 0.5, 0.0]
+
+
+def test_frequency_counts_the_output_and_repetition_the_prompt_too() -> None:
+    logits = torch.zeros(1, VOCAB)
+    logits[0, 7], logits[0, 1] = 1.0, 1.2
+    repeat = sampler_with(SamplingParams(temperature=0, repetition_penalty=2.0), prompt=(1, 3))
+    assert repeat.sample(logits, [0])[0] == [7], "1 is in the prompt"
+    often = sampler_with(SamplingParams(temperature=0, frequency_penalty=0.6), prompt=(1, 3))
+    assert [often.sample(logits, [0])[0][0] for _ in range(2)] == [1, 7]
+
+
+def test_penalties_after_a_preemption_know_what_was_generated() -> None:
+    sampler = Sampler(VOCAB, CPU)
+    wish = SamplingParams(temperature=0, presence_penalty=2.0)
+    sampler.admit(Admission("r", 0, [1, 7], 1, wish, frozenset(), 0))
+    logits = torch.zeros(1, VOCAB)
+    logits[0, 7] = 1.0
+    assert sampler.sample(logits, [0])[0] != [7]
+
+
+def test_logprobs_are_of_the_model_not_of_the_bent_logits() -> None:
+    logits = random_logits()
+    sampler = sampler_with(SamplingParams(temperature=0, logit_bias={5: 100}, logprobs=3))
+    tokens, scores = sampler.sample(logits, [0])
+    want = logits.log_softmax(-1)[0]
+    assert tokens == [5]
+    assert scores[0] is not None
+    assert scores[0][0].logprob == pytest.approx(float(want[5]), abs=1e-5)
+    assert scores[0][0].rank == int((want > want[5]).sum()) + 1
+    assert [t for t, _ in scores[0][0].top] == want.topk(3).indices.tolist()
+
+
+def test_all_logprobs_on_demand() -> None:
+    assert len(score_tokens(random_logits(), [0], -1)[0].top) == VOCAB
+    assert score_tokens(random_logits(), [0], 0)[0].top == []
+
+
+def test_a_slot_that_was_freed_starts_anew() -> None:
+    sampler = sampler_with(SamplingParams(temperature=0, logit_bias={5: 100}))
+    sampler.forget(0)
+    sampler.admit(Admission("next", 0, [1], 1, SamplingParams(temperature=0), frozenset(), 0))
+    logits = random_logits()
+    assert sampler.sample(logits, [0])[0] == [int(logits.argmax())]

@@ -1,0 +1,234 @@
+"""The default model, in float32, greedy: token for token what transformers gives from the same file.
+
+Whatever is switched on: small steps, prefix caching, preemption, HTTP, streaming.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from random import Random
+
+import httpx
+import openai
+import pytest
+import torch
+import transformers
+
+from tests.system.server import Server, serving
+from windlass import LLM, SamplingParams
+
+pytestmark = pytest.mark.model
+
+NUM_TOKENS = 64
+GREEDY = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
+PROMPTS = [
+    "The capital of France is",
+    "Once upon a time, in a small village,",
+    "def fibonacci(n):",
+    "The three laws of robotics are",
+    "In 1969, two men",
+    "Water boils at",
+    "Dear Sir or Madam,\n\nI am writing to",
+    "The quick brown fox",
+    "Q: What is 12 + 30?\nA:",
+    "import numpy as np\n\nx =",
+    "Ingredients: flour, eggs, milk.\nMethod:",
+    "She opened the door and",
+    "The difference between a crocodile and an alligator is",
+    "SELECT name FROM users WHERE",
+    "Photosynthesis is the process by which",
+    "To install the package, run",
+    "Le chat est",
+    "1, 2, 3, 5, 8, 13,",
+    "My favourite book is",
+    "The weather today is sunny, and yesterday it was",
+]
+
+
+@pytest.fixture(scope="module")
+def reference(default_gguf: Path) -> torch.nn.Module:
+    with torch.inference_mode():
+        model = transformers.AutoModelForCausalLM.from_pretrained(
+            default_gguf.parent, gguf_file=default_gguf.name, dtype=torch.float32
+        )
+    return model.eval()
+
+
+@pytest.fixture(scope="module")
+def expected(reference: torch.nn.Module) -> dict[str, list[int]]:
+    """What the plain engine gives, after transformers has agreed with every one of its tokens."""
+    llm = LLM(max_model_len=1024, num_blocks=512, dtype="float32")
+    results = llm.generate(PROMPTS, GREEDY)
+    for result in results:
+        prompt, tokens = result.prompt_token_ids, result.outputs[0].token_ids
+        assert len(tokens) == NUM_TOKENS
+        ids = torch.tensor([prompt + tokens])
+        with torch.inference_mode():
+            choices = reference(ids).logits[0].argmax(-1).tolist()
+        # Transformers' choice after every prefix of our answer, so by induction its whole answer.
+        assert choices[len(prompt) - 1 : -1] == tokens, result.prompt
+    return {result.prompt: result.outputs[0].token_ids for result in results}
+
+
+def test_generate_of_transformers_gives_the_same(reference, expected) -> None:
+    tokenizer = LLM_TOKENIZER()
+    for prompt in PROMPTS[:3]:
+        ids = torch.tensor([tokenizer.encode(prompt)])
+        with torch.inference_mode():
+            out = reference.generate(
+                ids,
+                attention_mask=torch.ones_like(ids),
+                max_new_tokens=NUM_TOKENS,
+                do_sample=False,
+                eos_token_id=None,
+                pad_token_id=0,
+            )
+        assert out[0, ids.shape[1] :].tolist() == expected[prompt]
+
+
+def LLM_TOKENIZER():
+    from windlass.build import open_model
+    from windlass.config import EngineConfig
+
+    return open_model(EngineConfig()).card.tokenizer
+
+
+@pytest.mark.parametrize("caching", [True, False])
+def test_batches_of_16_in_steps_of_48_tokens(expected, caching: bool) -> None:
+    llm = LLM(
+        max_model_len=512,
+        num_blocks=512,
+        max_num_seqs=16,
+        max_num_batched_tokens=48,
+        prefix_caching=caching,
+    )
+    for result in llm.generate(PROMPTS, GREEDY):
+        assert result.outputs[0].token_ids == expected[result.prompt], result.prompt
+    again = llm.generate(PROMPTS[:4], GREEDY)
+    for result in again:
+        assert result.outputs[0].token_ids == expected[result.prompt], result.prompt
+    assert llm.engine.stats().num_used_blocks == 0
+
+
+def test_so_few_blocks_that_requests_are_preempted(expected) -> None:
+    llm = LLM(max_model_len=256, num_blocks=30, max_num_seqs=16, max_num_batched_tokens=48)
+    for result in llm.generate(PROMPTS, GREEDY):
+        assert result.outputs[0].token_ids == expected[result.prompt], result.prompt
+    assert llm.engine.stats().num_preemptions > 0
+    assert llm.engine.stats().num_used_blocks == 0
+
+
+def test_a_seed_gives_the_same_alone_and_in_a_batch() -> None:
+    llm = LLM(max_model_len=256, num_blocks=256)
+    wish = SamplingParams(temperature=1.0, top_p=0.95, max_tokens=16, seed=11)
+    alone = llm.generate(PROMPTS[0], wish)[0].outputs[0].token_ids
+    others = [SamplingParams(temperature=1.0, max_tokens=16) for _ in PROMPTS[1:6]]
+    batch = llm.generate(PROMPTS[:6], [wish, *others])
+    assert batch[0].outputs[0].token_ids == alone
+
+
+def test_logprobs_agree_with_transformers(reference) -> None:
+    llm = LLM(max_model_len=256, num_blocks=64)
+    wish = SamplingParams(temperature=0, max_tokens=4, logprobs=5, prompt_logprobs=0)
+    result = llm.generate(PROMPTS[1], wish)[0]
+    ids = result.prompt_token_ids + result.outputs[0].token_ids
+    with torch.inference_mode():
+        logprobs = reference(torch.tensor([ids])).logits[0].log_softmax(-1)
+    at = len(result.prompt_token_ids) - 1
+    for i, score in enumerate(result.outputs[0].logprobs):
+        assert score.logprob == pytest.approx(float(logprobs[at + i, score.token]), abs=1e-3)
+        assert [t for t, _ in score.top] == logprobs[at + i].topk(5).indices.tolist()
+    want = [float(logprobs[i, ids[i + 1]]) for i in range(at)]
+    assert [s.logprob for s in result.prompt_logprobs] == pytest.approx(want, abs=1e-3)
+
+
+@pytest.fixture(scope="module")
+def server() -> Server:
+    with serving("--max-model-len", "2048", "--max-num-batched-tokens", "256") as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def client(server: Server) -> openai.OpenAI:
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as made:
+        yield made
+
+
+def test_over_http_streamed_and_not(client: openai.OpenAI, expected) -> None:
+    model = client.models.list().data[0].id
+    options = {"model": model, "temperature": 0, "max_tokens": NUM_TOKENS}
+    extra = {"ignore_eos": True, "return_token_ids": True, "skip_special_tokens": False}
+    tokenizer = LLM_TOKENIZER()
+    texts = {p: tokenizer.decode(ids, skip_special=False) for p, ids in expected.items()}
+    whole = client.completions.create(prompt=PROMPTS, extra_body=extra, **options)
+    assert {PROMPTS[c.index]: c.text for c in whole.choices} == texts
+    assert whole.usage.completion_tokens == NUM_TOKENS * len(PROMPTS)
+    streamed = dict.fromkeys(PROMPTS, "")
+    for chunk in client.completions.create(
+        prompt=PROMPTS, stream=True, extra_body=extra, **options
+    ):
+        for choice in chunk.choices:
+            streamed[PROMPTS[choice.index]] += choice.text
+    assert streamed == texts
+
+
+def metric(server: Server, name: str) -> float:
+    text = httpx.get(f"{server.url}/metrics").text
+    lines = [line for line in text.splitlines() if line.startswith(f"windlass:{name}{{")]
+    return sum(float(line.rsplit(" ", 1)[1]) for line in lines)
+
+
+def test_a_shared_prefix_of_512_tokens_is_computed_once(client: openai.OpenAI, server) -> None:
+    model = client.models.list().data[0].id
+    random = Random(5)
+    prefix = [random.randrange(1000, 40000) for _ in range(512)]
+    first = client.completions.create(model=model, prompt=[*prefix, 7, 8], max_tokens=1)
+    hits = metric(server, "prefix_cache_hits_total")
+    second = client.completions.create(model=model, prompt=[*prefix, 9, 10, 11], max_tokens=1)
+    assert first.usage.prompt_tokens_details.cached_tokens == 0
+    assert second.usage.prompt_tokens_details.cached_tokens == 512
+    assert metric(server, "prefix_cache_hits_total") - hits == 512
+
+
+def test_a_chat_answers(client: openai.OpenAI) -> None:
+    model = client.models.list().data[0].id
+    answer = client.chat.completions.create(
+        model=model,
+        messages=[{"role": "user", "content": "What is the capital of France?"}],
+        max_tokens=32,
+        temperature=0,
+    )
+    assert "Paris" in answer.choices[0].message.content
+
+
+def test_clients_that_hang_up_leave_nothing_behind(server: Server) -> None:
+    """200 clients, most of which go away at a random moment."""
+    random = Random(9)
+    body = {"prompt": "Tell me a long story.", "max_tokens": 200, "stream": True}
+
+    def hang_up_soon() -> None:
+        timeout = httpx.Timeout(30, read=random.uniform(0.001, 0.4))
+        try:
+            with httpx.stream(
+                "POST", f"{server.url}/v1/completions", json=body, timeout=timeout
+            ) as r:
+                for _ in zip(range(random.randrange(4)), r.iter_lines(), strict=False):
+                    pass
+        except httpx.TimeoutException:
+            pass
+
+    from concurrent.futures import ThreadPoolExecutor
+
+    with ThreadPoolExecutor(20) as pool:
+        for future in [pool.submit(hang_up_soon) for _ in range(200)]:
+            future.result()
+    import time
+
+    deadline = time.monotonic() + 30
+    names = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
+    while any(metric(server, name) for name in names):
+        assert time.monotonic() < deadline, "requests of clients that went away are still there"
+        time.sleep(0.1)
+    assert httpx.get(f"{server.url}/health/generate", timeout=30).status_code == 200
+    total = metric(server, "requests_received_total")
+    assert total == metric(server, "request_outcomes_total")

@@ -1,0 +1,77 @@
+"""What one lever gives: the same workload with it on and off, on one set of weights, in one run.
+
+Absolute times of two runs on a CPU cannot be compared; ratios within one run can.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from windlass.build import build_engine, open_model
+from windlass.config import EngineConfig
+from windlass.tools.bench import workloads
+from windlass.tools.bench.measure import run
+from windlass.tools.bench.record import Record
+from windlass.tools.bench.scheduler import measure as measure_scheduler
+from windlass.tools.bench.workloads import Job
+
+Say = Callable[[str], None]
+
+
+def batching(options: dict[str, Any], num_requests: int, say: Say) -> Record:
+    """Continuous batching against static batches of 8 and against none."""
+    variants: dict[str, dict[str, Any]] = {
+        "continuous": {"batching": "continuous"},
+        "static": {"batching": "static", "max_batch_size": 8},
+        "none": {"batching": "none"},
+    }
+    rows = _compare(options, variants, lambda v: workloads.ragged(num_requests, v), say)
+    notes = (
+        "Outputs of 8 to 256 tokens, all requests at once. A row of a static batch that has ended "
+        "costs nothing more here, but its place stays empty until the whole batch has ended."
+    )
+    return Record("batching", _with_ratio(rows, "none"), notes, settings=options)
+
+
+def prefix(options: dict[str, Any], num_requests: int, say: Say) -> Record:
+    """Prefix caching on against off, for prompts that share their first 1,000 tokens."""
+    variants = {"on": {"prefix_caching": True}, "off": {"prefix_caching": False}}
+    rows = _compare(options, variants, lambda v: workloads.shared(num_requests, v), say)
+    notes = "1,000 shared tokens, 32 of their own, 16 out. The first prompt is computed in full."
+    return Record("prefix", _with_ratio(rows, "off"), notes, settings=options)
+
+
+def scheduler(say: Say, counts: Sequence[int] = (1, 16, 64, 256)) -> Record:
+    """The cost of plan and commit, by the number of running requests."""
+    rows = []
+    for count in counts:
+        say(f"{count} running requests")
+        rows.append(measure_scheduler(count))
+    return Record("scheduler", rows, "Decode steps, one token a request, no model.")
+
+
+def _compare(
+    options: dict[str, Any],
+    variants: dict[str, dict[str, Any]],
+    jobs_for: Callable[[int], list[Job]],
+    say: Say,
+) -> list[dict[str, Any]]:
+    """Run the same jobs on one engine per variant, which share the weights."""
+    opened = open_model(EngineConfig.of(**options))
+    rows, weights = [], None
+    for name, changes in variants.items():
+        built = build_engine(EngineConfig.of(**options, **changes), opened.source, weights)
+        weights = built.weights
+        jobs = jobs_for(built.report.vocab_size)
+        say(f"{name}: warming up")
+        run(built.engine, [Job(jobs[0].prompt[-8:], 4)])
+        say(f"{name}: {len(jobs)} requests")
+        rows.append({"variant": name, **run(built.engine, jobs).row()})
+        say(f"{name}: {rows[-1]['output_tok_s']} tok/s")
+    return rows
+
+
+def _with_ratio(rows: list[dict[str, Any]], base: str) -> list[dict[str, Any]]:
+    slow = next(row["output_tok_s"] for row in rows if row["variant"] == base)
+    return [{**row, "speedup": round(row["output_tok_s"] / slow, 2)} for row in rows]
