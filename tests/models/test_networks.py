@@ -50,7 +50,10 @@ CASES = {
     "mistral-head-dim": ("Mistral", {"sliding_window": None, "head_dim": 16}),
     "qwen2": ("Qwen2", {"tie_word_embeddings": True}),
     "qwen2-yarn": ("Qwen2", {"rope_scaling": YARN_ROPE}),
-    "qwen2-window": ("Qwen2", {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}),
+    "qwen2-window": (
+        "Qwen2",
+        {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1},
+    ),
     "qwen3": ("Qwen3", {"head_dim": 16}),
 }
 
@@ -67,11 +70,15 @@ def save_tiny(name: str, folder: Path) -> torch.nn.Module:
     return model
 
 
-def our_logits(folder: Path, ids: list[int], chunks: list[int], kernel: str | None = None) -> torch.Tensor:
+def our_logits(
+    folder: Path, ids: list[int], chunks: list[int], kernel: str | None = None
+) -> torch.Tensor:
     """Logits of all positions, computed in chunks over pages, in no particular block order."""
     spec = ModelSpec.from_hf(json.loads((folder / "config.json").read_text()))
     need = Need(CPU, torch.float32, soft_cap=1e30 if kernel == "reference" else None)
-    parts = Parts(torch.float32, CPU, 128, select("attention", need), lambda _: Plain(torch.float32))
+    parts = Parts(
+        torch.float32, CPU, 128, select("attention", need), lambda _: Plain(torch.float32)
+    )
     network = make_network(spec, parts)
     load(network, SafetensorsCheckpoint(sorted(folder.glob("*.safetensors"))), CPU)
     cache = KVCache(spec.num_layers, (16, spec.num_kv_heads, 4, spec.head_dim), torch.float32, CPU)

