@@ -35,7 +35,6 @@ def chat(
     """
     wishes = options.only(SAMPLING_OPTIONS)
     sampling_params(wishes)  # a bad value is refused before the model is loaded
-    options.engine()
     from windlass.llm import LLM
 
     llm = LLM(**options.engine_values())

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import json
-import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import IO, TYPE_CHECKING, Annotated, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -48,19 +47,15 @@ def generate(
     wishes = options.only(SAMPLING_OPTIONS)
     sampling_params(_MAX_TOKENS, wishes)
     jobs = _jobs(prompt or [], prompts)
-    options.engine()
-    with _opened(output) as sink:
-        from windlass.llm import LLM
+    _check_writable(output)
+    from windlass.llm import LLM
 
-        llm = LLM(**options.engine_values())
-        start = time.perf_counter()
-        results = _complete(llm, jobs, wishes, progress)
-        seconds = time.perf_counter() - start
-        as_text = output is None and prompts is None
-        for job, result in zip(jobs, results, strict=True):
-            for record in _records(job, result):
-                sink.write(record["text"] if as_text else json.dumps(record, ensure_ascii=False))
-                sink.write("\n")
+    llm = LLM(**options.engine_values())
+    start = time.perf_counter()
+    results = _complete(llm, jobs, wishes, progress)
+    seconds = time.perf_counter() - start
+    as_text = output is None and prompts is None
+    _write(output, _lines(jobs, results, as_text))
     typer.echo(_summary(results, seconds), err=True)
     return 0
 
@@ -90,6 +85,12 @@ def _complete(
         sampling = [sampling_params(*layers, jobs[i].sampling) for i in numbers]
         results |= dict(zip(numbers, call(inputs, sampling, progress), strict=True))
     return [results[i] for i in range(len(jobs))]
+
+
+def _lines(jobs: list[Job], results: list[RequestOutput], as_text: bool) -> Iterator[str]:
+    for job, result in zip(jobs, results, strict=True):
+        for record in _records(job, result):
+            yield record["text"] if as_text else json.dumps(record, ensure_ascii=False)
 
 
 def _records(job: Job, result: RequestOutput) -> Iterator[dict[str, Any]]:
@@ -127,15 +128,19 @@ def _summary(results: list[RequestOutput], seconds: float) -> str:
     )
 
 
-@contextmanager
-def _opened(output: str | None) -> Iterator[IO[str]]:
-    """Where results go, opened before the model is loaded, so that a bad path is known at once."""
+def _check_writable(output: str | None) -> None:
+    """Refuse a bad path before the model is loaded, without touching what is in the file."""
     if output is None or output == "-":
-        yield sys.stdout
         return
     try:
-        sink = open(output, "w", encoding="utf-8")  # noqa: SIM115 - closed below
+        Path(output).open("a").close()
     except OSError as error:
         raise ConfigError(f"-o {output}: {error.strerror or error}.") from error
-    with sink:
-        yield sink
+
+
+def _write(output: str | None, lines: Iterator[str]) -> None:
+    text = "".join(f"{line}\n" for line in lines)
+    if output is None or output == "-":
+        typer.echo(text, nl=False)
+    else:
+        Path(output).write_text(text, encoding="utf-8")
