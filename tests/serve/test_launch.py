@@ -8,9 +8,9 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -93,57 +93,51 @@ def _is_alive(pid: int) -> bool:
     return True
 
 
-def _collect(url: str, body: dict[str, object], texts: list[str]) -> threading.Thread:
-    def run() -> None:
-        texts.append(httpx.post(url + "/v1/completions", json=body, timeout=20).text)
-
-    thread = threading.Thread(target=run)
-    thread.start()
+def _ask_slowly(url: str, **body: object) -> Future[str]:
+    """The answer to a request that is under way now and gets 100 tokens a second at most."""
+    pool = ThreadPoolExecutor(1)
+    asked = {"prompt": "SLOW", **body}
+    answer = pool.submit(lambda: httpx.post(url + "/v1/completions", json=asked, timeout=20).text)
+    pool.shutdown(wait=False)
     time.sleep(0.3)
-    return thread
+    return answer
 
 
 def test_sigterm_lets_running_requests_finish(tmp_path: Path) -> None:
     with process(tmp_path, 20) as server:
-        texts: list[str] = []
-        body = {"prompt": "SLOW", "max_tokens": 120, "stream": True}
-        thread = _collect(server.url, body, texts)
+        answer = _ask_slowly(server.url, max_tokens=120, stream=True)
         server.signal(signal.SIGTERM)
         wait_until(lambda: _status(server.url, "/health/ready") == 503)
         refused = httpx.post(server.url + "/v1/completions", json={"prompt": "x"})
         assert refused.status_code == 503
         assert refused.headers["retry-after"]
         assert refused.json()["error"]["code"] == "shutting_down"
-        thread.join(20)
-        assert texts[0].endswith("data: [DONE]\n\n")
-        assert texts[0].count('"text"') == 120
+        text = answer.result(20)
+        assert text.endswith("data: [DONE]\n\n")
+        assert text.count('"text"') == 120
         assert server.wait() == 0
         assert not _is_alive(server.engine_pid)
 
 
 def test_what_does_not_finish_in_time_is_told_so(tmp_path: Path) -> None:
     with process(tmp_path, 0.3) as server:
-        texts: list[str] = []
-        body = {"prompt": "SLOW", "max_tokens": 2000, "stream": True}
-        thread = _collect(server.url, body, texts)
+        answer = _ask_slowly(server.url, max_tokens=2000, stream=True)
         server.signal(signal.SIGTERM)
         assert server.wait() == 0
-        thread.join(20)
-        assert '"error"' in texts[0]
-        assert "shut down" in texts[0]
+        text = answer.result(20)
+        assert '"error"' in text
+        assert "shut down" in text
 
 
 def test_a_second_signal_ends_at_once(tmp_path: Path) -> None:
     with process(tmp_path, 60) as server:
-        body = {"prompt": "SLOW", "max_tokens": 2000}
-        thread = threading.Thread(target=lambda: _ignore_hang_up(server.url, body))
-        thread.start()
-        time.sleep(0.3)
+        answer = _ask_slowly(server.url, max_tokens=2000)
         server.signal(signal.SIGINT)
         time.sleep(0.3)
         server.signal(signal.SIGINT)
         assert server.wait() == 1
-        thread.join(20)
+        with pytest.raises(httpx.TransportError):
+            answer.result(20)
         wait_until(lambda: not _is_alive(server.engine_pid))
 
 
@@ -152,11 +146,6 @@ def test_the_engine_ends_with_a_server_that_was_killed(tmp_path: Path) -> None:
         server.signal(signal.SIGKILL)
         server.wait()
         wait_until(lambda: not _is_alive(server.engine_pid))
-
-
-def _ignore_hang_up(url: str, body: dict[str, object]) -> None:
-    with pytest.raises(httpx.TransportError):
-        httpx.post(url + "/v1/completions", json=body, timeout=20)
 
 
 def test_a_server_told_to_stop_while_it_loads_ends_at_once() -> None:

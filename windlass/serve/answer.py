@@ -1,4 +1,4 @@
-"""One HTTP answer: its completions run in the engine, and their deltas become one body or a stream.
+"""One HTTP answer: its completions run in the engine, and come as one body or as a stream.
 
 A client that hangs up, in whatever phase, has its completions aborted at once.
 """
@@ -16,8 +16,9 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
+from windlass.core.completion import Completion
 from windlass.errors import EngineError
-from windlass.serve.completion import Completion, Delta, Stopwatch
+from windlass.serve.completion import Portion, Served, Stopwatch
 from windlass.serve.desk import Ticket
 from windlass.serve.prepare import Prepared
 from windlass.serve.problems import problem_of
@@ -55,12 +56,12 @@ async def _hang_up(receive: Receive) -> None:
         pass
 
 
-async def _next(deltas: AsyncGenerator[Delta, None]) -> Delta:
-    return await anext(deltas)
+async def _next(portions: AsyncGenerator[Portion, None]) -> Portion:
+    return await anext(portions)
 
 
 class Answer:
-    """The completions of one request. Owns them until the last delta, the error, or the hang-up."""
+    """The completions of one request. Owns them until their end, an error, or the hang-up."""
 
     def __init__(
         self,
@@ -82,26 +83,24 @@ class Answer:
         self._usage_always = options.continuous_usage_stats
         interval = config.stream_interval if body.stream else None
         self._completions = [
-            Completion(
-                index,
-                request,
-                card.tokenizer,
-                Stopwatch(services.metrics, ticket.began),
-                interval,
-            )
+            Completion(index, request, card.tokenizer)
             for index, request in enumerate(prepared.requests)
         ]
+        self._served = [
+            Served(completion, Stopwatch(services.metrics, ticket.began), interval)
+            for completion in self._completions
+        ]
 
-    async def _deltas(self) -> AsyncGenerator[Delta, None]:
-        by_id = {completion.request.request_id: completion for completion in self._completions}
+    async def _portions(self) -> AsyncGenerator[Portion, None]:
+        by_id = {each.completion.request.request_id: each for each in self._served}
         async with aclosing(self._client.generate(*self._prepared.requests)) as outputs:
             async for output in outputs:
-                delta = by_id[output.request_id].feed(output)
-                if delta is None:
+                portion = by_id[output.request_id].feed(output)
+                if portion is None:
                     continue
-                if delta.finish_reason is not None and output.finish is None:
+                if portion.finish_reason is not None and output.finish is None:
                     self._client.abort(output.request_id)  # a stop string, which only we see
-                yield delta
+                yield portion
 
     # ---- in one piece ------------------------------------------------------------------------
 
@@ -111,13 +110,13 @@ class Answer:
         return Response(msgspec.json.encode(body), media_type="application/json")
 
     async def _collect(self) -> Json:
-        async with aclosing(self._deltas()) as deltas:
-            whole = {delta.index: delta async for delta in deltas}
+        async with aclosing(self._portions()) as portions:
+            whole = {portion.index: portion async for portion in portions}
         choices = [self._shape.whole(whole[each.index], each) for each in self._completions]
         return {
             **self._envelope(self._shape.whole_object),
             "choices": choices,
-            "usage": usage(self._prepared, self._completions),
+            "usage": usage(self._prepared, self._served),
             **self._shape.extra(self._completions),
         }
 
@@ -125,23 +124,23 @@ class Answer:
 
     async def stream(self, request: Request) -> Response:
         """Answer with a stream once the first token is there: until then an error has a status."""
-        deltas = self._deltas()
-        first = await unless_gone(request.receive, _next(deltas))
-        return EventStream(self._events(first, deltas), deltas, self._ticket)
+        portions = self._portions()
+        first = await unless_gone(request.receive, _next(portions))
+        return EventStream(self._events(first, portions), portions, self._ticket)
 
     async def _events(
-        self, first: Delta, deltas: AsyncGenerator[Delta, None]
+        self, first: Portion, portions: AsyncGenerator[Portion, None]
     ) -> AsyncGenerator[bytes, None]:
         yield self._chunks(first)
-        async for delta in deltas:
-            yield self._chunks(delta)
+        async for portion in portions:
+            yield self._chunks(portion)
         if self._usage_at_end:
-            yield self._event([], usage(self._prepared, self._completions))
+            yield self._event([], usage(self._prepared, self._served))
         yield _DONE
 
-    def _chunks(self, delta: Delta) -> bytes:
-        choices = self._shape.chunks(delta, self._completions[delta.index])
-        numbers = usage(self._prepared, self._completions) if self._usage_always else None
+    def _chunks(self, portion: Portion) -> bytes:
+        choices = self._shape.chunks(portion, self._completions[portion.index])
+        numbers = usage(self._prepared, self._served) if self._usage_always else None
         return b"".join(self._event([choice], numbers) for choice in choices)
 
     def _event(self, choices: list[Json], numbers: Json | None) -> bytes:
@@ -168,7 +167,7 @@ class EventStream(StreamingResponse):
     def __init__(
         self,
         events: AsyncGenerator[bytes, None],
-        source: AsyncGenerator[Delta, None],
+        source: AsyncGenerator[Portion, None],
         ticket: Ticket,
     ) -> None:
         # Proxies must not collect a stream before they pass it on.

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 from windlass.config import ServeConfig
 from windlass.core.card import EngineReport, ModelCard
+from windlass.core.completion import check_ids, resolve_words
 from windlass.core.limits import SchedulerLimits
 from windlass.core.sampling import SamplingParams
 from windlass.core.types import NewRequest
@@ -163,11 +163,7 @@ class Preparer:
         sampling = SamplingParams(**values)
         self._check_logprobs("logprobs", sampling.logprobs)
         self._check_logprobs("prompt_logprobs", sampling.prompt_logprobs)
-        for name in ("logit_bias", "allowed_token_ids", "stop_token_ids"):
-            _check_ids(name, getattr(sampling, name) or (), report.vocab_size)
-        if sampling.bad_words:
-            sampling = replace(sampling, bad_token_ids=self._bad_ids(sampling.bad_words))
-        return sampling
+        return resolve_words(sampling, self._tokenizer, report.vocab_size)
 
     def _check_logprobs(self, name: str, asked: int | None) -> None:
         most = self._max_logprobs
@@ -176,12 +172,6 @@ class Preparer:
                 f"{name} must be at most {most}, got {asked}. The server's limit is --max-logprobs.",
                 name,
             )
-
-    def _bad_ids(self, words: Iterable[str]) -> tuple[tuple[int, ...], ...]:
-        """A word is other tokens at the start of a text than after a space."""
-        spelled = [form for word in words for form in (word, f" {word.lstrip()}")]
-        ids = [tuple(self._tokenizer.encode(form, add_special=False)) for form in spelled]
-        return tuple(dict.fromkeys(sequence for sequence in ids if sequence))
 
     def _prepared(
         self,
@@ -204,7 +194,7 @@ class Preparer:
             tokens = _truncated(prompt.tokens, cut, limits, sampling.max_tokens)
             if not tokens:
                 raise RequestError("the prompt is empty.", "prompt")
-            _check_ids("prompt", tokens, report.vocab_size)
+            check_ids("prompt", tokens, report.vocab_size)
             limits.fit(len(tokens), sampling.max_tokens)
             prompts[i] = replace(prompt, tokens=tokens)
             for j in range(sampling.n):
@@ -241,11 +231,3 @@ def _truncated(
     if cut == -1:
         cut = max(1, limits.max_model_len - (max_tokens or 1))
     return tokens[-cut:] if cut else []
-
-
-def _check_ids(name: str, ids: Iterable[int] | Mapping[int, float], vocab_size: int) -> None:
-    bad = next((token for token in ids if not 0 <= token < vocab_size), None)
-    if bad is not None:
-        raise RequestError(
-            f"{name} has the token id {bad}; this model's ids go from 0 to {vocab_size - 1}.", name
-        )

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Protocol
 
+from windlass.core.completion import Completion
 from windlass.core.text import Tokenizer
 from windlass.core.types import TokenLogprob
-from windlass.serve.completion import Completion, Delta
+from windlass.serve.completion import Portion, Served
 from windlass.serve.prepare import Prepared
 from windlass.serve.protocol import ChatRequest, CompletionRequest
 
@@ -26,12 +27,12 @@ class Shape(Protocol):
     whole_object: str
     chunk_object: str
 
-    def whole(self, delta: Delta, completion: Completion) -> Json:
+    def whole(self, portion: Portion, completion: Completion) -> Json:
         """A finished choice."""
         ...
 
-    def chunks(self, delta: Delta, completion: Completion) -> list[Json]:
-        """The choices that tell a stream of `delta`, each for a chunk of its own."""
+    def chunks(self, portion: Portion, completion: Completion) -> list[Json]:
+        """The choices that tell a stream of `portion`, each for a chunk of its own."""
         ...
 
     def extra(self, completions: Sequence[Completion]) -> Json:
@@ -47,29 +48,29 @@ class ChatShape:
         self._body = body
         self._tokenizer = tokenizer
 
-    def whole(self, delta: Delta, completion: Completion) -> Json:  # noqa: ARG002
-        message = {"role": "assistant", "content": delta.text, "refusal": None}
+    def whole(self, portion: Portion, completion: Completion) -> Json:  # noqa: ARG002
+        message = {"role": "assistant", "content": portion.text, "refusal": None}
         return {
-            "index": delta.index,
+            "index": portion.index,
             "message": message,
-            "logprobs": self._logprobs(delta),
-            **_ending(delta),
-            **_token_ids(delta, self._body.return_token_ids),
+            "logprobs": self._logprobs(portion),
+            **_ending(portion),
+            **_token_ids(portion, self._body.return_token_ids),
         }
 
-    def chunks(self, delta: Delta, completion: Completion) -> list[Json]:
+    def chunks(self, portion: Portion, completion: Completion) -> list[Json]:
         made = []
-        if delta.first:
-            opening = self._chunk(delta.index, {"role": "assistant", "content": ""})
+        if portion.first:
+            opening = self._chunk(portion.index, {"role": "assistant", "content": ""})
             if self._body.return_token_ids:
                 opening["prompt_token_ids"] = completion.request.prompt
             made.append(opening)
-        if delta.text or delta.logprobs or (self._body.return_token_ids and delta.tokens):
-            chunk = self._chunk(delta.index, {"content": delta.text})
-            chunk["logprobs"] = self._logprobs(delta)
-            made.append(chunk | _token_ids(delta, self._body.return_token_ids))
-        if delta.finish_reason is not None:
-            made.append(self._chunk(delta.index, {}) | _ending(delta))
+        if portion.text or portion.logprobs or (self._body.return_token_ids and portion.tokens):
+            chunk = self._chunk(portion.index, {"content": portion.text})
+            chunk["logprobs"] = self._logprobs(portion)
+            made.append(chunk | _token_ids(portion, self._body.return_token_ids))
+        if portion.finish_reason is not None:
+            made.append(self._chunk(portion.index, {}) | _ending(portion))
         return made
 
     def extra(self, completions: Sequence[Completion]) -> Json:
@@ -83,10 +84,10 @@ class ChatShape:
     def _chunk(self, index: int, delta: Json) -> Json:
         return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
 
-    def _logprobs(self, delta: Delta) -> Json | None:
+    def _logprobs(self, portion: Portion) -> Json | None:
         if self._body.num_logprobs is None:
             return None
-        content = [self._entry(logprob) for logprob in delta.logprobs]
+        content = [self._entry(logprob) for logprob in portion.logprobs]
         return {"content": content, "refusal": None}
 
     def _entry(self, logprob: TokenLogprob) -> Json:
@@ -114,30 +115,30 @@ class CompletionShape:
         self._tokenizer = tokenizer
         self._offsets = [0] * len(prepared.requests)  # in each choice's text, of its next token
 
-    def whole(self, delta: Delta, completion: Completion) -> Json:
-        choice = self._choice(delta, completion) | _ending(delta)
+    def whole(self, portion: Portion, completion: Completion) -> Json:
+        choice = self._choice(portion, completion) | _ending(portion)
         if self._body.prompt_logprobs is not None:
             choice["prompt_logprobs"] = prompt_logprobs(completion, self._tokenizer)
         return choice
 
-    def chunks(self, delta: Delta, completion: Completion) -> list[Json]:
-        silent = not (delta.text or delta.logprobs or delta.first or self._body.return_token_ids)
-        if silent and delta.finish_reason is None:
+    def chunks(self, portion: Portion, completion: Completion) -> list[Json]:
+        news = portion.text or portion.logprobs or portion.first or portion.finish_reason
+        if not news and not self._body.return_token_ids:
             return []
-        return [self._choice(delta, completion) | _ending(delta)]
+        return [self._choice(portion, completion) | _ending(portion)]
 
     def extra(self, completions: Sequence[Completion]) -> Json:  # noqa: ARG002
         return {}
 
-    def _choice(self, delta: Delta, completion: Completion) -> Json:
-        echo = self._echo(completion) if self._body.echo and delta.first else ""
+    def _choice(self, portion: Portion, completion: Completion) -> Json:
+        echo = self._echo(completion) if self._body.echo and portion.first else ""
         choice = {
-            "index": delta.index,
-            "text": echo + delta.text,
-            "logprobs": self._logprobs(delta, completion),
-            **_token_ids(delta, self._body.return_token_ids),
+            "index": portion.index,
+            "text": echo + portion.text,
+            "logprobs": self._logprobs(portion, completion),
+            **_token_ids(portion, self._body.return_token_ids),
         }
-        if self._body.return_token_ids and delta.first:
+        if self._body.return_token_ids and portion.first:
             choice["prompt_token_ids"] = completion.request.prompt
         return choice
 
@@ -148,16 +149,16 @@ class CompletionShape:
         skip = self._prepared.sampling.skip_special_tokens
         return self._tokenizer.decode(prompt.tokens, skip)
 
-    def _logprobs(self, delta: Delta, completion: Completion) -> Json | None:
+    def _logprobs(self, portion: Portion, completion: Completion) -> Json | None:
         if self._body.logprobs is None:
             return None
         made: Json = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
-        if self._body.echo and delta.first:
-            self._append(made, delta.index, completion.request.prompt[0], None)
+        if self._body.echo and portion.first:
+            self._append(made, portion.index, completion.request.prompt[0], None)
             for logprob in completion.prompt_logprobs:
-                self._append(made, delta.index, logprob.token, logprob)
-        for logprob in delta.logprobs:
-            self._append(made, delta.index, logprob.token, logprob)
+                self._append(made, portion.index, logprob.token, logprob)
+        for logprob in portion.logprobs:
+            self._append(made, portion.index, logprob.token, logprob)
         return made
 
     def _append(self, made: Json, index: int, token: int, logprob: TokenLogprob | None) -> None:
@@ -175,12 +176,12 @@ class CompletionShape:
         made["top_logprobs"].append({**entries, text: _finite(logprob.logprob)})
 
 
-def _ending(delta: Delta) -> Json:
-    return {"finish_reason": delta.finish_reason, "stop_reason": delta.stop_reason}
+def _ending(portion: Portion) -> Json:
+    return {"finish_reason": portion.finish_reason, "stop_reason": portion.stop_reason}
 
 
-def _token_ids(delta: Delta, wanted: bool | None) -> Json:
-    return {"token_ids": delta.tokens} if wanted else {}
+def _token_ids(portion: Portion, wanted: bool | None) -> Json:
+    return {"token_ids": portion.tokens} if wanted else {}
 
 
 def prompt_logprobs(completion: Completion, tokenizer: Tokenizer) -> list[Json | None]:
@@ -202,11 +203,11 @@ def prompt_logprobs(completion: Completion, tokenizer: Tokenizer) -> list[Json |
     return made
 
 
-def usage(prepared: Prepared, completions: Sequence[Completion]) -> Json:
+def usage(prepared: Prepared, served: Sequence[Served]) -> Json:
     """A prompt counts once, however many completions it has."""
     num_prompt = sum(len(prompt.tokens) for prompt in prepared.prompts)
-    num_output = sum(completion.num_tokens for completion in completions)
-    cached = sum(completion.num_cached for completion in completions[:: prepared.sampling.n])
+    num_output = sum(each.num_tokens for each in served)
+    cached = sum(each.num_cached for each in served[:: prepared.sampling.n])
     return {
         "prompt_tokens": num_prompt,
         "completion_tokens": num_output,
