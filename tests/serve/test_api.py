@@ -20,6 +20,13 @@ def events(response: httpx.Response) -> list[dict[str, Any]]:
     return [json.loads(line.removeprefix("data: ")) for line in lines[:-1]]
 
 
+def num_cached(server: Server, **body: object) -> int:
+    """How many tokens of a prompt, always the same one, were found in the cache."""
+    prompt = "a long prompt whose blocks are kept " * 4
+    usage = server.complete(prompt=prompt, max_tokens=1, **body).json()["usage"]
+    return usage["prompt_tokens_details"]["cached_tokens"]
+
+
 def test_chat(server: Server) -> None:
     answer = server.openai.chat.completions.create(
         model="counter", messages=HELLO, max_completion_tokens=6
@@ -113,12 +120,8 @@ def test_usage_counts_a_prompt_once(server: Server) -> None:
 
 
 def test_usage_tells_cached_tokens(server: Server) -> None:
-    prompt = "a long prompt whose blocks are kept " * 4
-    server.complete(prompt=prompt, max_tokens=1)
-    usage = server.complete(prompt=prompt, max_tokens=1).json()["usage"]
-    assert usage["prompt_tokens_details"]["cached_tokens"] == 144
-    other = server.complete(prompt=prompt, max_tokens=1, cache_salt="other").json()["usage"]
-    assert other["prompt_tokens_details"]["cached_tokens"] == 0
+    assert [num_cached(server), num_cached(server)] == [0, 144]
+    assert num_cached(server, cache_salt="other") == 0
 
 
 def test_usage_in_every_chunk(server: Server) -> None:
@@ -290,6 +293,16 @@ def test_keys_and_origins() -> None:
         asking = {"Origin": "http://shop.example", "Access-Control-Request-Method": "POST"}
         allowed = server.http.options("/v1/chat/completions", headers=asking)
         assert allowed.headers["access-control-allow-origin"] == "http://shop.example"
+
+
+def test_keys_share_cached_blocks_only_by_a_salt_they_agree_on() -> None:
+    with running(api_key=("one", "two")) as server:
+        found: dict[str, list[int]] = {}
+        for key in ("one", "two"):
+            server.http.headers["Authorization"] = f"Bearer {key}"
+            salts = ({}, {}, {"cache_salt": ""}, {"cache_salt": "ours"})
+            found[key] = [num_cached(server, **salt) for salt in salts]
+    assert found == {"one": [0, 144, 144, 0], "two": [0, 144, 144, 144]}
 
 
 def test_stream_interval_and_forced_usage_and_ids() -> None:

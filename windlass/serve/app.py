@@ -1,8 +1,7 @@
-"""The HTTP application: guards the door, and turns errors into answers."""
+"""The HTTP application: puts endpoints behind their guards, and turns errors into answers."""
 
 from __future__ import annotations
 
-import hmac
 import logging
 
 from fastapi import FastAPI
@@ -10,46 +9,15 @@ from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
-from starlette.types import ASGIApp, Receive, Scope, Send
 
 from windlass.errors import EngineError
 from windlass.serve.answer import ClientGone
+from windlass.serve.keys import KeyGuard
 from windlass.serve.problems import problem_of, problem_of_status
 from windlass.serve.routes import make_router
 from windlass.serve.services import Services
 
 _log = logging.getLogger("windlass.serve")
-
-# Exact paths: whatever else is asked for needs a key, whether it exists or not.
-_OPEN_PATHS = frozenset({"/health", "/health/live", "/health/ready", "/health/generate", "/ping"})
-
-
-class KeyGuard:
-    """Lets requests pass that bring one of the keys; health needs none."""
-
-    def __init__(self, app: ASGIApp, keys: tuple[str, ...], root_path: str) -> None:
-        self._app = app
-        self._keys = [key.encode() for key in keys]
-        self._root_path = root_path
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or self._may_pass(Request(scope)):
-            await self._app(scope, receive, send)
-            return
-        problem = problem_of_status(
-            401,
-            "a valid key is needed: Authorization: Bearer KEY.",
-            **{"WWW-Authenticate": "Bearer"},
-        )
-        await problem.response()(scope, receive, send)
-
-    def _may_pass(self, request: Request) -> bool:
-        if request.scope["path"].removeprefix(self._root_path) in _OPEN_PATHS:
-            return True
-        scheme, _, given = request.headers.get("authorization", "").partition(" ")
-        # All are compared, so that the time taken tells nothing about which one nearly fits.
-        matches = [hmac.compare_digest(given.strip().encode(), key) for key in self._keys]
-        return scheme.lower() == "bearer" and any(matches)
 
 
 def create_app(services: Services) -> FastAPI:

@@ -19,6 +19,7 @@ from windlass.core.types import NewRequest
 from windlass.errors import EngineError, RequestError
 from windlass.serve.answer import Answer, ClientGone
 from windlass.serve.client import Health
+from windlass.serve.keys import salt_of
 from windlass.serve.prepare import Prepared
 from windlass.serve.problems import BodyTooLarge
 from windlass.serve.protocol import (
@@ -79,6 +80,9 @@ class Completions:
         try:
             services.desk.check_open()
             body = kind.read(await read_body(request, services.config.max_body_bytes))
+            if services.config.api_key and not body.cache_salt:
+                # Owners of different keys must not learn from timing what the others asked.
+                body = body.model_copy(update={"cache_salt": salt_of(request)})
             prepared, shape = await self._prepare(body)
             services.admission.check(len(prepared.requests), prepared.num_prompt_tokens)
             services.metrics.params(prepared.sampling.n, prepared.sampling.max_tokens)
