@@ -113,7 +113,8 @@ def build_engine(config: EngineConfig, source: Source, weights: Loaded | None = 
         log.seconds,
         made.memory,
     )
-    return Built(Engine(scheduler, made.runner), report, weights)
+    overlap = config.scheduler.overlap and weights.parts.device.type == "cuda"
+    return Built(Engine(scheduler, made.runner, overlap=overlap), report, weights)
 
 
 def build_for_process(config: EngineConfig, source: Source) -> tuple[Engine, EngineReport]:

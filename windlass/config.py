@@ -66,6 +66,12 @@ class ModelConfig:
     generation_config: Literal["auto", "none"] = option(
         "auto", "Take sampling defaults from the model's generation_config.json, or none."
     )
+    enforce_eager: bool = option(
+        False, "Run every step operator by operator, without recorded CUDA graphs."
+    )
+    plain_kernels: bool = option(
+        False, "Use only the plain torch version of every operation, to compare with."
+    )
     num_threads: int = option(AUTO, "CPU threads for computing; -1: as many as there are cores.")
 
     def __post_init__(self) -> None:
@@ -126,6 +132,11 @@ class SchedulerConfig:
     scheduling_policy: PolicyName = option("fcfs", "Order of waiting requests.")
     batching: Batching = option(
         "continuous", "static and none are baselines that benchmarks compare with."
+    )
+    overlap: bool = option(
+        True,
+        "Plan and launch a step while the last one's tokens are on their way (CUDA).",
+        "--async-scheduling",
     )
     max_batch_size: int = option(8, "Static batching: start when so many wait.")
     max_wait_ms: float = option(50.0, "Static batching: start after so long with fewer.")
@@ -255,11 +266,18 @@ def _unknown(name: str, known: list[str]) -> str:
 
 def _checked(section: type, name: str, value: Any) -> Any:
     """Refuse a value outside a closed set of strings; turn lists into tuples."""
-    hint = get_type_hints(section)[name]
-    choices = [arg for arg in get_args(hint) if isinstance(arg, str)]
+    choices = _strings_in(get_type_hints(section)[name])
     if choices and value is not None and value not in choices:
         raise ConfigError(f"{flag(name)} must be one of {', '.join(choices)}; got {value!r}.")
     return tuple(value) if isinstance(value, list) else value
+
+
+def _strings_in(hint: Any) -> list[str]:
+    """The strings that a Literal allows, also inside `Literal[...] | None`."""
+    found: list[str] = []
+    for arg in get_args(hint):
+        found += [arg] if isinstance(arg, str) else _strings_in(arg)
+    return found
 
 
 def with_model(config: EngineConfig, **changes: Any) -> EngineConfig:

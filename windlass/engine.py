@@ -1,4 +1,8 @@
-"""The loop: add requests, step, hand out what came. Takes ready parts and imports no torch."""
+"""The loop: add requests, step, hand out what came. Takes ready parts and imports no torch.
+
+The plain loop is the definition: plan, run, commit. The overlapped one plans and launches a step
+while the tokens of the last are still on their way; a test says that they agree.
+"""
 
 from __future__ import annotations
 
@@ -10,10 +14,18 @@ from windlass.core.scheduler import Scheduler
 from windlass.core.types import EngineStats, NewRequest, Output, StepPlan, StepResult
 
 
+class Pending(Protocol):
+    """A step on its way."""
+
+    def wait(self) -> StepResult: ...
+
+
 class Runner(Protocol):
-    """Something that computes a plan."""
+    """Something that computes plans, in the order in which they come."""
 
     def run(self, plan: StepPlan) -> StepResult: ...
+
+    def submit(self, plan: StepPlan) -> Pending: ...
 
 
 class Engine:
@@ -24,10 +36,13 @@ class Engine:
         scheduler: Scheduler,
         runner: Runner,
         clock: Callable[[], float] = time.monotonic,
+        overlap: bool = False,
     ) -> None:
         self._scheduler = scheduler
         self._runner = runner
         self._clock = clock
+        self._overlap = overlap
+        self._in_flight: tuple[StepPlan, Pending] | None = None
 
     def add(self, request: NewRequest) -> None:
         """Queue a request. One that can never fit raises CapacityError now, not later."""
@@ -39,18 +54,31 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        return self._scheduler.has_work
+        return self._scheduler.has_work or self._in_flight is not None
 
     def step(self) -> list[Output]:
-        """Plan, run, commit: the whole engine."""
+        """Advance by one step; returns what has come of requests since the last."""
+        return self._step_overlapped() if self._overlap else self._step_plainly()
+
+    def _step_plainly(self) -> list[Output]:
         plan = self._scheduler.plan(self._clock())
         if not plan.rows:
             return []
         result = self._runner.run(plan)
         return self._scheduler.commit(plan, result, self._clock())
 
+    def _step_overlapped(self) -> list[Output]:
+        plan = self._scheduler.plan(self._clock())
+        launched = (plan, self._runner.submit(plan)) if plan.rows else None
+        before, self._in_flight = self._in_flight, launched
+        if before is None:
+            return []
+        last_plan, pending = before
+        return self._scheduler.commit(last_plan, pending.wait(), self._clock())
+
     def fail(self, error: str) -> list[Output]:
         """End every request with an error, after a step that raised; the engine stays usable."""
+        self._in_flight = None
         return self._scheduler.fail_all(error)
 
     def reset_prefix_cache(self) -> int:

@@ -29,9 +29,8 @@ def make_batch(
     shape = (num_blocks, kv_heads, size, dim)
     kv = LayerKV(torch.randn(shape, generator=random), torch.randn(shape, generator=random))
     positions = torch.cat([torch.arange(s, s + c) for s, c in rows])
-    row_of = torch.repeat_interleave(torch.arange(len(rows)), torch.tensor([c for _, c in rows]))
-    blocks = tables[row_of, positions // size]
-    return kv, StepBatch(positions, blocks, positions % size, tables, spans, [kv])
+    slots = torch.repeat_interleave(torch.arange(len(rows)), torch.tensor([c for _, c in rows]))
+    return kv, StepBatch(positions, slots, tables, spans, [kv])
 
 
 @pytest.mark.parametrize("window", [None, 1, 5, 1000])
@@ -57,13 +56,12 @@ def test_a_row_does_not_depend_on_its_neighbours() -> None:
     kv, batch = make_batch([(20, 1), (3, 4), (50, 1)], 2, 32, size=8)
     queries = torch.randn(6, 4, 32)
     together = torch_attention.attention(queries, kv, batch, 0.2)
-    for i, span in enumerate(batch.spans):
+    for span in batch.spans:
         part = slice(span.first, span.first + span.count)
         alone = StepBatch(
             batch.positions[part],
-            batch.blocks[part],
-            batch.offsets[part],
-            batch.tables[i : i + 1],
+            batch.token_slots[part],
+            batch.tables,
             [Span(0, span.count, span.start)],
             [kv],
         )

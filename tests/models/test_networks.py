@@ -11,7 +11,8 @@ import transformers
 
 from windlass.core.sampling import SamplingParams
 from windlass.core.types import Admission, Row, StepPlan
-from windlass.kernels.batch import KVCache
+from windlass.kernels.batch import Heads, KVCache
+from windlass.kernels.ops import choose_ops
 from windlass.kernels.select import Need, select
 from windlass.models.checkpoint import SafetensorsCheckpoint
 from windlass.models.loader import load
@@ -71,18 +72,17 @@ def save_tiny(name: str, folder: Path) -> torch.nn.Module:
 
 
 def our_logits(
-    folder: Path, ids: list[int], chunks: list[int], kernel: str | None = None
+    folder: Path, ids: list[int], chunks: list[int], plain: bool = False
 ) -> torch.Tensor:
     """Logits of all positions, computed in chunks over pages, in no particular block order."""
     spec = ModelSpec.from_hf(json.loads((folder / "config.json").read_text()))
-    need = Need(CPU, torch.float32, soft_cap=1e30 if kernel == "reference" else None)
-    parts = Parts(
-        torch.float32, CPU, 128, select("attention", need), lambda _: Plain(torch.float32)
-    )
+    heads = Heads(spec.num_heads, spec.num_kv_heads, spec.head_dim)
+    ops = choose_ops(Need(CPU, torch.float32, heads, spec.rope.dim, plain=plain))
+    parts = Parts(torch.float32, CPU, 128, ops, lambda _: Plain(torch.float32))
     network = make_network(spec, parts)
     load(network, SafetensorsCheckpoint(sorted(folder.glob("*.safetensors"))), CPU)
     cache = KVCache(spec.num_layers, (16, spec.num_kv_heads, 4, spec.head_dim), torch.float32, CPU)
-    slots = SlotTables(1, 16, 4)
+    slots = SlotTables(1, 16, 4, CPU)
     admission = Admission("r", 0, ids, len(ids), SamplingParams(), frozenset(), 0)
     free = [5, 3, 9, 1, 0, 15, 7, 2, 4, 6, 8, 10, 11, 12, 13, 14]
     outputs, start, held = [], 0, 0
@@ -94,7 +94,7 @@ def our_logits(
             row = Row("r", 0, start, count, tuple(ids[start : start + count]), blocks, True)
             plan = StepPlan([row], [admission] if start == 0 else [])
             slots.apply(plan)
-            tokens, batch = slots.batch(plan, cache.layers, CPU)
+            tokens, batch = slots.batch(plan, cache.layers)
             outputs.append(network.logits(network(tokens, batch)))
             start += count
     assert start == len(ids)
@@ -118,8 +118,13 @@ def test_the_plain_attention_gives_the_same_logits(tmp_path: Path) -> None:
     ids = torch.arange(3, 40)
     with torch.inference_mode():
         want = model(ids[None]).logits[0]
-    spec_kernel = select("attention", Need(CPU, torch.float32, soft_cap=30.0))
-    assert spec_kernel.name == "reference"
-    assert "soft cap" in spec_kernel.reason
-    got = our_logits(tmp_path, ids.tolist(), [20, 17], kernel="reference")
+    got = our_logits(tmp_path, ids.tolist(), [20, 17], plain=True)
     torch.testing.assert_close(got, want, atol=1e-4, rtol=1e-4)
+
+
+def test_kernels_say_why_they_refuse() -> None:
+    need = Need(CPU, torch.float32, Heads(4, 2, 16), 16, soft_cap=30.0)
+    chosen = select("attention", need)
+    assert chosen.name == "plain"
+    assert "soft cap" in chosen.reason
+    assert "CUDA" in chosen.refusals["triton"]

@@ -15,14 +15,13 @@ from windlass.build import OpenModel, open_model
 from windlass.config import EngineConfig
 from windlass.core.card import ModelCard
 from windlass.errors import ConfigError
-from windlass.kernels.select import Need, Selection, select
+from windlass.kernels.select import Selection
 from windlass.layers.linear import Linear
 from windlass.models.card import open_checkpoint
 from windlass.models.checkpoint import Checkpoint
-from windlass.models.network import Parts, make_network
+from windlass.models.network import make_network
 from windlass.models.spec import ModelSpec
-from windlass.quant.plain import Plain
-from windlass.runner.device import choose_device, choose_dtype
+from windlass.runner.assemble import draw_up
 from windlass.serve.chat import ChatTemplate
 
 Json = dict[str, Any]
@@ -32,11 +31,8 @@ def examine(config: EngineConfig, list_tensors: bool = False) -> Json:
     """Open the model that the config names and describe it."""
     opened = open_model(config)
     checkpoint = open_checkpoint(opened.files, config.model)
-    where = choose_device(config.model)
-    dtype, dtype_choice = choose_dtype(config.model, opened.spec, where.device)
-    attention = select("attention", Need(where.device, dtype))
-    method = Plain(dtype)
-    parts = Parts(dtype, where.device, opened.spec.max_positions, attention, lambda _: method)
+    blueprint = draw_up(config, opened.spec)
+    parts = blueprint.parts
     network = make_network(opened.spec, parts)
     findings: Json = {
         "model": _model(opened),
@@ -45,12 +41,12 @@ def examine(config: EngineConfig, list_tensors: bool = False) -> Json:
         "chat_template": _chat_template(opened.card),
         "sampling_defaults": dict(opened.card.default_sampling),
         "formats": _formats(checkpoint),
-        "choices": [asdict(where.choice), asdict(dtype_choice)],
-        "kernels": [_kernel(attention, opened.spec.num_layers)],
+        "choices": [asdict(choice) for choice in blueprint.choices],
+        "kernels": [_kernel(selection) for selection in parts.ops.chosen],
         "linear_layers": _linear_layers(network),
         "estimate": {
             "weight_bytes": sum(parameter.nbytes for parameter in network.parameters()),
-            "kv_bytes_per_token": _kv_bytes(opened.spec, dtype.itemsize),
+            "kv_bytes_per_token": _kv_bytes(opened.spec, parts.dtype.itemsize),
         },
     }
     if list_tensors:
@@ -107,10 +103,9 @@ def _tensors(checkpoint: Checkpoint) -> list[Json]:
     ]
 
 
-def _kernel(selection: Selection, num_layers: int) -> Json:
+def _kernel(selection: Selection) -> Json:
     return {
         "operation": selection.operation,
-        "layers": num_layers,
         "kernel": selection.name,
         "refusals": selection.refusals,
     }

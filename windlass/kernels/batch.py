@@ -16,6 +16,19 @@ from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True)
+class Heads:
+    """Attention heads of one layer; query heads share kv heads in equal groups."""
+
+    num_q: int
+    num_kv: int
+    dim: int
+
+    @property
+    def group(self) -> int:
+        return self.num_q // self.num_kv
+
+
+@dataclass(frozen=True, slots=True)
 class LayerKV:
     """The pages of one layer."""
 
@@ -79,12 +92,21 @@ class Span:
 
 
 @dataclass(frozen=True, slots=True)
+class AttentionWork:
+    """The rows as kernels on a device take them: by what they are, with no length on the host."""
+
+    singles: Tensor  # [n] int32: tokens that are alone in their row
+    tiles: Tensor  # [n, 4] int32: first token, tokens, slot, position of the first: parts of chunks
+    splits: int  # into how many parts the context of a single is cut, to fill the device
+
+
+@dataclass(frozen=True, slots=True)
 class StepBatch:
     """All rows of a step, packed one after another without padding."""
 
     positions: Tensor  # [tokens]
-    blocks: Tensor  # [tokens] the block that each token's key and value go to
-    offsets: Tensor  # [tokens] and the position inside it
-    tables: Tensor  # [rows, most blocks] block ids; beyond a row's own: 0
+    token_slots: Tensor  # [tokens] the row of `tables` that each token belongs to
+    tables: Tensor  # [slots, most blocks] block ids
     spans: list[Span]
     kv: list[LayerKV]
+    work: AttentionWork | None = None

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from windlass.kernels.batch import LayerKV, StepBatch
+from windlass.kernels.batch import Heads, LayerKV, StepBatch
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -42,10 +42,31 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return rotated.to(x.dtype)
 
 
-def write_kv(keys: Tensor, values: Tensor, kv: LayerKV, batch: StepBatch) -> None:
-    """Put this step's keys and values [tokens, kv_heads, dim] into their pages."""
-    kv.keys[batch.blocks, :, batch.offsets] = keys.to(kv.keys.dtype)
-    kv.values[batch.blocks, :, batch.offsets] = values.to(kv.values.dtype)
+def rope_write(
+    qkv: Tensor,
+    heads: Heads,
+    cos_sin: Tensor,
+    norms: tuple[Tensor, Tensor, float] | None,
+    kv: LayerKV,
+    batch: StepBatch,
+) -> Tensor:
+    """Split q, k and v, rotate q and k, put keys and values into their pages; returns q.
+
+    qkv: [tokens, all heads * dim]; cos_sin: [positions, rotated]; `norms` scale each head of q and k
+    first. Returns [tokens, heads, dim].
+    """
+    sizes = [heads.num_q, heads.num_kv, heads.num_kv]
+    q, k, v = qkv.view(qkv.shape[0], -1, heads.dim).split(sizes, dim=1)
+    if norms is not None:
+        q_weight, k_weight, eps = norms
+        q, k = rms_norm(q, q_weight, eps), rms_norm(k, k_weight, eps)
+    cos, sin = cos_sin[batch.positions].chunk(2, dim=-1)
+    slots, size = batch.token_slots, kv.block_size
+    blocks = batch.tables[slots, batch.positions // size].long()
+    offsets = batch.positions % size
+    kv.keys[blocks, :, offsets] = rope(k, cos, sin).to(kv.keys.dtype)
+    kv.values[blocks, :, offsets] = v.to(kv.values.dtype)
+    return rope(q, cos, sin)
 
 
 def read_row(pages: Tensor, table: Tensor, context: int) -> Tensor:
@@ -78,7 +99,8 @@ def attention(
     queries: [tokens, heads, dim]; returns the same shape. Several query heads share a kv head.
     """
     out = torch.empty_like(queries)
-    for table, span in zip(batch.tables, batch.spans, strict=True):
+    for span in batch.spans:
+        table = batch.tables[batch.token_slots[span.first]]
         q = queries[span.first : span.first + span.count]
         keys = read_row(kv.keys, table, span.context).float()
         values = read_row(kv.values, table, span.context).float()

@@ -28,9 +28,10 @@ def attention(
     single = [i for i, span in enumerate(batch.spans) if span.count == 1]
     if single:
         _attend_singles(out, queries, kv, batch, single, scale, window)
-    for index, span in enumerate(batch.spans):
+    for span in batch.spans:
         if span.count > 1:
-            _attend_chunk(out, queries, kv, batch.tables[index], span, scale, window)
+            table = batch.tables[batch.token_slots[span.first]]
+            _attend_chunk(out, queries, kv, table, span, scale, window)
     return out
 
 
@@ -48,7 +49,7 @@ def _attend_singles(
     contexts = torch.tensor([batch.spans[i].context for i in rows], device=queries.device)
     tokens = torch.tensor([batch.spans[i].first for i in rows], device=queries.device)
     most = -(-int(contexts.max()) // size)
-    tables = batch.tables[rows, :most]
+    tables = batch.tables[batch.token_slots[tokens], :most].long()
     length = most * size
     keys = kv.keys[tables].transpose(1, 2).reshape(len(rows), kv_heads, length, dim)
     values = kv.values[tables].transpose(1, 2).reshape(len(rows), kv_heads, length, dim)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from windlass.kernels import reference
+from windlass.kernels.ops import Ops
 from windlass.layers.linear import Linear
 from windlass.parallel.mesh import Group
 from windlass.quant.base import LinearMethod
@@ -19,10 +19,12 @@ class GatedMLP(nn.Module):
         hidden_size: int,
         intermediate_size: int,
         method: LinearMethod,
+        ops: Ops,
         group: Group,
         bias: torch.dtype | None = None,
     ) -> None:
         super().__init__()
+        self.ops = ops
         parts = {"gate_proj": intermediate_size, "up_proj": intermediate_size}
         self.gate_up_proj = Linear(parts, hidden_size, method, group, bias=bias)
         self.down_proj = Linear(
@@ -30,4 +32,4 @@ class GatedMLP(nn.Module):
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(reference.silu_mul(self.gate_up_proj(x)))
+        return self.down_proj(self.ops.silu_mul(self.gate_up_proj(x)))

@@ -66,7 +66,7 @@ def open_checkpoint(files: ModelFiles, config: ModelConfig) -> Checkpoint:
     """The tensors, or random ones with --load-format dummy."""
     if config.load_format == "dummy":
         dtype = load_spec(files, config).dtype if config.dtype == "auto" else config.dtype
-        return DummyCheckpoint(config.seed, dtype or "float32")
+        return DummyCheckpoint(config.seed, dtype or "float32", on_gpu=config.device != "cpu")
     if files.kind == "gguf":
         return GGUFCheckpoint(files.path)
     return SafetensorsCheckpoint(files.weights, files.index)

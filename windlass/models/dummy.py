@@ -28,9 +28,10 @@ class DummyCheckpoint:
     times faster than drawing billions of random numbers.
     """
 
-    def __init__(self, seed: int = 0, dtype: str = "float32") -> None:
+    def __init__(self, seed: int = 0, dtype: str = "float32", on_gpu: bool = False) -> None:
         self._seed = seed
         self._dtype = dtype
+        self._on_gpu = on_gpu  # made there, where one is: gigabytes need not travel
 
     def names(self) -> Collection[str]:
         return ()
@@ -60,7 +61,8 @@ class DummyCheckpoint:
 
         generator = torch.Generator().manual_seed(self._seed)
         noise = torch.randn(_NUM_NOISE, generator=generator) * _STD
-        return noise.to(getattr(torch, self._dtype))
+        on_gpu = self._on_gpu and torch.cuda.is_available()
+        return noise.to("cuda" if on_gpu else "cpu", getattr(torch, self._dtype))
 
 
 class ByteTokenizer:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from windlass.kernels.batch import StepBatch
+from windlass.kernels.batch import Heads, StepBatch
 from windlass.layers.attention import Attention, AttentionShape
 from windlass.layers.embedding import Embedding
 from windlass.layers.linear import Linear
@@ -28,28 +28,29 @@ class Block(nn.Module):
         name = f"model.layers.{index}"
         shape = AttentionShape(
             spec.hidden_size,
-            spec.num_heads,
-            spec.num_kv_heads,
-            spec.head_dim,
+            Heads(spec.num_heads, spec.num_kv_heads, spec.head_dim),
             spec.qkv_bias,
             spec.o_bias,
             spec.norm_eps if spec.qk_norm else None,
             spec.sliding_windows[index],
         )
-        self.input_layernorm = RMSNorm(spec.hidden_size, spec.norm_eps, parts.dtype)
+        self.input_layernorm = RMSNorm(spec.hidden_size, spec.norm_eps, parts.dtype, parts.ops)
         self.self_attn = Attention(
             index,
             shape,
             parts.method_for(f"{name}.self_attn"),
-            parts.attention,
+            parts.ops,
             parts.mesh.tp,
             parts.dtype,
         )
-        self.post_attention_layernorm = RMSNorm(spec.hidden_size, spec.norm_eps, parts.dtype)
+        self.post_attention_layernorm = RMSNorm(
+            spec.hidden_size, spec.norm_eps, parts.dtype, parts.ops
+        )
         self.mlp = GatedMLP(
             spec.hidden_size,
             spec.intermediate_size,
             parts.method_for(f"{name}.mlp"),
+            parts.ops,
             parts.mesh.tp,
             parts.dtype if spec.mlp_bias else None,
         )
@@ -59,10 +60,10 @@ class Block(nn.Module):
         x: Tensor,
         residual: Tensor | None,
         batch: StepBatch,
-        turn: tuple[Tensor, Tensor],
+        cos_sin: Tensor,
     ) -> tuple[Tensor, Tensor]:
         x, residual = self.input_layernorm.add(x, residual)
-        x = self.self_attn(x, batch, *turn)
+        x = self.self_attn(x, batch, cos_sin)
         x, residual = self.post_attention_layernorm.add(x, residual)
         return self.mlp(x), residual
 
@@ -74,15 +75,14 @@ class Trunk(nn.Module):
         super().__init__()
         self.embed_tokens = Embedding(spec.vocab_size, spec.hidden_size, parts.dtype)
         self.layers = nn.ModuleList(Block(i, spec, parts) for i in range(spec.num_layers))
-        self.norm = RMSNorm(spec.hidden_size, spec.norm_eps, parts.dtype)
+        self.norm = RMSNorm(spec.hidden_size, spec.norm_eps, parts.dtype, parts.ops)
         inv_freq, scale = frequencies(spec.rope)
         self.rotary = Rotary(inv_freq, scale, parts.max_positions, parts.device)
 
     def forward(self, ids: Tensor, batch: StepBatch) -> Tensor:
         x, residual = self.embed_tokens(ids), None
-        turn = self.rotary.at(batch.positions)
         for block in self.layers:
-            x, residual = block(x, residual, batch, turn)
+            x, residual = block(x, residual, batch, self.rotary.cos_sin)
         return self.norm.add(x, residual)[0]
 
 
@@ -106,4 +106,4 @@ class Llama(Network):
         return self.model(ids, batch)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        return self.lm_head(hidden).float()
+        return self.lm_head(hidden)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from windlass.errors import UnsupportedError
 from windlass.kernels.batch import StepBatch
-from windlass.kernels.select import Selection
+from windlass.kernels.ops import Ops
 from windlass.models.spec import ModelSpec
 from windlass.parallel.mesh import Mesh
 from windlass.quant.base import LinearMethod
@@ -35,7 +35,7 @@ class Parts:
     dtype: torch.dtype
     device: torch.device
     max_positions: int
-    attention: Selection
+    ops: Ops
     method_for: Callable[[str], LinearMethod]  # by the linear layer's name
     mesh: Mesh = field(default_factory=Mesh)
 
@@ -51,7 +51,7 @@ class Network(nn.Module):
 
     @abstractmethod
     def logits(self, hidden: Tensor) -> Tensor:
-        """Scores over the vocabulary, in float32."""
+        """Scores over the vocabulary, in the network's own arithmetic."""
 
 
 def make_network(spec: ModelSpec, parts: Parts) -> Network:

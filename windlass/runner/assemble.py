@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import psutil
 import torch
 
 from windlass.config import AUTO, EngineConfig, Limits
 from windlass.core.card import Capacity, Choice
+from windlass.core.types import Row, SlotId, StepPlan
 from windlass.errors import ConfigError
-from windlass.kernels.batch import KVCache
-from windlass.kernels.select import Need, select
+from windlass.kernels.batch import Heads, KVCache
+from windlass.kernels.ops import Ops, choose_ops
+from windlass.kernels.select import Need
 from windlass.models.checkpoint import Checkpoint
 from windlass.models.loader import load
 from windlass.models.network import Network, Parts, make_network
@@ -24,13 +25,19 @@ from windlass.runner.slots import SlotTables
 
 
 @dataclass(frozen=True, slots=True)
+class Blueprint:
+    """Everything that is decided before a weight is read, with the reasons."""
+
+    parts: Parts
+    choices: list[Choice]
+
+
+@dataclass(frozen=True, slots=True)
 class Loaded:
     """A network with its weights, and the choices that led to it."""
 
     network: Network
-    dtype: torch.dtype
-    device: torch.device
-    max_positions: int
+    parts: Parts
     weight_bytes: int
     choices: list[Choice]
 
@@ -45,54 +52,132 @@ class Assembled:
     memory: dict[str, int]
 
 
-def load_network(config: EngineConfig, spec: ModelSpec, checkpoint: Checkpoint) -> Loaded:
-    """Choose device, arithmetic and kernels, and read the weights."""
+def draw_up(config: EngineConfig, spec: ModelSpec) -> Blueprint:
+    """Choose device, arithmetic, kernels and the longest context."""
     where = found.choose_device(config.model)
     device = where.device
     dtype, dtype_choice = found.choose_dtype(config.model, spec, device)
-    threads = found.choose_threads(config.model)
-    attention = select("attention", Need(device, dtype))
+    ops = choose_ops(
+        Need(
+            device,
+            dtype,
+            Heads(spec.num_heads, spec.num_kv_heads, spec.head_dim),
+            spec.rope.dim,
+            plain=config.model.plain_kernels,
+        )
+    )
     longest, length_choice = _longest(config, spec)
     method = Plain(dtype)
-    parts = Parts(dtype, device, longest, attention, lambda _: method)
-    network = make_network(spec, parts)
-    load(network, checkpoint, device)
+    parts = Parts(dtype, device, longest, ops, lambda _: method)
+    threads = found.choose_threads(config.model)
+    choices = [where.choice, dtype_choice, threads, *ops.choices, length_choice]
+    return Blueprint(parts, choices)
+
+
+def load_network(config: EngineConfig, spec: ModelSpec, checkpoint: Checkpoint) -> Loaded:
+    """Make the network and read its weights."""
+    blueprint = draw_up(config, spec)
+    network = make_network(spec, blueprint.parts)
+    load(network, checkpoint, blueprint.parts.device)
     num_bytes = sum(p.nbytes for p in network.parameters())
-    kernel = Choice("attention kernel", attention.name, attention.reason)
-    choices = [where.choice, dtype_choice, threads, kernel, length_choice]
-    return Loaded(network, dtype, device, longest, num_bytes, choices)
+    return Loaded(network, blueprint.parts, num_bytes, blueprint.choices)
 
 
 def make_runner(config: EngineConfig, spec: ModelSpec, loaded: Loaded, limits: Limits) -> Assembled:
     """Size and make the KV pages, now that the weights are in place."""
-    size = config.cache.block_size
-    row_bytes = spec.num_kv_heads * spec.head_dim * loaded.dtype.itemsize
+    parts, size = loaded.parts, config.cache.block_size
+    row_bytes = spec.num_kv_heads * spec.head_dim * parts.dtype.itemsize
     block_bytes = 2 * spec.num_layers * size * row_bytes
-    per_request = -(-loaded.max_positions // size)
+    per_request = -(-parts.max_positions // size)
+    maker = _Maker(config, spec, loaded, limits)
+    reserved = maker.measure() if parts.device.type == "cuda" else {}
     capacity = found.size_cache(
         config.cache,
         block_bytes,
-        loaded.device,
+        parts.device,
         limits.memory_share,
         limits.max_num_seqs * per_request,
+        sum(reserved.values()),
     )
-    max_model_len = loaded.max_positions
+    runner, kv_bytes = maker.make(capacity.num_blocks)
+    max_model_len = parts.max_positions
     if config.model.max_model_len == AUTO:
         max_model_len = min(max_model_len, capacity.num_tokens)
-    shape = (capacity.num_blocks, spec.num_kv_heads, size, spec.head_dim)
-    cache = KVCache(spec.num_layers, shape, loaded.dtype, loaded.device)
-    runner = Runner(
-        loaded.network,
-        cache,
-        SlotTables(limits.max_num_seqs, per_request, size),
-        Sampler(spec.vocab_size, loaded.device),
-    )
     memory = {
         "weights": loaded.weight_bytes,
-        "KV cache": cache.num_bytes,
-        "process": psutil.Process().memory_info().rss,
+        "KV cache": kv_bytes,
+        **reserved,
+        "process": found.resident_bytes(),
     }
     return Assembled(runner, capacity, max_model_len, memory)
+
+
+class _Maker:
+    """Makes runners over one network: one to measure what a step needs, then the real one."""
+
+    def __init__(
+        self, config: EngineConfig, spec: ModelSpec, loaded: Loaded, limits: Limits
+    ) -> None:
+        self._config = config
+        self._spec = spec
+        self._loaded = loaded
+        self._limits = limits
+
+    def make(self, num_blocks: int) -> tuple[Runner, int]:
+        """A runner with so many blocks, and the bytes of its pages."""
+        spec, parts = self._spec, self._loaded.parts
+        size, seqs = self._config.cache.block_size, self._limits.max_num_seqs
+        on_cuda = parts.device.type == "cuda"
+        # One page more on CUDA: what rows that only pad a recorded step read and write.
+        shape = (num_blocks + on_cuda, spec.num_kv_heads, size, spec.head_dim)
+        cache = KVCache(spec.num_layers, shape, parts.dtype, parts.device)
+        max_blocks = -(-parts.max_positions // size)
+        slots = SlotTables(seqs, max_blocks, size, parts.device, scratch=num_blocks)
+        sampler = Sampler(spec.vocab_size, parts.device)
+        if not _has_triton(parts.ops):
+            return Runner(self._loaded.network, cache, slots, sampler), cache.num_bytes
+        from windlass.kernels.triton.attention import tile_tokens
+        from windlass.runner.graphs import CudaRunner
+
+        graph_rows = 0 if self._config.model.enforce_eager else seqs
+        tile = tile_tokens(spec.num_heads // spec.num_kv_heads)
+        runner = CudaRunner(self._loaded.network, cache, slots, sampler, tile, graph_rows)
+        runner.record()
+        return runner, cache.num_bytes
+
+    def measure(self) -> dict[str, int]:
+        """Bytes that the recorded graphs and the largest step take, found out by running them."""
+        parts = self._loaded.parts
+        if not _has_triton(parts.ops):
+            return {}
+        device = parts.device
+        before = _free_after_sync(device)
+        runner, _ = self.make(1)
+        graphs = before - _free_after_sync(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        held = torch.cuda.memory_allocated(device)
+        rows = rehearsal(self._limits.max_num_batched_tokens, parts.max_positions, runner.padding)
+        runner.run(StepPlan(rows))
+        activations = torch.cuda.max_memory_allocated(device) - held
+        del runner
+        _free_after_sync(device)
+        return {"graphs": max(0, graphs), "activations": activations}
+
+
+def rehearsal(num_tokens: int, longest: int, slot: SlotId) -> list[Row]:
+    """The largest step there can be, on a slot that nobody uses."""
+    counts = [min(longest, num_tokens - at) for at in range(0, num_tokens, longest)]
+    return [Row("", slot, 0, count, (0,) * count, (), True) for count in counts]
+
+
+def _free_after_sync(device: torch.device) -> int:
+    torch.cuda.synchronize(device)
+    torch.cuda.empty_cache()
+    return torch.cuda.mem_get_info(device)[0]
+
+
+def _has_triton(ops: Ops) -> bool:
+    return all(selection.name == "triton" for selection in ops.chosen)
 
 
 def _longest(config: EngineConfig, spec: ModelSpec) -> tuple[int, Choice]:

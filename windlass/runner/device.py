@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-import psutil
 import torch
 
 from windlass.config import AUTO, CacheConfig, ModelConfig
@@ -83,19 +82,43 @@ def free_bytes(device: torch.device) -> int:
     """Memory that could still be taken on the device; a container's limit counts."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
-    free = psutil.virtual_memory().available
+    free = _from_proc("/proc/meminfo", "MemAvailable")
     limit, used = (Path("/sys/fs/cgroup") / name for name in ("memory.max", "memory.current"))
     if limit.is_file() and used.is_file() and (most := limit.read_text().strip()) != "max":
         free = min(free, int(most) - int(used.read_text()))
     return max(0, free)
 
 
+def resident_bytes() -> int:
+    """Memory that this process holds now."""
+    return _from_proc("/proc/self/status", "VmRSS")
+
+
+def _from_proc(path: str, name: str) -> int:
+    """A number of Linux's own; elsewhere psutil knows the same."""
+    if Path(path).is_file():
+        lines = Path(path).read_text().splitlines()
+        found = next(line for line in lines if line.startswith(f"{name}:"))
+        return int(found.split()[1]) * 1024
+    import psutil
+
+    if name == "VmRSS":
+        return psutil.Process().memory_info().rss
+    return psutil.virtual_memory().available
+
+
 def size_cache(
-    config: CacheConfig, bytes_per_block: int, device: torch.device, share: float, wanted: int
+    config: CacheConfig,
+    bytes_per_block: int,
+    device: torch.device,
+    share: float,
+    wanted: int,
+    reserved: int = 0,
 ) -> Capacity:
     """How many blocks: as set, or a share of the memory that is free now, but not beyond need.
 
-    `wanted` is what the most requests of the greatest length could use.
+    `wanted` is what the most requests of the greatest length could use, `reserved` the bytes that
+    steps and graphs take beside the cache.
     """
     size, each = config.block_size, gib(bytes_per_block)
 
@@ -108,7 +131,7 @@ def size_cache(
         usable = config.kv_cache_memory_bytes
         why = f"--kv-cache-memory-bytes {gib(usable)}"
     else:
-        usable, why = _usable(device, share)
+        usable, why = _usable(device, share, reserved)
     count = usable // bytes_per_block
     if count < 1:
         raise ConfigError(
@@ -120,13 +143,16 @@ def size_cache(
     return capacity(count, why)
 
 
-def _usable(device: torch.device, share: float) -> tuple[int, str]:
+def _usable(device: torch.device, share: float, reserved: int) -> tuple[int, str]:
     free = free_bytes(device)
     if device.type == "cpu":
         return int(free * share), f"{share:g} of {gib(free)} free memory"
     total = torch.cuda.mem_get_info(device)[1]
-    usable = int(total * share) - (total - free)
-    return usable, f"{share:g} of {gib(total)} on the device, less {gib(total - free)} in use"
+    usable = int(total * share) - (total - free) - reserved
+    return usable, (
+        f"{share:g} of {gib(total)} on the device, less {gib(total - free)} in use and "
+        f"{gib(reserved)} for steps and graphs"
+    )
 
 
 def gib(num_bytes: int) -> str:

@@ -1,14 +1,17 @@
 """Turns a plan into tensors, runs the network, samples. Plain ints come back.
 
-Knows positions, slots and blocks, not what a request means: that is decided in core.
+Knows positions, slots and blocks, not what a request means: that is decided in core. This is the
+plain way, for any device; graphs.py replays recorded steps on CUDA and falls back to this one.
 """
 
 from __future__ import annotations
 
+from typing import Protocol
+
 import torch
 from torch import Tensor
 
-from windlass.core.types import Row, RowResult, StepPlan, StepResult, TokenLogprob
+from windlass.core.types import Row, RowResult, SlotId, StepPlan, StepResult, TokenLogprob
 from windlass.kernels.batch import KVCache, Span
 from windlass.models.network import Network
 from windlass.runner.sampler import Sampler, score_tokens
@@ -16,6 +19,22 @@ from windlass.runner.slots import SlotTables
 
 # Prompt scores need logits of every position; so many at a time keep the memory small.
 _SCORED_AT_ONCE = 128
+
+
+class Pending(Protocol):
+    """A step on its way. `wait` blocks until its tokens are there."""
+
+    def wait(self) -> StepResult: ...
+
+
+class Done:
+    """A step whose result is there already."""
+
+    def __init__(self, result: StepResult) -> None:
+        self._result = result
+
+    def wait(self) -> StepResult:
+        return self._result
 
 
 class Runner:
@@ -28,41 +47,59 @@ class Runner:
         self._cache = cache
         self._slots = slots
         self._sampler = sampler
-        self._device = cache.layers[0].keys.device
+        self._device = slots.device
+
+    @property
+    def padding(self) -> SlotId:
+        """A slot that no request gets."""
+        return SlotId(self._slots.num_slots)
+
+    def run(self, plan: StepPlan) -> StepResult:
+        """Compute one step and wait for it."""
+        return self.submit(plan).wait()
 
     @torch.inference_mode()
-    def run(self, plan: StepPlan) -> StepResult:
-        """Compute one step. The plan's copies come first, then all rows together."""
+    def submit(self, plan: StepPlan) -> Pending:
+        """Start a step. The plan's copies come first, then all rows together."""
+        self._prepare(plan)
+        ids, batch = self._slots.batch(plan, self._cache.layers)
+        hidden = self._network(ids, batch)
+        return Done(StepResult(self._sample(plan.rows, batch.spans, hidden)))
+
+    def _prepare(self, plan: StepPlan) -> None:
         for slot in plan.freed:
             self._sampler.forget(slot)
         for admission in plan.admitted:
             self._sampler.admit(admission)
         self._slots.apply(plan)
         self._cache.copy(plan.copies)
-        ids, batch = self._slots.batch(plan, self._cache.layers, self._device)
-        hidden = self._network(ids, batch)
-        return StepResult(self._results(plan.rows, batch.spans, hidden))
 
-    def _results(self, rows: list[Row], spans: list[Span], hidden: Tensor) -> list[RowResult]:
+    def _sample(self, rows: list[Row], spans: list[Span], hidden: Tensor) -> list[RowResult]:
         sampled = [i for i, row in enumerate(rows) if row.sample]
         results = [RowResult([])] * len(rows)
         if sampled:
             last = torch.tensor([spans[i].first + spans[i].count - 1 for i in sampled])
-            logits = self._network.logits(hidden[last.to(self._device)])
-            tokens, scores = self._sampler.sample(logits, [rows[i].slot for i in sampled])
+            logits = self._network.logits(hidden[last.to(self._device)]).float()
+            slots = [rows[i].slot for i in sampled]
+            tokens, scores = self._sampler.sample(logits, slots)
+            self._slots.last[slots] = torch.tensor(tokens, dtype=torch.int32, device=self._device)
             for i, token, score in zip(sampled, tokens, scores, strict=True):
-                self._slots.sampled(rows[i].slot, token)
                 results[i] = RowResult([token], score)
-        for i, (row, span) in enumerate(zip(rows, spans, strict=True)):
-            if self._sampler.wishes(row.slot).prompt_logprobs is not None:
-                scored = self._score_prompt(row, hidden[span.first : span.first + span.count])
-                results[i] = results[i]._replace(prompt_logprobs=scored)
+        self._score_prompts(rows, spans, hidden, results)
         return results
 
-    def _score_prompt(self, row: Row, hidden: Tensor) -> list[TokenLogprob]:
+    def _score_prompts(
+        self, rows: list[Row], spans: list[Span], hidden: Tensor, results: list[RowResult]
+    ) -> None:
+        for i, (row, span) in enumerate(zip(rows, spans, strict=True)):
+            num_top = self._sampler.num_prompt_scores(row.slot)
+            if num_top is not None:
+                part = hidden[span.first : span.first + span.count]
+                scored = self._score_prompt(row, part, num_top)
+                results[i] = results[i]._replace(prompt_logprobs=scored)
+
+    def _score_prompt(self, row: Row, hidden: Tensor, num_top: int) -> list[TokenLogprob]:
         """Log probabilities of the prompt's tokens that follow this row's positions."""
-        num_top = self._sampler.wishes(row.slot).prompt_logprobs
-        assert num_top is not None
         end = min(row.start + row.num_tokens + 1, self._sampler.num_prompt(row.slot))
         following = self._sampler.tokens(row.slot)[row.start + 1 : end]
         scored: list[TokenLogprob] = []

@@ -72,8 +72,10 @@ class Sampler:
     def forget(self, slot: int) -> None:
         self._slots.pop(slot, None)
 
-    def wishes(self, slot: int) -> SamplingParams:
-        return self._slots[slot].sampling
+    def num_prompt_scores(self, slot: int) -> int | None:
+        """How many alternatives of each prompt token are scored; None: the prompt is not."""
+        memory = self._slots.get(slot)
+        return memory.sampling.prompt_logprobs if memory is not None else None
 
     def tokens(self, slot: int) -> list[int]:
         return self._slots[slot].tokens

@@ -1,4 +1,8 @@
-"""Block tables by slot, and a plan's rows as the arrays that a network reads."""
+"""Block tables by slot, and a plan's rows as the arrays that a network reads.
+
+The host's copy of the tables is the truth; a CUDA device has a copy of its own that is kept up to
+date in the order of the steps.
+"""
 
 from __future__ import annotations
 
@@ -6,63 +10,81 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from windlass.core.types import StepPlan
+from windlass.core.types import Row, StepPlan
 from windlass.kernels.batch import LayerKV, Span, StepBatch
 
 
 class SlotTables:
-    """Owns, per slot, the block table and the token sampled last."""
+    """Owns, per slot, the block table and the token sampled last. One slot more is for padding."""
 
-    def __init__(self, num_slots: int, max_blocks: int, block_size: int) -> None:
-        self._size = block_size
-        self._tables = np.zeros((num_slots, max_blocks), dtype=np.int64)
-        self._num_blocks = np.zeros(num_slots, dtype=np.int64)
-        self._last = np.zeros(num_slots, dtype=np.int64)
+    def __init__(
+        self,
+        num_slots: int,
+        max_blocks: int,
+        block_size: int,
+        device: torch.device,
+        scratch: int = 0,
+    ) -> None:
+        """`scratch` is the block that the padding slot reads and writes."""
+        self.size = block_size
+        self.num_slots = num_slots
+        self.device = device
+        self._host = np.zeros((num_slots + 1, max_blocks), dtype=np.int32)
+        self._host[num_slots] = scratch
+        self._num_blocks = np.zeros(num_slots + 1, dtype=np.int64)
+        on_cpu = device.type == "cpu"
+        self.tables = torch.from_numpy(self._host)
+        if not on_cpu:
+            self.tables = self.tables.to(device)
+        # The tokens sampled last.
+        self.last = torch.zeros(num_slots + 1, dtype=torch.int32, device=device)
 
-    def apply(self, plan: StepPlan) -> None:
-        """Start the tables of admitted requests, and append the blocks that rows bring."""
+    def apply(self, plan: StepPlan) -> list[Row]:
+        """Start the tables of admitted requests, append the rows' blocks; returns rows with any."""
         for admission in plan.admitted:
             self._num_blocks[admission.slot] = 0
-        for row in plan.rows:
-            if row.blocks:
-                used = self._num_blocks[row.slot]
-                self._tables[row.slot, used : used + len(row.blocks)] = row.blocks
-                self._num_blocks[row.slot] = used + len(row.blocks)
+        grown = [row for row in plan.rows if row.blocks]
+        for row in grown:
+            used = self._num_blocks[row.slot]
+            self._host[row.slot, used : used + len(row.blocks)] = row.blocks
+            self._num_blocks[row.slot] = used + len(row.blocks)
+        return grown
 
-    def sampled(self, slot: int, token: int) -> None:
-        self._last[slot] = token
+    def send(self, rows: list[Row]) -> None:
+        """Bring the device's copy of these rows' tables up to date."""
+        if not rows or self.device.type == "cpu":
+            return
+        slots = np.array([row.slot for row in rows])
+        most = int(self._num_blocks[slots].max())
+        fresh = to_device(self._host[slots, :most], self.device)
+        self.tables[to_device(slots, self.device), :most] = fresh
 
-    def batch(
-        self, plan: StepPlan, kv: list[LayerKV], device: torch.device
-    ) -> tuple[Tensor, StepBatch]:
+    def batch(self, plan: StepPlan, kv: list[LayerKV]) -> tuple[Tensor, StepBatch]:
         """Token ids of the plan's rows, packed, and everything that goes with them."""
         rows = plan.rows
         slots = np.array([row.slot for row in rows])
         counts = np.array([row.num_tokens for row in rows])
         starts = np.array([row.start for row in rows])
         firsts = np.cumsum(counts) - counts
-        ids: list[int] = []
+        known: list[int] = []
         for row in rows:
-            ids.extend(row.tokens or (int(self._last[row.slot]),))
-        positions = np.arange(len(ids)) - np.repeat(firsts - starts, counts)
-        blocks = self._tables[np.repeat(slots, counts), positions // self._size]
-        most = int(self._num_blocks[slots].max())
-
-        def tensor(array: np.ndarray) -> Tensor:
-            return torch.from_numpy(array).to(device)
-
+            known.extend(row.tokens or (-1,))
+        positions = np.arange(len(known)) - np.repeat(firsts - starts, counts)
+        packed = np.stack([np.array(known), positions, np.repeat(slots, counts)])
+        ids, on_device, token_slots = to_device(packed, self.device)
+        ids = torch.where(ids < 0, self.last[token_slots], ids)
         spans = [
             Span(first, count, start)
             for first, count, start in zip(
                 firsts.tolist(), counts.tolist(), starts.tolist(), strict=True
             )
         ]
-        batch = StepBatch(
-            tensor(positions),
-            tensor(blocks),
-            tensor(positions % self._size),
-            tensor(self._tables[slots, :most]),
-            spans,
-            kv,
-        )
-        return torch.tensor(ids, device=device), batch
+        return ids, StepBatch(on_device, token_slots, self.tables, spans, kv)
+
+
+def to_device(array: np.ndarray, device: torch.device) -> Tensor:
+    """A tensor of the array's content; on CUDA it travels while the host goes on."""
+    tensor = torch.from_numpy(array)
+    if device.type == "cpu":
+        return tensor
+    return tensor.pin_memory().to(device, non_blocking=True)

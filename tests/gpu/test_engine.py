@@ -1,0 +1,100 @@
+"""The engine on a real GPU: recorded = eager, overlapped = plain, alone = in a batch."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from windlass import LLM, SamplingParams
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+CONFIG = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "hidden_size": 256,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "intermediate_size": 512,
+    "vocab_size": 1000,
+    "max_position_embeddings": 1024,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("model")
+    (path / "config.json").write_text(json.dumps(CONFIG))
+    return path
+
+
+def outputs(folder: Path, wish: SamplingParams, **options) -> list[list[int]]:
+    options = {"num_blocks": 400, "max_num_seqs": 16, "max_num_batched_tokens": 64, **options}
+    llm = LLM(str(folder), load_format="dummy", **options)
+    prompts = [[(7 * i + j) % 1000 for j in range(3 + 9 * i)] for i in range(20)]
+    results = llm.generate(prompts, wish)
+    assert llm.engine.stats().num_used_blocks == 0
+    return [result.outputs[0].token_ids for result in results]
+
+
+GREEDY = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+
+
+def agreement(a: list[list[int]], b: list[list[int]]) -> float:
+    """Share of requests with the same tokens; random weights have near-ties, so some may part."""
+    return sum(x == y for x, y in zip(a, b, strict=True)) / len(a)
+
+
+def test_overlapped_equals_plain(folder: Path) -> None:
+    assert outputs(folder, GREEDY) == outputs(folder, GREEDY, overlap=False)
+
+
+def test_overlapped_equals_plain_when_requests_are_preempted(folder: Path) -> None:
+    few = {"num_blocks": 40, "max_model_len": 400}
+    assert agreement(outputs(folder, GREEDY, **few), outputs(folder, GREEDY)) >= 0.8
+
+
+def test_recorded_equals_eager(folder: Path) -> None:
+    assert agreement(outputs(folder, GREEDY), outputs(folder, GREEDY, enforce_eager=True)) >= 0.9
+
+
+def test_kernels_equal_the_plain_versions(folder: Path) -> None:
+    plain = outputs(folder, GREEDY, plain_kernels=True)
+    assert agreement(outputs(folder, GREEDY), plain) >= 0.6
+
+
+def test_a_seed_gives_the_same_in_any_batch(folder: Path) -> None:
+    wish = SamplingParams(
+        temperature=0.9, top_p=0.9, top_k=50, max_tokens=20, seed=3, ignore_eos=True
+    )
+    llm = LLM(str(folder), load_format="dummy", num_blocks=400, max_num_seqs=16)
+    alone = llm.generate([[5, 6, 7]], wish)[0].outputs[0].token_ids
+    batch = llm.generate([[5, 6, 7], *[[i] * 9 for i in range(9)]], wish)[0].outputs[0].token_ids
+    assert alone == batch
+
+
+def test_special_wishes_beside_plain_ones(folder: Path) -> None:
+    llm = LLM(str(folder), load_format="dummy", num_blocks=400, max_num_seqs=16)
+    prompts = [[i, i + 1, i + 2] for i in range(6)]
+    usual = llm.generate(prompts, GREEDY)
+    special = SamplingParams(
+        temperature=0, max_tokens=40, ignore_eos=True, logprobs=2, prompt_logprobs=1
+    )
+    forced = SamplingParams(temperature=0, max_tokens=5, allowed_token_ids=[11], ignore_eos=True)
+    mixed = llm.generate(prompts, [GREEDY, special, forced, GREEDY, special, GREEDY])
+    assert mixed[2].outputs[0].token_ids == [11] * 5
+    assert len(mixed[1].outputs[0].logprobs) == 40
+    assert len(mixed[1].prompt_logprobs) == 2
+    same = [mixed[i].outputs[0].token_ids == usual[i].outputs[0].token_ids for i in (0, 1, 3, 4, 5)]
+    assert sum(same) >= 4

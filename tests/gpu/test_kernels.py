@@ -1,0 +1,185 @@
+"""Every Triton kernel against its plain version, on a real GPU: 1, odd sizes, and large ones."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from windlass.kernels import reference
+from windlass.kernels.batch import AttentionWork, Heads, LayerKV, Span, StepBatch
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+CUDA = torch.device("cuda")
+DTYPES = [torch.bfloat16, torch.float16]
+# Relative to the largest value: two roundings of the type.
+TOLERANCE = {torch.bfloat16: 2 * 2**-8, torch.float16: 2 * 2**-11}
+
+
+def close(got: torch.Tensor, want: torch.Tensor, factor: float = 1.0) -> None:
+    assert got.shape == want.shape
+    error = (got.float() - want.float()).abs().max() / want.float().abs().max().clamp_min(1e-6)
+    assert error <= factor * TOLERANCE[want.dtype], float(error)
+
+
+def randn(*shape: int, dtype: torch.dtype) -> torch.Tensor:
+    return torch.randn(shape, device=CUDA).to(dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("rows", "size"), [(1, 64), (3, 576), (257, 1024), (16, 4096), (2, 8192)])
+def test_norms(rows: int, size: int, dtype: torch.dtype) -> None:
+    from windlass.kernels.triton import norm
+
+    x, residual, weight = (
+        randn(rows, size, dtype=dtype),
+        randn(rows, size, dtype=dtype),
+        randn(size, dtype=dtype),
+    )
+    close(norm.rms_norm(x, weight, 1e-5), reference.rms_norm(x, weight, 1e-5))
+    want, total = reference.add_rms_norm(x, residual.clone(), weight, 1e-5)
+    got, in_place = norm.add_rms_norm(x, residual, weight, 1e-5)
+    close(in_place, total)
+    close(got, want)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("rows", "size"), [(1, 64), (5, 1536), (300, 14336)])
+def test_silu_mul(rows: int, size: int, dtype: torch.dtype) -> None:
+    from windlass.kernels.triton import norm
+
+    x = randn(rows, 2 * size, dtype=dtype)
+    close(norm.silu_mul(x), reference.silu_mul(x))
+
+
+def make_batch(
+    rows: list[tuple[int, int]], heads: Heads, dtype: torch.dtype, splits: int
+) -> tuple[LayerKV, StepBatch]:
+    from windlass.kernels.triton.attention import tile_tokens
+
+    size = 16
+    needed = [-(-(start + count) // size) for start, count in rows]
+    order = torch.randperm(sum(needed) + 3, device=CUDA).int()
+    tables = torch.zeros(len(rows), max(needed), dtype=torch.int32, device=CUDA)
+    spans, at, first, tiles = [], 0, 0, []
+    tile = tile_tokens(heads.group)
+    for i, ((start, count), blocks) in enumerate(zip(rows, needed, strict=True)):
+        tables[i, :blocks] = order[at : at + blocks]
+        spans.append(Span(first, count, start))
+        if count > 1:
+            tiles += [
+                (first + k, min(tile, count - k), i, start + k) for k in range(0, count, tile)
+            ]
+        at += blocks
+        first += count
+    shape = (len(order), heads.num_kv, size, heads.dim)
+    kv = LayerKV(randn(*shape, dtype=dtype), randn(*shape, dtype=dtype))
+    positions = torch.cat([torch.arange(s, s + c) for s, c in rows]).int().to(CUDA)
+    counts = torch.tensor([c for _, c in rows])
+    slots = torch.repeat_interleave(torch.arange(len(rows)), counts).int().to(CUDA)
+    singles = torch.tensor([s.first for s in spans if s.count == 1], dtype=torch.int32, device=CUDA)
+    work = AttentionWork(
+        singles, torch.tensor(tiles, dtype=torch.int32, device=CUDA).reshape(-1, 4), splits
+    )
+    return kv, StepBatch(positions, slots, tables, spans, [kv], work)
+
+
+ROWS = [
+    [(0, 1)],
+    [(1023, 1), (0, 1), (62, 1), (63, 1), (64, 1)],
+    [(0, 2), (0, 129), (17, 300)],
+    [(500, 1), (0, 33), (2000, 1), (96, 64), (31, 2)],
+]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("splits", [1, 4, 32])
+@pytest.mark.parametrize(
+    "heads", [Heads(32, 8, 128), Heads(9, 3, 64), Heads(8, 8, 96), Heads(8, 4, 256)], ids=str
+)
+@pytest.mark.parametrize("rows", ROWS, ids=str)
+def test_attention(rows, heads: Heads, splits: int, dtype: torch.dtype) -> None:
+    from windlass.kernels.triton.attention import attention
+
+    kv, batch = make_batch(rows, heads, dtype, splits)
+    q = randn(sum(c for _, c in rows), heads.num_q, heads.dim, dtype=dtype)
+    for window, cap in [(None, None), (50, None), (None, 20.0), (1, 5.0)]:
+        want = reference.attention(q, kv, batch, heads.dim**-0.5, window, cap)
+        close(attention(q, kv, batch, heads.dim**-0.5, window, cap), want, factor=1.5)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("normed", [False, True])
+@pytest.mark.parametrize("heads", [Heads(32, 8, 128), Heads(9, 3, 64), Heads(4, 4, 96)], ids=str)
+def test_rope_write(heads: Heads, normed: bool, dtype: torch.dtype) -> None:
+    from windlass.kernels.triton.rope import rope_write
+
+    kv, batch = make_batch([(5, 1), (0, 20), (30, 3)], heads, dtype, 1)
+    qkv = randn(24, (heads.num_q + 2 * heads.num_kv) * heads.dim, dtype=dtype)
+    angle = torch.rand(64, heads.dim // 2, device=CUDA) * 6
+    table = torch.cat([angle.cos(), angle.sin()], -1)
+    norms = None
+    if normed:
+        norms = (randn(heads.dim, dtype=dtype), randn(heads.dim, dtype=dtype), 1e-6)
+    ours = LayerKV(kv.keys.clone(), kv.values.clone())
+    want = reference.rope_write(qkv, heads, table, norms, kv, batch)
+    got = rope_write(qkv, heads, table, norms, ours, batch)
+    close(got, want)
+    close(ours.keys, kv.keys)
+    assert torch.equal(ours.values, kv.values)
+
+
+def draw(logits: torch.Tensor, wish: tuple[float, float, float, float], seed: int = 1, at: int = 0):
+    from windlass.kernels.triton.sample import sample
+
+    rows = logits.shape[0]
+    wishes = torch.tensor([wish] * rows, device=CUDA)
+    seeds = torch.arange(rows, device=CUDA) * 1_000_003 + seed
+    slots = torch.arange(rows, dtype=torch.int32, device=CUDA)
+    positions = torch.full((rows,), at, dtype=torch.int32, device=CUDA)
+    last = torch.zeros(rows, dtype=torch.int32, device=CUDA)
+    tokens = sample(logits, wishes, seeds, slots, positions, last)
+    assert torch.equal(tokens, last)
+    return tokens
+
+
+@pytest.mark.parametrize("size", [5, 2048, 49152, 128256])
+def test_greedy_is_argmax(size: int) -> None:
+    logits = torch.randn(9, size, device=CUDA)
+    assert torch.equal(draw(logits, (0.0, 0.0, 1.0, 0.0)).long(), logits.argmax(-1))
+
+
+def test_drawn_tokens_follow_the_distribution() -> None:
+    row = torch.tensor([2.0, 1.0, 0.0, -1.0, -30.0], device=CUDA)
+    draws = 20_000
+    tokens = draw(row.expand(draws, -1).contiguous(), (1.0, 0.0, 1.0, 0.0))
+    counts = torch.bincount(tokens.long(), minlength=5)[:4].float()
+    want = draws * row[:4].softmax(0)
+    assert ((counts - want) ** 2 / want).sum() < 16.3  # 3 degrees of freedom, p = 0.001
+    again = draw(row.expand(draws, -1).contiguous(), (1.0, 0.0, 1.0, 0.0))
+    assert torch.equal(tokens, again)
+    other = draw(row.expand(draws, -1).contiguous(), (1.0, 0.0, 1.0, 0.0), at=1)
+    assert not torch.equal(tokens, other)
+
+
+@pytest.mark.parametrize(
+    "wish", [(1.0, 7, 1.0, 0.0), (0.5, 0, 0.8, 0.0), (2.0, 0, 1.0, 0.1), (1.25, 20, 0.7, 0.02)]
+)
+def test_truncation_allows_what_the_plain_version_allows(wish) -> None:
+    from windlass.runner.filters import truncate
+
+    logits = torch.randn(6, 3000, device=CUDA) * 4
+    heat, top_k, top_p, min_p = wish
+    full = [torch.full((6,), value, device=CUDA) for value in (top_k, top_p, min_p)]
+    allowed = truncate(logits * heat, full[0].int(), full[1], full[2]).isfinite()
+    drawn = torch.stack([draw(logits, wish, seed=s) for s in range(300)]).long()
+    assert allowed.gather(1, drawn.T).all()
+    for row in range(6):
+        seen = set(drawn[:, row].tolist())
+        best = logits[row].argmax().item()
+        assert best in seen
+        likely = (logits[row] * heat).masked_fill(~allowed[row], float("-inf")).softmax(0) > 0.05
+        assert set(likely.nonzero()[:, 0].tolist()) <= seen

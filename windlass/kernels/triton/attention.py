@@ -1,0 +1,380 @@
+"""Paged attention on CUDA: single queries with the context cut into parts, chunks in large tiles.
+
+The query heads of a kv head are computed together, so that its keys and values are read once.
+Block ids are loaded one tile ahead of the keys they lead to: otherwise Triton does not overlap the
+loads of a tile with the arithmetic of the last. Lengths are read on the device.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from windlass.kernels.batch import LayerKV, StepBatch
+
+_LOG2_E = 1.4426950408889634
+_TILE_ROWS = 128  # query rows (tokens x heads of a group) that one program takes
+
+
+def tile_tokens(group: int) -> int:
+    """How many tokens of a chunk go into one tile."""
+    return _TILE_ROWS // triton.next_power_of_2(group)
+
+
+@triton.jit
+def _capped(scores, cap, CAPPED: tl.constexpr):
+    """Scores are in units of log2; so is the cap."""
+    if CAPPED:
+        twice = tl.exp2(scores * (2 * 1.4426950408889634 / cap))
+        scores = cap * (1 - 2 / (twice + 1))
+    return scores
+
+
+@triton.jit
+def _attend(
+    q, k_tile, v_tile, mask, m, total, acc, scale, cap, CAPPED: tl.constexpr, MASKED: tl.constexpr
+):
+    """One tile of keys for the running softmax (m, total, acc)."""
+    scores = _capped(tl.dot(q, k_tile) * scale, cap, CAPPED)
+    if MASKED:
+        scores = tl.where(mask, scores, float("-inf"))
+    m_new = tl.maximum(m, tl.max(scores, 1))
+    # A row that has seen no key yet stays at -inf, and exp2(-inf - -inf) would be NaN.
+    m_safe = tl.where(m_new == float("-inf"), 0.0, m_new)
+    weights = tl.exp2(scores - m_safe[:, None])
+    shrink = tl.exp2(m - m_safe)
+    total = total * shrink + tl.sum(weights, 1)
+    acc = tl.dot(weights.to(v_tile.dtype), v_tile, acc * shrink[:, None])
+    return m_new, total, acc
+
+
+@triton.jit
+def paged_decode_kernel(
+    queries,
+    keys,
+    values,
+    out,
+    part_out,
+    part_max,
+    part_sum,
+    singles,
+    positions,
+    token_slots,
+    tables,
+    table_stride,
+    scale,
+    cap,
+    window,
+    NUM_Q: tl.constexpr,
+    NUM_KV: tl.constexpr,
+    GROUP: tl.constexpr,
+    DIM: tl.constexpr,
+    DIM_PAD: tl.constexpr,
+    SIZE: tl.constexpr,
+    TILE: tl.constexpr,
+    SPLITS: tl.constexpr,
+    WINDOWED: tl.constexpr,
+    CAPPED: tl.constexpr,
+):
+    """One query token, one kv head, one part of the context."""
+    index = tl.program_id(0)
+    head = tl.program_id(1)
+    split = tl.program_id(2)
+    token = tl.load(singles + index).to(tl.int64)
+    length = tl.load(positions + token).to(tl.int32) + 1
+    slot = tl.load(token_slots + token).to(tl.int64)
+    first = 0
+    if WINDOWED:
+        first = tl.maximum(length - window, 0) // TILE
+    num_tiles = tl.cdiv(length, TILE)
+    per_split = tl.cdiv(num_tiles - first, SPLITS)
+    start = first + split * per_split
+    end = tl.minimum(start + per_split, num_tiles)
+
+    g = tl.arange(0, 16)
+    d = tl.arange(0, DIM_PAD)
+    at = tl.arange(0, TILE)
+    q_heads = head * GROUP + g
+    q_mask = (g < GROUP)[:, None] & (d < DIM)[None, :]
+    q_at = token * (NUM_Q * DIM) + q_heads[:, None] * DIM + d[None, :]
+    q = tl.load(queries + q_at, mask=q_mask, other=0.0)
+    m = tl.full([16], float("-inf"), dtype=tl.float32)
+    total = tl.zeros([16], dtype=tl.float32)
+    acc = tl.zeros([16, DIM_PAD], dtype=tl.float32)
+    table = tables + slot * table_stride
+    ahead = start * TILE + at
+    next_blocks = tl.load(table + ahead // SIZE, mask=ahead < length, other=0)
+    for tile in range(start, end):
+        position = tile * TILE + at
+        seen = position < length
+        blocks = next_blocks.to(tl.int64)
+        ahead = position + TILE
+        next_blocks = tl.load(table + ahead // SIZE, mask=ahead < length, other=0)
+        page = ((blocks * NUM_KV + head) * SIZE + position % SIZE) * DIM
+        k_tile = tl.load(
+            keys + page[None, :] + d[:, None], mask=seen[None, :] & (d < DIM)[:, None], other=0.0
+        ).to(q.dtype)
+        v_tile = tl.load(
+            values + page[:, None] + d[None, :], mask=seen[:, None] & (d < DIM)[None, :], other=0.0
+        ).to(q.dtype)
+        mask = seen
+        if WINDOWED:
+            mask = mask & (position >= length - window)
+        m, total, acc = _attend(
+            q, k_tile, v_tile, mask[None, :], m, total, acc, scale, cap, CAPPED, True
+        )
+    if SPLITS == 1:
+        tl.store(out + q_at, (acc / total[:, None]).to(out.dtype.element_ty), mask=q_mask)
+    else:
+        part = (index * NUM_Q + q_heads) * SPLITS + split
+        tl.store(part_out + part.to(tl.int64)[:, None] * DIM + d[None, :], acc, mask=q_mask)
+        tl.store(part_max + part, m, mask=g < GROUP)
+        tl.store(part_sum + part, total, mask=g < GROUP)
+
+
+@triton.jit
+def paged_combine_kernel(
+    out,
+    part_out,
+    part_max,
+    part_sum,
+    singles,
+    NUM_Q: tl.constexpr,
+    DIM: tl.constexpr,
+    DIM_PAD: tl.constexpr,
+    SPLITS: tl.constexpr,
+):
+    """Join the parts of one query head."""
+    index = tl.program_id(0)
+    head = tl.program_id(1)
+    s = tl.arange(0, SPLITS)
+    d = tl.arange(0, DIM_PAD)
+    base = (index * NUM_Q + head) * SPLITS
+    m = tl.load(part_max + base + s)
+    weight = tl.exp2(m - tl.max(m, 0))
+    total = tl.sum(tl.load(part_sum + base + s) * weight, 0)
+    rows = (base + s).to(tl.int64)[:, None] * DIM
+    parts = tl.load(part_out + rows + d[None, :], mask=(d < DIM)[None, :], other=0.0)
+    joined = tl.sum(parts * weight[:, None], 0) / total
+    token = tl.load(singles + index).to(tl.int64)
+    target = out + (token * NUM_Q + head) * DIM + d
+    tl.store(target, joined.to(out.dtype.element_ty), mask=d < DIM)
+
+
+@triton.jit
+def paged_prefill_kernel(
+    queries,
+    keys,
+    values,
+    out,
+    tiles,
+    tables,
+    table_stride,
+    scale,
+    cap,
+    window,
+    NUM_Q: tl.constexpr,
+    NUM_KV: tl.constexpr,
+    GROUP: tl.constexpr,
+    GROUP_PAD: tl.constexpr,
+    DIM: tl.constexpr,
+    DIM_PAD: tl.constexpr,
+    SIZE: tl.constexpr,
+    ROWS: tl.constexpr,
+    TILE: tl.constexpr,
+    WINDOWED: tl.constexpr,
+    CAPPED: tl.constexpr,
+):
+    """Some tokens of a chunk and one kv head: row r is token r // GROUP_PAD, head r % GROUP_PAD."""
+    tile = tl.program_id(0)
+    head = tl.program_id(1)
+    token = tl.load(tiles + tile * 4).to(tl.int64)
+    count = tl.load(tiles + tile * 4 + 1)
+    slot = tl.load(tiles + tile * 4 + 2).to(tl.int64)
+    start = tl.load(tiles + tile * 4 + 3)
+    r = tl.arange(0, ROWS)
+    d = tl.arange(0, DIM_PAD)
+    at = tl.arange(0, TILE)
+    step = r // GROUP_PAD
+    g = r % GROUP_PAD
+    q_mask = ((step < count) & (g < GROUP))[:, None] & (d < DIM)[None, :]
+    q_at = (token + step)[:, None] * (NUM_Q * DIM) + (head * GROUP + g)[:, None] * DIM + d[None, :]
+    q = tl.load(queries + q_at, mask=q_mask, other=0.0)
+    query = start + step  # positions
+    length = start + count
+    m = tl.full([ROWS], float("-inf"), dtype=tl.float32)
+    total = tl.zeros([ROWS], dtype=tl.float32)
+    acc = tl.zeros([ROWS, DIM_PAD], dtype=tl.float32)
+    table = tables + slot * table_stride
+    first = 0
+    full = (start + 1) // TILE  # tiles that every row sees whole
+    if WINDOWED:
+        first = tl.maximum(start + 1 - window, 0) // TILE
+        full = first
+    ahead = first * TILE + at
+    next_blocks = tl.load(table + ahead // SIZE, mask=ahead < length, other=0)
+    for j in range(first, full):
+        position = j * TILE + at
+        blocks = next_blocks.to(tl.int64)
+        ahead = position + TILE
+        next_blocks = tl.load(table + ahead // SIZE, mask=ahead < length, other=0)
+        page = ((blocks * NUM_KV + head) * SIZE + position % SIZE) * DIM
+        k_tile = tl.load(keys + page[None, :] + d[:, None], mask=(d < DIM)[:, None], other=0.0)
+        v_tile = tl.load(values + page[:, None] + d[None, :], mask=(d < DIM)[None, :], other=0.0)
+        m, total, acc = _attend(
+            q,
+            k_tile.to(q.dtype),
+            v_tile.to(q.dtype),
+            True,
+            m,
+            total,
+            acc,
+            scale,
+            cap,
+            CAPPED,
+            False,
+        )
+    for j in range(full, tl.cdiv(length, TILE)):
+        position = j * TILE + at
+        seen = position < length
+        blocks = next_blocks.to(tl.int64)
+        ahead = position + TILE
+        next_blocks = tl.load(table + ahead // SIZE, mask=ahead < length, other=0)
+        page = ((blocks * NUM_KV + head) * SIZE + position % SIZE) * DIM
+        k_tile = tl.load(
+            keys + page[None, :] + d[:, None], mask=seen[None, :] & (d < DIM)[:, None], other=0.0
+        )
+        v_tile = tl.load(
+            values + page[:, None] + d[None, :], mask=seen[:, None] & (d < DIM)[None, :], other=0.0
+        )
+        mask = position[None, :] <= query[:, None]
+        if WINDOWED:
+            mask = mask & (position[None, :] > query[:, None] - window)
+        m, total, acc = _attend(
+            q, k_tile.to(q.dtype), v_tile.to(q.dtype), mask, m, total, acc, scale, cap, CAPPED, True
+        )
+    tl.store(out + q_at, (acc / total[:, None]).to(out.dtype.element_ty), mask=q_mask)
+
+
+def attention(
+    queries: Tensor,
+    kv: LayerKV,
+    batch: StepBatch,
+    scale: float,
+    window: int | None = None,
+    soft_cap: float | None = None,
+) -> Tensor:
+    """Same contract as `reference.attention`."""
+    assert batch.work is not None
+    out = torch.empty_like(queries)
+    in_log2 = (scale * _LOG2_E, (soft_cap or 1.0) * _LOG2_E)
+    if batch.work.singles.shape[0]:
+        _decode(out, queries, kv, batch, in_log2, window, soft_cap is not None)
+    if batch.work.tiles.shape[0]:
+        _prefill(out, queries, kv, batch, in_log2, window, soft_cap is not None)
+    return out
+
+
+def _decode(
+    out: Tensor,
+    queries: Tensor,
+    kv: LayerKV,
+    batch: StepBatch,
+    in_log2: tuple[float, float],
+    window: int | None,
+    capped: bool,
+) -> None:
+    work = batch.work
+    assert work is not None
+    _, num_kv, size, dim = kv.keys.shape
+    num_q, count, splits = queries.shape[1], work.singles.shape[0], work.splits
+    part_out = part_max = part_sum = out
+    if splits > 1:
+        shape = (count, num_q, splits)
+        part_out = queries.new_empty((*shape, dim), dtype=torch.float32)
+        part_max, part_sum = queries.new_empty((2, *shape), dtype=torch.float32)
+    dim_pad = triton.next_power_of_2(dim)
+    paged_decode_kernel[(count, num_kv, splits)](
+        queries,
+        kv.keys,
+        kv.values,
+        out,
+        part_out,
+        part_max,
+        part_sum,
+        work.singles,
+        batch.positions,
+        batch.token_slots,
+        batch.tables,
+        batch.tables.stride(0),
+        *in_log2,
+        window or 0,
+        NUM_Q=num_q,
+        NUM_KV=num_kv,
+        GROUP=num_q // num_kv,
+        DIM=dim,
+        DIM_PAD=dim_pad,
+        SIZE=size,
+        TILE=64 if dim_pad <= 128 else 32,
+        SPLITS=splits,
+        WINDOWED=window is not None,
+        CAPPED=capped,
+        num_warps=4,
+        num_stages=3,
+    )
+    if splits > 1:
+        paged_combine_kernel[(count, num_q)](
+            out,
+            part_out,
+            part_max,
+            part_sum,
+            work.singles,
+            NUM_Q=num_q,
+            DIM=dim,
+            DIM_PAD=dim_pad,
+            SPLITS=splits,
+            num_warps=1,
+        )
+
+
+def _prefill(
+    out: Tensor,
+    queries: Tensor,
+    kv: LayerKV,
+    batch: StepBatch,
+    in_log2: tuple[float, float],
+    window: int | None,
+    capped: bool,
+) -> None:
+    work = batch.work
+    assert work is not None
+    _, num_kv, size, dim = kv.keys.shape
+    num_q = queries.shape[1]
+    group = num_q // num_kv
+    dim_pad = triton.next_power_of_2(dim)
+    paged_prefill_kernel[(work.tiles.shape[0], num_kv)](
+        queries,
+        kv.keys,
+        kv.values,
+        out,
+        work.tiles,
+        batch.tables,
+        batch.tables.stride(0),
+        *in_log2,
+        window or 0,
+        NUM_Q=num_q,
+        NUM_KV=num_kv,
+        GROUP=group,
+        GROUP_PAD=triton.next_power_of_2(group),
+        DIM=dim,
+        DIM_PAD=dim_pad,
+        SIZE=size,
+        ROWS=_TILE_ROWS,
+        TILE=64 if dim_pad <= 128 else 32,
+        WINDOWED=window is not None,
+        CAPPED=capped,
+        num_warps=8,
+        num_stages=3,
+    )

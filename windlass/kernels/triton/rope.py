@@ -1,0 +1,131 @@
+"""From the fused q, k, v product to rotated queries, with keys and values written to their pages.
+
+One program per token and kv head: optional norms, rotation and the stores, in one pass.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from windlass.kernels.batch import Heads, LayerKV, StepBatch
+
+
+@triton.jit
+def _normed(first, second, weight, at, mask, eps, DIM: tl.constexpr, HALF: tl.constexpr):
+    """RMSNorm of heads [heads, half] that are held in two halves."""
+    total = tl.sum(first * first, 1) + tl.sum(second * second, 1)
+    scale = tl.rsqrt(total / DIM + eps)[:, None]
+    kind = weight.dtype.element_ty
+    low = tl.load(weight + at, mask=mask, other=0.0)[None, :]
+    high = tl.load(weight + HALF + at, mask=mask, other=0.0)[None, :]
+    first = (first * scale).to(kind) * low
+    second = (second * scale).to(kind) * high
+    return first.to(tl.float32), second.to(tl.float32)
+
+
+@triton.jit
+def rope_write_kernel(
+    qkv,
+    q_out,
+    keys,
+    values,
+    cos_sin,
+    positions,
+    token_slots,
+    tables,
+    q_weight,
+    k_weight,
+    table_stride,
+    eps,
+    NUM_KV: tl.constexpr,
+    GROUP: tl.constexpr,
+    GROUP_PAD: tl.constexpr,
+    DIM: tl.constexpr,
+    HALF: tl.constexpr,
+    HALF_PAD: tl.constexpr,
+    SIZE: tl.constexpr,
+    NORM: tl.constexpr,
+):
+    """One token and one kv head: the GROUP query heads that share it, its key and its value."""
+    token = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1)
+    at = tl.arange(0, HALF_PAD)
+    mask = at < HALF
+    position = tl.load(positions + token).to(tl.int64)
+    cos = tl.load(cos_sin + position * DIM + at, mask=mask, other=0.0)[None, :]
+    sin = tl.load(cos_sin + position * DIM + HALF + at, mask=mask, other=0.0)[None, :]
+    row = qkv + token * ((GROUP + 2) * NUM_KV * DIM)
+    kind = qkv.dtype.element_ty
+
+    g = tl.arange(0, GROUP_PAD)
+    q_mask = (g < GROUP)[:, None] & mask[None, :]
+    q_at = (head * GROUP + g)[:, None] * DIM + at[None, :]
+    a = tl.load(row + q_at, mask=q_mask, other=0.0).to(tl.float32)
+    b = tl.load(row + q_at + HALF, mask=q_mask, other=0.0).to(tl.float32)
+    if NORM:
+        a, b = _normed(a, b, q_weight, at, mask, eps, DIM, HALF)
+    target = q_out + token * (GROUP * NUM_KV * DIM) + q_at
+    tl.store(target, (a * cos - b * sin).to(kind), mask=q_mask)
+    tl.store(target + HALF, (b * cos + a * sin).to(kind), mask=q_mask)
+
+    slot = tl.load(token_slots + token).to(tl.int64)
+    block = tl.load(tables + slot * table_stride + position // SIZE).to(tl.int64)
+    page = ((block * NUM_KV + head) * SIZE + position % SIZE) * DIM
+    page_at = page + at[None, :]
+    kv_mask = mask[None, :]
+    source = row + (GROUP * NUM_KV + head) * DIM + at[None, :]
+    a = tl.load(source, mask=kv_mask, other=0.0).to(tl.float32)
+    b = tl.load(source + HALF, mask=kv_mask, other=0.0).to(tl.float32)
+    if NORM:
+        a, b = _normed(a, b, k_weight, at, mask, eps, DIM, HALF)
+    tl.store(keys + page_at, (a * cos - b * sin).to(keys.dtype.element_ty), mask=kv_mask)
+    tl.store(keys + page_at + HALF, (b * cos + a * sin).to(keys.dtype.element_ty), mask=kv_mask)
+
+    source += NUM_KV * DIM
+    low = tl.load(source, mask=kv_mask, other=0.0)
+    high = tl.load(source + HALF, mask=kv_mask, other=0.0)
+    tl.store(values + page_at, low.to(values.dtype.element_ty), mask=kv_mask)
+    tl.store(values + page_at + HALF, high.to(values.dtype.element_ty), mask=kv_mask)
+
+
+def rope_write(
+    qkv: Tensor,
+    heads: Heads,
+    cos_sin: Tensor,
+    norms: tuple[Tensor, Tensor, float] | None,
+    kv: LayerKV,
+    batch: StepBatch,
+) -> Tensor:
+    """Same contract as `reference.rope_write`, for heads that rotate as a whole."""
+    tokens = qkv.shape[0]
+    q_out = torch.empty((tokens, heads.num_q, heads.dim), dtype=qkv.dtype, device=qkv.device)
+    q_weight, k_weight, eps = norms if norms is not None else (qkv, qkv, 0.0)
+    half = heads.dim // 2
+    group = heads.num_q // heads.num_kv
+    rope_write_kernel[(tokens, heads.num_kv)](
+        qkv,
+        q_out,
+        kv.keys,
+        kv.values,
+        cos_sin,
+        batch.positions,
+        batch.token_slots,
+        batch.tables,
+        q_weight,
+        k_weight,
+        batch.tables.stride(0),
+        eps,
+        NUM_KV=heads.num_kv,
+        GROUP=group,
+        GROUP_PAD=triton.next_power_of_2(group),
+        DIM=heads.dim,
+        HALF=half,
+        HALF_PAD=triton.next_power_of_2(half),
+        SIZE=kv.block_size,
+        NORM=norms is not None,
+        num_warps=1,
+    )
+    return q_out

@@ -1,0 +1,203 @@
+"""Sampling on CUDA without a sort and without a look at the host.
+
+Every row finds its own threshold by narrowing an interval of logits (top-k, top-p, min-p), and the
+token is the argmax of scaled logits plus noise that depends on the request's seed and the position
+alone. Wishes that need more (penalties, forbidden words, scores) are left to the plain sampler.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+_PARTS = 8  # an argmax is taken in parts, so that one row fills more than one multiprocessor
+_TILE = 2048
+
+
+@triton.jit
+def _narrow(
+    row, size, heat, low, high, floor, peak, target, BY_MASS: tl.constexpr, TILE: tl.constexpr
+):
+    """The highest t in [low, high) with enough logits >= max(t, floor): by count, or by mass.
+
+    Eight pivots at once: each pass over the row leaves a ninth of the interval.
+    """
+    pivot = tl.arange(0, 8)
+    for _ in range(0, 8):
+        points = low + (high - low) * ((pivot + 1).to(tl.float32) / 9.0)
+        found = tl.zeros([8], dtype=tl.float32)
+        for start in range(0, size, TILE):
+            at = start + tl.arange(0, TILE)
+            x = tl.load(row + at, mask=at < size, other=float("-inf")).to(tl.float32) * heat
+            weight = tl.where(x >= floor, 1.0, 0.0)
+            if BY_MASS:
+                weight = weight * tl.exp(x - peak)
+            found += tl.sum(tl.where(x[None, :] >= points[:, None], weight[None, :], 0.0), 1)
+        enough = found >= target
+        low = tl.maximum(low, tl.max(tl.where(enough, points, low), 0))
+        high = tl.minimum(high, tl.min(tl.where(enough, high, points), 0))
+    return low
+
+
+@triton.jit
+def sample_threshold_kernel(logits, wishes, slots, thresholds, size, stride, TILE: tl.constexpr):
+    """The lowest scaled logit that may still be drawn, per row; -inf where all may."""
+    index = tl.program_id(0)
+    slot = tl.load(slots + index).to(tl.int64)
+    heat = tl.load(wishes + slot * 4)
+    top_k = tl.load(wishes + slot * 4 + 1)
+    top_p = tl.load(wishes + slot * 4 + 2)
+    min_p = tl.load(wishes + slot * 4 + 3)
+    floor = float("-inf")
+    if (heat > 0) & ((top_k > 0) | (top_p < 1) | (min_p > 0)):
+        row = logits + index.to(tl.int64) * stride
+        peak = float("-inf")
+        bottom = float("inf")
+        for start in range(0, size, TILE):
+            at = start + tl.arange(0, TILE)
+            x = tl.load(row + at, mask=at < size, other=float("-inf")).to(tl.float32) * heat
+            peak = tl.maximum(peak, tl.max(x, 0))
+            finite = tl.where((at < size) & (x > float("-inf")), x, float("inf"))
+            bottom = tl.minimum(bottom, tl.min(finite, 0))
+        high = peak + 1e-3 * tl.maximum(1.0, tl.abs(peak))  # above every logit
+        if min_p > 0:
+            floor = peak + tl.log(min_p)
+        if top_k > 0:
+            floor = tl.maximum(
+                floor, _narrow(row, size, heat, bottom, high, floor, peak, top_k, False, TILE)
+            )
+        if top_p < 1:
+            mass = 0.0
+            for start in range(0, size, TILE):
+                at = start + tl.arange(0, TILE)
+                x = tl.load(row + at, mask=at < size, other=float("-inf")).to(tl.float32) * heat
+                mass += tl.sum(tl.where(x >= floor, tl.exp(x - peak), 0.0), 0)
+            start_at = tl.maximum(bottom, floor)
+            floor = tl.maximum(
+                floor,
+                _narrow(row, size, heat, start_at, high, floor, peak, top_p * mass, True, TILE),
+            )
+        floor = tl.minimum(floor, peak)  # at least the best may be drawn
+    tl.store(thresholds + index, floor)
+
+
+@triton.jit
+def sample_part_kernel(
+    logits,
+    wishes,
+    seeds,
+    slots,
+    positions,
+    thresholds,
+    best,
+    best_at,
+    size,
+    stride,
+    PARTS: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """The best token of one part of a row, noise included."""
+    index = tl.program_id(0)
+    part = tl.program_id(1)
+    slot = tl.load(slots + index).to(tl.int64)
+    heat = tl.load(wishes + slot * 4)
+    floor = tl.load(thresholds + index)
+    position = tl.load(positions + index).to(tl.int64)
+    seed = tl.load(seeds + slot) + position * 0x9E3779B97F4A7C1
+    row = logits + index.to(tl.int64) * stride
+    width = tl.cdiv(tl.cdiv(size, PARTS), TILE) * TILE
+    top = tl.full([TILE], float("-inf"), dtype=tl.float32)
+    top_at = tl.zeros([TILE], dtype=tl.int32)
+    begin = part * width
+    for start in range(begin, tl.minimum(begin + width, size), TILE):
+        at = start + tl.arange(0, TILE)
+        x = tl.load(row + at, mask=at < size, other=float("-inf")).to(tl.float32)
+        if heat > 0:
+            x = x * heat
+            chance = tl.minimum(tl.rand(seed, at), 0.99999994)
+            x = tl.where(x >= floor, x - tl.log(-tl.log(chance)), float("-inf"))
+        better = x > top
+        top = tl.where(better, x, top)
+        top_at = tl.where(better, at, top_at)
+    value = tl.max(top, 0)
+    # Of equal values the lowest token wins, as in torch's argmax on most devices.
+    token = tl.min(tl.where(top == value, top_at, 2147483647), 0)
+    tl.store(best + index * PARTS + part, value)
+    tl.store(best_at + index * PARTS + part, token)
+
+
+@triton.jit
+def sample_join_kernel(best, best_at, slots, tokens, last_tokens, PARTS: tl.constexpr):
+    """The best of a row's parts, told to the caller and remembered for the slot's next step."""
+    index = tl.program_id(0)
+    part = tl.arange(0, PARTS)
+    value = tl.load(best + index * PARTS + part)
+    token = tl.load(best_at + index * PARTS + part)
+    chosen = tl.min(tl.where(value == tl.max(value, 0), token, 2147483647), 0)
+    slot = tl.load(slots + index).to(tl.int64)
+    tl.store(tokens + index, chosen)
+    tl.store(last_tokens + slot, chosen)
+
+
+@triton.jit
+def decode_inputs_kernel(
+    inputs, last_tokens, tables, ids, positions, slots, width, table_stride, SIZE: tl.constexpr
+):
+    """Unpack what the host sent for one row: slot, position, token (-1: the last), new block."""
+    index = tl.program_id(0)
+    slot = tl.load(inputs + index)
+    position = tl.load(inputs + width + index)
+    token = tl.load(inputs + 2 * width + index)
+    block = tl.load(inputs + 3 * width + index)
+    if token < 0:
+        token = tl.load(last_tokens + slot.to(tl.int64))
+    if block >= 0:
+        tl.store(tables + slot.to(tl.int64) * table_stride + position // SIZE, block)
+    tl.store(ids + index, token)
+    tl.store(positions + index, position)
+    tl.store(slots + index, slot)
+
+
+def sample(
+    logits: Tensor,
+    wishes: Tensor,
+    seeds: Tensor,
+    slots: Tensor,
+    positions: Tensor,
+    last_tokens: Tensor,
+) -> Tensor:
+    """One token per row of logits; also written to `last_tokens` at the row's slot.
+
+    wishes [slots, 4]: 1 / temperature (0: greedy), top_k, top_p, min_p; positions: of the last token.
+    """
+    rows, size = logits.shape
+    device = logits.device
+    thresholds = torch.empty(rows, dtype=torch.float32, device=device)
+    best = torch.empty((rows, _PARTS), dtype=torch.float32, device=device)
+    best_at = torch.empty((rows, _PARTS), dtype=torch.int32, device=device)
+    tokens = torch.empty(rows, dtype=torch.int32, device=device)
+    stride = logits.stride(0)
+    sample_threshold_kernel[(rows,)](
+        logits, wishes, slots, thresholds, size, stride, TILE=_TILE, num_warps=8
+    )
+    sample_part_kernel[(rows, _PARTS)](
+        logits,
+        wishes,
+        seeds,
+        slots,
+        positions,
+        thresholds,
+        best,
+        best_at,
+        size,
+        stride,
+        PARTS=_PARTS,
+        TILE=_TILE,
+        num_warps=4,
+    )
+    sample_join_kernel[(rows,)](
+        best, best_at, slots, tokens, last_tokens, PARTS=_PARTS, num_warps=1
+    )
+    return tokens

@@ -1,0 +1,89 @@
+"""Sampling on CUDA: wishes lie on the device by slot, tokens stay there, and no step waits for them.
+
+What the kernels do not know (penalties, forbidden words, scores) is drawn by the plain sampler from
+the same logits, for those rows alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from windlass.core.sampling import SamplingParams
+from windlass.core.types import Admission, TokenLogprob
+from windlass.runner.sampler import Sampler
+from windlass.runner.slots import SlotTables
+
+
+def _needs_plain(wish: SamplingParams) -> bool:
+    return bool(
+        wish.repetition_penalty != 1
+        or wish.frequency_penalty
+        or wish.presence_penalty
+        or wish.logit_bias
+        or wish.allowed_token_ids is not None
+        or wish.bad_token_ids
+        or wish.min_tokens
+        or wish.logprobs is not None
+        or wish.prompt_logprobs is not None
+    )
+
+
+class DeviceSampler:
+    """Owns the wishes and seeds by slot on the device, and who needs the plain sampler."""
+
+    def __init__(self, slots: SlotTables, plain: Sampler) -> None:
+        count, device = slots.num_slots + 1, slots.device
+        self._slots = slots
+        self._plain = plain
+        self._special: set[int] = set()
+        self.wishes = torch.zeros((count, 4), dtype=torch.float32, device=device)
+        self.seeds = torch.zeros(count, dtype=torch.int64, device=device)
+
+    def admit(self, admissions: list[Admission]) -> None:
+        """Send the wishes of requests that got a slot."""
+        if not admissions:
+            return
+        rows, seeds = [], []
+        for new in admissions:
+            wish = new.sampling
+            heat = 0.0 if wish.greedy else 1.0 / wish.temperature
+            rows.append((heat, float(max(0, wish.top_k)), wish.top_p, wish.min_p))
+            seeds.append(new.seed & (2**62 - 1))
+            if _needs_plain(wish):
+                self._special.add(new.slot)
+                self._plain.admit(new)
+        at = torch.tensor([new.slot for new in admissions], device=self.wishes.device)
+        self.wishes[at] = torch.tensor(rows, device=self.wishes.device)
+        self.seeds[at] = torch.tensor(seeds, device=self.seeds.device)
+
+    def forget(self, slots: Sequence[int]) -> None:
+        for slot in slots:
+            if slot in self._special:
+                self._special.discard(slot)
+                self._plain.forget(slot)
+
+    def special(self, slots: Sequence[int]) -> list[int]:
+        """Which of the rows with these slots must be drawn by the plain sampler."""
+        if not self._special:
+            return []
+        return [i for i, slot in enumerate(slots) if slot in self._special]
+
+    def draw(self, logits: Tensor, slots: Tensor, positions: Tensor) -> Tensor:
+        """A token for every row, on the device, remembered as the slot's last."""
+        from windlass.kernels.triton.sample import sample
+
+        return sample(logits, self.wishes, self.seeds, slots, positions, self._slots.last)
+
+    def redraw(
+        self, logits: Tensor, tokens: Tensor, slots: Sequence[int], special: list[int]
+    ) -> dict[int, list[TokenLogprob] | None]:
+        """Draw the special rows again, in place; waits for them. Returns scores by row."""
+        chosen = [slots[i] for i in special]
+        drawn, scores = self._plain.sample(logits[special].float(), chosen)
+        fresh = torch.tensor(drawn, dtype=torch.int32, device=tokens.device)
+        tokens[special] = fresh
+        self._slots.last[chosen] = fresh
+        return dict(zip(special, scores, strict=True))

@@ -1,0 +1,232 @@
+"""Steps on CUDA: recorded graphs for decode steps, eager for the rest, and no wait in between.
+
+A decode step is one copy of four numbers a row to the device, one graph, and one copy back. The
+graph holds everything: inputs, network, sampling. The tokens of a step are read by the next one on
+the device, so that the host may plan and launch it while they travel.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from windlass.core.types import Row, RowResult, StepPlan, StepResult, TokenLogprob
+from windlass.kernels.batch import AttentionWork, KVCache, Span, StepBatch
+from windlass.models.network import Network
+from windlass.runner.device_sampler import DeviceSampler
+from windlass.runner.runner import Done, Pending, Runner
+from windlass.runner.sampler import Sampler
+from windlass.runner.slots import SlotTables, to_device
+
+
+def num_splits(num_rows: int, num_kv_heads: int, multiprocessors: int) -> int:
+    """Into how many parts a context is cut so that few rows still fill the device."""
+    wanted = 4 * multiprocessors // max(1, num_rows * num_kv_heads)
+    return max(1, min(32, 1 << max(0, wanted.bit_length() - 1)))
+
+
+def graph_sizes(most: int) -> list[int]:
+    """Batch sizes to record: dense where a wasted row weighs much, sparse where it does not."""
+    sizes = [1, 2, 4, *range(8, 65, 8), *range(80, 257, 16), *range(288, 1025, 32)]
+    return [size for size in sizes if size < most] + [most]
+
+
+@dataclass(frozen=True, slots=True)
+class _Graph:
+    graph: torch.cuda.CUDAGraph
+    tokens: Tensor
+    logits: Tensor
+
+
+class _OnItsWay:
+    """A step whose tokens are travelling to the host."""
+
+    def __init__(
+        self,
+        rows: list[Row],
+        sampled: list[int],
+        tokens: Tensor,
+        scores: dict[int, list[TokenLogprob] | None],
+    ) -> None:
+        self._rows = rows
+        self._sampled = sampled
+        self._scores = scores
+        self._host = torch.empty(len(sampled), dtype=torch.int32, pin_memory=True)
+        self._host.copy_(tokens[: len(sampled)], non_blocking=True)
+        self._arrived = torch.cuda.Event()
+        self._arrived.record()
+
+    def wait(self) -> StepResult:
+        self._arrived.synchronize()
+        tokens = self._host.tolist()
+        if len(tokens) == len(self._rows) and not self._scores:
+            return StepResult([RowResult([token]) for token in tokens])
+        results = [RowResult([])] * len(self._rows)
+        for place, (row, token) in enumerate(zip(self._sampled, tokens, strict=True)):
+            results[row] = RowResult([token], self._scores.get(place))
+        return StepResult(results)
+
+
+class CudaRunner(Runner):
+    """Owns the recorded graphs and the buffers that they read and write."""
+
+    def __init__(
+        self,
+        network: Network,
+        cache: KVCache,
+        slots: SlotTables,
+        sampler: Sampler,
+        tile: int,
+        graph_rows: int,
+    ) -> None:
+        """`tile` tokens of a chunk are one piece of work for attention; up to `graph_rows` are recorded."""
+        super().__init__(network, cache, slots, sampler)
+        self._device_sampler = DeviceSampler(slots, sampler)
+        self._tile = tile
+        self._num_kv_heads = cache.layers[0].keys.shape[1]
+        self._multiprocessors = torch.cuda.get_device_properties(self._device).multi_processor_count
+        self._sizes = graph_sizes(graph_rows) if graph_rows else []
+        self._graphs: dict[int, _Graph] = {}
+        most = max(self._sizes, default=1)
+        self._inputs = torch.zeros((4, most), dtype=torch.int32, device=self._device)
+        self._staging = [torch.empty((4, most), dtype=torch.int32, pin_memory=True) for _ in "ab"]
+        self._turn = 0
+        self._singles = torch.arange(most, dtype=torch.int32, device=self._device)
+        self._no_tiles = torch.empty((0, 4), dtype=torch.int32, device=self._device)
+
+    # ---- recording ---------------------------------------------------------------------------
+
+    @torch.inference_mode()
+    def record(self) -> None:
+        """Record the graphs, the largest first, so that the smaller ones fit into its memory."""
+        pool = torch.cuda.graph_pool_handle()
+        for size in reversed(self._sizes):
+            self._fill_padding(size)
+            self._decode(size)  # compiles what is missing, outside of the recording
+            torch.cuda.synchronize()
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, pool=pool):
+                tokens, logits = self._decode(size)
+            self._graphs[size] = _Graph(graph, tokens, logits)
+
+    def _fill_padding(self, size: int) -> None:
+        padding = torch.tensor([[self._slots.num_slots], [0], [0], [-1]], dtype=torch.int32)
+        self._inputs[:, :size] = padding.to(self._device)
+
+    def _decode(self, size: int) -> tuple[Tensor, Tensor]:
+        """One decode step of `size` rows, from the packed inputs to tokens."""
+        from windlass.kernels.triton.sample import decode_inputs_kernel
+
+        slots = self._slots
+        ids, positions, row_slots = torch.empty(
+            (3, size), dtype=torch.int32, device=self._device
+        ).unbind()
+        decode_inputs_kernel[(size,)](
+            self._inputs,
+            slots.last,
+            slots.tables,
+            ids,
+            positions,
+            row_slots,
+            self._inputs.stride(0),
+            slots.tables.stride(0),
+            SIZE=slots.size,
+            num_warps=1,
+        )
+        work = AttentionWork(self._singles[:size], self._no_tiles, self._splits(size))
+        batch = StepBatch(positions, row_slots, slots.tables, [], self._cache.layers, work)
+        logits = self._network.logits(self._network(ids, batch))
+        return self._device_sampler.draw(logits, row_slots, positions), logits
+
+    def _splits(self, num_rows: int) -> int:
+        return num_splits(num_rows, self._num_kv_heads, self._multiprocessors)
+
+    # ---- steps -------------------------------------------------------------------------------
+
+    @torch.inference_mode()
+    def submit(self, plan: StepPlan) -> Pending:
+        """Launch a step; the host goes on while the device computes."""
+        self._device_sampler.forget(plan.freed)
+        self._device_sampler.admit(plan.admitted)
+        grown = self._slots.apply(plan)
+        self._cache.copy(plan.copies)
+        rows = plan.rows
+        size = self._graph_for(rows)
+        if size is None:
+            return self._submit_eager(plan, grown)
+        self._stage(rows, size)
+        recorded = self._graphs[size]
+        recorded.graph.replay()
+        return self._collect(rows, list(range(len(rows))), recorded.tokens, recorded.logits)
+
+    def _graph_for(self, rows: list[Row]) -> int | None:
+        """The smallest recorded size that holds these rows; None when they are not all decodes."""
+        if not self._sizes or len(rows) > self._sizes[-1]:
+            return None
+        for row in rows:
+            if row.num_tokens != 1 or not row.sample or len(row.blocks) > 1:
+                return None
+        return next(size for size in self._sizes if size >= len(rows))
+
+    def _stage(self, rows: list[Row], size: int) -> None:
+        """Send slot, position, token and new block of every row; padding rows go to slot -1."""
+        self._turn ^= 1
+        staging = self._staging[self._turn]
+        packed = staging.numpy()
+        count = len(rows)
+        packed[0, :count] = [row.slot for row in rows]
+        packed[1, :count] = [row.start for row in rows]
+        packed[2, :count] = [row.tokens[0] if row.tokens else -1 for row in rows]
+        packed[3, :count] = [row.blocks[0] if row.blocks else -1 for row in rows]
+        packed[:, count:size] = np.array([[self._slots.num_slots], [0], [0], [-1]])
+        self._inputs[:, :size].copy_(staging[:, :size], non_blocking=True)
+
+    def _submit_eager(self, plan: StepPlan, grown: list[Row]) -> Pending:
+        self._slots.send(grown)
+        rows = plan.rows
+        ids, batch = self._slots.batch(plan, self._cache.layers)
+        batch = replace(batch, work=self._work(rows, batch.spans))
+        hidden = self._network(ids, batch)
+        sampled = [i for i, row in enumerate(rows) if row.sample]
+        last = [batch.spans[i].first + batch.spans[i].count - 1 for i in sampled]
+        tokens = logits = hidden
+        if sampled:
+            at = torch.tensor(last, device=self._device)
+            logits = self._network.logits(hidden[at])
+            slots, positions = batch.token_slots[at], batch.positions[at]
+            tokens = self._device_sampler.draw(logits, slots, positions)
+        pending = self._collect(rows, sampled, tokens, logits)
+        if self._device_sampler.special([row.slot for row in rows]):
+            results = pending.wait().rows
+            self._score_prompts(rows, batch.spans, hidden, results)
+            return Done(StepResult(results))
+        return pending
+
+    def _work(self, rows: list[Row], spans: list[Span]) -> AttentionWork:
+        """Rows of one token, and chunks cut into tiles, the ones that see the most keys first."""
+        singles = [span.first for span in spans if span.count == 1]
+        tiles = [
+            (span.first + at, min(self._tile, span.count - at), row.slot, span.start + at)
+            for row, span in zip(rows, spans, strict=True)
+            if span.count > 1
+            for at in range(0, span.count, self._tile)
+        ]
+        tiles.sort(key=lambda item: -item[3])
+        return AttentionWork(
+            to_device(np.array(singles, dtype=np.int32), self._device),
+            to_device(np.array(tiles, dtype=np.int32).reshape(-1, 4), self._device),
+            self._splits(len(singles)),
+        )
+
+    def _collect(
+        self, rows: list[Row], sampled: list[int], tokens: Tensor, logits: Tensor
+    ) -> _OnItsWay:
+        slots = [rows[i].slot for i in sampled]
+        special = self._device_sampler.special(slots)
+        scores: dict[int, list[TokenLogprob] | None] = {}
+        if special:
+            scores = self._device_sampler.redraw(logits, tokens, slots, special)
+        return _OnItsWay(rows, sampled, tokens, scores)
