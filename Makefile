@@ -27,8 +27,9 @@ lint: $(STAMP) ## Check style, format and types
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-bench: $(STAMP) ## Measure: make bench ARGS="--help"
-	$(BIN)/windlass bench $(ARGS)
+bench: $(STAMP) ## Measure what each lever gives: make bench ARGS="batching --num-requests 8"
+	$(BIN)/windlass bench levers $(ARGS)
+	$(BIN)/windlass bench tables
 
 $(STAMP): pyproject.toml constraints.txt
 	@test -n "$(PYTHON)" || { echo "No python 3.11 or newer was found. Install one, or say make PYTHON=..." >&2; exit 1; }

@@ -8,11 +8,13 @@ from typing import Annotated
 import typer
 
 from windlass import __version__
+from windlass.cli.bench import app as bench
 from windlass.cli.chat import chat
 from windlass.cli.command import register
 from windlass.cli.generate import generate
 from windlass.cli.inspect import inspect
 from windlass.cli.options import ENGINE_OPTIONS, SERVE_OPTIONS
+from windlass.cli.profile import profile
 from windlass.cli.sampling import SAMPLING_OPTIONS
 from windlass.cli.serve import serve
 
@@ -49,6 +51,8 @@ register(app, serve, [*ENGINE_OPTIONS, *SERVE_OPTIONS])
 register(app, chat, [*SAMPLING_OPTIONS, *ENGINE_OPTIONS])
 register(app, generate, [*SAMPLING_OPTIONS, *ENGINE_OPTIONS])
 register(app, inspect, ENGINE_OPTIONS)
+register(app, profile, ENGINE_OPTIONS)
+app.add_typer(bench, name="bench")
 
 
 def main() -> None:

@@ -10,23 +10,27 @@ from typing import Any
 
 from windlass.build import build_engine, open_model
 from windlass.config import EngineConfig
-from windlass.tools.bench import workloads
 from windlass.tools.bench.measure import run
 from windlass.tools.bench.record import Record
 from windlass.tools.bench.scheduler import measure as measure_scheduler
-from windlass.tools.bench.workloads import Job
+from windlass.tools.bench.workloads import Job, Sizes, Workload, find
 
 Say = Callable[[str], None]
 
+LEVERS = ("batching", "prefix", "scheduler")
+_BATCHING_REQUESTS = 32
+_PREFIX_REQUESTS = 16
 
-def batching(options: dict[str, Any], num_requests: int, say: Say) -> Record:
+
+def batching(options: dict[str, Any], num_requests: int | None, repeat: int, say: Say) -> Record:
     """Continuous batching against static batches of 8 and against none."""
     variants: dict[str, dict[str, Any]] = {
         "continuous": {"batching": "continuous"},
         "static": {"batching": "static", "max_batch_size": 8},
         "none": {"batching": "none"},
     }
-    rows = _compare(options, variants, lambda v: workloads.ragged(num_requests, v), say)
+    workload = find("ragged", Sizes(num_requests=num_requests or _BATCHING_REQUESTS))
+    rows = _compare(options, variants, workload, repeat, say)
     notes = (
         "Outputs of 8 to 256 tokens, all requests at once. A row of a static batch that has ended "
         "costs nothing more here, but its place stays empty until the whole batch has ended."
@@ -34,10 +38,11 @@ def batching(options: dict[str, Any], num_requests: int, say: Say) -> Record:
     return Record("batching", _with_ratio(rows, "none"), notes, settings=options)
 
 
-def prefix(options: dict[str, Any], num_requests: int, say: Say) -> Record:
+def prefix(options: dict[str, Any], num_requests: int | None, repeat: int, say: Say) -> Record:
     """Prefix caching on against off, for prompts that share their first 1,000 tokens."""
     variants = {"on": {"prefix_caching": True}, "off": {"prefix_caching": False}}
-    rows = _compare(options, variants, lambda v: workloads.shared(num_requests, v), say)
+    workload = find("shared", Sizes(num_requests=num_requests or _PREFIX_REQUESTS))
+    rows = _compare(options, variants, workload, repeat, say)
     notes = "1,000 shared tokens, 32 of their own, 16 out. The first prompt is computed in full."
     return Record("prefix", _with_ratio(rows, "off"), notes, settings=options)
 
@@ -54,20 +59,27 @@ def scheduler(say: Say, counts: Sequence[int] = (1, 16, 64, 256)) -> Record:
 def _compare(
     options: dict[str, Any],
     variants: dict[str, dict[str, Any]],
-    jobs_for: Callable[[int], list[Job]],
+    workload: Workload,
+    repeat: int,
     say: Say,
 ) -> list[dict[str, Any]]:
-    """Run the same jobs on one engine per variant, which share the weights."""
+    """Run the same jobs on one engine per variant, which share the weights; the median run."""
     opened = open_model(EngineConfig.of(**options))
     rows, weights = [], None
     for name, changes in variants.items():
-        built = build_engine(EngineConfig.of(**options, **changes), opened.source, weights)
+        built = build_engine(EngineConfig.of(**{**options, **changes}), opened.source, weights)
         weights = built.weights
-        jobs = jobs_for(built.report.vocab_size)
+        vocab_size = built.report.vocab_size
         say(f"{name}: warming up")
-        run(built.engine, [Job(jobs[0].prompt[-8:], 4)])
-        say(f"{name}: {len(jobs)} requests")
-        rows.append({"variant": name, **run(built.engine, jobs).row()})
+        warm = workload.jobs(vocab_size)[:8]
+        run(built.engine, [Job(job.prompt[-8:], 4) for job in warm])
+        runs = []
+        for draw in range(1, repeat + 1):
+            say(f"{name}: {len(workload.shapes)} requests")
+            built.engine.reset_prefix_cache()
+            runs.append(run(built.engine, workload.jobs(vocab_size, draw)))
+        taken = sorted(runs, key=lambda each: each.seconds)[(repeat - 1) // 2]
+        rows.append({"variant": name, **taken.row()})
         say(f"{name}: {rows[-1]['output_tok_s']} tok/s")
     return rows
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import shlex
 import subprocess
 import sys
 from dataclasses import asdict, dataclass, field
@@ -13,7 +14,11 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from windlass.config import flag
+
 _PACKAGES = ("windlass", "torch", "triton", "transformers", "numpy")
+# Never written to a file, whatever else a run was given.
+_SECRETS = ("hf_token",)
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,15 +36,27 @@ class Record:
     versions: dict[str, str] = field(default_factory=lambda: _versions())
 
     def save(self, path: Path) -> None:
-        """Write it whole or not at all."""
+        """Write it whole or not at all, without secrets."""
+        values = asdict(self)
+        values["settings"] = {
+            key: value for key, value in self.settings.items() if key not in _SECRETS
+        }
         path.parent.mkdir(parents=True, exist_ok=True)
         part = path.with_suffix(".part")
-        part.write_text(json.dumps(asdict(self), indent=2) + "\n")
+        part.write_text(json.dumps(values, indent=2, default=str) + "\n")
         os.replace(part, path)
 
 
 def _command() -> str:
-    return " ".join([Path(sys.argv[0]).name, *sys.argv[1:]])
+    words = [Path(sys.argv[0]).name]
+    secret_follows = False
+    for word in sys.argv[1:]:
+        name, equals, _ = word.partition("=")
+        secret = name in map(flag, _SECRETS)
+        shown = f"{name}=***" if secret and equals else word
+        words.append("***" if secret_follows else shown)
+        secret_follows = secret and not equals
+    return shlex.join(words)
 
 
 def _commit() -> str:

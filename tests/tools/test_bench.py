@@ -1,0 +1,151 @@
+"""The benchmark programs from the command line, on a tiny model of random weights."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.tools.conftest import Windlass
+from windlass.config import EngineConfig
+from windlass.errors import ConfigError
+from windlass.tools.bench.columns import cell
+from windlass.tools.bench.throughput import with_rows
+from windlass.tools.bench.workloads import find
+
+ROOT = Path(__file__).parent.parent.parent
+
+
+def test_throughput_of_both_engines(windlass: Windlass, tiny: Path, tmp_path: Path) -> None:
+    path = tmp_path / "result.json"
+    sizes = ["--num-requests", "3", "--input-len", "20", "--output-len", "6", "--repeat", "2"]
+    workloads = "decode_b2,ragged,prefill,prefix"
+    shown = windlass(
+        *("bench", "throughput", tiny, "--load-format", "dummy", "--workload", workloads),
+        *(*sizes, "--engine", "windlass,transformers", "-o", path),
+    )
+    record = json.loads(path.read_text())
+    assert record["name"] == "throughput"
+    assert record["settings"]["read_gb_s"] > 0
+    rows = record["rows"]
+    assert len(rows) == 8
+    for own, naive in zip(rows[:4], rows[4:], strict=True):
+        assert (own["engine"], naive["engine"]) == ("windlass", "transformers")
+        assert own["workload"] == naive["workload"]
+        assert own["requests"] == naive["requests"]
+        assert own["output_tok_s"] > 0
+        assert naive["output_tok_s"] > 0
+        assert len(own["all_seconds"]) == 2
+    assert rows[0]["workload"] == "decode_b2[input_len=20,output_len=6]"
+    assert rows[0]["decode_step_ms"] > 0
+    assert rows[0]["bandwidth_pct"] > 0
+    assert rows[2]["decode_tok_s"] is None  # one token each: nothing is decoded
+    assert re.search(r"^decode_b2\[input_len=20,output_len=6\] +windlass ", shown, re.MULTILINE)
+
+
+def test_a_repeat_computes_every_prompt(windlass: Windlass, tiny: Path, tmp_path: Path) -> None:
+    path = tmp_path / "result.json"
+    args = ["--workload", "io64x2x2", "--repeat", "3"]
+    windlass("bench", "throughput", tiny, "--load-format", "dummy", *args, "-o", path)
+    assert json.loads(path.read_text())["rows"][0]["prompt_tokens_computed"] == 128
+
+
+def test_transformers_in_smaller_batches(windlass: Windlass, tiny: Path, tmp_path: Path) -> None:
+    path = tmp_path / "result.json"
+    args = ["--workload", "io8x3x5", "--batch", "2", "--engine", "transformers"]
+    windlass("bench", "throughput", tiny, "--load-format", "dummy", *args, "-o", path)
+    (row,) = json.loads(path.read_text())["rows"]
+    assert (row["requests"], row["steps"]) == (5, 9)
+    assert row["decode_tok_s"] is None
+
+
+def test_latency(windlass: Windlass, tiny: Path, tmp_path: Path) -> None:
+    path = tmp_path / "result.json"
+    args = ["--batch", "1,3", "--input-len", "8", "--output-len", "4"]
+    windlass("bench", "latency", tiny, "--load-format", "dummy", *args, "-o", path)
+    record = json.loads(path.read_text())
+    assert record["name"] == "latency"
+    assert [row["requests"] for row in record["rows"]] == [1, 3]
+    assert all(row["decode_step_ms"] > 0 for row in record["rows"])
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        ("throughput --workload fast", "workload 'fast' is not known"),
+        ("throughput --engine vllm", "--engine must name some of windlass, transformers"),
+        ("throughput --repeat 0", "--repeat must be at least 1"),
+        ("throughput --workload mixed --batch 2", "--batch means nothing"),
+        ("throughput -o .", "is a folder"),
+        ("latency --batch few", "expected numbers such as 1,8,64,256"),
+        ("levers speed", "lever 'speed' is not known. Known: batching, prefix, scheduler"),
+        ("levers --num-requests 0", "--num-requests must be at least 1"),
+        ("tables --page nowhere.md", "--page nowhere.md: No such file"),
+    ],
+)
+def test_mistakes_are_explained(windlass: Windlass, args: str, message: str) -> None:
+    assert message in windlass("bench", *args.split(), code=2)
+
+
+def test_a_batch_gets_its_rows() -> None:
+    said: list[str] = []
+    wide = find("decode_b999")
+    config = with_rows(EngineConfig.of(), [find("mixed"), wide], said.append)
+    assert config.scheduler.max_num_seqs == 999
+    assert "decode_b999 needs so many" in said[0]
+    assert with_rows(EngineConfig.of(), [find("decode_b2")], said.append) == EngineConfig.of()
+    with pytest.raises(ConfigError, match="needs 999 rows at once, --max-num-seqs allows 8"):
+        with_rows(EngineConfig.of(max_num_seqs=8), [wide], said.append)
+
+
+def test_levers_and_their_tables(windlass: Windlass, tiny: Path, tmp_path: Path) -> None:
+    config = tmp_path / "engine.yaml"
+    config.write_text("load-format: dummy\nhf-overrides: {max_position_embeddings: 2048}\n")
+    results = tmp_path / "results"
+    args = ("--model", tiny, "--num-requests", "3", "--config", config, "-o", results)
+    windlass("bench", "levers", "batching", "prefix", *args)
+    batching = json.loads((results / "batching.json").read_text())["rows"]
+    assert [row["variant"] for row in batching] == ["continuous", "static", "none"]
+    assert batching[0]["steps"] < batching[2]["steps"]
+    on, off = json.loads((results / "prefix.json").read_text())["rows"]
+    assert on["prompt_tokens_computed"] < off["prompt_tokens_computed"] == 3 * 1032
+
+    page = tmp_path / "page.md"
+    page.write_text(
+        "a\n<!-- table:batching -->\nold\n<!-- end -->\nb\n<!-- table:x -->\n<!-- end -->"
+    )
+    where = ("--page", page, "--results", results)
+    assert "tables are stale" in windlass("bench", "tables", *where, "--check", code=1)
+    windlass("bench", "tables", *where)
+    windlass("bench", "tables", *where, "--check")
+    text = page.read_text()
+    assert "| batching | output tok/s | against none |" in text
+    assert "| continuous | " in text
+    assert "Not measured yet: there is no `x.json`." in text
+    assert text.startswith("a\n<!-- table:batching -->\n")
+    assert "old" not in text
+
+
+def test_the_docs_show_the_stored_results(windlass: Windlass) -> None:
+    page, results = ROOT / "docs" / "benchmarks.md", ROOT / "benchmarks"
+    windlass("bench", "tables", "--page", page, "--results", results, "--check")
+
+
+@pytest.mark.parametrize(
+    ("value", "text"), [(None, "-"), (1234.56, "1,235"), (12.5, "12.5"), (12345, "12,345")]
+)
+def test_cells(value: float | None, text: str) -> None:
+    assert cell(value) == text
+
+
+@pytest.mark.parametrize(
+    ("name", "billions"), [("llama-3.1-8b", 8.03), ("qwen3-0.6b", 0.596), ("smollm2-135m", 0.1345)]
+)
+def test_the_benchmark_models_have_their_size(name: str, billions: float) -> None:
+    from windlass.cli.findings import examine
+
+    model = str(ROOT / "benchmarks" / "models" / name)
+    found = examine(EngineConfig.of(model=model, load_format="dummy", dtype="bfloat16"))
+    assert found["estimate"]["weight_bytes"] / 2e9 == pytest.approx(billions, rel=2e-3)

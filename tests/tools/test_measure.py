@@ -1,0 +1,74 @@
+"""Figures are counted right: percentiles, the window in which all decode, bytes, and secrets."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from windlass.core.types import Output, Timeline
+from windlass.tools.bench.device import Traffic
+from windlass.tools.bench.measure import Ticks, percentile
+from windlass.tools.bench.record import Record
+
+
+@pytest.mark.parametrize(("share", "value"), [(50, 50), (99, 99), (100, 100), (1, 1)])
+def test_percentiles(share: float, value: float) -> None:
+    assert percentile(range(100, 0, -1), share) == value
+
+
+def test_no_value_has_no_percentile() -> None:
+    assert percentile([], 50) == 0
+
+
+def _first(name: str) -> Output:
+    return Output(name, [1], timeline=Timeline())
+
+
+def _last(name: str) -> Output:
+    return Output(name, [1], timeline=Timeline(), finish="length")
+
+
+def test_the_window_starts_with_the_last_and_ends_with_the_first() -> None:
+    ticks = Ticks(2)
+    steps = [
+        [_first("a")],
+        [],  # an overlapped loop has nothing to hand out at first
+        [Output("a", [1]), _first("b")],
+        [Output("a", [1]), Output("b", [1, 1])],
+        [_last("a"), Output("b", [1])],
+        [_last("b")],
+    ]
+    for now, outputs in enumerate(steps):
+        ticks.add(outputs, float(now))
+    window = ticks.window(num_prompt=100)
+    assert window is not None
+    assert (window.seconds, window.steps, window.tokens) == (2.0, 2, 5)
+    assert window.step_s == 1.0
+    assert window.mean_kv == 100 + 3 + 2.5
+    assert len(ticks.timelines) == 2
+
+
+def test_there_is_no_window_when_one_ends_before_another_starts() -> None:
+    ticks = Ticks(2)
+    for now, outputs in enumerate([[_first("a")], [_last("a")], [_first("b")], [_last("b")]]):
+        ticks.add(outputs, float(now))
+    assert ticks.window(10) is None
+
+
+def test_a_step_reads_weights_and_keys_and_values() -> None:
+    assert Traffic(1000, 2.5).step_bytes(10) == 1025
+
+
+def test_a_record_keeps_no_secret(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    words = ["/bin/windlass", "bench", "--hf-token", "s3cret", "--hf-token=s3cret", "a b"]
+    monkeypatch.setattr(sys, "argv", words)
+    path = tmp_path / "new" / "record.json"
+    Record("throughput", [{"workload": "mixed"}], settings={"hf_token": "s3cret"}).save(path)
+    stored = json.loads(path.read_text())
+    assert "s3cret" not in path.read_text()
+    assert stored["command"] == "windlass bench --hf-token '***' '--hf-token=***' 'a b'"
+    assert stored["settings"] == {}
+    assert {"python", "torch"} <= stored["versions"].keys()

@@ -1,0 +1,70 @@
+"""Where a step's time goes: every kind of work is named, and names alone are enough for kernels."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.tools.conftest import Windlass
+from windlass.tools.profile import kind_of
+
+
+def test_profile(windlass: Windlass, tiny: Path, tmp_path: Path) -> None:
+    trace = tmp_path / "trace.json"
+    args = ("--workload", "decode_b2", "--steps", "3", "-o", trace)
+    shown = windlass("profile", tiny, "--load-format", "dummy", *args)
+    prefill, decode = shown.split("prefill: 256 tokens")[1].split("decode: 2 tokens")
+    for table in (prefill, decode):
+        for kind in ("attention", "norm", "rope and KV write", "activation", "sampling", "host"):
+            assert f"\n{kind} " in table
+        assert "matrix product gate_up_proj 128x32 " in table
+        assert "matrix product lm_head 256x32 " in table
+    for path in (trace, tmp_path / "trace.prefill.json"):
+        events = json.loads(path.read_text())["traceEvents"]
+        assert any(event.get("name") == "windlass: attention" for event in events)
+
+
+def test_the_network_is_left_as_it_was(tiny: Path) -> None:
+    from windlass.build import build_engine, open_model
+    from windlass.config import EngineConfig
+    from windlass.tools import profile
+
+    config = EngineConfig.of(model=str(tiny), load_format="dummy")
+    network = build_engine(config, open_model(config).source).weights.network
+    before = [dict(vars(module)) for module in network.modules()]
+    with profile._scopes(network):
+        assert [dict(vars(module)) for module in network.modules()] != before
+    assert [dict(vars(module)) for module in network.modules()] == before
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("paged_decode_kernel", "attention"),
+        ("paged_combine_kernel", "attention"),
+        ("void flash_fwd_kernel<...>", "attention"),
+        ("add_rms_norm_kernel", "norm"),
+        ("rope_write_kernel", "rope and KV write"),
+        ("silu_mul_kernel", "activation"),
+        ("sample_part_kernel", "sampling"),
+        ("nvjet_tst_64x8", "matrix product nvjet_tst_64x8"),
+        ("void at::native::reduce_kernel<512, ArgMax>", "sampling"),
+        ("Memcpy DtoH (Device -> Pinned)", "copies"),
+        ("something_else", "other"),
+    ],
+)
+def test_kernels_are_known_by_name(name: str, kind: str) -> None:
+    assert kind_of(name, []) == kind
+
+
+def test_a_scope_names_what_its_operators_do() -> None:
+    inside = ["aten::linear", "windlass: matrix product o_proj 8x8", "windlass step"]
+    assert kind_of("aten::mm", inside) == "matrix product o_proj 8x8"
+    assert kind_of("aten::copy_", ["aten::to", "windlass step"]) == "copies"
+
+
+@pytest.mark.parametrize("steps", [0, -1])
+def test_no_steps_are_refused(windlass: Windlass, tiny: Path, steps: int) -> None:
+    assert "--steps must be at least 1" in windlass("profile", tiny, "--steps", steps, code=2)

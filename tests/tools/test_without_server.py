@@ -1,0 +1,50 @@
+"""Measuring needs torch and little else: none of the server's dependencies is imported for it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+_PROGRAM = """
+import sys
+
+REFUSED = {"pydantic", "pydantic_core", "fastapi", "starlette", "uvicorn", "zmq", "msgspec", "gguf",
+           "httptools", "llguidance"}
+
+def asker():
+    frame = sys._getframe(2)
+    while "importlib" in frame.f_globals.get("__name__", ""):
+        frame = frame.f_back
+    return frame.f_globals.get("__name__", "").split(".")[0]
+
+class Refuse:
+    # Only what we ask for: some versions of typer bring pydantic for themselves.
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in REFUSED and asker() == "windlass":
+            raise ImportError(f"{name} is refused here")
+
+sys.meta_path.insert(0, Refuse())
+
+import windlass.build, windlass.llm
+from windlass.cli.main import app
+
+folder = sys.argv[1]
+sizes = ["--input-len", "8", "--output-len", "3"]
+for words in (
+    ["bench", "throughput", folder, "--workload", "decode_b2", *sizes],
+    ["bench", "latency", folder, "--batch", "1", *sizes],
+    ["profile", folder, "--steps", "1"],
+    ["bench", "levers", "scheduler", "-o", folder],
+):
+    model = [] if "levers" in words else ["--load-format", "dummy"]
+    app([*words, *model], standalone_mode=False)
+"""
+
+
+def test_bench_and_profile_run_without_the_servers_modules(tiny: Path) -> None:
+    command = [sys.executable, "-c", _PROGRAM, str(tiny)]
+    result = subprocess.run(command, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    assert "decode_b2" in result.stdout
+    assert "decode: 1 tokens" in result.stdout

@@ -1,0 +1,76 @@
+"""Workloads are what their names say, the same everywhere, and never known to a prefix cache."""
+
+from __future__ import annotations
+
+import pytest
+
+from windlass.errors import ConfigError
+from windlass.tools.bench.workloads import Shape, Sizes, find, find_all
+
+
+@pytest.mark.parametrize(
+    ("name", "count", "shape", "shared"),
+    [
+        ("decode_b64", 64, Shape(128, 256), 0),
+        ("prefill", 32, Shape(2048, 1), 0),
+        ("prefix", 256, Shape(64, 64), 1024),
+        ("io1000x500x16", 16, Shape(1000, 500), 0),
+        ("shared", 32, Shape(32, 16), 1000),
+    ],
+)
+def test_even_workloads(name: str, count: int, shape: Shape, shared: int) -> None:
+    workload = find(name)
+    assert workload.name == name
+    assert workload.shapes == (shape,) * count
+    assert workload.num_shared == shared
+
+
+def test_mixed_covers_its_ranges() -> None:
+    shapes = find("mixed").shapes
+    assert len(shapes) == 512
+    assert all(64 <= shape.num_prompt <= 1024 for shape in shapes)
+    assert all(64 <= shape.num_output <= 512 for shape in shapes)
+    assert find("mixed") == find("mixed")
+
+
+def test_nano_is_the_public_workload() -> None:
+    workload = find("nano")
+    assert sum(shape.num_output for shape in workload.shapes) == 133_966  # as published
+    assert workload.jobs(1000)[0].temperature == 0.6
+
+
+def test_another_draw_has_other_ids_of_the_same_lengths() -> None:
+    workload = find("shared", Sizes(num_requests=3))
+    first, again, other = (workload.jobs(5000, draw) for draw in (1, 1, 2))
+    assert first == again
+    assert [len(job.prompt) for job in first] == [len(job.prompt) for job in other]
+    assert first[0].prompt[:16] == first[2].prompt[:16]
+    assert first[0].prompt[:16] != other[0].prompt[:16]
+    assert all(0 <= token < 5000 for job in first for token in job.prompt)
+
+
+def test_a_changed_workload_says_so() -> None:
+    assert find("decode", Sizes(batch=4)) == find("decode_b4")
+    assert find("io", Sizes(input_len=3, output_len=4, num_requests=5)) == find("io3x4x5")
+    assert find("decode_b4", Sizes(input_len=3)).name == "decode_b4[input_len=3]"
+    assert find("ragged", Sizes(num_requests=3)).name == "ragged[num_requests=3]"
+
+
+@pytest.mark.parametrize(
+    ("names", "sizes", "message"),
+    [
+        ("decodes", {}, "workload 'decodes' is not known. Known: decode, prefill"),
+        (",", {}, "names none"),
+        ("mixed", {"input_len": 4}, "--input-len means nothing for --workload mixed"),
+        ("decode_b8", {"batch": 4}, "--batch means nothing"),
+        ("decode", {"batch": 0}, "--batch must be at least 1, got 0"),
+    ],
+)
+def test_what_means_nothing_is_refused(names: str, sizes: dict[str, int], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        find_all(names, Sizes(**sizes))
+
+
+def test_a_size_must_fit_one_of_several() -> None:
+    found = find_all("decode_b2, mixed", Sizes(input_len=4))
+    assert [workload.name for workload in found] == ["decode_b2[input_len=4]", "mixed"]

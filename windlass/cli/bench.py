@@ -1,0 +1,203 @@
+"""`windlass bench`: the numbers, as a table in the terminal and as JSON with all to repeat them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from windlass.cli.command import Options, PanelCommand, register, reported
+from windlass.cli.config_file import read_config
+from windlass.cli.options import ENGINE_OPTIONS, MODEL_ARGUMENT
+from windlass.errors import ConfigError
+
+_BATCHES = "1,8,64,256"
+
+app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Measure.")
+
+InputLen = Annotated[
+    int | None, typer.Option(metavar="N", help="Prompt tokens of a request; default: its own.")
+]
+OutputLen = Annotated[
+    int | None, typer.Option(metavar="N", help="Tokens that a request makes; default: its own.")
+]
+Engines = Annotated[
+    str, typer.Option(metavar="NAMES", help="windlass, transformers, or both with a comma.")
+]
+Repeat = Annotated[int, typer.Option(metavar="N", help="Runs of each; the median is shown.")]
+Output = Annotated[
+    Path | None, typer.Option("-o", "--output", metavar="FILE", help="Write JSON here.")
+]
+
+
+def throughput(
+    options: Options,
+    workload: Annotated[
+        str,
+        typer.Option(
+            metavar="NAMES",
+            help="decode, decode_bN, prefill, mixed, prefix, io, ioAxBxN, nano, ragged, shared; "
+            "several with commas.",
+        ),
+    ] = "mixed",
+    batch: Annotated[
+        int | None,
+        typer.Option(metavar="N", help="Requests of decode; most rows at once of transformers."),
+    ] = None,
+    input_len: InputLen = None,
+    output_len: OutputLen = None,
+    num_requests: Annotated[
+        int | None, typer.Option(metavar="N", help="How many requests; default: its own.")
+    ] = None,
+    engine: Engines = "windlass",
+    repeat: Repeat = 1,
+    output: Output = None,
+) -> int:
+    """Measure tokens a second of fixed workloads.
+
+    All requests of a workload are sent at once, with random token ids; they end after a fixed
+    number of tokens. --load-format dummy needs no weights and no tokenizer: a folder with a
+    config.json, such as those in benchmarks/models.
+    """
+    _check(output)
+    from windlass.tools.bench.throughput import Wish, measure
+    from windlass.tools.bench.workloads import Sizes, find_all
+
+    engines = _names(engine)
+    sizes = Sizes(batch, input_len, output_len, num_requests)
+    unused = ["batch"] if "transformers" in engines else []
+    wish = Wish(find_all(workload, sizes, unused), engines, repeat, batch)
+    _finish(measure(options.engine_values(), wish, _say), output)
+    return 0
+
+
+def latency(
+    options: Options,
+    batch: Annotated[
+        str, typer.Option(metavar="NUMBERS", help="Rows at once, with commas.")
+    ] = _BATCHES,
+    input_len: InputLen = None,
+    output_len: OutputLen = None,
+    engine: Engines = "windlass",
+    repeat: Repeat = 1,
+    output: Output = None,
+) -> int:
+    """Measure decode steps at several batch sizes.
+
+    Prompts of 128 tokens, outputs of 256, all at once; the time until every request has its first
+    token is not counted.
+    """
+    _check(output)
+    from windlass.tools.bench.throughput import Wish, measure
+    from windlass.tools.bench.workloads import Sizes, find_all
+
+    try:
+        counts = [int(count) for count in _names(batch)]
+    except ValueError:
+        raise ConfigError(f"--batch {batch!r}: expected numbers such as {_BATCHES}.") from None
+    names = ",".join(f"decode_b{count}" for count in counts)
+    sizes = Sizes(input_len=input_len, output_len=output_len)
+    wish = Wish(find_all(names, sizes), _names(engine), repeat)
+    _finish(measure(options.engine_values(), wish, _say, "latency"), output)
+    return 0
+
+
+register(app, throughput, ENGINE_OPTIONS)
+register(app, latency, ENGINE_OPTIONS)
+
+
+@app.command(cls=PanelCommand)
+def levers(
+    ctx: typer.Context,
+    names: Annotated[
+        list[str] | None, typer.Argument(metavar="[batching] [prefix] [scheduler]")
+    ] = None,
+    model: Annotated[str, typer.Option(metavar="MODEL", help="As for serve.")] = "default",
+    num_requests: Annotated[
+        int | None, typer.Option(metavar="N", help="Requests of each run; default: 32 and 16.")
+    ] = None,
+    repeat: Repeat = 1,
+    output_dir: Annotated[
+        Path, typer.Option("-o", "--output-dir", metavar="DIR", help="Where the JSONs go.")
+    ] = Path("benchmarks"),
+    config: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="YAML with the names of serve's flags.")
+    ] = None,
+) -> None:
+    """Measure what one lever gives: on against off, on the same weights; all three without a name."""
+    with reported(ctx):
+        from windlass.tools.bench import levers as programs
+        from windlass.tools.bench.workloads import Sizes
+
+        wanted = names or list(programs.LEVERS)
+        unknown = [name for name in wanted if name not in programs.LEVERS]
+        if unknown:
+            known = ", ".join(programs.LEVERS)
+            raise ConfigError(f"lever {unknown[0]!r} is not known. Known: {known}.")
+        Sizes(num_requests=num_requests)  # a bad number is refused before anything is loaded
+        if repeat < 1:
+            raise ConfigError(f"--repeat must be at least 1, got {repeat}.")
+        options: dict[str, Any] = {"model": model}
+        if config is not None:
+            options |= read_config(config, [MODEL_ARGUMENT, *ENGINE_OPTIONS])
+        for name in wanted:
+            if name == "scheduler":
+                record = programs.scheduler(_say)
+            else:
+                program = programs.batching if name == "batching" else programs.prefix
+                record = program(options, num_requests, repeat, _say)
+            _finish(record, output_dir / f"{name}.json")
+
+
+@app.command(cls=PanelCommand)
+def tables(
+    ctx: typer.Context,
+    page: Annotated[Path, typer.Option(metavar="FILE", help="The page to fill.")] = Path(
+        "docs/benchmarks.md"
+    ),
+    results: Annotated[Path, typer.Option(metavar="DIR", help="Where the JSONs are.")] = Path(
+        "benchmarks"
+    ),
+    check: Annotated[
+        bool, typer.Option("--check", help="Change nothing; exit with 1 when tables are stale.")
+    ] = False,
+) -> None:
+    """Write the tables of docs/benchmarks.md from the results in benchmarks/."""
+    with reported(ctx):
+        from windlass.tools.bench.tables import fill
+
+        try:
+            before = page.read_text(encoding="utf-8")
+        except OSError as error:
+            raise ConfigError(f"--page {page}: {error.strerror or error}.") from error
+        after = fill(before, results)
+        if check and before != after:
+            typer.echo(f"{page}: tables are stale. Run windlass bench tables.", err=True)
+            raise typer.Exit(1)
+        if before != after:
+            page.write_text(after, encoding="utf-8")
+
+
+def _names(text: str) -> list[str]:
+    return [name.strip() for name in text.split(",") if name.strip()]
+
+
+def _say(text: str) -> None:
+    typer.echo(text, err=True)
+
+
+def _check(output: Path | None) -> None:
+    """Refuse a bad path before anything is measured."""
+    if output is not None and output.is_dir():
+        raise ConfigError(f"-o {output}: is a folder; name a file.")
+
+
+def _finish(record: Any, output: Path | None) -> None:
+    """Save, then show: the table is the last thing on the screen."""
+    from windlass.tools.bench.columns import show
+
+    if output is not None:
+        record.save(output)
+        _say(f"written to {output}")
+    show(record)

@@ -1,0 +1,94 @@
+"""Which of a record's figures people read, under which heading: for the terminal and for the docs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from windlass.tools.bench.record import Record
+
+Columns = dict[str, str]  # a row's key, or two with a slash -> the heading
+
+_WIDEST = 1000
+_TIMES: Columns = {
+    "ttft_p50_ms/ttft_p99_ms": "TTFT p50 / p99 ms",
+    "tpot_p50_ms/tpot_p99_ms": "TPOT p50 / p99 ms",
+    "e2e_p50_ms/e2e_p99_ms": "e2e p50 / p99 ms",
+}
+_LIMITS: Columns = {
+    "read_gb": "GB a step",
+    "bandwidth_pct": "% of bandwidth",
+    "memory_gib": "memory GiB",
+}
+COLUMNS: dict[str, Columns] = {
+    "throughput": {
+        "workload": "workload",
+        "engine": "engine",
+        "requests": "requests",
+        "seconds": "seconds",
+        "output_tok_s": "output tok/s",
+        "total_tok_s": "total tok/s",
+        "decode_tok_s": "decode tok/s",
+        "decode_step_ms": "decode step ms",
+        **_TIMES,
+        **_LIMITS,
+    },
+    "latency": {
+        "workload": "workload",
+        "engine": "engine",
+        "decode_tok_s": "decode tok/s",
+        "decode_step_ms": "decode step ms",
+        "ttft_p50_ms": "TTFT p50 ms",
+        **_LIMITS,
+    },
+    "batching": {
+        "variant": "batching",
+        "output_tok_s": "output tok/s",
+        "speedup": "against none",
+        "steps": "steps",
+        "ttft_p50_ms": "TTFT p50 ms",
+        "e2e_p99_ms": "e2e p99 ms",
+    },
+    "prefix": {
+        "variant": "prefix caching",
+        "output_tok_s": "output tok/s",
+        "speedup": "against off",
+        "prompt_tokens_computed": "prompt tokens computed",
+        "ttft_p50_ms": "TTFT p50 ms",
+    },
+    "scheduler": {
+        "running": "running requests",
+        "plan_ms": "plan ms",
+        "commit_ms": "commit ms",
+        "step_ms": "both ms",
+        "p99_ms": "p99 ms",
+    },
+}
+
+
+def cell(value: Any) -> str:
+    """1,234.5 for numbers, a dash where there is none."""
+    if value is None:
+        return "-"
+    if isinstance(value, float):
+        return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:,g}"
+    return f"{value:,}" if isinstance(value, int) else str(value)
+
+
+def cells(name: str, row: Mapping[str, Any]) -> list[str]:
+    """A row's texts in the order of the record's columns."""
+    return [" / ".join(cell(row.get(key)) for key in keys.split("/")) for keys in COLUMNS[name]]
+
+
+def show(record: Record) -> None:
+    """The record as a table in the terminal, never cut off: a narrow one wraps the lines."""
+    table = Table(box=None, pad_edge=False)
+    for key, heading in COLUMNS[record.name].items():
+        is_text = key in ("workload", "engine", "variant")
+        table.add_column(heading, justify="left" if is_text else "right", no_wrap=True)
+    for row in record.rows:
+        table.add_row(*cells(record.name, row))
+    Console(width=_WIDEST, soft_wrap=True, markup=False, highlight=False).print(table)

@@ -1,0 +1,148 @@
+"""The naive rung: the same token ids through transformers' `generate`, in static batches.
+
+A batch is as long as its longest prompt, padded on the left, and runs until its longest output has
+ended; tokens that nobody asked for are computed and not counted.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from importlib import import_module
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from windlass.build import OpenModel
+from windlass.config import EngineConfig
+from windlass.core.types import Timeline
+from windlass.errors import ConfigError, UnsupportedError
+from windlass.models.json_file import merged, read_json
+from windlass.runner.device import choose_device, choose_dtype, choose_threads
+from windlass.tools.bench.device import Traffic, synchronise
+from windlass.tools.bench.measure import Measured, Window
+from windlass.tools.bench.workloads import Job
+
+
+class Naive:
+    """A transformers model, measured as an engine is."""
+
+    name = "transformers"
+
+    def __init__(self, config: EngineConfig, opened: OpenModel, batch: int | None) -> None:
+        self._library = _transformers()
+        self.device = choose_device(config.model).device
+        choose_threads(config.model)
+        dtype, _ = choose_dtype(config.model, opened.spec, self.device)
+        self._batch = batch
+        self._model = self._make(config, opened, dtype).eval()
+        spec = opened.spec
+        self.vocab_size = spec.vocab_size
+        weights = sum(parameter.nbytes for parameter in self._model.parameters())
+        if not spec.tie_embeddings:
+            weights -= spec.vocab_size * spec.hidden_size * dtype.itemsize
+        per_token = 2 * spec.num_layers * spec.num_kv_heads * spec.head_dim * dtype.itemsize
+        self.traffic = Traffic(weights, per_token)
+
+    def _make(self, config: EngineConfig, opened: OpenModel, dtype: torch.dtype) -> Any:
+        files, auto = opened.files, self._library.AutoModelForCausalLM
+        settings = {"dtype": dtype, "attn_implementation": "sdpa"}
+        if config.model.load_format == "dummy":
+            values = merged(read_json(files.path / "config.json"), config.model.hf_overrides)
+            if "model_type" not in values:
+                raise UnsupportedError(
+                    f"{files.path / 'config.json'}: transformers needs a model_type. Add one, "
+                    'such as --hf-overrides \'{"model_type": "llama"}\'.'
+                )
+            kind = values.pop("model_type")
+            shape = self._library.AutoConfig.for_model(kind, **values)
+            with torch.device(self.device):
+                return auto.from_config(shape, **settings)
+        if files.kind == "gguf":
+            made = auto.from_pretrained(files.path.parent, gguf_file=files.path.name, **settings)
+        else:
+            made = auto.from_pretrained(files.path, **settings)
+        return made.to(self.device)
+
+    @torch.inference_mode()
+    def run(self, jobs: Sequence[Job]) -> Measured:
+        """Batches one after another; every request arrives when the first batch starts."""
+        size = self._batch or len(jobs)
+        batches = [jobs[at : at + size] for at in range(0, len(jobs), size)]
+        started = time.perf_counter()
+        times = [self._generate(batch) for batch in batches]
+        seconds = time.perf_counter() - started
+        timelines = [
+            _timeline(job, started, stamps)
+            for batch, stamps in zip(batches, times, strict=True)
+            for job in batch
+        ]
+        num_prompt = sum(len(job.prompt) for job in jobs)
+        return Measured(
+            seconds,
+            num_prompt,
+            sum(job.num_output for job in jobs),
+            timelines,
+            sum(len(stamps) for stamps in times),
+            num_prompt,
+            window=_window(jobs, times[0]) if len(batches) == 1 else None,
+        )
+
+    def reset(self) -> None:
+        """Nothing is kept from one run to the next."""
+
+    def _generate(self, jobs: Sequence[Job]) -> list[float]:
+        """When each step of one batch ended."""
+        width, count = max(len(job.prompt) for job in jobs), max(job.num_output for job in jobs)
+        ids = [[0] * (width - len(job.prompt)) + job.prompt for job in jobs]
+        mask = [[0] * (width - len(job.prompt)) + [1] * len(job.prompt) for job in jobs]
+        stamps: list[float] = []
+
+        def never(tokens: Tensor, _scores: object, **_: object) -> Tensor:
+            synchronise(self.device)
+            stamps.append(time.perf_counter())
+            return torch.zeros(len(tokens), dtype=torch.bool, device=tokens.device)
+
+        heat = jobs[0].temperature
+        sampling = {"do_sample": True, "temperature": heat, "top_k": 0} if heat else {}
+        wish = self._library.GenerationConfig(
+            max_new_tokens=count, eos_token_id=None, pad_token_id=0, **sampling
+        )
+        self._model.generation_config = wish
+        self._model.generate(
+            torch.tensor(ids, device=self.device),
+            attention_mask=torch.tensor(mask, device=self.device),
+            generation_config=wish,
+            stopping_criteria=self._library.StoppingCriteriaList([never]),
+        )
+        return stamps
+
+
+def _transformers() -> ModuleType:
+    try:
+        return import_module("transformers")
+    except ImportError as error:
+        raise ConfigError(
+            f"--engine transformers: {error}. Install it with: pip install transformers"
+        ) from error
+
+
+def _timeline(job: Job, arrived: float, stamps: list[float]) -> Timeline:
+    return Timeline(
+        arrived=arrived,
+        first_token=stamps[0],
+        last_token=stamps[job.num_output - 1],
+        num_prompt=len(job.prompt),
+        num_output=job.num_output,
+    )
+
+
+def _window(jobs: Sequence[Job], stamps: list[float]) -> Window | None:
+    steps = min(job.num_output for job in jobs) - 1
+    if steps < 1:
+        return None
+    num_prompt = sum(len(job.prompt) for job in jobs)
+    mean_kv = num_prompt + len(jobs) * (1 + steps / 2)
+    return Window(stamps[steps] - stamps[0], steps, steps * len(jobs), mean_kv)

@@ -1,0 +1,184 @@
+"""Workloads on one engine or two: each engine is built once, warmed up, and runs all of them."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+import torch
+
+from windlass.build import OpenModel, build_engine, open_model
+from windlass.config import EngineConfig
+from windlass.errors import ConfigError
+from windlass.runner.device import choose_device
+from windlass.tools.bench.device import (
+    Traffic,
+    device_of,
+    forget_peak,
+    memory_bytes,
+    read_bandwidth,
+    traffic_of,
+)
+from windlass.tools.bench.measure import Measured, run
+from windlass.tools.bench.naive import Naive
+from windlass.tools.bench.record import Record
+from windlass.tools.bench.workloads import Job, Workload
+
+Say = Callable[[str], None]
+
+ENGINES = ("windlass", "transformers")
+_WARM_OUTPUT = 4
+_WARM_PROMPT_ON_CPU = 32
+
+
+class Subject(Protocol):
+    """Something that answers jobs and can be measured at it."""
+
+    name: str
+    vocab_size: int
+    device: torch.device
+    traffic: Traffic
+
+    def run(self, jobs: Sequence[Job]) -> Measured: ...
+
+    def reset(self) -> None:
+        """Forget what was computed for earlier jobs."""
+
+
+class Own:
+    """Our engine."""
+
+    name = "windlass"
+
+    def __init__(self, config: EngineConfig, opened: OpenModel) -> None:
+        built = build_engine(config, opened.source)
+        self._engine = built.engine
+        self.vocab_size = built.report.vocab_size
+        network, capacity = built.weights.network, built.report.capacity
+        self.device = device_of(network)
+        self.traffic = traffic_of(network, capacity.bytes_per_block / capacity.block_size)
+        self.choices = {choice.what: choice.value for choice in built.report.choices}
+
+    def run(self, jobs: Sequence[Job]) -> Measured:
+        return run(self._engine, jobs)
+
+    def reset(self) -> None:
+        self._engine.reset_prefix_cache()
+
+
+@dataclass(frozen=True, slots=True)
+class Wish:
+    """What to measure."""
+
+    workloads: Sequence[Workload]
+    engines: Sequence[str] = ("windlass",)
+    repeat: int = 1
+    batch: int | None = None  # the most rows of one static batch of transformers
+
+    def __post_init__(self) -> None:
+        unknown = [name for name in self.engines if name not in ENGINES]
+        if unknown or not self.engines:
+            raise ConfigError(
+                f"--engine must name some of {', '.join(ENGINES)}; got {','.join(self.engines)!r}."
+            )
+        if self.repeat < 1:
+            raise ConfigError(f"--repeat must be at least 1, got {self.repeat}.")
+
+
+def measure(options: dict[str, Any], wish: Wish, say: Say, name: str = "throughput") -> Record:
+    """Run all workloads on all engines, one engine after another, and say what each took."""
+    config = with_rows(EngineConfig.of(**options), wish.workloads, say)
+    opened = open_model(config)
+    rows: list[dict[str, Any]] = []
+    settings: dict[str, Any] = dict(options)
+    for engine in wish.engines:
+        say(f"{engine}: loading {opened.files.name}")
+        subject: Subject
+        if engine == "windlass":
+            subject = Own(config, opened)
+            settings["choices"] = subject.choices
+        else:
+            subject = Naive(config, opened, wish.batch)
+        bandwidth = read_bandwidth(subject.device)
+        settings["read_gb_s"] = round(bandwidth / 1e9, 1)
+        say(f"{engine}: {subject.device.type} reads {bandwidth / 1e9:,.1f} GB/s")
+        for workload in wish.workloads:
+            rows.append(_row(subject, workload, wish.repeat, bandwidth, say))
+        del subject
+        _release()
+    notes = (
+        "decode_*: the steps in which all requests decode. read_gb: weights and keys and values "
+        "that such a step must read; bandwidth_pct: that, against what the device was measured to "
+        "read. memory_gib: most allocated on a GPU, resident on a CPU. Median of the repeats."
+    )
+    return Record(name, rows, notes, settings)
+
+
+def with_rows(config: EngineConfig, workloads: Sequence[Workload], say: Say) -> EngineConfig:
+    """The config with room for as many rows at once as the workloads are about."""
+    largest = max(workloads, key=lambda workload: workload.num_rows)
+    wish = config.scheduler
+    allowed = config.limits(choose_device(config.model).type).max_num_seqs
+    if allowed >= largest.num_rows or wish.batching != "continuous":
+        return config
+    if wish.max_num_seqs is not None:
+        raise ConfigError(
+            f"{largest.name} needs {largest.num_rows} rows at once, --max-num-seqs allows "
+            f"{allowed}. Raise it, or leave it out."
+        )
+    say(f"--max-num-seqs {largest.num_rows} instead of {allowed}: {largest.name} needs so many")
+    return replace(config, scheduler=replace(wish, max_num_seqs=largest.num_rows))
+
+
+def _row(
+    subject: Subject, workload: Workload, repeat: int, bandwidth: float, say: Say
+) -> dict[str, Any]:
+    """Warm up, run `repeat` times with other ids each, and take the median run."""
+    say(f"{subject.name}, {workload.name}: warming up")
+    subject.run(_warm_up(workload.jobs(subject.vocab_size), subject.device.type))
+    forget_peak(subject.device)
+    runs = []
+    for draw in range(1, repeat + 1):
+        subject.reset()
+        runs.append(subject.run(workload.jobs(subject.vocab_size, draw)))
+        say(f"{subject.name}, {workload.name}: {runs[-1].row()['output_tok_s']:,} tok/s")
+    taken = sorted(runs, key=lambda each: each.seconds)[(repeat - 1) // 2]
+    row = {"workload": workload.name, "engine": subject.name, **taken.row()}
+    if repeat > 1:
+        row["all_seconds"] = [round(each.seconds, 3) for each in runs]
+    return row | _limits(subject, taken, bandwidth)
+
+
+def _limits(subject: Subject, taken: Measured, bandwidth: float) -> dict[str, Any]:
+    """How near the run came to what the memory gives, and what it held."""
+    memory = round(memory_bytes(subject.device) / 2**30, 3)
+    if taken.window is None:
+        return {"read_gb": None, "bandwidth_pct": None, "memory_gib": memory}
+    step_bytes = subject.traffic.step_bytes(taken.window.mean_kv)
+    share = 100 * step_bytes / (taken.window.step_s * bandwidth)
+    return {
+        "read_gb": round(step_bytes / 1e9, 4),
+        "bandwidth_pct": round(share, 1),
+        "memory_gib": memory,
+    }
+
+
+def _warm_up(jobs: list[Job], device: str) -> list[Job]:
+    """The same rows with few outputs: kernels are made for the shapes that come.
+
+    A GPU's kernels are chosen by the number of tokens too, so it gets the whole prompts; a CPU would
+    compute them for as long as the run itself.
+    """
+    longest = None if device == "cuda" else _WARM_PROMPT_ON_CPU
+    return [
+        replace(job, prompt=job.prompt[:longest], num_output=min(job.num_output, _WARM_OUTPUT))
+        for job in jobs
+    ]
+
+
+def _release() -> None:
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()

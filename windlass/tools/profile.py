@@ -1,0 +1,362 @@
+"""Where a step's time goes: by kind of work, from torch's profiler, for one prompt step and for decode.
+
+While it is profiled, the network's parts are wrapped in named scopes, so that a torch operator or a
+kernel is known by the part that asked for it. Kernels that are replayed from a graph have no such
+scope and are known by their own names.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import nn
+from torch.autograd import DeviceType
+from torch.autograd.profiler_util import FunctionEvent
+from torch.profiler import ProfilerActivity, record_function
+from torch.profiler import profile as torch_profile
+
+from windlass.build import Built, build_engine, open_model
+from windlass.config import EngineConfig
+from windlass.core.sampling import SamplingParams
+from windlass.core.types import NewRequest
+from windlass.engine import Engine
+from windlass.kernels.ops import Ops
+from windlass.layers.attention import Attention
+from windlass.layers.embedding import Embedding
+from windlass.layers.linear import Linear
+from windlass.layers.mlp import GatedMLP
+from windlass.layers.norm import RMSNorm
+from windlass.tools.bench.device import device_of, synchronise
+from windlass.tools.bench.workloads import Workload
+
+Say = Callable[[str], None]
+
+OTHER, HOST = "other", "host"
+_PRODUCT = "matrix product"
+_STEP = "windlass step"
+_SCOPE = "windlass: "
+_SHOWN = 60  # characters of a kernel's name
+_WIDE = 120
+
+# The network's operations, and the kind of work that each is.
+_OPERATIONS = {
+    "rms_norm": "norm",
+    "add_rms_norm": "norm",
+    "silu_mul": "activation",
+    "rope_write": "rope and KV write",
+    "attention": "attention",
+}
+
+
+class Rule(NamedTuple):
+    """Work whose name matches is of this kind. Names are those of kernels or of torch operators."""
+
+    kind: str
+    pattern: re.Pattern[str]
+
+
+def _rules(*pairs: tuple[str, str]) -> list[Rule]:
+    return [Rule(kind, re.compile(pattern, re.IGNORECASE)) for kind, pattern in pairs]
+
+
+# Names that say what they are, whoever asked for them. To extend: one line.
+_CERTAIN = _rules(
+    ("attention", r"^paged_|flash|fmha|scaled_dot_product"),
+    ("norm", r"^(add_)?rms_norm"),
+    ("rope and KV write", r"^rope_"),
+    ("activation", r"^silu_"),
+    ("sampling", r"^sample_"),
+    ("inputs", r"^decode_inputs"),
+)
+# For what no scope claims.
+_LIKELY = _rules(
+    (_PRODUCT, r"gemm|gemv|cutlass|nvjet|cublas|xmma|splitk|aten::(mm|addmm|bmm|linear)$"),
+    ("sampling", r"argmax|exponential|distribution|sort|topk|softmax|cumsum|scatter|reduce"),
+    ("copies", r"memcpy|memset|aten::(to|_to_copy|copy_|tensor|lift_fresh|item|index)"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """One line of the table."""
+
+    kind: str
+    ms: float  # per step
+    calls: float  # operators or kernels per step
+    percent: float  # of the step
+
+
+@dataclass(frozen=True, slots=True)
+class Phase:
+    """The steps of one phase. `wall_ms` is without the profiler, which slows the host down."""
+
+    name: str
+    steps: int
+    tokens: int
+    wall_ms: float
+    profiled_ms: float
+    shares: list[Share]
+
+
+@dataclass(frozen=True, slots=True)
+class _Seen:
+    """Some steps: their time, and what the profiler saw of them."""
+
+    name: str
+    steps: int
+    tokens: int  # per step
+    seconds: float
+    events: list[FunctionEvent]
+
+
+def profile(
+    config: EngineConfig, workload: Workload, num_steps: int, trace: Path | None, say: Say
+) -> list[Phase]:
+    """Profile the first step of the workload, and `num_steps` steps that decode only.
+
+    `trace` gets the decode steps for Chrome or Perfetto; those of the prompts lie beside it, as
+    trace.prefill.json.
+    """
+    opened = open_model(config)
+    say(f"loading {opened.files.name}")
+    built = build_engine(config, opened.source)
+    say(f"{workload.name}: warming up")
+    _drive(built, workload, 0, num_steps)
+    say(f"{workload.name}: without the profiler")
+    plain = _drive(built, workload, 1, num_steps)
+    say(f"{workload.name}: with the profiler")
+    with _scopes(built.weights.network):
+        seen = _drive(built, workload, 2, num_steps, profiled=True, trace=trace)
+    on_gpu = device_of(built.weights.network).type == "cuda"
+    return [_phase(before, after, on_gpu) for before, after in zip(plain, seen, strict=True)]
+
+
+def _drive(
+    built: Built,
+    workload: Workload,
+    draw: int,
+    num_steps: int,
+    profiled: bool = False,
+    trace: Path | None = None,
+) -> list[_Seen]:
+    """Run the workload as far as there is something to look at, and abort the rest."""
+    engine, device = built.engine, device_of(built.weights.network)
+    engine.reset_prefix_cache()
+    jobs = workload.jobs(built.report.vocab_size, draw)
+    for i, job in enumerate(jobs):
+        room = built.report.max_model_len - len(job.prompt)
+        wish = SamplingParams(temperature=job.temperature, max_tokens=room, ignore_eos=True)
+        engine.add(NewRequest(f"profile-{i}", job.prompt, wish))
+    beside = trace.with_suffix(f".prefill{trace.suffix}") if trace else None
+    seen = [_watch("prefill", engine, 1, device, profiled, beside)]
+    while _computes_prompts(engine):
+        continue
+    seen.append(_watch("decode", engine, num_steps, device, profiled, trace))
+    for i in range(len(jobs)):
+        engine.abort(f"profile-{i}")
+    while engine.has_work:
+        engine.step()
+    return seen
+
+
+def _computes_prompts(engine: Engine) -> bool:
+    """Do a step, and say whether some of it was a prompt's."""
+    before = engine.stats().num_prompt_tokens_computed
+    engine.step()
+    return engine.stats().num_prompt_tokens_computed > before
+
+
+def _watch(
+    name: str,
+    engine: Engine,
+    num_steps: int,
+    device: torch.device,
+    profiled: bool,
+    trace: Path | None,
+) -> _Seen:
+    activities = [ProfilerActivity.CPU]
+    if device.type == "cuda":
+        activities.append(ProfilerActivity.CUDA)
+    profiler = torch_profile(activities=activities) if profiled else None
+    with profiler or nullcontext():
+        synchronise(device)
+        started = time.perf_counter()
+        for _ in range(num_steps):
+            with record_function(_STEP):
+                engine.step()
+        synchronise(device)
+        seconds = time.perf_counter() - started
+    tokens = engine.stats().num_step_tokens
+    if profiler is None:
+        return _Seen(name, num_steps, tokens, seconds, [])
+    if trace is not None:
+        trace.parent.mkdir(parents=True, exist_ok=True)
+        profiler.export_chrome_trace(str(trace))
+    return _Seen(name, num_steps, tokens, seconds, list(profiler.events() or []))
+
+
+# ---- scopes ------------------------------------------------------------------------------------
+
+
+@contextmanager
+def _scopes(network: nn.Module) -> Iterator[None]:
+    """Inside, the network's parts open a scope named after the kind of work that they are."""
+    with ExitStack() as stack:
+        for path, module in network.named_modules():
+            name = path.rpartition(".")[2]
+            if isinstance(module, Linear):
+                kind = f"{_PRODUCT} {name} {sum(module.parts.values())}x{module.num_in}"
+                stack.enter_context(_replaced(module, "forward", _scoped(kind, module.forward)))
+            elif isinstance(module, Embedding):
+                kind = "embedding"
+                stack.enter_context(_replaced(module, "forward", _scoped(kind, module.forward)))
+            elif isinstance(module, (Attention, GatedMLP, RMSNorm)):
+                stack.enter_context(_replaced(module, "ops", _scoped_ops(module.ops)))
+        yield
+
+
+@contextmanager
+def _replaced(module: nn.Module, name: str, value: object) -> Iterator[None]:
+    before = vars(module).get(name)
+    setattr(module, name, value)
+    try:
+        yield
+    finally:
+        if before is None:
+            delattr(module, name)
+        else:
+            setattr(module, name, before)
+
+
+def _scoped_ops(ops: Ops) -> Ops:
+    functions: dict[str, Any] = {
+        name: _scoped(kind, getattr(ops, name)) for name, kind in _OPERATIONS.items()
+    }
+    return replace(ops, **functions)
+
+
+def _scoped(kind: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with record_function(_SCOPE + kind):
+            return function(*args, **kwargs)
+
+    return call
+
+
+# ---- counting ----------------------------------------------------------------------------------
+
+
+def _phase(plain: _Seen, seen: _Seen, on_gpu: bool) -> Phase:
+    """Times by kind. The host has what is left of a step when the device is not busy."""
+    spent = _device_time(seen.events) if on_gpu else _operator_time(seen.events)
+    # On a CPU the profiler's own cost is in the operators' times too, so its own clock counts.
+    wall_ms = 1e3 * (plain.seconds if on_gpu else seen.seconds) / seen.steps
+    lines = {kind: (us / 1e3 / seen.steps, n / seen.steps) for kind, (us, n) in spent.items()}
+    busy_ms = sum(ms for ms, _ in lines.values())
+    lines[HOST] = (max(0.0, wall_ms - busy_ms), 0.0)
+    shares = [Share(kind, ms, calls, 100 * ms / wall_ms) for kind, (ms, calls) in lines.items()]
+    return Phase(
+        seen.name,
+        seen.steps,
+        seen.tokens,
+        1e3 * plain.seconds / plain.steps,
+        1e3 * seen.seconds / seen.steps,
+        sorted(shares, key=lambda share: -share.ms),
+    )
+
+
+Spent = dict[str, tuple[float, int]]  # kind -> microseconds, calls
+
+
+def _operator_time(events: list[FunctionEvent]) -> Spent:
+    """What operators and scopes took by themselves, without those inside them.
+
+    Native code that torch does not know of runs in its scope's own time. What is in neither, and
+    only in the step, is the host's.
+    """
+    spent: Spent = {}
+    for event in events:
+        if event.name.startswith(_SCOPE):
+            _add(spent, event.name.removeprefix(_SCOPE), event.self_cpu_time_total)
+        elif event.name != _STEP and not event.is_user_annotation:
+            _add(spent, kind_of(event.name, _ancestors(event)), event.self_cpu_time_total)
+    return spent
+
+
+def _device_time(events: list[FunctionEvent]) -> Spent:
+    """What each kernel took, by the scope that launched it; a graph's kernels by name alone."""
+    spent: Spent = {}
+    launched: Counter[str] = Counter()
+    for event in events:
+        if event.device_type != DeviceType.CPU:
+            continue
+        for kernel in event.kernels:
+            _add(spent, kind_of(kernel.name, [event.name, *_ancestors(event)]), kernel.duration)
+            launched[kernel.name] += 1
+    for event in events:
+        if event.device_type == DeviceType.CPU or event.is_user_annotation:
+            continue
+        if launched[event.name]:
+            launched[event.name] -= 1
+        else:
+            _add(spent, kind_of(event.name, []), event.time_range.elapsed_us())
+    return spent
+
+
+def _add(spent: Spent, kind: str, us: float) -> None:
+    before, calls = spent.get(kind, (0.0, 0))
+    spent[kind] = (before + us, calls + 1)
+
+
+def _ancestors(event: FunctionEvent) -> list[str]:
+    names, parent = [], event.cpu_parent
+    while parent is not None:
+        names.append(parent.name)
+        parent = parent.cpu_parent
+    return names
+
+
+def kind_of(name: str, ancestors: Sequence[str]) -> str:
+    """What kind of work an operator or kernel is; `ancestors` are what it ran in, nearest first."""
+    for rule in _CERTAIN:
+        if rule.pattern.search(name):
+            return rule.kind
+    for scope in ancestors:
+        if scope.startswith(_SCOPE):
+            return scope.removeprefix(_SCOPE)
+    for known in (name, *ancestors):
+        for rule in _LIKELY:
+            if rule.pattern.search(known):
+                return f"{rule.kind} {name[:_SHOWN]}" if rule.kind == _PRODUCT else rule.kind
+    return OTHER
+
+
+# ---- showing -----------------------------------------------------------------------------------
+
+
+def show(phases: Sequence[Phase]) -> None:
+    """One table per phase, the largest share first."""
+    console = Console(width=_WIDE, soft_wrap=True, markup=False, highlight=False)
+    for phase in phases:
+        table = Table(box=None, pad_edge=False, title_justify="left")
+        table.title = (
+            f"{phase.name}: {phase.tokens:,} tokens, {phase.wall_ms:,.3f} ms a step "
+            f"({phase.profiled_ms:,.3f} ms under the profiler), {phase.steps} steps"
+        )
+        table.add_column("where", no_wrap=True)
+        for heading in ("ms a step", "% of the step", "calls a step"):
+            table.add_column(heading, justify="right")
+        for share in phase.shares:
+            calls = f"{share.calls:,.0f}" if share.calls else "-"
+            table.add_row(share.kind, f"{share.ms:,.3f}", f"{share.percent:.1f}", calls)
+        console.print(table, "")
