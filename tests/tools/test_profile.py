@@ -6,8 +6,11 @@ import json
 from pathlib import Path
 
 import pytest
+from torch.autograd import DeviceType
+from torch.autograd.profiler_util import FunctionEvent
 
 from tests.tools.conftest import Windlass
+from windlass.tools import profile
 from windlass.tools.profile import kind_of
 
 
@@ -29,7 +32,6 @@ def test_profile(windlass: Windlass, tiny: Path, tmp_path: Path) -> None:
 def test_the_network_is_left_as_it_was(tiny: Path) -> None:
     from windlass.build import build_engine, open_model
     from windlass.config import EngineConfig
-    from windlass.tools import profile
 
     config = EngineConfig.of(model=str(tiny), load_format="dummy")
     network = build_engine(config, open_model(config).source).weights.network
@@ -63,6 +65,30 @@ def test_a_scope_names_what_its_operators_do() -> None:
     inside = ["aten::linear", "windlass: matrix product o_proj 8x8", "windlass step"]
     assert kind_of("aten::mm", inside) == "matrix product o_proj 8x8"
     assert kind_of("aten::copy_", ["aten::to", "windlass step"]) == "copies"
+
+
+def test_kernels_are_counted_once_and_scopes_never() -> None:
+    def event(name: str, device: DeviceType, us: float = 0.0, **values: object) -> FunctionEvent:
+        return FunctionEvent(0, name, 0, 0.0, us, device_type=device, **values)
+
+    step = event("windlass step", DeviceType.CPU)
+    scope = event("windlass: matrix product o_proj 8x8", DeviceType.CPU)
+    operator = event("aten::mm", DeviceType.CPU)
+    operator.cpu_parent, scope.cpu_parent = scope, step
+    operator.append_kernel("nvjet", 0, 5.0)
+    scope.append_kernel("windlass: matrix product o_proj 8x8", 0, 5.0)
+    on_device = [
+        event("nvjet", DeviceType.CUDA, 5.0),
+        event("windlass: matrix product o_proj 8x8", DeviceType.CUDA, 5.0),
+        event("windlass step", DeviceType.CUDA, 9.0),
+        event("paged_decode_kernel", DeviceType.CUDA, 3.0),  # from a graph: nobody launched it
+        event("nvjet", DeviceType.CUDA, 2.0),
+    ]
+    assert profile._device_time([step, scope, operator, *on_device]) == {
+        "matrix product o_proj 8x8": (5.0, 1),
+        "attention": (3.0, 1),
+        "matrix product nvjet": (2.0, 1),
+    }
 
 
 @pytest.mark.parametrize("steps", [0, -1])

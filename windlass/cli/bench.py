@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -11,6 +11,9 @@ from windlass.cli.command import Options, PanelCommand, register, reported
 from windlass.cli.config_file import read_config
 from windlass.cli.options import ENGINE_OPTIONS, MODEL_ARGUMENT
 from windlass.errors import ConfigError
+
+if TYPE_CHECKING:
+    from windlass.tools.bench.record import Record
 
 _BATCHES = "1,8,64,256"
 
@@ -61,14 +64,14 @@ def throughput(
     config.json, such as those in benchmarks/models.
     """
     _check(output)
-    from windlass.tools.bench.throughput import Wish, measure
+    from windlass.tools.bench.throughput import Order, measure
     from windlass.tools.bench.workloads import Sizes, find_all
 
     engines = _names(engine)
     sizes = Sizes(batch, input_len, output_len, num_requests)
-    unused = ["batch"] if "transformers" in engines else []
-    wish = Wish(find_all(workload, sizes, unused), engines, repeat, batch)
-    _finish(measure(options.engine_values(), wish, _say), output)
+    elsewhere = ["batch"] if "transformers" in engines else []
+    order = Order(find_all(workload, sizes, elsewhere), engines, repeat, batch)
+    _finish(measure(options.engine_values(), order, _say), output)
     return 0
 
 
@@ -89,7 +92,7 @@ def latency(
     token is not counted.
     """
     _check(output)
-    from windlass.tools.bench.throughput import Wish, measure
+    from windlass.tools.bench.throughput import Order, measure
     from windlass.tools.bench.workloads import Sizes, find_all
 
     try:
@@ -98,8 +101,8 @@ def latency(
         raise ConfigError(f"--batch {batch!r}: expected numbers such as {_BATCHES}.") from None
     names = ",".join(f"decode_b{count}" for count in counts)
     sizes = Sizes(input_len=input_len, output_len=output_len)
-    wish = Wish(find_all(names, sizes), _names(engine), repeat)
-    _finish(measure(options.engine_values(), wish, _say, "latency"), output)
+    order = Order(find_all(names, sizes), _names(engine), repeat)
+    _finish(measure(options.engine_values(), order, _say, "latency"), output)
     return 0
 
 
@@ -189,11 +192,17 @@ def _say(text: str) -> None:
 
 def _check(output: Path | None) -> None:
     """Refuse a bad path before anything is measured."""
-    if output is not None and output.is_dir():
+    if output is None:
+        return
+    if output.is_dir():
         raise ConfigError(f"-o {output}: is a folder; name a file.")
+    try:
+        output.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"-o {output}: {error.strerror or error}.") from error
 
 
-def _finish(record: Any, output: Path | None) -> None:
+def _finish(record: Record, output: Path | None) -> None:
     """Save, then show: the table is the last thing on the screen."""
     from windlass.tools.bench.columns import show
 

@@ -301,16 +301,22 @@ def _device_time(events: list[FunctionEvent]) -> Spent:
         if event.device_type != DeviceType.CPU:
             continue
         for kernel in event.kernels:
+            if _is_scope(kernel.name):  # the scope's own mark on the device's timeline
+                continue
             _add(spent, kind_of(kernel.name, [event.name, *_ancestors(event)]), kernel.duration)
             launched[kernel.name] += 1
     for event in events:
-        if event.device_type == DeviceType.CPU or event.is_user_annotation:
+        if event.device_type == DeviceType.CPU or _is_scope(event.name):
             continue
         if launched[event.name]:
             launched[event.name] -= 1
         else:
             _add(spent, kind_of(event.name, []), event.time_range.elapsed_us())
     return spent
+
+
+def _is_scope(name: str) -> bool:
+    return name == _STEP or name.startswith(_SCOPE)
 
 
 def _add(spent: Spent, kind: str, us: float) -> None:

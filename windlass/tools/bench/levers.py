@@ -8,9 +8,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from windlass.build import build_engine, open_model
+from windlass.build import Built, build_engine, open_model
 from windlass.config import EngineConfig
-from windlass.tools.bench.measure import run
+from windlass.tools.bench.device import release_memory
+from windlass.tools.bench.measure import Measured, run
 from windlass.tools.bench.record import Record
 from windlass.tools.bench.scheduler import measure as measure_scheduler
 from windlass.tools.bench.workloads import Job, Sizes, Workload, find
@@ -69,19 +70,23 @@ def _compare(
     for name, changes in variants.items():
         built = build_engine(EngineConfig.of(**{**options, **changes}), opened.source, weights)
         weights = built.weights
-        vocab_size = built.report.vocab_size
-        say(f"{name}: warming up")
-        warm = workload.jobs(vocab_size)[:8]
-        run(built.engine, [Job(job.prompt[-8:], 4) for job in warm])
-        runs = []
-        for draw in range(1, repeat + 1):
-            say(f"{name}: {len(workload.shapes)} requests")
-            built.engine.reset_prefix_cache()
-            runs.append(run(built.engine, workload.jobs(vocab_size, draw)))
-        taken = sorted(runs, key=lambda each: each.seconds)[(repeat - 1) // 2]
+        say(f"{name}: warming up, then {len(workload.shapes)} requests")
+        taken = _median_run(built, workload, repeat)
         rows.append({"variant": name, **taken.row()})
         say(f"{name}: {rows[-1]['output_tok_s']} tok/s")
+        del built
+        release_memory()
     return rows
+
+
+def _median_run(built: Built, workload: Workload, repeat: int) -> Measured:
+    engine, vocab_size = built.engine, built.report.vocab_size
+    run(engine, [Job(job.prompt[-8:], 4) for job in workload.jobs(vocab_size)[:8]])
+    runs = []
+    for draw in range(1, repeat + 1):
+        engine.reset_prefix_cache()
+        runs.append(run(engine, workload.jobs(vocab_size, draw)))
+    return sorted(runs, key=lambda each: each.seconds)[(repeat - 1) // 2]
 
 
 def _with_ratio(rows: list[dict[str, Any]], base: str) -> list[dict[str, Any]]:

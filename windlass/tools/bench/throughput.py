@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
@@ -19,6 +18,7 @@ from windlass.tools.bench.device import (
     forget_peak,
     memory_bytes,
     read_bandwidth,
+    release_memory,
     traffic_of,
 )
 from windlass.tools.bench.measure import Measured, run
@@ -69,7 +69,7 @@ class Own:
 
 
 @dataclass(frozen=True, slots=True)
-class Wish:
+class Order:
     """What to measure."""
 
     workloads: Sequence[Workload]
@@ -87,27 +87,27 @@ class Wish:
             raise ConfigError(f"--repeat must be at least 1, got {self.repeat}.")
 
 
-def measure(options: dict[str, Any], wish: Wish, say: Say, name: str = "throughput") -> Record:
+def measure(options: dict[str, Any], order: Order, say: Say, name: str = "throughput") -> Record:
     """Run all workloads on all engines, one engine after another, and say what each took."""
-    config = with_rows(EngineConfig.of(**options), wish.workloads, say)
+    config = with_rows(EngineConfig.of(**options), order.workloads, say)
     opened = open_model(config)
     rows: list[dict[str, Any]] = []
     settings: dict[str, Any] = dict(options)
-    for engine in wish.engines:
+    for engine in order.engines:
         say(f"{engine}: loading {opened.files.name}")
         subject: Subject
         if engine == "windlass":
             subject = Own(config, opened)
             settings["choices"] = subject.choices
         else:
-            subject = Naive(config, opened, wish.batch)
+            subject = Naive(config, opened, order.batch)
         bandwidth = read_bandwidth(subject.device)
         settings["read_gb_s"] = round(bandwidth / 1e9, 1)
         say(f"{engine}: {subject.device.type} reads {bandwidth / 1e9:,.1f} GB/s")
-        for workload in wish.workloads:
-            rows.append(_row(subject, workload, wish.repeat, bandwidth, say))
+        for workload in order.workloads:
+            rows.append(_row(subject, workload, order.repeat, bandwidth, say))
         del subject
-        _release()
+        release_memory()
     notes = (
         "decode_*: the steps in which all requests decode. read_gb: weights and keys and values "
         "that such a step must read; bandwidth_pct: that, against what the device was measured to "
@@ -176,9 +176,3 @@ def _warm_up(jobs: list[Job], device: str) -> list[Job]:
         replace(job, prompt=job.prompt[:longest], num_output=min(job.num_output, _WARM_OUTPUT))
         for job in jobs
     ]
-
-
-def _release() -> None:
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()

@@ -82,11 +82,6 @@ class Workload:
             for shape in self.shapes
         ]
 
-    @property
-    def longest(self) -> int:
-        """The most tokens, prompt and output, that one of its requests comes to."""
-        return self.num_shared + max(sum(shape) for shape in self.shapes)
-
 
 def _even(count: int, num_prompt: int, num_output: int) -> tuple[Shape, ...]:
     return (Shape(num_prompt, num_output),) * count
@@ -177,17 +172,17 @@ def find(name: str, sizes: Sizes = Sizes()) -> Workload:  # noqa: B008 - frozen
     return replace(made, name=f"{made.name}[{','.join(changed)}]") if changed else made
 
 
-def find_all(names: str, sizes: Sizes, unused: Collection[str] = ()) -> list[Workload]:
+def find_all(names: str, sizes: Sizes, elsewhere: Collection[str] = ()) -> list[Workload]:
     """Several workloads, by names with commas. A size that none of them takes is an error.
 
-    `unused` names sizes that mean something elsewhere.
+    `elsewhere`: sizes that mean something without them.
     """
     wanted = [name.strip() for name in names.split(",") if name.strip()]
     if not wanted:
         raise ConfigError(f"--workload names none. Known: {', '.join(_KINDS)}.")
     taken = {key for name in wanted for key in _taken(*_parse(name), sizes)}
     for key in sizes.given():
-        if key not in taken and key not in unused:
+        if key not in taken and key not in elsewhere:
             raise ConfigError(f"{flag(key)} means nothing for --workload {names}. Leave it out.")
     return [find(name, sizes) for name in wanted]
 
