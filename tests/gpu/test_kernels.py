@@ -81,9 +81,9 @@ def make_batch(
     counts = torch.tensor([c for _, c in rows])
     slots = torch.repeat_interleave(torch.arange(len(rows)), counts).int().to(CUDA)
     singles = torch.tensor([s.first for s in spans if s.count == 1], dtype=torch.int32, device=CUDA)
-    work = AttentionWork(
-        singles, torch.tensor(tiles, dtype=torch.int32, device=CUDA).reshape(-1, 4), splits
-    )
+    on_device = torch.tensor(tiles, dtype=torch.int32, device=CUDA).reshape(-1, 4)
+    counters = torch.zeros(len(rows) * heads.num_kv, dtype=torch.int32, device=CUDA)
+    work = AttentionWork(singles, on_device, splits, counters)
     return kv, StepBatch(positions, slots, tables, spans, [kv], work)
 
 
@@ -130,6 +130,22 @@ def test_rope_write(heads: Heads, normed: bool, dtype: torch.dtype) -> None:
     close(got, want)
     close(ours.keys, kv.keys)
     assert torch.equal(ours.values, kv.values)
+
+
+@pytest.mark.parametrize("rows", [1, 3, 16])
+@pytest.mark.parametrize(("outputs", "size"), [(64, 64), (960, 576), (4096, 14336), (49152, 576)])
+def test_skinny_products(rows: int, outputs: int, size: int) -> None:
+    from windlass.kernels.triton import skinny
+
+    x, weight = randn(rows, size, dtype=torch.bfloat16), randn(outputs, size, dtype=torch.bfloat16)
+    space = skinny.Workspace(CUDA, outputs, 8)
+    want = (x.double() @ weight.double().T).bfloat16()
+    for tiling in (skinny.Tiling(32, 1), skinny.Tiling(64, 4), skinny.Tiling(64, 8)):
+        got = skinny.linear(x, weight, tiling, space)
+        close(got, want)
+        assert torch.equal(got, skinny.linear(x, weight, tiling, space)), "not the same twice"
+    gated = reference.silu_mul((x.double() @ weight.double().T).bfloat16())
+    close(skinny.gated(x, weight, 32), gated, factor=2)
 
 
 def draw(logits: torch.Tensor, wish: tuple[float, float, float, float], seed: int = 1, at: int = 0):

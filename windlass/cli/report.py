@@ -111,8 +111,7 @@ def _computing_rows(findings: dict[str, Any]) -> list[Row]:
     for item in findings["kernels"]:
         refused = "; ".join(f"{name} refused: {why}" for name, why in item["refusals"].items())
         more = refused or "the first choice accepts"
-        layers = counted(item["layers"], "layer")
-        rows.append((item["operation"], item["kernel"], f"{layers}; {more}"))
+        rows.append((item["operation"], item["kernel"], more))
     for item in findings["linear_layers"]:
         more = f"{counted(item['layers'], 'layer')}, {readable_bytes(item['bytes'])}"
         rows.append((item["layer"].removeprefix("model.layers.*."), item["method"], more))

@@ -98,6 +98,7 @@ class AttentionWork:
     singles: Tensor  # [n] int32: tokens that are alone in their row
     tiles: Tensor  # [n, 4] int32: first token, tokens, slot, position of the first: parts of chunks
     splits: int  # into how many parts the context of a single is cut, to fill the device
+    counters: Tensor  # int32, zero between steps: one for each single and kv head
 
 
 @dataclass(frozen=True, slots=True)

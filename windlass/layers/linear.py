@@ -6,7 +6,7 @@ stored is its method's business, and reading it the loader's.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Literal
 
 import torch
@@ -55,3 +55,9 @@ class Linear(nn.Module):
         if self.shard == "in":
             y = self.group.all_reduce(y)
         return y if self.bias is None else y + self.bias
+
+    def gated(self, x: Tensor, silu_mul: Callable[[Tensor], Tensor]) -> Tensor:
+        """silu(first half of y) * second half, for a layer of two parts."""
+        if self.bias is not None:
+            return silu_mul(self(x))
+        return self.method.gated(self, x, silu_mul)

@@ -6,6 +6,7 @@ kernel that was chosen, and multiplies.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -60,4 +61,8 @@ class LinearMethod(Protocol):
 
     def apply(self, layer: nn.Module, x: Tensor) -> Tensor:
         """x @ weight.T"""
+        ...
+
+    def gated(self, layer: nn.Module, x: Tensor, silu_mul: Callable[[Tensor], Tensor]) -> Tensor:
+        """silu(x @ gate.T) * (x @ up.T), where the weight is gate above up."""
         ...

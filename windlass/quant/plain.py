@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import linear
 
+from windlass.kernels.products import TorchProducts
 from windlass.quant.base import Axis, ParamSpec
 
 
 class Plain:
     """A weight [out, in] in the arithmetic's own type."""
 
-    def __init__(self, dtype: torch.dtype) -> None:
+    def __init__(self, dtype: torch.dtype, products: TorchProducts | None = None) -> None:
         self._dtype = dtype
+        self._products = products or TorchProducts()
 
     @property
     def name(self) -> str:
@@ -26,4 +29,7 @@ class Plain:
         """Nothing to repack."""
 
     def apply(self, layer: nn.Module, x: Tensor) -> Tensor:
-        return linear(x, layer.weight)  # type: ignore[arg-type]
+        return self._products.linear(x, layer.weight)  # type: ignore[arg-type]
+
+    def gated(self, layer: nn.Module, x: Tensor, silu_mul: Callable[[Tensor], Tensor]) -> Tensor:
+        return self._products.gated(x, layer.weight, silu_mul)  # type: ignore[arg-type]

@@ -12,7 +12,9 @@ from windlass.core.types import Row, SlotId, StepPlan
 from windlass.errors import ConfigError
 from windlass.kernels.batch import Heads, KVCache
 from windlass.kernels.ops import Ops, choose_ops
+from windlass.kernels.products import TorchProducts
 from windlass.kernels.select import Need
+from windlass.layers.linear import Linear
 from windlass.models.checkpoint import Checkpoint
 from windlass.models.loader import load
 from windlass.models.network import Network, Parts, make_network
@@ -29,6 +31,7 @@ class Blueprint:
     """Everything that is decided before a weight is read, with the reasons."""
 
     parts: Parts
+    products: TorchProducts
     choices: list[Choice]
 
 
@@ -67,11 +70,12 @@ def draw_up(config: EngineConfig, spec: ModelSpec) -> Blueprint:
         )
     )
     longest, length_choice = _longest(config, spec)
-    method = Plain(dtype)
+    products = _products(ops)
+    method = Plain(dtype, products)
     parts = Parts(dtype, device, longest, ops, lambda _: method)
     threads = found.choose_threads(config.model)
     choices = [where.choice, dtype_choice, threads, *ops.choices, length_choice]
-    return Blueprint(parts, choices)
+    return Blueprint(parts, products, choices)
 
 
 def load_network(config: EngineConfig, spec: ModelSpec, checkpoint: Checkpoint) -> Loaded:
@@ -80,7 +84,9 @@ def load_network(config: EngineConfig, spec: ModelSpec, checkpoint: Checkpoint) 
     network = make_network(spec, blueprint.parts)
     load(network, checkpoint, blueprint.parts.device)
     num_bytes = sum(p.nbytes for p in network.parameters())
-    return Loaded(network, blueprint.parts, num_bytes, blueprint.choices)
+    weights = [m.get_parameter("weight") for m in network.modules() if isinstance(m, Linear)]
+    tuned = Choice("products", blueprint.products.tune(weights), "measured on these shapes")
+    return Loaded(network, blueprint.parts, num_bytes, [*blueprint.choices, tuned])
 
 
 def make_runner(config: EngineConfig, spec: ModelSpec, loaded: Loaded, limits: Limits) -> Assembled:
@@ -174,6 +180,14 @@ def _free_after_sync(device: torch.device) -> int:
     torch.cuda.synchronize(device)
     torch.cuda.empty_cache()
     return torch.cuda.mem_get_info(device)[0]
+
+
+def _products(ops: Ops) -> TorchProducts:
+    if not _has_triton(ops):
+        return TorchProducts()
+    from windlass.kernels.triton.products import MeasuredProducts
+
+    return MeasuredProducts()
 
 
 def _has_triton(ops: Ops) -> bool:

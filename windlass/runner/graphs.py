@@ -95,6 +95,10 @@ class CudaRunner(Runner):
         self._staging = [torch.empty((4, most), dtype=torch.int32, pin_memory=True) for _ in "ab"]
         self._turn = 0
         self._singles = torch.arange(most, dtype=torch.int32, device=self._device)
+        rows = slots.num_slots + 1
+        self._counters = torch.zeros(
+            rows * self._num_kv_heads, dtype=torch.int32, device=self._device
+        )
         self._no_tiles = torch.empty((0, 4), dtype=torch.int32, device=self._device)
 
     # ---- recording ---------------------------------------------------------------------------
@@ -136,7 +140,9 @@ class CudaRunner(Runner):
             SIZE=slots.size,
             num_warps=1,
         )
-        work = AttentionWork(self._singles[:size], self._no_tiles, self._splits(size))
+        work = AttentionWork(
+            self._singles[:size], self._no_tiles, self._splits(size), self._counters
+        )
         batch = StepBatch(positions, row_slots, slots.tables, [], self._cache.layers, work)
         logits = self._network.logits(self._network(ids, batch))
         return self._device_sampler.draw(logits, row_slots, positions), logits
@@ -219,6 +225,7 @@ class CudaRunner(Runner):
             to_device(np.array(singles, dtype=np.int32), self._device),
             to_device(np.array(tiles, dtype=np.int32).reshape(-1, 4), self._device),
             self._splits(len(singles)),
+            self._counters,
         )
 
     def _collect(

@@ -71,7 +71,7 @@ class Runner:
             self._sampler.forget(slot)
         for admission in plan.admitted:
             self._sampler.admit(admission)
-        self._slots.apply(plan)
+        self._slots.send(self._slots.apply(plan))
         self._cache.copy(plan.copies)
 
     def _sample(self, rows: list[Row], spans: list[Span], hidden: Tensor) -> list[RowResult]:

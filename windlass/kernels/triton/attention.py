@@ -51,6 +51,35 @@ def _attend(
 
 
 @triton.jit
+def _tiles(keys, values, base, position, d, seen, kind, DIM: tl.constexpr, SIZE: tl.constexpr):
+    """Keys [dim, tile] and values [tile, dim] at positions of blocks that start at `base`."""
+    page = (base + position % SIZE) * DIM
+    k_mask = seen[None, :] & (d < DIM)[:, None]
+    v_mask = seen[:, None] & (d < DIM)[None, :]
+    k_tile = tl.load(keys + page[None, :] + d[:, None], mask=k_mask, other=0.0)
+    v_tile = tl.load(values + page[:, None] + d[None, :], mask=v_mask, other=0.0)
+    return k_tile.to(kind), v_tile.to(kind)
+
+
+@triton.jit
+def _join(part_out, part_max, part_sum, num_parts, mask, row_mask, DIM: tl.constexpr):
+    """The softmax over all parts of a context, from their own maxima, sums and results."""
+    m = tl.full([mask.shape[0]], float("-inf"), dtype=tl.float32)
+    total = tl.zeros([mask.shape[0]], dtype=tl.float32)
+    acc = tl.zeros(mask.shape, dtype=tl.float32)
+    for part in range(num_parts):
+        its_m = tl.load(part_max + part, mask=row_mask, other=0.0, cache_modifier=".cg")
+        its_sum = tl.load(part_sum + part, mask=row_mask, other=1.0, cache_modifier=".cg")
+        its_out = tl.load(part_out + part * DIM, mask=mask, other=0.0, cache_modifier=".cg")
+        m_new = tl.maximum(m, its_m)
+        old, new = tl.exp2(m - m_new), tl.exp2(its_m - m_new)
+        total = total * old + its_sum * new
+        acc = acc * old[:, None] + its_out * new[:, None]
+        m = m_new
+    return acc / total[:, None]
+
+
+@triton.jit
 def paged_decode_kernel(
     queries,
     keys,
@@ -59,6 +88,7 @@ def paged_decode_kernel(
     part_out,
     part_max,
     part_sum,
+    counters,
     singles,
     positions,
     token_slots,
@@ -112,13 +142,8 @@ def paged_decode_kernel(
         blocks = next_blocks.to(tl.int64)
         ahead = position + TILE
         next_blocks = tl.load(table + ahead // SIZE, mask=ahead < length, other=0)
-        page = ((blocks * NUM_KV + head) * SIZE + position % SIZE) * DIM
-        k_tile = tl.load(
-            keys + page[None, :] + d[:, None], mask=seen[None, :] & (d < DIM)[:, None], other=0.0
-        ).to(q.dtype)
-        v_tile = tl.load(
-            values + page[:, None] + d[None, :], mask=seen[:, None] & (d < DIM)[None, :], other=0.0
-        ).to(q.dtype)
+        base = (blocks * NUM_KV + head) * SIZE
+        k_tile, v_tile = _tiles(keys, values, base, position, d, seen, q.dtype, DIM, SIZE)
         mask = seen
         if WINDOWED:
             mask = mask & (position >= length - window)
@@ -127,40 +152,28 @@ def paged_decode_kernel(
         )
     if SPLITS == 1:
         tl.store(out + q_at, (acc / total[:, None]).to(out.dtype.element_ty), mask=q_mask)
-    else:
-        part = (index * NUM_Q + q_heads) * SPLITS + split
-        tl.store(part_out + part.to(tl.int64)[:, None] * DIM + d[None, :], acc, mask=q_mask)
-        tl.store(part_max + part, m, mask=g < GROUP)
-        tl.store(part_sum + part, total, mask=g < GROUP)
-
-
-@triton.jit
-def paged_combine_kernel(
-    out,
-    part_out,
-    part_max,
-    part_sum,
-    singles,
-    NUM_Q: tl.constexpr,
-    DIM: tl.constexpr,
-    DIM_PAD: tl.constexpr,
-    SPLITS: tl.constexpr,
-):
-    """Join the parts of one query head."""
-    index = tl.program_id(0)
-    head = tl.program_id(1)
-    s = tl.arange(0, SPLITS)
-    d = tl.arange(0, DIM_PAD)
-    base = (index * NUM_Q + head) * SPLITS
-    m = tl.load(part_max + base + s)
-    weight = tl.exp2(m - tl.max(m, 0))
-    total = tl.sum(tl.load(part_sum + base + s) * weight, 0)
-    rows = (base + s).to(tl.int64)[:, None] * DIM
-    parts = tl.load(part_out + rows + d[None, :], mask=(d < DIM)[None, :], other=0.0)
-    joined = tl.sum(parts * weight[:, None], 0) / total
-    token = tl.load(singles + index).to(tl.int64)
-    target = out + (token * NUM_Q + head) * DIM + d
-    tl.store(target, joined.to(out.dtype.element_ty), mask=d < DIM)
+    elif start < end:
+        # The last part to finish joins them all; parts that have no tile take no part in it.
+        base = (index * NUM_Q + q_heads) * SPLITS
+        part_at = base.to(tl.int64)[:, None] * DIM + d[None, :]
+        tl.store(part_out + part_at + split * DIM, acc, mask=q_mask)
+        tl.store(part_max + base + split, m, mask=g < GROUP)
+        tl.store(part_sum + base + split, total, mask=g < GROUP)
+        tl.debug_barrier()
+        counter = counters + index * NUM_KV + head
+        num_parts = tl.cdiv(num_tiles - first, per_split)
+        if tl.atomic_add(counter, 1, sem="acq_rel") == num_parts - 1:
+            joined = _join(
+                part_out + part_at,
+                part_max + base,
+                part_sum + base,
+                num_parts,
+                q_mask,
+                g < GROUP,
+                DIM,
+            )
+            tl.store(out + q_at, joined.to(out.dtype.element_ty), mask=q_mask)
+            tl.store(counter, 0)
 
 
 @triton.jit
@@ -220,9 +233,8 @@ def paged_prefill_kernel(
         blocks = next_blocks.to(tl.int64)
         ahead = position + TILE
         next_blocks = tl.load(table + ahead // SIZE, mask=ahead < length, other=0)
-        page = ((blocks * NUM_KV + head) * SIZE + position % SIZE) * DIM
-        k_tile = tl.load(keys + page[None, :] + d[:, None], mask=(d < DIM)[:, None], other=0.0)
-        v_tile = tl.load(values + page[:, None] + d[None, :], mask=(d < DIM)[None, :], other=0.0)
+        base = (blocks * NUM_KV + head) * SIZE
+        k_tile, v_tile = _tiles(keys, values, base, position, d, position >= 0, q.dtype, DIM, SIZE)
         m, total, acc = _attend(
             q,
             k_tile.to(q.dtype),
@@ -242,19 +254,12 @@ def paged_prefill_kernel(
         blocks = next_blocks.to(tl.int64)
         ahead = position + TILE
         next_blocks = tl.load(table + ahead // SIZE, mask=ahead < length, other=0)
-        page = ((blocks * NUM_KV + head) * SIZE + position % SIZE) * DIM
-        k_tile = tl.load(
-            keys + page[None, :] + d[:, None], mask=seen[None, :] & (d < DIM)[:, None], other=0.0
-        )
-        v_tile = tl.load(
-            values + page[:, None] + d[None, :], mask=seen[:, None] & (d < DIM)[None, :], other=0.0
-        )
+        base = (blocks * NUM_KV + head) * SIZE
+        k_tile, v_tile = _tiles(keys, values, base, position, d, seen, q.dtype, DIM, SIZE)
         mask = position[None, :] <= query[:, None]
         if WINDOWED:
             mask = mask & (position[None, :] > query[:, None] - window)
-        m, total, acc = _attend(
-            q, k_tile.to(q.dtype), v_tile.to(q.dtype), mask, m, total, acc, scale, cap, CAPPED, True
-        )
+        m, total, acc = _attend(q, k_tile, v_tile, mask, m, total, acc, scale, cap, CAPPED, True)
     tl.store(out + q_at, (acc / total[:, None]).to(out.dtype.element_ty), mask=q_mask)
 
 
@@ -304,6 +309,7 @@ def _decode(
         part_out,
         part_max,
         part_sum,
+        work.counters,
         work.singles,
         batch.positions,
         batch.token_slots,
@@ -324,19 +330,6 @@ def _decode(
         num_warps=4,
         num_stages=3,
     )
-    if splits > 1:
-        paged_combine_kernel[(count, num_q)](
-            out,
-            part_out,
-            part_max,
-            part_sum,
-            work.singles,
-            NUM_Q=num_q,
-            DIM=dim,
-            DIM_PAD=dim_pad,
-            SPLITS=splits,
-            num_warps=1,
-        )
 
 
 def _prefill(

@@ -1,0 +1,173 @@
+"""Products of few rows with a large 16-bit weight, limited by reading the weight.
+
+The weight's rows are the long side of the tile, the tokens the short one, and K is cut into parts
+so that small weights fill the device too. The last part to finish adds up all of them in a fixed
+order, so the result does not depend on which one that is. A second form computes
+silu(gate) * up in the same pass.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+MAX_ROWS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Tiling:
+    """How a product is cut: outputs per program, and parts of K."""
+
+    outputs: int
+    splits: int
+
+
+@triton.jit
+def _product(x, weight, rows, outputs, begin, end, M, N, K, BLOCK_K: tl.constexpr):
+    """weight[outputs, begin:end] @ x[rows, begin:end].T in float32: [outputs, rows]"""
+    k = tl.arange(0, BLOCK_K)
+    w_at = weight + outputs.to(tl.int64)[:, None] * K + k[None, :]
+    x_at = x + rows[None, :] * K + k[:, None]
+    acc = tl.zeros([outputs.shape[0], rows.shape[0]], dtype=tl.float32)
+    for at in range(begin, end, BLOCK_K):
+        w_tile = tl.load(w_at + at, mask=(outputs < N)[:, None], other=0.0)
+        x_tile = tl.load(x_at + at, mask=(rows < M)[None, :], other=0.0)
+        acc = tl.dot(w_tile, x_tile, acc)
+    return acc
+
+
+@triton.jit(do_not_specialize=["M"])
+def skinny_linear_kernel(
+    x,
+    weight,
+    out,
+    parts,
+    counters,
+    M,
+    N,
+    K,
+    SPLITS: tl.constexpr,
+    ROWS: tl.constexpr,
+    OUTPUTS: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """out[M, N] = x[M, K] @ weight[N, K].T"""
+    tile = tl.program_id(0)
+    split = tl.program_id(1)
+    outputs = tile * OUTPUTS + tl.arange(0, OUTPUTS)
+    rows = tl.arange(0, ROWS)
+    span = tl.cdiv(K // BLOCK_K, SPLITS) * BLOCK_K
+    begin = split * span
+    end = tl.minimum(begin + span, K)
+    acc = _product(x, weight, rows, outputs, begin, end, M, N, K, BLOCK_K)
+    at = rows[None, :] * N + outputs[:, None]
+    mask = (rows < M)[None, :] & (outputs < N)[:, None]
+    if SPLITS == 1:
+        tl.store(out + at, acc.to(out.dtype.element_ty), mask=mask)
+    else:
+        tl.store(parts + split * ROWS * N + at, acc, mask=mask)
+        tl.debug_barrier()
+        done = tl.atomic_add(counters + tile, 1, sem="acq_rel")
+        if done == SPLITS - 1:
+            total = tl.zeros([OUTPUTS, ROWS], dtype=tl.float32)
+            for part in range(SPLITS):
+                total += tl.load(
+                    parts + part * ROWS * N + at, mask=mask, other=0.0, cache_modifier=".cg"
+                )
+            tl.store(out + at, total.to(out.dtype.element_ty), mask=mask)
+            tl.store(counters + tile, 0)
+
+
+@triton.jit(do_not_specialize=["M"])
+def skinny_gated_kernel(
+    x,
+    weight,
+    out,
+    M,
+    N,
+    K,
+    ROWS: tl.constexpr,
+    OUTPUTS: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """out[M, N] = silu(x @ gate.T) * (x @ up.T); weight is [2 N, K], the gates first."""
+    outputs = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
+    rows = tl.arange(0, ROWS)
+    k = tl.arange(0, BLOCK_K)
+    g_at = weight + outputs.to(tl.int64)[:, None] * K + k[None, :]
+    u_at = g_at + N.to(tl.int64) * K
+    x_at = x + rows[None, :] * K + k[:, None]
+    gate = tl.zeros([OUTPUTS, ROWS], dtype=tl.float32)
+    up = tl.zeros([OUTPUTS, ROWS], dtype=tl.float32)
+    w_mask = (outputs < N)[:, None]
+    for at in range(0, K, BLOCK_K):
+        x_tile = tl.load(x_at + at, mask=(rows < M)[None, :], other=0.0)
+        gate = tl.dot(tl.load(g_at + at, mask=w_mask, other=0.0), x_tile, gate)
+        up = tl.dot(tl.load(u_at + at, mask=w_mask, other=0.0), x_tile, up)
+    kind = out.dtype.element_ty
+    # Rounded where the plain version rounds.
+    gate = gate.to(kind).to(tl.float32)
+    active = (gate / (1 + tl.exp(-gate))).to(kind) * up.to(kind)
+    mask = (rows < M)[None, :] & w_mask
+    tl.store(out + rows[None, :] * N + outputs[:, None], active, mask=mask)
+
+
+class Workspace:
+    """Where the parts of products meet. Owned by a network; products of one stream share it."""
+
+    def __init__(self, device: torch.device, most_outputs: int, most_splits: int) -> None:
+        shape = most_splits * MAX_ROWS * most_outputs
+        self.parts = torch.empty(shape, dtype=torch.float32, device=device)
+        self.counters = torch.zeros(most_outputs, dtype=torch.int32, device=device)
+
+
+def _block_k(size: int) -> int:
+    return 128 if size % 128 == 0 else 64
+
+
+def linear(x: Tensor, weight: Tensor, tiling: Tiling, space: Workspace) -> Tensor:
+    """x @ weight.T for at most MAX_ROWS rows; K must be a multiple of 64."""
+    (rows, size), outputs = x.shape, weight.shape[0]
+    out = torch.empty((rows, outputs), dtype=x.dtype, device=x.device)
+    skinny_linear_kernel[(triton.cdiv(outputs, tiling.outputs), tiling.splits)](
+        x,
+        weight,
+        out,
+        space.parts,
+        space.counters,
+        rows,
+        outputs,
+        size,
+        SPLITS=tiling.splits,
+        ROWS=MAX_ROWS,
+        OUTPUTS=tiling.outputs,
+        BLOCK_K=_block_k(size),
+        num_warps=4,
+        num_stages=4,
+    )
+    return out
+
+
+def gated(x: Tensor, weight: Tensor, outputs: int) -> Tensor:
+    """silu(gate) * up for at most MAX_ROWS rows; `outputs` of each per program."""
+    rows, size = x.shape
+    width = weight.shape[0] // 2
+    out = torch.empty((rows, width), dtype=x.dtype, device=x.device)
+    skinny_gated_kernel[(triton.cdiv(width, outputs),)](
+        x,
+        weight,
+        out,
+        rows,
+        width,
+        size,
+        ROWS=MAX_ROWS,
+        OUTPUTS=outputs,
+        BLOCK_K=_block_k(size),
+        num_warps=4,
+        num_stages=4,
+    )
+    return out
