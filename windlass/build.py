@@ -5,6 +5,7 @@ Torch is imported when an engine is built, not before: the server's own process 
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -113,6 +114,9 @@ def build_engine(config: EngineConfig, source: Source, weights: Loaded | None = 
         log.seconds,
         made.memory,
     )
+    # What was built stays: the collector need not look at it again and again while steps run.
+    gc.collect()
+    gc.freeze()
     overlap = config.scheduler.overlap and weights.parts.device.type == "cuda"
     return Built(Engine(scheduler, made.runner, overlap=overlap), report, weights)
 

@@ -24,8 +24,8 @@ from windlass.runner.slots import SlotTables, to_device
 
 def num_splits(num_rows: int, num_kv_heads: int, multiprocessors: int) -> int:
     """Into how many parts a context is cut so that few rows still fill the device."""
-    wanted = 4 * multiprocessors // max(1, num_rows * num_kv_heads)
-    return max(1, min(32, 1 << max(0, wanted.bit_length() - 1)))
+    wanted = 2 * multiprocessors // max(1, num_rows * num_kv_heads)
+    return max(1, min(16, 1 << max(0, wanted.bit_length() - 1)))
 
 
 def graph_sizes(most: int) -> list[int]:

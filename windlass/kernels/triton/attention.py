@@ -105,6 +105,8 @@ def paged_decode_kernel(
     SIZE: tl.constexpr,
     TILE: tl.constexpr,
     SPLITS: tl.constexpr,
+    MIN_TILES: tl.constexpr,
+    ALL_SINGLES: tl.constexpr,
     WINDOWED: tl.constexpr,
     CAPPED: tl.constexpr,
 ):
@@ -112,14 +114,18 @@ def paged_decode_kernel(
     index = tl.program_id(0)
     head = tl.program_id(1)
     split = tl.program_id(2)
-    token = tl.load(singles + index).to(tl.int64)
+    token = index.to(tl.int64)
+    if not ALL_SINGLES:
+        token = tl.load(singles + index).to(tl.int64)
     length = tl.load(positions + token).to(tl.int32) + 1
     slot = tl.load(token_slots + token).to(tl.int64)
     first = 0
     if WINDOWED:
         first = tl.maximum(length - window, 0) // TILE
     num_tiles = tl.cdiv(length, TILE)
-    per_split = tl.cdiv(num_tiles - first, SPLITS)
+    # A part of less than MIN_TILES would cost more to join than to compute.
+    per_split = tl.maximum(tl.cdiv(num_tiles - first, SPLITS), MIN_TILES)
+    num_parts = tl.cdiv(num_tiles - first, per_split)
     start = first + split * per_split
     end = tl.minimum(start + per_split, num_tiles)
 
@@ -150,8 +156,9 @@ def paged_decode_kernel(
         m, total, acc = _attend(
             q, k_tile, v_tile, mask[None, :], m, total, acc, scale, cap, CAPPED, True
         )
-    if SPLITS == 1:
-        tl.store(out + q_at, (acc / total[:, None]).to(out.dtype.element_ty), mask=q_mask)
+    if num_parts == 1:
+        if split == 0:
+            tl.store(out + q_at, (acc / total[:, None]).to(out.dtype.element_ty), mask=q_mask)
     elif start < end:
         # The last part to finish joins them all; parts that have no tile take no part in it.
         base = (index * NUM_Q + q_heads) * SPLITS
@@ -161,7 +168,6 @@ def paged_decode_kernel(
         tl.store(part_sum + base + split, total, mask=g < GROUP)
         tl.debug_barrier()
         counter = counters + index * NUM_KV + head
-        num_parts = tl.cdiv(num_tiles - first, per_split)
         if tl.atomic_add(counter, 1, sem="acq_rel") == num_parts - 1:
             joined = _join(
                 part_out + part_at,
@@ -282,6 +288,18 @@ def attention(
     return out
 
 
+def _decode_options(dim_pad: int, splits: int) -> dict[str, int]:
+    """How the decode kernel is cut and compiled: small tiles where rows alone fill the device."""
+    if splits == 1 or dim_pad > 128:
+        return {
+            "TILE": 32,
+            "MIN_TILES": 1,
+            "num_warps": 4,
+            "num_stages": 4 if dim_pad <= 128 else 3,
+        }
+    return {"TILE": 64, "MIN_TILES": 2, "num_warps": 4, "num_stages": 3}
+
+
 def _decode(
     out: Tensor,
     queries: Tensor,
@@ -323,13 +341,17 @@ def _decode(
         DIM=dim,
         DIM_PAD=dim_pad,
         SIZE=size,
-        TILE=64 if dim_pad <= 128 else 32,
         SPLITS=splits,
+        ALL_SINGLES=count == queries.shape[0],
         WINDOWED=window is not None,
         CAPPED=capped,
-        num_warps=4,
-        num_stages=3,
+        **_decode_options(dim_pad, splits),
     )
+
+
+def _prefill_options(dim_pad: int) -> dict[str, int]:
+    """How the prefill kernel is cut and compiled."""
+    return {"TILE": 64 if dim_pad <= 128 else 32, "num_warps": 8, "num_stages": 3}
 
 
 def _prefill(
@@ -365,9 +387,7 @@ def _prefill(
         DIM_PAD=dim_pad,
         SIZE=size,
         ROWS=_TILE_ROWS,
-        TILE=64 if dim_pad <= 128 else 32,
         WINDOWED=window is not None,
         CAPPED=capped,
-        num_warps=8,
-        num_stages=3,
+        **_prefill_options(dim_pad),
     )

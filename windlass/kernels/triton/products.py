@@ -15,8 +15,12 @@ from windlass.kernels.triton import skinny
 from windlass.kernels.triton.norm import silu_mul as triton_silu_mul
 from windlass.kernels.triton.skinny import Tiling
 
-_TILINGS = [Tiling(n, s) for n in (32, 64) for s in (1, 2, 4, 8)]
-_GATED = (16, 32, 64)
+_TILINGS = [
+    *[Tiling(16, stages=8), Tiling(32, stages=8), Tiling(32), Tiling(64)],
+    *[Tiling(n, s) for n in (32, 64) for s in (2, 4, 8)],
+    *[Tiling(32, s, 8) for s in (2, 4)],
+]
+_GATED = [Tiling(16), Tiling(16, stages=8), Tiling(32), Tiling(64)]
 _MEASURED_AT = (1, 8)  # rows; the second stands for all up to the kernel's most
 _MARGIN = 0.98  # a choice must win by more than the measurement's noise
 _COLD_BYTES = 128 * 2**20  # rotate over at least so much weight, more than a cache holds
@@ -29,7 +33,7 @@ class MeasuredProducts(TorchProducts):
 
     def __init__(self) -> None:
         self._linear: dict[tuple[Shape, int], Tiling] = {}
-        self._gated: dict[tuple[Shape, int], int] = {}
+        self._gated: dict[tuple[Shape, int], Tiling] = {}
         self._space: skinny.Workspace | None = None
 
     def linear(self, x: Tensor, weight: Tensor) -> Tensor:
@@ -43,9 +47,9 @@ class MeasuredProducts(TorchProducts):
     def gated(self, x: Tensor, weight: Tensor, silu_mul: Callable[[Tensor], Tensor]) -> Tensor:
         rows = x.shape[0]
         if rows <= skinny.MAX_ROWS:
-            outputs = self._gated.get((weight.shape, _bucket(rows)))
-            if outputs is not None:
-                return skinny.gated(x, weight, outputs)
+            tiling = self._gated.get((weight.shape, _bucket(rows)))
+            if tiling is not None:
+                return skinny.gated(x, weight, tiling)
         return silu_mul(self.linear(x, weight))
 
     @torch.inference_mode()
@@ -80,19 +84,19 @@ class MeasuredProducts(TorchProducts):
         if shape[0] % 2 or len(group) == 1:  # a head is no gate
             return
         best = _MARGIN * _time(group, lambda weight: triton_silu_mul(self.linear(x, weight)))
-        for outputs in _GATED:
-            took = _time(group, partial(_skinny_gated, x, outputs))
+        for tiling in _GATED:
+            took = _time(group, partial(_skinny_gated, x, tiling))
             if took < best:
                 best = took
-                self._gated[torch.Size(shape), _bucket(rows)] = outputs
+                self._gated[torch.Size(shape), _bucket(rows)] = tiling
 
 
 def _skinny_linear(x: Tensor, tiling: Tiling, space: skinny.Workspace, weight: Tensor) -> Tensor:
     return skinny.linear(x, weight, tiling, space)
 
 
-def _skinny_gated(x: Tensor, outputs: int, weight: Tensor) -> Tensor:
-    return skinny.gated(x, weight, outputs)
+def _skinny_gated(x: Tensor, tiling: Tiling, weight: Tensor) -> Tensor:
+    return skinny.gated(x, weight, tiling)
 
 
 def _bucket(rows: int) -> int:

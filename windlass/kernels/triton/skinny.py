@@ -20,10 +20,11 @@ MAX_ROWS = 16
 
 @dataclass(frozen=True, slots=True)
 class Tiling:
-    """How a product is cut: outputs per program, and parts of K."""
+    """How a product is cut: outputs per program, parts of K, and loads under way at once."""
 
     outputs: int
-    splits: int
+    splits: int = 1
+    stages: int = 4
 
 
 @triton.jit
@@ -40,7 +41,7 @@ def _product(x, weight, rows, outputs, begin, end, M, N, K, BLOCK_K: tl.constexp
     return acc
 
 
-@triton.jit(do_not_specialize=["M"])
+@triton.jit(do_not_specialize=["M", "splits"])
 def skinny_linear_kernel(
     x,
     weight,
@@ -50,7 +51,8 @@ def skinny_linear_kernel(
     M,
     N,
     K,
-    SPLITS: tl.constexpr,
+    splits,
+    SPLIT: tl.constexpr,
     ROWS: tl.constexpr,
     OUTPUTS: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -60,21 +62,21 @@ def skinny_linear_kernel(
     split = tl.program_id(1)
     outputs = tile * OUTPUTS + tl.arange(0, OUTPUTS)
     rows = tl.arange(0, ROWS)
-    span = tl.cdiv(K // BLOCK_K, SPLITS) * BLOCK_K
+    span = tl.cdiv(K // BLOCK_K, splits) * BLOCK_K
     begin = split * span
     end = tl.minimum(begin + span, K)
     acc = _product(x, weight, rows, outputs, begin, end, M, N, K, BLOCK_K)
     at = rows[None, :] * N + outputs[:, None]
     mask = (rows < M)[None, :] & (outputs < N)[:, None]
-    if SPLITS == 1:
+    if not SPLIT:
         tl.store(out + at, acc.to(out.dtype.element_ty), mask=mask)
     else:
         tl.store(parts + split * ROWS * N + at, acc, mask=mask)
         tl.debug_barrier()
         done = tl.atomic_add(counters + tile, 1, sem="acq_rel")
-        if done == SPLITS - 1:
+        if done == splits - 1:
             total = tl.zeros([OUTPUTS, ROWS], dtype=tl.float32)
-            for part in range(SPLITS):
+            for part in range(splits):
                 total += tl.load(
                     parts + part * ROWS * N + at, mask=mask, other=0.0, cache_modifier=".cg"
                 )
@@ -142,22 +144,23 @@ def linear(x: Tensor, weight: Tensor, tiling: Tiling, space: Workspace) -> Tenso
         rows,
         outputs,
         size,
-        SPLITS=tiling.splits,
+        tiling.splits,
+        SPLIT=tiling.splits > 1,
         ROWS=MAX_ROWS,
         OUTPUTS=tiling.outputs,
         BLOCK_K=_block_k(size),
         num_warps=4,
-        num_stages=4,
+        num_stages=tiling.stages,
     )
     return out
 
 
-def gated(x: Tensor, weight: Tensor, outputs: int) -> Tensor:
-    """silu(gate) * up for at most MAX_ROWS rows; `outputs` of each per program."""
+def gated(x: Tensor, weight: Tensor, tiling: Tiling) -> Tensor:
+    """silu(gate) * up for at most MAX_ROWS rows; K is not split."""
     rows, size = x.shape
     width = weight.shape[0] // 2
     out = torch.empty((rows, width), dtype=x.dtype, device=x.device)
-    skinny_gated_kernel[(triton.cdiv(width, outputs),)](
+    skinny_gated_kernel[(triton.cdiv(width, tiling.outputs),)](
         x,
         weight,
         out,
@@ -165,9 +168,9 @@ def gated(x: Tensor, weight: Tensor, outputs: int) -> Tensor:
         width,
         size,
         ROWS=MAX_ROWS,
-        OUTPUTS=outputs,
+        OUTPUTS=tiling.outputs,
         BLOCK_K=_block_k(size),
         num_warps=4,
-        num_stages=4,
+        num_stages=tiling.stages,
     )
     return out
