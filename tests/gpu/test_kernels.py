@@ -132,15 +132,16 @@ def test_rope_write(heads: Heads, normed: bool, dtype: torch.dtype) -> None:
     assert torch.equal(ours.values, kv.values)
 
 
-@pytest.mark.parametrize("rows", [1, 3, 16])
+@pytest.mark.parametrize("rows", [1, 3, 16, 64])
 @pytest.mark.parametrize(("outputs", "size"), [(64, 64), (960, 576), (4096, 14336), (49152, 576)])
 def test_skinny_products(rows: int, outputs: int, size: int) -> None:
     from windlass.kernels.triton import skinny
 
     x, weight = randn(rows, size, dtype=torch.bfloat16), randn(outputs, size, dtype=torch.bfloat16)
-    space = skinny.Workspace(CUDA, outputs, 8)
+    tilings = [skinny.Tiling(32, 1), skinny.Tiling(64, 4), skinny.Tiling(16, stages=8)]
+    space = skinny.Workspace(CUDA, outputs, tilings, tilings)
     want = (x.double() @ weight.double().T).bfloat16()
-    for tiling in (skinny.Tiling(32, 1), skinny.Tiling(64, 4), skinny.Tiling(16, stages=8)):
+    for tiling in tilings:
         got = skinny.linear(x, weight, tiling, space)
         close(got, want)
         assert torch.equal(got, skinny.linear(x, weight, tiling, space)), "not the same twice"

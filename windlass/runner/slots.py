@@ -69,9 +69,13 @@ class SlotTables:
         known: list[int] = []
         for row in rows:
             known.extend(row.tokens or (-1,))
-        positions = np.arange(len(known)) - np.repeat(firsts - starts, counts)
-        packed = np.stack([np.array(known), positions, np.repeat(slots, counts)])
-        ids, on_device, token_slots = to_device(packed, self.device)
+        total = len(known)
+        # Whole multiples of 16 numbers keep every row aligned: kernels are compiled for that.
+        packed = np.zeros((3, -(-total // 16) * 16), dtype=np.int32)
+        packed[0, :total] = known
+        packed[1, :total] = np.arange(total) - np.repeat(firsts - starts, counts)
+        packed[2, :total] = np.repeat(slots, counts)
+        ids, positions, token_slots = to_device(packed, self.device)[:, :total]
         ids = torch.where(ids < 0, self.last[token_slots], ids)
         spans = [
             Span(first, count, start)
@@ -79,7 +83,7 @@ class SlotTables:
                 firsts.tolist(), counts.tolist(), starts.tolist(), strict=True
             )
         ]
-        return ids, StepBatch(on_device, token_slots, self.tables, spans, kv)
+        return ids, StepBatch(positions, token_slots, self.tables, spans, kv)
 
 
 def to_device(array: np.ndarray, device: torch.device) -> Tensor:

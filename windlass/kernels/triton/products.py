@@ -21,7 +21,11 @@ _TILINGS = [
     *[Tiling(32, s, 8) for s in (2, 4)],
 ]
 _GATED = [Tiling(16), Tiling(16, stages=8), Tiling(32), Tiling(64)]
-_MEASURED_AT = (1, 8)  # rows; the second stands for all up to the kernel's most
+_MANY_ROWS = [Tiling(64, s) for s in (1, 2, 4)] + [Tiling(128, s, 3) for s in (1, 2, 4)]
+_MANY_GATED = [Tiling(64), Tiling(64, stages=3), Tiling(128, stages=2)]
+_MOST_SPLIT = 16384  # outputs; a larger weight fills the device without splitting K
+# Rows: the second stands for 2 to 16, the third for the rest up to the kernel's most.
+_MEASURED_AT = (1, 8, 64)
 _MARGIN = 0.98  # a choice must win by more than the measurement's noise
 _COLD_BYTES = 128 * 2**20  # rotate over at least so much weight, more than a cache holds
 
@@ -61,22 +65,19 @@ class MeasuredProducts(TorchProducts):
                 by_shape[tuple(weight.shape)].append(weight)
         if not by_shape:
             return "torch"
-        most = max(shape[0] for shape in by_shape)
         device = next(iter(by_shape.values()))[0].device
-        self._space = skinny.Workspace(device, most, max(t.splits for t in _TILINGS))
+        self._space = skinny.Workspace(device, _MOST_SPLIT, _TILINGS, _MANY_ROWS)
         for shape, group in by_shape.items():
             for rows in _MEASURED_AT:
                 self._tune_shape(shape, group, rows)
-        return (
-            f"skinny for {len(self._linear)}, gated for {len(self._gated)} of {2 * len(by_shape)}"
-        )
+        return f"skinny for {len(self._linear)}, gated for {len(self._gated)} of {len(_MEASURED_AT) * len(by_shape)}"
 
     def _tune_shape(self, shape: Shape, group: list[Tensor], rows: int) -> None:
         x = torch.randn((rows, shape[1]), dtype=group[0].dtype, device=group[0].device)
         space = self._space
         assert space is not None
         best = _MARGIN * _time(group, lambda weight: linear(x, weight))
-        for tiling in _TILINGS:
+        for tiling in _candidates(shape[0], rows):
             took = _time(group, partial(_skinny_linear, x, tiling, space))
             if took < best:
                 best = took
@@ -84,11 +85,16 @@ class MeasuredProducts(TorchProducts):
         if shape[0] % 2 or len(group) == 1:  # a head is no gate
             return
         best = _MARGIN * _time(group, lambda weight: triton_silu_mul(self.linear(x, weight)))
-        for tiling in _GATED:
+        for tiling in _GATED if rows <= 16 else _MANY_GATED:
             took = _time(group, partial(_skinny_gated, x, tiling))
             if took < best:
                 best = took
                 self._gated[torch.Size(shape), _bucket(rows)] = tiling
+
+
+def _candidates(num_outputs: int, rows: int) -> list[Tiling]:
+    tilings = _TILINGS if rows <= 16 else _MANY_ROWS
+    return [tiling for tiling in tilings if tiling.splits == 1 or num_outputs <= _MOST_SPLIT]
 
 
 def _skinny_linear(x: Tensor, tiling: Tiling, space: skinny.Workspace, weight: Tensor) -> Tensor:
@@ -100,7 +106,7 @@ def _skinny_gated(x: Tensor, tiling: Tiling, weight: Tensor) -> Tensor:
 
 
 def _bucket(rows: int) -> int:
-    return 1 if rows == 1 else skinny.MAX_ROWS
+    return 1 if rows == 1 else skinny.padded(rows)
 
 
 def _rotation(group: list[Tensor]) -> Iterator[Tensor]:

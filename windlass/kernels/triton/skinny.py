@@ -15,7 +15,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-MAX_ROWS = 16
+MAX_ROWS = 64
+_FEW_ROWS = 16
+
+
+def padded(rows: int) -> int:
+    """Rows are computed 16 or 64 at a time."""
+    return _FEW_ROWS if rows <= _FEW_ROWS else MAX_ROWS
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,9 +127,15 @@ def skinny_gated_kernel(
 class Workspace:
     """Where the parts of products meet. Owned by a network; products of one stream share it."""
 
-    def __init__(self, device: torch.device, most_outputs: int, most_splits: int) -> None:
-        shape = most_splits * MAX_ROWS * most_outputs
-        self.parts = torch.empty(shape, dtype=torch.float32, device=device)
+    def __init__(
+        self, device: torch.device, most_outputs: int, few: list[Tiling], many: list[Tiling]
+    ) -> None:
+        """Room for products of `most_outputs` with the tilings for few and for many rows."""
+        rows = max(
+            _FEW_ROWS * max(tiling.splits for tiling in few),
+            MAX_ROWS * max(tiling.splits for tiling in many),
+        )
+        self.parts = torch.empty(rows * most_outputs, dtype=torch.float32, device=device)
         self.counters = torch.zeros(most_outputs, dtype=torch.int32, device=device)
 
 
@@ -146,7 +158,7 @@ def linear(x: Tensor, weight: Tensor, tiling: Tiling, space: Workspace) -> Tenso
         size,
         tiling.splits,
         SPLIT=tiling.splits > 1,
-        ROWS=MAX_ROWS,
+        ROWS=padded(rows),
         OUTPUTS=tiling.outputs,
         BLOCK_K=_block_k(size),
         num_warps=4,
@@ -167,7 +179,7 @@ def gated(x: Tensor, weight: Tensor, tiling: Tiling) -> Tensor:
         rows,
         width,
         size,
-        ROWS=MAX_ROWS,
+        ROWS=padded(rows),
         OUTPUTS=tiling.outputs,
         BLOCK_K=_block_k(size),
         num_warps=4,
