@@ -55,6 +55,29 @@ def test_a_whole_prompt_in_the_cache_computes_one_token_on_a_copied_block() -> N
     assert world.got["b"] == plain_loop(request("b", prompt), 64)
 
 
+def test_requests_that_come_together_wait_for_the_first_to_compute_what_they_share() -> None:
+    world = World(limits(max_num_batched_tokens=64, num_blocks=64))
+    prefix = tokens_of(32)
+    for i in range(3):
+        world.add(request(f"r{i}", [*prefix, i, i], max_tokens=2, ignore_eos=True))
+    world.add(request("other", [4, 4, 4], max_tokens=2, ignore_eos=True))
+    plan = world.plan()
+    assert [row.request_id for row in plan.rows] == ["r0", "other"]
+    world.commit(plan, world.runner.run(plan))
+    rows = {row.request_id: row.num_tokens for row in world.plan().rows}
+    assert rows == {"r0": 1, "other": 1, "r1": 2, "r2": 2}
+
+
+def test_nobody_waits_for_a_request_that_was_aborted() -> None:
+    world = World(limits(max_num_batched_tokens=8, num_blocks=64))
+    prefix = tokens_of(32)
+    world.add(request("gone", prefix, max_tokens=2))
+    world.add(request("next", prefix, max_tokens=2))
+    world.step()
+    world.abort("gone")
+    assert [row.request_id for row in world.plan().rows] == ["next"]
+
+
 def test_different_salts_and_adapters_share_nothing() -> None:
     world = World(limits(max_num_batched_tokens=64))
     for index, (salt, adapter) in enumerate([("", ""), ("t", ""), ("", "t")]):

@@ -70,8 +70,15 @@ def test_recorded_equals_eager(folder: Path) -> None:
 
 
 def test_kernels_equal_the_plain_versions(folder: Path) -> None:
-    plain = outputs(folder, GREEDY, plain_kernels=True)
-    assert agreement(outputs(folder, GREEDY), plain) >= 0.6
+    """Random weights have near-ties, so scores are compared, not tokens."""
+    wish = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
+    prompts = [[(7 * i + j) % 1000 for j in range(3 + 9 * i)] for i in range(12)]
+    scores = []
+    for plain in (False, True):
+        llm = LLM(str(folder), load_format="dummy", num_blocks=400, plain_kernels=plain)
+        results = llm.generate(prompts, wish)
+        scores.append([score.logprob for result in results for score in result.prompt_logprobs])
+    assert scores[0] == pytest.approx(scores[1], abs=0.02)
 
 
 def test_a_seed_gives_the_same_in_any_batch(folder: Path) -> None:

@@ -101,3 +101,45 @@ class WaitingQueue:
 
     def remove(self, request: Request) -> None:
         self._waiting.pop(request.request_id, None)
+
+
+class Promises:
+    """Blocks that running requests are computing now, by hash, until they are sealed.
+
+    Whoever needs the same blocks does better to wait for them a step or two than to compute them
+    beside the first.
+    """
+
+    def __init__(self, block_size: int) -> None:
+        self._size = block_size
+        self._by_hash: dict[bytes, Request] = {}
+
+    def make(self, request: Request, start: int) -> None:
+        """`request` computes its full blocks from position `start` on."""
+        count = len(request.tokens) // self._size
+        for digest in request.hashes(count, self._size)[start // self._size :]:
+            self._by_hash.setdefault(digest, request)
+
+    def keep(self, digest: bytes) -> None:
+        """The block is there."""
+        self._by_hash.pop(digest, None)
+
+    def drop(self, request: Request) -> None:
+        """It will not compute them after all."""
+        if self._by_hash:
+            for digest in request.hashes(len(request.tokens) // self._size, self._size):
+                if self._by_hash.get(digest) is request:
+                    del self._by_hash[digest]
+
+    def worth_waiting(self, request: Request, num_cached: int) -> bool:
+        """Whether at least half of what `request` still needs is being computed by another."""
+        if not self._by_hash or not request.may_read_cache:
+            return False
+        count = len(request.tokens) // self._size
+        promised = 0
+        for digest in request.hashes(count, self._size)[num_cached:]:
+            if digest not in self._by_hash:
+                break
+            promised += 1
+        left = len(request.tokens) - num_cached * self._size
+        return 2 * promised * self._size >= left

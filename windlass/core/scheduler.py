@@ -15,7 +15,7 @@ from random import Random
 
 from windlass.core.blocks import BlockPool
 from windlass.core.limits import SchedulerLimits
-from windlass.core.policy import Continuous, Fcfs, Gate, Policy, WaitingQueue
+from windlass.core.policy import Continuous, Fcfs, Gate, Policy, Promises, WaitingQueue
 from windlass.core.request import Request
 from windlass.core.types import (
     Admission,
@@ -67,6 +67,7 @@ class Scheduler:
         self._random = Random(seed)
         self._requests: dict[str, Request] = {}
         self._waiting = WaitingQueue(self._policy)
+        self._promises = Promises(limits.block_size)
         self._running: list[Request] = []  # in the policy's order: the last is the first victim
         self._slots = deque(SlotId(i) for i in range(limits.max_num_seqs))
         self._freed: list[SlotId] = []
@@ -168,15 +169,22 @@ class Scheduler:
             return
         waited_s = now - request.timeline.arrived
         openings = self._gate.openings(len(self._waiting), len(self._running), waited_s)
+        patient: list[Request] = []
         while request is not None and openings > 0 and step.budget > 0 and self._slots:
             if request.num_pending:  # interrupted while its last sample is still in flight
                 break
-            count = self._admit(step, request, now)
-            if count == 0:
-                break
-            self._emit(step, request, count, request.blocks)
-            openings -= 1
+            cached = self._find_cached(request)
+            if self._promises.worth_waiting(request, len(cached)):
+                patient.append(self._waiting.pop())
+            else:
+                count = self._admit(step, request, cached, now)
+                if count == 0:
+                    break
+                self._emit(step, request, count, request.blocks)
+                openings -= 1
             request = self._waiting.peek()
+        for request in patient:
+            self._waiting.push(request)
 
     def _num_to_compute(self, request: Request, budget: int) -> int:
         """How many tokens of a request go into this step."""
@@ -235,11 +243,10 @@ class Scheduler:
             request.verifying = bool(drafts)
             request.drafts = ()
 
-    def _admit(self, step: _Step, request: Request, now: float) -> int:
+    def _admit(self, step: _Step, request: Request, cached: list[BlockId], now: float) -> int:
         """Give a waiting request a slot and its first blocks; 0 when it does not fit now."""
         limits, pool = self._limits, self._pool
         num_tokens = len(request.tokens)
-        cached = self._find_cached(request)
         # Logits come from computing, so at least the last token is computed. When even its block
         # is cached, that block is copied: a shared block is never written to.
         copy_last = len(cached) * limits.block_size >= num_tokens
@@ -259,6 +266,8 @@ class Scheduler:
         self._place(step.plan, request, cached + fresh)
         request.planned = request.computed = start
         request.num_sealed = len(cached)
+        if self._caching:
+            self._promises.make(request, start)
         if request.timeline.admitted is None:
             request.timeline.admitted = now
             request.timeline.num_cached = start
@@ -337,7 +346,9 @@ class Scheduler:
             # A token that this row sampled is not known yet; its block waits for the next row.
             num_full = min(computed, len(request.tokens)) // size
             for index in range(request.num_sealed, num_full):
-                self._pool.seal(request.blocks[index], request.hash_at(index, size))
+                digest = request.hash_at(index, size)
+                self._pool.seal(request.blocks[index], digest)
+                self._promises.keep(digest)
             request.num_sealed = num_full
 
     def _append(self, request: Request, row: Row, got: RowResult, now: float) -> Output:
@@ -381,6 +392,8 @@ class Scheduler:
 
     def _release(self, request: Request) -> None:
         assert request.slot is not None
+        if self._caching:
+            self._promises.drop(request)
         self._pool.release(request.blocks)
         self._slots.append(request.slot)
         self._freed.append(request.slot)
