@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from windlass.core.sampling import SamplingParams
 from windlass.core.types import Admission, TokenLogprob
 from windlass.runner.sampler import Sampler
-from windlass.runner.slots import SlotTables
+from windlass.runner.slots import SlotTables, to_device
 
 
 def _needs_plain(wish: SamplingParams) -> bool:
@@ -55,9 +56,10 @@ class DeviceSampler:
             if _needs_plain(wish):
                 self._special.add(new.slot)
                 self._plain.admit(new)
-        at = torch.tensor([new.slot for new in admissions], device=self.wishes.device)
-        self.wishes[at] = torch.tensor(rows, device=self.wishes.device)
-        self.seeds[at] = torch.tensor(seeds, device=self.seeds.device)
+        device = self.wishes.device
+        at = to_device(np.array([new.slot for new in admissions]), device)
+        self.wishes[at] = to_device(np.array(rows, dtype=np.float32), device)
+        self.seeds[at] = to_device(np.array(seeds), device)
 
     def forget(self, slots: Sequence[int]) -> None:
         for slot in slots:

@@ -91,8 +91,10 @@ class CudaRunner(Runner):
         self._sizes = graph_sizes(graph_rows) if graph_rows else []
         self._graphs: dict[int, _Graph] = {}
         most = max(self._sizes, default=1)
-        self._inputs = torch.zeros((4, most), dtype=torch.int32, device=self._device)
-        self._staging = [torch.empty((4, most), dtype=torch.int32, pin_memory=True) for _ in "ab"]
+        # Slot, position, token and new block of every row, in that order and without gaps: a copy
+        # of contiguous pinned memory is the only kind that the host need not wait for.
+        self._inputs = torch.zeros(4 * most, dtype=torch.int32, device=self._device)
+        self._staging = [torch.empty(4 * most, dtype=torch.int32, pin_memory=True) for _ in "ab"]
         self._turn = 0
         self._singles = torch.arange(most, dtype=torch.int32, device=self._device)
         rows = slots.num_slots + 1
@@ -108,17 +110,13 @@ class CudaRunner(Runner):
         """Record the graphs, the largest first, so that the smaller ones fit into its memory."""
         pool = torch.cuda.graph_pool_handle()
         for size in reversed(self._sizes):
-            self._fill_padding(size)
+            self._stage([], size)
             self._decode(size)  # compiles what is missing, outside of the recording
             torch.cuda.synchronize()
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, pool=pool):
                 tokens, logits = self._decode(size)
             self._graphs[size] = _Graph(graph, tokens, logits)
-
-    def _fill_padding(self, size: int) -> None:
-        padding = torch.tensor([[self._slots.num_slots], [0], [0], [-1]], dtype=torch.int32)
-        self._inputs[:, :size] = padding.to(self._device)
 
     def _decode(self, size: int) -> tuple[Tensor, Tensor]:
         """One decode step of `size` rows, from the packed inputs to tokens."""
@@ -135,7 +133,7 @@ class CudaRunner(Runner):
             ids,
             positions,
             row_slots,
-            self._inputs.stride(0),
+            size,
             slots.tables.stride(0),
             SIZE=slots.size,
             num_warps=1,
@@ -178,17 +176,17 @@ class CudaRunner(Runner):
         return next(size for size in self._sizes if size >= len(rows))
 
     def _stage(self, rows: list[Row], size: int) -> None:
-        """Send slot, position, token and new block of every row; padding rows go to slot -1."""
+        """Send slot, position, token and new block of every row; the rest is padding."""
         self._turn ^= 1
-        staging = self._staging[self._turn]
-        packed = staging.numpy()
+        staging = self._staging[self._turn][: 4 * size]
+        packed = staging.numpy().reshape(4, size)
         count = len(rows)
         packed[0, :count] = [row.slot for row in rows]
         packed[1, :count] = [row.start for row in rows]
         packed[2, :count] = [row.tokens[0] if row.tokens else -1 for row in rows]
         packed[3, :count] = [row.blocks[0] if row.blocks else -1 for row in rows]
-        packed[:, count:size] = np.array([[self._slots.num_slots], [0], [0], [-1]])
-        self._inputs[:, :size].copy_(staging[:, :size], non_blocking=True)
+        packed[:, count:] = np.array([[self._slots.num_slots], [0], [0], [-1]])
+        self._inputs[: 4 * size].copy_(staging, non_blocking=True)
 
     def _submit_eager(self, plan: StepPlan, grown: list[Row]) -> Pending:
         self._slots.send(grown)
@@ -200,7 +198,7 @@ class CudaRunner(Runner):
         last = [batch.spans[i].first + batch.spans[i].count - 1 for i in sampled]
         tokens = logits = hidden
         if sampled:
-            at = torch.tensor(last, device=self._device)
+            at = to_device(np.array(last, dtype=np.int32), self._device)
             logits = self._network.logits(hidden[at])
             slots, positions = batch.token_slots[at], batch.positions[at]
             tokens = self._device_sampler.draw(logits, slots, positions)

@@ -1,0 +1,151 @@
+"""Every Triton kernel compiles for an H100 or H200 on a machine without one, and spills nothing."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+triton = pytest.importorskip("triton")
+
+from triton.backends.compiler import GPUTarget  # noqa: E402
+from triton.compiler import ASTSource  # noqa: E402
+
+from windlass.kernels.triton import (  # noqa: E402
+    attention,
+    attention_kernels,
+    norm,
+    rope,
+    sample,
+    skinny,
+)
+
+HOPPER = GPUTarget("cuda", 90, 32)
+TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+X, F, I, L = "*bf16", "*fp32", "*i32", "*i64"  # noqa: E741
+ALIGNED = ("N", "K", "table_stride", "stride", "width", "size")
+SHARED_BYTES = 227 * 1024  # that one program may have
+
+DECODE = {
+    **dict.fromkeys(("queries", "keys", "values", "out"), X),
+    **dict.fromkeys(("part_out", "part_max", "part_sum"), F),
+    **dict.fromkeys(("counters", "singles", "positions", "token_slots", "tables"), I),
+    **{"table_stride": "i32", "scale": "fp32", "cap": "fp32", "window": "i32"},
+}
+PREFILL = {
+    **dict.fromkeys(("queries", "keys", "values", "out"), X),
+    **dict.fromkeys(("tiles", "tables"), I),
+    **{"table_stride": "i32", "scale": "fp32", "cap": "fp32", "window": "i32"},
+}
+ROPE = {
+    **dict.fromkeys(("qkv", "q_out", "keys", "values", "q_weight", "k_weight"), X),
+    **dict.fromkeys(("positions", "token_slots", "tables"), I),
+    **{"cos_sin": F, "table_stride": "i32", "eps": "fp32"},
+}
+PRODUCT = {"x": X, "weight": X, "out": X, "M": "i32", "N": "i32", "K": "i32"}
+
+
+def decode(dim: int, pad: int, splits: int, special: bool) -> tuple:
+    heads = {"NUM_Q": 32, "NUM_KV": 8, "GROUP": 4, "DIM": dim, "DIM_PAD": pad, "SIZE": 16}
+    flags = {"SPLITS": splits, "ALL_SINGLES": True, "WINDOWED": special, "CAPPED": special}
+    options = attention._decode_options(pad, splits)
+    constants = {key: options.pop(key) for key in ("TILE", "MIN_TILES")}
+    return attention_kernels.paged_decode_kernel, DECODE, {**heads, **flags, **constants}, options
+
+
+def prefill(dim: int, pad: int, special: bool) -> tuple:
+    heads = {"NUM_Q": 32, "NUM_KV": 8, "GROUP": 4, "GROUP_PAD": 4, "DIM": dim, "DIM_PAD": pad}
+    flags = {"SIZE": 16, "ROWS": 128, "WINDOWED": special, "CAPPED": special}
+    options = attention._prefill_options(pad)
+    flags["TILE"] = options.pop("TILE")
+    return attention_kernels.paged_prefill_kernel, PREFILL, {**heads, **flags}, options
+
+
+def rotate(normed: bool) -> tuple:
+    constants = {"NUM_KV": 8, "GROUP": 4, "GROUP_PAD": 4, "DIM": 128, "HALF": 64, "HALF_PAD": 64}
+    return rope.rope_write_kernel, ROPE, {**constants, "SIZE": 16, "NORM": normed}, {"num_warps": 1}
+
+
+def product(rows: int, outputs: int, split: bool, stages: int) -> tuple:
+    signature = {**PRODUCT, "parts": F, "counters": I, "splits": "i32"}
+    constants = {"SPLIT": split, "ROWS": rows, "OUTPUTS": outputs, "BLOCK_K": 128}
+    return skinny.skinny_linear_kernel, signature, constants, {"num_stages": stages}
+
+
+def gated(rows: int, outputs: int, stages: int) -> tuple:
+    constants = {"ROWS": rows, "OUTPUTS": outputs, "BLOCK_K": 128}
+    return skinny.skinny_gated_kernel, PRODUCT, constants, {"num_stages": stages}
+
+
+SAMPLE = {"logits": X, "wishes": F, "slots": I, "thresholds": F, "size": "i32", "stride": "i32"}
+PART = {**SAMPLE, "seeds": L, "positions": I, "best": F, "best_at": I}
+JOIN = {"best": F, "best_at": I, "slots": I, "tokens": I, "last_tokens": I}
+INPUTS = {
+    **dict.fromkeys(("inputs", "last_tokens", "tables", "ids", "positions", "slots"), I),
+    **{"width": "i32", "table_stride": "i32"},
+}
+NORM = {"x": X, "weight": X, "out": X, "eps": "fp32"}
+CASES = {
+    "rms_norm": (
+        norm.rms_norm_kernel,
+        {**NORM, "stride": "i32"},
+        {"SIZE": 4096, "BLOCK": 4096},
+        {},
+    ),
+    "add_rms_norm": (
+        norm.add_rms_norm_kernel,
+        {**NORM, "residual": X},
+        {"SIZE": 576, "BLOCK": 1024},
+        {},
+    ),
+    "silu_mul": (norm.silu_mul_kernel, {"gate_up": X, "out": X}, {"SIZE": 1536, "BLOCK": 1024}, {}),
+    "rope_write": rotate(False),
+    "rope_write normed": rotate(True),
+    "decode 128": decode(128, 128, 1, False),
+    "decode 128 split": decode(128, 128, 8, False),
+    "decode 96 special": decode(96, 128, 8, True),
+    "decode 256": decode(256, 256, 4, False),
+    "prefill 64": prefill(64, 64, False),
+    "prefill 128": prefill(128, 128, False),
+    "prefill 128 special": prefill(128, 128, True),
+    "prefill 256": prefill(256, 256, False),
+    "skinny few": product(16, 32, False, 8),
+    "skinny split": product(16, 64, True, 4),
+    "skinny many": product(64, 128, True, 3),
+    "gated few": gated(16, 64, 4),
+    "gated many": gated(64, 64, 4),
+    "gated many wide": gated(64, 128, 2),
+    "threshold": (sample.sample_threshold_kernel, SAMPLE, {"TILE": 2048}, {"num_warps": 8}),
+    "part": (sample.sample_part_kernel, PART, {"PARTS": 8, "TILE": 2048}, {}),
+    "join": (sample.sample_join_kernel, JOIN, {"PARTS": 8}, {"num_warps": 1}),
+    "inputs": (sample.decode_inputs_kernel, INPUTS, {"SIZE": 16}, {"num_warps": 1}),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_compiles_without_spills(name: str, tmp_path: Path) -> None:
+    function, signature, constants, options = CASES[name]
+    names = function.arg_names
+    full = {key: signature.get(key, "constexpr") for key in names}
+    aligned = {
+        (i,): [["tt.divisibility", 16]]
+        for i, key in enumerate(names)
+        if full[key].startswith("*") or key in ALIGNED
+    }
+    values = {(names.index(key),): value for key, value in constants.items()}
+    source = ASTSource(function, full, constexprs=values, attrs=aligned)
+    kernel = triton.compile(source, target=HOPPER, options=options)
+    assert kernel.metadata.shared <= SHARED_BYTES
+    binary = tmp_path / "kernel.cubin"
+    binary.write_bytes(kernel.asm["cubin"])
+    tool = shutil.which("cuobjdump", path=str(TOOLS))
+    assert tool is not None
+    report = subprocess.run(
+        [tool, "-res-usage", binary], capture_output=True, text=True, check=True
+    )
+    found = re.search(r"REG:(\d+) STACK:(\d+)", report.stdout)
+    assert found is not None, report.stdout
+    assert int(found.group(2)) == 0, f"{name} spills {found.group(2)} bytes"

@@ -1,0 +1,113 @@
+"""Triton kernels run in Triton's interpreter on the CPU, in float32, against their plain versions.
+
+The interpreter is chosen by an environment variable when kernels are defined, so the cases run in
+a process of their own, which is this same file.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from windlass.kernels import reference
+from windlass.kernels.batch import AttentionWork, Heads, LayerKV, Span, StepBatch
+
+pytest.importorskip("triton")
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+inside = pytest.mark.skipif(not INTERPRETED, reason="runs in the interpreter's own process")
+
+
+@pytest.mark.skipif(INTERPRETED, reason="starts the interpreter's process")
+def test_kernels_in_the_interpreter() -> None:
+    command = [sys.executable, "-m", "pytest", "-q", "-W", "ignore::DeprecationWarning", __file__]
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
+
+
+def make_batch(heads: Heads, rows: list[tuple[int, int]]) -> tuple[LayerKV, StepBatch]:
+    from windlass.kernels.triton.attention import tile_tokens
+
+    tile = tile_tokens(heads.group)
+    most = max(-(-(start + count) // 16) for start, count in rows)
+    tables = torch.randperm(len(rows) * most).view(len(rows), most).int()
+    spans, tiles, first = [], [], 0
+    for i, (start, count) in enumerate(rows):
+        spans.append(Span(first, count, start))
+        if count > 1:
+            tiles += [
+                (first + k, min(tile, count - k), i, start + k) for k in range(0, count, tile)
+            ]
+        first += count
+    shape = (len(rows) * most, heads.num_kv, 16, heads.dim)
+    kv = LayerKV(torch.randn(shape), torch.randn(shape))
+    positions = torch.cat([torch.arange(s, s + c) for s, c in rows]).int()
+    counts = torch.tensor([c for _, c in rows])
+    slots = torch.repeat_interleave(torch.arange(len(rows)), counts).int()
+    singles = torch.tensor([s.first for s in spans if s.count == 1], dtype=torch.int32)
+    on_device = torch.tensor(tiles, dtype=torch.int32).reshape(-1, 4)
+    counters = torch.zeros(len(rows) * heads.num_kv, dtype=torch.int32)
+    work = AttentionWork(singles, on_device, 4, counters)
+    return kv, StepBatch(positions, slots, tables, spans, [kv], work)
+
+
+@inside
+def test_norms_and_activation() -> None:
+    from windlass.kernels.triton import norm
+
+    x, residual, weight = torch.randn(3, 80), torch.randn(3, 80), torch.randn(80)
+    torch.testing.assert_close(norm.rms_norm(x, weight, 1e-5), reference.rms_norm(x, weight, 1e-5))
+    want = reference.add_rms_norm(x, residual.clone(), weight, 1e-5)
+    torch.testing.assert_close(norm.add_rms_norm(x, residual, weight, 1e-5), want)
+    torch.testing.assert_close(norm.silu_mul(x), reference.silu_mul(x))
+
+
+@inside
+@pytest.mark.parametrize("normed", [False, True])
+def test_rotation_and_pages(normed: bool) -> None:
+    from windlass.kernels.triton.rope import rope_write
+
+    heads = Heads(6, 2, 24)
+    kv, batch = make_batch(heads, [(5, 1), (0, 20)])
+    qkv = torch.randn(21, 10 * 24)
+    angle = torch.rand(64, 12) * 6
+    table = torch.cat([angle.cos(), angle.sin()], -1)
+    norms = (torch.randn(24), torch.randn(24), 1e-6) if normed else None
+    ours = LayerKV(kv.keys.clone(), kv.values.clone())
+    want = reference.rope_write(qkv, heads, table, norms, kv, batch)
+    torch.testing.assert_close(rope_write(qkv, heads, table, norms, ours, batch), want)
+    torch.testing.assert_close(ours.keys, kv.keys)
+    torch.testing.assert_close(ours.values, kv.values)
+
+
+@inside
+@pytest.mark.parametrize(("window", "cap"), [(None, None), (20, 5.0)])
+def test_attention(window: int | None, cap: float | None) -> None:
+    from windlass.kernels.triton.attention import attention
+
+    heads = Heads(6, 2, 48)
+    kv, batch = make_batch(heads, [(600, 1), (0, 1), (30, 40)])
+    q = torch.randn(42, 6, 48)
+    want = reference.attention(q, kv, batch, 0.2, window, cap)
+    got = attention(q, kv, batch, 0.2, window, cap)
+    torch.testing.assert_close(got, want, atol=1e-4, rtol=1e-3)
+    assert not batch.work.counters.any()
+
+
+@inside
+def test_sampling() -> None:
+    from windlass.kernels.triton.sample import sample
+
+    logits = torch.randn(3, 3000) * 3
+    slots, positions = torch.arange(3, dtype=torch.int32), torch.zeros(3, dtype=torch.int32)
+    last, seeds = torch.zeros(3, dtype=torch.int32), torch.arange(3)
+    greedy = torch.tensor([[0.0, 0.0, 1.0, 0.0]] * 3)
+    tokens = sample(logits, greedy, seeds, slots, positions, last)
+    assert tokens.tolist() == logits.argmax(-1).tolist() == last.tolist()
+    narrow = torch.tensor([[1.0, 1.0, 1.0, 0.0], [1.0, 0.0, 1e-6, 0.0], [1.0, 0.0, 1.0, 1.0]])
+    assert sample(logits, narrow, seeds, slots, positions, last).tolist() == tokens.tolist()

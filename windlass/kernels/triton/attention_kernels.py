@@ -1,0 +1,307 @@
+"""The kernels of attention.py: single queries with the context cut into parts, chunks in tiles.
+
+The query heads of a kv head are computed together, so that its keys and values are read once.
+Block ids are loaded one tile ahead of the keys they lead to: otherwise Triton does not overlap the
+loads of a tile with the arithmetic of the last. Lengths are read on the device.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _capped(scores, cap, CAPPED: tl.constexpr):
+    """Scores are in units of log2; so is the cap."""
+    if CAPPED:
+        twice = tl.exp2(scores * (2 * 1.4426950408889634 / cap))
+        scores = cap * (1 - 2 / (twice + 1))
+    return scores
+
+
+@triton.jit
+def _scan(
+    state,
+    q,
+    query,
+    keys,
+    values,
+    table,
+    head,
+    begin,
+    end,
+    length,
+    window,
+    scale,
+    cap,
+    NUM_KV: tl.constexpr,
+    DIM: tl.constexpr,
+    SIZE: tl.constexpr,
+    TILE: tl.constexpr,
+    MASKED: tl.constexpr,
+    WINDOWED: tl.constexpr,
+    CAPPED: tl.constexpr,
+):
+    """Let rows q at positions `query` see the keys of tiles begin to end, in a running softmax.
+
+    `state` is (maximum, sum of weights, weighted values). Not MASKED: every row sees every key.
+    """
+    m, total, acc = state
+    at = tl.arange(0, TILE)
+    d = tl.arange(0, q.shape[1])
+    ahead = begin * TILE + at
+    next_blocks = tl.load(table + ahead // SIZE, mask=ahead < length, other=0)
+    for tile in range(begin, end):
+        position = tile * TILE + at
+        seen = position < length
+        blocks = next_blocks.to(tl.int64)
+        ahead = position + TILE
+        next_blocks = tl.load(table + ahead // SIZE, mask=ahead < length, other=0)
+        page = ((blocks * NUM_KV + head) * SIZE + position % SIZE) * DIM
+        k_mask = (d < DIM)[:, None]
+        v_mask = (d < DIM)[None, :]
+        if MASKED:
+            k_mask = k_mask & seen[None, :]
+            v_mask = v_mask & seen[:, None]
+        k_tile = tl.load(keys + page[None, :] + d[:, None], mask=k_mask, other=0.0).to(q.dtype)
+        v_tile = tl.load(values + page[:, None] + d[None, :], mask=v_mask, other=0.0).to(q.dtype)
+        scores = _capped(tl.dot(q, k_tile) * scale, cap, CAPPED)
+        if MASKED:
+            mask = position[None, :] <= query[:, None]
+            if WINDOWED:
+                mask = mask & (position[None, :] > query[:, None] - window)
+            scores = tl.where(mask, scores, float("-inf"))
+        m_new = tl.maximum(m, tl.max(scores, 1))
+        # A row that has seen no key yet stays at -inf, and exp2(-inf - -inf) would be NaN.
+        m_safe = tl.where(m_new == float("-inf"), 0.0, m_new)
+        weights = tl.exp2(scores - m_safe[:, None])
+        shrink = tl.exp2(m - m_safe)
+        total = total * shrink + tl.sum(weights, 1)
+        acc = tl.dot(weights.to(v_tile.dtype), v_tile, acc * shrink[:, None])
+        m = m_new
+    return m, total, acc
+
+
+@triton.jit
+def _start(ROWS: tl.constexpr, DIM_PAD: tl.constexpr):
+    """The state of rows that have seen nothing."""
+    m = tl.full([ROWS], float("-inf"), dtype=tl.float32)
+    return m, tl.zeros([ROWS], dtype=tl.float32), tl.zeros([ROWS, DIM_PAD], dtype=tl.float32)
+
+
+@triton.jit
+def _join(part_out, part_max, part_sum, num_parts, mask, row_mask, DIM: tl.constexpr):
+    """The softmax over all parts of a context, from their own maxima, sums and results."""
+    m = tl.full([mask.shape[0]], float("-inf"), dtype=tl.float32)
+    total = tl.zeros([mask.shape[0]], dtype=tl.float32)
+    acc = tl.zeros(mask.shape, dtype=tl.float32)
+    for part in range(num_parts):
+        its_m = tl.load(part_max + part, mask=row_mask, other=0.0, cache_modifier=".cg")
+        its_sum = tl.load(part_sum + part, mask=row_mask, other=1.0, cache_modifier=".cg")
+        its_out = tl.load(part_out + part * DIM, mask=mask, other=0.0, cache_modifier=".cg")
+        m_new = tl.maximum(m, its_m)
+        old, new = tl.exp2(m - m_new), tl.exp2(its_m - m_new)
+        total = total * old + its_sum * new
+        acc = acc * old[:, None] + its_out * new[:, None]
+        m = m_new
+    return acc / total[:, None]
+
+
+@triton.jit
+def paged_decode_kernel(
+    queries,
+    keys,
+    values,
+    out,
+    part_out,
+    part_max,
+    part_sum,
+    counters,
+    singles,
+    positions,
+    token_slots,
+    tables,
+    table_stride,
+    scale,
+    cap,
+    window,
+    NUM_Q: tl.constexpr,
+    NUM_KV: tl.constexpr,
+    GROUP: tl.constexpr,
+    DIM: tl.constexpr,
+    DIM_PAD: tl.constexpr,
+    SIZE: tl.constexpr,
+    TILE: tl.constexpr,
+    SPLITS: tl.constexpr,
+    MIN_TILES: tl.constexpr,
+    ALL_SINGLES: tl.constexpr,
+    WINDOWED: tl.constexpr,
+    CAPPED: tl.constexpr,
+):
+    """One query token, one kv head, one part of the context."""
+    index = tl.program_id(0)
+    head = tl.program_id(1)
+    split = tl.program_id(2)
+    token = index.to(tl.int64)
+    if not ALL_SINGLES:
+        token = tl.load(singles + index).to(tl.int64)
+    length = tl.load(positions + token).to(tl.int32) + 1
+    slot = tl.load(token_slots + token).to(tl.int64)
+    first = 0
+    if WINDOWED:
+        first = tl.maximum(length - window, 0) // TILE
+    num_tiles = tl.cdiv(length, TILE)
+    # A part of less than MIN_TILES would cost more to join than to compute.
+    per_split = tl.maximum(tl.cdiv(num_tiles - first, SPLITS), MIN_TILES)
+    num_parts = tl.cdiv(num_tiles - first, per_split)
+    start = first + split * per_split
+    end = tl.minimum(start + per_split, num_tiles)
+
+    g = tl.arange(0, 16)
+    d = tl.arange(0, DIM_PAD)
+    q_heads = head * GROUP + g
+    q_mask = (g < GROUP)[:, None] & (d < DIM)[None, :]
+    q_at = token * (NUM_Q * DIM) + q_heads[:, None] * DIM + d[None, :]
+    q = tl.load(queries + q_at, mask=q_mask, other=0.0)
+    query = tl.zeros([16], dtype=tl.int32) + (length - 1)
+    table = tables + slot * table_stride
+    m, total, acc = _scan(
+        _start(16, DIM_PAD),
+        q,
+        query,
+        keys,
+        values,
+        table,
+        head,
+        start,
+        end,
+        length,
+        window,
+        scale,
+        cap,
+        NUM_KV,
+        DIM,
+        SIZE,
+        TILE,
+        True,
+        WINDOWED,
+        CAPPED,
+    )
+    if num_parts == 1:
+        if split == 0:
+            tl.store(out + q_at, (acc / total[:, None]).to(out.dtype.element_ty), mask=q_mask)
+    elif start < end:
+        # The last part to finish joins them all; parts that have no tile take no part in it.
+        base = (index * NUM_Q + q_heads) * SPLITS
+        part_at = base.to(tl.int64)[:, None] * DIM + d[None, :]
+        tl.store(part_out + part_at + split * DIM, acc, mask=q_mask)
+        tl.store(part_max + base + split, m, mask=g < GROUP)
+        tl.store(part_sum + base + split, total, mask=g < GROUP)
+        tl.debug_barrier()
+        counter = counters + index * NUM_KV + head
+        if tl.atomic_add(counter, 1, sem="acq_rel") == num_parts - 1:
+            joined = _join(
+                part_out + part_at,
+                part_max + base,
+                part_sum + base,
+                num_parts,
+                q_mask,
+                g < GROUP,
+                DIM,
+            )
+            tl.store(out + q_at, joined.to(out.dtype.element_ty), mask=q_mask)
+            tl.store(counter, 0)
+
+
+@triton.jit
+def paged_prefill_kernel(
+    queries,
+    keys,
+    values,
+    out,
+    tiles,
+    tables,
+    table_stride,
+    scale,
+    cap,
+    window,
+    NUM_Q: tl.constexpr,
+    NUM_KV: tl.constexpr,
+    GROUP: tl.constexpr,
+    GROUP_PAD: tl.constexpr,
+    DIM: tl.constexpr,
+    DIM_PAD: tl.constexpr,
+    SIZE: tl.constexpr,
+    ROWS: tl.constexpr,
+    TILE: tl.constexpr,
+    WINDOWED: tl.constexpr,
+    CAPPED: tl.constexpr,
+):
+    """Some tokens of a chunk and one kv head: row r is token r // GROUP_PAD, head r % GROUP_PAD."""
+    tile = tl.program_id(0)
+    head = tl.program_id(1)
+    token = tl.load(tiles + tile * 4).to(tl.int64)
+    count = tl.load(tiles + tile * 4 + 1)
+    slot = tl.load(tiles + tile * 4 + 2).to(tl.int64)
+    start = tl.load(tiles + tile * 4 + 3)
+    r = tl.arange(0, ROWS)
+    d = tl.arange(0, DIM_PAD)
+    step = r // GROUP_PAD
+    g = r % GROUP_PAD
+    q_mask = ((step < count) & (g < GROUP))[:, None] & (d < DIM)[None, :]
+    q_at = (token + step)[:, None] * (NUM_Q * DIM) + (head * GROUP + g)[:, None] * DIM + d[None, :]
+    q = tl.load(queries + q_at, mask=q_mask, other=0.0)
+    query = start + step  # positions
+    length = start + count
+    table = tables + slot * table_stride
+    first = 0
+    whole = (start + 1) // TILE  # tiles that every row sees whole
+    if WINDOWED:
+        first = tl.maximum(start + 1 - window, 0) // TILE
+        whole = first
+    state = _scan(
+        _start(ROWS, DIM_PAD),
+        q,
+        query,
+        keys,
+        values,
+        table,
+        head,
+        first,
+        whole,
+        length,
+        window,
+        scale,
+        cap,
+        NUM_KV,
+        DIM,
+        SIZE,
+        TILE,
+        False,
+        WINDOWED,
+        CAPPED,
+    )
+    _, total, acc = _scan(
+        state,
+        q,
+        query,
+        keys,
+        values,
+        table,
+        head,
+        whole,
+        tl.cdiv(length, TILE),
+        length,
+        window,
+        scale,
+        cap,
+        NUM_KV,
+        DIM,
+        SIZE,
+        TILE,
+        True,
+        WINDOWED,
+        CAPPED,
+    )
+    tl.store(out + q_at, (acc / total[:, None]).to(out.dtype.element_ty), mask=q_mask)
