@@ -6,6 +6,8 @@ from windlass.core.blocks import block_hash, root_hash
 from windlass.core.sampling import SamplingParams
 from windlass.core.types import BlockId, FinishReason, NewRequest, SlotId, Timeline
 
+_NEVER = 2**62
+
 
 class Request:
     """State of one request. Only the scheduler changes it.
@@ -27,6 +29,7 @@ class Request:
         "drafts",
         "finish",
         "generation",
+        "longest",
         "max_tokens",
         "num_pending",
         "num_prompt",
@@ -36,6 +39,7 @@ class Request:
         "priority",
         "request_id",
         "sampling",
+        "seal_at",
         "seed",
         "slot",
         "stop_ids",
@@ -60,6 +64,7 @@ class Request:
         self.priority = new.priority
         self.arrival = arrival
         self.max_tokens = max_tokens
+        self.longest = self.num_prompt + max_tokens
         self.stop_ids = stop_ids
         self.seed = seed
         self.blocks: list[BlockId] = []
@@ -68,6 +73,7 @@ class Request:
         self.computed = 0
         self.num_pending = 0
         self.num_sealed = 0
+        self.seal_at = _NEVER  # how much must be computed until the next block is sealed
         self.num_scored = 0  # prompt tokens whose log probabilities were sent
         self.drafts: tuple[int, ...] = ()  # guesses to verify in the next row
         self.verifying = False  # guesses are in flight: how far it gets is not known yet
@@ -92,30 +98,34 @@ class Request:
         return self.sampling.prompt_logprobs is None
 
     def hashes(self, count: int, block_size: int) -> list[bytes]:
-        """The hashes of the first `count` full blocks, each computed once."""
-        while len(self._hashes) < count:
-            at = len(self._hashes) * block_size
-            parent = self._hashes[-1] if self._hashes else self._root
-            self._hashes.append(block_hash(parent, self.tokens[at : at + block_size]))
+        """The hashes of the first `count` full blocks."""
+        self._hash_up_to(count, block_size)
         return self._hashes[:count]
 
     def hash_at(self, index: int, block_size: int) -> bytes:
-        if index >= len(self._hashes):
-            self.hashes(index + 1, block_size)
+        self._hash_up_to(index + 1, block_size)
         return self._hashes[index]
+
+    def _hash_up_to(self, count: int, block_size: int) -> None:
+        """Each block is hashed once, when its hash is first asked for."""
+        hashes = self._hashes
+        while len(hashes) < count:
+            at = len(hashes) * block_size
+            parent = hashes[-1] if hashes else self._root
+            hashes.append(block_hash(parent, self.tokens[at : at + block_size]))
 
     def take(self, tokens: list[int]) -> tuple[int, FinishReason | None, int | None]:
         """Append sampled tokens up to one that ends it: (how many, why it ended, stop token)."""
-        taken = 0
+        own = self.tokens
+        num_before = len(own)
+        longest = self.longest
         for token in tokens:
-            self.tokens.append(token)
-            taken += 1
-            num_output = len(self.tokens) - self.num_prompt
-            if token in self.stop_ids and num_output > self.sampling.min_tokens:
-                return taken, "stop", token
-            if num_output >= self.max_tokens:
-                return taken, "length", None
-        return taken, None, None
+            own.append(token)
+            if token in self.stop_ids and self.num_output > self.sampling.min_tokens:
+                return len(own) - num_before, "stop", token
+            if len(own) >= longest:
+                return len(own) - num_before, "length", None
+        return len(tokens), None, None
 
     def forget_kv(self) -> None:
         """Back to the queue: everything is computed anew, as far as the cache does not have it."""

@@ -10,13 +10,14 @@ from __future__ import annotations
 
 from bisect import insort
 from collections import deque
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from random import Random
 
 from windlass.core.blocks import BlockPool
 from windlass.core.limits import SchedulerLimits
 from windlass.core.policy import Continuous, Fcfs, Gate, Policy, Promises, WaitingQueue
 from windlass.core.request import Request
+from windlass.core.step import Step, make_tuple
 from windlass.core.types import (
     Admission,
     BlockId,
@@ -34,15 +35,6 @@ from windlass.core.types import (
 from windlass.errors import RequestError
 
 _NO_BLOCKS: list[BlockId] = []
-
-
-@dataclass(slots=True)
-class _Step:
-    """A plan while it is made. `members` remembers which life of a request a row belongs to."""
-
-    plan: StepPlan
-    budget: int
-    members: list[tuple[Request, int]] = field(default_factory=list)
 
 
 class Scheduler:
@@ -135,7 +127,7 @@ class Scheduler:
     def plan(self, now: float) -> StepPlan:
         """Say what to compute next: running requests first, then waiting ones in order."""
         plan = StepPlan(rows=[], admitted=[], freed=[], copies=[], step=self._count.num_steps)
-        step = _Step(plan, self._limits.max_num_batched_tokens)
+        step = Step(plan, self._limits)
         num_before = self._count.num_preemptions
         self._plan_running(step)
         if self._count.num_preemptions == num_before:
@@ -146,24 +138,32 @@ class Scheduler:
             self._in_flight.append(step.members)
             self._count.num_steps += 1
             self._count.num_step_tokens = self._limits.max_num_batched_tokens - step.budget
+            self._count.num_prompt_tokens_computed += step.num_prompt_tokens
         return plan
 
-    def _plan_running(self, step: _Step) -> None:
+    def _plan_running(self, step: Step) -> None:
         size = self._limits.block_size
         for request in list(self._running):
             if request.slot is None:  # interrupted a moment ago, as are all behind it
                 break
-            count = self._num_to_compute(request, step.budget)
+            num_known = len(request.tokens) + request.num_pending
+            count = num_known - request.planned
+            if count <= 0 or request.verifying:
+                continue
+            if num_known >= request.longest:  # the sample in flight is its last
+                continue
+            if count == 1 and step.budget and step.emit_decode(request):
+                continue
+            count = self._limits.chunk(count, step.budget)
             if count == 0:
                 continue
-            end = request.planned + count
             fresh: list[BlockId] | None = _NO_BLOCKS
-            if end > len(request.blocks) * size:
-                fresh = self._grow(request, end)
+            if request.planned + count > len(request.blocks) * size:
+                fresh = self._grow(request, request.planned + count)
             if fresh is not None:
-                self._emit(step, request, count, fresh)
+                step.emit(request, count, fresh)
 
-    def _plan_waiting(self, step: _Step, now: float) -> None:
+    def _plan_waiting(self, step: Step, now: float) -> None:
         request = self._waiting.peek()
         if request is None:
             return
@@ -180,21 +180,11 @@ class Scheduler:
                 count = self._admit(step, request, cached, now)
                 if count == 0:
                     break
-                self._emit(step, request, count, request.blocks)
+                step.emit(request, count, request.blocks)
                 openings -= 1
             request = self._waiting.peek()
         for request in patient:
             self._waiting.push(request)
-
-    def _num_to_compute(self, request: Request, budget: int) -> int:
-        """How many tokens of a request go into this step."""
-        num_known = len(request.tokens) + request.num_pending
-        left = num_known - request.planned
-        if left <= 0 or request.verifying:
-            return 0
-        if num_known - request.num_prompt >= request.max_tokens:
-            return 0  # the sample in flight is its last
-        return 1 if left == 1 and budget else self._limits.chunk(left, budget)
 
     def _grow(self, request: Request, num_tokens: int) -> list[BlockId] | None:
         """Take the blocks that a running request lacks for `num_tokens`, by preemption if need be.
@@ -211,39 +201,7 @@ class Scheduler:
         request.blocks.extend(fresh)
         return fresh
 
-    def _affordable_drafts(self, request: Request, count: int, budget: int) -> tuple[int, ...]:
-        """The guesses that fit in what is left; nobody is interrupted for a guess."""
-        if count != request.num_left:
-            return ()
-        room = len(request.blocks) * self._limits.block_size - request.planned - count
-        most = min(budget - count, room, request.max_tokens - request.num_output - 1)
-        return request.drafts[: max(0, most)]
-
-    def _emit(self, step: _Step, request: Request, count: int, fresh: list[BlockId]) -> None:
-        """Append the row, and note on the request what is now in flight."""
-        start = request.planned
-        end = start + count
-        drafts = self._affordable_drafts(request, count, step.budget) if request.drafts else ()
-        sample = end == len(request.tokens) + request.num_pending
-        assert request.slot is not None
-        tokens = tuple(request.tokens[start:end]) + drafts
-        num_drafts = len(drafts)
-        num_tokens = count + num_drafts
-        blocks = tuple(fresh) if fresh else ()
-        row = (request.request_id, request.slot, start, num_tokens, tokens, blocks, sample)
-        step.plan.rows.append(Row(*row, num_drafts))
-        step.members.append((request, request.generation))
-        step.budget -= num_tokens
-        request.planned = end
-        if start < request.num_prompt:
-            request.timeline.num_chunks += 1
-            self._count.num_prompt_tokens_computed += min(end, request.num_prompt) - start
-        if sample:
-            request.num_pending += 1
-            request.verifying = bool(drafts)
-            request.drafts = ()
-
-    def _admit(self, step: _Step, request: Request, cached: list[BlockId], now: float) -> int:
+    def _admit(self, step: Step, request: Request, cached: list[BlockId], now: float) -> int:
         """Give a waiting request a slot and its first blocks; 0 when it does not fit now."""
         limits, pool = self._limits, self._pool
         num_tokens = len(request.tokens)
@@ -267,6 +225,7 @@ class Scheduler:
         request.planned = request.computed = start
         request.num_sealed = len(cached)
         if self._caching:
+            request.seal_at = (len(cached) + 1) * limits.block_size
             self._promises.make(request, start)
         if request.timeline.admitted is None:
             request.timeline.admitted = now
@@ -321,46 +280,52 @@ class Scheduler:
             if request.finish is not None:
                 continue
             if request.generation == generation:
-                self._advance(request, row, got)
+                request.computed = row.start + row.num_tokens
+                if row.num_drafts or got.drafts:
+                    self._settle_drafts(request, row, got)
+                if request.computed >= request.seal_at:
+                    self._seal(request)
             if row.sample:
                 request.num_pending -= 1
                 outputs.append(self._append(request, row, got, now))
             elif got.prompt_logprobs:
                 scores = self._unreported(request, row, got)
                 outputs.append(Output(request.request_id, prompt_logprobs=scores))
+        self._count.num_generated_tokens += sum([len(output.tokens) for output in outputs])
         return outputs
 
-    def _advance(self, request: Request, row: Row, got: RowResult) -> None:
-        """Count what is computed and seal the blocks that became full."""
-        computed = row.start + row.num_tokens
+    def _settle_drafts(self, request: Request, row: Row, got: RowResult) -> None:
+        """Count the accepted guesses, and keep the new ones for the next row."""
         if row.num_drafts:
             # Rejected guesses need no undoing: their KV is written over.
-            computed -= row.num_drafts - (len(got.tokens) - 1)
-            request.planned = computed
+            request.computed -= row.num_drafts - (len(got.tokens) - 1)
+            request.planned = request.computed
             request.verifying = False
-        request.computed = computed
-        if got.drafts and request.num_pending == 1:
-            request.drafts = got.drafts  # else a plan that ran ahead has gone past them already
+        if request.num_pending == 1:  # else a plan that ran ahead has gone past them already
+            request.drafts = got.drafts
+
+    def _seal(self, request: Request) -> None:
+        """Make the blocks findable that became full."""
+        # A token that this row sampled is not known yet; its block waits for the next row.
         size = self._limits.block_size
-        if self._caching and computed >= (request.num_sealed + 1) * size:
-            # A token that this row sampled is not known yet; its block waits for the next row.
-            num_full = min(computed, len(request.tokens)) // size
-            for index in range(request.num_sealed, num_full):
-                digest = request.hash_at(index, size)
-                self._pool.seal(request.blocks[index], digest)
-                self._promises.keep(digest)
-            request.num_sealed = num_full
+        num_full = min(request.computed, len(request.tokens)) // size
+        for index in range(request.num_sealed, num_full):
+            digest = request.hash_at(index, size)
+            self._pool.seal(request.blocks[index], digest)
+            self._promises.keep(digest)
+        request.num_sealed = num_full
+        request.seal_at = (num_full + 1) * size
 
     def _append(self, request: Request, row: Row, got: RowResult, now: float) -> Output:
         """Add sampled tokens up to the first that ends the request."""
+        first = len(request.tokens) == request.num_prompt
         taken, finish, stop_token = request.take(got.tokens)
         tokens, scores, timeline = got.tokens, got.logprobs, None
-        self._count.num_generated_tokens += taken
-        if finish is not None or request.timeline.first_token is None:
+        if first or finish is not None:
             timeline = request.timeline
             timeline.num_output = request.num_output
             timeline.last_token = now
-            if timeline.first_token is None:
+            if first:
                 timeline.first_token = now
         if finish is not None:
             tokens = tokens[:taken]
@@ -369,8 +334,8 @@ class Scheduler:
         prompt_scores = None
         if got.prompt_logprobs is not None:
             prompt_scores = self._unreported(request, row, got)
-        output = (request.request_id, tokens, scores, prompt_scores, finish, stop_token)
-        return Output(*output, None, timeline)
+        values = (request.request_id, tokens, scores, prompt_scores, finish, stop_token)
+        return make_tuple(Output, (*values, None, timeline))
 
     @staticmethod
     def _unreported(request: Request, row: Row, got: RowResult) -> list[TokenLogprob]:
