@@ -22,6 +22,7 @@ _HOMES = {
     "ConfigError": "windlass.errors",
     "DownloadError": "windlass.errors",
     "EngineError": "windlass.errors",
+    "OutOfMemory": "windlass.errors",
     "Overloaded": "windlass.errors",
     "RequestError": "windlass.errors",
     "UnsupportedError": "windlass.errors",

@@ -12,6 +12,7 @@ from typing import Protocol
 
 from windlass.core.scheduler import Scheduler
 from windlass.core.types import EngineStats, NewRequest, Output, StepPlan, StepResult
+from windlass.errors import OutOfMemory
 
 
 class Pending(Protocol):
@@ -64,17 +65,25 @@ class Engine:
         plan = self._scheduler.plan(self._clock())
         if not plan.rows:
             return []
-        result = self._runner.run(plan)
+        try:
+            result = self._runner.run(plan)
+        except OutOfMemory as error:
+            return self._scheduler.retract(plan, str(error))
         return self._scheduler.commit(plan, result, self._clock())
 
     def _step_overlapped(self) -> list[Output]:
         plan = self._scheduler.plan(self._clock())
-        launched = (plan, self._runner.submit(plan)) if plan.rows else None
+        launched, outputs = None, []
+        if plan.rows:
+            try:
+                launched = (plan, self._runner.submit(plan))
+            except OutOfMemory as error:
+                outputs = self._scheduler.retract(plan, str(error))
         before, self._in_flight = self._in_flight, launched
-        if before is None:
-            return []
-        last_plan, pending = before
-        return self._scheduler.commit(last_plan, pending.wait(), self._clock())
+        if before is not None:
+            last_plan, pending = before
+            outputs += self._scheduler.commit(last_plan, pending.wait(), self._clock())
+        return outputs
 
     def fail(self, error: str) -> list[Output]:
         """End every request with an error, after a step that raised; the engine stays usable."""

@@ -8,6 +8,7 @@
     ├── UnsupportedError     a model, format or feature that this version does not know
     ├── DownloadError        a model could not be fetched
     ├── Overloaded           the queue is full now; try again later
+    ├── OutOfMemory          a step did not fit the device; smaller ones may
     └── WorkerDied           the process that computes has ended
 
 A message says what happened, with which values, and what to do.
@@ -52,6 +53,10 @@ class Overloaded(EngineError):
     def __init__(self, message: str, retry_after_s: float) -> None:
         super().__init__(message)
         self.retry_after_s = retry_after_s
+
+
+class OutOfMemory(EngineError):
+    """A step did not fit into the device's memory. The engine goes on with smaller steps."""
 
 
 class WorkerDied(EngineError):

@@ -35,6 +35,7 @@ from windlass.core.types import (
 from windlass.errors import RequestError
 
 _NO_BLOCKS: list[BlockId] = []
+_MIN_BUDGET = 64  # tokens: a step that lacks memory for these will not get it
 
 
 class Scheduler:
@@ -64,6 +65,7 @@ class Scheduler:
         self._slots = deque(SlotId(i) for i in range(limits.max_num_seqs))
         self._freed: list[SlotId] = []
         self._in_flight: deque[list[tuple[Request, int]]] = deque()
+        self._budget = limits.max_num_batched_tokens  # tokens a step; less after a lack of memory
         self._num_arrivals = 0
         self._count = EngineStats()
 
@@ -93,14 +95,35 @@ class Scheduler:
 
     def fail_all(self, error: str) -> list[Output]:
         """End every request with an error, in-flight steps included."""
-        outputs = []
-        for request in list(self._requests.values()):
-            self._finish(request, "error")
-            outputs.append(
-                Output(request.request_id, finish="error", error=error, timeline=request.timeline)
-            )
+        outputs = [self._fail(request, error) for request in list(self._requests.values())]
         self._in_flight.clear()
         return outputs
+
+    def retract(self, plan: StepPlan, error: str) -> list[Output]:
+        """Take back the latest plan, for which the device had no memory, and plan smaller steps.
+
+        Its requests wait again and lose no token. When steps cannot get smaller, the largest row's
+        request ends with the error: the returned output.
+        """
+        members = self._in_flight.pop()
+        smallest = self._budget <= max(_MIN_BUDGET, self._limits.max_num_seqs)
+        self._budget = max(self._budget // 2, _MIN_BUDGET, self._limits.max_num_seqs)
+        largest = max(plan.rows, key=lambda row: row.num_tokens)
+        outputs = []
+        for (request, generation), row in zip(members, plan.rows, strict=True):
+            if row.sample:
+                request.num_pending -= 1
+            if request.finish is not None or request.generation != generation:
+                continue
+            if smallest and row is largest:
+                outputs.append(self._fail(request, error))
+            else:
+                self._preempt(request)
+        return outputs
+
+    def _fail(self, request: Request, error: str) -> Output:
+        self._finish(request, "error")
+        return Output(request.request_id, finish="error", error=error, timeline=request.timeline)
 
     @property
     def has_work(self) -> bool:
@@ -127,7 +150,7 @@ class Scheduler:
     def plan(self, now: float) -> StepPlan:
         """Say what to compute next: running requests first, then waiting ones in order."""
         plan = StepPlan(rows=[], admitted=[], freed=[], copies=[], step=self._count.num_steps)
-        step = Step(plan, self._limits)
+        step = Step(plan, self._limits, self._budget)
         num_before = self._count.num_preemptions
         self._plan_running(step)
         if self._count.num_preemptions == num_before:
@@ -137,7 +160,7 @@ class Scheduler:
             self._freed.clear()
             self._in_flight.append(step.members)
             self._count.num_steps += 1
-            self._count.num_step_tokens = self._limits.max_num_batched_tokens - step.budget
+            self._count.num_step_tokens = self._budget - step.budget
             self._count.num_prompt_tokens_computed += step.num_prompt_tokens
         return plan
 

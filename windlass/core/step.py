@@ -21,12 +21,9 @@ class Step:
 
     plan: StepPlan
     limits: SchedulerLimits
-    budget: int = field(init=False)
+    budget: int
     members: list[tuple[Request, int]] = field(default_factory=list)
     num_prompt_tokens: int = 0
-
-    def __post_init__(self) -> None:
-        self.budget = self.limits.max_num_batched_tokens
 
     def _affordable_drafts(self, request: Request, count: int) -> tuple[int, ...]:
         """The guesses that fit in what is left; nobody is interrupted for a guess."""

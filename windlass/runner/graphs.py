@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from windlass.core.types import Row, RowResult, StepPlan, StepResult, TokenLogprob
+from windlass.errors import OutOfMemory
 from windlass.kernels.batch import AttentionWork, KVCache, Span, StepBatch
 from windlass.models.network import Network
 from windlass.runner.device_sampler import DeviceSampler
@@ -150,9 +151,19 @@ class CudaRunner(Runner):
 
     # ---- steps -------------------------------------------------------------------------------
 
-    @torch.inference_mode()
     def submit(self, plan: StepPlan) -> Pending:
         """Launch a step; the host goes on while the device computes."""
+        try:
+            return self._submit(plan)
+        except torch.cuda.OutOfMemoryError as error:
+            torch.cuda.empty_cache()
+            raise OutOfMemory(
+                f"a step of {plan.num_tokens} tokens does not fit beside the KV cache: {error} "
+                "Lower --max-num-batched-tokens or --memory-share."
+            ) from error
+
+    @torch.inference_mode()
+    def _submit(self, plan: StepPlan) -> Pending:
         self._device_sampler.forget(plan.freed)
         self._device_sampler.admit(plan.admitted)
         grown = self._slots.apply(plan)
