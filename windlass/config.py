@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal, get_args, get_type_hints
 
@@ -278,8 +278,3 @@ def _strings_in(hint: Any) -> list[str]:
     for arg in get_args(hint):
         found += [arg] if isinstance(arg, str) else _strings_in(arg)
     return found
-
-
-def with_model(config: EngineConfig, **changes: Any) -> EngineConfig:
-    """A copy with another model section; the original stays as it was."""
-    return replace(config, model=replace(config.model, **changes))

@@ -54,9 +54,6 @@ class BlockPool:
         """Findable blocks, used or free."""
         return len(self._by_hash)
 
-    def refs(self, block: BlockId) -> int:
-        return self._refs[block]
-
     def find(self, hashes: Iterable[bytes]) -> list[BlockId]:
         """The blocks of the longest known prefix. Changes nothing; valid until the next `take`."""
         found: list[BlockId] = []
