@@ -217,6 +217,7 @@ def _scopes(network: nn.Module) -> Iterator[None]:
             if isinstance(module, Linear):
                 kind = f"{_PRODUCT} {name} {sum(module.parts.values())}x{module.num_in}"
                 stack.enter_context(_replaced(module, "forward", _scoped(kind, module.forward)))
+                stack.enter_context(_replaced(module, "gated", _scoped(kind, module.gated)))
             elif isinstance(module, Embedding):
                 kind = "embedding"
                 stack.enter_context(_replaced(module, "forward", _scoped(kind, module.forward)))
