@@ -85,7 +85,7 @@ def load_network(config: EngineConfig, spec: ModelSpec, checkpoint: Checkpoint) 
     load(network, checkpoint, blueprint.parts.device)
     num_bytes = sum(p.nbytes for p in network.parameters())
     weights = [m.get_parameter("weight") for m in network.modules() if isinstance(m, Linear)]
-    tuned = Choice("products", blueprint.products.tune(weights), "measured on these shapes")
+    tuned = Choice("products", *blueprint.products.tune(weights))
     return Loaded(network, blueprint.parts, num_bytes, [*blueprint.choices, tuned])
 
 

@@ -57,20 +57,22 @@ class MeasuredProducts(TorchProducts):
         return silu_mul(self.linear(x, weight))
 
     @torch.inference_mode()
-    def tune(self, weights: Iterable[Tensor]) -> str:
+    def tune(self, weights: Iterable[Tensor]) -> tuple[str, str]:
         """Time every candidate on every shape, cold weights first in the cache's way."""
         by_shape: dict[Shape, list[Tensor]] = defaultdict(list)
         for weight in weights:
             if weight.dtype in (torch.bfloat16, torch.float16) and weight.shape[1] % 64 == 0:
                 by_shape[tuple(weight.shape)].append(weight)
         if not by_shape:
-            return "torch"
+            return "torch", "no weight has a shape that the narrow kernels take"
         device = next(iter(by_shape.values()))[0].device
         self._space = skinny.Workspace(device, _MOST_SPLIT, _TILINGS, _MANY_ROWS)
         for shape, group in by_shape.items():
             for rows in _MEASURED_AT:
                 self._tune_shape(shape, group, rows)
-        return f"skinny for {len(self._linear)}, gated for {len(self._gated)} of {len(_MEASURED_AT) * len(by_shape)}"
+        measured = len(_MEASURED_AT) * len(by_shape)
+        chosen = f"narrow for {len(self._linear)}, gated for {len(self._gated)} of {measured}"
+        return chosen, "measured on these shapes; cuBLAS for the rest"
 
     def _tune_shape(self, shape: Shape, group: list[Tensor], rows: int) -> None:
         x = torch.randn((rows, shape[1]), dtype=group[0].dtype, device=group[0].device)
