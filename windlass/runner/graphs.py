@@ -124,9 +124,10 @@ class CudaRunner(Runner):
         from windlass.kernels.triton.sample import decode_inputs_kernel
 
         slots = self._slots
-        ids, positions, row_slots = torch.empty(
-            (3, size), dtype=torch.int32, device=self._device
-        ).unbind()
+        # Aligned rows, whatever the size: kernels are compiled anew for others.
+        shape = (3, -(-size // 4) * 4)
+        rows = torch.empty(shape, dtype=torch.int32, device=self._device)[:, :size]
+        ids, positions, row_slots = rows.unbind()
         decode_inputs_kernel[(size,)](
             self._inputs,
             slots.last,
