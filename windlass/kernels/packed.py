@@ -1,0 +1,143 @@
+"""The few forms in which quantised weights lie in memory; many formats on disk meet in them.
+
+A form is its tensors and what they mean: `dequantise` is the definition that every kernel is tested
+against. Kernels may repack a form once for themselves; nothing here knows a kernel or a file.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+# How activations are rounded before the product: not at all, by one scale per token, by one scale
+# that the checkpoint brings, or by one scale per token and 128 inputs.
+Activation = Literal["none", "token", "tensor", "block"]
+
+
+def pack_nibbles(codes: Tensor) -> Tensor:
+    """[rows, K] of 0..15 to uint8 [rows, K / 2]: input 2 j in the low half of byte j."""
+    low, high = codes[:, 0::2].to(torch.uint8), codes[:, 1::2].to(torch.uint8)
+    return low | (high << 4)
+
+
+def unpack_nibbles(packed: Tensor) -> Tensor:
+    """uint8 [rows, K / 2] to uint8 [rows, K]."""
+    return torch.stack((packed & 15, packed >> 4), dim=-1).flatten(1)
+
+
+def _spread(per_group: Tensor, num_in: int) -> Tensor:
+    """One value per group of inputs to one per input."""
+    return per_group.float().repeat_interleave(num_in // per_group.shape[1], dim=1)
+
+
+@dataclass(frozen=True, slots=True)
+class Int4Group:
+    """weight[n, k] = code[n, k] * scales[n, k // group] + mins[n, k // group], codes 0 to 15."""
+
+    codes: Tensor  # uint8 [N, K / 2], as pack_nibbles makes them
+    scales: Tensor  # float [N, K / group]
+    mins: Tensor  # float [N, K / group]
+    order: Tensor | None = None  # [K]: column k of the weight belongs to input order[k]
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.codes.shape[0], 2 * self.codes.shape[1]
+
+    @property
+    def group(self) -> int:
+        return self.shape[1] // self.scales.shape[1]
+
+    def dequantise(self) -> Tensor:
+        num_in = self.shape[1]
+        codes = unpack_nibbles(self.codes).float()
+        weight = codes * _spread(self.scales, num_in) + _spread(self.mins, num_in)
+        return _in_order(weight, self.order)
+
+
+@dataclass(frozen=True, slots=True)
+class Int8Group:
+    """weight[n, k] = code[n, k] * scales[n, k // group] (+ mins[n, k // group]), codes -128 to 127.
+
+    With an activation other than none the products are of whole numbers, one group per row.
+    """
+
+    codes: Tensor  # int8 [N, K]
+    scales: Tensor  # float [N, K / group]
+    mins: Tensor | None = None
+    order: Tensor | None = None
+    activation: Activation = "none"
+    input_scale: Tensor | None = None  # [1], for activation "tensor"
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.codes.shape[0], self.codes.shape[1]
+
+    @property
+    def group(self) -> int:
+        return self.shape[1] // self.scales.shape[1]
+
+    def dequantise(self) -> Tensor:
+        num_in = self.shape[1]
+        weight = self.codes.float() * _spread(self.scales, num_in)
+        if self.mins is not None:
+            weight += _spread(self.mins, num_in)
+        return _in_order(weight, self.order)
+
+
+@dataclass(frozen=True, slots=True)
+class Float8:
+    """weight = code * scale, e4m3 codes; scales of [1, 1], [N, 1] or [N / 128, K / 128], rounded up."""
+
+    codes: Tensor  # float8_e4m3fn [N, K]
+    scales: Tensor  # float32
+    activation: Activation = "none"
+    input_scale: Tensor | None = None  # [1], for activation "tensor"
+    block: tuple[int, int] | None = None  # set: scales are of blocks of so many outputs and inputs
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.codes.shape[0], self.codes.shape[1]
+
+    def dequantise(self) -> Tensor:
+        scales = self.scales.float()
+        if self.block is not None:
+            num_out, num_in = self.shape
+            scales = scales.repeat_interleave(self.block[0], 0)[:num_out]
+            scales = scales.repeat_interleave(self.block[1], 1)[:, :num_in]
+        return self.codes.float() * scales
+
+
+@dataclass(frozen=True, slots=True)
+class Table4:
+    """weight[n, k] = table[code[n, k]] * scales[n, k // group]: NF4 and its kin."""
+
+    codes: Tensor  # uint8 [N, K / 2], as pack_nibbles makes them
+    table: Tensor  # float32 [16]
+    scales: Tensor  # float [N, K / group]
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.codes.shape[0], 2 * self.codes.shape[1]
+
+    @property
+    def group(self) -> int:
+        return self.shape[1] // self.scales.shape[1]
+
+    def dequantise(self) -> Tensor:
+        values = self.table.float()[unpack_nibbles(self.codes).long()]
+        return values * _spread(self.scales, self.shape[1])
+
+
+Packed = Int4Group | Int8Group | Float8 | Table4
+
+
+def _in_order(weight: Tensor, order: Tensor | None) -> Tensor:
+    """Columns from the stored order to the network's."""
+    if order is None:
+        return weight
+    restored = torch.empty_like(weight)
+    restored[:, order.long()] = weight
+    return restored
