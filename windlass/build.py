@@ -9,7 +9,7 @@ import gc
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -26,6 +26,7 @@ from windlass.models.spec import ModelSpec
 
 if TYPE_CHECKING:
     from windlass.runner.assemble import Loaded
+    from windlass.runner.scoring import Scorer, ScoringLimits
 
 _POLICIES: dict[str, type[Policy]] = {"fcfs": Fcfs, "priority": Priority}
 
@@ -119,6 +120,43 @@ def build_engine(config: EngineConfig, source: Source, weights: Loaded | None = 
     gc.freeze()
     overlap = config.scheduler.overlap and weights.parts.device.type == "cuda"
     return Built(Engine(scheduler, made.runner, overlap=overlap), report, weights)
+
+
+@dataclass(frozen=True, slots=True)
+class BuiltScorer:
+    """A scorer and its weights, which another scorer or an engine may share."""
+
+    scorer: Scorer
+    weights: Loaded
+    choices: list[Choice]
+    memory: dict[str, int]
+
+
+def build_scorer(
+    config: EngineConfig, source: Source, limits: ScoringLimits, weights: Loaded | None = None
+) -> BuiltScorer:
+    """Load the weights, or share them, and make what scores given tokens: pages for one group."""
+    from windlass.runner.assemble import load_network, make_runner
+    from windlass.runner.device import choose_device
+    from windlass.runner.scoring import Scorer
+
+    size = config.cache.block_size
+    config = replace(
+        config,
+        model=replace(config.model, enforce_eager=True),
+        cache=replace(config.cache, num_blocks=limits.num_blocks(size)),
+        scheduler=replace(
+            config.scheduler,
+            max_num_seqs=limits.rows,
+            max_num_batched_tokens=max(limits.step_tokens, limits.rows),
+        ),
+    )
+    if weights is None:
+        weights = load_network(config, source.spec, open_checkpoint(source.files, config.model))
+    steps = config.limits(choose_device(config.model).type)
+    made = make_runner(config, source.spec, weights, steps)
+    scorer = Scorer(made.runner, weights.network, limits, size, source.spec.vocab_size)
+    return BuiltScorer(scorer, weights, weights.choices, made.memory)
 
 
 def build_for_process(config: EngineConfig, source: Source) -> tuple[Engine, EngineReport]:

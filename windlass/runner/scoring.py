@@ -1,0 +1,158 @@
+"""Logits of given tokens at every position, through the runner: its network, kernels and KV pages.
+
+For measuring quality and for calibration. Nothing is sampled, and nothing is kept between groups
+of windows; how much is in memory at once is bounded by one step and one piece of logits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from windlass.core.sampling import SamplingParams
+from windlass.core.types import Admission, BlockId, Row, SlotId, StepPlan
+from windlass.errors import EngineError
+from windlass.models.network import Network
+from windlass.runner.runner import Runner
+
+# A piece of logits has about so many numbers: 128 MiB in float32.
+_PIECE_NUMBERS = 2**25
+_MOST_POSITIONS = 512
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """Tokens that see only one another, and the first position whose logits are wanted."""
+
+    tokens: Sequence[int]
+    first: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Values [positions, width] of one window (by its place in the input), from `start` on."""
+
+    window: int
+    start: int
+    values: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class ScoringLimits:
+    """How much one step computes. Two scorers with the same limits give pieces in lockstep."""
+
+    longest: int  # tokens of the longest window
+    step_tokens: int
+    rows: int
+
+    def num_blocks(self, block_size: int) -> int:
+        """KV blocks that hold any group of windows: one step's, or one window longer than that."""
+        return -(-max(self.longest, self.step_tokens) // block_size) + self.rows
+
+
+class Scorer:
+    """Usage: `for piece in scorer.logits([Window(tokens)]): piece.values.log_softmax(-1)`
+
+    Only one iteration at a time: the pages are shared.
+    """
+
+    def __init__(
+        self,
+        runner: Runner,
+        network: Network,
+        limits: ScoringLimits,
+        block_size: int,
+        vocab_size: int,
+    ) -> None:
+        self.network = network
+        self.limits = limits
+        self.vocab_size = vocab_size
+        self._runner = runner
+        self._block_size = block_size
+
+    def logits(self, windows: Iterable[Window], vocab_size: int | None = None) -> Iterator[Piece]:
+        """Float32 logits from each window's `first` on, window by window, cut into small pieces.
+
+        `vocab_size` leaves out what lies beyond it: rows that only pad a vocabulary.
+        """
+        width = vocab_size or self.vocab_size
+        count = max(1, min(_MOST_POSITIONS, _PIECE_NUMBERS // width))
+        for piece in self.hidden(windows):
+            for at in range(0, len(piece.values), count):
+                with torch.inference_mode():
+                    logits = self.network.logits(piece.values[at : at + count])
+                    logits = logits[:, :width].float()
+                yield Piece(piece.window, piece.start + at, logits)
+
+    def hidden(self, windows: Iterable[Window]) -> Iterator[Piece]:
+        """The last hidden states, before the head: what a step has of each window at once."""
+        number = 0
+        for group in self._groups(windows):
+            yield from self._compute(group, number)
+            number += len(group)
+
+    def _groups(self, windows: Iterable[Window]) -> Iterator[list[Window]]:
+        """Neighbours that fit one step together; a window longer than a step stays alone."""
+        group: list[Window] = []
+        total = 0
+        for window in windows:
+            count = len(window.tokens)
+            if not 0 < count <= self.limits.longest:
+                raise EngineError(
+                    f"a window of {count} tokens, but this scorer takes 1 to {self.limits.longest}."
+                )
+            full = len(group) == self.limits.rows or total + count > self.limits.step_tokens
+            if group and full:
+                yield group
+                group, total = [], 0
+            group.append(window)
+            total += count
+        if group:
+            yield group
+
+    def _compute(self, group: list[Window], number: int) -> Iterator[Piece]:
+        longest = max(len(window.tokens) for window in group)
+        for start in range(0, longest, self.limits.step_tokens):
+            plan = self._plan(group, start)
+            hidden = self._run(plan)
+            at = 0
+            for row in plan.rows:
+                first = max(0, group[row.slot].first - start)
+                if first < row.num_tokens:
+                    values = hidden[at + first : at + row.num_tokens]
+                    yield Piece(number + row.slot, start + first, values)
+                at += row.num_tokens
+
+    def _plan(self, group: list[Window], start: int) -> StepPlan:
+        """One step of all windows, from position `start`. Slots and blocks are taken in order."""
+        rows, admitted, next_block = [], [], 0
+        for i, window in enumerate(group):
+            slot, name = SlotId(i), str(i)
+            blocks: tuple[BlockId, ...] = ()
+            if start == 0:
+                count = -(-len(window.tokens) // self._block_size)
+                blocks = tuple(BlockId(next_block + j) for j in range(count))
+                next_block += count
+                wish = SamplingParams(temperature=0.0)
+                admitted.append(Admission(name, slot, [], 0, wish, frozenset(), 0))
+            part = tuple(window.tokens[start : start + self.limits.step_tokens])
+            rows.append(Row(name, slot, start, len(part), part, blocks, False))
+        return StepPlan(rows, admitted)
+
+    def _run(self, plan: StepPlan) -> Tensor:
+        """The step's hidden states: what the network gives while the runner runs it."""
+        seen: list[Tensor] = []
+        listener = self.network.register_forward_hook(lambda *call: seen.append(call[-1]))
+        try:
+            self._runner.run(plan)
+        finally:
+            listener.remove()
+        if len(seen) != 1:
+            raise EngineError(
+                f"the runner called its network {len(seen)} times in a step without sampling, "
+                "expected once. Use --enforce-eager."
+            )
+        return seen[0]
