@@ -174,6 +174,11 @@ class ServeConfig:
     enable_log_requests: bool = option(False, "Log every request.")
     enable_request_id_headers: bool = option(False, "Answer with X-Request-Id.")
     enable_force_include_usage: bool = option(False, "Usage in every stream, asked for or not.")
+    record_traffic: str | None = option(
+        None, "Append requests and answers to this JSONL file, as calibration data for quantize."
+    )
+    record_share: float = option(0.1, "Share of the requests to record, chosen by their ids.")
+    record_max_bytes: int = option(64 * 2**20, "Record no more than this many bytes.")
 
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65535:
@@ -181,6 +186,11 @@ class ServeConfig:
         _at_least(self, 1, "max_num_queued_reqs", "max_num_queued_tokens", "max_body_bytes")
         _at_least(self, 1, "stream_interval")
         _at_least(self, 0, "shutdown_timeout", "hang_timeout")
+        _at_least(self, 1, "record_max_bytes")
+        if not 0.0 < self.record_share <= 1.0:
+            raise ConfigError(
+                f"--record-share must be above 0 and at most 1, got {self.record_share}."
+            )
         if bool(self.ssl_keyfile) != bool(self.ssl_certfile):
             raise ConfigError("--ssl-keyfile and --ssl-certfile go together; one is missing.")
         if self.chat_template is not None and not Path(self.chat_template).is_file():

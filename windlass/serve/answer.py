@@ -73,8 +73,10 @@ class Answer:
     ) -> None:
         config, card = services.config, services.card
         self._client = services.client
+        self._recorder = services.recorder
         self._model = card.name
         self._prepared = prepared
+        self._body = body
         self._shape = shape
         self._ticket = ticket
         self._created = int(time.time())
@@ -102,10 +104,15 @@ class Answer:
                     self._client.abort(output.request_id)  # a stop string, which only we see
                 yield portion
 
+    def _record(self) -> None:
+        if self._recorder is not None:
+            self._recorder.answered(self._body, self._prepared, self._completions)
+
     # ---- in one piece ------------------------------------------------------------------------
 
     async def whole(self, request: Request) -> Response:
         body = await unless_gone(request.receive, self._collect())
+        self._record()
         self._ticket.end("success")
         return Response(msgspec.json.encode(body), media_type="application/json")
 
@@ -137,6 +144,7 @@ class Answer:
         if self._usage_at_end:
             yield self._event([], usage(self._prepared, self._served))
         yield _DONE
+        self._record()
 
     def _chunks(self, portion: Portion) -> bytes:
         choices = self._shape.chunks(portion, self._completions[portion.index])

@@ -165,6 +165,8 @@ class Service:
             return await self._serve(report, on_ready, stop)
         finally:
             await self._client.close()
+            if self._services.recorder is not None:
+                self._services.recorder.close()
 
     async def _unless_stopped(self, stop: asyncio.Event) -> EngineReport | None:
         """Start the engine; None when the server is told to stop before it is ready."""

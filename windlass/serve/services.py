@@ -18,6 +18,7 @@ from windlass.serve.client import EngineClient
 from windlass.serve.desk import Desk
 from windlass.serve.metrics import Metrics
 from windlass.serve.prepare import Preparer
+from windlass.serve.record import Recorder, make_recorder
 
 _log = logging.getLogger("windlass.serve")
 
@@ -33,6 +34,7 @@ class Services:
     metrics: Metrics
     admission: Admission
     desk: Desk
+    recorder: Recorder | None = None  # None: no traffic is recorded
     started: int = field(default_factory=lambda: int(time.time()))
     probe_ids: Iterator[int] = field(default_factory=itertools.count)
 
@@ -49,7 +51,8 @@ def make_services(client: EngineClient, card: ModelCard, config: ServeConfig) ->
     client.on_stats = on_stats
     preparer = Preparer(card, config, _read_template(card, config))
     desk = Desk(metrics, config.enable_log_requests)
-    return Services(client, card, config, preparer, metrics, admission, desk)
+    recorder = make_recorder(config, card.tokenizer)
+    return Services(client, card, config, preparer, metrics, admission, desk, recorder)
 
 
 def _read_template(card: ModelCard, config: ServeConfig) -> ChatTemplate | None:
