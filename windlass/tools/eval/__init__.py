@@ -1,0 +1,1 @@
+"""How good a model is: perplexity, distance to a reference, tasks."""

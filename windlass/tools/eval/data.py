@@ -1,0 +1,194 @@
+"""Text to measure on: a running text, or documents with labels; found, read and checked.
+
+Every line is checked before a model is loaded. Turning text into tokens is windows.py's business.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from windlass.errors import ConfigError, DownloadError
+from windlass.models.cache import cache_dir
+
+WIKITEXT2 = "wikitext2"
+UNLABELLED = "unlabelled"
+
+_REPO = "Salesforce/wikitext"
+_REPO_FILE = "wikitext-2-raw-v1/test-00000-of-00001.parquet"
+_KINDS = (".parquet", ".raw", ".txt", ".jsonl")
+# How WikiText's own file writes an empty line; its rows elsewhere are empty.
+_EMPTY_LINE = " \n"
+
+
+@dataclass(frozen=True, slots=True)
+class Document:
+    """A text or a conversation; `where` names its line for errors."""
+
+    where: str
+    text: str | None = None
+    messages: list[dict[str, Any]] | None = None
+    label: str = UNLABELLED
+
+
+@dataclass(frozen=True, slots=True)
+class Corpus:
+    """What to measure on. A running text is one document that may be cut anywhere."""
+
+    name: str
+    documents: list[Document]
+    running: bool
+
+    @property
+    def labelled(self) -> bool:
+        return any(document.label != UNLABELLED for document in self.documents)
+
+
+def read_corpus(data: str) -> Corpus:
+    """`wikitext2`, a folder that holds its test split, or a file: JSONL, Parquet or plain text."""
+    path = Path(data).expanduser()
+    if data == WIKITEXT2 and not path.exists():
+        return _running(WIKITEXT2, _wikitext2())
+    if path.is_dir():
+        return _running(path.name, _test_split(path))
+    if not path.is_file():
+        raise ConfigError(
+            f"{data}: there is no such file or folder. Give a .jsonl, .parquet or .txt file, a "
+            f"folder with WikiText-2's test split, or {WIKITEXT2}."
+        )
+    if path.suffix == ".jsonl":
+        return Corpus(path.name, list(documents_of(path)), running=False)
+    return _running(path.name, path)
+
+
+def documents_of(path: Path) -> Iterator[Document]:
+    """The lines of a JSONL file; a broken one is named by its number."""
+    found = False
+    for number, line in enumerate(_read(path).split("\n"), start=1):
+        if line.strip():
+            found = True
+            yield _document(line, f"{path}, line {number}")
+    if not found:
+        raise ConfigError(f"{path}: is empty; nothing can be measured on it.")
+
+
+def _document(line: str, where: str) -> Document:
+    try:
+        record = json.loads(line)
+    except ValueError as error:
+        raise ConfigError(f"{where}: is not JSON: {error}.") from error
+    if not isinstance(record, dict) or ("text" in record) == ("messages" in record):
+        raise ConfigError(
+            f'{where}: expected {{"text": "..."}} or {{"messages": [...]}}, got {line.strip():.80}'
+        )
+    label = record.get("label", UNLABELLED)
+    if not isinstance(label, str) or not label:
+        raise ConfigError(f"{where}: label must be a text, got {label!r}.")
+    text, messages = record.get("text"), record.get("messages")
+    if messages is not None:
+        _check_messages(messages, where)
+    elif not isinstance(text, str) or not text:
+        raise ConfigError(f"{where}: text must be a text that is not empty, got {text!r}.")
+    return Document(where, text, messages, label)
+
+
+def _check_messages(messages: object, where: str) -> None:
+    if not isinstance(messages, list) or not messages:
+        raise ConfigError(f"{where}: messages must be a list with at least one message.")
+    for message in messages:
+        if not isinstance(message, dict) or not all(
+            isinstance(message.get(name), str) for name in ("role", "content")
+        ):
+            raise ConfigError(
+                f"{where}: a message needs role and content, both texts; got {message!r:.100}"
+            )
+
+
+def _running(name: str, path: Path) -> Corpus:
+    if path.suffix == ".parquet":
+        text = _joined(_parquet_rows(path))
+    elif path.suffix == ".jsonl":
+        text = _joined(_jsonl_rows(path))
+    else:
+        text = _read(path)
+    if not text.strip():
+        raise ConfigError(f"{path}: is empty; nothing can be measured on it.")
+    return Corpus(name, [Document(str(path), text)], running=True)
+
+
+def _joined(rows: list[str]) -> str:
+    """Rows that are the lines of one text, as WikiText's own file has them."""
+    return "".join(
+        (row if row.endswith("\n") else row + "\n") if row else _EMPTY_LINE for row in rows
+    )
+
+
+def _jsonl_rows(path: Path) -> list[str]:
+    try:
+        return [json.loads(line)["text"] for line in _read(path).split("\n") if line.strip()]
+    except (ValueError, KeyError, TypeError) as error:
+        raise ConfigError(
+            f'{path}: expected lines such as {{"text": "..."}}: {error!r}.'
+        ) from error
+
+
+def _parquet_rows(path: Path) -> list[str]:
+    try:
+        import pyarrow
+        from pyarrow import parquet
+    except ImportError as error:
+        raise ConfigError(
+            f"{path}: reading Parquet needs pyarrow: pip install 'windlass[eval]'. "
+            "Or give the text as a .txt or .jsonl file."
+        ) from error
+    try:
+        column = parquet.read_table(path, columns=["text"])["text"].to_pylist()
+    except (OSError, KeyError, pyarrow.ArrowException) as error:
+        raise ConfigError(f"{path}: has no readable column named text: {error}") from error
+    return [row or "" for row in column]
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: cannot be read as UTF-8 text: {error}.") from error
+
+
+def _test_split(folder: Path) -> Path:
+    """The one file of a folder that is named for a test split."""
+    found = [
+        path for path in sorted(folder.rglob("*test*")) if path.suffix in _KINDS and path.is_file()
+    ]
+    raw = [path for path in found if "wikitext-2-raw" in str(path.relative_to(folder))] or found
+    if len(raw) == 1:
+        return raw[0]
+    names = ", ".join(str(path.relative_to(folder)) for path in raw) or "none"
+    raise ConfigError(
+        f"{folder}: expected one file with 'test' in its name, of {', '.join(_KINDS)}; "
+        f"found: {names}. Give the file's own path."
+    )
+
+
+def _wikitext2() -> Path:
+    """The test split in the user's cache, or from the hub."""
+    kept = cache_dir() / "data" / WIKITEXT2
+    if kept.is_dir():
+        return _test_split(kept)
+    import huggingface_hub
+    from huggingface_hub.errors import HfHubHTTPError
+
+    # Transport errors derive from the HTTP library's root, not from OSError.
+    http_root: type[Exception] = HfHubHTTPError.__bases__[0]
+    try:
+        return Path(huggingface_hub.hf_hub_download(_REPO, _REPO_FILE, repo_type="dataset"))
+    except (http_root, OSError, ValueError) as error:
+        detail = " ".join(str(error).split())
+        raise DownloadError(
+            f"WikiText-2 could not be fetched from the hub ({_REPO}). Check the network, or put "
+            f"its test split (wiki.test.raw, or a .parquet, .txt or .jsonl file with 'test' in its "
+            f"name) into {kept}, or give the file with --data. ({type(error).__name__}: {detail})"
+        ) from error

@@ -1,0 +1,136 @@
+"""From logits to figures: perplexity, and the distance to a reference, token by token.
+
+Divergence is KL(reference || model) in nats: what is lost by taking the model for the reference.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+_DIGITS = 7
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """A model beside its reference, over the same tokens."""
+
+    reference_perplexity: float
+    ppl_ratio: float
+    ppl_ratio_error: float  # one standard error, of the paired difference
+    kl_mean: float
+    kl_p99: float
+    kl_max: float
+    agreement: float  # share of positions where both would choose the same token
+    rank_shift: float  # mean distance between the ranks that both give the text's next token
+
+
+@dataclass(frozen=True, slots=True)
+class Quality:
+    """What was measured over some tokens."""
+
+    tokens: int
+    perplexity: float
+    perplexity_error: float  # one standard error
+    against: Comparison | None = None
+
+    def row(self, label: str) -> dict[str, Any]:
+        """Flat, for a table."""
+        values = asdict(self)
+        compared = values.pop("against") or {}
+        return {"label": label} | {k: _short(v) for k, v in (values | compared).items()}
+
+
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """One number per scored token, on the host."""
+
+    nll: np.ndarray
+    reference_nll: np.ndarray
+    kl: np.ndarray
+    agree: np.ndarray
+    shift: np.ndarray
+
+
+@torch.inference_mode()
+def compare(logits: Tensor, targets: Sequence[int], reference: Tensor | None) -> Figures:
+    """Figures of the positions whose logits [positions, vocabulary] are given.
+
+    `targets` are the tokens that follow; `reference` may lie on another device.
+    """
+    picked = torch.tensor(targets, device=logits.device)[:, None]
+    own = logits.log_softmax(dim=-1)
+    own_next = own.gather(-1, picked)
+    nothing = np.empty(0)
+    if reference is None:
+        return Figures(_host(-own_next[:, 0]), nothing, nothing, nothing, nothing)
+    other = reference.to(logits.device).log_softmax(dim=-1)
+    other_next = other.gather(-1, picked)
+    agree = own.argmax(dim=-1) == other.argmax(dim=-1)
+    shift = ((own > own_next).sum(dim=-1) - (other > other_next).sum(dim=-1)).abs()
+    kl = (other - own).mul_(other.exp()).sum(dim=-1).clamp_min_(0)
+    return Figures(
+        _host(-own_next[:, 0]), _host(-other_next[:, 0]), _host(kl), _host(agree), _host(shift)
+    )
+
+
+@dataclass(slots=True)
+class Tally:
+    """Collects figures; a few numbers per token, so that percentiles are exact."""
+
+    _parts: list[Figures] = field(default_factory=list)
+
+    def add(self, figures: Figures) -> None:
+        self._parts.append(figures)
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(len(part.nll) for part in self._parts)
+
+    def quality(self) -> Quality:
+        """The figures of all tokens so far; needs at least one."""
+        nll = self._all("nll")
+        perplexity = _exp(nll.mean())
+        error = perplexity * _standard_error(nll)
+        kl = self._all("kl")
+        if not len(kl):
+            return Quality(len(nll), perplexity, error)
+        reference_nll = self._all("reference_nll")
+        difference = nll - reference_nll
+        ratio = _exp(difference.mean())
+        comparison = Comparison(
+            _exp(reference_nll.mean()),
+            ratio,
+            ratio * _standard_error(difference),
+            float(kl.mean()),
+            float(np.percentile(kl, 99)),
+            float(kl.max()),
+            float(self._all("agree").mean()),
+            float(self._all("shift").mean()),
+        )
+        return Quality(len(nll), perplexity, error, comparison)
+
+    def _all(self, name: str) -> np.ndarray:
+        return np.concatenate([getattr(part, name) for part in self._parts])
+
+
+def _host(values: Tensor) -> np.ndarray:
+    return values.double().cpu().numpy()
+
+
+def _exp(value: float) -> float:
+    return math.exp(value) if value < 700 else math.inf
+
+
+def _standard_error(values: np.ndarray) -> float:
+    return float(values.std(ddof=1) / math.sqrt(len(values))) if len(values) > 1 else 0.0
+
+
+def _short(value: float | int) -> float | int:
+    return value if isinstance(value, int) else float(f"{value:.{_DIGITS}g}")
