@@ -45,7 +45,10 @@ ROPE = {
     **dict.fromkeys(("positions", "token_slots", "tables"), I),
     **{"cos_sin": F, "table_stride": "i32", "eps": "fp32"},
 }
-PRODUCT = {"x": X, "weight": X, "out": X, "M": "i32", "N": "i32", "K": "i32"}
+PRODUCT = {
+    **{"x": X, "weight": X, "out": X},
+    **{"M": "i32", "N": "i32", "K": "i32", "fetched": "i32"},
+}
 
 
 def decode(dim: int, pad: int, splits: int, special: bool) -> tuple:
@@ -135,6 +138,8 @@ def test_compiles_without_spills(name: str, tmp_path: Path) -> None:
         for i, key in enumerate(names)
         if full[key].startswith("*") or key in ALIGNED
     }
+    constants = {**constants, "CHAINED": True}
+    options = {**options, "launch_pdl": True}
     values = {(names.index(key),): value for key, value in constants.items()}
     source = ASTSource(function, full, constexprs=values, attrs=aligned)
     kernel = triton.compile(source, target=HOPPER, options=options)

@@ -24,9 +24,16 @@ from windlass.runner.slots import SlotTables, to_device
 
 
 def num_splits(num_rows: int, num_kv_heads: int, multiprocessors: int) -> int:
-    """Into how many parts a context is cut so that few rows still fill the device."""
-    wanted = 2 * multiprocessors // max(1, num_rows * num_kv_heads)
-    return max(1, min(16, 1 << max(0, wanted.bit_length() - 1)))
+    """Into how many parts a context is cut so that few rows, or uneven ones, fill the device."""
+    programs = max(1, num_rows * num_kv_heads)
+    if programs >= 15 * multiprocessors:
+        return 1
+    return max(2, min(16, _power_below(4 * multiprocessors // programs)))
+
+
+def _power_below(number: int) -> int:
+    """The largest power of two that is not above a number."""
+    return 1 << max(0, number.bit_length() - 1)
 
 
 def graph_sizes(most: int) -> list[int]:
@@ -121,6 +128,7 @@ class CudaRunner(Runner):
 
     def _decode(self, size: int) -> tuple[Tensor, Tensor]:
         """One decode step of `size` rows, from the packed inputs to tokens."""
+        from windlass.kernels.triton import chain
         from windlass.kernels.triton.sample import decode_inputs_kernel
 
         slots = self._slots
@@ -139,6 +147,7 @@ class CudaRunner(Runner):
             slots.tables.stride(0),
             SIZE=slots.size,
             num_warps=1,
+            **chain.options(),
         )
         work = AttentionWork(
             self._singles[:size], self._no_tiles, self._splits(size), self._counters

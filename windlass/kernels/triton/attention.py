@@ -7,6 +7,7 @@ import triton
 from torch import Tensor
 
 from windlass.kernels.batch import LayerKV, StepBatch
+from windlass.kernels.triton import chain
 from windlass.kernels.triton.attention_kernels import paged_decode_kernel, paged_prefill_kernel
 
 _LOG2_E = 1.4426950408889634
@@ -38,15 +39,10 @@ def attention(
 
 
 def _decode_options(dim_pad: int, splits: int) -> dict[str, int]:
-    """How the decode kernel is cut and compiled: small tiles where rows alone fill the device."""
-    if splits == 1 or dim_pad > 128:
-        return {
-            "TILE": 32,
-            "MIN_TILES": 1,
-            "num_warps": 4,
-            "num_stages": 4 if dim_pad <= 128 else 3,
-        }
-    return {"TILE": 64, "MIN_TILES": 2, "num_warps": 4, "num_stages": 3}
+    """How the decode kernel is cut and compiled: parts stay long where rows alone fill the device."""
+    if dim_pad > 128:
+        return {"TILE": 32, "MIN_TILES": 4, "num_warps": 4, "num_stages": 3}
+    return {"TILE": 64, "MIN_TILES": 8 if splits <= 2 else 2, "num_warps": 4, "num_stages": 3}
 
 
 def _decode(
@@ -95,6 +91,7 @@ def _decode(
         WINDOWED=window is not None,
         CAPPED=capped,
         **_decode_options(dim_pad, splits),
+        **chain.options(),
     )
 
 
@@ -139,4 +136,5 @@ def _prefill(
         WINDOWED=window is not None,
         CAPPED=capped,
         **_prefill_options(dim_pad),
+        **chain.options(),
     )

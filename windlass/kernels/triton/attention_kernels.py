@@ -10,6 +10,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from windlass.kernels.triton import chain
+
 
 @triton.jit
 def _capped(scores, cap, CAPPED: tl.constexpr):
@@ -138,8 +140,10 @@ def paged_decode_kernel(
     ALL_SINGLES: tl.constexpr,
     WINDOWED: tl.constexpr,
     CAPPED: tl.constexpr,
+    CHAINED: tl.constexpr,
 ):
     """One query token, one kv head, one part of the context."""
+    chain.begin(CHAINED)
     index = tl.program_id(0)
     head = tl.program_id(1)
     split = tl.program_id(2)
@@ -157,6 +161,8 @@ def paged_decode_kernel(
     num_parts = tl.cdiv(num_tiles - first, per_split)
     start = first + split * per_split
     end = tl.minimum(start + per_split, num_tiles)
+    if start >= end:
+        return
 
     g = tl.arange(0, 16)
     d = tl.arange(0, DIM_PAD)
@@ -189,10 +195,9 @@ def paged_decode_kernel(
         CAPPED,
     )
     if num_parts == 1:
-        if split == 0:
-            tl.store(out + q_at, (acc / total[:, None]).to(out.dtype.element_ty), mask=q_mask)
-    elif start < end:
-        # The last part to finish joins them all; parts that have no tile take no part in it.
+        tl.store(out + q_at, (acc / total[:, None]).to(out.dtype.element_ty), mask=q_mask)
+    else:
+        # The last part to finish joins them all.
         base = (index * NUM_Q + q_heads) * SPLITS
         part_at = base.to(tl.int64)[:, None] * DIM + d[None, :]
         tl.store(part_out + part_at + split * DIM, acc, mask=q_mask)
@@ -237,8 +242,10 @@ def paged_prefill_kernel(
     TILE: tl.constexpr,
     WINDOWED: tl.constexpr,
     CAPPED: tl.constexpr,
+    CHAINED: tl.constexpr,
 ):
     """Some tokens of a chunk and one kv head: row r is token r // GROUP_PAD, head r % GROUP_PAD."""
+    chain.begin(CHAINED)
     tile = tl.program_id(0)
     head = tl.program_id(1)
     token = tl.load(tiles + tile * 4).to(tl.int64)

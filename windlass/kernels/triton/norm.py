@@ -7,9 +7,21 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from windlass.kernels.triton import chain
+
 
 @triton.jit
-def rms_norm_kernel(x, weight, out, stride, eps, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+def rms_norm_kernel(
+    x,
+    weight,
+    out,
+    stride,
+    eps,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    CHAINED: tl.constexpr,
+):
+    chain.begin(CHAINED)
     row = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, BLOCK)
     mask = at < SIZE
@@ -20,8 +32,18 @@ def rms_norm_kernel(x, weight, out, stride, eps, SIZE: tl.constexpr, BLOCK: tl.c
 
 
 @triton.jit
-def add_rms_norm_kernel(x, residual, weight, out, eps, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+def add_rms_norm_kernel(
+    x,
+    residual,
+    weight,
+    out,
+    eps,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    CHAINED: tl.constexpr,
+):
     """residual += x; out = norm(residual) * weight"""
+    chain.begin(CHAINED)
     row = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, BLOCK)
     mask = at < SIZE
@@ -36,7 +58,8 @@ def add_rms_norm_kernel(x, residual, weight, out, eps, SIZE: tl.constexpr, BLOCK
 
 
 @triton.jit
-def silu_mul_kernel(gate_up, out, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+def silu_mul_kernel(gate_up, out, SIZE: tl.constexpr, BLOCK: tl.constexpr, CHAINED: tl.constexpr):
+    chain.begin(CHAINED)
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = at < SIZE
@@ -57,7 +80,15 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     out = torch.empty_like(flat)
     block = triton.next_power_of_2(size)
     rms_norm_kernel[(flat.shape[0],)](
-        flat, weight, out, flat.stride(0), eps, SIZE=size, BLOCK=block, num_warps=_warps(block)
+        flat,
+        weight,
+        out,
+        flat.stride(0),
+        eps,
+        SIZE=size,
+        BLOCK=block,
+        num_warps=_warps(block),
+        **chain.options(),
     )
     return out.view(x.shape)
 
@@ -68,7 +99,15 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
     out = torch.empty_like(x)
     block = triton.next_power_of_2(size)
     add_rms_norm_kernel[(x.shape[0],)](
-        x, residual, weight, out, eps, SIZE=size, BLOCK=block, num_warps=_warps(block)
+        x,
+        residual,
+        weight,
+        out,
+        eps,
+        SIZE=size,
+        BLOCK=block,
+        num_warps=_warps(block),
+        **chain.options(),
     )
     return out, residual
 
@@ -80,6 +119,6 @@ def silu_mul(gate_up: Tensor) -> Tensor:
     out = torch.empty((rows, size), dtype=gate_up.dtype, device=gate_up.device)
     block = min(1024, triton.next_power_of_2(size))
     silu_mul_kernel[(rows, triton.cdiv(size, block))](
-        gate_up, out, SIZE=size, BLOCK=block, num_warps=4
+        gate_up, out, SIZE=size, BLOCK=block, num_warps=4, **chain.options()
     )
     return out

@@ -11,6 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from windlass.kernels.batch import Heads, LayerKV, StepBatch
+from windlass.kernels.triton import chain
 
 
 @triton.jit
@@ -48,8 +49,10 @@ def rope_write_kernel(
     HALF_PAD: tl.constexpr,
     SIZE: tl.constexpr,
     NORM: tl.constexpr,
+    CHAINED: tl.constexpr,
 ):
     """One token and one kv head: the GROUP query heads that share it, its key and its value."""
+    chain.begin(CHAINED)
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     at = tl.arange(0, HALF_PAD)
@@ -127,5 +130,6 @@ def rope_write(
         SIZE=kv.block_size,
         NORM=norms is not None,
         num_warps=1,
+        **chain.options(),
     )
     return q_out

@@ -12,6 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from windlass.kernels.triton import chain
+
 _PARTS = 8  # an argmax is taken in parts, so that one row fills more than one multiprocessor
 _TILE = 2048
 
@@ -42,8 +44,18 @@ def _narrow(
 
 
 @triton.jit
-def sample_threshold_kernel(logits, wishes, slots, thresholds, size, stride, TILE: tl.constexpr):
+def sample_threshold_kernel(
+    logits,
+    wishes,
+    slots,
+    thresholds,
+    size,
+    stride,
+    TILE: tl.constexpr,
+    CHAINED: tl.constexpr,
+):
     """The lowest scaled logit that may still be drawn, per row; -inf where all may."""
+    chain.begin(CHAINED)
     index = tl.program_id(0)
     slot = tl.load(slots + index).to(tl.int64)
     heat = tl.load(wishes + slot * 4)
@@ -97,8 +109,10 @@ def sample_part_kernel(
     stride,
     PARTS: tl.constexpr,
     TILE: tl.constexpr,
+    CHAINED: tl.constexpr,
 ):
     """The best token of one part of a row, noise included."""
+    chain.begin(CHAINED)
     index = tl.program_id(0)
     part = tl.program_id(1)
     slot = tl.load(slots + index).to(tl.int64)
@@ -129,8 +143,11 @@ def sample_part_kernel(
 
 
 @triton.jit
-def sample_join_kernel(best, best_at, slots, tokens, last_tokens, PARTS: tl.constexpr):
+def sample_join_kernel(
+    best, best_at, slots, tokens, last_tokens, PARTS: tl.constexpr, CHAINED: tl.constexpr
+):
     """The best of a row's parts, told to the caller and remembered for the slot's next step."""
+    chain.begin(CHAINED)
     index = tl.program_id(0)
     part = tl.arange(0, PARTS)
     value = tl.load(best + index * PARTS + part)
@@ -143,9 +160,19 @@ def sample_join_kernel(best, best_at, slots, tokens, last_tokens, PARTS: tl.cons
 
 @triton.jit
 def decode_inputs_kernel(
-    inputs, last_tokens, tables, ids, positions, slots, width, table_stride, SIZE: tl.constexpr
+    inputs,
+    last_tokens,
+    tables,
+    ids,
+    positions,
+    slots,
+    width,
+    table_stride,
+    SIZE: tl.constexpr,
+    CHAINED: tl.constexpr,
 ):
     """Unpack what the host sent for one row: slot, position, token (-1: the last), new block."""
+    chain.begin(CHAINED)
     index = tl.program_id(0)
     slot = tl.load(inputs + index)
     position = tl.load(inputs + width + index)
@@ -180,7 +207,7 @@ def sample(
     tokens = torch.empty(rows, dtype=torch.int32, device=device)
     stride = logits.stride(0)
     sample_threshold_kernel[(rows,)](
-        logits, wishes, slots, thresholds, size, stride, TILE=_TILE, num_warps=8
+        logits, wishes, slots, thresholds, size, stride, TILE=_TILE, num_warps=8, **chain.options()
     )
     sample_part_kernel[(rows, _PARTS)](
         logits,
@@ -196,8 +223,16 @@ def sample(
         PARTS=_PARTS,
         TILE=_TILE,
         num_warps=4,
+        **chain.options(),
     )
     sample_join_kernel[(rows,)](
-        best, best_at, slots, tokens, last_tokens, PARTS=_PARTS, num_warps=1
+        best,
+        best_at,
+        slots,
+        tokens,
+        last_tokens,
+        PARTS=_PARTS,
+        num_warps=1,
+        **chain.options(),
     )
     return tokens

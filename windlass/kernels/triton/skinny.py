@@ -15,8 +15,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from windlass.kernels.triton import chain
+
 MAX_ROWS = 64
 _FEW_ROWS = 16
+# Bytes of weights that a product fetches before it waits for its inputs: enough to keep the memory
+# busy in the gap between kernels, and little enough to stay in the cache.
+_FETCHED = 16 * 2**20
 
 
 def padded(rows: int) -> int:
@@ -47,7 +52,15 @@ def _product(x, weight, rows, outputs, begin, end, M, N, K, BLOCK_K: tl.constexp
     return acc
 
 
-@triton.jit(do_not_specialize=["M", "splits"])
+@triton.jit
+def _fetch(weight, outputs, begin, count, N, K, CHAINED: tl.constexpr):
+    """Ask for `count` values of each output's weights, before they are read."""
+    rows = tl.minimum(outputs, N - 1).to(tl.int64)
+    num_bytes = (count * 2 + rows * 0).to(tl.int32)
+    chain.fetch(weight + rows * K + begin, num_bytes, CHAINED)
+
+
+@triton.jit(do_not_specialize=["M", "splits", "fetched"])
 def skinny_linear_kernel(
     x,
     weight,
@@ -58,12 +71,15 @@ def skinny_linear_kernel(
     N,
     K,
     splits,
+    fetched,
     SPLIT: tl.constexpr,
     ROWS: tl.constexpr,
     OUTPUTS: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    CHAINED: tl.constexpr,
 ):
-    """out[M, N] = x[M, K] @ weight[N, K].T"""
+    """out[M, N] = x[M, K] @ weight[N, K].T; `fetched` values of each row come before the wait."""
+    chain.release(CHAINED)
     tile = tl.program_id(0)
     split = tl.program_id(1)
     outputs = tile * OUTPUTS + tl.arange(0, OUTPUTS)
@@ -71,6 +87,8 @@ def skinny_linear_kernel(
     span = tl.cdiv(K // BLOCK_K, splits) * BLOCK_K
     begin = split * span
     end = tl.minimum(begin + span, K)
+    _fetch(weight, outputs, begin, tl.minimum(fetched, end - begin), N, K, CHAINED)
+    chain.wait(CHAINED)
     acc = _product(x, weight, rows, outputs, begin, end, M, N, K, BLOCK_K)
     at = rows[None, :] * N + outputs[:, None]
     mask = (rows < M)[None, :] & (outputs < N)[:, None]
@@ -90,7 +108,7 @@ def skinny_linear_kernel(
             tl.store(counters + tile, 0)
 
 
-@triton.jit(do_not_specialize=["M"])
+@triton.jit(do_not_specialize=["M", "fetched"])
 def skinny_gated_kernel(
     x,
     weight,
@@ -98,12 +116,18 @@ def skinny_gated_kernel(
     M,
     N,
     K,
+    fetched,
     ROWS: tl.constexpr,
     OUTPUTS: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    CHAINED: tl.constexpr,
 ):
     """out[M, N] = silu(x @ gate.T) * (x @ up.T); weight is [2 N, K], the gates first."""
+    chain.release(CHAINED)
     outputs = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
+    _fetch(weight, outputs, 0, tl.minimum(fetched, K), N, K, CHAINED)
+    _fetch(weight + N.to(tl.int64) * K, outputs, 0, tl.minimum(fetched, K), N, K, CHAINED)
+    chain.wait(CHAINED)
     rows = tl.arange(0, ROWS)
     k = tl.arange(0, BLOCK_K)
     g_at = weight + outputs.to(tl.int64)[:, None] * K + k[None, :]
@@ -143,6 +167,11 @@ def _block_k(size: int) -> int:
     return 128 if size % 128 == 0 else 64
 
 
+def _ahead(num_rows: int) -> int:
+    """How many values of each of so many rows (or parts of rows) are fetched before the wait."""
+    return max(64, _FETCHED // 2 // num_rows // 64 * 64)
+
+
 def linear(x: Tensor, weight: Tensor, tiling: Tiling, space: Workspace) -> Tensor:
     """x @ weight.T for at most MAX_ROWS rows; K must be a multiple of 64."""
     (rows, size), outputs = x.shape, weight.shape[0]
@@ -157,12 +186,14 @@ def linear(x: Tensor, weight: Tensor, tiling: Tiling, space: Workspace) -> Tenso
         outputs,
         size,
         tiling.splits,
+        _ahead(outputs * tiling.splits),
         SPLIT=tiling.splits > 1,
         ROWS=padded(rows),
         OUTPUTS=tiling.outputs,
         BLOCK_K=_block_k(size),
         num_warps=4,
         num_stages=tiling.stages,
+        **chain.options(),
     )
     return out
 
@@ -179,10 +210,12 @@ def gated(x: Tensor, weight: Tensor, tiling: Tiling) -> Tensor:
         rows,
         width,
         size,
+        _ahead(2 * width),
         ROWS=padded(rows),
         OUTPUTS=tiling.outputs,
         BLOCK_K=_block_k(size),
         num_warps=4,
         num_stages=tiling.stages,
+        **chain.options(),
     )
     return out
