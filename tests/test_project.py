@@ -17,7 +17,14 @@ import pytest
 from typer.testing import CliRunner
 
 from windlass.cli.main import app
-from windlass.config import CacheConfig, ModelConfig, SchedulerConfig, ServeConfig, flag
+from windlass.config import (
+    CacheConfig,
+    GateConfig,
+    ModelConfig,
+    SchedulerConfig,
+    ServeConfig,
+    flag,
+)
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = sorted((ROOT / "windlass").rglob("*.py"))
@@ -190,9 +197,15 @@ def test_nothing_unpickles() -> None:
 
 def test_every_import_is_a_declared_dependency() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    listed = [*project["dependencies"], *project["optional-dependencies"]["cuda"]]
+    extras = project["optional-dependencies"]
+    listed = [*project["dependencies"], *extras["cuda"], *extras["eval"]]
     declared = {re.split(r"[\s<>=;\[]", item)[0].lower() for item in listed}
-    named_otherwise = {"pydantic_core": "pydantic", "yaml": "pyyaml", "zmq": "pyzmq"}
+    named_otherwise = {
+        "lm_eval": "lm-eval",
+        "pydantic_core": "pydantic",
+        "yaml": "pyyaml",
+        "zmq": "pyzmq",
+    }
     for path in PACKAGE:
         for name in imports(path):
             top = name.split(".")[0]
@@ -205,7 +218,7 @@ def test_every_flag_of_serve_is_a_setting() -> None:
     lines = re.findall(r"^  (-.+?)(?:  |$)", shown, flags=re.MULTILINE)
     flags = {name for line in lines for name in re.findall(r"--[a-z][a-z-]*", line)}
     expected = {"--config", "--help"}
-    for section in (ModelConfig, CacheConfig, SchedulerConfig, ServeConfig):
+    for section in (ModelConfig, CacheConfig, SchedulerConfig, ServeConfig, GateConfig):
         for item in fields(section):
             names = [flag(item.name), *item.metadata["flags"]]
             expected.update(names)

@@ -24,6 +24,7 @@ _HOMES = {
     "EngineError": "windlass.errors",
     "OutOfMemory": "windlass.errors",
     "Overloaded": "windlass.errors",
+    "QualityError": "windlass.errors",
     "RequestError": "windlass.errors",
     "UnsupportedError": "windlass.errors",
     "WorkerDied": "windlass.errors",

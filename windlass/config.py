@@ -197,6 +197,43 @@ class ServeConfig:
             raise ConfigError(f"--chat-template: no such file: {self.chat_template}")
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GateConfig:
+    """How good a model must be against a reference; `gate_...` is what a server tries it on."""
+
+    min_agreement: float | None = option(
+        None, "Least share of positions where both would choose the same token: 0.99 or 99%."
+    )
+    max_ppl_increase: float | None = option(
+        None, "Most that the perplexity may grow: 0.003 or 0.3%."
+    )
+    max_kl: float | None = option(None, "Most mean KL divergence from the reference, in nats.")
+    gate_data: str | None = option(
+        None, "Measure the quality on this before serving, and refuse to start when it is missed."
+    )
+    gate_against: str | None = option(None, "The gate's reference; default: the same model.")
+    gate_against_options: str | None = option(
+        None, "The reference's own options: dtype=bfloat16,block_size=32."
+    )
+    gate_context: int = option(512, "Tokens of the gate's windows.")
+    gate_max_windows: int = option(64, "Most windows that the gate measures.")
+
+    def __post_init__(self) -> None:
+        _at_least(self, 0, "min_agreement", "max_ppl_increase", "max_kl")
+        _at_least(self, 1, "gate_max_windows")
+        _at_least(self, 2, "gate_context")
+        if self.min_agreement is not None and self.min_agreement > 1:
+            raise ConfigError(
+                f"--min-agreement must be at most 1, got {self.min_agreement:g}. "
+                "Write 99 per cent as 0.99 or 99%."
+            )
+
+    @property
+    def has_limits(self) -> bool:
+        limits = (self.min_agreement, self.max_ppl_increase, self.max_kl)
+        return any(limit is not None for limit in limits)
+
+
 @dataclass(frozen=True, slots=True)
 class Limits:
     """The scheduler's numbers after the profile was applied."""

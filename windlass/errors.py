@@ -7,6 +7,7 @@
     ├── CheckpointError      a model's files are missing, broken or incomplete
     ├── UnsupportedError     a model, format or feature that this version does not know
     ├── DownloadError        a model could not be fetched
+    ├── QualityError         a model is worse than its quality gate allows
     ├── Overloaded           the queue is full now; try again later
     ├── OutOfMemory          a step did not fit the device; smaller ones may
     └── WorkerDied           the process that computes has ended
@@ -45,6 +46,10 @@ class UnsupportedError(EngineError):
 
 class DownloadError(EngineError):
     """A model could not be fetched: no network, no space, a hash that differs."""
+
+
+class QualityError(EngineError):
+    """A model was measured and is worse than --min-agreement and its like allow."""
 
 
 class Overloaded(EngineError):

@@ -16,8 +16,14 @@ import typer
 from typer.core import TyperCommand
 
 from windlass.cli.config_file import read_config
-from windlass.cli.options import ENGINE_OPTIONS, MODEL_ARGUMENT, SERVE_OPTIONS, Option
-from windlass.config import EngineConfig, ServeConfig, split_options
+from windlass.cli.options import (
+    ENGINE_OPTIONS,
+    GATE_OPTIONS,
+    MODEL_ARGUMENT,
+    SERVE_OPTIONS,
+    Option,
+)
+from windlass.config import EngineConfig, GateConfig, ServeConfig, split_options
 from windlass.errors import (
     CheckpointError,
     ConfigError,
@@ -50,6 +56,10 @@ class Options:
 
     def serve(self) -> ServeConfig:
         made: ServeConfig = split_options({"serve": ServeConfig}, self.only(SERVE_OPTIONS))["serve"]
+        return made
+
+    def gate(self) -> GateConfig:
+        made: GateConfig = split_options({"gate": GateConfig}, self.only(GATE_OPTIONS))["gate"]
         return made
 
 

@@ -11,9 +11,10 @@ from windlass import __version__
 from windlass.cli.bench import app as bench
 from windlass.cli.chat import chat
 from windlass.cli.command import register
+from windlass.cli.eval import eval as evaluate
 from windlass.cli.generate import generate
 from windlass.cli.inspect import inspect
-from windlass.cli.options import ENGINE_OPTIONS, SERVE_OPTIONS
+from windlass.cli.options import ENGINE_OPTIONS, GATE_OPTIONS, LIMIT_OPTIONS, SERVE_OPTIONS
 from windlass.cli.profile import profile
 from windlass.cli.sampling import SAMPLING_OPTIONS
 from windlass.cli.serve import serve
@@ -47,10 +48,11 @@ def root(
     """LLM inference that says what every speed-up costs."""
 
 
-register(app, serve, [*ENGINE_OPTIONS, *SERVE_OPTIONS])
+register(app, serve, [*ENGINE_OPTIONS, *SERVE_OPTIONS, *GATE_OPTIONS])
 register(app, chat, [*SAMPLING_OPTIONS, *ENGINE_OPTIONS])
 register(app, generate, [*SAMPLING_OPTIONS, *ENGINE_OPTIONS])
 register(app, inspect, ENGINE_OPTIONS)
+register(app, evaluate, [*LIMIT_OPTIONS, *ENGINE_OPTIONS])
 register(app, profile, ENGINE_OPTIONS)
 app.add_typer(bench, name="bench")
 

@@ -1,7 +1,7 @@
 """Command line flags made from dataclasses, so that a new setting is a flag wherever it belongs.
 
 A field's type decides how its flag reads: --x/--no-x for a bool, several times for a tuple, JSON for
-a mapping, 4GiB for bytes. A flag that is not given is None, and its default stays the dataclass's.
+a mapping, 4GiB for bytes, 0.3% for shares. A flag that is not given is None, and its default stays the dataclass's.
 """
 
 from __future__ import annotations
@@ -17,7 +17,14 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import typer
 
-from windlass.config import CacheConfig, ModelConfig, SchedulerConfig, ServeConfig, flag
+from windlass.config import (
+    CacheConfig,
+    GateConfig,
+    ModelConfig,
+    SchedulerConfig,
+    ServeConfig,
+    flag,
+)
 from windlass.errors import ConfigError
 
 _UNITS = {
@@ -32,6 +39,8 @@ _UNITS = {
     "gib": 2**30,
     "tib": 2**40,
 }
+# Shares by their names: they may be written with a per cent sign.
+_SHARES = ("min_agreement", "max_ppl_increase")
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)")
 
 
@@ -44,6 +53,15 @@ def parse_size(text: str | int) -> int:
             "4GiB, 512MiB (powers of 1024), 1GB, 500MB (powers of 1000)."
         )
     return int(float(found[1]) * _UNITS[found[2].lower()])
+
+
+def parse_share(text: str | float) -> float:
+    """0.003 or 0.3%."""
+    words = str(text).strip()
+    try:
+        return float(words.removesuffix("%")) / (100 if words.endswith("%") else 1)
+    except ValueError:
+        raise typer.BadParameter(f"{text!r} is not a share. Write 0.003 or 0.3%.") from None
 
 
 def parse_json_object(text: object) -> dict[str, Any]:
@@ -82,6 +100,10 @@ class Option:
         return self.hint is int and self.name.endswith("_bytes")
 
     @cached_property
+    def is_share(self) -> bool:
+        return self.hint is float and self.name in _SHARES
+
+    @cached_property
     def is_object(self) -> bool:
         return get_origin(self.hint) in (dict, Mapping)
 
@@ -114,6 +136,8 @@ class Option:
     def _typer_type(self) -> tuple[Any, dict[str, Any]]:
         if self.is_size:
             return Any, {"parser": parse_size, "metavar": "SIZE"}
+        if self.is_share:
+            return Any, {"parser": parse_share, "metavar": "SHARE"}
         if self.is_object:
             return Any, {"parser": parse_json_object, "metavar": "JSON"}
         if self.is_list:
@@ -146,6 +170,8 @@ class Option:
     def _converted(self, value: Any) -> Any:
         if self.is_size:
             return parse_size(value)
+        if self.is_share:
+            return parse_share(value)
         if self.is_object:
             return parse_json_object(value)
         if self.is_list:
@@ -214,3 +240,6 @@ ENGINE_OPTIONS = [
     *options_of(SchedulerConfig, "Scheduler"),
 ]
 SERVE_OPTIONS = options_of(ServeConfig, "Server")
+GATE_OPTIONS = options_of(GateConfig, "Quality gate")
+# What makes a measurement a gate, wherever it is measured.
+LIMIT_OPTIONS = [item for item in GATE_OPTIONS if not item.name.startswith("gate_")]

@@ -8,13 +8,15 @@ import logging
 import typer
 
 from windlass.cli.command import Options
-from windlass.config import ServeConfig
+from windlass.cli.reference import reference_config
+from windlass.config import GateConfig, ServeConfig
 from windlass.core.card import EngineReport
 
 
 def serve(options: Options) -> int:
     """Serve a model over HTTP, as OpenAI's clients expect."""
     config, serve_config = options.engine(), options.serve()
+    _hold_gate(options)
     from windlass import build
     from windlass.cli.report import print_report
 
@@ -25,6 +27,19 @@ def serve(options: Options) -> int:
     logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     logging.getLogger("windlass").setLevel(logging.INFO)
     return build.serve(config, serve_config, on_ready)
+
+
+def _hold_gate(options: Options) -> None:
+    """Measure the quality before anything is served; what is not good enough does not start."""
+    gate = options.gate()
+    if gate == GateConfig():
+        return
+    from windlass.tools.eval.gates import check, try_out
+
+    if check(gate):
+        words = gate.gate_against, gate.gate_against_options
+        reference = reference_config(options.engine_values(), *words)
+        typer.echo(try_out(options.engine(), reference, gate), err=True)
 
 
 def _curl(url: str, config: ServeConfig) -> str:

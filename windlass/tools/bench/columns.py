@@ -23,6 +23,13 @@ _LIMITS: Columns = {
     "bandwidth_pct": "% of bandwidth",
     "memory_gib": "memory GiB",
 }
+_PERPLEXITY: Columns = {
+    "label": "data",
+    "tokens": "tokens",
+    "perplexity": "perplexity",
+    "perplexity_error": "±",
+}
+_TEXTS = ("workload", "engine", "variant", "label", "task", "metric")
 COLUMNS: dict[str, Columns] = {
     "throughput": {
         "workload": "workload",
@@ -59,6 +66,26 @@ COLUMNS: dict[str, Columns] = {
         "prompt_tokens_computed": "prompt tokens computed",
         "ttft_p50_ms": "TTFT p50 ms",
     },
+    "perplexity": _PERPLEXITY,
+    "quality": {
+        **_PERPLEXITY,
+        "reference_perplexity": "reference",
+        "ppl_ratio": "ratio",
+        "ppl_ratio_error": "±",
+        "kl_mean": "mean KL",
+        "kl_p99": "p99 KL",
+        "kl_max": "max KL",
+        "agreement": "agreement",
+        "rank_shift": "rank shift",
+    },
+    "tasks": {
+        "task": "task",
+        "metric": "metric",
+        "value": "value",
+        "error": "±",
+        "reference": "reference",
+        "samples": "samples",
+    },
     "scheduler": {
         "running": "running requests",
         "plan_ms": "plan ms",
@@ -87,7 +114,7 @@ def show(record: Record) -> None:
     """The record as a table in the terminal, never cut off: a narrow one wraps the lines."""
     table = Table(box=None, pad_edge=False)
     for key, heading in COLUMNS[record.name].items():
-        is_text = key in ("workload", "engine", "variant")
+        is_text = key in _TEXTS
         table.add_column(heading, justify="left" if is_text else "right", no_wrap=True)
     for row in record.rows:
         table.add_row(*cells(record.name, row))

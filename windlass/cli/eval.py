@@ -1,0 +1,174 @@
+"""`windlass eval`: what a model is worth, alone and beside a reference."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from windlass.cli.command import Options
+from windlass.cli.reference import reference_config
+from windlass.config import EngineConfig, GateConfig
+from windlass.errors import ConfigError
+
+if TYPE_CHECKING:
+    from windlass.tools.bench.record import Record
+    from windlass.tools.eval.windows import Cut
+
+_INTERRUPTED = 130
+
+
+def eval(
+    options: Options,
+    against: Annotated[
+        str | None,
+        typer.Option(metavar="REF", help="Compare with this model; as MODEL."),
+    ] = None,
+    against_dtype: Annotated[
+        str | None, typer.Option(metavar="TEXT", help="The reference's --dtype.")
+    ] = None,
+    against_options: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME=VALUE,...",
+            help="The reference's own options; without --against it is the same model.",
+        ),
+    ] = None,
+    data: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FILE",
+            help="wikitext2, a folder with its test split, or a .txt, .parquet or .jsonl file "
+            "[default: wikitext2].",
+        ),
+    ] = None,
+    method: Annotated[
+        str,
+        typer.Option(
+            metavar="strided|llama.cpp",
+            help="strided scores every token once; llama.cpp the second half of each window.",
+        ),
+    ] = "strided",
+    context: Annotated[int, typer.Option(metavar="N", help="Tokens of a window.")] = 1024,
+    stride: Annotated[
+        int | None,
+        typer.Option(metavar="N", help="Tokens between windows; default: half of the context."),
+    ] = None,
+    max_windows: Annotated[
+        int | None, typer.Option(metavar="N", help="Measure only the first windows.")
+    ] = None,
+    tasks: Annotated[
+        str | None,
+        typer.Option(metavar="NAMES", help="lm-eval's tasks, with commas; text only with --data."),
+    ] = None,
+    task_dir: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Further tasks, as lm-eval's YAML.")
+    ] = None,
+    num_fewshot: Annotated[
+        int | None, typer.Option(metavar="N", help="Examples before a task's question.")
+    ] = None,
+    limit: Annotated[
+        int | None, typer.Option(metavar="N", help="Only the first samples of each task.")
+    ] = None,
+    json: Annotated[
+        Path | None, typer.Option("--json", "-o", metavar="FILE", help="Write JSON here.")
+    ] = None,
+    progress: Annotated[bool, typer.Option(help="Show a progress bar on stderr.")] = True,
+) -> int:
+    """Measure a model's quality: perplexity, and the distance to a reference.
+
+    A JSONL line is {"text": ...} or {"messages": [...]}, with a "label" if results by label are
+    wanted. Exit code 1: a limit of --min-agreement, --max-ppl-increase or --max-kl was missed.
+    """
+    config, gate = options.engine(), options.gate()
+    reference = _reference(options, against, against_dtype, against_options)
+    if gate.has_limits and (reference is None or (tasks and data is None)):
+        raise ConfigError(
+            "--min-agreement, --max-ppl-increase and --max-kl compare on text: "
+            "give --against or --against-options, and --data."
+        )
+    if tasks is None and (task_dir or num_fewshot is not None or limit is not None):
+        raise ConfigError("--task-dir, --num-fewshot and --limit go with --tasks.")
+    _check_output(json)
+    if tasks is not None:
+        from windlass.tools.eval.tasks import TaskOrder, run_tasks
+
+        order = TaskOrder(_names(tasks), task_dir, num_fewshot, limit)
+        record = run_tasks(config, reference, order, progress)
+        _finish(record, json if data is None else _beside(json))
+    if tasks is None or data is not None:
+        from windlass.tools.eval.windows import Cut
+
+        cut = Cut(method, context, stride, max_windows)  # type: ignore[arg-type]
+        return _text(config, reference, data or "wikitext2", cut, gate, json, progress)
+    return 0
+
+
+def _text(
+    config: EngineConfig,
+    reference: EngineConfig | None,
+    data: str,
+    cut: Cut,
+    gate: GateConfig,
+    json: Path | None,
+    progress: bool,
+) -> int:
+    from windlass.tools.eval.data import read_corpus
+    from windlass.tools.eval.gates import judge
+    from windlass.tools.eval.progress import bar
+    from windlass.tools.eval.run import measure
+
+    corpus = read_corpus(data)
+    with bar(progress) as watch:
+        outcome = measure(config, reference, corpus, cut, watch)
+    _finish(outcome.record, json)
+    if not outcome.complete:
+        return _INTERRUPTED
+    if gate.has_limits:
+        judge(outcome.overall, gate)
+    return 0
+
+
+def _reference(
+    options: Options, against: str | None, dtype: str | None, own: str | None
+) -> EngineConfig | None:
+    if against is None and dtype is None and own is None:
+        return None
+    words = [own or "", f"dtype={dtype}" if dtype is not None else ""]
+    return reference_config(options.engine_values(), against, ",".join(words))
+
+
+def _names(text: str) -> list[str]:
+    names = [name.strip() for name in text.split(",") if name.strip()]
+    if not names:
+        raise ConfigError("--tasks is empty; name at least one, such as hellaswag.")
+    return names
+
+
+def _beside(path: Path | None) -> Path | None:
+    """RESULT.json -> RESULT.tasks.json, when both kinds are measured."""
+    return path.with_suffix(f".tasks{path.suffix}") if path is not None else None
+
+
+def _check_output(path: Path | None) -> None:
+    """Refuse a bad path before anything is measured."""
+    if path is None:
+        return
+    if path.is_dir():
+        raise ConfigError(f"--json {path}: is a folder; name a file.")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"--json {path}: {error.strerror or error}.") from error
+
+
+def _finish(record: Record, path: Path | None) -> None:
+    """Save, then show: the table is the last thing on the screen."""
+    from windlass.tools.bench.columns import show
+
+    if path is not None:
+        record.save(path)
+        typer.echo(f"written to {path}", err=True)
+    typer.echo(record.notes, err=True)
+    show(record)
