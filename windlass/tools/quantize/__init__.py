@@ -1,0 +1,1 @@
+"""Making quantised checkpoints: the methods, the calibration, the files."""
