@@ -132,6 +132,34 @@ def test_rope_write(heads: Heads, normed: bool, dtype: torch.dtype) -> None:
     assert torch.equal(ours.values, kv.values)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("normed", [False, True])
+@pytest.mark.parametrize("splits", [1, 2, 16])
+@pytest.mark.parametrize("heads", [Heads(32, 8, 128), Heads(9, 3, 64), Heads(4, 4, 96)], ids=str)
+def test_decodes_from_the_product(
+    heads: Heads, splits: int, normed: bool, dtype: torch.dtype
+) -> None:
+    from windlass.kernels.triton.attention import decode_attention
+
+    rows = [(1023, 1), (0, 1), (62, 1), (63, 1), (64, 1), (2000, 1)]
+    kv, batch = make_batch(rows, heads, dtype, splits)
+    qkv = randn(len(rows), (heads.num_q + 2 * heads.num_kv) * heads.dim, dtype=dtype)
+    angle = torch.rand(2048, heads.dim // 2, device=CUDA) * 6
+    table = torch.cat([angle.cos(), angle.sin()], -1)
+    norms = None
+    if normed:
+        norms = (randn(heads.dim, dtype=dtype), randn(heads.dim, dtype=dtype), 1e-6)
+    for window in (None, 50):
+        ours = LayerKV(kv.keys.clone(), kv.values.clone())
+        queries = reference.rope_write(qkv, heads, table, norms, kv, batch)
+        want = reference.attention(queries, kv, batch, heads.dim**-0.5, window)
+        scale = heads.dim**-0.5
+        got = decode_attention(qkv, heads, table, norms, ours, batch, scale, window)
+        close(got, want, factor=2)
+        close(ours.keys, kv.keys)
+        assert torch.equal(ours.values, kv.values)
+
+
 @pytest.mark.parametrize("rows", [1, 3, 16, 64])
 @pytest.mark.parametrize(("outputs", "size"), [(64, 64), (960, 576), (4096, 14336), (49152, 576)])
 def test_skinny_products(rows: int, outputs: int, size: int) -> None:
@@ -142,11 +170,34 @@ def test_skinny_products(rows: int, outputs: int, size: int) -> None:
     space = skinny.Workspace(CUDA, outputs, tilings, tilings)
     want = (x.double() @ weight.double().T).bfloat16()
     for tiling in tilings:
-        got = skinny.linear(x, weight, tiling, space)
+        got, _ = skinny.linear(x, weight, tiling, space)
         close(got, want)
-        assert torch.equal(got, skinny.linear(x, weight, tiling, space)), "not the same twice"
+        again, _ = skinny.linear(x, weight, tiling, space)
+        assert torch.equal(got, again), "not the same twice"
     gated = reference.silu_mul((x.double() @ weight.double().T).bfloat16())
-    close(skinny.gated(x, weight, skinny.Tiling(32)), gated, factor=2)
+    close(skinny.gated(x, weight, skinny.Tiling(32))[0], gated, factor=2)
+
+
+@pytest.mark.parametrize("rows", [1, 3, 16])
+@pytest.mark.parametrize(("outputs", "size"), [(64, 64), (960, 576), (6144, 4096)])
+def test_products_normalise_on_the_way(rows: int, outputs: int, size: int) -> None:
+    from windlass.kernels.triton import skinny
+
+    dtype = torch.bfloat16
+    x, residual = randn(rows, size, dtype=dtype), randn(rows, size, dtype=dtype)
+    gains, weight = randn(size, dtype=dtype), randn(outputs, size, dtype=dtype)
+    norm, tiling = skinny.Norm(residual, gains, 1e-5), skinny.Tiling(16)
+    space = skinny.Workspace(CUDA, outputs, [tiling], [tiling])
+    total = residual + x
+    wide = total.double()
+    wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + 1e-5) * gains.double()
+    product = (wide @ weight.double().T).bfloat16()
+    got, new_residual = skinny.linear(x, weight, tiling, space, norm)
+    close(got, product)
+    assert torch.equal(new_residual, total)
+    got, new_residual = skinny.gated(x, weight, tiling, norm)
+    close(got, reference.silu_mul(product), factor=2)
+    assert torch.equal(new_residual, total)
 
 
 def draw(logits: torch.Tensor, wish: tuple[float, float, float, float], seed: int = 1, at: int = 0):

@@ -34,6 +34,7 @@ DECODE = {
     **dict.fromkeys(("part_out", "part_max", "part_sum"), F),
     **dict.fromkeys(("counters", "singles", "positions", "token_slots", "tables"), I),
     **{"table_stride": "i32", "scale": "fp32", "cap": "fp32", "window": "i32"},
+    **{"cos_sin": F, "q_weight": X, "k_weight": X, "eps": "fp32"},
 }
 PREFILL = {
     **dict.fromkeys(("queries", "keys", "values", "out"), X),
@@ -46,14 +47,17 @@ ROPE = {
     **{"cos_sin": F, "table_stride": "i32", "eps": "fp32"},
 }
 PRODUCT = {
-    **{"x": X, "weight": X, "out": X},
-    **{"M": "i32", "N": "i32", "K": "i32", "fetched": "i32"},
+    **dict.fromkeys(("x", "weight", "out", "residual", "gains", "new_residual"), X),
+    **{"eps": "fp32", "M": "i32", "N": "i32", "K": "i32", "fetched": "i32"},
 }
 
 
-def decode(dim: int, pad: int, splits: int, special: bool) -> tuple:
+def decode(
+    dim: int, pad: int, splits: int, special: bool, raw: bool = False, normed: bool = False
+) -> tuple:
     heads = {"NUM_Q": 32, "NUM_KV": 8, "GROUP": 4, "DIM": dim, "DIM_PAD": pad, "SIZE": 16}
     flags = {"SPLITS": splits, "ALL_SINGLES": True, "WINDOWED": special, "CAPPED": special}
+    flags = {**flags, "RAW": raw, "NORM": normed}
     options = attention._decode_options(pad, splits)
     constants = {key: options.pop(key) for key in ("TILE", "MIN_TILES")}
     return attention_kernels.paged_decode_kernel, DECODE, {**heads, **flags, **constants}, options
@@ -72,14 +76,14 @@ def rotate(normed: bool) -> tuple:
     return rope.rope_write_kernel, ROPE, {**constants, "SIZE": 16, "NORM": normed}, {"num_warps": 1}
 
 
-def product(rows: int, outputs: int, split: bool, stages: int) -> tuple:
+def product(rows: int, outputs: int, split: bool, stages: int, normed: bool = False) -> tuple:
     signature = {**PRODUCT, "parts": F, "counters": I, "splits": "i32"}
-    constants = {"SPLIT": split, "ROWS": rows, "OUTPUTS": outputs, "BLOCK_K": 128}
+    constants = {"SPLIT": split, "ROWS": rows, "OUTPUTS": outputs, "BLOCK_K": 128, "NORMED": normed}
     return skinny.skinny_linear_kernel, signature, constants, {"num_stages": stages}
 
 
-def gated(rows: int, outputs: int, stages: int) -> tuple:
-    constants = {"ROWS": rows, "OUTPUTS": outputs, "BLOCK_K": 128}
+def gated(rows: int, outputs: int, stages: int, normed: bool = False) -> tuple:
+    constants = {"ROWS": rows, "OUTPUTS": outputs, "BLOCK_K": 128, "NORMED": normed}
     return skinny.skinny_gated_kernel, PRODUCT, constants, {"num_stages": stages}
 
 
@@ -111,6 +115,8 @@ CASES = {
     "decode 128 split": decode(128, 128, 8, False),
     "decode 96 special": decode(96, 128, 8, True),
     "decode 256": decode(256, 256, 4, False),
+    "decode raw": decode(128, 128, 2, False, raw=True),
+    "decode raw normed": decode(64, 64, 8, False, raw=True, normed=True),
     "prefill 64": prefill(64, 64, False),
     "prefill 128": prefill(128, 128, False),
     "prefill 128 special": prefill(128, 128, True),
@@ -118,7 +124,9 @@ CASES = {
     "skinny few": product(16, 32, False, 8),
     "skinny split": product(16, 64, True, 4),
     "skinny many": product(64, 128, True, 3),
+    "skinny normed": product(16, 32, False, 4, True),
     "gated few": gated(16, 64, 4),
+    "gated normed": gated(16, 32, 4, True),
     "gated many": gated(64, 64, 4),
     "gated many wide": gated(64, 128, 2),
     "threshold": (sample.sample_threshold_kernel, SAMPLE, {"TILE": 2048}, {"num_warps": 8}),

@@ -100,6 +100,47 @@ def test_attention(window: int | None, cap: float | None) -> None:
 
 
 @inside
+@pytest.mark.parametrize("normed", [False, True])
+@pytest.mark.parametrize("window", [None, 20])
+def test_decodes_from_the_product(normed: bool, window: int | None) -> None:
+    from windlass.kernels.triton.attention import decode_attention
+
+    heads = Heads(6, 2, 24)
+    kv, batch = make_batch(heads, [(600, 1), (0, 1), (15, 1), (128, 1)])
+    qkv = torch.randn(4, 10 * 24)
+    angle = torch.rand(640, 12) * 6
+    table = torch.cat([angle.cos(), angle.sin()], -1)
+    norms = (torch.randn(24), torch.randn(24), 1e-6) if normed else None
+    ours = LayerKV(kv.keys.clone(), kv.values.clone())
+    queries = reference.rope_write(qkv, heads, table, norms, kv, batch)
+    want = reference.attention(queries, kv, batch, 0.2, window)
+    got = decode_attention(qkv, heads, table, norms, ours, batch, 0.2, window)
+    torch.testing.assert_close(got, want, atol=1e-4, rtol=1e-3)
+    torch.testing.assert_close(ours.keys, kv.keys)
+    torch.testing.assert_close(ours.values, kv.values)
+
+
+@inside
+@pytest.mark.parametrize("rows", [1, 5])
+def test_products_normalise_on_the_way(rows: int) -> None:
+    from windlass.kernels.triton import skinny
+
+    x, residual, gains = torch.randn(rows, 192), torch.randn(rows, 192), torch.randn(192)
+    weight = torch.randn(80, 192)
+    tiling = skinny.Tiling(32)
+    space = skinny.Workspace(torch.device("cpu"), 80, [tiling], [tiling])
+    normed, total = reference.add_rms_norm(x, residual, gains, 1e-5)
+    norm = skinny.Norm(residual, gains, 1e-5)
+    got, new_residual = skinny.linear(x, weight, tiling, space, norm)
+    torch.testing.assert_close(got, normed @ weight.T, atol=1e-3, rtol=1e-3)
+    torch.testing.assert_close(new_residual, total)
+    got, new_residual = skinny.gated(x, weight, tiling, norm)
+    want = reference.silu_mul(normed @ weight.T)
+    torch.testing.assert_close(got, want, atol=1e-3, rtol=1e-3)
+    torch.testing.assert_close(new_residual, total)
+
+
+@inside
 def test_sampling() -> None:
     from windlass.kernels.triton.sample import sample
 

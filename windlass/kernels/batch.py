@@ -111,3 +111,9 @@ class StepBatch:
     spans: list[Span]
     kv: list[LayerKV]
     work: AttentionWork | None = None
+    fixed: bool = False  # whether a row's result must not depend on the rows beside it
+
+    @property
+    def all_singles(self) -> bool:
+        """Whether every row is known to be of one token, for kernels on a device."""
+        return self.work is not None and len(self.work.singles) == len(self.positions)

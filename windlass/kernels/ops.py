@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from windlass.core.card import Choice
+from windlass.kernels.batch import Heads, LayerKV, StepBatch
+from windlass.kernels.fixed_attention import attention as fixed_attention
 from windlass.kernels.select import Need, Selection, select
 
 
@@ -20,7 +22,27 @@ class Ops:
     silu_mul: Callable[..., Tensor]
     rope_write: Callable[..., Tensor]
     attention: Callable[..., Tensor]
+    decode_attention: Callable[..., Tensor] | None = None  # both at once, for steps of decodes
     chosen: tuple[Selection, ...] = ()
+
+    def attend(
+        self,
+        qkv: Tensor,
+        heads: Heads,
+        cos_sin: Tensor,
+        norms: tuple[Tensor, Tensor, float] | None,
+        kv: LayerKV,
+        batch: StepBatch,
+        window: int | None = None,
+    ) -> Tensor:
+        """From the q, k, v product to attention's result; keys and values are written to pages."""
+        scale = heads.dim**-0.5
+        if self.decode_attention is not None and batch.all_singles:
+            return self.decode_attention(qkv, heads, cos_sin, norms, kv, batch, scale, window)
+        queries = self.rope_write(qkv, heads, cos_sin, norms, kv, batch)
+        if batch.fixed and batch.work is None:
+            return fixed_attention(queries, kv, batch, scale, window)
+        return self.attention(queries, kv, batch, scale, window)
 
     @property
     def choices(self) -> list[Choice]:
@@ -40,4 +62,13 @@ def choose_ops(need: Need) -> Ops:
     """Select every operation once."""
     chosen = {name: select(name, need) for name in _OPERATIONS}
     functions = {name: selection.function for name, selection in chosen.items()}
-    return Ops(**functions, chosen=tuple(chosen.values()))
+    return Ops(**functions, decode_attention=_joint(chosen), chosen=tuple(chosen.values()))
+
+
+def _joint(chosen: dict[str, Selection]) -> Callable[..., Tensor] | None:
+    """One kernel for rotation and attention, where both would be of the same kind."""
+    if not chosen["rope_write"].name == chosen["attention"].name == "triton":
+        return None
+    from windlass.kernels.triton.attention import decode_attention
+
+    return decode_attention

@@ -2,24 +2,80 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Protocol
 
+import torch
 from torch import Tensor
-from torch.nn.functional import linear
+from torch.nn.functional import linear, pad
+
+# Products in a fixed order are of so many rows at a time: libraries choose by the number of rows
+# how they cut the sums.
+_FIXED_ROWS = 16
+
+
+class Norm(Protocol):
+    """The norm before a product."""
+
+    weight: Tensor
+    eps: float
+
+    def add(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+        """(x + residual, normalised; x + residual)"""
+        ...
 
 
 class TorchProducts:
     """What torch and the libraries behind it do."""
 
+    def __init__(self) -> None:
+        self._fixed = False
+
     def linear(self, x: Tensor, weight: Tensor) -> Tensor:
         """x @ weight.T"""
-        return linear(x, weight)
+        return fixed_linear(x, weight) if self._fixed else linear(x, weight)
 
     def gated(self, x: Tensor, weight: Tensor, silu_mul: Callable[[Tensor], Tensor]) -> Tensor:
         """silu(x @ gate.T) * (x @ up.T), where weight is gate above up."""
         return silu_mul(self.linear(x, weight))
 
+    def normed(
+        self, norm: Norm, x: Tensor, residual: Tensor | None, weight: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """The product behind a norm, and the new residual."""
+        x, residual = norm.add(x, residual)
+        return self.linear(x, weight), residual
+
+    def normed_gated(
+        self,
+        norm: Norm,
+        x: Tensor,
+        residual: Tensor | None,
+        weight: Tensor,
+        silu_mul: Callable[[Tensor], Tensor],
+    ) -> tuple[Tensor, Tensor]:
+        """`gated` behind a norm, and the new residual."""
+        x, residual = norm.add(x, residual)
+        return self.gated(x, weight, silu_mul), residual
+
+    @contextmanager
+    def fixed_order(self, fixed: bool = True) -> Iterator[None]:
+        """While it lasts, a row's result does not depend on the rows beside it."""
+        before, self._fixed = self._fixed, fixed
+        try:
+            yield
+        finally:
+            self._fixed = before
+
     def tune(self, weights: Iterable[Tensor]) -> tuple[str, str]:
         """Choose by measuring, once, where there is a choice; returns what was chosen and why."""
         del weights
         return "torch", "nothing else multiplies these weights here"
+
+
+def fixed_linear(x: Tensor, weight: Tensor) -> Tensor:
+    """x @ weight.T in pieces of always the same shape, so that each row is summed in the same order."""
+    rows = x.shape[0]
+    padded = pad(x, (0, 0, 0, -rows % _FIXED_ROWS))
+    return torch.cat([linear(piece, weight) for piece in padded.split(_FIXED_ROWS)])[:rows]

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 import triton
 from torch import Tensor
 
-from windlass.kernels.batch import LayerKV, StepBatch
+from windlass.kernels.batch import Heads, LayerKV, StepBatch
 from windlass.kernels.triton import chain
 from windlass.kernels.triton.attention_kernels import paged_decode_kernel, paged_prefill_kernel
 
@@ -32,10 +34,35 @@ def attention(
     out = torch.empty_like(queries)
     in_log2 = (scale * _LOG2_E, (soft_cap or 1.0) * _LOG2_E)
     if batch.work.singles.shape[0]:
-        _decode(out, queries, kv, batch, in_log2, window, soft_cap is not None)
+        _decode(out, queries, None, kv, batch, in_log2, window, soft_cap is not None)
     if batch.work.tiles.shape[0]:
         _prefill(out, queries, kv, batch, in_log2, window, soft_cap is not None)
     return out
+
+
+def decode_attention(
+    qkv: Tensor,
+    heads: Heads,
+    cos_sin: Tensor,
+    norms: tuple[Tensor, Tensor, float] | None,
+    kv: LayerKV,
+    batch: StepBatch,
+    scale: float,
+    window: int | None = None,
+) -> Tensor:
+    """`rope_write` and `attention` in one pass, where every row is of one token."""
+    out = qkv.new_empty((qkv.shape[0], heads.num_q, heads.dim))
+    raw = _Raw(cos_sin, norms)
+    _decode(out, qkv, raw, kv, batch, (scale * _LOG2_E, _LOG2_E), window, False)
+    return out
+
+
+@dataclass(frozen=True, slots=True)
+class _Raw:
+    """What is left to do to queries, keys and values that come straight from their product."""
+
+    cos_sin: Tensor
+    norms: tuple[Tensor, Tensor, float] | None
 
 
 def _decode_options(dim_pad: int, splits: int) -> dict[str, int]:
@@ -48,6 +75,7 @@ def _decode_options(dim_pad: int, splits: int) -> dict[str, int]:
 def _decode(
     out: Tensor,
     queries: Tensor,
+    raw: _Raw | None,
     kv: LayerKV,
     batch: StepBatch,
     in_log2: tuple[float, float],
@@ -57,7 +85,9 @@ def _decode(
     work = batch.work
     assert work is not None
     _, num_kv, size, dim = kv.keys.shape
-    num_q, count, splits = queries.shape[1], work.singles.shape[0], work.splits
+    num_q, count, splits = out.shape[1], work.singles.shape[0], work.splits
+    cos_sin = raw.cos_sin if raw is not None else out
+    norms = raw.norms if raw is not None else None
     part_out = part_max = part_sum = out
     if splits > 1:
         shape = (count, num_q, splits)
@@ -66,6 +96,8 @@ def _decode(
     dim_pad = triton.next_power_of_2(dim)
     paged_decode_kernel[(count, num_kv, splits)](
         queries,
+        cos_sin,
+        *(norms or (out, out, 0.0)),
         kv.keys,
         kv.values,
         out,
@@ -88,6 +120,8 @@ def _decode(
         SIZE=size,
         SPLITS=splits,
         ALL_SINGLES=count == queries.shape[0],
+        RAW=raw is not None,
+        NORM=norms is not None,
         WINDOWED=window is not None,
         CAPPED=capped,
         **_decode_options(dim_pad, splits),

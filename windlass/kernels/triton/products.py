@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 
@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from windlass.kernels.products import TorchProducts
-from windlass.kernels.triton import skinny
-from windlass.kernels.triton.norm import silu_mul as triton_silu_mul
+from windlass.kernels.products import Norm, TorchProducts, fixed_linear
+from windlass.kernels.triton import skinny, wide
+from windlass.kernels.triton.norm import add_rms_norm, silu_mul
 from windlass.kernels.triton.skinny import Tiling
 
 _TILINGS = [
@@ -23,45 +23,91 @@ _TILINGS = [
 _GATED = [Tiling(16), Tiling(16, stages=8), Tiling(32), Tiling(64)]
 _MANY_ROWS = [Tiling(64, s) for s in (1, 2, 4)] + [Tiling(128, s, 3) for s in (1, 2, 4)]
 _MANY_GATED = [Tiling(64), Tiling(64, stages=3), Tiling(128, stages=2)]
+# Behind a norm K is not split, and every program reads the inputs and the residual.
+_NORMED = [Tiling(16), Tiling(32), Tiling(16, stages=8)]
+_FIXED = Tiling(64)  # not split: summed from first to last
 _MOST_SPLIT = 16384  # outputs; a larger weight fills the device without splitting K
 # Rows: the second stands for 2 to 16, the third for the rest up to the kernel's most.
 _MEASURED_AT = (1, 8, 64)
-_MARGIN = 0.98  # a choice must win by more than the measurement's noise
+# A narrow kernel may take a little longer alone: it starts while the kernel before it ends, which
+# these measurements do not show in full.
+_MARGIN = 1.04
 _COLD_BYTES = 128 * 2**20  # rotate over at least so much weight, more than a cache holds
 
 Shape = tuple[int, ...]
+_Key = tuple[str, Shape, int]
 
 
 class MeasuredProducts(TorchProducts):
     """Owns the choices by shape and number of rows, and the space that parts of products share."""
 
     def __init__(self) -> None:
-        self._linear: dict[tuple[Shape, int], Tiling] = {}
-        self._gated: dict[tuple[Shape, int], Tiling] = {}
+        super().__init__()
+        self._chosen: dict[_Key, Tiling] = {}
         self._space: skinny.Workspace | None = None
 
     def linear(self, x: Tensor, weight: Tensor) -> Tensor:
-        rows = x.shape[0]
-        if rows <= skinny.MAX_ROWS:
-            tiling = self._linear.get((weight.shape, _bucket(rows)))
-            if tiling is not None and self._space is not None:
-                return skinny.linear(x, weight, tiling, self._space)
-        return linear(x, weight)
+        if self._fixed:
+            return self._fixed_linear(x, weight)
+        tiling = self._tiling("linear", x, weight)
+        return linear(x, weight) if tiling is None else self._skinny(x, weight, tiling)[0]
 
     def gated(self, x: Tensor, weight: Tensor, silu_mul: Callable[[Tensor], Tensor]) -> Tensor:
+        tiling = self._tiling("gated", x, weight)
+        if tiling is None:
+            return silu_mul(self.linear(x, weight))
+        return skinny.gated(x, weight, tiling)[0]
+
+    def normed(
+        self, norm: Norm, x: Tensor, residual: Tensor | None, weight: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        tiling = self._tiling("normed", x, weight)
+        if tiling is None or residual is None:
+            return super().normed(norm, x, residual, weight)
+        return self._skinny(x, weight, tiling, skinny.Norm(residual, norm.weight, norm.eps))
+
+    def normed_gated(
+        self,
+        norm: Norm,
+        x: Tensor,
+        residual: Tensor | None,
+        weight: Tensor,
+        silu_mul: Callable[[Tensor], Tensor],
+    ) -> tuple[Tensor, Tensor]:
+        tiling = self._tiling("normed and gated", x, weight)
+        if tiling is None or residual is None:
+            return super().normed_gated(norm, x, residual, weight, silu_mul)
+        return skinny.gated(x, weight, tiling, skinny.Norm(residual, norm.weight, norm.eps))
+
+    def _tiling(self, kind: str, x: Tensor, weight: Tensor) -> Tiling | None:
+        """How the narrow kernel is cut for this product; None: it was not the fastest."""
         rows = x.shape[0]
-        if rows <= skinny.MAX_ROWS:
-            tiling = self._gated.get((weight.shape, _bucket(rows)))
-            if tiling is not None:
-                return skinny.gated(x, weight, tiling)
-        return silu_mul(self.linear(x, weight))
+        if self._fixed or rows > skinny.MAX_ROWS:
+            return None
+        return self._chosen.get((kind, weight.shape, _bucket(rows)))
+
+    def _skinny(
+        self, x: Tensor, weight: Tensor, tiling: Tiling, norm: skinny.Norm | None = None
+    ) -> tuple[Tensor, Tensor]:
+        assert self._space is not None
+        return skinny.linear(x, weight, tiling, self._space, norm)
+
+    def _fixed_linear(self, x: Tensor, weight: Tensor) -> Tensor:
+        """Kernels that sum from first to last, whatever the number of rows."""
+        if not _takes(weight) or self._space is None:
+            return fixed_linear(x, weight)
+        if x.shape[0] <= skinny.MAX_ROWS:
+            return self._skinny(x, weight, _FIXED)[0]
+        return wide.linear(x, weight)
+
+    # ---- measuring ---------------------------------------------------------------------------
 
     @torch.inference_mode()
     def tune(self, weights: Iterable[Tensor]) -> tuple[str, str]:
         """Time every candidate on every shape, cold weights first in the cache's way."""
         by_shape: dict[Shape, list[Tensor]] = defaultdict(list)
         for weight in weights:
-            if weight.dtype in (torch.bfloat16, torch.float16) and weight.shape[1] % 64 == 0:
+            if _takes(weight):
                 by_shape[tuple(weight.shape)].append(weight)
         if not by_shape:
             return "torch", "no weight has a shape that the narrow kernels take"
@@ -70,41 +116,82 @@ class MeasuredProducts(TorchProducts):
         for shape, group in by_shape.items():
             for rows in _MEASURED_AT:
                 self._tune_shape(shape, group, rows)
-        measured = len(_MEASURED_AT) * len(by_shape)
-        chosen = f"narrow for {len(self._linear)}, gated for {len(self._gated)} of {measured}"
-        return chosen, "measured on these shapes; cuBLAS for the rest"
+        counts = Counter(kind for kind, *_ in self._chosen)
+        chosen = ", ".join(f"{kind} {count}" for kind, count in counts.items())
+        of = f"of {len(_MEASURED_AT) * len(by_shape)} shapes and batch sizes"
+        return f"narrow for {chosen or 'none'} {of}", "measured here; cuBLAS for the rest"
 
     def _tune_shape(self, shape: Shape, group: list[Tensor], rows: int) -> None:
+        """Each kind of product against what is known to be the fastest way without it."""
         x = torch.randn((rows, shape[1]), dtype=group[0].dtype, device=group[0].device)
-        space = self._space
-        assert space is not None
-        best = _MARGIN * _time(group, lambda weight: linear(x, weight))
-        for tiling in _candidates(shape[0], rows):
-            took = _time(group, partial(_skinny_linear, x, tiling, space))
-            if took < best:
-                best = took
-                self._linear[torch.Size(shape), _bucket(rows)] = tiling
-        if shape[0] % 2 or len(group) == 1:  # a head is no gate
+        few = rows <= 16
+        tilings = [t for t in (_TILINGS if few else _MANY_ROWS) if _fits(t, shape)]
+        self._try("linear", tilings, group, x, lambda w: linear(x, w), self._skinny)
+        if len(group) == 1:  # a head stands behind no norm of its own, and is no gate
             return
-        best = _MARGIN * _time(group, lambda weight: triton_silu_mul(self.linear(x, weight)))
-        for tiling in _GATED if rows <= 16 else _MANY_GATED:
-            took = _time(group, partial(_skinny_gated, x, tiling))
+        gain = torch.ones_like(x[0])
+        norm = skinny.Norm(x.clone(), gain, 1e-5)
+
+        def behind_norm(weight: Tensor) -> Tensor:
+            return self.linear(add_rms_norm(x, norm.residual, gain, 1e-5)[0], weight)
+
+        if few:
+            narrow = partial(_with_norm, self._skinny, norm)
+            self._try("normed", _NORMED, group, x, behind_norm, narrow)
+        if shape[0] % 2:
+            return
+        gates = _GATED if few else _MANY_GATED
+        self._try("gated", gates, group, x, lambda w: silu_mul(self.linear(x, w)), skinny.gated)
+        if few:
+
+            def behind_both(weight: Tensor) -> Tensor:
+                y = add_rms_norm(x, norm.residual, gain, 1e-5)[0]
+                return self.gated(y, weight, silu_mul)
+
+            narrow = partial(_with_norm, skinny.gated, norm)
+            self._try("normed and gated", _NORMED, group, x, behind_both, narrow)
+
+    def _try(
+        self,
+        kind: str,
+        tilings: list[Tiling],
+        group: list[Tensor],
+        x: Tensor,
+        usual: Callable[[Tensor], Tensor],
+        narrow: Callable[..., tuple[Tensor, Tensor]],
+    ) -> None:
+        """Keep the fastest tiling of a kind of product, if it beats the usual way."""
+        best = _MARGIN * _time(group, usual)
+        for tiling in tilings:
+            took = _time(group, partial(_first_of, narrow, x, tiling))
             if took < best:
                 best = took
-                self._gated[torch.Size(shape), _bucket(rows)] = tiling
+                self._chosen[kind, group[0].shape, _bucket(x.shape[0])] = tiling
 
 
-def _candidates(num_outputs: int, rows: int) -> list[Tiling]:
-    tilings = _TILINGS if rows <= 16 else _MANY_ROWS
-    return [tiling for tiling in tilings if tiling.splits == 1 or num_outputs <= _MOST_SPLIT]
+def _takes(weight: Tensor) -> bool:
+    """Whether the narrow kernels are written for such a weight."""
+    return weight.dtype in (torch.bfloat16, torch.float16) and weight.shape[1] % 64 == 0
 
 
-def _skinny_linear(x: Tensor, tiling: Tiling, space: skinny.Workspace, weight: Tensor) -> Tensor:
-    return skinny.linear(x, weight, tiling, space)
+def _fits(tiling: Tiling, shape: Shape) -> bool:
+    return tiling.splits == 1 or shape[0] <= _MOST_SPLIT
 
 
-def _skinny_gated(x: Tensor, tiling: Tiling, weight: Tensor) -> Tensor:
-    return skinny.gated(x, weight, tiling)
+def _with_norm(
+    narrow: Callable[..., tuple[Tensor, Tensor]],
+    norm: skinny.Norm,
+    x: Tensor,
+    weight: Tensor,
+    tiling: Tiling,
+) -> tuple[Tensor, Tensor]:
+    return narrow(x, weight, tiling, norm)
+
+
+def _first_of(
+    narrow: Callable[..., tuple[Tensor, Tensor]], x: Tensor, tiling: Tiling, weight: Tensor
+) -> Tensor:
+    return narrow(x, weight, tiling)[0]
 
 
 def _bucket(rows: int) -> int:

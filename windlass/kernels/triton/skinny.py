@@ -3,7 +3,8 @@
 The weight's rows are the long side of the tile, the tokens the short one, and K is cut into parts
 so that small weights fill the device too. The last part to finish adds up all of them in a fixed
 order, so the result does not depend on which one that is. A second form computes
-silu(gate) * up in the same pass.
+silu(gate) * up in the same pass. Both can take their inputs before the norm: the scale of a row is
+known when its sum is, after the last product.
 """
 
 from __future__ import annotations
@@ -39,17 +40,54 @@ class Tiling:
 
 
 @triton.jit
-def _product(x, weight, rows, outputs, begin, end, M, N, K, BLOCK_K: tl.constexpr):
+def _inputs(source, rows, k, M, K, first, NORMED: tl.constexpr):
+    """x[rows, k].T, and with NORMED what the norm does to it but for the scale of each row.
+
+    Returns (inputs [k, rows], the sum of squares of each row). The first program of a launch writes
+    the new residual, where the old one is not read any more.
+    """
+    x, residual, gains, new_residual = source
+    at = rows[None, :] * K + k[:, None]
+    mask = (rows < M)[None, :]
+    tile = tl.load(x + at, mask=mask, other=0.0)
+    squares = tl.zeros([rows.shape[0]], dtype=tl.float32)
+    if NORMED:
+        kind = tile.dtype
+        before = tl.load(residual + at, mask=mask, other=0.0).to(tl.float32)
+        total = (tile.to(tl.float32) + before).to(kind)
+        tl.store(new_residual + at, total, mask=mask & first)
+        value = total.to(tl.float32)
+        squares = tl.sum(value * value, 0)
+        tile = (value * tl.load(gains + k).to(tl.float32)[:, None]).to(kind)
+    return tile, squares
+
+
+@triton.jit
+def _product(
+    source,
+    weight,
+    rows,
+    outputs,
+    begin,
+    end,
+    M,
+    N,
+    K,
+    first,
+    BLOCK_K: tl.constexpr,
+    NORMED: tl.constexpr,
+):
     """weight[outputs, begin:end] @ x[rows, begin:end].T in float32: [outputs, rows]"""
     k = tl.arange(0, BLOCK_K)
     w_at = weight + outputs.to(tl.int64)[:, None] * K + k[None, :]
-    x_at = x + rows[None, :] * K + k[:, None]
     acc = tl.zeros([outputs.shape[0], rows.shape[0]], dtype=tl.float32)
+    squares = tl.zeros([rows.shape[0]], dtype=tl.float32)
     for at in range(begin, end, BLOCK_K):
         w_tile = tl.load(w_at + at, mask=(outputs < N)[:, None], other=0.0)
-        x_tile = tl.load(x_at + at, mask=(rows < M)[None, :], other=0.0)
+        x_tile, more = _inputs(source, rows, at + k, M, K, first, NORMED)
         acc = tl.dot(w_tile, x_tile, acc)
-    return acc
+        squares += more
+    return acc, squares
 
 
 @triton.jit
@@ -67,11 +105,16 @@ def skinny_linear_kernel(
     out,
     parts,
     counters,
+    residual,
+    gains,
+    new_residual,
+    eps,
     M,
     N,
     K,
     splits,
     fetched,
+    NORMED: tl.constexpr,
     SPLIT: tl.constexpr,
     ROWS: tl.constexpr,
     OUTPUTS: tl.constexpr,
@@ -89,7 +132,13 @@ def skinny_linear_kernel(
     end = tl.minimum(begin + span, K)
     _fetch(weight, outputs, begin, tl.minimum(fetched, end - begin), N, K, CHAINED)
     chain.wait(CHAINED)
-    acc = _product(x, weight, rows, outputs, begin, end, M, N, K, BLOCK_K)
+    source = (x, residual, gains, new_residual)
+    first = tile == 0
+    acc, squares = _product(
+        source, weight, rows, outputs, begin, end, M, N, K, first, BLOCK_K, NORMED
+    )
+    if NORMED:
+        acc *= tl.rsqrt(squares / K + eps)[None, :]
     at = rows[None, :] * N + outputs[:, None]
     mask = (rows < M)[None, :] & (outputs < N)[:, None]
     if not SPLIT:
@@ -113,10 +162,15 @@ def skinny_gated_kernel(
     x,
     weight,
     out,
+    residual,
+    gains,
+    new_residual,
+    eps,
     M,
     N,
     K,
     fetched,
+    NORMED: tl.constexpr,
     ROWS: tl.constexpr,
     OUTPUTS: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -132,14 +186,21 @@ def skinny_gated_kernel(
     k = tl.arange(0, BLOCK_K)
     g_at = weight + outputs.to(tl.int64)[:, None] * K + k[None, :]
     u_at = g_at + N.to(tl.int64) * K
-    x_at = x + rows[None, :] * K + k[:, None]
+    source = (x, residual, gains, new_residual)
+    first = tl.program_id(0) == 0
+    squares = tl.zeros([ROWS], dtype=tl.float32)
     gate = tl.zeros([OUTPUTS, ROWS], dtype=tl.float32)
     up = tl.zeros([OUTPUTS, ROWS], dtype=tl.float32)
     w_mask = (outputs < N)[:, None]
     for at in range(0, K, BLOCK_K):
-        x_tile = tl.load(x_at + at, mask=(rows < M)[None, :], other=0.0)
+        x_tile, more = _inputs(source, rows, at + k, M, K, first, NORMED)
+        squares += more
         gate = tl.dot(tl.load(g_at + at, mask=w_mask, other=0.0), x_tile, gate)
         up = tl.dot(tl.load(u_at + at, mask=w_mask, other=0.0), x_tile, up)
+    if NORMED:
+        scale = tl.rsqrt(squares / K + eps)[None, :]
+        gate *= scale
+        up *= scale
     kind = out.dtype.element_ty
     # Rounded where the plain version rounds.
     gate = gate.to(kind).to(tl.float32)
@@ -172,21 +233,38 @@ def _ahead(num_rows: int) -> int:
     return max(64, _FETCHED // 2 // num_rows // 64 * 64)
 
 
-def linear(x: Tensor, weight: Tensor, tiling: Tiling, space: Workspace) -> Tensor:
-    """x @ weight.T for at most MAX_ROWS rows; K must be a multiple of 64."""
+@dataclass(frozen=True, slots=True)
+class Norm:
+    """What is left to do to the inputs of a product: add the residual, normalise."""
+
+    residual: Tensor
+    gains: Tensor
+    eps: float
+
+
+def linear(
+    x: Tensor, weight: Tensor, tiling: Tiling, space: Workspace, norm: Norm | None = None
+) -> tuple[Tensor, Tensor]:
+    """x @ weight.T for at most MAX_ROWS rows, and the new residual; K must be a multiple of 64.
+
+    With a norm the inputs are normalised on the way, and K cannot be split.
+    """
     (rows, size), outputs = x.shape, weight.shape[0]
     out = torch.empty((rows, outputs), dtype=x.dtype, device=x.device)
+    residual = x if norm is None else torch.empty_like(x)
     skinny_linear_kernel[(triton.cdiv(outputs, tiling.outputs), tiling.splits)](
         x,
         weight,
         out,
         space.parts,
         space.counters,
+        *_norm_arguments(x, norm, residual),
         rows,
         outputs,
         size,
         tiling.splits,
         _ahead(outputs * tiling.splits),
+        NORMED=norm is not None,
         SPLIT=tiling.splits > 1,
         ROWS=padded(rows),
         OUTPUTS=tiling.outputs,
@@ -195,22 +273,27 @@ def linear(x: Tensor, weight: Tensor, tiling: Tiling, space: Workspace) -> Tenso
         num_stages=tiling.stages,
         **chain.options(),
     )
-    return out
+    return out, residual
 
 
-def gated(x: Tensor, weight: Tensor, tiling: Tiling) -> Tensor:
-    """silu(gate) * up for at most MAX_ROWS rows; K is not split."""
+def gated(
+    x: Tensor, weight: Tensor, tiling: Tiling, norm: Norm | None = None
+) -> tuple[Tensor, Tensor]:
+    """silu(gate) * up for at most MAX_ROWS rows, and the new residual; K is not split."""
     rows, size = x.shape
     width = weight.shape[0] // 2
     out = torch.empty((rows, width), dtype=x.dtype, device=x.device)
+    residual = x if norm is None else torch.empty_like(x)
     skinny_gated_kernel[(triton.cdiv(width, tiling.outputs),)](
         x,
         weight,
         out,
+        *_norm_arguments(x, norm, residual),
         rows,
         width,
         size,
         _ahead(2 * width),
+        NORMED=norm is not None,
         ROWS=padded(rows),
         OUTPUTS=tiling.outputs,
         BLOCK_K=_block_k(size),
@@ -218,4 +301,12 @@ def gated(x: Tensor, weight: Tensor, tiling: Tiling) -> Tensor:
         num_stages=tiling.stages,
         **chain.options(),
     )
-    return out
+    return out, residual
+
+
+def _norm_arguments(
+    x: Tensor, norm: Norm | None, new_residual: Tensor
+) -> tuple[Tensor, Tensor, Tensor, float]:
+    if norm is None:
+        return x, x, x, 0.0
+    return norm.residual, norm.gains, new_residual, norm.eps
