@@ -220,7 +220,8 @@ def test_every_flag_of_serve_is_a_setting() -> None:
     expected = {"--config", "--help"}
     for section in (ModelConfig, CacheConfig, SchedulerConfig, ServeConfig, GateConfig):
         for item in fields(section):
-            names = [flag(item.name), *item.metadata["flags"]]
+            long = [name for name in item.metadata["flags"] if name.startswith("--")]
+            names = [flag(item.name), *long]
             expected.update(names)
             if item.type == "bool":
                 expected.update(f"--no-{name.removeprefix('--')}" for name in names)

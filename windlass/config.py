@@ -18,6 +18,7 @@ from windlass.errors import ConfigError
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 LoadFormat = Literal["auto", "safetensors", "gguf", "dummy"]
 Device = Literal["auto", "cpu", "cuda"]
+Quantization = Literal["fp8", "fp8-block", "int8", "w8a8", "int4", "nf4"]
 Batching = Literal["continuous", "static", "none"]
 PolicyName = Literal["fcfs", "priority"]
 ProfileName = Literal["chat", "batch", "hybrid"]
@@ -53,6 +54,10 @@ class ModelConfig:
     dtype: DType = option(
         "auto", "Arithmetic; float32 dequantises the weights and is the reference."
     )
+    quantization: Quantization | None = option(
+        None, "Round 16-bit weights to this while they are loaded.", "-q"
+    )
+    quantize_head: bool = option(False, "With --quantization: the LM head too.")
     device: Device = option("auto", "Where to compute.")
     load_format: LoadFormat = option("auto", "How to read weights; dummy makes random ones.")
     revision: str | None = option(None, "Branch, tag or commit of a hub model.")
@@ -79,6 +84,11 @@ class ModelConfig:
             _at_least(self, 1, "max_model_len")
         if self.num_threads != AUTO:
             _at_least(self, 1, "num_threads")
+        if self.quantize_head and self.quantization is None:
+            raise ConfigError(
+                "--quantize-head does nothing without --quantization. Add one, such as "
+                "--quantization int8."
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

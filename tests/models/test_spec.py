@@ -112,7 +112,7 @@ def test_architecture_may_come_from_the_model_type():
         ({"rope_scaling": {"type": "longrope"}}, UnsupportedError, "rope type 'longrope'"),
         ({"rope_scaling": {"type": "linear"}}, CheckpointError, "field 'factor' is missing"),
         ({"rope_parameters": {"full_attention": {}}}, UnsupportedError, "by kind of layer"),
-        ({"quantization_config": {"quant_method": "awq"}}, UnsupportedError, "'awq'"),
+        ({"quantization_config": "awq"}, CheckpointError, "expected an object"),
         ({"tie_word_embeddings": "yes"}, CheckpointError, "true or false"),
         ({"partial_rotary_factor": 0.01}, CheckpointError, "features per head are rotary"),
     ],

@@ -6,7 +6,8 @@ Headers are read, weights are not; the network is made without storage, to count
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import asdict
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from torch import nn
@@ -16,11 +17,14 @@ from windlass.config import EngineConfig
 from windlass.core.card import ModelCard
 from windlass.errors import ConfigError
 from windlass.kernels.select import Selection
+from windlass.layers.embedding import Embedding
 from windlass.layers.linear import Linear
 from windlass.models.card import open_checkpoint
 from windlass.models.checkpoint import Checkpoint
+from windlass.models.loader import outline
 from windlass.models.network import make_network
 from windlass.models.spec import ModelSpec
+from windlass.quant.plain import Plain
 from windlass.runner.assemble import draw_up
 from windlass.serve.chat import ChatTemplate
 
@@ -31,9 +35,10 @@ def examine(config: EngineConfig, list_tensors: bool = False) -> Json:
     """Open the model that the config names and describe it."""
     opened = open_model(config)
     checkpoint = open_checkpoint(opened.files, config.model)
-    blueprint = draw_up(config, opened.spec)
+    blueprint = draw_up(config, opened.spec, checkpoint)
     parts = blueprint.parts
     network = make_network(opened.spec, parts)
+    outline(network)
     findings: Json = {
         "model": _model(opened),
         "spec": asdict(opened.spec),
@@ -45,7 +50,8 @@ def examine(config: EngineConfig, list_tensors: bool = False) -> Json:
         "kernels": [_kernel(selection) for selection in parts.ops.chosen],
         "linear_layers": _linear_layers(network),
         "estimate": {
-            "weight_bytes": sum(parameter.nbytes for parameter in network.parameters()),
+            "weight_bytes": network.weight_bytes,
+            "table_bytes": _table_bytes(network),
             "kv_bytes_per_token": _kv_bytes(opened.spec, parts.dtype.itemsize),
         },
     }
@@ -111,18 +117,60 @@ def _kernel(selection: Selection) -> Json:
     }
 
 
+@dataclass(frozen=True, slots=True)
+class _Held:
+    """How one weight is stored in the file and held in memory; what layers of a kind share."""
+
+    layer: str  # "model.layers.*.mlp.down_proj"
+    method: str
+    form: str
+    kernel: str
+    reason: str
+    refusals: tuple[tuple[str, str], ...] = ()
+
+
 def _linear_layers(network: nn.Module) -> list[Json]:
     """Kinds of linear layers: the same place in every block counts as one kind."""
-    kinds: dict[tuple[str, str], list[int]] = {}
+    kinds: dict[_Held, list[tuple[int, int]]] = {}
     for path, module in network.named_modules():
         if isinstance(module, Linear):
             place = ".".join("*" if part.isdigit() else part for part in path.split("."))
-            num_bytes = sum(parameter.nbytes for parameter in module.parameters())
-            kinds.setdefault((place, module.method.name), []).append(num_bytes)
+            for held, size in _held(place, module):
+                kinds.setdefault(held, []).append(size)
     return [
-        {"layer": place, "method": method, "layers": len(sizes), "bytes": sum(sizes)}
-        for (place, method), sizes in kinds.items()
+        asdict(held)
+        | {
+            "refusals": dict(held.refusals),
+            "layers": len(sizes),
+            "bytes": sum(num_bytes for num_bytes, _ in sizes),
+            "bits_per_weight": round(
+                8 * sum(num_bytes for num_bytes, _ in sizes) / sum(count for _, count in sizes), 2
+            ),
+        }
+        for held, sizes in kinds.items()
     ]
+
+
+def _held(place: str, layer: Linear) -> Iterator[tuple[_Held, tuple[int, int]]]:
+    """A layer's weights, each with its bytes and its number of weights."""
+    method = layer.method
+    for product in layer.products:
+        refusals = tuple(product.refusals.items())
+        held = _Held(place, method.name, product.form, product.kernel, product.reason, refusals)
+        yield held, (product.prepared.num_bytes, product.shape[0] * product.shape[1])
+    if layer.weight is not None:
+        reason = method.reason if isinstance(method, Plain) else ""
+        form = str(layer.weight.dtype).removeprefix("torch.")
+        held = _Held(place, method.name, form, "torch", reason)
+        yield held, (layer.weight.nbytes, layer.weight.numel())
+
+
+def _table_bytes(network: nn.Module) -> int:
+    """The embedding's own storage: nothing where the head shares it."""
+    layers = [module for module in network.modules() if isinstance(module, Linear)]
+    shared = {id(layer.weight) for layer in layers if layer.weight is not None}
+    tables = [module.weight for module in network.modules() if isinstance(module, Embedding)]
+    return sum(table.nbytes for table in tables if id(table) not in shared)
 
 
 def _kv_bytes(spec: ModelSpec, itemsize: int) -> int:

@@ -93,7 +93,8 @@ class Option:
     @property
     def keys(self) -> list[str]:
         """The names that a config file may use, with underscores."""
-        return [self.name, *(alias.removeprefix("--").replace("-", "_") for alias in self.aliases)]
+        long = [alias for alias in self.aliases if alias.startswith("--")]
+        return [self.name, *(alias.removeprefix("--").replace("-", "_") for alias in long)]
 
     @cached_property
     def is_size(self) -> bool:

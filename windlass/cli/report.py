@@ -112,13 +112,25 @@ def _computing_rows(findings: dict[str, Any]) -> list[Row]:
         refused = "; ".join(f"{name} refused: {why}" for name, why in item["refusals"].items())
         more = refused or "the first choice accepts"
         rows.append((item["operation"], item["kernel"], more))
-    for item in findings["linear_layers"]:
-        more = f"{counted(item['layers'], 'layer')}, {readable_bytes(item['bytes'])}"
-        rows.append((item["layer"].removeprefix("model.layers.*."), item["method"], more))
+    rows += [_layer_row(item) for item in findings["linear_layers"]]
     estimate = findings["estimate"]
+    table = estimate["table_bytes"]
+    own = "its own copy" if table else "shared with the head"
+    rows.append(("embedding", readable_bytes(table) if table else "no bytes of its own", own))
     rows.append(("weights", readable_bytes(estimate["weight_bytes"]), "in memory, once loaded"))
     rows.append(("KV cache", readable_bytes(estimate["kv_bytes_per_token"]), "per token"))
     return rows
+
+
+def _layer_row(item: dict[str, Any]) -> Row:
+    """model.layers.*.mlp.down_proj: Q4_K held as int4, 5 bits a weight, and by which kernel."""
+    stored, form = item["method"], item["form"]
+    held = form if stored == form else f"{stored} as {form}"
+    count = f"{counted(item['layers'], 'weight')}, {readable_bytes(item['bytes'])}"
+    bits = f"{item['bits_per_weight']:g} bits a weight"
+    why = "" if item["reason"] in ("first choice", "not quantised") else f": {item['reason']}"
+    place = item["layer"].removeprefix("model.layers.*.")
+    return place, held, f"{count}, {bits}, {item['kernel']}{why}"
 
 
 def _table(*columns: str) -> Table:

@@ -9,10 +9,9 @@ from torch import Tensor, nn
 
 from windlass.kernels.batch import Heads, StepBatch
 from windlass.kernels.ops import Ops
-from windlass.layers.linear import Linear
+from windlass.layers.linear import Linear, MethodFor
 from windlass.layers.norm import HeadNorm
 from windlass.parallel.mesh import Group
-from windlass.quant.base import LinearMethod
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +33,7 @@ class Attention(nn.Module):
         self,
         index: int,
         shape: AttentionShape,
-        method: LinearMethod,
+        method_for: MethodFor,
         ops: Ops,
         group: Group,
         dtype: torch.dtype,
@@ -48,12 +47,16 @@ class Attention(nn.Module):
         out, kv_out = whole.num_q * whole.dim, whole.num_kv * whole.dim
         parts = {"q_proj": out, "k_proj": kv_out, "v_proj": kv_out}
         self.qkv_proj = Linear(
-            parts, shape.hidden_size, method, group, bias=dtype if shape.qkv_bias else None
+            parts,
+            shape.hidden_size,
+            method_for(parts),
+            group,
+            bias=dtype if shape.qkv_bias else None,
         )
         self.o_proj = Linear(
             {"o_proj": shape.hidden_size},
             out,
-            method,
+            method_for(["o_proj"]),
             group,
             shard="in",
             bias=dtype if shape.o_bias else None,
@@ -68,6 +71,6 @@ class Attention(nn.Module):
         norms = None
         if self.q_norm is not None and self.k_norm is not None:
             norms = (self.q_norm.weight, self.k_norm.weight, self.q_norm.eps)
-        q = self.ops.rope_write(self.qkv_proj(x), self.heads, cos_sin, norms, kv, batch)
-        mixed = self.ops.attention(q, kv, batch, self.heads.dim**-0.5, self.window)
+        qkv = self.qkv_proj(x)
+        mixed = self.ops.attend(qkv, self.heads, cos_sin, norms, kv, batch, self.window)
         return self.o_proj(mixed.flatten(1))

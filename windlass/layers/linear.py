@@ -6,16 +6,18 @@ stored is its method's business, and reading it the loader's.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
+from windlass.kernels.linears import Product
 from windlass.parallel.mesh import Group
-from windlass.quant.base import LinearMethod
+from windlass.quant.base import LinearMethod, Part
 
 Shard = Literal["out", "in"]
+MethodFor = Callable[[Iterable[str]], LinearMethod]  # by the names of a layer's parts
 
 
 class Linear(nn.Module):
@@ -23,7 +25,8 @@ class Linear(nn.Module):
 
     `parts` maps names of checkpoint modules to their outputs, as in {"q_proj": 576, "k_proj": 192}.
     Sharded by "out", a rank holds some outputs of every part; by "in", some inputs of all of them,
-    and the ranks' results are summed.
+    and the ranks' results are summed. It has no weight before the loader filled `stored` and its
+    method finished it.
     """
 
     def __init__(
@@ -36,19 +39,24 @@ class Linear(nn.Module):
         bias: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        self.parts = dict(parts)
-        self.num_in = num_in
+        cut_out, cut_in = (group.size, 1) if shard == "out" else (1, group.size)
+        self.parts = {name: num_out // cut_out for name, num_out in parts.items()}
+        self.num_in = num_in // cut_in
         self.method = method
         self.group = group
         self.shard = shard
-        cut_out, cut_in = (group.size, 1) if shard == "out" else (1, group.size)
-        num_out = sum(self.parts.values()) // cut_out
-        for name, spec in method.params(num_out, num_in // cut_in).items():
-            tensor = torch.empty(spec.shape, dtype=spec.dtype)
-            self.register_parameter(name, nn.Parameter(tensor, requires_grad=False))
+        self.stored: dict[str, Part] = {}
+        self.products: list[Product] = []
+        self.weight: nn.Parameter | None = None
         self.bias: nn.Parameter | None = None
         if bias is not None:
+            num_out = sum(self.parts.values())
             self.bias = nn.Parameter(torch.empty(num_out, dtype=bias), requires_grad=False)
+
+    @property
+    def product_bytes(self) -> int:
+        """What the quantised weight takes; a plain one is among the module's parameters."""
+        return sum(product.prepared.num_bytes for product in self.products)
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.method.apply(self, x)

@@ -6,9 +6,8 @@ import torch
 from torch import Tensor, nn
 
 from windlass.kernels.ops import Ops
-from windlass.layers.linear import Linear
+from windlass.layers.linear import Linear, MethodFor
 from windlass.parallel.mesh import Group
-from windlass.quant.base import LinearMethod
 
 
 class GatedMLP(nn.Module):
@@ -18,7 +17,7 @@ class GatedMLP(nn.Module):
         self,
         hidden_size: int,
         intermediate_size: int,
-        method: LinearMethod,
+        method_for: MethodFor,
         ops: Ops,
         group: Group,
         bias: torch.dtype | None = None,
@@ -26,9 +25,14 @@ class GatedMLP(nn.Module):
         super().__init__()
         self.ops = ops
         parts = {"gate_proj": intermediate_size, "up_proj": intermediate_size}
-        self.gate_up_proj = Linear(parts, hidden_size, method, group, bias=bias)
+        self.gate_up_proj = Linear(parts, hidden_size, method_for(parts), group, bias=bias)
         self.down_proj = Linear(
-            {"down_proj": hidden_size}, intermediate_size, method, group, shard="in", bias=bias
+            {"down_proj": hidden_size},
+            intermediate_size,
+            method_for(["down_proj"]),
+            group,
+            shard="in",
+            bias=bias,
         )
 
     def forward(self, x: Tensor) -> Tensor:

@@ -41,10 +41,18 @@ class Checkpoint(Protocol):
         """How a tensor of `names()` is stored, without reading it."""
         ...
 
-    def read(self, name: str, shape: tuple[int, ...], rows: slice | None = None) -> torch.Tensor:
+    def read(
+        self,
+        name: str,
+        shape: tuple[int, ...],
+        rows: slice | None = None,
+        *,
+        raw: bool = False,
+    ) -> torch.Tensor:
         """The tensor on the CPU; with `rows`, only that part of the first dimension is read.
 
         `shape` is what the whole tensor must have; a file that differs raises CheckpointError.
+        With `raw` a tensor that reading would dequantise comes as its bytes, [rows, bytes].
         """
         ...
 
@@ -86,7 +94,16 @@ class SafetensorsCheckpoint:
             raise missing(name, self._stored, self._files[0].parent)
         return self._stored[name]
 
-    def read(self, name: str, shape: tuple[int, ...], rows: slice | None = None) -> torch.Tensor:
+    def read(
+        self,
+        name: str,
+        shape: tuple[int, ...],
+        rows: slice | None = None,
+        *,
+        raw: bool = False,
+    ) -> torch.Tensor:
+        """As the protocol says; nothing is dequantised here, so `raw` makes no difference."""
+        del raw
         check_shape(name, self.stored(name).shape, shape, self._homes[name])
         handle = self._handle(self._homes[name])
         values: torch.Tensor = (

@@ -39,7 +39,15 @@ class DummyCheckpoint:
     def stored(self, name: str) -> StoredTensor:
         raise CheckpointError(f"dummy weights store no tensor {name}; they are made when read.")
 
-    def read(self, name: str, shape: tuple[int, ...], rows: slice | None = None) -> torch.Tensor:
+    def read(
+        self,
+        name: str,
+        shape: tuple[int, ...],
+        rows: slice | None = None,
+        *,
+        raw: bool = False,
+    ) -> torch.Tensor:
+        del raw
         start, stop, step = (rows or slice(None)).indices(shape[0])
         if step != 1:
             raise ValueError(f"rows of {name} must be next to each other, got step {step}.")

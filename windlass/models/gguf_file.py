@@ -67,13 +67,24 @@ class GGUFCheckpoint:
         kind = tensor.type.name.lower() if plain else tensor.type.name
         return StoredTensor(tensor.shape, kind, tensor.num_bytes)
 
-    def read(self, name: str, shape: tuple[int, ...], rows: slice | None = None) -> torch.Tensor:
+    def read(
+        self,
+        name: str,
+        shape: tuple[int, ...],
+        rows: slice | None = None,
+        *,
+        raw: bool = False,
+    ) -> torch.Tensor:
         """As the protocol says; quantised tensors come as float32, plain ones as they are."""
         import torch
 
         tensor = self._tensor(name)
-        check_shape(name, tensor.shape, shape, self._header.path)
         blocks = self.blocks(name, rows)
+        if raw:
+            stored = (tensor.shape[0], tensor.num_bytes // tensor.shape[0])
+            check_shape(name, stored, shape, self._header.path)
+            return torch.from_numpy(blocks)
+        check_shape(name, tensor.shape, shape, self._header.path)
         if tensor.type.name in _PLAIN:
             dtype = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
             values = torch.from_numpy(blocks).view(dtype[tensor.type.name])

@@ -6,6 +6,8 @@ checkpoints', so that the loader needs no table; merged layers name their parts.
 
 from __future__ import annotations
 
+from functools import partial
+
 from torch import Tensor, nn
 
 from windlass.kernels.batch import Heads, StepBatch
@@ -38,7 +40,7 @@ class Block(nn.Module):
         self.self_attn = Attention(
             index,
             shape,
-            parts.method_for(f"{name}.self_attn"),
+            partial(parts.method_for, f"{name}.self_attn."),
             parts.ops,
             parts.mesh.tp,
             parts.dtype,
@@ -49,7 +51,7 @@ class Block(nn.Module):
         self.mlp = GatedMLP(
             spec.hidden_size,
             spec.intermediate_size,
-            parts.method_for(f"{name}.mlp"),
+            partial(parts.method_for, f"{name}.mlp."),
             parts.ops,
             parts.mesh.tp,
             parts.dtype if spec.mlp_bias else None,
@@ -87,20 +89,18 @@ class Trunk(nn.Module):
 
 
 class Llama(Network):
-    """The whole network; `lm_head` shares the embedding's weight where the checkpoint says so."""
+    """The whole network; `lm_head` reads the embedding's weight where the checkpoint says so."""
 
     def __init__(self, spec: ModelSpec, parts: Parts) -> None:
         super().__init__()
         self.model = Trunk(spec, parts)
+        self.tied = spec.tie_embeddings
         self.lm_head = Linear(
-            {"lm_head": spec.vocab_size},
+            {"model.embed_tokens" if self.tied else "lm_head": spec.vocab_size},
             spec.hidden_size,
-            parts.method_for("lm_head"),
+            parts.method_for("", ["lm_head"]),
             parts.mesh.tp,
         )
-        self.tied = spec.tie_embeddings
-        if self.tied:
-            self.lm_head.weight = self.model.embed_tokens.weight
 
     def forward(self, ids: Tensor, batch: StepBatch) -> Tensor:
         return self.model(ids, batch)

@@ -6,7 +6,7 @@ A new model is one file and one line in `_NETWORKS`.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from importlib import import_module
 
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from windlass.errors import UnsupportedError
 from windlass.kernels.batch import StepBatch
 from windlass.kernels.ops import Ops
+from windlass.layers.linear import Linear
 from windlass.models.spec import ModelSpec
 from windlass.parallel.mesh import Mesh
 from windlass.quant.base import LinearMethod
@@ -36,14 +37,21 @@ class Parts:
     device: torch.device
     max_positions: int
     ops: Ops
-    method_for: Callable[[str], LinearMethod]  # by the linear layer's name
+    method_for: Callable[[str, Iterable[str]], LinearMethod]  # by where a layer is, and its parts
     mesh: Mesh = field(default_factory=Mesh)
 
 
 class Network(nn.Module):
     """Hidden states from tokens, logits from hidden states."""
 
-    tied: bool  # whether the head shares the embedding's weight
+    tied: bool  # whether the head's weight is the embedding's in the checkpoint
+
+    @property
+    def weight_bytes(self) -> int:
+        """What all weights take, shared ones counted once."""
+        linears = [module for module in self.modules() if isinstance(module, Linear)]
+        plain = sum(parameter.nbytes for parameter in self.parameters())
+        return plain + sum(layer.product_bytes for layer in linears)
 
     @abstractmethod
     def forward(self, ids: Tensor, batch: StepBatch) -> Tensor:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from windlass.errors import CheckpointError, UnsupportedError
@@ -65,6 +65,10 @@ class ModelSpec:
     dtype: str | None  # "bfloat16", as the checkpoint says
     bos_id: int | None
     eos_ids: tuple[int, ...]
+    quantization: Mapping[str, Any] = field(
+        default_factory=dict
+    )  # as it is written; quant/ reads it
+    source: str = "config.json"  # the file, for errors
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any], source: str = "config.json") -> ModelSpec:
@@ -107,6 +111,9 @@ class ModelSpec:
             dtype=fields.text("dtype", None) or fields.text("torch_dtype", None),
             bos_id=next(iter(fields.token_ids("bos_token_id")), None),
             eos_ids=fields.token_ids("eos_token_id"),
+            quantization=fields.mapping("quantization_config")
+            or fields.mapping("compression_config"),
+            source=source,
         )
 
 
@@ -137,13 +144,6 @@ def _refuse_unknown_parts(fields: Fields) -> None:
     if activation not in ("silu", "swish"):
         raise UnsupportedError(
             f"{fields.source}: hidden_act {activation!r} is not known; only 'silu' is."
-        )
-    quantization = fields.mapping("quantization_config")
-    if quantization:
-        method = quantization.get("quant_method", "unnamed")
-        raise UnsupportedError(
-            f"{fields.source}: the weights are quantised with {method!r}, which this version "
-            f"cannot read from safetensors. Use the unquantised model, or a GGUF file of it."
         )
 
 

@@ -8,28 +8,49 @@ import torch
 from torch import Tensor, nn
 
 from windlass.kernels.products import TorchProducts
-from windlass.quant.base import Axis, ParamSpec
+from windlass.quant.base import Axis, Layer, ParamSpec
 
 
 class Plain:
-    """A weight [out, in] in the arithmetic's own type."""
+    """A weight [out, in] in the arithmetic's own type, all parts in one tensor.
 
-    def __init__(self, dtype: torch.dtype, products: TorchProducts | None = None) -> None:
+    `name` and `reason` tell of a quantised format that the checkpoint's reader dequantises.
+    """
+
+    def __init__(
+        self,
+        dtype: torch.dtype,
+        products: TorchProducts | None = None,
+        name: str | None = None,
+        reason: str = "not quantised",
+    ) -> None:
         self._dtype = dtype
         self._products = products or TorchProducts()
+        self._name = name
+        self.reason = reason
 
     @property
     def name(self) -> str:
+        return self._name or self.form
+
+    @property
+    def form(self) -> str:
         return str(self._dtype).removeprefix("torch.")
 
-    def params(self, num_out: int, num_in: int) -> dict[str, ParamSpec]:
+    def params(self, part: str, num_out: int, num_in: int) -> dict[str, ParamSpec]:
+        del part
         return {"weight": ParamSpec((num_out, num_in), self._dtype, out=Axis(0), into=Axis(1))}
 
-    def finish(self, layer: nn.Module) -> None:
-        """Nothing to repack."""
+    def finish(self, layer: Layer) -> None:
+        weights = [layer.stored.pop(part)["weight"] for part in layer.parts]
+        whole = weights[0] if len(weights) == 1 else torch.cat(weights)
+        # A parameter already: the embedding's table, which a tied head shares.
+        if not isinstance(whole, nn.Parameter):
+            whole = nn.Parameter(whole, requires_grad=False)
+        layer.weight = whole
 
-    def apply(self, layer: nn.Module, x: Tensor) -> Tensor:
+    def apply(self, layer: Layer, x: Tensor) -> Tensor:
         return self._products.linear(x, layer.weight)  # type: ignore[arg-type]
 
-    def gated(self, layer: nn.Module, x: Tensor, silu_mul: Callable[[Tensor], Tensor]) -> Tensor:
+    def gated(self, layer: Layer, x: Tensor, silu_mul: Callable[[Tensor], Tensor]) -> Tensor:
         return self._products.gated(x, layer.weight, silu_mul)  # type: ignore[arg-type]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 
 import torch
@@ -11,12 +12,14 @@ from windlass.core.card import Capacity, Choice
 from windlass.core.types import Row, SlotId, StepPlan
 from windlass.errors import ConfigError
 from windlass.kernels.batch import Heads, KVCache
+from windlass.kernels.linears import Linears
 from windlass.kernels.ops import Ops, choose_ops
 from windlass.kernels.products import TorchProducts
 from windlass.kernels.select import Need
 from windlass.layers.linear import Linear
 from windlass.models.checkpoint import Checkpoint
 from windlass.models.loader import load
+from windlass.models.methods import choose_methods
 from windlass.models.network import Network, Parts, make_network
 from windlass.models.spec import ModelSpec
 from windlass.quant.plain import Plain
@@ -55,8 +58,8 @@ class Assembled:
     memory: dict[str, int]
 
 
-def draw_up(config: EngineConfig, spec: ModelSpec) -> Blueprint:
-    """Choose device, arithmetic, kernels and the longest context."""
+def draw_up(config: EngineConfig, spec: ModelSpec, checkpoint: Checkpoint) -> Blueprint:
+    """Choose device, arithmetic, kernels, how weights are held, and the longest context."""
     where = found.choose_device(config.model)
     device = where.device
     dtype, dtype_choice = found.choose_dtype(config.model, spec, device)
@@ -71,22 +74,46 @@ def draw_up(config: EngineConfig, spec: ModelSpec) -> Blueprint:
     )
     longest, length_choice = _longest(config, spec)
     products = _products(ops)
-    method = Plain(dtype, products)
-    parts = Parts(dtype, device, longest, ops, lambda _: method)
+    linears = Linears(
+        device,
+        dtype,
+        products,
+        plain=config.model.plain_kernels,
+        reference=config.model.dtype == "float32",
+    )
+    methods = choose_methods(config.model, spec, checkpoint, linears)
+    parts = Parts(dtype, device, longest, ops, methods.method_for)
     threads = found.choose_threads(config.model)
-    choices = [where.choice, dtype_choice, threads, *ops.choices, length_choice]
+    choices = [where.choice, dtype_choice, threads, *ops.choices, methods.choice, length_choice]
     return Blueprint(parts, products, choices)
 
 
 def load_network(config: EngineConfig, spec: ModelSpec, checkpoint: Checkpoint) -> Loaded:
     """Make the network and read its weights."""
-    blueprint = draw_up(config, spec)
+    blueprint = draw_up(config, spec, checkpoint)
     network = make_network(spec, blueprint.parts)
     load(network, checkpoint, blueprint.parts.device)
-    num_bytes = sum(p.nbytes for p in network.parameters())
-    weights = [m.get_parameter("weight") for m in network.modules() if isinstance(m, Linear)]
-    tuned = Choice("products", *blueprint.products.tune(weights))
-    return Loaded(network, blueprint.parts, num_bytes, [*blueprint.choices, tuned])
+    layers = [module for module in network.modules() if isinstance(module, Linear)]
+    plain = [layer.weight for layer in layers if layer.weight is not None]
+    choices = [*blueprint.choices, *holdings(layers)]
+    if plain:
+        choices.append(Choice("products", *blueprint.products.tune(plain)))
+    return Loaded(network, blueprint.parts, network.weight_bytes, choices)
+
+
+def holdings(layers: list[Linear]) -> list[Choice]:
+    """How quantised weights are held: layers that are alike share a line."""
+    lines: Counter[tuple[str, str, str]] = Counter()
+    for layer in layers:
+        for product in layer.products:
+            held = f"{product.form}, {product.kernel} kernel"
+            lines[layer.method.name, held, product.reason] += 1
+        if isinstance(layer.method, Plain) and layer.method.name != layer.method.form:
+            lines[layer.method.name, layer.method.form, layer.method.reason] += 1
+    return [
+        Choice(f"{name} weights", f"{held}, {count} of them", why)
+        for (name, held, why), count in lines.items()
+    ]
 
 
 def make_runner(config: EngineConfig, spec: ModelSpec, loaded: Loaded, limits: Limits) -> Assembled:

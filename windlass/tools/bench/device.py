@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from windlass.layers.embedding import Embedding
+from windlass.layers.linear import Linear
 from windlass.models.network import Network
 from windlass.runner.device import free_bytes
 
@@ -37,11 +38,11 @@ def device_of(network: nn.Module) -> torch.device:
 
 def traffic_of(network: Network, kv_bytes_per_token: float) -> Traffic:
     """All weights, but of an embedding's own table only some rows: too few to count."""
-    weights = sum(parameter.nbytes for parameter in network.parameters())
-    if not network.tied:
-        tables = [module for module in network.modules() if isinstance(module, Embedding)]
-        weights -= sum(table.weight.nbytes for table in tables)
-    return Traffic(weights, kv_bytes_per_token)
+    heads = [module.weight for module in network.modules() if isinstance(module, Linear)]
+    shared = {id(weight) for weight in heads if weight is not None}
+    tables = [module for module in network.modules() if isinstance(module, Embedding)]
+    unread = sum(table.weight.nbytes for table in tables if id(table.weight) not in shared)
+    return Traffic(network.weight_bytes - unread, kv_bytes_per_token)
 
 
 def read_bandwidth(device: torch.device) -> float:

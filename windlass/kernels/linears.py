@@ -1,0 +1,187 @@
+"""Chooses how a packed weight is multiplied, once per weight, and keeps the reasons.
+
+Candidates stand in order of preference per device; each says why it refuses a form. A new kernel is
+one file and one line in `_CANDIDATES`. Whether a weight stays packed at all is decided here too.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from importlib import import_module
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from windlass.kernels.packed import Float8, Int4Group, Int8Group, Packed, Table4
+from windlass.kernels.plain_linear import PlainLinear, Unpacked
+from windlass.kernels.products import TorchProducts
+
+# "module:class" of a LinearKernel, imported only where its device is used.
+_CANDIDATES: dict[str, tuple[str, ...]] = {
+    "cpu": (),
+    "cuda": (),
+}
+_FP8_CAPABILITY = (8, 9)  # the first CUDA devices that multiply fp8
+
+
+class Prepared(Protocol):
+    """A weight as one kernel wants it."""
+
+    @property
+    def num_bytes(self) -> int: ...
+
+    def apply(self, x: Tensor) -> Tensor:
+        """x [M, K] times the weight: [M, N] in x's type."""
+        ...
+
+
+class LinearKernel(Protocol):
+    """One way to multiply with packed weights."""
+
+    @property
+    def name(self) -> str: ...
+
+    def refuse(self, form: Packed, device: torch.device, dtype: torch.dtype) -> str | None:
+        """Why it does not take this form, or None. The tensors may lie on the meta device."""
+        ...
+
+    def prepare(self, form: Packed) -> Prepared:
+        """Repack once. The form is not needed afterwards."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Product:
+    """A weight ready to be multiplied with, and how it came to be held like this."""
+
+    prepared: Prepared
+    shape: tuple[int, int]
+    form: str  # "int4, groups of 128"
+    kernel: str
+    reason: str
+    refusals: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """How a form will be held. `unpacked` is the reason when not as it is."""
+
+    kernel: LinearKernel
+    refusals: dict[str, str]
+    unpacked: str | None = None
+
+    @property
+    def reason(self) -> str:
+        if self.unpacked is not None:
+            return self.unpacked
+        return "; ".join(f"{name}: {why}" for name, why in self.refusals.items()) or "first choice"
+
+
+class Linears:
+    """Holds weights for one device and arithmetic. Owns the kernels' instances.
+
+    A form stays packed where a kernel takes it. Where only the plain version is left, it depends:
+    on a GPU memory is scarce, so it stays packed and is dequantised on each call; on a CPU that
+    would be far slower than plain products, so it is unpacked once. `reference` unpacks always.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        dtype: torch.dtype,
+        products: TorchProducts | None = None,
+        plain: bool = False,
+        reference: bool = False,
+    ) -> None:
+        self.device = device
+        self.dtype = dtype
+        self.products = products or TorchProducts()
+        self._plain = plain
+        self._reference = reference
+        self._kernels: list[LinearKernel] = [
+            _instance(where) for where in _CANDIDATES.get(device.type, ()) if not plain
+        ]
+
+    def decide(self, form: Packed) -> Decision:
+        """The first kernel that takes the form, or what happens without one."""
+        refusals: dict[str, str] = {}
+        if self._reference:
+            return Decision(PlainLinear(), refusals, "unpacked: --dtype float32 is the reference")
+        for kernel in self._kernels:
+            why = kernel.refuse(form, self.device, self.dtype)
+            if why is None:
+                return Decision(kernel, refusals)
+            refusals[kernel.name] = why
+        if self._plain:
+            refusals["all others"] = "the plain versions were asked for"
+            return Decision(PlainLinear(), refusals)
+        if self.device.type == "cpu":
+            return Decision(PlainLinear(), refusals, f"unpacked: {_no_kernel(refusals)}")
+        return Decision(PlainLinear(), refusals or {"others": _nothing_else(form, self.device)})
+
+    def hold(self, weight: Packed | Tensor) -> Product:
+        """Prepare a weight for its kernel. On the meta device only its size is right."""
+        if isinstance(weight, Tensor):
+            return self._dense(weight)
+        decision = self.decide(weight)
+        prepared: Prepared
+        if decision.unpacked is not None:
+            prepared, kernel = Unpacked(weight, self.dtype, self.products), "torch"
+        else:
+            on_meta = weight.codes.is_meta
+            prepared = PlainLinear().prepare(weight) if on_meta else decision.kernel.prepare(weight)
+            kernel = decision.kernel.name
+        return Product(
+            prepared, weight.shape, describe(weight), kernel, decision.reason, decision.refusals
+        )
+
+    def _dense(self, weight: Tensor) -> Product:
+        name = str(self.dtype).removeprefix("torch.")
+        shape = (weight.shape[0], weight.shape[1])
+        held = Unpacked(weight.to(self.dtype), self.dtype, self.products)
+        return Product(held, shape, name, "torch", "not quantised")
+
+
+def describe(form: Packed) -> str:
+    """A form in words: 'int8 per row, activations per token'."""
+    match form:
+        case Int4Group():
+            text = f"int4, groups of {form.group}"
+        case Int8Group():
+            per_row = form.group == form.shape[1]
+            text = "int8 per row" if per_row else f"int8, groups of {form.group}"
+        case Float8(block=(int(rows), int(columns))):
+            text = f"fp8, blocks of {rows} x {columns}"
+        case Float8():
+            text = "fp8 per tensor" if form.scales.numel() == 1 else "fp8 per channel"
+        case Table4():
+            text = f"4-bit table, groups of {form.group}"
+    if isinstance(form, Int4Group | Int8Group) and form.order is not None:
+        text += ", inputs in another order"
+    if isinstance(form, Int8Group | Float8) and form.activation != "none":
+        text += f", activations per {form.activation}"
+    return text
+
+
+def _no_kernel(refusals: dict[str, str]) -> str:
+    said = "; ".join(f"{name}: {why}" for name, why in refusals.items())
+    return f"no packed kernel takes it ({said})" if said else "no packed kernel for this CPU"
+
+
+def _nothing_else(form: Packed, device: torch.device) -> str:
+    """Why the plain version is what is left on a GPU."""
+    if isinstance(form, Float8) and device.type == "cuda" and torch.cuda.is_available():
+        found = torch.cuda.get_device_capability(device)
+        if found < _FP8_CAPABILITY:
+            return (
+                f"this GPU (compute capability {found[0]}.{found[1]}) has no fp8 products, so the "
+                "weights are dequantised on each call; int8 or int4 would be faster"
+            )
+    return f"no kernel for this form on {device.type}; dequantised on each call"
+
+
+def _instance(where: str) -> LinearKernel:
+    module, name = where.split(":")
+    made: LinearKernel = getattr(import_module(module), name)()
+    return made

@@ -1,0 +1,139 @@
+"""The plain product with a packed weight: dequantised on each call. Every other kernel's oracle.
+
+Also says how activations are rounded, which is part of what some forms mean.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+from torch import Tensor
+from torch.nn.functional import linear, pad
+
+from windlass.kernels.packed import Activation, Float8, Int8Group, Packed
+from windlass.kernels.products import TorchProducts
+
+INT8_MOST = 127.0
+FLOAT8_MOST = 448.0  # the largest e4m3
+BLOCK = 128  # inputs that share a scale with activation "block"
+_TINY = torch.finfo(torch.float32).tiny
+
+
+class PlainLinear:
+    """Takes every form on every device."""
+
+    name = "plain"
+
+    def refuse(self, form: Packed, device: torch.device, dtype: torch.dtype) -> str | None:
+        del form, device, dtype
+        return None
+
+    def prepare(self, form: Packed) -> PlainProduct:
+        return PlainProduct(form)
+
+
+class PlainProduct:
+    """A form as it is."""
+
+    def __init__(self, form: Packed) -> None:
+        self.form = form
+
+    @property
+    def num_bytes(self) -> int:
+        return form_bytes(self.form)
+
+    def apply(self, x: Tensor) -> Tensor:
+        form = self.form
+        if isinstance(form, Int8Group) and form.activation != "none":
+            return _whole_product(x, form)
+        if isinstance(form, Float8) and form.activation != "none":
+            rounded = float8_activations(x, form.activation, form.input_scale)
+            return linear(rounded, form.dequantise()).to(x.dtype)
+        return linear(x, form.dequantise().to(x.dtype))
+
+
+class Unpacked:
+    """A weight that was dequantised once; activations are rounded as its form says."""
+
+    def __init__(
+        self, weight: Packed | Tensor, dtype: torch.dtype, products: TorchProducts
+    ) -> None:
+        self._activation: Activation = "none"
+        self._input_scale: Tensor | None = None
+        self._round = float8_activations
+        if isinstance(weight, Int8Group | Float8):
+            self._activation, self._input_scale = weight.activation, weight.input_scale
+            if isinstance(weight, Int8Group):
+                self._round = int8_activations
+        self._products = products
+        self.weight = weight if isinstance(weight, Tensor) else weight.dequantise().to(dtype)
+
+    @property
+    def num_bytes(self) -> int:
+        return self.weight.nbytes
+
+    def apply(self, x: Tensor) -> Tensor:
+        if self._activation != "none":
+            x = self._round(x, self._activation, self._input_scale).to(x.dtype)
+        return self._products.linear(x, self.weight)
+
+
+def form_bytes(form: Packed) -> int:
+    """What a form's tensors take."""
+    values = (getattr(form, item.name) for item in dataclasses.fields(form))
+    return sum(value.nbytes for value in values if isinstance(value, Tensor))
+
+
+def float8_activations(x: Tensor, activation: Activation, scale: Tensor | None) -> Tensor:
+    """x in float32, each value one that e4m3 times its scale can express."""
+    if activation == "block":
+        return _float8_blocks(x)
+    scales = _scales(x.float(), activation, scale, FLOAT8_MOST)
+    return _float8(x.float() / scales) * scales
+
+
+def int8_activations(x: Tensor, activation: Activation, scale: Tensor | None) -> Tensor:
+    """x in float32, each value a whole number of its scale."""
+    codes, scales = int8_codes(x, activation, scale)
+    return codes * scales
+
+
+def int8_codes(x: Tensor, activation: Activation, scale: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Whole numbers from -127 to 127 as float32 [M, K], and their scales [M, 1] or [1]."""
+    scales = _scales(x.float(), activation, scale, INT8_MOST)
+    return (x.float() / scales).round().clamp(-INT8_MOST, INT8_MOST), scales
+
+
+def _scales(x: Tensor, activation: Activation, scale: Tensor | None, most: float) -> Tensor:
+    if activation == "token":
+        return (x.abs().amax(dim=-1, keepdim=True) / most).clamp_min(_TINY)
+    if activation == "tensor":
+        assert scale is not None, "a form with activation 'tensor' brings its input_scale"
+        return scale.float()
+    raise ValueError(f"activations cannot be rounded by {activation!r} here")
+
+
+def _float8(x: Tensor) -> Tensor:
+    return x.clamp(-FLOAT8_MOST, FLOAT8_MOST).to(torch.float8_e4m3fn).float()
+
+
+def _float8_blocks(x: Tensor) -> Tensor:
+    rows, num_in = x.shape
+    blocks = pad(x.float(), (0, -num_in % BLOCK)).view(rows, -1, BLOCK)
+    scales = (blocks.abs().amax(dim=-1, keepdim=True) / FLOAT8_MOST).clamp_min(_TINY)
+    return (_float8(blocks / scales) * scales).flatten(1)[:, :num_in]
+
+
+def _whole_product(x: Tensor, form: Int8Group) -> Tensor:
+    """Whole numbers multiplied exactly (float64 holds every sum), then scaled once."""
+    if form.group != form.shape[1]:
+        raise ValueError("a product of whole numbers needs one group per row")
+    if form.order is not None:
+        x = x[:, form.order.long()]
+    codes, scales = int8_codes(x, form.activation, form.input_scale)
+    sums = codes.double() @ form.codes.double().T
+    product = sums * form.scales.double().T
+    if form.mins is not None:
+        product += codes.double().sum(dim=1, keepdim=True) * form.mins.double().T
+    return (product * scales).to(x.dtype)

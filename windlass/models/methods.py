@@ -1,0 +1,194 @@
+"""Which method each linear layer gets: from the quantization_config, GGUF's types, --quantization.
+
+Decided by the names of modules, before a weight is read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+from windlass.config import ModelConfig
+from windlass.core.card import Choice
+from windlass.errors import CheckpointError, ConfigError
+from windlass.kernels.linears import Linears
+from windlass.models.checkpoint import Checkpoint
+from windlass.models.spec import ModelSpec
+from windlass.quant.base import LinearMethod
+from windlass.quant.detect import Format, detect
+from windlass.quant.gguf import Gguf
+from windlass.quant.gguf_blocks import KINDS
+from windlass.quant.online import Online
+from windlass.quant.packed_method import Dense, Mixed, PackedMethod
+from windlass.quant.plain import Plain
+from windlass.quant.rounding import SCHEMES, Scheme
+
+_HEAD = "lm_head"
+_TABLE = "model.embed_tokens"
+_PLAIN_TYPES = ("f32", "f16", "bf16")
+_ANY_LAYER = "model.layers.0.mlp.down_proj"
+
+Method = PackedMethod | Plain
+MethodOf = Callable[[str], Method]  # by a module's name: "model.layers.0.self_attn.q_proj"
+
+
+@dataclass(frozen=True, slots=True)
+class Methods:
+    """The methods of a network's layers; `choice` is a line for the start-up table."""
+
+    method_of: MethodOf
+    linears: Linears
+    choice: Choice
+
+    def method_for(self, prefix: str, parts: Iterable[str]) -> LinearMethod:
+        """One method for a layer of these parts, whatever each of them is stored as."""
+        methods = {part: self.method_of(prefix + part) for part in parts}
+        distinct = list(dict.fromkeys(methods.values()))
+        if len(distinct) == 1:
+            return distinct[0]
+        if all(isinstance(method, Plain) for method in distinct):
+            return self._plain(distinct)
+        dense = Dense("not quantised", self.linears)
+        return Mixed(
+            {p: dense if isinstance(m, Plain) else m for p, m in methods.items()}, self.linears
+        )
+
+    def _plain(self, methods: list[Method]) -> Plain:
+        plain = [method for method in methods if isinstance(method, Plain)]
+        names = " + ".join(dict.fromkeys(method.name for method in plain))
+        reasons = "; ".join(dict.fromkeys(method.reason for method in plain))
+        return Plain(self.linears.dtype, self.linears.products, names, reasons)
+
+
+def choose_methods(
+    config: ModelConfig, spec: ModelSpec, checkpoint: Checkpoint, linears: Linears
+) -> Methods:
+    """Detect how the weights are stored, and what is to be done to them."""
+    plain = Plain(linears.dtype, linears.products)
+    found = detect(spec.quantization, spec.source, linears)
+    types = _quantised_types(checkpoint)
+    wish = SCHEMES[config.quantization] if config.quantization else None
+    if found is not None:
+        _check_flag(config, found, wish)
+        by_file = _ByFile(found, plain, linears, bool(checkpoint.names()), spec.tie_embeddings)
+        return Methods(by_file, linears, Choice("weights", found.name, "as the checkpoint says"))
+    if types:
+        if wish is not None:
+            raise ConfigError(
+                f"--quantization {wish.name}: the file is quantised already ({', '.join(types)}), "
+                "and rounding twice loses more than it saves. Leave the flag out, or take a "
+                "16-bit file of the model."
+            )
+        by_type = _ByType(checkpoint, plain, linears, spec.tie_embeddings)
+        return Methods(by_type, linears, Choice("weights", ", ".join(types), "the file's types"))
+    if wish is not None:
+        online = _OnLoading(Online(wish, linears), plain, config.quantize_head)
+        return Methods(online, linears, Choice("weights", wish.name, "rounded while loading"))
+    return Methods(lambda _: plain, linears, Choice("weights", plain.name, plain.reason))
+
+
+def _check_flag(config: ModelConfig, found: Format, wish: Scheme | None) -> None:
+    """A flag that asks for what the checkpoint is anyway is harmless; any other is refused."""
+    method = found.method(_ANY_LAYER)
+    if wish is None or method is None:
+        return
+    has = method.scheme
+    same = (has.kind, has.block, has.activation != "none") == (
+        *(wish.kind, wish.block, wish.activation != "none"),
+    )
+    if not same:
+        raise ConfigError(
+            f"--quantization {wish.name}: the checkpoint is quantised already ({method.name}), and "
+            "its original weights are not in it. Leave the flag out, or take the original model."
+        )
+    if config.quantize_head:
+        raise ConfigError(
+            f"--quantize-head: the checkpoint is quantised already ({method.name}) and says itself "
+            "whether the head is. Leave the flag out, or take the original model."
+        )
+
+
+def _quantised_types(checkpoint: Checkpoint) -> list[str]:
+    """Storage types of a GGUF's matrices that are not plain numbers; safetensors have none."""
+    names = [name for name in checkpoint.names() if name.endswith(".weight")]
+    stored = [checkpoint.stored(name) for name in names]
+    found = dict.fromkeys(item.format for item in stored if len(item.shape) == 2)
+    return [kind for kind in found if kind.isupper()]
+
+
+@dataclass(frozen=True, slots=True)
+class _ByFile:
+    """As a quantization_config says. Random weights are brought into the same form."""
+
+    format: Format
+    plain: Plain
+    linears: Linears
+    has_file: bool
+    tied: bool
+    stand_ins: dict[str, Online] = field(default_factory=dict)
+
+    def __call__(self, module: str) -> Method:
+        method = self.format.method(module)
+        if method is None:
+            return self.plain
+        if module == _HEAD and self.tied:
+            raise CheckpointError(
+                f"the quantization_config ({self.format.name}) covers {_HEAD}, but "
+                "tie_word_embeddings says that it is the embedding's table, which is not "
+                "quantised. Set one of them right with --hf-overrides."
+            )
+        if self.has_file:
+            return method
+        if method.name not in self.stand_ins:
+            self.stand_ins[method.name] = Online(method.scheme, self.linears)
+        return self.stand_ins[method.name]
+
+
+@dataclass(frozen=True, slots=True)
+class _ByType:
+    """As the types of a GGUF's tensors say; what no kernel takes the reader dequantises."""
+
+    checkpoint: Checkpoint
+    plain: Plain
+    linears: Linears
+    tied: bool
+    made: dict[tuple[str, bool], Method] = field(default_factory=dict)
+
+    def __call__(self, module: str) -> Method:
+        name = _TABLE if module == _HEAD and self.tied else module
+        if f"{name}.weight" not in self.checkpoint.names():
+            return self.plain  # the loader will say what is missing
+        stored = self.checkpoint.stored(f"{name}.weight")
+        kind = stored.format
+        if kind in _PLAIN_TYPES:
+            return self.plain
+        reason = self._unpacked(kind, stored.shape)
+        key = (kind, reason is None)
+        if key not in self.made:
+            if reason is None:
+                self.made[key] = Gguf(kind, self.linears)
+            else:
+                dtype, products = self.linears.dtype, self.linears.products
+                self.made[key] = Plain(dtype, products, kind, reason)
+        return self.made[key]
+
+    def _unpacked(self, kind: str, shape: tuple[int, ...]) -> str | None:
+        """Why a tensor is dequantised, or None."""
+        if kind not in KINDS:
+            return f"unpacked: {kind} has no packed form here"
+        outline = Gguf(kind, self.linears).outline(shape[0], shape[1])
+        return self.linears.decide(outline).unpacked
+
+
+@dataclass(frozen=True, slots=True)
+class _OnLoading:
+    """Every layer in the same way; the head only when asked to, since it matters most."""
+
+    online: Online
+    plain: Plain
+    quantize_head: bool
+
+    def __call__(self, module: str) -> Method:
+        if module == _HEAD and not self.quantize_head:
+            return self.plain
+        return self.online

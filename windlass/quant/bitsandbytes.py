@@ -1,0 +1,150 @@
+"""bitsandbytes checkpoints: 4-bit tables (NF4, FP4; scales quantised again or not) and int8 rows."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from windlass.errors import CheckpointError, UnsupportedError
+from windlass.kernels.linears import Linears
+from windlass.kernels.packed import Int8Group, Packed, Table4
+from windlass.quant.base import Axis, ParamSpec, Part, check_scales
+from windlass.quant.packed_method import FileMethod, Shape
+from windlass.quant.rounding import Scheme, as_half
+from windlass.quant.settings import Settings
+
+_BLOCK = 64  # weights per scale
+_NESTED_BLOCK = 256  # scales per scale of scales
+
+
+def read(settings: Settings, linears: Linears) -> FileMethod:
+    """The method that a quantization_config of bitsandbytes asks for."""
+    in_4bit = settings.flag("load_in_4bit", False)
+    in_8bit = settings.flag("load_in_8bit", False)
+    if in_4bit == in_8bit:
+        raise CheckpointError(
+            f"{settings.where}: load_in_4bit and load_in_8bit are both {str(in_4bit).lower()}; "
+            "exactly one must be set."
+        )
+    if in_8bit:
+        return BnbInt8(linears)
+    kind = settings.one_of("bnb_4bit_quant_type", ("nf4", "fp4"), "fp4")
+    storage = settings.one_of("bnb_4bit_quant_storage", ("uint8",), "uint8")
+    del storage
+    return Bnb4(kind, settings.flag("bnb_4bit_use_double_quant", False), linears)
+
+
+class Bnb4(FileMethod):
+    """weight [N K / 2, 1], the table in weight.quant_map, a scale per block in weight.absmax.
+
+    With double quantisation absmax holds codes of a second table. The blob weight.quant_state is
+    JSON that says how large the blocks are.
+    """
+
+    def __init__(self, kind: str, nested: bool, linears: Linears) -> None:
+        super().__init__(f"bitsandbytes {kind}", linears)
+        self._kind = kind
+        self._nested = nested
+
+    @property
+    def scheme(self) -> Scheme:
+        return Scheme(self.name, "table4", (_BLOCK,))
+
+    @property
+    def _state(self) -> str:
+        return f"weight.quant_state.bitsandbytes__{self._kind}"
+
+    def params(self, part: str, num_out: int, num_in: int) -> dict[str, ParamSpec]:
+        if num_in % _BLOCK:
+            raise UnsupportedError(
+                f"{part}: blocks of {_BLOCK} weights do not divide {num_in} inputs, so that some "
+                "lie across rows; such layers cannot be read here."
+            )
+        count = num_out * num_in
+        blocks = count // _BLOCK
+        scale_type = torch.uint8 if self._nested else torch.float32
+        params = {
+            "weight": ParamSpec((count // 2, 1), torch.uint8, Axis(0, 2, num_in)),
+            "weight.absmax": ParamSpec((blocks,), scale_type, Axis(0, 1, num_in // _BLOCK)),
+            "weight.quant_map": ParamSpec((16,), torch.float32),
+            self._state: ParamSpec((-1,), torch.uint8),
+        }
+        if self._nested:
+            outer = -(-blocks // _NESTED_BLOCK)
+            params["weight.nested_absmax"] = ParamSpec((outer,), torch.float32)
+            params["weight.nested_quant_map"] = ParamSpec((256,), torch.float32)
+        return params
+
+    def form(self, part: Part, shape: Shape) -> Packed | Tensor:
+        state = self._read_state(part, shape)
+        num_out, num_in = shape
+        absmax = self._absmax(part, state).view(num_out, num_in // _BLOCK)
+        packed = part["weight"].view(num_out, num_in // 2)
+        swapped = (packed >> 4) | (packed << 4)  # the first of two weights is the high half there
+        table = part.scales("weight.quant_map", zero_is_fine=True)
+        return Table4(swapped, table, as_half(absmax))
+
+    def _absmax(self, part: Part, state: dict[str, Any]) -> Tensor:
+        # A block of zeros has the scale zero, so zero is no damage here.
+        if not self._nested:
+            return part.scales("weight.absmax", zero_is_fine=True)
+        outer = part.scales("weight.nested_absmax", zero_is_fine=True)
+        inner = part.scales("weight.nested_quant_map", zero_is_fine=True)
+        codes = part["weight.absmax"]
+        spread = outer.repeat_interleave(_NESTED_BLOCK)[: codes.numel()]
+        absmax = inner[codes.long()] * spread + float(state["nested_offset"])
+        check_scales(absmax, f"{part.name}.weight.absmax", zero_is_fine=True)
+        return absmax
+
+    def _read_state(self, part: Part, shape: Shape) -> dict[str, Any]:
+        """The blob's JSON, checked: what it says must be what the config and the layer say."""
+        blob, name = part[self._state], f"{part.name}.{self._state}"
+        if blob.is_meta:
+            return {"nested_offset": 0.0}
+        try:
+            state = json.loads(bytes(blob.tolist()))
+            found = (state["quant_type"], state["blocksize"], tuple(state["shape"]))
+            nested = (state.get("nested_blocksize"), "nested_offset" in state)
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            raise CheckpointError(f"tensor {name}: is not the expected JSON: {error!r}.") from error
+        wanted = (self._kind, _BLOCK, tuple(shape))
+        if found != wanted or (self._nested and nested != (_NESTED_BLOCK, True)):
+            raise UnsupportedError(
+                f"tensor {name}: says type, block and shape {found}, nested {nested}; expected "
+                f"{wanted}{', nested in blocks of 256' if self._nested else ''}."
+            )
+        return dict(state)
+
+
+class BnbInt8(FileMethod):
+    """weight int8 [N, K], SCB [N]: the largest of each row. The activations stay as they are."""
+
+    def __init__(self, linears: Linears) -> None:
+        super().__init__("bitsandbytes int8", linears)
+
+    @property
+    def scheme(self) -> Scheme:
+        return Scheme(self.name, "int8", (), per_row=True)
+
+    def params(self, part: str, num_out: int, num_in: int) -> dict[str, ParamSpec]:
+        del part
+        return {
+            "weight": ParamSpec((num_out, num_in), torch.int8, Axis(0), Axis(1)),
+            "SCB": ParamSpec((num_out,), torch.float32, Axis(0)),
+            # Says how older versions permuted rows; 0 is "not at all".
+            "weight_format": ParamSpec((1,), torch.uint8, optional=True),
+        }
+
+    def form(self, part: Part, shape: Shape) -> Packed | Tensor:
+        del shape
+        layout = part.tensors.get("weight_format")
+        if layout is not None and not layout.is_meta and int(layout) != 0:
+            raise UnsupportedError(
+                f"tensor {part.name}.weight_format: is {int(layout)}; only row-major weights "
+                "(0) can be read here. Save the model with a current bitsandbytes."
+            )
+        scales = part.scales("SCB", zero_is_fine=True) / 127
+        return Int8Group(part["weight"], scales.unsqueeze(1))

@@ -1,0 +1,39 @@
+"""GGUF weights kept packed: the file's blocks are taken apart once, at load time."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from windlass.kernels.linears import Linears
+from windlass.kernels.packed import Packed
+from windlass.quant.base import Axis, ParamSpec, Part, check_scales
+from windlass.quant.gguf_blocks import KINDS, pack
+from windlass.quant.packed_method import PackedMethod, Shape
+
+
+class Gguf(PackedMethod):
+    """One storage type; a merged layer may have several, one per part."""
+
+    def __init__(self, kind: str, linears: Linears) -> None:
+        super().__init__(kind, linears)
+        self._kind = KINDS[kind]
+
+    def params(self, part: str, num_out: int, num_in: int) -> dict[str, ParamSpec]:
+        del part
+        kind = self._kind
+        row_bytes = num_in // kind.values * kind.num_bytes
+        into = Axis(1, kind.values, kind.num_bytes)
+        return {"weight": ParamSpec((num_out, row_bytes), torch.uint8, Axis(0), into, raw=True)}
+
+    def form(self, part: Part, shape: Shape) -> Packed | Tensor:
+        del shape
+        form = pack(part["weight"], self._kind)
+        # A block of zeros has the scale zero, so zero is no damage here.
+        check_scales(form.scales, f"{part.name}.weight", zero_is_fine=True)
+        return form
+
+    def outline(self, num_out: int, num_in: int) -> Packed:
+        """The form without contents, to ask kernels about."""
+        spec = self.params("", num_out, num_in)["weight"]
+        return pack(torch.empty(spec.shape, dtype=spec.dtype, device="meta"), self._kind)

@@ -1,0 +1,76 @@
+"""GPTQ checkpoints: codes of 2, 3, 4 or 8 bits packed along the inputs, act-order included."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from windlass.errors import CheckpointError
+from windlass.kernels.linears import Linears
+from windlass.kernels.packed import Packed
+from windlass.quant.base import Axis, ParamSpec, Part
+from windlass.quant.bits import affine, num_words, order_of, unpack
+from windlass.quant.packed_method import FileMethod, Groups, Shape
+from windlass.quant.rounding import Kind, Scheme
+from windlass.quant.settings import Settings
+
+
+class Gptq(FileMethod):
+    """qweight [K bits / 32, N], qzeros [groups, N bits / 32], scales [groups, N], g_idx [K].
+
+    The first version of the format stores zeros less one.
+    """
+
+    def __init__(self, bits: int, groups: Groups, less_one: bool, linears: Linears) -> None:
+        super().__init__(f"gptq {bits}-bit", linears)
+        self._bits = bits
+        self._groups = groups
+        self._less_one = less_one
+
+    @classmethod
+    def read(cls, settings: Settings, linears: Linears) -> Gptq:
+        bits = settings.one_of("bits", (2, 3, 4, 8))
+        version = settings.one_of("checkpoint_format", ("gptq", "gptq_v2"), "gptq")
+        settings.refuse("dynamic")
+        return cls(bits, Groups(settings.group_size()), version == "gptq", linears)
+
+    @property
+    def bits(self) -> int:
+        return self._bits
+
+    @property
+    def scheme(self) -> Scheme:
+        groups = (self._groups.size,) if self._groups.size else ()
+        kind: Kind = "int8" if self._bits == 8 else "int4"
+        return Scheme(self.name, kind, groups, per_row=not groups)
+
+    def params(self, part: str, num_out: int, num_in: int) -> dict[str, ParamSpec]:
+        group, bits = self._groups.of(part, num_in), self._bits
+        # The fewest numbers that fill whole words: 32 of three bits are three words.
+        unit = 32 if bits == 3 else 32 // bits
+        if num_in % unit or num_out % unit:
+            raise CheckpointError(
+                f"{part}: {num_out} x {num_in} weights of {bits} bits do not fill whole words."
+            )
+        width = unit * bits // 32
+        words_in, words_out = num_words(num_in, bits), num_words(num_out, bits)
+        out, into, per_group = Axis(1, unit, width), Axis(0, unit, width), Axis(0, group)
+        return {
+            "qweight": ParamSpec((words_in, num_out), torch.int32, Axis(1), into),
+            "qzeros": ParamSpec((num_in // group, words_out), torch.int32, out, per_group),
+            "scales": ParamSpec((num_in // group, num_out), torch.float32, Axis(1), per_group),
+            "g_idx": ParamSpec((num_in,), torch.int64, None, Axis(0)),
+        }
+
+    def form(self, part: Part, shape: Shape) -> Packed | Tensor:
+        num_out, num_in = shape
+        order = order_of(part["g_idx"], self._groups.of(part.name, num_in), f"{part.name}.g_idx")
+        codes = unpack(part["qweight"].T.contiguous(), self._bits, num_in)
+        if order is not None:
+            codes = codes[:, order.long()]
+        zeros = unpack(part["qzeros"], self._bits, num_out).T.float() + self._less_one
+        if not zeros.is_meta and bool((zeros == 2 ** (self._bits - 1)).all()):
+            centre: Tensor | int = 2 ** (self._bits - 1)
+        else:
+            centre = zeros
+        return affine(codes, part.scales("scales").T.contiguous(), centre, self._bits, order)

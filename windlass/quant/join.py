@@ -1,0 +1,80 @@
+"""Forms that lie above each other in one layer become one, where nothing is lost by it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from windlass.kernels.packed import Float8, Int4Group, Int8Group, Packed, Table4
+
+Form = Packed | Tensor
+
+
+def join(forms: Sequence[Form]) -> list[Form]:
+    """The same outputs in as few forms as possible, in the same order."""
+    runs: list[list[Form]] = []
+    for form in forms:
+        if runs and _alike(runs[-1][0], form) and _ends_whole(runs[-1][-1]):
+            runs[-1].append(form)
+        else:
+            runs.append([form])
+    return [run[0] if len(run) == 1 else _stacked(run) for run in runs]
+
+
+def _alike(a: Form, b: Form) -> bool:
+    if isinstance(a, Tensor) or isinstance(b, Tensor):
+        return isinstance(a, Tensor) and isinstance(b, Tensor)
+    match a, b:
+        case Int4Group(), Int4Group():
+            return a.group == b.group and _same(a.order, b.order)
+        case Int8Group(), Int8Group():
+            return (
+                (a.group, a.activation) == (b.group, b.activation)
+                and (a.mins is None) == (b.mins is None)
+                and _same(a.order, b.order)
+                and _same(a.input_scale, b.input_scale)
+            )
+        case Float8(), Float8():
+            return (a.block, a.activation) == (b.block, b.activation) and _same(
+                a.input_scale, b.input_scale
+            )
+        case Table4(), Table4():
+            return a.group == b.group and _same(a.table, b.table)
+    return False
+
+
+def _same(a: Tensor | None, b: Tensor | None) -> bool:
+    if a is None or b is None:
+        return a is b
+    return a.shape == b.shape and (a.is_meta or torch.equal(a, b))
+
+
+def _ends_whole(form: Form) -> bool:
+    """Whether another form may follow: a block of fp8 scales must not be cut."""
+    if isinstance(form, Float8) and form.block is not None:
+        return form.shape[0] % form.block[0] == 0
+    return True
+
+
+def _stacked(run: Sequence[Form]) -> Form:
+    first = run[0]
+    if isinstance(first, Tensor):
+        return torch.cat([form for form in run if isinstance(form, Tensor)])
+    packed = [form for form in run if not isinstance(form, Tensor)]
+    codes = torch.cat([form.codes.view(torch.uint8) for form in packed]).view(first.codes.dtype)
+    scales = torch.cat([_row_scales(form) for form in packed])
+    if isinstance(first, Int4Group | Int8Group) and first.mins is not None:
+        mins = [form.mins for form in packed if isinstance(form, Int4Group | Int8Group)]
+        stacked = torch.cat([one for one in mins if one is not None])
+        return replace(first, codes=codes, scales=scales, mins=stacked)
+    return replace(first, codes=codes, scales=scales)
+
+
+def _row_scales(form: Packed) -> Tensor:
+    """Scales that can lie above each other: one for a whole tensor becomes one per row."""
+    if isinstance(form, Float8) and form.block is None:
+        return form.scales.expand(form.shape[0], 1)
+    return form.scales

@@ -1,0 +1,28 @@
+"""16-bit weights that are rounded while they are loaded (`--quantization`), and random ones."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from windlass.kernels.linears import Linears
+from windlass.kernels.packed import Packed
+from windlass.quant.base import Axis, ParamSpec, Part
+from windlass.quant.packed_method import PackedMethod, Shape
+from windlass.quant.rounding import Scheme, quantise
+
+
+class Online(PackedMethod):
+    """Reads what `Plain` reads."""
+
+    def __init__(self, scheme: Scheme, linears: Linears) -> None:
+        super().__init__(scheme.name, linears)
+        self._scheme = scheme
+
+    def params(self, part: str, num_out: int, num_in: int) -> dict[str, ParamSpec]:
+        self._scheme.group(num_in, part)  # refuses what it cannot divide, before anything is read
+        dtype = self._linears.dtype
+        return {"weight": ParamSpec((num_out, num_in), dtype, out=Axis(0), into=Axis(1))}
+
+    def form(self, part: Part, shape: Shape) -> Packed | Tensor:
+        del shape
+        return quantise(part["weight"], self._scheme)
