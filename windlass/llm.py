@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from windlass.build import build_engine, build_for_process, open_model
+from windlass.build import Built, build_engine, build_for_process, open_model
 from windlass.config import EngineConfig
 from windlass.core.card import EngineReport, ModelCard
 from windlass.core.completion import Completion, Delta, check_ids, resolve_words
@@ -146,11 +146,20 @@ class LLM:
     def __init__(self, model: str = "default", **options: Any) -> None:
         config = EngineConfig.of(model=model, **options)
         opened = open_model(config)
-        built = build_engine(config, opened.source)
+        self._take(opened.card, build_engine(config, opened.source))
+
+    @classmethod
+    def over(cls, card: ModelCard, built: Built) -> LLM:
+        """Over an engine that was built already, perhaps with shared weights."""
+        llm = cls.__new__(cls)
+        llm._take(card, built)
+        return llm
+
+    def _take(self, card: ModelCard, built: Built) -> None:
         self.report: EngineReport = built.report
-        self.card: ModelCard = opened.card
+        self.card: ModelCard = card
         self.engine = built.engine
-        self._front = _Front(opened.card, built.report.vocab_size)
+        self._front = _Front(card, built.report.vocab_size)
 
     def generate(
         self,
