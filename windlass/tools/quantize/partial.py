@@ -160,8 +160,12 @@ class Partial:
     def _save(self, name: str, tensors: Mapping[str, Tensor]) -> None:
         path = self.folder / name
         try:
-            on_cpu = {key: value.cpu().contiguous() for key, value in tensors.items()}
-            _write(path, save(on_cpu))
+            # Each in memory of its own: the library refuses tensors that share some.
+            own = {
+                name: tensor.cpu().clone(memory_format=torch.contiguous_format)
+                for name, tensor in tensors.items()
+            }
+            _write(path, save(own))
         except OSError as error:
             raise self._cannot_write(path, error) from error
 

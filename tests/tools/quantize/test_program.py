@@ -1,0 +1,209 @@
+"""Interruptions and bad inputs: nothing half-made looks whole, and every refusal says what to do."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.tools.quantize.conftest import CONFIG, Quantize, tiny_tensors, write_model
+from windlass.tools.quantize import partial
+
+GPTQ = ("--method", "gptq", "--bits", "4", "--group-size", "32", "--sample-tokens", "64")
+
+
+# The command, with layers from the second on slow enough to be killed in the middle of one.
+_SLOW = """
+import time
+from windlass.cli.main import app
+from windlass.tools.quantize.layer import Layer
+
+watch = Layer.watch
+Layer.watch = lambda self, hidden: (time.sleep(30 * (self.index > 0)), watch(self, hidden))[1]
+app()
+"""
+
+
+def test_a_killed_run_goes_on_and_ends_the_same(
+    model: Path, texts: Path, tmp_path: Path, quantize: Quantize
+) -> None:
+    options = (*GPTQ, "--calibration", str(texts), "--samples", "16")
+    quantize(model, "-o", tmp_path / "whole", *options)
+    out, work = tmp_path / "out", tmp_path / "out.partial"
+    command = [sys.executable, "-c", _SLOW, "quantize", str(model), "-o", str(out), *options]
+    process = subprocess.Popen([*command, "--device", "cpu"], stderr=subprocess.PIPE)
+    manifest = work / "manifest.json"
+    while not (manifest.is_file() and json.loads(manifest.read_text())["layers"]):
+        assert process.poll() is None, process.stderr.read()  # type: ignore[union-attr]
+        time.sleep(0.02)
+    os.kill(process.pid, signal.SIGKILL)
+    process.communicate()
+    assert not out.exists()
+    other = quantize(model, "-o", out, *options[:-1], "17", "--alpha", "0.25", code=2)
+    assert "begun with other options: alpha was 0.5, is 0.25; samples was 16, is 17." in other
+    assert "going on after 1 layers" in quantize(model, "-o", out, *options)
+    assert not work.exists()
+    expected = load_file(tmp_path / "whole" / "model.safetensors")
+    found = load_file(out / "model.safetensors")
+    assert expected.keys() == found.keys()
+    assert all(torch.equal(expected[name], found[name]) for name in expected)
+
+
+def test_a_full_disk_keeps_what_is_done(
+    model: Path,
+    texts: Path,
+    tmp_path: Path,
+    quantize: Quantize,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    options = (*GPTQ, "--calibration", texts, "--samples", "16")
+    real, out = partial._write, tmp_path / "out"
+
+    def full(path: Path, data: bytes) -> None:
+        if path.name == "layer-00002.safetensors":
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        real(path, data)
+
+    monkeypatch.setattr(partial, "_write", full)
+    said = quantize(model, "-o", out, *options, code=1)
+    assert "No space left on device. 2 of 3 layers are done and kept in" in said
+    assert not out.exists()
+    monkeypatch.setattr(partial, "_write", real)
+    assert "going on after 2 layers" in quantize(model, "-o", out, *options)
+    assert (out / "config.json").is_file()
+
+    def full_at_the_end(path: Path, data: bytes) -> None:
+        if path.name == "model.safetensors":
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        real(path, data)
+
+    monkeypatch.setattr(partial, "_write", full_at_the_end)
+    other = tmp_path / "other"
+    assert "3 of 3 layers are done" in quantize(model, "-o", other, *options, code=1)
+    assert not other.exists()
+    monkeypatch.setattr(partial, "_write", real)
+    quantize(model, "-o", other, *options)
+    assert (other / "model.safetensors").is_file()
+
+
+def test_an_output_that_exists_is_refused(model: Path, tmp_path: Path, quantize: Quantize) -> None:
+    out = tmp_path / "out"
+    out.mkdir()
+    quantize(model, "-o", out, "--method", "rtn")
+    assert "exists already" in quantize(model, "-o", out, "--method", "rtn", code=2)
+    file = tmp_path / "file"
+    file.write_text("mine")
+    assert "exists already" in quantize(model, "-o", file, "--method", "rtn", code=2)
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (("--method", "magic"), "--method must be one of rtn, gptq"),
+        (("--method", "gptq"), "needs --calibration"),
+        (("--method", "rtn", "--group-size", "128"), "128 does not divide the 64 inputs of"),
+        (("--method", "rtn", "--group-size", "128"), "Sizes that fit all layers: 64, 32, -1"),
+        (("--method", "rtn", "--group-size", "48"), "must be a power of two"),
+        (("--method", "fp8", "--group-size", "64"), "does not go with --method fp8"),
+        (("--method", "fp8", "--scales", "block"), "blocks of 128 do not divide the 64 inputs"),
+        (("--method", "rtn", "--scales", "block"), "is for --method fp8"),
+        (("--method", "fp8", "--bits", "4"), "--bits 4 does not go with --method fp8; possible: 8"),
+        (("--method", "rtn", "--bits", "8", "--format", "awq"), "use --format compressed-tensors"),
+        (("--method", "rtn", "--bits", "3", "--format", "awq"), "use --format gptq"),
+        (("--method", "nf4", "--format", "gptq"), "only written as --format bitsandbytes"),
+        (("--method", "rtn", "--format", "bitsandbytes"), "is for --method nf4"),
+        (("--method", "smoothquant", "--asymmetric"), "needs --calibration"),
+        (("--method", "fp8", "--asymmetric"), "--asymmetric does not go with"),
+        (("--method", "rtn", "--act-order", "static"), "--act-order is for --method gptq"),
+        (("--method", "rtn", "--damping", "0"), "--damping must be above 0"),
+        (("--method", "rtn", "--device", "cuda"), ""),
+    ],
+)
+def test_what_does_not_go_together(
+    flags: tuple[str, ...], words: str, model: Path, tmp_path: Path, quantize: Quantize
+) -> None:
+    if "cuda" in flags:
+        flags = flags[:2]
+        assert "MODEL is missing" in quantize("-o", tmp_path / "out", *flags, code=2)
+        return
+    assert words in quantize(model, "-o", tmp_path / "out", *flags, code=2)
+    assert list(tmp_path.iterdir()) == []
+
+
+def lines(path: Path, *records: object) -> Path:
+    text = "".join((r if isinstance(r, str) else json.dumps(r)) + "\n" for r in records)
+    path.write_text(text)
+    return path
+
+
+def test_bad_calibration_files(
+    model: Path, texts: Path, tmp_path: Path, quantize: Quantize
+) -> None:
+    def refused(file: Path, *flags: object) -> str:
+        return quantize(model, "-o", tmp_path / "o", *GPTQ, "--calibration", file, *flags, code=2)
+
+    assert "No such file" in refused(tmp_path / "none.jsonl")
+    assert "holds no texts" in refused(lines(tmp_path / "empty.jsonl"))
+    short = lines(tmp_path / "short.jsonl", {"text": "a"}, {"text": "b"})
+    assert "all 2 texts have less than 8 tokens" in refused(short)
+    said = refused(texts, "--samples", 1000)
+    assert "--samples 1000" in said
+    assert "has only 40 usable texts" in said
+    good = {"text": "a windlass lifts a load"}
+    broken = lines(
+        tmp_path / "broken.jsonl", good, "{oops", {"prompt": "x"}, {"messages": []}, {"text": 5}
+    )
+    said = refused(broken)
+    assert "4 of 5 lines are broken" in said
+    assert "broken.jsonl, line 2: " in said
+    assert "line 3: needs either text or messages" in said
+    assert "--skip-broken-lines" in said
+    said = quantize(
+        *(model, "-o", tmp_path / "o", *GPTQ, "--calibration", broken, "--skip-broken-lines")
+    )
+    assert "4 broken lines left out" in said
+    assert "only 1 samples; 128 to 512 are advised" in said
+    assert "at most" not in said
+
+
+def test_conversations_need_a_template(texts: Path, tmp_path: Path, quantize: Quantize) -> None:
+    bare = write_model(tmp_path / "bare")
+    (bare / "tokenizer_config.json").write_text("{}")
+    said = quantize(bare, "-o", tmp_path / "o", *GPTQ, "--calibration", texts, code=2)
+    assert "has no chat template" in said
+
+
+def test_broken_weights_are_named(texts: Path, tmp_path: Path, quantize: Quantize) -> None:
+    broken = write_model(tmp_path / "broken")
+    tensors = tiny_tensors()
+    tensors["model.layers.1.mlp.up_proj.weight"][3, 4] = float("nan")
+    save_file(tensors, broken / "model.safetensors")
+    said = quantize(broken, "-o", tmp_path / "o", "--method", "rtn", code=2)
+    assert "model.layers.1.mlp.up_proj.weight holds NaN or infinite values" in said
+    tensors = tiny_tensors()
+    tensors["model.embed_tokens.weight"][:] = float("inf")
+    save_file(tensors, broken / "model.safetensors")
+    said = quantize(broken, "-o", tmp_path / "p", *GPTQ, "--calibration", texts, code=2)
+    assert "the inputs of model.layers.0.self_attn.qkv_proj are not finite" in said
+    tensors = tiny_tensors()
+    tensors["model.layers.0.input_layernorm.weight"][0] = 1e6
+    save_file(tensors, broken / "model.safetensors")
+    said = quantize(broken, "-o", tmp_path / "q", "--method", "rtn", "--format", "awq", code=2)
+    assert "which float16 cannot hold" in said
+
+
+def test_a_quantised_source_is_refused(tmp_path: Path, quantize: Quantize) -> None:
+    done = write_model(tmp_path / "done")
+    config = CONFIG | {"quantization_config": {"quant_method": "awq", "bits": 4}}
+    (done / "config.json").write_text(json.dumps(config))
+    said = quantize(done, "-o", tmp_path / "o", "--method", "rtn", code=2)
+    assert "awq" in said
