@@ -78,7 +78,7 @@ def our_logits(
     spec = ModelSpec.from_hf(json.loads((folder / "config.json").read_text()))
     heads = Heads(spec.num_heads, spec.num_kv_heads, spec.head_dim)
     ops = choose_ops(Need(CPU, torch.float32, heads, spec.rope.dim, plain=plain))
-    parts = Parts(torch.float32, CPU, 128, ops, lambda prefix, parts: Plain(torch.float32))
+    parts = Parts(torch.float32, CPU, 128, ops, lambda _, __: Plain(torch.float32))
     network = make_network(spec, parts)
     load(network, SafetensorsCheckpoint(sorted(folder.glob("*.safetensors"))), CPU)
     cache = KVCache(spec.num_layers, (16, spec.num_kv_heads, 4, spec.head_dim), torch.float32, CPU)

@@ -91,8 +91,12 @@ def write_gguf(
     kind: Type = Type.F32,
     tensors: Mapping[str, np.ndarray] | None = None,
     metadata: Mapping[str, Any] | None = None,
+    kinds: Mapping[str, Type] | None = None,
 ) -> Path:
-    """A small GGUF. Matrices are stored as `kind`, vectors as F32; `metadata` adds or replaces."""
+    """A small GGUF. Matrices are stored as `kind`, vectors as F32; `metadata` adds or replaces.
+
+    `kinds` has other types for tensors whose names end like its keys.
+    """
     writer = gguf.GGUFWriter(path, architecture)
     values: dict[str, Any] = {
         "block_count": LAYERS,
@@ -113,7 +117,8 @@ def write_gguf(
         if tensor.ndim == 1:
             writer.add_tensor(name, tensor)
         else:
-            writer.add_tensor(name, quantize(tensor, kind), raw_dtype=kind)
+            own = next((k for end, k in (kinds or {}).items() if name.endswith(end)), kind)
+            writer.add_tensor(name, quantize(tensor, own), raw_dtype=own)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from windlass.errors import CheckpointError
 from windlass.kernels.linears import Product
+from windlass.kernels.products import Norm
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +111,12 @@ class LinearMethod(Protocol):
 
     def apply(self, layer: Layer, x: Tensor) -> Tensor:
         """x @ weight.T"""
+        ...
+
+    def then(
+        self, layer: Layer, x: Tensor, residual: Tensor, norm: Norm
+    ) -> tuple[Tensor, Tensor]:
+        """x @ weight.T, into the residual stream and through a norm: (normalised, new residual)."""
         ...
 
     def gated(self, layer: Layer, x: Tensor, silu_mul: Callable[[Tensor], Tensor]) -> Tensor:

@@ -12,8 +12,9 @@ from windlass.errors import CheckpointError, UnsupportedError
 from windlass.kernels.linears import Linears
 from windlass.kernels.packed import Int8Group, Packed, Table4
 from windlass.quant.base import Axis, ParamSpec, Part, check_scales
+from windlass.quant.bits import exactly
 from windlass.quant.packed_method import FileMethod, Shape
-from windlass.quant.rounding import Scheme, as_half
+from windlass.quant.rounding import Scheme
 from windlass.quant.settings import Settings
 
 _BLOCK = 64  # weights per scale
@@ -85,7 +86,7 @@ class Bnb4(FileMethod):
         packed = part["weight"].view(num_out, num_in // 2)
         swapped = (packed >> 4) | (packed << 4)  # the first of two weights is the high half there
         table = part.scales("weight.quant_map", zero_is_fine=True)
-        return Table4(swapped, table, as_half(absmax))
+        return Table4(swapped, table, exactly(absmax))
 
     def _absmax(self, part: Part, state: dict[str, Any]) -> Tensor:
         # A block of zeros has the scale zero, so zero is no damage here.

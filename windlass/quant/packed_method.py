@@ -12,6 +12,7 @@ from torch import Tensor
 from windlass.errors import CheckpointError
 from windlass.kernels.linears import Linears
 from windlass.kernels.packed import Packed
+from windlass.kernels.products import Norm
 from windlass.quant.base import Axis, Layer, ParamSpec, Part
 from windlass.quant.join import join
 from windlass.quant.rounding import Scheme
@@ -48,6 +49,11 @@ class PackedMethod(ABC):
     def apply(self, layer: Layer, x: Tensor) -> Tensor:
         outputs = [product.prepared.apply(x) for product in layer.products]
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=-1)
+
+    def then(
+        self, layer: Layer, x: Tensor, residual: Tensor, norm: Norm
+    ) -> tuple[Tensor, Tensor]:
+        return norm.add(self.apply(layer, x), residual)
 
     def gated(self, layer: Layer, x: Tensor, silu_mul: Callable[[Tensor], Tensor]) -> Tensor:
         return silu_mul(self.apply(layer, x))

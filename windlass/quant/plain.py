@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from windlass.kernels.products import TorchProducts
+from windlass.kernels.products import Norm, TorchProducts
 from windlass.quant.base import Axis, Layer, ParamSpec
 
 
@@ -51,6 +51,11 @@ class Plain:
 
     def apply(self, layer: Layer, x: Tensor) -> Tensor:
         return self._products.linear(x, layer.weight)  # type: ignore[arg-type]
+
+    def then(
+        self, layer: Layer, x: Tensor, residual: Tensor, norm: Norm
+    ) -> tuple[Tensor, Tensor]:
+        return self._products.linear_norm(x, layer.weight, residual, norm)  # type: ignore[arg-type]
 
     def gated(self, layer: Layer, x: Tensor, silu_mul: Callable[[Tensor], Tensor]) -> Tensor:
         return self._products.gated(x, layer.weight, silu_mul)  # type: ignore[arg-type]

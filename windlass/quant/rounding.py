@@ -77,7 +77,9 @@ SCHEMES = {
 def quantise(weight: Tensor, scheme: Scheme) -> Packed:
     """Round [N, K] to the scheme's codes, some rows at a time."""
     rows = max(128, _AT_ONCE // weight.shape[1] // 128 * 128)
-    forms = join([_ROUND[scheme.kind](chunk.float(), scheme) for chunk in torch.split(weight, rows)])
+    forms = join(
+        [_ROUND[scheme.kind](chunk.float(), scheme) for chunk in torch.split(weight, rows)]
+    )
     assert len(forms) == 1
     assert not isinstance(forms[0], Tensor)
     return forms[0]

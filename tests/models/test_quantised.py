@@ -1,0 +1,233 @@
+"""Quantised weights in whole networks: rounding at load time, mixed GGUFs, random weights, inspect."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from tests.models import tiny
+from tests.models.tiny import Type, write_gguf
+from tests.quant.folders import IDS, loaded, logits, write_plain
+from windlass import LLM, SamplingParams
+from windlass.cli.main import app
+from windlass.config import EngineConfig
+from windlass.errors import ConfigError
+from windlass.layers.linear import Linear
+from windlass.models.checkpoint import SafetensorsCheckpoint
+from windlass.models.gguf_file import GGUFCheckpoint
+from windlass.models.loader import outline
+from windlass.models.network import make_network
+from windlass.models.spec import ModelSpec
+from windlass.quant.rounding import SCHEMES
+from windlass.runner.assemble import draw_up
+
+# How far the logits may lie from those of the plain weights, relative to their size: two layers
+# of random weights, which are the worst case for rounding.
+FAR = {"int8": 0.03, "w8a8": 0.05, "fp8": 0.16, "fp8-block": 0.16, "int4": 0.4, "nf4": 0.36}
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_plain(tmp_path_factory.mktemp("plain") / "model")
+
+
+@pytest.fixture(scope="module")
+def tied(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_plain(tmp_path_factory.mktemp("tied") / "model", tied=True)
+
+
+@pytest.mark.parametrize("name", SCHEMES)
+@pytest.mark.parametrize("head", [False, True])
+def test_rounding_at_load_time_stays_near(name: str, head: bool, plain: Path, tied: Path) -> None:
+    for folder in (plain, tied):
+        want = logits(loaded(folder))
+        got = logits(loaded(folder, quantization=name, quantize_head=head))
+        oracle = loaded(folder, quantization=name, quantize_head=head, plain_kernels=True)
+        error = (got - want).norm() / want.norm()
+        assert 1e-4 < error < FAR[name]
+        # The plain version and what was chosen differ by no more than the order of sums.
+        assert (got - logits(oracle)).norm() / want.norm() < 2e-3
+
+
+@pytest.mark.parametrize("name", SCHEMES)
+def test_packed_weights_are_smaller(name: str, plain: Path) -> None:
+    whole = loaded(plain).weight_bytes
+    packed = loaded(plain, quantization=name, plain_kernels=True)
+    bits = {"int4": 5.3, "nf4": 4.6}.get(name, 8.6)
+    layers = [m for m in packed.network.modules() if isinstance(m, Linear) and m.products]
+    weights = sum(p.shape[0] * p.shape[1] for layer in layers for p in layer.products)
+    assert sum(layer.product_bytes for layer in layers) <= bits / 8 * weights
+    assert packed.weight_bytes < whole
+    assert not any(layer.stored for layer in layers)
+
+
+def test_a_tied_head_is_shared_until_it_is_rounded(tied: Path) -> None:
+    shared = loaded(tied, quantization="int8").network
+    assert shared.lm_head.weight is shared.model.embed_tokens.weight
+    own = loaded(tied, quantization="int8", quantize_head=True).network
+    assert own.lm_head.weight is None
+    assert len(own.lm_head.products) == 1
+
+
+@pytest.mark.parametrize("options", [{}, {"plain_kernels": True}], ids=["default", "plain"])
+def test_engines_generate_with_rounded_weights(plain: Path, options: dict[str, Any]) -> None:
+    for name in SCHEMES:
+        llm = LLM(str(plain), load_format="dummy", quantization=name, num_blocks=64, **options)
+        out = llm.generate([IDS], SamplingParams(max_tokens=4, temperature=0, ignore_eos=True))
+        assert len(out[0].outputs[0].token_ids) == 4
+        lines = {choice.what: choice for choice in llm.report.choices}
+        assert lines["weights"].value == name
+        assert f"{name} weights" in lines
+
+
+MIXED = {
+    "attn_q.weight": Type.Q4_0,
+    "attn_k.weight": Type.Q8_0,
+    "attn_v.weight": Type.F16,
+    "ffn_down.weight": Type.Q5_1,
+    "ffn_gate.weight": Type.Q5_0,
+    "token_embd.weight": Type.Q8_0,
+}
+
+
+@pytest.fixture(scope="module")
+def mixed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("gguf") / "m.gguf"
+    return write_gguf(path, kind=Type.Q4_1, kinds=MIXED)
+
+
+def test_a_gguf_of_many_types_is_kept_packed(mixed: Path) -> None:
+    reference = loaded(mixed, dtype="float32")
+    packed = loaded(mixed, plain_kernels=True)
+    torch.testing.assert_close(logits(packed), logits(reference), atol=1e-4, rtol=1e-4)
+    block = packed.network.model.layers[0]
+    forms = [product.form for product in block.self_attn.qkv_proj.products]
+    assert forms == ["int4, groups of 32", "int8, groups of 32", "float32"]
+    assert block.self_attn.qkv_proj.method.name == "Q4_0 + Q8_0 + not quantised"
+    assert len(block.mlp.gate_up_proj.products) == 2
+    assert len(block.mlp.down_proj.products) == 1
+    assert packed.weight_bytes < 0.5 * reference.weight_bytes
+    # The head is packed, the table has storage of its own.
+    assert packed.network.lm_head.weight is None
+    assert packed.network.model.embed_tokens.weight.shape == (tiny.VOCAB, tiny.HIDDEN)
+
+
+def test_the_reference_is_what_the_reader_dequantises(mixed: Path) -> None:
+    network = loaded(mixed, dtype="float32").network
+    assert not any(m.products for m in network.modules() if isinstance(m, Linear))
+    assert network.lm_head.weight is network.model.embed_tokens.weight
+
+
+def test_types_without_a_packed_form_are_dequantised(tmp_path: Path) -> None:
+    made = loaded(
+        write_gguf(tmp_path / "m.gguf", kind=Type.Q8_0, kinds={"ffn_up.weight": Type.TQ2_0}),
+        plain_kernels=True,
+    )
+    lines = {choice.what: choice for choice in made.choices}
+    assert "Q8_0 + not quantised weights" in lines
+    products = made.network.model.layers[0].mlp.gate_up_proj.products
+    assert [product.form for product in products] == ["int8, groups of 32", "float32"]
+
+
+def test_a_quantised_gguf_is_not_rounded_again(mixed: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"--quantization int4: the file is quantised already"):
+        loaded(mixed, quantization="int4")
+    half = write_gguf(tmp_path / "h.gguf", kind=Type.F16)
+    assert loaded(half, quantization="int4", plain_kernels=True).network.lm_head.weight is not None
+
+
+@pytest.mark.parametrize(
+    ("quantization", "form"),
+    [
+        ({"quant_method": "awq", "bits": 4, "group_size": 64}, "int4, groups of 64"),
+        ({"quant_method": "gptq", "bits": 8, "group_size": -1}, "int8 per row"),
+        (
+            {"quant_method": "fp8", "weight_block_size": [128, 128]},
+            "fp8, blocks of 128 x 128, activations per block",
+        ),
+        ({"quant_method": "fp8"}, "fp8 per channel, activations per token"),
+        (
+            {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"},
+            "4-bit table, groups of 64",
+        ),
+    ],
+)
+def test_random_weights_take_the_configs_form(
+    quantization: dict[str, Any], form: str, plain: Path
+) -> None:
+    made = loaded(
+        plain,
+        load_format="dummy",
+        hf_overrides={"quantization_config": quantization},
+        plain_kernels=True,
+    )
+    assert made.network.model.layers[1].mlp.down_proj.products[0].form == form
+    assert torch.isfinite(logits(made)).all()
+
+
+def inspect(*arguments: str) -> dict[str, Any]:
+    result = CliRunner().invoke(app, ["inspect", *arguments, "--json"])
+    assert result.exit_code == 0, result.output
+    found: dict[str, Any] = json.loads(result.output)
+    return found
+
+
+def test_inspect_tells_how_weights_will_be_held(plain: Path) -> None:
+    options = ["--load-format", "dummy", "-q", "int4", "--plain-kernels"]
+    found = inspect(str(plain), *options)
+    layers = {item["layer"]: item for item in found["linear_layers"]}
+    down = layers["model.layers.*.mlp.down_proj"]
+    assert (down["method"], down["form"]) == ("int4", "int4, groups of 128")
+    assert (down["kernel"], down["layers"], down["bits_per_weight"]) == ("plain", 2, 4.25)
+    assert down["refusals"] == {"all others": "the plain versions were asked for"}
+    assert layers["lm_head"]["form"] == "float32"
+    made = loaded(plain, load_format="dummy", quantization="int4", plain_kernels=True)
+    assert found["estimate"]["weight_bytes"] == made.weight_bytes
+    wide = {"COLUMNS": "300"}
+    shown = CliRunner().invoke(app, ["inspect", str(plain), *options], env=wide).output
+    assert "4.25 bits a weight, plain: all others: the plain versions were asked for" in shown
+
+
+@pytest.mark.parametrize("options", [{"plain_kernels": True}, {"dtype": "float32"}, {}], ids=str)
+def test_an_outline_has_the_sizes_of_what_is_loaded(mixed: Path, options: dict[str, Any]) -> None:
+    checkpoint = GGUFCheckpoint(mixed)
+    spec = ModelSpec.from_hf(checkpoint.hf_config())
+    config = EngineConfig.of(model=str(mixed), **options)
+    network = make_network(spec, draw_up(config, spec, checkpoint).parts)
+    outline(network)
+    assert network.weight_bytes == loaded(mixed, **options).weight_bytes
+
+
+def test_a_head_without_rounding_is_refused() -> None:
+    with pytest.raises(ConfigError, match="--quantize-head does nothing without --quantization"):
+        LLM("default", quantize_head=True)
+
+
+def test_a_layer_is_finished_before_the_next_is_read(
+    plain: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read = SafetensorsCheckpoint.read
+    layers: list[Linear] = []
+    most_waiting = 0
+
+    def counted(self: SafetensorsCheckpoint, *args: Any, **kwargs: Any) -> torch.Tensor:
+        nonlocal most_waiting
+        most_waiting = max(most_waiting, sum(bool(layer.stored) for layer in layers))
+        return read(self, *args, **kwargs)
+
+    init = Linear.__init__
+
+    def remembered(self: Linear, *args: Any, **kwargs: Any) -> None:
+        init(self, *args, **kwargs)
+        layers.append(self)
+
+    monkeypatch.setattr(Linear, "__init__", remembered)
+    monkeypatch.setattr(SafetensorsCheckpoint, "read", counted)
+    loaded(plain, quantization="int8")
+    assert len(layers) == 9
+    assert most_waiting == 1

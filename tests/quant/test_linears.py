@@ -1,0 +1,148 @@
+"""The choice of a kernel per form, the plain product, and when a weight is unpacked."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from windlass.kernels import linears as linears_module
+from windlass.kernels.linears import Linears, describe
+from windlass.kernels.packed import Float8, Int8Group, Packed
+from windlass.kernels.plain_linear import PlainLinear, form_bytes
+from windlass.quant.join import join
+from windlass.quant.rounding import SCHEMES, Scheme, quantise
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+
+
+def weight(num_out: int = 256, num_in: int = 384, seed: int = 0) -> Tensor:
+    return torch.randn(num_out, num_in, generator=torch.Generator().manual_seed(seed)) * 0.05
+
+
+def test_whole_number_products_are_exact() -> None:
+    form = quantise(weight(), SCHEMES["w8a8"])
+    assert isinstance(form, Int8Group)
+    x = torch.randn(5, 384)
+    scale = x.abs().amax(1, keepdim=True) / 127
+    sums = (x / scale).round().to(torch.int64) @ form.codes.T.to(torch.int64)
+    want = sums.double() * scale.double() * form.scales.double().T
+    got = PlainLinear().prepare(form).apply(x)
+    torch.testing.assert_close(got, want.float(), rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("kind", ["token", "tensor", "block"])
+def test_fp8_activations_are_rounded_as_the_form_says(kind: str) -> None:
+    given = torch.tensor([0.01]) if kind == "tensor" else None
+    form = quantise(weight(), SCHEMES["fp8"])
+    assert isinstance(form, Float8)
+    form = replace(form, activation=kind, input_scale=given)
+    x = torch.randn(3, 384)
+    parts = x.view(3, 3, 128) if kind == "block" else x
+    scale = given if given is not None else parts.abs().amax(-1, keepdim=True) / 448
+    rounded = (parts / scale).clamp(-448, 448).to(torch.float8_e4m3fn).float() * scale
+    want = rounded.view(3, 384) @ form.dequantise().T
+    torch.testing.assert_close(PlainLinear().prepare(form).apply(x), want, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", SCHEMES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_unpacked_and_plain_agree(name: str, dtype: torch.dtype) -> None:
+    form = quantise(weight(), SCHEMES[name])
+    x = torch.randn(4, 384).to(dtype)
+    plain = Linears(CPU, dtype, plain=True).hold(form)
+    unpacked = Linears(CPU, dtype).hold(form)
+    assert (plain.kernel, unpacked.kernel) == ("plain", "torch")
+    tolerance = 2e-5 if dtype == torch.float32 else 2e-2
+    got, want = unpacked.prepared.apply(x), plain.prepared.apply(x)
+    assert got.dtype == want.dtype == dtype
+    torch.testing.assert_close(got, want, rtol=tolerance, atol=tolerance)
+    assert plain.prepared.num_bytes == form_bytes(form)
+    assert unpacked.prepared.num_bytes == 256 * 384 * dtype.itemsize
+
+
+class _Half:
+    """A kernel that takes int8 only."""
+
+    name = "half"
+
+    def refuse(self, form: Packed, device: torch.device, dtype: torch.dtype) -> str | None:
+        del device, dtype
+        return None if isinstance(form, Int8Group) else "only int8"
+
+    def prepare(self, form: Packed) -> object:
+        return PlainLinear().prepare(form)
+
+
+def test_the_first_kernel_that_takes_a_form_gets_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    where = f"{__name__}:_Half"
+    monkeypatch.setattr(linears_module, "_CANDIDATES", {"cpu": (where,), "cuda": ()})
+    linears = Linears(CPU, torch.float32)
+    int8, int4 = quantise(weight(), SCHEMES["int8"]), quantise(weight(), SCHEMES["int4"])
+    assert linears.hold(int8).kernel == "half"
+    assert linears.hold(int8).reason == "first choice"
+    refused = linears.hold(int4)
+    assert refused.kernel == "torch"
+    assert refused.reason == "unpacked: no packed kernel takes it (half: only int8)"
+    assert refused.refusals == {"half": "only int8"}
+    plain = Linears(CPU, torch.float32, plain=True).hold(int8)
+    assert plain.kernel == "plain"
+    assert "asked for" in plain.reason
+    reference = Linears(CPU, torch.float32, reference=True).hold(int8)
+    assert reference.kernel == "torch"
+    assert "--dtype float32" in reference.reason
+
+
+def test_a_gpu_keeps_packed_what_no_kernel_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(linears_module, "_CANDIDATES", {"cpu": (), "cuda": ()})
+    decision = Linears(CUDA, torch.bfloat16).decide(quantise(weight(), SCHEMES["fp8"]))
+    assert decision.unpacked is None
+    assert "dequantised on each call" in decision.reason
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 0))
+    decision = Linears(CUDA, torch.bfloat16).decide(quantise(weight(), SCHEMES["fp8"]))
+    assert "8.0) has no fp8 products" in decision.reason
+
+
+@pytest.mark.parametrize(
+    ("scheme", "text"),
+    [
+        ("int4", "int4, groups of 128"),
+        ("int8", "int8, groups of 128"),
+        ("w8a8", "int8 per row, activations per token"),
+        ("fp8", "fp8 per channel, activations per token"),
+        ("fp8-block", "fp8, blocks of 128 x 128, activations per block"),
+        ("nf4", "4-bit table, groups of 64"),
+    ],
+)
+def test_forms_have_words(scheme: str, text: str) -> None:
+    assert describe(quantise(weight(), SCHEMES[scheme])) == text
+
+
+@pytest.mark.parametrize("name", SCHEMES)
+def test_parts_joined_are_the_whole(name: str) -> None:
+    whole = weight(384)
+    parts = [quantise(part.contiguous(), SCHEMES[name]) for part in whole.split([256, 128])]
+    joined = join(parts)
+    assert len(joined) == 1
+    assert torch.equal(joined[0].dequantise(), quantise(whole, SCHEMES[name]).dequantise())
+
+
+def test_parts_that_differ_stay_apart() -> None:
+    token, given = (
+        quantise(weight(), Scheme("x", "fp8", (), True, kind)) for kind in ("token", "none")
+    )
+    assert len(join([token, given, given])) == 2
+    one, two = (
+        replace(token, activation="tensor", input_scale=torch.tensor([value]))
+        for value in (1.0, 2.0)
+    )
+    assert len(join([one, one, two])) == 2
+    cut = quantise(weight(192), SCHEMES["fp8-block"])  # ends within a block
+    assert len(join([cut, cut])) == 2
+    tensor = Float8(token.codes, torch.tensor([[0.5]]))
+    other = Float8(token.codes, torch.tensor([[0.25]]))
+    (joined,) = join([tensor, other])
+    assert torch.equal(joined.dequantise(), torch.cat([tensor.dequantise(), other.dequantise()]))

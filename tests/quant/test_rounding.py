@@ -1,0 +1,79 @@
+"""Rounding at load time: the error stays below each scheme's bound, and nothing divides by zero."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+import torch
+
+from windlass.errors import UnsupportedError
+from windlass.kernels.plain_linear import form_bytes
+from windlass.quant.rounding import NF4, SCHEMES, as_half, quantise
+
+# Half a step of the scheme's codes, relative to the largest weight that shares a scale.
+STEP = {
+    "int4": 2 / 15 / 2,
+    "int8": 1 / 127 / 2,
+    "w8a8": 1 / 127 / 2,
+    "fp8": 2**-4,
+    "fp8-block": 2**-4,
+    "nf4": max(b - a for a, b in pairwise(NF4)) / 2,
+}
+BITS = {"int4": 4.25, "int8": 8.125, "w8a8": 8.1, "fp8": 8.1, "fp8-block": 8.1, "nf4": 4.26}
+
+
+@pytest.mark.parametrize("name", SCHEMES)
+@pytest.mark.parametrize("scale", [1.0, 1e-7, 100.0])
+@pytest.mark.parametrize("shape", [(1, 128), (300, 384), (129, 64)])
+def test_the_error_is_below_half_a_step(name: str, scale: float, shape: tuple[int, int]) -> None:
+    weight = torch.randn(shape, generator=torch.Generator().manual_seed(1)) * scale
+    form = quantise(weight, SCHEMES[name])
+    error = (form.dequantise() - weight).abs().max()
+    assert error <= 1.01 * STEP[name] * weight.abs().max() + 1e-3 * weight.abs().max()
+
+
+@pytest.mark.parametrize("name", SCHEMES)
+def test_bits_per_weight(name: str) -> None:
+    weight = torch.randn(1024, 1024)
+    assert 8 * form_bytes(quantise(weight, SCHEMES[name])) / weight.numel() <= BITS[name]
+
+
+@pytest.mark.parametrize("name", SCHEMES)
+def test_weights_without_range_come_back(name: str) -> None:
+    weight = torch.zeros(128, 128)
+    weight[3] = 0.25
+    weight[5, 7] = 1e-12
+    back = quantise(weight, SCHEMES[name]).dequantise()
+    assert torch.isfinite(back).all()
+    torch.testing.assert_close(back, weight, atol=1e-6, rtol=1e-3)
+
+
+@pytest.mark.parametrize("name", SCHEMES)
+def test_rows_are_rounded_alone(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    weight = torch.randn(700, 128)
+    whole = quantise(weight, SCHEMES[name]).dequantise()
+    monkeypatch.setattr("windlass.quant.rounding._AT_ONCE", 1)
+    assert torch.equal(quantise(weight, SCHEMES[name]).dequantise(), whole)
+
+
+@pytest.mark.parametrize(
+    ("scheme", "num_in", "group"),
+    [
+        *[("int4", 384, 128), ("int4", 576, 64), ("int4", 96, 32)],
+        *[("int8", 384, 128), ("int8", 100, 100), ("nf4", 96, 32)],
+    ],
+)
+def test_the_largest_group_that_divides(scheme: str, num_in: int, group: int) -> None:
+    assert quantise(torch.randn(4, num_in), SCHEMES[scheme]).group == group
+
+
+def test_inputs_that_no_group_divides_are_refused_by_name() -> None:
+    with pytest.raises(UnsupportedError, match=r"mlp: int4 needs groups of 128, 64, 32 .* 80"):
+        SCHEMES["int4"].group(80, "mlp")
+
+
+def test_scales_outside_of_float16_stay_in_full() -> None:
+    assert as_half(torch.tensor([1.0, 0.0])).dtype == torch.float16
+    assert as_half(torch.tensor([1e6])).dtype == torch.float32
+    assert as_half(torch.tensor([1e-9])).dtype == torch.float32
