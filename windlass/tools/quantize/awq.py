@@ -16,6 +16,7 @@ from windlass.tools.quantize.statistics import Inputs
 
 _STEPS = 20  # strengths from 0 (no scaling) to 1
 _SMALLEST = 1e-4
+_MOST_ROWS = 512  # outputs that the search looks at; all of them choose alike
 _CLIPS = tuple(1.0 - 0.05 * step for step in range(11))  # how far a group's range is narrowed
 
 
@@ -32,8 +33,9 @@ class Found:
 def search_scale(weight: Tensor, inputs: Inputs, grid: Grid, sources: Tensor) -> Found:
     """Try scales of growing strength; input k is made by the producer's feature sources[k].
 
-    Strength 0 is among them, so that the result is never worse than rounding alone.
+    Strength 0 is among them, so that the result is no worse than rounding alone.
     """
+    weight = weight[:: -(-weight.shape[0] // _MOST_ROWS)]
     sizes = inputs.mean_abs.new_zeros(int(sources.max()) + 1)
     sizes = sizes.scatter_reduce(0, sources, inputs.mean_abs, "amax").clamp(min=_SMALLEST)
     tried = []

@@ -36,7 +36,7 @@ def gptq(
     groups = even_groups(num_in, grid.group, weight.device)
     by_column = groups if act_order == "group" else groups[order]
     pass_on = _propagation(gram[order][:, order], damping)
-    rounding = _Rounding(weight[:, order].clone(), grid, by_column)
+    rounding = _Rounding(weight.T[order], grid, by_column)
     if act_order == "static":
         rounding.fit_all(weight)
     rounding.run(pass_on, block)
@@ -44,58 +44,62 @@ def gptq(
     back[order] = torch.arange(num_in, device=order.device)
     return IntWeight(
         grid.bits,
-        rounding.codes[:, back],
-        rounding.scales,
-        rounding.zeros.to(torch.uint8),
+        rounding.codes[back].T.contiguous(),
+        rounding.scales.T.contiguous(),
+        rounding.zeros.T.to(torch.uint8),
         by_column[back],
     )
 
 
 class _Rounding:
-    """One weight on its way. Owns a copy of it, which is used up."""
+    """One weight on its way, transposed so that what is worked on lies together: [K, N].
+
+    Owns a copy of it, which is used up.
+    """
 
     def __init__(self, weight: Tensor, grid: Grid, groups: Tensor) -> None:
-        num_out, num_in = weight.shape
+        num_in, num_out = weight.shape
         self.weight = weight
         self.grid = grid
         self.groups = groups.tolist()
         self.codes = torch.empty(weight.shape, dtype=torch.uint8, device=weight.device)
-        self.scales = weight.new_empty(num_out, num_in // grid.group)
+        self.scales = weight.new_empty(num_in // grid.group, num_out)
         self.zeros = torch.empty_like(self.scales)
         self._fitted = False
 
     def fit_all(self, weight: Tensor) -> None:
-        """Every group's grid, from the weights as they were."""
-        self.scales, self.zeros = self.grid.fit(weight.unflatten(1, (-1, self.grid.group)))
+        """Every group's grid, from the weights as they were: [N, K]."""
+        scales, zeros = self.grid.fit(weight.unflatten(1, (-1, self.grid.group)))
+        self.scales, self.zeros = scales.T.contiguous(), zeros.T.contiguous()
         self._fitted = True
 
     def run(self, pass_on: Tensor, block: int) -> None:
-        num_in = self.weight.shape[1]
+        num_in = self.weight.shape[0]
         for first in range(0, num_in, block):
             last = min(first + block, num_in)
-            errors = self._block(first, last, pass_on)
-            self.weight[:, last:] -= errors @ pass_on[first:last, last:]
+            errors = self._block(first, last, pass_on[first:last, first:last])
+            self.weight[last:].addmm_(pass_on[first:last, last:].T, errors, alpha=-1)
 
     def _block(self, first: int, last: int, pass_on: Tensor) -> Tensor:
-        """Round columns [first, last); returns what each lost, scaled for the columns to come."""
-        errors = torch.empty_like(self.weight[:, first:last])
-        for k in range(first, last):
+        """Round inputs [first, last); returns what each lost, scaled for those to come."""
+        own = self.weight[first:last]
+        errors = torch.empty_like(own)
+        for at in range(last - first):
+            k = first + at
             group = self.groups[k]
             if not self._fitted and k % self.grid.group == 0:
                 self._fit(group, k)
-            scale, zero = self.scales[:, group], self.zeros[:, group]
-            column = self.weight[:, k]
-            code = self.grid.encode(column, scale, zero)
-            self.codes[:, k] = code.to(torch.uint8)
-            error = (column - (code - zero) * scale) / pass_on[k, k]
-            self.weight[:, k:last] -= torch.outer(error, pass_on[k, k:last])
-            errors[:, k - first] = error
+            scale, zero = self.scales[group], self.zeros[group]
+            code = self.grid.encode(own[at], scale, zero)
+            self.codes[k] = code.to(torch.uint8)
+            errors[at] = (own[at] - (code - zero) * scale) / pass_on[at, at]
+            own[at:].addr_(pass_on[at, at:], errors[at], alpha=-1)
         return errors
 
     def _fit(self, group: int, k: int) -> None:
         """A group's grid, from the weights as they have become."""
-        found = self.grid.fit(self.weight[:, k : k + self.grid.group])
-        self.scales[:, group], self.zeros[:, group] = found
+        found = self.grid.fit(self.weight[k : k + self.grid.group].T)
+        self.scales[group], self.zeros[group] = found
 
 
 def _propagation(gram: Tensor, damping: float) -> Tensor:

@@ -17,6 +17,7 @@ from windlass.errors import CheckpointError, UnsupportedError
 from windlass.kernels import reference, torch_attention
 from windlass.kernels.batch import KVCache, Span, StepBatch
 from windlass.kernels.ops import Ops
+from windlass.kernels.products import Norm
 from windlass.layers.linear import Linear
 from windlass.layers.rotary import Rotary
 from windlass.models.checkpoint import Checkpoint
@@ -52,6 +53,11 @@ class _Watched(Plain):
 
     def apply(self, layer: Any, x: Tensor) -> Tensor:
         return super().apply(layer, self._look(layer, x))
+
+    def then(
+        self, layer: Any, x: Tensor, residual: Tensor, norm: Norm
+    ) -> tuple[Tensor, Tensor]:
+        return super().then(layer, self._look(layer, x), residual, norm)
 
     def gated(self, layer: Any, x: Tensor, silu_mul: Callable[[Tensor], Tensor]) -> Tensor:
         return super().gated(layer, self._look(layer, x), silu_mul)
@@ -163,8 +169,9 @@ class Layer:
         for first, lengths in hidden.batches():
             batch = self._batch(lengths)
             x = hidden.states[first : first + sum(lengths)].to(self._device)
-            out, residual = self.block(x, None, batch, rotary.cos_sin)
-            yield (out + residual).cpu()
+            norm = self.block.input_layernorm
+            _, residual = self.block(*norm.add(x, None), norm, batch, rotary.cos_sin)
+            yield residual.cpu()
 
     def _batch(self, lengths: list[int]) -> StepBatch:
         """Whole samples side by side, each with pages of its own."""
