@@ -14,8 +14,8 @@ from safetensors.torch import save_file
 from tests.models.tiny import config, write_folder, write_gguf, write_json
 from windlass.config import ModelConfig
 from windlass.errors import CheckpointError, ConfigError, DownloadError, UnsupportedError
+from windlass.folders import cache_dir
 from windlass.models import hub
-from windlass.models.cache import cache_dir
 from windlass.models.hub import HubModel
 from windlass.models.source import resolve
 

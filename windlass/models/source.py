@@ -12,8 +12,8 @@ from typing import Literal
 
 from windlass.config import ModelConfig
 from windlass.errors import CheckpointError, ConfigError, UnsupportedError
+from windlass.folders import cache_dir
 from windlass.models import default_model, hub
-from windlass.models.cache import cache_dir
 from windlass.models.checkpoint import weight_map
 
 INDEX = "model.safetensors.index.json"

@@ -11,7 +11,7 @@ import torch
 
 from windlass.build import open_model
 from windlass.config import EngineConfig
-from windlass.models.cache import cache_dir
+from windlass.folders import cache_dir
 from windlass.tools.eval.data import read_corpus
 from windlass.tools.eval.run import measure
 from windlass.tools.eval.windows import Cut, cut_corpus

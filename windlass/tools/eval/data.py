@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from windlass.errors import ConfigError, DownloadError
-from windlass.models.cache import cache_dir
+from windlass.folders import cache_dir
 
 WIKITEXT2 = "wikitext2"
 UNLABELLED = "unlabelled"

@@ -1,0 +1,252 @@
+"""Products with packed weights on the CPU, by the native library.
+
+Inputs of int4 and int8 weights are rounded to int8, with a scale for every 32 of them (16 where the
+weight's groups want that); all other arithmetic is float32. fp8 is left to the plain version.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import weakref
+from dataclasses import dataclass
+from enum import IntEnum
+
+import torch
+from torch import Tensor
+
+from windlass.errors import OutOfMemory
+from windlass.kernels.native.library import Native, NativeUnavailable, load
+from windlass.kernels.packed import Activation, Float8, Int4Group, Int8Group, Packed, Table4
+from windlass.kernels.plain_linear import int8_codes
+
+_SPIN_US = 50  # how long an idle worker waits for the next product before it sleeps
+_HALF_EXPONENT = (
+    15  # scales that are not halves are brought below 2 ** 15, the largest half's power
+)
+
+
+class _Kind(IntEnum):
+    INT4 = 0
+    INT8 = 1
+    TABLE4 = 2
+    HALF = 3
+    FLOAT = 4
+
+
+class _Weight(ctypes.Structure):
+    """WindlassWeight of src/weight.h."""
+
+    _fields_ = (
+        ("kind", ctypes.c_int32),
+        ("num_out", ctypes.c_int32),
+        ("num_in", ctypes.c_int32),
+        ("group", ctypes.c_int32),
+        ("has_mins", ctypes.c_int32),
+        ("gain", ctypes.c_float),
+        ("data", ctypes.c_void_p),
+        ("order", ctypes.c_void_p),
+        ("table", ctypes.c_void_p),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Parts:
+    """What a weight is packed from."""
+
+    kind: _Kind
+    codes: Tensor
+    scales: Tensor | None = None
+    mins: Tensor | None = None
+    gain: float = 1.0
+    order: Tensor | None = None
+    table: Tensor | None = None
+    group: int = 0  # 0: all inputs
+
+
+class Pool:
+    """The library and its threads. Freed with the last product that uses them."""
+
+    def __init__(self, native: Native, num_threads: int) -> None:
+        self.functions = _declare(native.functions)
+        self.num_threads = num_threads
+        self.handle = self.functions.windlass_pool_new(num_threads, _SPIN_US)
+        if not self.handle:
+            raise NativeUnavailable(f"the system did not give {num_threads} threads")
+        weakref.finalize(self, self.functions.windlass_pool_free, self.handle)
+
+
+class NativeLinear:
+    """The LinearKernel of CPUs. `num_threads`: as many as torch uses if None."""
+
+    name = "native"
+
+    def __init__(self, num_threads: int | None = None) -> None:
+        self._pool: Pool | None = None
+        self._unavailable: str | None = None
+        try:
+            self._pool = Pool(load(), num_threads or torch.get_num_threads())
+        except NativeUnavailable as error:
+            self._unavailable = str(error)
+
+    def refuse(self, form: Packed, device: torch.device, dtype: torch.dtype) -> str | None:
+        del dtype  # others than float32 are converted
+        if device.type != "cpu":
+            return f"made for CPUs, this is {device.type}"
+        if self._unavailable is not None:
+            return self._unavailable
+        if isinstance(form, Float8):
+            return "no fp8 products on a CPU"
+        if isinstance(form, Table4):
+            return f"groups of {form.group} inputs, not of 4 n" if form.group % 4 else None
+        if isinstance(form, Int8Group) and form.activation == "block":
+            return "activations per block are for fp8"
+        if form.group % 16 and form.group != form.shape[1]:
+            return f"groups of {form.group} inputs, not of 16 n"
+        return None
+
+    def prepare(self, form: Packed | Tensor) -> NativeProduct:
+        """Repack once; a tensor (float16, or taken as float32) may be prepared as well."""
+        assert self._pool is not None, "prepare was called though refuse said no"
+        if isinstance(form, Int8Group) and form.activation != "none":
+            return NativeProduct(self._pool, _parts(form), form.activation, form.input_scale)
+        return NativeProduct(self._pool, _parts(form))
+
+
+class NativeProduct:
+    """A weight in the library's layout."""
+
+    def __init__(
+        self,
+        pool: Pool,
+        parts: _Parts,
+        activation: Activation = "none",
+        input_scale: Tensor | None = None,
+    ) -> None:
+        self._pool = pool
+        self._activation: Activation = activation
+        self._input_scale = input_scale
+        self._order = parts.order
+        self._table = parts.table
+        num_out = parts.codes.shape[0]
+        per_entry = 2 if parts.kind in (_Kind.INT4, _Kind.TABLE4) else 1
+        num_in = parts.codes.shape[1] * per_entry
+        self.shape = (num_out, num_in)
+        self._weight = _Weight(
+            kind=parts.kind,
+            num_out=num_out,
+            num_in=num_in,
+            group=parts.group or num_in,
+            has_mins=parts.mins is not None,
+            gain=parts.gain,
+            order=_pointer(parts.order),
+            table=_pointer(parts.table),
+        )
+        self._reference = ctypes.byref(self._weight)
+        num_bytes = pool.functions.windlass_packed_bytes(self._reference)
+        self._data = torch.empty(num_bytes, dtype=torch.uint8)
+        self._weight.data = self._data.data_ptr()
+        pool.functions.windlass_pack(
+            self._reference,
+            parts.codes.data_ptr(),
+            _pointer(parts.scales),
+            _pointer(parts.mins),
+            self._data.data_ptr(),
+        )
+
+    @property
+    def num_bytes(self) -> int:
+        kept = (self._data, self._order, self._table)
+        return sum(tensor.nbytes for tensor in kept if tensor is not None)
+
+    def apply(self, x: Tensor) -> Tensor:
+        """x [M, K] times the weight: [M, N] in x's type."""
+        wide, scales = x.float(), None
+        if self._activation != "none":
+            wide, scales = int8_codes(x, self._activation, self._input_scale)
+            scales = scales.expand(x.shape[0], 1).contiguous()
+        wide = wide.contiguous()
+        out = torch.empty(x.shape[0], self.shape[0])
+        failed = self._pool.functions.windlass_linear(
+            self._pool.handle,
+            self._reference,
+            wide.data_ptr(),
+            _pointer(scales),
+            x.shape[0],
+            out.data_ptr(),
+            0,
+        )
+        if failed:
+            raise OutOfMemory(f"no memory to rearrange {x.shape[0]} rows of {x.shape[1]} inputs")
+        return out.to(x.dtype)
+
+
+def _parts(form: Packed | Tensor) -> _Parts:
+    match form:
+        case Int4Group():
+            scales, mins, gain = _halves(form.scales, _uncentred(form))
+            return _Parts(
+                *(_Kind.INT4, form.codes.contiguous(), scales, mins, gain),
+                *(_indices(form.order), None, form.group),
+            )
+        case Int8Group():
+            scales, mins, gain = _halves(form.scales, form.mins)
+            return _Parts(
+                *(_Kind.INT8, form.codes.contiguous(), scales, mins, gain),
+                *(_indices(form.order), None, form.group),
+            )
+        case Table4():
+            scales = form.scales.float().contiguous()
+            table = form.table.float().contiguous()
+            return _Parts(
+                _Kind.TABLE4, form.codes.contiguous(), scales, table=table, group=form.group
+            )
+        case Tensor(dtype=torch.float16):
+            return _Parts(_Kind.HALF, form.contiguous())
+        case Tensor():
+            return _Parts(_Kind.FLOAT, form.float().contiguous())
+    raise AssertionError(f"no native form of {type(form).__name__}: refuse must say so")
+
+
+def _uncentred(form: Int4Group) -> Tensor | None:
+    """The minima, or None where they only move the codes' centre to 8."""
+    return None if torch.equal(form.mins.float(), form.scales.float() * -8) else form.mins
+
+
+def _halves(scales: Tensor, mins: Tensor | None) -> tuple[Tensor, Tensor | None, float]:
+    """As float16 and divided by a power of two, the gain, so that the largest uses the range.
+
+    What is float16 already stays as it is.
+    """
+    given = [scales] if mins is None else [scales, mins]
+    gain = 1.0
+    if any(tensor.dtype != torch.float16 for tensor in given):
+        peak = max(float(tensor.abs().max()) for tensor in given)
+        if peak > 0:
+            gain = 2.0 ** (math.frexp(peak)[1] - _HALF_EXPONENT)
+    halves = [(tensor.float() / gain).half().contiguous() for tensor in given]
+    return halves[0], halves[1] if mins is not None else None, gain
+
+
+def _indices(order: Tensor | None) -> Tensor | None:
+    return None if order is None else order.to(torch.int32).contiguous()
+
+
+def _pointer(tensor: Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()
+
+
+def _declare(functions: ctypes.CDLL) -> ctypes.CDLL:
+    """The signatures of src/api.h."""
+    pointer, number = ctypes.c_void_p, ctypes.c_int32
+    functions.windlass_pool_new.restype = pointer
+    functions.windlass_pool_new.argtypes = (number, number)
+    functions.windlass_pool_free.restype = None
+    functions.windlass_pool_free.argtypes = (pointer,)
+    functions.windlass_packed_bytes.restype = ctypes.c_uint64
+    functions.windlass_packed_bytes.argtypes = (pointer,)
+    functions.windlass_pack.restype = None
+    functions.windlass_pack.argtypes = (pointer,) * 5
+    functions.windlass_linear.restype = number
+    functions.windlass_linear.argtypes = (*(pointer,) * 4, number, pointer, number)
+    return functions

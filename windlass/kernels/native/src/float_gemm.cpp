@@ -1,0 +1,92 @@
+// Products of float32, float16 and 4-bit table weights with inputs as they are, in float32.
+//
+// Table codes, and halves when there are many rows, become floats in the nearest cache first.
+
+#include "gemm.h"
+
+namespace windlass {
+
+namespace {
+
+constexpr int kMostInputs = 512;  // of an unpacked tile: 16 KiB of floats
+
+// MT rows x 8 outputs, `count` inputs. Few rows sum several inputs side by side: one sum after
+// another would wait for each addition.
+template <int MT, class Value>
+inline void multiply(const Value* w, const float* x, int count, F32x8 (&acc)[MT]) {
+  constexpr int SIDE = MT == 1 ? 4 : MT == 2 ? 2 : 1;
+  F32x8 part[SIDE][MT];
+  for (int s = 0; s < SIDE; ++s) {
+    for (int m = 0; m < MT; ++m) part[s][m] = zero();
+  }
+  const auto step = [&](int k, F32x8(&sums)[MT]) {
+    const F32x8 weight = load_scales(w + k * kTile);
+    const Quad in = load_quad(x + k * kPanel);
+    unrolled<MT>([&](auto m) { sums[m] = fma_lane<m>(sums[m], weight, in); });
+  };
+  int k = 0;
+  for (; k + SIDE <= count; k += SIDE) {
+    for (int s = 0; s < SIDE; ++s) step(k + s, part[s]);
+  }
+  for (; k < count; ++k) step(k, part[0]);
+  for (int m = 0; m < MT; ++m) {
+    acc[m] = part[0][m];
+    for (int s = 1; s < SIDE; ++s) acc[m] = add(acc[m], part[s][m]);
+  }
+}
+
+template <class Value>
+void multiply_panels(const Product& job, int t, int first, int last, const Value* w, int begin,
+                     int end) {
+  each_panel(job, first, last, [&](auto rows, int p) {
+    const float* x = reinterpret_cast<const float*>(job.panel(p));
+    F32x8 acc[rows];
+    multiply<rows>(w, x + static_cast<size_t>(begin) * kPanel, end - begin, acc);
+    store_tile<rows>(job, t, p * kPanel, acc, job.add || begin > 0);
+  });
+}
+
+void unpack_halves(const uint16_t* from, int count, float* out) {
+  for (int k = 0; k < count; ++k) store(out + k * kTile, load_half(from + k * kTile));
+}
+
+void unpack_table(const Weight& w, const uint8_t* tile, int begin, int end, float* out) {
+  const Table16 table = load_table(w.table);
+  const float* scales = reinterpret_cast<const float*>(tile);
+  const uint8_t* codes = tile + scale_bytes(w) + static_cast<size_t>(begin) * kTile / 2;
+  for (int k = begin; k < end; k += 4, codes += 16, out += 4 * kTile) {
+    lookup32(table, codes, load(scales + k / w.group * kTile), out);
+  }
+}
+
+}  // namespace
+
+void float_product(const Product& job) {
+  const int count = padded_in(job.w);
+  const bool direct = job.w.kind == kFloat || (job.w.kind == kHalf && job.rows < kManyRows);
+  each_piece(job, [&](int t, int first, int last) {
+    const uint8_t* tile = job.tile(t);
+    const uint16_t* halves = reinterpret_cast<const uint16_t*>(tile);
+    const float* floats = reinterpret_cast<const float*>(tile);
+    alignas(64) float room[kMostInputs * kTile];
+    for (int begin = 0; begin < count; begin += kMostInputs) {
+      const int end = std::min(begin + kMostInputs, count);
+      if (job.w.kind == kFloat) {
+        multiply_panels(job, t, first, last, floats + begin * kTile, begin, end);
+        continue;
+      }
+      if (direct) {
+        multiply_panels(job, t, first, last, halves + begin * kTile, begin, end);
+        continue;
+      }
+      if (job.w.kind == kHalf) {
+        unpack_halves(halves + begin * kTile, end - begin, room);
+      } else {
+        unpack_table(job.w, tile, begin, end, room);
+      }
+      multiply_panels(job, t, first, last, static_cast<const float*>(room), begin, end);
+    }
+  });
+}
+
+}  // namespace windlass

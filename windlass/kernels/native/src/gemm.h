@@ -1,0 +1,97 @@
+// What the products of whole numbers and of floats share: who computes what, and where it goes.
+
+#pragma once
+
+#include <algorithm>
+
+#include "pool.h"
+#include "simd.h"
+#include "weight.h"
+
+namespace windlass {
+
+struct Product {
+  Pool& pool;
+  const Weight& w;
+  const uint8_t* panels;  // rows of x, 4 at a time
+  size_t panel_bytes;
+  int rows;
+  float* y;
+  bool add;
+
+  int num_panels() const { return ceil_div(rows, kPanel); }
+  const uint8_t* panel(int p) const { return panels + static_cast<size_t>(p) * panel_bytes; }
+  const uint8_t* tile(int t) const { return w.data + static_cast<size_t>(t) * tile_bytes(w); }
+};
+
+void int_product(const Product& job);
+void float_product(const Product& job);
+
+// From this many rows on a tile is unpacked once for all of them.
+constexpr int kManyRows = 13;
+
+// Writes MT rows of one tile; columns past the end are dropped.
+template <int MT>
+inline void store_tile(const Product& job, int tile, int first_row, const F32x8 (&sums)[MT],
+                       bool add_to) {
+  const F32x8 gain = splat(has_halves(job.w) ? job.w.gain * kHalfGain : job.w.gain);
+  const int valid = std::min(kTile, job.w.num_out - tile * kTile);
+  for (int m = 0; m < MT; ++m) {
+    float* out = job.y + static_cast<size_t>(first_row + m) * static_cast<size_t>(job.w.num_out) +
+                 tile * kTile;
+    const F32x8 value = mul(sums[m], gain);
+    if (valid == kTile) {
+      store(out, add_to ? add(load(out), value) : value);
+      continue;
+    }
+    float spare[kTile];
+    store(spare, value);
+    for (int i = 0; i < valid; ++i) out[i] = add_to ? out[i] + spare[i] : spare[i];
+  }
+}
+
+// Calls body(constant number of rows, panel) for panels [first, last).
+template <class Body>
+inline void each_panel(const Product& job, int first, int last, const Body& body) {
+  for (int p = first; p < last; ++p) {
+    switch (std::min(kPanel, job.rows - p * kPanel)) {
+      case 1:
+        body(std::integral_constant<int, 1>{}, p);
+        break;
+      case 2:
+        body(std::integral_constant<int, 2>{}, p);
+        break;
+      case 3:
+        body(std::integral_constant<int, 3>{}, p);
+        break;
+      default:
+        body(std::integral_constant<int, 4>{}, p);
+    }
+  }
+}
+
+// Calls body(tile, first panel, last panel) for all of the product, on all threads. Panels are cut
+// so that some stay in the cache nearest to the core while many tiles pass by.
+template <class Body>
+inline void each_piece(const Product& job, const Body& body) {
+  constexpr size_t near_bytes = 40 << 10;
+  const int tiles = num_tiles(job.w);
+  const int panels = job.num_panels();
+  int cut = panels;
+  if (job.rows >= kManyRows) {
+    cut = std::max(4, static_cast<int>(near_bytes / job.panel_bytes));
+    cut = ceil_div(panels, ceil_div(panels, cut));
+  }
+  const int pieces = tiles * ceil_div(panels, cut);
+  const int64_t products = static_cast<int64_t>(job.rows) * job.w.num_in * job.w.num_out;
+  // Less than this is done before another thread has begun.
+  const int chunk = products < (64 << 10) ? pieces : std::max(1, pieces / (job.pool.threads() * 8));
+  job.pool.each(pieces, chunk, [&](int begin, int end) {
+    for (int i = begin; i < end; ++i) {
+      const int first = i / tiles * cut;
+      body(i % tiles, first, std::min(first + cut, panels));
+    }
+  });
+}
+
+}  // namespace windlass

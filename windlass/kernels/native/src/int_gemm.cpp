@@ -1,0 +1,193 @@
+// Products of int4 and int8 weights with inputs that were rounded to int8.
+//
+// Dot products of whole numbers within a block, then one multiplication by both scales. With few
+// rows codes are unpacked in registers; with many a tile is unpacked once into the nearest cache.
+
+#include <cstring>
+
+#include "gemm.h"
+#include "panels.h"
+
+namespace windlass {
+
+namespace {
+
+// A run of inputs of one tile. Scale is uint16_t (half) where it was packed, float where unpacked.
+template <class Scale>
+struct IntTile {
+  const uint8_t* codes;
+  const Scale* scales;
+  const Scale* mins;
+  int groups;
+  int blocks;  // in a group
+};
+
+template <int MT, bool NIBBLES>
+inline const uint8_t* dot16(const uint8_t* codes, const int8_t* x, I32x8 (&dots)[MT]) {
+  Inputs16 in[MT];
+  for (int m = 0; m < MT; ++m) in[m] = load_inputs(x + 16 * m);
+  if constexpr (NIBBLES) {
+    const Codes32 first = load_codes(codes), second = load_codes(codes + 32);
+    const Codes32 w[4] = {low_nibbles(first), low_nibbles(second), high_nibbles(first),
+                          high_nibbles(second)};
+    unrolled<4>([&](auto lane) {
+      for (int m = 0; m < MT; ++m) dots[m] = dot_nibbles<lane>(dots[m], w[lane], in[m]);
+    });
+    return codes + 64;
+  } else {
+    unrolled<4>([&](auto lane) {
+      const Codes32 w = load_codes(codes + 32 * lane);
+      for (int m = 0; m < MT; ++m) dots[m] = dot_signed<lane>(dots[m], w, in[m]);
+    });
+    return codes + 128;
+  }
+}
+
+// MT rows x 8 outputs. BLOCK inputs share a scale of x.
+template <int MT, int BLOCK, bool NIBBLES, bool MINS, class Scale>
+inline void multiply(const IntTile<Scale>& tile, IntPanel x, F32x8 (&out)[MT]) {
+  F32x8 acc[MT];  // not `out`, which would be written to memory again and again
+  for (int m = 0; m < MT; ++m) acc[m] = zero();
+  const uint8_t* codes = tile.codes;
+  for (int g = 0; g < tile.groups; ++g) {
+    const F32x8 scale = load_scales(tile.scales + g * kTile);
+    for (int b = 0; b < tile.blocks; ++b) {
+      I32x8 dots[MT];
+      if constexpr (NIBBLES && !MINS) {
+        const QuadInt centre = load_quad(x.centre);
+        unrolled<MT>([&](auto m) { dots[m] = sum_start<m>(centre); });
+        x.centre += kPanel;
+      } else {
+        for (int m = 0; m < MT; ++m) dots[m] = sum_start();
+      }
+      for (int k = 0; k < BLOCK; k += 16) {
+        codes = dot16<MT, NIBBLES>(codes, x.codes, dots);
+        x.codes += 16 * kPanel;
+      }
+      const Quad x_scale = load_quad(x.scales);
+      x.scales += kPanel;
+      unrolled<MT>([&](auto m) {
+        acc[m] = fma(acc[m], sum_finish(dots[m]), mul_lane<m>(scale, x_scale));
+      });
+    }
+    if constexpr (MINS) {
+      const F32x8 low = load_scales(tile.mins + g * kTile);
+      const Quad sums = load_quad(x.sums + g * kPanel);
+      unrolled<MT>([&](auto m) { acc[m] = fma_lane<m>(acc[m], low, sums); });
+    }
+  }
+  for (int m = 0; m < MT; ++m) out[m] = acc[m];
+}
+
+IntTile<uint16_t> packed_tile(const Product& job, int t) {
+  const uint8_t* data = job.tile(t);
+  const uint16_t* scales = reinterpret_cast<const uint16_t*>(data);
+  const int groups = num_groups(job.w);
+  return {data + scale_bytes(job.w), scales, scales + groups * kTile, groups,
+          padded_in(job.w) / groups / block_size(job.w)};
+}
+
+template <int BLOCK, bool NIBBLES, bool MINS>
+void few_rows(const Product& job) {
+  each_piece(job, [&](int t, int first, int last) {
+    const IntTile<uint16_t> tile = packed_tile(job, t);
+    each_panel(job, first, last, [&](auto rows, int p) {
+      F32x8 acc[rows];
+      multiply<rows, BLOCK, NIBBLES, MINS>(tile, int_panel(job.w, job.panel(p)), acc);
+      store_tile<rows>(job, t, p * kPanel, acc, job.add);
+    });
+  });
+}
+
+constexpr int kMostInputs = 2048;  // of an unpacked tile: 16 KiB of codes
+
+struct Unpacked {
+  alignas(64) uint8_t codes[kMostInputs * kTile];
+  alignas(64) float scales[kMostInputs / 16 * kTile];
+  alignas(64) float mins[kMostInputs / 16 * kTile];
+};
+
+// Where a run of inputs that begins at k ends: after whole groups, or within one that is too long.
+int run_end(int k, int group, int padded) {
+  if (group <= kMostInputs) return std::min(k + kMostInputs / group * group, padded);
+  return std::min({k + kMostInputs, (k / group + 1) * group, padded});
+}
+
+template <bool MINS>
+IntTile<float> unpack(const Product& job, const IntTile<uint16_t>& tile, int begin, int end,
+                      Unpacked& out) {
+  const int block = block_size(job.w);
+  const int group = tile.blocks * block;
+  const int first = begin / group;
+  const int groups = ceil_div(end - begin, group);
+  for (int g = 0; g < groups; ++g) {
+    store(out.scales + g * kTile, load_half(tile.scales + (first + g) * kTile));
+    if constexpr (MINS) {
+      // A group that was cut takes its minimum once, with its first part.
+      const bool begins = begin % group == 0;
+      store(out.mins + g * kTile, begins ? load_half(tile.mins + (first + g) * kTile) : zero());
+    }
+  }
+  const int blocks = std::min(group, end - begin) / block;
+  if (job.w.kind == kInt8) {
+    return {tile.codes + static_cast<size_t>(begin) * kTile, out.scales, out.mins, groups, blocks};
+  }
+  const uint8_t* from = tile.codes + static_cast<size_t>(begin) * kTile / 2;
+  uint8_t* to = out.codes;
+  for (int k = begin; k < end; k += 16, from += 64, to += 128) {
+    for (int i = 0; i < 2; ++i) {
+      const Codes32 both = load_codes(from + 32 * i);
+      const int8_t centre = MINS ? 0 : 8;
+      store_codes(to + 32 * i, subtract(low_nibbles(both), centre));
+      store_codes(to + 64 + 32 * i, subtract(high_nibbles(both), centre));
+    }
+  }
+  return {out.codes, out.scales, out.mins, groups, blocks};
+}
+
+template <int BLOCK, bool MINS>
+void many_rows(const Product& job) {
+  each_piece(job, [&](int t, int first, int last) {
+    Unpacked room;
+    const IntTile<uint16_t> packed = packed_tile(job, t);
+    const int group = packed.blocks * BLOCK;
+    const int padded = padded_in(job.w);
+    for (int begin = 0, end; begin < padded; begin = end) {
+      end = run_end(begin, group, padded);
+      const IntTile<float> tile = unpack<MINS>(job, packed, begin, end, room);
+      each_panel(job, first, last, [&](auto rows, int p) {
+        IntPanel x = int_panel(job.w, job.panel(p));
+        x.codes += begin * kPanel;
+        x.scales += begin / BLOCK * kPanel;
+        x.sums += begin / group * kPanel;
+        F32x8 acc[rows];
+        if constexpr (kHasMultiply4 && rows == kPanel) {
+          alignas(64) float sums[kPanel * kTile];
+          multiply_4<BLOCK, MINS>(tile.codes, tile.scales, tile.mins, tile.groups, tile.blocks,
+                                  x.codes, x.scales, x.sums, sums);
+          for (int m = 0; m < rows; ++m) acc[m] = load(sums + m * kTile);
+        } else {
+          multiply<rows, BLOCK, false, MINS>(tile, x, acc);
+        }
+        store_tile<rows>(job, t, p * kPanel, acc, job.add || begin > 0);
+      });
+    }
+  });
+}
+
+template <int BLOCK, bool MINS>
+void with_block(const Product& job) {
+  if (job.rows >= kManyRows) return many_rows<BLOCK, MINS>(job);
+  if (job.w.kind == kInt4) return few_rows<BLOCK, true, MINS>(job);
+  return few_rows<BLOCK, false, MINS>(job);
+}
+
+}  // namespace
+
+void int_product(const Product& job) {
+  const bool mins = job.w.has_mins != 0;
+  if (block_size(job.w) == 32) return mins ? with_block<32, true>(job) : with_block<32, false>(job);
+  return mins ? with_block<16, true>(job) : with_block<16, false>(job);
+}
+
+}  // namespace windlass

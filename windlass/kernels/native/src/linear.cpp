@@ -1,0 +1,59 @@
+// The C face of the products: rearranges x, then multiplies.
+
+#include <new>
+#include <system_error>
+
+#include "api.h"
+#include "gemm.h"
+#include "panels.h"
+
+using namespace windlass;
+
+struct WindlassPool {
+  Pool pool;
+};
+
+extern "C" {
+
+const char* windlass_simd(void) { return kSimdName; }
+
+WindlassPool* windlass_pool_new(int32_t threads, int32_t spin_us) {
+  try {
+    return new WindlassPool{{threads, spin_us}};
+  } catch (const std::system_error&) {
+    return nullptr;
+  } catch (const std::bad_alloc&) {
+    return nullptr;
+  }
+}
+
+void windlass_pool_free(WindlassPool* pool) { delete pool; }
+
+int32_t windlass_linear(WindlassPool* pool, const WindlassWeight* weight, const float* x,
+                        const float* x_scales, int32_t rows, float* y, int32_t add) {
+  const Weight& w = *weight;
+  std::lock_guard<std::mutex> hold(pool->pool.mutex());
+  const bool integer = is_integer(w);
+  const size_t bytes = round_up(
+      static_cast<int>(integer ? int_panel_bytes(w) : float_panel_bytes(w)), 64);
+  const int panels = ceil_div(rows, kPanel);
+  uint8_t* memory = pool->pool.buffer(bytes * static_cast<size_t>(panels));
+  if (memory == nullptr) return 1;
+  pool->pool.each(panels, panels < 4 ? panels : 1, [&](int begin, int end) {
+    for (int p = begin; p < end; ++p) {
+      const float* from = x + static_cast<size_t>(p) * kPanel * static_cast<size_t>(w.num_in);
+      const int count = std::min(kPanel, rows - p * kPanel);
+      uint8_t* to = memory + static_cast<size_t>(p) * bytes;
+      if (integer) {
+        fill_int_panel(w, from, x_scales ? x_scales + p * kPanel : nullptr, count, to);
+      } else {
+        fill_float_panel(w, from, count, to);
+      }
+    }
+  });
+  const Product job{pool->pool, w, memory, bytes, rows, y, add != 0};
+  integer ? int_product(job) : float_product(job);
+  return 0;
+}
+
+}  // extern "C"

@@ -1,0 +1,113 @@
+// The thread pool: see pool.h for what it promises.
+
+#include "pool.h"
+
+#include <algorithm>
+#include <chrono>
+#include <new>
+
+#include "simd.h"
+
+namespace windlass {
+
+using Clock = std::chrono::steady_clock;
+
+Pool::Pool(int threads, int spin_us) : spin_us_(spin_us) {
+  workers_.reserve(static_cast<size_t>(std::max(threads - 1, 0)));
+  for (int i = 1; i < threads; ++i) workers_.emplace_back([this] { work(); });
+}
+
+Pool::~Pool() {
+  {
+    std::lock_guard<std::mutex> hold(sleep_mutex_);
+    stop_ = true;
+  }
+  wake_.notify_all();
+  for (std::thread& worker : workers_) worker.join();
+}
+
+uint8_t* Pool::buffer(size_t bytes) {
+  constexpr size_t line = 64;
+  if (bytes + line > memory_bytes_) {
+    memory_.reset();
+    memory_.reset(new (std::nothrow) uint8_t[bytes + line]);
+    memory_bytes_ = memory_ ? bytes + line : 0;
+    if (!memory_) return nullptr;
+  }
+  const uintptr_t start = reinterpret_cast<uintptr_t>(memory_.get());
+  return memory_.get() + (line - start % line) % line;
+}
+
+void Pool::run(int count, int chunk, Piece piece, const void* body) {
+  if (count <= 0) return;
+  if (workers_.empty() || count <= chunk) {
+    piece(body, 0, count);
+    return;
+  }
+  piece_ = piece;
+  body_ = body;
+  count_ = count;
+  chunk_ = chunk;
+  next_.store(0, std::memory_order_relaxed);
+  const uint64_t number = (state_.load(std::memory_order_relaxed) >> 32) + 1;
+  state_.store(number << 32 | kOpen);
+  if (sleeping_.load() > 0) {
+    // The lock closes the gap between a worker's last look at the state and its sleep.
+    { std::lock_guard<std::mutex> hold(sleep_mutex_); }
+    wake_.notify_all();
+  }
+  take_pieces();
+  state_.fetch_and(~kOpen);
+  for (int i = 0; static_cast<uint32_t>(state_.load(std::memory_order_acquire)) != 0; ++i) {
+    if (i < 2000) {
+      pause_briefly();
+    } else {
+      std::this_thread::yield();  // a worker was put off its core in the middle of a piece
+    }
+  }
+}
+
+void Pool::take_pieces() {
+  for (;;) {
+    const int begin = next_.fetch_add(chunk_, std::memory_order_relaxed);
+    if (begin >= count_) return;
+    piece_(body_, begin, std::min(begin + chunk_, count_));
+  }
+}
+
+bool Pool::is_new(uint32_t last) const {
+  const uint64_t state = state_.load();
+  return (state & kOpen) != 0 && static_cast<uint32_t>(state >> 32) != last;
+}
+
+bool Pool::join(uint32_t& last) {
+  uint64_t state = state_.load(std::memory_order_acquire);
+  while ((state & kOpen) != 0 && static_cast<uint32_t>(state >> 32) != last) {
+    if (state_.compare_exchange_weak(state, state + 1, std::memory_order_acq_rel)) {
+      last = static_cast<uint32_t>(state >> 32);
+      return true;
+    }
+  }
+  return false;
+}
+
+void Pool::work() {
+  uint32_t last = 0;
+  while (!stop_) {
+    const Clock::time_point until = Clock::now() + std::chrono::microseconds(spin_us_);
+    while (!is_new(last) && !stop_ && Clock::now() < until) {
+      for (int i = 0; i < 16 && !is_new(last); ++i) pause_briefly();
+    }
+    if (join(last)) {
+      take_pieces();
+      state_.fetch_sub(1, std::memory_order_release);
+      continue;
+    }
+    std::unique_lock<std::mutex> hold(sleep_mutex_);
+    sleeping_.fetch_add(1);
+    wake_.wait(hold, [&] { return stop_ || is_new(last); });
+    sleeping_.fetch_sub(1);
+  }
+}
+
+}  // namespace windlass

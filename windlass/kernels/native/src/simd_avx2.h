@@ -1,0 +1,143 @@
+// x86-64 with AVX2, FMA and F16C; with VNNI a dot product is one instruction.
+
+#pragma once
+
+#include <immintrin.h>
+
+#include <cstdint>
+#include <cstring>
+
+namespace windlass {
+
+#if defined(__AVX512VNNI__) && defined(__AVX512VL__)
+constexpr const char* kSimdName = "AVX2 with AVX-512 VNNI";
+#elif defined(__AVXVNNI__)
+constexpr const char* kSimdName = "AVX2 with VNNI";
+#else
+constexpr const char* kSimdName = "AVX2";
+#endif
+
+struct F32x8 {
+  __m256 v;
+};
+struct I32x8 {
+  __m256i v;
+};
+struct Codes32 {
+  __m256i v;
+};
+// Broadcasts come from memory here, so these are only places.
+struct Inputs16 {
+  const int8_t* p;
+};
+struct Quad {
+  const float* p;
+};
+struct QuadInt {
+  const int32_t* p;
+};
+
+inline F32x8 zero() { return {_mm256_setzero_ps()}; }
+inline F32x8 splat(float x) { return {_mm256_set1_ps(x)}; }
+inline F32x8 load(const float* p) { return {_mm256_loadu_ps(p)}; }
+constexpr float kHalfUnit = 1.0f;
+inline F32x8 load_half(const uint16_t* p) {
+  return {_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)))};
+}
+inline void store(float* p, F32x8 x) { _mm256_storeu_ps(p, x.v); }
+inline F32x8 add(F32x8 x, F32x8 y) { return {_mm256_add_ps(x.v, y.v)}; }
+inline F32x8 mul(F32x8 x, F32x8 y) { return {_mm256_mul_ps(x.v, y.v)}; }
+inline F32x8 fma(F32x8 acc, F32x8 x, F32x8 y) { return {_mm256_fmadd_ps(x.v, y.v, acc.v)}; }
+
+inline Quad load_quad(const float* p) { return {p}; }
+template <int LANE>
+inline F32x8 mul_lane(F32x8 x, Quad q) {
+  return {_mm256_mul_ps(x.v, _mm256_broadcast_ss(q.p + LANE))};
+}
+template <int LANE>
+inline F32x8 fma_lane(F32x8 acc, F32x8 x, Quad q) {
+  return {_mm256_fmadd_ps(x.v, _mm256_broadcast_ss(q.p + LANE), acc.v)};
+}
+
+inline Codes32 load_codes(const uint8_t* p) {
+  return {_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))};
+}
+inline void store_codes(uint8_t* p, Codes32 x) {
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), x.v);
+}
+inline Codes32 low_nibbles(Codes32 x) {
+  return {_mm256_and_si256(x.v, _mm256_set1_epi8(15))};
+}
+inline Codes32 high_nibbles(Codes32 x) {
+  return {_mm256_and_si256(_mm256_srli_epi16(x.v, 4), _mm256_set1_epi8(15))};
+}
+inline Codes32 subtract(Codes32 x, int8_t y) {
+  return {_mm256_sub_epi8(x.v, _mm256_set1_epi8(y))};
+}
+inline Inputs16 load_inputs(const int8_t* p) { return {p}; }
+
+inline I32x8 sum_start() { return {_mm256_setzero_si256()}; }
+inline QuadInt load_quad(const int32_t* p) { return {p}; }
+template <int LANE>
+inline I32x8 sum_start(QuadInt q) {
+  return {_mm256_set1_epi32(q.p[LANE])};
+}
+inline F32x8 sum_finish(I32x8 x) { return {_mm256_cvtepi32_ps(x.v)}; }
+
+inline __m256i broadcast4(const int8_t* p) {
+  int32_t four;
+  std::memcpy(&four, p, 4);
+  return _mm256_set1_epi32(four);
+}
+// Unsigned by signed bytes. Without VNNI pairs are summed in 16 bits: 2 * 128 * 127 still fits.
+inline I32x8 dot_mixed(I32x8 acc, __m256i w, __m256i x) {
+#if defined(__AVX512VNNI__) && defined(__AVX512VL__)
+  return {_mm256_dpbusd_epi32(acc.v, w, x)};
+#elif defined(__AVXVNNI__)
+  return {_mm256_dpbusd_avx_epi32(acc.v, w, x)};
+#else
+  const __m256i pairs = _mm256_maddubs_epi16(w, x);
+  return {_mm256_add_epi32(acc.v, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)))};
+#endif
+}
+template <int LANE>
+inline I32x8 dot_nibbles(I32x8 acc, Codes32 w, Inputs16 x) {
+  return dot_mixed(acc, w.v, broadcast4(x.p + 4 * LANE));
+}
+// The sign moves from the weight to the input: there is no signed by signed product.
+template <int LANE>
+inline I32x8 dot_signed(I32x8 acc, Codes32 w, Inputs16 x) {
+  return dot_mixed(acc, _mm256_abs_epi8(w.v), _mm256_sign_epi8(broadcast4(x.p + 4 * LANE), w.v));
+}
+
+// A table of 16 floats, as two registers of 8.
+struct Table16 {
+  __m256 low, high;
+};
+inline Table16 load_table(const float* p) { return {_mm256_loadu_ps(p), _mm256_loadu_ps(p + 8)}; }
+inline F32x8 lookup8(const Table16& table, __m256i codes) {
+  const __m256 low = _mm256_permutevar8x32_ps(table.low, codes);
+  const __m256 high = _mm256_permutevar8x32_ps(table.high, codes);
+  // Bit 3 of a code, moved to the sign, picks the half.
+  return {_mm256_blendv_ps(low, high, _mm256_castsi256_ps(_mm256_slli_epi32(codes, 28)))};
+}
+// 16 bytes hold 4 inputs of 8 outputs: two in the low halves, two in the high ones.
+inline void lookup32(const Table16& table, const uint8_t* codes, F32x8 scale, float* out) {
+  for (int i = 0; i < 2; ++i) {
+    const __m128i bytes = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(codes + 8 * i));
+    const __m256i wide = _mm256_cvtepu8_epi32(bytes);
+    const __m256i low = _mm256_and_si256(wide, _mm256_set1_epi32(15));
+    store(out + 8 * i, mul(lookup8(table, low), scale));
+    store(out + 16 + 8 * i, mul(lookup8(table, _mm256_srli_epi32(wide, 4)), scale));
+  }
+}
+
+// What NEON has written out in block_neon.h.
+constexpr bool kHasMultiply4 = false;
+template <int BLOCK, bool MINS>
+inline void multiply_4(const uint8_t*, const float*, const float*, int, int, const int8_t*,
+                       const float*, const float*, float (&)[32]) {}
+
+inline void pause_briefly() { _mm_pause(); }
+
+}  // namespace windlass

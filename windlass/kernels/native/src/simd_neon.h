@@ -1,0 +1,148 @@
+// aarch64 with the dot product instructions.
+
+#pragma once
+
+#include <arm_neon.h>
+
+#include <cstdint>
+
+namespace windlass {
+
+constexpr const char* kSimdName = "NEON dot product";
+
+struct F32x8 {
+  float32x4_t a, b;
+};
+struct I32x8 {
+  int32x4_t a, b;
+};
+struct Codes32 {
+  int8x16_t a, b;
+};
+struct Inputs16 {
+  int8x16_t v;
+};
+struct Quad {
+  float32x4_t v;
+};
+struct QuadInt {
+  int32x4_t v;
+};
+
+inline F32x8 zero() { return {vdupq_n_f32(0), vdupq_n_f32(0)}; }
+inline F32x8 splat(float x) { return {vdupq_n_f32(x), vdupq_n_f32(x)}; }
+inline F32x8 load(const float* p) { return {vld1q_f32(p), vld1q_f32(p + 4)}; }
+// The conversion proper holds one of the two pipes for two cycles. A shift puts the bits in place
+// and leaves only the exponent too small, by the same 112 for all.
+constexpr float kHalfUnit = 0x1p-112f;
+inline F32x8 load_half(const uint16_t* p) {
+  const int16x8_t h = vreinterpretq_s16_u16(vld1q_u16(p));
+  const int32x4_t mask = vdupq_n_s32(static_cast<int32_t>(0x8fffffff));
+  return {vreinterpretq_f32_s32(vandq_s32(vshll_n_s16(vget_low_s16(h), 13), mask)),
+          vreinterpretq_f32_s32(vandq_s32(vshll_high_n_s16(h, 13), mask))};
+}
+inline void store(float* p, F32x8 x) {
+  vst1q_f32(p, x.a);
+  vst1q_f32(p + 4, x.b);
+}
+inline F32x8 add(F32x8 x, F32x8 y) { return {vaddq_f32(x.a, y.a), vaddq_f32(x.b, y.b)}; }
+inline F32x8 mul(F32x8 x, F32x8 y) { return {vmulq_f32(x.a, y.a), vmulq_f32(x.b, y.b)}; }
+inline F32x8 fma(F32x8 acc, F32x8 x, F32x8 y) {
+  return {vfmaq_f32(acc.a, x.a, y.a), vfmaq_f32(acc.b, x.b, y.b)};
+}
+
+inline Quad load_quad(const float* p) { return {vld1q_f32(p)}; }
+template <int LANE>
+inline F32x8 mul_lane(F32x8 x, Quad q) {
+  return {vmulq_laneq_f32(x.a, q.v, LANE), vmulq_laneq_f32(x.b, q.v, LANE)};
+}
+template <int LANE>
+inline F32x8 fma_lane(F32x8 acc, F32x8 x, Quad q) {
+  return {vfmaq_laneq_f32(acc.a, x.a, q.v, LANE), vfmaq_laneq_f32(acc.b, x.b, q.v, LANE)};
+}
+
+inline Codes32 load_codes(const uint8_t* p) {
+  return {vreinterpretq_s8_u8(vld1q_u8(p)), vreinterpretq_s8_u8(vld1q_u8(p + 16))};
+}
+inline void store_codes(uint8_t* p, Codes32 x) {
+  vst1q_u8(p, vreinterpretq_u8_s8(x.a));
+  vst1q_u8(p + 16, vreinterpretq_u8_s8(x.b));
+}
+inline Codes32 low_nibbles(Codes32 x) {
+  const int8x16_t mask = vdupq_n_s8(15);
+  return {vandq_s8(x.a, mask), vandq_s8(x.b, mask)};
+}
+inline int8x16_t high_nibbles(int8x16_t x) {
+  return vreinterpretq_s8_u8(vshrq_n_u8(vreinterpretq_u8_s8(x), 4));
+}
+inline Codes32 high_nibbles(Codes32 x) { return {high_nibbles(x.a), high_nibbles(x.b)}; }
+inline Codes32 subtract(Codes32 x, int8_t y) {
+  return {vsubq_s8(x.a, vdupq_n_s8(y)), vsubq_s8(x.b, vdupq_n_s8(y))};
+}
+inline Inputs16 load_inputs(const int8_t* p) { return {vld1q_s8(p)}; }
+
+// Sums start at 1.5 * 2^23 as float bits: up to 2^22 they then are floats already, and one
+// subtraction, which runs on both pipes, replaces the conversion, which does not.
+constexpr int32_t kStart = 0x4B400000;
+alignas(16) constexpr int32_t kStarts[4] = {kStart, kStart, kStart, kStart};
+// Read each time, on purpose: load pipes are idle here, and a move would cost a product.
+inline int32x4_t read_start() {
+  int32x4_t v;
+  __asm__ volatile("ldr %q0, %1" : "=w"(v) : "m"(kStarts));
+  return v;
+}
+inline I32x8 sum_start() { return {read_start(), read_start()}; }
+inline QuadInt load_quad(const int32_t* p) {
+  return {vaddq_s32(vld1q_s32(p), vdupq_n_s32(kStart))};
+}
+template <int LANE>
+inline I32x8 sum_start(QuadInt q) {
+  const int32x4_t v = vdupq_laneq_s32(q.v, LANE);
+  return {v, v};
+}
+inline F32x8 sum_finish(I32x8 x) {
+  const float32x4_t start = vdupq_n_f32(12582912.0f);
+  return {vsubq_f32(vreinterpretq_f32_s32(x.a), start),
+          vsubq_f32(vreinterpretq_f32_s32(x.b), start)};
+}
+
+template <int LANE>
+inline I32x8 dot_signed(I32x8 acc, Codes32 w, Inputs16 x) {
+  return {vdotq_laneq_s32(acc.a, w.a, x.v, LANE), vdotq_laneq_s32(acc.b, w.b, x.v, LANE)};
+}
+template <int LANE>
+inline I32x8 dot_nibbles(I32x8 acc, Codes32 w, Inputs16 x) {
+  return dot_signed<LANE>(acc, w, x);
+}
+
+// A table of 16 floats, as its four byte planes.
+struct Table16 {
+  uint8x16_t planes[4];
+};
+inline Table16 load_table(const float* p) {
+  const uint8x16x4_t split = vld4q_u8(reinterpret_cast<const uint8_t*>(p));
+  return {{split.val[0], split.val[1], split.val[2], split.val[3]}};
+}
+// 16 bytes hold 4 inputs of 8 outputs: two in the low halves, two in the high ones.
+inline void lookup32(const Table16& table, const uint8_t* codes, F32x8 scale, float* out) {
+  const uint8x16_t bytes = vld1q_u8(codes);
+  const uint8x16_t halves[2] = {vandq_u8(bytes, vdupq_n_u8(15)), vshrq_n_u8(bytes, 4)};
+  for (int i = 0; i < 2; ++i) {
+    uint8x16_t p[4];
+    for (int j = 0; j < 4; ++j) p[j] = vqtbl1q_u8(table.planes[j], halves[i]);
+    const uint16x8_t l0 = vreinterpretq_u16_u8(vzip1q_u8(p[0], p[1]));
+    const uint16x8_t l1 = vreinterpretq_u16_u8(vzip2q_u8(p[0], p[1]));
+    const uint16x8_t h0 = vreinterpretq_u16_u8(vzip1q_u8(p[2], p[3]));
+    const uint16x8_t h1 = vreinterpretq_u16_u8(vzip2q_u8(p[2], p[3]));
+    const F32x8 first = {vreinterpretq_f32_u16(vzip1q_u16(l0, h0)),
+                         vreinterpretq_f32_u16(vzip2q_u16(l0, h0))};
+    const F32x8 second = {vreinterpretq_f32_u16(vzip1q_u16(l1, h1)),
+                          vreinterpretq_f32_u16(vzip2q_u16(l1, h1))};
+    store(out + 16 * i, mul(first, scale));
+    store(out + 16 * i + 8, mul(second, scale));
+  }
+}
+
+inline void pause_briefly() { __asm__ volatile("isb" ::: "memory"); }
+
+}  // namespace windlass

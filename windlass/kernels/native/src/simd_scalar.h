@@ -1,0 +1,147 @@
+// Any CPU: the same vectors as plain arrays. Defines what the other backends compute.
+
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+
+namespace windlass {
+
+constexpr const char* kSimdName = "portable";
+
+struct F32x8 {
+  float v[8];
+};
+struct I32x8 {
+  int32_t v[8];
+};
+struct Codes32 {
+  int8_t v[32];
+};
+struct Inputs16 {
+  const int8_t* p;
+};
+struct Quad {
+  const float* p;
+};
+struct QuadInt {
+  const int32_t* p;
+};
+
+template <class Body>
+inline F32x8 each(Body&& body) {
+  F32x8 out;
+  for (int i = 0; i < 8; ++i) out.v[i] = body(i);
+  return out;
+}
+
+inline float half_to_float(uint16_t h) {
+  const int exponent = (h >> 10) & 31;
+  const int fraction = h & 1023;
+  float value;
+  if (exponent == 31) {
+    value = fraction ? NAN : INFINITY;
+  } else if (exponent == 0) {
+    value = std::ldexp(static_cast<float>(fraction), -24);
+  } else {
+    value = std::ldexp(static_cast<float>(fraction + 1024), exponent - 25);
+  }
+  return h & 0x8000 ? -value : value;
+}
+
+inline F32x8 zero() { return F32x8{}; }
+inline F32x8 splat(float x) {
+  return each([&](int) { return x; });
+}
+inline F32x8 load(const float* p) {
+  return each([&](int i) { return p[i]; });
+}
+constexpr float kHalfUnit = 1.0f;
+inline F32x8 load_half(const uint16_t* p) {
+  return each([&](int i) { return half_to_float(p[i]); });
+}
+inline void store(float* p, F32x8 x) { std::memcpy(p, x.v, sizeof x.v); }
+inline F32x8 add(F32x8 x, F32x8 y) {
+  return each([&](int i) { return x.v[i] + y.v[i]; });
+}
+inline F32x8 mul(F32x8 x, F32x8 y) {
+  return each([&](int i) { return x.v[i] * y.v[i]; });
+}
+inline F32x8 fma(F32x8 acc, F32x8 x, F32x8 y) {
+  return each([&](int i) { return acc.v[i] + x.v[i] * y.v[i]; });
+}
+
+inline Quad load_quad(const float* p) { return {p}; }
+template <int LANE>
+inline F32x8 mul_lane(F32x8 x, Quad q) {
+  return each([&](int i) { return x.v[i] * q.p[LANE]; });
+}
+template <int LANE>
+inline F32x8 fma_lane(F32x8 acc, F32x8 x, Quad q) {
+  return each([&](int i) { return acc.v[i] + x.v[i] * q.p[LANE]; });
+}
+
+inline Codes32 load_codes(const uint8_t* p) {
+  Codes32 out;
+  std::memcpy(out.v, p, sizeof out.v);
+  return out;
+}
+inline void store_codes(uint8_t* p, Codes32 x) { std::memcpy(p, x.v, sizeof x.v); }
+inline Codes32 low_nibbles(Codes32 x) {
+  for (int8_t& code : x.v) code = static_cast<int8_t>(code & 15);
+  return x;
+}
+inline Codes32 high_nibbles(Codes32 x) {
+  for (int8_t& code : x.v) code = static_cast<int8_t>(static_cast<uint8_t>(code) >> 4);
+  return x;
+}
+inline Codes32 subtract(Codes32 x, int8_t y) {
+  for (int8_t& code : x.v) code = static_cast<int8_t>(code - y);
+  return x;
+}
+inline Inputs16 load_inputs(const int8_t* p) { return {p}; }
+
+inline I32x8 sum_start() { return I32x8{}; }
+inline QuadInt load_quad(const int32_t* p) { return {p}; }
+template <int LANE>
+inline I32x8 sum_start(QuadInt q) {
+  I32x8 out;
+  for (int32_t& sum : out.v) sum = q.p[LANE];
+  return out;
+}
+inline F32x8 sum_finish(I32x8 x) {
+  return each([&](int i) { return static_cast<float>(x.v[i]); });
+}
+
+template <int LANE>
+inline I32x8 dot_signed(I32x8 acc, Codes32 w, Inputs16 x) {
+  for (int i = 0; i < 32; ++i) acc.v[i / 4] += w.v[i] * x.p[4 * LANE + i % 4];
+  return acc;
+}
+template <int LANE>
+inline I32x8 dot_nibbles(I32x8 acc, Codes32 w, Inputs16 x) {
+  return dot_signed<LANE>(acc, w, x);
+}
+
+struct Table16 {
+  const float* p;
+};
+inline Table16 load_table(const float* p) { return {p}; }
+// 16 bytes hold 4 inputs of 8 outputs: two in the low halves, two in the high ones.
+inline void lookup32(const Table16& table, const uint8_t* codes, F32x8 scale, float* out) {
+  for (int i = 0; i < 16; ++i) {
+    out[i] = table.p[codes[i] & 15] * scale.v[i % 8];
+    out[16 + i] = table.p[codes[i] >> 4] * scale.v[i % 8];
+  }
+}
+
+// What NEON has written out in block_neon.h.
+constexpr bool kHasMultiply4 = false;
+template <int BLOCK, bool MINS>
+inline void multiply_4(const uint8_t*, const float*, const float*, int, int, const int8_t*,
+                       const float*, const float*, float (&)[32]) {}
+
+inline void pause_briefly() {}
+
+}  // namespace windlass

@@ -1,0 +1,84 @@
+// A packed weight: 8 outputs make a tile, and a tile lies in one piece.
+//
+//   int4, int8   [groups][8] half scales, [groups][8] half minima if any, then codes, 16 inputs at
+//                a time: for int8 [4][8][4] bytes (4 inputs of 8 outputs are a vector), for int4
+//                [2][8][4] bytes with inputs 0..7 in the low halves and 8..15 in the high ones
+//   table4       [groups][8] float scales, then codes, 4 inputs at a time: [2][8] bytes with inputs
+//                0, 1 in the low halves and 2, 3 in the high ones
+//   half, float  [inputs][8]
+//
+// Outputs and inputs past the end are zeros.
+
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+namespace windlass {
+
+constexpr int kTile = 8;   // outputs that are computed side by side
+constexpr int kPanel = 4;  // rows of x that are computed together
+
+enum Kind : int32_t { kInt4 = 0, kInt8 = 1, kTable4 = 2, kHalf = 3, kFloat = 4 };
+
+}  // namespace windlass
+
+// Mirrored field by field in linear.py.
+struct WindlassWeight {
+  int32_t kind;
+  int32_t num_out;
+  int32_t num_in;
+  int32_t group;     // inputs that share a scale; num_in when all do
+  int32_t has_mins;  // int4 without them has codes around 8
+  float gain;        // of all outputs; scales are stored divided by it
+  const uint8_t* data;
+  const int32_t* order;  // or null: column k of the weight belongs to input order[k]
+  const float* table;    // of kTable4: 16 values
+};
+
+namespace windlass {
+
+using Weight = ::WindlassWeight;
+
+inline int round_up(int x, int unit) { return (x + unit - 1) / unit * unit; }
+inline int ceil_div(int x, int y) { return (x + y - 1) / y; }
+
+inline bool is_integer(const Weight& w) { return w.kind == kInt4 || w.kind == kInt8; }
+inline bool has_halves(const Weight& w) { return is_integer(w) || w.kind == kHalf; }
+inline int num_groups(const Weight& w) { return w.num_in / w.group; }
+inline int num_tiles(const Weight& w) { return ceil_div(w.num_out, kTile); }
+
+// Inputs that are rounded with one scale: a block never crosses a group.
+inline int block_size(const Weight& w) {
+  return w.group == w.num_in || w.group % 32 == 0 ? 32 : 16;
+}
+
+inline int padded_in(const Weight& w) {
+  if (is_integer(w)) return round_up(w.num_in, block_size(w));
+  return w.kind == kTable4 ? round_up(w.num_in, 4) : w.num_in;
+}
+
+// What one group of 8 outputs takes before the codes.
+inline size_t scale_bytes(const Weight& w) {
+  if (is_integer(w)) return static_cast<size_t>(num_groups(w)) * kTile * (w.has_mins ? 4 : 2);
+  return w.kind == kTable4 ? static_cast<size_t>(num_groups(w)) * kTile * 4 : 0;
+}
+
+inline size_t code_bytes(const Weight& w) {
+  const size_t count = static_cast<size_t>(padded_in(w)) * kTile;
+  switch (w.kind) {
+    case kInt4:
+    case kTable4:
+      return count / 2;
+    case kInt8:
+      return count;
+    case kHalf:
+      return count * 2;
+    default:
+      return count * 4;
+  }
+}
+
+inline size_t tile_bytes(const Weight& w) { return scale_bytes(w) + code_bytes(w); }
+
+}  // namespace windlass
