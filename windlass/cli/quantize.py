@@ -118,11 +118,19 @@ def quantize(
     )
     choice = Choice(samples, sample_tokens, skip_broken_lines, model.seed)
     order = Order(model, wishes, output, calibration, choice)
-    with _progress_bar(progress) as advance:
-        report = run(order, lambda text: typer.echo(text, err=True), advance)
+    try:
+        with _progress_bar(progress) as advance:
+            report = run(order, _say, advance)
+    except KeyboardInterrupt:
+        _say("interrupted; what is done is kept, and the same command goes on from there")
+        raise
     errors = ", ".join(f"{name.replace('_', ' ')} {e:.2e}" for name, e in report["mean"].items())
     typer.echo(f"{output}: {report['method']}, {report['bits']} bits, {report['format']}; {errors}")
     return 0
+
+
+def _say(text: str) -> None:
+    typer.echo(text, err=True)
 
 
 def _model(options: Options) -> ModelConfig:

@@ -112,8 +112,8 @@ def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def quantize() -> Quantize:
     """Run the command and give all that it printed; `code` is the exit code it must have."""
 
-    def invoke(*args: object, code: int = 0) -> str:
-        words = ["quantize", *map(str, args), "--no-progress", "--device", "cpu"]
+    def invoke(*args: object, code: int = 0, device: str = "cpu") -> str:
+        words = ["quantize", *map(str, args), "--no-progress", "--device", device]
         result = CliRunner().invoke(app, words)
         if result.exception is not None and not isinstance(result.exception, SystemExit):
             raise result.exception
