@@ -141,7 +141,7 @@ def test_logits_equal_transformers(name: str, plain: Path, tmp_path: Path) -> No
     kind, weights, inputs, far = CASES[name]
     folder = compress(plain, tmp_path / "q", kind, weights, inputs)
     want = theirs(folder)
-    for options in ({}, {"plain_kernels": True}):
+    for options in ({"dtype": "float32"}, {"plain_kernels": True}):
         got = logits(loaded(folder, **options))
         if far:
             assert (got - want).norm() / want.norm() < far
@@ -157,6 +157,6 @@ def test_weights_in_whole_bytes_are_what_they_stand_for(
     kind, weights = BY_BYTE[name]
     folder = compress(plain, tmp_path / "bytes", kind, weights)
     want = theirs(compress(plain, tmp_path / "packed", "pack-quantized", weights))
-    for options in ({}, {"plain_kernels": True}):
+    for options in ({"dtype": "float32"}, {"plain_kernels": True}):
         got = logits(loaded(folder, **options))
         torch.testing.assert_close(got, want, atol=2e-3, rtol=1e-3)

