@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from windlass.config import EngineConfig, Limits, ServeConfig
 from windlass.core.blocks import BlockPool
-from windlass.core.card import Capacity, Choice, EngineReport, ModelCard
+from windlass.core.card import Choice, EngineReport, ModelCard
 from windlass.core.limits import SchedulerLimits
 from windlass.core.policy import Continuous, Fcfs, Gate, Policy, Priority, Static
 from windlass.core.scheduler import Scheduler
@@ -25,7 +25,7 @@ from windlass.models.source import ModelFiles, resolve
 from windlass.models.spec import ModelSpec
 
 if TYPE_CHECKING:
-    from windlass.runner.assemble import Loaded
+    from windlass.runner.assemble import Assembled, Loaded
     from windlass.runner.scoring import Scorer, ScoringLimits
 
 _POLICIES: dict[str, type[Policy]] = {"fcfs": Fcfs, "priority": Priority}
@@ -104,7 +104,9 @@ def build_engine(config: EngineConfig, source: Source, weights: Loaded | None = 
         Choice("tokens per step", f"{limits.max_num_batched_tokens:,}", limits.tokens_reason),
         Choice("KV cache", f"{capacity.num_tokens:,} tokens", capacity.reason),
     ]
-    scheduler = _scheduler(config, limits, capacity, made.max_model_len, source.eos_ids)
+    scheduler = _scheduler(
+        config, limits, made, source.eos_ids, no_fixed_order=weights.no_fixed_order
+    )
     report = EngineReport(
         made.max_model_len,
         limits.max_num_seqs,
@@ -183,20 +185,21 @@ def serve(
 def _scheduler(
     config: EngineConfig,
     limits: Limits,
-    capacity: Capacity,
-    max_model_len: int,
+    made: Assembled,
     eos_ids: tuple[int, ...],
+    no_fixed_order: str | None,
 ) -> Scheduler:
-    wish = config.scheduler
+    wish, capacity = config.scheduler, made.capacity
     return Scheduler(
         SchedulerLimits(
             max_num_seqs=limits.max_num_seqs,
             max_num_batched_tokens=limits.max_num_batched_tokens,
-            max_model_len=max_model_len,
+            max_model_len=made.max_model_len,
             block_size=capacity.block_size,
             num_blocks=capacity.num_blocks,
             long_prefill_token_threshold=wish.long_prefill_token_threshold,
             chunked_prefill=wish.enable_chunked_prefill,
+            no_fixed_order=no_fixed_order,
         ),
         BlockPool(capacity.num_blocks, config.cache.prefix_caching),
         eos_ids,

@@ -105,3 +105,25 @@ def test_special_wishes_beside_plain_ones(folder: Path) -> None:
     assert len(mixed[1].prompt_logprobs) == 2
     same = [mixed[i].outputs[0].token_ids == usual[i].outputs[0].token_ids for i in (0, 1, 3, 4, 5)]
     assert sum(same) >= 4
+
+
+def test_deterministic_alone_equals_any_batch(folder: Path) -> None:
+    """To the bit: tokens and log probabilities, recorded and eager, in chunks and after preemption."""
+    prompt = [(11 * i) % 1000 for i in range(150)]
+    others = [[(7 * i + j) % 1000 for j in range(2 + 23 * i)] for i in range(12)]
+    wish = SamplingParams(
+        temperature=0.7, seed=3, max_tokens=50, ignore_eos=True, logprobs=1, deterministic=True
+    )
+    found = []
+    for prompts, options in [
+        ([prompt], {}),
+        ([prompt, *others], {}),
+        ([prompt, *others], {"max_num_batched_tokens": 48}),
+        ([prompt, *others], {"num_blocks": 60, "max_model_len": 400}),
+        ([prompt, *others], {"enforce_eager": True}),
+    ]:
+        options = {"num_blocks": 400, "max_num_seqs": 16, **options}
+        llm = LLM(str(folder), load_format="dummy", **options)
+        output = llm.generate(prompts, wish)[0].outputs[0]
+        found.append((output.token_ids, [score.logprob for score in output.logprobs]))
+    assert all(one == found[0] for one in found)

@@ -21,6 +21,7 @@ from windlass.kernels.triton import (  # noqa: E402
     rope,
     sample,
     skinny,
+    wide,
 )
 
 HOPPER = GPUTarget("cuda", 90, 32)
@@ -47,7 +48,7 @@ ROPE = {
     **{"cos_sin": F, "table_stride": "i32", "eps": "fp32"},
 }
 PRODUCT = {
-    **dict.fromkeys(("x", "weight", "out", "residual", "gains", "new_residual"), X),
+    **dict.fromkeys(("x", "weight", "out", "residual", "gains", "normed"), X),
     **{"eps": "fp32", "M": "i32", "N": "i32", "K": "i32", "fetched": "i32"},
 }
 
@@ -76,14 +77,15 @@ def rotate(normed: bool) -> tuple:
     return rope.rope_write_kernel, ROPE, {**constants, "SIZE": 16, "NORM": normed}, {"num_warps": 1}
 
 
-def product(rows: int, outputs: int, split: bool, stages: int, normed: bool = False) -> tuple:
+def product(rows: int, outputs: int, split: bool, stages: int, at_once: int = 0) -> tuple:
     signature = {**PRODUCT, "parts": F, "counters": I, "splits": "i32"}
-    constants = {"SPLIT": split, "ROWS": rows, "OUTPUTS": outputs, "BLOCK_K": 128, "NORMED": normed}
+    constants = {"SPLIT": split, "ROWS": rows, "OUTPUTS": outputs, "BLOCK_K": 128}
+    constants = {**constants, "AT_ONCE": at_once, "WIDTH": 4096 if at_once else 1}
     return skinny.skinny_linear_kernel, signature, constants, {"num_stages": stages}
 
 
-def gated(rows: int, outputs: int, stages: int, normed: bool = False) -> tuple:
-    constants = {"ROWS": rows, "OUTPUTS": outputs, "BLOCK_K": 128, "NORMED": normed}
+def gated(rows: int, outputs: int, stages: int) -> tuple:
+    constants = {"ROWS": rows, "OUTPUTS": outputs, "BLOCK_K": 128}
     return skinny.skinny_gated_kernel, PRODUCT, constants, {"num_stages": stages}
 
 
@@ -124,11 +126,21 @@ CASES = {
     "skinny few": product(16, 32, False, 8),
     "skinny split": product(16, 64, True, 4),
     "skinny many": product(64, 128, True, 3),
-    "skinny normed": product(16, 32, False, 4, True),
+    "skinny with a norm": product(16, 32, False, 4, at_once=1),
+    "skinny split with a norm": product(16, 32, True, 4, at_once=1),
     "gated few": gated(16, 64, 4),
-    "gated normed": gated(16, 32, 4, True),
     "gated many": gated(64, 64, 4),
     "gated many wide": gated(64, 128, 2),
+    "wide": (
+        wide.wide_linear_kernel,
+        {
+            **dict.fromkeys(("x", "weight"), "tensordesc<bf16[128,64]>"),
+            "out": "tensordesc<bf16[128,128]>",
+            **dict.fromkeys(("M", "N", "K"), "i32"),
+        },
+        {"ROWS": 128, "OUTPUTS": 128, "BLOCK_K": 64, "GROUP": 8},
+        {"num_warps": 8, "num_stages": 4},
+    ),
     "threshold": (sample.sample_threshold_kernel, SAMPLE, {"TILE": 2048}, {"num_warps": 8}),
     "part": (sample.sample_part_kernel, PART, {"PARTS": 8, "TILE": 2048}, {}),
     "join": (sample.sample_join_kernel, JOIN, {"PARTS": 8}, {"num_warps": 1}),

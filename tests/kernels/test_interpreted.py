@@ -122,22 +122,21 @@ def test_decodes_from_the_product(normed: bool, window: int | None) -> None:
 
 @inside
 @pytest.mark.parametrize("rows", [1, 5])
-def test_products_normalise_on_the_way(rows: int) -> None:
+@pytest.mark.parametrize("splits", [1, 3])
+def test_products_with_the_norm_behind_them(rows: int, splits: int) -> None:
     from windlass.kernels.triton import skinny
 
-    x, residual, gains = torch.randn(rows, 192), torch.randn(rows, 192), torch.randn(192)
-    weight = torch.randn(80, 192)
-    tiling = skinny.Tiling(32)
+    x, weight = torch.randn(rows, 192), torch.randn(80, 192)
+    residual, gains = torch.randn(rows, 80), torch.randn(80)
+    tiling = skinny.Tiling(32, splits)
     space = skinny.Workspace(torch.device("cpu"), 80, [tiling], [tiling])
-    normed, total = reference.add_rms_norm(x, residual, gains, 1e-5)
-    norm = skinny.Norm(residual, gains, 1e-5)
-    got, new_residual = skinny.linear(x, weight, tiling, space, norm)
-    torch.testing.assert_close(got, normed @ weight.T, atol=1e-3, rtol=1e-3)
-    torch.testing.assert_close(new_residual, total)
-    got, new_residual = skinny.gated(x, weight, tiling, norm)
-    want = reference.silu_mul(normed @ weight.T)
-    torch.testing.assert_close(got, want, atol=1e-3, rtol=1e-3)
-    torch.testing.assert_close(new_residual, total)
+    want, total = reference.add_rms_norm(x @ weight.T, residual, gains, 1e-5)
+    for _ in "ab":
+        ours = residual.clone()
+        got = skinny.linear_norm(x, weight, tiling, space, ours, gains, 1e-5)
+        torch.testing.assert_close(got, want, atol=1e-3, rtol=1e-3)
+        torch.testing.assert_close(ours, total, atol=1e-3, rtol=1e-3)
+    assert not space.counters.any()
 
 
 @inside

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from windlass.errors import CapacityError, ConfigError
+from windlass.core.sampling import SamplingParams
+from windlass.errors import CapacityError, ConfigError, RequestError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,6 +19,7 @@ class SchedulerLimits:
     num_blocks: int
     long_prefill_token_threshold: int = 0
     chunked_prefill: bool = True
+    no_fixed_order: str | None = None  # why no request can be deterministic
 
     def __post_init__(self) -> None:
         if not self.chunked_prefill and self.max_num_batched_tokens < self.max_model_len:
@@ -48,6 +50,15 @@ class SchedulerLimits:
                 "max_tokens",
             )
         return longest - num_prompt if max_tokens is None else max_tokens
+
+    def check(self, sampling: SamplingParams) -> None:
+        """Refuse what this engine cannot do."""
+        if sampling.deterministic and self.no_fixed_order is not None:
+            raise RequestError(
+                f"deterministic is not possible with this engine: {self.no_fixed_order}. Leave it "
+                "out, or serve the model with 16-bit weights.",
+                "deterministic",
+            )
 
     def chunk(self, num_left: int, budget: int) -> int:
         """How many of `num_left` tokens of one request go into a step with `budget` left."""

@@ -80,7 +80,9 @@ class Request:
         self.generation = 0  # grows with each preemption, so that late results are recognised
         self.finish: FinishReason | None = None
         self.timeline = Timeline(arrived=now, num_prompt=self.num_prompt)
-        self._root = root_hash(f"{new.adapter}\0{new.cache_salt}")
+        # Blocks that were computed in any order are of no use to who wants a fixed one.
+        order = "fixed" if new.sampling.deterministic else ""
+        self._root = root_hash(f"{new.adapter}\0{new.cache_salt}\0{order}")
         self._hashes: list[bytes] = []
 
     @property

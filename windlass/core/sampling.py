@@ -47,6 +47,7 @@ class SamplingParams:
     allowed_token_ids: tuple[int, ...] | None = None
     bad_words: tuple[str, ...] = ()
     seed: int | None = None
+    deterministic: bool = False  # the same tokens alone and in any batch, at some cost
     max_tokens: int | None = 16
     min_tokens: int = 0
     stop: tuple[str, ...] = ()

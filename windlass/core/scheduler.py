@@ -77,6 +77,7 @@ class Scheduler:
             raise RequestError(f"request id {new.request_id!r} is already in use.", "request_id")
         if not new.prompt:
             raise RequestError("the prompt has no tokens.", "prompt")
+        self._limits.check(new.sampling)
         max_tokens = self._limits.fit(len(new.prompt), new.sampling.max_tokens)
         stops = set(new.sampling.stop_token_ids)
         if not new.sampling.ignore_eos:

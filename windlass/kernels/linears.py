@@ -42,6 +42,11 @@ class LinearKernel(Protocol):
     @property
     def name(self) -> str: ...
 
+    @property
+    def fixed(self) -> bool:
+        """Whether a row's result is the same to the bit whatever rows are beside it."""
+        ...
+
     def refuse(self, form: Packed, device: torch.device, dtype: torch.dtype) -> str | None:
         """Why it does not take this form, or None. The tensors may lie on the meta device."""
         ...
@@ -61,6 +66,7 @@ class Product:
     kernel: str
     reason: str
     refusals: dict[str, str] = field(default_factory=dict)
+    fixed: bool = True  # whether it can be multiplied with in a fixed order
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,19 +127,26 @@ class Linears:
         return Decision(PlainLinear(), refusals or {"others": _nothing_else(form, self.device)})
 
     def hold(self, weight: Packed | Tensor) -> Product:
-        """Prepare a weight for its kernel. On the meta device only its size is right."""
+        """Prepare a weight for its kernel. On the meta device only its shape and size matter."""
         if isinstance(weight, Tensor):
             return self._dense(weight)
         decision = self.decide(weight)
         prepared: Prepared
         if decision.unpacked is not None:
             prepared, kernel = Unpacked(weight, self.dtype, self.products), "torch"
+            fixed = True
         else:
             on_meta = weight.codes.is_meta
             prepared = PlainLinear().prepare(weight) if on_meta else decision.kernel.prepare(weight)
-            kernel = decision.kernel.name
+            kernel, fixed = decision.kernel.name, decision.kernel.fixed
         return Product(
-            prepared, weight.shape, describe(weight), kernel, decision.reason, decision.refusals
+            prepared,
+            weight.shape,
+            describe(weight),
+            kernel,
+            decision.reason,
+            decision.refusals,
+            fixed,
         )
 
     def _dense(self, weight: Tensor) -> Product:

@@ -37,7 +37,8 @@ class Ops:
     ) -> Tensor:
         """From the q, k, v product to attention's result; keys and values are written to pages."""
         scale = heads.dim**-0.5
-        if self.decode_attention is not None and batch.all_singles:
+        few = qkv.shape[0] * heads.num_kv <= _FEW_PROGRAMS
+        if self.decode_attention is not None and batch.all_singles and few:
             return self.decode_attention(qkv, heads, cos_sin, norms, kv, batch, scale, window)
         queries = self.rope_write(qkv, heads, cos_sin, norms, kv, batch)
         if batch.fixed and batch.work is None:
@@ -55,6 +56,9 @@ class Ops:
         ]
 
 
+# Rotation and attention in one kernel save a launch, but each program has more to do before it reads
+# keys; from so many programs on (rows times kv heads) that weighs more.
+_FEW_PROGRAMS = 1024
 _OPERATIONS = ("rms_norm", "add_rms_norm", "silu_mul", "rope_write", "attention")
 
 

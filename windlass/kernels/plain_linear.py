@@ -24,6 +24,7 @@ class PlainLinear:
     """Takes every form on every device."""
 
     name = "plain"
+    fixed = False
 
     def refuse(self, form: Packed, device: torch.device, dtype: torch.dtype) -> str | None:
         del form, device, dtype

@@ -16,10 +16,13 @@ _FIXED_ROWS = 16
 
 
 class Norm(Protocol):
-    """The norm before a product."""
+    """The norm behind a product."""
 
-    weight: Tensor
-    eps: float
+    @property
+    def weight(self) -> Tensor: ...
+
+    @property
+    def eps(self) -> float: ...
 
     def add(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
         """(x + residual, normalised; x + residual)"""
@@ -40,24 +43,11 @@ class TorchProducts:
         """silu(x @ gate.T) * (x @ up.T), where weight is gate above up."""
         return silu_mul(self.linear(x, weight))
 
-    def normed(
-        self, norm: Norm, x: Tensor, residual: Tensor | None, weight: Tensor
+    def linear_norm(
+        self, x: Tensor, weight: Tensor, residual: Tensor, norm: Norm
     ) -> tuple[Tensor, Tensor]:
-        """The product behind a norm, and the new residual."""
-        x, residual = norm.add(x, residual)
-        return self.linear(x, weight), residual
-
-    def normed_gated(
-        self,
-        norm: Norm,
-        x: Tensor,
-        residual: Tensor | None,
-        weight: Tensor,
-        silu_mul: Callable[[Tensor], Tensor],
-    ) -> tuple[Tensor, Tensor]:
-        """`gated` behind a norm, and the new residual."""
-        x, residual = norm.add(x, residual)
-        return self.gated(x, weight, silu_mul), residual
+        """A product and the norm behind it: (residual + product, normalised; residual + product)."""
+        return norm.add(self.linear(x, weight), residual)
 
     @contextmanager
     def fixed_order(self, fixed: bool = True) -> Iterator[None]:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from windlass.kernels.batch import Heads, StepBatch
 from windlass.kernels.ops import Ops
 from windlass.layers.linear import Linear, MethodFor
-from windlass.layers.norm import HeadNorm
+from windlass.layers.norm import HeadNorm, RMSNorm
 from windlass.parallel.mesh import Group
 
 
@@ -27,7 +27,10 @@ class AttentionShape:
 
 
 class Attention(nn.Module):
-    """Projects, rotates, writes keys and values to their pages, attends, projects back."""
+    """Projects, rotates, writes keys and values to their pages, attends, projects back.
+
+    The result goes into the residual stream and through the norm that follows.
+    """
 
     def __init__(
         self,
@@ -66,11 +69,13 @@ class Attention(nn.Module):
             self.q_norm = HeadNorm(whole.dim, shape.norm_eps, dtype)
             self.k_norm = HeadNorm(whole.dim, shape.norm_eps, dtype)
 
-    def forward(self, x: Tensor, batch: StepBatch, cos_sin: Tensor) -> Tensor:
+    def forward(
+        self, x: Tensor, residual: Tensor, norm: RMSNorm, batch: StepBatch, cos_sin: Tensor
+    ) -> tuple[Tensor, Tensor]:
         kv = batch.kv[self.index]
         norms = None
         if self.q_norm is not None and self.k_norm is not None:
             norms = (self.q_norm.weight, self.k_norm.weight, self.q_norm.eps)
         qkv = self.qkv_proj(x)
         mixed = self.ops.attend(qkv, self.heads, cos_sin, norms, kv, batch, self.window)
-        return self.o_proj(mixed.flatten(1))
+        return self.o_proj.then(mixed.flatten(1), residual, norm)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from windlass.kernels.linears import Product
+from windlass.kernels.products import Norm
 from windlass.parallel.mesh import Group
 from windlass.quant.base import LinearMethod, Part
 
@@ -63,6 +64,12 @@ class Linear(nn.Module):
         if self.shard == "in":
             y = self.group.all_reduce(y)
         return y if self.bias is None else y + self.bias
+
+    def then(self, x: Tensor, residual: Tensor, norm: Norm) -> tuple[Tensor, Tensor]:
+        """y into the residual stream and through a norm: (normalised, new residual)."""
+        if self.bias is not None or (self.shard == "in" and self.group.size > 1):
+            return norm.add(self(x), residual)
+        return self.method.then(self, x, residual, norm)
 
     def gated(self, x: Tensor, silu_mul: Callable[[Tensor], Tensor]) -> Tensor:
         """silu(first half of y) * second half, for a layer of two parts."""

@@ -7,11 +7,12 @@ from torch import Tensor, nn
 
 from windlass.kernels.ops import Ops
 from windlass.layers.linear import Linear, MethodFor
+from windlass.layers.norm import RMSNorm
 from windlass.parallel.mesh import Group
 
 
 class GatedMLP(nn.Module):
-    """down(silu(gate(x)) * up(x))"""
+    """down(silu(gate(x)) * up(x)), into the residual stream and through the norm that follows."""
 
     def __init__(
         self,
@@ -35,5 +36,6 @@ class GatedMLP(nn.Module):
             bias=bias,
         )
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(self.gate_up_proj.gated(x, self.ops.silu_mul))
+    def forward(self, x: Tensor, residual: Tensor, norm: RMSNorm) -> tuple[Tensor, Tensor]:
+        active = self.gate_up_proj.gated(x, self.ops.silu_mul)
+        return self.down_proj.then(active, residual, norm)

@@ -23,7 +23,11 @@ from windlass.models.spec import ModelSpec
 
 
 class Block(nn.Module):
-    """Attention and feed-forward, each behind a norm, added to the residual stream."""
+    """Attention and feed-forward, each behind a norm, added to the residual stream.
+
+    What comes in is normalised already, and what goes out by the norm of whoever follows: a product
+    and the norm behind it may be one kernel.
+    """
 
     def __init__(self, index: int, spec: ModelSpec, parts: Parts) -> None:
         super().__init__()
@@ -60,14 +64,14 @@ class Block(nn.Module):
     def forward(
         self,
         x: Tensor,
-        residual: Tensor | None,
+        residual: Tensor,
+        next_norm: RMSNorm,
         batch: StepBatch,
         cos_sin: Tensor,
     ) -> tuple[Tensor, Tensor]:
-        x, residual = self.input_layernorm.add(x, residual)
-        x = self.self_attn(x, batch, cos_sin)
-        x, residual = self.post_attention_layernorm.add(x, residual)
-        return self.mlp(x), residual
+        norm = self.post_attention_layernorm
+        x, residual = self.self_attn(x, residual, norm, batch, cos_sin)
+        return self.mlp(x, residual, next_norm)
 
 
 class Trunk(nn.Module):
@@ -82,10 +86,12 @@ class Trunk(nn.Module):
         self.rotary = Rotary(inv_freq, scale, parts.max_positions, parts.device)
 
     def forward(self, ids: Tensor, batch: StepBatch) -> Tensor:
-        x, residual = self.embed_tokens(ids), None
-        for block in self.layers:
-            x, residual = block(x, residual, batch, self.rotary.cos_sin)
-        return self.norm.add(x, residual)[0]
+        norms: list[RMSNorm] = [block.input_layernorm for block in self.layers]  # type: ignore[misc]
+        first, *others = norms
+        x, residual = first.add(self.embed_tokens(ids), None)
+        for block, norm in zip(self.layers, [*others, self.norm], strict=True):
+            x, residual = block(x, residual, norm, batch, self.rotary.cos_sin)
+        return x
 
 
 class Llama(Network):

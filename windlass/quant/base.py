@@ -113,9 +113,7 @@ class LinearMethod(Protocol):
         """x @ weight.T"""
         ...
 
-    def then(
-        self, layer: Layer, x: Tensor, residual: Tensor, norm: Norm
-    ) -> tuple[Tensor, Tensor]:
+    def then(self, layer: Layer, x: Tensor, residual: Tensor, norm: Norm) -> tuple[Tensor, Tensor]:
         """x @ weight.T, into the residual stream and through a norm: (normalised, new residual)."""
         ...
 

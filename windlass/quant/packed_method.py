@@ -50,9 +50,7 @@ class PackedMethod(ABC):
         outputs = [product.prepared.apply(x) for product in layer.products]
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=-1)
 
-    def then(
-        self, layer: Layer, x: Tensor, residual: Tensor, norm: Norm
-    ) -> tuple[Tensor, Tensor]:
+    def then(self, layer: Layer, x: Tensor, residual: Tensor, norm: Norm) -> tuple[Tensor, Tensor]:
         return norm.add(self.apply(layer, x), residual)
 
     def gated(self, layer: Layer, x: Tensor, silu_mul: Callable[[Tensor], Tensor]) -> Tensor:

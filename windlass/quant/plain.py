@@ -52,9 +52,7 @@ class Plain:
     def apply(self, layer: Layer, x: Tensor) -> Tensor:
         return self._products.linear(x, layer.weight)  # type: ignore[arg-type]
 
-    def then(
-        self, layer: Layer, x: Tensor, residual: Tensor, norm: Norm
-    ) -> tuple[Tensor, Tensor]:
+    def then(self, layer: Layer, x: Tensor, residual: Tensor, norm: Norm) -> tuple[Tensor, Tensor]:
         return self._products.linear_norm(x, layer.weight, residual, norm)  # type: ignore[arg-type]
 
     def gated(self, layer: Layer, x: Tensor, silu_mul: Callable[[Tensor], Tensor]) -> Tensor:

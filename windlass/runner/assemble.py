@@ -44,8 +44,10 @@ class Loaded:
 
     network: Network
     parts: Parts
+    products: TorchProducts
     weight_bytes: int
     choices: list[Choice]
+    no_fixed_order: str | None  # why requests cannot be deterministic
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +64,7 @@ def draw_up(config: EngineConfig, spec: ModelSpec, checkpoint: Checkpoint) -> Bl
     """Choose device, arithmetic, kernels, how weights are held, and the longest context."""
     where = found.choose_device(config.model)
     device = where.device
+    threads = found.choose_threads(config.model)  # before kernels that start threads of their own
     dtype, dtype_choice = found.choose_dtype(config.model, spec, device)
     ops = choose_ops(
         Need(
@@ -83,7 +86,6 @@ def draw_up(config: EngineConfig, spec: ModelSpec, checkpoint: Checkpoint) -> Bl
     )
     methods = choose_methods(config.model, spec, checkpoint, linears)
     parts = Parts(dtype, device, longest, ops, methods.method_for)
-    threads = found.choose_threads(config.model)
     choices = [where.choice, dtype_choice, threads, *ops.choices, methods.choice, length_choice]
     return Blueprint(parts, products, choices)
 
@@ -98,7 +100,26 @@ def load_network(config: EngineConfig, spec: ModelSpec, checkpoint: Checkpoint) 
     choices = [*blueprint.choices, *holdings(layers)]
     if plain:
         choices.append(Choice("products", *blueprint.products.tune(plain)))
-    return Loaded(network, blueprint.parts, network.weight_bytes, choices)
+    return Loaded(
+        network,
+        blueprint.parts,
+        blueprint.products,
+        network.weight_bytes,
+        choices,
+        _no_fixed_order(layers),
+    )
+
+
+def _no_fixed_order(layers: list[Linear]) -> str | None:
+    """Why a row's result depends on the rows beside it; None: it need not."""
+    for layer in layers:
+        for product in layer.products:
+            if not product.fixed:
+                return (
+                    f"the {product.kernel} kernel of {product.form} weights sums in an order that "
+                    "depends on the batch"
+                )
+    return None
 
 
 def holdings(layers: list[Linear]) -> list[Choice]:
@@ -141,6 +162,7 @@ def make_runner(config: EngineConfig, spec: ModelSpec, loaded: Loaded, limits: L
         "KV cache": kv_bytes,
         **reserved,
         "process": found.resident_bytes(),
+        "other processes": found.bytes_of_others(parts.device),
     }
     return Assembled(runner, capacity, max_model_len, memory)
 
@@ -168,15 +190,18 @@ class _Maker:
         slots = SlotTables(seqs, max_blocks, size, parts.device, scratch=num_blocks)
         sampler = Sampler(spec.vocab_size, parts.device)
         if not _has_triton(parts.ops):
-            return Runner(self._loaded.network, cache, slots, sampler), cache.num_bytes
+            runner = Runner(self._loaded.network, cache, slots, sampler, self._loaded.products)
+            return runner, cache.num_bytes
         from windlass.kernels.triton.attention import tile_tokens
         from windlass.runner.graphs import CudaRunner
 
         graph_rows = 0 if self._config.model.enforce_eager else seqs
         tile = tile_tokens(spec.num_heads // spec.num_kv_heads)
-        runner = CudaRunner(self._loaded.network, cache, slots, sampler, tile, graph_rows)
-        runner.record()
-        return runner, cache.num_bytes
+        recorder = CudaRunner(
+            self._loaded.network, cache, slots, sampler, self._loaded.products, tile, graph_rows
+        )
+        recorder.record()
+        return recorder, cache.num_bytes
 
     def measure(self) -> dict[str, int]:
         """Bytes that the recorded graphs and the largest step take, found out by running them."""

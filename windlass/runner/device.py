@@ -94,6 +94,14 @@ def resident_bytes() -> int:
     return _from_proc("/proc/self/status", "VmRSS")
 
 
+def bytes_of_others(device: torch.device) -> int:
+    """Memory of a GPU that is neither free nor held by this process's allocator."""
+    if device.type == "cpu":
+        return 0
+    free, total = torch.cuda.mem_get_info(device)
+    return max(0, total - free - torch.cuda.memory_reserved(device))
+
+
 def _from_proc(path: str, name: str) -> int:
     """A number of Linux's own; elsewhere psutil knows the same."""
     if Path(path).is_file():

@@ -16,6 +16,7 @@ from torch import Tensor
 from windlass.core.types import Row, RowResult, StepPlan, StepResult, TokenLogprob
 from windlass.errors import OutOfMemory
 from windlass.kernels.batch import AttentionWork, KVCache, Span, StepBatch
+from windlass.kernels.products import TorchProducts
 from windlass.models.network import Network
 from windlass.runner.device_sampler import DeviceSampler
 from windlass.runner.runner import Done, Pending, Runner
@@ -87,17 +88,19 @@ class CudaRunner(Runner):
         cache: KVCache,
         slots: SlotTables,
         sampler: Sampler,
+        products: TorchProducts,
         tile: int,
         graph_rows: int,
     ) -> None:
         """`tile` tokens of a chunk are one piece of work for attention; up to `graph_rows` are recorded."""
-        super().__init__(network, cache, slots, sampler)
+        super().__init__(network, cache, slots, sampler, products)
         self._device_sampler = DeviceSampler(slots, sampler)
         self._tile = tile
         self._num_kv_heads = cache.layers[0].keys.shape[1]
         self._multiprocessors = torch.cuda.get_device_properties(self._device).multi_processor_count
         self._sizes = graph_sizes(graph_rows) if graph_rows else []
-        self._graphs: dict[int, _Graph] = {}
+        self._graphs: dict[tuple[int, bool], _Graph] = {}  # by size, and whether in a fixed order
+        self._pool = torch.cuda.graph_pool_handle()
         most = max(self._sizes, default=1)
         # Slot, position, token and new block of every row, in that order and without gaps: a copy
         # of contiguous pinned memory is the only kind that the host need not wait for.
@@ -116,17 +119,24 @@ class CudaRunner(Runner):
     @torch.inference_mode()
     def record(self) -> None:
         """Record the graphs, the largest first, so that the smaller ones fit into its memory."""
-        pool = torch.cuda.graph_pool_handle()
         for size in reversed(self._sizes):
-            self._stage([], size)
-            self._decode(size)  # compiles what is missing, outside of the recording
-            torch.cuda.synchronize()
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=pool):
-                tokens, logits = self._decode(size)
-            self._graphs[size] = _Graph(graph, tokens, logits)
+            self._record(size, fixed=False)
 
-    def _decode(self, size: int) -> tuple[Tensor, Tensor]:
+    def _record(self, size: int, fixed: bool) -> _Graph:
+        self._stage([], size)
+        self._decode(size, fixed)  # compiles what is missing, outside of the recording
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool):
+            tokens, logits = self._decode(size, fixed)
+        self._graphs[size, fixed] = _Graph(graph, tokens, logits)
+        return self._graphs[size, fixed]
+
+    def _recorded(self, size: int, fixed: bool) -> _Graph:
+        """A graph; one in a fixed order is recorded when it is first asked for."""
+        return self._graphs.get((size, fixed)) or self._record(size, fixed)
+
+    def _decode(self, size: int, fixed: bool) -> tuple[Tensor, Tensor]:
         """One decode step of `size` rows, from the packed inputs to tokens."""
         from windlass.kernels.triton import chain
         from windlass.kernels.triton.sample import decode_inputs_kernel
@@ -149,11 +159,15 @@ class CudaRunner(Runner):
             num_warps=1,
             **chain.options(),
         )
-        work = AttentionWork(
-            self._singles[:size], self._no_tiles, self._splits(size), self._counters
-        )
-        batch = StepBatch(positions, row_slots, slots.tables, [], self._cache.layers, work)
-        logits = self._network.logits(self._network(ids, batch))
+        singles, tiles = self._singles[:size], self._no_tiles
+        if fixed:
+            one = torch.ones_like(positions)
+            tiles = torch.stack((singles, one, row_slots, positions), dim=1)
+            singles = singles[:0]
+        work = AttentionWork(singles, tiles, self._splits(size), self._counters)
+        batch = StepBatch(positions, row_slots, slots.tables, [], self._cache.layers, work, fixed)
+        with self._products.fixed_order(fixed):
+            logits = self._network.logits(self._network(ids, batch))
         return self._device_sampler.draw(logits, row_slots, positions), logits
 
     def _splits(self, num_rows: int) -> int:
@@ -174,16 +188,19 @@ class CudaRunner(Runner):
 
     @torch.inference_mode()
     def _submit(self, plan: StepPlan) -> Pending:
+        self._note_fixed(plan)
         self._device_sampler.forget(plan.freed)
         self._device_sampler.admit(plan.admitted)
         grown = self._slots.apply(plan)
         self._cache.copy(plan.copies)
         rows = plan.rows
         size = self._graph_for(rows)
+        fixed = self._in_fixed_order(rows)
         if size is None:
-            return self._submit_eager(plan, grown)
+            with self._products.fixed_order(fixed):
+                return self._submit_eager(plan, grown, fixed)
+        recorded = self._recorded(size, fixed)
         self._stage(rows, size)
-        recorded = self._graphs[size]
         recorded.graph.replay()
         return self._collect(rows, list(range(len(rows))), recorded.tokens, recorded.logits)
 
@@ -209,11 +226,11 @@ class CudaRunner(Runner):
         packed[:, count:] = np.array([[self._slots.num_slots], [0], [0], [-1]])
         self._inputs[: 4 * size].copy_(staging, non_blocking=True)
 
-    def _submit_eager(self, plan: StepPlan, grown: list[Row]) -> Pending:
+    def _submit_eager(self, plan: StepPlan, grown: list[Row], fixed: bool) -> Pending:
         self._slots.send(grown)
         rows = plan.rows
         ids, batch = self._slots.batch(plan, self._cache.layers)
-        batch = replace(batch, work=self._work(rows, batch.spans))
+        batch = replace(batch, work=self._work(rows, batch.spans, fixed), fixed=fixed)
         hidden = self._network(ids, batch)
         sampled = [i for i, row in enumerate(rows) if row.sample]
         last = [batch.spans[i].first + batch.spans[i].count - 1 for i in sampled]
@@ -230,13 +247,16 @@ class CudaRunner(Runner):
             return Done(StepResult(results))
         return pending
 
-    def _work(self, rows: list[Row], spans: list[Span]) -> AttentionWork:
-        """Rows of one token, and chunks cut into tiles, the ones that see the most keys first."""
-        singles = [span.first for span in spans if span.count == 1]
+    def _work(self, rows: list[Row], spans: list[Span], fixed: bool) -> AttentionWork:
+        """Rows of one token, and chunks cut into tiles, the ones that see the most keys first.
+
+        In a fixed order all are tiles: their keys are seen one after another, never in parts.
+        """
+        singles = [span.first for span in spans if span.count == 1 and not fixed]
         tiles = [
             (span.first + at, min(self._tile, span.count - at), row.slot, span.start + at)
             for row, span in zip(rows, spans, strict=True)
-            if span.count > 1
+            if span.count > 1 or fixed
             for at in range(0, span.count, self._tile)
         ]
         tiles.sort(key=lambda item: -item[3])

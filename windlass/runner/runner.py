@@ -6,6 +6,7 @@ plain way, for any device; graphs.py replays recorded steps on CUDA and falls ba
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Protocol
 
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from windlass.core.types import Row, RowResult, SlotId, StepPlan, StepResult, TokenLogprob
 from windlass.kernels.batch import KVCache, Span
+from windlass.kernels.products import TorchProducts
 from windlass.models.network import Network
 from windlass.runner.sampler import Sampler, score_tokens
 from windlass.runner.slots import SlotTables
@@ -41,13 +43,21 @@ class Runner:
     """Owns the KV pages, the slots' tables and the sampler's memory."""
 
     def __init__(
-        self, network: Network, cache: KVCache, slots: SlotTables, sampler: Sampler
+        self,
+        network: Network,
+        cache: KVCache,
+        slots: SlotTables,
+        sampler: Sampler,
+        products: TorchProducts,
     ) -> None:
+        """`products` are the network's own: steps may ask them for a fixed order."""
         self._network = network
         self._cache = cache
         self._slots = slots
         self._sampler = sampler
+        self._products = products
         self._device = slots.device
+        self._fixed: set[SlotId] = set()  # whose requests are deterministic
 
     @property
     def padding(self) -> SlotId:
@@ -63,10 +73,25 @@ class Runner:
         """Start a step. The plan's copies come first, then all rows together."""
         self._prepare(plan)
         ids, batch = self._slots.batch(plan, self._cache.layers)
-        hidden = self._network(ids, batch)
-        return Done(StepResult(self._sample(plan.rows, batch.spans, hidden)))
+        batch = replace(batch, fixed=self._in_fixed_order(plan.rows))
+        with self._products.fixed_order(batch.fixed):
+            hidden = self._network(ids, batch)
+            return Done(StepResult(self._sample(plan.rows, batch.spans, hidden)))
+
+    def _in_fixed_order(self, rows: list[Row]) -> bool:
+        """Whether any row's result must not depend on the others: then none does."""
+        return bool(self._fixed) and any(row.slot in self._fixed for row in rows)
+
+    def _note_fixed(self, plan: StepPlan) -> None:
+        self._fixed.difference_update(plan.freed)
+        for admission in plan.admitted:
+            if admission.sampling.deterministic:
+                self._fixed.add(admission.slot)
+            else:
+                self._fixed.discard(admission.slot)
 
     def _prepare(self, plan: StepPlan) -> None:
+        self._note_fixed(plan)
         for slot in plan.freed:
             self._sampler.forget(slot)
         for admission in plan.admitted:

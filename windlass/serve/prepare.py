@@ -39,6 +39,7 @@ _SAMPLING = (
     "allowed_token_ids",
     "bad_words",
     "seed",
+    "deterministic",
     "min_tokens",
     "stop",
     "stop_token_ids",

@@ -149,6 +149,7 @@ class Generation(Body):
     allowed_token_ids: list[TokenId] | None = None
     bad_words: Strings | None = None
     seed: INT64 | None = None
+    deterministic: bool | None = None
     max_tokens: INT64 | None = None
     min_tokens: INT64 | None = None
     stop: Strings | None = None

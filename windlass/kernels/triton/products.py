@@ -23,8 +23,8 @@ _TILINGS = [
 _GATED = [Tiling(16), Tiling(16, stages=8), Tiling(32), Tiling(64)]
 _MANY_ROWS = [Tiling(64, s) for s in (1, 2, 4)] + [Tiling(128, s, 3) for s in (1, 2, 4)]
 _MANY_GATED = [Tiling(64), Tiling(64, stages=3), Tiling(128, stages=2)]
-# Behind a norm K is not split, and every program reads the inputs and the residual.
-_NORMED = [Tiling(16), Tiling(32), Tiling(16, stages=8)]
+_NORMED = [Tiling(16), Tiling(32), Tiling(16, stages=8), Tiling(32, 2), Tiling(32, 4)]
+_MOST_NORMED = 8  # rows; one program normalises them all
 _FIXED = Tiling(64)  # not split: summed from first to last
 _MOST_SPLIT = 16384  # outputs; a larger weight fills the device without splitting K
 # Rows: the second stands for 2 to 16, the third for the rest up to the kernel's most.
@@ -50,34 +50,23 @@ class MeasuredProducts(TorchProducts):
         if self._fixed:
             return self._fixed_linear(x, weight)
         tiling = self._tiling("linear", x, weight)
-        return linear(x, weight) if tiling is None else self._skinny(x, weight, tiling)[0]
+        return linear(x, weight) if tiling is None else self._skinny(x, weight, tiling)
 
     def gated(self, x: Tensor, weight: Tensor, silu_mul: Callable[[Tensor], Tensor]) -> Tensor:
         tiling = self._tiling("gated", x, weight)
         if tiling is None:
             return silu_mul(self.linear(x, weight))
-        return skinny.gated(x, weight, tiling)[0]
+        return skinny.gated(x, weight, tiling)
 
-    def normed(
-        self, norm: Norm, x: Tensor, residual: Tensor | None, weight: Tensor
+    def linear_norm(
+        self, x: Tensor, weight: Tensor, residual: Tensor, norm: Norm
     ) -> tuple[Tensor, Tensor]:
-        tiling = self._tiling("normed", x, weight)
-        if tiling is None or residual is None:
-            return super().normed(norm, x, residual, weight)
-        return self._skinny(x, weight, tiling, skinny.Norm(residual, norm.weight, norm.eps))
-
-    def normed_gated(
-        self,
-        norm: Norm,
-        x: Tensor,
-        residual: Tensor | None,
-        weight: Tensor,
-        silu_mul: Callable[[Tensor], Tensor],
-    ) -> tuple[Tensor, Tensor]:
-        tiling = self._tiling("normed and gated", x, weight)
-        if tiling is None or residual is None:
-            return super().normed_gated(norm, x, residual, weight, silu_mul)
-        return skinny.gated(x, weight, tiling, skinny.Norm(residual, norm.weight, norm.eps))
+        tiling = self._tiling("with a norm", x, weight)
+        if tiling is None or x.shape[0] > _MOST_NORMED:
+            return super().linear_norm(x, weight, residual, norm)
+        assert self._space is not None
+        gains, eps = norm.weight, norm.eps
+        return skinny.linear_norm(x, weight, tiling, self._space, residual, gains, eps), residual
 
     def _tiling(self, kind: str, x: Tensor, weight: Tensor) -> Tiling | None:
         """How the narrow kernel is cut for this product; None: it was not the fastest."""
@@ -86,18 +75,16 @@ class MeasuredProducts(TorchProducts):
             return None
         return self._chosen.get((kind, weight.shape, _bucket(rows)))
 
-    def _skinny(
-        self, x: Tensor, weight: Tensor, tiling: Tiling, norm: skinny.Norm | None = None
-    ) -> tuple[Tensor, Tensor]:
+    def _skinny(self, x: Tensor, weight: Tensor, tiling: Tiling) -> Tensor:
         assert self._space is not None
-        return skinny.linear(x, weight, tiling, self._space, norm)
+        return skinny.linear(x, weight, tiling, self._space)
 
     def _fixed_linear(self, x: Tensor, weight: Tensor) -> Tensor:
         """Kernels that sum from first to last, whatever the number of rows."""
         if not _takes(weight) or self._space is None:
             return fixed_linear(x, weight)
         if x.shape[0] <= skinny.MAX_ROWS:
-            return self._skinny(x, weight, _FIXED)[0]
+            return self._skinny(x, weight, _FIXED)
         return wide.linear(x, weight)
 
     # ---- measuring ---------------------------------------------------------------------------
@@ -127,29 +114,22 @@ class MeasuredProducts(TorchProducts):
         few = rows <= 16
         tilings = [t for t in (_TILINGS if few else _MANY_ROWS) if _fits(t, shape)]
         self._try("linear", tilings, group, x, lambda w: linear(x, w), self._skinny)
-        if len(group) == 1:  # a head stands behind no norm of its own, and is no gate
+        if len(group) == 1:  # a head stands before no norm, and is no gate
             return
-        gain = torch.ones_like(x[0])
-        norm = skinny.Norm(x.clone(), gain, 1e-5)
+        if rows <= _MOST_NORMED and shape[0] <= _MOST_SPLIT:
+            residual, gains = x.new_zeros((rows, shape[0])), x.new_ones(shape[0])
 
-        def behind_norm(weight: Tensor) -> Tensor:
-            return self.linear(add_rms_norm(x, norm.residual, gain, 1e-5)[0], weight)
+            def narrow(x: Tensor, weight: Tensor, tiling: Tiling) -> Tensor:
+                assert self._space is not None
+                return skinny.linear_norm(x, weight, tiling, self._space, residual, gains, 1e-5)
 
-        if few:
-            narrow = partial(_with_norm, self._skinny, norm)
-            self._try("normed", _NORMED, group, x, behind_norm, narrow)
-        if shape[0] % 2:
-            return
-        gates = _GATED if few else _MANY_GATED
-        self._try("gated", gates, group, x, lambda w: silu_mul(self.linear(x, w)), skinny.gated)
-        if few:
+            def apart(weight: Tensor) -> Tensor:
+                return add_rms_norm(self.linear(x, weight), residual, gains, 1e-5)[0]
 
-            def behind_both(weight: Tensor) -> Tensor:
-                y = add_rms_norm(x, norm.residual, gain, 1e-5)[0]
-                return self.gated(y, weight, silu_mul)
-
-            narrow = partial(_with_norm, skinny.gated, norm)
-            self._try("normed and gated", _NORMED, group, x, behind_both, narrow)
+            self._try("with a norm", _NORMED, group, x, apart, narrow)
+        if shape[0] % 2 == 0:
+            gates = _GATED if few else _MANY_GATED
+            self._try("gated", gates, group, x, lambda w: silu_mul(self.linear(x, w)), skinny.gated)
 
     def _try(
         self,
@@ -158,12 +138,12 @@ class MeasuredProducts(TorchProducts):
         group: list[Tensor],
         x: Tensor,
         usual: Callable[[Tensor], Tensor],
-        narrow: Callable[..., tuple[Tensor, Tensor]],
+        narrow: Callable[[Tensor, Tensor, Tiling], Tensor],
     ) -> None:
         """Keep the fastest tiling of a kind of product, if it beats the usual way."""
         best = _MARGIN * _time(group, usual)
         for tiling in tilings:
-            took = _time(group, partial(_first_of, narrow, x, tiling))
+            took = _time(group, partial(_with, tiling, narrow, x))
             if took < best:
                 best = took
                 self._chosen[kind, group[0].shape, _bucket(x.shape[0])] = tiling
@@ -178,20 +158,10 @@ def _fits(tiling: Tiling, shape: Shape) -> bool:
     return tiling.splits == 1 or shape[0] <= _MOST_SPLIT
 
 
-def _with_norm(
-    narrow: Callable[..., tuple[Tensor, Tensor]],
-    norm: skinny.Norm,
-    x: Tensor,
-    weight: Tensor,
-    tiling: Tiling,
-) -> tuple[Tensor, Tensor]:
-    return narrow(x, weight, tiling, norm)
-
-
-def _first_of(
-    narrow: Callable[..., tuple[Tensor, Tensor]], x: Tensor, tiling: Tiling, weight: Tensor
+def _with(
+    tiling: Tiling, narrow: Callable[[Tensor, Tensor, Tiling], Tensor], x: Tensor, weight: Tensor
 ) -> Tensor:
-    return narrow(x, weight, tiling)[0]
+    return narrow(x, weight, tiling)
 
 
 def _bucket(rows: int) -> int:

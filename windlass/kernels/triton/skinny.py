@@ -3,8 +3,8 @@
 The weight's rows are the long side of the tile, the tokens the short one, and K is cut into parts
 so that small weights fill the device too. The last part to finish adds up all of them in a fixed
 order, so the result does not depend on which one that is. A second form computes
-silu(gate) * up in the same pass. Both can take their inputs before the norm: the scale of a row is
-known when its sum is, after the last product.
+silu(gate) * up in the same pass. Of few rows, the last program to finish may add the residual and
+normalise: one kernel less in a chain where each waits for the one before.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ MAX_ROWS = 64
 _FEW_ROWS = 16
 # Bytes of weights that a product fetches before it waits for its inputs: enough to keep the memory
 # busy in the gap between kernels, and little enough to stay in the cache.
-_FETCHED = 16 * 2**20
+_FETCHED = 8 * 2**20
+_NORMED_AT_ONCE = 4096  # values that one program normalises at once
 
 
 def padded(rows: int) -> int:
@@ -40,54 +41,36 @@ class Tiling:
 
 
 @triton.jit
-def _inputs(source, rows, k, M, K, first, NORMED: tl.constexpr):
-    """x[rows, k].T, and with NORMED what the norm does to it but for the scale of each row.
-
-    Returns (inputs [k, rows], the sum of squares of each row). The first program of a launch writes
-    the new residual, where the old one is not read any more.
-    """
-    x, residual, gains, new_residual = source
-    at = rows[None, :] * K + k[:, None]
-    mask = (rows < M)[None, :]
-    tile = tl.load(x + at, mask=mask, other=0.0)
-    squares = tl.zeros([rows.shape[0]], dtype=tl.float32)
-    if NORMED:
-        kind = tile.dtype
-        before = tl.load(residual + at, mask=mask, other=0.0).to(tl.float32)
-        total = (tile.to(tl.float32) + before).to(kind)
-        tl.store(new_residual + at, total, mask=mask & first)
-        value = total.to(tl.float32)
-        squares = tl.sum(value * value, 0)
-        tile = (value * tl.load(gains + k).to(tl.float32)[:, None]).to(kind)
-    return tile, squares
-
-
-@triton.jit
-def _product(
-    source,
-    weight,
-    rows,
-    outputs,
-    begin,
-    end,
-    M,
-    N,
-    K,
-    first,
-    BLOCK_K: tl.constexpr,
-    NORMED: tl.constexpr,
-):
+def _product(x, weight, rows, outputs, begin, end, M, N, K, BLOCK_K: tl.constexpr):
     """weight[outputs, begin:end] @ x[rows, begin:end].T in float32: [outputs, rows]"""
     k = tl.arange(0, BLOCK_K)
     w_at = weight + outputs.to(tl.int64)[:, None] * K + k[None, :]
+    x_at = x + rows[None, :] * K + k[:, None]
     acc = tl.zeros([outputs.shape[0], rows.shape[0]], dtype=tl.float32)
-    squares = tl.zeros([rows.shape[0]], dtype=tl.float32)
     for at in range(begin, end, BLOCK_K):
         w_tile = tl.load(w_at + at, mask=(outputs < N)[:, None], other=0.0)
-        x_tile, more = _inputs(source, rows, at + k, M, K, first, NORMED)
+        x_tile = tl.load(x_at + at, mask=(rows < M)[None, :], other=0.0)
         acc = tl.dot(w_tile, x_tile, acc)
-        squares += more
-    return acc, squares
+    return acc
+
+
+@triton.jit
+def _add_norm(out, residual, gains, normed, M, N, eps, AT_ONCE: tl.constexpr, WIDTH: tl.constexpr):
+    """residual += out; normed = norm(residual) * gains: all rows, some at once."""
+    column = tl.arange(0, WIDTH)
+    inside = column < N
+    gain = tl.load(gains + column, mask=inside, other=0.0)[None, :]
+    for start in range(0, M, AT_ONCE):
+        row = start + tl.arange(0, AT_ONCE)
+        at = row[:, None] * N + column[None, :]
+        mask = (row < M)[:, None] & inside[None, :]
+        value = tl.load(out + at, mask=mask, other=0.0, cache_modifier=".cg").to(tl.float32)
+        before = tl.load(residual + at, mask=mask, other=0.0).to(tl.float32)
+        total = (value + before).to(residual.dtype.element_ty)
+        tl.store(residual + at, total, mask=mask)
+        wide = total.to(tl.float32)
+        scale = tl.rsqrt(tl.sum(wide * wide, 1) / N + eps)[:, None]
+        tl.store(normed + at, (wide * scale).to(gain.dtype) * gain, mask=mask)
 
 
 @triton.jit
@@ -107,21 +90,25 @@ def skinny_linear_kernel(
     counters,
     residual,
     gains,
-    new_residual,
+    normed,
     eps,
     M,
     N,
     K,
     splits,
     fetched,
-    NORMED: tl.constexpr,
+    AT_ONCE: tl.constexpr,
+    WIDTH: tl.constexpr,
     SPLIT: tl.constexpr,
     ROWS: tl.constexpr,
     OUTPUTS: tl.constexpr,
     BLOCK_K: tl.constexpr,
     CHAINED: tl.constexpr,
 ):
-    """out[M, N] = x[M, K] @ weight[N, K].T; `fetched` values of each row come before the wait."""
+    """out[M, N] = x[M, K] @ weight[N, K].T; `fetched` values of each row come before the wait.
+
+    With AT_ONCE rows at a time, the last program adds to the residual and normalises.
+    """
     chain.release(CHAINED)
     tile = tl.program_id(0)
     split = tl.program_id(1)
@@ -132,29 +119,29 @@ def skinny_linear_kernel(
     end = tl.minimum(begin + span, K)
     _fetch(weight, outputs, begin, tl.minimum(fetched, end - begin), N, K, CHAINED)
     chain.wait(CHAINED)
-    source = (x, residual, gains, new_residual)
-    first = tile == 0
-    acc, squares = _product(
-        source, weight, rows, outputs, begin, end, M, N, K, first, BLOCK_K, NORMED
-    )
-    if NORMED:
-        acc *= tl.rsqrt(squares / K + eps)[None, :]
+    acc = _product(x, weight, rows, outputs, begin, end, M, N, K, BLOCK_K)
     at = rows[None, :] * N + outputs[:, None]
     mask = (rows < M)[None, :] & (outputs < N)[:, None]
-    if not SPLIT:
-        tl.store(out + at, acc.to(out.dtype.element_ty), mask=mask)
-    else:
+    whole = True
+    if SPLIT:
         tl.store(parts + split * ROWS * N + at, acc, mask=mask)
         tl.debug_barrier()
-        done = tl.atomic_add(counters + tile, 1, sem="acq_rel")
-        if done == splits - 1:
-            total = tl.zeros([OUTPUTS, ROWS], dtype=tl.float32)
+        whole = tl.atomic_add(counters + tile, 1, sem="acq_rel") == splits - 1
+        if whole:
+            acc = tl.zeros([OUTPUTS, ROWS], dtype=tl.float32)
             for part in range(splits):
-                total += tl.load(
+                acc += tl.load(
                     parts + part * ROWS * N + at, mask=mask, other=0.0, cache_modifier=".cg"
                 )
-            tl.store(out + at, total.to(out.dtype.element_ty), mask=mask)
             tl.store(counters + tile, 0)
+    if whole:
+        tl.store(out + at, acc.to(out.dtype.element_ty), mask=mask)
+        if AT_ONCE > 0:
+            tl.debug_barrier()
+            tiles = tl.num_programs(0)
+            if tl.atomic_add(counters + tiles, 1, sem="acq_rel") == tiles - 1:
+                _add_norm(out, residual, gains, normed, M, N, eps, AT_ONCE, WIDTH)
+                tl.store(counters + tiles, 0)
 
 
 @triton.jit(do_not_specialize=["M", "fetched"])
@@ -162,15 +149,10 @@ def skinny_gated_kernel(
     x,
     weight,
     out,
-    residual,
-    gains,
-    new_residual,
-    eps,
     M,
     N,
     K,
     fetched,
-    NORMED: tl.constexpr,
     ROWS: tl.constexpr,
     OUTPUTS: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -186,21 +168,14 @@ def skinny_gated_kernel(
     k = tl.arange(0, BLOCK_K)
     g_at = weight + outputs.to(tl.int64)[:, None] * K + k[None, :]
     u_at = g_at + N.to(tl.int64) * K
-    source = (x, residual, gains, new_residual)
-    first = tl.program_id(0) == 0
-    squares = tl.zeros([ROWS], dtype=tl.float32)
+    x_at = x + rows[None, :] * K + k[:, None]
     gate = tl.zeros([OUTPUTS, ROWS], dtype=tl.float32)
     up = tl.zeros([OUTPUTS, ROWS], dtype=tl.float32)
     w_mask = (outputs < N)[:, None]
     for at in range(0, K, BLOCK_K):
-        x_tile, more = _inputs(source, rows, at + k, M, K, first, NORMED)
-        squares += more
+        x_tile = tl.load(x_at + at, mask=(rows < M)[None, :], other=0.0)
         gate = tl.dot(tl.load(g_at + at, mask=w_mask, other=0.0), x_tile, gate)
         up = tl.dot(tl.load(u_at + at, mask=w_mask, other=0.0), x_tile, up)
-    if NORMED:
-        scale = tl.rsqrt(squares / K + eps)[None, :]
-        gate *= scale
-        up *= scale
     kind = out.dtype.element_ty
     # Rounded where the plain version rounds.
     gate = gate.to(kind).to(tl.float32)
@@ -221,7 +196,7 @@ class Workspace:
             MAX_ROWS * max(tiling.splits for tiling in many),
         )
         self.parts = torch.empty(rows * most_outputs, dtype=torch.float32, device=device)
-        self.counters = torch.zeros(most_outputs, dtype=torch.int32, device=device)
+        self.counters = torch.zeros(most_outputs + 1, dtype=torch.int32, device=device)
 
 
 def _block_k(size: int) -> int:
@@ -233,38 +208,55 @@ def _ahead(num_rows: int) -> int:
     return max(64, _FETCHED // 2 // num_rows // 64 * 64)
 
 
-@dataclass(frozen=True, slots=True)
-class Norm:
-    """What is left to do to the inputs of a product: add the residual, normalise."""
-
-    residual: Tensor
-    gains: Tensor
-    eps: float
+def linear(x: Tensor, weight: Tensor, tiling: Tiling, space: Workspace) -> Tensor:
+    """x @ weight.T for at most MAX_ROWS rows; K must be a multiple of 64."""
+    out = x.new_empty((x.shape[0], weight.shape[0]))
+    _launch(x, weight, out, tiling, space, (out, out, out, 0.0), at_once=0)
+    return out
 
 
-def linear(
-    x: Tensor, weight: Tensor, tiling: Tiling, space: Workspace, norm: Norm | None = None
-) -> tuple[Tensor, Tensor]:
-    """x @ weight.T for at most MAX_ROWS rows, and the new residual; K must be a multiple of 64.
+def linear_norm(
+    x: Tensor,
+    weight: Tensor,
+    tiling: Tiling,
+    space: Workspace,
+    residual: Tensor,
+    gains: Tensor,
+    eps: float,
+) -> Tensor:
+    """residual += x @ weight.T, in place; returns it normalised. For few rows."""
+    out = x.new_empty((x.shape[0], weight.shape[0]))
+    normed = torch.empty_like(out)
+    width = triton.next_power_of_2(weight.shape[0])
+    at_once = min(triton.next_power_of_2(x.shape[0]), max(1, _NORMED_AT_ONCE // width))
+    _launch(x, weight, out, tiling, space, (residual, gains, normed, eps), at_once)
+    return normed
 
-    With a norm the inputs are normalised on the way, and K cannot be split.
-    """
+
+def _launch(
+    x: Tensor,
+    weight: Tensor,
+    out: Tensor,
+    tiling: Tiling,
+    space: Workspace,
+    norm: tuple[Tensor, Tensor, Tensor, float],
+    at_once: int,
+) -> None:
     (rows, size), outputs = x.shape, weight.shape[0]
-    out = torch.empty((rows, outputs), dtype=x.dtype, device=x.device)
-    residual = x if norm is None else torch.empty_like(x)
     skinny_linear_kernel[(triton.cdiv(outputs, tiling.outputs), tiling.splits)](
         x,
         weight,
         out,
         space.parts,
         space.counters,
-        *_norm_arguments(x, norm, residual),
+        *norm,
         rows,
         outputs,
         size,
         tiling.splits,
         _ahead(outputs * tiling.splits),
-        NORMED=norm is not None,
+        AT_ONCE=at_once,
+        WIDTH=triton.next_power_of_2(outputs) if at_once else 1,
         SPLIT=tiling.splits > 1,
         ROWS=padded(rows),
         OUTPUTS=tiling.outputs,
@@ -273,27 +265,21 @@ def linear(
         num_stages=tiling.stages,
         **chain.options(),
     )
-    return out, residual
 
 
-def gated(
-    x: Tensor, weight: Tensor, tiling: Tiling, norm: Norm | None = None
-) -> tuple[Tensor, Tensor]:
-    """silu(gate) * up for at most MAX_ROWS rows, and the new residual; K is not split."""
+def gated(x: Tensor, weight: Tensor, tiling: Tiling) -> Tensor:
+    """silu(gate) * up for at most MAX_ROWS rows; K is not split."""
     rows, size = x.shape
     width = weight.shape[0] // 2
-    out = torch.empty((rows, width), dtype=x.dtype, device=x.device)
-    residual = x if norm is None else torch.empty_like(x)
+    out = x.new_empty((rows, width))
     skinny_gated_kernel[(triton.cdiv(width, tiling.outputs),)](
         x,
         weight,
         out,
-        *_norm_arguments(x, norm, residual),
         rows,
         width,
         size,
         _ahead(2 * width),
-        NORMED=norm is not None,
         ROWS=padded(rows),
         OUTPUTS=tiling.outputs,
         BLOCK_K=_block_k(size),
@@ -301,12 +287,4 @@ def gated(
         num_stages=tiling.stages,
         **chain.options(),
     )
-    return out, residual
-
-
-def _norm_arguments(
-    x: Tensor, norm: Norm | None, new_residual: Tensor
-) -> tuple[Tensor, Tensor, Tensor, float]:
-    if norm is None:
-        return x, x, x, 0.0
-    return norm.residual, norm.gains, new_residual, norm.eps
+    return out

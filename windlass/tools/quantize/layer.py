@@ -54,9 +54,7 @@ class _Watched(Plain):
     def apply(self, layer: Any, x: Tensor) -> Tensor:
         return super().apply(layer, self._look(layer, x))
 
-    def then(
-        self, layer: Any, x: Tensor, residual: Tensor, norm: Norm
-    ) -> tuple[Tensor, Tensor]:
+    def then(self, layer: Any, x: Tensor, residual: Tensor, norm: Norm) -> tuple[Tensor, Tensor]:
         return super().then(layer, self._look(layer, x), residual, norm)
 
     def gated(self, layer: Any, x: Tensor, silu_mul: Callable[[Tensor], Tensor]) -> Tensor:
