@@ -106,7 +106,9 @@ class Linears:
         self._plain = plain
         self._reference = reference
         self._kernels: list[LinearKernel] = [
-            _instance(where) for where in _CANDIDATES.get(device.type, ()) if not plain
+            _instance(where)
+            for where in _CANDIDATES.get(device.type, ())
+            if not plain and not reference
         ]
 
     def decide(self, form: Packed) -> Decision:
@@ -124,7 +126,8 @@ class Linears:
             return Decision(PlainLinear(), refusals)
         if self.device.type == "cpu":
             return Decision(PlainLinear(), refusals, f"unpacked: {_no_kernel(refusals)}")
-        return Decision(PlainLinear(), refusals or {"others": _nothing_else(form, self.device)})
+        refusals["others"] = _nothing_else(form, self.device)
+        return Decision(PlainLinear(), refusals)
 
     def hold(self, weight: Packed | Tensor) -> Product:
         """Prepare a weight for its kernel. On the meta device only its shape and size matter."""
