@@ -102,6 +102,11 @@ def test_an_output_that_exists_is_refused(model: Path, tmp_path: Path, quantize:
     assert "exists already" in quantize(model, "-o", out, "--method", "rtn", code=2)
     file = tmp_path / "file"
     file.write_text("mine")
+    mine = tmp_path / "new.partial"
+    mine.mkdir()
+    (mine / "thesis.txt").write_text("mine")
+    said = quantize(model, "-o", tmp_path / "new", "--method", "rtn", code=2)
+    assert "holds other files (thesis.txt)" in said
     assert "exists already" in quantize(model, "-o", file, "--method", "rtn", code=2)
 
 

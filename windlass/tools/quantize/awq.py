@@ -16,7 +16,7 @@ from windlass.tools.quantize.statistics import Inputs
 
 _STEPS = 20  # strengths from 0 (no scaling) to 1
 _SMALLEST = 1e-4
-_MOST_ROWS = 512  # outputs that the search looks at; all of them choose alike
+_MOST_ROWS = 256  # outputs that the search looks at; all of them choose alike
 _CLIPS = tuple(1.0 - 0.05 * step for step in range(11))  # how far a group's range is narrowed
 
 

@@ -28,6 +28,8 @@ from windlass.tools.quantize.layer import Hidden
 SHARD_BYTES = 2**30
 _MANIFEST = "manifest.json"
 _OUTER = "outer.safetensors"
+_LOCK = "lock"
+_BEFORE_MANIFEST = (_LOCK, f"{_MANIFEST}.tmp")
 
 
 class Partial:
@@ -43,7 +45,7 @@ class Partial:
             self.folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise ConfigError(f"-o {output}: {error.strerror or error}.") from error
-        self._lock = FileLock(self.folder / "lock")
+        self._lock = FileLock(self.folder / _LOCK)
         try:
             self._lock.acquire(timeout=0)
         except Timeout:
@@ -52,11 +54,21 @@ class Partial:
         if (self.folder / _MANIFEST).is_file():
             self._continue()
         else:
-            self._write_manifest()
+            self._begin()
 
     @property
     def num_done(self) -> int:
         return len(self.reports)
+
+    def _begin(self) -> None:
+        strange = [file.name for file in self.folder.iterdir() if file.name not in _BEFORE_MANIFEST]
+        if strange:
+            self._lock.release()
+            raise ConfigError(
+                f"{self.folder}: is needed for work in progress, but holds other files "
+                f"({', '.join(sorted(strange)[:3])}). Remove it, or choose another -o."
+            )
+        self._write_manifest()
 
     def _continue(self) -> None:
         manifest = read_json(self.folder / _MANIFEST)
@@ -94,9 +106,11 @@ class Partial:
         self._save(_hidden_file(0), {"states": hidden.states, "lengths": lengths})
 
     def hidden(self) -> Hidden | None:
-        """What goes into the next layer; None: not yet computed."""
+        """What goes into the next layer; None: nothing is computed yet."""
         path = self.folder / _hidden_file(self.num_done)
         if not path.is_file():
+            if self.num_done and self._fingerprint.get("calibration"):
+                raise EngineError(f"{path}: is gone. Remove {self.folder} and begin anew.")
             return None
         found = load_file(path)
         return Hidden(found["states"], tuple(found["lengths"].tolist()))

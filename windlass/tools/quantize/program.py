@@ -20,6 +20,7 @@ from windlass.errors import ConfigError
 from windlass.layers.linear import Linear
 from windlass.models.card import load_card, load_spec, open_checkpoint
 from windlass.models.checkpoint import Checkpoint
+from windlass.models.json_file import merged
 from windlass.models.source import ModelFiles, resolve
 from windlass.models.spec import ModelSpec
 from windlass.runner.device import choose_device, choose_threads
@@ -66,7 +67,7 @@ def run(order: Order, say: Say, progress: Progress) -> dict[str, Any]:
     source = _Source(
         files,
         load_spec(files, order.model),
-        described.source_config(files),
+        merged(described.source_config(files), order.model.hf_overrides),
         open_checkpoint(files, order.model),
     )
     recipe = decide(order.wishes, source.spec)
