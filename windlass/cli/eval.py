@@ -91,6 +91,9 @@ def eval(
     if tasks is None and (task_dir or num_fewshot is not None or limit is not None):
         raise ConfigError("--task-dir, --num-fewshot and --limit go with --tasks.")
     _check_output(json)
+    from windlass.tools.eval.windows import Cut
+
+    cut = Cut(method, context, stride, max_windows)  # type: ignore[arg-type]
     if tasks is not None:
         from windlass.tools.eval.tasks import TaskOrder, run_tasks
 
@@ -98,9 +101,6 @@ def eval(
         record = run_tasks(config, reference, order, progress)
         _finish(record, json if data is None else _beside(json))
     if tasks is None or data is not None:
-        from windlass.tools.eval.windows import Cut
-
-        cut = Cut(method, context, stride, max_windows)  # type: ignore[arg-type]
         return _text(config, reference, data or "wikitext2", cut, gate, json, progress)
     return 0
 

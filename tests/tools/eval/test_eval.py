@@ -104,7 +104,7 @@ def test_results_by_label(evaluate: Run, labelled: Path, tmp_path: Path) -> None
         (["--json", "."], "is a folder"),
         (["--data", "no-such-file.jsonl"], "no such file or folder"),
         (["--method", "llama.cpp", "--context", "512", "--data", "SHORT"], "at least 512"),
-        (["--data", "LABELLED", "--method", "llama.cpp"], "one running text"),
+        (["--data", "LABELLED", "--method", "llama.cpp", "--context", "64"], "one running text"),
         (["--data", "ONE"], "line 1: has 1 tokens, and at least 2"),
     ],
 )

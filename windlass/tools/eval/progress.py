@@ -21,14 +21,18 @@ def bar(shown: bool) -> Iterator[Watch]:
     from rich.console import Console
     from rich.progress import Progress
 
-    with Progress(console=Console(stderr=True)) as progress:
-        task = progress.add_task("windows", total=None)
+    progress = Progress(console=Console(stderr=True))
+    task = progress.add_task("windows", total=None)
 
-        def watch(done: int, total: int, tally: Tally) -> None:
-            if done == total or done % max(1, total // _UPDATES) == 0:
-                progress.update(task, completed=done, total=total, description=_figures(tally))
+    def watch(done: int, total: int, tally: Tally) -> None:
+        progress.start()  # not before there is something to show
+        if done == total or done % max(1, total // _UPDATES) == 0:
+            progress.update(task, completed=done, total=total, description=_figures(tally))
 
+    try:
         yield watch
+    finally:
+        progress.stop()
 
 
 def _figures(tally: Tally) -> str:

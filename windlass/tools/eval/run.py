@@ -5,14 +5,14 @@ from __future__ import annotations
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from windlass.build import BuiltScorer, OpenModel, build_scorer, open_model
 from windlass.config import EngineConfig
 from windlass.errors import ConfigError
 from windlass.runner.device import choose_device
-from windlass.runner.scoring import Piece, Scorer, ScoringLimits
+from windlass.runner.scoring import Piece, Scorer, ScoringLimits, Window
 from windlass.tools.bench.record import Record
 from windlass.tools.eval.data import Corpus
 from windlass.tools.eval.metrics import Quality, Tally, compare
@@ -47,92 +47,55 @@ def measure(
     watch: Watch = lambda *_: None,
 ) -> Outcome:
     """Score the corpus. Ctrl-C ends it early, with what was measured until then."""
-    own = open_model(config)
-    other = open_model(reference) if reference is not None else None
-    windows = cut_corpus(corpus, own.card, cut)
-    _check_context(cut, config, own)
-    if other is not None and reference is not None:
-        _check_context(cut, reference, other)
-        if cut_corpus(corpus, other.card, cut) != windows:
-            raise ConfigError(
-                f"{own.card.name} and {other.card.name} cut the text into different tokens, so they "
-                "cannot be compared token by token. Take a reference with the same tokenizer."
-            )
-    limits = _limits(config, windows)
-    first = build_scorer(config, own.source, limits)
-    second = None
-    if other is not None and reference is not None:
-        shared = first.weights if reference.model == config.model else None
-        second = build_scorer(reference, other.source, limits, shared)
+    configs = [config] if reference is None else [config, reference]
+    opened = [_open(each, cut) for each in configs]
+    windows = cut_corpus(corpus, opened[0].card, cut)
+    _check_tokens(windows, corpus, cut, opened)
+    sides = _build(configs, opened, _limits(config, windows))
     start = time.perf_counter()
-    tallies, done = _score(first.scorer, second.scorer if second else None, windows, watch)
+    overall, by_label, done = _score([side.built.scorer for side in sides], windows, watch)
     seconds = time.perf_counter() - start
-    overall = tallies.pop(ALL).quality()
-    labels = {name: tally.quality() for name, tally in tallies.items()} if corpus.labelled else {}
-    rows = [overall.row(ALL), *(quality.row(name) for name, quality in labels.items())]
+    labels = {}
+    if corpus.labelled:
+        labels = {name: tally.quality() for name, tally in by_label.items()}
+    total = overall.quality()
+    num_tokens = sum(len(item.window.tokens) for item in windows[:done])
     settings = {
         "data": corpus.name,
-        **{field.name: getattr(cut, field.name) for field in fields(cut)},
+        **asdict(cut),
         "windows": len(windows),
         "windows_done": done,
         "seconds": round(seconds, 2),
-        "tokens_per_second": round(sum(len(w.window.tokens) for w in windows[:done]) / seconds, 1),
-        "model": _about(config, own, first),
+        "tokens_per_second": round(num_tokens / seconds, 1),
+        **{name: side.about() for name, side in zip(("model", "reference"), sides, strict=False)},
     }
-    if other is not None and reference is not None and second is not None:
-        settings["reference"] = _about(reference, other, second)
     notes = cut.describe() + "."
     if done < len(windows):
         notes += f" Interrupted: {done} of {len(windows)} windows were measured."
+    rows = [total.row(ALL), *(quality.row(name) for name, quality in labels.items())]
     record = Record("perplexity" if reference is None else "quality", rows, notes, settings)
-    return Outcome(overall, labels, done, len(windows), seconds, record)
+    return Outcome(total, labels, done, len(windows), seconds, record)
 
 
-def _score(
-    own: Scorer, other: Scorer | None, windows: list[LabelledWindow], watch: Watch
-) -> tuple[dict[str, Tally], int]:
-    """Tallies by label, and of all; and how many windows are in them whole."""
-    tallies: dict[str, Tally] = defaultdict(Tally)
-    total = tallies[ALL]
-    done = 0
-    try:
-        for piece, reference in _lockstep(own, other, windows):
-            tokens = windows[piece.window].window.tokens
-            targets = tokens[piece.start + 1 : piece.start + 1 + len(piece.values)]
-            count = len(targets)  # nothing follows the last position
-            if count:
-                others = reference.values[:count] if reference is not None else None
-                figures = compare(piece.values[:count], targets, others)
-                tallies[windows[piece.window].label].add(figures)
-                total.add(figures)
-            if piece.start + len(piece.values) == len(tokens):
-                done = piece.window + 1
-                watch(done, len(windows), total)
-    except KeyboardInterrupt:
-        if not total.num_tokens:
-            raise
-    return dict(tallies), done
+@dataclass(frozen=True, slots=True)
+class _Side:
+    """The model, or its reference."""
+
+    config: EngineConfig
+    opened: OpenModel
+    built: BuiltScorer
+
+    def about(self) -> dict[str, Any]:
+        return {
+            "name": self.opened.card.name,
+            "options": changed(self.config),
+            "weight_bytes": self.built.weights.weight_bytes,
+            "choices": {choice.what: choice.value for choice in self.built.choices},
+        }
 
 
-def _lockstep(
-    own: Scorer, other: Scorer | None, windows: list[LabelledWindow]
-) -> Iterator[tuple[Piece, Piece | None]]:
-    """The same positions of both; over the tokens that both vocabularies have."""
-    inputs = [item.window for item in windows]
-    if other is None:
-        yield from ((piece, None) for piece in own.logits(inputs))
-        return
-    common = min(own.vocab_size, other.vocab_size)
-    yield from zip(own.logits(inputs, common), other.logits(inputs, common), strict=True)
-
-
-def _limits(config: EngineConfig, windows: list[LabelledWindow]) -> ScoringLimits:
-    steps = config.limits(choose_device(config.model).type)
-    longest = max(len(item.window.tokens) for item in windows)
-    return ScoringLimits(longest, steps.max_num_batched_tokens, steps.max_num_seqs)
-
-
-def _check_context(cut: Cut, config: EngineConfig, model: OpenModel) -> None:
+def _open(config: EngineConfig, cut: Cut) -> OpenModel:
+    model = open_model(config)
     wish = config.model.max_model_len
     longest = wish if wish is not None and wish > 0 else model.spec.max_positions
     if cut.context > longest:
@@ -140,15 +103,67 @@ def _check_context(cut: Cut, config: EngineConfig, model: OpenModel) -> None:
             f"--context {cut.context} is more than the {longest} positions of {model.card.name}. "
             f"Use {longest} or less."
         )
+    return model
 
 
-def _about(config: EngineConfig, model: OpenModel, built: BuiltScorer) -> dict[str, Any]:
-    return {
-        "name": model.card.name,
-        "options": changed(config),
-        "weight_bytes": built.weights.weight_bytes,
-        "choices": {choice.what: choice.value for choice in built.choices},
-    }
+def _check_tokens(
+    windows: list[LabelledWindow], corpus: Corpus, cut: Cut, opened: list[OpenModel]
+) -> None:
+    for other in opened[1:]:
+        if cut_corpus(corpus, other.card, cut) != windows:
+            raise ConfigError(
+                f"{opened[0].card.name} and {other.card.name} cut the text into different tokens, "
+                "so they cannot be compared token by token. Take a reference with the same "
+                "tokenizer."
+            )
+
+
+def _build(
+    configs: list[EngineConfig], opened: list[OpenModel], limits: ScoringLimits
+) -> list[_Side]:
+    """Load both; a reference that differs only in its cache or scheduler shares the weights."""
+    sides: list[_Side] = []
+    for config, model in zip(configs, opened, strict=True):
+        shared = [side.built.weights for side in sides if side.config.model == config.model]
+        built = build_scorer(config, model.source, limits, shared[0] if shared else None)
+        sides.append(_Side(config, model, built))
+    return sides
+
+
+def _score(
+    scorers: list[Scorer], windows: list[LabelledWindow], watch: Watch
+) -> tuple[Tally, dict[str, Tally], int]:
+    """What was counted, of all and by label, and how many windows are in it whole."""
+    overall, by_label, done = Tally(), defaultdict[str, Tally](Tally), 0
+    try:
+        for piece, *others in _lockstep(scorers, [item.window for item in windows]):
+            item = windows[piece.window]
+            tokens, count = item.window.tokens, len(piece.values)
+            targets = tokens[piece.start + 1 : piece.start + 1 + count]
+            if targets:  # nothing follows the last position
+                reference = others[0].values[: len(targets)] if others else None
+                figures = compare(piece.values[: len(targets)], targets, reference)
+                overall.add(figures)
+                by_label[item.label].add(figures)
+            if piece.start + count == len(tokens):
+                done = piece.window + 1
+                watch(done, len(windows), overall)
+    except KeyboardInterrupt:
+        if not overall.num_tokens:
+            raise
+    return overall, by_label, done
+
+
+def _lockstep(scorers: list[Scorer], windows: list[Window]) -> Iterator[tuple[Piece, ...]]:
+    """The same positions of all; over the tokens that all vocabularies have."""
+    common = min(scorer.vocab_size for scorer in scorers)
+    return zip(*(scorer.logits(windows, common) for scorer in scorers), strict=True)
+
+
+def _limits(config: EngineConfig, windows: list[LabelledWindow]) -> ScoringLimits:
+    steps = config.limits(choose_device(config.model).type)
+    longest = max(len(item.window.tokens) for item in windows)
+    return ScoringLimits(longest, steps.max_num_batched_tokens, steps.max_num_seqs)
 
 
 def changed(config: EngineConfig) -> dict[str, Any]:
