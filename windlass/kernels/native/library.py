@@ -54,14 +54,16 @@ class Native:
 
 
 @dataclass(frozen=True, slots=True)
-class _Compiler:
+class Compiler:
+    """How to call it, and which it is."""
+
     command: tuple[str, ...]
     version: str  # the first line of --version
 
 
 @dataclass(frozen=True, slots=True)
 class _Recipe:
-    compiler: _Compiler
+    compiler: Compiler
     flags: tuple[str, ...]
     sources: Path
 
@@ -71,9 +73,9 @@ def load(
 ) -> Native:
     """The library from `folder` (the user's cache if None), compiled now if it is not there."""
     folder = (folder or cache_dir()) / "native"
-    flags = (*_FLAGS, *_machine_flags(), *extra_flags)
+    flags = (*_FLAGS, *machine_flags(), *extra_flags)
     stem = _digest(*_texts(sources), *flags, cpu_identity())
-    compilers, problems = _find_compilers()
+    compilers, problems = find_compilers()
     for compiler in compilers:
         kept = folder / f"{stem}-{_digest(compiler.version)}.so"
         if (found := _open(kept, "from the cache")) is not None:
@@ -101,7 +103,8 @@ def cpu_identity() -> str:
     return "\n".join(sorted(found))
 
 
-def _machine_flags() -> tuple[str, ...]:
+def machine_flags() -> tuple[str, ...]:
+    """What makes a compiler use all that this CPU has."""
     if platform.machine() in ("aarch64", "arm64"):
         return ("-mcpu=native",)
     if platform.machine() in ("x86_64", "AMD64"):
@@ -119,9 +122,9 @@ def _digest(*parts: str) -> str:
     return hashlib.blake2b("\0".join(parts).encode(), digest_size=8).hexdigest()
 
 
-def _find_compilers() -> tuple[list[_Compiler], list[str]]:
+def find_compilers() -> tuple[list[Compiler], list[str]]:
     """Those that answer, in order of preference, and what is wrong with the others."""
-    found: list[_Compiler] = []
+    found: list[Compiler] = []
     problems: list[str] = []
     chosen = os.environ.get("CXX")
     for text in [chosen] if chosen else _COMPILERS:
@@ -136,7 +139,7 @@ def _find_compilers() -> tuple[list[_Compiler], list[str]]:
             continue
         version = said.strip().splitlines()[0] if said.strip() else text
         if version not in [other.version for other in found]:  # c++ often is g++
-            found.append(_Compiler(command, version))
+            found.append(Compiler(command, version))
     return found, problems
 
 

@@ -81,11 +81,11 @@ class NativeLinear:
 
     name = "native"
 
-    def __init__(self, num_threads: int | None = None) -> None:
-        self._pool: Pool | None = None
+    def __init__(self, num_threads: int | None = None, pool: Pool | None = None) -> None:
+        self._pool = pool
         self._unavailable: str | None = None
         try:
-            self._pool = Pool(load(), num_threads or torch.get_num_threads())
+            self._pool = pool or Pool(load(), num_threads or torch.get_num_threads())
         except NativeUnavailable as error:
             self._unavailable = str(error)
 

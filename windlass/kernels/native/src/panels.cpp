@@ -100,7 +100,8 @@ void fill_int_panel(const Weight& w, const float* x, const float* x_scales, int 
   float* sums = const_cast<float*>(panel.sums);
   const int block = block_size(w);
   const int blocks_per_group = padded_in(w) / num_groups(w) / block;
-  std::memset(sums, 0, int_sizes(w).groups);
+  const IntSizes sizes = int_sizes(w);
+  std::memset(scales, 0, 2 * sizes.blocks + sizes.groups);  // rows that are not there count too
   for (int m = 0; m < rows; ++m) {
     const float* row = x + static_cast<size_t>(m) * w.num_in;
     const float* given = x_scales == nullptr ? nullptr : x_scales + m;

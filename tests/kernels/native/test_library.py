@@ -1,0 +1,133 @@
+"""Compiling and keeping the library: faults end in a working library or in one clear reason."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from windlass.kernels.native import library
+from windlass.kernels.native.library import NativeUnavailable, load
+from windlass.kernels.native.linear import NativeLinear
+from windlass.kernels.packed import Int8Group
+
+_COMPILERS, _ = library.find_compilers()
+needs_compiler = pytest.mark.skipif(not _COMPILERS, reason="no C++ compiler")
+
+_TINY = 'extern "C" const char* windlass_simd() { return "tiny"; }\n'
+_PROGRAM = (
+    "import sys; from pathlib import Path; from windlass.kernels.native.library import load; "
+    "print(load(Path(sys.argv[1]), sources=Path(sys.argv[2])).reason)"
+)
+_LOAD = (sys.executable, "-c", _PROGRAM)
+
+
+@pytest.fixture
+def sources(tmp_path: Path) -> Path:
+    """Sources that compile in no time; the machinery does not know the difference."""
+    folder = tmp_path / "src"
+    folder.mkdir()
+    (folder / "tiny.cpp").write_text(_TINY)
+    return folder
+
+
+def kept(folder: Path) -> list[Path]:
+    return sorted((folder / "native").glob("*.so"))
+
+
+@needs_compiler
+def test_compiled_once_and_kept(tmp_path: Path, sources: Path) -> None:
+    first = load(tmp_path, sources=sources)
+    assert first.reason.startswith("compiled by")
+    assert first.simd == "tiny"
+    again = load(tmp_path, sources=sources)
+    assert again.reason == f"from the cache: {first.path}"
+    assert kept(tmp_path) == [first.path]
+
+
+@needs_compiler
+def test_changed_sources_and_another_cpu_are_compiled_anew(
+    tmp_path: Path, sources: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    load(tmp_path, sources=sources)
+    (sources / "tiny.cpp").write_text(_TINY + "// changed\n")
+    load(tmp_path, sources=sources)
+    assert len(kept(tmp_path)) == 2
+    monkeypatch.setattr(library, "cpu_identity", lambda: "another CPU")
+    assert load(tmp_path, sources=sources).reason.startswith("compiled by")
+    assert len(kept(tmp_path)) == 3
+
+
+@needs_compiler
+def test_a_damaged_file_is_made_again(tmp_path: Path, sources: Path) -> None:
+    # Filled by another process: a library that this one has loaded would stay as it was.
+    subprocess.run([*_LOAD, str(tmp_path), str(sources)], check=True, capture_output=True)
+    (path,) = kept(tmp_path)
+    path.write_bytes(b"not a library")
+    mended = load(tmp_path, sources=sources)
+    assert mended.reason.startswith("compiled by")
+    assert mended.path == path
+
+
+@needs_compiler
+def test_a_cache_that_cannot_be_written(tmp_path: Path, sources: Path) -> None:
+    blocked = tmp_path / "a file"
+    blocked.write_text("where the folder should be")
+    found = load(blocked, sources=sources)
+    assert found.simd == "tiny"
+    assert "for this process only" in found.reason
+    assert f"{blocked / 'native'} cannot be written" in found.reason
+
+
+@needs_compiler
+def test_two_processes_at_once(tmp_path: Path, sources: Path) -> None:
+    command = [*_LOAD, str(tmp_path), str(sources)]
+    both = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    said = [process.communicate()[0] for process in both]
+    assert [process.returncode for process in both] == [0, 0]
+    assert sorted(line.split()[0] for line in said) == ["compiled", "from"]
+    assert len(kept(tmp_path)) == 1
+    assert not [path for path in (tmp_path / "native").iterdir() if path.is_dir()]
+
+
+def test_a_missing_compiler(tmp_path: Path, sources: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    with pytest.raises(NativeUnavailable, match=r"no no-such-compiler \(set by CXX\)"):
+        load(tmp_path, sources=sources)
+
+
+@needs_compiler
+def test_a_filled_cache_needs_no_compiler(
+    tmp_path: Path, sources: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    load(tmp_path, sources=sources)
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    assert load(tmp_path, sources=sources).reason.startswith("from the cache; there is no compiler")
+
+
+@pytest.mark.parametrize("answers", [True, False])
+def test_a_broken_compiler(
+    tmp_path: Path, sources: Path, monkeypatch: pytest.MonkeyPatch, answers: bool
+) -> None:
+    broken = tmp_path / "broken++"
+    greeting = '[ "$1" = --version ] && echo broken 1.0 && exit 0\n' if answers else ""
+    broken.write_text(f"#!/bin/sh\n{greeting}echo 'error: the disk has eaten it' >&2\nexit 3\n")
+    broken.chmod(0o755)
+    monkeypatch.setenv("CXX", str(broken))
+    with pytest.raises(NativeUnavailable, match=r"failed \(3\): error: the disk has eaten it"):
+        load(tmp_path, sources=sources)
+    assert kept(tmp_path) == []
+
+
+def test_without_a_library_every_form_is_refused_with_the_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    monkeypatch.setenv("WINDLASS_CACHE", str(tmp_path))
+    form = Int8Group(torch.zeros(8, 32, dtype=torch.int8), torch.ones(8, 1))
+    why = NativeLinear().refuse(form, torch.device("cpu"), torch.float32)
+    assert why is not None
+    assert "no no-such-compiler" in why

@@ -1,0 +1,254 @@
+"""Native products against the definition of each form, over odd shapes, few rows and many.
+
+Where inputs are rounded to int8 the definition is computed with inputs rounded the same way, so
+that only the order of float32 sums may differ; the distance from the exact product is bounded too.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from windlass.kernels.native import library
+from windlass.kernels.native.linear import NativeLinear, Pool
+from windlass.kernels.packed import Float8, Int4Group, Int8Group, Packed, Table4
+from windlass.kernels.plain_linear import PlainLinear
+
+CPU = torch.device("cpu")
+ROWS = (1, 2, 3, 7, 8, 16, 33, 128)
+SHAPES = (  # outputs, inputs, group
+    (1, 32, 32),
+    (8, 64, 64),
+    (13, 96, 32),
+    (50, 160, 16),
+    (9, 288, 48),
+    (33, 576, 32),
+    (21, 2560, 128),
+    (7, 4352, 4352),
+)
+SUMS = 1e-5  # of |x| @ |w|: float32 sums in another order
+ROUNDED = 0.012  # of the norm of the product: inputs rounded to int8, normally distributed
+_COMPILERS, _ = library.find_compilers()
+
+pytestmark = pytest.mark.skipif(not _COMPILERS, reason="no C++ compiler")
+
+
+@pytest.fixture(scope="module")
+def kernel() -> NativeLinear:
+    return NativeLinear(num_threads=2)
+
+
+def int4(num_out: int, num_in: int, group: int, seed: int, centred: bool = False) -> Int4Group:
+    g = torch.Generator().manual_seed(seed)
+    codes = torch.randint(0, 256, (num_out, num_in // 2), generator=g, dtype=torch.uint8)
+    scales = (0.01 * torch.randn(num_out, num_in // group, generator=g)).half()
+    mins = (0.05 * torch.randn(num_out, num_in // group, generator=g)).half()
+    return Int4Group(codes, scales, -8 * scales if centred else mins)
+
+
+def int8(num_out: int, num_in: int, group: int, seed: int, affine: bool = False) -> Int8Group:
+    g = torch.Generator().manual_seed(seed)
+    codes = torch.randint(-128, 128, (num_out, num_in), generator=g, dtype=torch.int8)
+    scales = (0.001 * torch.randn(num_out, num_in // group, generator=g)).half()
+    mins = (0.05 * torch.randn(num_out, num_in // group, generator=g)).half()
+    return Int8Group(codes, scales, mins if affine else None)
+
+
+def table4(num_out: int, num_in: int, group: int, seed: int) -> Table4:
+    g = torch.Generator().manual_seed(seed)
+    codes = torch.randint(0, 256, (num_out, num_in // 2), generator=g, dtype=torch.uint8)
+    table = torch.randn(16, generator=g)
+    return Table4(codes, table, torch.rand(num_out, num_in // group, generator=g))
+
+
+def inputs(rows: int, num_in: int, seed: int = 0) -> Tensor:
+    return torch.randn(rows, num_in, generator=torch.Generator().manual_seed(seed))
+
+
+def rounded(x: Tensor, form: Int4Group | Int8Group) -> Tensor:
+    """The inputs as the library takes them: whole numbers of a scale for every 32, or every 16."""
+    order = torch.arange(x.shape[1]) if form.order is None else form.order.long()
+    block = 32 if form.group == x.shape[1] or form.group % 32 == 0 else 16
+    gathered = torch.nn.functional.pad(x[:, order], (0, -x.shape[1] % block))
+    blocks = gathered.view(x.shape[0], -1, block)
+    peaks = blocks.abs().amax(dim=-1, keepdim=True)
+    inverse = torch.where(peaks > 1e-30, 127 / peaks, 0)
+    codes = (blocks * inverse).round()
+    flat = (codes.double() * (peaks / 127).double()).flatten(1)[:, : x.shape[1]]
+    restored = torch.empty_like(flat)
+    restored[:, order] = flat
+    return restored
+
+
+def assert_product(found: Tensor, x: Tensor, weight: Tensor) -> None:
+    wide, exact = x.double(), weight.double()
+    allowed = SUMS * (wide.abs() @ exact.abs().T) + 1e-30
+    assert bool(((found.double() - wide @ exact.T).abs() <= allowed).all())
+
+
+def assert_near(found: Tensor, x: Tensor, weight: Tensor) -> None:
+    exact = x.double() @ weight.double().T
+    # One number alone may cancel; the norm of some does not.
+    if exact.numel() >= 64:
+        assert (found.double() - exact).norm() <= ROUNDED * exact.norm()
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("kind", ["int4", "int4 centred", "int8", "int8 affine"])
+def test_whole_number_products(
+    kernel: NativeLinear, kind: str, shape: tuple[int, int, int]
+) -> None:
+    form: Int4Group | Int8Group
+    if kind.startswith("int4"):
+        form = int4(*shape, seed=1, centred="centred" in kind)
+    else:
+        form = int8(*shape, seed=1, affine="affine" in kind)
+    assert kernel.refuse(form, CPU, torch.float32) is None
+    product = kernel.prepare(form)
+    for rows in ROWS:
+        x = inputs(rows, shape[1], seed=rows)
+        found = product.apply(x)
+        assert_product(found, rounded(x, form), form.dequantise())
+        assert_near(found, x, form.dequantise())
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("kind", ["table4", "float16", "float32"])
+def test_float_products(kernel: NativeLinear, kind: str, shape: tuple[int, int, int]) -> None:
+    num_out, num_in, _ = shape
+    form: Table4 | Tensor
+    if kind == "table4":
+        form = table4(*shape, seed=2)
+        weight = form.dequantise()
+    else:
+        form = inputs(num_out, num_in, seed=3).to(getattr(torch, kind))
+        weight = form.float()
+    product = kernel.prepare(form)
+    for rows in ROWS:
+        x = inputs(rows, num_in, seed=rows)
+        assert_product(product.apply(x), x, weight)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    num_out=st.integers(1, 40),
+    groups=st.integers(1, 9),
+    group=st.sampled_from([16, 32, 48, 64, 128]),
+    rows=st.integers(1, 40),
+    seed=st.integers(0, 1000),
+    bits=st.sampled_from([4, 8]),
+    ordered=st.booleans(),
+)
+def test_any_shape(
+    kernel: NativeLinear,
+    num_out: int,
+    groups: int,
+    group: int,
+    rows: int,
+    seed: int,
+    bits: int,
+    ordered: bool,
+) -> None:
+    make = int4 if bits == 4 else int8
+    form = make(num_out, groups * group, group, seed, seed % 2 == 0)
+    if ordered:
+        g = torch.Generator().manual_seed(seed)
+        order = torch.randperm(groups * group, generator=g)
+        form = type(form)(form.codes, form.scales, form.mins, order)
+    x = inputs(rows, groups * group, seed)
+    found = kernel.prepare(form).apply(x)
+    assert_product(found, rounded(x, form), form.dequantise())
+
+
+@pytest.mark.parametrize("num_in", [1, 15, 33, 50, 100])
+def test_a_row_of_any_length(kernel: NativeLinear, num_in: int) -> None:
+    form = int8(11, num_in, num_in, seed=4)
+    x = inputs(5, num_in)
+    assert_product(kernel.prepare(form).apply(x), rounded(x, form), form.dequantise())
+
+
+@pytest.mark.parametrize("activation", ["token", "tensor"])
+@pytest.mark.parametrize("rows", [1, 5, 40])
+def test_activations_that_a_form_rounds(kernel: NativeLinear, activation: str, rows: int) -> None:
+    plain = int8(19, 96, 96, seed=5)
+    scale = torch.tensor([0.02]) if activation == "tensor" else None
+    form = Int8Group(plain.codes, plain.scales, None, None, activation, scale)  # type: ignore[arg-type]
+    x = inputs(rows, 96)
+    found, oracle = kernel.prepare(form).apply(x), PlainLinear().prepare(form).apply(x)
+    torch.testing.assert_close(found, oracle, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("factor", [1e-9, 1.0, 1e6])
+def test_scales_of_any_size(kernel: NativeLinear, dtype: torch.dtype, factor: float) -> None:
+    base = int4(16, 128, 32, seed=6)
+    form = Int4Group(
+        base.codes, (base.scales.float() * factor).to(dtype), (base.mins.float() * factor).to(dtype)
+    )
+    x = inputs(9, 128)
+    found, exact = kernel.prepare(form).apply(x), x @ form.dequantise().T
+    assert (found - exact).norm() <= ROUNDED * exact.norm()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_other_types_come_back_as_they_came(kernel: NativeLinear, dtype: torch.dtype) -> None:
+    form = int8(24, 64, 32, seed=7)
+    x = inputs(6, 64).to(dtype)
+    found = kernel.prepare(form).apply(x)
+    assert found.dtype == dtype
+    assert_near(found, x.float(), form.dequantise())
+
+
+def test_rows_do_not_depend_on_each_other(kernel: NativeLinear) -> None:
+    product = kernel.prepare(int4(40, 192, 32, seed=8))
+    x = inputs(3, 192)
+    together = product.apply(x)
+    for row in range(3):
+        assert torch.equal(product.apply(x[row : row + 1])[0], together[row])
+
+
+def test_zeros_infinities_and_no_rows(kernel: NativeLinear) -> None:
+    product = kernel.prepare(int8(16, 64, 32, seed=9))
+    assert torch.equal(product.apply(torch.zeros(2, 64)), torch.zeros(2, 16))
+    assert product.apply(torch.zeros(0, 64)).shape == (0, 16)
+    for bad in (float("nan"), float("inf")):
+        x = torch.ones(2, 64)
+        x[1, 3] = bad
+        found = product.apply(x)
+        assert bool(found[0].isfinite().all())
+        assert not bool(found[1].isfinite().any())
+
+
+def test_small_groups_stay_below_six_bits(kernel: NativeLinear) -> None:
+    form = int4(64, 576, 32, seed=10)
+    assert 8 * kernel.prepare(form).num_bytes / (64 * 576) < 6
+
+
+def test_what_is_refused(kernel: NativeLinear) -> None:
+    fp8 = Float8(torch.zeros(8, 32).to(torch.float8_e4m3fn), torch.ones(1, 1))
+    odd = int8(8, 40, 8, seed=11)
+    cases: list[tuple[Packed, torch.device, str]] = [
+        (fp8, CPU, "fp8"),
+        (odd, CPU, "groups of 8"),
+        (int4(8, 32, 32, seed=11), torch.device("cuda"), "this is cuda"),
+    ]
+    for form, device, reason in cases:
+        assert reason in str(kernel.refuse(form, device, torch.float32))
+
+
+def test_the_portable_version_computes_the_same(tmp_path: Path) -> None:
+    portable = library.load(tmp_path, ("-DWINDLASS_SCALAR", "-O0"))
+    assert portable.simd == "portable"
+    kernel = NativeLinear(pool=Pool(portable, 1))
+    for form in (int4(13, 96, 32, seed=12), int8(13, 160, 16, seed=12, affine=True)):
+        for rows in (1, 6, 17):
+            x = inputs(rows, form.shape[1])
+            assert_product(kernel.prepare(form).apply(x), rounded(x, form), form.dequantise())
+    form4 = table4(13, 96, 32, seed=12)
+    x = inputs(6, 96)
+    assert_product(kernel.prepare(form4).apply(x), x, form4.dequantise())
