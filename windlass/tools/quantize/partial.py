@@ -125,11 +125,11 @@ class Partial:
             files = [_layer_file(index) for index in range(self.num_done)]
             self._shards([self.folder / name for name in [_OUTER, *files]], made)
             write_rest(made)
+            with suppress(FileNotFoundError):
+                self._output.rmdir()  # an empty one was allowed
+            os.rename(made, self._output)
         except OSError as error:
-            raise self._cannot_write(made, error) from error
-        with suppress(FileNotFoundError):
-            self._output.rmdir()  # an empty one was allowed
-        os.rename(made, self._output)
+            raise self._cannot_write(self._output, error) from error
         self._lock.release()
         shutil.rmtree(self.folder)
 

@@ -8,6 +8,8 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import closing
 from dataclasses import asdict, dataclass
+from functools import cache
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -123,6 +125,7 @@ def _calibration(order: Order, card: ModelCard) -> Calibration | None:
     if order.calibration is None:
         return None
 
+    @cache
     def template() -> ChatTemplate:
         if card.chat_template is None:
             raise ConfigError(
@@ -143,19 +146,25 @@ def _fingerprint(
     order: Order, source: _Source, recipe: Recipe, calibration: Calibration | None
 ) -> dict[str, Any]:
     """All that the result depends on, under the names of the flags where there are such."""
+    files = source.files
     choices = {name: value for name, value in asdict(recipe).items() if name != "notes"}
-    weights = [(file.name, file.stat().st_size) for file in source.files.weights]
+    weights = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files.weights]
     return {
         **choices,
         "dtype": str(recipe.dtype).removeprefix("torch."),
-        "model": [str(source.files.path.resolve()), *map(list, weights)],
+        "model": [str(files.path.resolve()), *map(list, weights)],
         "hf_overrides": dict(order.model.hf_overrides),
         "calibration": calibration.sha256 if calibration else None,
         "samples": len(calibration.samples) if calibration else None,
         "sample_tokens": order.choice.sample_tokens if calibration else None,
-        "seed": order.choice.seed if calibration else None,
+        "tokens": _digest(calibration.samples) if calibration else None,
         "windlass": importlib.metadata.version("windlass"),
     }
+
+
+def _digest(samples: list[list[int]]) -> str:
+    """Changes with the tokenizer, the template and the choice."""
+    return sha256(repr(samples).encode()).hexdigest()[:16]
 
 
 class _Maker:
