@@ -48,10 +48,13 @@ def measure(
 ) -> Outcome:
     """Score the corpus. Ctrl-C ends it early, with what was measured until then."""
     configs = [config] if reference is None else [config, reference]
-    opened = [_open(each, cut) for each in configs]
+    opened = [open_model(each) for each in configs]
     windows = cut_corpus(corpus, opened[0].card, cut)
     _check_tokens(windows, corpus, cut, opened)
-    sides = _build(configs, opened, _limits(config, windows))
+    limits = _limits(config, windows)
+    for each, model in zip(configs, opened, strict=True):
+        _check_context(limits.longest, each, model)
+    sides = _build(configs, opened, limits)
     start = time.perf_counter()
     overall, by_label, done = _score([side.built.scorer for side in sides], windows, watch)
     seconds = time.perf_counter() - start
@@ -94,16 +97,14 @@ class _Side:
         }
 
 
-def _open(config: EngineConfig, cut: Cut) -> OpenModel:
-    model = open_model(config)
+def _check_context(longest: int, config: EngineConfig, model: OpenModel) -> None:
     wish = config.model.max_model_len
-    longest = wish if wish is not None and wish > 0 else model.spec.max_positions
-    if cut.context > longest:
+    most = wish if wish is not None and wish > 0 else model.spec.max_positions
+    if longest > most:
         raise ConfigError(
-            f"--context {cut.context} is more than the {longest} positions of {model.card.name}. "
-            f"Use {longest} or less."
+            f"a window of {longest} tokens is more than the {most} positions of "
+            f"{model.card.name}. Use --context {most} or less."
         )
-    return model
 
 
 def _check_tokens(
