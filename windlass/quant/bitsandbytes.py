@@ -33,8 +33,7 @@ def read(settings: Settings, linears: Linears) -> FileMethod:
     if in_8bit:
         return BnbInt8(linears)
     kind = settings.one_of("bnb_4bit_quant_type", ("nf4", "fp4"), "fp4")
-    storage = settings.one_of("bnb_4bit_quant_storage", ("uint8",), "uint8")
-    del storage
+    settings.one_of("bnb_4bit_quant_storage", ("uint8",), "uint8")
     return Bnb4(kind, settings.flag("bnb_4bit_use_double_quant", False), linears)
 
 

@@ -23,11 +23,8 @@ from windlass.quant.packed_method import FileMethod, Groups, Shape
 from windlass.quant.rounding import Kind, Scheme
 from windlass.quant.settings import Settings
 
-_PACKED, _PLAIN_INT, _FLOAT, _NAIVE = (
-    *("pack-quantized", "int-quantized"),
-    *("float-quantized", "naive-quantized"),
-)
-_FORMATS = (_PACKED, _PLAIN_INT, _FLOAT, _NAIVE)
+_PACKED, _FLOAT, _NAIVE = "pack-quantized", "float-quantized", "naive-quantized"
+_FORMATS = (_PACKED, "int-quantized", _FLOAT, _NAIVE)
 _BLOCK = (128, 128)
 
 
