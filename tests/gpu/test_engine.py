@@ -127,3 +127,24 @@ def test_deterministic_alone_equals_any_batch(folder: Path) -> None:
         output = llm.generate(prompts, wish)[0].outputs[0]
         found.append((output.token_ids, [score.logprob for score in output.logprobs]))
     assert all(one == found[0] for one in found)
+
+
+def test_a_prompt_longer_than_a_step_alone(folder: Path) -> None:
+    """Steps in which no row gets a token."""
+    prompt = [(11 * i) % 1000 for i in range(150)]
+    llm = LLM(str(folder), load_format="dummy", num_blocks=100, max_num_batched_tokens=32)
+    assert len(llm.generate([prompt], GREEDY)[0].outputs[0].token_ids) == 40
+
+
+def test_a_step_that_lacks_memory_is_made_smaller(folder: Path) -> None:
+    """Somebody else takes almost all of the device: requests take longer, and none is lost."""
+    prompts = [[(7 * i + j) % 1000 for j in range(900)] for i in range(16)]
+    options = {"num_blocks": 1200, "max_num_seqs": 16, "max_num_batched_tokens": 16384}
+    llm = LLM(str(folder), load_format="dummy", **options)
+    torch.cuda.empty_cache()
+    free = torch.cuda.mem_get_info()[0]
+    taken = torch.empty(free - 40 * 2**20, dtype=torch.uint8, device="cuda")
+    results = llm.generate(prompts, GREEDY)
+    assert [len(result.outputs[0].token_ids) for result in results] == [40] * 16
+    assert llm.engine.stats().num_used_blocks == 0
+    del taken

@@ -234,7 +234,7 @@ class CudaRunner(Runner):
         hidden = self._network(ids, batch)
         sampled = [i for i, row in enumerate(rows) if row.sample]
         last = [batch.spans[i].first + batch.spans[i].count - 1 for i in sampled]
-        tokens = logits = hidden
+        tokens = logits = self._singles[:0]  # nobody gets a token from a chunk in mid-prompt
         if sampled:
             at = to_device(np.array(last, dtype=np.int32), self._device)
             logits = self._network.logits(hidden[at])

@@ -1,0 +1,69 @@
+"""From one token's q, k, v product to its rotated queries, inside of the decode kernel.
+
+Saves a launch in the short chain of kernels that a decode step is.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _turned(source, heads, mask, d, rotation, weight, eps, DIM: tl.constexpr, NORM: tl.constexpr):
+    """Heads at source + heads, normalised first (NORM), then rotated by a row of cos and sin."""
+    kind = source.dtype.element_ty
+    partner = tl.where(d < DIM // 2, d + DIM // 2, d - DIM // 2)
+    own = tl.load(source + heads[:, None] + d[None, :], mask=mask, other=0.0).to(tl.float32)
+    other = tl.load(source + heads[:, None] + partner[None, :], mask=mask, other=0.0)
+    other = other.to(tl.float32)
+    inside = d < DIM
+    if NORM:
+        scale = tl.rsqrt(tl.sum(own * own, 1) / DIM + eps)[:, None]
+        gain = tl.load(weight + d, mask=inside, other=0.0)[None, :]
+        other_gain = tl.load(weight + partner, mask=inside, other=0.0)[None, :]
+        own = ((own * scale).to(kind) * gain).to(tl.float32)
+        other = ((other * scale).to(kind) * other_gain).to(tl.float32)
+    angle = d % (DIM // 2)
+    cos = tl.load(rotation + angle, mask=inside, other=0.0)[None, :]
+    sin = tl.load(rotation + DIM // 2 + angle, mask=inside, other=0.0)[None, :]
+    return (own * cos + other * tl.where(d < DIM // 2, -sin, sin)).to(kind)
+
+
+@triton.jit
+def decode_query(
+    qkv,
+    keys,
+    values,
+    cos_sin,
+    weights,
+    table,
+    head,
+    position,
+    writes,
+    g,
+    d,
+    eps,
+    NUM_KV: tl.constexpr,
+    GROUP: tl.constexpr,
+    DIM: tl.constexpr,
+    SIZE: tl.constexpr,
+    NORM: tl.constexpr,
+):
+    """One token's rotated queries of a kv head; whoever `writes` puts its key and value in place."""
+    q_weight, k_weight = weights
+    rotation = cos_sin + position.to(tl.int64) * DIM
+    q_mask = (g < GROUP)[:, None] & (d < DIM)[None, :]
+    q = _turned(qkv, (head * GROUP + g) * DIM, q_mask, d, rotation, q_weight, eps, DIM, NORM)
+    if writes:
+        one = (g < 1)[:, None] & (d < DIM)[None, :]
+        k_at = (GROUP * NUM_KV + head) * DIM + g * 0
+        k = _turned(qkv, k_at, one, d, rotation, k_weight, eps, DIM, NORM)
+        v_at = (k_at + NUM_KV * DIM)[:, None] + d[None, :]
+        v = tl.load(qkv + v_at, mask=one, other=0.0)
+        block = tl.load(table + position // SIZE).to(tl.int64)
+        page = ((block * NUM_KV + head) * SIZE + position % SIZE) * DIM + (g * 0)[:, None] + d
+        tl.store(keys + page, k.to(keys.dtype.element_ty), mask=one)
+        tl.store(values + page, v.to(values.dtype.element_ty), mask=one)
+    tl.debug_barrier()  # what was written is read below
+    return q
