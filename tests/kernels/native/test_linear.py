@@ -204,12 +204,24 @@ def test_other_types_come_back_as_they_came(kernel: NativeLinear, dtype: torch.d
     assert_near(found, x.float(), form.dequantise())
 
 
-def test_rows_do_not_depend_on_each_other(kernel: NativeLinear) -> None:
-    product = kernel.prepare(int4(40, 192, 32, seed=8))
-    x = inputs(3, 192)
-    together = product.apply(x)
-    for row in range(3):
-        assert torch.equal(product.apply(x[row : row + 1])[0], together[row])
+@pytest.mark.parametrize("num_in", [192, 4352])
+def test_rows_do_not_depend_on_each_other(kernel: NativeLinear, num_in: int) -> None:
+    forms: list[Packed | Tensor] = [
+        int4(20, num_in, 32, seed=8),
+        int4(20, num_in, num_in, seed=8),
+        int4(20, num_in, 16, seed=8, centred=True),
+        int8(20, num_in, 64, seed=8, affine=True),
+        table4(20, num_in, 64, seed=8),
+        inputs(20, num_in).half(),
+    ]
+    assert kernel.fixed
+    x = inputs(21, num_in)
+    for form in forms:
+        product = kernel.prepare(form)
+        together = product.apply(x)
+        for first, rows in ((0, 1), (5, 3), (8, 4), (3, 16)):
+            part = product.apply(x[first : first + rows])
+            assert torch.equal(part, together[first : first + rows])
 
 
 def test_zeros_infinities_and_no_rows(kernel: NativeLinear) -> None:

@@ -77,37 +77,39 @@ class Pool:
 
 
 class NativeLinear:
-    """The LinearKernel of CPUs. `num_threads`: as many as torch uses if None."""
+    """The LinearKernel of CPUs. Compiles and starts threads when the first form asks for it.
+
+    `num_threads`: as many as torch uses if None.
+    """
 
     name = "native"
+    fixed = True  # sums go the same way for one row and for many
 
     def __init__(self, num_threads: int | None = None, pool: Pool | None = None) -> None:
+        self._num_threads = num_threads
         self._pool = pool
         self._unavailable: str | None = None
-        try:
-            self._pool = pool or Pool(load(), num_threads or torch.get_num_threads())
-        except NativeUnavailable as error:
-            self._unavailable = str(error)
 
     def refuse(self, form: Packed, device: torch.device, dtype: torch.dtype) -> str | None:
         del dtype  # others than float32 are converted
         if device.type != "cpu":
             return f"made for CPUs, this is {device.type}"
-        if self._unavailable is not None:
-            return self._unavailable
-        if isinstance(form, Float8):
-            return "no fp8 products on a CPU"
-        if isinstance(form, Table4):
-            return f"groups of {form.group} inputs, not of 4 n" if form.group % 4 else None
-        if isinstance(form, Int8Group) and form.activation == "block":
-            return "activations per block are for fp8"
-        if form.group % 16 and form.group != form.shape[1]:
-            return f"groups of {form.group} inputs, not of 16 n"
-        return None
+        return _unsuited(form) or self._start()
+
+    def _start(self) -> str | None:
+        """Have the library and its threads; says why not, and does not try again."""
+        if self._pool is None and self._unavailable is None:
+            try:
+                self._pool = Pool(load(), self._num_threads or torch.get_num_threads())
+            except NativeUnavailable as error:
+                self._unavailable = str(error)
+        return self._unavailable
 
     def prepare(self, form: Packed | Tensor) -> NativeProduct:
         """Repack once; a tensor (float16, or taken as float32) may be prepared as well."""
-        assert self._pool is not None, "prepare was called though refuse said no"
+        why = self._start()
+        if why is not None or self._pool is None:
+            raise NativeUnavailable(str(why))
         if isinstance(form, Int8Group) and form.activation != "none":
             return NativeProduct(self._pool, _parts(form), form.activation, form.input_scale)
         return NativeProduct(self._pool, _parts(form))
@@ -179,6 +181,18 @@ class NativeProduct:
         if failed:
             raise OutOfMemory(f"no memory to rearrange {x.shape[0]} rows of {x.shape[1]} inputs")
         return out.to(x.dtype)
+
+
+def _unsuited(form: Packed) -> str | None:
+    if isinstance(form, Float8):
+        return "no fp8 products on a CPU"
+    if isinstance(form, Table4):
+        return f"groups of {form.group} inputs, not of 4 n" if form.group % 4 else None
+    if isinstance(form, Int8Group) and form.activation == "block":
+        return "activations per block are for fp8"
+    if form.group % 16 and form.group != form.shape[1]:
+        return f"groups of {form.group} inputs, not of 16 n"
+    return None
 
 
 def _parts(form: Packed | Tensor) -> _Parts:

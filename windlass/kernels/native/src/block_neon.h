@@ -53,8 +53,8 @@ constexpr bool kHasMultiply4 = true;
 #define WINDLASS_LOOP(PRODUCTS, MINS_PART)                                                  \
   __asm__ volatile(                                                                         \
       "ldr q26, [%[start]]\n"                                                               \
-      "movi v16.4s, #0\n movi v17.4s, #0\n movi v18.4s, #0\n movi v19.4s, #0\n"             \
-      "movi v20.4s, #0\n movi v21.4s, #0\n movi v22.4s, #0\n movi v23.4s, #0\n"             \
+      "ldp q16, q17, [%[out]]\n ldp q18, q19, [%[out], #32]\n"                              \
+      "ldp q20, q21, [%[out], #64]\n ldp q22, q23, [%[out], #96]\n"                         \
       "1: ldp q24, q25, [%[scales]], #32\n"                                                 \
       "mov %w[left], %w[blocks]\n"                                                          \
       "2:\n" WINDLASS_BLOCK(PRODUCTS)                                                       \
@@ -71,11 +71,11 @@ constexpr bool kHasMultiply4 = true;
         "v11", "v12", "v13", "v14", "v15", "v16", "v17", "v18", "v19", "v20", "v21", "v22", \
         "v23", "v24", "v25", "v26", "v27")
 
-// out[row][output] for `groups` groups of `blocks` blocks, at least one of each.
+// Adds to out[row][output] `groups` groups of `blocks` blocks, at least one of each.
 template <int BLOCK, bool MINS>
 inline void multiply_4(const uint8_t* codes, const float* scales, const float* mins, int groups,
                        int blocks, const int8_t* x, const float* x_scales, const float* sums,
-                       float (&out)[32]) {
+                       float* out) {
   int left;
   if constexpr (BLOCK == 32 && MINS) {
     WINDLASS_LOOP(WINDLASS_16 WINDLASS_16, WINDLASS_MINS);

@@ -10,29 +10,24 @@ namespace {
 
 constexpr int kMostInputs = 512;  // of an unpacked tile: 16 KiB of floats
 
-// MT rows x 8 outputs, `count` inputs. Few rows sum several inputs side by side: one sum after
-// another would wait for each addition.
+// MT rows x 8 outputs, `count` inputs. Two sums side by side: one alone would wait for each
+// addition. Their order is the same for all MT, so that a row's result does not depend on others.
 template <int MT, class Value>
-inline void multiply(const Value* w, const float* x, int count, F32x8 (&acc)[MT]) {
-  constexpr int SIDE = MT == 1 ? 4 : MT == 2 ? 2 : 1;
-  F32x8 part[SIDE][MT];
-  for (int s = 0; s < SIDE; ++s) {
-    for (int m = 0; m < MT; ++m) part[s][m] = zero();
-  }
+inline void multiply(const Value* w, const float* x, int count, float* out) {
+  F32x8 even[MT], odd[MT];
+  for (int m = 0; m < MT; ++m) even[m] = odd[m] = zero();
   const auto step = [&](int k, F32x8(&sums)[MT]) {
     const F32x8 weight = load_scales(w + k * kTile);
     const Quad in = load_quad(x + k * kPanel);
     unrolled<MT>([&](auto m) { sums[m] = fma_lane<m>(sums[m], weight, in); });
   };
   int k = 0;
-  for (; k + SIDE <= count; k += SIDE) {
-    for (int s = 0; s < SIDE; ++s) step(k + s, part[s]);
+  for (; k + 2 <= count; k += 2) {
+    step(k, even);
+    step(k + 1, odd);
   }
-  for (; k < count; ++k) step(k, part[0]);
-  for (int m = 0; m < MT; ++m) {
-    acc[m] = part[0][m];
-    for (int s = 1; s < SIDE; ++s) acc[m] = add(acc[m], part[s][m]);
-  }
+  if (k < count) step(k, even);
+  for (int m = 0; m < MT; ++m) store(out + m * kTile, add(even[m], odd[m]));
 }
 
 template <class Value>
@@ -40,9 +35,9 @@ void multiply_panels(const Product& job, int t, int first, int last, const Value
                      int end) {
   each_panel(job, first, last, [&](auto rows, int p) {
     const float* x = reinterpret_cast<const float*>(job.panel(p));
-    F32x8 acc[rows];
-    multiply<rows>(w, x + static_cast<size_t>(begin) * kPanel, end - begin, acc);
-    store_tile<rows>(job, t, p * kPanel, acc, job.add || begin > 0);
+    alignas(64) float sums[kPanel * kTile];
+    multiply<rows>(w, x + static_cast<size_t>(begin) * kPanel, end - begin, sums);
+    store_tile(job, t, p * kPanel, rows, sums, job.add || begin > 0);
   });
 }
 

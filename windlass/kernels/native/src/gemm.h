@@ -30,16 +30,18 @@ void float_product(const Product& job);
 // From this many rows on a tile is unpacked once for all of them.
 constexpr int kManyRows = 13;
 
-// Writes MT rows of one tile; columns past the end are dropped.
-template <int MT>
-inline void store_tile(const Product& job, int tile, int first_row, const F32x8 (&sums)[MT],
+// Panels that are computed with one tile before the next.
+constexpr int kMostPanels = 64;
+
+// Writes the sums of some rows of one tile; columns past the end are dropped.
+inline void store_tile(const Product& job, int tile, int first_row, int rows, const float* sums,
                        bool add_to) {
   const F32x8 gain = splat(has_halves(job.w) ? job.w.gain * kHalfGain : job.w.gain);
   const int valid = std::min(kTile, job.w.num_out - tile * kTile);
-  for (int m = 0; m < MT; ++m) {
+  for (int m = 0; m < rows; ++m) {
     float* out = job.y + static_cast<size_t>(first_row + m) * static_cast<size_t>(job.w.num_out) +
                  tile * kTile;
-    const F32x8 value = mul(sums[m], gain);
+    const F32x8 value = mul(load(sums + m * kTile), gain);
     if (valid == kTile) {
       store(out, add_to ? add(load(out), value) : value);
       continue;
@@ -79,7 +81,8 @@ inline void each_piece(const Product& job, const Body& body) {
   const int panels = job.num_panels();
   int cut = panels;
   if (job.rows >= kManyRows) {
-    cut = std::max(4, static_cast<int>(near_bytes / job.panel_bytes));
+    const size_t fitting = near_bytes / job.panel_bytes;
+    cut = static_cast<int>(std::clamp<size_t>(fitting, 4, kMostPanels));
     cut = ceil_div(panels, ceil_div(panels, cut));
   }
   const int pieces = tiles * ceil_div(panels, cut);

@@ -43,11 +43,11 @@ inline const uint8_t* dot16(const uint8_t* codes, const int8_t* x, I32x8 (&dots)
   }
 }
 
-// MT rows x 8 outputs. BLOCK inputs share a scale of x.
+// Adds to MT rows x 8 outputs. BLOCK inputs share a scale of x.
 template <int MT, int BLOCK, bool NIBBLES, bool MINS, class Scale>
-inline void multiply(const IntTile<Scale>& tile, IntPanel x, F32x8 (&out)[MT]) {
-  F32x8 acc[MT];  // not `out`, which would be written to memory again and again
-  for (int m = 0; m < MT; ++m) acc[m] = zero();
+inline void multiply(const IntTile<Scale>& tile, IntPanel x, float* out) {
+  F32x8 acc[MT];
+  for (int m = 0; m < MT; ++m) acc[m] = load(out + m * kTile);
   const uint8_t* codes = tile.codes;
   for (int g = 0; g < tile.groups; ++g) {
     const F32x8 scale = load_scales(tile.scales + g * kTile);
@@ -76,7 +76,7 @@ inline void multiply(const IntTile<Scale>& tile, IntPanel x, F32x8 (&out)[MT]) {
       unrolled<MT>([&](auto m) { acc[m] = fma_lane<m>(acc[m], low, sums); });
     }
   }
-  for (int m = 0; m < MT; ++m) out[m] = acc[m];
+  for (int m = 0; m < MT; ++m) store(out + m * kTile, acc[m]);
 }
 
 IntTile<uint16_t> packed_tile(const Product& job, int t) {
@@ -92,9 +92,9 @@ void few_rows(const Product& job) {
   each_piece(job, [&](int t, int first, int last) {
     const IntTile<uint16_t> tile = packed_tile(job, t);
     each_panel(job, first, last, [&](auto rows, int p) {
-      F32x8 acc[rows];
-      multiply<rows, BLOCK, NIBBLES, MINS>(tile, int_panel(job.w, job.panel(p)), acc);
-      store_tile<rows>(job, t, p * kPanel, acc, job.add);
+      alignas(64) float sums[kPanel * kTile] = {};
+      multiply<rows, BLOCK, NIBBLES, MINS>(tile, int_panel(job.w, job.panel(p)), sums);
+      store_tile(job, t, p * kPanel, rows, sums, job.add);
     });
   });
 }
@@ -123,9 +123,9 @@ IntTile<float> unpack(const Product& job, const IntTile<uint16_t>& tile, int beg
   for (int g = 0; g < groups; ++g) {
     store(out.scales + g * kTile, load_half(tile.scales + (first + g) * kTile));
     if constexpr (MINS) {
-      // A group that was cut takes its minimum once, with its first part.
-      const bool begins = begin % group == 0;
-      store(out.mins + g * kTile, begins ? load_half(tile.mins + (first + g) * kTile) : zero());
+      // A group that was cut takes its minimum once, with its last part.
+      const bool ends = end % group == 0;
+      store(out.mins + g * kTile, ends ? load_half(tile.mins + (first + g) * kTile) : zero());
     }
   }
   const int blocks = std::min(group, end - begin) / block;
@@ -145,10 +145,24 @@ IntTile<float> unpack(const Product& job, const IntTile<uint16_t>& tile, int beg
   return {out.codes, out.scales, out.mins, groups, blocks};
 }
 
+template <int MT, int BLOCK, bool MINS>
+inline void multiply_unpacked(const IntTile<float>& tile, const IntPanel& x, float* out) {
+  if constexpr (kHasMultiply4 && MT == kPanel) {
+    multiply_4<BLOCK, MINS>(tile.codes, tile.scales, tile.mins, tile.groups, tile.blocks, x.codes,
+                            x.scales, x.sums, out);
+  } else {
+    multiply<MT, BLOCK, false, MINS>(tile, x, out);
+  }
+}
+
+// Sums go through the inputs in the same order as with few rows: a row's result does not depend on
+// the rows beside it.
 template <int BLOCK, bool MINS>
 void many_rows(const Product& job) {
   each_piece(job, [&](int t, int first, int last) {
     Unpacked room;
+    alignas(64) float sums[kMostPanels][kPanel * kTile];
+    std::memset(sums, 0, static_cast<size_t>(last - first) * sizeof sums[0]);
     const IntTile<uint16_t> packed = packed_tile(job, t);
     const int group = packed.blocks * BLOCK;
     const int padded = padded_in(job.w);
@@ -160,16 +174,8 @@ void many_rows(const Product& job) {
         x.codes += begin * kPanel;
         x.scales += begin / BLOCK * kPanel;
         x.sums += begin / group * kPanel;
-        F32x8 acc[rows];
-        if constexpr (kHasMultiply4 && rows == kPanel) {
-          alignas(64) float sums[kPanel * kTile];
-          multiply_4<BLOCK, MINS>(tile.codes, tile.scales, tile.mins, tile.groups, tile.blocks,
-                                  x.codes, x.scales, x.sums, sums);
-          for (int m = 0; m < rows; ++m) acc[m] = load(sums + m * kTile);
-        } else {
-          multiply<rows, BLOCK, false, MINS>(tile, x, acc);
-        }
-        store_tile<rows>(job, t, p * kPanel, acc, job.add || begin > 0);
+        multiply_unpacked<rows, BLOCK, MINS>(tile, x, sums[p - first]);
+        if (end == padded) store_tile(job, t, p * kPanel, rows, sums[p - first], job.add);
       });
     }
   });

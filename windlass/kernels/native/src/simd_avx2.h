@@ -136,7 +136,7 @@ inline void lookup32(const Table16& table, const uint8_t* codes, F32x8 scale, fl
 constexpr bool kHasMultiply4 = false;
 template <int BLOCK, bool MINS>
 inline void multiply_4(const uint8_t*, const float*, const float*, int, int, const int8_t*,
-                       const float*, const float*, float (&)[32]) {}
+                       const float*, const float*, float*) {}
 
 inline void pause_briefly() { _mm_pause(); }
 
