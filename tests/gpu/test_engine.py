@@ -132,7 +132,8 @@ def test_deterministic_alone_equals_any_batch(folder: Path) -> None:
 def test_a_prompt_longer_than_a_step_alone(folder: Path) -> None:
     """Steps in which no row gets a token."""
     prompt = [(11 * i) % 1000 for i in range(150)]
-    llm = LLM(str(folder), load_format="dummy", num_blocks=100, max_num_batched_tokens=32)
+    options = {"num_blocks": 100, "max_num_batched_tokens": 32, "max_num_seqs": 8}
+    llm = LLM(str(folder), load_format="dummy", **options)
     assert len(llm.generate([prompt], GREEDY)[0].outputs[0].token_ids) == 40
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -53,6 +54,10 @@ def throughput(
     num_requests: Annotated[
         int | None, typer.Option(metavar="N", help="How many requests; default: its own.")
     ] = None,
+    deterministic: Annotated[
+        bool,
+        typer.Option("--deterministic", help="Each workload again with deterministic requests."),
+    ] = False,
     engine: Engines = "windlass",
     repeat: Repeat = 1,
     output: Output = None,
@@ -70,7 +75,13 @@ def throughput(
     engines = _names(engine)
     sizes = Sizes(batch, input_len, output_len, num_requests)
     elsewhere = ["batch"] if "transformers" in engines else []
-    order = Order(find_all(workload, sizes, elsewhere), engines, repeat, batch)
+    workloads = find_all(workload, sizes, elsewhere)
+    if deterministic:
+        if engines != ["windlass"]:
+            raise ConfigError("--deterministic is for --engine windlass; others have no such mode.")
+        fixed = [replace(w, name=f"{w.name}, deterministic", deterministic=True) for w in workloads]
+        workloads = [*workloads, *fixed]
+    order = Order(workloads, engines, repeat, batch)
     _finish(measure(options.engine_values(), order, _say), output)
     return 0
 

@@ -162,5 +162,9 @@ def run(
 
 def _wish(job: Job) -> SamplingParams:
     return SamplingParams(
-        temperature=job.temperature, max_tokens=job.num_output, ignore_eos=True, detokenize=False
+        temperature=job.temperature,
+        max_tokens=job.num_output,
+        ignore_eos=True,
+        detokenize=False,
+        deterministic=job.deterministic,
     )

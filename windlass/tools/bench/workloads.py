@@ -31,6 +31,7 @@ class Job:
     prompt: list[int]
     num_output: int
     temperature: float = 0.0
+    deterministic: bool = False
 
 
 class Shape(NamedTuple):
@@ -68,6 +69,7 @@ class Workload:
     num_shared: int = 0  # tokens that every prompt starts with
     temperature: float = 0.0
     num_rows: int = 1  # so many requests must run at once, or it is not this workload
+    deterministic: bool = False
 
     def jobs(self, vocab_size: int, draw: int = 0) -> list[Job]:
         """The requests. Another `draw` has other ids, so that no prefix cache knows them."""
@@ -78,6 +80,7 @@ class Workload:
                 start + random.choices(range(vocab_size), k=shape.num_prompt),
                 shape.num_output,
                 self.temperature,
+                self.deterministic,
             )
             for shape in self.shapes
         ]
