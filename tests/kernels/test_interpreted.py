@@ -139,6 +139,38 @@ def test_products_with_the_norm_behind_them(rows: int, splits: int) -> None:
     assert not space.counters.any()
 
 
+GROUPED = [(4, 32, 3, 40, 160), (4, 64, 18, 70, 192), (4, 128, 1, 64, 512), (4, 128, 70, 40, 576)]
+GROUPED += [(8, 32, 5, 33, 96), (8, 128, 2, 64, 384)]
+
+
+@inside
+@pytest.mark.parametrize(("bits", "group", "rows", "outputs", "size"), GROUPED)
+@pytest.mark.parametrize("ordered", [False, True])
+def test_products_with_groups_of_whole_numbers(
+    bits: int, group: int, rows: int, outputs: int, size: int, ordered: bool
+) -> None:
+    from windlass.kernels.packed import Int4Group, Int8Group, pack_nibbles
+    from windlass.kernels.triton.grouped_linear import GroupedLinear
+
+    size = -(-size // group) * group
+    scales = torch.rand(outputs, size // group) + 0.5
+    order = torch.randperm(size) if ordered else None
+    if bits == 4:
+        codes = pack_nibbles(torch.randint(0, 16, (outputs, size)))
+        form = Int4Group(codes, scales, -8 * scales + torch.randn_like(scales), order)
+    else:
+        codes = torch.randint(-127, 128, (outputs, size), dtype=torch.int8)
+        form = Int8Group(codes, scales / 16, order=order)
+    x = torch.randn(rows, size)
+    kernel = GroupedLinear()
+    assert kernel.refuse(form, torch.device("cpu"), torch.float32) is None
+    product = kernel.prepare(form)
+    want = x @ form.dequantise().T
+    assert product._unpacked(x) == pytest.approx(want, rel=1e-3, abs=1e-3)
+    error = (product.apply(x) - want).norm() / want.norm()
+    assert error < 0.01  # the inputs' rounding to int8
+
+
 @inside
 def test_sampling() -> None:
     from windlass.kernels.triton.sample import sample

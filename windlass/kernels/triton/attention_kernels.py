@@ -28,8 +28,7 @@ def _scan(
     state,
     q,
     query,
-    keys,
-    values,
+    pages,
     table,
     head,
     begin,
@@ -49,8 +48,14 @@ def _scan(
     """Let rows q at positions `query` see the keys of tiles begin to end, in a running softmax.
 
     `state` is (maximum, sum of weights, weighted values). Not MASKED: every row sees every key.
+    Pages with scales hold codes: they are multiplied in float16, which a GPU makes of e4m3 at once;
+    the keys' scales go to the scores, the values' to the weights.
     """
     m, total, acc = state
+    keys, values, key_scales, value_scales = pages
+    scaled: tl.constexpr = key_scales is not None
+    if scaled:
+        q = q.to(tl.float16)
     at = tl.arange(0, TILE)
     d = tl.arange(0, q.shape[1])
     ahead = begin * TILE + at
@@ -61,7 +66,8 @@ def _scan(
         blocks = next_blocks.to(tl.int64)
         ahead = position + TILE
         next_blocks = tl.load(table + ahead // SIZE, mask=ahead < length, other=0)
-        page = ((blocks * NUM_KV + head) * SIZE + position % SIZE) * DIM
+        row = (blocks * NUM_KV + head) * SIZE + position % SIZE
+        page = row * DIM
         k_mask = (d < DIM)[:, None]
         v_mask = (d < DIM)[None, :]
         if MASKED:
@@ -69,18 +75,23 @@ def _scan(
             v_mask = v_mask & seen[:, None]
         k_tile = tl.load(keys + page[None, :] + d[:, None], mask=k_mask, other=0.0).to(q.dtype)
         v_tile = tl.load(values + page[:, None] + d[None, :], mask=v_mask, other=0.0).to(q.dtype)
-        scores = _capped(tl.dot(q, k_tile) * scale, cap, CAPPED)
+        scores = tl.dot(q, k_tile) * scale
+        if scaled:
+            scores *= tl.load(key_scales + row, mask=seen, other=0.0)[None, :]
+        scores = _capped(scores, cap, CAPPED)
         if MASKED:
             mask = position[None, :] <= query[:, None]
             if WINDOWED:
                 mask = mask & (position[None, :] > query[:, None] - window)
             scores = tl.where(mask, scores, float("-inf"))
-        m_new = tl.maximum(m, tl.max(scores, 1))
+        m_new = tl.maximum(m, tl.max(scores, 1) - (8 if scaled else 0))
         # A row that has seen no key yet stays at -inf, and exp2(-inf - -inf) would be NaN.
         m_safe = tl.where(m_new == float("-inf"), 0.0, m_new)
         weights = tl.exp2(scores - m_safe[:, None])
         shrink = tl.exp2(m - m_safe)
         total = total * shrink + tl.sum(weights, 1)
+        if scaled:
+            weights *= tl.load(value_scales + row, mask=seen, other=0.0)[None, :]
         acc = tl.dot(weights.to(v_tile.dtype), v_tile, acc * shrink[:, None])
         m = m_new
     return m, total, acc
@@ -112,6 +123,22 @@ def _join(part_out, part_max, part_sum, num_parts, mask, row_mask, DIM: tl.const
 
 
 @triton.jit
+def _hand_in(state, parts, split, num_parts, counter, out, mask, DIM: tl.constexpr):
+    """Store one part of a context; the last part to finish joins them all."""
+    m, total, acc = state
+    part_out, part_max, part_sum = parts
+    row_mask = tl.max(mask.to(tl.int32), 1) > 0
+    tl.store(part_out + split * DIM, acc, mask=mask)
+    tl.store(part_max + split, m, mask=row_mask)
+    tl.store(part_sum + split, total, mask=row_mask)
+    tl.debug_barrier()
+    if tl.atomic_add(counter, 1, sem="acq_rel") == num_parts - 1:
+        joined = _join(part_out, part_max, part_sum, num_parts, mask, row_mask, DIM)
+        tl.store(out, joined.to(out.dtype.element_ty), mask=mask)
+        tl.store(counter, 0)
+
+
+@triton.jit
 def paged_decode_kernel(
     queries,
     cos_sin,
@@ -120,6 +147,8 @@ def paged_decode_kernel(
     eps,
     keys,
     values,
+    key_scales,
+    value_scales,
     out,
     part_out,
     part_max,
@@ -154,14 +183,12 @@ def paged_decode_kernel(
     RAW: `queries` are the q, k, v product, to be rotated here; the new key and value are written.
     """
     chain.begin(CHAINED)
-    index = tl.program_id(0)
-    head = tl.program_id(1)
-    split = tl.program_id(2)
+    index, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     token = index.to(tl.int64)
     if not ALL_SINGLES:
         token = tl.load(singles + index).to(tl.int64)
     length = tl.load(positions + token).to(tl.int32) + 1
-    slot = tl.load(token_slots + token).to(tl.int64)
+    table = tables + tl.load(token_slots + token).to(tl.int64) * table_stride
     first = 0
     if WINDOWED:
         first = tl.maximum(length - window, 0) // TILE
@@ -174,17 +201,14 @@ def paged_decode_kernel(
     if start >= end:
         return
 
-    g = tl.arange(0, 16)
-    d = tl.arange(0, DIM_PAD)
+    g, d = tl.arange(0, 16), tl.arange(0, DIM_PAD)
     q_heads = head * GROUP + g
     q_mask = (g < GROUP)[:, None] & (d < DIM)[None, :]
     q_at = token * (NUM_Q * DIM) + q_heads[:, None] * DIM + d[None, :]
-    table = tables + slot * table_stride
     if RAW:
         q = decode_query(
             queries + token * ((GROUP + 2) * NUM_KV * DIM),
-            keys,
-            values,
+            (keys, values, key_scales, value_scales),
             cos_sin,
             (q_weight, k_weight),
             table,
@@ -207,8 +231,7 @@ def paged_decode_kernel(
         _start(16, DIM_PAD),
         q,
         query,
-        keys,
-        values,
+        (keys, values, key_scales, value_scales),
         table,
         head,
         start,
@@ -228,26 +251,11 @@ def paged_decode_kernel(
     if num_parts == 1:
         tl.store(out + q_at, (acc / total[:, None]).to(out.dtype.element_ty), mask=q_mask)
     else:
-        # The last part to finish joins them all.
         base = (index * NUM_Q + q_heads) * SPLITS
-        part_at = base.to(tl.int64)[:, None] * DIM + d[None, :]
-        tl.store(part_out + part_at + split * DIM, acc, mask=q_mask)
-        tl.store(part_max + base + split, m, mask=g < GROUP)
-        tl.store(part_sum + base + split, total, mask=g < GROUP)
-        tl.debug_barrier()
+        at = base.to(tl.int64)[:, None] * DIM + d[None, :]
+        parts = (part_out + at, part_max + base, part_sum + base)
         counter = counters + index * NUM_KV + head
-        if tl.atomic_add(counter, 1, sem="acq_rel") == num_parts - 1:
-            joined = _join(
-                part_out + part_at,
-                part_max + base,
-                part_sum + base,
-                num_parts,
-                q_mask,
-                g < GROUP,
-                DIM,
-            )
-            tl.store(out + q_at, joined.to(out.dtype.element_ty), mask=q_mask)
-            tl.store(counter, 0)
+        _hand_in((m, total, acc), parts, split, num_parts, counter, out + q_at, q_mask, DIM)
 
 
 @triton.jit
@@ -255,6 +263,8 @@ def paged_prefill_kernel(
     queries,
     keys,
     values,
+    key_scales,
+    value_scales,
     out,
     tiles,
     tables,
@@ -302,8 +312,7 @@ def paged_prefill_kernel(
         _start(ROWS, DIM_PAD),
         q,
         query,
-        keys,
-        values,
+        (keys, values, key_scales, value_scales),
         table,
         head,
         first,
@@ -324,8 +333,7 @@ def paged_prefill_kernel(
         state,
         q,
         query,
-        keys,
-        values,
+        (keys, values, key_scales, value_scales),
         table,
         head,
         whole,
