@@ -102,6 +102,7 @@ def build_engine(config: EngineConfig, source: Source, weights: Loaded | None = 
         *weights.choices,
         Choice("sequences", f"{limits.max_num_seqs:,}", limits.seqs_reason),
         Choice("tokens per step", f"{limits.max_num_batched_tokens:,}", limits.tokens_reason),
+        made.kv_format.choice,
         Choice("KV cache", f"{capacity.num_tokens:,} tokens", capacity.reason),
     ]
     scheduler = _scheduler(
@@ -158,7 +159,8 @@ def build_scorer(
     steps = config.limits(choose_device(config.model).type)
     made = make_runner(config, source.spec, weights, steps)
     scorer = Scorer(made.runner, weights.network, limits, size, source.spec.vocab_size)
-    return BuiltScorer(scorer, weights, weights.choices, made.memory)
+    choices = [*weights.choices, made.kv_format.choice]
+    return BuiltScorer(scorer, weights, choices, made.memory)
 
 
 def build_for_process(config: EngineConfig, source: Source) -> tuple[Engine, EngineReport]:

@@ -19,6 +19,7 @@ DType = Literal["auto", "float32", "bfloat16", "float16"]
 LoadFormat = Literal["auto", "safetensors", "gguf", "dummy"]
 Device = Literal["auto", "cpu", "cuda"]
 Quantization = Literal["fp8", "fp8-block", "int8", "w8a8", "int4", "nf4"]
+KVCacheDType = Literal["auto", "fp8", "fp8_e4m3", "int8"]
 Batching = Literal["continuous", "static", "none"]
 PolicyName = Literal["fcfs", "priority"]
 ProfileName = Literal["chat", "batch", "hybrid"]
@@ -106,6 +107,11 @@ class CacheConfig:
     )
     num_blocks: int | None = option(
         None, "Exact number of KV blocks; overrides both.", "--num-gpu-blocks-override"
+    )
+    kv_cache_dtype: KVCacheDType = option(
+        "auto",
+        "How keys and values are stored: as they are computed, or rounded to one byte, which holds "
+        "twice the tokens: fp8 for GPUs, int8 for CPUs.",
     )
     prefix_caching: bool = option(
         True, "Keep computed blocks for later prompts that start alike.", "--enable-prefix-caching"

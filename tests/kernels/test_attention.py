@@ -75,7 +75,7 @@ def test_a_soft_cap_bounds_the_scores() -> None:
     plain = reference.attention(queries, kv, batch, 1.0)
     capped = reference.attention(queries, kv, batch, 1.0, soft_cap=0.01)
     flat = torch.stack(
-        [reference.read_row(kv.values, batch.tables[0], n)[0].mean(0) for n in (11, 12, 13)]
+        [reference.read_row(kv, batch.tables[0], n)[1][0].mean(0) for n in (11, 12, 13)]
     )
     torch.testing.assert_close(capped[:, 0], flat, atol=0.05, rtol=0.05)
     assert (plain - capped).abs().max() > 0.1

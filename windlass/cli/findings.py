@@ -23,7 +23,6 @@ from windlass.models.card import open_checkpoint
 from windlass.models.checkpoint import Checkpoint
 from windlass.models.loader import outline
 from windlass.models.network import make_network
-from windlass.models.spec import ModelSpec
 from windlass.quant.plain import Plain
 from windlass.runner.assemble import draw_up
 from windlass.serve.chat import ChatTemplate
@@ -46,13 +45,13 @@ def examine(config: EngineConfig, list_tensors: bool = False) -> Json:
         "chat_template": _chat_template(opened.card),
         "sampling_defaults": dict(opened.card.default_sampling),
         "formats": _formats(checkpoint),
-        "choices": [asdict(choice) for choice in blueprint.choices],
+        "choices": [asdict(item) for item in (*blueprint.choices, blueprint.kv_format.choice)],
         "kernels": [_kernel(selection) for selection in parts.ops.chosen],
         "linear_layers": _linear_layers(network),
         "estimate": {
             "weight_bytes": network.weight_bytes,
             "table_bytes": _table_bytes(network),
-            "kv_bytes_per_token": _kv_bytes(opened.spec, parts.dtype.itemsize),
+            "kv_bytes_per_token": blueprint.kv_format.token_bytes,
         },
     }
     if list_tensors:
@@ -171,7 +170,3 @@ def _table_bytes(network: nn.Module) -> int:
     shared = {id(layer.weight) for layer in layers if layer.weight is not None}
     tables = [module.weight for module in network.modules() if isinstance(module, Embedding)]
     return sum(table.nbytes for table in tables if id(table) not in shared)
-
-
-def _kv_bytes(spec: ModelSpec, itemsize: int) -> int:
-    return 2 * spec.num_layers * spec.num_kv_heads * spec.head_dim * itemsize

@@ -1,7 +1,8 @@
 """One step's rows as tensors, and the pages that their keys and values lie in.
 
 The layout of the KV cache is decided here and nowhere else: pages are
-[block, head, position in block, dim], so that one head's keys of a block lie together.
+[block, head, position in block, dim], so that one head's keys of a block lie together. Pages of
+one byte a number hold codes, and have a scale for every token and head beside them.
 """
 
 from __future__ import annotations
@@ -13,6 +14,11 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from torch import Tensor
+
+# The types of codes, and the magnitude that the largest number of a token's head becomes.
+LARGEST_CODE = {torch.float8_e4m3fn: 448.0, torch.int8: 127.0}
+# float32: values of tokens that only draw attention are so small that float16 could not scale them.
+SCALE_DTYPE = torch.float32
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,10 +36,12 @@ class Heads:
 
 @dataclass(frozen=True, slots=True)
 class LayerKV:
-    """The pages of one layer."""
+    """The pages of one layer; scales where pages hold codes."""
 
     keys: Tensor  # [blocks, kv_heads, block_size, dim]
     values: Tensor
+    key_scales: Tensor | None = None  # [blocks, kv_heads, block_size]
+    value_scales: Tensor | None = None
 
     @property
     def block_size(self) -> int:
@@ -52,6 +60,12 @@ def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
     return raw.view(dtype).view(shape)
 
 
+def kv_token_bytes(num_layers: int, num_kv_heads: int, dim: int, dtype: torch.dtype) -> int:
+    """What one token takes in pages of a type, scales included."""
+    scale_bytes = SCALE_DTYPE.itemsize if dtype in LARGEST_CODE else 0
+    return 2 * num_layers * num_kv_heads * (dim * dtype.itemsize + scale_bytes)
+
+
 class KVCache:
     """Owns the pages of all layers."""
 
@@ -62,19 +76,26 @@ class KVCache:
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        self._pages = _zeros((num_layers, 2, *shape), dtype, device)
-        self.layers = [LayerKV(pages[0], pages[1]) for pages in self._pages]
+        # Each [layers, keys and values, ...], which one layer's `LayerKV` takes apart.
+        self._owned = [_zeros((num_layers, 2, *shape), dtype, device)]
+        if dtype in LARGEST_CODE:
+            self._owned.append(_zeros((num_layers, 2, *shape[:3]), SCALE_DTYPE, device))
+        self.layers = [
+            LayerKV(*(half for tensor in self._owned for half in tensor[layer]))
+            for layer in range(num_layers)
+        ]
 
     @property
     def num_bytes(self) -> int:
-        return self._pages.nbytes
+        return sum(tensor.nbytes for tensor in self._owned)
 
     def copy(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy whole blocks in all layers; every source is read before any target is written."""
         if not pairs:
             return
         sources, targets = zip(*pairs, strict=True)
-        self._pages[:, :, list(targets)] = self._pages[:, :, list(sources)]
+        for tensor in self._owned:
+            tensor[:, :, list(targets)] = tensor[:, :, list(sources)]
 
 
 @dataclass(frozen=True, slots=True)

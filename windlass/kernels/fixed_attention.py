@@ -47,8 +47,7 @@ def _attend(
     window: int | None,
     soft_cap: float | None,
 ) -> Tensor:
-    keys = read_row(kv.keys, table, tile.context).to(q.dtype)
-    values = read_row(kv.values, table, tile.context).to(q.dtype)
+    keys, values = (part.to(q.dtype) for part in read_row(kv, table, tile.context))
     group = q.shape[1] // keys.shape[0]
     keys = keys.repeat_interleave(group, dim=0)
     values = values.repeat_interleave(group, dim=0)

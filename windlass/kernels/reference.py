@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from windlass.kernels.batch import Heads, LayerKV, StepBatch
+from windlass.kernels.batch import LARGEST_CODE, Heads, LayerKV, StepBatch
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -64,16 +64,52 @@ def rope_write(
     slots, size = batch.token_slots, kv.block_size
     blocks = batch.tables[slots, batch.positions // size].long()
     offsets = batch.positions % size
-    kv.keys[blocks, :, offsets] = rope(k, cos, sin).to(kv.keys.dtype)
-    kv.values[blocks, :, offsets] = v.to(kv.values.dtype)
+    for pages, scales, new in (
+        (kv.keys, kv.key_scales, rope(k, cos, sin)),
+        (kv.values, kv.value_scales, v),
+    ):
+        if scales is None:
+            pages[blocks, :, offsets] = new.to(pages.dtype)
+        else:
+            codes, scale = encode(new, pages.dtype)
+            pages[blocks, :, offsets] = codes
+            scales[blocks, :, offsets] = scale
     return rope(q, cos, sin)
 
 
-def read_row(pages: Tensor, table: Tensor, context: int) -> Tensor:
-    """One row's keys or values out of the pages: [kv_heads, context, dim]."""
-    size = pages.shape[2]
-    picked = pages[table[: -(-context // size)]]  # [blocks, kv_heads, size, dim]
-    return picked.transpose(0, 1).flatten(1, 2)[:, :context]
+# A head of zeros gets this scale: its codes are zeros.
+SMALLEST_SCALE = 1e-30
+
+
+def encode(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """The nearest codes of each head [..., dim], and the scale that its largest number sets."""
+    wide = x.float()
+    scale = (wide.abs().amax(-1) / LARGEST_CODE[dtype]).clamp_min(SMALLEST_SCALE)
+    codes = wide / scale[..., None]
+    return (codes.round() if dtype == torch.int8 else codes).to(dtype), scale
+
+
+def read_rows(kv: LayerKV, tables: Tensor) -> tuple[Tensor, Tensor]:
+    """Keys and values of the blocks in `tables` [rows, blocks]: [rows, kv_heads, positions, dim].
+
+    In the pages' own type, or in float32 where they hold codes.
+    """
+    keys, values = _gather(kv.keys, tables), _gather(kv.values, tables)
+    if kv.key_scales is not None and kv.value_scales is not None:
+        keys = keys.float().mul_(_gather(kv.key_scales, tables)[..., None])
+        values = values.float().mul_(_gather(kv.value_scales, tables)[..., None])
+    return keys, values
+
+
+def _gather(pages: Tensor, tables: Tensor) -> Tensor:
+    picked = pages.index_select(0, tables.flatten()).unflatten(0, tables.shape)
+    return picked.transpose(1, 2).flatten(2, 3)
+
+
+def read_row(kv: LayerKV, table: Tensor, context: int) -> tuple[Tensor, Tensor]:
+    """One row's keys and values out of the pages: [kv_heads, context, dim]."""
+    keys, values = read_rows(kv, table[None, : -(-context // kv.block_size)])
+    return keys[0, :, :context], values[0, :, :context]
 
 
 def visible(start: int, count: int, window: int | None, device: torch.device) -> Tensor:
@@ -102,11 +138,10 @@ def attention(
     for span in batch.spans:
         table = batch.tables[batch.token_slots[span.first]]
         q = queries[span.first : span.first + span.count]
-        keys = read_row(kv.keys, table, span.context).float()
-        values = read_row(kv.values, table, span.context).float()
+        keys, values = read_row(kv, table, span.context)
         group = q.shape[1] // keys.shape[0]
-        keys = keys.repeat_interleave(group, dim=0)
-        values = values.repeat_interleave(group, dim=0)
+        keys = keys.float().repeat_interleave(group, dim=0)
+        values = values.float().repeat_interleave(group, dim=0)
         scores = torch.einsum("qhd,hkd->hqk", q.float(), keys) * scale
         if soft_cap is not None:
             scores = soft_cap * torch.tanh(scores / soft_cap)

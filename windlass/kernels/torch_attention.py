@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from windlass.kernels.batch import LayerKV, Span, StepBatch
-from windlass.kernels.reference import read_row, visible
+from windlass.kernels.reference import read_row, read_rows, visible
 
 
 def attention(
@@ -49,11 +49,9 @@ def _attend_singles(
     contexts = torch.tensor([batch.spans[i].context for i in rows], device=queries.device)
     tokens = torch.tensor([batch.spans[i].first for i in rows], device=queries.device)
     most = -(-int(contexts.max()) // size)
-    tables = batch.tables[batch.token_slots[tokens], :most].long()
-    length = most * size
-    keys = kv.keys[tables].transpose(1, 2).reshape(len(rows), kv_heads, length, dim)
-    values = kv.values[tables].transpose(1, 2).reshape(len(rows), kv_heads, length, dim)
-    key = torch.arange(length, device=queries.device)
+    tables = batch.tables[batch.token_slots[tokens], :most]
+    keys, values = read_rows(kv, tables)
+    key = torch.arange(most * size, device=queries.device)
     mask = key < contexts[:, None]
     if window is not None:
         mask &= key >= contexts[:, None] - window
@@ -75,8 +73,7 @@ def _attend_chunk(
 ) -> None:
     """One row of several queries, behind a prefix or not."""
     q = queries[span.first : span.first + span.count]  # [count, heads, dim]
-    keys = read_row(kv.keys, table, span.context).to(q.dtype)
-    values = read_row(kv.values, table, span.context).to(q.dtype)
+    keys, values = (part.to(q.dtype) for part in read_row(kv, table, span.context))
     group = q.shape[1] // keys.shape[0]
     # [count, kv_heads, group, dim] -> [kv_heads, group * count, dim]
     folded = q.unflatten(1, (keys.shape[0], group)).permute(1, 2, 0, 3).flatten(1, 2)

@@ -35,6 +35,7 @@ class Blueprint:
 
     parts: Parts
     products: TorchProducts
+    kv_format: found.KVFormat
     choices: list[Choice]
 
 
@@ -56,6 +57,7 @@ class Assembled:
 
     runner: Runner
     capacity: Capacity
+    kv_format: found.KVFormat
     max_model_len: int
     memory: dict[str, int]
 
@@ -86,8 +88,14 @@ def draw_up(config: EngineConfig, spec: ModelSpec, checkpoint: Checkpoint) -> Bl
     )
     methods = choose_methods(config.model, spec, checkpoint, linears)
     parts = Parts(dtype, device, longest, ops, methods.method_for)
+    kv_format = _kv_format(config, spec, parts)  # one that is refused costs no loading
     choices = [where.choice, dtype_choice, threads, *ops.choices, methods.choice, length_choice]
-    return Blueprint(parts, products, choices)
+    return Blueprint(parts, products, kv_format, choices)
+
+
+def _kv_format(config: EngineConfig, spec: ModelSpec, parts: Parts) -> found.KVFormat:
+    wish, triton = config.cache.kv_cache_dtype, _has_triton(parts.ops)
+    return found.choose_kv_format(wish, spec, parts.dtype, parts.device, triton)
 
 
 def load_network(config: EngineConfig, spec: ModelSpec, checkpoint: Checkpoint) -> Loaded:
@@ -140,14 +148,13 @@ def holdings(layers: list[Linear]) -> list[Choice]:
 def make_runner(config: EngineConfig, spec: ModelSpec, loaded: Loaded, limits: Limits) -> Assembled:
     """Size and make the KV pages, now that the weights are in place."""
     parts, size = loaded.parts, config.cache.block_size
-    row_bytes = spec.num_kv_heads * spec.head_dim * parts.dtype.itemsize
-    block_bytes = 2 * spec.num_layers * size * row_bytes
+    kv_format = _kv_format(config, spec, parts)
     per_request = -(-parts.max_positions // size)
-    maker = _Maker(config, spec, loaded, limits)
+    maker = _Maker(config, spec, loaded, limits, kv_format.dtype)
     reserved = maker.measure() if parts.device.type == "cuda" else {}
     capacity = found.size_cache(
         config.cache,
-        block_bytes,
+        size * kv_format.token_bytes,
         parts.device,
         limits.memory_share,
         limits.max_num_seqs * per_request,
@@ -164,19 +171,25 @@ def make_runner(config: EngineConfig, spec: ModelSpec, loaded: Loaded, limits: L
         "process": found.resident_bytes(),
         "other processes": found.bytes_of_others(parts.device),
     }
-    return Assembled(runner, capacity, max_model_len, memory)
+    return Assembled(runner, capacity, kv_format, max_model_len, memory)
 
 
 class _Maker:
     """Makes runners over one network: one to measure what a step needs, then the real one."""
 
     def __init__(
-        self, config: EngineConfig, spec: ModelSpec, loaded: Loaded, limits: Limits
+        self,
+        config: EngineConfig,
+        spec: ModelSpec,
+        loaded: Loaded,
+        limits: Limits,
+        kv_dtype: torch.dtype,
     ) -> None:
         self._config = config
         self._spec = spec
         self._loaded = loaded
         self._limits = limits
+        self._kv_dtype = kv_dtype
 
     def make(self, num_blocks: int) -> tuple[Runner, int]:
         """A runner with so many blocks, and the bytes of its pages."""
@@ -185,7 +198,7 @@ class _Maker:
         on_cuda = parts.device.type == "cuda"
         # One page more on CUDA: what rows that only pad a recorded step read and write.
         shape = (num_blocks + on_cuda, spec.num_kv_heads, size, spec.head_dim)
-        cache = KVCache(spec.num_layers, shape, parts.dtype, parts.device)
+        cache = KVCache(spec.num_layers, shape, self._kv_dtype, parts.device)
         max_blocks = -(-parts.max_positions // size)
         slots = SlotTables(seqs, max_blocks, size, parts.device, scratch=num_blocks)
         sampler = Sampler(spec.vocab_size, parts.device)

@@ -12,6 +12,7 @@ import torch
 from windlass.config import AUTO, CacheConfig, ModelConfig
 from windlass.core.card import Capacity, Choice
 from windlass.errors import ConfigError
+from windlass.kernels.batch import kv_token_bytes
 from windlass.models.spec import ModelSpec
 
 
@@ -56,6 +57,45 @@ def choose_dtype(
     else:
         name, reason = "bfloat16", "half of float32's bytes, the same range"
     return getattr(torch, name), Choice("dtype", name, reason)
+
+
+@dataclass(frozen=True, slots=True)
+class KVFormat:
+    """What type keys and values are stored in, and why."""
+
+    dtype: torch.dtype
+    token_bytes: int  # of keys and values of all layers
+    choice: Choice
+
+
+_KV_DTYPES = {"fp8": torch.float8_e4m3fn, "fp8_e4m3": torch.float8_e4m3fn, "int8": torch.int8}
+_FP8_CAPABILITY = (8, 9)  # from which on a GPU has instructions for e4m3
+
+
+def choose_kv_format(
+    wish: str, spec: ModelSpec, dtype: torch.dtype, device: torch.device, triton: bool
+) -> KVFormat:
+    """`dtype` is the arithmetic's, in which keys and values are computed."""
+
+    def token_bytes(kind: torch.dtype) -> int:
+        return kv_token_bytes(spec.num_layers, spec.num_kv_heads, spec.head_dim, kind)
+
+    usual, name = token_bytes(dtype), str(dtype).removeprefix("torch.")
+    if wish == "auto":
+        return KVFormat(dtype, usual, Choice("KV format", name, "as it is computed"))
+    kind = _KV_DTYPES[wish]
+    is_fp8 = kind != torch.int8
+    if is_fp8 and triton and torch.cuda.get_device_capability(device) < _FP8_CAPABILITY:
+        raise ConfigError(
+            f"--kv-cache-dtype {wish}: {torch.cuda.get_device_name(device)} cannot convert fp8 "
+            "(compute capability 8.9 or above can). Use --kv-cache-dtype int8."
+        )
+    reason = f"as set: {usual / token_bytes(kind):.2f}x the tokens of {name}"
+    if is_fp8 and device.type == "cpu":
+        reason += "; int8 is faster on a CPU and rounds less"
+    shown = "fp8 (e4m3)" if is_fp8 else "int8"
+    choice = Choice("KV format", f"{shown}, a scale per token and head", reason)
+    return KVFormat(kind, token_bytes(kind), choice)
 
 
 def choose_threads(config: ModelConfig) -> Choice:

@@ -84,7 +84,10 @@ def _scan(
             if WINDOWED:
                 mask = mask & (position[None, :] > query[:, None] - window)
             scores = tl.where(mask, scores, float("-inf"))
-        m_new = tl.maximum(m, tl.max(scores, 1) - (8 if scaled else 0))
+        top = tl.max(scores, 1)
+        if scaled:
+            top -= 8  # weights up to 256: times a small scale they would lose digits in float16
+        m_new = tl.maximum(m, top)
         # A row that has seen no key yet stays at -inf, and exp2(-inf - -inf) would be NaN.
         m_safe = tl.where(m_new == float("-inf"), 0.0, m_new)
         weights = tl.exp2(scores - m_safe[:, None])
@@ -123,11 +126,10 @@ def _join(part_out, part_max, part_sum, num_parts, mask, row_mask, DIM: tl.const
 
 
 @triton.jit
-def _hand_in(state, parts, split, num_parts, counter, out, mask, DIM: tl.constexpr):
+def _hand_in(state, parts, split, num_parts, counter, out, mask, row_mask, DIM: tl.constexpr):
     """Store one part of a context; the last part to finish joins them all."""
     m, total, acc = state
     part_out, part_max, part_sum = parts
-    row_mask = tl.max(mask.to(tl.int32), 1) > 0
     tl.store(part_out + split * DIM, acc, mask=mask)
     tl.store(part_max + split, m, mask=row_mask)
     tl.store(part_sum + split, total, mask=row_mask)
@@ -255,7 +257,8 @@ def paged_decode_kernel(
         at = base.to(tl.int64)[:, None] * DIM + d[None, :]
         parts = (part_out + at, part_max + base, part_sum + base)
         counter = counters + index * NUM_KV + head
-        _hand_in((m, total, acc), parts, split, num_parts, counter, out + q_at, q_mask, DIM)
+        state, target = (m, total, acc), out + q_at
+        _hand_in(state, parts, split, num_parts, counter, target, q_mask, g < GROUP, DIM)
 
 
 @triton.jit

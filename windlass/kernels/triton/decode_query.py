@@ -8,6 +8,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from windlass.kernels.triton.kv_codes import coded, scale_of
+
 
 @triton.jit
 def _turned(source, heads, mask, d, rotation, weight, eps, DIM: tl.constexpr, NORM: tl.constexpr):
@@ -31,10 +33,22 @@ def _turned(source, heads, mask, d, rotation, weight, eps, DIM: tl.constexpr, NO
 
 
 @triton.jit
+def _write(pages, scales, row, x, g, d, DIM: tl.constexpr):
+    """Put the first row of x into its place in the pages."""
+    kind = pages.dtype.element_ty
+    if scales is not None:
+        x = x.to(tl.float32)
+        scale = scale_of(tl.max(tl.abs(x), 1), kind)
+        tl.store(scales + row + g * 0, scale, mask=g < 1)
+        x = coded(x, scale[:, None], kind)
+    at = row * DIM + (g * 0)[:, None] + d
+    tl.store(pages + at, x.to(kind), mask=(g < 1)[:, None] & (d < DIM)[None, :])
+
+
+@triton.jit
 def decode_query(
     qkv,
-    keys,
-    values,
+    pages,
     cos_sin,
     weights,
     table,
@@ -51,6 +65,7 @@ def decode_query(
     NORM: tl.constexpr,
 ):
     """One token's rotated queries of a kv head; whoever `writes` puts its key and value in place."""
+    keys, values, key_scales, value_scales = pages
     q_weight, k_weight = weights
     rotation = cos_sin + position.to(tl.int64) * DIM
     q_mask = (g < GROUP)[:, None] & (d < DIM)[None, :]
@@ -62,8 +77,8 @@ def decode_query(
         v_at = (k_at + NUM_KV * DIM)[:, None] + d[None, :]
         v = tl.load(qkv + v_at, mask=one, other=0.0)
         block = tl.load(table + position // SIZE).to(tl.int64)
-        page = ((block * NUM_KV + head) * SIZE + position % SIZE) * DIM + (g * 0)[:, None] + d
-        tl.store(keys + page, k.to(keys.dtype.element_ty), mask=one)
-        tl.store(values + page, v.to(values.dtype.element_ty), mask=one)
+        row = (block * NUM_KV + head) * SIZE + position % SIZE
+        _write(keys, key_scales, row, k, g, d, DIM)
+        _write(values, value_scales, row, v, g, d, DIM)
     tl.debug_barrier()  # what was written is read below
     return q

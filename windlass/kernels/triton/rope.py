@@ -12,6 +12,7 @@ from torch import Tensor
 
 from windlass.kernels.batch import Heads, LayerKV, StepBatch
 from windlass.kernels.triton import chain
+from windlass.kernels.triton.kv_codes import coded, scale_of
 
 
 @triton.jit
@@ -28,11 +29,28 @@ def _normed(first, second, weight, at, mask, eps, DIM: tl.constexpr, HALF: tl.co
 
 
 @triton.jit
+def _write(pages, scales, row, at, first, second, mask, DIM: tl.constexpr, HALF: tl.constexpr):
+    """Put one token's head, held in two halves, into its row of the pages."""
+    kind = pages.dtype.element_ty
+    if scales is not None:
+        first, second = first.to(tl.float32), second.to(tl.float32)
+        largest = tl.maximum(tl.max(tl.abs(first), 1), tl.max(tl.abs(second), 1))
+        scale = scale_of(largest, kind)
+        tl.store(scales + row + tl.arange(0, 1), scale)
+        first, second = coded(first, scale[:, None], kind), coded(second, scale[:, None], kind)
+    target = pages + row * DIM + at[None, :]
+    tl.store(target, first.to(kind), mask=mask)
+    tl.store(target + HALF, second.to(kind), mask=mask)
+
+
+@triton.jit
 def rope_write_kernel(
     qkv,
     q_out,
     keys,
     values,
+    key_scales,
+    value_scales,
     cos_sin,
     positions,
     token_slots,
@@ -51,7 +69,10 @@ def rope_write_kernel(
     NORM: tl.constexpr,
     CHAINED: tl.constexpr,
 ):
-    """One token and one kv head: the GROUP query heads that share it, its key and its value."""
+    """One token and one kv head: the GROUP query heads that share it, its key and its value.
+
+    Scales are None where pages hold numbers as they are.
+    """
     chain.begin(CHAINED)
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
@@ -76,22 +97,20 @@ def rope_write_kernel(
 
     slot = tl.load(token_slots + token).to(tl.int64)
     block = tl.load(tables + slot * table_stride + position // SIZE).to(tl.int64)
-    page = ((block * NUM_KV + head) * SIZE + position % SIZE) * DIM
-    page_at = page + at[None, :]
+    page_row = (block * NUM_KV + head) * SIZE + position % SIZE
     kv_mask = mask[None, :]
     source = row + (GROUP * NUM_KV + head) * DIM + at[None, :]
     a = tl.load(source, mask=kv_mask, other=0.0).to(tl.float32)
     b = tl.load(source + HALF, mask=kv_mask, other=0.0).to(tl.float32)
     if NORM:
         a, b = _normed(a, b, k_weight, at, mask, eps, DIM, HALF)
-    tl.store(keys + page_at, (a * cos - b * sin).to(keys.dtype.element_ty), mask=kv_mask)
-    tl.store(keys + page_at + HALF, (b * cos + a * sin).to(keys.dtype.element_ty), mask=kv_mask)
+    low, high = (a * cos - b * sin).to(kind), (b * cos + a * sin).to(kind)
+    _write(keys, key_scales, page_row, at, low, high, kv_mask, DIM, HALF)
 
     source += NUM_KV * DIM
     low = tl.load(source, mask=kv_mask, other=0.0)
     high = tl.load(source + HALF, mask=kv_mask, other=0.0)
-    tl.store(values + page_at, low.to(values.dtype.element_ty), mask=kv_mask)
-    tl.store(values + page_at + HALF, high.to(values.dtype.element_ty), mask=kv_mask)
+    _write(values, value_scales, page_row, at, low, high, kv_mask, DIM, HALF)
 
 
 def rope_write(
@@ -113,6 +132,8 @@ def rope_write(
         q_out,
         kv.keys,
         kv.values,
+        kv.key_scales,
+        kv.value_scales,
         cos_sin,
         batch.positions,
         batch.token_slots,
