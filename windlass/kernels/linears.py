@@ -19,7 +19,7 @@ from windlass.kernels.products import TorchProducts
 
 # "module:class" of a LinearKernel, imported only where its device is used.
 _CANDIDATES: dict[str, tuple[str, ...]] = {
-    "cpu": (),
+    "cpu": ("windlass.kernels.native.linear:NativeLinear",),
     "cuda": (),
 }
 _FP8_CAPABILITY = (8, 9)  # the first CUDA devices that multiply fp8
