@@ -1,8 +1,9 @@
 """Products with group-wise int4 and int8 weights: whole numbers inside a group, scaled between.
 
-Activations are rounded to int8 with one scale for each block of inputs, which costs little beside
-the weights' own rounding and makes unpacking cheap: eight 4-bit codes become two words of bytes in
-three instructions. The weight's rows are the long side of the tile, as in skinny.py.
+Activations are two planes of int8, the second one what the first leaves of each value: finer than
+16-bit floats, and unpacking weights is cheap: eight 4-bit codes become two words of bytes in three
+instructions. The planes are rows of the same product, whose results are added at the end. The
+weight's rows are the long side of the tile, as in skinny.py.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import triton
 import triton.language as tl
 
 from windlass.kernels.triton import chain
+from windlass.kernels.triton.reduce import add_parts
 
 
 @triton.jit
@@ -47,7 +49,7 @@ def _grouped(
     x_sums,
     group,
     outputs,
-    rows,
+    planes,
     inside,
     N,
     HAS_MINS: tl.constexpr,
@@ -58,7 +60,7 @@ def _grouped(
     acc += sums_of_codes.to(tl.float32) * scale[:, None] * x_scale[None, :]
     if HAS_MINS:
         low = tl.load(mins + column, mask=outputs < N, other=0.0).to(tl.float32)
-        x_sum = tl.load(x_sums + rows, mask=inside, other=0.0)
+        x_sum = tl.load(x_sums + planes, mask=inside, other=0.0)
         acc += low[:, None] * x_sum[None, :]
     return acc
 
@@ -73,7 +75,8 @@ def _scan_block(
     scales,
     mins,
     block,
-    rows,
+    planes,
+    inside,
     outputs,
     M,
     N,
@@ -86,11 +89,10 @@ def _scan_block(
 ):
     """One block of 2 HALF inputs: a group or a part of one (GROUP >= 2 HALF), or two groups."""
     at = tl.arange(0, HALF)
-    inside = rows < M
-    x_at = x + rows[None, :].to(tl.int64) * K_PAD + block * 2 * HALF + at[:, None]
+    x_at = x + planes[None, :].to(tl.int64) * K_PAD + block * 2 * HALF + at[:, None]
     first = tl.load(x_at, mask=inside[None, :], other=0)
     second = tl.load(x_at + HALF, mask=inside[None, :], other=0)
-    x_scale = tl.load(x_scales + block * M + rows, mask=inside, other=0.0)
+    x_scale = tl.load(x_scales + block * 2 * M + planes, mask=inside, other=0.0)
     w_mask = (outputs < N)[:, None]
     if BITS == 4:
         w_at = codes + outputs[:, None].to(tl.int64) * (K_PAD // 2) + block * HALF + at[None, :]
@@ -109,17 +111,17 @@ def _scan_block(
             scales,
             mins,
             x_scale,
-            x_sums + block * M,
+            x_sums + block * 2 * M,
             group,
             outputs,
-            rows,
+            planes,
             inside,
             N,
             HAS_MINS,
         )
     else:
         other = tl.dot(high, second, out_dtype=tl.int32)
-        near, far = x_sums + 2 * block * M, x_sums + (2 * block + 1) * M
+        near, far = x_sums + 4 * block * M, x_sums + (4 * block + 2) * M
         acc = _grouped(
             acc,
             whole,
@@ -129,7 +131,7 @@ def _scan_block(
             near,
             2 * block,
             outputs,
-            rows,
+            planes,
             inside,
             N,
             HAS_MINS,
@@ -143,7 +145,7 @@ def _scan_block(
             far,
             2 * block + 1,
             outputs,
-            rows,
+            planes,
             inside,
             N,
             HAS_MINS,
@@ -182,7 +184,9 @@ def grouped_linear_kernel(
     tile = tl.program_id(0)
     split = tl.program_id(1)
     outputs = tile * OUTPUTS + tl.arange(0, OUTPUTS)
-    rows = tl.program_id(2) * ROWS + tl.arange(0, ROWS)
+    lane = tl.arange(0, 2 * ROWS)
+    token = tl.program_id(2) * ROWS + lane % ROWS
+    planes = lane // ROWS * M + token  # rows of x: first all tokens, then what is left of them
     blocks = K_PAD // (2 * HALF)
     span = tl.cdiv(blocks, splits)
     begin = split * span
@@ -193,7 +197,7 @@ def grouped_linear_kernel(
     first = tl.minimum(outputs, N - 1).to(tl.int64) * row_bytes + begin * block_bytes
     chain.fetch(codes + first, (first * 0 + ahead).to(tl.int32), CHAINED)
     chain.wait(CHAINED)
-    acc = tl.zeros([OUTPUTS, ROWS], dtype=tl.float32)
+    acc = tl.zeros([OUTPUTS, 2 * ROWS], dtype=tl.float32)
     for block in range(begin, end):
         acc = _scan_block(
             acc,
@@ -204,7 +208,8 @@ def grouped_linear_kernel(
             scales,
             mins,
             block,
-            rows,
+            planes,
+            token < M,
             outputs,
             M,
             N,
@@ -215,20 +220,13 @@ def grouped_linear_kernel(
             HAS_MINS,
             INLINE,
         )
+    acc = tl.sum(tl.reshape(acc, [OUTPUTS, 2, ROWS]), 1)
+    rows = tl.program_id(2) * ROWS + tl.arange(0, ROWS)
     at = rows[None, :].to(tl.int64) * N + outputs[:, None]
     mask = (rows < M)[None, :] & (outputs < N)[:, None]
     whole = True
     if SPLIT:
-        tl.store(parts + split * M * N + at, acc, mask=mask)
-        tl.debug_barrier()
         counter = counters + tl.program_id(2) * tl.num_programs(0) + tile
-        whole = tl.atomic_add(counter, 1, sem="acq_rel") == splits - 1
-        if whole:
-            acc = tl.zeros([OUTPUTS, ROWS], dtype=tl.float32)
-            for part in range(splits):
-                acc += tl.load(
-                    parts + part * M * N + at, mask=mask, other=0.0, cache_modifier=".cg"
-                )
-            tl.store(counter, 0)
+        acc, whole = add_parts(acc, parts, M * N, counter, split, splits, at, mask)
     if whole:
         tl.store(out + at, acc.to(out.dtype.element_ty), mask=mask)

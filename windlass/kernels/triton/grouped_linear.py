@@ -127,7 +127,7 @@ class GroupedProduct:
         block = 2 * self._half
         rounded = round_blocks(x, block, min(self._group, block), self._order)
         rows, outputs = x.shape[0], self._num_out
-        at_once = 16 if rows <= 16 else 64
+        at_once = 8 if rows <= 8 else 32  # tokens, of two planes each
         width = 128 if outputs >= 8192 else 64
         tiles, heights = triton.cdiv(outputs, width), triton.cdiv(rows, at_once)
         splits = _splits(tiles * heights, self._padded // block)

@@ -14,11 +14,14 @@ from windlass.kernels.triton import chain
 
 @dataclass(frozen=True, slots=True)
 class Blocks:
-    """Rows as int8 codes with one scale for each block of inputs, and sums that minima need."""
+    """Rows as two planes of int8 codes with a scale for each block, and sums that minima need.
 
-    codes: Tensor  # int8 [M, K rounded up to whole blocks]
-    scales: Tensor  # float32 [blocks, M]
-    sums: Tensor  # float32 [groups, M]: of what the codes stand for
+    The second plane stands for what the first leaves of each value.
+    """
+
+    codes: Tensor  # int8 [2 M, K rounded up to whole blocks]
+    scales: Tensor  # float32 [blocks, 2 M]
+    sums: Tensor  # float32 [groups, 2 M]: of what the codes stand for
 
 
 @triton.jit
@@ -50,20 +53,25 @@ def round_blocks_kernel(
     most = tl.max(tl.max(tl.abs(value), 1), 0)
     scale = most / 127.0
     inverse = tl.where(most > 0, 127.0 / most, 0.0)
-    rounded = tl.floor(value * inverse + 0.5)
-    tl.store(codes + row.to(tl.int64) * K_PAD + at, rounded.to(tl.int8))
-    tl.store(scales + block * M + row, scale)
     group = block * groups + tl.arange(0, groups)
-    tl.store(sums + group * M + row, tl.sum(rounded, 1) * scale)
+    for plane in tl.static_range(2):
+        rounded = tl.floor(value * inverse + 0.5)
+        target = plane * M + row
+        tl.store(codes + target.to(tl.int64) * K_PAD + at, rounded.to(tl.int8))
+        tl.store(scales + block * 2 * M + target, scale)
+        tl.store(sums + group * 2 * M + target, tl.sum(rounded, 1) * scale)
+        value -= rounded * scale
+        scale /= 254.0  # at most half of a step is left
+        inverse *= 254.0
 
 
 def round_blocks(x: Tensor, block: int, group: int, order: Tensor | None = None) -> Blocks:
     """Rows in blocks of `block` inputs, with sums over each `group` of them."""
     rows, size = x.shape
     blocks = triton.cdiv(size, block)
-    codes = torch.empty((rows, blocks * block), dtype=torch.int8, device=x.device)
-    scales = torch.empty((blocks, rows), dtype=torch.float32, device=x.device)
-    sums = torch.empty((blocks * (block // group), rows), dtype=torch.float32, device=x.device)
+    codes = torch.empty((2 * rows, blocks * block), dtype=torch.int8, device=x.device)
+    scales = torch.empty((blocks, 2 * rows), dtype=torch.float32, device=x.device)
+    sums = torch.empty((blocks * (block // group), 2 * rows), dtype=torch.float32, device=x.device)
     round_blocks_kernel[(rows, blocks)](
         x,
         x if order is None else order,

@@ -17,6 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from windlass.kernels.triton import chain
+from windlass.kernels.triton.reduce import add_parts
 
 MAX_ROWS = 64
 _FEW_ROWS = 16
@@ -124,16 +125,7 @@ def skinny_linear_kernel(
     mask = (rows < M)[None, :] & (outputs < N)[:, None]
     whole = True
     if SPLIT:
-        tl.store(parts + split * ROWS * N + at, acc, mask=mask)
-        tl.debug_barrier()
-        whole = tl.atomic_add(counters + tile, 1, sem="acq_rel") == splits - 1
-        if whole:
-            acc = tl.zeros([OUTPUTS, ROWS], dtype=tl.float32)
-            for part in range(splits):
-                acc += tl.load(
-                    parts + part * ROWS * N + at, mask=mask, other=0.0, cache_modifier=".cg"
-                )
-            tl.store(counters + tile, 0)
+        acc, whole = add_parts(acc, parts, ROWS * N, counters + tile, split, splits, at, mask)
     if whole:
         tl.store(out + at, acc.to(out.dtype.element_ty), mask=mask)
         if AT_ONCE > 0:
