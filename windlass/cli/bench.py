@@ -117,8 +117,70 @@ def latency(
     return 0
 
 
+def formats(
+    options: Options,
+    formats: Annotated[
+        str | None, typer.Option(metavar="NAMES", help="Some of the rows, with commas.")
+    ] = None,
+    data: Annotated[
+        str, typer.Option(metavar="FILE", help="Text to measure on, as for eval.")
+    ] = "wikitext2",
+    context: Annotated[int, typer.Option(metavar="N", help="Tokens of a window.")] = 512,
+    stride: Annotated[
+        int | None,
+        typer.Option(metavar="N", help="Tokens between windows; default: half of the context."),
+    ] = None,
+    max_windows: Annotated[
+        int | None, typer.Option(metavar="N", help="Measure only the first windows.")
+    ] = None,
+    calibration: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="JSONL for gptq, awq and smoothquant; as for quantize."),
+    ] = None,
+    samples: Annotated[int, typer.Option(metavar="N", help="Texts to choose of it.")] = 128,
+    sample_tokens: Annotated[
+        int, typer.Option(metavar="N", help="Tokens of each, from its start.")
+    ] = 256,
+    repeat: Repeat = 3,
+    work: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="Where checkpoints are made; default: the user's cache."),
+    ] = None,
+    output: Annotated[
+        Path, typer.Option("-o", "--output", metavar="FILE", help="Write JSON here.")
+    ] = Path("benchmarks/formats.json"),
+) -> int:
+    """Measure what every weight format costs in quality, and gives in bytes and speed.
+
+    The reference is the model in float32. Rows that the output file holds already are not
+    measured again, so that a run which was interrupted goes on. Rows: float32, stored, int8, w8a8,
+    fp8, fp8-block, int4 and nf4 while loading (int8+head and int4+head: the head too);
+    smoothquant, rtn, gptq and awq as windlass quantize makes them.
+    """
+    _check(output)
+    from windlass.folders import cache_dir
+    from windlass.tools.bench.formats import FormatsOrder, measure
+    from windlass.tools.eval.windows import Cut
+
+    order = FormatsOrder(
+        options.engine_values(),
+        _names(formats or ""),
+        data,
+        Cut("strided", context, stride, max_windows),
+        calibration,
+        samples,
+        sample_tokens,
+        repeat,
+        work or cache_dir() / "formats",
+        output,
+    )
+    _finish(measure(order, _say), output)
+    return 0
+
+
 register(app, throughput, ENGINE_OPTIONS)
 register(app, latency, ENGINE_OPTIONS)
+register(app, formats, ENGINE_OPTIONS)
 
 
 @app.command(cls=PanelCommand)
@@ -167,9 +229,13 @@ def levers(
 @app.command(cls=PanelCommand)
 def tables(
     ctx: typer.Context,
-    page: Annotated[Path, typer.Option(metavar="FILE", help="The page to fill.")] = Path(
-        "docs/benchmarks.md"
-    ),
+    page: Annotated[
+        list[Path] | None,
+        typer.Option(
+            metavar="FILE",
+            help="A page to fill, may be repeated; default: those of docs/ that have tables.",
+        ),
+    ] = None,
     results: Annotated[Path, typer.Option(metavar="DIR", help="Where the JSONs are.")] = Path(
         "benchmarks"
     ),
@@ -177,20 +243,25 @@ def tables(
         bool, typer.Option("--check", help="Change nothing; exit with 1 when tables are stale.")
     ] = False,
 ) -> None:
-    """Write the tables of docs/benchmarks.md from the results in benchmarks/."""
+    """Write the tables of the pages in docs/ from the results in benchmarks/."""
     with reported(ctx):
-        from windlass.tools.bench.tables import fill
+        from windlass.tools.bench.tables import PAGES, fill
 
-        try:
-            before = page.read_text(encoding="utf-8")
-        except OSError as error:
-            raise ConfigError(f"--page {page}: {error.strerror or error}.") from error
-        after = fill(before, results)
-        if check and before != after:
-            typer.echo(f"{page}: tables are stale. Run windlass bench tables.", err=True)
+        stale = []
+        for each in page or map(Path, PAGES):
+            try:
+                before = each.read_text(encoding="utf-8")
+            except OSError as error:
+                raise ConfigError(f"--page {each}: {error.strerror or error}.") from error
+            after = fill(before, results)
+            if before != after:
+                stale.append(each)
+                if not check:
+                    each.write_text(after, encoding="utf-8")
+        if check and stale:
+            for each in stale:
+                typer.echo(f"{each}: tables are stale. Run windlass bench tables.", err=True)
             raise typer.Exit(1)
-        if before != after:
-            page.write_text(after, encoding="utf-8")
 
 
 def _names(text: str) -> list[str]:

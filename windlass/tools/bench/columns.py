@@ -29,7 +29,7 @@ _PERPLEXITY: Columns = {
     "perplexity": "perplexity",
     "perplexity_error": "±",
 }
-_TEXTS = ("workload", "engine", "variant", "label", "task", "metric")
+_TEXTS = ("workload", "engine", "variant", "label", "task", "metric", "format")
 COLUMNS: dict[str, Columns] = {
     "throughput": {
         "workload": "workload",
@@ -77,6 +77,21 @@ COLUMNS: dict[str, Columns] = {
         "kl_max": "max KL",
         "agreement": "agreement",
         "rank_shift": "rank shift",
+    },
+    "formats": {
+        "format": "format",
+        "bits": "bits",
+        "weight_bytes": "bytes in memory",
+        "file_bytes": "on disk",
+        "perplexity": "perplexity",
+        "increase_pct": "against float32, %",
+        "increase_error_pct": "±",
+        "kl_mean/kl_p99": "KL mean / p99",
+        "agreement": "agreement",
+        "served_increase_pct": "as served, %",
+        "served_agreement": "agreement",
+        "tok_s_b1/tok_s_b8": "tok/s, 1 / 8 rows",
+        "speedup_b1/speedup_b8": "times float32",
     },
     "tasks": {
         "task": "task",

@@ -7,6 +7,8 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from windlass.errors import ConfigError, UnsupportedError
 from windlass.models import gguf_tokenizer, tokenizer_files
 from windlass.models.gguf_file import GGUFCheckpoint
@@ -71,6 +73,12 @@ def write_config(folder: Path, config: dict[str, Any], recipe: Recipe) -> None:
     key = "dtype" if "dtype" in config else "torch_dtype"
     written[key] = _name(recipe)
     _write_json(folder / "config.json", written)
+
+
+def write_plain_config(folder: Path, config: dict[str, Any], dtype: torch.dtype) -> None:
+    """config.json of weights that are not quantised."""
+    key = "dtype" if "dtype" in config else "torch_dtype"
+    _write_json(folder / "config.json", {**config, key: str(dtype).removeprefix("torch.")})
 
 
 def quantization_config(recipe: Recipe) -> dict[str, Any]:

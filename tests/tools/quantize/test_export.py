@@ -1,0 +1,68 @@
+"""A model's weights written plainly: what a GGUF holds, in float32, to the bit."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.tools.quantize.conftest import tiny_tensors
+from windlass.build import open_model
+from windlass.config import EngineConfig, ModelConfig
+from windlass.errors import CheckpointError, ConfigError
+from windlass.models.card import open_checkpoint
+from windlass.models.source import resolve
+from windlass.tools.quantize import export as module
+from windlass.tools.quantize.export import export
+
+
+def test_a_folder_in_several_files(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "SHARD_BYTES", 100_000)
+    out = tmp_path / "out"
+    export(ModelConfig(model=str(model)), out)
+    files = sorted(out.glob("*.safetensors"))
+    assert len(files) > 2
+    found = {name: tensor for file in files for name, tensor in load_file(file).items()}
+    for name, tensor in tiny_tensors().items():
+        assert found[name].dtype == torch.float32
+        assert torch.equal(found[name], tensor.float())
+    assert json.loads((out / "config.json").read_text())["torch_dtype"] == "float32"
+    opened = open_model(EngineConfig.of(model=str(out)))
+    assert opened.card.tokenizer.encode("wind") == [
+        *open_model(EngineConfig.of(model=str(model))).card.tokenizer.encode("wind")
+    ]
+    assert set(open_checkpoint(opened.files, ModelConfig(model=str(out))).names()) == set(found)
+    with pytest.raises(ConfigError, match="exists already"):
+        export(ModelConfig(model=str(model)), out)
+
+
+def test_what_16_bits_cannot_hold_is_refused(model: Path, tmp_path: Path) -> None:
+    from safetensors.torch import save_file
+
+    wide = tmp_path / "wide"
+    wide.mkdir()
+    for file in model.iterdir():
+        (wide / file.name).write_bytes(file.read_bytes())
+    tensors = tiny_tensors()
+    tensors["model.norm.weight"][0] = 1e6
+    save_file(tensors, wide / "model.safetensors")
+    out = tmp_path / "out"
+    with pytest.raises(CheckpointError, match="float16 cannot hold"):
+        export(ModelConfig(model=str(wide)), out, torch.float16)
+    assert not out.exists()
+
+
+@pytest.mark.model
+def test_the_default_model_keeps_every_value(default_gguf: Path, tmp_path: Path) -> None:
+    source = ModelConfig(model=str(default_gguf))
+    out = tmp_path / "out"
+    export(source, out)
+    stored, plain = open_checkpoint(resolve(source), source), load_file(out / "model.safetensors")
+    assert set(stored.names()) == set(plain)
+    name = "model.layers.3.self_attn.q_proj.weight"
+    assert torch.equal(plain[name], stored.read(name, tuple(plain[name].shape)))

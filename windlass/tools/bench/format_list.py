@@ -1,0 +1,174 @@
+"""The weight formats that are compared, and making the checkpoints that some of them are.
+
+Checkpoints lie in a work folder under a name that holds all they depend on, so that a run which
+goes on, or a second one, finds what is made already.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from windlass.build import OpenModel
+from windlass.config import EngineConfig
+from windlass.errors import ConfigError
+from windlass.models.card import open_checkpoint
+from windlass.tools.quantize.calibration import Choice
+from windlass.tools.quantize.export import export
+from windlass.tools.quantize.program import Order, run
+from windlass.tools.quantize.recipe import CALIBRATED, Wishes
+
+Say = Callable[[str], None]
+
+REFERENCE = "float32"
+_PLAIN_TYPES = ("f32", "f16", "bf16")
+
+
+@dataclass(frozen=True, slots=True)
+class Format:
+    """One row. `options` are laid over the run's; `wishes` say how a checkpoint of it is made."""
+
+    name: str
+    options: dict[str, Any] = field(default_factory=dict)
+    wishes: Wishes | None = None
+    calibration: Literal["text", "random"] = "text"
+
+    @property
+    def online(self) -> bool:
+        return "quantization" in self.options
+
+    @property
+    def needs_text(self) -> bool:
+        calibrated = self.wishes is not None and self.wishes.method in CALIBRATED
+        return calibrated and self.calibration == "text"
+
+
+def _online(name: str, head: bool = False) -> Format:
+    options: dict[str, Any] = {"quantization": name}
+    return (
+        Format(f"{name}+head", {**options, "quantize_head": True})
+        if head
+        else Format(name, options)
+    )
+
+
+FORMATS: tuple[Format, ...] = (
+    Format(REFERENCE, {"dtype": "float32"}),
+    Format("stored"),
+    _online("int8"),
+    _online("int8", head=True),
+    _online("w8a8"),
+    _online("fp8"),
+    _online("fp8-block"),
+    _online("int4"),
+    _online("int4", head=True),
+    _online("nf4"),
+    Format("smoothquant", wishes=Wishes(method="smoothquant")),
+    Format("rtn-4", wishes=Wishes(method="rtn", bits=4)),
+    Format("gptq-4", wishes=Wishes(method="gptq", bits=4)),
+    Format("awq-4", wishes=Wishes(method="awq", bits=4)),
+    Format("gptq-4-random", wishes=Wishes(method="gptq", bits=4), calibration="random"),
+    Format("rtn-3", wishes=Wishes(method="rtn", bits=3)),
+    Format("gptq-3", wishes=Wishes(method="gptq", bits=3)),
+)
+
+
+def find_formats(names: Sequence[str], has_text: bool, say: Say) -> list[Format]:
+    """Those of the names, or all; without calibration text, those that need none."""
+    known = {each.name: each for each in FORMATS}
+    unknown = [name for name in names if name not in known]
+    if unknown:
+        raise ConfigError(f"--formats: {unknown[0]!r} is not known. Known: {', '.join(known)}.")
+    chosen = [known[name] for name in known if not names or name in names]
+    without = [each.name for each in chosen if each.needs_text and not has_text]
+    if without and names:
+        raise ConfigError(
+            f"--formats {', '.join(without)}: needs --calibration FILE.jsonl, with lines such as "
+            '{"text": "..."}.'
+        )
+    if without:
+        say(f"left out for lack of --calibration: {', '.join(without)}")
+    return [each for each in chosen if each.name not in without]
+
+
+@dataclass(frozen=True, slots=True)
+class Workshop:
+    """Makes the checkpoints of one model."""
+
+    base: EngineConfig
+    opened: OpenModel
+    folder: Path
+    calibration: Path | None
+    num_samples: int
+    sample_tokens: int
+    say: Say
+
+    def model_of(self, wanted: Format) -> str:
+        """The model to load for a format, made when it is not there yet."""
+        if wanted.wishes is not None:
+            return str(self._made(wanted, wanted.wishes))
+        if wanted.online and self._is_quantised():
+            return str(self._plain())
+        return self.base.model.model
+
+    def _is_quantised(self) -> bool:
+        """Whether the model's matrices are something that --quantization does not take."""
+        if self.opened.spec.quantization:
+            raise ConfigError(
+                f"{self.opened.card.name}: its weights are quantised by its config.json, and the "
+                "original ones are not in it. Give the original model, or a GGUF file."
+            )
+        checkpoint = open_checkpoint(self.opened.files, self.base.model)
+        stored = [checkpoint.stored(name) for name in checkpoint.names()]
+        return any(len(it.shape) == 2 and it.format not in _PLAIN_TYPES for it in stored)
+
+    def _plain(self) -> Path:
+        folder = self.folder / f"float32-{self._key()}"
+        if not folder.is_dir():
+            self.say(f"writing the weights in float32 to {folder}")
+            export(self.base.model, folder)
+        return folder
+
+    def _made(self, wanted: Format, wishes: Wishes) -> Path:
+        text = self._text(wanted) if wishes.method in CALIBRATED else None
+        digest = hashlib.sha256(text.read_bytes()).hexdigest() if text else None
+        choice = Choice(self.num_samples, self.sample_tokens, False, self.base.model.seed)
+        folder = self.folder / f"{wanted.name}-{self._key(asdict(wishes), digest, asdict(choice))}"
+        if not folder.is_dir():
+            self.say(f"quantising into {folder}")
+            order = Order(self.base.model, wishes, folder, text, choice)
+            run(order, self.say, self._progress)
+        return folder
+
+    def _progress(self, done: int, total: int, text: str) -> None:
+        if done and (done == total or done % max(1, total // 5) == 0):
+            self.say(f"{done} of {total} layers, {text}")
+
+    def _text(self, wanted: Format) -> Path | None:
+        return self._random_text() if wanted.calibration == "random" else self.calibration
+
+    def _random_text(self) -> Path:
+        """As many texts as are calibrated on, each of so many tokens drawn evenly."""
+        count, length = self.num_samples, self.sample_tokens
+        path = self.folder / f"random-{self._key(count, length)}.jsonl"
+        if not path.is_file():
+            tokenizer = self.opened.card.tokenizer
+            draw = random.Random(self.base.model.seed)
+            ids = range(tokenizer.vocab_size)
+            texts = [tokenizer.decode(draw.choices(ids, k=length)) for _ in range(count)]
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+        return path
+
+    def _key(self, *more: object) -> str:
+        """Differs with the model's files and whatever else is given."""
+        files = self.opened.files
+        weights = [
+            (str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in files.weights
+        ]
+        return hashlib.sha256(repr([weights, *more]).encode()).hexdigest()[:10]
