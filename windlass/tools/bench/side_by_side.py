@@ -42,6 +42,7 @@ class Judge:
     def __init__(
         self, reference: EngineConfig, opened: OpenModel, corpus: Corpus, cut: Cut
     ) -> None:
+        self._config = reference
         self._corpus = corpus
         self._cut = cut
         self._labelled = cut_corpus(corpus, opened.card, cut)
@@ -63,6 +64,8 @@ class Judge:
 
     def build(self, config: EngineConfig) -> BuiltScorer:
         """A model to be judged, which must cut the text as the reference does."""
+        if config.model == self._config.model:
+            return self._reference
         opened = open_model(config)
         if cut_corpus(self._corpus, opened.card, self._cut) != self._labelled:
             raise ConfigError(
@@ -82,12 +85,17 @@ class Judge:
     def compare(self, built: BuiltScorer) -> Quality:
         """A model's figures against the reference."""
         tally = Tally()
-        for own, other in zip(built.scorer.logits(self._windows), self._pieces(), strict=True):
+        for own, other in self._pairs(built):
             targets = self._targets(own)
             if targets:
                 count = len(targets)
                 tally.add(compare(own.values[:count], targets, other.values[:count]))
         return tally.quality()
+
+    def _pairs(self, built: BuiltScorer) -> Iterator[tuple[Piece, Piece]]:
+        if built is self._reference:
+            return ((piece, piece) for piece in self._pieces())
+        return zip(built.scorer.logits(self._windows), self._pieces(), strict=True)
 
     def _pieces(self) -> Iterator[Piece]:
         scorer = self._reference.scorer
