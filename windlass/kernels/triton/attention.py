@@ -65,11 +65,16 @@ class _Raw:
     norms: tuple[Tensor, Tensor, float] | None
 
 
-def _decode_options(dim_pad: int, splits: int) -> dict[str, int]:
-    """How the decode kernel is cut and compiled: parts stay long where rows alone fill the device."""
+def _decode_options(dim_pad: int, splits: int, coded: bool = False) -> dict[str, int]:
+    """How the decode kernel is cut and compiled: parts stay long where rows alone fill the device.
+
+    Of codes a tile holds twice as many, in the same bytes: one scale for each thread to fetch.
+    """
     if dim_pad > 128:
         return {"TILE": 32, "MIN_TILES": 4, "num_warps": 4, "num_stages": 3}
-    return {"TILE": 64, "MIN_TILES": 8 if splits <= 2 else 2, "num_warps": 4, "num_stages": 3}
+    least = 512 if splits <= 2 else 128
+    tile = 128 if coded else 64
+    return {"TILE": tile, "MIN_TILES": least // tile, "num_warps": 4, "num_stages": 3}
 
 
 def _decode(
@@ -126,14 +131,15 @@ def _decode(
         NORM=norms is not None,
         WINDOWED=window is not None,
         CAPPED=capped,
-        **_decode_options(dim_pad, splits),
+        **_decode_options(dim_pad, splits, kv.key_scales is not None),
         **chain.options(),
     )
 
 
-def _prefill_options(dim_pad: int) -> dict[str, int]:
-    """How the prefill kernel is cut and compiled."""
-    return {"TILE": 64 if dim_pad <= 128 else 32, "num_warps": 8, "num_stages": 3}
+def _prefill_options(dim_pad: int, coded: bool = False) -> dict[str, int]:
+    """How the prefill kernel is cut and compiled; codes need registers to become numbers in."""
+    stages = 2 if coded else 3
+    return {"TILE": 64 if dim_pad <= 128 else 32, "num_warps": 8, "num_stages": stages}
 
 
 def _prefill(
@@ -173,6 +179,6 @@ def _prefill(
         ROWS=_TILE_ROWS,
         WINDOWED=window is not None,
         CAPPED=capped,
-        **_prefill_options(dim_pad),
+        **_prefill_options(dim_pad, kv.key_scales is not None),
         **chain.options(),
     )

@@ -24,6 +24,14 @@ def _capped(scores, cap, CAPPED: tl.constexpr):
 
 
 @triton.jit
+def _scales(at, seen, MASKED: tl.constexpr):
+    if MASKED:
+        return tl.load(at, mask=seen, other=0.0)
+    else:
+        return tl.load(at)
+
+
+@triton.jit
 def _scan(
     state,
     q,
@@ -63,11 +71,11 @@ def _scan(
     for tile in range(begin, end):
         position = tile * TILE + at
         seen = position < length
-        blocks = next_blocks.to(tl.int64)
+        blocks = next_blocks if scaled else next_blocks.to(tl.int64)  # scales are few: 32 bits do
         ahead = position + TILE
         next_blocks = tl.load(table + ahead // SIZE, mask=ahead < length, other=0)
         row = (blocks * NUM_KV + head) * SIZE + position % SIZE
-        page = row * DIM
+        page = row.to(tl.int64) * DIM
         k_mask = (d < DIM)[:, None]
         v_mask = (d < DIM)[None, :]
         if MASKED:
@@ -77,7 +85,7 @@ def _scan(
         v_tile = tl.load(values + page[:, None] + d[None, :], mask=v_mask, other=0.0).to(q.dtype)
         scores = tl.dot(q, k_tile) * scale
         if scaled:
-            scores *= tl.load(key_scales + row, mask=seen, other=0.0)[None, :]
+            scores *= _scales(key_scales + row, seen, MASKED)[None, :]
         scores = _capped(scores, cap, CAPPED)
         if MASKED:
             mask = position[None, :] <= query[:, None]
@@ -94,7 +102,7 @@ def _scan(
         shrink = tl.exp2(m - m_safe)
         total = total * shrink + tl.sum(weights, 1)
         if scaled:
-            weights *= tl.load(value_scales + row, mask=seen, other=0.0)[None, :]
+            weights *= _scales(value_scales + row, seen, MASKED)[None, :]
         acc = tl.dot(weights.to(v_tile.dtype), v_tile, acc * shrink[:, None])
         m = m_new
     return m, total, acc

@@ -7,20 +7,17 @@ import triton.language as tl
 
 
 @triton.jit
-def scale_of(largest, KIND: tl.constexpr):
+def scale_of(largest, kind: tl.constexpr):
     """The scale of heads whose largest magnitudes are given; `reference.encode` defines it."""
-    if KIND == tl.int8:
-        scale = tl.div_rn(largest, 127.0)
-    else:
-        scale = tl.div_rn(largest, 448.0)
-    return tl.maximum(scale, 1e-30)
+    most: tl.constexpr = 127.0 if kind == tl.int8 else 448.0
+    return tl.maximum(tl.div_rn(largest, most), 1e-30)
 
 
 @triton.jit
-def coded(x, scale, KIND: tl.constexpr):
+def coded(x, scale, kind: tl.constexpr):
     """The nearest codes of x."""
     codes = tl.div_rn(x, scale)
-    if KIND == tl.int8:
+    if kind == tl.int8:
         # Where a float32 has no room for fractions, addition rounds to the nearest even.
         codes = (codes + 12582912.0) - 12582912.0
-    return codes.to(KIND)
+    return codes.to(kind)

@@ -1,0 +1,105 @@
+"""The kernels over pages of codes, in Triton's interpreter, against their plain versions.
+
+What writes is tried in int8 only: the interpreter rounds to fp8 in its own way. The cases run in a
+process of their own, as those of test_interpreted.py.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from tests.kernels.test_interpreted import INTERPRETED, inside, make_batch
+from windlass.kernels import reference
+from windlass.kernels.batch import Heads, LayerKV, StepBatch
+
+pytest.importorskip("triton")
+
+
+@pytest.mark.skipif(INTERPRETED, reason="starts the interpreter's process")
+def test_kernels_in_the_interpreter() -> None:
+    command = [sys.executable, "-m", "pytest", "-q", "-W", "ignore::DeprecationWarning", __file__]
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
+
+
+def coded_batch(
+    heads: Heads, rows: list[tuple[int, int]], dtype: torch.dtype = torch.int8
+) -> tuple[LayerKV, StepBatch]:
+    kv, batch = make_batch(heads, rows)
+    keys, key_scales = reference.encode(kv.keys, dtype)
+    values, value_scales = reference.encode(kv.values * 1e-3, dtype)
+    return LayerKV(keys, values, key_scales, value_scales), batch
+
+
+def copy_of(kv: LayerKV) -> LayerKV:
+    return LayerKV(
+        kv.keys.clone(), kv.values.clone(), kv.key_scales.clone(), kv.value_scales.clone()
+    )
+
+
+def assert_same_pages(ours: LayerKV, want: LayerKV) -> None:
+    """Rotations may differ in the last bit, and so codes by one; values are not rotated."""
+    assert (ours.keys.int() - want.keys.int()).abs().max() <= 1
+    torch.testing.assert_close(ours.key_scales, want.key_scales)
+    assert torch.equal(ours.values, want.values)
+    assert torch.equal(ours.value_scales, want.value_scales)
+
+
+@inside
+@pytest.mark.parametrize("normed", [False, True])
+def test_rotation_and_pages(normed: bool) -> None:
+    from windlass.kernels.triton.rope import rope_write
+
+    heads = Heads(6, 2, 24)
+    kv, batch = coded_batch(heads, [(5, 1), (0, 20)])
+    qkv = torch.randn(21, 10 * 24)
+    qkv[3] = 0
+    angle = torch.rand(64, 12) * 6
+    table = torch.cat([angle.cos(), angle.sin()], -1)
+    norms = (torch.randn(24), torch.randn(24), 1e-6) if normed else None
+    ours = copy_of(kv)
+    want = reference.rope_write(qkv, heads, table, norms, kv, batch)
+    torch.testing.assert_close(rope_write(qkv, heads, table, norms, ours, batch), want)
+    assert_same_pages(ours, kv)
+
+
+@inside
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn])
+@pytest.mark.parametrize(("window", "cap"), [(None, None), (20, 5.0)])
+def test_attention(window: int | None, cap: float | None, dtype: torch.dtype) -> None:
+    from windlass.kernels.triton.attention import attention
+
+    heads = Heads(6, 2, 48)
+    kv, batch = coded_batch(heads, [(600, 1), (0, 1), (90, 40)], dtype)
+    q = torch.randn(42, 6, 48)
+    want = reference.attention(q, kv, batch, 0.2, window, cap)
+    got = attention(q, kv, batch, 0.2, window, cap)
+    # Queries and weights are rounded to float16.
+    assert (got - want).abs().max() < 2e-3 * want.abs().max()
+    assert not batch.work.counters.any()
+
+
+@inside
+@pytest.mark.parametrize("normed", [False, True])
+def test_decodes_from_the_product(normed: bool) -> None:
+    from windlass.kernels.triton.attention import decode_attention
+
+    heads = Heads(6, 2, 24)
+    kv, batch = coded_batch(heads, [(600, 1), (0, 1), (15, 1), (128, 1)])
+    qkv = torch.randn(4, 10 * 24)
+    angle = torch.rand(640, 12) * 6
+    table = torch.cat([angle.cos(), angle.sin()], -1)
+    norms = (torch.randn(24), torch.randn(24), 1e-6) if normed else None
+    for window in (None, 20):
+        ours = copy_of(kv)
+        queries = reference.rope_write(qkv, heads, table, norms, kv, batch)
+        want = reference.attention(queries, kv, batch, 0.2, window)
+        got = decode_attention(qkv, heads, table, norms, ours, batch, 0.2, window)
+        assert (got - want).abs().max() < 4e-3 * want.abs().max()
+        assert_same_pages(ours, kv)
