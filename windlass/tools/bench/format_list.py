@@ -68,6 +68,7 @@ FORMATS: tuple[Format, ...] = (
     _online("int4"),
     _online("int4", head=True),
     _online("nf4"),
+    Format("rtn-8", wishes=Wishes(method="rtn", bits=8, group_size=32)),
     Format("smoothquant", wishes=Wishes(method="smoothquant")),
     Format("rtn-4", wishes=Wishes(method="rtn", bits=4)),
     Format("gptq-4", wishes=Wishes(method="gptq", bits=4)),
