@@ -29,7 +29,7 @@ _PERPLEXITY: Columns = {
     "perplexity": "perplexity",
     "perplexity_error": "±",
 }
-_TEXTS = ("workload", "engine", "variant", "label", "task", "metric", "format")
+_TEXTS = ("workload", "engine", "variant", "label", "task", "metric", "format", "type", "types")
 COLUMNS: dict[str, Columns] = {
     "throughput": {
         "workload": "workload",
@@ -92,6 +92,15 @@ COLUMNS: dict[str, Columns] = {
         "served_agreement": "agreement",
         "tok_s_b1/tok_s_b8": "tok/s, 1 / 8 rows",
         "speedup_b1/speedup_b8": "times float32",
+    },
+    "gguf-perplexity": {
+        "type": "type",
+        "types": "matrices",
+        "llama_cpp": "llama.cpp",
+        "float32": "float32",
+        "float32_pct": "against llama.cpp, %",
+        "served": "served",
+        "served_pct": "against llama.cpp, %",
     },
     "tasks": {
         "task": "task",

@@ -1,0 +1,82 @@
+"""Our perplexity of GGUF files beside llama.cpp's own, on the same files and text.
+
+    python -m windlass.tools.bench.gguf_perplexity MODEL.gguf LIBRARY.so -o benchmarks/gguf-perplexity.json
+
+The files are made of the model's with llama.cpp's quantisers; LIBRARY holds llama.cpp.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from windlass.config import EngineConfig
+from windlass.tools.bench.llama_cpp import Kind, LlamaCpp, requantise
+from windlass.tools.bench.record import Record
+from windlass.tools.eval.data import Corpus, read_corpus
+from windlass.tools.eval.run import measure
+from windlass.tools.eval.windows import Cut
+
+TYPES = ("Q8_0", "Q6_K", "Q5_K", "Q4_K", "Q3_K", "Q2_K")
+_NOTES = (
+    "Perplexities by llama.cpp's definition. All matrices of a file are of one type; the embedding, "
+    "and rows that blocks of 256 do not divide, are of those that llama.cpp takes instead. float32: "
+    "our reference, which dequantises; served: our packed kernels, which round inputs, as "
+    "llama.cpp's do."
+)
+
+
+def main() -> None:
+    """Measure all types; every finished row is saved."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("model", type=Path)
+    parser.add_argument("library", type=Path)
+    parser.add_argument("-o", "--output", type=Path, required=True)
+    parser.add_argument("--data", default="wikitext2")
+    parser.add_argument("--context", type=int, default=512)
+    parser.add_argument("--windows", type=int, default=8)
+    parser.add_argument("--types", nargs="*", default=TYPES)
+    parser.add_argument("--threads", type=int, default=2)
+    args = parser.parse_args()
+    library, corpus = LlamaCpp(args.library), read_corpus(args.data)
+    settings = {name: str(getattr(args, name)) for name in ("data", "context", "windows")}
+    rows: list[dict[str, Any]] = []
+    with TemporaryDirectory() as folder:
+        for name in args.types:
+            file = Path(folder) / f"{name}.gguf"
+            used = requantise(args.model, file, Kind[name], library)
+            rows.append({"type": name, "types": _in_words(used), "file_bytes": file.stat().st_size})
+            rows[-1] |= _figures(library, file, corpus, args)
+            print(rows[-1], file=sys.stderr)
+            file.unlink()
+            settings["model"] = args.model.name
+            Record("gguf-perplexity", rows, _NOTES, settings).save(args.output)
+
+
+def _figures(
+    library: LlamaCpp, file: Path, corpus: Corpus, args: argparse.Namespace
+) -> dict[str, float]:
+    text = corpus.documents[0].text
+    assert text is not None, "a running text is one document with text"
+    theirs = library.perplexity(file, text, args.context, args.windows, args.threads)
+    cut = Cut("llama.cpp", args.context, None, args.windows)
+    ours = {
+        name: measure(EngineConfig.of(model=str(file), dtype=dtype), None, corpus, cut).overall
+        for name, dtype in (("float32", "float32"), ("served", "auto"))
+    }
+    figures = {"llama_cpp": round(theirs, 4)}
+    for name, quality in ours.items():
+        figures[name] = round(quality.perplexity, 4)
+        figures[f"{name}_pct"] = round(100 * (quality.perplexity / theirs - 1), 3)
+    return figures
+
+
+def _in_words(used: dict[str, int]) -> str:
+    return ", ".join(f"{count} {name}" for name, count in used.items())
+
+
+if __name__ == "__main__":
+    main()
