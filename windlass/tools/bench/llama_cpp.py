@@ -56,7 +56,7 @@ class LlamaCpp:
 
     def __init__(self, path: Path) -> None:
         try:
-            self._lib = ctypes.CDLL(str(path))
+            self._lib = ctypes.CDLL(str(path.resolve()))
         except OSError as error:
             raise ConfigError(f"{path}: is no library that can be loaded: {error}.") from error
         missing = [name for name in _NEEDED if not _exports(self._lib, name)]
