@@ -15,6 +15,7 @@ from windlass.cli.eval import eval as evaluate
 from windlass.cli.generate import generate
 from windlass.cli.inspect import inspect
 from windlass.cli.options import ENGINE_OPTIONS, GATE_OPTIONS, LIMIT_OPTIONS, SERVE_OPTIONS
+from windlass.cli.plan import PLAN_OPTIONS, plan
 from windlass.cli.profile import profile
 from windlass.cli.quantize import QUANTIZE_OPTIONS, quantize
 from windlass.cli.sampling import SAMPLING_OPTIONS
@@ -54,6 +55,7 @@ register(app, chat, [*SAMPLING_OPTIONS, *ENGINE_OPTIONS])
 register(app, generate, [*SAMPLING_OPTIONS, *ENGINE_OPTIONS])
 register(app, inspect, ENGINE_OPTIONS)
 register(app, evaluate, [*LIMIT_OPTIONS, *ENGINE_OPTIONS])
+register(app, plan, PLAN_OPTIONS)
 register(app, profile, ENGINE_OPTIONS)
 register(app, quantize, QUANTIZE_OPTIONS)
 app.add_typer(bench, name="bench")

@@ -1,0 +1,272 @@
+"""Plans against engines that are built as planned: bytes to the byte, borders, quality, choices."""
+
+from __future__ import annotations
+
+import json
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.quant import packers
+from tests.quant.folders import FFN, HIDDEN, loaded, rewrite, write_plain
+from windlass.build import build_engine, open_model
+from windlass.config import EngineConfig
+from windlass.errors import ConfigError
+from windlass.models.spec import ModelSpec
+from windlass.tools.plan import Plan, select_quantization
+from windlass.tools.plan.formats import FORMATS
+from windlass.tools.plan.speed import Machine, kv_tokens_read
+
+GIB = 2**30
+# Widths that are no multiples of a kernel's tile, groups of 64 and of 32, and a tied head.
+CONFIG = {
+    "architectures": ["LlamaForCausalLM"],
+    "hidden_size": 64,
+    "intermediate_size": 160,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 259,
+    "max_position_embeddings": 256,
+    "tie_word_embeddings": True,
+    "torch_dtype": "bfloat16",
+}
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("tiny")
+    (folder / "config.json").write_text(json.dumps(CONFIG))
+    return folder
+
+
+def plan(model: Path | str, **options: Any) -> Plan:
+    """Of another machine, unless told otherwise, so that nothing is measured."""
+    usual = {"bandwidth": 1e11, "memory": GIB, "concurrency": 2, "num_threads": 1}
+    return select_quantization(str(model), **{**usual, **options})
+
+
+def built_bytes(model: Path | str, **options: Any) -> dict[str, int]:
+    config = EngineConfig.of(model=str(model), num_threads=1, **options)
+    return build_engine(config, open_model(config).source).report.memory
+
+
+@pytest.mark.parametrize("plain", [False, True])
+def test_bytes_are_those_of_an_engine(tiny: Path, plain: bool) -> None:
+    """With the CPU's kernels, which repack, and with forms as they are."""
+    kept = {"load_format": "dummy", "plain_kernels": plain, "device": "cpu"}
+    found = plan(tiny, context=40, **kept)
+    assert {item.format for item in found.candidates} == set(FORMATS)
+    for item in found.candidates:
+        if item.kv_dtype != "auto" and item.format != "int4":
+            continue
+        memory = built_bytes(tiny, **kept, **item.options)
+        assert memory["weights"] == item.weight_bytes, item.name
+        # Two requests of 40 tokens are six blocks of 16.
+        assert memory["KV cache"] == 6 * 16 * item.kv_bytes_per_token, item.name
+
+
+def test_a_gguf_is_weighed_as_the_engine_holds_it(default_gguf: Path) -> None:
+    (item,) = plan(default_gguf, kv_cache_dtype="auto", device="cpu").candidates
+    assert item.format == "as stored"
+    assert item.quality.basis == "typical"
+    memory = built_bytes(default_gguf, num_blocks=4, device="cpu")
+    assert memory["weights"] == item.weight_bytes
+
+
+@pytest.mark.parametrize(
+    ("pack", "settings", "typical"),
+    [
+        (
+            partial(packers.awq, group=32),
+            {"quant_method": "awq", "bits": 4, "group_size": 32},
+            0.977,
+        ),
+        (
+            partial(packers.gptq, bits=4, group=32),
+            {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False, "sym": False},
+            0.961,
+        ),
+        (packers.fp8, {"quant_method": "fp8", "activation_scheme": "dynamic"}, 0.995),
+    ],
+)
+def test_a_quantised_checkpoint_is_only_offered_as_it_is(
+    tmp_path: Path, pack: Any, settings: dict[str, Any], typical: float
+) -> None:
+    source = write_plain(tmp_path / "plain")
+    model, _ = rewrite(source, tmp_path / "packed", lambda _, weight: pack(weight), settings)
+    found = plan(model, kv_cache_dtype="auto", device="cpu")
+    (item,) = found.candidates
+    assert item.format == "as stored"
+    assert item.quality.value == typical
+    # That inputs are in their order already shows only when a GPTQ file is read.
+    order_bytes = 4 * 2 * (3 * HIDDEN + FFN) if settings["quant_method"] == "gptq" else 0
+    assert loaded(model, device="cpu").weight_bytes + order_bytes == item.weight_bytes
+    assert set(found.refused) == set(FORMATS) - {"as stored"}
+    assert "quantised already" in found.refused["int8"]
+
+
+def test_a_format_that_does_not_divide_is_refused_with_the_reason(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({**CONFIG, "intermediate_size": 144}))
+    found = plan(tmp_path, load_format="dummy", kv_cache_dtype="auto")
+    assert "none of these divides 144" in found.refused["int4"]
+    assert "int8" in [item.format for item in found.candidates]
+
+
+# ---- memory --------------------------------------------------------------------------------------
+
+
+def test_the_border_between_fits_and_does_not(tiny: Path) -> None:
+    ask = partial(plan, tiny, load_format="dummy", formats=["int8"], kv_cache_dtype="auto")
+    needed = ask().candidates[0].total_bytes
+    exactly, less = ask(memory=needed), ask(memory=needed - 1)
+    assert exactly.best is not None
+    assert exactly.best.most_requests[256] == 2
+    assert less.best is None
+    assert less.candidates[0].missing_bytes == 1
+    assert "the nearest is int8" in less.shortfall
+    assert "1 B too much; it would fit with --concurrency 1" in less.shortfall
+
+
+def test_one_byte_keys_and_values_make_room(tiny: Path) -> None:
+    found = plan(tiny, load_format="dummy", formats=["as stored"], device="cuda")
+    auto, fp8, int8 = found.candidates
+    assert auto.kv_bytes_per_token == 2 * 3 * 2 * 16 * 2
+    assert fp8.kv_bytes_per_token == int8.kv_bytes_per_token == 2 * 3 * 2 * (16 + 4)
+    assert fp8.most_requests[256] > auto.most_requests[256]
+
+
+def test_the_nearest_when_nothing_is_good_enough(tiny: Path) -> None:
+    names = ["int4", "nf4"]
+    found = plan(tiny, load_format="dummy", formats=names, kv_cache_dtype="auto", min_quality=0.99)
+    assert found.best is None
+    assert "the nearest is nf4, with 0.965 (assumed), 0.025 too little" in found.shortfall
+
+
+# ---- another machine, speed ----------------------------------------------------------------------
+
+
+def test_a_gpu_that_is_not_here(tiny: Path) -> None:
+    found = plan(tiny, load_format="dummy", device="cuda", bandwidth=1e12)
+    sizes = {item.format: item.weight_bytes for item in found.candidates}
+    assert "16 bit" in found.refused  # what the weights are already
+    assert sizes["int4"] < sizes["int8"] < sizes["as stored"]
+    assert sizes["int4+head"] > sizes["int4"]  # the tied head gets a copy of its own
+    assert found.machine == Machine("cuda", 1e12, None, "as given")
+    with pytest.raises(ConfigError, match="--memory 24GiB --bandwidth"):
+        plan(tiny, load_format="dummy", device="cuda", bandwidth=None)
+
+
+def test_speed_is_what_must_be_read_over_the_bandwidth() -> None:
+    machine = Machine("cuda", 1e9, 1e9, "as given")
+    reading = machine.step_seconds(0.95e9, 1e3, 0)
+    assert reading == pytest.approx(1.0)
+    computing = machine.step_seconds(0.95e9, 1e9, 10)
+    assert computing == pytest.approx(2.0 + 10 * machine.layer_seconds)
+
+
+def test_a_window_bounds_what_is_read() -> None:
+    values = {**CONFIG, "architectures": ["MistralForCausalLM"], "sliding_window": 64}
+    spec = ModelSpec.from_hf(values)
+    assert kv_tokens_read(spec, 256) == 64
+    assert kv_tokens_read(spec, 32) == 32
+
+
+def test_what_is_not_given_is_measured(tiny: Path) -> None:
+    found = plan(tiny, load_format="dummy", formats=["as stored"], memory=None, bandwidth=None)
+    assert found.machine.source == "measured"
+    assert found.machine.bandwidth > 1e6
+    assert found.machine.flops is not None
+    assert found.memory_bytes > 0
+
+
+def test_16_bit_products_of_a_cpu_are_not_guessed(tiny: Path) -> None:
+    found = plan(tiny, load_format="dummy", formats=["as stored", "16 bit"], device="cpu")
+    assert {item.tok_s_all is None for item in found.candidates if item.format == "16 bit"} == {
+        True
+    }
+    assert found.best is not None
+    assert found.best.format == "as stored"
+
+
+def test_the_fastest_good_one_is_chosen_and_about_equal_ones_by_quality(tiny: Path) -> None:
+    ask = partial(plan, tiny, load_format="dummy", device="cuda", bandwidth=1e6, context=16)
+    names = ["as stored", "fp8+head", "fp8-block+head", "int4+head", "nf4+head"]
+    fast = ask(kv_cache_dtype="auto", formats=names)
+    good = ask(kv_cache_dtype="auto", formats=names, min_quality=0.98)
+    assert fast.best is not None
+    assert good.best is not None
+    assert fast.best.format in ("int4+head", "nf4+head")
+    assert good.best.quality.value >= 0.98  # type: ignore[operator]
+    # Formats of eight bits read about the same.
+    alike = [item for item in good.candidates if item.format in ("fp8+head", "fp8-block+head")]
+    assert good.best.format in [item.format for item in alike]
+    assert good.best.quality.value == max(item.quality.value or 0.0 for item in alike)
+
+
+# ---- quality -------------------------------------------------------------------------------------
+
+
+def write_record(path: Path, model: str, ratio: float, date: str, **options: Any) -> None:
+    sides = {
+        "model": {"name": model, "options": options},
+        "reference": {"name": model, "options": {}},
+    }
+    rows = [{"label": "all", "ppl_ratio": ratio}]
+    record = {"name": "quality", "rows": rows, "settings": sides, "date": date}
+    path.write_text(json.dumps(record))
+
+
+def test_records_of_eval_go_before_typical_figures(tiny: Path, tmp_path: Path) -> None:
+    write_record(tmp_path / "old.json", tiny.name, 1.5, "2026-01-01", quantization="int4")
+    write_record(tmp_path / "new.json", tiny.name, 1.25, "2026-02-01", quantization="int4")
+    write_record(tmp_path / "kv.json", tiny.name, 1.0, "2026-02-01", kv_cache_dtype="int8")
+    write_record(tmp_path / "other.json", "other", 9.0, "2026-03-01", quantization="int8")
+    (tmp_path / "speed.json").write_text(json.dumps({"name": "throughput", "rows": []}))
+    found = plan(tiny, load_format="dummy", formats=["int4", "int8"], records=tmp_path)
+    quality = {(item.format, item.kv_dtype): item.quality for item in found.candidates}
+    assert quality["int4", "auto"].value == 0.8
+    assert quality["int4", "auto"].basis == "measured"
+    assert "new.json" in quality["int4", "auto"].source
+    assert quality["int4", "int8"].basis == "measured"  # each of them was
+    assert quality["int8", "auto"].basis == "typical"
+    assert quality["int4", "fp8"].basis == "assumed"
+
+
+def test_a_record_that_lacks_its_figures_is_an_error(tiny: Path, tmp_path: Path) -> None:
+    (tmp_path / "bad.json").write_text(json.dumps({"name": "quality", "rows": []}))
+    with pytest.raises(ConfigError, match=r"bad\.json says that it is a record"):
+        plan(tiny, load_format="dummy", records=tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"memory": 0}, "--memory must be above 0"),
+        ({"bandwidth": 0.0}, "--bandwidth must be above 0"),
+        ({"concurrency": 0}, "--concurrency must be at least 1"),
+        ({"context": 0}, "--context must be from 1 to the model's 256"),
+        ({"context": 257}, "--context must be from 1 to the model's 256"),
+        ({"min_quality": 1.5}, "--min-quality must be from 0 to 1"),
+        ({"kv_cache_dtype": "int4"}, "--kv-cache-dtype must be one of auto, fp8, int8"),
+        ({"formats": ["int3"]}, "--formats: 'int3' is not a format. Known: as stored"),
+        ({"formats": []}, "--formats: nothing is not a format"),
+        ({"records": Path("no/such/folder")}, "there is no such folder"),
+        ({"max_num_batched_tokens": 1}, "is below --max-num-seqs"),
+    ],
+)
+def test_bad_input(tiny: Path, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        plan(tiny, load_format="dummy", **options)
+
+
+def test_nothing_is_read_and_nothing_is_allocated(tmp_path: Path) -> None:
+    """Layers as large as those of 405 billion weights are planned in a moment."""
+    huge = {**CONFIG, "hidden_size": 16384, "intermediate_size": 53248, "num_hidden_layers": 16}
+    huge |= {"num_attention_heads": 128, "num_key_value_heads": 8, "vocab_size": 128256}
+    (tmp_path / "config.json").write_text(json.dumps(huge))
+    found = plan(tmp_path, load_format="dummy", device="cuda", formats=["as stored", "int4"])
+    assert found.best is None
+    assert found.candidates[0].weight_bytes > 90 * GIB

@@ -1,0 +1,109 @@
+"""A plan for people: the formats, the grid of contexts, how to read them, and the choice."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from rich.console import Console
+from rich.table import Table
+
+from windlass.runner.device import gib
+from windlass.tools.plan.select import Candidate, Plan
+
+
+def show(found: Plan, command: str | None) -> None:
+    """Print it, never cut off: a narrow terminal wraps the lines. `command` serves the choice."""
+    console = Console(width=1000, soft_wrap=True, highlight=False, markup=False)
+    by_format: dict[str, list[Candidate]] = {}
+    for item in found.candidates:
+        by_format.setdefault(item.format, []).append(item)
+    console.print(_formats(found, by_format))
+    if found.candidates:
+        shown = found.best or min(found.candidates, key=lambda item: item.total_bytes)
+        console.print()
+        console.print(_grid(by_format[shown.format]))
+    console.print()
+    for line in _notes(found):
+        console.print(line)
+    console.print()
+    if found.best is None or command is None:
+        console.print(f"No choice: {found.shortfall}")
+        return
+    kept = found.best.quality
+    quality = "unknown" if kept.value is None else f"{kept.value:.3f}"
+    console.print(
+        f"Recommended: {found.best.name}, {gib(found.best.total_bytes)}; expected are "
+        f"{_rate(found.best.tok_s_all)} tok/s and a quality of {quality} ({kept.basis}: "
+        f"{kept.source})."
+    )
+    console.print(f"  {command}")
+
+
+def _formats(found: Plan, by_format: Mapping[str, list[Candidate]]) -> Table:
+    kinds = " / ".join(dict.fromkeys(item.kv_dtype for item in found.candidates))
+    table = Table(box=None, pad_edge=False)
+    table.add_column("weights")
+    for heading in (
+        "bytes",
+        f"KV a token: {kinds}",
+        f"needs for {found.concurrency} x {found.context:,}",
+        "fits",
+        "tok/s x 1",
+        f"tok/s x {found.concurrency}",
+        "quality",
+    ):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for name, items in by_format.items():
+        table.add_row(
+            name,
+            f"{items[0].weight_bytes:,}",
+            " / ".join(gib(item.kv_bytes_per_token) for item in items),
+            " / ".join(gib(item.total_bytes) for item in items),
+            " / ".join("yes" if item.fits else "no" for item in items),
+            " / ".join(_rate(item.tok_s_one) for item in items),
+            " / ".join(_rate(item.tok_s_all) for item in items),
+            " / ".join(_quality(item) for item in items),
+        )
+    return table
+
+
+def _grid(items: list[Candidate]) -> Table:
+    table = Table(box=None, pad_edge=False, title_justify="left")
+    table.add_column(f"requests that fit with {items[0].format}, by context")
+    for item in items:
+        table.add_column(f"{item.kv_dtype} KV", justify="right")
+    for context in items[0].most_requests:
+        table.add_row(f"{context:,}", *(f"{item.most_requests[context]:,}" for item in items))
+    return table
+
+
+def _notes(found: Plan) -> list[str]:
+    machine = found.machine
+    products = "" if machine.flops is None else f", {machine.flops / 1e9:,.0f} GFLOP/s"
+    most = "" if machine.flops else " Products are taken to be free, so speeds are upper limits."
+    lines = [
+        f"Memory: {gib(found.memory_bytes)} ({found.memory_source}); the process and "
+        "recorded graphs are not counted, steps of up to "
+        f"{found.step_tokens:,} tokens are, by an estimate.",
+        f"Speed: an estimate for full contexts from {machine.bandwidth / 1e9:,.1f} GB/s{products} "
+        f"({machine.source}), {machine.share:g} of it used, {machine.layer_seconds * 1e6:g} µs a "
+        f"layer.{most}",
+        "Quality: the 16-bit model's perplexity over the format's. m: measured by windlass eval; "
+        "t: typical of models of 7 to 8 billion parameters; a: assumed; no letter: the reference.",
+    ]
+    reasons: dict[str, list[str]] = {}
+    for name, why in found.refused.items():
+        reasons.setdefault(why, []).append(name)
+    return [*lines, *(f"Not offered: {', '.join(names)}: {why}" for why, names in reasons.items())]
+
+
+def _rate(value: float | None) -> str:
+    return "-" if value is None else f"{value:,.0f}" if value >= 100 else f"{value:,.1f}"
+
+
+def _quality(item: Candidate) -> str:
+    kept = item.quality
+    if kept.value is None:
+        return "?"
+    letter = "" if kept.basis == "reference" else f" {kept.basis[0]}"
+    return f"{kept.value:.3f}{letter}"
