@@ -79,6 +79,43 @@ inline void multiply(const IntTile<Scale>& tile, IntPanel x, float* out) {
   for (int m = 0; m < MT; ++m) store(out + m * kTile, acc[m]);
 }
 
+// The blocks that a tile, or an unpacked part of one, has.
+struct Span {
+  int first, last;
+  int group;  // of the first
+};
+
+// Adds to out[row][output] what the remainders of `rows` rows contribute. One row at a time: rows
+// seldom have one at the same place, and none may depend on those beside it.
+template <int BLOCK, bool NIBBLES, bool MINS, class Scale>
+inline void multiply_remainders(const Product& job, int row, int rows, const IntTile<Scale>& tile,
+                                Span span, float* out) {
+  constexpr size_t code_bytes = BLOCK * kTile / (NIBBLES ? 2 : 1);
+  for (int m = 0; m < rows; ++m, out += kTile) {
+    const Remainders x = row_remainders(job.w, job.row_remainders(row + m));
+    const auto before = [](const Remainder& r, int block) { return r.block < block; };
+    const Remainder* end = x.list + x.count;
+    const Remainder* r = std::lower_bound(x.list, end, span.first, before);
+    F32x8 acc = load(out);
+    for (; r < end && r->block < span.last; ++r) {
+      const int8_t* in = x.codes + (r - x.list) * BLOCK;
+      const uint8_t* codes = tile.codes + static_cast<size_t>(r->block - span.first) * code_bytes;
+      I32x8 dots[1] = {sum_start()};
+      for (int k = 0; k < BLOCK; k += 16) codes = dot16<1, NIBBLES>(codes, in + k, dots);
+      F32x8 whole = sum_finish(dots[0]);
+      if constexpr (NIBBLES && !MINS) whole = add(whole, splat(r->centre));
+      const F32x8 scale = load_scales(tile.scales + (r->group - span.group) * kTile);
+      acc = fma(acc, whole, mul(scale, splat(r->scale)));
+    }
+    store(out, acc);
+  }
+}
+
+// Remainders are summed on their own and added last: where a tile is cut makes no difference then.
+inline void add_remainders(int rows, const float* from, float* sums) {
+  for (int i = 0; i < rows * kTile; i += kTile) store(sums + i, add(load(sums + i), load(from + i)));
+}
+
 IntTile<uint16_t> packed_tile(const Product& job, int t) {
   const uint8_t* data = job.tile(t);
   const uint16_t* scales = reinterpret_cast<const uint16_t*>(data);
@@ -94,6 +131,12 @@ void few_rows(const Product& job) {
     each_panel(job, first, last, [&](auto rows, int p) {
       alignas(64) float sums[kPanel * kTile] = {};
       multiply<rows, BLOCK, NIBBLES, MINS>(tile, int_panel(job.w, job.panel(p)), sums);
+      if (job.remainders != nullptr) {
+        alignas(64) float rest[kPanel * kTile] = {};
+        const Span all{0, tile.groups * tile.blocks, 0};
+        multiply_remainders<BLOCK, NIBBLES, MINS>(job, p * kPanel, rows, tile, all, rest);
+        add_remainders(rows, rest, sums);
+      }
       store_tile(job, t, p * kPanel, rows, sums, job.add);
     });
   });
@@ -162,7 +205,9 @@ void many_rows(const Product& job) {
   each_piece(job, [&](int t, int first, int last) {
     Unpacked room;
     alignas(64) float sums[kMostPanels][kPanel * kTile];
+    alignas(64) float rest[kMostPanels][kPanel * kTile];
     std::memset(sums, 0, static_cast<size_t>(last - first) * sizeof sums[0]);
+    std::memset(rest, 0, static_cast<size_t>(last - first) * sizeof rest[0]);
     const IntTile<uint16_t> packed = packed_tile(job, t);
     const int group = packed.blocks * BLOCK;
     const int padded = padded_in(job.w);
@@ -175,7 +220,14 @@ void many_rows(const Product& job) {
         x.scales += begin / BLOCK * kPanel;
         x.sums += begin / group * kPanel;
         multiply_unpacked<rows, BLOCK, MINS>(tile, x, sums[p - first]);
-        if (end == padded) store_tile(job, t, p * kPanel, rows, sums[p - first], job.add);
+        if (job.remainders != nullptr) {
+          const Span span{begin / BLOCK, end / BLOCK, begin / group};
+          multiply_remainders<BLOCK, false, MINS>(job, p * kPanel, rows, tile, span,
+                                                  rest[p - first]);
+        }
+        if (end < padded) return;
+        add_remainders(rows, rest[p - first], sums[p - first]);
+        store_tile(job, t, p * kPanel, rows, sums[p - first], job.add);
       });
     }
   });

@@ -14,11 +14,30 @@ struct IntPanel {
   const float* sums;      // [groups][4]: the sum of the rounded inputs
 };
 
+// A block of one row in which rounding lost too much: what it lost, rounded in turn. It is
+// multiplied like a block of inputs of its own; its part of the minima is in IntPanel::sums.
+struct Remainder {
+  int32_t block;
+  int32_t group;
+  float scale;
+  float centre;  // -8 times the sum of the codes
+};
+
+// Those of one row, in the order of the inputs.
+struct Remainders {
+  const Remainder* list;
+  const int8_t* codes;  // [count][inputs of a block]
+  int count;
+};
+
 size_t int_panel_bytes(const Weight& w);
 IntPanel int_panel(const Weight& w, const uint8_t* memory);
-// With scales x is whole numbers already.
+size_t remainder_bytes(const Weight& w);  // of one row, if every block has one
+Remainders row_remainders(const Weight& w, const uint8_t* memory);
+// Without `remainders` (remainder_bytes for each row) x is rounded once. With scales x is whole
+// numbers already.
 void fill_int_panel(const Weight& w, const float* x, const float* x_scales, int rows,
-                    uint8_t* memory);
+                    uint8_t* memory, uint8_t* remainders);
 
 // 4 rows as they are: [inputs][4 rows].
 size_t float_panel_bytes(const Weight& w);
