@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -26,7 +27,7 @@ from windlass.runner.device import (
 )
 from windlass.tools.plan import memory as space
 from windlass.tools.plan import speed
-from windlass.tools.plan.formats import FORMATS, STORED, Target, Weighed, Weighing, weigh
+from windlass.tools.plan.formats import FORMATS, Target, Weighed, Weighing, weigh
 from windlass.tools.plan.quality import Measured, Retention, find, read_records, typical, typical_kv
 
 _USUAL_CONTEXT = 4096
@@ -283,20 +284,19 @@ class _Judge:
         """Measured together, else each on its own: measured where there is a record, or typical."""
         quantization = weights.options.get("quantization")
         head = bool(weights.options.get("quantize_head"))
-        is_file = weights.name == STORED and self.weighing.quality.basis != "reference"
-        together = find(self.records, self.model, quantization, head, kv_dtype, is_file)
-        if together is not None and (quantization or is_file or kv_dtype != "auto"):
+        is_file = self.weighing.quality.basis != "reference"  # quantised by others
+        look_up = partial(find, self.records, self.model, quantization, head)
+        together = look_up(kv_dtype, is_file) if kv_dtype != "auto" else None
+        if together is not None:
             return together
         kept = self.weighing.quality
-        if quantization is not None:
-            kept = typical(quantization, head)
-        kept = find(self.records, self.model, quantization, head, "auto", is_file) or kept
-        if not quantization and not is_file:
-            kept = self.weighing.quality  # the reference itself, whatever it was compared with
-        of_kv = (
+        if quantization is not None or is_file:
+            usual = kept if quantization is None else typical(quantization, head)
+            kept = look_up("auto", is_file) or usual
+        alone = (
             find(self.records, self.model, None, False, kv_dtype) if kv_dtype != "auto" else None
         )
-        return kept.times(of_kv or typical_kv(kv_dtype))
+        return kept.times(alone or typical_kv(kv_dtype))
 
 
 def _best(candidates: list[Candidate], min_quality: float) -> Candidate | None:
