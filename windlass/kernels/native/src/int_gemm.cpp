@@ -113,7 +113,9 @@ inline void multiply_remainders(const Product& job, int row, int rows, const Int
 
 // Remainders are summed on their own and added last: where a tile is cut makes no difference then.
 inline void add_remainders(int rows, const float* from, float* sums) {
-  for (int i = 0; i < rows * kTile; i += kTile) store(sums + i, add(load(sums + i), load(from + i)));
+  for (int i = 0; i < rows * kTile; i += kTile) {
+    store(sums + i, add(load(sums + i), load(from + i)));
+  }
 }
 
 IntTile<uint16_t> packed_tile(const Product& job, int t) {
