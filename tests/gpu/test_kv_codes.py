@@ -1,0 +1,139 @@
+"""Kernels over pages of one-byte codes against their plain versions, and an engine with them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.gpu.test_engine import GREEDY, agreement, folder, outputs
+from tests.gpu.test_kernels import CUDA, DTYPES, ROWS, make_batch, randn
+from windlass import LLM, SamplingParams
+from windlass.kernels import reference
+from windlass.kernels.batch import Heads, LayerKV, StepBatch
+
+__all__ = ["folder"]  # a fixture of the module beside this one
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+CODES = [torch.float8_e4m3fn, torch.int8]
+
+
+def coded_batch(
+    rows: list[tuple[int, int]], heads: Heads, dtype: torch.dtype, splits: int, codes: torch.dtype
+) -> tuple[LayerKV, StepBatch]:
+    kv, batch = make_batch(rows, heads, dtype, splits)
+    keys, key_scales = reference.encode(kv.keys, codes)
+    values, value_scales = reference.encode(kv.values * 0.05, codes)
+    return LayerKV(keys, values, key_scales, value_scales), batch
+
+
+def copy_of(kv: LayerKV) -> LayerKV:
+    assert kv.key_scales is not None
+    assert kv.value_scales is not None
+    return LayerKV(
+        kv.keys.clone(), kv.values.clone(), kv.key_scales.clone(), kv.value_scales.clone()
+    )
+
+
+def close(got: torch.Tensor, want: torch.Tensor) -> None:
+    """Queries and weights are rounded to float16 or bfloat16, sums are in float32."""
+    error = (got.float() - want.float()).abs().max() / want.float().abs().max()
+    assert error <= 3 * 2**-8, float(error)
+
+
+def assert_same_pages(ours: LayerKV, want: LayerKV) -> None:
+    """Keys turn with another order of roundings; values are the same to the bit."""
+    assert torch.equal(ours.values.view(torch.uint8), want.values.view(torch.uint8))
+    assert torch.equal(ours.value_scales, want.value_scales)
+    got, exact = (kv.keys.float() * kv.key_scales[..., None] for kv in (ours, want))
+    step = want.key_scales[..., None] * (32 if want.keys.dtype != torch.int8 else 1)
+    assert ((got - exact).abs() <= 1.1 * step).all()
+    assert (got == exact).float().mean() > 0.9
+
+
+@pytest.mark.parametrize("codes", CODES, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("splits", [1, 4, 32])
+@pytest.mark.parametrize(
+    "heads", [Heads(32, 8, 128), Heads(9, 3, 64), Heads(8, 8, 96), Heads(8, 4, 256)], ids=str
+)
+@pytest.mark.parametrize("rows", ROWS, ids=str)
+def test_attention(rows, heads: Heads, splits: int, dtype: torch.dtype, codes) -> None:
+    from windlass.kernels.triton.attention import attention
+
+    kv, batch = coded_batch(rows, heads, dtype, splits, codes)
+    q = randn(sum(c for _, c in rows), heads.num_q, heads.dim, dtype=dtype)
+    for window, cap in [(None, None), (50, None), (1, 5.0)]:
+        want = reference.attention(q, kv, batch, heads.dim**-0.5, window, cap)
+        close(attention(q, kv, batch, heads.dim**-0.5, window, cap), want)
+
+
+@pytest.mark.parametrize("codes", CODES, ids=str)
+@pytest.mark.parametrize("normed", [False, True])
+@pytest.mark.parametrize("heads", [Heads(32, 8, 128), Heads(9, 3, 64), Heads(4, 4, 96)], ids=str)
+def test_what_is_written(heads: Heads, normed: bool, codes: torch.dtype) -> None:
+    """By the kernel that only writes, and by the one that attends too."""
+    from windlass.kernels.triton.attention import decode_attention
+    from windlass.kernels.triton.rope import rope_write
+
+    dtype = torch.bfloat16
+    rows = [(1023, 1), (0, 1), (62, 1), (63, 1), (64, 1), (2000, 1)]
+    qkv = randn(len(rows), (heads.num_q + 2 * heads.num_kv) * heads.dim, dtype=dtype)
+    qkv[2] = 0
+    angle = torch.rand(2048, heads.dim // 2, device=CUDA) * 6
+    table = torch.cat([angle.cos(), angle.sin()], -1)
+    norms = None
+    if normed:
+        norms = (randn(heads.dim, dtype=dtype), randn(heads.dim, dtype=dtype), 1e-6)
+    for splits in (1, 2, 16):
+        kv, batch = coded_batch(rows, heads, dtype, splits, codes)
+        written, attended = copy_of(kv), copy_of(kv)
+        queries = reference.rope_write(qkv, heads, table, norms, kv, batch)
+        close(rope_write(qkv, heads, table, norms, written, batch), queries)
+        assert_same_pages(written, kv)
+        scale = heads.dim**-0.5
+        want = reference.attention(queries, kv, batch, scale)
+        close(decode_attention(qkv, heads, table, norms, attended, batch, scale), want)
+        assert_same_pages(attended, kv)
+
+
+@pytest.mark.parametrize("kv", ["fp8", "int8"])
+def test_kernels_equal_the_plain_versions(folder: Path, kv: str) -> None:
+    wish = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
+    prompts = [[(7 * i + j) % 1000 for j in range(3 + 9 * i)] for i in range(12)]
+    scores = []
+    for plain in (False, True):
+        options = {"num_blocks": 400, "plain_kernels": plain, "kv_cache_dtype": kv}
+        llm = LLM(str(folder), load_format="dummy", **options)
+        results = llm.generate(prompts, wish)
+        scores.append([score.logprob for result in results for score in result.prompt_logprobs])
+    assert scores[0] == pytest.approx(scores[1], abs=0.05)
+
+
+@pytest.mark.parametrize("kv", ["fp8", "int8"])
+def test_recorded_equals_eager(folder: Path, kv: str) -> None:
+    recorded = outputs(folder, GREEDY, kv_cache_dtype=kv)
+    assert (
+        agreement(recorded, outputs(folder, GREEDY, kv_cache_dtype=kv, enforce_eager=True)) >= 0.8
+    )
+    assert recorded == outputs(folder, GREEDY, kv_cache_dtype=kv, overlap=False)
+
+
+def test_deterministic_alone_equals_any_batch(folder: Path) -> None:
+    prompt = [(11 * i) % 1000 for i in range(150)]
+    others = [[(7 * i + j) % 1000 for j in range(2 + 23 * i)] for i in range(12)]
+    wish = SamplingParams(
+        temperature=0, max_tokens=50, ignore_eos=True, logprobs=1, deterministic=True
+    )
+    found = []
+    for prompts, more in [([prompt], {}), ([prompt, *others], {"max_num_batched_tokens": 48})]:
+        options = {"num_blocks": 400, "max_num_seqs": 16, "kv_cache_dtype": "fp8", **more}
+        output = LLM(str(folder), load_format="dummy", **options).generate(prompts, wish)[0]
+        scores = [score.logprob for score in output.outputs[0].logprobs]
+        found.append((output.outputs[0].token_ids, scores))
+    assert found[0] == found[1]
