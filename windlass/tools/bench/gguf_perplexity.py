@@ -38,7 +38,7 @@ def main() -> None:
     parser.add_argument("--data", default="wikitext2")
     parser.add_argument("--context", type=int, default=512)
     parser.add_argument("--windows", type=int, default=8)
-    parser.add_argument("--types", nargs="*", default=TYPES)
+    parser.add_argument("--types", nargs="+", choices=TYPES, default=TYPES)
     parser.add_argument("--threads", type=int, default=2)
     args = parser.parse_args()
     library, corpus = LlamaCpp(args.library), read_corpus(args.data)
@@ -47,7 +47,7 @@ def main() -> None:
     with TemporaryDirectory() as folder:
         for name in args.types:
             file = Path(folder) / f"{name}.gguf"
-            used = requantise(args.model, file, Kind[name], library)
+            used = requantise(args.model, file, getattr(Kind, name), library)
             rows.append({"type": name, "types": _in_words(used), "file_bytes": file.stat().st_size})
             rows[-1] |= _figures(library, file, corpus, args)
             print(rows[-1], file=sys.stderr)
