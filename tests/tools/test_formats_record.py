@@ -1,0 +1,71 @@
+"""What the stored measurements of weight formats must show, and that the docs show them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.tools.conftest import Windlass
+
+ROOT = Path(__file__).parent.parent.parent
+
+
+@pytest.fixture(scope="module")
+def rows() -> dict[str, dict[str, Any]]:
+    record = json.loads((ROOT / "benchmarks" / "formats.json").read_text())
+    assert record["name"] == "formats"
+    return {row["format"]: row for row in record["rows"]}
+
+
+def test_nothing_failed(rows: dict[str, dict[str, Any]]) -> None:
+    assert [row for row in rows.values() if "error" in row] == []
+    assert all(row["perplexity"] > 1 for row in rows.values())
+
+
+def test_8_bits_cost_little(rows: dict[str, dict[str, Any]]) -> None:
+    """A model as small as this one has no slack: larger ones lose less."""
+    for name in ("int8", "rtn-8"):
+        assert rows[name]["kl_mean"] < 0.003
+        assert rows[name]["agreement"] > 0.97
+        assert rows[name]["increase_pct"] < 1
+    assert rows["rtn-8"]["kl_mean"] < rows["int8"]["kl_mean"]  # smaller groups
+    assert rows["int8"]["kl_mean"] < rows["w8a8"]["kl_mean"] / 5  # inputs as they are
+
+
+@pytest.mark.parametrize("method", ["gptq-4", "awq-4"])
+def test_calibrated_rounding_beats_the_nearest(
+    rows: dict[str, dict[str, Any]], method: str
+) -> None:
+    own, nearest = rows[method], rows["rtn-4"]
+    assert own["bits"] == nearest["bits"]
+    assert own["held"] == nearest["held"]
+    assert own["kl_mean"] < nearest["kl_mean"]
+    assert own["perplexity"] < nearest["perplexity"]
+    assert own["agreement"] > nearest["agreement"]
+
+
+def test_text_of_the_same_kind_beats_random_tokens(rows: dict[str, dict[str, Any]]) -> None:
+    assert rows["gptq-4"]["kl_mean"] < rows["gptq-4-random"]["kl_mean"]
+    assert rows["gptq-4"]["perplexity"] < rows["gptq-4-random"]["perplexity"]
+
+
+def test_three_bits_work_and_cost_much(rows: dict[str, dict[str, Any]]) -> None:
+    assert rows["gptq-3"]["kl_mean"] < rows["rtn-3"]["kl_mean"]
+    for name in ("gptq", "rtn"):
+        assert rows[f"{name}-3"]["kl_mean"] > 2 * rows[f"{name}-4"]["kl_mean"]
+        assert rows[f"{name}-3"]["agreement"] < rows[f"{name}-4"]["agreement"]
+
+
+def test_smaller_formats_take_less_memory(rows: dict[str, dict[str, Any]]) -> None:
+    assert rows["int4"]["weight_bytes"] < rows["int8"]["weight_bytes"]
+    assert rows["int8"]["weight_bytes"] < rows["float32"]["weight_bytes"]
+    assert rows["gptq-3"]["file_bytes"] < rows["gptq-4"]["file_bytes"]
+
+
+@pytest.mark.parametrize("page", ["benchmarks.md", "quantisation.md"])
+def test_the_docs_show_the_stored_results(windlass: Windlass, page: str) -> None:
+    where = ("--page", ROOT / "docs" / page, "--results", ROOT / "benchmarks")
+    windlass("bench", "tables", *where, "--check")
