@@ -173,7 +173,7 @@ def requantise(source: Path, target: Path, kind: Kind, library: LlamaCpp) -> dic
             writer.add_tensor(tensor.name, np.array(tensor.data), raw_dtype=tensor.tensor_type)
             continue
         values = dequantize(tensor.data, tensor.tensor_type)
-        wanted = _type_of(tensor.name, values.shape[1], kind)
+        wanted = type_of(tensor.name, values.shape[1], kind)
         writer.add_tensor(tensor.name, library.quantise(values, wanted), raw_dtype=wanted)
         used[wanted.name] = used.get(wanted.name, 0) + 1
     writer.write_header_to_file()
@@ -183,7 +183,8 @@ def requantise(source: Path, target: Path, kind: Kind, library: LlamaCpp) -> dic
     return used
 
 
-def _type_of(name: str, num_in: int, kind: Kind) -> Kind:
+def type_of(name: str, num_in: int, kind: Kind) -> Kind:
+    """The type that a matrix of so many inputs gets in a file of this kind."""
     wanted = Kind.Q6_K if name.startswith("token_embd") and kind != Kind.Q8_0 else kind
     return _INSTEAD[wanted] if num_in % gguf.GGML_QUANT_SIZES[wanted][0] else wanted
 
