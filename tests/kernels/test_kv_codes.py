@@ -93,10 +93,13 @@ def test_codes_do_not_depend_on_the_step_that_writes_them(dtype: torch.dtype) ->
 def test_every_version_of_attention_reads_codes(dtype: torch.dtype, window: int | None) -> None:
     numbers, batch = make_batch(ROWS, 2, 32, size=16)
     kv = coded(numbers, dtype)
-    queries = torch.randn(sum(count for _, count in ROWS), 6, 32)
+    random = torch.Generator().manual_seed(5)
+    queries = torch.randn(sum(count for _, count in ROWS), 6, 32, generator=random)
     want = reference.attention(queries, kv, batch, 0.2, window)
     exact = reference.attention(queries, numbers, batch, 0.2, window)
-    assert 0 < (want - exact).abs().max() < (0.03 if dtype == torch.int8 else 0.2)
+    # Over 150 seeds it was 0.6 to 0.7 per cent in int8, and 2.8 to 3.2 in fp8.
+    error = (want - exact).norm() / exact.norm()
+    assert 1e-3 < error < (0.01 if dtype == torch.int8 else 0.045)
     for other in (torch_attention, fixed_attention):
         got = other.attention(queries, kv, batch, 0.2, window)
         torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-4)
