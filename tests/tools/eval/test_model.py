@@ -41,9 +41,10 @@ def test_perplexity_and_divergence_are_those_of_transformers(
     path = tmp_path / "text.txt"
     path.write_text(TEXT)
     corpus, cut = read_corpus(str(path)), Cut(context=64, stride=24)
-    config = EngineConfig.of(model="default", max_num_batched_tokens=40)
+    exact = {"model": "default", "dtype": "float32"}
+    config = EngineConfig.of(**exact, max_num_batched_tokens=40)
     # Only the pages differ, so that the weights are shared.
-    other = EngineConfig.of(model="default", block_size=32)
+    other = EngineConfig.of(**exact, block_size=32)
     outcome = measure(config, other, corpus, cut)
     total, count = 0.0, 0
     for item in cut_corpus(corpus, open_model(config).card, cut):
