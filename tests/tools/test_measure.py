@@ -41,8 +41,8 @@ def test_the_window_starts_with_the_last_and_ends_with_the_first() -> None:
         [_last("a"), Output("b", [1])],
         [_last("b")],
     ]
-    for now, outputs in enumerate(steps):
-        ticks.add(outputs, float(now))
+    for second, outputs in enumerate(steps):
+        ticks.add(outputs, float(second))
     window = ticks.window(num_prompt=100)
     assert window is not None
     assert (window.seconds, window.steps, window.tokens) == (2.0, 2, 5)
@@ -53,8 +53,8 @@ def test_the_window_starts_with_the_last_and_ends_with_the_first() -> None:
 
 def test_there_is_no_window_when_one_ends_before_another_starts() -> None:
     ticks = Ticks(2)
-    for now, outputs in enumerate([[_first("a")], [_last("a")], [_first("b")], [_last("b")]]):
-        ticks.add(outputs, float(now))
+    for second, outputs in enumerate([[_first("a")], [_last("a")], [_first("b")], [_last("b")]]):
+        ticks.add(outputs, float(second))
     assert ticks.window(10) is None
 
 

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
 from windlass.cli.command import Options, PanelCommand, register, reported
 from windlass.cli.config_file import read_config
 from windlass.cli.options import ENGINE_OPTIONS, MODEL_ARGUMENT
+from windlass.cli.results import check_path, finish
 from windlass.errors import ConfigError
-
-if TYPE_CHECKING:
-    from windlass.tools.bench.record import Record
 
 _BATCHES = "1,8,64,256"
 
@@ -68,7 +66,7 @@ def throughput(
     number of tokens. --load-format dummy needs no weights and no tokenizer: a folder with a
     config.json, such as those in benchmarks/models.
     """
-    _check(output)
+    check_path("-o", output)
     from windlass.tools.bench.throughput import Order, measure
     from windlass.tools.bench.workloads import Sizes, find_all
 
@@ -82,7 +80,7 @@ def throughput(
         fixed = [replace(w, name=f"{w.name}, deterministic", deterministic=True) for w in workloads]
         workloads = [*workloads, *fixed]
     order = Order(workloads, engines, repeat, batch)
-    _finish(measure(options.engine_values(), order, _say), output)
+    finish(measure(options.engine_values(), order, _say), output)
     return 0
 
 
@@ -102,7 +100,7 @@ def latency(
     Prompts of 128 tokens, outputs of 256, all at once; the time until every request has its first
     token is not counted.
     """
-    _check(output)
+    check_path("-o", output)
     from windlass.tools.bench.throughput import Order, measure
     from windlass.tools.bench.workloads import Sizes, find_all
 
@@ -113,7 +111,7 @@ def latency(
     names = ",".join(f"decode_b{count}" for count in counts)
     sizes = Sizes(input_len=input_len, output_len=output_len)
     order = Order(find_all(names, sizes), _names(engine), repeat)
-    _finish(measure(options.engine_values(), order, _say, "latency"), output)
+    finish(measure(options.engine_values(), order, _say, "latency"), output)
     return 0
 
 
@@ -157,7 +155,7 @@ def formats(
     fp8, fp8-block, int4 and nf4 while loading (int8+head and int4+head: the head too);
     smoothquant, rtn, gptq and awq as windlass quantize makes them.
     """
-    _check(output)
+    check_path("-o", output)
     from windlass.folders import cache_dir
     from windlass.tools.bench.formats import FormatsOrder, measure
     from windlass.tools.eval.windows import Cut
@@ -174,7 +172,7 @@ def formats(
         work or cache_dir() / "formats",
         output,
     )
-    _finish(measure(order, _say), output)
+    finish(measure(order, _say), output)
     return 0
 
 
@@ -223,7 +221,7 @@ def levers(
             else:
                 program = programs.batching if name == "batching" else programs.prefix
                 record = program(options, num_requests, repeat, _say)
-            _finish(record, output_dir / f"{name}.json")
+            finish(record, output_dir / f"{name}.json")
 
 
 @app.command(cls=PanelCommand)
@@ -270,25 +268,3 @@ def _names(text: str) -> list[str]:
 
 def _say(text: str) -> None:
     typer.echo(text, err=True)
-
-
-def _check(output: Path | None) -> None:
-    """Refuse a bad path before anything is measured."""
-    if output is None:
-        return
-    if output.is_dir():
-        raise ConfigError(f"-o {output}: is a folder; name a file.")
-    try:
-        output.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"-o {output}: {error.strerror or error}.") from error
-
-
-def _finish(record: Record, output: Path | None) -> None:
-    """Save, then show: the table is the last thing on the screen."""
-    from windlass.tools.bench.columns import show
-
-    if output is not None:
-        record.save(output)
-        _say(f"written to {output}")
-    show(record)

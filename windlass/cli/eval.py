@@ -9,6 +9,7 @@ import typer
 
 from windlass.cli.command import Options
 from windlass.cli.reference import reference_config
+from windlass.cli.results import check_path, finish
 from windlass.config import EngineConfig, GateConfig
 from windlass.errors import ConfigError
 
@@ -90,7 +91,7 @@ def eval(
         )
     if tasks is None and (task_dir or num_fewshot is not None or limit is not None):
         raise ConfigError("--task-dir, --num-fewshot and --limit go with --tasks.")
-    _check_output(json)
+    check_path("--json", json)
     from windlass.tools.eval.windows import Cut
 
     cut = Cut(method, context, stride, max_windows)  # type: ignore[arg-type]
@@ -151,24 +152,6 @@ def _beside(path: Path | None) -> Path | None:
     return path.with_suffix(f".tasks{path.suffix}") if path is not None else None
 
 
-def _check_output(path: Path | None) -> None:
-    """Refuse a bad path before anything is measured."""
-    if path is None:
-        return
-    if path.is_dir():
-        raise ConfigError(f"--json {path}: is a folder; name a file.")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"--json {path}: {error.strerror or error}.") from error
-
-
 def _finish(record: Record, path: Path | None) -> None:
-    """Save, then show: the table is the last thing on the screen."""
-    from windlass.tools.bench.columns import show
-
-    if path is not None:
-        record.save(path)
-        typer.echo(f"written to {path}", err=True)
     typer.echo(record.notes, err=True)
-    show(record)
+    finish(record, path)

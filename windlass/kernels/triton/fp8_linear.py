@@ -12,7 +12,7 @@ from torch import Tensor
 
 from windlass.kernels.packed import Float8, Packed
 from windlass.kernels.triton import chain
-from windlass.kernels.triton.reduce import add_parts
+from windlass.kernels.triton.reduce import add_parts, splits_for
 from windlass.kernels.triton.rounding import round_rows
 
 _FEW_ROWS, _MOST_ROWS = 16, 64
@@ -138,7 +138,7 @@ class Fp8Product:
         at_once = _FEW_ROWS if rows <= _FEW_ROWS else _MOST_ROWS
         width = 128 if self._num_out >= 16384 else 64
         tiles = triton.cdiv(self._num_out, width)
-        splits = _splits(tiles, self._num_in // _BLOCK_K)
+        splits = splits_for(tiles, self._num_in // _BLOCK_K)
         out = torch.empty((rows, self._num_out), dtype=dtype, device=codes.device)
         parts = counters = out
         if splits > 1:
@@ -167,9 +167,3 @@ class Fp8Product:
             **chain.options(),
         )
         return out
-
-
-def _splits(tiles: int, blocks: int) -> int:
-    """Parts of K, so that a small weight fills the device too."""
-    wanted = max(1, 2 * 132 // tiles)
-    return max(1, min(8, 1 << (wanted.bit_length() - 1), blocks))

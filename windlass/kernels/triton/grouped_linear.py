@@ -17,6 +17,7 @@ from torch.nn.functional import linear, pad
 from windlass.kernels.packed import Int4Group, Int8Group, Packed, pack_nibbles, unpack_nibbles
 from windlass.kernels.triton import chain
 from windlass.kernels.triton.grouped import grouped_linear_kernel
+from windlass.kernels.triton.reduce import splits_for
 from windlass.kernels.triton.rounding import round_blocks
 
 _MOST_FUSED = 256  # rows; more share an unpacked weight
@@ -98,7 +99,7 @@ class GroupedProduct:
         self._bits = 4 if isinstance(form, Int4Group) else 8
         self._half = min(_WIDEST, form.group)
         block = 2 * self._half
-        self._group = min(form.group, 1 << 30)
+        self._group = form.group
         padding = -self._num_in % block
         codes = unpack_nibbles(form.codes) if isinstance(form, Int4Group) else form.codes
         codes = pad(codes, (0, padding))
@@ -130,7 +131,7 @@ class GroupedProduct:
         at_once = 8 if rows <= 8 else 32  # tokens, of two planes each
         width = 128 if outputs >= 8192 else 64
         tiles, heights = triton.cdiv(outputs, width), triton.cdiv(rows, at_once)
-        splits = _splits(tiles * heights, self._padded // block)
+        splits = splits_for(tiles * heights, self._padded // block)
         out = x.new_empty((rows, outputs))
         parts = counters = out
         if splits > 1:
@@ -190,9 +191,3 @@ class GroupedProduct:
 def _by_group(values: Tensor) -> Tensor:
     """[N, groups] to [groups, N]: neighbouring outputs lie together."""
     return values.T.contiguous()
-
-
-def _splits(programs: int, blocks: int) -> int:
-    """Parts of K, so that a small weight fills the device too."""
-    wanted = max(1, 2 * 132 // programs)
-    return max(1, min(8, 1 << (wanted.bit_length() - 1), blocks))

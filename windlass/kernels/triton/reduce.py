@@ -21,3 +21,9 @@ def add_parts(acc, parts, stride, counter, split, splits, at, mask):
             acc += tl.load(parts + part * stride + at, mask=mask, other=0.0, cache_modifier=".cg")
         tl.store(counter, 0)
     return acc, whole
+
+
+def splits_for(programs: int, blocks: int) -> int:
+    """Into how many parts K is cut, so that a small weight fills the device too."""
+    wanted = max(1, 2 * 132 // programs)
+    return max(1, min(8, 1 << (wanted.bit_length() - 1), blocks))
