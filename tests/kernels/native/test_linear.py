@@ -34,6 +34,7 @@ SHAPES = (  # outputs, inputs, group
 )
 SUMS = 1e-5  # of |x| @ |w|: float32 sums in another order
 ROUNDED = 0.012  # of the norm of the product: inputs rounded to int8, normally distributed
+ROUNDED_TWICE = 1e-4  # the same where all inputs are rounded twice: 5.3e-5 was the most, with outliers
 OUTLIER = 2  # kOutlier of panels.cpp
 _COMPILERS, _ = library.find_compilers()
 
@@ -86,6 +87,7 @@ def rounded(x: Tensor, form: Int4Group | Int8Group) -> Tensor:
     codes, step = nearest(blocks)
     rest_codes, rest_step = nearest(blocks - codes * step)
     mended = codes.square().sum(dim=-1, keepdim=True) < OUTLIER * 127**2
+    mended |= torch.tensor(isinstance(form, Int8Group))  # all inputs of int8 weights
     rest = torch.where(mended, rest_codes.double() * rest_step.double(), 0)
     flat = (codes.double() * step.double() + rest).flatten(1)[:, : x.shape[1]]
     restored = torch.empty_like(flat)
@@ -106,11 +108,12 @@ def assert_product(found: Tensor, x: Tensor, weight: Tensor) -> None:
     assert bool(((found.double() - wide @ exact.T).abs() <= allowed).all())
 
 
-def assert_near(found: Tensor, x: Tensor, weight: Tensor) -> None:
-    exact = x.double() @ weight.double().T
+def assert_near(found: Tensor, x: Tensor, form: Int4Group | Int8Group) -> None:
+    exact = x.double() @ form.dequantise().double().T
+    most = ROUNDED_TWICE if isinstance(form, Int8Group) else ROUNDED
     # One number alone may cancel; the norm of some does not.
     if exact.numel() >= 64:
-        assert (found.double() - exact).norm() <= ROUNDED * exact.norm()
+        assert (found.double() - exact).norm() <= most * exact.norm()
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -129,7 +132,7 @@ def test_whole_number_products(
         for x in (inputs(rows, shape[1], seed=rows), outlying(rows, shape[1], seed=rows)):
             found = product.apply(x)
             assert_product(found, rounded(x, form), form.dequantise())
-            assert_near(found, x, form.dequantise())
+            assert_near(found, x, form)
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -218,7 +221,8 @@ def test_other_types_come_back_as_they_came(kernel: NativeLinear, dtype: torch.d
     x = inputs(6, 64).to(dtype)
     found = kernel.prepare(form).apply(x)
     assert found.dtype == dtype
-    assert_near(found, x.float(), form.dequantise())
+    exact = x.double() @ form.dequantise().double().T
+    assert (found.double() - exact).norm() <= torch.finfo(dtype).eps * exact.norm()
 
 
 @pytest.mark.parametrize("num_in", [192, 4352])

@@ -1,8 +1,9 @@
 """Products with packed weights on the CPU, by the native library.
 
 Inputs of int4 and int8 weights are rounded to int8, with a scale for every 32 of them (16 where the
-weight's groups want that); where one of them outweighs the others, what that lost is rounded and
-multiplied too. All other arithmetic is float32. fp8 is left to the plain version.
+weight's groups want that). What that lost is rounded and multiplied too: for int8 weights always, for
+int4 where one input outweighs the others. All other arithmetic is float32. fp8 is left to the plain
+version.
 """
 
 from __future__ import annotations

@@ -17,7 +17,8 @@ struct Product {
   size_t panel_bytes;
   const uint8_t* remainders;  // of the rows, or null: see panels.h
   size_t remainder_bytes;
-  int rows;
+  int planes;  // rows of the panels that make one of y
+  int rows;    // of the panels
   float* y;
   bool add;
 
@@ -38,15 +39,18 @@ constexpr int kManyRows = 13;
 // Panels that are computed with one tile before the next.
 constexpr int kMostPanels = 64;
 
-// Writes the sums of some rows of one tile; columns past the end are dropped.
+// Writes the sums of some rows of one tile, both planes of a row together; columns past the end are
+// dropped.
 inline void store_tile(const Product& job, int tile, int first_row, int rows, const float* sums,
                        bool add_to) {
   const F32x8 gain = splat(has_halves(job.w) ? job.w.gain * kHalfGain : job.w.gain);
   const int valid = std::min(kTile, job.w.num_out - tile * kTile);
-  for (int m = 0; m < rows; ++m) {
-    float* out = job.y + static_cast<size_t>(first_row + m) * static_cast<size_t>(job.w.num_out) +
-                 tile * kTile;
-    const F32x8 value = mul(load(sums + m * kTile), gain);
+  for (int m = 0; m < rows; m += job.planes) {
+    const size_t row = static_cast<size_t>((first_row + m) / job.planes);
+    float* out = job.y + row * static_cast<size_t>(job.w.num_out) + tile * kTile;
+    F32x8 sum = load(sums + m * kTile);
+    if (job.planes == 2) sum = add(sum, load(sums + (m + 1) * kTile));
+    const F32x8 value = mul(sum, gain);
     if (valid == kTile) {
       store(out, add_to ? add(load(out), value) : value);
       continue;

@@ -105,6 +105,28 @@ struct RemainderSink {
   int8_t* codes;
 };
 
+// Where rounded blocks go.
+struct PanelSink {
+  const Weight& w;
+  IntPanel panel;
+
+  int group(int b) const { return b / (padded_in(w) / num_groups(w) / block_size(w)); }
+
+  void add_sum(int b, int m, const Rounded& r) const {
+    float& sum = const_cast<float*>(panel.sums)[group(b) * kPanel + m];
+    sum += r.step * kLift * static_cast<float>(r.sum);
+  }
+
+  void put(int b, int m, const Rounded& r, const int8_t* from) const {
+    const int block = block_size(w);
+    int8_t* to = const_cast<int8_t*>(panel.codes) + static_cast<size_t>(b) * block * kPanel;
+    for (int i = 0; i < block; i += 16) std::memcpy(to + i * kPanel + 16 * m, from + i, 16);
+    const_cast<float*>(panel.scales)[b * kPanel + m] = r.step * kLift;
+    const_cast<int32_t*>(panel.centre)[b * kPanel + m] = -8 * r.sum;
+    add_sum(b, m, r);
+  }
+};
+
 constexpr size_t kCountBytes = 16;
 
 RemainderSink remainder_sink(const Weight& w, uint8_t* memory) {
@@ -140,17 +162,13 @@ Remainders row_remainders(const Weight& w, const uint8_t* memory) {
   return {sink.list, sink.codes, *sink.count};
 }
 
-void fill_int_panel(const Weight& w, const float* x, const float* x_scales, int rows,
+void fill_int_panel(const Weight& w, const float* x, const float* x_scales, int rows, int planes,
                     uint8_t* memory, uint8_t* remainders) {
-  const IntPanel panel = int_panel(w, memory);
-  int8_t* codes = const_cast<int8_t*>(panel.codes);
-  float* scales = const_cast<float*>(panel.scales);
-  int32_t* centre = const_cast<int32_t*>(panel.centre);
-  float* sums = const_cast<float*>(panel.sums);
   const int block = block_size(w);
-  const int blocks_per_group = padded_in(w) / num_groups(w) / block;
+  const PanelSink panel{w, int_panel(w, memory)};
   const IntSizes sizes = int_sizes(w);
-  std::memset(scales, 0, 2 * sizes.blocks + sizes.groups);  // rows that are not there count too
+  // Rows that are not there count too.
+  std::memset(memory + sizes.codes, 0, 2 * sizes.blocks + sizes.groups);
   for (int m = 0; m < rows; ++m) {
     const float* row = x + static_cast<size_t>(m) * w.num_in;
     const float* given = x_scales == nullptr ? nullptr : x_scales + m;
@@ -161,23 +179,20 @@ void fill_int_panel(const Weight& w, const float* x, const float* x_scales, int 
     }
     for (int b = 0; b < padded_in(w) / block; ++b) {
       float spare[kMostBlock];
-      int8_t rounded[kMostBlock];
+      int8_t codes[kMostBlock], rest_codes[kMostBlock];
       const float* inputs = block_inputs(w, row, b * block, block, spare);
-      const Rounded r = round_block(block, inputs, given, rounded);
-      for (int i = 0; i < block; i += 16) {
-        std::memcpy(codes + (static_cast<size_t>(b) * block + i) * kPanel + 16 * m, rounded + i, 16);
+      const Rounded r = round_block(block, inputs, given, codes);
+      panel.put(b, m * planes, r, codes);
+      if (planes == 2) {
+        const Rounded rest = round_rest(block, inputs, codes, r.step, rest_codes);
+        panel.put(b, m * planes + 1, rest, rest_codes);
+      } else if (remainders != nullptr && lost_too_much(r)) {
+        const int at = (*sink.count)++;
+        const Rounded rest = round_rest(block, inputs, codes, r.step, sink.codes + at * block);
+        const float total = static_cast<float>(rest.sum);
+        sink.list[at] = {b, panel.group(b), rest.step * kLift, -8.0f * total};
+        panel.add_sum(b, m, rest);
       }
-      const int group = b / blocks_per_group;
-      float& sum = sums[group * kPanel + m];
-      scales[b * kPanel + m] = r.step * kLift;
-      centre[b * kPanel + m] = -8 * r.sum;
-      sum += r.step * kLift * static_cast<float>(r.sum);
-      if (remainders == nullptr || !lost_too_much(r)) continue;
-      const int at = (*sink.count)++;
-      const Rounded rest = round_rest(block, inputs, rounded, r.step, sink.codes + at * block);
-      const float total = static_cast<float>(rest.sum);
-      sink.list[at] = {b, group, rest.step * kLift, -8.0f * total};
-      sum += rest.step * kLift * total;
     }
   }
 }

@@ -34,9 +34,10 @@ size_t int_panel_bytes(const Weight& w);
 IntPanel int_panel(const Weight& w, const uint8_t* memory);
 size_t remainder_bytes(const Weight& w);  // of one row, if every block has one
 Remainders row_remainders(const Weight& w, const uint8_t* memory);
-// Without `remainders` (remainder_bytes for each row) x is rounded once. With scales x is whole
-// numbers already.
-void fill_int_panel(const Weight& w, const float* x, const float* x_scales, int rows,
+// With two planes each row of x takes two of the panel's: its codes, and what they leave, rounded in
+// turn. With one, blocks that lost too much have that in `remainders` (remainder_bytes for each row),
+// if given. With scales x is whole numbers already.
+void fill_int_panel(const Weight& w, const float* x, const float* x_scales, int rows, int planes,
                     uint8_t* memory, uint8_t* remainders);
 
 // 4 rows as they are: [inputs][4 rows].
