@@ -34,7 +34,7 @@ SHAPES = (  # outputs, inputs, group
 )
 SUMS = 1e-5  # of |x| @ |w|: float32 sums in another order
 ROUNDED = 0.012  # of the norm of the product: inputs rounded to int8, normally distributed
-ROUNDED_TWICE = 1e-4  # the same where all inputs are rounded twice: 5.3e-5 was the most, with outliers
+ROUNDED_TWICE = 1e-4  # the same where inputs are rounded twice: 5.3e-5 with outliers
 OUTLIER = 2  # kOutlier of panels.cpp
 _COMPILERS, _ = library.find_compilers()
 
