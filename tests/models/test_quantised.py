@@ -60,7 +60,7 @@ def test_rounding_at_load_time_stays_near(name: str, head: bool, plain: Path, ti
 def test_packed_weights_are_smaller(name: str, plain: Path) -> None:
     whole = loaded(plain).weight_bytes
     packed = loaded(plain, quantization=name, plain_kernels=True)
-    bits = {"int4": 5.3, "nf4": 4.6}.get(name, 8.6)
+    bits = {"int4": 5.3, "nf4": 4.6, "int8": 9.1}.get(name, 8.6)
     layers = [m for m in packed.network.modules() if isinstance(m, Linear) and m.products]
     weights = sum(p.shape[0] * p.shape[1] for layer in layers for p in layer.products)
     assert sum(layer.product_bytes for layer in layers) <= bits / 8 * weights

@@ -111,7 +111,7 @@ def test_a_gpu_keeps_packed_what_no_kernel_takes(monkeypatch: pytest.MonkeyPatch
     ("scheme", "text"),
     [
         ("int4", "int4, groups of 128"),
-        ("int8", "int8, groups of 128"),
+        ("int8", "int8, groups of 32"),
         ("w8a8", "int8 per row, activations per token"),
         ("fp8", "fp8 per channel, activations per token"),
         ("fp8-block", "fp8, blocks of 128 x 128, activations per block"),

@@ -14,13 +14,13 @@ from windlass.quant.rounding import NF4, SCHEMES, as_half, quantise
 # Half a step of the scheme's codes, relative to the largest weight that shares a scale.
 STEP = {
     "int4": 2 / 15 / 2,
-    "int8": 1 / 127 / 2,
+    "int8": 2 / 255 / 2,
     "w8a8": 1 / 127 / 2,
     "fp8": 2**-4,
     "fp8-block": 2**-4,
     "nf4": max(b - a for a, b in pairwise(NF4)) / 2,
 }
-BITS = {"int4": 4.25, "int8": 8.125, "w8a8": 8.1, "fp8": 8.1, "fp8-block": 8.1, "nf4": 4.26}
+BITS = {"int4": 4.25, "int8": 9, "w8a8": 8.1, "fp8": 8.1, "fp8-block": 8.1, "nf4": 4.26}
 
 
 @pytest.mark.parametrize("name", SCHEMES)
@@ -31,6 +31,20 @@ def test_the_error_is_below_half_a_step(name: str, scale: float, shape: tuple[in
     form = quantise(weight, SCHEMES[name])
     error = (form.dequantise() - weight).abs().max()
     assert error <= 1.01 * STEP[name] * weight.abs().max() + 1e-3 * weight.abs().max()
+
+
+def test_int8_keeps_what_4_bits_in_groups_of_32_could_say() -> None:
+    """Its 256 steps hold the 16 of such a group: files of 4 bits lose nothing by it."""
+    g = torch.Generator().manual_seed(2)
+    codes = torch.randint(0, 16, (64, 20, 32), generator=g)
+    codes[..., 0], codes[..., 1] = 0, 15
+    scales = (0.01 + 0.01 * torch.rand(64, 20, 1, generator=g)).half().float()
+    weight = (codes * scales + (-0.1 * torch.rand(64, 20, 1, generator=g)).half().float()).flatten(
+        1
+    )
+    error = (quantise(weight, SCHEMES["int8"]).dequantise() - weight).abs().view(64, 20, 32)
+    # Of a step, instead of half of one: what rounding scale and minimum to 11 bits moves (0.145).
+    assert float((error / (scales * 15 / 255)).max()) < 0.2
 
 
 @pytest.mark.parametrize("name", SCHEMES)
@@ -61,7 +75,7 @@ def test_rows_are_rounded_alone(name: str, monkeypatch: pytest.MonkeyPatch) -> N
     ("scheme", "num_in", "group"),
     [
         *[("int4", 384, 128), ("int4", 576, 64), ("int4", 96, 32)],
-        *[("int8", 384, 128), ("int8", 100, 100), ("nf4", 96, 32)],
+        *[("int8", 384, 32), ("int8", 100, 100), ("nf4", 96, 32)],
     ],
 )
 def test_the_largest_group_that_divides(scheme: str, num_in: int, group: int) -> None:

@@ -47,6 +47,7 @@ class Scheme:
     per_row: bool = False  # whether one scale per row will do
     activation: Activation = "none"
     block: tuple[int, int] | None = None
+    minima: bool = False  # whether groups of int8 codes have them; those of int4 always do
 
     def group(self, num_in: int, layer: str = "a layer") -> int:
         """The inputs that share a scale in rows of so many."""
@@ -66,7 +67,7 @@ SCHEMES = {
     for scheme in (
         Scheme("fp8", "fp8", per_row=True, activation="token"),
         Scheme("fp8-block", "fp8", per_row=True, activation="block", block=(128, 128)),
-        Scheme("int8", "int8", groups=(128,), per_row=True),
+        Scheme("int8", "int8", groups=(32,), per_row=True, minima=True),
         Scheme("w8a8", "int8", per_row=True, activation="token"),
         Scheme("int4", "int4", groups=(128, 64, 32)),
         Scheme("nf4", "table4", groups=(64, 32)),
@@ -95,16 +96,15 @@ def as_half(values: Tensor) -> Tensor:
 
 
 def _int4(weight: Tensor, scheme: Scheme) -> Packed:
-    groups = _grouped(weight, scheme)
-    low, high = groups.amin(-1), groups.amax(-1)
-    scales = _not_zero(as_half((high - low) / 15))
-    mins = as_half(low)
-    codes = (groups - mins.float().unsqueeze(-1)) / scales.float().unsqueeze(-1)
-    return Int4Group(pack_nibbles(codes.round().clamp(0, 15).flatten(1)), scales, mins)
+    codes, scales, mins = _affine(_grouped(weight, scheme), 0, 15)
+    return Int4Group(pack_nibbles(codes), scales, mins)
 
 
 def _int8(weight: Tensor, scheme: Scheme) -> Packed:
     groups = _grouped(weight, scheme)
+    if scheme.minima and groups.shape[1] > 1:
+        codes, scales, mins = _affine(groups, -128, 127)
+        return Int8Group(codes.to(torch.int8), scales, mins)
     scales = groups.abs().amax(-1) / 127
     # One per row costs nothing in full.
     scales = _not_zero(as_half(scales) if groups.shape[1] > 1 else scales)
@@ -137,6 +137,15 @@ def _table4(weight: Tensor, scheme: Scheme) -> Packed:
     middles = (table[1:] + table[:-1]) / 2
     codes = torch.bucketize(groups / scales.float().unsqueeze(-1), middles)
     return Table4(pack_nibbles(codes.flatten(1)), table, scales)
+
+
+def _affine(groups: Tensor, first: int, last: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Codes [N, K] from first to last, scales and minima: between a group's ends, evenly."""
+    low, high = groups.amin(-1), groups.amax(-1)
+    scales = _not_zero(as_half((high - low) / (last - first)))
+    mins = as_half(low - first * scales.float())  # what code 0 means
+    codes = (groups - mins.float().unsqueeze(-1)) / scales.float().unsqueeze(-1)
+    return codes.round().clamp(first, last).flatten(1), scales, mins
 
 
 def _grouped(weight: Tensor, scheme: Scheme) -> Tensor:
