@@ -9,7 +9,7 @@ import pytest
 
 from tests.tools.conftest import Windlass
 from tests.tools.quantize.conftest import write_model
-from windlass.tools.bench.format_list import FORMATS, find_formats
+from windlass.tools.bench.format_list import FORMATS, Means, find_formats
 
 TEXT = "A windlass lifts heavy loads with a light lever. " * 6
 
@@ -40,7 +40,7 @@ def test_rows_failures_and_going_on(windlass: Windlass, folder: Path, tmp_path: 
     assert [row["format"] for row in record["rows"]] == names.split(",")
     plain, int8, block, gptq, on_noise = record["rows"]
     assert plain["bits"] == 32
-    assert 8 < int8["bits"] < 9
+    assert 8 < int8["bits"] <= 9
     assert 4 < gptq["bits"] < 5
     assert gptq["weight_bytes"] < int8["weight_bytes"] < plain["weight_bytes"]
     assert gptq["file_bytes"] > 0
@@ -89,9 +89,12 @@ def test_a_format_that_fails_is_a_row_with_its_reason(
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        ("--formats int5", "'int5' is not known. Known: float32, stored, int8"),
+        ("--formats int5", "'int5' is not known. Known: float32, float16, bfloat16, stored, int8"),
         ("--formats gptq-4", "--formats gptq-4: needs --calibration"),
+        ("--formats gguf-q4_k", "--formats gguf-q4_k: needs --llama-cpp FILE, a library"),
+        ("--llama-cpp nowhere.so", "--llama-cpp nowhere.so: there is no such file"),
         ("--dtype float16", "--dtype is what the formats differ in"),
+        ("--kv-cache-dtype fp8", "--kv-cache-dtype is what the formats differ in"),
         ("--repeat 0", "--repeat must be at least 1"),
         ("--samples 0", "--samples must be at least 1"),
         ("--calibration nowhere.jsonl", "--calibration nowhere.jsonl: there is no such file"),
@@ -103,11 +106,35 @@ def test_mistakes_are_explained(windlass: Windlass, args: str, message: str) -> 
     assert message in windlass("bench", "formats", *args.split(), code=2)
 
 
+def test_16_bits_and_caches_without_speed(windlass: Windlass, folder: Path, tmp_path: Path) -> None:
+    output = tmp_path / "formats.json"
+    names = "float32,bfloat16,kv-int8,kv-fp8"
+    windlass(*_args(folder, output, "--formats", names, "--no-speed"))
+    record = json.loads(output.read_text())
+    plain, half, int8, fp8 = record["rows"]
+    assert not any(key.startswith("tok_s") for row in record["rows"] for key in row)
+    assert record["notes"].endswith("Speeds: not measured.")
+    assert half["file_bytes"] > 0
+    assert half["kl_mean"] < int8["kl_mean"]
+    assert half["perplexity"] == pytest.approx(plain["perplexity"], rel=0.01)
+    assert 0 < int8["kl_mean"] < fp8["kl_mean"]
+    again = windlass(*_args(folder, output, "--formats", names, "--no-speed"))
+    assert "holds 4 of 4 rows already" in again
+
+
+def test_gguf_rows_need_a_gguf(windlass: Windlass, folder: Path, tmp_path: Path) -> None:
+    library = tmp_path / "llama.so"
+    library.touch()
+    names = ("--formats", "gguf-q4_k", "--llama-cpp", library, "--no-speed")
+    shown = windlass(*_args(folder, tmp_path / "formats.json", *names))
+    assert "gguf-q4_k: failed: tiny: GGUF rows are made of a GGUF file only" in shown
+
+
 def test_without_texts_the_calibrated_are_left_out() -> None:
     said: list[str] = []
-    found = find_formats([], False, said.append)
+    found = find_formats([], Means(llama_cpp=Path("llama.so")), said.append)
     assert {each.name for each in FORMATS} - {each.name for each in found} == {
         *("smoothquant", "gptq-4", "awq-4", "gptq-3"),
     }
     assert "left out for lack of --calibration: smoothquant" in said[0]
-    assert find_formats([], True, said.append) == list(FORMATS)
+    assert find_formats([], Means(Path("text"), Path("llama.so")), said.append) == list(FORMATS)

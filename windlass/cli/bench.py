@@ -139,6 +139,14 @@ def formats(
     sample_tokens: Annotated[
         int, typer.Option(metavar="N", help="Tokens of each, from its start.")
     ] = 256,
+    llama_cpp: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="A library that holds llama.cpp, for the GGUF rows."),
+    ] = None,
+    speed: Annotated[
+        bool,
+        typer.Option("--speed/--no-speed", help="Measure it too; not worth it on a busy machine."),
+    ] = True,
     repeat: Repeat = 3,
     work: Annotated[
         Path | None,
@@ -151,12 +159,14 @@ def formats(
     """Measure what every weight format costs in quality, and gives in bytes and speed.
 
     The reference is the model in float32. Rows that the output file holds already are not
-    measured again, so that a run which was interrupted goes on. Rows: float32, stored, int8, w8a8,
-    fp8, fp8-block, int4 and nf4 while loading (int8+head and int4+head: the head too);
-    smoothquant, rtn, gptq and awq as windlass quantize makes them.
+    measured again, so that a run which was interrupted goes on. Rows: float32, float16, bfloat16,
+    stored; int8, w8a8, fp8, fp8-block, int4 and nf4 while loading (int8+head and int4+head: the head
+    too); smoothquant, rtn, gptq and awq as windlass quantize makes them; gguf-TYPE as llama.cpp does;
+    kv-int8 and kv-fp8: the cache.
     """
     check_path("-o", output)
     from windlass.folders import cache_dir
+    from windlass.tools.bench.format_list import Means
     from windlass.tools.bench.formats import FormatsOrder, measure
     from windlass.tools.eval.windows import Cut
 
@@ -165,10 +175,11 @@ def formats(
         _names(formats or ""),
         data,
         Cut("strided", context, stride, max_windows),
-        calibration,
+        Means(calibration, llama_cpp),
         samples,
         sample_tokens,
         repeat,
+        speed,
         work or cache_dir() / "formats",
         output,
     )

@@ -8,16 +8,20 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+import torch
+
 from windlass.build import OpenModel
 from windlass.config import EngineConfig
 from windlass.errors import ConfigError
 from windlass.models.card import open_checkpoint
+from windlass.tools.bench.llama_cpp import Kind, LlamaCpp, requantise
 from windlass.tools.quantize.calibration import Choice
 from windlass.tools.quantize.export import export
 from windlass.tools.quantize.program import Order, run
@@ -31,12 +35,14 @@ _PLAIN_TYPES = ("f32", "f16", "bf16")
 
 @dataclass(frozen=True, slots=True)
 class Format:
-    """One row. `options` are laid over the run's; `wishes` say how a checkpoint of it is made."""
+    """One row. `options` are laid over the run's; the others say how a checkpoint of it is made."""
 
     name: str
     options: dict[str, Any] = field(default_factory=dict)
     wishes: Wishes | None = None
     calibration: Literal["text", "random"] = "text"
+    plain: torch.dtype | None = None  # the type that all weights are written in
+    gguf: Kind | None = None  # the type that llama.cpp gives to the matrices
 
     @property
     def online(self) -> bool:
@@ -57,8 +63,18 @@ def _online(name: str, head: bool = False) -> Format:
     )
 
 
+def _gguf(kind: Kind) -> Format:
+    return Format(f"gguf-{kind.name.lower()}", gguf=kind)
+
+
+def _cache(dtype: str) -> Format:
+    return Format(f"kv-{dtype}", {"kv_cache_dtype": dtype})
+
+
 FORMATS: tuple[Format, ...] = (
     Format(REFERENCE, {"dtype": "float32"}),
+    Format("float16", plain=torch.float16),
+    Format("bfloat16", plain=torch.bfloat16),
     Format("stored"),
     _online("int8"),
     _online("int8", head=True),
@@ -76,25 +92,44 @@ FORMATS: tuple[Format, ...] = (
     Format("gptq-4-random", wishes=Wishes(method="gptq", bits=4), calibration="random"),
     Format("rtn-3", wishes=Wishes(method="rtn", bits=3)),
     Format("gptq-3", wishes=Wishes(method="gptq", bits=3)),
+    *map(_gguf, (Kind.Q8_0, Kind.Q6_K, Kind.Q5_K, Kind.Q4_K, Kind.Q4_0, Kind.Q3_K, Kind.Q2_K)),
+    _cache("int8"),
+    _cache("fp8"),
 )
 
 
-def find_formats(names: Sequence[str], has_text: bool, say: Say) -> list[Format]:
-    """Those of the names, or all; without calibration text, those that need none."""
+@dataclass(frozen=True, slots=True)
+class Means:
+    """What some rows are made with."""
+
+    calibration: Path | None = None
+    llama_cpp: Path | None = None  # a library that holds it
+
+    def lacks(self, wanted: Format) -> str | None:
+        """The flag that is missing for a row."""
+        if wanted.needs_text and self.calibration is None:
+            return "--calibration FILE.jsonl, with lines such as " + '{"text": "..."}'
+        if wanted.gguf is not None and self.llama_cpp is None:
+            return "--llama-cpp FILE, a library that holds llama.cpp"
+        return None
+
+
+def find_formats(names: Sequence[str], means: Means, say: Say) -> list[Format]:
+    """Those of the names, or all that can be made."""
     known = {each.name: each for each in FORMATS}
     unknown = [name for name in names if name not in known]
     if unknown:
         raise ConfigError(f"--formats: {unknown[0]!r} is not known. Known: {', '.join(known)}.")
     chosen = [known[name] for name in known if not names or name in names]
-    without = [each.name for each in chosen if each.needs_text and not has_text]
-    if without and names:
-        raise ConfigError(
-            f"--formats {', '.join(without)}: needs --calibration FILE.jsonl, with lines such as "
-            '{"text": "..."}.'
-        )
-    if without:
-        say(f"left out for lack of --calibration: {', '.join(without)}")
-    return [each for each in chosen if each.name not in without]
+    lacking: dict[str, list[str]] = {}
+    for each in chosen:
+        if (flag := means.lacks(each)) is not None:
+            lacking.setdefault(flag, []).append(each.name)
+    for flag, without in lacking.items():
+        if names:
+            raise ConfigError(f"--formats {', '.join(without)}: needs {flag}.")
+        say(f"left out for lack of {flag.split()[0]}: {', '.join(without)}")
+    return [each for each in chosen if means.lacks(each) is None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +139,7 @@ class Workshop:
     base: EngineConfig
     opened: OpenModel
     folder: Path
-    calibration: Path | None
+    means: Means
     num_samples: int
     sample_tokens: int
     say: Say
@@ -113,8 +148,12 @@ class Workshop:
         """The model to load for a format, made when it is not there yet."""
         if wanted.wishes is not None:
             return str(self._made(wanted, wanted.wishes))
+        if wanted.gguf is not None:
+            return str(self._gguf(wanted.name, wanted.gguf))
+        if wanted.plain is not None:
+            return str(self._plain(wanted.plain))
         if wanted.online and self._is_quantised():
-            return str(self._plain())
+            return str(self._plain(torch.float32))
         return self.base.model.model
 
     def _is_quantised(self) -> bool:
@@ -128,12 +167,27 @@ class Workshop:
         stored = [checkpoint.stored(name) for name in checkpoint.names()]
         return any(len(it.shape) == 2 and it.format not in _PLAIN_TYPES for it in stored)
 
-    def _plain(self) -> Path:
-        folder = self.folder / f"float32-{self._key()}"
+    def _plain(self, dtype: torch.dtype) -> Path:
+        name = str(dtype).removeprefix("torch.")
+        folder = self.folder / f"{name}-{self._key()}"
         if not folder.is_dir():
-            self.say(f"writing the weights in float32 to {folder}")
-            export(self.base.model, folder)
+            self.say(f"writing the weights in {name} to {folder}")
+            export(self.base.model, folder, dtype)
         return folder
+
+    def _gguf(self, name: str, kind: Kind) -> Path:
+        source, library = self.opened.files.weights[0], self.means.llama_cpp
+        assert library is not None, "find_formats leaves these rows out without it"
+        if source.suffix != ".gguf":
+            raise ConfigError(f"{self.opened.card.name}: GGUF rows are made of a GGUF file only.")
+        path = self.folder / f"{name}-{self._key()}.gguf"
+        if not path.is_file():
+            self.say(f"quantising with llama.cpp into {path}")
+            self.folder.mkdir(parents=True, exist_ok=True)
+            made = path.with_suffix(".unfinished")
+            requantise(source, made, kind, LlamaCpp(library))
+            os.replace(made, path)
+        return path
 
     def _made(self, wanted: Format, wishes: Wishes) -> Path:
         text = self._text(wanted) if wishes.method in CALIBRATED else None
@@ -151,7 +205,7 @@ class Workshop:
             self.say(f"{done} of {total} layers, {text}")
 
     def _text(self, wanted: Format) -> Path | None:
-        return self._random_text() if wanted.calibration == "random" else self.calibration
+        return self._random_text() if wanted.calibration == "random" else self.means.calibration
 
     def _random_text(self) -> Path:
         """As many texts as are calibrated on, each of so many tokens drawn evenly."""

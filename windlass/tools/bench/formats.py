@@ -18,7 +18,15 @@ from windlass.build import open_model
 from windlass.config import EngineConfig
 from windlass.errors import ConfigError, EngineError
 from windlass.tools.bench.device import release_memory
-from windlass.tools.bench.format_list import FORMATS, REFERENCE, Format, Say, Workshop, find_formats
+from windlass.tools.bench.format_list import (
+    FORMATS,
+    REFERENCE,
+    Format,
+    Means,
+    Say,
+    Workshop,
+    find_formats,
+)
 from windlass.tools.bench.record import Record
 from windlass.tools.bench.side_by_side import (
     Judge,
@@ -37,8 +45,9 @@ _NOTES = (
     "perplexity, KL and agreement: the format's weights in float32 arithmetic, against the same "
     "weights before. As served: with the kernels that this device takes, whose own rounding "
     "adds to it. bits: of the decoder's matrices in memory, scales included; 3-bit codes lie in "
-    "4 bits there. tok/s: decoding, and times the float32 model, which ran in turns with each."
+    "4 bits there."
 )
+_SPEED_NOTE = " tok/s: decoding, and times the float32 model, which ran in turns with each."
 _BLOCKS = 256  # KV pages, more than the short runs need
 _SIZES = Sizes(input_len=32, output_len=32)
 
@@ -51,10 +60,11 @@ class FormatsOrder:
     names: Sequence[str]
     data: str
     cut: Cut
-    calibration: Path | None
+    means: Means
     num_samples: int
     sample_tokens: int
     repeat: int
+    speed: bool  # whether to measure it
     work: Path
     output: Path
 
@@ -64,18 +74,24 @@ class FormatsOrder:
                 flag = name.removeprefix("num_")
                 raise ConfigError(f"--{flag} must be at least 1, got {getattr(self, name)}.")
         taken = [
-            name for name in ("dtype", "quantization", "quantize_head") if name in self.options
+            name
+            for name in ("dtype", "quantization", "quantize_head", "kv_cache_dtype")
+            if name in self.options
         ]
         if taken:
             raise ConfigError(
                 f"--{taken[0].replace('_', '-')} is what the formats differ in. Leave it out."
             )
-        if self.calibration is not None and not self.calibration.is_file():
-            raise ConfigError(f"--calibration {self.calibration}: there is no such file.")
+        for flag, file in (
+            ("--calibration", self.means.calibration),
+            ("--llama-cpp", self.means.llama_cpp),
+        ):
+            if file is not None and not file.is_file():
+                raise ConfigError(f"{flag} {file}: there is no such file.")
 
     def settings(self, data_name: str) -> dict[str, Any]:
         """What all rows depend on."""
-        text = self.calibration
+        text = self.means.calibration
         return {
             **self.options,
             "data": data_name,
@@ -89,16 +105,17 @@ class FormatsOrder:
 
 def measure(order: FormatsOrder, say: Say) -> Record:
     """Measure what is not in the output file yet, and save after each row."""
-    formats = find_formats(order.names, order.calibration is not None, say)
+    formats = find_formats(order.names, order.means, say)
     corpus = read_corpus(order.data)
     settings = json.loads(json.dumps(order.settings(corpus.name), default=str))
     rows = _rows_before(order.output, settings)
-    done = [each for each in formats if _is_whole(rows.get(each.name, {}))]
-    if done:
-        say(f"{order.output} holds {len(done)} of {len(formats)} rows already")
     bench = _Bench(order, corpus, say)
     # All of the quality first: speeds are then measured within minutes of each other.
-    for figure, step in (("perplexity", bench.quality), ("tok_s_b1", bench.speed)):
+    steps = {"perplexity": bench.quality} | ({"tok_s_b1": bench.speed} if order.speed else {})
+    done = [each for each in formats if rows.get(each.name, {}).keys() >= steps.keys()]
+    if done:
+        say(f"{order.output} holds {len(done)} of {len(formats)} rows already")
+    for figure, step in steps.items():
         todo = [each for each in formats if figure not in rows.get(each.name, {})]
         for number, each in enumerate(todo, start=1):
             row = rows.setdefault(each.name, {"format": each.name})
@@ -132,14 +149,11 @@ def _rows_before(path: Path, settings: dict[str, Any]) -> dict[str, dict[str, An
     return {row["format"]: row for row in rows if "error" not in row}
 
 
-def _is_whole(row: dict[str, Any]) -> bool:
-    return "perplexity" in row and "tok_s_b1" in row
-
-
 def _record(rows: dict[str, dict[str, Any]], settings: dict[str, Any]) -> Record:
     ordered = [rows[each.name] for each in FORMATS if each.name in rows]
     failed = [f" {row['format']} failed: {row['error']}" for row in ordered if "error" in row]
-    return Record("formats", ordered, _NOTES + "".join(failed), settings)
+    speeds = _SPEED_NOTE if any("tok_s_b1" in row for row in ordered) else " Speeds: not measured."
+    return Record("formats", ordered, _NOTES + speeds + "".join(failed), settings)
 
 
 class _Bench:
@@ -152,7 +166,7 @@ class _Bench:
         self._reference = self._config("float32", {})
         self._opened = open_model(base)
         samples = (order.num_samples, order.sample_tokens)
-        self._workshop = Workshop(base, self._opened, order.work, order.calibration, *samples, say)
+        self._workshop = Workshop(base, self._opened, order.work, order.means, *samples, say)
 
     @cached_property
     def _judge(self) -> Judge:

@@ -64,7 +64,7 @@ class Judge:
 
     def build(self, config: EngineConfig) -> BuiltScorer:
         """A model to be judged, which must cut the text as the reference does."""
-        if config.model == self._config.model:
+        if (config.model, config.cache) == (self._config.model, self._config.cache):
             return self._reference
         opened = open_model(config)
         if cut_corpus(self._corpus, opened.card, self._cut) != self._labelled:
