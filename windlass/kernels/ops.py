@@ -10,6 +10,8 @@ from torch import Tensor
 from windlass.core.card import Choice
 from windlass.kernels.batch import Heads, LayerKV, StepBatch
 from windlass.kernels.fixed_attention import attention as fixed_attention
+from windlass.kernels.reference import embedding as plain_embedding
+from windlass.kernels.rounded import Outputs, Scaled
 from windlass.kernels.select import Need, Selection, select
 
 
@@ -22,12 +24,13 @@ class Ops:
     silu_mul: Callable[..., Tensor]
     rope_write: Callable[..., Tensor]
     attention: Callable[..., Tensor]
+    embedding: Callable[..., Tensor] = plain_embedding
     decode_attention: Callable[..., Tensor] | None = None  # both at once, for steps of decodes
     chosen: tuple[Selection, ...] = ()
 
     def attend(
         self,
-        qkv: Tensor,
+        qkv: Outputs,
         heads: Heads,
         cos_sin: Tensor,
         norms: tuple[Tensor, Tensor, float] | None,
@@ -40,10 +43,22 @@ class Ops:
         few = qkv.shape[0] * heads.num_kv <= _FEW_PROGRAMS
         if self.decode_attention is not None and batch.all_singles and few:
             return self.decode_attention(qkv, heads, cos_sin, norms, kv, batch, scale, window)
+        if isinstance(qkv, Scaled) and not self.is_triton:
+            qkv = qkv.whole()
         queries = self.rope_write(qkv, heads, cos_sin, norms, kv, batch)
-        if batch.fixed and batch.work is None:
+        if batch.fixed and batch.work is None and not self.is_native:
             return fixed_attention(queries, kv, batch, scale, window)
         return self.attention(queries, kv, batch, scale, window)
+
+    @property
+    def is_triton(self) -> bool:
+        """Whether all that has a Triton kernel is one."""
+        return all(one.name == "triton" for one in self.chosen if one.operation != "embedding")
+
+    @property
+    def is_native(self) -> bool:
+        """Whether all is the CPU's own: steps can be recorded, and sums are always in one order."""
+        return bool(self.chosen) and all(one.name == "native" for one in self.chosen)
 
     @property
     def choices(self) -> list[Choice]:
@@ -59,7 +74,7 @@ class Ops:
 # Rotation and attention in one kernel save a launch, but each program has more to do before it reads
 # keys; from so many programs on (rows times kv heads) that weighs more.
 _FEW_PROGRAMS = 1024
-_OPERATIONS = ("rms_norm", "add_rms_norm", "silu_mul", "rope_write", "attention")
+_OPERATIONS = ("embedding", "rms_norm", "add_rms_norm", "silu_mul", "rope_write", "attention")
 
 
 def choose_ops(need: Need) -> Ops:

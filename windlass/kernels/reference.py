@@ -11,6 +11,11 @@ from torch import Tensor
 from windlass.kernels.batch import LARGEST_CODE, Heads, LayerKV, StepBatch
 
 
+def embedding(ids: Tensor, table: Tensor) -> Tensor:
+    """A row of the table for each token."""
+    return torch.nn.functional.embedding(ids, table)
+
+
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Scale to unit root mean square, in float32."""
     wide = x.float()

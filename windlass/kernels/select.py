@@ -17,6 +17,10 @@ import torch
 from windlass.kernels.batch import Heads
 
 
+_MOST_NATIVE_DIM = 256
+_MOST_NATIVE_GROUP = 64
+
+
 @dataclass(frozen=True, slots=True)
 class Need:
     """What a network asks of its kernels."""
@@ -26,6 +30,7 @@ class Need:
     heads: Heads
     rotated: int  # features of a head that turn with the position
     soft_cap: float | None = None
+    kv_dtype: torch.dtype | None = None  # of the pages; None: as it is computed
     plain: bool = False  # only the plain versions, to compare with
 
 
@@ -76,6 +81,35 @@ def _triton_rope(need: Need) -> str | None:
     return _triton(need)
 
 
+def _native(need: Need) -> str | None:
+    if need.plain:
+        return "the plain versions were asked for"
+    if need.device.type != "cpu":
+        return f"made for CPUs, this is {need.device.type}"
+    if need.dtype != torch.float32:
+        return f"written for float32 arithmetic, this is {str(need.dtype).removeprefix('torch.')}"
+    from windlass.kernels.native.pool import workers
+
+    return workers(torch.get_num_threads()).refuse()
+
+
+def _native_pages(need: Need) -> str | None:
+    dim = need.heads.dim
+    if dim % 8 or dim > _MOST_NATIVE_DIM:
+        return f"heads of {dim}, not of 8 n up to {_MOST_NATIVE_DIM}"
+    if need.kv_dtype == torch.float8_e4m3fn:
+        return "no fp8 pages on a CPU; --kv-cache-dtype int8 is taken"
+    return _native(need)
+
+
+def _native_attention(need: Need) -> str | None:
+    if need.soft_cap is not None:
+        return "no soft cap"
+    if need.heads.group > _MOST_NATIVE_GROUP:
+        return f"{need.heads.group} query heads share a kv head, more than {_MOST_NATIVE_GROUP}"
+    return _native_pages(need)
+
+
 def _fused_torch(need: Need) -> str | None:
     if need.plain:
         return "the plain versions were asked for"
@@ -83,15 +117,30 @@ def _fused_torch(need: Need) -> str | None:
 
 
 _TRITON = "windlass.kernels.triton"
+_NATIVE = "windlass.kernels.native.ops"
 _PLAIN = "windlass.kernels.reference"
 
 _CANDIDATES: dict[str, list[Candidate]] = {
-    "rms_norm": [Candidate("triton", f"{_TRITON}.norm:rms_norm", _triton)],
-    "add_rms_norm": [Candidate("triton", f"{_TRITON}.norm:add_rms_norm", _triton)],
-    "silu_mul": [Candidate("triton", f"{_TRITON}.norm:silu_mul", _triton)],
-    "rope_write": [Candidate("triton", f"{_TRITON}.rope:rope_write", _triton_rope)],
+    "embedding": [Candidate("native", f"{_NATIVE}:embedding", _native)],
+    "rms_norm": [
+        Candidate("triton", f"{_TRITON}.norm:rms_norm", _triton),
+        Candidate("native", f"{_NATIVE}:rms_norm", _native),
+    ],
+    "add_rms_norm": [
+        Candidate("triton", f"{_TRITON}.norm:add_rms_norm", _triton),
+        Candidate("native", f"{_NATIVE}:add_rms_norm", _native),
+    ],
+    "silu_mul": [
+        Candidate("triton", f"{_TRITON}.norm:silu_mul", _triton),
+        Candidate("native", f"{_NATIVE}:silu_mul", _native),
+    ],
+    "rope_write": [
+        Candidate("triton", f"{_TRITON}.rope:rope_write", _triton_rope),
+        Candidate("native", f"{_NATIVE}:rope_write", _native_pages),
+    ],
     "attention": [
         Candidate("triton", f"{_TRITON}.attention:attention", _triton),
+        Candidate("native", f"{_NATIVE}:attention", _native_attention),
         Candidate("torch", "windlass.kernels.torch_attention:attention", _fused_torch),
     ],
 }

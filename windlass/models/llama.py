@@ -11,6 +11,7 @@ from functools import partial
 from torch import Tensor, nn
 
 from windlass.kernels.batch import Heads, StepBatch
+from windlass.kernels.rounded import Inputs
 from windlass.layers.attention import Attention, AttentionShape
 from windlass.layers.embedding import Embedding
 from windlass.layers.linear import Linear
@@ -60,15 +61,17 @@ class Block(nn.Module):
             parts.mesh.tp,
             parts.dtype if spec.mlp_bias else None,
         )
+        self.input_layernorm.rounding = self.self_attn.qkv_proj.rounding
+        self.post_attention_layernorm.rounding = self.mlp.gate_up_proj.rounding
 
     def forward(
         self,
-        x: Tensor,
+        x: Inputs,
         residual: Tensor,
         next_norm: RMSNorm,
         batch: StepBatch,
         cos_sin: Tensor,
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Inputs, Tensor]:
         norm = self.post_attention_layernorm
         x, residual = self.self_attn(x, residual, norm, batch, cos_sin)
         return self.mlp(x, residual, next_norm)
@@ -79,7 +82,7 @@ class Trunk(nn.Module):
 
     def __init__(self, spec: ModelSpec, parts: Parts) -> None:
         super().__init__()
-        self.embed_tokens = Embedding(spec.vocab_size, spec.hidden_size, parts.dtype)
+        self.embed_tokens = Embedding(spec.vocab_size, spec.hidden_size, parts.dtype, parts.ops)
         self.layers = nn.ModuleList(Block(i, spec, parts) for i in range(spec.num_layers))
         self.norm = RMSNorm(spec.hidden_size, spec.norm_eps, parts.dtype, parts.ops)
         inv_freq, scale = frequencies(spec.rope)

@@ -74,6 +74,7 @@ def draw_up(config: EngineConfig, spec: ModelSpec, checkpoint: Checkpoint) -> Bl
             dtype,
             Heads(spec.num_heads, spec.num_kv_heads, spec.head_dim),
             spec.rope.dim,
+            kv_dtype=found.kv_dtype(config.cache.kv_cache_dtype),
             plain=config.model.plain_kernels,
         )
     )
@@ -94,7 +95,7 @@ def draw_up(config: EngineConfig, spec: ModelSpec, checkpoint: Checkpoint) -> Bl
 
 
 def _kv_format(config: EngineConfig, spec: ModelSpec, parts: Parts) -> found.KVFormat:
-    wish, triton = config.cache.kv_cache_dtype, _has_triton(parts.ops)
+    wish, triton = config.cache.kv_cache_dtype, parts.ops.is_triton
     return found.choose_kv_format(wish, spec, parts.dtype, parts.device, triton)
 
 
@@ -202,7 +203,7 @@ class _Maker:
         max_blocks = -(-parts.max_positions // size)
         slots = SlotTables(seqs, max_blocks, size, parts.device, scratch=num_blocks)
         sampler = Sampler(spec.vocab_size, parts.device)
-        if not _has_triton(parts.ops):
+        if not parts.ops.is_triton:
             runner = Runner(self._loaded.network, cache, slots, sampler, self._loaded.products)
             return runner, cache.num_bytes
         from windlass.kernels.triton.attention import tile_tokens
@@ -219,7 +220,7 @@ class _Maker:
     def measure(self) -> dict[str, int]:
         """Bytes that the recorded graphs and the largest step take, found out by running them."""
         parts = self._loaded.parts
-        if not _has_triton(parts.ops):
+        if not parts.ops.is_triton:
             return {}
         device = parts.device
         before = _free_after_sync(device)
@@ -248,15 +249,11 @@ def _free_after_sync(device: torch.device) -> int:
 
 
 def _products(ops: Ops) -> TorchProducts:
-    if not _has_triton(ops):
+    if not ops.is_triton:
         return TorchProducts()
     from windlass.kernels.triton.products import MeasuredProducts
 
     return MeasuredProducts()
-
-
-def _has_triton(ops: Ops) -> bool:
-    return all(selection.name == "triton" for selection in ops.chosen)
 
 
 def _longest(config: EngineConfig, spec: ModelSpec) -> tuple[int, Choice]:

@@ -72,6 +72,11 @@ _KV_DTYPES = {"fp8": torch.float8_e4m3fn, "fp8_e4m3": torch.float8_e4m3fn, "int8
 _FP8_CAPABILITY = (8, 9)  # from which on a GPU has instructions for e4m3
 
 
+def kv_dtype(wish: str) -> torch.dtype | None:
+    """The type of the pages; None: as keys and values are computed."""
+    return _KV_DTYPES.get(wish)
+
+
 def choose_kv_format(
     wish: str, spec: ModelSpec, dtype: torch.dtype, device: torch.device, triton: bool
 ) -> KVFormat:

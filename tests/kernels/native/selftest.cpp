@@ -105,7 +105,16 @@ void check(WindlassPool* pool, const Case& c, int rows) {
   std::vector<float> x(static_cast<size_t>(rows) * num_in);
   for (float& value : x) value = std::pow(normal(), 3.0f);  // outliers in many blocks
   std::vector<float> y(static_cast<size_t>(rows) * num_out, 1.0f);
-  if (windlass_linear(pool, &w, x.data(), nullptr, rows, y.data(), 1) != 0) std::exit(2);
+  WindlassCommand command{};
+  command.op = windlass::kLinear;
+  command.rows = rows;
+  command.sizes[0] = w.num_out;
+  command.sizes[2] = windlass::kAddToY;
+  command.moving[0] = x.data();
+  command.moving[1] = y.data();
+  command.fixed[0] = &w;
+  const WindlassStep step{};
+  if (windlass_run(pool, &command, 1, &step) != 0) std::exit(2);
   for (size_t m = 0; m < static_cast<size_t>(rows); ++m) {
     for (size_t n = 0; n < num_out; ++n) {
       double sum = 1.0, size = 1.0;

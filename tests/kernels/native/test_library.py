@@ -12,6 +12,7 @@ import torch
 from windlass.kernels.native import library
 from windlass.kernels.native.library import NativeUnavailable, load
 from windlass.kernels.native.linear import NativeLinear
+from windlass.kernels.native.pool import Workers
 from windlass.kernels.packed import Int8Group
 
 _COMPILERS, _ = library.find_compilers()
@@ -128,6 +129,6 @@ def test_without_a_library_every_form_is_refused_with_the_reason(
     monkeypatch.setenv("CXX", "no-such-compiler")
     monkeypatch.setenv("WINDLASS_CACHE", str(tmp_path))
     form = Int8Group(torch.zeros(8, 32, dtype=torch.int8), torch.ones(8, 1))
-    why = NativeLinear().refuse(form, torch.device("cpu"), torch.float32)
+    why = NativeLinear(Workers(1)).refuse(form, torch.device("cpu"), torch.float32)
     assert why is not None
     assert "no no-such-compiler" in why

@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from windlass.kernels.native import library
-from windlass.kernels.native.linear import NativeLinear, Pool
+from windlass.kernels.native.linear import NativeLinear
+from windlass.kernels.native.pool import Pool, Workers
 from windlass.kernels.packed import Float8, Int4Group, Int8Group, Packed, Table4
 from windlass.kernels.plain_linear import PlainLinear
 
@@ -43,7 +44,7 @@ pytestmark = pytest.mark.skipif(not _COMPILERS, reason="no C++ compiler")
 
 @pytest.fixture(scope="module")
 def kernel() -> NativeLinear:
-    return NativeLinear(num_threads=2)
+    return NativeLinear(Workers(2))
 
 
 def int4(num_out: int, num_in: int, group: int, seed: int, centred: bool = False) -> Int4Group:
@@ -290,7 +291,7 @@ def test_what_is_refused(kernel: NativeLinear) -> None:
 def test_the_portable_version_computes_the_same(tmp_path: Path) -> None:
     portable = library.load(tmp_path, ("-DWINDLASS_SCALAR", "-O0"))
     assert portable.simd == "portable"
-    kernel = NativeLinear(pool=Pool(portable, 1))
+    kernel = NativeLinear(Workers(1, Pool(portable, 1)))
     for form in (int4(13, 96, 32, seed=12), int8(13, 160, 16, seed=12, affine=True)):
         for rows in (1, 6, 17):
             x = outlying(rows, form.shape[1])

@@ -10,19 +10,17 @@ from __future__ import annotations
 
 import ctypes
 import math
-import weakref
 from dataclasses import dataclass
 from enum import IntEnum
 
 import torch
 from torch import Tensor
 
-from windlass.errors import OutOfMemory
-from windlass.kernels.native.library import Native, NativeUnavailable, load
+from windlass.kernels.native.commands import Call, LinearFlag, Op, Step, Type
+from windlass.kernels.native.pool import Pool, Workers, workers
 from windlass.kernels.packed import Activation, Float8, Int4Group, Int8Group, Packed, Table4
-from windlass.kernels.plain_linear import int8_codes
+from windlass.kernels.prepared import Prepared
 
-_SPIN_US = 50  # how long an idle worker waits for the next product before it sleeps
 _HALF_EXPONENT = (
     15  # scales that are not halves are brought below 2 ** 15, the largest half's power
 )
@@ -34,6 +32,7 @@ class _Kind(IntEnum):
     TABLE4 = 2
     HALF = 3
     FLOAT = 4
+    BRAIN = 5
 
 
 class _Weight(ctypes.Structure):
@@ -66,58 +65,37 @@ class _Parts:
     group: int = 0  # 0: all inputs
 
 
-class Pool:
-    """The library and its threads. Freed with the last product that uses them."""
-
-    def __init__(self, native: Native, num_threads: int) -> None:
-        self.functions = _declare(native.functions)
-        self.num_threads = num_threads
-        self.handle = self.functions.windlass_pool_new(num_threads, _SPIN_US)
-        if not self.handle:
-            raise NativeUnavailable(f"the system did not give {num_threads} threads")
-        weakref.finalize(self, self.functions.windlass_pool_free, self.handle)
-
-
 class NativeLinear:
     """The LinearKernel of CPUs. Compiles and starts threads when the first form asks for it.
 
-    `num_threads`: as many as torch uses if None.
+    `own` workers instead of those of the process are for tests.
     """
 
     name = "native"
     fixed = True  # sums go the same way for one row and for many
 
-    def __init__(self, num_threads: int | None = None, pool: Pool | None = None) -> None:
-        self._num_threads = num_threads
-        self._pool = pool
-        self._unavailable: str | None = None
+    def __init__(self, own: Workers | None = None) -> None:
+        self._own = own
+
+    @property
+    def _workers(self) -> Workers:
+        return self._own or workers(torch.get_num_threads())
 
     def refuse(self, form: Packed, device: torch.device, dtype: torch.dtype) -> str | None:
         del dtype  # others than float32 are converted
         if device.type != "cpu":
             return f"made for CPUs, this is {device.type}"
-        return _unsuited(form) or self._start()
-
-    def _start(self) -> str | None:
-        """Have the library and its threads; says why not, and does not try again."""
-        if self._pool is None and self._unavailable is None:
-            try:
-                self._pool = Pool(load(), self._num_threads or torch.get_num_threads())
-            except NativeUnavailable as error:
-                self._unavailable = str(error)
-        return self._unavailable
+        return _unsuited(form) or self._workers.refuse()
 
     def prepare(self, form: Packed | Tensor) -> NativeProduct:
-        """Repack once; a tensor (float16, or taken as float32) may be prepared as well."""
-        why = self._start()
-        if why is not None or self._pool is None:
-            raise NativeUnavailable(str(why))
+        """Repack once; a tensor (16-bit, or taken as float32) may be prepared as well."""
+        pool = self._workers.pool
         if isinstance(form, Int8Group) and form.activation != "none":
-            return NativeProduct(self._pool, _parts(form), form.activation, form.input_scale)
-        return NativeProduct(self._pool, _parts(form))
+            return NativeProduct(pool, _parts(form), form.activation, form.input_scale)
+        return NativeProduct(pool, _parts(form))
 
 
-class NativeProduct:
+class NativeProduct(Prepared):
     """A weight in the library's layout."""
 
     def __init__(
@@ -129,7 +107,7 @@ class NativeProduct:
     ) -> None:
         self._pool = pool
         self._activation: Activation = activation
-        self._input_scale = input_scale
+        self._input_scale = None if input_scale is None else input_scale.float().contiguous()
         self._order = parts.order
         self._table = parts.table
         num_out = parts.codes.shape[0]
@@ -163,26 +141,34 @@ class NativeProduct:
         kept = (self._data, self._order, self._table)
         return sum(tensor.nbytes for tensor in kept if tensor is not None)
 
+    @property
+    def place(self) -> int:
+        """Where the library finds the weight."""
+        return ctypes.addressof(self._weight)
+
     def apply(self, x: Tensor) -> Tensor:
         """x [M, K] times the weight: [M, N] in x's type."""
-        wide, scales = x.float(), None
+        (rows, num_in), num_out = x.shape, self.shape[0]
+        wide = x.float().contiguous()
+        out = torch.empty(rows, num_out)
+        scales, flags = None, LinearFlag(0)
         if self._activation != "none":
-            wide, scales = int8_codes(x, self._activation, self._input_scale)
-            scales = scales.expand(x.shape[0], 1).contiguous()
-        wide = wide.contiguous()
-        out = torch.empty(x.shape[0], self.shape[0])
-        failed = self._pool.functions.windlass_linear(
-            self._pool.handle,
-            self._reference,
-            wide.data_ptr(),
-            _pointer(scales),
-            x.shape[0],
-            out.data_ptr(),
-            0,
-        )
-        if failed:
-            raise OutOfMemory(f"no memory to rearrange {x.shape[0]} rows of {x.shape[1]} inputs")
+            codes, scales = torch.empty_like(wide), torch.empty(rows, 1)
+            moving = (wide, codes, scales)
+            self._pool.run(Call(Op.ROUND, rows, moving, (self._input_scale,), (num_in,)))
+            wide, flags = codes, LinearFlag.GIVEN_SCALES
+        moving = (wide, out, None, None, scales)
+        self._pool.run(Call(Op.LINEAR, rows, moving, (self.place,), (num_out, 0, flags)))
         return out.to(x.dtype)
+
+    def rows(self, ids: Tensor) -> Tensor:
+        """Rows of the weight, in float32: [ids, K]."""
+        out = torch.empty(len(ids), self.shape[1])
+        given = ids.to(torch.int32).contiguous()
+        step = Step(num_tokens=len(ids), ids=given.data_ptr())
+        sizes = (self.shape[1], Type.PACKED)
+        self._pool.run(Call(Op.EMBED, len(ids), (out,), (None, self.place), sizes), step)
+        return out
 
 
 def _unsuited(form: Packed) -> str | None:
@@ -219,6 +205,8 @@ def _parts(form: Packed | Tensor) -> _Parts:
             )
         case Tensor(dtype=torch.float16):
             return _Parts(_Kind.HALF, form.contiguous())
+        case Tensor(dtype=torch.bfloat16):
+            return _Parts(_Kind.BRAIN, form.contiguous())
         case Tensor():
             return _Parts(_Kind.FLOAT, form.float().contiguous())
     raise AssertionError(f"no native form of {type(form).__name__}: refuse must say so")
@@ -250,19 +238,3 @@ def _indices(order: Tensor | None) -> Tensor | None:
 
 def _pointer(tensor: Tensor | None) -> int | None:
     return None if tensor is None else tensor.data_ptr()
-
-
-def _declare(functions: ctypes.CDLL) -> ctypes.CDLL:
-    """The signatures of src/api.h."""
-    pointer, number = ctypes.c_void_p, ctypes.c_int32
-    functions.windlass_pool_new.restype = pointer
-    functions.windlass_pool_new.argtypes = (number, number)
-    functions.windlass_pool_free.restype = None
-    functions.windlass_pool_free.argtypes = (pointer,)
-    functions.windlass_packed_bytes.restype = ctypes.c_uint64
-    functions.windlass_packed_bytes.argtypes = (pointer,)
-    functions.windlass_pack.restype = None
-    functions.windlass_pack.argtypes = (pointer,) * 5
-    functions.windlass_linear.restype = number
-    functions.windlass_linear.argtypes = (*(pointer,) * 4, number, pointer, number)
-    return functions

@@ -1,9 +1,10 @@
-// What the library offers to others: plain C. linear.py and library.py call it.
+// What the library offers to others: plain C. pool.py and library.py call it.
 
 #pragma once
 
 #include <cstdint>
 
+#include "commands.h"
 #include "weight.h"
 
 extern "C" {
@@ -23,10 +24,8 @@ uint64_t windlass_packed_bytes(const WindlassWeight* weight);
 void windlass_pack(const WindlassWeight* weight, const void* codes, const void* scales,
                    const uint16_t* mins, uint8_t* out);
 
-// y[rows][outputs] = x[rows][inputs] times the weight, added to y if `add`. With x_scales (one a
-// row; int4 and int8 only) x is whole numbers from -127 to 127 that are taken as they are, else the
-// library rounds x by itself. Returns 0, or 1 when there is no memory.
-int32_t windlass_linear(WindlassPool* pool, const WindlassWeight* weight, const float* x,
-                        const float* x_scales, int32_t rows, float* y, int32_t add);
+// Runs commands in order. Returns 0, or 1 when there is no memory.
+int32_t windlass_run(WindlassPool* pool, const WindlassCommand* commands, int32_t count,
+                     const WindlassStep* step);
 
 }  // extern "C"

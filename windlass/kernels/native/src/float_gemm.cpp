@@ -1,4 +1,4 @@
-// Products of float32, float16 and 4-bit table weights with inputs as they are, in float32.
+// Products of float32, float16, bfloat16 and 4-bit table weights with inputs as they are, in float32.
 //
 // Table codes, and halves when there are many rows, become floats in the nearest cache first.
 
@@ -41,8 +41,9 @@ void multiply_panels(const Product& job, int t, int first, int last, const Value
   });
 }
 
-void unpack_halves(const uint16_t* from, int count, float* out) {
-  for (int k = 0; k < count; ++k) store(out + k * kTile, load_half(from + k * kTile));
+template <class Value>
+void unpack_halves(const Value* from, int count, float* out) {
+  for (int k = 0; k < count; ++k) store(out + k * kTile, load_scales(from + k * kTile));
 }
 
 void unpack_table(const Weight& w, const uint8_t* tile, int begin, int end, float* out) {
@@ -58,10 +59,11 @@ void unpack_table(const Weight& w, const uint8_t* tile, int begin, int end, floa
 
 void float_product(const Product& job) {
   const int count = padded_in(job.w);
-  const bool direct = job.w.kind == kFloat || (job.w.kind == kHalf && job.rows < kManyRows);
+  const bool direct = job.rows < kManyRows;
   each_piece(job, [&](int t, int first, int last) {
     const uint8_t* tile = job.tile(t);
     const uint16_t* halves = reinterpret_cast<const uint16_t*>(tile);
+    const Brain* brains = reinterpret_cast<const Brain*>(tile);
     const float* floats = reinterpret_cast<const float*>(tile);
     alignas(64) float room[kMostInputs * kTile];
     for (int begin = 0; begin < count; begin += kMostInputs) {
@@ -70,12 +72,18 @@ void float_product(const Product& job) {
         multiply_panels(job, t, first, last, floats + begin * kTile, begin, end);
         continue;
       }
-      if (direct) {
+      if (direct && job.w.kind == kHalf) {
         multiply_panels(job, t, first, last, halves + begin * kTile, begin, end);
+        continue;
+      }
+      if (direct && job.w.kind == kBrain) {
+        multiply_panels(job, t, first, last, brains + begin * kTile, begin, end);
         continue;
       }
       if (job.w.kind == kHalf) {
         unpack_halves(halves + begin * kTile, end - begin, room);
+      } else if (job.w.kind == kBrain) {
+        unpack_halves(brains + begin * kTile, end - begin, room);
       } else {
         unpack_table(job.w, tile, begin, end, room);
       }

@@ -4,7 +4,7 @@
 
 #include <algorithm>
 
-#include "pool.h"
+#include "run.h"
 #include "simd.h"
 #include "weight.h"
 
@@ -20,7 +20,10 @@ struct Product {
   int planes;  // rows of the panels that make one of y
   int rows;    // of the panels
   float* y;
+  int stride;  // between rows of y
   bool add;
+  const float* bias = nullptr;
+  float* active = nullptr;  // if given: silu of y's first half times the second, too
 
   int num_panels() const { return ceil_div(rows, kPanel); }
   const uint8_t* panel(int p) const { return panels + static_cast<size_t>(p) * panel_bytes; }
@@ -47,7 +50,7 @@ inline void store_tile(const Product& job, int tile, int first_row, int rows, co
   const int valid = std::min(kTile, job.w.num_out - tile * kTile);
   for (int m = 0; m < rows; m += job.planes) {
     const size_t row = static_cast<size_t>((first_row + m) / job.planes);
-    float* out = job.y + row * static_cast<size_t>(job.w.num_out) + tile * kTile;
+    float* out = job.y + row * static_cast<size_t>(job.stride) + tile * kTile;
     F32x8 sum = load(sums + m * kTile);
     if (job.planes == 2) sum = add(sum, load(sums + (m + 1) * kTile));
     const F32x8 value = mul(sum, gain);
@@ -81,12 +84,30 @@ inline void each_panel(const Product& job, int first, int last, const Body& body
   }
 }
 
+// Once a tile, and its counterpart if the outputs are gated, is there for some panels.
+inline void finish_tile(const Product& job, int tile, int first, int last) {
+  const int width = std::min(kTile, job.w.num_out - tile * kTile);
+  const int end = std::min(last * kPanel, job.rows) / job.planes;
+  for (int row = first * kPanel / job.planes; row < end; ++row) {
+    float* y = row_of(job.y, row, job.stride) + tile * kTile;
+    if (job.bias != nullptr) {
+      for (int i = 0; i < width; ++i) y[i] += job.bias[tile * kTile + i];
+    }
+    if (job.active != nullptr) {
+      const int half = job.w.num_out / 2;
+      gate(y, y + half, kTile, row_of(job.active, row, half) + tile * kTile);
+    }
+  }
+}
+
 // Calls body(tile, first panel, last panel) for all of the product, on all threads. Panels are cut
 // so that some stay in the cache nearest to the core while many tiles pass by.
 template <class Body>
 inline void each_piece(const Product& job, const Body& body) {
   constexpr size_t near_bytes = 40 << 10;
-  const int tiles = num_tiles(job.w);
+  const bool gated = job.active != nullptr;
+  const bool finishes = gated || job.bias != nullptr;
+  const int tiles = num_tiles(job.w) / (gated ? 2 : 1);
   const int panels = job.num_panels();
   int cut = panels;
   if (job.rows >= kManyRows) {
@@ -100,8 +121,11 @@ inline void each_piece(const Product& job, const Body& body) {
   const int chunk = products < (64 << 10) ? pieces : std::max(1, pieces / (job.pool.threads() * 8));
   job.pool.each(pieces, chunk, [&](int begin, int end) {
     for (int i = begin; i < end; ++i) {
-      const int first = i / tiles * cut;
-      body(i % tiles, first, std::min(first + cut, panels));
+      const int tile = i % tiles, first = i / tiles * cut;
+      const int last = std::min(first + cut, panels);
+      body(tile, first, last);
+      if (gated) body(tile + tiles, first, last);
+      if (finishes) finish_tile(job, tile, first, last);
     }
   });
 }

@@ -1,4 +1,4 @@
-// The C face of the products: rearranges x, then multiplies.
+// The product: rearranges x, which may be normalised on the way, then multiplies.
 
 #include <new>
 #include <system_error>
@@ -7,15 +7,91 @@
 #include "gemm.h"
 #include "panels.h"
 
-using namespace windlass;
+namespace windlass {
 
-struct WindlassPool {
-  Pool pool;
+namespace {
+
+// How x lies in panels.
+struct Layout {
+  bool integer;
+  int planes;      // rows of a panel that one of x takes
+  int panel_rows;  // of x
+  size_t panel_bytes, remainder_bytes;
+  int panels;
+
+  Layout(const Weight& w, int rows, bool given) : integer(is_integer(w)) {
+    // int8 weights are there to lose nothing: inputs keep 15 bits. Whole numbers with a given scale
+    // are what the format means, and nothing is to be mended.
+    const bool rounds = integer && !given;
+    planes = rounds && w.kind == kInt8 ? 2 : 1;
+    panel_rows = kPanel / planes;
+    panels = ceil_div(rows, panel_rows);
+    const size_t bytes = integer ? int_panel_bytes(w) : float_panel_bytes(w);
+    panel_bytes = (bytes + 63) / 64 * 64;
+    remainder_bytes = rounds && planes == 1 ? windlass::remainder_bytes(w) : 0;
+  }
 };
+
+// The rows of x that a panel is made of.
+const float* panel_inputs(const Run& run, const Weight& w, int first, int count) {
+  const float* x = row_of(run.moving(0), first, w.num_in);
+  if (!(run.size(2) & kNormFirst)) return x;
+  float* normed = row_of(run.moving(2), first, w.num_in);
+  for (int m = 0; m < count; ++m) {
+    normalise(row_of(x, m, w.num_in), run.fixed<float>(2), w.num_in, run.command.numbers[0],
+              row_of(normed, m, w.num_in));
+  }
+  return normed;
+}
+
+}  // namespace
+
+bool run_linear(const Run& run) {
+  const Weight& w = *run.fixed<Weight>(0);
+  const int flags = run.size(2);
+  const float* scales = flags & kGivenScales ? run.moving(4) : nullptr;
+  const Layout to(w, run.rows, scales != nullptr);
+  const size_t all_panels = to.panel_bytes * static_cast<size_t>(to.panels);
+  uint8_t* memory =
+      run.pool.buffer(all_panels + to.remainder_bytes * static_cast<size_t>(run.rows));
+  if (memory == nullptr) return false;
+  uint8_t* rests = to.remainder_bytes > 0 ? memory + all_panels : nullptr;
+  run.pool.each(to.panels, to.panels < 4 ? to.panels : 1, [&](int begin, int end) {
+    for (int p = begin; p < end; ++p) {
+      const int first = p * to.panel_rows;
+      const int count = std::min(to.panel_rows, run.rows - first);
+      const float* from = panel_inputs(run, w, first, count);
+      uint8_t* panel = memory + static_cast<size_t>(p) * to.panel_bytes;
+      if (to.integer) {
+        fill_int_panel(w, from, scales ? scales + first : nullptr, count, to.planes, panel,
+                       rests ? rests + static_cast<size_t>(first) * to.remainder_bytes : nullptr);
+      } else {
+        fill_float_panel(w, from, count, panel);
+      }
+    }
+  });
+  const Product job{run.pool,
+                    w,
+                    memory,
+                    to.panel_bytes,
+                    rests,
+                    to.remainder_bytes,
+                    to.planes,
+                    run.rows * to.planes,
+                    run.moving(1) + run.size(1),
+                    run.size(0),
+                    (flags & kAddToY) != 0,
+                    run.fixed<float>(1),
+                    flags & kGated ? run.moving(3) : nullptr};
+  to.integer ? int_product(job) : float_product(job);
+  return true;
+}
+
+}  // namespace windlass
 
 extern "C" {
 
-const char* windlass_simd(void) { return kSimdName; }
+const char* windlass_simd(void) { return windlass::kSimdName; }
 
 WindlassPool* windlass_pool_new(int32_t threads, int32_t spin_us) {
   try {
@@ -28,43 +104,5 @@ WindlassPool* windlass_pool_new(int32_t threads, int32_t spin_us) {
 }
 
 void windlass_pool_free(WindlassPool* pool) { delete pool; }
-
-int32_t windlass_linear(WindlassPool* pool, const WindlassWeight* weight, const float* x,
-                        const float* x_scales, int32_t rows, float* y, int32_t add) {
-  const Weight& w = *weight;
-  std::lock_guard<std::mutex> hold(pool->pool.mutex());
-  const bool integer = is_integer(w);
-  const size_t bytes = round_up(
-      static_cast<int>(integer ? int_panel_bytes(w) : float_panel_bytes(w)), 64);
-  // int8 weights are there to lose nothing: inputs keep 15 bits. Whole numbers with a given scale
-  // are what the format means, and nothing is to be mended.
-  const bool rounds = integer && x_scales == nullptr;
-  const int planes = rounds && w.kind == kInt8 ? 2 : 1;
-  const int panel_rows = kPanel / planes;  // of x
-  const int panels = ceil_div(rows, panel_rows);
-  const size_t all_panels = bytes * static_cast<size_t>(panels);
-  const size_t rest_bytes = rounds && planes == 1 ? remainder_bytes(w) : 0;
-  uint8_t* memory = pool->pool.buffer(all_panels + rest_bytes * static_cast<size_t>(rows));
-  if (memory == nullptr) return 1;
-  uint8_t* rests = rest_bytes > 0 ? memory + all_panels : nullptr;
-  pool->pool.each(panels, panels < 4 ? panels : 1, [&](int begin, int end) {
-    for (int p = begin; p < end; ++p) {
-      const int first = p * panel_rows;
-      const float* from = x + static_cast<size_t>(first) * static_cast<size_t>(w.num_in);
-      const int count = std::min(panel_rows, rows - first);
-      uint8_t* to = memory + static_cast<size_t>(p) * bytes;
-      if (integer) {
-        fill_int_panel(w, from, x_scales ? x_scales + first : nullptr, count, planes, to,
-                       rests ? rests + static_cast<size_t>(first) * rest_bytes : nullptr);
-      } else {
-        fill_float_panel(w, from, count, to);
-      }
-    }
-  });
-  const Product job{pool->pool, w, memory, bytes, rests, rest_bytes, planes, rows * planes, y,
-                    add != 0};
-  integer ? int_product(job) : float_product(job);
-  return 0;
-}
 
 }  // extern "C"

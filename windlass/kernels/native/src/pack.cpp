@@ -66,6 +66,7 @@ void pack_row(const Weight& w, const uint8_t* row, int r, uint8_t* out) {
     case kTable4:
       return pack_table_row(w, row, r, out);
     case kHalf:
+    case kBrain:
       return pack_plain_row<uint16_t>(w, row, r, out);
     default:
       return pack_plain_row<float>(w, row, r, out);
@@ -75,7 +76,8 @@ void pack_row(const Weight& w, const uint8_t* row, int r, uint8_t* out) {
 size_t row_bytes(const Weight& w) {
   const size_t k = static_cast<size_t>(w.num_in);
   const bool nibbles = w.kind == kInt4 || w.kind == kTable4;
-  return nibbles ? k / 2 : w.kind == kInt8 ? k : w.kind == kHalf ? 2 * k : 4 * k;
+  const bool halves = w.kind == kHalf || w.kind == kBrain;
+  return nibbles ? k / 2 : w.kind == kInt8 ? k : halves ? 2 * k : 4 * k;
 }
 
 }  // namespace

@@ -71,3 +71,8 @@ class Pool {
 };
 
 }  // namespace windlass
+
+// The pool as C sees it.
+struct WindlassPool {
+  windlass::Pool pool;
+};

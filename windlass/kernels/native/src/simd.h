@@ -6,7 +6,9 @@
 //   Inputs16       16 consecutive input codes of one row of x
 //   Quad, QuadInt  one number for each of 4 rows of x
 // A dot product adds 4 inputs at a time; the lane says which 4 of the 16.
-// load_half gives the value times kHalfUnit, whatever is cheapest for the CPU.
+// load_half gives the value times kHalfUnit, whatever is cheapest for the CPU; read_half the value.
+// larger keeps what is no number; add_exponent multiplies by the power of two in the low bits of
+// `shifted`; store_sums4 stores the sums over the 8 lanes of four vectors.
 
 #pragma once
 
@@ -44,5 +46,11 @@ constexpr float kHalfGain = 1.0f / kHalfUnit / kLift;
 // Scales lie as halves in packed weights and as floats in unpacked tiles.
 inline F32x8 load_scales(const uint16_t* p) { return load_half(p); }
 inline F32x8 load_scales(const float* p) { return load(p); }
+
+// A bfloat16, told from a half by its type.
+struct Brain {
+  uint16_t bits;
+};
+inline F32x8 load_scales(const Brain* p) { return read_brain(&p->bits); }
 
 }  // namespace windlass

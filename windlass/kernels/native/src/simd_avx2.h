@@ -49,6 +49,35 @@ inline F32x8 add(F32x8 x, F32x8 y) { return {_mm256_add_ps(x.v, y.v)}; }
 inline F32x8 mul(F32x8 x, F32x8 y) { return {_mm256_mul_ps(x.v, y.v)}; }
 inline F32x8 fma(F32x8 acc, F32x8 x, F32x8 y) { return {_mm256_fmadd_ps(x.v, y.v, acc.v)}; }
 
+inline F32x8 sub(F32x8 x, F32x8 y) { return {_mm256_sub_ps(x.v, y.v)}; }
+inline F32x8 divide(F32x8 x, F32x8 y) { return {_mm256_div_ps(x.v, y.v)}; }
+// The second operand is what comes out where one is no number.
+inline F32x8 larger(F32x8 x, F32x8 y) { return {_mm256_max_ps(y.v, x.v)}; }
+inline F32x8 add_exponent(F32x8 x, F32x8 shifted) {
+  const __m256i power = _mm256_slli_epi32(_mm256_castps_si256(shifted.v), 23);
+  return {_mm256_castsi256_ps(_mm256_add_epi32(_mm256_castps_si256(x.v), power))};
+}
+inline void store_sums4(float* p, F32x8 x, F32x8 y, F32x8 z, F32x8 w) {
+  const auto halves = [](F32x8 v) {
+    return _mm_add_ps(_mm256_castps256_ps128(v.v), _mm256_extractf128_ps(v.v, 1));
+  };
+  const __m128 xy = _mm_hadd_ps(halves(x), halves(y));
+  _mm_storeu_ps(p, _mm_hadd_ps(xy, _mm_hadd_ps(halves(z), halves(w))));
+}
+inline F32x8 read_half(const uint16_t* p) { return load_half(p); }
+inline void write_half(uint16_t* p, F32x8 x) {
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(p),
+                   _mm256_cvtps_ph(x.v, _MM_FROUND_TO_NEAREST_INT));
+}
+inline F32x8 read_brain(const uint16_t* p) {
+  const __m128i h = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
+  return {_mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(h), 16))};
+}
+inline F32x8 read_int8(const int8_t* p) {
+  const __m128i bytes = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(p));
+  return {_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(bytes))};
+}
+
 inline Quad load_quad(const float* p) { return {p}; }
 template <int LANE>
 inline F32x8 mul_lane(F32x8 x, Quad q) {

@@ -51,6 +51,38 @@ inline F32x8 fma(F32x8 acc, F32x8 x, F32x8 y) {
   return {vfmaq_f32(acc.a, x.a, y.a), vfmaq_f32(acc.b, x.b, y.b)};
 }
 
+inline F32x8 sub(F32x8 x, F32x8 y) { return {vsubq_f32(x.a, y.a), vsubq_f32(x.b, y.b)}; }
+inline F32x8 divide(F32x8 x, F32x8 y) { return {vdivq_f32(x.a, y.a), vdivq_f32(x.b, y.b)}; }
+inline F32x8 larger(F32x8 x, F32x8 y) { return {vmaxq_f32(x.a, y.a), vmaxq_f32(x.b, y.b)}; }
+inline F32x8 add_exponent(F32x8 x, F32x8 shifted) {
+  const auto one = [](float32x4_t v, float32x4_t s) {
+    const int32x4_t power = vshlq_n_s32(vreinterpretq_s32_f32(s), 23);
+    return vreinterpretq_f32_s32(vaddq_s32(vreinterpretq_s32_f32(v), power));
+  };
+  return {one(x.a, shifted.a), one(x.b, shifted.b)};
+}
+inline void store_sums4(float* p, F32x8 x, F32x8 y, F32x8 z, F32x8 w) {
+  const float32x4_t xy = vpaddq_f32(vaddq_f32(x.a, x.b), vaddq_f32(y.a, y.b));
+  const float32x4_t zw = vpaddq_f32(vaddq_f32(z.a, z.b), vaddq_f32(w.a, w.b));
+  vst1q_f32(p, vpaddq_f32(xy, zw));
+}
+inline F32x8 read_half(const uint16_t* p) {
+  const float16x8_t h = vreinterpretq_f16_u16(vld1q_u16(p));
+  return {vcvt_f32_f16(vget_low_f16(h)), vcvt_high_f32_f16(h)};
+}
+inline void write_half(uint16_t* p, F32x8 x) {
+  vst1q_u16(p, vreinterpretq_u16_f16(vcvt_high_f16_f32(vcvt_f16_f32(x.a), x.b)));
+}
+inline F32x8 read_brain(const uint16_t* p) {
+  const uint16x8_t h = vld1q_u16(p);
+  return {vreinterpretq_f32_u32(vshll_n_u16(vget_low_u16(h), 16)),
+          vreinterpretq_f32_u32(vshll_high_n_u16(h, 16))};
+}
+inline F32x8 read_int8(const int8_t* p) {
+  const int16x8_t h = vmovl_s8(vld1_s8(p));
+  return {vcvtq_f32_s32(vmovl_s16(vget_low_s16(h))), vcvtq_f32_s32(vmovl_high_s16(h))};
+}
+
 inline Quad load_quad(const float* p) { return {vld1q_f32(p)}; }
 template <int LANE>
 inline F32x8 mul_lane(F32x8 x, Quad q) {

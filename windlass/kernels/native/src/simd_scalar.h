@@ -72,6 +72,62 @@ inline F32x8 fma(F32x8 acc, F32x8 x, F32x8 y) {
   return each([&](int i) { return acc.v[i] + x.v[i] * y.v[i]; });
 }
 
+inline F32x8 sub(F32x8 x, F32x8 y) {
+  return each([&](int i) { return x.v[i] - y.v[i]; });
+}
+inline F32x8 divide(F32x8 x, F32x8 y) {
+  return each([&](int i) { return x.v[i] / y.v[i]; });
+}
+inline F32x8 larger(F32x8 x, F32x8 y) {
+  return each([&](int i) { return x.v[i] < y.v[i] ? y.v[i] : x.v[i]; });
+}
+inline F32x8 add_exponent(F32x8 x, F32x8 shifted) {
+  return each([&](int i) {
+    uint32_t bits, power;
+    std::memcpy(&bits, x.v + i, 4);
+    std::memcpy(&power, shifted.v + i, 4);
+    bits += power << 23;
+    float out;
+    std::memcpy(&out, &bits, 4);
+    return out;
+  });
+}
+inline void store_sums4(float* p, F32x8 x, F32x8 y, F32x8 z, F32x8 w) {
+  const auto total = [](const float* v) {
+    return (v[0] + v[4] + (v[1] + v[5])) + (v[2] + v[6] + (v[3] + v[7]));
+  };
+  p[0] = total(x.v);
+  p[1] = total(y.v);
+  p[2] = total(z.v);
+  p[3] = total(w.v);
+}
+inline F32x8 read_half(const uint16_t* p) { return load_half(p); }
+inline uint16_t float_to_half(float x) {
+  const float size = std::fabs(x);
+  const uint16_t sign = std::signbit(x) ? 0x8000 : 0;
+  if (!(size < 65520.0f)) return static_cast<uint16_t>(sign | (std::isnan(x) ? 0x7e00 : 0x7c00));
+  int exponent;
+  std::frexp(size, &exponent);
+  // A half has 11 bits of fraction, and its smallest step is 2^-24.
+  const int step = exponent - 11 < -24 ? -24 : exponent - 11;
+  const int fraction = static_cast<int>(std::nearbyint(std::ldexp(size, -step)));
+  return static_cast<uint16_t>(sign | (fraction + (step + 24) * 1024));
+}
+inline void write_half(uint16_t* p, F32x8 x) {
+  for (int i = 0; i < 8; ++i) p[i] = float_to_half(x.v[i]);
+}
+inline F32x8 read_brain(const uint16_t* p) {
+  return each([&](int i) {
+    const uint32_t bits = static_cast<uint32_t>(p[i]) << 16;
+    float out;
+    std::memcpy(&out, &bits, 4);
+    return out;
+  });
+}
+inline F32x8 read_int8(const int8_t* p) {
+  return each([&](int i) { return static_cast<float>(p[i]); });
+}
+
 inline Quad load_quad(const float* p) { return {p}; }
 template <int LANE>
 inline F32x8 mul_lane(F32x8 x, Quad q) {

@@ -5,7 +5,7 @@
 //                [2][8][4] bytes with inputs 0..7 in the low halves and 8..15 in the high ones
 //   table4       [groups][8] float scales, then codes, 4 inputs at a time: [2][8] bytes with inputs
 //                0, 1 in the low halves and 2, 3 in the high ones
-//   half, float  [inputs][8]
+//   half, float, brain (bfloat16)  [inputs][8]
 //
 // Outputs and inputs past the end are zeros.
 
@@ -19,7 +19,7 @@ namespace windlass {
 constexpr int kTile = 8;   // outputs that are computed side by side
 constexpr int kPanel = 4;  // rows of x that are computed together
 
-enum Kind : int32_t { kInt4 = 0, kInt8 = 1, kTable4 = 2, kHalf = 3, kFloat = 4 };
+enum Kind : int32_t { kInt4 = 0, kInt8 = 1, kTable4 = 2, kHalf = 3, kFloat = 4, kBrain = 5 };
 
 }  // namespace windlass
 
@@ -73,6 +73,7 @@ inline size_t code_bytes(const Weight& w) {
     case kInt8:
       return count;
     case kHalf:
+    case kBrain:
       return count * 2;
     default:
       return count * 4;

@@ -1,0 +1,173 @@
+"""Native operations against the plain versions, over odd sizes; sums may be in another order."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from tests.kernels.test_attention import make_batch
+from tests.kernels.test_kv_codes import coded
+from windlass.kernels import reference
+from windlass.kernels.batch import Heads, LayerKV, StepBatch
+from windlass.kernels.native import library, ops
+from windlass.kernels.native.linear import NativeLinear
+from windlass.kernels.packed import Int4Group, Int8Group, Table4
+
+_COMPILERS, _ = library.find_compilers()
+pytestmark = pytest.mark.skipif(not _COMPILERS, reason="no C++ compiler")
+
+CLOSE = {"rtol": 1e-5, "atol": 1e-6}  # float32 in another order
+MIXED = {"rtol": 2e-5, "atol": 2e-6}  # softmax: an exponential and two sums
+ROWS = [(5, 1), (0, 9), (16, 16), (40, 1), (31, 2), (300, 1), (120, 40)]
+
+
+def normal(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize(("rows", "width"), [(1, 8), (3, 576), (17, 50), (65, 1), (2, 4099)])
+def test_norms(rows: int, width: int) -> None:
+    x, residual, weight = normal(rows, width), normal(rows, width, seed=1), normal(width, seed=2)
+    torch.testing.assert_close(
+        ops.rms_norm(x, weight, 1e-5), reference.rms_norm(x, weight, 1e-5), **CLOSE
+    )
+    want, total = reference.add_rms_norm(x, residual, weight, 1e-5)
+    got, summed = ops.add_rms_norm(x, residual, weight, 1e-5)
+    assert torch.equal(summed, total)
+    torch.testing.assert_close(got, want, **CLOSE)
+
+
+@pytest.mark.parametrize(("rows", "width"), [(1, 8), (3, 1536), (17, 50), (65, 1)])
+def test_gates(rows: int, width: int) -> None:
+    x = normal(rows, 2 * width) * 30
+    x[0, 0] = -200.0
+    torch.testing.assert_close(ops.silu_mul(x), reference.silu_mul(x), **CLOSE)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("width", [8, 50, 576])
+def test_rows_of_a_table(dtype: torch.dtype, width: int) -> None:
+    table, ids = normal(40, width).to(dtype), torch.tensor([3, 39, 0, 3])
+    assert torch.equal(ops.embedding(ids, table), table[ids].float())
+    assert torch.equal(ops.gather(table.float(), ids), table[ids].float())
+
+
+def test_rows_of_packed_weights() -> None:
+    random = torch.Generator().manual_seed(5)
+    nibbles = torch.randint(0, 256, (21, 48), generator=random, dtype=torch.uint8)
+    scales = torch.rand(21, 3, generator=random).half()
+    mins, order = torch.randn(21, 3, generator=random).half(), torch.randperm(96, generator=random)
+    forms = [
+        Int4Group(nibbles, scales, mins, order),
+        Int4Group(nibbles, scales, scales * -8),
+        Int8Group(torch.randint(-128, 128, (21, 96), dtype=torch.int8), scales, mins),
+        Table4(nibbles, torch.randn(16), scales.float()),
+    ]
+    ids = torch.tensor([20, 0, 7, 8])
+    for form in forms:
+        want = form.dequantise()[ids]
+        torch.testing.assert_close(NativeLinear().prepare(form).rows(ids), want, **CLOSE)
+    for dtype in (torch.float16, torch.bfloat16, torch.float32):
+        plain = normal(21, 50).to(dtype)
+        assert torch.equal(NativeLinear().prepare(plain).rows(ids), plain[ids].float())
+
+
+@pytest.mark.parametrize(("rows", "width"), [(1, 1), (3, 50), (2, 5000), (9, 513)])
+def test_the_largest_of_a_row(rows: int, width: int) -> None:
+    x = normal(rows, width)
+    x[0, width // 2 :] = 7.0  # the first of equals
+    assert ops.argmax(x).tolist() == x.argmax(dim=-1).tolist()
+    x[-1, width // 3] = float("nan")
+    assert ops.argmax(x)[-1] == width // 3
+
+
+def batch_of(
+    rows: list[tuple[int, int]], heads: int, kv_heads: int, dim: int, size: int = 16
+) -> tuple[Tensor, LayerKV, StepBatch]:
+    """Queries, and pages full of noise."""
+    kv, batch = make_batch(rows, kv_heads, dim, size)
+    return normal(len(batch.positions), heads, dim, seed=9), kv, batch
+
+
+def half_pages(kv: LayerKV, dtype: torch.dtype) -> LayerKV:
+    return (
+        coded(kv, dtype) if dtype == torch.int8 else LayerKV(kv.keys.to(dtype), kv.values.to(dtype))
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.int8])
+@pytest.mark.parametrize("rotated", [64, 32])
+def test_rotation_and_pages(dtype: torch.dtype, rotated: int) -> None:
+    heads = Heads(6, 2, 64)
+    _, whole, batch = batch_of(ROWS, 6, 2, 64)
+    cos_sin, qkv = normal(512, rotated), normal(len(batch.positions), 10 * 64, seed=3)
+    for norms in (None, (normal(64, seed=4), normal(64, seed=5), 1e-6)):
+        ours, want = half_pages(whole, dtype), half_pages(whole, dtype)
+        got = ops.rope_write(qkv, heads, cos_sin, norms, ours, batch)
+        torch.testing.assert_close(
+            got, reference.rope_write(qkv, heads, cos_sin, norms, want, batch), **CLOSE
+        )
+        # The last bit of a product may decide how a number is rounded.
+        step = {torch.float32: 0.0, torch.float16: 2**-10, torch.bfloat16: 2**-7}.get(dtype, 0.0)
+        for a, b in ((ours.keys, want.keys), (ours.values, want.values)):
+            atol = 1.0 if dtype == torch.int8 else 1e-6
+            torch.testing.assert_close(a.float(), b.float(), rtol=step + 1e-5, atol=atol)
+        if ours.key_scales is not None:
+            torch.testing.assert_close(ours.key_scales, want.key_scales)
+            torch.testing.assert_close(ours.value_scales, want.value_scales)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.int8])
+@pytest.mark.parametrize("window", [None, 1, 7, 150])
+def test_attention(dtype: torch.dtype, window: int | None) -> None:
+    for heads, kv_heads, dim in ((9, 3, 64), (4, 4, 8), (8, 1, 40)):
+        queries, whole, batch = batch_of(ROWS, heads, kv_heads, dim)
+        kv = half_pages(whole, dtype)
+        got = ops.attention(queries, kv, batch, dim**-0.5, window)
+        want = reference.attention(queries, kv, batch, dim**-0.5, window)
+        torch.testing.assert_close(got, want, **MIXED)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    rows=st.lists(st.tuples(st.integers(0, 200), st.integers(1, 70)), min_size=1, max_size=4),
+    group=st.integers(1, 5),
+    kv_heads=st.integers(1, 3),
+    dim=st.sampled_from([8, 16, 24, 64, 128]),
+    size=st.sampled_from([1, 8, 16, 256]),
+    window=st.none() | st.integers(1, 300),
+)
+def test_attention_of_any_shape(
+    rows: list[tuple[int, int]], group: int, kv_heads: int, dim: int, size: int, window: int | None
+) -> None:
+    queries, kv, batch = batch_of(rows, group * kv_heads, kv_heads, dim, size)
+    got = ops.attention(queries, kv, batch, dim**-0.5, window)
+    want = reference.attention(queries, kv, batch, dim**-0.5, window)
+    torch.testing.assert_close(got, want, **MIXED)
+
+
+@pytest.mark.parametrize("window", [None, 40])
+def test_a_query_gets_the_same_alone_and_in_a_chunk(window: int | None) -> None:
+    """As one chunk, as two, as single tokens, alone or beside other rows: the same to the bit."""
+    queries, kv, batch = batch_of([(100, 200)], 6, 2, 64)
+
+    def attend(parts: list[tuple[int, int]]) -> Tensor:
+        spans = [type(batch.spans[0])(first, count, 100 + first) for first, count in parts]
+        some = StepBatch(batch.positions, batch.token_slots, batch.tables, spans, [])
+        return ops.attention(queries, kv, some, 0.125, window)
+
+    whole = attend([(0, 200)])
+    assert torch.equal(attend([(0, 77), (77, 123)]), whole)
+    assert torch.equal(attend([(i, 1) for i in range(200)]), whole)
+    alone = attend([(150, 1)])
+    assert torch.equal(alone[150], whole[150])
+
+
+def test_rows_do_not_depend_on_their_neighbours() -> None:
+    x, weight = normal(200, 576), normal(576)
+    many = ops.rms_norm(x, weight, 1e-5)
+    assert torch.equal(ops.rms_norm(x[7:8], weight, 1e-5)[0], many[7])
+    assert torch.equal(ops.silu_mul(x[9:10])[0], ops.silu_mul(x)[9])

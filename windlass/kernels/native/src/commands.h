@@ -1,0 +1,76 @@
+// A step as a list of commands over fixed memory. Mirrored field by field in commands.py.
+//
+// What each command means, with rows of floats unless something else is said:
+//
+//            moving                        fixed                          sizes; numbers
+//   embed    out                           table, weight                  width, type
+//   norm     x, out                        weight                         width; eps
+//   add_norm x, residual, out              weight                         width; eps
+//   linear   x, y, normed, active, scales  weight, bias, norm             stride, column, flags; eps
+//   round    x, out, scales                given                          width
+//   silu_mul x, out                                                       width
+//   rope     x, out                        cos_sin, norms of q and k, kv  heads ..., rotated; eps
+//   attend   x, out                        kv                             heads ..., window; scale
+//   gather   x, out                                                       width
+//   argmax   x, out (int32)                                               width
+//
+// kv: keys, values and, where they are codes, their scales. heads ...: query heads, kv heads, size of
+// a head, positions of a page, type of the pages. Sums never depend on how many rows there are.
+
+#pragma once
+
+#include <cstdint>
+
+namespace windlass {
+
+enum Op : int32_t {
+  kEmbed = 0,
+  kNorm,
+  kAddNorm,
+  kLinear,
+  kRound,
+  kSiluMul,
+  kRope,
+  kAttend,
+  kGather,
+  kArgmax,
+};
+
+// How numbers are stored.
+enum Type : int32_t { kTypeFloat = 0, kTypeHalf = 1, kTypeBrain = 2, kTypeInt8 = 3, kTypePacked = 4 };
+
+// Numbers of rows that the step knows.
+constexpr int32_t kTokens = -1;
+constexpr int32_t kSampled = -2;
+
+// Of a linear command.
+constexpr int32_t kAddToY = 1;
+constexpr int32_t kNormFirst = 2;  // x is normalised into `normed`, which is multiplied
+constexpr int32_t kGated = 4;      // silu of y's first half times the second goes to `active`
+constexpr int32_t kGivenScales = 8;  // x is whole numbers, `scales` theirs
+
+}  // namespace windlass
+
+struct WindlassCommand {
+  int32_t op;
+  int32_t rows;
+  int32_t sizes[6];
+  float numbers[2];
+  void* moving[5];
+  const void* fixed[7];
+};
+
+// A request's tokens [first, first + count) of the step, at positions from `start`.
+struct WindlassRow {
+  int32_t first, count, start, slot;
+};
+
+struct WindlassStep {
+  int32_t num_tokens, num_rows, num_sampled, table_stride;
+  const int32_t* ids;        // of the tokens
+  const int32_t* positions;  // of the tokens
+  const int32_t* slots;      // of the tokens: the line of `tables`
+  const int32_t* tables;     // [slots][table_stride] pages
+  const WindlassRow* rows;
+  const int32_t* sampled;  // tokens whose row goes on to the head
+};

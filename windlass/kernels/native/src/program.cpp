@@ -1,0 +1,58 @@
+// Runs commands one after another. Threads go from one to the next without sleeping.
+
+#include <new>
+
+#include "api.h"
+#include "run.h"
+
+using namespace windlass;
+
+namespace {
+
+int num_rows(const WindlassCommand& command, const WindlassStep& step) {
+  if (command.rows == kTokens) return step.num_tokens;
+  return command.rows == kSampled ? step.num_sampled : command.rows;
+}
+
+bool execute(const Run& run) {
+  switch (run.command.op) {
+    case kEmbed:
+      return run_embed(run);
+    case kNorm:
+      return run_norm(run);
+    case kAddNorm:
+      return run_add_norm(run);
+    case kLinear:
+      return run_linear(run);
+    case kRound:
+      return run_round(run);
+    case kSiluMul:
+      return run_silu_mul(run);
+    case kRope:
+      return run_rope(run);
+    case kAttend:
+      return run_attend(run);
+    case kGather:
+      return run_gather(run);
+    case kArgmax:
+      return run_argmax(run);
+    default:
+      return false;
+  }
+}
+
+}  // namespace
+
+extern "C" int32_t windlass_run(WindlassPool* pool, const WindlassCommand* commands, int32_t count,
+                                const WindlassStep* step) {
+  std::lock_guard<std::mutex> hold(pool->pool.mutex());
+  try {
+    for (int i = 0; i < count; ++i) {
+      const Run run{pool->pool, commands[i], *step, num_rows(commands[i], *step)};
+      if (run.rows > 0 && !execute(run)) return 1;
+    }
+  } catch (const std::bad_alloc&) {
+    return 1;
+  }
+  return 0;
+}

@@ -1,0 +1,90 @@
+// Queries and keys turn with their position; keys and values go into their pages.
+
+#include <cmath>
+#include <cstring>
+
+#include "kv.h"
+
+namespace windlass {
+
+namespace {
+
+constexpr int kMostDim = 512;
+
+// Rounded to nearest, ties to even; what is no number stays that.
+uint16_t to_brain(float x) {
+  uint32_t bits;
+  std::memcpy(&bits, &x, 4);
+  if (std::isnan(x)) return static_cast<uint16_t>(bits >> 16 | 0x40);
+  return static_cast<uint16_t>((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+}
+
+void write_codes(const float* x, int dim, int8_t* codes, float* scale) {
+  float most = 0.0f;
+  for (int i = 0; i < dim; ++i) most = std::max(most, std::fabs(x[i]));
+  const float step = std::max(most / 127.0f, 1e-30f);
+  for (int i = 0; i < dim; ++i) codes[i] = static_cast<int8_t>(std::nearbyint(x[i] / step));
+  *scale = step;
+}
+
+void write_head(const Pages& kv, const float* x, void* pages, float* scales, size_t place) {
+  const size_t at = place * static_cast<size_t>(kv.dim);
+  switch (kv.type) {
+    case kTypeHalf:
+      for (int i = 0; i < kv.dim; i += kLanes) {
+        write_half(static_cast<uint16_t*>(pages) + at + i, load(x + i));
+      }
+      return;
+    case kTypeBrain:
+      for (int i = 0; i < kv.dim; ++i) static_cast<uint16_t*>(pages)[at + i] = to_brain(x[i]);
+      return;
+    case kTypeInt8:
+      return write_codes(x, kv.dim, static_cast<int8_t*>(pages) + at, scales + place);
+    default:
+      std::memcpy(static_cast<float*>(pages) + at, x, static_cast<size_t>(kv.dim) * 4);
+  }
+}
+
+// Pairs (i, i + half) turn; what lies beyond them stays as it is.
+void turn(const float* x, const float* cos_sin, int half, int dim, float* out) {
+  const float* cosine = cos_sin;
+  const float* sine = cos_sin + half;
+  for (int i = 0; i < half; ++i) {
+    const float a = x[i], b = x[i + half];
+    out[i] = a * cosine[i] - b * sine[i];
+    out[i + half] = b * cosine[i] + a * sine[i];
+  }
+  std::memcpy(out + 2 * half, x + 2 * half, static_cast<size_t>(dim - 2 * half) * 4);
+}
+
+}  // namespace
+
+bool run_rope(const Run& run) {
+  const Pages kv = pages_of(run, 3);
+  const int rotated = run.size(5), dim = kv.dim;
+  const int heads = kv.num_q + 2 * kv.num_kv;
+  const float* norms[2] = {run.fixed<float>(1), run.fixed<float>(2)};
+  run.each_row(4 * heads * dim, [&](int token) {
+    const int position = run.step.positions[token], slot = run.step.slots[token];
+    const float* cos_sin = row_of(run.fixed<float>(0), position, rotated);
+    const float* x = row_of(run.moving(0), token, heads * dim);
+    float* out = row_of(run.moving(1), token, kv.num_q * dim);
+    for (int head = 0; head < kv.num_q + kv.num_kv; ++head, x += dim) {
+      const bool is_query = head < kv.num_q;
+      const float* weight = norms[is_query ? 0 : 1];
+      float normed[kMostDim], turned[kMostDim];
+      if (weight != nullptr) normalise(x, weight, dim, run.command.numbers[0], normed);
+      const float* from = weight != nullptr ? normed : x;
+      turn(from, cos_sin, rotated / 2, dim, is_query ? out + head * dim : turned);
+      if (is_query) continue;
+      const size_t place = kv.place(run.step, slot, position, head - kv.num_q);
+      write_head(kv, turned, kv.keys, kv.key_scales, place);
+    }
+    for (int head = 0; head < kv.num_kv; ++head, x += dim) {
+      write_head(kv, x, kv.values, kv.value_scales, kv.place(run.step, slot, position, head));
+    }
+  });
+  return true;
+}
+
+}  // namespace windlass

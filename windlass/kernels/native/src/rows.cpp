@@ -1,0 +1,278 @@
+// Operations on single rows: embedding, norms, gates, copies, the largest number.
+
+#include <cmath>
+#include <cstring>
+
+#include "run.h"
+#include "vector_math.h"
+#include "weight.h"
+
+namespace windlass {
+
+namespace {
+
+// Rows of a width that is no multiple of 8 end with this.
+struct Tail {
+  float v[kLanes] = {};
+
+  Tail(const float* p, int count) { std::memcpy(v, p, static_cast<size_t>(count) * 4); }
+};
+
+template <class Body>
+inline void each_8(int width, const Body& body) {
+  int i = 0;
+  for (; i + kLanes <= width; i += kLanes) body(i, kLanes);
+  if (i < width) body(i, width - i);
+}
+
+inline F32x8 load_some(const float* p, int count) {
+  return count == kLanes ? load(p) : load(Tail(p, count).v);
+}
+
+inline void store_some(float* p, F32x8 x, int count) {
+  if (count == kLanes) return store(p, x);
+  float v[kLanes];
+  store(v, x);
+  std::memcpy(p, v, static_cast<size_t>(count) * 4);
+}
+
+float scale_of(const Weight& w, const uint16_t* halves, int group, int r) {
+  float v[kLanes];
+  store(v, load_half(halves + group * kTile));
+  return v[r] / kHalfUnit * w.gain;
+}
+
+void read_integer_row(const Weight& w, const uint8_t* tile, int r, float* out) {
+  const uint16_t* scales = reinterpret_cast<const uint16_t*>(tile);
+  const uint16_t* mins = scales + num_groups(w) * kTile;
+  const uint8_t* codes = tile + scale_bytes(w);
+  const int centre = w.has_mins ? 0 : 8;
+  for (int g = 0; g < num_groups(w); ++g) {
+    const float scale = scale_of(w, scales, g, r);
+    const float low = w.has_mins ? scale_of(w, mins, g, r) : 0.0f;
+    for (int k = g * w.group; k < (g + 1) * w.group; ++k) {
+      // The places are those of weight.h.
+      int code;
+      if (w.kind == kInt8) {
+        code = static_cast<int8_t>(codes[k / 4 * 32 + r * 4 + k % 4]);
+      } else {
+        const int i = k % 16;
+        const uint8_t both = codes[k / 16 * 64 + i % 8 / 4 * 32 + r * 4 + i % 4];
+        code = (i < 8 ? both & 15 : both >> 4) - centre;
+      }
+      out[k] = static_cast<float>(code) * scale + low;
+    }
+  }
+}
+
+void read_table_row(const Weight& w, const uint8_t* tile, int r, float* out) {
+  const float* scales = reinterpret_cast<const float*>(tile);
+  const uint8_t* codes = tile + scale_bytes(w);
+  for (int k = 0; k < w.num_in; ++k) {
+    const uint8_t both = codes[k / 4 * 16 + k % 2 * 8 + r];
+    const int code = k % 4 < 2 ? both & 15 : both >> 4;
+    out[k] = w.table[code] * scales[k / w.group * kTile + r] * w.gain;
+  }
+}
+
+template <class Read>
+void read_plain_row(const Weight& w, int r, const Read& read, float* out) {
+  for (int k = 0; k < w.num_in; ++k) {
+    float v[kLanes];
+    store(v, read(k * kTile));
+    out[k] = v[r];
+  }
+}
+
+void read_stored_row(const Weight& w, const uint8_t* tile, int r, float* out) {
+  const uint16_t* halves = reinterpret_cast<const uint16_t*>(tile);
+  const float* floats = reinterpret_cast<const float*>(tile);
+  switch (w.kind) {
+    case kInt4:
+    case kInt8:
+      return read_integer_row(w, tile, r, out);
+    case kTable4:
+      return read_table_row(w, tile, r, out);
+    case kHalf:
+      return read_plain_row(w, r, [&](int i) { return read_half(halves + i); }, out);
+    case kBrain:
+      return read_plain_row(w, r, [&](int i) { return read_brain(halves + i); }, out);
+    default:
+      return read_plain_row(w, r, [&](int i) { return load(floats + i); }, out);
+  }
+}
+
+// Inputs of the weight as a row of floats, in the network's order.
+void read_packed_row(const Weight& w, int n, float* out, float* spare) {
+  const uint8_t* tile = w.data + static_cast<size_t>(n / kTile) * tile_bytes(w);
+  if (w.order == nullptr) return read_stored_row(w, tile, n % kTile, out);
+  read_stored_row(w, tile, n % kTile, spare);
+  for (int k = 0; k < w.num_in; ++k) out[w.order[k]] = spare[k];
+}
+
+void read_table(const void* table, Type type, size_t first, int width, float* out) {
+  const uint16_t* halves = static_cast<const uint16_t*>(table) + first;
+  const float* floats = static_cast<const float*>(table) + first;
+  if (type == kTypeFloat) {
+    std::memcpy(out, floats, static_cast<size_t>(width) * 4);
+    return;
+  }
+  each_8(width, [&](int i, int count) {
+    uint16_t some[kLanes] = {};
+    std::memcpy(some, halves + i, static_cast<size_t>(count) * 2);
+    store_some(out + i, type == kTypeHalf ? read_half(some) : read_brain(some), count);
+  });
+}
+
+// The place of the largest of x[0, count); the first of equals, and what is no number comes first.
+int largest(const float* x, int count) {
+  int at = 0;
+  for (int i = 0; i < count && !std::isnan(x[at]); ++i) {
+    if (x[i] > x[at] || std::isnan(x[i])) at = i;
+  }
+  return at;
+}
+
+// The same in two passes of which the first is of vectors.
+int largest_quickly(const float* x, int count) {
+  constexpr int stretch = 512;
+  float most = x[0];
+  int from = 0;
+  for (int begin = 0; begin < count; begin += stretch) {
+    const int end = std::min(begin + stretch, count);
+    F32x8 best = splat(x[begin]);
+    int i = begin;
+    for (; i + kLanes <= end; i += kLanes) best = larger(best, load(x + i));
+    float here = largest_of(best);
+    for (; i < end; ++i) here = x[i] > here || std::isnan(x[i]) ? x[i] : here;
+    if (std::isnan(here)) return begin + largest(x + begin, end - begin);
+    if (here > most) {
+      most = here;
+      from = begin;
+    }
+  }
+  return from + largest(x + from, std::min(stretch, count - from));
+}
+
+}  // namespace
+
+void normalise(const float* x, const float* weight, int width, float eps, float* out) {
+  F32x8 even = zero(), odd = zero();
+  each_8(width, [&](int i, int count) {
+    const F32x8 v = load_some(x + i, count);
+    F32x8& sum = i / kLanes % 2 ? odd : even;
+    sum = fma(sum, v, v);
+  });
+  const float mean = sum_of(add(even, odd)) / static_cast<float>(width);
+  const F32x8 scale = splat(1.0f / std::sqrt(mean + eps));
+  each_8(width, [&](int i, int count) {
+    const F32x8 v = mul(load_some(x + i, count), scale);
+    store_some(out + i, mul(v, load_some(weight + i, count)), count);
+  });
+}
+
+void gate(const float* gates, const float* up, int width, float* out) {
+  each_8(width, [&](int i, int count) {
+    const F32x8 g = load_some(gates + i, count);
+    // Past -88 the exponential would be infinite; the result is as good as zero there.
+    const F32x8 e = exponential(sub(zero(), larger(g, splat(-88.0f))));
+    const F32x8 silu = divide(g, add(splat(1.0f), e));
+    store_some(out + i, mul(silu, load_some(up + i, count)), count);
+  });
+}
+
+bool run_embed(const Run& run) {
+  const int width = run.size(0);
+  const Type type = static_cast<Type>(run.size(1));
+  const Weight* weight = run.fixed<Weight>(1);
+  const size_t spare_bytes = static_cast<size_t>(width) * 4 * static_cast<size_t>(run.rows);
+  float* spare = nullptr;
+  if (type == kTypePacked && weight->order != nullptr) {
+    spare = reinterpret_cast<float*>(run.pool.buffer(spare_bytes));
+    if (spare == nullptr) return false;
+  }
+  run.each_row(8 * width, [&](int row) {
+    const int id = run.step.ids[row];
+    float* out = row_of(run.moving(0), row, width);
+    if (type == kTypePacked) {
+      read_packed_row(*weight, id, out, spare ? row_of(spare, row, width) : nullptr);
+    } else {
+      read_table(run.command.fixed[0], type, static_cast<size_t>(id) * static_cast<size_t>(width),
+                 width, out);
+    }
+  });
+  return true;
+}
+
+bool run_norm(const Run& run) {
+  const int width = run.size(0);
+  run.each_row(width, [&](int row) {
+    normalise(row_of(run.moving(0), row, width), run.fixed<float>(0), width,
+              run.command.numbers[0], row_of(run.moving(1), row, width));
+  });
+  return true;
+}
+
+bool run_add_norm(const Run& run) {
+  const int width = run.size(0);
+  run.each_row(2 * width, [&](int row) {
+    const float* x = row_of(run.moving(0), row, width);
+    float* residual = row_of(run.moving(1), row, width);
+    for (int i = 0; i < width; ++i) residual[i] = residual[i] + x[i];
+    normalise(residual, run.fixed<float>(0), width, run.command.numbers[0],
+              row_of(run.moving(2), row, width));
+  });
+  return true;
+}
+
+bool run_silu_mul(const Run& run) {
+  const int width = run.size(0);
+  run.each_row(8 * width, [&](int row) {
+    const float* x = row_of(run.moving(0), row, 2 * width);
+    gate(x, x + width, width, row_of(run.moving(1), row, width));
+  });
+  return true;
+}
+
+// Whole numbers from -127 to 127, ties to even, by the row's own scale or a given one.
+bool run_round(const Run& run) {
+  const int width = run.size(0);
+  const float* given = run.fixed<float>(0);
+  run.each_row(4 * width, [&](int row) {
+    const float* x = row_of(run.moving(0), row, width);
+    float scale = 0.0f;
+    if (given != nullptr) {
+      scale = *given;
+    } else {
+      for (int i = 0; i < width; ++i) scale = std::max(scale, std::fabs(x[i]));
+      scale = std::max(scale / 127.0f, 0x1p-126f);
+    }
+    float* out = row_of(run.moving(1), row, width);
+    for (int i = 0; i < width; ++i) {
+      out[i] = std::nearbyint(std::clamp(x[i] / scale, -127.0f, 127.0f));
+    }
+    run.moving(2)[row] = scale;
+  });
+  return true;
+}
+
+bool run_gather(const Run& run) {
+  const int width = run.size(0);
+  run.each_row(width, [&](int row) {
+    std::memcpy(row_of(run.moving(1), row, width),
+                row_of(run.moving(0), run.step.sampled[row], width),
+                static_cast<size_t>(width) * 4);
+  });
+  return true;
+}
+
+bool run_argmax(const Run& run) {
+  const int width = run.size(0);
+  int32_t* out = static_cast<int32_t*>(run.command.moving[1]);
+  run.each_row(width, [&](int row) {
+    out[row] = largest_quickly(row_of(run.moving(0), row, width), width);
+  });
+  return true;
+}
+
+}  // namespace windlass

@@ -1,0 +1,52 @@
+// What operations other than products need of vectors: exponentials, sums over lanes.
+
+#pragma once
+
+#include <cmath>
+
+#include "simd.h"
+
+namespace windlass {
+
+constexpr int kLanes = 8;
+
+inline float sum_of(F32x8 x) {
+  float out[4];
+  store_sums4(out, x, x, x, x);
+  return out[0];
+}
+
+inline float largest_of(F32x8 x) {
+  float v[kLanes];
+  store(v, x);
+  float most = v[0];
+  for (int i = 1; i < kLanes; ++i) most = v[i] > most || std::isnan(v[i]) ? v[i] : most;
+  return most;
+}
+
+// To 2 units of the last place for x between -87 and 88; below, what it is at -87.
+inline F32x8 exponential(F32x8 x) {
+  x = larger(x, splat(-87.0f));
+  // Adding 1.5 * 2^23 leaves the nearest whole number in the low bits.
+  const F32x8 magic = splat(12582912.0f);
+  const F32x8 shifted = fma(magic, x, splat(1.44269504f));
+  const F32x8 n = sub(shifted, magic);
+  F32x8 r = fma(x, n, splat(-0.693359375f));
+  r = fma(r, n, splat(2.12194440e-4f));
+  F32x8 p = splat(1.9875691500e-4f);
+  p = fma(splat(1.3981999507e-3f), p, r);
+  p = fma(splat(8.3334519073e-3f), p, r);
+  p = fma(splat(4.1665795894e-2f), p, r);
+  p = fma(splat(1.6666665459e-1f), p, r);
+  p = fma(splat(0.5f), p, r);
+  p = add(fma(r, p, mul(r, r)), splat(1.0f));
+  return add_exponent(p, shifted);
+}
+
+inline float exponential(float x) {
+  float out[kLanes];
+  store(out, exponential(splat(x)));
+  return out[0];
+}
+
+}  // namespace windlass
