@@ -103,6 +103,7 @@ def build_engine(config: EngineConfig, source: Source, weights: Loaded | None = 
         Choice("sequences", f"{limits.max_num_seqs:,}", limits.seqs_reason),
         Choice("tokens per step", f"{limits.max_num_batched_tokens:,}", limits.tokens_reason),
         made.kv_format.choice,
+        *made.choices,
         Choice("KV cache", f"{capacity.num_tokens:,} tokens", capacity.reason),
     ]
     scheduler = _scheduler(

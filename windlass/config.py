@@ -73,7 +73,7 @@ class ModelConfig:
         "auto", "Take sampling defaults from the model's generation_config.json, or none."
     )
     enforce_eager: bool = option(
-        False, "Run every step operator by operator, without recorded CUDA graphs."
+        False, "Run every step operator by operator, not as one that was recorded."
     )
     plain_kernels: bool = option(
         False, "Use only the plain torch version of every operation, to compare with."

@@ -16,7 +16,6 @@ import torch
 
 from windlass.kernels.batch import Heads
 
-
 _MOST_NATIVE_DIM = 256
 _MOST_NATIVE_GROUP = 64
 

@@ -60,6 +60,7 @@ class Assembled:
     kv_format: found.KVFormat
     max_model_len: int
     memory: dict[str, int]
+    choices: list[Choice]
 
 
 def draw_up(config: EngineConfig, spec: ModelSpec, checkpoint: Checkpoint) -> Blueprint:
@@ -172,7 +173,7 @@ def make_runner(config: EngineConfig, spec: ModelSpec, loaded: Loaded, limits: L
         "process": found.resident_bytes(),
         "other processes": found.bytes_of_others(parts.device),
     }
-    return Assembled(runner, capacity, kv_format, max_model_len, memory)
+    return Assembled(runner, capacity, kv_format, max_model_len, memory, maker.choices)
 
 
 class _Maker:
@@ -191,6 +192,7 @@ class _Maker:
         self._loaded = loaded
         self._limits = limits
         self._kv_dtype = kv_dtype
+        self.choices: list[Choice] = []  # made with the runner
 
     def make(self, num_blocks: int) -> tuple[Runner, int]:
         """A runner with so many blocks, and the bytes of its pages."""
@@ -204,8 +206,8 @@ class _Maker:
         slots = SlotTables(seqs, max_blocks, size, parts.device, scratch=num_blocks)
         sampler = Sampler(spec.vocab_size, parts.device)
         if not parts.ops.is_triton:
-            runner = Runner(self._loaded.network, cache, slots, sampler, self._loaded.products)
-            return runner, cache.num_bytes
+            made = (self._loaded.network, cache, slots, sampler, self._loaded.products)
+            return self._on_cpu(made), cache.num_bytes
         from windlass.kernels.triton.attention import tile_tokens
         from windlass.runner.graphs import CudaRunner
 
@@ -216,6 +218,22 @@ class _Maker:
         )
         recorder.record()
         return recorder, cache.num_bytes
+
+    def _on_cpu(self, made: tuple[Network, KVCache, SlotTables, Sampler, TorchProducts]) -> Runner:
+        """One that replays a recorded step, where every operation is native."""
+        why = None if self._loaded.parts.ops.is_native else "not every operation is native"
+        if self._config.model.enforce_eager:
+            why = "--enforce-eager"
+        if why is not None:
+            self.choices = [Choice("steps", "operator by operator", why)]
+            return Runner(*made)
+        from windlass.kernels.native.program import Most
+        from windlass.runner.recorded import CpuRunner
+
+        runner = CpuRunner(*made)
+        limits = self._limits
+        self.choices = [runner.record(Most(limits.max_num_batched_tokens, limits.max_num_seqs))]
+        return runner
 
     def measure(self) -> dict[str, int]:
         """Bytes that the recorded graphs and the largest step take, found out by running them."""

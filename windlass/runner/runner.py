@@ -1,7 +1,8 @@
 """Turns a plan into tensors, runs the network, samples. Plain ints come back.
 
 Knows positions, slots and blocks, not what a request means: that is decided in core. This is the
-plain way, for any device; graphs.py replays recorded steps on CUDA and falls back to this one.
+plain way, for any device; graphs.py (CUDA) and recorded.py (CPU) replay recorded steps and fall
+back to this one.
 """
 
 from __future__ import annotations
@@ -72,11 +73,15 @@ class Runner:
     def submit(self, plan: StepPlan) -> Pending:
         """Start a step. The plan's copies come first, then all rows together."""
         self._prepare(plan)
+        return Done(StepResult(self._compute(plan)))
+
+    def _compute(self, plan: StepPlan) -> list[RowResult]:
+        """Operator by operator."""
         ids, batch = self._slots.batch(plan, self._cache.layers)
         batch = replace(batch, fixed=self._in_fixed_order(plan.rows))
         with self._products.fixed_order(batch.fixed):
             hidden = self._network(ids, batch)
-            return Done(StepResult(self._sample(plan.rows, batch.spans, hidden)))
+            return self._sample(plan.rows, batch.spans, hidden)
 
     def _in_fixed_order(self, rows: list[Row]) -> bool:
         """Whether any row's result must not depend on the others: then none does."""

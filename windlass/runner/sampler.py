@@ -32,6 +32,7 @@ class _Memory:
     seen: Tensor | None = None
     special: bool = field(init=False)  # whether its logits are changed before temperature
     truncated: bool = field(init=False)
+    scored: bool = field(init=False)  # whether log probabilities are wanted
 
     def __post_init__(self) -> None:
         wish = self.sampling
@@ -42,6 +43,7 @@ class _Memory:
             or wish.bad_token_ids
             or wish.min_tokens
         )
+        self.scored = wish.logprobs is not None
         self.truncated = not wish.greedy and (wish.top_k > 0 or wish.top_p < 1 or wish.min_p > 0)
 
     @property
@@ -102,6 +104,16 @@ class Sampler:
         for memory, token in zip(memories, tokens, strict=True):
             self._remember(memory, token)
         return tokens, self._logprobs(logits, memories, tokens)
+
+    def takes_likeliest(self, slots: Sequence[int]) -> bool:
+        """Whether each row's token is that of its largest logit, and nothing else is asked for."""
+        memories = [self._slots[slot] for slot in slots]
+        return all(m.sampling.greedy and not m.special and not m.scored for m in memories)
+
+    def accept(self, slots: Sequence[int], tokens: Sequence[int]) -> None:
+        """Remember tokens that were chosen elsewhere."""
+        for slot, token in zip(slots, tokens, strict=True):
+            self._remember(self._slots[slot], token)
 
     def _change(self, scores: Tensor, memory: _Memory) -> Tensor:
         """Rule tokens out and shift others, as the request wishes."""

@@ -154,8 +154,8 @@ class NativeProduct(Prepared):
         scales, flags = None, LinearFlag(0)
         if self._activation != "none":
             codes, scales = torch.empty_like(wide), torch.empty(rows, 1)
-            moving = (wide, codes, scales)
-            self._pool.run(Call(Op.ROUND, rows, moving, (self._input_scale,), (num_in,)))
+            rounded = (wide, codes, scales)
+            self._pool.run(Call(Op.ROUND, rows, rounded, (self._input_scale,), (num_in,)))
             wide, flags = codes, LinearFlag.GIVEN_SCALES
         moving = (wide, out, None, None, scales)
         self._pool.run(Call(Op.LINEAR, rows, moving, (self.place,), (num_out, 0, flags)))

@@ -1,0 +1,123 @@
+"""The CPU's recorded step: the same numbers as operator by operator, for any batch."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.models.tiny import Type, write_gguf
+from tests.runner.test_deterministic import CONFIG, OTHERS, PROMPT
+from windlass import LLM, SamplingParams
+from windlass.build import Source, build_engine
+from windlass.config import EngineConfig
+from windlass.core.types import NewRequest
+from windlass.kernels.native import library, ops
+from windlass.kernels.native.pool import shared_pool
+from windlass.kernels.native.program import Most, record
+from windlass.kernels.native.record import Unrecordable
+from windlass.models.card import load_spec
+from windlass.models.source import resolve
+
+_COMPILERS, _ = library.find_compilers()
+pytestmark = pytest.mark.skipif(not _COMPILERS, reason="no C++ compiler")
+
+PROMPTS = [PROMPT, *OTHERS]
+SHAPES: dict[str, dict[str, Any]] = {
+    "qwen3": {},
+    "qwen2": {"architectures": ["Qwen2ForCausalLM"]},
+    "mistral": {"architectures": ["MistralForCausalLM"], "sliding_window": 20},
+    "llama": {"architectures": ["LlamaForCausalLM"], "tie_word_embeddings": True},
+}
+
+
+def make(folder: Path, shape: str = "qwen3", **options: Any) -> LLM:
+    path = folder / shape
+    path.mkdir(exist_ok=True)
+    sizes = {"head_dim": 16, "intermediate_size": 224}
+    (path / "config.json").write_text(json.dumps(CONFIG | sizes | SHAPES[shape]))
+    chosen = {"num_blocks": 200, "max_num_seqs": 16, "quantization": "int4", "quantize_head": True}
+    return LLM(str(path), load_format="dummy", device="cpu", **(chosen | options))
+
+
+def how(llm: LLM) -> str:
+    return next(choice.value for choice in llm.report.choices if choice.what == "steps")
+
+
+def answers(llm: LLM, params: SamplingParams) -> list[Any]:
+    return [
+        (result.outputs[0].token_ids, [s.logprob for s in result.outputs[0].logprobs or ()])
+        for result in llm.generate(PROMPTS, params)
+    ]
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("quantization", ["int4", "int8", "w8a8", "nf4"])
+def test_recorded_equals_operator_by_operator(
+    tmp_path: Path, shape: str, quantization: str
+) -> None:
+    """To the bit: greedy, with scores, and drawn, in steps of many sizes."""
+    options = {"quantization": quantization, "max_num_batched_tokens": 40}
+    recorded = make(tmp_path, shape, **options)
+    eager = make(tmp_path, shape, enforce_eager=True, **options)
+    assert how(recorded).startswith("one native call")
+    for wish in ({"temperature": 0.0}, {"temperature": 0.0, "logprobs": 2}, {"seed": 3}):
+        params = SamplingParams(max_tokens=12, ignore_eos=True, **wish)
+        assert answers(recorded, params) == answers(eager, params)
+
+
+@pytest.mark.parametrize("kv", ["auto", "int8"])
+def test_a_row_is_the_same_alone_and_in_any_batch(tmp_path: Path, kv: str) -> None:
+    params = SamplingParams(max_tokens=20, ignore_eos=True, temperature=0.0, logprobs=1)
+    together = answers(make(tmp_path, kv_cache_dtype=kv), params)
+    llm = make(tmp_path, kv_cache_dtype=kv, max_num_seqs=1, max_num_batched_tokens=30)
+    assert answers(llm, params) == together
+
+
+def test_near_the_plain_versions(tmp_path: Path) -> None:
+    """Weights that lose nothing: float32 sums in another order, inputs kept to 15 bits."""
+    params = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0)
+    scores = []
+    for options in ({}, {"plain_kernels": True}):
+        results = make(tmp_path, quantization="int8", **options).generate(PROMPTS, params)
+        scores.append([score.logprob for result in results for score in result.prompt_logprobs])
+    assert scores[0] == pytest.approx(scores[1], abs=1e-3)
+
+
+def test_products_of_several_types_share_a_buffer(tmp_path: Path) -> None:
+    kinds = {"attn_v.weight": Type.Q8_0, "ffn_up.weight": Type.Q5_0, "token_embd.weight": Type.Q8_0}
+    path = write_gguf(tmp_path / "m.gguf", "qwen2", Type.Q4_1, kinds=kinds)
+    tokens = []
+    for eager in (False, True):
+        config = EngineConfig.of(model=str(path), num_blocks=32, enforce_eager=eager)
+        files = resolve(config.model)  # there is no tokenizer in it
+        built = build_engine(config, Source(files, load_spec(files, config.model), ()))
+        lines = {choice.what: choice.value for choice in built.report.choices}
+        assert lines["steps"].startswith("operator" if eager else "one native call")
+        params = SamplingParams(max_tokens=20, ignore_eos=True, temperature=0.0)
+        built.engine.add(NewRequest("a", [i % 96 for i in range(3, 40, 3)], params))
+        found: list[int] = []
+        while built.engine.has_work:
+            found += [token for output in built.engine.step() for token in output.tokens]
+        tokens.append(found)
+    assert tokens[0] == tokens[1]
+
+
+def test_what_torch_computes_in_between_is_named(tmp_path: Path) -> None:
+    llm = make(tmp_path, quantization="fp8")
+    lines = {choice.what: choice for choice in llm.report.choices}
+    assert lines["steps"].value == "operator by operator"
+    assert lines["steps"].reason == "cannot be recorded: aten.abs.default is not native"
+
+
+def test_an_operator_on_a_step_s_tensor_cannot_be_recorded() -> None:
+    def forward() -> tuple[torch.Tensor, torch.Tensor]:
+        x = ops.rms_norm(ops.embedding(torch.tensor([1]), torch.ones(4, 8)), torch.ones(8), 1e-5)
+        return x.mul_(2.0), ops.argmax(x)
+
+    with pytest.raises(Unrecordable, match="mul_"):
+        record(shared_pool(), forward, Most(4, 2))
+    assert not shared_pool().is_recording

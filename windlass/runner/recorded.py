@@ -1,0 +1,106 @@
+"""Steps on the CPU: one recorded program for all batches, and one native call for each step.
+
+What Python does for a step is to write down its tokens and rows, and to read the tokens that came
+out. Steps that want more of the network than logits run operator by operator.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from windlass.core.card import Choice
+from windlass.core.types import Row, RowResult, StepPlan
+from windlass.kernels.batch import Span, StepBatch
+from windlass.kernels.native import ops
+from windlass.kernels.native.pool import shared_pool
+from windlass.kernels.native.program import Most, Program, StepInputs, record
+from windlass.kernels.native.record import Unrecordable
+from windlass.runner.device import gib
+from windlass.runner.runner import Runner
+
+_WHAT = "steps"
+
+
+class CpuRunner(Runner):
+    """Owns the program and its inputs."""
+
+    _program: Program | None = None
+    _inputs: StepInputs
+
+    @torch.inference_mode()
+    def record(self, most: Most) -> Choice:
+        """Record the program; where that cannot be, steps stay as they were, and it says why."""
+        try:
+            self._program = record(shared_pool(), self._rehearse, most)
+        except Unrecordable as error:
+            return Choice(_WHAT, "operator by operator", f"cannot be recorded: {error}")
+        self._inputs = StepInputs(most, self._slots.tables)
+        made = self._program
+        size = f"{made.num_commands} commands, {gib(made.num_bytes)}"
+        return Choice(_WHAT, f"one native call ({size})", "every operation is native")
+
+    def _rehearse(self) -> tuple[Tensor, Tensor]:
+        """A step of two tokens, of which one is sampled: logits and tokens."""
+        two = torch.zeros(2, dtype=torch.int32)
+        batch = StepBatch(two, two, self._slots.tables, [Span(0, 2, 0)], self._cache.layers)
+        hidden = self._network(two, batch)
+        logits = self._network.logits(ops.gather(hidden, two[:1]))
+        return logits, ops.argmax(logits)
+
+    def _compute(self, plan: StepPlan) -> list[RowResult]:
+        rows = plan.rows
+        program = self._program
+        if program is None or any(
+            self._sampler.num_prompt_scores(r.slot) is not None for r in rows
+        ):
+            return super()._compute(plan)
+        sampled = self._fill(rows)
+        slots = [rows[i].slot for i in sampled]
+        likeliest = self._sampler.takes_likeliest(slots)
+        program.run(self._inputs, draw=likeliest)
+        results = [RowResult([])] * len(rows)
+        if likeliest:
+            tokens = program.tokens[: len(sampled)].tolist()
+            self._sampler.accept(slots, tokens)
+            for i, token in zip(sampled, tokens, strict=True):
+                results[i] = RowResult([token])
+        else:
+            tokens, scores = self._sampler.sample(program.logits[: len(sampled)], slots)
+            for i, token, score in zip(sampled, tokens, scores, strict=True):
+                results[i] = RowResult([token], score)
+        self._last[slots] = tokens
+        return results
+
+    @property
+    def _last(self) -> np.ndarray:
+        """The token sampled last, by slot."""
+        return self._slots.last.numpy()
+
+    def _fill(self, rows: list[Row]) -> list[int]:
+        """Write down the step; returns the rows that are sampled."""
+        inputs = self._inputs
+        counts = [row.num_tokens for row in rows]
+        firsts = np.cumsum([0, *counts])
+        total = int(firsts[-1])
+        known: list[int] = []
+        for row in rows:
+            known.extend(row.tokens or (int(self._last[row.slot]),))
+        table = inputs.rows[: len(rows)]
+        table[:, 0] = firsts[:-1]
+        table[:, 1] = counts
+        table[:, 2] = [row.start for row in rows]
+        table[:, 3] = [row.slot for row in rows]
+        inputs.ids[:total] = known
+        if total == len(rows):
+            inputs.positions[:total] = table[:, 2]
+            inputs.slots[:total] = table[:, 3]
+        else:
+            offsets = np.repeat(table[:, 2] - table[:, 0], counts)
+            inputs.positions[:total] = offsets + np.arange(total)
+            inputs.slots[:total] = np.repeat(table[:, 3], counts)
+        sampled = [i for i, row in enumerate(rows) if row.sample]
+        inputs.sampled[: len(sampled)] = firsts[1:][sampled] - 1
+        inputs.count(total, len(rows), len(sampled))
+        return sampled
