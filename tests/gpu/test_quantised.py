@@ -6,7 +6,9 @@ import pytest
 import torch
 
 from windlass.kernels.packed import Float8, Int4Group, Int8Group, pack_nibbles
+from windlass.kernels import reference
 from windlass.kernels.plain_linear import PlainLinear
+from windlass.kernels.rounded import Inputs, Rounded, Rounding, Scaled
 
 pytestmark = [
     pytest.mark.gpu,
@@ -66,3 +68,74 @@ def test_fp8(rows: int, outputs: int, size: int, per_output: bool) -> None:
     product = kernel.prepare(form)
     for _ in "ab":
         close(product.apply(x), want, 2**-6)
+
+
+def fp8_form(outputs: int, size: int) -> Float8:
+    codes = torch.randn(outputs, size, device=CUDA).to(torch.float8_e4m3fn)
+    return Float8(codes, torch.rand(outputs, 1, device=CUDA) * 0.02 + 0.01, activation="token")
+
+
+def values(x: Inputs) -> torch.Tensor:
+    """What rounded inputs stand for."""
+    if isinstance(x, Rounded):
+        return x.codes.float() * x.scales
+    assert isinstance(x, torch.Tensor)
+    return x
+
+
+class Norm:
+    """A norm before a product that wants its inputs rounded."""
+
+    eps = 1e-5
+
+    def __init__(self, size: int, rounds: bool) -> None:
+        self.weight = torch.randn(size, device=CUDA).bfloat16()
+        self.rounds = rounds
+
+    def rounding(self, num_rows: int) -> Rounding | None:
+        del num_rows
+        return Rounding("rows") if self.rounds else None
+
+    def add(self, x: torch.Tensor | Scaled, residual: torch.Tensor | None) -> tuple:
+        from windlass.kernels.triton.norm import add_rms_norm
+
+        return add_rms_norm(x, residual, self.weight, self.eps, self.rounding(len(residual)))
+
+
+@pytest.mark.parametrize("rounds", [False, True])
+@pytest.mark.parametrize("rows", [1, 3, 8, 9, 16, 17, 300])
+@pytest.mark.parametrize(("outputs", "size"), [(960, 576), (4096, 1536)])
+def test_fp8_and_the_norm_behind_it(rows: int, outputs: int, size: int, rounds: bool) -> None:
+    from windlass.kernels.triton.fp8_linear import Fp8Linear
+
+    form, norm = fp8_form(outputs, size), Norm(outputs, rounds)
+    x = torch.randn(rows, size, device=CUDA).bfloat16()
+    before = torch.randn(rows, outputs, device=CUDA).bfloat16()
+    plain = PlainLinear().prepare(form).apply(x)
+    want, want_residual = reference.add_rms_norm(plain, before.clone(), norm.weight, norm.eps)
+    product = Fp8Linear().prepare(form)
+    for _ in "ab":
+        got, residual = product.then(x, before.clone(), norm)
+        assert isinstance(got, Rounded) == rounds
+        close(values(got), want, 2**-4 if rounds else 2**-6)
+        close(residual, want_residual, 2**-6)
+
+
+@pytest.mark.parametrize("rounded", [False, True])
+@pytest.mark.parametrize("rows", [1, 16, 17, 300])
+@pytest.mark.parametrize(("width", "size"), [(480, 576), (1536, 1024)])
+def test_fp8_gate(rows: int, width: int, size: int, rounded: bool) -> None:
+    from windlass.kernels.triton.fp8_linear import Fp8Linear
+    from windlass.kernels.triton.norm import silu_mul
+    from windlass.kernels.triton.rounding import round_rows
+
+    form = fp8_form(2 * width, size)
+    x = torch.randn(rows, size, device=CUDA).bfloat16()
+    want = reference.silu_mul(PlainLinear().prepare(form).apply(x))
+    product = Fp8Linear().prepare(form)
+    got = product.gated(round_rows(x) if rounded else x, silu_mul)
+    close(values(got), want, 2**-5)
+    if rows > 16:
+        codes = product.gated(x, lambda y: silu_mul(y, rounding=Rounding("rows")))
+        assert isinstance(codes, Rounded)
+        close(values(codes), want, 2**-4)

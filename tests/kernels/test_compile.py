@@ -17,6 +17,7 @@ from triton.compiler import ASTSource  # noqa: E402
 from windlass.kernels.triton import (  # noqa: E402
     attention,
     attention_kernels,
+    fp8_kernels,
     norm,
     rope,
     sample,
@@ -93,9 +94,11 @@ def prefill(dim: int, pad: int, special: bool = False, codes: str | None = None)
     return attention_kernels.paged_prefill_kernel, signature, constants, options
 
 
-def rotate(normed: bool, codes: str | None = None) -> tuple:
+def rotate(normed: bool, codes: str | None = None, raw: bool = False) -> tuple:
     constants = {"NUM_KV": 8, "GROUP": 4, "GROUP_PAD": 4, "DIM": 128, "HALF": 64, "HALF_PAD": 64}
     signature, scales = paged(ROPE, codes)
+    if raw:
+        signature = {**signature, "qkv_rows": F, "qkv_columns": F}
     constants = {**constants, "SIZE": 16, "NORM": normed, **scales}
     return rope.rope_write_kernel, signature, constants, {"num_warps": 1}
 
@@ -105,6 +108,25 @@ def product(rows: int, outputs: int, split: bool, stages: int, at_once: int = 0)
     constants = {"SPLIT": split, "ROWS": rows, "OUTPUTS": outputs, "BLOCK_K": 128}
     constants = {**constants, "AT_ONCE": at_once, "WIDTH": 4096 if at_once else 1}
     return skinny.skinny_linear_kernel, signature, constants, {"num_stages": stages}
+
+
+def fp8_product(rounded: bool, even: bool, split: bool, at_once: int = 0) -> tuple:
+    signature = {**PRODUCT, "parts": F, "counters": I, "splits": "i32", "codes": FP8, "scales": F}
+    constants = {"SPLIT": split, "ROWS": 16, "OUTPUTS": 64, "BLOCK_K": 128, "EVEN": even}
+    constants = {**constants, "AT_ONCE": at_once, "WIDTH": 4096 if at_once else 1}
+    if rounded:
+        signature = {**signature, "x": FP8, "x_scales": F}
+    if at_once:
+        signature = {**signature, "normed": FP8, "normed_scales": F}
+    return fp8_kernels.fp8_linear_kernel, signature, constants, {"num_stages": 6 if rounded else 4}
+
+
+def fp8_gated(rounded: bool) -> tuple:
+    signature = {**PRODUCT, "codes": FP8, "scales": F}
+    if rounded:
+        signature = {**signature, "x": FP8, "x_scales": F}
+    constants = {"ROWS": 16, "OUTPUTS": 64, "BLOCK_K": 128, "EVEN": True}
+    return fp8_kernels.fp8_gated_kernel, signature, constants, {"num_stages": 3 if rounded else 4}
 
 
 def gated(rows: int, outputs: int, stages: int) -> tuple:
@@ -133,8 +155,27 @@ CASES = {
         {"SIZE": 576, "BLOCK": 1024},
         {},
     ),
+    "add_rms_norm of a raw product, rounded": (
+        norm.add_rms_norm_kernel,
+        {**NORM, "residual": X, "x_rows": F, "x_columns": F, "out": FP8, "out_scales": F},
+        {"SIZE": 4096, "BLOCK": 4096},
+        {"num_warps": 8},
+    ),
     "silu_mul": (norm.silu_mul_kernel, {"gate_up": X, "out": X}, {"SIZE": 1536, "BLOCK": 1024}, {}),
+    "silu_mul of a raw product, rounded": (
+        norm.silu_mul_kernel,
+        {"gate_up": X, "rows": F, "columns": F, "out": FP8, "out_scales": F},
+        {"SIZE": 14336, "BLOCK": 16384},
+        {"num_warps": 16},
+    ),
+    "fp8 product": fp8_product(True, True, True),
+    "fp8 product with a norm": fp8_product(True, True, True, at_once=1),
+    "fp8 product that rounds": fp8_product(False, True, True),
+    "fp8 product that rounds, odd, with a norm": fp8_product(False, False, False, at_once=1),
+    "fp8 gated": fp8_gated(True),
+    "fp8 gated that rounds": fp8_gated(False),
     "rope_write": rotate(False),
+    "rope_write of a raw product": rotate(False, FP8, raw=True),
     "rope_write normed": rotate(True),
     "rope_write fp8": rotate(False, FP8),
     "rope_write int8": rotate(True, "*i8"),
@@ -194,7 +235,9 @@ def test_compiles_without_spills(name: str, tmp_path: Path) -> None:
         for i, key in enumerate(names)
         if full[key].startswith("*") or key in ALIGNED
     }
-    constants = {**constants, "CHAINED": True}
+    # A pointer that the case does not name is absent.
+    absent = {key: None for key, kind in full.items() if kind == "constexpr"}
+    constants = {**absent, **constants, "CHAINED": True}
     options = {**options, "launch_pdl": True}
     values = {(names.index(key),): value for key, value in constants.items()}
     source = ASTSource(function, full, constexprs=values, attrs=aligned)

@@ -15,25 +15,18 @@ from torch import Tensor
 
 from windlass.kernels.packed import Float8, Int4Group, Int8Group, Packed, Table4
 from windlass.kernels.plain_linear import PlainLinear, Unpacked
+from windlass.kernels.prepared import Prepared
 from windlass.kernels.products import TorchProducts
 
 # "module:class" of a LinearKernel, imported only where its device is used.
 _CANDIDATES: dict[str, tuple[str, ...]] = {
     "cpu": ("windlass.kernels.native.linear:NativeLinear",),
-    "cuda": (),
+    "cuda": (
+        "windlass.kernels.triton.fp8_linear:Fp8Linear",
+        "windlass.kernels.triton.grouped_linear:GroupedLinear",
+    ),
 }
 _FP8_CAPABILITY = (8, 9)  # the first CUDA devices that multiply fp8
-
-
-class Prepared(Protocol):
-    """A weight as one kernel wants it."""
-
-    @property
-    def num_bytes(self) -> int: ...
-
-    def apply(self, x: Tensor) -> Tensor:
-        """x [M, K] times the weight: [M, N] in x's type."""
-        ...
 
 
 class LinearKernel(Protocol):

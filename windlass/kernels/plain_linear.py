@@ -12,7 +12,9 @@ from torch import Tensor
 from torch.nn.functional import linear, pad
 
 from windlass.kernels.packed import Activation, Float8, Int8Group, Packed
+from windlass.kernels.prepared import Prepared
 from windlass.kernels.products import TorchProducts
+from windlass.kernels.rounded import Inputs
 
 INT8_MOST = 127.0
 FLOAT8_MOST = 448.0  # the largest e4m3
@@ -34,7 +36,7 @@ class PlainLinear:
         return PlainProduct(form)
 
 
-class PlainProduct:
+class PlainProduct(Prepared):
     """A form as it is."""
 
     def __init__(self, form: Packed) -> None:
@@ -44,7 +46,8 @@ class PlainProduct:
     def num_bytes(self) -> int:
         return form_bytes(self.form)
 
-    def apply(self, x: Tensor) -> Tensor:
+    def apply(self, x: Inputs) -> Tensor:
+        assert isinstance(x, Tensor)
         form = self.form
         if isinstance(form, Int8Group) and form.activation != "none":
             return _whole_product(x, form)
@@ -54,7 +57,7 @@ class PlainProduct:
         return linear(x, form.dequantise().to(x.dtype))
 
 
-class Unpacked:
+class Unpacked(Prepared):
     """A weight that was dequantised once; activations are rounded as its form says."""
 
     def __init__(
@@ -74,7 +77,8 @@ class Unpacked:
     def num_bytes(self) -> int:
         return self.weight.nbytes
 
-    def apply(self, x: Tensor) -> Tensor:
+    def apply(self, x: Inputs) -> Tensor:
+        assert isinstance(x, Tensor)
         if self._activation != "none":
             x = self._round(x, self._activation, self._input_scale).to(x.dtype)
         return self._products.linear(x, self.weight)

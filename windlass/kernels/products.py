@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear, pad
 
+from windlass.kernels.rounded import Inputs, Outputs, Rounding
+
 # Products in a fixed order are of so many rows at a time: libraries choose by the number of rows
 # how they cut the sums.
 _FIXED_ROWS = 16
@@ -24,7 +26,11 @@ class Norm(Protocol):
     @property
     def eps(self) -> float: ...
 
-    def add(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+    def rounding(self, num_rows: int) -> Rounding | None:
+        """How whoever reads the result wants so many rows; None: as they are."""
+        ...
+
+    def add(self, x: Outputs, residual: Tensor | None) -> tuple[Inputs, Tensor]:
         """(x + residual, normalised; x + residual)"""
         ...
 
@@ -39,13 +45,13 @@ class TorchProducts:
         """x @ weight.T"""
         return fixed_linear(x, weight) if self._fixed else linear(x, weight)
 
-    def gated(self, x: Tensor, weight: Tensor, silu_mul: Callable[[Tensor], Tensor]) -> Tensor:
+    def gated(self, x: Tensor, weight: Tensor, silu_mul: Callable[[Outputs], Inputs]) -> Inputs:
         """silu(x @ gate.T) * (x @ up.T), where weight is gate above up."""
         return silu_mul(self.linear(x, weight))
 
     def linear_norm(
         self, x: Tensor, weight: Tensor, residual: Tensor, norm: Norm
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Inputs, Tensor]:
         """A product and the norm behind it: (residual + product, normalised; residual + product)."""
         return norm.add(self.linear(x, weight), residual)
 

@@ -89,7 +89,9 @@ SMALLEST_SCALE = 1e-30
 def encode(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """The nearest codes of each head [..., dim], and the scale that its largest number sets."""
     wide = x.float()
-    scale = (wide.abs().amax(-1) / LARGEST_CODE[dtype]).clamp_min(SMALLEST_SCALE)
+    largest = wide.abs().amax(-1)
+    # By a tensor: a GPU multiplies by the reciprocal of a plain number, which rounds otherwise.
+    scale = (largest / torch.full_like(largest, LARGEST_CODE[dtype])).clamp_min(SMALLEST_SCALE)
     codes = wide / scale[..., None]
     return (codes.round() if dtype == torch.int8 else codes).to(dtype), scale
 

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from windlass.kernels.batch import Heads, StepBatch
 from windlass.kernels.ops import Ops
+from windlass.kernels.rounded import Inputs
 from windlass.layers.linear import Linear, MethodFor
 from windlass.layers.norm import HeadNorm, RMSNorm
 from windlass.parallel.mesh import Group
@@ -70,12 +71,12 @@ class Attention(nn.Module):
             self.k_norm = HeadNorm(whole.dim, shape.norm_eps, dtype)
 
     def forward(
-        self, x: Tensor, residual: Tensor, norm: RMSNorm, batch: StepBatch, cos_sin: Tensor
-    ) -> tuple[Tensor, Tensor]:
+        self, x: Inputs, residual: Tensor, norm: RMSNorm, batch: StepBatch, cos_sin: Tensor
+    ) -> tuple[Inputs, Tensor]:
         kv = batch.kv[self.index]
         norms = None
         if self.q_norm is not None and self.k_norm is not None:
             norms = (self.q_norm.weight, self.k_norm.weight, self.q_norm.eps)
-        qkv = self.qkv_proj(x)
+        qkv = self.qkv_proj.raw(x)
         mixed = self.ops.attend(qkv, self.heads, cos_sin, norms, kv, batch, self.window)
         return self.o_proj.then(mixed.flatten(1), residual, norm)

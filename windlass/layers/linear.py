@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from windlass.kernels.linears import Product
 from windlass.kernels.products import Norm
+from windlass.kernels.rounded import Inputs, Outputs, Rounding
 from windlass.parallel.mesh import Group
 from windlass.quant.base import LinearMethod, Part
 
@@ -59,19 +60,29 @@ class Linear(nn.Module):
         """What the quantised weight takes; a plain one is among the module's parameters."""
         return sum(product.prepared.num_bytes for product in self.products)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def rounding(self, num_rows: int) -> Rounding | None:
+        """How so many rows of inputs should come; None: as they are."""
+        return self.products[0].prepared.rounding(num_rows) if len(self.products) == 1 else None
+
+    def raw(self, x: Inputs) -> Outputs:
+        """y, perhaps with scales that its reader has to multiply in."""
+        if self.bias is not None or self.shard == "in" or len(self.products) != 1:
+            return self(x)
+        return self.products[0].prepared.raw(x)
+
+    def forward(self, x: Inputs) -> Tensor:
         y = self.method.apply(self, x)
         if self.shard == "in":
             y = self.group.all_reduce(y)
         return y if self.bias is None else y + self.bias
 
-    def then(self, x: Tensor, residual: Tensor, norm: Norm) -> tuple[Tensor, Tensor]:
+    def then(self, x: Inputs, residual: Tensor, norm: Norm) -> tuple[Inputs, Tensor]:
         """y into the residual stream and through a norm: (normalised, new residual)."""
         if self.bias is not None or (self.shard == "in" and self.group.size > 1):
             return norm.add(self(x), residual)
         return self.method.then(self, x, residual, norm)
 
-    def gated(self, x: Tensor, silu_mul: Callable[[Tensor], Tensor]) -> Tensor:
+    def gated(self, x: Inputs, silu_mul: Callable[[Outputs], Inputs]) -> Inputs:
         """silu(first half of y) * second half, for a layer of two parts."""
         if self.bias is not None:
             return silu_mul(self(x))

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor, nn
 
 from windlass.kernels.ops import Ops
+from windlass.kernels.rounded import Inputs
 from windlass.layers.linear import Linear, MethodFor
 from windlass.layers.norm import RMSNorm
 from windlass.parallel.mesh import Group
@@ -36,6 +39,9 @@ class GatedMLP(nn.Module):
             bias=bias,
         )
 
-    def forward(self, x: Tensor, residual: Tensor, norm: RMSNorm) -> tuple[Tensor, Tensor]:
-        active = self.gate_up_proj.gated(x, self.ops.silu_mul)
+    def forward(self, x: Inputs, residual: Tensor, norm: RMSNorm) -> tuple[Inputs, Tensor]:
+        silu_mul, rounding = self.ops.silu_mul, self.down_proj.rounding(x.shape[0])
+        if rounding is not None:
+            silu_mul = partial(silu_mul, rounding=rounding)
+        active = self.gate_up_proj.gated(x, silu_mul)
         return self.down_proj.then(active, residual, norm)

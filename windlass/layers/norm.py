@@ -2,26 +2,41 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 
 from windlass.kernels.ops import Ops
+from windlass.kernels.rounded import Inputs, Outputs, Rounding
+
+
+def _as_it_is(num_rows: int) -> Rounding | None:
+    del num_rows
+    return None
 
 
 class RMSNorm(nn.Module):
-    """Scales the last dimension to unit root mean square."""
+    """Scales the last dimension to unit root mean square.
+
+    `rounding` is asked how the layer that follows wants its inputs.
+    """
 
     def __init__(self, size: int, eps: float, dtype: torch.dtype, ops: Ops) -> None:
         super().__init__()
         self.eps = eps
         self.ops = ops
+        self.rounding: Callable[[int], Rounding | None] = _as_it_is
         self.weight = nn.Parameter(torch.empty(size, dtype=dtype), requires_grad=False)
 
-    def add(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+    def add(self, x: Outputs, residual: Tensor | None) -> tuple[Inputs, Tensor]:
         """Add x to the residual stream, which may be changed: (normalised sum, new residual)."""
+        rounding = self.rounding(x.shape[0])
+        options = () if rounding is None else (rounding,)
         if residual is None:
-            return self.ops.rms_norm(x, self.weight, self.eps), x
-        return self.ops.add_rms_norm(x, residual, self.weight, self.eps)
+            assert isinstance(x, Tensor)
+            return self.ops.rms_norm(x, self.weight, self.eps, *options), x
+        return self.ops.add_rms_norm(x, residual, self.weight, self.eps, *options)
 
 
 class HeadNorm(nn.Module):

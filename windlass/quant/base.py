@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from windlass.errors import CheckpointError
 from windlass.kernels.linears import Product
 from windlass.kernels.products import Norm
+from windlass.kernels.rounded import Inputs, Outputs
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,14 +110,14 @@ class LinearMethod(Protocol):
         """Once, after loading: repack `layer.stored` for the chosen kernel."""
         ...
 
-    def apply(self, layer: Layer, x: Tensor) -> Tensor:
+    def apply(self, layer: Layer, x: Inputs) -> Tensor:
         """x @ weight.T"""
         ...
 
-    def then(self, layer: Layer, x: Tensor, residual: Tensor, norm: Norm) -> tuple[Tensor, Tensor]:
+    def then(self, layer: Layer, x: Inputs, residual: Tensor, norm: Norm) -> tuple[Inputs, Tensor]:
         """x @ weight.T, into the residual stream and through a norm: (normalised, new residual)."""
         ...
 
-    def gated(self, layer: Layer, x: Tensor, silu_mul: Callable[[Tensor], Tensor]) -> Tensor:
+    def gated(self, layer: Layer, x: Inputs, silu_mul: Callable[[Outputs], Inputs]) -> Inputs:
         """silu(x @ gate.T) * (x @ up.T), where the weight is gate above up."""
         ...

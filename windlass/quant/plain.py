@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from windlass.kernels.products import Norm, TorchProducts
+from windlass.kernels.rounded import Inputs, Outputs
 from windlass.quant.base import Axis, Layer, ParamSpec
 
 
@@ -49,11 +50,11 @@ class Plain:
             whole = nn.Parameter(whole, requires_grad=False)
         layer.weight = whole
 
-    def apply(self, layer: Layer, x: Tensor) -> Tensor:
+    def apply(self, layer: Layer, x: Inputs) -> Tensor:
         return self._products.linear(x, layer.weight)  # type: ignore[arg-type]
 
-    def then(self, layer: Layer, x: Tensor, residual: Tensor, norm: Norm) -> tuple[Tensor, Tensor]:
+    def then(self, layer: Layer, x: Inputs, residual: Tensor, norm: Norm) -> tuple[Inputs, Tensor]:
         return self._products.linear_norm(x, layer.weight, residual, norm)  # type: ignore[arg-type]
 
-    def gated(self, layer: Layer, x: Tensor, silu_mul: Callable[[Tensor], Tensor]) -> Tensor:
+    def gated(self, layer: Layer, x: Inputs, silu_mul: Callable[[Outputs], Inputs]) -> Inputs:
         return self._products.gated(x, layer.weight, silu_mul)  # type: ignore[arg-type]

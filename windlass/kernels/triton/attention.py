@@ -9,8 +9,10 @@ import triton
 from torch import Tensor
 
 from windlass.kernels.batch import Heads, LayerKV, StepBatch
+from windlass.kernels.rounded import Outputs
 from windlass.kernels.triton import chain
 from windlass.kernels.triton.attention_kernels import paged_decode_kernel, paged_prefill_kernel
+from windlass.kernels.triton.norm import parts
 
 _LOG2_E = 1.4426950408889634
 _TILE_ROWS = 128  # query rows (tokens x heads of a group) that one program takes
@@ -41,7 +43,7 @@ def attention(
 
 
 def decode_attention(
-    qkv: Tensor,
+    qkv: Outputs,
     heads: Heads,
     cos_sin: Tensor,
     norms: tuple[Tensor, Tensor, float] | None,
@@ -51,9 +53,10 @@ def decode_attention(
     window: int | None = None,
 ) -> Tensor:
     """`rope_write` and `attention` in one pass, where every row is of one token."""
-    out = qkv.new_empty((qkv.shape[0], heads.num_q, heads.dim))
-    raw = _Raw(cos_sin, norms)
-    _decode(out, qkv, raw, kv, batch, (scale * _LOG2_E, _LOG2_E), window, False)
+    values, rows, columns = parts(qkv)
+    out = values.new_empty((qkv.shape[0], heads.num_q, heads.dim))
+    raw = _Raw(rows, columns, cos_sin, norms)
+    _decode(out, values, raw, kv, batch, (scale * _LOG2_E, _LOG2_E), window, False)
     return out
 
 
@@ -61,6 +64,8 @@ def decode_attention(
 class _Raw:
     """What is left to do to queries, keys and values that come straight from their product."""
 
+    rows: Tensor | None  # scales that the product came without
+    columns: Tensor | None
     cos_sin: Tensor
     norms: tuple[Tensor, Tensor, float] | None
 
@@ -68,13 +73,16 @@ class _Raw:
 def _decode_options(dim_pad: int, splits: int, coded: bool = False) -> dict[str, int]:
     """How the decode kernel is cut and compiled: parts stay long where rows alone fill the device.
 
-    Of codes a tile holds twice as many, in the same bytes: one scale for each thread to fetch.
+    Codes take registers to become numbers in, and a scale each: where rows fill the device, programs
+    of two warps overlap better, and where they do not, longer tiles are fewer.
     """
     if dim_pad > 128:
         return {"TILE": 32, "MIN_TILES": 4, "num_warps": 4, "num_stages": 3}
     least = 512 if splits <= 2 else 128
-    tile = 128 if coded else 64
-    return {"TILE": tile, "MIN_TILES": least // tile, "num_warps": 4, "num_stages": 3}
+    tile, warps = 64, 4
+    if coded:
+        tile, warps = (64, 2) if splits <= 2 else (128, 4)
+    return {"TILE": tile, "MIN_TILES": least // tile, "num_warps": warps, "num_stages": 3}
 
 
 def _decode(
@@ -101,6 +109,7 @@ def _decode(
     dim_pad = triton.next_power_of_2(dim)
     paged_decode_kernel[(count, num_kv, splits)](
         queries,
+        *((raw.rows, raw.columns) if raw is not None else (None, None)),
         cos_sin,
         *(norms or (out, out, 0.0)),
         kv.keys,

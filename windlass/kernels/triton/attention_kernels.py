@@ -151,6 +151,8 @@ def _hand_in(state, parts, split, num_parts, counter, out, mask, row_mask, DIM: 
 @triton.jit
 def paged_decode_kernel(
     queries,
+    q_rows,
+    q_columns,
     cos_sin,
     q_weight,
     k_weight,
@@ -217,7 +219,7 @@ def paged_decode_kernel(
     q_at = token * (NUM_Q * DIM) + q_heads[:, None] * DIM + d[None, :]
     if RAW:
         q = decode_query(
-            queries + token * ((GROUP + 2) * NUM_KV * DIM),
+            (queries + token * ((GROUP + 2) * NUM_KV * DIM), q_rows, q_columns, token),
             (keys, values, key_scales, value_scales),
             cos_sin,
             (q_weight, k_weight),

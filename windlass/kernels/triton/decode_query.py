@@ -9,16 +9,21 @@ import triton
 import triton.language as tl
 
 from windlass.kernels.triton.kv_codes import coded, scale_of
+from windlass.kernels.triton.norm import scaled
 
 
 @triton.jit
-def _turned(source, heads, mask, d, rotation, weight, eps, DIM: tl.constexpr, NORM: tl.constexpr):
-    """Heads at source + heads, normalised first (NORM), then rotated by a row of cos and sin."""
+def _turned(qkv, heads, mask, d, rotation, weight, eps, DIM: tl.constexpr, NORM: tl.constexpr):
+    """Heads of a product, normalised first (NORM), then rotated by a row of cos and sin."""
+    source, rows, columns, token = qkv
     kind = source.dtype.element_ty
     partner = tl.where(d < DIM // 2, d + DIM // 2, d - DIM // 2)
-    own = tl.load(source + heads[:, None] + d[None, :], mask=mask, other=0.0).to(tl.float32)
-    other = tl.load(source + heads[:, None] + partner[None, :], mask=mask, other=0.0)
-    other = other.to(tl.float32)
+    at = heads[:, None] + d[None, :]
+    own = tl.load(source + at, mask=mask, other=0.0)
+    own = scaled(own, rows, columns, token, at, mask)
+    at = heads[:, None] + partner[None, :]
+    other = tl.load(source + at, mask=mask, other=0.0)
+    other = scaled(other, rows, columns, token, at, mask)
     inside = d < DIM
     if NORM:
         scale = tl.rsqrt(tl.sum(own * own, 1) / DIM + eps)[:, None]
@@ -64,7 +69,10 @@ def decode_query(
     SIZE: tl.constexpr,
     NORM: tl.constexpr,
 ):
-    """One token's rotated queries of a kv head; whoever `writes` puts its key and value in place."""
+    """One token's rotated queries of a kv head; whoever `writes` puts its key and value in place.
+
+    `qkv` is the token's row of the product, the scales that it came without, and the token.
+    """
     keys, values, key_scales, value_scales = pages
     q_weight, k_weight = weights
     rotation = cos_sin + position.to(tl.int64) * DIM
@@ -75,7 +83,9 @@ def decode_query(
         k_at = (GROUP * NUM_KV + head) * DIM + g * 0
         k = _turned(qkv, k_at, one, d, rotation, k_weight, eps, DIM, NORM)
         v_at = (k_at + NUM_KV * DIM)[:, None] + d[None, :]
-        v = tl.load(qkv + v_at, mask=one, other=0.0)
+        source, rows, columns, token = qkv
+        v = tl.load(source + v_at, mask=one, other=0.0)
+        v = scaled(v, rows, columns, token, v_at, one).to(source.dtype.element_ty)
         block = tl.load(table + position // SIZE).to(tl.int64)
         row = (block * NUM_KV + head) * SIZE + position % SIZE
         _write(keys, key_scales, row, k, g, d, DIM)

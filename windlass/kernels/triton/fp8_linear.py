@@ -1,77 +1,34 @@
-"""fp8 weights and activations on CUDA: few rows in one kernel of ours, many in torch's own.
+"""fp8 weights and activations on CUDA: few rows in kernels of ours, many in torch's own.
 
-Both multiply e4m3 by e4m3 and scale the sums once, by the token's scale and the output's.
+All multiply e4m3 by e4m3 in float32. Torch's product is fastest with one scale for all, so it gets
+that, and the scales of rows and outputs are multiplied in by the kernel that reads it (rounded.py).
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import triton
-import triton.language as tl
 from torch import Tensor
 
 from windlass.kernels.packed import Float8, Packed
+from windlass.kernels.prepared import Prepared
+from windlass.kernels.products import Norm
+from windlass.kernels.rounded import Inputs, Outputs, Rounded, Rounding, Scaled
 from windlass.kernels.triton import chain
-from windlass.kernels.triton.reduce import add_parts, splits_for
-from windlass.kernels.triton.rounding import round_rows
+from windlass.kernels.triton.fp8_kernels import fp8_gated_kernel, fp8_linear_kernel
+from windlass.kernels.triton.reduce import Space
+from windlass.kernels.triton.rounding import empty_rounded, round_rows
 
-_FEW_ROWS, _MOST_ROWS = 16, 64
-_BLOCK_K = 128
+_FEW_ROWS = 16
+_MOST_NORMED = 8  # rows; one program normalises them all
+_NORMED_AT_ONCE = 4096  # values
+_OUTPUTS, _BLOCK_K = 64, 128
+_PROGRAMS = 128  # that a product is cut into at least, where K allows
 _FETCHED = 8 * 2**20  # bytes of weights that a product fetches before it waits for its inputs
 _CAPABILITY = (8, 9)  # the first devices that multiply fp8
-
-
-@triton.jit(do_not_specialize=["M", "splits", "fetched"])
-def fp8_linear_kernel(
-    x,
-    x_scales,
-    codes,
-    scales,
-    out,
-    parts,
-    counters,
-    M,
-    N,
-    K,
-    splits,
-    fetched,
-    SPLIT: tl.constexpr,
-    ROWS: tl.constexpr,
-    OUTPUTS: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    CHAINED: tl.constexpr,
-):
-    """out[M, N] = (x @ codes.T) * x_scales * scales; `fetched` bytes of a row before the wait."""
-    chain.release(CHAINED)
-    tile, split = tl.program_id(0), tl.program_id(1)
-    outputs = tile * OUTPUTS + tl.arange(0, OUTPUTS)
-    rows = tl.arange(0, ROWS)
-    span = tl.cdiv(tl.cdiv(K, BLOCK_K), splits) * BLOCK_K
-    begin = split * span
-    end = tl.minimum(begin + span, K)
-    at_first = tl.minimum(outputs, N - 1).to(tl.int64) * K + begin
-    ahead = tl.maximum(tl.minimum(fetched, end - begin), 0)
-    chain.fetch(codes + at_first, (at_first * 0 + ahead).to(tl.int32), CHAINED)
-    chain.wait(CHAINED)
-    k = tl.arange(0, BLOCK_K)
-    w_at = codes + outputs.to(tl.int64)[:, None] * K + k[None, :]
-    x_at = x + rows[None, :] * K + k[:, None]
-    acc = tl.zeros([OUTPUTS, ROWS], dtype=tl.float32)
-    for start in range(begin, end, BLOCK_K):
-        inside = start + k < K
-        w_tile = tl.load(w_at + start, mask=(outputs < N)[:, None] & inside[None, :], other=0.0)
-        x_tile = tl.load(x_at + start, mask=(rows < M)[None, :] & inside[:, None], other=0.0)
-        acc = tl.dot(w_tile, x_tile, acc)
-    at = rows[None, :] * N + outputs[:, None]
-    mask = (rows < M)[None, :] & (outputs < N)[:, None]
-    whole = True
-    if SPLIT:
-        acc, whole = add_parts(acc, parts, ROWS * N, counters + tile, split, splits, at, mask)
-    if whole:
-        x_scale = tl.load(x_scales + rows, mask=rows < M, other=0.0)
-        scale = tl.load(scales + outputs, mask=outputs < N, other=0.0)
-        acc *= scale[:, None] * x_scale[None, :]
-        tl.store(out + at, acc.to(out.dtype.element_ty), mask=mask)
+_LIFT = 2.0**17  # unscaled sums are divided by this, so that float16 can hold them
 
 
 class Fp8Linear:
@@ -79,6 +36,9 @@ class Fp8Linear:
 
     name = "triton"
     fixed = False
+
+    def __init__(self) -> None:
+        self._space = Space()
 
     def refuse(self, form: Packed, device: torch.device, dtype: torch.dtype) -> str | None:
         if device.type != "cuda":
@@ -97,73 +57,161 @@ class Fp8Linear:
 
     def prepare(self, form: Packed) -> Fp8Product:
         assert isinstance(form, Float8)
-        return Fp8Product(form)
+        return Fp8Product(form, self._space)
 
 
-class Fp8Product:
+class Fp8Product(Prepared):
     """Owns the codes as they came, and one scale for each output."""
 
-    def __init__(self, form: Float8) -> None:
+    def __init__(self, form: Float8, space: Space) -> None:
         self._codes = form.codes.contiguous()
         self._num_out, self._num_in = form.shape
         self._scales = form.scales.float().flatten().expand(self._num_out).contiguous()
+        self._lifted = self._scales * _LIFT
+        self._lowered = torch.full((), 1 / _LIFT, device=self._codes.device)
+        self._one = torch.ones((), device=self._codes.device)
         self._input_scale = form.input_scale
+        self._even = self._num_out % _OUTPUTS == 0 and self._num_in % _BLOCK_K == 0
+        self._tiles = triton.cdiv(self._num_out, _OUTPUTS)
+        self._space = space
+        most = max(self._splits(True), self._splits(False)) * _FEW_ROWS * self._num_out
+        space.reserve(self._codes.device, most, self._tiles + 1)
 
     @property
     def num_bytes(self) -> int:
-        return self._codes.nbytes + self._scales.nbytes
+        return self._codes.nbytes + self._scales.nbytes + self._lifted.nbytes
 
-    def apply(self, x: Tensor) -> Tensor:
-        codes, scales = self._round(x)
-        if x.shape[0] <= _MOST_ROWS:
-            return self._few(codes, scales, x.dtype)
-        return torch._scaled_mm(
-            codes,
-            self._codes.T,
-            scale_a=scales,
-            scale_b=self._scales[None, :],
-            out_dtype=x.dtype,
-            use_fast_accum=True,
-        )
+    def rounding(self, num_rows: int) -> Rounding | None:
+        del num_rows
+        return Rounding("rows") if self._input_scale is None else None
 
-    def _round(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        if self._input_scale is None:
-            return round_rows(x)
-        scale = self._input_scale.float()
-        codes = (x.float() / scale).clamp(-448, 448).to(torch.float8_e4m3fn)
-        return codes, scale.reshape(1, 1).expand(x.shape[0], 1).contiguous()
+    def apply(self, x: Inputs) -> Tensor:
+        if x.shape[0] <= _FEW_ROWS:
+            return self._few(x, None)[0]
+        rounded = self._rounded(x)
+        return self._product(rounded, rounded.scales, self._scales[None, :])
 
-    def _few(self, codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
-        rows = codes.shape[0]
-        at_once = _FEW_ROWS if rows <= _FEW_ROWS else _MOST_ROWS
-        width = 128 if self._num_out >= 16384 else 64
-        tiles = triton.cdiv(self._num_out, width)
-        splits = splits_for(tiles, self._num_in // _BLOCK_K)
-        out = torch.empty((rows, self._num_out), dtype=dtype, device=codes.device)
-        parts = counters = out
-        if splits > 1:
-            shape = (splits, at_once, self._num_out)
-            parts = torch.empty(shape, dtype=torch.float32, device=codes.device)
-            counters = torch.zeros(tiles, dtype=torch.int32, device=codes.device)
-        fp8_linear_kernel[(tiles, splits)](
-            codes,
+    def raw(self, x: Inputs) -> Outputs:
+        if x.shape[0] <= _FEW_ROWS:
+            return self._few(x, None)[0]
+        rounded = self._rounded(x)
+        values = self._product(rounded, self._lowered, self._one)
+        return Scaled(values, rounded.scales, self._lifted)
+
+    def then(self, x: Inputs, residual: Tensor, norm: Norm) -> tuple[Inputs, Tensor]:
+        if x.shape[0] > _MOST_NORMED:
+            return super().then(x, residual, norm)
+        return self._few(x, (residual, norm))[1], residual
+
+    def gated(self, x: Inputs, silu_mul: Callable[[Outputs], Inputs]) -> Inputs:
+        if x.shape[0] > _FEW_ROWS:
+            return super().gated(x, silu_mul)
+        values, scales = self._inputs(x)
+        rows, width = x.shape[0], self._num_out // 2
+        out = torch.empty((rows, width), dtype=x.dtype, device=values.device)
+        fp8_gated_kernel[(triton.cdiv(width, _OUTPUTS),)](
+            values,
             scales,
             self._codes,
             self._scales,
             out,
-            parts,
-            counters,
             rows,
-            self._num_out,
+            width,
             self._num_in,
-            splits,
-            max(64, _FETCHED // (self._num_out * splits) // 64 * 64),
-            SPLIT=splits > 1,
-            ROWS=at_once,
-            OUTPUTS=width,
+            _ahead(self._num_out),
+            ROWS=_FEW_ROWS,
+            OUTPUTS=_OUTPUTS,
             BLOCK_K=_BLOCK_K,
+            EVEN=self._even and width % _OUTPUTS == 0,
             num_warps=4,
-            num_stages=4,
+            num_stages=4 if scales is None else 3,
             **chain.options(),
         )
         return out
+
+    def _product(self, x: Rounded, row_scales: Tensor, scales: Tensor) -> Tensor:
+        return torch._scaled_mm(
+            x.codes,
+            self._codes.T,
+            scale_a=row_scales,
+            scale_b=scales,
+            out_dtype=x.dtype,
+            use_fast_accum=True,
+        )
+
+    def _rounded(self, x: Inputs) -> Rounded:
+        if isinstance(x, Rounded):
+            return x
+        assert isinstance(x, Tensor)
+        if self._input_scale is None:
+            return round_rows(x)
+        scale = self._input_scale.float()
+        codes = (x.float() / scale).clamp(-448, 448).to(torch.float8_e4m3fn)
+        return Rounded(codes, scale.reshape(1, 1).expand(x.shape[0], 1).contiguous(), x.dtype)
+
+    def _inputs(self, x: Inputs) -> tuple[Tensor, Tensor | None]:
+        """Codes and scales, or what the kernels round themselves."""
+        if isinstance(x, Tensor) and self._input_scale is None:
+            return x, None
+        rounded = self._rounded(x)
+        return rounded.codes, rounded.scales
+
+    def _splits(self, rounds: bool) -> int:
+        """Parts of K; rounding inputs makes a program slower, so there are more of them."""
+        wanted = triton.cdiv(_PROGRAMS * (4 if rounds else 1), self._tiles)
+        return max(1, min(8, triton.next_power_of_2(wanted), self._num_in // _BLOCK_K))
+
+    def _few(self, x: Inputs, then: tuple[Tensor, Norm] | None) -> tuple[Tensor, Inputs]:
+        """The product, and what the norm behind it makes of it, if one is given."""
+        values, scales = self._inputs(x)
+        rows, outputs = x.shape[0], self._num_out
+        splits = self._splits(scales is None)
+        out = torch.empty((rows, outputs), dtype=x.dtype, device=values.device)
+        normed: Inputs = out
+        into: tuple[Tensor | float | None, ...] = (out, out, out, None, 0.0)
+        width, at_once = 1, 0
+        if then is not None:
+            residual, norm = then
+            codes, code_scales = empty_rounded(out.shape, out, norm.rounding(rows))
+            normed = codes if code_scales is None else Rounded(codes, code_scales, out.dtype)
+            into = (residual, norm.weight, codes, code_scales, norm.eps)
+            width = triton.next_power_of_2(outputs)
+            at_once = min(triton.next_power_of_2(rows), max(1, _NORMED_AT_ONCE // width))
+        fp8_linear_kernel[(self._tiles, splits)](
+            values,
+            scales,
+            self._codes,
+            self._scales,
+            out,
+            self._space.parts,
+            self._space.counters,
+            *into,
+            rows,
+            outputs,
+            self._num_in,
+            splits,
+            _ahead(outputs * splits),
+            AT_ONCE=at_once,
+            WIDTH=width,
+            SPLIT=splits > 1,
+            ROWS=_FEW_ROWS,
+            OUTPUTS=_OUTPUTS,
+            BLOCK_K=_BLOCK_K,
+            EVEN=self._even,
+            num_warps=4,
+            num_stages=_stages(splits, scales is None),
+            **chain.options(),
+        )
+        return out, normed
+
+
+def _stages(splits: int, rounds: bool) -> int:
+    """Loads under way at once: few where many programs share a processor's memory."""
+    if rounds:
+        return 4
+    return 6 if splits > 1 else 3
+
+
+def _ahead(num_rows: int) -> int:
+    """How many bytes of each of so many rows (or parts of rows) are fetched before the wait."""
+    return max(64, _FETCHED // num_rows // 64 * 64)

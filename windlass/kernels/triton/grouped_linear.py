@@ -15,6 +15,8 @@ from torch import Tensor
 from torch.nn.functional import linear, pad
 
 from windlass.kernels.packed import Int4Group, Int8Group, Packed, pack_nibbles, unpack_nibbles
+from windlass.kernels.prepared import Prepared
+from windlass.kernels.rounded import Inputs
 from windlass.kernels.triton import chain
 from windlass.kernels.triton.grouped import grouped_linear_kernel
 from windlass.kernels.triton.reduce import splits_for
@@ -91,7 +93,7 @@ class GroupedLinear:
         return GroupedProduct(form)
 
 
-class GroupedProduct:
+class GroupedProduct(Prepared):
     """Owns the codes in the kernel's order: each byte of int4 holds input j and input HALF + j."""
 
     def __init__(self, form: Int4Group | Int8Group) -> None:
@@ -121,7 +123,8 @@ class GroupedProduct:
         held = (self._codes, self._scales, self._mins, self._order)
         return sum(tensor.nbytes for tensor in held if tensor is not None)
 
-    def apply(self, x: Tensor) -> Tensor:
+    def apply(self, x: Inputs) -> Tensor:
+        assert isinstance(x, Tensor)
         return self._fused(x) if x.shape[0] <= _MOST_FUSED else self._unpacked(x)
 
     def _fused(self, x: Tensor) -> Tensor:

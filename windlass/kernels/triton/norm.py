@@ -1,13 +1,27 @@
-"""RMSNorm and silu(gate) * up: one row per program, read once, written once."""
+"""RMSNorm and silu(gate) * up: one row per program, read once, written once.
+
+What comes in may be a product whose scales are still to be multiplied in, and what goes out may be
+rounded for the product that follows (rounded.py): both are free here.
+"""
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from windlass.kernels.rounded import Inputs, Outputs, Rounded, Rounding, Scaled
 from windlass.kernels.triton import chain
+from windlass.kernels.triton.rounding import empty_rounded, store_rounded
+
+
+@triton.jit
+def scaled(value, rows, columns, row, column, mask):
+    """Values of a product in float32, times the scales that it came without (None: it has them)."""
+    value = value.to(tl.float32)
+    if rows is not None:
+        value *= tl.load(rows + row) * tl.load(columns + column, mask=mask, other=0.0)
+    return value
 
 
 @triton.jit
@@ -15,6 +29,7 @@ def rms_norm_kernel(
     x,
     weight,
     out,
+    out_scales,
     stride,
     eps,
     SIZE: tl.constexpr,
@@ -27,16 +42,19 @@ def rms_norm_kernel(
     mask = at < SIZE
     value = tl.load(x + row * stride + at, mask=mask, other=0.0).to(tl.float32)
     scale = tl.rsqrt(tl.sum(value * value, 0) / SIZE + eps)
-    normed = (value * scale).to(out.dtype.element_ty)
-    tl.store(out + row * SIZE + at, normed * tl.load(weight + at, mask=mask, other=0.0), mask=mask)
+    gain = tl.load(weight + at, mask=mask, other=0.0)
+    store_rounded((value * scale).to(gain.dtype) * gain, out, out_scales, row, at, mask, SIZE)
 
 
 @triton.jit
 def add_rms_norm_kernel(
     x,
+    x_rows,
+    x_columns,
     residual,
     weight,
     out,
+    out_scales,
     eps,
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -47,42 +65,63 @@ def add_rms_norm_kernel(
     row = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, BLOCK)
     mask = at < SIZE
-    value = tl.load(x + row * SIZE + at, mask=mask, other=0.0).to(tl.float32)
+    value = tl.load(x + row * SIZE + at, mask=mask, other=0.0)
+    value = scaled(value, x_rows, x_columns, row, at, mask)
     before = tl.load(residual + row * SIZE + at, mask=mask, other=0.0).to(tl.float32)
     total = (value + before).to(residual.dtype.element_ty)
     tl.store(residual + row * SIZE + at, total, mask=mask)
     value = total.to(tl.float32)
     scale = tl.rsqrt(tl.sum(value * value, 0) / SIZE + eps)
-    normed = (value * scale).to(out.dtype.element_ty)
-    tl.store(out + row * SIZE + at, normed * tl.load(weight + at, mask=mask, other=0.0), mask=mask)
+    gain = tl.load(weight + at, mask=mask, other=0.0)
+    store_rounded((value * scale).to(gain.dtype) * gain, out, out_scales, row, at, mask, SIZE)
 
 
 @triton.jit
-def silu_mul_kernel(gate_up, out, SIZE: tl.constexpr, BLOCK: tl.constexpr, CHAINED: tl.constexpr):
+def silu_mul_kernel(
+    gate_up,
+    rows,
+    columns,
+    out,
+    out_scales,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    CHAINED: tl.constexpr,
+):
+    """Some columns of a row; all of them (BLOCK >= SIZE) where the row is rounded."""
     chain.begin(CHAINED)
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = at < SIZE
-    gate = tl.load(gate_up + row * 2 * SIZE + at, mask=mask, other=0.0).to(tl.float32)
+    kind = gate_up.dtype.element_ty
+    gate = tl.load(gate_up + row * 2 * SIZE + at, mask=mask, other=0.0)
+    gate = scaled(gate, rows, columns, row, at, mask)
     up = tl.load(gate_up + row * 2 * SIZE + SIZE + at, mask=mask, other=0.0)
-    active = (gate / (1 + tl.exp(-gate))).to(up.dtype)
-    tl.store(out + row * SIZE + at, active * up, mask=mask)
+    if rows is not None:
+        up = scaled(up, rows, columns, row, SIZE + at, mask).to(kind)
+    active = (gate / (1 + tl.exp(-gate))).to(kind)
+    store_rounded(active * up, out, out_scales, row, at, mask, SIZE)
 
 
 def _warps(block: int) -> int:
     return min(16, max(1, block // 512))
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+def parts(x: Outputs) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Values, and the scales of their rows and columns if they are to be multiplied in."""
+    return (x.values, x.rows, x.columns) if isinstance(x, Scaled) else (x, None, None)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float, rounding: Rounding | None = None) -> Inputs:
     """Same contract as `reference.rms_norm`."""
     size = x.shape[-1]
     flat = x.reshape(-1, size)
-    out = torch.empty_like(flat)
+    out, out_scales = empty_rounded(flat.shape, flat, rounding)
     block = triton.next_power_of_2(size)
     rms_norm_kernel[(flat.shape[0],)](
         flat,
         weight,
         out,
+        out_scales,
         flat.stride(0),
         eps,
         SIZE=size,
@@ -90,35 +129,51 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
         num_warps=_warps(block),
         **chain.options(),
     )
-    return out.view(x.shape)
+    return out.view(x.shape) if out_scales is None else Rounded(out, out_scales, x.dtype)
 
 
-def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+def add_rms_norm(
+    x: Outputs, residual: Tensor, weight: Tensor, eps: float, rounding: Rounding | None = None
+) -> tuple[Inputs, Tensor]:
     """Same contract as `reference.add_rms_norm`, but the residual is updated in place."""
-    size = x.shape[-1]
-    out = torch.empty_like(x)
+    values, rows, columns = parts(x)
+    size = values.shape[-1]
+    out, out_scales = empty_rounded(values.shape, values, rounding)
     block = triton.next_power_of_2(size)
-    add_rms_norm_kernel[(x.shape[0],)](
-        x,
+    add_rms_norm_kernel[(values.shape[0],)](
+        values,
+        rows,
+        columns,
         residual,
         weight,
         out,
+        out_scales,
         eps,
         SIZE=size,
         BLOCK=block,
         num_warps=_warps(block),
         **chain.options(),
     )
-    return out, residual
+    return out if out_scales is None else Rounded(out, out_scales, values.dtype), residual
 
 
-def silu_mul(gate_up: Tensor) -> Tensor:
+def silu_mul(gate_up: Outputs, rounding: Rounding | None = None) -> Inputs:
     """Same contract as `reference.silu_mul`."""
-    rows, width = gate_up.shape
+    values, rows, columns = parts(gate_up)
+    count, width = values.shape
     size = width // 2
-    out = torch.empty((rows, size), dtype=gate_up.dtype, device=gate_up.device)
-    block = min(1024, triton.next_power_of_2(size))
-    silu_mul_kernel[(rows, triton.cdiv(size, block))](
-        gate_up, out, SIZE=size, BLOCK=block, num_warps=4, **chain.options()
+    out, out_scales = empty_rounded((count, size), values, rounding)
+    block = triton.next_power_of_2(size) if out_scales is not None else 1024
+    block = min(block, triton.next_power_of_2(size))
+    silu_mul_kernel[(count, triton.cdiv(size, block))](
+        values,
+        rows,
+        columns,
+        out,
+        out_scales,
+        SIZE=size,
+        BLOCK=block,
+        num_warps=4 if out_scales is None else _warps(block),
+        **chain.options(),
     )
-    return out
+    return out if out_scales is None else Rounded(out, out_scales, values.dtype)

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from windlass.kernels.products import Norm, TorchProducts, fixed_linear
+from windlass.kernels.rounded import Inputs, Outputs
 from windlass.kernels.triton import skinny, wide
 from windlass.kernels.triton.norm import add_rms_norm, silu_mul
 from windlass.kernels.triton.skinny import Tiling
@@ -52,7 +53,7 @@ class MeasuredProducts(TorchProducts):
         tiling = self._tiling("linear", x, weight)
         return linear(x, weight) if tiling is None else self._skinny(x, weight, tiling)
 
-    def gated(self, x: Tensor, weight: Tensor, silu_mul: Callable[[Tensor], Tensor]) -> Tensor:
+    def gated(self, x: Tensor, weight: Tensor, silu_mul: Callable[[Outputs], Inputs]) -> Inputs:
         tiling = self._tiling("gated", x, weight)
         if tiling is None:
             return silu_mul(self.linear(x, weight))
@@ -60,9 +61,10 @@ class MeasuredProducts(TorchProducts):
 
     def linear_norm(
         self, x: Tensor, weight: Tensor, residual: Tensor, norm: Norm
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Inputs, Tensor]:
         tiling = self._tiling("with a norm", x, weight)
-        if tiling is None or x.shape[0] > _MOST_NORMED:
+        rounds = norm.rounding(x.shape[0]) is not None
+        if tiling is None or x.shape[0] > _MOST_NORMED or rounds:
             return super().linear_norm(x, weight, residual, norm)
         assert self._space is not None
         gains, eps = norm.weight, norm.eps
@@ -123,7 +125,7 @@ class MeasuredProducts(TorchProducts):
                 assert self._space is not None
                 return skinny.linear_norm(x, weight, tiling, self._space, residual, gains, 1e-5)
 
-            def apart(weight: Tensor) -> Tensor:
+            def apart(weight: Tensor) -> Inputs:
                 return add_rms_norm(self.linear(x, weight), residual, gains, 1e-5)[0]
 
             self._try("with a norm", _NORMED, group, x, apart, narrow)
@@ -137,7 +139,7 @@ class MeasuredProducts(TorchProducts):
         tilings: list[Tiling],
         group: list[Tensor],
         x: Tensor,
-        usual: Callable[[Tensor], Tensor],
+        usual: Callable[[Tensor], Inputs],
         narrow: Callable[[Tensor, Tensor, Tiling], Tensor],
     ) -> None:
         """Keep the fastest tiling of a kind of product, if it beats the usual way."""
@@ -175,7 +177,7 @@ def _rotation(group: list[Tensor]) -> Iterator[Tensor]:
         yield group[i % len(group)]
 
 
-def _time(group: list[Tensor], product: Callable[[Tensor], Tensor]) -> float:
+def _time(group: list[Tensor], product: Callable[[Tensor], Inputs]) -> float:
     """Milliseconds of one recorded round over the weights: the best of three."""
     product(group[0])  # compile outside of the recording
     torch.cuda.synchronize()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 
@@ -27,3 +28,18 @@ def splits_for(programs: int, blocks: int) -> int:
     """Into how many parts K is cut, so that a small weight fills the device too."""
     wanted = max(1, 2 * 132 // programs)
     return max(1, min(8, 1 << (wanted.bit_length() - 1), blocks))
+
+
+class Space:
+    """Where the parts of sums meet. Owned by a kernel; its products, of one stream, share it."""
+
+    def __init__(self) -> None:
+        self.parts = torch.empty(0)
+        self.counters = torch.empty(0)
+
+    def reserve(self, device: torch.device, num_values: int, num_counters: int) -> None:
+        """Before anything is launched: room for one more product's parts."""
+        if num_values > self.parts.numel():
+            self.parts = torch.empty(num_values, dtype=torch.float32, device=device)
+        if num_counters > self.counters.numel():
+            self.counters = torch.zeros(num_counters, dtype=torch.int32, device=device)

@@ -5,14 +5,15 @@ One program per token and kv head: optional norms, rotation and the stores, in o
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from windlass.kernels.batch import Heads, LayerKV, StepBatch
+from windlass.kernels.rounded import Outputs
 from windlass.kernels.triton import chain
 from windlass.kernels.triton.kv_codes import coded, scale_of
+from windlass.kernels.triton.norm import parts, scaled
 
 
 @triton.jit
@@ -46,6 +47,8 @@ def _write(pages, scales, row, at, first, second, mask, DIM: tl.constexpr, HALF:
 @triton.jit
 def rope_write_kernel(
     qkv,
+    qkv_rows,
+    qkv_columns,
     q_out,
     keys,
     values,
@@ -87,8 +90,10 @@ def rope_write_kernel(
     g = tl.arange(0, GROUP_PAD)
     q_mask = (g < GROUP)[:, None] & mask[None, :]
     q_at = (head * GROUP + g)[:, None] * DIM + at[None, :]
-    a = tl.load(row + q_at, mask=q_mask, other=0.0).to(tl.float32)
-    b = tl.load(row + q_at + HALF, mask=q_mask, other=0.0).to(tl.float32)
+    a = tl.load(row + q_at, mask=q_mask, other=0.0)
+    a = scaled(a, qkv_rows, qkv_columns, token, q_at, q_mask)
+    b = tl.load(row + q_at + HALF, mask=q_mask, other=0.0)
+    b = scaled(b, qkv_rows, qkv_columns, token, q_at + HALF, q_mask)
     if NORM:
         a, b = _normed(a, b, q_weight, at, mask, eps, DIM, HALF)
     target = q_out + token * (GROUP * NUM_KV * DIM) + q_at
@@ -99,22 +104,26 @@ def rope_write_kernel(
     block = tl.load(tables + slot * table_stride + position // SIZE).to(tl.int64)
     page_row = (block * NUM_KV + head) * SIZE + position % SIZE
     kv_mask = mask[None, :]
-    source = row + (GROUP * NUM_KV + head) * DIM + at[None, :]
-    a = tl.load(source, mask=kv_mask, other=0.0).to(tl.float32)
-    b = tl.load(source + HALF, mask=kv_mask, other=0.0).to(tl.float32)
+    source = (GROUP * NUM_KV + head) * DIM + at[None, :]
+    a = tl.load(row + source, mask=kv_mask, other=0.0)
+    a = scaled(a, qkv_rows, qkv_columns, token, source, kv_mask)
+    b = tl.load(row + source + HALF, mask=kv_mask, other=0.0)
+    b = scaled(b, qkv_rows, qkv_columns, token, source + HALF, kv_mask)
     if NORM:
         a, b = _normed(a, b, k_weight, at, mask, eps, DIM, HALF)
     low, high = (a * cos - b * sin).to(kind), (b * cos + a * sin).to(kind)
     _write(keys, key_scales, page_row, at, low, high, kv_mask, DIM, HALF)
 
     source += NUM_KV * DIM
-    low = tl.load(source, mask=kv_mask, other=0.0)
-    high = tl.load(source + HALF, mask=kv_mask, other=0.0)
+    low = tl.load(row + source, mask=kv_mask, other=0.0)
+    low = scaled(low, qkv_rows, qkv_columns, token, source, kv_mask).to(kind)
+    high = tl.load(row + source + HALF, mask=kv_mask, other=0.0)
+    high = scaled(high, qkv_rows, qkv_columns, token, source + HALF, kv_mask).to(kind)
     _write(values, value_scales, page_row, at, low, high, kv_mask, DIM, HALF)
 
 
 def rope_write(
-    qkv: Tensor,
+    qkv: Outputs,
     heads: Heads,
     cos_sin: Tensor,
     norms: tuple[Tensor, Tensor, float] | None,
@@ -122,13 +131,16 @@ def rope_write(
     batch: StepBatch,
 ) -> Tensor:
     """Same contract as `reference.rope_write`, for heads that rotate as a whole."""
-    tokens = qkv.shape[0]
-    q_out = torch.empty((tokens, heads.num_q, heads.dim), dtype=qkv.dtype, device=qkv.device)
-    q_weight, k_weight, eps = norms if norms is not None else (qkv, qkv, 0.0)
+    values, rows, columns = parts(qkv)
+    tokens = values.shape[0]
+    q_out = values.new_empty((tokens, heads.num_q, heads.dim))
+    q_weight, k_weight, eps = norms if norms is not None else (values, values, 0.0)
     half = heads.dim // 2
     group = heads.num_q // heads.num_kv
     rope_write_kernel[(tokens, heads.num_kv)](
-        qkv,
+        values,
+        rows,
+        columns,
         q_out,
         kv.keys,
         kv.values,

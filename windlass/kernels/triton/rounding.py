@@ -2,26 +2,64 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from windlass.kernels.rounded import Planes, Rounded, Rounding
 from windlass.kernels.triton import chain
 
 
-@dataclass(frozen=True, slots=True)
-class Blocks:
-    """Rows as two planes of int8 codes with a scale for each block, and sums that minima need.
+@triton.jit
+def store_rounded(value, out, scales, row, at, mask, SIZE: tl.constexpr):
+    """A whole row, as it is (scales None) or as e4m3 codes with its largest magnitude at 448."""
+    if scales is not None:
+        value = value.to(tl.float32)
+        scale = tl.maximum(tl.max(tl.abs(value), 0) / 448.0, 1.1754943508222875e-38)
+        tl.store(scales + row, scale)
+        value = value / scale
+    tl.store(out + row * SIZE + at, value.to(out.dtype.element_ty), mask=mask)
 
-    The second plane stands for what the first leaves of each value.
-    """
 
-    codes: Tensor  # int8 [2 M, K rounded up to whole blocks]
-    scales: Tensor  # float32 [blocks, 2 M]
-    sums: Tensor  # float32 [groups, 2 M]: of what the codes stand for
+def empty_rounded(
+    shape: tuple[int, ...] | torch.Size, like: Tensor, rounding: Rounding | None
+) -> tuple[Tensor, Tensor | None]:
+    """Room for rows as they are, or for their codes and scales."""
+    if rounding is None:
+        return like.new_empty(shape), None
+    codes = like.new_empty(shape, dtype=torch.float8_e4m3fn)
+    return codes, like.new_empty((shape[0], 1), dtype=torch.float32)
+
+
+@triton.jit
+def round_rows_kernel(
+    x, codes, scales, SIZE: tl.constexpr, BLOCK: tl.constexpr, CHAINED: tl.constexpr
+):
+    chain.begin(CHAINED)
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.arange(0, BLOCK)
+    mask = at < SIZE
+    value = tl.load(x + row * SIZE + at, mask=mask, other=0.0)
+    store_rounded(value, codes, scales, row, at, mask, SIZE)
+
+
+def round_rows(x: Tensor) -> Rounded:
+    """Each row as e4m3 codes and a scale."""
+    rows, size = x.shape
+    codes, scales = empty_rounded(x.shape, x, Rounding("rows"))
+    assert scales is not None
+    block = triton.next_power_of_2(size)
+    round_rows_kernel[(rows,)](
+        x,
+        codes,
+        scales,
+        SIZE=size,
+        BLOCK=block,
+        num_warps=min(16, max(1, block // 512)),
+        **chain.options(),
+    )
+    return Rounded(codes, scales, x.dtype)
 
 
 @triton.jit
@@ -65,7 +103,7 @@ def round_blocks_kernel(
         inverse *= 254.0
 
 
-def round_blocks(x: Tensor, block: int, group: int, order: Tensor | None = None) -> Blocks:
+def round_blocks(x: Tensor, block: int, group: int, order: Tensor | None = None) -> Planes:
     """Rows in blocks of `block` inputs, with sums over each `group` of them."""
     rows, size = x.shape
     blocks = triton.cdiv(size, block)
@@ -87,38 +125,4 @@ def round_blocks(x: Tensor, block: int, group: int, order: Tensor | None = None)
         num_warps=1,
         **chain.options(),
     )
-    return Blocks(codes, scales, sums)
-
-
-@triton.jit
-def round_rows_kernel(
-    x, codes, scales, most_code, SIZE: tl.constexpr, BLOCK: tl.constexpr, CHAINED: tl.constexpr
-):
-    """One row with one scale, so that its largest value becomes `most_code`."""
-    chain.begin(CHAINED)
-    row = tl.program_id(0).to(tl.int64)
-    at = tl.arange(0, BLOCK)
-    mask = at < SIZE
-    value = tl.load(x + row * SIZE + at, mask=mask, other=0.0).to(tl.float32)
-    scale = tl.maximum(tl.max(tl.abs(value), 0) / most_code, 1.1754943508222875e-38)
-    tl.store(codes + row * SIZE + at, (value / scale).to(codes.dtype.element_ty), mask=mask)
-    tl.store(scales + row, scale)
-
-
-def round_rows(x: Tensor, most_code: float = 448.0) -> tuple[Tensor, Tensor]:
-    """Rows as e4m3 codes [M, K], and their scales [M, 1]."""
-    rows, size = x.shape
-    codes = torch.empty((rows, size), dtype=torch.float8_e4m3fn, device=x.device)
-    scales = torch.empty((rows, 1), dtype=torch.float32, device=x.device)
-    block = triton.next_power_of_2(size)
-    round_rows_kernel[(rows,)](
-        x,
-        codes,
-        scales,
-        most_code,
-        SIZE=size,
-        BLOCK=block,
-        num_warps=min(16, max(1, block // 512)),
-        **chain.options(),
-    )
-    return codes, scales
+    return Planes(codes, scales, sums, x.shape, x.dtype)

@@ -56,8 +56,19 @@ def _product(x, weight, rows, outputs, begin, end, M, N, K, BLOCK_K: tl.constexp
 
 
 @triton.jit
-def _add_norm(out, residual, gains, normed, M, N, eps, AT_ONCE: tl.constexpr, WIDTH: tl.constexpr):
-    """residual += out; normed = norm(residual) * gains: all rows, some at once."""
+def add_norm(
+    out,
+    residual,
+    gains,
+    normed,
+    normed_scales,
+    M,
+    N,
+    eps,
+    AT_ONCE: tl.constexpr,
+    WIDTH: tl.constexpr,
+):
+    """residual += out; normed = norm(residual) * gains, rounded if it has scales: all rows."""
     column = tl.arange(0, WIDTH)
     inside = column < N
     gain = tl.load(gains + column, mask=inside, other=0.0)[None, :]
@@ -71,7 +82,13 @@ def _add_norm(out, residual, gains, normed, M, N, eps, AT_ONCE: tl.constexpr, WI
         tl.store(residual + at, total, mask=mask)
         wide = total.to(tl.float32)
         scale = tl.rsqrt(tl.sum(wide * wide, 1) / N + eps)[:, None]
-        tl.store(normed + at, (wide * scale).to(gain.dtype) * gain, mask=mask)
+        result = (wide * scale).to(gain.dtype) * gain
+        if normed_scales is not None:
+            result = result.to(tl.float32)
+            scale = tl.maximum(tl.max(tl.abs(result), 1) / 448.0, 1.1754943508222875e-38)
+            tl.store(normed_scales + row, scale, mask=row < M)
+            result = result / scale[:, None]
+        tl.store(normed + at, result.to(normed.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -132,7 +149,7 @@ def skinny_linear_kernel(
             tl.debug_barrier()
             tiles = tl.num_programs(0)
             if tl.atomic_add(counters + tiles, 1, sem="acq_rel") == tiles - 1:
-                _add_norm(out, residual, gains, normed, M, N, eps, AT_ONCE, WIDTH)
+                add_norm(out, residual, gains, normed, None, M, N, eps, AT_ONCE, WIDTH)
                 tl.store(counters + tiles, 0)
 
 

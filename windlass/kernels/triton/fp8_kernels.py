@@ -1,0 +1,167 @@
+"""The kernels of fp8_linear.py: e4m3 times e4m3 for few rows, limited by reading the weight.
+
+Cut as in skinny.py. Inputs come rounded, with a scale for each row, or as they are: then they are
+rounded here, with a scale for each row and block, which is finer and costs a little more.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from windlass.kernels.triton import chain
+from windlass.kernels.triton.reduce import add_parts
+from windlass.kernels.triton.skinny import add_norm
+
+
+@triton.jit
+def _fetch(codes, outputs, begin, count, N, K, CHAINED: tl.constexpr):
+    """Ask for `count` bytes of each output's weights, before they are read."""
+    at = tl.minimum(outputs, N - 1).to(tl.int64) * K + begin
+    chain.fetch(codes + at, (at * 0 + tl.maximum(count, 0)).to(tl.int32), CHAINED)
+
+
+@triton.jit
+def _rounded(x_tile):
+    """Columns of a tile [K, rows] as codes, and their scales."""
+    wide = x_tile.to(tl.float32)
+    most = tl.maximum(tl.max(tl.abs(wide), 0), 1e-30)
+    return (wide * (448.0 / most)[None, :]).to(tl.float8e4nv), most / 448.0
+
+
+@triton.jit
+def _tile(at, mask, EVEN: tl.constexpr):
+    if EVEN:
+        return tl.load(at)
+    else:
+        return tl.load(at, mask=mask, other=0.0)
+
+
+@triton.jit(do_not_specialize=["M", "splits", "fetched"])
+def fp8_linear_kernel(
+    x,
+    x_scales,
+    codes,
+    scales,
+    out,
+    parts,
+    counters,
+    residual,
+    gains,
+    normed,
+    normed_scales,
+    eps,
+    M,
+    N,
+    K,
+    splits,
+    fetched,
+    AT_ONCE: tl.constexpr,
+    WIDTH: tl.constexpr,
+    SPLIT: tl.constexpr,
+    ROWS: tl.constexpr,
+    OUTPUTS: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    EVEN: tl.constexpr,
+    CHAINED: tl.constexpr,
+):
+    """out[M, N] = x[M, K] @ weight[N, K].T; `fetched` bytes of each row come before the wait.
+
+    EVEN: blocks divide N and K. AT_ONCE is as in skinny.py.
+    """
+    chain.release(CHAINED)
+    tile, split = tl.program_id(0), tl.program_id(1)
+    outputs = tile * OUTPUTS + tl.arange(0, OUTPUTS)
+    rows = tl.arange(0, ROWS)
+    span = tl.cdiv(tl.cdiv(K, BLOCK_K), splits) * BLOCK_K
+    begin = split * span
+    end = tl.minimum(begin + span, K)
+    _fetch(codes, outputs, begin, tl.minimum(fetched, end - begin), N, K, CHAINED)
+    chain.wait(CHAINED)
+    k = tl.arange(0, BLOCK_K)
+    w_at = codes + outputs.to(tl.int64)[:, None] * K + k[None, :]
+    x_at = x + rows[None, :] * K + k[:, None]
+    acc = tl.zeros([OUTPUTS, ROWS], dtype=tl.float32)
+    for start in range(begin, end, BLOCK_K):
+        inside = start + k < K
+        w_tile = _tile(w_at + start, (outputs < N)[:, None] & inside[None, :], EVEN)
+        x_mask = (rows < M)[None, :] if EVEN else (rows < M)[None, :] & inside[:, None]
+        x_tile = tl.load(x_at + start, mask=x_mask, other=0.0)
+        if x_scales is None:
+            x_codes, x_scale = _rounded(x_tile)
+            acc += tl.dot(w_tile, x_codes) * x_scale[None, :]
+        else:
+            acc = tl.dot(w_tile, x_tile, acc)
+    at = rows[None, :] * N + outputs[:, None]
+    mask = (rows < M)[None, :] & (outputs < N)[:, None]
+    whole = True
+    if SPLIT:
+        acc, whole = add_parts(acc, parts, ROWS * N, counters + tile, split, splits, at, mask)
+    if whole:
+        acc *= tl.load(scales + outputs, mask=outputs < N, other=0.0)[:, None]
+        if x_scales is not None:
+            acc *= tl.load(x_scales + rows, mask=rows < M, other=0.0)[None, :]
+        tl.store(out + at, acc.to(out.dtype.element_ty), mask=mask)
+        if AT_ONCE > 0:
+            tl.debug_barrier()
+            tiles = tl.num_programs(0)
+            if tl.atomic_add(counters + tiles, 1, sem="acq_rel") == tiles - 1:
+                add_norm(out, residual, gains, normed, normed_scales, M, N, eps, AT_ONCE, WIDTH)
+                tl.store(counters + tiles, 0)
+
+
+@triton.jit(do_not_specialize=["M", "fetched"])
+def fp8_gated_kernel(
+    x,
+    x_scales,
+    codes,
+    scales,
+    out,
+    M,
+    N,
+    K,
+    fetched,
+    ROWS: tl.constexpr,
+    OUTPUTS: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    EVEN: tl.constexpr,
+    CHAINED: tl.constexpr,
+):
+    """out[M, N] = silu(x @ gate.T) * (x @ up.T); the weight is [2 N, K], the gates first."""
+    chain.release(CHAINED)
+    outputs = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
+    rows = tl.arange(0, ROWS)
+    ups = codes + N.to(tl.int64) * K
+    _fetch(codes, outputs, 0, tl.minimum(fetched, K), N, K, CHAINED)
+    _fetch(ups, outputs, 0, tl.minimum(fetched, K), N, K, CHAINED)
+    chain.wait(CHAINED)
+    k = tl.arange(0, BLOCK_K)
+    w_at = outputs.to(tl.int64)[:, None] * K + k[None, :]
+    x_at = x + rows[None, :] * K + k[:, None]
+    gate = tl.zeros([OUTPUTS, ROWS], dtype=tl.float32)
+    up = tl.zeros([OUTPUTS, ROWS], dtype=tl.float32)
+    for start in range(0, K, BLOCK_K):
+        inside = start + k < K
+        w_mask = (outputs < N)[:, None] & inside[None, :]
+        x_mask = (rows < M)[None, :] if EVEN else (rows < M)[None, :] & inside[:, None]
+        x_tile = tl.load(x_at + start, mask=x_mask, other=0.0)
+        g_tile = _tile(codes + w_at + start, w_mask, EVEN)
+        u_tile = _tile(ups + w_at + start, w_mask, EVEN)
+        if x_scales is None:
+            x_codes, x_scale = _rounded(x_tile)
+            gate += tl.dot(g_tile, x_codes) * x_scale[None, :]
+            up += tl.dot(u_tile, x_codes) * x_scale[None, :]
+        else:
+            gate = tl.dot(g_tile, x_tile, gate)
+            up = tl.dot(u_tile, x_tile, up)
+    gate *= tl.load(scales + outputs, mask=outputs < N, other=0.0)[:, None]
+    up *= tl.load(scales + N + outputs, mask=outputs < N, other=0.0)[:, None]
+    if x_scales is not None:
+        x_scale = tl.load(x_scales + rows, mask=rows < M, other=0.0)[None, :]
+        gate *= x_scale
+        up *= x_scale
+    kind = out.dtype.element_ty
+    gate = gate.to(kind).to(tl.float32)  # rounded where the plain version rounds
+    active = (gate / (1 + tl.exp(-gate))).to(kind) * up.to(kind)
+    mask = (rows < M)[None, :] & (outputs < N)[:, None]
+    tl.store(out + rows[None, :] * N + outputs[:, None], active, mask=mask)
