@@ -29,7 +29,19 @@ _PERPLEXITY: Columns = {
     "perplexity": "perplexity",
     "perplexity_error": "±",
 }
-_TEXTS = ("workload", "engine", "variant", "label", "task", "metric", "format", "type", "types")
+_TEXTS = (
+    "workload",
+    "engine",
+    "variant",
+    "label",
+    "task",
+    "metric",
+    "format",
+    "type",
+    "types",
+    "checkpoint",
+    "reader",
+)
 COLUMNS: dict[str, Columns] = {
     "throughput": {
         "workload": "workload",
@@ -101,6 +113,17 @@ COLUMNS: dict[str, Columns] = {
         "float32_pct": "against llama.cpp, %",
         "served": "served",
         "served_pct": "against llama.cpp, %",
+    },
+    "readers": {
+        "checkpoint": "checkpoint",
+        "reader": "read by",
+        "tokens": "tokens",
+        "rms": "rms",
+        "max": "largest difference",
+        "kl_mean": "mean KL",
+        "agreement": "agreement",
+        "served_kl_mean": "as served: mean KL",
+        "served_agreement": "agreement",
     },
     "tasks": {
         "task": "task",

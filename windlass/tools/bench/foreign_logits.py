@@ -1,0 +1,52 @@
+"""Logits of a checkpoint by transformers and whatever it reads the checkpoint's format with.
+
+Run by readers.py in an environment that has those packages: it imports nothing of this one, and
+takes a folder, a JSON file with lists of token ids, and where to write float32 [tokens, vocabulary].
+The last line that it prints is JSON: the class of a quantised layer, and versions.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from importlib.metadata import PackageNotFoundError, version
+
+PACKAGES = ("transformers", "torch", "gptqmodel", "bitsandbytes", "compressed-tensors")
+
+
+def main(folder: str, ids_file: str, output: str) -> None:
+    """Everything in float32, as far as the reader lets itself be told."""
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    import numpy as np
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, device_map="cpu")
+    for module in model.modules():
+        for parameter in module.parameters(recurse=False):
+            if parameter.is_floating_point():
+                parameter.data = parameter.data.float()
+        if "compute_dtype" in vars(module):  # of bitsandbytes
+            vars(module)["compute_dtype"] = torch.float32
+    with open(ids_file, encoding="utf-8") as file:
+        windows = json.load(file)
+    with torch.inference_mode():
+        logits = [model(torch.tensor([ids])).logits[0].float() for ids in windows]
+    np.save(output, torch.cat(logits).numpy())
+    layer = type(model.get_submodule("model.layers.0.mlp.down_proj"))
+    print(json.dumps({"layer": f"{layer.__module__}.{layer.__name__}", "versions": _versions()}))
+
+
+def _versions() -> dict[str, str]:
+    found = {}
+    for package in PACKAGES:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
