@@ -20,7 +20,7 @@ from windlass.tools.eval.data import Corpus, read_corpus
 from windlass.tools.eval.run import measure
 from windlass.tools.eval.windows import Cut
 
-TYPES = ("Q8_0", "Q6_K", "Q5_K", "Q4_K", "Q3_K", "Q2_K")
+TYPES = ("Q8_0", "Q6_K", "Q5_K", "Q4_K", "Q4_0", "Q3_K", "Q2_K")
 _NOTES = (
     "Perplexities by llama.cpp's definition. All matrices of a file are of one type; the embedding, "
     "and rows that blocks of 256 do not divide, are of those that llama.cpp takes instead. float32: "
