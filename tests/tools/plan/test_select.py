@@ -174,12 +174,33 @@ def test_a_window_bounds_what_is_read() -> None:
     assert kv_tokens_read(spec, 32) == 32
 
 
-def test_what_is_not_given_is_measured(tiny: Path) -> None:
-    found = plan(tiny, load_format="dummy", formats=["as stored"], memory=None, bandwidth=None)
-    assert found.machine.source == "measured"
+def test_what_is_not_given_is_measured_and_kept(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WINDLASS_CACHE", str(tmp_path))
+    ask = partial(plan, tiny, load_format="dummy", formats=["as stored"], bandwidth=None)
+    found = ask(memory=None)
+    assert found.machine.source == "measured now"
     assert found.machine.bandwidth > 1e6
     assert found.machine.flops is not None
     assert found.memory_bytes > 0
+    (kept,) = (tmp_path / "machine").iterdir()
+    again = ask().machine
+    assert again.source.endswith(f"kept in {kept}")
+    assert (again.bandwidth, again.flops) == (found.machine.bandwidth, found.machine.flops)
+    values = json.loads(kept.read_text())
+    for other in ({**values, "date": "2020-01-01"}, {**values, "flops": 0}, {"date": 1}, []):
+        kept.write_text(json.dumps(other))  # old, or damaged
+        assert ask().machine.source == "measured now"
+
+
+def test_a_cache_that_cannot_be_written_only_costs_time(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("WINDLASS_CACHE", str(tmp_path / "file"))
+    found = plan(tiny, load_format="dummy", formats=["as stored"], bandwidth=None)
+    assert found.machine.source == "measured now"
 
 
 def test_16_bit_products_of_a_cpu_are_not_guessed(tiny: Path) -> None:
@@ -233,6 +254,32 @@ def test_records_of_eval_go_before_typical_figures(tiny: Path, tmp_path: Path) -
     assert quality["int4", "int8"].basis == "measured"  # each of them was
     assert quality["int8", "auto"].basis == "typical"
     assert quality["int4", "fp8"].basis == "assumed"
+
+
+def test_rows_of_bench_formats_count_where_eval_says_nothing(tiny: Path, tmp_path: Path) -> None:
+    rows = [
+        {"format": "float32", "perplexity": 30.0},
+        {"format": "int4", "increase_pct": 1.0, "served_increase_pct": 25.0},
+        {"format": "int4+head", "increase_pct": 1.0, "served_increase_pct": 100.0},
+        {"format": "int8", "increase_pct": -0.1, "served_increase_pct": -0.1},
+        {"format": "gptq-4", "increase_pct": 10.0, "served_increase_pct": 10.0},
+        {"format": "kv-int8", "increase_pct": 0.0, "served_increase_pct": 9.0},
+        {"format": "nf4", "error": "it was not to be"},
+    ]
+    settings = {"name": tiny.name}
+    record = {"name": "formats", "rows": rows, "settings": settings, "date": "2026-05-01"}
+    (tmp_path / "formats.json").write_text(json.dumps(record))
+    write_record(tmp_path / "eval.json", tiny.name, 1.0101, "2026-01-01", quantization="int8")
+    names = ["int4", "int4+head", "int8", "nf4"]
+    found = plan(tiny, load_format="dummy", formats=names, records=tmp_path)
+    quality = {(item.format, item.kv_dtype): item.quality for item in found.candidates}
+    assert quality["int4", "auto"].value == 0.8
+    assert "formats.json" in quality["int4", "auto"].source
+    assert quality["int4+head", "auto"].value == 0.5
+    assert quality["int4", "int8"].value == 0.8  # the cache loses nothing
+    assert quality["int4", "int8"].basis == "measured"
+    assert quality["int8", "auto"].value == 0.99  # of eval, though it is older
+    assert quality["nf4", "auto"].basis == "assumed"
 
 
 def test_a_record_that_lacks_its_figures_is_an_error(tiny: Path, tmp_path: Path) -> None:

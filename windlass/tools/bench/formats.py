@@ -89,11 +89,12 @@ class FormatsOrder:
             if file is not None and not file.is_file():
                 raise ConfigError(f"{flag} {file}: there is no such file.")
 
-    def settings(self, data_name: str) -> dict[str, Any]:
+    def settings(self, model_name: str, data_name: str) -> dict[str, Any]:
         """What all rows depend on."""
         text = self.means.calibration
         return {
             **self.options,
+            "name": model_name,
             "data": data_name,
             **asdict(self.cut),
             "calibration": hashlib.sha256(text.read_bytes()).hexdigest() if text else None,
@@ -107,9 +108,9 @@ def measure(order: FormatsOrder, say: Say) -> Record:
     """Measure what is not in the output file yet, and save after each row."""
     formats = find_formats(order.names, order.means, say)
     corpus = read_corpus(order.data)
-    settings = json.loads(json.dumps(order.settings(corpus.name), default=str))
-    rows = _rows_before(order.output, settings)
     bench = _Bench(order, corpus, say)
+    settings = json.loads(json.dumps(order.settings(bench.model_name, corpus.name), default=str))
+    rows = _rows_before(order.output, settings)
     # All of the quality first: speeds are then measured within minutes of each other.
     steps = {"perplexity": bench.quality} | ({"tok_s_b1": bench.speed} if order.speed else {})
     done = [each for each in formats if rows.get(each.name, {}).keys() >= steps.keys()]
@@ -167,6 +168,10 @@ class _Bench:
         self._opened = open_model(base)
         samples = (order.num_samples, order.sample_tokens)
         self._workshop = Workshop(base, self._opened, order.work, order.means, *samples, say)
+
+    @property
+    def model_name(self) -> str:
+        return self._opened.card.name
 
     @cached_property
     def _judge(self) -> Judge:

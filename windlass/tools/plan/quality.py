@@ -113,7 +113,7 @@ def typical_stored(name: str, scheme: Scheme) -> Retention:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """One record of `windlass eval`."""
+    """One record of `windlass eval`, or one row of `windlass bench formats`."""
 
     model: str
     quantization: str | None
@@ -123,21 +123,30 @@ class Measured:
     retention: float
     date: str
     path: str
+    by_eval: bool = True
 
     def as_retention(self) -> Retention:
         return Retention(self.retention, "measured", f"{self.path}, {self.date}")
 
 
 def read_records(folder: Path) -> list[Measured]:
-    """What `windlass eval ... --json` wrote there; files of other kinds are passed over."""
+    """What `windlass eval` and `windlass bench formats` wrote there; others are passed over."""
     if not folder.is_dir():
         raise ConfigError(f"--records {folder}: there is no such folder.")
-    return [
-        found
-        for path in sorted(folder.glob("*.json"))
-        for values in _records_in(path)
-        if (found := _measured(values, path)) is not None
-    ]
+    found: list[Measured] = []
+    for path in sorted(folder.glob("*.json")):
+        values = _record(path)
+        read = _READERS.get(str(values.get("name")))
+        if read is None:
+            continue
+        try:
+            found += read(values, path)
+        except (KeyError, TypeError, StopIteration, ZeroDivisionError) as error:
+            raise ConfigError(
+                f"--records: {path} says that it is a record of {values['name']!r}, but lacks "
+                f"{error}. Remove or repeat it."
+            ) from error
+    return found
 
 
 def find(
@@ -148,7 +157,10 @@ def find(
     kv_dtype: str = "auto",
     other_reference: bool = False,
 ) -> Retention | None:
-    """The newest that fits. `other_reference`: a file beside the model that it was made from."""
+    """The newest that fits, of eval before others.
+
+    `other_reference`: a file beside the model that it was made from.
+    """
     found = [
         item
         for item in records
@@ -156,39 +168,57 @@ def find(
         == (model, quantization, head, kv_dtype)
         and (not other_reference or item.reference != model)
     ]
-    return max(found, key=lambda item: item.date).as_retention() if found else None
+    newest = max(found, key=lambda item: (item.by_eval, item.date), default=None)
+    return newest.as_retention() if newest is not None else None
 
 
-def _records_in(path: Path) -> Iterator[Mapping[str, Any]]:
+def _record(path: Path) -> Mapping[str, Any]:
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ConfigError(f"--records: {path} cannot be read: {error}.") from error
-    if isinstance(values, dict) and values.get("name") == "quality":
-        yield values
+    return values if isinstance(values, dict) else {}
 
 
-def _measured(values: Mapping[str, Any], path: Path) -> Measured | None:
-    """None where the comparison does not say what a format costs."""
-    try:
-        settings = values["settings"]
-        model, reference = settings["model"], settings["reference"]
-        ratio = next(row for row in values["rows"] if row["label"] == "all")["ppl_ratio"]
-        options = model["options"]
-        if any(reference["options"].get(name) for name in _LOSSLESS):
-            return None
-        return Measured(
-            model["name"],
-            options.get("quantization"),
-            bool(options.get("quantize_head")),
-            options.get("kv_cache_dtype", "auto"),
-            reference["name"],
-            round(min(1.0, 1 / ratio), 4),
-            str(values["date"]),
-            str(path),
-        )
-    except (KeyError, TypeError, StopIteration, ZeroDivisionError) as error:
-        raise ConfigError(
-            f"--records: {path} says that it is a record of windlass eval, but lacks {error}. "
-            "Remove or repeat it."
-        ) from error
+def _of_eval(values: Mapping[str, Any], path: Path) -> Iterator[Measured]:
+    """Nothing where the comparison does not say what a format costs."""
+    settings = values["settings"]
+    model, reference = settings["model"], settings["reference"]
+    ratio = next(row for row in values["rows"] if row["label"] == "all")["ppl_ratio"]
+    options = model["options"]
+    if any(reference["options"].get(name) for name in _LOSSLESS):
+        return
+    yield Measured(
+        model["name"],
+        options.get("quantization"),
+        bool(options.get("quantize_head")),
+        options.get("kv_cache_dtype", "auto"),
+        reference["name"],
+        _kept(ratio),
+        str(values["date"]),
+        str(path),
+    )
+
+
+def _of_formats(values: Mapping[str, Any], path: Path) -> Iterator[Measured]:
+    """The rows that are made while loading, as they are served; and caches, by themselves."""
+    # Older ones do not name it, and fit none.
+    model, date = str(values["settings"].get("name", "")), str(values["date"])
+    for row in values["rows"]:
+        if "error" in row:
+            continue
+        name, plus, _ = str(row["format"]).partition("+")
+        if name in _ONLINE:
+            kept = _kept(1 + row["served_increase_pct"] / 100)
+            yield Measured(model, name, bool(plus), "auto", model, kept, date, str(path), False)
+        elif name.startswith("kv-"):
+            kept = _kept(1 + row["increase_pct"] / 100)
+            kind = name.removeprefix("kv-")
+            yield Measured(model, None, False, kind, model, kept, date, str(path), False)
+
+
+def _kept(ratio: float) -> float:
+    return round(min(1.0, 1 / ratio), 4)
+
+
+_READERS = {"quality": _of_eval, "formats": _of_formats}

@@ -88,8 +88,8 @@ def _notes(found: Plan) -> list[str]:
         f"Speed: an estimate for full contexts from {machine.bandwidth / 1e9:,.1f} GB/s{products} "
         f"({machine.source}), {machine.share:g} of it used, {machine.layer_seconds * 1e6:g} µs a "
         f"layer.{most}",
-        "Quality: the 16-bit model's perplexity over the format's. m: measured by windlass eval; "
-        "t: typical of models of 7 to 8 billion parameters; a: assumed; no letter: the reference.",
+        "Quality: the 16-bit model's perplexity over the format's. m: measured, by windlass "
+        "eval or bench formats; t: typical of models of 7 to 8 billion parameters; a: assumed; no letter: the reference.",
     ]
     reasons: dict[str, list[str]] = {}
     for name, why in found.refused.items():

@@ -6,11 +6,19 @@ every layer. Prompts are not estimated.
 
 from __future__ import annotations
 
+import hashlib
+import json
+import os
 import time
+from contextlib import suppress
 from dataclasses import dataclass
+from datetime import UTC, date, datetime
+from pathlib import Path
 
 import torch
 
+from windlass.folders import cache_dir
+from windlass.kernels.native.library import cpu_identity
 from windlass.models.spec import ModelSpec
 from windlass.tools.bench.device import read_bandwidth, synchronise
 
@@ -21,6 +29,7 @@ _SHARE = {"cuda": 0.95, "cpu": 0.8}
 _LAYER_SECONDS = {"cuda": 22e-6, "cpu": 100e-6}
 _PRODUCT = {"cuda": (4096, 8192), "cpu": (64, 2048)}  # rows; inputs and outputs
 _TRIES = 3
+_KEPT_DAYS = 7  # how long what was measured is taken again
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +39,7 @@ class Machine:
     device: str  # "cpu" or "cuda"
     bandwidth: float  # bytes a second
     flops: float | None
-    source: str  # "measured", "as given"
+    source: str  # "measured on 2026-01-31, kept in ...", "as given"
 
     @property
     def share(self) -> float:
@@ -48,8 +57,41 @@ class Machine:
 
 
 def measure(device: torch.device, dtype: torch.dtype) -> Machine:
-    """Read a large buffer and multiply two matrices, on the device itself."""
-    return Machine(device.type, read_bandwidth(device), _product_rate(device, dtype), "measured")
+    """Read a large buffer and multiply two matrices, on the device itself; or some days ago."""
+    path = cache_dir() / "machine" / f"{_identity(device, dtype)}.json"
+    today = datetime.now(UTC).date()
+    kept = _kept(path, device, today)
+    if kept is not None:
+        return kept
+    bandwidth, flops = read_bandwidth(device), _product_rate(device, dtype)
+    # Where nothing can be kept it is measured each time, which takes a second.
+    with suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        part = path.with_suffix(f".{os.getpid()}")
+        values = {"bandwidth": bandwidth, "flops": flops, "date": today.isoformat()}
+        part.write_text(json.dumps(values), encoding="utf-8")
+        os.replace(part, path)
+    return Machine(device.type, bandwidth, flops, "measured now")
+
+
+def _kept(path: Path, device: torch.device, today: date) -> Machine | None:
+    """What was measured before; None when there is nothing, or it is old or damaged."""
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+        day = date.fromisoformat(values["date"])
+        bandwidth, flops = float(values["bandwidth"]), float(values["flops"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    if not 0 <= (today - day).days < _KEPT_DAYS or min(bandwidth, flops) <= 0:
+        return None
+    return Machine(device.type, bandwidth, flops, f"measured on {day}, kept in {path}")
+
+
+def _identity(device: torch.device, dtype: torch.dtype) -> str:
+    """What the figures depend on."""
+    about = cpu_identity() if device.type == "cpu" else torch.cuda.get_device_name(device)
+    parts = (about, str(dtype), str(torch.get_num_threads()), torch.__version__)
+    return hashlib.blake2b("\0".join(parts).encode(), digest_size=8).hexdigest()
 
 
 def given(device: torch.device, bandwidth: float) -> Machine:
