@@ -22,6 +22,9 @@ CASES: dict[str, tuple[str, ...]] = {
     "three bits": ("--method", "gptq", "--bits", "3", *GROUP),
     "awq": ("--method", "awq", "--format", "awq", *GROUP),
 }
+# Root mean square of log probabilities moved, in nats: a tenth above what was measured. With random
+# weights and features of very different sizes 4 bits are far off.
+NEAR = {"nf4": 2.13, "fp8": 1.0, "smoothquant": 0.205, "rtn": 0.16}
 PROMPT = list(range(30, 70))
 
 
@@ -56,7 +59,7 @@ def test_dense_weights_score_the_same(
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copyfile(out / name, dense / name)
     apart = torch.tensor(scores(out)) - torch.tensor(scores(dense))
-    assert float(apart.abs().max()) < 5e-3
+    assert float(apart.abs().max()) < 1e-4  # it was 0: the same weights, the same arithmetic
 
 
 @pytest.mark.parametrize("method", ["nf4", "fp8", "smoothquant", "rtn"])
@@ -67,4 +70,4 @@ def test_other_layouts_load_and_stay_near_the_original(
     bits = ("--bits", "8") if method == "rtn" else ()
     quantize(model, "-o", tmp_path / "out", "--method", method, *bits, *more)
     apart = torch.tensor(scores(tmp_path / "out")) - torch.tensor(scores(model))
-    assert float(apart.square().mean().sqrt()) < {"nf4": 3.0, "rtn": 0.2}.get(method, 1.5)
+    assert float(apart.square().mean().sqrt()) < NEAR[method]
