@@ -75,7 +75,7 @@ def inputs(rows: int, num_in: int, seed: int = 0) -> Tensor:
 
 
 def outlying(rows: int, num_in: int, seed: int = 0) -> Tensor:
-    """Inputs with heavy tails: about half of the blocks are rounded twice."""
+    """Inputs with heavy tails: about half of the blocks have an outlier."""
     return inputs(rows, num_in, seed) ** 3
 
 
@@ -86,11 +86,15 @@ def rounded(x: Tensor, form: Int4Group | Int8Group) -> Tensor:
     gathered = torch.nn.functional.pad(x[:, order], (0, -x.shape[1] % block))
     blocks = gathered.view(x.shape[0], -1, block)
     codes, step = nearest(blocks)
-    rest_codes, rest_step = nearest(blocks - codes * step)
-    mended = codes.square().sum(dim=-1, keepdim=True) < OUTLIER * 127**2
-    mended |= torch.tensor(isinstance(form, Int8Group))  # all inputs of int8 weights
-    rest = torch.where(mended, rest_codes.double() * rest_step.double(), 0)
-    flat = (codes.double() * step.double() + rest).flatten(1)[:, : x.shape[1]]
+    if isinstance(form, Int8Group):  # all inputs are rounded twice
+        rest_codes, rest_step = nearest(blocks - codes * step)
+        kept = rest_codes.double() * rest_step.double()
+    else:  # an input that outweighs its block is taken as it is
+        outlying = codes.square().sum(dim=-1, keepdim=True) < OUTLIER * 127**2
+        peak = torch.zeros_like(blocks).scatter(-1, codes.abs().argmax(-1, keepdim=True), 1.0)
+        kept = torch.where(outlying, blocks * peak, 0).double()
+        codes, step = nearest(blocks - kept.float())
+    flat = (codes.double() * step.double() + kept).flatten(1)[:, : x.shape[1]]
     restored = torch.empty_like(flat)
     restored[:, order] = flat
     return restored
@@ -99,7 +103,8 @@ def rounded(x: Tensor, form: Int4Group | Int8Group) -> Tensor:
 def nearest(blocks: Tensor) -> tuple[Tensor, Tensor]:
     """Whole numbers up to 127, and the step of each block."""
     peaks = blocks.abs().amax(dim=-1, keepdim=True)
-    inverse = torch.where(peaks > 1e-30, 127 / peaks, 0)
+    # 127 / peaks would multiply by a reciprocal, which rounds otherwise.
+    inverse = torch.where(peaks > 1e-30, torch.full_like(peaks, 127) / peaks, 0)
     return (blocks * inverse).round(), peaks / 127
 
 

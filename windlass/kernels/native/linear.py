@@ -20,6 +20,7 @@ from windlass.kernels.native.commands import Call, LinearFlag, Op, Step, Type
 from windlass.kernels.native.pool import Pool, Workers, workers
 from windlass.kernels.packed import Activation, Float8, Int4Group, Int8Group, Packed, Table4
 from windlass.kernels.prepared import Prepared
+from windlass.kernels.rounded import Inputs
 
 _HALF_EXPONENT = (
     15  # scales that are not halves are brought below 2 ** 15, the largest half's power
@@ -146,8 +147,9 @@ class NativeProduct(Prepared):
         """Where the library finds the weight."""
         return ctypes.addressof(self._weight)
 
-    def apply(self, x: Tensor) -> Tensor:
+    def apply(self, x: Inputs) -> Tensor:
         """x [M, K] times the weight: [M, N] in x's type."""
+        assert isinstance(x, Tensor)
         (rows, num_in), num_out = x.shape, self.shape[0]
         wide = x.float().contiguous()
         out = torch.empty(rows, num_out)

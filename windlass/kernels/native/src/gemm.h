@@ -15,8 +15,8 @@ struct Product {
   const Weight& w;
   const uint8_t* panels;  // rows of x, 4 at a time
   size_t panel_bytes;
-  const uint8_t* remainders;  // of the rows, or null: see panels.h
-  size_t remainder_bytes;
+  const uint8_t* outliers;  // of the rows, or null: see panels.h
+  size_t outlier_bytes;
   int planes;  // rows of the panels that make one of y
   int rows;    // of the panels
   float* y;
@@ -27,8 +27,8 @@ struct Product {
 
   int num_panels() const { return ceil_div(rows, kPanel); }
   const uint8_t* panel(int p) const { return panels + static_cast<size_t>(p) * panel_bytes; }
-  const uint8_t* row_remainders(int row) const {
-    return remainders + static_cast<size_t>(row) * remainder_bytes;
+  const uint8_t* row_outliers(int row) const {
+    return outliers + static_cast<size_t>(row) * outlier_bytes;
   }
   const uint8_t* tile(int t) const { return w.data + static_cast<size_t>(t) * tile_bytes(w); }
 };

@@ -23,19 +23,19 @@ struct IntTile {
 };
 
 template <int MT, bool NIBBLES>
-inline const uint8_t* dot16(const uint8_t* codes, const int8_t* x, I32x8 (&dots)[MT]) {
+WINDLASS_INLINE const uint8_t* dot16(const uint8_t* codes, const int8_t* x, I32x8 (&dots)[MT]) {
   Inputs16 in[MT];
   for (int m = 0; m < MT; ++m) in[m] = load_inputs(x + 16 * m);
   if constexpr (NIBBLES) {
     const Codes32 first = load_codes(codes), second = load_codes(codes + 32);
     const Codes32 w[4] = {low_nibbles(first), low_nibbles(second), high_nibbles(first),
                           high_nibbles(second)};
-    unrolled<4>([&](auto lane) {
+    unrolled<4>([&](auto lane) __attribute__((always_inline)) {
       for (int m = 0; m < MT; ++m) dots[m] = dot_nibbles<lane>(dots[m], w[lane], in[m]);
     });
     return codes + 64;
   } else {
-    unrolled<4>([&](auto lane) {
+    unrolled<4>([&](auto lane) __attribute__((always_inline)) {
       const Codes32 w = load_codes(codes + 32 * lane);
       for (int m = 0; m < MT; ++m) dots[m] = dot_signed<lane>(dots[m], w, in[m]);
     });
@@ -45,7 +45,7 @@ inline const uint8_t* dot16(const uint8_t* codes, const int8_t* x, I32x8 (&dots)
 
 // Adds to MT rows x 8 outputs. BLOCK inputs share a scale of x.
 template <int MT, int BLOCK, bool NIBBLES, bool MINS, class Scale>
-inline void multiply(const IntTile<Scale>& tile, IntPanel x, float* out) {
+WINDLASS_INLINE void multiply(const IntTile<Scale>& tile, IntPanel x, float* out) {
   F32x8 acc[MT];
   for (int m = 0; m < MT; ++m) acc[m] = load(out + m * kTile);
   const uint8_t* codes = tile.codes;
@@ -55,7 +55,7 @@ inline void multiply(const IntTile<Scale>& tile, IntPanel x, float* out) {
       I32x8 dots[MT];
       if constexpr (NIBBLES && !MINS) {
         const QuadInt centre = load_quad(x.centre);
-        unrolled<MT>([&](auto m) { dots[m] = sum_start<m>(centre); });
+        unrolled<MT>([&](auto m) __attribute__((always_inline)) { dots[m] = sum_start<m>(centre); });
         x.centre += kPanel;
       } else {
         for (int m = 0; m < MT; ++m) dots[m] = sum_start();
@@ -66,53 +66,55 @@ inline void multiply(const IntTile<Scale>& tile, IntPanel x, float* out) {
       }
       const Quad x_scale = load_quad(x.scales);
       x.scales += kPanel;
-      unrolled<MT>([&](auto m) {
+      unrolled<MT>([&](auto m) __attribute__((always_inline)) {
         acc[m] = fma(acc[m], sum_finish(dots[m]), mul_lane<m>(scale, x_scale));
       });
     }
     if constexpr (MINS) {
       const F32x8 low = load_scales(tile.mins + g * kTile);
       const Quad sums = load_quad(x.sums + g * kPanel);
-      unrolled<MT>([&](auto m) { acc[m] = fma_lane<m>(acc[m], low, sums); });
+      unrolled<MT>([&](auto m) __attribute__((always_inline)) { acc[m] = fma_lane<m>(acc[m], low, sums); });
     }
   }
   for (int m = 0; m < MT; ++m) store(out + m * kTile, acc[m]);
 }
 
-// The blocks that a tile, or an unpacked part of one, has.
+// The inputs that a tile, or an unpacked part of one, has.
 struct Span {
   int first, last;
   int group;  // of the first
 };
 
-// Adds to out[row][output] what the remainders of `rows` rows contribute. One row at a time: rows
-// seldom have one at the same place, and none may depend on those beside it.
-template <int BLOCK, bool NIBBLES, bool MINS, class Scale>
-inline void multiply_remainders(const Product& job, int row, int rows, const IntTile<Scale>& tile,
-                                Span span, float* out) {
-  constexpr size_t code_bytes = BLOCK * kTile / (NIBBLES ? 2 : 1);
+// Adds to out[row][output] what the outliers of `rows` rows contribute. One row at a time: rows seldom
+// have one at the same place, and none may depend on those beside it.
+template <bool NIBBLES, bool MINS, class Scale>
+inline void multiply_outliers(const Product& job, int row, int rows, const IntTile<Scale>& tile,
+                              Span span, float* out) {
   for (int m = 0; m < rows; ++m, out += kTile) {
-    const Remainders x = row_remainders(job.w, job.row_remainders(row + m));
-    const auto before = [](const Remainder& r, int block) { return r.block < block; };
-    const Remainder* end = x.list + x.count;
-    const Remainder* r = std::lower_bound(x.list, end, span.first, before);
+    const Outliers x = row_outliers(job.w, job.row_outliers(row + m));
+    const auto before = [](const Outlier& o, int input) { return o.input < input; };
+    const Outlier* end = x.list + x.count;
+    const Outlier* o = span.first > 0 ? std::lower_bound(x.list, end, span.first, before) : x.list;
     F32x8 acc = load(out);
-    for (; r < end && r->block < span.last; ++r) {
-      const int8_t* in = x.codes + (r - x.list) * BLOCK;
-      const uint8_t* codes = tile.codes + static_cast<size_t>(r->block - span.first) * code_bytes;
-      I32x8 dots[1] = {sum_start()};
-      for (int k = 0; k < BLOCK; k += 16) codes = dot16<1, NIBBLES>(codes, in + k, dots);
-      F32x8 whole = sum_finish(dots[0]);
-      if constexpr (NIBBLES && !MINS) whole = add(whole, splat(r->centre));
-      const F32x8 scale = load_scales(tile.scales + (r->group - span.group) * kTile);
-      acc = fma(acc, whole, mul(scale, splat(r->scale)));
+    for (; o < end && o->input < span.last; ++o) {
+      const int k = o->input - span.first;
+      F32x8 code;
+      if constexpr (NIBBLES) {
+        const int i = k % 16;
+        code = nibbles_at(tile.codes + k / 16 * 64 + i % 8 / 4 * 32, 8 * (i % 4) + i / 8 * 4);
+        if constexpr (!MINS) code = sub(code, splat(8.0f));
+      } else {
+        code = bytes_at(tile.codes + k / 4 * 32, k % 4);
+      }
+      const F32x8 scale = load_scales(tile.scales + (o->group - span.group) * kTile);
+      acc = fma(acc, code, mul(scale, splat(o->x)));
     }
     store(out, acc);
   }
 }
 
-// Remainders are summed on their own and added last: where a tile is cut makes no difference then.
-inline void add_remainders(int rows, const float* from, float* sums) {
+// Outliers are summed on their own and added last: where a tile is cut makes no difference then.
+inline void add_outliers(int rows, const float* from, float* sums) {
   for (int i = 0; i < rows * kTile; i += kTile) {
     store(sums + i, add(load(sums + i), load(from + i)));
   }
@@ -133,11 +135,11 @@ void few_rows(const Product& job) {
     each_panel(job, first, last, [&](auto rows, int p) {
       alignas(64) float sums[kPanel * kTile] = {};
       multiply<rows, BLOCK, NIBBLES, MINS>(tile, int_panel(job.w, job.panel(p)), sums);
-      if (job.remainders != nullptr) {
+      if (job.outliers != nullptr) {
         alignas(64) float rest[kPanel * kTile] = {};
-        const Span all{0, tile.groups * tile.blocks, 0};
-        multiply_remainders<BLOCK, NIBBLES, MINS>(job, p * kPanel, rows, tile, all, rest);
-        add_remainders(rows, rest, sums);
+        const Span all{0, tile.groups * tile.blocks * BLOCK, 0};
+        multiply_outliers<NIBBLES, MINS>(job, p * kPanel, rows, tile, all, rest);
+        add_outliers(rows, rest, sums);
       }
       store_tile(job, t, p * kPanel, rows, sums, job.add);
     });
@@ -222,13 +224,12 @@ void many_rows(const Product& job) {
         x.scales += begin / BLOCK * kPanel;
         x.sums += begin / group * kPanel;
         multiply_unpacked<rows, BLOCK, MINS>(tile, x, sums[p - first]);
-        if (job.remainders != nullptr) {
-          const Span span{begin / BLOCK, end / BLOCK, begin / group};
-          multiply_remainders<BLOCK, false, MINS>(job, p * kPanel, rows, tile, span,
-                                                  rest[p - first]);
+        if (job.outliers != nullptr) {
+          const Span span{begin, end, begin / group};
+          multiply_outliers<false, MINS>(job, p * kPanel, rows, tile, span, rest[p - first]);
         }
         if (end < padded) return;
-        add_remainders(rows, rest[p - first], sums[p - first]);
+        add_outliers(rows, rest[p - first], sums[p - first]);
         store_tile(job, t, p * kPanel, rows, sums[p - first], job.add);
       });
     }

@@ -16,7 +16,7 @@ struct Layout {
   bool integer;
   int planes;      // rows of a panel that one of x takes
   int panel_rows;  // of x
-  size_t panel_bytes, remainder_bytes;
+  size_t panel_bytes, outlier_bytes;
   int panels;
 
   Layout(const Weight& w, int rows, bool given) : integer(is_integer(w)) {
@@ -28,7 +28,7 @@ struct Layout {
     panels = ceil_div(rows, panel_rows);
     const size_t bytes = integer ? int_panel_bytes(w) : float_panel_bytes(w);
     panel_bytes = (bytes + 63) / 64 * 64;
-    remainder_bytes = rounds && planes == 1 ? windlass::remainder_bytes(w) : 0;
+    outlier_bytes = rounds && planes == 1 ? windlass::outlier_bytes(w) : 0;
   }
 };
 
@@ -53,9 +53,9 @@ bool run_linear(const Run& run) {
   const Layout to(w, run.rows, scales != nullptr);
   const size_t all_panels = to.panel_bytes * static_cast<size_t>(to.panels);
   uint8_t* memory =
-      run.pool.buffer(all_panels + to.remainder_bytes * static_cast<size_t>(run.rows));
+      run.pool.buffer(all_panels + to.outlier_bytes * static_cast<size_t>(run.rows));
   if (memory == nullptr) return false;
-  uint8_t* rests = to.remainder_bytes > 0 ? memory + all_panels : nullptr;
+  uint8_t* outliers = to.outlier_bytes > 0 ? memory + all_panels : nullptr;
   run.pool.each(to.panels, to.panels < 4 ? to.panels : 1, [&](int begin, int end) {
     for (int p = begin; p < end; ++p) {
       const int first = p * to.panel_rows;
@@ -64,7 +64,7 @@ bool run_linear(const Run& run) {
       uint8_t* panel = memory + static_cast<size_t>(p) * to.panel_bytes;
       if (to.integer) {
         fill_int_panel(w, from, scales ? scales + first : nullptr, count, to.planes, panel,
-                       rests ? rests + static_cast<size_t>(first) * to.remainder_bytes : nullptr);
+                       outliers ? outliers + static_cast<size_t>(first) * to.outlier_bytes : nullptr);
       } else {
         fill_float_panel(w, from, count, panel);
       }
@@ -74,8 +74,8 @@ bool run_linear(const Run& run) {
                     w,
                     memory,
                     to.panel_bytes,
-                    rests,
-                    to.remainder_bytes,
+                    outliers,
+                    to.outlier_bytes,
                     to.planes,
                     run.rows * to.planes,
                     run.moving(1) + run.size(1),

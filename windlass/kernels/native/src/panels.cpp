@@ -2,6 +2,7 @@
 
 #include "panels.h"
 
+#include <cstdlib>
 #include <cstring>
 
 #include "simd.h"
@@ -12,11 +13,9 @@ namespace {
 
 constexpr int kMostBlock = 32;
 
-// A block is rounded a second time where its sum of squares is below this many times the square of
-// its largest input: 2 means that one input outweighs all others, or that it is more than 4 times
-// the root mean square of 32. Such an input makes the step too coarse for those beside it. In a
-// small language model that is every fifth block, and the second rounding takes away four fifths of
-// the divergence that the first one causes.
+// The largest input of a block is an outlier where the block's sum of squares is below this many times
+// its square: 2 means that it outweighs all others together. In a small language model every fifth
+// block has one, and taking it out takes away four fifths of the divergence that rounding causes.
 constexpr int32_t kOutlier = 2;
 
 struct Rounded {
@@ -69,7 +68,14 @@ Rounded round_block(int block, const float* x, const float* given, int8_t* codes
 }
 
 // The squares are those of codes, whose largest is 127: whole numbers, the same on every CPU.
-bool lost_too_much(const Rounded& r) { return r.squares > 0 && r.squares < kOutlier * 127 * 127; }
+bool has_outlier(const Rounded& r) { return r.squares > 0 && r.squares < kOutlier * 127 * 127; }
+
+// The place of the largest magnitude, the first of equals.
+int place_of_peak(const int8_t* codes, int count) {
+  int at = 0;
+  for (int i = 1; i < count; ++i) at = std::abs(codes[i]) > std::abs(codes[at]) ? i : at;
+  return at;
+}
 
 // Rounds what the codes of a block leave of x.
 Rounded round_rest(int block, const float* x, const int8_t* codes, float step, int8_t* out) {
@@ -98,13 +104,6 @@ IntSizes int_sizes(const Weight& w) {
           static_cast<size_t>(num_groups(w)) * kPanel * 4};
 }
 
-// Where the remainders of a row go: how many there are, what each is, and their codes.
-struct RemainderSink {
-  int32_t* count;
-  Remainder* list;
-  int8_t* codes;
-};
-
 // Where rounded blocks go.
 struct PanelSink {
   const Weight& w;
@@ -112,9 +111,8 @@ struct PanelSink {
 
   int group(int b) const { return b / (padded_in(w) / num_groups(w) / block_size(w)); }
 
-  void add_sum(int b, int m, const Rounded& r) const {
-    float& sum = const_cast<float*>(panel.sums)[group(b) * kPanel + m];
-    sum += r.step * kLift * static_cast<float>(r.sum);
+  void add_sum(int b, int m, float inputs) const {
+    const_cast<float*>(panel.sums)[group(b) * kPanel + m] += inputs;
   }
 
   void put(int b, int m, const Rounded& r, const int8_t* from) const {
@@ -123,18 +121,23 @@ struct PanelSink {
     for (int i = 0; i < block; i += 16) std::memcpy(to + i * kPanel + 16 * m, from + i, 16);
     const_cast<float*>(panel.scales)[b * kPanel + m] = r.step * kLift;
     const_cast<int32_t*>(panel.centre)[b * kPanel + m] = -8 * r.sum;
-    add_sum(b, m, r);
+    add_sum(b, m, r.step * kLift * static_cast<float>(r.sum));
   }
 };
 
 constexpr size_t kCountBytes = 16;
 
-RemainderSink remainder_sink(const Weight& w, uint8_t* memory) {
-  uint8_t* list = memory + kCountBytes;
-  const size_t blocks = static_cast<size_t>(padded_in(w) / block_size(w));
-  return {reinterpret_cast<int32_t*>(memory), reinterpret_cast<Remainder*>(list),
-          reinterpret_cast<int8_t*>(list + blocks * sizeof(Remainder))};
-}
+// Where the outliers of a row go.
+struct OutlierSink {
+  int32_t* count = nullptr;
+  Outlier* list = nullptr;
+
+  OutlierSink(uint8_t* memory)
+      : count(reinterpret_cast<int32_t*>(memory)),
+        list(reinterpret_cast<Outlier*>(memory + kCountBytes)) {
+    *count = 0;
+  }
+};
 
 }  // namespace
 
@@ -152,18 +155,18 @@ IntPanel int_panel(const Weight& w, const uint8_t* memory) {
           reinterpret_cast<const float*>(centre + sizes.blocks)};
 }
 
-size_t remainder_bytes(const Weight& w) {
-  const size_t padded = static_cast<size_t>(padded_in(w));
-  return kCountBytes + padded / block_size(w) * sizeof(Remainder) + padded;
+size_t outlier_bytes(const Weight& w) {
+  const size_t blocks = static_cast<size_t>(padded_in(w) / block_size(w));
+  return (kCountBytes + blocks * sizeof(Outlier) + 15) / 16 * 16;
 }
 
-Remainders row_remainders(const Weight& w, const uint8_t* memory) {
-  const RemainderSink sink = remainder_sink(w, const_cast<uint8_t*>(memory));
-  return {sink.list, sink.codes, *sink.count};
+Outliers row_outliers(const Weight&, const uint8_t* memory) {
+  return {reinterpret_cast<const Outlier*>(memory + kCountBytes),
+          *reinterpret_cast<const int32_t*>(memory)};
 }
 
 void fill_int_panel(const Weight& w, const float* x, const float* x_scales, int rows, int planes,
-                    uint8_t* memory, uint8_t* remainders) {
+                    uint8_t* memory, uint8_t* outliers) {
   const int block = block_size(w);
   const PanelSink panel{w, int_panel(w, memory)};
   const IntSizes sizes = int_sizes(w);
@@ -172,26 +175,29 @@ void fill_int_panel(const Weight& w, const float* x, const float* x_scales, int 
   for (int m = 0; m < rows; ++m) {
     const float* row = x + static_cast<size_t>(m) * w.num_in;
     const float* given = x_scales == nullptr ? nullptr : x_scales + m;
-    RemainderSink sink{};
-    if (remainders != nullptr) {
-      sink = remainder_sink(w, remainders + static_cast<size_t>(m) * remainder_bytes(w));
-      *sink.count = 0;
-    }
+    uint8_t unused[kCountBytes];
+    OutlierSink sink(outliers ? outliers + static_cast<size_t>(m) * outlier_bytes(w) : unused);
     for (int b = 0; b < padded_in(w) / block; ++b) {
       float spare[kMostBlock];
-      int8_t codes[kMostBlock], rest_codes[kMostBlock];
+      int8_t codes[kMostBlock];
       const float* inputs = block_inputs(w, row, b * block, block, spare);
-      const Rounded r = round_block(block, inputs, given, codes);
+      Rounded r = round_block(block, inputs, given, codes);
+      if (planes == 1 && outliers != nullptr && has_outlier(r)) {
+        const int at = place_of_peak(codes, block);
+        const float peak = inputs[at];
+        std::memmove(spare, inputs, static_cast<size_t>(block) * sizeof(float));
+        spare[at] = 0.0f;
+        r = round_block(block, spare, nullptr, codes);
+        sink.list[(*sink.count)++] = {b * block + at, panel.group(b), peak * kLift};
+        panel.put(b, m, r, codes);
+        panel.add_sum(b, m, peak * kLift);
+        continue;
+      }
       panel.put(b, m * planes, r, codes);
       if (planes == 2) {
+        int8_t rest_codes[kMostBlock];
         const Rounded rest = round_rest(block, inputs, codes, r.step, rest_codes);
         panel.put(b, m * planes + 1, rest, rest_codes);
-      } else if (remainders != nullptr && lost_too_much(r)) {
-        const int at = (*sink.count)++;
-        const Rounded rest = round_rest(block, inputs, codes, r.step, sink.codes + at * block);
-        const float total = static_cast<float>(rest.sum);
-        sink.list[at] = {b, panel.group(b), rest.step * kLift, -8.0f * total};
-        panel.add_sum(b, m, rest);
       }
     }
   }

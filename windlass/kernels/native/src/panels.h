@@ -14,31 +14,29 @@ struct IntPanel {
   const float* sums;      // [groups][4]: the sum of the rounded inputs
 };
 
-// A block of one row in which rounding lost too much: what it lost, rounded in turn. It is
-// multiplied like a block of inputs of its own; its part of the minima is in IntPanel::sums.
-struct Remainder {
-  int32_t block;
+// An input that outweighs its block: it is left out there, since it would make the step too coarse for
+// those beside it, and multiplied as it is. Its part of the minima is in IntPanel::sums.
+struct Outlier {
+  int32_t input;  // in the weight's order
   int32_t group;
-  float scale;
-  float centre;  // -8 times the sum of the codes
+  float x;
 };
 
 // Those of one row, in the order of the inputs.
-struct Remainders {
-  const Remainder* list;
-  const int8_t* codes;  // [count][inputs of a block]
+struct Outliers {
+  const Outlier* list;
   int count;
 };
 
 size_t int_panel_bytes(const Weight& w);
 IntPanel int_panel(const Weight& w, const uint8_t* memory);
-size_t remainder_bytes(const Weight& w);  // of one row, if every block has one
-Remainders row_remainders(const Weight& w, const uint8_t* memory);
+size_t outlier_bytes(const Weight& w);  // of one row, if every block has one
+Outliers row_outliers(const Weight& w, const uint8_t* memory);
 // With two planes each row of x takes two of the panel's: its codes, and what they leave, rounded in
-// turn. With one, blocks that lost too much have that in `remainders` (remainder_bytes for each row),
-// if given. With scales x is whole numbers already.
+// turn. With one, inputs that outweigh their block go to `outliers` (outlier_bytes for each row), if
+// given. With scales x is whole numbers already.
 void fill_int_panel(const Weight& w, const float* x, const float* x_scales, int rows, int planes,
-                    uint8_t* memory, uint8_t* remainders);
+                    uint8_t* memory, uint8_t* outliers);
 
 // 4 rows as they are: [inputs][4 rows].
 size_t float_panel_bytes(const Weight& w);

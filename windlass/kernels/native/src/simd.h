@@ -5,6 +5,7 @@
 //   Codes32        weight codes of 8 outputs x 4 inputs, a byte each
 //   Inputs16       16 consecutive input codes of one row of x
 //   Quad, QuadInt  one number for each of 4 rows of x
+// nibbles_at and bytes_at read one input's codes of 8 outputs out of 32 bytes.
 // A dot product adds 4 inputs at a time; the lane says which 4 of the 16.
 // load_half gives the value times kHalfUnit, whatever is cheapest for the CPU; read_half the value.
 // larger keeps what is no number; add_exponent multiplies by the power of two in the low bits of
@@ -27,14 +28,17 @@
 
 namespace windlass {
 
+// Compilers give up inlining where loops are unrolled, and calls cost more than what is called.
+#define WINDLASS_INLINE inline __attribute__((always_inline))
+
 // Calls body(constant 0) ... body(constant COUNT - 1): lanes must be known to the compiler.
 template <int... I, class Body>
-inline void unrolled(std::integer_sequence<int, I...>, Body&& body) {
+WINDLASS_INLINE void unrolled(std::integer_sequence<int, I...>, Body&& body) {
   (body(std::integral_constant<int, I>{}), ...);
 }
 
 template <int COUNT, class Body>
-inline void unrolled(Body&& body) {
+WINDLASS_INLINE void unrolled(Body&& body) {
   unrolled(std::make_integer_sequence<int, COUNT>{}, std::forward<Body>(body));
 }
 

@@ -103,6 +103,14 @@ inline Codes32 high_nibbles(Codes32 x) {
 inline Codes32 subtract(Codes32 x, int8_t y) {
   return {_mm256_sub_epi8(x.v, _mm256_set1_epi8(y))};
 }
+inline F32x8 nibbles_at(const uint8_t* p, int shift) {
+  const __m256i by = _mm256_srl_epi32(load_codes(p).v, _mm_cvtsi32_si128(shift));
+  return {_mm256_cvtepi32_ps(_mm256_and_si256(by, _mm256_set1_epi32(15)))};
+}
+inline F32x8 bytes_at(const uint8_t* p, int lane) {
+  const __m256i up = _mm256_sll_epi32(load_codes(p).v, _mm_cvtsi32_si128(24 - 8 * lane));
+  return {_mm256_cvtepi32_ps(_mm256_srai_epi32(up, 24))};
+}
 inline Inputs16 load_inputs(const int8_t* p) { return {p}; }
 
 inline I32x8 sum_start() { return {_mm256_setzero_si256()}; }

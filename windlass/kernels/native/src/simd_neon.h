@@ -111,6 +111,19 @@ inline Codes32 high_nibbles(Codes32 x) { return {high_nibbles(x.a), high_nibbles
 inline Codes32 subtract(Codes32 x, int8_t y) {
   return {vsubq_s8(x.a, vdupq_n_s8(y)), vsubq_s8(x.b, vdupq_n_s8(y))};
 }
+inline F32x8 nibbles_at(const uint8_t* p, int shift) {
+  const int32x4_t by = vdupq_n_s32(-shift);
+  const uint32x4_t mask = vdupq_n_u32(15);
+  const uint32x4_t a = vreinterpretq_u32_u8(vld1q_u8(p)), b = vreinterpretq_u32_u8(vld1q_u8(p + 16));
+  return {vcvtq_f32_u32(vandq_u32(vshlq_u32(a, by), mask)),
+          vcvtq_f32_u32(vandq_u32(vshlq_u32(b, by), mask))};
+}
+inline F32x8 bytes_at(const uint8_t* p, int lane) {
+  const int32x4_t by = vdupq_n_s32(24 - 8 * lane);
+  const int32x4_t a = vreinterpretq_s32_u8(vld1q_u8(p)), b = vreinterpretq_s32_u8(vld1q_u8(p + 16));
+  return {vcvtq_f32_s32(vshrq_n_s32(vshlq_s32(a, by), 24)),
+          vcvtq_f32_s32(vshrq_n_s32(vshlq_s32(b, by), 24))};
+}
 inline Inputs16 load_inputs(const int8_t* p) { return {vld1q_s8(p)}; }
 
 // Sums start at 1.5 * 2^23 as float bits: up to 2^22 they then are floats already, and one

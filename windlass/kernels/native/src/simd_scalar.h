@@ -156,6 +156,14 @@ inline Codes32 subtract(Codes32 x, int8_t y) {
   for (int8_t& code : x.v) code = static_cast<int8_t>(code - y);
   return x;
 }
+inline F32x8 nibbles_at(const uint8_t* p, int shift) {
+  return each([&](int i) {
+    return static_cast<float>(p[4 * i + shift / 8] >> shift % 8 & 15);
+  });
+}
+inline F32x8 bytes_at(const uint8_t* p, int lane) {
+  return each([&](int i) { return static_cast<float>(static_cast<int8_t>(p[4 * i + lane])); });
+}
 inline Inputs16 load_inputs(const int8_t* p) { return {p}; }
 
 inline I32x8 sum_start() { return I32x8{}; }
