@@ -92,6 +92,12 @@ def test_folders_without_a_model_are_refused(tmp_path):
         found(tmp_path / "notes.txt")
 
 
+def test_a_model_that_is_not_finished_is_said_to_be(tmp_path):
+    (tmp_path / "made.partial").mkdir()
+    with pytest.raises(CheckpointError, match=r"made: is not there yet; .*made\.partial is what"):
+        found(tmp_path / "made")
+
+
 def test_a_config_is_enough_for_dummy_weights(tmp_path):
     path = write_json(tmp_path / "config.json", config())
     for model in (tmp_path, path):

@@ -61,6 +61,12 @@ def _locate(config: ModelConfig) -> tuple[str, Path]:
         whole = path.resolve()
         folder = whole.parent if whole.name == "config.json" else whole
         return folder.stem if folder.suffix == ".gguf" else folder.name, path
+    unfinished = path.with_name(f"{path.name}.partial")
+    if unfinished.is_dir():
+        raise CheckpointError(
+            f"{path}: is not there yet; {unfinished} is what a windlass quantize left that did not "
+            "end. Run the same command again, which goes on from there."
+        )
     wanted = hub.parse(model)
     if wanted is not None:
         name = Path(wanted.file).stem if wanted.file else wanted.repo

@@ -121,6 +121,8 @@ def test_an_output_that_exists_is_refused(model: Path, tmp_path: Path, quantize:
         (("--method", "rtn", "--group-size", "128"), "128 does not divide the 64 inputs of"),
         (("--method", "rtn", "--group-size", "128"), "Sizes that fit all layers: 64, 32, -1"),
         (("--method", "rtn", "--group-size", "48"), "must be a power of two"),
+        (("--method", "nf4", "--group-size", "-1"), "from 8 on with --method nf4; got -1"),
+        (("--method", "nf4", "--group-size", "128"), "Sizes that fit all layers: 64, 32."),
         (("--method", "fp8", "--group-size", "64"), "does not go with --method fp8"),
         (("--method", "fp8", "--scales", "block"), "blocks of 128 do not divide the 64 inputs"),
         (("--method", "rtn", "--scales", "block"), "is for --method fp8"),
@@ -164,16 +166,19 @@ def test_bad_calibration_files(
     assert "all 2 texts have less than 8 tokens" in refused(short)
     said = refused(texts, "--samples", 1000)
     assert "--samples 1000" in said
-    assert "has only 40 usable texts" in said
+    assert "has only 40 usable texts. Lower --samples" in said
     good = {"text": "a windlass lifts a load"}
     broken = lines(
         tmp_path / "broken.jsonl", good, "{oops", {"prompt": "x"}, {"messages": []}, {"text": 5}
     )
     said = refused(broken)
     assert "4 of 5 lines are broken" in said
-    assert "broken.jsonl, line 2: " in said
+    assert "broken.jsonl, line 2: is not JSON at column 2" in said
     assert "line 3: needs either text or messages" in said
     assert "--skip-broken-lines" in said
+    binary = tmp_path / "binary.jsonl"
+    binary.write_bytes(b'{"text": "a windlass lifts a load"}\n\xff\xfe\n')
+    assert "1 of 2 lines are broken. binary.jsonl, line 2: is not UTF-8" in refused(binary)
     said = quantize(
         *(model, "-o", tmp_path / "o", *GPTQ, "--calibration", broken, "--skip-broken-lines")
     )

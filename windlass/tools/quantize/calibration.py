@@ -89,10 +89,11 @@ def _how_many(path: Path, wish: int | None, usable: int, total: int, notes: list
             f"--calibration {path}: all {total} texts have less than {SHORTEST} tokens."
         )
     if wish is not None and wish > usable:
+        short = total - usable
+        others = f"; {short} more have less than {SHORTEST} tokens" if short else ""
         raise ConfigError(
-            f"--samples {wish}: {path} has only {usable} usable texts (of {total}; the others have "
-            f"less than {SHORTEST} tokens). Lower --samples, or give more texts: only the start of "
-            "a long one is taken, so cut it into several lines."
+            f"--samples {wish}: {path} has only {usable} usable texts{others}. Lower --samples, or "
+            "give more texts: only the start of a long one is taken, so cut it into several lines."
         )
     count = min(wish or DEFAULT_SAMPLES, usable)
     if count < ADVISED[0]:
@@ -109,13 +110,17 @@ def read_records(raw: bytes, path: Path) -> tuple[list[Record], list[str]]:
             continue
         try:
             records.append(_record(line))
-        except (RequestError, UnicodeDecodeError, ValueError) as error:
+        except json.JSONDecodeError as error:
+            broken.append(f"{path.name}, line {number}: is not JSON at column {error.colno}")
+        except UnicodeDecodeError:
+            broken.append(f"{path.name}, line {number}: is not UTF-8")
+        except (RequestError, ValueError) as error:
             broken.append(f"{path.name}, line {number}: {error}")
     return records, broken
 
 
 def _record(line: bytes) -> Record:
-    value = json.loads(line)
+    value = json.loads(line.decode("utf-8-sig"))
     if not isinstance(value, dict):
         raise RequestError('is no object such as {"text": "..."}')
     if ("text" in value) == ("messages" in value):

@@ -198,14 +198,14 @@ def _group_size(wishes: Wishes, spec: ModelSpec, notes: list[str]) -> int:
         return PER_CHANNEL
     possible = [size for size in _GROUP_SIZES if all(n % size == 0 for n in inputs.values())]
     if wish is not None:
-        return _checked_group(wish, inputs, possible)
+        return _checked_group(wish, inputs, possible, per_channel=method != "nf4")
     preferred = 64 if method == "nf4" else _GROUP_SIZES[0]
     fitting = [size for size in possible if size <= preferred]
     if not fitting:
         name, num_in = next((n, k) for n, k in inputs.items() if k % _GROUP_SIZES[-1])
+        instead = "" if method == "nf4" else ", or --group-size -1 for one scale per output"
         raise ConfigError(
-            f"no usual group size divides the {num_in} inputs of {name}. "
-            "Use --method fp8, or --group-size -1 for one scale per output."
+            f"no usual group size divides the {num_in} inputs of {name}. Use --method fp8{instead}."
         )
     if fitting[0] != preferred:
         name, num_in = next((n, k) for n, k in inputs.items() if k % preferred)
@@ -215,15 +215,20 @@ def _group_size(wishes: Wishes, spec: ModelSpec, notes: list[str]) -> int:
     return fitting[0]
 
 
-def _checked_group(size: int, inputs: Mapping[str, int], possible: list[int]) -> int:
+def _checked_group(
+    size: int, inputs: Mapping[str, int], possible: list[int], per_channel: bool
+) -> int:
     if size < 8 or size & (size - 1):
-        raise ConfigError(f"--group-size must be a power of two from 8 on, or -1; got {size}.")
+        other = ", or -1" if per_channel else " with --method nf4"
+        raise ConfigError(f"--group-size must be a power of two from 8 on{other}; got {size}.")
     wrong = next((name for name, num_in in inputs.items() if num_in % size), None)
     if wrong is not None:
-        works = ", ".join(map(str, [*possible, PER_CHANNEL]))
+        works = [str(each) for each in possible]
+        if per_channel:
+            works.append(f"{PER_CHANNEL} (one scale per output)")
         raise ConfigError(
             f"--group-size {size} does not divide the {inputs[wrong]} inputs of "
-            f"model.layers.*.{wrong}. Sizes that fit all layers: {works} (-1: one scale per output)."
+            f"model.layers.*.{wrong}. Sizes that fit all layers: {', '.join(works) or 'none'}."
         )
     return size
 
@@ -254,5 +259,5 @@ def _check_packing(recipe: Recipe, spec: ModelSpec) -> None:
         if num_out % unit or num_in % unit:
             raise ConfigError(
                 f"model.layers.*.{name} has {num_out} outputs and {num_in} inputs; {recipe.bits}-bit "
-                f"codes are packed in units of {unit}, which divides not both. Use --method fp8."
+                f"codes are packed in units of {unit}, which does not divide both. Use --method fp8."
             )
