@@ -49,4 +49,5 @@ def _versions() -> dict[str, str]:
 
 
 if __name__ == "__main__":
+    del sys.path[0]  # this folder, whose files must not be taken for somebody's packages
     main(*sys.argv[1:])
