@@ -88,6 +88,7 @@ void read_part(const Job& job, int slot, int head, Part& part) {
     part.key_scales[k] = kv.key_scales ? job.scale * kv.key_scales[place] : job.scale;
     part.value_scales[k] = kv.value_scales ? kv.value_scales[place] : 1.0f;
   }
+  for (int k = part.count; k < kPart; ++k) part.key_scales[k] = part.value_scales[k] = 0.0f;
 }
 
 // Products of COUNT lines with all keys of a part.
@@ -121,17 +122,23 @@ struct Exponentials {
 };
 
 Exponentials soften(const Part& part, Sight sight, float* scores) {
-  float peak = kNothing;
-  for (int k = 0; k < part.count; ++k) scores[k] *= part.key_scales[k];
-  for (int k = sight.begin; k < sight.end; ++k) peak = scores[k] > peak ? scores[k] : peak;
   const int padded = (part.count + kLanes - 1) / kLanes * kLanes;
-  for (int k = part.count; k < padded; ++k) scores[k] = peak;
-  const F32x8 peaks = splat(peak);
+  F32x8 peaks = splat(kNothing);
+  for (int k = 0; k < padded; k += kLanes) {
+    store(scores + k, mul(load(scores + k), load(part.key_scales + k)));
+  }
+  const auto fill_unseen = [&](float value) {
+    std::fill(scores, scores + sight.begin, value);
+    std::fill(scores + sight.end, scores + padded, value);
+  };
+  fill_unseen(kNothing);
+  for (int k = 0; k < padded; k += kLanes) peaks = larger(peaks, load(scores + k));
+  const float peak = largest_of(peaks);
+  peaks = splat(peak);
   for (int k = 0; k < padded; k += kLanes) {
     store(scores + k, exponential(sub(load(scores + k), peaks)));
   }
-  for (int k = 0; k < sight.begin; ++k) scores[k] = 0.0f;
-  for (int k = sight.end; k < padded; ++k) scores[k] = 0.0f;
+  fill_unseen(0.0f);
   F32x8 sum = zero();
   for (int k = 0; k < padded; k += kLanes) sum = add(sum, load(scores + k));
   return {peak, sum_of(sum)};
@@ -175,15 +182,18 @@ void attend_4(const Part& part, int dim, const float* const* queries, const Sigh
   count > 1 ? score<2>(part, dim, queries, scores) : score<1>(part, dim, queries, scores);
   if (count == 3) score<1>(part, dim, queries + 2, scores + 2);
   if (count == 4) score<2>(part, dim, queries + 2, scores + 2);
-  for (int m = 0; m < 4; ++m) {
-    if (m < count) {
-      const Exponentials e = soften(part, sights[m], scores[m]);
-      peak[m] = e.peak;
-      sum[m] = e.sum;
-    }
-    for (int k = 0; k < part.count; ++k) {
-      weights[4 * k + m] = m < count ? scores[m][k] * part.value_scales[k] : 0.0f;
-    }
+  for (int m = 0; m < count; ++m) {
+    const Exponentials e = soften(part, sights[m], scores[m]);
+    peak[m] = e.peak;
+    sum[m] = e.sum;
+  }
+  // Lines that are not there repeat one that is.
+  const float* line[4];
+  for (int m = 0; m < 4; ++m) line[m] = scores[std::min(m, count - 1)];
+  for (int k = 0; k < part.count; k += kLanes) {
+    const F32x8 scale = load(part.value_scales + k);
+    store_interleaved4(weights + 4 * k, mul(load(line[0] + k), scale), mul(load(line[1] + k), scale),
+                       mul(load(line[2] + k), scale), mul(load(line[3] + k), scale));
   }
   switch (count) {
     case 1:

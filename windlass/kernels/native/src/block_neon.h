@@ -26,21 +26,27 @@ constexpr bool kHasMultiply4 = true;
   "ldp q10, q11, [%[x]], #32\n"                   \
   WINDLASS_LANE("0") WINDLASS_LANE("1") WINDLASS_LANE("2") WINDLASS_LANE("3")
 
-// A sum that started at 1.5 * 2^23 is a float already: see simd_neon.h.
-#define WINDLASS_SCALE(SUM, SCALE, LANE, OUT, T)  \
-  "fsub " SUM ".4s, " SUM ".4s, v26.4s\n"         \
-  "fmul " T ".4s, " SCALE ".4s, v15.s[" LANE "]\n" \
-  "fmla " OUT ".4s, " SUM ".4s, " T ".4s\n"
+// A sum that started at 1.5 * 2^23 is a float already: see simd_neon.h. What the start adds, times the
+// scale, is a number that floats hold exactly, so it can be taken away in the same operation: the
+// result is rounded once, as that of (sum - start) * scale. It is read each time: load pipes are idle.
+#define WINDLASS_SCALE(SUM, SCALE, PLACE, LANE, OUT, T) \
+  "ldr q" T ", [%[shifts], #" PLACE "]\n"                \
+  "fmla v" T ".4s, " SUM ".4s, " SCALE ".4s\n"          \
+  "fmla " OUT ".4s, v" T ".4s, v15.s[" LANE "]\n"
 
 #define WINDLASS_BLOCK(PRODUCTS)                                                              \
   "ldr q15, [%[x_scales]], #16\n"                                                             \
   "ldr q0, [%[start]]\n ldr q1, [%[start]]\n ldr q2, [%[start]]\n ldr q3, [%[start]]\n"       \
   "ldr q4, [%[start]]\n ldr q5, [%[start]]\n ldr q6, [%[start]]\n ldr q7, [%[start]]\n"       \
   PRODUCTS                                                                                    \
-  WINDLASS_SCALE("v0", "v24", "0", "v16", "v8") WINDLASS_SCALE("v1", "v25", "0", "v17", "v9") \
-  WINDLASS_SCALE("v2", "v24", "1", "v18", "v10") WINDLASS_SCALE("v3", "v25", "1", "v19", "v11") \
-  WINDLASS_SCALE("v4", "v24", "2", "v20", "v12") WINDLASS_SCALE("v5", "v25", "2", "v21", "v13") \
-  WINDLASS_SCALE("v6", "v24", "3", "v22", "v14") WINDLASS_SCALE("v7", "v25", "3", "v23", "v27")
+  WINDLASS_SCALE("v0", "v24", "0", "0", "v16", "8")                                           \
+  WINDLASS_SCALE("v1", "v25", "16", "0", "v17", "9")                                          \
+  WINDLASS_SCALE("v2", "v24", "0", "1", "v18", "10")                                          \
+  WINDLASS_SCALE("v3", "v25", "16", "1", "v19", "11")                                         \
+  WINDLASS_SCALE("v4", "v24", "0", "2", "v20", "12")                                          \
+  WINDLASS_SCALE("v5", "v25", "16", "2", "v21", "13")                                         \
+  WINDLASS_SCALE("v6", "v24", "0", "3", "v22", "14")                                          \
+  WINDLASS_SCALE("v7", "v25", "16", "3", "v23", "27")                                        
 
 #define WINDLASS_MINS                                                      \
   "ldp q8, q9, [%[mins]], #32\n"                                           \
@@ -52,7 +58,6 @@ constexpr bool kHasMultiply4 = true;
 
 #define WINDLASS_LOOP(PRODUCTS, MINS_PART)                                                  \
   __asm__ volatile(                                                                         \
-      "ldr q26, [%[start]]\n"                                                               \
       "ldp q16, q17, [%[out]]\n ldp q18, q19, [%[out], #32]\n"                              \
       "ldp q20, q21, [%[out], #64]\n ldp q22, q23, [%[out], #96]\n"                         \
       "1: ldp q24, q25, [%[scales]], #32\n"                                                 \
@@ -60,22 +65,25 @@ constexpr bool kHasMultiply4 = true;
       "2:\n" WINDLASS_BLOCK(PRODUCTS)                                                       \
       "subs %w[left], %w[left], #1\n"                                                       \
       "b.ne 2b\n" MINS_PART                                                                 \
+      "add %[shifts], %[shifts], #32\n"                                                     \
       "subs %w[groups], %w[groups], #1\n"                                                   \
       "b.ne 1b\n"                                                                           \
       "stp q16, q17, [%[out]]\n stp q18, q19, [%[out], #32]\n"                              \
       "stp q20, q21, [%[out], #64]\n stp q22, q23, [%[out], #96]\n"                         \
       : [codes] "+r"(codes), [x] "+r"(x), [x_scales] "+r"(x_scales), [sums] "+r"(sums),     \
-        [scales] "+r"(scales), [mins] "+r"(mins), [groups] "+r"(groups), [left] "=&r"(left) \
+        [scales] "+r"(scales), [mins] "+r"(mins), [groups] "+r"(groups), [left] "=&r"(left), \
+        [shifts] "+r"(shifts)                                                               \
       : [blocks] "r"(blocks), [start] "r"(kStarts), [out] "r"(out)                          \
       : "cc", "memory", "v0", "v1", "v2", "v3", "v4", "v5", "v6", "v7", "v8", "v9", "v10",  \
         "v11", "v12", "v13", "v14", "v15", "v16", "v17", "v18", "v19", "v20", "v21", "v22", \
-        "v23", "v24", "v25", "v26", "v27")
+        "v23", "v24", "v25", "v27")
 
-// Adds to out[row][output] `groups` groups of `blocks` blocks, at least one of each.
+// Adds to out[row][output] `groups` groups of `blocks` blocks, at least one of each. `shifts` are the
+// scales times -kSumStart.
 template <int BLOCK, bool MINS>
-inline void multiply_4(const uint8_t* codes, const float* scales, const float* mins, int groups,
-                       int blocks, const int8_t* x, const float* x_scales, const float* sums,
-                       float* out) {
+inline void multiply_4(const uint8_t* codes, const float* scales, const float* shifts,
+                       const float* mins, int groups, int blocks, const int8_t* x,
+                       const float* x_scales, const float* sums, float* out) {
   int left;
   if constexpr (BLOCK == 32 && MINS) {
     WINDLASS_LOOP(WINDLASS_16 WINDLASS_16, WINDLASS_MINS);

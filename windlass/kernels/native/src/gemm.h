@@ -37,7 +37,7 @@ void int_product(const Product& job);
 void float_product(const Product& job);
 
 // From this many rows on a tile is unpacked once for all of them.
-constexpr int kManyRows = 13;
+constexpr int kManyRows = 6;
 
 // Panels that are computed with one tile before the next.
 constexpr int kMostPanels = 64;

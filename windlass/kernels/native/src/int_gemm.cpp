@@ -18,6 +18,7 @@ struct IntTile {
   const uint8_t* codes;
   const Scale* scales;
   const Scale* mins;
+  const float* shifts;  // of unpacked tiles: see multiply_4
   int groups;
   int blocks;  // in a group
 };
@@ -43,6 +44,8 @@ WINDLASS_INLINE const uint8_t* dot16(const uint8_t* codes, const int8_t* x, I32x
   }
 }
 
+constexpr int kAhead = 4096;  // bytes
+
 // Adds to MT rows x 8 outputs. BLOCK inputs share a scale of x.
 template <int MT, int BLOCK, bool NIBBLES, bool MINS, class Scale>
 WINDLASS_INLINE void multiply(const IntTile<Scale>& tile, IntPanel x, float* out) {
@@ -61,13 +64,15 @@ WINDLASS_INLINE void multiply(const IntTile<Scale>& tile, IntPanel x, float* out
         for (int m = 0; m < MT; ++m) dots[m] = sum_start();
       }
       for (int k = 0; k < BLOCK; k += 16) {
+        // With few rows the weights come from memory; the CPU's own guesses stop at pages.
+        if constexpr (MT <= 2 && NIBBLES) __builtin_prefetch(codes + kAhead);
         codes = dot16<MT, NIBBLES>(codes, x.codes, dots);
         x.codes += 16 * kPanel;
       }
       const Quad x_scale = load_quad(x.scales);
       x.scales += kPanel;
       unrolled<MT>([&](auto m) __attribute__((always_inline)) {
-        acc[m] = fma(acc[m], sum_finish(dots[m]), mul_lane<m>(scale, x_scale));
+        acc[m] = fma_lane<m>(acc[m], mul(sum_finish(dots[m]), scale), x_scale);
       });
     }
     if constexpr (MINS) {
@@ -124,7 +129,7 @@ IntTile<uint16_t> packed_tile(const Product& job, int t) {
   const uint8_t* data = job.tile(t);
   const uint16_t* scales = reinterpret_cast<const uint16_t*>(data);
   const int groups = num_groups(job.w);
-  return {data + scale_bytes(job.w), scales, scales + groups * kTile, groups,
+  return {data + scale_bytes(job.w), scales, scales + groups * kTile, nullptr, groups,
           padded_in(job.w) / groups / block_size(job.w)};
 }
 
@@ -152,6 +157,7 @@ struct Unpacked {
   alignas(64) uint8_t codes[kMostInputs * kTile];
   alignas(64) float scales[kMostInputs / 16 * kTile];
   alignas(64) float mins[kMostInputs / 16 * kTile];
+  alignas(64) float shifts[kMostInputs / 16 * kTile];
 };
 
 // Where a run of inputs that begins at k ends: after whole groups, or within one that is too long.
@@ -168,7 +174,9 @@ IntTile<float> unpack(const Product& job, const IntTile<uint16_t>& tile, int beg
   const int first = begin / group;
   const int groups = ceil_div(end - begin, group);
   for (int g = 0; g < groups; ++g) {
-    store(out.scales + g * kTile, load_half(tile.scales + (first + g) * kTile));
+    const F32x8 scale = load_half(tile.scales + (first + g) * kTile);
+    store(out.scales + g * kTile, scale);
+    if constexpr (kHasMultiply4) store(out.shifts + g * kTile, mul(scale, splat(-kSumStart)));
     if constexpr (MINS) {
       // A group that was cut takes its minimum once, with its last part.
       const bool ends = end % group == 0;
@@ -177,7 +185,7 @@ IntTile<float> unpack(const Product& job, const IntTile<uint16_t>& tile, int beg
   }
   const int blocks = std::min(group, end - begin) / block;
   if (job.w.kind == kInt8) {
-    return {tile.codes + static_cast<size_t>(begin) * kTile, out.scales, out.mins, groups, blocks};
+    return {tile.codes + static_cast<size_t>(begin) * kTile, out.scales, out.mins, out.shifts, groups, blocks};
   }
   const uint8_t* from = tile.codes + static_cast<size_t>(begin) * kTile / 2;
   uint8_t* to = out.codes;
@@ -189,13 +197,13 @@ IntTile<float> unpack(const Product& job, const IntTile<uint16_t>& tile, int beg
       store_codes(to + 64 + 32 * i, subtract(high_nibbles(both), centre));
     }
   }
-  return {out.codes, out.scales, out.mins, groups, blocks};
+  return {out.codes, out.scales, out.mins, out.shifts, groups, blocks};
 }
 
 template <int MT, int BLOCK, bool MINS>
 inline void multiply_unpacked(const IntTile<float>& tile, const IntPanel& x, float* out) {
   if constexpr (kHasMultiply4 && MT == kPanel) {
-    multiply_4<BLOCK, MINS>(tile.codes, tile.scales, tile.mins, tile.groups, tile.blocks, x.codes,
+    multiply_4<BLOCK, MINS>(tile.codes, tile.scales, tile.shifts, tile.mins, tile.groups, tile.blocks, x.codes,
                             x.scales, x.sums, out);
   } else {
     multiply<MT, BLOCK, false, MINS>(tile, x, out);

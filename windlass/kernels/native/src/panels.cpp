@@ -106,17 +106,22 @@ IntSizes int_sizes(const Weight& w) {
 
 // Where rounded blocks go.
 struct PanelSink {
-  const Weight& w;
   IntPanel panel;
+  int block;
+  int blocks_per_group;
 
-  int group(int b) const { return b / (padded_in(w) / num_groups(w) / block_size(w)); }
+  PanelSink(const Weight& w, uint8_t* memory)
+      : panel(int_panel(w, memory)),
+        block(block_size(w)),
+        blocks_per_group(padded_in(w) / num_groups(w) / block) {}
+
+  int group(int b) const { return blocks_per_group == 1 ? b : b / blocks_per_group; }
 
   void add_sum(int b, int m, float inputs) const {
     const_cast<float*>(panel.sums)[group(b) * kPanel + m] += inputs;
   }
 
   void put(int b, int m, const Rounded& r, const int8_t* from) const {
-    const int block = block_size(w);
     int8_t* to = const_cast<int8_t*>(panel.codes) + static_cast<size_t>(b) * block * kPanel;
     for (int i = 0; i < block; i += 16) std::memcpy(to + i * kPanel + 16 * m, from + i, 16);
     const_cast<float*>(panel.scales)[b * kPanel + m] = r.step * kLift;
@@ -168,7 +173,8 @@ Outliers row_outliers(const Weight&, const uint8_t* memory) {
 void fill_int_panel(const Weight& w, const float* x, const float* x_scales, int rows, int planes,
                     uint8_t* memory, uint8_t* outliers) {
   const int block = block_size(w);
-  const PanelSink panel{w, int_panel(w, memory)};
+  const int num_blocks = padded_in(w) / block;
+  const PanelSink panel(w, memory);
   const IntSizes sizes = int_sizes(w);
   // Rows that are not there count too.
   std::memset(memory + sizes.codes, 0, 2 * sizes.blocks + sizes.groups);
@@ -177,7 +183,7 @@ void fill_int_panel(const Weight& w, const float* x, const float* x_scales, int 
     const float* given = x_scales == nullptr ? nullptr : x_scales + m;
     uint8_t unused[kCountBytes];
     OutlierSink sink(outliers ? outliers + static_cast<size_t>(m) * outlier_bytes(w) : unused);
-    for (int b = 0; b < padded_in(w) / block; ++b) {
+    for (int b = 0; b < num_blocks; ++b) {
       float spare[kMostBlock];
       int8_t codes[kMostBlock];
       const float* inputs = block_inputs(w, row, b * block, block, spare);

@@ -9,7 +9,8 @@
 // A dot product adds 4 inputs at a time; the lane says which 4 of the 16.
 // load_half gives the value times kHalfUnit, whatever is cheapest for the CPU; read_half the value.
 // larger keeps what is no number; add_exponent multiplies by the power of two in the low bits of
-// `shifted`; store_sums4 stores the sums over the 8 lanes of four vectors.
+// `shifted`; store_sums4 stores the sums over the 8 lanes of four vectors,
+// store_interleaved4 their first numbers, their second ones, and so on.
 
 #pragma once
 

@@ -64,6 +64,14 @@ inline void store_sums4(float* p, F32x8 x, F32x8 y, F32x8 z, F32x8 w) {
   const __m128 xy = _mm_hadd_ps(halves(x), halves(y));
   _mm_storeu_ps(p, _mm_hadd_ps(xy, _mm_hadd_ps(halves(z), halves(w))));
 }
+inline void store_interleaved4(float* p, F32x8 x, F32x8 y, F32x8 z, F32x8 w) {
+  float rows[4][8];
+  store(rows[0], x);
+  store(rows[1], y);
+  store(rows[2], z);
+  store(rows[3], w);
+  for (int i = 0; i < 32; ++i) p[i] = rows[i % 4][i / 4];
+}
 inline F32x8 read_half(const uint16_t* p) { return load_half(p); }
 inline void write_half(uint16_t* p, F32x8 x) {
   _mm_storeu_si128(reinterpret_cast<__m128i*>(p),
@@ -171,9 +179,10 @@ inline void lookup32(const Table16& table, const uint8_t* codes, F32x8 scale, fl
 
 // What NEON has written out in block_neon.h.
 constexpr bool kHasMultiply4 = false;
+constexpr float kSumStart = 0.0f;
 template <int BLOCK, bool MINS>
-inline void multiply_4(const uint8_t*, const float*, const float*, int, int, const int8_t*,
-                       const float*, const float*, float*) {}
+inline void multiply_4(const uint8_t*, const float*, const float*, const float*, int, int,
+                       const int8_t*, const float*, const float*, float*) {}
 
 inline void pause_briefly() { _mm_pause(); }
 

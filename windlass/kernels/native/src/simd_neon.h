@@ -66,6 +66,10 @@ inline void store_sums4(float* p, F32x8 x, F32x8 y, F32x8 z, F32x8 w) {
   const float32x4_t zw = vpaddq_f32(vaddq_f32(z.a, z.b), vaddq_f32(w.a, w.b));
   vst1q_f32(p, vpaddq_f32(xy, zw));
 }
+inline void store_interleaved4(float* p, F32x8 x, F32x8 y, F32x8 z, F32x8 w) {
+  vst4q_f32(p, {{x.a, y.a, z.a, w.a}});
+  vst4q_f32(p + 16, {{x.b, y.b, z.b, w.b}});
+}
 inline F32x8 read_half(const uint16_t* p) {
   const float16x8_t h = vreinterpretq_f16_u16(vld1q_u16(p));
   return {vcvt_f32_f16(vget_low_f16(h)), vcvt_high_f32_f16(h)};
@@ -129,6 +133,7 @@ inline Inputs16 load_inputs(const int8_t* p) { return {vld1q_s8(p)}; }
 // Sums start at 1.5 * 2^23 as float bits: up to 2^22 they then are floats already, and one
 // subtraction, which runs on both pipes, replaces the conversion, which does not.
 constexpr int32_t kStart = 0x4B400000;
+constexpr float kSumStart = 12582912.0f;
 alignas(16) constexpr int32_t kStarts[4] = {kStart, kStart, kStart, kStart};
 // Read each time, on purpose: load pipes are idle here, and a move would cost a product.
 inline int32x4_t read_start() {
@@ -146,7 +151,7 @@ inline I32x8 sum_start(QuadInt q) {
   return {v, v};
 }
 inline F32x8 sum_finish(I32x8 x) {
-  const float32x4_t start = vdupq_n_f32(12582912.0f);
+  const float32x4_t start = vdupq_n_f32(kSumStart);
   return {vsubq_f32(vreinterpretq_f32_s32(x.a), start),
           vsubq_f32(vreinterpretq_f32_s32(x.b), start)};
 }
