@@ -18,7 +18,7 @@ from windlass.errors import ConfigError
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 LoadFormat = Literal["auto", "safetensors", "gguf", "dummy"]
 Device = Literal["auto", "cpu", "cuda"]
-Quantization = Literal["fp8", "fp8-block", "int8", "w8a8", "int4", "nf4"]
+Quantization = Literal["fp8", "fp8-block", "int8", "w8a8", "int4", "w4a8", "nf4"]
 KVCacheDType = Literal["auto", "fp8", "fp8_e4m3", "int8"]
 Batching = Literal["continuous", "static", "none"]
 PolicyName = Literal["fcfs", "priority"]

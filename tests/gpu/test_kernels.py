@@ -71,7 +71,8 @@ def make_batch(
         spans.append(Span(first, count, start))
         if count > 1:
             tiles += [
-                (first + k, min(tile, count - k), i, start + k) for k in range(0, count, tile)
+                (first + k, min(tile, count - k), i, start + k, start)
+                for k in range(0, count, tile)
             ]
         at += blocks
         first += count
@@ -81,7 +82,7 @@ def make_batch(
     counts = torch.tensor([c for _, c in rows])
     slots = torch.repeat_interleave(torch.arange(len(rows)), counts).int().to(CUDA)
     singles = torch.tensor([s.first for s in spans if s.count == 1], dtype=torch.int32, device=CUDA)
-    on_device = torch.tensor(tiles, dtype=torch.int32, device=CUDA).reshape(-1, 4)
+    on_device = torch.tensor(tiles, dtype=torch.int32, device=CUDA).reshape(-1, 5)
     counters = torch.zeros(len(rows) * heads.num_kv, dtype=torch.int32, device=CUDA)
     work = AttentionWork(singles, on_device, splits, counters)
     return kv, StepBatch(positions, slots, tables, spans, [kv], work)
@@ -139,7 +140,7 @@ def test_rope_write(heads: Heads, normed: bool, dtype: torch.dtype) -> None:
 def test_decodes_from_the_product(
     heads: Heads, splits: int, normed: bool, dtype: torch.dtype
 ) -> None:
-    from windlass.kernels.triton.attention import decode_attention
+    from windlass.kernels.triton.attention import attend
 
     rows = [(1023, 1), (0, 1), (62, 1), (63, 1), (64, 1), (2000, 1)]
     kv, batch = make_batch(rows, heads, dtype, splits)
@@ -154,7 +155,7 @@ def test_decodes_from_the_product(
         queries = reference.rope_write(qkv, heads, table, norms, kv, batch)
         want = reference.attention(queries, kv, batch, heads.dim**-0.5, window)
         scale = heads.dim**-0.5
-        got = decode_attention(qkv, heads, table, norms, ours, batch, scale, window)
+        got = attend(qkv, heads, table, norms, ours, batch, scale, window)
         close(got, want, factor=2)
         close(ours.keys, kv.keys)
         assert torch.equal(ours.values, kv.values)

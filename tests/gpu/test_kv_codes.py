@@ -78,7 +78,7 @@ def test_attention(rows, heads: Heads, splits: int, dtype: torch.dtype, codes) -
 @pytest.mark.parametrize("heads", [Heads(32, 8, 128), Heads(9, 3, 64), Heads(4, 4, 96)], ids=str)
 def test_what_is_written(heads: Heads, normed: bool, codes: torch.dtype) -> None:
     """By the kernel that only writes, and by the one that attends too."""
-    from windlass.kernels.triton.attention import decode_attention
+    from windlass.kernels.triton.attention import attend
     from windlass.kernels.triton.rope import rope_write
 
     dtype = torch.bfloat16
@@ -98,8 +98,31 @@ def test_what_is_written(heads: Heads, normed: bool, codes: torch.dtype) -> None
         assert_same_pages(written, kv)
         scale = heads.dim**-0.5
         want = reference.attention(queries, kv, batch, scale)
-        close(decode_attention(qkv, heads, table, norms, attended, batch, scale), want)
+        close(attend(qkv, heads, table, norms, attended, batch, scale), want)
         assert_same_pages(attended, kv)
+
+
+@pytest.mark.parametrize("codes", CODES, ids=str)
+@pytest.mark.parametrize("heads", [Heads(32, 8, 128), Heads(9, 3, 64)], ids=str)
+def test_a_chunk_sees_its_own_keys_as_they_are(heads: Heads, codes: torch.dtype) -> None:
+    from windlass.kernels.triton.attention import attend
+
+    rows = [(0, 700), (1000, 150), (37, 1), (64, 64), (5, 3)]
+    kv, batch = coded_batch(rows, heads, torch.bfloat16, 2, codes)
+    width = (heads.num_q + 2 * heads.num_kv) * heads.dim
+    qkv = randn(len(batch.positions), width, dtype=torch.bfloat16)
+    angle = torch.rand(2048, heads.dim // 2, device=CUDA) * 6
+    table = torch.cat([angle.cos(), angle.sin()], -1)
+    exact = LayerKV(
+        (kv.keys.float() * kv.key_scales[..., None]).bfloat16(),
+        (kv.values.float() * kv.value_scales[..., None]).bfloat16(),
+    )
+    queries = reference.rope_write(qkv, heads, table, None, exact, batch)
+    chunks = torch.cat([torch.full((count,), count > 1) for _, count in rows]).to(CUDA)
+    for window in (None, 50):
+        want = reference.attention(queries, exact, batch, heads.dim**-0.5, window)
+        got = attend(qkv, heads, table, None, copy_of(kv), batch, heads.dim**-0.5, window)
+        close(got[chunks], want[chunks])
 
 
 @pytest.mark.parametrize("kv", ["fp8", "int8"])
@@ -121,7 +144,9 @@ def test_recorded_equals_eager(folder: Path, kv: str) -> None:
     assert (
         agreement(recorded, outputs(folder, GREEDY, kv_cache_dtype=kv, enforce_eager=True)) >= 0.8
     )
-    assert recorded == outputs(folder, GREEDY, kv_cache_dtype=kv, overlap=False)
+    # Plans of the two loops differ, and a chunk sees its own keys as they are, others as codes.
+    apart = outputs(folder, GREEDY, kv_cache_dtype=kv, overlap=False)
+    assert agreement(recorded, apart) >= 0.8
 
 
 def test_deterministic_alone_equals_any_batch(folder: Path) -> None:

@@ -18,6 +18,7 @@ from windlass.kernels.triton import (  # noqa: E402
     attention,
     attention_kernels,
     fp8_kernels,
+    grouped,
     norm,
     rope,
     sample,
@@ -29,7 +30,7 @@ HOPPER = GPUTarget("cuda", 90, 32)
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 X, F, I, L = "*bf16", "*fp32", "*i32", "*i64"  # noqa: E741
 FP8 = "*fp8e4nv"
-ALIGNED = ("N", "K", "table_stride", "stride", "width", "size")
+ALIGNED = ("N", "K", "K_PAD", "table_stride", "stride", "width", "size")
 SHARED_BYTES = 227 * 1024  # that one program may have
 # Sums of 128 rows by 256 features fill the registers; nothing that a program reads again and again.
 MAY_SPILL = {"prefill fp8 256": 256}
@@ -84,12 +85,16 @@ def decode(
     return attention_kernels.paged_decode_kernel, signature, constants, options
 
 
-def prefill(dim: int, pad: int, special: bool = False, codes: str | None = None) -> tuple:
+def prefill(
+    dim: int, pad: int, special: bool = False, codes: str | None = None, fresh: bool = False
+) -> tuple:
     heads = {"NUM_Q": 32, "NUM_KV": 8, "GROUP": 4, "GROUP_PAD": 4, "DIM": dim, "DIM_PAD": pad}
     flags = {"SIZE": 16, "ROWS": 128, "WINDOWED": special, "CAPPED": special}
-    options = attention._prefill_options(pad, codes is not None)
+    options = attention._prefill_options(pad, codes is not None and not fresh)
     flags["TILE"] = options.pop("TILE")
     signature, scales = paged(PREFILL, codes)
+    if fresh:
+        signature = {**signature, "new_keys": X, "new_values": X}
     constants = {**heads, **flags, **scales}
     return attention_kernels.paged_prefill_kernel, signature, constants, options
 
@@ -129,6 +134,16 @@ def fp8_gated(rounded: bool) -> tuple:
     return fp8_kernels.fp8_gated_kernel, signature, constants, {"num_stages": 3 if rounded else 4}
 
 
+def grouped_product(bits: int, group: int, half: int, rows: int, planes: int = 2) -> tuple:
+    signature = {"x": "*i8", "codes": "*u8" if bits == 4 else "*i8", "out": X}
+    signature = {**signature, **dict.fromkeys(("x_scales", "x_sums", "parts"), F), "counters": I}
+    signature = {**signature, "scales": "*fp16", "mins": "*fp16"}
+    signature = {**signature, **dict.fromkeys(("M", "N", "K_PAD", "splits", "fetched"), "i32")}
+    constants = {"BITS": bits, "GROUP": group, "HALF": half, "PLANES": planes, "SPLIT": True}
+    constants = {**constants, "ROWS": rows, "OUTPUTS": 64, "EVEN": True, "INLINE": True}
+    return grouped.grouped_linear_kernel, signature, constants, {"num_stages": 3}
+
+
 def gated(rows: int, outputs: int, stages: int) -> tuple:
     constants = {"ROWS": rows, "OUTPUTS": outputs, "BLOCK_K": 128}
     return skinny.skinny_gated_kernel, PRODUCT, constants, {"num_stages": stages}
@@ -146,28 +161,39 @@ CASES = {
     "rms_norm": (
         norm.rms_norm_kernel,
         {**NORM, "stride": "i32"},
-        {"SIZE": 4096, "BLOCK": 4096},
+        {"SIZE": 4096, "WIDTH": 4096},
         {},
     ),
     "add_rms_norm": (
         norm.add_rms_norm_kernel,
         {**NORM, "residual": X},
-        {"SIZE": 576, "BLOCK": 1024},
+        {"SIZE": 576, "WIDTH": 1024},
         {},
     ),
     "add_rms_norm of a raw product, rounded": (
         norm.add_rms_norm_kernel,
         {**NORM, "residual": X, "x_rows": F, "x_columns": F, "out": FP8, "out_scales": F},
-        {"SIZE": 4096, "BLOCK": 4096},
+        {"SIZE": 4096, "WIDTH": 4096},
         {"num_warps": 8},
     ),
-    "silu_mul": (norm.silu_mul_kernel, {"gate_up": X, "out": X}, {"SIZE": 1536, "BLOCK": 1024}, {}),
+    "silu_mul": (norm.silu_mul_kernel, {"gate_up": X, "out": X}, {"SIZE": 1536, "WIDTH": 1024}, {}),
     "silu_mul of a raw product, rounded": (
         norm.silu_mul_kernel,
         {"gate_up": X, "rows": F, "columns": F, "out": FP8, "out_scales": F},
-        {"SIZE": 14336, "BLOCK": 16384},
-        {"num_warps": 16},
+        {"SIZE": 14336, "WIDTH": 16384},
+        norm._silu_options(True, True),
     ),
+    "silu_mul rounded": (
+        norm.silu_mul_kernel,
+        {"gate_up": X, "out": FP8, "out_scales": F},
+        {"SIZE": 14336, "WIDTH": 16384},
+        norm._silu_options(True, False),
+    ),
+    "int4 product": grouped_product(4, 128, 128, 8),
+    "int4 product of many rows": grouped_product(4, 128, 128, 64, planes=1),
+    "int4 product of many rows in two planes": grouped_product(4, 128, 128, 64),
+    "int4 product, groups of 64": grouped_product(4, 64, 64, 16),
+    "int8 product, groups of 32": grouped_product(8, 32, 32, 8),
     "fp8 product": fp8_product(True, True, True),
     "fp8 product with a norm": fp8_product(True, True, True, at_once=1),
     "fp8 product that rounds": fp8_product(False, True, True),
@@ -199,6 +225,8 @@ CASES = {
     "prefill fp8": prefill(128, 128, codes=FP8),
     "prefill fp8 special": prefill(128, 128, True, FP8),
     "prefill fp8 256": prefill(256, 256, codes=FP8),
+    "prefill fp8 fresh": prefill(128, 128, codes=FP8, fresh=True),
+    "prefill fp8 fresh special": prefill(64, 64, True, FP8, fresh=True),
     "prefill int8": prefill(128, 128, codes="*i8"),
     "skinny few": product(16, 32, False, 8),
     "skinny split": product(16, 64, True, 4),

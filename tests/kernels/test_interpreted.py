@@ -41,7 +41,8 @@ def make_batch(heads: Heads, rows: list[tuple[int, int]]) -> tuple[LayerKV, Step
         spans.append(Span(first, count, start))
         if count > 1:
             tiles += [
-                (first + k, min(tile, count - k), i, start + k) for k in range(0, count, tile)
+                (first + k, min(tile, count - k), i, start + k, start)
+                for k in range(0, count, tile)
             ]
         first += count
     shape = (len(rows) * most, heads.num_kv, 16, heads.dim)
@@ -50,7 +51,7 @@ def make_batch(heads: Heads, rows: list[tuple[int, int]]) -> tuple[LayerKV, Step
     counts = torch.tensor([c for _, c in rows])
     slots = torch.repeat_interleave(torch.arange(len(rows)), counts).int()
     singles = torch.tensor([s.first for s in spans if s.count == 1], dtype=torch.int32)
-    on_device = torch.tensor(tiles, dtype=torch.int32).reshape(-1, 4)
+    on_device = torch.tensor(tiles, dtype=torch.int32).reshape(-1, 5)
     counters = torch.zeros(len(rows) * heads.num_kv, dtype=torch.int32)
     work = AttentionWork(singles, on_device, 4, counters)
     return kv, StepBatch(positions, slots, tables, spans, [kv], work)
@@ -103,7 +104,7 @@ def test_attention(window: int | None, cap: float | None) -> None:
 @pytest.mark.parametrize("normed", [False, True])
 @pytest.mark.parametrize("window", [None, 20])
 def test_decodes_from_the_product(normed: bool, window: int | None) -> None:
-    from windlass.kernels.triton.attention import decode_attention
+    from windlass.kernels.triton.attention import attend
 
     heads = Heads(6, 2, 24)
     kv, batch = make_batch(heads, [(600, 1), (0, 1), (15, 1), (128, 1)])
@@ -114,7 +115,7 @@ def test_decodes_from_the_product(normed: bool, window: int | None) -> None:
     ours = LayerKV(kv.keys.clone(), kv.values.clone())
     queries = reference.rope_write(qkv, heads, table, norms, kv, batch)
     want = reference.attention(queries, kv, batch, 0.2, window)
-    got = decode_attention(qkv, heads, table, norms, ours, batch, 0.2, window)
+    got = attend(qkv, heads, table, norms, ours, batch, 0.2, window)
     torch.testing.assert_close(got, want, atol=1e-4, rtol=1e-3)
     torch.testing.assert_close(ours.keys, kv.keys)
     torch.testing.assert_close(ours.values, kv.values)
@@ -166,7 +167,9 @@ def test_products_with_groups_of_whole_numbers(
     assert kernel.refuse(form, torch.device("cpu"), torch.float32) is None
     product = kernel.prepare(form)
     want = x @ form.dequantise().T
-    assert product._unpacked(x) == pytest.approx(want, rel=1e-3, abs=1e-3)
+    unpacked = product._unpacked(x.dtype)
+    inputs = x if order is None else x[:, order]
+    assert inputs @ unpacked.T == pytest.approx(want, rel=1e-3, abs=1e-3)
     error = (product.apply(x) - want).norm() / want.norm()
     assert error < 1e-4  # the inputs' rounding to two planes of int8
 

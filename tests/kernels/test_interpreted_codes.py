@@ -88,7 +88,7 @@ def test_attention(window: int | None, cap: float | None, dtype: torch.dtype) ->
 @inside
 @pytest.mark.parametrize("normed", [False, True])
 def test_decodes_from_the_product(normed: bool) -> None:
-    from windlass.kernels.triton.attention import decode_attention
+    from windlass.kernels.triton.attention import attend
 
     heads = Heads(6, 2, 24)
     kv, batch = coded_batch(heads, [(600, 1), (0, 1), (15, 1), (128, 1)])
@@ -100,6 +100,25 @@ def test_decodes_from_the_product(normed: bool) -> None:
         ours = copy_of(kv)
         queries = reference.rope_write(qkv, heads, table, norms, kv, batch)
         want = reference.attention(queries, kv, batch, 0.2, window)
-        got = decode_attention(qkv, heads, table, norms, ours, batch, 0.2, window)
+        got = attend(qkv, heads, table, norms, ours, batch, 0.2, window)
         assert (got - want).abs().max() < 4e-3 * want.abs().max()
         assert_same_pages(ours, kv)
+
+
+@inside
+@pytest.mark.parametrize("window", [None, 20])
+def test_a_chunk_sees_its_own_keys_as_they_are(window: int | None) -> None:
+    from windlass.kernels.triton.attention import attend
+
+    heads = Heads(6, 2, 24)
+    kv, batch = coded_batch(heads, [(90, 40), (0, 70), (15, 1)])
+    qkv = torch.randn(111, 10 * 24)
+    angle = torch.rand(160, 12) * 6
+    table = torch.cat([angle.cos(), angle.sin()], -1)
+    exact = LayerKV(
+        kv.keys.float() * kv.key_scales[..., None], kv.values.float() * kv.value_scales[..., None]
+    )
+    queries = reference.rope_write(qkv, heads, table, None, exact, batch)
+    want = reference.attention(queries, exact, batch, 0.2, window)
+    got = attend(qkv, heads, table, None, kv, batch, 0.2, window)
+    assert (got - want)[:110].abs().max() < 4e-3 * want.abs().max()

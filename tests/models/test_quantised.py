@@ -28,7 +28,15 @@ from windlass.runner.assemble import draw_up
 
 # How far the logits may lie from those of the plain weights, relative to their size: two layers
 # of random weights, which are the worst case for rounding.
-FAR = {"int8": 0.03, "w8a8": 0.05, "fp8": 0.16, "fp8-block": 0.16, "int4": 0.4, "nf4": 0.36}
+FAR = {
+    "int8": 0.03,
+    "w8a8": 0.05,
+    "fp8": 0.16,
+    "fp8-block": 0.16,
+    "int4": 0.4,
+    "w4a8": 0.4,
+    "nf4": 0.36,
+}
 
 
 @pytest.fixture(scope="module")

@@ -14,13 +14,22 @@ from windlass.quant.rounding import NF4, SCHEMES, as_half, quantise
 # Half a step of the scheme's codes, relative to the largest weight that shares a scale.
 STEP = {
     "int4": 2 / 15 / 2,
+    "w4a8": 2 / 15 / 2,
     "int8": 2 / 255 / 2,
     "w8a8": 1 / 127 / 2,
     "fp8": 2**-4,
     "fp8-block": 2**-4,
     "nf4": max(b - a for a, b in pairwise(NF4)) / 2,
 }
-BITS = {"int4": 4.25, "int8": 9, "w8a8": 8.1, "fp8": 8.1, "fp8-block": 8.1, "nf4": 4.26}
+BITS = {
+    "int4": 4.25,
+    "w4a8": 4.25,
+    "int8": 9,
+    "w8a8": 8.1,
+    "fp8": 8.1,
+    "fp8-block": 8.1,
+    "nf4": 4.26,
+}
 
 
 @pytest.mark.parametrize("name", SCHEMES)

@@ -117,7 +117,8 @@ class AttentionWork:
     """The rows as kernels on a device take them: by what they are, with no length on the host."""
 
     singles: Tensor  # [n] int32: tokens that are alone in their row
-    tiles: Tensor  # [n, 4] int32: first token, tokens, slot, position of the first: parts of chunks
+    # [n, 5] int32: first token, tokens, slot, position of the first, and of the chunk it is part of.
+    tiles: Tensor
     splits: int  # into how many parts the context of a single is cut, to fill the device
     counters: Tensor  # int32, zero between steps: one for each single and kv head
 

@@ -6,7 +6,7 @@ one file and one line in `_CANDIDATES`. Whether a weight stays packed at all is 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib import import_module
 from typing import Protocol
 
@@ -82,7 +82,8 @@ class Linears:
 
     A form stays packed where a kernel takes it. Where only the plain version is left, it depends:
     on a GPU memory is scarce, so it stays packed and is dequantised on each call; on a CPU that
-    would be far slower than plain products, so it is unpacked once. `reference` unpacks always.
+    would be far slower than plain products, so it is unpacked once. `reference` unpacks always;
+    with `round_int4` the activations of int4 weights may be rounded to 8 bits.
     """
 
     def __init__(
@@ -92,12 +93,14 @@ class Linears:
         products: TorchProducts | None = None,
         plain: bool = False,
         reference: bool = False,
+        round_int4: bool = False,
     ) -> None:
         self.device = device
         self.dtype = dtype
         self.products = products or TorchProducts()
         self._plain = plain
         self._reference = reference
+        self._round_int4 = round_int4
         self._kernels: list[LinearKernel] = [
             _instance(where)
             for where in _CANDIDATES.get(device.type, ())
@@ -126,6 +129,8 @@ class Linears:
         """Prepare a weight for its kernel. On the meta device only its shape and size matter."""
         if isinstance(weight, Tensor):
             return self._dense(weight)
+        if self._round_int4 and isinstance(weight, Int4Group):
+            weight = replace(weight, activation="token")
         decision = self.decide(weight)
         prepared: Prepared
         if decision.unpacked is not None:
@@ -168,7 +173,7 @@ def describe(form: Packed) -> str:
             text = f"4-bit table, groups of {form.group}"
     if isinstance(form, Int4Group | Int8Group) and form.order is not None:
         text += ", inputs in another order"
-    if isinstance(form, Int8Group | Float8) and form.activation != "none":
+    if not isinstance(form, Table4) and form.activation != "none":
         text += f", activations per {form.activation}"
     return text
 

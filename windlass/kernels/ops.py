@@ -25,7 +25,7 @@ class Ops:
     rope_write: Callable[..., Tensor]
     attention: Callable[..., Tensor]
     embedding: Callable[..., Tensor] = plain_embedding
-    decode_attention: Callable[..., Tensor] | None = None  # both at once, for steps of decodes
+    whole_attention: Callable[..., Tensor] | None = None  # both, where they know of each other
     chosen: tuple[Selection, ...] = ()
 
     def attend(
@@ -40,10 +40,9 @@ class Ops:
     ) -> Tensor:
         """From the q, k, v product to attention's result; keys and values are written to pages."""
         scale = heads.dim**-0.5
-        few = qkv.shape[0] * heads.num_kv <= _FEW_PROGRAMS
-        if self.decode_attention is not None and batch.all_singles and few:
-            return self.decode_attention(qkv, heads, cos_sin, norms, kv, batch, scale, window)
-        if isinstance(qkv, Scaled) and not self.is_triton:
+        if self.whole_attention is not None:
+            return self.whole_attention(qkv, heads, cos_sin, norms, kv, batch, scale, window)
+        if isinstance(qkv, Scaled):
             qkv = qkv.whole()
         queries = self.rope_write(qkv, heads, cos_sin, norms, kv, batch)
         if batch.fixed and batch.work is None and not self.is_native:
@@ -71,9 +70,6 @@ class Ops:
         ]
 
 
-# Rotation and attention in one kernel save a launch, but each program has more to do before it reads
-# keys; from so many programs on (rows times kv heads) that weighs more.
-_FEW_PROGRAMS = 1024
 _OPERATIONS = ("embedding", "rms_norm", "add_rms_norm", "silu_mul", "rope_write", "attention")
 
 
@@ -81,13 +77,13 @@ def choose_ops(need: Need) -> Ops:
     """Select every operation once."""
     chosen = {name: select(name, need) for name in _OPERATIONS}
     functions = {name: selection.function for name, selection in chosen.items()}
-    return Ops(**functions, decode_attention=_joint(chosen), chosen=tuple(chosen.values()))
+    return Ops(**functions, whole_attention=_whole(chosen), chosen=tuple(chosen.values()))
 
 
-def _joint(chosen: dict[str, Selection]) -> Callable[..., Tensor] | None:
-    """One kernel for rotation and attention, where both would be of the same kind."""
+def _whole(chosen: dict[str, Selection]) -> Callable[..., Tensor] | None:
+    """Rotation and attention as one, where both would be of the same kind."""
     if not chosen["rope_write"].name == chosen["attention"].name == "triton":
         return None
-    from windlass.kernels.triton.attention import decode_attention
+    from windlass.kernels.triton.attention import attend
 
-    return decode_attention
+    return attend

@@ -16,14 +16,9 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class Rounding:
-    """How a product wants its inputs: e4m3 with a scale for each row, or two planes of int8.
+    """How a product wants its inputs: e4m3 with a scale for each row."""
 
-    Planes have a scale for each `block` of a row, and sums over each `group`.
-    """
-
-    kind: Literal["rows", "planes"]
-    block: int = 0
-    group: int = 0
+    kind: Literal["rows"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,17 +32,6 @@ class Rounded:
     @property
     def shape(self) -> torch.Size:
         return self.codes.shape
-
-
-@dataclass(frozen=True, slots=True)
-class Planes:
-    """Rows of inputs as two planes of int8, the second one what the first leaves of each value."""
-
-    codes: Tensor  # int8 [2 M, K rounded up to whole blocks]
-    scales: Tensor  # float32 [blocks, 2 M]
-    sums: Tensor  # float32 [groups, 2 M]: of what the codes stand for
-    shape: torch.Size  # of the rows
-    dtype: torch.dtype
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,5 +50,5 @@ class Scaled:
         return (self.values.float() * self.rows * self.columns).to(self.values.dtype)
 
 
-Inputs = Tensor | Rounded | Planes
+Inputs = Tensor | Rounded
 Outputs = Tensor | Scaled

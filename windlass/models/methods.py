@@ -93,10 +93,10 @@ def _check_flag(config: ModelConfig, found: Format, wish: Scheme | None) -> None
     if wish is None or method is None:
         return
     has = method.scheme
-    same = (has.kind, has.block, has.activation != "none") == (
-        *(wish.kind, wish.block, wish.activation != "none"),
-    )
-    if not same:
+    same = (has.kind, has.block) == (wish.kind, wish.block)
+    # int4 weights may have their activations rounded whoever made them.
+    rounds = (has.activation != "none") == (wish.activation != "none") or wish.kind == "int4"
+    if not same or not rounds:
         raise ConfigError(
             f"--quantization {wish.name}: the checkpoint is quantised already ({method.name}), and "
             "its original weights are not in it. Leave the flag out, or take the original model."

@@ -70,6 +70,7 @@ SCHEMES = {
         Scheme("int8", "int8", groups=(32,), per_row=True, minima=True),
         Scheme("w8a8", "int8", per_row=True, activation="token"),
         Scheme("int4", "int4", groups=(128, 64, 32)),
+        Scheme("w4a8", "int4", groups=(128, 64, 32), activation="token"),
         Scheme("nf4", "table4", groups=(64, 32)),
     )
 }

@@ -87,6 +87,7 @@ def draw_up(config: EngineConfig, spec: ModelSpec, checkpoint: Checkpoint) -> Bl
         products,
         plain=config.model.plain_kernels,
         reference=config.model.dtype == "float32",
+        round_int4=config.model.quantization == "w4a8",
     )
     methods = choose_methods(config.model, spec, checkpoint, linears)
     parts = Parts(dtype, device, longest, ops, methods.method_for)

@@ -112,7 +112,7 @@ class CudaRunner(Runner):
         self._counters = torch.zeros(
             rows * self._num_kv_heads, dtype=torch.int32, device=self._device
         )
-        self._no_tiles = torch.empty((0, 4), dtype=torch.int32, device=self._device)
+        self._no_tiles = torch.empty((0, 5), dtype=torch.int32, device=self._device)
 
     # ---- recording ---------------------------------------------------------------------------
 
@@ -162,7 +162,7 @@ class CudaRunner(Runner):
         singles, tiles = self._singles[:size], self._no_tiles
         if fixed:
             one = torch.ones_like(positions)
-            tiles = torch.stack((singles, one, row_slots, positions), dim=1)
+            tiles = torch.stack((singles, one, row_slots, positions, positions), dim=1)
             singles = singles[:0]
         work = AttentionWork(singles, tiles, self._splits(size), self._counters)
         batch = StepBatch(positions, row_slots, slots.tables, [], self._cache.layers, work, fixed)
@@ -254,7 +254,10 @@ class CudaRunner(Runner):
         """
         singles = [span.first for span in spans if span.count == 1 and not fixed]
         tiles = [
-            (span.first + at, min(self._tile, span.count - at), row.slot, span.start + at)
+            (
+                *(span.first + at, min(self._tile, span.count - at)),
+                *(row.slot, span.start + at, span.start),
+            )
             for row, span in zip(rows, spans, strict=True)
             if span.count > 1 or fixed
             for at in range(0, span.count, self._tile)
@@ -262,7 +265,7 @@ class CudaRunner(Runner):
         tiles.sort(key=lambda item: -item[3])
         return AttentionWork(
             to_device(np.array(singles, dtype=np.int32), self._device),
-            to_device(np.array(tiles, dtype=np.int32).reshape(-1, 4), self._device),
+            to_device(np.array(tiles, dtype=np.int32).reshape(-1, 5), self._device),
             self._splits(len(singles)),
             self._counters,
         )

@@ -13,8 +13,12 @@ from windlass.kernels.rounded import Outputs
 from windlass.kernels.triton import chain
 from windlass.kernels.triton.attention_kernels import paged_decode_kernel, paged_prefill_kernel
 from windlass.kernels.triton.norm import parts
+from windlass.kernels.triton.rope import rope_write
 
 _LOG2_E = 1.4426950408889634
+# Rotation and attention in one kernel save a launch, but each program has more to do before it reads
+# keys; from so many programs on (rows times kv heads) that weighs more, and with codes always.
+_FEW_PROGRAMS = 1024
 _TILE_ROWS = 128  # query rows (tokens x heads of a group) that one program takes
 
 
@@ -30,19 +34,23 @@ def attention(
     scale: float,
     window: int | None = None,
     soft_cap: float | None = None,
+    fresh: Tensor | None = None,
 ) -> Tensor:
-    """Same contract as `reference.attention`."""
+    """Same contract as `reference.attention`.
+
+    `fresh` are the step's own keys and values as they were before pages took them as codes.
+    """
     assert batch.work is not None
     out = torch.empty_like(queries)
     in_log2 = (scale * _LOG2_E, (soft_cap or 1.0) * _LOG2_E)
     if batch.work.singles.shape[0]:
         _decode(out, queries, None, kv, batch, in_log2, window, soft_cap is not None)
     if batch.work.tiles.shape[0]:
-        _prefill(out, queries, kv, batch, in_log2, window, soft_cap is not None)
+        _prefill(out, queries, kv, fresh, batch, in_log2, window, soft_cap is not None)
     return out
 
 
-def decode_attention(
+def attend(
     qkv: Outputs,
     heads: Heads,
     cos_sin: Tensor,
@@ -52,12 +60,22 @@ def decode_attention(
     scale: float,
     window: int | None = None,
 ) -> Tensor:
-    """`rope_write` and `attention` in one pass, where every row is of one token."""
+    """`rope_write` and `attention`, in one pass where few rows are of one token each."""
+    assert batch.work is not None
     values, rows, columns = parts(qkv)
-    out = values.new_empty((qkv.shape[0], heads.num_q, heads.dim))
-    raw = _Raw(rows, columns, cos_sin, norms)
-    _decode(out, values, raw, kv, batch, (scale * _LOG2_E, _LOG2_E), window, False)
-    return out
+    coded = kv.key_scales is not None
+    tokens = values.shape[0]
+    if batch.all_singles and tokens * heads.num_kv <= _FEW_PROGRAMS and not coded:
+        out = values.new_empty((tokens, heads.num_q, heads.dim))
+        raw = _Raw(rows, columns, cos_sin, norms)
+        _decode(out, values, raw, kv, batch, (scale * _LOG2_E, _LOG2_E), window, False)
+        return out
+    fresh = None
+    if coded and batch.work.tiles.shape[0] and not batch.fixed:
+        # In a fixed order a key is read as it will always be read, which is from its page.
+        fresh = values.new_empty((2, tokens, heads.num_kv, heads.dim))
+    queries = rope_write(qkv, heads, cos_sin, norms, kv, batch, fresh)
+    return attention(queries, kv, batch, scale, window, fresh=fresh)
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +99,7 @@ def _decode_options(dim_pad: int, splits: int, coded: bool = False) -> dict[str,
     least = 512 if splits <= 2 else 128
     tile, warps = 64, 4
     if coded:
-        tile, warps = (64, 2) if splits <= 2 else (128, 4)
+        tile, warps = (64, 2) if splits <= 8 else (128, 4)
     return {"TILE": tile, "MIN_TILES": least // tile, "num_warps": warps, "num_stages": 3}
 
 
@@ -155,6 +173,7 @@ def _prefill(
     out: Tensor,
     queries: Tensor,
     kv: LayerKV,
+    fresh: Tensor | None,
     batch: StepBatch,
     in_log2: tuple[float, float],
     window: int | None,
@@ -172,6 +191,7 @@ def _prefill(
         kv.values,
         kv.key_scales,
         kv.value_scales,
+        *((None, None) if fresh is None else (fresh[0], fresh[1])),
         out,
         work.tiles,
         batch.tables,
@@ -188,6 +208,6 @@ def _prefill(
         ROWS=_TILE_ROWS,
         WINDOWED=window is not None,
         CAPPED=capped,
-        **_prefill_options(dim_pad, kv.key_scales is not None),
+        **_prefill_options(dim_pad, kv.key_scales is not None and fresh is None),
         **chain.options(),
     )

@@ -38,6 +38,7 @@ def _scan(
     query,
     pages,
     table,
+    origin,
     head,
     begin,
     end,
@@ -56,7 +57,8 @@ def _scan(
     """Let rows q at positions `query` see the keys of tiles begin to end, in a running softmax.
 
     `state` is (maximum, sum of weights, weighted values). Not MASKED: every row sees every key.
-    Pages with scales hold codes: they are multiplied in float16, which a GPU makes of e4m3 at once;
+    `table` leads to pages; without one, keys lie token by token from `origin` on. Pages with scales
+    hold codes: they are multiplied in float16, which a GPU makes of e4m3 at once;
     the keys' scales go to the scores, the values' to the weights.
     """
     m, total, acc = state
@@ -66,15 +68,21 @@ def _scan(
         q = q.to(tl.float16)
     at = tl.arange(0, TILE)
     d = tl.arange(0, q.shape[1])
+    last = tl.minimum(query, length - 1)
     ahead = begin * TILE + at
-    next_blocks = tl.load(table + ahead // SIZE, mask=ahead < length, other=0)
+    if table is not None:
+        next_blocks = tl.load(table + ahead // SIZE, mask=ahead < length, other=0)
     for tile in range(begin, end):
         position = tile * TILE + at
         seen = position < length
-        blocks = next_blocks if scaled else next_blocks.to(tl.int64)  # scales are few: 32 bits do
-        ahead = position + TILE
-        next_blocks = tl.load(table + ahead // SIZE, mask=ahead < length, other=0)
-        row = (blocks * NUM_KV + head) * SIZE + position % SIZE
+        if table is None:
+            row = (origin + position) * NUM_KV + head
+        else:
+            # Scales are few: 32 bits do.
+            blocks = next_blocks if scaled else next_blocks.to(tl.int64)
+            ahead = position + TILE
+            next_blocks = tl.load(table + ahead // SIZE, mask=ahead < length, other=0)
+            row = (blocks * NUM_KV + head) * SIZE + position % SIZE
         page = row.to(tl.int64) * DIM
         k_mask = (d < DIM)[:, None]
         v_mask = (d < DIM)[None, :]
@@ -88,7 +96,7 @@ def _scan(
             scores *= _scales(key_scales + row, seen, MASKED)[None, :]
         scores = _capped(scores, cap, CAPPED)
         if MASKED:
-            mask = position[None, :] <= query[:, None]
+            mask = position[None, :] <= last[:, None]
             if WINDOWED:
                 mask = mask & (position[None, :] > query[:, None] - window)
             scores = tl.where(mask, scores, float("-inf"))
@@ -106,6 +114,24 @@ def _scan(
         acc = tl.dot(weights.to(v_tile.dtype), v_tile, acc * shrink[:, None])
         m = m_new
     return m, total, acc
+
+
+@triton.jit
+def _causal(
+    state, q, query, pages, table, origin, head, first, seen, length, window, scale, cap,
+    NUM_KV: tl.constexpr, DIM: tl.constexpr, SIZE: tl.constexpr, TILE: tl.constexpr,
+    WINDOWED: tl.constexpr, CAPPED: tl.constexpr,
+):  # fmt: skip
+    """Keys from tile `first` up to `length`; every row sees those before `seen`, unless windowed."""
+    whole = first if WINDOWED else seen // TILE
+    state = _scan(
+        state, q, query, pages, table, origin, head, first, whole, length, window, scale, cap,
+        NUM_KV, DIM, SIZE, TILE, False, WINDOWED, CAPPED,
+    )  # fmt: skip
+    return _scan(
+        state, q, query, pages, table, origin, head, whole, tl.cdiv(length, TILE), length, window,
+        scale, cap, NUM_KV, DIM, SIZE, TILE, True, WINDOWED, CAPPED,
+    )  # fmt: skip
 
 
 @triton.jit
@@ -245,6 +271,7 @@ def paged_decode_kernel(
         query,
         (keys, values, key_scales, value_scales),
         table,
+        None,
         head,
         start,
         end,
@@ -278,6 +305,8 @@ def paged_prefill_kernel(
     values,
     key_scales,
     value_scales,
+    new_keys,
+    new_values,
     out,
     tiles,
     tables,
@@ -298,14 +327,17 @@ def paged_prefill_kernel(
     CAPPED: tl.constexpr,
     CHAINED: tl.constexpr,
 ):
-    """Some tokens of a chunk and one kv head: row r is token r // GROUP_PAD, head r % GROUP_PAD."""
+    """Some tokens of a chunk and one kv head: row r is token r // GROUP_PAD, head r % GROUP_PAD.
+
+    Where pages hold codes, the chunk's own keys and values may be given as they are: `new_keys`.
+    """
     chain.begin(CHAINED)
     tile = tl.program_id(0)
     head = tl.program_id(1)
-    token = tl.load(tiles + tile * 4).to(tl.int64)
-    count = tl.load(tiles + tile * 4 + 1)
-    slot = tl.load(tiles + tile * 4 + 2).to(tl.int64)
-    start = tl.load(tiles + tile * 4 + 3)
+    token = tl.load(tiles + tile * 5).to(tl.int64)
+    count = tl.load(tiles + tile * 5 + 1)
+    slot = tl.load(tiles + tile * 5 + 2).to(tl.int64)
+    start = tl.load(tiles + tile * 5 + 3)
     r = tl.arange(0, ROWS)
     d = tl.arange(0, DIM_PAD)
     step = r // GROUP_PAD
@@ -313,54 +345,30 @@ def paged_prefill_kernel(
     q_mask = ((step < count) & (g < GROUP))[:, None] & (d < DIM)[None, :]
     q_at = (token + step)[:, None] * (NUM_Q * DIM) + (head * GROUP + g)[:, None] * DIM + d[None, :]
     q = tl.load(queries + q_at, mask=q_mask, other=0.0)
-    query = start + step  # positions
-    length = start + count
+    pages = (keys, values, key_scales, value_scales)
     table = tables + slot * table_stride
+    state = _start(ROWS, DIM_PAD)
+    base = 0  # position of the first key that is seen below
+    origin = None
+    if new_keys is not None:
+        base = tl.load(tiles + tile * 5 + 4)
+        origin = token - (start - base)
+        first = 0
+        if WINDOWED:
+            first = tl.maximum(start + 1 - window, 0) // TILE
+        state = _causal(
+            state, q, start + step, pages, table, None, head, first, base, base, window, scale, cap,
+            NUM_KV, DIM, SIZE, TILE, WINDOWED, CAPPED,
+        )  # fmt: skip
+        pages = (new_keys, new_values, None, None)
+        table = None
     first = 0
-    whole = (start + 1) // TILE  # tiles that every row sees whole
     if WINDOWED:
-        first = tl.maximum(start + 1 - window, 0) // TILE
-        whole = first
-    state = _scan(
-        _start(ROWS, DIM_PAD),
-        q,
-        query,
-        (keys, values, key_scales, value_scales),
-        table,
-        head,
-        first,
-        whole,
-        length,
-        window,
-        scale,
-        cap,
-        NUM_KV,
-        DIM,
-        SIZE,
-        TILE,
-        False,
-        WINDOWED,
-        CAPPED,
-    )
-    _, total, acc = _scan(
-        state,
-        q,
-        query,
-        (keys, values, key_scales, value_scales),
-        table,
-        head,
-        whole,
-        tl.cdiv(length, TILE),
-        length,
-        window,
-        scale,
-        cap,
-        NUM_KV,
-        DIM,
-        SIZE,
-        TILE,
-        True,
-        WINDOWED,
-        CAPPED,
-    )
+        first = tl.maximum(start + 1 - window - base, 0) // TILE
+    query = start - base + step
+    _, total, acc = _causal(
+        state, q, query, pages, table, origin, head, first, start - base + 1, start - base + count,
+        window, scale, cap, NUM_KV, DIM, SIZE, TILE, WINDOWED, CAPPED,
+    )  # fmt: skip
+    total = tl.where(total == 0, 1.0, total)  # of rows past the chunk's end, which see nothing
     tl.store(out + q_at, (acc / total[:, None]).to(out.dtype.element_ty), mask=q_mask)

@@ -19,10 +19,11 @@ from windlass.kernels.rounded import Inputs, Outputs, Rounded, Rounding, Scaled
 from windlass.kernels.triton import chain
 from windlass.kernels.triton.fp8_kernels import fp8_gated_kernel, fp8_linear_kernel
 from windlass.kernels.triton.reduce import Space
-from windlass.kernels.triton.rounding import empty_rounded, round_rows
+from windlass.kernels.triton.rounding import room, round_rows
 
 _FEW_ROWS = 16
-_MOST_NORMED = 8  # rows; one program normalises them all
+_MOST_NORMED = 2  # rows; one program normalises them all
+_MANY_ROWS = 512  # from here on torch is as fast with all scales, and reading them apart costs more
 _NORMED_AT_ONCE = 4096  # values
 _OUTPUTS, _BLOCK_K = 64, 128
 _PROGRAMS = 128  # that a product is cut into at least, where K allows
@@ -34,7 +35,7 @@ _LIFT = 2.0**17  # unscaled sums are divided by this, so that float16 can hold t
 class Fp8Linear:
     """Takes e4m3 weights with one scale, or one for each output, and activations rounded per token."""
 
-    name = "triton"
+    name = "triton fp8"
     fixed = False
 
     def __init__(self) -> None:
@@ -60,6 +61,38 @@ class Fp8Linear:
         return Fp8Product(form, self._space)
 
 
+class ScaledProduct:
+    """Torch's product of many rows, with a scale for each row and each output."""
+
+    def __init__(self, scales: Tensor) -> None:
+        self.scales = scales
+        self._lifted = scales * _LIFT
+        self._lowered = torch.full((), 1 / _LIFT, device=scales.device)
+        self._one = torch.ones((), device=scales.device)
+
+    def whole(self, x: Rounded, codes: Tensor) -> Tensor:
+        """The product with its scales."""
+        return _product(x, codes, x.scales, self.scales[None, :])
+
+    def raw(self, x: Rounded, codes: Tensor) -> Outputs:
+        """The product for a reader that multiplies the scales in."""
+        if x.shape[0] >= _MANY_ROWS:
+            return self.whole(x, codes)
+        values = _product(x, codes, self._lowered, self._one)
+        return Scaled(values, x.scales, self._lifted)
+
+
+def _product(x: Rounded, codes: Tensor, row_scales: Tensor, scales: Tensor) -> Tensor:
+    return torch._scaled_mm(
+        x.codes,
+        codes.T,
+        scale_a=row_scales,
+        scale_b=scales,
+        out_dtype=x.dtype,
+        use_fast_accum=True,
+    )
+
+
 class Fp8Product(Prepared):
     """Owns the codes as they came, and one scale for each output."""
 
@@ -67,9 +100,7 @@ class Fp8Product(Prepared):
         self._codes = form.codes.contiguous()
         self._num_out, self._num_in = form.shape
         self._scales = form.scales.float().flatten().expand(self._num_out).contiguous()
-        self._lifted = self._scales * _LIFT
-        self._lowered = torch.full((), 1 / _LIFT, device=self._codes.device)
-        self._one = torch.ones((), device=self._codes.device)
+        self._many = ScaledProduct(self._scales)
         self._input_scale = form.input_scale
         self._even = self._num_out % _OUTPUTS == 0 and self._num_in % _BLOCK_K == 0
         self._tiles = triton.cdiv(self._num_out, _OUTPUTS)
@@ -79,7 +110,7 @@ class Fp8Product(Prepared):
 
     @property
     def num_bytes(self) -> int:
-        return self._codes.nbytes + self._scales.nbytes + self._lifted.nbytes
+        return self._codes.nbytes + self._scales.nbytes
 
     def rounding(self, num_rows: int) -> Rounding | None:
         del num_rows
@@ -88,15 +119,12 @@ class Fp8Product(Prepared):
     def apply(self, x: Inputs) -> Tensor:
         if x.shape[0] <= _FEW_ROWS:
             return self._few(x, None)[0]
-        rounded = self._rounded(x)
-        return self._product(rounded, rounded.scales, self._scales[None, :])
+        return self._many.whole(self._rounded(x), self._codes)
 
     def raw(self, x: Inputs) -> Outputs:
         if x.shape[0] <= _FEW_ROWS:
             return self._few(x, None)[0]
-        rounded = self._rounded(x)
-        values = self._product(rounded, self._lowered, self._one)
-        return Scaled(values, rounded.scales, self._lifted)
+        return self._many.raw(self._rounded(x), self._codes)
 
     def then(self, x: Inputs, residual: Tensor, norm: Norm) -> tuple[Inputs, Tensor]:
         if x.shape[0] > _MOST_NORMED:
@@ -128,16 +156,6 @@ class Fp8Product(Prepared):
             **chain.options(),
         )
         return out
-
-    def _product(self, x: Rounded, row_scales: Tensor, scales: Tensor) -> Tensor:
-        return torch._scaled_mm(
-            x.codes,
-            self._codes.T,
-            scale_a=row_scales,
-            scale_b=scales,
-            out_dtype=x.dtype,
-            use_fast_accum=True,
-        )
 
     def _rounded(self, x: Inputs) -> Rounded:
         if isinstance(x, Rounded):
@@ -172,8 +190,7 @@ class Fp8Product(Prepared):
         width, at_once = 1, 0
         if then is not None:
             residual, norm = then
-            codes, code_scales = empty_rounded(out.shape, out, norm.rounding(rows))
-            normed = codes if code_scales is None else Rounded(codes, code_scales, out.dtype)
+            normed, codes, code_scales = room(rows, outputs, out, norm.rounding(rows))
             into = (residual, norm.weight, codes, code_scales, norm.eps)
             width = triton.next_power_of_2(outputs)
             at_once = min(triton.next_power_of_2(rows), max(1, _NORMED_AT_ONCE // width))

@@ -1,7 +1,7 @@
 """Group-wise int4 and int8 weights on CUDA: repacked once, few rows in one kernel, many unpacked.
 
-Unpacking a weight for one product costs about as much as reading it in 16 bits, which many rows
-share and few do not.
+Unpacking a weight for one product costs about as much as reading it, which many rows share and few
+do not. Where a format has its activations rounded to 8 bits, many rows are multiplied in fp8.
 """
 
 from __future__ import annotations
@@ -16,15 +16,22 @@ from torch.nn.functional import linear, pad
 
 from windlass.kernels.packed import Int4Group, Int8Group, Packed, pack_nibbles, unpack_nibbles
 from windlass.kernels.prepared import Prepared
-from windlass.kernels.rounded import Inputs
+from windlass.kernels.rounded import Inputs, Outputs, Rounded, Rounding
 from windlass.kernels.triton import chain
+from windlass.kernels.triton.fp8_linear import ScaledProduct
 from windlass.kernels.triton.grouped import grouped_linear_kernel
-from windlass.kernels.triton.reduce import splits_for
-from windlass.kernels.triton.rounding import round_blocks
+from windlass.kernels.triton.reduce import Space
+from windlass.kernels.triton.rounding import round_blocks, round_rows
 
-_MOST_FUSED = 256  # rows; more share an unpacked weight
+_MOST_FUSED = 64  # rows; more share an unpacked weight
+_FINE = 16  # rows up to which 8-bit activations have two planes too: reading the weight costs more
 _WIDEST = 128  # inputs of half a block
+_OUTPUTS = 64
+# Programs that a product is cut into at least, where K allows; with more rows parts cost more.
+_PROGRAMS, _PROGRAMS_OF_MANY = 384, 160
+_MOST_SPLITS = 8
 _FETCHED = 8 * 2**20  # bytes of codes that a product fetches before it waits for its inputs
+_FP8 = torch.float8_e4m3fn
 _INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 
@@ -34,46 +41,52 @@ def unpack_kernel(
     scales,
     mins,
     out,
+    out_scales,
     N,
     K,
     K_PAD,
     BITS: tl.constexpr,
     GROUP: tl.constexpr,
     HALF: tl.constexpr,
-    HAS_MINS: tl.constexpr,
     ROWS: tl.constexpr,
     CHAINED: tl.constexpr,
 ):
-    """The weight [N, K] in the arithmetic's type: one program some rows and half a block."""
+    """The weight [N, K], divided by a scale for each output if there are any: some rows, a block."""
     chain.begin(CHAINED)
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    half = tl.program_id(1)
+    block = tl.program_id(1)
     at = tl.arange(0, HALF)
-    inside = (row < N)[:, None]
+    safe = tl.minimum(row, N - 1)
     if BITS == 4:
-        start = row[:, None].to(tl.int64) * (K_PAD // 2) + half // 2 * HALF
-        code = tl.load(codes + start + at[None, :], mask=inside, other=0)
-        code = (code >> (half % 2 * 4).to(tl.uint8)) & 15
+        start = safe[:, None].to(tl.int64) * (K_PAD // 2) + block * HALF
+        packed = tl.load(codes + start + at[None, :])
+        halves = (packed & 15, packed >> 4)
     else:
-        start = row[:, None].to(tl.int64) * K_PAD + half * HALF
-        code = tl.load(codes + start + at[None, :], mask=inside, other=0)
-    column = half * HALF + at
-    group = half * HALF // GROUP
-    scale = tl.load(scales + group * N + row, mask=row < N, other=0.0).to(tl.float32)
-    value = code.to(tl.float32) * scale[:, None]
-    if HAS_MINS:
-        low = tl.load(mins + group * N + row, mask=row < N, other=0.0).to(tl.float32)
-        value += low[:, None]
-    mask = inside & (column < K)[None, :]
-    target = out + row[:, None].to(tl.int64) * K + column[None, :]
-    tl.store(target, value.to(out.dtype.element_ty), mask=mask)
+        start = safe[:, None].to(tl.int64) * K_PAD + block * 2 * HALF
+        halves = (tl.load(codes + start + at[None, :]), tl.load(codes + start + HALF + at[None, :]))
+    for half in tl.static_range(2):
+        first = (2 * block + half) * HALF
+        group = first // GROUP
+        scale = tl.load(scales + group * N + safe).to(tl.float32)
+        value = halves[half].to(tl.float32) * scale[:, None]
+        if mins is not None:
+            value += tl.load(mins + group * N + safe).to(tl.float32)[:, None]
+        if out_scales is not None:
+            value /= tl.load(out_scales + safe)[:, None]
+        column = first + at
+        mask = (row < N)[:, None] & (column < K)[None, :]
+        target = out + row[:, None].to(tl.int64) * K + column[None, :]
+        tl.store(target, value.to(out.dtype.element_ty), mask=mask)
 
 
 class GroupedLinear:
-    """Takes int4 and int8 weights with groups of 32 or more whose activations are not rounded."""
+    """Takes int4 and int8 weights with groups of 32 or more."""
 
-    name = "triton"
+    name = "triton groups"
     fixed = False
+
+    def __init__(self) -> None:
+        self._space = Space()
 
     def refuse(self, form: Packed, device: torch.device, dtype: torch.dtype) -> str | None:
         if device.type != "cuda" and not _INTERPRETED:
@@ -90,19 +103,19 @@ class GroupedLinear:
 
     def prepare(self, form: Packed) -> GroupedProduct:
         assert isinstance(form, Int4Group | Int8Group)
-        return GroupedProduct(form)
+        return GroupedProduct(form, self._space)
 
 
 class GroupedProduct(Prepared):
     """Owns the codes in the kernel's order: each byte of int4 holds input j and input HALF + j."""
 
-    def __init__(self, form: Int4Group | Int8Group) -> None:
+    def __init__(self, form: Int4Group | Int8Group, space: Space) -> None:
         self._num_out, self._num_in = form.shape
         self._bits = 4 if isinstance(form, Int4Group) else 8
         self._half = min(_WIDEST, form.group)
-        block = 2 * self._half
+        self._block = 2 * self._half
         self._group = form.group
-        padding = -self._num_in % block
+        padding = -self._num_in % self._block
         codes = unpack_nibbles(form.codes) if isinstance(form, Int4Group) else form.codes
         codes = pad(codes, (0, padding))
         if isinstance(form, Int4Group):
@@ -117,39 +130,65 @@ class GroupedProduct(Prepared):
             missing = -(-self._padded // form.group) - self._scales.shape[0]
             self._scales = pad(self._scales, (0, 0, 0, missing))
             self._mins = None if self._mins is None else pad(self._mins, (0, 0, 0, missing))
+        self._in_fp8 = _in_fp8(form)
+        self._tiles = triton.cdiv(self._num_out, _OUTPUTS)
+        self._space = space
+        values = max(self._splits(rows) * rows for rows in (_FINE, _MOST_FUSED)) * self._num_out
+        space.reserve(self._codes.device, values, self._tiles)
 
     @property
     def num_bytes(self) -> int:
         held = (self._codes, self._scales, self._mins, self._order)
         return sum(tensor.nbytes for tensor in held if tensor is not None)
 
+    def rounding(self, num_rows: int) -> Rounding | None:
+        if num_rows <= _MOST_FUSED or self._in_fp8 is None or self._order is not None:
+            return None
+        return Rounding("rows")
+
     def apply(self, x: Inputs) -> Tensor:
+        if x.shape[0] <= _MOST_FUSED:
+            assert isinstance(x, Tensor)
+            return self._fused(x)
+        if self._in_fp8 is not None:
+            return self._in_fp8.whole(self._rows(x), self._unpacked(_FP8))
         assert isinstance(x, Tensor)
-        return self._fused(x) if x.shape[0] <= _MOST_FUSED else self._unpacked(x)
+        ordered = x if self._order is None else x[:, self._order]
+        return linear(ordered, self._unpacked(x.dtype))
+
+    def raw(self, x: Inputs) -> Outputs:
+        if x.shape[0] <= _MOST_FUSED or self._in_fp8 is None:
+            return self.apply(x)
+        return self._in_fp8.raw(self._rows(x), self._unpacked(_FP8))
+
+    def _rows(self, x: Inputs) -> Rounded:
+        if isinstance(x, Rounded):
+            return x
+        assert isinstance(x, Tensor)
+        return round_rows(x if self._order is None else x[:, self._order])
+
+    def _splits(self, rows: int) -> int:
+        programs = _PROGRAMS if rows <= _FINE else _PROGRAMS_OF_MANY
+        wanted = triton.next_power_of_2(triton.cdiv(programs, self._tiles))
+        return max(1, min(_MOST_SPLITS, wanted, self._padded // self._block))
 
     def _fused(self, x: Tensor) -> Tensor:
-        block = 2 * self._half
-        rounded = round_blocks(x, block, min(self._group, block), self._order)
+        rounded = round_blocks(x, self._block, min(self._group, self._block), self._order)
         rows, outputs = x.shape[0], self._num_out
-        at_once = 8 if rows <= 8 else 32  # tokens, of two planes each
-        width = 128 if outputs >= 8192 else 64
-        tiles, heights = triton.cdiv(outputs, width), triton.cdiv(rows, at_once)
-        splits = splits_for(tiles * heights, self._padded // block)
+        at_once = min(_MOST_FUSED, max(8, triton.next_power_of_2(rows)))
+        planes = 1 if self._in_fp8 is not None and rows > _FINE else 2
+        splits = self._splits(rows)
         out = x.new_empty((rows, outputs))
-        parts = counters = out
-        if splits > 1:
-            parts = x.new_empty((splits, rows, outputs), dtype=torch.float32)
-            counters = x.new_zeros(tiles * heights, dtype=torch.int32)
-        grouped_linear_kernel[(tiles, splits, heights)](
+        grouped_linear_kernel[(self._tiles, splits)](
             rounded.codes,
             rounded.scales,
             rounded.sums,
             self._codes,
             self._scales,
-            self._scales if self._mins is None else self._mins,
+            self._mins,
             out,
-            parts,
-            counters,
+            self._space.parts,
+            self._space.counters,
             rows,
             outputs,
             self._padded,
@@ -158,10 +197,11 @@ class GroupedProduct(Prepared):
             BITS=self._bits,
             GROUP=self._group,
             HALF=self._half,
-            HAS_MINS=self._mins is not None,
+            PLANES=planes,
             SPLIT=splits > 1,
             ROWS=at_once,
-            OUTPUTS=width,
+            OUTPUTS=_OUTPUTS,
+            EVEN=self._num_out % _OUTPUTS == 0,
             INLINE=not _INTERPRETED,
             num_warps=4,
             num_stages=3,
@@ -169,28 +209,36 @@ class GroupedProduct(Prepared):
         )
         return out
 
-    def _unpacked(self, x: Tensor) -> Tensor:
-        weight = x.new_empty((self._num_out, self._num_in))
-        unpack_kernel[(triton.cdiv(self._num_out, 16), self._padded // self._half)](
+    def _unpacked(self, dtype: torch.dtype) -> Tensor:
+        """The weight in a type that torch multiplies, in fp8 divided by its outputs' scales."""
+        weight = torch.empty((self._num_out, self._num_in), dtype=dtype, device=self._codes.device)
+        unpack_kernel[(triton.cdiv(self._num_out, 32), self._padded // self._block)](
             self._codes,
             self._scales,
-            self._scales if self._mins is None else self._mins,
+            self._mins,
             weight,
+            self._in_fp8.scales if self._in_fp8 is not None and dtype == _FP8 else None,
             self._num_out,
             self._num_in,
             self._padded,
             BITS=self._bits,
             GROUP=self._group,
             HALF=self._half,
-            HAS_MINS=self._mins is not None,
-            ROWS=16,
+            ROWS=32,
             num_warps=4,
             **chain.options(),
         )
-        ordered = x if self._order is None else x[:, self._order]
-        return linear(ordered, weight)
+        return weight
 
 
 def _by_group(values: Tensor) -> Tensor:
     """[N, groups] to [groups, N]: neighbouring outputs lie together."""
     return values.T.contiguous()
+
+
+def _in_fp8(form: Int4Group | Int8Group) -> ScaledProduct | None:
+    """How many rows are multiplied if the format has its activations rounded."""
+    if form.activation == "none":
+        return None
+    largest = form.dequantise().abs().amax(dim=1)
+    return ScaledProduct((largest / 448.0).clamp_min(torch.finfo(torch.float32).tiny))

@@ -10,9 +10,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from windlass.kernels.rounded import Inputs, Outputs, Rounded, Rounding, Scaled
+from windlass.kernels.rounded import Inputs, Outputs, Rounding, Scaled
 from windlass.kernels.triton import chain
-from windlass.kernels.triton.rounding import empty_rounded, store_rounded
+from windlass.kernels.triton.rounding import room, store_rounded
+
+_COLUMNS = 1024  # that one program computes where it need not have all
 
 
 @triton.jit
@@ -33,17 +35,18 @@ def rms_norm_kernel(
     stride,
     eps,
     SIZE: tl.constexpr,
-    BLOCK: tl.constexpr,
+    WIDTH: tl.constexpr,
     CHAINED: tl.constexpr,
 ):
     chain.begin(CHAINED)
     row = tl.program_id(0).to(tl.int64)
-    at = tl.arange(0, BLOCK)
+    at = tl.arange(0, WIDTH)
     mask = at < SIZE
     value = tl.load(x + row * stride + at, mask=mask, other=0.0).to(tl.float32)
     scale = tl.rsqrt(tl.sum(value * value, 0) / SIZE + eps)
     gain = tl.load(weight + at, mask=mask, other=0.0)
-    store_rounded((value * scale).to(gain.dtype) * gain, out, out_scales, row, at, mask, SIZE)
+    normed = (value * scale).to(gain.dtype) * gain
+    store_rounded(normed, out, out_scales, row, at, mask, SIZE)
 
 
 @triton.jit
@@ -57,13 +60,13 @@ def add_rms_norm_kernel(
     out_scales,
     eps,
     SIZE: tl.constexpr,
-    BLOCK: tl.constexpr,
+    WIDTH: tl.constexpr,
     CHAINED: tl.constexpr,
 ):
     """residual += x; out = norm(residual) * weight"""
     chain.begin(CHAINED)
     row = tl.program_id(0).to(tl.int64)
-    at = tl.arange(0, BLOCK)
+    at = tl.arange(0, WIDTH)
     mask = at < SIZE
     value = tl.load(x + row * SIZE + at, mask=mask, other=0.0)
     value = scaled(value, x_rows, x_columns, row, at, mask)
@@ -73,7 +76,8 @@ def add_rms_norm_kernel(
     value = total.to(tl.float32)
     scale = tl.rsqrt(tl.sum(value * value, 0) / SIZE + eps)
     gain = tl.load(weight + at, mask=mask, other=0.0)
-    store_rounded((value * scale).to(gain.dtype) * gain, out, out_scales, row, at, mask, SIZE)
+    normed = (value * scale).to(gain.dtype) * gain
+    store_rounded(normed, out, out_scales, row, at, mask, SIZE)
 
 
 @triton.jit
@@ -84,13 +88,13 @@ def silu_mul_kernel(
     out,
     out_scales,
     SIZE: tl.constexpr,
-    BLOCK: tl.constexpr,
+    WIDTH: tl.constexpr,
     CHAINED: tl.constexpr,
 ):
-    """Some columns of a row; all of them (BLOCK >= SIZE) where the row is rounded."""
+    """WIDTH columns of a row; all of them where they share a scale."""
     chain.begin(CHAINED)
     row = tl.program_id(0).to(tl.int64)
-    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    at = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
     mask = at < SIZE
     kind = gate_up.dtype.element_ty
     gate = tl.load(gate_up + row * 2 * SIZE + at, mask=mask, other=0.0)
@@ -115,8 +119,8 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, rounding: Rounding | None = 
     """Same contract as `reference.rms_norm`."""
     size = x.shape[-1]
     flat = x.reshape(-1, size)
-    out, out_scales = empty_rounded(flat.shape, flat, rounding)
-    block = triton.next_power_of_2(size)
+    result, out, out_scales = room(flat.shape[0], size, flat, rounding)
+    width = triton.next_power_of_2(size)
     rms_norm_kernel[(flat.shape[0],)](
         flat,
         weight,
@@ -125,11 +129,11 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, rounding: Rounding | None = 
         flat.stride(0),
         eps,
         SIZE=size,
-        BLOCK=block,
-        num_warps=_warps(block),
+        WIDTH=width,
+        num_warps=_warps(width),
         **chain.options(),
     )
-    return out.view(x.shape) if out_scales is None else Rounded(out, out_scales, x.dtype)
+    return result.view(x.shape) if isinstance(result, Tensor) else result
 
 
 def add_rms_norm(
@@ -138,8 +142,8 @@ def add_rms_norm(
     """Same contract as `reference.add_rms_norm`, but the residual is updated in place."""
     values, rows, columns = parts(x)
     size = values.shape[-1]
-    out, out_scales = empty_rounded(values.shape, values, rounding)
-    block = triton.next_power_of_2(size)
+    result, out, out_scales = room(values.shape[0], size, values, rounding)
+    width = triton.next_power_of_2(size)
     add_rms_norm_kernel[(values.shape[0],)](
         values,
         rows,
@@ -150,11 +154,18 @@ def add_rms_norm(
         out_scales,
         eps,
         SIZE=size,
-        BLOCK=block,
-        num_warps=_warps(block),
+        WIDTH=width,
+        num_warps=_warps(width),
         **chain.options(),
     )
-    return out if out_scales is None else Rounded(out, out_scales, values.dtype), residual
+    return result, residual
+
+
+def _silu_options(whole_rows: bool, is_raw: bool) -> dict[str, int]:
+    """A long row at once is many values for each thread, and two programs overlap if both fit in."""
+    if not whole_rows:
+        return {"num_warps": 4}
+    return {"num_warps": 16} if is_raw else {"num_warps": 16, "maxnreg": 64}
 
 
 def silu_mul(gate_up: Outputs, rounding: Rounding | None = None) -> Inputs:
@@ -162,18 +173,19 @@ def silu_mul(gate_up: Outputs, rounding: Rounding | None = None) -> Inputs:
     values, rows, columns = parts(gate_up)
     count, width = values.shape
     size = width // 2
-    out, out_scales = empty_rounded((count, size), values, rounding)
-    block = triton.next_power_of_2(size) if out_scales is not None else 1024
-    block = min(block, triton.next_power_of_2(size))
-    silu_mul_kernel[(count, triton.cdiv(size, block))](
+    result, out, out_scales = room(count, size, values, rounding)
+    width = triton.next_power_of_2(size)
+    if out_scales is None:
+        width = min(_COLUMNS, width)
+    silu_mul_kernel[(count, triton.cdiv(size, width))](
         values,
         rows,
         columns,
         out,
         out_scales,
         SIZE=size,
-        BLOCK=block,
-        num_warps=4 if out_scales is None else _warps(block),
+        WIDTH=width,
+        **_silu_options(out_scales is not None, rows is not None),
         **chain.options(),
     )
-    return out if out_scales is None else Rounded(out, out_scales, values.dtype)
+    return result

@@ -54,6 +54,8 @@ def rope_write_kernel(
     values,
     key_scales,
     value_scales,
+    new_keys,
+    new_values,
     cos_sin,
     positions,
     token_slots,
@@ -74,7 +76,8 @@ def rope_write_kernel(
 ):
     """One token and one kv head: the GROUP query heads that share it, its key and its value.
 
-    Scales are None where pages hold numbers as they are.
+    Scales are None where pages hold numbers as they are. Where they hold codes, keys and values may
+    be wanted as they are too: [tokens, kv heads, dim].
     """
     chain.begin(CHAINED)
     token = tl.program_id(0).to(tl.int64)
@@ -113,6 +116,9 @@ def rope_write_kernel(
         a, b = _normed(a, b, k_weight, at, mask, eps, DIM, HALF)
     low, high = (a * cos - b * sin).to(kind), (b * cos + a * sin).to(kind)
     _write(keys, key_scales, page_row, at, low, high, kv_mask, DIM, HALF)
+    new_row = token * NUM_KV + head
+    if new_keys is not None:
+        _write(new_keys, None, new_row, at, low, high, kv_mask, DIM, HALF)
 
     source += NUM_KV * DIM
     low = tl.load(row + source, mask=kv_mask, other=0.0)
@@ -120,6 +126,8 @@ def rope_write_kernel(
     high = tl.load(row + source + HALF, mask=kv_mask, other=0.0)
     high = scaled(high, qkv_rows, qkv_columns, token, source + HALF, kv_mask).to(kind)
     _write(values, value_scales, page_row, at, low, high, kv_mask, DIM, HALF)
+    if new_values is not None:
+        _write(new_values, None, new_row, at, low, high, kv_mask, DIM, HALF)
 
 
 def rope_write(
@@ -129,8 +137,12 @@ def rope_write(
     norms: tuple[Tensor, Tensor, float] | None,
     kv: LayerKV,
     batch: StepBatch,
+    fresh: Tensor | None = None,
 ) -> Tensor:
-    """Same contract as `reference.rope_write`, for heads that rotate as a whole."""
+    """Same contract as `reference.rope_write`, for heads that rotate as a whole.
+
+    `fresh` [2, tokens, kv heads, dim] gets the keys and values as they are.
+    """
     values, rows, columns = parts(qkv)
     tokens = values.shape[0]
     q_out = values.new_empty((tokens, heads.num_q, heads.dim))
@@ -146,6 +158,7 @@ def rope_write(
         kv.values,
         kv.key_scales,
         kv.value_scales,
+        *((None, None) if fresh is None else (fresh[0], fresh[1])),
         cos_sin,
         batch.positions,
         batch.token_slots,

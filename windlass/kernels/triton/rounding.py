@@ -1,13 +1,19 @@
-"""Activations rounded for products of whole numbers or of 8-bit floats: one pass over each row."""
+"""Activations rounded for products of whole numbers or of 8-bit floats.
+
+Kernels that make whole rows store them through `store_rounded`, as the next product wants them; what
+nobody rounded yet is rounded here, in a pass of its own.
+"""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from windlass.kernels.rounded import Planes, Rounded, Rounding
+from windlass.kernels.rounded import Inputs, Rounded, Rounding
 from windlass.kernels.triton import chain
 
 
@@ -22,23 +28,25 @@ def store_rounded(value, out, scales, row, at, mask, SIZE: tl.constexpr):
     tl.store(out + row * SIZE + at, value.to(out.dtype.element_ty), mask=mask)
 
 
-def empty_rounded(
-    shape: tuple[int, ...] | torch.Size, like: Tensor, rounding: Rounding | None
-) -> tuple[Tensor, Tensor | None]:
-    """Room for rows as they are, or for their codes and scales."""
+def room(
+    rows: int, size: int, like: Tensor, rounding: Rounding | None
+) -> tuple[Inputs, Tensor, Tensor | None]:
+    """Rows of a size to be filled: what they will be, where to store them, and their scales."""
     if rounding is None:
-        return like.new_empty(shape), None
-    codes = like.new_empty(shape, dtype=torch.float8_e4m3fn)
-    return codes, like.new_empty((shape[0], 1), dtype=torch.float32)
+        plain = like.new_empty((rows, size))
+        return plain, plain, None
+    codes = like.new_empty((rows, size), dtype=torch.float8_e4m3fn)
+    scales = like.new_empty((rows, 1), dtype=torch.float32)
+    return Rounded(codes, scales, like.dtype), codes, scales
 
 
 @triton.jit
 def round_rows_kernel(
-    x, codes, scales, SIZE: tl.constexpr, BLOCK: tl.constexpr, CHAINED: tl.constexpr
+    x, codes, scales, SIZE: tl.constexpr, WIDTH: tl.constexpr, CHAINED: tl.constexpr
 ):
     chain.begin(CHAINED)
     row = tl.program_id(0).to(tl.int64)
-    at = tl.arange(0, BLOCK)
+    at = tl.arange(0, WIDTH)
     mask = at < SIZE
     value = tl.load(x + row * SIZE + at, mask=mask, other=0.0)
     store_rounded(value, codes, scales, row, at, mask, SIZE)
@@ -47,19 +55,28 @@ def round_rows_kernel(
 def round_rows(x: Tensor) -> Rounded:
     """Each row as e4m3 codes and a scale."""
     rows, size = x.shape
-    codes, scales = empty_rounded(x.shape, x, Rounding("rows"))
-    assert scales is not None
-    block = triton.next_power_of_2(size)
+    rounded, codes, scales = room(rows, size, x, Rounding("rows"))
+    assert isinstance(rounded, Rounded)
+    width = triton.next_power_of_2(size)
     round_rows_kernel[(rows,)](
         x,
         codes,
         scales,
         SIZE=size,
-        BLOCK=block,
-        num_warps=min(16, max(1, block // 512)),
+        WIDTH=width,
+        num_warps=min(16, max(1, width // 512)),
         **chain.options(),
     )
-    return Rounded(codes, scales, x.dtype)
+    return rounded
+
+
+@dataclass(frozen=True, slots=True)
+class Planes:
+    """Rows of inputs as two planes of int8, the second one what the first leaves of each value."""
+
+    codes: Tensor  # int8 [2 M, K rounded up to whole blocks]
+    scales: Tensor  # float32 [blocks, 2 M]
+    sums: Tensor  # float32 [groups, 2 M]: of what the codes stand for
 
 
 @triton.jit
@@ -74,7 +91,6 @@ def round_blocks_kernel(
     K_PAD: tl.constexpr,
     BLOCK: tl.constexpr,
     GROUP: tl.constexpr,
-    ORDERED: tl.constexpr,
     CHAINED: tl.constexpr,
 ):
     """One row and one block; input k comes from order[k] where the weights lie in another order."""
@@ -85,7 +101,7 @@ def round_blocks_kernel(
     at = block * BLOCK + tl.arange(0, groups)[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
     mask = at < K
     source = at
-    if ORDERED:
+    if order is not None:
         source = tl.load(order + at, mask=mask, other=0)
     value = tl.load(x + row.to(tl.int64) * K + source, mask=mask, other=0.0).to(tl.float32)
     most = tl.max(tl.max(tl.abs(value), 1), 0)
@@ -104,15 +120,15 @@ def round_blocks_kernel(
 
 
 def round_blocks(x: Tensor, block: int, group: int, order: Tensor | None = None) -> Planes:
-    """Rows in blocks of `block` inputs, with sums over each `group` of them."""
+    """Rows as planes with a scale for `block` inputs, and sums over each `group` of them."""
     rows, size = x.shape
     blocks = triton.cdiv(size, block)
-    codes = torch.empty((2 * rows, blocks * block), dtype=torch.int8, device=x.device)
-    scales = torch.empty((blocks, 2 * rows), dtype=torch.float32, device=x.device)
-    sums = torch.empty((blocks * (block // group), 2 * rows), dtype=torch.float32, device=x.device)
+    codes = x.new_empty((2 * rows, blocks * block), dtype=torch.int8)
+    scales = x.new_empty((blocks, 2 * rows), dtype=torch.float32)
+    sums = x.new_empty((blocks * (block // group), 2 * rows), dtype=torch.float32)
     round_blocks_kernel[(rows, blocks)](
         x,
-        x if order is None else order,
+        order,
         codes,
         scales,
         sums,
@@ -121,8 +137,7 @@ def round_blocks(x: Tensor, block: int, group: int, order: Tensor | None = None)
         K_PAD=blocks * block,
         BLOCK=block,
         GROUP=group,
-        ORDERED=order is not None,
         num_warps=1,
         **chain.options(),
     )
-    return Planes(codes, scales, sums, x.shape, x.dtype)
+    return Planes(codes, scales, sums)

@@ -217,6 +217,7 @@ class _Maker:
             dtype,
             plain=config.plain_kernels or not self._target.present,
             reference=config.dtype == "float32",
+            round_int4=config.quantization == "w4a8",
         )
 
     def _parts(self, dtype: torch.dtype, method_for: Any) -> Parts:

@@ -57,6 +57,7 @@ _ONLINE = {
     "int8": Retention(0.999, "typical", f"as Q8_0: {_GGUF}"),
     "w8a8": Retention(0.98, "typical", _STUDY),
     "int4": Retention(0.955, "typical", f"{_ROUNDING}, round to nearest"),
+    "w4a8": Retention(0.95, "assumed", f"{_ROUNDING}, round to nearest; activations in 8 bits"),
     "nf4": Retention(0.965, "assumed", "between rounding to nearest and AWQ"),
 }
 # The 16-bit model's perplexity is 6.9966.
@@ -86,7 +87,7 @@ _KV = {
 def typical(quantization: str, head: bool) -> Retention:
     """Of weights that are rounded while loading."""
     kept = _ONLINE[quantization]
-    bits = 4 if quantization in ("int4", "nf4") else 8
+    bits = 4 if quantization in ("int4", "w4a8", "nf4") else 8
     return kept.times(_HEAD[bits]) if head else kept
 
 

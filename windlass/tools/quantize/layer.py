@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from windlass.errors import CheckpointError, UnsupportedError
-from windlass.kernels import reference, torch_attention
+from windlass.kernels import reference, rounded, torch_attention
 from windlass.kernels.batch import KVCache, Span, StepBatch
 from windlass.kernels.ops import Ops
 from windlass.kernels.products import Norm
@@ -51,14 +51,22 @@ class _Watched(Plain):
         super().__init__(torch.float32)
         self._look = look
 
-    def apply(self, layer: Any, x: Tensor) -> Tensor:
-        return super().apply(layer, self._look(layer, x))
+    def apply(self, layer: Any, x: rounded.Inputs) -> Tensor:
+        return super().apply(layer, self._shown(layer, x))
 
-    def then(self, layer: Any, x: Tensor, residual: Tensor, norm: Norm) -> tuple[Tensor, Tensor]:
-        return super().then(layer, self._look(layer, x), residual, norm)
+    def then(
+        self, layer: Any, x: rounded.Inputs, residual: Tensor, norm: Norm
+    ) -> tuple[rounded.Inputs, Tensor]:
+        return super().then(layer, self._shown(layer, x), residual, norm)
 
-    def gated(self, layer: Any, x: Tensor, silu_mul: Callable[[Tensor], Tensor]) -> Tensor:
-        return super().gated(layer, self._look(layer, x), silu_mul)
+    def gated(
+        self, layer: Any, x: rounded.Inputs, silu_mul: Callable[[rounded.Outputs], rounded.Inputs]
+    ) -> rounded.Inputs:
+        return super().gated(layer, self._shown(layer, x), silu_mul)
+
+    def _shown(self, layer: Any, x: rounded.Inputs) -> Tensor:
+        assert isinstance(x, Tensor)
+        return self._look(layer, x)
 
 
 @dataclass(frozen=True, slots=True)
