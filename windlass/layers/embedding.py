@@ -5,7 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from windlass.kernels.native.linear import NativeProduct
 from windlass.kernels.ops import Ops
+from windlass.layers.linear import Linear
 
 
 class Embedding(nn.Module):
@@ -19,3 +21,16 @@ class Embedding(nn.Module):
 
     def forward(self, ids: Tensor) -> Tensor:
         return self.ops.embedding(ids, self.weight)
+
+
+class HeadRows(nn.Module):
+    """Rows of the head's own packed weight, so that a tied table is in memory once."""
+
+    def __init__(self, head: Linear) -> None:
+        super().__init__()
+        self._head = (head,)  # a tuple: it is no part of this module
+
+    def forward(self, ids: Tensor) -> Tensor:
+        held = self._head[0].products[0].prepared
+        assert isinstance(held, NativeProduct)
+        return held.rows(ids)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from windlass.kernels.batch import Heads, StepBatch
 from windlass.kernels.rounded import Inputs
 from windlass.layers.attention import Attention, AttentionShape
-from windlass.layers.embedding import Embedding
+from windlass.layers.embedding import Embedding, HeadRows
 from windlass.layers.linear import Linear
 from windlass.layers.mlp import GatedMLP
 from windlass.layers.norm import RMSNorm
@@ -21,6 +21,7 @@ from windlass.layers.rotary import Rotary
 from windlass.models.network import Network, Parts
 from windlass.models.rope import frequencies
 from windlass.models.spec import ModelSpec
+from windlass.quant.gguf import Gguf
 
 
 class Block(nn.Module):
@@ -80,9 +81,11 @@ class Block(nn.Module):
 class Trunk(nn.Module):
     """Embedding, blocks and the last norm."""
 
-    def __init__(self, spec: ModelSpec, parts: Parts) -> None:
+    def __init__(self, spec: ModelSpec, parts: Parts, table: HeadRows | None = None) -> None:
         super().__init__()
-        self.embed_tokens = Embedding(spec.vocab_size, spec.hidden_size, parts.dtype, parts.ops)
+        self.embed_tokens = table or Embedding(
+            spec.vocab_size, spec.hidden_size, parts.dtype, parts.ops
+        )
         self.layers = nn.ModuleList(Block(i, spec, parts) for i in range(spec.num_layers))
         self.norm = RMSNorm(spec.hidden_size, spec.norm_eps, parts.dtype, parts.ops)
         inv_freq, scale = frequencies(spec.rope)
@@ -103,14 +106,20 @@ class Llama(Network):
 
     def __init__(self, spec: ModelSpec, parts: Parts) -> None:
         super().__init__()
-        self.model = Trunk(spec, parts)
         self.tied = spec.tie_embeddings
-        self.lm_head = Linear(
+        method = parts.method_for("", ["lm_head"])
+        head = Linear(
             {"model.embed_tokens" if self.tied else "lm_head": spec.vocab_size},
             spec.hidden_size,
-            parts.method_for("", ["lm_head"]),
+            method,
             parts.mesh.tp,
         )
+        reads_rows = isinstance(method, Gguf) and method.gives_rows(
+            spec.vocab_size, spec.hidden_size
+        )
+        table = HeadRows(head) if self.tied and reads_rows else None
+        self.model = Trunk(spec, parts, table)
+        self.lm_head = head
 
     def forward(self, ids: Tensor, batch: StepBatch) -> Tensor:
         return self.model(ids, batch)

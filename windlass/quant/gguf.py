@@ -33,6 +33,11 @@ class Gguf(PackedMethod):
         check_scales(form.scales, f"{part.name}.weight", zero_is_fine=True)
         return form
 
+    def gives_rows(self, num_out: int, num_in: int) -> bool:
+        """Whether rows of the weight, once it is packed, can be read by themselves."""
+        decision = self._linears.decide(self.outline(num_out, num_in))
+        return decision.unpacked is None and decision.kernel.name == "native"
+
     def outline(self, num_out: int, num_in: int) -> Packed:
         """The form without contents, to ask kernels about."""
         spec = self.params("", num_out, num_in)["weight"]

@@ -4,10 +4,12 @@
 #include <cmath>
 #include <cstdio>
 #include <cstdlib>
+#include <cstring>
 #include <random>
 #include <vector>
 
 #include "api.h"
+#include "selftest_ops.h"
 
 namespace {
 
@@ -71,6 +73,10 @@ void make_plain(Case& c) {
   for (int i = 0; i < w.num_out * w.num_in; ++i) {
     float value;
     c.halves.push_back(some_half(value));
+    if (w.kind == windlass::kBrain) {  // the upper half of a float
+      const uint32_t bits = static_cast<uint32_t>(c.halves.back()) << 16;
+      std::memcpy(&value, &bits, 4);
+    }
     c.dense.push_back(value);
   }
 }
@@ -92,7 +98,8 @@ Case make(int kind, int num_out, int num_in, int group, bool mins, bool ordered)
   }
   c.packed.resize(windlass_packed_bytes(&c.weight));
   const void* codes = kind <= 2 ? static_cast<const void*>(c.codes.data())
-                      : kind == 3 ? static_cast<const void*>(c.halves.data()) : c.dense.data();
+                      : kind == 3 || kind == 5 ? static_cast<const void*>(c.halves.data())
+                                             : c.dense.data();
   const void* scales = kind == 2 ? static_cast<const void*>(c.floats.data()) : c.halves.data();
   windlass_pack(&c.weight, codes, scales, c.mins.data(), c.packed.data());
   c.weight.data = c.packed.data();
@@ -143,7 +150,7 @@ int main() {
                            {17, 160, 16}, {3, 50, 50},  {5, 2304, 2304},  {11, 2304, 128},
                            {4, 4352, 64}, {30, 96, 48}};
   for (const auto& shape : shapes) {
-    for (int kind = 0; kind <= 4; ++kind) {
+    for (int kind = 0; kind <= 5; ++kind) {
       if (kind == 2 && shape[2] % 4) continue;
       for (int mins = 0; mins <= (kind <= 1 ? 1 : 0); ++mins) {
         const Case c = make(kind, shape[0], shape[1], shape[2], mins != 0, mins == 1);
@@ -154,6 +161,7 @@ int main() {
       }
     }
   }
+  selftest::check_operations(pool);
   windlass_pool_free(pool);
   std::printf("%s: all products agree\n", windlass_simd());
   return 0;
