@@ -17,12 +17,14 @@ from triton.compiler import ASTSource  # noqa: E402
 from windlass.kernels.triton import (  # noqa: E402
     attention,
     attention_kernels,
+    eight_bit,
     fp8_kernels,
     grouped,
     norm,
     rope,
     sample,
     skinny,
+    table,
     wide,
 )
 
@@ -144,6 +146,14 @@ def grouped_product(bits: int, group: int, half: int, rows: int, planes: int = 2
     return grouped.grouped_linear_kernel, signature, constants, {"num_stages": 3}
 
 
+def eight_bit_product(codes: str, in_blocks: bool) -> tuple:
+    signature = {**dict.fromkeys(("x", "codes"), codes), "out": X}
+    signature = {**signature, **dict.fromkeys(("x_scales", "scales", "parts"), F), "counters": I}
+    signature = {**signature, **dict.fromkeys(("M", "N", "K", "splits"), "i32")}
+    constants = {"BLOCKS": in_blocks, "SPLIT": True, "ROWS": 64, "OUTPUTS": 64, "BLOCK_K": 128}
+    return eight_bit.eight_bit_kernel, signature, constants, {"num_stages": 4}
+
+
 def gated(rows: int, outputs: int, stages: int) -> tuple:
     constants = {"ROWS": rows, "OUTPUTS": outputs, "BLOCK_K": 128}
     return skinny.skinny_gated_kernel, PRODUCT, constants, {"num_stages": stages}
@@ -194,6 +204,18 @@ CASES = {
     "int4 product of many rows in two planes": grouped_product(4, 128, 128, 64),
     "int4 product, groups of 64": grouped_product(4, 64, 64, 16),
     "int8 product, groups of 32": grouped_product(8, 32, 32, 8),
+    "int8 product": eight_bit_product("*i8", False),
+    "fp8 product in blocks": eight_bit_product(FP8, True),
+    "table product": (
+        table.table_linear_kernel,
+        {
+            **dict.fromkeys(("x", "out"), X),
+            **{"codes": "*u8", "table": F, "scales": "*fp16", "parts": F, "counters": I},
+            **dict.fromkeys(("M", "N", "K", "splits"), "i32"),
+        },
+        {"GROUP": 64, "SPLIT": True, "ROWS": 64, "OUTPUTS": 64},
+        {"num_stages": 3},
+    ),
     "fp8 product": fp8_product(True, True, True),
     "fp8 product with a norm": fp8_product(True, True, True, at_once=1),
     "fp8 product that rounds": fp8_product(False, True, True),

@@ -15,6 +15,9 @@ import torch
 
 from windlass.kernels import reference
 from windlass.kernels.batch import AttentionWork, Heads, LayerKV, Span, StepBatch
+from windlass.kernels.packed import Activation
+from windlass.kernels.plain_linear import PlainLinear
+from windlass.quant.rounding import Scheme, quantise
 
 pytest.importorskip("triton")
 
@@ -172,6 +175,44 @@ def test_products_with_groups_of_whole_numbers(
     assert inputs @ unpacked.T == pytest.approx(want, rel=1e-3, abs=1e-3)
     error = (product.apply(x) - want).norm() / want.norm()
     assert error < 1e-4  # the inputs' rounding to two planes of int8
+
+
+@inside
+@pytest.mark.parametrize(("rows", "outputs", "size"), [(1, 40, 384), (5, 70, 96), (70, 130, 256)])
+@pytest.mark.parametrize("activation", ["token", "tensor"])
+def test_whole_numbers_times_whole_numbers(
+    rows: int, outputs: int, size: int, activation: Activation
+) -> None:
+    from windlass.kernels.packed import Int8Group
+    from windlass.kernels.triton.eight_bit import EightBitLinear
+
+    codes = torch.randint(-127, 128, (outputs, size), dtype=torch.int8)
+    given = torch.tensor([0.03]) if activation == "tensor" else None
+    form = Int8Group(codes, torch.rand(outputs, 1) + 0.5, activation=activation, input_scale=given)
+    kernel = EightBitLinear()
+    assert kernel.refuse(form, torch.device("cpu"), torch.float32) is None
+    x = torch.randn(rows, size)
+    want = PlainLinear().prepare(form).apply(x)
+    product = kernel.prepare(form)
+    for _ in "ab":
+        torch.testing.assert_close(product.apply(x), want, rtol=1e-5, atol=1e-2)
+
+
+@inside
+@pytest.mark.parametrize(("rows", "outputs", "size"), [(1, 40, 384), (5, 70, 256), (70, 130, 256)])
+@pytest.mark.parametrize("group", [32, 64])
+def test_products_with_a_table(rows: int, outputs: int, size: int, group: int) -> None:
+    from windlass.kernels.triton.table import TableLinear
+
+    form = quantise(torch.randn(outputs, size), Scheme("nf4", "table4", groups=(group,)))
+    kernel = TableLinear()
+    assert kernel.refuse(form, torch.device("cpu"), torch.float32) is None
+    product = kernel.prepare(form)
+    x = torch.randn(rows, size)
+    want = x @ form.dequantise().T
+    torch.testing.assert_close(product._unpacked(torch.float32), form.dequantise())
+    for _ in "ab":
+        torch.testing.assert_close(product.apply(x), want, rtol=1e-3, atol=1e-3)
 
 
 @inside

@@ -47,6 +47,21 @@ def test_fp8_activations_are_rounded_as_the_form_says(kind: str) -> None:
     torch.testing.assert_close(PlainLinear().prepare(form).apply(x), want, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("options", [{"plain": True}, {"reference": True}], ids=str)
+def test_int4_has_its_activations_rounded_when_asked_for(options: dict[str, bool]) -> None:
+    form = quantise(weight(), SCHEMES["w4a8"])
+    x = torch.randn(3, 384)
+    scale = x.abs().amax(-1, keepdim=True) / 448
+    rounded = (x / scale).to(torch.float8_e4m3fn).float() * scale
+    held = Linears(CPU, torch.float32, **options, round_int4=True).hold(form)
+    assert held.form == "int4, groups of 128, activations per token"
+    want = rounded @ form.dequantise().T
+    torch.testing.assert_close(held.prepared.apply(x), want, rtol=1e-5, atol=1e-5)
+    exact = Linears(CPU, torch.float32, **options).hold(form)
+    want = x @ form.dequantise().T
+    torch.testing.assert_close(exact.prepared.apply(x), want, rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize("name", SCHEMES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_unpacked_and_plain_agree(name: str, dtype: torch.dtype) -> None:

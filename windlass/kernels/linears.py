@@ -24,6 +24,8 @@ _CANDIDATES: dict[str, tuple[str, ...]] = {
     "cuda": (
         "windlass.kernels.triton.fp8_linear:Fp8Linear",
         "windlass.kernels.triton.grouped_linear:GroupedLinear",
+        "windlass.kernels.triton.eight_bit:EightBitLinear",
+        "windlass.kernels.triton.table:TableLinear",
     ),
 }
 _FP8_CAPABILITY = (8, 9)  # the first CUDA devices that multiply fp8

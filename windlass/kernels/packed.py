@@ -41,7 +41,7 @@ class Int4Group:
     scales: Tensor  # float [N, K / group]
     mins: Tensor  # float [N, K / group]
     order: Tensor | None = None  # [K]: column k of the weight belongs to input order[k]
-    activation: Activation = "none"  # "token": to 8 bits, where that is faster
+    activation: Activation = "none"  # "token": to e4m3, or finer where that costs nothing
 
     @property
     def shape(self) -> tuple[int, int]:

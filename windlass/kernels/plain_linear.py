@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear, pad
 
-from windlass.kernels.packed import Activation, Float8, Int8Group, Packed
+from windlass.kernels.packed import Activation, Float8, Int4Group, Int8Group, Packed
 from windlass.kernels.prepared import Prepared
 from windlass.kernels.products import TorchProducts
 from windlass.kernels.rounded import Inputs
@@ -51,8 +51,9 @@ class PlainProduct(Prepared):
         form = self.form
         if isinstance(form, Int8Group) and form.activation != "none":
             return _whole_product(x, form)
-        if isinstance(form, Float8) and form.activation != "none":
-            rounded = float8_activations(x, form.activation, form.input_scale)
+        if isinstance(form, Float8 | Int4Group) and form.activation != "none":
+            scale = form.input_scale if isinstance(form, Float8) else None
+            rounded = float8_activations(x, form.activation, scale)
             return linear(rounded, form.dequantise()).to(x.dtype)
         return linear(x, form.dequantise().to(x.dtype))
 
@@ -70,6 +71,8 @@ class Unpacked(Prepared):
             self._activation, self._input_scale = weight.activation, weight.input_scale
             if isinstance(weight, Int8Group):
                 self._round = int8_activations
+        if isinstance(weight, Int4Group):
+            self._activation = weight.activation
         self._products = products
         self.weight = weight if isinstance(weight, Tensor) else weight.dequantise().to(dtype)
 

@@ -1,0 +1,196 @@
+"""Weights of 4-bit codes that a table explains (NF4 and its kin) on CUDA.
+
+Codes become numbers by a read from the table, which is always in the nearest cache, and are
+multiplied in 16 bits. Few rows in one kernel; many share a weight that is unpacked for the product.
+"""
+
+from __future__ import annotations
+
+import os
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from torch.nn.functional import linear
+
+from windlass.kernels.packed import Packed, Table4, pack_nibbles, unpack_nibbles
+from windlass.kernels.prepared import Prepared
+from windlass.kernels.rounded import Inputs
+from windlass.kernels.triton import chain
+from windlass.kernels.triton.reduce import Space, add_parts
+
+_MOST_FUSED = 64  # rows; more share an unpacked weight
+_OUTPUTS = 64
+_PROGRAMS = 256  # that a product is cut into at least, where K allows
+_MOST_SPLITS = 8
+_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+
+
+@triton.jit(do_not_specialize=["M", "splits"])
+def table_linear_kernel(
+    x,
+    codes,
+    table,
+    scales,
+    out,
+    parts,
+    counters,
+    M,
+    N,
+    K,
+    splits,
+    GROUP: tl.constexpr,
+    SPLIT: tl.constexpr,
+    ROWS: tl.constexpr,
+    OUTPUTS: tl.constexpr,
+    CHAINED: tl.constexpr,
+):
+    """out[M, N] = x @ weight.T; a byte holds inputs j and GROUP + j of a block of two groups."""
+    chain.begin(CHAINED)
+    tile, split = tl.program_id(0), tl.program_id(1)
+    outputs = tl.minimum(tile * OUTPUTS + tl.arange(0, OUTPUTS), N - 1)
+    rows = tl.arange(0, ROWS)
+    blocks = K // (2 * GROUP)
+    span = tl.cdiv(blocks, splits)
+    at = tl.arange(0, GROUP)
+    w_at = codes + outputs.to(tl.int64)[:, None] * (K // 2) + at[None, :]
+    x_at = x + rows[None, :] * K + at[:, None]
+    inside = (rows < M)[None, :]
+    acc = tl.zeros([OUTPUTS, ROWS], dtype=tl.float32)
+    for block in range(split * span, tl.minimum((split + 1) * span, blocks)):
+        packed = tl.load(w_at + block * GROUP).to(tl.int32)
+        low, high = tl.load(table + (packed & 15)), tl.load(table + (packed >> 4))
+        first = tl.load(x_at + block * 2 * GROUP, mask=inside, other=0.0)
+        second = tl.load(x_at + block * 2 * GROUP + GROUP, mask=inside, other=0.0)
+        scale = tl.load(scales + 2 * block * N + outputs).to(tl.float32)
+        acc += tl.dot(low.to(first.dtype), first) * scale[:, None]
+        scale = tl.load(scales + (2 * block + 1) * N + outputs).to(tl.float32)
+        acc += tl.dot(high.to(second.dtype), second) * scale[:, None]
+    outputs = tile * OUTPUTS + tl.arange(0, OUTPUTS)
+    place = rows[None, :] * N + outputs[:, None]
+    mask = inside & (outputs < N)[:, None]
+    whole = True
+    if SPLIT:
+        acc, whole = add_parts(acc, parts, M * N, counters + tile, split, splits, place, mask)
+    if whole:
+        tl.store(out + place, acc.to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def unpack_table_kernel(
+    codes,
+    table,
+    scales,
+    out,
+    N,
+    K,
+    GROUP: tl.constexpr,
+    ROWS: tl.constexpr,
+    CHAINED: tl.constexpr,
+):
+    """The weight [N, K]: some rows, a block of two groups."""
+    chain.begin(CHAINED)
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    block = tl.program_id(1)
+    safe = tl.minimum(row, N - 1)
+    at = tl.arange(0, GROUP)
+    place = safe.to(tl.int64)[:, None] * (K // 2) + block * GROUP + at[None, :]
+    packed = tl.load(codes + place).to(tl.int32)
+    for half in tl.static_range(2):
+        value = tl.load(table + ((packed >> (4 * half)) & 15))
+        value *= tl.load(scales + (2 * block + half) * N + safe).to(tl.float32)[:, None]
+        column = (2 * block + half) * GROUP + at
+        target = out + row.to(tl.int64)[:, None] * K + column[None, :]
+        tl.store(target, value.to(out.dtype.element_ty), mask=(row < N)[:, None])
+
+
+class TableLinear:
+    """Takes tables of 16 numbers with groups of 16 to 128 inputs, an even number of them."""
+
+    name = "triton table"
+    fixed = False
+
+    def __init__(self) -> None:
+        self._space = Space()
+
+    def refuse(self, form: Packed, device: torch.device, dtype: torch.dtype) -> str | None:
+        if device.type != "cuda" and not _INTERPRETED:
+            return f"Triton needs CUDA, this is {device.type}"
+        if not isinstance(form, Table4):
+            return "written for 4-bit tables"
+        if dtype == torch.float32 and not _INTERPRETED:
+            return "written for 16-bit arithmetic, this is float32"
+        if form.group not in (16, 32, 64, 128) or form.shape[1] % (2 * form.group):
+            return f"{form.shape[1]} inputs in groups of {form.group} are no whole pairs of groups"
+        return None
+
+    def prepare(self, form: Packed) -> TableProduct:
+        assert isinstance(form, Table4)
+        return TableProduct(form, self._space)
+
+
+class TableProduct(Prepared):
+    """Owns the codes in the kernel's order."""
+
+    def __init__(self, form: Table4, space: Space) -> None:
+        self._num_out, self._num_in = form.shape
+        self._group = form.group
+        codes = unpack_nibbles(form.codes).view(self._num_out, -1, 2, self._group)
+        self._codes = pack_nibbles(codes.transpose(2, 3).reshape(self._num_out, -1)).contiguous()
+        self._table = form.table.float().contiguous()
+        self._scales = form.scales.T.contiguous()
+        self._tiles = triton.cdiv(self._num_out, _OUTPUTS)
+        wanted = triton.next_power_of_2(triton.cdiv(_PROGRAMS, self._tiles))
+        self._splits = max(1, min(_MOST_SPLITS, wanted, self._num_in // (2 * self._group)))
+        self._space = space
+        values = self._splits * _MOST_FUSED * self._num_out
+        space.reserve(self._codes.device, values, self._tiles)
+
+    @property
+    def num_bytes(self) -> int:
+        return self._codes.nbytes + self._table.nbytes + self._scales.nbytes
+
+    def apply(self, x: Inputs) -> Tensor:
+        assert isinstance(x, Tensor)
+        rows = x.shape[0]
+        if rows > _MOST_FUSED:
+            return linear(x, self._unpacked(x.dtype))
+        out = x.new_empty((rows, self._num_out))
+        table_linear_kernel[(self._tiles, self._splits)](
+            x,
+            self._codes,
+            self._table,
+            self._scales,
+            out,
+            self._space.parts,
+            self._space.counters,
+            rows,
+            self._num_out,
+            self._num_in,
+            self._splits,
+            GROUP=self._group,
+            SPLIT=self._splits > 1,
+            ROWS=max(16, triton.next_power_of_2(rows)),
+            OUTPUTS=_OUTPUTS,
+            num_warps=4,
+            num_stages=3,
+            **chain.options(),
+        )
+        return out
+
+    def _unpacked(self, dtype: torch.dtype) -> Tensor:
+        weight = torch.empty((self._num_out, self._num_in), dtype=dtype, device=self._codes.device)
+        unpack_table_kernel[(triton.cdiv(self._num_out, 32), self._num_in // (2 * self._group))](
+            self._codes,
+            self._table,
+            self._scales,
+            weight,
+            self._num_out,
+            self._num_in,
+            GROUP=self._group,
+            ROWS=32,
+            num_warps=4,
+            **chain.options(),
+        )
+        return weight
