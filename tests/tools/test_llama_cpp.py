@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 from gguf import GGMLQuantizationType as Kind
 
 from windlass.errors import ConfigError
+from windlass.tools.bench.gguf_perplexity import rows_before
 from windlass.tools.bench.llama_cpp import LlamaCpp, type_of
 
 
@@ -24,3 +26,13 @@ def test_what_is_no_library_is_refused(tmp_path: Path) -> None:
     path.write_text("not a library")
     with pytest.raises(ConfigError, match="is no library that can be loaded"):
         LlamaCpp(path)
+
+
+def test_a_run_goes_on_where_one_with_the_same_settings_ended(tmp_path: Path) -> None:
+    path = tmp_path / "result.json"
+    assert rows_before(path, {"windows": "8"}) == []
+    rows = [{"type": "Q8_0"}]
+    path.write_text(json.dumps({"settings": {"windows": "8"}, "rows": rows}))
+    assert rows_before(path, {"windows": "8"}) == rows
+    with pytest.raises(ConfigError, match="holds results of another run"):
+        rows_before(path, {"windows": "20"})

@@ -2,18 +2,21 @@
 
     python -m windlass.tools.bench.gguf_perplexity MODEL.gguf LIBRARY.so -o benchmarks/gguf-perplexity.json
 
-The files are made of the model's with llama.cpp's quantisers; LIBRARY holds llama.cpp.
+The files are made of the model's with llama.cpp's quantisers; LIBRARY holds llama.cpp. Types that the
+output has already are not measured again.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 from windlass.config import EngineConfig
+from windlass.errors import ConfigError
 from windlass.tools.bench.llama_cpp import Kind, LlamaCpp, requantise
 from windlass.tools.bench.record import Record
 from windlass.tools.eval.data import Corpus, read_corpus
@@ -43,17 +46,30 @@ def main() -> None:
     args = parser.parse_args()
     library, corpus = LlamaCpp(args.library), read_corpus(args.data)
     settings = {name: str(getattr(args, name)) for name in ("data", "context", "windows")}
-    rows: list[dict[str, Any]] = []
+    settings["model"] = args.model.name
+    rows = rows_before(args.output, settings)
     with TemporaryDirectory() as folder:
         for name in args.types:
+            if name in [row["type"] for row in rows]:
+                continue
             file = Path(folder) / f"{name}.gguf"
             used = requantise(args.model, file, getattr(Kind, name), library)
             rows.append({"type": name, "types": _in_words(used), "file_bytes": file.stat().st_size})
             rows[-1] |= _figures(library, file, corpus, args)
             print(rows[-1], file=sys.stderr)
             file.unlink()
-            settings["model"] = args.model.name
+            rows.sort(key=lambda row: TYPES.index(row["type"]))
             Record("gguf-perplexity", rows, _NOTES, settings).save(args.output)
+
+
+def rows_before(path: Path, settings: dict[str, str]) -> list[dict[str, Any]]:
+    """What an earlier run with the same settings measured."""
+    if not path.is_file():
+        return []
+    record = json.loads(path.read_text(encoding="utf-8"))
+    if record["settings"] != settings:
+        raise ConfigError(f"-o {path}: holds results of another run. Remove it, or choose another.")
+    return list(record["rows"])
 
 
 def _figures(
