@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from importlib import import_module
+from importlib.util import find_spec
 from typing import Protocol
 
 import torch
@@ -103,11 +104,7 @@ class Linears:
         self._plain = plain
         self._reference = reference
         self._round_int4 = round_int4
-        self._kernels: list[LinearKernel] = [
-            _instance(where)
-            for where in _CANDIDATES.get(device.type, ())
-            if not plain and not reference
-        ]
+        self._kernels = [] if plain or reference else _kernels(device)
 
     def decide(self, form: Packed) -> Decision:
         """The first kernel that takes the form, or what happens without one."""
@@ -195,6 +192,13 @@ def _nothing_else(form: Packed, device: torch.device) -> str:
                 "weights are dequantised on each call; int8 or int4 would be faster"
             )
     return f"no kernel for this form on {device.type}; dequantised on each call"
+
+
+def _kernels(device: torch.device) -> list[LinearKernel]:
+    """Those that can be had for a device; all of CUDA's are written in Triton."""
+    if device.type == "cuda" and find_spec("triton") is None:
+        return []
+    return [_instance(where) for where in _CANDIDATES.get(device.type, ())]
 
 
 def _instance(where: str) -> LinearKernel:

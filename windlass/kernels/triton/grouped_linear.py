@@ -238,7 +238,8 @@ def _by_group(values: Tensor) -> Tensor:
 
 def _in_fp8(form: Int4Group | Int8Group) -> ScaledProduct | None:
     """How many rows are multiplied if the format has its activations rounded."""
-    if form.activation == "none":
+    if isinstance(form, Int8Group) or form.activation == "none":
         return None
-    largest = form.dequantise().abs().amax(dim=1)
+    scales, mins = form.scales.float(), form.mins.float()
+    largest = torch.maximum(mins.abs(), (15 * scales + mins).abs()).amax(dim=1)
     return ScaledProduct((largest / 448.0).clamp_min(torch.finfo(torch.float32).tiny))
