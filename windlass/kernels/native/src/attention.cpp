@@ -65,28 +65,40 @@ struct Sight {
   int begin, end;
 };
 
-const float* read_head(const Pages& kv, const void* pages, size_t place, float* room) {
-  const size_t at = place * static_cast<size_t>(kv.dim);
-  if (kv.type == kTypeFloat) return static_cast<const float*>(pages) + at;
+// Positions of one page, which lie in one run.
+void read_run(const Pages& kv, const void* pages, size_t place, int count, float* room,
+              const float** out) {
+  const int dim = kv.dim;
+  const size_t at = place * static_cast<size_t>(dim);
+  if (kv.type == kTypeFloat) {
+    const float* first = static_cast<const float*>(pages) + at;
+    for (int k = 0; k < count; ++k) out[k] = first + k * dim;
+    return;
+  }
   const uint16_t* halves = static_cast<const uint16_t*>(pages) + at;
   const int8_t* codes = static_cast<const int8_t*>(pages) + at;
-  for (int i = 0; i < kv.dim; i += kLanes) {
+  for (int i = 0; i < count * dim; i += kLanes) {
     store(room + i, kv.type == kTypeHalf    ? read_half(halves + i)
                     : kv.type == kTypeBrain ? read_brain(halves + i)
                                             : read_int8(codes + i));
   }
-  return room;
+  for (int k = 0; k < count; ++k) out[k] = room + k * dim;
 }
 
 void read_part(const Job& job, int slot, int head, Part& part) {
   const Pages& kv = job.kv;
-  for (int k = 0; k < part.count; ++k) {
-    const size_t place = kv.place(job.run.step, slot, part.first + k, head);
-    float* room = part.room + 2 * k * kv.dim;
-    part.keys[k] = read_head(kv, kv.keys, place, room);
-    part.values[k] = read_head(kv, kv.values, place, room + kv.dim);
-    part.key_scales[k] = kv.key_scales ? job.scale * kv.key_scales[place] : job.scale;
-    part.value_scales[k] = kv.value_scales ? kv.value_scales[place] : 1.0f;
+  float* values_room = part.room + kPart * kv.dim;
+  for (int k = 0, run; k < part.count; k += run) {
+    const int position = part.first + k;
+    run = std::min(kv.page - position % kv.page, part.count - k);
+    const size_t place = kv.place(job.run.step, slot, position, head);
+    read_run(kv, kv.keys, place, run, part.room + k * kv.dim, part.keys + k);
+    read_run(kv, kv.values, place, run, values_room + k * kv.dim, part.values + k);
+    for (int i = 0; i < run; ++i) {
+      const size_t at = place + static_cast<size_t>(i);
+      part.key_scales[k + i] = kv.key_scales ? job.scale * kv.key_scales[at] : job.scale;
+      part.value_scales[k + i] = kv.value_scales ? kv.value_scales[at] : 1.0f;
+    }
   }
   for (int k = part.count; k < kPart; ++k) part.key_scales[k] = part.value_scales[k] = 0.0f;
 }

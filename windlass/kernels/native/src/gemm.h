@@ -49,7 +49,7 @@ inline void store_tile(const Product& job, int tile, int first_row, int rows, co
   const F32x8 gain = splat(has_halves(job.w) ? job.w.gain * kHalfGain : job.w.gain);
   const int valid = std::min(kTile, job.w.num_out - tile * kTile);
   for (int m = 0; m < rows; m += job.planes) {
-    const size_t row = static_cast<size_t>((first_row + m) / job.planes);
+    const size_t row = static_cast<size_t>(first_row + m) >> (job.planes - 1);
     float* out = job.y + row * static_cast<size_t>(job.stride) + tile * kTile;
     F32x8 sum = load(sums + m * kTile);
     if (job.planes == 2) sum = add(sum, load(sums + (m + 1) * kTile));

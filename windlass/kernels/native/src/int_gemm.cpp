@@ -96,7 +96,8 @@ template <bool NIBBLES, bool MINS, class Scale>
 inline void multiply_outliers(const Product& job, int row, int rows, const IntTile<Scale>& tile,
                               Span span, float* out) {
   for (int m = 0; m < rows; ++m, out += kTile) {
-    const Outliers x = row_outliers(job.w, job.row_outliers(row + m));
+    const Outliers x = row_outliers(job.row_outliers(row + m));
+    if (x.count == 0) continue;
     const auto before = [](const Outlier& o, int input) { return o.input < input; };
     const Outlier* end = x.list + x.count;
     const Outlier* o = span.first > 0 ? std::lower_bound(x.list, end, span.first, before) : x.list;
@@ -125,21 +126,35 @@ inline void add_outliers(int rows, const float* from, float* sums) {
   }
 }
 
-IntTile<uint16_t> packed_tile(const Product& job, int t) {
-  const uint8_t* data = job.tile(t);
-  const uint16_t* scales = reinterpret_cast<const uint16_t*>(data);
-  const int groups = num_groups(job.w);
-  return {data + scale_bytes(job.w), scales, scales + groups * kTile, nullptr, groups,
-          padded_in(job.w) / groups / block_size(job.w)};
-}
+// Where the tiles of a weight lie: found once, since it takes divisions.
+struct Tiles {
+  const uint8_t* data;
+  size_t bytes, scales;
+  int groups, blocks;
+
+  explicit Tiles(const Weight& w)
+      : data(w.data),
+        bytes(tile_bytes(w)),
+        scales(scale_bytes(w)),
+        groups(num_groups(w)),
+        blocks(padded_in(w) / groups / block_size(w)) {}
+
+  IntTile<uint16_t> at(int t) const {
+    const uint8_t* tile = data + static_cast<size_t>(t) * bytes;
+    const uint16_t* halves = reinterpret_cast<const uint16_t*>(tile);
+    return {tile + scales, halves, halves + groups * kTile, nullptr, groups, blocks};
+  }
+};
 
 template <int BLOCK, bool NIBBLES, bool MINS>
 void few_rows(const Product& job) {
+  const IntSizes sizes(job.w);
+  const Tiles tiles(job.w);
   each_piece(job, [&](int t, int first, int last) {
-    const IntTile<uint16_t> tile = packed_tile(job, t);
+    const IntTile<uint16_t> tile = tiles.at(t);
     each_panel(job, first, last, [&](auto rows, int p) {
       alignas(64) float sums[kPanel * kTile] = {};
-      multiply<rows, BLOCK, NIBBLES, MINS>(tile, int_panel(job.w, job.panel(p)), sums);
+      multiply<rows, BLOCK, NIBBLES, MINS>(tile, sizes.panel(job.panel(p)), sums);
       if (job.outliers != nullptr) {
         alignas(64) float rest[kPanel * kTile] = {};
         const Span all{0, tile.groups * tile.blocks * BLOCK, 0};
@@ -192,9 +207,10 @@ IntTile<float> unpack(const Product& job, const IntTile<uint16_t>& tile, int beg
   for (int k = begin; k < end; k += 16, from += 64, to += 128) {
     for (int i = 0; i < 2; ++i) {
       const Codes32 both = load_codes(from + 32 * i);
-      const int8_t centre = MINS ? 0 : 8;
-      store_codes(to + 32 * i, subtract(low_nibbles(both), centre));
-      store_codes(to + 64 + 32 * i, subtract(high_nibbles(both), centre));
+      Codes32 low = low_nibbles(both), high = high_nibbles(both);
+      if constexpr (!MINS) low = subtract(low, 8), high = subtract(high, 8);
+      store_codes(to + 32 * i, low);
+      store_codes(to + 64 + 32 * i, high);
     }
   }
   return {out.codes, out.scales, out.mins, out.shifts, groups, blocks};
@@ -214,20 +230,22 @@ inline void multiply_unpacked(const IntTile<float>& tile, const IntPanel& x, flo
 // the rows beside it.
 template <int BLOCK, bool MINS>
 void many_rows(const Product& job) {
+  const IntSizes sizes(job.w);
+  const Tiles tiles(job.w);
   each_piece(job, [&](int t, int first, int last) {
     Unpacked room;
     alignas(64) float sums[kMostPanels][kPanel * kTile];
     alignas(64) float rest[kMostPanels][kPanel * kTile];
     std::memset(sums, 0, static_cast<size_t>(last - first) * sizeof sums[0]);
     std::memset(rest, 0, static_cast<size_t>(last - first) * sizeof rest[0]);
-    const IntTile<uint16_t> packed = packed_tile(job, t);
+    const IntTile<uint16_t> packed = tiles.at(t);
     const int group = packed.blocks * BLOCK;
     const int padded = padded_in(job.w);
     for (int begin = 0, end; begin < padded; begin = end) {
       end = run_end(begin, group, padded);
       const IntTile<float> tile = unpack<MINS>(job, packed, begin, end, room);
       each_panel(job, first, last, [&](auto rows, int p) {
-        IntPanel x = int_panel(job.w, job.panel(p));
+        IntPanel x = sizes.panel(job.panel(p));
         x.codes += begin * kPanel;
         x.scales += begin / BLOCK * kPanel;
         x.sums += begin / group * kPanel;

@@ -26,7 +26,7 @@ struct Layout {
     planes = rounds && w.kind == kInt8 ? 2 : 1;
     panel_rows = kPanel / planes;
     panels = ceil_div(rows, panel_rows);
-    const size_t bytes = integer ? int_panel_bytes(w) : float_panel_bytes(w);
+    const size_t bytes = integer ? IntSizes(w).all() : float_panel_bytes(w);
     panel_bytes = (bytes + 63) / 64 * 64;
     outlier_bytes = rounds && planes == 1 ? windlass::outlier_bytes(w) : 0;
   }

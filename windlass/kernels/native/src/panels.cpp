@@ -94,16 +94,6 @@ const float* block_inputs(const Weight& w, const float* row, int first, int bloc
   return spare;
 }
 
-struct IntSizes {
-  size_t codes, blocks, groups;  // bytes of each array
-};
-
-IntSizes int_sizes(const Weight& w) {
-  const size_t padded = static_cast<size_t>(padded_in(w));
-  return {padded * kPanel, padded / block_size(w) * kPanel * 4,
-          static_cast<size_t>(num_groups(w)) * kPanel * 4};
-}
-
 // Where rounded blocks go.
 struct PanelSink {
   IntPanel panel;
@@ -111,7 +101,7 @@ struct PanelSink {
   int blocks_per_group;
 
   PanelSink(const Weight& w, uint8_t* memory)
-      : panel(int_panel(w, memory)),
+      : panel(IntSizes(w).panel(memory)),
         block(block_size(w)),
         blocks_per_group(padded_in(w) / num_groups(w) / block) {}
 
@@ -130,8 +120,6 @@ struct PanelSink {
   }
 };
 
-constexpr size_t kCountBytes = 16;
-
 // Where the outliers of a row go.
 struct OutlierSink {
   int32_t* count = nullptr;
@@ -146,28 +134,9 @@ struct OutlierSink {
 
 }  // namespace
 
-size_t int_panel_bytes(const Weight& w) {
-  const IntSizes sizes = int_sizes(w);
-  return sizes.codes + 2 * sizes.blocks + sizes.groups;
-}
-
-IntPanel int_panel(const Weight& w, const uint8_t* memory) {
-  const IntSizes sizes = int_sizes(w);
-  const uint8_t* scales = memory + sizes.codes;
-  const uint8_t* centre = scales + sizes.blocks;
-  return {reinterpret_cast<const int8_t*>(memory), reinterpret_cast<const float*>(scales),
-          reinterpret_cast<const int32_t*>(centre),
-          reinterpret_cast<const float*>(centre + sizes.blocks)};
-}
-
 size_t outlier_bytes(const Weight& w) {
   const size_t blocks = static_cast<size_t>(padded_in(w) / block_size(w));
   return (kCountBytes + blocks * sizeof(Outlier) + 15) / 16 * 16;
-}
-
-Outliers row_outliers(const Weight&, const uint8_t* memory) {
-  return {reinterpret_cast<const Outlier*>(memory + kCountBytes),
-          *reinterpret_cast<const int32_t*>(memory)};
 }
 
 void fill_int_panel(const Weight& w, const float* x, const float* x_scales, int rows, int planes,
@@ -175,7 +144,7 @@ void fill_int_panel(const Weight& w, const float* x, const float* x_scales, int 
   const int block = block_size(w);
   const int num_blocks = padded_in(w) / block;
   const PanelSink panel(w, memory);
-  const IntSizes sizes = int_sizes(w);
+  const IntSizes sizes(w);
   // Rows that are not there count too.
   std::memset(memory + sizes.codes, 0, 2 * sizes.blocks + sizes.groups);
   for (int m = 0; m < rows; ++m) {

@@ -28,10 +28,32 @@ struct Outliers {
   int count;
 };
 
-size_t int_panel_bytes(const Weight& w);
-IntPanel int_panel(const Weight& w, const uint8_t* memory);
+// Bytes of a panel's arrays, found once for a product.
+struct IntSizes {
+  size_t codes, blocks, groups;
+
+  explicit IntSizes(const Weight& w)
+      : codes(static_cast<size_t>(padded_in(w)) * kPanel),
+        blocks(static_cast<size_t>(padded_in(w) / block_size(w)) * kPanel * 4),
+        groups(static_cast<size_t>(num_groups(w)) * kPanel * 4) {}
+
+  size_t all() const { return codes + 2 * blocks + groups; }
+
+  IntPanel panel(const uint8_t* memory) const {
+    const uint8_t* scales = memory + codes;
+    const uint8_t* centre = scales + blocks;
+    return {reinterpret_cast<const int8_t*>(memory), reinterpret_cast<const float*>(scales),
+            reinterpret_cast<const int32_t*>(centre),
+            reinterpret_cast<const float*>(centre + blocks)};
+  }
+};
+
 size_t outlier_bytes(const Weight& w);  // of one row, if every block has one
-Outliers row_outliers(const Weight& w, const uint8_t* memory);
+constexpr size_t kCountBytes = 16;  // before the list
+inline Outliers row_outliers(const uint8_t* memory) {
+  return {reinterpret_cast<const Outlier*>(memory + kCountBytes),
+          *reinterpret_cast<const int32_t*>(memory)};
+}
 // With two planes each row of x takes two of the panel's: its codes, and what they leave, rounded in
 // turn. With one, inputs that outweigh their block go to `outliers` (outlier_bytes for each row), if
 // given. With scales x is whole numbers already.
