@@ -25,7 +25,12 @@ OutputLen = Annotated[
     int | None, typer.Option(metavar="N", help="Tokens that a request makes; default: its own.")
 ]
 Engines = Annotated[
-    str, typer.Option(metavar="NAMES", help="windlass, transformers, or both with a comma.")
+    str,
+    typer.Option(metavar="NAMES", help="Some of windlass, transformers, llama.cpp, with commas."),
+]
+LlamaCppLibrary = Annotated[
+    Path | None,
+    typer.Option(metavar="FILE", help="A library that holds llama.cpp; default: an installed one."),
 ]
 Repeat = Annotated[int, typer.Option(metavar="N", help="Runs of each; the median is shown.")]
 Output = Annotated[
@@ -57,6 +62,11 @@ def throughput(
         typer.Option("--deterministic", help="Each workload again with deterministic requests."),
     ] = False,
     engine: Engines = "windlass",
+    llama_cpp: LlamaCppLibrary = None,
+    gguf: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="What llama.cpp reads instead of the model's own file."),
+    ] = None,
     repeat: Repeat = 1,
     output: Output = None,
 ) -> int:
@@ -79,7 +89,7 @@ def throughput(
             raise ConfigError("--deterministic is for --engine windlass; others have no such mode.")
         fixed = [replace(w, name=f"{w.name}, deterministic", deterministic=True) for w in workloads]
         workloads = [*workloads, *fixed]
-    order = Order(workloads, engines, repeat, batch)
+    order = Order(workloads, engines, repeat, batch, llama_cpp, gguf)
     finish(measure(options.engine_values(), order, _say), output)
     return 0
 

@@ -2,8 +2,8 @@
 
 To compare with, never to serve. Any library that exports llama.h's functions will do, such as the
 extension module of the package xllamacpp. Parameters are passed as opaque memory that the library
-fills with its defaults, so that their layout need not be known; only the first three fields of
-the context's (n_ctx, n_batch, n_ubatch) are set.
+fills with its defaults, so that their layout need not be known; only the first four fields of
+the context's (n_ctx, n_batch, n_ubatch, n_seq_max) are set.
 """
 
 from __future__ import annotations
@@ -122,6 +122,47 @@ class LlamaCpp:
         lib.llama_free(running)
         lib.llama_model_free(loaded)
         return float(np.exp(np.concatenate(losses).mean()))
+
+    # ---- what an engine needs ------------------------------------------------------------------
+
+    def load(self, path: Path) -> int:
+        loaded: int | None = self._lib.llama_model_load_from_file(
+            str(path).encode(), self._lib.llama_model_default_params()
+        )
+        if not loaded:
+            raise EngineError(f"{path}: llama.cpp does not load it.")
+        return loaded
+
+    def vocab_size(self, model: int) -> int:
+        size: int = self._lib.llama_vocab_n_tokens(self._lib.llama_model_get_vocab(model))
+        return size
+
+    def context(self, model: int, rows: int, longest: int, step_tokens: int, threads: int) -> int:
+        """Room for so many sequences side by side."""
+        wishes = self._lib.llama_context_default_params()
+        each = -(-longest // 256) * 256  # it rounds itself otherwise
+        wanted = [rows * each, max(step_tokens, rows), max(step_tokens, rows), rows]
+        (ctypes.c_uint32 * 4).from_buffer(wishes)[:] = wanted
+        made: int | None = self._lib.llama_init_from_model(model, wishes)
+        if not made:
+            raise EngineError(f"llama.cpp has no context for {rows} rows of {longest} tokens.")
+        self._lib.llama_set_n_threads(made, threads, threads)
+        return made
+
+    def batch(self, tokens: int) -> _Batch:
+        made: _Batch = self._lib.llama_batch_init(tokens, 0, 1)
+        return made
+
+    def decode(self, context: int, batch: _Batch) -> int:
+        failed: int = self._lib.llama_decode(context, batch)
+        return failed
+
+    def logits(self, context: int, rows: int, vocab_size: int) -> np.ndarray:
+        return np.ctypeslib.as_array(self._lib.llama_get_logits(context), (rows, vocab_size))
+
+    def free(self, context: int, batch: _Batch) -> None:
+        self._lib.llama_batch_free(batch)
+        self._lib.llama_free(context)
 
     def _tokens(self, vocab: int, text: str) -> np.ndarray:
         raw = text.encode()

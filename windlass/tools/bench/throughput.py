@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -21,6 +22,7 @@ from windlass.tools.bench.device import (
     release_memory,
     traffic_of,
 )
+from windlass.tools.bench.llama_engine import LlamaEngine, find_library
 from windlass.tools.bench.measure import Measured, run
 from windlass.tools.bench.naive import Naive
 from windlass.tools.bench.record import Record
@@ -28,7 +30,7 @@ from windlass.tools.bench.workloads import Job, Workload
 
 Say = Callable[[str], None]
 
-ENGINES = ("windlass", "transformers")
+ENGINES = ("windlass", "transformers", "llama.cpp")
 _WARM_OUTPUT = 4
 _WARM_PROMPT_ON_CPU = 32
 
@@ -76,6 +78,8 @@ class Order:
     engines: Sequence[str] = ("windlass",)
     repeat: int = 1
     batch: int | None = None  # the most rows of one static batch of transformers
+    llama_cpp: Path | None = None  # its library; None: that of an installed package
+    gguf: Path | None = None  # what llama.cpp reads; None: the same file
 
     def __post_init__(self) -> None:
         unknown = [name for name in self.engines if name not in ENGINES]
@@ -99,6 +103,10 @@ def measure(options: dict[str, Any], order: Order, say: Say, name: str = "throug
         if engine == "windlass":
             subject = Own(config, opened)
             settings["choices"] = subject.choices
+        elif engine == "llama.cpp":
+            library, file = order.llama_cpp or find_library(), order.gguf or opened.files.path
+            subject = LlamaEngine(config, opened, library, file)
+            settings["llama.cpp"] = {"library": library.name, "gguf": file.name}
         else:
             subject = Naive(config, opened, order.batch)
         bandwidth = read_bandwidth(subject.device)
