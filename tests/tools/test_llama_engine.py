@@ -24,5 +24,5 @@ def test_a_missing_library_is_explained() -> None:
 def test_it_is_among_the_engines() -> None:
     order = Order(find_all("decode_b1", Sizes()), ("windlass", "llama.cpp"), gguf=Path("m.gguf"))
     assert order.engines == ("windlass", "llama.cpp")
-    with pytest.raises(ConfigError, match="llama.cpp"):
+    with pytest.raises(ConfigError, match=r"llama\.cpp"):
         Order(find_all("decode_b1", Sizes()), ("lama",))
