@@ -1,7 +1,8 @@
 """Logits of a checkpoint by transformers and whatever it reads the checkpoint's format with.
 
 Run by readers.py in an environment that has those packages: it imports nothing of this one, and
-takes a folder, a JSON file with lists of token ids, and where to write float32 [tokens, vocabulary].
+takes a folder, a JSON file with lists of token ids, and a .safetensors file to write "logits" to,
+float32 [tokens, vocabulary].
 The last line that it prints is JSON: the class of a quantised layer, and versions.
 """
 
@@ -10,6 +11,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 
 PACKAGES = ("transformers", "torch", "gptqmodel", "bitsandbytes", "compressed-tensors")
@@ -18,11 +20,11 @@ PACKAGES = ("transformers", "torch", "gptqmodel", "bitsandbytes", "compressed-te
 def main(folder: str, ids_file: str, output: str) -> None:
     """Everything in float32, as far as the reader lets itself be told."""
     os.environ["HF_HUB_OFFLINE"] = "1"
-    import numpy as np
     import torch
-    from transformers import AutoModelForCausalLM
+    from safetensors.torch import save_file
 
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, device_map="cpu")
+    reader = import_module("transformers").AutoModelForCausalLM
+    model = reader.from_pretrained(folder, dtype=torch.float32, device_map="cpu")
     for module in model.modules():
         for parameter in module.parameters(recurse=False):
             if parameter.is_floating_point():
@@ -33,7 +35,7 @@ def main(folder: str, ids_file: str, output: str) -> None:
         windows = json.load(file)
     with torch.inference_mode():
         logits = [model(torch.tensor([ids])).logits[0].float() for ids in windows]
-    np.save(output, torch.cat(logits).numpy())
+    save_file({"logits": torch.cat(logits).contiguous()}, output)
     layer = type(model.get_submodule("model.layers.0.mlp.down_proj"))
     print(json.dumps({"layer": f"{layer.__module__}.{layer.__name__}", "versions": _versions()}))
 

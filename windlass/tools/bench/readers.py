@@ -17,8 +17,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-import numpy as np
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 
 from windlass.build import OpenModel, build_scorer, open_model
@@ -83,14 +83,14 @@ def compare_readers(folder: Path, python: Path, data: str, cut: Cut) -> dict[str
 
 def _theirs(folder: Path, python: Path, windows: Sequence[Window]) -> tuple[Tensor, dict[str, Any]]:
     with TemporaryDirectory() as room:
-        ids, output = Path(room) / "ids.json", Path(room) / "logits.npy"
+        ids, output = Path(room) / "ids.json", Path(room) / "logits.safetensors"
         ids.write_text(json.dumps([list(window.tokens) for window in windows]))
         program = [str(python), str(foreign_logits.__file__), str(folder), str(ids), str(output)]
         done = subprocess.run(program, capture_output=True, text=True, check=False)
         if done.returncode or not output.is_file():
             said = (done.stderr.strip() or done.stdout.strip() or "nothing").splitlines()[-1]
             raise EngineError(f"{folder}: {python} does not read it: {said}")
-        logits = torch.from_numpy(np.load(output))
+        logits = load_file(output)["logits"]
     about: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
     return logits, about
 
