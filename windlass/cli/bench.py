@@ -170,7 +170,7 @@ def formats(
 
     The reference is the model in float32. Rows that the output file holds already are not
     measured again, so that a run which was interrupted goes on. Rows: float32, float16, bfloat16,
-    stored; int8, w8a8, fp8, fp8-block, int4 and nf4 while loading (int8+head and int4+head: the head
+    stored; int8, w8a8, fp8, fp8-block, int4, w4a8 and nf4 while loading (int8+head and int4+head: the head
     too); smoothquant, rtn, gptq and awq as windlass quantize makes them; gguf-TYPE as llama.cpp does;
     kv-int8 and kv-fp8: the cache.
     """

@@ -83,6 +83,7 @@ FORMATS: tuple[Format, ...] = (
     _online("fp8-block"),
     _online("int4"),
     _online("int4", head=True),
+    _online("w4a8"),
     _online("nf4"),
     Format("rtn-8", wishes=Wishes(method="rtn", bits=8, group_size=32)),
     Format("smoothquant", wishes=Wishes(method="smoothquant")),
