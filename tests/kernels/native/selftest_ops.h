@@ -80,9 +80,9 @@ inline void check_pages(WindlassPool* pool, int type, int dim, int window) {
   const size_t bytes = places * static_cast<size_t>(dim) * (type == 0 ? 4 : type == 3 ? 1 : 2);
   std::vector<uint8_t> keys(bytes), values(bytes);
   Floats key_scales(places, 1.0f), value_scales(places, 1.0f);
-  const Floats cos_sin = some(400u * static_cast<size_t>(dim)), norm = some(static_cast<size_t>(dim));
-  Floats qkv = some(static_cast<size_t>(tokens) * (heads + 2 * kv_heads) * static_cast<size_t>(dim));
-  Floats q(static_cast<size_t>(tokens) * heads * static_cast<size_t>(dim)), out(q.size());
+  const size_t wide = static_cast<size_t>(dim), all = static_cast<size_t>(tokens) * wide;
+  const Floats cos_sin = some(400u * wide), norm = some(wide);
+  Floats qkv = some(all * (heads + 2 * kv_heads)), q(all * heads), out(q.size());
   const WindlassStep step{tokens,           static_cast<int32_t>(rows.size()), 0, stride, nullptr,
                           positions.data(), slots.data(), tables.data(), rows.data(), nullptr};
   const void* pages[4] = {keys.data(), values.data(), type == 3 ? key_scales.data() : nullptr,

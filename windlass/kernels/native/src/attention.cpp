@@ -204,8 +204,8 @@ void attend_4(const Part& part, int dim, const float* const* queries, const Sigh
   for (int m = 0; m < 4; ++m) line[m] = scores[std::min(m, count - 1)];
   for (int k = 0; k < part.count; k += kLanes) {
     const F32x8 scale = load(part.value_scales + k);
-    store_interleaved4(weights + 4 * k, mul(load(line[0] + k), scale), mul(load(line[1] + k), scale),
-                       mul(load(line[2] + k), scale), mul(load(line[3] + k), scale));
+    const auto weight = [&](int m) { return mul(load(line[m] + k), scale); };
+    store_interleaved4(weights + 4 * k, weight(0), weight(1), weight(2), weight(3));
   }
   switch (count) {
     case 1:

@@ -26,9 +26,10 @@ constexpr bool kHasMultiply4 = true;
   "ldp q10, q11, [%[x]], #32\n"                   \
   WINDLASS_LANE("0") WINDLASS_LANE("1") WINDLASS_LANE("2") WINDLASS_LANE("3")
 
-// A sum that started at 1.5 * 2^23 is a float already: see simd_neon.h. What the start adds, times the
-// scale, is a number that floats hold exactly, so it can be taken away in the same operation: the
-// result is rounded once, as that of (sum - start) * scale. It is read each time: load pipes are idle.
+// A sum that started at 1.5 * 2^23 is a float already: see simd_neon.h. What the start adds, times
+// the scale, is a number that floats hold exactly, so it can be taken away in the same operation:
+// the result is rounded once, as that of (sum - start) * scale. It is read each time, since load
+// pipes are idle.
 #define WINDLASS_SCALE(SUM, SCALE, PLACE, LANE, OUT, T) \
   "ldr q" T ", [%[shifts], #" PLACE "]\n"                \
   "fmla v" T ".4s, " SUM ".4s, " SCALE ".4s\n"          \
@@ -78,8 +79,8 @@ constexpr bool kHasMultiply4 = true;
         "v11", "v12", "v13", "v14", "v15", "v16", "v17", "v18", "v19", "v20", "v21", "v22", \
         "v23", "v24", "v25", "v27")
 
-// Adds to out[row][output] `groups` groups of `blocks` blocks, at least one of each. `shifts` are the
-// scales times -kSumStart.
+// Adds to out[row][output] `groups` groups of `blocks` blocks, at least one of each. `shifts` are
+// the scales times -kSumStart.
 template <int BLOCK, bool MINS>
 inline void multiply_4(const uint8_t* codes, const float* scales, const float* shifts,
                        const float* mins, int groups, int blocks, const int8_t* x,

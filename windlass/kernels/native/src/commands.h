@@ -6,7 +6,7 @@
 //   embed    out                           table, weight                  width, type
 //   norm     x, out                        weight                         width; eps
 //   add_norm x, residual, out              weight                         width; eps
-//   linear   x, y, normed, active, scales  weight, bias, norm             stride, column, flags; eps
+//   linear   x, y, normed, active, scales  weight, bias, norm         stride, column, flags; eps
 //   round    x, out, scales                given                          width
 //   silu_mul x, out                                                       width
 //   rope     x, out                        cos_sin, norms of q and k, kv  heads ..., rotated; eps
@@ -14,8 +14,8 @@
 //   gather   x, out                                                       width
 //   argmax   x, out (int32)                                               width
 //
-// kv: keys, values and, where they are codes, their scales. heads ...: query heads, kv heads, size of
-// a head, positions of a page, type of the pages. Sums never depend on how many rows there are.
+// kv: keys, values and, where they are codes, their scales. heads ...: query heads, kv heads, size
+// of a head, positions of a page, type of the pages. Sums never depend on how many rows there are.
 
 #pragma once
 
@@ -37,7 +37,7 @@ enum Op : int32_t {
 };
 
 // How numbers are stored.
-enum Type : int32_t { kTypeFloat = 0, kTypeHalf = 1, kTypeBrain = 2, kTypeInt8 = 3, kTypePacked = 4 };
+enum Type : int32_t { kTypeFloat = 0, kTypeHalf, kTypeBrain, kTypeInt8, kTypePacked };
 
 // Numbers of rows that the step knows.
 constexpr int32_t kTokens = -1;

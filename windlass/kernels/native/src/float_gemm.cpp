@@ -1,4 +1,4 @@
-// Products of float32, float16, bfloat16 and 4-bit table weights with inputs as they are, in float32.
+// Products of float32, 16-bit and 4-bit table weights with inputs as they are, in float32.
 //
 // Table codes, and halves when there are many rows, become floats in the nearest cache first.
 

@@ -31,12 +31,12 @@ WINDLASS_INLINE const uint8_t* dot16(const uint8_t* codes, const int8_t* x, I32x
     const Codes32 first = load_codes(codes), second = load_codes(codes + 32);
     const Codes32 w[4] = {low_nibbles(first), low_nibbles(second), high_nibbles(first),
                           high_nibbles(second)};
-    unrolled<4>([&](auto lane) __attribute__((always_inline)) {
+    unrolled<4>([&](auto lane) WINDLASS_INLINED {
       for (int m = 0; m < MT; ++m) dots[m] = dot_nibbles<lane>(dots[m], w[lane], in[m]);
     });
     return codes + 64;
   } else {
-    unrolled<4>([&](auto lane) __attribute__((always_inline)) {
+    unrolled<4>([&](auto lane) WINDLASS_INLINED {
       const Codes32 w = load_codes(codes + 32 * lane);
       for (int m = 0; m < MT; ++m) dots[m] = dot_signed<lane>(dots[m], w, in[m]);
     });
@@ -58,7 +58,7 @@ WINDLASS_INLINE void multiply(const IntTile<Scale>& tile, IntPanel x, float* out
       I32x8 dots[MT];
       if constexpr (NIBBLES && !MINS) {
         const QuadInt centre = load_quad(x.centre);
-        unrolled<MT>([&](auto m) __attribute__((always_inline)) { dots[m] = sum_start<m>(centre); });
+        unrolled<MT>([&](auto m) WINDLASS_INLINED { dots[m] = sum_start<m>(centre); });
         x.centre += kPanel;
       } else {
         for (int m = 0; m < MT; ++m) dots[m] = sum_start();
@@ -71,14 +71,14 @@ WINDLASS_INLINE void multiply(const IntTile<Scale>& tile, IntPanel x, float* out
       }
       const Quad x_scale = load_quad(x.scales);
       x.scales += kPanel;
-      unrolled<MT>([&](auto m) __attribute__((always_inline)) {
+      unrolled<MT>([&](auto m) WINDLASS_INLINED {
         acc[m] = fma_lane<m>(acc[m], mul(sum_finish(dots[m]), scale), x_scale);
       });
     }
     if constexpr (MINS) {
       const F32x8 low = load_scales(tile.mins + g * kTile);
       const Quad sums = load_quad(x.sums + g * kPanel);
-      unrolled<MT>([&](auto m) __attribute__((always_inline)) { acc[m] = fma_lane<m>(acc[m], low, sums); });
+      unrolled<MT>([&](auto m) WINDLASS_INLINED { acc[m] = fma_lane<m>(acc[m], low, sums); });
     }
   }
   for (int m = 0; m < MT; ++m) store(out + m * kTile, acc[m]);
@@ -90,8 +90,8 @@ struct Span {
   int group;  // of the first
 };
 
-// Adds to out[row][output] what the outliers of `rows` rows contribute. One row at a time: rows seldom
-// have one at the same place, and none may depend on those beside it.
+// Adds to out[row][output] what the outliers of `rows` rows contribute. One row at a time: rows
+// seldom have one at the same place, and none may depend on those beside it.
 template <bool NIBBLES, bool MINS, class Scale>
 inline void multiply_outliers(const Product& job, int row, int rows, const IntTile<Scale>& tile,
                               Span span, float* out) {
@@ -200,7 +200,8 @@ IntTile<float> unpack(const Product& job, const IntTile<uint16_t>& tile, int beg
   }
   const int blocks = std::min(group, end - begin) / block;
   if (job.w.kind == kInt8) {
-    return {tile.codes + static_cast<size_t>(begin) * kTile, out.scales, out.mins, out.shifts, groups, blocks};
+    const uint8_t* codes = tile.codes + static_cast<size_t>(begin) * kTile;
+    return {codes, out.scales, out.mins, out.shifts, groups, blocks};
   }
   const uint8_t* from = tile.codes + static_cast<size_t>(begin) * kTile / 2;
   uint8_t* to = out.codes;
@@ -219,8 +220,8 @@ IntTile<float> unpack(const Product& job, const IntTile<uint16_t>& tile, int beg
 template <int MT, int BLOCK, bool MINS>
 inline void multiply_unpacked(const IntTile<float>& tile, const IntPanel& x, float* out) {
   if constexpr (kHasMultiply4 && MT == kPanel) {
-    multiply_4<BLOCK, MINS>(tile.codes, tile.scales, tile.shifts, tile.mins, tile.groups, tile.blocks, x.codes,
-                            x.scales, x.sums, out);
+    multiply_4<BLOCK, MINS>(tile.codes, tile.scales, tile.shifts, tile.mins, tile.groups,
+                            tile.blocks, x.codes, x.scales, x.sums, out);
   } else {
     multiply<MT, BLOCK, false, MINS>(tile, x, out);
   }

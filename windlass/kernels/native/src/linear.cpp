@@ -63,8 +63,9 @@ bool run_linear(const Run& run) {
       const float* from = panel_inputs(run, w, first, count);
       uint8_t* panel = memory + static_cast<size_t>(p) * to.panel_bytes;
       if (to.integer) {
+        const size_t skipped = static_cast<size_t>(first) * to.outlier_bytes;
         fill_int_panel(w, from, scales ? scales + first : nullptr, count, to.planes, panel,
-                       outliers ? outliers + static_cast<size_t>(first) * to.outlier_bytes : nullptr);
+                       outliers ? outliers + skipped : nullptr);
       } else {
         fill_float_panel(w, from, count, panel);
       }

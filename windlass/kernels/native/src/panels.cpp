@@ -13,9 +13,10 @@ namespace {
 
 constexpr int kMostBlock = 32;
 
-// The largest input of a block is an outlier where the block's sum of squares is below this many times
-// its square: 2 means that it outweighs all others together. In a small language model every fifth
-// block has one, and taking it out takes away four fifths of the divergence that rounding causes.
+// The largest input of a block is an outlier where the block's sum of squares is below this many
+// times its square: 2 means that it outweighs all others together. In a small language model every
+// fifth block has one, and taking it out takes away four fifths of the divergence that rounding
+// causes.
 constexpr int32_t kOutlier = 2;
 
 struct Rounded {

@@ -14,8 +14,8 @@ struct IntPanel {
   const float* sums;      // [groups][4]: the sum of the rounded inputs
 };
 
-// An input that outweighs its block: it is left out there, since it would make the step too coarse for
-// those beside it, and multiplied as it is. Its part of the minima is in IntPanel::sums.
+// An input that outweighs its block: it is left out there, since it would make the step too coarse
+// for those beside it, and multiplied as it is. Its part of the minima is in IntPanel::sums.
 struct Outlier {
   int32_t input;  // in the weight's order
   int32_t group;
@@ -54,9 +54,9 @@ inline Outliers row_outliers(const uint8_t* memory) {
   return {reinterpret_cast<const Outlier*>(memory + kCountBytes),
           *reinterpret_cast<const int32_t*>(memory)};
 }
-// With two planes each row of x takes two of the panel's: its codes, and what they leave, rounded in
-// turn. With one, inputs that outweigh their block go to `outliers` (outlier_bytes for each row), if
-// given. With scales x is whole numbers already.
+// With two planes each row of x takes two of the panel's: its codes, and what they leave, rounded
+// in turn. With one, inputs that outweigh their block go to `outliers` (outlier_bytes for each
+// row), if given. With scales x is whole numbers already.
 void fill_int_panel(const Weight& w, const float* x, const float* x_scales, int rows, int planes,
                     uint8_t* memory, uint8_t* outliers);
 

@@ -30,7 +30,8 @@
 namespace windlass {
 
 // Compilers give up inlining where loops are unrolled, and calls cost more than what is called.
-#define WINDLASS_INLINE inline __attribute__((always_inline))
+#define WINDLASS_INLINED __attribute__((always_inline))
+#define WINDLASS_INLINE inline WINDLASS_INLINED
 
 // Calls body(constant 0) ... body(constant COUNT - 1): lanes must be known to the compiler.
 template <int... I, class Body>

@@ -118,7 +118,8 @@ inline Codes32 subtract(Codes32 x, int8_t y) {
 inline F32x8 nibbles_at(const uint8_t* p, int shift) {
   const int32x4_t by = vdupq_n_s32(-shift);
   const uint32x4_t mask = vdupq_n_u32(15);
-  const uint32x4_t a = vreinterpretq_u32_u8(vld1q_u8(p)), b = vreinterpretq_u32_u8(vld1q_u8(p + 16));
+  const uint32x4_t a = vreinterpretq_u32_u8(vld1q_u8(p));
+  const uint32x4_t b = vreinterpretq_u32_u8(vld1q_u8(p + 16));
   return {vcvtq_f32_u32(vandq_u32(vshlq_u32(a, by), mask)),
           vcvtq_f32_u32(vandq_u32(vshlq_u32(b, by), mask))};
 }
