@@ -141,7 +141,12 @@ class LlamaCpp:
         """Room for so many sequences side by side."""
         wishes = self._lib.llama_context_default_params()
         each = -(-longest // 256) * 256  # it rounds itself otherwise
-        wanted = [rows * each, max(step_tokens, rows), max(step_tokens, rows), rows]
+        wanted: list[ctypes.c_uint32 | int] = [
+            rows * each,
+            max(step_tokens, rows),
+            max(step_tokens, rows),
+            rows,
+        ]
         (ctypes.c_uint32 * 4).from_buffer(wishes)[:] = wanted
         made: int | None = self._lib.llama_init_from_model(model, wishes)
         if not made:
