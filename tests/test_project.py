@@ -23,6 +23,7 @@ from windlass.config import (
     ModelConfig,
     SchedulerConfig,
     ServeConfig,
+    SpecConfig,
     flag,
 )
 
@@ -219,7 +220,8 @@ def test_every_flag_of_serve_is_a_setting() -> None:
     lines = re.findall(r"^  (-.+?)(?:  |$)", shown, flags=re.MULTILINE)
     flags = {name for line in lines for name in re.findall(r"--[a-z][a-z-]*", line)}
     expected = {"--config", "--help"}
-    for section in (ModelConfig, CacheConfig, SchedulerConfig, ServeConfig, GateConfig):
+    sections = (ModelConfig, CacheConfig, SchedulerConfig, SpecConfig, ServeConfig, GateConfig)
+    for section in sections:
         for item in fields(section):
             long = [name for name in item.metadata["flags"] if name.startswith("--")]
             names = [flag(item.name), *long]

@@ -13,13 +13,15 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
-from windlass.config import EngineConfig, Limits, ServeConfig
+from windlass.config import EngineConfig, Limits, ServeConfig, SpecConfig
 from windlass.core.blocks import BlockPool
 from windlass.core.card import Choice, EngineReport, ModelCard
 from windlass.core.limits import SchedulerLimits
 from windlass.core.policy import Continuous, Fcfs, Gate, Policy, Priority, Static
 from windlass.core.scheduler import Scheduler
 from windlass.engine import Engine
+from windlass.engine import Runner as EngineRunner
+from windlass.errors import ConfigError
 from windlass.models.card import load_card, load_spec, open_checkpoint
 from windlass.models.source import ModelFiles, resolve
 from windlass.models.spec import ModelSpec
@@ -90,7 +92,9 @@ def build_engine(config: EngineConfig, source: Source, weights: Loaded | None = 
         from windlass.runner.assemble import load_network, make_runner
         from windlass.runner.device import choose_device
     files, spec = source.files, source.spec
-    limits = config.limits(choose_device(config.model).type)
+    device = choose_device(config.model)
+    limits = config.limits(device.type)
+    _check_speculation(config.speculation, device.type)
     with log.phase("load weights"):
         if weights is None:
             weights = load_network(config, spec, open_checkpoint(files, config.model))
@@ -109,6 +113,9 @@ def build_engine(config: EngineConfig, source: Source, weights: Loaded | None = 
     scheduler = _scheduler(
         config, limits, made, source.eos_ids, no_fixed_order=weights.no_fixed_order
     )
+    with log.phase("speculation"):
+        runner, choice = _speculation(config, limits, made)
+    log.choices.append(choice)
     report = EngineReport(
         made.max_model_len,
         limits.max_num_seqs,
@@ -123,7 +130,7 @@ def build_engine(config: EngineConfig, source: Source, weights: Loaded | None = 
     gc.collect()
     gc.freeze()
     overlap = config.scheduler.overlap and weights.parts.device.type == "cuda"
-    return Built(Engine(scheduler, made.runner, overlap=overlap), report, weights)
+    return Built(Engine(scheduler, runner, overlap=overlap), report, weights)
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,6 +190,42 @@ def serve(
     build = partial(build_for_process, config, opened.source)
     client = EngineClient(build, serve_config.hang_timeout)
     return run_server(client, opened.card, serve_config, on_ready)
+
+
+def _check_speculation(wish: SpecConfig, device: str) -> None:
+    if wish.spec != "none" and device == "cuda":
+        raise ConfigError(
+            f"--spec {wish.spec}: speculation on CUDA needs recorded verification steps, which "
+            "there are not; use --spec none, or --device cpu."
+        )
+
+
+def _speculation(
+    config: EngineConfig, limits: Limits, made: Assembled
+) -> tuple[EngineRunner, Choice]:
+    """The runner that guesses, or, where nobody wants that, the plain one as it is."""
+    wish = config.speculation
+    if wish.spec == "none":
+        return made.runner, Choice("speculation", "none", "as set")
+    from windlass.spec.governor import Governor
+    from windlass.spec.measure import Room, measure
+    from windlass.spec.ngram import NgramProposer
+    from windlass.spec.speculation import Speculation
+
+    capacity = made.capacity
+    room = Room(
+        positions=made.most_positions,
+        rows=limits.max_num_seqs,
+        row_tokens=min(1 + wish.spec_tokens, made.max_model_len),
+        num_blocks=capacity.num_blocks,
+        block_size=capacity.block_size,
+    )
+    costs = measure(made.runner, room)
+    proposer = NgramProposer(wish.spec_ngram_min, wish.spec_ngram_max, wish.spec_tokens)
+    runner = Speculation(made.runner, proposer, Governor(costs, made.most_positions))
+    lengths = f"{wish.spec_ngram_min} to {wish.spec_ngram_max} tokens alike"
+    value = f"ngram, up to {wish.spec_tokens} guesses"
+    return runner, Choice("speculation", value, f"as set; {lengths}; {costs.describe()}")
 
 
 def _scheduler(

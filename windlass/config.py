@@ -23,7 +23,9 @@ KVCacheDType = Literal["auto", "fp8", "fp8_e4m3", "int8"]
 Batching = Literal["continuous", "static", "none"]
 PolicyName = Literal["fcfs", "priority"]
 ProfileName = Literal["chat", "batch", "hybrid"]
+SpecName = Literal["none", "ngram"]
 
+MAX_SPEC_TOKENS = 64
 AUTO = -1  # for whole numbers: choose it, and say why
 
 
@@ -163,6 +165,41 @@ class SchedulerConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SpecConfig:
+    """Guessing the next tokens, several of which one step verifies."""
+
+    spec: SpecName = option(
+        "none",
+        "How to guess the next tokens; ngram takes what followed the same words before. The output "
+        "stays the same.",
+        "--spec-method",
+    )
+    spec_tokens: int = option(8, "Most guesses of a request in a step, 1 to 64.")
+    spec_ngram_min: int = option(2, "ngram: the fewest tokens that must be the same.")
+    spec_ngram_max: int = option(4, "ngram: the most tokens that are compared.")
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.spec_tokens <= MAX_SPEC_TOKENS:
+            raise ConfigError(
+                f"--spec-tokens must be between 1 and {MAX_SPEC_TOKENS}, got {self.spec_tokens}: "
+                "no guesses are --spec none, and the chance that so long a guess is right pays "
+                "for no step that verifies it."
+            )
+        _at_least(self, 1, "spec_ngram_min")
+        if self.spec_ngram_max < self.spec_ngram_min:
+            raise ConfigError(
+                f"--spec-ngram-max ({self.spec_ngram_max}) is below --spec-ngram-min "
+                f"({self.spec_ngram_min}): there is no length to compare."
+            )
+        if self.spec == "none":
+            for item in fields(self):
+                if item.name != "spec" and getattr(self, item.name) != item.default:
+                    raise ConfigError(
+                        f"{flag(item.name)} does nothing without speculation. Add --spec ngram."
+                    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ServeConfig:
     """The HTTP side."""
 
@@ -278,11 +315,17 @@ class EngineConfig:
     model: ModelConfig = field(default_factory=ModelConfig)
     cache: CacheConfig = field(default_factory=CacheConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+    speculation: SpecConfig = field(default_factory=SpecConfig)
 
     @classmethod
     def of(cls, **options: Any) -> EngineConfig:
         """Sort flat options into their sections; an unknown one is an error with the nearest name."""
-        sections = {"model": ModelConfig, "cache": CacheConfig, "scheduler": SchedulerConfig}
+        sections = {
+            "model": ModelConfig,
+            "cache": CacheConfig,
+            "scheduler": SchedulerConfig,
+            "speculation": SpecConfig,
+        }
         return cls(**split_options(sections, options))
 
     def limits(self, device: Literal["cpu", "cuda"]) -> Limits:

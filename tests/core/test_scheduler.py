@@ -6,7 +6,7 @@ from tests.core.world import EOS, World, limits, next_token, plain_loop, request
 from windlass.core.blocks import BlockPool, block_hash, root_hash
 from windlass.core.policy import Priority, Static
 from windlass.core.sampling import SamplingParams
-from windlass.core.types import NewRequest
+from windlass.core.types import NewRequest, StepResult
 from windlass.errors import CapacityError, ConfigError, RequestError
 
 
@@ -248,3 +248,30 @@ def test_the_longest_unused_block_goes_first_and_tails_before_heads() -> None:
     assert pool.find(hashes[1:]) == blocks[:2]
     assert pool.reset_cache() == 2
     assert pool.find(hashes[1:]) == []
+
+
+def test_guesses_are_counted_for_the_engine_and_on_the_request() -> None:
+    world = World(limits(), draft_length=4)
+    world.add(request("a", [1, 2], max_tokens=30, ignore_eos=True))
+    timeline = world.scheduler._requests["a"].timeline
+    world.finish_all()
+    stats = world.scheduler.stats()
+    assert 0 < stats.num_accepted_tokens < stats.num_draft_tokens
+    assert stats.num_drafts <= stats.num_steps
+    assert (timeline.num_drafted, timeline.num_accepted) == (
+        stats.num_draft_tokens,
+        stats.num_accepted_tokens,
+    )
+    assert sum(stats.accepted_per_position) == stats.num_accepted_tokens
+    assert stats.accepted_per_position == sorted(stats.accepted_per_position, reverse=True)
+
+
+@pytest.mark.parametrize(("num_blocks", "num_drafts"), [(3, 3), (2, 1)])
+def test_guesses_get_a_block_only_where_nobody_lacks_it(num_blocks: int, num_drafts: int) -> None:
+    world = World(limits(num_blocks=num_blocks, max_model_len=8))
+    world.add(request("a", [1, 2], max_tokens=6, ignore_eos=True))
+    plan = world.plan()
+    (got,) = world.runner.run(plan).rows
+    world.commit(plan, StepResult([got._replace(drafts=(0, 0, 0))]))
+    (row,) = world.plan().rows
+    assert row.num_drafts == num_drafts

@@ -23,6 +23,7 @@ from windlass.config import (
     ModelConfig,
     SchedulerConfig,
     ServeConfig,
+    SpecConfig,
     flag,
 )
 from windlass.errors import ConfigError
@@ -239,6 +240,7 @@ ENGINE_OPTIONS = [
     *options_of(ModelConfig, "Model", leave_out=["model"]),
     *options_of(CacheConfig, "KV cache"),
     *options_of(SchedulerConfig, "Scheduler"),
+    *options_of(SpecConfig, "Speculation"),
 ]
 SERVE_OPTIONS = options_of(ServeConfig, "Server")
 GATE_OPTIONS = options_of(GateConfig, "Quality gate")

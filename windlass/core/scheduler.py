@@ -144,6 +144,7 @@ class Scheduler:
             num_blocks=self._pool.num_blocks,
             num_used_blocks=self._pool.num_used,
             num_cached_blocks=self._pool.num_cached,
+            accepted_per_position=list(self._count.accepted_per_position),
         )
 
     # ---- plan --------------------------------------------------------------------------------
@@ -182,8 +183,10 @@ class Scheduler:
             if count == 0:
                 continue
             fresh: list[BlockId] | None = _NO_BLOCKS
-            if request.planned + count > len(request.blocks) * size:
-                fresh = self._grow(request, request.planned + count)
+            end = request.planned + count
+            end = self._end_with_drafts(request, end) if request.drafts else end
+            if end > len(request.blocks) * size:
+                fresh = self._grow(request, end)
             if fresh is not None:
                 step.emit(request, count, fresh)
 
@@ -209,6 +212,12 @@ class Scheduler:
             request = self._waiting.peek()
         for request in patient:
             self._waiting.push(request)
+
+    def _end_with_drafts(self, request: Request, end: int) -> int:
+        """Up to where blocks are wanted: for guesses too, where they are lacking to nobody."""
+        wish = min(end + len(request.drafts), request.longest)
+        need = self._limits.blocks_for(wish) - len(request.blocks)
+        return wish if need <= self._pool.num_free - len(self._running) else end
 
     def _grow(self, request: Request, num_tokens: int) -> list[BlockId] | None:
         """Take the blocks that a running request lacks for `num_tokens`, by preemption if need be.
@@ -321,8 +330,10 @@ class Scheduler:
     def _settle_drafts(self, request: Request, row: Row, got: RowResult) -> None:
         """Count the accepted guesses, and keep the new ones for the next row."""
         if row.num_drafts:
+            num_accepted = len(got.tokens) - 1
+            self._count.count_draft(request.timeline, row.num_drafts, num_accepted)
             # Rejected guesses need no undoing: their KV is written over.
-            request.computed -= row.num_drafts - (len(got.tokens) - 1)
+            request.computed -= row.num_drafts - num_accepted
             request.planned = request.computed
             request.verifying = False
         if request.num_pending == 1:  # else a plan that ran ahead has gone past them already

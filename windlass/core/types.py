@@ -7,7 +7,7 @@ tensor-parallel group, and another machine.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, NewType
 
 from windlass.core.sampling import SamplingParams
@@ -116,6 +116,8 @@ class Timeline:
     num_output: int = 0
     num_chunks: int = 0  # steps that computed prompt tokens
     num_preemptions: int = 0
+    num_drafted: int = 0  # guesses that were verified
+    num_accepted: int = 0  # of these, right
 
 
 class Output(NamedTuple):
@@ -148,3 +150,19 @@ class EngineStats:
     prefix_hits: int = 0  # prompt tokens found
     num_prompt_tokens_computed: int = 0
     num_generated_tokens: int = 0
+    num_drafts: int = 0  # rows with guesses
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+    accepted_per_position: list[int] = field(default_factory=list)
+
+    def count_draft(self, timeline: Timeline, num_drafted: int, num_accepted: int) -> None:
+        """Add one row's guesses, here and on its request."""
+        timeline.num_drafted += num_drafted
+        timeline.num_accepted += num_accepted
+        self.num_drafts += 1
+        self.num_draft_tokens += num_drafted
+        self.num_accepted_tokens += num_accepted
+        per_position = self.accepted_per_position
+        per_position += [0] * (num_drafted - len(per_position))
+        for at in range(num_accepted):
+            per_position[at] += 1

@@ -28,6 +28,9 @@ from windlass.runner.runner import Runner
 from windlass.runner.sampler import Sampler
 from windlass.runner.slots import SlotTables
 
+# Logits of guesses take no more than this, in float32.
+_GUESSED_BYTES = 64 * 2**20
+
 
 @dataclass(frozen=True, slots=True)
 class Blueprint:
@@ -59,6 +62,7 @@ class Assembled:
     capacity: Capacity
     kv_format: found.KVFormat
     max_model_len: int
+    most_positions: int  # that a step can sample
     memory: dict[str, int]
     choices: list[Choice]
 
@@ -174,7 +178,8 @@ def make_runner(config: EngineConfig, spec: ModelSpec, loaded: Loaded, limits: L
         "process": found.resident_bytes(),
         "other processes": found.bytes_of_others(parts.device),
     }
-    return Assembled(runner, capacity, kv_format, max_model_len, memory, maker.choices)
+    positions = sampled_positions(config, spec, limits)
+    return Assembled(runner, capacity, kv_format, max_model_len, positions, memory, maker.choices)
 
 
 class _Maker:
@@ -232,8 +237,8 @@ class _Maker:
         from windlass.runner.recorded import CpuRunner
 
         runner = CpuRunner(*made)
-        limits = self._limits
-        self.choices = [runner.record(Most(limits.max_num_batched_tokens, limits.max_num_seqs))]
+        positions = sampled_positions(self._config, self._spec, self._limits)
+        self.choices = [runner.record(Most(self._limits.max_num_batched_tokens, positions))]
         return runner
 
     def measure(self) -> dict[str, int]:
@@ -253,6 +258,16 @@ class _Maker:
         del runner
         _free_after_sync(device)
         return {"graphs": max(0, graphs), "activations": activations}
+
+
+def sampled_positions(config: EngineConfig, spec: ModelSpec, limits: Limits) -> int:
+    """Positions of a step that have logits: one a request, and guesses as far as memory is small."""
+    seqs, wish = limits.max_num_seqs, config.speculation
+    if wish.spec == "none":
+        return seqs
+    affordable = _GUESSED_BYTES // (4 * spec.vocab_size)
+    guesses = max(wish.spec_tokens, min(seqs * wish.spec_tokens, affordable))
+    return min(limits.max_num_batched_tokens, seqs + guesses)
 
 
 def rehearsal(num_tokens: int, longest: int, slot: SlotId) -> list[Row]:

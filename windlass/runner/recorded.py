@@ -19,6 +19,7 @@ from windlass.kernels.native.program import Most, Program, StepInputs, record
 from windlass.kernels.native.record import Unrecordable
 from windlass.runner.device import gib
 from windlass.runner.runner import Runner
+from windlass.runner.verify import asked_by, positions_of, settle, verify
 
 _WHAT = "steps"
 
@@ -52,9 +53,7 @@ class CpuRunner(Runner):
     def _compute(self, plan: StepPlan) -> list[RowResult]:
         rows = plan.rows
         program = self._program
-        if program is None or any(
-            self._sampler.num_prompt_scores(r.slot) is not None for r in rows
-        ):
+        if program is None or self._scores_prompts(rows):
             return super()._compute(plan)
         sampled = self._fill(rows)
         slots = [rows[i].slot for i in sampled]
@@ -72,6 +71,32 @@ class CpuRunner(Runner):
                 results[i] = RowResult([token], score)
         self._last[slots] = tokens
         return results
+
+    def _verify(self, plan: StepPlan) -> list[RowResult]:
+        rows = plan.rows
+        program = self._program
+        asked = asked_by(rows)
+        places = positions_of(rows, asked)
+        # Guesses that were kept for a later step may be more than the program has room for.
+        if program is None or self._scores_prompts(rows) or len(places) > len(program.tokens):
+            return super()._verify(plan)
+        self._fill(rows)
+        self._inputs.sampled[: len(places)] = places
+        self._inputs.count(plan.num_tokens, len(rows), len(places))
+        likeliest = self._sampler.takes_likeliest([each.slot for each in asked])
+        program.run(self._inputs, draw=likeliest)
+        if likeliest:
+            found = settle(self._sampler, program.tokens[: len(places)].tolist(), asked)
+        else:
+            found = verify(self._sampler, program.logits[: len(places)], asked)
+        results = [RowResult([])] * len(rows)
+        for each, result in zip(asked, found, strict=True):
+            results[each.row] = result
+            self._last[each.slot] = result.tokens[-1]
+        return results
+
+    def _scores_prompts(self, rows: list[Row]) -> bool:
+        return any(self._sampler.num_prompt_scores(row.slot) is not None for row in rows)
 
     @property
     def _last(self) -> np.ndarray:

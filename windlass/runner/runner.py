@@ -7,6 +7,7 @@ back to this one.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Protocol
 
@@ -19,7 +20,9 @@ from windlass.kernels.products import TorchProducts
 from windlass.models.network import Network
 from windlass.runner.sampler import Sampler, score_tokens
 from windlass.runner.slots import SlotTables
+from windlass.runner.verify import asked_by, positions_of, verify
 
+_Sample = Callable[[list[Row], list[Span], Tensor], list[RowResult]]
 # Prompt scores need logits of every position; so many at a time keep the memory small.
 _SCORED_AT_ONCE = 128
 
@@ -75,13 +78,25 @@ class Runner:
         self._prepare(plan)
         return Done(StepResult(self._compute(plan)))
 
+    @torch.inference_mode()
+    def verify(self, plan: StepPlan) -> StepResult:
+        """`run` for a plan with guesses: a row gives 1 + as many tokens as it guessed rightly."""
+        self._prepare(plan)
+        return StepResult(self._verify(plan))
+
     def _compute(self, plan: StepPlan) -> list[RowResult]:
         """Operator by operator."""
+        return self._through(plan, self._sample)
+
+    def _verify(self, plan: StepPlan) -> list[RowResult]:
+        return self._through(plan, self._sample_guesses)
+
+    def _through(self, plan: StepPlan, sample: _Sample) -> list[RowResult]:
         ids, batch = self._slots.batch(plan, self._cache.layers)
         batch = replace(batch, fixed=self._in_fixed_order(plan.rows))
         with self._products.fixed_order(batch.fixed):
             hidden = self._network(ids, batch)
-            return self._sample(plan.rows, batch.spans, hidden)
+            return sample(plan.rows, batch.spans, hidden)
 
     def _in_fixed_order(self, rows: list[Row]) -> bool:
         """Whether any row's result must not depend on the others: then none does."""
@@ -115,6 +130,19 @@ class Runner:
             self._slots.last[slots] = torch.tensor(tokens, dtype=torch.int32, device=self._device)
             for i, token, score in zip(sampled, tokens, scores, strict=True):
                 results[i] = RowResult([token], score)
+        self._score_prompts(rows, spans, hidden, results)
+        return results
+
+    def _sample_guesses(
+        self, rows: list[Row], spans: list[Span], hidden: Tensor
+    ) -> list[RowResult]:
+        asked = asked_by(rows)
+        at = torch.from_numpy(positions_of(rows, asked)).to(self._device)
+        logits = self._network.logits(hidden[at]).float()
+        results = [RowResult([])] * len(rows)
+        for each, result in zip(asked, verify(self._sampler, logits, asked), strict=True):
+            results[each.row] = result
+            self._slots.last[each.slot] = result.tokens[-1]
         self._score_prompts(rows, spans, hidden, results)
         return results
 

@@ -97,13 +97,30 @@ class Sampler:
                 for row, memory in zip(logits, memories, strict=True)
             ]
             scores = torch.stack(changed)
-        drawn = [i for i, memory in enumerate(memories) if not memory.sampling.greedy]
-        if drawn:
-            scores = self._perturb(scores, memories, drawn)
-        tokens: list[int] = scores.argmax(dim=-1).tolist()
+        tokens = self._choose(scores, memories, [len(memory.tokens) for memory in memories])
         for memory, token in zip(memories, tokens, strict=True):
             self._remember(memory, token)
         return tokens, self._logprobs(logits, memories, tokens)
+
+    def is_plain(self, slot: int) -> bool:
+        """Whether a token depends on the logits, the seed and the position alone, and is not scored."""
+        memory = self._slots[slot]
+        return not memory.special and not memory.scored
+
+    def draw(self, logits: Tensor, slots: Sequence[int], ahead: Sequence[int]) -> list[int]:
+        """Tokens `ahead` of the next one, for plain slots, as if all before were known.
+
+        Nothing is remembered: `accept` says what came of it.
+        """
+        memories = [self._slots[slot] for slot in slots]
+        places = [len(memory.tokens) + on for memory, on in zip(memories, ahead, strict=True)]
+        return self._choose(logits, memories, places)
+
+    def _choose(self, scores: Tensor, memories: list[_Memory], places: list[int]) -> list[int]:
+        drawn = [i for i, memory in enumerate(memories) if not memory.sampling.greedy]
+        if drawn:
+            scores = self._perturb(scores, memories, places, drawn)
+        return scores.argmax(dim=-1).tolist()
 
     def takes_likeliest(self, slots: Sequence[int]) -> bool:
         """Whether each row's token is that of its largest logit, and nothing else is asked for."""
@@ -143,7 +160,9 @@ class Sampler:
             scores[memory.stop_ids] = _NEVER
         return scores
 
-    def _perturb(self, scores: Tensor, memories: list[_Memory], drawn: list[int]) -> Tensor:
+    def _perturb(
+        self, scores: Tensor, memories: list[_Memory], places: list[int], drawn: list[int]
+    ) -> Tensor:
         """Temperature, truncation and noise for the rows that are not greedy."""
         chosen = [memories[i] for i in drawn]
         heat = torch.tensor([m.sampling.temperature for m in chosen], device=self._device)
@@ -157,10 +176,8 @@ class Sampler:
                 torch.tensor([w.top_p for w in wishes], device=self._device),
                 torch.tensor([w.min_p for w in wishes], device=self._device),
             )
-        for i, memory in enumerate(chosen):
-            rows[i] += filters.noise(
-                memory.seed, len(memory.tokens), self._vocab_size, self._device
-            )
+        for i, (at, memory) in enumerate(zip(drawn, chosen, strict=True)):
+            rows[i] += filters.noise(memory.seed, places[at], self._vocab_size, self._device)
         scores = scores.clone()
         scores[drawn] = rows
         return scores

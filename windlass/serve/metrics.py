@@ -56,6 +56,18 @@ class Metrics:
             "iteration_tokens_total", "Tokens per step, sampled up to ten times a second.", _COUNTS
         )
 
+        self._drafts = self._counter("spec_decode_num_drafts", "Rows that carried guesses.")
+        self._drafted = self._counter("spec_decode_num_draft_tokens", "Guesses verified.")
+        self._accepted = self._counter(
+            "spec_decode_num_accepted_tokens", "Guesses that were right."
+        )
+        self._accepted_at = Counter(
+            f"{_PREFIX}spec_decode_num_accepted_tokens_per_pos",
+            "Right guesses by their place in the row, from 0.",
+            (_LABEL, "position"),
+            registry=self._registry,
+        )
+
     def _request_metrics(self) -> None:
         self._received = self._counter("requests_received", "Completion requests that arrived.")
         self._in_flight = self._gauge("requests_in_flight", "Received and not yet ended.")
@@ -125,8 +137,19 @@ class Metrics:
         self._preemptions.inc(stats.num_preemptions - last.num_preemptions)
         self._queries.inc(stats.prefix_queries - last.prefix_queries)
         self._hits.inc(stats.prefix_hits - last.prefix_hits)
+        if stats.num_drafts > last.num_drafts:
+            self._observe_drafts(stats, last)
         if stats.num_steps > last.num_steps:
             self._step_tokens.observe(stats.num_step_tokens)
+
+    def _observe_drafts(self, stats: EngineStats, last: EngineStats) -> None:
+        self._drafts.inc(stats.num_drafts - last.num_drafts)
+        self._drafted.inc(stats.num_draft_tokens - last.num_draft_tokens)
+        self._accepted.inc(stats.num_accepted_tokens - last.num_accepted_tokens)
+        before = last.accepted_per_position
+        for at, count in enumerate(stats.accepted_per_position):
+            known = before[at] if at < len(before) else 0
+            self._accepted_at.labels(self._model_name, str(at)).inc(count - known)
 
     # ---- requests ----------------------------------------------------------------------------
 

@@ -1,0 +1,141 @@
+"""Verification: what comes of guesses is what would have come without them."""
+
+from __future__ import annotations
+
+from random import Random
+
+import torch
+
+from windlass.core.sampling import SamplingParams
+from windlass.core.types import Admission, Row, RowResult
+from windlass.runner import filters
+from windlass.runner.sampler import Sampler
+from windlass.runner.verify import Asked, asked_by, keep, positions_of, verify
+
+VOCAB = 12
+CPU = torch.device("cpu")
+PROMPT = [1, 2, 3]
+WISHES = {
+    "greedy": {"temperature": 0.0},
+    "sampled": {"temperature": 1.3},
+    "top_k": {"top_k": 4},
+    "top_p": {"top_p": 0.8},
+    "min_p": {"min_p": 0.1, "temperature": 0.7},
+    "repetition": {"temperature": 0.0, "repetition_penalty": 1.4},
+    "frequency": {"frequency_penalty": 1.0, "presence_penalty": 0.5},
+    "bad words": {"bad_token_ids": ((4,), (5, 6), (7, 7))},
+    "min_tokens": {"min_tokens": 5, "stop_token_ids": (0, 1, 2, 3)},
+    "bias": {"logit_bias": {3: 2.0, 4: -100.0}},
+    "allowed": {"allowed_token_ids": (1, 5, 6, 7)},
+    "logprobs": {"logprobs": 2},
+    "scored greedy": {"temperature": 0.0, "logprobs": 0},
+}
+
+
+def model(tokens: list[int]) -> torch.Tensor:
+    """Logits that depend on the last two tokens."""
+    seed = 31 * tokens[-1] + tokens[-2]
+    return 2 * torch.randn(VOCAB, generator=torch.Generator().manual_seed(seed))
+
+
+def sampler_with(wishes: list[SamplingParams]) -> Sampler:
+    sampler = Sampler(VOCAB, CPU)
+    for slot, wish in enumerate(wishes):
+        stops = frozenset(wish.stop_token_ids)
+        sampler.admit(Admission(str(slot), slot, list(PROMPT), len(PROMPT), wish, stops, slot))
+    return sampler
+
+
+def one_by_one(wishes: list[SamplingParams], count: int) -> list[list[RowResult]]:
+    sampler = sampler_with(wishes)
+    slots = range(len(wishes))
+    steps = []
+    for _ in range(count):
+        logits = torch.stack([model(sampler.tokens(slot)) for slot in slots])
+        tokens, scores = sampler.sample(logits, slots)
+        steps.append([RowResult([t], s) for t, s in zip(tokens, scores, strict=True)])
+    return steps
+
+
+def test_any_wishes_give_the_same_tokens_and_scores_with_guesses() -> None:
+    rng = Random(1)
+    wishes = [SamplingParams(seed=0, **wish) for wish in WISHES.values()]
+    count = 40
+    truth = [list(each) for each in zip(*one_by_one(wishes, count + 8), strict=True)]
+    sampler = sampler_with(wishes)
+    lengths = set()
+    while open_slots := [
+        slot for slot in range(len(wishes)) if len(sampler.tokens(slot)) < len(PROMPT) + count
+    ]:
+        asked, logits, starts = [], [], []
+        for slot in open_slots:
+            known = list(sampler.tokens(slot))
+            done = len(known) - len(PROMPT)
+            right = [each.tokens[0] for each in truth[slot][done : done + rng.randrange(5)]]
+            guesses = [t if rng.random() < 0.8 else (t + 1) % VOCAB for t in right]
+            asked.append(Asked(len(asked), slot, tuple(guesses)))
+            logits += [model(known + guesses[:i]) for i in range(len(guesses) + 1)]
+            starts.append(done)
+        results = verify(sampler, torch.stack(logits), asked)
+        for (_, slot, _), start, result in zip(asked, starts, results, strict=True):
+            want = truth[slot][start : start + len(result.tokens)]
+            assert result.tokens == [each.tokens[0] for each in want]
+            scores = [score for each in want for score in each.logprobs or ()]
+            assert (result.logprobs or []) == scores
+            known = sampler.tokens(slot)[len(PROMPT) :]
+            assert known == [each.tokens[0] for each in truth[slot][: len(known)]]
+            lengths.add(len(result.tokens))
+    assert lengths == {1, 2, 3, 4, 5}
+
+
+def test_guesses_leave_the_filtered_distribution_as_it_is() -> None:
+    """20,000 draws of two tokens, where the second's distribution depends on the first."""
+    size, draws, at_once = 8, 20_000, 2000
+    wish = SamplingParams(temperature=0.9, top_k=6, min_p=0.02)
+    table = torch.randn(size + 1, size, generator=torch.Generator().manual_seed(5))
+    one = torch.ones(size + 1)
+    target = filters.truncate(table / 0.9, 6 * one.int(), one, 0.02 * one).softmax(-1)
+    want = target[size][:, None] * target[:size]
+    best, worst = int(target[size].argmax()), int(target[size].argmin())
+    rng, counts = Random(3), torch.zeros(size, size)
+    for batch in range(draws // at_once):
+        sampler = Sampler(size, CPU)
+        asked, logits = [], []
+        for slot in range(at_once):
+            seed = at_once * batch + slot
+            sampler.admit(Admission("", slot, [0], 1, wish, frozenset(), seed))
+            guess = (best, worst, rng.randrange(size))[slot % 3]
+            asked.append(Asked(slot, slot, (guess,)))
+            logits += [table[size], table[guess]]
+        tokens = [each.tokens for each in verify(sampler, torch.stack(logits), asked)]
+        short = [slot for slot in range(at_once) if len(tokens[slot]) == 1]
+        seconds, _ = sampler.sample(table[[tokens[slot][0] for slot in short]], short)
+        for slot, token in zip(short, seconds, strict=True):
+            tokens[slot] = [*tokens[slot], token]
+        for first, second in tokens:
+            counts[first, second] += 1
+    possible = want > 0
+    assert not counts[~possible].any()
+    chi_square = ((counts - draws * want) ** 2 / (draws * want))[possible].sum()
+    freedom = int(possible.sum()) - 1
+    # The 99.9 % point, as Wilson and Hilferty approximate it.
+    assert chi_square < freedom * (1 - 2 / (9 * freedom) + 3.09 * (2 / (9 * freedom)) ** 0.5) ** 3
+
+
+def test_samples_are_kept_up_to_the_first_that_differs() -> None:
+    assert keep([4, 5, 6], (4, 5)) == [4, 5, 6]
+    assert keep([4, 5, 6], (4, 9)) == [4, 5]
+    assert keep([4, 5, 6], (9, 5)) == [4]
+    assert keep([4], ()) == [4]
+
+
+def test_the_last_positions_of_sampled_rows_are_looked_at() -> None:
+    rows = [
+        Row("chunk", 0, 0, 5, (1,) * 5, (), False),
+        Row("guessed", 1, 9, 3, (7, 8, 9), (), True, 2),
+        Row("prompt", 2, 0, 4, (1,) * 4, (), True),
+        Row("decode", 3, 9, 1, (), (), True),
+    ]
+    asked = asked_by(rows)
+    assert [each.drafts for each in asked] == [(8, 9), (), ()]
+    assert positions_of(rows, asked).tolist() == [5, 6, 7, 11, 12]

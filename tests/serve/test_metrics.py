@@ -1,0 +1,26 @@
+"""Metrics that need no server: differences between an engine's reports."""
+
+from __future__ import annotations
+
+from windlass.core.types import EngineStats, Timeline
+from windlass.serve.messages import Stats, decode_from_engine, encode
+from windlass.serve.metrics import Metrics
+
+
+def test_guesses_are_counted_under_the_names_that_dashboards_know() -> None:
+    metrics, before = Metrics("m"), EngineStats()
+    before.count_draft(Timeline(), 2, 1)
+    metrics.observe_stats(before, EngineStats())
+    after = EngineStats(num_drafts=1, num_draft_tokens=2, num_accepted_tokens=1)
+    after.accepted_per_position = [1, 0]
+    after.count_draft(Timeline(), 3, 3)
+    (message,) = decode_from_engine(encode([Stats(after, 0)]))
+    metrics.observe_stats(message.stats, before)
+    lines = metrics.render(engine_up=True).decode().splitlines()
+    prefix, label = "windlass:spec_decode_num_", 'model_name="m"'
+    assert f"{prefix}drafts_total{{{label}}} 2.0" in lines
+    assert f"{prefix}draft_tokens_total{{{label}}} 5.0" in lines
+    assert f"{prefix}accepted_tokens_total{{{label}}} 4.0" in lines
+    for at, count in enumerate((2, 1, 1)):
+        name = f"{prefix}accepted_tokens_per_pos_total"
+        assert f'{name}{{{label},position="{at}"}} {count}.0' in lines

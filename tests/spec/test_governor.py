@@ -1,0 +1,135 @@
+"""The governor: guesses while they pay, none under load, and no more of those that fail."""
+
+from __future__ import annotations
+
+from itertools import pairwise, product
+from random import Random
+
+import pytest
+
+from windlass.spec.base import NO_DRAFT, Draft
+from windlass.spec.governor import Governor, StepCosts
+
+# Reading the weights costs 10, each token 1: memory-bound at first, as real steps are.
+MEMORY_BOUND = StepCosts({1: 11.0, 2: 12.0, 64: 74.0})
+COMPUTE_BOUND = StepCosts({1: 1.0, 2: 2.0, 64: 64.0})
+FOUR = Draft((1, 2, 3, 4), kind=3)
+
+
+def governor(costs: StepCosts = MEMORY_BOUND, slots: int = 1, positions: int = 1000) -> Governor:
+    made = Governor(costs, positions)
+    for slot in range(slots):
+        made.admit(slot)
+    return made
+
+
+def test_costs_lie_on_lines_between_points_and_beyond() -> None:
+    costs = StepCosts({4: 2.0, 2: 1.0, 8: 1.5, 16: 10.0})
+    assert costs.of(3) == pytest.approx(1.5)
+    assert costs.of(8) == 2.0, "more tokens are never cheaper"
+    assert costs.of(24) == pytest.approx(18.0)
+
+
+def test_right_guesses_grow_and_wrong_ones_end() -> None:
+    good, bad = governor(), governor()
+    for _ in range(20):
+        good.verified(0, 3, 4, 4)
+        bad.verified(0, 3, 4, 0)
+    assert good.choose([0], [FOUR], 0) == [4]
+    assert bad.choose([0], [FOUR], 0) == [0]
+
+
+def test_the_first_guesses_may_pay_where_the_later_do_not() -> None:
+    made = governor()
+    for _ in range(20):
+        made.verified(0, 3, 4, 2)
+    assert made.choose([0], [FOUR], 0) == [2]
+
+
+def test_where_every_token_costs_alike_nobody_guesses() -> None:
+    made = governor(COMPUTE_BOUND)
+    for _ in range(20):
+        made.verified(0, 3, 4, 3)
+    assert made.choose([0], [FOUR], 0) == [0]
+
+
+def test_load_shortens_and_ends_guessing_and_it_comes_back() -> None:
+    """Steps that are free up to 16 tokens, and cost by the token from there on."""
+    made = governor(StepCosts({1: 10.0, 16: 10.5, 32: 60.0}), slots=16)
+    for slot in range(16):
+        for _ in range(5):
+            made.verified(slot, 3, 4, 3)
+    totals = []
+    for count in (1, 4, 8, 16, 1):
+        totals.append(sum(made.choose(list(range(count)), [FOUR] * count, 0)) / count)
+    assert totals[0] >= totals[1] > totals[2] > totals[3] == 0
+    assert totals[4] == totals[0]
+
+
+def test_prompts_in_the_step_count_as_load() -> None:
+    made = governor(StepCosts({1: 10.0, 16: 10.5, 32: 60.0}))
+    assert made.choose([0], [FOUR], 0) != [0]
+    assert made.choose([0], [FOUR], 16) == [0]
+
+
+def test_a_request_that_failed_tries_again_rarely() -> None:
+    made = governor()
+    for _ in range(20):
+        made.verified(0, 3, 4, 0)
+    tries = []
+    for step in range(2000):
+        (count,) = made.choose([0], [FOUR], 0)
+        if count:
+            assert count == 1
+            tries.append(step)
+            made.verified(0, 3, 1, 0)
+    assert 3 <= len(tries) <= 6
+    assert all(b - a > 60 for a, b in pairwise(tries))
+
+
+def test_a_lucky_try_begins_anew() -> None:
+    made = governor(StepCosts({1: 10.0, 2: 14.0, 64: 262.0}), slots=2)
+    for _ in range(20):
+        made.verified(0, 3, 4, 0)
+    for _ in range(100):
+        made.verified(1, 3, 4, 4)  # others show that such guesses are worth something
+    while made.choose([0], [FOUR], 0) == [0]:
+        pass
+    made.verified(0, 3, 1, 1)
+    assert made.choose([0], [FOUR], 0) == [4]
+
+
+def test_steps_that_take_longer_than_measured_end_guessing() -> None:
+    made = governor()
+    assert made.choose([0], [FOUR], 0) != [0]
+    for _ in range(100):
+        made.took(1, False, 11.0)
+        made.took(5, True, 60.0)
+    assert made.choose([0], [FOUR], 0) == [0]
+
+
+def test_never_more_positions_than_there_is_room_for() -> None:
+    made = governor(StepCosts({1: 1.0, 2: 1.0}), slots=8, positions=13)
+    counts = made.choose(list(range(8)), [FOUR] * 8, 0)
+    assert sum(counts) == 5
+    assert made.choose([0], [NO_DRAFT], 0) == [0]
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_no_other_choice_is_expected_to_be_faster(seed: int) -> None:
+    rng = Random(seed)
+    points = sorted(rng.uniform(1, 10) for _ in range(4))
+    costs = StepCosts(dict(zip((1, 4, 8, 16), points, strict=True)))
+    made = governor(costs, slots=3)
+    for slot in range(3):
+        for _ in range(rng.randrange(6)):
+            made.verified(slot, 3, 4, rng.randrange(5))
+    chances = [made._slots[i].chances(made._kinds.get(3, 0.6), 4) for i in range(3)]
+
+    def rate(counts: list[int]) -> float:
+        tokens = sum(1 + sum(each[:n]) for each, n in zip(chances, counts, strict=True))
+        return tokens / costs.of(3 + sum(counts))
+
+    chosen = rate(made.choose([0, 1, 2], [FOUR] * 3, 0))
+    best = max(rate(list(counts)) for counts in product(range(5), repeat=3))
+    assert chosen * 1.0101 >= best

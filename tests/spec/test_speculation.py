@@ -1,0 +1,250 @@
+"""With guesses and without: the same tokens and log probabilities, whatever is switched on."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from random import Random
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tests.runner.test_deterministic import CONFIG, OTHERS, PROMPT
+from windlass import LLM, SamplingParams
+from windlass.build import build_engine
+from windlass.config import EngineConfig
+from windlass.core.types import RowResult, SlotId, StepPlan, StepResult
+from windlass.errors import ConfigError
+from windlass.runner import device
+from windlass.spec import governor, ngram
+from windlass.spec.base import Draft, Seen
+from windlass.spec.measure import Room, measure
+
+PROMPTS = [PROMPT, *OTHERS]
+COUNT = 30
+
+
+class Oracle:
+    """Knows what comes, and says it with some errors: every length of acceptance occurs."""
+
+    lookahead = 0
+    wants: tuple[int, ...] = ()
+    truth: list[list[int]]  # whole sequences, prompts included
+
+    def __init__(self, _shortest: int, _longest: int, most: int) -> None:
+        self._random = Random(4)
+        self._most = most
+        self._known: dict[SlotId, list[int]] = {}
+
+    def admit(self, slot: SlotId, tokens: Sequence[int]) -> None:
+        self._known[slot] = list(tokens)
+
+    def forget(self, slot: SlotId) -> None:
+        self._known.pop(slot, None)
+
+    def propose(self, seen: Sequence[Seen]) -> list[Draft]:
+        drafts = []
+        for slot, tokens in seen:
+            known = self._known[slot]
+            known += tokens
+            (whole, *_) = [each for each in self.truth if each[: len(known)] == known] or [[]]
+            coming = whole[len(known) : len(known) + self._random.randint(0, self._most)]
+            wrong = [(t + 1) % 500 if self._random.random() < 0.1 else t for t in coming]
+            drafts.append(Draft(tuple(wrong)))
+        return drafts
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("model")
+    sizes = {"head_dim": 16, "intermediate_size": 224}
+    (path / "config.json").write_text(json.dumps(CONFIG | sizes))
+    return path
+
+
+@pytest.fixture
+def eager(monkeypatch) -> None:
+    """Every guess is tried, whatever it costs on a model this small."""
+
+    def choose(_self: Any, _slots: Any, drafts: Sequence[Draft], _others: int) -> list[int]:
+        return [len(draft.tokens) for draft in drafts]
+
+    monkeypatch.setattr(governor.Governor, "choose", choose)
+
+
+def make(folder: Path, **options: Any) -> LLM:
+    options = {"num_blocks": 200, "max_num_seqs": 16, "quantization": "int4", **options}
+    return LLM(str(folder), load_format="dummy", device="cpu", **options)
+
+
+def answers(llm: LLM, params: SamplingParams) -> list[tuple[list[int], list[Any], str | None]]:
+    found = []
+    for result in llm.generate(PROMPTS, params):
+        output = result.outputs[0]
+        found.append((output.token_ids, output.logprobs or [], output.finish_reason))
+    return found
+
+
+def check(folder: Path, monkeypatch, params: SamplingParams, **options: Any) -> LLM:
+    """Both ways; returns the speculating one."""
+    want = answers(make(folder, **options), params)
+    truth = [[*p, *tokens] for p, (tokens, _, _) in zip(PROMPTS, want, strict=True)]
+    monkeypatch.setattr(Oracle, "truth", truth, raising=False)
+    monkeypatch.setattr(ngram, "NgramProposer", Oracle)
+    llm = make(folder, spec="ngram", **options)
+    got = answers(llm, params)
+    for (tokens, scores, finish), (want_tokens, want_scores, want_finish) in zip(
+        got, want, strict=True
+    ):
+        assert (tokens, finish) == (want_tokens, want_finish)
+        assert [s.token for s in scores] == [s.token for s in want_scores]
+        assert [s.logprob for s in scores] == pytest.approx(
+            [s.logprob for s in want_scores], abs=1e-4
+        )
+    stats = llm.engine.stats()
+    assert 0 < stats.num_accepted_tokens < stats.num_draft_tokens
+    assert sum(stats.accepted_per_position) == stats.num_accepted_tokens
+    return llm
+
+
+WISHES: dict[str, dict[str, Any]] = {
+    "greedy": {"temperature": 0.0},
+    "seeded": {"seed": 3},
+    "truncated": {"seed": 3, "top_k": 20, "top_p": 0.9, "temperature": 0.7},
+    "min_p": {"seed": 3, "min_p": 0.05},
+    "penalties": {"temperature": 0.0, "repetition_penalty": 1.3, "frequency_penalty": 0.3},
+    "bad words": {"seed": 3, "bad_token_ids": ((7,), (8, 9))},
+    "min_tokens": {"seed": 3, "min_tokens": 9, "stop_token_ids": tuple(range(0, 500, 6))},
+    "stop token": {"seed": 3, "ignore_eos": False, "stop_token_ids": tuple(range(0, 500, 20))},
+    "logprobs": {"seed": 3, "logprobs": 3},
+    "scored prompts": {"temperature": 0.0, "prompt_logprobs": 1, "logprobs": 0},
+    "deterministic": {"seed": 3, "deterministic": True, "logprobs": 0},
+}
+
+
+@pytest.mark.usefixtures("eager")
+@pytest.mark.parametrize("wish", WISHES)
+def test_every_wish(folder: Path, monkeypatch, wish: str) -> None:
+    options = {"max_tokens": COUNT, "ignore_eos": True, **WISHES[wish]}
+    check(folder, monkeypatch, SamplingParams(**options))
+
+
+ENGINES: dict[str, dict[str, Any]] = {
+    "chunked prompts": {"max_num_batched_tokens": 40},
+    "preemption": {"num_blocks": 50, "block_size": 4, "max_model_len": 160},
+    "int8 KV": {"kv_cache_dtype": "int8"},
+    "int8 weights": {"quantization": "int8"},
+    "16-bit weights": {"quantization": None},
+    "plain kernels": {"plain_kernels": True},
+    "not recorded": {"enforce_eager": True},
+    "small blocks": {"block_size": 4, "num_blocks": 400},
+}
+
+
+@pytest.mark.usefixtures("eager")
+@pytest.mark.parametrize("engine", ENGINES)
+def test_every_engine(folder: Path, monkeypatch, engine: str) -> None:
+    params = SamplingParams(max_tokens=COUNT, ignore_eos=True, seed=1, logprobs=1, temperature=0.8)
+    llm = check(folder, monkeypatch, params, **ENGINES[engine])
+    if engine == "preemption":
+        assert llm.engine.stats().num_preemptions > 0
+
+
+@pytest.mark.usefixtures("eager")
+def test_cached_prefixes_are_those_of_accepted_tokens(folder: Path, monkeypatch) -> None:
+    """What was sealed while guesses were rejected serves the next request."""
+    params = SamplingParams(max_tokens=COUNT, ignore_eos=True, temperature=0.0)
+    llm = check(folder, monkeypatch, params)
+    longer = [whole[:-1] for whole in Oracle.truth]
+    again = llm.generate(longer, SamplingParams(max_tokens=1, temperature=0.0))
+    assert [r.outputs[0].token_ids[0] for r in again] == [whole[-1] for whole in Oracle.truth]
+    assert llm.engine.stats().prefix_hits > 0
+
+
+@pytest.mark.usefixtures("eager")
+def test_prompt_lookup_on_the_default_model() -> None:
+    text = "The harbour was quiet. Two boats lay at the pier, and a gull walked along the rail."
+    messages = [{"role": "user", "content": f"Repeat the following text exactly: {text}"}]
+    wishes = [
+        SamplingParams(max_tokens=24, temperature=0.0),
+        SamplingParams(max_tokens=24, temperature=0.0, stop=["pier", "gull"]),
+        SamplingParams(max_tokens=24, temperature=0.8, seed=7, logprobs=1),
+    ]
+    found = {}
+    llms = {spec: LLM("default", spec=spec, num_blocks=64) for spec in ("none", "ngram")}
+    for spec, llm in llms.items():
+        outputs = [llm.chat(messages, wish)[0].outputs[0] for wish in wishes]
+        found[spec] = [(each.text, each.token_ids, each.finish_reason) for each in outputs]
+    assert found["ngram"] == found["none"]
+    assert llms["ngram"].engine.stats().num_accepted_tokens > 10
+    assert llms["none"].engine.stats().num_drafts == 0
+
+
+class Counting:
+    """A runner that only notes what it is asked for."""
+
+    def __init__(self) -> None:
+        self.plans: list[StepPlan] = []
+
+    def run(self, plan: StepPlan) -> StepResult:
+        return self.verify(plan)
+
+    def verify(self, plan: StepPlan) -> StepResult:
+        self.plans.append(plan)
+        return StepResult([RowResult([0])] * len(plan.rows))
+
+
+@pytest.mark.parametrize(
+    "room",
+    [
+        Room(288, 32, 9, 1000, 16),
+        Room(12, 4, 9, 1000, 16),
+        Room(300, 32, 9, 3, 4),
+        Room(1, 1, 1, 1, 4),
+    ],
+)
+def test_costs_are_measured_within_the_room_there_is(room: Room) -> None:
+    runner, now = Counting(), iter(range(1000))
+    costs = measure(runner, room, clock=lambda: next(now) / 1000)
+    assert 0 < costs.of(1) <= costs.of(2)
+    for plan in runner.plans:
+        assert plan.num_tokens <= room.positions
+        assert len(plan.rows) <= room.rows
+        held = [block for row in plan.rows for block in row.blocks]
+        assert len(set(held)) == len(held)
+        assert all(block < room.num_blocks for block in held)
+        for row in plan.rows:
+            assert row.num_tokens <= len(row.blocks) * room.block_size
+
+
+def test_the_start_up_table_says_what_guesses_and_what_it_costs(folder: Path) -> None:
+    chosen = {c.what: c for c in make(folder, spec="ngram", spec_tokens=5).report.choices}
+    assert chosen["speculation"].value == "ngram, up to 5 guesses"
+    assert "ms" in chosen["speculation"].reason
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"spec": "ngram", "spec_tokens": 0}, "between 1 and 64, got 0"),
+        ({"spec": "ngram", "spec_tokens": 1000}, "between 1 and 64, got 1000"),
+        ({"spec": "ngram", "spec_ngram_min": 5}, "there is no length"),
+        ({"spec": "ngram", "spec_ngram_min": 0}, "at least 1"),
+        ({"spec_tokens": 4}, "does nothing without speculation"),
+        ({"spec": "eagle"}, "one of none, ngram"),
+    ],
+)
+def test_settings_that_cannot_be_are_refused(options: dict[str, Any], told: str) -> None:
+    with pytest.raises(ConfigError, match=told):
+        EngineConfig.of(**options)
+
+
+def test_cuda_is_refused_before_anything_is_loaded(folder: Path, monkeypatch) -> None:
+    config = EngineConfig.of(spec="ngram", model=str(folder), load_format="dummy")
+    monkeypatch.setattr(
+        device, "choose_device", lambda _: SimpleNamespace(type="cuda", device="cuda")
+    )
+    with pytest.raises(ConfigError, match="recorded verification steps"):
+        build_engine(config, SimpleNamespace(files=None, spec=None))

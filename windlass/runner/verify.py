@@ -1,0 +1,106 @@
+"""Verification of guesses: which of them the model would have said itself.
+
+Sampling adds noise that depends only on the request's seed and the position. So every position of
+a row is sampled as if it stood alone, and guesses are kept while they equal what was sampled. That
+is rejection sampling with a draft distribution of one point: a guess is accepted with exactly its
+probability, and what replaces it is distributed as the target is without it. Seed for seed, the
+tokens are those without speculation. Which guesses are worth trying is decided in spec/.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+from torch import Tensor
+
+from windlass.core.types import Row, RowResult, SlotId
+from windlass.runner.sampler import Sampler
+
+
+class Asked(NamedTuple):
+    """What one sampled row wants to know: whether the model agrees with these guesses."""
+
+    row: int  # in the plan
+    slot: SlotId
+    drafts: tuple[int, ...]
+
+    @property
+    def num_positions(self) -> int:
+        return 1 + len(self.drafts)
+
+
+def asked_by(rows: Sequence[Row]) -> list[Asked]:
+    return [
+        Asked(i, row.slot, row.tokens[row.num_tokens - row.num_drafts :] if row.num_drafts else ())
+        for i, row in enumerate(rows)
+        if row.sample
+    ]
+
+
+def positions_of(rows: Sequence[Row], asked: Sequence[Asked]) -> np.ndarray:
+    """Where in the packed step the logits are that each row needs: its last 1 + k positions."""
+    ends = np.cumsum([row.num_tokens for row in rows])
+    return np.concatenate(
+        [np.arange(ends[each.row] - each.num_positions, ends[each.row]) for each in asked]
+    )
+
+
+def keep(sampled: list[int], drafts: Sequence[int]) -> list[int]:
+    """The samples up to and with the first that differs from its guess: 1 + accepted."""
+    for count, (token, guess) in enumerate(zip(sampled, drafts, strict=False), start=1):
+        if token != guess:
+            return sampled[:count]
+    return sampled
+
+
+def verify(sampler: Sampler, logits: Tensor, asked: Sequence[Asked]) -> list[RowResult]:
+    """Tokens of each row from its logits [1 + k of every row, vocabulary], in their order.
+
+    Rows with plain wishes are drawn together; in others what a position may be depends on the
+    guesses before it, so they go position by position. The sampler remembers what was accepted.
+    """
+    firsts = np.cumsum([0, *(each.num_positions for each in asked)]).tolist()
+    together = [i for i, each in enumerate(asked) if sampler.is_plain(each.slot)]
+    drawn = _draw_together(sampler, logits, [(firsts[i], asked[i]) for i in together])
+    found = dict(zip(together, drawn, strict=True))
+    return [
+        found[i] if i in found else _draw_in_turn(sampler, logits[firsts[i] : firsts[i + 1]], each)
+        for i, each in enumerate(asked)
+    ]
+
+
+def settle(sampler: Sampler, sampled: list[int], asked: Sequence[Asked]) -> list[RowResult]:
+    """Keep what was sampled, for every position of every row in turn, and remember it."""
+    results, at = [], 0
+    for each in asked:
+        tokens = keep(sampled[at : at + each.num_positions], each.drafts)
+        sampler.accept([each.slot] * len(tokens), tokens)
+        results.append(RowResult(tokens))
+        at += each.num_positions
+    return results
+
+
+def _draw_together(
+    sampler: Sampler, logits: Tensor, asked: list[tuple[int, Asked]]
+) -> list[RowResult]:
+    if not asked:
+        return []
+    places = [first + ahead for first, each in asked for ahead in range(each.num_positions)]
+    slots = [each.slot for _, each in asked for _ in range(each.num_positions)]
+    ahead = [ahead for _, each in asked for ahead in range(each.num_positions)]
+    chosen = logits if len(places) == len(logits) else logits[places]
+    return settle(sampler, sampler.draw(chosen, slots, ahead), [each for _, each in asked])
+
+
+def _draw_in_turn(sampler: Sampler, logits: Tensor, asked: Asked) -> RowResult:
+    """Sample on while the guesses are right: then the sampler's memory is that of the guesses."""
+    tokens, scores = [], []
+    for at in range(asked.num_positions):
+        (token,), (score,) = sampler.sample(logits[at : at + 1], [asked.slot])
+        tokens.append(token)
+        scores += score or []
+        if at < len(asked.drafts) and token != asked.drafts[at]:
+            break
+    return RowResult(tokens, scores or None)

@@ -1,0 +1,176 @@
+"""How many guesses of each request go into the next step: as many as make the batch faster.
+
+Pure Python with no clock of its own: it is told what steps of so many tokens cost, what each step
+took, and how many guesses were right. With drafts it gives the most expected tokens per second;
+where none pays, nobody guesses and steps are the plain ones.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from windlass.core.types import SlotId
+from windlass.spec.base import Draft
+
+_FADE = 0.9  # evidence of one request: about the last ten verifications count
+_FADE_ALL = 0.98  # evidence of all, by kind of guess
+_WEIGHT = 2.0  # verifications that an expectation counts for
+_HOPE = 0.6  # acceptance of a kind of guess of which nothing is known yet
+_REST = 64  # drafts that are let go before a request whose guesses failed may try one again
+_LONGEST_REST = 1024
+_MARGIN = 1.01  # what guesses must promise: costs and chances are estimates
+_SLOW_FADE = 0.95  # of what steps took against what they should have
+_LEAST_DEAR, _MOST_DEAR = 0.5, 4.0
+
+
+class StepCosts:
+    """Seconds of a step by its number of tokens: straight lines between measured points."""
+
+    def __init__(self, seconds: Mapping[int, float]) -> None:
+        """At least two points. A larger step never counts as cheaper than a smaller one."""
+        assert len(seconds) > 1
+        self._sizes = sorted(seconds)
+        self._seconds: list[float] = []
+        for size in self._sizes:
+            before = self._seconds[-1] if self._seconds else 0.0
+            self._seconds.append(max(before, seconds[size]))
+
+    def of(self, num_tokens: int) -> float:
+        sizes, seconds = self._sizes, self._seconds
+        right = min(max(bisect_left(sizes, num_tokens), 1), len(sizes) - 1)
+        left = right - 1
+        slope = (seconds[right] - seconds[left]) / (sizes[right] - sizes[left])
+        return seconds[left] + slope * (num_tokens - sizes[left])
+
+    def describe(self) -> str:
+        """For the start-up table: what verifying costs, at a few sizes."""
+        shown = [size for size in (1, 2, 4, 8, 16, 32) if size <= self._sizes[-1]]
+        return ", ".join(f"{size}: {1000 * self.of(size):.1f} ms" for size in shown)
+
+
+@dataclass(slots=True)
+class _Record:
+    """How the guesses of one request did. Counts fade, so that the latest matter most."""
+
+    hits: list[float] = field(default_factory=list)  # by position
+    tries: list[float] = field(default_factory=list)
+    num_declined: int = 0  # drafts let go since the last try
+    rest: int = _REST
+    probing: bool = False  # its guess in flight is one that was not expected to pay
+
+    def chances(self, expected: float, count: int) -> list[float]:
+        """The chance that the guess at each position is reached and right."""
+        rate, reached, chances = expected, 1.0, []
+        for at in range(count):
+            if at < len(self.tries):
+                rate = (self.hits[at] + _WEIGHT * rate) / (self.tries[at] + _WEIGHT)
+            reached *= rate
+            chances.append(reached)
+        return chances
+
+    def note(self, num_drafts: int, num_accepted: int) -> None:
+        missing = num_drafts - len(self.tries)
+        self.hits += [0.0] * missing
+        self.tries += [0.0] * missing
+        for at in range(min(num_accepted + 1, num_drafts)):
+            self.tries[at] = _FADE * self.tries[at] + 1
+            self.hits[at] = _FADE * self.hits[at] + (at < num_accepted)
+
+    def begin_anew(self) -> None:
+        self.hits, self.tries = [], []
+        self.rest = _REST
+
+
+class Governor:
+    """Owns the records of all slots, and what is known of kinds of guesses and of costs."""
+
+    def __init__(self, costs: StepCosts, most_positions: int) -> None:
+        """A step has room to sample `most_positions`."""
+        self._costs = costs
+        self._most_positions = most_positions
+        self._slots: dict[SlotId, _Record] = {}
+        self._kinds: dict[int, float] = {}
+        self._slowness = {False: 1.0, True: 1.0}  # taken / expected, without and with guesses
+
+    def admit(self, slot: SlotId) -> None:
+        self._slots[slot] = _Record()
+
+    def forget(self, slot: SlotId) -> None:
+        self._slots.pop(slot, None)
+
+    def took(self, num_tokens: int, guessed: bool, seconds: float) -> None:
+        """A step without prompt tokens took so long."""
+        ratio = seconds / self._costs.of(num_tokens)
+        self._slowness[guessed] += (1 - _SLOW_FADE) * (ratio - self._slowness[guessed])
+
+    def verified(self, slot: SlotId, kind: int, num_drafts: int, num_accepted: int) -> None:
+        """So many of a request's guesses were right."""
+        record = self._slots[slot]
+        right = num_accepted > 0
+        before = self._kinds.get(kind, _HOPE)
+        self._kinds[kind] = _FADE_ALL * before + (1 - _FADE_ALL) * right
+        if record.probing and right:
+            record.begin_anew()
+        elif record.probing:
+            record.rest = min(2 * record.rest, _LONGEST_REST)
+        record.probing = False
+        record.note(num_drafts, num_accepted)
+
+    def choose(self, slots: Sequence[SlotId], drafts: Sequence[Draft], others: int) -> list[int]:
+        """How many guesses of each draft to verify. `others`: tokens of the next step's prompts.
+
+        Chances fall from guess to guess, so the best so many guesses of the batch are the first
+        few of each request, and one pass over them in order of chance finds the best number.
+        """
+        counts = [0] * len(drafts)
+        offers = []
+        for i, (slot, draft) in enumerate(zip(slots, drafts, strict=True)):
+            if draft.tokens:
+                expected = self._kinds.get(draft.kind, _HOPE)
+                chances = self._slots[slot].chances(expected, len(draft.tokens))
+                offers += [(chance, i) for chance in chances]
+        if not offers:
+            return counts
+        offers.sort(key=lambda offer: -offer[0])
+        room = max(0, self._most_positions - len(drafts))
+        best = self._best_number([chance for chance, _ in offers[:room]], len(drafts), others)
+        for _, i in offers[:best]:
+            counts[i] += 1
+        self._let_go(slots, drafts, counts, room - best)
+        return counts
+
+    def _best_number(self, chances: Sequence[float], num_rows: int, others: int) -> int:
+        """How many guesses, the likeliest first, give the most tokens per second, prompts included."""
+        base = num_rows + others
+        dearer = self._dearness()
+        most = _MARGIN * base / self._costs.of(base)
+        best, tokens = 0, float(base)
+        for count, chance in enumerate(chances, start=1):
+            tokens += chance
+            rate = tokens / (dearer * self._costs.of(base + count))
+            if rate > most:
+                best, most = count, rate
+        return best
+
+    def _dearness(self) -> float:
+        """How much more than plain ones do steps with guesses exceed what they should take."""
+        return min(max(self._slowness[True] / self._slowness[False], _LEAST_DEAR), _MOST_DEAR)
+
+    def _let_go(
+        self, slots: Sequence[SlotId], drafts: Sequence[Draft], counts: list[int], room: int
+    ) -> None:
+        """Note who was declined; one that has rested for long may try a single guess."""
+        for i, (slot, draft) in enumerate(zip(slots, drafts, strict=True)):
+            record = self._slots[slot]
+            if counts[i]:
+                record.num_declined, record.probing = 0, False
+            elif draft.tokens:
+                record.num_declined += 1
+                if record.num_declined >= record.rest and room > 0:
+                    record.num_declined, record.probing = 0, True
+                    counts[i] = 1
+                    room -= 1
+                    # What was learned of the cost of guessing is as old as the rest was long.
+                    self._slowness[True] = (self._slowness[True] + self._slowness[False]) / 2
