@@ -124,7 +124,7 @@ def test_no_other_choice_is_expected_to_be_faster(seed: int) -> None:
     for slot in range(3):
         for _ in range(rng.randrange(6)):
             made.verified(slot, 3, 4, rng.randrange(5))
-    chances = [made._slots[i].chances(made._kinds.get(3, 0.6), 4) for i in range(3)]
+    chances = [made._slots[i].chances(made._expected(3), 4) for i in range(3)]
 
     def rate(counts: list[int]) -> float:
         tokens = sum(1 + sum(each[:n]) for each, n in zip(chances, counts, strict=True))

@@ -80,7 +80,10 @@ def test_latency(windlass: Windlass, tiny: Path, tmp_path: Path) -> None:
         ("throughput --workload mixed --batch 2", "--batch means nothing"),
         ("throughput -o .", "is a folder"),
         ("latency --batch few", "expected numbers such as 1,8,64,256"),
-        ("levers speed", "lever 'speed' is not known. Known: batching, prefix, scheduler"),
+        (
+            "levers speed",
+            "lever 'speed' is not known. Known: batching, prefix, scheduler, speculation",
+        ),
         ("levers --num-requests 0", "--num-requests must be at least 1"),
         ("tables --page nowhere.md", "--page nowhere.md: No such file"),
     ],

@@ -206,11 +206,11 @@ register(app, formats, ENGINE_OPTIONS)
 def levers(
     ctx: typer.Context,
     names: Annotated[
-        list[str] | None, typer.Argument(metavar="[batching] [prefix] [scheduler]")
+        list[str] | None, typer.Argument(metavar="[batching] [prefix] [scheduler] [speculation]")
     ] = None,
     model: Annotated[str, typer.Option(metavar="MODEL", help="As for serve.")] = "default",
     num_requests: Annotated[
-        int | None, typer.Option(metavar="N", help="Requests of each run; default: 32 and 16.")
+        int | None, typer.Option(metavar="N", help="Requests of each run; default: 32; prefix: 16.")
     ] = None,
     repeat: Repeat = 1,
     output_dir: Annotated[
@@ -220,7 +220,7 @@ def levers(
         Path | None, typer.Option(metavar="FILE", help="YAML with the names of serve's flags.")
     ] = None,
 ) -> None:
-    """Measure what one lever gives: on against off, on the same weights; all three without a name."""
+    """Measure what one lever gives: on against off, on the same weights; all without a name."""
     with reported(ctx):
         from windlass.tools.bench import levers as programs
         from windlass.tools.bench.workloads import Sizes
@@ -240,8 +240,7 @@ def levers(
             if name == "scheduler":
                 record = programs.scheduler(_say)
             else:
-                program = programs.batching if name == "batching" else programs.prefix
-                record = program(options, num_requests, repeat, _say)
+                record = programs.WITH_MODEL[name](options, num_requests, repeat, _say)
             finish(record, output_dir / f"{name}.json")
 
 

@@ -15,7 +15,7 @@ from windlass.core.types import SlotId
 from windlass.spec.base import Draft
 
 _FADE = 0.9  # evidence of one request: about the last ten verifications count
-_FADE_ALL = 0.98  # evidence of all, by kind of guess
+_FADE_ALL = 0.98  # evidence of all requests, by kind of guess
 _WEIGHT = 2.0  # verifications that an expectation counts for
 _HOPE = 0.6  # acceptance of a kind of guess of which nothing is known yet
 _REST = 64  # drafts that are let go before a request whose guesses failed may try one again
@@ -91,7 +91,7 @@ class Governor:
         self._costs = costs
         self._most_positions = most_positions
         self._slots: dict[SlotId, _Record] = {}
-        self._kinds: dict[int, float] = {}
+        self._kinds: dict[int, tuple[float, float]] = {}  # first guesses: right, tried
         self._slowness = {False: 1.0, True: 1.0}  # taken / expected, without and with guesses
 
     def admit(self, slot: SlotId) -> None:
@@ -109,8 +109,8 @@ class Governor:
         """So many of a request's guesses were right."""
         record = self._slots[slot]
         right = num_accepted > 0
-        before = self._kinds.get(kind, _HOPE)
-        self._kinds[kind] = _FADE_ALL * before + (1 - _FADE_ALL) * right
+        hits, tries = self._kinds.get(kind, (0.0, 0.0))
+        self._kinds[kind] = (_FADE_ALL * hits + right, _FADE_ALL * tries + 1)
         if record.probing and right:
             record.begin_anew()
         elif record.probing:
@@ -128,7 +128,7 @@ class Governor:
         offers = []
         for i, (slot, draft) in enumerate(zip(slots, drafts, strict=True)):
             if draft.tokens:
-                expected = self._kinds.get(draft.kind, _HOPE)
+                expected = self._expected(draft.kind)
                 chances = self._slots[slot].chances(expected, len(draft.tokens))
                 offers += [(chance, i) for chance in chances]
         if not offers:
@@ -140,6 +140,11 @@ class Governor:
             counts[i] += 1
         self._let_go(slots, drafts, counts, room - best)
         return counts
+
+    def _expected(self, kind: int) -> float:
+        """The chance of a guess before anything is known of its request."""
+        hits, tries = self._kinds.get(kind, (0.0, 0.0))
+        return (hits + _WEIGHT * _HOPE) / (tries + _WEIGHT)
 
     def _best_number(self, chances: Sequence[float], num_rows: int, others: int) -> int:
         """How many guesses, the likeliest first, give the most tokens per second, prompts included."""

@@ -78,6 +78,14 @@ COLUMNS: dict[str, Columns] = {
         "prompt_tokens_computed": "prompt tokens computed",
         "ttft_p50_ms": "TTFT p50 ms",
     },
+    "speculation": {
+        "workload": "workload",
+        "off_tok_s/on_tok_s": "tok/s, off / on",
+        "speedup": "times off",
+        "decode_off_tok_s/decode_on_tok_s": "decode tok/s, off / on",
+        "decode_speedup": "times off",
+        "drafted/accepted": "guesses / right",
+    },
     "perplexity": _PERPLEXITY,
     "quality": {
         **_PERPLEXITY,

@@ -14,11 +14,11 @@ from windlass.tools.bench.device import release_memory
 from windlass.tools.bench.measure import Measured, run
 from windlass.tools.bench.record import Record
 from windlass.tools.bench.scheduler import measure as measure_scheduler
+from windlass.tools.bench.speculation import speculation
 from windlass.tools.bench.workloads import Job, Sizes, Workload, find
 
 Say = Callable[[str], None]
 
-LEVERS = ("batching", "prefix", "scheduler")
 _BATCHING_REQUESTS = 32
 _PREFIX_REQUESTS = 16
 
@@ -55,6 +55,10 @@ def scheduler(say: Say, counts: Sequence[int] = (1, 16, 64, 256)) -> Record:
         say(f"{count} running requests")
         rows.append(measure_scheduler(count))
     return Record("scheduler", rows, "Decode steps, one token a request, no model.")
+
+
+WITH_MODEL = {"batching": batching, "prefix": prefix, "speculation": speculation}
+LEVERS = tuple(sorted((*WITH_MODEL, "scheduler")))
 
 
 def _compare(

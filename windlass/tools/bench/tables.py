@@ -13,7 +13,7 @@ from typing import Any
 from windlass.errors import ConfigError
 from windlass.tools.bench.columns import COLUMNS, cells
 
-PAGES = ("docs/benchmarks.md", "docs/quantisation.md")  # that hold tables
+PAGES = ("docs/benchmarks.md", "docs/quantisation.md", "docs/speculation.md")  # that hold tables
 _PART = re.compile(r"(<!-- table:([\w.-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 

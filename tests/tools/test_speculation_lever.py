@@ -1,0 +1,38 @@
+"""The figures of speculation: ratios of runs that took turns, and only of the same tokens."""
+
+from __future__ import annotations
+
+import pytest
+
+from windlass.errors import EngineError
+from windlass.tools.bench.columns import COLUMNS
+from windlass.tools.bench.speculation import _row, _Run, _Work, _works
+
+
+def run(seconds: float, decode_tok_s: float, tokens: list[list[int]]) -> _Run:
+    return _Run(seconds, tokens, decode_tok_s, 10, 7)
+
+
+def test_a_row_compares_medians() -> None:
+    off = [run(4.0, 10.0, [[1, 2]]), run(6.0, 8.0, [[1, 2]]), run(5.0, 9.0, [[1, 2]])]
+    on = [run(2.0, 20.0, [[1, 2]]), run(4.0, 16.0, [[1, 2]]), run(2.5, 18.0, [[1, 2]])]
+    row = _row(_Work("w", [], 1), off, on)
+    assert (row["speedup"], row["decode_speedup"]) == (2.0, 2.0)
+    assert (row["speedup_low"], row["speedup_high"]) == (1.5, 2.0)
+    assert (row["drafted"], row["accepted"]) == (10, 7)
+    shown = {name for key in COLUMNS["speculation"] for name in key.split("/")}
+    assert shown <= set(row)
+
+
+def test_other_tokens_are_an_error_and_no_figure() -> None:
+    with pytest.raises(EngineError, match="w: the tokens differ"):
+        _row(_Work("w", [], 1), [run(1.0, 1.0, [[1]])], [run(1.0, 1.0, [[2]])])
+
+
+def test_as_many_at_once_as_asked_for() -> None:
+    assert [(work.at_once, len(work.prompts)) for work in _works(5)] == [
+        (1, 8),
+        (1, 8),
+        (5, 5),
+        (5, 5),
+    ]

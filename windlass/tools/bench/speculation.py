@@ -1,0 +1,185 @@
+"""What speculation gives: texts to repeat, one at a time and many at once, and free answers.
+
+Both engines share the weights and take turns in one run, since two runs on a CPU cannot be compared.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from windlass.build import Built, build_engine, open_model
+from windlass.config import EngineConfig
+from windlass.core.sampling import SamplingParams
+from windlass.errors import EngineError
+from windlass.llm import LLM, RequestOutput
+from windlass.tools.bench.record import Record
+
+Messages = list[dict[str, str]]
+
+_TOKENS = 96
+_AT_ONCE = 32
+_TEXTS = (
+    "The ferry left the island at six, while the lamps along the quay were still lit. Seven people "
+    "were on board, and a dog that belonged to none of them. Halfway across, the engine coughed "
+    "twice and fell silent, and the captain came down the ladder with a torch and a spanner.",
+    "To change the filter, switch the pump off and wait until the gauge reads zero. Unscrew the four "
+    "bolts at the cover, lift it straight up, and put it on a clean cloth. The old filter is held "
+    "by a clip on its left side. Press the clip, pull the filter out, and wipe the seat dry.",
+    "Our garden has three apple trees, and each of them ripens in its own week. The first is early "
+    "and sour, good for cakes. The second keeps until Christmas if it lies in straw. The third bears "
+    "only every other year, and then so heavily that its branches have to be propped.",
+    "The committee met on Tuesday to discuss the new bridge. Two members asked for a survey of the "
+    "river bed, one wanted a lower toll for farmers, and the treasurer warned that the loan would "
+    "have to be paid back within nine years. A decision was put off until the end of March.",
+    "When my grandmother was young, the mail came on horseback, once a week, if the pass was open. "
+    "She told us that people would gather at the well long before the rider could be seen, and that "
+    "nobody said aloud what they hoped for. Letters were read twice and then read to the neighbours.",
+    "A good loaf needs time more than it needs work. Mix flour, water and salt in the evening, add a "
+    "little yeast, and leave the bowl on the window sill. In the morning the dough has doubled. Fold "
+    "it four times, let it rest for an hour, and bake it in a pot with the lid on.",
+    "The museum keeps its clocks on the upper floor. Some of them strike, some only tick, and one has "
+    "stood still since the flood. A retired teacher winds them every Friday, starting with the tall "
+    "one by the door and ending with a watch that is no larger than a button.",
+    "Before the storm reached the coast, the fishermen had pulled their boats up behind the wall. "
+    "Nets were rolled and tied, shutters were nailed, and the school was opened for those who lived "
+    "near the water. By midnight the wind had turned to the north, and the worst was over.",
+)
+_QUESTIONS = (
+    "Why is the sky blue?",
+    "Tell me a story about a lighthouse.",
+    "How do I learn to swim as an adult?",
+    "What is the difference between weather and climate?",
+    "Describe a day in a busy kitchen.",
+    "Give me advice for a first job interview.",
+    "How does a bicycle stay upright?",
+    "Write a letter to a friend who moved away.",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class _Work:
+    name: str
+    prompts: list[Messages]
+    at_once: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """Seconds of all prompts, and what came out."""
+
+    seconds: float
+    tokens: list[list[int]]
+    decode_tok_s: float  # of one request, from its first token on
+    num_drafted: int
+    num_accepted: int
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(map(len, self.tokens))
+
+
+def speculation(
+    options: dict[str, Any], num_requests: int | None, repeat: int, say: Callable[[str], None]
+) -> Record:
+    """N-gram speculation on against off; outputs must be the same."""
+    opened = open_model(EngineConfig.of(**options))
+    engines: dict[str, LLM] = {}
+    built: Built | None = None
+    for name in ("none", "ngram"):
+        config = EngineConfig.of(**{**options, "spec": name})
+        built = build_engine(config, opened.source, built.weights if built else None)
+        engines[name] = LLM.over(opened.card, built)
+        say(f"{name}: warming up")
+        _run(engines[name], _Work("", [_ask("Hello")] * 2, 2))
+    rows = []
+    for work in _works(num_requests or _AT_ONCE):
+        runs: dict[str, list[_Run]] = {name: [] for name in engines}
+        for _ in range(repeat):
+            for name, llm in engines.items():
+                runs[name].append(_run(llm, work))
+        rows.append(_row(work, runs["none"], runs["ngram"]))
+        say(f"{work.name}: {rows[-1]['speedup']} times as fast")
+    notes = (
+        f"Greedy, up to {_TOKENS} tokens out; tok/s with the prompts' time, decode tok/s of one "
+        "request from its first token on; medians of the runs. The tokens with and without are the "
+        "same, which the program checks."
+    )
+    return Record("speculation", rows, notes, settings=options)
+
+
+def _works(at_once: int) -> list[_Work]:
+    editing = [_ask(f"Repeat the following text exactly: {text}") for text in _TEXTS]
+    free = [_ask(question) for question in _QUESTIONS]
+    return [
+        _Work("editing, one at a time", editing, 1),
+        _Work("free answers, one at a time", free, 1),
+        _Work(f"editing, {at_once} at once", _cycle(editing, at_once), at_once),
+        _Work(f"free answers, {at_once} at once", _cycle(free, at_once), at_once),
+    ]
+
+
+def _cycle(prompts: list[Messages], count: int) -> list[Messages]:
+    return [prompts[i % len(prompts)] for i in range(count)]
+
+
+def _ask(text: str) -> Messages:
+    return [{"role": "user", "content": text}]
+
+
+def _run(llm: LLM, work: _Work) -> _Run:
+    llm.engine.reset_prefix_cache()
+    before = llm.engine.stats()
+    wish = SamplingParams(temperature=0.0, max_tokens=_TOKENS)
+    start = time.perf_counter()
+    results: list[RequestOutput] = []
+    for at in range(0, len(work.prompts), work.at_once):
+        results += llm.chat(work.prompts[at : at + work.at_once], wish)
+    seconds = time.perf_counter() - start
+    after = llm.engine.stats()
+    return _Run(
+        seconds,
+        [result.outputs[0].token_ids for result in results],
+        _decode_speed(results),
+        after.num_draft_tokens - before.num_draft_tokens,
+        after.num_accepted_tokens - before.num_accepted_tokens,
+    )
+
+
+def _decode_speed(results: list[RequestOutput]) -> float:
+    num_tokens, seconds = 0, 0.0
+    for result in results:
+        times = result.timeline
+        if times is not None and times.first_token is not None and times.last_token is not None:
+            num_tokens += times.num_output - 1
+            seconds += times.last_token - times.first_token
+    return num_tokens / max(seconds, 1e-9)
+
+
+def _row(work: _Work, off: list[_Run], on: list[_Run]) -> dict[str, Any]:
+    if any(run.tokens != off[0].tokens for run in (*off, *on)):
+        raise EngineError(f"{work.name}: the tokens differ with speculation and without.")
+    slow = statistics.median(run.seconds for run in off)
+    fast = statistics.median(run.seconds for run in on)
+    decode_off = statistics.median(run.decode_tok_s for run in off)
+    decode_on = statistics.median(run.decode_tok_s for run in on)
+    drafted = sum(run.num_drafted for run in on)
+    accepted = sum(run.num_accepted for run in on)
+    return {
+        "workload": work.name,
+        "output_tokens": off[0].num_tokens,
+        "off_tok_s": round(off[0].num_tokens / slow, 2),
+        "on_tok_s": round(on[0].num_tokens / fast, 2),
+        "speedup": round(slow / fast, 3),
+        # Pairs of runs that follow each other: what the machine does besides changes slowly.
+        "speedup_low": round(min(a.seconds / b.seconds for a, b in zip(off, on, strict=True)), 3),
+        "speedup_high": round(max(a.seconds / b.seconds for a, b in zip(off, on, strict=True)), 3),
+        "decode_off_tok_s": round(decode_off, 2),
+        "decode_on_tok_s": round(decode_on, 2),
+        "decode_speedup": round(decode_on / decode_off, 3),
+        "drafted": drafted // len(on),
+        "accepted": accepted // len(on),
+    }
