@@ -58,8 +58,8 @@ def test_rounding_at_load_time_stays_near(name: str, head: bool, plain: Path, ti
         oracle = logits(loaded(folder, **wish, plain_kernels=True))
         assert 1e-4 < (oracle - want).norm() / want.norm() < FAR[name]
         # Unpacked weights differ from the plain version by no more than the order of sums; a
-        # kernel of this machine may also round activations to int8.
-        for options, near in (({"dtype": "float32"}, 1e-3), ({}, 0.05)):
+        # kernel of this machine may also round activations to int8, and those of w4a8 finer.
+        for options, near in (({"dtype": "float32"}, 1e-3), ({}, 0.1 if name == "w4a8" else 0.05)):
             got = logits(loaded(folder, **wish, **options))
             assert (got - oracle).norm() < near * want.norm()
 

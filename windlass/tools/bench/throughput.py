@@ -22,7 +22,6 @@ from windlass.tools.bench.device import (
     release_memory,
     traffic_of,
 )
-from windlass.tools.bench.llama_engine import LlamaEngine, find_library
 from windlass.tools.bench.measure import Measured, run
 from windlass.tools.bench.naive import Naive
 from windlass.tools.bench.record import Record
@@ -104,6 +103,8 @@ def measure(options: dict[str, Any], order: Order, say: Say, name: str = "throug
             subject = Own(config, opened)
             settings["choices"] = subject.choices
         elif engine == "llama.cpp":
+            from windlass.tools.bench.llama_engine import LlamaEngine, find_library  # needs gguf
+
             library, file = order.llama_cpp or find_library(), order.gguf or opened.files.path
             subject = LlamaEngine(config, opened, library, file)
             settings["llama.cpp"] = {"library": library.name, "gguf": file.name}
