@@ -26,10 +26,8 @@ def test_nothing_failed(rows: dict[str, dict[str, Any]]) -> None:
     assert all(row["perplexity"] > 1 for row in rows.values())
 
 
-def test_every_weight_format_has_its_row(rows: dict[str, dict[str, Any]]) -> None:
-    """GGUF types have a record of their own, caches a table; their rows may come later."""
-    later = ("gguf-", "kv-")
-    assert {each.name for each in FORMATS if not each.name.startswith(later)} <= rows.keys()
+def test_every_format_has_its_row(rows: dict[str, dict[str, Any]]) -> None:
+    assert {each.name for each in FORMATS} == rows.keys()
 
 
 def test_int8_loses_nothing_visible(rows: dict[str, dict[str, Any]]) -> None:
