@@ -19,7 +19,7 @@ from windlass import __version__
 from windlass.cli.chat import interruptible
 from windlass.cli.prompts import jobs_from_file, parse_line
 from windlass.errors import RequestError
-from windlass.kernels.native.library import find_compilers
+from windlass.kernels.native.compiled import find_compilers
 
 DUMMY = ("--load-format", "dummy", "--num-blocks", "64", "--num-threads", "1")
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from windlass.kernels.native.library import SOURCES, find_compilers, machine_flags
+from windlass.kernels.native.compiled import SOURCES, find_compilers, machine_flags
 
 _FLAGS = ("-std=c++17", "-O0", "-ffp-contract=off", "-pthread", f"-I{SOURCES}")
 _SANITISERS = ("-fsanitize=address,undefined", "-fno-sanitize-recover=all")

@@ -13,7 +13,7 @@ import torch
 
 from windlass.errors import OutOfMemory
 from windlass.kernels.native.commands import Call, Step
-from windlass.kernels.native.library import Native, NativeUnavailable, load
+from windlass.kernels.native.compiled import Native, NativeUnavailable, load
 
 _SPIN_US = 50  # how long an idle worker waits for the next command before it sleeps
 _NO_STEP = Step()

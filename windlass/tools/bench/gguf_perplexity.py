@@ -36,7 +36,7 @@ def main() -> None:
     """Measure all types; every finished row is saved."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("model", type=Path)
-    parser.add_argument("library", type=Path)
+    parser.add_argument("llama_cpp", type=Path)
     parser.add_argument("-o", "--output", type=Path, required=True)
     parser.add_argument("--data", default="wikitext2")
     parser.add_argument("--context", type=int, default=512)
@@ -44,7 +44,7 @@ def main() -> None:
     parser.add_argument("--types", nargs="+", choices=TYPES, default=TYPES)
     parser.add_argument("--threads", type=int, default=2)
     args = parser.parse_args()
-    library, corpus = LlamaCpp(args.library), read_corpus(args.data)
+    library, corpus = LlamaCpp(args.llama_cpp), read_corpus(args.data)
     settings = {name: str(getattr(args, name)) for name in ("data", "context", "windows")}
     settings["model"] = args.model.name
     rows = rows_before(args.output, settings)

@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 
 from windlass.folders import cache_dir
-from windlass.kernels.native.library import cpu_identity
+from windlass.kernels.native.compiled import cpu_identity
 from windlass.models.spec import ModelSpec
 from windlass.tools.bench.device import read_bandwidth, synchronise
 

@@ -1,4 +1,4 @@
-// What the library offers to others: plain C. pool.py and library.py call it.
+// What the library offers to others: plain C. pool.py and compiled.py call it.
 
 #pragma once
 

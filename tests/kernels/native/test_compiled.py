@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from windlass.kernels.native import library
-from windlass.kernels.native.library import NativeUnavailable, load
+from windlass.kernels.native.compiled import NativeUnavailable, load
 from windlass.kernels.native.linear import NativeLinear
 from windlass.kernels.native.pool import Workers
 from windlass.kernels.packed import Int8Group
@@ -20,7 +20,7 @@ needs_compiler = pytest.mark.skipif(not _COMPILERS, reason="no C++ compiler")
 
 _TINY = 'extern "C" const char* windlass_simd() { return "tiny"; }\n'
 _PROGRAM = (
-    "import sys; from pathlib import Path; from windlass.kernels.native.library import load; "
+    "import sys; from pathlib import Path; from windlass.kernels.native.compiled import load; "
     "print(load(Path(sys.argv[1]), sources=Path(sys.argv[2])).reason)"
 )
 _LOAD = (sys.executable, "-c", _PROGRAM)
