@@ -15,14 +15,14 @@ from windlass import LLM, SamplingParams
 from windlass.build import Source, build_engine
 from windlass.config import EngineConfig
 from windlass.core.types import NewRequest
-from windlass.kernels.native import library, ops
+from windlass.kernels.native import compiled, ops
 from windlass.kernels.native.pool import shared_pool
 from windlass.kernels.native.program import Most, record
 from windlass.kernels.native.record import Unrecordable
 from windlass.models.card import load_spec
 from windlass.models.source import resolve
 
-_COMPILERS, _ = library.find_compilers()
+_COMPILERS, _ = compiled.find_compilers()
 pytestmark = pytest.mark.skipif(not _COMPILERS, reason="no C++ compiler")
 
 PROMPTS = [PROMPT, *OTHERS]

@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from windlass.kernels.native import library
+from windlass.kernels.native import compiled
 from windlass.kernels.native.compiled import NativeUnavailable, load
 from windlass.kernels.native.linear import NativeLinear
 from windlass.kernels.native.pool import Workers
 from windlass.kernels.packed import Int8Group
 
-_COMPILERS, _ = library.find_compilers()
+_COMPILERS, _ = compiled.find_compilers()
 needs_compiler = pytest.mark.skipif(not _COMPILERS, reason="no C++ compiler")
 
 _TINY = 'extern "C" const char* windlass_simd() { return "tiny"; }\n'
@@ -57,7 +57,7 @@ def test_changed_sources_and_another_cpu_are_compiled_anew(
     (sources / "tiny.cpp").write_text(_TINY + "// changed\n")
     load(tmp_path, sources=sources)
     assert len(kept(tmp_path)) == 2
-    monkeypatch.setattr(library, "cpu_identity", lambda: "another CPU")
+    monkeypatch.setattr(compiled, "cpu_identity", lambda: "another CPU")
     assert load(tmp_path, sources=sources).reason.startswith("compiled by")
     assert len(kept(tmp_path)) == 3
 

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from windlass.kernels.native import library
+from windlass.kernels.native import compiled
 from windlass.kernels.native.linear import NativeLinear
 from windlass.kernels.native.pool import Pool, Workers
 from windlass.kernels.packed import Float8, Int4Group, Int8Group, Packed, Table4
@@ -37,7 +37,7 @@ SUMS = 1e-5  # of |x| @ |w|: float32 sums in another order
 ROUNDED = 0.012  # of the norm of the product: inputs rounded to int8, normally distributed
 ROUNDED_TWICE = 1e-4  # the same where inputs are rounded twice: 5.3e-5 with outliers
 OUTLIER = 2  # kOutlier of panels.cpp
-_COMPILERS, _ = library.find_compilers()
+_COMPILERS, _ = compiled.find_compilers()
 
 pytestmark = pytest.mark.skipif(not _COMPILERS, reason="no C++ compiler")
 
@@ -294,7 +294,7 @@ def test_what_is_refused(kernel: NativeLinear) -> None:
 
 
 def test_the_portable_version_computes_the_same(tmp_path: Path) -> None:
-    portable = library.load(tmp_path, ("-DWINDLASS_SCALAR", "-O0"))
+    portable = compiled.load(tmp_path, ("-DWINDLASS_SCALAR", "-O0"))
     assert portable.simd == "portable"
     kernel = NativeLinear(Workers(1, Pool(portable, 1)))
     for form in (int4(13, 96, 32, seed=12), int8(13, 160, 16, seed=12, affine=True)):

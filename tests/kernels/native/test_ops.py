@@ -12,11 +12,11 @@ from tests.kernels.test_attention import make_batch
 from tests.kernels.test_kv_codes import coded
 from windlass.kernels import reference
 from windlass.kernels.batch import Heads, LayerKV, StepBatch
-from windlass.kernels.native import library, ops
+from windlass.kernels.native import compiled, ops
 from windlass.kernels.native.linear import NativeLinear
 from windlass.kernels.packed import Int4Group, Int8Group, Table4
 
-_COMPILERS, _ = library.find_compilers()
+_COMPILERS, _ = compiled.find_compilers()
 pytestmark = pytest.mark.skipif(not _COMPILERS, reason="no C++ compiler")
 
 CLOSE = {"rtol": 1e-5, "atol": 1e-6}  # float32 in another order
