@@ -25,12 +25,17 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 inside = pytest.mark.skipif(not INTERPRETED, reason="runs in the interpreter's own process")
 
 
-@pytest.mark.skipif(INTERPRETED, reason="starts the interpreter's process")
-def test_kernels_in_the_interpreter() -> None:
-    command = [sys.executable, "-m", "pytest", "-q", "-W", "ignore::DeprecationWarning", __file__]
+def run_interpreted(file: str) -> None:
+    """The cases of a file, in a process where Triton interprets."""
+    command = [sys.executable, "-m", "pytest", "-q", "-W", "ignore::DeprecationWarning", file]
     environment = {**os.environ, "TRITON_INTERPRET": "1"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
+
+
+@pytest.mark.skipif(INTERPRETED, reason="starts the interpreter's process")
+def test_kernels_in_the_interpreter() -> None:
+    run_interpreted(__file__)
 
 
 def make_batch(heads: Heads, rows: list[tuple[int, int]]) -> tuple[LayerKV, StepBatch]:

@@ -6,14 +6,10 @@ process of their own, as those of test_interpreted.py.
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-
 import pytest
 import torch
 
-from tests.kernels.test_interpreted import INTERPRETED, inside, make_batch
+from tests.kernels.test_interpreted import INTERPRETED, inside, make_batch, run_interpreted
 from windlass.kernels import reference
 from windlass.kernels.batch import Heads, LayerKV, StepBatch
 
@@ -22,10 +18,7 @@ pytest.importorskip("triton")
 
 @pytest.mark.skipif(INTERPRETED, reason="starts the interpreter's process")
 def test_kernels_in_the_interpreter() -> None:
-    command = [sys.executable, "-m", "pytest", "-q", "-W", "ignore::DeprecationWarning", __file__]
-    environment = {**os.environ, "TRITON_INTERPRET": "1"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
+    run_interpreted(__file__)
 
 
 def coded_batch(

@@ -24,12 +24,6 @@ def add_parts(acc, parts, stride, counter, split, splits, at, mask):
     return acc, whole
 
 
-def splits_for(programs: int, blocks: int) -> int:
-    """Into how many parts K is cut, so that a small weight fills the device too."""
-    wanted = max(1, 2 * 132 // programs)
-    return max(1, min(8, 1 << (wanted.bit_length() - 1), blocks))
-
-
 class Space:
     """Where the parts of sums meet. Owned by a kernel; its products, of one stream, share it."""
 
