@@ -91,11 +91,15 @@ class Trunk(nn.Module):
         inv_freq, scale = frequencies(spec.rope)
         self.rotary = Rotary(inv_freq, scale, parts.max_positions, parts.device)
 
-    def forward(self, ids: Tensor, batch: StepBatch) -> Tensor:
+    def forward(
+        self, ids: Tensor, batch: StepBatch, taps: dict[int, Tensor] | None = None
+    ) -> Tensor:
         norms: list[RMSNorm] = [block.input_layernorm for block in self.layers]  # type: ignore[misc]
         first, *others = norms
         x, residual = first.add(self.embed_tokens(ids), None)
-        for block, norm in zip(self.layers, [*others, self.norm], strict=True):
+        for i, (block, norm) in enumerate(zip(self.layers, [*others, self.norm], strict=True)):
+            if taps is not None and i in taps:
+                taps[i] = residual.clone()  # which layers may change in place
             x, residual = block(x, residual, norm, batch, self.rotary.cos_sin)
         assert isinstance(x, Tensor)  # nobody asked the last norm to round
         return x
@@ -121,8 +125,10 @@ class Llama(Network):
         self.model = Trunk(spec, parts, table)
         self.lm_head = head
 
-    def forward(self, ids: Tensor, batch: StepBatch) -> Tensor:
-        return self.model(ids, batch)
+    def forward(
+        self, ids: Tensor, batch: StepBatch, taps: dict[int, Tensor] | None = None
+    ) -> Tensor:
+        return self.model(ids, batch, taps)
 
     def logits(self, hidden: Tensor) -> Tensor:
         return self.lm_head(hidden)

@@ -54,8 +54,13 @@ class Network(nn.Module):
         return plain + sum(layer.product_bytes for layer in linears)
 
     @abstractmethod
-    def forward(self, ids: Tensor, batch: StepBatch) -> Tensor:
-        """Hidden states of all tokens [tokens, hidden]; writes the batch's pages."""
+    def forward(
+        self, ids: Tensor, batch: StepBatch, taps: dict[int, Tensor] | None = None
+    ) -> Tensor:
+        """Hidden states of all tokens [tokens, hidden]; writes the batch's pages.
+
+        The keys of `taps` are layers; each gets a copy of the residual stream that enters it.
+        """
 
     @abstractmethod
     def logits(self, hidden: Tensor) -> Tensor:
