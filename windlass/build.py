@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
-from windlass.config import EngineConfig, Limits, ServeConfig, SpecConfig
+from windlass.config import EngineConfig, Limits, ServeConfig
 from windlass.core.blocks import BlockPool
 from windlass.core.card import Choice, EngineReport, ModelCard
 from windlass.core.limits import SchedulerLimits
@@ -21,7 +21,6 @@ from windlass.core.policy import Continuous, Fcfs, Gate, Policy, Priority, Stati
 from windlass.core.scheduler import Scheduler
 from windlass.engine import Engine
 from windlass.engine import Runner as EngineRunner
-from windlass.errors import ConfigError
 from windlass.models.card import load_card, load_spec, open_checkpoint
 from windlass.models.source import ModelFiles, resolve
 from windlass.models.spec import ModelSpec
@@ -29,6 +28,7 @@ from windlass.models.spec import ModelSpec
 if TYPE_CHECKING:
     from windlass.runner.assemble import Assembled, Loaded
     from windlass.runner.scoring import Scorer, ScoringLimits
+    from windlass.spec.base import Guide
 
 _POLICIES: dict[str, type[Policy]] = {"fcfs": Fcfs, "priority": Priority}
 
@@ -94,12 +94,19 @@ def build_engine(config: EngineConfig, source: Source, weights: Loaded | None = 
     files, spec = source.files, source.spec
     device = choose_device(config.model)
     limits = config.limits(device.type)
-    _check_speculation(config.speculation, device.type)
     with log.phase("load weights"):
         if weights is None:
             weights = load_network(config, spec, open_checkpoint(files, config.model))
+    guide = None
+    if config.speculation.spec != "none":
+        from windlass.spec.base import Site
+        from windlass.spec.registry import open_guide
+
+        with log.phase("load proposer"):
+            guide = open_guide(Site(config, files, spec, weights))
     with log.phase("KV cache"):
-        made = make_runner(config, spec, weights, limits)
+        beside = guide.token_bytes if guide is not None else 0
+        made = make_runner(config, spec, weights, limits, beside)
     capacity = made.capacity
     log.choices += [
         Choice("model", f"{files.name} ({spec.architecture})", f"{files.kind}: {files.path}"),
@@ -114,7 +121,7 @@ def build_engine(config: EngineConfig, source: Source, weights: Loaded | None = 
         config, limits, made, source.eos_ids, no_fixed_order=weights.no_fixed_order
     )
     with log.phase("speculation"):
-        runner, choice = _speculation(config, limits, made)
+        runner, choice = _speculation(config, limits, made, guide)
     log.choices.append(choice)
     report = EngineReport(
         made.max_model_len,
@@ -192,40 +199,29 @@ def serve(
     return run_server(client, opened.card, serve_config, on_ready)
 
 
-def _check_speculation(wish: SpecConfig, device: str) -> None:
-    if wish.spec != "none" and device == "cuda":
-        raise ConfigError(
-            f"--spec {wish.spec}: speculation on CUDA needs recorded verification steps, which "
-            "there are not; use --spec none, or --device cpu."
-        )
-
-
 def _speculation(
-    config: EngineConfig, limits: Limits, made: Assembled
+    config: EngineConfig, limits: Limits, made: Assembled, guide: Guide | None
 ) -> tuple[EngineRunner, Choice]:
     """The runner that guesses, or, where nobody wants that, the plain one as it is."""
-    wish = config.speculation
-    if wish.spec == "none":
+    if guide is None:
         return made.runner, Choice("speculation", "none", "as set")
     from windlass.spec.governor import Governor
     from windlass.spec.measure import Room, measure
-    from windlass.spec.ngram import NgramProposer
     from windlass.spec.speculation import Speculation
 
     capacity = made.capacity
     room = Room(
         positions=made.most_positions,
         rows=limits.max_num_seqs,
-        row_tokens=min(1 + wish.spec_tokens, made.max_model_len),
+        row_tokens=min(1 + config.speculation.spec_tokens, made.max_model_len),
         num_blocks=capacity.num_blocks,
         block_size=capacity.block_size,
     )
-    costs = measure(made.runner, room)
-    proposer = NgramProposer(wish.spec_ngram_min, wish.spec_ngram_max, wish.spec_tokens)
-    runner = Speculation(made.runner, proposer, Governor(costs, made.most_positions))
-    lengths = f"{wish.spec_ngram_min} to {wish.spec_ngram_max} tokens alike"
-    value = f"ngram, up to {wish.spec_tokens} guesses"
-    return runner, Choice("speculation", value, f"as set; {lengths}; {costs.describe()}")
+    proposer = guide.start(made)
+    costs = measure(made.runner, proposer, room)
+    governor = Governor(costs.guessed, made.most_positions, costs.plain)
+    runner = Speculation(made.runner, proposer, governor)
+    return runner, Choice("speculation", guide.describe(), f"as set; {costs.describe()}")
 
 
 def _scheduler(

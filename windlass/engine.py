@@ -16,7 +16,10 @@ from windlass.errors import OutOfMemory
 
 
 class Pending(Protocol):
-    """A step on its way."""
+    """A step on its way. One that `guesses` what follows ends before the next is planned."""
+
+    @property
+    def guesses(self) -> bool: ...
 
     def wait(self) -> StepResult: ...
 
@@ -72,18 +75,24 @@ class Engine:
         return self._scheduler.commit(plan, result, self._clock())
 
     def _step_overlapped(self) -> list[Output]:
+        outputs = []
+        if self._in_flight is not None and self._in_flight[1].guesses:
+            outputs = self._take_in(*self._in_flight)
+            self._in_flight = None
         plan = self._scheduler.plan(self._clock())
-        launched, outputs = None, []
+        launched = None
         if plan.rows:
             try:
                 launched = (plan, self._runner.submit(plan))
             except OutOfMemory as error:
-                outputs = self._scheduler.retract(plan, str(error))
+                outputs += self._scheduler.retract(plan, str(error))
         before, self._in_flight = self._in_flight, launched
         if before is not None:
-            last_plan, pending = before
-            outputs += self._scheduler.commit(last_plan, pending.wait(), self._clock())
+            outputs += self._take_in(*before)
         return outputs
+
+    def _take_in(self, plan: StepPlan, pending: Pending) -> list[Output]:
+        return self._scheduler.commit(plan, pending.wait(), self._clock())
 
     def fail(self, error: str) -> list[Output]:
         """End every request with an error, after a step that raised; the engine stays usable."""

@@ -6,6 +6,8 @@ from random import Random
 
 import pytest
 
+from windlass.core.sampling import SamplingParams
+from windlass.core.types import Admission, SlotId, StepPlan
 from windlass.spec.base import NO_DRAFT, Draft, Seen
 from windlass.spec.ngram import Index, NgramProposer
 
@@ -47,12 +49,18 @@ def test_a_loop_is_guessed_beyond_its_end() -> None:
     assert index.guess(7) == Draft((7, 5, 6, 7, 5, 6, 7), 2)
 
 
+def admission(slot: int, tokens: list[int]) -> Admission:
+    return Admission("", SlotId(slot), tokens, len(tokens), SamplingParams(), frozenset(), 0)
+
+
 def test_slots_are_apart_and_forgotten() -> None:
     proposer = NgramProposer(2, 4, 3)
-    proposer.admit(0, [1, 2, 3, 9])
-    proposer.admit(1, [1, 2, 8, 9])
-    drafts = proposer.propose([Seen(1, [1, 2]), Seen(0, [1, 2])])
+    one, two = admission(0, [1, 2, 3, 9]), admission(1, [1, 2, 8, 9])
+    proposer.begin(StepPlan([], [one, two]), True)
+    proposer.take_in([Seen(one.slot, [1]), Seen(two.slot, [1])])
+    proposer.take_in([Seen(one.slot, [2]), Seen(two.slot, [2])])
+    drafts = proposer.propose([two.slot, one.slot])
     assert [draft.tokens for draft in drafts] == [(8, 9, 1), (3, 9, 1)]
-    proposer.forget(0)
-    proposer.admit(0, [4])
-    assert proposer.propose([Seen(0, [1, 2])]) == [NO_DRAFT]
+    proposer.begin(StepPlan([], [admission(0, [4])], [one.slot]), True)
+    proposer.take_in([Seen(one.slot, [1, 2])])
+    assert proposer.propose([one.slot]) == [NO_DRAFT]

@@ -6,21 +6,20 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 from random import Random
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from tests.runner.test_deterministic import CONFIG, OTHERS, PROMPT
 from windlass import LLM, SamplingParams
-from windlass.build import build_engine
 from windlass.config import EngineConfig
 from windlass.core.types import RowResult, SlotId, StepPlan, StepResult
 from windlass.errors import ConfigError
-from windlass.runner import device
+from windlass.runner.runner import Done
 from windlass.spec import governor, ngram
 from windlass.spec.base import Draft, Seen
 from windlass.spec.measure import Room, measure
+from windlass.spec.ngram import NgramProposer
 
 PROMPTS = [PROMPT, *OTHERS]
 COUNT = 30
@@ -29,8 +28,7 @@ COUNT = 30
 class Oracle:
     """Knows what comes, and says it with some errors: every length of acceptance occurs."""
 
-    lookahead = 0
-    wants: tuple[int, ...] = ()
+    free = True
     truth: list[list[int]]  # whole sequences, prompts included
 
     def __init__(self, _shortest: int, _longest: int, most: int) -> None:
@@ -38,17 +36,20 @@ class Oracle:
         self._most = most
         self._known: dict[SlotId, list[int]] = {}
 
-    def admit(self, slot: SlotId, tokens: Sequence[int]) -> None:
-        self._known[slot] = list(tokens)
+    def begin(self, plan: StepPlan, _wanted: bool) -> None:
+        for slot in plan.freed:
+            self._known.pop(slot, None)
+        for admission in plan.admitted:
+            self._known[admission.slot] = list(admission.tokens)
 
-    def forget(self, slot: SlotId) -> None:
-        self._known.pop(slot, None)
+    def take_in(self, seen: Sequence[Seen]) -> None:
+        for slot, tokens, _ in seen:
+            self._known[slot] += tokens
 
-    def propose(self, seen: Sequence[Seen]) -> list[Draft]:
+    def propose(self, slots: Sequence[SlotId]) -> list[Draft]:
         drafts = []
-        for slot, tokens in seen:
+        for slot in slots:
             known = self._known[slot]
-            known += tokens
             (whole, *_) = [each for each in self.truth if each[: len(known)] == known] or [[]]
             coming = whole[len(known) : len(known) + self._random.randint(0, self._most)]
             wrong = [(t + 1) % 500 if self._random.random() < 0.1 else t for t in coming]
@@ -188,12 +189,9 @@ class Counting:
     def __init__(self) -> None:
         self.plans: list[StepPlan] = []
 
-    def run(self, plan: StepPlan) -> StepResult:
-        return self.verify(plan)
-
-    def verify(self, plan: StepPlan) -> StepResult:
+    def submit(self, plan: StepPlan) -> Done:
         self.plans.append(plan)
-        return StepResult([RowResult([0])] * len(plan.rows))
+        return Done(StepResult([RowResult([0])] * len(plan.rows)))
 
 
 @pytest.mark.parametrize(
@@ -207,8 +205,8 @@ class Counting:
 )
 def test_costs_are_measured_within_the_room_there_is(room: Room) -> None:
     runner, now = Counting(), iter(range(1000))
-    costs = measure(runner, room, clock=lambda: next(now) / 1000)
-    assert 0 < costs.of(1) <= costs.of(2)
+    costs = measure(runner, NgramProposer(2, 4, 8), room, clock=lambda: next(now) / 1000)
+    assert 0 < costs.guessed.of(1) <= costs.guessed.of(2)
     for plan in runner.plans:
         assert plan.num_tokens <= room.positions
         assert len(plan.rows) <= room.rows
@@ -221,7 +219,7 @@ def test_costs_are_measured_within_the_room_there_is(room: Room) -> None:
 
 def test_the_start_up_table_says_what_guesses_and_what_it_costs(folder: Path) -> None:
     chosen = {c.what: c for c in make(folder, spec="ngram", spec_tokens=5).report.choices}
-    assert chosen["speculation"].value == "ngram, up to 5 guesses"
+    assert chosen["speculation"].value == "ngram, up to 5 guesses, 2 to 4 tokens alike"
     assert "ms" in chosen["speculation"].reason
 
 
@@ -239,12 +237,3 @@ def test_the_start_up_table_says_what_guesses_and_what_it_costs(folder: Path) ->
 def test_settings_that_cannot_be_are_refused(options: dict[str, Any], told: str) -> None:
     with pytest.raises(ConfigError, match=told):
         EngineConfig.of(**options)
-
-
-def test_cuda_is_refused_before_anything_is_loaded(folder: Path, monkeypatch) -> None:
-    config = EngineConfig.of(spec="ngram", model=str(folder), load_format="dummy")
-    monkeypatch.setattr(
-        device, "choose_device", lambda _: SimpleNamespace(type="cuda", device="cuda")
-    )
-    with pytest.raises(ConfigError, match="recorded verification steps"):
-        build_engine(config, SimpleNamespace(files=None, spec=None))

@@ -324,7 +324,7 @@ class Scheduler:
             elif got.prompt_logprobs:
                 scores = self._unreported(request, row, got)
                 outputs.append(Output(request.request_id, prompt_logprobs=scores))
-        self._count.num_generated_tokens += sum([len(output.tokens) for output in outputs])
+        self._count.add(sum([len(output.tokens) for output in outputs]), result.drafting_s)
         return outputs
 
     def _settle_drafts(self, request: Request, row: Row, got: RowResult) -> None:

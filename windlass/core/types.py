@@ -98,6 +98,7 @@ class StepResult(NamedTuple):
     """Results in the order of the plan's rows."""
 
     rows: list[RowResult]
+    drafting_s: float = 0.0  # spent on guesses for the next step
 
 
 @dataclass(slots=True)
@@ -154,6 +155,12 @@ class EngineStats:
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
     accepted_per_position: list[int] = field(default_factory=list)
+    drafting_s: float = 0.0
+
+    def add(self, num_generated: int, drafting_s: float) -> None:
+        """Add what one step gave."""
+        self.num_generated_tokens += num_generated
+        self.drafting_s += drafting_s
 
     def count_draft(self, timeline: Timeline, num_drafted: int, num_accepted: int) -> None:
         """Add one row's guesses, here and on its request."""

@@ -152,8 +152,13 @@ def holdings(layers: list[Linear]) -> list[Choice]:
     ]
 
 
-def make_runner(config: EngineConfig, spec: ModelSpec, loaded: Loaded, limits: Limits) -> Assembled:
-    """Size and make the KV pages, now that the weights are in place."""
+def make_runner(
+    config: EngineConfig, spec: ModelSpec, loaded: Loaded, limits: Limits, beside: int = 0
+) -> Assembled:
+    """Size and make the KV pages, now that the weights are in place.
+
+    `beside` each token's KV so many bytes are left for others.
+    """
     parts, size = loaded.parts, config.cache.block_size
     kv_format = _kv_format(config, spec, parts)
     per_request = -(-parts.max_positions // size)
@@ -161,7 +166,7 @@ def make_runner(config: EngineConfig, spec: ModelSpec, loaded: Loaded, limits: L
     reserved = maker.measure() if parts.device.type == "cuda" else {}
     capacity = found.size_cache(
         config.cache,
-        size * kv_format.token_bytes,
+        size * (kv_format.token_bytes + beside),
         parts.device,
         limits.memory_share,
         limits.max_num_seqs * per_request,

@@ -30,11 +30,15 @@ _SCORED_AT_ONCE = 128
 class Pending(Protocol):
     """A step on its way. `wait` blocks until its tokens are there."""
 
+    guesses: bool  # whether they come with guesses, so that the next plan must wait for them
+
     def wait(self) -> StepResult: ...
 
 
 class Done:
     """A step whose result is there already."""
+
+    guesses = False
 
     def __init__(self, result: StepResult) -> None:
         self._result = result
@@ -74,15 +78,13 @@ class Runner:
 
     @torch.inference_mode()
     def submit(self, plan: StepPlan) -> Pending:
-        """Start a step. The plan's copies come first, then all rows together."""
-        self._prepare(plan)
-        return Done(StepResult(self._compute(plan)))
+        """Start a step. The plan's copies come first, then all rows together.
 
-    @torch.inference_mode()
-    def verify(self, plan: StepPlan) -> StepResult:
-        """`run` for a plan with guesses: a row gives 1 + as many tokens as it guessed rightly."""
+        A row with guesses gives 1 + as many tokens as it guessed rightly.
+        """
         self._prepare(plan)
-        return StepResult(self._verify(plan))
+        compute = self._verify if any(row.num_drafts for row in plan.rows) else self._compute
+        return Done(StepResult(compute(plan)))
 
     def _compute(self, plan: StepPlan) -> list[RowResult]:
         """Operator by operator."""

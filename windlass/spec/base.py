@@ -3,16 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
-from windlass.core.types import SlotId
+from windlass.config import EngineConfig
+from windlass.core.types import SlotId, StepPlan
+from windlass.models.source import ModelFiles
+from windlass.models.spec import ModelSpec
+
+if TYPE_CHECKING:
+    from windlass.runner.assemble import Assembled, Loaded
 
 
 class Seen(NamedTuple):
-    """What became known of one slot in the last step: tokens that nothing can take back."""
+    """What became known of one slot in the last step: tokens that nothing can take back.
+
+    `drafts` are guesses that the runner made itself, in the same step.
+    """
 
     slot: SlotId
     tokens: Sequence[int]
+    drafts: tuple[int, ...] = ()
 
 
 class Draft(NamedTuple):
@@ -31,15 +42,40 @@ NO_DRAFT = Draft(())
 class Proposer(Protocol):
     """Owns what it remembers of each slot."""
 
-    lookahead: int  # KV positions that it may write past the last token
-    wants: tuple[int, ...]  # layers whose hidden states it reads
+    # Whether to guess costs next to nothing. Then it is tried after every step, and only where
+    # it found something does the next step wait for it.
+    free: bool
 
-    def admit(self, slot: SlotId, tokens: Sequence[int]) -> None:
-        """A request got this slot, with these tokens known."""
+    def begin(self, plan: StepPlan, wanted: bool) -> None:
+        """A step is about to run: who came and went, and whether guesses after it are wanted."""
         ...
 
-    def forget(self, slot: SlotId) -> None: ...
+    def take_in(self, seen: Sequence[Seen]) -> None:
+        """What the rows that sampled got, once for every step."""
+        ...
 
-    def propose(self, seen: Sequence[Seen]) -> list[Draft]:
-        """Take in what is new, and guess what follows it: one draft for each, perhaps empty."""
+    def propose(self, slots: Sequence[SlotId]) -> list[Draft]:
+        """What follows in each of these slots, which were all seen a moment ago."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Site:
+    """Where a proposer is to work: for whom it guesses, before there are pages and a runner."""
+
+    config: EngineConfig
+    files: ModelFiles
+    spec: ModelSpec
+    loaded: Loaded
+
+
+class Guide(Protocol):
+    """A proposer that was chosen, with its weights in place; `start` is told of the runner."""
+
+    token_bytes: int  # that it needs beside each token's KV in the pages
+
+    def start(self, made: Assembled) -> Proposer: ...
+
+    def describe(self) -> str:
+        """For the start-up table: what guesses, and with what."""
         ...

@@ -23,6 +23,10 @@ _LONGEST_REST = 1024
 _MARGIN = 1.01  # what guesses must promise: costs and chances are estimates
 _SLOW_FADE = 0.95  # of what steps took against what they should have
 _LEAST_DEAR, _MOST_DEAR = 0.5, 4.0
+_IN_VAIN = 4  # looks for guesses that gave none worth a try, before all rest
+_FREE_IN_VAIN = 16  # where looking is free
+_FREE_ROWS = 8  # up to so many rows that is so little that it never rests
+_FIRST_REST, _LAST_REST = 16, 512  # steps
 
 
 class StepCosts:
@@ -86,10 +90,21 @@ class _Record:
 class Governor:
     """Owns the records of all slots, and what is known of kinds of guesses and of costs."""
 
-    def __init__(self, costs: StepCosts, most_positions: int) -> None:
-        """A step has room to sample `most_positions`."""
+    def __init__(
+        self, costs: StepCosts, most_positions: int, plain: StepCosts | None = None
+    ) -> None:
+        """A step has room to sample `most_positions`.
+
+        `plain` are the costs of steps after which nobody guesses, where these are cheaper.
+        """
         self._costs = costs
+        self._plain = plain or costs
         self._most_positions = most_positions
+        self._num_vain = 0
+        self._rest = _FIRST_REST
+        self._resting = 0  # steps that are left of it
+        self._rows_then = 0
+        self._woken = False
         self._slots: dict[SlotId, _Record] = {}
         self._kinds: dict[int, tuple[float, float]] = {}  # first guesses: right, tried
         self._slowness = {False: 1.0, True: 1.0}  # taken / expected, without and with guesses
@@ -100,9 +115,26 @@ class Governor:
     def forget(self, slot: SlotId) -> None:
         self._slots.pop(slot, None)
 
+    def wanted(self, num_rows: int, free: bool) -> bool:
+        """Whether to look for guesses after a step of so many requests.
+
+        Not for some steps after looking was in vain, unless there is less to do than then.
+        """
+        enough = _FREE_IN_VAIN if free else _IN_VAIN
+        if self._num_vain >= enough and not (free and num_rows <= _FREE_ROWS):
+            self._num_vain = 0
+            self._resting, self._rows_then = self._rest, num_rows
+            self._rest = min(2 * self._rest, _LAST_REST)
+        if self._resting and 2 * num_rows > self._rows_then:
+            self._resting -= 1
+            self._woken = self._resting == 0
+            return False
+        self._resting = 0
+        return True
+
     def took(self, num_tokens: int, guessed: bool, seconds: float) -> None:
-        """A step without prompt tokens took so long."""
-        ratio = seconds / self._costs.of(num_tokens)
+        """A step without prompt tokens took so long; `guessed`: for guesses, or before some."""
+        ratio = seconds / (self._costs if guessed else self._plain).of(num_tokens)
         self._slowness[guessed] += (1 - _SLOW_FADE) * (ratio - self._slowness[guessed])
 
     def verified(self, slot: SlotId, kind: int, num_drafts: int, num_accepted: int) -> None:
@@ -131,6 +163,7 @@ class Governor:
                 expected = self._expected(draft.kind)
                 chances = self._slots[slot].chances(expected, len(draft.tokens))
                 offers += [(chance, i) for chance in chances]
+        self._num_vain += 1
         if not offers:
             return counts
         offers.sort(key=lambda offer: -offer[0])
@@ -138,7 +171,10 @@ class Governor:
         best = self._best_number([chance for chance, _ in offers[:room]], len(drafts), others)
         for _, i in offers[:best]:
             counts[i] += 1
+        if best:
+            self._num_vain, self._rest = 0, _FIRST_REST
         self._let_go(slots, drafts, counts, room - best)
+        self._woken = False
         return counts
 
     def _expected(self, kind: int) -> float:
@@ -150,7 +186,7 @@ class Governor:
         """How many guesses, the likeliest first, give the most tokens per second, prompts included."""
         base = num_rows + others
         dearer = self._dearness()
-        most = _MARGIN * base / self._costs.of(base)
+        most = _MARGIN * base / self._plain.of(base)
         best, tokens = 0, float(base)
         for count, chance in enumerate(chances, start=1):
             tokens += chance
@@ -173,7 +209,7 @@ class Governor:
                 record.num_declined, record.probing = 0, False
             elif draft.tokens:
                 record.num_declined += 1
-                if record.num_declined >= record.rest and room > 0:
+                if (record.num_declined >= record.rest or self._woken) and room > 0:
                     record.num_declined, record.probing = 0, True
                     counts[i] = 1
                     room -= 1

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from windlass.core.sampling import SamplingParams
 from windlass.core.types import Admission, BlockId, Row, SlotId, StepPlan
+from windlass.spec.base import Proposer, Seen
 from windlass.spec.governor import StepCosts
-from windlass.spec.speculation import Verifier
+from windlass.spec.speculation import Submits
 
 _SIZES = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 _REPEATS = 3
@@ -36,23 +37,69 @@ class Room:
         return min(self.positions, max(1, rows) * self.row_tokens)
 
 
+@dataclass(frozen=True, slots=True)
+class Costs:
+    """Of steps with guesses, or after which some are made, and of plain ones."""
+
+    guessed: StepCosts
+    plain: StepCosts
+
+    def describe(self) -> str:
+        """For the start-up table."""
+        return f"{self.guessed.describe()}; 1 without: {1000 * self.plain.of(1):.2f} ms"
+
+
 def measure(
-    runner: Verifier, room: Room, clock: Callable[[], float] = time.perf_counter
-) -> StepCosts:
+    runner: Submits,
+    proposer: Proposer,
+    room: Room,
+    clock: Callable[[], float] = time.perf_counter,
+) -> Costs:
     """Run steps of growing size, each a few times, and keep the best times.
 
     Writes to the first KV blocks and uses the first slots: nobody has them yet.
     """
+    alone = replace(room, row_tokens=1)
+    return Costs(
+        _measure(_WithGuesses(runner, proposer, wanted=True), room, clock),
+        _measure(_WithGuesses(runner, proposer, wanted=False), alone, clock),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _WithGuesses:
+    """A step and what is guessed after it."""
+
+    runner: Submits
+    proposer: Proposer
+    wanted: bool
+
+    def __call__(self, plan: StepPlan) -> None:
+        self.proposer.begin(plan, self.wanted)
+        results = self.runner.submit(plan).wait().rows
+        slots = [row.slot for row in plan.rows]
+        self.proposer.take_in(
+            [
+                Seen(slot, result.tokens, result.drafts)
+                for slot, result in zip(slots, results, strict=True)
+            ]
+        )
+        if self.wanted:
+            self.proposer.propose(slots)
+
+
+def _measure(step: Callable[[StepPlan], None], room: Room, clock: Callable[[], float]) -> StepCosts:
     began = clock()
     seconds: dict[int, float] = {}
-    runner.verify(_plan(1, room))
+    step(_plan(1, room))
     for size in _SIZES:
         if size > room.most or (len(seconds) > 1 and clock() - began > _ENOUGH_S):
             break
         times = []
         for _ in range(_REPEATS):
+            plan = _plan(size, room)
             start = clock()
-            runner.verify(_plan(size, room))
+            step(plan)
             times.append(clock() - start)
         seconds[size] = min(times)
     if len(seconds) == 1:  # there is no room for a guess either
@@ -71,4 +118,4 @@ def _plan(num_tokens: int, room: Room) -> StepPlan:
         blocks = tuple(BlockId(block) for block in held if block < room.num_blocks)
         admitted.append(Admission(name, slot, [0], 1, wish, frozenset(), 0))
         rows.append(Row(name, slot, 0, count, (0,) * count, blocks, True, count - 1))
-    return StepPlan(rows, admitted)
+    return StepPlan(rows, admitted, freed=[row.slot for row in rows])

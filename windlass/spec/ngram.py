@@ -7,9 +7,14 @@ was given (editing, summarising, code), most guesses are right; elsewhere there 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from windlass.core.types import SlotId
-from windlass.spec.base import NO_DRAFT, Draft, Seen
+from windlass.core.types import SlotId, StepPlan
+from windlass.spec.base import NO_DRAFT, Draft, Proposer, Seen, Site
+
+if TYPE_CHECKING:
+    from windlass.runner.assemble import Assembled
 
 
 class Index:
@@ -51,28 +56,58 @@ class Index:
 
 
 class NgramProposer:
-    """Owns an index for each slot. Drafts are kept up to date by what the runner accepted."""
+    """Owns an index for each slot, made of its tokens when guesses are first wanted of it."""
 
-    lookahead = 0
-    wants: tuple[int, ...] = ()
+    free = True
 
     def __init__(self, shortest: int, longest: int, most: int) -> None:
         """N-grams of `longest` down to `shortest` tokens; at most `most` guesses."""
         self._lengths = tuple(range(longest, shortest - 1, -1))
         self._most = most
         self._slots: dict[SlotId, Index] = {}
+        self._unread: dict[SlotId, list[int]] = {}
 
-    def admit(self, slot: SlotId, tokens: Sequence[int]) -> None:
-        index = self._slots[slot] = Index(self._lengths)
-        index.extend(tokens)
+    def begin(self, plan: StepPlan, wanted: bool) -> None:
+        del wanted
+        for slot in plan.freed:
+            self._slots.pop(slot, None)
+            self._unread.pop(slot, None)
+        for admission in plan.admitted:
+            self._slots[admission.slot] = Index(self._lengths)
+            self._unread[admission.slot] = list(admission.tokens)
 
-    def forget(self, slot: SlotId) -> None:
-        self._slots.pop(slot, None)
+    def take_in(self, seen: Sequence[Seen]) -> None:
+        unread = self._unread
+        for slot, tokens, _ in seen:
+            unread[slot] += tokens
 
-    def propose(self, seen: Sequence[Seen]) -> list[Draft]:
+    def propose(self, slots: Sequence[SlotId]) -> list[Draft]:
         drafts = []
-        for slot, tokens in seen:
-            index = self._slots[slot]
-            index.extend(tokens)
+        for slot in slots:
+            index, unread = self._slots[slot], self._unread[slot]
+            index.extend(unread)
+            unread.clear()
             drafts.append(index.guess(self._most))
         return drafts
+
+
+@dataclass(frozen=True, slots=True)
+class NgramGuide:
+    """Needs no weights and no pages."""
+
+    shortest: int
+    longest: int
+    most: int
+    token_bytes: int = 0
+
+    def start(self, made: Assembled) -> Proposer:
+        del made
+        return NgramProposer(self.shortest, self.longest, self.most)
+
+    def describe(self) -> str:
+        return f"ngram, up to {self.most} guesses, {self.shortest} to {self.longest} tokens alike"
+
+
+def guide(site: Site) -> NgramGuide:
+    wish = site.config.speculation
+    return NgramGuide(wish.spec_ngram_min, wish.spec_ngram_max, wish.spec_tokens)

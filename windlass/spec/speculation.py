@@ -1,7 +1,7 @@
 """A runner that guesses: it verifies what was guessed for this step, and guesses for the next.
 
 Stands before the real runner, so that one without speculation knows nothing of it. Steps without
-guesses go to the runner's plain way.
+guesses go to the runner's plain way, and while guesses do not pay, steps may overlap as ever.
 """
 
 from __future__ import annotations
@@ -11,17 +11,33 @@ from collections.abc import Callable
 from typing import Protocol
 
 from windlass.core.types import Row, RowResult, SlotId, StepPlan, StepResult
-from windlass.runner.runner import Done
+from windlass.runner.runner import Pending
 from windlass.spec.base import Proposer, Seen
 from windlass.spec.governor import Governor
 
 
-class Verifier(Protocol):
-    """What computes plans."""
+class Submits(Protocol):
+    """What computes plans, with guesses in their rows or without."""
 
-    def run(self, plan: StepPlan) -> StepResult: ...
+    def submit(self, plan: StepPlan) -> Pending: ...
 
-    def verify(self, plan: StepPlan) -> StepResult: ...
+
+class _OnItsWay:
+    """A step of which guesses will be made when its tokens are there."""
+
+    def __init__(
+        self, owner: Speculation, plan: StepPlan, pending: Pending, wanted: bool, guesses: bool
+    ) -> None:
+        self.guesses = guesses
+        self._owner = owner
+        self._plan = plan
+        self._pending = pending
+        self._wanted = wanted
+        self._began = owner.now()
+
+    def wait(self) -> StepResult:
+        result = self._pending.wait()
+        return self._owner.arrived(self._plan, result, self._wanted, self._began)
 
 
 class Speculation:
@@ -29,7 +45,7 @@ class Speculation:
 
     def __init__(
         self,
-        runner: Verifier,
+        runner: Submits,
         proposer: Proposer,
         governor: Governor,
         clock: Callable[[], float] = time.perf_counter,
@@ -37,29 +53,46 @@ class Speculation:
         self._runner = runner
         self._proposer = proposer
         self._governor = governor
-        self._clock = clock
+        self.now = clock
         self._kinds: dict[SlotId, int] = {}
-
-    def submit(self, plan: StepPlan) -> Done:
-        return Done(self.run(plan))
+        self._found = True  # whether the last look for guesses gave any
+        self._last_arrival = 0.0
 
     def run(self, plan: StepPlan) -> StepResult:
-        """Compute a step; its rows come back with guesses for the next."""
+        """Compute a step and wait for it; its rows come back with guesses for the next."""
+        return self.submit(plan).wait()
+
+    def submit(self, plan: StepPlan) -> Pending:
+        """Start a step. Whether the next may be planned before its end is told with it."""
         for slot in plan.freed:
-            self._proposer.forget(slot)
             self._governor.forget(slot)
         for admission in plan.admitted:
-            self._proposer.admit(admission.slot, admission.tokens)
             self._governor.admit(admission.slot)
-        rows = plan.rows
+        wanted = self._governor.wanted(len(plan.rows), self._proposer.free)
+        self._proposer.begin(plan, wanted)
+        pending = self._runner.submit(plan)
+        waited_for = wanted and (self._found or not self._proposer.free)
+        return _OnItsWay(self, plan, pending, wanted, waited_for)
+
+    def arrived(self, plan: StepPlan, result: StepResult, wanted: bool, began: float) -> StepResult:
+        """Count what was right, and add guesses for the next step."""
+        rows, now = plan.rows, self.now()
+        seconds = now - max(began, self._last_arrival)
+        self._last_arrival = now
         guessed = any(row.num_drafts for row in rows)
-        start = self._clock()
-        result = self._runner.verify(plan) if guessed else self._runner.run(plan)
-        if all(row.num_tokens == 1 + row.num_drafts for row in rows):
-            self._governor.took(plan.num_tokens, guessed, self._clock() - start)
         if guessed:
             self._count(rows, result.rows)
-        return StepResult(self._with_drafts(rows, result.rows))
+        sampled = [i for i, row in enumerate(rows) if row.sample]
+        self._proposer.take_in(
+            [Seen(rows[i].slot, result.rows[i].tokens, result.rows[i].drafts) for i in sampled]
+        )
+        drafting = 0.0
+        if wanted and sampled:
+            result = StepResult(self._with_drafts(rows, result.rows, sampled))
+            drafting = self.now() - now
+        if all(row.num_tokens == 1 + row.num_drafts for row in rows):
+            self._governor.took(plan.num_tokens, guessed or wanted, seconds + drafting)
+        return result._replace(drafting_s=drafting)
 
     def _count(self, rows: list[Row], results: list[RowResult]) -> None:
         for row, result in zip(rows, results, strict=True):
@@ -68,16 +101,17 @@ class Speculation:
                 accepted = len(result.tokens) - 1
                 self._governor.verified(row.slot, kind, row.num_drafts, accepted)
 
-    def _with_drafts(self, rows: list[Row], results: list[RowResult]) -> list[RowResult]:
-        sampled = [i for i, row in enumerate(rows) if row.sample]
+    def _with_drafts(
+        self, rows: list[Row], results: list[RowResult], sampled: list[int]
+    ) -> list[RowResult]:
         slots = [rows[i].slot for i in sampled]
-        seen = [Seen(rows[i].slot, results[i].tokens) for i in sampled]
-        drafts = self._proposer.propose(seen)
+        drafts = self._proposer.propose(slots)
         others = sum(row.num_tokens for row in rows if not row.sample)
         counts = self._governor.choose(slots, drafts, others)
+        self._found = any(counts)
         found = list(results)
         for i, draft, count in zip(sampled, drafts, counts, strict=True):
-            if count:
+            if count or results[i].drafts:
                 found[i] = results[i]._replace(drafts=draft.tokens[:count])
                 self._kinds[rows[i].slot] = draft.kind
         return found
