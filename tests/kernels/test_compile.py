@@ -25,6 +25,7 @@ from windlass.kernels.triton import (  # noqa: E402
     sample,
     skinny,
     table,
+    verify,
     wide,
 )
 
@@ -271,6 +272,21 @@ CASES = {
     "threshold": (sample.sample_threshold_kernel, SAMPLE, {"TILE": 2048}, {"num_warps": 8}),
     "part": (sample.sample_part_kernel, PART, {"PARTS": 8, "TILE": 2048}, {}),
     "join": (sample.sample_join_kernel, JOIN, {"PARTS": 8}, {"num_warps": 1}),
+    "verify inputs": (
+        verify.verify_inputs_kernel,
+        {
+            **dict.fromkeys(("inputs", "last_tokens", "ids", "positions", "slots", "tiles"), I),
+            "padding": "i32",
+        },
+        {"WIDTH": 5, "PAD": 8},
+        {"num_warps": 1},
+    ),
+    "keep": (
+        verify.keep_kernel,
+        dict.fromkeys(("inputs", "ids", "sampled", "last_tokens", "kept", "places"), I),
+        {"WIDTH": 5, "PAD": 8},
+        {"num_warps": 1},
+    ),
     "inputs": (sample.decode_inputs_kernel, INPUTS, {"SIZE": 16}, {"num_warps": 1}),
 }
 

@@ -86,12 +86,18 @@ class TokenLogprob(NamedTuple):
 
 
 class RowResult(NamedTuple):
-    """What came out of a row: no token while a prompt is unfinished, one, or 1 + accepted."""
+    """What came out of a row: no token while a prompt is unfinished, one, or 1 + accepted.
+
+    `trail` is what the model said after the last known token and after each guess, 1 + guesses of
+    them; those after a wrong guess are no output, but they may be worth guessing. Empty for rows
+    without guesses, and where a position is only sampled when the guess before it was right.
+    """
 
     tokens: list[int]
     logprobs: list[TokenLogprob] | None = None
     prompt_logprobs: list[TokenLogprob] | None = None  # of positions start + 1 and on
     drafts: tuple[int, ...] = ()  # guesses for the next step
+    trail: tuple[int, ...] = ()
 
 
 class StepResult(NamedTuple):

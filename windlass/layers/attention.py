@@ -25,6 +25,7 @@ class AttentionShape:
     o_bias: bool = False
     norm_eps: float | None = None  # set: queries and keys are normalised per head
     window: int | None = None
+    input_size: int | None = None  # where it differs from the size of what comes out
 
 
 class Attention(nn.Module):
@@ -52,7 +53,7 @@ class Attention(nn.Module):
         parts = {"q_proj": out, "k_proj": kv_out, "v_proj": kv_out}
         self.qkv_proj = Linear(
             parts,
-            shape.hidden_size,
+            shape.input_size or shape.hidden_size,
             method_for(parts),
             group,
             bias=dtype if shape.qkv_bias else None,

@@ -125,6 +125,9 @@ class Llama(Network):
         self.model = Trunk(spec, parts, table)
         self.lm_head = head
 
+    def embed(self, ids: Tensor) -> Tensor:
+        return self.model.embed_tokens(ids)
+
     def forward(
         self, ids: Tensor, batch: StepBatch, taps: dict[int, Tensor] | None = None
     ) -> Tensor:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from windlass.errors import CheckpointError
 from windlass.layers.linear import Linear
 from windlass.models.checkpoint import Checkpoint
-from windlass.models.network import Network
+from windlass.models.network import Network, Weights
 from windlass.quant.base import ParamSpec, Part
 
 # Tensors that some checkpoints carry and no network needs: they are computed from the config.
@@ -35,7 +35,7 @@ class _Wanted:
 
 
 def load(
-    network: Network,
+    network: Weights,
     checkpoint: Checkpoint,
     device: torch.device,
     progress: Callable[[int], None] = lambda _: None,
@@ -58,7 +58,7 @@ def outline(network: Network) -> None:
     _fill(network, nothing, ())
 
 
-def _fill(network: Network, read: Callable[[_Wanted], Tensor], optional: Collection[str]) -> None:
+def _fill(network: Weights, read: Callable[[_Wanted], Tensor], optional: Collection[str]) -> None:
     """Fill and finish module by module. `optional`: which of the optional tensors there are."""
     resident: dict[str, nn.Parameter] = {}  # read already, and kept: a tied head may share it
     for path, module in list(network.named_modules()):
@@ -100,9 +100,10 @@ def _finish(layer: Linear) -> None:
 def _wanted(path: str, module: nn.Module) -> Iterator[_Wanted]:
     """The tensors of one module, not of those inside it."""
     if not isinstance(module, Linear):
+        own = f"{path}." if path else ""
         for name, meta in module.named_parameters(recurse=False):
             spec = ParamSpec(tuple(meta.shape), meta.dtype)
-            yield _Wanted(f"{path}.{name}", spec, module, None, name)
+            yield _Wanted(f"{own}{name}", spec, module, None, name)
         return
     parent = path.rpartition(".")[0]
     prefix = f"{parent}." if parent else ""
@@ -167,7 +168,7 @@ def _word(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _account(network: Network, known: Collection[str]) -> None:
+def _account(network: Weights, known: Collection[str]) -> None:
     """A parameter that nothing fills and a tensor that nobody uses are both errors."""
     names = set(known)
     wanted = [w for path, module in network.named_modules() for w in _wanted(path, module)]

@@ -41,10 +41,10 @@ class Parts:
     mesh: Mesh = field(default_factory=Mesh)
 
 
-class Network(nn.Module):
-    """Hidden states from tokens, logits from hidden states."""
+class Weights(nn.Module):
+    """Modules that a checkpoint fills."""
 
-    tied: bool  # whether the head's weight is the embedding's in the checkpoint
+    tied = False  # whether the head's weight is the embedding's in the checkpoint
 
     @property
     def weight_bytes(self) -> int:
@@ -52,6 +52,14 @@ class Network(nn.Module):
         linears = [module for module in self.modules() if isinstance(module, Linear)]
         plain = sum(parameter.nbytes for parameter in self.parameters())
         return plain + sum(layer.product_bytes for layer in linears)
+
+
+class Network(Weights):
+    """Hidden states from tokens, logits from hidden states."""
+
+    @abstractmethod
+    def embed(self, ids: Tensor) -> Tensor:
+        """The tokens' vectors [tokens, hidden], as the first layer gets them."""
 
     @abstractmethod
     def forward(

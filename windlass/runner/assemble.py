@@ -221,12 +221,19 @@ class _Maker:
             return self._on_cpu(made), cache.num_bytes
         from windlass.kernels.triton.attention import tile_tokens
         from windlass.runner.graphs import CudaRunner
+        from windlass.runner.guessing import CudaGuesser
 
         graph_rows = 0 if self._config.model.enforce_eager else seqs
         tile = tile_tokens(spec.num_heads // spec.num_kv_heads)
-        recorder = CudaRunner(
-            self._loaded.network, cache, slots, sampler, self._loaded.products, tile, graph_rows
+        parts = (
+            *(self._loaded.network, cache, slots, sampler, self._loaded.products),
+            *(tile, graph_rows),
         )
+        wish = self._config.speculation
+        if wish.spec == "none":
+            recorder = CudaRunner(*parts)
+        else:
+            recorder = CudaGuesser(*parts, most_guesses=wish.most_guesses)
         recorder.record()
         return recorder, cache.num_bytes
 
@@ -271,7 +278,7 @@ def sampled_positions(config: EngineConfig, spec: ModelSpec, limits: Limits) -> 
     if wish.spec == "none":
         return seqs
     affordable = _GUESSED_BYTES // (4 * spec.vocab_size)
-    guesses = max(wish.spec_tokens, min(seqs * wish.spec_tokens, affordable))
+    guesses = max(wish.most_guesses, min(seqs * wish.most_guesses, affordable))
     return min(limits.max_num_batched_tokens, seqs + guesses)
 
 

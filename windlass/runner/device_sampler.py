@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 
 from windlass.core.sampling import SamplingParams
-from windlass.core.types import Admission, TokenLogprob
+from windlass.core.types import Admission, RowResult, TokenLogprob
 from windlass.runner.sampler import Sampler
 from windlass.runner.slots import SlotTables, to_device
+from windlass.runner.verify import Asked, draw_in_turn
 
 
 def _needs_plain(wish: SamplingParams) -> bool:
@@ -89,3 +90,9 @@ class DeviceSampler:
         tokens[special] = fresh
         self._slots.last[chosen] = fresh
         return dict(zip(special, scores, strict=True))
+
+    def redraw_row(self, logits: Tensor, asked: Asked) -> RowResult:
+        """Draw one special row again, guess by guess; waits for it."""
+        result = draw_in_turn(self._plain, logits.float(), asked)
+        self._slots.last[asked.slot] = result.tokens[-1]
+        return result

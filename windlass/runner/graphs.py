@@ -53,6 +53,8 @@ class _Graph:
 class _OnItsWay:
     """A step whose tokens are travelling to the host."""
 
+    guesses = False
+
     def __init__(
         self,
         rows: list[Row],

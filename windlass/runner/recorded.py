@@ -78,7 +78,8 @@ class CpuRunner(Runner):
         asked = asked_by(rows)
         places = positions_of(rows, asked)
         # Guesses that were kept for a later step may be more than the program has room for.
-        if program is None or self._scores_prompts(rows) or len(places) > len(program.tokens):
+        too_many = program is not None and len(places) > len(program.tokens)
+        if program is None or self._scores_prompts(rows) or too_many or self.drafting:
             return super()._verify(plan)
         self._fill(rows)
         self._inputs.sampled[: len(places)] = places

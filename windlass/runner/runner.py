@@ -7,7 +7,6 @@ back to this one.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Protocol
 
@@ -15,14 +14,14 @@ import torch
 from torch import Tensor
 
 from windlass.core.types import Row, RowResult, SlotId, StepPlan, StepResult, TokenLogprob
-from windlass.kernels.batch import KVCache, Span
+from windlass.kernels.batch import KVCache, Span, StepBatch
 from windlass.kernels.products import TorchProducts
 from windlass.models.network import Network
+from windlass.runner.drafter import Drafter, Verified
 from windlass.runner.sampler import Sampler, score_tokens
 from windlass.runner.slots import SlotTables
 from windlass.runner.verify import asked_by, positions_of, verify
 
-_Sample = Callable[[list[Row], list[Span], Tensor], list[RowResult]]
 # Prompt scores need logits of every position; so many at a time keep the memory small.
 _SCORED_AT_ONCE = 128
 
@@ -38,10 +37,9 @@ class Pending(Protocol):
 class Done:
     """A step whose result is there already."""
 
-    guesses = False
-
-    def __init__(self, result: StepResult) -> None:
+    def __init__(self, result: StepResult, guesses: bool = False) -> None:
         self._result = result
+        self.guesses = guesses
 
     def wait(self) -> StepResult:
         return self._result
@@ -66,6 +64,9 @@ class Runner:
         self._products = products
         self._device = slots.device
         self._fixed: set[SlotId] = set()  # whose requests are deterministic
+        self.drafter: Drafter | None = None
+        self.drafting = False  # whether steps end with guesses of the drafter
+        self._prompts: dict[SlotId, list[int]] = {}  # what is known beforehand, for the drafter
 
     @property
     def padding(self) -> SlotId:
@@ -83,22 +84,34 @@ class Runner:
         A row with guesses gives 1 + as many tokens as it guessed rightly.
         """
         self._prepare(plan)
-        compute = self._verify if any(row.num_drafts for row in plan.rows) else self._compute
+        guided = self.drafting or any(row.num_drafts for row in plan.rows)
+        compute = self._verify if guided else self._compute
         return Done(StepResult(compute(plan)))
+
+    def attach(self, drafter: Drafter) -> None:
+        """From now on steps may end with guesses of its: see `drafting`."""
+        self.drafter = drafter
 
     def _compute(self, plan: StepPlan) -> list[RowResult]:
         """Operator by operator."""
-        return self._through(plan, self._sample)
+        ids, batch = self._batch(plan)
+        with self._products.fixed_order(batch.fixed):
+            return self._sample(plan.rows, batch.spans, self._network(ids, batch))
 
     def _verify(self, plan: StepPlan) -> list[RowResult]:
-        return self._through(plan, self._sample_guesses)
-
-    def _through(self, plan: StepPlan, sample: _Sample) -> list[RowResult]:
-        ids, batch = self._slots.batch(plan, self._cache.layers)
-        batch = replace(batch, fixed=self._in_fixed_order(plan.rows))
+        """The same for rows with guesses, and with guesses for the next step."""
+        ids, batch = self._batch(plan)
         with self._products.fixed_order(batch.fixed):
-            hidden = self._network(ids, batch)
-            return sample(plan.rows, batch.spans, hidden)
+            if not self.drafting or self.drafter is None:
+                return self._sample_guesses(plan.rows, batch.spans, self._network(ids, batch))
+            taps = dict.fromkeys(self.drafter.layers, ids)
+            hidden = self._network(ids, batch, taps)
+            results = self._sample_guesses(plan.rows, batch.spans, hidden)
+            return self._draft(plan.rows, ids, batch, hidden, taps, results)
+
+    def _batch(self, plan: StepPlan) -> tuple[Tensor, StepBatch]:
+        ids, batch = self._slots.batch(plan, self._cache.layers)
+        return ids, replace(batch, fixed=self._in_fixed_order(plan.rows))
 
     def _in_fixed_order(self, rows: list[Row]) -> bool:
         """Whether any row's result must not depend on the others: then none does."""
@@ -114,6 +127,7 @@ class Runner:
 
     def _prepare(self, plan: StepPlan) -> None:
         self._note_fixed(plan)
+        self._note_prompts(plan)
         for slot in plan.freed:
             self._sampler.forget(slot)
         for admission in plan.admitted:
@@ -139,14 +153,63 @@ class Runner:
         self, rows: list[Row], spans: list[Span], hidden: Tensor
     ) -> list[RowResult]:
         asked = asked_by(rows)
-        at = torch.from_numpy(positions_of(rows, asked)).to(self._device)
-        logits = self._network.logits(hidden[at]).float()
         results = [RowResult([])] * len(rows)
-        for each, result in zip(asked, verify(self._sampler, logits, asked), strict=True):
-            results[each.row] = result
-            self._slots.last[each.slot] = result.tokens[-1]
+        if asked:
+            at = torch.from_numpy(positions_of(rows, asked)).to(self._device)
+            logits = self._network.logits(hidden[at]).float()
+            for each, result in zip(asked, verify(self._sampler, logits, asked), strict=True):
+                results[each.row] = result
+                self._slots.last[each.slot] = result.tokens[-1]
         self._score_prompts(rows, spans, hidden, results)
         return results
+
+    def _note_prompts(self, plan: StepPlan) -> None:
+        if self.drafter is None:
+            return
+        self.drafter.copy(plan.copies)
+        for admission in plan.admitted:
+            self._prompts[admission.slot] = admission.tokens
+        # The drafter may write past the blocks that a request has.
+        self._slots.clear([admission.slot for admission in plan.admitted])
+
+    def _draft(
+        self,
+        rows: list[Row],
+        ids: Tensor,
+        batch: StepBatch,
+        hidden: Tensor,
+        taps: dict[int, Tensor],
+        results: list[RowResult],
+    ) -> list[RowResult]:
+        """Add guesses to the rows that sampled; the drafter sees all of them."""
+        assert self.drafter is not None
+        following = ids.roll(-1)
+        places, tokens, last = [], [], []
+        for row, span, result in zip(rows, batch.spans, results, strict=True):
+            end = span.first + span.count
+            if row.sample:
+                first = end - 1 - row.num_drafts
+                places += range(first, first + len(result.tokens))
+                tokens += result.tokens
+                last.append(places[-1])
+            else:
+                places.append(end - 1)
+                tokens.append(self._prompts[row.slot][row.start + row.num_tokens])
+        following[torch.tensor(places, device=self._device)] = torch.tensor(
+            tokens, dtype=ids.dtype, device=self._device
+        )
+        at = torch.tensor(last, dtype=torch.int64, device=self._device)
+        found = Verified(hidden, taps, following, at, batch, self._alone)
+        drafts = iter(self.drafter.draft(found).tolist())
+        return [
+            result._replace(drafts=tuple(next(drafts))) if row.sample else result
+            for row, result in zip(rows, results, strict=True)
+        ]
+
+    def _alone(self, positions: Tensor, slots: Tensor) -> StepBatch:
+        """A batch of one token a row, without pages: whoever asks has its own."""
+        spans = [Span(i, 1, at) for i, at in enumerate(positions.tolist())]
+        return StepBatch(positions, slots, self._slots.tables, spans, [])
 
     def _score_prompts(
         self, rows: list[Row], spans: list[Span], hidden: Tensor, results: list[RowResult]

@@ -6,11 +6,13 @@ date in the order of the steps.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 from torch import Tensor
 
-from windlass.core.types import Row, StepPlan
+from windlass.core.types import Row, SlotId, StepPlan
 from windlass.kernels.batch import LayerKV, Span, StepBatch
 
 
@@ -30,6 +32,7 @@ class SlotTables:
         self.num_slots = num_slots
         self.device = device
         self._host = np.zeros((num_slots + 1, max_blocks), dtype=np.int32)
+        self._scratch = scratch
         self._host[num_slots] = scratch
         self._num_blocks = np.zeros(num_slots + 1, dtype=np.int64)
         on_cpu = device.type == "cpu"
@@ -38,6 +41,12 @@ class SlotTables:
             self.tables = self.tables.to(device)
         # The tokens sampled last.
         self.last = torch.zeros(num_slots + 1, dtype=torch.int32, device=device)
+
+    def clear(self, slots: Sequence[SlotId]) -> None:
+        """Let what these slots have no block for be read from and written to the scratch block."""
+        if slots:
+            self._host[list(slots)] = self._scratch
+            self.tables[list(slots)] = self._scratch
 
     def apply(self, plan: StepPlan) -> list[Row]:
         """Start the tables of admitted requests, append the rows' blocks; returns rows with any."""

@@ -42,9 +42,8 @@ def asked_by(rows: Sequence[Row]) -> list[Asked]:
 def positions_of(rows: Sequence[Row], asked: Sequence[Asked]) -> np.ndarray:
     """Where in the packed step the logits are that each row needs: its last 1 + k positions."""
     ends = np.cumsum([row.num_tokens for row in rows])
-    return np.concatenate(
-        [np.arange(ends[each.row] - each.num_positions, ends[each.row]) for each in asked]
-    )
+    parts = [np.arange(ends[each.row] - each.num_positions, ends[each.row]) for each in asked]
+    return np.concatenate(parts) if parts else np.arange(0)
 
 
 def keep(sampled: list[int], drafts: Sequence[int]) -> list[int]:
@@ -66,7 +65,7 @@ def verify(sampler: Sampler, logits: Tensor, asked: Sequence[Asked]) -> list[Row
     drawn = _draw_together(sampler, logits, [(firsts[i], asked[i]) for i in together])
     found = dict(zip(together, drawn, strict=True))
     return [
-        found[i] if i in found else _draw_in_turn(sampler, logits[firsts[i] : firsts[i + 1]], each)
+        found[i] if i in found else draw_in_turn(sampler, logits[firsts[i] : firsts[i + 1]], each)
         for i, each in enumerate(asked)
     ]
 
@@ -75,9 +74,10 @@ def settle(sampler: Sampler, sampled: list[int], asked: Sequence[Asked]) -> list
     """Keep what was sampled, for every position of every row in turn, and remember it."""
     results, at = [], 0
     for each in asked:
-        tokens = keep(sampled[at : at + each.num_positions], each.drafts)
+        said = sampled[at : at + each.num_positions]
+        tokens = keep(said, each.drafts)
         sampler.accept([each.slot] * len(tokens), tokens)
-        results.append(RowResult(tokens))
+        results.append(RowResult(tokens, trail=tuple(said) if each.drafts else ()))
         at += each.num_positions
     return results
 
@@ -94,7 +94,7 @@ def _draw_together(
     return settle(sampler, sampler.draw(chosen, slots, ahead), [each for _, each in asked])
 
 
-def _draw_in_turn(sampler: Sampler, logits: Tensor, asked: Asked) -> RowResult:
+def draw_in_turn(sampler: Sampler, logits: Tensor, asked: Asked) -> RowResult:
     """Sample on while the guesses are right: then the sampler's memory is that of the guesses."""
     tokens, scores = [], []
     for at in range(asked.num_positions):

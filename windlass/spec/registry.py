@@ -9,6 +9,8 @@ from windlass.spec.base import Guide, Site
 # Functions from a Site to a Guide.
 _GUIDES = {
     "ngram": "windlass.spec.ngram:guide",
+    "medusa": "windlass.spec.medusa:guide",
+    "eagle": "windlass.spec.eagle:guide",
 }
 
 

@@ -65,7 +65,8 @@ def attend(
     values, rows, columns = parts(qkv)
     coded = kv.key_scales is not None
     tokens = values.shape[0]
-    if batch.all_singles and tokens * heads.num_kv <= _FEW_PROGRAMS and not coded:
+    few = tokens * heads.num_kv <= _FEW_PROGRAMS
+    if batch.all_singles and few and not coded and not batch.work.together:
         out = values.new_empty((tokens, heads.num_q, heads.dim))
         raw = _Raw(rows, columns, cos_sin, norms)
         _decode(out, values, raw, kv, batch, (scale * _LOG2_E, _LOG2_E), window, False)

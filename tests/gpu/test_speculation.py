@@ -1,0 +1,132 @@
+"""Speculation on a real GPU: with guesses and without, the same tokens where sums have one order."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+
+from tests.gpu.test_engine import CONFIG, agreement, folder
+from tests.spec import test_heads
+from windlass import LLM, SamplingParams
+from windlass.core.types import SlotId, StepPlan
+from windlass.spec import governor, ngram
+from windlass.spec.base import Draft, Seen
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+__all__ = ["folder"]
+
+PROMPTS = [[(7 * i + j) % 1000 for j in range(3 + 9 * i)] for i in range(20)]
+WISHES: dict[str, dict[str, Any]] = {
+    "greedy": {"temperature": 0.0},
+    "seeded": {"seed": 3, "top_k": 20, "top_p": 0.9, "temperature": 0.7},
+    "penalties": {"temperature": 0.0, "repetition_penalty": 1.3},
+    "logprobs": {"seed": 3, "logprobs": 2},
+}
+
+
+class Oracle:
+    """Knows what comes, and says it with some errors."""
+
+    free = True
+    truth: list[list[int]]
+
+    def __init__(self, _shortest: int, _longest: int, most: int) -> None:
+        self._random = Random(4)
+        self._most = most
+        self._known: dict[SlotId, list[int]] = {}
+
+    def begin(self, plan: StepPlan, _wanted: bool) -> None:
+        for admission in plan.admitted:
+            self._known[admission.slot] = list(admission.tokens)
+
+    def take_in(self, seen: Sequence[Seen]) -> None:
+        for each in seen:
+            self._known[each.slot] += each.tokens
+
+    def propose(self, slots: Sequence[SlotId]) -> list[Draft]:
+        drafts = []
+        for slot in slots:
+            known = self._known[slot]
+            (whole, *_) = [each for each in self.truth if each[: len(known)] == known] or [[]]
+            coming = whole[len(known) : len(known) + self._random.randint(0, self._most)]
+            wrong = [(t + 1) % 1000 if self._random.random() < 0.1 else t for t in coming]
+            drafts.append(Draft(tuple(wrong)))
+        return drafts
+
+
+@pytest.fixture
+def eager(monkeypatch) -> None:
+    """Every guess is tried, and nobody rests."""
+    monkeypatch.setattr(
+        governor.Governor,
+        "choose",
+        lambda _self, _slots, drafts, _: [len(d.tokens) for d in drafts],
+    )
+    monkeypatch.setattr(governor.Governor, "wanted", lambda *_: True)
+
+
+def make(folder: Path, **options: Any) -> LLM:
+    options = {"num_blocks": 400, "max_num_seqs": 16, "max_num_batched_tokens": 64, **options}
+    return LLM(str(folder), load_format="dummy", **options)
+
+
+def tokens(llm: LLM, wish: SamplingParams) -> list[list[int]]:
+    return [result.outputs[0].token_ids for result in llm.generate(PROMPTS, wish)]
+
+
+def wish(**options: Any) -> SamplingParams:
+    return SamplingParams(max_tokens=40, ignore_eos=True, **options)
+
+
+@pytest.mark.usefixtures("eager")
+@pytest.mark.parametrize("kind", WISHES)
+@pytest.mark.parametrize("graphs", ["recorded", "eager"])
+def test_guesses_leave_the_tokens_as_they_are(
+    folder: Path, monkeypatch, kind: str, graphs: str
+) -> None:
+    options = {"enforce_eager": graphs == "eager"}
+    fixed = wish(**WISHES[kind], deterministic=True)
+    want = tokens(make(folder, **options), fixed)
+    truth = [[*prompt, *got] for prompt, got in zip(PROMPTS, want, strict=True)]
+    monkeypatch.setattr(Oracle, "truth", truth, raising=False)
+    monkeypatch.setattr(ngram, "NgramProposer", Oracle)
+    llm = make(folder, spec="ngram", spec_tokens=5, **options)
+    assert tokens(llm, fixed) == want
+    stats = llm.engine.stats()
+    assert 0 < stats.num_accepted_tokens < stats.num_draft_tokens
+    assert agreement(tokens(llm, wish(**WISHES[kind])), want) >= 0.6, "near ties of random weights"
+
+
+@pytest.mark.usefixtures("eager")
+@pytest.mark.parametrize("kind", ["medusa", "eagle"])
+@pytest.mark.parametrize("engine", ["recorded", "eager", "preempted", "fp8 KV", "few tokens"])
+def test_heads_leave_the_tokens_as_they_are(
+    folder: Path, tmp_path: Path, monkeypatch, kind: str, engine: str
+) -> None:
+    options: dict[str, Any] = {
+        "recorded": {},
+        "eager": {"enforce_eager": True},
+        "preempted": {"num_blocks": 40, "max_model_len": 400},
+        "fp8 KV": {"kv_cache_dtype": "fp8"},
+        "few tokens": {"spec_tokens": 1},
+    }[engine]
+    monkeypatch.setattr(test_heads, "CONFIG", CONFIG)
+    monkeypatch.setattr(test_heads, "VOCAB", CONFIG["vocab_size"])
+    monkeypatch.setattr(test_heads, "DIM", CONFIG["head_dim"])
+    head = {"medusa": test_heads.medusa, "eagle": test_heads.eagle}[kind](tmp_path / "head")
+    on = make(folder, spec=kind, spec_model=str(head), **options)
+    plain = {key: value for key, value in options.items() if key != "spec_tokens"}
+    off = make(folder, **plain)
+    for one in ({"temperature": 0.0}, {"seed": 3, "logprobs": 1}):
+        fixed = wish(**one, deterministic=True)
+        assert tokens(on, fixed) == tokens(off, fixed)
+    assert on.engine.stats().num_draft_tokens > 100
+    assert agreement(tokens(on, wish(seed=1)), tokens(off, wish(seed=1))) >= 0.6

@@ -1,0 +1,191 @@
+"""Heads that guess on the model's device: the same tokens, whatever they guess."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from tests.runner.test_deterministic import CONFIG, OTHERS, PROMPT
+from windlass import LLM, SamplingParams
+from windlass.errors import CheckpointError, ConfigError
+from windlass.spec import governor
+
+PROMPTS = [PROMPT, *OTHERS]
+VOCAB, DIM, WIDE = CONFIG["vocab_size"], 16, 224
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("model")
+    sizes = {"head_dim": DIM, "intermediate_size": WIDE}
+    (path / "config.json").write_text(json.dumps(CONFIG | sizes))
+    return path
+
+
+def medusa(path: Path, num_heads: int = 3, own_matrices: bool = True, **config: Any) -> Path:
+    path.mkdir()
+    size = CONFIG["hidden_size"]
+    draw = torch.Generator().manual_seed(1)
+    tensors = {}
+    for i in range(num_heads):
+        tensors[f"{i}.0.linear.weight"] = torch.randn(size, size, generator=draw) / 30
+        tensors[f"{i}.0.linear.bias"] = torch.zeros(size)
+        if own_matrices:
+            tensors[f"{i}.1.weight"] = torch.randn(VOCAB, size, generator=draw)
+    save_file(tensors, path / "model.safetensors")
+    described = {"medusa_num_heads": num_heads, "medusa_num_layers": 1, **config}
+    (path / "config.json").write_text(json.dumps(described))
+    return path
+
+
+def eagle(path: Path, draft_vocab: int = 100, layer: str = "midlayer", **config: Any) -> Path:
+    path.mkdir()
+    size = CONFIG["hidden_size"]
+    q, kv = CONFIG["num_attention_heads"] * DIM, CONFIG["num_key_value_heads"] * DIM
+    shapes = {
+        "fc.weight": (size, 3 * size),
+        f"{layer}.hidden_norm.weight": (size,),
+        f"{layer}.input_layernorm.weight": (size,),
+        f"{layer}.post_attention_layernorm.weight": (size,),
+        f"{layer}.self_attn.q_proj.weight": (q, 2 * size),
+        f"{layer}.self_attn.k_proj.weight": (kv, 2 * size),
+        f"{layer}.self_attn.v_proj.weight": (kv, 2 * size),
+        f"{layer}.self_attn.o_proj.weight": (size, q),
+        f"{layer}.mlp.gate_proj.weight": (WIDE, size),
+        f"{layer}.mlp.up_proj.weight": (WIDE, size),
+        f"{layer}.mlp.down_proj.weight": (size, WIDE),
+        "norm.weight": (size,),
+        "lm_head.weight": (draft_vocab, size),
+    }
+    draw = torch.Generator().manual_seed(2)
+    tensors = {name: torch.randn(shape, generator=draw) / 8 for name, shape in shapes.items()}
+    tensors["d2t"] = torch.arange(draft_vocab) * 3
+    tensors["t2d"] = torch.zeros(VOCAB, dtype=torch.bool)
+    save_file(tensors, path / "model.safetensors")
+    described = {
+        **{key: value for key, value in CONFIG.items() if key != "architectures"},
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "num_hidden_layers": 1,
+        "head_dim": DIM,
+        "intermediate_size": WIDE,
+        "draft_vocab_size": draft_vocab,
+        "eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 1, 1]},
+        **config,
+    }
+    (path / "config.json").write_text(json.dumps(described))
+    return path
+
+
+@pytest.fixture(scope="module")
+def heads(tmp_path_factory) -> dict[str, Path]:
+    path = tmp_path_factory.mktemp("heads")
+    return {"medusa": medusa(path / "medusa"), "eagle": eagle(path / "eagle")}
+
+
+@pytest.fixture
+def eager(monkeypatch) -> None:
+    """Every guess is tried, and no step rests."""
+    monkeypatch.setattr(
+        governor.Governor,
+        "choose",
+        lambda _self, _slots, drafts, _: [len(d.tokens) for d in drafts],
+    )
+    monkeypatch.setattr(governor.Governor, "wanted", lambda *_: True)
+
+
+def make(model: Path, **options: Any) -> LLM:
+    options = {"num_blocks": 200, "max_num_seqs": 16, "quantization": "int4", **options}
+    return LLM(str(model), load_format="dummy", device="cpu", **options)
+
+
+WISHES: dict[str, SamplingParams] = {
+    "greedy": SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True),
+    "seeded": SamplingParams(max_tokens=24, seed=3, top_k=20, ignore_eos=True, logprobs=1),
+    "penalties": SamplingParams(
+        max_tokens=24, temperature=0.0, repetition_penalty=1.3, ignore_eos=True
+    ),
+}
+ENGINES: dict[str, dict[str, Any]] = {
+    "as it is": {},
+    "chunked prompts": {"max_num_batched_tokens": 40},
+    "preemption": {"num_blocks": 50, "block_size": 4, "max_model_len": 160},
+    "plain kernels": {"plain_kernels": True},
+}
+
+
+@pytest.mark.usefixtures("eager")
+@pytest.mark.parametrize("kind", ["medusa", "eagle"])
+@pytest.mark.parametrize("engine", ENGINES)
+def test_the_same_tokens_with_a_head(
+    model: Path, heads: dict[str, Path], kind: str, engine: str
+) -> None:
+    options = ENGINES[engine]
+    off = make(model, **options)
+    on = make(model, spec=kind, spec_model=str(heads[kind]), **options)
+    for wish in WISHES.values():
+        want = [r.outputs[0].token_ids for r in off.generate(PROMPTS, wish)]
+        assert [r.outputs[0].token_ids for r in on.generate(PROMPTS, wish)] == want
+    stats = on.engine.stats()
+    assert stats.num_draft_tokens > 100
+    if engine == "preemption":
+        assert stats.num_preemptions > 0
+
+
+def test_a_head_by_other_names_guesses_alike(model: Path, tmp_path: Path) -> None:
+    found = []
+    for folder in (eagle(tmp_path / "a"), eagle(tmp_path / "b", layer="layers.0")):
+        llm = make(model, spec="eagle", spec_model=str(folder), spec_tokens=2)
+        runner = llm.engine._runner
+        runner._governor.wanted = lambda *_: True
+        runner._governor.choose = lambda slots, drafts, _: (
+            found.extend(draft.tokens for draft in drafts) or [0] * len(slots)
+        )
+        llm.generate([PROMPT], WISHES["greedy"])
+    assert len(found) == 48
+    assert found[:24] == found[24:]
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "options", "told", "error"),
+    [
+        ("medusa", {"hidden_size": 999}, {}, "hidden_size 999", CheckpointError),
+        ("medusa", {"vocab_size": 7}, {}, "vocab_size 7", CheckpointError),
+        ("medusa", {"medusa_num_heads": 0}, {}, "no Medusa head", CheckpointError),
+        ("medusa", {"medusa_num_heads": 5}, {}, "no tensor 3.0.linear.weight", CheckpointError),
+        ("medusa", {}, {"spec_tokens": 4}, "has 3 heads", ConfigError),
+        ("eagle", {"draft_vocab_size": 50}, {}, "d2t has shape", CheckpointError),
+        (
+            "eagle",
+            {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 1, 99]}},
+            {},
+            "layers \\[0, 1, 99\\]",
+            CheckpointError,
+        ),
+    ],
+)
+def test_heads_that_do_not_fit_are_refused(
+    model: Path,
+    tmp_path: Path,
+    kind: str,
+    changes: dict[str, Any],
+    options: dict[str, Any],
+    told: str,
+    error: type[Exception],
+) -> None:
+    folder = {"medusa": medusa, "eagle": eagle}[kind](tmp_path / "head")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | changes))
+    with pytest.raises(error, match=told):
+        make(model, spec=kind, spec_model=str(folder), **options)
+
+
+def test_a_head_is_asked_for() -> None:
+    with pytest.raises(ConfigError, match="train-draft"):
+        LLM("default", spec="eagle")
+    with pytest.raises(ConfigError, match="does nothing with --spec ngram"):
+        LLM("default", spec="ngram", spec_model="x")

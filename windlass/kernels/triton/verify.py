@@ -1,0 +1,132 @@
+"""The two ends of a recorded verification on CUDA: its rows unpacked, and how much of each is kept.
+
+Every row has the same number of places; those that a row has no guess for belong to the padding slot.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from windlass.kernels.triton import chain
+
+_HEAD = 3  # numbers of a row before its tokens: slot, position of the first, how many tokens
+
+
+@triton.jit
+def verify_inputs_kernel(
+    inputs,
+    last_tokens,
+    ids,
+    positions,
+    slots,
+    tiles,
+    padding,
+    WIDTH: tl.constexpr,
+    PAD: tl.constexpr,
+    CHAINED: tl.constexpr,
+):
+    """Unpack one row: slot, position, count, and its tokens (-1: the one sampled last)."""
+    chain.begin(CHAINED)
+    row = tl.program_id(0)
+    own = inputs + row * (3 + WIDTH)
+    slot = tl.load(own)
+    start = tl.load(own + 1)
+    count = tl.load(own + 2)
+    at = tl.arange(0, PAD)
+    token = tl.load(own + 3 + at, mask=at < WIDTH, other=0)
+    last = tl.load(last_tokens + slot.to(tl.int64))
+    used = at < count
+    token = tl.where(token < 0, last, token)
+    out = row * WIDTH + at
+    tl.store(ids + out, tl.where(used, token, 0), mask=at < WIDTH)
+    tl.store(positions + out, tl.where(used, start + at, 0), mask=at < WIDTH)
+    tl.store(slots + out, tl.where(used, slot, padding), mask=at < WIDTH)
+    tl.store(tiles + row * 5, row * WIDTH)
+    tl.store(tiles + row * 5 + 1, count)
+    tl.store(tiles + row * 5 + 2, slot)
+    tl.store(tiles + row * 5 + 3, start)
+    tl.store(tiles + row * 5 + 4, start)
+
+
+@triton.jit
+def keep_kernel(
+    inputs,
+    ids,
+    sampled,
+    last_tokens,
+    kept,
+    places,
+    WIDTH: tl.constexpr,
+    PAD: tl.constexpr,
+    CHAINED: tl.constexpr,
+):
+    """How many samples of a row are kept: up to the first that differs from the guess after it."""
+    chain.begin(CHAINED)
+    row = tl.program_id(0)
+    own = inputs + row * (3 + WIDTH)
+    slot = tl.load(own).to(tl.int64)
+    count = tl.load(own + 2)
+    at = tl.arange(0, PAD)
+    out = row * WIDTH + at
+    guessed = at + 1 < count
+    said = tl.load(sampled + out, mask=at < WIDTH, other=-1)
+    guess = tl.load(ids + out + 1, mask=guessed, other=-2)
+    end = tl.min(tl.where(guessed & (said == guess), PAD, at), 0)
+    tl.store(kept + row, end + 1)
+    tl.store(places + row, row * WIDTH + end)
+    tl.store(last_tokens + slot, tl.sum(tl.where(at == end, said, 0), 0))
+
+
+def packed_numbers(width: int) -> int:
+    """Of one row's inputs."""
+    return _HEAD + width
+
+
+def unpack(
+    inputs: Tensor, last_tokens: Tensor, size: int, width: int, padding: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(ids, positions, slots) of all places, [size * width] each, and tiles [size, 5]."""
+    device = inputs.device
+    # Aligned rows, whatever the size: kernels are compiled anew for others.
+    total = size * width
+    rows = torch.empty((3, -(-total // 4) * 4), dtype=torch.int32, device=device)[:, :total]
+    ids, positions, slots = rows.unbind()
+    tiles = torch.empty((size, 5), dtype=torch.int32, device=device)
+    verify_inputs_kernel[(size,)](
+        inputs,
+        last_tokens,
+        ids,
+        positions,
+        slots,
+        tiles,
+        padding,
+        WIDTH=width,
+        PAD=triton.next_power_of_2(width),
+        num_warps=1,
+        **chain.options(),
+    )
+    return ids, positions, slots, tiles
+
+
+def keep(
+    inputs: Tensor, ids: Tensor, sampled: Tensor, last_tokens: Tensor, size: int, width: int
+) -> tuple[Tensor, Tensor]:
+    """(how many samples of each row are kept, the place of the last); remembers that one's token."""
+    kept = torch.empty(size, dtype=torch.int32, device=ids.device)
+    places = torch.empty_like(kept)
+    keep_kernel[(size,)](
+        inputs,
+        ids,
+        sampled,
+        last_tokens,
+        kept,
+        places,
+        WIDTH=width,
+        PAD=triton.next_power_of_2(width),
+        num_warps=1,
+        **chain.options(),
+    )
+    return kept, places

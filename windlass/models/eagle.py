@@ -1,0 +1,115 @@
+"""EAGLE-3: one decoder layer that continues a network's hidden states, with a small vocabulary.
+
+Names and shapes are those of the public checkpoints. Input at a position is what the network knew
+there (three taps of its residual stream, or the layer's own output for a guess) and the token that
+follows; embeddings are the network's.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from windlass.errors import CheckpointError
+from windlass.kernels.batch import Heads, StepBatch
+from windlass.layers.attention import Attention, AttentionShape
+from windlass.layers.linear import Linear
+from windlass.layers.mlp import GatedMLP
+from windlass.layers.norm import RMSNorm
+from windlass.layers.rotary import Rotary
+from windlass.models.network import Parts, Weights
+from windlass.models.rope import frequencies
+from windlass.models.spec import ModelSpec
+
+NUM_TAPS = 3
+
+
+def default_taps(num_layers: int) -> tuple[int, ...]:
+    """Low, middle and high: the layers whose inputs are read where a checkpoint does not say."""
+    return (2, num_layers // 2, num_layers - 3)
+
+
+class EagleLayer(nn.Module):
+    """A decoder layer whose attention sees the token's embedding beside the hidden state."""
+
+    def __init__(self, spec: ModelSpec, parts: Parts) -> None:
+        super().__init__()
+        size = spec.hidden_size
+        shape = AttentionShape(
+            size,
+            Heads(spec.num_heads, spec.num_kv_heads, spec.head_dim),
+            spec.qkv_bias,
+            spec.o_bias,
+            input_size=2 * size,
+        )
+        norm = partial(RMSNorm, size, spec.norm_eps, parts.dtype, parts.ops)
+        self.hidden_norm = norm()
+        self.input_layernorm = norm()
+        self.self_attn = Attention(
+            0,
+            shape,
+            partial(parts.method_for, "midlayer.self_attn."),
+            parts.ops,
+            parts.mesh.tp,
+            parts.dtype,
+        )
+        self.post_attention_layernorm = norm()
+        self.mlp = GatedMLP(
+            size,
+            spec.intermediate_size,
+            partial(parts.method_for, "midlayer.mlp."),
+            parts.ops,
+            parts.mesh.tp,
+        )
+
+    def forward(
+        self, embedded: Tensor, hidden: Tensor, batch: StepBatch, cos_sin: Tensor, norm: RMSNorm
+    ) -> tuple[Tensor, Tensor]:
+        """(normalised output for the head, the output itself)"""
+        beside, _ = self.input_layernorm.add(embedded, None)
+        own, _ = self.hidden_norm.add(hidden, None)
+        both = torch.cat((beside, own), dim=-1)  # type: ignore[arg-type]
+        x, residual = self.self_attn(both, hidden, self.post_attention_layernorm, batch, cos_sin)
+        x, residual = self.mlp(x, residual, norm)
+        assert isinstance(x, Tensor)  # nobody asked the last norm to round
+        return x, residual
+
+
+class Eagle(Weights):
+    """The head without storage until a loader fills it; `d2t` turns its ids into the network's."""
+
+    def __init__(self, spec: ModelSpec, draft_vocab: int, parts: Parts) -> None:
+        super().__init__()
+        size = spec.hidden_size
+        method = parts.method_for("", ["fc"])
+        self.fc = Linear({"fc": size}, NUM_TAPS * size, method, parts.mesh.tp)
+        self.midlayer = EagleLayer(spec, parts)
+        self.norm = RMSNorm(size, spec.norm_eps, parts.dtype, parts.ops)
+        self.lm_head = Linear({"lm_head": draft_vocab}, size, method, parts.mesh.tp)
+        self.d2t = nn.Parameter(torch.empty(draft_vocab, dtype=torch.int64), requires_grad=False)
+        inv_freq, scale = frequencies(spec.rope)
+        self.rotary = Rotary(inv_freq, scale, parts.max_positions, parts.device)
+
+    def forward(self, embedded: Tensor, hidden: Tensor, batch: StepBatch) -> tuple[Tensor, Tensor]:
+        """(what the head reads, what the next guess goes on from)"""
+        return self.midlayer(embedded, hidden, batch, self.rotary.cos_sin, self.norm)
+
+    def guess(self, normalised: Tensor) -> Tensor:
+        """The likeliest token after each position, in the network's vocabulary."""
+        best = self.lm_head(normalised).argmax(-1)
+        return (best + self.d2t[best]).to(torch.int32)
+
+
+def taps_of(config: dict[str, Any], num_layers: int, source: str) -> tuple[int, ...]:
+    """The layers that a checkpoint's config names, or the usual ones."""
+    named = config.get("eagle_config", {}).get("eagle_aux_hidden_state_layer_ids")
+    taps = tuple(named) if named else default_taps(num_layers)
+    if len(taps) != NUM_TAPS or not all(0 <= layer < num_layers for layer in taps):
+        raise CheckpointError(
+            f"{source}: reads the inputs of layers {list(taps)}, but the network has "
+            f"{num_layers} layers, and three of them are read."
+        )
+    return taps

@@ -1,0 +1,117 @@
+"""EAGLE: a decoder layer trained to go on from the model's hidden states guesses token by token."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from windlass.kernels.batch import Heads, KVCache, kv_token_bytes
+from windlass.kernels.ops import choose_ops
+from windlass.kernels.select import Need
+from windlass.layers.linear import Linear
+from windlass.models.eagle import Eagle, taps_of
+from windlass.models.loader import load
+from windlass.models.network import Network, Parts
+from windlass.models.spec import ModelSpec
+from windlass.quant.plain import Plain
+from windlass.runner.drafter import Verified
+from windlass.spec.base import Proposer, Site
+from windlass.spec.heads import attach, open_head
+
+if TYPE_CHECKING:
+    from windlass.runner.assemble import Assembled, Loaded
+
+# What newer exports call the layer; and tensors that are the network's, or follow from d2t.
+_RENAMED = {"layers.0.": "midlayer."}
+_IGNORED = ("t2d", "embed_tokens.weight")
+
+
+class EagleDrafter:
+    """Owns the head and its pages. Steps feed it, so that it knows what the network knows."""
+
+    def __init__(
+        self, head: Eagle, network: Network, layers: tuple[int, ...], most: int, cache: KVCache
+    ) -> None:
+        self.most = most
+        self.layers = layers
+        self._head = head
+        self._network = network
+        self._cache = cache
+        self._longest = head.rotary.cos_sin.shape[0]
+
+    def draft(self, found: Verified) -> Tensor:
+        head, pages = self._head, self._cache.layers
+        known = torch.cat([found.taps[layer] for layer in self.layers], dim=-1)
+        batch = replace(found.batch, kv=pages)
+        normalised, hidden = head(self._network.embed(found.following), head.fc(known), batch)
+        last = found.last
+        if not last.shape[0]:
+            return last.new_empty((0, self.most), dtype=torch.int32)
+        hidden, guesses = hidden[last], [head.guess(normalised[last])]
+        positions, slots = found.batch.positions[last], found.batch.token_slots[last]
+        for ahead in range(1, self.most):
+            at = (positions + ahead).clamp(max=self._longest - 1)
+            alone = replace(found.alone(at, slots), kv=pages)
+            normalised, hidden = head(self._network.embed(guesses[-1]), hidden, alone)
+            guesses.append(head.guess(normalised))
+        return torch.stack(guesses, dim=1)
+
+    def copy(self, pairs: Sequence[tuple[int, int]]) -> None:
+        self._cache.copy(pairs)
+
+
+@dataclass(frozen=True, slots=True)
+class EagleGuide:
+    """The head with its weights; pages come with the runner's."""
+
+    head: Eagle
+    spec: ModelSpec
+    layers: tuple[int, ...]
+    most: int
+    loaded: Loaded
+
+    @property
+    def token_bytes(self) -> int:
+        spec = self.spec
+        return kv_token_bytes(1, spec.num_kv_heads, spec.head_dim, self.loaded.parts.dtype)
+
+    def start(self, made: Assembled) -> Proposer:
+        spec, parts = self.spec, self.loaded.parts
+        capacity = made.capacity
+        # One page more: what is written past the blocks that a request has.
+        shape = (capacity.num_blocks + 1, spec.num_kv_heads, capacity.block_size, spec.head_dim)
+        cache = KVCache(1, shape, parts.dtype, parts.device)
+        network = self.loaded.network
+        return attach(made, EagleDrafter(self.head, network, self.layers, self.most, cache))
+
+    def describe(self) -> str:
+        vocabulary = self.head.d2t.shape[0]
+        return f"eagle, {self.most} guesses of {vocabulary:,} tokens, over layers {self.layers}"
+
+
+def guide(site: Site) -> EagleGuide:
+    files = open_head(site, _RENAMED, _IGNORED)
+    config: dict[str, Any] = {**files.config, "architectures": ["LlamaForCausalLM"]}
+    spec = ModelSpec.from_hf(config, files.source)
+    layers = taps_of(config, site.spec.num_layers, files.source)
+    draft_vocab = int(config.get("draft_vocab_size", spec.vocab_size))
+    parts = _parts(site.loaded, spec)
+    with torch.device("meta"):
+        head = Eagle(spec, draft_vocab, parts)
+    load(head, files.tensors, parts.device)
+    layers_of = [module for module in head.modules() if isinstance(module, Linear)]
+    site.loaded.products.tune([one.weight for one in layers_of if one.weight is not None])
+    return EagleGuide(head, spec, layers, site.config.speculation.most_guesses, site.loaded)
+
+
+def _parts(loaded: Loaded, spec: ModelSpec) -> Parts:
+    """The network's device and arithmetic, with kernels for the head's own shape."""
+    own = loaded.parts
+    heads = Heads(spec.num_heads, spec.num_kv_heads, spec.head_dim)
+    ops = choose_ops(Need(own.device, own.dtype, heads, spec.rope.dim, kv_dtype=None, plain=False))
+    plain = Plain(own.dtype, loaded.products)
+    return replace(own, ops=ops, method_for=lambda _prefix, _parts: plain)

@@ -1,0 +1,123 @@
+"""Medusa: heads beside the model's own, each of which guesses one position further ahead."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+from torch.nn.functional import silu
+
+from windlass.errors import CheckpointError
+from windlass.models.checkpoint import Checkpoint
+from windlass.models.network import Network
+from windlass.runner.drafter import Verified
+from windlass.spec.base import Proposer, Site
+from windlass.spec.heads import HeadFiles, at_most, attach, open_head
+
+if TYPE_CHECKING:
+    from windlass.runner.assemble import Assembled, Loaded
+
+_RENAMED = {"medusa_head.": ""}
+
+
+@dataclass(frozen=True, slots=True)
+class MedusaWeights:
+    """Of the heads that guess: residual blocks in their order, and the matrices behind them."""
+
+    blocks: list[tuple[Tensor, Tensor]]  # [heads, hidden, hidden] and [heads, 1, hidden] each
+    matrices: Tensor | None  # [heads, vocabulary, hidden]; None: the model's own head
+
+    @property
+    def num_heads(self) -> int:
+        return self.blocks[0][0].shape[0]
+
+
+class MedusaDrafter:
+    """Owns the heads. What they guess depends on one hidden state, so there are no pages."""
+
+    layers: tuple[int, ...] = ()
+
+    def __init__(self, weights: MedusaWeights, network: Network) -> None:
+        self.most = weights.num_heads
+        self._weights = weights
+        self._network = network
+
+    def draft(self, found: Verified) -> Tensor:
+        weights = self._weights
+        hidden = found.hidden[found.last]
+        rows = hidden.shape[0]
+        if not rows:
+            return found.last.new_empty((0, self.most), dtype=torch.int32)
+        x = hidden.expand(self.most, rows, hidden.shape[1])
+        for matrix, bias in weights.blocks:
+            x = x + silu(torch.baddbmm(bias, x, matrix.mT))
+        if weights.matrices is None:
+            scores = self._network.logits(x.flatten(0, 1)).view(self.most, rows, -1)
+        else:
+            scores = torch.bmm(x, weights.matrices.mT)
+        return scores.argmax(-1).T.to(torch.int32)
+
+    def copy(self, pairs: Sequence[tuple[int, int]]) -> None:
+        del pairs
+
+
+@dataclass(frozen=True, slots=True)
+class MedusaGuide:
+    """The heads with their weights."""
+
+    weights: MedusaWeights
+    loaded: Loaded
+    token_bytes: int = 0
+
+    def start(self, made: Assembled) -> Proposer:
+        return attach(made, MedusaDrafter(self.weights, self.loaded.network))
+
+    def describe(self) -> str:
+        whose = "the model's own" if self.weights.matrices is None else "their own"
+        return f"medusa, {self.weights.num_heads} heads over {whose} vocabulary matrix"
+
+
+def guide(site: Site) -> MedusaGuide:
+    files = open_head(site, _RENAMED, ())
+    return MedusaGuide(_read(site, files), site.loaded)
+
+
+def _read(site: Site, files: HeadFiles) -> MedusaWeights:
+    config, tensors = files.config, files.tensors
+    there = int(config.get("medusa_num_heads", 0))
+    num_blocks = int(config.get("medusa_num_layers", 1))
+    if there < 1:
+        raise CheckpointError(f"{files.source}: names no medusa_num_heads; it is no Medusa head.")
+    count = at_most(site.config.speculation.spec_tokens, there, "heads")
+    size, parts = site.spec.hidden_size, site.loaded.parts
+
+    def read(names: list[str], shape: tuple[int, ...]) -> Tensor:
+        found = [tensors.read(name, shape) for name in names]
+        return torch.stack(found).to(parts.device, parts.dtype)
+
+    blocks = [
+        (
+            read([_name(tensors, i, at, "weight") for i in range(count)], (size, size)),
+            read([_name(tensors, i, at, "bias") for i in range(count)], (size,))[:, None],
+        )
+        for at in range(num_blocks)
+    ]
+    own = [_matrix(tensors, i, num_blocks) for i in range(count)]
+    matrices = None
+    if all(name in tensors.names() for name in own):
+        matrices = read(own, (site.spec.vocab_size, size))
+    return MedusaWeights(blocks, matrices)
+
+
+def _name(tensors: Checkpoint, head: int, block: int, what: str) -> str:
+    """Two spellings are in use; where neither is there, the first is what will be missed."""
+    other = f"blocks.{head}.layers.{block}.{what}"
+    return other if other in tensors.names() else f"{head}.{block}.linear.{what}"
+
+
+def _matrix(tensors: Checkpoint, head: int, num_blocks: int) -> str:
+    other = f"lm_heads.{head}.weight"
+    return other if other in tensors.names() else f"{head}.{num_blocks}.weight"
