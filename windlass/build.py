@@ -213,13 +213,19 @@ def _speculation(
     room = Room(
         positions=made.most_positions,
         rows=limits.max_num_seqs,
-        row_tokens=min(1 + config.speculation.spec_tokens, made.max_model_len),
+        row_tokens=min(1 + config.speculation.most_guesses, made.max_model_len),
         num_blocks=capacity.num_blocks,
         block_size=capacity.block_size,
     )
     proposer = guide.start(made)
     costs = measure(made.runner, proposer, room)
-    governor = Governor(costs.guessed, made.most_positions, costs.plain)
+    governor = Governor(
+        costs.guessed,
+        made.most_positions,
+        costs.plain,
+        costs.drafting,
+        config.speculation.most_guesses,
+    )
     runner = Speculation(made.runner, proposer, governor)
     return runner, Choice("speculation", guide.describe(), f"as set; {costs.describe()}")
 

@@ -7,44 +7,29 @@ No torch here.
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, get_args, get_type_hints
+from typing import Any, Literal
 
 from windlass.errors import ConfigError
+from windlass.settings import DType as DType
+from windlass.settings import Quantization as Quantization
+from windlass.settings import at_least
+from windlass.settings import flag as flag
+from windlass.settings import option as option
+from windlass.settings import split_options as split_options
+from windlass.spec_config import MAX_SPEC_TOKENS as MAX_SPEC_TOKENS
+from windlass.spec_config import SpecConfig as SpecConfig
 
-DType = Literal["auto", "float32", "bfloat16", "float16"]
 LoadFormat = Literal["auto", "safetensors", "gguf", "dummy"]
 Device = Literal["auto", "cpu", "cuda"]
-Quantization = Literal["fp8", "fp8-block", "int8", "w8a8", "int4", "w4a8", "nf4"]
 KVCacheDType = Literal["auto", "fp8", "fp8_e4m3", "int8"]
 Batching = Literal["continuous", "static", "none"]
 PolicyName = Literal["fcfs", "priority"]
 ProfileName = Literal["chat", "batch", "hybrid"]
-SpecName = Literal["none", "ngram"]
 
-MAX_SPEC_TOKENS = 64
 AUTO = -1  # for whole numbers: choose it, and say why
-
-
-def option(default: Any, help: str, *flags: str) -> Any:
-    metadata = {"help": help, "flags": flags}
-    if isinstance(default, dict):
-        return field(default_factory=dict, metadata=metadata)
-    return field(default=default, metadata=metadata)
-
-
-def _at_least(owner: object, low: float, *names: str) -> None:
-    for name in names:
-        value = getattr(owner, name)
-        if value is not None and value < low:
-            raise ConfigError(f"{flag(name)} must be at least {low:g}, got {value!r}.")
-
-
-def flag(name: str) -> str:
-    return "--" + name.replace("_", "-")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,9 +69,9 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         if self.max_model_len is not None and self.max_model_len != AUTO:
-            _at_least(self, 1, "max_model_len")
+            at_least(self, 1, "max_model_len")
         if self.num_threads != AUTO:
-            _at_least(self, 1, "num_threads")
+            at_least(self, 1, "num_threads")
         if self.quantize_head and self.quantization is None:
             raise ConfigError(
                 "--quantize-head does nothing without --quantization. Add one, such as "
@@ -120,7 +105,7 @@ class CacheConfig:
     )
 
     def __post_init__(self) -> None:
-        _at_least(self, 1, "block_size", "num_blocks", "kv_cache_memory_bytes")
+        at_least(self, 1, "block_size", "num_blocks", "kv_cache_memory_bytes")
         if self.block_size & (self.block_size - 1):
             raise ConfigError(f"--block-size must be a power of two, got {self.block_size}.")
         share = self.memory_share
@@ -160,43 +145,8 @@ class SchedulerConfig:
     max_wait_ms: float = option(50.0, "Static batching: start after so long with fewer.")
 
     def __post_init__(self) -> None:
-        _at_least(self, 1, "max_num_seqs", "max_num_batched_tokens", "max_batch_size")
-        _at_least(self, 0, "long_prefill_token_threshold", "max_wait_ms")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SpecConfig:
-    """Guessing the next tokens, several of which one step verifies."""
-
-    spec: SpecName = option(
-        "none",
-        "How to guess the next tokens; ngram takes what followed the same words before. The output "
-        "stays the same.",
-        "--spec-method",
-    )
-    spec_tokens: int = option(8, "Most guesses of a request in a step, 1 to 64.")
-    spec_ngram_min: int = option(2, "ngram: the fewest tokens that must be the same.")
-    spec_ngram_max: int = option(4, "ngram: the most tokens that are compared.")
-
-    def __post_init__(self) -> None:
-        if not 1 <= self.spec_tokens <= MAX_SPEC_TOKENS:
-            raise ConfigError(
-                f"--spec-tokens must be between 1 and {MAX_SPEC_TOKENS}, got {self.spec_tokens}: "
-                "no guesses are --spec none, and the chance that so long a guess is right pays "
-                "for no step that verifies it."
-            )
-        _at_least(self, 1, "spec_ngram_min")
-        if self.spec_ngram_max < self.spec_ngram_min:
-            raise ConfigError(
-                f"--spec-ngram-max ({self.spec_ngram_max}) is below --spec-ngram-min "
-                f"({self.spec_ngram_min}): there is no length to compare."
-            )
-        if self.spec == "none":
-            for item in fields(self):
-                if item.name != "spec" and getattr(self, item.name) != item.default:
-                    raise ConfigError(
-                        f"{flag(item.name)} does nothing without speculation. Add --spec ngram."
-                    )
+        at_least(self, 1, "max_num_seqs", "max_num_batched_tokens", "max_batch_size")
+        at_least(self, 0, "long_prefill_token_threshold", "max_wait_ms")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -236,10 +186,10 @@ class ServeConfig:
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65535:
             raise ConfigError(f"--port must be between 0 and 65535, got {self.port}.")
-        _at_least(self, 1, "max_num_queued_reqs", "max_num_queued_tokens", "max_body_bytes")
-        _at_least(self, 1, "stream_interval")
-        _at_least(self, 0, "shutdown_timeout", "hang_timeout")
-        _at_least(self, 1, "record_max_bytes")
+        at_least(self, 1, "max_num_queued_reqs", "max_num_queued_tokens", "max_body_bytes")
+        at_least(self, 1, "stream_interval")
+        at_least(self, 0, "shutdown_timeout", "hang_timeout")
+        at_least(self, 1, "record_max_bytes")
         if not 0.0 < self.record_share <= 1.0:
             raise ConfigError(
                 f"--record-share must be above 0 and at most 1, got {self.record_share}."
@@ -272,9 +222,9 @@ class GateConfig:
     gate_max_windows: int = option(64, "Most windows that the gate measures.")
 
     def __post_init__(self) -> None:
-        _at_least(self, 0, "min_agreement", "max_ppl_increase", "max_kl")
-        _at_least(self, 1, "gate_max_windows")
-        _at_least(self, 2, "gate_context")
+        at_least(self, 0, "min_agreement", "max_ppl_increase", "max_kl")
+        at_least(self, 1, "gate_max_windows")
+        at_least(self, 2, "gate_context")
         if self.min_agreement is not None and self.min_agreement > 1:
             raise ConfigError(
                 f"--min-agreement must be at most 1, got {self.min_agreement:g}. "
@@ -350,37 +300,3 @@ class EngineConfig:
             )
         share = self.cache.memory_share or share
         return Limits(seqs, tokens, share, seqs_reason, tokens_reason)
-
-
-def split_options(sections: Mapping[str, type], options: Mapping[str, Any]) -> dict[str, Any]:
-    """Make one instance per section from a flat mapping of options."""
-    homes = {item.name: key for key, section in sections.items() for item in fields(section)}
-    sorted_options: dict[str, dict[str, Any]] = {key: {} for key in sections}
-    for name, value in options.items():
-        if name not in homes:
-            raise ConfigError(_unknown(name, list(homes)))
-        section = sections[homes[name]]
-        sorted_options[homes[name]][name] = _checked(section, name, value)
-    return {key: section(**sorted_options[key]) for key, section in sections.items()}
-
-
-def _unknown(name: str, known: list[str]) -> str:
-    near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-    hint = f" Did you mean {near[0]!r}?" if near else f" Known: {', '.join(sorted(known))}."
-    return f"unknown option {name!r}.{hint}"
-
-
-def _checked(section: type, name: str, value: Any) -> Any:
-    """Refuse a value outside a closed set of strings; turn lists into tuples."""
-    choices = _strings_in(get_type_hints(section)[name])
-    if choices and value is not None and value not in choices:
-        raise ConfigError(f"{flag(name)} must be one of {', '.join(choices)}; got {value!r}.")
-    return tuple(value) if isinstance(value, list) else value
-
-
-def _strings_in(hint: Any) -> list[str]:
-    """The strings that a Literal allows, also inside `Literal[...] | None`."""
-    found: list[str] = []
-    for arg in get_args(hint):
-        found += [arg] if isinstance(arg, str) else _strings_in(arg)
-    return found

@@ -36,15 +36,15 @@ class Oracle:
         self._most = most
         self._known: dict[SlotId, list[int]] = {}
 
-    def begin(self, plan: StepPlan, _wanted: bool) -> None:
+    def begin(self, plan: StepPlan, _wanted: int) -> None:
         for slot in plan.freed:
             self._known.pop(slot, None)
         for admission in plan.admitted:
             self._known[admission.slot] = list(admission.tokens)
 
     def take_in(self, seen: Sequence[Seen]) -> None:
-        for slot, tokens, _ in seen:
-            self._known[slot] += tokens
+        for each in seen:
+            self._known[each.slot] += each.tokens
 
     def propose(self, slots: Sequence[SlotId]) -> list[Draft]:
         drafts = []
@@ -73,6 +73,7 @@ def eager(monkeypatch) -> None:
         return [len(draft.tokens) for draft in drafts]
 
     monkeypatch.setattr(governor.Governor, "choose", choose)
+    monkeypatch.setattr(governor.Governor, "wanted", lambda self, *_: self._most_guesses)
 
 
 def make(folder: Path, **options: Any) -> LLM:
@@ -231,7 +232,18 @@ def test_the_start_up_table_says_what_guesses_and_what_it_costs(folder: Path) ->
         ({"spec": "ngram", "spec_ngram_min": 5}, "there is no length"),
         ({"spec": "ngram", "spec_ngram_min": 0}, "at least 1"),
         ({"spec_tokens": 4}, "does nothing without speculation"),
-        ({"spec": "eagle"}, "one of none, ngram"),
+        ({"spec": "oracle"}, "one of none, auto, ngram"),
+        ({"spec": "draft"}, "needs a model"),
+        ({"spec": "eagle"}, "needs a head"),
+        ({"spec": "self", "spec_model": "x"}, "--spec-model does nothing with --spec self"),
+        ({"spec": "self", "spec_exit_layer": 0}, "at least 1"),
+        ({"spec": "ngram", "spec_exit_layer": 2}, "--spec-exit-layer does nothing"),
+        ({"spec": "lookahead", "spec_ngram_max": 8}, "--spec-ngram-max does nothing"),
+        ({"spec": "ngram", "spec_threshold": 0.5}, "without --spec-acceptance typical"),
+        (
+            {"spec": "ngram", "spec_acceptance": "typical", "spec_threshold": 1.5},
+            "above 0 and at most 1, got 1.5",
+        ),
     ],
 )
 def test_settings_that_cannot_be_are_refused(options: dict[str, Any], told: str) -> None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from windlass.config import EngineConfig
-from windlass.core.types import SlotId, StepPlan
+from windlass.core.types import Row, RowResult, SlotId, StepPlan
 from windlass.models.source import ModelFiles
 from windlass.models.spec import ModelSpec
 
@@ -18,12 +18,19 @@ if TYPE_CHECKING:
 class Seen(NamedTuple):
     """What became known of one slot in the last step: tokens that nothing can take back.
 
-    `drafts` are guesses that the runner made itself, in the same step.
+    `drafts` are guesses that the runner made itself, in the same step; `trail` is what the model
+    said after each of the guesses that the row carried, also after wrong ones.
     """
 
     slot: SlotId
     tokens: Sequence[int]
     drafts: tuple[int, ...] = ()
+    trail: tuple[int, ...] = ()
+
+
+def seen(row: Row, result: RowResult) -> Seen:
+    """What a row that sampled tells the proposer."""
+    return Seen(row.slot, result.tokens, result.drafts, result.trail)
 
 
 class Draft(NamedTuple):
@@ -46,8 +53,10 @@ class Proposer(Protocol):
     # it found something does the next step wait for it.
     free: bool
 
-    def begin(self, plan: StepPlan, wanted: bool) -> None:
-        """A step is about to run: who came and went, and whether guesses after it are wanted."""
+    def begin(self, plan: StepPlan, wanted: int) -> None:
+        """A step is about to run: who came and went, and how many guesses of each row are wanted
+        after it; 0: none, and `propose` is not called.
+        """
         ...
 
     def take_in(self, seen: Sequence[Seen]) -> None:

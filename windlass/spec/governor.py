@@ -11,6 +11,7 @@ from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from windlass.config import MAX_SPEC_TOKENS
 from windlass.core.types import SlotId
 from windlass.spec.base import Draft
 
@@ -27,6 +28,26 @@ _IN_VAIN = 4  # looks for guesses that gave none worth a try, before all rest
 _FREE_IN_VAIN = 16  # where looking is free
 _FREE_ROWS = 8  # up to so many rows that is so little that it never rests
 _FIRST_REST, _LAST_REST = 16, 512  # steps
+_ASKED = 32  # requests whose records say how many guesses are made
+
+
+class Drafting:
+    """Seconds that guesses for a number of rows take, by how many are made for each."""
+
+    def __init__(self, one: StepCosts, many: StepCosts, depth: int) -> None:
+        """`many`: with `depth` guesses a row, at least two; in between lies a straight line."""
+        self.one = one
+        self.many = many
+        self.depth = depth
+
+    def of(self, num_rows: int, depth: int) -> float:
+        first = self.one.of(num_rows)
+        each = max(0.0, self.many.of(num_rows) - first) / (self.depth - 1)
+        return first + each * (depth - 1) if depth else 0.0
+
+    def describe(self) -> str:
+        """For the start-up table."""
+        return f"guesses: {1000 * self.of(1, 1):.1f} ms, {self.depth}: {1000 * self.of(1, self.depth):.1f} ms"
 
 
 class StepCosts:
@@ -40,6 +61,10 @@ class StepCosts:
         for size in self._sizes:
             before = self._seconds[-1] if self._seconds else 0.0
             self._seconds.append(max(before, seconds[size]))
+
+    @property
+    def points(self) -> dict[int, float]:
+        return dict(zip(self._sizes, self._seconds, strict=True))
 
     def of(self, num_tokens: int) -> float:
         sizes, seconds = self._sizes, self._seconds
@@ -91,14 +116,22 @@ class Governor:
     """Owns the records of all slots, and what is known of kinds of guesses and of costs."""
 
     def __init__(
-        self, costs: StepCosts, most_positions: int, plain: StepCosts | None = None
+        self,
+        costs: StepCosts,
+        most_positions: int,
+        plain: StepCosts | None = None,
+        drafting: Drafting | None = None,
+        most_guesses: int = MAX_SPEC_TOKENS,
     ) -> None:
         """A step has room to sample `most_positions`.
 
-        `plain` are the costs of steps after which nobody guesses, where these are cheaper.
+        `plain` are the costs of steps that carry no guesses, where these are cheaper; `drafting`
+        those of making guesses, where that is not free.
         """
         self._costs = costs
         self._plain = plain or costs
+        self._drafting = drafting
+        self._most_guesses = most_guesses
         self._most_positions = most_positions
         self._num_vain = 0
         self._rest = _FIRST_REST
@@ -106,6 +139,7 @@ class Governor:
         self._rows_then = 0
         self._woken = False
         self._slots: dict[SlotId, _Record] = {}
+        self._last_kind = 0
         self._kinds: dict[int, tuple[float, float]] = {}  # first guesses: right, tried
         self._slowness = {False: 1.0, True: 1.0}  # taken / expected, without and with guesses
 
@@ -115,11 +149,12 @@ class Governor:
     def forget(self, slot: SlotId) -> None:
         self._slots.pop(slot, None)
 
-    def wanted(self, num_rows: int, free: bool) -> bool:
-        """Whether to look for guesses after a step of so many requests.
+    def wanted(self, slots: Sequence[SlotId], free: bool) -> int:
+        """How many guesses to make for each of these requests after the next step.
 
-        Not for some steps after looking was in vain, unless there is less to do than then.
+        None for some steps after looking was in vain, unless there is less to do than then.
         """
+        num_rows = len(slots)
         enough = _FREE_IN_VAIN if free else _IN_VAIN
         if self._num_vain >= enough and not (free and num_rows <= _FREE_ROWS):
             self._num_vain = 0
@@ -128,14 +163,38 @@ class Governor:
         if self._resting and 2 * num_rows > self._rows_then:
             self._resting -= 1
             self._woken = self._resting == 0
-            return False
+            return 0
         self._resting = 0
-        return True
+        return self._depth(slots)
 
-    def took(self, num_tokens: int, guessed: bool, seconds: float) -> None:
-        """A step without prompt tokens took so long; `guessed`: for guesses, or before some."""
-        ratio = seconds / (self._costs if guessed else self._plain).of(num_tokens)
-        self._slowness[guessed] += (1 - _SLOW_FADE) * (ratio - self._slowness[guessed])
+    def _depth(self, slots: Sequence[SlotId]) -> int:
+        """The number of guesses that promises the most, before they are made; at least one."""
+        most = self._most_guesses
+        if self._drafting is None:
+            return most
+        some = [self._slots[slot] for slot in slots[:_ASKED] if slot in self._slots]
+        expected = self._expected(self._last_kind)
+        hopes = [record.chances(expected, most) for record in some] or [[0.0] * most]
+        best, highest, tokens = 1, 0.0, 1.0
+        for depth in range(1, most + 1):
+            tokens += sum(hope[depth - 1] for hope in hopes) / len(hopes)
+            rate = tokens / self._seconds(len(slots), len(slots) * (1 + depth), depth)
+            if rate > highest:
+                best, highest = depth, rate
+        return best
+
+    def _seconds(self, num_rows: int, num_tokens: int, depth: int) -> float:
+        """What a step with guesses should take, the making of those for the next included."""
+        making = self._drafting.of(num_rows, depth) if self._drafting is not None else 0.0
+        return self._costs.of(num_tokens) + making
+
+    def took(
+        self, num_tokens: int, guessed: bool, seconds: float, num_rows: int = 0, depth: int = 0
+    ) -> None:
+        """A step without prompt tokens took so long; `depth` guesses a row were made after it."""
+        dearer = guessed or depth > 0
+        usual = self._seconds(num_rows, num_tokens, depth) if dearer else self._plain.of(num_tokens)
+        self._slowness[dearer] += (1 - _SLOW_FADE) * (seconds / usual - self._slowness[dearer])
 
     def verified(self, slot: SlotId, kind: int, num_drafts: int, num_accepted: int) -> None:
         """So many of a request's guesses were right."""
@@ -143,6 +202,7 @@ class Governor:
         right = num_accepted > 0
         hits, tries = self._kinds.get(kind, (0.0, 0.0))
         self._kinds[kind] = (_FADE_ALL * hits + right, _FADE_ALL * tries + 1)
+        self._last_kind = kind
         if record.probing and right:
             record.begin_anew()
         elif record.probing:
@@ -168,7 +228,9 @@ class Governor:
             return counts
         offers.sort(key=lambda offer: -offer[0])
         room = max(0, self._most_positions - len(drafts))
-        best = self._best_number([chance for chance, _ in offers[:room]], len(drafts), others)
+        depth = max(len(draft.tokens) for draft in drafts)
+        likeliest = [chance for chance, _ in offers[:room]]
+        best = self._best_number(likeliest, len(drafts), others, depth)
         for _, i in offers[:best]:
             counts[i] += 1
         if best:
@@ -182,7 +244,7 @@ class Governor:
         hits, tries = self._kinds.get(kind, (0.0, 0.0))
         return (hits + _WEIGHT * _HOPE) / (tries + _WEIGHT)
 
-    def _best_number(self, chances: Sequence[float], num_rows: int, others: int) -> int:
+    def _best_number(self, chances: Sequence[float], num_rows: int, others: int, depth: int) -> int:
         """How many guesses, the likeliest first, give the most tokens per second, prompts included."""
         base = num_rows + others
         dearer = self._dearness()
@@ -190,7 +252,7 @@ class Governor:
         best, tokens = 0, float(base)
         for count, chance in enumerate(chances, start=1):
             tokens += chance
-            rate = tokens / (dearer * self._costs.of(base + count))
+            rate = tokens / (dearer * self._seconds(num_rows, base + count, depth))
             if rate > most:
                 best, most = count, rate
         return best

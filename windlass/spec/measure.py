@@ -1,18 +1,20 @@
-"""What steps cost here, found out by running some before there is any request."""
+"""What steps and guesses cost here, found out by running some before there is any request."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 from windlass.core.sampling import SamplingParams
 from windlass.core.types import Admission, BlockId, Row, SlotId, StepPlan
-from windlass.spec.base import Proposer, Seen
-from windlass.spec.governor import StepCosts
+from windlass.spec.base import Proposer, seen
+from windlass.spec.governor import Drafting, StepCosts
 from windlass.spec.speculation import Submits
 
 _SIZES = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
+_FEW_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 _REPEATS = 3
 _ENOUGH_S = 0.8  # larger steps are then taken to cost as the last ones suggest
 
@@ -26,27 +28,57 @@ class Room:
     row_tokens: int
     num_blocks: int
     block_size: int
+    ahead: int = 0  # tokens after a row's own that have room in its blocks
 
     @property
     def row_blocks(self) -> int:
-        return -(-self.row_tokens // self.block_size)
+        return -(-(self.row_tokens + self.ahead) // self.block_size)
 
     @property
     def most(self) -> int:
         rows = min(self.rows, self.num_blocks // self.row_blocks)
         return min(self.positions, max(1, rows) * self.row_tokens)
 
+    @property
+    def one_each(self) -> Room:
+        """For rows of one token, and guesses after it."""
+        return replace(self, row_tokens=1, ahead=self.row_tokens - 1)
+
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """Of steps with guesses, or after which some are made, and of plain ones."""
+    """Of steps that carry guesses, of plain ones, and of making guesses; None: that is free."""
 
     guessed: StepCosts
     plain: StepCosts
+    drafting: Drafting | None = None
 
     def describe(self) -> str:
         """For the start-up table."""
-        return f"{self.guessed.describe()}; 1 without: {1000 * self.plain.of(1):.2f} ms"
+        parts = [self.guessed.describe(), f"1 without: {1000 * self.plain.of(1):.2f} ms"]
+        if self.drafting is not None:
+            parts.append(self.drafting.describe())
+        return "; ".join(parts)
+
+    def to_json(self) -> dict[str, Any]:
+        made = self.drafting
+        drafting = made and [made.one.points, made.many.points, made.depth]
+        return {"guessed": self.guessed.points, "plain": self.plain.points, "drafting": drafting}
+
+    @classmethod
+    def from_json(cls, found: dict[str, Any]) -> Costs:
+        """What `to_json` gave; anything else raises KeyError, TypeError or ValueError."""
+        drafting = None
+        if found["drafting"] is not None:
+            one, many, depth = found["drafting"]
+            drafting = Drafting(_points(one), _points(many), int(depth))
+        return cls(_points(found["guessed"]), _points(found["plain"]), drafting)
+
+
+def _points(found: dict[str, float]) -> StepCosts:
+    if len(found) < 2:
+        raise ValueError("fewer than two sizes")
+    return StepCosts({int(size): float(seconds) for size, seconds in found.items()})
 
 
 def measure(
@@ -59,11 +91,24 @@ def measure(
 
     Writes to the first KV blocks and uses the first slots: nobody has them yet.
     """
-    alone = replace(room, row_tokens=1)
-    return Costs(
-        _measure(_WithGuesses(runner, proposer, wanted=True), room, clock),
-        _measure(_WithGuesses(runner, proposer, wanted=False), alone, clock),
-    )
+    alone, depth = room.one_each, room.row_tokens - 1
+
+    def of(wanted: int, room: Room, sizes: tuple[int, ...]) -> StepCosts:
+        return _measure(_WithGuesses(runner, proposer, wanted), room, sizes, clock)
+
+    guessed, plain = of(0, room, _SIZES), of(0, alone, _SIZES)
+    if proposer.free or depth < 1:
+        return Costs(guessed, plain)
+    deep = max(2, depth)
+    bare = of(0, alone, _FEW_SIZES)
+    one, many = (_over(of(wanted, alone, _FEW_SIZES), bare) for wanted in (1, deep))
+    return Costs(guessed, plain, Drafting(one, many, deep))
+
+
+def _over(costs: StepCosts, bare: StepCosts) -> StepCosts:
+    """What these steps cost more than bare ones."""
+    points = costs.points.items()
+    return StepCosts({size: max(0.0, seconds - bare.of(size)) for size, seconds in points})
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,27 +117,26 @@ class _WithGuesses:
 
     runner: Submits
     proposer: Proposer
-    wanted: bool
+    wanted: int
 
     def __call__(self, plan: StepPlan) -> None:
         self.proposer.begin(plan, self.wanted)
         results = self.runner.submit(plan).wait().rows
-        slots = [row.slot for row in plan.rows]
-        self.proposer.take_in(
-            [
-                Seen(slot, result.tokens, result.drafts)
-                for slot, result in zip(slots, results, strict=True)
-            ]
-        )
+        self.proposer.take_in([seen(*pair) for pair in zip(plan.rows, results, strict=True)])
         if self.wanted:
-            self.proposer.propose(slots)
+            self.proposer.propose([row.slot for row in plan.rows])
 
 
-def _measure(step: Callable[[StepPlan], None], room: Room, clock: Callable[[], float]) -> StepCosts:
+def _measure(
+    step: Callable[[StepPlan], None],
+    room: Room,
+    sizes: tuple[int, ...],
+    clock: Callable[[], float],
+) -> StepCosts:
     began = clock()
     seconds: dict[int, float] = {}
     step(_plan(1, room))
-    for size in _SIZES:
+    for size in sizes:
         if size > room.most or (len(seconds) > 1 and clock() - began > _ENOUGH_S):
             break
         times = []

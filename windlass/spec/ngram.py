@@ -67,7 +67,7 @@ class NgramProposer:
         self._slots: dict[SlotId, Index] = {}
         self._unread: dict[SlotId, list[int]] = {}
 
-    def begin(self, plan: StepPlan, wanted: bool) -> None:
+    def begin(self, plan: StepPlan, wanted: int) -> None:
         del wanted
         for slot in plan.freed:
             self._slots.pop(slot, None)
@@ -78,8 +78,8 @@ class NgramProposer:
 
     def take_in(self, seen: Sequence[Seen]) -> None:
         unread = self._unread
-        for slot, tokens, _ in seen:
-            unread[slot] += tokens
+        for each in seen:
+            unread[each.slot] += each.tokens
 
     def propose(self, slots: Sequence[SlotId]) -> list[Draft]:
         drafts = []
@@ -110,4 +110,4 @@ class NgramGuide:
 
 def guide(site: Site) -> NgramGuide:
     wish = site.config.speculation
-    return NgramGuide(wish.spec_ngram_min, wish.spec_ngram_max, wish.spec_tokens)
+    return NgramGuide(wish.spec_ngram_min, wish.spec_ngram_max, wish.most_guesses)

@@ -9,6 +9,7 @@ from windlass.spec.base import Guide, Site
 # Functions from a Site to a Guide.
 _GUIDES = {
     "ngram": "windlass.spec.ngram:guide",
+    "lookahead": "windlass.spec.lookahead:guide",
     "medusa": "windlass.spec.medusa:guide",
     "eagle": "windlass.spec.eagle:guide",
 }
