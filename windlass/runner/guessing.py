@@ -216,6 +216,7 @@ class CudaGuesser(CudaRunner):
         work = AttentionWork(singles, self._no_tiles, splits, self._place_counters)
         return StepBatch(positions, slots, self._slots.tables, [], [], work)
 
+    @torch.inference_mode()
     def redraw(
         self, rows: Sequence[Row], results: list[RowResult], logits: Tensor, width: int
     ) -> list[RowResult]:

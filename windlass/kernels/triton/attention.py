@@ -209,6 +209,7 @@ def _prefill(
         ROWS=_TILE_ROWS,
         WINDOWED=window is not None,
         CAPPED=capped,
+        FIXED=batch.fixed,
         **_prefill_options(dim_pad, kv.key_scales is not None and fresh is None),
         **chain.options(),
     )
