@@ -106,7 +106,8 @@ def register(
     )
     run.__signature__ = signature  # type: ignore[attr-defined]
     run.__annotations__ = {item.name: item.annotation for item in signature.parameters.values()}
-    app.command(function.__name__, cls=PanelCommand, help=function.__doc__, **settings)(run)
+    name = function.__name__.replace("_", "-")
+    app.command(name, cls=PanelCommand, help=function.__doc__, **settings)(run)
 
 
 def _merged(values: dict[str, Any], generated: Sequence[Option]) -> Options:

@@ -20,6 +20,7 @@ from windlass.cli.profile import profile
 from windlass.cli.quantize import QUANTIZE_OPTIONS, quantize
 from windlass.cli.sampling import SAMPLING_OPTIONS
 from windlass.cli.serve import serve
+from windlass.cli.train_draft import TRAIN_DRAFT_OPTIONS, train_draft
 
 app = typer.Typer(
     name="windlass",
@@ -58,6 +59,7 @@ register(app, evaluate, [*LIMIT_OPTIONS, *ENGINE_OPTIONS])
 register(app, plan, PLAN_OPTIONS)
 register(app, profile, ENGINE_OPTIONS)
 register(app, quantize, QUANTIZE_OPTIONS)
+register(app, train_draft, TRAIN_DRAFT_OPTIONS)
 app.add_typer(bench, name="bench")
 
 

@@ -1,0 +1,60 @@
+"""A tiny model with a tokenizer, prompts for it, and the command line in this process."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from tests.tools.quantize.conftest import write_model
+from windlass.cli.main import app
+
+TrainDraft = Callable[..., str]
+
+# One thread: on a busy machine several spend their time waiting for each other.
+ONE_CORE = ("--device", "cpu", "--num-threads", "1")
+SMALL = ("--context", "48", "--max-tokens", "24", "--batch-tokens", "512", "--epochs", "8")
+EAGLE = ("--kind", "eagle", "--unroll", "3", "--draft-vocab", "64", *SMALL)
+MEDUSA = ("--kind", "medusa", "--heads", "2", "--lr", "0.02", *SMALL)
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("model") / "tiny", num_hidden_layers=4)
+
+
+@pytest.fixture(scope="session")
+def prompts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Thirty prompts, conversations and texts of random words."""
+    path = tmp_path_factory.mktemp("prompts") / "prompts.jsonl"
+    words = random.Random(0)
+    lines: list[dict[str, object]] = []
+    for number in range(30):
+        text = " ".join(words.choice(["a", "rope", "lifts", "it"]) for _ in range(4))
+        if number % 3 == 0:
+            answer = {"role": "assistant", "content": "left out"}
+            lines.append({"messages": [{"role": "user", "content": text}, answer]})
+        else:
+            lines.append({"prompt" if number % 3 == 1 else "text": f"{text} {number}"})
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return path
+
+
+@pytest.fixture
+def train_draft() -> TrainDraft:
+    """Run the command and give all that it printed; `code` is the exit code it must have."""
+
+    def invoke(*args: object, code: int = 0) -> str:
+        words = ["train-draft", *map(str, args), "--no-progress", *ONE_CORE]
+        result = CliRunner().invoke(app, words)
+        unexpected = (SystemExit, KeyboardInterrupt)
+        if result.exception is not None and not isinstance(result.exception, unexpected):
+            raise result.exception
+        assert result.exit_code == code, result.output
+        return result.output
+
+    return invoke

@@ -1,0 +1,251 @@
+"""The command from prompts to a folder: what it writes, interruptions, and what it refuses."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.tools.quantize.conftest import write_model
+from tests.tools.train_draft.conftest import EAGLE, MEDUSA, ONE_CORE, TrainDraft
+from windlass.tools.train_draft import work
+
+
+def report_of(folder: Path) -> dict[str, Any]:
+    report: dict[str, Any] = json.loads((folder / "report.json").read_text())
+    return report
+
+
+def same_tensors(one: Path, other: Path) -> bool:
+    first, second = (load_file(folder / "model.safetensors") for folder in (one, other))
+    assert first.keys() == second.keys()
+    return all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_an_eagle_head_is_written_in_the_public_layout(
+    model: Path, prompts: Path, tmp_path: Path, train_draft: TrainDraft
+) -> None:
+    out = tmp_path / "head"
+    said = train_draft(model, "-o", out, "--data", prompts, *EAGLE)
+    assert "mean acceptance length" in said
+    config = json.loads((out / "config.json").read_text())
+    assert config["architectures"] == ["LlamaForCausalLMEagle3"]
+    assert config["draft_vocab_size"] == 64
+    assert config["num_hidden_layers"] == 1
+    assert config["eagle_config"]["eagle_aux_hidden_state_layer_ids"] == [1, 2, 3]
+    assert config["windlass"]["target"] == "tiny"
+    assert len(config["windlass"]["target_fingerprint"]) == 32
+    tensors = load_file(out / "model.safetensors")
+    assert tensors["fc.weight"].shape == (64, 192)
+    assert tensors["midlayer.self_attn.q_proj.weight"].shape == (64, 128)
+    assert tensors["lm_head.weight"].shape == (64, 64)
+    assert tensors["lm_head.weight"].dtype == torch.bfloat16
+    assert tensors["d2t"].dtype == torch.int64
+    assert tensors["t2d"].sum() == 64
+    assert tensors["t2d"][torch.arange(64) + tensors["d2t"]].all()
+    _check_report(report_of(out), 3)
+    assert not (tmp_path / "head.partial").exists()
+
+
+def test_medusa_heads_are_written_in_the_public_layout(
+    model: Path, prompts: Path, tmp_path: Path, train_draft: TrainDraft
+) -> None:
+    shared, own = tmp_path / "shared", tmp_path / "own"
+    texts = tmp_path / "texts.jsonl"
+    train_draft(model, "-o", shared, "--data", prompts, "--texts", texts, *MEDUSA)
+    written = texts.read_bytes()
+    options = (*MEDUSA, "--no-share-head")
+    train_draft(model, "-o", own, "--data", prompts, "--texts", texts, *options)
+    assert texts.read_bytes() == written  # nothing was written twice
+    config = json.loads((shared / "config.json").read_text())
+    assert config["medusa_num_heads"] == 2
+    assert config["medusa_num_layers"] == 1
+    tensors = load_file(shared / "model.safetensors")
+    assert {name: tuple(value.shape) for name, value in tensors.items()} == {
+        "0.0.linear.weight": (64, 64),
+        "0.0.linear.bias": (64,),
+        "1.0.linear.weight": (64, 64),
+        "1.0.linear.bias": (64,),
+    }
+    assert load_file(own / "model.safetensors")["1.1.weight"].shape == (256, 64)
+    for folder in (shared, own):
+        _check_report(report_of(folder), 2)
+
+
+def _check_report(report: dict[str, Any], num_guesses: int) -> None:
+    held = report["held_out"]
+    shares = held["acceptance_by_position"]
+    assert len(shares) == num_guesses
+    assert all(0 <= share <= 1 for share in shares)
+    assert held["mean_acceptance_length"] == pytest.approx(1 + sum(shares), abs=1e-3)
+    assert 1 <= held["walk_acceptance_length"] <= 1 + num_guesses
+    assert report["texts"]["held_out"] == held["texts"] == 1
+    curve = report["training"]["curve"]
+    assert curve[-1]["loss"] < 0.9 * curve[0]["loss"]
+    assert report["training"]["ended_by"] == "--epochs 8"
+
+
+# The command, killed by its own hand when its state is saved for the second time.
+_KILLED = """
+import os, signal
+from windlass.cli.main import app
+from windlass.tools.train_draft.work import Work
+
+save, times = Work.save_state, []
+
+def save_and_die(self, *args):
+    save(self, *args)
+    times.append(1)
+    if len(times) == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+Work.save_state = save_and_die
+app()
+"""
+
+
+@pytest.mark.parametrize("kind", [EAGLE, MEDUSA], ids=["eagle", "medusa"])
+def test_a_killed_run_goes_on_and_ends_the_same(
+    kind: tuple[str, ...], model: Path, prompts: Path, tmp_path: Path, train_draft: TrainDraft
+) -> None:
+    options = (*kind, "--data", str(prompts), "--max-steps", "9", "--save-every", "3")
+    train_draft(model, "-o", tmp_path / "whole", *options)
+    out = tmp_path / "out"
+    words = ["train-draft", str(model), "-o", str(out), *options, *ONE_CORE]
+    killed = subprocess.run([sys.executable, "-c", _KILLED, *words], capture_output=True, text=True)
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    assert not out.exists()
+    other = train_draft(model, "-o", out, *options, "--lr", "0.5", code=2)
+    assert "begun with other options: lr was" in other
+    assert "trained 9 steps" in train_draft(model, "-o", out, *options)
+    assert same_tensors(tmp_path / "whole", out)
+    assert not (tmp_path / "out.partial").exists()
+
+
+def test_a_full_disk_keeps_what_is_done(
+    model: Path,
+    prompts: Path,
+    tmp_path: Path,
+    train_draft: TrainDraft,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    options = (*EAGLE, "--data", prompts, "--max-steps", "8", "--save-every", "3")
+    real, out, writes = work.write_whole, tmp_path / "out", []
+
+    def full(path: Path, data: bytes) -> None:
+        writes.append(path.name)
+        if writes.count("state.safetensors") == 2 or path.name == "report.json":
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        real(path, data)
+
+    monkeypatch.setattr(work, "write_whole", full)
+    said = train_draft(model, "-o", out, *options, code=1)
+    assert "No space left on device" in said
+    assert "the training up to step 3 is kept in" in said
+    assert "run the same command again" in " ".join(said.split())
+    assert not out.exists()
+    writes += ["state.safetensors"] * 2
+    said = train_draft(model, "-o", out, *options, code=1)
+    assert "the training up to step 8 is kept in" in said
+    assert not out.exists()
+    monkeypatch.setattr(work, "write_whole", real)
+    assert "trained 8 steps" in train_draft(model, "-o", out, *options)
+    assert (out / "report.json").is_file()
+
+
+def test_a_time_limit_ends_the_training_and_writes_the_head(
+    model: Path, prompts: Path, tmp_path: Path, train_draft: TrainDraft
+) -> None:
+    out = tmp_path / "out"
+    train_draft(model, "-o", out, "--data", prompts, *MEDUSA, "--time-limit", "0.0001")
+    assert report_of(out)["training"]["ended_by"] == "--time-limit 0.0001"
+
+
+def test_a_model_invents_its_own_prompts(tmp_path: Path, train_draft: TrainDraft) -> None:
+    folder = write_model(tmp_path / "tiny", num_hidden_layers=4)
+    out = tmp_path / "out"
+    said = train_draft(folder, "-o", out, *MEDUSA, "--prompts", "12", "--max-steps", "2")
+    assert "texts: 11 to train on" in said
+    assert report_of(out)["data"] == "invented by the model"
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (("--kind", "magic"), "--kind must be medusa or eagle"),
+        (("--kind", "eagle", "--unroll", "0"), "--unroll must be between 1 and 16, got 0"),
+        (("--kind", "eagle", "--unroll", "1000"), "--unroll must be between 1 and 16"),
+        (("--kind", "medusa", "--heads", "0"), "--heads must be between 1 and 16"),
+        (("--kind", "medusa", "--unroll", "2"), "--unroll is for --kind eagle"),
+        (("--kind", "eagle", "--heads", "2"), "--heads is for --kind medusa"),
+        (("--kind", "eagle", "--draft-vocab", "257"), "257 is more than the 256 tokens"),
+        (("--kind", "eagle", "--context", "1024"), "more than the model's 512 positions"),
+        (("--kind", "eagle", "--context", "64"), "--max-tokens must be between 4 and 63"),
+        (("--kind", "eagle", "--lr", "0"), "--lr must be above 0"),
+        (("--kind", "medusa", "--time-limit", "0"), "--time-limit must be above 0"),
+        (("--kind", "medusa", "--prompts", "1"), "--prompts must be between 2 and"),
+    ],
+)
+def test_what_is_out_of_range(
+    flags: tuple[str, ...],
+    words: str,
+    model: Path,
+    prompts: Path,
+    tmp_path: Path,
+    train_draft: TrainDraft,
+) -> None:
+    said = train_draft(model, "-o", tmp_path / "out", "--data", prompts, *flags, code=2)
+    assert words in said
+    assert not (tmp_path / "out").exists()
+
+
+def test_files_without_a_usable_prompt(
+    model: Path, tmp_path: Path, train_draft: TrainDraft
+) -> None:
+    data, out = tmp_path / "data.jsonl", tmp_path / "out"
+    lines = ['{"question": "?"}', "not json", '{"messages": []}', '{"prompt": "' + "a" * 99 + '"}']
+    data.write_text("\n".join(lines))
+    flags = ("--skip-broken-lines", *MEDUSA)
+    said = " ".join(train_draft(model, "-o", out, "--data", data, *flags, code=2).split())
+    assert "0 usable prompts" in said
+    assert "1 lines: needs one of prompt, messages and text" in said
+    assert "1 lines: is not JSON" in said
+    assert "of more than 24 tokens" in said
+    data.write_text('{"prompt": "a"}\n{"prompt": "b"}\n{"prompt": 3}\n')
+    said = train_draft(model, "-o", out, "--data", data, *MEDUSA, code=2)
+    assert "1 of 3 lines cannot be used. line 3: prompt must be a string" in said
+    data.write_text("")
+    assert "Beside them: nothing" in train_draft(model, "-o", out, "--data", data, *MEDUSA, code=2)
+    gone = tmp_path / "gone.jsonl"
+    assert "No such file" in train_draft(model, "-o", out, "--data", gone, *MEDUSA, code=2)
+
+
+def test_an_output_that_exists_is_refused(
+    model: Path, prompts: Path, tmp_path: Path, train_draft: TrainDraft
+) -> None:
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "thesis.txt").write_text("mine")
+    assert "exists already" in train_draft(model, "-o", out, "--data", prompts, *EAGLE, code=2)
+    mine = tmp_path / "new.partial"
+    mine.mkdir()
+    (mine / "thesis.txt").write_text("mine")
+    said = train_draft(model, "-o", tmp_path / "new", "--data", prompts, *EAGLE, code=2)
+    assert "holds other files (thesis.txt)" in said
+
+
+def test_a_model_of_two_layers_has_no_eagle(
+    prompts: Path, tmp_path: Path, train_draft: TrainDraft
+) -> None:
+    folder = write_model(tmp_path / "two", num_hidden_layers=2)
+    said = train_draft(folder, "-o", tmp_path / "out", "--data", prompts, *EAGLE, code=2)
+    assert "reads what enters three layers, and this model has 2" in said

@@ -1,0 +1,1 @@
+"""`windlass train-draft`: Medusa and EAGLE heads, trained on what the model itself writes."""

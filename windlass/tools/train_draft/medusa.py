@@ -1,0 +1,84 @@
+"""Trains Medusa heads: each from the target's last hidden state alone, none sees another's guess."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from windlass.tools.train_draft.batches import Batch
+from windlass.tools.train_draft.head import DECAY, Figures, arithmetic, as_inputs, soft_loss, stored
+from windlass.tools.train_draft.medusa_module import MedusaModule
+from windlass.tools.train_draft.target import States, Target
+
+# Rows whose logits over the whole vocabulary are in memory at once.
+_NUMBERS = {"cuda": 2**28, "cpu": 2**24}
+
+
+class MedusaHead:
+    """Owns the module; where the target's head is shared, a dense copy of it to train through."""
+
+    def __init__(self, target: Target, num_heads: int, share: bool) -> None:
+        self.num_guesses = num_heads
+        self._target = target
+        self._share = share
+        matrix = as_inputs(target.head())
+        self._rows = max(1, _NUMBERS[target.device.type] // len(matrix))
+        self.module = MedusaModule(num_heads, matrix, share).to(target.device)
+
+    def learn(self, batch: Batch, states: States) -> Figures:
+        """Piece by piece, gradients added up: logits over a whole vocabulary are large."""
+        last = as_inputs(states.last).flatten(0, 1)
+        total = torch.zeros((), device=last.device)
+        right = torch.zeros(self.num_guesses, device=last.device)
+        counts = [max(1, len(places.roots)) for places in batch.guesses]
+        for at in range(0, len(batch.labels), self._rows):
+            stop = at + self._rows
+            labels, best = self._labels(states.last.flatten(0, 1)[batch.labels[at:stop]])
+            for j, places in enumerate(batch.guesses):
+                here = places.between(at, stop)
+                if here.start == here.stop:
+                    continue
+                rows = places.labels[here] - at
+                with arithmetic(last.device):
+                    logits = self.module.logits(j, last[places.roots[here]])
+                    loss = DECAY**j * soft_loss(logits, labels[rows]) / counts[j]
+                loss.backward()
+                total += loss.detach()
+                right[j] += (logits.detach().argmax(-1) == best[rows]).sum() / counts[j]
+        return Figures(total, right)
+
+    @torch.no_grad()
+    def guess(self, batch: Batch, states: States) -> list[Tensor]:
+        last = as_inputs(states.last).flatten(0, 1)
+        found = []
+        for j, places in enumerate(batch.guesses):
+            with arithmetic(last.device):
+                pieces = [
+                    self.module.logits(j, last[roots]).argmax(-1)
+                    for roots in places.roots.split(self._rows)
+                ]
+            found.append(torch.cat(pieces))
+        return found
+
+    @torch.no_grad()
+    def _labels(self, last: Tensor) -> tuple[Tensor, Tensor]:
+        """The target's probabilities [rows, vocabulary], and its choice."""
+        logits = self._target.logits(last).float()
+        return logits.softmax(-1), logits.argmax(-1)
+
+    def tensors(self) -> dict[str, Tensor]:
+        return stored(self.module)
+
+    def config(self) -> dict[str, Any]:
+        spec = self._target.spec
+        return {
+            "model_type": "medusa",
+            "medusa_num_heads": self.num_guesses,
+            "medusa_num_layers": 1,
+            "hidden_size": spec.hidden_size,
+            "vocab_size": spec.vocab_size,
+            "share_lm_head": self._share,
+            "torch_dtype": "bfloat16",
+        }

@@ -1,0 +1,111 @@
+"""What `windlass train-draft` can be asked for, checked before anything is computed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, get_args
+
+from windlass.config import EngineConfig
+from windlass.errors import ConfigError
+
+Kind = Literal["medusa", "eagle"]
+
+DEFAULT_UNROLL = 4
+DEFAULT_HEADS = 3
+DEFAULT_DRAFT_VOCAB = 8192
+DEFAULT_PROMPTS = 2000
+_MOST_GUESSES = 16
+_SHORTEST_CONTEXT = 32
+_MOST_PROMPTS = 10_000_000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wishes:
+    """The flags of the command; None: chosen later, or not wanted."""
+
+    kind: Kind
+    heads: int | None = None  # medusa
+    share_head: bool | None = None  # medusa
+    unroll: int | None = None  # eagle
+    draft_vocab: int | None = None  # eagle
+    prompts: int | None = None
+    max_tokens: int = 256
+    context: int = 512
+    lr: float = 1e-3
+    epochs: int = 8
+    max_steps: int | None = None
+    time_limit: float | None = None
+    batch_tokens: int | None = None
+    save_every: int = 200
+    skip_broken: bool = False
+
+    def __post_init__(self) -> None:
+        if self.kind not in get_args(Kind):
+            raise ConfigError(f"--kind must be medusa or eagle, got {self.kind!r}.")
+        for name, home in (
+            ("heads", "medusa"),
+            ("share_head", "medusa"),
+            ("unroll", "eagle"),
+            ("draft_vocab", "eagle"),
+        ):
+            if getattr(self, name) is not None and self.kind != home:
+                raise ConfigError(
+                    f"--{name.replace('_', '-')} is for --kind {home}; this is --kind {self.kind}."
+                )
+        for name in ("heads", "unroll"):
+            _between(name, getattr(self, name), 1, _MOST_GUESSES)
+        _between("context", self.context, _SHORTEST_CONTEXT, 2**20)
+        _between("max_tokens", self.max_tokens, 4, self.context - 1)
+        _between("prompts", self.prompts, 2, _MOST_PROMPTS)
+        for name in ("draft_vocab", "epochs", "max_steps", "batch_tokens", "save_every"):
+            _between(name, getattr(self, name), 1, None)
+        if not 0 < self.lr <= 1:
+            raise ConfigError(f"--lr must be above 0 and at most 1, got {self.lr:g}.")
+        if self.time_limit is not None and self.time_limit <= 0:
+            raise ConfigError(f"--time-limit must be above 0 seconds, got {self.time_limit:g}.")
+
+    @property
+    def num_guesses(self) -> int:
+        """How far ahead the head learns to guess."""
+        if self.kind == "eagle":
+            return self.unroll or DEFAULT_UNROLL
+        return self.heads or DEFAULT_HEADS
+
+    @property
+    def shares_head(self) -> bool:
+        return self.share_head is not False
+
+    def draft_vocab_of(self, vocab_size: int) -> int:
+        """Tokens that the head can guess; more than there are is refused."""
+        if self.draft_vocab is None:
+            return min(DEFAULT_DRAFT_VOCAB, vocab_size)
+        if self.draft_vocab > vocab_size:
+            raise ConfigError(
+                f"--draft-vocab {self.draft_vocab} is more than the {vocab_size} tokens of the "
+                f"model's vocabulary. Give {vocab_size} or less."
+            )
+        return self.draft_vocab
+
+    def batch_tokens_on(self, device: str) -> int:
+        """Tokens of a training step: never less than one text."""
+        usual = 32768 if device == "cuda" else 2048
+        return max(self.context, self.batch_tokens or usual)
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """What was asked for, and of whom."""
+
+    config: EngineConfig
+    wishes: Wishes
+    output: Path
+    data: Path | None = None  # None: the model invents prompts
+    texts: Path | None = None  # None: with the work in progress, and gone with it
+
+
+def _between(name: str, value: int | None, low: int, high: int | None) -> None:
+    if value is None or (value >= low and (high is None or value <= high)):
+        return
+    wanted = f"at least {low}" if high is None else f"between {low} and {high}"
+    raise ConfigError(f"--{name.replace('_', '-')} must be {wanted}, got {value}.")
