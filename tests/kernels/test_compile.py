@@ -17,6 +17,7 @@ from triton.compiler import ASTSource  # noqa: E402
 from windlass.kernels.triton import (  # noqa: E402
     attention,
     attention_kernels,
+    eagle,
     eight_bit,
     fp8_kernels,
     grouped,
@@ -167,6 +168,7 @@ INPUTS = {
     **dict.fromkeys(("inputs", "last_tokens", "tables", "ids", "positions", "slots"), I),
     **{"width": "i32", "table_stride": "i32"},
 }
+EAGLE = ("table", "hidden", "gains", "hidden_gains", "out")
 NORM = {"x": X, "weight": X, "out": X, "eps": "fp32"}
 CASES = {
     "rms_norm": (
@@ -286,6 +288,31 @@ CASES = {
         dict.fromkeys(("inputs", "ids", "sampled", "last_tokens", "kept", "places"), I),
         {"WIDTH": 5, "PAD": 8},
         {"num_warps": 1},
+    ),
+    "eagle inputs": (
+        eagle.eagle_inputs_kernel,
+        {"ids": I, **dict.fromkeys(EAGLE, X), "eps": "fp32"},
+        {"SIZE": 576, "WIDTH": 1024},
+        {},
+    ),
+    "eagle select": (
+        eagle.eagle_select_kernel,
+        {
+            **dict.fromkeys(("places", "positions", "slots", "positions_out", "slots_out"), I),
+            **dict.fromkeys(("normed", "hidden", "normed_out", "hidden_out"), X),
+        },
+        {"SIZE": 576, "WIDTH": 1024},
+        {},
+    ),
+    "eagle advance": (
+        eagle.eagle_advance_kernel,
+        {
+            **dict.fromkeys(("tokens", "positions", "positions_out"), I),
+            **{"logits": X, "offsets": L, "eps": "fp32", "num_logits": "i32", "longest": "i32"},
+            **dict.fromkeys(EAGLE, X),
+        },
+        {"SIZE": 4096, "WIDTH": 4096, "TILE": 2048},
+        {"num_warps": 8},
     ),
     "inputs": (sample.decode_inputs_kernel, INPUTS, {"SIZE": 16}, {"num_warps": 1}),
 }

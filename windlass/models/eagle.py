@@ -7,8 +7,9 @@ follows; embeddings are the network's.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -20,9 +21,12 @@ from windlass.layers.linear import Linear
 from windlass.layers.mlp import GatedMLP
 from windlass.layers.norm import RMSNorm
 from windlass.layers.rotary import Rotary
-from windlass.models.network import Parts, Weights
+from windlass.models.network import Network, Parts, Weights
 from windlass.models.rope import frequencies
 from windlass.models.spec import ModelSpec
+
+if TYPE_CHECKING:
+    from windlass.kernels.triton.eagle import FusedSteps
 
 NUM_TAPS = 3
 
@@ -66,12 +70,9 @@ class EagleLayer(nn.Module):
         )
 
     def forward(
-        self, embedded: Tensor, hidden: Tensor, batch: StepBatch, cos_sin: Tensor, norm: RMSNorm
+        self, both: Tensor, hidden: Tensor, batch: StepBatch, cos_sin: Tensor, norm: RMSNorm
     ) -> tuple[Tensor, Tensor]:
         """(normalised output for the head, the output itself)"""
-        beside, _ = self.input_layernorm.add(embedded, None)
-        own, _ = self.hidden_norm.add(hidden, None)
-        both = torch.cat((beside, own), dim=-1)  # type: ignore[arg-type]
         x, residual = self.self_attn(both, hidden, self.post_attention_layernorm, batch, cos_sin)
         x, residual = self.mlp(x, residual, norm)
         assert isinstance(x, Tensor)  # nobody asked the last norm to round
@@ -93,14 +94,58 @@ class Eagle(Weights):
         inv_freq, scale = frequencies(spec.rope)
         self.rotary = Rotary(inv_freq, scale, parts.max_positions, parts.device)
 
-    def forward(self, embedded: Tensor, hidden: Tensor, batch: StepBatch) -> tuple[Tensor, Tensor]:
-        """(what the head reads, what the next guess goes on from)"""
-        return self.midlayer(embedded, hidden, batch, self.rotary.cos_sin, self.norm)
+    def forward(self, both: Tensor, hidden: Tensor, batch: StepBatch) -> tuple[Tensor, Tensor]:
+        """(what the head reads, what the next guess goes on from)
 
-    def guess(self, normalised: Tensor) -> Tensor:
-        """The likeliest token after each position, in the network's vocabulary."""
-        best = self.lm_head(normalised).argmax(-1)
-        return (best + self.d2t[best]).to(torch.int32)
+        `both`: the vector of the token that follows beside the hidden state, each normalised.
+        """
+        return self.midlayer(both, hidden, batch, self.rotary.cos_sin, self.norm)
+
+    @property
+    def longest(self) -> int:
+        return self.rotary.cos_sin.shape[0]
+
+
+@dataclass(frozen=True, slots=True)
+class PlainSteps:
+    """What happens between the products, operator by operator."""
+
+    head: Eagle
+    network: Network
+
+    def inputs(self, ids: Tensor, hidden: Tensor) -> Tensor:
+        """What the layer reads: the tokens that follow, and what is known at each place."""
+        layer = self.head.midlayer
+        beside, _ = layer.input_layernorm.add(self.network.embed(ids), None)
+        own, _ = layer.hidden_norm.add(hidden, None)
+        return torch.cat((beside, own), dim=-1)  # type: ignore[arg-type]
+
+    def select(
+        self, places: Tensor, normed: Tensor, hidden: Tensor, positions: Tensor, slots: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """The places from which guesses go on."""
+        return normed[places], hidden[places], positions[places], slots[places]
+
+    def advance(
+        self, logits: Tensor, hidden: Tensor, positions: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """The likeliest tokens, their positions, and what the layer reads to go on from them."""
+        best = logits.argmax(-1)
+        tokens = (best + self.head.d2t[best]).to(torch.int32)
+        positions = (positions + 1).clamp(max=self.head.longest - 1)
+        return tokens, positions, self.inputs(tokens, hidden)
+
+
+def steps_of(head: Eagle, network: Network) -> PlainSteps | FusedSteps:
+    """Fused where the head's other kernels are Triton's and the network's table is at hand."""
+    layer, table = head.midlayer, network.table
+    if not layer.self_attn.ops.is_triton or table is None:
+        return PlainSteps(head, network)
+    from windlass.kernels.triton.eagle import FusedSteps
+
+    norms = (layer.input_layernorm, layer.hidden_norm)
+    gains, hidden_gains = (norm.weight for norm in norms)
+    return FusedSteps(table, gains, hidden_gains, norms[0].eps, head.d2t, head.longest)
 
 
 def taps_of(config: dict[str, Any], num_layers: int, source: str) -> tuple[int, ...]:

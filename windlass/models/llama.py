@@ -125,6 +125,11 @@ class Llama(Network):
         self.model = Trunk(spec, parts, table)
         self.lm_head = head
 
+    @property
+    def table(self) -> Tensor | None:
+        table = self.model.embed_tokens
+        return table.weight if isinstance(table, Embedding) else None
+
     def embed(self, ids: Tensor) -> Tensor:
         return self.model.embed_tokens(ids)
 

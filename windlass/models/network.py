@@ -57,6 +57,11 @@ class Weights(nn.Module):
 class Network(Weights):
     """Hidden states from tokens, logits from hidden states."""
 
+    @property
+    def table(self) -> Tensor | None:
+        """The embedding's rows, where they lie as plain numbers."""
+        return None
+
     @abstractmethod
     def embed(self, ids: Tensor) -> Tensor:
         """The tokens' vectors [tokens, hidden], as the first layer gets them."""

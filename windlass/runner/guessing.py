@@ -117,6 +117,7 @@ class CudaGuesser(CudaRunner):
                 if self.drafting or width > 1:
                     self._verification(_Key(size, width, self.drafting, False))
 
+    @torch.inference_mode()
     def _submit(self, plan: StepPlan) -> Pending:
         rows = plan.rows
         self._note_prompts(plan)

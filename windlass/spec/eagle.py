@@ -13,7 +13,7 @@ from windlass.kernels.batch import Heads, KVCache, kv_token_bytes
 from windlass.kernels.ops import choose_ops
 from windlass.kernels.select import Need
 from windlass.layers.linear import Linear
-from windlass.models.eagle import Eagle, taps_of
+from windlass.models.eagle import Eagle, steps_of, taps_of
 from windlass.models.loader import load
 from windlass.models.network import Network, Parts
 from windlass.models.spec import ModelSpec
@@ -39,25 +39,25 @@ class EagleDrafter:
         self.most = most
         self.layers = layers
         self._head = head
-        self._network = network
+        self._steps = steps_of(head, network)
         self._cache = cache
-        self._longest = head.rotary.cos_sin.shape[0]
 
     def draft(self, found: Verified) -> Tensor:
-        head, pages = self._head, self._cache.layers
-        known = torch.cat([found.taps[layer] for layer in self.layers], dim=-1)
+        head, steps, pages = self._head, self._steps, self._cache.layers
+        known = head.fc(torch.cat([found.taps[layer] for layer in self.layers], dim=-1))
         batch = replace(found.batch, kv=pages)
-        normalised, hidden = head(self._network.embed(found.following), head.fc(known), batch)
-        last = found.last
-        if not last.shape[0]:
-            return last.new_empty((0, self.most), dtype=torch.int32)
-        hidden, guesses = hidden[last], [head.guess(normalised[last])]
-        positions, slots = found.batch.positions[last], found.batch.token_slots[last]
-        for ahead in range(1, self.most):
-            at = (positions + ahead).clamp(max=self._longest - 1)
-            alone = replace(found.alone(at, slots), kv=pages)
-            normalised, hidden = head(self._network.embed(guesses[-1]), hidden, alone)
-            guesses.append(head.guess(normalised))
+        normed, hidden = head(steps.inputs(found.following, known), known, batch)
+        if not found.last.shape[0]:
+            return found.last.new_empty((0, self.most), dtype=torch.int32)
+        at = (batch.positions, batch.token_slots)
+        normed, hidden, positions, slots = steps.select(found.last, normed, hidden, *at)
+        tokens, positions, both = steps.advance(head.lm_head(normed), hidden, positions)
+        guesses = [tokens]
+        while len(guesses) < self.most:
+            alone = replace(found.alone(positions, slots), kv=pages)
+            normed, hidden = head(both, hidden, alone)
+            tokens, positions, both = steps.advance(head.lm_head(normed), hidden, positions)
+            guesses.append(tokens)
         return torch.stack(guesses, dim=1)
 
     def copy(self, pairs: Sequence[tuple[int, int]]) -> None:
