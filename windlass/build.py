@@ -28,7 +28,6 @@ from windlass.models.spec import ModelSpec
 if TYPE_CHECKING:
     from windlass.runner.assemble import Assembled, Loaded
     from windlass.runner.scoring import Scorer, ScoringLimits
-    from windlass.spec.base import Guide
 
 _POLICIES: dict[str, type[Policy]] = {"fcfs": Fcfs, "priority": Priority}
 
@@ -94,18 +93,22 @@ def build_engine(config: EngineConfig, source: Source, weights: Loaded | None = 
     files, spec = source.files, source.spec
     device = choose_device(config.model)
     limits = config.limits(device.type)
+    asked = config.speculation.spec
+    if asked != "none":
+        from windlass.spec.registry import settle
+
+        config = settle(config, files, spec)
     with log.phase("load weights"):
         if weights is None:
             weights = load_network(config, spec, open_checkpoint(files, config.model))
-    guide = None
-    if config.speculation.spec != "none":
-        from windlass.spec.base import Site
-        from windlass.spec.registry import open_guide
+    speculating = None
+    if asked != "none":
+        from windlass.spec.start import Speculating
 
         with log.phase("load proposer"):
-            guide = open_guide(Site(config, files, spec, weights))
+            speculating = Speculating(config, files, spec, weights)
     with log.phase("KV cache"):
-        beside = guide.token_bytes if guide is not None else 0
+        beside = speculating.token_bytes if speculating is not None else 0
         made = make_runner(config, spec, weights, limits, beside)
     capacity = made.capacity
     log.choices += [
@@ -118,10 +121,18 @@ def build_engine(config: EngineConfig, source: Source, weights: Loaded | None = 
         Choice("KV cache", f"{capacity.num_tokens:,} tokens", capacity.reason),
     ]
     scheduler = _scheduler(
-        config, limits, made, source.eos_ids, no_fixed_order=weights.no_fixed_order
+        config,
+        limits,
+        made,
+        source.eos_ids,
+        no_fixed_order=weights.no_fixed_order,
+        lookahead=speculating.lookahead if speculating is not None else 0,
     )
-    with log.phase("speculation"):
-        runner, choice = _speculation(config, limits, made, guide)
+    runner: EngineRunner = made.runner
+    choice = Choice("speculation", "none", "as set")
+    if speculating is not None:
+        with log.phase("speculation"):
+            runner, choice = speculating.start(made, limits, asked)
     log.choices.append(choice)
     report = EngineReport(
         made.max_model_len,
@@ -199,43 +210,13 @@ def serve(
     return run_server(client, opened.card, serve_config, on_ready)
 
 
-def _speculation(
-    config: EngineConfig, limits: Limits, made: Assembled, guide: Guide | None
-) -> tuple[EngineRunner, Choice]:
-    """The runner that guesses, or, where nobody wants that, the plain one as it is."""
-    if guide is None:
-        return made.runner, Choice("speculation", "none", "as set")
-    from windlass.spec.governor import Governor
-    from windlass.spec.measure import Room, measure
-    from windlass.spec.speculation import Speculation
-
-    capacity = made.capacity
-    room = Room(
-        positions=made.most_positions,
-        rows=limits.max_num_seqs,
-        row_tokens=min(1 + config.speculation.most_guesses, made.max_model_len),
-        num_blocks=capacity.num_blocks,
-        block_size=capacity.block_size,
-    )
-    proposer = guide.start(made)
-    costs = measure(made.runner, proposer, room)
-    governor = Governor(
-        costs.guessed,
-        made.most_positions,
-        costs.plain,
-        costs.drafting,
-        config.speculation.most_guesses,
-    )
-    runner = Speculation(made.runner, proposer, governor)
-    return runner, Choice("speculation", guide.describe(), f"as set; {costs.describe()}")
-
-
 def _scheduler(
     config: EngineConfig,
     limits: Limits,
     made: Assembled,
     eos_ids: tuple[int, ...],
     no_fixed_order: str | None,
+    lookahead: int,
 ) -> Scheduler:
     wish, capacity = config.scheduler, made.capacity
     return Scheduler(
@@ -248,6 +229,7 @@ def _scheduler(
             long_prefill_token_threshold=wish.long_prefill_token_threshold,
             chunked_prefill=wish.enable_chunked_prefill,
             no_fixed_order=no_fixed_order,
+            lookahead=lookahead,
         ),
         BlockPool(capacity.num_blocks, config.cache.prefix_caching),
         eos_ids,

@@ -16,9 +16,9 @@ from windlass.config import EngineConfig
 from windlass.core.types import RowResult, SlotId, StepPlan, StepResult
 from windlass.errors import ConfigError
 from windlass.runner.runner import Done
-from windlass.spec import governor, ngram
+from windlass.spec import governor, ngram, start
 from windlass.spec.base import Draft, Seen
-from windlass.spec.measure import Room, measure
+from windlass.spec.measure import Costs, Room, measure
 from windlass.spec.ngram import NgramProposer
 
 PROMPTS = [PROMPT, *OTHERS]
@@ -59,9 +59,21 @@ class Oracle:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
-    path = tmp_path_factory.mktemp("model")
+    return model_in(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory) -> Path:
+    """Another shape, the same vocabulary with some tokens more."""
+    path = tmp_path_factory.mktemp("small")
+    return model_in(
+        path, hidden_size=64, num_attention_heads=4, num_hidden_layers=1, vocab_size=516
+    )
+
+
+def model_in(path: Path, **changes: Any) -> Path:
     sizes = {"head_dim": 16, "intermediate_size": 224}
-    (path / "config.json").write_text(json.dumps(CONFIG | sizes))
+    (path / "config.json").write_text(json.dumps(CONFIG | sizes | changes))
     return path
 
 
@@ -74,6 +86,8 @@ def eager(monkeypatch) -> None:
 
     monkeypatch.setattr(governor.Governor, "choose", choose)
     monkeypatch.setattr(governor.Governor, "wanted", lambda self, *_: self._most_guesses)
+    some = governor.StepCosts({1: 1.0, 2: 1.0})
+    monkeypatch.setattr(start, "measure", lambda *_: Costs(some, some))
 
 
 def make(folder: Path, **options: Any) -> LLM:
@@ -96,7 +110,14 @@ def check(folder: Path, monkeypatch, params: SamplingParams, **options: Any) -> 
     monkeypatch.setattr(Oracle, "truth", truth, raising=False)
     monkeypatch.setattr(ngram, "NgramProposer", Oracle)
     llm = make(folder, spec="ngram", **options)
-    got = answers(llm, params)
+    compare(answers(llm, params), want)
+    stats = llm.engine.stats()
+    assert 0 < stats.num_accepted_tokens < stats.num_draft_tokens
+    assert sum(stats.accepted_per_position) == stats.num_accepted_tokens
+    return llm
+
+
+def compare(got: list[Any], want: list[Any]) -> None:
     for (tokens, scores, finish), (want_tokens, want_scores, want_finish) in zip(
         got, want, strict=True
     ):
@@ -105,10 +126,6 @@ def check(folder: Path, monkeypatch, params: SamplingParams, **options: Any) -> 
         assert [s.logprob for s in scores] == pytest.approx(
             [s.logprob for s in want_scores], abs=1e-4
         )
-    stats = llm.engine.stats()
-    assert 0 < stats.num_accepted_tokens < stats.num_draft_tokens
-    assert sum(stats.accepted_per_position) == stats.num_accepted_tokens
-    return llm
 
 
 WISHES: dict[str, dict[str, Any]] = {
@@ -152,6 +169,48 @@ def test_every_engine(folder: Path, monkeypatch, engine: str) -> None:
     llm = check(folder, monkeypatch, params, **ENGINES[engine])
     if engine == "preemption":
         assert llm.engine.stats().num_preemptions > 0
+
+
+GUESSERS: dict[str, dict[str, Any]] = {
+    "draft": {"spec": "draft", "spec_quantization": "int8"},
+    "self": {"spec": "self", "spec_exit_layer": 1},
+    "lookahead": {"spec": "lookahead"},
+}
+
+
+@pytest.mark.usefixtures("eager")
+@pytest.mark.parametrize("engine", ENGINES)
+def test_every_way_to_guess(folder: Path, small: Path, engine: str) -> None:
+    options = ENGINES[engine]
+    count = 10 if engine == "plain kernels" else COUNT
+    kinds = ["seeded", "greedy" if engine == "preemption" else "penalties"]
+    wishes = [SamplingParams(max_tokens=count, ignore_eos=True, **WISHES[kind]) for kind in kinds]
+    off = make(folder, **options)
+    want = [answers(off, wish) for wish in wishes]
+    for guesser, own in GUESSERS.items():
+        if guesser == "draft":
+            own = {**own, "spec_model": str(small)}
+        llm = make(folder, **options, **own)
+        for wish, each in zip(wishes, want, strict=True):
+            compare(answers(llm, wish), each)
+        stats = llm.engine.stats()
+        assert 0 < stats.num_accepted_tokens < stats.num_draft_tokens, guesser
+        assert (stats.num_preemptions > 0) == (engine == "preemption")
+
+
+@pytest.mark.usefixtures("eager")
+@pytest.mark.parametrize("prefix_caching", [True, False])
+def test_a_draft_model_that_is_the_same_is_always_right(folder: Path, prefix_caching: bool) -> None:
+    """So its pages hold what they should: after rejections, shared prefixes and other requests."""
+    same = {"spec": "draft", "spec_model": str(folder), "spec_quantization": "int4"}
+    llm = make(folder, num_blocks=60, block_size=4, prefix_caching=prefix_caching, **same)
+    for wish in ({"temperature": 0.0}, {"seed": 5}, {"seed": 6, "top_k": 30}):
+        params = SamplingParams(max_tokens=20, ignore_eos=True, **wish)
+        llm.generate([PROMPT, PROMPT[:41], PROMPT[:40]], params)
+        llm.generate([PROMPT[:60], OTHERS[3]], params)
+    stats = llm.engine.stats()
+    assert stats.num_draft_tokens > 150
+    assert stats.num_accepted_tokens == stats.num_draft_tokens
 
 
 @pytest.mark.usefixtures("eager")
@@ -208,14 +267,16 @@ def test_costs_are_measured_within_the_room_there_is(room: Room) -> None:
     runner, now = Counting(), iter(range(1000))
     costs = measure(runner, NgramProposer(2, 4, 8), room, clock=lambda: next(now) / 1000)
     assert 0 < costs.guessed.of(1) <= costs.guessed.of(2)
+    tables: dict[SlotId, tuple[int, ...]] = {}
     for plan in runner.plans:
         assert plan.num_tokens <= room.positions
         assert len(plan.rows) <= room.rows
-        held = [block for row in plan.rows for block in row.blocks]
+        tables |= {row.slot: row.blocks for row in plan.rows if row.blocks}
+        held = [block for row in plan.rows for block in tables[row.slot]]
         assert len(set(held)) == len(held)
         assert all(block < room.num_blocks for block in held)
         for row in plan.rows:
-            assert row.num_tokens <= len(row.blocks) * room.block_size
+            assert row.start + row.num_tokens <= len(tables[row.slot]) * room.block_size
 
 
 def test_the_start_up_table_says_what_guesses_and_what_it_costs(folder: Path) -> None:

@@ -20,6 +20,7 @@ class SchedulerLimits:
     long_prefill_token_threshold: int = 0
     chunked_prefill: bool = True
     no_fixed_order: str | None = None  # why no request can be deterministic
+    lookahead: int = 0  # tokens ahead that running requests get blocks for, where there are enough
 
     def __post_init__(self) -> None:
         if not self.chunked_prefill and self.max_num_batched_tokens < self.max_model_len:

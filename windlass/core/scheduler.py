@@ -184,7 +184,8 @@ class Scheduler:
                 continue
             fresh: list[BlockId] | None = _NO_BLOCKS
             end = request.planned + count
-            end = self._end_with_drafts(request, end) if request.drafts else end
+            if request.drafts or self._limits.lookahead:
+                end = self._end_with_drafts(request, end)
             if end > len(request.blocks) * size:
                 fresh = self._grow(request, end)
             if fresh is not None:
@@ -215,7 +216,7 @@ class Scheduler:
 
     def _end_with_drafts(self, request: Request, end: int) -> int:
         """Up to where blocks are wanted: for guesses too, where they are lacking to nobody."""
-        wish = min(end + len(request.drafts), request.longest)
+        wish = min(end + max(len(request.drafts), self._limits.lookahead), request.longest)
         need = self._limits.blocks_for(wish) - len(request.blocks)
         return wish if need <= self._pool.num_free - len(self._running) else end
 

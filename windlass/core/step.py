@@ -60,7 +60,7 @@ class Step:
         start = request.planned
         if start < request.num_prompt or request.drafts:
             return False
-        if start >= len(request.blocks) * self.limits.block_size:
+        if start + self.limits.lookahead >= len(request.blocks) * self.limits.block_size:
             return False
         tokens = () if request.num_pending else (request.tokens[start],)
         values = (request.request_id, request.slot, start, 1, tokens, (), True, 0, 0)

@@ -59,6 +59,7 @@ class Assembled:
     """A runner with its KV pages, and what it may be asked for."""
 
     runner: Runner
+    cache: KVCache
     capacity: Capacity
     kv_format: found.KVFormat
     max_model_len: int
@@ -172,19 +173,34 @@ def make_runner(
         limits.max_num_seqs * per_request,
         sum(reserved.values()),
     )
-    runner, kv_bytes = maker.make(capacity.num_blocks)
+    runner, cache = maker.make(capacity.num_blocks)
     max_model_len = parts.max_positions
     if config.model.max_model_len == AUTO:
         max_model_len = min(max_model_len, capacity.num_tokens)
     memory = {
         "weights": loaded.weight_bytes,
-        "KV cache": kv_bytes,
+        "KV cache": cache.num_bytes,
         **reserved,
         "process": found.resident_bytes(),
         "other processes": found.bytes_of_others(parts.device),
     }
     positions = sampled_positions(config, spec, limits)
-    return Assembled(runner, capacity, kv_format, max_model_len, positions, memory, maker.choices)
+    sizes = (capacity, kv_format, max_model_len, positions)
+    return Assembled(runner, cache, *sizes, memory, maker.choices)
+
+
+def make_second(
+    config: EngineConfig,
+    spec: ModelSpec,
+    loaded: Loaded,
+    limits: Limits,
+    num_blocks: int,
+    sampler: Sampler,
+    cache: KVCache | None = None,
+) -> tuple[Runner, KVCache]:
+    """A runner beside another one, with as many blocks; `cache`: pages that it shares with it."""
+    maker = _Maker(config, spec, loaded, limits, _kv_format(config, spec, loaded.parts).dtype)
+    return maker.make(num_blocks, cache, sampler)
 
 
 class _Maker:
@@ -205,37 +221,39 @@ class _Maker:
         self._kv_dtype = kv_dtype
         self.choices: list[Choice] = []  # made with the runner
 
-    def make(self, num_blocks: int) -> tuple[Runner, int]:
-        """A runner with so many blocks, and the bytes of its pages."""
+    def make(
+        self, num_blocks: int, cache: KVCache | None = None, sampler: Sampler | None = None
+    ) -> tuple[Runner, KVCache]:
+        """A runner with so many blocks, and its pages."""
         spec, parts = self._spec, self._loaded.parts
         size, seqs = self._config.cache.block_size, self._limits.max_num_seqs
         on_cuda = parts.device.type == "cuda"
         # One page more on CUDA: what rows that only pad a recorded step read and write.
         shape = (num_blocks + on_cuda, spec.num_kv_heads, size, spec.head_dim)
-        cache = KVCache(spec.num_layers, shape, self._kv_dtype, parts.device)
+        cache = cache or KVCache(spec.num_layers, shape, self._kv_dtype, parts.device)
         max_blocks = -(-parts.max_positions // size)
         slots = SlotTables(seqs, max_blocks, size, parts.device, scratch=num_blocks)
-        sampler = Sampler(spec.vocab_size, parts.device)
+        sampler = sampler or Sampler(spec.vocab_size, parts.device)
         if not parts.ops.is_triton:
             made = (self._loaded.network, cache, slots, sampler, self._loaded.products)
-            return self._on_cpu(made), cache.num_bytes
+            return self._on_cpu(made), cache
         from windlass.kernels.triton.attention import tile_tokens
         from windlass.runner.graphs import CudaRunner
         from windlass.runner.guessing import CudaGuesser
 
         graph_rows = 0 if self._config.model.enforce_eager else seqs
         tile = tile_tokens(spec.num_heads // spec.num_kv_heads)
-        parts = (
+        given = (
             *(self._loaded.network, cache, slots, sampler, self._loaded.products),
             *(tile, graph_rows),
         )
         wish = self._config.speculation
         if wish.spec == "none":
-            recorder = CudaRunner(*parts)
+            recorder = CudaRunner(*given)
         else:
-            recorder = CudaGuesser(*parts, most_guesses=wish.most_guesses)
+            recorder = CudaGuesser(*given, most_guesses=wish.most_guesses)
         recorder.record()
-        return recorder, cache.num_bytes
+        return recorder, cache
 
     def _on_cpu(self, made: tuple[Network, KVCache, SlotTables, Sampler, TorchProducts]) -> Runner:
         """One that replays a recorded step, where every operation is native."""

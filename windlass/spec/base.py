@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
-from windlass.config import EngineConfig
+from windlass.config import EngineConfig, Limits
 from windlass.core.types import Row, RowResult, SlotId, StepPlan
 from windlass.models.source import ModelFiles
 from windlass.models.spec import ModelSpec
+from windlass.spec.notes import Notes
 
 if TYPE_CHECKING:
     from windlass.runner.assemble import Assembled, Loaded
@@ -76,6 +77,12 @@ class Site:
     files: ModelFiles
     spec: ModelSpec
     loaded: Loaded
+    notes: Notes = field(default_factory=Notes)  # what was measured before
+
+    @property
+    def limits(self) -> Limits:
+        on_cuda = self.loaded.parts.device.type == "cuda"
+        return self.config.limits("cuda" if on_cuda else "cpu")
 
 
 class Guide(Protocol):

@@ -47,7 +47,8 @@ class Drafting:
 
     def describe(self) -> str:
         """For the start-up table."""
-        return f"guesses: {1000 * self.of(1, 1):.1f} ms, {self.depth}: {1000 * self.of(1, self.depth):.1f} ms"
+        one, many = 1000 * self.of(1, 1), 1000 * self.of(1, self.depth)
+        return f"making 1 guess: {one:.1f} ms, {self.depth}: {many:.1f} ms"
 
 
 class StepCosts:

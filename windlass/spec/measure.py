@@ -15,7 +15,7 @@ from windlass.spec.speculation import Submits
 
 _SIZES = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 _FEW_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
-_REPEATS = 3
+_REPEATS = 5
 _ENOUGH_S = 0.8  # larger steps are then taken to cost as the last ones suggest
 
 
@@ -42,7 +42,7 @@ class Room:
     @property
     def one_each(self) -> Room:
         """For rows of one token, and guesses after it."""
-        return replace(self, row_tokens=1, ahead=self.row_tokens - 1)
+        return replace(self, row_tokens=1, ahead=self.row_tokens + 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +119,17 @@ class _WithGuesses:
     proposer: Proposer
     wanted: int
 
-    def __call__(self, plan: StepPlan) -> None:
+    def __call__(self, size: int, room: Room, clock: Callable[[], float]) -> float:
+        """Seconds; of rows of one token those of the step after, when their slots are known."""
+        plan = _plan(size, room)
+        following = _following(plan, room)
+        if following is not None:
+            self._run(plan)
+        start = clock()
+        self._run(following or plan)
+        return clock() - start
+
+    def _run(self, plan: StepPlan) -> None:
         self.proposer.begin(plan, self.wanted)
         results = self.runner.submit(plan).wait().rows
         self.proposer.take_in([seen(*pair) for pair in zip(plan.rows, results, strict=True)])
@@ -128,27 +138,28 @@ class _WithGuesses:
 
 
 def _measure(
-    step: Callable[[StepPlan], None],
+    step: _WithGuesses,
     room: Room,
     sizes: tuple[int, ...],
     clock: Callable[[], float],
 ) -> StepCosts:
     began = clock()
     seconds: dict[int, float] = {}
-    step(_plan(1, room))
+    step(1, room, clock)
     for size in sizes:
         if size > room.most or (len(seconds) > 1 and clock() - began > _ENOUGH_S):
             break
-        times = []
-        for _ in range(_REPEATS):
-            plan = _plan(size, room)
-            start = clock()
-            step(plan)
-            times.append(clock() - start)
-        seconds[size] = min(times)
+        seconds[size] = min(step(size, room, clock) for _ in range(_REPEATS))
     if len(seconds) == 1:  # there is no room for a guess either
         seconds[2] = 2 * seconds[1]
     return StepCosts(seconds)
+
+
+def _following(plan: StepPlan, room: Room) -> StepPlan | None:
+    """The next token of the same rows, where they are of one and the blocks have room."""
+    if room.row_tokens > 1 or any(len(row.blocks) * room.block_size < 3 for row in plan.rows):
+        return None
+    return StepPlan([row._replace(start=1, blocks=()) for row in plan.rows])
 
 
 def _plan(num_tokens: int, room: Room) -> StepPlan:

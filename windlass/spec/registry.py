@@ -3,19 +3,46 @@
 from __future__ import annotations
 
 from importlib import import_module
+from typing import Any
 
+from windlass.config import EngineConfig
+from windlass.models.source import ModelFiles
+from windlass.models.spec import ModelSpec
 from windlass.spec.base import Guide, Site
+from windlass.spec.which import settled
 
 # Functions from a Site to a Guide.
 _GUIDES = {
     "ngram": "windlass.spec.ngram:guide",
     "lookahead": "windlass.spec.lookahead:guide",
+    "draft": "windlass.spec.draft_model:guide",
+    "self": "windlass.spec.early_exit:guide",
     "medusa": "windlass.spec.medusa:guide",
     "eagle": "windlass.spec.eagle:guide",
 }
+# Those that compute guesses one after another: they write to pages past the last known token.
+WRITE_AHEAD = ("draft", "self", "eagle")
+# Functions that refuse what cannot be, before the target's weights are read.
+_CHECKS = {
+    "draft": "windlass.spec.draft_model:check",
+    "self": "windlass.spec.early_exit:check",
+}
+
+
+def settle(config: EngineConfig, files: ModelFiles, spec: ModelSpec) -> EngineConfig:
+    """The config with one certain way to guess, which fits the model as far as files tell."""
+    config = settled(config)
+    where = _CHECKS.get(config.speculation.spec)
+    if where is not None:
+        _find(where)(config, files, spec)
+    return config
 
 
 def open_guide(site: Site) -> Guide:
     """Load what the wanted proposer needs; one that does not fit the model is refused here."""
-    module, name = _GUIDES[site.config.speculation.spec].split(":")
-    return getattr(import_module(module), name)(site)
+    return _find(_GUIDES[site.config.speculation.spec])(site)
+
+
+def _find(where: str) -> Any:
+    module, name = where.split(":")
+    return getattr(import_module(module), name)

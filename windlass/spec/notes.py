@@ -1,0 +1,93 @@
+"""What was measured at an earlier start: a small JSON file for each machine, model and settings.
+
+A file that cannot be read or written is no error: it is measured anew, and `problem` says why.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import platform
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from windlass.config import EngineConfig
+from windlass.folders import cache_dir
+from windlass.models.source import ModelFiles
+from windlass.models.spec import ModelSpec
+
+
+class Notes:
+    """Owns what one file holds; without a path nothing is kept."""
+
+    def __init__(self, path: Path | None = None) -> None:
+        self.problem: str | None = None
+        self._path = path
+        self._found: dict[str, Any] = {}
+        self._changed = False
+        if path is None or not path.is_file():
+            return
+        try:
+            found = json.loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            self.problem = f"{path} cannot be read ({error}), so it was measured anew"
+            return
+        if isinstance(found, dict):
+            self._found = found
+        else:
+            self.problem = f"{path} holds no JSON object, so it was measured anew"
+
+    def of(self, name: str) -> Any:
+        """What was noted; None: nothing."""
+        return self._found.get(name)
+
+    def note(self, name: str, value: Any) -> None:
+        self._found[name] = value
+        self._changed = True
+
+    def save(self) -> None:
+        """Write the file, if there is anything new. Another process may do the same meanwhile."""
+        if self._path is None or not self._changed:
+            return
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            partial = self._path.with_suffix(f".{os.getpid()}")
+            partial.write_text(json.dumps(self._found), encoding="utf-8")
+            partial.replace(self._path)
+        except OSError as error:
+            self.problem = f"{self._path} cannot be written ({error}), so it is measured each time"
+
+
+def notes_for(
+    config: EngineConfig, files: ModelFiles, spec: ModelSpec, device: torch.device
+) -> Notes:
+    """The notes of this machine, model, settings and versions; none are kept of dummy weights."""
+    if config.model.load_format == "dummy":
+        return Notes()
+    weights = [files.path] if files.kind == "gguf" else files.weights
+    stamps = [(path.stat().st_size, path.stat().st_mtime_ns) for path in weights]
+    key = (
+        *(_version(), torch.__version__, _processor(device), torch.get_num_threads()),
+        *(files.name, str(files.path), stamps, repr(spec)),
+        *(repr(config.model), repr(config.cache), repr(config.scheduler), repr(config.speculation)),
+    )
+    digest = hashlib.blake2b(repr(key).encode(), digest_size=12).hexdigest()
+    return Notes(cache_dir() / "speculation" / f"{digest}.json")
+
+
+def _version() -> str:
+    from importlib.metadata import version
+
+    return version("windlass")
+
+
+def _processor(device: torch.device) -> str:
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    information = Path("/proc/cpuinfo")
+    lines = information.read_text().splitlines() if information.is_file() else []
+    kinds = ("model name", "CPU part", "CPU implementer", "Features", "flags")
+    return repr(sorted({line for line in lines if line.startswith(kinds)})) + platform.machine()

@@ -1,0 +1,71 @@
+"""Puts speculation together: the proposer with its weights, what it costs here, the governor."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from windlass.config import EngineConfig, Limits
+from windlass.core.card import Choice
+from windlass.models.source import ModelFiles
+from windlass.models.spec import ModelSpec
+from windlass.spec.base import Proposer, Site
+from windlass.spec.governor import Governor
+from windlass.spec.measure import Costs, Room, measure
+from windlass.spec.notes import notes_for
+from windlass.spec.registry import WRITE_AHEAD, open_guide
+from windlass.spec.speculation import Speculation
+
+if TYPE_CHECKING:
+    from windlass.runner.assemble import Assembled, Loaded
+
+
+class Speculating:
+    """A proposer whose weights are in place, before there are pages and a runner."""
+
+    def __init__(
+        self, config: EngineConfig, files: ModelFiles, spec: ModelSpec, loaded: Loaded
+    ) -> None:
+        self._config = config
+        self._notes = notes_for(config, files, spec, loaded.parts.device)
+        self._guide = open_guide(Site(config, files, spec, loaded, self._notes))
+        self.token_bytes = self._guide.token_bytes
+        wish = config.speculation
+        self.lookahead = wish.most_guesses if wish.spec in WRITE_AHEAD else 0
+
+    def start(self, made: Assembled, limits: Limits, asked: str) -> tuple[Speculation, Choice]:
+        """The runner that guesses, and what it says of itself; `asked` is what the user chose."""
+        wish, capacity = self._config.speculation, made.capacity
+        room = Room(
+            positions=made.most_positions,
+            rows=limits.max_num_seqs,
+            row_tokens=min(1 + wish.most_guesses, made.max_model_len),
+            num_blocks=capacity.num_blocks,
+            block_size=capacity.block_size,
+        )
+        proposer = self._guide.start(made)
+        costs, source = self._costs(made, proposer, room)
+        governor = Governor(
+            costs.guessed, made.most_positions, costs.plain, costs.drafting, wish.most_guesses
+        )
+        self._notes.save()
+        parts = ["as set" if asked != "auto" else f"auto chose {wish.spec}", costs.describe()]
+        parts += [source] if source else []
+        if wish.threshold is not None:
+            parts.append(f"typical acceptance at {wish.threshold:g} CHANGES THE DISTRIBUTION")
+        parts += [self._notes.problem] if self._notes.problem else []
+        choice = Choice("speculation", self._guide.describe(), "; ".join(parts))
+        return Speculation(made.runner, proposer, governor), choice
+
+    def _costs(self, made: Assembled, proposer: Proposer, room: Room) -> tuple[Costs, str]:
+        """Noted at an earlier start in as much room, or measured now."""
+        known = self._notes.of("costs")
+        size = [room.positions, room.rows, room.row_tokens]
+        if known is not None:
+            try:
+                if known["room"] == size:
+                    return Costs.from_json(known["found"]), "measured at an earlier start"
+            except (AttributeError, KeyError, TypeError, ValueError) as error:
+                self._notes.problem = f"noted costs are not whole ({error!r}): measured anew"
+        costs = measure(made.runner, proposer, room)
+        self._notes.note("costs", {"room": size, "found": costs.to_json()})
+        return costs, ""
