@@ -26,11 +26,10 @@ class Verified:
 class Drafter(Protocol):
     """Owns its weights, and pages under the same block ids as the network's."""
 
-    most: int  # guesses of each row
     layers: tuple[int, ...]  # whose inputs it reads
 
-    def draft(self, found: Verified) -> Tensor:
-        """Guesses [rows, most], int32, for the positions after the token that follows `last`."""
+    def draft(self, found: Verified, count: int) -> Tensor:
+        """Guesses [rows, count], int32, for the positions after the token that follows `last`."""
         ...
 
     def copy(self, pairs: Sequence[tuple[int, int]]) -> None:

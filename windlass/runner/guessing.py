@@ -42,7 +42,7 @@ class _Key:
 
     size: int
     width: int
-    drafting: bool
+    drafting: int  # guesses for the next step
     fixed: bool
 
 
@@ -51,6 +51,9 @@ class _Recorded:
     graph: torch.cuda.CUDAGraph
     found: Tensor  # [size, width + 1 + guesses]: samples, how many are kept, and the next guesses
     logits: Tensor
+    # One step at a time has guesses, so that one place to come back to is enough.
+    host: Tensor
+    arrived: torch.cuda.Event
 
 
 class _OnItsWay:
@@ -64,16 +67,13 @@ class _OnItsWay:
         self._rows = rows
         self._recorded = recorded
         self._width = width
-        found = recorded.found[: len(rows)]
-        self._host = torch.empty(found.shape, dtype=torch.int32, pin_memory=True)
-        self._host.copy_(found, non_blocking=True)
-        self._arrived = torch.cuda.Event()
-        self._arrived.record()
+        recorded.host.copy_(recorded.found, non_blocking=True)
+        recorded.arrived.record()
 
     def wait(self) -> StepResult:
-        self._arrived.synchronize()
+        self._recorded.arrived.synchronize()
         width, results = self._width, []
-        for row, found in zip(self._rows, self._host.tolist(), strict=True):
+        for row, found in zip(self._rows, self._recorded.host.tolist(), strict=False):
             said = found[: row.num_tokens]
             trail = tuple(said) if row.num_drafts else ()
             kept, drafts = said[: found[width]], tuple(found[width + 1 :])
@@ -87,6 +87,7 @@ class CudaGuesser(CudaRunner):
     def __init__(self, *args: Any, most_guesses: int) -> None:
         super().__init__(*args)
         self._widths = [1, *widths(most_guesses)]
+        self._depths = sorted({-(-most_guesses // 2), most_guesses})
         self._verifications: dict[_Key, _Recorded] = {}
         places = max(_MOST_PLACES, self._widths[-1], self._slots.num_slots + 1)
         self._packed = torch.zeros(4 * places + 64, dtype=torch.int32, device=self._device)
@@ -100,8 +101,9 @@ class CudaGuesser(CudaRunner):
 
     def attach(self, drafter: Drafter) -> None:
         super().attach(drafter)
-        self.drafting = True
-        self._record_verifications()
+        for depth in self._depths:
+            self.drafting = depth
+            self._record_verifications()
 
     def record(self) -> None:
         super().record()
@@ -151,7 +153,8 @@ class CudaGuesser(CudaRunner):
         width = next((width for width in self._widths if width >= longest), None)
         if width is None or size * width > _MOST_PLACES:
             return None
-        return _Key(size, width, self.drafting, fixed)
+        depth = next((depth for depth in self._depths if depth >= self.drafting), 0)
+        return _Key(size, width, depth if self.drafting else 0, fixed)
 
     def _verification(self, key: _Key) -> _Recorded:
         if key not in self._verifications:
@@ -161,7 +164,8 @@ class CudaGuesser(CudaRunner):
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, pool=self._pool):
                 found, logits = self._run(key)
-            self._verifications[key] = _Recorded(graph, found, logits)
+            host = torch.empty(found.shape, dtype=torch.int32, pin_memory=True)
+            self._verifications[key] = _Recorded(graph, found, logits, host, torch.cuda.Event())
         return self._verifications[key]
 
     def _send(self, rows: list[Row], key: _Key) -> None:
@@ -200,7 +204,7 @@ class CudaGuesser(CudaRunner):
             parts = [sampled.view(size, width), kept[:, None]]
             if drafter is not None:
                 found = Verified(hidden, taps or {}, sampled, last, batch, self._alone)
-                parts.append(drafter.draft(found))
+                parts.append(drafter.draft(found, key.drafting))
         return torch.cat(parts, dim=1), logits
 
     def _work_for(self, key: _Key, tiles: Tensor) -> AttentionWork:

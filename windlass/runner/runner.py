@@ -65,7 +65,7 @@ class Runner:
         self._device = slots.device
         self._fixed: set[SlotId] = set()  # whose requests are deterministic
         self.drafter: Drafter | None = None
-        self.drafting = False  # whether steps end with guesses of the drafter
+        self.drafting = 0  # guesses of the drafter with which a row's step ends
         self._prompts: dict[SlotId, list[int]] = {}  # what is known beforehand, for the drafter
 
     @property
@@ -200,7 +200,7 @@ class Runner:
         )
         at = torch.tensor(last, dtype=torch.int64, device=self._device)
         found = Verified(hidden, taps, following, at, batch, self._alone)
-        drafts = iter(self.drafter.draft(found).tolist())
+        drafts = iter(self.drafter.draft(found, self.drafting).tolist())
         return [
             result._replace(drafts=tuple(next(drafts))) if row.sample else result
             for row, result in zip(rows, results, strict=True)

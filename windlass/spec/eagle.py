@@ -34,26 +34,25 @@ class EagleDrafter:
     """Owns the head and its pages. Steps feed it, so that it knows what the network knows."""
 
     def __init__(
-        self, head: Eagle, network: Network, layers: tuple[int, ...], most: int, cache: KVCache
+        self, head: Eagle, network: Network, layers: tuple[int, ...], cache: KVCache
     ) -> None:
-        self.most = most
         self.layers = layers
         self._head = head
         self._steps = steps_of(head, network)
         self._cache = cache
 
-    def draft(self, found: Verified) -> Tensor:
+    def draft(self, found: Verified, count: int) -> Tensor:
         head, steps, pages = self._head, self._steps, self._cache.layers
         known = head.fc(torch.cat([found.taps[layer] for layer in self.layers], dim=-1))
         batch = replace(found.batch, kv=pages)
         normed, hidden = head(steps.inputs(found.following, known), known, batch)
         if not found.last.shape[0]:
-            return found.last.new_empty((0, self.most), dtype=torch.int32)
+            return found.last.new_empty((0, count), dtype=torch.int32)
         at = (batch.positions, batch.token_slots)
         normed, hidden, positions, slots = steps.select(found.last, normed, hidden, *at)
         tokens, positions, both = steps.advance(head.lm_head(normed), hidden, positions)
         guesses = [tokens]
-        while len(guesses) < self.most:
+        while len(guesses) < count:
             alone = replace(found.alone(positions, slots), kv=pages)
             normed, hidden = head(both, hidden, alone)
             tokens, positions, both = steps.advance(head.lm_head(normed), hidden, positions)
@@ -86,7 +85,7 @@ class EagleGuide:
         shape = (capacity.num_blocks + 1, spec.num_kv_heads, capacity.block_size, spec.head_dim)
         cache = KVCache(1, shape, parts.dtype, parts.device)
         network = self.loaded.network
-        return attach(made, EagleDrafter(self.head, network, self.layers, self.most, cache))
+        return attach(made, EagleDrafter(self.head, network, self.layers, cache))
 
     def describe(self) -> str:
         vocabulary = self.head.d2t.shape[0]

@@ -101,7 +101,7 @@ def _rename(name: str, renamed: Mapping[str, str]) -> str:
 
 
 class HeadProposer:
-    """Hands on what the runner's drafter guessed, and tells it whether to guess at all."""
+    """Hands on what the runner's drafter guessed, and tells it how much to guess."""
 
     free = False
 
@@ -111,7 +111,7 @@ class HeadProposer:
 
     def begin(self, plan: StepPlan, wanted: int) -> None:
         del plan
-        self._runner.drafting = wanted > 0
+        self._runner.drafting = wanted
 
     def take_in(self, seen: Sequence[Seen]) -> None:
         for each in seen:

@@ -41,23 +41,23 @@ class MedusaDrafter:
     layers: tuple[int, ...] = ()
 
     def __init__(self, weights: MedusaWeights, network: Network) -> None:
-        self.most = weights.num_heads
         self._weights = weights
         self._network = network
 
-    def draft(self, found: Verified) -> Tensor:
+    def draft(self, found: Verified, count: int) -> Tensor:
         weights = self._weights
+        count = min(count, weights.num_heads)
         hidden = found.hidden[found.last]
         rows = hidden.shape[0]
         if not rows:
-            return found.last.new_empty((0, self.most), dtype=torch.int32)
-        x = hidden.expand(self.most, rows, hidden.shape[1])
+            return found.last.new_empty((0, count), dtype=torch.int32)
+        x = hidden.expand(count, rows, hidden.shape[1])
         for matrix, bias in weights.blocks:
-            x = x + silu(torch.baddbmm(bias, x, matrix.mT))
+            x = x + silu(torch.baddbmm(bias[:count], x, matrix[:count].mT))
         if weights.matrices is None:
-            scores = self._network.logits(x.flatten(0, 1)).view(self.most, rows, -1)
+            scores = self._network.logits(x.flatten(0, 1)).view(count, rows, -1)
         else:
-            scores = torch.bmm(x, weights.matrices.mT)
+            scores = torch.bmm(x, weights.matrices[:count].mT)
         return scores.argmax(-1).T.to(torch.int32)
 
     def copy(self, pairs: Sequence[tuple[int, int]]) -> None:

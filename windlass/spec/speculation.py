@@ -83,7 +83,7 @@ class Speculation:
         step = Started(plan, [self._lives.get(slot) for slot in slots], wanted, self.now())
         pending = self._runner.submit(plan)
         waited_for = wanted > 0 and (self._found or not self._proposer.free)
-        return _OnItsWay(self, step, pending, waited_for)
+        return _OnItsWay(self, step, pending, waited_for or pending.guesses)
 
     def arrived(self, step: Started, result: StepResult) -> StepResult:
         """Count what was right, and add guesses for the next step."""
