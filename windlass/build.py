@@ -28,6 +28,7 @@ from windlass.models.spec import ModelSpec
 if TYPE_CHECKING:
     from windlass.runner.assemble import Assembled, Loaded
     from windlass.runner.scoring import Scorer, ScoringLimits
+    from windlass.spec.start import Speculating
 
 _POLICIES: dict[str, type[Policy]] = {"fcfs": Fcfs, "priority": Priority}
 
@@ -93,23 +94,14 @@ def build_engine(config: EngineConfig, source: Source, weights: Loaded | None = 
     files, spec = source.files, source.spec
     device = choose_device(config.model)
     limits = config.limits(device.type)
-    asked = config.speculation.spec
-    if asked != "none":
-        from windlass.spec.registry import settle
-
-        config = settle(config, files, spec)
+    asked, config = config.speculation.spec, _settled(config, source, device.type)
     with log.phase("load weights"):
         if weights is None:
             weights = load_network(config, spec, open_checkpoint(files, config.model))
-    speculating = None
-    if asked != "none":
-        from windlass.spec.start import Speculating
-
-        with log.phase("load proposer"):
-            speculating = Speculating(config, files, spec, weights)
+    with log.phase("load proposer"):
+        speculating = _speculating(config, source, weights)
     with log.phase("KV cache"):
-        beside = speculating.token_bytes if speculating is not None else 0
-        made = make_runner(config, spec, weights, limits, beside)
+        made = make_runner(config, spec, weights, limits, speculating.token_bytes)
     capacity = made.capacity
     log.choices += [
         Choice("model", f"{files.name} ({spec.architecture})", f"{files.kind}: {files.path}"),
@@ -126,13 +118,10 @@ def build_engine(config: EngineConfig, source: Source, weights: Loaded | None = 
         made,
         source.eos_ids,
         no_fixed_order=weights.no_fixed_order,
-        lookahead=speculating.lookahead if speculating is not None else 0,
+        lookahead=speculating.lookahead,
     )
-    runner: EngineRunner = made.runner
-    choice = Choice("speculation", "none", "as set")
-    if speculating is not None:
-        with log.phase("speculation"):
-            runner, choice = speculating.start(made, limits, asked)
+    with log.phase("speculation"):
+        runner, choice = speculating.start(made, limits, asked)
     log.choices.append(choice)
     report = EngineReport(
         made.max_model_len,
@@ -208,6 +197,32 @@ def serve(
     build = partial(build_for_process, config, opened.source)
     client = EngineClient(build, serve_config.hang_timeout)
     return run_server(client, opened.card, serve_config, on_ready)
+
+
+class _Plain:
+    """Nobody guesses: the runner as it is."""
+
+    token_bytes = lookahead = 0
+
+    def start(self, made: Assembled, _limits: Limits, _asked: str) -> tuple[EngineRunner, Choice]:
+        return made.runner, Choice("speculation", "none", "as set")
+
+
+def _settled(config: EngineConfig, source: Source, device: str) -> EngineConfig:
+    """With one certain way to guess; what cannot be is refused before a weight is read."""
+    if config.speculation.spec == "none":
+        return config
+    from windlass.spec.registry import settle
+
+    return settle(config, source.files, source.spec, device)
+
+
+def _speculating(config: EngineConfig, source: Source, weights: Loaded) -> Speculating | _Plain:
+    if config.speculation.spec == "none":
+        return _Plain()
+    from windlass.spec.start import Speculating
+
+    return Speculating(config, source.files, source.spec, weights)
 
 
 def _scheduler(

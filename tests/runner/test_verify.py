@@ -122,6 +122,27 @@ def test_guesses_leave_the_filtered_distribution_as_it_is() -> None:
     assert chi_square < freedom * (1 - 2 / (9 * freedom) + 3.09 * (2 / (9 * freedom)) ** 0.5) ** 3
 
 
+def test_typical_guesses_are_kept_by_entropy_and_threshold() -> None:
+    """Beside a flat distribution any guess is typical, beside a sharp one only its peak."""
+    flat, sharp = torch.zeros(VOCAB), torch.zeros(VOCAB)
+    sharp[3] = 9.0
+    warm, cold = SamplingParams(seed=0), SamplingParams(seed=0, temperature=0.0)
+    for threshold, wish, logits, guess, kept in [
+        (0.9, warm, flat, 7, True),
+        (0.9, warm, sharp, 3, True),
+        (0.9, warm, sharp, 7, False),
+        (1e-6, warm, sharp, 7, True),
+        (0.9, cold, flat, 7, False),
+    ]:
+        sampler = Sampler(VOCAB, CPU, threshold)
+        for slot in range(20):
+            sampler.admit(Admission("", slot, [1], 1, wish, frozenset(), slot))
+        asked = [Asked(slot, slot, (guess,)) for slot in range(20)]
+        found = verify(sampler, torch.stack([logits] * 40), asked)
+        assert all(each.tokens[0] == guess for each in found) == kept
+        assert [sampler.tokens(slot)[1:] for slot in range(20)] == [each.tokens for each in found]
+
+
 def test_samples_are_kept_up_to_the_first_that_differs() -> None:
     assert keep([4, 5, 6], (4, 5)) == [4, 5, 6]
     assert keep([4, 5, 6], (4, 9)) == [4, 5]

@@ -224,25 +224,6 @@ def test_cached_prefixes_are_those_of_accepted_tokens(folder: Path, monkeypatch)
     assert llm.engine.stats().prefix_hits > 0
 
 
-@pytest.mark.usefixtures("eager")
-def test_prompt_lookup_on_the_default_model() -> None:
-    text = "The harbour was quiet. Two boats lay at the pier, and a gull walked along the rail."
-    messages = [{"role": "user", "content": f"Repeat the following text exactly: {text}"}]
-    wishes = [
-        SamplingParams(max_tokens=24, temperature=0.0),
-        SamplingParams(max_tokens=24, temperature=0.0, stop=["pier", "gull"]),
-        SamplingParams(max_tokens=24, temperature=0.8, seed=7, logprobs=1),
-    ]
-    found = {}
-    llms = {spec: LLM("default", spec=spec, num_blocks=64) for spec in ("none", "ngram")}
-    for spec, llm in llms.items():
-        outputs = [llm.chat(messages, wish)[0].outputs[0] for wish in wishes]
-        found[spec] = [(each.text, each.token_ids, each.finish_reason) for each in outputs]
-    assert found["ngram"] == found["none"]
-    assert llms["ngram"].engine.stats().num_accepted_tokens > 10
-    assert llms["none"].engine.stats().num_drafts == 0
-
-
 class Counting:
     """A runner that only notes what it is asked for."""
 

@@ -103,7 +103,8 @@ def draw_up(config: EngineConfig, spec: ModelSpec, checkpoint: Checkpoint) -> Bl
 
 def _kv_format(config: EngineConfig, spec: ModelSpec, parts: Parts) -> found.KVFormat:
     wish, triton = config.cache.kv_cache_dtype, parts.ops.is_triton
-    return found.choose_kv_format(wish, spec, parts.dtype, parts.device, triton)
+    native = parts.ops.is_native and config.model.dtype != "float32"
+    return found.choose_kv_format(wish, spec, parts.dtype, parts.device, triton, native)
 
 
 def load_network(config: EngineConfig, spec: ModelSpec, checkpoint: Checkpoint) -> Loaded:
@@ -233,7 +234,8 @@ class _Maker:
         cache = cache or KVCache(spec.num_layers, shape, self._kv_dtype, parts.device)
         max_blocks = -(-parts.max_positions // size)
         slots = SlotTables(seqs, max_blocks, size, parts.device, scratch=num_blocks)
-        sampler = sampler or Sampler(spec.vocab_size, parts.device)
+        threshold = self._config.speculation.threshold
+        sampler = sampler or Sampler(spec.vocab_size, parts.device, threshold)
         if not parts.ops.is_triton:
             made = (self._loaded.network, cache, slots, sampler, self._loaded.products)
             return self._on_cpu(made), cache

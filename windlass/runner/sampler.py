@@ -54,7 +54,11 @@ class _Memory:
 class Sampler:
     """Owns the memory of all slots."""
 
-    def __init__(self, vocab_size: int, device: torch.device) -> None:
+    def __init__(
+        self, vocab_size: int, device: torch.device, threshold: float | None = None
+    ) -> None:
+        """`threshold` of typical acceptance, where guesses may be kept that were not sampled."""
+        self.threshold = threshold
         self._vocab_size = vocab_size
         self._device = device
         self._slots: dict[int, _Memory] = {}
@@ -116,6 +120,14 @@ class Sampler:
         places = [len(memory.tokens) + on for memory, on in zip(memories, ahead, strict=True)]
         return self._choose(logits, memories, places)
 
+    def probabilities(self, logits: Tensor, slots: Sequence[int]) -> Tensor:
+        """What plain slots that are not greedy draw from, row by row."""
+        heated = self._heated(logits, [self._slots[slot] for slot in slots])
+        return heated.softmax(dim=-1)
+
+    def is_greedy(self, slot: int) -> bool:
+        return self._slots[slot].sampling.greedy
+
     def _choose(self, scores: Tensor, memories: list[_Memory], places: list[int]) -> list[int]:
         drawn = [i for i, memory in enumerate(memories) if not memory.sampling.greedy]
         if drawn:
@@ -165,8 +177,17 @@ class Sampler:
     ) -> Tensor:
         """Temperature, truncation and noise for the rows that are not greedy."""
         chosen = [memories[i] for i in drawn]
+        rows = self._heated(scores[drawn], chosen)
+        for i, (at, memory) in enumerate(zip(drawn, chosen, strict=True)):
+            rows[i] += filters.noise(memory.seed, places[at], self._vocab_size, self._device)
+        scores = scores.clone()
+        scores[drawn] = rows
+        return scores
+
+    def _heated(self, scores: Tensor, chosen: list[_Memory]) -> Tensor:
+        """Temperature and truncation."""
         heat = torch.tensor([m.sampling.temperature for m in chosen], device=self._device)
-        rows = scores[drawn] / heat[:, None]
+        rows = scores / heat[:, None]
         cut = [i for i, memory in enumerate(chosen) if memory.truncated]
         if cut:
             wishes = [chosen[i].sampling for i in cut]
@@ -176,11 +197,7 @@ class Sampler:
                 torch.tensor([w.top_p for w in wishes], device=self._device),
                 torch.tensor([w.min_p for w in wishes], device=self._device),
             )
-        for i, (at, memory) in enumerate(zip(drawn, chosen, strict=True)):
-            rows[i] += filters.noise(memory.seed, places[at], self._vocab_size, self._device)
-        scores = scores.clone()
-        scores[drawn] = rows
-        return scores
+        return rows
 
     def _remember(self, memory: _Memory, token: int) -> None:
         memory.tokens.append(token)

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from windlass.core.types import Row, RowResult, SlotId
@@ -91,7 +92,47 @@ def _draw_together(
     slots = [each.slot for _, each in asked for _ in range(each.num_positions)]
     ahead = [ahead for _, each in asked for ahead in range(each.num_positions)]
     chosen = logits if len(places) == len(logits) else logits[places]
-    return settle(sampler, sampler.draw(chosen, slots, ahead), [each for _, each in asked])
+    sampled, rows = sampler.draw(chosen, slots, ahead), [each for _, each in asked]
+    if sampler.threshold is not None:
+        sampled = keep_typical(sampler, sampler.threshold, chosen, sampled, rows)
+    return settle(sampler, sampled, rows)
+
+
+def keep_typical(
+    sampler: Sampler,
+    threshold: float,
+    logits: Tensor,
+    sampled: list[int],
+    asked: Sequence[Asked],
+) -> list[int]:
+    """Guesses in the place of samples where they are typical: changes what is sampled.
+
+    Typical is a guess of probability p >= min(epsilon, delta * exp(-H)), where H is the entropy of
+    its position, epsilon the threshold and delta its square root: where the model is sure only what
+    it is sure of, and where it is not, whatever is about as likely as the rest. Greedy rows keep
+    their samples.
+    """
+    places: list[int] = []
+    guesses: list[int] = []
+    slots: list[int] = []
+    at = 0
+    for each in asked:
+        if not sampler.is_greedy(each.slot):
+            places += range(at, at + len(each.drafts))
+            guesses += each.drafts
+            slots += [each.slot] * len(each.drafts)
+        at += each.num_positions
+    if not places:
+        return sampled
+    chances = sampler.probabilities(logits[places], slots)
+    entropy = torch.special.entr(chances).sum(dim=-1)
+    least = (threshold**0.5 * torch.exp(-entropy)).clamp(max=threshold)
+    own = chances.gather(-1, torch.tensor(guesses, device=chances.device)[:, None])[:, 0]
+    kept = list(sampled)
+    for place, guess, typical in zip(places, guesses, (own >= least).tolist(), strict=True):
+        if typical:
+            kept[place] = guess
+    return kept
 
 
 def draw_in_turn(sampler: Sampler, logits: Tensor, asked: Asked) -> RowResult:

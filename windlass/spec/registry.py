@@ -6,6 +6,7 @@ from importlib import import_module
 from typing import Any
 
 from windlass.config import EngineConfig
+from windlass.errors import ConfigError
 from windlass.models.source import ModelFiles
 from windlass.models.spec import ModelSpec
 from windlass.spec.base import Guide, Site
@@ -29,8 +30,13 @@ _CHECKS = {
 }
 
 
-def settle(config: EngineConfig, files: ModelFiles, spec: ModelSpec) -> EngineConfig:
+def settle(config: EngineConfig, files: ModelFiles, spec: ModelSpec, device: str) -> EngineConfig:
     """The config with one certain way to guess, which fits the model as far as files tell."""
+    if config.speculation.threshold is not None and device == "cuda":
+        raise ConfigError(
+            "--spec-acceptance typical: verification on CUDA keeps what is sampled, and knows no "
+            "other way. Leave it at exact, or use --device cpu."
+        )
     config = settled(config)
     where = _CHECKS.get(config.speculation.spec)
     if where is not None:
