@@ -1,6 +1,6 @@
 """A model that counts, and the faults it can have: real scheduler, real engine, no torch.
 
-What a prompt contains decides what happens to it: SLOW, EOS, CRASH, HANG, DIE.
+What a prompt contains decides what happens to it: SLOW, EOS, GUESS, CRASH, HANG, DIE.
 """
 
 from __future__ import annotations
@@ -90,11 +90,20 @@ class CountingRunner:
             scores = [self._score(admission.tokens[p]) for p in range(row.start + 1, last + 1)]
         if not row.sample:
             return RowResult([], prompt_logprobs=scores)
+        if b"GUESS" in text:
+            return self._guess(row)
         token = ord("a") + end % 26
         if b"EOS" in text and end - admission.num_prompt >= 3:
             token = EOS
         logprobs = [self._score(token)] if admission.sampling.logprobs is not None else None
         return RowResult([token], logprobs, scores)
+
+    def _guess(self, row: Row) -> RowResult:
+        """Two guesses after every step, of which the first is right."""
+        count = 1 + min(row.num_drafts, 1)
+        end = row.start + row.num_tokens - row.num_drafts
+        tokens = [ord("a") + (end + i) % 26 for i in range(count)]
+        return RowResult(tokens, drafts=(ord("a") + (end + count) % 26, ord("!")))
 
     def _score(self, token: int) -> TokenLogprob:
         return TokenLogprob(token, -0.5, 1, [(token, -0.5), (ord("!"), -math.inf)])

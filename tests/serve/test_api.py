@@ -315,3 +315,18 @@ def test_stream_interval_and_forced_usage_and_ids() -> None:
         assert texts == ["d", "efgh", "ijkl", "m"]
         assert chunks[-1]["usage"]["completion_tokens"] == 10
         assert response.headers["x-request-id"] == chunks[0]["id"] == "cmpl-mine"
+
+
+def test_usage_tells_of_guesses(server: Server) -> None:
+    """One token, then two a step, of a right guess and a wrong one; at the end one has room."""
+    usage = server.complete(prompt="GUESS", max_tokens=7).json()["usage"]
+    details = {"accepted_prediction_tokens": 3, "rejected_prediction_tokens": 2}
+    assert usage["completion_tokens"] == 7
+    assert usage["completion_tokens_details"] == details
+    body = {"prompt": "GUESS", "max_tokens": 60, "stop": "f", "stream": True}
+    chunks = events(server.complete(**body, stream_options={"include_usage": True}))
+    assert chunks[-1]["usage"]["completion_tokens_details"]["accepted_prediction_tokens"] > 0
+    usage = server.complete(prompt="none", max_tokens=7).json()["usage"]
+    assert "completion_tokens_details" not in usage
+    assert server.metric("windlass:spec_decode_num_tokens_saved_total") > 0
+    assert server.metric("windlass:spec_decode_acceptance_length") == pytest.approx(2.0, abs=0.3)

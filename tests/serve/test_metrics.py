@@ -14,6 +14,7 @@ def test_guesses_are_counted_under_the_names_that_dashboards_know() -> None:
     after = EngineStats(num_drafts=1, num_draft_tokens=2, num_accepted_tokens=1)
     after.accepted_per_position = [1, 0]
     after.count_draft(Timeline(), 3, 3)
+    after.add([4, 1, 0], drafting_s=0.5)
     (message,) = decode_from_engine(encode([Stats(after, 0)]))
     metrics.observe_stats(message.stats, before)
     lines = metrics.render(engine_up=True).decode().splitlines()
@@ -21,6 +22,9 @@ def test_guesses_are_counted_under_the_names_that_dashboards_know() -> None:
     assert f"{prefix}drafts_total{{{label}}} 2.0" in lines
     assert f"{prefix}draft_tokens_total{{{label}}} 5.0" in lines
     assert f"{prefix}accepted_tokens_total{{{label}}} 4.0" in lines
+    assert f"{prefix}tokens_saved_total{{{label}}} 3.0" in lines
+    assert f"windlass:spec_decode_draft_seconds_total{{{label}}} 0.5" in lines
+    assert f"windlass:spec_decode_acceptance_length{{{label}}} 3.0" in lines
     for at, count in enumerate((2, 1, 1)):
         name = f"{prefix}accepted_tokens_per_pos_total"
         assert f'{name}{{{label},position="{at}"}} {count}.0' in lines

@@ -8,7 +8,7 @@ from random import Random
 import pytest
 
 from windlass.spec.base import NO_DRAFT, Draft
-from windlass.spec.governor import Governor, StepCosts
+from windlass.spec.governor import Drafting, Governor, StepCosts
 
 # Reading the weights costs 10, each token 1: memory-bound at first, as real steps are.
 MEMORY_BOUND = StepCosts({1: 11.0, 2: 12.0, 64: 74.0})
@@ -106,6 +106,42 @@ def test_steps_that_take_longer_than_measured_end_guessing() -> None:
         made.took(1, False, 11.0)
         made.took(5, True, 60.0)
     assert made.choose([0], [FOUR], 0) == [0]
+
+
+def test_guesses_that_cost_more_than_they_give_are_not_made() -> None:
+    """A guess for half the price of a step pays while it is right, and is made once in a while."""
+    making = Drafting(StepCosts({1: 5.0, 2: 5.0}), StepCosts({1: 20.0, 2: 20.0}), 4)
+    made = Governor(MEMORY_BOUND, 100, drafting=making, most_guesses=4)
+    made.admit(0)
+    for _ in range(20):
+        made.verified(0, 0, 4, 4)
+    assert made.wanted([0], False) == 4
+    for _ in range(40):
+        made.verified(0, 0, 1, 0)
+    looks = []
+    for step in range(1000):
+        depth = made.wanted([0], False)
+        if depth:
+            looks.append(step)
+            assert depth == 1
+            assert made.choose([0], [Draft((1,))], 0) == [1]
+            made.verified(0, 0, 1, 0)
+    assert 3 <= len(looks) <= 8
+    for _ in range(40):
+        made.verified(0, 0, 1, 1)
+    assert max(made.wanted([0], False) for _ in range(520)) > 1
+
+
+def test_as_many_guesses_are_made_as_pay() -> None:
+    making = Drafting(StepCosts({1: 2.0, 2: 2.0}), StepCosts({1: 16.0, 2: 16.0}), 8)
+    made = Governor(MEMORY_BOUND, 100, drafting=making, most_guesses=8)
+    made.admit(0)
+    depths = []
+    for accepted in (8, 4, 2):
+        for _ in range(60):
+            made.verified(0, 0, 8, accepted)
+        depths.append(made.wanted([0], False))
+    assert depths == [8, 4, 2]
 
 
 def test_never_more_positions_than_there_is_room_for() -> None:

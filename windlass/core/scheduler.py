@@ -325,7 +325,7 @@ class Scheduler:
             elif got.prompt_logprobs:
                 scores = self._unreported(request, row, got)
                 outputs.append(Output(request.request_id, prompt_logprobs=scores))
-        self._count.add(sum([len(output.tokens) for output in outputs]), result.drafting_s)
+        self._count.add([len(output.tokens) for output in outputs], result.drafting_s)
         return outputs
 
     def _settle_drafts(self, request: Request, row: Row, got: RowResult) -> None:
@@ -357,7 +357,7 @@ class Scheduler:
         first = len(request.tokens) == request.num_prompt
         taken, finish, stop_token = request.take(got.tokens)
         tokens, scores, timeline = got.tokens, got.logprobs, None
-        if first or finish is not None:
+        if first or finish is not None or row.num_drafts:
             timeline = request.timeline
             timeline.num_output = request.num_output
             timeline.last_token = now

@@ -117,7 +117,7 @@ class Timeline:
     arrived: float = 0.0
     admitted: float | None = None  # the first time it got a slot
     first_token: float | None = None
-    last_token: float | None = None  # kept up to date on a request's first and last output
+    last_token: float | None = None  # kept up to date on outputs that carry this
     num_prompt: int = 0
     num_cached: int = 0  # prompt tokens found in the prefix cache when first admitted
     num_output: int = 0
@@ -137,7 +137,7 @@ class Output(NamedTuple):
     finish: FinishReason | None = None
     stop_token: int | None = None  # the stop token id that ended it, when one did
     error: str | None = None
-    timeline: Timeline | None = None  # on the first output and on the last one
+    timeline: Timeline | None = None  # on the first output, the last one, and after guesses
 
 
 @dataclass(slots=True)
@@ -161,11 +161,15 @@ class EngineStats:
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
     accepted_per_position: list[int] = field(default_factory=list)
+    num_saved_tokens: int = 0  # that came without a step of their own
     drafting_s: float = 0.0
 
-    def add(self, num_generated: int, drafting_s: float) -> None:
-        """Add what one step gave."""
+    def add(self, num_tokens: list[int], drafting_s: float) -> None:
+        """Add what one step gave: tokens of each request."""
+        num_generated = sum(num_tokens)
         self.num_generated_tokens += num_generated
+        if self.num_drafts:
+            self.num_saved_tokens += sum([count - 1 for count in num_tokens if count > 1])
         self.drafting_s += drafting_s
 
     def count_draft(self, timeline: Timeline, num_drafted: int, num_accepted: int) -> None:

@@ -61,6 +61,8 @@ class Served:
     def __init__(self, completion: Completion, watch: Stopwatch, interval: int | None) -> None:
         self.completion = completion
         self.num_cached = 0
+        self.num_drafted = 0
+        self.num_accepted = 0
         self._watch = watch
         self._interval = interval
         self._num_sent = 0
@@ -80,6 +82,8 @@ class Served:
         self.completion.logprobs.clear()
         if output.timeline is not None:
             self.num_cached = output.timeline.num_cached
+            self.num_drafted = output.timeline.num_drafted
+            self.num_accepted = output.timeline.num_accepted
         self._watch.tokens(output)
         if delta.finish_reason is not None:
             self._watch.end(delta.finish_reason, self.num_tokens)

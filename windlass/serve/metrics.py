@@ -67,6 +67,14 @@ class Metrics:
             (_LABEL, "position"),
             registry=self._registry,
         )
+        self._saved = self._counter(
+            "spec_decode_num_tokens_saved", "Tokens that came without a step of their own."
+        )
+        self._drafting = self._counter("spec_decode_draft_seconds", "Time spent on making guesses.")
+        self._length = self._gauge(
+            "spec_decode_acceptance_length",
+            "Tokens per row with guesses, its own sample included, since the engine started.",
+        )
 
     def _request_metrics(self) -> None:
         self._received = self._counter("requests_received", "Completion requests that arrived.")
@@ -137,6 +145,7 @@ class Metrics:
         self._preemptions.inc(stats.num_preemptions - last.num_preemptions)
         self._queries.inc(stats.prefix_queries - last.prefix_queries)
         self._hits.inc(stats.prefix_hits - last.prefix_hits)
+        self._drafting.inc(stats.drafting_s - last.drafting_s)
         if stats.num_drafts > last.num_drafts:
             self._observe_drafts(stats, last)
         if stats.num_steps > last.num_steps:
@@ -146,6 +155,8 @@ class Metrics:
         self._drafts.inc(stats.num_drafts - last.num_drafts)
         self._drafted.inc(stats.num_draft_tokens - last.num_draft_tokens)
         self._accepted.inc(stats.num_accepted_tokens - last.num_accepted_tokens)
+        self._saved.inc(stats.num_saved_tokens - last.num_saved_tokens)
+        self._length.set(1 + stats.num_accepted_tokens / stats.num_drafts)
         before = last.accepted_per_position
         for at, count in enumerate(stats.accepted_per_position):
             known = before[at] if at < len(before) else 0

@@ -204,13 +204,21 @@ def prompt_logprobs(completion: Completion, tokenizer: Tokenizer) -> list[Json |
 
 
 def usage(prepared: Prepared, served: Sequence[Served]) -> Json:
-    """A prompt counts once, however many completions it has."""
+    """A prompt counts once, however many completions it has. Guesses show where there were any."""
     num_prompt = sum(len(prompt.tokens) for prompt in prepared.prompts)
     num_output = sum(each.num_tokens for each in served)
     cached = sum(each.num_cached for each in served[:: prepared.sampling.n])
-    return {
+    numbers: Json = {
         "prompt_tokens": num_prompt,
         "completion_tokens": num_output,
         "total_tokens": num_prompt + num_output,
         "prompt_tokens_details": {"cached_tokens": cached},
     }
+    drafted = sum(each.num_drafted for each in served)
+    if drafted:
+        accepted = sum(each.num_accepted for each in served)
+        numbers["completion_tokens_details"] = {
+            "accepted_prediction_tokens": accepted,
+            "rejected_prediction_tokens": drafted - accepted,
+        }
+    return numbers

@@ -166,13 +166,22 @@ class Governor:
             self._woken = self._resting == 0
             return 0
         self._resting = 0
-        return self._depth(slots)
+        depth, pays = self._depth(slots)
+        if pays:
+            return depth
+        if self._woken:
+            return 1
+        self._num_vain += 1
+        return 0
 
-    def _depth(self, slots: Sequence[SlotId]) -> int:
-        """The number of guesses that promises the most, before they are made; at least one."""
+    def _depth(self, slots: Sequence[SlotId]) -> tuple[int, bool]:
+        """The number of guesses that promises the most, at least one, and whether they would pay.
+
+        They are not made yet, and making them may cost more than they give.
+        """
         most = self._most_guesses
         if self._drafting is None:
-            return most
+            return most, True
         some = [self._slots[slot] for slot in slots[:_ASKED] if slot in self._slots]
         expected = self._expected(self._last_kind)
         hopes = [record.chances(expected, most) for record in some] or [[0.0] * most]
@@ -182,7 +191,7 @@ class Governor:
             rate = tokens / self._seconds(len(slots), len(slots) * (1 + depth), depth)
             if rate > highest:
                 best, highest = depth, rate
-        return best
+        return best, highest > self._dearness() * _MARGIN / self._plain.of(len(slots))
 
     def _seconds(self, num_rows: int, num_tokens: int, depth: int) -> float:
         """What a step with guesses should take, the making of those for the next included."""

@@ -15,8 +15,8 @@ from windlass.spec.speculation import Submits
 
 _SIZES = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 _FEW_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
-_REPEATS = 5
-_ENOUGH_S = 0.8  # larger steps are then taken to cost as the last ones suggest
+_REPEATS = 4
+_ENOUGH_S = 1.5  # larger steps are then taken to cost as the last ones suggest
 
 
 @dataclass(frozen=True, slots=True)
