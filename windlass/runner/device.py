@@ -78,16 +78,27 @@ def kv_dtype(wish: str) -> torch.dtype | None:
 
 
 def choose_kv_format(
-    wish: str, spec: ModelSpec, dtype: torch.dtype, device: torch.device, triton: bool
+    wish: str,
+    spec: ModelSpec,
+    dtype: torch.dtype,
+    device: torch.device,
+    triton: bool,
+    native: bool = False,
 ) -> KVFormat:
-    """`dtype` is the arithmetic's, in which keys and values are computed."""
+    """`dtype` is the arithmetic's, in which keys and values are computed.
+
+    `native`: a CPU's own kernels compute, and are not the float32 reference.
+    """
 
     def token_bytes(kind: torch.dtype) -> int:
         return kv_token_bytes(spec.num_layers, spec.num_kv_heads, spec.head_dim, kind)
 
-    usual, name = token_bytes(dtype), str(dtype).removeprefix("torch.")
+    halved = native and dtype == torch.float32
+    own = torch.float16 if halved else dtype
+    usual, name = token_bytes(own), str(own).removeprefix("torch.")
     if wish == "auto":
-        return KVFormat(dtype, usual, Choice("KV format", name, "as it is computed"))
+        reason = "half of float32's bytes to read" if halved else "as it is computed"
+        return KVFormat(own, usual, Choice("KV format", name, reason))
     kind = _KV_DTYPES[wish]
     is_fp8 = kind != torch.int8
     if is_fp8 and triton and torch.cuda.get_device_capability(device) < _FP8_CAPABILITY:

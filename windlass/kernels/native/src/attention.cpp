@@ -6,19 +6,15 @@
 
 #include <cmath>
 #include <cstring>
-#include <limits>
 #include <vector>
 
-#include "kv.h"
+#include "part.h"
 
 namespace windlass {
 
 namespace {
 
-constexpr int kPart = 128;  // keys
 constexpr int kMostLines = 64;
-constexpr int kMostDim = 256;
-constexpr float kNothing = -std::numeric_limits<float>::infinity();
 
 // Some queries of one row: all heads that share a kv head. A line is one query of one head.
 struct Task {
@@ -50,175 +46,6 @@ struct Job {
   }
 };
 
-// Keys and values of one part, as floats: in their pages, or converted.
-struct Part {
-  int first, count;  // positions
-  const float* keys[kPart];
-  const float* values[kPart];
-  float key_scales[kPart];
-  float value_scales[kPart];
-  alignas(64) float room[2 * kPart * kMostDim];
-};
-
-// What a line sees of a part.
-struct Sight {
-  int begin, end;
-};
-
-// Positions of one page, which lie in one run.
-void read_run(const Pages& kv, const void* pages, size_t place, int count, float* room,
-              const float** out) {
-  const int dim = kv.dim;
-  const size_t at = place * static_cast<size_t>(dim);
-  if (kv.type == kTypeFloat) {
-    const float* first = static_cast<const float*>(pages) + at;
-    for (int k = 0; k < count; ++k) out[k] = first + k * dim;
-    return;
-  }
-  const uint16_t* halves = static_cast<const uint16_t*>(pages) + at;
-  const int8_t* codes = static_cast<const int8_t*>(pages) + at;
-  for (int i = 0; i < count * dim; i += kLanes) {
-    store(room + i, kv.type == kTypeHalf    ? read_half(halves + i)
-                    : kv.type == kTypeBrain ? read_brain(halves + i)
-                                            : read_int8(codes + i));
-  }
-  for (int k = 0; k < count; ++k) out[k] = room + k * dim;
-}
-
-void read_part(const Job& job, int slot, int head, Part& part) {
-  const Pages& kv = job.kv;
-  float* values_room = part.room + kPart * kv.dim;
-  for (int k = 0, run; k < part.count; k += run) {
-    const int position = part.first + k;
-    run = std::min(kv.page - position % kv.page, part.count - k);
-    const size_t place = kv.place(job.run.step, slot, position, head);
-    read_run(kv, kv.keys, place, run, part.room + k * kv.dim, part.keys + k);
-    read_run(kv, kv.values, place, run, values_room + k * kv.dim, part.values + k);
-    for (int i = 0; i < run; ++i) {
-      const size_t at = place + static_cast<size_t>(i);
-      part.key_scales[k + i] = kv.key_scales ? job.scale * kv.key_scales[at] : job.scale;
-      part.value_scales[k + i] = kv.value_scales ? kv.value_scales[at] : 1.0f;
-    }
-  }
-  for (int k = part.count; k < kPart; ++k) part.key_scales[k] = part.value_scales[k] = 0.0f;
-}
-
-// Products of COUNT lines with all keys of a part.
-template <int COUNT>
-void score(const Part& part, int dim, const float* const* queries, float (*scores)[kPart]) {
-  const int last = part.count - 1;
-  for (int k = 0; k < part.count; k += 4) {
-    const float* keys[4];
-    for (int i = 0; i < 4; ++i) keys[i] = part.keys[std::min(k + i, last)];
-    F32x8 sums[COUNT][4];
-    for (int m = 0; m < COUNT; ++m) {
-      for (int i = 0; i < 4; ++i) sums[m][i] = zero();
-    }
-    for (int d = 0; d < dim; d += kLanes) {
-      F32x8 key[4];
-      for (int i = 0; i < 4; ++i) key[i] = load(keys[i] + d);
-      for (int m = 0; m < COUNT; ++m) {
-        const F32x8 q = load(queries[m] + d);
-        for (int i = 0; i < 4; ++i) sums[m][i] = fma(sums[m][i], q, key[i]);
-      }
-    }
-    for (int m = 0; m < COUNT; ++m) {
-      store_sums4(scores[m] + k, sums[m][0], sums[m][1], sums[m][2], sums[m][3]);
-    }
-  }
-}
-
-// Scores to exponentials, zero where nothing is seen; returns peak and sum.
-struct Exponentials {
-  float peak, sum;
-};
-
-Exponentials soften(const Part& part, Sight sight, float* scores) {
-  const int padded = (part.count + kLanes - 1) / kLanes * kLanes;
-  F32x8 peaks = splat(kNothing);
-  for (int k = 0; k < padded; k += kLanes) {
-    store(scores + k, mul(load(scores + k), load(part.key_scales + k)));
-  }
-  const auto fill_unseen = [&](float value) {
-    std::fill(scores, scores + sight.begin, value);
-    std::fill(scores + sight.end, scores + padded, value);
-  };
-  fill_unseen(kNothing);
-  for (int k = 0; k < padded; k += kLanes) peaks = larger(peaks, load(scores + k));
-  const float peak = largest_of(peaks);
-  peaks = splat(peak);
-  for (int k = 0; k < padded; k += kLanes) {
-    store(scores + k, exponential(sub(load(scores + k), peaks)));
-  }
-  fill_unseen(0.0f);
-  F32x8 sum = zero();
-  for (int k = 0; k < padded; k += kLanes) sum = add(sum, load(scores + k));
-  return {peak, sum_of(sum)};
-}
-
-// Values of a part, weighted: COUNT lines, WIDE vectors of their features at a time.
-template <int COUNT, int WIDE>
-void mix(const Part& part, int begin, int end, int dim, const float* weights, float* mixed) {
-  for (int d = begin; d < end; d += WIDE * kLanes) {
-    F32x8 sums[COUNT][WIDE];
-    for (int m = 0; m < COUNT; ++m) {
-      for (int i = 0; i < WIDE; ++i) sums[m][i] = zero();
-    }
-    for (int k = 0; k < part.count; ++k) {
-      const Quad weight = load_quad(weights + 4 * k);
-      F32x8 value[WIDE];
-      for (int i = 0; i < WIDE; ++i) value[i] = load(part.values[k] + d + i * kLanes);
-      unrolled<COUNT>([&](auto m) {
-        for (int i = 0; i < WIDE; ++i) sums[m][i] = fma_lane<m>(sums[m][i], value[i], weight);
-      });
-    }
-    for (int m = 0; m < COUNT; ++m) {
-      for (int i = 0; i < WIDE; ++i) store(mixed + m * dim + d + i * kLanes, sums[m][i]);
-    }
-  }
-}
-
-template <int COUNT>
-void mix_all(const Part& part, int dim, const float* weights, float* mixed) {
-  constexpr int wide = COUNT > 2 ? 2 : 4;
-  const int even = dim / (wide * kLanes) * wide * kLanes;
-  mix<COUNT, wide>(part, 0, even, dim, weights, mixed);
-  mix<COUNT, 1>(part, even, dim, dim, weights, mixed);
-}
-
-// Up to 4 lines over one part: peaks, sums and mixed values.
-void attend_4(const Part& part, int dim, const float* const* queries, const Sight* sights,
-              int count, float* peak, float* sum, float* mixed) {
-  alignas(64) float scores[4][kPart];
-  alignas(64) float weights[4 * kPart];
-  count > 1 ? score<2>(part, dim, queries, scores) : score<1>(part, dim, queries, scores);
-  if (count == 3) score<1>(part, dim, queries + 2, scores + 2);
-  if (count == 4) score<2>(part, dim, queries + 2, scores + 2);
-  for (int m = 0; m < count; ++m) {
-    const Exponentials e = soften(part, sights[m], scores[m]);
-    peak[m] = e.peak;
-    sum[m] = e.sum;
-  }
-  // Lines that are not there repeat one that is.
-  const float* line[4];
-  for (int m = 0; m < 4; ++m) line[m] = scores[std::min(m, count - 1)];
-  for (int k = 0; k < part.count; k += kLanes) {
-    const F32x8 scale = load(part.value_scales + k);
-    const auto weight = [&](int m) { return mul(load(line[m] + k), scale); };
-    store_interleaved4(weights + 4 * k, weight(0), weight(1), weight(2), weight(3));
-  }
-  switch (count) {
-    case 1:
-      return mix_all<1>(part, dim, weights, mixed);
-    case 2:
-      return mix_all<2>(part, dim, weights, mixed);
-    case 3:
-      return mix_all<3>(part, dim, weights, mixed);
-    default:
-      return mix_all<4>(part, dim, weights, mixed);
-  }
-}
-
 // Joins what another part gave a line; one that saw nothing changes nothing.
 void join(float& peak, float& sum, float* mixed, float other_peak, float other_sum,
           const float* other, int dim) {
@@ -245,6 +72,22 @@ Sight sight_of(const Job& job, const Part& part, int position) {
           std::clamp(position + 1 - part.first, 0, part.count)};
 }
 
+const float* lift(const float* x, int dim, float* out) {
+  for (int d = 0; d < dim; d += kLanes) store(out + d, mul(load(x + d), splat(kLift)));
+  return out;
+}
+
+// What is likely to be read after part p: the next part's first key, or the next head's.
+const void* next_key(const Job& job, const Task& task, int head, int p) {
+  const Pages& kv = job.kv;
+  const bool ends = p + 1 == task.last_part;
+  if (ends && head + 1 == kv.num_kv) return nullptr;
+  const int position = (ends ? task.first_part : p + 1) * kPart;
+  const size_t place = kv.place(job.run.step, job.row(task).slot, position, head + (ends ? 1 : 0));
+  const size_t each = static_cast<size_t>(kv.dim) * bytes_of(kv.type);
+  return static_cast<const uint8_t*>(kv.keys) + place * each;
+}
+
 // All lines of a task over its parts.
 void attend(const Job& job, const Task& task, int head, Lines& out) {
   const WindlassRow& row = job.row(task);
@@ -255,19 +98,23 @@ void attend(const Job& job, const Task& task, int head, Lines& out) {
   for (int p = task.first_part; p < task.last_part; ++p) {
     part.first = p * kPart;
     part.count = std::min(kPart, start + task.count - part.first);
-    read_part(job, row.slot, head, part);
+    part.next = next_key(job, task, head, p);
+    read_part(job.kv, job.run.step, job.scale, row.slot, head, count <= 4, part);
     for (int line = 0; line < count; line += 4) {
       const int some = std::min(4, count - line);
       const float* queries[4];
       Sight sights[4];
       float peak[4], sum[4];
       alignas(64) float mixed[4 * kMostDim];
-      for (int m = 0; m < 4; ++m) {
-        const int i = line + std::min(m, some - 1);
+      alignas(64) float lifted[4 * kMostDim];
+      for (int m = 0; m < some; ++m) {
+        const int i = line + m;
         queries[m] = job.query(0, task, head, i);
         sights[m] = sight_of(job, part, start + i / group);
+        if (job.kv.type == kTypeHalf) queries[m] = lift(queries[m], dim, lifted + m * dim);
       }
-      attend_4(part, dim, queries, sights, some, peak, sum, mixed);
+      const auto attend_lines = part.halves ? attend_4<Halves> : attend_4<Floats>;
+      attend_lines(part, dim, queries, sights, some, line == 0, peak, sum, mixed);
       for (int m = 0; m < some; ++m) {
         const bool seen = sights[m].begin < sights[m].end;
         join(out.peak[line + m], out.sum[line + m], out.mixed + (line + m) * dim,
@@ -277,14 +124,15 @@ void attend(const Job& job, const Task& task, int head, Lines& out) {
   }
 }
 
-void write(const float* mixed, float sum, int dim, float* out) {
-  const F32x8 total = splat(sum);
+void write(const Job& job, const float* mixed, float sum, float* out) {
+  const int dim = job.kv.dim;
+  const F32x8 total = splat(job.kv.type == kTypeHalf ? sum / kHalfGain : sum);
   for (int d = 0; d < dim; d += kLanes) store(out + d, divide(load(mixed + d), total));
 }
 
 void finish(const Job& job, const Task& task, int head, const Lines& lines) {
   for (int i = 0; i < job.lines(task); ++i) {
-    write(lines.mixed + i * job.kv.dim, lines.sum[i], job.kv.dim, job.query(1, task, head, i));
+    write(job, lines.mixed + i * job.kv.dim, lines.sum[i], job.query(1, task, head, i));
   }
 }
 
@@ -313,7 +161,7 @@ void join_partials(const Job& job, const Task& whole, int head, const float* fro
     for (int p = whole.first_part; p < whole.last_part; ++p, at += next) {
       join(peak, sum, mixed, at[0], at[1], at + 2, dim);
     }
-    write(mixed, sum, dim, job.query(1, whole, head, i));
+    write(job, mixed, sum, job.query(1, whole, head, i));
   }
 }
 
@@ -365,7 +213,9 @@ bool run_attend(const Run& run) {
   if (!make_plan(job, plan)) return false;
   const int heads = job.kv.num_kv;
   const auto place = [&](int head) { return partial_floats(job) * static_cast<size_t>(head); };
-  run.pool.each(static_cast<int>(plan.tasks.size()) * heads, 1, [&](int begin, int end) {
+  const int tasks = static_cast<int>(plan.tasks.size());
+  const int chunk = tasks < 4 * run.pool.threads() ? 1 : heads;
+  run.pool.each(tasks * heads, chunk, [&](int begin, int end) {
     for (int i = begin; i < end; ++i) {
       const Task& task = plan.tasks[static_cast<size_t>(i / heads)];
       Lines lines;

@@ -31,13 +31,13 @@ inline void multiply(const Value* w, const float* x, int count, float* out) {
 }
 
 template <class Value>
-void multiply_panels(const Product& job, int t, int first, int last, const Value* w, int begin,
-                     int end) {
+void multiply_panels(const Product& job, Target to, int t, int first, int last, const Value* w,
+                     int begin, int end) {
   each_panel(job, first, last, [&](auto rows, int p) {
     const float* x = reinterpret_cast<const float*>(job.panel(p));
     alignas(64) float sums[kPanel * kTile];
     multiply<rows>(w, x + static_cast<size_t>(begin) * kPanel, end - begin, sums);
-    store_tile(job, t, p * kPanel, rows, sums, job.add || begin > 0);
+    store_tile(job, to, t, p * kPanel, rows, sums, job.add || begin > 0);
   });
 }
 
@@ -60,7 +60,7 @@ void unpack_table(const Weight& w, const uint8_t* tile, int begin, int end, floa
 void float_product(const Product& job) {
   const int count = padded_in(job.w);
   const bool direct = job.rows < kManyRows;
-  each_piece(job, [&](int t, int first, int last) {
+  each_piece(job, [&](int t, int first, int last, Target to) {
     const uint8_t* tile = job.tile(t);
     const uint16_t* halves = reinterpret_cast<const uint16_t*>(tile);
     const Brain* brains = reinterpret_cast<const Brain*>(tile);
@@ -69,15 +69,15 @@ void float_product(const Product& job) {
     for (int begin = 0; begin < count; begin += kMostInputs) {
       const int end = std::min(begin + kMostInputs, count);
       if (job.w.kind == kFloat) {
-        multiply_panels(job, t, first, last, floats + begin * kTile, begin, end);
+        multiply_panels(job, to, t, first, last, floats + begin * kTile, begin, end);
         continue;
       }
       if (direct && job.w.kind == kHalf) {
-        multiply_panels(job, t, first, last, halves + begin * kTile, begin, end);
+        multiply_panels(job, to, t, first, last, halves + begin * kTile, begin, end);
         continue;
       }
       if (direct && job.w.kind == kBrain) {
-        multiply_panels(job, t, first, last, brains + begin * kTile, begin, end);
+        multiply_panels(job, to, t, first, last, brains + begin * kTile, begin, end);
         continue;
       }
       if (job.w.kind == kHalf) {
@@ -87,7 +87,7 @@ void float_product(const Product& job) {
       } else {
         unpack_table(job.w, tile, begin, end, room);
       }
-      multiply_panels(job, t, first, last, static_cast<const float*>(room), begin, end);
+      multiply_panels(job, to, t, first, last, static_cast<const float*>(room), begin, end);
     }
   });
 }

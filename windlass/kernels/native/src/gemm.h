@@ -17,18 +17,24 @@ struct Product {
   size_t panel_bytes;
   const uint8_t* outliers;  // of the rows, or null: see panels.h
   size_t outlier_bytes;
+  const uint8_t* columns;  // the same by input, for every piece of panels; null with few rows
+  size_t column_bytes;
+  int cut;     // panels that are computed with one tile before the next
   int planes;  // rows of the panels that make one of y
   int rows;    // of the panels
   float* y;
   int stride;  // between rows of y
   bool add;
   const float* bias = nullptr;
-  float* active = nullptr;  // if given: silu of y's first half times the second, too
+  float* active = nullptr;  // if given: silu of y's first half times the second, instead of y
 
   int num_panels() const { return ceil_div(rows, kPanel); }
   const uint8_t* panel(int p) const { return panels + static_cast<size_t>(p) * panel_bytes; }
   const uint8_t* row_outliers(int row) const {
     return outliers + static_cast<size_t>(row) * outlier_bytes;
+  }
+  const uint8_t* piece_columns(int panel) const {
+    return columns + static_cast<size_t>(panel / cut) * column_bytes;
   }
   const uint8_t* tile(int t) const { return w.data + static_cast<size_t>(t) * tile_bytes(w); }
 };
@@ -39,18 +45,33 @@ void float_product(const Product& job);
 // From this many rows on a tile is unpacked once for all of them.
 constexpr int kManyRows = 6;
 
-// Panels that are computed with one tile before the next.
-constexpr int kMostPanels = 64;
+// Panels that are computed with one tile before the next. Few enough to stay in the core's second
+// cache while many tiles pass by; the tile itself stays in the first.
+constexpr int kMostPanels = 32;
+inline int panel_cut(int rows, size_t panel_bytes) {
+  constexpr size_t near_bytes = 256 << 10;
+  const int panels = ceil_div(rows, kPanel);
+  if (rows < kManyRows) return panels;
+  const size_t fitting = near_bytes / panel_bytes;
+  const int cut = static_cast<int>(std::clamp<size_t>(fitting, 4, kMostPanels));
+  return ceil_div(panels, ceil_div(panels, cut));
+}
+
+// Where a tile's outputs go: to y, or to memory of the piece if they are gated.
+struct Target {
+  float* first;
+  int stride;
+  int row;  // that `first` belongs to
+};
 
 // Writes the sums of some rows of one tile, both planes of a row together; columns past the end are
 // dropped.
-inline void store_tile(const Product& job, int tile, int first_row, int rows, const float* sums,
-                       bool add_to) {
+inline void store_tile(const Product& job, Target to, int tile, int first_row, int rows,
+                       const float* sums, bool add_to) {
   const F32x8 gain = splat(has_halves(job.w) ? job.w.gain * kHalfGain : job.w.gain);
   const int valid = std::min(kTile, job.w.num_out - tile * kTile);
   for (int m = 0; m < rows; m += job.planes) {
-    const size_t row = static_cast<size_t>(first_row + m) >> (job.planes - 1);
-    float* out = job.y + row * static_cast<size_t>(job.stride) + tile * kTile;
+    float* out = row_of(to.first, (first_row + m) / job.planes - to.row, to.stride);
     F32x8 sum = load(sums + m * kTile);
     if (job.planes == 2) sum = add(sum, load(sums + (m + 1) * kTile));
     const F32x8 value = mul(sum, gain);
@@ -84,48 +105,47 @@ inline void each_panel(const Product& job, int first, int last, const Body& body
   }
 }
 
-// Once a tile, and its counterpart if the outputs are gated, is there for some panels.
-inline void finish_tile(const Product& job, int tile, int first, int last) {
+inline void add_bias(const Product& job, Target to, int tile, int rows) {
   const int width = std::min(kTile, job.w.num_out - tile * kTile);
-  const int end = std::min(last * kPanel, job.rows) / job.planes;
-  for (int row = first * kPanel / job.planes; row < end; ++row) {
-    float* y = row_of(job.y, row, job.stride) + tile * kTile;
-    if (job.bias != nullptr) {
-      for (int i = 0; i < width; ++i) y[i] += job.bias[tile * kTile + i];
-    }
-    if (job.active != nullptr) {
-      const int half = job.w.num_out / 2;
-      gate(y, y + half, kTile, row_of(job.active, row, half) + tile * kTile);
-    }
+  for (int m = 0; m < rows; ++m) {
+    float* y = row_of(to.first, m, to.stride);
+    for (int i = 0; i < width; ++i) y[i] += job.bias[tile * kTile + i];
   }
 }
 
-// Calls body(tile, first panel, last panel) for all of the product, on all threads. Panels are cut
-// so that some stay in the cache nearest to the core while many tiles pass by.
+// Calls body(tile, first panel, last panel, target) for all of the product, on all threads.
 template <class Body>
 inline void each_piece(const Product& job, const Body& body) {
-  constexpr size_t near_bytes = 40 << 10;
   const bool gated = job.active != nullptr;
-  const bool finishes = gated || job.bias != nullptr;
+  const int half = job.w.num_out / 2;
   const int tiles = num_tiles(job.w) / (gated ? 2 : 1);
   const int panels = job.num_panels();
-  int cut = panels;
-  if (job.rows >= kManyRows) {
-    const size_t fitting = near_bytes / job.panel_bytes;
-    cut = static_cast<int>(std::clamp<size_t>(fitting, 4, kMostPanels));
-    cut = ceil_div(panels, ceil_div(panels, cut));
-  }
+  const int cut = job.cut;
   const int pieces = tiles * ceil_div(panels, cut);
   const int64_t products = static_cast<int64_t>(job.rows) * job.w.num_in * job.w.num_out;
   // Less than this is done before another thread has begun.
   const int chunk = products < (64 << 10) ? pieces : std::max(1, pieces / (job.pool.threads() * 8));
   job.pool.each(pieces, chunk, [&](int begin, int end) {
+    alignas(64) float room[kMostPanels * kPanel * 2 * kTile];
     for (int i = begin; i < end; ++i) {
       const int tile = i % tiles, first = i / tiles * cut;
       const int last = std::min(first + cut, panels);
-      body(tile, first, last);
-      if (gated) body(tile + tiles, first, last);
-      if (finishes) finish_tile(job, tile, first, last);
+      const int row = first * kPanel / job.planes;
+      const int rows = std::min(last * kPanel, job.rows) / job.planes - row;
+      const auto compute = [&](int t, Target to) {
+        body(t, first, last, to);
+        if (job.bias != nullptr) add_bias(job, to, t, rows);
+      };
+      if (!gated) {
+        compute(tile, {row_of(job.y, row, job.stride) + tile * kTile, job.stride, row});
+        continue;
+      }
+      compute(tile, {room, 2 * kTile, row});
+      compute(tile + tiles, {room + kTile, 2 * kTile, row});
+      for (int m = 0; m < rows; ++m) {
+        const float* both = row_of(room, m, 2 * kTile);
+        gate(both, both + kTile, kTile, row_of(job.active, row + m, half) + tile * kTile);
+      }
     }
   });
 }

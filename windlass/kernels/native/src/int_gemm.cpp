@@ -113,9 +113,27 @@ inline void multiply_outliers(const Product& job, int row, int rows, const IntTi
         code = bytes_at(tile.codes + k / 4 * 32, k % 4);
       }
       const F32x8 scale = load_scales(tile.scales + (o->group - span.group) * kTile);
-      acc = fma(acc, code, mul(scale, splat(o->x)));
+      acc = fma(acc, mul(code, scale), splat(o->x));
     }
     store(out, acc);
+  }
+}
+
+// The same for many rows of an unpacked tile, input by input. Each row's sum goes through its
+// outliers in the same order.
+inline void multiply_columns(const OutlierColumns& x, const IntTile<float>& tile, Span span,
+                             float* out) {
+  const auto before = [](const OutlierColumn& c, int input) { return c.input < input; };
+  const OutlierColumn* end = x.list + x.count;
+  const OutlierColumn* c = std::lower_bound(x.list, end, span.first, before);
+  for (; c < end && c->input < span.last; ++c) {
+    const int k = c->input - span.first;
+    const F32x8 scale = load(tile.scales + (c->group - span.group) * kTile);
+    const F32x8 weight = mul(bytes_at(tile.codes + k / 4 * 32, k % 4), scale);
+    for (const OutlierEntry* e = x.entries + c->first; e < x.entries + c->last; ++e) {
+      float* sum = out + e->row * kTile;
+      store(sum, fma(load(sum), weight, splat(e->x)));
+    }
   }
 }
 
@@ -150,7 +168,7 @@ template <int BLOCK, bool NIBBLES, bool MINS>
 void few_rows(const Product& job) {
   const IntSizes sizes(job.w);
   const Tiles tiles(job.w);
-  each_piece(job, [&](int t, int first, int last) {
+  each_piece(job, [&](int t, int first, int last, Target to) {
     const IntTile<uint16_t> tile = tiles.at(t);
     each_panel(job, first, last, [&](auto rows, int p) {
       alignas(64) float sums[kPanel * kTile] = {};
@@ -161,7 +179,7 @@ void few_rows(const Product& job) {
         multiply_outliers<NIBBLES, MINS>(job, p * kPanel, rows, tile, all, rest);
         add_outliers(rows, rest, sums);
       }
-      store_tile(job, t, p * kPanel, rows, sums, job.add);
+      store_tile(job, to, t, p * kPanel, rows, sums, job.add);
     });
   });
 }
@@ -206,6 +224,7 @@ IntTile<float> unpack(const Product& job, const IntTile<uint16_t>& tile, int beg
   const uint8_t* from = tile.codes + static_cast<size_t>(begin) * kTile / 2;
   uint8_t* to = out.codes;
   for (int k = begin; k < end; k += 16, from += 64, to += 128) {
+    __builtin_prefetch(from + kAhead);
     for (int i = 0; i < 2; ++i) {
       const Codes32 both = load_codes(from + 32 * i);
       Codes32 low = low_nibbles(both), high = high_nibbles(both);
@@ -233,12 +252,16 @@ template <int BLOCK, bool MINS>
 void many_rows(const Product& job) {
   const IntSizes sizes(job.w);
   const Tiles tiles(job.w);
-  each_piece(job, [&](int t, int first, int last) {
+  each_piece(job, [&](int t, int first, int last, Target to) {
     Unpacked room;
     alignas(64) float sums[kMostPanels][kPanel * kTile];
     alignas(64) float rest[kMostPanels][kPanel * kTile];
     std::memset(sums, 0, static_cast<size_t>(last - first) * sizeof sums[0]);
-    std::memset(rest, 0, static_cast<size_t>(last - first) * sizeof rest[0]);
+    OutlierColumns columns{};
+    if (job.columns != nullptr) {
+      std::memset(rest, 0, static_cast<size_t>(last - first) * sizeof rest[0]);
+      columns = outlier_columns(job.w, job.cut * kPanel, job.piece_columns(first));
+    }
     const IntTile<uint16_t> packed = tiles.at(t);
     const int group = packed.blocks * BLOCK;
     const int padded = padded_in(job.w);
@@ -251,15 +274,13 @@ void many_rows(const Product& job) {
         x.scales += begin / BLOCK * kPanel;
         x.sums += begin / group * kPanel;
         multiply_unpacked<rows, BLOCK, MINS>(tile, x, sums[p - first]);
-        if (job.outliers != nullptr) {
-          const Span span{begin, end, begin / group};
-          multiply_outliers<false, MINS>(job, p * kPanel, rows, tile, span, rest[p - first]);
-        }
-        if (end < padded) return;
-        add_outliers(rows, rest[p - first], sums[p - first]);
-        store_tile(job, t, p * kPanel, rows, sums[p - first], job.add);
       });
+      multiply_columns(columns, tile, {begin, end, begin / group}, rest[0]);
     }
+    each_panel(job, first, last, [&](auto rows, int p) {
+      if (job.columns != nullptr) add_outliers(rows, rest[p - first], sums[p - first]);
+      store_tile(job, to, t, p * kPanel, rows, sums[p - first], job.add);
+    });
   });
 }
 

@@ -11,25 +11,37 @@ namespace windlass {
 
 namespace {
 
+// Many more outputs than inputs: nothing comes after it that would multiply what rounding loses.
+bool is_head(const Weight& w) { return w.num_out >= 16 * w.num_in; }
+
 // How x lies in panels.
 struct Layout {
   bool integer;
   int planes;      // rows of a panel that one of x takes
   int panel_rows;  // of x
-  size_t panel_bytes, outlier_bytes;
+  size_t panel_bytes, outlier_bytes, column_bytes;
   int panels;
+  int cut, pieces;  // panels of a piece, and how many there are
 
   Layout(const Weight& w, int rows, bool given) : integer(is_integer(w)) {
     // int8 weights are there to lose nothing: inputs keep 15 bits. Whole numbers with a given scale
     // are what the format means, and nothing is to be mended.
     const bool rounds = integer && !given;
-    planes = rounds && w.kind == kInt8 ? 2 : 1;
+    planes = rounds && w.kind == kInt8 && !is_head(w) ? 2 : 1;
     panel_rows = kPanel / planes;
     panels = ceil_div(rows, panel_rows);
     const size_t bytes = integer ? IntSizes(w).all() : float_panel_bytes(w);
     panel_bytes = (bytes + 63) / 64 * 64;
     outlier_bytes = rounds && planes == 1 ? windlass::outlier_bytes(w) : 0;
+    cut = panel_cut(rows * planes, panel_bytes);
+    pieces = ceil_div(panels, cut);
+    const bool by_column = outlier_bytes > 0 && rows >= kManyRows;
+    column_bytes = by_column ? windlass::column_bytes(w, cut * kPanel) : 0;
   }
+
+  size_t all_panels() const { return panel_bytes * static_cast<size_t>(panels); }
+  size_t all_outliers(int rows) const { return outlier_bytes * static_cast<size_t>(rows); }
+  size_t all_columns() const { return column_bytes * static_cast<size_t>(pieces); }
 };
 
 // The rows of x that a panel is made of.
@@ -51,11 +63,11 @@ bool run_linear(const Run& run) {
   const int flags = run.size(2);
   const float* scales = flags & kGivenScales ? run.moving(4) : nullptr;
   const Layout to(w, run.rows, scales != nullptr);
-  const size_t all_panels = to.panel_bytes * static_cast<size_t>(to.panels);
-  uint8_t* memory =
-      run.pool.buffer(all_panels + to.outlier_bytes * static_cast<size_t>(run.rows));
+  const size_t before_columns = to.all_panels() + to.all_outliers(run.rows);
+  uint8_t* memory = run.pool.buffer(before_columns + to.all_columns());
   if (memory == nullptr) return false;
-  uint8_t* outliers = to.outlier_bytes > 0 ? memory + all_panels : nullptr;
+  uint8_t* outliers = to.outlier_bytes > 0 ? memory + to.all_panels() : nullptr;
+  uint8_t* columns = to.column_bytes > 0 ? memory + before_columns : nullptr;
   run.pool.each(to.panels, to.panels < 4 ? to.panels : 1, [&](int begin, int end) {
     for (int p = begin; p < end; ++p) {
       const int first = p * to.panel_rows;
@@ -71,12 +83,24 @@ bool run_linear(const Run& run) {
       }
     }
   });
+  if (columns != nullptr) {
+    const int most = to.cut * kPanel;
+    run.pool.each(to.pieces, 1, [&](int begin, int end) {
+      for (int i = begin; i < end; ++i) {
+        gather_columns(w, outliers + to.all_outliers(i * most), std::min(most, run.rows - i * most),
+                       most, columns + to.column_bytes * static_cast<size_t>(i));
+      }
+    });
+  }
   const Product job{run.pool,
                     w,
                     memory,
                     to.panel_bytes,
                     outliers,
                     to.outlier_bytes,
+                    columns,
+                    to.column_bytes,
+                    to.cut,
                     to.planes,
                     run.rows * to.planes,
                     run.moving(1) + run.size(1),

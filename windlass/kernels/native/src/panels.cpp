@@ -2,8 +2,10 @@
 
 #include "panels.h"
 
+#include <algorithm>
 #include <cstdlib>
 #include <cstring>
+#include <vector>
 
 #include "simd.h"
 
@@ -138,6 +140,71 @@ struct OutlierSink {
 size_t outlier_bytes(const Weight& w) {
   const size_t blocks = static_cast<size_t>(padded_in(w) / block_size(w));
   return (kCountBytes + blocks * sizeof(Outlier) + 15) / 16 * 16;
+}
+
+namespace {
+
+size_t most_outliers(const Weight& w, int rows) {
+  return static_cast<size_t>(padded_in(w) / block_size(w)) * static_cast<size_t>(rows);
+}
+
+size_t entry_bytes(const Weight& w, int rows) {
+  return (most_outliers(w, rows) * sizeof(OutlierEntry) + 15) / 16 * 16;
+}
+
+}  // namespace
+
+size_t column_bytes(const Weight& w, int most) {
+  const size_t columns = std::min(most_outliers(w, most), static_cast<size_t>(padded_in(w)));
+  return kCountBytes + entry_bytes(w, most) + columns * sizeof(OutlierColumn);
+}
+
+OutlierColumns outlier_columns(const Weight& w, int most, const uint8_t* memory) {
+  const uint8_t* entries = memory + kCountBytes;
+  return {reinterpret_cast<const OutlierColumn*>(entries + entry_bytes(w, most)),
+          reinterpret_cast<const OutlierEntry*>(entries),
+          *reinterpret_cast<const int32_t*>(memory)};
+}
+
+void gather_columns(const Weight& w, const uint8_t* outliers, int rows, int most,
+                    uint8_t* memory) {
+  const OutlierColumns out = outlier_columns(w, most, memory);
+  OutlierColumn* columns = const_cast<OutlierColumn*>(out.list);
+  OutlierEntry* entries = const_cast<OutlierEntry*>(out.entries);
+  const int block = block_size(w);
+  const size_t next_row = outlier_bytes(w);
+  int num_columns = 0, num_entries = 0;
+  std::vector<const Outlier*> at(static_cast<size_t>(rows)), end(static_cast<size_t>(rows));
+  for (size_t m = 0; m < at.size(); ++m) {
+    const Outliers row = row_outliers(outliers + m * next_row);
+    at[m] = row.list;
+    end[m] = row.list + row.count;
+  }
+  for (int first = 0; first < padded_in(w); first += block) {
+    // Counted by input, then put where those before leave off.
+    int count[kMostBlock] = {};
+    const auto each = [&](const auto& body) {
+      for (size_t m = 0; m < at.size(); ++m) {
+        if (at[m] < end[m] && at[m]->input < first + block) body(m, at[m]->input - first);
+      }
+    };
+    int group = 0;
+    each([&](size_t m, int i) {
+      ++count[i];
+      group = at[m]->group;
+    });
+    for (int i = 0; i < block; ++i) {
+      if (count[i] == 0) continue;
+      columns[num_columns++] = {first + i, group, num_entries, num_entries + count[i]};
+      num_entries += count[i];
+      count[i] = num_entries - count[i];
+    }
+    each([&](size_t m, int i) {
+      entries[count[i]++] = {static_cast<int32_t>(m), at[m]->x};
+      ++at[m];
+    });
+  }
+  *reinterpret_cast<int32_t*>(memory) = num_columns;
 }
 
 void fill_int_panel(const Weight& w, const float* x, const float* x_scales, int rows, int planes,

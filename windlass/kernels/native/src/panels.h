@@ -28,6 +28,21 @@ struct Outliers {
   int count;
 };
 
+// Outliers of some rows by input, so that a weight is unpacked once for all of them: the rows that
+// have one at `input` are entries [first, last).
+struct OutlierColumn {
+  int32_t input, group, first, last;
+};
+struct OutlierEntry {
+  int32_t row;  // counted from the first of these rows
+  float x;
+};
+struct OutlierColumns {
+  const OutlierColumn* list;
+  const OutlierEntry* entries;
+  int count;
+};
+
 // Bytes of a panel's arrays, found once for a product.
 struct IntSizes {
   size_t codes, blocks, groups;
@@ -54,6 +69,12 @@ inline Outliers row_outliers(const uint8_t* memory) {
   return {reinterpret_cast<const Outlier*>(memory + kCountBytes),
           *reinterpret_cast<const int32_t*>(memory)};
 }
+
+// The same of `rows` rows by input, in memory for `most` rows. A row has at most one in a block.
+size_t column_bytes(const Weight& w, int most);
+void gather_columns(const Weight& w, const uint8_t* outliers, int rows, int most, uint8_t* memory);
+OutlierColumns outlier_columns(const Weight& w, int most, const uint8_t* memory);
+
 // With two planes each row of x takes two of the panel's: its codes, and what they leave, rounded
 // in turn. With one, inputs that outweigh their block go to `outliers` (outlier_bytes for each
 // row), if given. With scales x is whole numbers already.
