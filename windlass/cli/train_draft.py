@@ -94,7 +94,7 @@ def train_draft(
     ] = None,
     batch_tokens: Annotated[
         int | None,
-        typer.Option(metavar="N", help="Tokens of a step; default: 32768 on CUDA, 2048 on a CPU."),
+        typer.Option(metavar="N", help="Tokens of a step; default: 32768 on CUDA, 512 on a CPU."),
     ] = None,
     save_every: Annotated[
         int, typer.Option(metavar="STEPS", help="How often the training's state is saved.")
@@ -138,7 +138,7 @@ def train_draft(
         _say("interrupted; what is done is kept, and the same command goes on from there")
         raise
     _show(made.acceptance)
-    typer.echo(f"{output}: a {kind} head; serve it with --spec {kind} --spec-model {output}")
+    typer.echo(f"{output}: serve it with --spec {kind} --spec-model {output}")
     return 0
 
 

@@ -48,10 +48,6 @@ class Batch:
     labels: Tensor  # [labels]: flat places in [texts, positions]
     guesses: list[Places]  # per j
 
-    @property
-    def num_tokens(self) -> int:
-        return sum(len(text.tokens) for text in self.texts)
-
 
 def make_batch(texts: list[Text], num_guesses: int, device: torch.device) -> Batch:
     """Lay texts side by side."""

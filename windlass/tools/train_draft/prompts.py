@@ -92,17 +92,15 @@ def read_prompts(path: Path, renderer: Renderer, longest: int, skip_broken: bool
     if len(short) < len(found):
         reasons[f"empty, or of more than {longest} tokens (--context)"] += len(found) - len(short)
     kept = unique(short)
+    if len(kept) < len(short):
+        reasons["repetitions"] += len(short) - len(kept)
     if len(kept) < 2:
-        if len(short) > len(kept):
-            reasons["repetitions"] += len(short) - len(kept)
         what = ", ".join(f"{count} lines: {why}" for why, count in reasons.most_common(4))
         raise ConfigError(
             f"--data {path}: {len(kept)} usable prompts, and training needs 2 at least. Beside "
             f"them: {what or 'nothing'}. Give lines such as "
             '{"prompt": "..."}, {"messages": [...]} or {"text": "..."}.'
         )
-    if len(kept) < len(short):
-        reasons["repetitions"] += len(short) - len(kept)
     notes = [f"{count} lines left out: {why}" for why, count in reasons.most_common(4)]
     return Prompts(kept, hashlib.sha256(raw).hexdigest(), tuple(notes))
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -86,7 +86,7 @@ class Trainer:
             self._restore(saved)
         course, began = self.course, time.monotonic() - self.course.seconds
         recent = _Recent(self._head.num_guesses, self._target.device)
-        for texts in [] if course.ended else self._steps_left():
+        for texts in () if course.ended else self._steps_left():
             course.ended = self._end()
             if course.ended:
                 break
@@ -105,15 +105,13 @@ class Trainer:
         work.save_state(self._state(), self._about())
         return course
 
-    def _steps_left(self) -> list[list[Text]]:
-        """All steps from here on: whole epochs, the ones behind left out."""
-        left: list[list[Text]] = []
+    def _steps_left(self) -> Iterator[list[Text]]:
+        """All steps from here on; those that are behind are left out."""
         behind = self.course.step
         for number in range(self._wishes.epochs):
             steps = list(epoch(self._texts, self._batch_tokens, self._seed, number))
-            left += steps[min(behind, len(steps)) :]
+            yield from steps[min(behind, len(steps)) :]
             behind -= min(behind, len(steps))
-        return left
 
     def _end(self) -> str:
         limit = self._wishes.time_limit

@@ -89,7 +89,7 @@ class Wishes:
 
     def batch_tokens_on(self, device: str) -> int:
         """Tokens of a training step: never less than one text."""
-        usual = 32768 if device == "cuda" else 2048
+        usual = 32768 if device == "cuda" else 512
         return max(self.context, self.batch_tokens or usual)
 
 
