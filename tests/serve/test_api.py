@@ -328,5 +328,5 @@ def test_usage_tells_of_guesses(server: Server) -> None:
     assert chunks[-1]["usage"]["completion_tokens_details"]["accepted_prediction_tokens"] > 0
     usage = server.complete(prompt="none", max_tokens=7).json()["usage"]
     assert "completion_tokens_details" not in usage
-    wait_until(lambda: server.metric("windlass:spec_decode_num_tokens_saved_total") > 0)
-    assert server.metric("windlass:spec_decode_acceptance_length") == pytest.approx(2.0, abs=0.3)
+    wait_until(lambda: server.metric("spec_decode_num_tokens_saved_total") > 0)
+    assert server.metric("spec_decode_acceptance_length") == pytest.approx(2.0, abs=0.3)

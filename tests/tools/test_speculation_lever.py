@@ -10,7 +10,7 @@ from windlass.tools.bench.speculation import _row, _Run, _Work, _works
 
 
 def run(seconds: float, decode_tok_s: float, tokens: list[list[int]]) -> _Run:
-    return _Run(seconds, tokens, decode_tok_s, 10, 7)
+    return _Run(seconds, tokens, decode_tok_s, 5, 10, 7)
 
 
 def test_a_row_compares_medians() -> None:
@@ -21,12 +21,15 @@ def test_a_row_compares_medians() -> None:
     assert (row["speedup_low"], row["speedup_high"]) == (1.5, 2.0)
     assert (row["drafted"], row["accepted"]) == (10, 7)
     shown = {name for key in COLUMNS["speculation"] for name in key.split("/")}
-    assert shown <= set(row)
+    assert shown <= {"spec", *row}
+    assert row["acceptance_length"] == 2.4
 
 
 def test_other_tokens_are_an_error_and_no_figure() -> None:
     with pytest.raises(EngineError, match="w: the tokens differ"):
         _row(_Work("w", [], 1), [run(1.0, 1.0, [[1]])], [run(1.0, 1.0, [[2]])])
+    off, on = [run(1.0, 1.0, [[1, 2, 3], [4]])], [run(1.0, 1.0, [[1, 9, 3, 5], [4]])]
+    assert _row(_Work("w", [], 1), off, on, exact=False)["alike"] == 0.5
 
 
 def test_as_many_at_once_as_asked_for() -> None:
@@ -36,3 +39,5 @@ def test_as_many_at_once_as_asked_for() -> None:
         (5, 5),
         (5, 5),
     ]
+    own = [[{"role": "user", "content": str(i)}] for i in range(3)]
+    assert [len(work.prompts) for work in _works(5, own)] == [8, 3, 5, 5]

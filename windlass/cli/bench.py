@@ -213,6 +213,19 @@ def levers(
         int | None, typer.Option(metavar="N", help="Requests of each run; default: 32; prefix: 16.")
     ] = None,
     repeat: Repeat = 1,
+    spec: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME[=MODEL]",
+            help="speculation: who guesses, as for serve; may be repeated; default: ngram.",
+        ),
+    ] = None,
+    prompts: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FILE", help="speculation: JSONL of messages in the place of its free answers."
+        ),
+    ] = None,
     output_dir: Annotated[
         Path, typer.Option("-o", "--output-dir", metavar="DIR", help="Where the JSONs go.")
     ] = Path("benchmarks"),
@@ -233,12 +246,18 @@ def levers(
         Sizes(num_requests=num_requests)  # a bad number is refused before anything is loaded
         if repeat < 1:
             raise ConfigError(f"--repeat must be at least 1, got {repeat}.")
+        if (spec or prompts) and "speculation" not in wanted:
+            raise ConfigError("--spec and --prompts are of the lever speculation; name it too.")
+        free = _conversations(prompts)
         options: dict[str, Any] = {"model": model}
         if config is not None:
             options |= read_config(config, [MODEL_ARGUMENT, *ENGINE_OPTIONS])
         for name in wanted:
             if name == "scheduler":
                 record = programs.scheduler(_say)
+            elif name == "speculation":
+                given = (options, num_requests, repeat, _say)
+                record = programs.speculation(*given, spec or ("ngram",), free)
             else:
                 record = programs.WITH_MODEL[name](options, num_requests, repeat, _say)
             finish(record, output_dir / f"{name}.json")
@@ -280,6 +299,15 @@ def tables(
             for each in stale:
                 typer.echo(f"{each}: tables are stale. Run windlass bench tables.", err=True)
             raise typer.Exit(1)
+
+
+def _conversations(prompts: str | None) -> list[list[dict[str, Any]]] | None:
+    if prompts is None:
+        return None
+    from windlass.cli.prompts import jobs_from_file
+
+    found = jobs_from_file(prompts)
+    return [job.messages or [{"role": "user", "content": job.prompt}] for job in found]
 
 
 def _names(text: str) -> list[str]:

@@ -79,12 +79,15 @@ COLUMNS: dict[str, Columns] = {
         "ttft_p50_ms": "TTFT p50 ms",
     },
     "speculation": {
+        "spec": "guesses by",
         "workload": "workload",
         "off_tok_s/on_tok_s": "tok/s, off / on",
         "speedup": "times off",
         "decode_off_tok_s/decode_on_tok_s": "decode tok/s, off / on",
         "decode_speedup": "times off",
         "drafted/accepted": "guesses / right",
+        "acceptance_length": "tokens a row with guesses",
+        "alike": "alike",
     },
     "perplexity": _PERPLEXITY,
     "quality": {

@@ -1,25 +1,31 @@
 """What speculation gives: texts to repeat, one at a time and many at once, and free answers.
 
-Both engines share the weights and take turns in one run, since two runs on a CPU cannot be compared.
+The engines share the weights and take turns in one run, since two runs on a CPU cannot be compared.
 """
 
 from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from windlass.build import Built, build_engine, open_model
+from windlass.build import build_engine, open_model
 from windlass.config import EngineConfig
 from windlass.core.sampling import SamplingParams
 from windlass.errors import EngineError
 from windlass.llm import LLM, RequestOutput
 from windlass.tools.bench.record import Record
 
-Messages = list[dict[str, str]]
+Messages = list[dict[str, Any]]
 
+_WHAT = "speculation"
+_SAME = {
+    True: "The tokens with and without are the same, which the program checks.",
+    False: "Sums of steps of other sizes are rounded otherwise, so near ties may fall otherwise: "
+    "alike is the share of tokens that are the same up to the first such.",
+}
 _TOKENS = 96
 _AT_ONCE = 32
 _TEXTS = (
@@ -74,6 +80,7 @@ class _Run:
     seconds: float
     tokens: list[list[int]]
     decode_tok_s: float  # of one request, from its first token on
+    num_drafts: int  # rows with guesses
     num_drafted: int
     num_accepted: int
 
@@ -83,37 +90,47 @@ class _Run:
 
 
 def speculation(
-    options: dict[str, Any], num_requests: int | None, repeat: int, say: Callable[[str], None]
+    options: dict[str, Any],
+    num_requests: int | None,
+    repeat: int,
+    say: Callable[[str], None],
+    specs: Sequence[str] = ("ngram",),
+    free: list[Messages] | None = None,
 ) -> Record:
-    """N-gram speculation on against off; outputs must be the same."""
-    opened = open_model(EngineConfig.of(**options))
-    engines: dict[str, LLM] = {}
-    built: Built | None = None
-    for name in ("none", "ngram"):
-        config = EngineConfig.of(**{**options, "spec": name})
-        built = build_engine(config, opened.source, built.weights if built else None)
-        engines[name] = LLM.over(opened.card, built)
-        say(f"{name}: warming up")
-        _run(engines[name], _Work("", [_ask("Hello")] * 2, 2))
+    """Each way to guess, as NAME or NAME=MODEL, against off; on a CPU outputs must be the same.
+
+    `free` are prompts in the place of the built-in ones whose answers repeat nothing.
+    """
+    plain = {name: value for name, value in options.items() if not name.startswith("spec")}
+    config = EngineConfig.of(**plain)
+    opened = open_model(config)
+    built = build_engine(config, opened.source)
+    exact = built.weights.parts.device.type == "cpu"
+    off = LLM.over(opened.card, built)
     rows = []
-    for work in _works(num_requests or _AT_ONCE):
-        runs: dict[str, list[_Run]] = {name: [] for name in engines}
-        for _ in range(repeat):
-            for name, llm in engines.items():
-                runs[name].append(_run(llm, work))
-        rows.append(_row(work, runs["none"], runs["ngram"]))
-        say(f"{work.name}: {rows[-1]['speedup']} times as fast")
+    for spec in specs:
+        name, _, model = spec.partition("=")
+        own = {**options, "spec": name} | ({"spec_model": model} if model else {})
+        guessing = build_engine(EngineConfig.of(**own), opened.source, built.weights)
+        say(next(f"{c.value}: {c.reason}" for c in guessing.report.choices if c.what == _WHAT))
+        on = LLM.over(opened.card, guessing)
+        for llm in (off, on):
+            _run(llm, _Work("", [_ask("Hello")] * 2, 2))
+        for work in _works(num_requests or _AT_ONCE, free):
+            runs = [(_run(off, work), _run(on, work)) for _ in range(repeat)]
+            without, using = ([pair[i] for pair in runs] for i in (0, 1))
+            rows.append({"spec": name, **_row(work, without, using, exact)})
+            say(f"{name}, {work.name}: {rows[-1]['decode_speedup']} times the decode speed")
     notes = (
         f"Greedy, up to {_TOKENS} tokens out; tok/s with the prompts' time, decode tok/s of one "
-        "request from its first token on; medians of the runs. The tokens with and without are the "
-        "same, which the program checks."
+        "request from its first token on; medians of the runs. " + _SAME[exact]
     )
     return Record("speculation", rows, notes, settings=options)
 
 
-def _works(at_once: int) -> list[_Work]:
+def _works(at_once: int, free: list[Messages] | None = None) -> list[_Work]:
     editing = [_ask(f"Repeat the following text exactly: {text}") for text in _TEXTS]
-    free = [_ask(question) for question in _QUESTIONS]
+    free = free or [_ask(question) for question in _QUESTIONS]
     return [
         _Work("editing, one at a time", editing, 1),
         _Work("free answers, one at a time", free, 1),
@@ -144,6 +161,7 @@ def _run(llm: LLM, work: _Work) -> _Run:
         seconds,
         [result.outputs[0].token_ids for result in results],
         _decode_speed(results),
+        after.num_drafts - before.num_drafts,
         after.num_draft_tokens - before.num_draft_tokens,
         after.num_accepted_tokens - before.num_accepted_tokens,
     )
@@ -159,8 +177,17 @@ def _decode_speed(results: list[RequestOutput]) -> float:
     return num_tokens / max(seconds, 1e-9)
 
 
-def _row(work: _Work, off: list[_Run], on: list[_Run]) -> dict[str, Any]:
-    if any(run.tokens != off[0].tokens for run in (*off, *on)):
+def _alike(off: _Run, on: _Run) -> float:
+    """The share of tokens that are the same up to where the answers part."""
+    same = 0
+    for ours, theirs in zip(off.tokens, on.tokens, strict=True):
+        pairs = zip(ours, theirs, strict=False)
+        same += next((at for at, (a, b) in enumerate(pairs) if a != b), min(len(ours), len(theirs)))
+    return same / max(1, off.num_tokens)
+
+
+def _row(work: _Work, off: list[_Run], on: list[_Run], exact: bool = True) -> dict[str, Any]:
+    if exact and any(run.tokens != off[0].tokens for run in (*off, *on)):
         raise EngineError(f"{work.name}: the tokens differ with speculation and without.")
     slow = statistics.median(run.seconds for run in off)
     fast = statistics.median(run.seconds for run in on)
@@ -168,6 +195,7 @@ def _row(work: _Work, off: list[_Run], on: list[_Run]) -> dict[str, Any]:
     decode_on = statistics.median(run.decode_tok_s for run in on)
     drafted = sum(run.num_drafted for run in on)
     accepted = sum(run.num_accepted for run in on)
+    drafts = sum(run.num_drafts for run in on)
     return {
         "workload": work.name,
         "output_tokens": off[0].num_tokens,
@@ -182,4 +210,6 @@ def _row(work: _Work, off: list[_Run], on: list[_Run]) -> dict[str, Any]:
         "decode_speedup": round(decode_on / decode_off, 3),
         "drafted": drafted // len(on),
         "accepted": accepted // len(on),
+        "acceptance_length": round(1 + accepted / max(1, drafts), 2),
+        "alike": round(min(_alike(off[0], run) for run in on), 4),
     }
