@@ -1,7 +1,8 @@
 """Which model a draft head was trained for: a short text that is the same wherever the model lies.
 
 Made of the shape and of a few numbers of the embedding and the last norm, not of file names: the
-same model on a CPU, on a GPU, or with its layers quantised keeps it. Whole weights are not read.
+same model on a CPU, on a GPU, or with its layers quantised keeps it, as long as these numbers stay
+the same in bfloat16. Whole weights are not read.
 """
 
 from __future__ import annotations
