@@ -13,13 +13,14 @@ import pytest
 from tests.runner.test_deterministic import CONFIG, OTHERS, PROMPT
 from windlass import LLM, SamplingParams
 from windlass.config import EngineConfig
-from windlass.core.types import RowResult, SlotId, StepPlan, StepResult
+from windlass.core.types import Admission, Row, RowResult, SlotId, StepPlan, StepResult
 from windlass.errors import ConfigError
 from windlass.runner.runner import Done
 from windlass.spec import governor, ngram, start
 from windlass.spec.base import Draft, Seen
 from windlass.spec.measure import Costs, Room, measure
 from windlass.spec.ngram import NgramProposer
+from windlass.spec.speculation import Speculation
 
 PROMPTS = [PROMPT, *OTHERS]
 COUNT = 30
@@ -258,6 +259,26 @@ def test_costs_are_measured_within_the_room_there_is(room: Room) -> None:
         assert all(block < room.num_blocks for block in held)
         for row in plan.rows:
             assert row.start + row.num_tokens <= len(tables[row.slot]) * room.block_size
+
+
+def test_a_slot_that_was_given_away_meanwhile_does_not_count() -> None:
+    """Steps may overlap: an abort frees a slot whose sample is still on its way."""
+    some = governor.StepCosts({1: 1.0, 2: 1.0})
+    proposer = NgramProposer(1, 2, 4)
+    runner = Speculation(Counting(), proposer, governor.Governor(some, 100))
+    wish = SamplingParams()
+
+    def step(name: str, freed: list[SlotId]) -> StepPlan:
+        new = Admission(name, SlotId(0), [5, 6], 2, wish, frozenset(), 0)
+        return StepPlan([Row(name, SlotId(0), 0, 2, (5, 6), (), True)], [new], freed)
+
+    first = runner.submit(step("a", []))
+    second = runner.submit(step("b", [SlotId(0)]))
+    first.wait()
+    assert proposer._unread[SlotId(0)] == [5, 6]
+    runner.submit(StepPlan([], freed=[SlotId(0)]))
+    second.wait()
+    assert proposer._unread == {}
 
 
 def test_the_start_up_table_says_what_guesses_and_what_it_costs(folder: Path) -> None:

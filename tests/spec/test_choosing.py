@@ -1,0 +1,167 @@
+"""Which way to guess is taken, what is refused before weights are read, and what is kept of costs."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.runner.test_deterministic import CONFIG
+from windlass import LLM
+from windlass.config import EngineConfig, ModelConfig
+from windlass.core.text import Tokenizer
+from windlass.errors import CheckpointError, ConfigError, EngineError
+from windlass.models.dummy import ByteTokenizer
+from windlass.models.source import resolve
+from windlass.runner import assemble
+from windlass.spec import start
+from windlass.spec.draft_model import compare
+from windlass.spec.exits import candidates
+from windlass.spec.governor import Drafting, StepCosts
+from windlass.spec.measure import Costs
+from windlass.spec.notes import Notes
+from windlass.spec.which import kind_of, settled
+
+
+def folder_of(path: Path, **changes: Any) -> Path:
+    path.mkdir(exist_ok=True)
+    config = CONFIG | {"head_dim": 16, "intermediate_size": 224} | changes
+    (path / "config.json").write_text(json.dumps(config))
+    return path
+
+
+def make(folder: Path, **options: Any) -> LLM:
+    return LLM(str(folder), load_format="dummy", device="cpu", num_blocks=50, **options)
+
+
+def test_auto_takes_what_lies_in_the_folder(tmp_path: Path) -> None:
+    model = folder_of(tmp_path / "model")
+    heads = folder_of(tmp_path / "medusa", medusa_num_heads=3)
+    eagle = folder_of(tmp_path / "eagle", architectures=["LlamaForCausalLMEagle3"])
+    found = {}
+    for path in (model, heads, eagle):
+        options = {"model": "x", "load_format": "dummy", "spec": "auto", "spec_model": str(path)}
+        found[path.name] = settled(EngineConfig.of(**options)).speculation.spec
+        assert kind_of(resolve(ModelConfig(model=str(path), load_format="dummy")))
+    assert found == {"model": "draft", "medusa": "medusa", "eagle": "eagle"}
+    assert settled(EngineConfig.of(spec="auto")).speculation.spec == "ngram"
+    chosen = make(model, spec="auto").report.choices[-1]
+    assert chosen.value.startswith("ngram")
+    assert chosen.reason.startswith("auto chose ngram")
+
+
+class Shifted(ByteTokenizer):
+    """Every token above 100 is the one before."""
+
+    def token_bytes(self, token: int) -> bytes:
+        return super().token_bytes(token - (token > 100))
+
+
+class Gaps(ByteTokenizer):
+    """Its last tokens mean nothing."""
+
+    def token_bytes(self, token: int) -> bytes:
+        return super().token_bytes(token) if token < 400 else b""
+
+
+def test_vocabularies_are_compared_by_what_tokens_mean() -> None:
+    config = EngineConfig.of(spec="draft", spec_model="small")
+    own: Tokenizer = ByteTokenizer(500)
+    compare(own, ByteTokenizer(512), config)
+    compare(own, Gaps(500), config)
+    with pytest.raises(ConfigError, match=r"399 tokens differ \(101 is 'e' and 'd'; .*, \.\.\.\)"):
+        compare(own, Shifted(500), config)
+
+
+@pytest.mark.parametrize(
+    ("changes", "options", "told"),
+    [
+        ({"max_position_embeddings": 100}, {"spec": "draft"}, "knows 100 positions.*with 512"),
+        ({"medusa_num_heads": 2}, {"spec": "draft"}, "is a head, not a model. Use --spec medusa"),
+        (None, {"spec": "draft"}, "--spec-model: .*has neither config.json nor"),
+        (None, {"spec": "auto"}, "--spec-model: .*has neither config.json nor"),
+        ({}, {"spec": "self", "spec_exit_layer": 2}, "between 1 and 1, since the model has 2"),
+    ],
+)
+def test_what_cannot_be_is_refused_before_weights_are_read(
+    tmp_path: Path,
+    monkeypatch,
+    changes: dict[str, Any] | None,
+    options: dict[str, Any],
+    told: str,
+) -> None:
+    def read(*_: Any) -> None:
+        raise AssertionError("weights were read")
+
+    model, other = folder_of(tmp_path / "model"), tmp_path / "other"
+    other.mkdir()
+    if changes is not None:
+        folder_of(other, **changes)
+    if options["spec"] != "self":
+        options = {**options, "spec_model": str(other)}
+    monkeypatch.setattr(assemble, "load", read)
+    with pytest.raises(EngineError, match=told):
+        make(model, **options)
+
+
+def test_a_missing_model_is_named(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"--spec-model: .*no such file or folder"):
+        make(folder_of(tmp_path / "model"), spec="draft", spec_model=str(tmp_path / "nowhere"))
+
+
+def test_exits_to_try() -> None:
+    assert candidates(30) == [8, 10, 15, 20, 22]
+    assert candidates(2) == [1]
+
+
+def test_the_exit_is_measured_and_said(tmp_path: Path) -> None:
+    model = folder_of(tmp_path / "model", num_hidden_layers=4)
+    value = make(model, spec="self", spec_tokens=2).report.choices[-1].value
+    assert "of 4 layers (" in value
+    assert "% alike" in value
+    tiny = LLM(
+        str(model), load_format="dummy", device="cpu", num_blocks=2, spec="self", max_model_len=32
+    )
+    assert "no room to measure" in tiny.report.choices[-1].value
+
+
+SOME = Costs(
+    StepCosts({1: 1.0, 4: 2.0}),
+    StepCosts({1: 0.5, 2: 0.75}),
+    Drafting(StepCosts({1: 0.1, 2: 0.1}), StepCosts({1: 0.3, 2: 0.3}), 4),
+)
+
+
+def test_costs_are_measured_once(tmp_path: Path, monkeypatch) -> None:
+    model, kept, times = folder_of(tmp_path / "model"), tmp_path / "notes.json", []
+    monkeypatch.setattr(start, "notes_for", lambda *_: Notes(kept))
+    monkeypatch.setattr(start, "measure", lambda *_: times.append(1) or SOME)
+    reasons = [make(model, spec="ngram").report.choices[-1].reason for _ in range(2)]
+    assert len(times) == 1
+    assert "earlier start" not in reasons[0]
+    assert "measured at an earlier start" in reasons[1]
+    assert SOME.describe() in reasons[1]
+    make(model, spec="ngram", spec_tokens=3)
+    assert len(times) == 2, "other rooms are measured anew"
+    for broken, told in [
+        ("{", "cannot be read"),
+        ("[]", "holds no JSON object"),
+        ('{"costs": {"room": 1}}', None),
+        ('{"costs": 3}', "not whole"),
+    ]:
+        kept.write_text(broken)
+        times.clear()
+        reason = make(model, spec="ngram").report.choices[-1].reason
+        assert len(times) == 1
+        assert told is None or told in reason
+    (tmp_path / "file").write_text("")
+    kept = tmp_path / "file" / "notes.json"
+    reason = make(model, spec="ngram").report.choices[-1].reason
+    assert "cannot be written" in reason
+
+
+def test_typical_acceptance_is_marked(tmp_path: Path) -> None:
+    llm = make(folder_of(tmp_path / "model"), spec="ngram", spec_acceptance="typical")
+    assert "typical acceptance at 0.9 CHANGES THE DISTRIBUTION" in llm.report.choices[-1].reason

@@ -1,0 +1,53 @@
+"""Lookahead: chains of what was said after wrong guesses, and the iteration where there are none."""
+
+from __future__ import annotations
+
+from windlass.core.sampling import SamplingParams
+from windlass.core.types import Admission, StepPlan
+from windlass.spec.base import Seen
+from windlass.spec.lookahead import LookaheadProposer, Pool
+
+
+def admitted(slot: int, tokens: list[int]) -> StepPlan:
+    new = Admission("", slot, tokens, len(tokens), SamplingParams(), frozenset(), 0)
+    return StepPlan([], [new])
+
+
+def test_what_followed_before_is_guessed() -> None:
+    pool = Pool([1, 2, 3, 4, 5, 6, 1])
+    assert pool.guess(4).tokens == (2, 3, 4, 5)
+    assert pool.guess(8).tokens == (2, 3, 4, 5, 6, 1, 2, 3)
+
+
+def test_without_any_chain_the_last_trail_goes_on() -> None:
+    pool = Pool([1, 2])
+    first = pool.guess(3).tokens
+    assert len(first) > 0, "any guess begins the iteration"
+    pool.take_in([7], trail=(7, 8, 9)[: 1 + len(first)])
+    assert pool.guess(3).tokens[:1] == (8,)
+
+
+def test_what_was_said_after_a_wrong_guess_is_found_by_it() -> None:
+    pool = Pool([1, 2, 1])
+    assert pool.guess(2).tokens == (2, 1)
+    pool.take_in([5], trail=(5, 30, 31))  # after 5 would come; after the guess 2 it said 30
+    pool.take_in([6], trail=())
+    pool.take_in([2], trail=())
+    assert pool.guess(1).tokens in {(30,), (1,)}
+
+
+def test_pools_belong_to_slots_and_go_with_them() -> None:
+    made = LookaheadProposer(2)
+    made.begin(admitted(3, [1, 2, 3, 1]), 2)
+    made.take_in([Seen(3, [2])])
+    assert made.propose([3])[0].tokens == (3, 1)
+    made.begin(StepPlan([], freed=[3]), 0)
+    made.begin(admitted(3, [9, 8, 9]), 2)
+    assert made.propose([3])[0].tokens == (8, 9)
+
+
+def test_a_pool_stays_small() -> None:
+    pool = Pool(list(range(20_000)))
+    for token in range(100):
+        pool.take_in([50_000 + token], trail=())
+    assert len(pool._entries) <= 8192
