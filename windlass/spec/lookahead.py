@@ -41,7 +41,8 @@ class Pool:
         if trail and len(trail) <= 1 + len(self._drafted):
             chains = [(), *self._chains]
             for at, said in enumerate(trail[1:], start=1):
-                self._enter(_SAID, (*chains[at], said))
+                for begin in range(len(chains[at])):
+                    self._enter(_SAID, (*chains[at][begin:], said))
             # The next draft's guesses at these places are what was said there.
             ends = [
                 ((*chain, said))[-_CHAIN + 1 :] for chain, said in zip(chains, trail, strict=False)
