@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import json
+import re
+from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
 from tests.runner.test_deterministic import CONFIG
 from windlass import LLM
-from windlass.config import EngineConfig, ModelConfig
+from windlass.config import EngineConfig, ModelConfig, SpecConfig, flag
 from windlass.core.text import Tokenizer
 from windlass.errors import CheckpointError, ConfigError, EngineError
 from windlass.models.dummy import ByteTokenizer
 from windlass.models.source import resolve
 from windlass.runner import assemble
+from windlass.serve.metrics import Metrics
 from windlass.spec import start
 from windlass.spec.draft_model import compare
 from windlass.spec.exits import candidates
@@ -23,6 +26,7 @@ from windlass.spec.governor import Drafting, StepCosts
 from windlass.spec.measure import Costs
 from windlass.spec.notes import Notes
 from windlass.spec.which import kind_of, settled
+from windlass.spec_config import SpecName
 
 
 def folder_of(path: Path, **changes: Any) -> Path:
@@ -109,6 +113,21 @@ def test_what_cannot_be_is_refused_before_weights_are_read(
 def test_a_missing_model_is_named(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"--spec-model: .*no such file or folder"):
         make(folder_of(tmp_path / "model"), spec="draft", spec_model=str(tmp_path / "nowhere"))
+
+
+def test_the_page_has_every_flag_and_metric() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "speculation.md").read_text(encoding="utf-8")
+    for item in fields(SpecConfig):
+        (line,) = [
+            line for line in page.splitlines() if line.startswith(f"| `{flag(item.name)}` |")
+        ]
+        shown = line.split("|")[2].strip()
+        assert shown.startswith("" if item.default is None else str(item.default))
+    for name in get_args(SpecName):
+        assert f"`{name}`" in page or name == "none"
+    metrics = Metrics("m").render(engine_up=True).decode()
+    for name in set(re.findall(r"windlass:spec_decode_(\w+?)(?:_total|_created)?\{", metrics)):
+        assert f"| `{name}` |" in page
 
 
 def test_exits_to_try() -> None:
