@@ -21,6 +21,7 @@ def random_world(seed: int) -> tuple[World, list, bool]:
         block_size=size,
         num_blocks=-(-context // size) + rng.randint(0, 20),
         long_prefill_token_threshold=rng.choice([0, 0, 3]),
+        lookahead=rng.choice([0, 0, 5]),
     )
     gate = rng.choice([Continuous(), Continuous(), Static(rng.randint(1, 4), 0.05)])
     options = {"policy": rng.choice([Fcfs(), Priority()]), "gate": gate}

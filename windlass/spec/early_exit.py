@@ -8,12 +8,13 @@ how often each exit says what the whole model says, and what a step of it costs.
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, cast
 
 from torch import nn
 
-from windlass.config import EngineConfig, SpecConfig
+from windlass.config import EngineConfig, Limits, SpecConfig
 from windlass.errors import ConfigError
 from windlass.kernels.batch import KVCache
 from windlass.models.network import Network
@@ -81,15 +82,15 @@ class ExitGuide:
             layer = self.chosen.layer
         else:
             self.chosen = Exit(layer, "as set")
-        return SecondProposer(self._second(made, layer), site.spec.vocab_size)
+        return SecondProposer(self._second(made, layer, site.limits), site.spec.vocab_size)
 
-    def _tried(self, made: Assembled) -> list[Tried]:
-        return [
-            (layer, self._second(made, layer).runner)
-            for layer in candidates(self.site.spec.num_layers)
-        ]
+    def _tried(self, made: Assembled, most_rows: int) -> Iterator[Tried]:
+        """One after another, each for few rows: recordings take time and memory."""
+        for layer in candidates(self.site.spec.num_layers):
+            few = replace(self.site.limits, max_num_seqs=most_rows)
+            yield layer, self._second(made, layer, few).runner
 
-    def _second(self, made: Assembled, layer: int) -> Second:
+    def _second(self, made: Assembled, layer: int, limits: Limits) -> Second:
         site, parts = self.site, self.site.loaded.parts
         config = replace(site.config, speculation=SpecConfig())
         spec = replace(
@@ -99,13 +100,13 @@ class ExitGuide:
         sampler = Sampler(spec.vocab_size, parts.device)
         pages = SharedPages(made.cache, layer)
         runner, _ = make_second(
-            config, spec, loaded, site.limits, made.capacity.num_blocks, sampler, pages
+            config, spec, loaded, limits, made.capacity.num_blocks, sampler, pages
         )
         on_cuda = parts.device.type == "cuda"
         return Second(
             runner,
             config.cache.block_size,
-            site.limits.max_num_batched_tokens,
+            limits.max_num_batched_tokens,
             parts.max_positions,
             spec.vocab_size,
             shares_pages=True,

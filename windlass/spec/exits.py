@@ -24,6 +24,7 @@ _TEXTS = (
 _SHARES = (0.25, 1 / 3, 0.5, 2 / 3, 0.75)  # of the layers
 _LENGTH = 32  # tokens of each answer
 _REPEATS = 5
+_ROWS = 32  # at once
 
 Tried = tuple[int, Submits]  # a layer, and what leaves there
 
@@ -59,7 +60,7 @@ def candidates(num_layers: int) -> list[int]:
 def best_exit(
     site: Site,
     made: Assembled,
-    make: Callable[[Assembled], Iterable[Tried]],
+    make: Callable[[Assembled, int], Iterable[Tried]],
     clock: Callable[[], float] = time.perf_counter,
 ) -> Exit:
     """The exit with the most expected tokens per second, or what an earlier start found.
@@ -70,13 +71,13 @@ def best_exit(
     if known is not None:
         return known
     most = site.config.speculation.most_guesses
-    most_rows = site.limits.max_num_seqs
+    most_rows = min(site.limits.max_num_seqs, _ROWS)
     answers = _answers(site, made, most_rows)
     if not answers:
         return Exit(site.spec.num_layers // 2, "half of them: there is no room to measure")
     target = _target_costs(made.runner, answers[0], most, clock)
     plain, best, highest = 1 / target.of(1), Exit(0, ""), 0.0
-    for layer, runner in make(made):
+    for layer, runner in make(made, most_rows):
         alike = _alike(runner, answers, most_rows)
         seconds = _seconds(runner, [_row(answers[0], 0)], clock)
         rate, count = _expected(alike, seconds, target, most)
