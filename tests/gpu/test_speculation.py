@@ -70,7 +70,7 @@ def eager(monkeypatch) -> None:
         "choose",
         lambda _self, _slots, drafts, _: [len(d.tokens) for d in drafts],
     )
-    monkeypatch.setattr(governor.Governor, "wanted", lambda *_: True)
+    monkeypatch.setattr(governor.Governor, "wanted", lambda self, *_: self._most_guesses)
 
 
 def make(folder: Path, **options: Any) -> LLM:

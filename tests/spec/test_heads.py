@@ -95,7 +95,7 @@ def eager(monkeypatch) -> None:
         "choose",
         lambda _self, _slots, drafts, _: [len(d.tokens) for d in drafts],
     )
-    monkeypatch.setattr(governor.Governor, "wanted", lambda *_: True)
+    monkeypatch.setattr(governor.Governor, "wanted", lambda self, *_: self._most_guesses)
 
 
 def make(model: Path, **options: Any) -> LLM:
@@ -141,7 +141,7 @@ def test_a_head_by_other_names_guesses_alike(model: Path, tmp_path: Path) -> Non
     for folder in (eagle(tmp_path / "a"), eagle(tmp_path / "b", layer="layers.0")):
         llm = make(model, spec="eagle", spec_model=str(folder), spec_tokens=2)
         runner = llm.engine._runner
-        runner._governor.wanted = lambda *_: True
+        runner._governor.wanted = lambda *_: 2
         runner._governor.choose = lambda slots, drafts, _: (
             found.extend(draft.tokens for draft in drafts) or [0] * len(slots)
         )

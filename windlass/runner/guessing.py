@@ -1,7 +1,7 @@
 """Verification on CUDA: recorded for rows of equal width, eager beside prompts.
 
-A recorded verification holds everything: inputs, network, sampling, how much of each row is kept,
-and the drafter's guesses for the next. One copy to the device, one graph, one copy back.
+A recorded verification holds everything: both copies, network, sampling, how much of each row is
+kept, and the drafter's guesses for the next. What the host does for it is to write down the rows.
 """
 
 from __future__ import annotations
@@ -47,12 +47,35 @@ class _Key:
 
 
 @dataclass(frozen=True, slots=True)
+class _Mail:
+    """Pinned memory of a recording. One step at a time has guesses, so that one place is enough."""
+
+    # [size, 3 + width]: slot, position of the first token, how many, and the tokens of every row
+    sent: Tensor
+    # [size, width + 1 + guesses]: samples, how many are kept, and the next guesses
+    back: Tensor
+    nobody: list[int]  # what is sent of rows that only pad
+
+    @classmethod
+    def of(cls, key: _Key, padding: int) -> _Mail:
+        nobody = [padding, 0, 1, *[0] * key.width]
+        sent = torch.tensor([nobody] * key.size, dtype=torch.int32).pin_memory()
+        shape = (key.size, key.width + 1 + key.drafting)
+        return cls(sent, torch.empty(shape, dtype=torch.int32, pin_memory=True), nobody)
+
+    def write(self, rows: list[Row]) -> None:
+        lines = self.sent.numpy()
+        for i, row in enumerate(rows):
+            count = row.num_tokens
+            lines[i, : 3 + count] = (row.slot, row.start, count, *(row.tokens or (-1,)))
+        lines[len(rows) :] = self.nobody
+
+
+@dataclass(frozen=True, slots=True)
 class _Recorded:
     graph: torch.cuda.CUDAGraph
-    found: Tensor  # [size, width + 1 + guesses]: samples, how many are kept, and the next guesses
+    mail: _Mail
     logits: Tensor
-    # One step at a time has guesses, so that one place to come back to is enough.
-    host: Tensor
     arrived: torch.cuda.Event
 
 
@@ -67,13 +90,12 @@ class _OnItsWay:
         self._rows = rows
         self._recorded = recorded
         self._width = width
-        recorded.host.copy_(recorded.found, non_blocking=True)
         recorded.arrived.record()
 
     def wait(self) -> StepResult:
         self._recorded.arrived.synchronize()
         width, results = self._width, []
-        for row, found in zip(self._rows, self._recorded.host.tolist(), strict=False):
+        for row, found in zip(self._rows, self._recorded.mail.back.tolist(), strict=False):
             said = found[: row.num_tokens]
             trail = tuple(said) if row.num_drafts else ()
             kept, drafts = said[: found[width]], tuple(found[width + 1 :])
@@ -90,14 +112,14 @@ class CudaGuesser(CudaRunner):
         self._depths = sorted({-(-most_guesses // 2), most_guesses})
         self._verifications: dict[_Key, _Recorded] = {}
         places = max(_MOST_PLACES, self._widths[-1], self._slots.num_slots + 1)
-        self._packed = torch.zeros(4 * places + 64, dtype=torch.int32, device=self._device)
-        self._sent = [
-            torch.empty(self._packed.shape, dtype=torch.int32, pin_memory=True) for _ in "ab"
-        ]
         self._places = torch.arange(places, dtype=torch.int32, device=self._device)
         self._place_counters = torch.zeros(
             places * self._num_kv_heads, dtype=torch.int32, device=self._device
         )
+
+    @property
+    def most_guessing(self) -> int | None:
+        return _SIZES[-1] if self._sizes else None
 
     def attach(self, drafter: Drafter) -> None:
         super().attach(drafter)
@@ -136,7 +158,7 @@ class CudaGuesser(CudaRunner):
             with self._products.fixed_order(fixed):
                 return Done(StepResult(self._verify_eagerly(plan, fixed)), guesses=True)
         recorded = self._verification(key)
-        self._send(rows, key)
+        recorded.mail.write(rows)
         recorded.graph.replay()
         return _OnItsWay(self, rows, recorded, key.width)
 
@@ -158,37 +180,24 @@ class CudaGuesser(CudaRunner):
 
     def _verification(self, key: _Key) -> _Recorded:
         if key not in self._verifications:
-            self._send([], key)
-            self._run(key)  # compiles what is missing, outside of the recording
+            mail = _Mail.of(key, self._slots.num_slots)
+            self._run(key, mail)  # compiles what is missing, outside of the recording
             torch.cuda.synchronize()
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, pool=self._pool):
-                found, logits = self._run(key)
-            host = torch.empty(found.shape, dtype=torch.int32, pin_memory=True)
-            self._verifications[key] = _Recorded(graph, found, logits, host, torch.cuda.Event())
+                logits = self._run(key, mail)
+            self._verifications[key] = _Recorded(graph, mail, logits, torch.cuda.Event())
         return self._verifications[key]
 
-    def _send(self, rows: list[Row], key: _Key) -> None:
-        """Slot, position, count and tokens of every row; the rest is padding."""
-        self._turn ^= 1
-        numbers = (3 + key.width) * key.size
-        sent = self._sent[self._turn][:numbers]
-        packed = sent.numpy().reshape(key.size, 3 + key.width)
-        packed[:] = 0
-        packed[len(rows) :, 0] = self._slots.num_slots
-        packed[len(rows) :, 2] = 1
-        for line, row in zip(packed, rows, strict=False):
-            line[:3] = row.slot, row.start, row.num_tokens
-            line[3 : 3 + row.num_tokens] = row.tokens or -1
-        self._packed[:numbers].copy_(sent, non_blocking=True)
-
-    def _run(self, key: _Key) -> tuple[Tensor, Tensor]:
-        """One verification, from the packed inputs to what is kept, and the next guesses."""
+    def _run(self, key: _Key, mail: _Mail) -> Tensor:
+        """One verification, from what is sent to what comes back; returns its logits."""
         from windlass.kernels.triton import verify as kernels
 
         slots, (size, width) = self._slots, (key.size, key.width)
+        inputs = torch.empty(mail.sent.shape, dtype=torch.int32, device=self._device)
+        inputs.copy_(mail.sent, non_blocking=True)
         ids, positions, row_slots, tiles = kernels.unpack(
-            self._packed, slots.last, size, width, slots.num_slots
+            inputs, slots.last, size, width, slots.num_slots
         )
         work = self._work_for(key, tiles)
         batch = StepBatch(
@@ -200,12 +209,13 @@ class CudaGuesser(CudaRunner):
             hidden = self._network(ids, batch, taps)
             logits = self._network.logits(hidden)
             sampled = self._device_sampler.draw(logits, row_slots, positions)
-            kept, last = kernels.keep(self._packed, ids, sampled, slots.last, size, width)
+            kept, last = kernels.keep(inputs, ids, sampled, slots.last, size, width)
             parts = [sampled.view(size, width), kept[:, None]]
             if drafter is not None:
                 found = Verified(hidden, taps or {}, sampled, last, batch, self._alone)
                 parts.append(drafter.draft(found, key.drafting))
-        return torch.cat(parts, dim=1), logits
+        mail.back.copy_(torch.cat(parts, dim=1), non_blocking=True)
+        return logits
 
     def _work_for(self, key: _Key, tiles: Tensor) -> AttentionWork:
         places = key.size * key.width

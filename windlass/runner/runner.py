@@ -73,6 +73,11 @@ class Runner:
         """A slot that no request gets."""
         return SlotId(self._slots.num_slots)
 
+    @property
+    def most_guessing(self) -> int | None:
+        """Rows of a step above which guesses would leave the fast way; None: there is no such."""
+        return None
+
     def run(self, plan: StepPlan) -> StepResult:
         """Compute one step and wait for it."""
         return self.submit(plan).wait()

@@ -123,8 +123,9 @@ class Governor:
         plain: StepCosts | None = None,
         drafting: Drafting | None = None,
         most_guesses: int = MAX_SPEC_TOKENS,
+        most_rows: int | None = None,
     ) -> None:
-        """A step has room to sample `most_positions`.
+        """A step has room to sample `most_positions`; one of more than `most_rows` has no guesses.
 
         `plain` are the costs of steps that carry no guesses, where these are cheaper; `drafting`
         those of making guesses, where that is not free.
@@ -134,6 +135,7 @@ class Governor:
         self._drafting = drafting
         self._most_guesses = most_guesses
         self._most_positions = most_positions
+        self._most_rows = most_rows
         self._num_vain = 0
         self._rest = _FIRST_REST
         self._resting = 0  # steps that are left of it
@@ -156,6 +158,8 @@ class Governor:
         None for some steps after looking was in vain, unless there is less to do than then.
         """
         num_rows = len(slots)
+        if self._most_rows is not None and num_rows > self._most_rows:
+            return 0
         enough = _FREE_IN_VAIN if free else _IN_VAIN
         if self._num_vain >= enough and not (free and num_rows <= _FREE_ROWS):
             self._num_vain = 0

@@ -16,6 +16,7 @@ from windlass.spec.speculation import Submits
 _SIZES = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 _FEW_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 _REPEATS = 4
+_IN_FLIGHT = 3
 _ENOUGH_S = 1.5  # larger steps are then taken to cost as the last ones suggest
 
 
@@ -96,7 +97,7 @@ def measure(
     def of(wanted: int, room: Room, sizes: tuple[int, ...]) -> StepCosts:
         return _measure(_WithGuesses(runner, proposer, wanted), room, sizes, clock)
 
-    guessed, plain = of(0, room, _SIZES), of(0, alone, _SIZES)
+    guessed, plain = of(0, room, _SIZES), _plainly(runner, proposer, alone, clock)
     if proposer.free or depth < 1:
         return Costs(guessed, plain)
     deep = max(2, depth)
@@ -120,13 +121,12 @@ class _WithGuesses:
     wanted: int
 
     def __call__(self, size: int, room: Room, clock: Callable[[], float]) -> float:
-        """Seconds; of rows of one token those of the step after, when their slots are known."""
+        """Seconds of a step whose slots are known; of rows of one token, of the next after it."""
         plan = _plan(size, room)
-        following = _following(plan, room)
-        if following is not None:
-            self._run(plan)
+        self._run(plan)
+        again = _following(plan, room) or _again(plan)
         start = clock()
-        self._run(following or plan)
+        self._run(again)
         return clock() - start
 
     def _run(self, plan: StepPlan) -> None:
@@ -138,7 +138,7 @@ class _WithGuesses:
 
 
 def _measure(
-    step: _WithGuesses,
+    step: Callable[[int, Room, Callable[[], float]], float],
     room: Room,
     sizes: tuple[int, ...],
     clock: Callable[[], float],
@@ -153,6 +153,29 @@ def _measure(
     if len(seconds) == 1:  # there is no room for a guess either
         seconds[2] = 2 * seconds[1]
     return StepCosts(seconds)
+
+
+def _plainly(
+    runner: Submits, proposer: Proposer, room: Room, clock: Callable[[], float]
+) -> StepCosts:
+    """Steps without guesses, which are launched while the one before is on its way."""
+
+    def step(size: int, room: Room, clock: Callable[[], float]) -> float:
+        plan = _plan(size, room)
+        proposer.begin(plan, 0)
+        runner.submit(plan).wait()
+        again = _again(plan)
+        start = clock()
+        for pending in [runner.submit(again) for _ in range(_IN_FLIGHT)]:
+            pending.wait()
+        return (clock() - start) / _IN_FLIGHT
+
+    return _measure(step, room, _SIZES, clock)
+
+
+def _again(plan: StepPlan) -> StepPlan:
+    """The same once more, with nobody new."""
+    return StepPlan([row._replace(blocks=()) for row in plan.rows])
 
 
 def _following(plan: StepPlan, room: Room) -> StepPlan | None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
-from torch.nn.functional import silu
+from torch.nn.functional import pad, silu
 
 from windlass.errors import CheckpointError
 from windlass.models.checkpoint import Checkpoint
@@ -46,11 +46,11 @@ class MedusaDrafter:
 
     def draft(self, found: Verified, count: int) -> Tensor:
         weights = self._weights
-        count = min(count, weights.num_heads)
         hidden = found.hidden[found.last]
         rows = hidden.shape[0]
         if not rows:
             return found.last.new_empty((0, count), dtype=torch.int32)
+        asked, count = count, min(count, weights.num_heads)
         x = hidden.expand(count, rows, hidden.shape[1])
         for matrix, bias in weights.blocks:
             x = x + silu(torch.baddbmm(bias[:count], x, matrix[:count].mT))
@@ -58,7 +58,8 @@ class MedusaDrafter:
             scores = self._network.logits(x.flatten(0, 1)).view(count, rows, -1)
         else:
             scores = torch.bmm(x, weights.matrices[:count].mT)
-        return scores.argmax(-1).T.to(torch.int32)
+        # What no head guesses is guessed to be token 0: the governor will see that it never is.
+        return pad(scores.argmax(-1).T.to(torch.int32), (0, asked - count))
 
     def copy(self, pairs: Sequence[tuple[int, int]]) -> None:
         del pairs

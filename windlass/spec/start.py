@@ -45,7 +45,8 @@ class Speculating:
         proposer = self._guide.start(made)
         costs, source = self._costs(made, proposer, room)
         governor = Governor(
-            costs.guessed, made.most_positions, costs.plain, costs.drafting, wish.most_guesses
+            *(costs.guessed, made.most_positions, costs.plain, costs.drafting),
+            *(wish.most_guesses, made.runner.most_guessing),
         )
         self._notes.save()
         parts = ["as set" if asked != "auto" else f"auto chose {wish.spec}", costs.describe()]
