@@ -28,6 +28,18 @@ from windlass.spec.notes import Notes
 from windlass.spec.which import kind_of, settled
 from windlass.spec_config import SpecName
 
+SOME = Costs(
+    StepCosts({1: 1.0, 4: 2.0}),
+    StepCosts({1: 0.5, 2: 0.75}),
+    Drafting(StepCosts({1: 0.1, 2: 0.1}), StepCosts({1: 0.3, 2: 0.3}), 4),
+)
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch) -> None:
+    """Nothing is measured that a test does not ask for."""
+    monkeypatch.setattr(start, "measure", lambda *_: SOME)
+
 
 def folder_of(path: Path, **changes: Any) -> Path:
     path.mkdir(exist_ok=True)
@@ -144,13 +156,6 @@ def test_the_exit_is_measured_and_said(tmp_path: Path) -> None:
         str(model), load_format="dummy", device="cpu", num_blocks=2, spec="self", max_model_len=32
     )
     assert "no room to measure" in tiny.report.choices[-1].value
-
-
-SOME = Costs(
-    StepCosts({1: 1.0, 4: 2.0}),
-    StepCosts({1: 0.5, 2: 0.75}),
-    Drafting(StepCosts({1: 0.1, 2: 0.1}), StepCosts({1: 0.3, 2: 0.3}), 4),
-)
 
 
 def test_costs_are_measured_once(tmp_path: Path, monkeypatch) -> None:

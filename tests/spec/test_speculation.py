@@ -184,7 +184,10 @@ GUESSERS: dict[str, dict[str, Any]] = {
 def test_every_way_to_guess(folder: Path, small: Path, engine: str) -> None:
     options = ENGINES[engine]
     count = 10 if engine == "plain kernels" else COUNT
-    kinds = ["seeded", "greedy" if engine == "preemption" else "penalties"]
+    kinds = [
+        "seeded",
+        {"preemption": "greedy", "small blocks": "logprobs"}.get(engine, "penalties"),
+    ]
     wishes = [SamplingParams(max_tokens=count, ignore_eos=True, **WISHES[kind]) for kind in kinds]
     off = make(folder, **options)
     want = [answers(off, wish) for wish in wishes]

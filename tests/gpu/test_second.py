@@ -1,0 +1,70 @@
+"""Guessing by a second runner on a real GPU: a draft model, the first layers, and lookahead."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.gpu.test_engine import CONFIG, agreement, folder
+from tests.gpu.test_speculation import eager, make, tokens, wish
+from windlass.errors import ConfigError
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+__all__ = ["eager", "folder"]
+
+ENGINES: dict[str, dict[str, Any]] = {
+    "recorded": {},
+    "eager": {"enforce_eager": True},
+    "preempted": {"num_blocks": 40, "max_model_len": 400},
+    "fp8 KV": {"kv_cache_dtype": "fp8"},
+}
+
+
+def guesser(kind: str, small: Path) -> dict[str, Any]:
+    own = {"draft": {"spec_model": str(small)}, "self": {"spec_exit_layer": 2}}
+    return {"spec": kind, **own.get(kind, {})}
+
+
+@pytest.mark.usefixtures("eager")
+@pytest.mark.parametrize("kind", ["draft", "self", "lookahead"])
+@pytest.mark.parametrize("engine", ENGINES)
+def test_guesses_leave_the_tokens_as_they_are(
+    folder: Path, tmp_path: Path, kind: str, engine: str
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG | {"num_hidden_layers": 1}))
+    on = make(folder, **guesser(kind, tmp_path), **ENGINES[engine])
+    off = make(folder, **ENGINES[engine])
+    for one in ({"temperature": 0.0}, {"seed": 3, "logprobs": 1}):
+        fixed = wish(**one, deterministic=True)
+        assert tokens(on, fixed) == tokens(off, fixed)
+    assert on.engine.stats().num_draft_tokens > 100
+    assert agreement(tokens(on, wish(seed=1)), tokens(off, wish(seed=1))) >= 0.6
+
+
+@pytest.mark.usefixtures("eager")
+def test_a_draft_model_that_is_the_same_is_nearly_always_right(folder: Path) -> None:
+    """Steps that follow each other without a wait see each other's tokens, keys and values."""
+    llm = make(folder, spec="draft", spec_model=str(folder))
+    for one in ({"temperature": 0.0}, {"seed": 5}):
+        tokens(llm, wish(**one))
+    stats = llm.engine.stats()
+    assert stats.num_draft_tokens > 500
+    assert stats.num_accepted_tokens > 0.9 * stats.num_draft_tokens, "near ties of random weights"
+
+
+def test_the_exit_is_measured(folder: Path) -> None:
+    chosen = make(folder, spec="self").report.choices[-1].value
+    assert "of 4 layers (" in chosen
+    assert "% alike" in chosen
+
+
+def test_typical_acceptance_is_refused(folder: Path) -> None:
+    with pytest.raises(ConfigError, match="typical: verification on CUDA keeps what is sampled"):
+        make(folder, spec="ngram", spec_acceptance="typical")
