@@ -196,9 +196,7 @@ class SecondProposer:
     def _row(self, slot: SlotId, track: _Track, start: int, count: int, sample: bool) -> Row:
         most = self._second.vocab_size
         tokens = tuple([t if t < most else 0 for t in track.tokens[start : start + count]])
-        fresh = tuple(track.blocks[track.num_sent :])
-        track.num_sent = len(track.blocks)
-        self._write(track, start, count)
+        fresh = self._write(track, start, count)
         return Row(track.name, slot, start, count, tokens, fresh, sample)
 
     def _plan(self, rows: list[Row]) -> StepPlan:
@@ -223,8 +221,8 @@ class SecondProposer:
                 if ahead < depth:
                     track = self._tracks[slot]
                     start = len(track.tokens) + ahead - 1
-                    rows.append(Row(track.name, slot, start, 1, (), (), True))
-                    self._write(track, start, 1)
+                    fresh = self._write(track, start, 1)
+                    rows.append(Row(track.name, slot, start, 1, (), fresh, True))
             plans.append(StepPlan(rows))
         return plans
 
@@ -252,10 +250,17 @@ class SecondProposer:
 
     # ---- what the pages hold -------------------------------------------------------------------
 
-    def _write(self, track: _Track, start: int, count: int) -> None:
+    def _write(self, track: _Track, start: int, count: int) -> tuple[BlockId, ...]:
+        """Returns the blocks that the runner lacks for this row, and none for later ones: a
+        recorded step takes a new block for that of its own position.
+        """
         size = self._second.block_size
-        for index in range(start // size, (start + count - 1) // size + 1):
+        end = (start + count - 1) // size + 1
+        for index in range(start // size, end):
             self._contents.pop(track.blocks[index], None)
+        fresh = tuple(track.blocks[track.num_sent : end])
+        track.num_sent = max(track.num_sent, end)
+        return fresh
 
     def _mark(self, track: _Track) -> None:
         """Note the blocks that are full of known tokens."""
