@@ -173,9 +173,8 @@ class Scheduler:
                 break
             num_known = len(request.tokens) + request.num_pending
             count = num_known - request.planned
-            if count <= 0 or request.verifying:
-                continue
-            if num_known >= request.longest:  # the sample in flight is its last
+            # At its longest, the sample in flight is its last.
+            if count <= 0 or request.verifying or num_known >= request.longest:
                 continue
             if count == 1 and step.budget and step.emit_decode(request):
                 continue
@@ -185,7 +184,7 @@ class Scheduler:
             fresh: list[BlockId] | None = _NO_BLOCKS
             end = request.planned + count
             if request.drafts or self._limits.lookahead:
-                end = self._end_with_drafts(request, end)
+                end = self._end_with_drafts(request, end, step.budget - count)
             if end > len(request.blocks) * size:
                 fresh = self._grow(request, end)
             if fresh is not None:
@@ -214,9 +213,10 @@ class Scheduler:
         for request in patient:
             self._waiting.push(request)
 
-    def _end_with_drafts(self, request: Request, end: int) -> int:
+    def _end_with_drafts(self, request: Request, end: int, spare: int) -> int:
         """Up to where blocks are wanted: for guesses too, where they are lacking to nobody."""
-        wish = min(end + max(len(request.drafts), self._limits.lookahead), request.longest)
+        spare = max(min(len(request.drafts), spare), self._limits.lookahead)
+        wish = min(end + spare, request.longest)
         need = self._limits.blocks_for(wish) - len(request.blocks)
         return wish if need <= self._pool.num_free - len(self._running) else end
 
