@@ -183,7 +183,7 @@ GUESSERS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("engine", ENGINES)
 def test_every_way_to_guess(folder: Path, small: Path, engine: str) -> None:
     options = ENGINES[engine]
-    count = 10 if engine == "plain kernels" else COUNT
+    count = {"plain kernels": 8, "preemption": COUNT}.get(engine, 16)
     kinds = [
         "seeded",
         {"preemption": "greedy", "small blocks": "logprobs"}.get(engine, "penalties"),
