@@ -131,12 +131,10 @@ void score(const Part& part, int dim, const float* const* queries, bool fetch,
   const int last = part.count - 1;
   for (int k = 0; k < part.count; k += 4) {
     const void* keys[4];
-    for (int i = 0; i < 4; ++i) {
-      const int at = std::min(k + i, last);
-      keys[i] = part.keys[at];
-      if (!fetch) continue;
-      prefetch(part.keys[std::min(k + i + kKeysAhead, last)], dim * Row::bytes);
-      prefetch(part.values[at], dim * Row::bytes);
+    for (int i = 0; i < 4; ++i) keys[i] = part.keys[std::min(k + i, last)];
+    if (fetch) {  // four that lie in one page are one run
+      prefetch(part.keys[std::min(k + kKeysAhead, last)], 4 * dim * Row::bytes);
+      prefetch(part.values[k], 4 * dim * Row::bytes);
     }
     F32x8 sums[COUNT][4];
     score_4<Row, COUNT, COUNT == 3 ? 2 : 4>(keys, dim, queries, sums);
