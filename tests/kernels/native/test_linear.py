@@ -101,6 +101,7 @@ def rounded(x: Tensor, form: Int4Group | Int8Group) -> Tensor:
 
 
 def is_head(form: Int4Group | Int8Group) -> bool:
+    """Whether it rounds once, if the kernel has seen int4 weights before."""
     return form.shape[0] >= 16 * form.shape[1]
 
 
@@ -145,12 +146,21 @@ def test_whole_number_products(
             assert_near(found, x, form)
 
 
+def test_a_head_keeps_15_bits_among_int8_weights() -> None:
+    form = int8(1030, 64, 32, seed=14)
+    x = inputs(9, 64)
+    exact = x.double() @ form.dequantise().double().T
+    found = NativeLinear(Workers(1)).prepare(form).apply(x)
+    assert (found.double() - exact).norm() <= ROUNDED_TWICE * exact.norm()
+
+
 @pytest.mark.parametrize("kind", ["int4", "int4 of many groups", "int8 head"])
 def test_many_rows(kernel: NativeLinear, kind: str) -> None:
     """More rows than one piece of them has, with outliers, and a last piece that is not full."""
     form: Int4Group | Int8Group = int8(1030, 64, 32, seed=14)
     if kind.startswith("int4"):
         form = int4(19, 4128 if "many" in kind else 96, 32, seed=14)
+    kernel.prepare(int4(8, 32, 32, seed=14))
     product = kernel.prepare(form)
     x = outlying(301, form.shape[1])
     found = product.apply(x)

@@ -1,16 +1,16 @@
 """Products with packed weights on the CPU, by the native library.
 
 Inputs of int4 and int8 weights are rounded to int8, with a scale for every 32 of them (16 where the
-weight's groups want that). What that lost is rounded and multiplied too: for int8 weights always, for
-int4 where one input outweighs the others. All other arithmetic is float32. fp8 is left to the plain
-version.
+weight's groups want that). With int8 weights what that lost is rounded and multiplied too; with int4,
+and in the int8 head of a model of int4 weights, an input that outweighs the others is taken as it is.
+All other arithmetic is float32. fp8 is left to the plain version.
 """
 
 from __future__ import annotations
 
 import ctypes
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import IntEnum
 
 import torch
@@ -22,6 +22,7 @@ from windlass.kernels.packed import Activation, Float8, Int4Group, Int8Group, Pa
 from windlass.kernels.prepared import Prepared
 from windlass.kernels.rounded import Inputs
 
+_HEAD_OUTPUTS = 16  # times the inputs: a head, after which nothing multiplies what rounding lost
 _HALF_EXPONENT = (
     15  # scales that are not halves are brought below 2 ** 15, the largest half's power
 )
@@ -45,6 +46,7 @@ class _Weight(ctypes.Structure):
         ("num_in", ctypes.c_int32),
         ("group", ctypes.c_int32),
         ("has_mins", ctypes.c_int32),
+        ("round_once", ctypes.c_int32),
         ("gain", ctypes.c_float),
         ("data", ctypes.c_void_p),
         ("order", ctypes.c_void_p),
@@ -64,6 +66,7 @@ class _Parts:
     order: Tensor | None = None
     table: Tensor | None = None
     group: int = 0  # 0: all inputs
+    round_once: bool = False
 
 
 class NativeLinear:
@@ -77,6 +80,7 @@ class NativeLinear:
 
     def __init__(self, own: Workers | None = None) -> None:
         self._own = own
+        self._has_int4 = False
 
     @property
     def _workers(self) -> Workers:
@@ -91,9 +95,14 @@ class NativeLinear:
     def prepare(self, form: Packed | Tensor) -> NativeProduct:
         """Repack once; a tensor (16-bit, or taken as float32) may be prepared as well."""
         pool = self._workers.pool
+        self._has_int4 |= isinstance(form, Int4Group)
         if isinstance(form, Int8Group) and form.activation != "none":
             return NativeProduct(pool, _parts(form), form.activation, form.input_scale)
-        return NativeProduct(pool, _parts(form))
+        parts = _parts(form)
+        # Where all other products round once, a head that rounds twice takes a tenth of the step.
+        if self._has_int4 and form.shape[0] >= _HEAD_OUTPUTS * form.shape[1]:
+            parts = replace(parts, round_once=True)
+        return NativeProduct(pool, parts)
 
 
 class NativeProduct(Prepared):
@@ -121,6 +130,7 @@ class NativeProduct(Prepared):
             num_in=num_in,
             group=parts.group or num_in,
             has_mins=parts.mins is not None,
+            round_once=parts.round_once,
             gain=parts.gain,
             order=_pointer(parts.order),
             table=_pointer(parts.table),

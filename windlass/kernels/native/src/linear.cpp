@@ -11,9 +11,6 @@ namespace windlass {
 
 namespace {
 
-// Many more outputs than inputs: nothing comes after it that would multiply what rounding loses.
-bool is_head(const Weight& w) { return w.num_out >= 16 * w.num_in; }
-
 // How x lies in panels.
 struct Layout {
   bool integer;
@@ -24,10 +21,10 @@ struct Layout {
   int cut, pieces;  // panels of a piece, and how many there are
 
   Layout(const Weight& w, int rows, bool given) : integer(is_integer(w)) {
-    // int8 weights are there to lose nothing: inputs keep 15 bits. Whole numbers with a given scale
-    // are what the format means, and nothing is to be mended.
+    // int8 weights are there to lose nothing: inputs keep 15 bits, unless they were asked not to.
+    // Whole numbers with a given scale are what the format means, and nothing is to be mended.
     const bool rounds = integer && !given;
-    planes = rounds && w.kind == kInt8 && !is_head(w) ? 2 : 1;
+    planes = rounds && w.kind == kInt8 && !w.round_once ? 2 : 1;
     panel_rows = kPanel / planes;
     panels = ceil_div(rows, panel_rows);
     const size_t bytes = integer ? IntSizes(w).all() : float_panel_bytes(w);

@@ -30,6 +30,7 @@ struct WindlassWeight {
   int32_t num_in;
   int32_t group;     // inputs that share a scale; num_in when all do
   int32_t has_mins;  // int4 without them has codes around 8
+  int32_t round_once;  // int8: inputs are rounded as for int4, instead of to 15 bits
   float gain;        // of all outputs; scales are stored divided by it
   const uint8_t* data;
   const int32_t* order;  // or null: column k of the weight belongs to input order[k]
