@@ -189,7 +189,9 @@ class Runner:
         """Add guesses to the rows that sampled; the drafter sees all of them."""
         assert self.drafter is not None
         following = ids.roll(-1)
-        places, tokens, last = [], [], []
+        places: list[int] = []
+        tokens: list[int] = []
+        last: list[int] = []
         for row, span, result in zip(rows, batch.spans, results, strict=True):
             end = span.first + span.count
             if row.sample:

@@ -49,11 +49,11 @@ def open_head(site: Site, renamed: Mapping[str, str], ignored: Collection[str]) 
 
 def _check(site: Site, config: Mapping[str, Any], source: str) -> None:
     spec = site.spec
-    for name, own in (("hidden_size", spec.hidden_size), ("vocab_size", spec.vocab_size)):
-        if config.get(name, own) != own:
+    for name, size in (("hidden_size", spec.hidden_size), ("vocab_size", spec.vocab_size)):
+        if config.get(name, size) != size:
             raise CheckpointError(
                 f"{source}: the head is for a model with {name} {config[name]}, but "
-                f"{site.files.name} has {own}. Take a head that was trained for this model."
+                f"{site.files.name} has {size}. Take a head that was trained for this model."
             )
     trained_for = config.get("windlass", {}).get("target_fingerprint")
     if trained_for is None or site.config.model.load_format == "dummy":

@@ -37,6 +37,7 @@ from windlass.tools.train_draft.work import Work
 from windlass.tools.train_draft.writing import (
     HELD_OUT,
     TEMPERATURE,
+    WINDOW,
     Advance,
     Corpus,
     answer,
@@ -45,7 +46,7 @@ from windlass.tools.train_draft.writing import (
 
 Say = Callable[[str], None]
 
-_SEQS_ON_CUDA = 256
+_SEQS_ON_CUDA = WINDOW  # recorded steps for all that are written at once
 _MOST_ROWS = 512  # texts of one step of the target
 _SHORTEST_ANSWER = 3  # tokens; a guess and its check need as many
 _UNCHANGING = ("time_limit", "save_every")  # of the wishes: what need not be the same to go on

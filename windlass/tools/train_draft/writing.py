@@ -20,8 +20,9 @@ from windlass.tools.train_draft.prompts import Inventor
 
 HELD_OUT = 0.05
 TEMPERATURE = 0.7
-# Requests that wait in the engine, so that its batch stays full.
-_WINDOW = 1024
+# Requests that are in the engine at once. When half of them have ended they are filled up again, many
+# together: on CUDA a step that lets nobody in is a recorded one, and takes a fraction of another.
+WINDOW = 1024
 _MOST_TRIES = 4  # per invented prompt
 _FLUSH_EVERY = 64
 
@@ -133,7 +134,8 @@ def _complete(
     numbers: dict[str, int] = {}
     try:
         while left or written:
-            while left and len(written) < _WINDOW:
+            room = WINDOW if len(written) <= WINDOW // 2 else 0
+            while left and len(written) < room:
                 job = left.pop()
                 name = str(job.number)
                 running.add(NewRequest(name, job.prompt, job.sampling))
