@@ -59,7 +59,7 @@ class Row(NamedTuple):
     blocks: tuple[BlockId, ...]  # appended to the slot's block table by this plan
     sample: bool  # whether the last position's logits become a token
     num_drafts: int = 0  # how many of `tokens`, at the end, are guesses to verify
-    adapter: int = 0
+    adapter: int = 0  # the slot of its adapter on the device; 0: the base alone
 
 
 class StepPlan(NamedTuple):
@@ -70,6 +70,7 @@ class StepPlan(NamedTuple):
     freed: list[SlotId] = []  # noqa: RUF012
     copies: list[tuple[BlockId, BlockId]] = []  # noqa: RUF012 - (from, to)
     step: int = 0
+    adapters: list[tuple[int, str]] = []  # noqa: RUF012 - (slot, name): to be put there first
 
     @property
     def num_tokens(self) -> int:

@@ -1,0 +1,1 @@
+"""Adapters: small changes to a model's weights, one for each request if need be."""
