@@ -46,7 +46,8 @@ BELOW: dict[str, set[str]] = {
     "quant": {"kernels"},
     "layers": {"quant", "parallel"},
     "models": {"layers"},
-    "runner": {"models"},
+    "lora": {"models"},
+    "runner": {"lora"},
     "spec": {"runner"},
     "build": {"serve", "spec"},
     "llm": {"build"},
@@ -55,7 +56,7 @@ BELOW: dict[str, set[str]] = {
 }
 # The computing side knows the deciding one only by these: plain values.
 TYPES = {"windlass.core." + name for name in ("card", "sampling", "text", "types")}
-COMPUTING = {"kernels", "parallel", "quant", "layers", "models", "runner", "spec"}
+COMPUTING = {"kernels", "parallel", "quant", "layers", "models", "lora", "runner", "spec"}
 
 
 def room_of(module: str) -> str:
