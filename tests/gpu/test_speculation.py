@@ -2,26 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
-from random import Random
 from typing import Any
 
 import pytest
 import torch
 
 from tests.gpu.test_engine import CONFIG, agreement, folder
-from tests.spec import test_heads
+from tests.spec import test_heads, test_speculation
+from tests.spec.test_speculation import eager
 from windlass import LLM, SamplingParams
-from windlass.core.types import SlotId, StepPlan
-from windlass.spec import governor, ngram
-from windlass.spec.base import Draft, Seen
+from windlass.spec import ngram
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
-__all__ = ["folder"]
+__all__ = ["eager", "folder"]
 
 PROMPTS = [[(7 * i + j) % 1000 for j in range(3 + 9 * i)] for i in range(20)]
 WISHES: dict[str, dict[str, Any]] = {
@@ -32,45 +29,8 @@ WISHES: dict[str, dict[str, Any]] = {
 }
 
 
-class Oracle:
-    """Knows what comes, and says it with some errors."""
-
-    free = True
-    truth: list[list[int]]
-
-    def __init__(self, _shortest: int, _longest: int, most: int) -> None:
-        self._random = Random(4)
-        self._most = most
-        self._known: dict[SlotId, list[int]] = {}
-
-    def begin(self, plan: StepPlan, _wanted: bool) -> None:
-        for admission in plan.admitted:
-            self._known[admission.slot] = list(admission.tokens)
-
-    def take_in(self, seen: Sequence[Seen]) -> None:
-        for each in seen:
-            self._known[each.slot] += each.tokens
-
-    def propose(self, slots: Sequence[SlotId]) -> list[Draft]:
-        drafts = []
-        for slot in slots:
-            known = self._known[slot]
-            (whole, *_) = [each for each in self.truth if each[: len(known)] == known] or [[]]
-            coming = whole[len(known) : len(known) + self._random.randint(0, self._most)]
-            wrong = [(t + 1) % 1000 if self._random.random() < 0.1 else t for t in coming]
-            drafts.append(Draft(tuple(wrong)))
-        return drafts
-
-
-@pytest.fixture
-def eager(monkeypatch) -> None:
-    """Every guess is tried, and nobody rests."""
-    monkeypatch.setattr(
-        governor.Governor,
-        "choose",
-        lambda _self, _slots, drafts, _: [len(d.tokens) for d in drafts],
-    )
-    monkeypatch.setattr(governor.Governor, "wanted", lambda self, *_: self._most_guesses)
+class Oracle(test_speculation.Oracle):
+    vocab = 1000
 
 
 def make(folder: Path, **options: Any) -> LLM:

@@ -8,12 +8,19 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from tests.runner.test_deterministic import CONFIG, OTHERS, PROMPT
+from tests.spec.test_speculation import eager
 from windlass import LLM, SamplingParams
 from windlass.errors import CheckpointError, ConfigError
+from windlass.kernels.batch import Heads
+from windlass.runner.drafter import Verified
 from windlass.spec import governor
+from windlass.spec.eagle import EagleDrafter
+from windlass.tools.train_draft.eagle_module import EagleModule, EagleShape, Memory
+
+__all__ = ["eager"]
 
 PROMPTS = [PROMPT, *OTHERS]
 VOCAB, DIM, WIDE = CONFIG["vocab_size"], 16, 224
@@ -85,17 +92,6 @@ def eagle(path: Path, draft_vocab: int = 100, layer: str = "midlayer", **config:
 def heads(tmp_path_factory) -> dict[str, Path]:
     path = tmp_path_factory.mktemp("heads")
     return {"medusa": medusa(path / "medusa"), "eagle": eagle(path / "eagle")}
-
-
-@pytest.fixture
-def eager(monkeypatch) -> None:
-    """Every guess is tried, and no step rests."""
-    monkeypatch.setattr(
-        governor.Governor,
-        "choose",
-        lambda _self, _slots, drafts, _: [len(d.tokens) for d in drafts],
-    )
-    monkeypatch.setattr(governor.Governor, "wanted", lambda self, *_: self._most_guesses)
 
 
 def make(model: Path, **options: Any) -> LLM:
@@ -189,3 +185,45 @@ def test_a_head_is_asked_for() -> None:
         LLM("default", spec="eagle")
     with pytest.raises(ConfigError, match="does nothing with --spec ngram"):
         LLM("default", spec="ngram", spec_model="x")
+
+
+def test_an_eagle_head_guesses_as_it_was_trained_to(
+    model: Path, heads: dict[str, Path], monkeypatch
+) -> None:
+    """What is served, step by step over pages, against the module that training unrolls."""
+    seen: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
+    draft = EagleDrafter.draft
+
+    def watched(self: EagleDrafter, found: Verified, count: int) -> torch.Tensor:
+        taps = torch.cat([found.taps[layer] for layer in self.layers], dim=-1)
+        guesses = draft(self, found, count)
+        seen.append((taps.clone(), found.following.clone(), guesses))
+        return guesses
+
+    monkeypatch.setattr(EagleDrafter, "draft", watched)
+    monkeypatch.setattr(governor.Governor, "choose", lambda _self, slots, *_: [0] * len(slots))
+    monkeypatch.setattr(governor.Governor, "wanted", lambda *_: 2)
+    llm = make(model, quantization=None, spec="eagle", spec_model=str(heads["eagle"]))
+    seen.clear()  # what was measured at the start
+    llm.generate([PROMPT], WISHES["greedy"])
+    served = torch.cat([guesses for *_, guesses in seen])
+
+    weights = load_file(heads["eagle"] / "model.safetensors")
+    attention = Heads(CONFIG["num_attention_heads"], CONFIG["num_key_value_heads"], DIM)
+    shape = EagleShape(
+        CONFIG["hidden_size"], WIDE, attention, CONFIG["rms_norm_eps"], VOCAB, len(weights["d2t"])
+    )
+    ids = weights["d2t"] + torch.arange(len(weights["d2t"]))
+    module = EagleModule(shape, ids)
+    module.load_state_dict({**weights, "t2d": module.t2d})
+    taps, following = (torch.cat(parts)[None] for parts in list(zip(*seen, strict=True))[:2])
+    table = llm.engine._runner._runner._network.model.rotary.cos_sin
+    embed = llm.engine._runner._runner._network.embed
+    memory, hidden, tokens, guesses = Memory(), module.from_target(taps), following, []
+    with torch.no_grad():
+        for ahead in range(2):
+            turns = table[ahead : ahead + taps.shape[1]]
+            hidden = module.step(hidden, embed(tokens[0])[None], turns, memory)
+            tokens = ids[module.logits(hidden[0]).argmax(-1)].int()[None]
+            guesses.append(tokens[0, len(PROMPT) - 1 :])
+    assert torch.equal(served, torch.stack(guesses, dim=1))

@@ -30,6 +30,7 @@ class Oracle:
     """Knows what comes, and says it with some errors: every length of acceptance occurs."""
 
     free = True
+    vocab = 500
     truth: list[list[int]]  # whole sequences, prompts included
 
     def __init__(self, _shortest: int, _longest: int, most: int) -> None:
@@ -53,7 +54,7 @@ class Oracle:
             known = self._known[slot]
             (whole, *_) = [each for each in self.truth if each[: len(known)] == known] or [[]]
             coming = whole[len(known) : len(known) + self._random.randint(0, self._most)]
-            wrong = [(t + 1) % 500 if self._random.random() < 0.1 else t for t in coming]
+            wrong = [(t + 1) % self.vocab if self._random.random() < 0.1 else t for t in coming]
             drafts.append(Draft(tuple(wrong)))
         return drafts
 
