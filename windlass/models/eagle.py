@@ -33,7 +33,9 @@ NUM_TAPS = 3
 
 def default_taps(num_layers: int) -> tuple[int, ...]:
     """Low, middle and high: the layers whose inputs are read where a checkpoint does not say."""
-    return (2, num_layers // 2, num_layers - 3)
+    if 2 < num_layers // 2 < num_layers - 3:
+        return (2, num_layers // 2, num_layers - 3)
+    return (0, 1, 2) if num_layers == 3 else (1, num_layers // 2, num_layers - 1)
 
 
 class EagleLayer(nn.Module):

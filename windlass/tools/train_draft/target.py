@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from windlass.errors import UnsupportedError
+from windlass.models.eagle import default_taps
 from windlass.models.network import Network
 from windlass.models.spec import ModelSpec
 from windlass.runner.scoring import Scorer, Window
@@ -30,7 +31,7 @@ class States:
     taps: Tensor | None  # [texts, positions, taps * hidden]
 
 
-def tap_layers(spec: ModelSpec) -> tuple[int, int, int]:
+def tap_layers(spec: ModelSpec) -> tuple[int, ...]:
     """Three layers, low, middle and high, whose inputs an EAGLE head reads."""
     count = spec.num_layers
     if count < 3:
@@ -38,9 +39,7 @@ def tap_layers(spec: ModelSpec) -> tuple[int, int, int]:
             f"--kind eagle reads what enters three layers, and this model has {count}. "
             "Use --kind medusa."
         )
-    if 2 < count // 2 < count - 3:
-        return 2, count // 2, count - 3
-    return (0, 1, 2) if count == 3 else (1, count // 2, count - 1)
+    return default_taps(count)
 
 
 class Target:
