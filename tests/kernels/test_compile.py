@@ -6,6 +6,7 @@ import re
 import shutil
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -21,6 +22,7 @@ from windlass.kernels.triton import (  # noqa: E402
     eight_bit,
     fp8_kernels,
     grouped,
+    lora,
     norm,
     rope,
     sample,
@@ -161,6 +163,19 @@ def gated(rows: int, outputs: int, stages: int) -> tuple:
     return skinny.skinny_gated_kernel, PRODUCT, constants, {"num_stages": stages}
 
 
+def lora_case(function: Any, **constants: int) -> tuple:
+    """One of the four kernels of adapters, for the three parts of q, k and v."""
+    signature = {
+        **dict.fromkeys(("x", "y", "down", "up"), X),
+        **dict.fromkeys(("ranks", "slots", "tiles"), I),
+        "sums": F,
+        **dict.fromkeys(("M", "K", "N", "N0", "N1", "N2"), "i32"),
+        **dict.fromkeys(("span", "splits", "rank_stride"), "i32"),
+    }
+    own = {name: kind for name, kind in signature.items() if name in function.arg_names}
+    return function, own, {"PARTS": 3, "MOST": 64, **constants}, {}
+
+
 SAMPLE = {"logits": X, "wishes": F, "slots": I, "thresholds": F, "size": "i32", "stride": "i32"}
 PART = {**SAMPLE, "seeds": L, "positions": I, "best": F, "best_at": I}
 JOIN = {"best": F, "best_at": I, "slots": I, "tokens": I, "last_tokens": I}
@@ -271,6 +286,10 @@ CASES = {
         {"ROWS": 128, "OUTPUTS": 128, "BLOCK_K": 64, "GROUP": 8},
         {"num_warps": 8, "num_stages": 4},
     ),
+    "lora shrink": lora_case(lora.shrink_kernel, BLOCK_K=256),
+    "lora expand": lora_case(lora.expand_kernel, SPLITS=16, OUTPUTS=256),
+    "lora shrink of a piece": lora_case(lora.shrink_tile_kernel, ROWS=64, BLOCK_K=128),
+    "lora expand of a piece": lora_case(lora.expand_tile_kernel, ROWS=64, OUTPUTS=64),
     "threshold": (sample.sample_threshold_kernel, SAMPLE, {"TILE": 2048}, {"num_warps": 8}),
     "part": (sample.sample_part_kernel, PART, {"PARTS": 8, "TILE": 2048}, {}),
     "join": (sample.sample_join_kernel, JOIN, {"PARTS": 8}, {"num_warps": 1}),

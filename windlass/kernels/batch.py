@@ -19,6 +19,8 @@ from torch import Tensor
 LARGEST_CODE = {torch.float8_e4m3fn: 448.0, torch.int8: 127.0}
 # float32: values of tokens that only draw attention are so small that float16 could not scale them.
 SCALE_DTYPE = torch.float32
+# So many tokens of a row, at most, share one read of its adapter.
+PIECE = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,6 +127,20 @@ class AttentionWork:
 
 
 @dataclass(frozen=True, slots=True)
+class AdapterRows:
+    """Which adapter each token has, where any has one; slot 0 is nobody's.
+
+    Kernels on a device read `slots` and `tiles`, the plain version reads `groups`.
+    """
+
+    slots: Tensor  # [tokens] int32
+    # [n, 2] int32: first token and number of tokens of pieces of one adapter each, up to PIECE;
+    # None: every token is one.
+    tiles: Tensor | None = None
+    groups: tuple[tuple[int, Tensor], ...] = ()  # slots that are not 0, and the tokens of each
+
+
+@dataclass(frozen=True, slots=True)
 class StepBatch:
     """All rows of a step, packed one after another without padding."""
 
@@ -135,6 +151,7 @@ class StepBatch:
     kv: list[LayerKV]
     work: AttentionWork | None = None
     fixed: bool = False  # whether a row's result must not depend on the rows beside it
+    adapters: AdapterRows | None = None  # None: the base alone
 
     @property
     def all_singles(self) -> bool:

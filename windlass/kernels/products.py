@@ -30,8 +30,10 @@ class Norm(Protocol):
         """How whoever reads the result wants so many rows; None: as they are."""
         ...
 
-    def add(self, x: Outputs, residual: Tensor | None) -> tuple[Inputs, Tensor]:
-        """(x + residual, normalised; x + residual)"""
+    def add(
+        self, x: Outputs, residual: Tensor | None, whole: bool = False
+    ) -> tuple[Inputs, Tensor]:
+        """(x + residual, normalised; x + residual); `whole`: not rounded, whatever follows"""
         ...
 
 

@@ -78,6 +78,6 @@ class Attention(nn.Module):
         norms = None
         if self.q_norm is not None and self.k_norm is not None:
             norms = (self.q_norm.weight, self.k_norm.weight, self.q_norm.eps)
-        qkv = self.qkv_proj.raw(x)
+        qkv = self.qkv_proj.raw(x, batch.adapters)
         mixed = self.ops.attend(qkv, self.heads, cos_sin, norms, kv, batch, self.window)
-        return self.o_proj.then(mixed.flatten(1), residual, norm)
+        return self.o_proj.then(mixed.flatten(1), residual, norm, batch.adapters)

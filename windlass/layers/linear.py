@@ -12,7 +12,9 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
+from windlass.kernels.batch import AdapterRows
 from windlass.kernels.linears import Product
+from windlass.kernels.lora import Lora
 from windlass.kernels.products import Norm
 from windlass.kernels.rounded import Inputs, Outputs, Rounding
 from windlass.parallel.mesh import Group
@@ -29,6 +31,8 @@ class Linear(nn.Module):
     Sharded by "out", a rank holds some outputs of every part; by "in", some inputs of all of them,
     and the ranks' results are summed. It has no weight before the loader filled `stored` and its
     method finished it.
+
+    Steps with adapters add what those change to the product, for which inputs must not be rounded.
     """
 
     def __init__(
@@ -49,6 +53,7 @@ class Linear(nn.Module):
         self.shard = shard
         self.stored: dict[str, Part] = {}
         self.products: list[Product] = []
+        self.lora: Lora | None = None  # room for adapters, where an engine has any
         self.weight: nn.Parameter | None = None
         self.bias: nn.Parameter | None = None
         if bias is not None:
@@ -64,26 +69,39 @@ class Linear(nn.Module):
         """How so many rows of inputs should come; None: as they are."""
         return self.products[0].prepared.rounding(num_rows) if len(self.products) == 1 else None
 
-    def raw(self, x: Inputs) -> Outputs:
+    def raw(self, x: Inputs, adapters: AdapterRows | None = None) -> Outputs:
         """y, perhaps with scales that its reader has to multiply in."""
-        if self.bias is not None or self.shard == "in" or len(self.products) != 1:
-            return self(x)
+        separate = adapters is not None or self.bias is not None or self.shard == "in"
+        if separate or len(self.products) != 1:
+            return self(x, adapters)
         return self.products[0].prepared.raw(x)
 
-    def forward(self, x: Inputs) -> Tensor:
+    def forward(self, x: Inputs, adapters: AdapterRows | None = None) -> Tensor:
         y = self.method.apply(self, x)
+        if adapters is not None and self.lora is not None:
+            assert isinstance(x, Tensor)  # nobody rounds in steps with adapters
+            y = self.lora.add(y, x, adapters)
         if self.shard == "in":
             y = self.group.all_reduce(y)
         return y if self.bias is None else y + self.bias
 
-    def then(self, x: Inputs, residual: Tensor, norm: Norm) -> tuple[Inputs, Tensor]:
+    def then(
+        self, x: Inputs, residual: Tensor, norm: Norm, adapters: AdapterRows | None = None
+    ) -> tuple[Inputs, Tensor]:
         """y into the residual stream and through a norm: (normalised, new residual)."""
+        if adapters is not None:
+            return norm.add(self(x, adapters), residual, whole=True)
         if self.bias is not None or (self.shard == "in" and self.group.size > 1):
             return norm.add(self(x), residual)
         return self.method.then(self, x, residual, norm)
 
-    def gated(self, x: Inputs, silu_mul: Callable[[Outputs], Inputs]) -> Inputs:
+    def gated(
+        self,
+        x: Inputs,
+        silu_mul: Callable[[Outputs], Inputs],
+        adapters: AdapterRows | None = None,
+    ) -> Inputs:
         """silu(first half of y) * second half, for a layer of two parts."""
-        if self.bias is not None:
-            return silu_mul(self(x))
+        if adapters is not None or self.bias is not None:
+            return silu_mul(self(x, adapters))
         return self.method.gated(self, x, silu_mul)

@@ -7,6 +7,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
+from windlass.kernels.batch import AdapterRows
 from windlass.kernels.ops import Ops
 from windlass.kernels.rounded import Inputs
 from windlass.layers.linear import Linear, MethodFor
@@ -39,9 +40,11 @@ class GatedMLP(nn.Module):
             bias=bias,
         )
 
-    def forward(self, x: Inputs, residual: Tensor, norm: RMSNorm) -> tuple[Inputs, Tensor]:
+    def forward(
+        self, x: Inputs, residual: Tensor, norm: RMSNorm, adapters: AdapterRows | None = None
+    ) -> tuple[Inputs, Tensor]:
         silu_mul, rounding = self.ops.silu_mul, self.down_proj.rounding(x.shape[0])
-        if rounding is not None:
+        if rounding is not None and adapters is None:
             silu_mul = partial(silu_mul, rounding=rounding)
-        active = self.gate_up_proj.gated(x, silu_mul)
-        return self.down_proj.then(active, residual, norm)
+        active = self.gate_up_proj.gated(x, silu_mul, adapters)
+        return self.down_proj.then(active, residual, norm, adapters)

@@ -29,9 +29,14 @@ class RMSNorm(nn.Module):
         self.rounding: Callable[[int], Rounding | None] = _as_it_is
         self.weight = nn.Parameter(torch.empty(size, dtype=dtype), requires_grad=False)
 
-    def add(self, x: Outputs, residual: Tensor | None) -> tuple[Inputs, Tensor]:
-        """Add x to the residual stream, which may be changed: (normalised sum, new residual)."""
-        rounding = self.rounding(x.shape[0])
+    def add(
+        self, x: Outputs, residual: Tensor | None, whole: bool = False
+    ) -> tuple[Inputs, Tensor]:
+        """Add x to the residual stream, which may be changed: (normalised sum, new residual).
+
+        `whole`: not rounded, whatever follows.
+        """
+        rounding = None if whole else self.rounding(x.shape[0])
         options = () if rounding is None else (rounding,)
         if residual is None:
             assert isinstance(x, Tensor)

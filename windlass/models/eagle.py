@@ -76,7 +76,7 @@ class EagleLayer(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         """(normalised output for the head, the output itself)"""
         x, residual = self.self_attn(both, hidden, self.post_attention_layernorm, batch, cos_sin)
-        x, residual = self.mlp(x, residual, norm)
+        x, residual = self.mlp(x, residual, norm, batch.adapters)
         assert isinstance(x, Tensor)  # nobody asked the last norm to round
         return x, residual
 

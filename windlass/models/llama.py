@@ -10,7 +10,7 @@ from functools import partial
 
 from torch import Tensor, nn
 
-from windlass.kernels.batch import Heads, StepBatch
+from windlass.kernels.batch import AdapterRows, Heads, StepBatch
 from windlass.kernels.rounded import Inputs
 from windlass.layers.attention import Attention, AttentionShape
 from windlass.layers.embedding import Embedding, HeadRows
@@ -75,7 +75,7 @@ class Block(nn.Module):
     ) -> tuple[Inputs, Tensor]:
         norm = self.post_attention_layernorm
         x, residual = self.self_attn(x, residual, norm, batch, cos_sin)
-        return self.mlp(x, residual, next_norm)
+        return self.mlp(x, residual, next_norm, batch.adapters)
 
 
 class Trunk(nn.Module):
@@ -96,7 +96,8 @@ class Trunk(nn.Module):
     ) -> Tensor:
         norms: list[RMSNorm] = [block.input_layernorm for block in self.layers]  # type: ignore[misc]
         first, *others = norms
-        x, residual = first.add(self.embed_tokens(ids), None)
+        whole = batch.adapters is not None
+        x, residual = first.add(self.embed_tokens(ids), None, whole)
         for i, (block, norm) in enumerate(zip(self.layers, [*others, self.norm], strict=True)):
             if taps is not None and i in taps:
                 taps[i] = residual.clone()  # which layers may change in place
@@ -138,5 +139,5 @@ class Llama(Network):
     ) -> Tensor:
         return self.model(ids, batch, taps)
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        return self.lm_head(hidden)
+    def logits(self, hidden: Tensor, adapters: AdapterRows | None = None) -> Tensor:
+        return self.lm_head(hidden, adapters)

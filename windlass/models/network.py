@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from windlass.errors import UnsupportedError
-from windlass.kernels.batch import StepBatch
+from windlass.kernels.batch import AdapterRows, StepBatch
 from windlass.kernels.ops import Ops
 from windlass.layers.linear import Linear
 from windlass.models.spec import ModelSpec
@@ -76,8 +76,8 @@ class Network(Weights):
         """
 
     @abstractmethod
-    def logits(self, hidden: Tensor) -> Tensor:
-        """Scores over the vocabulary, in the network's own arithmetic."""
+    def logits(self, hidden: Tensor, adapters: AdapterRows | None = None) -> Tensor:
+        """Scores over the vocabulary, in the network's own arithmetic; `adapters`: of these rows."""
 
 
 def make_network(spec: ModelSpec, parts: Parts) -> Network:

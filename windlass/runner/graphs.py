@@ -1,12 +1,13 @@
 """Steps on CUDA: recorded graphs for decode steps, eager for the rest, and no wait in between.
 
-A decode step is one copy of four numbers a row to the device, one graph, and one copy back. The
-graph holds everything: inputs, network, sampling. The tokens of a step are read by the next one on
-the device, so that the host may plan and launch it while they travel.
+A decode step is one copy of four numbers a row to the device (five with adapters), one graph, and
+one copy back. The graph holds everything: inputs, network, sampling. The tokens of a step are read
+by the next one on the device, so that the host may plan and launch it while they travel.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -15,9 +16,10 @@ from torch import Tensor
 
 from windlass.core.types import Row, RowResult, StepPlan, StepResult, TokenLogprob
 from windlass.errors import OutOfMemory
-from windlass.kernels.batch import AttentionWork, KVCache, Span, StepBatch
+from windlass.kernels.batch import AdapterRows, AttentionWork, KVCache, Span, StepBatch
 from windlass.kernels.products import TorchProducts
 from windlass.models.network import Network
+from windlass.runner.adapters import in_pieces
 from windlass.runner.device_sampler import DeviceSampler
 from windlass.runner.runner import Done, Pending, Runner
 from windlass.runner.sampler import Sampler
@@ -41,6 +43,20 @@ def graph_sizes(most: int) -> list[int]:
     """Batch sizes to record: dense where a wasted row weighs much, sparse where it does not."""
     sizes = [1, 2, 4, *range(8, 65, 8), *range(80, 257, 16), *range(288, 1025, 32)]
     return [size for size in sizes if size < most] + [most]
+
+
+@dataclass(frozen=True, slots=True)
+class _Key:
+    """What a graph is recorded for; one that is not plain is recorded when it is first needed."""
+
+    size: int
+    fixed: bool = False  # in a fixed order
+    adapted: bool = False  # for rows of which some have adapters
+
+    @property
+    def numbers(self) -> int:
+        """What is sent of each row."""
+        return 5 if self.adapted else 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,13 +117,13 @@ class CudaRunner(Runner):
         self._num_kv_heads = cache.layers[0].keys.shape[1]
         self._multiprocessors = torch.cuda.get_device_properties(self._device).multi_processor_count
         self._sizes = graph_sizes(graph_rows) if graph_rows else []
-        self._graphs: dict[tuple[int, bool], _Graph] = {}  # by size, and whether in a fixed order
+        self._graphs: dict[_Key, _Graph] = {}
         self._pool = torch.cuda.graph_pool_handle()
         most = max(self._sizes, default=1)
-        # Slot, position, token and new block of every row, in that order and without gaps: a copy
-        # of contiguous pinned memory is the only kind that the host need not wait for.
-        self._inputs = torch.zeros(4 * most, dtype=torch.int32, device=self._device)
-        self._staging = [torch.empty(4 * most, dtype=torch.int32, pin_memory=True) for _ in "ab"]
+        # Slot, position, token, new block and adapter of every row, in that order and without gaps:
+        # a copy of contiguous pinned memory is the only kind that the host need not wait for.
+        self._inputs = torch.zeros(5 * most, dtype=torch.int32, device=self._device)
+        self._staging = [torch.empty(5 * most, dtype=torch.int32, pin_memory=True) for _ in "ab"]
         self._turn = 0
         self._singles = torch.arange(most, dtype=torch.int32, device=self._device)
         rows = slots.num_slots + 1
@@ -122,28 +138,24 @@ class CudaRunner(Runner):
     def record(self) -> None:
         """Record the graphs, the largest first, so that the smaller ones fit into its memory."""
         for size in reversed(self._sizes):
-            self._record(size, fixed=False)
+            self._record(_Key(size))
 
-    def _record(self, size: int, fixed: bool) -> _Graph:
-        self._stage([], size)
-        self._decode(size, fixed)  # compiles what is missing, outside of the recording
+    def _record(self, key: _Key) -> _Graph:
+        self._stage([], key)
+        self._decode(key)  # compiles what is missing, outside of the recording
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool):
-            tokens, logits = self._decode(size, fixed)
-        self._graphs[size, fixed] = _Graph(graph, tokens, logits)
-        return self._graphs[size, fixed]
+            tokens, logits = self._decode(key)
+        self._graphs[key] = _Graph(graph, tokens, logits)
+        return self._graphs[key]
 
-    def _recorded(self, size: int, fixed: bool) -> _Graph:
-        """A graph; one in a fixed order is recorded when it is first asked for."""
-        return self._graphs.get((size, fixed)) or self._record(size, fixed)
-
-    def _decode(self, size: int, fixed: bool) -> tuple[Tensor, Tensor]:
-        """One decode step of `size` rows, from the packed inputs to tokens."""
+    def _decode(self, key: _Key) -> tuple[Tensor, Tensor]:
+        """One decode step, from the packed inputs to tokens."""
         from windlass.kernels.triton import chain
         from windlass.kernels.triton.sample import decode_inputs_kernel
 
-        slots = self._slots
+        slots, size, fixed = self._slots, key.size, key.fixed
         # Aligned rows, whatever the size: kernels are compiled anew for others.
         shape = (3, -(-size // 4) * 4)
         rows = torch.empty(shape, dtype=torch.int32, device=self._device)[:, :size]
@@ -167,9 +179,11 @@ class CudaRunner(Runner):
             tiles = torch.stack((singles, one, row_slots, positions, positions), dim=1)
             singles = singles[:0]
         work = AttentionWork(singles, tiles, self._splits(size), self._counters)
-        batch = StepBatch(positions, row_slots, slots.tables, [], self._cache.layers, work, fixed)
+        pages = self._cache.layers
+        adapters = AdapterRows(self._inputs[4 * size : 5 * size]) if key.adapted else None
+        batch = StepBatch(positions, row_slots, slots.tables, [], pages, work, fixed, adapters)
         with self._products.fixed_order(fixed):
-            logits = self._network.logits(self._network(ids, batch))
+            logits = self._network.logits(self._network(ids, batch), adapters)
         return self._device_sampler.draw(logits, row_slots, positions), logits
 
     def _splits(self, num_rows: int) -> int:
@@ -190,6 +204,7 @@ class CudaRunner(Runner):
 
     @torch.inference_mode()
     def _submit(self, plan: StepPlan) -> Pending:
+        self._put_adapters(plan)
         self._note_fixed(plan)
         self._device_sampler.forget(plan.freed)
         self._device_sampler.admit(plan.admitted)
@@ -201,8 +216,9 @@ class CudaRunner(Runner):
         if size is None:
             with self._products.fixed_order(fixed):
                 return self._submit_eager(plan, grown, fixed)
-        recorded = self._recorded(size, fixed)
-        self._stage(rows, size)
+        key = _Key(size, fixed, any(row.adapter for row in rows))
+        recorded = self._graphs.get(key) or self._record(key)
+        self._stage(rows, key)
         recorded.graph.replay()
         return self._collect(rows, list(range(len(rows))), recorded.tokens, recorded.logits)
 
@@ -215,31 +231,46 @@ class CudaRunner(Runner):
                 return None
         return next(size for size in self._sizes if size >= len(rows))
 
-    def _stage(self, rows: list[Row], size: int) -> None:
-        """Send slot, position, token and new block of every row; the rest is padding."""
+    def _stage(self, rows: list[Row], key: _Key) -> None:
+        """Send slot, position, token, new block and adapter of every row; the rest is padding."""
         self._turn ^= 1
-        staging = self._staging[self._turn][: 4 * size]
-        packed = staging.numpy().reshape(4, size)
-        count = len(rows)
+        size, count = key.size, len(rows)
+        staging = self._staging[self._turn][: key.numbers * size]
+        packed = staging.numpy().reshape(key.numbers, size)
         packed[0, :count] = [row.slot for row in rows]
         packed[1, :count] = [row.start for row in rows]
         packed[2, :count] = [row.tokens[0] if row.tokens else -1 for row in rows]
         packed[3, :count] = [row.blocks[0] if row.blocks else -1 for row in rows]
-        packed[:, count:] = np.array([[self._slots.num_slots], [0], [0], [-1]])
-        self._inputs[: 4 * size].copy_(staging, non_blocking=True)
+        packed[:4, count:] = np.array([[self._slots.num_slots], [0], [0], [-1]])
+        if key.adapted:
+            packed[4, :count] = [row.adapter for row in rows]
+            packed[4, count:] = 0
+        self._inputs[: len(staging)].copy_(staging, non_blocking=True)
+
+    def _adapters(self, rows: Sequence[Row], counts: Sequence[int]) -> AdapterRows | None:
+        """For kernels: tokens by themselves where all are alone, or in a fixed order."""
+        if not any(row.adapter for row in rows):
+            return None
+        slots = np.repeat(np.array([row.adapter for row in rows], dtype=np.int32), counts)
+        if max(counts) == 1 or self._in_fixed_order(rows):
+            return AdapterRows(to_device(slots, self._device))
+        return in_pieces(slots, counts, self._device)
 
     def _submit_eager(self, plan: StepPlan, grown: list[Row], fixed: bool) -> Pending:
         self._slots.send(grown)
         rows = plan.rows
         ids, batch = self._slots.batch(plan, self._cache.layers)
-        batch = replace(batch, work=self._work(rows, batch.spans, fixed), fixed=fixed)
+        adapters = self._adapters(rows, [row.num_tokens for row in rows])
+        work = self._work(rows, batch.spans, fixed)
+        batch = replace(batch, work=work, fixed=fixed, adapters=adapters)
         hidden = self._network(ids, batch)
         sampled = [i for i, row in enumerate(rows) if row.sample]
         last = [batch.spans[i].first + batch.spans[i].count - 1 for i in sampled]
         tokens = logits = self._singles[:0]  # nobody gets a token from a chunk in mid-prompt
         if sampled:
             at = to_device(np.array(last, dtype=np.int32), self._device)
-            logits = self._network.logits(hidden[at])
+            sampling = self._adapters([rows[i] for i in sampled], [1] * len(sampled))
+            logits = self._network.logits(hidden[at], sampling)
             slots, positions = batch.token_slots[at], batch.positions[at]
             tokens = self._device_sampler.draw(logits, slots, positions)
         pending = self._collect(rows, sampled, tokens, logits)

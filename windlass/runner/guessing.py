@@ -147,6 +147,7 @@ class CudaGuesser(CudaRunner):
         self._note_prompts(plan)
         if not self.drafting and not any(row.num_drafts for row in rows):
             return super()._submit(plan)
+        self._put_adapters(plan)
         self._note_fixed(plan)
         self._device_sampler.forget(plan.freed)
         self._device_sampler.admit(plan.admitted)
@@ -165,11 +166,12 @@ class CudaGuesser(CudaRunner):
     # ---- recorded ------------------------------------------------------------------------------
 
     def _key_for(self, rows: list[Row], fixed: bool) -> _Key | None:
-        """The smallest recording that holds these rows; None when there are prompts among them."""
+        """The smallest recording that holds these rows; None where there is a prompt or adapter."""
         if not self._sizes or len(rows) > _SIZES[-1]:
             return None
-        if any(row.num_tokens != 1 + row.num_drafts or not row.sample for row in rows):
-            return None
+        for row in rows:
+            if row.num_tokens != 1 + row.num_drafts or not row.sample or row.adapter:
+                return None
         longest = max(row.num_tokens for row in rows)
         size = next(size for size in _SIZES if size >= len(rows))
         width = next((width for width in self._widths if width >= longest), None)
@@ -249,7 +251,9 @@ class CudaGuesser(CudaRunner):
     def _verify_eagerly(self, plan: StepPlan, fixed: bool) -> list[RowResult]:
         rows = plan.rows
         ids, batch = self._slots.batch(plan, self._cache.layers)
-        batch = replace(batch, work=self._work(rows, batch.spans, fixed), fixed=fixed)
+        adapters = self._adapters(rows, [row.num_tokens for row in rows])
+        work = self._work(rows, batch.spans, fixed)
+        batch = replace(batch, work=work, fixed=fixed, adapters=adapters)
         taps = None
         if self.drafting and self.drafter is not None:
             taps = dict.fromkeys(self.drafter.layers, ids)
@@ -268,7 +272,7 @@ class CudaGuesser(CudaRunner):
         if not asked:
             return results
         at = to_device(positions_of(rows, asked).astype(np.int32), self._device)
-        logits = self._network.logits(hidden[at])
+        logits = self._network.logits(hidden[at], self._asked_adapters(rows, asked))
         drawn = self._device_sampler.draw(logits, batch.token_slots[at], batch.positions[at])
         sampled, first = drawn.tolist(), 0
         special = set(self._device_sampler.special([each.slot for each in asked]))

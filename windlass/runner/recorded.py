@@ -1,7 +1,7 @@
 """Steps on the CPU: one recorded program for all batches, and one native call for each step.
 
 What Python does for a step is to write down its tokens and rows, and to read the tokens that came
-out. Steps that want more of the network than logits run operator by operator.
+out. Steps that want more than the base's logits run operator by operator.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class CpuRunner(Runner):
     def _compute(self, plan: StepPlan) -> list[RowResult]:
         rows = plan.rows
         program = self._program
-        if program is None or self._scores_prompts(rows):
+        if program is None or self._wants_more(rows):
             return super()._compute(plan)
         sampled = self._fill(rows)
         slots = [rows[i].slot for i in sampled]
@@ -79,7 +79,7 @@ class CpuRunner(Runner):
         places = positions_of(rows, asked)
         # Guesses that were kept for a later step may be more than the program has room for.
         too_many = program is not None and len(places) > len(program.tokens)
-        if program is None or self._scores_prompts(rows) or too_many or self.drafting:
+        if program is None or self._wants_more(rows) or too_many or self.drafting:
             return super()._verify(plan)
         self._fill(rows)
         self._inputs.sampled[: len(places)] = places
@@ -96,8 +96,10 @@ class CpuRunner(Runner):
             self._last[each.slot] = result.tokens[-1]
         return results
 
-    def _scores_prompts(self, rows: list[Row]) -> bool:
-        return any(self._sampler.num_prompt_scores(row.slot) is not None for row in rows)
+    def _wants_more(self, rows: list[Row]) -> bool:
+        """Whether a row has an adapter or wants its prompt's scores: neither is recorded."""
+        scores = self._sampler.num_prompt_scores
+        return any(row.adapter or scores(row.slot) is not None for row in rows)
 
     @property
     def _last(self) -> np.ndarray:

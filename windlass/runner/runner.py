@@ -7,20 +7,26 @@ back to this one.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from windlass.core.types import Row, RowResult, SlotId, StepPlan, StepResult, TokenLogprob
-from windlass.kernels.batch import KVCache, Span, StepBatch
+from windlass.errors import EngineError
+from windlass.kernels.batch import AdapterRows, KVCache, Span, StepBatch
 from windlass.kernels.products import TorchProducts
+from windlass.lora.bank import Bank
+from windlass.lora.base import Adapter
 from windlass.models.network import Network
+from windlass.runner.adapters import grouped
 from windlass.runner.drafter import Drafter, Verified
 from windlass.runner.sampler import Sampler, score_tokens
 from windlass.runner.slots import SlotTables
-from windlass.runner.verify import asked_by, positions_of, verify
+from windlass.runner.verify import Asked, asked_by, positions_of, verify
 
 # Prompt scores need logits of every position; so many at a time keep the memory small.
 _SCORED_AT_ONCE = 128
@@ -67,6 +73,8 @@ class Runner:
         self.drafter: Drafter | None = None
         self.drafting = 0  # guesses of the drafter with which a row's step ends
         self._prompts: dict[SlotId, list[int]] = {}  # what is known beforehand, for the drafter
+        self._bank: Bank | None = None
+        self._fetch: Callable[[str], Adapter] | None = None
 
     @property
     def padding(self) -> SlotId:
@@ -97,6 +105,25 @@ class Runner:
         """From now on steps may end with guesses of its: see `drafting`."""
         self.drafter = drafter
 
+    def attach_adapters(self, bank: Bank, fetch: Callable[[str], Adapter]) -> None:
+        """From now on plans may put adapters into the bank's slots, and rows may name those."""
+        self._bank, self._fetch = bank, fetch
+
+    def _put_adapters(self, plan: StepPlan) -> None:
+        if not plan.adapters:
+            return
+        if self._bank is None or self._fetch is None:
+            names = ", ".join(name for _, name in plan.adapters)
+            raise EngineError(f"a plan wants adapters ({names}), but this runner has no bank.")
+        for slot, name in plan.adapters:
+            self._bank.put(slot, self._fetch(name))
+
+    def _adapters(self, rows: Sequence[Row], counts: Sequence[int]) -> AdapterRows | None:
+        """The adapters of so many tokens of each row; None where no row has one."""
+        if not any(row.adapter for row in rows):
+            return None
+        return grouped(np.repeat([row.adapter for row in rows], counts), self._device)
+
     def _compute(self, plan: StepPlan) -> list[RowResult]:
         """Operator by operator."""
         ids, batch = self._batch(plan)
@@ -115,10 +142,12 @@ class Runner:
             return self._draft(plan.rows, ids, batch, hidden, taps, results)
 
     def _batch(self, plan: StepPlan) -> tuple[Tensor, StepBatch]:
+        rows = plan.rows
         ids, batch = self._slots.batch(plan, self._cache.layers)
-        return ids, replace(batch, fixed=self._in_fixed_order(plan.rows))
+        adapters = self._adapters(rows, [row.num_tokens for row in rows])
+        return ids, replace(batch, fixed=self._in_fixed_order(rows), adapters=adapters)
 
-    def _in_fixed_order(self, rows: list[Row]) -> bool:
+    def _in_fixed_order(self, rows: Sequence[Row]) -> bool:
         """Whether any row's result must not depend on the others: then none does."""
         return bool(self._fixed) and any(row.slot in self._fixed for row in rows)
 
@@ -131,6 +160,7 @@ class Runner:
                 self._fixed.discard(admission.slot)
 
     def _prepare(self, plan: StepPlan) -> None:
+        self._put_adapters(plan)
         self._note_fixed(plan)
         self._note_prompts(plan)
         for slot in plan.freed:
@@ -145,7 +175,8 @@ class Runner:
         results = [RowResult([])] * len(rows)
         if sampled:
             last = torch.tensor([spans[i].first + spans[i].count - 1 for i in sampled])
-            logits = self._network.logits(hidden[last.to(self._device)]).float()
+            adapters = self._adapters([rows[i] for i in sampled], [1] * len(sampled))
+            logits = self._network.logits(hidden[last.to(self._device)], adapters).float()
             slots = [rows[i].slot for i in sampled]
             tokens, scores = self._sampler.sample(logits, slots)
             self._slots.last[slots] = torch.tensor(tokens, dtype=torch.int32, device=self._device)
@@ -161,12 +192,16 @@ class Runner:
         results = [RowResult([])] * len(rows)
         if asked:
             at = torch.from_numpy(positions_of(rows, asked)).to(self._device)
-            logits = self._network.logits(hidden[at]).float()
+            logits = self._network.logits(hidden[at], self._asked_adapters(rows, asked)).float()
             for each, result in zip(asked, verify(self._sampler, logits, asked), strict=True):
                 results[each.row] = result
                 self._slots.last[each.slot] = result.tokens[-1]
         self._score_prompts(rows, spans, hidden, results)
         return results
+
+    def _asked_adapters(self, rows: list[Row], asked: list[Asked]) -> AdapterRows | None:
+        own = [rows[each.row] for each in asked]
+        return self._adapters(own, [each.num_positions for each in asked])
 
     def _note_prompts(self, plan: StepPlan) -> None:
         if self.drafter is None:
@@ -235,6 +270,7 @@ class Runner:
         scored: list[TokenLogprob] = []
         for at in range(0, len(following), _SCORED_AT_ONCE):
             tokens = following[at : at + _SCORED_AT_ONCE]
-            logits = self._network.logits(hidden[at : at + len(tokens)])
+            adapters = self._adapters([row], [len(tokens)])
+            logits = self._network.logits(hidden[at : at + len(tokens)], adapters)
             scored += score_tokens(logits, tokens, num_top)
         return scored

@@ -1,0 +1,87 @@
+"""What adapters add to a product, in Triton's interpreter, against the plain version."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from tests.kernels.test_interpreted import INTERPRETED, inside, run_interpreted
+from windlass.kernels.batch import PIECE, AdapterRows
+from windlass.kernels.lora import Stacks
+from windlass.kernels.lora import add_lora as add_plainly
+from windlass.runner.adapters import grouped, in_pieces
+
+pytest.importorskip("triton")
+
+CPU = torch.device("cpu")
+NUM_IN, MOST = 600, 40  # inputs that no block divides, and ranks of three blocks
+SIZES = {"q, k, v": (300, 20, 70), "gate, up": (130, 130), "one": (257,)}
+# By slot and part; slot 0 is nobody's.
+RANKS = [[0, 0, 0], [16, 4, 40], [0, 17, 1], [8, 0, 0]]
+
+
+@pytest.mark.skipif(INTERPRETED, reason="starts the interpreter's process")
+def test_kernels_in_the_interpreter() -> None:
+    run_interpreted(__file__)
+
+
+def make_stacks(sizes: tuple[int, ...]) -> Stacks:
+    """With the ranks of other layers beside this one's, and nonsense beyond each rank."""
+    ranks = np.array(RANKS, dtype=np.int32)[:, : len(sizes)]
+    beside = torch.full((len(RANKS), len(sizes) + 4), 99, dtype=torch.int32)
+    beside[:, 2 : 2 + len(sizes)] = torch.from_numpy(ranks)
+    down = torch.full((len(RANKS), len(sizes), MOST, NUM_IN), float("nan"))
+    up = torch.full((len(RANKS), MOST, sum(sizes)), float("nan"))
+    stacks = Stacks(down, up, beside[:, 2 : 2 + len(sizes)], ranks, sizes)
+    for slot, own in enumerate(ranks.tolist()):
+        for part, (rank, outputs) in enumerate(zip(own, stacks.spans(), strict=True)):
+            down[slot, part, :rank] = torch.randn(rank, NUM_IN)
+            up[slot, :rank, outputs] = torch.randn(rank, outputs.stop - outputs.start)
+    return stacks
+
+
+def compare(sizes: tuple[int, ...], slots: list[int], given: AdapterRows) -> None:
+    from windlass.kernels.triton.lora import add_lora
+
+    torch.manual_seed(0)
+    stacks = make_stacks(sizes)
+    x, y = torch.randn(len(slots), NUM_IN), torch.randn(len(slots), sum(sizes))
+    want = add_plainly(y.clone(), x, stacks, grouped(np.array(slots), CPU))
+    got = add_lora(y.clone(), x, stacks, given)
+    torch.testing.assert_close(got, want, atol=2e-3, rtol=1e-4)
+    base = [i for i, slot in enumerate(slots) if slot == 0]
+    assert torch.equal(got[base], y[base])
+    assert not torch.equal(want, y)
+
+
+@inside
+@pytest.mark.parametrize("name", SIZES)
+def test_tokens_by_themselves(name: str) -> None:
+    slots = [1, 0, 2, 3, 1]
+    compare(SIZES[name], slots, AdapterRows(torch.tensor(slots, dtype=torch.int32)))
+
+
+@inside
+@pytest.mark.parametrize("name", SIZES)
+def test_pieces_of_rows(name: str) -> None:
+    counts, rows = [1, PIECE + 3, 5, 2], [2, 1, 0, 3]
+    slots = np.repeat(rows, counts)
+    given = in_pieces(slots, counts, CPU)
+    assert given.tiles is not None
+    assert given.tiles.tolist() == [[0, 1], [1, PIECE], [1 + PIECE, 3], [PIECE + 9, 2]]
+    compare(SIZES[name], slots.tolist(), given)
+
+
+@inside
+def test_a_token_s_sums_are_the_same_in_every_step() -> None:
+    from windlass.kernels.triton.lora import add_lora
+
+    stacks = make_stacks(SIZES["q, k, v"])
+    x, y = torch.randn(3, NUM_IN), torch.randn(3, sum(stacks.sizes))
+    slots = torch.tensor([1, 2, 3], dtype=torch.int32)
+    together = add_lora(y.clone(), x, stacks, AdapterRows(slots))
+    for i in range(3):
+        one = slice(i, i + 1)
+        alone = add_lora(y[one].clone(), x[one], stacks, AdapterRows(slots[one]))
+        assert torch.equal(alone, together[one])

@@ -1,0 +1,157 @@
+"""Networks with adapters: against merged weights, in mixed batches, on quantised bases."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.lora.adapters import ALL, SHAPES, Parts, make_adapter, merge
+from tests.models import tiny
+from tests.models.tiny import Type, write_gguf
+from tests.quant.folders import IDS, write_plain
+from windlass.core.types import BlockId
+from windlass.kernels.lora import Lora
+from windlass.layers.linear import Linear
+from windlass.lora.base import Adapter
+from windlass.runner.adapters import grouped
+
+ONE = make_adapter("one", ALL, 1)
+SOME = make_adapter("some", {"self_attn.q_proj": 3, "self_attn.v_proj": 16, "mlp.up_proj": 1}, 2)
+HEAD = make_adapter("head", {"mlp.down_proj": 2, "lm_head": 8}, 3)
+ADAPTERS = [ONE, SOME, HEAD]
+PROMPTS = [IDS, IDS[::-1], IDS[3:], [7], IDS[:6]]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    return write_plain(tmp_path_factory.mktemp("model") / "base")
+
+
+def near(got: torch.Tensor, want: torch.Tensor) -> None:
+    torch.testing.assert_close(got, want, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("adapter", ADAPTERS, ids=lambda adapter: adapter.name)
+def test_equals_merged_weights(folder: Path, tmp_path: Path, adapter: Adapter) -> None:
+    exact = {"dtype": "float32"}  # keys and values too
+    (want,) = Parts(merge(folder, tmp_path / "merged", adapter), **exact).scores([IDS], [0])
+    parts = Parts(folder, [adapter], **exact)
+    (whole,) = parts.scores([IDS], [1])
+    (chunked,) = parts.scores([IDS], [1], [4, 1, 6])
+    near(whole, want)
+    near(chunked, want)
+    (base,) = parts.scores([IDS], [0])
+    assert (base - want).abs().max() > 0.1, "the adapter changes too little to be seen"
+
+
+def test_a_tied_head_is_changed_and_the_embedding_is_not(tmp_path: Path) -> None:
+    exact = {"dtype": "float32"}
+    tied = write_plain(tmp_path / "tied", tied=True)
+    (want,) = Parts(merge(tied, tmp_path / "merged", HEAD), **exact).scores([IDS], [0])
+    (got,) = Parts(tied, [HEAD], **exact).scores([IDS], [1])
+    near(got, want)
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"quantization": "int4"}, {"plain_kernels": True}], ids=str
+)
+def test_mixed_batches(folder: Path, options: dict) -> None:
+    """Each row is as if its adapter were alone, and rows of the base are so to the bit."""
+    parts = Parts(folder, ADAPTERS, **options)
+    wanted = [1, 0, 2, 3, 1]
+    for chunks in ([100], [3, 1, 7]):
+        mixed = parts_again(parts, wanted, chunks)
+        base = parts_again(parts, [0] * len(wanted), chunks)
+        assert torch.equal(mixed[1], base[1])
+        for i, slot in enumerate(wanted):
+            alone = [slot if j == i else 0 for j in range(len(wanted))]
+            near(mixed[i], parts_again(parts, alone, chunks)[i])
+
+
+def parts_again(parts: Parts, slots: list[int], chunks: list[int]) -> list[torch.Tensor]:
+    """With slots and blocks from the start."""
+    parts._count, parts._blocks = 0, iter(range(64))
+    return parts.scores(PROMPTS, slots, chunks)
+
+
+def test_recorded_steps_of_the_base_are_as_they_are_beside_adapters(folder: Path) -> None:
+    """The same request, recorded and operator by operator: tokens and scores, to the bit."""
+    found = []
+    for slot in (0, 1):
+        parts = Parts(folder, [ONE], quantization="int4", quantize_head=True)
+        base, other = parts.admit(IDS, logprobs=2), parts.admit(IDS[::-1], logprobs=2)
+        rows = [parts.row(base, 0, len(IDS)), parts.row(other, 0, len(IDS), slot)]
+        found.append(parts.run(rows, [base, other]))
+    assert found[0][0] == found[1][0]
+    assert found[0][1] != found[1][1]
+
+
+@pytest.mark.parametrize("form", ["int4", "int8", "w8a8", "Q4_1"])
+def test_on_top_of_quantised_weights(folder: Path, tmp_path: Path, form: str) -> None:
+    """What each layer adds is what the plain matrices say, whatever the base is held in."""
+    shapes, ranks, options = SHAPES, ALL, {"quantization": form}
+    if form == "Q4_1":
+        folder = write_gguf(tmp_path / "m.gguf", kind=Type.Q4_1)
+        q, kv = tiny.HEADS * tiny.HEAD_DIM, tiny.KV_HEADS * tiny.HEAD_DIM
+        shapes = {
+            "self_attn.q_proj": (q, tiny.HIDDEN),
+            "self_attn.v_proj": (kv, tiny.HIDDEN),
+            "mlp.down_proj": (tiny.HIDDEN, tiny.FFN),
+        }
+        ranks, options = dict.fromkeys(shapes, 4), {}
+    adapter = make_adapter("a", ranks, shapes=shapes)
+    parts = Parts(folder, [adapter], **options)
+    assert all(torch.isfinite(each).all() for each in parts.scores([IDS, IDS], [1, 0]))
+    rows = grouped(torch.tensor([1, 0, 1]).numpy(), torch.device("cpu"))
+    for path, layer in parts.network.named_modules():
+        if not isinstance(layer, Linear) or path == "lm_head":
+            continue
+        assert layer.products
+        assert isinstance(layer.lora, Lora)
+        x = torch.randn(3, layer.num_in)
+        base = layer(x)
+        change = layer(x, rows) - base
+        parent, want = path.rpartition(".")[0], []
+        for part, size in layer.parts.items():
+            low = adapter.modules.get(f"{parent}.{part}")
+            want.append(torch.zeros(3, size) if low is None else x @ low.down.T @ low.up.T)
+        expected = torch.cat(want, dim=1)
+        near(change[[0, 2]], expected[[0, 2]])
+        assert torch.equal(layer(x, rows)[1], base[1])
+
+
+def test_guesses_are_verified_by_the_adapted_network(folder: Path) -> None:
+    parts = Parts(folder, ADAPTERS, quantization="int4")
+    said = parts.answer(IDS, 1, 8)
+    assert said != parts.answer(IDS, 0, 8)
+    one, base = parts.admit(IDS), parts.admit(IDS)
+    guesses = [said[1], said[2], (said[3] + 1) % 97, said[4]]
+    rows = [parts.row(one, 0, len(IDS), 1), parts.row(base, 0, len(IDS))]
+    assert parts.run(rows, [one, base])[0].tokens == said[:1]
+    one.tokens.append(said[0])
+    base.tokens.append(said[0])
+    rows = [parts.row(each, len(IDS), 1, slot, guesses) for each, slot in ((one, 1), (base, 0))]
+    results = parts.run(rows)
+    assert results[0].tokens == said[1:4]
+    assert results[1].tokens != said[1:4]
+
+
+def test_cached_blocks_of_an_adapter_serve_its_next_request(folder: Path) -> None:
+    parts = Parts(folder, ADAPTERS)
+    prompt = [(5 * i) % 97 for i in range(40)]
+    want = parts.answer(prompt, 2, 3)  # the first blocks, 0 to 2, are its
+    one = parts.admit(prompt)
+    row = parts.row(one, 32, 8, 2)
+    again = parts.run([row._replace(blocks=(BlockId(0), BlockId(1), *row.blocks))], [one])
+    assert again[0].tokens == want[:1]
+
+
+def test_a_slot_s_next_adapter_replaces_all_of_the_last(folder: Path) -> None:
+    parts = Parts(folder, [ONE])
+    parts.scores([IDS], [1])
+    parts.bank.put(1, SOME)
+    (got,) = parts.scores([IDS], [1])
+    (want,) = Parts(folder, [SOME]).scores([IDS], [1])
+    assert torch.equal(got, want)

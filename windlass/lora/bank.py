@@ -1,0 +1,146 @@
+"""The device's slots for adapters: for every linear layer of a network, room for all of them.
+
+Who is in which slot, and when one may be taken, is decided elsewhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from windlass.errors import CheckpointError
+from windlass.kernels.lora import AddLora, Lora, Stacks, add_lora
+from windlass.layers.linear import Linear
+from windlass.layers.norm import RMSNorm
+from windlass.lora.base import Adapter
+from windlass.models.network import Network
+from windlass.models.spec import ModelSpec
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """One module of the checkpoint: which part of which layer it is."""
+
+    stacks: Stacks
+    part: int
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Outputs and inputs."""
+        return self.stacks.sizes[self.part], self.stacks.down.shape[3]
+
+
+class Bank:
+    """Owns the adapters' matrices on the device. Slots are 1 to `num_slots`; 0 is nobody's.
+
+    From when it is made, the network's layers can compute steps whose rows have adapters.
+    """
+
+    def __init__(self, network: Network, spec: ModelSpec, num_slots: int, max_rank: int) -> None:
+        self.num_slots = num_slots
+        self.max_rank = max_rank
+        self._architecture = spec.architecture
+        self._layers: list[Stacks] = []
+        self._places: dict[str, _Place] = {}
+        norm = next(module for module in network.modules() if isinstance(module, RMSNorm))
+        self._device = norm.weight.device
+        kernel = _triton() if norm.ops.is_triton else add_lora
+        linears = [(path, m) for path, m in network.named_modules() if isinstance(m, Linear)]
+        # Ranks of all layers lie side by side, so that a put sends them at once.
+        shape = (num_slots + 1, sum(len(layer.parts) for _, layer in linears))
+        self._host_ranks = np.zeros(shape, dtype=np.int32)
+        self._ranks = torch.zeros(shape, dtype=torch.int32, device=self._device)
+        first = 0
+        for path, layer in linears:
+            own = slice(first, first + len(layer.parts))
+            ranks = (self._ranks[:, own], self._host_ranks[:, own])
+            stacks = _stacks(layer, max_rank, norm.weight, *ranks)
+            layer.lora = Lora(stacks, kernel)
+            self._layers.append(stacks)
+            for part, name in enumerate(_names(path, layer)):
+                self._places[name] = _Place(stacks, part)
+            first = own.stop
+
+    @property
+    def num_bytes(self) -> int:
+        return self._ranks.nbytes + sum(stacks.num_bytes for stacks in self._layers)
+
+    def check(self, adapter: Adapter) -> None:
+        """Raise where an adapter does not belong to this network, with the module and both shapes."""
+        for name, low in adapter.modules.items():
+            place = self._places.get(name)
+            if place is None:
+                raise CheckpointError(
+                    f"adapter {adapter.name!r} changes {name}, which this network "
+                    f"({self._architecture}) does not have. It was made for another base model."
+                )
+            rank = low.down.shape[0]
+            found = (low.up.shape[0], low.down.shape[1])
+            if found != place.shape or low.up.shape[1] != rank:
+                raise CheckpointError(
+                    f"adapter {adapter.name!r}, {name}: lora_A {_by(low.down.shape)} and lora_B "
+                    f"{_by(low.up.shape)} change a weight of {_by(found)}, but the network's is "
+                    f"{_by(place.shape)}. It was made for another base model."
+                )
+            if rank > self.max_rank:
+                raise CheckpointError(
+                    f"adapter {adapter.name!r}, {name}: rank {rank} is above --max-lora-rank "
+                    f"{self.max_rank}. Raise it to load this adapter."
+                )
+
+    @torch.inference_mode()
+    def put(self, slot: int, adapter: Adapter) -> None:
+        """Put an adapter into a slot, in the place of what was there.
+
+        On CUDA it is done in the order of the current stream: steps before it see what was there.
+        """
+        if not 1 <= slot <= self.num_slots:
+            raise ValueError(f"adapter slot {slot} is not one of 1 to {self.num_slots}")
+        self.check(adapter)
+        self._host_ranks[slot] = 0
+        for name, low in adapter.modules.items():
+            place, rank = self._places[name], low.down.shape[0]
+            stacks, part = place.stacks, place.part
+            # Types are changed, and `up` is turned, where they arrive.
+            down, up = (half.to(self._device, non_blocking=True) for half in low)
+            stacks.down[slot, part, :rank] = down
+            stacks.up[slot, :rank, stacks.spans()[part]] = up.T
+            stacks.host_ranks[slot, part] = rank
+        ranks = torch.from_numpy(self._host_ranks[slot].copy())
+        if self._device.type != "cpu":
+            ranks = ranks.pin_memory()
+        self._ranks[slot].copy_(ranks, non_blocking=True)
+
+
+def _stacks(
+    layer: Linear, max_rank: int, like: Tensor, ranks: Tensor, host_ranks: np.ndarray
+) -> Stacks:
+    count, sizes = len(host_ranks), tuple(layer.parts.values())
+    return Stacks(
+        like.new_empty((count, len(sizes), max_rank, layer.num_in)),
+        like.new_empty((count, max_rank, sum(sizes))),
+        ranks,
+        host_ranks,
+        sizes,
+    )
+
+
+def _names(path: str, layer: Linear) -> Iterator[str]:
+    """What the checkpoint calls a layer's parts; a head is called so even where it is tied."""
+    parent = path.rpartition(".")[0]
+    for part in layer.parts:
+        yield f"{parent}.{part}" if len(layer.parts) > 1 else path
+
+
+def _triton() -> AddLora:
+    from windlass.kernels.triton.lora import add_lora as add_on_device
+
+    return add_on_device
+
+
+def _by(shape: tuple[int, ...]) -> str:
+    return " x ".join(map(str, shape))

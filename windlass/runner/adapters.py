@@ -1,0 +1,34 @@
+"""A step's adapters as its kernels take them: grouped for the plain version, in pieces on a device."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from windlass.kernels.batch import PIECE, AdapterRows
+from windlass.runner.slots import to_device
+
+
+def grouped(slots: np.ndarray, device: torch.device) -> AdapterRows:
+    """Tokens of the same adapter together, so that each adapter is read once."""
+    groups = tuple(
+        (int(slot), to_device(np.flatnonzero(slots == slot), device))
+        for slot in np.unique(slots)
+        if slot
+    )
+    return AdapterRows(to_device(slots.astype(np.int32), device), groups=groups)
+
+
+def in_pieces(slots: np.ndarray, counts: Sequence[int], device: torch.device) -> AdapterRows:
+    """Neighbours of one row together; `counts` are the rows' tokens."""
+    tiles: list[tuple[int, int]] = []
+    first = 0
+    for count in counts:
+        tiles += [(first + at, min(PIECE, count - at)) for at in range(0, count, PIECE)]
+        first += count
+    # Pieces without an adapter are none.
+    kept = [tile for tile in tiles if slots[tile[0]]]
+    pieces = np.array(kept, dtype=np.int32).reshape(-1, 2)
+    return AdapterRows(to_device(slots.astype(np.int32), device), to_device(pieces, device))
