@@ -28,16 +28,17 @@ def test_kernels_in_the_interpreter() -> None:
 
 def make_stacks(sizes: tuple[int, ...]) -> Stacks:
     """With the ranks of other layers beside this one's, and nonsense beyond each rank."""
-    ranks = np.array(RANKS, dtype=np.int32)[:, : len(sizes)]
-    beside = torch.full((len(RANKS), len(sizes) + 4), 99, dtype=torch.int32)
-    beside[:, 2 : 2 + len(sizes)] = torch.from_numpy(ranks)
-    down = torch.full((len(RANKS), len(sizes), MOST, NUM_IN), float("nan"))
-    up = torch.full((len(RANKS), MOST, sum(sizes)), float("nan"))
-    stacks = Stacks(down, up, beside[:, 2 : 2 + len(sizes)], ranks, sizes)
-    for slot, own in enumerate(ranks.tolist()):
-        for part, (rank, outputs) in enumerate(zip(own, stacks.spans(), strict=True)):
-            down[slot, part, :rank] = torch.randn(rank, NUM_IN)
-            up[slot, :rank, outputs] = torch.randn(rank, outputs.stop - outputs.start)
+    count, parts = len(RANKS), len(sizes)
+    beside = torch.full((count, parts + 4), 99, dtype=torch.int32)
+    ranks = beside[:, 2 : 2 + parts]
+    ranks.copy_(torch.tensor(RANKS)[:, :parts])
+    down = torch.full((count, parts, MOST, NUM_IN), float("nan"))
+    up = torch.full((count, MOST, sum(sizes)), float("nan"))
+    stacks = Stacks(down, up, ranks, sizes, {slot: [] for slot in range(count)})
+    for slot in range(count):
+        for part, size in enumerate(sizes):
+            rank = RANKS[slot][part]
+            stacks.put(slot, part, torch.randn(rank, NUM_IN), torch.randn(size, rank))
     return stacks
 
 

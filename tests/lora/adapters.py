@@ -84,7 +84,8 @@ class Parts:
         spec = load_spec(files, config.model)
         loaded = load_network(config, spec, open_checkpoint(files, config.model))
         self.network = loaded.network
-        self.runner = make_runner(config, spec, loaded, config.limits("cpu")).runner
+        limits = config.limits(loaded.parts.device.type)
+        self.runner = make_runner(config, spec, loaded, limits).runner
         self.bank = Bank(self.network, spec, max(1, len(adapters)), max_rank)
         by_name = {adapter.name: adapter for adapter in adapters}
         self.runner.attach_adapters(self.bank, by_name.__getitem__)

@@ -88,6 +88,18 @@ def test_recorded_steps_of_the_base_are_as_they_are_beside_adapters(folder: Path
     assert found[0][1] != found[1][1]
 
 
+def test_deterministic_requests_are_the_same_beside_others_of_their_adapter(folder: Path) -> None:
+    found = []
+    for beside in (0, 3):
+        parts = Parts(folder, [ONE])
+        wish = {"deterministic": True, "logprobs": 2}
+        one = parts.admit(IDS, **wish)
+        others = [parts.admit(IDS[i:]) for i in range(1, 1 + beside)]
+        rows = [parts.row(each, 0, len(each.tokens), 1) for each in (*others, one)]
+        found.append(parts.run(rows, [*others, one])[-1])
+    assert found[0] == found[1]
+
+
 @pytest.mark.parametrize("form", ["int4", "int8", "w8a8", "Q4_1"])
 def test_on_top_of_quantised_weights(folder: Path, tmp_path: Path, form: str) -> None:
     """What each layer adds is what the plain matrices say, whatever the base is held in."""

@@ -137,7 +137,8 @@ class AdapterRows:
     # [n, 2] int32: first token and number of tokens of pieces of one adapter each, up to PIECE;
     # None: every token is one.
     tiles: Tensor | None = None
-    groups: tuple[tuple[int, Tensor], ...] = ()  # slots that are not 0, and the tokens of each
+    groups: tuple[tuple[int, Tensor | slice], ...] = ()  # slots but 0, and the tokens of each
+    fixed: bool = False  # whether a token's result must not depend on the others of its adapter
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,11 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import numpy as np
 from torch import Tensor
+from torch.nn.functional import linear
 
 from windlass.kernels.batch import AdapterRows
 from windlass.kernels.products import fixed_linear
+
+Change = tuple[slice, Tensor, Tensor]  # outputs of a part, and its down [rank, in], up [rank, out]
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,18 +25,25 @@ class Stacks:
     down: Tensor  # [slots + 1, parts, most ranks, in]
     up: Tensor  # [slots + 1, most ranks, out]: outputs of all parts follow each other
     ranks: Tensor  # [slots + 1, parts] int32; 0: the slot does not change this part
-    host_ranks: np.ndarray  # the same, where no device need be asked
     sizes: tuple[int, ...]  # outputs of each part
+    changes: dict[int, list[Change]]  # by slot, where no device need be asked: views of the above
 
     @property
     def num_bytes(self) -> int:
         """Of the matrices."""
         return self.down.nbytes + self.up.nbytes
 
-    def spans(self) -> list[slice]:
-        """Where the outputs of each part lie."""
-        ends = np.cumsum(self.sizes).tolist()
-        return [slice(end - size, end) for end, size in zip(ends, self.sizes, strict=True)]
+    def clear(self, slot: int) -> None:
+        self.changes[slot] = []
+
+    def put(self, slot: int, part: int, down: Tensor, up: Tensor) -> None:
+        """Copy a part's down [rank, in] and up [out, rank], after `clear`; ranks are not sent."""
+        rank, first = down.shape[0], sum(self.sizes[:part])
+        outputs = slice(first, first + self.sizes[part])
+        own = (outputs, self.down[slot, part, :rank], self.up[slot, :rank, outputs])
+        own[1].copy_(down)
+        own[2].copy_(up.T)
+        self.changes[slot].append(own)
 
 
 # Adds to y [tokens, out], which it may change, what the adapters make of x [tokens, in].
@@ -53,15 +62,12 @@ class Lora:
 
 
 def add_lora(y: Tensor, x: Tensor, stacks: Stacks, adapters: AdapterRows) -> Tensor:
-    """The plain version: sums in float32, in an order that no other row changes."""
-    spans = stacks.spans()
+    """The plain version, adapter by adapter: sums in float32, rounded once."""
+    product = fixed_linear if adapters.fixed else linear
     for slot, tokens in adapters.groups:
-        own = x[tokens].float()
-        for part, rank in enumerate(stacks.host_ranks[slot].tolist()):
-            if rank == 0:
-                continue
-            outputs = spans[part]
-            low = fixed_linear(own, stacks.down[slot, part, :rank].float())
-            change = fixed_linear(low, stacks.up[slot, :rank, outputs].float().T)
-            y[tokens, outputs] = (y[tokens, outputs].float() + change).to(y.dtype)
+        changes = stacks.changes[slot]
+        if changes:
+            own = x[tokens].float()
+        for outputs, down, up in changes:
+            y[tokens, outputs] += product(product(own, down.float()), up.float().T)
     return y

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -27,6 +26,7 @@ class _Place:
 
     stacks: Stacks
     part: int
+    column: int  # of its ranks among those of all modules
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -52,17 +52,15 @@ class Bank:
         linears = [(path, m) for path, m in network.named_modules() if isinstance(m, Linear)]
         # Ranks of all layers lie side by side, so that a put sends them at once.
         shape = (num_slots + 1, sum(len(layer.parts) for _, layer in linears))
-        self._host_ranks = np.zeros(shape, dtype=np.int32)
         self._ranks = torch.zeros(shape, dtype=torch.int32, device=self._device)
         first = 0
         for path, layer in linears:
             own = slice(first, first + len(layer.parts))
-            ranks = (self._ranks[:, own], self._host_ranks[:, own])
-            stacks = _stacks(layer, max_rank, norm.weight, *ranks)
+            stacks = _stacks(layer, max_rank, norm.weight, self._ranks[:, own])
             layer.lora = Lora(stacks, kernel)
             self._layers.append(stacks)
             for part, name in enumerate(_names(path, layer)):
-                self._places[name] = _Place(stacks, part)
+                self._places[name] = _Place(stacks, part, first + part)
             first = own.stop
 
     @property
@@ -101,32 +99,24 @@ class Bank:
         if not 1 <= slot <= self.num_slots:
             raise ValueError(f"adapter slot {slot} is not one of 1 to {self.num_slots}")
         self.check(adapter)
-        self._host_ranks[slot] = 0
+        for stacks in self._layers:
+            stacks.clear(slot)
+        ranks = [0] * self._ranks.shape[1]
         for name, low in adapter.modules.items():
-            place, rank = self._places[name], low.down.shape[0]
-            stacks, part = place.stacks, place.part
+            place = self._places[name]
             # Types are changed, and `up` is turned, where they arrive.
             down, up = (half.to(self._device, non_blocking=True) for half in low)
-            stacks.down[slot, part, :rank] = down
-            stacks.up[slot, :rank, stacks.spans()[part]] = up.T
-            stacks.host_ranks[slot, part] = rank
-        ranks = torch.from_numpy(self._host_ranks[slot].copy())
-        if self._device.type != "cpu":
-            ranks = ranks.pin_memory()
-        self._ranks[slot].copy_(ranks, non_blocking=True)
+            place.stacks.put(slot, place.part, down, up)
+            ranks[place.column] = low.down.shape[0]
+        sent = torch.tensor(ranks, dtype=torch.int32, pin_memory=self._device.type != "cpu")
+        self._ranks[slot].copy_(sent, non_blocking=True)
 
 
-def _stacks(
-    layer: Linear, max_rank: int, like: Tensor, ranks: Tensor, host_ranks: np.ndarray
-) -> Stacks:
-    count, sizes = len(host_ranks), tuple(layer.parts.values())
-    return Stacks(
-        like.new_empty((count, len(sizes), max_rank, layer.num_in)),
-        like.new_empty((count, max_rank, sum(sizes))),
-        ranks,
-        host_ranks,
-        sizes,
-    )
+def _stacks(layer: Linear, max_rank: int, like: Tensor, ranks: Tensor) -> Stacks:
+    count, sizes = len(ranks), tuple(layer.parts.values())
+    down = like.new_empty((count, len(sizes), max_rank, layer.num_in))
+    up = like.new_empty((count, max_rank, sum(sizes)))
+    return Stacks(down, up, ranks, sizes, {slot: [] for slot in range(count)})
 
 
 def _names(path: str, layer: Linear) -> Iterator[str]:

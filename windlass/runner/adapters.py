@@ -6,19 +6,26 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from windlass.kernels.batch import PIECE, AdapterRows
 from windlass.runner.slots import to_device
 
 
-def grouped(slots: np.ndarray, device: torch.device) -> AdapterRows:
+def grouped(slots: np.ndarray, device: torch.device, fixed: bool = False) -> AdapterRows:
     """Tokens of the same adapter together, so that each adapter is read once."""
     groups = tuple(
-        (int(slot), to_device(np.flatnonzero(slots == slot), device))
+        (int(slot), _tokens(np.flatnonzero(slots == slot), device))
         for slot in np.unique(slots)
         if slot
     )
-    return AdapterRows(to_device(slots.astype(np.int32), device), groups=groups)
+    return AdapterRows(to_device(slots.astype(np.int32), device), groups=groups, fixed=fixed)
+
+
+def _tokens(places: np.ndarray, device: torch.device) -> Tensor | slice:
+    """Neighbours need no gathering."""
+    first, end = int(places[0]), int(places[-1]) + 1
+    return slice(first, end) if end - first == len(places) else to_device(places, device)
 
 
 def in_pieces(slots: np.ndarray, counts: Sequence[int], device: torch.device) -> AdapterRows:

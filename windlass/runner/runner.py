@@ -122,7 +122,8 @@ class Runner:
         """The adapters of so many tokens of each row; None where no row has one."""
         if not any(row.adapter for row in rows):
             return None
-        return grouped(np.repeat([row.adapter for row in rows], counts), self._device)
+        slots = np.repeat([row.adapter for row in rows], counts)
+        return grouped(slots, self._device, self._in_fixed_order(rows))
 
     def _compute(self, plan: StepPlan) -> list[RowResult]:
         """Operator by operator."""

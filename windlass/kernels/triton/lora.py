@@ -230,8 +230,7 @@ _KERNELS = {
 
 @dataclass(frozen=True, slots=True)
 class _Cut:
-    """How the inputs of a layer are cut: by nothing but their number, so that a token's sums are
-    the same in every step."""
+    """How a layer's inputs are cut: by their number alone, so that a token's sums never differ."""
 
     span: int  # inputs of a part of the sums
     splits: int

@@ -1,0 +1,94 @@
+"""Adapters on a real GPU: the kernels against the plain version, recorded steps against eager ones."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.lora.adapters import ALL, Parts, make_adapter
+from tests.quant.folders import IDS, write_plain
+from windlass.kernels.batch import AdapterRows
+from windlass.kernels.lora import Stacks
+from windlass.kernels.lora import add_lora as add_plainly
+from windlass.runner.adapters import grouped, in_pieces
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+ADAPTERS = [
+    make_adapter("one", ALL, 1),
+    make_adapter("some", {"self_attn.q_proj": 3, "self_attn.v_proj": 16, "lm_head": 8}, 2),
+]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    return write_plain(tmp_path_factory.mktemp("model") / "base")
+
+
+def make_stacks(num_in: int, sizes: tuple[int, ...], slots: int, most: int) -> Stacks:
+    """Slots of growing rank, in bfloat16."""
+    kind: dict[str, Any] = {"device": "cuda", "dtype": torch.bfloat16}
+    ranks = torch.zeros((slots + 1, len(sizes)), dtype=torch.int32, device="cuda")
+    down = torch.empty((slots + 1, len(sizes), most, num_in), **kind)
+    up = torch.empty((slots + 1, most, sum(sizes)), **kind)
+    stacks = Stacks(down, up, ranks, sizes, {slot: [] for slot in range(slots + 1)})
+    for slot in range(1, slots + 1):
+        rank = 1 + (slot * 7) % most
+        ranks[slot] = rank
+        for part, size in enumerate(sizes):
+            halves = torch.randn((rank, num_in), **kind), torch.randn((size, rank), **kind)
+            stacks.put(slot, part, *halves)
+    return stacks
+
+
+@pytest.mark.parametrize("sizes", [(4096, 1024, 1024), (1536, 1536), (576,)], ids=str)
+@pytest.mark.parametrize("counts", [[1] * 64, [1], [300, 1, 64, 7]], ids=len)
+def test_kernels_equal_the_plain_version(sizes: tuple[int, ...], counts: list[int]) -> None:
+    torch.manual_seed(0)
+    stacks = make_stacks(1536, sizes, 16, 64)
+    slots = np.repeat(np.arange(len(counts)) % 17, counts)
+    if len(counts) == 1:
+        slots[:] = 5
+    x = torch.randn((len(slots), 1536), device="cuda", dtype=torch.bfloat16)
+    y = torch.randn((len(slots), sum(sizes)), device="cuda", dtype=torch.bfloat16)
+    device = torch.device("cuda")
+    want = add_plainly(y.clone(), x, stacks, grouped(slots, device))
+    given = in_pieces(slots, counts, device)
+    if max(counts) == 1:
+        given = AdapterRows(given.slots)
+    from windlass.kernels.triton.lora import add_lora
+
+    got = add_lora(y.clone(), x, stacks, given)
+    assert torch.equal(got[slots == 0], y[slots == 0])
+    error = (got.float() - want.float()).abs().max() / want.float().abs().max()
+    assert error < 0.01
+
+
+def scores(folder: Path, **options: Any) -> list[float]:
+    """Of three requests with two adapters and none: a prompt, then one token a step."""
+    parts = Parts(folder, ADAPTERS, device="cuda", **options)
+    slots = [1, 0, 2]
+    admitted = [parts.admit(IDS[i:], logprobs=1) for i in range(3)]
+    found = []
+    for start, count in ((0, 3), (3, 1), (4, 1), (5, 1)):
+        rows = [
+            parts.row(one, start, count, slot)._replace(sample=True)
+            for one, slot in zip(admitted, slots, strict=True)
+        ]
+        for result in parts.run(rows, admitted if start == 0 else ()):
+            assert result.logprobs is not None
+            found.append(result.logprobs[0].logprob)
+    return found
+
+
+def test_recorded_steps_equal_eager_ones_and_the_plain_version(folder: Path) -> None:
+    recorded = scores(folder)
+    assert recorded == pytest.approx(scores(folder, enforce_eager=True), abs=0.05)
+    assert recorded == pytest.approx(scores(folder, plain_kernels=True), abs=0.1)
