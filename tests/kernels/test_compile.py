@@ -36,7 +36,10 @@ HOPPER = GPUTarget("cuda", 90, 32)
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 X, F, I, L = "*bf16", "*fp32", "*i32", "*i64"  # noqa: E741
 FP8 = "*fp8e4nv"
-ALIGNED = ("N", "K", "K_PAD", "table_stride", "stride", "width", "size")
+ALIGNED = (
+    *("N", "K", "K_PAD", "N0", "N1", "N2", "span"),
+    *("table_stride", "stride", "width", "size"),
+)
 SHARED_BYTES = 227 * 1024  # that one program may have
 # Sums of 128 rows by 256 features fill the registers; nothing that a program reads again and again.
 MAY_SPILL = {"prefill fp8 256": 256}
@@ -173,7 +176,7 @@ def lora_case(function: Any, **constants: int) -> tuple:
         **dict.fromkeys(("span", "splits", "rank_stride"), "i32"),
     }
     own = {name: kind for name, kind in signature.items() if name in function.arg_names}
-    return function, own, {"PARTS": 3, "MOST": 64, **constants}, {}
+    return function, own, {"PARTS": 3, "MOST": 64, "FETCH": True, **constants}, {}
 
 
 SAMPLE = {"logits": X, "wishes": F, "slots": I, "thresholds": F, "size": "i32", "stride": "i32"}

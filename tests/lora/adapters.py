@@ -72,6 +72,21 @@ def merge(source: Path, target: Path, adapter: Adapter) -> Path:
     return target
 
 
+def save(folder: Path, adapter: Adapter) -> Path:
+    """As PEFT writes it; for adapters of one rank, whose scaling is 1."""
+    folder.mkdir()
+    ends = sorted({name.rpartition(".")[2] for name in adapter.modules})
+    config = {"peft_type": "LORA", "r": adapter.rank, "lora_alpha": adapter.rank}
+    config |= {"target_modules": ends, "bias": "none"}
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    tensors: dict[str, Tensor] = {}
+    for name, low in adapter.modules.items():
+        tensors[f"base_model.model.{name}.lora_A.weight"] = low.down
+        tensors[f"base_model.model.{name}.lora_B.weight"] = low.up
+    save_file(tensors, folder / "adapter_model.safetensors")
+    return folder
+
+
 class Parts:
     """A runner with a bank of adapters, and logits of what it computes."""
 

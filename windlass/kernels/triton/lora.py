@@ -5,6 +5,9 @@ apart; the second (expand) adds them up and goes on to the outputs. In decode st
 by itself, limited by reading its adapter; in others pieces of one row share what they read. A part
 that an adapter does not change has rank 0, and so has slot 0: their programs end at once. All that
 differs from step to step lies on the device, so that steps can be recorded.
+
+Slots and ranks are copied to the device before the first kernel of a step, and no kernel writes
+them: they may be read before the kernel waits, and what they point to be fetched.
 """
 
 from __future__ import annotations
@@ -24,6 +27,15 @@ _RANKS = tl.constexpr(16)  # that are computed at once
 _MOST_PARTS = 3
 
 
+@triton.jit
+def _fetch(at, stride, rank, count, CHAINED: tl.constexpr, FETCH: tl.constexpr):
+    """Ask for `count` 16-bit values of the first ranks' rows, before they are read."""
+    if FETCH and rank > 0:
+        row = tl.minimum(tl.arange(0, _RANKS), rank - 1).to(tl.int64)
+        num_bytes = (2 * count + row * 0).to(tl.int32)
+        chain.fetch(at + row * stride, num_bytes, CHAINED)
+
+
 @triton.jit(do_not_specialize=["M"])
 def shrink_kernel(
     x,
@@ -38,10 +50,11 @@ def shrink_kernel(
     PARTS: tl.constexpr,
     MOST: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    FETCH: tl.constexpr,
     CHAINED: tl.constexpr,
 ):
     """sums[split, token, part, rank] = down[slot, part] @ x[token], over `span` inputs of a split."""
-    chain.begin(CHAINED)
+    chain.release(CHAINED)
     token = tl.program_id(0)
     part = tl.program_id(1)
     split = tl.program_id(2)
@@ -51,6 +64,8 @@ def shrink_kernel(
     begin = split * span
     end = tl.minimum(begin + span, K)
     weight = down + (slot * PARTS + part) * MOST * K
+    _fetch(weight + begin, K, rank, end - begin, CHAINED, FETCH)
+    chain.wait(CHAINED)
     to = sums + ((split.to(tl.int64) * M + token) * PARTS + part) * MOST
     for first in range(0, rank, _RANKS):
         inside = first + row < rank
@@ -94,14 +109,18 @@ def expand_kernel(
     MOST: tl.constexpr,
     SPLITS: tl.constexpr,
     OUTPUTS: tl.constexpr,
+    FETCH: tl.constexpr,
     CHAINED: tl.constexpr,
 ):
     """y[token] += up[slot].T @ (sums over splits), for one tile of one part's outputs."""
-    chain.begin(CHAINED)
+    chain.release(CHAINED)
     token = tl.program_id(0)
     part, first, end = _part_of(tl.program_id(1), N0, N1, N2, OUTPUTS)
     slot = tl.load(slots + token).to(tl.int64)
     rank = tl.load(ranks + slot * rank_stride + part)
+    weight = up + slot * MOST * N
+    _fetch(weight + first, N, rank, tl.minimum(OUTPUTS, end - first), CHAINED, FETCH)
+    chain.wait(CHAINED)
     if rank > 0:
         output = first + tl.arange(0, OUTPUTS)
         row = tl.arange(0, _RANKS)
@@ -111,9 +130,8 @@ def expand_kernel(
         for at in range(0, rank, _RANKS):
             inside = at + row < rank
             mask = inside[:, None] & (output < end)[None, :]
-            w = tl.load(
-                up + (slot * MOST + at + row)[:, None] * N + output[None, :], mask=mask, other=0.0
-            )
+            rows = weight + (at + row).to(tl.int64)[:, None] * N
+            w = tl.load(rows + output[None, :], mask=mask, other=0.0)
             mask = (split < splits)[:, None] & inside[None, :]
             low = tl.load(source[:, None] + (at + row)[None, :], mask=mask, other=0.0)
             acc += tl.sum(w.to(tl.float32) * tl.sum(low, 0)[:, None], 0)
@@ -138,10 +156,11 @@ def shrink_tile_kernel(
     MOST: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    FETCH: tl.constexpr,
     CHAINED: tl.constexpr,
 ):
     """The same for the tokens of a piece together, which are of one adapter."""
-    chain.begin(CHAINED)
+    chain.release(CHAINED)
     piece = tl.program_id(0)
     part = tl.program_id(1)
     split = tl.program_id(2)
@@ -154,6 +173,8 @@ def shrink_tile_kernel(
     begin = split * span
     end = tl.minimum(begin + span, K)
     weight = down + (slot * PARTS + part) * MOST * K
+    _fetch(weight + begin, K, rank, end - begin, CHAINED, FETCH)
+    chain.wait(CHAINED)
     source = x + (start + token).to(tl.int64)[:, None] * K
     to = sums + ((split.to(tl.int64) * M + start + token) * PARTS + part)[:, None] * MOST
     for first in range(0, rank, _RANKS):
@@ -188,16 +209,20 @@ def expand_tile_kernel(
     MOST: tl.constexpr,
     ROWS: tl.constexpr,
     OUTPUTS: tl.constexpr,
+    FETCH: tl.constexpr,
     CHAINED: tl.constexpr,
 ):
     """The same for the tokens of a piece together."""
-    chain.begin(CHAINED)
+    chain.release(CHAINED)
     piece = tl.program_id(0)
     part, first, end = _part_of(tl.program_id(1), N0, N1, N2, OUTPUTS)
     start = tl.load(tiles + 2 * piece)
     count = tl.load(tiles + 2 * piece + 1)
     slot = tl.load(slots + start).to(tl.int64)
     rank = tl.load(ranks + slot * rank_stride + part)
+    weight = up + slot * MOST * N
+    _fetch(weight + first, N, rank, tl.minimum(OUTPUTS, end - first), CHAINED, FETCH)
+    chain.wait(CHAINED)
     if rank > 0:
         output = first + tl.arange(0, OUTPUTS)
         token = tl.arange(0, ROWS)
@@ -206,9 +231,8 @@ def expand_tile_kernel(
         for at in range(0, rank, _RANKS):
             inside = at + row < rank
             mask = inside[:, None] & (output < end)[None, :]
-            w = tl.load(
-                up + (slot * MOST + at + row)[:, None] * N + output[None, :], mask=mask, other=0.0
-            )
+            rows = weight + (at + row).to(tl.int64)[:, None] * N
+            w = tl.load(rows + output[None, :], mask=mask, other=0.0)
             mask = (token < count)[:, None] & inside[None, :]
             low = tl.zeros([ROWS, _RANKS], dtype=tl.float32)
             for split in range(splits):
@@ -266,7 +290,8 @@ def add_lora(y: Tensor, x: Tensor, stacks: Stacks, adapters: AdapterRows) -> Ten
     stride = stacks.ranks.stride(0)
     pieces = tokens if adapters.tiles is None else adapters.tiles.shape[0]
     options = {"PARTS": parts, "MOST": most, **({} if alone else {"ROWS": PIECE})}
-    options |= {"num_warps": 4, **chain.options()}
+    whole = not any(size % 8 for size in (x.shape[1], *stacks.sizes))  # rows of 16 bytes each
+    options |= {"FETCH": whole and x.itemsize == 2, "num_warps": 4, **chain.options()}
     shrink, expand = _KERNELS[alone]
     shrink[pieces, parts, cut.splits](
         *(x, stacks.down, *which, sums, tokens, x.shape[1], cut.span, stride),
