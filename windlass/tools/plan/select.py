@@ -15,6 +15,9 @@ import torch
 
 from windlass.config import EngineConfig
 from windlass.errors import ConfigError
+from windlass.kernels.batch import Heads
+from windlass.kernels.ops import choose_ops
+from windlass.kernels.select import Need
 from windlass.models.card import load_spec, open_checkpoint
 from windlass.models.source import resolve
 from windlass.models.spec import ModelSpec
@@ -263,12 +266,22 @@ class _Judge:
         on_gpu = self.target.present and device.type == "cuda"  # can be asked what it can do
         return space.Need(
             weights.weight_bytes,
-            choose_kv_format(kv_dtype, spec, weights.dtype, device, on_gpu).token_bytes,
+            choose_kv_format(
+                kv_dtype, spec, weights.dtype, device, on_gpu, self._native(weights)
+            ).token_bytes,
             self.block_size,
             space.step_bytes(spec, self.asked.step_tokens, size),
             space.row_bytes(spec, size),
             spare_blocks=1 if self.machine.device == "cuda" else 0,
         )
+
+    def _native(self, weights: Weighed) -> bool:
+        """Whether a CPU's own kernels will compute, and not as the float32 reference."""
+        spec, device = self.spec, self.target.device
+        if device.type != "cpu" or weights.options.get("dtype") == "float32":
+            return False
+        heads = Heads(spec.num_heads, spec.num_kv_heads, spec.head_dim)
+        return choose_ops(Need(device, weights.dtype, heads, spec.rope.dim)).is_native
 
     def _tok_s(self, weights: Weighed, token_bytes: int, rows: int) -> float | None:
         """With contexts that are full; 16-bit products are too slow on most CPUs to be guessed."""
