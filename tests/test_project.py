@@ -20,6 +20,7 @@ from windlass.cli.main import app
 from windlass.config import (
     CacheConfig,
     GateConfig,
+    LoraConfig,
     ModelConfig,
     SchedulerConfig,
     ServeConfig,
@@ -37,7 +38,8 @@ BELOW: dict[str, set[str]] = {
     "folders": set(),
     "settings": {"errors"},
     "spec_config": {"settings"},
-    "config": {"spec_config"},
+    "lora_config": {"settings"},
+    "config": {"lora_config", "spec_config"},
     "core": {"config"},
     "engine": {"core"},
     "serve": {"engine"},
@@ -136,7 +138,8 @@ for name in sys.argv[1:]:
 
 
 def test_the_deciding_side_runs_without_torch() -> None:
-    rooms = {"errors", "settings", "spec_config", "config", "core", "engine", "serve"}
+    rooms = {"errors", "settings", "spec_config", "lora_config", "config"}
+    rooms |= {"core", "engine", "serve"}
     names = [module_name(path) for path in PACKAGE]
     chosen = [name for name in names if room_of(name) in rooms]
     chosen += ["windlass", "windlass.build", "windlass.llm", "windlass.cli.main"]
@@ -223,8 +226,8 @@ def test_every_flag_of_serve_is_a_setting() -> None:
     lines = re.findall(r"^  (-.+?)(?:  |$)", shown, flags=re.MULTILINE)
     flags = {name for line in lines for name in re.findall(r"--[a-z][a-z-]*", line)}
     expected = {"--config", "--help"}
-    sections = (ModelConfig, CacheConfig, SchedulerConfig, SpecConfig, ServeConfig, GateConfig)
-    for section in sections:
+    sections = (ModelConfig, CacheConfig, SchedulerConfig, SpecConfig, LoraConfig)
+    for section in (*sections, ServeConfig, GateConfig):
         for item in fields(section):
             long = [name for name in item.metadata["flags"] if name.startswith("--")]
             names = [flag(item.name), *long]

@@ -14,6 +14,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from windlass.config import EngineConfig, Limits, ServeConfig
+from windlass.core.adapters import Adapters
 from windlass.core.blocks import BlockPool
 from windlass.core.card import Choice, EngineReport, ModelCard
 from windlass.core.limits import SchedulerLimits
@@ -21,11 +22,13 @@ from windlass.core.policy import Continuous, Fcfs, Gate, Policy, Priority, Stati
 from windlass.core.scheduler import Scheduler
 from windlass.engine import Engine
 from windlass.engine import Runner as EngineRunner
+from windlass.errors import ConfigError
 from windlass.models.card import load_card, load_spec, open_checkpoint
 from windlass.models.source import ModelFiles, resolve
 from windlass.models.spec import ModelSpec
 
 if TYPE_CHECKING:
+    from windlass.lora.start import Adapting
     from windlass.runner.assemble import Assembled, Loaded
     from windlass.runner.scoring import Scorer, ScoringLimits
     from windlass.spec.start import Speculating
@@ -98,10 +101,14 @@ def build_engine(config: EngineConfig, source: Source, weights: Loaded | None = 
     with log.phase("load weights"):
         if weights is None:
             weights = load_network(config, spec, open_checkpoint(files, config.model))
+    with log.phase("adapters"):
+        adapting = _adapting(config, source, weights)
     with log.phase("load proposer"):
         speculating = _speculating(config, source, weights)
     with log.phase("KV cache"):
         made = make_runner(config, spec, weights, limits, speculating.token_bytes)
+    if adapting is not None:
+        made.runner.attach_adapters(adapting.bank, adapting.store.get)
     capacity = made.capacity
     log.choices += [
         Choice("model", f"{files.name} ({spec.architecture})", f"{files.kind}: {files.path}"),
@@ -111,6 +118,7 @@ def build_engine(config: EngineConfig, source: Source, weights: Loaded | None = 
         made.kv_format.choice,
         *made.choices,
         Choice("KV cache", f"{capacity.num_tokens:,} tokens", capacity.reason),
+        *([adapting.choice] if adapting is not None else []),
     ]
     scheduler = _scheduler(
         config,
@@ -120,6 +128,7 @@ def build_engine(config: EngineConfig, source: Source, weights: Loaded | None = 
         no_fixed_order=weights.no_fixed_order,
         # A recorded decode step on CUDA takes a new block for that of its own position.
         lookahead=speculating.lookahead if device.type == "cpu" else 0,
+        adapting=adapting,
     )
     with log.phase("speculation"):
         runner, choice = speculating.start(made, limits, asked)
@@ -132,7 +141,8 @@ def build_engine(config: EngineConfig, source: Source, weights: Loaded | None = 
         capacity,
         log.choices,
         log.seconds,
-        made.memory,
+        made.memory if adapting is None else {**made.memory, "adapters": adapting.bank.num_bytes},
+        adapting.store.folders if adapting is not None else {},
     )
     # What was built stays: the collector need not look at it again and again while steps run.
     gc.collect()
@@ -194,10 +204,25 @@ def serve(
     from windlass.serve.client import EngineClient
     from windlass.serve.launch import serve as run_server
 
+    if serve_config.lora_root and not config.lora.enable_lora:
+        raise ConfigError("--lora-root does nothing without --enable-lora.")
     opened = open_model(config)
+    if opened.card.name in config.lora.modules():
+        raise ConfigError(
+            f"--lora-modules names {opened.card.name!r}, which is the model's own name in the API. "
+            "Choose another, or give the model one with --served-model-name."
+        )
     build = partial(build_for_process, config, opened.source)
     client = EngineClient(build, serve_config.hang_timeout)
     return run_server(client, opened.card, serve_config, on_ready)
+
+
+def _adapting(config: EngineConfig, source: Source, weights: Loaded) -> Adapting | None:
+    if not config.lora.enable_lora:
+        return None
+    from windlass.lora.start import open_adapters
+
+    return open_adapters(config, source.spec, weights.network)
 
 
 class _Plain:
@@ -233,6 +258,7 @@ def _scheduler(
     eos_ids: tuple[int, ...],
     no_fixed_order: str | None,
     lookahead: int,
+    adapting: Adapting | None,
 ) -> Scheduler:
     wish, capacity = config.scheduler, made.capacity
     return Scheduler(
@@ -253,6 +279,7 @@ def _scheduler(
         _gate(config),
         config.cache.prefix_caching,
         config.model.seed,
+        Adapters(config.lora.max_loras, adapting.store) if adapting is not None else None,
     )
 
 

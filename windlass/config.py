@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from windlass.errors import ConfigError
+from windlass.lora_config import LoraConfig as LoraConfig
 from windlass.settings import DType as DType
 from windlass.settings import Quantization as Quantization
 from windlass.settings import at_least
@@ -157,6 +158,12 @@ class ServeConfig:
     port: int = option(8000, "Port to listen on; 0: a free one.")
     uds: str | None = option(None, "Unix socket to listen on instead of host and port.")
     api_key: tuple[str, ...] = option((), "Key that clients must send; may be given several times.")
+    admin_key: tuple[str, ...] = option(
+        (), "Key that loads and unloads adapters, beside what other keys do; may be several."
+    )
+    lora_root: tuple[str, ...] = option(
+        (), "Folder below which adapters may be loaded by the API; may be given several times."
+    )
     ssl_keyfile: str | None = option(None, "TLS key file.")
     ssl_certfile: str | None = option(None, "TLS certificate file.")
     ssl_ca_certs: str | None = option(None, "TLS CA certificates that clients are checked with.")
@@ -194,6 +201,11 @@ class ServeConfig:
             raise ConfigError(
                 f"--record-share must be above 0 and at most 1, got {self.record_share}."
             )
+        for root in self.lora_root:
+            if not Path(root).is_dir():
+                raise ConfigError(f"--lora-root: no such folder: {root}")
+        if self.lora_root and not self.admin_key:
+            raise ConfigError("--lora-root does nothing without --admin-key KEY.")
         if bool(self.ssl_keyfile) != bool(self.ssl_certfile):
             raise ConfigError("--ssl-keyfile and --ssl-certfile go together; one is missing.")
         if self.chat_template is not None and not Path(self.chat_template).is_file():
@@ -266,6 +278,7 @@ class EngineConfig:
     cache: CacheConfig = field(default_factory=CacheConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     speculation: SpecConfig = field(default_factory=SpecConfig)
+    lora: LoraConfig = field(default_factory=LoraConfig)
 
     @classmethod
     def of(cls, **options: Any) -> EngineConfig:
@@ -275,6 +288,7 @@ class EngineConfig:
             "cache": CacheConfig,
             "scheduler": SchedulerConfig,
             "speculation": SpecConfig,
+            "lora": LoraConfig,
         }
         return cls(**split_options(sections, options))
 

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 from typing import Protocol
 
+from windlass.core.adapters import Adapters
 from windlass.core.scheduler import Scheduler
 from windlass.core.types import EngineStats, NewRequest, Output, StepPlan, StepResult
 from windlass.errors import OutOfMemory
@@ -66,13 +67,14 @@ class Engine:
 
     def _step_plainly(self) -> list[Output]:
         plan = self._scheduler.plan(self._clock())
+        outputs = self._scheduler.failed
         if not plan.rows:
-            return []
+            return outputs
         try:
             result = self._runner.run(plan)
         except OutOfMemory as error:
-            return self._scheduler.retract(plan, str(error))
-        return self._scheduler.commit(plan, result, self._clock())
+            return outputs + self._scheduler.retract(plan, str(error))
+        return outputs + self._scheduler.commit(plan, result, self._clock())
 
     def _step_overlapped(self) -> list[Output]:
         outputs = []
@@ -80,6 +82,7 @@ class Engine:
             outputs = self._take_in(*self._in_flight)
             self._in_flight = None
         plan = self._scheduler.plan(self._clock())
+        outputs += self._scheduler.failed
         launched = None
         if plan.rows:
             try:
@@ -98,6 +101,17 @@ class Engine:
         """End every request with an error, after a step that raised; the engine stays usable."""
         self._in_flight = None
         return self._scheduler.fail_all(error)
+
+    @property
+    def is_loading(self) -> bool:
+        """Whether requests wait for an adapter that is being read."""
+        stats = self._scheduler.adapters.stats()
+        return stats is not None and stats.num_waiting > 0
+
+    @property
+    def adapters(self) -> Adapters:
+        """Which there are; load and unload them here."""
+        return self._scheduler.adapters
 
     def reset_prefix_cache(self) -> int:
         """Forget cached blocks that nobody uses; returns how many."""

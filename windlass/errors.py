@@ -3,7 +3,9 @@
     EngineError
     ├── ConfigError          a setting is wrong or contradicts another
     ├── RequestError         a request is malformed: a field, a type, an empty prompt
-    ├── CapacityError        a request that can never fit this engine
+    │   ├── CapacityError    a request that can never fit this engine
+    │   ├── AdapterNotFound  an adapter that is not loaded
+    │   └── AdapterConflict  an adapter that cannot be loaded or unloaded now
     ├── CheckpointError      a model's files are missing, broken or incomplete
     ├── UnsupportedError     a model, format or feature that this version does not know
     ├── DownloadError        a model could not be fetched
@@ -34,6 +36,14 @@ class RequestError(EngineError):
 
 class CapacityError(RequestError):
     """A request can never fit: longer than the context, or than the whole KV cache."""
+
+
+class AdapterNotFound(RequestError):
+    """A request names an adapter that is not loaded, or not any more."""
+
+
+class AdapterConflict(RequestError):
+    """An adapter's name is taken, or its last requests are still running."""
 
 
 class CheckpointError(EngineError):

@@ -7,6 +7,7 @@ server does.
 from __future__ import annotations
 
 import itertools
+import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -14,16 +15,19 @@ from functools import partial
 from typing import Any
 
 from windlass.build import Built, build_engine, build_for_process, open_model
-from windlass.config import EngineConfig
+from windlass.config import EngineConfig, ModelConfig
 from windlass.core.card import EngineReport, ModelCard
 from windlass.core.completion import Completion, Delta, check_ids, resolve_words
 from windlass.core.sampling import SamplingParams
 from windlass.core.types import NewRequest, Output, Timeline, TokenLogprob
 from windlass.errors import EngineError, RequestError
+from windlass.lora_config import check_adapter_name
 from windlass.serve.chat import ChatTemplate
 
 Prompt = str | Sequence[int]
 Messages = Sequence[Mapping[str, Any]]
+
+_LOADING_S = 0.001
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +123,7 @@ class _Front:
             )
         return self._card.tokenizer.encode(self._template.render(messages), add_special=False)
 
-    def job(self, prompt: Prompt, sampling: SamplingParams | None) -> _Job:
+    def job(self, prompt: Prompt, sampling: SamplingParams | None, adapter: str = "") -> _Job:
         """One request per completion that is asked for."""
         if sampling is None:
             sampling = SamplingParams(**self._card.default_sampling)
@@ -132,7 +136,8 @@ class _Front:
         sampling = resolve_words(sampling, self._card.tokenizer, self._vocab_size)
         number = next(self._numbers)
         requests = [
-            NewRequest(f"{number}-{i}", tokens, sampling.child(i)) for i in range(sampling.n)
+            NewRequest(f"{number}-{i}", tokens, sampling.child(i), adapter=adapter)
+            for i in range(sampling.n)
         ]
         return _Job(text, requests, self._card)
 
@@ -147,6 +152,7 @@ class LLM:
         config = EngineConfig.of(model=model, **options)
         opened = open_model(config)
         self._take(opened.card, build_engine(config, opened.source))
+        self._model = config.model
 
     @classmethod
     def over(cls, card: ModelCard, built: Built) -> LLM:
@@ -160,17 +166,23 @@ class LLM:
         self.card: ModelCard = card
         self.engine = built.engine
         self._front = _Front(card, built.report.vocab_size)
+        self._model = ModelConfig()
 
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
         sampling: SamplingParams | Sequence[SamplingParams] | None = None,
         progress: bool = False,
+        adapter: str | Sequence[str] = "",
     ) -> list[RequestOutput]:
-        """Complete prompts (text or token ids), all at once; results in the order of prompts."""
+        """Complete prompts (text or token ids), all at once; results in the order of prompts.
+
+        `adapter` names one for all prompts, or one for each; "" is the model itself.
+        """
         many = _as_list(prompts)
         wishes = _as_wishes(sampling, len(many))
-        jobs = [self._front.job(p, wish) for p, wish in zip(many, wishes, strict=True)]
+        names = _as_adapters(adapter, len(many))
+        jobs = [self._front.job(*each) for each in zip(many, wishes, names, strict=True)]
         with progress_bar(len(jobs), progress) as advance:
             for job, _ in self._drive(jobs):
                 if job.done:
@@ -182,25 +194,42 @@ class LLM:
         messages: Messages | Sequence[Messages],
         sampling: SamplingParams | Sequence[SamplingParams] | None = None,
         progress: bool = False,
+        adapter: str | Sequence[str] = "",
     ) -> list[RequestOutput]:
         """Answer one conversation or several."""
         single = bool(messages) and isinstance(messages[0], Mapping)
         conversations: Any = [messages] if single else messages
         rendered = [self._front.render(conversation) for conversation in conversations]
-        return self.generate(rendered, sampling, progress)
+        return self.generate(rendered, sampling, progress, adapter)
 
-    def stream(self, prompt: Prompt, sampling: SamplingParams | None = None) -> Iterator[str]:
+    def stream(
+        self, prompt: Prompt, sampling: SamplingParams | None = None, adapter: str = ""
+    ) -> Iterator[str]:
         """The text of one completion, piece by piece. Closing the iterator aborts it."""
-        job = self._front.job(prompt, sampling)
+        job = self._front.job(prompt, sampling, adapter)
         if len(job.requests) > 1:
             raise RequestError("stream() gives one completion; n must be 1.", "n")
         return (delta.text for _, delta in self._drive([job]) if delta.text)
 
     def stream_chat(
-        self, messages: Messages, sampling: SamplingParams | None = None
+        self, messages: Messages, sampling: SamplingParams | None = None, adapter: str = ""
     ) -> Iterator[str]:
         """The answer to one conversation, piece by piece."""
-        return self.stream(self._front.render(messages), sampling)
+        return self.stream(self._front.render(messages), sampling, adapter)
+
+    def add_adapter(self, name: str, path: str) -> None:
+        """Load an adapter from a folder or the hub; one that does not fit raises, and is not there."""
+        from windlass.lora.start import locate
+
+        check_adapter_name(name)
+        adapters = self.engine.adapters
+        adapters.load(name, str(locate(path, self._model)))
+        while not adapters.loaded(name):
+            time.sleep(_LOADING_S)
+
+    def remove_adapter(self, name: str) -> None:
+        """Unload an adapter."""
+        self.engine.adapters.unload(name)
 
     def _drive(self, jobs: list[_Job]) -> Iterator[tuple[_Job, Delta]]:
         """Step until the jobs are done; whatever happens, nothing of them stays in the engine."""
@@ -211,7 +240,10 @@ class LLM:
                     self.engine.add(request)
                     left[request.request_id] = job
             while left:
-                for output in self.engine.step():
+                outputs = self.engine.step()
+                if not outputs and self.engine.is_loading:
+                    time.sleep(_LOADING_S)  # lets the thread work that reads the adapter
+                for output in outputs:
                     job = left[output.request_id]
                     delta = job.feed(output)
                     if delta.finish_reason is not None:
@@ -246,19 +278,19 @@ class AsyncLLM:
         await self._client.close()
 
     async def generate(
-        self, prompt: Prompt, sampling: SamplingParams | None = None
+        self, prompt: Prompt, sampling: SamplingParams | None = None, adapter: str = ""
     ) -> RequestOutput:
         """Complete one prompt; call it many times at once."""
-        job = self._front.job(prompt, sampling)
+        job = self._front.job(prompt, sampling, adapter)
         async for _ in self._drive(job):
             pass
         return job.result()
 
     async def stream(
-        self, prompt: Prompt, sampling: SamplingParams | None = None
+        self, prompt: Prompt, sampling: SamplingParams | None = None, adapter: str = ""
     ) -> AsyncIterator[Delta]:
         """What is new in each completion of one prompt, as it comes."""
-        job = self._front.job(prompt, sampling)
+        job = self._front.job(prompt, sampling, adapter)
         async for delta in self._drive(job):
             yield delta
 
@@ -285,6 +317,14 @@ def _as_wishes(
     if len(sampling) != count:
         raise RequestError(f"{count} prompts, but {len(sampling)} SamplingParams.", "sampling")
     return sampling
+
+
+def _as_adapters(adapter: str | Sequence[str], count: int) -> Sequence[str]:
+    if isinstance(adapter, str):
+        return [adapter] * count
+    if len(adapter) != count:
+        raise RequestError(f"{count} prompts, but {len(adapter)} adapters.", "adapter")
+    return adapter
 
 
 @contextmanager

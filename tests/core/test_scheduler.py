@@ -3,6 +3,8 @@
 import pytest
 
 from tests.core.world import EOS, World, limits, next_token, plain_loop, request
+from tests.lora.shelf import FakeShelf
+from windlass.core.adapters import Adapters
 from windlass.core.blocks import BlockPool, block_hash, root_hash
 from windlass.core.policy import Priority, Static
 from windlass.core.sampling import SamplingParams
@@ -79,7 +81,8 @@ def test_nobody_waits_for_a_request_that_was_aborted() -> None:
 
 
 def test_different_salts_and_adapters_share_nothing() -> None:
-    world = World(limits(max_num_batched_tokens=64))
+    adapters = Adapters(1, FakeShelf(["t"], delay=0))
+    world = World(limits(max_num_batched_tokens=64), options={"adapters": adapters})
     for index, (salt, adapter) in enumerate([("", ""), ("t", ""), ("", "t")]):
         world.add(
             NewRequest(

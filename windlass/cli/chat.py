@@ -27,6 +27,9 @@ def chat(
     system: Annotated[
         str | None, typer.Option(metavar="TEXT", help="The system message to start with.")
     ] = None,
+    adapter: Annotated[
+        str, typer.Option(metavar="NAME", help="One of --lora-modules; default: the model itself.")
+    ] = "",
 ) -> int:
     """Talk to a model in the terminal.
 
@@ -44,7 +47,7 @@ def chat(
             "Use an instruct model, or windlass generate."
         )
     sampling = sampling_params({"max_tokens": None}, llm.card.default_sampling, wishes)
-    Conversation(llm, sampling, system, at_terminal=sys.stdin.isatty()).run()
+    Conversation(llm, sampling, system, sys.stdin.isatty(), adapter).run()
     return 0
 
 
@@ -52,12 +55,18 @@ class Conversation:
     """Owns what was said. A line that begins with / is for us, every other one for the model."""
 
     def __init__(
-        self, llm: LLM, sampling: SamplingParams, system: str | None, at_terminal: bool
+        self,
+        llm: LLM,
+        sampling: SamplingParams,
+        system: str | None,
+        at_terminal: bool,
+        adapter: str = "",
     ) -> None:
         self._llm = llm
         self._sampling = sampling
         self._system = system
         self._at_terminal = at_terminal
+        self._adapter = adapter
         self._said: list[dict[str, str]] = []
 
     def run(self) -> None:
@@ -106,7 +115,7 @@ class Conversation:
     def _stream(self, messages: list[dict[str, str]]) -> str:
         pieces: list[str] = []
         with interruptible() as interrupts:
-            for piece in self._llm.stream_chat(messages, self._sampling):
+            for piece in self._llm.stream_chat(messages, self._sampling, self._adapter):
                 pieces.append(piece)
                 typer.echo(piece, nl=False)
                 if interrupts.came:

@@ -37,6 +37,9 @@ def generate(
         str | None,
         typer.Option("--output", "-o", metavar="FILE", help="Write JSONL there; - is stdout."),
     ] = None,
+    adapter: Annotated[
+        str, typer.Option(metavar="NAME", help="One of --lora-modules; default: the model itself.")
+    ] = "",
     progress: Annotated[bool, typer.Option(help="Show a progress bar on stderr.")] = True,
 ) -> int:
     """Complete prompts.
@@ -52,7 +55,7 @@ def generate(
 
     llm = LLM(**options.engine_values())
     start = time.perf_counter()
-    results = _complete(llm, jobs, wishes, progress)
+    results = _complete(llm, jobs, wishes, progress, adapter)
     seconds = time.perf_counter() - start
     as_text = output is None and prompts is None
     _write(output, _lines(jobs, results, as_text))
@@ -72,7 +75,7 @@ def _jobs(texts: list[str], file: str | None) -> list[Job]:
 
 
 def _complete(
-    llm: LLM, jobs: list[Job], wishes: dict[str, Any], progress: bool
+    llm: LLM, jobs: list[Job], wishes: dict[str, Any], progress: bool, adapter: str
 ) -> list[RequestOutput]:
     """All at once, in the order of the jobs. Conversations and prompts are two calls."""
     results: dict[int, RequestOutput] = {}
@@ -83,7 +86,7 @@ def _complete(
         inputs: list[Any] = [jobs[i].messages if is_chat else jobs[i].prompt for i in numbers]
         layers = (_MAX_TOKENS, llm.card.default_sampling, wishes)
         sampling = [sampling_params(*layers, jobs[i].sampling) for i in numbers]
-        results |= dict(zip(numbers, call(inputs, sampling, progress), strict=True))
+        results |= dict(zip(numbers, call(inputs, sampling, progress, adapter), strict=True))
     return [results[i] for i in range(len(jobs))]
 
 

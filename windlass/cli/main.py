@@ -14,7 +14,13 @@ from windlass.cli.command import register
 from windlass.cli.eval import eval as evaluate
 from windlass.cli.generate import generate
 from windlass.cli.inspect import inspect
-from windlass.cli.options import ENGINE_OPTIONS, GATE_OPTIONS, LIMIT_OPTIONS, SERVE_OPTIONS
+from windlass.cli.options import (
+    ENGINE_OPTIONS,
+    GATE_OPTIONS,
+    LIMIT_OPTIONS,
+    LORA_OPTIONS,
+    SERVE_OPTIONS,
+)
 from windlass.cli.plan import PLAN_OPTIONS, plan
 from windlass.cli.profile import profile
 from windlass.cli.quantize import QUANTIZE_OPTIONS, quantize
@@ -51,9 +57,9 @@ def root(
     """LLM inference that says what every speed-up costs."""
 
 
-register(app, serve, [*ENGINE_OPTIONS, *SERVE_OPTIONS, *GATE_OPTIONS])
-register(app, chat, [*SAMPLING_OPTIONS, *ENGINE_OPTIONS])
-register(app, generate, [*SAMPLING_OPTIONS, *ENGINE_OPTIONS])
+register(app, serve, [*ENGINE_OPTIONS, *LORA_OPTIONS, *SERVE_OPTIONS, *GATE_OPTIONS])
+register(app, chat, [*SAMPLING_OPTIONS, *ENGINE_OPTIONS, *LORA_OPTIONS])
+register(app, generate, [*SAMPLING_OPTIONS, *ENGINE_OPTIONS, *LORA_OPTIONS])
 register(app, inspect, ENGINE_OPTIONS)
 register(app, evaluate, [*LIMIT_OPTIONS, *ENGINE_OPTIONS])
 register(app, plan, PLAN_OPTIONS)

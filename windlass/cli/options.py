@@ -20,6 +20,7 @@ import typer
 from windlass.config import (
     CacheConfig,
     GateConfig,
+    LoraConfig,
     ModelConfig,
     SchedulerConfig,
     ServeConfig,
@@ -242,6 +243,8 @@ ENGINE_OPTIONS = [
     *options_of(SchedulerConfig, "Scheduler"),
     *options_of(SpecConfig, "Speculation"),
 ]
+# Only where requests can name an adapter.
+LORA_OPTIONS = options_of(LoraConfig, "Adapters")
 SERVE_OPTIONS = options_of(ServeConfig, "Server")
 GATE_OPTIONS = options_of(GateConfig, "Quality gate")
 # What makes a measurement a gate, wherever it is measured.

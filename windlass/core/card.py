@@ -58,3 +58,4 @@ class EngineReport:
     choices: list[Choice] = field(default_factory=list)
     seconds: dict[str, float] = field(default_factory=dict)  # per phase of the start-up
     memory: dict[str, int] = field(default_factory=dict)  # bytes: weights, KV cache, process
+    adapters: dict[str, str] = field(default_factory=dict)  # where each lies, by name

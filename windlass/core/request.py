@@ -4,7 +4,18 @@ from __future__ import annotations
 
 from windlass.core.blocks import block_hash, root_hash
 from windlass.core.sampling import SamplingParams
-from windlass.core.types import BlockId, FinishReason, NewRequest, SlotId, Timeline
+from windlass.core.types import (
+    Admission,
+    BlockId,
+    EngineStats,
+    FinishReason,
+    NewRequest,
+    Row,
+    RowResult,
+    SlotId,
+    Timeline,
+    TokenLogprob,
+)
 
 _NEVER = 2**62
 
@@ -23,6 +34,8 @@ class Request:
     __slots__ = (
         "_hashes",
         "_root",
+        "adapter",
+        "adapter_slot",
         "arrival",
         "blocks",
         "computed",
@@ -56,6 +69,7 @@ class Request:
         stop_ids: frozenset[int],
         seed: int,
         now: float,
+        adapter_salt: str = "",
     ) -> None:
         self.request_id = new.request_id
         self.tokens = list(new.prompt)
@@ -69,6 +83,8 @@ class Request:
         self.seed = seed
         self.blocks: list[BlockId] = []
         self.slot: SlotId | None = None
+        self.adapter = new.adapter
+        self.adapter_slot = 0  # on the device, while it runs
         self.planned = 0
         self.computed = 0
         self.num_pending = 0
@@ -82,7 +98,7 @@ class Request:
         self.timeline = Timeline(arrived=now, num_prompt=self.num_prompt)
         # Blocks that were computed in any order are of no use to who wants a fixed one.
         order = "fixed" if new.sampling.deterministic else ""
-        self._root = root_hash(f"{new.adapter}\0{new.cache_salt}\0{order}")
+        self._root = root_hash(f"{adapter_salt}\0{new.cache_salt}\0{order}")
         self._hashes: list[bytes] = []
 
     @property
@@ -128,6 +144,30 @@ class Request:
             if len(own) >= longest:
                 return len(own) - num_before, "length", None
         return len(tokens), None, None
+
+    def admission(self) -> Admission:
+        """What the runner must know of it, now that it has a slot."""
+        assert self.slot is not None
+        known = (list(self.tokens), self.num_prompt, self.sampling, self.stop_ids, self.seed)
+        return Admission(self.request_id, self.slot, *known)
+
+    def settle_drafts(self, row: Row, got: RowResult, stats: EngineStats) -> None:
+        """Count the accepted guesses, and keep the new ones for the next row."""
+        if row.num_drafts:
+            num_accepted = len(got.tokens) - 1
+            stats.count_draft(self.timeline, row.num_drafts, num_accepted)
+            # Rejected guesses need no undoing: their KV is written over.
+            self.computed -= row.num_drafts - num_accepted
+            self.planned = self.computed
+            self.verifying = False
+        if self.num_pending == 1:  # else a plan that ran ahead has gone past them already
+            self.drafts = got.drafts
+
+    def unreported(self, row: Row, scores: list[TokenLogprob]) -> list[TokenLogprob]:
+        """The prompt's scores that an earlier life of the request has not sent already."""
+        fresh = scores[max(0, self.num_scored - row.start) :]
+        self.num_scored += len(fresh)
+        return fresh
 
     def forget_kv(self) -> None:
         """Back to the queue: everything is computed anew, as far as the cache does not have it."""

@@ -13,13 +13,13 @@ from collections import deque
 from dataclasses import replace
 from random import Random
 
+from windlass.core.adapters import Adapters
 from windlass.core.blocks import BlockPool
 from windlass.core.limits import SchedulerLimits
 from windlass.core.policy import Continuous, Fcfs, Gate, Policy, Promises, WaitingQueue
 from windlass.core.request import Request
 from windlass.core.step import Step, make_tuple
 from windlass.core.types import (
-    Admission,
     BlockId,
     EngineStats,
     FinishReason,
@@ -30,9 +30,8 @@ from windlass.core.types import (
     SlotId,
     StepPlan,
     StepResult,
-    TokenLogprob,
 )
-from windlass.errors import RequestError
+from windlass.errors import EngineError, RequestError
 
 _NO_BLOCKS: list[BlockId] = []
 _MIN_BUDGET = 64  # tokens: a step that lacks memory for these will not get it
@@ -50,6 +49,7 @@ class Scheduler:
         gate: Gate | None = None,
         caching: bool = True,
         seed: int = 0,
+        adapters: Adapters | None = None,
     ) -> None:
         self._limits = limits
         self._pool = pool
@@ -58,6 +58,8 @@ class Scheduler:
         self._gate = gate or Continuous()
         self._caching = caching
         self._random = Random(seed)
+        self.adapters = adapters or Adapters()
+        self.failed: list[Output] = []  # requests that ended while the last plan was made
         self._requests: dict[str, Request] = {}
         self._waiting = WaitingQueue(self._policy)
         self._promises = Promises(limits.block_size)
@@ -82,8 +84,9 @@ class Scheduler:
         stops = set(new.sampling.stop_token_ids)
         if not new.sampling.ignore_eos:
             stops |= self._eos_ids
+        salt = self.adapters.enter(new.adapter) if new.adapter else ""
         seed = self._random.getrandbits(62) if new.sampling.seed is None else new.sampling.seed
-        request = Request(new, self._num_arrivals, max_tokens, frozenset(stops), seed, now)
+        request = Request(new, self._num_arrivals, max_tokens, frozenset(stops), seed, now, salt)
         self._num_arrivals += 1
         self._requests[new.request_id] = request
         self._waiting.push(request)
@@ -98,6 +101,7 @@ class Scheduler:
         """End every request with an error, in-flight steps included."""
         outputs = [self._fail(request, error) for request in list(self._requests.values())]
         self._in_flight.clear()
+        self.adapters.forget_idle()
         return outputs
 
     def retract(self, plan: StepPlan, error: str) -> list[Output]:
@@ -120,6 +124,7 @@ class Scheduler:
                 outputs.append(self._fail(request, error))
             else:
                 self._preempt(request)
+        self.adapters.forget_idle()
         return outputs
 
     def _fail(self, request: Request, error: str) -> Output:
@@ -138,6 +143,7 @@ class Scheduler:
         prompts_left = (max(0, r.num_prompt - r.planned) for r in self._requests.values())
         return replace(
             self._count,
+            adapters=self.adapters.stats(),
             num_running=len(self._running),
             num_waiting=len(self._waiting),
             num_waiting_tokens=sum(prompts_left),
@@ -151,15 +157,18 @@ class Scheduler:
 
     def plan(self, now: float) -> StepPlan:
         """Say what to compute next: running requests first, then waiting ones in order."""
-        plan = StepPlan(rows=[], admitted=[], freed=[], copies=[], step=self._count.num_steps)
+        plan = StepPlan([], [], [], [], self._count.num_steps, [])
         step = Step(plan, self._limits, self._budget)
         num_before = self._count.num_preemptions
+        self.adapters.begin()
+        self.failed = []
         self._plan_running(step)
         if self._count.num_preemptions == num_before:
             self._plan_waiting(step, now)
         if plan.rows:
             plan.freed.extend(self._freed)
             self._freed.clear()
+            plan.adapters.extend(self.adapters.orders())
             self._in_flight.append(step.members)
             self._count.num_steps += 1
             self._count.num_step_tokens = self._budget - step.budget
@@ -200,6 +209,11 @@ class Scheduler:
         while request is not None and openings > 0 and step.budget > 0 and self._slots:
             if request.num_pending:  # interrupted while its last sample is still in flight
                 break
+            if request.adapter and not self._adapter_there(request):
+                if request.finish is None:
+                    patient.append(self._waiting.pop())
+                request = self._waiting.peek()
+                continue
             cached = self._find_cached(request)
             if self._promises.worth_waiting(request, len(cached)):
                 patient.append(self._waiting.pop())
@@ -212,6 +226,14 @@ class Scheduler:
             request = self._waiting.peek()
         for request in patient:
             self._waiting.push(request)
+
+    def _adapter_there(self, request: Request) -> bool:
+        """Whether it can start now, as far as its adapter goes; one that is broken ends it."""
+        try:
+            return self.adapters.wanted(request.adapter, request.request_id)
+        except EngineError as error:
+            self.failed.append(self._fail(request, str(error)))
+            return False
 
     def _end_with_drafts(self, request: Request, end: int, spare: int) -> int:
         """Up to where blocks are wanted: for guesses too, where they are lacking to nobody."""
@@ -275,17 +297,9 @@ class Scheduler:
         request.slot = self._slots.popleft()
         request.blocks = blocks
         insort(self._running, request, key=self._policy.key)
-        plan.admitted.append(
-            Admission(
-                request.request_id,
-                request.slot,
-                list(request.tokens),
-                request.num_prompt,
-                request.sampling,
-                request.stop_ids,
-                request.seed,
-            )
-        )
+        if request.adapter:
+            request.adapter_slot = self.adapters.acquire(request.adapter, request.request_id)
+        plan.admitted.append(request.admission())
 
     def _find_cached(self, request: Request) -> list[BlockId]:
         if not self._caching or not request.may_read_cache:
@@ -316,29 +330,17 @@ class Scheduler:
             if request.generation == generation:
                 request.computed = row.start + row.num_tokens
                 if row.num_drafts or got.drafts:
-                    self._settle_drafts(request, row, got)
+                    request.settle_drafts(row, got, self._count)
                 if request.computed >= request.seal_at:
                     self._seal(request)
             if row.sample:
                 request.num_pending -= 1
                 outputs.append(self._append(request, row, got, now))
             elif got.prompt_logprobs:
-                scores = self._unreported(request, row, got)
+                scores = request.unreported(row, got.prompt_logprobs)
                 outputs.append(Output(request.request_id, prompt_logprobs=scores))
         self._count.add([len(output.tokens) for output in outputs], result.drafting_s)
         return outputs
-
-    def _settle_drafts(self, request: Request, row: Row, got: RowResult) -> None:
-        """Count the accepted guesses, and keep the new ones for the next row."""
-        if row.num_drafts:
-            num_accepted = len(got.tokens) - 1
-            self._count.count_draft(request.timeline, row.num_drafts, num_accepted)
-            # Rejected guesses need no undoing: their KV is written over.
-            request.computed -= row.num_drafts - num_accepted
-            request.planned = request.computed
-            request.verifying = False
-        if request.num_pending == 1:  # else a plan that ran ahead has gone past them already
-            request.drafts = got.drafts
 
     def _seal(self, request: Request) -> None:
         """Make the blocks findable that became full."""
@@ -369,27 +371,22 @@ class Scheduler:
             self._finish(request, finish)
         prompt_scores = None
         if got.prompt_logprobs is not None:
-            prompt_scores = self._unreported(request, row, got)
+            prompt_scores = request.unreported(row, got.prompt_logprobs)
         values = (request.request_id, tokens, scores, prompt_scores, finish, stop_token)
         return make_tuple(Output, (*values, None, timeline))
-
-    @staticmethod
-    def _unreported(request: Request, row: Row, got: RowResult) -> list[TokenLogprob]:
-        """The prompt's scores that an earlier life of the request has not sent already."""
-        assert got.prompt_logprobs is not None
-        fresh = got.prompt_logprobs[max(0, request.num_scored - row.start) :]
-        request.num_scored += len(fresh)
-        return fresh
 
     def _finish(self, request: Request, reason: FinishReason) -> None:
         request.finish = reason
         del self._requests[request.request_id]
         if request.slot is None:
             self._waiting.remove(request)
+            self.adapters.drop_waiter(request.request_id)
         else:
             self._running.remove(request)
             self._release(request)
             request.slot = None
+        if request.adapter:
+            self.adapters.leave(request.adapter)
 
     def _release(self, request: Request) -> None:
         assert request.slot is not None
@@ -398,3 +395,5 @@ class Scheduler:
         self._pool.release(request.blocks)
         self._slots.append(request.slot)
         self._freed.append(request.slot)
+        if request.adapter:
+            self.adapters.release(request.adapter)

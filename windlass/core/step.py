@@ -43,7 +43,7 @@ class Step:
         tokens = (*request.tokens[start:end], *drafts)
         num_tokens = count + len(drafts)
         values = (request.request_id, request.slot, start, num_tokens, tokens, tuple(fresh), sample)
-        self.plan.rows.append(Row(*values, num_drafts=len(drafts)))
+        self.plan.rows.append(Row(*values, len(drafts), request.adapter_slot))
         self.members.append((request, request.generation))
         self.budget -= num_tokens
         request.planned = end
@@ -63,7 +63,8 @@ class Step:
         if start + self.limits.lookahead >= len(request.blocks) * self.limits.block_size:
             return False
         tokens = () if request.num_pending else (request.tokens[start],)
-        values = (request.request_id, request.slot, start, 1, tokens, (), True, 0, 0)
+        adapter = request.adapter_slot
+        values = (request.request_id, request.slot, start, 1, tokens, (), True, 0, adapter)
         self.plan.rows.append(make_tuple(Row, values))
         self.members.append((request, request.generation))
         self.budget -= 1

@@ -141,6 +141,17 @@ class Output(NamedTuple):
     timeline: Timeline | None = None  # on the first output, the last one, and after guesses
 
 
+@dataclass(frozen=True, slots=True)
+class AdapterStats:
+    """How things stand with adapters."""
+
+    num_resident: int  # on the device
+    num_there: int  # in host memory
+    num_loaded: int  # names
+    num_waiting: int  # requests that wait for theirs to be read, or for a slot
+    num_reads: int  # since the engine started
+
+
 @dataclass(slots=True)
 class EngineStats:
     """A glance at the engine after a step: how things stand, and counts since it started."""
@@ -164,6 +175,7 @@ class EngineStats:
     accepted_per_position: list[int] = field(default_factory=list)
     num_saved_tokens: int = 0  # that came without a step of their own
     drafting_s: float = 0.0
+    adapters: AdapterStats | None = None
 
     def add(self, num_tokens: list[int], drafting_s: float) -> None:
         """Add what one step gave: tokens of each request."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from windlass.config import ModelConfig
@@ -37,13 +37,28 @@ def parse(text: str) -> HubModel | None:
 
 def fetch(model: HubModel, config: ModelConfig) -> Path:
     """The folder or file, from the hub's own cache when it is there already."""
+    patterns = _SMALL if config.load_format == "dummy" else [*_SMALL, "*.safetensors"]
+    path = _download(model, config, patterns)
+    if path.is_dir() and not (path / "config.json").is_file():
+        raise DownloadError(
+            f"hub model {model.repo} has no config.json. When it holds GGUF files, name one: "
+            f"{model.repo}:FILE.gguf"
+        )
+    return path
+
+
+def fetch_adapter(repo: str, config: ModelConfig) -> Path:
+    """The folder of an adapter; the model's own revision means nothing to it."""
+    return _download(HubModel(repo, None), replace(config, revision=None), ["adapter_*"])
+
+
+def _download(model: HubModel, config: ModelConfig, patterns: list[str]) -> Path:
     import huggingface_hub
     from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, HFValidationError
 
     # Transport errors (a proxy, a timeout) derive from the HTTP library's root, not from OSError.
     http_root: type[Exception] = HfHubHTTPError.__bases__[0]
     revision, token, folder = config.revision, config.hf_token, config.download_dir
-    patterns = _SMALL if config.load_format == "dummy" else [*_SMALL, "*.safetensors"]
     try:
         if model.file is not None:
             found = huggingface_hub.hf_hub_download(
@@ -60,13 +75,7 @@ def fetch(model: HubModel, config: ModelConfig) -> Path:
             )
     except (OSError, http_root, EntryNotFoundError, HFValidationError) as error:
         raise _explained(model, config, error) from error
-    path = Path(found)
-    if path.is_dir() and not (path / "config.json").is_file():
-        raise DownloadError(
-            f"hub model {model.repo} has no config.json. When it holds GGUF files, name one: "
-            f"{model.repo}:FILE.gguf"
-        )
-    return path
+    return Path(found)
 
 
 def _explained(model: HubModel, config: ModelConfig, error: Exception) -> DownloadError:

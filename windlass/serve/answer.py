@@ -74,7 +74,7 @@ class Answer:
         config, card = services.config, services.card
         self._client = services.client
         self._recorder = services.recorder
-        self._model = card.name
+        self._model = prepared.requests[0].adapter or card.name
         self._prepared = prepared
         self._body = body
         self._shape = shape

@@ -37,7 +37,9 @@ def create_app(services: Services) -> FastAPI:
     app.add_exception_handler(ClientGone, _gone)
     app.add_exception_handler(Exception, _bug)
     if config.api_key:
-        app.add_middleware(KeyGuard, keys=config.api_key, root_path=config.root_path)
+        app.add_middleware(
+            KeyGuard, keys=config.api_key + config.admin_key, root_path=config.root_path
+        )
     if config.allowed_origins:
         app.add_middleware(
             CORSMiddleware,

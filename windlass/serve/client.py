@@ -19,6 +19,7 @@ from windlass.core.card import EngineReport
 from windlass.core.types import EngineStats, NewRequest, Output
 from windlass.errors import EngineError, RequestError, WorkerDied
 from windlass.serve import messages
+from windlass.serve.adapters import AdapterRegistry, Change
 from windlass.serve.loop import Build
 from windlass.serve.process import EngineProcess, refusal_error
 
@@ -86,6 +87,7 @@ class EngineClient:
         self._num_sent = 0
         self._unseen: deque[int] = deque()  # their prompt lengths
         self.stats = EngineStats()
+        self.adapters = AdapterRegistry()
         self.num_finished = 0
         self.failed = asyncio.Event()  # set when the engine is down for good
         # Told of each report and of the one before it in the same life of the engine.
@@ -115,6 +117,8 @@ class EngineClient:
             await process.close()
             raise
         self._process = process
+        for change in self.adapters.restarted(self._report.adapters):
+            process.send(change)
         self._heard_at = time.monotonic()
         self._down = ""
         return self._report
@@ -161,6 +165,7 @@ class EngineClient:
             if not reset.done():
                 reset.set_exception(WorkerDied(how))
         self._resets.clear()
+        self.adapters.fail(how)
 
     async def close(self) -> None:
         """End the engine process; requests still in flight end with an error."""
@@ -253,6 +258,12 @@ class EngineClient:
         except TimeoutError:
             raise WorkerDied(f"the engine did not answer in {_RESET_TIMEOUT_S:g} s.") from None
 
+    async def change_adapter(self, change: Change) -> int:
+        """Load or unload an adapter; returns how many requests are still to end with it."""
+        if self._process is None:
+            raise WorkerDied(f"{self._down}. Try again in a moment.")
+        return await self.adapters.change(change, self._process.send)
+
     def _handle(self, message: messages.FromEngine) -> None:
         self._heard_at = time.monotonic()
         match message:
@@ -263,6 +274,8 @@ class EngineClient:
                 self._deliver(request_id, refusal_error(kind, text, param))
             case messages.Stats(stats, num_adds):
                 self._see(stats, num_adds)
+            case messages.AdapterAnswer():
+                self.adapters.answered(message)
             case messages.CacheReset(num_blocks):
                 reset = self._resets.popleft()
                 if not reset.done():

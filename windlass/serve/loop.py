@@ -14,6 +14,7 @@ import signal
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from typing import NoReturn
 
@@ -29,6 +30,7 @@ Build = Callable[[], tuple[Engine, EngineReport]]
 _log = logging.getLogger("windlass.engine")
 
 _IDLE_POLL_MS = 250
+_LOADING_POLL_MS = 2
 _STATS_INTERVAL_S = 0.1
 _WAIT_FOR_BATCH_S = 0.002
 _MAX_FAILED_STEPS = 3
@@ -97,6 +99,7 @@ class _Loop:
         self._socket = socket
         self._hang_timeout = hang_timeout
         self._news: list[messages.FromEngine] = []
+        self._loading: deque[messages.LoadAdapter] = deque()
         self._num_adds = 0
         self._num_steps = 0
         self._failed_steps = 0
@@ -112,6 +115,7 @@ class _Loop:
                 return 0
             if self._engine.has_work:
                 self._step()
+            self._see_loads()
             self._send(force=not self._engine.has_work)
             if self._failed_steps >= _MAX_FAILED_STEPS:
                 _log.error("%d steps in a row failed; the engine gives up", self._failed_steps)
@@ -125,7 +129,8 @@ class _Loop:
 
     def _receive(self) -> None:
         """Take all frames that are there; wait for one only when there is nothing to compute."""
-        if not self._socket.poll(0 if self._engine.has_work else _IDLE_POLL_MS):
+        idle_ms = _LOADING_POLL_MS if self._loading else _IDLE_POLL_MS
+        if not self._socket.poll(0 if self._engine.has_work else idle_ms):
             return
         while self._socket.poll(0):
             for message in messages.decode_to_engine(self._socket.recv()):
@@ -143,8 +148,36 @@ class _Loop:
                 self._engine.abort(request_id)
             case messages.ResetPrefixCache():
                 self._news.append(messages.CacheReset(self._engine.reset_prefix_cache()))
+            case messages.LoadAdapter():
+                self._change_adapter(message)
+            case messages.UnloadAdapter():
+                self._change_adapter(message)
             case messages.Stop():
                 self._stopping = True
+
+    def _change_adapter(self, asked: messages.LoadAdapter | messages.UnloadAdapter) -> None:
+        """An unload is answered at once; a load, when the adapter was read."""
+        try:
+            if isinstance(asked, messages.LoadAdapter):
+                self._engine.adapters.load(asked.name, asked.folder)
+                self._loading.append(asked)
+            else:
+                num_running = self._engine.adapters.unload(asked.name)
+                self._news.append(messages.AdapterAnswer(asked, num_running))
+        except EngineError as error:
+            self._news.append(_declined(asked, error))
+
+    def _see_loads(self) -> None:
+        """Answer the loads that have come to their end, in the order in which they were asked."""
+        while self._loading:
+            asked = self._loading[0]
+            try:
+                if not self._engine.adapters.loaded(asked.name):
+                    return
+                self._news.append(messages.AdapterAnswer(asked))
+            except EngineError as error:
+                self._news.append(_declined(asked, error))
+            self._loading.popleft()
 
     def _refuse(self, request_id: str, error: Exception) -> None:
         kind, text = type(error).__name__, str(error)
@@ -184,3 +217,9 @@ class _Loop:
         if self._news:
             self._socket.send(messages.encode(self._news))
             self._news.clear()
+
+
+def _declined(
+    asked: messages.LoadAdapter | messages.UnloadAdapter, error: EngineError
+) -> messages.AdapterAnswer:
+    return messages.AdapterAnswer(asked, kind=type(error).__name__, message=str(error))

@@ -26,6 +26,15 @@ class ResetPrefixCache(msgspec.Struct, tag="reset", frozen=True):
     pass
 
 
+class LoadAdapter(msgspec.Struct, tag="load_adapter", frozen=True):
+    name: str
+    folder: str
+
+
+class UnloadAdapter(msgspec.Struct, tag="unload_adapter", frozen=True):
+    name: str
+
+
 class Stop(msgspec.Struct, tag="stop", frozen=True):
     """Leave the loop and end the process; running requests are not waited for."""
 
@@ -65,8 +74,17 @@ class CacheReset(msgspec.Struct, tag="cache_reset", frozen=True):
     num_blocks: int
 
 
-ToEngine = Add | Abort | ResetPrefixCache | Stop
-FromEngine = Ready | Failed | Outputs | Refused | Stats | CacheReset
+class AdapterAnswer(msgspec.Struct, tag="adapter", frozen=True):
+    """What became of a load or an unload: `kind` is the class of an error; "": there was none."""
+
+    asked: LoadAdapter | UnloadAdapter
+    num_running: int = 0  # requests with an unloaded adapter that are still to end
+    kind: str = ""
+    message: str = ""
+
+
+ToEngine = Add | Abort | ResetPrefixCache | LoadAdapter | UnloadAdapter | Stop
+FromEngine = Ready | Failed | Outputs | Refused | Stats | CacheReset | AdapterAnswer
 
 _encoder = msgspec.msgpack.Encoder()
 _to_engine = msgspec.msgpack.Decoder(list[ToEngine])

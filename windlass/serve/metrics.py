@@ -10,7 +10,7 @@ from typing import Literal
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
-from windlass.core.types import EngineStats, Timeline
+from windlass.core.types import AdapterStats, EngineStats, Timeline
 
 Outcome = Literal["success", "error", "aborted", "rejected"]
 
@@ -40,6 +40,7 @@ class Metrics:
         self._registry = CollectorRegistry()
         self._model_name = model_name
         self._engine_metrics()
+        self._adapter_metrics()
         self._request_metrics()
         self._histograms()
 
@@ -75,6 +76,15 @@ class Metrics:
             "spec_decode_acceptance_length",
             "Tokens per row with guesses, its own sample included, since the engine started.",
         )
+
+    def _adapter_metrics(self) -> None:
+        self._resident = self._gauge("lora_adapters_on_device", "Adapters in the device's slots.")
+        self._there = self._gauge("lora_adapters_in_memory", "Adapters in host memory.")
+        self._loaded = self._gauge("lora_adapters_loaded", "Adapters that requests may name.")
+        self._lacking = self._gauge(
+            "lora_requests_waiting", "Requests that wait for their adapter, or for a slot for it."
+        )
+        self._reads = self._counter("lora_adapter_reads", "Adapters read into host memory.")
 
     def _request_metrics(self) -> None:
         self._received = self._counter("requests_received", "Completion requests that arrived.")
@@ -148,8 +158,17 @@ class Metrics:
         self._drafting.inc(stats.drafting_s - last.drafting_s)
         if stats.num_drafts > last.num_drafts:
             self._observe_drafts(stats, last)
+        if stats.adapters is not None:
+            self._observe_adapters(stats.adapters, last.adapters)
         if stats.num_steps > last.num_steps:
             self._step_tokens.observe(stats.num_step_tokens)
+
+    def _observe_adapters(self, stats: AdapterStats, last: AdapterStats | None) -> None:
+        self._resident.set(stats.num_resident)
+        self._there.set(stats.num_there)
+        self._loaded.set(stats.num_loaded)
+        self._lacking.set(stats.num_waiting)
+        self._reads.inc(stats.num_reads - (last.num_reads if last is not None else 0))
 
     def _observe_drafts(self, stats: EngineStats, last: EngineStats) -> None:
         self._drafts.inc(stats.num_drafts - last.num_drafts)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import uuid
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -74,22 +75,37 @@ class Prepared:
 class Preparer:
     """Makes engine requests for one model. Holds no state of requests."""
 
-    def __init__(self, card: ModelCard, config: ServeConfig, template: ChatTemplate | None) -> None:
+    def __init__(
+        self,
+        card: ModelCard,
+        config: ServeConfig,
+        template: ChatTemplate | None,
+        adapters: Callable[[], Collection[str]] = tuple,
+    ) -> None:
+        """`adapters` gives the names that requests may use now beside the model's."""
         self._card = card
+        self._adapters = adapters
         self._tokenizer = card.tokenizer
         self._template = template
         self._max_logprobs = config.max_logprobs
         SamplingParams(**card.default_sampling)  # bad defaults are found at start
 
-    def check_model(self, name: str | None) -> None:
-        if name is not None and name != self._card.name:
-            raise ModelNotFound(
-                f"the model {name!r:.200} does not exist here. This server has {self._card.name!r}.",
-                "model",
-            )
+    def adapter_of(self, name: str | None) -> str:
+        """The adapter that a request's `model` means; none: the model itself."""
+        if name is None or name == self._card.name:
+            return ""
+        adapters = self._adapters()
+        if name in adapters:
+            return name
+        others = f" and {len(adapters)} adapters (GET /v1/models)" if adapters else ""
+        raise ModelNotFound(
+            f"the model {name!r:.200} does not exist here. This server has "
+            f"{self._card.name!r}{others}.",
+            "model",
+        )
 
     async def chat(self, body: ChatRequest, report: EngineReport) -> Prepared:
-        self.check_model(body.model)
+        self.adapter_of(body.model)
         text = self.render(body)
         tokens = await self.encode(text, self._wants_special(body.add_special_tokens, text))
         max_tokens = body.max_tokens
@@ -99,7 +115,7 @@ class Preparer:
         return self._prepared("chatcmpl", body, [Prompt(tokens)], sampling, report)
 
     async def completion(self, body: CompletionRequest, report: EngineReport) -> Prepared:
-        self.check_model(body.model)
+        self.adapter_of(body.model)
         prompts = await self._prompts(body.prompt, body.add_special_tokens is not False)
         sampling = self._sampling(body, body.max_tokens, _COMPLETION_MAX_TOKENS, report)
         if body.echo and body.logprobs is not None and sampling.prompt_logprobs is None:
@@ -188,7 +204,7 @@ class Preparer:
         answer_id = f"{prefix}-{body.request_id or unique}"
         # A client may use its id twice; in the engine the outputs of the two must not mix.
         engine_id = f"{answer_id}-{unique}" if body.request_id else answer_id
-        limits = limits_of(report)
+        limits, adapter = limits_of(report), self.adapter_of(body.model)
         cut = body.truncate_prompt_tokens
         requests = []
         for i, prompt in enumerate(prompts):
@@ -207,6 +223,7 @@ class Preparer:
                         sampling.child(j),
                         priority=body.priority or 0,
                         cache_salt=body.cache_salt or "",
+                        adapter=adapter,
                     )
                 )
         return Prepared(answer_id, prompts, sampling, tuple(requests))

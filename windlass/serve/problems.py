@@ -10,6 +10,8 @@ import msgspec
 from starlette.responses import Response
 
 from windlass.errors import (
+    AdapterConflict,
+    AdapterNotFound,
     CapacityError,
     ConfigError,
     EngineError,
@@ -28,6 +30,10 @@ class ModelNotFound(RequestError):
 
 class BodyTooLarge(RequestError):
     """The request's body is longer than --max-body-bytes."""
+
+
+class AdminOnly(RequestError):
+    """The request needs an admin key, or a path that the operator has not allowed."""
 
 
 class Draining(WorkerDied):
@@ -58,6 +64,9 @@ class Problem:
 # The first row whose class matches decides, so that a subclass stands above its parent.
 _TABLE: tuple[tuple[type[EngineError], int, str, str | None], ...] = (
     (ModelNotFound, 404, "invalid_request_error", "model_not_found"),
+    (AdapterNotFound, 404, "invalid_request_error", "model_not_found"),
+    (AdapterConflict, 409, "invalid_request_error", "adapter_conflict"),
+    (AdminOnly, 403, "permission_error", "admin_only"),
     (BodyTooLarge, 413, "invalid_request_error", "body_too_large"),
     (CapacityError, 400, "invalid_request_error", "context_length_exceeded"),
     (RequestError, 400, "invalid_request_error", None),

@@ -19,6 +19,8 @@ import zmq.asyncio
 
 from windlass.core.card import EngineReport
 from windlass.errors import (
+    AdapterConflict,
+    AdapterNotFound,
     CapacityError,
     CheckpointError,
     ConfigError,
@@ -39,7 +41,8 @@ _STOP_TIMEOUT_S = 5.0
 _BUILD_ERRORS = {
     kind.__name__: kind for kind in (ConfigError, CheckpointError, UnsupportedError, DownloadError)
 }
-_REQUEST_ERRORS = {kind.__name__: kind for kind in (RequestError, CapacityError)}
+_REFUSALS = (RequestError, CapacityError, AdapterNotFound, AdapterConflict)
+_REQUEST_ERRORS = {kind.__name__: kind for kind in _REFUSALS}
 
 
 def build_error(kind: str, message: str) -> EngineError:

@@ -250,3 +250,21 @@ class DetokenizeRequest(Body):
     """POST /detokenize"""
 
     tokens: list[TokenId]
+
+
+class AdapterRequest(Body):
+    """What loading and unloading share; which model is meant is no question."""
+
+    lora_name: str
+
+    def model_post_init(self, _context: Any) -> None:
+        if self.model is not None:
+            raise RequestError("unknown field 'model': the adapter is lora_name.", "model")
+
+
+class LoadAdapterRequest(AdapterRequest):
+    lora_path: str
+
+
+class UnloadAdapterRequest(AdapterRequest):
+    pass

@@ -26,8 +26,10 @@ from windlass.serve.protocol import (
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
+    LoadAdapterRequest,
     TokenizeChatRequest,
     TokenizeRequest,
+    UnloadAdapterRequest,
 )
 from windlass.serve.services import Services
 from windlass.serve.shapes import ChatShape, CompletionShape, Shape
@@ -129,7 +131,7 @@ class Texts:
         else:
             body = TokenizeRequest.read(raw)
             text = body.prompt
-        preparer.check_model(body.model)
+        preparer.adapter_of(body.model)
         tokens = await preparer.encode(text, body.add_special_tokens)
         token_text = self._services.card.tokenizer.token_text
         return reply(
@@ -143,7 +145,7 @@ class Texts:
 
     async def detokenize(self, request: Request) -> Response:
         body = DetokenizeRequest.read(await self._read(request))
-        self._services.preparer.check_model(body.model)
+        self._services.preparer.adapter_of(body.model)
         tokenizer = self._services.card.tokenizer
         bad = next((token for token in body.tokens if token >= tokenizer.vocab_size), None)
         if bad is not None:
@@ -154,7 +156,7 @@ class Texts:
 
     async def apply_template(self, request: Request) -> Response:
         body = TokenizeChatRequest.read(await self._read(request))
-        self._services.preparer.check_model(body.model)
+        self._services.preparer.adapter_of(body.model)
         return reply({"prompt": self._services.preparer.render(body)})
 
 
@@ -174,15 +176,18 @@ class Operations:
 
     async def models(self) -> Response:
         card = self._services.card
-        entry = {
-            "id": card.name,
+        common = {
             "object": "model",
             "created": self._services.started,
             "owned_by": "windlass",
-            "root": card.path,
             "max_model_len": self._services.client.report.max_model_len,
         }
-        return reply({"object": "list", "data": [entry]})
+        entries = [{"id": card.name, **common, "root": card.path, "parent": None}]
+        entries += [
+            {"id": name, **common, "root": folder, "parent": card.name}
+            for name, folder in self._services.client.adapters.folders.items()
+        ]
+        return reply({"object": "list", "data": entries})
 
     async def live(self) -> Response:
         """The server process answers; only an engine that is down for good is worth a restart."""
@@ -245,6 +250,28 @@ class Operations:
         return reply({"num_blocks": await self._services.client.reset_prefix_cache()})
 
 
+class AdapterChanges:
+    """Loading and unloading, for who has an admin key."""
+
+    def __init__(self, services: Services) -> None:
+        self._services = services
+
+    async def load(self, request: Request) -> Response:
+        body = LoadAdapterRequest.read(await self._admitted(request))
+        await self._services.door.load(body.lora_name, body.lora_path)
+        return reply({"status": "loaded", "id": body.lora_name})
+
+    async def unload(self, request: Request) -> Response:
+        body = UnloadAdapterRequest.read(await self._admitted(request))
+        num_running = await self._services.door.unload(body.lora_name)
+        status = "draining" if num_running else "unloaded"
+        return reply({"status": status, "id": body.lora_name, "num_running": num_running})
+
+    async def _admitted(self, request: Request) -> bytes:
+        self._services.door.check_admin(request)
+        return await read_body(request, self._services.config.max_body_bytes)
+
+
 def _health(health: Health) -> Response:
     if health.ok:
         return reply({"status": "ok"})
@@ -254,6 +281,7 @@ def _health(health: Health) -> Response:
 def make_router(services: Services) -> APIRouter:
     """All endpoints, bound to one set of parts."""
     completions, texts, operations = Completions(services), Texts(services), Operations(services)
+    changes = AdapterChanges(services)
     router = APIRouter()
     posts: dict[str, Endpoint] = {
         "/v1/chat/completions": completions.chat,
@@ -262,6 +290,8 @@ def make_router(services: Services) -> APIRouter:
         "/detokenize": texts.detokenize,
         "/apply-template": texts.apply_template,
         "/reset_prefix_cache": operations.reset_prefix_cache,
+        "/v1/load_lora_adapter": changes.load,
+        "/v1/unload_lora_adapter": changes.unload,
     }
     gets: dict[str, Endpoint] = {
         "/v1/models": operations.models,

@@ -12,6 +12,7 @@ from pathlib import Path
 from windlass.config import ServeConfig
 from windlass.core.card import ModelCard
 from windlass.core.types import EngineStats
+from windlass.serve.adapters import AdapterDoor
 from windlass.serve.admission import Admission
 from windlass.serve.chat import ChatTemplate
 from windlass.serve.client import EngineClient
@@ -34,6 +35,7 @@ class Services:
     metrics: Metrics
     admission: Admission
     desk: Desk
+    door: AdapterDoor
     recorder: Recorder | None = None  # None: no traffic is recorded
     started: int = field(default_factory=lambda: int(time.time()))
     probe_ids: Iterator[int] = field(default_factory=itertools.count)
@@ -49,10 +51,12 @@ def make_services(client: EngineClient, card: ModelCard, config: ServeConfig) ->
         admission.observe(stats, last)
 
     client.on_stats = on_stats
-    preparer = Preparer(card, config, _read_template(card, config))
+    adapters = client.adapters
+    preparer = Preparer(card, config, _read_template(card, config), lambda: adapters.folders.keys())
     desk = Desk(metrics, config.enable_log_requests)
     recorder = make_recorder(config, card.tokenizer)
-    return Services(client, card, config, preparer, metrics, admission, desk, recorder)
+    door = AdapterDoor(client, config, card.name)
+    return Services(client, card, config, preparer, metrics, admission, desk, door, recorder)
 
 
 def _read_template(card: ModelCard, config: ServeConfig) -> ChatTemplate | None:

@@ -1,0 +1,94 @@
+"""A shelf of adapters that come when a test says so, and a runner that knows who is in its slots."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from tests.core.world import FakeRunner
+from windlass.core.types import RowResult, StepPlan, StepResult
+from windlass.errors import AdapterConflict, CheckpointError
+
+
+@dataclass
+class FakeShelf:
+    """Readings take `delay` questions; names in `broken` cannot be read."""
+
+    known: Iterable[str] = ()
+    max_there: int = 4
+    delay: int = 1
+    broken: set[str] = field(default_factory=set)
+    num_loads: int = 0
+
+    def __post_init__(self) -> None:
+        self.names: list[str] = list(self.known)
+        self.there: list[str] = []  # the least recently used first
+        self.coming: dict[str, int] = {}
+        self.held: list[str] = []
+
+    @property
+    def num_there(self) -> int:
+        return len(self.there)
+
+    def register(self, name: str, folder: str) -> None:  # noqa: ARG002
+        if name in self.names:
+            raise AdapterConflict(f"{name} is there")
+        self.names.append(name)
+
+    def unregister(self, name: str) -> None:
+        self.names.remove(name)
+        self.coming.pop(name, None)
+        if name in self.there:
+            self.there.remove(name)
+
+    def ready(self, name: str) -> bool:
+        assert name in self.names
+        if name in self.there:
+            self.there.remove(name)
+            self.there.append(name)
+            return True
+        left = self.coming.setdefault(name, self.delay)
+        self.coming[name] -= 1
+        if left > 0:
+            return False
+        del self.coming[name]
+        if name in self.broken:
+            raise CheckpointError(f"{name} is broken")
+        self.num_loads += 1
+        self.there.append(name)
+        for old in list(self.there[:-1]):
+            if len(self.there) > self.max_there and old not in self.held:
+                self.there.remove(old)
+        return True
+
+    def get(self, name: str) -> str:
+        assert name in self.there, f"{name} was not ready when a plan named it"
+        return name
+
+    def hold(self, name: str) -> None:
+        self.held.append(name)
+
+    def drop(self, name: str) -> None:
+        self.held.remove(name)
+
+
+class AdaptedRunner(FakeRunner):
+    """Computes as its parent does, and checks that each row finds its own adapter in its slot."""
+
+    def attach(self, shelf: FakeShelf, wanted: dict[str, str]) -> None:
+        self.shelf = shelf
+        self.wanted = wanted  # adapters by request
+        self.bank: dict[int, str] = {}
+        self.most_at_once = 0
+
+    def run(self, plan: StepPlan) -> StepResult:
+        for slot, name in plan.adapters:
+            self.bank[slot] = self.shelf.get(name)
+        self.most_at_once = max(self.most_at_once, len({row.adapter for row in plan.rows} - {0}))
+        return super().run(plan)
+
+    def _run_row(self, row) -> RowResult:
+        name = self.wanted.get(row.request_id, "")
+        assert self.bank.get(row.adapter, "") == name
+        assert bool(row.adapter) == bool(name)
+        return super()._run_row(row)

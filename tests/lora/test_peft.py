@@ -1,0 +1,180 @@
+"""What is read of a PEFT folder, and what is refused, with names and numbers."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.lora.folders import ALL, SPEC, lora_tensors, peft_config, write_adapter
+from windlass.errors import CheckpointError, EngineError, UnsupportedError
+from windlass.lora.base import Adapter
+from windlass.lora.peft import PeftConfig, read_adapter
+
+Q0 = "model.layers.0.self_attn.q_proj"
+KEY = f"base_model.model.{Q0}.lora_"
+
+
+def read(folder: Path, max_rank: int = 64) -> Adapter:
+    return read_adapter(folder, "a", SPEC, max_rank)
+
+
+def test_both_matrices_of_every_module_come_with_the_scaling_in_up(tmp_path: Path) -> None:
+    stored = lora_tensors()
+    adapter = read(write_adapter(tmp_path / "a", tensors=stored))
+    assert len(adapter.modules) == 14
+    low = adapter.modules[Q0]
+    torch.testing.assert_close(low.down, stored[f"{KEY}A.weight"])
+    torch.testing.assert_close(low.up, stored[f"{KEY}B.weight"] * 2)
+    assert (adapter.rank, adapter.name) == (4, "a")
+
+
+def test_rslora_divides_by_the_root_of_the_rank(tmp_path: Path) -> None:
+    stored = lora_tensors()
+    adapter = read(write_adapter(tmp_path / "a", tensors=stored, use_rslora=True))
+    torch.testing.assert_close(
+        adapter.modules[Q0].up, stored[f"{KEY}B.weight"] * (8 / math.sqrt(4))
+    )
+
+
+def test_names_with_the_adapters_own_in_the_middle(tmp_path: Path) -> None:
+    tensors = lora_tensors(middle=".default")
+    assert len(read(write_adapter(tmp_path / "a", tensors=tensors)).modules) == 14
+
+
+def test_ranks_and_alphas_by_pattern(tmp_path: Path) -> None:
+    tensors = lora_tensors(4, targets=["v_proj"]) | lora_tensors(2, targets=["q_proj"])
+    folder = write_adapter(
+        tmp_path / "a",
+        targets=["q_proj", "v_proj"],
+        tensors=tensors,
+        rank_pattern={"q_proj": 2},
+        alpha_pattern={r"model\.layers\.[01]\.self_attn\.q_proj": 6},
+    )
+    config = PeftConfig.read(folder / "adapter_config.json")
+    assert (config.rank_of(Q0), config.scaling_of(Q0)) == (2, 3.0)
+    assert config.scaling_of(Q0.replace("q_proj", "v_proj")) == 2.0
+    # A pattern is a whole last part of a name, not any ending.
+    assert config.rank_of("model.layers.0.self_attn.not_q_proj") == 4
+    assert read(folder).modules[Q0].down.shape == (2, 64)
+
+
+@pytest.mark.parametrize(
+    ("targets", "changes", "expected"),
+    [
+        (["q_proj"], {}, {"0", "1"}),
+        (r".*\.1\.self_attn\.q_proj", {}, {"1"}),
+        (["q_proj"], {"layers_to_transform": [0]}, {"0"}),
+        (["q_proj"], {"layers_to_transform": 0}, {"0"}),
+        (["q_proj"], {"layers_to_transform": []}, {"0", "1"}),
+        (["q_proj"], {"exclude_modules": r".*\.0\..*"}, {"1"}),
+        (["model.layers.1.self_attn.q_proj"], {"layers_to_transform": [0]}, {"1"}),
+    ],
+)
+def test_which_modules_are_meant(
+    tmp_path: Path, targets: Any, changes: dict[str, Any], expected: set[str]
+) -> None:
+    file = tmp_path / "adapter_config.json"
+    file.write_text(json.dumps(peft_config(targets=targets, **changes)))
+    config = PeftConfig.read(file)
+    found = {n for n in "01" if config.targeted(f"model.layers.{n}.self_attn.q_proj")}
+    assert found == expected
+    assert not config.targeted("lm_head")
+
+
+def test_a_head_may_be_changed(tmp_path: Path) -> None:
+    adapter = read(write_adapter(tmp_path / "a", targets=["lm_head"]))
+    assert adapter.modules["lm_head"].up.shape == (97, 4)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"peft_type": "IA3"}, "peft_type is 'IA3'"),
+        ({"use_dora": True}, "use_dora is True"),
+        ({"fan_in_fan_out": True}, "fan_in_fan_out"),
+        ({"bias": "lora_only"}, "bias is 'lora_only'"),
+        ({"lora_bias": True}, "lora_bias"),
+        ({"modules_to_save": ["embed_tokens"]}, r"modules_to_save is \['embed_tokens'\]"),
+        ({"init_lora_weights": "pissa_niter_16"}, "path_initial_model_for_weight_conversion"),
+        ({"layer_replication": [[0, 2]]}, "layer_replication"),
+        ({"r": 0}, "r is 0"),
+        ({"lora_alpha": None}, "lora_alpha"),
+        ({"rank_pattern": {"(": 2}}, "regular expression"),
+        ({"rank_pattern": {"q_proj": 8}}, r"shape \[4, 64\].*\[8, 64\]"),
+        ({"target_modules": ["q_proj"]}, "not among the target_modules"),
+        ({"target_modules": [*ALL, "lm_head"]}, "no tensors: lm_head"),
+    ],
+)
+def test_configs_that_are_refused(tmp_path: Path, changes: dict[str, Any], words: str) -> None:
+    folder = write_adapter(tmp_path / "a", **changes)
+    with pytest.raises(EngineError, match=words):
+        read(folder)
+
+
+def test_a_rank_above_the_limit_is_refused_with_both_numbers(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="rank 16, and this engine takes up to 8"):
+        read(write_adapter(tmp_path / "a", rank=16), max_rank=8)
+
+
+def test_another_base_is_told_by_its_shapes(tmp_path: Path) -> None:
+    tensors = lora_tensors()
+    tensors[f"{KEY}A.weight"] = torch.zeros(4, 128)
+    words = r"lora_A of model.layers.0.self_attn.q_proj has shape \[4, 128\].*\[64, 64\].*tiny/base"
+    with pytest.raises(CheckpointError, match=words):
+        read(write_adapter(tmp_path / "a", tensors=tensors))
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+@pytest.mark.parametrize("letter", "AB")
+def test_numbers_that_are_none_are_refused(tmp_path: Path, letter: str, bad: float) -> None:
+    tensors = lora_tensors()
+    tensors[f"{KEY}{letter}.weight"][1, 1] = bad
+    with pytest.raises(CheckpointError, match=f"{Q0} has numbers that are not finite"):
+        read(write_adapter(tmp_path / "a", tensors=tensors))
+
+
+def test_every_tensor_is_accounted_for(tmp_path: Path) -> None:
+    tensors = lora_tensors()
+    extra = {"base_model.model.lm_head.weight": torch.zeros(97, 64)}
+    with pytest.raises(UnsupportedError, match=r"lm_head.weight is of no known kind"):
+        read(write_adapter(tmp_path / "extra", tensors=tensors | extra))
+    unknown = {
+        f"base_model.model.model.layers.7.q_proj.lora_{x}.weight": torch.zeros(4, 4) for x in "AB"
+    }
+    with pytest.raises(CheckpointError, match=r"model.layers.7.q_proj, which this model does not"):
+        read(write_adapter(tmp_path / "unknown", tensors=tensors | unknown))
+    del tensors[f"{KEY}B.weight"]
+    with pytest.raises(CheckpointError, match=f"{Q0} has no lora_B"):
+        read(write_adapter(tmp_path / "half", tensors=tensors))
+    whole = {k: v for k, v in lora_tensors().items() if "layers.1" not in k}
+    with pytest.raises(CheckpointError, match=r"7 modules that adapter_config.json targets"):
+        read(write_adapter(tmp_path / "layer", tensors=whole))
+
+
+def test_files_that_are_not_there(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="no such folder"):
+        read(tmp_path / "nothing")
+    folder = write_adapter(tmp_path / "a")
+    (folder / "adapter_model.safetensors").unlink()
+    with pytest.raises(
+        CheckpointError, match=r"has no adapter_model.safetensors; it holds adapter_con"
+    ):
+        read(folder)
+    (folder / "adapter_model.bin").write_bytes(b"x")
+    with pytest.raises(UnsupportedError, match="pickle is never loaded"):
+        read(folder)
+    (folder / "adapter_config.json").unlink()
+    with pytest.raises(CheckpointError, match=r"has no adapter_config.json"):
+        read(folder)
+
+
+def test_weights_that_are_cut_off(tmp_path: Path) -> None:
+    file = write_adapter(tmp_path / "a") / "adapter_model.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+    with pytest.raises(CheckpointError, match="cut off"):
+        read(file.parent)

@@ -1,0 +1,212 @@
+"""Who has which slot of the device: waiting without stopping others, pins, turns, and unloading."""
+
+from __future__ import annotations
+
+from random import Random
+
+import pytest
+
+from tests.core.world import World, limits, plain_loop
+from tests.lora.shelf import AdaptedRunner, FakeShelf
+from windlass.core.adapters import Adapters
+from windlass.core.sampling import SamplingParams
+from windlass.core.types import NewRequest
+from windlass.errors import AdapterConflict, AdapterNotFound
+
+
+class Adapted(World):
+    """A world with adapters."""
+
+    def __init__(self, shelf: FakeShelf, num_slots: int = 2, **numbers: int) -> None:
+        self.shelf = shelf
+        self.adapters = Adapters(num_slots, shelf)
+        numbers = {"max_num_batched_tokens": 64, "num_blocks": 64, **numbers}
+        super().__init__(limits(**numbers), options={"adapters": self.adapters})
+        self.wanted: dict[str, str] = {}
+        self.runner = AdaptedRunner(self.limits.num_blocks, self.limits.block_size)
+        self.runner.attach(shelf, self.wanted)
+        self.errors: dict[str, str | None] = {}
+
+    def ask(self, name: str, adapter: str = "", prompt: int = 5, max_tokens: int = 6) -> NewRequest:
+        sampling = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
+        tokens = [len(name) % 3, *range(prompt - 1)]
+        request = NewRequest(name, tokens, sampling, adapter=adapter)
+        self.wanted[name] = adapter
+        self.add(request)
+        return request
+
+    def plan(self):
+        plan = super().plan()
+        for output in self.scheduler.failed:
+            self.errors[output.request_id] = output.error
+        return plan
+
+    def rows(self) -> list[str]:
+        """One step; the requests that it computed."""
+        plan = self.plan()
+        if plan.rows:
+            self.commit(plan, self.runner.run(plan))
+        return [row.request_id for row in plan.rows]
+
+
+def test_a_request_waits_for_its_adapter_and_others_go_on() -> None:
+    world = Adapted(FakeShelf(["a"], delay=2))
+    asked = world.ask("first", "a")
+    world.ask("second")
+    assert world.rows() == ["second"]
+    stats = world.scheduler.stats().adapters
+    assert stats is not None
+    assert (stats.num_waiting, stats.num_resident, stats.num_there) == (1, 0, 0)
+    assert world.rows() == ["second"]
+    assert world.rows() == ["second", "first"]
+    world.finish_all()
+    assert world.got["first"] == plain_loop(asked, 64, None)
+
+
+def test_a_request_that_lacks_a_slot_lets_others_pass() -> None:
+    world = Adapted(FakeShelf("abc", delay=0), num_slots=2)
+    for name in "abc":
+        world.ask(name, name)
+    world.ask("base")
+    world.ask("again", "b")
+    assert world.rows() == ["a", "b", "base", "again"]
+    world.finish_all()
+    assert set(world.finish) == {"a", "b", "c", "base", "again"}
+
+
+def test_an_idle_adapter_stays_until_its_slot_is_wanted() -> None:
+    world = Adapted(FakeShelf("abc", delay=0), num_slots=2)
+    for name in ("a1", "b1", "a2", "c1", "a3"):
+        world.ask(name, name[0])
+        world.finish_all()
+    assert sorted(world.runner.bank.values()) == ["a", "c"]  # b was used least recently
+    stats = world.scheduler.stats().adapters
+    assert stats is not None
+    assert stats.num_reads == 3
+
+
+def test_a_broken_adapter_ends_its_request_and_nobody_else() -> None:
+    world = Adapted(FakeShelf(["a", "bad"], broken={"bad"}))
+    world.ask("one", "bad")
+    world.ask("two", "a")
+    world.finish_all()
+    assert world.errors == {"one": "bad is broken"}
+    assert world.finish == {"two": "length"}
+    world.shelf.broken.clear()
+    world.ask("three", "bad")  # put right meanwhile
+    world.finish_all()
+    assert world.finish["three"] == "length"
+
+
+def test_unknown_adapters_are_refused() -> None:
+    with pytest.raises(AdapterNotFound, match="no adapter 'x' here"):
+        Adapted(FakeShelf(["a"])).ask("r", "x")
+    world = World(limits())
+    with pytest.raises(AdapterNotFound, match="without --enable-lora"):
+        world.add(NewRequest("r", [1], SamplingParams(), adapter="x"))
+
+
+def test_unloading_lets_running_requests_end_and_takes_no_new_ones() -> None:
+    world = Adapted(FakeShelf("ab", delay=0))
+    world.ask("running", "a")
+    world.rows()
+    assert world.adapters.unload("a") == 1
+    with pytest.raises(AdapterNotFound):
+        world.ask("late", "a")
+    with pytest.raises(AdapterConflict, match="1 requests with it are still running"):
+        world.adapters.unload("a")
+    with pytest.raises(AdapterConflict, match="being unloaded"):
+        world.adapters.load("a", "folder")
+    world.finish_all()
+    assert world.finish["running"] == "length"
+    assert world.shelf.names == ["b"]
+    assert world.adapters.unload("b") == 0
+    with pytest.raises(AdapterNotFound):
+        world.adapters.unload("b")
+
+
+def test_a_name_that_is_loaded_anew_finds_no_old_blocks_and_no_old_weights() -> None:
+    world = Adapted(FakeShelf(["a"], delay=0))
+    for life in range(2):
+        if life:
+            world.adapters.unload("a")
+            world.adapters.load("a", "elsewhere")
+            world.runner.bank.clear()
+        for number in range(2):
+            world.ask(f"{life}{number}", "a", prompt=40)
+            world.finish_all()
+    assert world.scheduler.stats().prefix_hits == 2 * 39  # the second of each life
+
+
+def test_loading_tells_its_end_and_a_failure_leaves_nothing() -> None:
+    world = Adapted(FakeShelf(broken={"bad"}))
+    world.adapters.load("a", "folder")
+    assert not world.adapters.loaded("a")
+    assert world.adapters.loaded("a")
+    world.adapters.load("bad", "folder")
+    assert not world.adapters.loaded("bad")
+    with pytest.raises(Exception, match="bad is broken"):
+        world.adapters.loaded("bad")
+    assert world.adapters.names == ["a"]
+
+
+def test_nobody_waits_for_a_slot_for_ever() -> None:
+    """Requests for one adapter come without end; the other one has its turn all the same."""
+    world = Adapted(FakeShelf("ab", delay=0), num_slots=1)
+    world.ask("a0", "a", max_tokens=4)
+    world.rows()
+    world.ask("b", "b")
+    for number in range(1, 400):
+        world.ask(f"a{number}", "a", max_tokens=4)
+        world.rows()
+        if world.finish.get("b"):
+            break
+    assert 60 < number < 150
+    world.finish_all()
+
+
+def test_a_step_that_failed_puts_its_adapters_again() -> None:
+    world = Adapted(FakeShelf("ab", delay=0), max_num_batched_tokens=256)
+    world.ask("one", "a")
+    plan = world.plan()
+    assert plan.adapters == [(1, "a")]
+    world.scheduler.retract(plan, "no memory")
+    world.finish_all()
+    assert world.finish == {"one": "length"}
+    world.ask("two", "b")
+    assert [name for _, name in world.plan().adapters] == ["b"]
+    world.scheduler.fail_all("broken")
+    world.runner.bank.clear()
+    world.ask("three", "b")
+    world.finish_all()
+    assert world.finish["three"] == "length"
+    assert world.shelf.held == []
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize("seed", range(4))
+def test_two_hundred_adapters_through_few_slots(seed: int, ahead: bool) -> None:
+    """Random arrivals, preemptions and aborts: each row finds its own adapter, nothing is left."""
+    random = Random(seed)
+    names = [f"n{i}" for i in range(200)]
+    shelf = FakeShelf(names, max_there=random.choice([16, 40]), delay=random.randint(0, 3))
+    world = Adapted(shelf, num_slots=16, num_blocks=24, max_num_seqs=20)
+    asked = {}
+    for number in range(300):
+        adapter = random.choice(names) if random.random() < 0.9 else ""
+        name = f"r{number}"
+        asked[name] = world.ask(name, adapter, random.randint(2, 40), random.randint(1, 12))
+        if random.random() < 0.1:
+            gone = random.choice(list(asked))
+            world.abort(gone)
+            del asked[gone]
+        if random.random() < 0.5 and not ahead:
+            world.step()
+    world.finish_all(ahead=ahead)
+    for name, request in asked.items():
+        assert world.got[name] == plain_loop(request, 64, None), name
+    assert world.runner.most_at_once > 4
+    world.adapters.begin()
+    adapters = world.adapters
+    assert (adapters._pins, adapters._users, adapters._orders, shelf.held) == ({}, {}, {}, [])
+    assert len(adapters._idle) == len(adapters._slots) == 16 - len(adapters._free)

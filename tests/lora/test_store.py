@@ -1,0 +1,130 @@
+"""Adapters in host memory: read in a thread, held within bounds, errors told once."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.lora.folders import SPEC, write_adapter
+from windlass.errors import AdapterConflict, AdapterNotFound, CheckpointError
+from windlass.lora.base import Adapter
+from windlass.lora.store import AdapterStore
+
+Make = Callable[..., AdapterStore]
+
+
+@pytest.fixture
+def make() -> Iterator[Make]:
+    made: list[AdapterStore] = []
+
+    def opened(max_host: int = 2, check: Callable[[Adapter], None] | None = None) -> AdapterStore:
+        made.append(AdapterStore(SPEC, 8, max_host, check))
+        return made[-1]
+
+    yield opened
+    for store in made:
+        store.close()
+
+
+def wait(store: AdapterStore, name: str) -> None:
+    end = time.monotonic() + 10
+    while not store.ready(name):
+        assert time.monotonic() < end
+        time.sleep(0.001)
+
+
+def fill(store: AdapterStore, folder: Path, *names: str) -> None:
+    for name in names:
+        store.register(name, write_adapter(folder / name))
+
+
+def test_an_adapter_is_read_when_somebody_wants_it(make: Make, tmp_path: Path) -> None:
+    store = make()
+    fill(store, tmp_path, "a")
+    assert store.num_there == 0
+    assert not store.ready("a")
+    wait(store, "a")
+    assert (store.get("a").name, store.num_there, store.num_loads) == ("a", 1, 1)
+
+
+def test_the_least_recently_used_goes_and_is_read_again(make: Make, tmp_path: Path) -> None:
+    store = make()
+    fill(store, tmp_path, "a", "b", "c")
+    for name in "abac":
+        wait(store, name)
+    assert store.num_there == 2
+    assert store.ready("a")
+    assert not store.ready("b")
+    wait(store, "b")
+    assert store.num_loads == 4
+
+
+def test_one_that_is_held_stays(make: Make, tmp_path: Path) -> None:
+    store = make(max_host=1)
+    fill(store, tmp_path, "a", "b")
+    wait(store, "a")
+    store.hold("a")
+    wait(store, "b")
+    assert store.get("a").name == "a"
+    store.drop("a")
+    fill(store, tmp_path, "c")
+    wait(store, "c")
+    assert store.num_there == 1
+
+
+def test_a_failed_reading_is_told_once_and_tried_again(make: Make, tmp_path: Path) -> None:
+    store = make()
+    store.register("a", tmp_path / "late")
+    with pytest.raises(CheckpointError, match=r"adapter 'a' could not be loaded.*no such folder"):
+        wait(store, "a")
+    write_adapter(tmp_path / "late")
+    wait(store, "a")
+    assert (store.num_failures, store.num_loads) == (1, 1)
+
+
+def test_the_network_has_a_say(make: Make, tmp_path: Path) -> None:
+    def refuse(adapter: Adapter) -> None:
+        raise CheckpointError(f"{adapter.name} does not fit")
+
+    store = make(check=refuse)
+    fill(store, tmp_path, "a")
+    with pytest.raises(CheckpointError, match="a does not fit"):
+        wait(store, "a")
+
+
+def test_a_fault_in_the_thread_is_an_error_of_ours(make: Make, tmp_path: Path) -> None:
+    def break_down(_adapter: Adapter) -> None:
+        raise ZeroDivisionError("oh")
+
+    store = make(check=break_down)
+    fill(store, tmp_path, "a")
+    with pytest.raises(CheckpointError, match="ZeroDivisionError: oh"):
+        wait(store, "a")
+
+
+def test_names(make: Make, tmp_path: Path) -> None:
+    store = make()
+    fill(store, tmp_path, "a")
+    with pytest.raises(AdapterConflict, match="'a' is loaded already"):
+        store.register("a", tmp_path)
+    store.ready("a")
+    store.unregister("a")  # while it is being read
+    assert list(store.names) == []
+    with pytest.raises(AdapterNotFound):
+        store.ready("a")
+    store.register("a", tmp_path / "a")
+    wait(store, "a")
+
+
+def test_loading_and_unloading_many_times_leaves_nothing(make: Make, tmp_path: Path) -> None:
+    store = make()
+    folder = write_adapter(tmp_path / "a", targets=["q_proj"])
+    for number in range(300):
+        store.register(f"a{number}", folder)
+        wait(store, f"a{number}")
+        store.unregister(f"a{number}")
+    held = (store._folders, store._there, store._coming, store._held)
+    assert [len(part) for part in held] == [0, 0, 0, 0]

@@ -1,0 +1,258 @@
+"""Which adapter is in which slot of the device, and for whom: residency, as blocks have it.
+
+An adapter that running requests use is pinned; others stay until their slot is wanted, least
+recently used first. How adapters are read and computed is not known here.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Collection
+from typing import Protocol
+
+from windlass.core.types import AdapterStats
+from windlass.errors import AdapterConflict, AdapterNotFound, EngineError
+
+# How many younger requests may take an adapter's slot before one that waits for one.
+_MOST_PASSES = 64
+
+
+class Shelf(Protocol):
+    """Adapters in host memory, by name."""
+
+    num_loads: int
+
+    @property
+    def names(self) -> Collection[str]: ...
+
+    @property
+    def num_there(self) -> int: ...
+
+    @property
+    def max_there(self) -> int: ...
+
+    def register(self, name: str, folder: str) -> None: ...
+
+    def ready(self, name: str) -> bool:
+        """Whether it is in memory; if not, reading begins. A failed reading raises, once."""
+        ...
+
+    def hold(self, name: str) -> None: ...
+
+    def drop(self, name: str) -> None: ...
+
+    def unregister(self, name: str) -> None: ...
+
+
+class _NoShelf:
+    """There are no adapters."""
+
+    num_loads = 0
+    names: Collection[str] = ()
+    num_there = max_there = 0
+
+    def ready(self, name: str) -> bool:  # noqa: ARG002
+        return False
+
+    def register(self, name: str, folder: str) -> None:
+        raise AdapterConflict(
+            f"the adapter {name!r:.200} cannot be loaded from {folder}: the engine was started "
+            "without --enable-lora.",
+            "lora_name",
+        )
+
+    def hold(self, name: str) -> None:
+        pass
+
+    drop = unregister = hold
+
+
+class Adapters:
+    """Owns the device's slots, 1 to `num_slots`, and counts who uses each adapter."""
+
+    def __init__(self, num_slots: int = 0, shelf: Shelf | None = None) -> None:
+        self._shelf: Shelf = shelf or _NoShelf()
+        self._enabled = shelf is not None
+        self._free = list(range(num_slots, 0, -1))
+        self._slots: dict[str, int] = {}
+        self._idle: OrderedDict[str, None] = OrderedDict()  # resident, pinned by nobody
+        self._pins: dict[str, int] = {}
+        self._orders: dict[int, str] = {}  # slots to be filled by the next plan
+        self._given: list[str] = []  # held for the last plan, until it has run
+        self._users: dict[str, int] = {}  # requests in the engine, waiting ones too
+        self._leaving: set[str] = set()  # unloaded when the last user has ended
+        self._serials: dict[str, int] = {}  # of loaded names, told apart from earlier ones
+        self._num_serials = 0
+        self._asked: set[str] = set()  # by this plan
+        self._num_passes = 0
+        self._waits_longest: str | None = None  # a request that lacks a slot
+        self._closed = False  # to younger requests, for the rest of this plan
+        self._num_waiting = 0  # requests that this plan passed over for want of an adapter
+
+    # ---- names -------------------------------------------------------------------------------
+
+    @property
+    def names(self) -> list[str]:
+        """Adapters that requests may name."""
+        return [name for name in self._shelf.names if name not in self._leaving]
+
+    def load(self, name: str, folder: str) -> None:
+        """Make an adapter known and begin to read it; `loaded` tells how that went."""
+        if name in self._leaving:
+            raise self._still_leaving(name)
+        self._shelf.register(name, folder)
+
+    def loaded(self, name: str) -> bool:
+        """Whether a `load` has come to its end; one that failed raises, and the name is gone."""
+        if name not in self._shelf.names:
+            raise AdapterNotFound(f"the adapter {name!r} was unloaded meanwhile.", "lora_name")
+        try:
+            return self._shelf.ready(name)
+        except EngineError:
+            self.unload(name)
+            raise
+
+    def unload(self, name: str) -> int:
+        """Take no more requests for an adapter; it goes when the last has ended. Returns how many."""
+        if name in self._leaving:
+            raise self._still_leaving(name)
+        if name not in self._shelf.names:
+            raise AdapterNotFound(f"there is no adapter {name!r:.200} here.", "lora_name")
+        num_users = self._users.get(name, 0)
+        if num_users:
+            self._leaving.add(name)
+        else:
+            self._forget(name)
+        return num_users
+
+    def _still_leaving(self, name: str) -> AdapterConflict:
+        return AdapterConflict(
+            f"the adapter {name!r} is being unloaded; {self._users[name]} requests with it are "
+            "still running. Try again when they have ended.",
+            "lora_name",
+        )
+
+    def _forget(self, name: str) -> None:
+        self._leaving.discard(name)
+        self._idle.pop(name, None)
+        slot = self._slots.pop(name, None)
+        if slot is not None:
+            self._free.append(slot)
+        self._serials.pop(name, None)
+        self._shelf.unregister(name)
+
+    # ---- requests ----------------------------------------------------------------------------
+
+    def enter(self, name: str) -> str:
+        """Count a new request in; returns what its cached blocks are told apart by."""
+        if name in self._leaving or name not in self._shelf.names:
+            hint = "" if self._enabled else " The engine was started without --enable-lora."
+            raise AdapterNotFound(f"there is no adapter {name!r:.200} here.{hint}", "model")
+        self._users[name] = self._users.get(name, 0) + 1
+        # A name may be loaded again from another folder; old blocks must not be found then.
+        if name not in self._serials:
+            self._num_serials += 1
+            self._serials[name] = self._num_serials
+        return f"{name}#{self._serials[name]}"
+
+    def leave(self, name: str) -> None:
+        """Count a request out that has ended."""
+        self._users[name] -= 1
+        if not self._users[name]:
+            del self._users[name]
+            if name in self._leaving:
+                self._forget(name)
+
+    # ---- a plan ------------------------------------------------------------------------------
+
+    def begin(self) -> None:
+        """A plan begins: the last one has run, or never will."""
+        for name in self._given:
+            self._shelf.drop(name)
+        self._given.clear()
+        self._asked.clear()
+        self._closed = False
+        self._num_waiting = 0
+
+    def wanted(self, name: str, request_id: str) -> bool:
+        """Whether a waiting request can have its adapter now; raises when it could not be read.
+
+        Called in the order of the queue. Adapters of requests far back are not read yet: they
+        would push out those that are wanted sooner.
+        """
+        if self._closed:
+            can = False
+        elif name in self._slots:
+            can = True
+        elif name not in self._asked and len(self._asked) >= self._shelf.max_there:
+            can = False
+        else:
+            self._asked.add(name)
+            ready = self._shelf.ready(name)
+            can = ready and bool(self._free or self._idle)
+            if ready and not can:
+                self._note_lack(request_id)
+        self._num_waiting += not can
+        return can
+
+    def _note_lack(self, request_id: str) -> None:
+        """Nobody lacks a slot for ever: after many younger ones, the oldest has the next one."""
+        if self._waits_longest is None:
+            self._waits_longest, self._num_passes = request_id, 0
+        elif self._waits_longest == request_id and self._num_passes >= _MOST_PASSES:
+            self._closed = True
+
+    def acquire(self, name: str, request_id: str) -> int:
+        """Pin an adapter that `wanted` said can be had; returns its slot."""
+        if name not in self._slots:
+            slot = self._free.pop() if self._free else self._slots.pop(self._idle.popitem(False)[0])
+            self._slots[name] = slot
+            self._orders[slot] = name
+            self._shelf.hold(name)
+        self._idle.pop(name, None)
+        self._pins[name] = self._pins.get(name, 0) + 1
+        if request_id == self._waits_longest:
+            self._waits_longest = None
+        else:
+            self._num_passes += 1
+        return self._slots[name]
+
+    def release(self, name: str) -> None:
+        """Unpin: its request has ended, or waits again. It stays until the slot is wanted."""
+        self._pins[name] -= 1
+        if not self._pins[name]:
+            del self._pins[name]
+            self._idle[name] = None
+
+    def orders(self) -> list[tuple[int, str]]:
+        """What the plan that is being handed out must put into slots."""
+        made = list(self._orders.items())
+        self._given = [name for _, name in made]
+        self._orders.clear()
+        return made
+
+    def forget_idle(self) -> None:
+        """A plan was not run to its end: what it should have put into slots may not be there."""
+        for name in self._idle:
+            self._free.append(self._slots.pop(name))
+        self._idle.clear()
+
+    def drop_waiter(self, request_id: str) -> None:
+        """A request that waited is gone."""
+        if request_id == self._waits_longest:
+            self._waits_longest = None
+
+    # ---- what others ask ---------------------------------------------------------------------
+
+    def stats(self) -> AdapterStats | None:
+        """None: there can be no adapters."""
+        shelf = self._shelf
+        if not self._enabled:
+            return None
+        return AdapterStats(
+            num_resident=len(self._slots),
+            num_there=shelf.num_there,
+            num_loaded=len(shelf.names),
+            num_waiting=self._num_waiting,
+            num_reads=shelf.num_loads,
+        )

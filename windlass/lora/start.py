@@ -1,0 +1,56 @@
+"""Puts adapters together: their slots on the device, their places on disk, and what is said of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from windlass.config import EngineConfig, ModelConfig
+from windlass.core.card import Choice
+from windlass.errors import CheckpointError
+from windlass.lora.bank import Bank
+from windlass.lora.store import AdapterStore
+from windlass.models import hub
+from windlass.models.network import Network
+from windlass.models.spec import ModelSpec
+
+
+@dataclass(frozen=True, slots=True)
+class Adapting:
+    """The device's slots and the adapters in host memory."""
+
+    bank: Bank
+    store: AdapterStore
+    choice: Choice
+
+
+def open_adapters(config: EngineConfig, spec: ModelSpec, network: Network) -> Adapting:
+    """Take the memory, and check the adapters that the config names; no weight of them is read."""
+    wish = config.lora
+    bank = Bank(network, spec, wish.max_loras, wish.max_lora_rank)
+    store = AdapterStore(spec, wish.max_lora_rank, wish.max_host, bank.check)
+    for name, place in wish.modules().items():
+        folder = locate(place, config.model)
+        store.check_folder(folder)
+        store.register(name, folder)
+    per_slot = bank.num_bytes / (wish.max_loras + 1) / 2**20
+    choice = Choice(
+        "adapters",
+        f"{len(store.names)} named, {wish.max_loras} on the device, {wish.max_host} in memory",
+        f"{per_slot:.1f} MiB per slot, for ranks up to {wish.max_lora_rank}",
+    )
+    return Adapting(bank, store, choice)
+
+
+def locate(place: str, config: ModelConfig) -> Path:
+    """The folder of an adapter that is named by a path or a hub id, fetched if need be."""
+    folder = Path(place).expanduser()
+    if folder.exists():
+        return folder.resolve()
+    wanted = hub.parse(place)
+    if wanted is not None and wanted.file is None:
+        return hub.fetch_adapter(wanted.repo, config)
+    raise CheckpointError(
+        f"adapter {place!r} was not found: there is no such folder (seen from {Path.cwd()}), and it "
+        "is not of the form of a hub id, org/name."
+    )

@@ -1,0 +1,157 @@
+"""Adapters in host memory: names that were registered, and the few whose weights are there now.
+
+Reading runs in a thread of its own, so that steps go on meanwhile; every method is called by one
+other thread. Which adapter is on the device, and for whom, is decided in core.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Collection
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+from windlass.errors import AdapterConflict, AdapterNotFound, CheckpointError, EngineError
+from windlass.lora.base import Adapter
+from windlass.lora.peft import AdapterFolder
+from windlass.models.spec import ModelSpec
+
+
+class AdapterStore:
+    """Owns the adapters in host memory, at most `max_host`: the least recently used goes first.
+
+    `check` is asked about every adapter that was read; it raises when the network cannot take it.
+    """
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        max_rank: int,
+        max_host: int,
+        check: Callable[[Adapter], None] | None = None,
+    ) -> None:
+        self._spec = spec
+        self._max_rank = max_rank
+        self._max_host = max_host
+        self._check = check
+        self._folders: dict[str, Path] = {}
+        self._there: OrderedDict[str, Adapter] = OrderedDict()  # the least recently used first
+        self._coming: dict[str, Future[Adapter]] = {}
+        self._held: dict[str, int] = {}
+        self._reader = ThreadPoolExecutor(1, "windlass-adapters")
+        self.num_loads = 0
+        self.num_failures = 0
+
+    # ---- names -------------------------------------------------------------------------------
+
+    def register(self, name: str, folder: str | Path) -> None:
+        """Make a name known. Nothing is read until somebody wants it."""
+        if name in self._folders:
+            raise AdapterConflict(
+                f"an adapter {name!r} is loaded already, from {self._folders[name]}. Unload it "
+                "first, or choose another name.",
+                "lora_name",
+            )
+        self._folders[name] = Path(folder)
+
+    def check_folder(self, folder: Path) -> None:
+        """Read config and header, and raise what speaks against the adapter; no weight is read."""
+        AdapterFolder(folder, self._spec, self._max_rank)
+
+    def unregister(self, name: str) -> None:
+        """Forget a name and its weights; one that is being read is dropped when it comes."""
+        del self._folders[name]
+        self._there.pop(name, None)
+        coming = self._coming.pop(name, None)
+        if coming is not None:
+            coming.cancel()
+
+    @property
+    def names(self) -> Collection[str]:
+        return self._folders.keys()
+
+    @property
+    def folders(self) -> dict[str, str]:
+        """Where each adapter lies."""
+        return {name: str(folder) for name, folder in self._folders.items()}
+
+    @property
+    def num_there(self) -> int:
+        return len(self._there)
+
+    @property
+    def max_there(self) -> int:
+        return self._max_host
+
+    # ---- weights -----------------------------------------------------------------------------
+
+    def ready(self, name: str) -> bool:
+        """Whether the weights are in memory; if not, reading begins.
+
+        A reading that failed raises here, once; who asks after that starts another one.
+        """
+        if name in self._there:
+            self._there.move_to_end(name)
+            return True
+        coming = self._coming.get(name)
+        if coming is None:
+            self._coming[name] = self._reader.submit(self._read, name, self._folder(name))
+            return False
+        if not coming.done():
+            return False
+        del self._coming[name]
+        try:
+            adapter = coming.result()
+        except EngineError:
+            self.num_failures += 1
+            raise
+        self.num_loads += 1
+        self._there[name] = adapter
+        self._make_room()
+        return True
+
+    def get(self, name: str) -> Adapter:
+        """The weights of an adapter that is ready."""
+        return self._there[name]
+
+    def hold(self, name: str) -> None:
+        """Keep an adapter that is ready until `drop`: a plan is going to put it on the device."""
+        self._held[name] = self._held.get(name, 0) + 1
+
+    def drop(self, name: str) -> None:
+        self._held[name] -= 1
+        if not self._held[name]:
+            del self._held[name]
+
+    def close(self) -> None:
+        """End the thread; what waits to be read is not read any more."""
+        self._reader.shutdown(wait=True, cancel_futures=True)
+
+    def _folder(self, name: str) -> Path:
+        if name not in self._folders:
+            raise AdapterNotFound(f"there is no adapter {name!r}.", "model")
+        return self._folders[name]
+
+    def _make_room(self) -> None:
+        """Let go of the least recently used until the rest fits; the newest stays."""
+        newest = next(reversed(self._there))
+        for name in list(self._there):
+            if len(self._there) <= self._max_host:
+                return
+            if name not in self._held and name != newest:
+                del self._there[name]
+
+    def _read(self, name: str, folder: Path) -> Adapter:
+        """In the thread. Whatever goes wrong reaches whoever wants the adapter, as our own error."""
+        try:
+            adapter = AdapterFolder(folder, self._spec, self._max_rank).read(name)
+            if self._check is not None:
+                self._check(adapter)
+        except EngineError as error:
+            raise type(error)(f"adapter {name!r} could not be loaded: {error}") from error
+        except Exception as error:  # the border of the thread: reported to the request
+            raise CheckpointError(
+                f"adapter {name!r} could not be loaded from {folder}: "
+                f"{type(error).__name__}: {error}"
+            ) from error
+        return adapter
