@@ -37,14 +37,14 @@ def make_stacks(num_in: int, sizes: tuple[int, ...], slots: int, most: int) -> S
     kind: dict[str, Any] = {"device": "cuda", "dtype": torch.bfloat16}
     ranks = torch.zeros((slots + 1, len(sizes)), dtype=torch.int32, device="cuda")
     down = torch.empty((slots + 1, len(sizes), most, num_in), **kind)
-    up = torch.empty((slots + 1, most, sum(sizes)), **kind)
+    up = torch.empty((slots + 1, most * sum(sizes)), **kind)
     stacks = Stacks(down, up, ranks, sizes, {slot: [] for slot in range(slots + 1)})
     for slot in range(1, slots + 1):
         rank = 1 + (slot * 7) % most
         ranks[slot] = rank
-        for part, size in enumerate(sizes):
-            halves = torch.randn((rank, num_in), **kind), torch.randn((size, rank), **kind)
-            stacks.put(slot, part, *halves)
+        for part in range(len(sizes)):
+            for half in stacks.place(slot, part, rank):
+                half.copy_(torch.randn(half.shape, **kind))
     return stacks
 
 

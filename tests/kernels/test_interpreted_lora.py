@@ -33,12 +33,12 @@ def make_stacks(sizes: tuple[int, ...]) -> Stacks:
     ranks = beside[:, 2 : 2 + parts]
     ranks.copy_(torch.tensor(RANKS)[:, :parts])
     down = torch.full((count, parts, MOST, NUM_IN), float("nan"))
-    up = torch.full((count, MOST, sum(sizes)), float("nan"))
+    up = torch.full((count, MOST * sum(sizes)), float("nan"))
     stacks = Stacks(down, up, ranks, sizes, {slot: [] for slot in range(count)})
     for slot in range(count):
-        for part, size in enumerate(sizes):
-            rank = RANKS[slot][part]
-            stacks.put(slot, part, torch.randn(rank, NUM_IN), torch.randn(size, rank))
+        for part in range(parts):
+            for half in stacks.place(slot, part, RANKS[slot][part]):
+                half.copy_(torch.randn(half.shape))
     return stacks
 
 

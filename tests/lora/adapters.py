@@ -151,7 +151,11 @@ class Parts:
         adapters: Sequence[int],
         chunks: Sequence[int] = (100,),
     ) -> list[Tensor]:
-        """Logits of every position of prompts that are computed together, in chunks."""
+        """Logits of every position of prompts that are computed together, in chunks.
+
+        Slots and blocks are those of earlier prompts.
+        """
+        self._count, self._blocks = 0, iter(range(64))
         admitted = [self.admit(prompt) for prompt in prompts]
         found: list[list[Tensor]] = [[] for _ in prompts]
         start = 0

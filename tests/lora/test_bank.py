@@ -48,6 +48,20 @@ def test_what_does_not_fit_is_named(parts: Parts, adapter: Adapter, message: str
     assert torch.equal(parts.scores([IDS], [1])[0], before), "the slot is as it was"
 
 
+def test_packed_adapters_are_the_same(parts: Parts) -> None:
+    adapter = make_adapter("b", {"self_attn.k_proj": 2, "mlp.up_proj": 8, "lm_head": 3})
+    packed = parts.bank.pack(adapter)
+    assert packed.num_bytes == adapter.num_bytes
+    for name, low in adapter.modules.items():
+        assert all(map(torch.equal, packed.modules[name], low))
+    found = []
+    for each in (adapter, make_adapter("a", ALL), packed):
+        parts.bank.put(1, each)
+        found.append(parts.scores([IDS], [1])[0])
+    assert torch.equal(found[0], found[2])
+    assert not torch.equal(found[0], found[1])
+
+
 def test_slots_are_counted_from_one(parts: Parts) -> None:
     for slot in (0, 2):
         with pytest.raises(ValueError, match=f"slot {slot} is not one of 1 to 1"):

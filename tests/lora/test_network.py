@@ -62,18 +62,12 @@ def test_mixed_batches(folder: Path, options: dict) -> None:
     parts = Parts(folder, ADAPTERS, **options)
     wanted = [1, 0, 2, 3, 1]
     for chunks in ([100], [3, 1, 7]):
-        mixed = parts_again(parts, wanted, chunks)
-        base = parts_again(parts, [0] * len(wanted), chunks)
+        mixed = parts.scores(PROMPTS, wanted, chunks)
+        base = parts.scores(PROMPTS, [0] * len(wanted), chunks)
         assert torch.equal(mixed[1], base[1])
         for i, slot in enumerate(wanted):
             alone = [slot if j == i else 0 for j in range(len(wanted))]
-            near(mixed[i], parts_again(parts, alone, chunks)[i])
-
-
-def parts_again(parts: Parts, slots: list[int], chunks: list[int]) -> list[torch.Tensor]:
-    """With slots and blocks from the start."""
-    parts._count, parts._blocks = 0, iter(range(64))
-    return parts.scores(PROMPTS, slots, chunks)
+            near(mixed[i], parts.scores(PROMPTS, alone, chunks)[i])
 
 
 def test_recorded_steps_of_the_base_are_as_they_are_beside_adapters(folder: Path) -> None:

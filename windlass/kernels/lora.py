@@ -23,7 +23,7 @@ class Stacks:
     """The adapters' matrices of one layer, by slot. Beyond a slot's rank is nothing of meaning."""
 
     down: Tensor  # [slots + 1, parts, most ranks, in]
-    up: Tensor  # [slots + 1, most ranks, out]: outputs of all parts follow each other
+    up: Tensor  # [slots + 1, most ranks * out]: a matrix [most ranks, out] of each part in turn
     ranks: Tensor  # [slots + 1, parts] int32; 0: the slot does not change this part
     sizes: tuple[int, ...]  # outputs of each part
     changes: dict[int, list[Change]]  # by slot, where no device need be asked: views of the above
@@ -36,14 +36,13 @@ class Stacks:
     def clear(self, slot: int) -> None:
         self.changes[slot] = []
 
-    def put(self, slot: int, part: int, down: Tensor, up: Tensor) -> None:
-        """Copy a part's down [rank, in] and up [out, rank], after `clear`; ranks are not sent."""
-        rank, first = down.shape[0], sum(self.sizes[:part])
-        outputs = slice(first, first + self.sizes[part])
-        own = (outputs, self.down[slot, part, :rank], self.up[slot, :rank, outputs])
-        own[1].copy_(down)
-        own[2].copy_(up.T)
-        self.changes[slot].append(own)
+    def place(self, slot: int, part: int, rank: int) -> tuple[Tensor, Tensor]:
+        """Where a part's down [rank, in] and up [rank, out] go, after `clear`. Sends no ranks."""
+        most, first, size = self.down.shape[2], sum(self.sizes[:part]), self.sizes[part]
+        own = self.up[slot, most * first : most * (first + size)].view(most, size)[:rank]
+        down = self.down[slot, part, :rank]
+        self.changes[slot].append((slice(first, first + size), down, own))
+        return down, own
 
 
 # Adds to y [tokens, out], which it may change, what the adapters make of x [tokens, in].

@@ -5,7 +5,7 @@ Who is in which slot, and when one may be taken, is decided elsewhere.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -15,7 +15,7 @@ from windlass.errors import CheckpointError
 from windlass.kernels.lora import AddLora, Lora, Stacks, add_lora
 from windlass.layers.linear import Linear
 from windlass.layers.norm import RMSNorm
-from windlass.lora.base import Adapter
+from windlass.lora.base import Adapter, Low
 from windlass.models.network import Network
 from windlass.models.spec import ModelSpec
 
@@ -47,7 +47,7 @@ class Bank:
         self._layers: list[Stacks] = []
         self._places: dict[str, _Place] = {}
         norm = next(module for module in network.modules() if isinstance(module, RMSNorm))
-        self._device = norm.weight.device
+        self._device, self._dtype = norm.weight.device, norm.weight.dtype
         kernel = _triton() if norm.ops.is_triton else add_lora
         linears = [(path, m) for path, m in network.named_modules() if isinstance(m, Linear)]
         # Ranks of all layers lie side by side, so that a put sends them at once.
@@ -90,6 +90,21 @@ class Bank:
                     f"{self.max_rank}. Raise it to load this adapter."
                 )
 
+    def pack(self, adapter: Adapter) -> Adapter:
+        """The same adapter as it travels fastest: checked, in the network's type, in one piece.
+
+        For a CUDA device the piece is pinned. May be called from any thread.
+        """
+        self.check(adapter)
+        total = sum(half.numel() for low in adapter.modules.values() for half in low)
+        pinned = self._device.type != "cpu"
+        packed = torch.empty(total, dtype=self._dtype, pin_memory=pinned)
+        views = _unpack(packed, adapter)
+        for name, low in adapter.modules.items():
+            for view, half in zip(views[name], low, strict=True):
+                view.copy_(half)
+        return Adapter(adapter.name, views, packed)
+
     @torch.inference_mode()
     def put(self, slot: int, adapter: Adapter) -> None:
         """Put an adapter into a slot, in the place of what was there.
@@ -102,20 +117,44 @@ class Bank:
         for stacks in self._layers:
             stacks.clear(slot)
         ranks = [0] * self._ranks.shape[1]
-        for name, low in adapter.modules.items():
-            place = self._places[name]
-            # Types are changed, and `up` is turned, where they arrive.
-            down, up = (half.to(self._device, non_blocking=True) for half in low)
-            place.stacks.put(slot, place.part, down, up)
-            ranks[place.column] = low.down.shape[0]
+        targets: list[Tensor] = []
+        sources: list[Tensor] = []
+        for name, low in self._arrived(adapter).items():
+            place, rank = self._places[name], low.down.shape[0]
+            targets += place.stacks.place(slot, place.part, rank)
+            sources += [low.down, low.up.T]
+            ranks[place.column] = rank
+        torch._foreach_copy_(targets, sources)
         sent = torch.tensor(ranks, dtype=torch.int32, pin_memory=self._device.type != "cpu")
         self._ranks[slot].copy_(sent, non_blocking=True)
+
+    def _arrived(self, adapter: Adapter) -> Mapping[str, Low]:
+        """Its matrices on the device."""
+        if adapter.packed is not None:
+            return _unpack(adapter.packed.to(self._device, non_blocking=True), adapter)
+        return {
+            name: Low(*(half.to(self._device, self._dtype) for half in low))
+            for name, low in adapter.modules.items()
+        }
+
+
+def _unpack(packed: Tensor, adapter: Adapter) -> dict[str, Low]:
+    """Views of a piece that has, or will have, this adapter's matrices."""
+    views: dict[str, Low] = {}
+    at = 0
+    for name, low in adapter.modules.items():
+        (rank, num_in), num_out = low.down.shape, low.up.shape[0]
+        middle, end = at + rank * num_in, at + rank * (num_in + num_out)
+        turned = packed[middle:end].view(rank, num_out)
+        views[name] = Low(packed[at:middle].view(rank, num_in), turned.T)
+        at = end
+    return views
 
 
 def _stacks(layer: Linear, max_rank: int, like: Tensor, ranks: Tensor) -> Stacks:
     count, sizes = len(ranks), tuple(layer.parts.values())
     down = like.new_empty((count, len(sizes), max_rank, layer.num_in))
-    up = like.new_empty((count, max_rank, sum(sizes)))
+    up = like.new_empty((count, max_rank * sum(sizes)))
     return Stacks(down, up, ranks, sizes, {slot: [] for slot in range(count)})
 
 

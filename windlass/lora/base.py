@@ -22,6 +22,8 @@ class Adapter:
 
     name: str
     modules: Mapping[str, Low]
+    # All of them in one piece, as a bank packs them: each module's down, then its up turned.
+    packed: Tensor | None = None
 
     @property
     def rank(self) -> int:

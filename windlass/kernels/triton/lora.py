@@ -81,14 +81,14 @@ def shrink_kernel(
 
 @triton.jit
 def _part_of(tile, N0, N1, N2, OUTPUTS: tl.constexpr):
-    """Which part a tile of outputs is of: (part, the tile's first output, the end of the part)."""
+    """Which part a tile of outputs is of: (part, its first output, its size, the tile in it)."""
     second = tl.cdiv(N0, OUTPUTS)
     third = second + tl.cdiv(N1, OUTPUTS)
     part = (tile >= second).to(tl.int32) + (tile >= third).to(tl.int32)
     first = tl.where(part == 0, 0, tl.where(part == 1, N0, N0 + N1))
     size = tl.where(part == 0, N0, tl.where(part == 1, N1, N2))
     before = tl.where(part == 0, 0, tl.where(part == 1, second, third))
-    return part, first + (tile - before) * OUTPUTS, first + size
+    return part, first, size, tile - before
 
 
 @triton.jit(do_not_specialize=["M", "splits"])
@@ -115,29 +115,30 @@ def expand_kernel(
     """y[token] += up[slot].T @ (sums over splits), for one tile of one part's outputs."""
     chain.release(CHAINED)
     token = tl.program_id(0)
-    part, first, end = _part_of(tl.program_id(1), N0, N1, N2, OUTPUTS)
+    part, first, size, tile = _part_of(tl.program_id(1), N0, N1, N2, OUTPUTS)
+    begin = tile * OUTPUTS
     slot = tl.load(slots + token).to(tl.int64)
     rank = tl.load(ranks + slot * rank_stride + part)
-    weight = up + slot * MOST * N
-    _fetch(weight + first, N, rank, tl.minimum(OUTPUTS, end - first), CHAINED, FETCH)
+    weight = up + (slot * N + first) * MOST
+    _fetch(weight + begin, size, rank, tl.minimum(OUTPUTS, size - begin), CHAINED, FETCH)
     chain.wait(CHAINED)
     if rank > 0:
-        output = first + tl.arange(0, OUTPUTS)
+        output = begin + tl.arange(0, OUTPUTS)
         row = tl.arange(0, _RANKS)
         split = tl.arange(0, SPLITS)
         source = sums + ((split.to(tl.int64) * M + token) * PARTS + part) * MOST
         acc = tl.zeros([OUTPUTS], dtype=tl.float32)
         for at in range(0, rank, _RANKS):
             inside = at + row < rank
-            mask = inside[:, None] & (output < end)[None, :]
-            rows = weight + (at + row).to(tl.int64)[:, None] * N
+            mask = inside[:, None] & (output < size)[None, :]
+            rows = weight + (at + row).to(tl.int64)[:, None] * size
             w = tl.load(rows + output[None, :], mask=mask, other=0.0)
             mask = (split < splits)[:, None] & inside[None, :]
             low = tl.load(source[:, None] + (at + row)[None, :], mask=mask, other=0.0)
             acc += tl.sum(w.to(tl.float32) * tl.sum(low, 0)[:, None], 0)
-        to = y + token.to(tl.int64) * N + output
-        before = tl.load(to, mask=output < end, other=0.0).to(tl.float32)
-        tl.store(to, (before + acc).to(y.dtype.element_ty), mask=output < end)
+        to = y + token.to(tl.int64) * N + first + output
+        before = tl.load(to, mask=output < size, other=0.0).to(tl.float32)
+        tl.store(to, (before + acc).to(y.dtype.element_ty), mask=output < size)
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -215,23 +216,24 @@ def expand_tile_kernel(
     """The same for the tokens of a piece together."""
     chain.release(CHAINED)
     piece = tl.program_id(0)
-    part, first, end = _part_of(tl.program_id(1), N0, N1, N2, OUTPUTS)
+    part, first, size, tile = _part_of(tl.program_id(1), N0, N1, N2, OUTPUTS)
+    begin = tile * OUTPUTS
     start = tl.load(tiles + 2 * piece)
     count = tl.load(tiles + 2 * piece + 1)
     slot = tl.load(slots + start).to(tl.int64)
     rank = tl.load(ranks + slot * rank_stride + part)
-    weight = up + slot * MOST * N
-    _fetch(weight + first, N, rank, tl.minimum(OUTPUTS, end - first), CHAINED, FETCH)
+    weight = up + (slot * N + first) * MOST
+    _fetch(weight + begin, size, rank, tl.minimum(OUTPUTS, size - begin), CHAINED, FETCH)
     chain.wait(CHAINED)
     if rank > 0:
-        output = first + tl.arange(0, OUTPUTS)
+        output = begin + tl.arange(0, OUTPUTS)
         token = tl.arange(0, ROWS)
         row = tl.arange(0, _RANKS)
         acc = tl.zeros([ROWS, OUTPUTS], dtype=tl.float32)
         for at in range(0, rank, _RANKS):
             inside = at + row < rank
-            mask = inside[:, None] & (output < end)[None, :]
-            rows = weight + (at + row).to(tl.int64)[:, None] * N
+            mask = inside[:, None] & (output < size)[None, :]
+            rows = weight + (at + row).to(tl.int64)[:, None] * size
             w = tl.load(rows + output[None, :], mask=mask, other=0.0)
             mask = (token < count)[:, None] & inside[None, :]
             low = tl.zeros([ROWS, _RANKS], dtype=tl.float32)
@@ -239,8 +241,8 @@ def expand_tile_kernel(
                 source = sums + ((split * M + start + token).to(tl.int64) * PARTS + part) * MOST
                 low += tl.load(source[:, None] + (at + row)[None, :], mask=mask, other=0.0)
             acc = tl.dot(low.to(w.dtype), w, acc)
-        to = y + (start + token).to(tl.int64)[:, None] * N + output[None, :]
-        mask = (token < count)[:, None] & (output < end)[None, :]
+        to = y + (start + token).to(tl.int64)[:, None] * N + (first + output)[None, :]
+        mask = (token < count)[:, None] & (output < size)[None, :]
         before = tl.load(to, mask=mask, other=0.0).to(tl.float32)
         tl.store(to, (before + acc).to(y.dtype.element_ty), mask=mask)
 

@@ -1,0 +1,60 @@
+"""Engines with adapters and everything else that is switched on: guesses, cached prefixes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.lora.adapters import ALL, make_adapter, save
+from tests.quant.folders import write_plain
+from tests.spec.test_speculation import eager  # noqa: F401
+from windlass import LLM, SamplingParams
+
+PROMPTS = [[7, 8, 9] * 6, [5, 6] * 8, [7, 8, 9] * 6, [11, 12, 13, 14] * 5]
+ADAPTERS = ["one", "", "two", "one"]
+GREEDY = SamplingParams(max_tokens=24, ignore_eos=True, temperature=0.0)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    root = tmp_path_factory.mktemp("models")
+    for seed, name in enumerate(("one", "two")):
+        save(root / name, make_adapter(name, ALL, seed))
+    return write_plain(root / "base")
+
+
+def make(folder: Path, **options: Any) -> LLM:
+    named = [f"{name}={folder.parent / name}" for name in ("one", "two")]
+    options = {"quantization": "int4", "num_blocks": 64, "max_num_seqs": 8, **options}
+    lora = {"enable_lora": True, "lora_modules": tuple(named), "max_loras": 2, "max_lora_rank": 8}
+    return LLM(str(folder), load_format="dummy", device="cpu", **lora, **options)
+
+
+def answers(llm: LLM) -> list[list[int]]:
+    results = llm.generate(PROMPTS, GREEDY, adapter=ADAPTERS)
+    return [result.outputs[0].token_ids for result in results]
+
+
+@pytest.mark.usefixtures("eager")
+def test_with_guesses_the_tokens_are_the_same(folder: Path) -> None:
+    want = answers(make(folder))
+    assert want[0] != want[2], "adapters change nothing"
+    guessing = make(folder, spec="ngram")
+    assert answers(guessing) == want
+    stats = guessing.engine.stats()
+    assert 0 < stats.num_accepted_tokens <= stats.num_draft_tokens
+
+
+def test_prefixes_are_shared_within_an_adapter_alone(folder: Path) -> None:
+    llm = make(folder)
+    found, hits = [], []
+    for adapter in ("one", "", "two", "one"):
+        before = llm.engine.stats().prefix_hits
+        (result,) = llm.generate(PROMPTS[:1], GREEDY, adapter=adapter)
+        found.append(result.outputs[0].token_ids)
+        hits.append(llm.engine.stats().prefix_hits - before)
+    assert hits == [0, 0, 0, 16]
+    assert found[3] == found[0]
+    assert len({tuple(tokens) for tokens in found}) == 3
