@@ -6,6 +6,7 @@ server does.
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
@@ -21,6 +22,7 @@ from windlass.core.completion import Completion, Delta, check_ids, resolve_words
 from windlass.core.sampling import SamplingParams
 from windlass.core.types import NewRequest, Output, Timeline, TokenLogprob
 from windlass.errors import EngineError, RequestError
+from windlass.lora.places import locate
 from windlass.lora_config import check_adapter_name
 from windlass.serve.chat import ChatTemplate
 
@@ -219,8 +221,6 @@ class LLM:
 
     def add_adapter(self, name: str, path: str) -> None:
         """Load an adapter from a folder or the hub; one that does not fit raises, and is not there."""
-        from windlass.lora.start import locate
-
         check_adapter_name(name)
         adapters = self.engine.adapters
         adapters.load(name, str(locate(path, self._model)))
@@ -293,6 +293,20 @@ class AsyncLLM:
         job = self._front.job(prompt, sampling, adapter)
         async for delta in self._drive(job):
             yield delta
+
+    async def add_adapter(self, name: str, path: str) -> None:
+        """Load an adapter from a folder or the hub; one that does not fit raises, and is not there."""
+        from windlass.serve.messages import LoadAdapter
+
+        check_adapter_name(name)
+        folder = await asyncio.to_thread(locate, path, self._config.model)
+        await self._client.change_adapter(LoadAdapter(name, str(folder)))
+
+    async def remove_adapter(self, name: str) -> None:
+        """Unload an adapter; requests that use it end as they began."""
+        from windlass.serve.messages import UnloadAdapter
+
+        await self._client.change_adapter(UnloadAdapter(name))
 
     async def _drive(self, job: _Job) -> AsyncIterator[Delta]:
         async for output in self._client.generate(*job.requests):

@@ -25,6 +25,13 @@ class FakeShelf:
         self.there: list[str] = []  # the least recently used first
         self.coming: dict[str, int] = {}
         self.held: list[str] = []
+        self._num_looks = 0
+
+    @property
+    def num_ended(self) -> int:
+        """Readings go on with the questions here: while there are any, something may change."""
+        self._num_looks += bool(self.coming)
+        return self._num_looks
 
     @property
     def num_there(self) -> int:

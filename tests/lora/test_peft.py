@@ -156,6 +156,16 @@ def test_every_tensor_is_accounted_for(tmp_path: Path) -> None:
         read(write_adapter(tmp_path / "layer", tensors=whole))
 
 
+def test_a_copy_of_the_bases_own_head_is_passed_over(tmp_path: Path) -> None:
+    tensors = lora_tensors(targets=["lm_head"])
+    key = "base_model.model.lm_head.base_layer.weight"
+    same, larger = {key: torch.zeros(97, 64)}, {key: torch.zeros(98, 64)}
+    adapter = read(write_adapter(tmp_path / "a", targets=["lm_head"], tensors=tensors | same))
+    assert list(adapter.modules) == ["lm_head"]
+    with pytest.raises(CheckpointError, match=r"shape \[98, 64\], this model's weight \[97, 64\]"):
+        read(write_adapter(tmp_path / "b", targets=["lm_head"], tensors=tensors | larger))
+
+
 def test_files_that_are_not_there(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="no such folder"):
         read(tmp_path / "nothing")

@@ -74,6 +74,21 @@ def test_a_request_that_lacks_a_slot_lets_others_pass() -> None:
     assert set(world.finish) == {"a", "b", "c", "base", "again"}
 
 
+def test_who_waits_is_asked_again_only_when_something_changed() -> None:
+    world = Adapted(FakeShelf("ab", delay=0), num_slots=1)
+    world.ask("a", "a", max_tokens=20)
+    world.ask("b", "b")
+    world.rows()
+    world.shelf.names.remove("b")  # asking for it now would fail
+    for _ in range(10):
+        assert world.rows() == ["a"]
+    world.ask("base")
+    world.shelf.names.append("b")
+    assert world.rows() == ["a", "base"]
+    world.finish_all()
+    assert set(world.finish) == {"a", "b", "base"}
+
+
 def test_an_idle_adapter_stays_until_its_slot_is_wanted() -> None:
     world = Adapted(FakeShelf("abc", delay=0), num_slots=2)
     for name in ("a1", "b1", "a2", "c1", "a3"):

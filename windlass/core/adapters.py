@@ -21,6 +21,7 @@ class Shelf(Protocol):
     """Adapters in host memory, by name."""
 
     num_loads: int
+    num_ended: int  # readings, failed ones too; counted in their own thread
 
     @property
     def names(self) -> Collection[str]: ...
@@ -47,7 +48,7 @@ class Shelf(Protocol):
 class _NoShelf:
     """There are no adapters."""
 
-    num_loads = 0
+    num_loads = num_ended = 0
     names: Collection[str] = ()
     num_there = max_there = 0
 
@@ -87,7 +88,9 @@ class Adapters:
         self._num_passes = 0
         self._waits_longest: str | None = None  # a request that lacks a slot
         self._closed = False  # to younger requests, for the rest of this plan
-        self._num_waiting = 0  # requests that this plan passed over for want of an adapter
+        self._fresh = True  # this plan has not looked at who waits yet
+        self._num_waiting = 0  # requests that were passed over when a plan last looked
+        self._num_changes = 0
 
     # ---- names -------------------------------------------------------------------------------
 
@@ -139,6 +142,7 @@ class Adapters:
         if slot is not None:
             self._free.append(slot)
         self._serials.pop(name, None)
+        self._num_changes += 1
         self._shelf.unregister(name)
 
     # ---- requests ----------------------------------------------------------------------------
@@ -172,7 +176,7 @@ class Adapters:
         self._given.clear()
         self._asked.clear()
         self._closed = False
-        self._num_waiting = 0
+        self._fresh = True
 
     def wanted(self, name: str, request_id: str) -> bool:
         """Whether a waiting request can have its adapter now; raises when it could not be read.
@@ -180,6 +184,8 @@ class Adapters:
         Called in the order of the queue. Adapters of requests far back are not read yet: they
         would push out those that are wanted sooner.
         """
+        if self._fresh:
+            self._fresh, self._num_waiting = False, 0
         if self._closed:
             can = False
         elif name in self._slots:
@@ -223,6 +229,7 @@ class Adapters:
         if not self._pins[name]:
             del self._pins[name]
             self._idle[name] = None
+            self._num_changes += 1
 
     def orders(self) -> list[tuple[int, str]]:
         """What the plan that is being handed out must put into slots."""
@@ -236,6 +243,7 @@ class Adapters:
         for name in self._idle:
             self._free.append(self._slots.pop(name))
         self._idle.clear()
+        self._num_changes += 1
 
     def drop_waiter(self, request_id: str) -> None:
         """A request that waited is gone."""
@@ -244,15 +252,21 @@ class Adapters:
 
     # ---- what others ask ---------------------------------------------------------------------
 
+    @property
+    def state(self) -> tuple[int, int]:
+        """While it is the same, who could not have an adapter still cannot."""
+        return self._num_changes, self._shelf.num_ended
+
     def stats(self) -> AdapterStats | None:
         """None: there can be no adapters."""
         shelf = self._shelf
         if not self._enabled:
             return None
+        num_not_running = sum(self._users.values()) - sum(self._pins.values())
         return AdapterStats(
             num_resident=len(self._slots),
             num_there=shelf.num_there,
             num_loaded=len(shelf.names),
-            num_waiting=self._num_waiting,
+            num_waiting=min(self._num_waiting, num_not_running),
             num_reads=shelf.num_loads,
         )

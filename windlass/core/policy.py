@@ -78,6 +78,9 @@ class WaitingQueue:
         self._policy = policy
         self._heap: list[tuple[tuple[int, ...], Request]] = []
         self._waiting: dict[str, Request] = {}
+        self._aside: list[Request] = []
+        # What must change before it is worth looking again; None: nothing is known to lack.
+        self.stuck_at: object = None
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -86,6 +89,7 @@ class WaitingQueue:
         return iter(self._waiting.values())
 
     def push(self, request: Request) -> None:
+        self.stuck_at = None
         self._waiting[request.request_id] = request
         heapq.heappush(self._heap, (self._policy.key(request), request))
 
@@ -98,6 +102,17 @@ class WaitingQueue:
         request = heapq.heappop(self._heap)[1]
         del self._waiting[request.request_id]
         return request
+
+    def set_aside(self) -> None:
+        """Pass over the first; it comes back with `restore`."""
+        self._aside.append(self.pop())
+
+    def restore(self, stuck_at: object = None) -> None:
+        """Put back what was set aside. `stuck_at`: all of it waits for this to change."""
+        for request in self._aside:
+            self.push(request)
+        self._aside.clear()
+        self.stuck_at = stuck_at
 
     def remove(self, request: Request) -> None:
         self._waiting.pop(request.request_id, None)

@@ -201,22 +201,23 @@ class Scheduler:
 
     def _plan_waiting(self, step: Step, now: float) -> None:
         request = self._waiting.peek()
-        if request is None:
+        if request is None or self._waiting.stuck_at == self.adapters.state:
             return
         waited_s = now - request.timeline.arrived
         openings = self._gate.openings(len(self._waiting), len(self._running), waited_s)
-        patient: list[Request] = []
+        promised = False
         while request is not None and openings > 0 and step.budget > 0 and self._slots:
             if request.num_pending:  # interrupted while its last sample is still in flight
                 break
             if request.adapter and not self._adapter_there(request):
                 if request.finish is None:
-                    patient.append(self._waiting.pop())
+                    self._waiting.set_aside()
                 request = self._waiting.peek()
                 continue
             cached = self._find_cached(request)
             if self._promises.worth_waiting(request, len(cached)):
-                patient.append(self._waiting.pop())
+                self._waiting.set_aside()
+                promised = True
             else:
                 count = self._admit(step, request, cached, now)
                 if count == 0:
@@ -224,8 +225,8 @@ class Scheduler:
                 step.emit(request, count, request.blocks)
                 openings -= 1
             request = self._waiting.peek()
-        for request in patient:
-            self._waiting.push(request)
+        only_adapters = request is None and not promised
+        self._waiting.restore(self.adapters.state if only_adapters else None)
 
     def _adapter_there(self, request: Request) -> bool:
         """Whether it can start now, as far as its adapter goes; one that is broken ends it."""

@@ -27,6 +27,8 @@ CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
 _PICKLE = "adapter_model.bin"
 _KEY = re.compile(r"base_model\.model\.(.+)\.lora_([AB])(?:\.default)?\.weight")
+# PEFT writes a copy of the base's own weight beside the change of a head.
+_COPY = re.compile(r"base_model\.model\.(.+)\.base_layer\.weight")
 # Fields that change what is computed in ways that are not known here; empty or false is harmless.
 _REFUSED = {
     "use_dora": "DoRA, which also changes the length of the weights' columns",
@@ -223,8 +225,8 @@ class AdapterFolder:
         self.config = PeftConfig.read(_existing(folder, CONFIG))
         self._checkpoint = SafetensorsCheckpoint([_existing(folder, WEIGHTS)])
         self._weights = weights
-        self._tensors = self._find()
         self._shapes = linear_shapes(spec)
+        self._tensors = self._find()
         for module, pair in self._tensors.items():
             self._check_module(module)
             self._check_shapes(module, pair, max_rank)
@@ -234,6 +236,8 @@ class AdapterFolder:
         """Tensor names by module and letter; a tensor of no known kind is an error."""
         found: dict[str, dict[str, str]] = {}
         for name in self._checkpoint.names():
+            if self._is_copy(name):
+                continue
             parts = _KEY.fullmatch(name)
             if parts is None:
                 raise UnsupportedError(
@@ -251,6 +255,19 @@ class AdapterFolder:
         if not found:
             raise CheckpointError(f"{self._weights}: holds no tensor.")
         return found
+
+    def _is_copy(self, name: str) -> bool:
+        """Whether a tensor is the base's own weight, as large as this model's."""
+        parts = _COPY.fullmatch(name)
+        if parts is None:
+            return False
+        stored, shape = self._checkpoint.stored(name).shape, self._shapes.get(parts[1])
+        if shape is not None and tuple(stored) != shape:
+            raise CheckpointError(
+                f"{self._weights}: tensor {name} has shape {list(stored)}, this model's weight "
+                f"{list(shape)}: the adapter belongs to another base, or to a larger vocabulary."
+            )
+        return shape is not None
 
     def _check_module(self, module: str) -> None:
         if module not in self._shapes:

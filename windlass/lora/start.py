@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 
-from windlass.config import EngineConfig, ModelConfig
+from windlass.config import EngineConfig
 from windlass.core.card import Choice
-from windlass.errors import CheckpointError
 from windlass.lora.bank import Bank
+from windlass.lora.places import locate
 from windlass.lora.store import AdapterStore
-from windlass.models import hub
 from windlass.models.network import Network
 from windlass.models.spec import ModelSpec
 
@@ -40,17 +38,3 @@ def open_adapters(config: EngineConfig, spec: ModelSpec, network: Network) -> Ad
         f"{per_slot:.1f} MiB per slot, for ranks up to {wish.max_lora_rank}",
     )
     return Adapting(bank, store, choice)
-
-
-def locate(place: str, config: ModelConfig) -> Path:
-    """The folder of an adapter that is named by a path or a hub id, fetched if need be."""
-    folder = Path(place).expanduser()
-    if folder.exists():
-        return folder.resolve()
-    wanted = hub.parse(place)
-    if wanted is not None and wanted.file is None:
-        return hub.fetch_adapter(wanted.repo, config)
-    raise CheckpointError(
-        f"adapter {place!r} was not found: there is no such folder (seen from {Path.cwd()}), and it "
-        "is not of the form of a hub id, org/name."
-    )

@@ -40,6 +40,7 @@ class AdapterStore:
         self._held: dict[str, int] = {}
         self._reader = ThreadPoolExecutor(1, "windlass-adapters")
         self.num_loads = 0
+        self.num_ended = 0
         self.num_failures = 0
 
     # ---- names -------------------------------------------------------------------------------
@@ -95,7 +96,9 @@ class AdapterStore:
             return True
         coming = self._coming.get(name)
         if coming is None:
-            self._coming[name] = self._reader.submit(self._read, name, self._folder(name))
+            coming = self._reader.submit(self._read, name, self._folder(name))
+            coming.add_done_callback(self._count)
+            self._coming[name] = coming
             return False
         if not coming.done():
             return False
@@ -126,6 +129,9 @@ class AdapterStore:
     def close(self) -> None:
         """End the thread; what waits to be read is not read any more."""
         self._reader.shutdown(wait=True, cancel_futures=True)
+
+    def _count(self, _ended: Future[Adapter]) -> None:
+        self.num_ended += 1
 
     def _folder(self, name: str) -> Path:
         if name not in self._folders:

@@ -116,7 +116,7 @@ class _Loop:
             if self._engine.has_work:
                 self._step()
             self._see_loads()
-            self._send(force=not self._engine.has_work)
+            self._send(force=not (self._engine.has_work or self._loading))
             if self._failed_steps >= _MAX_FAILED_STEPS:
                 _log.error("%d steps in a row failed; the engine gives up", self._failed_steps)
                 return 1
