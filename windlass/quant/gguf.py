@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import fields, replace
+
 import torch
 from torch import Tensor
 
@@ -39,6 +41,16 @@ class Gguf(PackedMethod):
         return decision.unpacked is None and decision.kernel.name == "native"
 
     def outline(self, num_out: int, num_in: int) -> Packed:
-        """The form without contents, to ask kernels about."""
+        """The form without contents, to ask kernels about.
+
+        One row is packed for it: to pack nothing on the meta device would load half of torch.
+        """
         spec = self.params("", num_out, num_in)["weight"]
-        return pack(torch.empty(spec.shape, dtype=spec.dtype, device="meta"), self._kind)
+        blocks = torch.zeros((1, spec.shape[1]), dtype=spec.dtype, device="cpu")
+        row = pack(blocks, self._kind)
+        tensors = {
+            item.name: torch.empty((num_out, value.shape[1]), dtype=value.dtype, device="meta")
+            for item in fields(row)
+            if isinstance(value := getattr(row, item.name), Tensor)
+        }
+        return replace(row, **tensors)

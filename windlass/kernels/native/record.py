@@ -61,6 +61,11 @@ class Recorded:
 class Recording(TorchDispatchMode):
     """Owns the calls so far, and the tensors that stand for buffers."""
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Nothing here is compiled; to leave it alone torch would load its whole compiler first."""
+        return False
+
     def __init__(self) -> None:
         super().__init__()
         self.calls: list[Recorded] = []
