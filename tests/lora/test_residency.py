@@ -89,6 +89,22 @@ def test_who_waits_is_asked_again_only_when_something_changed() -> None:
     assert set(world.finish) == {"a", "b", "base"}
 
 
+def test_an_adapter_that_comes_while_a_plan_is_made_is_noticed() -> None:
+    class Sudden(FakeShelf):
+        num_ended = 0
+
+        def ready(self, name: str) -> bool:
+            there = super().ready(name)
+            self.num_ended += not there  # its thread ends right behind our back
+            return there
+
+    world = Adapted(Sudden(["a"], delay=1))
+    world.ask("one", "a")
+    assert world.rows() == []
+    assert world.rows() == ["one"]
+    world.finish_all()
+
+
 def test_an_idle_adapter_stays_until_its_slot_is_wanted() -> None:
     world = Adapted(FakeShelf("abc", delay=0), num_slots=2)
     for name in ("a1", "b1", "a2", "c1", "a3"):
@@ -198,10 +214,21 @@ def test_a_step_that_failed_puts_its_adapters_again() -> None:
     assert world.shelf.held == []
 
 
+def change(adapters: Adapters, name: str) -> None:
+    """Unload what is loaded, and load what is not."""
+    if name in adapters.names:
+        adapters.unload(name)
+        return
+    try:
+        adapters.load(name, "folder")
+    except AdapterConflict:
+        assert adapters._users[name] > 0
+
+
 @pytest.mark.parametrize("ahead", [False, True])
 @pytest.mark.parametrize("seed", range(4))
 def test_two_hundred_adapters_through_few_slots(seed: int, ahead: bool) -> None:
-    """Random arrivals, preemptions and aborts: each row finds its own adapter, nothing is left."""
+    """Random arrivals, preemptions, aborts and unloads: each row finds its own adapter."""
     random = Random(seed)
     names = [f"n{i}" for i in range(200)]
     shelf = FakeShelf(names, max_there=random.choice([16, 40]), delay=random.randint(0, 3))
@@ -210,6 +237,12 @@ def test_two_hundred_adapters_through_few_slots(seed: int, ahead: bool) -> None:
     for number in range(300):
         adapter = random.choice(names) if random.random() < 0.9 else ""
         name = f"r{number}"
+        if random.random() < 0.1:
+            change(world.adapters, random.choice(names))
+        if adapter and adapter not in world.adapters.names:
+            with pytest.raises(AdapterNotFound):
+                world.ask(name, adapter)
+            continue
         asked[name] = world.ask(name, adapter, random.randint(2, 40), random.randint(1, 12))
         if random.random() < 0.1:
             gone = random.choice(list(asked))
@@ -224,4 +257,5 @@ def test_two_hundred_adapters_through_few_slots(seed: int, ahead: bool) -> None:
     world.adapters.begin()
     adapters = world.adapters
     assert (adapters._pins, adapters._users, adapters._orders, shelf.held) == ({}, {}, {}, [])
+    assert adapters._leaving == set()
     assert len(adapters._idle) == len(adapters._slots) == 16 - len(adapters._free)

@@ -200,8 +200,8 @@ class Scheduler:
                 step.emit(request, count, fresh)
 
     def _plan_waiting(self, step: Step, now: float) -> None:
-        request = self._waiting.peek()
-        if request is None or self._waiting.stuck_at == self.adapters.state:
+        request, state = self._waiting.peek(), self.adapters.state  # readings may end any moment
+        if request is None or self._waiting.stuck_at == state:
             return
         waited_s = now - request.timeline.arrived
         openings = self._gate.openings(len(self._waiting), len(self._running), waited_s)
@@ -226,7 +226,7 @@ class Scheduler:
                 openings -= 1
             request = self._waiting.peek()
         only_adapters = request is None and not promised
-        self._waiting.restore(self.adapters.state if only_adapters else None)
+        self._waiting.restore(state if only_adapters else None)
 
     def _adapter_there(self, request: Request) -> bool:
         """Whether it can start now, as far as its adapter goes; one that is broken ends it."""
