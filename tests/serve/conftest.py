@@ -17,7 +17,7 @@ from tests.serve.fakes import CARD, Options, counting
 from windlass.config import ServeConfig
 from windlass.core.card import ModelCard
 from windlass.serve.client import EngineClient, RestartPolicy
-from windlass.serve.launch import Service, bind
+from windlass.serve.launch import bind, live
 from windlass.serve.loop import Build
 
 QUICK_RESTARTS = RestartPolicy(first_pause_s=0.05)
@@ -79,8 +79,9 @@ def running(
     async def main() -> int:
         stop = asyncio.Event()
         holder.append((asyncio.get_running_loop(), stop))
-        service = Service(client, card, config, listener)
-        return await service.run(lambda _report, url: ready.append(url), stop)
+        return await live(
+            client, card, config, listener, lambda _report, url: ready.append(url), stop
+        )
 
     def body() -> None:
         try:

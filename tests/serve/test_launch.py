@@ -22,7 +22,7 @@ from tests.serve.fakes import CARD, endless_build
 from windlass.config import ServeConfig
 from windlass.errors import ConfigError
 from windlass.serve.client import EngineClient
-from windlass.serve.launch import Service, bind, url_of
+from windlass.serve.launch import bind, live, url_of
 
 ROOT = Path(__file__).parents[2]
 
@@ -155,14 +155,14 @@ def test_a_server_told_to_stop_while_it_loads_ends_at_once() -> None:
         stop = asyncio.Event()
         asyncio.get_running_loop().call_later(0.3, stop.set)
         with bind(config) as listener:
-            service = Service(EngineClient(endless_build), CARD, config, listener)
-            return await service.run(lambda _report, _url: None, stop)
+            client = EngineClient(endless_build)
+            return await live(client, CARD, config, listener, lambda _report, _url: None, stop)
 
     assert asyncio.run(main()) == 0
 
 
 def test_the_server_needs_no_torch() -> None:
-    code = "import sys, windlass.serve.launch; sys.exit('torch' in sys.modules)"
+    code = "import sys, windlass.serve.service; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0
 
 

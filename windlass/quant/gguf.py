@@ -53,4 +53,4 @@ class Gguf(PackedMethod):
             for item in fields(row)
             if isinstance(value := getattr(row, item.name), Tensor)
         }
-        return replace(row, **tensors)
+        return replace(row, **tensors)  # type: ignore[arg-type]

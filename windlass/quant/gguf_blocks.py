@@ -22,6 +22,7 @@ class Block(NamedTuple):
     codes: Tensor  # uint8 or int8 [N, blocks, values]
     scales: Tensor  # float32 [N, blocks, groups]
     mins: Tensor | None = None
+    packed: bool = False  # whether two codes are in a byte already, from 0 to 15
 
 
 class Kind(NamedTuple):
@@ -38,6 +39,9 @@ def pack(blocks: Tensor, kind: Kind) -> Packed:
     """uint8 [N, bytes of a row], as the file has it, to a form."""
     block = kind.parse(blocks.view(blocks.shape[0], -1, kind.num_bytes))
     codes, scales = block.codes.flatten(1), as_half(block.scales.flatten(1))
+    if block.packed:
+        lowest = as_half(block.mins.flatten(1)) if block.mins is not None else scales * -8
+        return Int4Group(codes, scales, lowest)
     if kind.bits > 4:
         mins = None if block.mins is None else as_half(block.mins.flatten(1))
         return Int8Group(codes.to(torch.int8), scales, mins)
@@ -64,6 +68,13 @@ def _nibbles(raw: Tensor, at: int) -> Tensor:
     return torch.cat((packed & 15, packed >> 4), dim=-1)
 
 
+def _paired(raw: Tensor, at: int) -> Tensor:
+    """The same 32 values, as neighbours in a byte: the first of each pair in the low half."""
+    pairs = raw[..., at : at + 16].contiguous().view(torch.int16)  # two bytes, the first is lower
+    low, high = pairs & 15 | pairs >> 4 & 240, pairs >> 4 & 15 | pairs >> 8 & 240
+    return torch.cat((low, high), dim=-1).to(torch.uint8)
+
+
 def _fifth_bits(raw: Tensor, at: int) -> Tensor:
     """32 bits from 4 bytes, each worth 16."""
     places = torch.arange(8, dtype=torch.uint8, device=raw.device)
@@ -71,11 +82,11 @@ def _fifth_bits(raw: Tensor, at: int) -> Tensor:
 
 
 def _q4_0(raw: Tensor) -> Block:
-    return Block(_nibbles(raw, 2).to(torch.int8) - 8, _half(raw, 0))
+    return Block(_paired(raw, 2), _half(raw, 0), packed=True)
 
 
 def _q4_1(raw: Tensor) -> Block:
-    return Block(_nibbles(raw, 4), _half(raw, 0), _half(raw, 2))
+    return Block(_paired(raw, 4), _half(raw, 0), _half(raw, 2), packed=True)
 
 
 def _q5_0(raw: Tensor) -> Block:

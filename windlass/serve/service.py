@@ -1,0 +1,127 @@
+"""One server's life: it waits for the engine, serves, drains and ends."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import socket
+import ssl
+from collections.abc import Iterator
+from typing import Any
+
+import uvicorn
+
+from windlass.config import ServeConfig
+from windlass.core.card import EngineReport, ModelCard
+from windlass.errors import WorkerDied
+from windlass.serve.app import create_app
+from windlass.serve.client import EngineClient
+from windlass.serve.launch import OnReady, url_of
+from windlass.serve.services import make_services
+
+_log = logging.getLogger("windlass.serve")
+
+_KEEP_ALIVE_S = 30
+_LAST_ANSWERS_S = 2  # after the drain: for the errors that tell the rest of the requests
+
+
+class _Server(uvicorn.Server):
+    """uvicorn without its signal handlers: what a signal means is decided here."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+class Service:
+    """One server's life. Owns the HTTP server and, through the client, the engine."""
+
+    def __init__(
+        self, client: EngineClient, card: ModelCard, config: ServeConfig, listener: socket.socket
+    ) -> None:
+        self._client = client
+        self._config = config
+        self._listener = listener
+        self._services = make_services(client, card, config)
+        self._server = _Server(self._uvicorn_config())
+
+    def _uvicorn_config(self) -> uvicorn.Config:
+        config = self._config
+        return uvicorn.Config(
+            create_app(self._services),
+            log_config=None,
+            access_log=False,
+            lifespan="off",
+            ws="none",
+            server_header=False,
+            timeout_keep_alive=_KEEP_ALIVE_S,
+            timeout_graceful_shutdown=_LAST_ANSWERS_S,
+            ssl_keyfile=config.ssl_keyfile,
+            ssl_certfile=config.ssl_certfile,
+            ssl_ca_certs=config.ssl_ca_certs,
+            ssl_cert_reqs=ssl.CERT_REQUIRED if config.ssl_ca_certs else ssl.CERT_NONE,
+        )
+
+    async def run(
+        self, engine: asyncio.Task[EngineReport], on_ready: OnReady, stop: asyncio.Event
+    ) -> int:
+        """Wait for the engine, serve, and when `stop` is set drain and end; 1: it was lost."""
+        try:
+            report = await self._unless_stopped(engine, stop)
+            if report is None:
+                return 0
+            return await self._serve(report, on_ready, stop)
+        finally:
+            await self._client.close()
+            if self._services.recorder is not None:
+                self._services.recorder.close()
+
+    async def _unless_stopped(
+        self, start: asyncio.Task[EngineReport], stop: asyncio.Event
+    ) -> EngineReport | None:
+        """What the engine says when it is ready; None: the server is told to stop before that."""
+        stopped = asyncio.create_task(stop.wait())
+        either: set[asyncio.Task[Any]] = {start, stopped}
+        await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+        stopped.cancel()
+        if start.done():
+            return start.result()
+        start.cancel()
+        await asyncio.gather(start, return_exceptions=True)
+        return None
+
+    async def _serve(self, report: EngineReport, on_ready: OnReady, stop: asyncio.Event) -> int:
+        serving = asyncio.create_task(self._server.serve(sockets=[self._listener]))
+        stopped = asyncio.create_task(stop.wait())
+        lost = asyncio.create_task(self._client.failed.wait())
+        while not (self._server.started or serving.done()):
+            await asyncio.sleep(0.01)
+        if serving.done():
+            await serving  # raises what kept it from listening
+        on_ready(report, url_of(self._config, self._listener))
+        either: set[asyncio.Task[Any]] = {serving, stopped, lost}
+        await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+        engine_lost = lost.done()
+        for task in (stopped, lost):
+            task.cancel()
+        if engine_lost:
+            _log.error("the server ends: %s", self._client.health().reason)
+        else:
+            await self._drain()
+        self._server.should_exit = True
+        await serving
+        return int(engine_lost)
+
+    async def _drain(self) -> None:
+        """Take nothing new, let what runs finish, and tell the rest that it will not."""
+        desk, timeout_s = self._services.desk, self._config.shutdown_timeout
+        desk.draining = True
+        _log.info("shutting down; %d requests are running", desk.num_in_flight)
+        if await desk.idle(timeout_s):
+            return
+        _log.warning("%d requests did not finish in %g s", desk.num_in_flight, timeout_s)
+        self._client.abort_all(
+            WorkerDied(f"the server shut down before this request ended ({timeout_s:g} s given).")
+        )
+        await desk.idle(_LAST_ANSWERS_S)
