@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+import os
+import signal
 from dataclasses import replace
 from pathlib import Path
 from random import Random
@@ -10,7 +13,7 @@ from typing import Any
 import pytest
 
 from tests.lora.folders import lora_tensors, write_adapter, write_model
-from windlass import LLM, SamplingParams
+from windlass import LLM, AsyncLLM, SamplingParams
 from windlass.errors import AdapterConflict, AdapterNotFound, CheckpointError, ConfigError
 
 GREEDY = SamplingParams(max_tokens=5, temperature=0.0, ignore_eos=True)
@@ -99,6 +102,33 @@ def test_a_head_and_speculation_with_adapters(model: Path, tmp_path: Path) -> No
     options = {"lora_modules": [f"a={folder}"], "max_lora_rank": 8}
     plain = tokens(make(model, **options), prompts, ["a", ""])
     assert tokens(make(model, spec="ngram", **options), prompts, ["a", ""]) == plain
+
+
+def test_an_engine_that_died_gets_its_adapters_again(model: Path, tmp_path: Path) -> None:
+    folder = write_adapter(tmp_path / "a", seed=5)
+
+    async def main() -> None:
+        options = {"num_blocks": 50, "enable_lora": True, "max_lora_rank": 8}
+        common = {"load_format": "dummy", "device": "cpu", "dtype": "float32"}
+        async with AsyncLLM(str(model), **common, **options) as llm:
+            base = (await llm.generate([1, 2, 3], GREEDY)).outputs[0].token_ids
+            with pytest.raises(CheckpointError, match="was not found"):
+                await llm.add_adapter("a", str(tmp_path / "nowhere"))
+            await llm.add_adapter("a", str(folder))
+            before = (await llm.generate([1, 2, 3], GREEDY, "a")).outputs[0].token_ids
+            assert before != base
+            pid = llm._client.pid
+            assert pid is not None
+            os.kill(pid, signal.SIGKILL)
+            while llm._client.pid in (pid, None):
+                await asyncio.sleep(0.05)
+            after = (await llm.generate([1, 2, 3], GREEDY, "a")).outputs[0].token_ids
+            assert after == before
+            await llm.remove_adapter("a")
+            with pytest.raises(AdapterNotFound):
+                await llm.generate([1, 2, 3], GREEDY, "a")
+
+    asyncio.run(main())
 
 
 @pytest.mark.parametrize(

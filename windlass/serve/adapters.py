@@ -45,7 +45,7 @@ class AdapterRegistry:
     def __init__(self) -> None:
         self.folders: dict[str, str] = {}
         self._started = False
-        self._calls: dict[str, asyncio.Future[int]] = {}
+        self._calls: dict[str, tuple[Change, asyncio.Future[int]]] = {}
 
     def restarted(self, first: dict[str, str]) -> list[Change]:
         """A new engine has the adapters of `first`; returns what it must be told beside that."""
@@ -66,7 +66,7 @@ class AdapterRegistry:
             )
         call: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         call.add_done_callback(lambda done: done.cancelled() or done.exception())
-        self._calls[change.name] = call
+        self._calls[change.name] = change, call
         send(change)
         # A caller that goes away takes nothing back: the answer is still noted.
         return await asyncio.shield(call)
@@ -76,12 +76,16 @@ class AdapterRegistry:
         asked, failed = answer.asked, bool(answer.kind)
         if isinstance(asked, messages.LoadAdapter) and not failed:
             self.folders[asked.name] = asked.folder
-        elif isinstance(asked, messages.UnloadAdapter) or asked.name not in self._calls:
+        elif (
+            isinstance(asked, messages.UnloadAdapter)
+            or self.folders.get(asked.name) == asked.folder
+        ):
             # The second: an adapter that a new engine could not load again.
             self.folders.pop(asked.name, None)
-        call = self._calls.pop(asked.name, None)
-        if call is None or call.done():
+        change, call = self._calls.get(asked.name, (None, None))
+        if call is None or change != asked:  # nobody's: what a new engine was told
             return
+        del self._calls[asked.name]
         if failed:
             call.set_exception(_error(answer))
         else:
@@ -89,9 +93,8 @@ class AdapterRegistry:
 
     def fail(self, why: str) -> None:
         """The engine is gone; nobody will answer."""
-        for call in self._calls.values():
-            if not call.done():
-                call.set_exception(WorkerDied(why))
+        for _, call in self._calls.values():
+            call.set_exception(WorkerDied(why))
         self._calls.clear()
 
 
