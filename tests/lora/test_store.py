@@ -20,8 +20,8 @@ Make = Callable[..., AdapterStore]
 def make() -> Iterator[Make]:
     made: list[AdapterStore] = []
 
-    def opened(max_host: int = 2, check: Callable[[Adapter], None] | None = None) -> AdapterStore:
-        made.append(AdapterStore(SPEC, 8, max_host, check))
+    def opened(max_host: int = 2, pack: Callable[[Adapter], Adapter] | None = None) -> AdapterStore:
+        made.append(AdapterStore(SPEC, 8, max_host, pack))
         return made[-1]
 
     yield opened
@@ -86,20 +86,20 @@ def test_a_failed_reading_is_told_once_and_tried_again(make: Make, tmp_path: Pat
 
 
 def test_the_network_has_a_say(make: Make, tmp_path: Path) -> None:
-    def refuse(adapter: Adapter) -> None:
+    def refuse(adapter: Adapter) -> Adapter:
         raise CheckpointError(f"{adapter.name} does not fit")
 
-    store = make(check=refuse)
+    store = make(pack=refuse)
     fill(store, tmp_path, "a")
     with pytest.raises(CheckpointError, match="a does not fit"):
         wait(store, "a")
 
 
 def test_a_fault_in_the_thread_is_an_error_of_ours(make: Make, tmp_path: Path) -> None:
-    def break_down(_adapter: Adapter) -> None:
+    def break_down(_adapter: Adapter) -> Adapter:
         raise ZeroDivisionError("oh")
 
-    store = make(check=break_down)
+    store = make(pack=break_down)
     fill(store, tmp_path, "a")
     with pytest.raises(CheckpointError, match="ZeroDivisionError: oh"):
         wait(store, "a")

@@ -26,7 +26,7 @@ def open_adapters(config: EngineConfig, spec: ModelSpec, network: Network) -> Ad
     """Take the memory, and check the adapters that the config names; no weight of them is read."""
     wish = config.lora
     bank = Bank(network, spec, wish.max_loras, wish.max_lora_rank)
-    store = AdapterStore(spec, wish.max_lora_rank, wish.max_host, bank.check)
+    store = AdapterStore(spec, wish.max_lora_rank, wish.max_host, bank.pack)
     for name, place in wish.modules().items():
         folder = locate(place, config.model)
         store.check_folder(folder)

@@ -20,7 +20,8 @@ from windlass.models.spec import ModelSpec
 class AdapterStore:
     """Owns the adapters in host memory, at most `max_host`: the least recently used goes first.
 
-    `check` is asked about every adapter that was read; it raises when the network cannot take it.
+    `pack` makes of every adapter that was read what travels to the network's device best; it raises
+    when the network cannot take it.
     """
 
     def __init__(
@@ -28,12 +29,12 @@ class AdapterStore:
         spec: ModelSpec,
         max_rank: int,
         max_host: int,
-        check: Callable[[Adapter], None] | None = None,
+        pack: Callable[[Adapter], Adapter] | None = None,
     ) -> None:
         self._spec = spec
         self._max_rank = max_rank
         self._max_host = max_host
-        self._check = check
+        self._pack = pack
         self._folders: dict[str, Path] = {}
         self._there: OrderedDict[str, Adapter] = OrderedDict()  # the least recently used first
         self._coming: dict[str, Future[Adapter]] = {}
@@ -151,8 +152,8 @@ class AdapterStore:
         """In the thread. Whatever goes wrong reaches whoever wants the adapter, as our own error."""
         try:
             adapter = AdapterFolder(folder, self._spec, self._max_rank).read(name)
-            if self._check is not None:
-                self._check(adapter)
+            if self._pack is not None:
+                adapter = self._pack(adapter)
         except EngineError as error:
             raise type(error)(f"adapter {name!r} could not be loaded: {error}") from error
         except Exception as error:  # the border of the thread: reported to the request
