@@ -6,7 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-_PROGRAM = """
+# What a program begins with that may not import what only the server needs.
+WITHOUT_SERVER = """
 import sys
 
 REFUSED = {"pydantic", "pydantic_core", "fastapi", "starlette", "uvicorn", "zmq", "msgspec", "gguf",
@@ -25,7 +26,11 @@ class Refuse:
             raise ImportError(f"{name} is refused here")
 
 sys.meta_path.insert(0, Refuse())
+"""
 
+_PROGRAM = (
+    WITHOUT_SERVER
+    + """
 import windlass.build, windlass.llm
 from windlass.cli.main import app
 
@@ -40,6 +45,7 @@ for words in (
     model = [] if "levers" in words else ["--load-format", "dummy"]
     app([*words, *model], standalone_mode=False)
 """
+)
 
 
 def test_bench_and_profile_run_without_the_servers_modules(tiny: Path) -> None:

@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 
 from tests.tools.quantize.conftest import write_model
 from tests.tools.train_draft.conftest import EAGLE, MEDUSA, ONE_CORE, TrainDraft
-from windlass.tools.train_draft import work
+from windlass.tools import unfinished
 
 
 def report_of(folder: Path) -> dict[str, Any]:
@@ -139,7 +139,7 @@ def test_a_full_disk_keeps_what_is_done(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     options = (*EAGLE, "--data", prompts, "--max-steps", "8", "--save-every", "3")
-    real, out, writes = work.write_whole, tmp_path / "out", []
+    real, out, writes = unfinished.write_whole, tmp_path / "out", []
 
     def full(path: Path, data: bytes) -> None:
         writes.append(path.name)
@@ -147,7 +147,7 @@ def test_a_full_disk_keeps_what_is_done(
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         real(path, data)
 
-    monkeypatch.setattr(work, "write_whole", full)
+    monkeypatch.setattr(unfinished, "write_whole", full)
     said = train_draft(model, "-o", out, *options, code=1)
     assert "No space left on device" in said
     assert "the training up to step 3 is kept in" in said
@@ -157,7 +157,7 @@ def test_a_full_disk_keeps_what_is_done(
     said = train_draft(model, "-o", out, *options, code=1)
     assert "the training up to step 8 is kept in" in said
     assert not out.exists()
-    monkeypatch.setattr(work, "write_whole", real)
+    monkeypatch.setattr(unfinished, "write_whole", real)
     assert "trained 8 steps" in train_draft(model, "-o", out, *options)
     assert (out / "report.json").is_file()
 

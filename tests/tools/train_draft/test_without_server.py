@@ -6,32 +6,17 @@ import subprocess
 import sys
 from pathlib import Path
 
+from tests.tools.test_without_server import WITHOUT_SERVER
 from tests.tools.train_draft.conftest import MEDUSA, ONE_CORE
 
-_PROGRAM = """
-import sys
-
-REFUSED = {"pydantic", "pydantic_core", "fastapi", "starlette", "uvicorn", "zmq", "msgspec", "gguf",
-           "httptools", "llguidance"}
-
-def asker():
-    frame = sys._getframe(2)
-    while "importlib" in frame.f_globals.get("__name__", ""):
-        frame = frame.f_back
-    return frame.f_globals.get("__name__", "").split(".")[0]
-
-class Refuse:
-    # Only what we ask for: some versions of typer bring pydantic for themselves.
-    def find_spec(self, name, path=None, target=None):
-        if name.split(".")[0] in REFUSED and asker() == "windlass":
-            raise ImportError(f"{name} is refused here")
-
-sys.meta_path.insert(0, Refuse())
-
+_PROGRAM = (
+    WITHOUT_SERVER
+    + """
 from windlass.cli.main import app
 
 app(sys.argv[1:], standalone_mode=False)
 """
+)
 
 
 def test_train_draft_runs_without_the_servers_modules(

@@ -31,9 +31,10 @@ from windlass.tools.quantize import described, layouts
 from windlass.tools.quantize.calibration import Calibration, Choice, calibrate
 from windlass.tools.quantize.layer import Hidden, Layer, rounded_to
 from windlass.tools.quantize.methods import Quantised, input_rounding, quantise
-from windlass.tools.quantize.partial import Partial, check_output
+from windlass.tools.quantize.partial import Partial
 from windlass.tools.quantize.recipe import CALIBRATED, Recipe, Wishes, decide
 from windlass.tools.quantize.weights import Float8Weight, IntWeight, QuantisedWeight, TableWeight
+from windlass.tools.unfinished import check_output
 
 Say = Callable[[str], None]
 Progress = Callable[[int, int, str], None]  # layers done, of how many, what the last one was like

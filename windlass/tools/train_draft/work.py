@@ -7,28 +7,22 @@ DIR itself appears at the end, by one rename.
 from __future__ import annotations
 
 import json
-import os
-import shutil
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from filelock import FileLock, Timeout
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
-from windlass.errors import ConfigError, EngineError
-from windlass.models.json_file import read_json
-from windlass.tools.quantize.partial import check_output, partial_of
+from windlass.errors import EngineError
+from windlass.tools import unfinished
+from windlass.tools.unfinished import Unfinished
 
-_MANIFEST = "manifest.json"
 _STATE = "state.safetensors"
-_LOCK = "lock"
-_OWN = (_LOCK, _MANIFEST, _STATE, "out", "texts.jsonl", "texts.prompts.jsonl")
+_OWN = (_STATE, "out", "texts.jsonl", "texts.prompts.jsonl")
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,56 +33,15 @@ class SavedState:
     about: dict[str, Any]
 
 
-class Work:
-    """Owns DIR.partial. One process at a time."""
+class Work(Unfinished):
+    """The texts, and the training's latest state."""
 
     def __init__(self, output: Path, fingerprint: Mapping[str, Any]) -> None:
-        check_output(output)
-        self.folder = partial_of(output)
-        self._output = output
         self._kept = "nothing is trained yet"
-        try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise ConfigError(f"-o {output}: {error.strerror or error}.") from error
-        self._lock = FileLock(self.folder / _LOCK)
-        try:
-            self._lock.acquire(timeout=0)
-        except Timeout:
-            raise ConfigError(f"{self.folder}: another run is working there.") from None
-        wanted = json.loads(json.dumps(fingerprint))
-        try:
-            if (self.folder / _MANIFEST).is_file():
-                self._compare(read_json(self.folder / _MANIFEST)["fingerprint"], wanted)
-            else:
-                self._begin(wanted)
-        except EngineError:
-            self._lock.release()
-            raise
+        super().__init__(output, fingerprint, _OWN)
 
-    def _begin(self, fingerprint: dict[str, Any]) -> None:
-        names = {file.name.removesuffix(".tmp") for file in self.folder.iterdir()}
-        strange = sorted(names - set(_OWN))
-        if strange:
-            raise ConfigError(
-                f"{self.folder}: is needed for work in progress, but holds other files "
-                f"({', '.join(strange[:3])}). Remove it, or choose another -o."
-            )
-        data = json.dumps({"fingerprint": fingerprint}, indent=1).encode()
-        self._write(self.folder / _MANIFEST, data)
-
-    def _compare(self, before: dict[str, Any], wanted: dict[str, Any]) -> None:
-        names = sorted(before.keys() | wanted.keys())
-        changes = "; ".join(
-            f"{name} was {before.get(name)!r:.80}, is {wanted.get(name)!r:.80}"
-            for name in names
-            if before.get(name) != wanted.get(name)
-        )
-        if changes:
-            raise ConfigError(
-                f"{self.folder} was begun with other options: {changes}. Run the same command to "
-                "go on, or remove that folder, or choose another -o."
-            )
+    def _done(self) -> str:
+        return f"The texts and {self._kept}"
 
     def save_state(self, tensors: Mapping[str, Tensor], about: Mapping[str, Any]) -> None:
         """Keep a training's state in place of the one before, which stays until this one is whole."""
@@ -118,46 +71,13 @@ class Work:
         self, tensors: Mapping[str, Tensor], config: Mapping[str, Any], report: Mapping[str, Any]
     ) -> None:
         """Write the head and give it its name."""
-        made = self.folder / "out"
-        shutil.rmtree(made, ignore_errors=True)
-        try:
-            made.mkdir()
-            write_whole(made / "model.safetensors", save(dict(tensors), metadata={"format": "pt"}))
-            for name, value in (("config.json", config), ("report.json", report)):
-                write_whole(made / name, json.dumps(value, indent=2).encode() + b"\n")
-            with suppress(FileNotFoundError):
-                self._output.rmdir()  # an empty one was allowed
-            os.rename(made, self._output)
-        except OSError as error:
-            raise self._cannot_write(self._output, error) from error
-        self._lock.release()
-        shutil.rmtree(self.folder)
+        described = (("config.json", config), ("report.json", report))
 
-    def close(self) -> None:
-        self._lock.release()
+        def write(made: Path) -> None:
+            unfinished.write_whole(
+                made / "model.safetensors", save(dict(tensors), metadata={"format": "pt"})
+            )
+            for name, value in described:
+                unfinished.write_whole(made / name, json.dumps(value, indent=2).encode() + b"\n")
 
-    def _write(self, path: Path, data: bytes) -> None:
-        try:
-            write_whole(path, data)
-        except OSError as error:
-            raise self._cannot_write(path, error) from error
-
-    def _cannot_write(self, path: Path, error: OSError) -> EngineError:
-        return EngineError(
-            f"{path}: cannot be written: {error.strerror or error}. The texts and {self._kept}. "
-            "Make room, then run the same command again to go on."
-        )
-
-
-def write_whole(path: Path, data: bytes) -> None:
-    """Whole or not at all."""
-    temporary = path.with_name(path.name + ".tmp")
-    try:
-        with temporary.open("wb") as stream:
-            stream.write(data)
-            stream.flush()
-            os.fsync(stream.fileno())
-        os.replace(temporary, path)
-    except OSError:
-        temporary.unlink(missing_ok=True)
-        raise
+        self._become(write)
