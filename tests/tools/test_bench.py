@@ -82,8 +82,9 @@ def test_latency(windlass: Windlass, tiny: Path, tmp_path: Path) -> None:
         ("latency --batch few", "expected numbers such as 1,8,64,256"),
         (
             "levers speed",
-            "lever 'speed' is not known. Known: batching, prefix, scheduler, speculation",
+            "lever 'speed' is not known. Known: adapters, batching, prefix, scheduler, speculation",
         ),
+        ("levers adapters --adapters 0", "--adapters 0 is of the lever adapters, and at least 1"),
         ("levers --num-requests 0", "--num-requests must be at least 1"),
         ("tables --page nowhere.md", "--page nowhere.md: No such file"),
     ],
@@ -114,6 +115,11 @@ def test_levers_and_their_tables(windlass: Windlass, tiny: Path, tmp_path: Path)
     assert batching[0]["steps"] < batching[2]["steps"]
     on, off = json.loads((results / "prefix.json").read_text())["rows"]
     assert on["prompt_tokens_computed"] < off["prompt_tokens_computed"] == 3 * 1032
+    windlass("bench", "levers", "adapters", "--adapters", "7", *args)
+    rows = json.loads((results / "adapters.json").read_text())["rows"]
+    assert [row["adapters"] for row in rows[:2]] == [1, 3]
+    assert rows[2]["workload"] == "12 requests, 7 registered"
+    assert all(row["ratio"] > 0 and row["adapter_mib"] > 0 for row in rows)
 
     page = tmp_path / "page.md"
     page.write_text(

@@ -206,11 +206,15 @@ register(app, formats, ENGINE_OPTIONS)
 def levers(
     ctx: typer.Context,
     names: Annotated[
-        list[str] | None, typer.Argument(metavar="[batching] [prefix] [scheduler] [speculation]")
+        list[str] | None,
+        typer.Argument(metavar="[adapters] [batching] [prefix] [scheduler] [speculation]"),
     ] = None,
     model: Annotated[str, typer.Option(metavar="MODEL", help="As for serve.")] = "default",
     num_requests: Annotated[
-        int | None, typer.Option(metavar="N", help="Requests of each run; default: 32; prefix: 16.")
+        int | None,
+        typer.Option(
+            metavar="N", help="Requests of each run; default: 32; prefix: 16; adapters: 64."
+        ),
     ] = None,
     repeat: Repeat = 1,
     spec: Annotated[
@@ -225,6 +229,9 @@ def levers(
         typer.Option(
             metavar="FILE", help="speculation: JSONL of messages in the place of its free answers."
         ),
+    ] = None,
+    adapters: Annotated[
+        int | None, typer.Option(metavar="N", help="adapters: how many are known; default: 200.")
     ] = None,
     output_dir: Annotated[
         Path, typer.Option("-o", "--output-dir", metavar="DIR", help="Where the JSONs go.")
@@ -248,6 +255,8 @@ def levers(
             raise ConfigError(f"--repeat must be at least 1, got {repeat}.")
         if (spec or prompts) and "speculation" not in wanted:
             raise ConfigError("--spec and --prompts are of the lever speculation; name it too.")
+        if adapters is not None and ("adapters" not in wanted or adapters < 1):
+            raise ConfigError(f"--adapters {adapters} is of the lever adapters, and at least 1.")
         free = _conversations(prompts)
         options: dict[str, Any] = {"model": model}
         if config is not None:
@@ -255,6 +264,8 @@ def levers(
         for name in wanted:
             if name == "scheduler":
                 record = programs.scheduler(_say)
+            elif name == "adapters":
+                record = programs.adapters(options, num_requests, repeat, _say, adapters)
             elif name == "speculation":
                 given = (options, num_requests, repeat, _say)
                 record = programs.speculation(*given, spec or ("ngram",), free)

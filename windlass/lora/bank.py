@@ -16,6 +16,7 @@ from windlass.kernels.lora import AddLora, Lora, Stacks, add_lora
 from windlass.layers.linear import Linear
 from windlass.layers.norm import RMSNorm
 from windlass.lora.base import Adapter, Low
+from windlass.lora.pinned import pinned
 from windlass.models.network import Network
 from windlass.models.spec import ModelSpec
 
@@ -97,8 +98,8 @@ class Bank:
         """
         self.check(adapter)
         total = sum(half.numel() for low in adapter.modules.values() for half in low)
-        pinned = self._device.type != "cpu"
-        packed = torch.empty(total, dtype=self._dtype, pin_memory=pinned)
+        make = torch.empty if self._device.type == "cpu" else pinned
+        packed = make(total, dtype=self._dtype)
         views = _unpack(packed, adapter)
         for name, low in adapter.modules.items():
             for view, half in zip(views[name], low, strict=True):

@@ -1,11 +1,12 @@
 """Adapters in host memory: names that were registered, and the few whose weights are there now.
 
-Reading runs in a thread of its own, so that steps go on meanwhile; every method is called by one
+Reading runs in threads of its own, so that steps go on meanwhile; every method is called by one
 other thread. Which adapter is on the device, and for whom, is decided in core.
 """
 
 from __future__ import annotations
 
+import os
 from collections import OrderedDict
 from collections.abc import Callable, Collection
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -15,6 +16,13 @@ from windlass.errors import AdapterConflict, AdapterNotFound, CheckpointError, E
 from windlass.lora.base import Adapter
 from windlass.lora.peft import AdapterFolder
 from windlass.models.spec import ModelSpec
+
+# A quarter of the cores may read: the rest computes or serves.
+_MOST_READERS = 8
+
+
+def _readers() -> int:
+    return max(1, min(_MOST_READERS, (os.cpu_count() or 1) // 4))
 
 
 class AdapterStore:
@@ -39,7 +47,7 @@ class AdapterStore:
         self._there: OrderedDict[str, Adapter] = OrderedDict()  # the least recently used first
         self._coming: dict[str, Future[Adapter]] = {}
         self._held: dict[str, int] = {}
-        self._reader = ThreadPoolExecutor(1, "windlass-adapters")
+        self._reader = ThreadPoolExecutor(_readers(), "windlass-adapters")
         self.num_loads = 0
         self.num_ended = 0
         self.num_failures = 0

@@ -89,6 +89,14 @@ COLUMNS: dict[str, Columns] = {
         "acceptance_length": "tokens a row with guesses",
         "alike": "alike",
     },
+    "adapters": {
+        "workload": "workload",
+        "adapters": "adapters",
+        "figure": "tok/s of",
+        "base_tok_s/adapters_tok_s": "base / with adapters",
+        "ratio": "times the base",
+        "adapter_mib": "MiB of an adapter",
+    },
     "perplexity": _PERPLEXITY,
     "quality": {
         **_PERPLEXITY,

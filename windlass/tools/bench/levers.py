@@ -10,6 +10,7 @@ from typing import Any
 
 from windlass.build import Built, build_engine, open_model
 from windlass.config import EngineConfig
+from windlass.tools.bench.adapters import adapters
 from windlass.tools.bench.device import release_memory
 from windlass.tools.bench.measure import Measured, run
 from windlass.tools.bench.record import Record
@@ -57,8 +58,9 @@ def scheduler(say: Say, counts: Sequence[int] = (1, 16, 64, 256)) -> Record:
     return Record("scheduler", rows, "Decode steps, one token a request, no model.")
 
 
-WITH_MODEL = {"batching": batching, "prefix": prefix, "speculation": speculation}
-LEVERS = tuple(sorted((*WITH_MODEL, "scheduler")))
+WITH_MODEL = {"batching": batching, "prefix": prefix}
+LEVERS = tuple(sorted((*WITH_MODEL, "adapters", "scheduler", "speculation")))
+__all__ = ["LEVERS", "WITH_MODEL", "adapters", "batching", "prefix", "scheduler", "speculation"]
 
 
 def _compare(

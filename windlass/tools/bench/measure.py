@@ -132,7 +132,10 @@ def run(
     engine: Engine, jobs: Sequence[Job], progress: Callable[[int], None] = lambda _: None
 ) -> Measured:
     """Send all jobs at once and step until the last has ended. `progress` gets tokens made."""
-    requests = [NewRequest(f"bench-{i}", job.prompt, _wish(job)) for i, job in enumerate(jobs)]
+    requests = [
+        NewRequest(f"bench-{i}", job.prompt, _wish(job), adapter=job.adapter)
+        for i, job in enumerate(jobs)
+    ]
     before = engine.stats()
     ticks = Ticks(len(jobs))
     started = time.perf_counter()

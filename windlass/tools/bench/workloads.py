@@ -32,6 +32,7 @@ class Job:
     num_output: int
     temperature: float = 0.0
     deterministic: bool = False
+    adapter: str = ""
 
 
 class Shape(NamedTuple):
