@@ -1,0 +1,103 @@
+"""When requests come: Poisson, even, in bursts, all at once, faster and faster, or as a trace says."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from random import Random
+from typing import Literal, get_args
+
+from windlass.errors import ConfigError
+from windlass.tools.load.asks import Ask
+
+Pattern = Literal["poisson", "constant", "burst", "trace"]
+RampStrategy = Literal["linear", "exponential"]
+
+
+@dataclass(frozen=True, slots=True)
+class Ramp:
+    """Requests a second that change from the first request to the last."""
+
+    strategy: RampStrategy
+    start: float
+    end: float
+
+    def __post_init__(self) -> None:
+        if self.strategy not in get_args(RampStrategy):
+            known = ", ".join(get_args(RampStrategy))
+            raise ConfigError(f"--ramp-up-strategy {self.strategy!r} is not known. Known: {known}.")
+        for name, value in (("start", self.start), ("end", self.end)):
+            if not (value > 0 and math.isfinite(value)):
+                raise ConfigError(f"--ramp-up-{name}-rps must be above 0, got {value:g}.")
+
+    def rate(self, progress: float) -> float:
+        """`progress`: 0 at the first request, 1 at the last."""
+        if self.strategy == "linear":
+            return self.start + (self.end - self.start) * progress
+        rate: float = self.start * (self.end / self.start) ** progress
+        return rate
+
+
+@dataclass(frozen=True, slots=True)
+class Arrivals:
+    """How requests come. Without a rate all come at once, and only a limit of concurrency spreads them."""
+
+    pattern: Pattern = "poisson"
+    rate: float = math.inf  # requests a second
+    burstiness: float = 1.0  # of poisson: below 1 in clumps, above 1 more even
+    burst_size: int = 8  # of burst: so many at once
+    ramp: Ramp | None = None  # in the place of the rate
+    speed: float = 1.0  # of trace: 2 plays it in half the time
+
+    def __post_init__(self) -> None:
+        if self.pattern not in get_args(Pattern):
+            known = ", ".join(get_args(Pattern))
+            raise ConfigError(f"--arrivals {self.pattern!r} is not known. Known: {known}.")
+        for flag, value in (("--request-rate", self.rate), ("--burstiness", self.burstiness)):
+            if not value > 0:
+                raise ConfigError(f"{flag} must be above 0, got {value:g}.")
+        if self.burst_size < 1:
+            raise ConfigError(f"--burst-size must be at least 1, got {self.burst_size}.")
+        if not (self.speed > 0 and math.isfinite(self.speed)):
+            raise ConfigError(f"--trace-speed must be above 0, got {self.speed:g}.")
+        if self.ramp is not None and (math.isfinite(self.rate) or self.pattern == "trace"):
+            raise ConfigError("--ramp-up-strategy sets the rate; leave --request-rate out.")
+
+    def times(self, count: int, random: Random) -> list[float]:
+        """Seconds after the start, the first at 0. Every pattern but `trace`, which has its own."""
+        if self.ramp is None and not math.isfinite(self.rate):
+            return [0.0] * count
+        times, now = [], 0.0
+        for index in range(count):
+            times.append(now)
+            rate = self.rate if self.ramp is None else self.ramp.rate(index / max(1, count - 1))
+            now += self._gap(index, rate, random)
+        return times
+
+    def _gap(self, index: int, rate: float, random: Random) -> float:
+        if self.pattern == "constant":
+            return 1 / rate
+        if self.pattern == "burst":
+            is_last = (index + 1) % self.burst_size == 0
+            return self.burst_size / rate if is_last else 0.0
+        return random.gammavariate(self.burstiness, 1 / (rate * self.burstiness))
+
+    def set(self, asks: Sequence[Ask], seed: str) -> list[Ask]:
+        """The asks with their times, in order."""
+        if self.pattern == "trace":
+            first = min((ask.at for ask in asks), default=0.0)
+            return [replace(ask, at=(ask.at - first) / self.speed) for ask in asks]
+        times = self.times(len(asks), Random(f"arrivals {seed}"))
+        return [replace(ask, at=at) for ask, at in zip(asks, times, strict=True)]
+
+    def rate_changes(self, asks: Sequence[Ask]) -> list[dict[str, float]]:
+        """When a ramp passed each whole number of requests a second."""
+        if self.ramp is None:
+            return []
+        events: list[dict[str, float]] = []
+        for index, ask in enumerate(asks):
+            rps = int(self.ramp.rate(index / max(1, len(asks) - 1)))
+            if not events or events[-1]["rps"] != rps:
+                events.append({"rps": rps, "at": round(ask.at, 4)})
+        return events
