@@ -65,12 +65,20 @@ inline void store_sums4(float* p, F32x8 x, F32x8 y, F32x8 z, F32x8 w) {
   _mm_storeu_ps(p, _mm_hadd_ps(xy, _mm_hadd_ps(halves(z), halves(w))));
 }
 inline void store_interleaved4(float* p, F32x8 x, F32x8 y, F32x8 z, F32x8 w) {
-  float rows[4][8];
-  store(rows[0], x);
-  store(rows[1], y);
-  store(rows[2], z);
-  store(rows[3], w);
-  for (int i = 0; i < 32; ++i) p[i] = rows[i % 4][i / 4];
+  const auto pairs = [](__m256 a, __m256 b, auto&& pick) {
+    return _mm256_castpd_ps(pick(_mm256_castps_pd(a), _mm256_castps_pd(b)));
+  };
+  const auto low = [](__m256d a, __m256d b) { return _mm256_unpacklo_pd(a, b); };
+  const auto high = [](__m256d a, __m256d b) { return _mm256_unpackhi_pd(a, b); };
+  const __m256 xy = _mm256_unpacklo_ps(x.v, y.v), zw = _mm256_unpacklo_ps(z.v, w.v);
+  const __m256 xy2 = _mm256_unpackhi_ps(x.v, y.v), zw2 = _mm256_unpackhi_ps(z.v, w.v);
+  // Numbers 0 and 4 of all four vectors, then 1 and 5, 2 and 6, 3 and 7.
+  const __m256 quads[4] = {pairs(xy, zw, low), pairs(xy, zw, high), pairs(xy2, zw2, low),
+                           pairs(xy2, zw2, high)};
+  for (int i = 0; i < 4; ++i) {
+    _mm_storeu_ps(p + 4 * i, _mm256_castps256_ps128(quads[i]));
+    _mm_storeu_ps(p + 16 + 4 * i, _mm256_extractf128_ps(quads[i], 1));
+  }
 }
 inline F32x8 read_half(const uint16_t* p) { return load_half(p); }
 inline void write_half(uint16_t* p, F32x8 x) {

@@ -1,0 +1,134 @@
+// What operations beside products mean, in double and one number at a time: what selftest_ops.h
+// compares with. Says nothing of products, which selftest.cpp defines.
+
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <vector>
+
+#include "commands.h"
+
+namespace selftest {
+
+using Floats = std::vector<float>;
+using Doubles = std::vector<double>;
+
+inline void expect(const char* what, double found, double wanted, double most) {
+  if (std::fabs(found - wanted) <= most) return;
+  std::printf("%s: %g instead of %g\n", what, found, wanted);
+  std::exit(1);
+}
+
+inline Doubles normalised(const double* x, const Floats& weight, double eps) {
+  double squares = 0.0;
+  for (size_t i = 0; i < weight.size(); ++i) squares += x[i] * x[i];
+  const double scale = 1.0 / std::sqrt(squares / static_cast<double>(weight.size()) + eps);
+  Doubles out(weight.size());
+  for (size_t i = 0; i < out.size(); ++i) out[i] = x[i] * scale * weight[i];
+  return out;
+}
+
+inline double silu(double x) { return x / (1.0 + std::exp(-x)); }
+
+// Pairs (i, i + half) turn by an angle given by its cosine and sine.
+inline Doubles turned(const Doubles& x, const float* cos_sin) {
+  const size_t half = x.size() / 2;
+  Doubles out(x.size());
+  for (size_t i = 0; i < half; ++i) {
+    const double cosine = cos_sin[i], sine = cos_sin[half + i];
+    out[i] = x[i] * cosine - x[half + i] * sine;
+    out[half + i] = x[half + i] * cosine + x[i] * sine;
+  }
+  return out;
+}
+
+inline double half_value(uint16_t bits) {
+  const int exponent = bits >> 10 & 31, fraction = bits & 1023;
+  const double size = exponent == 0 ? std::ldexp(fraction, -24)
+                                    : std::ldexp(fraction + 1024, exponent - 25);
+  return bits & 0x8000 ? -size : size;
+}
+
+// Pages of keys or of values, filled with numbers of moderate size.
+struct Stored {
+  int type, dim;
+  std::vector<uint8_t> bytes;
+  Floats scales;
+
+  Stored(int kind, size_t places, int width)
+      : type(kind),
+        dim(width),
+        bytes(places * static_cast<size_t>(width) * static_cast<size_t>(size())),
+        scales(places, 1.0f / 64) {
+    unsigned state = 999;
+    for (size_t i = 0; i < bytes.size(); i += static_cast<size_t>(size())) {
+      state = state * 1664525u + 1013904223u;
+      const unsigned drawn = state >> 12;
+      const float number = static_cast<float>(drawn & 255) / 128.0f - 1.0f;
+      const uint32_t sign = drawn & 1 ? 0x8000 : 0;
+      const uint16_t half = static_cast<uint16_t>(sign | (0x2c00 + drawn % 0x1000));
+      const uint16_t brain = static_cast<uint16_t>(sign | (0x3d00 + drawn % 0x200));
+      const int8_t code = static_cast<int8_t>(drawn);
+      const void* from[] = {&number, &half, &brain, &code};
+      std::memcpy(bytes.data() + i, from[type], static_cast<size_t>(size()));
+    }
+  }
+
+  int size() const { return type == windlass::kTypeFloat ? 4 : type == windlass::kTypeInt8 ? 1 : 2; }
+
+  double at(size_t place, int d) const {
+    const size_t i = place * static_cast<size_t>(dim) + static_cast<size_t>(d);
+    const uint8_t* p = bytes.data() + i * static_cast<size_t>(size());
+    uint16_t bits = 0;
+    if (size() == 2) std::memcpy(&bits, p, 2);
+    if (type == windlass::kTypeHalf) return half_value(bits);
+    if (type == windlass::kTypeInt8) return static_cast<int8_t>(*p) * double{scales[place]};
+    const uint32_t wide = static_cast<uint32_t>(bits) << 16;
+    float number;
+    std::memcpy(&number, type == windlass::kTypeBrain ? static_cast<const void*>(&wide) : p, 4);
+    return number;
+  }
+
+  Doubles all() const {
+    Doubles out;
+    for (size_t place = 0; place < scales.size(); ++place) {
+      for (int d = 0; d < dim; ++d) out.push_back(at(place, d));
+    }
+    return out;
+  }
+
+  // How far a number that was written may be from what is read, where `most` is the largest of its
+  // head.
+  double step(double x, double most) const {
+    const double relative[] = {1e-5, 1.0 / 2047, 1.0 / 255, 1e-5};
+    return relative[type] * std::fabs(x) + (type == windlass::kTypeInt8 ? most / 253 : 1e-6);
+  }
+};
+
+// One query over the keys at `places`, in order of position.
+inline Doubles attended(const float* query, const Doubles& keys, const Doubles& values, size_t dim,
+                        const std::vector<size_t>& places, double scale) {
+  Doubles weights;
+  double peak = -HUGE_VAL, sum = 0.0;
+  for (size_t place : places) {
+    const double* key = keys.data() + place * dim;
+    double score = 0.0;
+    for (size_t d = 0; d < dim; ++d) score += query[d] * key[d];
+    weights.push_back(score * scale);
+    peak = std::max(peak, weights.back());
+  }
+  for (double& weight : weights) sum += weight = std::exp(weight - peak);
+  Doubles out(dim);
+  for (size_t k = 0; k < places.size(); ++k) {
+    const double* value = values.data() + places[k] * dim;
+    for (size_t d = 0; d < dim; ++d) out[d] += weights[k] / sum * value[d];
+  }
+  return out;
+}
+
+}  // namespace selftest
