@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
+from windlass.cli.bench_serve import add_to
 from windlass.cli.command import Options, PanelCommand, register, reported
 from windlass.cli.config_file import read_config
 from windlass.cli.options import ENGINE_OPTIONS, MODEL_ARGUMENT
@@ -200,6 +201,7 @@ def formats(
 register(app, throughput, ENGINE_OPTIONS)
 register(app, latency, ENGINE_OPTIONS)
 register(app, formats, ENGINE_OPTIONS)
+add_to(app)
 
 
 @app.command(cls=PanelCommand)

@@ -18,7 +18,7 @@ from windlass.config import flag
 
 _PACKAGES = ("windlass", "torch", "triton", "transformers", "numpy")
 # Never written to a file, whatever else a run was given.
-_SECRETS = ("hf_token",)
+_SECRETS = ("hf_token", "api_key", "header")
 
 
 @dataclass(frozen=True, slots=True)

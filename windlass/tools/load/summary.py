@@ -22,7 +22,7 @@ TITLES = {
     "itl": ("Inter-token Latency", "ITL"),
     "e2el": ("End-to-end Latency", "E2EL"),
 }
-PERCENTILES = (50.0, 90.0, 99.0)
+PERCENTILES = (90.0, 99.0)
 _GOOD = ("ttft", "tpot", "e2el")  # what a target can be set for
 _WIDTH = 50
 

@@ -1,0 +1,90 @@
+"""Sends the asks of a load when they are due, and keeps what came of them, however the run ends.
+
+Knows nothing of HTTP: `send` may be a client or an engine in this process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+
+from windlass.errors import ConfigError
+from windlass.tools.load.asks import Ask
+from windlass.tools.load.timing import Timing
+
+Send = Callable[[Ask, float], Awaitable[Timing]]
+
+INTERRUPTED = "interrupted"
+DEAD = "the server does not answer any more"
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """A run. `num_left` were never sent, or were under way when it was stopped."""
+
+    timings: list[Timing]  # in the order in which they ended
+    began: float
+    duration: float
+    num_left: int = 0
+    stopped: str | None = None  # why it ended early
+
+
+class Drive:
+    """One run of one load. Owns its timings; the counts may be looked at while it runs."""
+
+    def __init__(self, asks: Sequence[Ask], send: Send, max_concurrency: int | None = None) -> None:
+        if max_concurrency is not None and max_concurrency < 1:
+            raise ConfigError(f"--max-concurrency must be at least 1, got {max_concurrency}.")
+        self.asks = asks
+        self.timings: list[Timing] = []
+        self.num_sent = 0
+        self.began = 0.0
+        self._send = send
+        self._places = asyncio.Semaphore(max_concurrency or max(1, len(asks)))
+        self._ended = [asyncio.Event() for _ in asks]
+
+    @property
+    def num_running(self) -> int:
+        return self.num_sent - len(self.timings)
+
+    async def run(self, dead: asyncio.Event | None = None) -> Outcome:
+        """Until all have ended, `dead` is set, or somebody interrupts: that is an outcome too."""
+        self.began = time.perf_counter()
+        tasks = [asyncio.create_task(self._one(i, ask)) for i, ask in enumerate(self.asks)]
+        everything: asyncio.Future[object] = asyncio.ensure_future(asyncio.gather(*tasks))
+        death: asyncio.Future[object] = asyncio.ensure_future((dead or asyncio.Event()).wait())
+        stopped: str | None = None
+        try:
+            await asyncio.wait({everything, death}, return_when=asyncio.FIRST_COMPLETED)
+            if everything.done():
+                everything.result()
+            else:
+                stopped = DEAD
+        except asyncio.CancelledError:
+            current = asyncio.current_task()
+            # What cancels twice wants more than an early end.
+            if current is None or current.uncancel():
+                raise
+            stopped = INTERRUPTED
+        finally:
+            everything.cancel()
+            death.cancel()
+            await asyncio.gather(*tasks, everything, death, return_exceptions=True)
+        if dead is not None and dead.is_set():
+            stopped = DEAD
+        last = max((timing.ended_at for timing in self.timings), default=time.perf_counter())
+        left = len(self.asks) - len(self.timings)
+        return Outcome(self.timings, self.began, last - self.began, left, stopped)
+
+    async def _one(self, index: int, ask: Ask) -> None:
+        due = self.began + ask.at
+        await asyncio.sleep(due - time.perf_counter())
+        if ask.follows is not None:
+            await self._ended[ask.follows].wait()
+            due = max(due, time.perf_counter())
+        async with self._places:
+            self.num_sent += 1
+            self.timings.append(await self._send(ask, due))
+        self._ended[index].set()

@@ -1,0 +1,270 @@
+"""`bench serve` as a whole: a server that is ready, a load, one run for every point, a record.
+
+What was measured before a server died or somebody pressed ctrl-C is in the record like the rest.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import sys
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from random import Random
+from typing import Any
+
+from windlass.errors import ConfigError
+from windlass.tools.bench.record import Record
+from windlass.tools.load.arrivals import Arrivals
+from windlass.tools.load.asks import Ask, fingerprint
+from windlass.tools.load.client import Client, Wishes
+from windlass.tools.load.drive import INTERRUPTED, Drive, Outcome
+from windlass.tools.load.files import FILE_LOADS, read_load, refuse_problems
+from windlass.tools.load.gauges import Gauges
+from windlass.tools.load.live import Progress, View
+from windlass.tools.load.rows import details, make_row
+from windlass.tools.load.server import Server, choose_model
+from windlass.tools.load.summary import METRICS, PERCENTILES, Summary, summarise
+from windlass.tools.load.texts import Scale, Writer
+from windlass.tools.load.workloads import LOADS, Sizes, check_sizes, make_load
+
+NOTES = (
+    "Times as the client saw them, over requests that ended well: TTFT and E2EL from sending to the "
+    "first and the last token, TPOT the time after the first token over the tokens after it, ITL "
+    "between chunks. Percentiles lie between neighbours."
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """One run: how requests come, and how many may be under way at once."""
+
+    arrivals: Arrivals
+    max_concurrency: int | None = None
+
+    @property
+    def title(self) -> str:
+        rate = self.arrivals.rate
+        parts = [f"{rate:g} req/s" if math.isfinite(rate) else self.arrivals.pattern]
+        if self.arrivals.ramp is not None:
+            parts = [f"{self.arrivals.ramp.start:g} to {self.arrivals.ramp.end:g} req/s"]
+        elif math.isinf(rate) and self.arrivals.pattern != "trace":
+            parts = ["all at once"]
+        if self.max_concurrency is not None:
+            parts.append(f"at most {self.max_concurrency} at once")
+        return ", ".join(parts)
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """Which requests: a load by name, or a file."""
+
+    name: str = "random"
+    sizes: Sizes = field(default_factory=Sizes)
+    path: Path | None = None
+    skip_bad_lines: bool = False
+    tokens_per_word: float | None = None  # None: the server is asked
+    adapters: tuple[str, ...] = ()  # each request gets one of these
+
+    def __post_init__(self) -> None:
+        if self.name in LOADS:
+            check_sizes(self.name, self.sizes, LOADS[self.name].takes)
+            if self.path is not None:
+                raise ConfigError(f"--dataset-path means nothing for --dataset-name {self.name}.")
+        elif self.name not in FILE_LOADS:
+            known = ", ".join((*LOADS, *FILE_LOADS))
+            raise ConfigError(f"--dataset-name {self.name!r} is not known. Known: {known}.")
+        elif self.path is None:
+            raise ConfigError(f"--dataset-name {self.name} needs --dataset-path FILE.")
+        if self.tokens_per_word is not None and not self.tokens_per_word > 0:
+            raise ConfigError(f"--tokens-per-word must be above 0, got {self.tokens_per_word}.")
+
+
+@dataclass(frozen=True, slots=True)
+class ServeOrder:
+    """What `bench serve` was asked for. The model of `wishes` may be empty: the server's first."""
+
+    base_url: str
+    wishes: Wishes
+    load: Load
+    points: tuple[Point, ...]
+    label: str = ""
+    headers: Mapping[str, str] = field(default_factory=dict)
+    num_warmups: int = 0
+    ready_timeout_s: float = 10.0
+    goodput: Mapping[str, float] = field(default_factory=dict)
+    percentiles: Sequence[float] = PERCENTILES
+    metrics: Sequence[str] = METRICS
+    seed: int = 0
+    is_detailed: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """What was measured. `stopped` says why it is not all that was asked for."""
+
+    record: Record
+    stopped: str | None
+    num_failed: int
+
+
+def measure(order: ServeOrder, say: Callable[[str], None], progress: Progress) -> Served:
+    """Run every point. Ctrl-C ends the run at hand; a second one ends everything."""
+    factory = None
+    if sys.platform != "win32":
+        import uvloop
+
+        factory = uvloop.new_event_loop
+    with asyncio.Runner(loop_factory=factory) as runner:
+        return runner.run(_Program(order, say, progress).run())
+
+
+class _Program:
+    """Owns the rows that were measured so far."""
+
+    def __init__(self, order: ServeOrder, say: Callable[[str], None], progress: Progress) -> None:
+        self._order = order
+        self._say = say
+        self._progress = progress
+        self._rows: list[dict[str, Any]] = []
+
+    async def run(self) -> Served:
+        order = self._order
+        async with Server(order.base_url, dict(order.headers)) as server:
+            served = await server.wait_until_ready(order.ready_timeout_s)
+            model = choose_model(order.wishes.model or None, served, server.base_url)
+            for adapter in order.load.adapters:
+                choose_model(adapter, served, server.base_url)
+            wishes = replace(order.wishes, model=model)
+            writer = Writer(await self._scale(server, wishes))
+            loads = [self._asks(writer, index) for index in range(len(order.points))]
+            await self._warm_up(Client(server, wishes), writer)
+            stopped = None
+            for point, asks in zip(order.points, loads, strict=True):
+                stopped = await self._point(Client(server, wishes), server, point, asks)
+                if stopped is not None:
+                    break
+        return self._served(model, fingerprint([ask for asks in loads for ask in asks]), stopped)
+
+    async def _scale(self, server: Server, wishes: Wishes) -> Scale:
+        given = self._order.load.tokens_per_word
+        if given is not None:
+            return Scale(given, given)
+        return await server.scale(wishes.model, wishes.endpoint)
+
+    def _asks(self, writer: Writer, index: int) -> list[Ask]:
+        """Every point has texts of its own, so that no prefix cache knows them from the last."""
+        load, seed = self._order.load, f"{self._order.seed} {index}"
+        if load.path is not None:
+            made = read_load(load.name, load.path, load.sizes, writer, str(self._order.seed))
+            if not load.skip_bad_lines:
+                refuse_problems(load.path, made.problems)
+            elif index == 0:
+                for problem in made.problems:
+                    self._say(f"{load.path}: left out: {problem}")
+            asks = made.asks
+            if not asks:
+                raise ConfigError(f"{load.path} has no line that can be used.")
+        else:
+            asks = make_load(load.name, load.sizes, writer, seed)
+        if load.adapters:
+            random = Random(f"adapters {seed}")
+            asks = [replace(ask, adapter=random.choice(load.adapters)) for ask in asks]
+        return self._order.points[index].arrivals.set(asks, seed)
+
+    async def _warm_up(self, client: Client, writer: Writer) -> None:
+        if self._order.num_warmups < 1:
+            return
+        sizes = Sizes(self._order.num_warmups, input_len=64, output_len=16)
+        asks = make_load("random", sizes, writer, f"{self._order.seed} warm-up")
+        outcome = await Drive(asks, client.ask).run(client.dead)
+        bad = next((timing.error for timing in outcome.timings if timing.error), None)
+        if outcome.stopped == INTERRUPTED:
+            raise asyncio.CancelledError
+        if bad is not None:
+            raise ConfigError(f"a warm-up request failed: {bad}")
+
+    async def _point(
+        self, client: Client, server: Server, point: Point, asks: list[Ask]
+    ) -> str | None:
+        """Measure one; the reason when the run ended early."""
+        self._say(f"{point.title}: {len(asks)} requests")
+        drive = Drive(asks, client.ask, point.max_concurrency)
+        gauges = Gauges(server)
+        view = View(point.title, drive, gauges.readings, lambda: client.num_chunks)
+        async with _beside(gauges.watch(), self._progress.follow(view)):
+            outcome = await drive.run(client.dead)
+        if outcome.stopped is None:
+            await gauges.read()
+        summary = summarise(
+            outcome.timings, outcome.duration, self._order.goodput, self._order.percentiles
+        )
+        self._rows.append(self._row(point, asks, summary, outcome, gauges))
+        self._tell(point, summary, outcome)
+        return outcome.stopped
+
+    def _row(
+        self, point: Point, asks: list[Ask], summary: Summary, outcome: Outcome, gauges: Gauges
+    ) -> dict[str, Any]:
+        rate = point.arrivals.rate
+        head = {
+            "label": self._order.label,
+            "workload": self._order.load.name,
+            "arrivals": point.arrivals.pattern,
+            "request_rate": rate if math.isfinite(rate) else "inf",
+            "burstiness": point.arrivals.burstiness,
+            "max_concurrency": point.max_concurrency,
+            "num_prompts": len(asks),
+        }
+        row = head | make_row(summary, outcome, gauges.readings)
+        changes = point.arrivals.rate_changes(asks)
+        if changes:
+            row["rps_change_events"] = changes
+        if self._order.is_detailed:
+            row |= details(outcome.timings, outcome.began)
+        return row
+
+    def _tell(self, point: Point, summary: Summary, outcome: Outcome) -> None:
+        rate = point.arrivals.rate
+        for line in summary.lines(self._order.metrics, point.max_concurrency, rate):
+            self._say(line)
+        for error, count in sorted(summary.errors.items(), key=lambda item: -item[1]):
+            self._say(f"{count} failed: {error}")
+        if outcome.stopped is not None:
+            self._say(
+                f"Ended early: {outcome.stopped}. {len(outcome.timings)} of "
+                f"{len(outcome.timings) + outcome.num_left} requests had ended."
+            )
+
+    def _served(self, model: str, asked: str, stopped: str | None) -> Served:
+        order = self._order
+        settings = {
+            "model": Path(model).name,
+            "endpoint": order.wishes.endpoint,
+            "dataset": order.load.name,
+            "fingerprint": asked,
+            "seed": order.seed,
+            "temperature": order.wishes.temperature,
+            "ignore_eos": order.wishes.ignore_eos,
+            "goodput": dict(order.goodput),
+            "points": len(order.points),
+        }
+        record = Record("serve", self._rows, NOTES, settings)
+        return Served(record, stopped, sum(row["failed"] for row in self._rows))
+
+
+@asynccontextmanager
+async def _beside(*works: Any) -> AsyncIterator[None]:
+    """Coroutines that run as long as the block does."""
+    tasks = [asyncio.create_task(work) for work in works]
+    try:
+        yield
+    finally:
+        for task in tasks:
+            task.cancel()
+        results = await asyncio.gather(*tasks, return_exceptions=True)
+        for result in results:
+            if isinstance(result, Exception):
+                raise result

@@ -1,0 +1,174 @@
+"""The server under load, apart from its answers: is it there, whom does it serve, what does a text cost."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from types import TracebackType
+from typing import Any, Self
+from urllib.parse import urlsplit
+
+import aiohttp
+
+from windlass.errors import ConfigError, EngineError
+from windlass.tools.load.stream import error_text
+from windlass.tools.load.texts import KINDS, Kind, Scale, samples, scale_of
+
+_SHORT_S = 10.0  # for what a healthy server answers at once
+_PAUSE_S = 0.5
+_TRIES = 3
+
+
+class ServerError(EngineError):
+    """The server under load cannot be measured, or not any more."""
+
+
+class Server:
+    """Owns the connections to one server. Use it with `async with`."""
+
+    def __init__(self, base_url: str, headers: dict[str, str] | None = None) -> None:
+        parts = urlsplit(base_url)
+        if parts.scheme not in ("http", "https") or not parts.netloc:
+            raise ConfigError(f"--base-url {base_url!r}: expected such as http://127.0.0.1:8000.")
+        self.base_url = base_url.rstrip("/").removesuffix("/v1")
+        self._headers = headers or {}
+
+    async def __aenter__(self) -> Self:
+        # How many run at once is the load's to say. An idle connection is given up before uvicorn
+        # does so, after 5 s: a request sent in that moment would be lost.
+        connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=4)
+        self.session = aiohttp.ClientSession(
+            connector=connector,
+            headers=self._headers,
+            timeout=aiohttp.ClientTimeout(total=None, sock_connect=30),
+        )
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        await self.session.close()
+
+    def url_of(self, path: str) -> str:
+        return self.base_url + path
+
+    async def wait_until_ready(self, timeout_s: float) -> list[str]:
+        """The names of its models, as soon as it tells them."""
+        end = time.monotonic() + timeout_s
+        while True:
+            try:
+                return await self._models()
+            except (aiohttp.ClientError, OSError, ServerError) as error:
+                if time.monotonic() >= end:
+                    why = str(error) or type(error).__name__
+                    raise ServerError(
+                        f"no server is ready at {self.base_url}: {why}. Start one, name it with "
+                        "--base-url, or wait longer with --ready-check-timeout-sec "
+                        f"(now {timeout_s:g})."
+                    ) from error
+            await asyncio.sleep(_PAUSE_S)
+
+    async def _models(self) -> list[str]:
+        status, value = await self._json("GET", "/v1/models")
+        if status in (401, 403):
+            raise ConfigError(
+                f"{self.base_url} answers {status}: {value}. Give a key with --api-key."
+            )
+        entries = value.get("data") if isinstance(value, dict) else None
+        if status != 200 or not isinstance(entries, list):
+            raise ServerError(f"GET /v1/models answers {status}: {str(value)[:300]}")
+        return [str(entry.get("id")) for entry in entries if isinstance(entry, dict)]
+
+    async def _json(self, method: str, path: str, body: object = None) -> tuple[int, Any]:
+        timeout = aiohttp.ClientTimeout(total=_SHORT_S)
+        async with self.session.request(
+            method, self.url_of(path), json=body, timeout=timeout
+        ) as response:
+            if response.content_type == "application/json" and response.status == 200:
+                return response.status, await response.json()
+            return response.status, error_text(await response.read())
+
+    async def is_alive(self) -> bool:
+        """Whether it answers at all, after a few tries."""
+        for _ in range(_TRIES):
+            try:
+                await self._json("GET", "/v1/models")
+            except TimeoutError:
+                return True  # busy, which is not dead
+            except (aiohttp.ClientError, OSError):
+                await asyncio.sleep(_PAUSE_S)
+            else:
+                return True
+        return False
+
+    async def text(self, path: str) -> str | None:
+        """What a GET gives; None where there is no such page."""
+        timeout = aiohttp.ClientTimeout(total=_SHORT_S)
+        try:
+            async with self.session.get(self.url_of(path), timeout=timeout) as response:
+                return await response.text() if response.status == 200 else None
+        except (aiohttp.ClientError, OSError):
+            return None
+
+    async def scale(self, model: str, endpoint: str) -> Scale:
+        """Tokens per word, by its /tokenize where it has one, else by what short requests cost."""
+        counts: dict[Kind, tuple[int, int]] = {}
+        for kind in KINDS:
+            short, long = samples(kind)
+            counts[kind] = (
+                await self._count(model, endpoint, short),
+                await self._count(model, endpoint, long),
+            )
+        return scale_of(counts)
+
+    async def _count(self, model: str, endpoint: str, text: str) -> int:
+        # vLLM and Windlass read `prompt`, llama.cpp's server `content`; llama.cpp's gives no count.
+        body = {"model": model, "prompt": text}
+        for path, asked in (("/tokenize", body), ("/tokenize", {"content": text})):
+            status, value = await self._json("POST", path, asked)
+            tokens = value.get("tokens") if isinstance(value, dict) else None
+            if status == 200 and isinstance(tokens, list) and tokens:
+                return len(tokens)
+        return await self._count_by_usage(model, endpoint, text)
+
+    async def _count_by_usage(self, model: str, endpoint: str, text: str) -> int:
+        asked: dict[str, Any] = {"model": model, "max_tokens": 1}
+        if endpoint.rstrip("/").endswith("chat/completions"):
+            asked["messages"] = [{"role": "user", "content": text}]
+        else:
+            asked["prompt"] = text
+        async with self.session.post(self.url_of(endpoint), json=asked) as response:
+            if response.status != 200:
+                said = error_text(await response.read())
+                raise ServerError(f"{endpoint} answers {response.status}: {said}")
+            value = await response.json()
+        count = value.get("usage", {}).get("prompt_tokens")
+        if not isinstance(count, int):
+            raise ServerError(
+                f"{self.base_url} has no /tokenize, and its answers have no usage: the lengths of "
+                "prompts cannot be known. Use --tokens-per-word."
+            )
+        return count
+
+
+def choose_model(wanted: str | None, served: list[str], base_url: str) -> str:
+    """The model to ask for; without a wish, the server's first."""
+    if wanted is None:
+        if not served:
+            raise ConfigError(f"{base_url} names no model. Name one with --model.")
+        return served[0]
+    if served and wanted not in served:
+        raise ConfigError(f"{base_url} has no model {wanted!r}. It has: {', '.join(served)}.")
+    return wanted
+
+
+def as_number(text: str) -> float:
+    """A sample of a metric; what cannot be read is no number."""
+    try:
+        return float(text)
+    except ValueError:
+        return math.nan
