@@ -1,0 +1,196 @@
+"""What loads ask: lengths, what prompts share, what a seed fixes, and what files may hold."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from random import Random
+
+import pytest
+
+from windlass.errors import ConfigError
+from windlass.tools.load.asks import Ask, fingerprint
+from windlass.tools.load.files import FileLoad, read_load, refuse_problems
+from windlass.tools.load.texts import Scale, Writer, measure_scale, samples, scale_of
+from windlass.tools.load.workloads import LOADS, Sizes, make_load
+
+
+def words(text: str) -> int:
+    return len(text.split())
+
+
+def shared_words(texts: list[str]) -> int:
+    """How many words they all begin with."""
+    count = 0
+    for column in zip(*(text.split() for text in texts), strict=False):
+        if len(set(column)) > 1:
+            break
+        count += 1
+    return count
+
+
+WRITER = Writer(Scale(1.0, 1.0))  # a word is a token
+
+
+def made(name: str, **sizes: int) -> list[Ask]:
+    return make_load(name, Sizes(**{"num_prompts": 8, **sizes}), WRITER)
+
+
+def texts(asks: list[Ask]) -> list[str]:
+    return [str(ask.as_prompt()) for ask in asks]
+
+
+@pytest.mark.parametrize("name", LOADS)
+def test_every_load_follows_from_its_seed(name: str) -> None:
+    sizes = Sizes(6, input_len=40, output_len=5)
+    first = make_load(name, sizes, WRITER, "1")
+    assert first == make_load(name, sizes, WRITER, "1")
+    assert fingerprint(first) != fingerprint(make_load(name, sizes, WRITER, "2"))
+    assert len(first) == 6
+    assert {ask.max_tokens for ask in first} == {5}
+    assert all(message["content"] for ask in first for message in ask.as_messages())
+
+
+def test_random_has_the_lengths_that_were_asked_for() -> None:
+    assert {words(text) for text in texts(made("random", input_len=50))} == {50}
+    asks = make_load("random", Sizes(50, 100, 20, range_ratio=0.5), WRITER)
+    lengths = [words(text) for text in texts(asks)]
+    assert min(lengths) >= 50
+    assert max(lengths) <= 150
+    assert len(set(lengths)) > 10
+    assert {ask.max_tokens for ask in asks} <= set(range(10, 31))
+    assert words(texts(made("random", input_len=50, prefix_len=30))[0]) == 80
+
+
+def test_a_chat_grows_and_each_turn_waits_for_the_last() -> None:
+    asks = made("chat", turns=4, input_len=10, output_len=20)
+    assert [ask.follows for ask in asks] == [None, None, 0, 1, 2, 3, 4, 5]
+    for ask in asks:
+        assert [m["role"] for m in ask.messages] == (["user", "assistant"] * len(ask.messages))[
+            : len(ask.messages)
+        ]
+        if ask.follows is not None:
+            past = asks[ask.follows].messages
+            assert ask.messages[: len(past)] == past
+            assert len(ask.messages) == len(past) + 2
+    assert words(asks[-1].messages[-2]["content"]) == 20
+    assert made("chat", prefix_len=9)[0].messages[0]["role"] == "system"
+
+
+def test_shared_parts_are_shared_and_the_rest_is_not() -> None:
+    shared = made("shared_prefix", prefix_len=200, input_len=20)
+    assert len({ask.messages[0]["content"] for ask in shared}) == 1
+    assert words(shared[0].messages[0]["content"]) == 200
+    assert len({ask.messages[1]["content"] for ask in shared}) == 8
+    examples = texts(made("few_shot", prefix_len=320, input_len=10))
+    assert shared_words(examples) > 320
+    assert len(set(examples)) == 8
+    documents = texts(made("long_document", input_len=300))
+    assert shared_words(documents) < 5
+    assert all(300 <= words(text) < 310 for text in documents)
+
+
+def test_rag_repeats_pieces_the_first_of_them_most() -> None:
+    asks = made("rag", num_prompts=60, input_len=80)
+    pieces = [ask.messages[1]["content"].split("\n\n")[:-1] for ask in asks]
+    counts: dict[str, int] = {}
+    for chosen in pieces:
+        assert len(set(chosen)) == 4
+        for piece in chosen:
+            counts[piece] = counts.get(piece, 0) + 1
+    assert len(counts) <= 16
+    assert max(counts, key=counts.__getitem__).startswith("[1]")
+
+
+def test_code_is_code() -> None:
+    ask = made("code_edit", input_len=120)[0]
+    code = ask.messages[0]["content"].split("```python\n")[1].split("\n```")[0]
+    compile(f"{code}\n{' ' * 16}pass" if code.endswith(":") else code, "made", "exec")
+    assert 120 <= words(code) < 130
+    assert ask.max_tokens == 120
+
+
+def test_sizes_that_mean_nothing_are_refused() -> None:
+    with pytest.raises(ConfigError, match="--turns means nothing for --dataset-name rag"):
+        made("rag", turns=2)
+    with pytest.raises(ConfigError, match="--num-prompts must be at least 1"):
+        Sizes(0)
+    with pytest.raises(ConfigError, match="--range-ratio"):
+        Sizes(range_ratio=1.0)
+
+
+def test_a_tokenizer_is_measured_whatever_a_template_adds() -> None:
+    def count(text: str) -> int:
+        return 3 * len(text.split())
+
+    assert measure_scale(count) == Scale(3.0, 3.0)
+    both = {kind: tuple(count(t) + 17 for t in samples(kind)) for kind in ("prose", "code")}
+    assert scale_of(both) == Scale(3.0, 3.0)  # type: ignore[arg-type]
+    assert words(Writer(Scale(3.0, 3.0)).prose(Random(0), 300)) == 100
+
+
+def read(name: str, path: Path, lines: list[object] | str, **sizes: int) -> FileLoad:
+    text = lines if isinstance(lines, str) else "\n".join(map(json.dumps, lines))
+    path.write_text(text)
+    return read_load(name, path, Sizes(**sizes), WRITER, "0")
+
+
+def test_a_trace_is_sorted_and_broken_lines_are_named(tmp_path: Path) -> None:
+    path = tmp_path / "trace.jsonl"
+    good = {"timestamp": 5, "prompt": "one two", "max_tokens": 7}
+    lines = [
+        json.dumps(good),
+        "{not json",
+        "",
+        json.dumps({"timestamp": 1.5, "messages": [{"role": "user", "content": "Hi"}]}),
+        json.dumps({"prompt": "no time"}),
+        json.dumps({"timestamp": -1, "prompt": "x"}),
+        json.dumps({"timestamp": 1, "prompt": "x", "output_tokens": "many"}),
+        json.dumps({"timestamp": 1, "messages": [{"role": "user"}]}),
+        json.dumps([1]),
+        json.dumps({"timestamp": 1, "prompt": []}),
+    ]
+    found = read("timed_trace", path, "\n".join(lines))
+    assert [(ask.at, ask.max_tokens) for ask in found.asks] == [(1.5, 128), (5.0, 7)]
+    numbers = [problem.split(":")[0] for problem in found.problems]
+    assert numbers == [f"line {n}" for n in (2, 5, 6, 7, 8, 9, 10)]
+    with pytest.raises(
+        ConfigError, match=r"7 lines that cannot(.|\n)*line 2: is no JSON(.|\n)*and 2 more"
+    ):
+        refuse_problems(path, found.problems)
+
+
+def test_a_trace_of_hashes_gives_equal_hashes_equal_texts(tmp_path: Path) -> None:
+    lines: list[object] = [
+        {"timestamp": 0, "input_length": 1100, "output_length": 9, "hash_ids": [1, 2, 3]},
+        {"timestamp": 2500, "input_length": 600, "output_length": 8, "hash_ids": [1, 7]},
+    ]
+    first, second = read("timed_trace", tmp_path / "t.jsonl", lines).asks
+    assert (second.at, second.max_tokens) == (2.5, 8)
+    assert [words(str(ask.prompt)) for ask in (first, second)] == [1100, 600]
+    assert shared_words([str(first.prompt), str(second.prompt)]) == 512
+
+
+def test_custom_prompts_and_token_ids(tmp_path: Path) -> None:
+    lines: list[object] = [{"prompt": "Hi"}, {"prompt": [1, 2, 3]}, {"prompt": "Ho"}]
+    asks = read("custom", tmp_path / "c.jsonl", lines, num_prompts=2, output_len=3).asks
+    assert [ask.as_prompt() for ask in asks] == ["Hi", [1, 2, 3]]
+
+
+def test_sharegpt_takes_the_first_turn(tmp_path: Path) -> None:
+    turns = [{"from": "human", "value": "Why?"}, {"from": "gpt", "value": "one two three"}]
+    value = json.dumps([{"conversations": turns}, {"conversations": turns[:1]}, 5])
+    found = read("sharegpt", tmp_path / "s.json", value)
+    assert found.asks == [Ask(3, prompt="Why?")]
+    assert sorted(problem.split(":")[0] for problem in found.problems) == [
+        "conversation 2",
+        "conversation 3",
+    ]
+
+
+@pytest.mark.parametrize("text", ["{", "{}", ""])
+def test_files_that_hold_nothing_are_refused(tmp_path: Path, text: str) -> None:
+    with pytest.raises(ConfigError, match="--dataset-path"):
+        read("sharegpt", tmp_path / "s.json", text)
+    with pytest.raises(ConfigError, match="--dataset-path"):
+        read_load("custom", tmp_path / "missing", Sizes(), WRITER, "0")
