@@ -12,6 +12,7 @@ from typing import Protocol
 
 from windlass.core.adapters import Adapters
 from windlass.core.scheduler import Scheduler
+from windlass.core.story import Story
 from windlass.core.types import EngineStats, NewRequest, Output, StepPlan, StepResult
 from windlass.errors import OutOfMemory
 
@@ -48,6 +49,7 @@ class Engine:
         self._clock = clock
         self._overlap = overlap
         self._in_flight: tuple[StepPlan, Pending] | None = None
+        scheduler.chronicle.start(clock())
 
     def add(self, request: NewRequest) -> None:
         """Queue a request. One that can never fit raises CapacityError now, not later."""
@@ -55,7 +57,7 @@ class Engine:
 
     def abort(self, request_id: str) -> None:
         """Forget a request, running or waiting; its blocks are free for the next plan."""
-        self._scheduler.abort(request_id)
+        self._scheduler.abort(request_id, self._clock())
 
     @property
     def has_work(self) -> bool:
@@ -117,5 +119,16 @@ class Engine:
         """Forget cached blocks that nobody uses; returns how many."""
         return self._scheduler.reset_prefix_cache()
 
+    def stories(self) -> list[Story]:
+        """What is to be told of requests that have ended since this was last asked."""
+        kept = self._scheduler.chronicle.stories
+        taken = list(kept)
+        kept.clear()
+        return taken
+
+    def story(self, request_id: str) -> Story | None:
+        """What is to be told so far of a request that has not ended."""
+        return self._scheduler.story(request_id, self._clock())
+
     def stats(self) -> EngineStats:
-        return self._scheduler.stats()
+        return self._scheduler.stats(self._clock())

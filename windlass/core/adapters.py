@@ -233,6 +233,8 @@ class Adapters:
 
     def orders(self) -> list[tuple[int, str]]:
         """What the plan that is being handed out must put into slots."""
+        if not self._orders:
+            return []
         made = list(self._orders.items())
         self._given = [name for _, name in made]
         self._orders.clear()

@@ -14,6 +14,7 @@ from hashlib import blake2b
 from windlass.core.types import BlockId
 
 _DIGEST_BYTES = 16  # 128 bits: a collision is less likely than a broken disk
+_MOST_GONE = 65_536  # hashes of evicted blocks that are remembered
 
 
 def root_hash(salt: str) -> bytes:
@@ -35,6 +36,7 @@ class BlockPool:
         self._refs = [0] * num_blocks
         self._hash_of: list[bytes | None] = [None] * num_blocks
         self._by_hash: dict[bytes, BlockId] = {}
+        self._gone: OrderedDict[bytes, None] = OrderedDict()
         # In the order in which blocks are handed out: never sealed first, then the longest unused.
         self._free: OrderedDict[BlockId, None] = OrderedDict(
             (BlockId(i), None) for i in range(num_blocks)
@@ -63,6 +65,10 @@ class BlockPool:
                 break
             found.append(block)
         return found
+
+    def was_evicted(self, digest: bytes) -> bool:
+        """Whether a block of this hash was findable once, and not too long ago."""
+        return digest in self._gone
 
     def num_free_among(self, blocks: Iterable[BlockId]) -> int:
         """How many of these would leave the free list if they were shared."""
@@ -112,3 +118,6 @@ class BlockPool:
         if digest is not None:
             del self._by_hash[digest]
             self._hash_of[block] = None
+            self._gone[digest] = None
+            if len(self._gone) > _MOST_GONE:
+                self._gone.popitem(last=False)

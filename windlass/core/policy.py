@@ -103,9 +103,10 @@ class WaitingQueue:
         del self._waiting[request.request_id]
         return request
 
-    def set_aside(self) -> None:
+    def set_aside(self) -> Request:
         """Pass over the first; it comes back with `restore`."""
         self._aside.append(self.pop())
+        return self._aside[-1]
 
     def restore(self, stuck_at: object = None) -> None:
         """Put back what was set aside. `stuck_at`: all of it waits for this to change."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from windlass.core.blocks import block_hash, root_hash
 from windlass.core.sampling import SamplingParams
+from windlass.core.story import Share
 from windlass.core.types import (
     Admission,
     BlockId,
@@ -33,14 +34,15 @@ class Request:
 
     __slots__ = (
         "_hashes",
-        "_root",
         "adapter",
         "adapter_slot",
         "arrival",
         "blocks",
+        "cache_salt",
         "computed",
         "drafts",
         "finish",
+        "fresh",
         "generation",
         "longest",
         "max_tokens",
@@ -51,9 +53,11 @@ class Request:
         "planned",
         "priority",
         "request_id",
+        "root",
         "sampling",
         "seal_at",
         "seed",
+        "share",
         "slot",
         "stop_ids",
         "timeline",
@@ -96,9 +100,12 @@ class Request:
         self.generation = 0  # grows with each preemption, so that late results are recognised
         self.finish: FinishReason | None = None
         self.timeline = Timeline(arrived=now, num_prompt=self.num_prompt)
+        self.share = Share()
+        self.fresh = True  # no plan has a row of it since it got its slot
         # Blocks that were computed in any order are of no use to who wants a fixed one.
         order = "fixed" if new.sampling.deterministic else ""
-        self._root = root_hash(f"{adapter_salt}\0{new.cache_salt}\0{order}")
+        self.cache_salt = new.cache_salt
+        self.root = root_hash(f"{adapter_salt}\0{new.cache_salt}\0{order}")
         self._hashes: list[bytes] = []
 
     @property
@@ -129,7 +136,7 @@ class Request:
         hashes = self._hashes
         while len(hashes) < count:
             at = len(hashes) * block_size
-            parent = hashes[-1] if hashes else self._root
+            parent = hashes[-1] if hashes else self.root
             hashes.append(block_hash(parent, self.tokens[at : at + block_size]))
 
     def take(self, tokens: list[int]) -> tuple[int, FinishReason | None, int | None]:
@@ -156,6 +163,7 @@ class Request:
         if row.num_drafts:
             num_accepted = len(got.tokens) - 1
             stats.count_draft(self.timeline, row.num_drafts, num_accepted)
+            self.share.count_drafts(row.num_drafts, num_accepted)
             # Rejected guesses need no undoing: their KV is written over.
             self.computed -= row.num_drafts - num_accepted
             self.planned = self.computed
@@ -176,4 +184,5 @@ class Request:
         self.planned = self.computed = self.num_sealed = 0
         self.drafts = ()
         self.verifying = False
+        self.fresh = True
         self.generation += 1

@@ -15,10 +15,13 @@ from random import Random
 
 from windlass.core.adapters import Adapters
 from windlass.core.blocks import BlockPool
+from windlass.core.chronicle import Chronicle
+from windlass.core.claims import Claims
 from windlass.core.limits import SchedulerLimits
-from windlass.core.policy import Continuous, Fcfs, Gate, Policy, Promises, WaitingQueue
+from windlass.core.policy import Continuous, Fcfs, Gate, Policy, WaitingQueue
 from windlass.core.request import Request
 from windlass.core.step import Step, make_tuple
+from windlass.core.story import ADAPTER, BATCH, BLOCKS, PREFIX, SAMPLE, SEQUENCES, TOKENS, Story
 from windlass.core.types import (
     BlockId,
     EngineStats,
@@ -56,20 +59,20 @@ class Scheduler:
         self._eos_ids = frozenset(eos_ids)
         self._policy = policy or Fcfs()
         self._gate = gate or Continuous()
-        self._caching = caching
         self._random = Random(seed)
         self.adapters = adapters or Adapters()
         self.failed: list[Output] = []  # requests that ended while the last plan was made
         self._requests: dict[str, Request] = {}
         self._waiting = WaitingQueue(self._policy)
-        self._promises = Promises(limits.block_size)
         self._running: list[Request] = []  # in the policy's order: the last is the first victim
         self._slots = deque(SlotId(i) for i in range(limits.max_num_seqs))
         self._freed: list[SlotId] = []
-        self._in_flight: deque[list[tuple[Request, int]]] = deque()
+        self._in_flight: deque[Step] = deque()
         self._budget = limits.max_num_batched_tokens  # tokens a step; less after a lack of memory
         self._num_arrivals = 0
         self._count = EngineStats()
+        self.chronicle = Chronicle()
+        self._claims = Claims(limits, pool, caching)
 
     # ---- requests in and out -----------------------------------------------------------------
 
@@ -89,13 +92,14 @@ class Scheduler:
         request = Request(new, self._num_arrivals, max_tokens, frozenset(stops), seed, now, salt)
         self._num_arrivals += 1
         self._requests[new.request_id] = request
+        self.chronicle.arrived(request, len(self._waiting), len(self._running), now)
         self._waiting.push(request)
 
-    def abort(self, request_id: str) -> None:
+    def abort(self, request_id: str, now: float | None = None) -> None:
         """Drop a request, if it is still there; its blocks are free at once."""
         request = self._requests.get(request_id)
         if request is not None:
-            self._finish(request, "abort")
+            self._finish(request, "abort", now)
 
     def fail_all(self, error: str) -> list[Output]:
         """End every request with an error, in-flight steps included."""
@@ -110,7 +114,7 @@ class Scheduler:
         Its requests wait again and lose no token. When steps cannot get smaller, the largest row's
         request ends with the error: the returned output.
         """
-        members = self._in_flight.pop()
+        members = self._in_flight.pop().members
         smallest = self._budget <= max(_MIN_BUDGET, self._limits.max_num_seqs)
         self._budget = max(self._budget // 2, _MIN_BUDGET, self._limits.max_num_seqs)
         largest = max(plan.rows, key=lambda row: row.num_tokens)
@@ -123,7 +127,7 @@ class Scheduler:
             if smallest and row is largest:
                 outputs.append(self._fail(request, error))
             else:
-                self._preempt(request)
+                self._preempt(request, self.chronicle.now)
         self.adapters.forget_idle()
         return outputs
 
@@ -138,11 +142,19 @@ class Scheduler:
     def reset_prefix_cache(self) -> int:
         return self._pool.reset_cache()
 
-    def stats(self) -> EngineStats:
+    def story(self, request_id: str, now: float) -> Story | None:
+        """What is to be told so far of a request that has not ended."""
+        request = self._requests.get(request_id)
+        return None if request is None else self.chronicle.told(request, now)
+
+    def stats(self, now: float | None = None) -> EngineStats:
         """How things stand now; the caller owns the result."""
+        if now is not None and not self._running and not self._in_flight:
+            self.chronicle.rest(now)
         prompts_left = (max(0, r.num_prompt - r.planned) for r in self._requests.values())
         return replace(
             self._count,
+            account=self.chronicle.account(),
             adapters=self.adapters.stats(),
             num_running=len(self._running),
             num_waiting=len(self._waiting),
@@ -160,22 +172,29 @@ class Scheduler:
         plan = StepPlan([], [], [], [], self._count.num_steps, [])
         step = Step(plan, self._limits, self._budget)
         num_before = self._count.num_preemptions
+        chronicle = self.chronicle
+        if not self._running and not self._in_flight:
+            chronicle.rest(now)
+        if chronicle.blocker is not None:
+            chronicle.look(now)
         self.adapters.begin()
         self.failed = []
-        self._plan_running(step)
+        self._plan_running(step, now)
         if self._count.num_preemptions == num_before:
             self._plan_waiting(step, now)
+        else:
+            chronicle.waits(BLOCKS, now)
         if plan.rows:
             plan.freed.extend(self._freed)
             self._freed.clear()
             plan.adapters.extend(self.adapters.orders())
-            self._in_flight.append(step.members)
+            self._in_flight.append(step)
             self._count.num_steps += 1
-            self._count.num_step_tokens = self._budget - step.budget
+            self._count.num_step_tokens = step.num_tokens = self._budget - step.budget
             self._count.num_prompt_tokens_computed += step.num_prompt_tokens
         return plan
 
-    def _plan_running(self, step: Step) -> None:
+    def _plan_running(self, step: Step, now: float) -> None:
         size = self._limits.block_size
         for request in list(self._running):
             if request.slot is None:  # interrupted a moment ago, as are all behind it
@@ -184,49 +203,69 @@ class Scheduler:
             count = num_known - request.planned
             # At its longest, the sample in flight is its last.
             if count <= 0 or request.verifying or num_known >= request.longest:
+                step.leave_out(request)
                 continue
             if count == 1 and step.budget and step.emit_decode(request):
                 continue
             count = self._limits.chunk(count, step.budget)
             if count == 0:
+                step.leave_out(request)
                 continue
             fresh: list[BlockId] | None = _NO_BLOCKS
             end = request.planned + count
             if request.drafts or self._limits.lookahead:
-                end = self._end_with_drafts(request, end, step.budget - count)
+                spare = step.budget - count
+                end = self._claims.end_with_drafts(request, end, spare, len(self._running))
             if end > len(request.blocks) * size:
-                fresh = self._grow(request, end)
+                fresh = self._grow(request, end, now)
             if fresh is not None:
                 step.emit(request, count, fresh)
 
     def _plan_waiting(self, step: Step, now: float) -> None:
         request, state = self._waiting.peek(), self.adapters.state  # readings may end any moment
-        if request is None or self._waiting.stuck_at == state:
+        if request is None:
+            return
+        if self._waiting.stuck_at == state:
+            self.chronicle.waits(ADAPTER, now)
             return
         waited_s = now - request.timeline.arrived
         openings = self._gate.openings(len(self._waiting), len(self._running), waited_s)
-        promised = False
+        promised, count = False, 1
         while request is not None and openings > 0 and step.budget > 0 and self._slots:
             if request.num_pending:  # interrupted while its last sample is still in flight
                 break
             if request.adapter and not self._adapter_there(request):
                 if request.finish is None:
-                    self._waiting.set_aside()
+                    self.chronicle.pass_over(self._waiting.set_aside(), ADAPTER)
                 request = self._waiting.peek()
                 continue
-            cached = self._find_cached(request)
-            if self._promises.worth_waiting(request, len(cached)):
-                self._waiting.set_aside()
+            cached = self._claims.find(request)
+            if self._claims.worth_waiting(request, cached):
+                self.chronicle.pass_over(self._waiting.set_aside(), PREFIX)
                 promised = True
             else:
                 count = self._admit(step, request, cached, now)
-                if count == 0:
+                if count <= 0:
                     break
                 step.emit(request, count, request.blocks)
                 openings -= 1
             request = self._waiting.peek()
         only_adapters = request is None and not promised
         self._waiting.restore(state if only_adapters else None)
+        if self._waiting:
+            self.chronicle.waits(self._blocker(request, openings, count), now)
+
+    def _blocker(self, request: Request | None, openings: int, count: int) -> int:
+        """What the first in the queue lacks; those set aside have blockers of their own."""
+        if request is None:
+            return ADAPTER
+        if openings <= 0:
+            return BATCH
+        if not self._slots:
+            return SEQUENCES
+        if request.num_pending:
+            return SAMPLE
+        return BLOCKS if count < 0 else TOKENS
 
     def _adapter_there(self, request: Request) -> bool:
         """Whether it can start now, as far as its adapter goes; one that is broken ends it."""
@@ -236,22 +275,15 @@ class Scheduler:
             self.failed.append(self._fail(request, str(error)))
             return False
 
-    def _end_with_drafts(self, request: Request, end: int, spare: int) -> int:
-        """Up to where blocks are wanted: for guesses too, where they are lacking to nobody."""
-        spare = max(min(len(request.drafts), spare), self._limits.lookahead)
-        wish = min(end + spare, request.longest)
-        need = self._limits.blocks_for(wish) - len(request.blocks)
-        return wish if need <= self._pool.num_free - len(self._running) else end
-
-    def _grow(self, request: Request, num_tokens: int) -> list[BlockId] | None:
+    def _grow(self, request: Request, num_tokens: int, now: float) -> list[BlockId] | None:
         """Take the blocks that a running request lacks for `num_tokens`, by preemption if need be.
 
         Returns None when the request itself was the one to go back.
         """
-        need = self._limits.blocks_for(num_tokens) - len(request.blocks)
+        need = self._claims.need(request, num_tokens)
         while need > self._pool.num_free:
             last = self._running[-1]
-            self._preempt(last)
+            self._preempt(last, now)
             if last is request:
                 return None
         fresh = self._pool.take(need) if need > 0 else []
@@ -259,59 +291,31 @@ class Scheduler:
         return fresh
 
     def _admit(self, step: Step, request: Request, cached: list[BlockId], now: float) -> int:
-        """Give a waiting request a slot and its first blocks; 0 when it does not fit now."""
-        limits, pool = self._limits, self._pool
-        num_tokens = len(request.tokens)
-        # Logits come from computing, so at least the last token is computed. When even its block
-        # is cached, that block is copied: a shared block is never written to.
-        copy_last = len(cached) * limits.block_size >= num_tokens
-        start = min(len(cached) * limits.block_size, num_tokens - 1)
-        count = limits.chunk(num_tokens - start, step.budget)
-        num_free = pool.num_free - pool.num_free_among(cached)
-        need_all = limits.blocks_for(num_tokens) - len(cached) + copy_last
-        spare = 1 + pool.num_blocks // 100 if self._running else 0  # room to grow for the others
-        if count == 0 or need_all + spare > num_free:
-            return 0
-        pool.share(cached)
-        fresh = pool.take(limits.blocks_for(start + count) - len(cached) + copy_last)
-        if copy_last:
-            source = cached.pop()
-            step.plan.copies.append((source, fresh[0]))
-            pool.release([source])
-        self._place(step.plan, request, cached + fresh)
-        request.planned = request.computed = start
-        request.num_sealed = len(cached)
-        if self._caching:
-            request.seal_at = (len(cached) + 1) * limits.block_size
-            self._promises.make(request, start)
-        if request.timeline.admitted is None:
-            request.timeline.admitted = now
-            request.timeline.num_cached = start
-            if self._caching and request.may_read_cache:
-                self._count.prefix_queries += request.num_prompt
-                self._count.prefix_hits += start
+        """Give a waiting request a slot and its first blocks; not above 0: it cannot have them."""
+        count = self._claims.start(step, request, cached, alone=not self._running)
+        if count > 0:
+            self._place(step.plan, request)
+            if self.chronicle.placed(request, request.computed, now):
+                self._claims.note_miss(request)
+                if self._claims.may_read(request):
+                    self._count.prefix_queries += request.num_prompt
+                    self._count.prefix_hits += request.computed
         return count
 
-    def _place(self, plan: StepPlan, request: Request, blocks: list[BlockId]) -> None:
+    def _place(self, plan: StepPlan, request: Request) -> None:
         self._waiting.pop()
         self._gate.moved(+1)
         request.slot = self._slots.popleft()
-        request.blocks = blocks
         insort(self._running, request, key=self._policy.key)
         if request.adapter:
             request.adapter_slot = self.adapters.acquire(request.adapter, request.request_id)
         plan.admitted.append(request.admission())
 
-    def _find_cached(self, request: Request) -> list[BlockId]:
-        if not self._caching or not request.may_read_cache:
-            return []
-        size = self._limits.block_size
-        return self._pool.find(request.hashes(len(request.tokens) // size, size))
-
-    def _preempt(self, request: Request) -> None:
+    def _preempt(self, request: Request, now: float) -> None:
         """Back to the queue. Its sealed blocks stay findable, so little is computed twice."""
         self._running.remove(request)
         self._release(request)
+        self.chronicle.interrupted(request, now)
         request.forget_kv()
         request.timeline.num_preemptions += 1
         self._count.num_preemptions += 1
@@ -323,17 +327,22 @@ class Scheduler:
     def commit(self, plan: StepPlan, result: StepResult, now: float) -> list[Output]:
         """Take in the results of the oldest uncommitted plan; returns what each request got."""
         outputs: list[Output] = []
+        step, chronicle = self._in_flight.popleft(), self.chronicle
+        unit = chronicle.step(now, step)
         for (request, generation), row, got in zip(
-            self._in_flight.popleft(), plan.rows, result.rows, strict=True
+            step.members, plan.rows, result.rows, strict=True
         ):
             if request.finish is not None:
+                chronicle.unclaimed(request, row, unit)
                 continue
             if request.generation == generation:
                 request.computed = row.start + row.num_tokens
                 if row.num_drafts or got.drafts:
                     request.settle_drafts(row, got, self._count)
                 if request.computed >= request.seal_at:
-                    self._seal(request)
+                    self._claims.seal(request)
+            else:
+                chronicle.late(request, row, unit)
             if row.sample:
                 request.num_pending -= 1
                 outputs.append(self._append(request, row, got, now))
@@ -342,18 +351,6 @@ class Scheduler:
                 outputs.append(Output(request.request_id, prompt_logprobs=scores))
         self._count.add([len(output.tokens) for output in outputs], result.drafting_s)
         return outputs
-
-    def _seal(self, request: Request) -> None:
-        """Make the blocks findable that became full."""
-        # A token that this row sampled is not known yet; its block waits for the next row.
-        size = self._limits.block_size
-        num_full = min(request.computed, len(request.tokens)) // size
-        for index in range(request.num_sealed, num_full):
-            digest = request.hash_at(index, size)
-            self._pool.seal(request.blocks[index], digest)
-            self._promises.keep(digest)
-        request.num_sealed = num_full
-        request.seal_at = (num_full + 1) * size
 
     def _append(self, request: Request, row: Row, got: RowResult, now: float) -> Output:
         """Add sampled tokens up to the first that ends the request."""
@@ -366,6 +363,7 @@ class Scheduler:
             timeline.last_token = now
             if first:
                 timeline.first_token = now
+                self.chronicle.first_token(request)
         if finish is not None:
             tokens = tokens[:taken]
             scores = scores[:taken] if scores is not None else None
@@ -376,8 +374,9 @@ class Scheduler:
         values = (request.request_id, tokens, scores, prompt_scores, finish, stop_token)
         return make_tuple(Output, (*values, None, timeline))
 
-    def _finish(self, request: Request, reason: FinishReason) -> None:
+    def _finish(self, request: Request, reason: FinishReason, now: float | None = None) -> None:
         request.finish = reason
+        self.chronicle.ended(request, self.chronicle.now if now is None else now)
         del self._requests[request.request_id]
         if request.slot is None:
             self._waiting.remove(request)
@@ -391,9 +390,7 @@ class Scheduler:
 
     def _release(self, request: Request) -> None:
         assert request.slot is not None
-        if self._caching:
-            self._promises.drop(request)
-        self._pool.release(request.blocks)
+        self._claims.release(request)
         self._slots.append(request.slot)
         self._freed.append(request.slot)
         if request.adapter:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from windlass.core.chronicle import Wide
 from windlass.core.limits import SchedulerLimits
 from windlass.core.request import Request
 from windlass.core.types import BlockId, Row, StepPlan
@@ -24,6 +25,9 @@ class Step:
     budget: int
     members: list[tuple[Request, int]] = field(default_factory=list)
     num_prompt_tokens: int = 0
+    num_tokens: int = 0  # set when the plan is handed out
+    wide: list[Wide] | None = None
+    left_out: list[tuple[Request, int]] | None = None  # running, without a row
 
     def _affordable_drafts(self, request: Request, count: int) -> tuple[int, ...]:
         """The guesses that fit in what is left; nobody is interrupted for a guess."""
@@ -45,6 +49,12 @@ class Step:
         values = (request.request_id, request.slot, start, num_tokens, tokens, tuple(fresh), sample)
         self.plan.rows.append(Row(*values, len(drafts), request.adapter_slot))
         self.members.append((request, request.generation))
+        if num_tokens > 1 or request.fresh:
+            place = (request.generation, start, num_tokens, request.fresh)
+            if self.wide is None:
+                self.wide = []
+            self.wide.append(Wide(request, *place))
+            request.fresh = False
         self.budget -= num_tokens
         request.planned = end
         if start < request.num_prompt:
@@ -54,6 +64,12 @@ class Step:
             request.num_pending += 1
             request.verifying = bool(drafts)
             request.drafts = ()
+
+    def leave_out(self, request: Request) -> None:
+        """It runs, but this step computes nothing of it."""
+        if self.left_out is None:
+            self.left_out = []
+        self.left_out.append((request, request.generation))
 
     def emit_decode(self, request: Request) -> bool:
         """`emit` for the row that nearly all are: one generated token, in a block it holds."""

@@ -152,6 +152,16 @@ class AdapterStats:
     num_reads: int  # since the engine started
 
 
+@dataclass(frozen=True, slots=True)
+class Account:
+    """Where an engine's seconds went; the first three add up to all since it was built."""
+
+    prefill_s: float = 0.0  # the prompt tokens' share of the steps
+    decode_s: float = 0.0  # the other tokens' share
+    idle_s: float = 0.0  # no step, or one for requests that had ended
+    saved_s: float = 0.0  # what the cached tokens of ended requests would have taken
+
+
 @dataclass(slots=True)
 class EngineStats:
     """A glance at the engine after a step: how things stand, and counts since it started."""
@@ -176,6 +186,7 @@ class EngineStats:
     num_saved_tokens: int = 0  # that came without a step of their own
     drafting_s: float = 0.0
     adapters: AdapterStats | None = None
+    account: Account = Account()
 
     def add(self, num_tokens: list[int], drafting_s: float) -> None:
         """Add what one step gave: tokens of each request."""

@@ -1,0 +1,260 @@
+"""Where a request's time goes: the shares of steps, what it waited for, what the cache lacked."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from random import Random
+
+import pytest
+
+from tests.core.test_worlds import random_world
+from tests.core.world import World, limits, request
+from tests.lora.shelf import FakeShelf
+from windlass.core import misses
+from windlass.core.adapters import Adapters
+from windlass.core.policy import Static
+from windlass.core.sampling import SamplingParams
+from windlass.core.story import (
+    ADAPTER,
+    BATCH,
+    BLOCKS,
+    PREFIX,
+    SEQUENCES,
+    TOKENS,
+    Story,
+)
+from windlass.core.types import NewRequest, StepPlan, StepResult
+
+
+class Ledger:
+    """Splits every step among its rows one by one, as the rule says, beside the scheduler."""
+
+    def __init__(self, world: World, rng: Random) -> None:
+        self.world = world
+        self.rng = rng
+        self.expected: defaultdict[str, float] = defaultdict(float)
+        self.idle = 0.0
+        self.began = self.mark = world.now = 100.0
+        self.ended: set[str] = set()
+        self.planned: list[float] = []
+        world.scheduler.chronicle.start(world.now)
+        self._plan, self._commit = world.scheduler.plan, world.scheduler.commit
+        world.scheduler.plan = self.plan  # type: ignore[method-assign]
+        world.scheduler.commit = self.commit  # type: ignore[method-assign]
+
+    def tick(self) -> float:
+        self.world.now += self.rng.random()
+        return self.world.now
+
+    def plan(self, _now: float) -> StepPlan:
+        now = self.tick()
+        self.planned.append(now)
+        if not self.world.scheduler._running and not self.world.scheduler._in_flight:
+            self.idle += now - self.mark
+            self.mark = now
+        return self._plan(now)
+
+    def commit(self, plan: StepPlan, result: StepResult, _now: float) -> list:
+        now = self.tick()
+        unit = (now - self.mark) / plan.num_tokens
+        self.mark = now
+        for row in plan.rows:
+            if row.request_id in self.ended:
+                self.idle += row.num_tokens * unit
+            else:
+                self.expected[row.request_id] += row.num_tokens * unit
+        outputs = self._commit(plan, result, now)
+        self.ended.update(output.request_id for output in outputs if output.finish)
+        return outputs
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_shares_and_idle_time_add_up_to_all_of_it(seed: int) -> None:
+    world, requests, ahead = random_world(seed)
+    rng = Random(seed)
+    ledger = Ledger(world, rng)
+    for item in requests:
+        world.add(item)
+        for _ in range(rng.randint(0, 3)):
+            world.step()
+        if rng.random() < 0.2:
+            victim = rng.choice(requests).request_id
+            if victim in world.got and victim not in world.finish:
+                world.scheduler.abort(victim, ledger.tick())
+                ledger.ended.add(victim)
+    world.finish_all(ahead=ahead)
+    stories = {story.request_id: story for story in world.scheduler.chronicle.stories}
+    assert set(stories) == {item.request_id for item in requests}
+    for name, story in stories.items():
+        assert story.prefill_s + story.decode_s == pytest.approx(ledger.expected[name])
+        assert min(story.prefill_s, story.decode_s) > -1e-9
+        assert min(story.blocked_s) > -1e-9
+        assert story.timeline.arrived <= story.ended
+    account = world.scheduler.stats(ledger.tick()).account
+    shares = sum(story.prefill_s + story.decode_s for story in stories.values())
+    assert account.prefill_s + account.decode_s == pytest.approx(shares)
+    assert shares + account.idle_s == pytest.approx(world.now - ledger.began)
+
+
+@pytest.mark.parametrize("seed", range(60, 90))
+def test_waiting_is_explained_up_to_the_step_that_runs(seed: int) -> None:
+    """All that is queued has a blocker, but for the time until the first plan after its arrival."""
+    world, requests, _ = random_world(seed)
+    ledger = Ledger(world, Random(seed))
+    for item in requests:
+        world.add(item)
+    world.finish_all()
+    for story in world.scheduler.chronicle.stories:
+        times = story.timeline
+        assert times.admitted is not None
+        waited = times.admitted - ledger.planned[0] + story.waited_again_s
+        assert sum(story.blocked_s) == pytest.approx(waited)
+    assert ledger.idle > 0
+
+
+def stories_of(world: World) -> dict[str, Story]:
+    return {story.request_id: story for story in world.scheduler.chronicle.stories}
+
+
+def blocker(story: Story) -> int:
+    return max(range(len(story.blocked_s)), key=story.blocked_s.__getitem__)
+
+
+def test_who_finds_no_slot_waits_for_sequences() -> None:
+    world = World(limits(max_num_seqs=1, num_blocks=64))
+    for name in "abc":
+        world.add(request(name, [1, 2], max_tokens=5, ignore_eos=True))
+    world.finish_all()
+    stories = stories_of(world)
+    assert stories["a"].blocked_s == (0.0,) * 7
+    assert blocker(stories["c"]) == SEQUENCES
+    assert (stories["c"].num_ahead, stories["c"].num_running) == (2, 0)
+
+
+def test_who_finds_the_steps_full_waits_for_tokens() -> None:
+    world = World(limits(max_num_batched_tokens=8, num_blocks=64))
+    world.add(request("long", [1] * 30, max_tokens=2, ignore_eos=True))
+    world.add(request("next", [2] * 5, max_tokens=2, ignore_eos=True))
+    world.finish_all()
+    stories = stories_of(world)
+    assert blocker(stories["next"]) == TOKENS
+    chunks = stories["long"].chunks
+    assert [(chunk.start, chunk.num_tokens) for chunk in chunks] == [
+        (0, 8),
+        (8, 8),
+        (16, 8),
+        (24, 6),
+    ]
+    assert [chunk.step_tokens for chunk in chunks] == [8, 8, 8, 8]
+    assert [chunk.step_rows for chunk in chunks] == [1, 1, 1, 2]
+
+
+def test_who_finds_no_blocks_knows_how_many_were_lacking() -> None:
+    world = World(limits(max_num_batched_tokens=64, num_blocks=8))
+    world.add(request("a", [1] * 16, max_tokens=8, ignore_eos=True))
+    world.step()
+    world.add(request("b", [2] * 18, max_tokens=2, ignore_eos=True))
+    world.finish_all()
+    story = stories_of(world)["b"]
+    assert blocker(story) == BLOCKS
+    assert story.short_blocks == 5 + 1 - 2  # its own and one to grow, less two that were free
+
+
+def test_a_static_batch_is_waited_for() -> None:
+    world = World(limits(num_blocks=64), options={"gate": Static(1, 0.0)})
+    for name in "ab":
+        world.add(request(name, [1, 2], max_tokens=5, ignore_eos=True))
+    world.finish_all()
+    assert blocker(stories_of(world)["b"]) == BATCH
+
+
+def test_an_adapter_and_a_shared_prefix_are_blockers_of_ones_own() -> None:
+    shelf = FakeShelf(["slow"], delay=4)
+    world = World(
+        limits(max_num_batched_tokens=64, num_blocks=64),
+        options={"adapters": Adapters(1, shelf)},
+    )
+    wish = SamplingParams(max_tokens=6, ignore_eos=True)
+    world.add(NewRequest("adapted", [1, 2, 3], wish, adapter="slow"))
+    world.add(NewRequest("first", [3] * 20, wish))
+    world.add(NewRequest("second", [3] * 20, wish))
+    world.finish_all()
+    stories = stories_of(world)
+    assert blocker(stories["adapted"]) == ADAPTER
+    assert blocker(stories["second"]) == PREFIX
+    assert sum(stories["first"].blocked_s) == 0
+
+
+def test_a_preempted_request_tells_what_it_cost() -> None:
+    world = World(limits(num_blocks=9, max_num_batched_tokens=32), caching=False)
+    for name in "ab":
+        world.add(request(name, [1] * 12, max_tokens=16, ignore_eos=True))
+    world.finish_all()
+    story = stories_of(world)["b"]
+    assert story.timeline.num_preemptions == 1
+    assert story.num_redone > 12
+    assert story.waited_again_s > 0
+    assert blocker(story) == BLOCKS
+
+
+def test_the_batch_that_one_decoded_in() -> None:
+    world = World(limits(num_blocks=64))
+    world.add(request("a", [1], max_tokens=12, ignore_eos=True))
+    for _ in range(3):
+        world.step()
+    world.add(request("b", [2], max_tokens=2, ignore_eos=True))
+    world.finish_all()
+    stories = stories_of(world)
+    assert stories["a"].batch == (1, 1, 2)
+    assert stories["b"].batch == (2, 2, 2)
+
+
+def test_guesses_are_counted_by_their_number() -> None:
+    world = World(limits(num_blocks=64), draft_length=3)
+    world.add(request("a", [1, 2], max_tokens=30, ignore_eos=True))
+    world.finish_all()
+    story = stories_of(world)["a"]
+    drafted = sum(count * number for number, count in enumerate(story.drafted))
+    accepted = sum(count * number for number, count in enumerate(story.accepted))
+    assert drafted == story.timeline.num_drafted > 0
+    assert accepted == story.timeline.num_accepted > 0
+    assert sum(story.drafted) == sum(story.accepted)
+
+
+def miss_of(world: World, name: str, prompt: list[int], **more: object) -> tuple[int | None, str]:
+    adapter, salt = str(more.pop("adapter", "")), str(more.pop("cache_salt", ""))
+    wish = SamplingParams(max_tokens=1, **more)  # type: ignore[arg-type]
+    world.add(NewRequest(name, prompt, wish, cache_salt=salt, adapter=adapter))
+    world.finish_all()
+    story = stories_of(world)[name]
+    return story.first_miss, story.why_missed
+
+
+def test_why_a_prompt_was_not_in_the_cache() -> None:
+    world = World(limits(num_blocks=8, max_num_batched_tokens=64))
+    prompt = [1, 2, 3, 4] * 4
+    assert miss_of(world, "new", prompt) == (0, misses.NEVER)
+    assert miss_of(world, "again", prompt) == (None, "")
+    assert miss_of(world, "longer", [*prompt, 1, 1]) == (16, misses.PARTIAL)
+    assert miss_of(world, "other end", [*prompt[:8], 2, 2, 2, 2, 0]) == (8, misses.NEVER)
+    assert miss_of(world, "scored", prompt, prompt_logprobs=0) == (0, misses.SCORED)
+    assert miss_of(world, "fixed", prompt, deterministic=True) == (0, misses.SALT)
+    # Another tenant's prompts are none of one's business.
+    assert miss_of(world, "stranger", prompt, cache_salt="b") == (0, misses.NEVER)
+    miss_of(world, "flood", [4] * 29)
+    assert miss_of(world, "late", prompt) == (0, misses.EVICTED)
+
+
+def test_a_running_request_can_be_asked_about() -> None:
+    world = World(limits(max_num_seqs=1, num_blocks=64))
+    for name in "ab":
+        world.add(request(name, [1, 2], max_tokens=5, ignore_eos=True))
+    world.step()
+    world.step()
+    running = world.scheduler.story("a", world.now)
+    waiting = world.scheduler.story("b", world.now)
+    assert running is not None
+    assert (running.finish, running.timeline.num_output) == (None, 2)
+    assert waiting is not None
+    assert waiting.blocked_s[SEQUENCES] == pytest.approx(0.01)
+    assert world.scheduler.story("c", world.now) is None

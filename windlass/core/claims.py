@@ -1,0 +1,104 @@
+"""The blocks that requests claim: found in the cache or taken afresh, sealed when full, released.
+
+Decides how many a request needs and whether they can be had now. Who gets them, and who must give
+some back, is the scheduler's business.
+"""
+
+from __future__ import annotations
+
+from windlass.core.blocks import BlockPool
+from windlass.core.limits import SchedulerLimits
+from windlass.core.misses import Misses
+from windlass.core.policy import Promises
+from windlass.core.request import Request
+from windlass.core.step import Step
+from windlass.core.types import BlockId
+
+
+class Claims:
+    """Owns what is promised and remembered of blocks; the pool owns the counts."""
+
+    def __init__(self, limits: SchedulerLimits, pool: BlockPool, caching: bool) -> None:
+        self.pool = pool
+        self._limits = limits
+        self._caching = caching
+        self._promises = Promises(limits.block_size)
+        self._misses = Misses(pool, limits.block_size, caching)
+
+    def find(self, request: Request) -> list[BlockId]:
+        """The blocks of its longest cached prefix."""
+        if not self.may_read(request):
+            return []
+        size = self._limits.block_size
+        return self.pool.find(request.hashes(len(request.tokens) // size, size))
+
+    def may_read(self, request: Request) -> bool:
+        return self._caching and request.may_read_cache
+
+    def worth_waiting(self, request: Request, cached: list[BlockId]) -> bool:
+        """Whether others compute now most of what it still needs."""
+        return self._promises.worth_waiting(request, len(cached))
+
+    def start(self, step: Step, request: Request, cached: list[BlockId], alone: bool) -> int:
+        """Claim the first blocks of a waiting request: how many tokens it computes in `step`.
+
+        0: the step has no room; below: so many blocks are lacking. Nothing is claimed then.
+        """
+        limits, pool = self._limits, self.pool
+        num_tokens = len(request.tokens)
+        # Logits come from computing, so at least the last token is computed. When even its block
+        # is cached, that block is copied: a shared block is never written to.
+        copy_last = len(cached) * limits.block_size >= num_tokens
+        start = min(len(cached) * limits.block_size, num_tokens - 1)
+        count = limits.chunk(num_tokens - start, step.budget)
+        num_free = pool.num_free - pool.num_free_among(cached)
+        need_all = limits.blocks_for(num_tokens) - len(cached) + copy_last
+        spare = 0 if alone else 1 + pool.num_blocks // 100  # room to grow for the others
+        lacking = need_all + spare - num_free
+        if count == 0 or lacking > 0:
+            request.share.short_blocks = max(request.share.short_blocks, lacking)
+            return -lacking if count else 0
+        pool.share(cached)
+        fresh = pool.take(limits.blocks_for(start + count) - len(cached) + copy_last)
+        if copy_last:
+            source = cached.pop()
+            step.plan.copies.append((source, fresh[0]))
+            pool.release([source])
+        request.blocks = cached + fresh
+        request.planned = request.computed = start
+        request.num_sealed = len(cached)
+        if self._caching:
+            request.seal_at = (len(cached) + 1) * limits.block_size
+            self._promises.make(request, start)
+        return count
+
+    def note_miss(self, request: Request) -> None:
+        """Say on a request that was just started what of it was not in the cache, and why."""
+        self._misses.note(request, request.computed)
+
+    def end_with_drafts(self, request: Request, end: int, spare: int, num_running: int) -> int:
+        """Up to where blocks are wanted: for guesses too, where they are lacking to nobody."""
+        spare = max(min(len(request.drafts), spare), self._limits.lookahead)
+        wish = min(end + spare, request.longest)
+        return wish if self.need(request, wish) <= self.pool.num_free - num_running else end
+
+    def need(self, request: Request, num_tokens: int) -> int:
+        """Blocks that it lacks for so many tokens."""
+        return self._limits.blocks_for(num_tokens) - len(request.blocks)
+
+    def seal(self, request: Request) -> None:
+        """Make the blocks findable that became full."""
+        # A token that this row sampled is not known yet; its block waits for the next row.
+        size = self._limits.block_size
+        num_full = min(request.computed, len(request.tokens)) // size
+        for index in range(request.num_sealed, num_full):
+            digest = request.hash_at(index, size)
+            self.pool.seal(request.blocks[index], digest)
+            self._promises.keep(digest)
+        request.num_sealed = num_full
+        request.seal_at = (num_full + 1) * size
+
+    def release(self, request: Request) -> None:
+        if self._caching:
+            self._promises.drop(request)
+        self.pool.release(request.blocks)

@@ -1,0 +1,57 @@
+"""Why a prompt's block was not in the cache: never seen, evicted, or kept under another salt.
+
+Remembers hashes only, and not for ever. What others sent under another `cache_salt` is never told:
+who shares no blocks must not learn of them this way either.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+
+from windlass.core.blocks import BlockPool, block_hash, root_hash
+from windlass.core.request import Request
+
+_MOST_FIRSTS = 4096
+
+NO_CACHE = "prefix caching is off"
+SCORED = "prompt_logprobs need every token computed"
+PARTIAL = "only full blocks are kept"
+EVICTED = "evicted"
+SALT = "known with another adapter, or with another setting of deterministic"
+NEVER = "never seen"
+
+
+class Misses:
+    """Owns the memory of first blocks, by what they hold and for whom."""
+
+    def __init__(self, pool: BlockPool, block_size: int, caching: bool) -> None:
+        self._pool = pool
+        self._size = block_size
+        self._caching = caching
+        self._firsts: OrderedDict[bytes, bytes] = OrderedDict()
+
+    def note(self, request: Request, start: int) -> None:
+        """Say on a request, found to be cached up to `start`, what was missed first."""
+        if start < request.num_prompt - 1:
+            request.share.first_miss = start
+            request.share.why_missed = self._why(request, start // self._size)
+        if self._caching and request.num_prompt >= self._size:
+            self._firsts[self._first(request)] = request.root
+            if len(self._firsts) > _MOST_FIRSTS:
+                self._firsts.popitem(last=False)
+
+    def _why(self, request: Request, index: int) -> str:
+        if not self._caching:
+            return NO_CACHE
+        if not request.may_read_cache:
+            return SCORED
+        if (index + 1) * self._size > request.num_prompt:
+            return PARTIAL
+        if self._pool.was_evicted(request.hash_at(index, self._size)):
+            return EVICTED
+        if index == 0 and self._firsts.get(self._first(request), request.root) != request.root:
+            return SALT
+        return NEVER
+
+    def _first(self, request: Request) -> bytes:
+        return block_hash(root_hash(request.cache_salt), request.tokens[: self._size])
