@@ -12,8 +12,7 @@ import torch
 from tests.lora.adapters import ALL, Parts, make_adapter
 from tests.quant.folders import IDS, write_plain
 from windlass.kernels.batch import AdapterRows
-from windlass.kernels.lora import Stacks
-from windlass.kernels.lora import add_lora as add_plainly
+from windlass.kernels.lora import Lora, PlainLora, Stacks
 from windlass.runner.adapters import grouped, in_pieces
 
 pytestmark = [
@@ -59,16 +58,26 @@ def test_kernels_equal_the_plain_version(sizes: tuple[int, ...], counts: list[in
     x = torch.randn((len(slots), 1536), device="cuda", dtype=torch.bfloat16)
     y = torch.randn((len(slots), sum(sizes)), device="cuda", dtype=torch.bfloat16)
     device = torch.device("cuda")
-    want = add_plainly(y.clone(), x, stacks, grouped(slots, device))
+    plain, rows = Lora(stacks, PlainLora()), grouped(slots, device)
+    want = plain.end(y.clone(), x, rows)
     given = in_pieces(slots, counts, device)
     if max(counts) == 1:
         given = AdapterRows(given.slots)
-    from windlass.kernels.triton.lora import add_lora
+    from windlass.kernels.triton.lora import TritonLora
 
-    got = add_lora(y.clone(), x, stacks, given)
+    kernel = Lora(stacks, TritonLora())
+    got = kernel.end(y.clone(), kernel.begin(x, given), given)
     assert torch.equal(got[slots == 0], y[slots == 0])
-    error = (got.float() - want.float()).abs().max() / want.float().abs().max()
-    assert error < 0.01
+    assert off(got, want) < 0.01
+    if len(sizes) == 2:
+        from windlass.kernels.triton.norm import silu_mul
+
+        active = kernel.gated(y.clone(), kernel.begin(x, given), given, silu_mul)
+        assert off(active, plain.gated(y.clone(), x, rows, silu_mul)) < 0.02
+
+
+def off(got: torch.Tensor, want: torch.Tensor) -> torch.Tensor:
+    return (got.float() - want.float()).abs().max() / want.float().abs().max()
 
 
 def scores(folder: Path, **options: Any) -> list[float]:

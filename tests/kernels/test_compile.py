@@ -22,7 +22,7 @@ from windlass.kernels.triton import (  # noqa: E402
     eight_bit,
     fp8_kernels,
     grouped,
-    lora,
+    lora_kernels,
     norm,
     rope,
     sample,
@@ -167,9 +167,9 @@ def gated(rows: int, outputs: int, stages: int) -> tuple:
 
 
 def lora_case(function: Any, **constants: int) -> tuple:
-    """One of the four kernels of adapters, for the three parts of q, k and v."""
+    """One of the kernels of adapters, for the three parts of q, k and v or as many as are given."""
     signature = {
-        **dict.fromkeys(("x", "y", "down", "up"), X),
+        **dict.fromkeys(("x", "y", "down", "up", "out"), X),
         **dict.fromkeys(("ranks", "slots", "tiles"), I),
         "sums": F,
         **dict.fromkeys(("M", "K", "N", "N0", "N1", "N2"), "i32"),
@@ -289,10 +289,13 @@ CASES = {
         {"ROWS": 128, "OUTPUTS": 128, "BLOCK_K": 64, "GROUP": 8},
         {"num_warps": 8, "num_stages": 4},
     ),
-    "lora shrink": lora_case(lora.shrink_kernel, BLOCK_K=256),
-    "lora expand": lora_case(lora.expand_kernel, SPLITS=16, OUTPUTS=256),
-    "lora shrink of a piece": lora_case(lora.shrink_tile_kernel, ROWS=64, BLOCK_K=128),
-    "lora expand of a piece": lora_case(lora.expand_tile_kernel, ROWS=64, OUTPUTS=64),
+    "lora shrink": lora_case(lora_kernels.shrink_kernel, BLOCK_K=256),
+    "lora expand": lora_case(lora_kernels.expand_kernel, SPLITS=16, OUTPUTS=256),
+    "lora expand, gated": lora_case(
+        lora_kernels.expand_gated_kernel, PARTS=2, SPLITS=16, OUTPUTS=256
+    ),
+    "lora shrink of a piece": lora_case(lora_kernels.shrink_tile_kernel, ROWS=64, BLOCK_K=128),
+    "lora expand of a piece": lora_case(lora_kernels.expand_tile_kernel, ROWS=64, OUTPUTS=64),
     "threshold": (sample.sample_threshold_kernel, SAMPLE, {"TILE": 2048}, {"num_warps": 8}),
     "part": (sample.sample_part_kernel, PART, {"PARTS": 8, "TILE": 2048}, {}),
     "join": (sample.sample_join_kernel, JOIN, {"PARTS": 8}, {"num_warps": 1}),

@@ -122,6 +122,19 @@ def test_a_gpu_keeps_packed_what_no_kernel_takes(monkeypatch: pytest.MonkeyPatch
     assert "8.0) has no fp8 products" in decision.reason
 
 
+def test_a_gpu_unpacks_what_is_so_small_that_it_gains_nothing() -> None:
+    linears = Linears(CUDA, torch.bfloat16)
+    small = torch.randn(576, 640)
+    for scheme in ("int4", "int8", "nf4"):
+        assert linears.decide(quantise(small, SCHEMES[scheme])).unpacked is not None
+    for scheme in ("fp8", "w8a8", "fp8-block"):
+        assert not linears_module._is_small(quantise(small, SCHEMES[scheme]), CUDA)
+    assert "read faster" in linears.decide(quantise(small, SCHEMES["int4"])).reason
+    large = quantise(torch.randn(4096, 1024), SCHEMES["int4"])
+    assert linears.decide(large).unpacked is None
+    assert linears.decide(large).kernel.name == "triton groups"
+
+
 @pytest.mark.parametrize(
     ("scheme", "text"),
     [

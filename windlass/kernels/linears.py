@@ -14,6 +14,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from windlass.kernels.native.linear import NativeLinear
 from windlass.kernels.packed import Float8, Int4Group, Int8Group, Packed, Table4
 from windlass.kernels.plain_linear import PlainLinear, Unpacked
 from windlass.kernels.prepared import Prepared
@@ -29,7 +30,13 @@ _CANDIDATES: dict[str, tuple[str, ...]] = {
         "windlass.kernels.triton.table:TableLinear",
     ),
 }
+# Numbers of a weight up to which a GPU waits for launches, not for bytes: a decode step of the
+# default model took 1.13 ms with its weights packed and 0.72 ms with them in 16 bits (H200).
+_SMALL = 2 * 2**20
 _FP8_CAPABILITY = (8, 9)  # the first CUDA devices that multiply fp8
+
+
+_SMALL_REASON = f"unpacked: up to {_SMALL // 2**20} Mi numbers are read faster than unpacked"
 
 
 class LinearKernel(Protocol):
@@ -83,7 +90,8 @@ class Decision:
 class Linears:
     """Holds weights for one device and arithmetic. Owns the kernels' instances.
 
-    A form stays packed where a kernel takes it. Where only the plain version is left, it depends:
+    A form stays packed where a kernel takes it, unless it is so small that a GPU gains nothing by
+    it. Where only the plain version is left, it depends:
     on a GPU memory is scarce, so it stays packed and is dequantised on each call; on a CPU that
     would be far slower than plain products, so it is unpacked once. `reference` unpacks always;
     with `round_int4` the activations of int4 weights may be rounded to 8 bits.
@@ -111,6 +119,8 @@ class Linears:
         refusals: dict[str, str] = {}
         if self._reference:
             return Decision(PlainLinear(), refusals, "unpacked: --dtype float32 is the reference")
+        if self._kernels and _is_small(form, self.device):
+            return Decision(PlainLinear(), refusals, _SMALL_REASON)
         for kernel in self._kernels:
             why = kernel.refuse(form, self.device, self.dtype)
             if why is None:
@@ -149,11 +159,37 @@ class Linears:
             fixed,
         )
 
+    def refuse_plain(self) -> str | None:
+        """Why plain numbers are not multiplied with in the file's own type; None: they are.
+
+        A CPU computes in float32 whatever the type, and its kernels read 16 bits into that.
+        """
+        if self._reference:
+            return "--dtype float32 is the reference"
+        if self._plain:
+            return "the plain versions were asked for"
+        if self._native is None or self.dtype != torch.float32:
+            return "not quantised"
+        return self._native.refuse_plain()
+
+    @property
+    def _native(self) -> NativeLinear | None:
+        return next((one for one in self._kernels if isinstance(one, NativeLinear)), None)
+
     def _dense(self, weight: Tensor) -> Product:
-        name = str(self.dtype).removeprefix("torch.")
         shape = (weight.shape[0], weight.shape[1])
-        held = Unpacked(weight.to(self.dtype), self.dtype, self.products)
-        return Product(held, shape, name, "torch", "not quantised")
+        why = self.refuse_plain()
+        if why is None and self._native is not None:
+            name = str(weight.dtype).removeprefix("torch.")
+            held = (
+                Unpacked(weight, weight.dtype, self.products)
+                if weight.is_meta
+                else self._native.prepare(weight)
+            )
+            return Product(held, shape, name, "native", "not quantised; sums are float32")
+        name = str(self.dtype).removeprefix("torch.")
+        unpacked = Unpacked(weight.to(self.dtype), self.dtype, self.products)
+        return Product(unpacked, shape, name, "torch", why or "not quantised")
 
 
 def describe(form: Packed) -> str:
@@ -175,6 +211,13 @@ def describe(form: Packed) -> str:
     if not isinstance(form, Table4) and form.activation != "none":
         text += f", activations per {form.activation}"
     return text
+
+
+def _is_small(form: Packed, device: torch.device) -> bool:
+    """Whether a GPU reads it faster unpacked; forms that round activations mean their products."""
+    if device.type != "cuda" or (not isinstance(form, Table4) and form.activation != "none"):
+        return False
+    return form.shape[0] * form.shape[1] <= _SMALL
 
 
 def _no_kernel(refusals: dict[str, str]) -> str:

@@ -8,13 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 from torch import Tensor
 from torch.nn.functional import linear
 
 from windlass.kernels.batch import AdapterRows
 from windlass.kernels.products import fixed_linear
+from windlass.kernels.rounded import Inputs, Outputs
 
+SiluMul = Callable[[Outputs], Inputs]
 Change = tuple[slice, Tensor, Tensor]  # outputs of a part, and its down [rank, in], up [rank, out]
 
 
@@ -45,8 +48,20 @@ class Stacks:
         return down, own
 
 
-# Adds to y [tokens, out], which it may change, what the adapters make of x [tokens, in].
-AddLora = Callable[[Tensor, Tensor, Stacks, AdapterRows], Tensor]
+class LoraKernel(Protocol):
+    """What adapters make of x [tokens, in] and add to y [tokens, out], before and after y is known."""
+
+    def begin(self, x: Tensor, stacks: Stacks, adapters: AdapterRows) -> Any: ...
+
+    def end(self, y: Tensor, low: Any, stacks: Stacks, adapters: AdapterRows) -> Tensor:
+        """y, which may be changed, with what `begin` made added."""
+        ...
+
+    def gated(
+        self, y: Tensor, low: Any, stacks: Stacks, adapters: AdapterRows, silu_mul: SiluMul
+    ) -> Inputs:
+        """silu(first half) * second half of that."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,19 +69,36 @@ class Lora:
     """The adapters of one layer, and the kernel that was chosen for them."""
 
     stacks: Stacks
-    kernel: AddLora
+    kernel: LoraKernel
 
-    def add(self, y: Tensor, x: Tensor, adapters: AdapterRows) -> Tensor:
-        return self.kernel(y, x, self.stacks, adapters)
+    def begin(self, x: Tensor, adapters: AdapterRows) -> Any:
+        return self.kernel.begin(x, self.stacks, adapters)
+
+    def end(self, y: Tensor, low: Any, adapters: AdapterRows) -> Tensor:
+        return self.kernel.end(y, low, self.stacks, adapters)
+
+    def gated(self, y: Tensor, low: Any, adapters: AdapterRows, silu_mul: SiluMul) -> Inputs:
+        return self.kernel.gated(y, low, self.stacks, adapters, silu_mul)
 
 
-def add_lora(y: Tensor, x: Tensor, stacks: Stacks, adapters: AdapterRows) -> Tensor:
-    """The plain version, adapter by adapter: sums in float32, rounded once."""
-    product = fixed_linear if adapters.fixed else linear
-    for slot, tokens in adapters.groups:
-        changes = stacks.changes[slot]
-        if changes:
-            own = x[tokens].float()
-        for outputs, down, up in changes:
-            y[tokens, outputs] += product(product(own, down.float()), up.float().T)
-    return y
+class PlainLora:
+    """The plain version, adapter by adapter, behind the product: sums in float32, rounded once."""
+
+    def begin(self, x: Tensor, stacks: Stacks, adapters: AdapterRows) -> Tensor:
+        del stacks, adapters
+        return x
+
+    def end(self, y: Tensor, low: Tensor, stacks: Stacks, adapters: AdapterRows) -> Tensor:
+        product = fixed_linear if adapters.fixed else linear
+        for slot, tokens in adapters.groups:
+            changes = stacks.changes[slot]
+            if changes:
+                own = low[tokens].float()
+            for outputs, down, up in changes:
+                y[tokens, outputs] += product(product(own, down.float()), up.float().T)
+        return y
+
+    def gated(
+        self, y: Tensor, low: Tensor, stacks: Stacks, adapters: AdapterRows, silu_mul: SiluMul
+    ) -> Inputs:
+        return silu_mul(self.end(y, low, stacks, adapters))

@@ -6,6 +6,7 @@ Also says how activations are rounded, which is part of what some forms mean.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -13,8 +14,8 @@ from torch.nn.functional import linear, pad
 
 from windlass.kernels.packed import Activation, Float8, Int4Group, Int8Group, Packed
 from windlass.kernels.prepared import Prepared
-from windlass.kernels.products import TorchProducts
-from windlass.kernels.rounded import Inputs
+from windlass.kernels.products import Norm, TorchProducts
+from windlass.kernels.rounded import Inputs, Outputs
 
 INT8_MOST = 127.0
 FLOAT8_MOST = 448.0  # the largest e4m3
@@ -85,6 +86,18 @@ class Unpacked(Prepared):
         if self._activation != "none":
             x = self._round(x, self._activation, self._input_scale).to(x.dtype)
         return self._products.linear(x, self.weight)
+
+    def then(self, x: Inputs, residual: Tensor, norm: Norm) -> tuple[Inputs, Tensor]:
+        if self._activation != "none":
+            return super().then(x, residual, norm)
+        assert isinstance(x, Tensor)
+        return self._products.linear_norm(x, self.weight, residual, norm)
+
+    def gated(self, x: Inputs, silu_mul: Callable[[Outputs], Inputs]) -> Inputs:
+        if self._activation != "none":
+            return super().gated(x, silu_mul)
+        assert isinstance(x, Tensor)
+        return self._products.gated(x, self.weight, silu_mul)
 
 
 def form_bytes(form: Packed) -> int:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from windlass.kernels.batch import AdapterRows
 from windlass.kernels.linears import Product
 from windlass.kernels.lora import Lora
+from windlass.kernels.plain_linear import Unpacked
 from windlass.kernels.products import Norm
 from windlass.kernels.rounded import Inputs, Outputs, Rounding
 from windlass.parallel.mesh import Group
@@ -65,6 +66,13 @@ class Linear(nn.Module):
         """What the quantised weight takes; a plain one is among the module's parameters."""
         return sum(product.prepared.num_bytes for product in self.products)
 
+    @property
+    def plain_weights(self) -> list[Tensor]:
+        """What is multiplied with as it is: a plain weight, or what was unpacked."""
+        held = [product.prepared for product in self.products]
+        unpacked = [each.weight for each in held if isinstance(each, Unpacked)]
+        return unpacked if self.weight is None else [self.weight, *unpacked]
+
     def rounding(self, num_rows: int) -> Rounding | None:
         """How so many rows of inputs should come; None: as they are."""
         return self.products[0].prepared.rounding(num_rows) if len(self.products) == 1 else None
@@ -77,10 +85,12 @@ class Linear(nn.Module):
         return self.products[0].prepared.raw(x)
 
     def forward(self, x: Inputs, adapters: AdapterRows | None = None) -> Tensor:
-        y = self.method.apply(self, x)
-        if adapters is not None and self.lora is not None:
+        if adapters is None or self.lora is None:
+            y = self.method.apply(self, x)
+        else:
             assert isinstance(x, Tensor)  # nobody rounds in steps with adapters
-            y = self.lora.add(y, x, adapters)
+            low = self.lora.begin(x, adapters)
+            y = self.lora.end(self.method.apply(self, x), low, adapters)
         if self.shard == "in":
             y = self.group.all_reduce(y)
         return y if self.bias is None else y + self.bias
@@ -102,6 +112,10 @@ class Linear(nn.Module):
         adapters: AdapterRows | None = None,
     ) -> Inputs:
         """silu(first half of y) * second half, for a layer of two parts."""
+        if adapters is not None and self.lora is not None and self.bias is None:
+            assert isinstance(x, Tensor)
+            low = self.lora.begin(x, adapters)
+            return self.lora.gated(self.method.apply(self, x), low, adapters, silu_mul)
         if adapters is not None or self.bias is not None:
             return silu_mul(self(x, adapters))
         return self.method.gated(self, x, silu_mul)

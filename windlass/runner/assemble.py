@@ -95,7 +95,8 @@ def draw_up(config: EngineConfig, spec: ModelSpec, checkpoint: Checkpoint) -> Bl
         round_int4=config.model.quantization == "w4a8",
     )
     methods = choose_methods(config.model, spec, checkpoint, linears)
-    parts = Parts(dtype, device, longest, ops, methods.method_for)
+    given = (dtype, device, longest, ops, methods.method_for)
+    parts = Parts(*given, table_dtype=methods.table_dtype)
     kv_format = _kv_format(config, spec, parts)  # one that is refused costs no loading
     choices = [where.choice, dtype_choice, threads, *ops.choices, methods.choice, length_choice]
     return Blueprint(parts, products, kv_format, choices)
@@ -113,7 +114,7 @@ def load_network(config: EngineConfig, spec: ModelSpec, checkpoint: Checkpoint) 
     network = make_network(spec, blueprint.parts)
     load(network, checkpoint, blueprint.parts.device)
     layers = [module for module in network.modules() if isinstance(module, Linear)]
-    plain = [layer.weight for layer in layers if layer.weight is not None]
+    plain = [weight for layer in layers for weight in layer.plain_weights]
     choices = [*blueprint.choices, *holdings(layers)]
     if plain:
         choices.append(Choice("products", *blueprint.products.tune(plain)))

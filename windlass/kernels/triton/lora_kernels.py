@@ -1,0 +1,301 @@
+"""The kernels of adapters: shrink and expand, for tokens by themselves and for pieces of rows.
+
+Slots and ranks are copied to the device before the first kernel of a step, and no kernel writes
+them: they may be read before the kernel waits, and what they point to be fetched.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from windlass.kernels.triton import chain
+
+_RANKS = tl.constexpr(16)  # that are computed at once
+
+
+@triton.jit
+def _fetch(at, stride, rank, count, CHAINED: tl.constexpr, FETCH: tl.constexpr):
+    """Ask for `count` 16-bit values of the first ranks' rows, before they are read."""
+    if FETCH and rank > 0:
+        row = tl.minimum(tl.arange(0, _RANKS), rank - 1).to(tl.int64)
+        num_bytes = (2 * count + row * 0).to(tl.int32)
+        chain.fetch(at + row * stride, num_bytes, CHAINED)
+
+
+@triton.jit(do_not_specialize=["M"])
+def shrink_kernel(
+    x,
+    down,
+    ranks,
+    slots,
+    sums,
+    M,
+    K,
+    span,
+    rank_stride,
+    PARTS: tl.constexpr,
+    MOST: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    FETCH: tl.constexpr,
+    CHAINED: tl.constexpr,
+):
+    """sums[split, token, part, rank] = down[slot, part] @ x[token], over `span` inputs of a split."""
+    chain.release(CHAINED)
+    token = tl.program_id(0)
+    part = tl.program_id(1)
+    split = tl.program_id(2)
+    slot = tl.load(slots + token).to(tl.int64)
+    rank = tl.load(ranks + slot * rank_stride + part)
+    row = tl.arange(0, _RANKS)
+    begin = split * span
+    end = tl.minimum(begin + span, K)
+    weight = down + (slot * PARTS + part) * MOST * K
+    _fetch(weight + begin, K, rank, end - begin, CHAINED, FETCH)
+    chain.wait(CHAINED)
+    to = sums + ((split.to(tl.int64) * M + token) * PARTS + part) * MOST
+    for first in range(0, rank, _RANKS):
+        inside = first + row < rank
+        acc = tl.zeros([_RANKS, BLOCK_K], dtype=tl.float32)
+        for at in range(begin, end, BLOCK_K):
+            k = at + tl.arange(0, BLOCK_K)
+            mask = inside[:, None] & (k < end)[None, :]
+            w = tl.load(weight + (first + row)[:, None] * K + k[None, :], mask=mask, other=0.0)
+            value = tl.load(x + token.to(tl.int64) * K + k, mask=k < end, other=0.0)
+            acc += w.to(tl.float32) * value.to(tl.float32)[None, :]
+        tl.store(to + first + row, tl.sum(acc, 1), mask=inside)
+
+
+@triton.jit
+def _part_of(tile, N0, N1, N2, OUTPUTS: tl.constexpr):
+    """Which part a tile of outputs is of: (part, its first output, its size, the tile in it)."""
+    second = tl.cdiv(N0, OUTPUTS)
+    third = second + tl.cdiv(N1, OUTPUTS)
+    part = (tile >= second).to(tl.int32) + (tile >= third).to(tl.int32)
+    first = tl.where(part == 0, 0, tl.where(part == 1, N0, N0 + N1))
+    size = tl.where(part == 0, N0, tl.where(part == 1, N1, N2))
+    before = tl.where(part == 0, 0, tl.where(part == 1, second, third))
+    return part, first, size, tile - before
+
+
+@triton.jit
+def _change(
+    weight,
+    source,
+    stride,
+    rank,
+    output,
+    size,
+    splits,
+    SPLITS: tl.constexpr,
+    OUTPUTS: tl.constexpr,
+):
+    """What an adapter adds to some outputs of a part: its sums, `stride` apart, times `weight`."""
+    row = tl.arange(0, _RANKS)
+    split = tl.arange(0, SPLITS)
+    acc = tl.zeros([OUTPUTS], dtype=tl.float32)
+    for at in range(0, rank, _RANKS):
+        inside = at + row < rank
+        mask = inside[:, None] & (output < size)[None, :]
+        rows = weight + (at + row).to(tl.int64)[:, None] * size
+        w = tl.load(rows + output[None, :], mask=mask, other=0.0)
+        mask = (split < splits)[:, None] & inside[None, :]
+        parts = source + split[:, None] * stride + (at + row)[None, :]
+        low = tl.load(parts, mask=mask, other=0.0)
+        acc += tl.sum(w.to(tl.float32) * tl.sum(low, 0)[:, None], 0)
+    return acc
+
+
+@triton.jit(do_not_specialize=["M", "splits"])
+def expand_kernel(
+    y,
+    up,
+    ranks,
+    slots,
+    sums,
+    M,
+    N,
+    N0,
+    N1,
+    N2,
+    splits,
+    rank_stride,
+    PARTS: tl.constexpr,
+    MOST: tl.constexpr,
+    SPLITS: tl.constexpr,
+    OUTPUTS: tl.constexpr,
+    FETCH: tl.constexpr,
+    CHAINED: tl.constexpr,
+):
+    """y[token] += up[slot].T @ (sums over splits), for one tile of one part's outputs."""
+    chain.release(CHAINED)
+    token = tl.program_id(0)
+    part, first, size, tile = _part_of(tl.program_id(1), N0, N1, N2, OUTPUTS)
+    begin = tile * OUTPUTS
+    slot = tl.load(slots + token).to(tl.int64)
+    rank = tl.load(ranks + slot * rank_stride + part)
+    weight = up + (slot * N + first) * MOST
+    _fetch(weight + begin, size, rank, tl.minimum(OUTPUTS, size - begin), CHAINED, FETCH)
+    chain.wait(CHAINED)
+    if rank > 0:
+        output = begin + tl.arange(0, OUTPUTS)
+        source = sums + (token.to(tl.int64) * PARTS + part) * MOST
+        stride = M.to(tl.int64) * PARTS * MOST
+        acc = _change(weight, source, stride, rank, output, size, splits, SPLITS, OUTPUTS)
+        to = y + token.to(tl.int64) * N + first + output
+        before = tl.load(to, mask=output < size, other=0.0).to(tl.float32)
+        tl.store(to, (before + acc).to(y.dtype.element_ty), mask=output < size)
+
+
+@triton.jit(do_not_specialize=["M", "splits"])
+def expand_gated_kernel(
+    y,
+    up,
+    ranks,
+    slots,
+    sums,
+    out,
+    M,
+    N,
+    splits,
+    rank_stride,
+    PARTS: tl.constexpr,
+    MOST: tl.constexpr,
+    SPLITS: tl.constexpr,
+    OUTPUTS: tl.constexpr,
+    FETCH: tl.constexpr,
+    CHAINED: tl.constexpr,
+):
+    """out[token] = silu(gate) * up of y[token], [2 N] with what its adapter adds; y stays as it is."""
+    chain.release(CHAINED)
+    token = tl.program_id(0)
+    begin = tl.program_id(1) * OUTPUTS
+    slot = tl.load(slots + token).to(tl.int64)
+    gate_rank = tl.load(ranks + slot * rank_stride)
+    up_rank = tl.load(ranks + slot * rank_stride + 1)
+    gates = up + slot * 2 * N * MOST
+    ups = gates + N * MOST
+    count = tl.minimum(OUTPUTS, N - begin)
+    _fetch(gates + begin, N, gate_rank, count, CHAINED, FETCH)
+    _fetch(ups + begin, N, up_rank, count, CHAINED, FETCH)
+    chain.wait(CHAINED)
+    output = begin + tl.arange(0, OUTPUTS)
+    mask = output < N
+    source = sums + token.to(tl.int64) * PARTS * MOST
+    stride = M.to(tl.int64) * PARTS * MOST
+    row = y + token.to(tl.int64) * 2 * N
+    kind = y.dtype.element_ty
+    gate = tl.load(row + output, mask=mask, other=0.0).to(tl.float32)
+    gate += _change(gates, source, stride, gate_rank, output, N, splits, SPLITS, OUTPUTS)
+    wide = tl.load(row + N + output, mask=mask, other=0.0).to(tl.float32)
+    wide += _change(ups, source + MOST, stride, up_rank, output, N, splits, SPLITS, OUTPUTS)
+    # Rounded where the plain version rounds.
+    gate = gate.to(kind).to(tl.float32)
+    active = (gate / (1 + tl.exp(-gate))).to(kind) * wide.to(kind)
+    tl.store(out + token.to(tl.int64) * N + output, active, mask=mask)
+
+
+@triton.jit(do_not_specialize=["M"])
+def shrink_tile_kernel(
+    x,
+    down,
+    ranks,
+    slots,
+    tiles,
+    sums,
+    M,
+    K,
+    span,
+    rank_stride,
+    PARTS: tl.constexpr,
+    MOST: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    FETCH: tl.constexpr,
+    CHAINED: tl.constexpr,
+):
+    """The same for the tokens of a piece together, which are of one adapter."""
+    chain.release(CHAINED)
+    piece = tl.program_id(0)
+    part = tl.program_id(1)
+    split = tl.program_id(2)
+    start = tl.load(tiles + 2 * piece)
+    count = tl.load(tiles + 2 * piece + 1)
+    slot = tl.load(slots + start).to(tl.int64)
+    rank = tl.load(ranks + slot * rank_stride + part)
+    token = tl.arange(0, ROWS)
+    row = tl.arange(0, _RANKS)
+    begin = split * span
+    end = tl.minimum(begin + span, K)
+    weight = down + (slot * PARTS + part) * MOST * K
+    _fetch(weight + begin, K, rank, end - begin, CHAINED, FETCH)
+    chain.wait(CHAINED)
+    source = x + (start + token).to(tl.int64)[:, None] * K
+    to = sums + ((split.to(tl.int64) * M + start + token) * PARTS + part)[:, None] * MOST
+    for first in range(0, rank, _RANKS):
+        inside = first + row < rank
+        acc = tl.zeros([ROWS, _RANKS], dtype=tl.float32)
+        for at in range(begin, end, BLOCK_K):
+            k = at + tl.arange(0, BLOCK_K)
+            mask = (token < count)[:, None] & (k < end)[None, :]
+            values = tl.load(source + k[None, :], mask=mask, other=0.0)
+            mask = inside[None, :] & (k < end)[:, None]
+            w = tl.load(weight + (first + row)[None, :] * K + k[:, None], mask=mask, other=0.0)
+            acc = tl.dot(values, w, acc)
+        tl.store(to + (first + row)[None, :], acc, mask=(token < count)[:, None] & inside[None, :])
+
+
+@triton.jit(do_not_specialize=["M", "splits"])
+def expand_tile_kernel(
+    y,
+    up,
+    ranks,
+    slots,
+    tiles,
+    sums,
+    M,
+    N,
+    N0,
+    N1,
+    N2,
+    splits,
+    rank_stride,
+    PARTS: tl.constexpr,
+    MOST: tl.constexpr,
+    ROWS: tl.constexpr,
+    OUTPUTS: tl.constexpr,
+    FETCH: tl.constexpr,
+    CHAINED: tl.constexpr,
+):
+    """The same for the tokens of a piece together."""
+    chain.release(CHAINED)
+    piece = tl.program_id(0)
+    part, first, size, tile = _part_of(tl.program_id(1), N0, N1, N2, OUTPUTS)
+    begin = tile * OUTPUTS
+    start = tl.load(tiles + 2 * piece)
+    count = tl.load(tiles + 2 * piece + 1)
+    slot = tl.load(slots + start).to(tl.int64)
+    rank = tl.load(ranks + slot * rank_stride + part)
+    weight = up + (slot * N + first) * MOST
+    _fetch(weight + begin, size, rank, tl.minimum(OUTPUTS, size - begin), CHAINED, FETCH)
+    chain.wait(CHAINED)
+    if rank > 0:
+        output = begin + tl.arange(0, OUTPUTS)
+        token = tl.arange(0, ROWS)
+        row = tl.arange(0, _RANKS)
+        acc = tl.zeros([ROWS, OUTPUTS], dtype=tl.float32)
+        for at in range(0, rank, _RANKS):
+            inside = at + row < rank
+            mask = inside[:, None] & (output < size)[None, :]
+            rows = weight + (at + row).to(tl.int64)[:, None] * size
+            w = tl.load(rows + output[None, :], mask=mask, other=0.0)
+            mask = (token < count)[:, None] & inside[None, :]
+            low = tl.zeros([ROWS, _RANKS], dtype=tl.float32)
+            for split in range(splits):
+                source = sums + ((split * M + start + token).to(tl.int64) * PARTS + part) * MOST
+                low += tl.load(source[:, None] + (at + row)[None, :], mask=mask, other=0.0)
+            acc = tl.dot(low.to(w.dtype), w, acc)
+        to = y + (start + token).to(tl.int64)[:, None] * N + (first + output)[None, :]
+        mask = (token < count)[:, None] & (output < size)[None, :]
+        before = tl.load(to, mask=mask, other=0.0).to(tl.float32)
+        tl.store(to, (before + acc).to(y.dtype.element_ty), mask=mask)
