@@ -32,6 +32,7 @@ _PERPLEXITY: Columns = {
 _TEXTS = (
     "workload",
     "engine",
+    "figure",
     "variant",
     "label",
     "task",
@@ -166,6 +167,12 @@ COLUMNS: dict[str, Columns] = {
         "median_tpot_ms/p99_tpot_ms": "TPOT p50 / p99 ms",
         "median_e2el_ms/p99_e2el_ms": "e2e p50 / p99 ms",
         "cached_input_tokens": "prompt tokens cached",
+    },
+    "outside": {
+        "figure": "figure",
+        "windlass": "windlass bench serve",
+        "guidellm": "guidellm",
+        "difference_pct": "difference, %",
     },
     "scheduler": {
         "running": "running requests",
