@@ -184,6 +184,9 @@ class ServeConfig:
     enable_log_requests: bool = option(False, "Log every request.")
     enable_request_id_headers: bool = option(False, "Answer with X-Request-Id.")
     enable_force_include_usage: bool = option(False, "Usage in every stream, asked for or not.")
+    price_per_hour: float | None = option(
+        None, "Dollars that this machine costs an hour: adds costs to metrics and to answers."
+    )
     record_traffic: str | None = option(
         None, "Append requests and answers to this JSONL file, as calibration data for quantize."
     )
@@ -195,7 +198,7 @@ class ServeConfig:
             raise ConfigError(f"--port must be between 0 and 65535, got {self.port}.")
         at_least(self, 1, "max_num_queued_reqs", "max_num_queued_tokens", "max_body_bytes")
         at_least(self, 1, "stream_interval")
-        at_least(self, 0, "shutdown_timeout", "hang_timeout")
+        at_least(self, 0, "shutdown_timeout", "hang_timeout", "price_per_hour")
         at_least(self, 1, "record_max_bytes")
         if not 0.0 < self.record_share <= 1.0:
             raise ConfigError(

@@ -118,10 +118,13 @@ class AdapterDoor:
     def check_admin(self, request: Request) -> None:
         if not self._keys:
             raise AdminOnly("this server has no admin key. Start it with --admin-key KEY.")
+        if not self.is_admin(request):
+            raise AdminOnly("an admin key is needed: Authorization: Bearer KEY.")
+
+    def is_admin(self, request: Request) -> bool:
         given = key_of(request) or b""
         matches = [hmac.compare_digest(given, key) for key in self._keys]
-        if not any(matches):
-            raise AdminOnly("an admin key is needed: Authorization: Bearer KEY.")
+        return any(matches)
 
     async def load(self, name: str, path: str) -> None:
         """Load an adapter, or raise what speaks against it; then nothing of it stays."""

@@ -19,12 +19,14 @@ from starlette.types import Receive, Scope, Send
 from windlass.core.completion import Completion
 from windlass.errors import EngineError
 from windlass.serve.completion import Portion, Served, Stopwatch
+from windlass.serve.cost import Cost
 from windlass.serve.desk import Ticket
 from windlass.serve.prepare import Prepared
 from windlass.serve.problems import problem_of
 from windlass.serve.protocol import Generation, StreamOptions
 from windlass.serve.services import Services
 from windlass.serve.shapes import Json, Shape, usage
+from windlass.serve.storybook import Entry
 
 T = TypeVar("T")
 
@@ -70,9 +72,14 @@ class Answer:
         body: Generation,
         shape: Shape,
         ticket: Ticket,
+        owner: str,
     ) -> None:
         config, card = services.config, services.card
         self._client = services.client
+        self._book = services.book
+        self._owner = owner
+        self._entry: Entry | None = None
+        self._price = services.costs.price if services.costs and body.include_cost else None
         self._recorder = services.recorder
         self._model = prepared.requests[0].adapter or card.name
         self._prepared = prepared
@@ -81,7 +88,8 @@ class Answer:
         self._ticket = ticket
         self._created = int(time.time())
         options = body.stream_options or StreamOptions()
-        self._usage_at_end = options.include_usage or config.enable_force_include_usage
+        always = config.enable_force_include_usage or self._price is not None
+        self._usage_at_end = options.include_usage or always
         self._usage_always = options.continuous_usage_stats
         interval = config.stream_interval if body.stream else None
         self._completions = [
@@ -95,14 +103,28 @@ class Answer:
 
     async def _portions(self) -> AsyncGenerator[Portion, None]:
         by_id = {each.completion.request.request_id: each for each in self._served}
-        async with aclosing(self._client.generate(*self._prepared.requests)) as outputs:
-            async for output in outputs:
-                portion = by_id[output.request_id].feed(output)
-                if portion is None:
-                    continue
-                if portion.finish_reason is not None and output.finish is None:
-                    self._client.abort(output.request_id)  # a stop string, which only we see
-                yield portion
+        began = self._ticket.began
+        entry = self._book.open(self._prepared.answer_id, self._owner, began, tuple(by_id))
+        self._entry = entry
+        try:
+            async with aclosing(self._client.generate(*self._prepared.requests)) as outputs:
+                async for output in outputs:
+                    portion = by_id[output.request_id].feed(output)
+                    if portion is None:
+                        continue
+                    if portion.finish_reason is not None and output.finish is None:
+                        self._client.abort(output.request_id)  # a stop string, which only we see
+                    yield portion
+        except EngineError:
+            self._book.give_up(entry)
+            raise
+
+    async def _cost(self) -> Cost | None:
+        """What it cost, where that was asked for; known when the engine has told its story."""
+        if self._price is None or self._entry is None:
+            return None
+        stories = await self._book.complete(self._entry)
+        return None if stories is None else self._price.of(stories)
 
     def _record(self) -> None:
         if self._recorder is not None:
@@ -123,7 +145,7 @@ class Answer:
         return {
             **self._envelope(self._shape.whole_object),
             "choices": choices,
-            "usage": usage(self._prepared, self._served),
+            "usage": usage(self._prepared, self._served, await self._cost()),
             **self._shape.extra(self._completions),
         }
 
@@ -142,7 +164,7 @@ class Answer:
         async for portion in portions:
             yield self._chunks(portion)
         if self._usage_at_end:
-            yield self._event([], usage(self._prepared, self._served))
+            yield self._event([], usage(self._prepared, self._served, await self._cost()))
         yield _DONE
         self._record()
 

@@ -13,19 +13,25 @@ import time
 from collections import deque
 from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 from windlass.core.card import EngineReport
+from windlass.core.story import Story
 from windlass.core.types import EngineStats, NewRequest, Output
 from windlass.errors import EngineError, RequestError, WorkerDied
 from windlass.serve import messages
 from windlass.serve.adapters import AdapterRegistry, Change
+from windlass.serve.calls import Calls
 from windlass.serve.loop import Build
 from windlass.serve.process import EngineProcess, refusal_error
 
+T = TypeVar("T", bound=messages.Answer)
+
 _log = logging.getLogger("windlass.serve")
 
-_RESET_TIMEOUT_S = 10.0
+_ANSWER_TIMEOUT_S = 10.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +85,7 @@ class EngineClient:
         self._supervisor: asyncio.Task[None] | None = None
         self._report: EngineReport | None = None
         self._inboxes: dict[str, _Inbox] = {}
-        self._resets: deque[asyncio.Future[int]] = deque()
+        self._calls = Calls()
         self._lives = 0
         self._heard_at = 0.0
         self._down = "the engine has not been started"
@@ -92,6 +98,8 @@ class EngineClient:
         self.failed = asyncio.Event()  # set when the engine is down for good
         # Told of each report and of the one before it in the same life of the engine.
         self.on_stats: Callable[[EngineStats, EngineStats], None] | None = None
+        # Told of requests that have ended; None: those in the engine died with it.
+        self.on_stories: Callable[[list[Story] | None], None] | None = None
 
     # ---- the process -------------------------------------------------------------------------
 
@@ -161,11 +169,10 @@ class EngineClient:
     def _end_all(self, how: str) -> None:
         self._down = f"{how} and is being started again"
         self.abort_all(WorkerDied(f"{how} while this request was in it. Send it again."))
-        for reset in self._resets:
-            if not reset.done():
-                reset.set_exception(WorkerDied(how))
-        self._resets.clear()
+        self._calls.fail(how)
         self.adapters.fail(how)
+        if self.on_stories is not None:
+            self.on_stories(None)
 
     async def close(self) -> None:
         """End the engine process; requests still in flight end with an error."""
@@ -210,8 +217,7 @@ class EngineClient:
                 self.abort(request_id)
 
     def _submit(self, requests: tuple[NewRequest, ...]) -> _Inbox:
-        if self._process is None:
-            raise WorkerDied(f"{self._down}. Try again in a moment.")
+        process = self._running
         for request in requests:
             if request.request_id in self._inboxes:
                 raise RequestError(
@@ -223,7 +229,7 @@ class EngineClient:
             self._inboxes[request.request_id] = inbox
             self._num_sent += 1
             self._unseen.append(len(request.prompt))
-        self._process.send(*[messages.Add(request) for request in requests])
+        process.send(*[messages.Add(request) for request in requests])
         return inbox
 
     def abort(self, request_id: str) -> None:
@@ -248,21 +254,28 @@ class EngineClient:
 
     async def reset_prefix_cache(self) -> int:
         """Forget cached blocks that nobody uses; returns how many."""
+        answer = await self._ask(messages.ResetPrefixCache, messages.CacheReset)
+        return answer.num_blocks
+
+    async def story(self, request_id: str) -> Story | None:
+        """What is to be told so far of a request; None: it has ended."""
+        answer = await self._ask(
+            partial(messages.TellStory, request_id=request_id), messages.StoryTold
+        )
+        return answer.story
+
+    async def _ask(self, question: Callable[[int], messages.Question], kind: type[T]) -> T:
+        return await self._calls.ask(question, kind, self._running.send, _ANSWER_TIMEOUT_S)
+
+    @property
+    def _running(self) -> EngineProcess:
         if self._process is None:
             raise WorkerDied(f"{self._down}. Try again in a moment.")
-        reset: asyncio.Future[int] = asyncio.get_running_loop().create_future()
-        self._resets.append(reset)
-        self._process.send(messages.ResetPrefixCache())
-        try:
-            return await asyncio.wait_for(reset, _RESET_TIMEOUT_S)
-        except TimeoutError:
-            raise WorkerDied(f"the engine did not answer in {_RESET_TIMEOUT_S:g} s.") from None
+        return self._process
 
     async def change_adapter(self, change: Change) -> int:
         """Load or unload an adapter; returns how many requests are still to end with it."""
-        if self._process is None:
-            raise WorkerDied(f"{self._down}. Try again in a moment.")
-        return await self.adapters.change(change, self._process.send)
+        return await self.adapters.change(change, self._running.send)
 
     def _handle(self, message: messages.FromEngine) -> None:
         self._heard_at = time.monotonic()
@@ -276,10 +289,11 @@ class EngineClient:
                 self._see(stats, num_adds)
             case messages.AdapterAnswer():
                 self.adapters.answered(message)
-            case messages.CacheReset(num_blocks):
-                reset = self._resets.popleft()
-                if not reset.done():
-                    reset.set_result(num_blocks)
+            case messages.Stories(stories):
+                if self.on_stories is not None:
+                    self.on_stories(stories)
+            case messages.CacheReset() | messages.StoryTold():
+                self._calls.answered(message)
 
     def _deliver(self, request_id: str, item: Output | EngineError) -> None:
         inbox = self._inboxes.get(request_id)

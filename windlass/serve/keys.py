@@ -30,6 +30,13 @@ def salt_of(request: Request) -> str:
     return blake2b(key, digest_size=16, person=b"cache salt").hexdigest()
 
 
+def name_of(request: Request) -> str:
+    """A name for the key of a request that the guard let pass; it tells neither key nor salt."""
+    key = key_of(request)
+    assert key is not None, f"{request.url.path} is not guarded"
+    return blake2b(key, digest_size=6, person=b"key name").hexdigest()
+
+
 class KeyGuard:
     """Lets requests pass that bring one of the keys; health needs none."""
 

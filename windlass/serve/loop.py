@@ -146,8 +146,10 @@ class _Loop:
                     self._refuse(request.request_id, error)
             case messages.Abort(request_id):
                 self._engine.abort(request_id)
-            case messages.ResetPrefixCache():
-                self._news.append(messages.CacheReset(self._engine.reset_prefix_cache()))
+            case messages.ResetPrefixCache(number):
+                self._news.append(messages.CacheReset(number, self._engine.reset_prefix_cache()))
+            case messages.TellStory(number, request_id):
+                self._news.append(messages.StoryTold(number, self._engine.story(request_id)))
             case messages.LoadAdapter():
                 self._change_adapter(message)
             case messages.UnloadAdapter():
@@ -214,6 +216,8 @@ class _Loop:
         if force or now - self._stats_at >= _STATS_INTERVAL_S:
             self._stats_at = now
             self._news.append(messages.Stats(self._engine.stats(), self._num_adds))
+        if stories := self._engine.stories():
+            self._news.insert(0, messages.Stories(stories))
         if self._news:
             self._socket.send(messages.encode(self._news))
             self._news.clear()

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import msgspec
 
 from windlass.core.card import EngineReport
+from windlass.core.story import Story
 from windlass.core.types import EngineStats, NewRequest, Output
 
 
@@ -23,7 +24,12 @@ class Abort(msgspec.Struct, tag="abort", frozen=True):
 
 
 class ResetPrefixCache(msgspec.Struct, tag="reset", frozen=True):
-    pass
+    number: int
+
+
+class TellStory(msgspec.Struct, tag="tell_story", frozen=True):
+    number: int
+    request_id: str
 
 
 class LoadAdapter(msgspec.Struct, tag="load_adapter", frozen=True):
@@ -70,8 +76,20 @@ class Stats(msgspec.Struct, tag="stats", frozen=True):
     num_adds: int
 
 
+class Stories(msgspec.Struct, tag="stories", frozen=True):
+    """Of requests that have ended; comes before their last outputs."""
+
+    stories: list[Story]
+
+
 class CacheReset(msgspec.Struct, tag="cache_reset", frozen=True):
+    number: int
     num_blocks: int
+
+
+class StoryTold(msgspec.Struct, tag="story", frozen=True):
+    number: int
+    story: Story | None  # None: the request has ended
 
 
 class AdapterAnswer(msgspec.Struct, tag="adapter", frozen=True):
@@ -83,8 +101,10 @@ class AdapterAnswer(msgspec.Struct, tag="adapter", frozen=True):
     message: str = ""
 
 
-ToEngine = Add | Abort | ResetPrefixCache | LoadAdapter | UnloadAdapter | Stop
-FromEngine = Ready | Failed | Outputs | Refused | Stats | CacheReset | AdapterAnswer
+Question = ResetPrefixCache | TellStory
+Answer = CacheReset | StoryTold
+ToEngine = Add | Abort | Question | LoadAdapter | UnloadAdapter | Stop
+FromEngine = Ready | Failed | Outputs | Refused | Stats | Stories | Answer | AdapterAnswer
 
 _encoder = msgspec.msgpack.Encoder()
 _to_engine = msgspec.msgpack.Decoder(list[ToEngine])

@@ -37,7 +37,7 @@ class Metrics:
     """Owns a registry of its own, so that two servers in one process do not mix."""
 
     def __init__(self, model_name: str) -> None:
-        self._registry = CollectorRegistry()
+        self.registry = CollectorRegistry()
         self._model_name = model_name
         self._engine_metrics()
         self._adapter_metrics()
@@ -66,7 +66,7 @@ class Metrics:
             f"{_PREFIX}spec_decode_num_accepted_tokens_per_pos",
             "Right guesses by their place in the row, from 0.",
             (_LABEL, "position"),
-            registry=self._registry,
+            registry=self.registry,
         )
         self._saved = self._counter(
             "spec_decode_num_tokens_saved", "Tokens that came without a step of their own."
@@ -93,19 +93,19 @@ class Metrics:
             f"{_PREFIX}request_outcomes",
             "Requests by how they ended; their sum plus in flight is what was received.",
             (_LABEL, "outcome"),
-            registry=self._registry,
+            registry=self.registry,
         )
         self._success = Counter(
             f"{_PREFIX}request_success",
             "Completions by what ended them.",
             (_LABEL, "finished_reason"),
-            registry=self._registry,
+            registry=self.registry,
         )
         self._rejections = Counter(
             f"{_PREFIX}admission_rejections",
             "Requests refused because the queue was full.",
             (_LABEL, "reason"),
-            registry=self._registry,
+            registry=self.registry,
         )
         self._prompt = self._counter("prompt_tokens", "Prompt tokens of started requests.")
         self._cached = self._counter("prompt_tokens_cached", "Of these, found in the cache.")
@@ -127,22 +127,22 @@ class Metrics:
         self._param_n = make("request_params_n", "n asked for.", _FEW)
 
     def _gauge(self, name: str, help: str) -> Gauge:
-        gauge = Gauge(_PREFIX + name, help, (_LABEL,), registry=self._registry)
+        gauge = Gauge(_PREFIX + name, help, (_LABEL,), registry=self.registry)
         return gauge.labels(self._model_name)
 
     def _counter(self, name: str, help: str) -> Counter:
-        counter = Counter(_PREFIX + name, help, (_LABEL,), registry=self._registry)
+        counter = Counter(_PREFIX + name, help, (_LABEL,), registry=self.registry)
         return counter.labels(self._model_name)
 
     def _histogram(self, name: str, help: str, buckets: tuple[float, ...]) -> Histogram:
         histogram = Histogram(
-            _PREFIX + name, help, (_LABEL,), registry=self._registry, buckets=buckets
+            _PREFIX + name, help, (_LABEL,), registry=self.registry, buckets=buckets
         )
         return histogram.labels(self._model_name)
 
     def render(self, engine_up: bool) -> bytes:
         self._up.set(engine_up)
-        return generate_latest(self._registry)
+        return generate_latest(self.registry)
 
     # ---- the engine --------------------------------------------------------------------------
 

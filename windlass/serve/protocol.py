@@ -170,6 +170,7 @@ class Generation(Body):
     add_special_tokens: bool | None = None
     truncate_prompt_tokens: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
     return_token_ids: bool | None = None
+    include_cost: bool | None = None
 
     @property
     def num_logprobs(self) -> int | None:

@@ -18,10 +18,11 @@ from windlass.core.sampling import SamplingParams
 from windlass.core.types import NewRequest
 from windlass.errors import EngineError, RequestError
 from windlass.serve.answer import Answer, ClientGone
+from windlass.serve.bodies import read_body, reply
 from windlass.serve.client import Health
-from windlass.serve.keys import salt_of
+from windlass.serve.cost import NOBODY
+from windlass.serve.keys import name_of, salt_of
 from windlass.serve.prepare import Prepared
-from windlass.serve.problems import BodyTooLarge
 from windlass.serve.protocol import (
     ChatRequest,
     CompletionRequest,
@@ -33,32 +34,12 @@ from windlass.serve.protocol import (
 )
 from windlass.serve.services import Services
 from windlass.serve.shapes import ChatShape, CompletionShape, Shape
+from windlass.serve.telling import Telling
 
 Endpoint = Callable[..., Awaitable[Response]]
 
 _PROBE_TIMEOUT_S = 10.0
 _PROBE_PRIORITY = -(2**31)  # ahead of everybody who waits
-
-
-async def read_body(request: Request, most: int) -> bytes:
-    """The request's body, given up as soon as it is known to be longer than `most`."""
-    length = request.headers.get("content-length", "0")
-    if length.isdigit() and int(length) > most:
-        raise _too_large(f"{length} bytes", most)
-    body = bytearray()
-    async for piece in request.stream():
-        body += piece
-        if len(body) > most:
-            raise _too_large("longer", most)
-    return bytes(body)
-
-
-def _too_large(size: str, most: int) -> BodyTooLarge:
-    return BodyTooLarge(f"the body is {size}; this server takes {most} bytes (--max-body-bytes).")
-
-
-def reply(value: object, status: int = 200) -> Response:
-    return Response(msgspec.json.encode(value), status, media_type="application/json")
 
 
 class Completions:
@@ -88,7 +69,13 @@ class Completions:
             prepared, shape = await self._prepare(body)
             services.admission.check(len(prepared.requests), prepared.num_prompt_tokens)
             services.metrics.params(prepared.sampling.n, prepared.sampling.max_tokens)
-            answer = Answer(services, prepared, body, shape, ticket)
+            if body.include_cost and services.costs is None:
+                raise RequestError(
+                    "include_cost needs a server that knows its price: --price-per-hour.",
+                    "include_cost",
+                )
+            owner = name_of(request) if services.config.api_key else NOBODY
+            answer = Answer(services, prepared, body, shape, ticket, owner)
             response = await (answer.stream if body.stream else answer.whole)(request)
         except EngineError as error:
             ticket.end_with(error)
@@ -281,7 +268,7 @@ def _health(health: Health) -> Response:
 def make_router(services: Services) -> APIRouter:
     """All endpoints, bound to one set of parts."""
     completions, texts, operations = Completions(services), Texts(services), Operations(services)
-    changes = AdapterChanges(services)
+    changes, telling = AdapterChanges(services), Telling(services)
     router = APIRouter()
     posts: dict[str, Endpoint] = {
         "/v1/chat/completions": completions.chat,
@@ -303,6 +290,8 @@ def make_router(services: Services) -> APIRouter:
         "/version": operations.version,
         "/metrics": operations.metrics,
         "/load": operations.load,
+        "/cost": telling.cost,
+        "/v1/requests/{answer_id:path}/explain": telling.explain,
     }
     for path, endpoint in posts.items():
         router.add_api_route(path, endpoint, methods=["POST"], response_model=None)

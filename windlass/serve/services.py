@@ -16,10 +16,12 @@ from windlass.serve.adapters import AdapterDoor
 from windlass.serve.admission import Admission
 from windlass.serve.chat import ChatTemplate
 from windlass.serve.client import EngineClient
+from windlass.serve.cost import CostBook, make_cost_book
 from windlass.serve.desk import Desk
 from windlass.serve.metrics import Metrics
 from windlass.serve.prepare import Preparer
 from windlass.serve.record import Recorder, make_recorder
+from windlass.serve.storybook import StoryBook
 
 _log = logging.getLogger("windlass.serve")
 
@@ -36,6 +38,8 @@ class Services:
     admission: Admission
     desk: Desk
     door: AdapterDoor
+    book: StoryBook
+    costs: CostBook | None = None  # None: no price is known
     recorder: Recorder | None = None  # None: no traffic is recorded
     started: int = field(default_factory=lambda: int(time.time()))
     probe_ids: Iterator[int] = field(default_factory=itertools.count)
@@ -45,18 +49,24 @@ def make_services(client: EngineClient, card: ModelCard, config: ServeConfig) ->
     """Make the parts; a broken template or bad defaults are errors now, before a model is loaded."""
     metrics = Metrics(card.name)
     admission = Admission(config, client, metrics.rejected)
+    costs = make_cost_book(config.price_per_hour, card.name, metrics.registry)
+    book = StoryBook(costs.charge if costs is not None else lambda _owner, _story: None)
 
     def on_stats(stats: EngineStats, last: EngineStats) -> None:
         metrics.observe_stats(stats, last)
         admission.observe(stats, last)
+        if costs is not None:
+            costs.observe(stats, last)
 
     client.on_stats = on_stats
+    client.on_stories = book.tell
     adapters = client.adapters
     preparer = Preparer(card, config, _read_template(card, config), lambda: adapters.folders.keys())
     desk = Desk(metrics, config.enable_log_requests)
     recorder = make_recorder(config, card.tokenizer)
     door = AdapterDoor(client, config, card.name)
-    return Services(client, card, config, preparer, metrics, admission, desk, door, recorder)
+    parts = (preparer, metrics, admission, desk, door, book, costs, recorder)
+    return Services(client, card, config, *parts)
 
 
 def _read_template(card: ModelCard, config: ServeConfig) -> ChatTemplate | None:

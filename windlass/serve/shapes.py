@@ -9,6 +9,7 @@ from windlass.core.completion import Completion
 from windlass.core.text import Tokenizer
 from windlass.core.types import TokenLogprob
 from windlass.serve.completion import Portion, Served
+from windlass.serve.cost import Cost, cost_json
 from windlass.serve.prepare import Prepared
 from windlass.serve.protocol import ChatRequest, CompletionRequest
 
@@ -203,7 +204,7 @@ def prompt_logprobs(completion: Completion, tokenizer: Tokenizer) -> list[Json |
     return made
 
 
-def usage(prepared: Prepared, served: Sequence[Served]) -> Json:
+def usage(prepared: Prepared, served: Sequence[Served], cost: Cost | None = None) -> Json:
     """A prompt counts once, however many completions it has. Guesses show where there were any."""
     num_prompt = sum(len(prompt.tokens) for prompt in prepared.prompts)
     num_output = sum(each.num_tokens for each in served)
@@ -221,4 +222,6 @@ def usage(prepared: Prepared, served: Sequence[Served]) -> Json:
             "accepted_prediction_tokens": accepted,
             "rejected_prediction_tokens": drafted - accepted,
         }
+    if cost is not None:
+        numbers |= {"cost": cost.total, "cost_details": cost_json(cost)}
     return numbers

@@ -1,0 +1,233 @@
+"""Why a request took as long as it did, as its sender can ask, and nobody else."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from tests.serve.conftest import Server, running, wait_until
+from tests.serve.fakes import Options, counting
+from windlass.core.card import Capacity, EngineReport
+from windlass.core.story import BLOCKERS, Chunk, Story
+from windlass.core.types import Timeline
+from windlass.serve.explain import explained, story_json
+from windlass.serve.storybook import StoryBook
+
+REPORT = EngineReport(2048, 8, 512, 1000, Capacity(100, 16, 2**20, "set by the test"))
+
+
+def story(**changes: Any) -> Story:
+    """Queued 1.9 s, prompt 0.1 s, decode 0.3 s."""
+    times = Timeline(0.0, 1.9, 2.0, 2.3, num_prompt=40, num_output=31, num_chunks=1)
+    values: dict[str, Any] = {
+        "request_id": "r",
+        "timeline": times,
+        "finish": "length",
+        "ended": 2.3,
+        "num_ahead": 3,
+        "num_running": 12,
+        "blocked_s": (0.0,) * len(BLOCKERS),
+        "short_blocks": 0,
+        "first_miss": 0,
+        "why_missed": "never seen",
+        "chunks": [Chunk(0, 40, 52, 13, 0.1)],
+        "batch": (1, 9, 13),
+        "beside_prompts_s": 0.05,
+        "drafted": [],
+        "accepted": [],
+        "waited_again_s": 0.0,
+        "num_redone": 0,
+        "redone_s": 0.0,
+        "prefill_s": 0.08,
+        "decode_s": 0.1,
+        "saved_s": 0.0,
+    }
+    return Story(**{**values, **changes})
+
+
+def blocked(name: str, seconds: float = 1.9) -> tuple[float, ...]:
+    return tuple(seconds if each == name else 0.0 for each in BLOCKERS)
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence", "flag", "value"),
+    [
+        (
+            {"blocked_s": blocked("blocks"), "short_blocks": 7},
+            "1.9 s of 2.3 s were spent waiting for free KV blocks behind 12 running requests.",
+            "--num-blocks",
+            107,
+        ),
+        (
+            {"blocked_s": blocked("sequences")},
+            "1.9 s of 2.3 s were spent waiting for one of 8 places to run (--max-num-seqs), behind "
+            "3 others in the queue.",
+            "--max-num-seqs",
+            12,
+        ),
+        (
+            {"blocked_s": blocked("batch")},
+            "1.9 s of 2.3 s were spent waiting for its batch to start (--batching).",
+            "--batching",
+            "continuous",
+        ),
+        (
+            {"blocked_s": blocked("tokens")},
+            "1.9 s of 2.3 s were spent waiting for room in steps that were full (512 tokens), "
+            "behind 3 others in the queue.",
+            None,
+            None,
+        ),
+        (
+            {"timeline": Timeline(0.0, 0.1, 0.2, 2.3, num_prompt=40, num_output=31)},
+            "2.1 s of 2.3 s generated 31 tokens, 70 ms each, in batches of 1 to 13 (median 9).",
+            None,
+            None,
+        ),
+        (
+            {
+                "timeline": Timeline(
+                    0.0, 0.1, 2.1, 2.3, num_prompt=900, num_cached=100, num_output=3, num_chunks=2
+                ),
+                "chunks": [Chunk(100, 128, 128, 1, 1.0), Chunk(228, 128, 130, 3, 1.0)],
+            },
+            "2.0 s of 2.3 s computed the prompt: 800 tokens in 2 steps; 100 more were cached.",
+            "--long-prefill-token-threshold",
+            0,
+        ),
+    ],
+)
+def test_the_sentence_and_the_setting(
+    changes: dict[str, Any], sentence: str, flag: str | None, value: object
+) -> None:
+    found = explained(story(**changes), 0.0, REPORT)
+    assert found["sentence"] == sentence
+    assert (found["setting"] and found["setting"]["flag"]) == flag
+    assert (found["setting"] and found["setting"]["value"]) == value
+
+
+def test_preemptions_and_drafts_are_told() -> None:
+    times = Timeline(0.0, 0.1, 0.2, 2.3, num_prompt=4, num_output=9, num_preemptions=2)
+    times.num_drafted, times.num_accepted = 7, 3
+    told = story(
+        timeline=times,
+        waited_again_s=1.2,
+        num_redone=11,
+        redone_s=0.3,
+        blocked_s=blocked("blocks", 1.2),
+        drafted=[0, 1, 3],
+        accepted=[2, 1, 1],
+    )
+    made = story_json(told, 0.0)
+    assert made["seconds"]["decode"] == pytest.approx(0.9)
+    assert made["seconds"]["preempted"] == pytest.approx(1.2)
+    assert made["preemptions"]["recomputed_tokens"] == 11
+    assert made["drafts"]["per_position"] == [
+        {"proposed": 4, "accepted": 2},
+        {"proposed": 3, "accepted": 1},
+    ]
+    words = explained(told, 0.0, REPORT)["sentence"]
+    assert "waiting for free KV blocks" in words
+    assert "after 2 preemptions" in words
+
+
+def test_the_book_forgets_the_oldest() -> None:
+    book = StoryBook(lambda _owner, _story: None, most=2)
+    for name in ("a", "b", "c"):
+        book.open(name, "me", 0.0, (f"{name}-0",))
+        book.tell([story(request_id=f"{name}-0")])
+    assert book.find("c", "me").stories
+    with pytest.raises(Exception, match="no request 'a' of yours is known"):
+        book.find("a", "me")
+
+
+# ---- served ----------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def narrow() -> Iterator[Server]:
+    """Two at once, and steps that take a while."""
+    build = counting(Options(max_num_seqs=2, step_s=0.005))
+    with running(build, api_key=("one", "two"), admin_key=("boss",)) as made:
+        made.http.headers["Authorization"] = "Bearer one"
+        yield made
+
+
+def explain(server: Server, answer_id: str, key: str = "one") -> Any:
+    headers = {"Authorization": f"Bearer {key}"}
+    return server.http.get(f"/v1/requests/{answer_id}/explain", headers=headers)
+
+
+def test_the_id_of_the_answer_is_the_id_to_ask_with(narrow: Server) -> None:
+    prompt = "a prompt of some length, with a block or two"
+    narrow.complete(prompt=prompt, max_tokens=1)
+    answer = narrow.complete(prompt=prompt + "!" * 20, max_tokens=5).json()
+    told = explain(narrow, answer["id"]).json()
+    assert told["id"] == answer["id"]
+    assert told["state"] == "ended"
+    assert told["sentence"].endswith(".")
+    (only,) = told["completions"]
+    assert only["finish"] == "length"
+    assert only["output_tokens"] == 5
+    assert only["prompt"]["cached_tokens"] == 32
+    assert only["prompt"]["first_missed"] == 32
+    assert only["prompt"]["chunks"][0]["num_tokens"] == only["prompt_tokens"] - 32
+    assert only["decode"]["batch"] == {"min": 1, "median": 1, "max": 1}
+    parts = {name: value for name, value in only["seconds"].items() if name != "total"}
+    assert sum(parts.values()) == pytest.approx(only["seconds"]["total"], abs=1e-4)
+    assert only["engine_seconds"]["decode"] > 4 * 0.005
+
+
+def test_one_that_waited_for_a_place_is_told_so(narrow: Server) -> None:
+    answers: list[Any] = []
+
+    def ask() -> None:
+        answers.append(narrow.complete(prompt="wait", max_tokens=30).json())
+
+    threads = [threading.Thread(target=ask) for _ in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    told = explain(narrow, answers[-1]["id"]).json()
+    assert told["dominated_by"] == "sequences"
+    assert "waiting for one of 2 places" in told["sentence"]
+    assert told["setting"]["flag"] == "--max-num-seqs"
+    assert told["setting"]["value"] > 2
+
+
+def test_a_running_request_is_told_as_far_as_it_is(narrow: Server) -> None:
+    body = {"prompt": "SLOW", "max_tokens": 400, "stream": True, "request_id": "mine"}
+    with narrow.http.stream("POST", "/v1/completions", json=body) as response:
+        lines = response.iter_lines()
+        next(lines)
+        told = explain(narrow, "cmpl-mine").json()
+        assert told["state"] == "running"
+        assert told["completions"][0]["finish"] is None
+    wait_until(lambda: explain(narrow, "cmpl-mine").json()["state"] == "ended")
+    assert explain(narrow, "cmpl-mine").json()["completions"][0]["finish"] == "abort"
+
+
+def test_a_stop_string_ends_a_story_too(narrow: Server) -> None:
+    answer = narrow.complete(prompt="Hi", max_tokens=50, stop=["h"]).json()
+    wait_until(lambda: explain(narrow, answer["id"]).json()["state"] == "ended")
+
+
+def test_nobody_else_is_told(narrow: Server) -> None:
+    answer_id = narrow.complete(max_tokens=1).json()["id"]
+    assert explain(narrow, answer_id).status_code == 200
+    assert explain(narrow, answer_id, "boss").status_code == 200
+    other, unknown = explain(narrow, answer_id, "two"), explain(narrow, "cmpl-nothing")
+    assert (other.status_code, unknown.status_code) == (404, 404)
+    assert other.json()["error"]["code"] == "request_not_found"
+    assert "is known here" in unknown.json()["error"]["message"]
+
+
+def test_a_failed_request_has_an_explanation(narrow: Server) -> None:
+    failed = narrow.complete(prompt="CRASH", max_tokens=4, request_id="broken")
+    assert failed.status_code == 500
+    told = explain(narrow, "cmpl-broken").json()
+    assert told["completions"][0]["finish"] == "error"
