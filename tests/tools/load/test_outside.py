@@ -9,16 +9,15 @@ from windlass.tools.load.outside import compare
 
 def test_units_and_names_are_brought_together() -> None:
     def guidellm(latency_s: float) -> dict[str, Any]:
-        value = {"successful": {"mean": 2.0, "median": 4.0}}
-        latency = {"successful": {"mean": latency_s, "median": latency_s}}
-        names = ("requests_per_second", "output_tokens_per_second", "time_to_first_token_ms")
-        metrics: dict[str, Any] = dict.fromkeys((*names, "inter_token_latency_ms"), value)
-        metrics |= {"request_latency": latency, "request_totals": {"successful": 8}}
-        return {"metadata": {"guidellm_version": "1"}, "benchmarks": [{"metrics": metrics}]}
+        rate = {"successful": {"mean": 2.0}}
+        metrics = dict.fromkeys(("requests_per_second", "output_tokens_per_second"), rate)
+        times = {"time_to_first_token_ms": 2.0, "inter_token_latency_ms": 4.0}
+        requests = [{**times, "request_latency": latency_s}] * 8
+        run = {"metrics": metrics, "requests": {"successful": requests}}
+        return {"metadata": {"guidellm_version": "1"}, "benchmarks": [run]}
 
-    names = ("ttft", "tpot")
-    ours: dict[str, Any] = {f"mean_{name}_ms": 2.1 for name in names}
-    ours |= {f"median_{name}_ms": 4.0 for name in names}
+    ours: dict[str, Any] = {"mean_ttft_ms": 2.1, "median_ttft_ms": 2.0}
+    ours |= {"mean_tpot_ms": 4.2, "median_tpot_ms": 4.0}
     ours |= {"mean_e2el_ms": 1500.0, "median_e2el_ms": 1500.0, "completed": 8}
     ours |= {"request_throughput": 2.0, "output_throughput": 1.9}
     rows = {row["figure"]: row for row in compare([ours], [guidellm(1.0), guidellm(2.0)]).rows}

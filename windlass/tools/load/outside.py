@@ -2,17 +2,17 @@
 
     python -m windlass.tools.load.outside --ours A.json --theirs guidellm.json -o FILE
 
-Several runs of each are averaged, since they take turns on one server. guidellm's inter-token latency
-is a request's own average, which is called time per output token here.
+Several runs of each are averaged, since they take turns on one server. Means and medians are made anew
+from guidellm's requests, by our rule; its inter-token latency is what is called TPOT here.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, median
 from typing import Any
 
 from windlass.errors import ConfigError
@@ -20,41 +20,48 @@ from windlass.tools.bench.columns import show
 from windlass.tools.bench.record import Record
 from windlass.tools.load.report import read_records
 
-# figure -> our key, guidellm's metric, its statistic, what makes its unit ours
-_FIGURES = {
-    "requests a second": ("request_throughput", "requests_per_second", "mean", 1.0),
-    "output tokens a second": ("output_throughput", "output_tokens_per_second", "mean", 1.0),
-    "TTFT mean, ms": ("mean_ttft_ms", "time_to_first_token_ms", "mean", 1.0),
-    "TTFT median, ms": ("median_ttft_ms", "time_to_first_token_ms", "median", 1.0),
-    "TPOT mean, ms": ("mean_tpot_ms", "inter_token_latency_ms", "mean", 1.0),
-    "TPOT median, ms": ("median_tpot_ms", "inter_token_latency_ms", "median", 1.0),
-    "end to end mean, ms": ("mean_e2el_ms", "request_latency", "mean", 1e3),
-    "end to end median, ms": ("median_e2el_ms", "request_latency", "median", 1e3),
+# figure -> our key, guidellm's metric
+_RATES = {
+    "requests a second": ("request_throughput", "requests_per_second"),
+    "output tokens a second": ("output_throughput", "output_tokens_per_second"),
 }
+# figure -> our metric, guidellm's field of a request, what makes its unit ours
+_TIMES = {
+    "TTFT": ("ttft", "time_to_first_token_ms", 1.0),
+    "TPOT": ("tpot", "inter_token_latency_ms", 1.0),
+    "end to end": ("e2el", "request_latency", 1e3),
+}
+_RULES: dict[str, Callable[[list[float]], float]] = {"mean": fmean, "median": median}
 
 
 def compare(ours: Sequence[dict[str, Any]], theirs: Sequence[dict[str, Any]]) -> Record:
     """`ours`: rows of bench serve; `theirs`: reports of guidellm, each of one benchmark."""
-    measured = [report["benchmarks"][0]["metrics"] for report in theirs]
+    runs = [report["benchmarks"][0] for report in theirs]
     rows = []
-    for figure, (key, metric, statistic, unit) in _FIGURES.items():
-        own = fmean(row[key] for row in ours)
-        other = fmean(metrics[metric]["successful"][statistic] * unit for metrics in measured)
-        rows.append(
-            {
-                "figure": figure,
-                "windlass": round(own, 3),
-                "guidellm": round(other, 3),
-                "difference_pct": round(100 * (own / other - 1), 2),
-            }
-        )
+    for figure, (key, metric) in _RATES.items():
+        other = fmean(run["metrics"][metric]["successful"]["mean"] for run in runs)
+        rows.append(_row(figure, fmean(row[key] for row in ours), other))
+    for figure, (name, field, unit) in _TIMES.items():
+        values = [[unit * item[field] for item in run["requests"]["successful"]] for run in runs]
+        for rule, apply in _RULES.items():
+            own = fmean(row[f"{rule}_{name}_ms"] for row in ours)
+            rows.append(_row(f"{figure} {rule}, ms", own, fmean(map(apply, values))))
     version = theirs[0]["metadata"]["guidellm_version"]
-    counts = [metrics["request_totals"]["successful"] for metrics in measured]
+    num_theirs = len(runs[0]["requests"]["successful"])
     notes = (
         f"Same server, prompts and limit of concurrency, in turns: {len(ours)} runs of windlass bench "
-        f"serve, {len(theirs)} of guidellm {version}; {ours[0]['completed']} and {counts[0]} requests a run."
+        f"serve with {ours[0]['completed']} requests, {len(theirs)} of guidellm {version} with {num_theirs}."
     )
     return Record("outside", rows, notes)
+
+
+def _row(figure: str, own: float, other: float) -> dict[str, Any]:
+    return {
+        "figure": figure,
+        "windlass": round(own, 3),
+        "guidellm": round(other, 3),
+        "difference_pct": round(100 * (own / other - 1), 2),
+    }
 
 
 def main() -> None:
