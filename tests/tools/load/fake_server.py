@@ -17,7 +17,7 @@ class Faults:
     """What goes wrong, and what was asked."""
 
     num_good: int = 10_000  # so many requests end well; then the next fault happens
-    then: str = ""  # dies, busy, garbage, says error, cuts, plain
+    then: str = ""  # dies, busy, garbage, says error, cuts, plain, hangs up (once)
     step_s: float = 0.002
     bodies: list[dict[str, object]] = field(default_factory=list)
     num_tried: int = 0
@@ -82,6 +82,9 @@ class FakeServer:
             headers = {"Retry-After": "0.05"}
             error = {"error": {"message": "the queue is full"}}
             return web.json_response(error, status=429, headers=headers)
+        if fault == "hangs up" and self.faults.num_tried == self.faults.num_good + 1:
+            assert request.transport is not None
+            request.transport.abort()
         if fault == "plain":
             return web.json_response({"choices": []})
         return await self._stream(request, body["max_tokens"], fault)
@@ -92,7 +95,7 @@ class FakeServer:
         await self._send(response, {"choices": [{"delta": {"role": "assistant", "content": ""}}]})
         for index in range(count):
             await asyncio.sleep(self.faults.step_s)
-            if fault and index == 1:
+            if fault not in ("", "hangs up") and index == 1:
                 await self._break(response, fault)
                 return response
             await self._send(response, {"choices": [{"delta": {"content": f" {index}"}}]})

@@ -70,6 +70,16 @@ def test_answers_that_are_none_have_failed(
     assert (row_of(output)["completed"], row_of(output)["failed"]) == (9, 3)
 
 
+def test_a_connection_closed_as_it_is_used_again_is_no_fault(
+    windlass: Windlass, tmp_path: Path
+) -> None:
+    output = tmp_path / "r.json"
+    with fake_server(num_good=6, then="hangs up") as server:
+        windlass("bench", "serve", "--base-url", server.url, *SMALL, "-o", output)
+        assert server.faults.num_tried == 13
+    assert (row_of(output)["completed"], row_of(output)["failed"]) == (12, 0)
+
+
 def test_slow_requests_run_into_their_timeout(windlass: Windlass) -> None:
     words = ("--num-prompts", 2, "--input-len", 8, "--output-len", 50, "--request-timeout", 0.2)
     with fake_server(step_s=0.1) as server:

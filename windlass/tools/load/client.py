@@ -123,8 +123,7 @@ class Client:
         )
 
     async def _stream(self, body: bytes, stream: AnswerStream) -> None:
-        headers = {"Content-Type": "application/json"}
-        async with self._server.session.post(self._url, data=body, headers=headers) as response:
+        async with await self._post(body) as response:
             if response.status != 200:
                 await _refuse(response)
             if response.content_type == "application/json":
@@ -135,6 +134,16 @@ class Client:
                 self.num_chunks += len(stream.times) - before
         if not stream.is_done:
             raise StreamBroken("the stream ended before the answer did")
+
+    async def _post(self, body: bytes) -> aiohttp.ClientResponse:
+        """A server may close an idle connection in the moment it is used again: then once more."""
+        post, headers = self._server.session.post, {"Content-Type": "application/json"}
+        try:
+            return await post(self._url, data=body, headers=headers)
+        except aiohttp.ClientConnectorError:
+            raise
+        except (aiohttp.ServerDisconnectedError, aiohttp.ClientOSError):
+            return await post(self._url, data=body, headers=headers)
 
     async def _look_after(self) -> None:
         """A lost connection may be one request's; a server that is gone ends the run."""

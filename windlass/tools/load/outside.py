@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import shlex
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import fmean, median
@@ -52,7 +54,8 @@ def compare(ours: Sequence[dict[str, Any]], theirs: Sequence[dict[str, Any]]) ->
         f"Same server, prompts and limit of concurrency, in turns: {len(ours)} runs of windlass bench "
         f"serve with {ours[0]['completed']} requests, {len(theirs)} of guidellm {version} with {num_theirs}."
     )
-    return Record("outside", rows, notes)
+    command = shlex.join(["python", "-m", "windlass.tools.load.outside", *sys.argv[1:]])
+    return Record("outside", rows, notes, command=command)
 
 
 def _row(figure: str, own: float, other: float) -> dict[str, Any]:
