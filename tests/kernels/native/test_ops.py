@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -21,6 +23,8 @@ pytestmark = pytest.mark.skipif(not _COMPILERS, reason="no C++ compiler")
 
 CLOSE = {"rtol": 1e-5, "atol": 1e-6}  # float32 in another order
 MIXED = {"rtol": 2e-5, "atol": 2e-6}  # softmax: an exponential and two sums
+# Of halves, where the CPU multiplies and adds in 16 bits: a few units of their last place (2^-11).
+HALVES = {"rtol": 2**-8, "atol": 2**-8}
 ROWS = [(5, 1), (0, 9), (16, 16), (40, 1), (31, 2), (300, 1), (120, 40)]
 
 
@@ -128,7 +132,35 @@ def test_attention(dtype: torch.dtype, window: int | None) -> None:
         kv = half_pages(whole, dtype)
         got = ops.attention(queries, kv, batch, dim**-0.5, window)
         want = reference.attention(queries, kv, batch, dim**-0.5, window)
-        torch.testing.assert_close(got, want, **MIXED)
+        if dtype == torch.float16:
+            torch.testing.assert_close(got, want, **HALVES)
+            assert (got - want).square().mean().sqrt() < 2**-11
+        else:
+            torch.testing.assert_close(got, want, **MIXED)
+
+
+@pytest.mark.parametrize("size", [1e-20, 1e-3, 1e3, 1e20])
+def test_halves_of_any_size_stay_in_range(size: float) -> None:
+    """Queries as small and large as floats are, and keys and values as large as halves are."""
+    queries, whole, batch = batch_of(ROWS, 4, 2, 64)
+    kv = half_pages(whole, torch.float16)
+    scale = 0.125 / size
+    want = reference.attention(queries * size, kv, batch, scale)
+    torch.testing.assert_close(ops.attention(queries * size, kv, batch, scale), want, **HALVES)
+    largest = replace(kv, keys=kv.keys.sign() * 65504, values=kv.values.sign() * 65504)
+    got = ops.attention(queries * size, largest, batch, scale)
+    assert got.isfinite().all()
+    assert got.abs().max() <= 65504 * (1 + 2**-10)
+
+
+def test_what_is_no_number_stays_that() -> None:
+    queries, whole, batch = batch_of([(200, 1), (300, 1)], 4, 2, 64)
+    kv = half_pages(whole, torch.float16)
+    queries[0, 1, 5] = torch.nan
+    got = ops.attention(queries, kv, batch, 0.125)
+    assert got[0, 1].isnan().all()
+    assert got[0, 0].isfinite().all()
+    assert got[1].isfinite().all()
 
 
 @settings(max_examples=40, deadline=None)
@@ -139,20 +171,30 @@ def test_attention(dtype: torch.dtype, window: int | None) -> None:
     dim=st.sampled_from([8, 16, 24, 64, 128]),
     size=st.sampled_from([1, 8, 16, 256]),
     window=st.none() | st.integers(1, 300),
+    dtype=st.sampled_from([torch.float32, torch.float16]),
 )
 def test_attention_of_any_shape(
-    rows: list[tuple[int, int]], group: int, kv_heads: int, dim: int, size: int, window: int | None
+    rows: list[tuple[int, int]],
+    group: int,
+    kv_heads: int,
+    dim: int,
+    size: int,
+    window: int | None,
+    dtype: torch.dtype,
 ) -> None:
-    queries, kv, batch = batch_of(rows, group * kv_heads, kv_heads, dim, size)
+    queries, whole, batch = batch_of(rows, group * kv_heads, kv_heads, dim, size)
+    kv = half_pages(whole, dtype)
     got = ops.attention(queries, kv, batch, dim**-0.5, window)
     want = reference.attention(queries, kv, batch, dim**-0.5, window)
-    torch.testing.assert_close(got, want, **MIXED)
+    torch.testing.assert_close(got, want, **(MIXED if dtype == torch.float32 else HALVES))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize("window", [None, 40])
-def test_a_query_gets_the_same_alone_and_in_a_chunk(window: int | None) -> None:
+def test_a_query_gets_the_same_alone_and_in_a_chunk(window: int | None, dtype: torch.dtype) -> None:
     """As one chunk, as two, as single tokens, alone or beside other rows: the same to the bit."""
-    queries, kv, batch = batch_of([(100, 200)], 6, 2, 64)
+    queries, whole, batch = batch_of([(100, 200)], 6, 2, 64)
+    kv = half_pages(whole, dtype)
 
     def attend(parts: list[tuple[int, int]]) -> Tensor:
         spans = [type(batch.spans[0])(first, count, 100 + first) for first, count in parts]

@@ -8,7 +8,7 @@
 #include <cstring>
 #include <vector>
 
-#include "part.h"
+#include "part_halves.h"
 
 namespace windlass {
 
@@ -37,6 +37,7 @@ struct Job {
   int window;  // 0: none
   float scale;
 
+  bool in_halves() const { return kHasHalfMath && kv.type == kTypeHalf; }
   int lines(const Task& t) const { return t.count * kv.group(); }
   const WindlassRow& row(const Task& t) const { return run.step.rows[t.row]; }
   float* query(int which, const Task& t, int head, int line) const {
@@ -88,10 +89,38 @@ const void* next_key(const Job& job, const Task& task, int head, int p) {
   return static_cast<const uint8_t*>(kv.keys) + place * each;
 }
 
+// The queries of a task in halves, and what their products are to be multiplied by.
+struct HalfQueries {
+  alignas(64) uint16_t lines[kMostLines * kMostDim];
+  float factors[kMostLines];
+};
+
+// Lines [line, line + COUNT) over one part.
+template <int COUNT>
+void attend_lines(const Part& part, const HalfQueries& q, int dim, int line, const Sight* sights,
+                  float* peak, float* sum, float* mixed) {
+  attend_halves<COUNT>(part, dim, q.lines + line * dim, q.factors + line, sights, line == 0, peak,
+                       sum, mixed);
+}
+
+void attend_lines(const Part& part, const HalfQueries& q, int dim, int line, int count,
+                  const Sight* sights, float* peak, float* sum, float* mixed) {
+  const auto of_count = count == 1   ? attend_lines<1>
+                        : count == 2 ? attend_lines<2>
+                        : count == 3 ? attend_lines<3>
+                                     : attend_lines<4>;
+  of_count(part, q, dim, line, sights, peak, sum, mixed);
+}
+
 // All lines of a task over its parts.
 void attend(const Job& job, const Task& task, int head, Lines& out) {
   const WindlassRow& row = job.row(task);
   const int count = job.lines(task), dim = job.kv.dim, group = job.kv.group();
+  HalfQueries in_halves;
+  for (int i = 0; job.in_halves() && i < count; ++i) {
+    const float* query = job.query(0, task, head, i);
+    in_halves.factors[i] = job.scale * write_halves(query, dim, in_halves.lines + i * dim);
+  }
   const int start = row.start + task.first;
   for (int i = 0; i < count; ++i) out.peak[i] = kNothing;
   Part part;
@@ -99,7 +128,8 @@ void attend(const Job& job, const Task& task, int head, Lines& out) {
     part.first = p * kPart;
     part.count = std::min(kPart, start + task.count - part.first);
     part.next = next_key(job, task, head, p);
-    read_part(job.kv, job.run.step, job.scale, row.slot, head, count <= 4, part);
+    read_part(job.kv, job.run.step, job.scale, row.slot, head,
+              job.in_halves() || count <= 4, job.in_halves(), part);
     for (int line = 0; line < count; line += 4) {
       const int some = std::min(4, count - line);
       const float* queries[4];
@@ -109,12 +139,17 @@ void attend(const Job& job, const Task& task, int head, Lines& out) {
       alignas(64) float lifted[4 * kMostDim];
       for (int m = 0; m < some; ++m) {
         const int i = line + m;
-        queries[m] = job.query(0, task, head, i);
         sights[m] = sight_of(job, part, start + i / group);
+        if (job.in_halves()) continue;
+        queries[m] = job.query(0, task, head, i);
         if (job.kv.type == kTypeHalf) queries[m] = lift(queries[m], dim, lifted + m * dim);
       }
-      const auto attend_lines = part.halves ? attend_4<Halves> : attend_4<Floats>;
-      attend_lines(part, dim, queries, sights, some, line == 0, peak, sum, mixed);
+      if (job.in_halves()) {
+        attend_lines(part, in_halves, dim, line, some, sights, peak, sum, mixed);
+      } else {
+        const auto attend_some = part.halves ? attend_4<Halves> : attend_4<Floats>;
+        attend_some(part, dim, queries, sights, some, line == 0, peak, sum, mixed);
+      }
       for (int m = 0; m < some; ++m) {
         const bool seen = sights[m].begin < sights[m].end;
         join(out.peak[line + m], out.sum[line + m], out.mixed + (line + m) * dim,
@@ -126,7 +161,7 @@ void attend(const Job& job, const Task& task, int head, Lines& out) {
 
 void write(const Job& job, const float* mixed, float sum, float* out) {
   const int dim = job.kv.dim;
-  const F32x8 total = splat(job.kv.type == kTypeHalf ? sum / kHalfGain : sum);
+  const F32x8 total = splat(job.kv.type == kTypeHalf && !job.in_halves() ? sum / kHalfGain : sum);
   for (int d = 0; d < dim; d += kLanes) store(out + d, divide(load(mixed + d), total));
 }
 

@@ -69,9 +69,10 @@ inline void read_run(const Pages& kv, const void* pages, size_t place, int count
   for (int k = 0; k < count; ++k) out[k] = room + k * kv.dim;
 }
 
-// The part's keys and values of one head. With few queries halves are read where they lie.
+// The part's keys and values of one head. With few queries halves are read where they lie. `plain`
+// says that nobody looks at their scales.
 inline void read_part(const Pages& kv, const WindlassStep& step, float scale, int slot, int head,
-                      bool few, Part& part) {
+                      bool few, bool plain, Part& part) {
   part.halves = kv.type == kTypeHalf && few;
   const bool in_place = kv.type == kTypeFloat || part.halves;
   const float key_scale = kv.type == kTypeHalf ? scale * kHalfGain : scale;
@@ -83,13 +84,18 @@ inline void read_part(const Pages& kv, const WindlassStep& step, float scale, in
     const size_t place = kv.place(step, slot, position, head);
     read_run(kv, kv.keys, place, run, in_place, part.room + k * kv.dim, part.keys + k);
     read_run(kv, kv.values, place, run, in_place, values_room + k * kv.dim, part.values + k);
+    if (plain) continue;
     for (int i = 0; i < run; ++i) {
       const size_t at = place + static_cast<size_t>(i);
       part.key_scales[k + i] = kv.key_scales ? key_scale * kv.key_scales[at] : key_scale;
       part.value_scales[k + i] = kv.value_scales ? kv.value_scales[at] : value_scale;
     }
   }
-  for (int k = part.count; k < kPart; ++k) part.key_scales[k] = part.value_scales[k] = 0.0f;
+  for (int k = part.count; !plain && k < kPart; ++k) {
+    part.key_scales[k] = part.value_scales[k] = 0.0f;
+  }
+  // Where values are taken in pairs, the last has one that weighs nothing.
+  if (part.count % 2) part.values[part.count] = part.values[part.count - 1];
 }
 
 // Keys that are asked for before they are needed: pages lie anywhere, and no CPU guesses where.
