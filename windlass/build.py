@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from windlass.runner.scoring import Scorer, ScoringLimits
     from windlass.spec.start import Speculating
 
+_MEASURED = ("graphs", "activations")
 _POLICIES: dict[str, type[Policy]] = {"fcfs": Fcfs, "priority": Priority}
 
 
@@ -147,8 +148,23 @@ def build_engine(config: EngineConfig, source: Source, weights: Loaded | None = 
     # What was built stays: the collector need not look at it again and again while steps run.
     gc.collect()
     gc.freeze()
-    overlap = config.scheduler.overlap and weights.parts.device.type == "cuda"
-    return Built(Engine(scheduler, runner, overlap=overlap), report, weights)
+    return Built(_engine(config, scheduler, runner, made, weights), report, weights)
+
+
+def _engine(
+    config: EngineConfig,
+    scheduler: Scheduler,
+    runner: EngineRunner,
+    made: Assembled,
+    weights: Loaded,
+) -> Engine:
+    from windlass.runner.memory import Holdings
+
+    device = weights.parts.device
+    # What steps take on a GPU was found when the cache was sized; no tensor shows it.
+    steps = {name: size for name, size in made.memory.items() if name in _MEASURED}
+    overlap = config.scheduler.overlap and device.type == "cuda"
+    return Engine(scheduler, runner, overlap=overlap, holdings=Holdings((runner,), device, steps))
 
 
 @dataclass(frozen=True, slots=True)

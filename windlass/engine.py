@@ -11,10 +11,12 @@ from collections.abc import Callable
 from typing import Protocol
 
 from windlass.core.adapters import Adapters
+from windlass.core.card import Held
+from windlass.core.memory import Memory
 from windlass.core.scheduler import Scheduler
 from windlass.core.story import Story
 from windlass.core.types import EngineStats, NewRequest, Output, StepPlan, StepResult
-from windlass.errors import OutOfMemory
+from windlass.errors import EngineError, OutOfMemory, UnsupportedError
 
 
 class Pending(Protocol):
@@ -34,6 +36,18 @@ class Runner(Protocol):
     def submit(self, plan: StepPlan) -> Pending: ...
 
 
+class Holdings(Protocol):
+    """What the runner and all that belongs to it hold in memory."""
+
+    def held(self) -> Held: ...
+
+    def sleep(self) -> None:
+        """Let go of all that `wake` can get again."""
+        ...
+
+    def wake(self) -> None: ...
+
+
 class Engine:
     """Owns a scheduler and a runner. Not thread-safe: one thread adds, aborts and steps."""
 
@@ -43,16 +57,21 @@ class Engine:
         runner: Runner,
         clock: Callable[[], float] = time.monotonic,
         overlap: bool = False,
+        holdings: Holdings | None = None,
     ) -> None:
         self._scheduler = scheduler
         self._runner = runner
         self._clock = clock
         self._overlap = overlap
+        self._holdings = holdings
+        self.asleep = False
         self._in_flight: tuple[StepPlan, Pending] | None = None
         scheduler.chronicle.start(clock())
 
     def add(self, request: NewRequest) -> None:
         """Queue a request. One that can never fit raises CapacityError now, not later."""
+        if self.asleep:
+            raise EngineError("the engine sleeps; wake it first.")
         self._scheduler.add(request, self._clock())
 
     def abort(self, request_id: str) -> None:
@@ -118,6 +137,29 @@ class Engine:
     def reset_prefix_cache(self) -> int:
         """Forget cached blocks that nobody uses; returns how many."""
         return self._scheduler.reset_prefix_cache()
+
+    def memory(self) -> Memory:
+        """What the memory is used for now."""
+        held = self._holdings.held() if self._holdings is not None else None
+        return Memory(self._scheduler.block_use(), self.asleep, held)
+
+    def sleep(self) -> None:
+        """Give memory back until `wake`; the prefix cache is lost, and no request may be running."""
+        if self.has_work:
+            raise EngineError("requests are running; the engine cannot sleep now.")
+        if self.asleep:
+            return
+        if self._holdings is None:
+            raise UnsupportedError("this engine's memory cannot be given back.")
+        self._holdings.sleep()
+        self._scheduler.reset_prefix_cache()
+        self.asleep = True
+
+    def wake(self) -> None:
+        """Have all memory again. An engine that is awake stays so."""
+        if self.asleep and self._holdings is not None:
+            self._holdings.wake()
+        self.asleep = False
 
     def stories(self) -> list[Story]:
         """What is to be told of requests that have ended since this was last asked."""

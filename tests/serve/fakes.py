@@ -12,9 +12,10 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 
 from windlass.core.blocks import BlockPool
-from windlass.core.card import Capacity, EngineReport, ModelCard
+from windlass.core.card import Capacity, EngineReport, Held, ModelCard, Part
 from windlass.core.limits import SchedulerLimits
 from windlass.core.scheduler import Scheduler
 from windlass.core.types import Admission, Row, RowResult, StepPlan, StepResult, TokenLogprob
@@ -109,12 +110,30 @@ class CountingRunner:
         return TokenLogprob(token, -0.5, 1, [(token, -0.5), (ord("!"), -math.inf)])
 
 
+class Napping:
+    """Memory that can be given back; `file` is there while it is."""
+
+    def __init__(self, file: str) -> None:
+        self._file = Path(file)
+
+    def held(self) -> Held:
+        resident = 0 if self._file.exists() else 900
+        return Held("cpu", {"weights": Part(1000, resident)}, 5000 + resident, 4000)
+
+    def sleep(self) -> None:
+        self._file.touch()
+
+    def wake(self) -> None:
+        self._file.unlink()
+
+
 @dataclass(frozen=True)
 class Options:
     max_num_seqs: int = 64
     max_model_len: int = 2048
     num_blocks: int = 4096
     step_s: float = 0.0
+    nap_file: str | None = None  # None: the engine cannot give memory back
 
 
 def build_engine(options: Options) -> tuple[Engine, EngineReport]:
@@ -134,7 +153,8 @@ def build_engine(options: Options) -> tuple[Engine, EngineReport]:
         VOCAB,
         Capacity(options.num_blocks, block_size, 1024, "set by the test"),
     )
-    return Engine(scheduler, CountingRunner(options.step_s)), report
+    holdings = Napping(options.nap_file) if options.nap_file is not None else None
+    return Engine(scheduler, CountingRunner(options.step_s), holdings=holdings), report
 
 
 def counting(options: Options | None = None) -> Build:

@@ -56,6 +56,10 @@ class BlockPool:
         """Findable blocks, used or free."""
         return len(self._by_hash)
 
+    def num_cached_free(self) -> int:
+        """Of the findable ones, those that nobody uses. Looks at all of them."""
+        return sum(self._refs[block] == 0 for block in self._by_hash.values())
+
     def find(self, hashes: Iterable[bytes]) -> list[BlockId]:
         """The blocks of the longest known prefix. Changes nothing; valid until the next `take`."""
         found: list[BlockId] = []

@@ -59,3 +59,32 @@ class EngineReport:
     seconds: dict[str, float] = field(default_factory=dict)  # per phase of the start-up
     memory: dict[str, int] = field(default_factory=dict)  # bytes: weights, KV cache, process
     adapters: dict[str, str] = field(default_factory=dict)  # where each lies, by name
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Memory that is held for one purpose."""
+
+    num_bytes: int
+    resident: int | None = None  # of these, in memory now; None: all, or not known
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """What the computing side holds. On a GPU the parts lie there, and `total` is the GPU's use."""
+
+    device: str
+    parts: dict[str, Part]
+    total: int  # of the process: resident, or allocated on the device
+    files: int = 0  # of the total: libraries and other files mapped into memory
+    device_free: int | None = None
+    device_total: int | None = None
+
+    @property
+    def unaccounted(self) -> int:
+        """Of the total, what is in no part: the interpreter, the allocator's reserve, and others."""
+        known = sum(
+            part.num_bytes if part.resident is None else part.resident
+            for part in self.parts.values()
+        )
+        return self.total - self.files - known

@@ -6,8 +6,11 @@ some back, is the scheduler's business.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from windlass.core.blocks import BlockPool
 from windlass.core.limits import SchedulerLimits
+from windlass.core.memory import BlockUse
 from windlass.core.misses import Misses
 from windlass.core.policy import Promises
 from windlass.core.request import Request
@@ -24,6 +27,13 @@ class Claims:
         self._caching = caching
         self._promises = Promises(limits.block_size)
         self._misses = Misses(pool, limits.block_size, caching)
+
+    def use(self, running: Iterable[Request]) -> BlockUse:
+        """What the blocks are used for now."""
+        pool, size = self.pool, self._limits.block_size
+        num_cached = pool.num_cached_free()
+        unfilled = (len(each.blocks) * size - each.computed for each in running)
+        return BlockUse(pool.num_used, num_cached, pool.num_free - num_cached, size, sum(unfilled))
 
     def find(self, request: Request) -> list[BlockId]:
         """The blocks of its longest cached prefix."""

@@ -18,6 +18,7 @@ from windlass.core.blocks import BlockPool
 from windlass.core.chronicle import Chronicle
 from windlass.core.claims import Claims
 from windlass.core.limits import SchedulerLimits
+from windlass.core.memory import BlockUse
 from windlass.core.policy import Continuous, Fcfs, Gate, Policy, WaitingQueue
 from windlass.core.request import Request
 from windlass.core.step import Step, make_tuple
@@ -55,7 +56,6 @@ class Scheduler:
         adapters: Adapters | None = None,
     ) -> None:
         self._limits = limits
-        self._pool = pool
         self._eos_ids = frozenset(eos_ids)
         self._policy = policy or Fcfs()
         self._gate = gate or Continuous()
@@ -140,7 +140,10 @@ class Scheduler:
         return bool(self._requests)
 
     def reset_prefix_cache(self) -> int:
-        return self._pool.reset_cache()
+        return self._claims.pool.reset_cache()
+
+    def block_use(self) -> BlockUse:
+        return self._claims.use(self._running)
 
     def story(self, request_id: str, now: float) -> Story | None:
         """What is to be told so far of a request that has not ended."""
@@ -159,9 +162,9 @@ class Scheduler:
             num_running=len(self._running),
             num_waiting=len(self._waiting),
             num_waiting_tokens=sum(prompts_left),
-            num_blocks=self._pool.num_blocks,
-            num_used_blocks=self._pool.num_used,
-            num_cached_blocks=self._pool.num_cached,
+            num_blocks=self._claims.pool.num_blocks,
+            num_used_blocks=self._claims.pool.num_used,
+            num_cached_blocks=self._claims.pool.num_cached,
             accepted_per_position=list(self._count.accepted_per_position),
         )
 
@@ -281,12 +284,12 @@ class Scheduler:
         Returns None when the request itself was the one to go back.
         """
         need = self._claims.need(request, num_tokens)
-        while need > self._pool.num_free:
+        while need > self._claims.pool.num_free:
             last = self._running[-1]
             self._preempt(last, now)
             if last is request:
                 return None
-        fresh = self._pool.take(need) if need > 0 else []
+        fresh = self._claims.pool.take(need) if need > 0 else []
         request.blocks.extend(fresh)
         return fresh
 

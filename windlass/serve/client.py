@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from windlass.core.card import EngineReport
+from windlass.core.memory import Memory
 from windlass.core.story import Story
 from windlass.core.types import EngineStats, NewRequest, Output
 from windlass.errors import EngineError, RequestError, WorkerDied
@@ -25,39 +26,17 @@ from windlass.serve import messages
 from windlass.serve.adapters import AdapterRegistry, Change
 from windlass.serve.calls import Calls
 from windlass.serve.loop import Build
-from windlass.serve.process import EngineProcess, refusal_error
+from windlass.serve.process import EngineProcess, build_error, refusal_error
+from windlass.serve.states import Backlog as Backlog
+from windlass.serve.states import Health as Health
+from windlass.serve.states import RestartPolicy as RestartPolicy
 
 T = TypeVar("T", bound=messages.Answer)
 
 _log = logging.getLogger("windlass.serve")
 
 _ANSWER_TIMEOUT_S = 10.0
-
-
-@dataclass(frozen=True, slots=True)
-class RestartPolicy:
-    """How often a dead engine is started again before the server gives up."""
-
-    max_restarts: int = 5
-    window_s: float = 600.0
-    first_pause_s: float = 0.5
-    max_pause_s: float = 30.0
-
-
-@dataclass(frozen=True, slots=True)
-class Health:
-    ok: bool
-    reason: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class Backlog:
-    """What waits for the engine, requests that it has not seen yet included."""
-
-    num_running: int
-    num_waiting: int
-    num_unseen: int
-    num_tokens: int
+_REST_TIMEOUT_S = 600.0  # weights may be many, and a disk slow
 
 
 @dataclass(slots=True)
@@ -86,6 +65,7 @@ class EngineClient:
         self._report: EngineReport | None = None
         self._inboxes: dict[str, _Inbox] = {}
         self._calls = Calls()
+        self._resting: asyncio.Event | None = None  # its process was ended, until this is set
         self._lives = 0
         self._heard_at = 0.0
         self._down = "the engine has not been started"
@@ -138,6 +118,10 @@ class EngineClient:
             while self._process is not None:
                 process = self._process
                 await process.ended()
+                if self._resting is not None:
+                    await self._resting.wait()
+                if self._process is not process:  # it was ended on purpose, and started again
+                    continue
                 how = process.how_it_ended()
                 self._process = None
                 self._end_all(how)
@@ -264,8 +248,46 @@ class EngineClient:
         )
         return answer.story
 
-    async def _ask(self, question: Callable[[int], messages.Question], kind: type[T]) -> T:
-        return await self._calls.ask(question, kind, self._running.send, _ANSWER_TIMEOUT_S)
+    async def memory(self) -> Memory:
+        """What the engine's memory is used for now."""
+        return (await self._ask(messages.TellMemory, messages.MemoryTold)).memory
+
+    async def rest(self) -> None:
+        """Let the engine give memory back and stay; nothing may be in flight."""
+        await self._told(messages.Sleep)
+
+    async def rise(self) -> None:
+        """Undo `rest`; an engine that was started again since is awake already."""
+        await self._told(messages.Wake)
+
+    async def _told(self, question: type[messages.Sleep] | type[messages.Wake]) -> None:
+        answer = await self._ask(question, messages.MemoryTold, _REST_TIMEOUT_S)
+        if answer.kind:
+            raise build_error(answer.kind, answer.message)
+
+    async def end_process(self) -> None:
+        """End the engine's process until `begin_process`; nothing may be in flight."""
+        process = self._running
+        self._resting = asyncio.Event()
+        self._down = "the engine's process was ended until it is woken"
+        self._process = None
+        self._calls.fail(self._down)
+        await process.close()
+
+    async def begin_process(self) -> None:
+        """Start the engine again; raises what keeps it from it, and then it still rests."""
+        assert self._resting is not None
+        await self._launch()
+        self._resting.set()
+        self._resting = None
+
+    async def _ask(
+        self,
+        question: Callable[[int], messages.Question],
+        kind: type[T],
+        timeout_s: float = _ANSWER_TIMEOUT_S,
+    ) -> T:
+        return await self._calls.ask(question, kind, self._running.send, timeout_s)
 
     @property
     def _running(self) -> EngineProcess:
@@ -292,7 +314,7 @@ class EngineClient:
             case messages.Stories(stories):
                 if self.on_stories is not None:
                     self.on_stories(stories)
-            case messages.CacheReset() | messages.StoryTold():
+            case messages.CacheReset() | messages.StoryTold() | messages.MemoryTold():
                 self._calls.answered(message)
 
     def _deliver(self, request_id: str, item: Output | EngineError) -> None:

@@ -16,7 +16,7 @@ from typing import Any
 from prometheus_client import CollectorRegistry, Counter, Gauge
 
 from windlass.core.story import Story
-from windlass.core.types import EngineStats
+from windlass.core.types import Account, EngineStats
 
 _WINDOW_S = 60.0
 _PER_MILLION = 1e6
@@ -126,6 +126,9 @@ class CostBook:
         prefill = (now.prefill_s - then.prefill_s) * each
         decode = (now.decode_s - then.decode_s) * each
         idle = (now.idle_s - then.idle_s) * each
+        if then == Account():  # the time without an engine is paid for too: it is loaded, or asleep
+            known_s = now.prefill_s + now.decode_s + now.idle_s
+            idle += max(0.0, self._clock() - before.at - known_s) * each
         for phase, dollars in zip(_PHASES, (prefill, decode, idle), strict=True):
             # Differences of long sums may come out a hair below zero.
             self._usd.labels(self._model, phase).inc(max(0.0, dollars))

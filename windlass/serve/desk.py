@@ -8,10 +8,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections.abc import Callable
 
 from windlass.errors import EngineError, Overloaded, RequestError
 from windlass.serve.metrics import Metrics, Outcome
-from windlass.serve.problems import Draining
+from windlass.serve.problems import Draining, Sleeping
 
 _log = logging.getLogger("windlass.serve")
 
@@ -32,7 +33,7 @@ class Ticket:
 
     def end_with(self, error: EngineError) -> None:
         """End with what `error` means: refused, or failed."""
-        refused = isinstance(error, (RequestError, Overloaded, Draining))
+        refused = isinstance(error, (RequestError, Overloaded, Draining, Sleeping))
         self.end("rejected" if refused else "error")
 
 
@@ -46,6 +47,7 @@ class Desk:
         self._idle.set()
         self.num_in_flight = 0
         self.draining = False
+        self.closed: Callable[[], None] = lambda: None  # raises while the server sleeps
 
     def sign_in(self, path: str) -> Ticket:
         self._metrics.received()
@@ -64,6 +66,7 @@ class Desk:
     def check_open(self) -> None:
         if self.draining:
             raise Draining("the server is shutting down and takes no new requests.")
+        self.closed()
 
     async def idle(self, timeout_s: float) -> bool:
         """Wait until nothing is in flight; False when that takes longer than `timeout_s`."""

@@ -150,12 +150,26 @@ class _Loop:
                 self._news.append(messages.CacheReset(number, self._engine.reset_prefix_cache()))
             case messages.TellStory(number, request_id):
                 self._news.append(messages.StoryTold(number, self._engine.story(request_id)))
-            case messages.LoadAdapter():
-                self._change_adapter(message)
-            case messages.UnloadAdapter():
+            case messages.TellMemory(number):
+                self._news.append(messages.MemoryTold(number, self._engine.memory()))
+            case messages.Sleep() | messages.Wake():
+                self._rest(message)
+            case messages.LoadAdapter() | messages.UnloadAdapter():
                 self._change_adapter(message)
             case messages.Stop():
                 self._stopping = True
+
+    def _rest(self, asked: messages.Sleep | messages.Wake) -> None:
+        kind = text = ""
+        try:
+            if isinstance(asked, messages.Sleep):
+                self._engine.sleep()
+            else:
+                self._engine.wake()
+        except EngineError as error:
+            kind, text = type(error).__name__, str(error)
+        told = messages.MemoryTold(asked.number, self._engine.memory(), kind, text)
+        self._news.append(told)
 
     def _change_adapter(self, asked: messages.LoadAdapter | messages.UnloadAdapter) -> None:
         """An unload is answered at once; a load, when the adapter was read."""

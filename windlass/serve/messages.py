@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import msgspec
 
 from windlass.core.card import EngineReport
+from windlass.core.memory import Memory
 from windlass.core.story import Story
 from windlass.core.types import EngineStats, NewRequest, Output
 
@@ -30,6 +31,20 @@ class ResetPrefixCache(msgspec.Struct, tag="reset", frozen=True):
 class TellStory(msgspec.Struct, tag="tell_story", frozen=True):
     number: int
     request_id: str
+
+
+class TellMemory(msgspec.Struct, tag="tell_memory", frozen=True):
+    number: int
+
+
+class Sleep(msgspec.Struct, tag="sleep", frozen=True):
+    """Give memory back; no request may be running."""
+
+    number: int
+
+
+class Wake(msgspec.Struct, tag="wake", frozen=True):
+    number: int
 
 
 class LoadAdapter(msgspec.Struct, tag="load_adapter", frozen=True):
@@ -92,6 +107,15 @@ class StoryTold(msgspec.Struct, tag="story", frozen=True):
     story: Story | None  # None: the request has ended
 
 
+class MemoryTold(msgspec.Struct, tag="memory", frozen=True):
+    """How things stand afterwards: `kind` is the class of an error; "": there was none."""
+
+    number: int
+    memory: Memory
+    kind: str = ""
+    message: str = ""
+
+
 class AdapterAnswer(msgspec.Struct, tag="adapter", frozen=True):
     """What became of a load or an unload: `kind` is the class of an error; "": there was none."""
 
@@ -101,8 +125,8 @@ class AdapterAnswer(msgspec.Struct, tag="adapter", frozen=True):
     message: str = ""
 
 
-Question = ResetPrefixCache | TellStory
-Answer = CacheReset | StoryTold
+Question = ResetPrefixCache | TellStory | TellMemory | Sleep | Wake
+Answer = CacheReset | StoryTold | MemoryTold
 ToEngine = Add | Abort | Question | LoadAdapter | UnloadAdapter | Stop
 FromEngine = Ready | Failed | Outputs | Refused | Stats | Stories | Answer | AdapterAnswer
 

@@ -30,6 +30,7 @@ _LATENCY = (
     *(60, 120, 240, 480, 960, 1920),
 )
 _COUNTS = tuple(2.0**i for i in range(18))
+_SLEEP_STATES = ("awake", "weights_offloaded", "discard_all")  # by level, as other engines say
 _FEW = (1, 2, 5, 10, 20, 50, 100)
 
 
@@ -49,6 +50,13 @@ class Metrics:
         self._waiting = self._gauge("num_requests_waiting", "Requests that wait for a slot.")
         self._kv_usage = self._gauge("kv_cache_usage_perc", "Share of KV blocks in use, 0 to 1.")
         self._up = self._gauge("engine_up", "1 while the engine process works, else 0.")
+        self._sleep = Gauge(
+            f"{_PREFIX}engine_sleep_state",
+            "1 for the state that the engine is in: awake, or asleep with its weights on disk, or "
+            "with nothing.",
+            (_LABEL, "sleep_state"),
+            registry=self.registry,
+        )
         self._generated = self._counter("generation_tokens", "Tokens generated.")
         self._preemptions = self._counter("num_preemptions", "Running requests sent back to wait.")
         self._queries = self._counter("prefix_cache_queries", "Prompt tokens looked up.")
@@ -140,8 +148,10 @@ class Metrics:
         )
         return histogram.labels(self._model_name)
 
-    def render(self, engine_up: bool) -> bytes:
+    def render(self, engine_up: bool, sleep_level: int = 0) -> bytes:
         self._up.set(engine_up)
+        for level, state in enumerate(_SLEEP_STATES):
+            self._sleep.labels(self._model_name, state).set(level == sleep_level)
         return generate_latest(self.registry)
 
     # ---- the engine --------------------------------------------------------------------------

@@ -44,6 +44,18 @@ class Draining(WorkerDied):
     """The server was told to stop and takes no new requests."""
 
 
+class Sleeping(WorkerDied):
+    """The server sleeps. `retry_after_s`: about how long it takes to wake it."""
+
+    def __init__(self, message: str, retry_after_s: float) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
+class Busy(RequestError):
+    """What was asked for cannot be done while requests are running."""
+
+
 @dataclass(frozen=True, slots=True)
 class Problem:
     """An error on its way to a client."""
@@ -71,6 +83,7 @@ _TABLE: tuple[tuple[type[EngineError], int, str, str | None], ...] = (
     (StoryNotFound, 404, "not_found_error", "request_not_found"),
     (AdapterNotFound, 404, "invalid_request_error", "model_not_found"),
     (AdapterConflict, 409, "invalid_request_error", "adapter_conflict"),
+    (Busy, 409, "invalid_request_error", "busy"),
     (AdminOnly, 403, "permission_error", "admin_only"),
     (BodyTooLarge, 413, "invalid_request_error", "body_too_large"),
     (CapacityError, 400, "invalid_request_error", "context_length_exceeded"),
@@ -79,6 +92,7 @@ _TABLE: tuple[tuple[type[EngineError], int, str, str | None], ...] = (
     (ConfigError, 400, "invalid_request_error", None),
     (Overloaded, 429, "rate_limit_error", "overloaded"),
     (Draining, 503, "service_unavailable_error", "shutting_down"),
+    (Sleeping, 503, "service_unavailable_error", "sleeping"),
     (WorkerDied, 503, "service_unavailable_error", "engine_unavailable"),
     (EngineError, 500, "internal_server_error", None),
 )
@@ -91,8 +105,8 @@ def problem_of(error: EngineError) -> Problem:
     status, kind, code = next(row[1:] for row in _TABLE if isinstance(error, row[0]))
     param = error.param if isinstance(error, RequestError) else None
     headers = {}
-    if isinstance(error, Overloaded):
-        headers["Retry-After"] = str(math.ceil(error.retry_after_s))
+    if isinstance(error, Overloaded | Sleeping):
+        headers["Retry-After"] = str(max(1, math.ceil(error.retry_after_s)))
     elif status == 503:
         headers["Retry-After"] = str(_RETRY_S)
     return Problem(status, str(error), kind, param, code, headers)

@@ -269,3 +269,23 @@ class LoadAdapterRequest(AdapterRequest):
 
 class UnloadAdapterRequest(AdapterRequest):
     pass
+
+
+class Order(Body):
+    """What an operator wants done; which model is meant is no question."""
+
+    def model_post_init(self, _context: Any) -> None:
+        if self.model is not None:
+            raise RequestError("unknown field 'model': there is one engine here.", "model")
+
+
+class SleepRequest(Order):
+    """POST /admin/sleep"""
+
+    level: Literal[1, 2] = 1
+    mode: Literal["wait", "refuse", "abort"] = "wait"
+    timeout_s: Annotated[float, Field(ge=0, le=3600)] = 60.0
+
+
+class WakeRequest(Order):
+    """POST /admin/wake"""

@@ -17,6 +17,7 @@ from starlette.responses import Response
 from windlass.core.sampling import SamplingParams
 from windlass.core.types import NewRequest
 from windlass.errors import EngineError, RequestError
+from windlass.serve.admin import Admin
 from windlass.serve.answer import Answer, ClientGone
 from windlass.serve.bodies import read_body, reply
 from windlass.serve.client import Health
@@ -188,6 +189,9 @@ class Operations:
     def _readiness(self) -> Health:
         if self._services.desk.draining:
             return Health(False, "the server is shutting down")
+        state = self._services.sleeper.state
+        if state != "awake":
+            return Health(False, f"the server is {state}; POST /admin/wake wakes it", "sleeping")
         return self._services.client.health()
 
     async def generate_probe(self) -> Response:
@@ -219,7 +223,8 @@ class Operations:
         return reply({"version": importlib.metadata.version("windlass")})
 
     async def metrics(self) -> Response:
-        body = self._services.metrics.render(self._services.client.health().ok)
+        level, up = self._services.sleeper.level, self._services.client.health().ok
+        body = self._services.metrics.render(up, level)
         return Response(body, media_type=CONTENT_TYPE_LATEST)
 
     async def load(self) -> Response:
@@ -232,9 +237,6 @@ class Operations:
                 "num_waiting_tokens": backlog.num_tokens,
             }
         )
-
-    async def reset_prefix_cache(self) -> Response:
-        return reply({"num_blocks": await self._services.client.reset_prefix_cache()})
 
 
 class AdapterChanges:
@@ -262,13 +264,13 @@ class AdapterChanges:
 def _health(health: Health) -> Response:
     if health.ok:
         return reply({"status": "ok"})
-    return reply({"status": "unavailable", "reason": health.reason}, 503)
+    return reply({"status": health.status, "reason": health.reason}, 503)
 
 
 def make_router(services: Services) -> APIRouter:
     """All endpoints, bound to one set of parts."""
     completions, texts, operations = Completions(services), Texts(services), Operations(services)
-    changes, telling = AdapterChanges(services), Telling(services)
+    changes, telling, admin = AdapterChanges(services), Telling(services), Admin(services)
     router = APIRouter()
     posts: dict[str, Endpoint] = {
         "/v1/chat/completions": completions.chat,
@@ -276,7 +278,12 @@ def make_router(services: Services) -> APIRouter:
         "/tokenize": texts.tokenize,
         "/detokenize": texts.detokenize,
         "/apply-template": texts.apply_template,
-        "/reset_prefix_cache": operations.reset_prefix_cache,
+        "/admin/sleep": admin.sleep,
+        "/admin/wake": admin.wake,
+        "/admin/reset_prefix_cache": admin.reset_prefix_cache,
+        "/sleep": admin.sleep,
+        "/wake_up": admin.wake,
+        "/reset_prefix_cache": admin.reset_prefix_cache,
         "/v1/load_lora_adapter": changes.load,
         "/v1/unload_lora_adapter": changes.unload,
     }
@@ -290,6 +297,8 @@ def make_router(services: Services) -> APIRouter:
         "/version": operations.version,
         "/metrics": operations.metrics,
         "/load": operations.load,
+        "/memory": admin.memory,
+        "/is_sleeping": admin.is_sleeping,
         "/cost": telling.cost,
         "/v1/requests/{answer_id:path}/explain": telling.explain,
     }

@@ -21,6 +21,7 @@ from windlass.serve.desk import Desk
 from windlass.serve.metrics import Metrics
 from windlass.serve.prepare import Preparer
 from windlass.serve.record import Recorder, make_recorder
+from windlass.serve.sleep import Sleeper
 from windlass.serve.storybook import StoryBook
 
 _log = logging.getLogger("windlass.serve")
@@ -39,6 +40,7 @@ class Services:
     desk: Desk
     door: AdapterDoor
     book: StoryBook
+    sleeper: Sleeper
     costs: CostBook | None = None  # None: no price is known
     recorder: Recorder | None = None  # None: no traffic is recorded
     started: int = field(default_factory=lambda: int(time.time()))
@@ -65,7 +67,8 @@ def make_services(client: EngineClient, card: ModelCard, config: ServeConfig) ->
     desk = Desk(metrics, config.enable_log_requests)
     recorder = make_recorder(config, card.tokenizer)
     door = AdapterDoor(client, config, card.name)
-    parts = (preparer, metrics, admission, desk, door, book, costs, recorder)
+    sleeper = Sleeper(client, desk)
+    parts = (preparer, metrics, admission, desk, door, book, sleeper, costs, recorder)
     return Services(client, card, config, *parts)
 
 

@@ -38,7 +38,11 @@ class Telling:
     async def explain(self, request: Request, answer_id: str) -> Response:
         entry = self._services.book.find(answer_id, self._owner(request))
         stories = {**entry.stories, **await self._running(entry)}
-        made: Json = {"id": entry.answer_id, "object": "request.explanation", "state": _state(entry)}
+        made: Json = {
+            "id": entry.answer_id,
+            "object": "request.explanation",
+            "state": _state(entry),
+        }
         if stories:
             slowest = max(stories.values(), key=lambda each: phases_of(each, entry.began).total)
             made |= explained(slowest, entry.began, self._services.client.report)

@@ -1,0 +1,98 @@
+"""An engine that sleeps gives its memory back for real, and says the same when it is woken."""
+
+from __future__ import annotations
+
+import sys
+
+import numpy as np
+import pytest
+import torch
+
+from windlass import LLM, SamplingParams
+from windlass.core.card import Held
+from windlass.errors import EngineError
+from windlass.runner.memory import Holdings, Storage, storages
+
+GREEDY = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
+PROMPTS = ["A windlass is", "The capital of France is " * 30]
+MIB = 2**20
+
+
+def held(llm: LLM) -> Held:
+    found = llm.engine.memory().held
+    assert found is not None
+    return found
+
+
+@pytest.fixture(scope="module")
+def llm() -> LLM:
+    return LLM("default", num_blocks=1024, max_num_seqs=4, max_num_batched_tokens=256)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="memory is given back by Linux's madvise")
+def test_memory_goes_down_and_the_answer_stays(llm: LLM) -> None:
+    before = [result.outputs[0].text for result in llm.generate(PROMPTS, GREEDY)]
+    awake = held(llm)
+    weights = awake.parts["weights"]
+    assert weights.resident is not None
+    assert weights.num_bytes > 90 * MIB
+    assert weights.resident > 0.95 * weights.num_bytes
+    llm.engine.sleep()
+    asleep = held(llm)
+    for name in asleep.parts.keys() - {"tables"}:
+        part = asleep.parts[name]
+        assert part.resident is not None
+        assert part.resident < 0.2 * part.num_bytes, name
+    # Weights, and the pages of KV and workspace that had been touched.
+    assert awake.total - asleep.total > 90 * MIB
+    with pytest.raises(EngineError, match="sleeps"):
+        llm.generate(PROMPTS, GREEDY)
+    llm.engine.wake()
+    again = [result.outputs[0].text for result in llm.generate(PROMPTS, GREEDY)]
+    assert again == before
+    assert held(llm).total < awake.total + 16 * MIB
+
+
+def test_the_ledger_names_what_is_held(llm: LLM) -> None:
+    memory = llm.engine.memory()
+    found = held(llm)
+    capacity = llm.report.capacity
+    assert found.parts["KV cache"].num_bytes == capacity.num_blocks * capacity.bytes_per_block
+    # Tables of positions count as weights here: they are read like them.
+    weights = llm.report.memory["weights"]
+    assert weights <= found.parts["weights"].num_bytes < 1.05 * weights
+    use = memory.blocks
+    assert use.num_used + use.num_cached + use.num_free == capacity.num_blocks
+    assert 0 < found.unaccounted < found.total
+
+
+def test_a_running_engine_does_not_sleep(llm: LLM) -> None:
+    stream = llm.stream_chat([{"role": "user", "content": "Hi"}], GREEDY)
+    next(stream)
+    with pytest.raises(EngineError, match="running"):
+        llm.engine.sleep()
+    stream.close()
+
+
+def test_a_disk_without_room_leaves_everything_as_it_was(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = [result.outputs[0].text for result in llm.generate(PROMPTS[:1], GREEDY)]
+    monkeypatch.setenv("WINDLASS_CACHE", "/proc/nothing/here")
+    with pytest.raises(EngineError, match="could not be written"):
+        llm.engine.sleep()
+    assert [result.outputs[0].text for result in llm.generate(PROMPTS[:1], GREEDY)] == before
+
+
+def test_storages_are_found_once_wherever_they_hang() -> None:
+    tensor = torch.arange(10_000)
+    found = list(storages({"a": [tensor, tensor[5:]], "b": (tensor.view(100, 100), np.zeros(3))}))
+    assert [(name, storage.num_bytes) for name, storage in found] == [("tables", 80_000)]
+    first, length = Storage(tensor).pages()
+    assert first >= tensor.data_ptr()
+    assert first + length <= tensor.data_ptr() + tensor.nbytes
+
+
+def test_other_devices_refuse_by_name() -> None:
+    with pytest.raises(EngineError, match="recorded steps know its addresses"):
+        Holdings((), torch.device("cuda"), {}).sleep()

@@ -1,0 +1,234 @@
+"""What the computing side holds in memory, and how it lets go of that for a while.
+
+Everything that hangs on the runner is looked through for tensors, so that a proposer's weights and
+pages count as well. Asleep on a CPU, pages of the KV cache and the workspace are given back to the
+system, and weights lie in a file: addresses stay, so that recorded steps are as good as before.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import sys
+import tempfile
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from types import MethodType
+from typing import IO, Any
+
+import torch
+from torch import Tensor, nn
+
+from windlass.core.card import Held, Part
+from windlass.errors import EngineError, UnsupportedError
+from windlass.folders import cache_dir
+from windlass.kernels.batch import KVCache
+from windlass.kernels.native.program import Program
+from windlass.lora.bank import Bank
+from windlass.lora.store import AdapterStore
+from windlass.models.network import Network
+from windlass.runner import device as found
+
+WEIGHTS, PAGES, STEPS, ADAPTERS, TABLES = (
+    "weights",
+    "KV cache",
+    "recorded steps",
+    "adapters",
+    "tables",
+)
+# The first that holds a tensor has it; programs point at weights too.
+_OWNERS: tuple[tuple[str, tuple[type, ...]], ...] = (
+    (PAGES, (KVCache,)),
+    (ADAPTERS, (Bank, AdapterStore)),
+    (WEIGHTS, (Network,)),
+    (STEPS, (Program,)),
+)
+_OURS = "windlass."
+_PAGE = mmap.PAGESIZE
+_DONTNEED = 4  # Linux's number
+
+
+class Storage:
+    """Some tensors' common memory."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        storage = tensor.untyped_storage()
+        self.address = storage.data_ptr()
+        self.num_bytes = storage.nbytes()
+        self.on_cpu = tensor.device.type == "cpu"
+
+    def pages(self) -> tuple[int, int]:
+        """Address and length of the whole pages in it."""
+        first = -(-self.address // _PAGE) * _PAGE
+        last = (self.address + self.num_bytes) // _PAGE * _PAGE
+        return first, max(0, last - first)
+
+    def view(self) -> memoryview:
+        """The whole pages' bytes."""
+        first, length = self.pages()
+        return memoryview((ctypes.c_char * length).from_address(first)).cast("B")
+
+
+def storages(*roots: object) -> Iterator[tuple[str, Storage]]:
+    """All memory of tensors that hangs on `roots`, each once, with what it is for."""
+    everything = list(_walk(*roots))
+    seen: set[int] = set()
+    for name, classes in _OWNERS:
+        owners = [item for item in everything if isinstance(item, classes)]
+        yield from ((name, storage) for storage in _unseen(_walk(*owners), seen))
+    yield from ((TABLES, storage) for storage in _unseen(everything, seen))
+
+
+def _unseen(items: Iterable[object], seen: set[int]) -> Iterator[Storage]:
+    for item in items:
+        if isinstance(item, Tensor) and item.device.type != "meta":
+            storage = Storage(item)
+            if storage.num_bytes and storage.address not in seen:
+                seen.add(storage.address)
+                yield storage
+
+
+def _walk(*roots: object) -> Iterator[object]:
+    """Every object of ours that is reached from `roots`, and every tensor; each once."""
+    seen: set[int] = set()
+    left = list(roots)
+    while left:
+        item = left.pop()
+        if id(item) in seen:
+            continue
+        seen.add(id(item))
+        yield item
+        left += _inside(item)
+
+
+def _inside(item: object) -> Iterable[object]:
+    if isinstance(item, Tensor | type):
+        return ()
+    if isinstance(item, dict):
+        return item.values()
+    if isinstance(item, list | tuple | set | frozenset):
+        return item
+    if isinstance(item, MethodType):
+        return (item.__self__,)
+    if isinstance(item, nn.Module) or type(item).__module__.startswith(_OURS):
+        return _attributes(item)
+    return ()
+
+
+def _attributes(item: Any) -> list[object]:
+    names = [name for kind in type(item).__mro__ for name in getattr(kind, "__slots__", ())]
+    own = list(vars(item).values()) if hasattr(item, "__dict__") else []
+    return own + [getattr(item, name) for name in names if hasattr(item, name)]
+
+
+class Holdings:
+    """Owns what is known of the engine's memory, and while it sleeps, the file of its weights.
+
+    `roots` are what everything hangs on, `measured` are bytes that no tensor shows: graphs.
+    """
+
+    def __init__(
+        self, roots: tuple[object, ...], device: torch.device, measured: dict[str, int]
+    ) -> None:
+        self._roots = roots
+        self._device = device
+        self._measured = measured
+        self._asleep: tuple[IO[bytes], list[Storage]] | None = None
+
+    def held(self) -> Held:
+        sizes: dict[str, list[int]] = {}
+        on_cpu = self._device.type == "cpu"
+        for name, storage in storages(*self._roots):
+            if storage.on_cpu != on_cpu:
+                continue  # what feeds a device from the host
+            sums = sizes.setdefault(name, [0, 0])
+            sums[0] += storage.num_bytes
+            sums[1] += _resident(storage) if on_cpu else storage.num_bytes
+        known = on_cpu and sys.platform == "linux"
+        parts = {name: Part(a, b if known else None) for name, (a, b) in sorted(sizes.items())}
+        for name, num_bytes in self._measured.items():
+            parts[name] = Part(num_bytes)
+        if on_cpu:
+            total, files = found.resident_bytes(), _mapped_bytes()
+            return Held("cpu", parts, total, files, found.free_bytes(self._device))
+        free, total = torch.cuda.mem_get_info(self._device)
+        used = total - free - found.bytes_of_others(self._device)
+        return Held(str(self._device), parts, used, 0, free, total)
+
+    def sleep(self) -> None:
+        """Let go of all that can be had again. Whatever fails, nothing is lost."""
+        if self._device.type != "cpu" or sys.platform != "linux":
+            raise UnsupportedError(
+                f"memory on {self._device.type} ({sys.platform}) cannot be given back while the "
+                "process lives: recorded steps know its addresses."
+            )
+        all_there = [(name, each) for name, each in storages(*self._roots) if each.on_cpu]
+        weights = [each for name, each in all_there if name in (WEIGHTS, ADAPTERS)]
+        folder = cache_dir()
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            file = tempfile.TemporaryFile(dir=folder, prefix="asleep-", buffering=0)  # noqa: SIM115
+            for storage in weights:
+                _write(file, storage.view())
+        except OSError as error:
+            raise EngineError(
+                f"the weights could not be written to {folder} for the time of the sleep: {error}."
+            ) from error
+        self._asleep = file, weights
+        for storage in [*weights, *(each for name, each in all_there if name in (PAGES, STEPS))]:
+            _give_back(storage)
+
+    def wake(self) -> None:
+        """Have the weights again, where they were."""
+        if self._asleep is None:
+            return
+        file, weights = self._asleep
+        file.seek(0)
+        for storage in weights:
+            _read(file, storage.view())
+        file.close()
+        self._asleep = None
+
+
+def _write(file: IO[bytes], view: memoryview) -> None:
+    while view:
+        view = view[file.write(view) :]
+
+
+def _read(file: IO[bytes], view: memoryview) -> None:
+    while view:
+        count = file.readinto(view)  # type: ignore[attr-defined]
+        if not count:
+            raise EngineError("the file with the weights of the sleeping engine was cut short.")
+        view = view[count:]
+
+
+def _give_back(storage: Storage) -> None:
+    first, length = storage.pages()
+    if length and _libc().madvise(ctypes.c_void_p(first), ctypes.c_size_t(length), _DONTNEED):
+        number = ctypes.get_errno()
+        raise EngineError(f"the system did not take {length} bytes back: error {number}.")
+
+
+def _resident(storage: Storage) -> int:
+    """Bytes that are in memory; all of it where the system does not tell."""
+    first, length = storage.pages()
+    if not length or sys.platform != "linux":
+        return storage.num_bytes
+    flags = (ctypes.c_ubyte * (length // _PAGE))()
+    if _libc().mincore(ctypes.c_void_p(first), ctypes.c_size_t(length), flags):
+        return storage.num_bytes
+    edges = storage.num_bytes - length
+    return edges + _PAGE * bytes(flags).count(1)
+
+
+def _mapped_bytes() -> int:
+    """Libraries and other files in this process's memory; 0 where that is not known."""
+    status = Path("/proc/self/status")
+    lines = status.read_text().splitlines() if status.is_file() else []
+    sizes = [int(line.split()[1]) * 1024 for line in lines if line.startswith("RssFile:")]
+    return sum(sizes)
+
+
+def _libc() -> ctypes.CDLL:
+    return ctypes.CDLL(None, use_errno=True)

@@ -1,0 +1,106 @@
+"""What an operator asks and orders: the memory's ledger, sleep and wake, a reset of the cache."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from windlass.core.memory import Memory
+from windlass.errors import WorkerDied
+from windlass.serve.bodies import read_body, reply
+from windlass.serve.protocol import SleepRequest, WakeRequest
+from windlass.serve.services import Services
+
+_NUMBERS = {"level": int, "timeout_s": float}
+
+
+class Admin:
+    """Orders need an admin key; the ledger does not."""
+
+    def __init__(self, services: Services) -> None:
+        self._services = services
+
+    async def memory(self) -> Response:
+        """The ledger; of an engine whose process was ended there is none."""
+        sleeper = self._services.sleeper
+        state = {"state": sleeper.state, "level": sleeper.level}
+        if sleeper.level == 2:
+            return reply({**state, "blocks": None, "parts": None})
+        memory = await self._services.client.memory()
+        per_block = self._services.client.report.capacity.bytes_per_block
+        return reply({**state, **memory_json(memory, per_block)})
+
+    async def sleep(self, request: Request) -> Response:
+        asked = SleepRequest.read(await self._order(request))
+        done = await self._services.sleeper.sleep(asked.level, asked.mode, asked.timeout_s)
+        return reply({"status": "sleeping", **msgspec.to_builtins(done)})
+
+    async def wake(self, request: Request) -> Response:
+        WakeRequest.read(await self._order(request))
+        done = await self._services.sleeper.wake()
+        return reply({"status": "awake", **msgspec.to_builtins(done)})
+
+    async def is_sleeping(self) -> Response:
+        return reply({"is_sleeping": self._services.sleeper.state != "awake"})
+
+    async def reset_prefix_cache(self, request: Request) -> Response:
+        self._services.door.check_admin(request)
+        if self._services.sleeper.level:
+            raise WorkerDied("the server sleeps: its cache is empty.")
+        return reply({"num_blocks": await self._services.client.reset_prefix_cache()})
+
+    async def _order(self, request: Request) -> bytes:
+        """What an admin sent: a JSON body, or fields in the query, as other servers take them."""
+        self._services.door.check_admin(request)
+        body = await read_body(request, self._services.config.max_body_bytes)
+        if body:
+            return body
+        return msgspec.json.encode({name: _value(name, text) for name, text in _query(request)})
+
+
+def _query(request: Request) -> list[tuple[str, str]]:
+    return list(request.query_params.items())
+
+
+def _value(name: str, text: str) -> Any:
+    """A number where one is meant; what is none is refused with the other checks."""
+    try:
+        return _NUMBERS[name](text)
+    except (KeyError, ValueError):
+        return text
+
+
+def memory_json(memory: Memory, per_block: int) -> dict[str, Any]:
+    """The ledger: blocks by use, parts by purpose, and what of the process is in neither."""
+    use = memory.blocks
+    counts = {"used": use.num_used, "cached": use.num_cached, "free": use.num_free}
+    made: dict[str, Any] = {
+        "blocks": {
+            "block_size": use.block_size,
+            "bytes_per_block": per_block,
+            **{
+                name: {"blocks": count, "bytes": count * per_block}
+                for name, count in counts.items()
+            },
+            "unfilled": {
+                "tokens": use.num_unfilled,
+                "bytes": use.num_unfilled * per_block // use.block_size,
+            },
+        },
+        "parts": None,
+    }
+    held = memory.held
+    if held is not None:
+        made |= {
+            "device": held.device,
+            "parts": msgspec.to_builtins(held.parts),
+            "total_bytes": held.total,
+            "file_bytes": held.files,
+            "unaccounted_bytes": held.unaccounted,
+            "device_free_bytes": held.device_free,
+            "device_total_bytes": held.device_total,
+        }
+    return made
