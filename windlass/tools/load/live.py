@@ -49,11 +49,11 @@ class View:
         recent = [timing for timing in ended if timing.ended_at > now - _RECENT_S]
         first = sorted(1e3 * timing.ttft for timing in recent if timing.ttft is not None)
         if first:
-            parts.append(f"TTFT p50 {percentile(first, 50):.0f} ms")
+            parts.append(f"TTFT {percentile(first, 50):.0f} ms")
         if self.readings:
             last = self.readings[-1]
-            if last.running is not None:
-                parts.append(f"server: {last.running:g} running, {last.waiting or 0:g} waiting")
+            if last.waiting is not None:
+                parts.append(f"queue {last.waiting:g}")
             if last.kv is not None:
                 parts.append(f"KV {last.kv:.0%}")
         return " · ".join([*parts, f"{now - self.drive.began:.0f} s"])
