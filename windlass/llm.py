@@ -11,7 +11,7 @@ import itertools
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -20,6 +20,7 @@ from windlass.config import EngineConfig, ModelConfig
 from windlass.core.card import EngineReport, ModelCard
 from windlass.core.completion import Completion, Delta, check_ids, resolve_words
 from windlass.core.sampling import SamplingParams
+from windlass.core.story import Story
 from windlass.core.types import NewRequest, Output, Timeline, TokenLogprob
 from windlass.errors import EngineError, RequestError
 from windlass.lora.places import locate
@@ -55,6 +56,8 @@ class RequestOutput:
     num_cached: int = 0
     prompt_logprobs: list[TokenLogprob] | None = None
     timeline: Timeline | None = None
+    stories: list[Story] = field(default_factory=list)  # where the time of each completion went
+    cost: float | None = None  # in dollars, where `LLM` knows a price
 
 
 class _Job:
@@ -64,6 +67,7 @@ class _Job:
         self.prompt = prompt
         self.requests = requests
         self.timeline: Timeline | None = None
+        self.stories: list[Story] = []
         self._completions = {
             request.request_id: Completion(i, request, card.tokenizer)
             for i, request in enumerate(requests)
@@ -79,7 +83,7 @@ class _Job:
         self.timeline = output.timeline or self.timeline
         return self._completions[output.request_id].feed(output)
 
-    def result(self) -> RequestOutput:
+    def result(self, price_per_hour: float | None = None) -> RequestOutput:
         first = self.requests[0]
         wish = first.sampling
         outputs = [
@@ -102,7 +106,13 @@ class _Job:
             self.timeline.num_cached if self.timeline else 0,
             scores if wish.prompt_logprobs is not None else None,
             self.timeline,
+            self.stories,
+            None if price_per_hour is None else price_per_hour / 3600 * self._seconds(),
         )
+
+    def _seconds(self) -> float:
+        """Its share of the engine's time."""
+        return sum(story.prefill_s + story.decode_s for story in self.stories)
 
 
 class _Front:
@@ -147,14 +157,18 @@ class _Front:
 class LLM:
     """Usage: `LLM("default", max_num_seqs=8).generate(prompts, SamplingParams(max_tokens=32))`.
 
-    Options are those of the command line, with underscores. Not thread-safe.
+    Options are those of the command line, with underscores. Not thread-safe. With
+    `price_per_hour`, what the machine costs in dollars, results say what they cost.
     """
 
-    def __init__(self, model: str = "default", **options: Any) -> None:
+    def __init__(
+        self, model: str = "default", price_per_hour: float | None = None, **options: Any
+    ) -> None:
         config = EngineConfig.of(model=model, **options)
         opened = open_model(config)
         self._take(opened.card, build_engine(config, opened.source))
         self._model = config.model
+        self._price: float | None = price_per_hour
 
     @classmethod
     def over(cls, card: ModelCard, built: Built) -> LLM:
@@ -169,6 +183,7 @@ class LLM:
         self.engine = built.engine
         self._front = _Front(card, built.report.vocab_size)
         self._model = ModelConfig()
+        self._price = None
 
     def generate(
         self,
@@ -189,7 +204,7 @@ class LLM:
             for job, _ in self._drive(jobs):
                 if job.done:
                     advance()
-        return [job.result() for job in jobs]
+        return [job.result(self._price) for job in jobs]
 
     def chat(
         self,
@@ -234,6 +249,7 @@ class LLM:
     def _drive(self, jobs: list[_Job]) -> Iterator[tuple[_Job, Delta]]:
         """Step until the jobs are done; whatever happens, nothing of them stays in the engine."""
         left: dict[str, _Job] = {}
+        owners = {request.request_id: job for job in jobs for request in job.requests}
         try:
             for job in jobs:
                 for request in job.requests:
@@ -249,10 +265,16 @@ class LLM:
                     if delta.finish_reason is not None:
                         del left[output.request_id]
                         self.engine.abort(output.request_id)  # a stop string is found only here
+                        self._keep_stories(owners)
                     yield job, delta
         finally:
             for request_id in left:
                 self.engine.abort(request_id)
+
+    def _keep_stories(self, owners: dict[str, _Job]) -> None:
+        for story in self.engine.stories():
+            if story.request_id in owners:  # else of a stream that was closed before
+                owners[story.request_id].stories.append(story)
 
 
 class AsyncLLM:

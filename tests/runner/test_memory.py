@@ -96,3 +96,14 @@ def test_storages_are_found_once_wherever_they_hang() -> None:
 def test_other_devices_refuse_by_name() -> None:
     with pytest.raises(EngineError, match="recorded steps know its addresses"):
         Holdings((), torch.device("cuda"), {}).sleep()
+
+
+def test_results_tell_their_story_and_their_price(llm: LLM) -> None:
+    llm._price = 3600.0
+    stop = SamplingParams(max_tokens=30, temperature=0.0, stop=["e"])
+    first, second = llm.generate(PROMPTS, [GREEDY, stop])
+    for result in (first, second):
+        (story,) = result.stories
+        assert result.cost == pytest.approx(story.prefill_s + story.decode_s)
+        assert result.cost > 0
+    assert first.stories[0].finish == "length"

@@ -24,6 +24,7 @@ from windlass.cli.options import (
 from windlass.cli.plan import PLAN_OPTIONS, plan
 from windlass.cli.profile import profile
 from windlass.cli.quantize import QUANTIZE_OPTIONS, quantize
+from windlass.cli.remote import add_to as add_remote
 from windlass.cli.sampling import SAMPLING_OPTIONS
 from windlass.cli.serve import serve
 from windlass.cli.train_draft import TRAIN_DRAFT_OPTIONS, train_draft
@@ -66,6 +67,7 @@ register(app, plan, PLAN_OPTIONS)
 register(app, profile, ENGINE_OPTIONS)
 register(app, quantize, QUANTIZE_OPTIONS)
 register(app, train_draft, TRAIN_DRAFT_OPTIONS)
+add_remote(app)
 app.add_typer(bench, name="bench")
 
 

@@ -16,7 +16,7 @@ _UNITS = ("B", "KiB", "MiB", "GiB")
 
 def print_report(report: EngineReport) -> None:
     """What was found, what was chosen and why, how long it took, what it holds."""
-    table = _table("What", "Value", "Why")
+    table = make_table("What", "Value", "Why")
     for choice in report.choices:
         table.add_row(choice.what, choice.value, choice.reason)
     table.add_section()
@@ -25,20 +25,20 @@ def print_report(report: EngineReport) -> None:
     table.add_section()
     for what, num_bytes in report.memory.items():
         table.add_row(what, readable_bytes(num_bytes), "memory")
-    _console().print(table)
+    make_console().print(table)
 
 
 def print_findings(findings: dict[str, Any]) -> None:
     """What `findings.examine` gave, as one table, and the tensors when they were asked for."""
-    table = _table("What", "Found", "More")
+    table = make_table("What", "Found", "More")
     for section in (_model_rows, _text_rows, _weight_rows, _computing_rows):
         for row in section(findings):
             table.add_row(*row)
         table.add_section()
-    console = _console()
+    console = make_console()
     console.print(table)
     if "tensors" in findings:
-        listing = _table("Tensor", "Format", "Shape", "Size")
+        listing = make_table("Tensor", "Format", "Shape", "Size")
         for item in findings["tensors"]:
             shape = " x ".join(map(str, item["shape"]))
             listing.add_row(item["name"], item["format"], shape, readable_bytes(item["bytes"]))
@@ -133,7 +133,7 @@ def _layer_row(item: dict[str, Any]) -> Row:
     return place, held, f"{count}, {bits}, {item['kernel']}{why}"
 
 
-def _table(*columns: str) -> Table:
+def make_table(*columns: str) -> Table:
     table = Table()
     table.add_column(columns[0], no_wrap=True)
     for column in columns[1:]:
@@ -141,5 +141,5 @@ def _table(*columns: str) -> Table:
     return table
 
 
-def _console() -> Console:
+def make_console() -> Console:
     return Console(highlight=False, markup=False)
