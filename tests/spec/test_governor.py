@@ -108,6 +108,15 @@ def test_steps_that_take_longer_than_measured_end_guessing() -> None:
     assert made.choose([0], [FOUR], 0) == [0]
 
 
+def test_a_step_that_stood_still_says_nothing_of_the_others() -> None:
+    """While something was compiled; else guesses would look cheap until plain steps came again."""
+    made = governor(StepCosts({1: 10.0, 2: 14.0, 64: 262.0}))
+    for _ in range(40):
+        made.verified(0, 3, 4, 0)
+    made.took(1, False, 10_000.0)
+    assert made.choose([0], [FOUR], 0) == [0]
+
+
 def test_guesses_that_cost_more_than_they_give_are_not_made() -> None:
     """A guess for half the price of a step pays while it is right, and is made once in a while."""
     making = Drafting(StepCosts({1: 5.0, 2: 5.0}), StepCosts({1: 20.0, 2: 20.0}), 4)

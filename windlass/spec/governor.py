@@ -208,7 +208,9 @@ class Governor:
         """A step without prompt tokens took so long; `depth` guesses a row were made after it."""
         dearer = guessed or depth > 0
         usual = self._seconds(num_rows, num_tokens, depth) if dearer else self._plain.of(num_tokens)
-        self._slowness[dearer] += (1 - _SLOW_FADE) * (seconds / usual - self._slowness[dearer])
+        # One that stood still, while something was compiled or recorded, says nothing of the others.
+        ratio = min(seconds / usual, _MOST_DEAR / 2)
+        self._slowness[dearer] += (1 - _SLOW_FADE) * (ratio - self._slowness[dearer])
 
     def verified(self, slot: SlotId, kind: int, num_drafts: int, num_accepted: int) -> None:
         """So many of a request's guesses were right."""

@@ -13,7 +13,15 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from windlass.core.sampling import SamplingParams
-from windlass.core.types import Admission, BlockId, Row, SlotId, StepPlan, StepResult
+from windlass.core.types import (
+    Admission,
+    BlockId,
+    Row,
+    RowResult,
+    SlotId,
+    StepPlan,
+    StepResult,
+)
 from windlass.runner.runner import Pending
 from windlass.runner.sampler import Sampler
 from windlass.spec.base import NO_DRAFT, Draft, Seen
@@ -57,6 +65,14 @@ class _Track:
     def num_missing(self) -> int:
         return len(self.tokens) - self.computed
 
+    def go_on(self, tokens: Sequence[int]) -> None:
+        """These are known now."""
+        if self.guesses:
+            # The last guess was made, but not computed.
+            self.computed = len(self.tokens) + _num_alike(tokens, self.guesses[:-1])
+            self.guesses = ()
+        self.tokens += tokens
+
     def digest(self, index: int, size: int) -> int:
         """Of the tokens up to the end of a block. A wrong one would cost a wrong guess, no more."""
         while len(self.digests) <= index:
@@ -96,13 +112,13 @@ class SecondProposer:
 
     def take_in(self, seen: Sequence[Seen]) -> None:
         for each in seen:
-            track = self._tracks[each.slot]
-            if track.guesses:
-                # The last guess was made, but not computed.
-                right = _num_alike(each.tokens, track.guesses[:-1])
-                track.computed = len(track.tokens) + right
-                track.guesses = ()
-            track.tokens += each.tokens
+            self._tracks[each.slot].go_on(each.tokens)
+
+    def follow(self, rows: Sequence[Row], results: Sequence[RowResult]) -> None:
+        tracks = self._tracks
+        for row, result in zip(rows, results, strict=True):
+            if result.tokens:
+                tracks[row.slot].go_on(result.tokens)
 
     def propose(self, slots: Sequence[SlotId]) -> list[Draft]:
         ready = self._ready(slots)

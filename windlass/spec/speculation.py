@@ -6,14 +6,17 @@ guesses go to the runner's plain way, and while guesses do not pay, steps may ov
 
 from __future__ import annotations
 
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
 from windlass.core.types import Row, RowResult, SlotId, StepPlan, StepResult
 from windlass.runner.runner import Pending
 from windlass.spec.base import Proposer, seen
 from windlass.spec.governor import Governor
+
+_NEVER = sys.maxsize
 
 
 class Submits(Protocol):
@@ -26,8 +29,9 @@ class Started(NamedTuple):
     """A step that was given to the runner."""
 
     plan: StepPlan
-    lives: list[int | None]  # of each row's slot: another by the time it arrives, and it is void
+    number: int
     wanted: int  # guesses of each row
+    guessed: bool  # whether any row carries guesses
     began: float
 
 
@@ -59,8 +63,9 @@ class Speculation:
         self._governor = governor
         self.now = clock
         self._kinds: dict[SlotId, int] = {}
-        self._lives: dict[SlotId, int] = {}  # a number for each time that a slot was given away
-        self._num_lives = 0
+        self._number = 0  # of the last step
+        self._since: dict[SlotId, int] = {}  # the step with which a slot was given away
+        self._changed = 0  # the last step with which one came or went
         self._found = True  # whether the last look for guesses gave any
         self._last_arrival = 0.0
 
@@ -70,43 +75,62 @@ class Speculation:
 
     def submit(self, plan: StepPlan) -> Pending:
         """Start a step. Whether the next may be planned before its end is told with it."""
-        for slot in plan.freed:
-            self._governor.forget(slot)
-            self._lives.pop(slot, None)
-        for admission in plan.admitted:
-            self._governor.admit(admission.slot)
-            self._num_lives += 1
-            self._lives[admission.slot] = self._num_lives
+        self._number += 1
+        if plan.freed or plan.admitted:
+            self._note_changes(plan)
         slots = [row.slot for row in plan.rows]
         wanted = self._governor.wanted(slots, self._proposer.free)
         self._proposer.begin(plan, wanted)
-        step = Started(plan, [self._lives.get(slot) for slot in slots], wanted, self.now())
+        guessed = any(row.num_drafts for row in plan.rows)
+        step = Started(plan, self._number, wanted, guessed, self.now())
         pending = self._runner.submit(plan)
         waited_for = wanted > 0 and (self._found or not self._proposer.free)
         return _OnItsWay(self, step, pending, waited_for or pending.guesses)
 
+    def _note_changes(self, plan: StepPlan) -> None:
+        self._changed = self._number
+        for slot in plan.freed:
+            self._governor.forget(slot)
+            self._since.pop(slot, None)
+        for admission in plan.admitted:
+            self._governor.admit(admission.slot)
+            self._since[admission.slot] = self._number
+
     def arrived(self, step: Started, result: StepResult) -> StepResult:
         """Count what was right, and add guesses for the next step."""
-        rows, now = step.plan.rows, self.now()
+        rows, results, now = step.plan.rows, result.rows, self.now()
         seconds = now - max(step.began, self._last_arrival)
         self._last_arrival = now
-        # A slot may have been given away since: by an abort, or by a plan that ran ahead.
-        sampled = [
-            i
-            for i, (row, life) in enumerate(zip(rows, step.lives, strict=True))
-            if row.sample and self._lives.get(row.slot) == life
-        ]
-        self._count(rows, result.rows, sampled)
-        self._proposer.take_in([seen(rows[i], result.rows[i]) for i in sampled])
+        kept: Sequence[int] = range(len(rows))
+        if self._changed > step.number:
+            # A slot may have been given away since: by an abort, or by a plan that ran ahead.
+            kept = [i for i in kept if self._since.get(rows[i].slot, _NEVER) <= step.number]
+        if not step.wanted and not step.guessed:
+            self._follow(step, result, kept, seconds)
+            return result
+        sampled = [i for i in kept if rows[i].sample]
+        self._count(rows, results, sampled)
+        self._proposer.take_in([seen(rows[i], results[i]) for i in sampled])
         drafting = 0.0
         if step.wanted and sampled:
-            result = StepResult(self._with_drafts(rows, result.rows, sampled))
+            result = StepResult(self._with_drafts(rows, results, sampled))
             drafting = self.now() - now
         if all(row.num_tokens == 1 + row.num_drafts for row in rows):
-            guessed = any(row.num_drafts for row in rows)
             num_tokens, seconds = step.plan.num_tokens, seconds + drafting
-            self._governor.took(num_tokens, guessed, seconds, len(rows), step.wanted)
+            self._governor.took(num_tokens, step.guessed, seconds, len(rows), step.wanted)
         return result._replace(drafting_s=drafting)
+
+    def _follow(
+        self, step: Started, result: StepResult, kept: Sequence[int], seconds: float
+    ) -> None:
+        """The same where nobody guessed and nobody will: next to nothing for each row."""
+        rows, results = step.plan.rows, result.rows
+        if len(kept) == len(rows):
+            self._proposer.follow(rows, results)
+        else:
+            self._proposer.follow([rows[i] for i in kept], [results[i] for i in kept])
+        if step.plan.num_tokens == len(rows):
+            self._governor.took(len(rows), False, seconds)
 
     def _count(self, rows: list[Row], results: list[RowResult], sampled: list[int]) -> None:
         for i in sampled:

@@ -100,8 +100,9 @@ class MeasuredProducts(TorchProducts):
                 by_shape[tuple(weight.shape)].append(weight)
         if not by_shape:
             return "torch", "no weight has a shape that the narrow kernels take"
-        device = next(iter(by_shape.values()))[0].device
-        self._space = skinny.Workspace(device, _MOST_SPLIT, _TILINGS, _MANY_ROWS)
+        if self._space is None:  # recordings keep the addresses of what they were made with
+            device = next(iter(by_shape.values()))[0].device
+            self._space = skinny.Workspace(device, _MOST_SPLIT, _TILINGS, _MANY_ROWS)
         for shape, group in by_shape.items():
             for rows in _MEASURED_AT:
                 self._tune_shape(shape, group, rows)
