@@ -181,11 +181,7 @@ class Linears:
         why = self.refuse_plain()
         if why is None and self._native is not None:
             name = str(weight.dtype).removeprefix("torch.")
-            held = (
-                Unpacked(weight, weight.dtype, self.products)
-                if weight.is_meta
-                else self._native.prepare(weight)
-            )
+            held = self._native.prepare(weight)
             return Product(held, shape, name, "native", "not quantised; sums are float32")
         name = str(self.dtype).removeprefix("torch.")
         unpacked = Unpacked(weight.to(self.dtype), self.dtype, self.products)

@@ -21,7 +21,7 @@ from windlass.layers.rotary import Rotary
 from windlass.models.network import Network, Parts
 from windlass.models.rope import frequencies
 from windlass.models.spec import ModelSpec
-from windlass.quant.gguf import Gguf
+from windlass.quant.packed_method import PackedMethod
 
 
 class Block(nn.Module):
@@ -84,7 +84,7 @@ class Trunk(nn.Module):
     def __init__(self, spec: ModelSpec, parts: Parts, table: HeadRows | None = None) -> None:
         super().__init__()
         self.embed_tokens = table or Embedding(
-            spec.vocab_size, spec.hidden_size, parts.dtype, parts.ops
+            spec.vocab_size, spec.hidden_size, parts.table_dtype or parts.dtype, parts.ops
         )
         self.layers = nn.ModuleList(Block(i, spec, parts) for i in range(spec.num_layers))
         self.norm = RMSNorm(spec.hidden_size, spec.norm_eps, parts.dtype, parts.ops)
@@ -119,7 +119,7 @@ class Llama(Network):
             method,
             parts.mesh.tp,
         )
-        reads_rows = isinstance(method, Gguf) and method.gives_rows(
+        reads_rows = isinstance(method, PackedMethod) and method.gives_rows(
             spec.vocab_size, spec.hidden_size
         )
         table = HeadRows(head) if self.tied and reads_rows else None

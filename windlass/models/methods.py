@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
+import torch
+
 from windlass.config import ModelConfig
 from windlass.core.card import Choice
 from windlass.errors import CheckpointError, ConfigError
@@ -18,6 +20,7 @@ from windlass.quant.base import LinearMethod
 from windlass.quant.detect import Format, detect
 from windlass.quant.gguf import Gguf
 from windlass.quant.gguf_blocks import KINDS
+from windlass.quant.kept import Kept
 from windlass.quant.online import Online
 from windlass.quant.packed_method import Dense, Mixed, PackedMethod
 from windlass.quant.plain import Plain
@@ -25,7 +28,7 @@ from windlass.quant.rounding import SCHEMES, Scheme
 
 _HEAD = "lm_head"
 _TABLE = "model.embed_tokens"
-_PLAIN_TYPES = ("f32", "f16", "bf16")
+_PLAIN_TYPES = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
 _ANY_LAYER = "model.layers.0.mlp.down_proj"
 
 Method = PackedMethod | Plain
@@ -39,6 +42,7 @@ class Methods:
     method_of: MethodOf
     linears: Linears
     choice: Choice
+    table_dtype: torch.dtype | None = None  # of the embedding's rows, where not the arithmetic's
 
     def method_for(self, prefix: str, parts: Iterable[str]) -> LinearMethod:
         """One method for a layer of these parts, whatever each of them is stored as."""
@@ -64,14 +68,20 @@ def choose_methods(
     config: ModelConfig, spec: ModelSpec, checkpoint: Checkpoint, linears: Linears
 ) -> Methods:
     """Detect how the weights are stored, and what is to be done to them."""
-    plain = Plain(linears.dtype, linears.products)
+    plain = _Plainly(checkpoint, spec, linears)
+    table = plain(_TABLE)
+
+    def chosen(method_of: MethodOf, value: str, reason: str) -> Methods:
+        table_dtype = table.dtype if isinstance(table, Kept) else None
+        return Methods(method_of, linears, Choice("weights", value, reason), table_dtype)
+
     found = detect(spec.quantization, spec.source, linears)
     types = _quantised_types(checkpoint)
     wish = SCHEMES[config.quantization] if config.quantization else None
     if found is not None:
         _check_flag(config, found, wish)
         by_file = _ByFile(found, plain, linears, bool(checkpoint.names()), spec.tie_embeddings)
-        return Methods(by_file, linears, Choice("weights", found.name, "as the checkpoint says"))
+        return chosen(by_file, found.name, "as the checkpoint says")
     if types:
         if wish is not None:
             raise ConfigError(
@@ -80,11 +90,11 @@ def choose_methods(
                 "16-bit file of the model."
             )
         by_type = _ByType(checkpoint, plain, linears, spec.tie_embeddings)
-        return Methods(by_type, linears, Choice("weights", ", ".join(types), "the file's types"))
+        return chosen(by_type, ", ".join(types), "the file's types")
     if wish is not None:
         online = _OnLoading(Online(wish, linears), plain, config.quantize_head)
-        return Methods(online, linears, Choice("weights", wish.name, "rounded while loading"))
-    return Methods(lambda _: plain, linears, Choice("weights", plain.name, plain.reason))
+        return chosen(online, wish.name, "rounded while loading")
+    return chosen(plain, plain(_ANY_LAYER).name, plain.reason)
 
 
 def _check_flag(config: ModelConfig, found: Format, wish: Scheme | None) -> None:
@@ -117,11 +127,44 @@ def _quantised_types(checkpoint: Checkpoint) -> list[str]:
 
 
 @dataclass(frozen=True, slots=True)
+class _Plainly:
+    """Plain numbers: in the file's own type where a kernel reads that, else in the arithmetic's."""
+
+    checkpoint: Checkpoint
+    spec: ModelSpec
+    linears: Linears
+    made: dict[torch.dtype | None, Method] = field(default_factory=dict)
+
+    def __call__(self, module: str) -> Method:
+        dtype = None if self.linears.refuse_plain() else self._stored_as(module)
+        if dtype not in self.made:
+            linears = self.linears
+            own = Plain(linears.dtype, linears.products, reason=self.reason)
+            self.made[dtype] = own if dtype is None else Kept(dtype, linears)
+        return self.made[dtype]
+
+    @property
+    def reason(self) -> str:
+        return self.linears.refuse_plain() or "not quantised; sums are float32"
+
+    def _stored_as(self, module: str) -> torch.dtype | None:
+        """The type in the file; of random weights the config's. None: it is quantised there."""
+        tied = module == _HEAD and self.spec.tie_embeddings
+        name = f"{_TABLE if tied else module}.weight"
+        names = self.checkpoint.names()
+        if not names:
+            return getattr(torch, self.spec.dtype or "float32", None)
+        # What is missing the loader will name.
+        kind = self.checkpoint.stored(name).format if name in names else "f32"
+        return _PLAIN_TYPES.get(kind)
+
+
+@dataclass(frozen=True, slots=True)
 class _ByFile:
     """As a quantization_config says. Random weights are brought into the same form."""
 
     format: Format
-    plain: Plain
+    plain: MethodOf
     linears: Linears
     has_file: bool
     tied: bool
@@ -130,7 +173,7 @@ class _ByFile:
     def __call__(self, module: str) -> Method:
         method = self.format.method(module)
         if method is None:
-            return self.plain
+            return self.plain(module)
         if module == _HEAD and self.tied:
             raise CheckpointError(
                 f"the quantization_config ({self.format.name}) covers {_HEAD}, but "
@@ -149,7 +192,7 @@ class _ByType:
     """As the types of a GGUF's tensors say; what no kernel takes the reader dequantises."""
 
     checkpoint: Checkpoint
-    plain: Plain
+    plain: MethodOf
     linears: Linears
     tied: bool
     made: dict[tuple[str, bool], Method] = field(default_factory=dict)
@@ -157,11 +200,11 @@ class _ByType:
     def __call__(self, module: str) -> Method:
         name = _TABLE if module == _HEAD and self.tied else module
         if f"{name}.weight" not in self.checkpoint.names():
-            return self.plain  # the loader will say what is missing
+            return self.plain(module)  # the loader will say what is missing
         stored = self.checkpoint.stored(f"{name}.weight")
         kind = stored.format
         if kind in _PLAIN_TYPES:
-            return self.plain
+            return self.plain(module)
         reason = self._unpacked(kind, stored.shape)
         key = (kind, reason is None)
         if key not in self.made:
@@ -185,10 +228,10 @@ class _OnLoading:
     """Every layer in the same way; the head only when asked to, since it matters most."""
 
     online: Online
-    plain: Plain
+    plain: MethodOf
     quantize_head: bool
 
     def __call__(self, module: str) -> Method:
         if module == _HEAD and not self.quantize_head:
-            return self.plain
+            return self.plain(module)
         return self.online

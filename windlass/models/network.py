@@ -39,6 +39,7 @@ class Parts:
     ops: Ops
     method_for: Callable[[str, Iterable[str]], LinearMethod]  # by where a layer is, and its parts
     mesh: Mesh = field(default_factory=Mesh)
+    table_dtype: torch.dtype | None = None  # of the embedding's rows, where not `dtype`
 
 
 class Weights(nn.Module):

@@ -36,7 +36,6 @@ class Gguf(PackedMethod):
         return form
 
     def gives_rows(self, num_out: int, num_in: int) -> bool:
-        """Whether rows of the weight, once it is packed, can be read by themselves."""
         decision = self._linears.decide(self.outline(num_out, num_in))
         return decision.unpacked is None and decision.kernel.name == "native"
 

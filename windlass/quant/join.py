@@ -26,7 +26,7 @@ def join(forms: Sequence[Form]) -> list[Form]:
 
 def _alike(a: Form, b: Form) -> bool:
     if isinstance(a, Tensor) or isinstance(b, Tensor):
-        return isinstance(a, Tensor) and isinstance(b, Tensor)
+        return isinstance(a, Tensor) and isinstance(b, Tensor) and a.dtype == b.dtype
     match a, b:
         case Int4Group(), Int4Group():
             return a.group == b.group and _same(a.order, b.order)

@@ -40,6 +40,11 @@ class PackedMethod(ABC):
     def form(self, part: Part, shape: Shape) -> Packed | Tensor:
         """One part's stored tensors in the form that they have in memory."""
 
+    def gives_rows(self, num_out: int, num_in: int) -> bool:
+        """Whether rows of the weight, once it is packed, can be read by themselves."""
+        del num_out, num_in
+        return False
+
     def finish(self, layer: Layer) -> None:
         """Each part's stored tensors are let go as soon as they are in their form."""
         forms: list[Packed | Tensor] = []

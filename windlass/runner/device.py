@@ -47,11 +47,11 @@ def choose_device(config: ModelConfig) -> DeviceChoice:
 def choose_dtype(
     config: ModelConfig, spec: ModelSpec, device: torch.device
 ) -> tuple[torch.dtype, Choice]:
-    """The checkpoint's own type on a GPU; float32 on a CPU, where torch has no fast 16-bit path."""
+    """The checkpoint's own type on a GPU; float32 on a CPU, also where its weights have 16 bits."""
     if config.dtype != "auto":
         name, reason = str(config.dtype), "as set"
     elif device.type == "cpu":
-        name, reason = "float32", "torch's 16-bit products are slower than float32 on CPUs"
+        name, reason = "float32", "CPUs have no fast sums of 16 bits; weights may have less"
     elif spec.dtype in ("bfloat16", "float16"):
         name, reason = spec.dtype, "the checkpoint's own"
     else:

@@ -36,6 +36,7 @@ from windlass.layers.embedding import Embedding
 from windlass.layers.linear import Linear
 from windlass.layers.mlp import GatedMLP
 from windlass.layers.norm import RMSNorm
+from windlass.runner.device import choose_device
 from windlass.tools.bench.device import device_of, synchronise
 from windlass.tools.bench.workloads import Workload
 
@@ -127,6 +128,8 @@ def profile(
     `trace` gets the decode steps for Chrome or Perfetto; those of the prompts lie beside it, as
     trace.prefill.json.
     """
+    if choose_device(config.model).type == "cpu":  # nobody looks into a recorded step there
+        config = replace(config, model=replace(config.model, enforce_eager=True))
     opened = open_model(config)
     say(f"loading {opened.files.name}")
     built = build_engine(config, opened.source)

@@ -170,7 +170,7 @@ def test_many_rows(kernel: NativeLinear, kind: str) -> None:
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("kind", ["table4", "float16", "float32"])
+@pytest.mark.parametrize("kind", ["table4", "float16", "bfloat16", "float32"])
 def test_float_products(kernel: NativeLinear, kind: str, shape: tuple[int, int, int]) -> None:
     num_out, num_in, _ = shape
     form: Table4 | Tensor
@@ -268,6 +268,7 @@ def test_rows_do_not_depend_on_each_other(kernel: NativeLinear, num_in: int) -> 
         int8(20, num_in, 64, seed=8, affine=True),
         table4(20, num_in, 64, seed=8),
         inputs(20, num_in).half(),
+        inputs(20, num_in).bfloat16(),
     ]
     assert kernel.fixed
     # Some rows with remainders at many places, some with one, some with none.

@@ -92,6 +92,10 @@ class NativeLinear:
             return f"made for CPUs, this is {device.type}"
         return _unsuited(form) or self._workers.refuse()
 
+    def refuse_plain(self) -> str | None:
+        """The same for a weight of plain numbers, of 16 bits or 32."""
+        return self._workers.refuse()
+
     def prepare(self, form: Packed | Tensor) -> NativeProduct:
         """Repack once; a tensor (16-bit, or taken as float32) may be prepared as well."""
         pool = self._workers.pool
@@ -137,7 +141,9 @@ class NativeProduct(Prepared):
         )
         self._reference = ctypes.byref(self._weight)
         num_bytes = pool.functions.windlass_packed_bytes(self._reference)
-        self._data = torch.empty(num_bytes, dtype=torch.uint8)
+        self._data = torch.empty(num_bytes, dtype=torch.uint8, device=parts.codes.device)
+        if parts.codes.is_meta:  # only the size matters
+            return
         self._weight.data = self._data.data_ptr()
         pool.functions.windlass_pack(
             self._reference,

@@ -27,6 +27,7 @@ from windlass.models.methods import choose_methods
 from windlass.models.network import Network, Parts, make_network
 from windlass.models.spec import ModelSpec
 from windlass.quant.detect import detect
+from windlass.quant.kept import Kept
 from windlass.quant.plain import Plain
 from windlass.runner.device import choose_dtype
 from windlass.tools.bench.device import traffic_of
@@ -192,7 +193,8 @@ class _Maker:
         dtype, _ = choose_dtype(config, spec, self._target.device)
         linears = self._linears(config, dtype)
         methods = choose_methods(config, spec, self._checkpoint, linears)
-        network = make_network(spec, self._parts(dtype, methods.method_for))
+        parts = self._parts(dtype, methods.method_for)
+        network = make_network(spec, replace(parts, table_dtype=methods.table_dtype))
         outline(network)
         layers = [module for module in network.modules() if isinstance(module, Linear)]
         return _Outlined(network, layers, linears, methods.choice.value)
@@ -254,4 +256,6 @@ def _held(product: Product, plain: str) -> str:
 def _is_quantised(layer: Linear) -> bool:
     """By its file: with no option set, every form but a plain one comes from there."""
     method = layer.method
+    if isinstance(method, Kept):
+        return False
     return not isinstance(method, Plain) or method.name != method.form

@@ -1,0 +1,34 @@
+"""Plain numbers in the file's own type, where kernels read that into float32 sums.
+
+The arithmetic's own type, and products of torch's, are plain.py.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from windlass.kernels.linears import Linears
+from windlass.kernels.packed import Packed
+from windlass.quant.base import Axis, ParamSpec, Part
+from windlass.quant.packed_method import PackedMethod, Shape
+
+
+class Kept(PackedMethod):
+    """A weight [out, in] of one type."""
+
+    def __init__(self, dtype: torch.dtype, linears: Linears) -> None:
+        super().__init__(str(dtype).removeprefix("torch."), linears)
+        self.dtype = dtype
+
+    def params(self, part: str, num_out: int, num_in: int) -> dict[str, ParamSpec]:
+        del part
+        return {"weight": ParamSpec((num_out, num_in), self.dtype, out=Axis(0), into=Axis(1))}
+
+    def form(self, part: Part, shape: Shape) -> Packed | Tensor:
+        del shape
+        return part["weight"]
+
+    def gives_rows(self, num_out: int, num_in: int) -> bool:
+        del num_out, num_in
+        return True
