@@ -73,7 +73,7 @@ class Arrivals:
             times.append(now)
             rate = self.rate if self.ramp is None else self.ramp.rate(index / max(1, count - 1))
             now += self._gap(index, rate, random)
-        if self.pattern == "poisson" and self.ramp is None and times[-1] > 0:
+        if self.pattern == "poisson" and self.ramp is None and count > 1:
             # A few dozen gaps add up to anything: stretched, they keep the rate that was asked for.
             stretch = (count - 1) / self.rate / times[-1]
             return [at * stretch for at in times]
