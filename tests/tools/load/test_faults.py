@@ -131,6 +131,10 @@ def test_what_cannot_work_is_said_before_anything_is_sent(
         assert "ends in .json, .csv, .html" in refused("-o", "result.txt")
         assert "is no JSON" in refused("--extra-body", "{")
         assert "--ramp-up-strategy needs" in refused("--ramp-up-strategy", "linear")
+        ids = tmp_path / "ids.jsonl"
+        ids.write_text('{"prompt": [1, 2]}')
+        words: tuple[object, ...] = ("--dataset-name", "custom", "--dataset-path", ids)
+        assert "token ids cannot go to a chat endpoint" in refused(*words)
         trace = tmp_path / "t.jsonl"
         trace.write_text('{"timestamp": 0, "prompt": "a"}\n{"timestamp": "x", "prompt": "b"}\n')
         words = ("--dataset-name", "timed_trace", "--dataset-path", trace)

@@ -172,9 +172,10 @@ def test_a_trace_of_hashes_gives_equal_hashes_equal_texts(tmp_path: Path) -> Non
 
 
 def test_custom_prompts_and_token_ids(tmp_path: Path) -> None:
-    lines: list[object] = [{"prompt": "Hi"}, {"prompt": [1, 2, 3]}, {"prompt": "Ho"}]
-    asks = read("custom", tmp_path / "c.jsonl", lines, num_prompts=2, output_len=3).asks
-    assert [ask.as_prompt() for ask in asks] == ["Hi", [1, 2, 3]]
+    lines: list[object] = [{"prompt": "Hi"}, {"a": 1}, {"prompt": [1, 2, 3]}, {"prompt": "Ho"}]
+    found = read("custom", tmp_path / "c.jsonl", lines, num_prompts=2, output_len=3)
+    assert [ask.as_prompt() for ask in found.asks] == ["Hi", [1, 2, 3]]
+    assert found.problems == ['line 2: has neither "prompt" nor "messages"']
 
 
 def test_sharegpt_takes_the_first_turn(tmp_path: Path) -> None:

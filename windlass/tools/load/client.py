@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -39,11 +39,14 @@ class Wishes:
     def is_chat(self) -> bool:
         return self.endpoint.rstrip("/").endswith("chat/completions")
 
-    def body(self, ask: Ask) -> bytes:
-        if self.is_chat and not ask.messages and not isinstance(ask.prompt, str):
+    def check(self, asks: Sequence[Ask]) -> None:
+        """Refuse what this endpoint cannot take."""
+        if self.is_chat and any(isinstance(ask.prompt, tuple) for ask in asks):
             raise ConfigError(
                 "a prompt of token ids cannot go to a chat endpoint. Use --endpoint /v1/completions."
             )
+
+    def body(self, ask: Ask) -> bytes:
         text = {"messages": ask.as_messages()} if self.is_chat else {"prompt": ask.as_prompt()}
         body: dict[str, Any] = {
             "model": ask.adapter or self.model,

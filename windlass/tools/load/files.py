@@ -61,7 +61,12 @@ class _Bad(Exception):
 
 
 def _custom(path: Path, sizes: Sizes, writer: Writer, seed: str) -> FileLoad:
-    return _jsonl(path, sizes, lambda entry: _ask(entry, sizes, writer, seed))
+    def read(entry: dict[str, Any]) -> Ask:
+        if not _has_text(entry):
+            raise _Bad('has neither "prompt" nor "messages"')
+        return _ask(entry, sizes, writer, seed)
+
+    return _jsonl(path, sizes, read)
 
 
 def _timed_trace(path: Path, sizes: Sizes, writer: Writer, seed: str) -> FileLoad:
@@ -101,16 +106,19 @@ def _lines(path: Path) -> Iterator[tuple[int, str]]:
 
 def _ask(entry: dict[str, Any], sizes: Sizes, writer: Writer, seed: str) -> Ask:
     num_out = sizes.output_len or _whole(entry, _OUTPUT_KEYS) or _DEFAULT_OUTPUT
-    without_text = "prompt" not in entry and "messages" not in entry
-    at = _timestamp(entry, in_ms=without_text)
+    at = _timestamp(entry, in_ms=not _has_text(entry))
     adapter = entry.get("adapter")
     if adapter is not None and not isinstance(adapter, str):
         raise _Bad('"adapter" is no string')
-    if without_text:
+    if not _has_text(entry):
         return Ask(num_out, prompt=_text_of_hashes(entry, writer, seed), at=at, adapter=adapter)
     if "messages" in entry:
         return Ask(num_out, _messages(entry["messages"]), at=at, adapter=adapter)
     return Ask(num_out, prompt=_prompt(entry["prompt"]), at=at, adapter=adapter)
+
+
+def _has_text(entry: dict[str, Any]) -> bool:
+    return "prompt" in entry or "messages" in entry
 
 
 def _timestamp(entry: dict[str, Any], in_ms: bool) -> float:

@@ -25,7 +25,7 @@ from windlass.tools.load.files import FILE_LOADS, read_load, refuse_problems
 from windlass.tools.load.gauges import Gauges
 from windlass.tools.load.live import Progress, View
 from windlass.tools.load.rows import details, make_row
-from windlass.tools.load.server import Server, choose_model
+from windlass.tools.load.server import Server, ServerError, choose_model
 from windlass.tools.load.summary import METRICS, PERCENTILES, Summary, summarise
 from windlass.tools.load.texts import Scale, Writer
 from windlass.tools.load.workloads import LOADS, Sizes, check_sizes, make_load
@@ -140,6 +140,8 @@ class _Program:
             wishes = replace(order.wishes, model=model)
             writer = Writer(await self._scale(server, wishes))
             loads = [self._asks(writer, index) for index in range(len(order.points))]
+            for asks in loads:
+                wishes.check(asks)
             await self._warm_up(Client(server, wishes), writer)
             stopped = None
             for point, asks in zip(order.points, loads, strict=True):
@@ -149,9 +151,11 @@ class _Program:
         return self._served(model, fingerprint([ask for asks in loads for ask in asks]), stopped)
 
     async def _scale(self, server: Server, wishes: Wishes) -> Scale:
-        given = self._order.load.tokens_per_word
-        if given is not None:
-            return Scale(given, given)
+        load = self._order.load
+        if load.tokens_per_word is not None:
+            return Scale(load.tokens_per_word, load.tokens_per_word)
+        if load.name == "custom":
+            return Scale()  # its prompts are as they are
         return await server.scale(wishes.model, wishes.endpoint)
 
     def _asks(self, writer: Writer, index: int) -> list[Ask]:
@@ -184,7 +188,7 @@ class _Program:
         if outcome.stopped == INTERRUPTED:
             raise asyncio.CancelledError
         if bad is not None:
-            raise ConfigError(f"a warm-up request failed: {bad}")
+            raise ServerError(f"a warm-up request failed: {bad}")
 
     async def _point(
         self, client: Client, server: Server, point: Point, asks: list[Ask]
