@@ -306,6 +306,8 @@ def _files(given: dict[str, Any]) -> list[Path]:
         )
         stem = "-".join(part.replace("/", "-") for part in parts)
         files += [given["result_dir"] / f"{stem}{suffix}" for suffix in (".json", ".csv")]
+    elif given["result_dir"] != Path("."):
+        raise ConfigError("--result-dir means something only with --save-result; or use -o FILE.")
     for path in files:
         if path.suffix not in _SUFFIXES:
             raise ConfigError(f"-o {path}: expected a name that ends in {', '.join(_SUFFIXES)}.")

@@ -65,6 +65,11 @@ def test_a_trace_keeps_its_own_times_at_its_own_speed() -> None:
         (lambda: Arrivals(burstiness=-1), "--burstiness"),
         (lambda: Arrivals("even"), "--arrivals 'even'"),  # type: ignore[arg-type]
         (lambda: Arrivals(burst_size=0), "--burst-size"),
+        (lambda: Arrivals(burst_size=3), "--burst-size means something only"),
+        (lambda: Arrivals(burstiness=2), "--burstiness means something only"),
+        (lambda: Arrivals(rate=1, speed=2), "--trace-speed means something only"),
+        (lambda: Arrivals("burst"), "--arrivals burst needs --request-rate"),
+        (lambda: Arrivals("trace", 2.0), "--request-rate means nothing"),
         (lambda: Ramp("steep", 1, 2), "--ramp-up-strategy 'steep'"),  # type: ignore[arg-type]
         (lambda: Ramp("linear", 0, 2), "--ramp-up-start-rps"),
         (lambda: Arrivals(rate=3, ramp=Ramp("linear", 1, 2)), "--request-rate"),

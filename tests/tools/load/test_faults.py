@@ -131,6 +131,8 @@ def test_what_cannot_work_is_said_before_anything_is_sent(
         assert "ends in .json, .csv, .html" in refused("-o", "result.txt")
         assert "is no JSON" in refused("--extra-body", "{")
         assert "--ramp-up-strategy needs" in refused("--ramp-up-strategy", "linear")
+        assert "--skip-bad-lines mean nothing" in refused("--skip-bad-lines")
+        assert "--result-dir" in refused("--result-dir", tmp_path)
         ids = tmp_path / "ids.jsonl"
         ids.write_text('{"prompt": [1, 2]}')
         words: tuple[object, ...] = ("--dataset-name", "custom", "--dataset-path", ids)

@@ -14,6 +14,8 @@ from windlass.tools.load.asks import Ask
 Pattern = Literal["poisson", "constant", "burst", "trace"]
 RampStrategy = Literal["linear", "exponential"]
 
+BURST_SIZE = 8
+
 
 @dataclass(frozen=True, slots=True)
 class Ramp:
@@ -46,7 +48,7 @@ class Arrivals:
     pattern: Pattern = "poisson"
     rate: float = math.inf  # requests a second
     burstiness: float = 1.0  # of poisson: below 1 in clumps, above 1 more even
-    burst_size: int = 8  # of burst: so many at once
+    burst_size: int = BURST_SIZE  # of burst: so many at once
     ramp: Ramp | None = None  # in the place of the rate
     speed: float = 1.0  # of trace: 2 plays it in half the time
 
@@ -63,6 +65,22 @@ class Arrivals:
             raise ConfigError(f"--trace-speed must be above 0, got {self.speed:g}.")
         if self.ramp is not None and (math.isfinite(self.rate) or self.pattern == "trace"):
             raise ConfigError("--ramp-up-strategy sets the rate; leave --request-rate out.")
+        self._refuse_what_means_nothing()
+
+    def _refuse_what_means_nothing(self) -> None:
+        has_rate = math.isfinite(self.rate) or self.ramp is not None
+        if self.pattern == "trace" and has_rate:
+            raise ConfigError("--request-rate means nothing for --arrivals trace. Leave it out.")
+        if self.pattern in ("constant", "burst") and not has_rate:
+            raise ConfigError(f"--arrivals {self.pattern} needs --request-rate.")
+        spread = self.pattern == "poisson" and has_rate
+        for flag, is_set, matters, where in (
+            ("--burstiness", self.burstiness != 1.0, spread, "a finite rate and poisson"),
+            ("--burst-size", self.burst_size != BURST_SIZE, self.pattern == "burst", "burst"),
+            ("--trace-speed", self.speed != 1.0, self.pattern == "trace", "trace"),
+        ):
+            if is_set and not matters:
+                raise ConfigError(f"{flag} means something only with --arrivals: {where}.")
 
     def times(self, count: int, random: Random) -> list[float]:
         """Seconds after the start, the first at 0. Every pattern but `trace`, which has its own."""

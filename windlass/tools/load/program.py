@@ -71,13 +71,20 @@ class Load:
     def __post_init__(self) -> None:
         if self.name in LOADS:
             check_sizes(self.name, self.sizes, LOADS[self.name].takes)
-            if self.path is not None:
-                raise ConfigError(f"--dataset-path means nothing for --dataset-name {self.name}.")
+            if self.path is not None or self.skip_bad_lines:
+                raise ConfigError(
+                    "--dataset-path and --skip-bad-lines mean nothing for --dataset-name "
+                    f"{self.name}, which is no file."
+                )
         elif self.name not in FILE_LOADS:
             known = ", ".join((*LOADS, *FILE_LOADS))
             raise ConfigError(f"--dataset-name {self.name!r} is not known. Known: {known}.")
         elif self.path is None:
             raise ConfigError(f"--dataset-name {self.name} needs --dataset-path FILE.")
+        elif self.sizes.input_len is not None:
+            raise ConfigError(f"--input-len means nothing for --dataset-name {self.name}.")
+        if self.tokens_per_word is not None and self.name == "custom":
+            raise ConfigError("--tokens-per-word means nothing for --dataset-name custom.")
         if self.tokens_per_word is not None and not self.tokens_per_word > 0:
             raise ConfigError(f"--tokens-per-word must be above 0, got {self.tokens_per_word}.")
 
