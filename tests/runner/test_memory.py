@@ -88,9 +88,13 @@ def test_storages_are_found_once_wherever_they_hang() -> None:
     tensor = torch.arange(10_000)
     found = list(storages({"a": [tensor, tensor[5:]], "b": (tensor.view(100, 100), np.zeros(3))}))
     assert [(name, storage.num_bytes) for name, storage in found] == [("tables", 80_000)]
-    first, length = Storage(tensor).pages()
+    storage = Storage(tensor)
+    first, length = storage.pages()
     assert first >= tensor.data_ptr()
     assert first + length <= tensor.data_ptr() + tensor.nbytes
+    assert storage.lies_in([(0, 8), (first, first + length)])
+    assert not storage.lies_in([(first - 4096, first + 8), (first + length, first + length + 8)])
+    assert not storage.lies_in([])
 
 
 def test_other_devices_refuse_by_name() -> None:

@@ -11,10 +11,11 @@ import ctypes
 import mmap
 import sys
 import tempfile
-from collections.abc import Iterable, Iterator
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from types import MethodType
-from typing import IO, Any
+from typing import IO
 
 import torch
 from torch import Tensor, nn
@@ -62,6 +63,12 @@ class Storage:
         first = -(-self.address // _PAGE) * _PAGE
         last = (self.address + self.num_bytes) // _PAGE * _PAGE
         return first, max(0, last - first)
+
+    def lies_in(self, ranges: Sequence[tuple[int, int]]) -> bool:
+        """Whether its pages are in one of these, which come in order: (first, end)."""
+        first, length = self.pages()
+        at = bisect_right(ranges, (first, sys.maxsize)) - 1
+        return at >= 0 and first + length <= ranges[at][1]
 
     def view(self) -> memoryview:
         """The whole pages' bytes."""
@@ -115,10 +122,10 @@ def _inside(item: object) -> Iterable[object]:
     return ()
 
 
-def _attributes(item: Any) -> list[object]:
+def _attributes(item: object) -> list[object]:
     names = [name for kind in type(item).__mro__ for name in getattr(kind, "__slots__", ())]
-    own = list(vars(item).values()) if hasattr(item, "__dict__") else []
-    return own + [getattr(item, name) for name in names if hasattr(item, name)]
+    own = list(getattr(item, "__dict__", {}).values())
+    return own + [getattr(item, name, None) for name in names]
 
 
 class Holdings:
@@ -163,7 +170,10 @@ class Holdings:
                 "process lives: recorded steps know its addresses."
             )
         all_there = [(name, each) for name, each in storages(*self._roots) if each.on_cpu]
-        weights = [each for name, each in all_there if name in (WEIGHTS, ADAPTERS)]
+        held = [each for name, each in all_there if name in (WEIGHTS, ADAPTERS)]
+        writable = _writable()
+        # The rest are views of files, which the system reads again by itself.
+        weights = [each for each in held if each.lies_in(writable)]
         folder = cache_dir()
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -175,7 +185,7 @@ class Holdings:
                 f"the weights could not be written to {folder} for the time of the sleep: {error}."
             ) from error
         self._asleep = file, weights
-        for storage in [*weights, *(each for name, each in all_there if name in (PAGES, STEPS))]:
+        for storage in [*held, *(each for name, each in all_there if name in (PAGES, STEPS))]:
             _give_back(storage)
 
     def wake(self) -> None:
@@ -220,6 +230,20 @@ def _resident(storage: Storage) -> int:
         return storage.num_bytes
     edges = storage.num_bytes - length
     return edges + _PAGE * bytes(flags).count(1)
+
+
+def _writable() -> list[tuple[int, int]]:
+    """Where this process may write: (first, end), in order, neighbours joined."""
+    found: list[tuple[int, int]] = []
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        where, rights = line.split()[:2]
+        first, end = (int(part, 16) for part in where.split("-"))
+        if "w" not in rights:
+            continue
+        if found and found[-1][1] == first:
+            first = found.pop()[0]
+        found.append((first, end))
+    return found
 
 
 def _mapped_bytes() -> int:

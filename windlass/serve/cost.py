@@ -7,6 +7,7 @@ request's. What the cache saved is an estimate: cached tokens times the mean tim
 
 from __future__ import annotations
 
+import math
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable
@@ -151,7 +152,7 @@ class CostBook:
         while len(self._samples) > 2 and self._samples[1].at < self._clock() - _WINDOW_S:
             self._samples.popleft()
         for phase, value in self.last_minute().items():
-            self._rate.labels(self._model, phase).set(value or 0.0)
+            self._rate.labels(self._model, phase).set(math.nan if value is None else value)
 
     def charge(self, key: str, story: Story) -> None:
         """Add an ended request to what its sender has cost; "": the server's own probes."""

@@ -34,6 +34,7 @@ _LOADING_POLL_MS = 2
 _STATS_INTERVAL_S = 0.1
 _WAIT_FOR_BATCH_S = 0.002
 _MAX_FAILED_STEPS = 3
+_MOST_LAST_STEPS = 16
 _LINGER_MS = 2000
 # The other side calls an engine hung after `hang_timeout`. The process ends itself a little later,
 # so that health turns red before the requests in it are lost.
@@ -163,6 +164,7 @@ class _Loop:
         kind = text = ""
         try:
             if isinstance(asked, messages.Sleep):
+                self._end_last_steps()
                 self._engine.sleep()
             else:
                 self._engine.wake()
@@ -170,6 +172,12 @@ class _Loop:
             kind, text = type(error).__name__, str(error)
         told = messages.MemoryTold(asked.number, self._engine.memory(), kind, text)
         self._news.append(told)
+
+    def _end_last_steps(self) -> None:
+        """Requests that were aborted a moment ago may have a step in flight."""
+        for _ in range(_MOST_LAST_STEPS):
+            if self._engine.has_work:
+                self._step()
 
     def _change_adapter(self, asked: messages.LoadAdapter | messages.UnloadAdapter) -> None:
         """An unload is answered at once; a load, when the adapter was read."""
