@@ -13,7 +13,13 @@ from typing import Any
 from windlass.errors import ConfigError
 from windlass.tools.bench.columns import COLUMNS, cells
 
-PAGES = ("docs/benchmarks.md", "docs/quantisation.md", "docs/speculation.md")  # that hold tables
+# Those that hold tables.
+PAGES = (
+    "docs/bench-serve.md",
+    "docs/benchmarks.md",
+    "docs/quantisation.md",
+    "docs/speculation.md",
+)
 _PART = re.compile(r"(<!-- table:([\w.-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
