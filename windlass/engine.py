@@ -48,6 +48,9 @@ class Holdings(Protocol):
     def wake(self) -> None: ...
 
 
+_REST_S = 0.0005  # while all requests wait for adapters, or for others to fill a batch
+
+
 class Engine:
     """Owns a scheduler and a runner. Not thread-safe: one thread adds, aborts and steps."""
 
@@ -90,6 +93,7 @@ class Engine:
         plan = self._scheduler.plan(self._clock())
         outputs = self._scheduler.failed
         if not plan.rows:
+            self._rest(outputs)
             return outputs
         try:
             result = self._runner.run(plan)
@@ -113,7 +117,14 @@ class Engine:
         before, self._in_flight = self._in_flight, launched
         if before is not None:
             outputs += self._take_in(*before)
+        elif launched is None:
+            self._rest(outputs)
         return outputs
+
+    def _rest(self, outputs: list[Output]) -> None:
+        """Nothing can be computed: let the threads go on that requests wait for."""
+        if not outputs and self._scheduler.has_work:
+            time.sleep(_REST_S)
 
     def _take_in(self, plan: StepPlan, pending: Pending) -> list[Output]:
         return self._scheduler.commit(plan, pending.wait(), self._clock())
