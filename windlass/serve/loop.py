@@ -46,6 +46,8 @@ def engine_main(address: str, build: Build, hang_timeout: float) -> NoReturn:
     # A terminal and a service manager signal the whole group: it is the parent that decides.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    # Torch's allocator would keep what loading needed until somebody allocates again.
+    os.environ.setdefault("MIMALLOC_PURGE_DELAY", "0")
     faulthandler.enable()
     threading.Thread(target=_exit_with_parent, daemon=True).start()
     context = zmq.Context()
