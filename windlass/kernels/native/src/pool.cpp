@@ -58,13 +58,22 @@ void Pool::run(int count, int chunk, Piece piece, const void* body) {
   }
   take_pieces();
   state_.fetch_and(~kOpen);
-  for (int i = 0; static_cast<uint32_t>(state_.load(std::memory_order_acquire)) != 0; ++i) {
-    if (i < 2000) {
-      pause_briefly();
-    } else {
-      std::this_thread::yield();  // a worker was put off its core in the middle of a piece
-    }
-  }
+  constexpr int patience = 2000;
+  for (int i = 0; i < patience && !all_left(); ++i) pause_briefly();
+  if (all_left()) return;
+  // A worker was put off its core in the middle of a piece. Whoever sleeps leaves it the own one.
+  std::unique_lock<std::mutex> hold(sleep_mutex_);
+  waiting_ = true;
+  done_.wait(hold, [&] { return all_left(); });
+  waiting_ = false;
+}
+
+void Pool::leave() {
+  state_.fetch_sub(1);
+  if (!waiting_) return;
+  // The lock closes the gap between the caller's last look at the state and its sleep.
+  { std::lock_guard<std::mutex> hold(sleep_mutex_); }
+  done_.notify_one();
 }
 
 void Pool::take_pieces() {
@@ -100,7 +109,7 @@ void Pool::work() {
     }
     if (join(last)) {
       take_pieces();
-      state_.fetch_sub(1, std::memory_order_release);
+      leave();
       continue;
     }
     std::unique_lock<std::mutex> hold(sleep_mutex_);

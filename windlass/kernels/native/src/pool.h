@@ -1,7 +1,8 @@
 // Threads that compute pieces of one job at a time, together with the thread that asks.
 //
 // A worker spins for a while after a job, because the next one comes soon, and then sleeps. Nobody
-// waits for a worker that has not begun: on a busy machine the caller does its pieces itself.
+// waits for a worker that has not begun: on a busy machine the caller does its pieces itself. For one
+// that has begun the caller sleeps, if it takes long: its core is then free for it.
 
 #pragma once
 
@@ -46,6 +47,8 @@ class Pool {
   void work();
   void take_pieces();
   bool join(uint32_t& last);
+  void leave();
+  bool all_left() const { return static_cast<uint32_t>(state_.load()) == 0; }
   bool is_new(uint32_t last) const;
 
   // State is the job's number in the upper half, kOpen while workers may begin, and below it how
@@ -66,6 +69,8 @@ class Pool {
   std::atomic<bool> stop_{false};
   std::mutex sleep_mutex_;
   std::condition_variable wake_;
+  std::atomic<bool> waiting_{false};  // the caller sleeps until workers have left its job
+  std::condition_variable done_;
   int spin_us_;
   std::vector<std::thread> workers_;
 };
