@@ -1,10 +1,15 @@
-"""Workloads on one engine or two: each engine is built once, warmed up, and runs all of them."""
+"""Workloads on one engine or more: each is built once, warmed up, and runs all of them.
+
+On a CPU engines take turns, run by run, since how fast a machine is changes while it is measured. A
+GPU's memory holds one engine at a time, so they run one after another there.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from statistics import median
 from typing import Any, Protocol
 
 import torch
@@ -91,38 +96,55 @@ class Order:
 
 
 def measure(options: dict[str, Any], order: Order, say: Say, name: str = "throughput") -> Record:
-    """Run all workloads on all engines, one engine after another, and say what each took."""
+    """Run all workloads on all engines, and say what each took."""
     config = with_rows(EngineConfig.of(**options), order.workloads, say)
     opened = open_model(config)
     rows: list[dict[str, Any]] = []
     settings: dict[str, Any] = dict(options)
-    for engine in order.engines:
-        say(f"{engine}: loading {opened.files.name}")
-        subject: Subject
-        if engine == "windlass":
-            subject = Own(config, opened)
-            settings["choices"] = subject.choices
-        elif engine == "llama.cpp":
-            from windlass.tools.bench.llama_engine import LlamaEngine, find_library  # needs gguf
-
-            library, file = order.llama_cpp or find_library(), order.gguf or opened.files.path
-            subject = LlamaEngine(config, opened, library, file)
-            settings["llama.cpp"] = {"library": library.name, "gguf": file.name}
-        else:
-            subject = Naive(config, opened, order.batch)
-        bandwidth = read_bandwidth(subject.device)
+    on_gpu = choose_device(config.model).type == "cuda"
+    groups = [[engine] for engine in order.engines] if on_gpu else [order.engines]
+    for together in groups:
+        subjects: list[Subject] = []
+        for engine in together:
+            say(f"{engine}: loading {opened.files.name}")
+            subjects.append(_subject(engine, config, opened, order, settings))
+        device = subjects[0].device
+        bandwidth = read_bandwidth(device)
         settings["read_gb_s"] = round(bandwidth / 1e9, 1)
-        say(f"{engine}: {subject.device.type} reads {bandwidth / 1e9:,.1f} GB/s")
+        say(f"{device.type} reads {bandwidth / 1e9:,.1f} GB/s")
         for workload in order.workloads:
-            rows.append(_row(subject, workload, order.repeat, bandwidth, say))
-        del subject
+            rows += _rows(subjects, workload, order.repeat, bandwidth, say)
+        subjects.clear()
         release_memory()
     notes = (
         "decode_*: the steps in which all requests decode. read_gb: weights and keys and values "
         "that such a step must read; bandwidth_pct: that, against what the device was measured to "
         "read. memory_gib: most allocated on a GPU, resident on a CPU. Median of the repeats."
     )
+    if len(order.engines) > 1 and not on_gpu:
+        notes += (
+            " Engines took turns, run by run, in one process, so that there is no memory of each. "
+            "first_ratio: how many times as fast the first engine was in the same turn (while all "
+            "decode, where there is such a time), the median of the turns."
+        )
     return Record(name, rows, notes, settings)
+
+
+def _subject(
+    engine: str, config: EngineConfig, opened: OpenModel, order: Order, settings: dict[str, Any]
+) -> Subject:
+    """Build an engine, and note down what it is."""
+    if engine == "windlass":
+        own = Own(config, opened)
+        settings["choices"] = own.choices
+        return own
+    if engine == "llama.cpp":
+        from windlass.tools.bench.llama_engine import LlamaEngine, find_library  # needs gguf
+
+        library, file = order.llama_cpp or find_library(), order.gguf or opened.files.path
+        settings["llama.cpp"] = {"library": library.name, "gguf": file.name}
+        return LlamaEngine(config, opened, library, file)
+    return Naive(config, opened, order.batch)
 
 
 def with_rows(config: EngineConfig, workloads: Sequence[Workload], say: Say) -> EngineConfig:
@@ -141,28 +163,45 @@ def with_rows(config: EngineConfig, workloads: Sequence[Workload], say: Say) -> 
     return replace(config, scheduler=replace(wish, max_num_seqs=largest.num_rows))
 
 
-def _row(
-    subject: Subject, workload: Workload, repeat: int, bandwidth: float, say: Say
-) -> dict[str, Any]:
-    """Warm up, run `repeat` times with other ids each, and take the median run."""
-    say(f"{subject.name}, {workload.name}: warming up")
-    subject.run(_warm_up(workload.jobs(subject.vocab_size), subject.device.type))
-    forget_peak(subject.device)
-    runs = []
+def _rows(
+    subjects: Sequence[Subject], workload: Workload, repeat: int, bandwidth: float, say: Say
+) -> list[dict[str, Any]]:
+    """Warm up, run `repeat` times in turn with other ids each, and take each one's median run."""
+    for subject in subjects:
+        say(f"{subject.name}, {workload.name}: warming up")
+        subject.run(_warm_up(workload.jobs(subject.vocab_size), subject.device.type))
+        forget_peak(subject.device)
+    runs: list[list[Measured]] = [[] for _ in subjects]
     for draw in range(1, repeat + 1):
-        subject.reset()
-        runs.append(subject.run(workload.jobs(subject.vocab_size, draw)))
-        say(f"{subject.name}, {workload.name}: {runs[-1].row()['output_tok_s']:,} tok/s")
-    taken = sorted(runs, key=lambda each: each.seconds)[(repeat - 1) // 2]
-    row = {"workload": workload.name, "engine": subject.name, **taken.row()}
-    if repeat > 1:
-        row["all_seconds"] = [round(each.seconds, 3) for each in runs]
-    return row | _limits(subject, taken, bandwidth)
+        for subject, own in zip(subjects, runs, strict=True):
+            subject.reset()
+            own.append(subject.run(workload.jobs(subject.vocab_size, draw)))
+            say(f"{subject.name}, {workload.name}: {own[-1].row()['output_tok_s']:,} tok/s")
+    rows = []
+    for subject, own in zip(subjects, runs, strict=True):
+        taken = sorted(own, key=lambda each: each.seconds)[(repeat - 1) // 2]
+        row = {"workload": workload.name, "engine": subject.name, **taken.row()}
+        if repeat > 1:
+            row["all_seconds"] = [round(each.seconds, 3) for each in own]
+        row |= _limits(subject, taken, bandwidth, alone=len(subjects) == 1)
+        if own is not runs[0]:
+            pairs = zip(runs[0], own, strict=True)
+            row["first_ratio"] = round(median(_speed(a) / _speed(b) for a, b in pairs), 3)
+            say(f"{workload.name}: {subjects[0].name} is {row['first_ratio']} times {subject.name}")
+        rows.append(row)
+    return rows
 
 
-def _limits(subject: Subject, taken: Measured, bandwidth: float) -> dict[str, Any]:
-    """How near the run came to what the memory gives, and what it held."""
-    memory = round(memory_bytes(subject.device) / 2**30, 3)
+def _speed(run: Measured) -> float:
+    """Tokens a second while all requests decode; of the whole run, where they never do."""
+    if run.window is not None:
+        return run.window.tokens / run.window.seconds
+    return (run.num_prompt + run.num_output) / run.seconds
+
+
+def _limits(subject: Subject, taken: Measured, bandwidth: float, alone: bool) -> dict[str, Any]:
+    """How near the run came to what the memory gives, and what it held if nobody else did."""
+    memory = round(memory_bytes(subject.device) / 2**30, 3) if alone else None
     if taken.window is None:
         return {"read_gb": None, "bandwidth_pct": None, "memory_gib": memory}
     step_bytes = subject.traffic.step_bytes(taken.window.mean_kv)
