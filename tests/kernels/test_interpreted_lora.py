@@ -6,40 +6,21 @@ import numpy as np
 import pytest
 import torch
 
+from tests.kernels.lora_stacks import NUM_IN, SIZES, make_stacks
 from tests.kernels.test_interpreted import INTERPRETED, inside, run_interpreted
 from windlass.kernels.batch import PIECE, AdapterRows
-from windlass.kernels.lora import Lora, PlainLora, Stacks
+from windlass.kernels.lora import Lora, PlainLora
 from windlass.kernels.reference import silu_mul
 from windlass.runner.adapters import grouped, in_pieces
 
 pytest.importorskip("triton")
 
 CPU = torch.device("cpu")
-NUM_IN, MOST = 600, 40  # inputs that no block divides, and ranks of three blocks
-SIZES = {"q, k, v": (300, 20, 70), "gate, up": (130, 130), "one": (257,)}
-# By slot and part; slot 0 is nobody's.
-RANKS = [[0, 0, 0], [16, 4, 40], [0, 17, 1], [8, 0, 0]]
 
 
 @pytest.mark.skipif(INTERPRETED, reason="starts the interpreter's process")
 def test_kernels_in_the_interpreter() -> None:
     run_interpreted(__file__)
-
-
-def make_stacks(sizes: tuple[int, ...]) -> Stacks:
-    """With the ranks of other layers beside this one's, and nonsense beyond each rank."""
-    count, parts = len(RANKS), len(sizes)
-    beside = torch.full((count, parts + 4), 99, dtype=torch.int32)
-    ranks = beside[:, 2 : 2 + parts]
-    ranks.copy_(torch.tensor(RANKS)[:, :parts])
-    down = torch.full((count, parts, MOST, NUM_IN), float("nan"))
-    up = torch.full((count, MOST * sum(sizes)), float("nan"))
-    stacks = Stacks(down, up, ranks, sizes, {slot: [] for slot in range(count)})
-    for slot in range(count):
-        for part in range(parts):
-            for half in stacks.place(slot, part, RANKS[slot][part]):
-                half.copy_(torch.randn(half.shape))
-    return stacks
 
 
 def compare(sizes: tuple[int, ...], slots: list[int], given: AdapterRows) -> None:

@@ -94,6 +94,8 @@ class Parts:
         self, model: Path, adapters: Sequence[Adapter] = (), max_rank: int = 16, **options: Any
     ) -> None:
         options = {"num_blocks": 64, "max_num_seqs": 8, "device": "cpu", **options}
+        # What is recorded on a CPU calls no hook, and `logits` needs one.
+        options.setdefault("enforce_eager", options["device"] == "cpu")
         config = EngineConfig.of(model=str(model), **options)
         files = resolve(config.model)
         spec = load_spec(files, config.model)

@@ -59,7 +59,7 @@ def test_a_tied_head_is_changed_and_the_embedding_is_not(tmp_path: Path) -> None
 )
 def test_mixed_batches(folder: Path, options: dict) -> None:
     """Each row is as if its adapter were alone, and rows of the base are so to the bit."""
-    parts = Parts(folder, ADAPTERS, enforce_eager=True, **options)  # what is recorded calls no hook
+    parts = Parts(folder, ADAPTERS, **options)
     wanted = [1, 0, 2, 3, 1]
     for chunks in ([100], [3, 1, 7]):
         mixed = parts.scores(PROMPTS, wanted, chunks)
@@ -70,11 +70,35 @@ def test_mixed_batches(folder: Path, options: dict) -> None:
             near(mixed[i], parts.scores(PROMPTS, alone, chunks)[i])
 
 
+@pytest.mark.parametrize("options", [{}, {"quantization": "int4", "quantize_head": True}], ids=str)
+def test_recorded_steps_equal_those_operator_by_operator(folder: Path, options: dict) -> None:
+    """Of rows with adapters and without, prompts and single tokens; the plain version says the same."""
+    found = []
+    ways: list[dict[str, bool]] = [{"enforce_eager": False}, {}, {"plain_kernels": True}]
+    for way in ways[: 2 if options else 3]:
+        parts = Parts(folder, ADAPTERS, **options, **way)
+        admitted = [parts.admit(prompt, logprobs=2) for prompt in PROMPTS]
+        scores = []
+        for start, count in ((0, 3), (3, 1), (4, 100)):
+            live = [one for one in admitted if len(one.tokens) > start]
+            rows = [
+                parts.row(one, start, min(count, len(one.tokens) - start), int(one.slot) % 4)
+                for one in live
+            ]
+            for result in parts.run(rows, admitted if start == 0 else ()):
+                scores += [each.logprob for each in result.logprobs or []]
+        found.append(scores)
+    assert len(found[0]) == len(PROMPTS)
+    assert found[1] == pytest.approx(found[0], abs=1e-4)
+    assert found[-1] == pytest.approx(found[0], abs=0.02)  # it attends in float32
+
+
 def test_recorded_steps_of_the_base_are_as_they_are_beside_adapters(folder: Path) -> None:
-    """The same request, recorded and operator by operator: tokens and scores, to the bit."""
+    """The same request, without adapters in the step and with: tokens and scores, to the bit."""
     found = []
     for slot in (0, 1):
-        parts = Parts(folder, [ONE], quantization="int4", quantize_head=True)
+        given = {"quantization": "int4", "quantize_head": True, "enforce_eager": False}
+        parts = Parts(folder, [ONE], **given)
         base, other = parts.admit(IDS, logprobs=2), parts.admit(IDS[::-1], logprobs=2)
         rows = [parts.row(base, 0, len(IDS)), parts.row(other, 0, len(IDS), slot)]
         found.append(parts.run(rows, [base, other]))
@@ -85,7 +109,7 @@ def test_recorded_steps_of_the_base_are_as_they_are_beside_adapters(folder: Path
 def test_deterministic_requests_are_the_same_beside_others_of_their_adapter(folder: Path) -> None:
     found = []
     for beside in (0, 3):
-        parts = Parts(folder, [ONE])
+        parts = Parts(folder, [ONE], enforce_eager=False)
         wish = {"deterministic": True, "logprobs": 2}
         one = parts.admit(IDS, **wish)
         others = [parts.admit(IDS[i:]) for i in range(1, 1 + beside)]

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from windlass.errors import CheckpointError
 from windlass.kernels.lora import Lora, LoraKernel, PlainLora, Stacks
+from windlass.kernels.ops import Ops
 from windlass.layers.linear import Linear
 from windlass.layers.norm import RMSNorm
 from windlass.lora.base import Adapter, Low
@@ -49,7 +50,7 @@ class Bank:
         self._places: dict[str, _Place] = {}
         norm = next(module for module in network.modules() if isinstance(module, RMSNorm))
         self._device, self._dtype = norm.weight.device, norm.weight.dtype
-        kernel = _triton() if norm.ops.is_triton else PlainLora()
+        kernel = _kernel(norm.ops)
         linears = [(path, m) for path, m in network.named_modules() if isinstance(m, Linear)]
         # Ranks of all layers lie side by side, so that a put sends them at once.
         shape = (num_slots + 1, sum(len(layer.parts) for _, layer in linears))
@@ -166,10 +167,17 @@ def _names(path: str, layer: Linear) -> Iterator[str]:
         yield f"{parent}.{part}" if len(layer.parts) > 1 else path
 
 
-def _triton() -> LoraKernel:
-    from windlass.kernels.triton.lora import TritonLora
+def _kernel(ops: Ops) -> LoraKernel:
+    """Of the same kind as the operations beside it."""
+    if ops.is_triton:
+        from windlass.kernels.triton.lora import TritonLora
 
-    return TritonLora()
+        return TritonLora()
+    if ops.is_native:
+        from windlass.kernels.native.lora import NativeLora
+
+        return NativeLora()
+    return PlainLora()
 
 
 def _by(shape: tuple[int, ...]) -> str:

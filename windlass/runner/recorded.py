@@ -1,10 +1,13 @@
 """Steps on the CPU: one recorded program for all batches, and one native call for each step.
 
 What Python does for a step is to write down its tokens and rows, and to read the tokens that came
-out. Steps that want more than the base's logits run operator by operator.
+out. Steps that score prompts run operator by operator.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 import torch
@@ -12,11 +15,13 @@ from torch import Tensor
 
 from windlass.core.card import Choice
 from windlass.core.types import Row, RowResult, StepPlan
-from windlass.kernels.batch import Span, StepBatch
+from windlass.kernels.batch import AdapterRows, Span, StepBatch
 from windlass.kernels.native import ops
 from windlass.kernels.native.pool import shared_pool
 from windlass.kernels.native.program import Most, Program, StepInputs, record
 from windlass.kernels.native.record import Unrecordable
+from windlass.lora.bank import Bank
+from windlass.lora.base import Adapter
 from windlass.runner.device import gib
 from windlass.runner.runner import Runner
 from windlass.runner.verify import asked_by, positions_of, settle, verify
@@ -28,7 +33,9 @@ class CpuRunner(Runner):
     """Owns the program and its inputs."""
 
     _program: Program | None = None
+    _adapted: Program | None = None  # for steps of which some rows have adapters
     _inputs: StepInputs
+    _most: Most
 
     @torch.inference_mode()
     def record(self, most: Most) -> Choice:
@@ -37,23 +44,38 @@ class CpuRunner(Runner):
             self._program = record(shared_pool(), self._rehearse, most)
         except Unrecordable as error:
             return Choice(_WHAT, "operator by operator", f"cannot be recorded: {error}")
-        self._inputs = StepInputs(most, self._slots.tables)
+        self._inputs, self._most = StepInputs(most, self._slots.tables), most
         made = self._program
         size = f"{made.num_commands} commands, {gib(made.num_bytes)}"
         return Choice(_WHAT, f"one native call ({size})", "every operation is native")
 
-    def _rehearse(self) -> tuple[Tensor, Tensor]:
+    @torch.inference_mode()
+    def attach_adapters(self, bank: Bank, fetch: Callable[[str], Adapter]) -> None:
+        super().attach_adapters(bank, fetch)
+        if self._program is not None:
+            self._adapted = record(shared_pool(), partial(self._rehearse, adapted=True), self._most)
+
+    def _rehearse(self, adapted: bool = False) -> tuple[Tensor, Tensor]:
         """A step of two tokens, of which one is sampled: logits and tokens."""
         two = torch.zeros(2, dtype=torch.int32)
-        batch = StepBatch(two, two, self._slots.tables, [Span(0, 2, 0)], self._cache.layers)
+        whole, last = (AdapterRows(two), AdapterRows(two[:1])) if adapted else (None, None)
+        spans, pages = [Span(0, 2, 0)], self._cache.layers
+        batch = StepBatch(two, two, self._slots.tables, spans, pages, adapters=whole)
         hidden = self._network(two, batch)
-        logits = self._network.logits(ops.gather(hidden, two[:1]))
+        logits = self._network.logits(ops.gather(hidden, two[:1]), last)
         return logits, ops.argmax(logits)
+
+    def _program_for(self, rows: list[Row]) -> Program | None:
+        """None: a row wants its prompt's scores, which are not recorded, or nothing could be."""
+        scores = self._sampler.num_prompt_scores
+        if any(scores(row.slot) is not None for row in rows):
+            return None
+        return self._adapted if any(row.adapter for row in rows) else self._program
 
     def _compute(self, plan: StepPlan) -> list[RowResult]:
         rows = plan.rows
-        program = self._program
-        if program is None or self._wants_more(rows):
+        program = self._program_for(rows)
+        if program is None:
             return super()._compute(plan)
         sampled = self._fill(rows)
         slots = [rows[i].slot for i in sampled]
@@ -74,12 +96,12 @@ class CpuRunner(Runner):
 
     def _verify(self, plan: StepPlan) -> list[RowResult]:
         rows = plan.rows
-        program = self._program
+        program = self._program_for(rows)
         asked = asked_by(rows)
         places = positions_of(rows, asked)
         # Guesses that were kept for a later step may be more than the program has room for.
         too_many = program is not None and len(places) > len(program.tokens)
-        if program is None or self._wants_more(rows) or too_many or self.drafting:
+        if program is None or too_many or self.drafting:
             return super()._verify(plan)
         self._fill(rows)
         self._inputs.sampled[: len(places)] = places
@@ -95,11 +117,6 @@ class CpuRunner(Runner):
             results[each.row] = result
             self._last[each.slot] = result.tokens[-1]
         return results
-
-    def _wants_more(self, rows: list[Row]) -> bool:
-        """Whether a row has an adapter or wants its prompt's scores: neither is recorded."""
-        scores = self._sampler.num_prompt_scores
-        return any(row.adapter or scores(row.slot) is not None for row in rows)
 
     @property
     def _last(self) -> np.ndarray:
@@ -128,6 +145,8 @@ class CpuRunner(Runner):
             offsets = np.repeat(table[:, 2] - table[:, 0], counts)
             inputs.positions[:total] = offsets + np.arange(total)
             inputs.slots[:total] = np.repeat(table[:, 3], counts)
+        if self._adapted is not None:
+            inputs.adapters[:total] = np.repeat([row.adapter for row in rows], counts)
         sampled = [i for i, row in enumerate(rows) if row.sample]
         inputs.sampled[: len(sampled)] = firsts[1:][sampled] - 1
         inputs.count(total, len(rows), len(sampled))

@@ -107,6 +107,43 @@ inline void check_rows(WindlassPool* pool, int rows, int width) {
   }
 }
 
+// Two parts; slot 1 changes both with other ranks, slot 2 the second alone.
+inline void check_lora(WindlassPool* pool, int rows, int width, int outputs) {
+  const int most = 7;
+  const size_t in = static_cast<size_t>(width), out = static_cast<size_t>(outputs);
+  const size_t ranks_of = static_cast<size_t>(most), all = 2 * out;
+  const std::vector<int32_t> ranks = {0, 0, 7, 3, 0, 1}, shape = {width, 2, most, 2, outputs, outputs};
+  const Floats down = some(3 * 2 * ranks_of * in), up = some(3 * ranks_of * all);
+  const Floats x = some(static_cast<size_t>(rows) * in), before = some(static_cast<size_t>(rows) * all);
+  Floats y = before;
+  std::vector<int32_t> slots;
+  for (int row = 0; row < rows; ++row) slots.push_back(row % 3);
+  WindlassStep step{};
+  step.adapters = slots.data();
+  WindlassCommand c{};
+  c.op = windlass::kLora;
+  c.rows = rows;
+  c.moving[0] = const_cast<float*>(x.data());
+  c.moving[1] = y.data();
+  c.fixed[0] = down.data(), c.fixed[1] = up.data();
+  c.fixed[2] = ranks.data(), c.fixed[3] = shape.data();
+  run(pool, c, step);
+  for (size_t row = 0; row < static_cast<size_t>(rows); ++row) {
+    const size_t slot = static_cast<size_t>(slots[row]);
+    for (size_t i = 0; i < all; ++i) {
+      const size_t part = i / out;
+      double wanted = before[row * all + i];
+      for (size_t r = 0; r < static_cast<size_t>(ranks[slot * 2 + part]); ++r) {
+        double low = 0;
+        const float* line = down.data() + ((slot * 2 + part) * ranks_of + r) * in;
+        for (size_t k = 0; k < in; ++k) low += double(line[k]) * double(x[row * in + k]);
+        wanted += low * double(up[(slot * all + part * out) * ranks_of + r * out + i % out]);
+      }
+      expect("adapter", y[row * all + i], wanted, kClose * (1.0 + std::fabs(wanted)));
+    }
+  }
+}
+
 constexpr int kPage = 16, kHeads = 6, kKvHeads = 2, kStride = 20;
 
 // Requests of (start, count), each with pages of its own.
@@ -135,7 +172,7 @@ struct Requests {
 
   WindlassStep step() const {
     return {tokens,           static_cast<int32_t>(rows.size()), 0, kStride, nullptr,
-            positions.data(), slots.data(), tables.data(), rows.data(), nullptr};
+            positions.data(), slots.data(), tables.data(), rows.data(), nullptr, nullptr};
   }
 };
 
@@ -226,7 +263,10 @@ inline void check_pages(WindlassPool* pool, int type, int dim, int window) {
 
 inline void check_operations(WindlassPool* pool) {
   for (int rows : {1, 5, 40}) {
-    for (int width : {1, 8, 50, 576}) check_rows(pool, rows, width);
+    for (int width : {1, 8, 50, 576}) {
+      check_rows(pool, rows, width);
+      check_lora(pool, rows, width, width + 3);
+    }
   }
   for (int type : {0, 1, 2, 3}) {
     for (int dim : {8, 40, 64}) {

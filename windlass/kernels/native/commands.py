@@ -29,6 +29,7 @@ class Op(IntEnum):
     ATTEND = 7
     GATHER = 8
     ARGMAX = 9
+    LORA = 10
 
 
 class LinearFlag(IntFlag):
@@ -67,6 +68,7 @@ WRITTEN = {
     Op.ATTEND: (1,),
     Op.GATHER: (1,),
     Op.ARGMAX: (1,),
+    Op.LORA: (1,),
 }
 
 
@@ -97,6 +99,7 @@ class Step(ctypes.Structure):
         ("tables", ctypes.c_void_p),
         ("rows", ctypes.c_void_p),
         ("sampled", ctypes.c_void_p),
+        ("adapters", ctypes.c_void_p),
     )
 
 

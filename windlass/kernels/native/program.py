@@ -34,7 +34,9 @@ class StepInputs:
 
     def __init__(self, most: Most, tables: Tensor) -> None:
         """`tables` is read in place: [slots, blocks] of int32."""
-        self.ids, self.positions, self.slots = (np.zeros(most.tokens, np.int32) for _ in "abc")
+        self.ids, self.positions, self.slots, self.adapters = (
+            np.zeros(most.tokens, np.int32) for _ in "abcd"
+        )
         self.rows = np.zeros((most.rows, 4), np.int32)  # first token, tokens, position, slot
         self.sampled = np.zeros(most.rows, np.int32)
         self._tables = tables
@@ -46,6 +48,7 @@ class StepInputs:
             tables=tables.data_ptr(),
             rows=self.rows.ctypes.data,
             sampled=self.sampled.ctypes.data,
+            adapters=self.adapters.ctypes.data,
         )
 
     def count(self, tokens: int, rows: int, sampled: int) -> None:

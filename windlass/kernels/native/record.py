@@ -119,10 +119,10 @@ class Recording(TorchDispatchMode):
         return result
 
     def _producers(self, tensor: Tensor) -> list[Recorded]:
-        """The products that made a tensor, if nothing else has seen it."""
+        """The products that made a tensor, and adapters, if nothing else has seen it."""
         buffer = self._buffers.get(tensor.data_ptr())
         users = _users(self.calls, buffer)
-        if not users or any(one.op != Op.LINEAR or one.buffers[1] is not buffer for one in users):
+        if not users or not _all_make(users, buffer):
             raise Unrecordable("torch changes what is not the result of native products")
         return users
 
@@ -146,11 +146,13 @@ class Recording(TorchDispatchMode):
         makers = self._producers(x)
         sum_buffer = self._track(result, len(x), makers[0].rows)
         for made in makers:
+            made.buffers[1] = sum_buffer
+            if made.op != Op.LINEAR:
+                continue
             first, y = made.call.sizes[1], made.call.moving[1]
             assert y is not None
             part = bias[first : first + y.shape[1]]
             made.call = replace(made.call, fixed=[made.call.fixed[0], part])
-            made.buffers[1] = sum_buffer
 
 
 def _is_view(func: Any, tensor: Tensor, result: Any) -> bool:
@@ -184,6 +186,14 @@ def _users(calls: list[Recorded], buffer: Buffer | None) -> list[Recorded]:
     return [one for one in calls if one.uses(buffer)]
 
 
+def _all_make(calls: list[Recorded], buffer: Buffer | None) -> bool:
+    """Whether calls are products and adapters that write a buffer and do not read it."""
+    return all(
+        one.op in (Op.LINEAR, Op.LORA) and one.buffers[1] is buffer and one.buffers[0] is not buffer
+        for one in calls
+    )
+
+
 def _add_in_place(calls: list[Recorded]) -> list[Recorded]:
     """A product whose result goes into the residual adds to it; what remains is a norm."""
     for one in calls:
@@ -191,11 +201,12 @@ def _add_in_place(calls: list[Recorded]) -> list[Recorded]:
             continue
         x, residual, out = one.buffers
         makers = [other for other in _users(calls, x) if other is not one]
-        if not makers or any(m.op != Op.LINEAR or m.buffers[1] is not x for m in makers):
+        if not makers or not _all_make(makers, x):
             continue
         for maker in makers:
             maker.buffers[1] = residual
-            maker.change(2, maker.call.sizes[2] | LinearFlag.ADD_TO_Y)
+            if maker.op == Op.LINEAR:
+                maker.change(2, maker.call.sizes[2] | LinearFlag.ADD_TO_Y)
         one.call = replace(one.call, op=Op.NORM)
         one.buffers = [residual, out]
     return calls

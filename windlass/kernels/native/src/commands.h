@@ -13,9 +13,12 @@
 //   attend   x, out                        kv                             heads ..., window; scale
 //   gather   x, out                                                       width
 //   argmax   x, out (int32)                                               width
+//   lora     x, y                          down, up, ranks, shape
 //
 // kv: keys, values and, where they are codes, their scales. heads ...: query heads, kv heads, size
-// of a head, positions of a page, type of the pages. Sums never depend on how many rows there are.
+// of a head, positions of a page, type of the pages. lora adds to y what adapters make of x, as
+// kernels/lora.py has their matrices; shape: inputs, parts (up to 3), most ranks, how far the ranks
+// of slots lie apart, outputs of each part. Sums never depend on how many rows there are.
 
 #pragma once
 
@@ -34,6 +37,7 @@ enum Op : int32_t {
   kAttend,
   kGather,
   kArgmax,
+  kLora,
 };
 
 // How numbers are stored.
@@ -73,4 +77,5 @@ struct WindlassStep {
   const int32_t* tables;     // [slots][table_stride] pages
   const WindlassRow* rows;
   const int32_t* sampled;  // tokens whose row goes on to the head
+  const int32_t* adapters;  // of the tokens: their slots, 0 where there is none
 };

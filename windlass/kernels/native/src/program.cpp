@@ -36,6 +36,8 @@ bool execute(const Run& run) {
       return run_gather(run);
     case kArgmax:
       return run_argmax(run);
+    case kLora:
+      return run_lora(run);
     default:
       return false;
   }

@@ -59,5 +59,6 @@ bool run_rope(const Run& run);
 bool run_attend(const Run& run);
 bool run_gather(const Run& run);
 bool run_argmax(const Run& run);
+bool run_lora(const Run& run);
 
 }  // namespace windlass

@@ -1,0 +1,37 @@
+"""What adapters add to a product by the native library, against the plain version."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from tests.kernels.lora_stacks import NUM_IN, SIZES, make_stacks
+from windlass.kernels.lora import Lora, PlainLora
+from windlass.kernels.native.lora import NativeLora
+from windlass.kernels.reference import silu_mul
+from windlass.runner.adapters import grouped
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize("slots", [[1], [1, 0, 2, 3, 1], [0, 0], [2] * 33], ids=len)
+@pytest.mark.parametrize("name", SIZES)
+def test_equals_the_plain_version(name: str, slots: list[int]) -> None:
+    torch.manual_seed(0)
+    stacks = make_stacks(SIZES[name])
+    x, y = torch.randn(len(slots), NUM_IN), torch.randn(len(slots), sum(stacks.sizes))
+    plain, native = Lora(stacks, PlainLora()), Lora(stacks, NativeLora())
+    rows = grouped(np.array(slots), CPU)
+    got = native.end(y.clone(), native.begin(x, rows), rows)
+    torch.testing.assert_close(got, plain.end(y.clone(), x, rows), atol=2e-3, rtol=1e-4)
+    base = [i for i, slot in enumerate(slots) if slot == 0]
+    assert torch.equal(got[base], y[base])
+    if name == "gate, up":
+        active = native.gated(y.clone(), native.begin(x, rows), rows, silu_mul)
+        torch.testing.assert_close(active, silu_mul(got))
+    for i in range(len(slots)):
+        one = slice(i, i + 1)
+        own = grouped(np.array(slots[one]), CPU)
+        alone = native.end(y[one].clone(), native.begin(x[one], own), own)
+        assert torch.equal(alone, got[one])
