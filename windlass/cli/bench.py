@@ -211,7 +211,9 @@ def levers(
         list[str] | None,
         typer.Argument(metavar="[adapters] [batching] [prefix] [scheduler] [speculation]"),
     ] = None,
-    model: Annotated[str, typer.Option(metavar="MODEL", help="As for serve.")] = "default",
+    model: Annotated[
+        str, typer.Option("--model", metavar="MODEL", help="As for serve.")
+    ] = "default",
     num_requests: Annotated[
         int | None,
         typer.Option(

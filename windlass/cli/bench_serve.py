@@ -57,7 +57,7 @@ def _option(panel: str, metavar: str, help: str, *names: str) -> Any:
 def serve(
     ctx: typer.Context,
     base_url: Annotated[Text, _option("Server", "URL", "The server; over --host, --port.")] = None,
-    host: Annotated[str, _option("Server", "HOST", "Where it listens.")] = "127.0.0.1",
+    host: Annotated[str, _option("Server", "ADDRESS", "Where it listens.")] = "127.0.0.1",
     port: Annotated[int, _option("Server", "N", "Where it listens.")] = 8000,
     backend: Annotated[
         str, _option("Server", "NAME", "openai-chat, openai, vllm.")

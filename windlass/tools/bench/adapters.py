@@ -30,11 +30,13 @@ RANK = 16
 _AT_ONCE = 64
 _REGISTERED = 200
 _FOLDERS = 4
+_TENANTS = 100
 _ROUNDS = 4  # requests of the many, by how many run at once
 _NOTES = (
     f"Rank {RANK} on all seven projections of every layer. 128 tokens in, 256 out (many: 16 to 64 "
     "in, 8 to 256 out); decode tok/s while all requests decode, output tok/s for the many, whose "
-    "adapters are all in host memory. The same engine without adapters, in turns; medians."
+    "adapters are all in host memory. The same engine without adapters, in turns; medians. Weights of "
+    f"{_TENANTS} tenants: in one engine with all adapters on the device, and in an engine for each."
 )
 
 
@@ -59,13 +61,13 @@ def adapters(
         say(next(f"{c.value}; {c.reason}" for c in built.report.choices if c.what == "adapters"))
         run(built.engine, [Job([1, 2, 3, 4], 1, adapter=name) for name in names])
         say(f"{known} adapters are in host memory")
-        slot_mib = built.report.memory["adapters"] / (at_once + 1) / 2**20
+        memory = _memory(built, at_once + 1)
         many = find("ragged", Sizes(num_requests=_ROUNDS * at_once))
         works = [(find(f"decode_b{count}"), names) for count in sorted({1, at_once})]
         rows = []
         for workload, group in [*works, (many, names)]:
             row = _compare(built, workload, group, repeat, decode=workload is not many)
-            rows.append({**row, "adapter_mib": round(slot_mib, 1)})
+            rows.append({**row, **memory})
             say(f"{row['workload']}: {row['ratio']} of the base's speed")
     return Record("adapters", rows, _NOTES, settings=options)
 
@@ -91,6 +93,17 @@ def _compare(
         "base_tok_s": round(base, 1),
         "adapters_tok_s": round(own, 1),
         "ratio": round(own / base, 3),
+    }
+
+
+def _memory(built: Built, num_slots: int) -> dict[str, float]:
+    """What an adapter takes, and the weights of 100 tenants: in one engine, and in one for each."""
+    held = built.report.memory
+    base, each = held["weights"], held["adapters"] / num_slots
+    return {
+        "adapter_mib": round(each / 2**20, 1),
+        "together_gib": round((base + _TENANTS * each) / 2**30, 2),
+        "apart_gib": round(_TENANTS * (base + each) / 2**30, 2),
     }
 
 
