@@ -9,6 +9,8 @@ namespace {
 
 constexpr int kMostParts = 3;
 constexpr int kColumns = 512;  // outputs that one piece of work covers
+constexpr int kRows = 8;       // and rows
+constexpr int kRanks = 4;      // that are computed at once
 
 // A layer's adapters, as commands.h says; parts stand side by side in y.
 struct Adapters {
@@ -42,80 +44,152 @@ struct Adapters {
   }
 };
 
-// out[r] = down[r] . x for four rows, which share what is read of x.
-void dots4(const float* down, int width, const float* x, float* out) {
-  F32x8 sums[4] = {zero(), zero(), zero(), zero()};
+// Rows of a step that have the same adapter, one or two: they share what is read of it.
+struct Together {
+  int first, count;
+};
+
+// low[t][r] = down[r] . x[t] for some ranks r
+template <int RANKS, int COUNT>
+void dots(const float* down, int width, const float* x, float* low, int low_stride) {
+  F32x8 sums[RANKS][COUNT];
+  for (auto& own : sums) {
+    for (F32x8& sum : own) sum = zero();
+  }
   int i = 0;
   for (; i + kLanes <= width; i += kLanes) {
-    const F32x8 value = load(x + i);
-    for (int r = 0; r < 4; ++r) sums[r] = fma(sums[r], load(row_of(down, r, width) + i), value);
+    F32x8 values[COUNT];
+    for (int t = 0; t < COUNT; ++t) values[t] = load(row_of(x, t, width) + i);
+    for (int r = 0; r < RANKS; ++r) {
+      const F32x8 weight = load(row_of(down, r, width) + i);
+      for (int t = 0; t < COUNT; ++t) sums[r][t] = fma(sums[r][t], weight, values[t]);
+    }
   }
-  store_sums4(out, sums[0], sums[1], sums[2], sums[3]);
-  for (; i < width; ++i) {
-    for (int r = 0; r < 4; ++r) out[r] += row_of(down, r, width)[i] * x[i];
+  for (int t = 0; t < COUNT; ++t) {
+    for (int r = 0; r < RANKS; ++r) {
+      float sum = sum_of(sums[r][t]);
+      for (int k = i; k < width; ++k) sum += row_of(down, r, width)[k] * row_of(x, t, width)[k];
+      row_of(low, t, low_stride)[r] = sum;
+    }
   }
 }
 
-float dot(const float* row, int width, const float* x) {
-  F32x8 sum = zero();
-  int i = 0;
-  for (; i + kLanes <= width; i += kLanes) sum = fma(sum, load(row + i), load(x + i));
-  float out = sum_of(sum);
-  for (; i < width; ++i) out += row[i] * x[i];
-  return out;
-}
-
-void shrink(const float* down, int rank, int width, const float* x, float* low) {
+template <int COUNT>
+void shrink(const float* down, int ranks, int width, const float* x, float* low, int low_stride) {
   int r = 0;
-  for (; r + 4 <= rank; r += 4) dots4(row_of(down, r, width), width, x, low + r);
-  for (; r < rank; ++r) low[r] = dot(row_of(down, r, width), width, x);
+  for (; r + kRanks <= ranks; r += kRanks) {
+    dots<kRanks, COUNT>(row_of(down, r, width), width, x, low + r, low_stride);
+  }
+  for (; r < ranks; ++r) dots<1, COUNT>(row_of(down, r, width), width, x, low + r, low_stride);
 }
 
-// y[begin, end) += low @ up, of outputs of one part
-void expand(const float* up, int rank, int size, const float* low, int begin, int end, float* y) {
+// y[t][begin, end) += low[t] @ up for some ranks, of outputs of one part
+template <int RANKS, int COUNT>
+void spread(const float* up, int size, const float* low, int low_stride, int begin, int end,
+            float* y, int y_stride) {
   int i = begin;
   for (; i + kLanes <= end; i += kLanes) {
-    F32x8 sum = load(y + i);
-    for (int r = 0; r < rank; ++r) sum = fma(sum, load(row_of(up, r, size) + i), splat(low[r]));
-    store(y + i, sum);
+    F32x8 sums[COUNT];
+    for (int t = 0; t < COUNT; ++t) sums[t] = load(row_of(y, t, y_stride) + i);
+    for (int r = 0; r < RANKS; ++r) {
+      const F32x8 weight = load(row_of(up, r, size) + i);
+      for (int t = 0; t < COUNT; ++t) {
+        sums[t] = fma(sums[t], weight, splat(row_of(low, t, low_stride)[r]));
+      }
+    }
+    for (int t = 0; t < COUNT; ++t) store(row_of(y, t, y_stride) + i, sums[t]);
   }
   for (; i < end; ++i) {
-    for (int r = 0; r < rank; ++r) y[i] += low[r] * row_of(up, r, size)[i];
+    for (int t = 0; t < COUNT; ++t) {
+      float& sum = row_of(y, t, y_stride)[i];
+      for (int r = 0; r < RANKS; ++r) sum += row_of(low, t, low_stride)[r] * row_of(up, r, size)[i];
+    }
   }
 }
+
+// Few ranks at a time: y stays in the nearest cache, and each rank is read from end to end.
+template <int COUNT>
+void expand(const float* up, int ranks, int size, const float* low, int low_stride, int begin,
+            int end, float* y, int y_stride) {
+  int r = 0;
+  for (; r + kRanks <= ranks; r += kRanks) {
+    spread<kRanks, COUNT>(row_of(up, r, size), size, low + r, low_stride, begin, end, y, y_stride);
+  }
+  for (; r < ranks; ++r) {
+    spread<1, COUNT>(row_of(up, r, size), size, low + r, low_stride, begin, end, y, y_stride);
+  }
+}
+
+// The work of one command: rows' inputs brought down to `low`, then on to y.
+struct Work {
+  const Run& run;
+  const Adapters all;
+  float* low;
+  int low_stride;
+
+  int slot(int row) const {
+    const WindlassStep& step = run.step;
+    return step.adapters[run.command.rows == kSampled ? step.sampled[row] : row];
+  }
+
+  // Calls body(slot, rows) for what of rows [begin, end) has an adapter.
+  template <class Body>
+  void each(int begin, int end, const Body& body) const {
+    for (int row = begin; row < end;) {
+      const int own = slot(row);
+      const int count = row + 1 < end && slot(row + 1) == own ? 2 : 1;
+      if (own != 0) body(own, Together{row, count});
+      row += count;
+    }
+  }
+
+  void shrink_part(int own, Together rows, int part) const {
+    const float* down = all.down_of(own, part);
+    const float* x = row_of(run.moving(0), rows.first, all.num_in);
+    float* to = row_of(low, rows.first, low_stride) + part * all.most;
+    const auto go = rows.count == 2 ? shrink<2> : shrink<1>;
+    go(down, all.rank(own, part), all.num_in, x, to, low_stride);
+  }
+
+  void expand_columns(int own, Together rows, int from, int to) const {
+    float* y = row_of(run.moving(1), rows.first, all.num_out);
+    const float* lows = row_of(low, rows.first, low_stride);
+    const auto go = rows.count == 2 ? expand<2> : expand<1>;
+    for (int part = 0, first = 0; part < all.parts; first += all.sizes[part++]) {
+      const int size = all.sizes[part];
+      const int left = std::max(from, first) - first, right = std::min(to, first + size) - first;
+      if (left >= right) continue;
+      go(all.up_of(own, first), all.rank(own, part), size, lows + part * all.most, low_stride, left,
+         right, y + first, all.num_out);
+    }
+  }
+};
 
 }  // namespace
 
 bool run_lora(const Run& run) {
   const Adapters all(run);
-  const WindlassStep& step = run.step;
-  const bool sampled = run.command.rows == kSampled;
-  const auto slot_of = [&](int row) { return step.adapters[sampled ? step.sampled[row] : row]; };
-  const size_t lows = static_cast<size_t>(run.rows) * static_cast<size_t>(all.parts * all.most);
+  const int low_stride = all.parts * all.most;
+  const size_t lows = static_cast<size_t>(run.rows) * static_cast<size_t>(low_stride);
   float* low = reinterpret_cast<float*>(run.pool.buffer(lows * sizeof(float)));
   if (low == nullptr) return false;
-  run.each_row(all.parts * all.most * all.num_in / 4, [&](int row) {
-    const int slot = slot_of(row);
-    if (slot == 0) return;
-    for (int part = 0; part < all.parts; ++part) {
-      shrink(all.down_of(slot, part), all.rank(slot, part), all.num_in,
-             row_of(run.moving(0), row, all.num_in), row_of(low, row * all.parts + part, all.most));
+  const Work work{run, all, low, low_stride};
+  // Pieces are of a few rows that lie together, so that those of one adapter stay so.
+  const int pieces = (run.rows + kRows - 1) / kRows;
+  run.pool.each(pieces * all.parts, 1, [&](int begin, int end) {
+    for (int i = begin; i < end; ++i) {
+      const int first = i / all.parts * kRows;
+      work.each(first, std::min(run.rows, first + kRows),
+                [&](int own, Together rows) { work.shrink_part(own, rows, i % all.parts); });
     }
   });
   const int tiles = (all.num_out + kColumns - 1) / kColumns;
-  run.pool.each(run.rows * tiles, 1, [&](int begin, int end) {
+  run.pool.each(pieces * tiles, 1, [&](int begin, int end) {
     for (int i = begin; i < end; ++i) {
-      const int row = i / tiles, slot = slot_of(row);
-      if (slot == 0) continue;
-      const int from = i % tiles * kColumns, to = std::min(all.num_out, from + kColumns);
-      float* y = row_of(run.moving(1), row, all.num_out);
-      for (int part = 0, first = 0; part < all.parts; first += all.sizes[part++]) {
-        const int size = all.sizes[part];
-        const int left = std::max(from, first) - first, right = std::min(to, first + size) - first;
-        if (left >= right) continue;
-        expand(all.up_of(slot, first), all.rank(slot, part), size,
-               row_of(low, row * all.parts + part, all.most), left, right, y + first);
-      }
+      const int first = i / tiles * kRows, from = i % tiles * kColumns;
+      work.each(first, std::min(run.rows, first + kRows), [&](int own, Together rows) {
+        work.expand_columns(own, rows, from, std::min(all.num_out, from + kColumns));
+      });
     }
   });
   return true;
