@@ -14,6 +14,7 @@ from windlass.cli.command import register
 from windlass.cli.eval import eval as evaluate
 from windlass.cli.generate import generate
 from windlass.cli.inspect import inspect
+from windlass.cli.ladder import LADDER_OPTIONS, ladder
 from windlass.cli.options import (
     ENGINE_OPTIONS,
     GATE_OPTIONS,
@@ -63,6 +64,7 @@ register(app, chat, [*SAMPLING_OPTIONS, *ENGINE_OPTIONS, *LORA_OPTIONS])
 register(app, generate, [*SAMPLING_OPTIONS, *ENGINE_OPTIONS, *LORA_OPTIONS])
 register(app, inspect, ENGINE_OPTIONS)
 register(app, evaluate, [*LIMIT_OPTIONS, *ENGINE_OPTIONS])
+register(app, ladder, LADDER_OPTIONS)
 register(app, plan, PLAN_OPTIONS)
 register(app, profile, ENGINE_OPTIONS)
 register(app, quantize, QUANTIZE_OPTIONS)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rich.console import Console
@@ -169,6 +169,34 @@ COLUMNS: dict[str, Columns] = {
         "cached_input_tokens": "prompt tokens cached",
     },
     "outside": {
+    "ladder": {
+        "label": "rung",
+        "low_tok_s/sat_tok_s": "tok/s",
+        "low_times/sat_times": "times the base",
+        "sat_req_s": "req/s",
+        "article_req_s": "articles' req/s",
+        "sat_e2e_p50_s": "p50 s",
+        "article_p50_s": "articles' p50 s",
+        "low_ttft_p50_ms/low_ttft_p99_ms": "TTFT ms, low",
+        "sat_ttft_p50_ms/sat_ttft_p99_ms": "TTFT ms, full",
+        "low_tpot_p50_ms/low_tpot_p99_ms": "TPOT ms, low",
+        "sat_tpot_p50_ms/sat_tpot_p99_ms": "TPOT ms, full",
+        "memory_mib": "memory MiB",
+        "perplexity": "perplexity",
+        "agreement": "agreement",
+        "low_usd_per_million/sat_usd_per_million": "$ per million",
+    },
+    "plan-accuracy": {
+        "workload": "load",
+        "requests": "requests",
+        "predicted_output_throughput/measured_output_throughput": "output tok/s, predicted / measured",
+        "difference_pct": "difference, %",
+        "predicted_median_ttft_ms/measured_median_ttft_ms": "TTFT p50 ms",
+        "predicted_p99_ttft_ms/measured_p99_ttft_ms": "TTFT p99 ms",
+        "predicted_median_tpot_ms/measured_median_tpot_ms": "TPOT p50 ms",
+        "predicted_kv_peak_pct/measured_kv_peak_pct": "KV peak, %",
+        "predicted_steps/measured_steps": "steps",
+    },
         "figure": "figure",
         "windlass": "windlass bench serve",
         "guidellm": "guidellm",
@@ -199,6 +227,13 @@ def cells(name: str, row: Mapping[str, Any]) -> list[str]:
 
 
 def show(record: Record) -> None:
+def markdown(name: str, rows: Sequence[Mapping[str, Any]]) -> str:
+    """The rows as a table for a page."""
+    lines = [list(COLUMNS[name].values()), ["---"] * len(COLUMNS[name])]
+    lines += [cells(name, row) for row in rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
     """The record as a table in the terminal, never cut off: a narrow one wraps the lines."""
     table = Table(box=None, pad_edge=False)
     for key, heading in COLUMNS[record.name].items():

@@ -32,7 +32,7 @@ class Record:
     command: str = field(default_factory=lambda: _command())
     commit: str = field(default_factory=lambda: _commit())
     date: str = field(default_factory=lambda: datetime.now(UTC).strftime("%Y-%m-%d"))
-    hardware: str = field(default_factory=lambda: _hardware())
+    hardware: str = field(default_factory=lambda: hardware())
     versions: dict[str, str] = field(default_factory=lambda: _versions())
 
     def save(self, path: Path) -> None:
@@ -78,7 +78,8 @@ def _commit() -> str:
     return commit + ("+" if changed else "")
 
 
-def _hardware() -> str:
+def hardware() -> str:
+    """The machine, in words."""
     return f"{_cpu_name()}, {os.cpu_count()} cores{_gpu_name()}"
 
 

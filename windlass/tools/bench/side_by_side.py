@@ -15,6 +15,7 @@ from windlass.config import EngineConfig
 from windlass.errors import ConfigError
 from windlass.layers.linear import Linear
 from windlass.models.network import Network
+from windlass.runner.assemble import Loaded
 from windlass.runner.device import choose_device
 from windlass.runner.scoring import Piece, ScoringLimits
 from windlass.tools.bench.throughput import Own
@@ -40,8 +41,14 @@ class Judge:
     """Owns the reference's scorer and the text."""
 
     def __init__(
-        self, reference: EngineConfig, opened: OpenModel, corpus: Corpus, cut: Cut
+        self,
+        reference: EngineConfig,
+        opened: OpenModel,
+        corpus: Corpus,
+        cut: Cut,
+        weights: Loaded | None = None,
     ) -> None:
+        """`weights`: the reference's, where they are loaded already."""
         self._config = reference
         self._corpus = corpus
         self._cut = cut
@@ -55,14 +62,14 @@ class Judge:
                 f"a window of {longest} tokens is more than the {opened.spec.max_positions} "
                 f"positions of {opened.card.name}. Use a smaller --context."
             )
-        self._reference = build_scorer(reference, opened.source, self._limits)
+        self._reference = build_scorer(reference, opened.source, self._limits, weights)
         self._kept: list[Piece] | None = None
 
     @property
     def reference(self) -> BuiltScorer:
         return self._reference
 
-    def build(self, config: EngineConfig) -> BuiltScorer:
+    def build(self, config: EngineConfig, weights: Loaded | None = None) -> BuiltScorer:
         """A model to be judged, which must cut the text as the reference does."""
         if (config.model, config.cache) == (self._config.model, self._config.cache):
             return self._reference
@@ -71,7 +78,7 @@ class Judge:
             raise ConfigError(
                 f"{opened.card.name} cuts the text into other tokens than the reference."
             )
-        return build_scorer(config, opened.source, self._limits)
+        return build_scorer(config, opened.source, self._limits, weights)
 
     def alone(self) -> Quality:
         """The reference's own perplexity."""

@@ -28,7 +28,8 @@ _SAME = {
 }
 _TOKENS = 96
 _AT_ONCE = 32
-_TEXTS = (
+# Prose that ships with the program: to repeat here, to measure short perplexities elsewhere.
+TEXTS = (
     "The ferry left the island at six, while the lamps along the quay were still lit. Seven people "
     "were on board, and a dog that belonged to none of them. Halfway across, the engine coughed "
     "twice and fell silent, and the captain came down the ladder with a torch and a spanner.",
@@ -129,7 +130,7 @@ def speculation(
 
 
 def _works(at_once: int, free: list[Messages] | None = None) -> list[_Work]:
-    editing = [_ask(f"Repeat the following text exactly: {text}") for text in _TEXTS]
+    editing = [_ask(f"Repeat the following text exactly: {text}") for text in TEXTS]
     free = free or [_ask(question) for question in _QUESTIONS]
     return [
         _Work("editing, one at a time", editing, 1),

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from windlass.errors import ConfigError
-from windlass.tools.bench.columns import COLUMNS, cells
+from windlass.tools.bench.columns import COLUMNS, markdown
 
 # Those that hold tables.
 PAGES = (
@@ -42,10 +42,7 @@ def _table(path: Path) -> str:
         raise ConfigError(
             f"{path}: results of {name!r} have no table. Known: {', '.join(COLUMNS)}."
         )
-    lines = [list(COLUMNS[name].values()), ["---"] * len(COLUMNS[name])]
-    lines += [cells(name, row) for row in rows]
-    body = "\n".join("| " + " | ".join(line) + " |" for line in lines)
-    return f"\n{body}\n\n{_origin(record)}\n\n"
+    return f"\n{markdown(name, rows)}\n\n{_origin(record)}\n\n"
 
 
 def _origin(record: dict[str, Any]) -> str:

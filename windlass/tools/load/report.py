@@ -72,16 +72,26 @@ def _read(path: Path) -> Record:
 
 def save_report(records: Sequence[Record], path: Path) -> None:
     """Write the page, whole or not at all."""
+    save_page(page(records), path)
+
+
+def save_page(text: str, path: Path) -> None:
+    """Whole or not at all."""
     part = path.with_suffix(".part")
-    part.write_text(page(records), encoding="utf-8")
+    part.write_text(text, encoding="utf-8")
     os.replace(part, path)
 
 
 def page(records: Sequence[Record]) -> str:
     """The HTML."""
     names = ", ".join(dict.fromkeys(label_of(record) for record in records))
-    title = escape(f"Load on {names}")
-    plots = all_plots(records)
+    top = f'{_warnings(records)}\n<div class="wide">{_table(records)}</div>'
+    return html_page(f"Load on {names}", top, all_plots(records), _origins(records))
+
+
+def html_page(name: str, top: str, plots: Sequence[Plot], bottom: str) -> str:
+    """Plots between two pieces of HTML; `name` is plain text."""
+    title = escape(name)
     figures = "\n".join(
         f'<section><h2>{escape(plot.title)}</h2><div class="plot" id="plot-{i}"></div></section>'
         for i, plot in enumerate(plots)
@@ -91,12 +101,11 @@ def page(records: Sequence[Record]) -> str:
 <style>{_STYLE}</style>
 <script>{plotly_js()}</script></head>
 <body><h1>{title}</h1>
-{_warnings(records)}
-<div class="wide">{_table(records)}</div>
+{top}
 <div class="plots">
 {figures}
 </div>
-{_origins(records)}
+{bottom}
 <script>{_script(plots)}</script>
 </body></html>
 """

@@ -1,0 +1,167 @@
+"""`windlass ladder`: every lever alone and stacked, with speed, tails, memory, quality and cost."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from windlass.cli.command import Options
+from windlass.cli.options import ENGINE_OPTIONS
+from windlass.cli.results import check_path
+from windlass.errors import ConfigError
+
+_INTERRUPTED = 130
+# What the rungs differ in, and what follows from the load.
+_VARIED = (
+    "quantization",
+    "quantize_head",
+    "kv_cache_dtype",
+    "kv_cache_memory_bytes",
+    "memory_share",
+    "num_blocks",
+    "prefix_caching",
+    "enable_chunked_prefill",
+    "batching",
+    "max_model_len",
+)
+LADDER_OPTIONS = [option for option in ENGINE_OPTIONS if option.name not in _VARIED]
+
+
+def ladder(
+    options: Options,
+    rungs: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAMES",
+            help="Some of naive, static, continuous, chunked, prefix, int8, fp8, int4, gptq, awq, "
+            "kv, spec, everything; with commas. Default: all.",
+        ),
+    ] = None,
+    weights: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="The weights that later rungs stand on; default: the last that can.",
+        ),
+    ] = None,
+    workload: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAMES",
+            help="Loads as for bench serve, with their parts [default: chat:3,random:1].",
+        ),
+    ] = None,
+    num_requests: Annotated[
+        int | None, typer.Option(metavar="N", help="At saturation; default: by the device.")
+    ] = None,
+    low_requests: Annotated[
+        int | None, typer.Option(metavar="N", help="At low load; default: by the device.")
+    ] = None,
+    low_rate: Annotated[
+        float | None,
+        typer.Option(
+            metavar="X", help="Low load: requests a second (Poisson); default: one at a time."
+        ),
+    ] = None,
+    prefix_len: Annotated[
+        int | None, typer.Option(metavar="N", help="Tokens of the system prompt.")
+    ] = None,
+    input_len: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N", help="Tokens of a question; other prompts have four times as many."
+        ),
+    ] = None,
+    output_len: Annotated[
+        int | None, typer.Option(metavar="N", help="Mean tokens of an answer.")
+    ] = None,
+    turns: Annotated[
+        int | None, typer.Option(metavar="N", help="Turns of a chat [default: 1].")
+    ] = None,
+    data: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FILE", help="Text for the quality, as for eval; default: a short one."
+        ),
+    ] = None,
+    awq: Annotated[
+        str | None, typer.Option(metavar="MODEL", help="An AWQ checkpoint of the same model.")
+    ] = None,
+    gptq: Annotated[
+        str | None, typer.Option(metavar="MODEL", help="A GPTQ checkpoint of the same model.")
+    ] = None,
+    full: Annotated[
+        bool, typer.Option("--full", help="Make the AWQ and GPTQ checkpoints that are not given.")
+    ] = False,
+    calibration: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="With --full: JSONL, as for quantize.")
+    ] = None,
+    price_per_hour: Annotated[
+        float | None,
+        typer.Option(metavar="X", help="Dollars of this machine; default: a usual price."),
+    ] = None,
+    output: Annotated[
+        Path, typer.Option("-o", "--output", metavar="FILE", help="Write JSON here.")
+    ] = Path("ladder.json"),
+    html: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="The page with plots; default: beside the JSON."),
+    ] = None,
+    progress: Annotated[bool, typer.Option(help="Show a progress bar on stderr.")] = True,
+) -> int:
+    """Measure every lever alone and stacked, at low load and at saturation.
+
+    The base is continuous batching with 16-bit weights. Each row is saved as it comes: the same
+    command goes on after an interruption. --spec chooses who guesses; default: ngram.
+    """
+    check_path("-o", output)
+    html = html or output.with_suffix(".html")
+    check_path("--html", html)
+    if calibration is not None and not full:
+        raise ConfigError("--calibration does nothing without --full.")
+    from windlass.tools.bench.columns import markdown
+    from windlass.tools.ladder.bar import watched
+    from windlass.tools.ladder.forms import Given
+    from windlass.tools.ladder.report import save_report
+    from windlass.tools.ladder.run import Ladder, LadderOrder
+
+    names = tuple(name.strip() for name in (rungs or "").split(",") if name.strip())
+    if rungs is not None and not names:
+        raise ConfigError("--rungs is empty; name at least one, such as naive,everything.")
+    sizes = {
+        "workload": workload,
+        "num_requests": num_requests,
+        "low_requests": low_requests,
+        "low_rate": low_rate,
+        "prefix_len": prefix_len,
+        "input_len": input_len,
+        "output_len": output_len,
+        "turns": turns,
+    }
+    checkpoints = {name: model for name, model in (("awq", awq), ("gptq", gptq)) if model}
+    order = LadderOrder(
+        options.engine_values(),
+        output,
+        names,
+        weights,
+        {name: value for name, value in sizes.items() if value is not None},
+        data,
+        price_per_hour,
+        Given(names, checkpoints, full, calibration),
+    )
+    outcome = Ladder(order, _say).run(partial(watched, shown=progress))
+    save_report(outcome.record, html)
+    typer.echo(f"written to {output} and {html}", err=True)
+    typer.echo(markdown("ladder", outcome.record.rows))
+    typer.echo(f"\n{outcome.record.notes}")
+    if not outcome.complete:
+        typer.echo("\ninterrupted; the same command goes on", err=True)
+        return _INTERRUPTED
+    return 0
+
+
+def _say(text: str) -> None:
+    typer.echo(text, err=True)

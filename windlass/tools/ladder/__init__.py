@@ -1,0 +1,1 @@
+"""Every lever alone and stacked, at low load and at saturation: `windlass ladder`."""

@@ -1,0 +1,208 @@
+"""Measures one variant: builds its engine, runs both loads, and judges its quality once per format.
+
+A small engine of the base stays for as long as others are measured. It does the same short work
+before and after each run: how fast the machine was just then, so that ratios hold on a shared one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from windlass.build import Built, build_engine, open_model
+from windlass.config import EngineConfig
+from windlass.engine import Engine
+from windlass.runner.assemble import Loaded
+from windlass.tools.bench.device import forget_peak, memory_bytes, release_memory
+from windlass.tools.bench.side_by_side import Judge, held_as
+from windlass.tools.eval.data import Corpus
+from windlass.tools.eval.windows import Cut
+from windlass.tools.ladder.drive import Advance, Driven, drive
+from windlass.tools.ladder.forms import Forms
+from windlass.tools.ladder.price import Price
+from windlass.tools.ladder.rungs import BARE, PLAIN, Variant
+from windlass.tools.ladder.work import Job, Work
+from windlass.tools.load.summary import summarise
+
+LOADS = ("low", "sat")
+_MIB = 2**20
+_SPARE_BLOCKS = 64
+_YARD_ROWS, _YARD_TOKENS, _YARD_PROMPT = 4, 10, 8
+_YARD_BLOCKS = 32
+
+Row = dict[str, Any]
+Watch = Callable[[str], None]
+
+
+class Bench:
+    """Owns the weights in use, the base's small engine, and the judge of quality."""
+
+    def __init__(
+        self,
+        forms: Forms,
+        works: tuple[Work, Work],
+        price: Price,
+        corpus: Corpus | None,
+        cut: Cut,
+    ) -> None:
+        """`corpus` None: the weights are random, and have no quality."""
+        self._forms = forms
+        self._works = dict(zip(LOADS, works, strict=True))
+        self._price = price
+        self._corpus = corpus
+        self._cut = cut
+        self._length = max(cut.context, *(work.longest for work in works))
+        self._own = _without_speculation(forms)
+        self._loaded: dict[str, Loaded] = {}
+        self._yard: Engine | None = None
+        self._judge: Judge | None = None
+        self.qualities: dict[str, Row] = {}
+
+    def measure(self, variant: Variant, watch: Watch, advance: Advance) -> Row:
+        """All figures of a variant; raises an EngineError where it cannot be."""
+        self._prepare(watch)
+        watch("loading")
+        config = self._config(variant)
+        built = self._build(config, variant.weights)
+        row = self._weights_row(built, variant)
+        device = built.weights.parts.device
+        _warm_up(built.engine, len(self._works["sat"].jobs))
+        forget_peak(device)
+        for name, work in self._works.items():
+            watch(work.name)
+            before = self._yardstick()
+            built.engine.reset_prefix_cache()
+            driven = drive(built.engine, work, advance)
+            yard = (before + self._yardstick()) / 2
+            row |= {f"{name}_{key}": value for key, value in self._figures(driven, built).items()}
+            row[f"{name}_yard_tok_s"] = round(yard, 2)
+        row["kv_mib"] = max(row["low_kv_mib"], row["sat_kv_mib"])
+        row["memory_mib"] = round(row["weights_mib"] + row["kv_mib"], 1)
+        row["process_mib"] = round(memory_bytes(device) / _MIB, 1)
+        weights = built.weights
+        del built
+        release_memory()
+        watch("quality")
+        return row | self._quality(variant, config, weights)
+
+    # ---- engines -----------------------------------------------------------------------------
+
+    def _config(self, variant: Variant) -> EngineConfig:
+        full = self._works["sat"]
+        own = self._sized(variant.options, variant.weights)
+        plain = EngineConfig.of(**own)
+        rows = plain.limits(self._forms.device.type).max_num_seqs
+        together = min(full.num_tokens, rows * full.longest)
+        blocks = -(-together // plain.cache.block_size) + len(full.jobs) + _SPARE_BLOCKS
+        return EngineConfig.of(**own, num_blocks=blocks)
+
+    def _sized(self, options: Mapping[str, Any], form: str) -> dict[str, Any]:
+        """The options of an engine with the length that all have, since they share weights."""
+        own = {**self._own, **options, **self._forms.options_of(form)}
+        own["max_model_len"] = self._length
+        if not own["enable_chunked_prefill"]:  # then a whole prompt must fit a step
+            usual = EngineConfig.of(**own).limits(self._forms.device.type).max_num_batched_tokens
+            own["max_num_batched_tokens"] = max(self._length, usual)
+        return own
+
+    def _build(self, config: EngineConfig, form: str) -> Built:
+        """Weights of the base are kept, and those that were used last."""
+        self._loaded = {name: it for name, it in self._loaded.items() if name in (PLAIN, form)}
+        release_memory()
+        built = build_engine(config, open_model(config).source, self._loaded.get(form))
+        self._loaded[form] = built.weights
+        return built
+
+    def _prepare(self, watch: Watch) -> None:
+        """The base's small engine, and the judge, which share its weights."""
+        if self._yard is not None:
+            return
+        watch("loading the base")
+        options = self._sized(BARE, PLAIN)
+        config = EngineConfig.of(**options, num_blocks=_YARD_BLOCKS)
+        opened = open_model(config)
+        built = build_engine(config, opened.source)
+        self._loaded[PLAIN] = built.weights
+        self._yard = built.engine
+        self._yardstick()
+        if self._corpus is not None:
+            plain = EngineConfig.of(**options)
+            self._judge = Judge(plain, opened, self._corpus, self._cut, built.weights)
+
+    def _yardstick(self) -> float:
+        """Tokens a second of the base at the same short work."""
+        assert self._yard is not None
+        jobs = [Job([1 + row] * _YARD_PROMPT, _YARD_TOKENS) for row in range(_YARD_ROWS)]
+        driven = drive(self._yard, Work("yardstick", jobs))
+        return driven.num_output / driven.duration
+
+    # ---- figures -----------------------------------------------------------------------------
+
+    def _weights_row(self, built: Built, variant: Variant) -> Row:
+        return {
+            "weights": variant.weights,
+            "weights_is": self._forms.about(variant.weights),
+            "weights_mib": round(built.weights.weight_bytes / _MIB, 1),
+            "held": held_as(built.weights.network),
+            "kv_token_bytes": built.report.capacity.bytes_per_block
+            // built.report.capacity.block_size,
+            "context": self._forms.source.spec.max_positions,
+            "max_num_seqs": built.report.max_num_seqs,
+            "max_num_batched_tokens": built.report.max_num_batched_tokens,
+        }
+
+    def _figures(self, driven: Driven, built: Built) -> Row:
+        found = summarise(driven.timings, driven.duration, percentiles=(99.0,))
+        ttft, e2el = found.spreads["ttft"], found.spreads["e2el"]
+        tpot = found.spreads.get("tpot")
+        block_mib = built.report.capacity.bytes_per_block / _MIB
+        dollars = self._price.per_million(found.output_throughput)
+        return {
+            "seconds": round(driven.duration, 3),
+            "req_s": round(found.request_throughput, 3),
+            "tok_s": round(found.output_throughput, 2),
+            "ttft_p50_ms": round(ttft.median, 1),
+            "ttft_p99_ms": round(ttft.percentiles[99.0], 1),
+            "tpot_p50_ms": round(tpot.median, 2) if tpot else None,
+            "tpot_p99_ms": round(tpot.percentiles[99.0], 2) if tpot else None,
+            "e2e_p50_s": round(e2el.median / 1e3, 3),
+            "usd_per_million": None if dollars is None else float(f"{dollars:.3g}"),
+            "steps": driven.num_steps,
+            "rows_a_step": round(driven.num_output / max(1, driven.num_steps), 2),
+            "cached_share": round(driven.num_cached / driven.num_prompt, 4),
+            "prompt_share": round(
+                driven.num_computed / (driven.num_computed + driven.num_output), 4
+            ),
+            "drafted": driven.num_drafted,
+            "accepted": driven.num_accepted,
+            "preemptions": driven.num_preemptions,
+            "requests": len(driven.timings),
+            "cut": driven.num_cut,
+            "kv_mib": round(driven.peak_blocks * block_mib, 1),
+            "kv_mean_mib": round(driven.mean_blocks * block_mib, 2),
+        }
+
+    def _quality(self, variant: Variant, config: EngineConfig, weights: Loaded) -> Row:
+        if self._judge is None:
+            return {"format": variant.format, "perplexity": None, "agreement": None}
+        if variant.format not in self.qualities:
+            made = self._judge.build(config, weights)
+            quality = self._judge.compare(made)
+            assert quality.against is not None
+            self.qualities[variant.format] = {
+                "perplexity": float(f"{quality.perplexity:.4g}"),
+                "agreement": round(quality.against.agreement, 4),
+                "kl_mean": float(f"{quality.against.kl_mean:.3g}"),
+                "tokens": quality.tokens,
+            }
+        return {"format": variant.format, **self.qualities[variant.format]}
+
+
+def _without_speculation(forms: Forms) -> Mapping[str, Any]:
+    return {k: v for k, v in forms.options.items() if not k.startswith("spec")}
+
+
+def _warm_up(engine: Engine, num_rows: int) -> None:
+    """Every number of rows comes once, since a step is recorded for each."""
+    jobs = [Job([1 + row % 7] * _YARD_PROMPT, 1 + row) for row in range(min(num_rows, 16))]
+    drive(engine, Work("warm-up", jobs))

@@ -1,0 +1,93 @@
+"""The rows of a ladder as a record: ratios, the articles' figures beside ours, and what each rung did."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from windlass.tools.bench.record import Record
+from windlass.tools.ladder.articles import theirs
+from windlass.tools.ladder.measure import LOADS
+from windlass.tools.ladder.remarks import below_of, remark, times
+from windlass.tools.ladder.rungs import BASE, Rung
+
+Row = dict[str, Any]
+
+_NOTES = (
+    "Low load / saturation. Alone: on the base, continuous batching with 16-bit weights; stacked: "
+    "on all rungs before it, where weights replace each other. Times the base: tokens a second, "
+    "each run against a short piece of work of the base just before and after it, so that the ratio "
+    "holds where the machine is shared; the other figures are as they were. TTFT, TPOT: p50 / p99. "
+    "Memory: weights and the most that the KV cache held. Dollars: per million generated tokens. "
+    "The articles' figures are of Llama-3-70B, on hardware that they do not name; their AWQ row "
+    "stands beside int4 where there is no AWQ checkpoint."
+)
+
+
+def make_record(
+    rows: Sequence[Row], rungs: Mapping[str, Rung], settings: dict[str, Any], num_left: int
+) -> Record:
+    """`num_left`: rows that are still to be measured."""
+    base = next((row for row in rows if row["rung"] == BASE and "reason" not in row), None)
+    has_awq = any(row["rung"] == "awq" and "reason" not in row for row in rows)
+    made = [_with_ratios(dict(row), base, has_awq) for row in rows]
+    said = []
+    for index, row in enumerate(made):
+        row["remarks"] = _remarks(made, index, rungs)
+        if row["remarks"]:
+            said.append(f"- {row['label']}: {'; '.join(row['remarks'])}.")
+    notes = f"{_NOTES} {_how(settings)}"
+    notes += _noise(made)
+    if num_left:
+        notes += f" Interrupted: {num_left} rows are still to be measured."
+    if said:
+        notes += "\n\n" + "\n".join(said)
+    return Record("ladder", made, notes, settings)
+
+
+def _with_ratios(row: Row, base: Row | None, has_awq: bool) -> Row:
+    row["label"] = row["title"]
+    if row["how"] in ("stacked", "alone") and row["kind"] not in ("batching", "all"):
+        row["label"] += f", {row['how']}"
+    if "reason" in row:
+        row["label"] += f": {row['reason']}"
+        return row
+    for load in LOADS:
+        ratio = times(row, base, load) if base is not None else None
+        row[f"{load}_times"] = None if ratio is None else round(ratio, 2)
+    other = theirs(row["rung"], row["how"], has_awq)
+    row["article_req_s"] = other.req_s if other else None
+    row["article_p50_s"] = other.p50_s if other else None
+    return row
+
+
+def _remarks(rows: Sequence[Row], index: int, rungs: Mapping[str, Rung]) -> list[str]:
+    row = rows[index]
+    below = below_of(rows, index)
+    if "reason" in row or below is None:
+        return []
+    found = (remark(rungs[row["rung"]], row, below, load) for load in LOADS)
+    return [text for text in found if text is not None]
+
+
+def _noise(rows: Sequence[Row]) -> str:
+    """The last stacked rung and everything are the same settings, measured twice."""
+    stacked = [row for row in rows if row["how"] == "stacked" and "reason" not in row]
+    if len(stacked) < 2 or stacked[-1]["rung"] != "everything":
+        return ""
+    found = [times(stacked[-1], stacked[-2], load) or 1.0 for load in LOADS]
+    apart = " and ".join(f"{abs(ratio - 1):.0%}" for ratio in found)
+    return (
+        f" {stacked[-2]['title']}, stacked, and everything are the same settings, measured twice: "
+        f"the two are {apart} apart, and so much is noise in the others too."
+    )
+
+
+def _how(settings: Mapping[str, Any]) -> str:
+    text = "No quality: the weights are random."
+    if settings["text"] is not None:
+        text = f"Perplexity and agreement with the base: on {settings['text']}."
+    return (
+        f"Load: {settings['workload']}; low: {settings['low']}; saturation: "
+        f"{settings['saturation']}. 16 bit: {settings['base']}. {text} Price: {settings['price']}."
+    )

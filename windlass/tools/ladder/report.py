@@ -1,0 +1,180 @@
+"""One page of a ladder that needs no network: the table, a waterfall for each load, and the remarks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from html import escape
+from pathlib import Path
+from typing import Any
+
+from windlass.tools.bench.columns import COLUMNS, cells
+from windlass.tools.bench.record import Record
+from windlass.tools.ladder.articles import TABLE
+from windlass.tools.ladder.remarks import LOAD_NAMES
+from windlass.tools.ladder.rungs import BASE
+from windlass.tools.load.plots import Plot
+from windlass.tools.load.report import html_page, save_page
+
+Row = dict[str, Any]
+
+_BLUE, _RED, _GREEN, _GREY = "#0b6e99", "#c14c8a", "#448361", "#787774"
+_LOADS = {"low": _GREEN, "sat": _BLUE}
+_TALL = {"margin": {"l": 64, "r": 16, "t": 16, "b": 130}, "legend": {"orientation": "h", "y": 1.12}}
+
+
+def save_report(record: Record, path: Path) -> None:
+    """Write the page, whole or not at all."""
+    save_page(page(record), path)
+
+
+def page(record: Record) -> str:
+    """The HTML."""
+    head = "".join(f"<th>{escape(name)}</th>" for name in COLUMNS["ladder"].values())
+    lines = (
+        "".join(f"<td>{escape(it)}</td>" for it in cells("ladder", row)) for row in record.rows
+    )
+    body = "".join(f"<tr>{line}</tr>" for line in lines)
+    table = f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+    top = f'<div class="wide">{table}</div>'
+    return html_page(
+        f"The ladder of {record.settings['name']}", top, all_plots(record.rows), _told(record)
+    )
+
+
+def all_plots(rows: Sequence[Row]) -> list[Plot]:
+    """Those for which there is anything to draw."""
+    measured = [row for row in rows if "reason" not in row]
+    plots = [_waterfall(measured, load) for load in _LOADS]
+    plots += [_alone(measured), _latency(measured), _quality(measured), _articles(measured)]
+    return [plot for plot in plots if plot.data]
+
+
+def stairs(rows: Sequence[Row]) -> list[Row]:
+    """The rows that stand on each other, from the first to everything."""
+    last = next((row for row in rows if row["rung"] == "everything"), None)
+    kept = []
+    for row in rows:
+        below = row["kind"] == "batching"
+        stacked = row["how"] in ("stacked", "both") and row["kind"] != "all"
+        # Of the weights only those that the top stands on are a step of these stairs.
+        other = row["kind"] == "weights" and last is not None and row["weights"] != last["weights"]
+        if below or (stacked and not other):
+            kept.append(row)
+    return kept
+
+
+def _waterfall(rows: Sequence[Row], load: str) -> Plot:
+    steps = stairs(rows)
+    heights = [row[f"{load}_tok_s"] for row in steps]
+    rises = [after - before for before, after in zip([0.0, *heights], heights, strict=False)]
+    last = next((row for row in rows if row["rung"] == "everything"), None)
+    names = [row["title"] for row in steps]
+    measures = ["relative"] * len(steps)
+    texts = [f"{height:,.0f}" for height in heights]
+    if last is not None and steps:  # as it was when it was measured again, at the end
+        height = last[f"{load}_tok_s"]
+        names, measures = [*names, last["title"]], [*measures, "absolute"]
+        rises, texts = [*rises, height], [*texts, f"{height:,.0f}"]
+    trace = {
+        "type": "waterfall",
+        "x": names,
+        "y": [round(rise, 2) for rise in rises],
+        "measure": measures,
+        "text": texts,
+        "textposition": "outside",
+        "increasing": {"marker": {"color": _LOADS[load]}},
+        "decreasing": {"marker": {"color": _RED}},
+        "totals": {"marker": {"color": _GREY}},
+    }
+    title = f"Output tokens a second at {LOAD_NAMES[load]}, rung by rung"
+    return Plot(title, [trace] if steps else [], _layout("tok/s"))
+
+
+def _alone(rows: Sequence[Row]) -> Plot:
+    kept = [row for row in rows if row["how"] in ("alone", "both") and row["rung"] != BASE]
+    kept = [row for row in kept if row.get("sat_times") is not None]
+    data = [
+        {
+            "type": "bar",
+            "name": LOAD_NAMES[load],
+            "x": [row["title"] for row in kept],
+            "y": [row[f"{load}_times"] for row in kept],
+            "marker": {"color": colour},
+        }
+        for load, colour in _LOADS.items()
+    ]
+    return Plot("Each alone, times the base", data if kept else [], _layout("times the base"))
+
+
+def _latency(rows: Sequence[Row]) -> Plot:
+    steps = stairs(rows)
+    data = [
+        {
+            "name": f"{name}, {LOAD_NAMES[load]}",
+            "x": [row["title"] for row in steps],
+            "y": [row[f"{load}_{key}_p50_ms"] for row in steps],
+            "mode": "lines+markers",
+            "line": {"color": colour, "dash": dash},
+        }
+        for load, colour in _LOADS.items()
+        for name, key, dash in (("TTFT p50", "ttft", "solid"), ("TPOT p50", "tpot", "dot"))
+    ]
+    layout = _layout("milliseconds")
+    layout["yaxis"] = {"title": {"text": "milliseconds"}, "type": "log"}
+    return Plot("Latency, rung by rung", data if steps else [], layout)
+
+
+def _quality(rows: Sequence[Row]) -> Plot:
+    formats = {row["format"]: row for row in rows if row.get("perplexity") is not None}
+    data = {
+        "x": [row["memory_mib"] for row in formats.values()],
+        "y": [row["perplexity"] for row in formats.values()],
+        "text": list(formats),
+        "mode": "markers+text",
+        "textposition": "top center",
+        "marker": {"size": 10, "color": _BLUE},
+    }
+    layout = {
+        **_layout("perplexity"),
+        "xaxis": {"title": {"text": "MiB of weights and KV"}, "rangemode": "tozero"},
+        "margin": {"l": 64, "r": 16, "t": 16, "b": 48},
+    }
+    return Plot("What each format costs in quality", [data] if formats else [], layout)
+
+
+def _articles(rows: Sequence[Row]) -> Plot:
+    """Both as multiples of the naive rung: the machines have nothing else in common."""
+    kept = [row for row in rows if row.get("article_req_s") is not None]
+    naive = next((row for row in kept if row["rung"] == "naive"), None)
+    if naive is None:
+        return Plot("", [], {})
+    first = TABLE["naive", "alone"].req_s
+    names = [row["title"] for row in kept]
+    ours = [row["sat_req_s"] / naive["sat_req_s"] for row in kept]
+    said = [row["article_req_s"] / first for row in kept]
+    data = [
+        {"type": "bar", "name": name, "x": names, "y": [round(value, 2) for value in values]}
+        | {"marker": {"color": colour}}
+        for name, values, colour in (("here", ours, _BLUE), ("the articles", said, _GREY))
+    ]
+    return Plot("Requests a second, times the naive rung", data, _layout("times naive"))
+
+
+def _layout(unit: str) -> dict[str, Any]:
+    return {
+        "xaxis": {"tickangle": -35},
+        "yaxis": {"title": {"text": unit}, "rangemode": "tozero"},
+        "hovermode": "closest",
+        **_TALL,
+    }
+
+
+def _told(record: Record) -> str:
+    text, _, bullets = record.notes.partition("\n\n")
+    items = "".join(f"<li>{escape(line.removeprefix('- '))}</li>" for line in bullets.splitlines())
+    versions = ", ".join(f"{name} {number}" for name, number in record.versions.items())
+    origin = f"at {record.commit} on {record.date}; {record.hardware}; {versions}."
+    return (
+        f'<h2>What each rung did</h2><ul>{items}</ul><div class="origin"><p>{escape(text)}</p>'
+        f"<p><code>{escape(record.command)}</code> {escape(origin)}</p></div>"
+    )

@@ -1,0 +1,154 @@
+"""What the rungs are asked: a mix of loads in tokens, at low load and at saturation.
+
+The same requests for every rung. Lengths of answers differ from request to request, since static
+batches suffer from just that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from random import Random
+
+from windlass.core.card import ModelCard
+from windlass.errors import ConfigError
+from windlass.serve.chat import ChatTemplate
+from windlass.settings import at_least
+from windlass.tools.load.arrivals import Arrivals
+from windlass.tools.load.asks import Ask
+from windlass.tools.load.texts import Writer, measure_scale
+from windlass.tools.load.workloads import LOADS, Sizes, make_load
+
+_OWN_TEXT = 4  # prompts without a system prompt are so many questions long
+_SPREAD = 0.5  # answers are so much shorter or longer than their mean
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One request. `follows`: the number of the one whose answer must have come first."""
+
+    prompt: list[int]
+    num_output: int
+    at: float = 0.0
+    follows: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """Requests of one load, and how many of them may be under way at once."""
+
+    name: str
+    jobs: list[Job]
+    at_once: int | None = None
+
+    @property
+    def longest(self) -> int:
+        return max(len(job.prompt) + job.num_output for job in self.jobs)
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(len(job.prompt) + job.num_output for job in self.jobs)
+
+
+@dataclass(frozen=True, slots=True)
+class Mix:
+    """How the requests are made. Lengths are in tokens."""
+
+    workload: str = "chat:3,random:1"
+    num_requests: int = 16
+    low_requests: int = 4
+    prefix_len: int = 320
+    input_len: int = 24
+    output_len: int = 32
+    turns: int = 1  # of a chat; later ones wait for their answers, so that fewer are under way
+    low_rate: float | None = None  # Poisson; None: one client, that waits for its answer
+
+    def __post_init__(self) -> None:
+        self.shares()
+        sizes = ("num_requests", "low_requests", "prefix_len", "input_len", "output_len", "turns")
+        at_least(self, 1, *sizes)
+        if self.low_rate is not None:
+            Arrivals("poisson", self.low_rate)
+
+    def shares(self) -> list[tuple[str, int]]:
+        """The loads, and how many parts of the requests each has."""
+        found = []
+        for part in filter(None, (part.strip() for part in self.workload.split(","))):
+            name, colon, share = part.partition(":")
+            if name not in LOADS:
+                raise ConfigError(
+                    f"--workload: the load {name!r} is not known. Known: {', '.join(LOADS)}; "
+                    "several with commas, and their parts: chat:3,random:1."
+                )
+            if colon and (not share.isdigit() or int(share) < 1):
+                raise ConfigError(f"--workload {part!r}: expected a whole number of parts.")
+            found.append((name, int(share) if colon else 1))
+        if not found:
+            raise ConfigError(f"--workload names none. Known: {', '.join(LOADS)}.")
+        return found
+
+    def works(self, card: ModelCard) -> tuple[Work, Work]:
+        """Low load, and saturation: all at once, but later turns after their answers."""
+        low = self._asks(card, self.low_requests, "low")
+        if self.low_rate is None:
+            slow = Work("one at a time", _jobs(low, card), 1)
+        else:
+            timed = Arrivals("poisson", self.low_rate).set(low, "low")
+            slow = Work(f"{self.low_rate:g} req/s", _jobs(timed, card))
+        full = self._asks(card, self.num_requests, "saturation")
+        return slow, Work("all at once", _jobs(full, card))
+
+    def _asks(self, card: ModelCard, count: int, seed: str) -> list[Ask]:
+        writer = Writer(measure_scale(lambda text: len(card.tokenizer.encode(text))))
+        shares = self.shares()
+        whole = sum(share for _, share in shares)
+        lists = []
+        for name, share in shares:
+            num = max(1, round(count * share / whole))
+            lists.append(make_load(name, self._sizes(name, num), writer, seed))
+        random = Random(f"lengths {seed}")
+        low, high = self.output_len * (1 - _SPREAD), self.output_len * (1 + _SPREAD)
+        return [
+            replace(ask, max_tokens=max(1, random.randint(round(low), round(high))))
+            for ask in _merged(lists)
+        ]
+
+    def _sizes(self, name: str, count: int) -> Sizes:
+        takes = LOADS[name].takes
+        if "prefix_len" not in takes or name == "random":
+            return Sizes(count, _OWN_TEXT * self.input_len, self.output_len)
+        turns = self.turns if "turns" in takes else None
+        return Sizes(count, self.input_len, self.output_len, self.prefix_len, turns)
+
+
+def _merged(lists: Sequence[list[Ask]]) -> list[Ask]:
+    """All of them, evenly mixed; each list keeps its order, and what follows what."""
+    places = [
+        ((index + 0.5) / len(asks), which, index)
+        for which, asks in enumerate(lists)
+        for index in range(len(asks))
+    ]
+    number = {(which, index): at for at, (_, which, index) in enumerate(sorted(places))}
+    merged = []
+    for _, which, index in sorted(places):
+        ask = lists[which][index]
+        before = None if ask.follows is None else number[which, ask.follows]
+        merged.append(replace(ask, follows=before))
+    return merged
+
+
+def _jobs(asks: Sequence[Ask], card: ModelCard) -> list[Job]:
+    template = None
+    if card.chat_template is not None:
+        template = ChatTemplate(card.chat_template, card.special_tokens)
+    jobs = []
+    for ask in asks:
+        if ask.messages and template is not None:
+            text = template.render(ask.as_messages())
+            prompt = card.tokenizer.encode(text, add_special=False)
+        else:
+            plain = ask.as_prompt()
+            assert isinstance(plain, str), "named loads are texts"
+            prompt = card.tokenizer.encode(plain)
+        jobs.append(Job(prompt, ask.max_tokens, ask.at, ask.follows))
+    return jobs
