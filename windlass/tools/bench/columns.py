@@ -97,6 +97,7 @@ COLUMNS: dict[str, Columns] = {
         "base_tok_s/adapters_tok_s": "base / with adapters",
         "ratio": "times the base",
         "adapter_mib": "MiB of an adapter",
+        "together_gib/apart_gib": "GiB of 100 tenants, together / apart",
     },
     "perplexity": _PERPLEXITY,
     "quality": {
@@ -168,7 +169,6 @@ COLUMNS: dict[str, Columns] = {
         "median_e2el_ms/p99_e2el_ms": "e2e p50 / p99 ms",
         "cached_input_tokens": "prompt tokens cached",
     },
-    "outside": {
     "ladder": {
         "label": "rung",
         "low_tok_s/sat_tok_s": "tok/s",
@@ -197,6 +197,7 @@ COLUMNS: dict[str, Columns] = {
         "predicted_kv_peak_pct/measured_kv_peak_pct": "KV peak, %",
         "predicted_steps/measured_steps": "steps",
     },
+    "outside": {
         "figure": "figure",
         "windlass": "windlass bench serve",
         "guidellm": "guidellm",
@@ -226,7 +227,6 @@ def cells(name: str, row: Mapping[str, Any]) -> list[str]:
     return [" / ".join(cell(row.get(key)) for key in keys.split("/")) for keys in COLUMNS[name]]
 
 
-def show(record: Record) -> None:
 def markdown(name: str, rows: Sequence[Mapping[str, Any]]) -> str:
     """The rows as a table for a page."""
     lines = [list(COLUMNS[name].values()), ["---"] * len(COLUMNS[name])]
@@ -234,6 +234,7 @@ def markdown(name: str, rows: Sequence[Mapping[str, Any]]) -> str:
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
+def show(record: Record) -> None:
     """The record as a table in the terminal, never cut off: a narrow one wraps the lines."""
     table = Table(box=None, pad_edge=False)
     for key, heading in COLUMNS[record.name].items():
