@@ -11,7 +11,7 @@ import typer
 from windlass.cli.command import Options
 from windlass.cli.options import ENGINE_OPTIONS
 from windlass.cli.results import check_path
-from windlass.errors import ConfigError
+from windlass.errors import ConfigError, UnsupportedError
 
 _INTERRUPTED = 130
 # What the rungs differ in, and what follows from the load.
@@ -118,7 +118,6 @@ def ladder(
     command goes on after an interruption. --spec chooses who guesses; default: ngram.
     """
     check_path("-o", output)
-    html = html or output.with_suffix(".html")
     check_path("--html", html)
     if calibration is not None and not full:
         raise ConfigError("--calibration does nothing without --full.")
@@ -152,15 +151,32 @@ def ladder(
         price_per_hour,
         Given(names, checkpoints, full, calibration),
     )
-    outcome = Ladder(order, _say).run(partial(watched, shown=progress))
-    save_report(outcome.record, html)
-    typer.echo(f"written to {output} and {html}", err=True)
+    run, page = Ladder(order, _say), _page(html, output)
+    outcome = run.run(partial(watched, shown=progress))
+    _say(f"written to {output}")
+    if page is not None:
+        save_report(outcome.record, page)
+        _say(f"written to {page}")
     typer.echo(markdown("ladder", outcome.record.rows))
     typer.echo(f"\n{outcome.record.notes}")
     if not outcome.complete:
-        typer.echo("\ninterrupted; the same command goes on", err=True)
+        _say("\ninterrupted; the same command goes on")
         return _INTERRUPTED
     return 0
+
+
+def _page(html: Path | None, output: Path) -> Path | None:
+    """Where the page goes. One that was asked for and cannot be is an error before the run."""
+    from windlass.tools.load.report import plotly_js
+
+    try:
+        plotly_js()
+    except UnsupportedError as error:
+        if html is not None:
+            raise
+        _say(f"no page with plots: {error}")
+        return None
+    return html or output.with_suffix(".html")
 
 
 def _say(text: str) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -62,16 +63,16 @@ class Forms:
             _SAMPLE_TOKENS,
             say,
         )
-        self._plain = self._plain_model()
-
-    def _plain_model(self) -> str:
-        """A model with weights of 16 bits, or of its own where these are more."""
         if self.source.spec.quantization:
             raise ConfigError(
                 f"{self.source.card.name} cannot be loaded in 16 bit: its weights are quantised, and "
                 "the original ones are not in it. Give the original model, and this one with "
                 "--awq or --gptq."
             )
+
+    @cached_property
+    def _plain(self) -> str:
+        """A model with weights of 16 bits, or of more where its own have more."""
         if self.stored is None:
             return self.config.model.model
         dtype = torch.bfloat16 if self.device.type == "cuda" else torch.float16
@@ -139,6 +140,6 @@ def _stored_type(opened: OpenModel, config: EngineConfig) -> str | None:
     for name in checkpoint.names():
         stored = checkpoint.stored(name)
         if len(stored.shape) == 2:
-            sizes[stored.format] += prod(stored.shape)
+            sizes[stored.format.lower()] += prod(stored.shape)
     (name, _), *_ = sizes.most_common(1)
     return None if name in _PLAIN_TYPES else name

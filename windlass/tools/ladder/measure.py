@@ -60,7 +60,6 @@ class Bench:
 
     def measure(self, variant: Variant, watch: Watch, advance: Advance) -> Row:
         """All figures of a variant; raises an EngineError where it cannot be."""
-        self._prepare(watch)
         watch("loading")
         config = self._config(variant)
         built = self._build(config, variant.weights)
@@ -113,11 +112,8 @@ class Bench:
         self._loaded[form] = built.weights
         return built
 
-    def _prepare(self, watch: Watch) -> None:
-        """The base's small engine, and the judge, which share its weights."""
-        if self._yard is not None:
-            return
-        watch("loading the base")
+    def prepare(self) -> None:
+        """Load the base: its small engine, and the judge, share its weights."""
         options = self._sized(BARE, PLAIN)
         config = EngineConfig.of(**options, num_blocks=_YARD_BLOCKS)
         opened = open_model(config)

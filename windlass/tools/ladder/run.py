@@ -101,6 +101,7 @@ class Ladder:
         self._missing = self._find_missing()
         self.variants = climb(self._rungs, self._standing(), list(self._missing))
         self._works = mix.works(self._forms.source.card)
+        self._check_length()
         self._corpus = self._find_corpus()
         context = min(_CONTEXT, self._forms.source.spec.max_positions)
         self._cut = Cut("strided", context, context)
@@ -125,6 +126,9 @@ class Ladder:
         complete = True
         with watched(len(todo)) as bar:
             try:
+                if todo:
+                    bar.begin("loading the base")
+                    bench.prepare()
                 for variant in todo:
                     bar.begin(variant.key)
                     self._rows[variant.key] = self._row(bench, variant, bar)
@@ -173,6 +177,14 @@ class Ladder:
                 f"--weights {wanted}: later rungs can stand on {', '.join(possible) or 'none'}."
             )
         return wanted
+
+    def _check_length(self) -> None:
+        longest, most = max(it.longest for it in self._works), self._forms.source.spec.max_positions
+        if longest > most:
+            raise ConfigError(
+                f"the longest request of the load has {longest:,} tokens, and the model {most:,} "
+                "positions. Lower --prefix-len, --input-len, --output-len or --turns."
+            )
 
     def _find_corpus(self) -> Corpus | None:
         if self._forms.config.model.load_format == "dummy":

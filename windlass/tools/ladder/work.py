@@ -57,7 +57,7 @@ class Mix:
     workload: str = "chat:3,random:1"
     num_requests: int = 16
     low_requests: int = 4
-    prefix_len: int = 320
+    prefix_len: int = 448
     input_len: int = 24
     output_len: int = 32
     turns: int = 1  # of a chat; later ones wait for their answers, so that fewer are under way

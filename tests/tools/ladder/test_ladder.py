@@ -1,0 +1,130 @@
+"""`windlass ladder` on a tiny model: all rungs, going on after an interruption, and bad input."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.tools.conftest import Windlass
+from tests.tools.quantize.conftest import write_model
+from windlass.tools.bench.columns import COLUMNS
+from windlass.tools.bench.record import Record
+from windlass.tools.ladder.measure import Bench
+from windlass.tools.ladder.report import page, stairs
+
+SIZES = ("--num-requests", 4, "--low-requests", 2, "--prefix-len", 24, "--input-len", 6)
+SMALL = (*SIZES, "--output-len", 4, "--num-threads", 1, "--no-progress", "--max-wait-ms", 1)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("ladder") / "tiny"
+    write_model(folder)
+    return folder
+
+
+def test_all_rungs_and_going_on(
+    windlass: Windlass, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    output = tmp_path / "ladder.json"
+    command = ("ladder", model, *SMALL, "--price-per-hour", 2, "-o", output)
+    real, calls = Bench.measure, []
+
+    def interrupted(self: Bench, variant: Any, *rest: Any) -> Any:
+        calls.append(variant.key)
+        if len(calls) == 4:
+            raise KeyboardInterrupt
+        return real(self, variant, *rest)
+
+    monkeypatch.setattr(Bench, "measure", interrupted)
+    shown = windlass(*command, code=130)
+    assert "interrupted; the same command goes on" in shown
+    kept = json.loads(output.read_text())["rows"]
+    assert [row["rung"] for row in kept] == ["naive", "static", "continuous"]
+
+    shown = windlass(*command)
+    assert f"{output} holds 3 of 18 rows already" in shown
+    assert calls[4:6] == ["chunked, both", "prefix, alone"]
+    record = json.loads(output.read_text())
+    assert record["rows"][:3] == [
+        {**row, "remarks": now["remarks"]}
+        for row, now in zip(kept, record["rows"][:3], strict=True)
+    ]
+    _check(record, shown)
+    html = output.with_suffix(".html").read_text()
+    assert '"type": "waterfall"' in html
+    assert "https://" not in html.partition("<body>")[2]
+
+
+def _check(record: dict[str, Any], shown: str) -> None:
+    rows = {(row["rung"], row["how"]): row for row in record["rows"]}
+    assert len(rows) == 18
+    reasons = {name for (name, _), row in rows.items() if "reason" in row}
+    assert reasons == {"fp8", "gptq", "awq"}
+    everything = rows["everything", "stacked"]
+    for key in COLUMNS["ladder"]:
+        for name in key.split("/"):
+            assert everything[name] is not None, name
+    assert (everything["weights"], everything["format"]) == ("int4", "int4, int8 KV")
+    assert everything["memory_mib"] < rows["continuous", "base"]["memory_mib"]
+    assert rows["continuous", "base"]["agreement"] == 1
+    assert rows["int4", "alone"]["agreement"] < rows["int8", "alone"]["agreement"] < 1
+    assert rows["prefix", "alone"]["sat_cached_share"] > 0
+    assert rows["chunked", "both"]["sat_cached_share"] == 0
+    assert everything["sat_usd_per_million"] == pytest.approx(
+        2 / 3600 / everything["sat_tok_s"] * 1e6, rel=0.01
+    )
+    assert "| fp8 weights: a CPU has no fp8 arithmetic" in shown
+    assert "everything: low load: " in shown
+    assert "on eight short texts that ship with the program" in shown
+    steps = stairs([row for row in record["rows"] if "reason" not in row])
+    assert [row["rung"] for row in steps] == [
+        *("naive", "static", "continuous", "chunked", "prefix", "int4", "kv", "spec"),
+    ]
+    assert "The ladder of tiny" in page(Record(**record))
+
+
+def test_random_weights_have_no_quality(windlass: Windlass, tiny: Path, tmp_path: Path) -> None:
+    output = tmp_path / "ladder.json"
+    dummy = ("ladder", tiny, "--load-format", "dummy", *SMALL, "-o", output)
+    shown = windlass(*dummy, "--rungs", "fp8,everything", "--workload", "random", "--low-rate", 50)
+    rows = json.loads(output.read_text())["rows"]
+    assert [row["rung"] for row in rows] == ["continuous", "fp8", "everything"]
+    assert all(row["perplexity"] is None for row in rows)
+    assert "No quality: the weights are random." in shown
+    again = windlass(*dummy, "--rungs", "naive", code=2)
+    assert "holds results of another run (rungs, workload" in again
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["--rungs", "naive,quick"], "'quick' is no rung"),
+        (["--rungs", ","], "--rungs is empty"),
+        (["--weights", "fp8"], "--weights fp8: later rungs can stand on int8, int4"),
+        (["--price-per-hour", "0"], "--price-per-hour must be above 0"),
+        (["--workload", "poems"], "the load 'poems' is not known"),
+        (["--calibration", "texts.jsonl"], "does nothing without --full"),
+        (["--full", "--calibration", "nowhere.jsonl"], "nowhere.jsonl: there is no such file"),
+        (["--awq", "nowhere/at/all"], "nowhere/at/all"),
+        (["--spec", "none"], "leave the rung out instead"),
+        (["-o", "."], "is a folder; name a file"),
+        (["--prefix-len", "600"], "and the model 512 positions"),
+    ],
+)
+def test_bad_input(
+    windlass: Windlass,
+    tiny: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    args: list[str],
+    message: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    shown = windlass("ladder", tiny, "--load-format", "dummy", "--no-progress", *args, code=2)
+    assert message in shown
+    assert not list(tmp_path.glob("*.json"))

@@ -1,0 +1,200 @@
+"""The parts of the ladder: what is set for each rung, what is asked, and what is said of it."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.tools.conftest import CONFIG
+from windlass.build import build_engine, open_model
+from windlass.config import EngineConfig
+from windlass.errors import ConfigError, UnsupportedError
+from windlass.tools.ladder.drive import drive
+from windlass.tools.ladder.forms import Forms, Given
+from windlass.tools.ladder.price import Price, price_of
+from windlass.tools.ladder.record import make_record
+from windlass.tools.ladder.remarks import remark
+from windlass.tools.ladder.rungs import all_rungs, choose, climb
+from windlass.tools.ladder.work import Job, Mix, Work
+
+RUNGS = all_rungs("int8", {"spec": "ngram"})
+BY_NAME = {rung.name: rung for rung in RUNGS}
+
+
+def test_rungs_alone_and_stacked() -> None:
+    variants = {it.key: it for it in climb(RUNGS, None, ["fp8", "gptq", "awq"])}
+    keys = list(variants)
+    assert keys[:4] == ["naive, alone", "static, alone", "continuous, base", "chunked, both"]
+    assert keys.count("fp8, both") == 1
+    assert variants["naive, alone"].options["batching"] == "none"
+    prefix = variants["prefix, alone"].options
+    assert prefix["prefix_caching"]
+    assert not prefix["enable_chunked_prefill"]
+    assert variants["prefix, stacked"].options["enable_chunked_prefill"]
+    assert variants["kv, alone"].weights == "16 bit"
+    assert variants["kv, stacked"].weights == "int4"
+    assert variants["kv, stacked"].format == "int4, int8 KV"
+    everything, last = variants["everything, stacked"], variants["spec, stacked"]
+    assert (everything.options, everything.weights) == (last.options, last.weights)
+    assert everything.options["spec"] == "ngram"
+
+
+def test_later_rungs_stand_on_the_weights_that_are_named() -> None:
+    variants = {it.key: it for it in climb(RUNGS, "int8", ["fp8", "gptq", "awq"])}
+    assert variants["int4, stacked"].weights == "int4"
+    assert variants["everything, stacked"].weights == "int8"
+
+
+def test_the_base_is_always_there() -> None:
+    assert [rung.name for rung in choose(RUNGS, ["naive", "kv"])] == ["naive", "continuous", "kv"]
+    with pytest.raises(ConfigError, match=r"'quick' is no rung\. Known, in their order: naive, "):
+        choose(RUNGS, ["naive", "quick"])
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        ({"workload": "chat,poems"}, "the load 'poems' is not known"),
+        ({"workload": "chat:many"}, "expected a whole number of parts"),
+        ({"workload": " , "}, "--workload names none"),
+        ({"num_requests": 0}, "--num-requests must be at least 1"),
+        ({"low_rate": -1.0}, "--request-rate must be above 0"),
+    ],
+)
+def test_wrong_loads_are_refused(sizes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        Mix(**sizes)
+
+
+@pytest.fixture(scope="module")
+def config(tiny: Path) -> EngineConfig:
+    return EngineConfig.of(model=str(tiny), load_format="dummy", num_blocks=64, num_threads=1)
+
+
+def test_a_mix_keeps_what_follows_what(config: EngineConfig) -> None:
+    mix = Mix("chat:3,random", 8, 4, prefix_len=40, input_len=6, output_len=6, turns=3)
+    low, full = mix.works(open_model(config).card)
+    assert (low.at_once, full.at_once) == (1, None)
+    assert (len(low.jobs), len(full.jobs)) == (4, 8)
+    followers = [job for job in full.jobs if job.follows is not None]
+    assert len(followers) == 4
+    for job in followers:
+        before = full.jobs[job.follows or 0]
+        assert job.prompt[: len(before.prompt)] == before.prompt
+    assert len({job.num_output for job in full.jobs}) > 1
+    again = mix.works(open_model(config).card)[1]
+    assert again == full
+
+
+def test_driving_waits_for_times_places_and_answers(config: EngineConfig) -> None:
+    engine = build_engine(config, open_model(config).source).engine
+    jobs = [Job([1] * 20, 4), Job([1] * 20 + [2] * 9, 3, follows=0), Job([3] * 5, 1, at=0.05)]
+    found = drive(engine, Work("", jobs))
+    first, second, third = found.timings
+    assert second.sent_at >= first.ended_at
+    assert third.sent_at - first.sent_at >= 0.05
+    assert (second.num_cached, third.tpot) == (16, None)
+    assert (found.num_output, found.num_prompt, found.num_cached) == (8, 54, 16)
+    assert found.num_computed == 54 - 16
+    assert first.ttft is not None
+    assert 0 < first.ttft <= first.e2el
+    in_turn = drive(engine, Work("", [Job([5 + i] * 8, 8) for i in range(3)], at_once=1))
+    for before, after in zip(in_turn.timings, in_turn.timings[1:], strict=False):
+        assert after.sent_at >= before.ended_at
+    assert in_turn.peak_blocks == 1
+
+
+def test_prices() -> None:
+    assert price_of(3.6, "cpu").per_million(100.0) == pytest.approx(10.0)
+    assert "cores at" in price_of(None, "cpu").why
+    assert Price(None, "").per_million(100.0) is None
+    with pytest.raises(ConfigError, match="--price-per-hour must be above 0, got -1"):
+        price_of(-1.0, "cpu")
+
+
+def test_weights_of_a_quantised_file(default_gguf: Path) -> None:
+    options = {"model": str(default_gguf), "device": "cpu"}
+    forms = Forms(options, Given(), print)
+    assert (forms.stored, forms.own_form) == ("q4_1", "int4")
+    assert forms.options_of("int4") == {}
+    assert "written out in float16" in forms.about("16 bit")
+    with pytest.raises(UnsupportedError, match="a CPU has no fp8"):
+        forms.options_of("fp8")
+    with pytest.raises(UnsupportedError, match="--awq MODEL gives a checkpoint"):
+        forms.options_of("awq")
+    with pytest.raises(UnsupportedError, match="needs --calibration"):
+        Forms(options, Given(full=True), print).options_of("gptq")
+    given = Given(checkpoints={"awq": "somewhere"})
+    assert Forms(options, given, print).options_of("awq") == {"model": "somewhere"}
+
+
+def test_a_model_without_16_bit_weights_is_refused(tmp_path: Path) -> None:
+    quantised = {"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemm"}
+    config = {**CONFIG, "quantization_config": quantised}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    options = {"model": str(tmp_path), "load_format": "dummy"}
+    with pytest.raises(ConfigError, match=r"cannot be loaded in 16 bit: .* with --awq or --gptq"):
+        Forms(options, Given(), print)
+
+
+def _row(rung: str, how: str, tok_s: float, **more: Any) -> dict[str, Any]:
+    kind = BY_NAME[rung].kind
+    row: dict[str, Any] = {"rung": rung, "title": rung, "kind": kind, "how": how}
+    row |= {"weights": "16 bit", "format": "16 bit", "weights_mib": 98.0, "held": []}
+    row |= {"kv_token_bytes": 100, "context": 2**20, "max_num_batched_tokens": 512}
+    for load in ("low", "sat"):
+        figures = {"tok_s": tok_s, "yard_tok_s": 10.0, "rows_a_step": 8.0, "kv_mean_mib": 2.0}
+        figures |= {"cached_share": 0.0, "prompt_share": 0.3, "drafted": 0, "accepted": 0}
+        figures |= {"cut": 0, "requests": 4, "tpot_p99_ms": 1.0, "kv_mib": 3.0, "req_s": tok_s}
+        figures |= {"ttft_p50_ms": 5.0}
+        row |= {f"{load}_{key}": value for key, value in figures.items()}
+    return row | more
+
+
+@pytest.mark.parametrize(
+    ("rung", "load", "more", "said"),
+    [
+        ("spec", "sat", {"sat_drafted": 9, "sat_accepted": 4}, "8 tokens a step already fill"),
+        ("spec", "low", {}, "nothing was guessed"),
+        ("kv", "low", {"kv_token_bytes": 55}, "the cache is 2% of the bytes .* saves 45%"),
+        ("prefix", "sat", {}, "no prompt began like an earlier one"),
+        ("prefix", "sat", {"sat_cached_share": 0.5}, "prompts are only 30% of the tokens"),
+        ("int4", "sat", {"held": ["int4, torch kernel"]}, "has no fast kernel for them"),
+        ("int8", "sat", {}, "8 tokens a step share one reading, and arithmetic"),
+        ("chunked", "low", {}, "no prompt had to be cut"),
+        ("static", "low", {"low_ttft_p50_ms": 55.0}, "waits for others that do not come"),
+    ],
+)
+def test_what_makes_it_worse_is_said_and_why(
+    rung: str, load: str, more: dict[str, Any], said: str
+) -> None:
+    base = _row("continuous", "base", 100.0)
+    text = remark(BY_NAME[rung], _row(rung, "alone", 90.0, **more), base, load)
+    assert text is not None
+    assert ": 0.90x, worse: " in text
+    assert re.search(said, text)
+
+
+def test_ratios_are_against_what_the_machine_gave() -> None:
+    slower = {"low_yard_tok_s": 5.0, "sat_yard_tok_s": 5.0}
+    rows = [
+        _row("naive", "alone", 40.0),
+        _row("continuous", "base", 100.0),
+        {"rung": "fp8", "title": "fp8", "kind": "weights", "how": "both", "reason": "no fp8"},
+        _row("int4", "alone", 100.0, **slower),
+        _row("spec", "stacked", 200.0),
+        _row("everything", "stacked", 210.0),
+    ]
+    settings = dict.fromkeys(("workload", "low", "saturation", "base", "text", "price"), "x")
+    record = make_record(rows, BY_NAME, settings, 3)
+    naive, _, missing, int4, _, everything = record.rows
+    assert (naive["sat_times"], int4["sat_times"]) == (0.4, 2.0)
+    assert missing["label"] == "fp8: no fp8"
+    assert (int4["article_req_s"], everything["article_p50_s"]) == (45, 0.4)
+    assert everything["remarks"][1] == "saturation: 5.25x one request at a time"
+    assert "the two are 5% and 5% apart" in record.notes
+    assert "3 rows are still to be measured" in record.notes
