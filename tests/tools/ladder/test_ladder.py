@@ -13,7 +13,7 @@ from tests.tools.quantize.conftest import write_model
 from windlass.tools.bench.columns import COLUMNS
 from windlass.tools.bench.record import Record
 from windlass.tools.ladder.measure import Bench
-from windlass.tools.ladder.report import page, stairs
+from windlass.tools.ladder.report import heights, page, stairs
 
 SIZES = ("--num-requests", 4, "--low-requests", 2, "--prefix-len", 24, "--input-len", 6)
 SMALL = (*SIZES, "--output-len", 4, "--num-threads", 1, "--no-progress", "--max-wait-ms", 1)
@@ -80,10 +80,15 @@ def _check(record: dict[str, Any], shown: str) -> None:
     assert "| fp8 weights: a CPU has no fp8 arithmetic" in shown
     assert "everything: low load: " in shown
     assert "on eight short texts that ship with the program" in shown
-    steps = stairs([row for row in record["rows"] if "reason" not in row])
-    assert [row["rung"] for row in steps] == [
+    measured = [row for row in record["rows"] if "reason" not in row]
+    assert [row["rung"] for row in stairs(measured)] == [
         *("naive", "static", "continuous", "chunked", "prefix", "int4", "kv", "spec"),
     ]
+    tops = heights(measured, "sat")
+    assert list(tops)[-1] == "everything"
+    base = rows["continuous", "base"]
+    assert tops["continuous batching"] == base["sat_tok_s"]
+    assert tops["everything"] == pytest.approx(everything["sat_times"] * base["sat_tok_s"])
     assert "The ladder of tiny" in page(Record(**record))
 
 

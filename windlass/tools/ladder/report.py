@@ -63,31 +63,35 @@ def stairs(rows: Sequence[Row]) -> list[Row]:
     return kept
 
 
+def heights(rows: Sequence[Row], load: str) -> dict[str, float]:
+    """Tokens a second of each rung, all as if the machine had given what it gave the base."""
+    base = next((row for row in rows if row["rung"] == BASE), None)
+    if base is None:
+        return {}
+    kept = [*stairs(rows), *(row for row in rows if row["rung"] == "everything")]
+    return {row["title"]: row[f"{load}_times"] * base[f"{load}_tok_s"] for row in kept}
+
+
 def _waterfall(rows: Sequence[Row], load: str) -> Plot:
-    steps = stairs(rows)
-    heights = [row[f"{load}_tok_s"] for row in steps]
-    rises = [after - before for before, after in zip([0.0, *heights], heights, strict=False)]
-    last = next((row for row in rows if row["rung"] == "everything"), None)
-    names = [row["title"] for row in steps]
-    measures = ["relative"] * len(steps)
-    texts = [f"{height:,.0f}" for height in heights]
-    if last is not None and steps:  # as it was when it was measured again, at the end
-        height = last[f"{load}_tok_s"]
-        names, measures = [*names, last["title"]], [*measures, "absolute"]
-        rises, texts = [*rises, height], [*texts, f"{height:,.0f}"]
+    found = heights(rows, load)
+    names, tops = list(found), list(found.values())
+    rises = [after - before for before, after in zip([0.0, *tops], tops, strict=False)]
+    measures = ["relative"] * len(tops)
+    if any(row["rung"] == "everything" for row in rows) and tops:  # measured again, at the end
+        rises[-1], measures[-1] = tops[-1], "absolute"
     trace = {
         "type": "waterfall",
         "x": names,
         "y": [round(rise, 2) for rise in rises],
         "measure": measures,
-        "text": texts,
+        "text": [f"{top:,.0f}" for top in tops],
         "textposition": "outside",
         "increasing": {"marker": {"color": _LOADS[load]}},
         "decreasing": {"marker": {"color": _RED}},
         "totals": {"marker": {"color": _GREY}},
     }
     title = f"Output tokens a second at {LOAD_NAMES[load]}, rung by rung"
-    return Plot(title, [trace] if steps else [], _layout("tok/s"))
+    return Plot(title, [trace] if tops else [], _layout("tok/s"))
 
 
 def _alone(rows: Sequence[Row]) -> Plot:
@@ -146,11 +150,11 @@ def _articles(rows: Sequence[Row]) -> Plot:
     """Both as multiples of the naive rung: the machines have nothing else in common."""
     kept = [row for row in rows if row.get("article_req_s") is not None]
     naive = next((row for row in kept if row["rung"] == "naive"), None)
-    if naive is None:
+    if naive is None or not naive["sat_times"]:
         return Plot("", [], {})
     first = TABLE["naive", "alone"].req_s
     names = [row["title"] for row in kept]
-    ours = [row["sat_req_s"] / naive["sat_req_s"] for row in kept]
+    ours = [row["sat_times"] / naive["sat_times"] for row in kept]
     said = [row["article_req_s"] / first for row in kept]
     data = [
         {"type": "bar", "name": name, "x": names, "y": [round(value, 2) for value in values]}
