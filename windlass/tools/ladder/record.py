@@ -8,7 +8,7 @@ from typing import Any
 from windlass.tools.bench.record import Record
 from windlass.tools.ladder.articles import theirs
 from windlass.tools.ladder.measure import LOADS
-from windlass.tools.ladder.remarks import below_of, remark, times
+from windlass.tools.ladder.remarks import LOAD_NAMES, below_of, remark, times
 from windlass.tools.ladder.rungs import BASE, Rung
 
 Row = dict[str, Any]
@@ -37,7 +37,7 @@ def make_record(
         if row["remarks"]:
             said.append(f"- {row['label']}: {'; '.join(row['remarks'])}.")
     notes = f"{_NOTES} {_how(settings)}"
-    notes += _noise(made)
+    notes += _noise(made) + _best(made)
     if num_left:
         notes += f" Interrupted: {num_left} rows are still to be measured."
     if said:
@@ -81,6 +81,19 @@ def _noise(rows: Sequence[Row]) -> str:
         f" {stacked[-2]['title']}, stacked, and everything are the same settings, measured twice: "
         f"the two are {apart} apart, and so much is noise in the others too."
     )
+
+
+def _best(rows: Sequence[Row]) -> str:
+    """Where to stop climbing, when that is not at the top."""
+    found = [row for row in rows if row.get("sat_times") is not None]
+    if not any(row["rung"] == "everything" for row in found):
+        return ""
+    said = []
+    for load in LOADS:
+        best = max(found, key=lambda row: row[f"{load}_times"])
+        if best["how"] != "both" and best["kind"] != "all":
+            said.append(f"{LOAD_NAMES[load]} {best['label']} ({best[f'{load}_times']:g}x the base)")
+    return f" Fastest: at {', at '.join(said)}." if said else ""
 
 
 def _how(settings: Mapping[str, Any]) -> str:
