@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from windlass.config import EngineConfig, Limits, ServeConfig
 from windlass.core.adapters import Adapters
 from windlass.core.blocks import BlockPool
-from windlass.core.card import Choice, EngineReport, ModelCard
+from windlass.core.card import Capacity, Choice, EngineReport, ModelCard
 from windlass.core.limits import SchedulerLimits
 from windlass.core.policy import Continuous, Fcfs, Gate, Policy, Priority, Static
 from windlass.core.scheduler import Scheduler
@@ -121,10 +121,11 @@ def build_engine(config: EngineConfig, source: Source, weights: Loaded | None = 
         Choice("KV cache", f"{capacity.num_tokens:,} tokens", capacity.reason),
         *([adapting.choice] if adapting is not None else []),
     ]
-    scheduler = _scheduler(
+    scheduler = make_scheduler(
         config,
         limits,
-        made,
+        capacity,
+        made.max_model_len,
         source.eos_ids,
         no_fixed_order=weights.no_fixed_order,
         # A recorded decode step on CUDA takes a new block for that of its own position.
@@ -267,21 +268,23 @@ def _speculating(config: EngineConfig, source: Source, weights: Loaded) -> Specu
     return Speculating(config, source.files, source.spec, weights)
 
 
-def _scheduler(
+def make_scheduler(
     config: EngineConfig,
     limits: Limits,
-    made: Assembled,
-    eos_ids: tuple[int, ...],
-    no_fixed_order: str | None,
-    lookahead: int,
-    adapting: Adapting | None,
+    capacity: Capacity,
+    max_model_len: int,
+    eos_ids: tuple[int, ...] = (),
+    no_fixed_order: str | None = None,
+    lookahead: int = 0,
+    adapting: Adapting | None = None,
 ) -> Scheduler:
-    wish, capacity = config.scheduler, made.capacity
+    """What decides, as the config wants it; needs no model."""
+    wish = config.scheduler
     return Scheduler(
         SchedulerLimits(
             max_num_seqs=limits.max_num_seqs,
             max_num_batched_tokens=limits.max_num_batched_tokens,
-            max_model_len=made.max_model_len,
+            max_model_len=max_model_len,
             block_size=capacity.block_size,
             num_blocks=capacity.num_blocks,
             long_prefill_token_threshold=wish.long_prefill_token_threshold,

@@ -1,14 +1,16 @@
 """`windlass plan`: which formats of a model fit, how fast and how good they would be, and the choice.
 
-Planning and printing are in tools/plan; this reads the flags and writes the command.
+Planning and printing are in tools/plan; this reads the flags and writes the command. Loads are
+replayed in what_if.py.
 """
 
 from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -16,23 +18,30 @@ import typer
 
 from windlass.cli.command import Options
 from windlass.cli.options import ENGINE_OPTIONS, parse_share, parse_size
+from windlass.cli.results import check_path
+from windlass.cli.what_if import what_if
 from windlass.config import flag
 from windlass.errors import ConfigError
 
-# What decides how a model is held is what is planned; the rest is taken over into the command.
+# What decides how a model is held is what is planned; a load is replayed with what is set.
 _PLANNED = (
     "quantization",
     "quantize_head",
-    "kv_cache_dtype",
     "kv_cache_memory_bytes",
     "num_blocks",
     "memory_share",
     "max_model_len",
     "max_num_seqs",
 )
-PLAN_OPTIONS = [option for option in ENGINE_OPTIONS if option.name not in _PLANNED]
+# A flag of its own here: only one type is to be planned with.
+PLAN_OPTIONS = [option for option in ENGINE_OPTIONS if option.name != "kv_cache_dtype"]
 _SECRETS = ("hf_token",)
 _RECORDS = Path("benchmarks")
+_FORMATS, _LOAD = "Formats", "What if: a load, replayed through the scheduler"
+
+
+def _of(panel: str, metavar: str, help: str, *names: str, **more: Any) -> Any:
+    return typer.Option(*names, metavar=metavar, help=help, rich_help_panel=panel, **more)
 
 
 def parse_bandwidth(text: str) -> float:
@@ -44,54 +53,114 @@ def plan(
     options: Options,
     memory: Annotated[
         int | None,
-        typer.Option(
-            parser=parse_size, metavar="SIZE", help="Memory for everything; default: what is free."
-        ),
+        _of(_FORMATS, "SIZE", "Memory for everything; default: what is free.", parser=parse_size),
     ] = None,
     min_quality: Annotated[
-        float,
-        typer.Option(
+        float | None,
+        _of(
+            _FORMATS,
+            "SHARE",
+            "Least share of the 16-bit model's quality to keep: 0.95 or 95%.",
             parser=parse_share,
-            metavar="SHARE",
-            help="Least share of the 16-bit model's quality to keep: 0.95 or 95%.",
         ),
-    ] = 0.0,
+    ] = None,
     context: Annotated[
         int | None,
-        typer.Option(metavar="N", help="Tokens of a request [default: 4096, or the model's]."),
+        _of(_FORMATS, "N", "Tokens of a request [default: 4096, or the model's]."),
     ] = None,
-    concurrency: Annotated[int, typer.Option(metavar="N", help="Requests at once.")] = 8,
+    concurrency: Annotated[int | None, _of(_FORMATS, "N", "Requests at once [default: 8].")] = None,
     kv_cache_dtype: Annotated[
-        str | None, typer.Option(metavar="auto|fp8|int8", help="Only this KV type; default: all.")
+        str | None, _of(_FORMATS, "auto|fp8|int8", "Only this KV type; default: all.")
     ] = None,
     formats: Annotated[
         str | None,
-        typer.Option(metavar="NAMES", help="Only these, with commas: as stored,int8,int4+head."),
+        _of(_FORMATS, "NAMES", "Only these, with commas: as stored,int8,int4+head."),
     ] = None,
     bandwidth: Annotated[
         float | None,
-        typer.Option(
+        _of(
+            _FORMATS,
+            "RATE",
+            "Plan for a device that reads so fast, such as 4800GB/s; default: measured here.",
             parser=parse_bandwidth,
-            metavar="RATE",
-            help="Plan for a device that reads so fast, such as 4800GB/s; default: measured here.",
         ),
     ] = None,
     records: Annotated[
         Path | None,
-        typer.Option(
-            metavar="DIR",
-            help="Results of windlass eval; default: benchmarks/ where there is one.",
-        ),
+        _of(_FORMATS, "DIR", "Results of windlass eval; default: benchmarks/ where there is one."),
     ] = None,
+    measure: Annotated[
+        bool,
+        typer.Option(
+            "--measure",
+            help="Load the model and measure its steps first: speeds are those of its like.",
+            rich_help_panel=_FORMATS,
+        ),
+    ] = False,
+    trace: Annotated[
+        Path | None, _of(_LOAD, "FILE", "JSONL of requests with timestamps, as bench serve reads.")
+    ] = None,
+    workload: Annotated[
+        str | None, _of(_LOAD, "NAMES", "Loads of bench serve by name; several with commas.")
+    ] = None,
+    request_rate: Annotated[
+        float | None, _of(_LOAD, "R", "Requests a second; default: all at once, or the trace's.")
+    ] = None,
+    max_concurrency: Annotated[
+        int | None, _of(_LOAD, "N", "Most requests under way at once.")
+    ] = None,
+    num_prompts: Annotated[
+        int | None, _of(_LOAD, "N", "Requests [default: 64, or the whole trace].")
+    ] = None,
+    input_len: Annotated[int | None, _of(_LOAD, "N", "Prompt tokens; default: the load's.")] = None,
+    output_len: Annotated[int | None, _of(_LOAD, "N", "Tokens out; default: the load's.")] = None,
+    skip_bad_lines: Annotated[
+        bool,
+        typer.Option("--skip-bad-lines", help="Leave them out.", rich_help_panel=_LOAD),
+    ] = False,
+    slo: Annotated[
+        list[str] | None,
+        _of(_LOAD, "TARGETS", "ttft_p99=500ms,tpot_p99=40ms: says how many devices it needs."),
+    ] = None,
+    max_devices: Annotated[int, _of(_LOAD, "N", "Most devices to try.")] = 64,
+    step_costs: Annotated[
+        Path | None, _of(_LOAD, "FILE", "Take costs of steps from here, or write them here.")
+    ] = None,
+    check: Annotated[
+        bool,
+        typer.Option(
+            "--check", help="Run the load for real too, and compare.", rich_help_panel=_LOAD
+        ),
+    ] = False,
+    repeat: Annotated[int, _of(_LOAD, "N", "With --check: turns of each load.")] = 1,
     output: Annotated[
         Path | None, typer.Option("--json", metavar="FILE", help="Write everything here.")
     ] = None,
 ) -> int:
-    """Show which formats of a model fit into a memory, and the command for the best.
+    """Say before anything is served what fits, how fast and how good it would be.
 
-    No weight is read. Bytes of weights and keys and values are exact, speeds are estimates, quality
-    is measured or typical and says which. Exit code 1: nothing fits, or nothing is good enough.
+    Without a load: which formats of a model fit into a memory, and the command for the best. No
+    weight is read. Bytes of weights and keys and values are exact, speeds are estimates, quality is
+    measured or typical and says which. Exit code 1: nothing fits, or nothing is good enough.
+
+    With --trace or --workload: the load goes through the real scheduler with the costs of steps
+    that were measured on this machine, and the figures of bench serve come out. Exit code 1: the SLO
+    is missed, or requests would fail.
     """
+    given = dict(locals())
+    check_path("--json", output)
+    if trace is not None or workload is not None:
+        _refuse(given, _FOR_FORMATS, "without --trace and --workload")
+        return what_if(options, given)
+    _refuse(given, _FOR_LOADS, "with --trace or --workload")
+    set_too = [name for name in _PLANNED if name in options.values]
+    if set_too:
+        raise ConfigError(
+            f"{flag(set_too[0])} is what is planned: say what it is for with --memory, --context, "
+            "--concurrency and --formats, or replay a load with --workload or --trace."
+        )
+    if measure:
+        _measure_steps(options)
     from windlass.tools.plan.formats import FORMATS
     from windlass.tools.plan.select import select_quantization
     from windlass.tools.plan.show import show
@@ -99,9 +168,9 @@ def plan(
     found = select_quantization(
         **options.engine_values(),
         memory=memory,
-        min_quality=min_quality,
+        min_quality=min_quality or 0.0,
         context=context,
-        concurrency=concurrency,
+        concurrency=8 if concurrency is None else concurrency,
         kv_cache_dtype=kv_cache_dtype,
         bandwidth=bandwidth,
         formats=FORMATS if formats is None else _names(formats),
@@ -112,6 +181,28 @@ def plan(
         _write(output, asdict(found) | {"command": command})
     show(found, command)
     return 0 if found.best else 1
+
+
+_FOR_FORMATS = (
+    *("memory", "min_quality", "context", "concurrency", "formats", "bandwidth", "records"),
+    "measure",
+)
+_FOR_LOADS = (
+    *("request_rate", "max_concurrency", "num_prompts", "input_len", "output_len"),
+    *("skip_bad_lines", "slo", "step_costs", "check"),
+)
+
+
+def _refuse(given: Mapping[str, Any], names: Sequence[str], where: str) -> None:
+    for name in names:
+        if given[name] is not None and given[name] not in (False, []):
+            raise ConfigError(f"{flag(name)} means something only {where}.")
+
+
+def _measure_steps(options: Options) -> None:
+    from windlass.tools.plan.what_if import WhatIf
+
+    WhatIf(options.engine(), say=partial(typer.echo, err=True))
 
 
 def serve_command(given: Mapping[str, Any], chosen: Mapping[str, Any]) -> str:

@@ -62,9 +62,16 @@ class Notes:
 
 
 def notes_for(
-    config: EngineConfig, files: ModelFiles, spec: ModelSpec, device: torch.device
+    config: EngineConfig,
+    files: ModelFiles,
+    spec: ModelSpec,
+    device: torch.device,
+    folder: str = "speculation",
 ) -> Notes:
-    """The notes of this machine, model, settings and versions; none are kept of dummy weights."""
+    """The notes of this machine, model, settings and versions; none are kept of dummy weights.
+
+    `folder`: what they are about.
+    """
     if config.model.load_format == "dummy":
         return Notes()
     weights = [files.path] if files.kind == "gguf" else files.weights
@@ -75,7 +82,7 @@ def notes_for(
         *(repr(config.model), repr(config.cache), repr(config.scheduler), repr(config.speculation)),
     )
     digest = hashlib.blake2b(repr(key).encode(), digest_size=12).hexdigest()
-    return Notes(cache_dir() / "speculation" / f"{digest}.json")
+    return Notes(cache_dir() / folder / f"{digest}.json")
 
 
 def _version() -> str:

@@ -17,7 +17,7 @@ from windlass.errors import ConfigError
 from windlass.models.spec import ModelSpec
 from windlass.tools.plan import Plan, select_quantization
 from windlass.tools.plan.formats import FORMATS
-from windlass.tools.plan.speed import Machine, kv_tokens_read
+from windlass.tools.plan.speed import Machine, kv_tokens_read, usual
 
 GIB = 2**30
 # Widths that are no multiples of a kernel's tile, groups of 64 and of 32, and a tied head.
@@ -154,17 +154,17 @@ def test_a_gpu_that_is_not_here(tiny: Path) -> None:
     assert "16 bit" in found.refused  # what the weights are already
     assert sizes["int4"] < sizes["int8"] < sizes["as stored"]
     assert sizes["int4+head"] > sizes["int4"]  # the tied head gets a copy of its own
-    assert found.machine == Machine("cuda", 1e12, None, "as given")
+    assert found.machine == Machine("cuda", 1e12, None, "as given", usual("cuda"))
     with pytest.raises(ConfigError, match="--memory 24GiB --bandwidth"):
         plan(tiny, load_format="dummy", device="cuda", bandwidth=None)
 
 
 def test_speed_is_what_must_be_read_over_the_bandwidth() -> None:
-    machine = Machine("cuda", 1e9, 1e9, "as given")
+    machine = Machine("cuda", 1e9, 1e9, "as given", usual("cuda"))
     reading = machine.step_seconds(0.95e9, 1e3, 0)
     assert reading == pytest.approx(1.0)
     computing = machine.step_seconds(0.95e9, 1e9, 10)
-    assert computing == pytest.approx(2.0 + 10 * machine.layer_seconds)
+    assert computing == pytest.approx(2.0 + 10 * machine.factor.layer_seconds)
 
 
 def test_a_window_bounds_what_is_read() -> None:

@@ -197,6 +197,17 @@ COLUMNS: dict[str, Columns] = {
         "predicted_kv_peak_pct/measured_kv_peak_pct": "KV peak, %",
         "predicted_steps/measured_steps": "steps",
     },
+    "plan-accuracy": {
+        "workload": "load",
+        "requests": "requests",
+        "predicted_output_throughput/measured_output_throughput": "output tok/s, predicted / measured",
+        "difference_pct": "difference, %",
+        "predicted_median_ttft_ms/measured_median_ttft_ms": "TTFT p50 ms",
+        "predicted_p99_ttft_ms/measured_p99_ttft_ms": "TTFT p99 ms",
+        "predicted_median_tpot_ms/measured_median_tpot_ms": "TPOT p50 ms",
+        "predicted_kv_peak_pct/measured_kv_peak_pct": "KV peak, %",
+        "predicted_steps/measured_steps": "steps",
+    },
     "outside": {
         "figure": "figure",
         "windlass": "windlass bench serve",

@@ -11,6 +11,8 @@ from windlass.models.spec import ModelSpec
 
 KV_DTYPES = {"cpu": ("auto", "int8", "fp8"), "cuda": ("auto", "fp8", "int8")}  # the better first
 
+CONCURRENCIES = (1, 4, 16, 64, 256)  # of a grid
+
 
 @dataclass(frozen=True, slots=True)
 class Need:

@@ -51,6 +51,7 @@ class Candidate:
     total_bytes: int  # at the context and concurrency that were asked for
     missing_bytes: int  # what the memory lacks for that; 0: it fits
     most_requests: dict[int, int]  # how many fit, by context
+    grid: dict[int, dict[int, float | None]]  # decode tok/s by context and requests, if they fit
     tok_s_one: float | None  # decode, one request; None: not estimated
     tok_s_all: float | None  # decode, all requests together
     quality: Retention
@@ -236,6 +237,7 @@ class _Judge:
         need = self._need(weights, kv_dtype)
         total = need.total_bytes(asked.context, asked.concurrency)
         kv_options = {} if kv_dtype == "auto" else {"kv_cache_dtype": kv_dtype}
+        lengths = space.contexts(spec.max_positions, asked.context)
         return Candidate(
             weights.name,
             kv_dtype,
@@ -245,12 +247,16 @@ class _Judge:
             need.step_bytes + asked.concurrency * need.row_bytes,
             total,
             max(0, total - asked.memory),
+            {length: need.most_requests(length, asked.memory) for length in lengths},
             {
-                length: need.most_requests(length, asked.memory)
-                for length in space.contexts(spec.max_positions, asked.context)
+                length: {
+                    count: self._tok_s(weights, need.token_bytes, count, length)
+                    for count in sorted({*space.CONCURRENCIES, asked.concurrency})
+                }
+                for length in lengths
             },
-            self._tok_s(weights, need.token_bytes, 1),
-            self._tok_s(weights, need.token_bytes, asked.concurrency),
+            self._tok_s(weights, need.token_bytes, 1, asked.context),
+            self._tok_s(weights, need.token_bytes, asked.concurrency, asked.context),
             self._quality(weights, kv_dtype),
             {
                 **weights.options,
@@ -283,11 +289,11 @@ class _Judge:
         heads = Heads(spec.num_heads, spec.num_kv_heads, spec.head_dim)
         return choose_ops(Need(device, weights.dtype, heads, spec.rope.dim)).is_native
 
-    def _tok_s(self, weights: Weighed, token_bytes: int, rows: int) -> float | None:
+    def _tok_s(self, weights: Weighed, token_bytes: int, rows: int, context: int) -> float | None:
         """With contexts that are full; 16-bit products are too slow on most CPUs to be guessed."""
         if self.machine.device == "cpu" and weights.dtype.itemsize == 2:
             return None
-        kv_bytes = rows * speed.kv_tokens_read(self.spec, self.asked.context) * token_bytes
+        kv_bytes = rows * speed.kv_tokens_read(self.spec, context) * token_bytes
         seconds = self.machine.step_seconds(
             weights.read_bytes + kv_bytes, rows * weights.num_weights, self.spec.num_layers
         )

@@ -9,6 +9,7 @@ from rich.table import Table
 
 from windlass.runner.device import gib
 from windlass.tools.plan.select import Candidate, Plan
+from windlass.tools.plan.speed import Factor
 
 
 def show(found: Plan, command: str | None) -> None:
@@ -21,7 +22,11 @@ def show(found: Plan, command: str | None) -> None:
     if found.candidates:
         shown = found.best or min(found.candidates, key=lambda item: item.total_bytes)
         console.print()
-        console.print(_grid(by_format[shown.format]))
+        console.print(_most(by_format[shown.format]))
+        console.print()
+        console.print(_grid(shown))
+        console.print()
+        console.print(_ledger(found, shown))
     console.print()
     for line in _notes(found):
         console.print(line)
@@ -67,13 +72,53 @@ def _formats(found: Plan, by_format: Mapping[str, list[Candidate]]) -> Table:
     return table
 
 
-def _grid(items: list[Candidate]) -> Table:
+def _most(items: list[Candidate]) -> Table:
     table = Table(box=None, pad_edge=False, title_justify="left")
     table.add_column(f"requests that fit with {items[0].format}, by context")
     for item in items:
         table.add_column(f"{item.kv_dtype} KV", justify="right")
     for context in items[0].most_requests:
         table.add_row(f"{context:,}", *(f"{item.most_requests[context]:,}" for item in items))
+    return table
+
+
+def _grid(item: Candidate) -> Table:
+    """Contexts down, requests at once across: what all of them get together, where they fit."""
+    table = Table(box=None, pad_edge=False)
+    table.add_column(f"tok/s with {item.name}, by context and requests at once; -: does not fit")
+    counts = next(iter(item.grid.values()))
+    for count in counts:
+        table.add_column(f"{count:,}", justify="right")
+    for context, speeds in item.grid.items():
+        room = item.most_requests[context]
+        cells = ["-" if count > room else _speed(speed) for count, speed in speeds.items()]
+        table.add_row(f"{context:,}", *cells)
+    return table
+
+
+def _speed(value: float | None) -> str:
+    return "fits" if value is None else _rate(value)
+
+
+def _ledger(found: Plan, item: Candidate) -> Table:
+    table = Table(box=None, pad_edge=False)
+    table.add_column(f"ledger of {item.name}, {found.concurrency} x {found.context:,} tokens")
+    table.add_column("bytes", justify="right")
+    table.add_column("", justify="right")
+    kv_bytes = item.options["kv_cache_memory_bytes"]
+    spare = item.total_bytes - item.weight_bytes - kv_bytes - item.step_bytes
+    rows = [
+        ("weights", item.weight_bytes),
+        ("keys and values", kv_bytes),
+        ("the largest step, an estimate", item.step_bytes),
+        ("blocks that the runner keeps", spare),
+        ("together", item.total_bytes),
+        ("memory", found.memory_bytes),
+        ("left" if item.fits else "missing", abs(found.memory_bytes - item.total_bytes)),
+    ]
+    for name, num_bytes in rows:
+        if num_bytes or name != "blocks that the runner keeps":
+            table.add_row(name, f"{num_bytes:,}", gib(num_bytes))
     return table
 
 
@@ -86,8 +131,7 @@ def _notes(found: Plan) -> list[str]:
         "recorded graphs are not counted, steps of up to "
         f"{found.step_tokens:,} tokens are, by an estimate.",
         f"Speed: an estimate for full contexts from {machine.bandwidth / 1e9:,.1f} GB/s{products} "
-        f"({machine.source}), {machine.share:g} of it used, {machine.layer_seconds * 1e6:g} µs a "
-        f"layer.{most}",
+        f"({machine.source}); {_factor(machine.factor)}.{most}",
         "Quality: the 16-bit model's perplexity over the format's. m: measured, by windlass "
         "eval or bench formats; t: typical of models of 7 to 8 billion parameters; a: assumed; no letter: the reference.",
     ]
@@ -95,6 +139,12 @@ def _notes(found: Plan) -> list[str]:
     for name, why in found.refused.items():
         reasons.setdefault(why, []).append(name)
     return [*lines, *(f"Not offered: {', '.join(names)}: {why}" for why, names in reasons.items())]
+
+
+def _factor(factor: Factor) -> str:
+    products = "" if factor.product_share == 1 else f", {factor.product_share:.2g} of the products"
+    layers = f", {factor.layer_seconds * 1e6:g} µs a layer" if factor.layer_seconds else ""
+    return f"{factor.share:.2g} of the reading is reached{products}{layers} ({factor.source})"
 
 
 def _rate(value: float | None) -> str:

@@ -11,9 +11,10 @@ import json
 import os
 import time
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import UTC, date, datetime
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -23,13 +24,23 @@ from windlass.models.spec import ModelSpec
 from windlass.tools.bench.device import read_bandwidth, synchronise
 
 # The share of the read bandwidth that steps reach, and the seconds that a layer costs beyond what it
-# reads. CUDA: fitted to the records of 135M to 8B shapes on an H200, up to 64 requests; they are met
+# reads, where no model's steps were measured on the machine. CUDA: fitted to the records of 135M to 8B shapes on an H200, up to 64 requests; they are met
 # within a fifth. CPU: a guess between what was seen on several.
 _SHARE = {"cuda": 0.95, "cpu": 0.8}
 _LAYER_SECONDS = {"cuda": 22e-6, "cpu": 100e-6}
 _PRODUCT = {"cuda": (4096, 8192), "cpu": (64, 2048)}  # rows; inputs and outputs
 _TRIES = 3
 _KEPT_DAYS = 7  # how long what was measured is taken again
+
+
+@dataclass(frozen=True, slots=True)
+class Factor:
+    """What steps of a model reached of the machine's limits."""
+
+    share: float  # of the read bandwidth, by one row
+    product_share: float  # of the rate of products, by many
+    layer_seconds: float  # a layer, beside
+    source: str  # "usual", "as steps of MODEL did on 2026-01-31"
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,38 +51,84 @@ class Machine:
     bandwidth: float  # bytes a second
     flops: float | None
     source: str  # "measured on 2026-01-31, kept in ...", "as given"
-
-    @property
-    def share(self) -> float:
-        return _SHARE[self.device]
-
-    @property
-    def layer_seconds(self) -> float:
-        return _LAYER_SECONDS[self.device]
+    factor: Factor
 
     def step_seconds(self, num_bytes: float, num_products: float, num_layers: int) -> float:
         """`num_products`: multiplications with a weight."""
-        reading = num_bytes / (self.bandwidth * self.share)
-        computing = 2 * num_products / self.flops if self.flops else 0.0
-        return max(reading, computing) + num_layers * self.layer_seconds
+        factor = self.factor
+        reading = num_bytes / (self.bandwidth * factor.share)
+        computing = self._computing(num_products) / factor.product_share
+        return max(reading, computing) + num_layers * factor.layer_seconds
+
+    def _computing(self, num_products: float) -> float:
+        return 2 * num_products / self.flops if self.flops else 0.0
+
+    def reached(self, one: Step, many: Step, source: str) -> Factor:
+        """The factor that makes both steps come out as they were measured."""
+        share = one.num_bytes / self.bandwidth / one.seconds
+        products = self._computing(many.num_products) / many.seconds
+        return Factor(round(share, 4), round(products, 4), 0.0, source)
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """A decode step that was measured."""
+
+    num_bytes: float
+    num_products: float
+    seconds: float
+
+
+def usual(device: str) -> Factor:
+    return Factor(_SHARE[device], 1.0, _LAYER_SECONDS[device], "usual")
 
 
 def measure(device: torch.device, dtype: torch.dtype) -> Machine:
     """Read a large buffer and multiply two matrices, on the device itself; or some days ago."""
-    path = cache_dir() / "machine" / f"{_identity(device, dtype)}.json"
+    path = _path(device, dtype)
     today = datetime.now(UTC).date()
     kept = _kept(path, device, today)
     if kept is not None:
         return kept
     bandwidth, flops = read_bandwidth(device), _product_rate(device, dtype)
-    # Where nothing can be kept it is measured each time, which takes a second.
+    _keep(path, {"bandwidth": bandwidth, "flops": flops, "date": today.isoformat()})
+    factor = _kept_factor(path) or usual(device.type)
+    return Machine(device.type, bandwidth, flops, "measured now", factor)
+
+
+def keep_factor(device: torch.device, dtype: torch.dtype, factor: Factor) -> None:
+    """From now on plans on this machine count with it."""
+    _keep(_factor_path(_path(device, dtype)), asdict(factor))
+
+
+def _path(device: torch.device, dtype: torch.dtype) -> Path:
+    return cache_dir() / "machine" / f"{_identity(device, dtype)}.json"
+
+
+def _factor_path(path: Path) -> Path:
+    return path.with_name(f"{path.stem}-factor.json")
+
+
+def _keep(path: Path, values: dict[str, Any]) -> None:
+    """Where nothing can be kept it is measured each time, which takes a second."""
     with suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
         part = path.with_suffix(f".{os.getpid()}")
-        values = {"bandwidth": bandwidth, "flops": flops, "date": today.isoformat()}
         part.write_text(json.dumps(values), encoding="utf-8")
         os.replace(part, path)
-    return Machine(device.type, bandwidth, flops, "measured now")
+
+
+def _kept_factor(path: Path) -> Factor | None:
+    """What a model's steps reached here; None when none were measured, or the file is damaged."""
+    try:
+        values = json.loads(_factor_path(path).read_text(encoding="utf-8"))
+        share, products, layer = (
+            float(values[name]) for name in ("share", "product_share", "layer_seconds")
+        )
+        factor = Factor(share, products, layer, str(values["source"]))
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return factor if min(factor.share, factor.product_share) > 0 else None
 
 
 def _kept(path: Path, device: torch.device, today: date) -> Machine | None:
@@ -84,7 +141,8 @@ def _kept(path: Path, device: torch.device, today: date) -> Machine | None:
         return None
     if not 0 <= (today - day).days < _KEPT_DAYS or min(bandwidth, flops) <= 0:
         return None
-    return Machine(device.type, bandwidth, flops, f"measured on {day}, kept in {path}")
+    factor = _kept_factor(path) or usual(device.type)
+    return Machine(device.type, bandwidth, flops, f"measured on {day}, kept in {path}", factor)
 
 
 def _identity(device: torch.device, dtype: torch.dtype) -> str:
@@ -96,7 +154,7 @@ def _identity(device: torch.device, dtype: torch.dtype) -> str:
 
 def given(device: torch.device, bandwidth: float) -> Machine:
     """Another machine, of which only this is known."""
-    return Machine(device.type, bandwidth, None, "as given")
+    return Machine(device.type, bandwidth, None, "as given", usual(device.type))
 
 
 def kv_tokens_read(spec: ModelSpec, context: int) -> float:

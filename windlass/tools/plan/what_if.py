@@ -1,0 +1,180 @@
+"""A load and settings in, figures out: through the real scheduler with measured costs of steps.
+
+With `check` the same load is run for real too, on an engine in this process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from windlass.build import Built, OpenModel, build_engine, open_model
+from windlass.config import AUTO, EngineConfig, Limits
+from windlass.core.card import Capacity
+from windlass.errors import ConfigError
+from windlass.tools.bench.record import Record
+from windlass.tools.load.summary import Summary
+from windlass.tools.plan.devices import Fleet, devices_needed
+from windlass.tools.plan.jobs import Load
+from windlass.tools.plan.replay import Job, RealClock, Replay, Replayed
+from windlass.tools.plan.simulate import simulate
+from windlass.tools.plan.slo import Slo
+from windlass.tools.plan.steps import Steps, context_of, find_steps
+
+Say = Callable[[str], None]
+_WARM_UP = (Job([1] * 32, 4),) * 2
+_FIGURES = (
+    "output_throughput",
+    "request_throughput",
+    "median_ttft_ms",
+    "p99_ttft_ms",
+    "median_tpot_ms",
+    "p99_tpot_ms",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    """What an engine of some settings would do with a load."""
+
+    load: str
+    limits: Limits
+    capacity: Capacity
+    steps: Steps
+    run: Replayed
+    summary: Summary
+    slo: Slo
+    fleets: list[Fleet]  # numbers of devices that were tried; empty: nobody asked
+
+    def row(self) -> dict[str, Any]:
+        """All figures in one level."""
+        return {"workload": self.load, **self.summary.row(), **engine_figures(self.run)}
+
+
+def engine_figures(run: Replayed) -> dict[str, Any]:
+    return {
+        "kv_peak_pct": round(100 * run.peak_kv, 2),
+        "kv_mean_pct": round(100 * run.mean_kv, 2),
+        "peak_waiting": run.peak_waiting,
+        "preemptions": run.num_preemptions,
+        "steps": run.num_steps,
+        "prompt_tokens_computed": run.prompt_tokens_computed,
+    }
+
+
+class WhatIf:
+    """One model on this machine, whose steps were measured. Loads nothing when that is known."""
+
+    def __init__(
+        self, config: EngineConfig, costs: Path | None = None, say: Say = lambda _: None
+    ) -> None:
+        if config.speculation.spec != "none":
+            raise ConfigError(
+                f"--spec {config.speculation.spec}: guesses depend on what is said, and cannot be "
+                "predicted. Leave it out, or measure with windlass tune or windlass bench serve."
+            )
+        self.config = config
+        self.opened: OpenModel = open_model(config)
+        self.steps = find_steps(config, self.opened, costs, say)
+        self.limits = config.limits(self.steps.device)
+        self.capacity = self.steps.capacity(config, self.opened, self.limits)
+        self._say = say
+
+    def jobs(self, load: Load, draw: int = 0) -> list[Job]:
+        return load.jobs(self.opened.card, self._say, draw)
+
+    def predict(self, load: Load, slo: Slo, most_devices: int = 0, draw: int = 0) -> Prediction:
+        """`most_devices`: how many may be tried until the SLO is met; 0: only this one."""
+        jobs = self.jobs(load, draw)
+        predict = partial(self._simulate, max_concurrency=load.max_concurrency)
+        run = predict(jobs)
+        fleets = devices_needed(predict, jobs, slo, most_devices) if most_devices else []
+        return Prediction(
+            load.title,
+            self.limits,
+            self.capacity,
+            self.steps,
+            run,
+            slo.summarise(run),
+            slo,
+            fleets,
+        )
+
+    def _simulate(self, jobs: Sequence[Job], max_concurrency: int | None) -> Replayed:
+        return simulate(
+            self.config,
+            self.limits,
+            self.capacity,
+            self._max_model_len(),
+            self.steps.costs,
+            jobs,
+            max_concurrency,
+            overlap=self.steps.device == "cuda",
+        )
+
+    def _max_model_len(self) -> int:
+        longest = context_of(self.config, self.opened)
+        is_auto = self.config.model.max_model_len == AUTO
+        return min(longest, self.capacity.num_tokens) if is_auto else longest
+
+    def check(self, loads: Sequence[Load], slo: Slo, repeat: int = 1) -> Record:
+        """Predict each load, run it for real, and say how far apart they are.
+
+        Loads take turns, and every turn has texts of its own; a load's turn of the median duration counts.
+        """
+        built = build_engine(self.config, self.opened.source)
+        Replay(built.engine, _WARM_UP, RealClock()).run()
+        pairs: dict[int, list[dict[str, Any]]] = {}
+        for draw in range(repeat):
+            for index, load in enumerate(loads):
+                pairs.setdefault(index, []).append(self._pair(built, load, slo, draw))
+        rows = []
+        for turns in pairs.values():
+            turns.sort(key=lambda row: row["measured_duration"])
+            taken = turns[(len(turns) - 1) // 2]
+            taken["all_difference_pct"] = [row["difference_pct"] for row in turns]
+            rows.append(taken)
+        settings = {
+            "model": self.opened.files.name,
+            "max_num_seqs": self.limits.max_num_seqs,
+            "max_num_batched_tokens": self.limits.max_num_batched_tokens,
+            "capacity": asdict(self.capacity),
+            "costs": self.steps.to_json(),
+            "repeat": repeat,
+        }
+        return Record("plan-accuracy", rows, _NOTES, settings)
+
+    def _pair(self, built: Built, load: Load, slo: Slo, draw: int) -> dict[str, Any]:
+        predicted = self.predict(load, slo, draw=draw)
+        built.engine.reset_prefix_cache()
+        clock = RealClock()
+        run = Replay(built.engine, self.jobs(load, draw), clock, load.max_concurrency).run()
+        measured = slo.summarise(run)
+        told, seen = predicted.summary.row(), measured.row()
+        row: dict[str, Any] = {"workload": load.title, "requests": len(run.timings)}
+        for name in ("duration", *_FIGURES):
+            row |= {f"predicted_{name}": told.get(name), f"measured_{name}": seen.get(name)}
+        row["difference_pct"] = _apart(told["output_throughput"], seen["output_throughput"])
+        row["ttft_difference_pct"] = _apart(told["median_ttft_ms"], seen["median_ttft_ms"])
+        row |= {f"predicted_{name}": value for name, value in engine_figures(predicted.run).items()}
+        row |= {f"measured_{name}": value for name, value in engine_figures(run).items()}
+        self._say(
+            f"{load.title}: predicted {told['output_throughput']:,.1f} tok/s, measured "
+            f"{seen['output_throughput']:,.1f}: {row['difference_pct']:+.1f} %"
+        )
+        return row
+
+
+_NOTES = (
+    "Predicted: the requests go through the real scheduler, and each step takes what the costs that "
+    "were measured beforehand say. Measured: the same requests on an engine in the same process. "
+    "difference_pct: predicted output tokens a second against measured ones; of all turns in "
+    "all_difference_pct, fastest first; the turn of the median duration is shown."
+)
+
+
+def _apart(predicted: float, measured: float) -> float:
+    return round(100 * (predicted / measured - 1), 2)
