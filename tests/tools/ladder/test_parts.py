@@ -150,7 +150,6 @@ def _row(rung: str, how: str, tok_s: float, **more: Any) -> dict[str, Any]:
         figures = {"tok_s": tok_s, "yard_tok_s": 10.0, "rows_a_step": 8.0, "kv_mean_mib": 2.0}
         figures |= {"cached_share": 0.0, "prompt_share": 0.3, "drafted": 0, "accepted": 0}
         figures |= {"cut": 0, "requests": 4, "tpot_p99_ms": 1.0, "kv_mib": 3.0, "req_s": tok_s}
-        figures |= {"ttft_p50_ms": 5.0}
         row |= {f"{load}_{key}": value for key, value in figures.items()}
     return row | more
 
@@ -166,7 +165,7 @@ def _row(rung: str, how: str, tok_s: float, **more: Any) -> dict[str, Any]:
         ("int4", "sat", {"held": ["int4, torch kernel"]}, "has no fast kernel for them"),
         ("int8", "sat", {}, "8 tokens a step share one reading, and arithmetic"),
         ("chunked", "low", {}, "no prompt had to be cut"),
-        ("static", "low", {"low_ttft_p50_ms": 55.0}, "waits for others that do not come"),
+        ("static", "low", {}, "waits a while for others, who do not come"),
     ],
 )
 def test_what_makes_it_worse_is_said_and_why(

@@ -12,7 +12,7 @@ from windlass.tools.ladder.rungs import BASE, Rung
 
 Row = Mapping[str, Any]
 
-BETTER, WORSE = 1.05, 0.97  # ratios between these are no difference that a short run could show
+BETTER, WORSE = 1.05, 0.95  # ratios between these are no difference that a short run could show
 _FULL_ROWS = 4  # tokens a step, from which on a guess takes time from somebody else
 LOAD_NAMES = {"low": "low load", "sat": "saturation"}
 
@@ -43,10 +43,7 @@ def remark(rung: Rung, row: Row, below: Row, load: str) -> str | None:
 def _batching(rung: Rung, row: Row, below: Row, load: str, ratio: float) -> str:
     rows, before = row[f"{load}_rows_a_step"], below[f"{load}_rows_a_step"]
     if load == "low" and rung.name == "static" and ratio <= WORSE:
-        return (
-            "a batch waits for others that do not come: first tokens after "
-            f"{row['low_ttft_p50_ms']:g} ms instead of {below['low_ttft_p50_ms']:g}"
-        )
+        return "a batch waits a while for others, who do not come"
     if load == "low":
         return "one request is under way at a time, so there is nobody to share a step with"
     return f"{rows:g} tokens a step instead of {before:g}, and a step reads the weights once"

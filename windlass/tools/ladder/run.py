@@ -126,7 +126,7 @@ class Ladder:
         complete = True
         with watched(len(todo)) as bar:
             try:
-                if todo:
+                if any(variant.weights not in self._missing for variant in todo):
                     bar.begin("loading the base")
                     bench.prepare()
                 for variant in todo:
