@@ -39,11 +39,15 @@ class Drafting:
         self.one = one
         self.many = many
         self.depth = depth
+        self._known: dict[tuple[int, int], float] = {}  # asked many times a step
 
     def of(self, num_rows: int, depth: int) -> float:
-        first = self.one.of(num_rows)
-        each = max(0.0, self.many.of(num_rows) - first) / (self.depth - 1)
-        return first + each * (depth - 1) if depth else 0.0
+        known = self._known.get((num_rows, depth))
+        if known is None:
+            first = self.one.of(num_rows)
+            each = max(0.0, self.many.of(num_rows) - first) / (self.depth - 1)
+            known = self._known[num_rows, depth] = first + each * (depth - 1) if depth else 0.0
+        return known
 
     def describe(self) -> str:
         """For the start-up table."""
@@ -62,12 +66,19 @@ class StepCosts:
         for size in self._sizes:
             before = self._seconds[-1] if self._seconds else 0.0
             self._seconds.append(max(before, seconds[size]))
+        self._known: dict[int, float] = {}  # asked many times a step
 
     @property
     def points(self) -> dict[int, float]:
         return dict(zip(self._sizes, self._seconds, strict=True))
 
     def of(self, num_tokens: int) -> float:
+        known = self._known.get(num_tokens)
+        if known is None:
+            known = self._known[num_tokens] = self._between(num_tokens)
+        return known
+
+    def _between(self, num_tokens: int) -> float:
         sizes, seconds = self._sizes, self._seconds
         right = min(max(bisect_left(sizes, num_tokens), 1), len(sizes) - 1)
         left = right - 1
