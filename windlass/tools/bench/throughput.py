@@ -35,6 +35,7 @@ from windlass.tools.bench.workloads import Job, Workload
 Say = Callable[[str], None]
 
 ENGINES = ("windlass", "transformers", "llama.cpp")
+_RATIOS = ("first_ratio", "first_decode_ratio")
 _WARM_OUTPUT = 4
 _WARM_PROMPT_ON_CPU = 32
 
@@ -124,8 +125,8 @@ def measure(options: dict[str, Any], order: Order, say: Say, name: str = "throug
     if len(order.engines) > 1 and not on_gpu:
         notes += (
             " Engines took turns, run by run, in one process, so that there is no memory of each. "
-            "first_ratio: how many times as fast the first engine was in the same turn (while all "
-            "decode, where there is such a time), the median of the turns."
+            "first_ratio: how many times as fast the first engine was in the same turn, the median "
+            "of the turns; first_decode_ratio: the same of the steps in which all decode."
         )
     return Record(name, rows, notes, settings)
 
@@ -185,18 +186,20 @@ def _rows(
             row["all_seconds"] = [round(each.seconds, 3) for each in own]
         row |= _limits(subject, taken, bandwidth, alone=len(subjects) == 1)
         if own is not runs[0]:
-            pairs = zip(runs[0], own, strict=True)
-            row["first_ratio"] = round(median(_speed(a) / _speed(b) for a, b in pairs), 3)
-            say(f"{workload.name}: {subjects[0].name} is {row['first_ratio']} times {subject.name}")
+            row |= _ratios(runs[0], own)
+            times = " and ".join(f"{row[key]} ({key})" for key in _RATIOS if row[key])
+            say(f"{workload.name}: {subjects[0].name} is {times} times as fast as {subject.name}")
         rows.append(row)
     return rows
 
 
-def _speed(run: Measured) -> float:
-    """Tokens a second while all requests decode; of the whole run, where they never do."""
-    if run.window is not None:
-        return run.window.tokens / run.window.seconds
-    return (run.num_prompt + run.num_output) / run.seconds
+def _ratios(first: Sequence[Measured], own: Sequence[Measured]) -> dict[str, float | None]:
+    """How many times as fast the first engine was, turn by turn: whole runs, and decode steps."""
+    pairs = list(zip(first, own, strict=True))
+    steps = [(a.window.step_s, b.window.step_s) for a, b in pairs if a.window and b.window]
+    whole = median(b.seconds / a.seconds for a, b in pairs)
+    decode = round(median(b / a for a, b in steps), 3) if steps else None
+    return dict(zip(_RATIOS, (round(whole, 3), decode), strict=True))
 
 
 def _limits(subject: Subject, taken: Measured, bandwidth: float, alone: bool) -> dict[str, Any]:
