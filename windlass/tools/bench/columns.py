@@ -30,6 +30,9 @@ _PERPLEXITY: Columns = {
     "perplexity_error": "±",
 }
 _TEXTS = (
+    "settings",
+    "how",
+    "slo",
     "workload",
     "engine",
     "figure",
@@ -186,16 +189,17 @@ COLUMNS: dict[str, Columns] = {
         "agreement": "agreement",
         "low_usd_per_million/sat_usd_per_million": "$ per million",
     },
-    "plan-accuracy": {
-        "workload": "load",
-        "requests": "requests",
-        "predicted_output_throughput/measured_output_throughput": "output tok/s, predicted / measured",
-        "difference_pct": "difference, %",
-        "predicted_median_ttft_ms/measured_median_ttft_ms": "TTFT p50 ms",
-        "predicted_p99_ttft_ms/measured_p99_ttft_ms": "TTFT p99 ms",
-        "predicted_median_tpot_ms/measured_median_tpot_ms": "TPOT p50 ms",
-        "predicted_kv_peak_pct/measured_kv_peak_pct": "KV peak, %",
-        "predicted_steps/measured_steps": "steps",
+    "tune": {
+        "settings": "settings",
+        "how": "how",
+        "output_throughput": "output tok/s",
+        "median_ttft_ms/p99_ttft_ms": "TTFT p50 / p99 ms",
+        "median_tpot_ms/p99_tpot_ms": "TPOT p50 / p99 ms",
+        "median_e2el_ms/p99_e2el_ms": "e2e p50 / p99 ms",
+        "quality": "quality",
+        "usd_per_million": "$ per million",
+        "kv_mib": "KV MiB",
+        "slo": "SLO",
     },
     "plan-accuracy": {
         "workload": "load",
