@@ -23,7 +23,7 @@ from windlass.runner.slots import to_device
 from windlass.runner.verify import asked_by, keep, positions_of
 
 _SIZES = (1, 2, 4, 8, 16, 32, 64)
-_AT_START = 4  # rows: larger ones are recorded when they are first needed
+_ALL_WIDTHS = 4  # rows up to which every width is recorded; above, each costs more and gives less
 _MOST_PLACES = 512
 # Up to so many places attention sees each by itself, its context cut into parts; above, the places
 # of a row together read its context once.
@@ -133,13 +133,20 @@ class CudaGuesser(CudaRunner):
 
     @torch.inference_mode()
     def _record_verifications(self) -> None:
-        """Record what a few requests need, the largest first."""
+        """Record all that requests need, the largest first: later they would have to wait for it."""
         if not self._sizes:
             return
-        for size in reversed(_SIZES[: _SIZES.index(_AT_START) + 1]):
-            for width in reversed(self._widths):
+        for size in reversed([one for one in _SIZES if one < 2 * self._sizes[-1]]):
+            for width in reversed(self._widths_of(size)):
                 if self.drafting or width > 1:
                     self._verification(_Key(size, width, self.drafting, False))
+
+    def _widths_of(self, size: int) -> list[int]:
+        """Tokens of a row that recordings of so many rows have."""
+        fitting = [width for width in self._widths if size * width <= _MOST_PLACES]
+        if size <= _ALL_WIDTHS:
+            return fitting
+        return sorted({1, *fitting[1:2], fitting[-1]})
 
     @torch.inference_mode()
     def _submit(self, plan: StepPlan) -> Pending:
@@ -174,8 +181,8 @@ class CudaGuesser(CudaRunner):
                 return None
         longest = max(row.num_tokens for row in rows)
         size = next(size for size in _SIZES if size >= len(rows))
-        width = next((width for width in self._widths if width >= longest), None)
-        if width is None or size * width > _MOST_PLACES:
+        width = next((width for width in self._widths_of(size) if width >= longest), None)
+        if width is None:
             return None
         depth = next((depth for depth in self._depths if depth >= self.drafting), 0)
         return _Key(size, width, depth if self.drafting else 0, fixed)
