@@ -17,7 +17,6 @@ from windlass.tools.bench.columns import COLUMNS, markdown
 PAGES = (
     "docs/bench-serve.md",
     "docs/benchmarks.md",
-    "docs/planning.md",
     "docs/lora.md",
     "docs/planning.md",
     "docs/quantisation.md",
