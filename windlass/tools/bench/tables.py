@@ -18,6 +18,7 @@ PAGES = (
     "docs/bench-serve.md",
     "docs/benchmarks.md",
     "docs/lora.md",
+    "docs/ladder.md",
     "docs/planning.md",
     "docs/quantisation.md",
     "docs/speculation.md",

@@ -14,6 +14,7 @@ Row = Mapping[str, Any]
 
 BETTER, WORSE = 1.05, 0.95  # ratios between these are no difference that a short run could show
 _FULL_ROWS = 4  # tokens a step, from which on a guess takes time from somebody else
+_ALONE_ROWS = 1.1
 LOAD_NAMES = {"low": "low load", "sat": "saturation"}
 
 
@@ -33,6 +34,12 @@ def remark(rung: Rung, row: Row, below: Row, load: str) -> str | None:
         return None
     if rung.kind == "all":
         return f"{LOAD_NAMES[load]}: {ratio:.2f}x one request at a time"
+    alone = max(row[f"{load}_rows_a_step"], below[f"{load}_rows_a_step"]) < _ALONE_ROWS
+    if rung.kind == "batching" and alone and (ratio > WORSE or rung.name != "static"):
+        return (
+            f"{LOAD_NAMES[load]}: {ratio:.2f}x, by chance: one request is under way at a time, and "
+            "there is nobody to share a step with"
+        )
     why = _WHY[rung.kind](rung, row, below, load, ratio)
     if WORSE < ratio < BETTER:
         return f"{LOAD_NAMES[load]}: {ratio:.2f}x, no gain: {why}"
@@ -44,8 +51,6 @@ def _batching(rung: Rung, row: Row, below: Row, load: str, ratio: float) -> str:
     rows, before = row[f"{load}_rows_a_step"], below[f"{load}_rows_a_step"]
     if load == "low" and rung.name == "static" and ratio <= WORSE:
         return "a batch waits a while for others, who do not come"
-    if load == "low":
-        return "one request is under way at a time, so there is nobody to share a step with"
     return f"{rows:g} tokens a step instead of {before:g}, and a step reads the weights once"
 
 
