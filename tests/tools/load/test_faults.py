@@ -7,6 +7,7 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -87,6 +88,15 @@ def test_slow_requests_run_into_their_timeout(windlass: Windlass) -> None:
     assert "2 failed: not done after 0.2 s" in said
 
 
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """Whoever starts the tests in the background has them ignore ctrl-C."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interruptible")
 def test_ctrl_c_keeps_what_was_measured(windlass: Windlass, tmp_path: Path) -> None:
     output = tmp_path / "r.json"
     with fake_server(step_s=0.05) as server:
