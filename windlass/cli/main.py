@@ -29,6 +29,7 @@ from windlass.cli.remote import add_to as add_remote
 from windlass.cli.sampling import SAMPLING_OPTIONS
 from windlass.cli.serve import serve
 from windlass.cli.train_draft import TRAIN_DRAFT_OPTIONS, train_draft
+from windlass.cli.tune import TUNE_OPTIONS, tune
 
 app = typer.Typer(
     name="windlass",
@@ -69,6 +70,7 @@ register(app, plan, PLAN_OPTIONS)
 register(app, profile, ENGINE_OPTIONS)
 register(app, quantize, QUANTIZE_OPTIONS)
 register(app, train_draft, TRAIN_DRAFT_OPTIONS)
+register(app, tune, TUNE_OPTIONS)
 add_remote(app)
 app.add_typer(bench, name="bench")
 

@@ -1,0 +1,117 @@
+"""`windlass tune` on a tiny model, end to end, and what it writes."""
+
+from __future__ import annotations
+
+import builtins
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.tools.conftest import Windlass
+from windlass.cli.config_file import read_config
+from windlass.cli.options import ENGINE_OPTIONS, MODEL_ARGUMENT, SERVE_OPTIONS
+from windlass.config import EngineConfig
+from windlass.tools.plan.quality import REFERENCE
+from windlass.tools.tune.space import Form, Settings
+from windlass.tools.tune.tune import Tuner
+
+DUMMY = ("--load-format", "dummy", "--num-threads", "1")
+LOAD = ("--workload", "random", "--num-prompts", "3", "--input-len", "16", "--output-len", "5")
+FEW = ("--trials", "6", "--finalists", "1", "--max-formats", "1", "--no-speculate")
+
+
+def as_serve_reads(path: Path) -> EngineConfig:
+    found = read_config(path, [MODEL_ARGUMENT, *ENGINE_OPTIONS, *SERVE_OPTIONS])
+    return EngineConfig.of(**found)
+
+
+def test_the_best_is_written_and_serve_takes_it(
+    windlass: Windlass, tiny: Path, tmp_path: Path
+) -> None:
+    output, report = tmp_path / "windlass.yaml", tmp_path / "tune.json"
+    args = ("-o", output, "--json", report, "--price-per-hour", "2", "--profile", "chat")
+    shown = windlass("tune", tiny, *DUMMY, *LOAD, *FEW, "--slo", "ttft_p99=60s", *args)
+    assert "The SLO is met: ttft_p99" in shown
+    config = as_serve_reads(output)
+    assert config.model.model == str(tiny)
+    assert config.scheduler.profile == "chat"
+    written = json.loads(report.read_text())
+    measured = [row for row in written["rows"] if row["how"] == "measured"]
+    # The starting point of the profile is measured too: 32 sequences, 4,096 tokens a step.
+    assert any("32 sequences, 4,096 tokens" in row["settings"] for row in written["rows"])
+    assert config.scheduler.max_num_seqs == measured[0]["options"]["max_num_seqs"]
+    assert measured[0]["usd_per_million"] > 0
+    assert measured[0]["quality"] == 1.0
+    assert output.read_text().startswith("# Written by windlass tune")
+
+
+def test_an_slo_that_nothing_meets_gives_the_nearest_and_by_how_much(
+    windlass: Windlass, tiny: Path, tmp_path: Path
+) -> None:
+    output = tmp_path / "windlass.yaml"
+    args = ("--slo", "e2el_p99=0.000001ms", "-o", output)
+    shown = windlass("tune", tiny, *DUMMY, *LOAD, *FEW, *args, code=1)
+    assert "Nothing meets the SLO e2el_p99=1e-06ms; this comes nearest: e2el_p99 is" in shown
+    assert as_serve_reads(output).scheduler.max_num_seqs
+
+
+def test_what_was_measured_is_kept_after_ctrl_c(
+    windlass: Windlass, tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    output, measure = tmp_path / "windlass.yaml", Tuner._measure
+    calls = []
+
+    def interrupted(self: Tuner, settings: Settings) -> None:
+        calls.append(settings)
+        if len(calls) > 1:
+            raise KeyboardInterrupt
+        measure(self, settings)
+
+    monkeypatch.setattr(Tuner, "_measure", interrupted)
+    few = ("--trials", "6", "--finalists", "2", "--max-formats", "1")
+    shown = windlass("tune", tiny, *DUMMY, *LOAD, *few, "-o", output, code=130)
+    assert "1 were measured" in shown
+    assert as_serve_reads(output).scheduler.max_num_seqs == calls[0].max_num_seqs
+
+
+@pytest.mark.parametrize(
+    ("args", "why"),
+    [
+        (("--slo", "fast"), "expected such as ttft_p99"),
+        (("--trials", "0"), "--trials must be at least 1"),
+        (("--min-quality", "2"), "--min-quality must be from 0 to 1"),
+        (("--workload", "chat,rag"), "one load is tuned for"),
+        (("--workload", "dreams"), "Known: chat"),
+    ],
+)
+def test_bad_input_is_refused(
+    windlass: Windlass, tiny: Path, args: tuple[str, ...], why: str
+) -> None:
+    assert why in windlass("tune", tiny, *DUMMY, *args, code=2)
+
+
+def test_without_optuna_it_says_how_to_get_it(
+    windlass: Windlass, tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = builtins.__import__
+
+    def refuse(name: str, *args: Any, **more: Any) -> Any:
+        if name == "optuna":
+            raise ImportError(name)
+        return real(name, *args, **more)
+
+    monkeypatch.setattr(builtins, "__import__", refuse)
+    assert "windlass[tune]" in windlass("tune", tiny, *DUMMY, *LOAD, code=2)
+
+
+def test_settings_are_options_of_serve() -> None:
+    form = Form("int4, int8 KV", {"quantization": "int4", "kv_cache_dtype": "int8"}, REFERENCE)
+    settings = Settings(form, 8, 512, 64).guessing("ngram")
+    config = settings.config({"model": "default"})
+    assert (config.model.quantization, config.cache.num_blocks) == ("int4", 64)
+    assert (config.speculation.spec, config.scheduler.max_num_seqs) == ("ngram", 8)
+    assert form.weights_key("cpu") == Form("", {"quantization": "int4"}, REFERENCE).weights_key(
+        "cpu"
+    )

@@ -1,0 +1,137 @@
+"""`windlass tune`: the best settings for a load and an SLO, written as YAML, with the reason."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from windlass.cli.command import Options
+from windlass.cli.options import ENGINE_OPTIONS, parse_share
+from windlass.cli.results import check_path, finish
+from windlass.cli.what_if import make_loads
+from windlass.config import flag
+from windlass.errors import ConfigError
+
+# What is searched for; the profile sets where the search starts.
+_SEARCHED = (
+    *("quantization", "quantize_head", "kv_cache_dtype", "num_blocks", "max_num_seqs"),
+    *("max_num_batched_tokens", "kv_cache_memory_bytes", "spec", "spec_model", "spec_quantization"),
+)
+TUNE_OPTIONS = [
+    option
+    for option in ENGINE_OPTIONS
+    if option.name not in _SEARCHED and not option.name.startswith("spec_")
+]
+_RECORDS = Path("benchmarks")
+_LOAD = "Load"
+
+
+def _of(panel: str | None, metavar: str, help: str, *names: str, **more: Any) -> Any:
+    return typer.Option(*names, metavar=metavar, help=help, rich_help_panel=panel, **more)
+
+
+def tune(
+    options: Options,
+    workload: Annotated[
+        str | None, _of(_LOAD, "NAME", "A load of bench serve [default: chat].")
+    ] = None,
+    trace: Annotated[
+        Path | None, _of(_LOAD, "FILE", "JSONL of requests with timestamps, instead.")
+    ] = None,
+    request_rate: Annotated[
+        float | None, _of(_LOAD, "R", "Requests a second; default: all at once, or the trace's.")
+    ] = None,
+    max_concurrency: Annotated[
+        int | None, _of(_LOAD, "N", "Most requests under way at once.")
+    ] = None,
+    num_prompts: Annotated[
+        int | None, _of(_LOAD, "N", "Requests [default: 64, or the whole trace].")
+    ] = None,
+    input_len: Annotated[int | None, _of(_LOAD, "N", "Prompt tokens; default: the load's.")] = None,
+    output_len: Annotated[int | None, _of(_LOAD, "N", "Tokens out; default: the load's.")] = None,
+    skip_bad_lines: Annotated[
+        bool, typer.Option("--skip-bad-lines", help="Leave them out.", rich_help_panel=_LOAD)
+    ] = False,
+    slo: Annotated[
+        list[str] | None, _of(None, "TARGETS", "ttft_p99=500ms,tpot_p99=40ms; default: none.")
+    ] = None,
+    min_quality: Annotated[
+        float,
+        _of(None, "SHARE", "Least share of the 16-bit quality: 0.95 or 95%.", parser=parse_share),
+    ] = 0.0,
+    trials: Annotated[int, _of(None, "N", "Settings to try on the simulator.")] = 60,
+    finalists: Annotated[int, _of(None, "N", "The best of them are measured.")] = 3,
+    max_formats: Annotated[int, _of(None, "N", "Formats of the weights to try.")] = 2,
+    speculate: Annotated[
+        bool, typer.Option(help="Measure the best with guesses too (ngram, lookahead).")
+    ] = True,
+    price_per_hour: Annotated[
+        float | None, _of(None, "USD", "What the machine costs: adds dollars per million tokens.")
+    ] = None,
+    records: Annotated[
+        Path | None,
+        _of(None, "DIR", "Results of windlass eval; default: benchmarks/ where there is one."),
+    ] = None,
+    output: Annotated[Path, _of(None, "FILE", "The settings.", "-o", "--output")] = Path(
+        "windlass.yaml"
+    ),
+    report: Annotated[
+        Path | None, _of(None, "FILE", "Write all that was tried here.", "--json")
+    ] = None,
+) -> int:
+    """Find the settings that are fastest under an SLO, and write them for serve --config.
+
+    Sequences, tokens a step, blocks, and the forms of weights and keys and values are searched with
+    optuna on a simulator whose costs of steps are measured first; the best are run for real, then
+    with guesses. --profile chat, batch or hybrid says where to start. Exit code 1: nothing meets the
+    SLO, and the nearest was written; 130 after ctrl-C, with the best until then.
+    """
+    given = dict(locals())
+    check_path("-o", output)
+    check_path("--json", report)
+    _check(given)
+    from windlass.tools.plan.slo import parse_slo
+    from windlass.tools.tune.report import options_of, record_of, verdict, write_yaml
+    from windlass.tools.tune.tune import Tuner, Wish
+
+    loads = make_loads(given)
+    if len(loads) > 1:
+        raise ConfigError("--workload: one load is tuned for; give one name.")
+    wish = Wish(
+        options.engine_values(),
+        loads[0],
+        parse_slo(slo or []),
+        min_quality,
+        trials,
+        finalists,
+        max_formats,
+        speculate,
+        price_per_hour,
+        records or (_RECORDS if _RECORDS.is_dir() else None),
+    )
+    tuner = Tuner(wish, partial(typer.echo, err=True))
+    found = tuner.run()
+    finish(record_of(found, wish, tuner.model), report)
+    why = verdict(found, wish)
+    typer.echo("\n" + "\n".join(why))
+    if found.best is None:
+        return 130
+    write_yaml(output, options_of(found, wish.given), why)
+    typer.echo(f"\nwritten to {output}:\n  windlass serve --config {output}")
+    if found.interrupted:
+        return 130
+    return 0 if found.best.is_good else 1
+
+
+def _check(given: dict[str, Any]) -> None:
+    if not 0 <= given["min_quality"] <= 1:
+        raise ConfigError(f"--min-quality must be from 0 to 1, got {given['min_quality']:g}.")
+    for name in ("trials", "finalists", "max_formats"):
+        if given[name] < 1:
+            raise ConfigError(f"{flag(name)} must be at least 1, got {given[name]}.")
+    price = given["price_per_hour"]
+    if price is not None and price < 0:
+        raise ConfigError(f"--price-per-hour must be at least 0, got {price:g}.")
