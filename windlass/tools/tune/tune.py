@@ -157,8 +157,11 @@ class Tuner:
         config = settings.config(self._wish.given)
         limits, steps = config.limits(self._device), self._steps[settings.form.name]
         capacity = steps.capacity(config, self._opened, limits)
-        if share < 1:
-            capacity = replace(capacity, num_blocks=max(1, int(share * capacity.num_blocks)))
+        # The longest request that the model takes has room, even if this load has none such.
+        whole = -(-context_of(config, self._opened) // capacity.block_size)
+        fewer = max(whole, int(share * capacity.num_blocks))
+        if fewer < capacity.num_blocks:
+            capacity = replace(capacity, num_blocks=fewer)
             settings = replace(settings, num_blocks=capacity.num_blocks)
         run = simulate(
             config,
