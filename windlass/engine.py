@@ -150,7 +150,7 @@ class Engine:
         return self._scheduler.reset_prefix_cache()
 
     def memory(self) -> Memory:
-        """What the memory is used for now."""
+        """What the memory holds at this moment."""
         held = self._holdings.held() if self._holdings is not None else None
         return Memory(self._scheduler.block_use(), self.asleep, held)
 

@@ -11,7 +11,7 @@ import typer
 from windlass.cli.bench_serve import add_to
 from windlass.cli.command import Options, PanelCommand, register, reported
 from windlass.cli.config_file import read_config
-from windlass.cli.options import ENGINE_OPTIONS, MODEL_ARGUMENT
+from windlass.cli.options import ENGINE_OPTIONS, MODEL_ARGUMENT, split_names
 from windlass.cli.results import check_path, finish
 from windlass.errors import ConfigError
 
@@ -81,7 +81,7 @@ def throughput(
     from windlass.tools.bench.throughput import Order, measure
     from windlass.tools.bench.workloads import Sizes, find_all
 
-    engines = _names(engine)
+    engines = split_names(engine)
     sizes = Sizes(batch, input_len, output_len, num_requests)
     elsewhere = ["batch"] if "transformers" in engines else []
     workloads = find_all(workload, sizes, elsewhere)
@@ -116,12 +116,12 @@ def latency(
     from windlass.tools.bench.workloads import Sizes, find_all
 
     try:
-        counts = [int(count) for count in _names(batch)]
+        counts = [int(count) for count in split_names(batch)]
     except ValueError:
         raise ConfigError(f"--batch {batch!r}: expected numbers such as {_BATCHES}.") from None
     names = ",".join(f"decode_b{count}" for count in counts)
     sizes = Sizes(input_len=input_len, output_len=output_len)
-    order = Order(find_all(names, sizes), _names(engine), repeat)
+    order = Order(find_all(names, sizes), split_names(engine), repeat)
     finish(measure(options.engine_values(), order, _say, "latency"), output)
     return 0
 
@@ -183,7 +183,7 @@ def formats(
 
     order = FormatsOrder(
         options.engine_values(),
-        _names(formats or ""),
+        split_names(formats or ""),
         data,
         Cut("strided", context, stride, max_windows),
         Means(calibration, llama_cpp),
@@ -323,10 +323,6 @@ def _conversations(prompts: str | None) -> list[list[dict[str, Any]]] | None:
 
     found = jobs_from_file(prompts)
     return [job.messages or [{"role": "user", "content": job.prompt}] for job in found]
-
-
-def _names(text: str) -> list[str]:
-    return [name.strip() for name in text.split(",") if name.strip()]
 
 
 def _say(text: str) -> None:

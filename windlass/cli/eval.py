@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from windlass.cli.command import Options
+from windlass.cli.options import split_names
 from windlass.cli.reference import reference_config
 from windlass.cli.results import check_path, finish
 from windlass.config import EngineConfig, GateConfig
@@ -141,7 +142,7 @@ def _reference(
 
 
 def _names(text: str) -> list[str]:
-    names = [name.strip() for name in text.split(",") if name.strip()]
+    names = split_names(text)
     if not names:
         raise ConfigError("--tasks is empty; name at least one, such as hellaswag.")
     return names

@@ -57,6 +57,11 @@ def parse_size(text: str | int) -> int:
     return int(float(found[1]) * _UNITS[found[2].lower()])
 
 
+def split_names(text: str) -> list[str]:
+    """Names with commas between them."""
+    return [name.strip() for name in text.split(",") if name.strip()]
+
+
 def parse_share(text: str | float) -> float:
     """0.003 or 0.3%."""
     words = str(text).strip()

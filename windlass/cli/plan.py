@@ -17,7 +17,17 @@ from typing import Annotated, Any
 import typer
 
 from windlass.cli.command import Options
-from windlass.cli.options import ENGINE_OPTIONS, parse_share, parse_size
+from windlass.cli.load_flags import (
+    LOAD,
+    InputLen,
+    MaxConcurrency,
+    NumPrompts,
+    OutputLen,
+    RequestRate,
+    SkipBadLines,
+    of,
+)
+from windlass.cli.options import ENGINE_OPTIONS, parse_share, parse_size, split_names
 from windlass.cli.results import check_path
 from windlass.cli.what_if import what_if
 from windlass.config import flag
@@ -37,11 +47,7 @@ _PLANNED = (
 PLAN_OPTIONS = [option for option in ENGINE_OPTIONS if option.name != "kv_cache_dtype"]
 _SECRETS = ("hf_token",)
 _RECORDS = Path("benchmarks")
-_FORMATS, _LOAD = "Formats", "What if: a load, replayed through the scheduler"
-
-
-def _of(panel: str, metavar: str, help: str, *names: str, **more: Any) -> Any:
-    return typer.Option(*names, metavar=metavar, help=help, rich_help_panel=panel, **more)
+_FORMATS = "Formats"
 
 
 def parse_bandwidth(text: str) -> float:
@@ -53,11 +59,11 @@ def plan(
     options: Options,
     memory: Annotated[
         int | None,
-        _of(_FORMATS, "SIZE", "Memory for everything; default: what is free.", parser=parse_size),
+        of(_FORMATS, "SIZE", "Memory for everything; default: what is free.", parser=parse_size),
     ] = None,
     min_quality: Annotated[
         float | None,
-        _of(
+        of(
             _FORMATS,
             "SHARE",
             "Least share of the 16-bit model's quality to keep: 0.95 or 95%.",
@@ -66,19 +72,19 @@ def plan(
     ] = None,
     context: Annotated[
         int | None,
-        _of(_FORMATS, "N", "Tokens of a request [default: 4096, or the model's]."),
+        of(_FORMATS, "N", "Tokens of a request [default: 4096, or the model's]."),
     ] = None,
-    concurrency: Annotated[int | None, _of(_FORMATS, "N", "Requests at once [default: 8].")] = None,
+    concurrency: Annotated[int | None, of(_FORMATS, "N", "Requests at once [default: 8].")] = None,
     kv_cache_dtype: Annotated[
-        str | None, _of(_FORMATS, "auto|fp8|int8", "Only this KV type; default: all.")
+        str | None, of(_FORMATS, "auto|fp8|int8", "Only this KV type; default: all.")
     ] = None,
     formats: Annotated[
         str | None,
-        _of(_FORMATS, "NAMES", "Only these, with commas: as stored,int8,int4+head."),
+        of(_FORMATS, "NAMES", "Only these, with commas: as stored,int8,int4+head."),
     ] = None,
     bandwidth: Annotated[
         float | None,
-        _of(
+        of(
             _FORMATS,
             "RATE",
             "Plan for a device that reads so fast, such as 4800GB/s; default: measured here.",
@@ -87,7 +93,7 @@ def plan(
     ] = None,
     records: Annotated[
         Path | None,
-        _of(_FORMATS, "DIR", "Results of windlass eval; default: benchmarks/ where there is one."),
+        of(_FORMATS, "DIR", "Results of windlass eval; default: benchmarks/ where there is one."),
     ] = None,
     measure: Annotated[
         bool,
@@ -98,41 +104,32 @@ def plan(
         ),
     ] = False,
     trace: Annotated[
-        Path | None, _of(_LOAD, "FILE", "JSONL of requests with timestamps, as bench serve reads.")
+        Path | None, of(LOAD, "FILE", "JSONL of requests with timestamps, as bench serve reads.")
     ] = None,
     workload: Annotated[
-        str | None, _of(_LOAD, "NAMES", "Loads of bench serve by name; several with commas.")
+        str | None, of(LOAD, "NAMES", "Loads of bench serve by name; several with commas.")
     ] = None,
-    request_rate: Annotated[
-        float | None, _of(_LOAD, "R", "Requests a second; default: all at once, or the trace's.")
-    ] = None,
-    max_concurrency: Annotated[
-        int | None, _of(_LOAD, "N", "Most requests under way at once.")
-    ] = None,
-    num_prompts: Annotated[
-        int | None, _of(_LOAD, "N", "Requests [default: 64, or the whole trace].")
-    ] = None,
-    input_len: Annotated[int | None, _of(_LOAD, "N", "Prompt tokens; default: the load's.")] = None,
-    output_len: Annotated[int | None, _of(_LOAD, "N", "Tokens out; default: the load's.")] = None,
-    skip_bad_lines: Annotated[
-        bool,
-        typer.Option("--skip-bad-lines", help="Leave them out.", rich_help_panel=_LOAD),
-    ] = False,
+    request_rate: RequestRate = None,
+    max_concurrency: MaxConcurrency = None,
+    num_prompts: NumPrompts = None,
+    input_len: InputLen = None,
+    output_len: OutputLen = None,
+    skip_bad_lines: SkipBadLines = False,
     slo: Annotated[
         list[str] | None,
-        _of(_LOAD, "TARGETS", "ttft_p99=500ms,tpot_p99=40ms: says how many devices it needs."),
+        of(LOAD, "TARGETS", "ttft_p99=500ms,tpot_p99=40ms: says how many devices it needs."),
     ] = None,
-    max_devices: Annotated[int, _of(_LOAD, "N", "Most devices to try.")] = 64,
+    max_devices: Annotated[int, of(LOAD, "N", "Most devices to try.")] = 64,
     step_costs: Annotated[
-        Path | None, _of(_LOAD, "FILE", "Take costs of steps from here, or write them here.")
+        Path | None, of(LOAD, "FILE", "Take costs of steps from here, or write them here.")
     ] = None,
     check: Annotated[
         bool,
         typer.Option(
-            "--check", help="Run the load for real too, and compare.", rich_help_panel=_LOAD
+            "--check", help="Run the load for real too, and compare.", rich_help_panel=LOAD
         ),
     ] = False,
-    repeat: Annotated[int, _of(_LOAD, "N", "With --check: turns of each load.")] = 1,
+    repeat: Annotated[int, of(LOAD, "N", "With --check: turns of each load.")] = 1,
     output: Annotated[
         Path | None, typer.Option("--json", metavar="FILE", help="Write everything here.")
     ] = None,
@@ -152,7 +149,7 @@ def plan(
     if trace is not None or workload is not None:
         _refuse(given, _FOR_FORMATS, "without --trace and --workload")
         return what_if(options, given)
-    _refuse(given, _FOR_LOADS, "with --trace or --workload")
+    _refuse(given, _FORLOADS, "with --trace or --workload")
     set_too = [name for name in _PLANNED if name in options.values]
     if set_too:
         raise ConfigError(
@@ -173,7 +170,7 @@ def plan(
         concurrency=8 if concurrency is None else concurrency,
         kv_cache_dtype=kv_cache_dtype,
         bandwidth=bandwidth,
-        formats=FORMATS if formats is None else _names(formats),
+        formats=FORMATS if formats is None else split_names(formats),
         records=records or (_RECORDS if _RECORDS.is_dir() else None),
     )
     command = serve_command(options.engine_values(), found.best.options) if found.best else None
@@ -187,7 +184,7 @@ _FOR_FORMATS = (
     *("memory", "min_quality", "context", "concurrency", "formats", "bandwidth", "records"),
     "measure",
 )
-_FOR_LOADS = (
+_FORLOADS = (
     *("request_rate", "max_concurrency", "num_prompts", "input_len", "output_len"),
     *("skip_bad_lines", "slo", "step_costs", "check"),
 )
@@ -216,10 +213,6 @@ def serve_command(given: Mapping[str, Any], chosen: Mapping[str, Any]) -> str:
             text = json.dumps(value) if isinstance(value, Mapping) else str(value)
             words += [flag(name), text]
     return shlex.join(words)
-
-
-def _names(text: str) -> list[str]:
-    return [name.strip() for name in text.split(",") if name.strip()]
 
 
 def _write(path: Path, values: Mapping[str, Any]) -> None:

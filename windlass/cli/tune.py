@@ -9,6 +9,16 @@ from typing import Annotated, Any
 import typer
 
 from windlass.cli.command import Options
+from windlass.cli.load_flags import (
+    LOAD,
+    InputLen,
+    MaxConcurrency,
+    NumPrompts,
+    OutputLen,
+    RequestRate,
+    SkipBadLines,
+    of,
+)
 from windlass.cli.options import ENGINE_OPTIONS, parse_share
 from windlass.cli.results import check_path, finish
 from windlass.cli.what_if import make_loads
@@ -26,60 +36,47 @@ TUNE_OPTIONS = [
     if option.name not in _SEARCHED and not option.name.startswith("spec_")
 ]
 _RECORDS = Path("benchmarks")
-_LOAD = "Load"
-
-
-def _of(panel: str | None, metavar: str, help: str, *names: str, **more: Any) -> Any:
-    return typer.Option(*names, metavar=metavar, help=help, rich_help_panel=panel, **more)
 
 
 def tune(
     options: Options,
     workload: Annotated[
-        str | None, _of(_LOAD, "NAME", "A load of bench serve [default: chat].")
+        str | None, of(LOAD, "NAME", "A load of bench serve [default: chat].")
     ] = None,
     trace: Annotated[
-        Path | None, _of(_LOAD, "FILE", "JSONL of requests with timestamps, instead.")
+        Path | None, of(LOAD, "FILE", "JSONL of requests with timestamps, instead.")
     ] = None,
-    request_rate: Annotated[
-        float | None, _of(_LOAD, "R", "Requests a second; default: all at once, or the trace's.")
-    ] = None,
-    max_concurrency: Annotated[
-        int | None, _of(_LOAD, "N", "Most requests under way at once.")
-    ] = None,
-    num_prompts: Annotated[
-        int | None, _of(_LOAD, "N", "Requests [default: 64, or the whole trace].")
-    ] = None,
-    input_len: Annotated[int | None, _of(_LOAD, "N", "Prompt tokens; default: the load's.")] = None,
-    output_len: Annotated[int | None, _of(_LOAD, "N", "Tokens out; default: the load's.")] = None,
-    skip_bad_lines: Annotated[
-        bool, typer.Option("--skip-bad-lines", help="Leave them out.", rich_help_panel=_LOAD)
-    ] = False,
+    request_rate: RequestRate = None,
+    max_concurrency: MaxConcurrency = None,
+    num_prompts: NumPrompts = None,
+    input_len: InputLen = None,
+    output_len: OutputLen = None,
+    skip_bad_lines: SkipBadLines = False,
     slo: Annotated[
-        list[str] | None, _of(None, "TARGETS", "ttft_p99=500ms,tpot_p99=40ms; default: none.")
+        list[str] | None, of(None, "TARGETS", "ttft_p99=500ms,tpot_p99=40ms; default: none.")
     ] = None,
     min_quality: Annotated[
         float,
-        _of(None, "SHARE", "Least share of the 16-bit quality: 0.95 or 95%.", parser=parse_share),
+        of(None, "SHARE", "Least share of the 16-bit quality: 0.95 or 95%.", parser=parse_share),
     ] = 0.0,
-    trials: Annotated[int, _of(None, "N", "Settings to try on the simulator.")] = 60,
-    finalists: Annotated[int, _of(None, "N", "The best of them are measured.")] = 3,
-    max_formats: Annotated[int, _of(None, "N", "Formats of the weights to try.")] = 2,
+    trials: Annotated[int, of(None, "N", "Settings to try on the simulator.")] = 60,
+    finalists: Annotated[int, of(None, "N", "The best of them are measured.")] = 3,
+    max_formats: Annotated[int, of(None, "N", "Formats of the weights to try.")] = 2,
     speculate: Annotated[
         bool, typer.Option(help="Measure the best with guesses too (ngram, lookahead).")
     ] = True,
     price_per_hour: Annotated[
-        float | None, _of(None, "USD", "What the machine costs: adds dollars per million tokens.")
+        float | None, of(None, "USD", "What the machine costs: adds dollars per million tokens.")
     ] = None,
     records: Annotated[
         Path | None,
-        _of(None, "DIR", "Results of windlass eval; default: benchmarks/ where there is one."),
+        of(None, "DIR", "Results of windlass eval; default: benchmarks/ where there is one."),
     ] = None,
-    output: Annotated[Path, _of(None, "FILE", "The settings.", "-o", "--output")] = Path(
+    output: Annotated[Path, of(None, "FILE", "The settings.", "-o", "--output")] = Path(
         "windlass.yaml"
     ),
     report: Annotated[
-        Path | None, _of(None, "FILE", "Write all that was tried here.", "--json")
+        Path | None, of(None, "FILE", "Write all that was tried here.", "--json")
     ] = None,
 ) -> int:
     """Find the settings that are fastest under an SLO, and write them for serve --config.

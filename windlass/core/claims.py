@@ -29,7 +29,7 @@ class Claims:
         self._misses = Misses(pool, limits.block_size, caching)
 
     def use(self, running: Iterable[Request]) -> BlockUse:
-        """What the blocks are used for now."""
+        """What the blocks hold at this moment."""
         pool, size = self.pool, self._limits.block_size
         num_cached = pool.num_cached_free()
         unfilled = (len(each.blocks) * size - each.computed for each in running)

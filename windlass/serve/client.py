@@ -249,7 +249,7 @@ class EngineClient:
         return answer.story
 
     async def memory(self) -> Memory:
-        """What the engine's memory is used for now."""
+        """What the engine's memory holds at this moment."""
         return (await self._ask(messages.TellMemory, messages.MemoryTold)).memory
 
     async def rest(self) -> None:

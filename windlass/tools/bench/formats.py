@@ -27,7 +27,7 @@ from windlass.tools.bench.format_list import (
     Workshop,
     find_formats,
 )
-from windlass.tools.bench.record import Record
+from windlass.tools.bench.record import Record, rows_before
 from windlass.tools.bench.side_by_side import (
     Judge,
     Race,
@@ -134,19 +134,7 @@ def measure(order: FormatsOrder, say: Say) -> Record:
 
 def _rows_before(path: Path, settings: dict[str, Any]) -> dict[str, dict[str, Any]]:
     """The rows that an earlier run finished; those that failed are tried again."""
-    if not path.is_file():
-        return {}
-    try:
-        record = json.loads(path.read_text(encoding="utf-8"))
-        before, rows, name = record["settings"], record["rows"], record["name"]
-    except (ValueError, KeyError, TypeError) as error:
-        raise ConfigError(f"-o {path}: exists, and is no benchmark's result: {error!r}.") from error
-    other = [key for key in before | settings if before.get(key) != settings.get(key)]
-    if name != "formats" or other:
-        what = f"{', '.join(other)} differ" if name == "formats" else f"it is of {name!r}"
-        raise ConfigError(
-            f"-o {path}: holds results of another run ({what}). Remove it, or choose another file."
-        )
+    rows = rows_before(path, "formats", settings)
     return {row["format"]: row for row in rows if "error" not in row}
 
 

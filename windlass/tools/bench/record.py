@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from windlass.config import flag
+from windlass.errors import ConfigError
 
 _PACKAGES = ("windlass", "torch", "triton", "transformers", "numpy")
 # Never written to a file, whatever else a run was given.
@@ -45,6 +46,25 @@ class Record:
         part = path.with_suffix(".part")
         part.write_text(json.dumps(values, indent=2, default=str) + "\n")
         os.replace(part, path)
+
+
+def rows_before(path: Path, name: str, settings: dict[str, Any]) -> list[dict[str, Any]]:
+    """The rows that an earlier run of the same benchmark and settings has left in a file, if any."""
+    if not path.is_file():
+        return []
+    try:
+        record = json.loads(path.read_text(encoding="utf-8"))
+        before, found = record["settings"], record["name"]
+        rows: list[dict[str, Any]] = record["rows"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"-o {path}: exists, and is no benchmark's result: {error!r}.") from error
+    other = [key for key in before | settings if before.get(key) != settings.get(key)]
+    if found != name or other:
+        what = f"{', '.join(other)} differ" if found == name else f"it is of {found!r}"
+        raise ConfigError(
+            f"-o {path}: holds results of another run ({what}). Remove it, or choose another file."
+        )
+    return rows
 
 
 def _command() -> str:

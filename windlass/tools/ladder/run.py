@@ -15,7 +15,7 @@ from typing import Any, Protocol
 from windlass.build import open_model
 from windlass.config import EngineConfig
 from windlass.errors import ConfigError, EngineError, UnsupportedError
-from windlass.tools.bench.record import Record, hardware
+from windlass.tools.bench.record import Record, hardware, rows_before
 from windlass.tools.bench.speculation import TEXTS
 from windlass.tools.eval.data import Corpus, Document, read_corpus
 from windlass.tools.eval.windows import Cut
@@ -240,17 +240,5 @@ def _check_checkpoints(order: LadderOrder) -> None:
 
 def _rows_before(path: Path, settings: Row) -> dict[str, Row]:
     """The rows that an earlier run finished; those without figures are tried again."""
-    if not path.is_file():
-        return {}
-    try:
-        record = json.loads(path.read_text(encoding="utf-8"))
-        before, rows, name = record["settings"], record["rows"], record["name"]
-    except (ValueError, KeyError, TypeError) as error:
-        raise ConfigError(f"-o {path}: exists, and is no benchmark's result: {error!r}.") from error
-    other = [key for key in before | settings if before.get(key) != settings.get(key)]
-    if name != "ladder" or other:
-        what = f"{', '.join(other)} differ" if name == "ladder" else f"it is of {name!r}"
-        raise ConfigError(
-            f"-o {path}: holds results of another run ({what}). Remove it, or choose another file."
-        )
+    rows = rows_before(path, "ladder", settings)
     return {f"{row['rung']}, {row['how']}": row for row in rows if "reason" not in row}
