@@ -11,7 +11,7 @@ WITHOUT_SERVER = """
 import sys
 
 REFUSED = {"pydantic", "pydantic_core", "fastapi", "starlette", "uvicorn", "zmq", "msgspec", "gguf",
-           "httptools", "llguidance"}
+           "httptools", "llguidance", "plotly", "optuna"}
 
 def asker():
     frame = sys._getframe(2)
@@ -41,6 +41,8 @@ for words in (
     ["bench", "latency", folder, "--batch", "1", *sizes],
     ["profile", folder, "--steps", "1"],
     ["bench", "levers", "scheduler", "-o", folder],
+    ["ladder", folder, "--rungs", "continuous", "--loads", "low", "--low-requests", "1",
+     "--no-progress", "-o", folder + "/ladder.json", "--prefix-len", "24", "--output-len", "3"],
 ):
     model = [] if "levers" in words else ["--load-format", "dummy"]
     app([*words, *model], standalone_mode=False)
@@ -54,3 +56,5 @@ def test_bench_and_profile_run_without_the_servers_modules(tiny: Path) -> None:
     assert result.returncode == 0, result.stderr
     assert "decode_b2" in result.stdout
     assert "decode: 1 tokens" in result.stdout
+    assert "| continuous batching |" in result.stdout
+    assert "no page with plots: a report needs the package plotly" in result.stderr

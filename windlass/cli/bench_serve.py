@@ -313,7 +313,7 @@ def _files(given: dict[str, Any]) -> list[Path]:
             raise ConfigError(f"-o {path}: expected a name that ends in {', '.join(_SUFFIXES)}.")
         check_path("-o", path)
         if path.suffix == ".html":
-            from windlass.tools.load.report import plotly_js
+            from windlass.tools.load.page import plotly_js
 
             plotly_js()  # refused before anything is measured when it is not installed
     return files

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from windlass.cli.command import Options
-from windlass.cli.options import ENGINE_OPTIONS
+from windlass.cli.options import ENGINE_OPTIONS, split_names
 from windlass.cli.results import check_path
 from windlass.errors import ConfigError, UnsupportedError
 
@@ -40,6 +40,10 @@ def ladder(
             "kv, spec, everything; with commas. Default: all.",
         ),
     ] = None,
+    loads: Annotated[
+        str | None,
+        typer.Option(metavar="NAMES", help="low, saturation; default: both."),
+    ] = None,
     weights: Annotated[
         str | None,
         typer.Option(
@@ -56,6 +60,14 @@ def ladder(
     ] = None,
     num_requests: Annotated[
         int | None, typer.Option(metavar="N", help="At saturation; default: by the device.")
+    ] = None,
+    naive_requests: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N",
+            help="So many, the first, for one request at a time, the slowest rung by far; default: "
+            "all on a CPU, 32 on a GPU.",
+        ),
     ] = None,
     low_requests: Annotated[
         int | None, typer.Option(metavar="N", help="At low load; default: by the device.")
@@ -127,12 +139,11 @@ def ladder(
     from windlass.tools.ladder.report import save_report
     from windlass.tools.ladder.run import Ladder, LadderOrder
 
-    names = tuple(name.strip() for name in (rungs or "").split(",") if name.strip())
-    if rungs is not None and not names:
-        raise ConfigError("--rungs is empty; name at least one, such as naive,everything.")
+    names = _names("--rungs", rungs, "naive,everything")
     sizes = {
         "workload": workload,
         "num_requests": num_requests,
+        "naive_requests": naive_requests,
         "low_requests": low_requests,
         "low_rate": low_rate,
         "prefix_len": prefix_len,
@@ -145,6 +156,7 @@ def ladder(
         options.engine_values(),
         output,
         names,
+        _names("--loads", loads, "saturation"),
         weights,
         {name: value for name, value in sizes.items() if value is not None},
         data,
@@ -165,9 +177,17 @@ def ladder(
     return 0
 
 
+def _names(flag: str, given: str | None, such_as: str) -> tuple[str, ...]:
+    """Those between the commas; none: all."""
+    names = tuple(split_names(given or ""))
+    if given is not None and not names:
+        raise ConfigError(f"{flag} is empty; name at least one, such as {such_as}.")
+    return names
+
+
 def _page(html: Path | None, output: Path) -> Path | None:
     """Where the page goes. One that was asked for and cannot be is an error before the run."""
-    from windlass.tools.load.report import plotly_js
+    from windlass.tools.load.page import plotly_js
 
     try:
         plotly_js()

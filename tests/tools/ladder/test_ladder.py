@@ -99,9 +99,28 @@ def test_random_weights_have_no_quality(windlass: Windlass, tiny: Path, tmp_path
     rows = json.loads(output.read_text())["rows"]
     assert [row["rung"] for row in rows] == ["continuous", "fp8", "everything"]
     assert all(row["perplexity"] is None for row in rows)
-    assert "No quality: the weights are random." in shown
+    assert "No quality: the weights are random" in shown
+    assert "saturation: 0." in shown.partition("- everything: ")[2]
+    assert "x continuous batching." in shown
     again = windlass(*dummy, "--rungs", "naive", code=2)
     assert "holds results of another run (rungs, workload" in again
+
+
+def test_one_load_and_fewer_requests_for_one_at_a_time(
+    windlass: Windlass, tiny: Path, tmp_path: Path
+) -> None:
+    output = tmp_path / "ladder.json"
+    few = ("--loads", "saturation", "--naive-requests", 2, "--rungs", "naive,everything")
+    shown = windlass("ladder", tiny, "--load-format", "dummy", *SMALL, *few, "-o", output)
+    naive, base, everything = json.loads(output.read_text())["rows"]
+    assert (naive["sat_requests"], base["sat_requests"]) == (2, 4)
+    assert everything["low_times"] is None
+    assert not any(name in everything for name in ("low_tok_s", "low_kv_mib"))
+    assert "One request at a time got the first 2 of these" in shown
+    assert "| - / " in shown
+    html = output.with_suffix(".html").read_text()
+    assert "at saturation, rung by rung" in html
+    assert "at low load, rung by rung" not in html
 
 
 @pytest.mark.parametrize(
@@ -109,6 +128,8 @@ def test_random_weights_have_no_quality(windlass: Windlass, tiny: Path, tmp_path
     [
         (["--rungs", "naive,quick"], "'quick' is no rung"),
         (["--rungs", ","], "--rungs is empty"),
+        (["--loads", "low,high"], "--loads: 'high' is not known. Known: low, saturation."),
+        (["--naive-requests", "0"], "--naive-requests must be at least 1"),
         (["--weights", "fp8"], "--weights fp8: later rungs can stand on int8, int4"),
         (["--price-per-hour", "0"], "--price-per-hour must be above 0"),
         (["--workload", "poems"], "the load 'poems' is not known"),

@@ -194,6 +194,6 @@ def test_ratios_are_against_what_the_machine_gave() -> None:
     assert (naive["sat_times"], int4["sat_times"]) == (0.4, 2.0)
     assert missing["label"] == "fp8: no fp8"
     assert (int4["article_req_s"], everything["article_p50_s"]) == (45, 0.4)
-    assert everything["remarks"][1] == "saturation: 5.25x one request at a time"
+    assert everything["remarks"][1] == "saturation: 5.25x naive"
     assert "the two are 5% and 5% apart" in record.notes
     assert "3 rows are still to be measured" in record.notes

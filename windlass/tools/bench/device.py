@@ -80,6 +80,7 @@ def memory_bytes(device: torch.device) -> int:
 
 def release_memory() -> None:
     """Give back what dead engines held: the next one sizes its cache by what is free."""
+    gc.unfreeze()  # an engine that was built was meant to stay
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()

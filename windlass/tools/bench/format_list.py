@@ -21,7 +21,6 @@ from windlass.build import OpenModel
 from windlass.config import EngineConfig
 from windlass.errors import ConfigError
 from windlass.models.card import open_checkpoint
-from windlass.tools.bench.llama_cpp import Kind, LlamaCpp, requantise
 from windlass.tools.quantize.calibration import Choice
 from windlass.tools.quantize.export import export
 from windlass.tools.quantize.program import Order, run
@@ -42,7 +41,7 @@ class Format:
     wishes: Wishes | None = None
     calibration: Literal["text", "random"] = "text"
     plain: torch.dtype | None = None  # the type that all weights are written in
-    gguf: Kind | None = None  # the type that llama.cpp gives to the matrices
+    gguf: str | None = None  # the type that llama.cpp gives to the matrices
 
     @property
     def online(self) -> bool:
@@ -63,8 +62,8 @@ def _online(name: str, head: bool = False) -> Format:
     )
 
 
-def _gguf(kind: Kind) -> Format:
-    return Format(f"gguf-{kind.name.lower()}", gguf=kind)
+def _gguf(kind: str) -> Format:
+    return Format(f"gguf-{kind.lower()}", gguf=kind)
 
 
 def _cache(dtype: str) -> Format:
@@ -93,7 +92,7 @@ FORMATS: tuple[Format, ...] = (
     Format("gptq-4-random", wishes=Wishes(method="gptq", bits=4), calibration="random"),
     Format("rtn-3", wishes=Wishes(method="rtn", bits=3)),
     Format("gptq-3", wishes=Wishes(method="gptq", bits=3)),
-    *map(_gguf, (Kind.Q8_0, Kind.Q6_K, Kind.Q5_K, Kind.Q4_K, Kind.Q4_0, Kind.Q3_K, Kind.Q2_K)),
+    *map(_gguf, ("Q8_0", "Q6_K", "Q5_K", "Q4_K", "Q4_0", "Q3_K", "Q2_K")),
     _cache("int8"),
     _cache("fp8"),
 )
@@ -176,17 +175,20 @@ class Workshop:
             export(self.base.model, folder, dtype)
         return folder
 
-    def _gguf(self, name: str, kind: Kind) -> Path:
+    def _gguf(self, name: str, kind: str) -> Path:
         source, library = self.opened.files.weights[0], self.means.llama_cpp
         assert library is not None, "find_formats leaves these rows out without it"
         if source.suffix != ".gguf":
             raise ConfigError(f"{self.opened.card.name}: GGUF rows are made of a GGUF file only.")
         path = self.folder / f"{name}-{self._key()}.gguf"
         if not path.is_file():
+            # Needs the package gguf, which the other formats do without.
+            from windlass.tools.bench.llama_cpp import Kind, LlamaCpp, requantise
+
             self.say(f"quantising with llama.cpp into {path}")
             self.folder.mkdir(parents=True, exist_ok=True)
             made = path.with_suffix(".unfinished")
-            requantise(source, made, kind, LlamaCpp(library))
+            requantise(source, made, getattr(Kind, kind), LlamaCpp(library))
             os.replace(made, path)
         return path
 

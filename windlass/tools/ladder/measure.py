@@ -6,7 +6,9 @@ before and after each run: how fast the machine was just then, so that ratios ho
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from windlass.build import Built, build_engine, open_model
@@ -24,11 +26,11 @@ from windlass.tools.ladder.rungs import BARE, PLAIN, Variant
 from windlass.tools.ladder.work import Job, Work
 from windlass.tools.load.summary import summarise
 
-LOADS = ("low", "sat")
 _MIB = 2**20
 _SPARE_BLOCKS = 64
-_YARD_ROWS, _YARD_TOKENS, _YARD_PROMPT = 4, 10, 8
-_YARD_BLOCKS = 32
+_YARD_ROWS, _YARD_PROMPT, _YARD_BLOCKS = 4, 8, 32
+_YARD_TOKENS = {"cpu": 10, "cuda": 40}  # a step of a GPU is some ten times as short
+_WARM_ROWS, _WARM_TOKENS = 16, 16
 
 Row = dict[str, Any]
 Watch = Callable[[str], None]
@@ -40,18 +42,21 @@ class Bench:
     def __init__(
         self,
         forms: Forms,
-        works: tuple[Work, Work],
+        works: Mapping[str, Work],
+        naive_requests: int | None,
         price: Price,
         corpus: Corpus | None,
         cut: Cut,
     ) -> None:
-        """`corpus` None: the weights are random, and have no quality."""
+        """Works by load. `corpus` None: the weights are random, and have no quality."""
         self._forms = forms
-        self._works = dict(zip(LOADS, works, strict=True))
+        self._works = works
+        self._largest = max(works.values(), key=lambda work: len(work.jobs))
+        self._naive_requests = naive_requests
         self._price = price
         self._corpus = corpus
         self._cut = cut
-        self._length = max(cut.context, *(work.longest for work in works))
+        self._length = max(cut.context, *(work.longest for work in works.values()))
         self._own = _without_speculation(forms)
         self._loaded: dict[str, Loaded] = {}
         self._yard: Engine | None = None
@@ -65,9 +70,12 @@ class Bench:
         built = self._build(config, variant.weights)
         row = self._weights_row(built, variant)
         device = built.weights.parts.device
-        _warm_up(built.engine, len(self._works["sat"].jobs))
+        works = self._works
+        if variant.options["batching"] == "none":
+            works = {name: work.first(self._naive_requests) for name, work in works.items()}
+        self._warm_up(built, works)
         forget_peak(device)
-        for name, work in self._works.items():
+        for name, work in works.items():
             watch(work.name)
             before = self._yardstick()
             built.engine.reset_prefix_cache()
@@ -75,7 +83,7 @@ class Bench:
             yard = (before + self._yardstick()) / 2
             row |= {f"{name}_{key}": value for key, value in self._figures(driven, built).items()}
             row[f"{name}_yard_tok_s"] = round(yard, 2)
-        row["kv_mib"] = max(row["low_kv_mib"], row["sat_kv_mib"])
+        row["kv_mib"] = max(row[f"{name}_kv_mib"] for name in works)
         row["memory_mib"] = round(row["weights_mib"] + row["kv_mib"], 1)
         row["process_mib"] = round(memory_bytes(device) / _MIB, 1)
         weights = built.weights
@@ -87,7 +95,7 @@ class Bench:
     # ---- engines -----------------------------------------------------------------------------
 
     def _config(self, variant: Variant) -> EngineConfig:
-        full = self._works["sat"]
+        full = self._largest
         own = self._sized(variant.options, variant.weights)
         plain = EngineConfig.of(**own)
         rows = plain.limits(self._forms.device.type).max_num_seqs
@@ -105,8 +113,9 @@ class Bench:
         return own
 
     def _build(self, config: EngineConfig, form: str) -> Built:
-        """Weights of the base are kept, and those that were used last."""
-        self._loaded = {name: it for name, it in self._loaded.items() if name in (PLAIN, form)}
+        """Weights of the base are kept, and the last others that were used."""
+        if form not in self._loaded:
+            self._loaded = {name: it for name, it in self._loaded.items() if name == PLAIN}
         release_memory()
         built = build_engine(config, open_model(config).source, self._loaded.get(form))
         self._loaded[form] = built.weights
@@ -115,7 +124,8 @@ class Bench:
     def prepare(self) -> None:
         """Load the base: its small engine, and the judge, share its weights."""
         options = self._sized(BARE, PLAIN)
-        config = EngineConfig.of(**options, num_blocks=_YARD_BLOCKS)
+        few = {"max_num_seqs": _YARD_ROWS, "num_blocks": _YARD_BLOCKS}
+        config = EngineConfig.of(**{**options, **few})
         opened = open_model(config)
         built = build_engine(config, opened.source)
         self._loaded[PLAIN] = built.weights
@@ -128,9 +138,28 @@ class Bench:
     def _yardstick(self) -> float:
         """Tokens a second of the base at the same short work."""
         assert self._yard is not None
-        jobs = [Job([1 + row] * _YARD_PROMPT, _YARD_TOKENS) for row in range(_YARD_ROWS)]
+        count = _YARD_TOKENS[self._forms.device.type]
+        jobs = [Job([1 + row] * _YARD_PROMPT, count) for row in range(_YARD_ROWS)]
         driven = drive(self._yard, Work("yardstick", jobs))
         return driven.num_output / driven.duration
+
+    def _warm_up(self, built: Built, works: Mapping[str, Work]) -> None:
+        """Every number of rows comes once, since a step is recorded for each.
+
+        A GPU's kernels are made for the shapes that come, so that it gets full steps of prompts too.
+        """
+        largest = max(works.values(), key=lambda work: len(work.jobs))
+        count = min(len(largest.jobs), _WARM_ROWS)
+        jobs = [Job([1 + row % 7] * _YARD_PROMPT, 1 + row) for row in range(count)]
+        drive(built.engine, Work("warm-up", jobs))
+        if self._forms.device.type == "cuda":
+            longest = sum(len(job.prompt) for job in largest.jobs) / len(largest.jobs)
+            enough = math.ceil(2 * built.report.max_num_batched_tokens / longest)
+            jobs = [
+                replace(job, num_output=min(job.num_output, _WARM_TOKENS))
+                for job in largest.first(enough).jobs
+            ]
+            drive(built.engine, Work("warm-up", jobs, largest.at_once))
 
     # ---- figures -----------------------------------------------------------------------------
 
@@ -196,9 +225,3 @@ class Bench:
 
 def _without_speculation(forms: Forms) -> Mapping[str, Any]:
     return {k: v for k, v in forms.options.items() if not k.startswith("spec")}
-
-
-def _warm_up(engine: Engine, num_rows: int) -> None:
-    """Every number of rows comes once, since a step is recorded for each."""
-    jobs = [Job([1 + row % 7] * _YARD_PROMPT, 1 + row) for row in range(min(num_rows, 16))]
-    drive(engine, Work("warm-up", jobs))

@@ -7,9 +7,9 @@ from typing import Any
 
 from windlass.tools.bench.record import Record
 from windlass.tools.ladder.articles import theirs
-from windlass.tools.ladder.measure import LOADS
-from windlass.tools.ladder.remarks import LOAD_NAMES, below_of, remark, times
+from windlass.tools.ladder.remarks import below_of, remark, times
 from windlass.tools.ladder.rungs import BASE, Rung
+from windlass.tools.ladder.work import LOAD_NAMES
 
 Row = dict[str, Any]
 
@@ -52,7 +52,7 @@ def _with_ratios(row: Row, base: Row | None, has_awq: bool) -> Row:
     if "reason" in row:
         row["label"] += f": {row['reason']}"
         return row
-    for load in LOADS:
+    for load in LOAD_NAMES:
         ratio = times(row, base, load) if base is not None else None
         row[f"{load}_times"] = None if ratio is None else round(ratio, 2)
     other = theirs(row["rung"], row["how"], has_awq)
@@ -66,7 +66,7 @@ def _remarks(rows: Sequence[Row], index: int, rungs: Mapping[str, Rung]) -> list
     below = below_of(rows, index)
     if "reason" in row or below is None:
         return []
-    found = (remark(rungs[row["rung"]], row, below, load) for load in LOADS)
+    found = (remark(rungs[row["rung"]], row, below, load) for load in LOAD_NAMES)
     return [text for text in found if text is not None]
 
 
@@ -75,8 +75,8 @@ def _noise(rows: Sequence[Row]) -> str:
     stacked = [row for row in rows if row["how"] == "stacked" and "reason" not in row]
     if len(stacked) < 2 or stacked[-1]["rung"] != "everything":
         return ""
-    found = [times(stacked[-1], stacked[-2], load) or 1.0 for load in LOADS]
-    apart = " and ".join(f"{abs(ratio - 1):.0%}" for ratio in found)
+    found = (times(stacked[-1], stacked[-2], load) for load in LOAD_NAMES)
+    apart = " and ".join(f"{abs(ratio - 1):.0%}" for ratio in found if ratio is not None)
     return (
         f" {stacked[-2]['title']}, stacked, and everything are the same settings, measured twice: "
         f"the two are {apart} apart, and so much is noise in the others too."
@@ -85,11 +85,11 @@ def _noise(rows: Sequence[Row]) -> str:
 
 def _best(rows: Sequence[Row]) -> str:
     """Where to stop climbing, when that is not at the top."""
-    found = [row for row in rows if row.get("sat_times") is not None]
-    if not any(row["rung"] == "everything" for row in found):
-        return ""
     said = []
-    for load in LOADS:
+    for load in LOAD_NAMES:
+        found = [row for row in rows if row.get(f"{load}_times") is not None]
+        if not any(row["rung"] == "everything" for row in found):
+            continue
         best = max(found, key=lambda row: row[f"{load}_times"])
         if best["how"] != "both" and best["kind"] != "all":
             said.append(f"{LOAD_NAMES[load]} {best['label']} ({best[f'{load}_times']:g}x the base)")
@@ -97,10 +97,17 @@ def _best(rows: Sequence[Row]) -> str:
 
 
 def _how(settings: Mapping[str, Any]) -> str:
-    text = "No quality: the weights are random."
+    text = "No quality: the weights are random, and how often a guess is right says nothing either."
     if settings["text"] is not None:
         text = f"Perplexity and agreement with the base: on {settings['text']}."
+    loads = [f"{name}: {settings[name]}" for name in ("low", "saturation") if settings[name]]
+    fewer = ""
+    if settings.get("naive_requests"):
+        fewer = (
+            f" One request at a time got the first {settings['naive_requests']} of these: its tokens "
+            "a second do not depend on how many wait, its latency does."
+        )
     return (
-        f"Load: {settings['workload']}; low: {settings['low']}; saturation: "
-        f"{settings['saturation']}. 16 bit: {settings['base']}. {text} Price: {settings['price']}."
+        f"Load: {settings['workload']}; {'; '.join(loads)}.{fewer} 16 bit: {settings['base']}. "
+        f"{text} Price: {settings['price']}."
     )

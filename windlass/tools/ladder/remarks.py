@@ -9,18 +9,18 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from windlass.tools.ladder.rungs import BASE, Rung
+from windlass.tools.ladder.work import LOAD_NAMES
 
 Row = Mapping[str, Any]
 
 BETTER, WORSE = 1.05, 0.95  # ratios between these are no difference that a short run could show
 _FULL_ROWS = 4  # tokens a step, from which on a guess takes time from somebody else
 _ALONE_ROWS = 1.1
-LOAD_NAMES = {"low": "low load", "sat": "saturation"}
 
 
 def times(row: Row, base: Row, load: str) -> float | None:
     """Tokens a second against the base's, each against what the machine gave at that time."""
-    if "reason" in row or "reason" in base:
+    if f"{load}_tok_s" not in row or f"{load}_tok_s" not in base:
         return None
     own = row[f"{load}_tok_s"] / row[f"{load}_yard_tok_s"]
     other = base[f"{load}_tok_s"] / base[f"{load}_yard_tok_s"]
@@ -33,7 +33,7 @@ def remark(rung: Rung, row: Row, below: Row, load: str) -> str | None:
     if ratio is None or row is below:
         return None
     if rung.kind == "all":
-        return f"{LOAD_NAMES[load]}: {ratio:.2f}x one request at a time"
+        return f"{LOAD_NAMES[load]}: {ratio:.2f}x {below['title']}"
     alone = max(row[f"{load}_rows_a_step"], below[f"{load}_rows_a_step"]) < _ALONE_ROWS
     if rung.kind == "batching" and alone and (ratio > WORSE or rung.name != "static"):
         return (

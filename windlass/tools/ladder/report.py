@@ -10,15 +10,14 @@ from typing import Any
 from windlass.tools.bench.columns import COLUMNS, cells
 from windlass.tools.bench.record import Record
 from windlass.tools.ladder.articles import TABLE
-from windlass.tools.ladder.remarks import LOAD_NAMES
 from windlass.tools.ladder.rungs import BASE
-from windlass.tools.load.plots import Plot
-from windlass.tools.load.report import html_page, save_page
+from windlass.tools.ladder.work import LOAD_NAMES
+from windlass.tools.load.page import Plot, html_page, save_page
 
 Row = dict[str, Any]
 
 _BLUE, _RED, _GREEN, _GREY = "#0b6e99", "#c14c8a", "#448361", "#787774"
-_LOADS = {"low": _GREEN, "sat": _BLUE}
+_COLOURS = {"low": _GREEN, "sat": _BLUE}
 _TALL = {"margin": {"l": 64, "r": 16, "t": 16, "b": 130}, "legend": {"orientation": "h", "y": 1.12}}
 
 
@@ -44,7 +43,7 @@ def page(record: Record) -> str:
 def all_plots(rows: Sequence[Row]) -> list[Plot]:
     """Those for which there is anything to draw."""
     measured = [row for row in rows if "reason" not in row]
-    plots = [_waterfall(measured, load) for load in _LOADS]
+    plots = [_waterfall(measured, load) for load in _COLOURS]
     plots += [_alone(measured), _latency(measured), _quality(measured), _articles(measured)]
     return [plot for plot in plots if plot.data]
 
@@ -66,7 +65,7 @@ def stairs(rows: Sequence[Row]) -> list[Row]:
 def heights(rows: Sequence[Row], load: str) -> dict[str, float]:
     """Tokens a second of each rung, all as if the machine had given what it gave the base."""
     base = next((row for row in rows if row["rung"] == BASE), None)
-    if base is None:
+    if base is None or base[f"{load}_times"] is None:
         return {}
     kept = [*stairs(rows), *(row for row in rows if row["rung"] == "everything")]
     return {row["title"]: row[f"{load}_times"] * base[f"{load}_tok_s"] for row in kept}
@@ -86,7 +85,7 @@ def _waterfall(rows: Sequence[Row], load: str) -> Plot:
         "measure": measures,
         "text": [f"{top:,.0f}" for top in tops],
         "textposition": "outside",
-        "increasing": {"marker": {"color": _LOADS[load]}},
+        "increasing": {"marker": {"color": _COLOURS[load]}},
         "decreasing": {"marker": {"color": _RED}},
         "totals": {"marker": {"color": _GREY}},
     }
@@ -96,7 +95,6 @@ def _waterfall(rows: Sequence[Row], load: str) -> Plot:
 
 def _alone(rows: Sequence[Row]) -> Plot:
     kept = [row for row in rows if row["how"] in ("alone", "both") and row["rung"] != BASE]
-    kept = [row for row in kept if row.get("sat_times") is not None]
     data = [
         {
             "type": "bar",
@@ -105,9 +103,10 @@ def _alone(rows: Sequence[Row]) -> Plot:
             "y": [row[f"{load}_times"] for row in kept],
             "marker": {"color": colour},
         }
-        for load, colour in _LOADS.items()
+        for load, colour in _COLOURS.items()
+        if any(row[f"{load}_times"] is not None for row in kept)
     ]
-    return Plot("Each alone, times the base", data if kept else [], _layout("times the base"))
+    return Plot("Each alone, times the base", data, _layout("times the base"))
 
 
 def _latency(rows: Sequence[Row]) -> Plot:
@@ -120,12 +119,13 @@ def _latency(rows: Sequence[Row]) -> Plot:
             "mode": "lines+markers",
             "line": {"color": colour, "dash": dash},
         }
-        for load, colour in _LOADS.items()
+        for load, colour in _COLOURS.items()
+        if any(f"{load}_tok_s" in row for row in steps)
         for name, key, dash in (("TTFT p50", "ttft", "solid"), ("TPOT p50", "tpot", "dot"))
     ]
     layout = _layout("milliseconds")
     layout["yaxis"] = {"title": {"text": "milliseconds"}, "type": "log"}
-    return Plot("Latency, rung by rung", data if steps else [], layout)
+    return Plot("Latency, rung by rung", data, layout)
 
 
 def _quality(rows: Sequence[Row]) -> Plot:

@@ -24,7 +24,7 @@ from windlass.tools.ladder.measure import Bench
 from windlass.tools.ladder.price import price_of
 from windlass.tools.ladder.record import make_record
 from windlass.tools.ladder.rungs import Variant, all_rungs, choose, climb
-from windlass.tools.ladder.work import Mix, Work
+from windlass.tools.ladder.work import Mix, Work, find_loads
 
 Say = Callable[[str], None]
 Row = dict[str, Any]
@@ -32,10 +32,11 @@ Row = dict[str, Any]
 _CONTEXT = 256
 _ON_GPU = {
     "num_requests": 256,
-    "low_requests": 16,
+    "low_requests": 6,
     "prefix_len": 1024,
     "input_len": 64,
     "output_len": 128,
+    "naive_requests": 32,
 }
 _BUILT_IN = "eight short texts that ship with the program"
 
@@ -59,6 +60,7 @@ class LadderOrder:
     options: dict[str, Any]
     output: Path
     names: tuple[str, ...] = ()
+    loads: tuple[str, ...] = ()
     weights: str | None = None  # the form that later rungs stand on; None: the last that can be
     sizes: Mapping[str, Any] = field(default_factory=dict)  # of the mix, where not the device's own
     data: str | None = None
@@ -91,6 +93,7 @@ class Ladder:
         EngineConfig.of(**{**order.options, **spec})  # a bad option is refused before all else
         mix = Mix(**order.sizes)
         choose(all_rungs("", spec), order.names)
+        loads = find_loads(order.loads)
         _check_checkpoints(order)
         self._forms = Forms(order.options, order.given, say)
         device = self._forms.device.type
@@ -100,12 +103,14 @@ class Ladder:
         self._rungs = choose(all_rungs(_kv_dtype(device), spec), order.names)
         self._missing = self._find_missing()
         self.variants = climb(self._rungs, self._standing(), list(self._missing))
-        self._works = mix.works(self._forms.source.card)
+        works = dict(zip(("low", "sat"), mix.works(self._forms.source.card), strict=True))
+        self._works = {name: works[name] for name in loads}
         self._check_length()
         self._corpus = self._find_corpus()
         context = min(_CONTEXT, self._forms.source.spec.max_positions)
         self._cut = Cut("strided", context, context)
-        self._settings = json.loads(json.dumps(self._make_settings(mix), default=str))
+        self._mix = mix
+        self._settings = json.loads(json.dumps(self._make_settings(), default=str))
         self._rows = _rows_before(order.output, self._settings)
 
     @property
@@ -118,7 +123,8 @@ class Ladder:
         if len(todo) < len(self.variants):
             done = len(self.variants) - len(todo)
             self._say(f"{self._order.output} holds {done} of {len(self.variants)} rows already")
-        bench = Bench(self._forms, self._works, self._price, self._corpus, self._cut)
+        naive = self._mix.naive_requests
+        bench = Bench(self._forms, self._works, naive, self._price, self._corpus, self._cut)
         for row in self._rows.values():
             if row.get("perplexity") is not None:
                 kept = ("perplexity", "agreement", "kl_mean", "tokens")
@@ -179,7 +185,10 @@ class Ladder:
         return wanted
 
     def _check_length(self) -> None:
-        longest, most = max(it.longest for it in self._works), self._forms.source.spec.max_positions
+        longest, most = (
+            max(it.longest for it in self._works.values()),
+            self._forms.source.spec.max_positions,
+        )
         if longest > most:
             raise ConfigError(
                 f"the longest request of the load has {longest:,} tokens, and the model {most:,} "
@@ -193,17 +202,16 @@ class Ladder:
             return read_corpus(self._order.data)
         return Corpus(_BUILT_IN, [Document(_BUILT_IN, "\n\n".join(TEXTS))], running=True)
 
-    def _make_settings(self, mix: Mix) -> dict[str, Any]:
-        low, full = self._works
+    def _make_settings(self) -> dict[str, Any]:
         return {
             **self._order.options,
             "name": self._forms.source.card.name,
             "rungs": [rung.name for rung in self._rungs],
             "weights": self._order.weights,
             "checkpoints": self._order.given.checkpoints,
-            **asdict(mix),
-            "low": _about(low),
-            "saturation": _about(full),
+            **asdict(self._mix),
+            "low": _about(self._works.get("low")),
+            "saturation": _about(self._works.get("sat")),
             "text": self._corpus.name if self._corpus else None,
             "base": self._forms.about("16 bit"),
             "device": self._forms.device.type,
@@ -213,7 +221,9 @@ class Ladder:
         }
 
 
-def _about(work: Work) -> str:
+def _about(work: Work | None) -> str | None:
+    if work is None:
+        return None
     prompts = sorted(len(job.prompt) for job in work.jobs)
     answers = sorted(job.num_output for job in work.jobs)
     return (

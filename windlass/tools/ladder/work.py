@@ -19,6 +19,8 @@ from windlass.tools.load.asks import Ask
 from windlass.tools.load.texts import Writer, measure_scale
 from windlass.tools.load.workloads import LOADS, Sizes, make_load
 
+LOAD_NAMES = {"low": "low load", "sat": "saturation"}  # by the name that their figures begin with
+_ASKED_AS = {"low": "low", "saturation": "sat"}
 _OWN_TEXT = 4  # prompts without a system prompt are so many questions long
 _SPREAD = 0.5  # answers are so much shorter or longer than their mean
 
@@ -41,6 +43,10 @@ class Work:
     jobs: list[Job]
     at_once: int | None = None
 
+    def first(self, count: int | None) -> Work:
+        """So many of the requests, or all; none follows one that is left out."""
+        return self if count is None else replace(self, jobs=self.jobs[:count])
+
     @property
     def longest(self) -> int:
         return max(len(job.prompt) + job.num_output for job in self.jobs)
@@ -62,11 +68,14 @@ class Mix:
     output_len: int = 32
     turns: int = 1  # of a chat; later ones wait for their answers, so that fewer are under way
     low_rate: float | None = None  # Poisson; None: one client, that waits for its answer
+    naive_requests: int | None = None  # for one at a time, the first; None: all
 
     def __post_init__(self) -> None:
         self.shares()
         sizes = ("num_requests", "low_requests", "prefix_len", "input_len", "output_len", "turns")
         at_least(self, 1, *sizes)
+        if self.naive_requests is not None:
+            at_least(self, 1, "naive_requests")
         if self.low_rate is not None:
             Arrivals("poisson", self.low_rate)
 
@@ -119,6 +128,14 @@ class Mix:
             return Sizes(count, _OWN_TEXT * self.input_len, self.output_len)
         turns = self.turns if "turns" in takes else None
         return Sizes(count, self.input_len, self.output_len, self.prefix_len, turns)
+
+
+def find_loads(names: Sequence[str]) -> tuple[str, ...]:
+    """The loads of these names, or both."""
+    unknown = [name for name in names if name not in _ASKED_AS]
+    if unknown:
+        raise ConfigError(f"--loads: {unknown[0]!r} is not known. Known: {', '.join(_ASKED_AS)}.")
+    return tuple(key for name, key in _ASKED_AS.items() if not names or name in names)
 
 
 def _merged(lists: Sequence[list[Ask]]) -> list[Ask]:

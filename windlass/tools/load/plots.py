@@ -1,6 +1,6 @@
 """The plots of a report, as plain data for plotly: one colour per engine, one line per run.
 
-What a page looks like is in report.py.
+What a page looks like is in page.py.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from windlass.tools.bench.record import Record
+from windlass.tools.load.page import Plot
 from windlass.tools.load.rows import CURVE
 from windlass.tools.load.summary import TITLES
 
@@ -18,15 +19,6 @@ _COLOURS = ("#0b6e99", "#d9730d", "#448361", "#9065b0", "#c14c8a", "#787774")
 _DASHES = ("solid", "dash", "dot", "dashdot", "longdash")
 
 Row = dict[str, Any]
-
-
-@dataclass(frozen=True, slots=True)
-class Plot:
-    """One figure: plotly's traces and layout."""
-
-    title: str
-    data: list[dict[str, Any]]
-    layout: dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,6 @@ Engines that hold their weights alike share them: only a new format is loaded.
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -200,7 +199,6 @@ class Tuner:
         kept = "" if tried.is_good else f"; {'; '.join(tried.slo.misses(tried.summary))}"
         self._say(f"{settings.title}: {tried.summary.output_throughput:,.1f} tok/s{kept}")
         del built
-        gc.unfreeze()  # an engine that was built was meant to stay
         release_memory()
 
     def _loaded(self, settings: Settings, config: EngineConfig) -> Loaded:
