@@ -128,8 +128,7 @@ def build_engine(config: EngineConfig, source: Source, weights: Loaded | None = 
         made.max_model_len,
         source.eos_ids,
         no_fixed_order=weights.no_fixed_order,
-        # A recorded decode step on CUDA takes a new block for that of its own position.
-        lookahead=speculating.lookahead if device.type == "cpu" else 0,
+        ahead=(speculating.lookahead, speculating.behind_guesses),
         adapting=adapting,
     )
     with log.phase("speculation"):
@@ -245,7 +244,7 @@ def _adapting(config: EngineConfig, source: Source, weights: Loaded) -> Adapting
 class _Plain:
     """Nobody guesses: the runner as it is."""
 
-    token_bytes = lookahead = 0
+    token_bytes = lookahead = behind_guesses = 0
 
     def start(self, made: Assembled, _limits: Limits, _asked: str) -> tuple[EngineRunner, Choice]:
         return made.runner, Choice("speculation", "none", "as set")
@@ -275,7 +274,7 @@ def make_scheduler(
     max_model_len: int,
     eos_ids: tuple[int, ...] = (),
     no_fixed_order: str | None = None,
-    lookahead: int = 0,
+    ahead: tuple[int, int] = (0, 0),
     adapting: Adapting | None = None,
 ) -> Scheduler:
     """What decides, as the config wants it; needs no model."""
@@ -290,7 +289,8 @@ def make_scheduler(
             long_prefill_token_threshold=wish.long_prefill_token_threshold,
             chunked_prefill=wish.enable_chunked_prefill,
             no_fixed_order=no_fixed_order,
-            lookahead=lookahead,
+            lookahead=ahead[0],
+            behind_guesses=ahead[1],
         ),
         BlockPool(capacity.num_blocks, config.cache.prefix_caching),
         eos_ids,

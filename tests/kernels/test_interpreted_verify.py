@@ -62,3 +62,20 @@ def test_samples_are_kept_while_they_are_right(wrong: int) -> None:
         assert kept[i] == len(want)
         assert places[i] == i * width + len(want) - 1
         assert last[slot] == want[-1]
+
+
+@inside
+@pytest.mark.parametrize(("depth", "after"), [(1, 2), (3, 4), (4, 5), (4, 7)])
+def test_what_is_kept_and_guessed_is_the_next_row(depth: int, after: int) -> None:
+    from windlass.kernels.triton.verify import follow
+
+    width, rows = 5, len(ROWS)
+    inputs = packed(width).view(rows, 3 + width)
+    kept = torch.tensor([2, 1, 3, 1, 1], dtype=torch.int32)
+    guesses = torch.arange(rows * depth, dtype=torch.int32).view(rows, depth)
+    to = inputs if after == width else torch.full((rows, 3 + after), -9, dtype=torch.int32)
+    follow(inputs, LAST, kept, guesses, to, PADDING)
+    for i, (slot, start, _) in enumerate(ROWS):
+        tokens = [100 + slot, *guesses[i].tolist()]
+        want = [slot, start + int(kept[i]), 1 + depth, *tokens, *[0] * (after - 1 - depth)]
+        assert to[i].tolist() == (want if slot != PADDING else [PADDING, 0, 1, *[0] * after])

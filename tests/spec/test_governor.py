@@ -178,3 +178,10 @@ def test_no_other_choice_is_expected_to_be_faster(seed: int) -> None:
     chosen = rate(made.choose([0, 1, 2], [FOUR] * 3, 0))
     best = max(rate(list(counts)) for counts in product(range(5), repeat=3))
     assert chosen * 1.0101 >= best
+
+
+def test_what_is_being_verified_already_is_not_shortened() -> None:
+    made = governor(COMPUTE_BOUND, slots=2)
+    drafts = [FOUR, NO_DRAFT]
+    assert made.choose([0, 1], drafts, 0) == [0, 0]
+    assert made.choose([0, 1], [draft._replace(begun=True) for draft in drafts], 0) == [4, 0]

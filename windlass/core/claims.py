@@ -88,7 +88,10 @@ class Claims:
 
     def end_with_drafts(self, request: Request, end: int, spare: int, num_running: int) -> int:
         """Up to where blocks are wanted: for guesses too, where they are lacking to nobody."""
-        spare = max(min(len(request.drafts), spare), self._limits.lookahead)
+        spare = min(len(request.drafts), spare)
+        if spare:
+            spare += self._limits.behind_guesses
+        spare = max(spare, self._limits.lookahead)
         wish = min(end + spare, request.longest)
         return wish if self.need(request, wish) <= self.pool.num_free - num_running else end
 

@@ -21,6 +21,7 @@ class SchedulerLimits:
     chunked_prefill: bool = True
     no_fixed_order: str | None = None  # why no request can be deterministic
     lookahead: int = 0  # tokens ahead that running requests get blocks for, where there are enough
+    behind_guesses: int = 0  # the same after the guesses of a row that has any
 
     def __post_init__(self) -> None:
         if not self.chunked_prefill and self.max_num_batched_tokens < self.max_model_len:

@@ -1,7 +1,10 @@
 """Verification on CUDA: recorded for rows of equal width, eager beside prompts.
 
-A recorded verification holds everything: both copies, network, sampling, how much of each row is
-kept, and the drafter's guesses for the next. What the host does for it is to write down the rows.
+A recorded verification holds everything: network, sampling, how much of each row is kept, and the
+drafter's guesses for the next, written down on the device as the next one's rows. So that one is
+launched at once, and the device computes it while the host reads, plans and finds out that it
+wanted just that. Where it wants something else the result is dropped: all that was written lies
+behind the tokens that are known.
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ from torch import Tensor
 
 from windlass.core.types import Row, RowResult, StepPlan, StepResult
 from windlass.kernels.batch import AttentionWork, StepBatch
+from windlass.runner.ahead import Ahead, Found, Launched, Next, Recorded
 from windlass.runner.drafter import Drafter, Verified
 from windlass.runner.graphs import CudaRunner
 from windlass.runner.runner import Done, Pending
@@ -23,7 +27,9 @@ from windlass.runner.slots import to_device
 from windlass.runner.verify import asked_by, keep, positions_of
 
 _SIZES = (1, 2, 4, 8, 16, 32, 64)
-_ALL_WIDTHS = 4  # rows up to which every width is recorded; above, each costs more and gives less
+# Rows up to which every width is recorded, and steps are launched before they are planned: above,
+# a recording costs more and gives less, and hardly a step ends without a row that does.
+_FEW = 4
 _MOST_PLACES = 512
 # Up to so many places attention sees each by itself, its context cut into parts; above, the places
 # of a row together read its context once.
@@ -46,61 +52,34 @@ class _Key:
     fixed: bool
 
 
-@dataclass(frozen=True, slots=True)
-class _Mail:
-    """Pinned memory of a recording. One step at a time has guesses, so that one place is enough."""
-
-    # [size, 3 + width]: slot, position of the first token, how many, and the tokens of every row
-    sent: Tensor
-    # [size, width + 1 + guesses]: samples, how many are kept, and the next guesses
-    back: Tensor
-    nobody: list[int]  # what is sent of rows that only pad
-
-    @classmethod
-    def of(cls, key: _Key, padding: int) -> _Mail:
-        nobody = [padding, 0, 1, *[0] * key.width]
-        sent = torch.tensor([nobody] * key.size, dtype=torch.int32).pin_memory()
-        shape = (key.size, key.width + 1 + key.drafting)
-        return cls(sent, torch.empty(shape, dtype=torch.int32, pin_memory=True), nobody)
-
-    def write(self, rows: list[Row]) -> None:
-        lines = self.sent.numpy()
-        for i, row in enumerate(rows):
-            count = row.num_tokens
-            lines[i, : 3 + count] = (row.slot, row.start, count, *(row.tokens or (-1,)))
-        lines[len(rows) :] = self.nobody
-
-
-@dataclass(frozen=True, slots=True)
-class _Recorded:
-    graph: torch.cuda.CUDAGraph
-    mail: _Mail
-    logits: Tensor
-    arrived: torch.cuda.Event
-
-
 class _OnItsWay:
     """A verification whose results are travelling to the host."""
 
+    guesses = True
+
     def __init__(
-        self, owner: CudaGuesser, rows: list[Row], recorded: _Recorded, width: int
+        self, owner: CudaGuesser, rows: list[Row], launched: Launched, width: int, whole: bool
     ) -> None:
-        self.guesses = True
+        """`whole`: no row was launched with more guesses than it has now."""
+        self.rows = rows
+        self.whole = whole
+        self.following: list[Next] = []  # to which the results lead, once they are here
         self._owner = owner
-        self._rows = rows
-        self._recorded = recorded
+        self._launched = launched
         self._width = width
-        recorded.arrived.record()
 
     def wait(self) -> StepResult:
-        self._recorded.arrived.synchronize()
+        self._launched.arrived.synchronize()
         width, results = self._width, []
-        for row, found in zip(self._rows, self._recorded.mail.back.tolist(), strict=False):
+        for row, found in zip(self.rows, self._launched.brought.tolist(), strict=False):
             said = found[: row.num_tokens]
             trail = tuple(said) if row.num_drafts else ()
             kept, drafts = said[: found[width]], tuple(found[width + 1 :])
+            if found[width] > row.num_tokens:  # they follow a guess that is not wanted any more
+                drafts = ()
+            self.following.append(Next(row.slot, row.start + len(kept), (kept[-1], *drafts)))
             results.append(RowResult(kept, drafts=drafts, trail=trail))
-        return StepResult(self._owner.redraw(self._rows, results, self._recorded.logits, width))
+        return StepResult(self._owner.redraw(self.rows, results, self._launched.logits, width))
 
 
 class CudaGuesser(CudaRunner):
@@ -110,7 +89,9 @@ class CudaGuesser(CudaRunner):
         super().__init__(*args)
         self._widths = [1, *widths(most_guesses)]
         self._depths = sorted({-(-most_guesses // 2), most_guesses})
-        self._verifications: dict[_Key, _Recorded] = {}
+        self._verifications: dict[_Key, Recorded] = {}
+        self._inboxes: dict[tuple[int, int], Tensor] = {}
+        self._ahead: Ahead | None = None
         places = max(_MOST_PLACES, self._widths[-1], self._slots.num_slots + 1)
         self._places = torch.arange(places, dtype=torch.int32, device=self._device)
         self._place_counters = torch.zeros(
@@ -120,6 +101,10 @@ class CudaGuesser(CudaRunner):
     @property
     def most_guessing(self) -> int | None:
         return _SIZES[-1] if self._sizes else None
+
+    @property
+    def is_ahead(self) -> bool:
+        return self._ahead is not None
 
     def attach(self, drafter: Drafter) -> None:
         super().attach(drafter)
@@ -144,13 +129,17 @@ class CudaGuesser(CudaRunner):
     def _widths_of(self, size: int) -> list[int]:
         """Tokens of a row that recordings of so many rows have."""
         fitting = [width for width in self._widths if size * width <= _MOST_PLACES]
-        if size <= _ALL_WIDTHS:
+        if size <= _FEW:
             return fitting
         return sorted({1, *fitting[1:2], fitting[-1]})
 
     @torch.inference_mode()
     def _submit(self, plan: StepPlan) -> Pending:
         rows = plan.rows
+        ahead, self._ahead = self._ahead, None
+        if ahead is not None and not (self.drafting and ahead.is_for(plan)):
+            self._take_back(ahead)
+            ahead = None
         self._note_prompts(plan)
         if not self.drafting and not any(row.num_drafts for row in rows):
             return super()._submit(plan)
@@ -165,10 +154,46 @@ class CudaGuesser(CudaRunner):
         if key is None:
             with self._products.fixed_order(fixed):
                 return Done(StepResult(self._verify_eagerly(plan, fixed)), guesses=True)
-        recorded = self._verification(key)
-        recorded.mail.write(rows)
-        recorded.graph.replay()
-        return _OnItsWay(self, rows, recorded, key.width)
+        if ahead is not None:
+            whole = all(row.num_drafts == ahead.guesses for row in rows)
+            pending = _OnItsWay(self, rows, ahead.launched, ahead.width, whole)
+        else:
+            recorded = self._verification(key)
+            recorded.send(rows, self._nobody(key.width))
+            pending = _OnItsWay(self, rows, recorded.launch(), key.width, whole=True)
+        self._ahead = self._go_ahead(pending, key)
+        return pending
+
+    def _nobody(self, width: int) -> list[int]:
+        """What is sent of rows that only pad."""
+        return [self._slots.num_slots, 0, 1, *[0] * width]
+
+    # ---- ahead of the plan -----------------------------------------------------------------------
+
+    def _go_ahead(self, pending: _OnItsWay, key: _Key) -> Ahead | None:
+        """Launch what follows if all guesses are wanted and no row ends, where that is likely."""
+        rows, guesses = pending.rows, key.drafting
+        if not guesses or len(rows) > _FEW or not pending.whole:
+            return None
+        if not all(row.num_drafts for row in rows):
+            return None
+        if self._device_sampler.special([row.slot for row in rows]):
+            return None
+        most = [(row.slot, row.start + row.num_tokens + 1 + guesses) for row in rows]
+        if not all(self._slots.has_room(slot, tokens) for slot, tokens in most):
+            return None
+        width = self._width_for(key.size, 1 + guesses)
+        assert width is not None
+        recorded = self._verifications.get(replace(key, width=width))
+        if recorded is None:  # recording it would spoil what lies in its inbox
+            return None
+        return Ahead(pending.following, recorded.launch(), width, guesses)
+
+    def _take_back(self, ahead: Ahead) -> None:
+        """Undo what a launch changed that was not wanted: the tokens sampled last."""
+        slots = np.array([each.slot for each in ahead.following], dtype=np.int64)
+        tokens = np.array([each.tokens[0] for each in ahead.following], dtype=np.int32)
+        self._slots.last[to_device(slots, self._device)] = to_device(tokens, self._device)
 
     # ---- recorded ------------------------------------------------------------------------------
 
@@ -181,30 +206,40 @@ class CudaGuesser(CudaRunner):
                 return None
         longest = max(row.num_tokens for row in rows)
         size = next(size for size in _SIZES if size >= len(rows))
-        width = next((width for width in self._widths_of(size) if width >= longest), None)
+        width = self._width_for(size, longest)
         if width is None:
             return None
         depth = next((depth for depth in self._depths if depth >= self.drafting), 0)
         return _Key(size, width, depth if self.drafting else 0, fixed)
 
-    def _verification(self, key: _Key) -> _Recorded:
+    def _width_for(self, size: int, longest: int) -> int | None:
+        return next((width for width in self._widths_of(size) if width >= longest), None)
+
+    def _verification(self, key: _Key) -> Recorded:
         if key not in self._verifications:
-            mail = _Mail.of(key, self._slots.num_slots)
-            self._run(key, mail)  # compiles what is missing, outside of the recording
+            self._inbox(key.size, key.width).copy_(torch.tensor(self._nobody(key.width)))
+            self._run(key)  # compiles what is missing, outside of the recording
             torch.cuda.synchronize()
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, pool=self._pool):
-                logits = self._run(key, mail)
-            self._verifications[key] = _Recorded(graph, mail, logits, torch.cuda.Event())
+                found = self._run(key)
+            inbox = self._inbox(key.size, key.width)
+            self._verifications[key] = Recorded(graph, inbox, found)
         return self._verifications[key]
 
-    def _run(self, key: _Key, mail: _Mail) -> Tensor:
-        """One verification, from what is sent to what comes back; returns its logits."""
+    def _inbox(self, size: int, width: int) -> Tensor:
+        """[size, 3 + width]: slot, position of the first token, how many, and the tokens of each row."""
+        if (size, width) not in self._inboxes:
+            shape = (size, 3 + width)
+            self._inboxes[size, width] = torch.zeros(shape, dtype=torch.int32, device=self._device)
+        return self._inboxes[size, width]
+
+    def _run(self, key: _Key) -> Found:
+        """One verification, from its inbox to what comes back, and to the inbox of the next."""
         from windlass.kernels.triton import verify as kernels
 
         slots, (size, width) = self._slots, (key.size, key.width)
-        inputs = torch.empty(mail.sent.shape, dtype=torch.int32, device=self._device)
-        inputs.copy_(mail.sent, non_blocking=True)
+        inputs = self._inbox(size, width)
         ids, positions, row_slots, tiles = kernels.unpack(
             inputs, slots.last, size, width, slots.num_slots
         )
@@ -222,9 +257,13 @@ class CudaGuesser(CudaRunner):
             parts = [sampled.view(size, width), kept[:, None]]
             if drafter is not None:
                 found = Verified(hidden, taps or {}, sampled, last, batch, self._alone)
-                parts.append(drafter.draft(found, key.drafting))
-        mail.back.copy_(torch.cat(parts, dim=1), non_blocking=True)
-        return logits
+                guesses = drafter.draft(found, key.drafting)
+                parts.append(guesses)
+                after = self._width_for(size, 1 + key.drafting)
+                if after is not None:
+                    to = self._inbox(size, after)
+                    kernels.follow(inputs, slots.last, kept, guesses, to, slots.num_slots)
+        return Found(logits, torch.cat(parts, dim=1))
 
     def _work_for(self, key: _Key, tiles: Tensor) -> AttentionWork:
         places = key.size * key.width

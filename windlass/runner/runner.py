@@ -86,6 +86,11 @@ class Runner:
         """Rows of a step above which guesses would leave the fast way; None: there is no such."""
         return None
 
+    @property
+    def is_ahead(self) -> bool:
+        """Whether the next step is being computed already, with all guesses of the last."""
+        return False
+
     def run(self, plan: StepPlan) -> StepResult:
         """Compute one step and wait for it."""
         return self.submit(plan).wait()

@@ -59,6 +59,10 @@ class SlotTables:
             self._num_blocks[row.slot] = used + len(row.blocks)
         return grown
 
+    def has_room(self, slot: SlotId, num_tokens: int) -> bool:
+        """Whether a slot has blocks for so many tokens; the last of all may be past the longest context."""
+        return num_tokens <= min(int(self._num_blocks[slot]), self._host.shape[1] - 1) * self.size
+
     def send(self, rows: list[Row]) -> None:
         """Bring the device's copy of these rows' tables up to date."""
         if not rows or self.device.type == "cpu":

@@ -47,6 +47,7 @@ class Draft(NamedTuple):
 
     tokens: tuple[int, ...]
     kind: int = 0
+    begun: bool = False  # whether all of them are being verified already
 
 
 NO_DRAFT = Draft(())

@@ -241,8 +241,12 @@ class Governor:
         """How many guesses of each draft to verify. `others`: tokens of the next step's prompts.
 
         Chances fall from guess to guess, so the best so many guesses of the batch are the first
-        few of each request, and one pass over them in order of chance finds the best number.
+        few of each request, and one pass over them in order of chance finds the best number. What
+        is being verified already costs nothing more.
         """
+        if all(draft.begun for draft in drafts):
+            self._num_vain, self._rest, self._woken = 0, _FIRST_REST, False
+            return [len(draft.tokens) for draft in drafts]
         counts = [0] * len(drafts)
         offers = []
         for i, (slot, draft) in enumerate(zip(slots, drafts, strict=True)):

@@ -121,7 +121,8 @@ class HeadProposer:
         pass  # guesses come with the step that they are wanted after
 
     def propose(self, slots: Sequence[SlotId]) -> list[Draft]:
-        return [Draft(self._drafts[slot]) for slot in slots]
+        begun = self._runner.is_ahead
+        return [Draft(self._drafts[slot], begun=begun) for slot in slots]
 
 
 def attach(made: Assembled, drafter: Drafter) -> Proposer:

@@ -23,6 +23,8 @@ _GUIDES = {
 }
 # Those that compute guesses one after another: they write to pages past the last known token.
 WRITE_AHEAD = ("draft", "self", "eagle")
+# Those whose guesses lie on the device, where the next step may begin before the host knows them.
+RUN_AHEAD = ("medusa", "eagle")
 # Functions that refuse what cannot be, before the target's weights are read.
 _CHECKS = {
     "draft": "windlass.spec.draft_model:check",

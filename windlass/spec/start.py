@@ -12,7 +12,7 @@ from windlass.spec.base import Proposer, Site
 from windlass.spec.governor import Governor
 from windlass.spec.measure import Costs, Room, measure
 from windlass.spec.notes import notes_for
-from windlass.spec.registry import WRITE_AHEAD, open_guide
+from windlass.spec.registry import RUN_AHEAD, WRITE_AHEAD, open_guide
 from windlass.spec.speculation import Speculation
 
 if TYPE_CHECKING:
@@ -30,7 +30,14 @@ class Speculating:
         self._guide = open_guide(Site(config, files, spec, loaded, self._notes))
         self.token_bytes = self._guide.token_bytes
         wish = config.speculation
-        self.lookahead = wish.most_guesses if wish.spec in WRITE_AHEAD else 0
+        if loaded.parts.device.type == "cpu":
+            self.lookahead = wish.most_guesses if wish.spec in WRITE_AHEAD else 0
+            self.behind_guesses = 0
+        else:
+            # A recorded decode step takes a new block for that of its own position, so that none
+            # may come early; verifications take any, and those of heads run ahead.
+            self.lookahead = 0
+            self.behind_guesses = 1 + wish.most_guesses if wish.spec in RUN_AHEAD else 0
 
     def start(self, made: Assembled, limits: Limits, asked: str) -> tuple[Speculation, Choice]:
         """The runner that guesses, and what it says of itself; `asked` is what the user chose."""

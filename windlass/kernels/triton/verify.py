@@ -80,6 +80,37 @@ def keep_kernel(
     tl.store(last_tokens + slot, tl.sum(tl.where(at == end, said, 0), 0))
 
 
+@triton.jit
+def follow_kernel(
+    inputs,
+    last_tokens,
+    kept,
+    guesses,
+    to,
+    padding,
+    WIDTH: tl.constexpr,
+    NEXT: tl.constexpr,
+    DEPTH: tl.constexpr,
+    PAD: tl.constexpr,
+    CHAINED: tl.constexpr,
+):
+    """Write a row of the next verification down: after what is kept, the last token and guesses."""
+    chain.begin(CHAINED)
+    row = tl.program_id(0)
+    own = inputs + row * (3 + WIDTH)
+    slot = tl.load(own)
+    start = tl.load(own + 1) + tl.load(kept + row)
+    at = tl.arange(0, PAD)
+    guess = tl.load(guesses + row * DEPTH + at - 1, mask=(at > 0) & (at <= DEPTH), other=0)
+    token = tl.where(at == 0, tl.load(last_tokens + slot.to(tl.int64)), guess)
+    real = slot != padding
+    out = to + row * (3 + NEXT)
+    tl.store(out, slot)
+    tl.store(out + 1, tl.where(real, start, 0))
+    tl.store(out + 2, tl.where(real, 1 + DEPTH, 1))
+    tl.store(out + 3 + at, tl.where(real, token, 0), mask=at < NEXT)
+
+
 def packed_numbers(width: int) -> int:
     """Of one row's inputs."""
     return _HEAD + width
@@ -130,3 +161,25 @@ def keep(
         **chain.options(),
     )
     return kept, places
+
+
+def follow(
+    inputs: Tensor, last_tokens: Tensor, kept: Tensor, guesses: Tensor, to: Tensor, padding: int
+) -> None:
+    """Make `to` the inputs of the next verification; they may be the same as these."""
+    assert guesses.is_contiguous()
+    width = to.shape[1] - _HEAD
+    follow_kernel[(inputs.shape[0],)](
+        inputs,
+        last_tokens,
+        kept,
+        guesses,
+        to,
+        padding,
+        WIDTH=inputs.shape[1] - _HEAD,
+        NEXT=width,
+        DEPTH=guesses.shape[1],
+        PAD=triton.next_power_of_2(width),
+        num_warps=1,
+        **chain.options(),
+    )
