@@ -19,7 +19,7 @@ def row(slot: int, start: int, *tokens: int, **other: Any) -> Row:
 
 def ahead() -> Ahead:
     following = [Next(SlotId(3), 17, (5, 6, 7)), Next(SlotId(1), 9, (8, 9, 4))]
-    return Ahead(following, LAUNCHED, width=3, guesses=2)
+    return Ahead(following, LAUNCHED, guesses=2)
 
 
 WANTED = StepPlan([row(3, 17, 5, 6, 7), row(1, 9, 8, 9, 4)])

@@ -26,14 +26,20 @@ class Launched:
     logits: Tensor
     brought: Tensor
     arrived: torch.cuda.Event
+    width: int
+    drafting: int  # guesses for the next step that it makes
 
 
 class Recorded:
     """Owns a recording and its mail: pinned memory for what is sent, and for what two steps bring."""
 
-    def __init__(self, graph: torch.cuda.CUDAGraph, inbox: Tensor, found: Found) -> None:
+    def __init__(
+        self, graph: torch.cuda.CUDAGraph, inbox: Tensor, found: Found, shape: tuple[int, int]
+    ) -> None:
+        """`shape`: the tokens of a row, and the guesses that are made for the next step."""
         self._graph = graph
         self._inbox = inbox
+        self._shape = shape
         self._back = found.back
         self.logits = found.logits
         self._sent = torch.empty(inbox.shape, dtype=torch.int32, pin_memory=True)
@@ -57,7 +63,7 @@ class Recorded:
         self._graph.replay()
         brought.copy_(self._back, non_blocking=True)
         arrived.record()
-        return Launched(self.logits, brought, arrived)
+        return Launched(self.logits, brought, arrived, *self._shape)
 
 
 class Next(NamedTuple):
@@ -81,7 +87,6 @@ class Ahead:
 
     following: list[Next]  # its rows, filled in by the one before when that has arrived
     launched: Launched
-    width: int
     guesses: int  # of every row
 
     def is_for(self, plan: StepPlan) -> bool:

@@ -58,20 +58,19 @@ class _OnItsWay:
     guesses = True
 
     def __init__(
-        self, owner: CudaGuesser, rows: list[Row], launched: Launched, width: int, whole: bool
+        self, owner: CudaGuesser, rows: list[Row], launched: Launched, whole: bool = True
     ) -> None:
         """`whole`: no row was launched with more guesses than it has now."""
         self.rows = rows
         self.whole = whole
         self.following: list[Next] = []  # to which the results lead, once they are here
         self._owner = owner
-        self._launched = launched
-        self._width = width
+        self.launched = launched
 
     def wait(self) -> StepResult:
-        self._launched.arrived.synchronize()
-        width, results = self._width, []
-        for row, found in zip(self.rows, self._launched.brought.tolist(), strict=False):
+        self.launched.arrived.synchronize()
+        width, results = self.launched.width, []
+        for row, found in zip(self.rows, self.launched.brought.tolist(), strict=False):
             said = found[: row.num_tokens]
             trail = tuple(said) if row.num_drafts else ()
             kept, drafts = said[: found[width]], tuple(found[width + 1 :])
@@ -79,7 +78,7 @@ class _OnItsWay:
                 drafts = ()
             self.following.append(Next(row.slot, row.start + len(kept), (kept[-1], *drafts)))
             results.append(RowResult(kept, drafts=drafts, trail=trail))
-        return StepResult(self._owner.redraw(self.rows, results, self._launched.logits, width))
+        return StepResult(self._owner.redraw(self.rows, results, self.launched.logits, width))
 
 
 class CudaGuesser(CudaRunner):
@@ -156,11 +155,11 @@ class CudaGuesser(CudaRunner):
                 return Done(StepResult(self._verify_eagerly(plan, fixed)), guesses=True)
         if ahead is not None:
             whole = all(row.num_drafts == ahead.guesses for row in rows)
-            pending = _OnItsWay(self, rows, ahead.launched, ahead.width, whole)
+            pending = _OnItsWay(self, rows, ahead.launched, whole)
         else:
             recorded = self._verification(key)
             recorded.send(rows, self._nobody(key.width))
-            pending = _OnItsWay(self, rows, recorded.launch(), key.width, whole=True)
+            pending = _OnItsWay(self, rows, recorded.launch())
         self._ahead = self._go_ahead(pending, key)
         return pending
 
@@ -172,8 +171,8 @@ class CudaGuesser(CudaRunner):
 
     def _go_ahead(self, pending: _OnItsWay, key: _Key) -> Ahead | None:
         """Launch what follows if all guesses are wanted and no row ends, where that is likely."""
-        rows, guesses = pending.rows, key.drafting
-        if not guesses or len(rows) > _FEW or not pending.whole:
+        rows, guesses = pending.rows, pending.launched.drafting
+        if not guesses or not key.drafting or len(rows) > _FEW or not pending.whole:
             return None
         if not all(row.num_drafts for row in rows):
             return None
@@ -187,7 +186,7 @@ class CudaGuesser(CudaRunner):
         recorded = self._verifications.get(replace(key, width=width))
         if recorded is None:  # recording it would spoil what lies in its inbox
             return None
-        return Ahead(pending.following, recorded.launch(), width, guesses)
+        return Ahead(pending.following, recorded.launch(), guesses)
 
     def _take_back(self, ahead: Ahead) -> None:
         """Undo what a launch changed that was not wanted: the tokens sampled last."""
@@ -224,7 +223,8 @@ class CudaGuesser(CudaRunner):
             with torch.cuda.graph(graph, pool=self._pool):
                 found = self._run(key)
             inbox = self._inbox(key.size, key.width)
-            self._verifications[key] = Recorded(graph, inbox, found)
+            shape = (key.width, key.drafting)
+            self._verifications[key] = Recorded(graph, inbox, found, shape)
         return self._verifications[key]
 
     def _inbox(self, size: int, width: int) -> Tensor:

@@ -167,13 +167,12 @@ def follow(
     inputs: Tensor, last_tokens: Tensor, kept: Tensor, guesses: Tensor, to: Tensor, padding: int
 ) -> None:
     """Make `to` the inputs of the next verification; they may be the same as these."""
-    assert guesses.is_contiguous()
     width = to.shape[1] - _HEAD
     follow_kernel[(inputs.shape[0],)](
         inputs,
         last_tokens,
         kept,
-        guesses,
+        guesses.contiguous(),
         to,
         padding,
         WIDTH=inputs.shape[1] - _HEAD,
