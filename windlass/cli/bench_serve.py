@@ -1,11 +1,10 @@
-"""`windlass bench serve` and `bench report`: a load on any OpenAI-compatible server, and its pages.
+"""`windlass bench serve`: a load on any OpenAI-compatible server.
 
 Flags have the names of `vllm bench serve`. Parsing only: what they mean is in tools/load.
 """
 
 from __future__ import annotations
 
-import math
 import os
 from datetime import datetime
 from pathlib import Path
@@ -13,12 +12,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from windlass.cli.bench_points import numbers_of, points_of, seek_share
+from windlass.cli.bench_report import report
 from windlass.cli.command import PanelCommand, reported
+from windlass.cli.options import parse_share, split_names
 from windlass.cli.results import check_path
 from windlass.errors import ConfigError
 
 if TYPE_CHECKING:
-    from windlass.tools.load.program import Point, ServeOrder
+    from windlass.tools.load.program import ServeOrder
 
 _SUFFIXES = (".json", ".csv", ".html")
 _SEVERAL = ("--goodput", "--lora-modules")
@@ -129,7 +131,13 @@ def serve(
     seed: Annotated[int, _option(_LOAD, "N", "Texts and arrivals follow from it.")] = 0,
     num_warmups: Annotated[int, _option(_LOAD, "N", "Requests before, not counted.")] = 0,
     request_rate: Annotated[
-        str, _option(_ARRIVALS, "R", "A second; several with commas are a sweep; inf: at once.")
+        str,
+        _option(
+            _ARRIVALS,
+            "R",
+            "A second; several with commas are a sweep; inf: at once; auto: the highest at which "
+            "--goodput-share of the requests meet --goodput.",
+        ),
     ] = "inf",
     arrivals: Annotated[
         Text,
@@ -149,6 +157,19 @@ def serve(
     goodput: Annotated[
         list[str] | None, _option(_RESULTS, "NAME:MS", "ttft:500 tpot:40 e2el:9000.")
     ] = None,
+    goodput_share: Annotated[
+        float | None,
+        typer.Option(
+            metavar="SHARE",
+            help="With --request-rate auto; default: 0.95.",
+            rich_help_panel=_RESULTS,
+            parser=parse_share,
+        ),
+    ] = None,
+    probe_request_rate: Annotated[
+        float,
+        _option(_RESULTS, "R", "Beside the load, requests of one token; told apart from it."),
+    ] = 0.0,
     percentile_metrics: Annotated[
         str, _option(_RESULTS, "NAMES", "Sections to print.")
     ] = "ttft,tpot,itl,e2el",
@@ -181,7 +202,7 @@ def serve(
         served = measure(order, typer.echo, Progress())
         _write(served.record, files)
         code = 130 if served.stopped == "interrupted" else int(bool(served.stopped))
-        if not served.stopped and not any(row["completed"] for row in served.record.rows):
+        if not served.stopped and not served.is_good:
             code = 1
     raise typer.Exit(code)
 
@@ -194,7 +215,7 @@ def _order(given: dict[str, Any]) -> ServeOrder:
 
     names = ("num_prompts", "input_len", "output_len", "prefix_len", "turns", "range_ratio")
     base_url = given["base_url"] or f"http://{given['host']}:{given['port']}"
-    metrics = _words(given["percentile_metrics"])
+    metrics = split_names(given["percentile_metrics"])
     unknown = [name for name in metrics if name not in METRICS]
     if unknown:
         known = ", ".join(METRICS)
@@ -207,7 +228,7 @@ def _order(given: dict[str, Any]) -> ServeOrder:
         raise ConfigError(
             f"--endpoint {endpoint!r}: expected such as /v1/chat/completions or /v1/completions."
         )
-    for name in ("request_timeout", "num_warmups", "max_retries"):
+    for name in ("request_timeout", "num_warmups", "max_retries", "probe_request_rate"):
         if given[name] < 0 or (name == "request_timeout" and given[name] == 0):
             raise ConfigError(f"--{name.replace('_', '-')} cannot be {given[name]:g}.")
     wishes = Wishes(
@@ -225,60 +246,24 @@ def _order(given: dict[str, Any]) -> ServeOrder:
         given["dataset_path"],
         given["skip_bad_lines"],
         given["tokens_per_word"],
-        tuple(_words(",".join(given["lora_modules"] or []))),
+        tuple(split_names(",".join(given["lora_modules"] or []))),
     )
     return ServeOrder(
         base_url,
         wishes,
         load,
-        _points(given),
+        points_of(given),
         given["label"] or "",
         _headers(given),
         given["num_warmups"],
         given["ready_check_timeout_sec"],
         parse_goodput(given["goodput"] or []),
-        _numbers("--metric-percentiles", given["metric_percentiles"], most=100),
+        numbers_of("--metric-percentiles", given["metric_percentiles"], most=100),
         metrics,
         given["seed"],
         given["save_detailed"],
-    )
-
-
-def _points(given: dict[str, Any]) -> tuple[Point, ...]:
-    """One for every rate, or for every limit of concurrency."""
-    from windlass.tools.load.arrivals import Arrivals, Ramp
-    from windlass.tools.load.program import Point
-
-    rates = _numbers("--request-rate", given["request_rate"])
-    limits: list[int | None] = [None]
-    if given["max_concurrency"] is not None:
-        numbers = _numbers("--max-concurrency", given["max_concurrency"])
-        if any(number != int(number) for number in numbers if math.isfinite(number)):
-            raise ConfigError(f"--max-concurrency {given['max_concurrency']}: whole numbers only.")
-        limits = [int(number) if math.isfinite(number) else None for number in numbers]
-    if len(rates) > 1 and len(limits) > 1:
-        raise ConfigError("--request-rate and --max-concurrency cannot both be a sweep.")
-    ramp = None
-    ramp_rates = [given["ramp_up_start_rps"], given["ramp_up_end_rps"]]
-    if given["ramp_up_strategy"] is not None:
-        if None in ramp_rates:
-            raise ConfigError("--ramp-up-strategy needs --ramp-up-start-rps and --ramp-up-end-rps.")
-        ramp = Ramp(given["ramp_up_strategy"], *ramp_rates)
-    elif ramp_rates != [None, None]:
-        raise ConfigError("--ramp-up-start-rps and --ramp-up-end-rps need --ramp-up-strategy.")
-    is_trace = given["dataset_name"] == "timed_trace"
-    pattern: Any = given["arrivals"] or ("trace" if is_trace and rates == [math.inf] else "poisson")
-    if pattern == "trace" and given["dataset_name"] not in ("timed_trace", "custom"):
-        raise ConfigError("--arrivals trace needs --dataset-name timed_trace or custom.")
-    return tuple(
-        Point(
-            Arrivals(
-                pattern, rate, given["burstiness"], given["burst_size"], ramp, given["trace_speed"]
-            ),
-            limit,
-        )
-        for rate in rates
-        for limit in limits
+        seek_share(given),
+        given["probe_request_rate"],
     )
 
 
@@ -337,42 +322,6 @@ def _write(record: Any, files: list[Path]) -> None:
         show(record)
 
 
-def report(
-    ctx: typer.Context,
-    results: Annotated[list[Path], typer.Argument(metavar="FILE...", help="JSONs of bench serve.")],
-    output: Annotated[
-        Path, typer.Option("-o", "--output", metavar="FILE", help="The page.")
-    ] = Path("report.html"),
-    label: Annotated[
-        list[str] | None,
-        typer.Option(metavar="NAME", help="For each file in turn; default: the file's own."),
-    ] = None,
-) -> None:
-    """Put results of bench serve, of one engine or several, into one page that needs no network."""
-    with reported(ctx):
-        check_path("-o", output)
-        from windlass.tools.load.report import read_records, save_report
-
-        records = read_records(results, label or [])
-        save_report(records, output)
-        typer.echo(f"written to {output}", err=True)
-
-
-def _words(text: str) -> list[str]:
-    return [word.strip() for word in text.split(",") if word.strip()]
-
-
-def _numbers(flag: str, text: str, most: float = math.inf) -> list[float]:
-    try:
-        numbers = [float(word) for word in _words(text)]
-    except ValueError:
-        numbers = []
-    if not numbers or not all(0 < number <= most for number in numbers):
-        limit = f" up to {most:g}" if math.isfinite(most) else ""
-        raise ConfigError(f"{flag} {text!r}: expected numbers above 0{limit}, with commas.")
-    return numbers
-
-
 def _json_object(flag: str, text: str | None) -> dict[str, Any]:
     import json
 
@@ -388,6 +337,6 @@ def _json_object(flag: str, text: str | None) -> dict[str, Any]:
 
 
 def add_to(app: typer.Typer) -> None:
-    """Both commands, to the bench app."""
+    """This command and that for its pages, to the bench app."""
     app.command(cls=ServeCommand)(serve)
     app.command(cls=PanelCommand)(report)

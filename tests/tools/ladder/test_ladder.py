@@ -56,6 +56,9 @@ def test_all_rungs_and_going_on(
     _check(record, shown)
     html = output.with_suffix(".html").read_text()
     assert '"type": "waterfall"' in html
+    later = tmp_path / "later.html"
+    windlass("bench", "report", output, "-o", later)
+    assert later.read_text() == html
     assert "https://" not in html.partition("<body>")[2]
 
 

@@ -164,3 +164,36 @@ def test_what_speculation_gave() -> None:
     assert gained["spec_decode_acceptance_rate"] == 75.0
     assert gained["spec_decode_acceptance_length"] == 4.0
     assert speculation([reading(0, 0, 0)] * 2) == {}
+
+
+def test_the_highest_rate_that_meets_the_targets(
+    server: Server, windlass: Windlass, tmp_path: Path
+) -> None:
+    output = tmp_path / "r.json"
+    words = ("--num-prompts", 3, "--input-len", 16, "--output-len", 4, "--request-rate", "auto")
+    never = ("--goodput", "ttft:0.001", "--goodput-share", "50%", "-o", output)
+    said = windlass(
+        "bench", "serve", "--base-url", server.url, *words[:1], 1, *words[2:], *never, code=1
+    )
+    assert "At no rate at least 50% of the requests meet the targets: at 0.015625 req/s" in said
+    record = json.loads(output.read_text())
+    assert record["settings"]["found_rate"] is None
+    assert [row["request_rate"] for row in record["rows"]] == [2.0**n for n in range(-6, 1)]
+    assert {row["goodput_share"] for row in record["rows"]} == {0.0}
+
+
+def test_probes_are_told_apart(server: Server, windlass: Windlass, tmp_path: Path) -> None:
+    output = tmp_path / "r.json"
+    words = ("--num-prompts", 8, "--input-len", 16, "--output-len", 8, "--max-concurrency", 1)
+    more = ("--probe-request-rate", 50, "-o", output)
+    said = windlass("bench", "serve", "--base-url", server.url, *words, *more)
+    (row,) = json.loads(output.read_text())["rows"]
+    assert (row["completed"], row["total_output_tokens"], row["max_concurrent_requests"]) == (
+        8,
+        64,
+        1,
+    )
+    assert row["probe_completed"] > 1
+    assert row["probe_failed"] == 0
+    assert row["probe_max_e2el_ms"] >= row["probe_p99_e2el_ms"] >= row["probe_median_e2el_ms"] > 0
+    assert "Median probe E2EL (ms):" in said

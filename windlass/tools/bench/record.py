@@ -48,6 +48,16 @@ class Record:
         os.replace(part, path)
 
 
+def read_record(path: Path) -> Record:
+    """What an earlier run has written."""
+    try:
+        return Record(**json.loads(path.read_text(encoding="utf-8")))
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror or error}.") from error
+    except (ValueError, TypeError) as error:
+        raise ConfigError(f"{path}: is no benchmark's result: {error}.") from error
+
+
 def rows_before(path: Path, name: str, settings: dict[str, Any]) -> list[dict[str, Any]]:
     """The rows that an earlier run of the same benchmark and settings has left in a file, if any."""
     if not path.is_file():

@@ -16,9 +16,10 @@ from windlass.tools.load.page import Plot, html_page, save_page
 
 Row = dict[str, Any]
 
-_BLUE, _RED, _GREEN, _GREY = "#0b6e99", "#c14c8a", "#448361", "#787774"
+_BLUE, _RED, _GREEN, _GREY = "#1b81ae", "#c14c8a", "#448361", "#787774"
 _COLOURS = {"low": _GREEN, "sat": _BLUE}
-_TALL = {"margin": {"l": 64, "r": 16, "t": 16, "b": 130}, "legend": {"orientation": "h", "y": 1.12}}
+_INK = (_BLUE, "#d9730d", _GREEN, "#9065b0", _RED, _GREY)
+_SIGNS = ("circle", "square", "diamond", "cross", "x", "triangle-up")
 
 
 def save_report(record: Record, path: Path) -> None:
@@ -29,15 +30,21 @@ def save_report(record: Record, path: Path) -> None:
 def page(record: Record) -> str:
     """The HTML."""
     head = "".join(f"<th>{escape(name)}</th>" for name in COLUMNS["ladder"].values())
-    lines = (
-        "".join(f"<td>{escape(it)}</td>" for it in cells("ladder", row)) for row in record.rows
-    )
-    body = "".join(f"<tr>{line}</tr>" for line in lines)
+    body = "".join(f"<tr>{_line(row)}</tr>" for row in record.rows)
     table = f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
     top = f'<div class="wide">{table}</div>'
     return html_page(
         f"The ladder of {record.settings['name']}", top, all_plots(record.rows), _told(record)
     )
+
+
+def _line(row: Row) -> str:
+    """One row of the table; of one that could not be measured, why."""
+    first, *others = (f"<td>{escape(text)}</td>" for text in cells("ladder", row))
+    if "reason" not in row:
+        return first + "".join(others)
+    reason = f'<td class="reason" colspan="{len(others)}">{escape(row["reason"])}</td>'
+    return f"<td>{escape(row['title'])}</td>{reason}"
 
 
 def all_plots(rows: Sequence[Row]) -> list[Plot]:
@@ -85,6 +92,7 @@ def _waterfall(rows: Sequence[Row], load: str) -> Plot:
         "measure": measures,
         "text": [f"{top:,.0f}" for top in tops],
         "textposition": "outside",
+        "cliponaxis": False,
         "increasing": {"marker": {"color": _COLOURS[load]}},
         "decreasing": {"marker": {"color": _RED}},
         "totals": {"marker": {"color": _GREY}},
@@ -130,20 +138,22 @@ def _latency(rows: Sequence[Row]) -> Plot:
 
 def _quality(rows: Sequence[Row]) -> Plot:
     formats = {row["format"]: row for row in rows if row.get("perplexity") is not None}
-    data = {
-        "x": [row["memory_mib"] for row in formats.values()],
-        "y": [row["perplexity"] for row in formats.values()],
-        "text": list(formats),
-        "mode": "markers+text",
-        "textposition": "top center",
-        "marker": {"size": 10, "color": _BLUE},
-    }
+    data = [
+        {
+            "name": name,
+            "x": [row["memory_mib"]],
+            "y": [row["perplexity"]],
+            "mode": "markers",
+            "marker": {"size": 11, "color": _INK[i % len(_INK)], "symbol": _SIGNS[i % len(_SIGNS)]},
+        }
+        for i, (name, row) in enumerate(formats.items())
+    ]
     layout = {
-        **_layout("perplexity"),
         "xaxis": {"title": {"text": "MiB of weights and KV"}, "rangemode": "tozero"},
-        "margin": {"l": 64, "r": 16, "t": 16, "b": 48},
+        "yaxis": {"title": {"text": "perplexity, less is better"}},
+        "showlegend": True,
     }
-    return Plot("What each format costs in quality", [data] if formats else [], layout)
+    return Plot("What each format costs in quality", data, layout)
 
 
 def _articles(rows: Sequence[Row]) -> Plot:
@@ -168,17 +178,19 @@ def _layout(unit: str) -> dict[str, Any]:
     return {
         "xaxis": {"tickangle": -35},
         "yaxis": {"title": {"text": unit}, "rangemode": "tozero"},
-        "hovermode": "closest",
-        **_TALL,
     }
 
 
 def _told(record: Record) -> str:
-    text, _, bullets = record.notes.partition("\n\n")
-    items = "".join(f"<li>{escape(line.removeprefix('- '))}</li>" for line in bullets.splitlines())
+    text = record.notes.partition("\n\n")[0]
+    items = "".join(
+        f"<li><b>{escape(row['label'])}</b><br>{'<br>'.join(map(escape, row['remarks']))}</li>"
+        for row in record.rows
+        if row["remarks"]
+    )
     versions = ", ".join(f"{name} {number}" for name, number in record.versions.items())
     origin = f"at {record.commit} on {record.date}; {record.hardware}; {versions}."
     return (
-        f'<h2>What each rung did</h2><ul>{items}</ul><div class="origin"><p>{escape(text)}</p>'
+        f'<h2>What each rung did</h2><ul class="told">{items}</ul><div class="origin"><p>{escape(text)}</p>'
         f"<p><code>{escape(record.command)}</code> {escape(origin)}</p></div>"
     )

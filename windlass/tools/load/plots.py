@@ -15,7 +15,7 @@ from windlass.tools.load.page import Plot
 from windlass.tools.load.rows import CURVE
 from windlass.tools.load.summary import TITLES
 
-_COLOURS = ("#0b6e99", "#d9730d", "#448361", "#9065b0", "#c14c8a", "#787774")
+_COLOURS = ("#1b81ae", "#d9730d", "#448361", "#9065b0", "#c14c8a", "#787774")
 _DASHES = ("solid", "dash", "dot", "dashdot", "longdash")
 
 Row = dict[str, Any]
@@ -79,9 +79,6 @@ def _layout(x: str, y: str, **axis: Any) -> dict[str, Any]:
     return {
         "xaxis": {"title": {"text": x}, "zeroline": False},
         "yaxis": {"title": {"text": y}, "rangemode": "tozero", **axis},
-        "margin": {"l": 64, "r": 16, "t": 16, "b": 48},
-        "legend": {"orientation": "h", "y": -0.22},
-        "hovermode": "closest",
     }
 
 
@@ -141,7 +138,10 @@ def _curve(runs: Sequence[Run], metric: str) -> Plot:
     data = [
         _line(run, CURVE, run.row["curves"][metric]) for run in runs if metric in run.row["curves"]
     ]
-    return Plot(f"{TITLES[metric][0]}: percentiles", data, _layout("percentile", "milliseconds"))
+    # Most gaps between tokens are alike, and the few that are not are many times as long.
+    scale = {"type": "log", "dtick": 1} if metric == "itl" else {}
+    layout = _layout("percentile", "milliseconds", **scale)
+    return Plot(f"{TITLES[metric][0]}: percentiles", data, layout)
 
 
 def _over_time(
@@ -153,5 +153,5 @@ def _over_time(
         values = series.get(key, [])
         if any(value is not None and math.isfinite(value) for value in values):
             data.append(_line(run, series["second"], values))
-    axis = {"tickformat": ".0%"} if is_share else {}
+    axis = {"tickformat": ".3~%"} if is_share else {}
     return Plot(title, data, _layout("seconds", unit, **axis))

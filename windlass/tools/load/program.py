@@ -24,7 +24,9 @@ from windlass.tools.load.drive import INTERRUPTED, Drive, Outcome
 from windlass.tools.load.files import FILE_LOADS, read_load, refuse_problems
 from windlass.tools.load.gauges import Gauges
 from windlass.tools.load.live import Progress, View
+from windlass.tools.load.probes import Probes
 from windlass.tools.load.rows import details, make_row
+from windlass.tools.load.seek import Seek
 from windlass.tools.load.server import Server, ServerError, choose_model
 from windlass.tools.load.summary import METRICS, PERCENTILES, Summary, summarise
 from windlass.tools.load.texts import Scale, Writer
@@ -106,6 +108,8 @@ class ServeOrder:
     metrics: Sequence[str] = METRICS
     seed: int = 0
     is_detailed: bool = False
+    seek_share: float | None = None  # the rate is looked for, at which so many meet their targets
+    probe_rate: float = 0.0  # requests of one token a second, beside the load
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +118,7 @@ class Served:
 
     record: Record
     stopped: str | None
-    num_failed: int
+    is_good: bool  # requests ended well, and a rate that was looked for was found
 
 
 def measure(order: ServeOrder, say: Callable[[str], None], progress: Progress) -> Served:
@@ -136,6 +140,7 @@ class _Program:
         self._say = say
         self._progress = progress
         self._rows: list[dict[str, Any]] = []
+        self._seek = None if order.seek_share is None else Seek(order.seek_share)
 
     async def run(self) -> Served:
         order = self._order
@@ -146,16 +151,37 @@ class _Program:
                 choose_model(adapter, served, server.base_url)
             wishes = replace(order.wishes, model=model)
             writer = Writer(await self._scale(server, wishes))
-            loads = [self._asks(writer, index) for index in range(len(order.points))]
-            for asks in loads:
-                wishes.check(asks)
+            # What cannot be asked is refused before anything is sent.
+            wishes.check(self._asks(writer, 0, order.points[0], tell=True))
             await self._warm_up(Client(server, wishes), writer)
-            stopped = None
-            for point, asks in zip(order.points, loads, strict=True):
-                stopped = await self._point(Client(server, wishes), server, point, asks)
-                if stopped is not None:
-                    break
-        return self._served(model, fingerprint([ask for asks in loads for ask in asks]), stopped)
+            asked, stopped = await self._points(server, wishes, writer)
+        return self._served(model, fingerprint(asked), stopped)
+
+    async def _points(
+        self, server: Server, wishes: Wishes, writer: Writer
+    ) -> tuple[list[Ask], str | None]:
+        """Measure one after the other: all that was asked, and why it ended early."""
+        asked: list[Ask] = []
+        while (point := self._next_point()) is not None:
+            asks = self._asks(writer, len(self._rows), point)
+            asked += asks
+            stopped = await self._point(server, wishes, point, asks)
+            if stopped is not None:
+                return asked, stopped
+            if self._seek is not None:
+                share = self._rows[-1]["goodput_share"]
+                self._seek.note(point.arrivals.rate, share)
+                self._say(f"{point.title}: {share:.0%} of the requests meet the targets")
+        return asked, None
+
+    def _next_point(self) -> Point | None:
+        points, done = self._order.points, len(self._rows)
+        if self._seek is None:
+            return points[done] if done < len(points) else None
+        rate = self._seek.next_rate()
+        if rate is None:
+            return None
+        return replace(points[0], arrivals=replace(points[0].arrivals, rate=rate))
 
     async def _scale(self, server: Server, wishes: Wishes) -> Scale:
         load = self._order.load
@@ -165,14 +191,14 @@ class _Program:
             return Scale()  # its prompts are as they are
         return await server.scale(wishes.model, wishes.endpoint)
 
-    def _asks(self, writer: Writer, index: int) -> list[Ask]:
+    def _asks(self, writer: Writer, index: int, point: Point, tell: bool = False) -> list[Ask]:
         """Every point has texts of its own, so that no prefix cache knows them from the last."""
         load, seed = self._order.load, f"{self._order.seed} {index}"
         if load.path is not None:
             made = read_load(load.name, load.path, load.sizes, writer, str(self._order.seed))
             if not load.skip_bad_lines:
                 refuse_problems(load.path, made.problems)
-            elif index == 0:
+            elif tell:
                 for problem in made.problems:
                     self._say(f"{load.path}: left out: {problem}")
             asks = made.asks
@@ -183,7 +209,7 @@ class _Program:
         if load.adapters:
             random = Random(f"adapters {seed}")
             asks = [replace(ask, adapter=random.choice(load.adapters)) for ask in asks]
-        return self._order.points[index].arrivals.set(asks, seed)
+        return point.arrivals.set(asks, seed)
 
     async def _warm_up(self, client: Client, writer: Writer) -> None:
         if self._order.num_warmups < 1:
@@ -198,14 +224,20 @@ class _Program:
             raise ServerError(f"a warm-up request failed: {bad}")
 
     async def _point(
-        self, client: Client, server: Server, point: Point, asks: list[Ask]
+        self, server: Server, wishes: Wishes, point: Point, asks: list[Ask]
     ) -> str | None:
         """Measure one; the reason when the run ended early."""
+        client = Client(server, wishes)
         self._say(f"{point.title}: {len(asks)} requests")
         drive = Drive(asks, client.ask, point.max_concurrency)
         gauges = Gauges(server)
         view = View(point.title, drive, gauges.readings, lambda: client.num_chunks)
-        async with _beside(gauges.watch(), self._progress.follow(view)):
+        beside = [gauges.watch(), self._progress.follow(view)]
+        probes = None
+        if self._order.probe_rate:
+            probes = Probes(Client(server, wishes).ask, self._order.probe_rate)
+            beside.append(probes.watch())
+        async with _beside(*beside):
             outcome = await drive.run(client.dead)
         if outcome.stopped is None:
             await gauges.read()
@@ -214,6 +246,10 @@ class _Program:
         )
         self._rows.append(self._row(point, asks, summary, outcome, gauges))
         self._tell(point, summary, outcome)
+        if probes is not None:
+            self._rows[-1] |= probes.row()
+            for line in probes.lines():
+                self._say(line)
         return outcome.stopped
 
     def _row(
@@ -262,8 +298,15 @@ class _Program:
             "goodput": dict(order.goodput),
             "points": len(order.points),
         }
-        record = Record("serve", self._rows, NOTES, settings)
-        return Served(record, stopped, sum(row["failed"] for row in self._rows))
+        rows, notes = self._rows, NOTES
+        is_good = any(row["completed"] for row in rows)
+        if self._seek is not None:
+            found = self._seek.verdict()
+            self._say(found)
+            rows, notes = sorted(rows, key=lambda row: row["request_rate"]), f"{NOTES} {found}"
+            settings |= {"goodput_share": self._seek.wanted, "found_rate": self._seek.best}
+            is_good = self._seek.best is not None
+        return Served(Record("serve", rows, notes, settings), stopped, is_good)
 
 
 @asynccontextmanager

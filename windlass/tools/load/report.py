@@ -5,7 +5,6 @@ What a page looks like is in page.py, the plots are in plots.py.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import replace
 from html import escape
@@ -13,7 +12,7 @@ from pathlib import Path
 
 from windlass.errors import ConfigError
 from windlass.tools.bench.columns import COLUMNS, cells
-from windlass.tools.bench.record import Record
+from windlass.tools.bench.record import Record, read_record
 from windlass.tools.load.page import html_page, save_page
 from windlass.tools.load.plots import all_plots, label_of
 
@@ -34,12 +33,7 @@ def read_records(paths: Sequence[Path], labels: Sequence[str] = ()) -> list[Reco
 
 
 def _read(path: Path) -> Record:
-    try:
-        record = Record(**json.loads(path.read_text(encoding="utf-8")))
-    except OSError as error:
-        raise ConfigError(f"{path}: {error.strerror or error}.") from error
-    except (ValueError, TypeError) as error:
-        raise ConfigError(f"{path}: is no benchmark's result: {error}.") from error
+    record = read_record(path)
     if record.name != "serve" or not record.rows:
         raise ConfigError(f"{path}: is no result of windlass bench serve, or has no run.")
     return record

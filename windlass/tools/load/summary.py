@@ -53,6 +53,7 @@ class Summary:
     max_concurrent_requests: int
     num_rejected: int = 0
     request_goodput: float | None = None  # None: no target was set
+    goodput_share: float | None = None  # of all requests, those that met every target
     cached_input_tokens: int | None = None  # None: the server does not say
     spreads: dict[str, Spread] = field(default_factory=dict)  # by metric; without one: no figure
     errors: dict[str, int] = field(default_factory=dict)
@@ -67,6 +68,7 @@ class Summary:
             "total_output_tokens": self.total_output_tokens,
             "request_throughput": round(self.request_throughput, 4),
             "request_goodput": _rounded(self.request_goodput),
+            "goodput_share": _rounded(self.goodput_share),
             "output_throughput": round(self.output_throughput, 3),
             "total_token_throughput": round(self.total_token_throughput, 3),
             "max_output_tokens_per_s": self.max_output_tokens_per_s,
@@ -114,7 +116,10 @@ class Summary:
         ]
         if self.cached_input_tokens is not None:
             table.append(("Input tokens from a prefix cache:", self.cached_input_tokens))
-        lines = [" Serving Benchmark Result ".center(_WIDTH, "="), *(_line(*row) for row in table)]
+        lines = [
+            " Serving Benchmark Result ".center(_WIDTH, "="),
+            *(line_of(*row) for row in table),
+        ]
         for metric in metrics:
             lines += self._section(metric)
         lines.append("=" * _WIDTH)
@@ -126,14 +131,15 @@ class Summary:
         spread = self.spreads.get(metric)
         if spread is None:
             return [*lines, "nothing was measured"]
-        lines.append(_line(f"Mean {short} (ms):", spread.mean))
-        lines.append(_line(f"Median {short} (ms):", spread.median))
+        lines.append(line_of(f"Mean {short} (ms):", spread.mean))
+        lines.append(line_of(f"Median {short} (ms):", spread.median))
         for share, value in spread.percentiles.items():
-            lines.append(_line(f"P{share:g} {short} (ms):", value))
+            lines.append(line_of(f"P{share:g} {short} (ms):", value))
         return lines
 
 
-def _line(name: str, value: Any) -> str:
+def line_of(name: str, value: Any) -> str:
+    """One figure as it is printed."""
     shown = f"{value:.2f}" if isinstance(value, float) else str(value)
     return f"{name:<40} {shown:<9}".rstrip()
 
@@ -187,6 +193,7 @@ def summarise(
             spreads[metric] = spread_of(values, percentiles)
     per_s = 1 / duration if duration > 0 else 0.0
     cached = [t.num_cached for t in good if t.num_cached is not None]
+    num_meeting = sum(_meets(t, goodput) for t in good) if goodput else None
     return Summary(
         duration,
         len(good),
@@ -199,7 +206,8 @@ def summarise(
         max(tokens_by_second(timings), default=0),
         most_at_once(timings),
         sum(t.num_rejected for t in timings),
-        sum(_meets(t, goodput) for t in good) * per_s if goodput else None,
+        None if num_meeting is None else num_meeting * per_s,
+        None if num_meeting is None else num_meeting / max(1, len(timings)),
         sum(cached) if cached else None,
         spreads,
         dict(Counter(t.error for t in timings if t.error is not None)),

@@ -1,0 +1,81 @@
+"""From the flags of `bench serve` to its runs: rates, limits of concurrency, ramps, a rate to look for."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+from windlass.cli.options import split_names
+from windlass.errors import ConfigError
+
+if TYPE_CHECKING:
+    from windlass.tools.load.program import Point
+
+_GOODPUT_SHARE = 0.95
+
+
+def points_of(given: dict[str, Any]) -> tuple[Point, ...]:
+    """One for every rate, or for every limit of concurrency."""
+    from windlass.tools.load.arrivals import Arrivals, Ramp
+    from windlass.tools.load.program import Point
+    from windlass.tools.load.seek import FIRST_RATE
+
+    is_sought = given["request_rate"] == "auto"
+    rates = [FIRST_RATE] if is_sought else numbers_of("--request-rate", given["request_rate"])
+    limits: list[int | None] = [None]
+    if given["max_concurrency"] is not None:
+        numbers = numbers_of("--max-concurrency", given["max_concurrency"])
+        if any(number != int(number) for number in numbers if math.isfinite(number)):
+            raise ConfigError(f"--max-concurrency {given['max_concurrency']}: whole numbers only.")
+        limits = [int(number) if math.isfinite(number) else None for number in numbers]
+    if len(limits) > 1 and (len(rates) > 1 or is_sought):
+        raise ConfigError("--request-rate and --max-concurrency cannot both be a sweep.")
+    ramp = None
+    ramp_rates = [given["ramp_up_start_rps"], given["ramp_up_end_rps"]]
+    if given["ramp_up_strategy"] is not None:
+        if None in ramp_rates:
+            raise ConfigError("--ramp-up-strategy needs --ramp-up-start-rps and --ramp-up-end-rps.")
+        ramp = Ramp(given["ramp_up_strategy"], *ramp_rates)
+    elif ramp_rates != [None, None]:
+        raise ConfigError("--ramp-up-start-rps and --ramp-up-end-rps need --ramp-up-strategy.")
+    is_trace = given["dataset_name"] == "timed_trace"
+    pattern: Any = given["arrivals"] or ("trace" if is_trace and rates == [math.inf] else "poisson")
+    if pattern == "trace" and given["dataset_name"] not in ("timed_trace", "custom"):
+        raise ConfigError("--arrivals trace needs --dataset-name timed_trace or custom.")
+    return tuple(
+        Point(
+            Arrivals(
+                pattern, rate, given["burstiness"], given["burst_size"], ramp, given["trace_speed"]
+            ),
+            limit,
+        )
+        for rate in rates
+        for limit in limits
+    )
+
+
+def seek_share(given: dict[str, Any]) -> float | None:
+    """Of the requests that must meet their targets; None: no rate is looked for."""
+    share = given["goodput_share"]
+    if given["request_rate"] != "auto":
+        if share is not None:
+            raise ConfigError("--goodput-share means something only with --request-rate auto.")
+        return None
+    if not given["goodput"]:
+        raise ConfigError("--request-rate auto needs targets: --goodput ttft:500 tpot:40.")
+    share = _GOODPUT_SHARE if share is None else share
+    if not 0 < share <= 1:
+        raise ConfigError(f"--goodput-share must be above 0 and up to 1, got {share:g}.")
+    return share
+
+
+def numbers_of(flag: str, text: str, most: float = math.inf) -> list[float]:
+    """Numbers with commas between them, all above 0."""
+    try:
+        numbers = [float(word) for word in split_names(text)]
+    except ValueError:
+        numbers = []
+    if not numbers or not all(0 < number <= most for number in numbers):
+        limit = f" up to {most:g}" if math.isfinite(most) else ""
+        raise ConfigError(f"{flag} {text!r}: expected numbers above 0{limit}, with commas.")
+    return numbers
