@@ -1,0 +1,81 @@
+"""Steps that are launched before they are planned, on a real GPU: the tokens stay what they are."""
+
+from __future__ import annotations
+
+from collections import Counter
+from itertools import cycle
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.gpu.test_engine import CONFIG, folder
+from tests.gpu.test_speculation import make
+from tests.spec import test_heads
+from tests.spec.test_speculation import eager
+from windlass import LLM, SamplingParams
+from windlass.runner.drafter import Verified
+from windlass.runner.guessing import CudaGuesser
+from windlass.spec import governor, medusa
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+__all__ = ["eager", "folder"]
+
+PROMPT = [(7 * j) % 1000 for j in range(21)]
+LENGTHS = (30, 75, 120)
+DEPTHS = {"alike": [4], "changing": [4, 4, 2, 2, 4, 0, 4, 1]}
+
+
+def said(llm: LLM, count: int) -> list[list[int]]:
+    """So many answers at once, which end one after another."""
+    wishes = [
+        SamplingParams(max_tokens=length, ignore_eos=True, temperature=0.0, deterministic=True)
+        for length in LENGTHS[-count:]
+    ]
+    return [result.outputs[0].token_ids for result in llm.generate([PROMPT] * count, wishes)]
+
+
+@pytest.mark.usefixtures("eager")
+@pytest.mark.parametrize("depths", DEPTHS)
+@pytest.mark.parametrize("count", [1, 3])
+def test_launches_before_the_plan_leave_the_tokens_as_they_are(
+    folder: Path, tmp_path: Path, monkeypatch, depths: str, count: int
+) -> None:
+    want = said(make(folder), 3)[-count:]
+    truth = torch.tensor([*PROMPT, *want[-1], *[0] * 20], device="cuda")
+
+    def draft(_self: object, found: Verified, depth: int) -> torch.Tensor:
+        """The right tokens, but for every fifth."""
+        after = found.batch.positions[found.last.long()].long()[:, None] + 2
+        places = (after + torch.arange(depth, device="cuda")).clamp(max=len(truth) - 1)
+        return torch.where(places % 5 == 3, truth[places] ^ 1, truth[places]).to(torch.int32)
+
+    counts: Counter[str] = Counter()
+    go_ahead, take_back = CudaGuesser._go_ahead, CudaGuesser._take_back
+
+    def counted(*args: object) -> object:
+        ahead = go_ahead(*args)  # type: ignore[arg-type]
+        counts["ahead"] += ahead is not None
+        return ahead
+
+    def taken_back(*args: object) -> None:
+        counts["in vain"] += 1
+        take_back(*args)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(CudaGuesser, "_go_ahead", counted)
+    monkeypatch.setattr(CudaGuesser, "_take_back", taken_back)
+    monkeypatch.setattr(medusa.MedusaDrafter, "draft", draft)
+    for name, value in {"CONFIG": CONFIG, "VOCAB": 1000, "DIM": CONFIG["head_dim"]}.items():
+        monkeypatch.setattr(test_heads, name, value)
+    llm = make(folder, spec="medusa", spec_model=str(test_heads.medusa(tmp_path / "head")))
+    turns = cycle(DEPTHS[depths])
+    monkeypatch.setattr(governor.Governor, "wanted", lambda *_: next(turns))
+    for _ in range(3):  # what is recorded when first needed is not launched ahead that time
+        assert said(llm, count) == want
+    assert counts["ahead"] > 20
+    assert 0 < counts["in vain"] < counts["ahead"] / (2 if depths == "alike" else 1)
+    stats = llm.engine.stats()
+    assert stats.num_accepted_tokens > stats.num_draft_tokens / 3
