@@ -31,27 +31,34 @@ def folder(tmp_path_factory) -> Path:
     return write_plain(tmp_path_factory.mktemp("model") / "base")
 
 
-def make_stacks(num_in: int, sizes: tuple[int, ...], slots: int, most: int) -> Stacks:
-    """Slots of growing rank, in bfloat16."""
-    kind: dict[str, Any] = {"device": "cuda", "dtype": torch.bfloat16}
+def make_stacks(
+    num_in: int, sizes: tuple[int, ...], slots: int, most: int, coded: bool = False
+) -> Stacks:
+    """Slots of growing rank, in bfloat16 or as codes that come to numbers of the same size."""
+    kind: dict[str, Any] = {"device": "cuda", "dtype": torch.int8 if coded else torch.bfloat16}
     ranks = torch.zeros((slots + 1, len(sizes)), dtype=torch.int32, device="cuda")
     down = torch.empty((slots + 1, len(sizes), most, num_in), **kind)
     up = torch.empty((slots + 1, most * sum(sizes)), **kind)
-    stacks = Stacks(down, up, ranks, sizes, {slot: [] for slot in range(slots + 1)})
+    scales = torch.rand((*ranks.shape, most), device="cuda") / 800 if coded else None
+    stacks = Stacks(down, up, ranks, sizes, {slot: [] for slot in range(slots + 1)}, scales)
     for slot in range(1, slots + 1):
         rank = 1 + (slot * 7) % most
         ranks[slot] = rank
         for part in range(len(sizes)):
             for half in stacks.place(slot, part, rank):
-                half.copy_(torch.randn(half.shape, **kind))
+                values = torch.randn(half.shape, device="cuda")
+                half.copy_((values * 40).round().clamp(-127, 127) if coded else values)
     return stacks
 
 
 @pytest.mark.parametrize("sizes", [(4096, 1024, 1024), (1536, 1536), (576,)], ids=str)
 @pytest.mark.parametrize("counts", [[1] * 64, [1], [300, 1, 64, 7]], ids=len)
-def test_kernels_equal_the_plain_version(sizes: tuple[int, ...], counts: list[int]) -> None:
+@pytest.mark.parametrize("coded", [False, True], ids=["floats", "codes"])
+def test_kernels_equal_the_plain_version(
+    sizes: tuple[int, ...], counts: list[int], coded: bool
+) -> None:
     torch.manual_seed(0)
-    stacks = make_stacks(1536, sizes, 16, 64)
+    stacks = make_stacks(1536, sizes, 16, 64, coded)
     slots = np.repeat(np.arange(len(counts)) % 17, counts)
     if len(counts) == 1:
         slots[:] = 5
@@ -97,7 +104,9 @@ def scores(folder: Path, **options: Any) -> list[float]:
     return found
 
 
-def test_recorded_steps_equal_eager_ones_and_the_plain_version(folder: Path) -> None:
-    recorded = scores(folder)
-    assert recorded == pytest.approx(scores(folder, enforce_eager=True), abs=0.05)
-    assert recorded == pytest.approx(scores(folder, plain_kernels=True), abs=0.1)
+@pytest.mark.parametrize("kind", ["auto", "int8"])
+def test_recorded_steps_equal_eager_ones_and_the_plain_version(folder: Path, kind: str) -> None:
+    recorded = scores(folder, lora_dtype=kind)
+    assert recorded == pytest.approx(scores(folder, lora_dtype=kind, enforce_eager=True), abs=0.05)
+    assert recorded == pytest.approx(scores(folder, lora_dtype=kind, plain_kernels=True), abs=0.1)
+    assert recorded == pytest.approx(scores(folder), abs=0.2)

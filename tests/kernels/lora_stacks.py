@@ -12,7 +12,7 @@ SIZES = {"q, k, v": (300, 20, 70), "gate, up": (130, 130), "one": (257,)}
 RANKS = [[0, 0, 0], [16, 4, 40], [0, 17, 1], [8, 0, 0]]
 
 
-def make_stacks(sizes: tuple[int, ...]) -> Stacks:
+def make_stacks(sizes: tuple[int, ...], coded: bool = False) -> Stacks:
     """With the ranks of other layers beside this one's, and nonsense beyond each rank."""
     count, parts = len(RANKS), len(sizes)
     beside = torch.full((count, parts + 4), 99, dtype=torch.int32)
@@ -20,9 +20,16 @@ def make_stacks(sizes: tuple[int, ...]) -> Stacks:
     ranks.copy_(torch.tensor(RANKS)[:, :parts])
     down = torch.full((count, parts, MOST, NUM_IN), float("nan"))
     up = torch.full((count, MOST * sum(sizes)), float("nan"))
-    stacks = Stacks(down, up, ranks, sizes, {slot: [] for slot in range(count)})
+    scales = None
+    if coded:
+        down, up = (torch.full(half.shape, -128, dtype=torch.int8) for half in (down, up))
+        scales = torch.full((*beside.shape, MOST), float("nan"))[:, 2 : 2 + parts]
+    stacks = Stacks(down, up, ranks, sizes, {slot: [] for slot in range(count)}, scales)
     for slot in range(count):
         for part in range(parts):
-            for half in stacks.place(slot, part, RANKS[slot][part]):
-                half.copy_(torch.randn(half.shape))
+            rank = RANKS[slot][part]
+            for half in stacks.place(slot, part, rank):
+                half.copy_(torch.randn(half.shape) * (40 if coded else 1))
+            if scales is not None:
+                scales[slot, part, :rank] = torch.rand(rank) / 1600
     return stacks

@@ -166,7 +166,7 @@ def gated(rows: int, outputs: int, stages: int) -> tuple:
     return skinny.skinny_gated_kernel, PRODUCT, constants, {"num_stages": stages}
 
 
-def lora_case(function: Any, **constants: int) -> tuple:
+def lora_case(function: Any, codes: bool = False, **constants: int) -> tuple:
     """One of the kernels of adapters, for the three parts of q, k and v or as many as are given."""
     signature = {
         **dict.fromkeys(("x", "y", "down", "up", "out"), X),
@@ -175,8 +175,13 @@ def lora_case(function: Any, **constants: int) -> tuple:
         **dict.fromkeys(("M", "K", "N", "N0", "N1", "N2"), "i32"),
         **dict.fromkeys(("span", "splits", "rank_stride"), "i32"),
     }
+    if codes:
+        signature |= {"down": "*i8", "up": "*i8", "scales": F}
     own = {name: kind for name, kind in signature.items() if name in function.arg_names}
-    return function, own, {"PARTS": 3, "MOST": 64, "FETCH": True, **constants}, {}
+    constants = {"PARTS": 3, "MOST": 64, "FETCH": True, **constants}
+    if "scales" in function.arg_names:
+        constants["SCALED"] = codes
+    return function, own, constants, {}
 
 
 SAMPLE = {"logits": X, "wishes": F, "slots": I, "thresholds": F, "size": "i32", "stride": "i32"}
@@ -296,6 +301,17 @@ CASES = {
     ),
     "lora shrink of a piece": lora_case(lora_kernels.shrink_tile_kernel, ROWS=64, BLOCK_K=128),
     "lora expand of a piece": lora_case(lora_kernels.expand_tile_kernel, ROWS=64, OUTPUTS=64),
+    "lora shrink, codes": lora_case(lora_kernels.shrink_kernel, True, BLOCK_K=512),
+    "lora expand, codes": lora_case(lora_kernels.expand_kernel, True, SPLITS=16, OUTPUTS=512),
+    "lora expand, gated, codes": lora_case(
+        lora_kernels.expand_gated_kernel, True, PARTS=2, SPLITS=16, OUTPUTS=512
+    ),
+    "lora shrink of a piece, codes": lora_case(
+        lora_kernels.shrink_tile_kernel, True, ROWS=64, BLOCK_K=128
+    ),
+    "lora expand of a piece, codes": lora_case(
+        lora_kernels.expand_tile_kernel, True, ROWS=64, OUTPUTS=64
+    ),
     "threshold": (sample.sample_threshold_kernel, SAMPLE, {"TILE": 2048}, {"num_warps": 8}),
     "part": (sample.sample_part_kernel, PART, {"PARTS": 8, "TILE": 2048}, {}),
     "join": (sample.sample_join_kernel, JOIN, {"PARTS": 8}, {"num_warps": 1}),
@@ -312,6 +328,15 @@ CASES = {
         verify.keep_kernel,
         dict.fromkeys(("inputs", "ids", "sampled", "last_tokens", "kept", "places"), I),
         {"WIDTH": 5, "PAD": 8},
+        {"num_warps": 1},
+    ),
+    "follow": (
+        verify.follow_kernel,
+        {
+            **dict.fromkeys(("inputs", "last_tokens", "kept", "guesses", "to"), I),
+            "padding": "i32",
+        },
+        {"WIDTH": 5, "NEXT": 5, "DEPTH": 4, "PAD": 8},
         {"num_warps": 1},
     ),
     "eagle inputs": (

@@ -16,6 +16,7 @@ from windlass.runner.adapters import grouped, in_pieces
 pytest.importorskip("triton")
 
 CPU = torch.device("cpu")
+PLAIN = [(name, False) for name in SIZES]
 
 
 @pytest.mark.skipif(INTERPRETED, reason="starts the interpreter's process")
@@ -23,11 +24,11 @@ def test_kernels_in_the_interpreter() -> None:
     run_interpreted(__file__)
 
 
-def compare(sizes: tuple[int, ...], slots: list[int], given: AdapterRows) -> None:
+def compare(sizes: tuple[int, ...], slots: list[int], given: AdapterRows, coded: bool) -> None:
     from windlass.kernels.triton.lora import TritonLora
 
     torch.manual_seed(0)
-    stacks = make_stacks(sizes)
+    stacks = make_stacks(sizes, coded)
     x, y = torch.randn(len(slots), NUM_IN), torch.randn(len(slots), sum(sizes))
     plain, kernel = Lora(stacks, PlainLora()), Lora(stacks, TritonLora())
     rows = grouped(np.array(slots), CPU)
@@ -45,21 +46,21 @@ def compare(sizes: tuple[int, ...], slots: list[int], given: AdapterRows) -> Non
 
 
 @inside
-@pytest.mark.parametrize("name", SIZES)
-def test_tokens_by_themselves(name: str) -> None:
+@pytest.mark.parametrize(("name", "coded"), [*PLAIN, ("gate, up", True)])
+def test_tokens_by_themselves(name: str, coded: bool) -> None:
     slots = [1, 0, 2, 3, 1]
-    compare(SIZES[name], slots, AdapterRows(torch.tensor(slots, dtype=torch.int32)))
+    compare(SIZES[name], slots, AdapterRows(torch.tensor(slots, dtype=torch.int32)), coded)
 
 
 @inside
-@pytest.mark.parametrize("name", SIZES)
-def test_pieces_of_rows(name: str) -> None:
+@pytest.mark.parametrize(("name", "coded"), [*PLAIN, ("q, k, v", True)])
+def test_pieces_of_rows(name: str, coded: bool) -> None:
     counts, rows = [1, PIECE + 3, 5, 2], [2, 1, 0, 3]
     slots = np.repeat(rows, counts)
     given = in_pieces(slots, counts, CPU)
     assert given.tiles is not None
     assert given.tiles.tolist() == [[0, 1], [1, PIECE], [1 + PIECE, 3], [PIECE + 9, 2]]
-    compare(SIZES[name], slots.tolist(), given)
+    compare(SIZES[name], slots.tolist(), given, coded)
 
 
 @inside

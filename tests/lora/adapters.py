@@ -18,6 +18,7 @@ from windlass.core.sampling import SamplingParams
 from windlass.core.types import Admission, BlockId, Row, RowResult, SlotId, StepPlan
 from windlass.lora.bank import Bank
 from windlass.lora.base import Adapter, Low
+from windlass.lora_config import LoraDType
 from windlass.models.card import load_spec, open_checkpoint
 from windlass.models.source import resolve
 from windlass.runner.assemble import load_network, make_runner
@@ -91,7 +92,12 @@ class Parts:
     """A runner with a bank of adapters, and logits of what it computes."""
 
     def __init__(
-        self, model: Path, adapters: Sequence[Adapter] = (), max_rank: int = 16, **options: Any
+        self,
+        model: Path,
+        adapters: Sequence[Adapter] = (),
+        max_rank: int = 16,
+        lora_dtype: LoraDType = "auto",
+        **options: Any,
     ) -> None:
         options = {"num_blocks": 64, "max_num_seqs": 8, "device": "cpu", **options}
         # What is recorded on a CPU calls no hook, and `logits` needs one.
@@ -103,7 +109,7 @@ class Parts:
         self.network = loaded.network
         limits = config.limits(loaded.parts.device.type)
         self.runner = make_runner(config, spec, loaded, limits).runner
-        self.bank = Bank(self.network, spec, max(1, len(adapters)), max_rank)
+        self.bank = Bank(self.network, spec, max(1, len(adapters)), max_rank, lora_dtype)
         by_name = {adapter.name: adapter for adapter in adapters}
         self.runner.attach_adapters(self.bank, by_name.__getitem__)
         self._orders = [(slot, name) for slot, name in enumerate(by_name, start=1)]

@@ -12,11 +12,16 @@ from tests.quant.folders import FFN, HIDDEN, IDS, VOCAB, write_plain
 from windlass.core.types import StepPlan
 from windlass.errors import CheckpointError, EngineError
 from windlass.lora.base import Adapter, Low
+from windlass.lora.codes import encode
 
 
 @pytest.fixture(scope="module")
-def parts(tmp_path_factory) -> Parts:
-    folder: Path = write_plain(tmp_path_factory.mktemp("model") / "base")
+def folder(tmp_path_factory) -> Path:
+    return write_plain(tmp_path_factory.mktemp("model") / "base")
+
+
+@pytest.fixture(scope="module")
+def parts(folder: Path) -> Parts:
     return Parts(folder, [make_adapter("a", ALL)], max_rank=8)
 
 
@@ -53,7 +58,7 @@ def test_packed_adapters_are_the_same(parts: Parts) -> None:
     packed = parts.bank.pack(adapter)
     assert packed.num_bytes == adapter.num_bytes
     for name, low in adapter.modules.items():
-        assert all(map(torch.equal, packed.modules[name], low))
+        assert all(map(torch.equal, packed.modules[name][:2], low[:2]))
     found = []
     for each in (adapter, make_adapter("a", ALL), packed):
         parts.bank.put(1, each)
@@ -62,18 +67,57 @@ def test_packed_adapters_are_the_same(parts: Parts) -> None:
     assert not torch.equal(found[0], found[1])
 
 
+def test_packed_codes_are_what_a_slot_computes(folder: Path) -> None:
+    adapter = make_adapter("b", {"self_attn.k_proj": 2, "mlp.up_proj": 8, "lm_head": 3})
+    parts = Parts(folder, max_rank=8, lora_dtype="int8")
+    packed = parts.bank.pack(adapter)
+    assert packed.packed is not None
+    assert packed.packed.nbytes == adapter.num_bytes // 4 + 4 * 8 * 15
+    decoded = {}
+    for name, low in packed.modules.items():
+        assert low.down.dtype == low.up.dtype == torch.int8
+        assert low.scales is not None
+        decoded[name] = Low(low.down.float(), low.up * low.scales)
+    found = []
+    for each in (adapter, make_adapter("a", ALL), packed):
+        parts.bank.put(1, each)
+        found.append(parts.scores([IDS], [1])[0])
+    assert torch.equal(found[0], found[2])
+    assert not torch.equal(found[0], found[1])
+    exact = Parts(folder, [Adapter("b", decoded)], max_rank=8)
+    torch.testing.assert_close(found[0], exact.scores([IDS], [1])[0], atol=1e-4, rtol=1e-4)
+
+
+def test_codes_are_the_nearest_and_a_rank_of_zeros_changes_nothing() -> None:
+    low = make_adapter("a", {"mlp.down_proj": 4}).modules["model.layers.0.mlp.down_proj"]
+    low.down[1], low.up[:, 2] = 0, 0
+    coded = encode(low)
+    assert coded.scales is not None
+    assert (coded.scales == 0).tolist() == [False, True, True, False]
+    for rank in (0, 3):
+        for half, codes in ((low.down[rank], coded.down[rank]), (low.up.T[rank], coded.up.T[rank])):
+            step = half.abs().max() / 127
+            assert codes.abs().max() == 127
+            assert (codes * step - half).abs().max() <= step * 0.501
+    changed = coded.up * coded.scales @ coded.down.float()
+    exact = low.up @ low.down
+    assert (changed - exact).norm() < 0.015 * exact.norm()
+
+
 def test_slots_are_counted_from_one(parts: Parts) -> None:
     for slot in (0, 2):
         with pytest.raises(ValueError, match=f"slot {slot} is not one of 1 to 1"):
             parts.bank.put(slot, make_adapter("b", ALL))
 
 
-def test_memory_is_that_of_the_slots(parts: Parts) -> None:
+def test_memory_is_that_of_the_slots(parts: Parts, folder: Path) -> None:
     per_layer = 3 * HIDDEN + HIDDEN + 2 * HIDDEN + FFN  # inputs, once for each module
     per_layer += 2 * HIDDEN + HIDDEN + 2 * FFN + HIDDEN  # outputs
     numbers = 2 * 8 * (2 * per_layer + HIDDEN + VOCAB)
     ranks = 2 * (2 * 7 + 1)
     assert parts.bank.num_bytes == 4 * (numbers + ranks)
+    codes = Parts(folder, max_rank=8, lora_dtype="int8")
+    assert codes.bank.num_bytes == numbers + 4 * (ranks + 8 * ranks)
 
 
 def test_a_runner_without_a_bank_says_so(parts: Parts) -> None:

@@ -136,6 +136,7 @@ def test_an_engine_that_died_gets_its_adapters_again(model: Path, tmp_path: Path
     [
         ({"enable_lora": False, "max_loras": 2}, "--max-loras does nothing without --enable-lora"),
         ({"max_lora_rank": 512}, "at most 256"),
+        ({"lora_dtype": "fp4"}, "--lora-dtype must be one of auto, int8; got 'fp4'"),
         ({"max_loras": 8, "max_cpu_loras": 2}, "--max-cpu-loras"),
         ({"lora_modules": ["a"]}, "NAME=FOLDER"),
         ({"lora_modules": ["a=x", "a=y"]}, "twice"),

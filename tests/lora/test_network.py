@@ -93,6 +93,22 @@ def test_recorded_steps_equal_those_operator_by_operator(folder: Path, options: 
     assert found[-1] == pytest.approx(found[0], abs=0.02)  # it attends in float32
 
 
+@pytest.mark.parametrize(
+    "options", [{}, {"plain_kernels": True}, {"quantization": "int4"}], ids=str
+)
+def test_adapters_in_a_byte_change_what_they_should(folder: Path, options: dict) -> None:
+    """To within a twentieth of the change; rows of the base beside them are so to the bit."""
+    exact = Parts(folder, ADAPTERS, **options)
+    coded = Parts(folder, ADAPTERS, lora_dtype="int8", **options)
+    wanted = [1, 0, 2, 3, 1]
+    for chunks in ([100], [3, 1, 7]):
+        base = exact.scores(PROMPTS, [0] * len(wanted), chunks)
+        want, got = (parts.scores(PROMPTS, wanted, chunks) for parts in (exact, coded))
+        assert torch.equal(got[1], base[1])
+        for i in (0, 2, 3, 4):
+            assert (got[i] - want[i]).norm() < 0.05 * (want[i] - base[i]).norm()
+
+
 def test_recorded_steps_of_the_base_are_as_they_are_beside_adapters(folder: Path) -> None:
     """The same request, without adapters in the step and with: tokens and scores, to the bit."""
     found = []

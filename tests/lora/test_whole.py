@@ -47,6 +47,19 @@ def test_with_guesses_the_tokens_are_the_same(folder: Path) -> None:
     assert 0 < stats.num_accepted_tokens <= stats.num_draft_tokens
 
 
+def test_adapters_in_a_byte(folder: Path) -> None:
+    """Read and rounded as a server does; scores of the first tokens are those of exact ones."""
+    one_token = SamplingParams(max_tokens=1, temperature=0.0, logprobs=1)
+    found = []
+    for kind in ("auto", "int8"):
+        llm = make(folder, lora_dtype=kind)
+        results = llm.generate(PROMPTS, one_token, adapter=ADAPTERS)
+        scores = [result.outputs[0].logprobs for result in results]
+        found.append([own[0].logprob for own in scores if own])
+    assert found[1] == pytest.approx(found[0], abs=0.1)
+    assert [a == b for a, b in zip(*found, strict=True)] == [False, True, False, False]
+
+
 def test_prefixes_are_shared_within_an_adapter_alone(folder: Path) -> None:
     llm = make(folder)
     found, hits = [], []

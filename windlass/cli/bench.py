@@ -11,11 +11,12 @@ import typer
 from windlass.cli.bench_serve import add_to
 from windlass.cli.command import Options, PanelCommand, register, reported
 from windlass.cli.config_file import read_config
-from windlass.cli.options import ENGINE_OPTIONS, MODEL_ARGUMENT, split_names
+from windlass.cli.options import ENGINE_OPTIONS, LORA_OPTIONS, MODEL_ARGUMENT, split_names
 from windlass.cli.results import check_path, finish
 from windlass.errors import ConfigError
 
 _BATCHES = "1,8,64,256"
+_HELD = [one for one in LORA_OPTIONS if one.name == "lora_dtype"]  # what levers adapters may vary
 
 app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Measure.")
 
@@ -264,7 +265,7 @@ def levers(
         free = _conversations(prompts)
         options: dict[str, Any] = {"model": model}
         if config is not None:
-            options |= read_config(config, [MODEL_ARGUMENT, *ENGINE_OPTIONS])
+            options |= read_config(config, [MODEL_ARGUMENT, *ENGINE_OPTIONS, *_HELD])
         for name in wanted:
             if name == "scheduler":
                 record = programs.scheduler(_say)

@@ -1,5 +1,6 @@
 """What adapters add to a product: y += up[slot] @ (down[slot] @ x) for rows of mixed adapters.
 
+Where the matrices are int8 codes, down @ x is multiplied by the scales of its ranks in between.
 Here are the adapters' places of one layer, and the plain version: the definition, for any device.
 Which adapter lies in which slot, and how it got there, is the bank's business.
 """
@@ -18,7 +19,8 @@ from windlass.kernels.products import fixed_linear
 from windlass.kernels.rounded import Inputs, Outputs
 
 SiluMul = Callable[[Outputs], Inputs]
-Change = tuple[slice, Tensor, Tensor]  # outputs of a part, and its down [rank, in], up [rank, out]
+# Outputs of a part, and its down [rank, in], up [rank, out] and scales [rank] where it has any.
+Change = tuple[slice, Tensor, Tensor, Tensor | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +31,9 @@ class Stacks:
     up: Tensor  # [slots + 1, most ranks * out]: a matrix [most ranks, out] of each part in turn
     ranks: Tensor  # [slots + 1, parts] int32; 0: the slot does not change this part
     sizes: tuple[int, ...]  # outputs of each part
-    changes: dict[int, list[Change]]  # by slot, where no device need be asked: views of the above
+    changes: dict[int, list[Change]]  # by slot, where no device need be asked: views of the others
+    # [slots + 1, parts, most ranks] float32 of int8 codes; rows lie as far apart as those of ranks.
+    scales: Tensor | None = None
 
     @property
     def num_bytes(self) -> int:
@@ -40,11 +44,15 @@ class Stacks:
         self.changes[slot] = []
 
     def place(self, slot: int, part: int, rank: int) -> tuple[Tensor, Tensor]:
-        """Where a part's down [rank, in] and up [rank, out] go, after `clear`. Sends no ranks."""
+        """Where a part's down [rank, in] and up [rank, out] go, after `clear`.
+
+        Its rank and scales are sent apart.
+        """
         most, first, size = self.down.shape[2], sum(self.sizes[:part]), self.sizes[part]
         own = self.up[slot, most * first : most * (first + size)].view(most, size)[:rank]
         down = self.down[slot, part, :rank]
-        self.changes[slot].append((slice(first, first + size), down, own))
+        scales = None if self.scales is None else self.scales[slot, part, :rank]
+        self.changes[slot].append((slice(first, first + size), down, own, scales))
         return down, own
 
 
@@ -94,8 +102,11 @@ class PlainLora:
             changes = stacks.changes[slot]
             if changes:
                 own = low[tokens].float()
-            for outputs, down, up in changes:
-                y[tokens, outputs] += product(product(own, down.float()), up.float().T)
+            for outputs, down, up, scales in changes:
+                short = product(own, down.float())
+                if scales is not None:
+                    short *= scales
+                y[tokens, outputs] += product(short, up.float().T)
         return y
 
     def gated(

@@ -5,7 +5,7 @@ Who is in which slot, and when one may be taken, is decided elsewhere.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -17,7 +17,9 @@ from windlass.kernels.ops import Ops
 from windlass.layers.linear import Linear
 from windlass.layers.norm import RMSNorm
 from windlass.lora.base import Adapter, Low
+from windlass.lora.codes import encode
 from windlass.lora.pinned import pinned
+from windlass.lora_config import LoraDType
 from windlass.models.network import Network
 from windlass.models.spec import ModelSpec
 
@@ -28,7 +30,7 @@ class _Place:
 
     stacks: Stacks
     part: int
-    column: int  # of its ranks among those of all modules
+    column: int  # among all modules
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -42,23 +44,35 @@ class Bank:
     From when it is made, the network's layers can compute steps whose rows have adapters.
     """
 
-    def __init__(self, network: Network, spec: ModelSpec, num_slots: int, max_rank: int) -> None:
+    def __init__(
+        self,
+        network: Network,
+        spec: ModelSpec,
+        num_slots: int,
+        max_rank: int,
+        dtype: LoraDType = "auto",
+    ) -> None:
         self.num_slots = num_slots
         self.max_rank = max_rank
         self._architecture = spec.architecture
         self._layers: list[Stacks] = []
         self._places: dict[str, _Place] = {}
         norm = next(module for module in network.modules() if isinstance(module, RMSNorm))
-        self._device, self._dtype = norm.weight.device, norm.weight.dtype
+        self._device = norm.weight.device
+        self._dtype = norm.weight.dtype if dtype == "auto" else torch.int8
         kernel = _kernel(norm.ops)
         linears = [(path, m) for path, m in network.named_modules() if isinstance(m, Linear)]
-        # Ranks of all layers lie side by side, so that a put sends them at once.
+        # Ranks of all layers lie side by side, so that a put sends them at once; so do scales.
         shape = (num_slots + 1, sum(len(layer.parts) for _, layer in linears))
         self._ranks = torch.zeros(shape, dtype=torch.int32, device=self._device)
+        self._scales: Tensor | None = None
+        if dtype == "int8":
+            self._scales = self._ranks.new_zeros((*shape, max_rank), dtype=torch.float32)
         first = 0
         for path, layer in linears:
             own = slice(first, first + len(layer.parts))
-            stacks = _stacks(layer, max_rank, norm.weight, self._ranks[:, own])
+            scales = None if self._scales is None else self._scales[:, own]
+            stacks = self._stacks(layer, self._ranks[:, own], scales)
             layer.lora = Lora(stacks, kernel)
             self._layers.append(stacks)
             for part, name in enumerate(_names(path, layer)):
@@ -67,7 +81,8 @@ class Bank:
 
     @property
     def num_bytes(self) -> int:
-        return self._ranks.nbytes + sum(stacks.num_bytes for stacks in self._layers)
+        scales = 0 if self._scales is None else self._scales.nbytes
+        return self._ranks.nbytes + scales + sum(stacks.num_bytes for stacks in self._layers)
 
     def check(self, adapter: Adapter) -> None:
         """Raise where an adapter does not belong to this network, with the module and both shapes."""
@@ -93,19 +108,44 @@ class Bank:
                 )
 
     def pack(self, adapter: Adapter) -> Adapter:
-        """The same adapter as it travels fastest: checked, in the network's type, in one piece.
+        """The same adapter as it travels fastest: checked, as the slots hold it, in one piece.
 
         For a CUDA device the piece is pinned. May be called from any thread.
         """
         self.check(adapter)
-        total = sum(half.numel() for low in adapter.modules.values() for half in low)
-        make = torch.empty if self._device.type == "cpu" else pinned
-        packed = make(total, dtype=self._dtype)
-        views = _unpack(packed, adapter)
+        return self._packed(adapter, torch.empty if self._device.type == "cpu" else pinned)
+
+    def _packed(self, adapter: Adapter, make: Callable[..., Tensor]) -> Adapter:
+        """Codes have the scales of a whole slot before them."""
+        total = sum(half.numel() for low in adapter.modules.values() for half in low[:2])
+        packed = make(self._scale_bytes + total, dtype=self._dtype)
+        packed[: self._scale_bytes] = 0
+        views = self._unpack(packed, adapter)
         for name, low in adapter.modules.items():
-            for view, half in zip(views[name], low, strict=True):
-                view.copy_(half)
+            held = low if self._scales is None else encode(low)
+            for view, part in zip(views[name], held, strict=True):
+                if view is not None and part is not None:
+                    view.copy_(part)
         return Adapter(adapter.name, views, packed)
+
+    @property
+    def _scale_bytes(self) -> int:
+        """Of one slot."""
+        return 0 if self._scales is None else self._scales[0].nbytes
+
+    def _unpack(self, packed: Tensor, adapter: Adapter) -> dict[str, Low]:
+        """Views of a piece that has, or will have, this adapter: each down, then its up turned."""
+        views: dict[str, Low] = {}
+        at = self._scale_bytes
+        scales = packed[:at].view(torch.float32).view(-1, self.max_rank) if at else None
+        for name, low in adapter.modules.items():
+            (rank, num_in), num_out = low.down.shape, low.up.shape[0]
+            middle, end = at + rank * num_in, at + rank * (num_in + num_out)
+            down, turned = packed[at:middle].view(rank, num_in), packed[middle:end]
+            own = None if scales is None else scales[self._places[name].column, :rank]
+            views[name] = Low(down, turned.view(rank, num_out).T, own)
+            at = end
+        return views
 
     @torch.inference_mode()
     def put(self, slot: int, adapter: Adapter) -> None:
@@ -121,43 +161,31 @@ class Bank:
         ranks = [0] * self._ranks.shape[1]
         targets: list[Tensor] = []
         sources: list[Tensor] = []
-        for name, low in self._arrived(adapter).items():
+        packed = adapter.packed
+        if packed is None:
+            packed = self._packed(adapter, torch.empty).packed
+        assert packed is not None
+        arrived = packed.to(self._device, non_blocking=True)
+        for name, low in self._unpack(arrived, adapter).items():
             place, rank = self._places[name], low.down.shape[0]
             targets += place.stacks.place(slot, place.part, rank)
             sources += [low.down, low.up.T]
             ranks[place.column] = rank
         torch._foreach_copy_(targets, sources)
+        if self._scales is not None:
+            whole = arrived[: self._scale_bytes].view(torch.float32)
+            self._scales[slot].copy_(whole.view_as(self._scales[slot]))
         sent = torch.tensor(ranks, dtype=torch.int32, pin_memory=self._device.type != "cpu")
         self._ranks[slot].copy_(sent, non_blocking=True)
 
-    def _arrived(self, adapter: Adapter) -> Mapping[str, Low]:
-        """Its matrices on the device."""
-        if adapter.packed is not None:
-            return _unpack(adapter.packed.to(self._device, non_blocking=True), adapter)
-        return {
-            name: Low(*(half.to(self._device, self._dtype) for half in low))
-            for name, low in adapter.modules.items()
-        }
-
-
-def _unpack(packed: Tensor, adapter: Adapter) -> dict[str, Low]:
-    """Views of a piece that has, or will have, this adapter's matrices."""
-    views: dict[str, Low] = {}
-    at = 0
-    for name, low in adapter.modules.items():
-        (rank, num_in), num_out = low.down.shape, low.up.shape[0]
-        middle, end = at + rank * num_in, at + rank * (num_in + num_out)
-        turned = packed[middle:end].view(rank, num_out)
-        views[name] = Low(packed[at:middle].view(rank, num_in), turned.T)
-        at = end
-    return views
-
-
-def _stacks(layer: Linear, max_rank: int, like: Tensor, ranks: Tensor) -> Stacks:
-    count, sizes = len(ranks), tuple(layer.parts.values())
-    down = like.new_empty((count, len(sizes), max_rank, layer.num_in))
-    up = like.new_empty((count, max_rank * sum(sizes)))
-    return Stacks(down, up, ranks, sizes, {slot: [] for slot in range(count)})
+    def _stacks(self, layer: Linear, ranks: Tensor, scales: Tensor | None) -> Stacks:
+        count, sizes = len(ranks), tuple(layer.parts.values())
+        shapes = (
+            (count, len(sizes), self.max_rank, layer.num_in),
+            (count, self.max_rank * sum(sizes)),
+        )
+        down, up = (torch.empty(s, dtype=self._dtype, device=self._device) for s in shapes)
+        return Stacks(down, up, ranks, sizes, {slot: [] for slot in range(count)}, scales)
 
 
 def _names(path: str, layer: Linear) -> Iterator[str]:

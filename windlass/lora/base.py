@@ -10,10 +10,11 @@ from torch import Tensor
 
 
 class Low(NamedTuple):
-    """The change of one weight: up @ down, scaled already."""
+    """The change of one weight: up @ down, scaled already, or up @ diag(scales) @ down of codes."""
 
     down: Tensor  # [rank, in]
     up: Tensor  # [out, rank]
+    scales: Tensor | None = None  # [rank] float32, where the matrices are int8 codes
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +23,7 @@ class Adapter:
 
     name: str
     modules: Mapping[str, Low]
-    # All of them in one piece, as a bank packs them: each module's down, then its up turned.
+    # All of them in one piece, as a bank packs them.
     packed: Tensor | None = None
 
     @property
@@ -32,4 +33,5 @@ class Adapter:
 
     @property
     def num_bytes(self) -> int:
-        return sum(tensor.nbytes for low in self.modules.values() for tensor in low)
+        """Of the matrices."""
+        return sum(low.down.nbytes + low.up.nbytes for low in self.modules.values())

@@ -25,7 +25,7 @@ class Adapting:
 def open_adapters(config: EngineConfig, spec: ModelSpec, network: Network) -> Adapting:
     """Take the memory, and check the adapters that the config names; no weight of them is read."""
     wish = config.lora
-    bank = Bank(network, spec, wish.max_loras, wish.max_lora_rank)
+    bank = Bank(network, spec, wish.max_loras, wish.max_lora_rank, wish.lora_dtype)
     store = AdapterStore(spec, wish.max_lora_rank, wish.max_host, bank.pack)
     for name, place in wish.modules().items():
         folder = locate(place, config.model)
@@ -35,6 +35,7 @@ def open_adapters(config: EngineConfig, spec: ModelSpec, network: Network) -> Ad
     choice = Choice(
         "adapters",
         f"{len(store.names)} named, {wish.max_loras} on the device, {wish.max_host} in memory",
-        f"{per_slot:.1f} MiB per slot, for ranks up to {wish.max_lora_rank}",
+        f"{per_slot:.1f} MiB per slot, for ranks up to {wish.max_lora_rank}"
+        + (" in int8" if wish.lora_dtype == "int8" else ""),
     )
     return Adapting(bank, store, choice)

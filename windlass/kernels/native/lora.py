@@ -23,8 +23,9 @@ class NativeLora:
         return x.contiguous()
 
     def end(self, y: Tensor, low: Tensor, stacks: Stacks, adapters: AdapterRows) -> Tensor:
-        # The ranks of other layers lie between those of this one, so only their place is given.
-        fixed = (stacks.down, stacks.up, stacks.ranks.data_ptr(), self._shape(stacks))
+        # Ranks and scales of other layers lie between those of this one: only their place is given.
+        scales = None if stacks.scales is None else stacks.scales.data_ptr()
+        fixed = (stacks.down, stacks.up, stacks.ranks.data_ptr(), self._shape(stacks), scales)
         call = Call(Op.LORA, len(y), (low, y), fixed)
         slots = adapters.slots.to(torch.int32).contiguous()
         shared_pool().run(call, Step(num_tokens=len(y), adapters=slots.data_ptr()))

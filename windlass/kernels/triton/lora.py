@@ -29,12 +29,14 @@ from windlass.kernels.triton.lora_kernels import (
 )
 
 _MOST_PARTS = 3
-_OUTPUTS = 256  # of a program, where every token is by itself
+# Where every token is by itself: outputs of a program, and inputs that it reads at once. Codes are
+# half as large, and a program asks for as many bytes of them.
+_WIDTH, _CODES_WIDTH = 256, 512
 
 
 @dataclass(frozen=True, slots=True)
 class _Cut:
-    """How a layer's inputs are cut: by their number alone, so that a token's sums never differ."""
+    """How a layer's inputs are cut: the same in every step, so that a token's sums never differ."""
 
     span: int  # inputs of a part of the sums
     splits: int
@@ -46,8 +48,8 @@ class _Cut:
         return cls(span, triton.cdiv(num_in, span), block)
 
     @classmethod
-    def alone(cls, num_in: int) -> _Cut:
-        return cls._of(num_in, 256, 16)
+    def alone(cls, num_in: int, width: int) -> _Cut:
+        return cls._of(num_in, width, 16)
 
     @classmethod
     def in_pieces(cls, num_in: int) -> _Cut:
@@ -69,13 +71,15 @@ class TritonLora:
         assert len(stacks.sizes) <= _MOST_PARTS
         assert x.is_contiguous()
         alone = adapters.tiles is None
-        cut = _Cut.alone(x.shape[1]) if alone else _Cut.in_pieces(x.shape[1])
+        num_in = x.shape[1]
+        cut = _Cut.alone(num_in, _width(stacks)) if alone else _Cut.in_pieces(num_in)
         shape = (cut.splits, x.shape[0], len(stacks.sizes), stacks.down.shape[2])
         sums = x.new_empty(shape, dtype=torch.float32)
         shrink = shrink_kernel if alone else shrink_tile_kernel
         shrink[_pieces(adapters), len(stacks.sizes), cut.splits](
-            *(x, stacks.down, *_which(stacks, adapters), sums, *x.shape, cut.span),
+            *(x, stacks.down, stacks.scales, *_which(stacks, adapters), sums, *x.shape, cut.span),
             stacks.ranks.stride(0),
+            SCALED=stacks.scales is not None,
             BLOCK_K=cut.block,
             **_options(stacks, adapters),
         )
@@ -84,7 +88,7 @@ class TritonLora:
     def end(self, y: Tensor, low: Shrunk, stacks: Stacks, adapters: AdapterRows) -> Tensor:
         assert y.is_contiguous()
         alone, parts = adapters.tiles is None, len(stacks.sizes)
-        outputs = _OUTPUTS if alone else 64
+        outputs = _width(stacks) if alone else 64
         num_tiles = sum(triton.cdiv(size, outputs) for size in stacks.sizes)
         sizes = (*stacks.sizes, *[0] * (_MOST_PARTS - parts))
         expand = expand_kernel if alone else expand_tile_kernel
@@ -103,16 +107,20 @@ class TritonLora:
         if adapters.tiles is not None:
             return silu_mul(self.end(y, low, stacks, adapters))
         assert y.is_contiguous()
-        tokens, width = y.shape[0], y.shape[1] // 2
+        tokens, width, outputs = y.shape[0], y.shape[1] // 2, _width(stacks)
         out = y.new_empty((tokens, width))
-        expand_gated_kernel[tokens, triton.cdiv(width, _OUTPUTS)](
+        expand_gated_kernel[tokens, triton.cdiv(width, outputs)](
             *(y, stacks.up, *_which(stacks, adapters), low.sums, out, tokens, width, low.splits),
             stacks.ranks.stride(0),
-            OUTPUTS=_OUTPUTS,
+            OUTPUTS=outputs,
             SPLITS=triton.next_power_of_2(low.splits),
             **_options(stacks, adapters),
         )
         return out
+
+
+def _width(stacks: Stacks) -> int:
+    return _WIDTH if stacks.scales is None else _CODES_WIDTH
 
 
 def _which(stacks: Stacks, adapters: AdapterRows) -> tuple[Tensor, ...]:
@@ -127,12 +135,13 @@ def _pieces(adapters: AdapterRows) -> int:
 
 
 def _options(stacks: Stacks, adapters: AdapterRows) -> dict[str, int]:
-    whole = not any(size % 8 for size in (stacks.down.shape[3], *stacks.sizes))  # 16 bytes each
+    each = stacks.down.itemsize
+    whole = not any(size * each % 16 for size in (stacks.down.shape[3], *stacks.sizes))  # bytes
     rows = {} if adapters.tiles is None else {"ROWS": PIECE}
     return {
         "PARTS": len(stacks.sizes),
         "MOST": stacks.down.shape[2],
-        "FETCH": whole and stacks.down.itemsize == 2,
+        "FETCH": whole and each < 4,
         "num_warps": 4,
         **rows,
         **chain.options(),

@@ -1,5 +1,8 @@
 """The kernels of adapters: shrink and expand, for tokens by themselves and for pieces of rows.
 
+Matrices may be int8 codes, whole numbers that every type of x holds exactly; then shrink multiplies
+its sums by the scales of the ranks.
+
 Slots and ranks are copied to the device before the first kernel of a step, and no kernel writes
 them: they may be read before the kernel waits, and what they point to be fetched.
 """
@@ -16,17 +19,49 @@ _RANKS = tl.constexpr(16)  # that are computed at once
 
 @triton.jit
 def _fetch(at, stride, rank, count, CHAINED: tl.constexpr, FETCH: tl.constexpr):
-    """Ask for `count` 16-bit values of the first ranks' rows, before they are read."""
+    """Ask for `count` values of the first ranks' rows, before they are read."""
     if FETCH and rank > 0:
         row = tl.minimum(tl.arange(0, _RANKS), rank - 1).to(tl.int64)
-        num_bytes = (2 * count + row * 0).to(tl.int32)
+        num_bytes = (count * (at.dtype.element_ty.primitive_bitwidth // 8) + row * 0).to(tl.int32)
         chain.fetch(at + row * stride, num_bytes, CHAINED)
+
+
+@triton.jit
+def _floats(w, CHAINED: tl.constexpr):
+    """w in float32. Codes become the last byte of 2^23 as a float; conversions are slow."""
+    if CHAINED and w.dtype == tl.int8:
+        lifted = tl.inline_asm_elementwise(
+            """
+            {
+            .reg .b32 positive;
+            xor.b32 positive, $4, 0x80808080;
+            prmt.b32 $0, positive, 0x4b000000, 0x7440;
+            prmt.b32 $1, positive, 0x4b000000, 0x7441;
+            prmt.b32 $2, positive, 0x4b000000, 0x7442;
+            prmt.b32 $3, positive, 0x4b000000, 0x7443;
+            }
+            """,
+            "=r,=r,=r,=r,r",
+            [w],
+            dtype=tl.float32,
+            is_pure=True,
+            pack=4,
+        )
+        return lifted - 8388736.0
+    return w.to(tl.float32)
+
+
+@triton.jit
+def _scales_of(scales, place, rank, inside, MOST: tl.constexpr):
+    """Of some ranks of a module; `place` is where its rank stands among all."""
+    return tl.load(scales + place * MOST + rank, mask=inside, other=0.0)
 
 
 @triton.jit(do_not_specialize=["M"])
 def shrink_kernel(
     x,
     down,
+    scales,
     ranks,
     slots,
     sums,
@@ -36,6 +71,7 @@ def shrink_kernel(
     rank_stride,
     PARTS: tl.constexpr,
     MOST: tl.constexpr,
+    SCALED: tl.constexpr,
     BLOCK_K: tl.constexpr,
     FETCH: tl.constexpr,
     CHAINED: tl.constexpr,
@@ -56,14 +92,19 @@ def shrink_kernel(
     to = sums + ((split.to(tl.int64) * M + token) * PARTS + part) * MOST
     for first in range(0, rank, _RANKS):
         inside = first + row < rank
+        if SCALED:
+            scale = _scales_of(scales, slot * rank_stride + part, first + row, inside, MOST)
         acc = tl.zeros([_RANKS, BLOCK_K], dtype=tl.float32)
         for at in range(begin, end, BLOCK_K):
             k = at + tl.arange(0, BLOCK_K)
             mask = inside[:, None] & (k < end)[None, :]
-            w = tl.load(weight + (first + row)[:, None] * K + k[None, :], mask=mask, other=0.0)
+            w = tl.load(weight + (first + row)[:, None] * K + k[None, :], mask=mask, other=0)
             value = tl.load(x + token.to(tl.int64) * K + k, mask=k < end, other=0.0)
-            acc += w.to(tl.float32) * value.to(tl.float32)[None, :]
-        tl.store(to + first + row, tl.sum(acc, 1), mask=inside)
+            acc += _floats(w, CHAINED) * value.to(tl.float32)[None, :]
+        total = tl.sum(acc, 1)
+        if SCALED:
+            total *= scale
+        tl.store(to + first + row, total, mask=inside)
 
 
 @triton.jit
@@ -89,6 +130,7 @@ def _change(
     splits,
     SPLITS: tl.constexpr,
     OUTPUTS: tl.constexpr,
+    CHAINED: tl.constexpr,
 ):
     """What an adapter adds to some outputs of a part: its sums, `stride` apart, times `weight`."""
     row = tl.arange(0, _RANKS)
@@ -98,11 +140,11 @@ def _change(
         inside = at + row < rank
         mask = inside[:, None] & (output < size)[None, :]
         rows = weight + (at + row).to(tl.int64)[:, None] * size
-        w = tl.load(rows + output[None, :], mask=mask, other=0.0)
+        w = tl.load(rows + output[None, :], mask=mask, other=0)
         mask = (split < splits)[:, None] & inside[None, :]
         parts = source + split[:, None] * stride + (at + row)[None, :]
         low = tl.load(parts, mask=mask, other=0.0)
-        acc += tl.sum(w.to(tl.float32) * tl.sum(low, 0)[:, None], 0)
+        acc += tl.sum(_floats(w, CHAINED) * tl.sum(low, 0)[:, None], 0)
     return acc
 
 
@@ -141,7 +183,9 @@ def expand_kernel(
         output = begin + tl.arange(0, OUTPUTS)
         source = sums + (token.to(tl.int64) * PARTS + part) * MOST
         stride = M.to(tl.int64) * PARTS * MOST
-        acc = _change(weight, source, stride, rank, output, size, splits, SPLITS, OUTPUTS)
+        acc = _change(
+            *(weight, source, stride, rank, output, size, splits), SPLITS, OUTPUTS, CHAINED
+        )
         to = y + token.to(tl.int64) * N + first + output
         before = tl.load(to, mask=output < size, other=0.0).to(tl.float32)
         tl.store(to, (before + acc).to(y.dtype.element_ty), mask=output < size)
@@ -186,9 +230,13 @@ def expand_gated_kernel(
     row = y + token.to(tl.int64) * 2 * N
     kind = y.dtype.element_ty
     gate = tl.load(row + output, mask=mask, other=0.0).to(tl.float32)
-    gate += _change(gates, source, stride, gate_rank, output, N, splits, SPLITS, OUTPUTS)
+    gate += _change(
+        *(gates, source, stride, gate_rank, output, N, splits), SPLITS, OUTPUTS, CHAINED
+    )
     wide = tl.load(row + N + output, mask=mask, other=0.0).to(tl.float32)
-    wide += _change(ups, source + MOST, stride, up_rank, output, N, splits, SPLITS, OUTPUTS)
+    wide += _change(
+        *(ups, source + MOST, stride, up_rank, output, N, splits), SPLITS, OUTPUTS, CHAINED
+    )
     # Rounded where the plain version rounds.
     gate = gate.to(kind).to(tl.float32)
     active = (gate / (1 + tl.exp(-gate))).to(kind) * wide.to(kind)
@@ -199,6 +247,7 @@ def expand_gated_kernel(
 def shrink_tile_kernel(
     x,
     down,
+    scales,
     ranks,
     slots,
     tiles,
@@ -209,6 +258,7 @@ def shrink_tile_kernel(
     rank_stride,
     PARTS: tl.constexpr,
     MOST: tl.constexpr,
+    SCALED: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK_K: tl.constexpr,
     FETCH: tl.constexpr,
@@ -234,14 +284,18 @@ def shrink_tile_kernel(
     to = sums + ((split.to(tl.int64) * M + start + token) * PARTS + part)[:, None] * MOST
     for first in range(0, rank, _RANKS):
         inside = first + row < rank
+        if SCALED:
+            scale = _scales_of(scales, slot * rank_stride + part, first + row, inside, MOST)
         acc = tl.zeros([ROWS, _RANKS], dtype=tl.float32)
         for at in range(begin, end, BLOCK_K):
             k = at + tl.arange(0, BLOCK_K)
             mask = (token < count)[:, None] & (k < end)[None, :]
             values = tl.load(source + k[None, :], mask=mask, other=0.0)
             mask = inside[None, :] & (k < end)[:, None]
-            w = tl.load(weight + (first + row)[None, :] * K + k[:, None], mask=mask, other=0.0)
-            acc = tl.dot(values, w, acc)
+            w = tl.load(weight + (first + row)[None, :] * K + k[:, None], mask=mask, other=0)
+            acc = tl.dot(values, w.to(values.dtype), acc)
+        if SCALED:
+            acc *= scale[None, :]
         tl.store(to + (first + row)[None, :], acc, mask=(token < count)[:, None] & inside[None, :])
 
 
@@ -288,7 +342,11 @@ def expand_tile_kernel(
             inside = at + row < rank
             mask = inside[:, None] & (output < size)[None, :]
             rows = weight + (at + row).to(tl.int64)[:, None] * size
-            w = tl.load(rows + output[None, :], mask=mask, other=0.0)
+            w = tl.load(rows + output[None, :], mask=mask, other=0)
+            if w.dtype == tl.int8:
+                # Sums that hold a code's scale may be too small for float16.
+                kind = y.dtype.element_ty
+                w = w.to(tl.bfloat16 if kind == tl.float16 else kind)
             mask = (token < count)[:, None] & inside[None, :]
             low = tl.zeros([ROWS, _RANKS], dtype=tl.float32)
             for split in range(splits):

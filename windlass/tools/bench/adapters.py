@@ -50,13 +50,14 @@ def adapters(
     """One request, many with as many adapters, and many more adapters than the device holds."""
     at_once, known = num_requests or _AT_ONCE, registered or _REGISTERED
     known = max(known, at_once)
+    options = {**options, "enable_lora": True}
     opened = open_model(EngineConfig.of(**options))
     with tempfile.TemporaryDirectory(prefix="windlass-adapters-") as folder:
         places = [_write(Path(folder) / str(i), opened.spec, seed=i) for i in range(_FOLDERS)]
         names = [f"adapter-{i}" for i in range(known)]
         modules = tuple(f"{name}={places[i % len(places)]}" for i, name in enumerate(names))
         room = {"max_loras": at_once, "max_cpu_loras": known, "max_lora_rank": RANK}
-        own = {**options, "max_num_seqs": at_once, "enable_lora": True, "lora_modules": modules}
+        own = {**options, "max_num_seqs": at_once, "lora_modules": modules}
         built = build_engine(EngineConfig.of(**own, **room), opened.source)
         say(next(f"{c.value}; {c.reason}" for c in built.report.choices if c.what == "adapters"))
         run(built.engine, [Job([1, 2, 3, 4], 1, adapter=name) for name in names])

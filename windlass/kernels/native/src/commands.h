@@ -13,12 +13,13 @@
 //   attend   x, out                        kv                             heads ..., window; scale
 //   gather   x, out                                                       width
 //   argmax   x, out (int32)                                               width
-//   lora     x, y                          down, up, ranks, shape
+//   lora     x, y                          down, up, ranks, shape, scales
 //
 // kv: keys, values and, where they are codes, their scales. heads ...: query heads, kv heads, size
 // of a head, positions of a page, type of the pages. lora adds to y what adapters make of x, as
 // kernels/lora.py has their matrices; shape: inputs, parts (up to 3), most ranks, how far the ranks
-// of slots lie apart, outputs of each part. Sums never depend on how many rows there are.
+// of slots lie apart, outputs of each part; scales: none where down and up are floats, else codes.
+// Sums never depend on how many rows there are.
 
 #pragma once
 

@@ -1,4 +1,5 @@
 // What adapters add to a product: y += up[slot] @ (down[slot] @ x), for rows of mixed adapters.
+// Their matrices are floats, or codes with a scale for each rank.
 
 #include "run.h"
 #include "vector_math.h"
@@ -12,32 +13,44 @@ constexpr int kColumns = 512;  // outputs that one piece of work covers
 constexpr int kRows = 8;       // and rows
 constexpr int kRanks = 4;      // that are computed at once
 
+WINDLASS_INLINE F32x8 weights_at(const float* p) { return load(p); }
+WINDLASS_INLINE F32x8 weights_at(const int8_t* p) { return read_int8(p); }
+
 // A layer's adapters, as commands.h says; parts stand side by side in y.
+template <class T>
 struct Adapters {
-  const float* down;
-  const float* up;
+  const T* down;
+  const T* up;
   const int32_t* ranks;
+  const float* scales;
   int num_in, parts, most, rank_stride;
   int sizes[kMostParts];
   int num_out = 0;
 
   explicit Adapters(const Run& run)
-      : down(run.fixed<float>(0)), up(run.fixed<float>(1)), ranks(run.fixed<int32_t>(2)) {
+      : down(run.fixed<T>(0)),
+        up(run.fixed<T>(1)),
+        ranks(run.fixed<int32_t>(2)),
+        scales(run.fixed<float>(4)) {
     const int32_t* shape = run.fixed<int32_t>(3);
     num_in = shape[0], parts = shape[1], most = shape[2], rank_stride = shape[3];
     for (int p = 0; p < parts; ++p) num_out += sizes[p] = shape[4 + p];
   }
 
-  int rank(int slot, int part) const {
-    return ranks[static_cast<size_t>(slot) * static_cast<size_t>(rank_stride) +
-                 static_cast<size_t>(part)];
+  size_t place(int slot, int part) const {
+    return static_cast<size_t>(slot) * static_cast<size_t>(rank_stride) + static_cast<size_t>(part);
   }
-  const float* down_of(int slot, int part) const {
+  int rank(int slot, int part) const { return ranks[place(slot, part)]; }
+  // Of its ranks, or nothing.
+  const float* scales_of(int slot, int part) const {
+    return scales == nullptr ? nullptr : scales + place(slot, part) * static_cast<size_t>(most);
+  }
+  const T* down_of(int slot, int part) const {
     const size_t matrix = static_cast<size_t>(most) * static_cast<size_t>(num_in);
     return down + static_cast<size_t>(slot * parts + part) * matrix;
   }
   // [ranks][size of the part], of which `first` outputs of other parts come before.
-  const float* up_of(int slot, int first) const {
+  const T* up_of(int slot, int first) const {
     const size_t rows = static_cast<size_t>(most);
     return up + (static_cast<size_t>(slot) * static_cast<size_t>(num_out) +
                  static_cast<size_t>(first)) * rows;
@@ -50,8 +63,8 @@ struct Together {
 };
 
 // low[t][r] = down[r] . x[t] for some ranks r
-template <int RANKS, int COUNT>
-void dots(const float* down, int width, const float* x, float* low, int low_stride) {
+template <int RANKS, int COUNT, class T>
+void dots(const T* down, int width, const float* x, float* low, int low_stride) {
   F32x8 sums[RANKS][COUNT];
   for (auto& own : sums) {
     for (F32x8& sum : own) sum = zero();
@@ -61,38 +74,45 @@ void dots(const float* down, int width, const float* x, float* low, int low_stri
     F32x8 values[COUNT];
     for (int t = 0; t < COUNT; ++t) values[t] = load(row_of(x, t, width) + i);
     for (int r = 0; r < RANKS; ++r) {
-      const F32x8 weight = load(row_of(down, r, width) + i);
+      const F32x8 weight = weights_at(row_of(down, r, width) + i);
       for (int t = 0; t < COUNT; ++t) sums[r][t] = fma(sums[r][t], weight, values[t]);
     }
   }
   for (int t = 0; t < COUNT; ++t) {
     for (int r = 0; r < RANKS; ++r) {
       float sum = sum_of(sums[r][t]);
-      for (int k = i; k < width; ++k) sum += row_of(down, r, width)[k] * row_of(x, t, width)[k];
+      for (int k = i; k < width; ++k) {
+        sum += static_cast<float>(row_of(down, r, width)[k]) * row_of(x, t, width)[k];
+      }
       row_of(low, t, low_stride)[r] = sum;
     }
   }
 }
 
-template <int COUNT>
-void shrink(const float* down, int ranks, int width, const float* x, float* low, int low_stride) {
+template <int COUNT, class T>
+void shrink(const T* down, const float* scales, int ranks, int width, const float* x, float* low,
+            int low_stride) {
   int r = 0;
   for (; r + kRanks <= ranks; r += kRanks) {
     dots<kRanks, COUNT>(row_of(down, r, width), width, x, low + r, low_stride);
   }
   for (; r < ranks; ++r) dots<1, COUNT>(row_of(down, r, width), width, x, low + r, low_stride);
+  if (scales == nullptr) return;
+  for (int t = 0; t < COUNT; ++t) {
+    for (r = 0; r < ranks; ++r) row_of(low, t, low_stride)[r] *= scales[r];
+  }
 }
 
 // y[t][begin, end) += low[t] @ up for some ranks, of outputs of one part
-template <int RANKS, int COUNT>
-void spread(const float* up, int size, const float* low, int low_stride, int begin, int end,
+template <int RANKS, int COUNT, class T>
+void spread(const T* up, int size, const float* low, int low_stride, int begin, int end,
             float* y, int y_stride) {
   int i = begin;
   for (; i + kLanes <= end; i += kLanes) {
     F32x8 sums[COUNT];
     for (int t = 0; t < COUNT; ++t) sums[t] = load(row_of(y, t, y_stride) + i);
     for (int r = 0; r < RANKS; ++r) {
-      const F32x8 weight = load(row_of(up, r, size) + i);
+      const F32x8 weight = weights_at(row_of(up, r, size) + i);
       for (int t = 0; t < COUNT; ++t) {
         sums[t] = fma(sums[t], weight, splat(row_of(low, t, low_stride)[r]));
       }
@@ -102,14 +122,16 @@ void spread(const float* up, int size, const float* low, int low_stride, int beg
   for (; i < end; ++i) {
     for (int t = 0; t < COUNT; ++t) {
       float& sum = row_of(y, t, y_stride)[i];
-      for (int r = 0; r < RANKS; ++r) sum += row_of(low, t, low_stride)[r] * row_of(up, r, size)[i];
+      for (int r = 0; r < RANKS; ++r) {
+        sum += row_of(low, t, low_stride)[r] * static_cast<float>(row_of(up, r, size)[i]);
+      }
     }
   }
 }
 
 // Few ranks at a time: y stays in the nearest cache, and each rank is read from end to end.
-template <int COUNT>
-void expand(const float* up, int ranks, int size, const float* low, int low_stride, int begin,
+template <int COUNT, class T>
+void expand(const T* up, int ranks, int size, const float* low, int low_stride, int begin,
             int end, float* y, int y_stride) {
   int r = 0;
   for (; r + kRanks <= ranks; r += kRanks) {
@@ -121,9 +143,10 @@ void expand(const float* up, int ranks, int size, const float* low, int low_stri
 }
 
 // The work of one command: rows' inputs brought down to `low`, then on to y.
+template <class T>
 struct Work {
   const Run& run;
-  const Adapters all;
+  const Adapters<T> all;
   float* low;
   int low_stride;
 
@@ -144,17 +167,17 @@ struct Work {
   }
 
   void shrink_part(int own, Together rows, int part) const {
-    const float* down = all.down_of(own, part);
     const float* x = row_of(run.moving(0), rows.first, all.num_in);
     float* to = row_of(low, rows.first, low_stride) + part * all.most;
-    const auto go = rows.count == 2 ? shrink<2> : shrink<1>;
-    go(down, all.rank(own, part), all.num_in, x, to, low_stride);
+    const auto go = rows.count == 2 ? shrink<2, T> : shrink<1, T>;
+    go(all.down_of(own, part), all.scales_of(own, part), all.rank(own, part), all.num_in, x, to,
+       low_stride);
   }
 
   void expand_columns(int own, Together rows, int from, int to) const {
     float* y = row_of(run.moving(1), rows.first, all.num_out);
     const float* lows = row_of(low, rows.first, low_stride);
-    const auto go = rows.count == 2 ? expand<2> : expand<1>;
+    const auto go = rows.count == 2 ? expand<2, T> : expand<1, T>;
     for (int part = 0, first = 0; part < all.parts; first += all.sizes[part++]) {
       const int size = all.sizes[part];
       const int left = std::max(from, first) - first, right = std::min(to, first + size) - first;
@@ -165,15 +188,14 @@ struct Work {
   }
 };
 
-}  // namespace
-
-bool run_lora(const Run& run) {
-  const Adapters all(run);
+template <class T>
+bool run_as(const Run& run) {
+  const Adapters<T> all(run);
   const int low_stride = all.parts * all.most;
   const size_t lows = static_cast<size_t>(run.rows) * static_cast<size_t>(low_stride);
   float* low = reinterpret_cast<float*>(run.pool.buffer(lows * sizeof(float)));
   if (low == nullptr) return false;
-  const Work work{run, all, low, low_stride};
+  const Work<T> work{run, all, low, low_stride};
   // Pieces are of a few rows that lie together, so that those of one adapter stay so.
   const int pieces = (run.rows + kRows - 1) / kRows;
   run.pool.each(pieces * all.parts, 1, [&](int begin, int end) {
@@ -193,6 +215,12 @@ bool run_lora(const Run& run) {
     }
   });
   return true;
+}
+
+}  // namespace
+
+bool run_lora(const Run& run) {
+  return run.fixed<float>(4) == nullptr ? run_as<float>(run) : run_as<int8_t>(run);
 }
 
 }  // namespace windlass

@@ -35,10 +35,8 @@ struct Run {
   }
 };
 
-inline float* row_of(float* rows, int row, int width) {
-  return rows + static_cast<size_t>(row) * static_cast<size_t>(width);
-}
-inline const float* row_of(const float* rows, int row, int width) {
+template <class T>
+inline T* row_of(T* rows, int row, int width) {
   return rows + static_cast<size_t>(row) * static_cast<size_t>(width);
 }
 
