@@ -19,7 +19,7 @@ from windlass.cli.load_flags import (
     SkipBadLines,
     of,
 )
-from windlass.cli.options import ENGINE_OPTIONS, parse_share
+from windlass.cli.options import ENGINE_OPTIONS, parse_share, split_names
 from windlass.cli.results import check_path, finish
 from windlass.cli.what_if import make_loads
 from windlass.config import flag
@@ -61,7 +61,11 @@ def tune(
     ] = 0.0,
     trials: Annotated[int, of(None, "N", "Settings to try on the simulator.")] = 60,
     finalists: Annotated[int, of(None, "N", "The best of them are measured.")] = 3,
+    runs: Annotated[int, of(None, "N", "Of each that is measured, in turns.")] = 2,
     max_formats: Annotated[int, of(None, "N", "Formats of the weights to try.")] = 2,
+    formats: Annotated[
+        str | None, of(None, "NAMES", "These instead, as for plan: as stored,int8,int4.")
+    ] = None,
     speculate: Annotated[
         bool, typer.Option(help="Measure the best with guesses too (ngram, lookahead).")
     ] = True,
@@ -105,6 +109,8 @@ def tune(
         trials,
         finalists,
         max_formats,
+        tuple(split_names(formats or "")),
+        runs,
         speculate,
         price_per_hour,
         records or (_RECORDS if _RECORDS.is_dir() else None),
@@ -126,7 +132,9 @@ def tune(
 def _check(given: dict[str, Any]) -> None:
     if not 0 <= given["min_quality"] <= 1:
         raise ConfigError(f"--min-quality must be from 0 to 1, got {given['min_quality']:g}.")
-    for name in ("trials", "finalists", "max_formats"):
+    if given["formats"] is not None and not split_names(given["formats"]):
+        raise ConfigError("--formats is empty; name at least one, such as int8,int4.")
+    for name in ("trials", "finalists", "runs", "max_formats"):
         if given[name] < 1:
             raise ConfigError(f"{flag(name)} must be at least 1, got {given[name]}.")
     price = given["price_per_hour"]

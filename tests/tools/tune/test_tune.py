@@ -4,22 +4,31 @@ from __future__ import annotations
 
 import builtins
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.tools.conftest import Windlass
+from tests.tools.quantize.conftest import write_model
 from windlass.cli.config_file import read_config
 from windlass.cli.options import ENGINE_OPTIONS, MODEL_ARGUMENT, SERVE_OPTIONS
 from windlass.config import EngineConfig
+from windlass.tools.load.timing import Timing
+from windlass.tools.plan.jobs import Load
 from windlass.tools.plan.quality import REFERENCE
+from windlass.tools.plan.replay import Replayed
+from windlass.tools.plan.slo import Slo
+from windlass.tools.tune.report import verdict
 from windlass.tools.tune.space import Form, Settings
-from windlass.tools.tune.tune import Tuner
+from windlass.tools.tune.tried import Tried, best_of
+from windlass.tools.tune.tune import Tuned, Tuner, Wish
 
 DUMMY = ("--load-format", "dummy", "--num-threads", "1")
 LOAD = ("--workload", "random", "--num-prompts", "3", "--input-len", "16", "--output-len", "5")
 FEW = ("--trials", "6", "--finalists", "1", "--max-formats", "1", "--no-speculate")
+ONCE = ("--runs", "1")
 
 
 def as_serve_reads(path: Path) -> EngineConfig:
@@ -44,6 +53,8 @@ def test_the_best_is_written_and_serve_takes_it(
     tried = [row["options"].get("max_num_seqs") for row in measured]
     assert config.scheduler.max_num_seqs in tried
     assert measured[0]["usd_per_million"] > 0
+    assert {row["runs"] for row in measured} == {2}
+    assert all(row["spread_pct"] >= 0 for row in measured)
     # Which of the KV types is fastest, here, is a matter of chance.
     assert 0.99 <= measured[0]["quality"] <= 1.0
     assert output.read_text().startswith("# Written by windlass tune")
@@ -54,7 +65,7 @@ def test_an_slo_that_nothing_meets_gives_the_nearest_and_by_how_much(
 ) -> None:
     output = tmp_path / "windlass.yaml"
     args = ("--slo", "e2el_p99=0.000001ms", "-o", output)
-    shown = windlass("tune", tiny, *DUMMY, *LOAD, *FEW, *args, code=1)
+    shown = windlass("tune", tiny, *DUMMY, *LOAD, *FEW, *ONCE, *args, code=1)
     assert "Nothing meets the SLO e2el_p99=1e-06ms; this comes nearest: e2el_p99 is" in shown
     assert as_serve_reads(output).scheduler.max_num_seqs
 
@@ -83,6 +94,9 @@ def test_what_was_measured_is_kept_after_ctrl_c(
     [
         (("--slo", "fast"), "expected such as ttft_p99"),
         (("--trials", "0"), "--trials must be at least 1"),
+        (("--runs", "0"), "--runs must be at least 1"),
+        (("--formats", "int9"), "'int9' is not a format. Known: as stored, 16 bit, "),
+        (("--formats", ","), "--formats is empty"),
         (("--min-quality", "2"), "--min-quality must be from 0 to 1"),
         (("--workload", "chat,rag"), "one load is tuned for"),
         (("--workload", "dreams"), "Known: chat"),
@@ -92,6 +106,46 @@ def test_bad_input_is_refused(
     windlass: Windlass, tiny: Path, args: tuple[str, ...], why: str
 ) -> None:
     assert why in windlass("tune", tiny, *DUMMY, *args, code=2)
+
+
+def test_formats_are_searched_and_their_quality_is_measured(
+    windlass: Windlass, tmp_path: Path
+) -> None:
+    model, report = tmp_path / "tiny", tmp_path / "tune.json"
+    write_model(model)
+    args = ("--formats", "as stored,int4", "--min-quality", "0.9999", "--json", report)
+    more = ("--trials", "8", "--finalists", "2", "--no-speculate", "--num-threads", "1", *ONCE)
+    shown = windlass("tune", model, *LOAD, *args, *more, "-o", tmp_path / "windlass.yaml")
+    assert "int4: keeps 0." in shown
+    assert "Not tried: measured below --min-quality 0.9999: " in shown
+    written = json.loads(report.read_text())
+    assert "int4 (" in written["settings"]["left_out"]
+    assert {row["quality_basis"] for row in written["rows"]} <= {"reference", "measured"}
+    assert all(row["quality"] >= 0.9999 for row in written["rows"])
+
+
+def _tried(speeds: Sequence[float], kv_bytes: int, name: str = "") -> Tried:
+    timing = Timing(0.0, 0.0, 1.0, 4, 100, (1.0,), (100,))
+    runs = tuple(Replayed([timing], 100 / speed, 1, 1, 1, 1.0, 0, 0, 4) for speed in speeds)
+    form = Form(name or "form", {}, REFERENCE)
+    summaries = tuple(Slo().summarise(run) for run in runs)
+    return Tried(Settings(form, 8, 512), True, runs, summaries, Slo(), kv_bytes)
+
+
+def test_the_winner_is_not_chance() -> None:
+    fast, small = _tried((100, 104), 2000, "fast"), _tried((99, 103), 1000, "small")
+    assert best_of([fast, small]) is small
+    slow = _tried((80, 82), 10, "slow")
+    assert best_of([slow, fast, small]) is small
+    assert best_of([fast, slow]) is fast
+    found, wish = Tuned(measured=[fast, slow]), Wish({}, Load("random"), Slo())
+    assert "1.25 times the next, more than runs of the same settings differ (4%)" in " ".join(
+        verdict(found, wish)
+    )
+    found.measured = [fast, small]
+    assert "As fast, within the 4% that runs of the same settings" in " ".join(verdict(found, wish))
+    found.measured = [_tried((100, 140), 2000, "noisy"), slow]
+    assert "up to 29% apart: something else uses this machine" in " ".join(verdict(found, wish))
 
 
 def test_without_optuna_it_says_how_to_get_it(

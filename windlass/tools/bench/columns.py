@@ -193,6 +193,8 @@ COLUMNS: dict[str, Columns] = {
         "settings": "settings",
         "how": "how",
         "output_throughput": "output tok/s",
+        "runs": "runs",
+        "spread_pct": "apart, %",
         "median_ttft_ms/p99_ttft_ms": "TTFT p50 / p99 ms",
         "median_tpot_ms/p99_tpot_ms": "TPOT p50 / p99 ms",
         "median_e2el_ms/p99_e2el_ms": "e2e p50 / p99 ms",

@@ -18,15 +18,22 @@ from windlass.models.network import Network
 from windlass.runner.assemble import Loaded
 from windlass.runner.device import choose_device
 from windlass.runner.scoring import Piece, ScoringLimits
+from windlass.tools.bench.speculation import TEXTS
 from windlass.tools.bench.throughput import Own
 from windlass.tools.bench.workloads import Job, Sizes, Workload, find
-from windlass.tools.eval.data import Corpus
+from windlass.tools.eval.data import Corpus, Document
 from windlass.tools.eval.metrics import Quality, Tally, compare
 from windlass.tools.eval.windows import Cut, cut_corpus
 
 # Reference logits up to so many bytes are kept; more are computed again for every model.
 _KEPT_BYTES = 2**32
 _HEAD = "lm_head"
+_SHORT = "eight short texts that ship with the program"
+
+
+def short_corpus() -> Corpus:
+    """For a first look at quality; a corpus of one's own says more."""
+    return Corpus(_SHORT, [Document(_SHORT, "\n\n".join(TEXTS))], running=True)
 
 
 @dataclass(frozen=True, slots=True)

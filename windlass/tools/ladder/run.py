@@ -16,8 +16,8 @@ from windlass.build import open_model
 from windlass.config import EngineConfig
 from windlass.errors import ConfigError, EngineError, UnsupportedError
 from windlass.tools.bench.record import Record, hardware, rows_before
-from windlass.tools.bench.speculation import TEXTS
-from windlass.tools.eval.data import Corpus, Document, read_corpus
+from windlass.tools.bench.side_by_side import short_corpus
+from windlass.tools.eval.data import Corpus, read_corpus
 from windlass.tools.eval.windows import Cut
 from windlass.tools.ladder.forms import Forms, Given
 from windlass.tools.ladder.measure import Bench
@@ -38,7 +38,6 @@ _ON_GPU = {
     "output_len": 128,
     "naive_requests": 32,
 }
-_BUILT_IN = "eight short texts that ship with the program"
 
 
 class Bar(Protocol):
@@ -200,7 +199,7 @@ class Ladder:
             return None
         if self._order.data is not None:
             return read_corpus(self._order.data)
-        return Corpus(_BUILT_IN, [Document(_BUILT_IN, "\n\n".join(TEXTS))], running=True)
+        return short_corpus()
 
     def _make_settings(self) -> dict[str, Any]:
         return {

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from windlass.tools.bench.record import Record
-from windlass.tools.tune.tried import Tried
+from windlass.tools.tune.tried import Tried, as_fast_as
 from windlass.tools.tune.tune import Tuned, Wish
 
 _SECRETS = ("hf_token",)
 _NOTES = (
     "predicted: on the simulator, with costs of steps that were measured beforehand; measured: on an "
-    "engine in this process. Quality: the 16-bit model's perplexity over the form's."
+    "engine in this process, in turns with the others; of two runs the slower is shown, and how far "
+    "they are apart. Quality: the 16-bit model's perplexity over the form's."
 )
 
 
@@ -35,6 +36,7 @@ def record_of(found: Tuned, wish: Wish, model: str) -> Record:
         "predicted": found.num_predicted,
         "pruned": found.num_pruned,
         "left_out": found.left_out,
+        "runs": wish.num_runs,
         "price_per_hour": wish.price_per_hour,
     }
     return Record("tune", rows, _NOTES, settings)
@@ -48,21 +50,21 @@ def verdict(found: Tuned, wish: Wish) -> list[str]:
     how = "measured" if best.is_measured else "predicted, not measured"
     sentences = [f"{best.settings.title}: {best.summary.output_throughput:,.1f} tok/s ({how})."]
     if not best.is_good:
-        misses = "; ".join(wish.slo.misses(best.summary))
+        misses = "; ".join(wish.slo.misses(best.worst))
         sentences.append(f"Nothing meets the SLO {wish.slo}; this comes nearest: {misses}.")
     elif wish.slo.targets:
-        values = ((item, item.value(best.summary)) for item in wish.slo.targets)
+        values = ((item, item.value(best.worst)) for item in wish.slo.targets)
         kept = [
             f"{item.name} {value:,.1f} of {item.most_ms:g} ms"
             for item, value in values
             if value is not None
         ]
         sentences.append(f"The SLO is met: {', '.join(kept)}.")
-    others = [item for item in found.measured if item is not best]
-    good = [item for item in others if item.is_good]
-    if good:
-        second = max(good, key=lambda item: item.rank)
-        sentences.append(_against(best, second, "the next"))
+    sentences += _compared(best, [item for item in found.measured if item.is_good])
+    quality = best.settings.form.quality
+    if quality.value is not None:
+        basis = f"{quality.basis}: {quality.source}"
+        sentences.append(f"It keeps {quality.value:.4f} of the quality ({basis}).")
     sentences.append(
         f"{found.num_predicted} settings were tried on the simulator, {found.num_pruned} could not "
         f"be; {len(found.measured)} were measured."
@@ -72,9 +74,29 @@ def verdict(found: Tuned, wish: Wish) -> list[str]:
     return sentences
 
 
-def _against(best: Tried, other: Tried, name: str) -> str:
-    times = best.summary.output_throughput / other.summary.output_throughput
-    return f"{times:.2f} times {name}: {other.settings.title}."
+def _compared(best: Tried, good: Sequence[Tried]) -> list[str]:
+    """How it stands against the others, and whether that may be chance."""
+    others = [item for item in good if item is not best]
+    if not best.is_measured or not others:
+        return []
+    second = max(others, key=lambda item: item.summary.output_throughput)
+    times = best.summary.output_throughput / second.summary.output_throughput
+    noise = best.noise(second)
+    if len(best.runs) > 1 and max(best.spread, second.spread) > noise:
+        apart = max(best.spread, second.spread)
+        return [
+            f"Runs of the same settings are up to {apart:.0%} apart: something else uses this "
+            f"machine, and which is faster is not sure. {times:.2f} times: {second.settings.title}."
+        ]
+    if second in as_fast_as(best, [second]) or times < 1:
+        return [
+            f"As fast, within the {noise:.0%} that runs of the same settings may differ, and smaller: "
+            f"{second.settings.title} ({1 / times:.2f} times this)."
+        ]
+    chance = f", more than runs of the same settings differ ({max(best.spread, second.spread):.0%})"
+    return [
+        f"{times:.2f} times the next{chance if len(best.runs) > 1 else ''}: {second.settings.title}."
+    ]
 
 
 def options_of(found: Tuned, given: Mapping[str, Any]) -> dict[str, Any]:

@@ -7,7 +7,8 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from windlass.config import EngineConfig
-from windlass.tools.plan.quality import Retention
+from windlass.tools.plan.formats import STORED
+from windlass.tools.plan.quality import REFERENCE, Retention
 from windlass.tools.plan.select import Candidate, Plan
 
 _FORM = ("quantization", "quantize_head", "dtype", "kv_cache_dtype")
@@ -92,20 +93,25 @@ class Space:
         )
 
 
-def choose_forms(found: Plan, most: int) -> tuple[tuple[Form, ...], str]:
+def choose_forms(found: Plan, most: int, is_named: bool = False) -> tuple[tuple[Form, ...], str]:
     """The forms that fit and are good enough, the fastest by the roofline; and what was left out.
 
-    The weights as they are stored are always among them, if they are good enough.
+    The weights as they are stored are always among them, if they are good enough. Forms that were
+    asked for by name are left out by what was measured of them, not by what is typical.
     """
-    good = [
-        item for item in found.candidates if item.fits and item.quality.meets(found.min_quality)
+    poor = [
+        item
+        for item in found.candidates
+        if not item.quality.meets(found.min_quality)
+        and not (is_named and item.quality.basis != "measured")
     ]
+    good = [item for item in found.candidates if item.fits and item not in poor]
     by_format: dict[str, list[Candidate]] = {}
     for item in good:
         by_format.setdefault(item.format, []).append(item)
     ranked = sorted(
         by_format,
-        key=lambda name: (name != "as stored", -max(i.tok_s_all or 0.0 for i in by_format[name])),
+        key=lambda name: (name != STORED, -max(i.tok_s_all or 0.0 for i in by_format[name])),
     )
     chosen, left = ranked[:most], ranked[most:]
     forms = tuple(
@@ -116,12 +122,18 @@ def choose_forms(found: Plan, most: int) -> tuple[tuple[Form, ...], str]:
         if item.kv_dtype in _kv_kinds(by_format[name])
     )
     why = []
-    poor = [i.name for i in found.candidates if not i.quality.meets(found.min_quality)]
     if poor:
-        why.append(f"below --min-quality {found.min_quality:g}: {', '.join(poor)}")
+        names = ", ".join(item.name for item in poor)
+        why.append(f"expected below --min-quality {found.min_quality:g}: {names}")
     if left:
         why.append(f"slower by the roofline: {', '.join(left)}")
     return forms, "; ".join(why)
+
+
+def stored_quality(found: Plan) -> Retention:
+    """What the file is expected to have kept of the model that it was made from."""
+    kinds = (i.quality for i in found.candidates if (i.format, i.kv_dtype) == (STORED, "auto"))
+    return next(kinds, REFERENCE)
 
 
 def _kv_kinds(items: list[Candidate]) -> list[str]:

@@ -5,7 +5,7 @@ Engines that hold their weights alike share them: only a new format is loaded.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,14 +19,16 @@ from windlass.runner.device import choose_device
 from windlass.tools.bench.device import release_memory
 from windlass.tools.plan.formats import FORMATS, STORED
 from windlass.tools.plan.jobs import Load, longest
+from windlass.tools.plan.quality import Retention
 from windlass.tools.plan.replay import Job, RealClock, Replay, Replayed
-from windlass.tools.plan.select import select_quantization
+from windlass.tools.plan.select import Plan, select_quantization
 from windlass.tools.plan.simulate import simulate
 from windlass.tools.plan.slo import Slo
 from windlass.tools.plan.steps import Steps, context_of, find_steps
+from windlass.tools.tune.quality import Tester
 from windlass.tools.tune.search import Search, need_optuna
-from windlass.tools.tune.space import SPECS, Form, Settings, Space, choose_forms
-from windlass.tools.tune.tried import Tried
+from windlass.tools.tune.space import SPECS, Form, Settings, Space, choose_forms, stored_quality
+from windlass.tools.tune.tried import Tried, best_of
 
 if TYPE_CHECKING:
     from windlass.runner.assemble import Loaded
@@ -46,6 +48,8 @@ class Wish:
     num_trials: int = 60
     num_finalists: int = 3
     max_formats: int = 2
+    formats: tuple[str, ...] = ()  # these and no others; none: the fastest, `max_formats` of them
+    num_runs: int = 2  # of every finalist, in turns
     speculate: bool = True
     price_per_hour: float | None = None
     records: Path | None = None
@@ -62,10 +66,20 @@ class Tuned:
     left_out: str = ""  # forms, and why
     interrupted: bool = False
 
+    def add(self, tried: Tried) -> None:
+        """One more run of what was measured before, or a first one."""
+        for i, item in enumerate(self.measured):
+            if item.settings.title == tried.settings.title:
+                self.measured[i] = item.again(tried.runs[0], tried.summaries[0])
+                return
+        self.measured.append(tried)
+
     @property
     def best(self) -> Tried | None:
         """The best that was measured; what was only predicted, where nothing was."""
-        return max(self.measured or self.predicted, key=lambda item: item.rank, default=None)
+        if self.measured:
+            return best_of(self.measured)
+        return max(self.predicted, key=lambda item: item.rank, default=None)
 
 
 class Tuner:
@@ -101,8 +115,6 @@ class Tuner:
         limits = self._base.limits(self._device)
         start = (limits.max_num_seqs, limits.max_num_batched_tokens)
         space = Space.of(self._device, forms, start)
-        for form in forms:
-            self._learn(form)
         search = Search(space, self._predict, start, self._base.model.seed)
         try:
             search.run(wish.num_trials)
@@ -120,12 +132,17 @@ class Tuner:
         if starting is not None and starting not in finalists:
             finalists.append(starting)  # what it is to be better than
         # Those with the same weights one after the other.
-        for item in sorted(finalists, key=lambda each: each.settings.form.name):
-            self._measure(item.settings)
+        finalists.sort(key=lambda each: each.settings.form.name)
+        self._measure_in_turns([item.settings for item in finalists])
         if wish.speculate and found.best is not None:
             settled = found.best.settings
-            for spec in SPECS:
-                self._measure(settled.guessing(spec))
+            self._measure_in_turns([settled, *(settled.guessing(spec) for spec in SPECS)])
+
+    def _measure_in_turns(self, settings: list[Settings]) -> None:
+        """There and back again, so that what disturbs one turn meets all, and few weights are loaded."""
+        for turn in range(self._wish.num_runs):
+            for each in settings if turn % 2 == 0 else reversed(settings):
+                self._measure(each)
 
     def _forms(self) -> tuple[Form, ...]:
         wish = self._wish
@@ -137,19 +154,49 @@ class Tuner:
             min_quality=wish.min_quality,
             context=min(longest(self._jobs), self._opened.spec.max_positions),
             concurrency=1,
-            formats=(STORED,) if wish.max_formats == 1 else FORMATS,
+            formats=wish.formats or ((STORED,) if wish.max_formats == 1 else FORMATS),
             records=wish.records,
         )
-        forms, self.found.left_out = choose_forms(plan, wish.max_formats)
+        self._refuse_lacking(plan)
+        most = len(wish.formats) or wish.max_formats
+        forms, self.found.left_out = choose_forms(plan, most, bool(wish.formats))
         if not forms:
             raise ConfigError(f"no form of this model can be tuned: {plan.shortfall}")
         self._say(f"forms: {', '.join(form.name for form in forms)}")
-        return forms
+        return self._learned(forms, stored_quality(plan))
 
-    def _learn(self, form: Form) -> None:
-        """What steps of a form cost: kept from before, or measured with its weights."""
-        config = EngineConfig.of(**{**self._wish.given, **form.options})
-        self._steps[form.name] = find_steps(config, self._opened, say=self._say)
+    def _refuse_lacking(self, plan: Plan) -> None:
+        """A format that was asked for by name and that the model cannot have."""
+        for name in self._wish.formats:
+            if name in plan.refused:
+                raise ConfigError(f"--formats {name}: {plan.refused[name]}.")
+
+    def _learned(self, forms: Sequence[Form], stored: Retention) -> tuple[Form, ...]:
+        """What steps of each form cost, and what it keeps of the quality: those that keep enough."""
+        tester = Tester(self._wish.given, self._opened, self._device, stored, self._say)
+        is_real, good, poor = self._base.model.load_format != "dummy", [], []
+        for form in forms:
+            config = EngineConfig.of(**{**self._wish.given, **form.options})
+            known = form.quality.basis in ("reference", "measured")
+            weights = None
+            if is_real and not known:
+                weights = self._loaded(form, config)
+                form = tester.measure(form, weights)
+            if not form.quality.meets(self._wish.min_quality):
+                poor.append(form)
+                continue
+            self._steps[form.name] = find_steps(
+                config, self._opened, say=self._say, weights=weights
+            )
+            good.append(form)
+        if poor:
+            said = ", ".join(f"{form.name} ({form.quality.value:.4f})" for form in poor)
+            more = f"measured below --min-quality {self._wish.min_quality:g}: {said}"
+            self.found.left_out = "; ".join(filter(None, (self.found.left_out, more)))
+        if not good:
+            raise ConfigError(f"no form keeps enough of the quality; {self.found.left_out}.")
+        release_memory()
+        return tuple(good)
 
     def _predict(self, settings: Settings, share: float) -> Tried:
         """On the simulator, with a share of the blocks that there would be."""
@@ -177,14 +224,14 @@ class Tuner:
 
     def _tried(self, settings: Settings, is_measured: bool, run: Replayed, kv_bytes: int) -> Tried:
         wish = self._wish
-        summary = wish.slo.summarise(run)
-        return Tried(settings, is_measured, run, summary, wish.slo, kv_bytes, wish.price_per_hour)
+        summaries, price = (wish.slo.summarise(run),), wish.price_per_hour
+        return Tried(settings, is_measured, (run,), summaries, wish.slo, kv_bytes, price)
 
     def _measure(self, settings: Settings) -> None:
         """For real, in this process; settings that the engine refuses are left out, and it is said."""
         config = settings.config(self._wish.given)
         try:
-            built = build_engine(config, self._opened.source, self._loaded(settings, config))
+            built = build_engine(config, self._opened.source, self._loaded(settings.form, config))
         except EngineError as error:
             self._say(f"{settings.title}: left out: {error}")
             return
@@ -195,14 +242,14 @@ class Tuner:
         capacity = built.report.capacity
         kv_bytes = capacity.num_blocks * capacity.bytes_per_block
         tried = self._tried(settings, True, run, kv_bytes)
-        self.found.measured.append(tried)
         kept = "" if tried.is_good else f"; {'; '.join(tried.slo.misses(tried.summary))}"
+        self.found.add(tried)
         self._say(f"{settings.title}: {tried.summary.output_throughput:,.1f} tok/s{kept}")
         del built
         release_memory()
 
-    def _loaded(self, settings: Settings, config: EngineConfig) -> Loaded:
-        key = settings.form.weights_key(self._device)
+    def _loaded(self, form: Form, config: EngineConfig) -> Loaded:
+        key = form.weights_key(self._device)
         if self._weights is None or self._weights[0] != key:
             self._weights = None
             checkpoint = open_checkpoint(self._opened.files, config.model)
