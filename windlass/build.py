@@ -6,6 +6,8 @@ Torch is imported when an engine is built, not before: the server's own process 
 from __future__ import annotations
 
 import gc
+import importlib
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -23,7 +25,7 @@ from windlass.core.scheduler import Scheduler
 from windlass.engine import Engine
 from windlass.engine import Runner as EngineRunner
 from windlass.errors import ConfigError
-from windlass.models.card import load_card, load_spec, open_checkpoint
+from windlass.models.card import open_checkpoint, read_headers
 from windlass.models.source import ModelFiles, resolve
 from windlass.models.spec import ModelSpec
 
@@ -84,17 +86,37 @@ class _Log:
 
 def open_model(config: EngineConfig) -> OpenModel:
     """Find a model's files (fetching them if need be), its tokenizer, template and shape."""
-    files = resolve(config.model)
-    spec = load_spec(files, config.model)
-    return OpenModel(files, load_card(files, config.model), spec)
+    return _open(resolve(config.model), config)
+
+
+def _open(files: ModelFiles, config: EngineConfig) -> OpenModel:
+    spec, card = read_headers(files, config.model)
+    return OpenModel(files, card, spec)
+
+
+def import_torch() -> None:
+    """Load what computes. Once: the collector is told to leave alone what came with it."""
+    name = "windlass.runner.assemble"
+    if name in sys.modules:
+        return
+    collecting = gc.isenabled()
+    gc.disable()  # hundreds of thousands of objects that stay would be looked at in vain
+    try:
+        importlib.import_module(name)
+        gc.freeze()
+    finally:
+        if collecting:
+            gc.enable()
 
 
 def build_engine(config: EngineConfig, source: Source, weights: Loaded | None = None) -> Built:
     """Load the weights, or take those of another engine, and put an engine together here."""
     log = _Log()
     with log.phase("import torch"):
-        from windlass.runner.assemble import load_network, make_runner
-        from windlass.runner.device import choose_device
+        import_torch()
+    from windlass.runner.assemble import load_network, make_runner
+    from windlass.runner.device import choose_device
+
     files, spec = source.files, source.spec
     device = choose_device(config.model)
     limits = config.limits(device.type)
@@ -222,15 +244,20 @@ def serve(
 
     if serve_config.lora_root and not config.lora.enable_lora:
         raise ConfigError("--lora-root does nothing without --enable-lora.")
-    opened = open_model(config)
-    if opened.card.name in config.lora.modules():
+    files = resolve(config.model)  # may take minutes, and a signal ends it
+    if files.name in config.lora.modules():
         raise ConfigError(
-            f"--lora-modules names {opened.card.name!r}, which is the model's own name in the API. "
+            f"--lora-modules names {files.name!r}, which is the model's own name in the API. "
             "Choose another, or give the model one with --served-model-name."
         )
-    build = partial(build_for_process, config, opened.source)
-    client = EngineClient(build, serve_config.hang_timeout)
-    return run_server(client, opened.card, serve_config, on_ready)
+    client = EngineClient(None, serve_config.hang_timeout, prepare=import_torch)
+
+    def open_card() -> ModelCard:
+        opened = _open(files, config)
+        client.build_with(partial(build_for_process, config, opened.source))
+        return opened.card
+
+    return run_server(client, open_card, serve_config, on_ready)
 
 
 def _adapting(config: EngineConfig, source: Source, weights: Loaded) -> Adapting | None:

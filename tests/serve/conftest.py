@@ -80,7 +80,7 @@ def running(
         stop = asyncio.Event()
         holder.append((asyncio.get_running_loop(), stop))
         return await live(
-            client, card, config, listener, lambda _report, url: ready.append(url), stop
+            client, lambda: card, config, listener, lambda _report, url: ready.append(url), stop
         )
 
     def body() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import multiprocessing
 import os
 import signal
 import socket
@@ -20,7 +21,8 @@ import pytest
 from tests.serve.conftest import wait_until
 from tests.serve.fakes import CARD, endless_build
 from windlass.config import ServeConfig
-from windlass.errors import ConfigError
+from windlass.core.card import ModelCard
+from windlass.errors import CheckpointError, ConfigError
 from windlass.serve.client import EngineClient
 from windlass.serve.launch import bind, live, url_of
 
@@ -36,7 +38,7 @@ from windlass.serve.launch import serve
 if __name__ == "__main__":
     config = ServeConfig(port=0, shutdown_timeout=float(sys.argv[1]))
     client = EngineClient(counting())
-    sys.exit(serve(client, CARD, config, lambda report, url: print(url, client.pid, flush=True)))
+    sys.exit(serve(client, lambda: CARD, config, lambda report, url: print(url, client.pid, flush=True)))
 """
 
 
@@ -156,9 +158,28 @@ def test_a_server_told_to_stop_while_it_loads_ends_at_once() -> None:
         asyncio.get_running_loop().call_later(0.3, stop.set)
         with bind(config) as listener:
             client = EngineClient(endless_build)
-            return await live(client, CARD, config, listener, lambda _report, _url: None, stop)
+            return await live(
+                client, lambda: CARD, config, listener, lambda _report, _url: None, stop
+            )
 
     assert asyncio.run(main()) == 0
+
+
+def test_an_error_while_the_card_is_opened_ends_the_engine_process_too() -> None:
+    config = ServeConfig(port=0)
+
+    def no_card() -> ModelCard:
+        raise CheckpointError("no tokenizer")
+
+    async def main() -> int:
+        client = EngineClient(None)
+        with bind(config) as listener:
+            ignore = lambda _report, _url: None  # noqa: E731
+            return await live(client, no_card, config, listener, ignore, asyncio.Event())
+
+    with pytest.raises(CheckpointError, match="no tokenizer"):
+        asyncio.run(main())
+    assert multiprocessing.active_children() == []
 
 
 def test_the_server_needs_no_torch() -> None:

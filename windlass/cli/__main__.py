@@ -1,5 +1,5 @@
 """`python -m windlass.cli`, for where the console script is not on the path."""
 
-from windlass.cli.main import main
+from windlass.cli.entry import main
 
 main()

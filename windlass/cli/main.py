@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from typing import Annotated
 
 import typer
@@ -73,11 +72,3 @@ register(app, train_draft, TRAIN_DRAFT_OPTIONS)
 register(app, tune, TUNE_OPTIONS)
 add_remote(app)
 app.add_typer(bench, name="bench")
-
-
-def main() -> None:
-    """The console script."""
-    try:
-        app()
-    except KeyboardInterrupt:  # outside of a command: while modules are imported
-        sys.exit(130)

@@ -33,10 +33,21 @@ _SAMPLING = {
 }
 
 
-def load_card(files: ModelFiles, config: ModelConfig) -> ModelCard:
-    """What the server must know: the tokenizer, the chat template, the sampling defaults."""
+def read_headers(files: ModelFiles, config: ModelConfig) -> tuple[ModelSpec, ModelCard]:
+    """The network's hyper-parameters and what the server must know, the files read once."""
     gguf = _gguf(files)
     spec = _spec(files, config, gguf)
+    return spec, _card(files, config, gguf, spec)
+
+
+def load_card(files: ModelFiles, config: ModelConfig) -> ModelCard:
+    """What the server must know: the tokenizer, the chat template, the sampling defaults."""
+    return read_headers(files, config)[1]
+
+
+def _card(
+    files: ModelFiles, config: ModelConfig, gguf: GGUFCheckpoint | None, spec: ModelSpec
+) -> ModelCard:
     generation = _generation_config(files)
     text = _text_side(files, config, gguf)
     ends = generation.token_ids("eos_token_id") + spec.eos_ids

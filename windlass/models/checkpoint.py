@@ -52,7 +52,8 @@ class Checkpoint(Protocol):
         """The tensor on the CPU; with `rows`, only that part of the first dimension is read.
 
         `shape` is what the whole tensor must have; a file that differs raises CheckpointError.
-        With `raw` a tensor that reading would dequantise comes as its bytes, [rows, bytes].
+        With `raw` a tensor that reading would dequantise comes as its bytes, [rows, bytes]. Who
+        keeps what it got copies it: it may lie in the file.
         """
         ...
 

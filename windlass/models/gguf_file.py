@@ -79,7 +79,7 @@ class GGUFCheckpoint:
         import torch
 
         tensor = self._tensor(name)
-        blocks = self.blocks(name, rows)
+        blocks = self._blocks(name, rows)
         if raw:
             stored = (tensor.shape[0], tensor.num_bytes // tensor.shape[0])
             check_shape(name, stored, shape, self._header.path)
@@ -96,8 +96,8 @@ class GGUFCheckpoint:
             values = torch.from_numpy(dequantize(blocks, kind))
         return values.reshape(-1, *tensor.shape[1:])
 
-    def blocks(self, name: str, rows: slice | None = None) -> np.ndarray:
-        """A copy of the stored bytes, [rows, bytes per row], in the order of the network's rows.
+    def _blocks(self, name: str, rows: slice | None = None) -> np.ndarray:
+        """The stored bytes, [rows, bytes per row], in the order of the network's rows.
 
         A vector is one row of bytes per value, so that `rows` means the same for it.
         """
@@ -108,7 +108,7 @@ class GGUFCheckpoint:
         raw = raw.reshape(tensor.shape[0], -1)
         order = self._row_order(name, tensor.shape[0])
         wanted = rows or slice(None)
-        return raw[wanted].copy() if order is None else np.take(raw, order[wanted], axis=0)
+        return raw[wanted] if order is None else np.take(raw, order[wanted], axis=0)
 
     def hf_config(self) -> dict[str, Any]:
         """The metadata as a config.json's dictionary."""
@@ -128,7 +128,8 @@ class GGUFCheckpoint:
     @cached_property
     def _map(self) -> mmap.mmap:
         with self._header.path.open("rb") as stream:
-            return mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
+            # As if to be written to, which torch wants of what it reads; the file stays as it is.
+            return mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_COPY)
 
     def _tensor(self, name: str) -> GGUFTensor:
         if name not in self._tensors:

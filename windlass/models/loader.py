@@ -135,6 +135,9 @@ class _Reader:
                 f"{_word(spec.dtype)}. The weights and the config do not belong together."
             )
         shape = found.shape if -1 in spec.shape else spec.shape
+        if spec.raw and self._device.type == "cpu":  # its form replaces it at once
+            self._progress(found.nbytes)
+            return found
         tensor = torch.empty(shape, dtype=spec.dtype, device=self._device)
         tensor.copy_(found.view(shape))
         self._progress(tensor.nbytes)

@@ -196,6 +196,7 @@ class _ByType:
     linears: Linears
     tied: bool
     made: dict[tuple[str, bool], Method] = field(default_factory=dict)
+    reasons: dict[tuple[str, tuple[int, ...]], str | None] = field(default_factory=dict)
 
     def __call__(self, module: str) -> Method:
         name = _TABLE if module == _HEAD and self.tied else module
@@ -205,7 +206,9 @@ class _ByType:
         kind = stored.format
         if kind in _PLAIN_TYPES:
             return self.plain(module)
-        reason = self._unpacked(kind, stored.shape)
+        if (kind, stored.shape) not in self.reasons:
+            self.reasons[kind, stored.shape] = self._unpacked(kind, stored.shape)
+        reason = self.reasons[kind, stored.shape]
         key = (kind, reason is None)
         if key not in self.made:
             if reason is None:

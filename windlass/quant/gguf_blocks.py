@@ -69,10 +69,17 @@ def _nibbles(raw: Tensor, at: int) -> Tensor:
 
 
 def _paired(raw: Tensor, at: int) -> Tensor:
-    """The same 32 values, as neighbours in a byte: the first of each pair in the low half."""
-    pairs = raw[..., at : at + 16].contiguous().view(torch.int16)  # two bytes, the first is lower
-    low, high = pairs & 15 | pairs >> 4 & 240, pairs >> 4 & 15 | pairs >> 8 & 240
-    return torch.cat((low, high), dim=-1).to(torch.uint8)
+    """The same 32 values, as neighbours in a byte: the first of each pair in the low half.
+
+    Two bytes at a time, as int16: times 0x110, both low halves come together in the upper byte.
+    In place, since fresh memory would take longer than the arithmetic.
+    """
+    both = torch.empty((*raw.shape[:-1], 2, 8), dtype=torch.int16, device=raw.device)
+    both[..., 0, :] = raw[..., at : at + 16].view(torch.int16)
+    torch.bitwise_right_shift(both[..., 0, :], 4, out=both[..., 1, :])
+    both &= 0x0F0F
+    both *= 0x110
+    return both.view(torch.uint8)[..., 1::2].flatten(-2)
 
 
 def _fifth_bits(raw: Tensor, at: int) -> Tensor:

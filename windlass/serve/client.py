@@ -25,7 +25,7 @@ from windlass.errors import EngineError, RequestError, WorkerDied
 from windlass.serve import messages
 from windlass.serve.adapters import AdapterRegistry, Change
 from windlass.serve.calls import Calls
-from windlass.serve.loop import Build
+from windlass.serve.loop import Build, Prepare
 from windlass.serve.process import EngineProcess, build_error, refusal_error
 from windlass.serve.states import Backlog as Backlog
 from windlass.serve.states import Health as Health
@@ -47,16 +47,29 @@ class _Inbox:
     open_ids: set[str] = field(default_factory=set)
 
 
+def _no_preparation() -> None:
+    """What is built needs nothing that is slow to import."""
+
+
 class EngineClient:
     """Owns the engine process and the requests in flight. One event loop, one thread.
 
     `build` is pickled and called in the engine's process; it returns the engine and its report.
+    None: `build_with` will tell, while the process that `start` started is busy with `prepare`.
     """
 
     def __init__(
-        self, build: Build, hang_timeout: float = 120.0, restarts: RestartPolicy | None = None
+        self,
+        build: Build | None,
+        hang_timeout: float = 120.0,
+        restarts: RestartPolicy | None = None,
+        prepare: Prepare = _no_preparation,
     ) -> None:
+        self._prepare = prepare
         self._build = build
+        self._known = asyncio.Event()
+        if build is not None:
+            self._known.set()
         self._hang_timeout = hang_timeout
         self._restarts = restarts or RestartPolicy()
         self._folder: tempfile.TemporaryDirectory[str] | None = None
@@ -90,6 +103,11 @@ class EngineClient:
         self._supervisor = asyncio.create_task(self._supervise())
         return report
 
+    def build_with(self, build: Build) -> None:
+        """Say what to build, when that was not known at first."""
+        self._build = build
+        self._known.set()
+
     async def _launch(self) -> EngineReport:
         assert self._folder is not None
         self._lives += 1
@@ -97,8 +115,11 @@ class EngineClient:
         self._unseen.clear()
         self.stats = EngineStats()
         path = Path(self._folder.name) / f"engine-{self._lives}"
-        process = EngineProcess(self._build, path, self._hang_timeout, self._handle)
+        process = EngineProcess(self._prepare, path, self._hang_timeout, self._handle)
         try:
+            await self._known.wait()
+            assert self._build is not None
+            process.begin(self._build)
             self._report = await process.ready()
         except BaseException:
             process.kill()

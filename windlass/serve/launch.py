@@ -22,16 +22,18 @@ from windlass.errors import ConfigError
 from windlass.serve.client import EngineClient
 
 OnReady = Callable[[EngineReport, str], None]
+OpenCard = Callable[[], ModelCard]
 
 
-def serve(client: EngineClient, card: ModelCard, config: ServeConfig, on_ready: OnReady) -> int:
+def serve(client: EngineClient, open_card: OpenCard, config: ServeConfig, on_ready: OnReady) -> int:
     """Serve until a signal comes or the engine is down for good; returns the exit code.
 
+    `open_card` is called while the engine's process starts, and may tell it what to build.
     The first SIGTERM or SIGINT lets running requests finish, the second ends at once.
     """
     listener = bind(config)
     try:
-        return _run(_serve_until_signal(client, card, config, listener, on_ready))
+        return _run(_serve_until_signal(client, open_card, config, listener, on_ready))
     finally:
         listener.close()
         if config.uds is not None:
@@ -48,7 +50,7 @@ def _run(main: Coroutine[Any, Any, int]) -> int:
 
 async def _serve_until_signal(
     client: EngineClient,
-    card: ModelCard,
+    open_card: OpenCard,
     config: ServeConfig,
     listener: socket.socket,
     on_ready: OnReady,
@@ -64,12 +66,12 @@ async def _serve_until_signal(
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, on_signal)
-    return await live(client, card, config, listener, on_ready, stop)
+    return await live(client, open_card, config, listener, on_ready, stop)
 
 
 async def live(
     client: EngineClient,
-    card: ModelCard,
+    open_card: OpenCard,
     config: ServeConfig,
     listener: socket.socket,
     on_ready: OnReady,
@@ -77,11 +79,12 @@ async def live(
 ) -> int:
     """Start the engine and serve until `stop` is set or the engine is lost."""
     engine = asyncio.create_task(client.start())
-    await asyncio.sleep(0)  # its process starts, and loads while the server's modules are loaded
+    # Its process starts, and loads while the card and the server's modules are loaded here.
+    await asyncio.sleep(0)
     try:
         from windlass.serve.service import Service
 
-        service = Service(client, card, config, listener)
+        service = Service(client, open_card(), config, listener)
     except BaseException:
         engine.cancel()
         await asyncio.gather(engine, return_exceptions=True)

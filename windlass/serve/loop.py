@@ -1,5 +1,7 @@
 """The engine's process: builds the engine, then takes messages and steps until it is told to stop.
 
+It starts before it is known what to build, so that slow imports happen while files are opened.
+
 It notices by itself that its parent has died and that a step hangs. Which requests there are and
 what became of them is told to the other side; who they are for is not known here.
 """
@@ -10,6 +12,7 @@ import faulthandler
 import logging
 import multiprocessing
 import os
+import pickle
 import signal
 import sys
 import threading
@@ -24,8 +27,10 @@ from windlass.core.card import EngineReport
 from windlass.engine import Engine
 from windlass.errors import EngineError, RequestError
 from windlass.serve import messages
+from windlass.serve.resident import release_code
 
 Build = Callable[[], tuple[Engine, EngineReport]]
+Prepare = Callable[[], None]
 
 _log = logging.getLogger("windlass.engine")
 
@@ -41,8 +46,11 @@ _LINGER_MS = 2000
 _HANG_GRACE = 1.5
 
 
-def engine_main(address: str, build: Build, hang_timeout: float) -> NoReturn:
-    """Run as the whole engine process; ends with exit code 0 only when told to stop."""
+def engine_main(address: str, prepare: Prepare, hang_timeout: float) -> NoReturn:
+    """Run as the whole engine process; ends with exit code 0 only when told to stop.
+
+    The first frame that comes is the pickled Build; `prepare` is called before it is waited for.
+    """
     # A terminal and a service manager signal the whole group: it is the parent that decides.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -56,15 +64,17 @@ def engine_main(address: str, build: Build, hang_timeout: float) -> NoReturn:
     socket.setsockopt(zmq.LINGER, _LINGER_MS)
     socket.connect(address)
     try:
-        code = _build_and_run(socket, build, hang_timeout)
+        code = _build_and_run(socket, prepare, hang_timeout)
     finally:
         socket.close()
         context.term()
     sys.exit(code)
 
 
-def _build_and_run(socket: zmq.Socket[bytes], build: Build, hang_timeout: float) -> int:
+def _build_and_run(socket: zmq.Socket[bytes], prepare: Prepare, hang_timeout: float) -> int:
     try:
+        prepare()
+        build: Build = pickle.loads(socket.recv())
         engine, report = build()
     except Exception as error:  # the border of the process: reported to the parent
         if not isinstance(error, EngineError):
@@ -72,6 +82,7 @@ def _build_and_run(socket: zmq.Socket[bytes], build: Build, hang_timeout: float)
         text = str(error) if isinstance(error, EngineError) else f"{type(error).__name__}: {error}"
         socket.send(messages.encode([messages.Failed(type(error).__name__, text)]))
         return 1
+    release_code()
     return run_loop(engine, socket, report, hang_timeout)
 
 

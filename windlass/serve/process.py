@@ -9,6 +9,7 @@ import asyncio
 import atexit
 import logging
 import multiprocessing
+import pickle
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -31,7 +32,7 @@ from windlass.errors import (
     WorkerDied,
 )
 from windlass.serve import messages
-from windlass.serve.loop import Build, engine_main
+from windlass.serve.loop import Build, Prepare, engine_main
 
 _log = logging.getLogger("windlass.serve")
 
@@ -59,12 +60,12 @@ def refusal_error(kind: str, message: str, param: str | None) -> EngineError:
 class EngineProcess:
     """Owns the process and the socket to it. Made inside a running event loop.
 
-    `handle` is called with every message after Ready, in order.
+    It runs `prepare` and then waits for `begin`. `handle` is called with every message after Ready, in order.
     """
 
     def __init__(
         self,
-        build: Build,
+        prepare: Prepare,
         socket_path: Path,
         hang_timeout: float,
         handle: Callable[[messages.FromEngine], None],
@@ -80,7 +81,7 @@ class EngineProcess:
         self._dead = asyncio.Event()
         self._ready: asyncio.Future[EngineReport] = self._loop.create_future()
         self._process = multiprocessing.get_context("spawn").Process(
-            target=engine_main, args=(address, build, hang_timeout), name="windlass-engine"
+            target=engine_main, args=(address, prepare, hang_timeout), name="windlass-engine"
         )
         self._process.start()
         # Without this an interpreter that ends by an error would wait for the engine forever.
@@ -116,6 +117,10 @@ class EngineProcess:
             _log.error("a message of the engine could not be read", exc_info=reader.exception())
             self.kill()
 
+    def begin(self, build: Build) -> None:
+        """Tell the process what to build, as soon as it listens."""
+        self._post(pickle.dumps(build), 0)
+
     async def ready(self) -> EngineReport:
         """Wait until the engine is built; raises what the build raised."""
         ended = asyncio.create_task(self.ended())
@@ -139,9 +144,12 @@ class EngineProcess:
 
     def send(self, *batch: messages.ToEngine) -> None:
         """Send without waiting; the queue to the engine is bounded by admission, not here."""
-        sent = asyncio.ensure_future(self._socket.send(messages.encode(batch), zmq.NOBLOCK))
+        self._post(messages.encode(batch), zmq.NOBLOCK)
+
+    def _post(self, frame: bytes, flags: int) -> None:
+        sent = asyncio.ensure_future(self._socket.send(frame, flags))
         # It fails only when the other end is gone, and that is noticed by its death.
-        sent.add_done_callback(lambda future: future.exception())
+        sent.add_done_callback(lambda future: future.cancelled() or future.exception())
 
     async def close(self) -> None:
         """Ask the process to end, insist after a while, and free the socket."""
