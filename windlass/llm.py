@@ -219,6 +219,15 @@ class LLM:
         rendered = [self._front.render(conversation) for conversation in conversations]
         return self.generate(rendered, sampling, progress, adapter)
 
+    def explain(self, result: RequestOutput) -> list[dict[str, Any]]:
+        """Where the time of each completion went, in a sentence and in figures, as `explain` has them."""
+        from windlass.serve.explain import explained, story_json
+
+        told = ((story, story.timeline.arrived) for story in result.stories)
+        return [
+            explained(story, began, self.report) | story_json(story, began) for story, began in told
+        ]
+
     def stream(
         self, prompt: Prompt, sampling: SamplingParams | None = None, adapter: str = ""
     ) -> Iterator[str]:

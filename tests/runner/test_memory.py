@@ -111,3 +111,10 @@ def test_results_tell_their_story_and_their_price(llm: LLM) -> None:
         assert result.cost == pytest.approx(story.prefill_s + story.decode_s)
         assert result.cost > 0
     assert first.stories[0].finish == "length"
+    (told,) = llm.explain(first)
+    assert told["dominated_by"] in ("prefill", "decode", "step")
+    assert " of " in told["sentence"]
+    assert told["seconds"]["server"] == 0
+    assert told["seconds"]["total"] == pytest.approx(
+        sum(value for name, value in told["seconds"].items() if name != "total"), abs=1e-5
+    )
