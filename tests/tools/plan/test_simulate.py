@@ -18,6 +18,7 @@ from windlass.tools.plan.devices import devices_needed, split
 from windlass.tools.plan.replay import Job, Replayed
 from windlass.tools.plan.simulate import simulate
 from windlass.tools.plan.slo import parse_slo
+from windlass.tools.plan.steps import Steps
 
 # A token of a prompt takes 1 ms, a row that decodes 10 ms and every further one 1 ms.
 PLAIN = CostModel(
@@ -156,10 +157,40 @@ def test_measuring_finds_the_law_that_steps_follow() -> None:
     )
     runner = _Law(law)
     room = Room.wanted(rows=32, tokens=512, positions=2048, block_size=16)
-    found = calibrate(runner, room, clock=lambda: runner.at)
+    measured = calibrate(runner, room, clock=lambda: runner.at)
+    assert measured.spread == pytest.approx(0, abs=1e-9)
+    found = measured.costs
     for rows in (1, 7, 32):
         row = [Row(str(i), SlotId(i), 500, 1, (0,), (), True) for i in range(rows)]
         chunk = Row("p", SlotId(40), 256, 200, (0,) * 200, (), False)
         for plan in (row, [*row, chunk], [chunk]):
             expected = law.device_seconds(plan)
             assert found.device_seconds(plan) == pytest.approx(expected, rel=0.02)
+
+
+class _Disturbed(_Law):
+    """Somebody else takes half of the machine from some moment on."""
+
+    since = 0.0
+
+    def run(self, plan: StepPlan) -> StepResult:
+        before = self.at
+        result = super().run(plan)
+        self.at += (self.at - before) if self.at > self.since else 0.0
+        return result
+
+
+def test_a_machine_that_was_not_quiet_is_noticed() -> None:
+    law = CostModel(
+        StepCosts({1: 0.002, 512: 0.2}), StepCosts({1: 0.003, 64: 0.09}), *(0.001, 0, 0, 0)
+    )
+    quiet, runner = _Law(law), _Disturbed(law)
+    room = Room.wanted(rows=32, tokens=512, positions=2048, block_size=16)
+    calibrate(quiet, room, clock=lambda: quiet.at)
+    runner.since = quiet.at / 2
+    found = calibrate(runner, room, clock=lambda: runner.at)
+    assert found.spread > 0.5
+    assert found.costs.rows.of(1) == pytest.approx(0.003, rel=0.01)
+    steps = Steps(found.costs, "cpu", 1, 1, 32, 512, "2026-01-31", "", found.spread)
+    assert "apart: something else used this machine" in (steps.warning or "")
+    assert Steps.from_json(steps.to_json(), "").spread == steps.spread

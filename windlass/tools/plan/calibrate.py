@@ -5,9 +5,8 @@ Writes to the runner's first KV blocks and uses its first slots: it must have no
 
 from __future__ import annotations
 
-import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from statistics import median
 from typing import Protocol
@@ -29,6 +28,14 @@ _CONTEXT = 1024
 _MANY = 8  # rows with so much context
 _CHUNK = 128  # tokens of a prompt after so much context
 _SHORT = 16  # context of rows whose attention hardly counts
+
+
+@dataclass(frozen=True, slots=True)
+class Calibration:
+    """Costs, and how far two passes over the same steps were apart: 0.3 is 30 %, half of them more."""
+
+    costs: CostModel
+    spread: float
 
 
 class Runs(Protocol):
@@ -70,15 +77,17 @@ def calibrate(
     room: Room,
     windows: tuple[int | None, ...] = (),
     clock: Callable[[], float] = time.perf_counter,
-) -> CostModel:
+) -> Calibration:
     """Time steps of growing size: the median of some repeats, and of two such the smaller."""
     trial = _Trial(runner, room, clock)
     trial.prompt(min(16, room.tokens), 0)  # kernels are made for what comes first
-    rows: dict[int, float] = {}
-    tokens: dict[int, float] = {}
+    all_rows: dict[int, list[float]] = {}
+    all_tokens: dict[int, list[float]] = {}
     for _ in range(_PASSES):
-        trial.table(rows, _ROWS, room.rows, lambda size: trial.rows(size, trial.short))
-        trial.table(tokens, _TOKENS, trial.longest, lambda size: trial.prompt(size, 0))
+        trial.table(all_rows, _ROWS, room.rows, lambda size: trial.rows(size, trial.short))
+        trial.table(all_tokens, _TOKENS, trial.longest, lambda size: trial.prompt(size, 0))
+    rows = {size: min(taken) for size, taken in all_rows.items()}
+    tokens = {size: min(taken) for size, taken in all_tokens.items()}
     one_kv, many_kv = trial.kv_seconds(1), trial.kv_seconds(min(_MANY, room.rows))
     pair = trial.pair_seconds()
     net_rows = {
@@ -90,7 +99,7 @@ def calibrate(
     chosen = [
         (seconds - plain.of(size)) / size for size, seconds in net_rows.items() if size in tokens
     ]
-    return CostModel(
+    costs = CostModel(
         plain,
         StepCosts(_positive(net_rows)),
         max(0.0, median(chosen)),
@@ -100,6 +109,13 @@ def calibrate(
         *_deciding(min(room.rows, 64)),
         windows if any(windows) else (),
     )
+    return Calibration(costs, _spread([*all_rows.values(), *all_tokens.values()]))
+
+
+def _spread(passes: Iterable[list[float]]) -> float:
+    """Of sizes that came twice: half of them are further apart."""
+    apart = [max(taken) / min(taken) - 1 for taken in passes if len(taken) > 1 and min(taken) > 0]
+    return median(apart) if apart else 0.0
 
 
 def _positive(points: dict[int, float]) -> dict[int, float]:
@@ -133,16 +149,17 @@ class _Trial:
 
     def table(
         self,
-        found: dict[int, float],
+        found: dict[int, list[float]],
         sizes: tuple[int, ...],
         most: int,
         seconds: Callable[[int], float],
     ) -> None:
-        """Fill in, or put right, until the largest or until it takes too long."""
+        """One time more of each size, until the largest or until it takes too long."""
         began = self._clock()
         for size in sorted({*(size for size in sizes if size < most), most}):
-            found[size] = min(found.get(size, math.inf), seconds(size))
-            too_long = found[size] > _LONGEST_S or self._clock() - began > _ENOUGH_S
+            taken = found.setdefault(size, [])
+            taken.append(seconds(size))
+            too_long = min(taken) > _LONGEST_S or self._clock() - began > _ENOUGH_S
             if len(found) > 1 and too_long:
                 break
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import time
@@ -13,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
+import windlass
 from windlass.build import OpenModel
 from windlass.config import AUTO, CacheConfig, EngineConfig, Limits, SchedulerConfig, SpecConfig
 from windlass.core.card import Capacity
@@ -34,6 +36,9 @@ _KEPT_DAYS = 7
 _ROWS, _TOKENS = 64, 2048  # measured at least, so that other settings need no new measurement
 _MANY_ROWS = 16  # whose products, not their reading, take the time
 _NAME = "steps"
+_DISTURBED = 0.15  # two passes that are further apart tell of something else that used the machine
+# What computes a step: costs that were measured before one of these files changed are not taken.
+_CODE = ("kernels", "layers", "quant", "runner")
 
 Say = Callable[[str], None]
 
@@ -50,6 +55,8 @@ class Steps:
     tokens: int
     date: str
     source: str  # "measured now in 6.2 s"
+    spread: float = 0.0  # how far two passes over the same steps were apart
+    code: str = ""  # what computed them
 
     def capacity(self, config: EngineConfig, opened: OpenModel, limits: Limits) -> Capacity:
         """The cache that an engine of this config would make here."""
@@ -66,7 +73,16 @@ class Steps:
         )
 
     def to_json(self) -> dict[str, Any]:
-        names = ("device", "token_bytes", "weight_bytes", "rows", "tokens", "date")
+        names = (
+            "device",
+            "token_bytes",
+            "weight_bytes",
+            "rows",
+            "tokens",
+            "date",
+            "spread",
+            "code",
+        )
         return {"costs": self.costs.to_json(), **{name: getattr(self, name) for name in names}}
 
     @classmethod
@@ -78,7 +94,19 @@ class Steps:
         if device not in ("cpu", "cuda"):
             raise ValueError(f"device {device!r}")
         costs = CostModel.from_json(found["costs"])
-        return cls(costs, device, **numbers, date=day, source=source)
+        spread, code = float(found.get("spread", 0.0)), str(found.get("code", ""))
+        return cls(costs, device, **numbers, date=day, source=source, spread=spread, code=code)
+
+    @property
+    def warning(self) -> str | None:
+        """Why they are not to be trusted."""
+        if self.spread <= _DISTURBED:
+            return None
+        return (
+            f"two passes over the same steps were {self.spread:.0%} apart: something else used this "
+            "machine, so that the costs may be too high. They are not kept; measure again when it "
+            "is quiet."
+        )
 
 
 def context_of(config: EngineConfig, opened: OpenModel) -> int:
@@ -111,8 +139,11 @@ def find_steps(
     kept = _kept(notes, rows, tokens)
     if kept is None or path is not None:
         kept = kept or _measured(bare, opened, rows, tokens, say, weights)
-        notes.note(_NAME, kept.to_json())
-        notes.save()
+        if kept.warning is not None:
+            say(kept.warning)
+        else:
+            notes.note(_NAME, kept.to_json())
+            notes.save()
         if path is not None:
             _write(path, kept)
     return kept
@@ -140,7 +171,7 @@ def _kept(notes: Notes, rows: int, tokens: int) -> Steps | None:
         age = datetime.now(UTC).date() - date.fromisoformat(steps.date)
     except (AttributeError, KeyError, TypeError, ValueError):
         return None
-    fresh = 0 <= age.days < _KEPT_DAYS
+    fresh = 0 <= age.days < _KEPT_DAYS and steps.code == _code()
     return steps if fresh and steps.rows >= rows and steps.tokens >= tokens else None
 
 
@@ -165,11 +196,12 @@ def _measured(
     )
     device = choose_device(config.model).type
     made = make_runner(sized, spec, weights, sized.limits(device))
-    costs = calibrate(made.runner, room, spec.sliding_windows)
-    _keep_factor(config, opened, weights, costs)
+    found = calibrate(made.runner, room, spec.sliding_windows)
+    if found.spread <= _DISTURBED:
+        _keep_factor(config, opened, weights, found.costs)
     taken = time.perf_counter() - started
     return Steps(
-        costs,
+        found.costs,
         device,
         made.kv_format.token_bytes,
         weights.weight_bytes,
@@ -177,7 +209,21 @@ def _measured(
         tokens,
         str(datetime.now(UTC).date()),
         f"measured now in {taken:.1f} s",
+        round(found.spread, 3),
+        _code(),
     )
+
+
+def _code() -> str:
+    """Differs when a file that computes steps does."""
+    root = Path(windlass.__file__).parent
+    files = sorted(path for room in _CODE for path in (root / room).rglob("*") if path.is_file())
+    stamps = [
+        (str(path.relative_to(root)), path.stat().st_size, path.stat().st_mtime_ns)
+        for path in files
+        if path.suffix != ".pyc"
+    ]
+    return hashlib.blake2b(repr(stamps).encode(), digest_size=8).hexdigest()
 
 
 def _keep_factor(

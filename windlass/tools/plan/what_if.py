@@ -26,6 +26,9 @@ from windlass.tools.plan.steps import Steps, context_of, find_steps
 
 Say = Callable[[str], None]
 _WARM_UP = (Job([1] * 32, 4),) * 2
+# The same short work before and after each run: what the machine gives just then.
+_PACE = [Job([1 + row] * 8, 24) for row in range(4)]
+_STEADY = 0.15
 _FIGURES = (
     "output_throughput",
     "request_throughput",
@@ -136,6 +139,7 @@ class WhatIf:
             turns.sort(key=lambda row: row["measured_duration"])
             taken = turns[(len(turns) - 1) // 2]
             taken["all_difference_pct"] = [row["difference_pct"] for row in turns]
+            taken["all_pace"] = [row["pace"] for row in turns]
             rows.append(taken)
         settings = {
             "model": self.opened.files.name,
@@ -149,15 +153,18 @@ class WhatIf:
 
     def _pair(self, built: Built, load: Load, slo: Slo, draw: int) -> dict[str, Any]:
         predicted = self.predict(load, slo, draw=draw)
+        before = self._pace(built)
         built.engine.reset_prefix_cache()
         clock = RealClock()
         run = Replay(built.engine, self.jobs(load, draw), clock, load.max_concurrency).run()
+        pace = (before + self._pace(built)) / 2
         measured = slo.summarise(run)
         told, seen = predicted.summary.row(), measured.row()
         row: dict[str, Any] = {"workload": load.title, "requests": len(run.timings)}
         for name in ("duration", *_FIGURES):
             row |= {f"predicted_{name}": told.get(name), f"measured_{name}": seen.get(name)}
         row["difference_pct"] = _apart(told["output_throughput"], seen["output_throughput"])
+        row["pace"] = round(pace, 3)
         row["ttft_difference_pct"] = _apart(told["median_ttft_ms"], seen["median_ttft_ms"])
         row |= {f"predicted_{name}": value for name, value in engine_figures(predicted.run).items()}
         row |= {f"measured_{name}": value for name, value in engine_figures(run).items()}
@@ -165,14 +172,26 @@ class WhatIf:
             f"{load.title}: predicted {told['output_throughput']:,.1f} tok/s, measured "
             f"{seen['output_throughput']:,.1f}: {row['difference_pct']:+.1f} %"
         )
+        if abs(pace - 1) > _STEADY:
+            self._say(
+                f"{load.title}: just then the machine gave {pace:.2f} times what it gave when the "
+                "costs were measured; a prediction cannot know that"
+            )
         return row
+
+    def _pace(self, built: Built) -> float:
+        """How fast the machine is now, against the costs: 0.5, half as fast."""
+        told = self._simulate(_PACE, None)
+        built.engine.reset_prefix_cache()
+        return told.duration / Replay(built.engine, _PACE, RealClock()).run().duration
 
 
 _NOTES = (
     "Predicted: the requests go through the real scheduler, and each step takes what the costs that "
     "were measured beforehand say. Measured: the same requests on an engine in the same process. "
     "difference_pct: predicted output tokens a second against measured ones; of all turns in "
-    "all_difference_pct, fastest first; the turn of the median duration is shown."
+    "all_difference_pct, fastest first; the turn of the median duration is shown. pace: what the "
+    "machine gave before and after the run, by a short piece of work, against the costs."
 )
 
 
