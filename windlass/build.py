@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from windlass.lora.start import Adapting
     from windlass.runner.assemble import Assembled, Loaded
     from windlass.runner.scoring import Scorer, ScoringLimits
+    from windlass.spec.speculation import Known
     from windlass.spec.start import Speculating
 
 _MEASURED = ("graphs", "activations")
@@ -154,7 +155,7 @@ def build_engine(config: EngineConfig, source: Source, weights: Loaded | None = 
         adapting=adapting,
     )
     with log.phase("speculation"):
-        runner, choice = speculating.start(made, limits, asked)
+        runner, choice = speculating.start(made, limits, asked, scheduler.known)
     log.choices.append(choice)
     report = EngineReport(
         made.max_model_len,
@@ -273,7 +274,9 @@ class _Plain:
 
     token_bytes = lookahead = behind_guesses = 0
 
-    def start(self, made: Assembled, _limits: Limits, _asked: str) -> tuple[EngineRunner, Choice]:
+    def start(
+        self, made: Assembled, _limits: Limits, _asked: str, _known: Known
+    ) -> tuple[EngineRunner, Choice]:
         return made.runner, Choice("speculation", "none", "as set")
 
 

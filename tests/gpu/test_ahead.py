@@ -26,7 +26,7 @@ __all__ = ["eager", "folder"]
 
 PROMPT = [(7 * j) % 1000 for j in range(21)]
 LENGTHS = (30, 75, 120)
-DEPTHS = {"alike": [4], "changing": [4, 4, 2, 2, 4, 0, 4, 1]}
+DEPTHS = {"alike": [3], "changing": [3, 3, 2, 2, 3, 0, 3, 1]}
 
 
 def said(llm: LLM, count: int) -> list[list[int]]:
@@ -76,6 +76,7 @@ def test_launches_before_the_plan_leave_the_tokens_as_they_are(
     for _ in range(3):  # what is recorded when first needed is not launched ahead that time
         assert said(llm, count) == want
     assert counts["ahead"] > 20
-    assert 0 < counts["in vain"] < counts["ahead"] / (2 if depths == "alike" else 1)
+    assert counts["in vain"] < counts["ahead"] / 2
+    assert (counts["in vain"] > 0) == (depths == "changing" or count > 1), counts
     stats = llm.engine.stats()
     assert stats.num_accepted_tokens > stats.num_draft_tokens / 3

@@ -272,7 +272,7 @@ def test_a_slot_that_was_given_away_meanwhile_does_not_count() -> None:
     """Steps may overlap: an abort frees a slot whose sample is still on its way."""
     some = governor.StepCosts({1: 1.0, 2: 1.0})
     proposer = NgramProposer(1, 2, 4)
-    runner = Speculation(Counting(), proposer, governor.Governor(some, 100))
+    runner = Speculation(Counting(), proposer, governor.Governor(some, 100), dict)
     wish = SamplingParams()
 
     def step(name: str, freed: list[SlotId]) -> StepPlan:
@@ -286,6 +286,28 @@ def test_a_slot_that_was_given_away_meanwhile_does_not_count() -> None:
     runner.submit(StepPlan([], freed=[SlotId(0)]))
     second.wait()
     assert proposer._unread == {}
+
+
+def test_what_came_in_steps_without_guesses_is_told_when_guesses_are_wanted() -> None:
+    some = governor.StepCosts({1: 1.0, 2: 1.0})
+    proposer = NgramProposer(1, 2, 4)
+    tokens = {SlotId(0): [5, 6], SlotId(1): [8]}
+    judge = governor.Governor(some, 100, most_rows=1)
+    runner = Speculation(Counting(), proposer, judge, lambda: tokens)
+    wish = SamplingParams()
+    new = [
+        Admission(str(slot), slot, list(known), len(known), wish, frozenset(), 0)
+        for slot, known in tokens.items()
+    ]
+    rows = [Row(each.request_id, each.slot, 0, 1, (5,), (), True) for each in new]
+    for step in range(3):  # of more rows than may guess
+        results = runner.run(StepPlan(rows, new if step == 0 else [])).rows
+        for row, result in zip(rows, results, strict=True):
+            tokens[row.slot] += result.tokens
+    assert proposer._unread == {0: [5, 6], 1: [8]}
+    runner.run(StepPlan(rows[:1]))
+    assert proposer._slots[SlotId(0)]._tokens == [*tokens[SlotId(0)], *results[0].tokens]
+    assert proposer._unread[SlotId(1)] == tokens[SlotId(1)]
 
 
 def test_the_start_up_table_says_what_guesses_and_what_it_costs(folder: Path) -> None:

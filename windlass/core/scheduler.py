@@ -139,6 +139,10 @@ class Scheduler:
     def has_work(self) -> bool:
         return bool(self._requests)
 
+    def known(self) -> dict[SlotId, list[int]]:
+        """All committed tokens of the requests that run, by their slots; nobody may change them."""
+        return {each.slot: each.tokens for each in self._running if each.slot is not None}
+
     def reset_prefix_cache(self) -> int:
         return self._claims.pool.reset_cache()
 

@@ -8,6 +8,7 @@ tensor-parallel group, and another machine.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from operator import itemgetter
 from typing import Literal, NamedTuple, NewType
 
 from windlass.core.sampling import SamplingParams
@@ -62,6 +63,12 @@ class Row(NamedTuple):
     adapter: int = 0  # the slot of its adapter on the device; 0: the base alone
 
 
+# Of a row: asked of hundreds in every step.
+_NUM_TOKENS, _NUM_DRAFTS = (
+    itemgetter(Row._fields.index(name)) for name in ("num_tokens", "num_drafts")
+)
+
+
 class StepPlan(NamedTuple):
     """What to compute now. `freed` slots hold nothing any more; `copies` are done before all else."""
 
@@ -74,7 +81,11 @@ class StepPlan(NamedTuple):
 
     @property
     def num_tokens(self) -> int:
-        return sum(row.num_tokens for row in self.rows)
+        return sum(map(_NUM_TOKENS, self.rows))
+
+    @property
+    def has_guesses(self) -> bool:
+        return any(map(_NUM_DRAFTS, self.rows))
 
 
 class TokenLogprob(NamedTuple):

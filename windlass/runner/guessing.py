@@ -140,7 +140,7 @@ class CudaGuesser(CudaRunner):
             self._take_back(ahead)
             ahead = None
         self._note_prompts(plan)
-        if not self.drafting and not any(row.num_drafts for row in rows):
+        if not self.drafting and not plan.has_guesses:
             return super()._submit(plan)
         self._put_adapters(plan)
         self._note_fixed(plan)

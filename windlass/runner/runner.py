@@ -102,7 +102,7 @@ class Runner:
         A row with guesses gives 1 + as many tokens as it guessed rightly.
         """
         self._prepare(plan)
-        guided = self.drafting or any(row.num_drafts for row in plan.rows)
+        guided = self.drafting or plan.has_guesses
         compute = self._verify if guided else self._compute
         return Done(StepResult(compute(plan)))
 

@@ -34,11 +34,6 @@ def seen(row: Row, result: RowResult) -> Seen:
     return Seen(row.slot, result.tokens, result.drafts, result.trail)
 
 
-def all_seen(rows: Sequence[Row], results: Sequence[RowResult]) -> list[Seen]:
-    """What a step tells the proposer: of the rows that sampled."""
-    return [seen(row, result) for row, result in zip(rows, results, strict=True) if row.sample]
-
-
 class Draft(NamedTuple):
     """Guesses for the positions after the last known token, in their order.
 
@@ -67,14 +62,7 @@ class Proposer(Protocol):
         ...
 
     def take_in(self, seen: Sequence[Seen]) -> None:
-        """What the rows that sampled got, once for every step."""
-        ...
-
-    def follow(self, rows: Sequence[Row], results: Sequence[RowResult]) -> None:
-        """The same of a step that carried no guesses and after which none are wanted.
-
-        Then there may be hundreds of rows, and little time for each.
-        """
+        """What slots got since they were last told of: in a step, or in several without guesses."""
         ...
 
     def propose(self, slots: Sequence[SlotId]) -> list[Draft]:

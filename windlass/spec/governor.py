@@ -163,13 +163,17 @@ class Governor:
     def forget(self, slot: SlotId) -> None:
         self._slots.pop(slot, None)
 
+    def allows(self, num_rows: int) -> bool:
+        """Whether a step of so many rows may have guesses at all."""
+        return self._most_rows is None or num_rows <= self._most_rows
+
     def wanted(self, slots: Sequence[SlotId], free: bool) -> int:
         """How many guesses to make for each of these requests after the next step.
 
         None for some steps after looking was in vain, unless there is less to do than then.
         """
         num_rows = len(slots)
-        if self._most_rows is not None and num_rows > self._most_rows:
+        if not self.allows(num_rows):
             return 0
         enough = _FREE_IN_VAIN if free else _IN_VAIN
         if self._num_vain >= enough and not (free and num_rows <= _FREE_ROWS):

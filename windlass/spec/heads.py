@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from windlass.config import ModelConfig
-from windlass.core.types import Row, RowResult, SlotId, StepPlan
+from windlass.core.types import SlotId, StepPlan
 from windlass.errors import CheckpointError, ConfigError
 from windlass.models.card import open_checkpoint
 from windlass.models.checkpoint import Checkpoint, SafetensorsCheckpoint, StoredTensor
@@ -116,9 +116,6 @@ class HeadProposer:
     def take_in(self, seen: Sequence[Seen]) -> None:
         for each in seen:
             self._drafts[each.slot] = each.drafts
-
-    def follow(self, rows: Sequence[Row], results: Sequence[RowResult]) -> None:
-        pass  # guesses come with the step that they are wanted after
 
     def propose(self, slots: Sequence[SlotId]) -> list[Draft]:
         begun = self._runner.is_ahead

@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from windlass.core.types import Row, RowResult, SlotId, StepPlan
-from windlass.spec.base import Draft, Proposer, Seen, Site, all_seen
+from windlass.core.types import SlotId, StepPlan
+from windlass.spec.base import Draft, Proposer, Seen, Site
 
 if TYPE_CHECKING:
     from windlass.runner.assemble import Assembled
@@ -113,9 +113,6 @@ class LookaheadProposer:
                 self._begun[each.slot] += each.tokens
             else:
                 self._slots[each.slot].take_in(each.tokens, each.trail)
-
-    def follow(self, rows: Sequence[Row], results: Sequence[RowResult]) -> None:
-        self.take_in(all_seen(rows, results))
 
     def propose(self, slots: Sequence[SlotId]) -> list[Draft]:
         for slot in slots:

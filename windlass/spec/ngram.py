@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from windlass.core.types import Row, RowResult, SlotId, StepPlan
+from windlass.core.types import SlotId, StepPlan
 from windlass.spec.base import NO_DRAFT, Draft, Proposer, Seen, Site
 
 if TYPE_CHECKING:
@@ -80,12 +80,6 @@ class NgramProposer:
         unread = self._unread
         for each in seen:
             unread[each.slot] += each.tokens
-
-    def follow(self, rows: Sequence[Row], results: Sequence[RowResult]) -> None:
-        unread = self._unread
-        for row, result in zip(rows, results, strict=True):
-            if result.tokens:
-                unread[row.slot] += result.tokens
 
     def propose(self, slots: Sequence[SlotId]) -> list[Draft]:
         drafts = []

@@ -17,7 +17,6 @@ from windlass.core.types import (
     Admission,
     BlockId,
     Row,
-    RowResult,
     SlotId,
     StepPlan,
     StepResult,
@@ -113,12 +112,6 @@ class SecondProposer:
     def take_in(self, seen: Sequence[Seen]) -> None:
         for each in seen:
             self._tracks[each.slot].go_on(each.tokens)
-
-    def follow(self, rows: Sequence[Row], results: Sequence[RowResult]) -> None:
-        tracks = self._tracks
-        for row, result in zip(rows, results, strict=True):
-            if result.tokens:
-                tracks[row.slot].go_on(result.tokens)
 
     def propose(self, slots: Sequence[SlotId]) -> list[Draft]:
         ready = self._ready(slots)

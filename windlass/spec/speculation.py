@@ -8,15 +8,16 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 from windlass.core.types import Row, RowResult, SlotId, StepPlan, StepResult
 from windlass.runner.runner import Pending
-from windlass.spec.base import Proposer, seen
+from windlass.spec.base import Proposer, Seen, seen
 from windlass.spec.governor import Governor
 
 _NEVER = sys.maxsize
+Known = Callable[[], Mapping[SlotId, Sequence[int]]]
 
 
 class Submits(Protocol):
@@ -49,19 +50,28 @@ class _OnItsWay:
 
 
 class Speculation:
-    """Owns the proposer and the governor, and remembers the kind of each slot's guesses."""
+    """Owns the proposer and the governor, and remembers the kind of each slot's guesses.
+
+    Of steps without guesses the proposer is told later, when it is asked for some: then there may
+    be hundreds of rows, and little time for each.
+    """
 
     def __init__(
         self,
         runner: Submits,
         proposer: Proposer,
         governor: Governor,
+        known: Known,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
+        """`known` gives the tokens of all slots up to the step whose results come next."""
         self._runner = runner
         self._proposer = proposer
         self._governor = governor
+        self._known = known
         self.now = clock
+        self._num_told: dict[SlotId, int] = {}  # tokens that the proposer knows
+        self._behind = False  # whether there are more
         self._kinds: dict[SlotId, int] = {}
         self._number = 0  # of the last step
         self._since: dict[SlotId, int] = {}  # the step with which a slot was given away
@@ -78,11 +88,12 @@ class Speculation:
         self._number += 1
         if plan.freed or plan.admitted:
             self._note_changes(plan)
-        slots = [row.slot for row in plan.rows]
-        wanted = self._governor.wanted(slots, self._proposer.free)
+        wanted = 0
+        if self._governor.allows(len(plan.rows)):
+            slots = [row.slot for row in plan.rows]
+            wanted = self._governor.wanted(slots, self._proposer.free)
         self._proposer.begin(plan, wanted)
-        guessed = any(row.num_drafts for row in plan.rows)
-        step = Started(plan, self._number, wanted, guessed, self.now())
+        step = Started(plan, self._number, wanted, plan.has_guesses, self.now())
         pending = self._runner.submit(plan)
         waited_for = wanted > 0 and (self._found or not self._proposer.free)
         return _OnItsWay(self, step, pending, waited_for or pending.guesses)
@@ -92,25 +103,28 @@ class Speculation:
         for slot in plan.freed:
             self._governor.forget(slot)
             self._since.pop(slot, None)
+            self._num_told.pop(slot, None)
         for admission in plan.admitted:
             self._governor.admit(admission.slot)
             self._since[admission.slot] = self._number
+            self._num_told[admission.slot] = len(admission.tokens)
 
     def arrived(self, step: Started, result: StepResult) -> StepResult:
         """Count what was right, and add guesses for the next step."""
         rows, results, now = step.plan.rows, result.rows, self.now()
         seconds = now - max(step.began, self._last_arrival)
         self._last_arrival = now
-        kept: Sequence[int] = range(len(rows))
+        if not step.wanted and not step.guessed:
+            self._behind = True
+            if step.plan.num_tokens == len(rows):
+                self._governor.took(len(rows), False, seconds)
+            return result
+        sampled = [i for i, row in enumerate(rows) if row.sample]
         if self._changed > step.number:
             # A slot may have been given away since: by an abort, or by a plan that ran ahead.
-            kept = [i for i in kept if self._since.get(rows[i].slot, _NEVER) <= step.number]
-        if not step.wanted and not step.guessed:
-            self._follow(step, result, kept, seconds)
-            return result
-        sampled = [i for i in kept if rows[i].sample]
+            sampled = [i for i in sampled if self._since.get(rows[i].slot, _NEVER) <= step.number]
         self._count(rows, results, sampled)
-        self._proposer.take_in([seen(rows[i], results[i]) for i in sampled])
+        self._tell([seen(rows[i], results[i]) for i in sampled])
         drafting = 0.0
         if step.wanted and sampled:
             result = StepResult(self._with_drafts(rows, results, sampled))
@@ -120,17 +134,21 @@ class Speculation:
             self._governor.took(num_tokens, step.guessed, seconds, len(rows), step.wanted)
         return result._replace(drafting_s=drafting)
 
-    def _follow(
-        self, step: Started, result: StepResult, kept: Sequence[int], seconds: float
-    ) -> None:
-        """The same where nobody guessed and nobody will: next to nothing for each row."""
-        rows, results = step.plan.rows, result.rows
-        if len(kept) == len(rows):
-            self._proposer.follow(rows, results)
-        else:
-            self._proposer.follow([rows[i] for i in kept], [results[i] for i in kept])
-        if step.plan.num_tokens == len(rows):
-            self._governor.took(len(rows), False, seconds)
+    def _tell(self, news: list[Seen]) -> None:
+        """Let the proposer know what came now, and before that what it missed."""
+        told = self._num_told
+        if self._behind:
+            self._behind = False
+            missed = []
+            for slot, tokens in self._known().items():
+                num_told = told.get(slot, len(tokens))
+                if num_told < len(tokens):
+                    missed.append(Seen(slot, tokens[num_told:]))
+                    told[slot] = len(tokens)
+            self._proposer.take_in(missed)
+        for each in news:
+            told[each.slot] += len(each.tokens)
+        self._proposer.take_in(news)
 
     def _count(self, rows: list[Row], results: list[RowResult], sampled: list[int]) -> None:
         for i in sampled:

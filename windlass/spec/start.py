@@ -13,7 +13,7 @@ from windlass.spec.governor import Governor
 from windlass.spec.measure import Costs, Room, measure
 from windlass.spec.notes import notes_for
 from windlass.spec.registry import RUN_AHEAD, WRITE_AHEAD, open_guide
-from windlass.spec.speculation import Speculation
+from windlass.spec.speculation import Known, Speculation
 
 if TYPE_CHECKING:
     from windlass.runner.assemble import Assembled, Loaded
@@ -39,7 +39,9 @@ class Speculating:
             self.lookahead = 0
             self.behind_guesses = 1 + wish.most_guesses if wish.spec in RUN_AHEAD else 0
 
-    def start(self, made: Assembled, limits: Limits, asked: str) -> tuple[Speculation, Choice]:
+    def start(
+        self, made: Assembled, limits: Limits, asked: str, known: Known
+    ) -> tuple[Speculation, Choice]:
         """The runner that guesses, and what it says of itself; `asked` is what the user chose."""
         wish, capacity = self._config.speculation, made.capacity
         room = Room(
@@ -62,7 +64,7 @@ class Speculating:
             parts.append(f"typical acceptance at {wish.threshold:g} CHANGES THE DISTRIBUTION")
         parts += [self._notes.problem] if self._notes.problem else []
         choice = Choice("speculation", self._guide.describe(), "; ".join(parts))
-        return Speculation(made.runner, proposer, governor), choice
+        return Speculation(made.runner, proposer, governor, known), choice
 
     def _costs(self, made: Assembled, proposer: Proposer, room: Room) -> tuple[Costs, str]:
         """Noted at an earlier start in as much room, or measured now."""

@@ -45,6 +45,7 @@ class MeasuredProducts(TorchProducts):
     def __init__(self) -> None:
         super().__init__()
         self._chosen: dict[_Key, Tiling] = {}
+        self._measured: set[Shape] = set()
         self._space: skinny.Workspace | None = None
 
     def linear(self, x: Tensor, weight: Tensor) -> Tensor:
@@ -93,10 +94,10 @@ class MeasuredProducts(TorchProducts):
 
     @torch.inference_mode()
     def tune(self, weights: Iterable[Tensor]) -> tuple[str, str]:
-        """Time every candidate on every shape, cold weights first in the cache's way."""
+        """Time every candidate on every shape that is new, cold weights first in the cache's way."""
         by_shape: dict[Shape, list[Tensor]] = defaultdict(list)
         for weight in weights:
-            if _takes(weight):
+            if _takes(weight) and tuple(weight.shape) not in self._measured:
                 by_shape[tuple(weight.shape)].append(weight)
         if not by_shape:
             return "torch", "no weight has a shape that the narrow kernels take"
@@ -106,6 +107,7 @@ class MeasuredProducts(TorchProducts):
         for shape, group in by_shape.items():
             for rows in _MEASURED_AT:
                 self._tune_shape(shape, group, rows)
+        self._measured.update(by_shape)
         counts = Counter(kind for kind, *_ in self._chosen)
         chosen = ", ".join(f"{kind} {count}" for kind, count in counts.items())
         of = f"of {len(_MEASURED_AT) * len(by_shape)} shapes and batch sizes"
