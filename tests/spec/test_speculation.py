@@ -17,7 +17,7 @@ from windlass.core.types import Admission, Row, RowResult, SlotId, StepPlan, Ste
 from windlass.errors import ConfigError
 from windlass.runner.runner import Done
 from windlass.spec import governor, ngram, start
-from windlass.spec.base import Draft, Seen, all_seen
+from windlass.spec.base import Draft, Seen
 from windlass.spec.measure import Costs, Room, measure
 from windlass.spec.ngram import NgramProposer
 from windlass.spec.speculation import Speculation
@@ -47,9 +47,6 @@ class Oracle:
     def take_in(self, seen: Sequence[Seen]) -> None:
         for each in seen:
             self._known[each.slot] += each.tokens
-
-    def follow(self, rows: Sequence[Row], results: Sequence[RowResult]) -> None:
-        self.take_in(all_seen(rows, results))
 
     def propose(self, slots: Sequence[SlotId]) -> list[Draft]:
         drafts = []
