@@ -84,12 +84,11 @@ class Scheduler:
             raise RequestError("the prompt has no tokens.", "prompt")
         self._limits.check(new.sampling)
         max_tokens = self._limits.fit(len(new.prompt), new.sampling.max_tokens)
-        stops = set(new.sampling.stop_token_ids)
-        if not new.sampling.ignore_eos:
-            stops |= self._eos_ids
+        eos_ids = () if new.sampling.ignore_eos else self._eos_ids
+        stops = frozenset((*new.sampling.stop_token_ids, *eos_ids))
         salt = self.adapters.enter(new.adapter) if new.adapter else ""
         seed = self._random.getrandbits(62) if new.sampling.seed is None else new.sampling.seed
-        request = Request(new, self._num_arrivals, max_tokens, frozenset(stops), seed, now, salt)
+        request = Request(new, self._num_arrivals, max_tokens, stops, seed, now, salt)
         self._num_arrivals += 1
         self._requests[new.request_id] = request
         self.chronicle.arrived(request, len(self._waiting), len(self._running), now)
@@ -114,12 +113,13 @@ class Scheduler:
         Its requests wait again and lose no token. When steps cannot get smaller, the largest row's
         request ends with the error: the returned output.
         """
-        members = self._in_flight.pop().members
-        smallest = self._budget <= max(_MIN_BUDGET, self._limits.max_num_seqs)
-        self._budget = max(self._budget // 2, _MIN_BUDGET, self._limits.max_num_seqs)
+        least = max(_MIN_BUDGET, self._limits.max_num_seqs)
+        smallest, self._budget = self._budget <= least, max(self._budget // 2, least)
         largest = max(plan.rows, key=lambda row: row.num_tokens)
         outputs = []
-        for (request, generation), row in zip(members, plan.rows, strict=True):
+        for (request, generation), row in zip(
+            self._in_flight.pop().members, plan.rows, strict=True
+        ):
             if row.sample:
                 request.num_pending -= 1
             if request.finish is not None or request.generation != generation:
@@ -202,7 +202,6 @@ class Scheduler:
         return plan
 
     def _plan_running(self, step: Step, now: float) -> None:
-        size = self._limits.block_size
         for request in list(self._running):
             if request.slot is None:  # interrupted a moment ago, as are all behind it
                 break
@@ -223,7 +222,7 @@ class Scheduler:
             if request.drafts or self._limits.lookahead:
                 spare = step.budget - count
                 end = self._claims.end_with_drafts(request, end, spare, len(self._running))
-            if end > len(request.blocks) * size:
+            if end > len(request.blocks) * self._limits.block_size:
                 fresh = self._grow(request, end, now)
             if fresh is not None:
                 step.emit(request, count, fresh)
@@ -257,8 +256,7 @@ class Scheduler:
                 step.emit(request, count, request.blocks)
                 openings -= 1
             request = self._waiting.peek()
-        only_adapters = request is None and not promised
-        self._waiting.restore(state if only_adapters else None)
+        self._waiting.restore(state if request is None and not promised else None)
         if self._waiting:
             self.chronicle.waits(self._blocker(request, openings, count), now)
 
@@ -300,13 +298,14 @@ class Scheduler:
     def _admit(self, step: Step, request: Request, cached: list[BlockId], now: float) -> int:
         """Give a waiting request a slot and its first blocks; not above 0: it cannot have them."""
         count = self._claims.start(step, request, cached, alone=not self._running)
-        if count > 0:
-            self._place(step.plan, request)
-            if self.chronicle.placed(request, request.computed, now):
-                self._claims.note_miss(request)
-                if self._claims.may_read(request):
-                    self._count.prefix_queries += request.num_prompt
-                    self._count.prefix_hits += request.computed
+        if count <= 0:
+            return count
+        self._place(step.plan, request)
+        if self.chronicle.placed(request, request.computed, now):
+            self._claims.note_miss(request)
+            if self._claims.may_read(request):
+                self._count.prefix_queries += request.num_prompt
+                self._count.prefix_hits += request.computed
         return count
 
     def _place(self, plan: StepPlan, request: Request) -> None:
@@ -363,7 +362,7 @@ class Scheduler:
         """Add sampled tokens up to the first that ends the request."""
         first = len(request.tokens) == request.num_prompt
         taken, finish, stop_token = request.take(got.tokens)
-        tokens, scores, timeline = got.tokens, got.logprobs, None
+        tokens, scores, prompt_scores, timeline = got.tokens, got.logprobs, None, None
         if first or finish is not None or row.num_drafts:
             timeline = request.timeline
             timeline.num_output = request.num_output
@@ -375,7 +374,6 @@ class Scheduler:
             tokens = tokens[:taken]
             scores = scores[:taken] if scores is not None else None
             self._finish(request, finish)
-        prompt_scores = None
         if got.prompt_logprobs is not None:
             prompt_scores = request.unreported(row, got.prompt_logprobs)
         values = (request.request_id, tokens, scores, prompt_scores, finish, stop_token)
