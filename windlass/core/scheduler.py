@@ -116,10 +116,8 @@ class Scheduler:
         least = max(_MIN_BUDGET, self._limits.max_num_seqs)
         smallest, self._budget = self._budget <= least, max(self._budget // 2, least)
         largest = max(plan.rows, key=lambda row: row.num_tokens)
-        outputs = []
-        for (request, generation), row in zip(
-            self._in_flight.pop().members, plan.rows, strict=True
-        ):
+        outputs, members = [], self._in_flight.pop().members
+        for (request, generation), row in zip(members, plan.rows, strict=True):
             if row.sample:
                 request.num_pending -= 1
             if request.finish is not None or request.generation != generation:
