@@ -1,12 +1,14 @@
-"""The kernels of x86-64 on any machine: cross-compiled, and AVX2 also run, by an emulator.
+"""Kernels for CPUs that this one is not: compiled for them, and run where an emulator is there.
 
-No emulator has AVX-512 or VNNI here, so what uses those is only compiled.
+Emulators have AVX2, and on aarch64 i8mm and the bfloat16 products. No package has AVX-512 or AMX, so
+of what uses those only the instructions are looked for.
 """
 
 from __future__ import annotations
 
 import hashlib
 import os
+import platform
 import shutil
 import subprocess
 from concurrent.futures import ThreadPoolExecutor
@@ -16,17 +18,22 @@ import pytest
 
 from windlass.kernels.native.compiled import SOURCES
 
-_COMPILER = "x86_64-linux-gnu-g++"
-_EMULATOR = "qemu-x86_64"
-_LIBRARIES = Path("/usr/x86_64-linux-gnu")  # where distributions put those of a cross compiler
+_X86 = "x86_64-linux-gnu-g++"
+_ARM = "g++" if platform.machine() == "aarch64" else "aarch64-linux-gnu-g++"
 _FLAGS = ("-std=c++17", "-O1", "-ffp-contract=off", "-pthread", f"-I{SOURCES}")
 _OWN = [
     Path(__file__).with_name(name) for name in ("selftest.cpp", "selftest_ops.h", "definition.h")
 ]
 
-pytestmark = pytest.mark.skipif(
-    shutil.which(_COMPILER) is None, reason=f"{_COMPILER} is not installed"
-)
+
+def _needs(*programs: str) -> pytest.MarkDecorator:
+    missing = [program for program in programs if shutil.which(program) is None]
+    return pytest.mark.skipif(bool(missing), reason=f"not installed: {', '.join(missing)}")
+
+
+def _libraries(machine: str) -> Path:
+    """Where distributions put those of a cross compiler; the machine's own are everywhere."""
+    return Path("/") if machine == platform.machine() else Path(f"/usr/{machine}-linux-gnu")
 
 
 def _call(*command: str | Path) -> str:
@@ -35,15 +42,17 @@ def _call(*command: str | Path) -> str:
     return done.stdout
 
 
-def _program(kept: Path, march: str) -> Path:
+def _program(config: pytest.Config, compiler: str, march: str) -> Path:
     """The self-test for a CPU; compiled once for the same sources."""
+    assert config.cache is not None
     text = b"".join(path.read_bytes() for path in [*_OWN, *sorted(SOURCES.iterdir())])
-    program = kept / f"{march}-{hashlib.blake2b(text, digest_size=8).hexdigest()}"
+    digest = hashlib.blake2b(text, digest_size=8).hexdigest()
+    program = config.cache.mkdir("windlass_emulated") / f"{march}-{digest}"
     if program.is_file():
         return program
-    call = (_COMPILER, *_FLAGS, f"-march={march}")
+    call = (compiler, *_FLAGS, f"-march={march}")
     sources = [_OWN[0], *sorted(SOURCES.glob("*.cpp"))]
-    objects = [program.with_suffix(f".{source.stem}.o") for source in sources]
+    objects = [program.with_name(f"{program.name}.{source.stem}.o") for source in sources]
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         pairs = zip(sources, objects, strict=True)
         list(pool.map(lambda pair: _call(*call, "-c", pair[0], "-o", pair[1]), pairs))
@@ -53,24 +62,35 @@ def _program(kept: Path, march: str) -> Path:
     return program
 
 
-@pytest.mark.skipif(shutil.which(_EMULATOR) is None, reason=f"{_EMULATOR} is not installed")
+@_needs(_X86, "qemu-x86_64")
 def test_avx2_computes_what_every_operation_means(pytestconfig: pytest.Config) -> None:
-    assert pytestconfig.cache is not None
-    program = _program(pytestconfig.cache.mkdir("windlass_x86"), "haswell")
-    said = _call(_EMULATOR, "-L", _LIBRARIES, "-cpu", "max", program)
+    program = _program(pytestconfig, _X86, "haswell")
+    said = _call("qemu-x86_64", "-L", _libraries("x86_64"), "-cpu", "max", program)
     assert said == "AVX2: all products agree\n"
 
 
+@_needs(_ARM, "qemu-aarch64")
+def test_i8mm_and_bfloat16_compute_what_products_mean(pytestconfig: pytest.Config) -> None:
+    program = _program(pytestconfig, _ARM, "armv8.2-a+dotprod+fp16+i8mm+bf16")
+    emulator = ("qemu-aarch64", "-L", _libraries("aarch64"), "-cpu", "max")
+    assert _call(*emulator, program, "products") == "NEON i8mm and bfloat16: all products agree\n"
+
+
+@_needs(_X86)
 @pytest.mark.parametrize(
-    ("march", "instruction"), [("alderlake", "{vex} vpdpbusd"), ("icelake-server", "vpdpbusd")]
+    ("march", "source", "instructions"),
+    [
+        ("alderlake", "int_gemm", ["{vex} vpdpbusd"]),
+        ("sapphirerapids", "int_gemm", ["vpdpbusd", "%zmm", "tdpbsud"]),
+        ("sapphirerapids", "brain_gemm", ["vdpbf16ps", "%zmm", "tdpbf16ps"]),
+    ],
 )
-def test_products_of_whole_numbers_use_vnni_where_a_cpu_has_it(
-    march: str, instruction: str, tmp_path: Path
+def test_products_use_what_a_cpu_has(
+    march: str, source: str, instructions: list[str], tmp_path: Path
 ) -> None:
-    written = tmp_path / "int_gemm.s"
-    _call(
-        _COMPILER, *_FLAGS, "-O0", f"-march={march}", "-S", SOURCES / "int_gemm.cpp", "-o", written
-    )
+    path = SOURCES / f"{source}.cpp"
+    written = tmp_path / "assembly.s"
+    _call(_X86, *_FLAGS, "-O0", f"-march={march}", "-S", path, "-o", written)
     text = written.read_text()
-    assert instruction in text
+    assert [one for one in instructions if one not in text] == []
     assert "vpmaddubsw" not in text

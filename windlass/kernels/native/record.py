@@ -246,7 +246,7 @@ def _gate_in_product(calls: list[Recorded]) -> list[Recorded]:
             and len(before.call.fixed) == 1
             and len(_users(calls, one.buffers[0])) == 2
             and before.call.sizes[0] == 2 * one.call.sizes[0]
-            and one.call.sizes[0] % 8 == 0
+            and one.call.sizes[0] % 16 == 0  # a tile of the widest CPUs
         ):
             before.buffers[3] = one.buffers[1]
             before.change(2, before.call.sizes[2] | LinearFlag.GATED)

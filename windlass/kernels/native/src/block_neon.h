@@ -10,7 +10,8 @@
 
 namespace windlass {
 
-constexpr bool kHasMultiply4 = true;
+// With i8mm products of two rows at a time are faster: see dots_i8mm.h.
+constexpr bool kHasMultiply4 = kSpan == 4;
 
 #define WINDLASS_ROW(A, B, X, LANE)              \
   "sdot " A ".4s, v12.16b, " X ".4b[" LANE "]\n" \

@@ -6,18 +6,19 @@
 
 namespace windlass {
 
+namespace tile {
 namespace {
 
-constexpr int kMostInputs = 512;  // of an unpacked tile: 16 KiB of floats
+constexpr int kMostInputs = 4096 / kTile;  // of an unpacked tile: 16 KiB of floats
 
-// MT rows x 8 outputs, `count` inputs. Two sums side by side: one alone would wait for each
+// MT rows x the outputs of a tile, `count` inputs. Two sums side by side: one alone would wait for each
 // addition. Their order is the same for all MT, so that a row's result does not depend on others.
 template <int MT, class Value>
 inline void multiply(const Value* w, const float* x, int count, float* out) {
-  F32x8 even[MT], odd[MT];
+  Floats even[MT], odd[MT];
   for (int m = 0; m < MT; ++m) even[m] = odd[m] = zero();
-  const auto step = [&](int k, F32x8(&sums)[MT]) {
-    const F32x8 weight = load_scales(w + k * kTile);
+  const auto step = [&](int k, Floats(&sums)[MT]) {
+    const Floats weight = load_scales(w + k * kTile);
     const Quad in = load_quad(x + k * kPanel);
     unrolled<MT>([&](auto m) { sums[m] = fma_lane<m>(sums[m], weight, in); });
   };
@@ -50,14 +51,16 @@ void unpack_table(const Weight& w, const uint8_t* tile, int begin, int end, floa
   const Table16 table = load_table(w.table);
   const float* scales = reinterpret_cast<const float*>(tile);
   const uint8_t* codes = tile + scale_bytes(w) + static_cast<size_t>(begin) * kTile / 2;
-  for (int k = begin; k < end; k += 4, codes += 16, out += 4 * kTile) {
+  for (int k = begin; k < end; k += 4, codes += 2 * kTile, out += 4 * kTile) {
     lookup32(table, codes, load(scales + k / w.group * kTile), out);
   }
 }
 
 }  // namespace
+}  // namespace tile
 
 void float_product(const Product& job) {
+  using namespace tile;
   const int count = padded_in(job.w);
   const bool direct = job.rows < kManyRows;
   each_piece(job, [&](int t, int first, int last, Target to) {

@@ -4,11 +4,14 @@
 
 #include <algorithm>
 
+#include "amx.h"
 #include "run.h"
 #include "simd.h"
 #include "weight.h"
 
 namespace windlass {
+
+constexpr int kSquarePanels = kSquare / kPanel;
 
 struct Product {
   Pool& pool;
@@ -19,6 +22,7 @@ struct Product {
   size_t outlier_bytes;
   const uint8_t* columns;  // the same by input, for every piece of panels; null with few rows
   size_t column_bytes;
+  const uint8_t* squares;  // the codes of all rows for AMX, or null: see amx.h
   int cut;     // panels that are computed with one tile before the next
   int planes;  // rows of the panels that make one of y
   int rows;    // of the panels
@@ -36,11 +40,15 @@ struct Product {
   const uint8_t* piece_columns(int panel) const {
     return columns + static_cast<size_t>(panel / cut) * column_bytes;
   }
+  const uint8_t* square(int panel) const {
+    return squares + static_cast<size_t>(panel / kSquarePanels) * square_bytes(w);
+  }
   const uint8_t* tile(int t) const { return w.data + static_cast<size_t>(t) * tile_bytes(w); }
 };
 
 void int_product(const Product& job);
 void float_product(const Product& job);
+void brain_product(const Product& job);
 
 // From this many rows on a tile is unpacked once for all of them.
 constexpr int kManyRows = 6;
@@ -54,7 +62,8 @@ inline int panel_cut(int rows, size_t panel_bytes) {
   if (rows < kManyRows) return panels;
   const size_t fitting = near_bytes / panel_bytes;
   const int cut = static_cast<int>(std::clamp<size_t>(fitting, 4, kMostPanels));
-  return ceil_div(panels, ceil_div(panels, cut));
+  const int even = ceil_div(panels, ceil_div(panels, cut));
+  return kHasAmx ? round_up(even, kSquarePanels) : even;
 }
 
 // Where a tile's outputs go: to y, or to memory of the piece if they are gated.
@@ -64,17 +73,19 @@ struct Target {
   int row;  // that `first` belongs to
 };
 
+namespace tile {
+
 // Writes the sums of some rows of one tile, both planes of a row together; columns past the end are
 // dropped.
 inline void store_tile(const Product& job, Target to, int tile, int first_row, int rows,
                        const float* sums, bool add_to) {
-  const F32x8 gain = splat(has_halves(job.w) ? job.w.gain * kHalfGain : job.w.gain);
+  const Floats gain = splat(has_halves(job.w) ? job.w.gain * kHalfGain : job.w.gain);
   const int valid = std::min(kTile, job.w.num_out - tile * kTile);
   for (int m = 0; m < rows; m += job.planes) {
     float* out = row_of(to.first, (first_row + m) / job.planes - to.row, to.stride);
-    F32x8 sum = load(sums + m * kTile);
+    Floats sum = load(sums + m * kTile);
     if (job.planes == 2) sum = add(sum, load(sums + (m + 1) * kTile));
-    const F32x8 value = mul(sum, gain);
+    const Floats value = mul(sum, gain);
     if (valid == kTile) {
       store(out, add_to ? add(load(out), value) : value);
       continue;
@@ -84,6 +95,8 @@ inline void store_tile(const Product& job, Target to, int tile, int first_row, i
     for (int i = 0; i < valid; ++i) out[i] = add_to ? out[i] + spare[i] : spare[i];
   }
 }
+
+}  // namespace tile
 
 // Calls body(constant number of rows, panel) for panels [first, last).
 template <class Body>
@@ -102,6 +115,14 @@ inline void each_panel(const Product& job, int first, int last, const Body& body
       default:
         body(std::integral_constant<int, 4>{}, p);
     }
+  }
+}
+
+// Calls body(first panel, rows) for squares of the panels [first, last).
+template <class Body>
+inline void each_square(const Product& job, int first, int last, const Body& body) {
+  for (int p = first; p < last; p += kSquarePanels) {
+    body(p, std::min(kSquare, std::min(last * kPanel, job.rows) - p * kPanel));
   }
 }
 

@@ -5,11 +5,14 @@
 
 #include <cstring>
 
+#include "dots.h"
 #include "gemm.h"
+#include "int_amx.h"
 #include "panels.h"
 
 namespace windlass {
 
+namespace tile {
 namespace {
 
 // A run of inputs of one tile. Scale is uint16_t (half) where it was packed, float where unpacked.
@@ -23,45 +26,39 @@ struct IntTile {
   int blocks;  // in a group
 };
 
+// Adds 16 inputs; returns where the codes of the next ones lie.
 template <int MT, bool NIBBLES>
-WINDLASS_INLINE const uint8_t* dot16(const uint8_t* codes, const int8_t* x, I32x8 (&dots)[MT]) {
-  Inputs16 in[MT];
-  for (int m = 0; m < MT; ++m) in[m] = load_inputs(x + 16 * m);
+WINDLASS_INLINE const uint8_t* dot16(const uint8_t* codes, const int8_t* x, Dots<MT>& dots) {
+  constexpr int wide = sizeof(Codes);
   if constexpr (NIBBLES) {
-    const Codes32 first = load_codes(codes), second = load_codes(codes + 32);
-    const Codes32 w[4] = {low_nibbles(first), low_nibbles(second), high_nibbles(first),
-                          high_nibbles(second)};
-    unrolled<4>([&](auto lane) WINDLASS_INLINED {
-      for (int m = 0; m < MT; ++m) dots[m] = dot_nibbles<lane>(dots[m], w[lane], in[m]);
-    });
-    return codes + 64;
+    const Codes first = load_codes(codes), second = load_codes(codes + wide);
+    const Codes w[4] = {low_nibbles(first), low_nibbles(second), high_nibbles(first),
+                        high_nibbles(second)};
+    add_dots<true>(dots, [&](int i) WINDLASS_INLINED { return w[i]; }, x);
+    return codes + 2 * wide;
   } else {
-    unrolled<4>([&](auto lane) WINDLASS_INLINED {
-      const Codes32 w = load_codes(codes + 32 * lane);
-      for (int m = 0; m < MT; ++m) dots[m] = dot_signed<lane>(dots[m], w, in[m]);
-    });
-    return codes + 128;
+    add_dots<false>(dots, [&](int i) WINDLASS_INLINED { return load_codes(codes + wide * i); }, x);
+    return codes + 4 * wide;
   }
 }
 
 constexpr int kAhead = 4096;  // bytes
 
-// Adds to MT rows x 8 outputs. BLOCK inputs share a scale of x.
+// Adds to MT rows x the outputs of a tile. BLOCK inputs share a scale of x.
 template <int MT, int BLOCK, bool NIBBLES, bool MINS, class Scale>
 WINDLASS_INLINE void multiply(const IntTile<Scale>& tile, IntPanel x, float* out) {
-  F32x8 acc[MT];
+  Floats acc[MT];
   for (int m = 0; m < MT; ++m) acc[m] = load(out + m * kTile);
   const uint8_t* codes = tile.codes;
   for (int g = 0; g < tile.groups; ++g) {
-    const F32x8 scale = load_scales(tile.scales + g * kTile);
+    const Floats scale = load_scales(tile.scales + g * kTile);
     for (int b = 0; b < tile.blocks; ++b) {
-      I32x8 dots[MT];
-      if constexpr (NIBBLES && !MINS) {
-        const QuadInt centre = load_quad(x.centre);
-        unrolled<MT>([&](auto m) WINDLASS_INLINED { dots[m] = sum_start<m>(centre); });
+      Dots<MT> dots;
+      if constexpr (kUnsignedCodes || (NIBBLES && !MINS)) {
+        start_dots(dots, load_quad(x.centre));
         x.centre += kPanel;
       } else {
-        for (int m = 0; m < MT; ++m) dots[m] = sum_start();
+        start_dots(dots);
       }
       for (int k = 0; k < BLOCK; k += 16) {
         // With few rows the weights come from memory; the CPU's own guesses stop at pages.
@@ -72,11 +69,11 @@ WINDLASS_INLINE void multiply(const IntTile<Scale>& tile, IntPanel x, float* out
       const Quad x_scale = load_quad(x.scales);
       x.scales += kPanel;
       unrolled<MT>([&](auto m) WINDLASS_INLINED {
-        acc[m] = fma_lane<m>(acc[m], mul(sum_finish(dots[m]), scale), x_scale);
+        acc[m] = fma_lane<m>(acc[m], mul(sum_finish(row_of_dots<m>(dots)), scale), x_scale);
       });
     }
     if constexpr (MINS) {
-      const F32x8 low = load_scales(tile.mins + g * kTile);
+      const Floats low = load_scales(tile.mins + g * kTile);
       const Quad sums = load_quad(x.sums + g * kPanel);
       unrolled<MT>([&](auto m) WINDLASS_INLINED { acc[m] = fma_lane<m>(acc[m], low, sums); });
     }
@@ -101,18 +98,18 @@ inline void multiply_outliers(const Product& job, int row, int rows, const IntTi
     const auto before = [](const Outlier& o, int input) { return o.input < input; };
     const Outlier* end = x.list + x.count;
     const Outlier* o = span.first > 0 ? std::lower_bound(x.list, end, span.first, before) : x.list;
-    F32x8 acc = load(out);
+    const Floats offset = splat(static_cast<float>(code_offset(job.w)));
+    Floats acc = load(out);
     for (; o < end && o->input < span.last; ++o) {
       const int k = o->input - span.first;
-      F32x8 code;
+      Floats code;
       if constexpr (NIBBLES) {
-        const int i = k % 16;
-        code = nibbles_at(tile.codes + k / 16 * 64 + i % 8 / 4 * 32, 8 * (i % 4) + i / 8 * 4);
-        if constexpr (!MINS) code = sub(code, splat(8.0f));
+        code = nibbles_at(tile.codes + k / 16 * 8 * kTile, k % 16);
       } else {
-        code = bytes_at(tile.codes + k / 4 * 32, k % 4);
+        code = bytes_at(tile.codes + k / 16 * 16 * kTile, k % 16);
       }
-      const F32x8 scale = load_scales(tile.scales + (o->group - span.group) * kTile);
+      if constexpr (kUnsignedCodes || (NIBBLES && !MINS)) code = sub(code, offset);
+      const Floats scale = load_scales(tile.scales + (o->group - span.group) * kTile);
       acc = fma(acc, mul(code, scale), splat(o->x));
     }
     store(out, acc);
@@ -121,15 +118,18 @@ inline void multiply_outliers(const Product& job, int row, int rows, const IntTi
 
 // The same for many rows of an unpacked tile, input by input. Each row's sum goes through its
 // outliers in the same order.
-inline void multiply_columns(const OutlierColumns& x, const IntTile<float>& tile, Span span,
-                             float* out) {
+inline void multiply_columns(const Weight& w, const OutlierColumns& x, const IntTile<float>& tile,
+                             Span span, float* out) {
+  const Floats offset = splat(static_cast<float>(code_offset(w)));
   const auto before = [](const OutlierColumn& c, int input) { return c.input < input; };
   const OutlierColumn* end = x.list + x.count;
   const OutlierColumn* c = std::lower_bound(x.list, end, span.first, before);
   for (; c < end && c->input < span.last; ++c) {
     const int k = c->input - span.first;
-    const F32x8 scale = load(tile.scales + (c->group - span.group) * kTile);
-    const F32x8 weight = mul(bytes_at(tile.codes + k / 4 * 32, k % 4), scale);
+    const Floats scale = load(tile.scales + (c->group - span.group) * kTile);
+    Floats code = bytes_at(tile.codes + k / 16 * 16 * kTile, k % 16);
+    if constexpr (kUnsignedCodes) code = sub(code, offset);
+    const Floats weight = mul(code, scale);
     for (const OutlierEntry* e = x.entries + c->first; e < x.entries + c->last; ++e) {
       float* sum = out + e->row * kTile;
       store(sum, fma(load(sum), weight, splat(e->x)));
@@ -184,7 +184,7 @@ void few_rows(const Product& job) {
   });
 }
 
-constexpr int kMostInputs = 2048;  // of an unpacked tile: 16 KiB of codes
+constexpr int kMostInputs = 16384 / kTile;  // of an unpacked tile: 16 KiB of codes
 
 struct Unpacked {
   alignas(64) uint8_t codes[kMostInputs * kTile];
@@ -207,7 +207,7 @@ IntTile<float> unpack(const Product& job, const IntTile<uint16_t>& tile, int beg
   const int first = begin / group;
   const int groups = ceil_div(end - begin, group);
   for (int g = 0; g < groups; ++g) {
-    const F32x8 scale = load_half(tile.scales + (first + g) * kTile);
+    const Floats scale = load_half(tile.scales + (first + g) * kTile);
     store(out.scales + g * kTile, scale);
     if constexpr (kHasMultiply4) store(out.shifts + g * kTile, mul(scale, splat(-kSumStart)));
     if constexpr (MINS) {
@@ -223,14 +223,15 @@ IntTile<float> unpack(const Product& job, const IntTile<uint16_t>& tile, int beg
   }
   const uint8_t* from = tile.codes + static_cast<size_t>(begin) * kTile / 2;
   uint8_t* to = out.codes;
-  for (int k = begin; k < end; k += 16, from += 64, to += 128) {
+  constexpr int wide = sizeof(Codes);
+  for (int k = begin; k < end; k += 16, from += 2 * wide, to += 4 * wide) {
     __builtin_prefetch(from + kAhead);
     for (int i = 0; i < 2; ++i) {
-      const Codes32 both = load_codes(from + 32 * i);
-      Codes32 low = low_nibbles(both), high = high_nibbles(both);
-      if constexpr (!MINS) low = subtract(low, 8), high = subtract(high, 8);
-      store_codes(to + 32 * i, low);
-      store_codes(to + 64 + 32 * i, high);
+      const Codes both = load_codes(from + wide * i);
+      Codes low = low_nibbles(both), high = high_nibbles(both);
+      if constexpr (!MINS && !kUnsignedCodes) low = subtract(low, 8), high = subtract(high, 8);
+      store_codes(to + wide * i, low);
+      store_codes(to + wide * (2 + i), high);
     }
   }
   return {out.codes, out.scales, out.mins, out.shifts, groups, blocks};
@@ -268,14 +269,25 @@ void many_rows(const Product& job) {
     for (int begin = 0, end; begin < padded; begin = end) {
       end = run_end(begin, group, padded);
       const IntTile<float> tile = unpack<MINS>(job, packed, begin, end, room);
-      each_panel(job, first, last, [&](auto rows, int p) {
+      const auto panel = [&](int p) {
         IntPanel x = sizes.panel(job.panel(p));
         x.codes += begin * kPanel;
         x.scales += begin / BLOCK * kPanel;
+        x.centre += begin / BLOCK * kPanel;
         x.sums += begin / group * kPanel;
-        multiply_unpacked<rows, BLOCK, MINS>(tile, x, sums[p - first]);
-      });
-      multiply_columns(columns, tile, {begin, end, begin / group}, rest[0]);
+        return x;
+      };
+      if (kHasAmx && job.squares != nullptr) {
+        each_square(job, first, last, [&](int p, int rows) {
+          const int8_t* x = reinterpret_cast<const int8_t*>(job.square(p)) + begin * kSquare;
+          multiply_square<BLOCK, MINS>(tile, panel, p, x, rows, sums[p - first]);
+        });
+      } else {
+        each_panel(job, first, last, [&](auto rows, int p) {
+          multiply_unpacked<rows, BLOCK, MINS>(tile, panel(p), sums[p - first]);
+        });
+      }
+      multiply_columns(job.w, columns, tile, {begin, end, begin / group}, rest[0]);
     }
     each_panel(job, first, last, [&](auto rows, int p) {
       if (job.columns != nullptr) add_outliers(rows, rest[p - first], sums[p - first]);
@@ -292,8 +304,10 @@ void with_block(const Product& job) {
 }
 
 }  // namespace
+}  // namespace tile
 
 void int_product(const Product& job) {
+  using namespace tile;
   const bool mins = job.w.has_mins != 0;
   if (block_size(job.w) == 32) return mins ? with_block<32, true>(job) : with_block<32, false>(job);
   return mins ? with_block<16, true>(job) : with_block<16, false>(job);

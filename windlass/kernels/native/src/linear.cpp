@@ -14,31 +14,41 @@ namespace {
 // How x lies in panels.
 struct Layout {
   bool integer;
+  bool split;      // into rows of bfloat16
   int planes;      // rows of a panel that one of x takes
   int panel_rows;  // of x
   size_t panel_bytes, outlier_bytes, column_bytes;
+  bool squares;  // for AMX: see amx.h
   int panels;
   int cut, pieces;  // panels of a piece, and how many there are
 
-  Layout(const Weight& w, int rows, bool given) : integer(is_integer(w)) {
+  Layout(const Weight& w, int rows, bool given)
+      : integer(is_integer(w)), split(kSplitsInputs && w.kind == kBrain) {
     // int8 weights are there to lose nothing: inputs keep 15 bits, unless they were asked not to.
     // Whole numbers with a given scale are what the format means, and nothing is to be mended.
     const bool rounds = integer && !given;
-    planes = rounds && w.kind == kInt8 && !w.round_once ? 2 : 1;
+    planes = split || (rounds && w.kind == kInt8 && !w.round_once) ? 2 : 1;
     panel_rows = kPanel / planes;
     panels = ceil_div(rows, panel_rows);
-    const size_t bytes = integer ? IntSizes(w).all() : float_panel_bytes(w);
+    const size_t bytes = integer ? IntSizes(w).all()
+                         : split ? brain_panel_bytes(w)
+                                 : float_panel_bytes(w);
     panel_bytes = (bytes + 63) / 64 * 64;
     outlier_bytes = rounds && planes == 1 ? windlass::outlier_bytes(w) : 0;
     cut = panel_cut(rows * planes, panel_bytes);
     pieces = ceil_div(panels, cut);
     const bool by_column = outlier_bytes > 0 && rows >= kManyRows;
     column_bytes = by_column ? windlass::column_bytes(w, cut * kPanel) : 0;
+    // Sums of floats must be the same for any number of rows; those of whole numbers are anyway.
+    squares = kHasAmx && amx_allowed() && (split || (integer && rows * planes >= kManyRows));
   }
 
   size_t all_panels() const { return panel_bytes * static_cast<size_t>(panels); }
   size_t all_outliers(int rows) const { return outlier_bytes * static_cast<size_t>(rows); }
-  size_t all_columns() const { return column_bytes * static_cast<size_t>(pieces); }
+  size_t all_columns() const { return (column_bytes * static_cast<size_t>(pieces) + 63) / 64 * 64; }
+  size_t all_squares(const Weight& w) const {
+    return squares ? square_bytes(w) * static_cast<size_t>(ceil_div(panels, kSquarePanels)) : 0;
+  }
 };
 
 // The rows of x that a panel is made of.
@@ -60,11 +70,13 @@ bool run_linear(const Run& run) {
   const int flags = run.size(2);
   const float* scales = flags & kGivenScales ? run.moving(4) : nullptr;
   const Layout to(w, run.rows, scales != nullptr);
-  const size_t before_columns = to.all_panels() + to.all_outliers(run.rows);
-  uint8_t* memory = run.pool.buffer(before_columns + to.all_columns());
+  const size_t before_columns = to.all_panels() + (to.all_outliers(run.rows) + 63) / 64 * 64;
+  const size_t before_squares = before_columns + to.all_columns();
+  uint8_t* memory = run.pool.buffer(before_squares + to.all_squares(w));
   if (memory == nullptr) return false;
   uint8_t* outliers = to.outlier_bytes > 0 ? memory + to.all_panels() : nullptr;
   uint8_t* columns = to.column_bytes > 0 ? memory + before_columns : nullptr;
+  uint8_t* squares = to.squares ? memory + before_squares : nullptr;
   run.pool.each(to.panels, to.panels < 4 ? to.panels : 1, [&](int begin, int end) {
     for (int p = begin; p < end; ++p) {
       const int first = p * to.panel_rows;
@@ -75,8 +87,14 @@ bool run_linear(const Run& run) {
         const size_t skipped = static_cast<size_t>(first) * to.outlier_bytes;
         fill_int_panel(w, from, scales ? scales + first : nullptr, count, to.planes, panel,
                        outliers ? outliers + skipped : nullptr);
+      } else if (to.split) {
+        fill_brain_panel(w, from, count, panel);
       } else {
         fill_float_panel(w, from, count, panel);
+      }
+      if (squares != nullptr) {
+        const size_t square = static_cast<size_t>(p / kSquarePanels) * square_bytes(w);
+        copy_to_square(w, panel, p % kSquarePanels, squares + square);
       }
     }
   });
@@ -97,6 +115,7 @@ bool run_linear(const Run& run) {
                     to.outlier_bytes,
                     columns,
                     to.column_bytes,
+                    squares,
                     to.cut,
                     to.planes,
                     run.rows * to.planes,
@@ -105,7 +124,7 @@ bool run_linear(const Run& run) {
                     (flags & kAddToY) != 0,
                     run.fixed<float>(1),
                     flags & kGated ? run.moving(3) : nullptr};
-  to.integer ? int_product(job) : float_product(job);
+  to.integer ? int_product(job) : to.split ? brain_product(job) : float_product(job);
   return true;
 }
 
@@ -113,7 +132,10 @@ bool run_linear(const Run& run) {
 
 extern "C" {
 
-const char* windlass_simd(void) { return windlass::kSimdName; }
+const char* windlass_simd(void) {
+  if (!windlass::kHasAmx || windlass::amx_allowed()) return windlass::kSimdName;
+  return "AVX-512 VNNI and BF16 (the system does not allow AMX)";
+}
 
 WindlassPool* windlass_pool_new(int32_t threads, int32_t spin_us) {
   try {

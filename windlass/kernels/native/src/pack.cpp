@@ -1,4 +1,4 @@
-// Rearranges weights into tiles of 8 outputs, once, when a model is loaded. Loses nothing.
+// Rearranges weights into tiles of outputs, once, when a model is loaded. Loses nothing.
 
 #include <cstring>
 
@@ -30,30 +30,29 @@ void pack_int4_row(const Weight& w, const uint8_t* row, int r, uint8_t* out) {
   const auto code = [&](int k) { return k < w.num_in ? nibble(row, k) : uint8_t{8}; };
   for (int k = 0; k < padded_in(w); k += 16) {
     for (int i = 0; i < 8; ++i) {
-      out[k * 4 + i / 4 * 32 + r * 4 + i % 4] =
-          static_cast<uint8_t>(code(k + i) | code(k + i + 8) << 4);
+      out[nibble_place(k + i, r)] = static_cast<uint8_t>(code(k + i) | code(k + i + 8) << 4);
     }
   }
 }
 
 void pack_int8_row(const Weight& w, const uint8_t* row, int r, uint8_t* out) {
-  for (int k = 0; k < w.num_in; ++k) out[k / 4 * 32 + r * 4 + k % 4] = row[k];
+  const int offset = code_offset(w);
+  for (int k = 0; k < w.num_in; ++k) out[int8_place(k, r)] = static_cast<uint8_t>(row[k] + offset);
 }
 
 void pack_table_row(const Weight& w, const uint8_t* row, int r, uint8_t* out) {
   const auto code = [&](int k) { return k < w.num_in ? nibble(row, k) : uint8_t{0}; };
   for (int k = 0; k < padded_in(w); k += 4) {
     for (int i = 0; i < 2; ++i) {
-      out[k * 4 + i * 8 + r] = static_cast<uint8_t>(code(k + i) | code(k + i + 2) << 4);
+      out[table_place(k + i, r)] = static_cast<uint8_t>(code(k + i) | code(k + i + 2) << 4);
     }
   }
 }
 
 template <class T>
-void pack_plain_row(const Weight& w, const uint8_t* row, int r, uint8_t* out) {
+void pack_plain_row(const Weight& w, const uint8_t* row, int r, int span, uint8_t* out) {
   for (int k = 0; k < w.num_in; ++k) {
-    std::memcpy(out + (static_cast<size_t>(k) * kTile + r) * sizeof(T), row + k * sizeof(T),
-                sizeof(T));
+    std::memcpy(out + span_place(k, r, span) * sizeof(T), row + k * sizeof(T), sizeof(T));
   }
 }
 
@@ -66,10 +65,11 @@ void pack_row(const Weight& w, const uint8_t* row, int r, uint8_t* out) {
     case kTable4:
       return pack_table_row(w, row, r, out);
     case kHalf:
+      return pack_plain_row<uint16_t>(w, row, r, 1, out);
     case kBrain:
-      return pack_plain_row<uint16_t>(w, row, r, out);
+      return pack_plain_row<uint16_t>(w, row, r, kBrainSpan, out);
     default:
-      return pack_plain_row<float>(w, row, r, out);
+      return pack_plain_row<float>(w, row, r, 1, out);
   }
 }
 

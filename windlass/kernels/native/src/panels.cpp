@@ -3,6 +3,7 @@
 #include "panels.h"
 
 #include <algorithm>
+#include <cmath>
 #include <cstdlib>
 #include <cstring>
 #include <vector>
@@ -102,11 +103,13 @@ struct PanelSink {
   IntPanel panel;
   int block;
   int blocks_per_group;
+  int32_t offset;  // of stored codes
 
   PanelSink(const Weight& w, uint8_t* memory)
       : panel(IntSizes(w).panel(memory)),
         block(block_size(w)),
-        blocks_per_group(padded_in(w) / num_groups(w) / block) {}
+        blocks_per_group(padded_in(w) / num_groups(w) / block),
+        offset(code_offset(w)) {}
 
   int group(int b) const { return blocks_per_group == 1 ? b : b / blocks_per_group; }
 
@@ -116,9 +119,9 @@ struct PanelSink {
 
   void put(int b, int m, const Rounded& r, const int8_t* from) const {
     int8_t* to = const_cast<int8_t*>(panel.codes) + static_cast<size_t>(b) * block * kPanel;
-    for (int i = 0; i < block; i += 16) std::memcpy(to + i * kPanel + 16 * m, from + i, 16);
+    for (int i = 0; i < block; i += kRun) std::memcpy(to + i * kPanel + kRun * m, from + i, kRun);
     const_cast<float*>(panel.scales)[b * kPanel + m] = r.step * kLift;
-    const_cast<int32_t*>(panel.centre)[b * kPanel + m] = -8 * r.sum;
+    const_cast<int32_t*>(panel.centre)[b * kPanel + m] = -offset * r.sum;
     add_sum(b, m, r.step * kLift * static_cast<float>(r.sum));
   }
 };
@@ -258,6 +261,40 @@ void fill_float_panel(const Weight& w, const float* x, int rows, uint8_t* memory
     const int from = w.order == nullptr ? k : w.order[k];
     for (int m = 0; m < rows; ++m) {
       out[k * kPanel + m] = x[static_cast<size_t>(m) * w.num_in + from] * lift;
+    }
+  }
+}
+
+namespace {
+
+// The nearest bfloat16, ties to even, and its value; what is no number stays none.
+uint16_t nearest_brain(float x, float& value) {
+  uint32_t bits;
+  std::memcpy(&bits, &x, 4);
+  const bool number = (bits & 0x7fffffff) <= 0x7f800000;
+  bits = number ? (bits + 0x7fff + (bits >> 16 & 1)) & 0xffff0000 : 0x7fc00000;
+  std::memcpy(&value, &bits, 4);
+  return static_cast<uint16_t>(bits >> 16);
+}
+
+}  // namespace
+
+size_t brain_panel_bytes(const Weight& w) {
+  return static_cast<size_t>(padded_in(w)) * kPanel * sizeof(uint16_t);
+}
+
+void fill_brain_panel(const Weight& w, const float* x, int rows, uint8_t* memory) {
+  uint16_t* out = reinterpret_cast<uint16_t*>(memory);
+  std::memset(out, 0, brain_panel_bytes(w));
+  for (int m = 0; m < rows; ++m) {
+    for (int k = 0; k < w.num_in; ++k) {
+      const int from = w.order == nullptr ? k : w.order[k];
+      const float input = x[static_cast<size_t>(m) * w.num_in + from];
+      uint16_t* place = out + (k / kBrainRun * kPanel + 2 * m) * kBrainRun + k % kBrainRun;
+      float near, rest;
+      place[0] = nearest_brain(input, near);
+      // Of infinity nothing is left.
+      place[kBrainRun] = nearest_brain(std::isfinite(near) ? input - near : 0.0f, rest);
     }
   }
 }

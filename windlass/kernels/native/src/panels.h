@@ -8,9 +8,9 @@ namespace windlass {
 
 // 4 rows rounded to int8, a scale for each block.
 struct IntPanel {
-  const int8_t* codes;    // [inputs / 16][4 rows][16]
+  const int8_t* codes;    // [inputs / kRun][4 rows][kRun]
   const float* scales;    // [blocks][4]
-  const int32_t* centre;  // [blocks][4]: -8 times the sum of the codes
+  const int32_t* centre;  // [blocks][4]: the sum of the codes times what stored codes have too much
   const float* sums;      // [groups][4]: the sum of the rounded inputs
 };
 
@@ -84,5 +84,9 @@ void fill_int_panel(const Weight& w, const float* x, const float* x_scales, int 
 // 4 rows as they are: [inputs][4 rows].
 size_t float_panel_bytes(const Weight& w);
 void fill_float_panel(const Weight& w, const float* x, int rows, uint8_t* memory);
+
+// 2 rows, each as two of bfloat16 whose sum it is but for 2^-17: [inputs / kBrainRun][4][kBrainRun].
+size_t brain_panel_bytes(const Weight& w);
+void fill_brain_panel(const Weight& w, const float* x, int rows, uint8_t* memory);
 
 }  // namespace windlass

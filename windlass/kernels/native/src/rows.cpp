@@ -38,29 +38,28 @@ inline void store_some(float* p, F32x8 x, int count) {
 
 float scale_of(const Weight& w, const uint16_t* halves, int group, int r) {
   float v[kLanes];
-  store(v, load_half(halves + group * kTile));
-  return v[r] / kHalfUnit * w.gain;
+  store(v, load_half(halves + group * kTile + r / kLanes * kLanes));
+  return v[r % kLanes] / kHalfUnit * w.gain;
 }
 
 void read_integer_row(const Weight& w, const uint8_t* tile, int r, float* out) {
   const uint16_t* scales = reinterpret_cast<const uint16_t*>(tile);
   const uint16_t* mins = scales + num_groups(w) * kTile;
   const uint8_t* codes = tile + scale_bytes(w);
-  const int centre = w.has_mins ? 0 : 8;
+  const int offset = code_offset(w);
   for (int g = 0; g < num_groups(w); ++g) {
     const float scale = scale_of(w, scales, g, r);
     const float low = w.has_mins ? scale_of(w, mins, g, r) : 0.0f;
     for (int k = g * w.group; k < (g + 1) * w.group; ++k) {
-      // The places are those of weight.h.
       int code;
       if (w.kind == kInt8) {
-        code = static_cast<int8_t>(codes[k / 4 * 32 + r * 4 + k % 4]);
+        const uint8_t byte = codes[int8_place(k, r)];
+        code = kUnsignedCodes ? byte : static_cast<int8_t>(byte);
       } else {
-        const int i = k % 16;
-        const uint8_t both = codes[k / 16 * 64 + i % 8 / 4 * 32 + r * 4 + i % 4];
-        code = (i < 8 ? both & 15 : both >> 4) - centre;
+        const uint8_t both = codes[nibble_place(k, r)];
+        code = k % 16 < 8 ? both & 15 : both >> 4;
       }
-      out[k] = static_cast<float>(code) * scale + low;
+      out[k] = static_cast<float>(code - offset) * scale + low;
     }
   }
 }
@@ -69,7 +68,7 @@ void read_table_row(const Weight& w, const uint8_t* tile, int r, float* out) {
   const float* scales = reinterpret_cast<const float*>(tile);
   const uint8_t* codes = tile + scale_bytes(w);
   for (int k = 0; k < w.num_in; ++k) {
-    const uint8_t both = codes[k / 4 * 16 + k % 2 * 8 + r];
+    const uint8_t both = codes[table_place(k, r)];
     const int code = k % 4 < 2 ? both & 15 : both >> 4;
     out[k] = w.table[code] * scales[k / w.group * kTile + r] * w.gain;
   }
@@ -79,8 +78,15 @@ template <class Read>
 void read_plain_row(const Weight& w, int r, const Read& read, float* out) {
   for (int k = 0; k < w.num_in; ++k) {
     float v[kLanes];
-    store(v, read(k * kTile));
-    out[k] = v[r];
+    store(v, read(k * kTile + r / kLanes * kLanes));
+    out[k] = v[r % kLanes];
+  }
+}
+
+void read_brain_row(const Weight& w, const uint16_t* tile, int r, float* out) {
+  for (int k = 0; k < w.num_in; ++k) {
+    const uint32_t bits = static_cast<uint32_t>(tile[brain_place(k, r)]) << 16;
+    std::memcpy(out + k, &bits, 4);
   }
 }
 
@@ -96,7 +102,7 @@ void read_stored_row(const Weight& w, const uint8_t* tile, int r, float* out) {
     case kHalf:
       return read_plain_row(w, r, [&](int i) { return read_half(halves + i); }, out);
     case kBrain:
-      return read_plain_row(w, r, [&](int i) { return read_brain(halves + i); }, out);
+      return read_brain_row(w, halves, r, out);
     default:
       return read_plain_row(w, r, [&](int i) { return load(floats + i); }, out);
   }

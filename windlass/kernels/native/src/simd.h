@@ -1,11 +1,13 @@
-// The vectors that the kernels are written in: 8 outputs side by side, whatever the CPU.
+// The vectors that the kernels are written in: 8 numbers side by side, whatever the CPU.
 //
 // Each backend defines the same types and functions:
 //   F32x8, I32x8   one number for each of 8 outputs
-//   Codes32        weight codes of 8 outputs x 4 inputs, a byte each
+//   Codes32        weight codes of 8 outputs x 4 inputs, a byte each (with i8mm 4 outputs x 8)
 //   Inputs16       16 consecutive input codes of one row of x
 //   Quad, QuadInt  one number for each of 4 rows of x
-// nibbles_at and bytes_at read one input's codes of 8 outputs out of 32 bytes.
+// Products compute with Floats, Sums and Codes, which hold a tile's outputs: those of 8, or of 16 in
+// simd_avx512.h. They are in a namespace of their own, so that the same names mean the wider ones.
+// nibbles_at and bytes_at read one input's codes of all outputs of a tile, out of 16 inputs' codes.
 // A dot product adds 4 inputs at a time; the lane says which 4 of the 16.
 // load_half gives the value times kHalfUnit, whatever is cheapest for the CPU; read_half the value.
 // larger keeps what is no number; add_exponent multiplies by the power of two in the low bits of
@@ -17,11 +19,13 @@
 #include <type_traits>
 #include <utility>
 
-#if defined(WINDLASS_SCALAR)
-#include "simd_scalar.h"
-#elif defined(__aarch64__) && defined(__ARM_FEATURE_DOTPROD)
+#include "layout.h"
+
+#if defined(WINDLASS_NEON)
 #include "block_neon.h"
-#elif defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
+#elif defined(WINDLASS_AVX512)
+#include "simd_avx512.h"
+#elif defined(WINDLASS_AVX2)
 #include "simd_avx2.h"
 #else
 #include "simd_scalar.h"
@@ -49,14 +53,24 @@ WINDLASS_INLINE void unrolled(Body&& body) {
 constexpr float kLift = kHalfUnit == 1.0f ? 1.0f : 0x1p56f;
 constexpr float kHalfGain = 1.0f / kHalfUnit / kLift;
 
-// Scales lie as halves in packed weights and as floats in unpacked tiles.
-inline F32x8 load_scales(const uint16_t* p) { return load_half(p); }
-inline F32x8 load_scales(const float* p) { return load(p); }
+#if !defined(WINDLASS_AVX512)
+namespace tile {
+
+using Floats = F32x8;
+using Sums = I32x8;
+using Codes = Codes32;
 
 // A bfloat16, told from a half by its type.
 struct Brain {
   uint16_t bits;
 };
-inline F32x8 load_scales(const Brain* p) { return read_brain(&p->bits); }
+
+// Scales lie as halves in packed weights and as floats in unpacked tiles.
+inline Floats load_scales(const uint16_t* p) { return load_half(p); }
+inline Floats load_scales(const float* p) { return load(p); }
+inline Floats load_scales(const Brain* p) { return read_brain(&p->bits); }
+
+}  // namespace tile
+#endif
 
 }  // namespace windlass

@@ -7,10 +7,16 @@
 #include <cstdint>
 #include <cstring>
 
+#include "layout.h"
+
 namespace windlass {
 
-#if defined(__AVX512VNNI__) && defined(__AVX512VL__)
-constexpr const char* kSimdName = "AVX2 with AVX-512 VNNI";
+#if defined(WINDLASS_AMX)
+constexpr const char* kSimdName = "AVX-512 VNNI, BF16 and AMX";
+#elif defined(WINDLASS_DPBF16)
+constexpr const char* kSimdName = "AVX-512 VNNI and BF16";
+#elif defined(WINDLASS_AVX512)
+constexpr const char* kSimdName = "AVX-512 VNNI";
 #elif defined(__AVXVNNI__)
 constexpr const char* kSimdName = "AVX2 with VNNI";
 #else
@@ -119,12 +125,14 @@ inline Codes32 high_nibbles(Codes32 x) {
 inline Codes32 subtract(Codes32 x, int8_t y) {
   return {_mm256_sub_epi8(x.v, _mm256_set1_epi8(y))};
 }
-inline F32x8 nibbles_at(const uint8_t* p, int shift) {
-  const __m256i by = _mm256_srl_epi32(load_codes(p).v, _mm_cvtsi32_si128(shift));
+inline F32x8 nibbles_at(const uint8_t* p, int i) {
+  const __m128i shift = _mm_cvtsi32_si128(8 * (i % 4) + i / 8 * 4);
+  const __m256i by = _mm256_srl_epi32(load_codes(p + i % 8 / 4 * 32).v, shift);
   return {_mm256_cvtepi32_ps(_mm256_and_si256(by, _mm256_set1_epi32(15)))};
 }
-inline F32x8 bytes_at(const uint8_t* p, int lane) {
-  const __m256i up = _mm256_sll_epi32(load_codes(p).v, _mm_cvtsi32_si128(24 - 8 * lane));
+inline F32x8 bytes_at(const uint8_t* p, int i) {
+  const __m128i shift = _mm_cvtsi32_si128(24 - 8 * (i % 4));
+  const __m256i up = _mm256_sll_epi32(load_codes(p + i / 4 * 32).v, shift);
   return {_mm256_cvtepi32_ps(_mm256_srai_epi32(up, 24))};
 }
 inline Inputs16 load_inputs(const int8_t* p) { return {p}; }
@@ -144,9 +152,7 @@ inline __m256i broadcast4(const int8_t* p) {
 }
 // Unsigned by signed bytes. Without VNNI pairs are summed in 16 bits: 2 * 128 * 127 still fits.
 inline I32x8 dot_mixed(I32x8 acc, __m256i w, __m256i x) {
-#if defined(__AVX512VNNI__) && defined(__AVX512VL__)
-  return {_mm256_dpbusd_epi32(acc.v, w, x)};
-#elif defined(__AVXVNNI__)
+#if defined(__AVXVNNI__)
   return {_mm256_dpbusd_avx_epi32(acc.v, w, x)};
 #else
   const __m256i pairs = _mm256_maddubs_epi16(w, x);

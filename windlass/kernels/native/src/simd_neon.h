@@ -6,9 +6,19 @@
 
 #include <cstdint>
 
+#include "layout.h"
+
 namespace windlass {
 
+#if defined(WINDLASS_I8MM) && defined(WINDLASS_BFMMLA)
+constexpr const char* kSimdName = "NEON i8mm and bfloat16";
+#elif defined(WINDLASS_I8MM)
+constexpr const char* kSimdName = "NEON i8mm";
+#elif defined(WINDLASS_BFMMLA)
+constexpr const char* kSimdName = "NEON dot product and bfloat16";
+#else
 constexpr const char* kSimdName = "NEON dot product";
+#endif
 
 struct F32x8 {
   float32x4_t a, b;
@@ -115,19 +125,31 @@ inline Codes32 high_nibbles(Codes32 x) { return {high_nibbles(x.a), high_nibbles
 inline Codes32 subtract(Codes32 x, int8_t y) {
   return {vsubq_s8(x.a, vdupq_n_s8(y)), vsubq_s8(x.b, vdupq_n_s8(y))};
 }
-inline F32x8 nibbles_at(const uint8_t* p, int shift) {
-  const int32x4_t by = vdupq_n_s32(-shift);
-  const uint32x4_t mask = vdupq_n_u32(15);
-  const uint32x4_t a = vreinterpretq_u32_u8(vld1q_u8(p));
-  const uint32x4_t b = vreinterpretq_u32_u8(vld1q_u8(p + 16));
-  return {vcvtq_f32_u32(vandq_u32(vshlq_u32(a, by), mask)),
-          vcvtq_f32_u32(vandq_u32(vshlq_u32(b, by), mask))};
+// Input i of the codes of 16 as the low bits of a number for each output, the rest above them.
+inline uint32x4x2_t codes_at(const uint8_t* p, int i, int bits) {
+#if defined(WINDLASS_I8MM)
+  const int64x2_t by = vdupq_n_s64(-(i % kSpan * 8 + bits));
+  const auto two = [&](int pair) {
+    return vreinterpretq_u32_u64(vshlq_u64(vreinterpretq_u64_u8(vld1q_u8(p + 16 * pair)), by));
+  };
+  return {{vuzp1q_u32(two(0), two(1)), vuzp1q_u32(two(2), two(3))}};
+#else
+  const int32x4_t by = vdupq_n_s32(-(i % kSpan * 8 + bits));
+  return {{vshlq_u32(vreinterpretq_u32_u8(vld1q_u8(p)), by),
+           vshlq_u32(vreinterpretq_u32_u8(vld1q_u8(p + 16)), by)}};
+#endif
 }
-inline F32x8 bytes_at(const uint8_t* p, int lane) {
-  const int32x4_t by = vdupq_n_s32(24 - 8 * lane);
-  const int32x4_t a = vreinterpretq_s32_u8(vld1q_u8(p)), b = vreinterpretq_s32_u8(vld1q_u8(p + 16));
-  return {vcvtq_f32_s32(vshrq_n_s32(vshlq_s32(a, by), 24)),
-          vcvtq_f32_s32(vshrq_n_s32(vshlq_s32(b, by), 24))};
+inline F32x8 nibbles_at(const uint8_t* p, int i) {
+  const uint32x4_t mask = vdupq_n_u32(15);
+  const uint32x4x2_t c = codes_at(p + i % 8 / kSpan * kSpan * 8, i, i / 8 * 4);
+  return {vcvtq_f32_u32(vandq_u32(c.val[0], mask)), vcvtq_f32_u32(vandq_u32(c.val[1], mask))};
+}
+inline F32x8 bytes_at(const uint8_t* p, int i) {
+  const uint32x4x2_t c = codes_at(p + i / kSpan * kSpan * 8, i, 0);
+  const auto one = [](uint32x4_t v) {
+    return vcvtq_f32_s32(vshrq_n_s32(vreinterpretq_s32_u32(vshlq_n_u32(v, 24)), 24));
+  };
+  return {one(c.val[0]), one(c.val[1])};
 }
 inline Inputs16 load_inputs(const int8_t* p) { return {vld1q_s8(p)}; }
 

@@ -164,13 +164,13 @@ inline Codes32 subtract(Codes32 x, int8_t y) {
   for (int8_t& code : x.v) code = static_cast<int8_t>(code - y);
   return x;
 }
-inline F32x8 nibbles_at(const uint8_t* p, int shift) {
-  return each([&](int i) {
-    return static_cast<float>(p[4 * i + shift / 8] >> shift % 8 & 15);
-  });
+inline F32x8 nibbles_at(const uint8_t* p, int i) {
+  p += i % 8 / 4 * 32 + i % 4;
+  return each([&](int r) { return static_cast<float>(p[4 * r] >> i / 8 * 4 & 15); });
 }
-inline F32x8 bytes_at(const uint8_t* p, int lane) {
-  return each([&](int i) { return static_cast<float>(static_cast<int8_t>(p[4 * i + lane])); });
+inline F32x8 bytes_at(const uint8_t* p, int i) {
+  p += i / 4 * 32 + i % 4;
+  return each([&](int r) { return static_cast<float>(static_cast<int8_t>(p[4 * r])); });
 }
 inline Inputs16 load_inputs(const int8_t* p) { return {p}; }
 

@@ -1,11 +1,13 @@
-// A packed weight: 8 outputs make a tile, and a tile lies in one piece.
+// A packed weight: kTile outputs make a tile, and a tile lies in one piece.
 //
-//   int4, int8   [groups][8] half scales, [groups][8] half minima if any, then codes, 16 inputs at
-//                a time: for int8 [4][8][4] bytes (4 inputs of 8 outputs are a vector), for int4
-//                [2][8][4] bytes with inputs 0..7 in the low halves and 8..15 in the high ones
-//   table4       [groups][8] float scales, then codes, 4 inputs at a time: [2][8] bytes with inputs
-//                0, 1 in the low halves and 2, 3 in the high ones
-//   half, float, brain (bfloat16)  [inputs][8]
+//   int4, int8   [groups][kTile] half scales, [groups][kTile] half minima if any, then codes, 16
+//                inputs at a time: for int8 [16 / kSpan][kTile][kSpan] bytes, for int4
+//                [8 / kSpan][kTile][kSpan] bytes with inputs 0..7 in the low halves and 8..15 in
+//                the high ones
+//   table4       [groups][kTile] float scales, then codes, 4 inputs at a time: [2][kTile] bytes
+//                with inputs 0, 1 in the low halves and 2, 3 in the high ones
+//   half, float  [inputs][kTile]
+//   brain        (bfloat16) [inputs / kBrainSpan][kTile][kBrainSpan]
 //
 // Outputs and inputs past the end are zeros.
 
@@ -14,10 +16,9 @@
 #include <cstddef>
 #include <cstdint>
 
-namespace windlass {
+#include "layout.h"
 
-constexpr int kTile = 8;   // outputs that are computed side by side
-constexpr int kPanel = 4;  // rows of x that are computed together
+namespace windlass {
 
 enum Kind : int32_t { kInt4 = 0, kInt8 = 1, kTable4 = 2, kHalf = 3, kFloat = 4, kBrain = 5 };
 
@@ -56,6 +57,7 @@ inline int block_size(const Weight& w) {
 
 inline int padded_in(const Weight& w) {
   if (is_integer(w)) return round_up(w.num_in, block_size(w));
+  if (w.kind == kBrain) return round_up(w.num_in, kBrainRun);
   return w.kind == kTable4 ? round_up(w.num_in, 4) : w.num_in;
 }
 
@@ -82,5 +84,24 @@ inline size_t code_bytes(const Weight& w) {
 }
 
 inline size_t tile_bytes(const Weight& w) { return scale_bytes(w) + code_bytes(w); }
+
+// Where input k of output r of a tile lies, counted from its codes.
+inline size_t span_place(int k, int r, int span) {
+  return static_cast<size_t>((k / span * kTile + r) * span + k % span);
+}
+inline size_t int8_place(int k, int r) { return span_place(k, r, kSpan); }
+inline size_t nibble_place(int k, int r) {
+  return static_cast<size_t>(k / 16 * 8 * kTile) + span_place(k % 8, r, kSpan);
+}
+inline size_t table_place(int k, int r) {
+  return static_cast<size_t>((k / 4 * 2 + k % 2) * kTile + r);
+}
+inline size_t brain_place(int k, int r) { return span_place(k, r, kBrainSpan); }
+
+// What is to be taken away from a stored code.
+inline int code_offset(const Weight& w) {
+  if (w.kind == kInt8) return kUnsignedCodes ? 128 : 0;
+  return w.has_mins ? 0 : 8;
+}
 
 }  // namespace windlass

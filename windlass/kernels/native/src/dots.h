@@ -1,0 +1,50 @@
+// Sums of products of whole numbers: 1 to 4 rows of x by the outputs of one tile, over one block.
+//
+// start_dots gives each sum its first value, add_dots takes 16 more inputs of x and their codes,
+// codes_at(0) to codes_at(3), row_of_dots gives a row's sums. Here one instruction multiplies a row by a vector of
+// codes; with i8mm (dots_i8mm.h) one multiplies two rows by two outputs.
+
+#pragma once
+
+#include "simd.h"
+
+#if defined(WINDLASS_I8MM)
+#include "dots_i8mm.h"
+#else
+
+namespace windlass::tile {
+
+template <int MT>
+using Dots = Sums[MT];
+
+template <int MT>
+WINDLASS_INLINE void start_dots(Sums (&dots)[MT]) {
+  for (int m = 0; m < MT; ++m) dots[m] = sum_start();
+}
+template <int MT>
+WINDLASS_INLINE void start_dots(Sums (&dots)[MT], QuadInt centre) {
+  unrolled<MT>([&](auto m) WINDLASS_INLINED { dots[m] = sum_start<m>(centre); });
+}
+template <bool NIBBLES, int MT, class At>
+WINDLASS_INLINE void add_dots(Sums (&dots)[MT], const At& codes_at, const int8_t* x) {
+  Inputs16 in[MT];
+  for (int m = 0; m < MT; ++m) in[m] = load_inputs(x + kRun * m);
+  unrolled<4>([&](auto lane) WINDLASS_INLINED {
+    const Codes w = codes_at(lane);
+    for (int m = 0; m < MT; ++m) {
+      if constexpr (NIBBLES || kUnsignedCodes) {
+        dots[m] = dot_nibbles<lane>(dots[m], w, in[m]);
+      } else {
+        dots[m] = dot_signed<lane>(dots[m], w, in[m]);
+      }
+    }
+  });
+}
+template <int M, int MT>
+inline const Sums& row_of_dots(const Sums (&dots)[MT]) {
+  return dots[M];
+}
+
+}  // namespace windlass::tile
+
+#endif

@@ -1,0 +1,109 @@
+// x86-64 with AVX-512 and its VNNI: tiles of 16 outputs in registers of 512 bits.
+//
+// What is no product computes with 8 numbers, as with AVX2.
+
+#pragma once
+
+#include "simd_avx2.h"
+
+namespace windlass::tile {
+
+struct Floats {
+  __m512 v;
+};
+struct Sums {
+  __m512i v;
+};
+struct Codes {  // 16 outputs x 4 inputs
+  __m512i v;
+};
+
+struct Quad {
+  const float* p;
+};
+struct QuadInt {
+  const int32_t* p;
+};
+struct Brain {
+  uint16_t bits;
+};
+
+inline Floats zero() { return {_mm512_setzero_ps()}; }
+inline Floats splat(float x) { return {_mm512_set1_ps(x)}; }
+inline Floats load(const float* p) { return {_mm512_loadu_ps(p)}; }
+inline Floats load_half(const uint16_t* p) {
+  return {_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)))};
+}
+inline Floats load_scales(const float* p) { return load(p); }
+inline Floats load_scales(const uint16_t* p) { return load_half(p); }
+inline Floats load_scales(const Brain* p) {
+  const __m256i h = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
+  return {_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(h), 16))};
+}
+inline void store(float* p, Floats x) { _mm512_storeu_ps(p, x.v); }
+inline Floats add(Floats x, Floats y) { return {_mm512_add_ps(x.v, y.v)}; }
+inline Floats sub(Floats x, Floats y) { return {_mm512_sub_ps(x.v, y.v)}; }
+inline Floats mul(Floats x, Floats y) { return {_mm512_mul_ps(x.v, y.v)}; }
+inline Floats fma(Floats acc, Floats x, Floats y) { return {_mm512_fmadd_ps(x.v, y.v, acc.v)}; }
+inline Quad load_quad(const float* p) { return {p}; }
+inline QuadInt load_quad(const int32_t* p) { return {p}; }
+template <int LANE>
+inline Floats fma_lane(Floats acc, Floats x, Quad q) {
+  return {_mm512_fmadd_ps(x.v, _mm512_set1_ps(q.p[LANE]), acc.v)};
+}
+
+inline Codes load_codes(const uint8_t* p) { return {_mm512_loadu_si512(p)}; }
+inline void store_codes(uint8_t* p, Codes x) { _mm512_storeu_si512(p, x.v); }
+inline Codes low_nibbles(Codes x) { return {_mm512_and_si512(x.v, _mm512_set1_epi8(15))}; }
+inline Codes high_nibbles(Codes x) {
+  return {_mm512_and_si512(_mm512_srli_epi16(x.v, 4), _mm512_set1_epi8(15))};
+}
+inline Codes subtract(Codes x, int8_t y) { return {_mm512_sub_epi8(x.v, _mm512_set1_epi8(y))}; }
+inline Floats codes_at(const uint8_t* p, int shift, int mask) {
+  const __m512i by = _mm512_srl_epi32(_mm512_loadu_si512(p), _mm_cvtsi32_si128(shift));
+  return {_mm512_cvtepi32_ps(_mm512_and_si512(by, _mm512_set1_epi32(mask)))};
+}
+inline Floats nibbles_at(const uint8_t* p, int i) {
+  return codes_at(p + i % 8 / 4 * 64, 8 * (i % 4) + i / 8 * 4, 15);
+}
+inline Floats bytes_at(const uint8_t* p, int i) {
+  return codes_at(p + i / 4 * 64, 8 * (i % 4), 255);
+}
+
+inline Sums sum_start() { return {_mm512_setzero_si512()}; }
+template <int LANE>
+inline Sums sum_start(QuadInt q) {
+  return {_mm512_set1_epi32(q.p[LANE])};
+}
+inline Sums load_sums(const int32_t* p) { return {_mm512_loadu_si512(p)}; }
+inline Sums add(Sums x, Sums y) { return {_mm512_add_epi32(x.v, y.v)}; }
+inline Floats sum_finish(Sums x) { return {_mm512_cvtepi32_ps(x.v)}; }
+template <int LANE>
+inline Sums dot_nibbles(Sums acc, Codes w, Inputs16 x) {
+  int32_t four;
+  std::memcpy(&four, x.p + 4 * LANE, 4);
+  return {_mm512_dpbusd_epi32(acc.v, w.v, _mm512_set1_epi32(four))};
+}
+// Codes are never signed here: see kUnsignedCodes.
+template <int LANE>
+inline Sums dot_signed(Sums acc, Codes w, Inputs16 x) {
+  return dot_nibbles<LANE>(acc, w, x);
+}
+
+struct Table16 {
+  __m512 v;
+};
+inline Table16 load_table(const float* p) { return {_mm512_loadu_ps(p)}; }
+// 32 bytes hold 4 inputs of 16 outputs: two in the low halves, two in the high ones.
+inline void lookup32(const Table16& table, const uint8_t* codes, Floats scale, float* out) {
+  for (int i = 0; i < 2; ++i) {
+    const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(codes + 16 * i));
+    const __m512i wide = _mm512_cvtepu8_epi32(bytes);
+    const __m512i high = _mm512_srli_epi32(wide, 4);
+    // Only the lowest 4 bits of an index count.
+    store(out + 16 * i, mul({_mm512_permutexvar_ps(wide, table.v)}, scale));
+    store(out + 32 + 16 * i, mul({_mm512_permutexvar_ps(high, table.v)}, scale));
+  }
+}
+
+}  // namespace windlass::tile
