@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from windlass.spec.speculation import Known
     from windlass.spec.start import Speculating
 
+_COMPUTING = "windlass.runner.assemble"
 _MEASURED = ("graphs", "activations")
 _POLICIES: dict[str, type[Policy]] = {"fcfs": Fcfs, "priority": Priority}
 
@@ -84,6 +85,12 @@ class _Log:
         yield
         self.seconds[name] = time.perf_counter() - start
 
+    def import_torch(self) -> None:
+        """A phase of its own, but where it was done before: in a server."""
+        if _COMPUTING not in sys.modules:
+            with self.phase("import torch"):
+                import_torch()
+
 
 def open_model(config: EngineConfig) -> OpenModel:
     """Find a model's files (fetching them if need be), its tokenizer, template and shape."""
@@ -97,13 +104,12 @@ def _open(files: ModelFiles, config: EngineConfig) -> OpenModel:
 
 def import_torch() -> None:
     """Load what computes. Once: the collector is told to leave alone what came with it."""
-    name = "windlass.runner.assemble"
-    if name in sys.modules:
+    if _COMPUTING in sys.modules:
         return
     collecting = gc.isenabled()
     gc.disable()  # hundreds of thousands of objects that stay would be looked at in vain
     try:
-        importlib.import_module(name)
+        importlib.import_module(_COMPUTING)
         gc.freeze()
     finally:
         if collecting:
@@ -113,8 +119,7 @@ def import_torch() -> None:
 def build_engine(config: EngineConfig, source: Source, weights: Loaded | None = None) -> Built:
     """Load the weights, or take those of another engine, and put an engine together here."""
     log = _Log()
-    with log.phase("import torch"):
-        import_torch()
+    log.import_torch()
     from windlass.runner.assemble import load_network, make_runner
     from windlass.runner.device import choose_device
 

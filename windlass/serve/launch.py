@@ -82,9 +82,11 @@ async def live(
     # Its process starts, and loads while the card and the server's modules are loaded here.
     await asyncio.sleep(0)
     try:
+        card = open_card()
+        await asyncio.sleep(0)  # what to build is on its way
         from windlass.serve.service import Service
 
-        service = Service(client, open_card(), config, listener)
+        service = Service(client, card, config, listener)
     except BaseException:
         engine.cancel()
         await asyncio.gather(engine, return_exceptions=True)

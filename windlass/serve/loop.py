@@ -1,7 +1,6 @@
 """The engine's process: builds the engine, then takes messages and steps until it is told to stop.
 
 It starts before it is known what to build, so that slow imports happen while files are opened.
-
 It notices by itself that its parent has died and that a step hangs. Which requests there are and
 what became of them is told to the other side; who they are for is not known here.
 """
@@ -12,13 +11,14 @@ import faulthandler
 import logging
 import multiprocessing
 import os
-import pickle
 import signal
 import sys
 import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from dataclasses import replace
+from multiprocessing.connection import Connection
 from typing import NoReturn
 
 import zmq
@@ -46,10 +46,12 @@ _LINGER_MS = 2000
 _HANG_GRACE = 1.5
 
 
-def engine_main(address: str, prepare: Prepare, hang_timeout: float) -> NoReturn:
+def engine_main(
+    address: str, prepare: Prepare, orders: Connection, hang_timeout: float
+) -> NoReturn:
     """Run as the whole engine process; ends with exit code 0 only when told to stop.
 
-    The first frame that comes is the pickled Build; `prepare` is called before it is waited for.
+    It calls `prepare`, and then waits for a Build, the one thing that comes through `orders`.
     """
     # A terminal and a service manager signal the whole group: it is the parent that decides.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -64,18 +66,23 @@ def engine_main(address: str, prepare: Prepare, hang_timeout: float) -> NoReturn
     socket.setsockopt(zmq.LINGER, _LINGER_MS)
     socket.connect(address)
     try:
-        code = _build_and_run(socket, prepare, hang_timeout)
+        code = _build_and_run(socket, prepare, orders, hang_timeout)
     finally:
         socket.close()
         context.term()
     sys.exit(code)
 
 
-def _build_and_run(socket: zmq.Socket[bytes], prepare: Prepare, hang_timeout: float) -> int:
+def _build_and_run(
+    socket: zmq.Socket[bytes], prepare: Prepare, orders: Connection, hang_timeout: float
+) -> int:
     try:
+        began = time.perf_counter()
         prepare()
-        build: Build = pickle.loads(socket.recv())
+        seconds = {"prepare": time.perf_counter() - began}
+        build: Build = orders.recv()
         engine, report = build()
+        report = replace(report, seconds={**seconds, **report.seconds})
     except Exception as error:  # the border of the process: reported to the parent
         if not isinstance(error, EngineError):
             _log.exception("the engine could not be built")

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import asyncio
 import atexit
+import contextlib
 import logging
 import multiprocessing
-import pickle
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -80,10 +80,15 @@ class EngineProcess:
         self._loop = asyncio.get_running_loop()
         self._dead = asyncio.Event()
         self._ready: asyncio.Future[EngineReport] = self._loop.create_future()
-        self._process = multiprocessing.get_context("spawn").Process(
-            target=engine_main, args=(address, prepare, hang_timeout), name="windlass-engine"
+        spawn = multiprocessing.get_context("spawn")
+        its_orders, self._orders = spawn.Pipe(duplex=False)
+        self._process = spawn.Process(
+            target=engine_main,
+            args=(address, prepare, its_orders, hang_timeout),
+            name="windlass-engine",
         )
         self._process.start()
+        its_orders.close()
         # Without this an interpreter that ends by an error would wait for the engine forever.
         atexit.register(self._process.kill)
         threading.Thread(target=self._watch, daemon=True).start()
@@ -118,8 +123,9 @@ class EngineProcess:
             self.kill()
 
     def begin(self, build: Build) -> None:
-        """Tell the process what to build, as soon as it listens."""
-        self._post(pickle.dumps(build), 0)
+        """Tell the process what to build."""
+        with self._orders, contextlib.suppress(BrokenPipeError):  # its death is noticed elsewhere
+            self._orders.send(build)
 
     async def ready(self) -> EngineReport:
         """Wait until the engine is built; raises what the build raised."""
@@ -144,12 +150,9 @@ class EngineProcess:
 
     def send(self, *batch: messages.ToEngine) -> None:
         """Send without waiting; the queue to the engine is bounded by admission, not here."""
-        self._post(messages.encode(batch), zmq.NOBLOCK)
-
-    def _post(self, frame: bytes, flags: int) -> None:
-        sent = asyncio.ensure_future(self._socket.send(frame, flags))
+        sent = asyncio.ensure_future(self._socket.send(messages.encode(batch), zmq.NOBLOCK))
         # It fails only when the other end is gone, and that is noticed by its death.
-        sent.add_done_callback(lambda future: future.cancelled() or future.exception())
+        sent.add_done_callback(lambda future: future.exception())
 
     async def close(self) -> None:
         """Ask the process to end, insist after a while, and free the socket."""
@@ -166,6 +169,7 @@ class EngineProcess:
         if self._ready.done():
             self._ready.exception()  # read, so that an unused failure is not reported as forgotten
         self._socket.close()
+        self._orders.close()
         self._context.term()
 
     def kill(self) -> None:
