@@ -77,8 +77,9 @@ inline void store_sums4(float* p, F32x8 x, F32x8 y, F32x8 z, F32x8 w) {
   vst1q_f32(p, vpaddq_f32(xy, zw));
 }
 inline void store_interleaved4(float* p, F32x8 x, F32x8 y, F32x8 z, F32x8 w) {
-  vst4q_f32(p, {{x.a, y.a, z.a, w.a}});
-  vst4q_f32(p + 16, {{x.b, y.b, z.b, w.b}});
+  const float32x4x4_t first = {{x.a, y.a, z.a, w.a}}, second = {{x.b, y.b, z.b, w.b}};
+  vst4q_f32(p, first);
+  vst4q_f32(p + 16, second);
 }
 inline F32x8 read_half(const uint16_t* p) {
   const float16x8_t h = vreinterpretq_f16_u16(vld1q_u16(p));
