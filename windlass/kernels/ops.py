@@ -65,9 +65,20 @@ class Ops:
         lines: dict[tuple[str, str], list[str]] = {}
         for one in self.chosen:
             lines.setdefault((one.name, one.reason), []).append(one.operation)
-        return [
+        choices = [
             Choice(f"{name} kernels", ", ".join(ops), why) for (name, why), ops in lines.items()
         ]
+        if any(one.name == "native" for one in self.chosen):
+            choices.append(_instructions())
+        return choices
+
+
+def _instructions() -> Choice:
+    """What of the CPU's own the native library uses, and where that library is from."""
+    from windlass.kernels.native.pool import shared_pool
+
+    native = shared_pool().native
+    return Choice("CPU instructions", native.simd, native.reason)
 
 
 _OPERATIONS = ("embedding", "rms_norm", "add_rms_norm", "silu_mul", "rope_write", "attention")

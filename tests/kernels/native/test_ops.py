@@ -16,7 +16,10 @@ from windlass.kernels import reference
 from windlass.kernels.batch import Heads, LayerKV, StepBatch
 from windlass.kernels.native import compiled, ops
 from windlass.kernels.native.linear import NativeLinear
+from windlass.kernels.native.pool import shared_pool
+from windlass.kernels.ops import choose_ops
 from windlass.kernels.packed import Int4Group, Int8Group, Table4
+from windlass.kernels.select import Need
 
 _COMPILERS, _ = compiled.find_compilers()
 pytestmark = pytest.mark.skipif(not _COMPILERS, reason="no C++ compiler")
@@ -213,3 +216,10 @@ def test_rows_do_not_depend_on_their_neighbours() -> None:
     many = ops.rms_norm(x, weight, 1e-5)
     assert torch.equal(ops.rms_norm(x[7:8], weight, 1e-5)[0], many[7])
     assert torch.equal(ops.silu_mul(x[9:10])[0], ops.silu_mul(x)[9])
+
+
+def test_the_instructions_in_use_are_told() -> None:
+    need = Need(torch.device("cpu"), torch.float32, Heads(4, 2, 16), 16)
+    told = {choice.what: choice for choice in choose_ops(need).choices}
+    assert told["CPU instructions"].value == shared_pool().native.simd
+    assert "CPU instructions" not in {c.what for c in choose_ops(replace(need, plain=True)).choices}
