@@ -181,7 +181,8 @@ def lora_case(function: Any, codes: bool = False, **constants: int) -> tuple:
     constants = {"PARTS": 3, "MOST": 64, "FETCH": True, **constants}
     if "scales" in function.arg_names:
         constants["SCALED"] = codes
-    return function, own, constants, {}
+    # Where a token is by itself, its outputs are one warp's.
+    return function, own, constants, {"num_warps": 1 if "SPLITS" in constants else 4}
 
 
 SAMPLE = {"logits": X, "wishes": F, "slots": I, "thresholds": F, "size": "i32", "stride": "i32"}

@@ -96,8 +96,7 @@ class TritonLora:
             *(y, stacks.up, *_which(stacks, adapters), low.sums, *y.shape, *sizes, low.splits),
             stacks.ranks.stride(0),
             OUTPUTS=outputs,
-            **({"SPLITS": triton.next_power_of_2(low.splits)} if alone else {}),
-            **_options(stacks, adapters),
+            **(_options(stacks, adapters) | (_alone(low) if alone else {})),
         )
         return y
 
@@ -113,10 +112,14 @@ class TritonLora:
             *(y, stacks.up, *_which(stacks, adapters), low.sums, out, tokens, width, low.splits),
             stacks.ranks.stride(0),
             OUTPUTS=outputs,
-            SPLITS=triton.next_power_of_2(low.splits),
-            **_options(stacks, adapters),
+            **(_options(stacks, adapters) | _alone(low)),
         )
         return out
+
+
+def _alone(low: Shrunk) -> dict[str, int]:
+    """For outputs of a single token: one warp, in which a thread adds up the ranks of its outputs."""
+    return {"SPLITS": triton.next_power_of_2(low.splits), "num_warps": 1}
 
 
 def _width(stacks: Stacks) -> int:
