@@ -77,6 +77,6 @@ def test_launches_before_the_plan_leave_the_tokens_as_they_are(
         assert said(llm, count) == want
     assert counts["ahead"] > 20
     assert counts["in vain"] < counts["ahead"] / 2
-    assert (counts["in vain"] > 0) == (depths == "changing" or count > 1), counts
+    assert counts["in vain"] > 0 or depths == "alike"
     stats = llm.engine.stats()
     assert stats.num_accepted_tokens > stats.num_draft_tokens / 3
