@@ -36,7 +36,7 @@ def what_if(options: Options, given: Mapping[str, Any]) -> int:
         config = replace(
             config, cache=replace(config.cache, kv_cache_dtype=given["kv_cache_dtype"])
         )
-    about = WhatIf(config, given["step_costs"], partial(typer.echo, err=True))
+    about = WhatIf(config, given["step_costs"], partial(typer.echo, err=True), loads)
     if given["check"]:
         finish(about.check(loads, slo, given["repeat"]), given["output"])
         return 0

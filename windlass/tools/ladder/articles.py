@@ -28,7 +28,7 @@ STAND_IN = {("int4", "alone"): ("awq", "alone")}
 
 
 def theirs(rung: str, how: str, has_awq: bool) -> Theirs | None:
-    key = (rung, how)
+    key = (rung, "alone" if how == "both" else how)
     if not has_awq:
         key = STAND_IN.get(key, key)
     return TABLE.get(key)

@@ -27,7 +27,7 @@ from windlass.tools.ladder.rungs import PLAIN
 
 Say = Callable[[str], None]
 
-_SAMPLES, _SAMPLE_TOKENS = 128, 256
+_SAMPLES, _SAMPLE_TOKENS = {"cpu": 32, "cuda": 128}, 256  # a CPU takes minutes for so few
 _PLAIN_TYPES = ("f32", "f16", "bf16")
 _EIGHT_BITS = ("q8", "q6", "q5")  # GGUF's types that are nearer to 8 bits than to 4
 _MADE = {"gptq": "gptq-4", "awq": "awq-4"}
@@ -59,7 +59,7 @@ class Forms:
             self.source,
             cache_dir() / "formats",
             Means(given.calibration),
-            _SAMPLES,
+            _SAMPLES[self.device.type],
             _SAMPLE_TOKENS,
             say,
         )

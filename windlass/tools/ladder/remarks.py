@@ -51,6 +51,8 @@ def _batching(rung: Rung, row: Row, below: Row, load: str, ratio: float) -> str:
     rows, before = row[f"{load}_rows_a_step"], below[f"{load}_rows_a_step"]
     if load == "low" and rung.name == "static" and ratio <= WORSE:
         return "a batch waits a while for others, who do not come"
+    if rung.name == "static" and ratio <= WORSE:
+        return "a batch waits until it is full, or for a while, and then for its longest answer"
     return f"{rows:g} tokens a step instead of {before:g}, and a step reads the weights once"
 
 

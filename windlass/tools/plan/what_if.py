@@ -72,8 +72,13 @@ class WhatIf:
     """One model on this machine, whose steps were measured. Loads nothing when that is known."""
 
     def __init__(
-        self, config: EngineConfig, costs: Path | None = None, say: Say = lambda _: None
+        self,
+        config: EngineConfig,
+        costs: Path | None = None,
+        say: Say = lambda _: None,
+        loads: Sequence[Load] = (),
     ) -> None:
+        """`loads`: those to come, of which one that cannot be is refused before anything is measured."""
         if config.speculation.spec != "none":
             raise ConfigError(
                 f"--spec {config.speculation.spec}: guesses depend on what is said, and cannot be "
@@ -81,6 +86,8 @@ class WhatIf:
             )
         self.config = config
         self.opened: OpenModel = open_model(config)
+        for load in loads:
+            load.jobs(self.opened.card, lambda _: None)
         self.steps = find_steps(config, self.opened, costs, say)
         self.limits = config.limits(self.steps.device)
         self.capacity = self.steps.capacity(config, self.opened, self.limits)
