@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
-import windlass
 from windlass.build import OpenModel
 from windlass.config import AUTO, CacheConfig, EngineConfig, Limits, SchedulerConfig, SpecConfig
 from windlass.core.card import Capacity
@@ -216,7 +215,7 @@ def _measured(
 
 def _code() -> str:
     """Differs when a file that computes steps does."""
-    root = Path(windlass.__file__).parent
+    root = Path(__file__).parents[2]
     files = sorted(path for room in _CODE for path in (root / room).rglob("*") if path.is_file())
     stamps = [
         (str(path.relative_to(root)), path.stat().st_size, path.stat().st_mtime_ns)
