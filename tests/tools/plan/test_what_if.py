@@ -37,6 +37,9 @@ def test_a_load_is_predicted_and_measured_beside_it(
     (row,) = written["rows"]
     assert row["predicted_steps"] == row["measured_steps"]
     assert row["measured_output_throughput"] > 0
+    told, seen = row["predicted_output_throughput"], row["measured_output_throughput"]
+    paced = 100 * (told * row["pace"] / seen - 1)
+    assert row["paced_difference_pct"] == pytest.approx(paced, rel=0.01, abs=0.2)
     assert json.loads(kept.read_text())["costs"]["rows"]
     again = windlass("plan", tiny, *DUMMY, *SMALL, "--step-costs", kept)
     assert "Predicted Serving Result" in again

@@ -172,6 +172,9 @@ class WhatIf:
             row |= {f"predicted_{name}": told.get(name), f"measured_{name}": seen.get(name)}
         row["difference_pct"] = _apart(told["output_throughput"], seen["output_throughput"])
         row["pace"] = round(pace, 3)
+        row["paced_difference_pct"] = _apart(
+            told["output_throughput"] * pace, seen["output_throughput"]
+        )
         row["ttft_difference_pct"] = _apart(told["median_ttft_ms"], seen["median_ttft_ms"])
         row |= {f"predicted_{name}": value for name, value in engine_figures(predicted.run).items()}
         row |= {f"measured_{name}": value for name, value in engine_figures(run).items()}
@@ -182,7 +185,8 @@ class WhatIf:
         if abs(pace - 1) > _STEADY:
             self._say(
                 f"{load.title}: just then the machine gave {pace:.2f} times what it gave when the "
-                "costs were measured; a prediction cannot know that"
+                "costs were measured, which a prediction cannot know; with that it is "
+                f"{row['paced_difference_pct']:+.1f} % off"
             )
         return row
 
@@ -198,7 +202,8 @@ _NOTES = (
     "were measured beforehand say. Measured: the same requests on an engine in the same process. "
     "difference_pct: predicted output tokens a second against measured ones; of all turns in "
     "all_difference_pct, fastest first; the turn of the median duration is shown. pace: what the "
-    "machine gave before and after the run, by a short piece of work, against the costs."
+    "machine gave before and after the run, by a short piece of work, against the costs; "
+    "paced_difference_pct: the difference with that taken into account."
 )
 
 
