@@ -26,17 +26,8 @@ Middle Ages. It gives the arm a lever: what is gained in force is paid for in tu
 WIKITEXT = cache_dir() / "data" / "wikitext2"
 
 
-@pytest.fixture(scope="module")
-def reference(default_gguf: Path) -> torch.nn.Module:
-    from transformers import AutoModelForCausalLM
-
-    folder, name = str(default_gguf.parent), default_gguf.name
-    model = AutoModelForCausalLM.from_pretrained(folder, gguf_file=name, dtype=torch.float32)
-    return model.eval()
-
-
 def test_perplexity_and_divergence_are_those_of_transformers(
-    reference: torch.nn.Module, tmp_path: Path
+    default_reference: torch.nn.Module, tmp_path: Path
 ) -> None:
     path = tmp_path / "text.txt"
     path.write_text(TEXT)
@@ -50,7 +41,7 @@ def test_perplexity_and_divergence_are_those_of_transformers(
     for item in cut_corpus(corpus, open_model(config).card, cut):
         tokens = torch.tensor(item.window.tokens)
         with torch.inference_mode():
-            scores = reference(tokens[None]).logits[0].log_softmax(-1)
+            scores = default_reference(tokens[None]).logits[0].log_softmax(-1)
         first = item.window.first
         total -= scores[first:-1].gather(-1, tokens[first + 1 :, None]).sum().item()
         count += item.num_scored
