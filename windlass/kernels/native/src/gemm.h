@@ -20,7 +20,7 @@ struct Product {
   size_t panel_bytes;
   const uint8_t* outliers;  // of the rows, or null: see panels.h
   size_t outlier_bytes;
-  const uint8_t* columns;  // the same by input, for every piece of panels; null with few rows
+  const uint8_t* columns;  // the same by input, for every piece of panels; null up to 8 rows
   size_t column_bytes;
   const uint8_t* squares;  // the codes of all rows for AMX, or null: see amx.h
   int cut;     // panels that are computed with one tile before the next
@@ -145,7 +145,7 @@ inline void each_piece(const Product& job, const Body& body) {
   const int pieces = tiles * ceil_div(panels, cut);
   const int64_t products = static_cast<int64_t>(job.rows) * job.w.num_in * job.w.num_out;
   // Less than this is done before another thread has begun.
-  const int chunk = products < (64 << 10) ? pieces : std::max(1, pieces / (job.pool.threads() * 8));
+  const int chunk = products < (64 << 10) ? pieces : std::max(1, pieces / (job.pool.threads() * 32));
   job.pool.each(pieces, chunk, [&](int begin, int end) {
     alignas(64) float room[kMostPanels * kPanel * 2 * kTile];
     for (int i = begin; i < end; ++i) {

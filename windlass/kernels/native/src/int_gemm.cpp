@@ -9,6 +9,7 @@
 #include "gemm.h"
 #include "int_amx.h"
 #include "panels.h"
+#include "rows_neon.h"
 
 namespace windlass {
 
@@ -47,6 +48,10 @@ constexpr int kAhead = 4096;  // bytes
 // Adds to MT rows x the outputs of a tile. BLOCK inputs share a scale of x.
 template <int MT, int BLOCK, bool NIBBLES, bool MINS, class Scale>
 WINDLASS_INLINE void multiply(const IntTile<Scale>& tile, IntPanel x, float* out) {
+  if constexpr (kHasRowLoops && MT == 1 && NIBBLES) {
+    return multiply_1<BLOCK, MINS>(tile.codes, tile.scales, tile.mins, tile.groups, tile.blocks,
+                                   x.codes, x.scales, x.centre, x.sums, out);
+  }
   Floats acc[MT];
   for (int m = 0; m < MT; ++m) acc[m] = load(out + m * kTile);
   const uint8_t* codes = tile.codes;
@@ -87,6 +92,13 @@ struct Span {
   int group;  // of the first
 };
 
+// The codes of input k.
+template <bool NIBBLES>
+WINDLASS_INLINE Floats code_at(const uint8_t* codes, int k) {
+  if constexpr (NIBBLES) return nibbles_at(codes + k / 16 * 8 * kTile, k % 16);
+  return bytes_at(codes + k / 16 * 16 * kTile, k % 16);
+}
+
 // Adds to out[row][output] what the outliers of `rows` rows contribute. One row at a time: rows
 // seldom have one at the same place, and none may depend on those beside it.
 template <bool NIBBLES, bool MINS, class Scale>
@@ -102,12 +114,7 @@ inline void multiply_outliers(const Product& job, int row, int rows, const IntTi
     Floats acc = load(out);
     for (; o < end && o->input < span.last; ++o) {
       const int k = o->input - span.first;
-      Floats code;
-      if constexpr (NIBBLES) {
-        code = nibbles_at(tile.codes + k / 16 * 8 * kTile, k % 16);
-      } else {
-        code = bytes_at(tile.codes + k / 16 * 16 * kTile, k % 16);
-      }
+      Floats code = code_at<NIBBLES>(tile.codes, k);
       if constexpr (kUnsignedCodes || (NIBBLES && !MINS)) code = sub(code, offset);
       const Floats scale = load_scales(tile.scales + (o->group - span.group) * kTile);
       acc = fma(acc, mul(code, scale), splat(o->x));
@@ -127,7 +134,7 @@ inline void multiply_columns(const Weight& w, const OutlierColumns& x, const Int
   for (; c < end && c->input < span.last; ++c) {
     const int k = c->input - span.first;
     const Floats scale = load(tile.scales + (c->group - span.group) * kTile);
-    Floats code = bytes_at(tile.codes + k / 16 * 16 * kTile, k % 16);
+    Floats code = code_at<false>(tile.codes, k);
     if constexpr (kUnsignedCodes) code = sub(code, offset);
     const Floats weight = mul(code, scale);
     for (const OutlierEntry* e = x.entries + c->first; e < x.entries + c->last; ++e) {
@@ -199,7 +206,8 @@ int run_end(int k, int group, int padded) {
   return std::min({k + kMostInputs, (k / group + 1) * group, padded});
 }
 
-template <bool MINS>
+// Inputs [begin, end) of a tile. With NIBBLES only the scales are unpacked.
+template <bool NIBBLES, bool MINS>
 IntTile<float> unpack(const Product& job, const IntTile<uint16_t>& tile, int begin, int end,
                       Unpacked& out) {
   const int block = block_size(job.w);
@@ -222,6 +230,7 @@ IntTile<float> unpack(const Product& job, const IntTile<uint16_t>& tile, int beg
     return {codes, out.scales, out.mins, out.shifts, groups, blocks};
   }
   const uint8_t* from = tile.codes + static_cast<size_t>(begin) * kTile / 2;
+  if constexpr (NIBBLES) return {from, out.scales, out.mins, out.shifts, groups, blocks};
   uint8_t* to = out.codes;
   constexpr int wide = sizeof(Codes);
   for (int k = begin; k < end; k += 16, from += 2 * wide, to += 4 * wide) {
@@ -247,9 +256,19 @@ inline void multiply_unpacked(const IntTile<float>& tile, const IntPanel& x, flo
   }
 }
 
+// Two panels. One of less than 4 rows ends with what nobody reads.
+inline void multiply_pair(const Product& job, const IntTile<float>& tile, const IntPanel& x,
+                          float* out) {
+  const uint8_t* ahead = tile.codes + kBytesAhead;
+  for (int i = 0; i < kTile; i += 4, ahead += 160 * tile.groups * tile.blocks) {
+    multiply_8(tile.codes + 4 * i, tile.scales + i, tile.shifts + i, tile.mins + i, tile.groups,
+               tile.blocks, x.codes, x.scales, x.sums, job.panel_bytes, ahead, out + i);
+  }
+}
+
 // Sums go through the inputs in the same order as with few rows: a row's result does not depend on
-// the rows beside it.
-template <int BLOCK, bool MINS>
+// the rows beside it. NIBBLES: there are two panels, which meet the codes as they are packed.
+template <int BLOCK, bool NIBBLES, bool MINS>
 void many_rows(const Product& job) {
   const IntSizes sizes(job.w);
   const Tiles tiles(job.w);
@@ -259,16 +278,18 @@ void many_rows(const Product& job) {
     alignas(64) float rest[kMostPanels][kPanel * kTile];
     std::memset(sums, 0, static_cast<size_t>(last - first) * sizeof sums[0]);
     OutlierColumns columns{};
-    if (job.columns != nullptr) {
+    if (job.outliers != nullptr) {
       std::memset(rest, 0, static_cast<size_t>(last - first) * sizeof rest[0]);
-      columns = outlier_columns(job.w, job.cut * kPanel, job.piece_columns(first));
+      if (job.columns != nullptr) {
+        columns = outlier_columns(job.w, job.cut * kPanel, job.piece_columns(first));
+      }
     }
     const IntTile<uint16_t> packed = tiles.at(t);
     const int group = packed.blocks * BLOCK;
     const int padded = padded_in(job.w);
     for (int begin = 0, end; begin < padded; begin = end) {
       end = run_end(begin, group, padded);
-      const IntTile<float> tile = unpack<MINS>(job, packed, begin, end, room);
+      const IntTile<float> tile = unpack<NIBBLES, MINS>(job, packed, begin, end, room);
       const auto panel = [&](int p) {
         IntPanel x = sizes.panel(job.panel(p));
         x.codes += begin * kPanel;
@@ -277,7 +298,9 @@ void many_rows(const Product& job) {
         x.sums += begin / group * kPanel;
         return x;
       };
-      if (kHasAmx && job.squares != nullptr) {
+      if constexpr (NIBBLES) {
+        multiply_pair(job, tile, panel(first), sums[0]);
+      } else if (kHasAmx && job.squares != nullptr) {
         each_square(job, first, last, [&](int p, int rows) {
           const int8_t* x = reinterpret_cast<const int8_t*>(job.square(p)) + begin * kSquare;
           multiply_square<BLOCK, MINS>(tile, panel, p, x, rows, sums[p - first]);
@@ -287,10 +310,15 @@ void many_rows(const Product& job) {
           multiply_unpacked<rows, BLOCK, MINS>(tile, panel(p), sums[p - first]);
         });
       }
-      multiply_columns(job.w, columns, tile, {begin, end, begin / group}, rest[0]);
+      const Span span{begin, end, begin / group};
+      if (job.columns != nullptr) {
+        multiply_columns(job.w, columns, tile, span, rest[0]);
+      } else if (job.outliers != nullptr) {
+        multiply_outliers<NIBBLES, MINS>(job, first * kPanel, job.rows, tile, span, rest[0]);
+      }
     }
     each_panel(job, first, last, [&](auto rows, int p) {
-      if (job.columns != nullptr) add_outliers(rows, rest[p - first], sums[p - first]);
+      if (job.outliers != nullptr) add_outliers(rows, rest[p - first], sums[p - first]);
       store_tile(job, to, t, p * kPanel, rows, sums[p - first], job.add);
     });
   });
@@ -298,7 +326,12 @@ void many_rows(const Product& job) {
 
 template <int BLOCK, bool MINS>
 void with_block(const Product& job) {
-  if (job.rows >= kManyRows) return many_rows<BLOCK, MINS>(job);
+  if (job.rows >= kManyRows) {
+    if constexpr (kHasRowLoops && BLOCK == 32 && MINS) {
+      if (job.w.kind == kInt4 && job.num_panels() == 2) return many_rows<BLOCK, true, MINS>(job);
+    }
+    return many_rows<BLOCK, false, MINS>(job);
+  }
   if (job.w.kind == kInt4) return few_rows<BLOCK, true, MINS>(job);
   return few_rows<BLOCK, false, MINS>(job);
 }

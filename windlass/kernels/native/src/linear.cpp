@@ -37,7 +37,7 @@ struct Layout {
     outlier_bytes = rounds && planes == 1 ? windlass::outlier_bytes(w) : 0;
     cut = panel_cut(rows * planes, panel_bytes);
     pieces = ceil_div(panels, cut);
-    const bool by_column = outlier_bytes > 0 && rows >= kManyRows;
+    const bool by_column = outlier_bytes > 0 && rows > 2 * kPanel;
     column_bytes = by_column ? windlass::column_bytes(w, cut * kPanel) : 0;
     // Sums of floats must be the same for any number of rows; those of whole numbers are anyway.
     squares = kHasAmx && amx_allowed() && (split || (integer && rows * planes >= kManyRows));
@@ -77,7 +77,7 @@ bool run_linear(const Run& run) {
   uint8_t* outliers = to.outlier_bytes > 0 ? memory + to.all_panels() : nullptr;
   uint8_t* columns = to.column_bytes > 0 ? memory + before_columns : nullptr;
   uint8_t* squares = to.squares ? memory + before_squares : nullptr;
-  run.pool.each(to.panels, to.panels < 4 ? to.panels : 1, [&](int begin, int end) {
+  run.pool.each(to.panels, 1, [&](int begin, int end) {
     for (int p = begin; p < end; ++p) {
       const int first = p * to.panel_rows;
       const int count = std::min(to.panel_rows, run.rows - first);

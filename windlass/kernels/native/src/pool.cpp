@@ -77,10 +77,14 @@ void Pool::leave() {
 }
 
 void Pool::take_pieces() {
-  for (;;) {
-    const int begin = next_.fetch_add(chunk_, std::memory_order_relaxed);
-    if (begin >= count_) return;
-    piece_(body_, begin, std::min(begin + chunk_, count_));
+  // Shares get smaller, so that all end together and few are asked for.
+  int begin = next_.load(std::memory_order_relaxed);
+  while (begin < count_) {
+    const int share = std::max(chunk_, (count_ - begin) / (2 * threads()));
+    const int end = std::min(begin + share, count_);
+    if (!next_.compare_exchange_weak(begin, end, std::memory_order_relaxed)) continue;
+    piece_(body_, begin, end);
+    begin = next_.load(std::memory_order_relaxed);
   }
 }
 

@@ -29,7 +29,7 @@ class Pool {
   // Held for a whole operation: jobs and the buffer belong to one caller at a time.
   std::mutex& mutex() { return mutex_; }
 
-  // Calls body(begin, end) until [0, count) is done, at most `chunk` at a time.
+  // Calls body(begin, end) until [0, count) is done, at least `chunk` at a time.
   template <class Body>
   void each(int count, int chunk, const Body& body) {
     run(count, chunk, [](const void* b, int begin, int end) {
