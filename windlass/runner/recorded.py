@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -36,6 +35,7 @@ class CpuRunner(Runner):
     _adapted: Program | None = None  # for steps of which some rows have adapters
     _inputs: StepInputs
     _most: Most
+    _last: memoryview  # the token sampled last, by slot
 
     @torch.inference_mode()
     def record(self, most: Most) -> Choice:
@@ -45,6 +45,7 @@ class CpuRunner(Runner):
         except Unrecordable as error:
             return Choice(_WHAT, "operator by operator", f"cannot be recorded: {error}")
         self._inputs, self._most = StepInputs(most, self._slots.tables), most
+        self._last = self._slots.last.numpy().data
         made = self._program
         size = f"{made.num_commands} commands, {gib(made.num_bytes)}"
         return Choice(_WHAT, f"one native call ({size})", "every operation is native")
@@ -91,7 +92,8 @@ class CpuRunner(Runner):
             tokens, scores = self._sampler.sample(program.logits[: len(sampled)], slots)
             for i, token, score in zip(sampled, tokens, scores, strict=True):
                 results[i] = RowResult([token], score)
-        self._last[slots] = tokens
+        for slot, token in zip(slots, tokens, strict=True):
+            self._last[slot] = token
         return results
 
     def _verify(self, plan: StepPlan) -> list[RowResult]:
@@ -104,8 +106,7 @@ class CpuRunner(Runner):
         if program is None or too_many or self.drafting:
             return super()._verify(plan)
         self._fill(rows)
-        self._inputs.sampled[: len(places)] = places
-        self._inputs.count(plan.num_tokens, len(rows), len(places))
+        self._inputs.write_sampled(places.tolist())
         likeliest = self._sampler.takes_likeliest([each.slot for each in asked])
         program.run(self._inputs, draw=likeliest)
         if likeliest:
@@ -118,36 +119,27 @@ class CpuRunner(Runner):
             self._last[each.slot] = result.tokens[-1]
         return results
 
-    @property
-    def _last(self) -> np.ndarray:
-        """The token sampled last, by slot."""
-        return self._slots.last.numpy()
-
     def _fill(self, rows: list[Row]) -> list[int]:
         """Write down the step; returns the rows that are sampled."""
-        inputs = self._inputs
-        counts = [row.num_tokens for row in rows]
-        firsts = np.cumsum([0, *counts])
-        total = int(firsts[-1])
-        known: list[int] = []
-        for row in rows:
-            known.extend(row.tokens or (int(self._last[row.slot]),))
-        table = inputs.rows[: len(rows)]
-        table[:, 0] = firsts[:-1]
-        table[:, 1] = counts
-        table[:, 2] = [row.start for row in rows]
-        table[:, 3] = [row.slot for row in rows]
-        inputs.ids[:total] = known
-        if total == len(rows):
-            inputs.positions[:total] = table[:, 2]
-            inputs.slots[:total] = table[:, 3]
-        else:
-            offsets = np.repeat(table[:, 2] - table[:, 0], counts)
-            inputs.positions[:total] = offsets + np.arange(total)
-            inputs.slots[:total] = np.repeat(table[:, 3], counts)
+        ids: list[int] = []
+        positions: list[int] = []
+        slots: list[int] = []
+        table: list[int] = []
+        sampled: list[int] = []
+        ends: list[int] = []
+        for i, row in enumerate(rows):
+            first, count = len(ids), row.num_tokens
+            ids.extend(row.tokens or (self._last[row.slot],))
+            positions.extend(range(row.start, row.start + count))
+            slots.extend([row.slot] * count)
+            table.extend((first, count, row.start, row.slot))
+            if row.sample:
+                sampled.append(i)
+                ends.append(first + count - 1)
+        self._inputs.write(ids, positions, slots, table)
+        self._inputs.write_sampled(ends)
         if self._adapted is not None:
-            inputs.adapters[:total] = np.repeat([row.adapter for row in rows], counts)
-        sampled = [i for i, row in enumerate(rows) if row.sample]
-        inputs.sampled[: len(sampled)] = firsts[1:][sampled] - 1
-        inputs.count(total, len(rows), len(sampled))
+            self._inputs.write_adapters(
+                [row.adapter for row in rows for _ in range(row.num_tokens)]
+            )
         return sampled

@@ -7,10 +7,10 @@ time share their memory.
 from __future__ import annotations
 
 import ctypes
+from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -30,30 +30,43 @@ class Most:
 
 
 class StepInputs:
-    """What differs from step to step, where the commands read it."""
+    """What differs from step to step, where the commands read it.
+
+    It is written from lists: what numpy and torch take for a few numbers is a step's delay.
+    """
 
     def __init__(self, most: Most, tables: Tensor) -> None:
         """`tables` is read in place: [slots, blocks] of int32."""
-        self.ids, self.positions, self.slots, self.adapters = (
-            np.zeros(most.tokens, np.int32) for _ in "abcd"
-        )
-        self.rows = np.zeros((most.rows, 4), np.int32)  # first token, tokens, position, slot
-        self.sampled = np.zeros(most.rows, np.int32)
+        sizes = dict.fromkeys(("ids", "positions", "slots", "adapters"), most.tokens)
+        sizes |= {"rows": 4 * most.rows, "sampled": most.rows}
+        self._places = {name: (ctypes.c_int32 * size)() for name, size in sizes.items()}
+        self._views = {
+            name: memoryview(place).cast("B").cast("i") for name, place in self._places.items()
+        }
         self._tables = tables
-        self.step = Step(
-            table_stride=tables.shape[1],
-            ids=self.ids.ctypes.data,
-            positions=self.positions.ctypes.data,
-            slots=self.slots.ctypes.data,
-            tables=tables.data_ptr(),
-            rows=self.rows.ctypes.data,
-            sampled=self.sampled.ctypes.data,
-            adapters=self.adapters.ctypes.data,
-        )
+        addresses = {name: ctypes.addressof(place) for name, place in self._places.items()}
+        self.step = Step(table_stride=tables.shape[1], tables=tables.data_ptr(), **addresses)
 
-    def count(self, tokens: int, rows: int, sampled: int) -> None:
-        step = self.step
-        step.num_tokens, step.num_rows, step.num_sampled = tokens, rows, sampled
+    def write(
+        self, ids: list[int], positions: list[int], slots: list[int], rows: list[int]
+    ) -> None:
+        """The tokens, and four numbers of each row: first token, tokens, position, slot."""
+        for name, values in (("ids", ids), ("positions", positions), ("slots", slots)):
+            self._put(name, values)
+        self._put("rows", rows)
+        self.step.num_tokens, self.step.num_rows = len(ids), len(rows) // 4
+
+    def write_adapters(self, adapters: list[int]) -> None:
+        """The slot of each token's adapter."""
+        self._put("adapters", adapters)
+
+    def write_sampled(self, sampled: list[int]) -> None:
+        """The tokens whose rows go on to the head."""
+        self._put("sampled", sampled)
+        self.step.num_sampled = len(sampled)
+
+    def _put(self, name: str, values: list[int]) -> None:
+        self._views[name][: len(values)] = array("i", values)
 
 
 class Program:
