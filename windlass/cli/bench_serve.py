@@ -58,7 +58,9 @@ def _option(panel: str, metavar: str, help: str, *names: str) -> Any:
 
 def serve(
     ctx: typer.Context,
-    base_url: Annotated[Text, _option("Server", "URL", "The server; over --host, --port.")] = None,
+    base_url: Annotated[
+        Text, _option("Server", "URL", "The server; over --host, --port.", "--base-url", "--url")
+    ] = None,
     host: Annotated[str, _option("Server", "ADDRESS", "Where it listens.")] = "127.0.0.1",
     port: Annotated[int, _option("Server", "N", "Where it listens.")] = 8000,
     backend: Annotated[
@@ -84,6 +86,7 @@ def serve(
             "NAME",
             "chat, shared_prefix, rag, few_shot, long_document, code_edit, random; "
             "from a file: custom, timed_trace, sharegpt.",
+            *("--dataset-name", "--workload"),
         ),
     ] = "random",
     dataset_path: Annotated[Path | None, _option(_LOAD, "FILE", "For those from a file.")] = None,

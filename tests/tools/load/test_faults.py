@@ -151,7 +151,7 @@ def test_what_cannot_work_is_said_before_anything_is_sent(
         assert "--result-dir" in refused("--result-dir", tmp_path)
         ids = tmp_path / "ids.jsonl"
         ids.write_text('{"prompt": [1, 2]}')
-        words: tuple[object, ...] = ("--dataset-name", "custom", "--dataset-path", ids)
+        words: tuple[object, ...] = ("--workload", "custom", "--dataset-path", ids)
         assert "token ids cannot go to a chat endpoint" in refused(*words)
         trace = tmp_path / "t.jsonl"
         trace.write_text('{"timestamp": 0, "prompt": "a"}\n{"timestamp": "x", "prompt": "b"}\n')
