@@ -53,18 +53,24 @@ def test_what_does_not_fit_is_named(parts: Parts, adapter: Adapter, message: str
     assert torch.equal(parts.scores([IDS], [1])[0], before), "the slot is as it was"
 
 
-def test_packed_adapters_are_the_same(parts: Parts) -> None:
-    adapter = make_adapter("b", {"self_attn.k_proj": 2, "mlp.up_proj": 8, "lm_head": 3})
-    packed = parts.bank.pack(adapter)
-    assert packed.num_bytes == adapter.num_bytes
-    for name, low in adapter.modules.items():
-        assert all(map(torch.equal, packed.modules[name][:2], low[:2]))
+def same_in_a_slot(parts: Parts, adapter: Adapter, packed: Adapter) -> torch.Tensor:
+    """Scores of an adapter: the same when it comes packed, and another was in its slot meanwhile."""
     found = []
     for each in (adapter, make_adapter("a", ALL), packed):
         parts.bank.put(1, each)
         found.append(parts.scores([IDS], [1])[0])
     assert torch.equal(found[0], found[2])
     assert not torch.equal(found[0], found[1])
+    return found[0]
+
+
+def test_packed_adapters_are_the_same(parts: Parts) -> None:
+    adapter = make_adapter("b", {"self_attn.k_proj": 2, "mlp.up_proj": 8, "lm_head": 3})
+    packed = parts.bank.pack(adapter)
+    assert packed.num_bytes == adapter.num_bytes
+    for name, low in adapter.modules.items():
+        assert all(map(torch.equal, packed.modules[name][:2], low[:2]))
+    same_in_a_slot(parts, adapter, packed)
 
 
 def test_packed_codes_are_what_a_slot_computes(folder: Path) -> None:
@@ -78,14 +84,9 @@ def test_packed_codes_are_what_a_slot_computes(folder: Path) -> None:
         assert low.down.dtype == low.up.dtype == torch.int8
         assert low.scales is not None
         decoded[name] = Low(low.down.float(), low.up * low.scales)
-    found = []
-    for each in (adapter, make_adapter("a", ALL), packed):
-        parts.bank.put(1, each)
-        found.append(parts.scores([IDS], [1])[0])
-    assert torch.equal(found[0], found[2])
-    assert not torch.equal(found[0], found[1])
+    found = same_in_a_slot(parts, adapter, packed)
     exact = Parts(folder, [Adapter("b", decoded)], max_rank=8)
-    torch.testing.assert_close(found[0], exact.scores([IDS], [1])[0], atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(found, exact.scores([IDS], [1])[0], atol=1e-4, rtol=1e-4)
 
 
 def test_codes_are_the_nearest_and_a_rank_of_zeros_changes_nothing() -> None:

@@ -111,11 +111,6 @@ def follow_kernel(
     tl.store(out + 3 + at, tl.where(real, token, 0), mask=at < NEXT)
 
 
-def packed_numbers(width: int) -> int:
-    """Of one row's inputs."""
-    return _HEAD + width
-
-
 def unpack(
     inputs: Tensor, last_tokens: Tensor, size: int, width: int, padding: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
