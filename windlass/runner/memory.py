@@ -8,7 +8,6 @@ system, and weights lie in a file: addresses stay, so that recorded steps are as
 from __future__ import annotations
 
 import ctypes
-import mmap
 import sys
 import tempfile
 from bisect import bisect_right
@@ -28,6 +27,7 @@ from windlass.kernels.native.program import Program
 from windlass.lora.bank import Bank
 from windlass.lora.store import AdapterStore
 from windlass.models.network import Network
+from windlass.pages import PAGE, give_back, libc, mappings
 from windlass.runner import device as found
 
 WEIGHTS, PAGES, STEPS, ADAPTERS, TABLES = (
@@ -45,8 +45,6 @@ _OWNERS: tuple[tuple[str, tuple[type, ...]], ...] = (
     (STEPS, (Program,)),
 )
 _OURS = "windlass."
-_PAGE = mmap.PAGESIZE
-_DONTNEED = 4  # Linux's number
 
 
 class Storage:
@@ -60,8 +58,8 @@ class Storage:
 
     def pages(self) -> tuple[int, int]:
         """Address and length of the whole pages in it."""
-        first = -(-self.address // _PAGE) * _PAGE
-        last = (self.address + self.num_bytes) // _PAGE * _PAGE
+        first = -(-self.address // PAGE) * PAGE
+        last = (self.address + self.num_bytes) // PAGE * PAGE
         return first, max(0, last - first)
 
     def lies_in(self, ranges: Sequence[tuple[int, int]]) -> bool:
@@ -186,7 +184,7 @@ class Holdings:
             ) from error
         self._asleep = file, weights
         for storage in [*held, *(each for name, each in all_there if name in (PAGES, STEPS))]:
-            _give_back(storage)
+            give_back(*storage.pages())
 
     def wake(self) -> None:
         """Have the weights again, where they were."""
@@ -213,31 +211,22 @@ def _read(file: IO[bytes], view: memoryview) -> None:
         view = view[count:]
 
 
-def _give_back(storage: Storage) -> None:
-    first, length = storage.pages()
-    if length and _libc().madvise(ctypes.c_void_p(first), ctypes.c_size_t(length), _DONTNEED):
-        number = ctypes.get_errno()
-        raise EngineError(f"the system did not take {length} bytes back: error {number}.")
-
-
 def _resident(storage: Storage) -> int:
     """Bytes that are in memory; all of it where the system does not tell."""
     first, length = storage.pages()
     if not length or sys.platform != "linux":
         return storage.num_bytes
-    flags = (ctypes.c_ubyte * (length // _PAGE))()
-    if _libc().mincore(ctypes.c_void_p(first), ctypes.c_size_t(length), flags):
+    flags = (ctypes.c_ubyte * (length // PAGE))()
+    if libc().mincore(ctypes.c_void_p(first), ctypes.c_size_t(length), flags):
         return storage.num_bytes
     edges = storage.num_bytes - length
-    return edges + _PAGE * bytes(flags).count(1)
+    return edges + PAGE * bytes(flags).count(1)
 
 
 def _writable() -> list[tuple[int, int]]:
     """Where this process may write: (first, end), in order, neighbours joined."""
     found: list[tuple[int, int]] = []
-    for line in Path("/proc/self/maps").read_text().splitlines():
-        where, rights = line.split()[:2]
-        first, end = (int(part, 16) for part in where.split("-"))
+    for first, end, rights, _file in mappings():
         if "w" not in rights:
             continue
         if found and found[-1][1] == first:
@@ -252,7 +241,3 @@ def _mapped_bytes() -> int:
     lines = status.read_text().splitlines() if status.is_file() else []
     sizes = [int(line.split()[1]) * 1024 for line in lines if line.startswith("RssFile:")]
     return sum(sizes)
-
-
-def _libc() -> ctypes.CDLL:
-    return ctypes.CDLL(None, use_errno=True)
