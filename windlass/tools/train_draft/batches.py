@@ -65,11 +65,12 @@ def make_batch(texts: list[Text], num_guesses: int, device: torch.device) -> Bat
         label_parts.append(row * width + inside)
         depth_parts.append(inside - text.start)
     labels, depths = np.concatenate(label_parts), np.concatenate(depth_parts)
-    guesses = []
-    for j in range(num_guesses):
-        (rows,) = np.nonzero(depths >= j)
-        guesses.append(Places(_to(labels[rows] - 1 - j, device), _to(rows, device), rows))
-    return Batch(texts, _to(ids, device), _to(packed, device), _to(labels, device), guesses)
+    rows = [np.nonzero(depths >= j)[0] for j in range(num_guesses)]
+    roots = [labels[each] - 1 - j for j, each in enumerate(rows)]
+    ids_there, packed_there, labels_there, *rest = _to([ids, packed, labels, *roots, *rows], device)
+    per_guess = zip(rest[:num_guesses], rest[num_guesses:], rows, strict=True)
+    guesses = [Places(*each) for each in per_guess]
+    return Batch(texts, ids_there, packed_there, labels_there, guesses)
 
 
 def epoch(texts: Sequence[Text], batch_tokens: int, seed: int, number: int) -> Iterator[list[Text]]:
@@ -101,8 +102,16 @@ def in_steps(texts: Sequence[Text], batch_tokens: int) -> list[list[Text]]:
     return steps
 
 
-def _to(array: np.ndarray, device: torch.device) -> Tensor:
-    tensor = torch.from_numpy(np.ascontiguousarray(array))
+def _to(arrays: list[np.ndarray], device: torch.device) -> list[Tensor]:
+    """Whole numbers of any shapes, in one copy."""
+    flat = to_device(np.concatenate([array.ravel() for array in arrays]), device)
+    parts = flat.split([array.size for array in arrays])
+    return [part.view(array.shape) for part, array in zip(parts, arrays, strict=True)]
+
+
+def to_device(array: np.ndarray, device: torch.device) -> Tensor:
+    """A copy that nobody waits for."""
+    tensor = torch.from_numpy(array)
     if device.type == "cpu":
         return tensor
     return tensor.pin_memory().to(device, non_blocking=True)

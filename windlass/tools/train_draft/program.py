@@ -89,17 +89,25 @@ def run(order: Order, say: Say, advance: Advance, watch: Watch) -> Made:
             f"texts: {len(corpus.train)} to train on, {corpus.num_tokens:,} tokens, of which "
             f"{corpus.num_answered:,} are answers; {len(corpus.held_out)} held out"
         )
-        return _train(order, studio, corpus, work, say, watch)
+        return _train(order, studio, corpus, work, say, advance, watch)
 
 
 def _train(
-    order: Order, studio: _Studio, corpus: Corpus, work: Work, say: Say, watch: Watch
+    order: Order,
+    studio: _Studio,
+    corpus: Corpus,
+    work: Work,
+    say: Say,
+    advance: Advance,
+    watch: Watch,
 ) -> Made:
     wishes, seed = order.wishes, order.config.model.seed
     target = studio.target()
     head = _head(order, target, corpus)
     trainer = Trainer(head, target, corpus.train, wishes, seed)
     began = time.monotonic()
+    trainer.prepare(work, say, advance)
+    prepared = time.monotonic() - began
     course = trainer.run(work, watch)
     say(f"trained {course.step} steps in {course.seconds:.0f} s; ended by {course.ended}")
     tokens = wishes.batch_tokens_on(target.device.type)
@@ -107,6 +115,7 @@ def _train(
     report = _report(order, corpus, course, acceptance)
     report["seconds"] = {
         "writing": round(studio.seconds, 1),
+        "states": round(prepared, 1),
         "training": round(course.seconds, 1),
         "all of this run": round(studio.seconds + time.monotonic() - began, 1),
     }

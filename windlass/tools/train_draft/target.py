@@ -19,16 +19,24 @@ from windlass.models.network import Network
 from windlass.models.spec import ModelSpec
 from windlass.runner.scoring import Scorer, Window
 from windlass.tools.train_draft.batches import Batch
+from windlass.tools.train_draft.writing import Text
 
 _ROWS_AT_ONCE = 4096
 
 
 @dataclass(frozen=True, slots=True)
 class States:
-    """What the target makes of a batch: [texts, positions, ...], of no meaning past a text's end."""
+    """What the target makes of tokens: of whole texts end to end, [tokens, ...], or of a batch.
 
-    last: Tensor  # [texts, positions, hidden]: what the model's own head reads
-    taps: Tensor | None  # [texts, positions, taps * hidden]
+    A batch has [texts, positions, ...], of no meaning past a text's end.
+    """
+
+    last: Tensor  # [..., hidden]: what the model's own head reads
+    taps: Tensor | None  # [..., taps * hidden]
+
+    def at(self, places: Tensor) -> States:
+        """Copies of these tokens' states, in the shape of `places`."""
+        return States(self.last[places], None if self.taps is None else self.taps[places])
 
 
 def tap_layers(spec: ModelSpec) -> tuple[int, ...]:
@@ -56,6 +64,10 @@ class Target:
 
     def states(self, batch: Batch) -> States:
         """Hidden states of a batch, free for autograd."""
+        return self.end_to_end(batch.texts).at(batch.packed)
+
+    def end_to_end(self, texts: list[Text]) -> States:
+        """Hidden states of all tokens of these texts, one text after the other."""
         seen: list[dict[int, Tensor]] = []
 
         def ask(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -67,15 +79,14 @@ class Target:
         if self.layers:
             hook = self.network.register_forward_pre_hook(ask, with_kwargs=True)
         try:
-            windows = [Window(text.tokens) for text in batch.texts]
+            windows = [Window(text.tokens) for text in texts]
             pieces = [piece.values for piece in self._scorer.hidden(windows)]
         finally:
             if hook is not None:
                 hook.remove()
-        taps = self._taps(seen, batch) if self.layers else None
-        return States(torch.cat(pieces)[batch.packed], taps)
+        return States(torch.cat(pieces), self._taps(seen) if self.layers else None)
 
-    def _taps(self, seen: list[dict[int, Tensor]], batch: Batch) -> Tensor:
+    def _taps(self, seen: list[dict[int, Tensor]]) -> Tensor:
         missing = sorted({layer for each in seen for layer in each if not each[layer].numel()})
         if missing:
             raise UnsupportedError(
@@ -83,7 +94,7 @@ class Target:
                 "--kind eagle reads. Use --kind medusa."
             )
         rows = [torch.cat([each[layer] for layer in self.layers], dim=-1) for each in seen]
-        return torch.cat(rows)[batch.packed]
+        return torch.cat(rows)
 
     @torch.no_grad()
     def logits(self, last: Tensor) -> Tensor:

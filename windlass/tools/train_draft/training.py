@@ -19,10 +19,11 @@ from torch.nn.utils import clip_grad_norm_
 from windlass.errors import EngineError
 from windlass.tools.train_draft.batches import epoch, make_batch
 from windlass.tools.train_draft.head import Figures, Head
+from windlass.tools.train_draft.states import Room, Source, decide, remember
 from windlass.tools.train_draft.target import Target
 from windlass.tools.train_draft.wishes import Wishes
 from windlass.tools.train_draft.work import SavedState, Work
-from windlass.tools.train_draft.writing import Text
+from windlass.tools.train_draft.writing import Advance, Text
 
 _WARM_UP = 0.05  # of the training
 _LOWEST = 0.02  # of the rate, at the end
@@ -56,10 +57,11 @@ class Course:
     seconds: float = 0.0
     curve: list[dict[str, float]] = field(default_factory=list)
     ended: str = ""  # why; empty: it has not
+    remembered: bool | None = None  # the target's states, computed once; None: not decided yet
 
 
 class Trainer:
-    """Owns the optimiser and the course."""
+    """Owns the optimiser and the course. First `prepare`, then `run`."""
 
     def __init__(
         self, head: Head, target: Target, texts: list[Text], wishes: Wishes, seed: int
@@ -76,14 +78,28 @@ class Trainer:
             self._named.values(), wishes.lr, _BETAS, weight_decay=0.0, fused=on_cuda
         )
         self.course = Course()
-        steps = sum(1 for _ in epoch(texts, self._batch_tokens, seed, 0)) * wishes.epochs
+        self._source: Source = target
+        self._steps_per_epoch = sum(1 for _ in epoch(texts, self._batch_tokens, seed, 0))
+        steps = self._steps_per_epoch * wishes.epochs
         self.total = min(steps, wishes.max_steps or steps)
 
-    def run(self, work: Work, watch: Watch) -> Course:
-        """Train until the steps or the time are used up; what came before is taken from `work`."""
+    def prepare(self, work: Work, say: Callable[[str], None], advance: Advance) -> None:
+        """Go on from what `work` has, and compute the target's states where once is enough."""
         saved = work.load_state()
         if saved is not None:
             self._restore(saved)
+        course = self.course
+        if course.ended:
+            return
+        room = Room.of(self._target, self._texts)
+        again = self.total > self._steps_per_epoch
+        course.remembered, line = decide(room, again, course.remembered)
+        say(line)
+        if course.remembered:
+            self._source = remember(self._target, self._texts, self._batch_tokens, advance)
+
+    def run(self, work: Work, watch: Watch) -> Course:
+        """Train until the steps or the time are used up."""
         course, began = self.course, time.monotonic() - self.course.seconds
         recent = _Recent(self._head.num_guesses, self._target.device)
         for texts in () if course.ended else self._steps_left():
@@ -134,7 +150,7 @@ class Trainer:
         for group in self._optimiser.param_groups:
             group["lr"] = rate
         batch = make_batch(texts, self._head.num_guesses, self._target.device)
-        figures = self._head.learn(batch, self._target.states(batch))
+        figures = self._head.learn(batch, self._source.states(batch))
         clip_grad_norm_(self._named.values(), _CLIP)
         self._optimiser.step()
         self._optimiser.zero_grad()
