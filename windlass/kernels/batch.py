@@ -142,6 +142,14 @@ class AdapterRows:
 
 
 @dataclass(frozen=True, slots=True)
+class Wanted:
+    """The tokens of a step whose hidden states are read, one at least: kernels take no empty batch."""
+
+    tokens: Tensor  # [n] int32
+    adapters: AdapterRows | None = None  # of these alone
+
+
+@dataclass(frozen=True, slots=True)
 class StepBatch:
     """All rows of a step, packed one after another without padding."""
 
@@ -153,6 +161,7 @@ class StepBatch:
     work: AttentionWork | None = None
     fixed: bool = False  # whether a row's result must not depend on the rows beside it
     adapters: AdapterRows | None = None  # None: the base alone
+    wanted: Wanted | None = None  # None: the hidden states of all tokens are read
 
     @property
     def all_singles(self) -> bool:

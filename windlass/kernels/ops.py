@@ -11,6 +11,7 @@ from windlass.core.card import Choice
 from windlass.kernels.batch import Heads, LayerKV, StepBatch
 from windlass.kernels.fixed_attention import attention as fixed_attention
 from windlass.kernels.reference import embedding as plain_embedding
+from windlass.kernels.reference import gather as plain_gather
 from windlass.kernels.rounded import Outputs, Scaled
 from windlass.kernels.select import Need, Selection, select
 
@@ -25,6 +26,7 @@ class Ops:
     rope_write: Callable[..., Tensor]
     attention: Callable[..., Tensor]
     embedding: Callable[..., Tensor] = plain_embedding
+    gather: Callable[..., Tensor] = plain_gather
     whole_attention: Callable[..., Tensor] | None = None  # both, where they know of each other
     chosen: tuple[Selection, ...] = ()
 
@@ -52,7 +54,7 @@ class Ops:
     @property
     def is_triton(self) -> bool:
         """Whether all that has a Triton kernel is one."""
-        return all(one.name == "triton" for one in self.chosen if one.operation != "embedding")
+        return all(one.name == "triton" for one in self.chosen if one.operation not in _COPIES)
 
     @property
     def is_native(self) -> bool:
@@ -81,7 +83,8 @@ def _instructions() -> Choice:
     return Choice("CPU instructions", native.simd, native.reason)
 
 
-_OPERATIONS = ("embedding", "rms_norm", "add_rms_norm", "silu_mul", "rope_write", "attention")
+_COPIES = ("embedding", "gather")  # no kernel copies rows faster than torch's on a GPU
+_OPERATIONS = (*_COPIES, "rms_norm", "add_rms_norm", "silu_mul", "rope_write", "attention")
 
 
 def choose_ops(need: Need) -> Ops:

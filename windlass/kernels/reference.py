@@ -16,6 +16,11 @@ def embedding(ids: Tensor, table: Tensor) -> Tensor:
     return torch.nn.functional.embedding(ids, table)
 
 
+def gather(x: Tensor, rows: Tensor) -> Tensor:
+    """x[rows]"""
+    return x.index_select(0, rows)
+
+
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Scale to unit root mean square, in float32."""
     wide = x.float()

@@ -121,6 +121,7 @@ _PLAIN = "windlass.kernels.reference"
 
 _CANDIDATES: dict[str, list[Candidate]] = {
     "embedding": [Candidate("native", f"{_NATIVE}:embedding", _native)],
+    "gather": [Candidate("native", f"{_NATIVE}:gather", _native)],
     "rms_norm": [
         Candidate("triton", f"{_TRITON}.norm:rms_norm", _triton),
         Candidate("native", f"{_NATIVE}:rms_norm", _native),

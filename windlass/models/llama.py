@@ -10,7 +10,7 @@ from functools import partial
 
 from torch import Tensor, nn
 
-from windlass.kernels.batch import AdapterRows, Heads, StepBatch
+from windlass.kernels.batch import AdapterRows, Heads, StepBatch, Wanted
 from windlass.kernels.rounded import Inputs
 from windlass.layers.attention import Attention, AttentionShape
 from windlass.layers.embedding import Embedding, HeadRows
@@ -72,10 +72,13 @@ class Block(nn.Module):
         next_norm: RMSNorm,
         batch: StepBatch,
         cos_sin: Tensor,
+        wanted: Wanted | None = None,
     ) -> tuple[Inputs, Tensor]:
+        """What comes out is of the `wanted` tokens, or of all; keys and values are of all."""
         norm = self.post_attention_layernorm
-        x, residual = self.self_attn(x, residual, norm, batch, cos_sin)
-        return self.mlp(x, residual, next_norm, batch.adapters)
+        x, residual = self.self_attn(x, residual, norm, batch, cos_sin, wanted)
+        adapters = batch.adapters if wanted is None else wanted.adapters
+        return self.mlp(x, residual, next_norm, adapters)
 
 
 class Trunk(nn.Module):
@@ -101,7 +104,8 @@ class Trunk(nn.Module):
         for i, (block, norm) in enumerate(zip(self.layers, [*others, self.norm], strict=True)):
             if taps is not None and i in taps:
                 taps[i] = residual.clone()  # which layers may change in place
-            x, residual = block(x, residual, norm, batch, self.rotary.cos_sin)
+            wanted = batch.wanted if norm is self.norm else None
+            x, residual = block(x, residual, norm, batch, self.rotary.cos_sin, wanted)
         assert isinstance(x, Tensor)  # nobody asked the last norm to round
         return x
 

@@ -71,7 +71,7 @@ class Network(Weights):
     def forward(
         self, ids: Tensor, batch: StepBatch, taps: dict[int, Tensor] | None = None
     ) -> Tensor:
-        """Hidden states of all tokens [tokens, hidden]; writes the batch's pages.
+        """Hidden states of the batch's wanted tokens [tokens, hidden]; writes the pages of all.
 
         The keys of `taps` are layers; each gets a copy of the residual stream that enters it.
         """

@@ -282,6 +282,7 @@ class _Maker:
         device = parts.device
         before = _free_after_sync(device)
         runner, _ = self.make(1)
+        runner.reads_all = True  # as where prompts are scored
         graphs = before - _free_after_sync(device)
         torch.cuda.reset_peak_memory_stats(device)
         held = torch.cuda.memory_allocated(device)

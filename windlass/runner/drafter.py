@@ -15,7 +15,8 @@ from windlass.kernels.batch import StepBatch
 class Verified:
     """A step as it lies on its device, with what is known after it."""
 
-    hidden: Tensor  # [tokens, hidden], as the head reads them
+    hidden: Tensor  # [tokens that were asked for, or all; hidden], as the head reads them
+    read: Tensor  # [rows] where in `hidden` that of `last` is
     taps: dict[int, Tensor]  # by layer: the residual stream that entered it
     following: Tensor  # [tokens] the token after each; after a wrong guess, anything
     last: Tensor  # [rows] the place of the last token that each row keeps

@@ -215,7 +215,7 @@ class CudaRunner(Runner):
         fixed = self._in_fixed_order(rows)
         if size is None:
             with self._products.fixed_order(fixed):
-                return self._submit_eager(plan, grown, fixed)
+                return self._submit_eager(plan, grown)
         key = _Key(size, fixed, any(row.adapter for row in rows))
         recorded = self._graphs.get(key) or self._record(key)
         self._stage(rows, key)
@@ -256,22 +256,20 @@ class CudaRunner(Runner):
             return AdapterRows(to_device(slots, self._device))
         return in_pieces(slots, counts, self._device)
 
-    def _submit_eager(self, plan: StepPlan, grown: list[Row], fixed: bool) -> Pending:
+    def _batch(self, plan: StepPlan) -> tuple[Tensor, StepBatch]:
+        ids, batch = super()._batch(plan)
+        return ids, replace(batch, work=self._work(plan.rows, batch.spans, batch.fixed))
+
+    def _submit_eager(self, plan: StepPlan, grown: list[Row]) -> Pending:
         self._slots.send(grown)
         rows = plan.rows
-        ids, batch = self._slots.batch(plan, self._cache.layers)
-        adapters = self._adapters(rows, [row.num_tokens for row in rows])
-        work = self._work(rows, batch.spans, fixed)
-        batch = replace(batch, work=work, fixed=fixed, adapters=adapters)
+        ids, batch = self._batch(plan)
         hidden = self._network(ids, batch)
         sampled = [i for i, row in enumerate(rows) if row.sample]
-        last = [batch.spans[i].first + batch.spans[i].count - 1 for i in sampled]
         tokens = logits = self._singles[:0]  # nobody gets a token from a chunk in mid-prompt
         if sampled:
-            at = to_device(np.array(last, dtype=np.int32), self._device)
-            sampling = self._adapters([rows[i] for i in sampled], [1] * len(sampled))
-            logits = self._network.logits(hidden[at], sampling)
-            slots, positions = batch.token_slots[at], batch.positions[at]
+            logits, wanted = self._logits(rows, batch, hidden)
+            slots, positions = batch.token_slots[wanted.tokens], batch.positions[wanted.tokens]
             tokens = self._device_sampler.draw(logits, slots, positions)
         pending = self._collect(rows, sampled, tokens, logits)
         if self._device_sampler.special([row.slot for row in rows]):

@@ -24,7 +24,7 @@ from windlass.runner.drafter import Drafter, Verified
 from windlass.runner.graphs import CudaRunner
 from windlass.runner.runner import Done, Pending
 from windlass.runner.slots import to_device
-from windlass.runner.verify import asked_by, keep, positions_of
+from windlass.runner.verify import asked_by, keep
 
 _SIZES = (1, 2, 4, 8, 16, 32, 64)
 # Rows up to which every width is recorded, and steps are launched before they are planned: above,
@@ -152,7 +152,7 @@ class CudaGuesser(CudaRunner):
         key = self._key_for(rows, fixed)
         if key is None:
             with self._products.fixed_order(fixed):
-                return Done(StepResult(self._verify_eagerly(plan, fixed)), guesses=True)
+                return Done(StepResult(self._verify_eagerly(plan)), guesses=True)
         if ahead is not None:
             whole = all(row.num_drafts == ahead.guesses for row in rows)
             pending = _OnItsWay(self, rows, ahead.launched, whole)
@@ -256,7 +256,7 @@ class CudaGuesser(CudaRunner):
             kept, last = kernels.keep(inputs, ids, sampled, slots.last, size, width)
             parts = [sampled.view(size, width), kept[:, None]]
             if drafter is not None:
-                found = Verified(hidden, taps or {}, sampled, last, batch, self._alone)
+                found = Verified(hidden, last, taps or {}, sampled, last, batch, self._alone)
                 guesses = drafter.draft(found, key.drafting)
                 parts.append(guesses)
                 after = self._width_for(size, 1 + key.drafting)
@@ -294,12 +294,9 @@ class CudaGuesser(CudaRunner):
 
     # ---- eager ---------------------------------------------------------------------------------
 
-    def _verify_eagerly(self, plan: StepPlan, fixed: bool) -> list[RowResult]:
+    def _verify_eagerly(self, plan: StepPlan) -> list[RowResult]:
         rows = plan.rows
-        ids, batch = self._slots.batch(plan, self._cache.layers)
-        adapters = self._adapters(rows, [row.num_tokens for row in rows])
-        work = self._work(rows, batch.spans, fixed)
-        batch = replace(batch, work=work, fixed=fixed, adapters=adapters)
+        ids, batch = self._batch(plan)
         taps = None
         if self.drafting and self.drafter is not None:
             taps = dict.fromkeys(self.drafter.layers, ids)
@@ -317,9 +314,9 @@ class CudaGuesser(CudaRunner):
         results = [RowResult([])] * len(rows)
         if not asked:
             return results
-        at = to_device(positions_of(rows, asked).astype(np.int32), self._device)
-        logits = self._network.logits(hidden[at], self._asked_adapters(rows, asked))
-        drawn = self._device_sampler.draw(logits, batch.token_slots[at], batch.positions[at])
+        logits, wanted = self._logits(rows, batch, hidden)
+        slots, positions = batch.token_slots[wanted.tokens], batch.positions[wanted.tokens]
+        drawn = self._device_sampler.draw(logits, slots, positions)
         sampled, first = drawn.tolist(), 0
         special = set(self._device_sampler.special([each.slot for each in asked]))
         for i, each in enumerate(asked):
@@ -331,7 +328,8 @@ class CudaGuesser(CudaRunner):
                 trail = tuple(said) if each.drafts else ()
                 results[each.row] = RowResult(keep(said, each.drafts), trail=trail)
             first = end
-        slots = [each.slot for each in asked]
         last = [results[each.row].tokens[-1] for each in asked]
-        self._slots.last[slots] = torch.tensor(last, dtype=torch.int32, device=self._device)
+        self._slots.last[[each.slot for each in asked]] = torch.tensor(
+            last, dtype=torch.int32, device=self._device
+        )
         return results

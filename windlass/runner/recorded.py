@@ -14,7 +14,7 @@ from torch import Tensor
 
 from windlass.core.card import Choice
 from windlass.core.types import Row, RowResult, StepPlan
-from windlass.kernels.batch import AdapterRows, Span, StepBatch
+from windlass.kernels.batch import AdapterRows, Span, StepBatch, Wanted
 from windlass.kernels.native import ops
 from windlass.kernels.native.pool import shared_pool
 from windlass.kernels.native.program import Most, Program, StepInputs, record
@@ -61,15 +61,17 @@ class CpuRunner(Runner):
         two = torch.zeros(2, dtype=torch.int32)
         whole, last = (AdapterRows(two), AdapterRows(two[:1])) if adapted else (None, None)
         spans, pages = [Span(0, 2, 0)], self._cache.layers
-        batch = StepBatch(two, two, self._slots.tables, spans, pages, adapters=whole)
-        hidden = self._network(two, batch)
-        logits = self._network.logits(ops.gather(hidden, two[:1]), last)
+        batch = StepBatch(
+            *(two, two, self._slots.tables, spans, pages),
+            adapters=whole,
+            wanted=Wanted(two[:1], last),
+        )
+        logits = self._network.logits(self._network(two, batch), last)
         return logits, ops.argmax(logits)
 
     def _program_for(self, rows: list[Row]) -> Program | None:
         """None: a row wants its prompt's scores, which are not recorded, or nothing could be."""
-        scores = self._sampler.num_prompt_scores
-        if any(scores(row.slot) is not None for row in rows):
+        if self._scores_prompts(rows):
             return None
         return self._adapted if any(row.adapter for row in rows) else self._program
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from windlass.core.types import Row, RowResult, SlotId, StepPlan, StepResult, TokenLogprob
 from windlass.errors import EngineError
-from windlass.kernels.batch import AdapterRows, KVCache, Span, StepBatch
+from windlass.kernels.batch import AdapterRows, KVCache, Span, StepBatch, Wanted
 from windlass.kernels.products import TorchProducts
 from windlass.lora.bank import Bank
 from windlass.lora.base import Adapter
@@ -25,7 +25,7 @@ from windlass.models.network import Network
 from windlass.runner.adapters import grouped
 from windlass.runner.drafter import Drafter, Verified
 from windlass.runner.sampler import Sampler, score_tokens
-from windlass.runner.slots import SlotTables
+from windlass.runner.slots import SlotTables, to_device
 from windlass.runner.verify import Asked, asked_by, positions_of, verify
 
 # Prompt scores need logits of every position; so many at a time keep the memory small.
@@ -72,6 +72,7 @@ class Runner:
         self._fixed: set[SlotId] = set()  # whose requests are deterministic
         self.drafter: Drafter | None = None
         self.drafting = 0  # guesses of the drafter with which a row's step ends
+        self.reads_all = False  # whether somebody reads hidden states that no token is drawn from
         self._prompts: dict[SlotId, list[int]] = {}  # what is known beforehand, for the drafter
         self._bank: Bank | None = None
         self._fetch: Callable[[str], Adapter] | None = None
@@ -134,24 +135,53 @@ class Runner:
         """Operator by operator."""
         ids, batch = self._batch(plan)
         with self._products.fixed_order(batch.fixed):
-            return self._sample(plan.rows, batch.spans, self._network(ids, batch))
+            return self._sample(plan.rows, batch, self._network(ids, batch))
 
     def _verify(self, plan: StepPlan) -> list[RowResult]:
         """The same for rows with guesses, and with guesses for the next step."""
         ids, batch = self._batch(plan)
         with self._products.fixed_order(batch.fixed):
             if not self.drafting or self.drafter is None:
-                return self._sample_guesses(plan.rows, batch.spans, self._network(ids, batch))
+                return self._sample_guesses(plan.rows, batch, self._network(ids, batch))
             taps = dict.fromkeys(self.drafter.layers, ids)
             hidden = self._network(ids, batch, taps)
-            results = self._sample_guesses(plan.rows, batch.spans, hidden)
+            results = self._sample_guesses(plan.rows, batch, hidden)
             return self._draft(plan.rows, ids, batch, hidden, taps, results)
 
     def _batch(self, plan: StepPlan) -> tuple[Tensor, StepBatch]:
         rows = plan.rows
         ids, batch = self._slots.batch(plan, self._cache.layers)
-        adapters = self._adapters(rows, [row.num_tokens for row in rows])
-        return ids, replace(batch, fixed=self._in_fixed_order(rows), adapters=adapters)
+        return ids, replace(
+            batch,
+            fixed=self._in_fixed_order(rows),
+            adapters=self._adapters(rows, [row.num_tokens for row in rows]),
+            wanted=self._wanted(rows) if self._leaves_out(rows) else None,
+        )
+
+    def _leaves_out(self, rows: Sequence[Row]) -> bool:
+        """Whether so many hidden states are read by nobody that selecting the others pays."""
+        if self.reads_all or self._scores_prompts(rows):
+            return False
+        read = sum(1 + row.num_drafts for row in rows if row.sample)
+        return 2 * max(1, read) <= sum(row.num_tokens for row in rows)
+
+    def _wanted(self, rows: Sequence[Row]) -> Wanted:
+        """The tokens that rows ask for; where none does, any."""
+        asked = asked_by(rows) or [Asked(0, rows[0].slot, ())]
+        places = positions_of(rows, asked).astype(np.int32)
+        own = [rows[each.row] for each in asked]
+        adapters = self._adapters(own, [each.num_positions for each in asked])
+        return Wanted(to_device(places, self._device), adapters)
+
+    def _logits(
+        self, rows: Sequence[Row], batch: StepBatch, hidden: Tensor
+    ) -> tuple[Tensor, Wanted]:
+        """Of the tokens that rows ask for, and which those are."""
+        wanted = batch.wanted
+        if wanted is None:
+            wanted = self._wanted(rows)
+            hidden = hidden[wanted.tokens]
+        return self._network.logits(hidden, wanted.adapters), wanted
 
     def _in_fixed_order(self, rows: Sequence[Row]) -> bool:
         """Whether any row's result must not depend on the others: then none does."""
@@ -176,38 +206,29 @@ class Runner:
         self._slots.send(self._slots.apply(plan))
         self._cache.copy(plan.copies)
 
-    def _sample(self, rows: list[Row], spans: list[Span], hidden: Tensor) -> list[RowResult]:
+    def _sample(self, rows: list[Row], batch: StepBatch, hidden: Tensor) -> list[RowResult]:
         sampled = [i for i, row in enumerate(rows) if row.sample]
         results = [RowResult([])] * len(rows)
         if sampled:
-            last = torch.tensor([spans[i].first + spans[i].count - 1 for i in sampled])
-            adapters = self._adapters([rows[i] for i in sampled], [1] * len(sampled))
-            logits = self._network.logits(hidden[last.to(self._device)], adapters).float()
+            logits, _ = self._logits(rows, batch, hidden)
             slots = [rows[i].slot for i in sampled]
-            tokens, scores = self._sampler.sample(logits, slots)
+            tokens, scores = self._sampler.sample(logits.float(), slots)
             self._slots.last[slots] = torch.tensor(tokens, dtype=torch.int32, device=self._device)
             for i, token, score in zip(sampled, tokens, scores, strict=True):
                 results[i] = RowResult([token], score)
-        self._score_prompts(rows, spans, hidden, results)
+        self._score_prompts(rows, batch.spans, hidden, results)
         return results
 
-    def _sample_guesses(
-        self, rows: list[Row], spans: list[Span], hidden: Tensor
-    ) -> list[RowResult]:
+    def _sample_guesses(self, rows: list[Row], batch: StepBatch, hidden: Tensor) -> list[RowResult]:
         asked = asked_by(rows)
         results = [RowResult([])] * len(rows)
         if asked:
-            at = torch.from_numpy(positions_of(rows, asked)).to(self._device)
-            logits = self._network.logits(hidden[at], self._asked_adapters(rows, asked)).float()
+            logits = self._logits(rows, batch, hidden)[0].float()
             for each, result in zip(asked, verify(self._sampler, logits, asked), strict=True):
                 results[each.row] = result
                 self._slots.last[each.slot] = result.tokens[-1]
-        self._score_prompts(rows, spans, hidden, results)
+        self._score_prompts(rows, batch.spans, hidden, results)
         return results
-
-    def _asked_adapters(self, rows: list[Row], asked: list[Asked]) -> AdapterRows | None:
-        own = [rows[each.row] for each in asked]
-        return self._adapters(own, [each.num_positions for each in asked])
 
     def _note_prompts(self, plan: StepPlan) -> None:
         if self.drafter is None:
@@ -233,6 +254,8 @@ class Runner:
         places: list[int] = []
         tokens: list[int] = []
         last: list[int] = []
+        own: list[int] = []  # the same among the tokens that rows ask for
+        asked = 0
         for row, span, result in zip(rows, batch.spans, results, strict=True):
             end = span.first + span.count
             if row.sample:
@@ -240,14 +263,18 @@ class Runner:
                 places += range(first, first + len(result.tokens))
                 tokens += result.tokens
                 last.append(places[-1])
+                own.append(asked + len(result.tokens) - 1)
+                asked += 1 + row.num_drafts
             else:
                 places.append(end - 1)
                 tokens.append(self._prompts[row.slot][row.start + row.num_tokens])
         following[torch.tensor(places, device=self._device)] = torch.tensor(
             tokens, dtype=ids.dtype, device=self._device
         )
-        at = torch.tensor(last, dtype=torch.int64, device=self._device)
-        found = Verified(hidden, taps, following, at, batch, self._alone)
+        at, read = torch.tensor((last, own), dtype=torch.int64, device=self._device)
+        if batch.wanted is None:
+            read = at
+        found = Verified(hidden, read, taps, following, at, batch, self._alone)
         drafts = iter(self.drafter.draft(found, self.drafting).tolist())
         return [
             result._replace(drafts=tuple(next(drafts))) if row.sample else result
@@ -258,6 +285,10 @@ class Runner:
         """A batch of one token a row, without pages: whoever asks has its own."""
         spans = [Span(i, 1, at) for i, at in enumerate(positions.tolist())]
         return StepBatch(positions, slots, self._slots.tables, spans, [])
+
+    def _scores_prompts(self, rows: Sequence[Row]) -> bool:
+        scores = self._sampler.num_prompt_scores
+        return any(scores(row.slot) is not None for row in rows)
 
     def _score_prompts(
         self, rows: list[Row], spans: list[Span], hidden: Tensor, results: list[RowResult]

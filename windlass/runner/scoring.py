@@ -70,6 +70,7 @@ class Scorer:
         self.network = network
         self.limits = limits
         self.vocab_size = vocab_size
+        runner.reads_all = True
         self._runner = runner
         self._block_size = block_size
 

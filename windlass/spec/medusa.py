@@ -46,7 +46,7 @@ class MedusaDrafter:
 
     def draft(self, found: Verified, count: int) -> Tensor:
         weights = self._weights
-        hidden = found.hidden[found.last]
+        hidden = found.hidden[found.read]
         rows = hidden.shape[0]
         if not rows:
             return found.last.new_empty((0, count), dtype=torch.int32)

@@ -177,7 +177,6 @@ def _tensors(args: Any) -> Iterator[Tensor]:
 def fuse(calls: list[Recorded]) -> list[Recorded]:
     """The same results in fewer passes over memory: to the bit, since sums stay as they are."""
     calls = _add_in_place(calls)
-    calls = _gather_before_norm(calls)
     calls = _gate_in_product(calls)
     return _norm_in_product(calls)
 
@@ -210,28 +209,6 @@ def _add_in_place(calls: list[Recorded]) -> list[Recorded]:
         one.call = replace(one.call, op=Op.NORM)
         one.buffers = [residual, out]
     return calls
-
-
-def _gather_before_norm(calls: list[Recorded]) -> list[Recorded]:
-    """Only rows that go on to the head pass the last norm."""
-    out: list[Recorded] = []
-    for one in calls:
-        before = out[-1] if out else None
-        if (
-            one.op == Op.GATHER
-            and before is not None
-            and before.op == Op.NORM
-            and len(_users(calls, one.buffers[0])) == 2
-        ):
-            gathered = one.buffers[1]
-            assert gathered is not None
-            picked = Buffer(SAMPLED, gathered.row_bytes, gathered.dtype)
-            norm = Recorded(before.call, SAMPLED, [picked, gathered])
-            one.buffers = [before.buffers[0], picked]
-            out[-1:] = [one, norm]
-        else:
-            out.append(one)
-    return out
 
 
 def _gate_in_product(calls: list[Recorded]) -> list[Recorded]:
