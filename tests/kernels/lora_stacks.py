@@ -12,13 +12,13 @@ SIZES = {"q, k, v": (300, 20, 70), "gate, up": (130, 130), "one": (257,)}
 RANKS = [[0, 0, 0], [16, 4, 40], [0, 17, 1], [8, 0, 0]]
 
 
-def make_stacks(sizes: tuple[int, ...], coded: bool = False) -> Stacks:
+def make_stacks(sizes: tuple[int, ...], coded: bool = False, num_in: int = NUM_IN) -> Stacks:
     """With the ranks of other layers beside this one's, and nonsense beyond each rank."""
     count, parts = len(RANKS), len(sizes)
     beside = torch.full((count, parts + 4), 99, dtype=torch.int32)
     ranks = beside[:, 2 : 2 + parts]
     ranks.copy_(torch.tensor(RANKS)[:, :parts])
-    down = torch.full((count, parts, MOST, NUM_IN), float("nan"))
+    down = torch.full((count, parts, MOST, num_in), float("nan"))
     up = torch.full((count, MOST * sum(sizes)), float("nan"))
     scales = None
     if coded:

@@ -22,6 +22,7 @@ from windlass.kernels.triton import (  # noqa: E402
     eight_bit,
     fp8_kernels,
     grouped,
+    lora_codes,
     lora_kernels,
     norm,
     rope,
@@ -178,11 +179,10 @@ def lora_case(function: Any, codes: bool = False, **constants: int) -> tuple:
     if codes:
         signature |= {"down": "*i8", "up": "*i8", "scales": F}
     own = {name: kind for name, kind in signature.items() if name in function.arg_names}
-    constants = {"PARTS": 3, "MOST": 64, "FETCH": True, **constants}
-    if "scales" in function.arg_names:
-        constants["SCALED"] = codes
-    # Where a token is by itself, its outputs are one warp's.
-    return function, own, constants, {"num_warps": 1 if "SPLITS" in constants else 4}
+    constants = {"PARTS": 3, "MOST": 64, "FETCH": True, "UNIT": 16, "SCALED": codes, **constants}
+    constants = {name: value for name, value in constants.items() if name in function.arg_names}
+    # A token by itself is one warp's, or two's.
+    return function, own, constants, {"num_warps": 4 if "ROWS" in constants else 1}
 
 
 SAMPLE = {"logits": X, "wishes": F, "slots": I, "thresholds": F, "size": "i32", "stride": "i32"}
@@ -302,10 +302,10 @@ CASES = {
     ),
     "lora shrink of a piece": lora_case(lora_kernels.shrink_tile_kernel, ROWS=64, BLOCK_K=128),
     "lora expand of a piece": lora_case(lora_kernels.expand_tile_kernel, ROWS=64, OUTPUTS=64),
-    "lora shrink, codes": lora_case(lora_kernels.shrink_kernel, True, BLOCK_K=512),
-    "lora expand, codes": lora_case(lora_kernels.expand_kernel, True, SPLITS=16, OUTPUTS=512),
+    "lora shrink, codes": lora_case(lora_codes.shrink_codes_kernel, True, BLOCK_K=512, ASM=True),
+    "lora expand, codes": lora_case(lora_kernels.expand_kernel, True, SPLITS=16, OUTPUTS=256),
     "lora expand, gated, codes": lora_case(
-        lora_kernels.expand_gated_kernel, True, PARTS=2, SPLITS=16, OUTPUTS=512
+        lora_kernels.expand_gated_kernel, True, PARTS=2, SPLITS=16, OUTPUTS=256
     ),
     "lora shrink of a piece, codes": lora_case(
         lora_kernels.shrink_tile_kernel, True, ROWS=64, BLOCK_K=128

@@ -64,6 +64,22 @@ def test_pieces_of_rows(name: str, coded: bool) -> None:
 
 
 @inside
+def test_codes_that_are_read_by_words() -> None:
+    """Sizes of whole words and inputs of 16 bits: products of whole numbers."""
+    from windlass.kernels.triton.lora import TritonLora
+
+    torch.manual_seed(0)
+    slots = [1, 0, 2, 3]
+    stacks = make_stacks((304, 32, 80), coded=True, num_in=640)
+    x, y = torch.randn(4, 640).half(), torch.randn(4, 416).half()
+    given = AdapterRows(torch.tensor(slots, dtype=torch.int32))
+    kernel = Lora(stacks, TritonLora())
+    got = kernel.end(y.clone(), kernel.begin(x, given), given)
+    want = Lora(stacks, PlainLora()).end(y.float(), x.float(), grouped(np.array(slots), CPU))
+    torch.testing.assert_close(got.float(), want, atol=0.02, rtol=1e-3)
+
+
+@inside
 def test_a_token_s_sums_are_the_same_in_every_step() -> None:
     from windlass.kernels.triton.lora import TritonLora
 

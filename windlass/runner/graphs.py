@@ -145,7 +145,8 @@ class CudaRunner(Runner):
         self._decode(key)  # compiles what is missing, outside of the recording
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
+        # Another thread may pin memory for an adapter meanwhile.
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
             tokens, logits = self._decode(key)
         self._graphs[key] = _Graph(graph, tokens, logits)
         return self._graphs[key]

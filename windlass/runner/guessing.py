@@ -220,7 +220,8 @@ class CudaGuesser(CudaRunner):
             self._run(key)  # compiles what is missing, outside of the recording
             torch.cuda.synchronize()
             graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=self._pool):
+            # Another thread may pin memory for an adapter meanwhile.
+            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
                 found = self._run(key)
             inbox = self._inbox(key.size, key.width)
             shape = (key.width, key.drafting)

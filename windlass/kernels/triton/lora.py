@@ -1,16 +1,18 @@
 """What adapters add to a product on CUDA: two launches for all adapters and all parts of a layer.
 
 The first (shrink) brings inputs down to an adapter's rank, with K cut into parts whose sums stay
-apart: it comes before the base's product, which fetches its weights meanwhile. The second (expand)
-comes behind it, adds the sums up and goes on to the outputs. In decode steps every token is
-by itself, limited by reading its adapter; in others pieces of one row share what they read. A part
+apart. The second (expand) comes behind the base's product, adds the sums up and goes on to the
+outputs. In decode steps every token is by itself, limited by reading its adapter, and shrink runs
+beside the product on a stream of its own; in others pieces of one row share what they read. A part
 that an adapter does not change has rank 0, and so has slot 0: their programs end at once. All that
 differs from step to step lies on the device, so that steps can be recorded.
 """
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
@@ -20,6 +22,7 @@ from windlass.kernels.batch import PIECE, AdapterRows
 from windlass.kernels.lora import SiluMul, Stacks
 from windlass.kernels.rounded import Inputs
 from windlass.kernels.triton import chain
+from windlass.kernels.triton.lora_codes import shrink_codes_kernel
 from windlass.kernels.triton.lora_kernels import (
     expand_gated_kernel,
     expand_kernel,
@@ -29,101 +32,133 @@ from windlass.kernels.triton.lora_kernels import (
 )
 
 _MOST_PARTS = 3
-# Where every token is by itself: outputs of a program, and inputs that it reads at once. Codes are
-# half as large, and a program asks for as many bytes of them.
-_WIDTH, _CODES_WIDTH = 256, 512
-
-
-@dataclass(frozen=True, slots=True)
-class _Cut:
-    """How a layer's inputs are cut: the same in every step, so that a token's sums never differ."""
-
-    span: int  # inputs of a part of the sums
-    splits: int
-    block: int  # inputs that are read at once
-
-    @classmethod
-    def _of(cls, num_in: int, block: int, most: int) -> _Cut:
-        span = triton.cdiv(triton.cdiv(num_in, block), most) * block
-        return cls(span, triton.cdiv(num_in, span), block)
-
-    @classmethod
-    def alone(cls, num_in: int, width: int) -> _Cut:
-        return cls._of(num_in, width, 16)
-
-    @classmethod
-    def in_pieces(cls, num_in: int) -> _Cut:
-        return cls._of(num_in, 128, 4)
 
 
 @dataclass(frozen=True, slots=True)
 class Shrunk:
     """Inputs brought down to the ranks of their adapters: the first half of the work."""
 
+    x: Tensor  # kept as long as it may be read beside the product
     sums: Tensor  # [splits, tokens, parts, most ranks] float32
     splits: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Way:
+    """Kernels that belong together, and how the work is cut: the same in every step of its kind, so
+    that a token's sums never differ."""
+
+    shrink: Any
+    expand: Any
+    expand_gated: Any  # None: there is none
+    block: int  # inputs that are read at once
+    most_splits: int  # of the inputs
+    outputs: int  # of a program
+    warps: tuple[int, int]  # of shrink and of expand
+    options: dict[str, int]  # of all kernels
+
+    def cut(self, num_in: int) -> tuple[int, int]:
+        """Inputs of a part of the sums, and how many parts there are."""
+        blocks = triton.cdiv(num_in, self.block)
+        span = triton.cdiv(blocks, self.most_splits) * self.block
+        return span, triton.cdiv(num_in, span)
+
+    def options_of(self, kernel: Any, splits: int) -> dict[str, int]:
+        """Those that one of the kernels has, and how it is launched."""
+        cut = {"BLOCK_K": self.block, "OUTPUTS": self.outputs}
+        given = {**self.options, **cut, "SPLITS": triton.next_power_of_2(splits)}
+        own = {name: value for name, value in given.items() if name in kernel.arg_names}
+        return {**own, **chain.options(), "num_warps": self.warps[kernel is not self.shrink]}
 
 
 class TritonLora:
     """As `kernels.lora.LoraKernel` says; reads the slots and pieces of the adapters."""
 
+    def __init__(self) -> None:
+        self._side: torch.cuda.Stream | None = None  # made where there is a device
+
     def begin(self, x: Tensor, stacks: Stacks, adapters: AdapterRows) -> Shrunk:
         assert len(stacks.sizes) <= _MOST_PARTS
         assert x.is_contiguous()
-        alone = adapters.tiles is None
-        num_in = x.shape[1]
-        cut = _Cut.alone(num_in, _width(stacks)) if alone else _Cut.in_pieces(num_in)
-        shape = (cut.splits, x.shape[0], len(stacks.sizes), stacks.down.shape[2])
+        way = _way(x, stacks, adapters)
+        span, splits = way.cut(x.shape[1])
+        shape = (splits, x.shape[0], len(stacks.sizes), stacks.down.shape[2])
         sums = x.new_empty(shape, dtype=torch.float32)
-        shrink = shrink_kernel if alone else shrink_tile_kernel
-        shrink[_pieces(adapters), len(stacks.sizes), cut.splits](
-            *(x, stacks.down, stacks.scales, *_which(stacks, adapters), sums, *x.shape, cut.span),
-            stacks.ranks.stride(0),
-            SCALED=stacks.scales is not None,
-            BLOCK_K=cut.block,
-            **_options(stacks, adapters),
-        )
-        return Shrunk(sums, cut.splits)
+        options = way.options_of(way.shrink, splits)
+        beside = x.is_cuda and adapters.tiles is None
+        if beside:
+            options |= {"CHAINED": False, "launch_pdl": False}  # what it follows is elsewhere
+        with self._beside() if beside else nullcontext():
+            way.shrink[_pieces(adapters), len(stacks.sizes), splits](
+                *(x, stacks.down, stacks.scales, *_which(stacks, adapters), sums, *x.shape, span),
+                stacks.ranks.stride(0),
+                **options,
+            )
+        return Shrunk(x, sums, splits)
 
     def end(self, y: Tensor, low: Shrunk, stacks: Stacks, adapters: AdapterRows) -> Tensor:
         assert y.is_contiguous()
-        alone, parts = adapters.tiles is None, len(stacks.sizes)
-        outputs = _width(stacks) if alone else 64
-        num_tiles = sum(triton.cdiv(size, outputs) for size in stacks.sizes)
-        sizes = (*stacks.sizes, *[0] * (_MOST_PARTS - parts))
-        expand = expand_kernel if alone else expand_tile_kernel
-        expand[_pieces(adapters), num_tiles](
+        way = _way(y, stacks, adapters)
+        num_tiles = sum(triton.cdiv(size, way.outputs) for size in stacks.sizes)
+        sizes = (*stacks.sizes, *[0] * (_MOST_PARTS - len(stacks.sizes)))
+        self._join(adapters)
+        way.expand[_pieces(adapters), num_tiles](
             *(y, stacks.up, *_which(stacks, adapters), low.sums, *y.shape, *sizes, low.splits),
             stacks.ranks.stride(0),
-            OUTPUTS=outputs,
-            **(_options(stacks, adapters) | (_alone(low) if alone else {})),
+            **way.options_of(way.expand, low.splits),
         )
         return y
 
     def gated(
         self, y: Tensor, low: Shrunk, stacks: Stacks, adapters: AdapterRows, silu_mul: SiluMul
     ) -> Inputs:
-        if adapters.tiles is not None:
+        way = _way(y, stacks, adapters)
+        if way.expand_gated is None:
             return silu_mul(self.end(y, low, stacks, adapters))
         assert y.is_contiguous()
-        tokens, width, outputs = y.shape[0], y.shape[1] // 2, _width(stacks)
+        tokens, width = y.shape[0], y.shape[1] // 2
         out = y.new_empty((tokens, width))
-        expand_gated_kernel[tokens, triton.cdiv(width, outputs)](
+        self._join(adapters)
+        way.expand_gated[tokens, triton.cdiv(width, way.outputs)](
             *(y, stacks.up, *_which(stacks, adapters), low.sums, out, tokens, width, low.splits),
             stacks.ranks.stride(0),
-            OUTPUTS=outputs,
-            **(_options(stacks, adapters) | _alone(low)),
+            **way.options_of(way.expand_gated, low.splits),
         )
         return out
 
+    def _beside(self) -> AbstractContextManager[None]:
+        """Launches go to a stream of its own, behind what the current one was given so far."""
+        if self._side is None:
+            # Its programs are few and short: they come first where both wait for room.
+            self._side = torch.cuda.Stream(priority=-1)
+        self._side.wait_stream(torch.cuda.current_stream())
+        return torch.cuda.stream(self._side)
 
-def _alone(low: Shrunk) -> dict[str, int]:
-    """For outputs of a single token: one warp, in which a thread adds up the ranks of its outputs."""
-    return {"SPLITS": triton.next_power_of_2(low.splits), "num_warps": 1}
+    def _join(self, adapters: AdapterRows) -> None:
+        if self._side is not None and adapters.tiles is None:
+            torch.cuda.current_stream().wait_stream(self._side)
 
 
-def _width(stacks: Stacks) -> int:
-    return _WIDTH if stacks.scales is None else _CODES_WIDTH
+def _way(x: Tensor, stacks: Stacks, adapters: AdapterRows) -> _Way:
+    """For tokens by themselves expand has one warp: a thread adds up the ranks of its outputs."""
+    each = stacks.down.itemsize
+    unit = 16 // each  # values of the 16 bytes that are read at once
+    whole = each < 4 and not any(size % unit for size in (stacks.down.shape[3], *stacks.sizes))
+    options = {
+        "PARTS": len(stacks.sizes),
+        "MOST": stacks.down.shape[2],
+        "UNIT": unit if whole else 1,
+        "FETCH": whole,
+        "SCALED": stacks.scales is not None,
+        "ROWS": PIECE,
+        "ASM": x.is_cuda,
+    }
+    if adapters.tiles is not None:
+        return _Way(shrink_tile_kernel, expand_tile_kernel, None, 128, 4, 64, (4, 4), options)
+    expands = (expand_kernel, expand_gated_kernel)
+    if each == 1 and whole and x.itemsize == 2:
+        return _Way(shrink_codes_kernel, *expands, 512, 32, 256, (2, 1), options)
+    return _Way(shrink_kernel, *expands, 256, 32, 256, (1, 1), options)
 
 
 def _which(stacks: Stacks, adapters: AdapterRows) -> tuple[Tensor, ...]:
@@ -135,17 +170,3 @@ def _which(stacks: Stacks, adapters: AdapterRows) -> tuple[Tensor, ...]:
 def _pieces(adapters: AdapterRows) -> int:
     """Tokens, or pieces of several."""
     return len(adapters.slots if adapters.tiles is None else adapters.tiles)
-
-
-def _options(stacks: Stacks, adapters: AdapterRows) -> dict[str, int]:
-    each = stacks.down.itemsize
-    whole = not any(size * each % 16 for size in (stacks.down.shape[3], *stacks.sizes))  # bytes
-    rows = {} if adapters.tiles is None else {"ROWS": PIECE}
-    return {
-        "PARTS": len(stacks.sizes),
-        "MOST": stacks.down.shape[2],
-        "FETCH": whole and each < 4,
-        "num_warps": 4,
-        **rows,
-        **chain.options(),
-    }

@@ -108,15 +108,18 @@ def shrink_kernel(
 
 
 @triton.jit
-def _part_of(tile, N0, N1, N2, OUTPUTS: tl.constexpr):
-    """Which part a tile of outputs is of: (part, its first output, its size, the tile in it)."""
+def _part_of(tile, N0, N1, N2, OUTPUTS: tl.constexpr, UNIT: tl.constexpr):
+    """Which part a tile of outputs is of: (part, its first output, its size, the tile in it).
+
+    Sizes are multiples of `UNIT`, which must be said: it decides how much is read at once.
+    """
     second = tl.cdiv(N0, OUTPUTS)
     third = second + tl.cdiv(N1, OUTPUTS)
     part = (tile >= second).to(tl.int32) + (tile >= third).to(tl.int32)
     first = tl.where(part == 0, 0, tl.where(part == 1, N0, N0 + N1))
     size = tl.where(part == 0, N0, tl.where(part == 1, N1, N2))
     before = tl.where(part == 0, 0, tl.where(part == 1, second, third))
-    return part, first, size, tile - before
+    return part, tl.multiple_of(first, UNIT), tl.multiple_of(size, UNIT), tile - before
 
 
 @triton.jit
@@ -166,13 +169,14 @@ def expand_kernel(
     MOST: tl.constexpr,
     SPLITS: tl.constexpr,
     OUTPUTS: tl.constexpr,
+    UNIT: tl.constexpr,
     FETCH: tl.constexpr,
     CHAINED: tl.constexpr,
 ):
     """y[token] += up[slot].T @ (sums over splits), for one tile of one part's outputs."""
     chain.release(CHAINED)
     token = tl.program_id(0)
-    part, first, size, tile = _part_of(tl.program_id(1), N0, N1, N2, OUTPUTS)
+    part, first, size, tile = _part_of(tl.program_id(1), N0, N1, N2, OUTPUTS, UNIT)
     begin = tile * OUTPUTS
     slot = tl.load(slots + token).to(tl.int64)
     rank = tl.load(ranks + slot * rank_stride + part)
@@ -318,13 +322,14 @@ def expand_tile_kernel(
     MOST: tl.constexpr,
     ROWS: tl.constexpr,
     OUTPUTS: tl.constexpr,
+    UNIT: tl.constexpr,
     FETCH: tl.constexpr,
     CHAINED: tl.constexpr,
 ):
     """The same for the tokens of a piece together."""
     chain.release(CHAINED)
     piece = tl.program_id(0)
-    part, first, size, tile = _part_of(tl.program_id(1), N0, N1, N2, OUTPUTS)
+    part, first, size, tile = _part_of(tl.program_id(1), N0, N1, N2, OUTPUTS, UNIT)
     begin = tile * OUTPUTS
     start = tl.load(tiles + 2 * piece)
     count = tl.load(tiles + 2 * piece + 1)

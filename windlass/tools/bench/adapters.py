@@ -69,7 +69,7 @@ def adapters(
         for workload, group in [*works, (many, names)]:
             row = _compare(built, workload, group, repeat, decode=workload is not many)
             rows.append({**row, **memory})
-            say(f"{row['workload']}: {row['ratio']} of the base's speed")
+            say(f"{row['workload']}: {row['ratio']} of the base's {row['base_tok_s']:,} tok/s")
     return Record("adapters", rows, _NOTES, settings=options)
 
 
