@@ -34,18 +34,20 @@ def model(tmp_path_factory) -> Path:
     return path
 
 
-def medusa(path: Path, num_heads: int = 3, own_matrices: bool = True, **config: Any) -> Path:
+def medusa(path: Path, draft_vocab: int | None = None, **config: Any) -> Path:
     path.mkdir()
     size = CONFIG["hidden_size"]
     draw = torch.Generator().manual_seed(1)
     tensors = {}
-    for i in range(num_heads):
+    if draft_vocab is not None:
+        tensors["d2t"] = torch.arange(draft_vocab) * 3
+        config = {"draft_vocab_size": draft_vocab, **config}
+    for i in range(3):
         tensors[f"{i}.0.linear.weight"] = torch.randn(size, size, generator=draw) / 30
         tensors[f"{i}.0.linear.bias"] = torch.zeros(size)
-        if own_matrices:
-            tensors[f"{i}.1.weight"] = torch.randn(VOCAB, size, generator=draw)
+        tensors[f"{i}.1.weight"] = torch.randn(draft_vocab or VOCAB, size, generator=draw)
     save_file(tensors, path / "model.safetensors")
-    described = {"medusa_num_heads": num_heads, "medusa_num_layers": 1, **config}
+    described = {"medusa_num_heads": 3, "medusa_num_layers": 1, **config}
     (path / "config.json").write_text(json.dumps(described))
     return path
 
@@ -178,6 +180,34 @@ def test_heads_that_do_not_fit_are_refused(
     (folder / "config.json").write_text(json.dumps(config | changes))
     with pytest.raises(error, match=told):
         make(model, spec=kind, spec_model=str(folder), **options)
+
+
+@pytest.mark.parametrize(
+    ("stored", "named", "told"),
+    [
+        (None, 100, "no tensor d2t"),
+        (None, 0, "draft_vocab_size is 0, and must be from 1 to the model's 500"),
+        (100, 501, "draft_vocab_size is 501"),
+        (100, 50, "d2t has shape \\[100\\]"),
+        (100, None, "0.1.weight has shape \\[100, "),
+        (200, 200, "d2t leads to the tokens 0 to 796, but the model has 0 to 499"),
+    ],
+)
+def test_a_draft_vocabulary_that_does_not_fit_is_refused(
+    model: Path, tmp_path: Path, stored: int | None, named: int | None, told: str
+) -> None:
+    folder = medusa(tmp_path / "head", stored, draft_vocab_size=named)
+    with pytest.raises(CheckpointError, match=told):
+        make(model, spec="medusa", spec_model=str(folder))
+
+
+def test_a_draft_vocabulary_needs_its_matrices(model: Path, tmp_path: Path) -> None:
+    folder = medusa(tmp_path / "head", 100)
+    tensors = load_file(folder / "model.safetensors")
+    del tensors["1.1.weight"]
+    save_file(tensors, folder / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"no tensor 1\.1\.weight"):
+        make(model, spec="medusa", spec_model=str(folder))
 
 
 def test_a_head_is_asked_for() -> None:

@@ -81,7 +81,11 @@ def train_draft(
     ] = None,
     draft_vocab: Annotated[
         int | None,
-        typer.Option(metavar="N", help="eagle: tokens that it can guess; default: 8192."),
+        typer.Option(
+            metavar="N",
+            help="Tokens that it can guess; default: 8192 for eagle, all for medusa, "
+            "where it needs --no-share-head.",
+        ),
     ] = None,
     lr: Annotated[float, typer.Option(metavar="X", help="The highest learning rate.")] = 1e-3,
     epochs: Annotated[int, typer.Option(metavar="N", help="Times to see every text.")] = 8,

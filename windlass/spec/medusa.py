@@ -29,6 +29,7 @@ class MedusaWeights:
 
     blocks: list[tuple[Tensor, Tensor]]  # [heads, hidden, hidden] and [heads, 1, hidden] each
     matrices: Tensor | None  # [heads, vocabulary, hidden]; None: the model's own head
+    d2t: Tensor | None  # [vocabulary], int64: token id minus row of the matrices; None: they agree
 
     @property
     def num_heads(self) -> int:
@@ -58,8 +59,11 @@ class MedusaDrafter:
             scores = self._network.logits(x.flatten(0, 1)).view(count, rows, -1)
         else:
             scores = torch.bmm(x, weights.matrices[:count].mT)
+        tokens = scores.argmax(-1)
+        if weights.d2t is not None:
+            tokens = tokens + weights.d2t[tokens]
         # What no head guesses is guessed to be token 0: the governor will see that it never is.
-        return pad(scores.argmax(-1).T.to(torch.int32), (0, asked - count))
+        return pad(tokens.T.to(torch.int32), (0, asked - count))
 
     def copy(self, pairs: Sequence[tuple[int, int]]) -> None:
         del pairs
@@ -77,8 +81,10 @@ class MedusaGuide:
         return attach(made, MedusaDrafter(self.weights, self.loaded.network))
 
     def describe(self) -> str:
-        whose = "the model's own" if self.weights.matrices is None else "their own"
-        return f"medusa, {self.weights.num_heads} heads over {whose} vocabulary matrix"
+        weights = self.weights
+        whose = "the model's own" if weights.matrices is None else "their own"
+        some = "" if weights.d2t is None else f" of {len(weights.d2t):,} tokens"
+        return f"medusa, {weights.num_heads} heads over {whose} vocabulary matrix{some}"
 
 
 def guide(site: Site) -> MedusaGuide:
@@ -107,10 +113,33 @@ def _read(site: Site, files: HeadFiles) -> MedusaWeights:
         for at in range(num_blocks)
     ]
     own = [_matrix(tensors, i, num_blocks) for i in range(count)]
+    d2t = _map(files, site.spec.vocab_size)
     matrices = None
-    if all(name in tensors.names() for name in own):
-        matrices = read(own, (site.spec.vocab_size, size))
-    return MedusaWeights(blocks, matrices)
+    if d2t is not None or all(name in tensors.names() for name in own):
+        rows = site.spec.vocab_size if d2t is None else len(d2t)
+        matrices = read(own, (rows, size))
+    return MedusaWeights(blocks, matrices, None if d2t is None else d2t.to(parts.device))
+
+
+def _map(files: HeadFiles, vocab_size: int) -> Tensor | None:
+    """`d2t` where the config names a draft vocabulary; refused where it leads to no token."""
+    size = files.config.get("draft_vocab_size")
+    if size is None:
+        return None
+    if not isinstance(size, int) or not 1 <= size <= vocab_size:
+        raise CheckpointError(
+            f"{files.source}: draft_vocab_size is {size!r}, and must be from 1 to the model's "
+            f"{vocab_size} tokens. Take a head that was trained for this model."
+        )
+    d2t = files.tensors.read("d2t", (size,)).to(torch.int64, copy=True)
+    tokens = d2t + torch.arange(size)
+    low, high = int(tokens.min()), int(tokens.max())
+    if low < 0 or high >= vocab_size:
+        raise CheckpointError(
+            f"{files.source}: d2t leads to the tokens {low} to {high}, but the model has 0 to "
+            f"{vocab_size - 1}. Take a head that was trained for this model."
+        )
+    return d2t
 
 
 def _name(tensors: Checkpoint, head: int, block: int, what: str) -> str:

@@ -69,6 +69,7 @@ def test_medusa_heads_are_written_in_the_public_layout(
     config = json.loads((shared / "config.json").read_text())
     assert config["medusa_num_heads"] == 2
     assert config["medusa_num_layers"] == 1
+    assert "draft_vocab_size" not in config
     tensors = load_file(shared / "model.safetensors")
     assert {name: tuple(value.shape) for name, value in tensors.items()} == {
         "0.0.linear.weight": (64, 64),
@@ -76,7 +77,9 @@ def test_medusa_heads_are_written_in_the_public_layout(
         "1.0.linear.weight": (64, 64),
         "1.0.linear.bias": (64,),
     }
-    assert load_file(own / "model.safetensors")["1.1.weight"].shape == (256, 64)
+    tensors = load_file(own / "model.safetensors")
+    assert tensors["1.1.weight"].shape == (256, 64)
+    assert "d2t" not in tensors
     for folder in (shared, own):
         _check_report(report_of(folder), 2)
 
@@ -188,6 +191,11 @@ def test_a_model_invents_its_own_prompts(tmp_path: Path, train_draft: TrainDraft
         (("--kind", "medusa", "--unroll", "2"), "--unroll is for --kind eagle"),
         (("--kind", "eagle", "--heads", "2"), "--heads is for --kind medusa"),
         (("--kind", "eagle", "--draft-vocab", "257"), "257 is more than the 256 tokens"),
+        (("--kind", "medusa", "--draft-vocab", "64"), "Add --no-share-head to train one per head"),
+        (
+            ("--kind", "medusa", "--no-share-head", "--draft-vocab", "257"),
+            "257 is more than the 256 tokens",
+        ),
         (("--kind", "eagle", "--context", "1024"), "more than the model's 512 positions"),
         (("--kind", "eagle", "--context", "64"), "--max-tokens must be between 4 and 63"),
         (("--kind", "eagle", "--lr", "0"), "--lr must be above 0"),

@@ -19,13 +19,17 @@ _NUMBERS = {"cuda": 2**28, "cpu": 2**24}
 class MedusaHead:
     """Owns the module; where the target's head is shared, a dense copy of it to train through."""
 
-    def __init__(self, target: Target, num_heads: int, share: bool) -> None:
+    def __init__(
+        self, target: Target, num_heads: int, share: bool, draft_ids: Tensor | None
+    ) -> None:
+        """`draft_ids`: what can be guessed, on the CPU; None: the whole vocabulary."""
         self.num_guesses = num_heads
         self._target = target
         self._share = share
         matrix = as_inputs(target.head())
         self._rows = max(1, _NUMBERS[target.device.type] // len(matrix))
-        self.module = MedusaModule(num_heads, matrix, share).to(target.device)
+        self.module = MedusaModule(num_heads, matrix, share, draft_ids).to(target.device)
+        self._draft_ids = None if draft_ids is None else draft_ids.to(target.device)
 
     def learn(self, batch: Batch, states: States) -> Figures:
         """Piece by piece, gradients added up: logits over a whole vocabulary are large."""
@@ -46,7 +50,7 @@ class MedusaHead:
                     loss = DECAY**j * soft_loss(logits, labels[rows]) / counts[j]
                 loss.backward()
                 total += loss.detach()
-                right[j] += (logits.detach().argmax(-1) == best[rows]).sum() / counts[j]
+                right[j] += (self.module.tokens(logits.detach()) == best[rows]).sum() / counts[j]
         return Figures(total, right)
 
     @torch.no_grad()
@@ -56,7 +60,7 @@ class MedusaHead:
         for j, places in enumerate(batch.guesses):
             with arithmetic(last.device):
                 pieces = [
-                    self.module.logits(j, last[roots]).argmax(-1)
+                    self.module.tokens(self.module.logits(j, last[roots]))
                     for roots in places.roots.split(self._rows)
                 ]
             found.append(torch.cat(pieces))
@@ -64,21 +68,24 @@ class MedusaHead:
 
     @torch.no_grad()
     def _labels(self, last: Tensor) -> tuple[Tensor, Tensor]:
-        """The target's probabilities [rows, vocabulary], and its choice."""
+        """The target's probabilities of what can be guessed [rows, ...], and its choice of all."""
         logits = self._target.logits(last).float()
-        return logits.softmax(-1), logits.argmax(-1)
+        best, labels = logits.argmax(-1), logits.softmax(-1)
+        return labels if self._draft_ids is None else labels[:, self._draft_ids], best
 
     def tensors(self) -> dict[str, Tensor]:
         return stored(self.module)
 
     def config(self) -> dict[str, Any]:
         spec = self._target.spec
+        reduced = {} if self._draft_ids is None else {"draft_vocab_size": len(self._draft_ids)}
         return {
             "model_type": "medusa",
             "medusa_num_heads": self.num_guesses,
             "medusa_num_layers": 1,
             "hidden_size": spec.hidden_size,
             "vocab_size": spec.vocab_size,
+            **reduced,
             "share_lm_head": self._share,
             "torch_dtype": "bfloat16",
         }

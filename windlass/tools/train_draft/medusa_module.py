@@ -1,11 +1,12 @@
 """Medusa heads as plain torch; the state dict is the public layout.
 
 Head i reads the last hidden state at a position p and guesses token p + 2 + i. Each is a residual
-block and a matrix over the vocabulary, or the target's own matrix where that is shared.
+block and a matrix over the vocabulary or part of it, or the target's own where that is shared.
 """
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -24,7 +25,7 @@ class Block(nn.Module):
 
 
 class Output(nn.Module):
-    """A head's own matrix, which starts as the target's."""
+    """A head's own matrix, which starts as the target's, or some rows of it."""
 
     def __init__(self, matrix: Tensor) -> None:
         super().__init__()
@@ -32,16 +33,29 @@ class Output(nn.Module):
 
 
 class MedusaModule(nn.ModuleList):
-    """`{i}.0.linear.weight`, `{i}.0.linear.bias`, and `{i}.1.weight` unless the head is shared."""
+    """`{i}.0.linear.weight`, `{i}.0.linear.bias`, and `{i}.1.weight` unless the head is shared.
 
-    def __init__(self, num_heads: int, matrix: Tensor, share: bool) -> None:
-        """`matrix`: the target's head [vocabulary, hidden]."""
+    With a draft vocabulary also `d2t`: how far a draft id is from the target's.
+    """
+
+    d2t: Tensor | None
+
+    def __init__(
+        self, num_heads: int, matrix: Tensor, share: bool, draft_ids: Tensor | None = None
+    ) -> None:
+        """`matrix`: the target's head [vocabulary, hidden].
+
+        `draft_ids`: the tokens that can be guessed, ascending; None: all. A shared head has all.
+        """
         hidden = matrix.shape[1]
+        rows = matrix if draft_ids is None else matrix[draft_ids]
         parts: list[nn.Module] = []
         for _ in range(num_heads):
-            own = [] if share else [Output(matrix)]
+            own = [] if share else [Output(rows)]
             parts.append(nn.ModuleList([Block(hidden), *own]))
         super().__init__(parts)
+        offsets = None if draft_ids is None else draft_ids - torch.arange(len(draft_ids))
+        self.register_buffer("d2t", offsets)
         # In a tuple: it is the target's and no part of this module.
         self._shared = (matrix,) if share else None
 
@@ -56,5 +70,10 @@ class MedusaModule(nn.ModuleList):
         return self.get_parameter(f"{head}.1.weight")
 
     def logits(self, head: int, last: Tensor) -> Tensor:
-        """Scores over the vocabulary of head `head` [rows, vocabulary]."""
+        """Scores of the tokens that head `head` can guess [rows, vocabulary]."""
         return F.linear(self.hidden(head, last), self.matrix(head))
+
+    def tokens(self, logits: Tensor) -> Tensor:
+        """The likeliest tokens, as the target numbers them [rows]."""
+        best = logits.argmax(-1)
+        return best if self.d2t is None else best + self.d2t[best]

@@ -70,8 +70,8 @@ def run(order: Order, say: Say, advance: Advance, watch: Watch) -> Made:
         raise ConfigError(
             f"--context {wishes.context} is more than the model's {spec.max_positions} positions."
         )
+    wishes.draft_vocab_of(spec.vocab_size)
     if wishes.kind == "eagle":
-        wishes.draft_vocab_of(spec.vocab_size)
         tap_layers(spec)
     renderer = Renderer(opened.card)
     prompts = None
@@ -131,12 +131,14 @@ def _train(
 
 
 def _head(order: Order, target: Target, corpus: Corpus) -> Head:
-    wishes = order.wishes
-    if wishes.kind == "medusa":
-        return MedusaHead(target, wishes.num_guesses, wishes.shares_head)
-    size = wishes.draft_vocab_of(target.spec.vocab_size)
-    draft_ids = draft_vocabulary(corpus.train, size)
-    return EagleHead(target, draft_ids, wishes.num_guesses, order.config.model.seed)
+    wishes, vocab_size = order.wishes, target.spec.vocab_size
+    size = wishes.draft_vocab_of(vocab_size)
+    if wishes.kind == "eagle":
+        draft_ids = draft_vocabulary(corpus.train, size)
+        return EagleHead(target, draft_ids, wishes.num_guesses, order.config.model.seed)
+    # The public layout has no map: it comes only with a part of the vocabulary.
+    some = draft_vocabulary(corpus.train, size) if size < vocab_size else None
+    return MedusaHead(target, wishes.num_guesses, wishes.shares_head, some)
 
 
 class _Studio:

@@ -28,7 +28,7 @@ class Wishes:
     heads: int | None = None  # medusa
     share_head: bool | None = None  # medusa
     unroll: int | None = None  # eagle
-    draft_vocab: int | None = None  # eagle
+    draft_vocab: int | None = None  # eagle, and medusa with matrices of its own
     prompts: int | None = None
     max_tokens: int = 256
     context: int = 512
@@ -47,12 +47,17 @@ class Wishes:
             ("heads", "medusa"),
             ("share_head", "medusa"),
             ("unroll", "eagle"),
-            ("draft_vocab", "eagle"),
         ):
             if getattr(self, name) is not None and self.kind != home:
                 raise ConfigError(
                     f"--{name.replace('_', '-')} is for --kind {home}; this is --kind {self.kind}."
                 )
+        if self.kind == "medusa" and self.draft_vocab is not None and self.shares_head:
+            raise ConfigError(
+                f"--draft-vocab {self.draft_vocab} needs matrices to make smaller: these heads use "
+                "the model's own output matrix, which has all tokens. Add --no-share-head to train "
+                "one per head, or leave out --draft-vocab."
+            )
         for name in ("heads", "unroll"):
             _between(name, getattr(self, name), 1, _MOST_GUESSES)
         _between("context", self.context, _SHORTEST_CONTEXT, 2**20)
@@ -79,7 +84,7 @@ class Wishes:
     def draft_vocab_of(self, vocab_size: int) -> int:
         """Tokens that the head can guess; more than there are is refused."""
         if self.draft_vocab is None:
-            return min(DEFAULT_DRAFT_VOCAB, vocab_size)
+            return min(DEFAULT_DRAFT_VOCAB, vocab_size) if self.kind == "eagle" else vocab_size
         if self.draft_vocab > vocab_size:
             raise ConfigError(
                 f"--draft-vocab {self.draft_vocab} is more than the {vocab_size} tokens of the "
