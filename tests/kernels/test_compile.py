@@ -24,6 +24,7 @@ from windlass.kernels.triton import (  # noqa: E402
     grouped,
     lora_codes,
     lora_kernels,
+    medusa,
     norm,
     rope,
     sample,
@@ -312,6 +313,33 @@ CASES = {
     ),
     "lora expand of a piece, codes": lora_case(
         lora_kernels.expand_tile_kernel, True, ROWS=64, OUTPUTS=64
+    ),
+    **{
+        f"medusa block, {rows} rows": (
+            medusa.medusa_block_kernel,
+            {**dict.fromkeys(("x", "weight", "bias", "out"), X), "places": I}
+            | dict.fromkeys(("M", "head_stride"), "i32"),
+            {"SIZE": 576, "ROWS": rows, "OUTPUTS": 32, "BLOCK_K": 64},
+            {},
+        )
+        for rows in (16, 64)
+    },
+    **{
+        f"medusa scores, {rows} rows": (
+            medusa.medusa_scores_kernel,
+            {"x": X, "weight": X, "best": F, "best_at": I}
+            | dict.fromkeys(("M", "vocab", "tiles"), "i32"),
+            {"SIZE": 576, "ROWS": rows, "TOKENS": 128, "BLOCK_K": 64},
+            {"num_stages": 4},
+        )
+        for rows in (16, 64)
+    },
+    "medusa join": (
+        medusa.medusa_join_kernel,
+        {"best": F, "best_at": I, "offsets": L, "guesses": I}
+        | dict.fromkeys(("M", "heads", "tiles"), "i32"),
+        {"COUNT": 3, "TILES": 512},
+        {},
     ),
     "threshold": (sample.sample_threshold_kernel, SAMPLE, {"TILE": 2048}, {"num_warps": 8}),
     "part": (sample.sample_part_kernel, PART, {"PARTS": 8, "TILE": 2048}, {}),

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from windlass.runner.assemble import Assembled, Loaded
 
 _RENAMED = {"medusa_head.": ""}
+_MOST_FUSED = 64  # rows that the kernels compute together
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,11 +42,15 @@ class MedusaDrafter:
 
     layers: tuple[int, ...] = ()
 
-    def __init__(self, weights: MedusaWeights, network: Network) -> None:
+    def __init__(self, weights: MedusaWeights, network: Network, fused: bool) -> None:
+        """`fused`: Triton's kernels compute heads that have their own matrices."""
         self._weights = weights
         self._network = network
+        self._fused = fused and weights.matrices is not None
 
     def draft(self, found: Verified, count: int) -> Tensor:
+        if self._fused and 0 < len(found.read) <= _MOST_FUSED:
+            return self._draft_fused(found, count)
         weights = self._weights
         hidden = found.hidden[found.read]
         rows = hidden.shape[0]
@@ -65,6 +70,14 @@ class MedusaDrafter:
         # What no head guesses is guessed to be token 0: the governor will see that it never is.
         return pad(tokens.T.to(torch.int32), (0, asked - count))
 
+    def _draft_fused(self, found: Verified, count: int) -> Tensor:
+        from windlass.kernels.triton.medusa import most_likely
+
+        weights = self._weights
+        assert weights.matrices is not None
+        own = (weights.blocks, weights.matrices, weights.d2t)
+        return most_likely(found.hidden, found.read, *own, count)
+
     def copy(self, pairs: Sequence[tuple[int, int]]) -> None:
         del pairs
 
@@ -78,7 +91,9 @@ class MedusaGuide:
     token_bytes: int = 0
 
     def start(self, made: Assembled) -> Proposer:
-        return attach(made, MedusaDrafter(self.weights, self.loaded.network))
+        parts = self.loaded.parts
+        fused = parts.ops.is_triton and parts.dtype.itemsize == 2
+        return attach(made, MedusaDrafter(self.weights, self.loaded.network, fused))
 
     def describe(self) -> str:
         weights = self.weights

@@ -1,0 +1,42 @@
+"""What Medusa heads guess, in Triton's interpreter, against plain torch."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.nn.functional import silu
+
+from tests.kernels.test_interpreted import INTERPRETED, inside, run_interpreted
+
+pytest.importorskip("triton")
+
+SIZE, VOCAB, HEADS = 72, 300, 3
+
+
+@pytest.mark.skipif(INTERPRETED, reason="starts the interpreter's process")
+def test_kernels_in_the_interpreter() -> None:
+    run_interpreted(__file__)
+
+
+@inside
+@pytest.mark.parametrize("num_blocks", [1, 2])
+@pytest.mark.parametrize("reduced", [False, True])
+def test_the_likeliest_tokens(num_blocks: int, reduced: bool) -> None:
+    from windlass.kernels.triton.medusa import most_likely
+
+    torch.manual_seed(0)
+    hidden, places = torch.randn(9, SIZE), torch.tensor([8, 0, 3], dtype=torch.int32)
+    blocks = [
+        (torch.randn(HEADS, SIZE, SIZE) / 8, torch.randn(HEADS, 1, SIZE)) for _ in range(num_blocks)
+    ]
+    matrices = torch.randn(HEADS, VOCAB, SIZE)
+    offsets = torch.arange(VOCAB) * 2 if reduced else None
+    x = hidden[places.long()].expand(HEADS, 3, SIZE)
+    for matrix, bias in blocks:
+        x = x + silu(torch.baddbmm(bias, x, matrix.mT))
+    want = torch.bmm(x, matrices.mT).argmax(-1).T * (3 if reduced else 1)
+    got = most_likely(hidden, places, blocks, matrices, offsets, HEADS + 1)
+    assert got[:, :HEADS].tolist() == want.tolist()
+    assert got[:, HEADS].tolist() == [0, 0, 0]
+    few = most_likely(hidden, places, blocks, matrices, offsets, 2)
+    assert few.tolist() == want[:, :2].tolist()

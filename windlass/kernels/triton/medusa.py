@@ -1,0 +1,166 @@
+"""What Medusa heads guess, on CUDA: three kernels instead of a dozen operators.
+
+All heads at once: the residual blocks, the products with the matrices over the vocabulary, of which
+only the highest score of each tile is written, and the highest of those.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from windlass.kernels.triton import chain
+from windlass.kernels.triton.skinny import MAX_ROWS, padded
+
+_TOKENS = 128  # whose scores one program computes
+_OUTPUTS = 32  # of a block
+_BLOCK_K = 64
+
+
+@triton.jit
+def _product(x, weight, outputs, num_outputs, rows, SIZE: tl.constexpr, BLOCK_K: tl.constexpr):
+    """weight[outputs] @ x.T in float32: [outputs, rows]; `rows` are where the rows of x begin."""
+    acc = tl.zeros([outputs.shape[0], rows.shape[0]], dtype=tl.float32)
+    w_at = weight + tl.minimum(outputs, num_outputs - 1).to(tl.int64)[:, None] * SIZE
+    for start in range(0, SIZE, BLOCK_K):
+        k = start + tl.arange(0, BLOCK_K)
+        w = tl.load(w_at + k[None, :], mask=(k < SIZE)[None, :], other=0.0)
+        value = tl.load(x + rows[None, :] + k[:, None], mask=(k < SIZE)[:, None], other=0.0)
+        acc = tl.dot(w, value, acc)
+    return acc
+
+
+@triton.jit(do_not_specialize=["M", "head_stride"])
+def medusa_block_kernel(
+    x,
+    places,
+    weight,
+    bias,
+    out,
+    M,
+    head_stride,
+    SIZE: tl.constexpr,
+    ROWS: tl.constexpr,
+    OUTPUTS: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    CHAINED: tl.constexpr,
+):
+    """out[head, row] = x + silu(weight[head] @ x + bias[head]); x is at the row's place, if given."""
+    chain.begin(CHAINED)
+    head = tl.program_id(1).to(tl.int64)
+    output = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
+    row = tl.arange(0, ROWS)
+    place = tl.minimum(row, M - 1)
+    if places is not None:
+        place = tl.load(places + place)
+    x += head * head_stride
+    begins = place.to(tl.int64) * SIZE
+    acc = _product(x, weight + head * SIZE * SIZE, output, SIZE, begins, SIZE, BLOCK_K)
+    mask = (output < SIZE)[:, None] & (row < M)[None, :]
+    kind = out.dtype.element_ty
+    shift = tl.load(bias + head * SIZE + output, mask=output < SIZE, other=0.0)
+    value = (acc + shift.to(tl.float32)[:, None]).to(kind).to(tl.float32)
+    before = tl.load(x + begins[None, :] + output[:, None], mask=mask, other=0.0).to(tl.float32)
+    active = (value / (1 + tl.exp(-value))).to(kind).to(tl.float32)
+    to = out + (head * M + row[None, :]) * SIZE + output[:, None]
+    tl.store(to, (before + active).to(kind), mask=mask)
+
+
+@triton.jit(do_not_specialize=["M"])
+def medusa_scores_kernel(
+    x,
+    weight,
+    best,
+    best_at,
+    M,
+    vocab,
+    tiles,
+    SIZE: tl.constexpr,
+    ROWS: tl.constexpr,
+    TOKENS: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    CHAINED: tl.constexpr,
+):
+    """best[head, row, tile]: the highest score of a tile of tokens, and where it is."""
+    chain.begin(CHAINED)
+    tile = tl.program_id(0)
+    head = tl.program_id(1).to(tl.int64)
+    token = tile * TOKENS + tl.arange(0, TOKENS)
+    row = tl.arange(0, ROWS)
+    begins = (head * M + tl.minimum(row, M - 1)) * SIZE
+    acc = _product(x, weight + head * vocab * SIZE, token, vocab, begins, SIZE, BLOCK_K)
+    acc = tl.where((token < vocab)[:, None], acc, float("-inf"))
+    top, at = tl.max(acc, 0, return_indices=True)
+    to = (head * M + row) * tiles + tile
+    tl.store(best + to, top, mask=row < M)
+    tl.store(best_at + to, tile * TOKENS + at, mask=row < M)
+
+
+@triton.jit(do_not_specialize=["M"])
+def medusa_join_kernel(
+    best,
+    best_at,
+    offsets,
+    guesses,
+    M,
+    heads,
+    tiles,
+    COUNT: tl.constexpr,
+    TILES: tl.constexpr,
+    CHAINED: tl.constexpr,
+):
+    """guesses[row, head]; of what no head guesses token 0, which the governor sees to be wrong."""
+    chain.begin(CHAINED)
+    row = tl.program_id(0)
+    head = tl.program_id(1)
+    token = tl.zeros([], dtype=tl.int32)
+    if head < heads:
+        tile = tl.arange(0, TILES)
+        first = (head * M + row) * tiles
+        top = tl.load(best + first + tile, mask=tile < tiles, other=float("-inf"))
+        token = tl.load(best_at + first + tl.argmax(top, 0))
+        if offsets is not None:
+            token = (token + tl.load(offsets + token)).to(tl.int32)
+    tl.store(guesses + row * COUNT + head, token)
+
+
+def most_likely(
+    hidden: Tensor,
+    places: Tensor,
+    blocks: list[tuple[Tensor, Tensor]],
+    matrices: Tensor,
+    offsets: Tensor | None,
+    count: int,
+) -> Tensor:
+    """Guesses [rows, count], int32, from the hidden states at some places, at most 64.
+
+    `blocks` and `matrices` as in `spec.medusa.MedusaWeights`; `offsets` is d2t.
+    """
+    rows, size = places.shape[0], hidden.shape[1]
+    assert rows <= MAX_ROWS
+    heads, vocab = min(count, matrices.shape[0]), matrices.shape[1]
+    shape = {"SIZE": size, "ROWS": padded(rows), "BLOCK_K": _BLOCK_K, **chain.options()}
+    x, stride = hidden, 0
+    at: Tensor | None = places
+    for matrix, bias in blocks:
+        out = hidden.new_empty((heads, rows, size))
+        medusa_block_kernel[triton.cdiv(size, _OUTPUTS), heads](
+            *(x, at, matrix, bias, out, rows, stride), OUTPUTS=_OUTPUTS, **shape
+        )
+        x, at, stride = out, None, rows * size
+    tiles = triton.cdiv(vocab, _TOKENS)
+    best = hidden.new_empty((heads, rows, tiles), dtype=torch.float32)
+    best_at = torch.empty_like(best, dtype=torch.int32)
+    medusa_scores_kernel[tiles, heads](
+        *(x, matrices, best, best_at, rows, vocab, tiles), TOKENS=_TOKENS, num_stages=4, **shape
+    )
+    guesses = torch.empty((rows, count), dtype=torch.int32, device=hidden.device)
+    medusa_join_kernel[rows, count](
+        *(best, best_at, offsets, guesses, rows, heads, tiles),
+        COUNT=count,
+        TILES=triton.next_power_of_2(tiles),
+        **chain.options(),
+    )
+    return guesses
