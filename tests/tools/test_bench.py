@@ -125,6 +125,8 @@ def test_levers_and_their_tables(windlass: Windlass, tiny: Path, tmp_path: Path)
     assert [row["adapters"] for row in rows[:2]] == [1, 3]
     assert rows[2]["workload"] == "12 requests, 7 registered"
     assert all(row["ratio"] > 0 for row in rows)
+    assert 1 <= rows[0]["machines_together"] <= rows[0]["machines_apart"]
+    assert 0 < rows[0]["usd_hour_together"] <= rows[0]["usd_hour_apart"]
 
     page = tmp_path / "page.md"
     page.write_text(

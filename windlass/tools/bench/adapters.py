@@ -7,6 +7,8 @@ written; the many names that share them are read, held and computed each for its
 from __future__ import annotations
 
 import json
+import math
+import os
 import statistics
 import tempfile
 from collections.abc import Callable, Sequence
@@ -20,11 +22,13 @@ from safetensors.torch import save_file
 
 from windlass.build import Built, build_engine, open_model
 from windlass.config import EngineConfig
+from windlass.core.card import EngineReport
 from windlass.lora.peft import linear_shapes
 from windlass.models.spec import ModelSpec
 from windlass.tools.bench.measure import Measured, run
 from windlass.tools.bench.record import Record
 from windlass.tools.bench.workloads import Job, Sizes, Workload, find
+from windlass.tools.ladder.price import price_of
 
 RANK = 16
 _AT_ONCE = 64
@@ -35,8 +39,10 @@ _ROUNDS = 4  # requests of the many, by how many run at once
 _NOTES = (
     f"Rank {RANK} on all seven projections of every layer. 128 tokens in, 256 out (many: 16 to 64 "
     "in, 8 to 256 out); decode tok/s while all requests decode, output tok/s for the many, whose "
-    "adapters are all in host memory. The same engine without adapters, in turns; medians. Weights of "
-    f"{_TENANTS} tenants: in one engine with all adapters on the device, and in an engine for each."
+    "adapters are all in host memory. The same engine without adapters, in turns; medians. "
+    f"{_TENANTS} tenants: in one engine with all adapters on the device, and in an engine for each; "
+    "machines by these weights and a request of full length for each, as many engines on a machine as "
+    "its memory holds; dollars at a usual price of this machine."
 )
 
 
@@ -62,13 +68,13 @@ def adapters(
         say(next(f"{c.value}; {c.reason}" for c in built.report.choices if c.what == "adapters"))
         run(built.engine, [Job([1, 2, 3, 4], 1, adapter=name) for name in names])
         say(f"{known} adapters are in host memory")
-        memory = _memory(built, at_once + 1)
+        tenancy = _tenancy(built, at_once + 1)
         many = find("ragged", Sizes(num_requests=_ROUNDS * at_once))
         works = [(find(f"decode_b{count}"), names) for count in sorted({1, at_once})]
         rows = []
         for workload, group in [*works, (many, names)]:
             row = _compare(built, workload, group, repeat, decode=workload is not many)
-            rows.append({**row, **memory})
+            rows.append({**row, **tenancy})
             say(f"{row['workload']}: {row['ratio']} of the base's {row['base_tok_s']:,} tok/s")
     return Record("adapters", rows, _NOTES, settings=options)
 
@@ -97,15 +103,41 @@ def _compare(
     }
 
 
-def _memory(built: Built, num_slots: int) -> dict[str, float]:
-    """What an adapter takes, and the weights of 100 tenants: in one engine, and in one for each."""
-    held = built.report.memory
-    base, each = held["weights"], held["adapters"] / num_slots
+def _tenancy(built: Built, num_slots: int) -> dict[str, Any]:
+    """100 tenants in one engine and in one for each: weights, machines, dollars of each an hour."""
+    report, device = built.report, built.weights.parts.device
+    base, each = report.memory["weights"], report.memory["adapters"] / num_slots
+    whole = _whole_memory(device)
+    cache = _cache_of_one(report)
+    together = math.ceil((base + _TENANTS * (each + cache)) / whole)
+    apart = math.ceil(_TENANTS / max(1, whole // (base + each + cache)))
+    price = price_of(None, device.type).per_hour
     return {
         "adapter_mib": round(each / 2**20, 1),
         "together_gib": round((base + _TENANTS * each) / 2**30, 2),
         "apart_gib": round(_TENANTS * (base + each) / 2**30, 2),
+        "machines_together": together,
+        "machines_apart": apart,
+        "usd_hour_together": _share(price, together),
+        "usd_hour_apart": _share(price, apart),
     }
+
+
+def _cache_of_one(report: EngineReport) -> float:
+    """Keys and values of a request of full length: what a tenant must have room for."""
+    capacity = report.capacity
+    return report.max_model_len / capacity.block_size * capacity.bytes_per_block
+
+
+def _whole_memory(device: torch.device) -> int:
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[1]
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def _share(price: float | None, machines: int) -> float | None:
+    """Dollars an hour of one tenant."""
+    return None if price is None else round(price * machines / _TENANTS, 4)
 
 
 def _speed(taken: Measured, decode: bool) -> float:

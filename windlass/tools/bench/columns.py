@@ -101,6 +101,8 @@ COLUMNS: dict[str, Columns] = {
         "ratio": "times the base",
         "adapter_mib": "MiB of an adapter",
         "together_gib/apart_gib": "GiB of 100 tenants, together / apart",
+        "machines_together/machines_apart": "machines",
+        "usd_hour_together/usd_hour_apart": "$ an hour of each",
     },
     "perplexity": _PERPLEXITY,
     "quality": {
