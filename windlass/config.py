@@ -26,6 +26,7 @@ from windlass.spec_config import SpecConfig as SpecConfig
 LoadFormat = Literal["auto", "safetensors", "gguf", "dummy"]
 Device = Literal["auto", "cpu", "cuda"]
 KVCacheDType = Literal["auto", "fp8", "fp8_e4m3", "int8"]
+PromptRounding = Literal["coarse", "fine"]
 Batching = Literal["continuous", "static", "none"]
 PolicyName = Literal["fcfs", "priority"]
 ProfileName = Literal["chat", "batch", "hybrid"]
@@ -118,7 +119,7 @@ class CacheConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerConfig:
-    """Who computes when. None: set by the profile."""
+    """Who computes when, and how prompts. None: set by the profile."""
 
     profile: ProfileName | None = option(
         None,
@@ -132,6 +133,11 @@ class SchedulerConfig:
     )
     enable_chunked_prefill: bool = option(
         True, "Cut long prompts into chunks that share steps with running requests."
+    )
+    prompt_rounding: PromptRounding = option(
+        "coarse",
+        "Inputs of int4 products on a CPU, for tokens of prompts: coarse rounds 192 with one scale, "
+        "which is faster; fine 32, as for tokens that are generated.",
     )
     scheduling_policy: PolicyName = option("fcfs", "Order of waiting requests.")
     batching: Batching = option(

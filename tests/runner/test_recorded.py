@@ -77,6 +77,30 @@ def test_a_row_is_the_same_alone_and_in_any_batch(tmp_path: Path, kv: str) -> No
     assert answers(llm, params) == together
 
 
+def prompt_scores(llm: LLM) -> list[list[float]]:
+    params = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0)
+    results = llm.generate(PROMPTS, params)
+    return [[score.logprob for score in result.prompt_logprobs] for result in results]
+
+
+def test_prompts_are_rounded_alike_however_they_are_cut(tmp_path: Path) -> None:
+    coarse = prompt_scores(make(tmp_path))
+    for options in ({"max_num_batched_tokens": 17}, {"enforce_eager": True}):
+        assert prompt_scores(make(tmp_path, **options)) == coarse
+    fine = prompt_scores(make(tmp_path, prompt_rounding="fine"))
+    assert fine != coarse
+    for one, other in zip(coarse, fine, strict=True):
+        assert one == pytest.approx(other, abs=0.1)
+
+
+def test_what_preemption_computes_again_comes_out_the_same(tmp_path: Path) -> None:
+    params = SamplingParams(max_tokens=40, ignore_eos=True, temperature=0.0, logprobs=1)
+    scarce = make(tmp_path, num_blocks=24, block_size=8, prefix_caching=False)
+    found = answers(scarce, params)
+    assert scarce.engine.stats().num_preemptions > 0
+    assert found == answers(make(tmp_path), params)
+
+
 def test_near_the_plain_versions(tmp_path: Path) -> None:
     """Weights that lose nothing: float32 sums in another order, inputs kept to 15 bits."""
     params = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0)

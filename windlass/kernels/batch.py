@@ -162,6 +162,8 @@ class StepBatch:
     fixed: bool = False  # whether a row's result must not depend on the rows beside it
     adapters: AdapterRows | None = None  # None: the base alone
     wanted: Wanted | None = None  # None: the hidden states of all tokens are read
+    # Runs of tokens [first, last) whose inputs products may round as those of prompts.
+    prompts: Sequence[tuple[int, int]] = ()
 
     @property
     def all_singles(self) -> bool:

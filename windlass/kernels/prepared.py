@@ -18,6 +18,11 @@ class Prepared(ABC):
     @abstractmethod
     def num_bytes(self) -> int: ...
 
+    @property
+    def coarse_prompts(self) -> bool:
+        """Whether inputs of prompts are rounded more coarsely than others, where a step says which."""
+        return False
+
     @abstractmethod
     def apply(self, x: Inputs) -> Tensor:
         """x [M, K] times the weight: [M, N] in x's type."""

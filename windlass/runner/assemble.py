@@ -239,7 +239,9 @@ class _Maker:
         sampler = sampler or Sampler(spec.vocab_size, parts.device, threshold)
         if not parts.ops.is_triton:
             made = (self._loaded.network, cache, slots, sampler, self._loaded.products)
-            return self._on_cpu(made), cache
+            runner = self._on_cpu(made)
+            runner.coarse_prompts = self._rounds_coarsely()
+            return runner, cache
         from windlass.kernels.triton.attention import tile_tokens
         from windlass.runner.graphs import CudaRunner
         from windlass.runner.guessing import CudaGuesser
@@ -273,6 +275,19 @@ class _Maker:
         positions = sampled_positions(self._config, self._spec, self._limits)
         self.choices = [runner.record(Most(self._limits.max_num_batched_tokens, positions))]
         return runner
+
+    def _rounds_coarsely(self) -> bool:
+        """Whether inputs of prompts are rounded more coarsely than others; notes it as a choice."""
+        modules = self._loaded.network.modules()
+        layers = [module for module in modules if isinstance(module, Linear)]
+        products = [product.prepared for layer in layers for product in layer.products]
+        count = sum(product.coarse_prompts for product in products)
+        if count == 0:
+            return False
+        wish = self._config.scheduler.prompt_rounding
+        held = f"of int4 products, {count} of {len(products)}"
+        self.choices.append(Choice("inputs of prompts", f"{wish} ({held})", "--prompt-rounding"))
+        return wish == "coarse"
 
     def measure(self) -> dict[str, int]:
         """Bytes that the recorded graphs and the largest step take, found out by running them."""

@@ -66,7 +66,9 @@ class CpuRunner(Runner):
             adapters=whole,
             wanted=Wanted(two[:1], last),
         )
-        logits = self._network.logits(self._network(two, batch), last)
+        with ops.prompts_apart(batch):
+            hidden = self._network(two, batch)
+        logits = self._network.logits(hidden, last)
         return logits, ops.argmax(logits)
 
     def _program_for(self, rows: list[Row]) -> Program | None:
@@ -139,6 +141,7 @@ class CpuRunner(Runner):
                 sampled.append(i)
                 ends.append(first + count - 1)
         self._inputs.write(ids, positions, slots, table)
+        self._inputs.write_prompts(self._prompt_spans(rows))
         self._inputs.write_sampled(ends)
         if self._adapted is not None:
             self._inputs.write_adapters(

@@ -18,6 +18,7 @@ from torch import Tensor
 from windlass.core.types import Row, RowResult, SlotId, StepPlan, StepResult, TokenLogprob
 from windlass.errors import EngineError
 from windlass.kernels.batch import AdapterRows, KVCache, Span, StepBatch, Wanted
+from windlass.kernels.native.ops import prompts_apart
 from windlass.kernels.products import TorchProducts
 from windlass.lora.bank import Bank
 from windlass.lora.base import Adapter
@@ -74,6 +75,8 @@ class Runner:
         self.drafting = 0  # guesses of the drafter with which a row's step ends
         self.reads_all = False  # whether somebody reads hidden states that no token is drawn from
         self._prompts: dict[SlotId, list[int]] = {}  # what is known beforehand, for the drafter
+        self.coarse_prompts = False  # whether products on a CPU round inputs of prompts coarsely
+        self._num_prompt: dict[SlotId, int] = {}  # tokens of the prompt, where that is so
         self._bank: Bank | None = None
         self._fetch: Callable[[str], Adapter] | None = None
 
@@ -135,18 +138,26 @@ class Runner:
         """Operator by operator."""
         ids, batch = self._batch(plan)
         with self._products.fixed_order(batch.fixed):
-            return self._sample(plan.rows, batch, self._network(ids, batch))
+            return self._sample(plan.rows, batch, self._forward(ids, batch))
 
     def _verify(self, plan: StepPlan) -> list[RowResult]:
         """The same for rows with guesses, and with guesses for the next step."""
         ids, batch = self._batch(plan)
         with self._products.fixed_order(batch.fixed):
             if not self.drafting or self.drafter is None:
-                return self._sample_guesses(plan.rows, batch, self._network(ids, batch))
+                return self._sample_guesses(plan.rows, batch, self._forward(ids, batch))
             taps = dict.fromkeys(self.drafter.layers, ids)
-            hidden = self._network(ids, batch, taps)
+            hidden = self._forward(ids, batch, taps)
             results = self._sample_guesses(plan.rows, batch, hidden)
             return self._draft(plan.rows, ids, batch, hidden, taps, results)
+
+    def _forward(
+        self, ids: Tensor, batch: StepBatch, taps: dict[int, Tensor] | None = None
+    ) -> Tensor:
+        if not batch.prompts:
+            return self._network(ids, batch, taps)
+        with prompts_apart(batch):
+            return self._network(ids, batch, taps)
 
     def _batch(self, plan: StepPlan) -> tuple[Tensor, StepBatch]:
         rows = plan.rows
@@ -156,7 +167,23 @@ class Runner:
             fixed=self._in_fixed_order(rows),
             adapters=self._adapters(rows, [row.num_tokens for row in rows]),
             wanted=self._wanted(rows) if self._leaves_out(rows) else None,
+            prompts=self._prompt_spans(rows),
         )
+
+    def _prompt_spans(self, rows: Sequence[Row]) -> list[tuple[int, int]]:
+        """Runs of a step's tokens that are of prompts, where that makes a difference.
+
+        It is a matter of the position alone: what is computed again comes out the same.
+        """
+        spans: list[tuple[int, int]] = []
+        first = 0
+        for row in rows if self._num_prompt else ():
+            count = min(row.num_tokens, self._num_prompt.get(row.slot, 0) - row.start)
+            if count > 0:
+                joined = bool(spans) and spans[-1][1] == first
+                spans.append((spans.pop()[0] if joined else first, first + count))
+            first += row.num_tokens
+        return spans
 
     def _leaves_out(self, rows: Sequence[Row]) -> bool:
         """Whether so many hidden states are read by nobody that selecting the others pays."""
@@ -187,6 +214,14 @@ class Runner:
         """Whether any row's result must not depend on the others: then none does."""
         return bool(self._fixed) and any(row.slot in self._fixed for row in rows)
 
+    def _note_lengths(self, plan: StepPlan) -> None:
+        if not self.coarse_prompts:
+            return
+        for slot in plan.freed:
+            self._num_prompt.pop(slot, None)
+        for admission in plan.admitted:
+            self._num_prompt[admission.slot] = admission.num_prompt
+
     def _note_fixed(self, plan: StepPlan) -> None:
         self._fixed.difference_update(plan.freed)
         for admission in plan.admitted:
@@ -199,6 +234,7 @@ class Runner:
         self._put_adapters(plan)
         self._note_fixed(plan)
         self._note_prompts(plan)
+        self._note_lengths(plan)
         for slot in plan.freed:
             self._sampler.forget(slot)
         for admission in plan.admitted:

@@ -138,7 +138,8 @@ class Scorer:
                 blocks = tuple(BlockId(next_block + j) for j in range(count))
                 next_block += count
                 wish = SamplingParams(temperature=0.0)
-                admitted.append(Admission(name, slot, [], 0, wish, frozenset(), 0))
+                known = list(window.tokens)
+                admitted.append(Admission(name, slot, known, len(known), wish, frozenset(), 0))
             part = tuple(window.tokens[start : start + self.limits.step_tokens])
             rows.append(Row(name, slot, start, len(part), part, blocks, False))
         # One token is drawn, as in nearly all steps of a server, and thrown away.

@@ -113,45 +113,51 @@ Case make(int kind, int num_out, int num_in, int group, bool mins, bool ordered)
   return c;
 }
 
-// 1 + x times the weight.
-std::vector<float> product(WindlassPool* pool, const WindlassWeight& w, const std::vector<float>& x) {
+// 1 + x times the weight, where some rows are of a prompt.
+std::vector<float> product(WindlassPool* pool, const WindlassWeight& w, const std::vector<float>& x,
+                           WindlassPrompt prompt) {
   const size_t rows = x.size() / static_cast<size_t>(w.num_in);
   std::vector<float> y(rows * static_cast<size_t>(w.num_out), 1.0f);
   WindlassCommand command{};
   command.op = windlass::kLinear;
   command.rows = static_cast<int32_t>(rows);
   command.sizes[0] = w.num_out;
-  command.sizes[2] = windlass::kAddToY;
+  command.sizes[2] = windlass::kAddToY | windlass::kOfNetwork;
   command.moving[0] = const_cast<float*>(x.data());
   command.moving[1] = y.data();
   command.fixed[0] = &w;
-  const WindlassStep step{};
+  WindlassStep step{};
+  step.num_tokens = command.rows;
+  step.num_prompts = prompt.last > prompt.first ? 1 : 0;
+  step.prompts = &prompt;
   if (windlass_run(pool, &command, 1, &step) != 0) std::exit(2);
   return y;
 }
 
 // A row must come out the same whatever rows are beside it.
 void check_alone(WindlassPool* pool, const Case& c, const std::vector<float>& x,
-                 const std::vector<float>& y, int first, int rows) {
+                 const std::vector<float>& y, int first, int rows, WindlassPrompt prompt) {
   const WindlassWeight& w = c.weight;
   const std::vector<float> some(x.begin() + first * w.num_in,
                                 x.begin() + (first + rows) * w.num_in);
-  const std::vector<float> found = product(pool, w, some);
+  const WindlassPrompt own{std::clamp(prompt.first - first, 0, rows),
+                           std::clamp(prompt.last - first, 0, rows)};
+  const std::vector<float> found = product(pool, w, some, own);
   if (std::equal(found.begin(), found.end(), y.begin() + first * w.num_out)) return;
   std::printf("kind %d, %d x %d, group %d: rows %d to %d differ among others\n", w.kind, w.num_out,
               w.num_in, w.group, first, first + rows);
   std::exit(1);
 }
 
-void check(WindlassPool* pool, const Case& c, int rows) {
+void check(WindlassPool* pool, const Case& c, int rows, WindlassPrompt prompt = {0, 0}) {
   const WindlassWeight& w = c.weight;
   const size_t num_in = static_cast<size_t>(w.num_in), num_out = static_cast<size_t>(w.num_out);
   std::vector<float> x(static_cast<size_t>(rows) * num_in);
   for (float& value : x) value = heavy();
-  const std::vector<float> y = product(pool, w, x);
+  const std::vector<float> y = product(pool, w, x, prompt);
   if (rows > 4) {
-    check_alone(pool, c, x, y, 3, 1);
-    check_alone(pool, c, x, y, 1, 3);
+    check_alone(pool, c, x, y, 3, 1, prompt);
+    check_alone(pool, c, x, y, 1, 3, prompt);
   }
   for (size_t m = 0; m < static_cast<size_t>(rows); ++m) {
     for (size_t n = 0; n < num_out; ++n) {
@@ -191,6 +197,11 @@ int main(int argc, char**) {
         const bool small = shape[1] < 200;
         check(pool, c, 6);
         if (small || all) check(pool, c, 16);
+        if (kind == 0) {
+          check(pool, c, 6, {2, 5});
+          check(pool, c, 9, {0, 9});
+          if (small || all) check(pool, c, 27, {3, 24});
+        }
         for (int rows : {1, 2, 3, 4, 33}) {
           if (small) check(pool, c, rows);
         }

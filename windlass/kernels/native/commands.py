@@ -37,6 +37,7 @@ class LinearFlag(IntFlag):
     NORM_FIRST = 2
     GATED = 4
     GIVEN_SCALES = 8
+    OF_NETWORK = 16
 
 
 class Type(IntEnum):
@@ -100,6 +101,8 @@ class Step(ctypes.Structure):
         ("rows", ctypes.c_void_p),
         ("sampled", ctypes.c_void_p),
         ("adapters", ctypes.c_void_p),
+        ("prompts", ctypes.c_void_p),
+        ("num_prompts", ctypes.c_int32),
     )
 
 

@@ -154,6 +154,10 @@ class NativeProduct(Prepared):
         )
 
     @property
+    def coarse_prompts(self) -> bool:
+        return self._weight.kind == _Kind.INT4
+
+    @property
     def num_bytes(self) -> int:
         kept = (self._data, self._order, self._table)
         return sum(tensor.nbytes for tensor in kept if tensor is not None)
@@ -169,12 +173,13 @@ class NativeProduct(Prepared):
         (rows, num_in), num_out = x.shape, self.shape[0]
         wide = x.float().contiguous()
         out = torch.empty(rows, num_out)
-        scales, flags = None, LinearFlag(0)
+        scales = None
+        flags = LinearFlag.OF_NETWORK if self._pool.is_in_network else LinearFlag(0)
         if self._activation != "none":
             codes, scales = torch.empty_like(wide), torch.empty(rows, 1)
             rounded = (wide, codes, scales)
             self._pool.run(Call(Op.ROUND, rows, rounded, (self._input_scale,), (num_in,)))
-            wide, flags = codes, LinearFlag.GIVEN_SCALES
+            wide, flags = codes, flags | LinearFlag.GIVEN_SCALES
         moving = (wide, out, None, None, scales)
         self._pool.run(Call(Op.LINEAR, rows, moving, (self.place,), (num_out, 0, flags)))
         return out.to(x.dtype)

@@ -6,6 +6,8 @@ rows are beside it, and however a prompt is cut.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -133,6 +135,22 @@ class BatchStep:
             rows=rows.data_ptr(),
         )
         return cls(step, (positions, slots, tables, rows))
+
+
+@contextmanager
+def prompts_apart(batch: StepBatch) -> Iterator[None]:
+    """While it lasts, the products of a network know which tokens of the batch are of prompts."""
+    prompts = torch.tensor(batch.prompts, dtype=torch.int32)
+    wanted = batch.positions[:0] if batch.wanted is None else batch.wanted.tokens
+    step = Step(
+        num_tokens=len(batch.positions),
+        num_sampled=len(wanted),
+        num_prompts=len(batch.prompts),
+        sampled=wanted.data_ptr(),
+        prompts=prompts.data_ptr(),
+    )
+    with shared_pool().in_network(step):
+        yield
 
 
 def _run(pool: Pool, call: Call, batch: StepBatch) -> None:

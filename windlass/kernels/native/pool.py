@@ -15,8 +15,8 @@ from windlass.errors import OutOfMemory
 from windlass.kernels.native.commands import Call, Step
 from windlass.kernels.native.compiled import Native, NativeUnavailable, load
 
-_SPIN_US = 50  # how long an idle worker waits for the next command before it sleeps
 _NO_STEP = Step()
+_SPIN_US = 50  # how long an idle worker waits for the next command before it sleeps
 
 
 class Recorder(Protocol):
@@ -33,17 +33,18 @@ class Pool:
         self.functions = _declare(native.functions)
         self.num_threads = num_threads
         self._recorder: Recorder | None = None
+        self._network_step: Step | None = None
         self.handle = self.functions.windlass_pool_new(num_threads, _SPIN_US)
         if not self.handle:
             raise NativeUnavailable(f"the system did not give {num_threads} threads")
         weakref.finalize(self, self.functions.windlass_pool_free, self.handle)
 
-    def run(self, call: Call, step: Step = _NO_STEP) -> None:
+    def run(self, call: Call, step: Step | None = None) -> None:
         """Compute one call now, or note it down while somebody records."""
         if self._recorder is not None:
             self._recorder.add(call)
             return
-        self.replay(ctypes.byref(call.command()), 1, step)
+        self.replay(ctypes.byref(call.command()), 1, step or self._network_step or _NO_STEP)
 
     def replay(self, commands: object, count: int, step: Step) -> None:
         """Compute `count` commands from a place on."""
@@ -54,6 +55,20 @@ class Pool:
     @property
     def is_recording(self) -> bool:
         return self._recorder is not None
+
+    @property
+    def is_in_network(self) -> bool:
+        """Whether products are those of a network's layers, not of its head."""
+        return self._network_step is not None
+
+    @contextmanager
+    def in_network(self, step: Step) -> Iterator[None]:
+        """While it lasts that is so, and calls without a step of their own are of this one."""
+        self._network_step = step
+        try:
+            yield
+        finally:
+            self._network_step = None
 
     @contextmanager
     def recorded_by(self, recorder: Recorder) -> Iterator[None]:

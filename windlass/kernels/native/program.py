@@ -38,7 +38,7 @@ class StepInputs:
     def __init__(self, most: Most, tables: Tensor) -> None:
         """`tables` is read in place: [slots, blocks] of int32."""
         sizes = dict.fromkeys(("ids", "positions", "slots", "adapters"), most.tokens)
-        sizes |= {"rows": 4 * most.rows, "sampled": most.rows}
+        sizes |= {"rows": 4 * most.rows, "sampled": most.rows, "prompts": 2 * most.rows}
         self._places = {name: (ctypes.c_int32 * size)() for name, size in sizes.items()}
         self._views = {
             name: memoryview(place).cast("B").cast("i") for name, place in self._places.items()
@@ -55,6 +55,11 @@ class StepInputs:
             self._put(name, values)
         self._put("rows", rows)
         self.step.num_tokens, self.step.num_rows = len(ids), len(rows) // 4
+
+    def write_prompts(self, spans: Sequence[tuple[int, int]]) -> None:
+        """Runs of tokens that are of prompts, apart from each other."""
+        self._put("prompts", [number for span in spans for number in span])
+        self.step.num_prompts = len(spans)
 
     def write_adapters(self, adapters: list[int]) -> None:
         """The slot of each token's adapter."""

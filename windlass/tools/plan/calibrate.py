@@ -210,6 +210,7 @@ class _Trial:
             used += need
             slot, name = SlotId(i), str(i)
             known = [0] * (start + count)
-            admitted.append(Admission(name, slot, known, len(known), wish, frozenset(), 0))
+            num_prompt = start if sample else len(known)
+            admitted.append(Admission(name, slot, known, num_prompt, wish, frozenset(), 0))
             rows.append(Row(name, slot, start, count, (0,) * count, blocks, sample))
         return StepPlan(rows, admitted, freed=[row.slot for row in rows])

@@ -53,6 +53,8 @@ constexpr int32_t kAddToY = 1;
 constexpr int32_t kNormFirst = 2;  // x is normalised into `normed`, which is multiplied
 constexpr int32_t kGated = 4;      // silu of y's first half times the second goes to `active`
 constexpr int32_t kGivenScales = 8;  // x is whole numbers, `scales` theirs
+// Rows are the step's tokens, or the sampled ones: int4 weights round those of prompts otherwise.
+constexpr int32_t kOfNetwork = 16;
 
 }  // namespace windlass
 
@@ -70,6 +72,11 @@ struct WindlassRow {
   int32_t first, count, start, slot;
 };
 
+// Tokens [first, last) of the step that are of prompts.
+struct WindlassPrompt {
+  int32_t first, last;
+};
+
 struct WindlassStep {
   int32_t num_tokens, num_rows, num_sampled, table_stride;
   const int32_t* ids;        // of the tokens
@@ -79,4 +86,6 @@ struct WindlassStep {
   const WindlassRow* rows;
   const int32_t* sampled;  // tokens whose row goes on to the head
   const int32_t* adapters;  // of the tokens: their slots, 0 where there is none
+  const WindlassPrompt* prompts;  // in order, apart from each other
+  int32_t num_prompts;
 };

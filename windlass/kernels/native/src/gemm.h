@@ -18,17 +18,19 @@ struct Product {
   const Weight& w;
   const uint8_t* panels;  // rows of x, 4 at a time
   size_t panel_bytes;
-  const uint8_t* outliers;  // of the rows, or null: see panels.h
-  size_t outlier_bytes;
-  const uint8_t* columns;  // the same by input, for every piece of panels; null up to 8 rows
-  size_t column_bytes;
-  const uint8_t* squares;  // the codes of all rows for AMX, or null: see amx.h
-  int cut;     // panels that are computed with one tile before the next
-  int planes;  // rows of the panels that make one of y
-  int rows;    // of the panels
-  float* y;
-  int stride;  // between rows of y
-  bool add;
+  const uint8_t* outliers = nullptr;  // of the rows, or null: see panels.h
+  size_t outlier_bytes = 0;
+  // The same by input, for every piece of panels; null up to 8 rows.
+  const uint8_t* columns = nullptr;
+  size_t column_bytes = 0;
+  const uint8_t* squares = nullptr;  // the codes of all rows for AMX, or null: see amx.h
+  int cut = 1;       // panels that are computed with one tile before the next
+  int planes = 1;    // rows of the panels that make one of y
+  int rows = 0;      // of the panels
+  float gain = 1.0;  // of all sums
+  float* y = nullptr;
+  int stride = 0;  // between rows of y
+  bool add = false;
   const float* bias = nullptr;
   float* active = nullptr;  // if given: silu of y's first half times the second, instead of y
 
@@ -55,13 +57,12 @@ constexpr int kManyRows = 6;
 
 // Panels that are computed with one tile before the next. Few enough to stay in the core's second
 // cache while many tiles pass by; the tile itself stays in the first.
-constexpr int kMostPanels = 32;
-inline int panel_cut(int rows, size_t panel_bytes) {
-  constexpr size_t near_bytes = 256 << 10;
+constexpr int kMostPanels = 128;
+inline int panel_cut(int rows, size_t panel_bytes, size_t near_bytes = 256 << 10, int most = 32) {
   const int panels = ceil_div(rows, kPanel);
   if (rows < kManyRows) return panels;
   const size_t fitting = near_bytes / panel_bytes;
-  const int cut = static_cast<int>(std::clamp<size_t>(fitting, 4, kMostPanels));
+  const int cut = static_cast<int>(std::clamp<size_t>(fitting, 4, static_cast<size_t>(most)));
   const int even = ceil_div(panels, ceil_div(panels, cut));
   return kHasAmx ? round_up(even, kSquarePanels) : even;
 }
@@ -79,7 +80,7 @@ namespace tile {
 // dropped.
 inline void store_tile(const Product& job, Target to, int tile, int first_row, int rows,
                        const float* sums, bool add_to) {
-  const Floats gain = splat(has_halves(job.w) ? job.w.gain * kHalfGain : job.w.gain);
+  const Floats gain = splat(job.gain);
   const int valid = std::min(kTile, job.w.num_out - tile * kTile);
   for (int m = 0; m < rows; m += job.planes) {
     float* out = row_of(to.first, (first_row + m) / job.planes - to.row, to.stride);

@@ -4,7 +4,7 @@
 #include <system_error>
 
 #include "api.h"
-#include "gemm.h"
+#include "linear.h"
 #include "panels.h"
 
 namespace windlass {
@@ -51,26 +51,42 @@ struct Layout {
   }
 };
 
-// The rows of x that a panel is made of.
-const float* panel_inputs(const Run& run, const Weight& w, int first, int count) {
-  const float* x = row_of(run.moving(0), first, w.num_in);
+}  // namespace
+
+const float* LinearRows::inputs(int row, int rows) const {
+  const float* x = row_of(run.moving(0), first + row, w.num_in);
   if (!(run.size(2) & kNormFirst)) return x;
-  float* normed = row_of(run.moving(2), first, w.num_in);
-  for (int m = 0; m < count; ++m) {
+  float* normed = row_of(run.moving(2), first + row, w.num_in);
+  for (int m = 0; m < rows; ++m) {
     normalise(row_of(x, m, w.num_in), run.fixed<float>(2), w.num_in, run.command.numbers[0],
               row_of(normed, m, w.num_in));
   }
   return normed;
 }
 
-}  // namespace
-
-bool run_linear(const Run& run) {
-  const Weight& w = *run.fixed<Weight>(0);
+Product LinearRows::product(const uint8_t* panels, size_t panel_bytes, int cut, int planes) const {
   const int flags = run.size(2);
-  const float* scales = flags & kGivenScales ? run.moving(4) : nullptr;
-  const Layout to(w, run.rows, scales != nullptr);
-  const size_t before_columns = to.all_panels() + (to.all_outliers(run.rows) + 63) / 64 * 64;
+  Product job{run.pool, w, panels, panel_bytes};
+  job.cut = cut;
+  job.planes = planes;
+  job.rows = count * planes;
+  job.gain = has_halves(w) ? w.gain * kHalfGain : w.gain;
+  job.stride = run.size(0);
+  job.y = row_of(run.moving(1), first, job.stride) + run.size(1);
+  job.add = (flags & kAddToY) != 0;
+  job.bias = run.fixed<float>(1);
+  if (flags & kGated) job.active = row_of(run.moving(3), first, w.num_out / 2);
+  return job;
+}
+
+namespace {
+
+bool run_rows(const LinearRows& rows) {
+  const Run& run = rows.run;
+  const Weight& w = rows.w;
+  const float* scales = run.size(2) & kGivenScales ? run.moving(4) + rows.first : nullptr;
+  const Layout to(w, rows.count, scales != nullptr);
+  const size_t before_columns = to.all_panels() + (to.all_outliers(rows.count) + 63) / 64 * 64;
   const size_t before_squares = before_columns + to.all_columns();
   uint8_t* memory = run.pool.buffer(before_squares + to.all_squares(w));
   if (memory == nullptr) return false;
@@ -80,8 +96,8 @@ bool run_linear(const Run& run) {
   run.pool.each(to.panels, 1, [&](int begin, int end) {
     for (int p = begin; p < end; ++p) {
       const int first = p * to.panel_rows;
-      const int count = std::min(to.panel_rows, run.rows - first);
-      const float* from = panel_inputs(run, w, first, count);
+      const int count = std::min(to.panel_rows, rows.count - first);
+      const float* from = rows.inputs(first, count);
       uint8_t* panel = memory + static_cast<size_t>(p) * to.panel_bytes;
       if (to.integer) {
         const size_t skipped = static_cast<size_t>(first) * to.outlier_bytes;
@@ -102,29 +118,61 @@ bool run_linear(const Run& run) {
     const int most = to.cut * kPanel;
     run.pool.each(to.pieces, 1, [&](int begin, int end) {
       for (int i = begin; i < end; ++i) {
-        gather_columns(w, outliers + to.all_outliers(i * most), std::min(most, run.rows - i * most),
-                       most, columns + to.column_bytes * static_cast<size_t>(i));
+        gather_columns(w, outliers + to.all_outliers(i * most),
+                       std::min(most, rows.count - i * most), most,
+                       columns + to.column_bytes * static_cast<size_t>(i));
       }
     });
   }
-  const Product job{run.pool,
-                    w,
-                    memory,
-                    to.panel_bytes,
-                    outliers,
-                    to.outlier_bytes,
-                    columns,
-                    to.column_bytes,
-                    squares,
-                    to.cut,
-                    to.planes,
-                    run.rows * to.planes,
-                    run.moving(1) + run.size(1),
-                    run.size(0),
-                    (flags & kAddToY) != 0,
-                    run.fixed<float>(1),
-                    flags & kGated ? run.moving(3) : nullptr};
+  Product job = rows.product(memory, to.panel_bytes, to.cut, to.planes);
+  job.outliers = outliers;
+  job.outlier_bytes = to.outlier_bytes;
+  job.columns = columns;
+  job.column_bytes = to.column_bytes;
+  job.squares = squares;
   to.integer ? int_product(job) : to.split ? brain_product(job) : float_product(job);
+  return true;
+}
+
+// Which rows of a command are rounded as those of prompts; asked in their order.
+class PromptTokens {
+ public:
+  explicit PromptTokens(const Run& run)
+      : step_(run.step),
+        of_all_(run.command.rows == kTokens || run.rows == run.step.num_tokens),
+        left_(applies(run) ? run.step.num_prompts : 0),
+        next_(run.step.prompts) {}
+
+  bool has(int row) {
+    if (left_ == 0) return false;
+    const int token = of_all_ ? row : step_.sampled[row];
+    for (; left_ > 0 && next_->last <= token; --left_) ++next_;
+    return left_ > 0 && next_->first <= token;
+  }
+
+ private:
+  static bool applies(const Run& run) {
+    return (run.size(2) & kOfNetwork) && run.fixed<Weight>(0)->kind == kInt4;
+  }
+
+  const WindlassStep& step_;
+  bool of_all_;
+  int left_;
+  const WindlassPrompt* next_;
+};
+
+}  // namespace
+
+// Rows of prompts and others, run by run: there seldom are more than one of each.
+bool run_linear(const Run& run) {
+  const Weight& w = *run.fixed<Weight>(0);
+  PromptTokens prompts(run);
+  for (int row = 0, end; row < run.rows; row = end) {
+    const bool is_prompt = prompts.has(row);
+    for (end = row + 1; end < run.rows && prompts.has(end) == is_prompt;) ++end;
+    const LinearRows rows{run, w, row, end - row};
+    if (!(is_prompt ? run_prompt_rows(rows) : run_rows(rows))) return false;
+  }
   return true;
 }
 

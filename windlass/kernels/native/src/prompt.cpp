@@ -1,0 +1,245 @@
+// Products of int4 weights with rows of prompts.
+//
+// A tile is unpacked to int8, a stretch at a time, with one scale for each output: what then is left
+// of a product is a loop over whole numbers. Inputs that were left out meet the weight as it is.
+
+#include <cstring>
+
+#include "dots.h"
+#include "linear.h"
+#include "prompt_neon.h"
+#include "prompt_panels.h"
+#include "prompt_steps.h"
+
+namespace windlass {
+
+namespace tile {
+namespace {
+
+// A tile as it is packed.
+struct Packed {
+  const uint8_t* codes;
+  const uint16_t* scales;
+  const uint16_t* mins;
+
+  Packed(const Weight& w, int tile) {
+    const uint8_t* data = w.data + static_cast<size_t>(tile) * tile_bytes(w);
+    codes = data + scale_bytes(w);
+    scales = reinterpret_cast<const uint16_t*>(data);
+    mins = scales + num_groups(w) * kTile;
+  }
+};
+
+// What codes mean: code * scale + low.
+struct Groups {
+  // A stretch has the ends of two groups at most beside those of 16 inputs.
+  static constexpr int kMost = kStretch / 16 + 2;
+  alignas(64) float scales[kMost * kTile];
+  alignas(64) float lows[kMost * kTile];
+  int first, count;
+};
+
+template <bool MINS>
+void read_groups(const Weight& w, const Packed& tile, int begin, int end, Groups& out) {
+  const Floats unit = splat(1.0f / kHalfUnit);
+  out.first = begin / w.group;
+  out.count = std::min((end - 1) / w.group, num_groups(w) - 1) - out.first + 1;
+  for (int i = 0; i < out.count; ++i) {
+    const int at = (out.first + i) * kTile;
+    const Floats scale = mul(load_scales(tile.scales + at), unit);
+    store(out.scales + i * kTile, scale);
+    // Without minima codes lie around 8.
+    const Floats low = MINS ? mul(load_scales(tile.mins + at), unit) : mul(scale, splat(-8.0f));
+    store(out.lows + i * kTile, low);
+  }
+}
+
+// A stretch of a tile in int8.
+struct Stretch {
+  alignas(64) uint8_t codes[kStretch * kTile];
+  alignas(64) float scales[kTile];
+  alignas(64) float shifts[kTile];  // see multiply_64
+};
+
+// The scale of each output, from what codes 0 and 15 of its groups mean. 12 bits of it, rounded up:
+// times kSumStart it still is exact.
+void find_scales(const Groups& groups, Stretch& out) {
+  const auto magnitude = [](Floats x) { return larger(x, sub(zero(), x)); };
+  Floats peak = zero();
+  for (int i = 0; i < groups.count * kTile; i += kTile) {
+    const Floats low = load(groups.lows + i);
+    const Floats high = fma(low, load(groups.scales + i), splat(15.0f));
+    peak = larger(peak, larger(magnitude(low), magnitude(high)));
+  }
+  store(out.scales, mul(peak, splat(1.0f / 127.0f)));
+  for (float& scale : out.scales) {
+    uint32_t bits;
+    std::memcpy(&bits, &scale, 4);
+    bits = (bits + 0xfff) & ~uint32_t{0xfff};
+    std::memcpy(&scale, &bits, 4);
+  }
+  if constexpr (kHasMultiply64) store(out.shifts, mul(load(out.scales), splat(-kSumStart)));
+}
+
+constexpr int kAhead = 4096;  // bytes
+
+// Inputs [begin, end) of a tile. A code c becomes (c * factor + start) / 256, rounded down.
+void unpack_stretch(const Weight& w, const Packed& tile, const Groups& groups, int begin, int end,
+                    Stretch& out) {
+  find_scales(groups, out);
+  float inverse[kTile];
+  for (int r = 0; r < kTile; ++r) {
+    inverse[r] = out.scales[r] > 0.0f ? 256.0f / out.scales[r] : 0.0f;
+  }
+  const Floats by = load(inverse);
+  const uint8_t* from = tile.codes + static_cast<size_t>(begin) * kTile / 2;
+  uint8_t* to = out.codes;
+  for (int i = 0, k = begin; i < groups.count; ++i) {
+    const Steps steps(mul(load(groups.scales + i * kTile), by),
+                      add(mul(load(groups.lows + i * kTile), by), splat(128.0f)));
+    // The last group goes on over the padding.
+    const int stop = i + 1 == groups.count ? end : (groups.first + i + 1) * w.group;
+    for (; k < stop; k += 16, from += 8 * kTile, to += 16 * kTile) {
+      __builtin_prefetch(from + kAhead);
+      steps.unpack(from, to);
+    }
+  }
+}
+
+// Adds a stretch for MT rows.
+template <int MT>
+inline void multiply_stretch(const Stretch& w, int inputs, const int8_t* x, const float* x_scales,
+                             const int32_t* centre, float* out) {
+  constexpr int wide = sizeof(Codes);
+  Dots<MT> dots;
+  if constexpr (kUnsignedCodes) {
+    start_dots(dots, load_quad(centre));
+  } else {
+    start_dots(dots);
+  }
+  const uint8_t* codes = w.codes;
+  for (int k = 0; k < inputs; k += 16, codes += 4 * wide, x += 16 * kPanel) {
+    add_dots<false>(dots, [&](int i) WINDLASS_INLINED { return load_codes(codes + wide * i); }, x);
+  }
+  const Floats scale = load(w.scales);
+  const Quad x_scale = load_quad(x_scales);
+  unrolled<MT>([&](auto m) WINDLASS_INLINED {
+    const Floats sum = mul(sum_finish(row_of_dots<m>(dots)), scale);
+    store(out + m * kTile, fma_lane<m>(load(out + m * kTile), sum, x_scale));
+  });
+}
+
+// Adds what the outliers of a stretch contribute.
+void multiply_outliers(const PromptOutliers& x, int stretch, const Packed& tile,
+                       const Groups& groups, float* sums) {
+  alignas(64) float weights[kStretch * kTile];
+  const PromptEnd from = stretch > 0 ? x.ends[stretch - 1] : PromptEnd{0, 0};
+  const PromptEnd to = x.ends[stretch];
+  for (int i = from.column; i < to.column; ++i) {
+    const PromptColumn c = x.columns[i];
+    const uint32_t group = (c.group - static_cast<uint32_t>(groups.first)) * kTile;
+    const Floats code = nibbles_at(tile.codes + c.input / 16 * (8 * kTile),
+                                   static_cast<int>(c.input % 16));
+    store(weights + (i - from.column) * kTile,
+          fma(load(groups.lows + group), code, load(groups.scales + group)));
+  }
+  const PromptEntry* const end = x.entries + to.entry;
+  for (const PromptEntry* e = x.entries + from.entry; e < end; ++e) {
+    float* sum = sums + e->row;
+    store(sum, fma(load(sum), load(weights + e->column), splat(e->x)));
+  }
+}
+
+struct PromptProduct {
+  Product job;
+  const uint8_t* outliers;  // of every piece of panels
+  size_t outlier_bytes;
+};
+
+template <bool MINS>
+void multiply_prompt(const PromptProduct& prompt) {
+  const Product& job = prompt.job;
+  const PromptSizes sizes(job.w);
+  const int padded = padded_in(job.w);
+  each_piece(job, [&](int t, int first, int last, Target to) {
+    Groups groups;
+    Stretch stretch;
+    // Panels are multiplied in pairs; nobody reads the sums of one that is not there.
+    alignas(64) float sums[kMostPanels + 1][kPanel * kTile];
+    std::memset(sums, 0, static_cast<size_t>(last - first) * sizeof sums[0]);
+    const Packed tile(job.w, t);
+    const size_t piece = static_cast<size_t>(first / job.cut);
+    const PromptOutliers outliers = prompt_outliers(
+        job.w, job.cut * kPanel, prompt.outliers + piece * prompt.outlier_bytes);
+    for (int begin = 0, s = 0; begin < padded; begin += kStretch, ++s) {
+      const int end = std::min(begin + kStretch, padded);
+      read_groups<MINS>(job.w, tile, begin, end, groups);
+      unpack_stretch(job.w, tile, groups, begin, end, stretch);
+      multiply_outliers(outliers, s, tile, groups, sums[0]);
+      const auto panel = [&](int p) {
+        PromptPanel x = sizes.panel(job.panel(p));
+        return PromptPanel{x.codes + begin * kPanel, x.scales + s * kPanel, x.centre + s * kPanel};
+      };
+      if constexpr (kHasMultiply64) {
+        for (int p = first; p < last; p += 2) {
+          const PromptPanel x = panel(p);
+          multiply_64(stretch.codes, stretch.scales, stretch.shifts, (end - begin) / 16, x.codes,
+                      x.scales, job.panel_bytes, sums[p - first]);
+        }
+      } else {
+        each_panel(job, first, last, [&](auto rows, int p) {
+          const PromptPanel x = panel(p);
+          multiply_stretch<rows>(stretch, end - begin, x.codes, x.scales, x.centre,
+                                 sums[p - first]);
+        });
+      }
+    }
+    each_panel(job, first, last, [&](auto rows, int p) {
+      store_tile(job, to, t, p * kPanel, rows, sums[p - first], job.add);
+    });
+  });
+}
+
+}  // namespace
+}  // namespace tile
+
+bool run_prompt_rows(const LinearRows& linear) {
+  const Weight& w = linear.w;
+  const size_t panel_bytes = PromptSizes(w).all();
+  const int panels = ceil_div(linear.count, kPanel);
+  // Even, since panels are multiplied in pairs.
+  const int cut = round_up(panel_cut(linear.count, panel_bytes, 512 << 10, kMostPanels), 2);
+  const int pieces = ceil_div(panels, cut);
+  const size_t all_panels = static_cast<size_t>(panels + 1) * panel_bytes;
+  const size_t row_bytes = prompt_row_bytes(w);
+  const size_t all_rows = (static_cast<size_t>(linear.count) * row_bytes + 63) / 64 * 64;
+  const size_t piece_bytes = prompt_outlier_bytes(w, cut * kPanel);
+  uint8_t* memory =
+      linear.run.pool.buffer(all_panels + all_rows + piece_bytes * static_cast<size_t>(pieces));
+  if (memory == nullptr) return false;
+  uint8_t* by_row = memory + all_panels;
+  uint8_t* gathered = by_row + all_rows;
+  linear.run.pool.each(panels, 1, [&](int begin, int end) {
+    for (int p = begin; p < end; ++p) {
+      const int count = std::min(kPanel, linear.count - p * kPanel);
+      fill_prompt_panel(w, linear.inputs(p * kPanel, count), count,
+                        memory + static_cast<size_t>(p) * panel_bytes,
+                        by_row + static_cast<size_t>(p) * kPanel * row_bytes);
+    }
+  });
+  const int most = cut * kPanel;
+  linear.run.pool.each(pieces, 1, [&](int begin, int end) {
+    for (int i = begin; i < end; ++i) {
+      gather_outliers(w, by_row + static_cast<size_t>(i * most) * row_bytes,
+                      std::min(most, linear.count - i * most), most,
+                      gathered + static_cast<size_t>(i) * piece_bytes);
+    }
+  });
+  Product job = linear.product(memory, panel_bytes, cut);
+  job.gain = w.gain;
+  const tile::PromptProduct prompt{job, gathered, piece_bytes};
+  w.has_mins ? tile::multiply_prompt<true>(prompt) : tile::multiply_prompt<false>(prompt);
+  return true;
+}
+
+}  // namespace windlass
