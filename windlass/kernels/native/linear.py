@@ -155,7 +155,8 @@ class NativeProduct(Prepared):
 
     @property
     def coarse_prompts(self) -> bool:
-        return self._weight.kind == _Kind.INT4
+        is_int4 = self._weight.kind == _Kind.INT4
+        return is_int4 and bool(self._pool.functions.windlass_prompts_apart())
 
     @property
     def num_bytes(self) -> int:

@@ -119,6 +119,8 @@ def shared_pool() -> Pool:
 def _declare(functions: ctypes.CDLL) -> ctypes.CDLL:
     """The signatures of src/api.h."""
     pointer, number = ctypes.c_void_p, ctypes.c_int32
+    functions.windlass_prompts_apart.restype = number
+    functions.windlass_prompts_apart.argtypes = ()
     functions.windlass_pool_new.restype = pointer
     functions.windlass_pool_new.argtypes = (number, number)
     functions.windlass_pool_free.restype = None

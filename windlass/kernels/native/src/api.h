@@ -14,6 +14,9 @@ typedef struct WindlassPool WindlassPool;
 // Which instructions the library was compiled for.
 const char* windlass_simd(void);
 
+// Whether int4 weights round the inputs of prompts otherwise than others.
+int32_t windlass_prompts_apart(void);
+
 // Threads that compute with the caller, who counts as one. Null when there are no threads to have.
 WindlassPool* windlass_pool_new(int32_t threads, int32_t spin_us);
 void windlass_pool_free(WindlassPool* pool);

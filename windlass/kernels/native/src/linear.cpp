@@ -134,6 +134,9 @@ bool run_rows(const LinearRows& rows) {
   return true;
 }
 
+// AMX multiplies blocks faster than anything else multiplies stretches.
+bool prompts_apart() { return !(kHasAmx && amx_allowed()); }
+
 // Which rows of a command are rounded as those of prompts; asked in their order.
 class PromptTokens {
  public:
@@ -152,7 +155,7 @@ class PromptTokens {
 
  private:
   static bool applies(const Run& run) {
-    return (run.size(2) & kOfNetwork) && run.fixed<Weight>(0)->kind == kInt4;
+    return (run.size(2) & kOfNetwork) && run.fixed<Weight>(0)->kind == kInt4 && prompts_apart();
   }
 
   const WindlassStep& step_;
@@ -184,6 +187,8 @@ const char* windlass_simd(void) {
   if (!windlass::kHasAmx || windlass::amx_allowed()) return windlass::kSimdName;
   return "AVX-512 VNNI and BF16 (the system does not allow AMX)";
 }
+
+int32_t windlass_prompts_apart(void) { return windlass::prompts_apart() ? 1 : 0; }
 
 WindlassPool* windlass_pool_new(int32_t threads, int32_t spin_us) {
   try {
