@@ -6,7 +6,6 @@ import re
 import shutil
 import subprocess
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -15,22 +14,18 @@ triton = pytest.importorskip("triton")
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
+from tests.kernels.compile_cases import GUESSES_AND_ADAPTERS  # noqa: E402
 from windlass.kernels.triton import (  # noqa: E402
     attention,
     attention_kernels,
-    eagle,
     eight_bit,
     fp8_kernels,
     grouped,
-    lora_codes,
-    lora_kernels,
-    medusa,
     norm,
     rope,
     sample,
     skinny,
     table,
-    verify,
     wide,
 )
 
@@ -168,24 +163,6 @@ def gated(rows: int, outputs: int, stages: int) -> tuple:
     return skinny.skinny_gated_kernel, PRODUCT, constants, {"num_stages": stages}
 
 
-def lora_case(function: Any, codes: bool = False, **constants: int) -> tuple:
-    """One of the kernels of adapters, for the three parts of q, k and v or as many as are given."""
-    signature = {
-        **dict.fromkeys(("x", "y", "down", "up", "out"), X),
-        **dict.fromkeys(("ranks", "slots", "tiles"), I),
-        "sums": F,
-        **dict.fromkeys(("M", "K", "N", "N0", "N1", "N2"), "i32"),
-        **dict.fromkeys(("span", "splits", "rank_stride"), "i32"),
-    }
-    if codes:
-        signature |= {"down": "*i8", "up": "*i8", "scales": F}
-    own = {name: kind for name, kind in signature.items() if name in function.arg_names}
-    constants = {"PARTS": 3, "MOST": 64, "FETCH": True, "UNIT": 16, "SCALED": codes, **constants}
-    constants = {name: value for name, value in constants.items() if name in function.arg_names}
-    # A token by itself is one warp's, or two's.
-    return function, own, constants, {"num_warps": 4 if "ROWS" in constants else 1}
-
-
 SAMPLE = {"logits": X, "wishes": F, "slots": I, "thresholds": F, "size": "i32", "stride": "i32"}
 PART = {**SAMPLE, "seeds": L, "positions": I, "best": F, "best_at": I}
 JOIN = {"best": F, "best_at": I, "slots": I, "tokens": I, "last_tokens": I}
@@ -193,7 +170,6 @@ INPUTS = {
     **dict.fromkeys(("inputs", "last_tokens", "tables", "ids", "positions", "slots"), I),
     **{"width": "i32", "table_stride": "i32"},
 }
-EAGLE = ("table", "hidden", "gains", "hidden_gains", "out")
 NORM = {"x": X, "weight": X, "out": X, "eps": "fp32"}
 CASES = {
     "rms_norm": (
@@ -296,103 +272,10 @@ CASES = {
         {"ROWS": 128, "OUTPUTS": 128, "BLOCK_K": 64, "GROUP": 8},
         {"num_warps": 8, "num_stages": 4},
     ),
-    "lora shrink": lora_case(lora_kernels.shrink_kernel, BLOCK_K=256),
-    "lora expand": lora_case(lora_kernels.expand_kernel, SPLITS=16, OUTPUTS=256),
-    "lora expand, gated": lora_case(
-        lora_kernels.expand_gated_kernel, PARTS=2, SPLITS=16, OUTPUTS=256
-    ),
-    "lora shrink of a piece": lora_case(lora_kernels.shrink_tile_kernel, ROWS=64, BLOCK_K=128),
-    "lora expand of a piece": lora_case(lora_kernels.expand_tile_kernel, ROWS=64, OUTPUTS=64),
-    "lora shrink, codes": lora_case(lora_codes.shrink_codes_kernel, True, BLOCK_K=512, ASM=True),
-    "lora expand, codes": lora_case(lora_kernels.expand_kernel, True, SPLITS=16, OUTPUTS=256),
-    "lora expand, gated, codes": lora_case(
-        lora_kernels.expand_gated_kernel, True, PARTS=2, SPLITS=16, OUTPUTS=256
-    ),
-    "lora shrink of a piece, codes": lora_case(
-        lora_kernels.shrink_tile_kernel, True, ROWS=64, BLOCK_K=128
-    ),
-    "lora expand of a piece, codes": lora_case(
-        lora_kernels.expand_tile_kernel, True, ROWS=64, OUTPUTS=64
-    ),
-    **{
-        f"medusa block, {rows} rows": (
-            medusa.medusa_block_kernel,
-            {**dict.fromkeys(("x", "weight", "bias", "out"), X), "places": I}
-            | dict.fromkeys(("M", "head_stride"), "i32"),
-            {"SIZE": 576, "ROWS": rows, "OUTPUTS": 32, "BLOCK_K": 64},
-            {},
-        )
-        for rows in (16, 64)
-    },
-    **{
-        f"medusa scores, {rows} rows": (
-            medusa.medusa_scores_kernel,
-            {"x": X, "weight": X, "best": F, "best_at": I}
-            | dict.fromkeys(("M", "vocab", "tiles"), "i32"),
-            {"SIZE": 576, "ROWS": rows, "TOKENS": 128, "BLOCK_K": 64},
-            {"num_stages": 4},
-        )
-        for rows in (16, 64)
-    },
-    "medusa join": (
-        medusa.medusa_join_kernel,
-        {"best": F, "best_at": I, "offsets": L, "guesses": I}
-        | dict.fromkeys(("M", "heads", "tiles"), "i32"),
-        {"COUNT": 3, "TILES": 512},
-        {},
-    ),
     "threshold": (sample.sample_threshold_kernel, SAMPLE, {"TILE": 2048}, {"num_warps": 8}),
     "part": (sample.sample_part_kernel, PART, {"PARTS": 8, "TILE": 2048}, {}),
     "join": (sample.sample_join_kernel, JOIN, {"PARTS": 8}, {"num_warps": 1}),
-    "verify inputs": (
-        verify.verify_inputs_kernel,
-        {
-            **dict.fromkeys(("inputs", "last_tokens", "ids", "positions", "slots", "tiles"), I),
-            "padding": "i32",
-        },
-        {"WIDTH": 5, "PAD": 8},
-        {"num_warps": 1},
-    ),
-    "keep": (
-        verify.keep_kernel,
-        dict.fromkeys(("inputs", "ids", "sampled", "last_tokens", "kept", "places"), I),
-        {"WIDTH": 5, "PAD": 8},
-        {"num_warps": 1},
-    ),
-    "follow": (
-        verify.follow_kernel,
-        {
-            **dict.fromkeys(("inputs", "last_tokens", "kept", "guesses", "to"), I),
-            "padding": "i32",
-        },
-        {"WIDTH": 5, "NEXT": 5, "DEPTH": 4, "PAD": 8},
-        {"num_warps": 1},
-    ),
-    "eagle inputs": (
-        eagle.eagle_inputs_kernel,
-        {"ids": I, **dict.fromkeys(EAGLE, X), "eps": "fp32"},
-        {"SIZE": 576, "WIDTH": 1024},
-        {},
-    ),
-    "eagle select": (
-        eagle.eagle_select_kernel,
-        {
-            **dict.fromkeys(("places", "positions", "slots", "positions_out", "slots_out"), I),
-            **dict.fromkeys(("normed", "hidden", "normed_out", "hidden_out"), X),
-        },
-        {"SIZE": 576, "WIDTH": 1024},
-        {},
-    ),
-    "eagle advance": (
-        eagle.eagle_advance_kernel,
-        {
-            **dict.fromkeys(("tokens", "positions", "positions_out"), I),
-            **{"logits": X, "offsets": L, "eps": "fp32", "num_logits": "i32", "longest": "i32"},
-            **dict.fromkeys(EAGLE, X),
-        },
-        {"SIZE": 4096, "WIDTH": 4096, "TILE": 2048},
-        {"num_warps": 8},
-    ),
+    **GUESSES_AND_ADAPTERS,
     "inputs": (sample.decode_inputs_kernel, INPUTS, {"SIZE": 16}, {"num_warps": 1}),
 }
 

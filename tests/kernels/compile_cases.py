@@ -1,0 +1,126 @@
+"""Cases for the compiler: the kernels of adapters, of guesses and of their verification."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from windlass.kernels.triton import eagle, lora_codes, lora_kernels, medusa, verify
+
+X, F, I, L = "*bf16", "*fp32", "*i32", "*i64"  # noqa: E741
+EAGLE = ("table", "hidden", "gains", "hidden_gains", "out")
+
+
+def lora_case(function: Any, codes: bool = False, **constants: int) -> tuple:
+    """One of the kernels of adapters, for the three parts of q, k and v or as many as are given."""
+    signature = {
+        **dict.fromkeys(("x", "y", "down", "up", "out"), X),
+        **dict.fromkeys(("ranks", "slots", "tiles"), I),
+        "sums": F,
+        **dict.fromkeys(("M", "K", "N", "N0", "N1", "N2"), "i32"),
+        **dict.fromkeys(("span", "splits", "rank_stride"), "i32"),
+    }
+    if codes:
+        signature |= {"down": "*i8", "up": "*i8", "scales": F}
+    own = {name: kind for name, kind in signature.items() if name in function.arg_names}
+    constants = {"PARTS": 3, "MOST": 64, "FETCH": True, "UNIT": 16, "SCALED": codes, **constants}
+    constants = {name: value for name, value in constants.items() if name in function.arg_names}
+    # A token by itself is one warp's, or two's.
+    return function, own, constants, {"num_warps": 4 if "ROWS" in constants else 1}
+
+
+GUESSES_AND_ADAPTERS = {
+    "lora shrink": lora_case(lora_kernels.shrink_kernel, BLOCK_K=256),
+    "lora expand": lora_case(lora_kernels.expand_kernel, SPLITS=16, OUTPUTS=256),
+    "lora expand, gated": lora_case(
+        lora_kernels.expand_gated_kernel, PARTS=2, SPLITS=16, OUTPUTS=256
+    ),
+    "lora shrink of a piece": lora_case(lora_kernels.shrink_tile_kernel, ROWS=64, BLOCK_K=128),
+    "lora expand of a piece": lora_case(lora_kernels.expand_tile_kernel, ROWS=64, OUTPUTS=64),
+    "lora shrink, codes": lora_case(lora_codes.shrink_codes_kernel, True, BLOCK_K=512, ASM=True),
+    "lora expand, codes": lora_case(lora_kernels.expand_kernel, True, SPLITS=16, OUTPUTS=256),
+    "lora expand, gated, codes": lora_case(
+        lora_kernels.expand_gated_kernel, True, PARTS=2, SPLITS=16, OUTPUTS=256
+    ),
+    "lora shrink of a piece, codes": lora_case(
+        lora_kernels.shrink_tile_kernel, True, ROWS=64, BLOCK_K=128
+    ),
+    "lora expand of a piece, codes": lora_case(
+        lora_kernels.expand_tile_kernel, True, ROWS=64, OUTPUTS=64
+    ),
+    **{
+        f"medusa block, {rows} rows": (
+            medusa.medusa_block_kernel,
+            {**dict.fromkeys(("x", "weight", "bias", "out"), X), "places": I}
+            | dict.fromkeys(("M", "head_stride"), "i32"),
+            {"SIZE": 576, "ROWS": rows, "OUTPUTS": 32, "BLOCK_K": 64},
+            {},
+        )
+        for rows in (16, 64)
+    },
+    **{
+        f"medusa scores, {rows} rows": (
+            medusa.medusa_scores_kernel,
+            {"x": X, "weight": X, "best": F, "best_at": I}
+            | dict.fromkeys(("M", "vocab", "tiles"), "i32"),
+            {"SIZE": 576, "ROWS": rows, "TOKENS": 128, "BLOCK_K": 64},
+            {"num_stages": 4},
+        )
+        for rows in (16, 64)
+    },
+    "medusa join": (
+        medusa.medusa_join_kernel,
+        {"best": F, "best_at": I, "offsets": L, "guesses": I}
+        | dict.fromkeys(("M", "heads", "tiles"), "i32"),
+        {"COUNT": 3, "TILES": 512},
+        {},
+    ),
+    "verify inputs": (
+        verify.verify_inputs_kernel,
+        {
+            **dict.fromkeys(("inputs", "last_tokens", "ids", "positions", "slots", "tiles"), I),
+            "padding": "i32",
+        },
+        {"WIDTH": 5, "PAD": 8},
+        {"num_warps": 1},
+    ),
+    "keep": (
+        verify.keep_kernel,
+        dict.fromkeys(("inputs", "ids", "sampled", "last_tokens", "kept", "places"), I),
+        {"WIDTH": 5, "PAD": 8},
+        {"num_warps": 1},
+    ),
+    "follow": (
+        verify.follow_kernel,
+        {
+            **dict.fromkeys(("inputs", "last_tokens", "kept", "guesses", "to"), I),
+            "padding": "i32",
+        },
+        {"WIDTH": 5, "NEXT": 5, "DEPTH": 4, "PAD": 8},
+        {"num_warps": 1},
+    ),
+    "eagle inputs": (
+        eagle.eagle_inputs_kernel,
+        {"ids": I, **dict.fromkeys(EAGLE, X), "eps": "fp32"},
+        {"SIZE": 576, "WIDTH": 1024},
+        {},
+    ),
+    "eagle select": (
+        eagle.eagle_select_kernel,
+        {
+            **dict.fromkeys(("places", "positions", "slots", "positions_out", "slots_out"), I),
+            **dict.fromkeys(("normed", "hidden", "normed_out", "hidden_out"), X),
+        },
+        {"SIZE": 576, "WIDTH": 1024},
+        {},
+    ),
+    "eagle advance": (
+        eagle.eagle_advance_kernel,
+        {
+            **dict.fromkeys(("tokens", "positions", "positions_out"), I),
+            **{"logits": X, "offsets": L, "eps": "fp32", "num_logits": "i32", "longest": "i32"},
+            **dict.fromkeys(EAGLE, X),
+        },
+        {"SIZE": 4096, "WIDTH": 4096, "TILE": 2048},
+        {"num_warps": 8},
+    ),
+}
