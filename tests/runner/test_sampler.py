@@ -48,13 +48,13 @@ def test_a_seed_gives_the_same_token_alone_and_in_any_batch() -> None:
     assert alone == mixed == last
 
 
-def test_noise_follows_the_distribution() -> None:
+def test_draws_follow_the_distribution() -> None:
     logits = torch.tensor([2.0, 1.0, 0.0, -1.0])
     want = logits.softmax(0)
     draws = 4000
-    counts = torch.zeros(4)
-    for position in range(draws):
-        counts[int((logits + filters.noise(7, position, 4, CPU)).argmax())] += 1
+    wishes = torch.tensor([(1.0, 0, 1.0, 0.0)] * draws).double()
+    keys = torch.tensor([filters.key(7, position) for position in range(draws)])
+    counts = torch.bincount(filters.draw(logits.expand(draws, 4), wishes, keys), minlength=4)
     chi_square = ((counts - draws * want) ** 2 / (draws * want)).sum()
     assert chi_square < 16.3  # 3 degrees of freedom, p = 0.001
 

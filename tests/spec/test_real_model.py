@@ -61,7 +61,7 @@ def test_the_same_answers(llms: dict[str, LLM], spec: str) -> None:
         outputs = [llms[name].chat(MESSAGES, wish)[0].outputs[0] for wish in wishes]
         answers[name] = [(each.text, each.token_ids, each.finish_reason) for each in outputs]
     assert answers[spec] == answers["none"]
-    assert llms[spec].engine.stats().num_accepted_tokens > 2
+    assert llms[spec].engine.stats().num_accepted_tokens > 1
     assert llms["none"].engine.stats().num_drafts == 0
 
 

@@ -25,7 +25,7 @@ from windlass.models.spec import ModelSpec
 from windlass.quant.plain import Plain
 from windlass.runner import device as found
 from windlass.runner.runner import Runner
-from windlass.runner.sampler import Sampler
+from windlass.runner.sampler import Sampler, draw_with
 from windlass.runner.slots import SlotTables
 
 # Logits of guesses take no more than this, in float32.
@@ -236,7 +236,7 @@ class _Maker:
         max_blocks = -(-parts.max_positions // size)
         slots = SlotTables(seqs, max_blocks, size, parts.device, scratch=num_blocks)
         threshold = self._config.speculation.threshold
-        sampler = sampler or Sampler(spec.vocab_size, parts.device, threshold)
+        sampler = sampler or Sampler(spec.vocab_size, parts.device, threshold, draw_with(parts.ops))
         if not parts.ops.is_triton:
             made = (self._loaded.network, cache, slots, sampler, self._loaded.products)
             runner = self._on_cpu(made)

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 _NEVER = float("-inf")
+_WORD = 2**32 - 1
 
 
 def penalise(
@@ -41,18 +42,46 @@ def truncate(scores: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Ten
     return scores.scatter(-1, order, ordered.masked_fill(drop, _NEVER))
 
 
-def noise(seed: int, position: int, size: int, device: torch.device) -> Tensor:
-    """Gumbel noise that depends on the request's seed and the position alone.
+def heated(scores: Tensor, wishes: Tensor) -> Tensor:
+    """Temperature and truncation, for rows that are not greedy."""
+    heat, top_k, top_p, min_p = wishes.to(scores.device).unbind(1)
+    rows = scores / heat[:, None]
+    cut = ((top_k > 0) | (top_p < 1) | (min_p > 0)).nonzero()[:, 0]
+    if len(cut):
+        rows[cut] = truncate(rows[cut], top_k[cut], top_p[cut], min_p[cut])
+    return rows
+
+
+def draw(scores: Tensor, wishes: Tensor, keys: Tensor) -> Tensor:
+    """A token of each row: the largest score with noise, which draws from the softmax.
+
+    Wishes [rows, 4], float64: temperature, top-k, top-p, min-p. At temperature 0, and where there is
+    nothing to draw from, the best is taken. Keys [rows], int64: see `key`.
+    """
+    tokens = scores.argmax(dim=-1)
+    wishes, keys = wishes.to(scores.device), keys.to(scores.device)
+    drawn = ((wishes[:, 0] > 0) & scores.amax(dim=-1).isfinite()).nonzero()[:, 0]
+    if len(drawn):
+        rows = heated(scores[drawn].double(), wishes[drawn])
+        tokens[drawn] = (rows + noise(keys[drawn], scores.shape[-1])).argmax(dim=-1)
+    return tokens
+
+
+def noise(keys: Tensor, size: int) -> Tensor:
+    """Gumbel noise [keys, size], a function of key and token: a hash of 32 bits as a chance."""
+    low, high = (keys & _WORD)[:, None], (keys >> 32)[:, None]
+    h = (torch.arange(size, device=keys.device) * 0x9E3779B1 + low) & _WORD
+    h = ((h ^ (h >> 16)) * 0x21F0AAAD + high) & _WORD
+    h = ((h ^ (h >> 15)) * 0xD35A2D97) & _WORD
+    chances = ((h ^ (h >> 15)).double() + 0.5) / 2**32
+    return -(-torch.log1p(-chances)).log()
+
+
+def key(seed: int, position: int) -> int:
+    """What noise is made of: (seed, position) over 63 bits, so that neighbours are unrelated.
 
     So a request draws the same tokens alone, in any batch, and after a preemption.
     """
-    generator = torch.Generator(device=device).manual_seed(_mix(seed, position))
-    drawn = torch.empty(size, device=device).exponential_(generator=generator)
-    return -drawn.clamp_min_(1e-30).log_()
-
-
-def _mix(seed: int, position: int) -> int:
-    """Spread (seed, position) over 63 bits, so that neighbours give unrelated streams."""
     value = (seed * 0x9E3779B97F4A7C15 + position * 0xBF58476D1CE4E5B9) & (2**64 - 1)
     value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & (2**64 - 1)
     value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & (2**64 - 1)

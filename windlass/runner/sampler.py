@@ -6,7 +6,7 @@ words). The mathematics is in filters.py.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -14,9 +14,12 @@ from torch import Tensor
 
 from windlass.core.sampling import SamplingParams
 from windlass.core.types import Admission, TokenLogprob
+from windlass.kernels.ops import Ops
 from windlass.runner import filters
 
 _NEVER = float("-inf")
+
+Draw = Callable[[Tensor, Tensor, Tensor], Tensor]  # as filters.draw
 
 
 @dataclass(slots=True)
@@ -31,7 +34,6 @@ class _Memory:
     counts: Tensor | None = None  # [vocabulary] of generated tokens; None: no penalties
     seen: Tensor | None = None
     special: bool = field(init=False)  # whether its logits are changed before temperature
-    truncated: bool = field(init=False)
     scored: bool = field(init=False)  # whether log probabilities are wanted
 
     def __post_init__(self) -> None:
@@ -44,7 +46,6 @@ class _Memory:
             or wish.min_tokens
         )
         self.scored = wish.logprobs is not None
-        self.truncated = not wish.greedy and (wish.top_k > 0 or wish.top_p < 1 or wish.min_p > 0)
 
     @property
     def num_output(self) -> int:
@@ -55,10 +56,15 @@ class Sampler:
     """Owns the memory of all slots."""
 
     def __init__(
-        self, vocab_size: int, device: torch.device, threshold: float | None = None
+        self,
+        vocab_size: int,
+        device: torch.device,
+        threshold: float | None = None,
+        draw: Draw = filters.draw,
     ) -> None:
         """`threshold` of typical acceptance, where guesses may be kept that were not sampled."""
         self.threshold = threshold
+        self._draw = draw
         self._vocab_size = vocab_size
         self._device = device
         self._slots: dict[int, _Memory] = {}
@@ -122,17 +128,17 @@ class Sampler:
 
     def probabilities(self, logits: Tensor, slots: Sequence[int]) -> Tensor:
         """What plain slots that are not greedy draw from, row by row."""
-        heated = self._heated(logits, [self._slots[slot] for slot in slots])
-        return heated.softmax(dim=-1)
+        wishes = self._wishes([self._slots[slot] for slot in slots])
+        return filters.heated(logits, wishes).softmax(dim=-1)
 
     def is_greedy(self, slot: int) -> bool:
         return self._slots[slot].sampling.greedy
 
     def _choose(self, scores: Tensor, memories: list[_Memory], places: list[int]) -> list[int]:
-        drawn = [i for i, memory in enumerate(memories) if not memory.sampling.greedy]
-        if drawn:
-            scores = self._perturb(scores, memories, places, drawn)
-        return scores.argmax(dim=-1).tolist()
+        if all(memory.sampling.greedy for memory in memories):
+            return scores.argmax(dim=-1).tolist()
+        keys = [filters.key(m.seed, place) for m, place in zip(memories, places, strict=True)]
+        return self._draw(scores, self._wishes(memories), torch.tensor(keys)).tolist()
 
     def takes_likeliest(self, slots: Sequence[int]) -> bool:
         """Whether each row's token is that of its largest logit, and nothing else is asked for."""
@@ -172,32 +178,16 @@ class Sampler:
             scores[memory.stop_ids] = _NEVER
         return scores
 
-    def _perturb(
-        self, scores: Tensor, memories: list[_Memory], places: list[int], drawn: list[int]
-    ) -> Tensor:
-        """Temperature, truncation and noise for the rows that are not greedy."""
-        chosen = [memories[i] for i in drawn]
-        rows = self._heated(scores[drawn], chosen)
-        for i, (at, memory) in enumerate(zip(drawn, chosen, strict=True)):
-            rows[i] += filters.noise(memory.seed, places[at], self._vocab_size, self._device)
-        scores = scores.clone()
-        scores[drawn] = rows
-        return scores
-
-    def _heated(self, scores: Tensor, chosen: list[_Memory]) -> Tensor:
-        """Temperature and truncation."""
-        heat = torch.tensor([m.sampling.temperature for m in chosen], device=self._device)
-        rows = scores / heat[:, None]
-        cut = [i for i, memory in enumerate(chosen) if memory.truncated]
-        if cut:
-            wishes = [chosen[i].sampling for i in cut]
-            rows[cut] = filters.truncate(
-                rows[cut],
-                torch.tensor([max(0, w.top_k) for w in wishes], device=self._device),
-                torch.tensor([w.top_p for w in wishes], device=self._device),
-                torch.tensor([w.min_p for w in wishes], device=self._device),
-            )
-        return rows
+    def _wishes(self, memories: list[_Memory]) -> Tensor:
+        """As filters.draw reads them."""
+        wishes = [memory.sampling for memory in memories]
+        return torch.tensor(
+            [
+                (0.0 if w.greedy else w.temperature, max(0, w.top_k), w.top_p, w.min_p)
+                for w in wishes
+            ],
+            dtype=torch.float64,
+        )
 
     def _remember(self, memory: _Memory, token: int) -> None:
         memory.tokens.append(token)
@@ -214,6 +204,15 @@ class Sampler:
             if count is not None:
                 found[i] = score_tokens(logits[i : i + 1], [tokens[i]], count)
         return found
+
+
+def draw_with(ops: Ops) -> Draw:
+    """What draws where these operations compute: the native library's, or the plain version."""
+    if not ops.is_native:
+        return filters.draw
+    from windlass.kernels.native.ops import sample
+
+    return sample
 
 
 def score_tokens(logits: Tensor, tokens: Sequence[int], num_top: int) -> list[TokenLogprob]:

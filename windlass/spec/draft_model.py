@@ -114,12 +114,12 @@ class DraftGuide:
 
     def start(self, made: Assembled) -> Proposer:
         from windlass.runner.assemble import make_second
-        from windlass.runner.sampler import Sampler
+        from windlass.runner.sampler import Sampler, draw_with
         from windlass.spec.second import Second, SecondProposer
 
         config, parts = self.draft.config, self.loaded.parts
         limits = self.site.limits
-        sampler = Sampler(self.draft.spec.vocab_size, parts.device)
+        sampler = Sampler(self.draft.spec.vocab_size, parts.device, draw=draw_with(parts.ops))
         runner, _ = make_second(
             config, self.draft.spec, self.loaded, limits, made.capacity.num_blocks, sampler
         )

@@ -21,7 +21,7 @@ from windlass.models.network import Network
 from windlass.models.source import ModelFiles
 from windlass.models.spec import ModelSpec
 from windlass.runner.assemble import Assembled, make_second
-from windlass.runner.sampler import Sampler
+from windlass.runner.sampler import Sampler, draw_with
 from windlass.spec.base import Proposer, Site
 from windlass.spec.exits import Exit, best_exit, candidates
 from windlass.spec.second import Second, SecondProposer
@@ -97,7 +97,7 @@ class ExitGuide:
             site.spec, num_layers=layer, sliding_windows=site.spec.sliding_windows[:layer]
         )
         loaded = replace(site.loaded, network=first_layers(site.loaded.network, layer))
-        sampler = Sampler(spec.vocab_size, parts.device)
+        sampler = Sampler(spec.vocab_size, parts.device, draw=draw_with(parts.ops))
         pages = SharedPages(made.cache, layer)
         runner, _ = make_second(
             config, spec, loaded, limits, made.capacity.num_blocks, sampler, pages

@@ -3,6 +3,7 @@
 
 #pragma once
 
+#include <algorithm>
 #include <utility>
 
 #include "api.h"
@@ -144,6 +145,45 @@ inline void check_lora(WindlassPool* pool, int rows, int width, int outputs) {
   }
 }
 
+// What was drawn is none that was to be ruled out.
+inline void check_sample(WindlassPool* pool, int rows, int width) {
+  const size_t count = static_cast<size_t>(rows), wide = static_cast<size_t>(width);
+  Floats x = some(count * wide);
+  for (float& v : x) v *= 20.0f;
+  const double kinds[4][4] = {{1.0, 0, 1, 0}, {0.7, 3, 1, 0}, {1.2, 0, 0.8, 0}, {2.0, 0, 1, 0.3}};
+  Doubles wishes;
+  std::vector<uint64_t> keys;
+  for (size_t row = 0; row < count; ++row) {
+    wishes.insert(wishes.end(), kinds[row % 4], kinds[row % 4] + 4);
+    keys.push_back(0x9E3779B97F4A7C15u * (row + 1) >> 1);
+  }
+  std::vector<int32_t> out(count, -1);
+  WindlassCommand c{};
+  c.op = windlass::kSample;
+  c.rows = rows;
+  c.sizes[0] = width;
+  c.moving[0] = x.data(), c.moving[1] = out.data();
+  c.fixed[0] = wishes.data(), c.fixed[1] = keys.data();
+  run(pool, c, WindlassStep{});
+  for (size_t row = 0; row < count; ++row) {
+    const float* logits = x.data() + row * wide;
+    const double* wish = kinds[row % 4];
+    const float peak = *std::max_element(logits, logits + wide);
+    const float own = logits[static_cast<size_t>(out[row])];
+    size_t better = 0;
+    double all = 0, before = 0;
+    for (size_t i = 0; i < wide; ++i) {
+      const double mass = std::exp(double(logits[i] - peak) / wish[0]);
+      all += mass;
+      if (logits[i] > own) better += 1, before += mass;
+    }
+    if (wish[1] > 0) expect("top-k", better < wish[1], 1.0, 0.0);
+    if (wish[2] < 1) expect("top-p", before < wish[2] * all * 1.0001, 1.0, 0.0);
+    const double share = std::exp(double(own - peak) / wish[0]);
+    if (wish[3] > 0) expect("min-p", share > wish[3] * 0.9999, 1.0, 0.0);
+  }
+}
+
 constexpr int kPage = 16, kHeads = 6, kKvHeads = 2, kStride = 20;
 
 // Requests of (start, count), each with pages of its own.
@@ -268,6 +308,7 @@ inline void check_operations(WindlassPool* pool) {
     for (int width : {1, 8, 50, 576}) {
       check_rows(pool, rows, width);
       check_lora(pool, rows, width, width + 3);
+      check_sample(pool, rows, width);
     }
   }
   for (int type : {0, 1, 2, 3}) {

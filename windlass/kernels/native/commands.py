@@ -30,6 +30,7 @@ class Op(IntEnum):
     GATHER = 8
     ARGMAX = 9
     LORA = 10
+    SAMPLE = 11
 
 
 class LinearFlag(IntFlag):

@@ -109,6 +109,14 @@ def argmax(x: Tensor) -> Tensor:
     return out
 
 
+def sample(logits: Tensor, wishes: Tensor, keys: Tensor) -> Tensor:
+    """As runner/filters.py's draw: int32."""
+    rows, width = logits.shape
+    out = torch.empty(rows, dtype=torch.int32)
+    shared_pool().run(Call(Op.SAMPLE, rows, (logits.contiguous(), out), (wishes, keys), (width,)))
+    return out
+
+
 @dataclass(frozen=True, slots=True)
 class BatchStep:
     """A batch as the library reads it, and the tensors that it points into."""

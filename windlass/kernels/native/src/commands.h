@@ -14,6 +14,7 @@
 //   gather   x, out                                                       width
 //   argmax   x, out (int32)                                               width
 //   lora     x, y                          down, up, ranks, shape, scales
+//   sample   x, out (int32)                wishes, keys                   width
 //
 // kv: keys, values and, where they are codes, their scales. heads ...: query heads, kv heads, size
 // of a head, positions of a page, type of the pages. lora adds to y what adapters make of x, as
@@ -39,6 +40,7 @@ enum Op : int32_t {
   kGather,
   kArgmax,
   kLora,
+  kSample,
 };
 
 // How numbers are stored.

@@ -38,6 +38,8 @@ bool execute(const Run& run) {
       return run_argmax(run);
     case kLora:
       return run_lora(run);
+    case kSample:
+      return run_sample(run);
     default:
       return false;
   }

@@ -139,6 +139,8 @@ int largest(const float* x, int count) {
   return at;
 }
 
+}  // namespace
+
 // The same in two passes of which the first is of vectors.
 int largest_quickly(const float* x, int count) {
   constexpr int stretch = 512;
@@ -159,8 +161,6 @@ int largest_quickly(const float* x, int count) {
   }
   return from + largest(x + from, std::min(stretch, count - from));
 }
-
-}  // namespace
 
 void normalise(const float* x, const float* weight, int width, float eps, float* out) {
   F32x8 even = zero(), odd = zero();

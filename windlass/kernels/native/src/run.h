@@ -46,6 +46,9 @@ void normalise(const float* x, const float* weight, int width, float eps, float*
 // out = silu(gate) * up
 void gate(const float* gates, const float* up, int width, float* out);
 
+// The place of the largest number, the first of equals; of what is no number, if there is any.
+int largest_quickly(const float* x, int count);
+
 // All return whether there was memory enough.
 bool run_embed(const Run& run);
 bool run_norm(const Run& run);
@@ -58,5 +61,6 @@ bool run_attend(const Run& run);
 bool run_gather(const Run& run);
 bool run_argmax(const Run& run);
 bool run_lora(const Run& run);
+bool run_sample(const Run& run);
 
 }  // namespace windlass
