@@ -208,8 +208,6 @@ def test_every_way_to_guess(folder: Path, small: Path, engine: str) -> None:
 def test_a_draft_model_that_is_the_same_is_always_right(folder: Path, prefix_caching: bool) -> None:
     """So its pages hold what they should: after rejections, shared prefixes and other requests."""
     same = {"spec": "draft", "spec_model": str(folder), "spec_quantization": "int4"}
-    # The draft reads tokens that were generated before it was asked as part of its prompt.
-    same["prompt_rounding"] = "fine"
     llm = make(folder, num_blocks=60, block_size=4, prefix_caching=prefix_caching, **same)
     for wish in ({"temperature": 0.0}, {"seed": 5}, {"seed": 6, "top_k": 30}):
         params = SamplingParams(max_tokens=20, ignore_eos=True, **wish)

@@ -50,6 +50,7 @@ class _Track:
 
     name: str
     tokens: list[int]
+    num_prompt: int
     wish: SamplingParams
     seed: int
     blocks: list[BlockId] = field(default_factory=list)
@@ -103,7 +104,7 @@ class SecondProposer:
                 self._freed.append(slot)
         for new in plan.admitted:
             self._tracks[new.slot] = _Track(
-                new.request_id, list(new.tokens), _plainly(new.sampling), new.seed
+                new.request_id, list(new.tokens), new.num_prompt, _plainly(new.sampling), new.seed
             )
         for row in plan.rows:
             if row.blocks:
@@ -216,7 +217,7 @@ class SecondProposer:
             if not track.admitted:
                 track.admitted = True
                 track.num_synced = len(track.tokens)
-                known = (track.name, row.slot, track.tokens, len(track.tokens))
+                known = (track.name, row.slot, track.tokens, track.num_prompt)
                 admitted.append(Admission(*known, track.wish, frozenset(), track.seed))
         freed, self._freed = self._freed, []
         return StepPlan(rows, admitted, freed)
