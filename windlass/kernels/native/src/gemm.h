@@ -20,7 +20,7 @@ struct Product {
   size_t panel_bytes;
   const uint8_t* outliers = nullptr;  // of the rows, or null: see panels.h
   size_t outlier_bytes = 0;
-  // The same by input, for every piece of panels; null up to 8 rows.
+  // The same by input, for every piece of panels; null below kManyRows.
   const uint8_t* columns = nullptr;
   size_t column_bytes = 0;
   const uint8_t* squares = nullptr;  // the codes of all rows for AMX, or null: see amx.h

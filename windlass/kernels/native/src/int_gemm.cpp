@@ -86,60 +86,80 @@ WINDLASS_INLINE void multiply(const IntTile<Scale>& tile, IntPanel x, float* out
   for (int m = 0; m < MT; ++m) store(out + m * kTile, acc[m]);
 }
 
-// The inputs that a tile, or an unpacked part of one, has.
+// The inputs that an unpacked part of a tile has.
 struct Span {
   int first, last;
   int group;  // of the first
 };
 
-// The codes of input k.
+// The codes of input k. Unsigned, since dividing what may be negative takes as long as the rest.
 template <bool NIBBLES>
-WINDLASS_INLINE Floats code_at(const uint8_t* codes, int k) {
-  if constexpr (NIBBLES) return nibbles_at(codes + k / 16 * 8 * kTile, k % 16);
-  return bytes_at(codes + k / 16 * 16 * kTile, k % 16);
+WINDLASS_INLINE Floats code_at(const uint8_t* codes, uint32_t k) {
+  const int in_16 = static_cast<int>(k % 16);
+  if constexpr (NIBBLES) return nibbles_at(codes + k / 16 * 8 * kTile, in_16);
+  return bytes_at(codes + k / 16 * 16 * kTile, in_16);
 }
 
-// Adds to out[row][output] what the outliers of `rows` rows contribute. One row at a time: rows
-// seldom have one at the same place, and none may depend on those beside it.
+// The weights of one input, as inputs that were not rounded meet them.
 template <bool NIBBLES, bool MINS, class Scale>
-inline void multiply_outliers(const Product& job, int row, int rows, const IntTile<Scale>& tile,
-                              Span span, float* out) {
+WINDLASS_INLINE Floats weight_at(const Weight& w, const IntTile<Scale>& tile, int k, int group) {
+  Floats code = code_at<NIBBLES>(tile.codes, static_cast<uint32_t>(k));
+  if constexpr (kUnsignedCodes || (NIBBLES && !MINS)) {
+    code = sub(code, splat(static_cast<float>(code_offset(w))));
+  }
+  return mul(code, load_scales(tile.scales + group * kTile));
+}
+
+// Adds to out[row][output] what the outliers of `rows` rows contribute, row by row.
+template <bool NIBBLES, bool MINS>
+inline void multiply_outliers(const Product& job, int row, int rows, const IntTile<uint16_t>& tile,
+                              float* out) {
   for (int m = 0; m < rows; ++m, out += kTile) {
     const Outliers x = row_outliers(job.row_outliers(row + m));
-    if (x.count == 0) continue;
-    const auto before = [](const Outlier& o, int input) { return o.input < input; };
-    const Outlier* end = x.list + x.count;
-    const Outlier* o = span.first > 0 ? std::lower_bound(x.list, end, span.first, before) : x.list;
-    const Floats offset = splat(static_cast<float>(code_offset(job.w)));
     Floats acc = load(out);
-    for (; o < end && o->input < span.last; ++o) {
-      const int k = o->input - span.first;
-      Floats code = code_at<NIBBLES>(tile.codes, k);
-      if constexpr (kUnsignedCodes || (NIBBLES && !MINS)) code = sub(code, offset);
-      const Floats scale = load_scales(tile.scales + (o->group - span.group) * kTile);
-      acc = fma(acc, mul(code, scale), splat(o->x));
+    for (const Outlier* o = x.list; o < x.list + x.count; ++o) {
+      acc = fma(acc, weight_at<NIBBLES, MINS>(job.w, tile, o->input, o->group), splat(o->x));
     }
     store(out, acc);
   }
 }
 
-// The same for many rows of an unpacked tile, input by input. Each row's sum goes through its
-// outliers in the same order.
+// The same for panels [0, panels) of a part of a tile: the weights of some inputs, then panel by
+// panel those that have outliers there. `at` is how far each panel has come. Each row's sum goes
+// through its outliers in the same order, with zeros between.
+template <bool NIBBLES, bool MINS>
 inline void multiply_columns(const Weight& w, const OutlierColumns& x, const IntTile<float>& tile,
-                             Span span, float* out) {
-  const Floats offset = splat(static_cast<float>(code_offset(w)));
+                             Span span, int panels, int32_t* at, float* out) {
+  constexpr int most = 256;
+  alignas(64) float weights[most * kTile];
   const auto before = [](const OutlierColumn& c, int input) { return c.input < input; };
-  const OutlierColumn* end = x.list + x.count;
-  const OutlierColumn* c = std::lower_bound(x.list, end, span.first, before);
-  for (; c < end && c->input < span.last; ++c) {
-    const int k = c->input - span.first;
-    const Floats scale = load(tile.scales + (c->group - span.group) * kTile);
-    Floats code = code_at<false>(tile.codes, k);
-    if constexpr (kUnsignedCodes) code = sub(code, offset);
-    const Floats weight = mul(code, scale);
-    for (const OutlierEntry* e = x.entries + c->first; e < x.entries + c->last; ++e) {
-      float* sum = out + e->row * kTile;
-      store(sum, fma(load(sum), weight, splat(e->x)));
+  const auto place = [&](int input) {
+    return static_cast<int>(std::lower_bound(x.list, x.list + x.count, input, before) - x.list);
+  };
+  const int end = place(span.last);
+  for (int first = place(span.first), last; first < end; first = last) {
+    last = std::min(first + most, end);
+    for (int c = first; c < last; ++c) {
+      const OutlierColumn& column = x.list[c];
+      store(weights + (c - first) * kTile,
+            weight_at<NIBBLES, MINS>(w, tile, column.input - span.first,
+                                     column.group - span.group));
+    }
+    for (int p = 0; p < panels; ++p) {
+      float* sums = out + p * kPanel * kTile;
+      Floats acc[kPanel];
+      for (int m = 0; m < kPanel; ++m) acc[m] = load(sums + m * kTile);
+      const OutlierQuad* q = x.quads + at[p];
+      const OutlierQuad* stop = x.quads + x.firsts[p + 1];
+      for (; q < stop && q->column < last; ++q) {
+        const Floats weight = load(weights + (q->column - first) * kTile);
+        const Quad inputs = load_quad(q->x);
+        unrolled<kPanel>([&](auto m) WINDLASS_INLINED {
+          acc[m] = fma_lane<m>(acc[m], weight, inputs);
+        });
+      }
+      for (int m = 0; m < kPanel; ++m) store(sums + m * kTile, acc[m]);
+      at[p] = static_cast<int32_t>(q - x.quads);
     }
   }
 }
@@ -182,8 +202,7 @@ void few_rows(const Product& job) {
       multiply<rows, BLOCK, NIBBLES, MINS>(tile, sizes.panel(job.panel(p)), sums);
       if (job.outliers != nullptr) {
         alignas(64) float rest[kPanel * kTile] = {};
-        const Span all{0, tile.groups * tile.blocks * BLOCK, 0};
-        multiply_outliers<NIBBLES, MINS>(job, p * kPanel, rows, tile, all, rest);
+        multiply_outliers<NIBBLES, MINS>(job, p * kPanel, rows, tile, rest);
         add_outliers(rows, rest, sums);
       }
       store_tile(job, to, t, p * kPanel, rows, sums, job.add);
@@ -278,11 +297,11 @@ void many_rows(const Product& job) {
     alignas(64) float rest[kMostPanels][kPanel * kTile];
     std::memset(sums, 0, static_cast<size_t>(last - first) * sizeof sums[0]);
     OutlierColumns columns{};
-    if (job.outliers != nullptr) {
+    int32_t outliers_at[kMostPanels];
+    if (job.columns != nullptr) {
       std::memset(rest, 0, static_cast<size_t>(last - first) * sizeof rest[0]);
-      if (job.columns != nullptr) {
-        columns = outlier_columns(job.w, job.cut * kPanel, job.piece_columns(first));
-      }
+      columns = outlier_columns(job.w, job.cut * kPanel, job.piece_columns(first));
+      std::copy(columns.firsts, columns.firsts + (last - first), outliers_at);
     }
     const IntTile<uint16_t> packed = tiles.at(t);
     const int group = packed.blocks * BLOCK;
@@ -310,15 +329,14 @@ void many_rows(const Product& job) {
           multiply_unpacked<rows, BLOCK, MINS>(tile, panel(p), sums[p - first]);
         });
       }
-      const Span span{begin, end, begin / group};
       if (job.columns != nullptr) {
-        multiply_columns(job.w, columns, tile, span, rest[0]);
-      } else if (job.outliers != nullptr) {
-        multiply_outliers<NIBBLES, MINS>(job, first * kPanel, job.rows, tile, span, rest[0]);
+        const Span span{begin, end, begin / group};
+        multiply_columns<NIBBLES, MINS>(job.w, columns, tile, span, last - first, outliers_at,
+                                        rest[0]);
       }
     }
     each_panel(job, first, last, [&](auto rows, int p) {
-      if (job.outliers != nullptr) add_outliers(rows, rest[p - first], sums[p - first]);
+      if (job.columns != nullptr) add_outliers(rows, rest[p - first], sums[p - first]);
       store_tile(job, to, t, p * kPanel, rows, sums[p - first], job.add);
     });
   });

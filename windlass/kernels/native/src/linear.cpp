@@ -37,7 +37,7 @@ struct Layout {
     outlier_bytes = rounds && planes == 1 ? windlass::outlier_bytes(w) : 0;
     cut = panel_cut(rows * planes, panel_bytes);
     pieces = ceil_div(panels, cut);
-    const bool by_column = outlier_bytes > 0 && rows > 2 * kPanel;
+    const bool by_column = outlier_bytes > 0 && rows >= kManyRows;
     column_bytes = by_column ? windlass::column_bytes(w, cut * kPanel) : 0;
     // Sums of floats must be the same for any number of rows; those of whole numbers are anyway.
     squares = kHasAmx && amx_allowed() && (split || (integer && rows * planes >= kManyRows));

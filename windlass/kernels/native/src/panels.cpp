@@ -4,7 +4,6 @@
 
 #include <algorithm>
 #include <cmath>
-#include <cstdlib>
 #include <cstring>
 #include <vector>
 
@@ -74,10 +73,14 @@ Rounded round_block(int block, const float* x, const float* given, int8_t* codes
 // The squares are those of codes, whose largest is 127: whole numbers, the same on every CPU.
 bool has_outlier(const Rounded& r) { return r.squares > 0 && r.squares < kOutlier * 127 * 127; }
 
-// The place of the largest magnitude, the first of equals.
+// The place of a block's outlier: the only input whose code is 127 or -127, since two would be no
+// outliers. Without a branch or a search, so that compilers vectorise it.
 int place_of_peak(const int8_t* codes, int count) {
-  int at = 0;
-  for (int i = 1; i < count; ++i) at = std::abs(codes[i]) > std::abs(codes[at]) ? i : at;
+  uint8_t at = 0;
+  for (int i = 0; i < count; ++i) {
+    const bool is_peak = codes[i] == 127 || codes[i] == -127;
+    at = static_cast<uint8_t>(at | (is_peak ? i : 0));
+  }
   return at;
 }
 
@@ -147,25 +150,49 @@ size_t outlier_bytes(const Weight& w) {
 
 namespace {
 
-size_t most_outliers(const Weight& w, int rows) {
-  return static_cast<size_t>(padded_in(w) / block_size(w)) * static_cast<size_t>(rows);
+size_t quad_bytes(const Weight& w, int rows) {
+  // A row has at most one in a block.
+  const size_t blocks = static_cast<size_t>(padded_in(w) / block_size(w));
+  return blocks * static_cast<size_t>(rows) * sizeof(OutlierQuad);
 }
 
-size_t entry_bytes(const Weight& w, int rows) {
-  return (most_outliers(w, rows) * sizeof(OutlierEntry) + 15) / 16 * 16;
-}
+size_t first_bytes(int rows) { return static_cast<size_t>(rows / kPanel + 1) * sizeof(int32_t); }
+
+// Which of some numbers are there, in their order.
+class Marks {
+ public:
+  explicit Marks(int count) : words_(static_cast<size_t>(ceil_div(count, 64))) {}
+
+  void add(int i) { words_[static_cast<size_t>(i / 64)] |= uint64_t{1} << i % 64; }
+
+  // Calls body(i) for all of them, and forgets them.
+  template <class Body>
+  void take(const Body& body) {
+    for (size_t w = 0; w < words_.size(); ++w) {
+      for (uint64_t left = words_[w]; left != 0; left &= left - 1) {
+        body(static_cast<int>(w) * 64 + __builtin_ctzll(left));
+      }
+      words_[w] = 0;
+    }
+  }
+
+ private:
+  std::vector<uint64_t> words_;
+};
 
 }  // namespace
 
 size_t column_bytes(const Weight& w, int most) {
-  const size_t columns = std::min(most_outliers(w, most), static_cast<size_t>(padded_in(w)));
-  return kCountBytes + entry_bytes(w, most) + columns * sizeof(OutlierColumn);
+  const size_t columns = static_cast<size_t>(padded_in(w)) * sizeof(OutlierColumn);
+  return (kCountBytes + columns + first_bytes(most) + quad_bytes(w, most) + 15) / 16 * 16;
 }
 
 OutlierColumns outlier_columns(const Weight& w, int most, const uint8_t* memory) {
-  const uint8_t* entries = memory + kCountBytes;
-  return {reinterpret_cast<const OutlierColumn*>(entries + entry_bytes(w, most)),
-          reinterpret_cast<const OutlierEntry*>(entries),
+  const uint8_t* columns = memory + kCountBytes;
+  const uint8_t* firsts = columns + static_cast<size_t>(padded_in(w)) * sizeof(OutlierColumn);
+  return {reinterpret_cast<const OutlierColumn*>(columns),
+          reinterpret_cast<const int32_t*>(firsts),
+          reinterpret_cast<const OutlierQuad*>(firsts + first_bytes(most)),
           *reinterpret_cast<const int32_t*>(memory)};
 }
 
@@ -173,40 +200,42 @@ void gather_columns(const Weight& w, const uint8_t* outliers, int rows, int most
                     uint8_t* memory) {
   const OutlierColumns out = outlier_columns(w, most, memory);
   OutlierColumn* columns = const_cast<OutlierColumn*>(out.list);
-  OutlierEntry* entries = const_cast<OutlierEntry*>(out.entries);
-  const int block = block_size(w);
+  OutlierQuad* quads = const_cast<OutlierQuad*>(out.quads);
+  int32_t* firsts = const_cast<int32_t*>(out.firsts);
   const size_t next_row = outlier_bytes(w);
-  int num_columns = 0, num_entries = 0;
-  std::vector<const Outlier*> at(static_cast<size_t>(rows)), end(static_cast<size_t>(rows));
-  for (size_t m = 0; m < at.size(); ++m) {
-    const Outliers row = row_outliers(outliers + m * next_row);
-    at[m] = row.list;
-    end[m] = row.list + row.count;
-  }
-  for (int first = 0; first < padded_in(w); first += block) {
-    // Counted by input, then put where those before leave off.
-    int count[kMostBlock] = {};
-    const auto each = [&](const auto& body) {
-      for (size_t m = 0; m < at.size(); ++m) {
-        if (at[m] < end[m] && at[m]->input < first + block) body(m, at[m]->input - first);
-      }
-    };
-    int group = 0;
-    each([&](size_t m, int i) {
-      ++count[i];
-      group = at[m]->group;
-    });
-    for (int i = 0; i < block; ++i) {
-      if (count[i] == 0) continue;
-      columns[num_columns++] = {first + i, group, num_entries, num_entries + count[i]};
-      num_entries += count[i];
-      count[i] = num_entries - count[i];
+  const auto each = [&](int begin, int end, const auto& body) {
+    for (int m = begin; m < end; ++m) {
+      const Outliers row = row_outliers(outliers + static_cast<size_t>(m) * next_row);
+      for (int i = 0; i < row.count; ++i) body(m - begin, row.list[i]);
     }
-    each([&](size_t m, int i) {
-      entries[count[i]++] = {static_cast<int32_t>(m), at[m]->x};
-      ++at[m];
+  };
+  Marks marks(padded_in(w));
+  std::vector<int32_t> column_of(static_cast<size_t>(padded_in(w)));
+  int num_columns = 0, num_quads = 0;
+  each(0, rows, [&](int, const Outlier& o) { marks.add(o.input); });
+  marks.take([&](int input) {
+    column_of[static_cast<size_t>(input)] = num_columns;
+    columns[num_columns++].input = input;
+  });
+  std::vector<int32_t> quad_of(static_cast<size_t>(num_columns));
+  for (int first = 0; first < rows; first += kPanel) {
+    const int last = std::min(first + kPanel, rows);
+    firsts[first / kPanel] = num_quads;
+    each(first, last, [&](int, const Outlier& o) {
+      const int32_t c = column_of[static_cast<size_t>(o.input)];
+      columns[c].group = o.group;
+      marks.add(c);
+    });
+    marks.take([&](int c) {
+      quad_of[static_cast<size_t>(c)] = num_quads;
+      quads[num_quads++] = {{}, c};
+    });
+    each(first, last, [&](int m, const Outlier& o) {
+      const int32_t c = column_of[static_cast<size_t>(o.input)];
+      quads[quad_of[static_cast<size_t>(c)]].x[m] = o.x;
     });
   }
+  firsts[ceil_div(rows, kPanel)] = num_quads;
   *reinterpret_cast<int32_t*>(memory) = num_columns;
 }
 

@@ -28,18 +28,21 @@ struct Outliers {
   int count;
 };
 
-// Outliers of some rows by input, so that a weight is unpacked once for all of them: the rows that
-// have one at `input` are entries [first, last).
+// Outliers of some panels by input, so that a weight is unpacked once for all of them. A column is
+// an input at which some row has one.
 struct OutlierColumn {
-  int32_t input, group, first, last;
+  int32_t input, group;
 };
-struct OutlierEntry {
-  int32_t row;  // counted from the first of these rows
-  float x;
+// What the 4 rows of a panel have there, zero where it is no outlier of a row: 4 rows meet a weight
+// in the time that finding the one that has it would take.
+struct OutlierQuad {
+  float x[kPanel];
+  int32_t column;
 };
 struct OutlierColumns {
   const OutlierColumn* list;
-  const OutlierEntry* entries;
+  const int32_t* firsts;  // [panels + 1]: panel p has quads [firsts[p], firsts[p + 1])
+  const OutlierQuad* quads;
   int count;
 };
 
@@ -70,7 +73,7 @@ inline Outliers row_outliers(const uint8_t* memory) {
           *reinterpret_cast<const int32_t*>(memory)};
 }
 
-// The same of `rows` rows by input, in memory for `most` rows. A row has at most one in a block.
+// The same of `rows` rows by input, in memory for `most` rows, which are whole panels.
 size_t column_bytes(const Weight& w, int most);
 void gather_columns(const Weight& w, const uint8_t* outliers, int rows, int most, uint8_t* memory);
 OutlierColumns outlier_columns(const Weight& w, int most, const uint8_t* memory);

@@ -126,7 +126,7 @@ inline Codes32 high_nibbles(Codes32 x) { return {high_nibbles(x.a), high_nibbles
 inline Codes32 subtract(Codes32 x, int8_t y) {
   return {vsubq_s8(x.a, vdupq_n_s8(y)), vsubq_s8(x.b, vdupq_n_s8(y))};
 }
-// Input i of the codes of 16 as the low bits of a number for each output, the rest above them.
+// Input i of the codes of 16 in a number for each output, moved down by `bits`, others beside it.
 inline uint32x4x2_t codes_at(const uint8_t* p, int i, int bits) {
 #if defined(WINDLASS_I8MM)
   const int64x2_t by = vdupq_n_s64(-(i % kSpan * 8 + bits));
@@ -146,9 +146,9 @@ inline F32x8 nibbles_at(const uint8_t* p, int i) {
   return {vcvtq_f32_u32(vandq_u32(c.val[0], mask)), vcvtq_f32_u32(vandq_u32(c.val[1], mask))};
 }
 inline F32x8 bytes_at(const uint8_t* p, int i) {
-  const uint32x4x2_t c = codes_at(p + i / kSpan * kSpan * 8, i, 0);
+  const uint32x4x2_t c = codes_at(p + i / kSpan * kSpan * 8, i, -24);
   const auto one = [](uint32x4_t v) {
-    return vcvtq_f32_s32(vshrq_n_s32(vreinterpretq_s32_u32(vshlq_n_u32(v, 24)), 24));
+    return vcvtq_f32_s32(vshrq_n_s32(vreinterpretq_s32_u32(v), 24));
   };
   return {one(c.val[0]), one(c.val[1])};
 }
