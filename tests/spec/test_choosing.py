@@ -162,13 +162,17 @@ def test_costs_are_measured_once(tmp_path: Path, monkeypatch) -> None:
     model, kept, times = folder_of(tmp_path / "model"), tmp_path / "notes.json", []
     monkeypatch.setattr(start, "notes_for", lambda *_: Notes(kept))
     monkeypatch.setattr(start, "measure", lambda *_: times.append(1) or SOME)
+    monkeypatch.setattr(start, "plain_step", lambda *_: SOME.plain.of(1))
     reasons = [make(model, spec="ngram").report.choices[-1].reason for _ in range(2)]
     assert len(times) == 1
     assert "earlier start" not in reasons[0]
     assert "measured at an earlier start" in reasons[1]
     assert SOME.describe() in reasons[1]
+    with monkeypatch.context() as faster:
+        faster.setattr(start, "plain_step", lambda *_: SOME.plain.of(1) / 3)
+        assert "measured anew: a step took" in make(model, spec="ngram").report.choices[-1].reason
     make(model, spec="ngram", spec_tokens=3)
-    assert len(times) == 2, "other rooms are measured anew"
+    assert len(times) == 3, "other rooms and machines that were busy then are measured anew"
     for broken, told in [
         ("{", "cannot be read"),
         ("[]", "holds no JSON object"),

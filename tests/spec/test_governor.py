@@ -108,6 +108,34 @@ def test_steps_that_take_longer_than_measured_end_guessing() -> None:
     assert made.choose([0], [FOUR], 0) == [0]
 
 
+def test_looking_for_free_leaves_a_step_a_plain_one() -> None:
+    """Else a machine that is faster than when it was measured makes guesses look cheap."""
+    made = governor()
+    for _ in range(100):
+        made.took(1, False, 1.0, num_rows=1, depth=4)
+    assert made.choose([0], [FOUR], 0) == governor().choose([0], [FOUR], 0)
+    for _ in range(100):
+        made.took(1, False, 1.0, num_rows=1, depth=4)
+        made.took(5, True, 6.0, num_rows=1, depth=4)
+    assert made.choose([0], [FOUR], 0) == [0]
+
+
+def test_free_looks_in_vain_pause_for_a_few_steps_and_not_for_a_new_request() -> None:
+    made = governor()
+    looks = [made.wanted([0], True) > 0 and not any(made.choose([0], [Draft(())], 0))]
+    for _ in range(60):
+        wanted = made.wanted([0], True)
+        looks.append(wanted > 0)
+        if wanted:
+            made.choose([0], [Draft(())], 0)
+    assert all(looks[:16])
+    assert sum(looks[16:]) <= 6
+    while made.wanted([0], True):
+        made.choose([0], [Draft(())], 0)
+    made.admit(0)
+    assert made.wanted([0], True) > 0
+
+
 def test_a_step_that_stood_still_says_nothing_of_the_others() -> None:
     """While something was compiled; else guesses would look cheap until plain steps came again."""
     made = governor(StepCosts({1: 10.0, 2: 14.0, 64: 262.0}))

@@ -26,7 +26,8 @@ _SLOW_FADE = 0.95  # of what steps took against what they should have
 _LEAST_DEAR, _MOST_DEAR = 0.5, 4.0
 _IN_VAIN = 4  # looks for guesses that gave none worth a try, before all rest
 _FREE_IN_VAIN = 16  # where looking is free
-_FREE_ROWS = 8  # up to so many rows that is so little that it never rests
+_FREE_ROWS = 8  # up to so many rows it rests for a few steps only, and not at a request's start
+_FEW_STEPS = 8
 _FIRST_REST, _LAST_REST = 16, 512  # steps
 _ASKED = 32  # requests whose records say how many guesses are made
 
@@ -151,14 +152,18 @@ class Governor:
         self._rest = _FIRST_REST
         self._resting = 0  # steps that are left of it
         self._rows_then = 0
+        self._rests_shortly = False
         self._woken = False
         self._slots: dict[SlotId, _Record] = {}
         self._last_kind = 0
         self._kinds: dict[int, tuple[float, float]] = {}  # first guesses: right, tried
         self._slowness = {False: 1.0, True: 1.0}  # taken / expected, without and with guesses
+        self._saw_guesses = False  # whether the second was seen
 
     def admit(self, slot: SlotId) -> None:
         self._slots[slot] = _Record()
+        if self._rests_shortly:
+            self._rests_shortly, self._num_vain, self._resting = False, 0, 0
 
     def forget(self, slot: SlotId) -> None:
         self._slots.pop(slot, None)
@@ -176,13 +181,11 @@ class Governor:
         if not self.allows(num_rows):
             return 0
         enough = _FREE_IN_VAIN if free else _IN_VAIN
-        if self._num_vain >= enough and not (free and num_rows <= _FREE_ROWS):
-            self._num_vain = 0
-            self._resting, self._rows_then = self._rest, num_rows
-            self._rest = min(2 * self._rest, _LAST_REST)
+        if self._num_vain >= enough:
+            self._lie_down(num_rows, free and num_rows <= _FREE_ROWS)
         if self._resting and 2 * num_rows > self._rows_then:
             self._resting -= 1
-            self._woken = self._resting == 0
+            self._woken = self._resting == 0 and not self._rests_shortly
             return 0
         self._resting = 0
         depth, pays = self._depth(slots)
@@ -192,6 +195,15 @@ class Governor:
             return 1
         self._num_vain += 1
         return 0
+
+    def _lie_down(self, num_rows: int, shortly: bool) -> None:
+        """Rest; after a short one the next look in vain is enough for another."""
+        self._rows_then, self._rests_shortly = num_rows, shortly
+        if shortly:
+            self._resting, self._num_vain = _FEW_STEPS, _FREE_IN_VAIN - 1
+            return
+        self._resting, self._num_vain = self._rest, 0
+        self._rest = min(2 * self._rest, _LAST_REST)
 
     def _depth(self, slots: Sequence[SlotId]) -> tuple[int, bool]:
         """The number of guesses that promises the most, at least one, and whether they would pay.
@@ -221,11 +233,14 @@ class Governor:
         self, num_tokens: int, guessed: bool, seconds: float, num_rows: int = 0, depth: int = 0
     ) -> None:
         """A step without prompt tokens took so long; `depth` guesses a row were made after it."""
-        dearer = guessed or depth > 0
+        dearer = guessed or (depth > 0 and self._drafting is not None)
         usual = self._seconds(num_rows, num_tokens, depth) if dearer else self._plain.of(num_tokens)
         # One that stood still, while something was compiled or recorded, says nothing of the others.
         ratio = min(seconds / usual, _MOST_DEAR / 2)
         self._slowness[dearer] += (1 - _SLOW_FADE) * (ratio - self._slowness[dearer])
+        self._saw_guesses = self._saw_guesses or dearer
+        if not self._saw_guesses:  # a machine that is faster or slower now is so for all steps
+            self._slowness[True] = self._slowness[False]
 
     def verified(self, slot: SlotId, kind: int, num_drafts: int, num_accepted: int) -> None:
         """So many of a request's guesses were right."""

@@ -97,13 +97,23 @@ def measure(
     def of(wanted: int, room: Room, sizes: tuple[int, ...]) -> StepCosts:
         return _measure(_WithGuesses(runner, proposer, wanted), room, sizes, clock)
 
-    guessed, plain = of(0, room, _SIZES), _plainly(runner, proposer, alone, clock)
+    guessed, plain = of(0, room, _SIZES), _plainly(runner, proposer, alone, _SIZES, clock)
     if proposer.free or depth < 1:
         return Costs(guessed, plain)
     deep = max(2, depth)
     bare = of(0, alone, _FEW_SIZES)
     one, many = (_over(of(wanted, alone, _FEW_SIZES), bare) for wanted in (1, deep))
     return Costs(guessed, plain, Drafting(one, many, deep))
+
+
+def plain_step(
+    runner: Submits,
+    proposer: Proposer,
+    room: Room,
+    clock: Callable[[], float] = time.perf_counter,
+) -> float:
+    """Seconds of a step of one token."""
+    return _plainly(runner, proposer, room.one_each, (1,), clock).of(1)
 
 
 def _over(costs: StepCosts, bare: StepCosts) -> StepCosts:
@@ -156,7 +166,11 @@ def _measure(
 
 
 def _plainly(
-    runner: Submits, proposer: Proposer, room: Room, clock: Callable[[], float]
+    runner: Submits,
+    proposer: Proposer,
+    room: Room,
+    sizes: tuple[int, ...],
+    clock: Callable[[], float],
 ) -> StepCosts:
     """Steps without guesses, which are launched while the one before is on its way."""
 
@@ -170,7 +184,7 @@ def _plainly(
             pending.wait()
         return (clock() - start) / _IN_FLIGHT
 
-    return _measure(step, room, _SIZES, clock)
+    return _measure(step, room, sizes, clock)
 
 
 def _again(plan: StepPlan) -> StepPlan:
@@ -194,6 +208,7 @@ def _plan(num_tokens: int, room: Room) -> StepPlan:
         slot, name = SlotId(i), str(i)
         held = range(i * room.row_blocks, (i + 1) * room.row_blocks)
         blocks = tuple(BlockId(block) for block in held if block < room.num_blocks)
-        admitted.append(Admission(name, slot, [0], 1, wish, frozenset(), 0))
+        # With no prompt: its tokens may be computed otherwise than those that follow.
+        admitted.append(Admission(name, slot, [0], 0, wish, frozenset(), 0))
         rows.append(Row(name, slot, 0, count, (0,) * count, blocks, True, count - 1))
     return StepPlan(rows, admitted, freed=[row.slot for row in rows])

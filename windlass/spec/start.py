@@ -10,13 +10,16 @@ from windlass.models.source import ModelFiles
 from windlass.models.spec import ModelSpec
 from windlass.spec.base import Proposer, Site
 from windlass.spec.governor import Governor
-from windlass.spec.measure import Costs, Room, measure
+from windlass.spec.measure import Costs, Room, measure, plain_step
 from windlass.spec.notes import notes_for
 from windlass.spec.registry import RUN_AHEAD, WRITE_AHEAD, open_guide
 from windlass.spec.speculation import Known, Speculation
 
 if TYPE_CHECKING:
     from windlass.runner.assemble import Assembled, Loaded
+
+
+_ALIKE = 1.5  # times faster or slower that steps may be than noted: machines are busy at times
 
 
 class Speculating:
@@ -67,15 +70,24 @@ class Speculating:
         return Speculation(made.runner, proposer, governor, known), choice
 
     def _costs(self, made: Assembled, proposer: Proposer, room: Room) -> tuple[Costs, str]:
-        """Noted at an earlier start in as much room, or measured now."""
+        """Noted at an earlier start in as much room, if steps take as long now; or measured."""
         known = self._notes.of("costs")
         size = [room.positions, room.rows, room.row_tokens]
+        source = ""
         if known is not None:
             try:
                 if known["room"] == size:
-                    return Costs.from_json(known["found"]), "measured at an earlier start"
+                    costs = Costs.from_json(known["found"])
+                    noted, now = costs.plain.of(1), plain_step(made.runner, proposer, room)
+                    if noted / _ALIKE < now < noted * _ALIKE:
+                        return costs, "measured at an earlier start"
+                    source = f"measured anew: a step took {_ms(noted)} at an earlier start"
             except (AttributeError, KeyError, TypeError, ValueError) as error:
                 self._notes.problem = f"noted costs are not whole ({error!r}): measured anew"
         costs = measure(made.runner, proposer, room)
         self._notes.note("costs", {"room": size, "found": costs.to_json()})
-        return costs, ""
+        return costs, source
+
+
+def _ms(seconds: float) -> str:
+    return f"{1000 * seconds:.2f} ms"
