@@ -21,6 +21,7 @@ _WEIGHT = 2.0  # verifications that an expectation counts for
 _HOPE = 0.6  # acceptance of a kind of guess of which nothing is known yet
 _REST = 64  # drafts that are let go before a request whose guesses failed may try one again
 _LONGEST_REST = 1024
+_BETWEEN_TRIES = 32  # steps with drafts
 _MARGIN = 1.01  # what guesses must promise: costs and chances are estimates
 _SLOW_FADE = 0.95  # of what steps took against what they should have
 _LEAST_DEAR, _MOST_DEAR = 0.5, 4.0
@@ -154,6 +155,7 @@ class Governor:
         self._rows_then = 0
         self._rests_shortly = False
         self._woken = False
+        self._until_try = 0  # looks
         self._slots: dict[SlotId, _Record] = {}
         self._last_kind = 0
         self._kinds: dict[int, tuple[float, float]] = {}  # first guesses: right, tried
@@ -314,14 +316,20 @@ class Governor:
     def _let_go(
         self, slots: Sequence[SlotId], drafts: Sequence[Draft], counts: list[int], room: int
     ) -> None:
-        """Note who was declined; one that has rested for long may try a single guess."""
+        """Note who was declined; one that has rested for long may try a single guess.
+
+        One in some steps: of many requests there would always be one, and each makes a step dearer.
+        """
+        self._until_try -= 1
         for i, (slot, draft) in enumerate(zip(slots, drafts, strict=True)):
             record = self._slots[slot]
             if counts[i]:
                 record.num_declined, record.probing = 0, False
             elif draft.tokens:
                 record.num_declined += 1
-                if (record.num_declined >= record.rest or self._woken) and room > 0:
+                rested = record.num_declined >= record.rest and self._until_try <= 0
+                if (rested or self._woken) and room > 0:
+                    self._until_try = _BETWEEN_TRIES
                     record.num_declined, record.probing = 0, True
                     counts[i] = 1
                     room -= 1
