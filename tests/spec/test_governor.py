@@ -120,6 +120,15 @@ def test_looking_for_free_leaves_a_step_a_plain_one() -> None:
     assert made.choose([0], [FOUR], 0) == [0]
 
 
+def test_of_many_requests_one_tries_again_now_and_then() -> None:
+    """Each is due after so many drafts that were let go: together that would be one in every step."""
+    slots = list(range(40))
+    made = governor(StepCosts({1: 10.0, 2: 20.0, 64: 640.0}), slots=len(slots))
+    tried = [sum(made.choose(slots, [FOUR] * len(slots), 0)) for _ in range(200)]
+    assert 1 <= sum(tried) <= 8
+    assert max(tried) == 1
+
+
 def test_free_looks_in_vain_pause_for_a_few_steps_and_not_for_a_new_request() -> None:
     made = governor()
     looks = [made.wanted([0], True) > 0 and not any(made.choose([0], [Draft(())], 0))]

@@ -145,6 +145,13 @@ def free_bytes(device: torch.device) -> int:
     return max(0, free)
 
 
+def whole_bytes(device: torch.device) -> int:
+    """All memory of the device, or of the machine."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[1]
+    return _from_proc("/proc/meminfo", "MemTotal")
+
+
 def resident_bytes() -> int:
     """Memory that this process holds now."""
     return _from_proc("/proc/self/status", "VmRSS")
@@ -168,7 +175,8 @@ def _from_proc(path: str, name: str) -> int:
 
     if name == "VmRSS":
         return psutil.Process().memory_info().rss
-    return psutil.virtual_memory().available
+    memory = psutil.virtual_memory()
+    return memory.total if name == "MemTotal" else memory.available
 
 
 def size_cache(
@@ -211,7 +219,7 @@ def _usable(device: torch.device, share: float, reserved: int) -> tuple[int, str
     free = free_bytes(device)
     if device.type == "cpu":
         return int(free * share), f"{share:g} of {gib(free)} free memory"
-    total = torch.cuda.mem_get_info(device)[1]
+    total = whole_bytes(device)
     usable = int(total * share) - (total - free) - reserved
     return usable, (
         f"{share:g} of {gib(total)} on the device, less {gib(total - free)} in use and "

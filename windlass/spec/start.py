@@ -81,13 +81,9 @@ class Speculating:
                     noted, now = costs.plain.of(1), plain_step(made.runner, proposer, room)
                     if noted / _ALIKE < now < noted * _ALIKE:
                         return costs, "measured at an earlier start"
-                    source = f"measured anew: a step took {_ms(noted)} at an earlier start"
+                    source = f"measured anew: a step took {1000 * noted:.2f} ms at an earlier start"
             except (AttributeError, KeyError, TypeError, ValueError) as error:
                 self._notes.problem = f"noted costs are not whole ({error!r}): measured anew"
         costs = measure(made.runner, proposer, room)
         self._notes.note("costs", {"room": size, "found": costs.to_json()})
         return costs, source
-
-
-def _ms(seconds: float) -> str:
-    return f"{1000 * seconds:.2f} ms"

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -12,6 +14,7 @@ from typer.testing import CliRunner
 
 from tests.tools.quantize.conftest import write_model
 from windlass.cli.main import app
+from windlass.tools import unfinished
 
 TrainDraft = Callable[..., str]
 
@@ -42,6 +45,21 @@ def prompts(tmp_path_factory: pytest.TempPathFactory) -> Path:
             lines.append({"prompt" if number % 3 == 1 else "text": f"{text} {number}"})
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     return path
+
+
+def full_disk(
+    writes: list[str], is_full: Callable[[list[str]], bool]
+) -> Callable[[Path, bytes], None]:
+    """A `write_whole` that notes the names of files, and fails where these mean that it is full."""
+    real = unfinished.write_whole
+
+    def write(path: Path, data: bytes) -> None:
+        writes.append(path.name)
+        if is_full(writes):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        real(path, data)
+
+    return write
 
 
 @pytest.fixture

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import errno
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -16,7 +14,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.tools.quantize.conftest import write_model
-from tests.tools.train_draft.conftest import EAGLE, MEDUSA, ONE_CORE, TrainDraft
+from tests.tools.train_draft.conftest import EAGLE, MEDUSA, ONE_CORE, TrainDraft, full_disk
 from windlass.tools import unfinished
 
 
@@ -142,14 +140,9 @@ def test_a_full_disk_keeps_what_is_done(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     options = (*EAGLE, "--data", prompts, "--max-steps", "8", "--save-every", "3")
-    real, out, writes = unfinished.write_whole, tmp_path / "out", []
-
-    def full(path: Path, data: bytes) -> None:
-        writes.append(path.name)
-        if writes.count("state.safetensors") == 2 or path.name == "report.json":
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        real(path, data)
-
+    real, out = unfinished.write_whole, tmp_path / "out"
+    writes: list[str] = []
+    full = full_disk(writes, lambda w: w.count("state.safetensors") == 2 or w[-1] == "report.json")
     monkeypatch.setattr(unfinished, "write_whole", full)
     said = train_draft(model, "-o", out, *options, code=1)
     assert "No space left on device" in said

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import errno
-import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from tests.tools.train_draft.conftest import EAGLE, MEDUSA, TrainDraft
+from tests.tools.train_draft.conftest import EAGLE, MEDUSA, TrainDraft, full_disk
 from tests.tools.train_draft.test_program import report_of, same_tensors
 from windlass.tools import unfinished
 from windlass.tools.train_draft import states
@@ -106,15 +104,9 @@ def test_a_run_that_goes_on_keeps_to_its_way(
     train_draft: TrainDraft,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    out, writes, real = tmp_path / "out", [], unfinished.write_whole
+    out = tmp_path / "out"
     options = (*MEDUSA, "--data", prompts, "--max-steps", "9", "--save-every", "3")
-
-    def full(path: Path, data: bytes) -> None:
-        writes.append(path.name)
-        if writes.count("state.safetensors") == 2:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        real(path, data)
-
+    full = full_disk([], lambda writes: writes.count("state.safetensors") == 2)
     with monkeypatch.context() as patch:
         patch.setattr(states, "free_bytes", lambda _device: 0)
         patch.setattr(unfinished, "write_whole", full)

@@ -12,8 +12,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from windlass.kernels.triton import chain
-from windlass.kernels.triton.lora_kernels import _RANKS, _fetch, _scales_of
+from windlass.kernels.triton.lora_kernels import RANKS, begin_shrink, scales_of
 
 _STEPS = tl.constexpr(127.0)
 _FINER = tl.constexpr(128)
@@ -91,25 +90,16 @@ def shrink_codes_kernel(
     CHAINED: tl.constexpr,
 ):
     """As `shrink_kernel`; the inputs of a block share the worth of a step."""
-    chain.release(CHAINED)
-    token = tl.program_id(0)
-    part = tl.program_id(1)
-    split = tl.program_id(2)
-    slot = tl.load(slots + token).to(tl.int64)
-    rank = tl.load(ranks + slot * rank_stride + part)
-    row = tl.arange(0, _RANKS)
-    begin = split * span
-    end = tl.minimum(begin + span, K)
-    weight = down + (slot * PARTS + part) * MOST * K
-    _fetch(weight + begin, K, rank, end - begin, CHAINED, FETCH)
-    chain.wait(CHAINED)
+    token, place, rank, begin, end, weight, to = begin_shrink(
+        *(down, ranks, slots, sums, M, K, span, rank_stride), PARTS, MOST, FETCH, CHAINED
+    )
+    row = tl.arange(0, RANKS)
     weight = weight.to(tl.pointer_type(tl.int32))
     inputs = (x + token.to(tl.int64) * K).to(tl.pointer_type(tl.int64))
-    to = sums + ((split.to(tl.int64) * M + token) * PARTS + part) * MOST
-    for first in range(0, rank, _RANKS):
+    for first in range(0, rank, RANKS):
         inside = first + row < rank
-        scale = _scales_of(scales, slot * rank_stride + part, first + row, inside, MOST)
-        total = tl.zeros([_RANKS], dtype=tl.float32)
+        scale = scales_of(scales, place, first + row, inside, MOST)
+        total = tl.zeros([RANKS], dtype=tl.float32)
         for at in range(begin, end, BLOCK_K):
             word = at // 4 + tl.arange(0, BLOCK_K // 4)
             mask = inside[:, None] & (word < end // 4)[None, :]

@@ -14,14 +14,14 @@ import triton.language as tl
 
 from windlass.kernels.triton import chain
 
-_RANKS = tl.constexpr(16)  # that are computed at once
+RANKS = tl.constexpr(16)  # that are computed at once
 
 
 @triton.jit
 def _fetch(at, stride, rank, count, CHAINED: tl.constexpr, FETCH: tl.constexpr):
     """Ask for `count` values of the first ranks' rows, before they are read."""
     if FETCH and rank > 0:
-        row = tl.minimum(tl.arange(0, _RANKS), rank - 1).to(tl.int64)
+        row = tl.minimum(tl.arange(0, RANKS), rank - 1).to(tl.int64)
         num_bytes = (count * (at.dtype.element_ty.primitive_bitwidth // 8) + row * 0).to(tl.int32)
         chain.fetch(at + row * stride, num_bytes, CHAINED)
 
@@ -52,9 +52,44 @@ def _floats(w, CHAINED: tl.constexpr):
 
 
 @triton.jit
-def _scales_of(scales, place, rank, inside, MOST: tl.constexpr):
+def scales_of(scales, place, rank, inside, MOST: tl.constexpr):
     """Of some ranks of a module; `place` is where its rank stands among all."""
     return tl.load(scales + place * MOST + rank, mask=inside, other=0.0)
+
+
+@triton.jit
+def begin_shrink(
+    down,
+    ranks,
+    slots,
+    sums,
+    M,
+    K,
+    span,
+    rank_stride,
+    PARTS: tl.constexpr,
+    MOST: tl.constexpr,
+    FETCH: tl.constexpr,
+    CHAINED: tl.constexpr,
+):
+    """What a program of a token by itself works on; waits for it.
+
+    (Token, where its rank stands among all, the rank, its inputs from and to, its matrix, its sums)
+    """
+    chain.release(CHAINED)
+    token = tl.program_id(0)
+    part = tl.program_id(1)
+    split = tl.program_id(2)
+    slot = tl.load(slots + token).to(tl.int64)
+    place = slot * rank_stride + part
+    rank = tl.load(ranks + place)
+    begin = split * span
+    end = tl.minimum(begin + span, K)
+    weight = down + (slot * PARTS + part) * MOST * K
+    _fetch(weight + begin, K, rank, end - begin, CHAINED, FETCH)
+    chain.wait(CHAINED)
+    to = sums + ((split.to(tl.int64) * M + token) * PARTS + part) * MOST
+    return token, place, rank, begin, end, weight, to
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -77,24 +112,15 @@ def shrink_kernel(
     CHAINED: tl.constexpr,
 ):
     """sums[split, token, part, rank] = down[slot, part] @ x[token], over `span` inputs of a split."""
-    chain.release(CHAINED)
-    token = tl.program_id(0)
-    part = tl.program_id(1)
-    split = tl.program_id(2)
-    slot = tl.load(slots + token).to(tl.int64)
-    rank = tl.load(ranks + slot * rank_stride + part)
-    row = tl.arange(0, _RANKS)
-    begin = split * span
-    end = tl.minimum(begin + span, K)
-    weight = down + (slot * PARTS + part) * MOST * K
-    _fetch(weight + begin, K, rank, end - begin, CHAINED, FETCH)
-    chain.wait(CHAINED)
-    to = sums + ((split.to(tl.int64) * M + token) * PARTS + part) * MOST
-    for first in range(0, rank, _RANKS):
+    token, place, rank, begin, end, weight, to = begin_shrink(
+        *(down, ranks, slots, sums, M, K, span, rank_stride), PARTS, MOST, FETCH, CHAINED
+    )
+    row = tl.arange(0, RANKS)
+    for first in range(0, rank, RANKS):
         inside = first + row < rank
         if SCALED:
-            scale = _scales_of(scales, slot * rank_stride + part, first + row, inside, MOST)
-        acc = tl.zeros([_RANKS, BLOCK_K], dtype=tl.float32)
+            scale = scales_of(scales, place, first + row, inside, MOST)
+        acc = tl.zeros([RANKS, BLOCK_K], dtype=tl.float32)
         for at in range(begin, end, BLOCK_K):
             k = at + tl.arange(0, BLOCK_K)
             mask = inside[:, None] & (k < end)[None, :]
@@ -136,10 +162,10 @@ def _change(
     CHAINED: tl.constexpr,
 ):
     """What an adapter adds to some outputs of a part: its sums, `stride` apart, times `weight`."""
-    row = tl.arange(0, _RANKS)
+    row = tl.arange(0, RANKS)
     split = tl.arange(0, SPLITS)
     acc = tl.zeros([OUTPUTS], dtype=tl.float32)
-    for at in range(0, rank, _RANKS):
+    for at in range(0, rank, RANKS):
         inside = at + row < rank
         mask = inside[:, None] & (output < size)[None, :]
         rows = weight + (at + row).to(tl.int64)[:, None] * size
@@ -278,7 +304,7 @@ def shrink_tile_kernel(
     slot = tl.load(slots + start).to(tl.int64)
     rank = tl.load(ranks + slot * rank_stride + part)
     token = tl.arange(0, ROWS)
-    row = tl.arange(0, _RANKS)
+    row = tl.arange(0, RANKS)
     begin = split * span
     end = tl.minimum(begin + span, K)
     weight = down + (slot * PARTS + part) * MOST * K
@@ -286,11 +312,11 @@ def shrink_tile_kernel(
     chain.wait(CHAINED)
     source = x + (start + token).to(tl.int64)[:, None] * K
     to = sums + ((split.to(tl.int64) * M + start + token) * PARTS + part)[:, None] * MOST
-    for first in range(0, rank, _RANKS):
+    for first in range(0, rank, RANKS):
         inside = first + row < rank
         if SCALED:
-            scale = _scales_of(scales, slot * rank_stride + part, first + row, inside, MOST)
-        acc = tl.zeros([ROWS, _RANKS], dtype=tl.float32)
+            scale = scales_of(scales, slot * rank_stride + part, first + row, inside, MOST)
+        acc = tl.zeros([ROWS, RANKS], dtype=tl.float32)
         for at in range(begin, end, BLOCK_K):
             k = at + tl.arange(0, BLOCK_K)
             mask = (token < count)[:, None] & (k < end)[None, :]
@@ -341,9 +367,9 @@ def expand_tile_kernel(
     if rank > 0:
         output = begin + tl.arange(0, OUTPUTS)
         token = tl.arange(0, ROWS)
-        row = tl.arange(0, _RANKS)
+        row = tl.arange(0, RANKS)
         acc = tl.zeros([ROWS, OUTPUTS], dtype=tl.float32)
-        for at in range(0, rank, _RANKS):
+        for at in range(0, rank, RANKS):
             inside = at + row < rank
             mask = inside[:, None] & (output < size)[None, :]
             rows = weight + (at + row).to(tl.int64)[:, None] * size
@@ -353,7 +379,7 @@ def expand_tile_kernel(
                 kind = y.dtype.element_ty
                 w = w.to(tl.bfloat16 if kind == tl.float16 else kind)
             mask = (token < count)[:, None] & inside[None, :]
-            low = tl.zeros([ROWS, _RANKS], dtype=tl.float32)
+            low = tl.zeros([ROWS, RANKS], dtype=tl.float32)
             for split in range(splits):
                 source = sums + ((split * M + start + token).to(tl.int64) * PARTS + part) * MOST
                 low += tl.load(source[:, None] + (at + row)[None, :], mask=mask, other=0.0)

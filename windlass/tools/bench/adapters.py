@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import statistics
 import tempfile
 from collections.abc import Callable, Sequence
@@ -25,6 +24,7 @@ from windlass.config import EngineConfig
 from windlass.core.card import EngineReport
 from windlass.lora.peft import linear_shapes
 from windlass.models.spec import ModelSpec
+from windlass.runner.device import whole_bytes
 from windlass.tools.bench.measure import Measured, run
 from windlass.tools.bench.record import Record
 from windlass.tools.bench.workloads import Job, Sizes, Workload, find
@@ -107,7 +107,7 @@ def _tenancy(built: Built, num_slots: int) -> dict[str, Any]:
     """100 tenants in one engine and in one for each: weights, machines, dollars of each an hour."""
     report, device = built.report, built.weights.parts.device
     base, each = report.memory["weights"], report.memory["adapters"] / num_slots
-    whole = _whole_memory(device)
+    whole = whole_bytes(device)
     cache = _cache_of_one(report)
     together = math.ceil((base + _TENANTS * (each + cache)) / whole)
     apart = math.ceil(_TENANTS / max(1, whole // (base + each + cache)))
@@ -127,12 +127,6 @@ def _cache_of_one(report: EngineReport) -> float:
     """Keys and values of a request of full length: what a tenant must have room for."""
     capacity = report.capacity
     return report.max_model_len / capacity.block_size * capacity.bytes_per_block
-
-
-def _whole_memory(device: torch.device) -> int:
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[1]
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def _share(price: float | None, machines: int) -> float | None:

@@ -91,16 +91,6 @@ Rounded round_rest(int block, const float* x, const int8_t* codes, float step, i
   return round_block(block, rest, nullptr, out);
 }
 
-// One block of one row, in the weight's order, with zeros past the end.
-const float* block_inputs(const Weight& w, const float* row, int first, int block, float* spare) {
-  if (w.order == nullptr && first + block <= w.num_in) return row + first;
-  for (int i = 0; i < block; ++i) {
-    const int k = first + i;
-    spare[i] = k >= w.num_in ? 0.0f : row[w.order == nullptr ? k : w.order[k]];
-  }
-  return spare;
-}
-
 // Where rounded blocks go.
 struct PanelSink {
   IntPanel panel;
@@ -255,7 +245,7 @@ void fill_int_panel(const Weight& w, const float* x, const float* x_scales, int 
     for (int b = 0; b < num_blocks; ++b) {
       float spare[kMostBlock];
       int8_t codes[kMostBlock];
-      const float* inputs = block_inputs(w, row, b * block, block, spare);
+      const float* inputs = inputs_of(w, row, b * block, block, spare);
       Rounded r = round_block(block, inputs, given, codes);
       if (planes == 1 && outliers != nullptr && has_outlier(r)) {
         const int at = place_of_peak(codes, block);

@@ -66,6 +66,18 @@ struct IntSizes {
   }
 };
 
+// Inputs [first, first + count) of a row, in the weight's order, with zeros past the end: where they
+// are, or in `spare`.
+inline const float* inputs_of(const Weight& w, const float* row, int first, int count,
+                              float* spare) {
+  if (w.order == nullptr && first + count <= w.num_in) return row + first;
+  for (int i = 0; i < count; ++i) {
+    const int k = first + i;
+    spare[i] = k >= w.num_in ? 0.0f : row[w.order == nullptr ? k : w.order[k]];
+  }
+  return spare;
+}
+
 size_t outlier_bytes(const Weight& w);  // of one row, if every block has one
 constexpr size_t kCountBytes = 16;  // before the list
 inline Outliers row_outliers(const uint8_t* memory) {

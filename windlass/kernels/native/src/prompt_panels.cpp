@@ -7,6 +7,7 @@
 #include <cstring>
 #include <vector>
 
+#include "panels.h"
 #include "simd.h"
 
 namespace windlass {
@@ -22,8 +23,6 @@ constexpr float kOutlierOfRest = 4.5f;
 // At most one in kOutlier squared can be, and then one in kOutlierOfRest squared.
 constexpr int kMostOutliers = kStretch / 16 + kStretch / 20 + 1;
 
-constexpr size_t kCountBytes = 16;  // before a row's list
-
 struct RowOutlier {
   int32_t input;  // in the weight's order
   float x;
@@ -31,16 +30,6 @@ struct RowOutlier {
 
 size_t most_outliers(const Weight& w) {
   return static_cast<size_t>(num_stretches(w)) * kMostOutliers;
-}
-
-// One stretch of one row, in the weight's order, with zeros past the end.
-const float* stretch_inputs(const Weight& w, const float* row, int first, int count, float* spare) {
-  if (w.order == nullptr && first + count <= w.num_in) return row + first;
-  for (int i = 0; i < count; ++i) {
-    const int k = first + i;
-    spare[i] = k >= w.num_in ? 0.0f : row[w.order == nullptr ? k : w.order[k]];
-  }
-  return spare;
 }
 
 // From where on an input is an outlier; where one is no number, none is.
@@ -135,7 +124,7 @@ void fill_prompt_panel(const Weight& w, const float* x, int rows, uint8_t* memor
       float spare[kStretch], inputs[kStretch];
       uint8_t marks[kStretch];
       int8_t rounded[kStretch];
-      const float* from = stretch_inputs(w, row, first, count, spare);
+      const float* from = inputs_of(w, row, first, count, spare);
       const float peak = without_outliers(from, count, inputs, marks);
       list_outliers(from, marks, first, count, list, found);
       const float inverse = peak > 1e-30f ? 127.0f / peak : 0.0f;
