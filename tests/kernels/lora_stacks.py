@@ -19,7 +19,7 @@ def make_stacks(sizes: tuple[int, ...], coded: bool = False, num_in: int = NUM_I
     ranks = beside[:, 2 : 2 + parts]
     ranks.copy_(torch.tensor(RANKS)[:, :parts])
     down = torch.full((count, parts, MOST, num_in), float("nan"))
-    up = torch.full((count, MOST * sum(sizes)), float("nan"))
+    up = torch.full((count, MOST * sum(sizes)), 1e9)
     scales = None
     if coded:
         down, up = (torch.full(half.shape, -128, dtype=torch.int8) for half in (down, up))

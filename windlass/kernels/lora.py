@@ -25,7 +25,7 @@ Change = tuple[slice, Tensor, Tensor, Tensor | None]
 
 @dataclass(frozen=True, slots=True)
 class Stacks:
-    """The adapters' matrices of one layer, by slot. Beyond a slot's rank is nothing of meaning."""
+    """The adapters' matrices of one layer, by slot. Beyond a slot's rank: finite, without meaning."""
 
     down: Tensor  # [slots + 1, parts, most ranks, in]
     up: Tensor  # [slots + 1, most ranks * out]: a matrix [most ranks, out] of each part in turn

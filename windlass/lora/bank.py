@@ -184,7 +184,8 @@ class Bank:
             (count, len(sizes), self.max_rank, layer.num_in),
             (count, self.max_rank * sum(sizes)),
         )
-        down, up = (torch.empty(s, dtype=self._dtype, device=self._device) for s in shapes)
+        # Kernels read ranks that an adapter lacks as well, and multiply them by zero.
+        down, up = (torch.zeros(s, dtype=self._dtype, device=self._device) for s in shapes)
         return Stacks(down, up, ranks, sizes, {slot: [] for slot in range(count)}, scales)
 
 

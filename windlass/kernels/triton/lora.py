@@ -140,7 +140,7 @@ class TritonLora:
 
 
 def _way(x: Tensor, stacks: Stacks, adapters: AdapterRows) -> _Way:
-    """For tokens by themselves expand has one warp: a thread adds up the ranks of its outputs."""
+    """For tokens by themselves expand has one warp, whose threads hold their outputs' ranks."""
     each = stacks.down.itemsize
     unit = 16 // each  # values of the 16 bytes that are read at once
     whole = each < 4 and not any(size % unit for size in (stacks.down.shape[3], *stacks.sizes))
@@ -158,7 +158,7 @@ def _way(x: Tensor, stacks: Stacks, adapters: AdapterRows) -> _Way:
     expands = (expand_kernel, expand_gated_kernel)
     if each == 1 and whole and x.itemsize == 2:
         return _Way(shrink_codes_kernel, *expands, 512, 32, 256, (2, 1), options)
-    return _Way(shrink_kernel, *expands, 256, 32, 256, (1, 1), options)
+    return _Way(shrink_kernel, *expands, 256, 32, 128, (1, 1), options)
 
 
 def _which(stacks: Stacks, adapters: AdapterRows) -> tuple[Tensor, ...]:

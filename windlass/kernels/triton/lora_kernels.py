@@ -3,8 +3,8 @@
 Matrices may be int8 codes, whole numbers that every type of x holds exactly; then shrink multiplies
 its sums by the scales of the ranks.
 
-Slots and ranks are copied to the device before the first kernel of a step, and no kernel writes
-them: they may be read before the kernel waits, and what they point to be fetched.
+Slots, ranks and matrices are copied to the device before the first kernel of a step, and no kernel
+writes them: they may be read, or asked for, before a kernel waits for the one before it.
 """
 
 from __future__ import annotations
@@ -149,31 +149,47 @@ def _part_of(tile, N0, N1, N2, OUTPUTS: tl.constexpr, UNIT: tl.constexpr):
 
 
 @triton.jit
+def _rows(weight, slot, first, output, size, MOST: tl.constexpr):
+    """Some ranks' values for some outputs of a part; nothing is read for slot 0.
+
+    Ranks that the adapter does not have are whatever lies there: their sums count as zero.
+    """
+    rank = first + tl.arange(0, RANKS)
+    mask = (rank < MOST)[:, None] & ((output < size) & (slot > 0))[None, :]
+    return tl.load(weight + rank.to(tl.int64)[:, None] * size + output[None, :], mask, other=0)
+
+
+@triton.jit
+def _product(w, source, stride, first, rank, splits, SPLITS: tl.constexpr, CHAINED: tl.constexpr):
+    """Some ranks' sums, whose splits lie `stride` apart, times what they give to some outputs."""
+    place = first + tl.arange(0, RANKS)
+    split = tl.arange(0, SPLITS)
+    mask = (split < splits)[:, None] & (place < rank)[None, :]
+    low = tl.load(source + split[:, None] * stride + place[None, :], mask=mask, other=0.0)
+    return tl.sum(_floats(w, CHAINED) * tl.sum(low, 0)[:, None], 0)
+
+
+@triton.jit
 def _change(
+    w,
     weight,
+    slot,
     source,
     stride,
     rank,
     output,
     size,
     splits,
+    MOST: tl.constexpr,
     SPLITS: tl.constexpr,
-    OUTPUTS: tl.constexpr,
     CHAINED: tl.constexpr,
 ):
-    """What an adapter adds to some outputs of a part: its sums, `stride` apart, times `weight`."""
-    row = tl.arange(0, RANKS)
-    split = tl.arange(0, SPLITS)
-    acc = tl.zeros([OUTPUTS], dtype=tl.float32)
-    for at in range(0, rank, RANKS):
-        inside = at + row < rank
-        mask = inside[:, None] & (output < size)[None, :]
-        rows = weight + (at + row).to(tl.int64)[:, None] * size
-        w = tl.load(rows + output[None, :], mask=mask, other=0)
-        mask = (split < splits)[:, None] & inside[None, :]
-        parts = source + split[:, None] * stride + (at + row)[None, :]
-        low = tl.load(parts, mask=mask, other=0.0)
-        acc += tl.sum(_floats(w, CHAINED) * tl.sum(low, 0)[:, None], 0)
+    """What an adapter adds to some outputs of a part; `w` has its first ranks."""
+    acc = _product(w, source, stride, 0, rank, splits, SPLITS, CHAINED)
+    if MOST > RANKS:
+        for first in range(RANKS, rank, RANKS):
+            more = _rows(weight, slot, first, output, size, MOST)
+            acc += _product(more, source, stride, first, rank, splits, SPLITS, CHAINED)
     return acc
 
 
@@ -196,28 +212,26 @@ def expand_kernel(
     SPLITS: tl.constexpr,
     OUTPUTS: tl.constexpr,
     UNIT: tl.constexpr,
-    FETCH: tl.constexpr,
     CHAINED: tl.constexpr,
 ):
     """y[token] += up[slot].T @ (sums over splits), for one tile of one part's outputs."""
     chain.release(CHAINED)
     token = tl.program_id(0)
     part, first, size, tile = _part_of(tl.program_id(1), N0, N1, N2, OUTPUTS, UNIT)
-    begin = tile * OUTPUTS
+    output = tile * OUTPUTS + tl.arange(0, OUTPUTS)
     slot = tl.load(slots + token).to(tl.int64)
-    rank = tl.load(ranks + slot * rank_stride + part)
     weight = up + (slot * N + first) * MOST
-    _fetch(weight + begin, size, rank, tl.minimum(OUTPUTS, size - begin), CHAINED, FETCH)
+    w = _rows(weight, slot, 0, output, size, MOST)
+    rank = tl.load(ranks + slot * rank_stride + part)
     chain.wait(CHAINED)
     if rank > 0:
-        output = begin + tl.arange(0, OUTPUTS)
         source = sums + (token.to(tl.int64) * PARTS + part) * MOST
         stride = M.to(tl.int64) * PARTS * MOST
-        acc = _change(
-            *(weight, source, stride, rank, output, size, splits), SPLITS, OUTPUTS, CHAINED
-        )
         to = y + token.to(tl.int64) * N + first + output
         before = tl.load(to, mask=output < size, other=0.0).to(tl.float32)
+        acc = _change(
+            *(w, weight, slot, source, stride, rank, output, size, splits), MOST, SPLITS, CHAINED
+        )
         tl.store(to, (before + acc).to(y.dtype.element_ty), mask=output < size)
 
 
@@ -237,35 +251,32 @@ def expand_gated_kernel(
     MOST: tl.constexpr,
     SPLITS: tl.constexpr,
     OUTPUTS: tl.constexpr,
-    FETCH: tl.constexpr,
     CHAINED: tl.constexpr,
 ):
     """out[token] = silu(gate) * up of y[token], [2 N] with what its adapter adds; y stays as it is."""
     chain.release(CHAINED)
     token = tl.program_id(0)
-    begin = tl.program_id(1) * OUTPUTS
+    output = tl.program_id(1) * OUTPUTS + tl.arange(0, OUTPUTS)
     slot = tl.load(slots + token).to(tl.int64)
-    gate_rank = tl.load(ranks + slot * rank_stride)
-    up_rank = tl.load(ranks + slot * rank_stride + 1)
     gates = up + slot * 2 * N * MOST
     ups = gates + N * MOST
-    count = tl.minimum(OUTPUTS, N - begin)
-    _fetch(gates + begin, N, gate_rank, count, CHAINED, FETCH)
-    _fetch(ups + begin, N, up_rank, count, CHAINED, FETCH)
+    w_gate = _rows(gates, slot, 0, output, N, MOST)
+    w_up = _rows(ups, slot, 0, output, N, MOST)
+    gate_rank = tl.load(ranks + slot * rank_stride)
+    up_rank = tl.load(ranks + slot * rank_stride + 1)
     chain.wait(CHAINED)
-    output = begin + tl.arange(0, OUTPUTS)
     mask = output < N
     source = sums + token.to(tl.int64) * PARTS * MOST
     stride = M.to(tl.int64) * PARTS * MOST
     row = y + token.to(tl.int64) * 2 * N
     kind = y.dtype.element_ty
     gate = tl.load(row + output, mask=mask, other=0.0).to(tl.float32)
-    gate += _change(
-        *(gates, source, stride, gate_rank, output, N, splits), SPLITS, OUTPUTS, CHAINED
-    )
     wide = tl.load(row + N + output, mask=mask, other=0.0).to(tl.float32)
+    gate += _change(
+        *(w_gate, gates, slot, source, stride, gate_rank, output, N, splits), MOST, SPLITS, CHAINED
+    )
     wide += _change(
-        *(ups, source + MOST, stride, up_rank, output, N, splits), SPLITS, OUTPUTS, CHAINED
+        *(w_up, ups, slot, source + MOST, stride, up_rank, output, N, splits), MOST, SPLITS, CHAINED
     )
     # Rounded where the plain version rounds.
     gate = gate.to(kind).to(tl.float32)
