@@ -17,7 +17,7 @@ from windlass.runner.drafter import Verified
 from windlass.spec import governor
 from windlass.spec.medusa import MedusaDrafter
 from windlass.tools.train_draft import medusa
-from windlass.tools.train_draft.batches import make_batch
+from windlass.tools.train_draft.batches import end_to_end, make_batch
 from windlass.tools.train_draft.head import DECAY
 from windlass.tools.train_draft.medusa import MedusaHead
 from windlass.tools.train_draft.medusa_module import MedusaModule
@@ -49,16 +49,18 @@ def test_labels_are_the_models_probabilities_of_these_tokens(
     )
     monkeypatch.setattr(medusa, "_NUMBERS", {"cpu": 50 * 4})
     head = MedusaHead(target, 2, False, IDS)
-    batch = make_batch([Text([1] * 14, 3), Text([1] * 9, 2)], 2, target.device)
+    texts = [Text([1] * 14, 3), Text([1] * 9, 2)]
+    batch = make_batch(texts, end_to_end(texts), target.device)
     last = torch.randn(*batch.ids.shape, 12, generator=torch.Generator().manual_seed(1))
     figures = head.learn(batch, States(last, None))
     guessed = head.guess(batch, States(last, None))
     rows, loss, right = last.flatten(0, 1), torch.zeros(()), []
-    for j, places in enumerate(batch.guesses):
-        wanted = rows[batch.labels[places.labels]] @ matrix.T
-        scores = (rows[places.roots] @ matrix.T)[:, IDS]
+    for j in range(2):
+        counted = batch.counts(j)
+        wanted = rows[batch.labels[counted]] @ matrix.T
+        scores = (rows[batch.roots(j)[counted]] @ matrix.T)[:, IDS]
         each = (wanted.softmax(-1)[:, IDS] * scores.log_softmax(-1)).sum(-1)
-        assert torch.equal(guessed[j], IDS[scores.argmax(-1)])
+        assert torch.equal(guessed[j][counted], IDS[scores.argmax(-1)])
         loss -= DECAY**j * each.mean()
         right.append((IDS[scores.argmax(-1)] == wanted.argmax(-1)).float().mean())
     torch.testing.assert_close(figures.loss, loss)

@@ -22,7 +22,7 @@ from windlass.models.card import load_card, load_spec, open_checkpoint
 from windlass.models.fingerprint import fingerprint
 from windlass.models.source import resolve
 from windlass.tools.train_draft.acceptance import measure, walk
-from windlass.tools.train_draft.batches import epoch, make_batch
+from windlass.tools.train_draft.batches import end_to_end, epoch, make_batch
 from windlass.tools.train_draft.eagle import draft_vocabulary, rope_config
 from windlass.tools.train_draft.ledger import Ledger
 from windlass.tools.train_draft.prompts import Inventor, Renderer, read_prompts
@@ -112,16 +112,18 @@ def test_a_ledger_on_a_full_disk_says_so(tmp_path: Path, monkeypatch: pytest.Mon
 
 def test_guesses_and_labels_are_where_the_text_says() -> None:
     texts = [Text(list(range(10, 18)), 3), Text(list(range(50, 55)), 2)]
-    batch = make_batch(texts, 3, CPU)
+    batch = make_batch(texts, end_to_end(texts), CPU)
     flat = batch.ids.flatten()
-    assert batch.packed[1, 0] == 8
+    assert batch.places[:, 0].tolist() == [0, 8]
     # Labels: positions of the answer where a token follows; guess 0 is for the token after next.
     assert flat[batch.labels].tolist() == [13, 14, 15, 16, 52, 53]
-    for j, places in enumerate(batch.guesses):
-        assert torch.equal(flat[places.roots + 1 + j], flat[batch.labels[places.labels]])
-    assert flat[batch.guesses[0].roots].tolist() == [12, 13, 14, 15, 51, 52]
-    assert flat[batch.guesses[2].roots].tolist() == [12, 13]
-    assert batch.guesses[2].between(0, 3) == slice(0, 1)
+    for j in range(3):
+        counted = batch.counts(j)
+        places = batch.roots(j)[counted]
+        assert torch.equal(flat[places + 1 + j], flat[batch.labels[counted]])
+        assert batch.weights(j)[counted].tolist() == pytest.approx([1 / len(places)] * len(places))
+    assert flat[batch.roots(0)].tolist() == [12, 13, 14, 15, 51, 52]
+    assert flat[batch.roots(2)[batch.counts(2)]].tolist() == [12, 13]
 
 
 def test_an_epoch_has_every_text_once_and_repeats_itself() -> None:
@@ -130,7 +132,7 @@ def test_an_epoch_has_every_text_once_and_repeats_itself() -> None:
     assert sorted(id(text) for step in steps for text in step) == sorted(map(id, texts))
     assert steps == list(epoch(texts, 256, 7, 1))
     assert steps != list(epoch(texts, 256, 7, 2))
-    assert all(make_batch(step, 1, CPU).ids.numel() <= 256 for step in steps)
+    assert all(make_batch(step, end_to_end(step), CPU).ids.numel() <= 256 for step in steps)
 
 
 def test_acceptance_counts_guesses_until_the_first_wrong_one() -> None:
@@ -145,11 +147,10 @@ def test_acceptance_counts_guesses_until_the_first_wrong_one() -> None:
         def guess(self, batch: Any, states: object) -> list[Tensor]:
             del states
             flat = batch.ids.flatten()
-            first = flat[batch.guesses[0].roots + 2]
-            second = flat[batch.guesses[1].roots + 3]
+            first, second = (flat[batch.roots(j) + 2 + j] for j in range(2))
             return [first, torch.where(second % 2 == 1, second, 0)]
 
-    target: Any = SimpleNamespace(device=CPU, states=lambda _batch: None)
+    target: Any = SimpleNamespace(device=CPU, firsts=end_to_end, states=lambda _batch: None)
     head: Any = Knows()
     found = measure(head, target, [text], 64)
     assert found.num_positions == 4

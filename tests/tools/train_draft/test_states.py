@@ -42,7 +42,7 @@ def test_a_batch_finds_its_texts_among_all() -> None:
     source = remember(counts, texts, 32, lambda *now: seen.append(now))
     assert seen == [("hidden states", 2, 4), ("hidden states", 4, 4)]
     for chosen in (texts, texts[::-1], texts[1:3]):
-        batch = make_batch(chosen, 2, counts.device)
+        batch = make_batch(chosen, source.firsts(chosen), counts.device)
         found = source.states(batch)
         assert found.last.dtype == torch.bfloat16
         assert found.taps is not None

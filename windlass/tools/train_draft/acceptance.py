@@ -41,19 +41,21 @@ def measure(head: Head, target: Target, texts: list[Text], batch_tokens: int) ->
     steps = tokens = 0
     in_order = sorted(texts, key=lambda text: len(text.tokens))
     for group in in_steps(in_order, batch_tokens):
-        batch = make_batch(group, head.num_guesses, target.device)
+        batch = make_batch(group, target.firsts(group), target.device)
         guesses = head.guess(batch, target.states(batch))
         flat = batch.ids.flatten()
         # accepted[p]: how many guesses of root p are right before the first wrong one.
         unbroken = torch.ones_like(flat, dtype=torch.bool)
         accepted = torch.zeros_like(flat)
-        for j, (places, guessed) in enumerate(zip(batch.guesses, guesses, strict=True)):
+        for j, guessed in enumerate(guesses):
+            counted = batch.counts(j)
+            roots = batch.roots(j)[counted]
             right = torch.zeros_like(unbroken)
-            right[places.roots] = guessed == flat[places.roots + 2 + j]
+            right[roots] = guessed[counted] == flat[roots + 2 + j]
             unbroken &= right
             accepted += unbroken
-            chains[j] += int(unbroken[places.roots].sum())
-            counts[j] += len(places.roots)
+            chains[j] += int(unbroken[roots].sum())
+            counts[j] += len(roots)
         rows = accepted.view(batch.ids.shape).cpu().numpy()
         for row, text in zip(rows, group, strict=True):
             walked = walk(row, text)

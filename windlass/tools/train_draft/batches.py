@@ -1,7 +1,7 @@
 """Texts to training steps: of like length together, in an order that the seed and the epoch decide.
 
-A step's texts lie side by side, [texts, positions], filled up at the end. Where a guess is made and
-where the target's own choice for it stands is worked out here, on the host, once per step.
+A step's texts lie side by side, [texts, positions], filled up at the end. All that differs between
+steps of one shape is a row of whole numbers, worked out here on the host.
 """
 
 from __future__ import annotations
@@ -18,59 +18,94 @@ from windlass.tools.train_draft.writing import Text
 
 _NEIGHBOURS = 32  # steps' worth of texts that are sorted by length together
 _UNIT = 16  # lengths are rounded up to this, so that few shapes occur
+_MANY = 1024  # what numbers of labels are rounded up to, where shapes should be fewer still
 
 
 @dataclass(frozen=True, slots=True)
-class Places:
-    """Where guess `j` of every root stands: flat places in [texts, positions], and rows of labels."""
+class Shape:
+    """Sizes of a step: what is computed depends on them alone."""
 
-    roots: Tensor
-    labels: Tensor
-    rows: np.ndarray  # the labels' rows again, ascending, on the host
+    texts: int
+    width: int
+    labels: int
 
-    def between(self, first: int, after: int) -> slice:
-        """The guesses whose labels are in these rows."""
-        start, stop = np.searchsorted(self.rows, [first, after])
-        return slice(int(start), int(stop))
+    @classmethod
+    def of(cls, texts: Sequence[Text]) -> Shape:
+        width = _rounded(max(len(text.tokens) for text in texts), _UNIT)
+        return cls(len(texts), width, sum(_num_labels(text) for text in texts))
+
+    @classmethod
+    def one_of_few(cls, texts: Sequence[Text], batch_tokens: int) -> Shape:
+        """A shape that other steps have as well: filled up with texts and labels of no meaning."""
+        own = cls.of(texts)
+        width = _rounded(own.width, 2 * _UNIT)
+        return cls(max(own.texts, batch_tokens // width), width, _rounded(own.labels, _MANY))
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Texts side by side, and where the guesses and the labels are.
+    """Texts side by side, and where the labels are: positions of answers where a token follows.
 
-    A root p is a position whose next token is known; guess j of it is for token p + 2 + j, which the
-    target chose at position p + 1 + j. Labels are the positions of answers where a token follows.
+    The label at position q is the target's choice of token q + 1, and every guess j is for it: made
+    from the root q - 1 - j, whose next token is known. It counts where the root is not before the
+    prompt's last token.
     """
 
-    texts: list[Text]
+    texts: Sequence[Text]
     ids: Tensor  # [texts, positions]; zeros after a text's end
-    packed: Tensor  # [texts, positions]: each token's place when all texts lie end to end
+    places: Tensor  # [texts, positions]: of each token's states among the rows of their source
     labels: Tensor  # [labels]: flat places in [texts, positions]
-    guesses: list[Places]  # per j
+    depths: Tensor  # [labels]: tokens of the answer before it; -1: a label of no meaning
+
+    @classmethod
+    def over(cls, texts: Sequence[Text], shape: Shape, numbers: Tensor) -> Batch:
+        """What `lay_out` made, wherever it is now."""
+        size = shape.texts * shape.width
+        ids, places, labels, depths = numbers.split([size, size, shape.labels, shape.labels])
+        side_by_side = (shape.texts, shape.width)
+        return cls(texts, ids.view(side_by_side), places.view(side_by_side), labels, depths)
+
+    def roots(self, j: int) -> Tensor:
+        """Flat places that guess `j` for each label is made from."""
+        return (self.labels - 1 - j).clamp_min(0)
+
+    def counts(self, j: int) -> Tensor:
+        """Whether guess `j` is made for a label [labels]."""
+        return self.depths >= j
+
+    def weights(self, j: int) -> Tensor:
+        """The labels' shares in the mean over guess `j`."""
+        counts = self.counts(j).float()
+        return counts / counts.sum().clamp_min(1)
 
 
-def make_batch(texts: list[Text], num_guesses: int, device: torch.device) -> Batch:
-    """Lay texts side by side."""
-    longest = max(len(text.tokens) for text in texts)
-    width = -(-longest // _UNIT) * _UNIT
-    ids = np.zeros((len(texts), width), dtype=np.int64)
-    packed = np.zeros((len(texts), width), dtype=np.int64)
-    label_parts, depth_parts, first = [], [], 0
+def lay_out(texts: Sequence[Text], firsts: np.ndarray, shape: Shape) -> np.ndarray:
+    """A step's whole numbers, in one row. `firsts`: where the states of each text begin."""
+    ids = np.zeros((shape.texts, shape.width), dtype=np.int64)
+    places = np.zeros((shape.texts, shape.width), dtype=np.int64)
+    labels = np.zeros(shape.labels, dtype=np.int64)
+    depths = np.full(shape.labels, -1, dtype=np.int64)
+    at = 0
     for row, text in enumerate(texts):
         count = len(text.tokens)
         ids[row, :count] = text.tokens
-        packed[row, :count] = np.arange(first, first + count)
-        first += count
-        inside = np.arange(text.start, max(text.start, count - 1))
-        label_parts.append(row * width + inside)
-        depth_parts.append(inside - text.start)
-    labels, depths = np.concatenate(label_parts), np.concatenate(depth_parts)
-    rows = [np.nonzero(depths >= j)[0] for j in range(num_guesses)]
-    roots = [labels[each] - 1 - j for j, each in enumerate(rows)]
-    ids_there, packed_there, labels_there, *rest = _to([ids, packed, labels, *roots, *rows], device)
-    per_guess = zip(rest[:num_guesses], rest[num_guesses:], rows, strict=True)
-    guesses = [Places(*each) for each in per_guess]
-    return Batch(texts, ids_there, packed_there, labels_there, guesses)
+        places[row, :count] = firsts[row] + np.arange(count)
+        inside = np.arange(_num_labels(text))
+        labels[at : at + len(inside)] = row * shape.width + text.start + inside
+        depths[at : at + len(inside)] = inside
+        at += len(inside)
+    return np.concatenate([array.ravel() for array in (ids, places, labels, depths)])
+
+
+def make_batch(texts: Sequence[Text], firsts: np.ndarray, device: torch.device) -> Batch:
+    """Lay texts side by side."""
+    shape = Shape.of(texts)
+    return Batch.over(texts, shape, to_device(lay_out(texts, firsts, shape), device))
+
+
+def end_to_end(texts: Sequence[Text]) -> np.ndarray:
+    """Where each text begins when they all follow each other."""
+    return np.cumsum([0, *(len(text.tokens) for text in texts[:-1])])
 
 
 def epoch(texts: Sequence[Text], batch_tokens: int, seed: int, number: int) -> Iterator[list[Text]]:
@@ -93,20 +128,14 @@ def in_steps(texts: Sequence[Text], batch_tokens: int) -> list[list[Text]]:
     steps: list[list[Text]] = [[]]
     width = 0
     for text in texts:
-        wide = max(width, -(-len(text.tokens) // _UNIT) * _UNIT)
+        own = _rounded(len(text.tokens), _UNIT)
+        wide = max(width, own)
         if steps[-1] and wide * (len(steps[-1]) + 1) > batch_tokens:
             steps.append([])
-            wide = -(-len(text.tokens) // _UNIT) * _UNIT
+            wide = own
         steps[-1].append(text)
         width = wide
     return steps
-
-
-def _to(arrays: list[np.ndarray], device: torch.device) -> list[Tensor]:
-    """Whole numbers of any shapes, in one copy."""
-    flat = to_device(np.concatenate([array.ravel() for array in arrays]), device)
-    parts = flat.split([array.size for array in arrays])
-    return [part.view(array.shape) for part, array in zip(parts, arrays, strict=True)]
 
 
 def to_device(array: np.ndarray, device: torch.device) -> Tensor:
@@ -115,3 +144,11 @@ def to_device(array: np.ndarray, device: torch.device) -> Tensor:
     if device.type == "cpu":
         return tensor
     return tensor.pin_memory().to(device, non_blocking=True)
+
+
+def _num_labels(text: Text) -> int:
+    return max(0, len(text.tokens) - 1 - text.start)
+
+
+def _rounded(count: int, unit: int) -> int:
+    return -(-count // unit) * unit

@@ -73,13 +73,11 @@ class EagleHead:
         right = []
         with arithmetic(labels.device):
             for j, hidden in enumerate(self._unrolled(batch, states)):
-                places = batch.guesses[j]
-                logits = self.module.logits(hidden.flatten(0, 1)[places.roots])
-                count = max(1, len(places.roots))
-                loss = soft_loss(logits, labels[places.labels]) / count
-                total = total + DECAY**j * loss
+                logits = self.module.logits(hidden.flatten(0, 1)[batch.roots(j)])
+                weights = batch.weights(j)
+                total = total + DECAY**j * soft_loss(logits, labels, weights)
                 guessed = self._draft_ids[logits.detach().argmax(-1)]
-                right.append((guessed == best[places.labels]).float().sum() / count)
+                right.append((guessed == best).float() @ weights)
         total.backward()
         return Figures(total.detach(), torch.stack(right))
 
@@ -93,7 +91,7 @@ class EagleHead:
         found = []
         with arithmetic(self._cos_sin.device):
             for j, hidden in enumerate(self._unrolled(batch, states)):
-                logits = self.module.logits(hidden.flatten(0, 1)[batch.guesses[j].roots])
+                logits = self.module.logits(hidden.flatten(0, 1)[batch.roots(j)])
                 found.append(self._draft_ids[logits.argmax(-1)])
         return found
 

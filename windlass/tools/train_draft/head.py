@@ -37,7 +37,7 @@ class Head(Protocol):
         ...
 
     def guess(self, batch: Batch, states: States) -> list[Tensor]:
-        """Per guess j, the tokens guessed at `batch.guesses[j].roots`."""
+        """Per guess j, the tokens guessed at `batch.roots(j)`."""
         ...
 
     def tensors(self) -> dict[str, Tensor]:
@@ -49,12 +49,12 @@ class Head(Protocol):
         ...
 
 
-def soft_loss(logits: Tensor, labels: Tensor) -> Tensor:
-    """Cross entropy with the target's own distribution, summed over rows.
+def soft_loss(logits: Tensor, labels: Tensor, weights: Tensor) -> Tensor:
+    """Cross entropy with the target's own distribution, a weighted sum over rows.
 
     Labels may sum to less than one: what lies outside of a draft vocabulary cannot be learnt.
     """
-    return F.cross_entropy(logits.float(), labels, reduction="sum")
+    return F.cross_entropy(logits.float(), labels, reduction="none") @ weights
 
 
 def arithmetic(device: torch.device) -> torch.autocast:

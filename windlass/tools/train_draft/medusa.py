@@ -36,32 +36,28 @@ class MedusaHead:
         last = as_inputs(states.last).flatten(0, 1)
         total = torch.zeros((), device=last.device)
         right = torch.zeros(self.num_guesses, device=last.device)
-        counts = [max(1, len(places.roots)) for places in batch.guesses]
         for at in range(0, len(batch.labels), self._rows):
-            stop = at + self._rows
-            labels, best = self._labels(states.last.flatten(0, 1)[batch.labels[at:stop]])
-            for j, places in enumerate(batch.guesses):
-                here = places.between(at, stop)
-                if here.start == here.stop:
-                    continue
-                rows = places.labels[here] - at
+            here = slice(at, at + self._rows)
+            labels, best = self._labels(states.last.flatten(0, 1)[batch.labels[here]])
+            for j in range(self.num_guesses):
+                weights = batch.weights(j)[here]
                 with arithmetic(last.device):
-                    logits = self.module.logits(j, last[places.roots[here]])
-                    loss = DECAY**j * soft_loss(logits, labels[rows]) / counts[j]
+                    logits = self.module.logits(j, last[batch.roots(j)[here]])
+                    loss = DECAY**j * soft_loss(logits, labels, weights)
                 loss.backward()
                 total += loss.detach()
-                right[j] += (self.module.tokens(logits.detach()) == best[rows]).sum() / counts[j]
+                right[j] += (self.module.tokens(logits.detach()) == best).float() @ weights
         return Figures(total, right)
 
     @torch.no_grad()
     def guess(self, batch: Batch, states: States) -> list[Tensor]:
         last = as_inputs(states.last).flatten(0, 1)
         found = []
-        for j, places in enumerate(batch.guesses):
+        for j in range(self.num_guesses):
             with arithmetic(last.device):
                 pieces = [
                     self.module.tokens(self.module.logits(j, last[roots]))
-                    for roots in places.roots.split(self._rows)
+                    for roots in batch.roots(j).split(self._rows)
                 ]
             found.append(torch.cat(pieces))
         return found

@@ -6,6 +6,7 @@ has the same ones. Texts that are held out are seen once, and nothing is kept of
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -13,7 +14,7 @@ import numpy as np
 from torch import Tensor
 
 from windlass.runner.device import free_bytes
-from windlass.tools.train_draft.batches import Batch, in_steps, to_device
+from windlass.tools.train_draft.batches import Batch, in_steps
 from windlass.tools.train_draft.target import States, Target
 from windlass.tools.train_draft.writing import Advance, Text
 
@@ -23,6 +24,10 @@ _GIB = 2**30
 
 class Source(Protocol):
     """Where a step has its states from: the target, or what is remembered of it."""
+
+    def firsts(self, texts: Sequence[Text]) -> np.ndarray:
+        """Where the states of each text begin."""
+        ...
 
     def states(self, batch: Batch) -> States: ...
 
@@ -70,12 +75,11 @@ class Remembered:
         self._rows = rows
         self._firsts = firsts
 
+    def firsts(self, texts: Sequence[Text]) -> np.ndarray:
+        return np.array([self._firsts[id(text)] for text in texts])
+
     def states(self, batch: Batch) -> States:
-        firsts = np.array([self._firsts[id(text)] for text in batch.texts])
-        packed = np.cumsum([0, *(len(text.tokens) for text in batch.texts[:-1])])
-        shift = to_device(firsts - packed, batch.packed.device)
-        # Past a text's end `packed` is 0, and the sum may lie before the first of all tokens.
-        return self._rows.at((batch.packed + shift[:, None]).clamp_min(0))
+        return self._rows.at(batch.places)
 
 
 def remember(target: Target, texts: list[Text], batch_tokens: int, advance: Advance) -> Remembered:

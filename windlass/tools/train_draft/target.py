@@ -7,9 +7,11 @@ comes out is copied, so that a head may be trained on it.
 from __future__ import annotations
 
 import inspect
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -18,7 +20,7 @@ from windlass.models.eagle import default_taps
 from windlass.models.network import Network
 from windlass.models.spec import ModelSpec
 from windlass.runner.scoring import Scorer, Window
-from windlass.tools.train_draft.batches import Batch
+from windlass.tools.train_draft.batches import Batch, end_to_end
 from windlass.tools.train_draft.writing import Text
 
 _ROWS_AT_ONCE = 4096
@@ -62,11 +64,14 @@ class Target:
             check_taps(self.network, spec.architecture)
         self.device = self.final_norm().device
 
+    def firsts(self, texts: Sequence[Text]) -> np.ndarray:
+        return end_to_end(texts)
+
     def states(self, batch: Batch) -> States:
         """Hidden states of a batch, free for autograd."""
-        return self.end_to_end(batch.texts).at(batch.packed)
+        return self.end_to_end(batch.texts).at(batch.places)
 
-    def end_to_end(self, texts: list[Text]) -> States:
+    def end_to_end(self, texts: Sequence[Text]) -> States:
         """Hidden states of all tokens of these texts, one text after the other."""
         seen: list[dict[int, Tensor]] = []
 

@@ -17,8 +17,9 @@ from torch import Tensor
 from torch.nn.utils import clip_grad_norm_
 
 from windlass.errors import EngineError
-from windlass.tools.train_draft.batches import epoch, make_batch
+from windlass.tools.train_draft.batches import Batch, epoch, make_batch
 from windlass.tools.train_draft.head import Figures, Head
+from windlass.tools.train_draft.recorded import RecordedSteps
 from windlass.tools.train_draft.states import Room, Source, decide, remember
 from windlass.tools.train_draft.target import Target
 from windlass.tools.train_draft.wishes import Wishes
@@ -74,11 +75,17 @@ class Trainer:
         self._named = dict(head.module.named_parameters())
         self._batch_tokens = wishes.batch_tokens_on(target.device.type)
         on_cuda = target.device.type == "cuda"
+        # On the device, so that a recorded step reads what it is by then.
+        self._rate = torch.tensor(wishes.lr, device=target.device) if on_cuda else wishes.lr
         self._optimiser = torch.optim.AdamW(
-            self._named.values(), wishes.lr, _BETAS, weight_decay=0.0, fused=on_cuda
+            *(self._named.values(), self._rate, _BETAS),
+            weight_decay=0.0,
+            fused=on_cuda,
+            capturable=on_cuda,
         )
         self.course = Course()
         self._source: Source = target
+        self._recorded: RecordedSteps | None = None  # where states are remembered, on CUDA
         self._steps_per_epoch = sum(1 for _ in epoch(texts, self._batch_tokens, seed, 0))
         steps = self._steps_per_epoch * wishes.epochs
         self.total = min(steps, wishes.max_steps or steps)
@@ -97,6 +104,8 @@ class Trainer:
         say(line)
         if course.remembered:
             self._source = remember(self._target, self._texts, self._batch_tokens, advance)
+            if self._target.device.type == "cuda":
+                self._recorded = RecordedSteps(self._update, self._batch_tokens)
 
     def run(self, work: Work, watch: Watch) -> Course:
         """Train until the steps or the time are used up."""
@@ -146,10 +155,21 @@ class Trainer:
         return min(1.0, max(by_steps, by_time))
 
     def _step(self, texts: list[Text]) -> Figures:
-        rate = self._wishes.lr * schedule(self.share)
+        self._set_rate(self._wishes.lr * schedule(self.share))
+        firsts = self._source.firsts(texts)
+        if self._recorded is not None:
+            return self._recorded.run(texts, firsts)
+        return self._update(make_batch(texts, firsts, self._target.device))
+
+    def _set_rate(self, rate: float) -> None:
+        if isinstance(self._rate, Tensor):
+            self._rate.fill_(rate)
+            return
         for group in self._optimiser.param_groups:
             group["lr"] = rate
-        batch = make_batch(texts, self._head.num_guesses, self._target.device)
+
+    def _update(self, batch: Batch) -> Figures:
+        """Learn from a batch. All that differs from one of the same shape is in its tensors."""
         figures = self._head.learn(batch, self._source.states(batch))
         clip_grad_norm_(self._named.values(), _CLIP)
         self._optimiser.step()
