@@ -9,6 +9,9 @@ class ByteTokenizer:
     vocab_size = 256
     eos_ids: tuple[int, ...] = (0,)
 
+    def __init__(self, pieces: bool = False) -> None:
+        self.pieces = pieces  # whether it tells what each token is
+
     def encode(self, text: str, add_special: bool = True) -> list[int]:  # noqa: ARG002
         return list(text.encode("utf-8", "surrogatepass"))
 
@@ -20,3 +23,6 @@ class ByteTokenizer:
 
     def token_bytes(self, token: int) -> bytes:
         return bytes([token])
+
+    def byte_pieces(self, skip_special: bool) -> dict[int, bytes] | None:  # noqa: ARG002
+        return {token: bytes([token]) for token in range(256)} if self.pieces else None

@@ -15,8 +15,18 @@ from windlass.errors import RequestError
 
 
 def pieces(text: str, sizes: list[int] | None = None, **wishes) -> tuple[list[str], TextStream]:
-    stream = TextStream(ByteTokenizer(), SamplingParams(**wishes))
-    ids = ByteTokenizer().encode(text)
+    """What a tokenizer that says what each token is gives; it must be as with any other."""
+    slow, _ = grown(text, sizes, ByteTokenizer(), **wishes)
+    out, stream = grown(text, sizes, ByteTokenizer(pieces=True), **wishes)
+    assert out == slow
+    return out, stream
+
+
+def grown(
+    text: str, sizes: list[int] | None, tokenizer: ByteTokenizer, **wishes
+) -> tuple[list[str], TextStream]:
+    stream = TextStream(tokenizer, SamplingParams(**wishes))
+    ids = tokenizer.encode(text)
     out, at = [], 0
     for size in sizes or [1] * len(ids):
         out.append(stream.push(ids[at : at + size], last=at + size >= len(ids)).text)
@@ -33,8 +43,9 @@ def test_a_character_of_four_bytes_comes_whole() -> None:
     assert out[:6] == ["a", "", "", "", "🎉", ""]
 
 
-def test_bytes_that_never_become_a_character_are_shown_at_the_end() -> None:
-    stream = TextStream(ByteTokenizer(), SamplingParams())
+@pytest.mark.parametrize("known", [False, True])
+def test_bytes_that_never_become_a_character_are_shown_at_the_end(known: bool) -> None:
+    stream = TextStream(ByteTokenizer(pieces=known), SamplingParams())
     assert stream.push([0xF0, 0x9F]).text == ""
     assert stream.push([], last=True).text == "\ufffd"
 

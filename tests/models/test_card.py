@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
+from random import Random
 
 import gguf
 import numpy as np
@@ -138,6 +139,19 @@ def test_text_streams_in_whole_characters(default_gguf):
     pieces = [stream.push([token]).text for token in tokenizer.encode(text)]
     assert "".join(pieces) + stream.push([], last=True).text == text
     assert not any("\ufffd" in piece for piece in pieces)
+
+
+@pytest.mark.model
+@pytest.mark.parametrize("skip", [False, True])
+def test_text_is_what_its_tokens_are(default_gguf, skip):
+    """Any tokens, special and broken ones among them, against the library's own decoder."""
+    tokenizer = load_card(*opened(default_gguf)).tokenizer
+    assert tokenizer.byte_pieces(skip) is not None
+    rng = Random(0)
+    for _ in range(300):
+        ids = [rng.choice([rng.randrange(400), rng.randrange(49152)]) for _ in range(40)]
+        stream = TextStream(tokenizer, SamplingParams(skip_special_tokens=skip))
+        assert stream.push(ids, last=True).text == tokenizer.decode(ids, skip)
 
 
 def first_layer(source: Path, path: Path) -> Path:

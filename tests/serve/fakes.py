@@ -54,6 +54,9 @@ class Bytes:
     def token_bytes(self, token: int) -> bytes:
         return bytes([token]) if token < 256 else self.token_text(token).encode()
 
+    def byte_pieces(self, skip_special: bool) -> None:  # noqa: ARG002
+        return None
+
 
 CARD = ModelCard("counter", "/models/counter", "Counter", 4096, Bytes(), TEMPLATE, {})
 

@@ -5,7 +5,8 @@ Knows a tokenizer only by what it can do, so that any tokenizer, or a fake, fits
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import codecs
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 from windlass.core.sampling import SamplingParams
@@ -34,6 +35,10 @@ class Tokenizer(Protocol):
         """The exact bytes of the token; of half a character too."""
         ...
 
+    def byte_pieces(self, skip_special: bool) -> Mapping[int, bytes] | None:
+        """What each token adds to a text, in bytes; None: that depends on its neighbours."""
+        ...
+
 
 class Piece(NamedTuple):
     """New text to send, and the stop string that ended the output, when one did."""
@@ -42,59 +47,83 @@ class Piece(NamedTuple):
     stop: str | None = None
 
 
-class TextStream:
-    """The text of one completion, grown token by token. Owns the held-back tail.
+class _Bytes:
+    """Text where each token is bytes of its own: what follows from them is at hand at once."""
+
+    def __init__(self, pieces: Mapping[int, bytes]) -> None:
+        self._pieces = pieces
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def add(self, token: int) -> str:
+        return self._decoder.decode(self._pieces[token])
+
+    def rest(self) -> str:
+        return self._decoder.decode(b"", final=True)
+
+
+class _Window:
+    """Text where a decoder may join or strip spaces between tokens.
 
     A window of recent tokens is decoded twice, with and without the newest: what the second has
-    more is new text. The window starts some tokens back since a decoder may join or strip spaces.
+    more is new text. The window starts some tokens back for the spaces' sake.
     """
 
-    def __init__(self, tokenizer: Tokenizer, sampling: SamplingParams) -> None:
+    def __init__(self, tokenizer: Tokenizer, skip_special: bool) -> None:
         self._tokenizer = tokenizer
+        self._skip = skip_special
+        self._ids: list[int] = []  # of the window
+        self._known = 0  # of them, have been turned into text
+
+    def add(self, token: int) -> str:
+        self._ids.append(token)
+        return self._new(force=False)
+
+    def rest(self) -> str:
+        return self._new(force=True)
+
+    def _new(self, force: bool) -> str:
+        before = self._tokenizer.decode(self._ids[: self._known], self._skip)
+        after = self._tokenizer.decode(self._ids, self._skip)
+        if len(after) <= len(before) or (after.endswith(_BROKEN) and not force):
+            return ""
+        self._ids = self._ids[self._known :]
+        self._known = len(self._ids)
+        return after[len(before) :]
+
+
+class TextStream:
+    """The text of one completion, grown token by token. Owns the held-back tail."""
+
+    def __init__(self, tokenizer: Tokenizer, sampling: SamplingParams) -> None:
+        skip = sampling.skip_special_tokens
+        pieces = tokenizer.byte_pieces(skip)
+        self._growing = _Window(tokenizer, skip) if pieces is None else _Bytes(pieces)
         self._sampling = sampling
         self._hold = max((len(text) for text in sampling.stop), default=1) - 1
-        self._ids: list[int] = []
-        self._window_start = 0
-        self._window_end = 0  # tokens before it have been turned into text
         self._sent = 0
+        self.num_tokens = 0
         self.text = ""
         self.stopped_by: str | None = None
-
-    @property
-    def num_tokens(self) -> int:
-        return len(self._ids)
 
     def push(self, tokens: Sequence[int], last: bool = False) -> Piece:
         """Add tokens, return the text that is now certain. `last` lets go of what is held back."""
         for token in tokens:
-            self._ids.append(token)
-            grown = self._decode_new(force=False)
-            if self._find_stop(grown):
+            self.num_tokens += 1
+            if self._grow(self._growing.add(token)):
                 break
         if last and self.stopped_by is None:
-            self._find_stop(self._decode_new(force=True))
+            self._grow(self._growing.rest())
         done = last or self.stopped_by is not None
         end = len(self.text) if done else max(self._sent, len(self.text) - self._hold)
         piece, self._sent = self.text[self._sent : end], end
         return Piece(piece, self.stopped_by)
 
-    def _decode_new(self, force: bool) -> int:
-        """Turn the tokens since the window's end into text; returns how many characters it gave."""
-        skip = self._sampling.skip_special_tokens
-        before = self._tokenizer.decode(self._ids[self._window_start : self._window_end], skip)
-        after = self._tokenizer.decode(self._ids[self._window_start :], skip)
-        if len(after) <= len(before) or (after.endswith(_BROKEN) and not force):
-            return 0
-        new = after[len(before) :]
+    def _grow(self, new: str) -> bool:
+        """Add text; cut it at the first stop string that `new` completed. Whether there was one."""
         self.text += new
-        self._window_start, self._window_end = self._window_end, len(self._ids)
-        return len(new)
-
-    def _find_stop(self, grown: int) -> bool:
-        """Cut the text at the first stop string that the last `grown` characters completed."""
-        if not grown or not self._sampling.stop or len(self._ids) <= self._sampling.min_tokens:
+        if not new or not self._sampling.stop or self.num_tokens <= self._sampling.min_tokens:
             return False
-        start = max(0, len(self.text) - grown - self._hold)
+        start = max(0, len(self.text) - len(new) - self._hold)
         found = [(self.text.find(stop, start), stop) for stop in self._sampling.stop]
         hits = [(at, stop) for at, stop in found if at >= 0]
         if not hits:

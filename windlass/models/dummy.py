@@ -103,3 +103,6 @@ class ByteTokenizer:
 
     def token_bytes(self, token: int) -> bytes:
         return bytes([token]) if 0 <= token < 256 else f"<{token}>".encode()
+
+    def byte_pieces(self, skip_special: bool) -> None:  # noqa: ARG002
+        return None

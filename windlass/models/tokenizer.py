@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -39,6 +39,11 @@ class HFTokenizer:
             token: added.content for token, added in backend.get_added_tokens_decoder().items()
         }
         self._vocab_size = max(backend.get_vocab_size(), max(self._added, default=-1) + 1)
+        added_tokens = backend.get_added_tokens_decoder().items()
+        special = frozenset(token for token, added in added_tokens if added.special)
+        self._pieces = {
+            skip: _BytePieces(backend, special if skip else frozenset()) for skip in (False, True)
+        }
 
     @property
     def vocab_size(self) -> int:
@@ -73,12 +78,35 @@ class HFTokenizer:
         byte = _BYTE_PIECE.fullmatch(piece)
         return bytes([int(byte[1], 16)]) if byte else piece.replace(SPACE, " ").encode()
 
+    def byte_pieces(self, skip_special: bool) -> Mapping[int, bytes] | None:
+        return self._pieces[skip_special] if self._decoders == {"ByteLevel"} else None
+
     @cached_property
     def _decoders(self) -> set[str]:
         """The kinds of decoder in use: they tell how a piece's text stands for bytes."""
         if self._backend.decoder is None:
             return set()
         return _kinds(json.loads(self._backend.decoder.__getstate__()))
+
+
+class _BytePieces(dict[int, bytes]):
+    """What a byte-level decoder makes of each token, found when it is first asked for."""
+
+    def __init__(self, backend: Backend, skipped: frozenset[int]) -> None:
+        super().__init__()
+        self._backend = backend
+        self._skipped = skipped
+
+    def __missing__(self, token: int) -> bytes:
+        piece = None if token in self._skipped else self._backend.id_to_token(token)
+        self[token] = found = _piece_bytes(piece or "")
+        return found
+
+
+def _piece_bytes(piece: str) -> bytes:
+    """Characters stand for bytes, unless one of them stands for none: then all are themselves."""
+    found = [_BYTE_OF.get(char) for char in piece]
+    return piece.encode() if None in found else b"".join(found)  # type: ignore[arg-type]
 
 
 def _kinds(state: dict[str, Any]) -> set[str]:
