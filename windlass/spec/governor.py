@@ -14,23 +14,22 @@ from dataclasses import dataclass, field
 from windlass.config import MAX_SPEC_TOKENS
 from windlass.core.types import SlotId
 from windlass.spec.base import Draft
+from windlass.spec.pause import Lengths, Pause
 
 _FADE = 0.9  # evidence of one request: about the last ten verifications count
 _FADE_ALL = 0.98  # evidence of all requests, by kind of guess
 _WEIGHT = 2.0  # verifications that an expectation counts for
 _HOPE = 0.6  # acceptance of a kind of guess of which nothing is known yet
-_REST = 64  # drafts that are let go before a request whose guesses failed may try one again
-_LONGEST_REST = 1024
-_BETWEEN_TRIES = 32  # steps with drafts
 _MARGIN = 1.01  # what guesses must promise: costs and chances are estimates
 _SLOW_FADE = 0.95  # of what steps took against what they should have
 _LEAST_DEAR, _MOST_DEAR = 0.5, 4.0
-_IN_VAIN = 4  # looks for guesses that gave none worth a try, before all rest
-_FREE_IN_VAIN = 16  # where looking is free
-_FREE_ROWS = 8  # up to so many rows it rests for a few steps only, and not at a request's start
-_FEW_STEPS = 8
-_FIRST_REST, _LAST_REST = 16, 512  # steps
-_ASKED = 32  # requests whose records say how many guesses are made
+_ASKED = 32  # requests whose records say how many guesses are made, and that try at once
+_FEW = 8  # requests for which it takes next to nothing to look for free guesses
+
+_LOOKS = Lengths(patience=16, first=16, longest=512)
+_FREE_LOOKS = Lengths(patience=16, first=8, longest=8)  # for few requests
+_TRIES = Lengths(patience=1, first=32, longest=512)  # of anybody
+_OWN_TRIES = Lengths(patience=1, first=16, longest=512)  # of one request
 
 
 class Drafting:
@@ -99,9 +98,8 @@ class _Record:
 
     hits: list[float] = field(default_factory=list)  # by position
     tries: list[float] = field(default_factory=list)
-    num_declined: int = 0  # drafts let go since the last try
-    rest: int = _REST
-    probing: bool = False  # its guess in flight is one that was not expected to pay
+    pause: Pause = field(default_factory=Pause)  # of its tries
+    trying: bool = False  # whether its guess in flight is one
 
     def chances(self, expected: float, count: int) -> list[float]:
         """The chance that the guess at each position is reached and right."""
@@ -123,11 +121,26 @@ class _Record:
 
     def begin_anew(self) -> None:
         self.hits, self.tries = [], []
-        self.rest = _REST
+
+    def guesses(self, now: int, trying: bool) -> None:
+        """Its guesses go into the next step, because they promise something or as a try."""
+        if not trying:
+            self.pause.begin_anew()
+        self.pause.in_vain(now, _OWN_TRIES)
+        self.trying = trying
 
 
 class Governor:
-    """Owns the records of all slots, and what is known of kinds of guesses and of costs."""
+    """Owns the records of all slots, and what is known of kinds of guesses and of costs.
+
+    Guesses that pay by what is known are verified in every step. Where none do there are pauses,
+    the longer the more often in vain (pause.py), of two things. A look asks the proposer for
+    guesses, or first whether making them would pay. A try lets a request verify one guess that
+    promises too little, since only that shows when guesses are right again; it takes a look, and
+    that the pauses for everybody's and for its own tries are over. Both are as at first again when
+    guesses pay. Looks are also when half of the requests are gone, and, where they are free and
+    there are few, with each new one.
+    """
 
     def __init__(
         self,
@@ -149,13 +162,10 @@ class Governor:
         self._most_guesses = most_guesses
         self._most_positions = most_positions
         self._most_rows = most_rows
-        self._num_vain = 0
-        self._rest = _FIRST_REST
-        self._resting = 0  # steps that are left of it
-        self._rows_then = 0
-        self._rests_shortly = False
-        self._woken = False
-        self._until_try = 0  # looks
+        self._now = 0  # steps so far
+        self._looks, self._tries = Pause(), Pause()
+        self._look_lengths = _LOOKS
+        self._rows_then = 0  # at the last look
         self._slots: dict[SlotId, _Record] = {}
         self._last_kind = 0
         self._kinds: dict[int, tuple[float, float]] = {}  # first guesses: right, tried
@@ -163,9 +173,10 @@ class Governor:
         self._saw_guesses = False  # whether the second was seen
 
     def admit(self, slot: SlotId) -> None:
-        self._slots[slot] = _Record()
-        if self._rests_shortly:
-            self._rests_shortly, self._num_vain, self._resting = False, 0, 0
+        record = self._slots[slot] = _Record()
+        record.pause.in_vain(self._now, _OWN_TRIES)  # not with the first guess that is let go
+        if self._look_lengths is _FREE_LOOKS:
+            self._looks.begin_anew()
 
     def forget(self, slot: SlotId) -> None:
         self._slots.pop(slot, None)
@@ -177,35 +188,31 @@ class Governor:
     def wanted(self, slots: Sequence[SlotId], free: bool) -> int:
         """How many guesses to make for each of these requests after the next step.
 
-        None for some steps after looking was in vain, unless there is less to do than then.
+        Called once a step, which is how time passes here.
         """
+        self._now += 1
         num_rows = len(slots)
         if not self.allows(num_rows):
             return 0
-        enough = _FREE_IN_VAIN if free else _IN_VAIN
-        if self._num_vain >= enough:
-            self._lie_down(num_rows, free and num_rows <= _FREE_ROWS)
-        if self._resting and 2 * num_rows > self._rows_then:
-            self._resting -= 1
-            self._woken = self._resting == 0 and not self._rests_shortly
+        if 2 * num_rows <= self._rows_then:
+            self._looks.begin_anew()
+        if not self._looks.is_over(self._now):
             return 0
-        self._resting = 0
+        self._rows_then = num_rows
+        self._look_lengths = _FREE_LOOKS if free and num_rows <= _FEW else _LOOKS
         depth, pays = self._depth(slots)
         if pays:
             return depth
-        if self._woken:
+        if self._tries.is_over(self._now) and any(
+            record.pause.is_over(self._now) for record in self._records(slots)
+        ):
             return 1
-        self._num_vain += 1
+        self._looks.in_vain(self._now, self._look_lengths)
         return 0
 
-    def _lie_down(self, num_rows: int, shortly: bool) -> None:
-        """Rest; after a short one the next look in vain is enough for another."""
-        self._rows_then, self._rests_shortly = num_rows, shortly
-        if shortly:
-            self._resting, self._num_vain = _FEW_STEPS, _FREE_IN_VAIN - 1
-            return
-        self._resting, self._num_vain = self._rest, 0
-        self._rest = min(2 * self._rest, _LAST_REST)
+    def _records(self, slots: Sequence[SlotId]) -> list[_Record]:
+        """Of as many requests as are asked."""
+        return [self._slots[slot] for slot in slots[:_ASKED] if slot in self._slots]
 
     def _depth(self, slots: Sequence[SlotId]) -> tuple[int, bool]:
         """The number of guesses that promises the most, at least one, and whether they would pay.
@@ -215,9 +222,9 @@ class Governor:
         most = self._most_guesses
         if self._drafting is None:
             return most, True
-        some = [self._slots[slot] for slot in slots[:_ASKED] if slot in self._slots]
         expected = self._expected(self._last_kind)
-        hopes = [record.chances(expected, most) for record in some] or [[0.0] * most]
+        hopes = [record.chances(expected, most) for record in self._records(slots)]
+        hopes = hopes or [[0.0] * most]
         best, highest, tokens = 1, 0.0, 1.0
         for depth in range(1, most + 1):
             tokens += sum(hope[depth - 1] for hope in hopes) / len(hopes)
@@ -251,23 +258,34 @@ class Governor:
         hits, tries = self._kinds.get(kind, (0.0, 0.0))
         self._kinds[kind] = (_FADE_ALL * hits + right, _FADE_ALL * tries + 1)
         self._last_kind = kind
-        if record.probing and right:
+        if record.trying and right:
             record.begin_anew()
-        elif record.probing:
-            record.rest = min(2 * record.rest, _LONGEST_REST)
-        record.probing = False
+            self._looks.end(self._now)
+        record.trying = False
         record.note(num_drafts, num_accepted)
 
     def choose(self, slots: Sequence[SlotId], drafts: Sequence[Draft], others: int) -> list[int]:
-        """How many guesses of each draft to verify. `others`: tokens of the next step's prompts.
+        """How many guesses of each draft to verify. `others`: tokens of the next step's prompts."""
+        if all(draft.begun for draft in drafts):  # costs nothing more
+            counts = [len(draft.tokens) for draft in drafts]
+        else:
+            counts = self._most_promising(slots, drafts, others)
+        if any(counts):
+            self._looks.begin_anew()
+            self._tries.begin_anew()
+        else:
+            self._looks.in_vain(self._now, self._look_lengths)
+        self._let_some_try(slots, drafts, counts)
+        return counts
+
+    def _most_promising(
+        self, slots: Sequence[SlotId], drafts: Sequence[Draft], others: int
+    ) -> list[int]:
+        """How many guesses of each draft give the most tokens per second.
 
         Chances fall from guess to guess, so the best so many guesses of the batch are the first
-        few of each request, and one pass over them in order of chance finds the best number. What
-        is being verified already costs nothing more.
+        few of each request, and one pass over them in order of chance finds the best number.
         """
-        if all(draft.begun for draft in drafts):
-            self._num_vain, self._rest, self._woken = 0, _FIRST_REST, False
-            return [len(draft.tokens) for draft in drafts]
         counts = [0] * len(drafts)
         offers = []
         for i, (slot, draft) in enumerate(zip(slots, drafts, strict=True)):
@@ -275,21 +293,33 @@ class Governor:
                 expected = self._expected(draft.kind)
                 chances = self._slots[slot].chances(expected, len(draft.tokens))
                 offers += [(chance, i) for chance in chances]
-        self._num_vain += 1
         if not offers:
             return counts
         offers.sort(key=lambda offer: -offer[0])
         room = max(0, self._most_positions - len(drafts))
         depth = max(len(draft.tokens) for draft in drafts)
         likeliest = [chance for chance, _ in offers[:room]]
-        best = self._best_number(likeliest, len(drafts), others, depth)
-        for _, i in offers[:best]:
+        for _, i in offers[: self._best_number(likeliest, len(drafts), others, depth)]:
             counts[i] += 1
-        if best:
-            self._num_vain, self._rest = 0, _FIRST_REST
-        self._let_go(slots, drafts, counts, room - best)
-        self._woken = False
         return counts
+
+    def _let_some_try(
+        self, slots: Sequence[SlotId], drafts: Sequence[Draft], counts: list[int]
+    ) -> None:
+        """Add tries to the guesses that promise something."""
+        may_try, tried = self._tries.is_over(self._now), False
+        room = min(_ASKED, self._most_positions - len(drafts) - sum(counts))
+        for i, (slot, draft) in enumerate(zip(slots, drafts, strict=True)):
+            record = self._slots[slot]
+            if counts[i]:
+                record.guesses(self._now, trying=False)
+            elif may_try and room > 0 and draft.tokens and record.pause.is_over(self._now):
+                record.guesses(self._now, trying=True)
+                counts[i], room, tried = 1, room - 1, True
+        if tried:
+            self._tries.in_vain(self._now, _TRIES)
+            # What was learned of the cost of guessing is as old as the pause was long.
+            self._slowness[True] = (self._slowness[True] + self._slowness[False]) / 2
 
     def _expected(self, kind: int) -> float:
         """The chance of a guess before anything is known of its request."""
@@ -312,26 +342,3 @@ class Governor:
     def _dearness(self) -> float:
         """How much more than plain ones do steps with guesses exceed what they should take."""
         return min(max(self._slowness[True] / self._slowness[False], _LEAST_DEAR), _MOST_DEAR)
-
-    def _let_go(
-        self, slots: Sequence[SlotId], drafts: Sequence[Draft], counts: list[int], room: int
-    ) -> None:
-        """Note who was declined; one that has rested for long may try a single guess.
-
-        One in some steps: of many requests there would always be one, and each makes a step dearer.
-        """
-        self._until_try -= 1
-        for i, (slot, draft) in enumerate(zip(slots, drafts, strict=True)):
-            record = self._slots[slot]
-            if counts[i]:
-                record.num_declined, record.probing = 0, False
-            elif draft.tokens:
-                record.num_declined += 1
-                rested = record.num_declined >= record.rest and self._until_try <= 0
-                if (rested or self._woken) and room > 0:
-                    self._until_try = _BETWEEN_TRIES
-                    record.num_declined, record.probing = 0, True
-                    counts[i] = 1
-                    room -= 1
-                    # What was learned of the cost of guessing is as old as the rest was long.
-                    self._slowness[True] = (self._slowness[True] + self._slowness[False]) / 2
