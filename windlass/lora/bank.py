@@ -60,6 +60,7 @@ class Bank:
         norm = next(module for module in network.modules() if isinstance(module, RMSNorm))
         self._device = norm.weight.device
         self._dtype = norm.weight.dtype if dtype == "auto" else torch.int8
+        self._copying = torch.cuda.Stream() if self._device.type == "cuda" else None
         kernel = _kernel(norm.ops)
         linears = [(path, m) for path, m in network.named_modules() if isinstance(m, Linear)]
         # Ranks of all layers lie side by side, so that a put sends them at once; so do scales.
@@ -165,7 +166,7 @@ class Bank:
         if packed is None:
             packed = self._packed(adapter, torch.empty).packed
         assert packed is not None
-        arrived = packed.to(self._device, non_blocking=True)
+        arrived = self._send(packed)
         for name, low in self._unpack(arrived, adapter).items():
             place, rank = self._places[name], low.down.shape[0]
             targets += place.stacks.place(slot, place.part, rank)
@@ -177,6 +178,17 @@ class Bank:
             self._scales[slot].copy_(whole.view_as(self._scales[slot]))
         sent = torch.tensor(ranks, dtype=torch.int32, pin_memory=self._device.type != "cpu")
         self._ranks[slot].copy_(sent, non_blocking=True)
+
+    def _send(self, packed: Tensor) -> Tensor:
+        """Copied to the device while steps before it still compute."""
+        if self._copying is None:
+            return packed.to(self._device)
+        here = torch.cuda.current_stream()
+        with torch.cuda.stream(self._copying):
+            arrived = packed.to(self._device, non_blocking=True)
+        here.wait_stream(self._copying)
+        arrived.record_stream(here)
+        return arrived
 
     def _stacks(self, layer: Linear, ranks: Tensor, scales: Tensor | None) -> Stacks:
         count, sizes = len(ranks), tuple(layer.parts.values())
