@@ -7,12 +7,11 @@ a process of their own, which is this same file.
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 
 import pytest
 import torch
 
+from tests.kernels.conftest import Check
 from windlass.kernels import reference
 from windlass.kernels.batch import AttentionWork, Heads, LayerKV, Span, StepBatch
 from windlass.kernels.packed import Activation
@@ -25,17 +24,9 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 inside = pytest.mark.skipif(not INTERPRETED, reason="runs in the interpreter's own process")
 
 
-def run_interpreted(file: str) -> None:
-    """The cases of a file, in a process where Triton interprets."""
-    command = [sys.executable, "-m", "pytest", "-q", "-W", "ignore::DeprecationWarning", file]
-    environment = {**os.environ, "TRITON_INTERPRET": "1"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
-
-
 @pytest.mark.skipif(INTERPRETED, reason="starts the interpreter's process")
-def test_kernels_in_the_interpreter() -> None:
-    run_interpreted(__file__)
+def test_kernels_in_the_interpreter(interpreted: Check) -> None:
+    interpreted(__file__)
 
 
 def make_batch(heads: Heads, rows: list[tuple[int, int]]) -> tuple[LayerKV, StepBatch]:
@@ -82,8 +73,8 @@ def test_rotation_and_pages(normed: bool) -> None:
     from windlass.kernels.triton.rope import rope_write
 
     heads = Heads(6, 2, 24)
-    kv, batch = make_batch(heads, [(5, 1), (0, 20)])
-    qkv = torch.randn(21, 10 * 24)
+    kv, batch = make_batch(heads, [(5, 1), (12, 9)])
+    qkv = torch.randn(10, 10 * 24)
     angle = torch.rand(64, 12) * 6
     table = torch.cat([angle.cos(), angle.sin()], -1)
     norms = (torch.randn(24), torch.randn(24), 1e-6) if normed else None

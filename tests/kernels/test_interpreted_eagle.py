@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch.nn.functional import rms_norm
 
-from tests.kernels.test_interpreted import INTERPRETED, inside, run_interpreted
+from tests.kernels.conftest import Check
+from tests.kernels.test_interpreted import INTERPRETED, inside
 
 pytest.importorskip("triton")
 
@@ -14,8 +15,8 @@ SIZE, VOCAB, DRAFTS, ROWS, EPS = 24, 50, 21, 5, 1e-5
 
 
 @pytest.mark.skipif(INTERPRETED, reason="starts the interpreter's process")
-def test_kernels_in_the_interpreter() -> None:
-    run_interpreted(__file__)
+def test_kernels_in_the_interpreter(interpreted: Check) -> None:
+    interpreted(__file__)
 
 
 def make():

@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 import torch
 
+from tests.kernels.conftest import Check
 from tests.kernels.lora_stacks import NUM_IN, SIZES, make_stacks
-from tests.kernels.test_interpreted import INTERPRETED, inside, run_interpreted
+from tests.kernels.test_interpreted import INTERPRETED, inside
 from windlass.kernels.batch import PIECE, AdapterRows
 from windlass.kernels.lora import Lora, PlainLora
 from windlass.kernels.reference import silu_mul
@@ -20,8 +21,8 @@ PLAIN = [(name, False) for name in SIZES]
 
 
 @pytest.mark.skipif(INTERPRETED, reason="starts the interpreter's process")
-def test_kernels_in_the_interpreter() -> None:
-    run_interpreted(__file__)
+def test_kernels_in_the_interpreter(interpreted: Check) -> None:
+    interpreted(__file__)
 
 
 def compare(sizes: tuple[int, ...], slots: list[int], given: AdapterRows, coded: bool) -> None:

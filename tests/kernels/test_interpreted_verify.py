@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.kernels.test_interpreted import INTERPRETED, inside, run_interpreted
+from tests.kernels.conftest import Check
+from tests.kernels.test_interpreted import INTERPRETED, inside
 from windlass.runner.verify import keep as keep_plainly
 
 pytest.importorskip("triton")
@@ -17,8 +18,8 @@ LAST = torch.arange(100, 110, dtype=torch.int32)
 
 
 @pytest.mark.skipif(INTERPRETED, reason="starts the interpreter's process")
-def test_kernels_in_the_interpreter() -> None:
-    run_interpreted(__file__)
+def test_kernels_in_the_interpreter(interpreted: Check) -> None:
+    interpreted(__file__)
 
 
 def packed(width: int) -> torch.Tensor:
