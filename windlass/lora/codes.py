@@ -5,6 +5,7 @@ Ranks are what a row of one matrix and a column of the other share, so one numbe
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from windlass.lora.base import Low
@@ -14,13 +15,14 @@ _MOST = 127
 
 def encode(low: Low) -> Low:
     """The nearest codes of a change, on the device where it is; a rank of zeros has scale 0."""
-    down, of_down = _codes(low.down.float())
-    up, of_up = _codes(low.up.float().T)
-    return Low(down, up.T, of_down * of_up)
+    down, of_down = _codes(low.down, along=1)
+    up, of_up = _codes(low.up, along=0)
+    return Low(down, up, of_down * of_up)
 
 
-def _codes(rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Codes of each row, and what they are to be multiplied by."""
-    scales = rows.abs().amax(1) / _MOST
+def _codes(matrix: Tensor, along: int) -> tuple[Tensor, Tensor]:
+    """Codes of a matrix, and what those of each rank are to be multiplied by."""
+    values = matrix.to(torch.float32, copy=True)
+    scales = values.abs().amax(along) / _MOST
     steps = scales.where(scales > 0, 1.0)
-    return (rows / steps[:, None]).round_().char(), scales
+    return values.div_(steps.unsqueeze(along)).round_().char(), scales

@@ -321,8 +321,8 @@ class AdapterFolder:
     def _modules(self) -> Iterator[tuple[str, Low]]:
         for module, pair in self._tensors.items():
             down, up = self._tensor(pair["A"]), self._tensor(pair["B"])
-            scaled = (up.float() * self.config.scaling_of(module)).to(up.dtype)
-            if not (down.isfinite().all() and scaled.isfinite().all()):
+            scaled = up * self.config.scaling_of(module)
+            if not (_finite(down) and _finite(scaled)):
                 raise CheckpointError(
                     f"{self._weights}: {module} has numbers that are not finite (NaN or infinity)."
                 )
@@ -336,6 +336,11 @@ class AdapterFolder:
                 "from floating point."
             )
         return tensor
+
+
+def _finite(values: Tensor) -> bool:
+    """The least and the largest tell of all: both are NaN where any number is."""
+    return all(math.isfinite(value) for value in values.aminmax())
 
 
 def _existing(folder: Path, name: str) -> Path:
