@@ -3,6 +3,7 @@
 #pragma once
 
 #include <algorithm>
+#include <cstring>
 
 #include "amx.h"
 #include "run.h"
@@ -25,7 +26,7 @@ struct Product {
   size_t column_bytes = 0;
   const uint8_t* squares = nullptr;  // the codes of all rows for AMX, or null: see amx.h
   int cut = 1;       // panels that are computed with one tile before the next
-  int planes = 1;    // rows of the panels that make one of y
+  int planes = 1;    // rows of the panels that make one of y: 1 or 2
   int rows = 0;      // of the panels
   float gain = 1.0;  // of all sums
   float* y = nullptr;
@@ -82,8 +83,9 @@ inline void store_tile(const Product& job, Target to, int tile, int first_row, i
                        const float* sums, bool add_to) {
   const Floats gain = splat(job.gain);
   const int valid = std::min(kTile, job.w.num_out - tile * kTile);
-  for (int m = 0; m < rows; m += job.planes) {
-    float* out = row_of(to.first, (first_row + m) / job.planes - to.row, to.stride);
+  // Without divisions, which take as long as the rest.
+  float* out = row_of(to.first, (job.planes == 1 ? first_row : first_row / 2) - to.row, to.stride);
+  for (int m = 0; m < rows; m += job.planes, out += to.stride) {
     Floats sum = load(sums + m * kTile);
     if (job.planes == 2) sum = add(sum, load(sums + (m + 1) * kTile));
     const Floats value = mul(sum, gain);
@@ -135,7 +137,9 @@ inline void add_bias(const Product& job, Target to, int tile, int rows) {
   }
 }
 
-// Calls body(tile, first panel, last panel, target) for all of the product, on all threads.
+// Calls body(tile, first panel, last panel, target) for all of the product, on all threads. What is
+// gated is written two tiles at a time, where that is a line of the cache: of many rows few lines
+// would still be there for the second half.
 template <class Body>
 inline void each_piece(const Product& job, const Body& body) {
   const bool gated = job.active != nullptr;
@@ -148,8 +152,8 @@ inline void each_piece(const Product& job, const Body& body) {
   // Less than this is done before another thread has begun.
   const int chunk = products < (64 << 10) ? pieces : std::max(1, pieces / (job.pool.threads() * 32));
   job.pool.each(pieces, chunk, [&](int begin, int end) {
-    alignas(64) float room[kMostPanels * kPanel * 2 * kTile];
-    for (int i = begin; i < end; ++i) {
+    alignas(64) float room[2][kMostPanels * kPanel * kTile], up[kMostPanels * kPanel * kTile];
+    for (int i = begin, count; i < end; i += count) {
       const int tile = i % tiles, first = i / tiles * cut;
       const int last = std::min(first + cut, panels);
       const int row = first * kPanel / job.planes;
@@ -158,15 +162,21 @@ inline void each_piece(const Product& job, const Body& body) {
         body(t, first, last, to);
         if (job.bias != nullptr) add_bias(job, to, t, rows);
       };
+      count = gated && tile % 2 == 0 && tile + 1 < tiles && i + 1 < end ? 2 : 1;
       if (!gated) {
         compute(tile, {row_of(job.y, row, job.stride) + tile * kTile, job.stride, row});
         continue;
       }
-      compute(tile, {room, 2 * kTile, row});
-      compute(tile + tiles, {room + kTile, 2 * kTile, row});
+      for (int t = 0; t < count; ++t) {
+        compute(tile + t, {room[t], kTile, row});
+        compute(tiles + tile + t, {up, kTile, row});
+        gate(room[t], up, rows * kTile, room[t]);
+      }
       for (int m = 0; m < rows; ++m) {
-        const float* both = row_of(room, m, 2 * kTile);
-        gate(both, both + kTile, kTile, row_of(job.active, row + m, half) + tile * kTile);
+        float* out = row_of(job.active, row + m, half) + tile * kTile;
+        for (int t = 0; t < count; ++t) {
+          std::memcpy(out + t * kTile, row_of(room[t], m, kTile), kTile * sizeof(float));
+        }
       }
     }
   });

@@ -86,12 +86,6 @@ WINDLASS_INLINE void multiply(const IntTile<Scale>& tile, IntPanel x, float* out
   for (int m = 0; m < MT; ++m) store(out + m * kTile, acc[m]);
 }
 
-// The inputs that an unpacked part of a tile has.
-struct Span {
-  int first, last;
-  int group;  // of the first
-};
-
 // The codes of input k. Unsigned, since dividing what may be negative takes as long as the rest.
 template <bool NIBBLES>
 WINDLASS_INLINE Floats code_at(const uint8_t* codes, uint32_t k) {
@@ -121,46 +115,6 @@ inline void multiply_outliers(const Product& job, int row, int rows, const IntTi
       acc = fma(acc, weight_at<NIBBLES, MINS>(job.w, tile, o->input, o->group), splat(o->x));
     }
     store(out, acc);
-  }
-}
-
-// The same for panels [0, panels) of a part of a tile: the weights of some inputs, then panel by
-// panel those that have outliers there. `at` is how far each panel has come. Each row's sum goes
-// through its outliers in the same order, with zeros between.
-template <bool NIBBLES, bool MINS>
-inline void multiply_columns(const Weight& w, const OutlierColumns& x, const IntTile<float>& tile,
-                             Span span, int panels, int32_t* at, float* out) {
-  constexpr int most = 256;
-  alignas(64) float weights[most * kTile];
-  const auto before = [](const OutlierColumn& c, int input) { return c.input < input; };
-  const auto place = [&](int input) {
-    return static_cast<int>(std::lower_bound(x.list, x.list + x.count, input, before) - x.list);
-  };
-  const int end = place(span.last);
-  for (int first = place(span.first), last; first < end; first = last) {
-    last = std::min(first + most, end);
-    for (int c = first; c < last; ++c) {
-      const OutlierColumn& column = x.list[c];
-      store(weights + (c - first) * kTile,
-            weight_at<NIBBLES, MINS>(w, tile, column.input - span.first,
-                                     column.group - span.group));
-    }
-    for (int p = 0; p < panels; ++p) {
-      float* sums = out + p * kPanel * kTile;
-      Floats acc[kPanel];
-      for (int m = 0; m < kPanel; ++m) acc[m] = load(sums + m * kTile);
-      const OutlierQuad* q = x.quads + at[p];
-      const OutlierQuad* stop = x.quads + x.firsts[p + 1];
-      for (; q < stop && q->column < last; ++q) {
-        const Floats weight = load(weights + (q->column - first) * kTile);
-        const Quad inputs = load_quad(q->x);
-        unrolled<kPanel>([&](auto m) WINDLASS_INLINED {
-          acc[m] = fma_lane<m>(acc[m], weight, inputs);
-        });
-      }
-      for (int m = 0; m < kPanel; ++m) store(sums + m * kTile, acc[m]);
-      at[p] = static_cast<int32_t>(q - x.quads);
-    }
   }
 }
 
@@ -300,7 +254,8 @@ void many_rows(const Product& job) {
     int32_t outliers_at[kMostPanels];
     if (job.columns != nullptr) {
       std::memset(rest, 0, static_cast<size_t>(last - first) * sizeof rest[0]);
-      columns = outlier_columns(job.w, job.cut * kPanel, job.piece_columns(first));
+      columns = outlier_columns(job.w, most_outliers(job.w), job.cut * kPanel,
+                                job.piece_columns(first));
       std::copy(columns.firsts, columns.firsts + (last - first), outliers_at);
     }
     const IntTile<uint16_t> packed = tiles.at(t);
@@ -330,9 +285,10 @@ void many_rows(const Product& job) {
         });
       }
       if (job.columns != nullptr) {
-        const Span span{begin, end, begin / group};
-        multiply_columns<NIBBLES, MINS>(job.w, columns, tile, span, last - first, outliers_at,
-                                        rest[0]);
+        const auto weight_of = [&](const OutlierColumn& c) WINDLASS_INLINED {
+          return weight_at<NIBBLES, MINS>(job.w, tile, c.input - begin, c.group - begin / group);
+        };
+        multiply_columns(columns, begin, end, last - first, outliers_at, weight_of, rest[0]);
       }
     }
     each_panel(job, first, last, [&](auto rows, int p) {

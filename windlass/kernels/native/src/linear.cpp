@@ -34,11 +34,11 @@ struct Layout {
                          : split ? brain_panel_bytes(w)
                                  : float_panel_bytes(w);
     panel_bytes = (bytes + 63) / 64 * 64;
-    outlier_bytes = rounds && planes == 1 ? windlass::outlier_bytes(w) : 0;
+    outlier_bytes = rounds && planes == 1 ? windlass::outlier_bytes(most_outliers(w)) : 0;
     cut = panel_cut(rows * planes, panel_bytes);
     pieces = ceil_div(panels, cut);
     const bool by_column = outlier_bytes > 0 && rows >= kManyRows;
-    column_bytes = by_column ? windlass::column_bytes(w, cut * kPanel) : 0;
+    column_bytes = by_column ? windlass::column_bytes(w, most_outliers(w), cut * kPanel) : 0;
     // Sums of floats must be the same for any number of rows; those of whole numbers are anyway.
     squares = kHasAmx && amx_allowed() && (split || (integer && rows * planes >= kManyRows));
   }
@@ -118,7 +118,7 @@ bool run_rows(const LinearRows& rows) {
     const int most = to.cut * kPanel;
     run.pool.each(to.pieces, 1, [&](int begin, int end) {
       for (int i = begin; i < end; ++i) {
-        gather_columns(w, outliers + to.all_outliers(i * most),
+        gather_columns(w, outliers + to.all_outliers(i * most), most_outliers(w),
                        std::min(most, rows.count - i * most), most,
                        columns + to.column_bytes * static_cast<size_t>(i));
       }

@@ -5,7 +5,6 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
-#include <vector>
 
 #include "simd.h"
 
@@ -119,121 +118,16 @@ struct PanelSink {
   }
 };
 
-// Where the outliers of a row go.
-struct OutlierSink {
-  int32_t* count = nullptr;
-  Outlier* list = nullptr;
-
-  OutlierSink(uint8_t* memory)
-      : count(reinterpret_cast<int32_t*>(memory)),
-        list(reinterpret_cast<Outlier*>(memory + kCountBytes)) {
-    *count = 0;
-  }
-};
-
 }  // namespace
 
-size_t outlier_bytes(const Weight& w) {
-  const size_t blocks = static_cast<size_t>(padded_in(w) / block_size(w));
-  return (kCountBytes + blocks * sizeof(Outlier) + 15) / 16 * 16;
-}
-
-namespace {
-
-size_t quad_bytes(const Weight& w, int rows) {
-  // A row has at most one in a block.
-  const size_t blocks = static_cast<size_t>(padded_in(w) / block_size(w));
-  return blocks * static_cast<size_t>(rows) * sizeof(OutlierQuad);
-}
-
-size_t first_bytes(int rows) { return static_cast<size_t>(rows / kPanel + 1) * sizeof(int32_t); }
-
-// Which of some numbers are there, in their order.
-class Marks {
- public:
-  explicit Marks(int count) : words_(static_cast<size_t>(ceil_div(count, 64))) {}
-
-  void add(int i) { words_[static_cast<size_t>(i / 64)] |= uint64_t{1} << i % 64; }
-
-  // Calls body(i) for all of them, and forgets them.
-  template <class Body>
-  void take(const Body& body) {
-    for (size_t w = 0; w < words_.size(); ++w) {
-      for (uint64_t left = words_[w]; left != 0; left &= left - 1) {
-        body(static_cast<int>(w) * 64 + __builtin_ctzll(left));
-      }
-      words_[w] = 0;
-    }
-  }
-
- private:
-  std::vector<uint64_t> words_;
-};
-
-}  // namespace
-
-size_t column_bytes(const Weight& w, int most) {
-  const size_t columns = static_cast<size_t>(padded_in(w)) * sizeof(OutlierColumn);
-  return (kCountBytes + columns + first_bytes(most) + quad_bytes(w, most) + 15) / 16 * 16;
-}
-
-OutlierColumns outlier_columns(const Weight& w, int most, const uint8_t* memory) {
-  const uint8_t* columns = memory + kCountBytes;
-  const uint8_t* firsts = columns + static_cast<size_t>(padded_in(w)) * sizeof(OutlierColumn);
-  return {reinterpret_cast<const OutlierColumn*>(columns),
-          reinterpret_cast<const int32_t*>(firsts),
-          reinterpret_cast<const OutlierQuad*>(firsts + first_bytes(most)),
-          *reinterpret_cast<const int32_t*>(memory)};
-}
-
-void gather_columns(const Weight& w, const uint8_t* outliers, int rows, int most,
-                    uint8_t* memory) {
-  const OutlierColumns out = outlier_columns(w, most, memory);
-  OutlierColumn* columns = const_cast<OutlierColumn*>(out.list);
-  OutlierQuad* quads = const_cast<OutlierQuad*>(out.quads);
-  int32_t* firsts = const_cast<int32_t*>(out.firsts);
-  const size_t next_row = outlier_bytes(w);
-  const auto each = [&](int begin, int end, const auto& body) {
-    for (int m = begin; m < end; ++m) {
-      const Outliers row = row_outliers(outliers + static_cast<size_t>(m) * next_row);
-      for (int i = 0; i < row.count; ++i) body(m - begin, row.list[i]);
-    }
-  };
-  Marks marks(padded_in(w));
-  std::vector<int32_t> column_of(static_cast<size_t>(padded_in(w)));
-  int num_columns = 0, num_quads = 0;
-  each(0, rows, [&](int, const Outlier& o) { marks.add(o.input); });
-  marks.take([&](int input) {
-    column_of[static_cast<size_t>(input)] = num_columns;
-    columns[num_columns++].input = input;
-  });
-  std::vector<int32_t> quad_of(static_cast<size_t>(num_columns));
-  for (int first = 0; first < rows; first += kPanel) {
-    const int last = std::min(first + kPanel, rows);
-    firsts[first / kPanel] = num_quads;
-    each(first, last, [&](int, const Outlier& o) {
-      const int32_t c = column_of[static_cast<size_t>(o.input)];
-      columns[c].group = o.group;
-      marks.add(c);
-    });
-    marks.take([&](int c) {
-      quad_of[static_cast<size_t>(c)] = num_quads;
-      quads[num_quads++] = {{}, c};
-    });
-    each(first, last, [&](int m, const Outlier& o) {
-      const int32_t c = column_of[static_cast<size_t>(o.input)];
-      quads[quad_of[static_cast<size_t>(c)]].x[m] = o.x;
-    });
-  }
-  firsts[ceil_div(rows, kPanel)] = num_quads;
-  *reinterpret_cast<int32_t*>(memory) = num_columns;
-}
+int most_outliers(const Weight& w) { return padded_in(w) / block_size(w); }
 
 void fill_int_panel(const Weight& w, const float* x, const float* x_scales, int rows, int planes,
                     uint8_t* memory, uint8_t* outliers) {
   const int block = block_size(w);
   const int num_blocks = padded_in(w) / block;
   const PanelSink panel(w, memory);
+  const size_t next_row = outlier_bytes(most_outliers(w));
   const IntSizes sizes(w);
   // Rows that are not there count too.
   std::memset(memory + sizes.codes, 0, 2 * sizes.blocks + sizes.groups);
@@ -241,7 +135,7 @@ void fill_int_panel(const Weight& w, const float* x, const float* x_scales, int 
     const float* row = x + static_cast<size_t>(m) * w.num_in;
     const float* given = x_scales == nullptr ? nullptr : x_scales + m;
     uint8_t unused[kCountBytes];
-    OutlierSink sink(outliers ? outliers + static_cast<size_t>(m) * outlier_bytes(w) : unused);
+    OutlierSink sink(outliers ? outliers + static_cast<size_t>(m) * next_row : unused);
     for (int b = 0; b < num_blocks; ++b) {
       float spare[kMostBlock];
       int8_t codes[kMostBlock];
@@ -253,7 +147,7 @@ void fill_int_panel(const Weight& w, const float* x, const float* x_scales, int 
         std::memmove(spare, inputs, static_cast<size_t>(block) * sizeof(float));
         spare[at] = 0.0f;
         r = round_block(block, spare, nullptr, codes);
-        sink.list[(*sink.count)++] = {b * block + at, panel.group(b), peak * kLift};
+        sink.add({b * block + at, panel.group(b), peak * kLift});
         panel.put(b, m, r, codes);
         panel.add_sum(b, m, peak * kLift);
         continue;

@@ -2,6 +2,7 @@
 
 #pragma once
 
+#include "outliers.h"
 #include "weight.h"
 
 namespace windlass {
@@ -12,38 +13,6 @@ struct IntPanel {
   const float* scales;    // [blocks][4]
   const int32_t* centre;  // [blocks][4]: the sum of the codes times what stored codes have too much
   const float* sums;      // [groups][4]: the sum of the rounded inputs
-};
-
-// An input that outweighs its block: it is left out there, since it would make the step too coarse
-// for those beside it, and multiplied as it is. Its part of the minima is in IntPanel::sums.
-struct Outlier {
-  int32_t input;  // in the weight's order
-  int32_t group;
-  float x;
-};
-
-// Those of one row, in the order of the inputs.
-struct Outliers {
-  const Outlier* list;
-  int count;
-};
-
-// Outliers of some panels by input, so that a weight is unpacked once for all of them. A column is
-// an input at which some row has one.
-struct OutlierColumn {
-  int32_t input, group;
-};
-// What the 4 rows of a panel have there, zero where it is no outlier of a row: 4 rows meet a weight
-// in the time that finding the one that has it would take.
-struct OutlierQuad {
-  float x[kPanel];
-  int32_t column;
-};
-struct OutlierColumns {
-  const OutlierColumn* list;
-  const int32_t* firsts;  // [panels + 1]: panel p has quads [firsts[p], firsts[p + 1])
-  const OutlierQuad* quads;
-  int count;
 };
 
 // Bytes of a panel's arrays, found once for a product.
@@ -78,21 +47,12 @@ inline const float* inputs_of(const Weight& w, const float* row, int first, int 
   return spare;
 }
 
-size_t outlier_bytes(const Weight& w);  // of one row, if every block has one
-constexpr size_t kCountBytes = 16;  // before the list
-inline Outliers row_outliers(const uint8_t* memory) {
-  return {reinterpret_cast<const Outlier*>(memory + kCountBytes),
-          *reinterpret_cast<const int32_t*>(memory)};
-}
-
-// The same of `rows` rows by input, in memory for `most` rows, which are whole panels.
-size_t column_bytes(const Weight& w, int most);
-void gather_columns(const Weight& w, const uint8_t* outliers, int rows, int most, uint8_t* memory);
-OutlierColumns outlier_columns(const Weight& w, int most, const uint8_t* memory);
+int most_outliers(const Weight& w);  // of a row: one in every block
 
 // With two planes each row of x takes two of the panel's: its codes, and what they leave, rounded
 // in turn. With one, inputs that outweigh their block go to `outliers` (outlier_bytes for each
-// row), if given. With scales x is whole numbers already.
+// row), if given; their part of the minima is in IntPanel::sums. With scales x is whole numbers
+// already.
 void fill_int_panel(const Weight& w, const float* x, const float* x_scales, int rows, int planes,
                     uint8_t* memory, uint8_t* outliers);
 

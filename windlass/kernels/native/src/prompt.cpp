@@ -7,6 +7,7 @@
 
 #include "dots.h"
 #include "linear.h"
+#include "outliers.h"
 #include "prompt_neon.h"
 #include "prompt_panels.h"
 #include "prompt_steps.h"
@@ -129,36 +130,22 @@ inline void multiply_stretch(const Stretch& w, int inputs, const int8_t* x, cons
   });
 }
 
-// Adds what the outliers of a stretch contribute.
-void multiply_outliers(const PromptOutliers& x, int stretch, const Packed& tile,
-                       const Groups& groups, float* sums) {
-  alignas(64) float weights[kStretch * kTile];
-  const PromptEnd from = stretch > 0 ? x.ends[stretch - 1] : PromptEnd{0, 0};
-  const PromptEnd to = x.ends[stretch];
-  for (int i = from.column; i < to.column; ++i) {
-    const PromptColumn c = x.columns[i];
-    const uint32_t group = (c.group - static_cast<uint32_t>(groups.first)) * kTile;
-    const Floats code = nibbles_at(tile.codes + c.input / 16 * (8 * kTile),
-                                   static_cast<int>(c.input % 16));
-    store(weights + (i - from.column) * kTile,
-          fma(load(groups.lows + group), code, load(groups.scales + group)));
-  }
-  const PromptEntry* const end = x.entries + to.entry;
-  for (const PromptEntry* e = x.entries + from.entry; e < end; ++e) {
-    float* sum = sums + e->row;
-    store(sum, fma(load(sum), load(weights + e->column), splat(e->x)));
-  }
+// The weight of an outlier's input, as it is.
+template <bool MINS>
+WINDLASS_INLINE Floats weight_at(const Packed& tile, const OutlierColumn& c) {
+  const uint32_t input = static_cast<uint32_t>(c.input);
+  const Floats code =
+      nibbles_at(tile.codes + input / 16 * (8 * kTile), static_cast<int>(input % 16));
+  const Floats unit = splat(1.0f / kHalfUnit);
+  const Floats scale = mul(load_scales(tile.scales + c.group * kTile), unit);
+  // Without minima codes lie around 8.
+  const Floats low = MINS ? mul(load_scales(tile.mins + c.group * kTile), unit)
+                          : mul(scale, splat(-8.0f));
+  return fma(low, code, scale);
 }
 
-struct PromptProduct {
-  Product job;
-  const uint8_t* outliers;  // of every piece of panels
-  size_t outlier_bytes;
-};
-
 template <bool MINS>
-void multiply_prompt(const PromptProduct& prompt) {
-  const Product& job = prompt.job;
+void multiply_prompt(const Product& job) {
   const PromptSizes sizes(job.w);
   const int padded = padded_in(job.w);
   each_piece(job, [&](int t, int first, int last, Target to) {
@@ -168,14 +155,10 @@ void multiply_prompt(const PromptProduct& prompt) {
     alignas(64) float sums[kMostPanels + 1][kPanel * kTile];
     std::memset(sums, 0, static_cast<size_t>(last - first) * sizeof sums[0]);
     const Packed tile(job.w, t);
-    const size_t piece = static_cast<size_t>(first / job.cut);
-    const PromptOutliers outliers = prompt_outliers(
-        job.w, job.cut * kPanel, prompt.outliers + piece * prompt.outlier_bytes);
     for (int begin = 0, s = 0; begin < padded; begin += kStretch, ++s) {
       const int end = std::min(begin + kStretch, padded);
       read_groups<MINS>(job.w, tile, begin, end, groups);
       unpack_stretch(job.w, tile, groups, begin, end, stretch);
-      multiply_outliers(outliers, s, tile, groups, sums[0]);
       const auto panel = [&](int p) {
         PromptPanel x = sizes.panel(job.panel(p));
         return PromptPanel{x.codes + begin * kPanel, x.scales + s * kPanel, x.centre + s * kPanel};
@@ -194,6 +177,14 @@ void multiply_prompt(const PromptProduct& prompt) {
         });
       }
     }
+    const OutlierColumns columns = outlier_columns(
+        job.w, most_prompt_outliers(job.w), job.cut * kPanel, job.piece_columns(first));
+    int32_t outliers_at[kMostPanels];
+    std::copy(columns.firsts, columns.firsts + (last - first), outliers_at);
+    const auto weight_of = [&](const OutlierColumn& c) WINDLASS_INLINED {
+      return weight_at<MINS>(tile, c);
+    };
+    multiply_columns(columns, 0, padded, last - first, outliers_at, weight_of, sums[0]);
     each_panel(job, first, last, [&](auto rows, int p) {
       store_tile(job, to, t, p * kPanel, rows, sums[p - first], job.add);
     });
@@ -211,14 +202,15 @@ bool run_prompt_rows(const LinearRows& linear) {
   const int cut = round_up(panel_cut(linear.count, panel_bytes, 512 << 10, kMostPanels), 2);
   const int pieces = ceil_div(panels, cut);
   const size_t all_panels = static_cast<size_t>(panels + 1) * panel_bytes;
-  const size_t row_bytes = prompt_row_bytes(w);
+  const int most_outliers = most_prompt_outliers(w);
+  const size_t row_bytes = outlier_bytes(most_outliers);
   const size_t all_rows = (static_cast<size_t>(linear.count) * row_bytes + 63) / 64 * 64;
-  const size_t piece_bytes = prompt_outlier_bytes(w, cut * kPanel);
+  const size_t piece_bytes = column_bytes(w, most_outliers, cut * kPanel);
   uint8_t* memory =
       linear.run.pool.buffer(all_panels + all_rows + piece_bytes * static_cast<size_t>(pieces));
   if (memory == nullptr) return false;
   uint8_t* by_row = memory + all_panels;
-  uint8_t* gathered = by_row + all_rows;
+  uint8_t* columns = by_row + all_rows;
   linear.run.pool.each(panels, 1, [&](int begin, int end) {
     for (int p = begin; p < end; ++p) {
       const int count = std::min(kPanel, linear.count - p * kPanel);
@@ -230,15 +222,16 @@ bool run_prompt_rows(const LinearRows& linear) {
   const int most = cut * kPanel;
   linear.run.pool.each(pieces, 1, [&](int begin, int end) {
     for (int i = begin; i < end; ++i) {
-      gather_outliers(w, by_row + static_cast<size_t>(i * most) * row_bytes,
-                      std::min(most, linear.count - i * most), most,
-                      gathered + static_cast<size_t>(i) * piece_bytes);
+      gather_columns(w, by_row + static_cast<size_t>(i * most) * row_bytes, most_outliers,
+                     std::min(most, linear.count - i * most), most,
+                     columns + static_cast<size_t>(i) * piece_bytes);
     }
   });
   Product job = linear.product(memory, panel_bytes, cut);
   job.gain = w.gain;
-  const tile::PromptProduct prompt{job, gathered, piece_bytes};
-  w.has_mins ? tile::multiply_prompt<true>(prompt) : tile::multiply_prompt<false>(prompt);
+  job.columns = columns;
+  job.column_bytes = piece_bytes;
+  w.has_mins ? tile::multiply_prompt<true>(job) : tile::multiply_prompt<false>(job);
   return true;
 }
 

@@ -1,11 +1,10 @@
-// Rounds rows of prompts, and gathers what stands out of them. Plain loops that compilers vectorise.
+// Rounds rows of prompts, and notes what stands out of them. Plain loops that compilers vectorise.
 
 #include "prompt_panels.h"
 
 #include <algorithm>
 #include <cmath>
 #include <cstring>
-#include <vector>
 
 #include "panels.h"
 #include "simd.h"
@@ -22,15 +21,6 @@ constexpr float kOutlier = 4.0f;
 constexpr float kOutlierOfRest = 4.5f;
 // At most one in kOutlier squared can be, and then one in kOutlierOfRest squared.
 constexpr int kMostOutliers = kStretch / 16 + kStretch / 20 + 1;
-
-struct RowOutlier {
-  int32_t input;  // in the weight's order
-  float x;
-};
-
-size_t most_outliers(const Weight& w) {
-  return static_cast<size_t>(num_stretches(w)) * kMostOutliers;
-}
 
 // From where on an input is an outlier; where one is no number, none is.
 float outlier_limit(const float* x, int count, float times) {
@@ -89,23 +79,21 @@ int32_t round_codes(const float* x, int count, float inverse, int8_t* codes) {
 }
 
 // Appends the marked inputs of a stretch that begins at `first`.
-void list_outliers(const float* x, const uint8_t* marks, int first, int count, RowOutlier* list,
-                   int32_t& found) {
+void list_outliers(const float* x, const uint8_t* marks, int first, int count, int group,
+                   OutlierSink& sink) {
   for (int i = 0; i < count; i += 8) {
     uint64_t eight;
     std::memcpy(&eight, marks + i, 8);
     if (eight == 0) continue;
     for (int k = i; k < i + 8; ++k) {
-      if (marks[k]) list[found++] = {first + k, x[k]};
+      if (marks[k]) sink.add({first + k, (first + k) / group, x[k]});
     }
   }
 }
 
 }  // namespace
 
-size_t prompt_row_bytes(const Weight& w) {
-  return (kCountBytes + most_outliers(w) * sizeof(RowOutlier) + 15) / 16 * 16;
-}
+int most_prompt_outliers(const Weight& w) { return num_stretches(w) * kMostOutliers; }
 
 // NaN or infinity in x become a scale of NaN or infinity, so that the product shows them.
 void fill_prompt_panel(const Weight& w, const float* x, int rows, uint8_t* memory,
@@ -115,10 +103,9 @@ void fill_prompt_panel(const Weight& w, const float* x, int rows, uint8_t* memor
   float* scales = const_cast<float*>(panel.scales);
   int32_t* centre = const_cast<int32_t*>(panel.centre);
   const int padded = padded_in(w);
-  for (int m = 0; m < rows; ++m, outliers += prompt_row_bytes(w)) {
+  for (int m = 0; m < rows; ++m, outliers += outlier_bytes(most_prompt_outliers(w))) {
     const float* row = x + static_cast<size_t>(m) * static_cast<size_t>(w.num_in);
-    RowOutlier* list = reinterpret_cast<RowOutlier*>(outliers + kCountBytes);
-    int32_t found = 0;
+    OutlierSink sink(outliers);
     for (int first = 0, s = 0; first < padded; first += kStretch, ++s) {
       const int count = std::min(kStretch, padded - first);
       float spare[kStretch], inputs[kStretch];
@@ -126,7 +113,7 @@ void fill_prompt_panel(const Weight& w, const float* x, int rows, uint8_t* memor
       int8_t rounded[kStretch];
       const float* from = inputs_of(w, row, first, count, spare);
       const float peak = without_outliers(from, count, inputs, marks);
-      list_outliers(from, marks, first, count, list, found);
+      list_outliers(from, marks, first, count, w.group, sink);
       const float inverse = peak > 1e-30f ? 127.0f / peak : 0.0f;
       const int32_t sum = round_codes(inputs, count, inverse, rounded);
       int8_t* to = codes + static_cast<size_t>(first) * kPanel + kRun * m;
@@ -134,68 +121,7 @@ void fill_prompt_panel(const Weight& w, const float* x, int rows, uint8_t* memor
       scales[s * kPanel + m] = peak / 127.0f;
       centre[s * kPanel + m] = -128 * sum;
     }
-    *reinterpret_cast<int32_t*>(outliers) = found;
   }
-}
-
-namespace {
-
-size_t entries_at(const Weight& w) {
-  return static_cast<size_t>(padded_in(w)) * sizeof(PromptColumn);
-}
-size_t ends_at(const Weight& w, int rows) {
-  return entries_at(w) + static_cast<size_t>(rows) * most_outliers(w) * sizeof(PromptEntry);
-}
-
-}  // namespace
-
-size_t prompt_outlier_bytes(const Weight& w, int rows) {
-  const size_t ends = static_cast<size_t>(num_stretches(w)) * sizeof(PromptEnd);
-  return (ends_at(w, rows) + ends + 63) / 64 * 64;
-}
-
-PromptOutliers prompt_outliers(const Weight& w, int most, const uint8_t* memory) {
-  return {reinterpret_cast<const PromptColumn*>(memory),
-          reinterpret_cast<const PromptEntry*>(memory + entries_at(w)),
-          reinterpret_cast<const PromptEnd*>(memory + ends_at(w, most))};
-}
-
-// Counted by input, then put where those before leave off. Each row's stay in order.
-void gather_outliers(const Weight& w, const uint8_t* by_row, int rows, int most, uint8_t* memory) {
-  const PromptOutliers out = prompt_outliers(w, most, memory);
-  PromptColumn* columns = const_cast<PromptColumn*>(out.columns);
-  PromptEntry* entries = const_cast<PromptEntry*>(out.entries);
-  const size_t next_row = prompt_row_bytes(w);
-  const auto each = [&](const auto& body) {
-    for (int m = 0; m < rows; ++m) {
-      const uint8_t* row = by_row + static_cast<size_t>(m) * next_row;
-      const RowOutlier* list = reinterpret_cast<const RowOutlier*>(row + kCountBytes);
-      const int32_t count = *reinterpret_cast<const int32_t*>(row);
-      for (const RowOutlier* o = list; o < list + count; ++o) body(m, *o);
-    }
-  };
-  struct Place {
-    int32_t next;
-    uint16_t column;
-  };
-  std::vector<Place> places(static_cast<size_t>(padded_in(w)));
-  each([&](int, const RowOutlier& o) { ++places[static_cast<size_t>(o.input)].next; });
-  int32_t num_columns = 0, num_entries = 0, first = 0;
-  for (int k = 0; k < padded_in(w); ++k) {
-    if (k % kStretch == 0) first = num_columns;
-    Place& place = places[static_cast<size_t>(k)];
-    if (place.next > 0) {
-      place.column = static_cast<uint16_t>((num_columns - first) * kTile);
-      columns[num_columns++] = {static_cast<uint32_t>(k), static_cast<uint32_t>(k / w.group)};
-      num_entries += place.next;
-      place.next = num_entries - place.next;
-    }
-    const_cast<PromptEnd*>(out.ends)[k / kStretch] = {num_columns, num_entries};
-  }
-  each([&](int m, const RowOutlier& o) {
-    Place& place = places[static_cast<size_t>(o.input)];
-    entries[place.next++] = {static_cast<uint16_t>(m * kTile), place.column, o.x};
-  });
 }
 
 }  // namespace windlass

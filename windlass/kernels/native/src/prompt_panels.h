@@ -39,35 +39,10 @@ struct PromptSizes {
   }
 };
 
-// An input that is an outlier in some row.
-struct PromptColumn {
-  uint32_t input, group;
-};
-// An input of a row that is multiplied as it is.
-struct PromptEntry {
-  uint16_t row;     // kTile times what it is, counted from the first of these rows
-  uint16_t column;  // kTile times what it is, counted from the first of its stretch
-  float x;
-};
-// Those of one stretch are the columns and entries up to these, from where the last one's end.
-struct PromptEnd {
-  int32_t column, entry;
-};
+int most_prompt_outliers(const Weight& w);  // of a row
 
-// The outliers of some rows, in the order of the inputs.
-struct PromptOutliers {
-  const PromptColumn* columns;
-  const PromptEntry* entries;
-  const PromptEnd* ends;  // of the stretches
-};
-
-size_t prompt_row_bytes(const Weight& w);  // of one row's outliers
-// Rounds up to 4 rows of x, and notes what is left out of each.
+// Rounds up to 4 rows of x, and notes what is left out of each: outlier_bytes for a row.
 void fill_prompt_panel(const Weight& w, const float* x, int rows, uint8_t* memory,
                        uint8_t* outliers);
-
-size_t prompt_outlier_bytes(const Weight& w, int rows);
-void gather_outliers(const Weight& w, const uint8_t* by_row, int rows, int most, uint8_t* memory);
-PromptOutliers prompt_outliers(const Weight& w, int most, const uint8_t* memory);
 
 }  // namespace windlass

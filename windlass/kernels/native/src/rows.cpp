@@ -177,13 +177,28 @@ void normalise(const float* x, const float* weight, int width, float eps, float*
   });
 }
 
+namespace {
+
+WINDLASS_INLINE F32x8 gated(F32x8 g, F32x8 up) {
+  // Past -88 the exponential would be infinite; the result is as good as zero there.
+  const F32x8 e = exponential(sub(zero(), larger(g, splat(-88.0f))));
+  return mul(divide(g, add(splat(1.0f), e)), up);
+}
+
+}  // namespace
+
 void gate(const float* gates, const float* up, int width, float* out) {
-  each_8(width, [&](int i, int count) {
-    const F32x8 g = load_some(gates + i, count);
-    // Past -88 the exponential would be infinite; the result is as good as zero there.
-    const F32x8 e = exponential(sub(zero(), larger(g, splat(-88.0f))));
-    const F32x8 silu = divide(g, add(splat(1.0f), e));
-    store_some(out + i, mul(silu, load_some(up + i, count)), count);
+  int i = 0;
+  // Two at a time: each is a long chain of operations.
+  for (; i + 2 * kLanes <= width; i += 2 * kLanes) {
+    const F32x8 first = gated(load(gates + i), load(up + i));
+    const F32x8 second = gated(load(gates + i + kLanes), load(up + i + kLanes));
+    store(out + i, first);
+    store(out + i + kLanes, second);
+  }
+  each_8(width - i, [&](int k, int count) {
+    const F32x8 some = gated(load_some(gates + i + k, count), load_some(up + i + k, count));
+    store_some(out + i + k, some, count);
   });
 }
 
