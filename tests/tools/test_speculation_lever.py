@@ -33,11 +33,11 @@ def test_other_tokens_are_an_error_and_no_figure() -> None:
 
 
 def test_as_many_at_once_as_asked_for() -> None:
-    assert [(work.at_once, len(work.prompts)) for work in _works(5)] == [
+    assert [(work.at_once, len(work.prompts)) for work in _works(5, None, True)] == [
         (1, 8),
         (1, 8),
         (5, 5),
         (5, 5),
     ]
     own = [[{"role": "user", "content": str(i)}] for i in range(3)]
-    assert [len(work.prompts) for work in _works(5, own)] == [8, 3, 5, 5]
+    assert [len(work.prompts) for work in _works(5, own, False)] == [8, 3, 5, 5]

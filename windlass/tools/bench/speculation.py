@@ -28,6 +28,7 @@ _SAME = {
 }
 _TOKENS = 96
 _LONG = 384  # of many requests at once on a GPU, where fewer would be over in a moment
+_TURNS = 4  # runs of these for each that is asked for
 _AT_ONCE = 32
 # Prose that ships with the program: to repeat here, to measure short perplexities elsewhere.
 TEXTS = (
@@ -74,6 +75,7 @@ class _Work:
     prompts: list[Messages]
     at_once: int
     max_tokens: int = _TOKENS
+    turns: int = 1  # runs of each engine, for each that is asked for
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,12 +121,11 @@ def speculation(
         on = LLM.over(opened.card, guessing)
         for llm in (off, on):
             _run(llm, _Work("", [_ask("Hello")] * 2, 2))
-        for work in _works(num_requests or _AT_ONCE, free, _TOKENS if exact else _LONG):
+        for work in _works(num_requests or _AT_ONCE, free, exact):
             if not exact:  # kernels are compiled when they are first needed
                 for llm in (off, on):
                     _run(llm, work)
-            runs = [(_run(off, work), _run(on, work)) for _ in range(repeat)]
-            without, using = ([pair[i] for pair in runs] for i in (0, 1))
+            without, using = _in_turns(off, on, work, repeat * work.turns)
             rows.append({"spec": name, **_row(work, without, using, exact)})
             say(f"{name}, {work.name}: {rows[-1]['decode_speedup']} times the decode speed")
     notes = (
@@ -134,15 +135,16 @@ def speculation(
     return Record("speculation", rows, notes, settings=options)
 
 
-def _works(at_once: int, free: list[Messages] | None = None, most: int = _TOKENS) -> list[_Work]:
-    """`most`: tokens of an answer where many are given at once."""
+def _works(at_once: int, free: list[Messages] | None, slow: bool) -> list[_Work]:
+    """`slow`: on a CPU. Elsewhere many at once are over in a second, and no two runs are alike."""
+    most, turns = (_TOKENS, 1) if slow else (_LONG, _TURNS)
     editing = [_ask(f"Repeat the following text exactly: {text}") for text in TEXTS]
     free = free or [_ask(question) for question in _QUESTIONS]
     return [
         _Work("editing, one at a time", editing, 1),
         _Work("free answers, one at a time", free, 1),
-        _Work(f"editing, {at_once} at once", _cycle(editing, at_once), at_once, most),
-        _Work(f"free answers, {at_once} at once", _cycle(free, at_once), at_once, most),
+        _Work(f"editing, {at_once} at once", _cycle(editing, at_once), at_once, most, turns),
+        _Work(f"free answers, {at_once} at once", _cycle(free, at_once), at_once, most, turns),
     ]
 
 
@@ -152,6 +154,15 @@ def _cycle(prompts: list[Messages], count: int) -> list[Messages]:
 
 def _ask(text: str) -> Messages:
     return [{"role": "user", "content": text}]
+
+
+def _in_turns(off: LLM, on: LLM, work: _Work, count: int) -> tuple[list[_Run], list[_Run]]:
+    """Runs of both engines; who comes first changes, since a machine is not the same for long."""
+    runs: dict[bool, list[_Run]] = {False: [], True: []}
+    for turn in range(count):
+        for using in (False, True) if turn % 2 == 0 else (True, False):
+            runs[using].append(_run(on if using else off, work))
+    return runs[False], runs[True]
 
 
 def _run(llm: LLM, work: _Work) -> _Run:
