@@ -10,6 +10,7 @@ import sentencepiece
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import AutoTokenizer
 
+from tests.conftest import faster_gguf
 from tests.models import texts, tiny
 from windlass.errors import CheckpointError, UnsupportedError
 from windlass.models import gguf_tokenizer, spm, tokenizer_files
@@ -34,7 +35,8 @@ def default_tokenizer(default_gguf):
 @pytest.fixture(scope="session")
 def original(default_gguf):
     """transformers' own conversion, which leaves out that SmolLM takes digits one by one."""
-    found = AutoTokenizer.from_pretrained(default_gguf.parent, gguf_file=default_gguf.name)
+    with faster_gguf():
+        found = AutoTokenizer.from_pretrained(default_gguf.parent, gguf_file=default_gguf.name)
     backend = found.backend_tokenizer
     unchanged = Tokenizer.from_str(backend.to_str())
     backend.pre_tokenizer = pre_tokenizers.Sequence(

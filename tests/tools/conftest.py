@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -25,6 +26,14 @@ CONFIG = {
 }
 
 Windlass = Callable[..., str]
+
+
+@pytest.fixture(autouse=True)
+def _frozen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Programs that build engines in turn have all garbage looked for after each, which takes
+    longer than what they do here: dozens of collections over all that the tests imported.
+    """
+    monkeypatch.setattr(gc, "unfreeze", lambda: None)
 
 
 @pytest.fixture(scope="session")

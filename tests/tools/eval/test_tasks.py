@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -39,6 +40,9 @@ metric_list:
 
 @pytest.fixture
 def task_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A task, and none of lm-eval's own: to read all of these takes ten seconds."""
+    from lm_eval import tasks
+
     rows = [
         {"question": "A windlass lifts", "choices": ["loads", "purple", "why"], "answer": 0},
         {"question": "A rope is wound around a", "choices": ["verb", "drum"], "answer": 1},
@@ -50,6 +54,7 @@ def task_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
     (folder / "lifting.yaml").write_text(TASK.format(data=data))
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(tasks, "TaskManager", partial(tasks.TaskManager, include_defaults=False))
     return folder
 
 
