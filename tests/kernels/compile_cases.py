@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from windlass.kernels.triton import eagle, lora_codes, lora_kernels, medusa, verify
+from windlass.kernels.triton import eagle, lora_codes, lora_kernels, lora_tiles, medusa, verify
 
 X, F, I, L = "*bf16", "*fp32", "*i32", "*i64"  # noqa: E741
 EAGLE = ("table", "hidden", "gains", "hidden_gains", "out")
@@ -34,18 +34,18 @@ GUESSES_AND_ADAPTERS = {
     "lora expand, gated": lora_case(
         lora_kernels.expand_gated_kernel, PARTS=2, SPLITS=16, OUTPUTS=256
     ),
-    "lora shrink of a piece": lora_case(lora_kernels.shrink_tile_kernel, ROWS=64, BLOCK_K=128),
-    "lora expand of a piece": lora_case(lora_kernels.expand_tile_kernel, ROWS=64, OUTPUTS=64),
+    "lora shrink of a piece": lora_case(lora_tiles.shrink_tile_kernel, ROWS=64, BLOCK_K=128),
+    "lora expand of a piece": lora_case(lora_tiles.expand_tile_kernel, ROWS=64, OUTPUTS=64),
     "lora shrink, codes": lora_case(lora_codes.shrink_codes_kernel, True, BLOCK_K=512, ASM=True),
     "lora expand, codes": lora_case(lora_kernels.expand_kernel, True, SPLITS=16, OUTPUTS=256),
     "lora expand, gated, codes": lora_case(
         lora_kernels.expand_gated_kernel, True, PARTS=2, SPLITS=16, OUTPUTS=256
     ),
     "lora shrink of a piece, codes": lora_case(
-        lora_kernels.shrink_tile_kernel, True, ROWS=64, BLOCK_K=128
+        lora_tiles.shrink_tile_kernel, True, ROWS=64, BLOCK_K=128
     ),
     "lora expand of a piece, codes": lora_case(
-        lora_kernels.expand_tile_kernel, True, ROWS=64, OUTPUTS=64
+        lora_tiles.expand_tile_kernel, True, ROWS=64, OUTPUTS=64
     ),
     **{
         f"medusa block, {rows} rows": (

@@ -23,13 +23,8 @@ from windlass.kernels.lora import SiluMul, Stacks
 from windlass.kernels.rounded import Inputs
 from windlass.kernels.triton import chain
 from windlass.kernels.triton.lora_codes import shrink_codes_kernel
-from windlass.kernels.triton.lora_kernels import (
-    expand_gated_kernel,
-    expand_kernel,
-    expand_tile_kernel,
-    shrink_kernel,
-    shrink_tile_kernel,
-)
+from windlass.kernels.triton.lora_kernels import expand_gated_kernel, expand_kernel, shrink_kernel
+from windlass.kernels.triton.lora_tiles import expand_tile_kernel, shrink_tile_kernel
 
 _MOST_PARTS = 3
 

@@ -1,4 +1,4 @@
-"""The kernels of adapters: shrink and expand, for tokens by themselves and for pieces of rows.
+"""The kernels of adapters for tokens by themselves: shrink and expand. Pieces of rows: lora_tiles.py.
 
 Matrices may be int8 codes, whole numbers that every type of x holds exactly; then shrink multiplies
 its sums by the scales of the ranks.
@@ -18,7 +18,7 @@ RANKS = tl.constexpr(16)  # that are computed at once
 
 
 @triton.jit
-def _fetch(at, stride, rank, count, CHAINED: tl.constexpr, FETCH: tl.constexpr):
+def fetch(at, stride, rank, count, CHAINED: tl.constexpr, FETCH: tl.constexpr):
     """Ask for `count` values of the first ranks' rows, before they are read."""
     if FETCH and rank > 0:
         row = tl.minimum(tl.arange(0, RANKS), rank - 1).to(tl.int64)
@@ -86,7 +86,7 @@ def begin_shrink(
     begin = split * span
     end = tl.minimum(begin + span, K)
     weight = down + (slot * PARTS + part) * MOST * K
-    _fetch(weight + begin, K, rank, end - begin, CHAINED, FETCH)
+    fetch(weight + begin, K, rank, end - begin, CHAINED, FETCH)
     chain.wait(CHAINED)
     to = sums + ((split.to(tl.int64) * M + token) * PARTS + part) * MOST
     return token, place, rank, begin, end, weight, to
@@ -134,7 +134,7 @@ def shrink_kernel(
 
 
 @triton.jit
-def _part_of(tile, N0, N1, N2, OUTPUTS: tl.constexpr, UNIT: tl.constexpr):
+def part_of(tile, N0, N1, N2, OUTPUTS: tl.constexpr, UNIT: tl.constexpr):
     """Which part a tile of outputs is of: (part, its first output, its size, the tile in it).
 
     Sizes are multiples of `UNIT`, which must be said: it decides how much is read at once.
@@ -217,7 +217,7 @@ def expand_kernel(
     """y[token] += up[slot].T @ (sums over splits), for one tile of one part's outputs."""
     chain.release(CHAINED)
     token = tl.program_id(0)
-    part, first, size, tile = _part_of(tl.program_id(1), N0, N1, N2, OUTPUTS, UNIT)
+    part, first, size, tile = part_of(tl.program_id(1), N0, N1, N2, OUTPUTS, UNIT)
     output = tile * OUTPUTS + tl.arange(0, OUTPUTS)
     slot = tl.load(slots + token).to(tl.int64)
     weight = up + (slot * N + first) * MOST
@@ -282,120 +282,3 @@ def expand_gated_kernel(
     gate = gate.to(kind).to(tl.float32)
     active = (gate / (1 + tl.exp(-gate))).to(kind) * wide.to(kind)
     tl.store(out + token.to(tl.int64) * N + output, active, mask=mask)
-
-
-@triton.jit(do_not_specialize=["M"])
-def shrink_tile_kernel(
-    x,
-    down,
-    scales,
-    ranks,
-    slots,
-    tiles,
-    sums,
-    M,
-    K,
-    span,
-    rank_stride,
-    PARTS: tl.constexpr,
-    MOST: tl.constexpr,
-    SCALED: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    FETCH: tl.constexpr,
-    CHAINED: tl.constexpr,
-):
-    """The same for the tokens of a piece together, which are of one adapter."""
-    chain.release(CHAINED)
-    piece = tl.program_id(0)
-    part = tl.program_id(1)
-    split = tl.program_id(2)
-    start = tl.load(tiles + 2 * piece)
-    count = tl.load(tiles + 2 * piece + 1)
-    slot = tl.load(slots + start).to(tl.int64)
-    rank = tl.load(ranks + slot * rank_stride + part)
-    token = tl.arange(0, ROWS)
-    row = tl.arange(0, RANKS)
-    begin = split * span
-    end = tl.minimum(begin + span, K)
-    weight = down + (slot * PARTS + part) * MOST * K
-    _fetch(weight + begin, K, rank, end - begin, CHAINED, FETCH)
-    chain.wait(CHAINED)
-    source = x + (start + token).to(tl.int64)[:, None] * K
-    to = sums + ((split.to(tl.int64) * M + start + token) * PARTS + part)[:, None] * MOST
-    for first in range(0, rank, RANKS):
-        inside = first + row < rank
-        if SCALED:
-            scale = scales_of(scales, slot * rank_stride + part, first + row, inside, MOST)
-        acc = tl.zeros([ROWS, RANKS], dtype=tl.float32)
-        for at in range(begin, end, BLOCK_K):
-            k = at + tl.arange(0, BLOCK_K)
-            mask = (token < count)[:, None] & (k < end)[None, :]
-            values = tl.load(source + k[None, :], mask=mask, other=0.0)
-            mask = inside[None, :] & (k < end)[:, None]
-            w = tl.load(weight + (first + row)[None, :] * K + k[:, None], mask=mask, other=0)
-            acc = tl.dot(values, w.to(values.dtype), acc)
-        if SCALED:
-            acc *= scale[None, :]
-        tl.store(to + (first + row)[None, :], acc, mask=(token < count)[:, None] & inside[None, :])
-
-
-@triton.jit(do_not_specialize=["M", "splits"])
-def expand_tile_kernel(
-    y,
-    up,
-    ranks,
-    slots,
-    tiles,
-    sums,
-    M,
-    N,
-    N0,
-    N1,
-    N2,
-    splits,
-    rank_stride,
-    PARTS: tl.constexpr,
-    MOST: tl.constexpr,
-    ROWS: tl.constexpr,
-    OUTPUTS: tl.constexpr,
-    UNIT: tl.constexpr,
-    FETCH: tl.constexpr,
-    CHAINED: tl.constexpr,
-):
-    """The same for the tokens of a piece together."""
-    chain.release(CHAINED)
-    piece = tl.program_id(0)
-    part, first, size, tile = _part_of(tl.program_id(1), N0, N1, N2, OUTPUTS, UNIT)
-    begin = tile * OUTPUTS
-    start = tl.load(tiles + 2 * piece)
-    count = tl.load(tiles + 2 * piece + 1)
-    slot = tl.load(slots + start).to(tl.int64)
-    rank = tl.load(ranks + slot * rank_stride + part)
-    weight = up + (slot * N + first) * MOST
-    _fetch(weight + begin, size, rank, tl.minimum(OUTPUTS, size - begin), CHAINED, FETCH)
-    chain.wait(CHAINED)
-    if rank > 0:
-        output = begin + tl.arange(0, OUTPUTS)
-        token = tl.arange(0, ROWS)
-        row = tl.arange(0, RANKS)
-        acc = tl.zeros([ROWS, OUTPUTS], dtype=tl.float32)
-        for at in range(0, rank, RANKS):
-            inside = at + row < rank
-            mask = inside[:, None] & (output < size)[None, :]
-            rows = weight + (at + row).to(tl.int64)[:, None] * size
-            w = tl.load(rows + output[None, :], mask=mask, other=0)
-            if w.dtype == tl.int8:
-                # Sums that hold a code's scale may be too small for float16.
-                kind = y.dtype.element_ty
-                w = w.to(tl.bfloat16 if kind == tl.float16 else kind)
-            mask = (token < count)[:, None] & inside[None, :]
-            low = tl.zeros([ROWS, RANKS], dtype=tl.float32)
-            for split in range(splits):
-                source = sums + ((split * M + start + token).to(tl.int64) * PARTS + part) * MOST
-                low += tl.load(source[:, None] + (at + row)[None, :], mask=mask, other=0.0)
-            acc = tl.dot(low.to(w.dtype), w, acc)
-        to = y + (start + token).to(tl.int64)[:, None] * N + (first + output)[None, :]
-        mask = (token < count)[:, None] & (output < size)[None, :]
-        before = tl.load(to, mask=mask, other=0.0).to(tl.float32)
-        tl.store(to, (before + acc).to(y.dtype.element_ty), mask=mask)
