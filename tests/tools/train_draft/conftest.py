@@ -63,12 +63,19 @@ def full_disk(
 
 
 @pytest.fixture
-def train_draft() -> TrainDraft:
-    """Run the command and give all that it printed; `code` is the exit code it must have."""
+def train_draft(model: Path, prompts: Path) -> TrainDraft:
+    """Train into a folder and give all that was printed; `code` is the exit code it must have."""
 
-    def invoke(*args: object, code: int = 0) -> str:
-        words = ["train-draft", *map(str, args), "--no-progress", *ONE_CORE]
-        result = CliRunner().invoke(app, words)
+    def invoke(
+        out: Path,
+        *options: object,
+        code: int = 0,
+        model: Path = model,
+        data: Path | None = prompts,
+    ) -> str:
+        given = ("--data", data) if data is not None else ()
+        words = ("train-draft", model, "-o", out, *given, *options, "--no-progress", *ONE_CORE)
+        result = CliRunner().invoke(app, list(map(str, words)))
         unexpected = (SystemExit, KeyboardInterrupt)
         if result.exception is not None and not isinstance(result.exception, unexpected):
             raise result.exception

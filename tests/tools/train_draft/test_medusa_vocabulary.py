@@ -70,14 +70,13 @@ def test_labels_are_the_models_probabilities_of_these_tokens(
 
 def test_what_is_trained_is_served(
     model: Path,
-    prompts: Path,
     tmp_path: Path,
     train_draft: TrainDraft,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     out = tmp_path / "head"
     options = (*MEDUSA, "--no-share-head", "--draft-vocab", "64")
-    train_draft(model, "-o", out, "--data", prompts, *options)
+    train_draft(out, *options)
     report = json.loads((out / "report.json").read_text())
     curve = report["training"]["curve"]
     assert curve[-1]["loss"] < 0.9 * curve[0]["loss"]

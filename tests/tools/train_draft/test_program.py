@@ -30,10 +30,10 @@ def same_tensors(one: Path, other: Path) -> bool:
 
 
 def test_an_eagle_head_is_written_in_the_public_layout(
-    model: Path, prompts: Path, tmp_path: Path, train_draft: TrainDraft
+    tmp_path: Path, train_draft: TrainDraft
 ) -> None:
     out = tmp_path / "head"
-    said = train_draft(model, "-o", out, "--data", prompts, *EAGLE)
+    said = train_draft(out, *EAGLE)
     assert "mean acceptance length" in said
     config = json.loads((out / "config.json").read_text())
     assert config["architectures"] == ["LlamaForCausalLMEagle3"]
@@ -55,14 +55,14 @@ def test_an_eagle_head_is_written_in_the_public_layout(
 
 
 def test_medusa_heads_are_written_in_the_public_layout(
-    model: Path, prompts: Path, tmp_path: Path, train_draft: TrainDraft
+    tmp_path: Path, train_draft: TrainDraft
 ) -> None:
     shared, own = tmp_path / "shared", tmp_path / "own"
     texts = tmp_path / "texts.jsonl"
-    train_draft(model, "-o", shared, "--data", prompts, "--texts", texts, *MEDUSA)
+    train_draft(shared, "--texts", texts, *MEDUSA)
     written = texts.read_bytes()
     options = (*MEDUSA, "--no-share-head")
-    train_draft(model, "-o", own, "--data", prompts, "--texts", texts, *options)
+    train_draft(own, "--texts", texts, *options)
     assert texts.read_bytes() == written  # nothing was written twice
     config = json.loads((shared / "config.json").read_text())
     assert config["medusa_num_heads"] == 2
@@ -114,62 +114,59 @@ app()
 """
 
 
-@pytest.mark.parametrize("kind", [EAGLE, MEDUSA], ids=["eagle", "medusa"])
 def test_a_killed_run_goes_on_and_ends_the_same(
-    kind: tuple[str, ...], model: Path, prompts: Path, tmp_path: Path, train_draft: TrainDraft
+    model: Path, prompts: Path, tmp_path: Path, train_draft: TrainDraft
 ) -> None:
-    options = (*kind, "--data", str(prompts), "--max-steps", "9", "--save-every", "3")
-    train_draft(model, "-o", tmp_path / "whole", *options)
+    options = (*EAGLE, "--max-steps", "9", "--save-every", "3")
+    train_draft(tmp_path / "whole", *options)
     out = tmp_path / "out"
-    words = ["train-draft", str(model), "-o", str(out), *options, *ONE_CORE]
+    words = ["train-draft", str(model), "-o", str(out), "--data", str(prompts), *options, *ONE_CORE]
     killed = subprocess.run([sys.executable, "-c", _KILLED, *words], capture_output=True, text=True)
     assert killed.returncode == -signal.SIGKILL, killed.stderr
     assert not out.exists()
-    other = train_draft(model, "-o", out, *options, "--lr", "0.5", code=2)
+    other = train_draft(out, *options, "--lr", "0.5", code=2)
     assert "begun with other options: lr was" in other
-    assert "trained 9 steps" in train_draft(model, "-o", out, *options)
+    assert "trained 9 steps" in train_draft(out, *options)
     assert same_tensors(tmp_path / "whole", out)
     assert not (tmp_path / "out.partial").exists()
 
 
 def test_a_full_disk_keeps_what_is_done(
-    model: Path,
-    prompts: Path,
     tmp_path: Path,
     train_draft: TrainDraft,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    options = (*EAGLE, "--data", prompts, "--max-steps", "8", "--save-every", "3")
+    options = (*EAGLE, "--max-steps", "8", "--save-every", "3")
     real, out = unfinished.write_whole, tmp_path / "out"
     writes: list[str] = []
     full = full_disk(writes, lambda w: w.count("state.safetensors") == 2 or w[-1] == "report.json")
     monkeypatch.setattr(unfinished, "write_whole", full)
-    said = train_draft(model, "-o", out, *options, code=1)
+    said = train_draft(out, *options, code=1)
     assert "No space left on device" in said
     assert "the training up to step 3 is kept in" in said
     assert "run the same command again" in " ".join(said.split())
     assert not out.exists()
     writes += ["state.safetensors"] * 2
-    said = train_draft(model, "-o", out, *options, code=1)
+    said = train_draft(out, *options, code=1)
     assert "the training up to step 8 is kept in" in said
     assert not out.exists()
     monkeypatch.setattr(unfinished, "write_whole", real)
-    assert "trained 8 steps" in train_draft(model, "-o", out, *options)
+    assert "trained 8 steps" in train_draft(out, *options)
     assert (out / "report.json").is_file()
 
 
 def test_a_time_limit_ends_the_training_and_writes_the_head(
-    model: Path, prompts: Path, tmp_path: Path, train_draft: TrainDraft
+    tmp_path: Path, train_draft: TrainDraft
 ) -> None:
     out = tmp_path / "out"
-    train_draft(model, "-o", out, "--data", prompts, *MEDUSA, "--time-limit", "0.0001")
+    train_draft(out, *MEDUSA, "--time-limit", "0.0001")
     assert report_of(out)["training"]["ended_by"] == "--time-limit 0.0001"
 
 
 def test_a_model_invents_its_own_prompts(tmp_path: Path, train_draft: TrainDraft) -> None:
     folder = write_model(tmp_path / "tiny", num_hidden_layers=4)
     out = tmp_path / "out"
-    said = train_draft(folder, "-o", out, *MEDUSA, "--prompts", "12", "--max-steps", "2")
+    said = train_draft(out, *MEDUSA, "--prompts", 12, "--max-steps", 2, model=folder, data=None)
     assert "texts: 11 to train on" in said
     assert report_of(out)["data"] == "invented by the model"
 
@@ -199,54 +196,46 @@ def test_a_model_invents_its_own_prompts(tmp_path: Path, train_draft: TrainDraft
 def test_what_is_out_of_range(
     flags: tuple[str, ...],
     words: str,
-    model: Path,
-    prompts: Path,
     tmp_path: Path,
     train_draft: TrainDraft,
 ) -> None:
-    said = train_draft(model, "-o", tmp_path / "out", "--data", prompts, *flags, code=2)
+    said = train_draft(tmp_path / "out", *flags, code=2)
     assert words in said
     assert not (tmp_path / "out").exists()
 
 
-def test_files_without_a_usable_prompt(
-    model: Path, tmp_path: Path, train_draft: TrainDraft
-) -> None:
+def test_files_without_a_usable_prompt(tmp_path: Path, train_draft: TrainDraft) -> None:
     data, out = tmp_path / "data.jsonl", tmp_path / "out"
     lines = ['{"question": "?"}', "not json", '{"messages": []}', '{"prompt": "' + "a" * 99 + '"}']
     data.write_text("\n".join(lines))
     flags = ("--skip-broken-lines", *MEDUSA)
-    said = " ".join(train_draft(model, "-o", out, "--data", data, *flags, code=2).split())
+    said = " ".join(train_draft(out, *flags, data=data, code=2).split())
     assert "0 usable prompts" in said
     assert "1 lines: needs one of prompt, messages and text" in said
     assert "1 lines: is not JSON" in said
     assert "of more than 24 tokens" in said
     data.write_text('{"prompt": "a"}\n{"prompt": "b"}\n{"prompt": 3}\n')
-    said = train_draft(model, "-o", out, "--data", data, *MEDUSA, code=2)
+    said = train_draft(out, *MEDUSA, data=data, code=2)
     assert "1 of 3 lines cannot be used. line 3: prompt must be a string" in said
     data.write_text("")
-    assert "Beside them: nothing" in train_draft(model, "-o", out, "--data", data, *MEDUSA, code=2)
+    assert "Beside them: nothing" in train_draft(out, *MEDUSA, data=data, code=2)
     gone = tmp_path / "gone.jsonl"
-    assert "No such file" in train_draft(model, "-o", out, "--data", gone, *MEDUSA, code=2)
+    assert "No such file" in train_draft(out, *MEDUSA, data=gone, code=2)
 
 
-def test_an_output_that_exists_is_refused(
-    model: Path, prompts: Path, tmp_path: Path, train_draft: TrainDraft
-) -> None:
+def test_an_output_that_exists_is_refused(tmp_path: Path, train_draft: TrainDraft) -> None:
     out = tmp_path / "out"
     out.mkdir()
     (out / "thesis.txt").write_text("mine")
-    assert "exists already" in train_draft(model, "-o", out, "--data", prompts, *EAGLE, code=2)
+    assert "exists already" in train_draft(out, *EAGLE, code=2)
     mine = tmp_path / "new.partial"
     mine.mkdir()
     (mine / "thesis.txt").write_text("mine")
-    said = train_draft(model, "-o", tmp_path / "new", "--data", prompts, *EAGLE, code=2)
+    said = train_draft(tmp_path / "new", *EAGLE, code=2)
     assert "holds other files (thesis.txt)" in said
 
 
-def test_a_model_of_two_layers_has_no_eagle(
-    prompts: Path, tmp_path: Path, train_draft: TrainDraft
-) -> None:
+def test_a_model_of_two_layers_has_no_eagle(tmp_path: Path, train_draft: TrainDraft) -> None:
     folder = write_model(tmp_path / "two", num_hidden_layers=2)
-    said = train_draft(folder, "-o", tmp_path / "out", "--data", prompts, *EAGLE, code=2)
+    said = train_draft(tmp_path / "out", *EAGLE, model=folder, code=2)
     assert "reads what enters three layers, and this model has 2" in said

@@ -82,33 +82,31 @@ def test_states_are_remembered_where_it_helps_and_they_fit(
 @pytest.mark.parametrize("kind", [EAGLE, MEDUSA], ids=["eagle", "medusa"])
 def test_remembered_states_train_the_same_head(
     kind: tuple[str, ...],
-    model: Path,
-    prompts: Path,
     tmp_path: Path,
     train_draft: TrainDraft,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     once, per_step = tmp_path / "once", tmp_path / "per_step"
-    options = (*kind, "--data", prompts, "--texts", tmp_path / "texts.jsonl", "--max-steps", "9")
-    assert ONCE in train_draft(model, "-o", once, *options)
+    options = (*kind, "--texts", tmp_path / "texts.jsonl", "--max-steps", "9")
+    assert ONCE in train_draft(once, *options)
     monkeypatch.setattr(states, "free_bytes", lambda _device: 0)
-    assert f"{PER_STEP}: 0.00 GiB" in train_draft(model, "-o", per_step, *options)
+    assert f"{PER_STEP}: 0.00 GiB" in train_draft(per_step, *options)
     assert same_tensors(once, per_step)
     assert report_of(once)["seconds"].keys() >= {"writing", "states", "training"}
 
 
-def test_a_run_that_goes_on_keeps_to_its_way(
-    model: Path,
-    prompts: Path,
+def test_a_run_that_goes_on_keeps_to_its_way_and_ends_the_same(
     tmp_path: Path,
     train_draft: TrainDraft,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     out = tmp_path / "out"
-    options = (*MEDUSA, "--data", prompts, "--max-steps", "9", "--save-every", "3")
+    options = (*MEDUSA, "--max-steps", "9", "--save-every", "3")
     full = full_disk([], lambda writes: writes.count("state.safetensors") == 2)
     with monkeypatch.context() as patch:
         patch.setattr(states, "free_bytes", lambda _device: 0)
         patch.setattr(unfinished, "write_whole", full)
-        assert "up to step 3 is kept" in train_draft(model, "-o", out, *options, code=1)
-    assert f"{PER_STEP}, as before the interruption" in train_draft(model, "-o", out, *options)
+        assert "up to step 3 is kept" in train_draft(out, *options, code=1)
+    assert f"{PER_STEP}, as before the interruption" in train_draft(out, *options)
+    train_draft(tmp_path / "whole", *options)
+    assert same_tensors(tmp_path / "whole", out)
