@@ -68,6 +68,10 @@ def train_draft(
     heads: Annotated[
         int | None, typer.Option(metavar="N", help="medusa: tokens to guess; default: 3.")
     ] = None,
+    blocks: Annotated[
+        int | None,
+        typer.Option(metavar="N", help="medusa: residual blocks of each head; default: 1."),
+    ] = None,
     share_head: Annotated[
         bool | None,
         typer.Option(
@@ -120,6 +124,7 @@ def train_draft(
     wishes = Wishes(
         kind=kind,  # type: ignore[arg-type]  # checked when made
         heads=heads,
+        blocks=blocks,
         share_head=share_head,
         unroll=unroll,
         draft_vocab=draft_vocab,

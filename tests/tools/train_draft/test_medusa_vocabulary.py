@@ -75,7 +75,7 @@ def test_what_is_trained_is_served(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     out = tmp_path / "head"
-    options = (*MEDUSA, "--no-share-head", "--draft-vocab", "64")
+    options = (*MEDUSA, "--no-share-head", "--draft-vocab", "64", "--blocks", "2")
     train_draft(out, *options)
     report = json.loads((out / "report.json").read_text())
     curve = report["training"]["curve"]
@@ -83,7 +83,7 @@ def test_what_is_trained_is_served(
     assert json.loads((out / "config.json").read_text())["draft_vocab_size"] == 64
     weights = load_file(out / "model.safetensors")
     assert weights["d2t"].dtype == torch.int64
-    assert weights["1.1.weight"].shape == (64, 64)
+    assert weights["1.2.weight"].shape == (64, 64)
 
     seen: list[tuple[torch.Tensor, torch.Tensor]] = []
     draft = MedusaDrafter.draft
@@ -103,7 +103,7 @@ def test_what_is_trained_is_served(
     hidden, served = (torch.cat(parts) for parts in zip(*seen, strict=True))
 
     ids = weights["d2t"] + torch.arange(64)
-    module = MedusaModule(2, torch.zeros(256, 64), False, ids)
+    module = MedusaModule(2, torch.zeros(256, 64), False, ids, num_blocks=2)
     module.load_state_dict(weights)
     with torch.no_grad():
         guesses = [module.tokens(module.logits(head, hidden.float())) for head in range(2)]

@@ -20,7 +20,12 @@ class MedusaHead:
     """Owns the module; where the target's head is shared, a dense copy of it to train through."""
 
     def __init__(
-        self, target: Target, num_heads: int, share: bool, draft_ids: Tensor | None
+        self,
+        target: Target,
+        num_heads: int,
+        share: bool,
+        draft_ids: Tensor | None,
+        num_blocks: int = 1,
     ) -> None:
         """`draft_ids`: what can be guessed, on the CPU; None: the whole vocabulary."""
         self.num_guesses = num_heads
@@ -28,7 +33,8 @@ class MedusaHead:
         self._share = share
         matrix = as_inputs(target.head())
         self._rows = max(1, _NUMBERS[target.device.type] // len(matrix))
-        self.module = MedusaModule(num_heads, matrix, share, draft_ids).to(target.device)
+        module = MedusaModule(num_heads, matrix, share, draft_ids, num_blocks)
+        self.module = module.to(target.device)
         self._draft_ids = None if draft_ids is None else draft_ids.to(target.device)
 
     def learn(self, batch: Batch, states: States) -> Figures:
@@ -78,7 +84,7 @@ class MedusaHead:
         return {
             "model_type": "medusa",
             "medusa_num_heads": self.num_guesses,
-            "medusa_num_layers": 1,
+            "medusa_num_layers": self.module.num_blocks,
             "hidden_size": spec.hidden_size,
             "vocab_size": spec.vocab_size,
             **reduced,

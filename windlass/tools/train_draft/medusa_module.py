@@ -1,7 +1,7 @@
 """Medusa heads as plain torch; the state dict is the public layout.
 
-Head i reads the last hidden state at a position p and guesses token p + 2 + i. Each is a residual
-block and a matrix over the vocabulary or part of it, or the target's own where that is shared.
+Head i reads the last hidden state at a position p and guesses token p + 2 + i. Each is some residual
+blocks and a matrix over the vocabulary or part of it, or the target's own where that is shared.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Output(nn.Module):
 
 
 class MedusaModule(nn.ModuleList):
-    """`{i}.0.linear.weight`, `{i}.0.linear.bias`, and `{i}.1.weight` unless the head is shared.
+    """`{i}.{block}.linear.weight` and `.bias`, and `{i}.{blocks}.weight` unless the head is shared.
 
     With a draft vocabulary also `d2t`: how far a draft id is from the target's.
     """
@@ -41,7 +41,12 @@ class MedusaModule(nn.ModuleList):
     d2t: Tensor | None
 
     def __init__(
-        self, num_heads: int, matrix: Tensor, share: bool, draft_ids: Tensor | None = None
+        self,
+        num_heads: int,
+        matrix: Tensor,
+        share: bool,
+        draft_ids: Tensor | None = None,
+        num_blocks: int = 1,
     ) -> None:
         """`matrix`: the target's head [vocabulary, hidden].
 
@@ -52,8 +57,9 @@ class MedusaModule(nn.ModuleList):
         parts: list[nn.Module] = []
         for _ in range(num_heads):
             own = [] if share else [Output(rows)]
-            parts.append(nn.ModuleList([Block(hidden), *own]))
+            parts.append(nn.ModuleList([*(Block(hidden) for _ in range(num_blocks)), *own]))
         super().__init__(parts)
+        self.num_blocks = num_blocks
         offsets = None if draft_ids is None else draft_ids - torch.arange(len(draft_ids))
         self.register_buffer("d2t", offsets)
         # In a tuple: it is the target's and no part of this module.
@@ -61,13 +67,14 @@ class MedusaModule(nn.ModuleList):
 
     def hidden(self, head: int, last: Tensor) -> Tensor:
         """What the matrix of a head reads, from the target's last hidden states."""
-        block: Tensor = self.get_submodule(f"{head}.0")(last)
-        return block
+        for block in range(self.num_blocks):
+            last = self.get_submodule(f"{head}.{block}")(last)
+        return last
 
     def matrix(self, head: int) -> Tensor:
         if self._shared is not None:
             return self._shared[0]
-        return self.get_parameter(f"{head}.1.weight")
+        return self.get_parameter(f"{head}.{self.num_blocks}.weight")
 
     def logits(self, head: int, last: Tensor) -> Tensor:
         """Scores of the tokens that head `head` can guess [rows, vocabulary]."""

@@ -138,7 +138,7 @@ def _head(order: Order, target: Target, corpus: Corpus) -> Head:
         return EagleHead(target, draft_ids, wishes.num_guesses, order.config.model.seed)
     # The public layout has no map: it comes only with a part of the vocabulary.
     some = draft_vocabulary(corpus.train, size) if size < vocab_size else None
-    return MedusaHead(target, wishes.num_guesses, wishes.shares_head, some)
+    return MedusaHead(target, wishes.num_guesses, wishes.shares_head, some, wishes.blocks or 1)
 
 
 class _Studio:

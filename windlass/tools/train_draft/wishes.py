@@ -26,6 +26,7 @@ class Wishes:
 
     kind: Kind
     heads: int | None = None  # medusa
+    blocks: int | None = None  # medusa
     share_head: bool | None = None  # medusa
     unroll: int | None = None  # eagle
     draft_vocab: int | None = None  # eagle, and medusa with matrices of its own
@@ -45,6 +46,7 @@ class Wishes:
             raise ConfigError(f"--kind must be medusa or eagle, got {self.kind!r}.")
         for name, home in (
             ("heads", "medusa"),
+            ("blocks", "medusa"),
             ("share_head", "medusa"),
             ("unroll", "eagle"),
         ):
@@ -58,7 +60,7 @@ class Wishes:
                 "the model's own output matrix, which has all tokens. Add --no-share-head to train "
                 "one per head, or leave out --draft-vocab."
             )
-        for name in ("heads", "unroll"):
+        for name in ("heads", "blocks", "unroll"):
             _between(name, getattr(self, name), 1, _MOST_GUESSES)
         _between("context", self.context, _SHORTEST_CONTEXT, 2**20)
         _between("max_tokens", self.max_tokens, 4, self.context - 1)
