@@ -47,7 +47,7 @@ struct OutlierSink {
 // Outliers of some panels by input, so that a weight is unpacked once for all of them. A column is
 // an input at which some row has one; a quad is what the 4 rows of a panel have there, zero where it
 // is no outlier of a row: 4 rows meet a weight in the time that finding the one that has it would
-// take, and mostly others have it too.
+// take, and often others have it too.
 struct OutlierColumn {
   int32_t input, group;
 };
