@@ -26,10 +26,19 @@ _LEAST_DEAR, _MOST_DEAR = 0.5, 4.0
 _ASKED = 32  # requests whose records say how many guesses are made, and that try at once
 _FEW = 8  # requests for which it takes next to nothing to look for free guesses
 
-_LOOKS = Lengths(patience=16, first=16, longest=512)
-_FREE_LOOKS = Lengths(patience=16, first=8, longest=8)  # for few requests
-_TRIES = Lengths(patience=1, first=32, longest=512)  # of anybody
-_OWN_TRIES = Lengths(patience=1, first=16, longest=512)  # of one request
+
+@dataclass(frozen=True, slots=True)
+class _Pauses:
+    """Lengths of those between looks, between tries of anybody, and of one request."""
+
+    looks: Lengths
+    tries: Lengths
+    own_tries: Lengths
+
+
+_USUAL = _Pauses(Lengths(16, 16, 512), Lengths(1, 32, 512), Lengths(1, 16, 512))
+# Where guesses cost nothing to make, and a few requests nothing to verify.
+_SHORT = _Pauses(Lengths(16, 8, 8), Lengths(1, 32, 128), Lengths(1, 16, 128))
 
 
 class Drafting:
@@ -122,11 +131,11 @@ class _Record:
     def begin_anew(self) -> None:
         self.hits, self.tries = [], []
 
-    def guesses(self, now: int, trying: bool) -> None:
+    def guesses(self, now: int, lengths: Lengths, trying: bool) -> None:
         """Its guesses go into the next step, because they promise something or as a try."""
         if not trying:
             self.pause.begin_anew()
-        self.pause.in_vain(now, _OWN_TRIES)
+        self.pause.in_vain(now, lengths)
         self.trying = trying
 
 
@@ -164,7 +173,7 @@ class Governor:
         self._most_rows = most_rows
         self._now = 0  # steps so far
         self._looks, self._tries = Pause(), Pause()
-        self._look_lengths = _LOOKS
+        self._pauses = _USUAL
         self._rows_then = 0  # at the last look
         self._slots: dict[SlotId, _Record] = {}
         self._last_kind = 0
@@ -174,8 +183,9 @@ class Governor:
 
     def admit(self, slot: SlotId) -> None:
         record = self._slots[slot] = _Record()
-        record.pause.in_vain(self._now, _OWN_TRIES)  # not with the first guess that is let go
-        if self._look_lengths is _FREE_LOOKS:
+        # It does not try with the first guess that is let go.
+        record.pause.in_vain(self._now, self._pauses.own_tries)
+        if self._pauses is _SHORT:
             self._looks.begin_anew()
 
     def forget(self, slot: SlotId) -> None:
@@ -199,7 +209,7 @@ class Governor:
         if not self._looks.is_over(self._now):
             return 0
         self._rows_then = num_rows
-        self._look_lengths = _FREE_LOOKS if free and num_rows <= _FEW else _LOOKS
+        self._pauses = _SHORT if free and num_rows <= _FEW else _USUAL
         depth, pays = self._depth(slots)
         if pays:
             return depth
@@ -207,7 +217,7 @@ class Governor:
             record.pause.is_over(self._now) for record in self._records(slots)
         ):
             return 1
-        self._looks.in_vain(self._now, self._look_lengths)
+        self._looks.in_vain(self._now, self._pauses.looks)
         return 0
 
     def _records(self, slots: Sequence[SlotId]) -> list[_Record]:
@@ -274,7 +284,7 @@ class Governor:
             self._looks.begin_anew()
             self._tries.begin_anew()
         else:
-            self._looks.in_vain(self._now, self._look_lengths)
+            self._looks.in_vain(self._now, self._pauses.looks)
         self._let_some_try(slots, drafts, counts)
         return counts
 
@@ -308,16 +318,17 @@ class Governor:
     ) -> None:
         """Add tries to the guesses that promise something."""
         may_try, tried = self._tries.is_over(self._now), False
+        own_tries = self._pauses.own_tries
         room = min(_ASKED, self._most_positions - len(drafts) - sum(counts))
         for i, (slot, draft) in enumerate(zip(slots, drafts, strict=True)):
             record = self._slots[slot]
             if counts[i]:
-                record.guesses(self._now, trying=False)
+                record.guesses(self._now, own_tries, trying=False)
             elif may_try and room > 0 and draft.tokens and record.pause.is_over(self._now):
-                record.guesses(self._now, trying=True)
+                record.guesses(self._now, own_tries, trying=True)
                 counts[i], room, tried = 1, room - 1, True
         if tried:
-            self._tries.in_vain(self._now, _TRIES)
+            self._tries.in_vain(self._now, self._pauses.tries)
             # What was learned of the cost of guessing is as old as the pause was long.
             self._slowness[True] = (self._slowness[True] + self._slowness[False]) / 2
 
