@@ -21,10 +21,12 @@ _FADE_ALL = 0.98  # evidence of all requests, by kind of guess
 _WEIGHT = 2.0  # verifications that an expectation counts for
 _HOPE = 0.6  # acceptance of a kind of guess of which nothing is known yet
 _MARGIN = 1.01  # what guesses must promise: costs and chances are estimates
+# Of many requests. Those that guess well end early, and the rest go on in smaller, dearer steps.
+_MARGIN_OF_MANY = 1.05
 _SLOW_FADE = 0.95  # of what steps took against what they should have
 _LEAST_DEAR, _MOST_DEAR = 0.5, 4.0
 _ASKED = 32  # requests whose records say how many guesses are made, and that try at once
-_FEW = 8  # requests for which it takes next to nothing to look for free guesses
+_FEW = 8  # requests: more are many
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,7 +243,8 @@ class Governor:
             rate = tokens / self._seconds(len(slots), len(slots) * (1 + depth), depth)
             if rate > highest:
                 best, highest = depth, rate
-        return best, highest > self._dearness() * _MARGIN / self._plain.of(len(slots))
+        num_rows = len(slots)
+        return best, highest > self._dearness() * _margin(num_rows) / self._plain.of(num_rows)
 
     def _seconds(self, num_rows: int, num_tokens: int, depth: int) -> float:
         """What a step with guesses should take, the making of those for the next included."""
@@ -341,7 +344,7 @@ class Governor:
         """How many guesses, the likeliest first, give the most tokens per second, prompts included."""
         base = num_rows + others
         dearer = self._dearness()
-        most = _MARGIN * base / self._plain.of(base)
+        most = _margin(num_rows) * base / self._plain.of(base)
         best, tokens = 0, float(base)
         for count, chance in enumerate(chances, start=1):
             tokens += chance
@@ -353,3 +356,7 @@ class Governor:
     def _dearness(self) -> float:
         """How much more than plain ones do steps with guesses exceed what they should take."""
         return min(max(self._slowness[True] / self._slowness[False], _LEAST_DEAR), _MOST_DEAR)
+
+
+def _margin(num_rows: int) -> float:
+    return _MARGIN if num_rows <= _FEW else _MARGIN_OF_MANY
