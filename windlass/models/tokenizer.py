@@ -72,7 +72,7 @@ class HFTokenizer:
         if piece is None:
             return b""
         if "ByteLevel" in self._decoders:
-            return b"".join(_BYTE_OF.get(char, char.encode()) for char in piece)
+            return _piece_bytes(piece)
         if not self._decoders & {"ByteFallback", "Metaspace"}:
             return piece.encode()
         byte = _BYTE_PIECE.fullmatch(piece)
