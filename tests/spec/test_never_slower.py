@@ -93,7 +93,7 @@ def speed(
 @pytest.mark.parametrize("at_once", [1, 8, 32])
 def test_guesses_that_fail_cost_next_to_nothing(at_once: int, right: float) -> None:
     free, head = ([(200, often, right)] for often in (0.4, 1.0))
-    assert speed(free, at_once, CPU).times_plain > 0.994
+    assert speed(free, at_once, CPU).times_plain > 0.995
     assert speed(head, at_once, GPU, HEAD).times_plain > 0.99
 
 

@@ -10,10 +10,10 @@ LENGTHS = Lengths(patience=2, first=4, longest=10)
 def tries(pause: Pause, steps: range) -> list[int]:
     """The steps with one, all of them in vain."""
     found = []
-    for now in steps:
-        if pause.is_over(now):
-            found.append(now)
-            pause.in_vain(now, LENGTHS)
+    for step in steps:
+        if pause.is_over(step):
+            found.append(step)
+            pause.in_vain(step, LENGTHS)
     return found
 
 

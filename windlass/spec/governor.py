@@ -40,7 +40,7 @@ class _Pauses:
 
 _USUAL = _Pauses(Lengths(16, 16, 512), Lengths(1, 32, 512), Lengths(1, 16, 512))
 # Where guesses cost nothing to make, and a few requests nothing to verify.
-_SHORT = _Pauses(Lengths(16, 8, 8), Lengths(1, 16, 128), Lengths(1, 8, 128))
+_SHORT = _Pauses(Lengths(16, 8, 8), Lengths(1, 16, 128), Lengths(1, 16, 128))
 
 
 class Drafting:
