@@ -11,8 +11,11 @@ import torch
 
 from tests.lora.adapters import ALL, Parts, make_adapter
 from tests.quant.folders import IDS, write_plain
-from windlass.kernels.batch import AdapterRows
-from windlass.kernels.lora import Lora, PlainLora, Stacks
+from windlass.kernels.batch import AdapterRows, Heads
+from windlass.kernels.lora import Change, Lora, PlainLora, Stacks
+from windlass.kernels.ops import choose_ops
+from windlass.kernels.select import Need
+from windlass.layers.norm import RMSNorm
 from windlass.runner.adapters import grouped, in_pieces
 
 pytestmark = [
@@ -32,20 +35,27 @@ def folder(tmp_path_factory) -> Path:
 
 
 def make_stacks(
-    num_in: int, sizes: tuple[int, ...], slots: int, most: int, coded: bool = False
+    num_in: int,
+    sizes: tuple[int, ...],
+    slots: int,
+    most: int,
+    coded: bool = False,
+    by_output: bool = False,
 ) -> Stacks:
     """Slots of growing rank, in bfloat16 or as codes that come to numbers of the same size."""
     kind: dict[str, Any] = {"device": "cuda", "dtype": torch.int8 if coded else torch.bfloat16}
     ranks = torch.zeros((slots + 1, len(sizes)), dtype=torch.int32, device="cuda")
-    down = torch.empty((slots + 1, len(sizes), most, num_in), **kind)
-    up = torch.empty((slots + 1, most * sum(sizes)), **kind)
+    down = torch.zeros((slots + 1, len(sizes), most, num_in), **kind)
+    up = torch.zeros((slots + 1, most * sum(sizes)), **kind)
     scales = torch.rand((*ranks.shape, most), device="cuda") / 800 if coded else None
-    stacks = Stacks(down, up, ranks, sizes, {slot: [] for slot in range(slots + 1)}, scales)
+    changes: dict[int, list[Change]] = {slot: [] for slot in range(slots + 1)}
+    stacks = Stacks(down, up, ranks, sizes, changes, scales, by_output)
     for slot in range(1, slots + 1):
         rank = 1 + (slot * 7) % most
         ranks[slot] = rank
         for part in range(len(sizes)):
-            for half in stacks.place(slot, part, rank):
+            own, pieces = stacks.place(slot, part, rank)
+            for half in (own, *pieces):
                 values = torch.randn(half.shape, device="cuda")
                 half.copy_((values * 40).round().clamp(-127, 127) if coded else values)
     return stacks
@@ -53,12 +63,12 @@ def make_stacks(
 
 @pytest.mark.parametrize("sizes", [(4096, 1024, 1024), (1536, 1536), (576,)], ids=str)
 @pytest.mark.parametrize("counts", [[1] * 64, [1], [300, 1, 64, 7]], ids=len)
-@pytest.mark.parametrize("coded", [False, True], ids=["floats", "codes"])
+@pytest.mark.parametrize("form", ["floats", "codes", "codes by output"])
 def test_kernels_equal_the_plain_version(
-    sizes: tuple[int, ...], counts: list[int], coded: bool
+    sizes: tuple[int, ...], counts: list[int], form: str
 ) -> None:
     torch.manual_seed(0)
-    stacks = make_stacks(1536, sizes, 16, 64, coded)
+    stacks = make_stacks(1536, sizes, 16, 64, form != "floats", form == "codes by output")
     slots = np.repeat(np.arange(len(counts)) % 17, counts)
     if len(counts) == 1:
         slots[:] = 5
@@ -81,6 +91,15 @@ def test_kernels_equal_the_plain_version(
 
         active = kernel.gated(y.clone(), kernel.begin(x, given), given, silu_mul)
         assert off(active, plain.gated(y.clone(), x, rows, silu_mul)) < 0.02
+    if len(sizes) == 1:
+        need = Need(device, torch.bfloat16, Heads(4, 2, 64), 64)
+        norm = RMSNorm(sizes[0], 1e-5, torch.bfloat16, choose_ops(need))
+        norm.weight.data = torch.rand_like(y[0]) + 0.5
+        residual = torch.randn_like(y)
+        got = kernel.then(y.clone(), kernel.begin(x, given), given, residual.clone(), norm)
+        want = plain.then(y.clone(), x, rows, residual.clone(), norm)
+        assert off(got[1], want[1]) < 0.01
+        assert off(got[0], want[0]) < 0.02
 
 
 def off(got: torch.Tensor, want: torch.Tensor) -> torch.Tensor:

@@ -19,13 +19,16 @@ def lora_case(function: Any, codes: bool = False, **constants: int) -> tuple:
         **dict.fromkeys(("M", "K", "N", "N0", "N1", "N2"), "i32"),
         **dict.fromkeys(("span", "splits", "rank_stride"), "i32"),
     }
+    signature |= {"residual": X, "gains": X, "eps": "fp32"}
     if codes:
         signature |= {"down": "*i8", "up": "*i8", "scales": F}
     own = {name: kind for name, kind in signature.items() if name in function.arg_names}
-    constants = {"PARTS": 3, "MOST": 64, "FETCH": True, "UNIT": 16, "SCALED": codes, **constants}
+    usual = {"PARTS": 3, "MOST": 64, "FETCH": True, "UNIT": 16, "SCALED": codes}
+    constants = {**usual, "BY_OUTPUT": False, "ASM": True, **constants}
     constants = {name: value for name, value in constants.items() if name in function.arg_names}
     # A token by itself is one warp's, or two's.
-    return function, own, constants, {"num_warps": 4 if "ROWS" in constants else 1}
+    warps = (8 if codes else 16) if "WIDTH" in constants else 4 if "ROWS" in constants else 1
+    return function, own, constants, {"num_warps": warps}
 
 
 GUESSES_AND_ADAPTERS = {
@@ -40,6 +43,22 @@ GUESSES_AND_ADAPTERS = {
     "lora expand, codes": lora_case(lora_kernels.expand_kernel, True, SPLITS=16, OUTPUTS=256),
     "lora expand, gated, codes": lora_case(
         lora_kernels.expand_gated_kernel, True, PARTS=2, SPLITS=16, OUTPUTS=256
+    ),
+    "lora expand, codes by output": lora_case(
+        lora_kernels.expand_kernel, True, SPLITS=16, OUTPUTS=256, MOST=16, BY_OUTPUT=True
+    ),
+    "lora expand, gated, codes by output": lora_case(
+        lora_kernels.expand_gated_kernel,
+        True,
+        **{"PARTS": 2, "SPLITS": 16, "OUTPUTS": 256, "MOST": 16, "BY_OUTPUT": True},
+    ),
+    "lora expand, norm": lora_case(
+        lora_kernels.expand_norm_kernel, SPLITS=16, SIZE=4096, WIDTH=4096, MOST=16
+    ),
+    "lora expand, norm, codes by output": lora_case(
+        lora_kernels.expand_norm_kernel,
+        True,
+        **{"SPLITS": 32, "SIZE": 4096, "WIDTH": 4096, "MOST": 16, "BY_OUTPUT": True},
     ),
     "lora shrink of a piece, codes": lora_case(
         lora_tiles.shrink_tile_kernel, True, ROWS=64, BLOCK_K=128

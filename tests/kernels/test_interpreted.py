@@ -121,6 +121,42 @@ def test_decodes_from_the_product(normed: bool, window: int | None) -> None:
 
 
 @inside
+@pytest.mark.parametrize("normed", [False, True])
+@pytest.mark.parametrize("window", [None, 20])
+def test_tokens_of_a_row_see_each_other(normed: bool, window: int | None) -> None:
+    """As single tokens side by side: 4 of a row, the last of which may be nobody's."""
+    from windlass.kernels.triton.attention import attend
+
+    heads, width = Heads(6, 2, 24), 4
+    spare = 4  # the slot of places that nobody has
+    rows = [(600, 4), (0, 4), (14, 2), (126, 4)]
+    kv, plain = make_batch(heads, [*rows, (0, 1)])
+    place = [(row, i) for row in range(len(rows)) for i in range(width)]
+    used = [at for at, (row, i) in enumerate(place) if i < rows[row][1]]
+    positions = torch.tensor([rows[r][0] + i if i < rows[r][1] else 0 for r, i in place]).int()
+    slots = torch.tensor([r if i < rows[r][1] else spare for r, i in place]).int()
+    count = len(place)
+    counters = torch.zeros(count * heads.num_kv, dtype=torch.int32)
+    singles, tiles = torch.arange(count, dtype=torch.int32), torch.empty((0, 5), dtype=torch.int32)
+    work = AttentionWork(singles, tiles, 4, counters, width)
+    batch = StepBatch(positions, slots, plain.tables, [], [kv], work)
+    qkv = torch.randn(count, 10 * 24)
+    angle = torch.rand(640, 12) * 6
+    table = torch.cat([angle.cos(), angle.sin()], -1)
+    norms = (torch.randn(24), torch.randn(24), 1e-6) if normed else None
+    ours = LayerKV(kv.keys.clone(), kv.values.clone())
+    own = torch.cat([qkv[used], torch.zeros(1, 10 * 24)])
+    queries = reference.rope_write(own, heads, table, norms, kv, plain)
+    want = reference.attention(queries, kv, plain, 0.2, window)[:-1]
+    got = attend(qkv, heads, table, norms, ours, batch, 0.2, window)[used]
+    torch.testing.assert_close(got, want, atol=1e-4, rtol=1e-3)
+    real = plain.tables[:spare].flatten().long()
+    torch.testing.assert_close(ours.keys[real], kv.keys[real])
+    torch.testing.assert_close(ours.values[real], kv.values[real])
+    assert not counters.any()
+
+
+@inside
 @pytest.mark.parametrize("rows", [1, 5])
 @pytest.mark.parametrize("splits", [1, 3])
 def test_products_with_the_norm_behind_them(rows: int, splits: int) -> None:

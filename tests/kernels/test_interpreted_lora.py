@@ -11,7 +11,7 @@ from tests.kernels.lora_stacks import NUM_IN, SIZES, make_stacks
 from tests.kernels.test_interpreted import INTERPRETED, inside
 from windlass.kernels.batch import PIECE, AdapterRows
 from windlass.kernels.lora import Lora, PlainLora
-from windlass.kernels.reference import silu_mul
+from windlass.kernels.reference import add_rms_norm, silu_mul
 from windlass.runner.adapters import grouped, in_pieces
 
 pytest.importorskip("triton")
@@ -65,19 +65,69 @@ def test_pieces_of_rows(name: str, coded: bool) -> None:
 
 
 @inside
-def test_codes_that_are_read_by_words() -> None:
+@pytest.mark.parametrize("by_output", [False, True])
+@pytest.mark.parametrize("sizes", [(304, 32, 80), (144, 144), (416,)], ids=str)
+@pytest.mark.parametrize("pieces", [False, True])
+def test_codes_that_are_read_by_words(
+    by_output: bool, sizes: tuple[int, ...], pieces: bool
+) -> None:
     """Sizes of whole words and inputs of 16 bits: products of whole numbers."""
     from windlass.kernels.triton.lora import TritonLora
 
     torch.manual_seed(0)
     slots = [1, 0, 2, 3]
-    stacks = make_stacks((304, 32, 80), coded=True, num_in=640)
-    x, y = torch.randn(4, 640).half(), torch.randn(4, 416).half()
+    stacks = make_stacks(sizes, coded=True, num_in=640, most=48, by_output=by_output)
+    x, y = torch.randn(4, 640).half(), torch.randn(4, sum(sizes)).half()
     given = AdapterRows(torch.tensor(slots, dtype=torch.int32))
-    kernel = Lora(stacks, TritonLora())
+    if pieces:
+        given = in_pieces(np.array(slots), [1] * 4, CPU)
+        x, y = x.float(), y.float()
+    kernel, plain = Lora(stacks, TritonLora()), Lora(stacks, PlainLora())
+    rows = grouped(np.array(slots), CPU)
     got = kernel.end(y.clone(), kernel.begin(x, given), given)
-    want = Lora(stacks, PlainLora()).end(y.float(), x.float(), grouped(np.array(slots), CPU))
+    want = plain.end(y.float(), x.float(), rows)
     torch.testing.assert_close(got.float(), want, atol=0.02, rtol=1e-3)
+    if len(sizes) == 2 and not pieces:
+        x = x / 50
+        got = kernel.gated(y.clone(), kernel.begin(x, given), given, silu_mul)
+        want = plain.gated(y.float(), x.float(), rows, silu_mul)
+        torch.testing.assert_close(got.float(), want, atol=0.02, rtol=1e-2)
+
+
+class _Norm:
+    """As a layer's, in the interpreter."""
+
+    eps = 1e-5
+
+    def __init__(self, size: int) -> None:
+        self.weight = torch.rand(size) + 0.5
+
+    def rounding(self, num_rows: int) -> None:
+        del num_rows
+
+    def add(self, x, residual, whole=False):
+        assert whole
+        return add_rms_norm(x, residual, self.weight, self.eps)
+
+
+@inside
+@pytest.mark.parametrize(("coded", "by_output"), [(False, False), (True, False), (True, True)])
+@pytest.mark.parametrize("most", [16, 48])
+def test_a_norm_behind_the_change(coded: bool, by_output: bool, most: int) -> None:
+    from windlass.kernels.triton.lora import TritonLora
+
+    torch.manual_seed(0)
+    slots = [3, 0, 2, 0] if most == 16 else [1, 0, 2, 3]
+    stacks = make_stacks((304,), coded, 640, most, by_output)
+    x, y, residual = torch.randn(4, 640), torch.randn(4, 304), torch.randn(4, 304)
+    given, norm = AdapterRows(torch.tensor(slots, dtype=torch.int32)), _Norm(304)
+    kernel, plain = Lora(stacks, TritonLora()), Lora(stacks, PlainLora())
+    want = plain.then(y.clone(), x, grouped(np.array(slots), CPU), residual.clone(), norm)
+    low = kernel.begin(x, given)
+    got = kernel.then(y.clone(), low, given, residual.clone(), norm)
+    torch.testing.assert_close(got, want, atol=1e-2, rtol=1e-3)
+    base = [i for i, slot in enumerate(slots) if slot == 0]
+    assert torch.equal(got[1][base], (y + residual)[base])
 
 
 @inside

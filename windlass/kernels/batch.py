@@ -123,7 +123,8 @@ class AttentionWork:
     tiles: Tensor
     splits: int  # into how many parts the context of a single is cut, to fill the device
     counters: Tensor  # int32, zero between steps: one for each single and kv head
-    together: bool = False  # whether singles may be of the same row, and see each other's keys
+    # Tokens of a row that are singles side by side, and see each other's keys.
+    width: int = 1
 
 
 @dataclass(frozen=True, slots=True)

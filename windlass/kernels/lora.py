@@ -7,19 +7,21 @@ Which adapter lies in which slot, and how it got there, is the bank's business.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
 from windlass.kernels.batch import AdapterRows
-from windlass.kernels.products import fixed_linear
+from windlass.kernels.products import Norm, fixed_linear
 from windlass.kernels.rounded import Inputs, Outputs
 
+TOGETHER = 16  # ranks of an output that may lie side by side
 SiluMul = Callable[[Outputs], Inputs]
-# Outputs of a part, and its down [rank, in], up [rank, out] and scales [rank] where it has any.
+# Outputs of a part, and down [ranks, in], up [ranks, out] and scales [ranks] of some of its ranks.
 Change = tuple[slice, Tensor, Tensor, Tensor | None]
 
 
@@ -34,6 +36,8 @@ class Stacks:
     changes: dict[int, list[Change]]  # by slot, where no device need be asked: views of the others
     # [slots + 1, parts, most ranks] float32 of int8 codes; rows lie as far apart as those of ranks.
     scales: Tensor | None = None
+    # Whether a part's matrix in `up` is [most ranks / 16, out, 16] instead.
+    by_output: bool = False
 
     @property
     def num_bytes(self) -> int:
@@ -43,21 +47,35 @@ class Stacks:
     def clear(self, slot: int) -> None:
         self.changes[slot] = []
 
-    def place(self, slot: int, part: int, rank: int) -> tuple[Tensor, Tensor]:
-        """Where a part's down [rank, in] and up [rank, out] go, after `clear`.
+    def place(self, slot: int, part: int, rank: int) -> tuple[Tensor, list[Tensor]]:
+        """Where a part's down [rank, in] goes, and its up in pieces [some ranks, out], after `clear`.
 
         Its rank and scales are sent apart.
         """
         most, first, size = self.down.shape[2], sum(self.sizes[:part]), self.sizes[part]
-        own = self.up[slot, most * first : most * (first + size)].view(most, size)[:rank]
-        down = self.down[slot, part, :rank]
-        scales = None if self.scales is None else self.scales[slot, part, :rank]
-        self.changes[slot].append((slice(first, first + size), down, own, scales))
-        return down, own
+        own = self.up[slot, most * first : most * (first + size)]
+        step = TOGETHER if self.by_output else most
+        matrices = own.view(-1, size, step).mT if self.by_output else own.view(1, most, size)
+        down, scales = self.down[slot, part], None
+        pieces = []
+        for at, matrix in zip(range(0, rank, step), matrices, strict=False):
+            these = slice(at, min(at + step, rank))
+            pieces.append(matrix[: these.stop - at])
+            if self.scales is not None:
+                scales = self.scales[slot, part, these]
+            change = (slice(first, first + size), down[these], pieces[-1], scales)
+            self.changes[slot].append(change)
+        return down[:rank], pieces
 
 
 class LoraKernel(Protocol):
     """What adapters make of x [tokens, in] and add to y [tokens, out], before and after y is known."""
+
+    def by_output(
+        self, dtype: torch.dtype, inputs: torch.dtype, most: int, sizes: Sequence[int]
+    ) -> bool:
+        """How a layer's stacks are to lie, for matrices and inputs of these types: see `Stacks`."""
+        ...
 
     def begin(self, x: Tensor, stacks: Stacks, adapters: AdapterRows) -> Any: ...
 
@@ -69,6 +87,18 @@ class LoraKernel(Protocol):
         self, y: Tensor, low: Any, stacks: Stacks, adapters: AdapterRows, silu_mul: SiluMul
     ) -> Inputs:
         """silu(first half) * second half of that."""
+        ...
+
+    def then(
+        self,
+        y: Tensor,
+        low: Any,
+        stacks: Stacks,
+        adapters: AdapterRows,
+        residual: Tensor,
+        norm: Norm,
+    ) -> tuple[Inputs, Tensor]:
+        """That into the residual stream and through a norm, not rounded: as `Norm.add`."""
         ...
 
 
@@ -88,8 +118,42 @@ class Lora:
     def gated(self, y: Tensor, low: Any, adapters: AdapterRows, silu_mul: SiluMul) -> Inputs:
         return self.kernel.gated(y, low, self.stacks, adapters, silu_mul)
 
+    def then(
+        self, y: Tensor, low: Any, adapters: AdapterRows, residual: Tensor, norm: Norm
+    ) -> tuple[Inputs, Tensor]:
+        return self.kernel.then(y, low, self.stacks, adapters, residual, norm)
 
-class PlainLora:
+
+class Apart:
+    """Of a kernel that only knows `end`: what comes behind a product stays a step of its own."""
+
+    def by_output(
+        self, dtype: torch.dtype, inputs: torch.dtype, most: int, sizes: Sequence[int]
+    ) -> bool:
+        del dtype, inputs, most, sizes
+        return False
+
+    def end(self, y: Tensor, low: Any, stacks: Stacks, adapters: AdapterRows) -> Tensor:
+        raise NotImplementedError
+
+    def gated(
+        self, y: Tensor, low: Any, stacks: Stacks, adapters: AdapterRows, silu_mul: SiluMul
+    ) -> Inputs:
+        return silu_mul(self.end(y, low, stacks, adapters))
+
+    def then(
+        self,
+        y: Tensor,
+        low: Any,
+        stacks: Stacks,
+        adapters: AdapterRows,
+        residual: Tensor,
+        norm: Norm,
+    ) -> tuple[Inputs, Tensor]:
+        return norm.add(self.end(y, low, stacks, adapters), residual, whole=True)
+
+
+class PlainLora(Apart):
     """The plain version, adapter by adapter, behind the product: sums in float32, rounded once."""
 
     def begin(self, x: Tensor, stacks: Stacks, adapters: AdapterRows) -> Tensor:
@@ -108,8 +172,3 @@ class PlainLora:
                     short *= scales
                 y[tokens, outputs] += product(short, up.float().T)
         return y
-
-    def gated(
-        self, y: Tensor, low: Tensor, stacks: Stacks, adapters: AdapterRows, silu_mul: SiluMul
-    ) -> Inputs:
-        return silu_mul(self.end(y, low, stacks, adapters))

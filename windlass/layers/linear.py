@@ -99,10 +99,13 @@ class Linear(nn.Module):
         self, x: Inputs, residual: Tensor, norm: Norm, adapters: AdapterRows | None = None
     ) -> tuple[Inputs, Tensor]:
         """y into the residual stream and through a norm: (normalised, new residual)."""
-        if adapters is not None:
-            return norm.add(self(x, adapters), residual, whole=True)
-        if self.bias is not None or (self.shard == "in" and self.group.size > 1):
-            return norm.add(self(x), residual)
+        apart = self.bias is not None or (self.shard == "in" and self.group.size > 1)
+        if adapters is not None and self.lora is not None and not apart:
+            assert isinstance(x, Tensor)
+            low = self.lora.begin(x, adapters)
+            return self.lora.then(self.method.apply(self, x), low, adapters, residual, norm)
+        if adapters is not None or apart:
+            return norm.add(self(x, adapters), residual, whole=adapters is not None)
         return self.method.then(self, x, residual, norm)
 
     def gated(

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from windlass.errors import CheckpointError
-from windlass.kernels.lora import Lora, LoraKernel, PlainLora, Stacks
+from windlass.kernels.lora import Change, Lora, LoraKernel, PlainLora, Stacks
 from windlass.kernels.ops import Ops
 from windlass.layers.linear import Linear
 from windlass.layers.norm import RMSNorm
@@ -74,7 +74,9 @@ class Bank:
         for path, layer in linears:
             own = slice(first, first + len(layer.parts))
             scales = None if self._scales is None else self._scales[:, own]
-            stacks = self._stacks(layer, self._ranks[:, own], scales)
+            sizes = tuple(layer.parts.values())
+            by_output = kernel.by_output(self._dtype, norm.weight.dtype, max_rank, sizes)
+            stacks = self._stacks(layer, self._ranks[:, own], scales, by_output)
             layer.lora = Lora(stacks, kernel)
             self._layers.append(stacks)
             for part, name in enumerate(_names(path, layer)):
@@ -136,16 +138,20 @@ class Bank:
         return 0 if self._scales is None else self._scales[0].nbytes
 
     def _unpack(self, packed: Tensor, adapter: Adapter) -> dict[str, Low]:
-        """Views of a piece that has, or will have, this adapter: each down, then its up turned."""
+        """Views of a piece that has, or will have, this adapter: each down, then its up, turned
+        where ranks come first in the slots."""
         views: dict[str, Low] = {}
         at = self._scale_bytes
         scales = packed[:at].view(torch.float32).view(-1, self.max_rank) if at else None
         for name, low in adapter.modules.items():
             (rank, num_in), num_out = low.down.shape, low.up.shape[0]
             middle, end = at + rank * num_in, at + rank * (num_in + num_out)
-            down, turned = packed[at:middle].view(rank, num_in), packed[middle:end]
-            own = None if scales is None else scales[self._places[name].column, :rank]
-            views[name] = Low(down, turned.view(rank, num_out).T, own)
+            down, up = packed[at:middle].view(rank, num_in), packed[middle:end]
+            place = self._places[name]
+            by_output = place.stacks.by_output
+            up = up.view(num_out, rank) if by_output else up.view(rank, num_out).T
+            own = None if scales is None else scales[place.column, :rank]
+            views[name] = Low(down, up, own)
             at = end
         return views
 
@@ -170,8 +176,9 @@ class Bank:
         arrived = self._send(packed)
         for name, low in self._unpack(arrived, adapter).items():
             place, rank = self._places[name], low.down.shape[0]
-            targets += place.stacks.place(slot, place.part, rank)
-            sources += [low.down, low.up.T]
+            down, pieces = place.stacks.place(slot, place.part, rank)
+            targets += [down, *pieces]
+            sources += [low.down, *low.up.T.split([len(piece) for piece in pieces])]
             ranks[place.column] = rank
         torch._foreach_copy_(targets, sources)
         if self._scales is not None:
@@ -191,7 +198,9 @@ class Bank:
         arrived.record_stream(here)
         return arrived
 
-    def _stacks(self, layer: Linear, ranks: Tensor, scales: Tensor | None) -> Stacks:
+    def _stacks(
+        self, layer: Linear, ranks: Tensor, scales: Tensor | None, by_output: bool
+    ) -> Stacks:
         count, sizes = len(ranks), tuple(layer.parts.values())
         shapes = (
             (count, len(sizes), self.max_rank, layer.num_in),
@@ -199,7 +208,8 @@ class Bank:
         )
         # Kernels read ranks that an adapter lacks as well, and multiply them by zero.
         down, up = (torch.zeros(s, dtype=self._dtype, device=self._device) for s in shapes)
-        return Stacks(down, up, ranks, sizes, {slot: [] for slot in range(count)}, scales)
+        changes: dict[int, list[Change]] = {slot: [] for slot in range(count)}
+        return Stacks(down, up, ranks, sizes, changes, scales, by_output)
 
 
 def _fill(view: Tensor, matrix: Tensor) -> None:

@@ -272,7 +272,7 @@ class CudaGuesser(CudaRunner):
             return AttentionWork(self._places[:0], tiles, 1, self._place_counters)
         splits = self._splits(places)
         singles = self._places[:places]
-        return AttentionWork(singles, tiles[:0], splits, self._place_counters, key.width > 1)
+        return AttentionWork(singles, tiles[:0], splits, self._place_counters, key.width)
 
     def _alone(self, positions: Tensor, slots: Tensor) -> StepBatch:
         count = positions.shape[0]

@@ -6,13 +6,12 @@ import torch
 from torch import Tensor
 
 from windlass.kernels.batch import AdapterRows
-from windlass.kernels.lora import SiluMul, Stacks
+from windlass.kernels.lora import Apart, Stacks
 from windlass.kernels.native.commands import Call, Op, Step
 from windlass.kernels.native.pool import shared_pool
-from windlass.kernels.rounded import Inputs
 
 
-class NativeLora:
+class NativeLora(Apart):
     """As `kernels.lora.LoraKernel` says, behind the product; a row's sums are always in one order."""
 
     def __init__(self) -> None:
@@ -30,11 +29,6 @@ class NativeLora:
         slots = adapters.slots.to(torch.int32).contiguous()
         shared_pool().run(call, Step(num_tokens=len(y), adapters=slots.data_ptr()))
         return y
-
-    def gated(
-        self, y: Tensor, low: Tensor, stacks: Stacks, adapters: AdapterRows, silu_mul: SiluMul
-    ) -> Inputs:
-        return silu_mul(self.end(y, low, stacks, adapters))
 
     def _shape(self, stacks: Stacks) -> Tensor:
         """Inputs, parts, most ranks, how far the ranks of slots lie apart, outputs of the parts."""

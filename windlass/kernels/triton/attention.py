@@ -19,6 +19,7 @@ _LOG2_E = 1.4426950408889634
 # Rotation and attention in one kernel save a launch, but each program has more to do before it reads
 # keys; from so many programs on (rows times kv heads) that weighs more, and with codes always.
 _FEW_PROGRAMS = 1024
+_MOST_WIDE = 16  # tokens of a row whose keys one of them writes, as many as it has rows of queries
 _TILE_ROWS = 128  # query rows (tokens x heads of a group) that one program takes
 
 
@@ -65,8 +66,8 @@ def attend(
     values, rows, columns = parts(qkv)
     coded = kv.key_scales is not None
     tokens = values.shape[0]
-    few = tokens * heads.num_kv <= _FEW_PROGRAMS
-    if batch.all_singles and few and not coded and not batch.work.together:
+    few = tokens * heads.num_kv <= _FEW_PROGRAMS and batch.work.width <= _MOST_WIDE
+    if batch.all_singles and few and not coded:
         out = values.new_empty((tokens, heads.num_q, heads.dim))
         raw = _Raw(rows, columns, cos_sin, norms)
         _decode(out, values, raw, kv, batch, (scale * _LOG2_E, _LOG2_E), window, False)
@@ -147,6 +148,7 @@ def _decode(
         batch.tables.stride(0),
         *in_log2,
         window or 0,
+        work.width,
         NUM_Q=num_q,
         NUM_KV=num_kv,
         GROUP=num_q // num_kv,
@@ -154,6 +156,7 @@ def _decode(
         DIM_PAD=dim_pad,
         SIZE=size,
         SPLITS=splits,
+        WIDE=raw is not None and work.width > 1,
         ALL_SINGLES=count == queries.shape[0],
         RAW=raw is not None,
         NORM=norms is not None,

@@ -177,7 +177,7 @@ def _hand_in(state, parts, split, num_parts, counter, out, mask, row_mask, DIM: 
         tl.store(counter, 0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["width"])
 def paged_decode_kernel(
     queries,
     q_rows,
@@ -203,6 +203,7 @@ def paged_decode_kernel(
     scale,
     cap,
     window,
+    width,
     NUM_Q: tl.constexpr,
     NUM_KV: tl.constexpr,
     GROUP: tl.constexpr,
@@ -212,6 +213,7 @@ def paged_decode_kernel(
     TILE: tl.constexpr,
     SPLITS: tl.constexpr,
     MIN_TILES: tl.constexpr,
+    WIDE: tl.constexpr,
     ALL_SINGLES: tl.constexpr,
     RAW: tl.constexpr,
     NORM: tl.constexpr,
@@ -221,7 +223,8 @@ def paged_decode_kernel(
 ):
     """One query token, one kv head, one part of the context.
 
-    RAW: `queries` are the q, k, v product, to be rotated here; the new key and value are written.
+    RAW: `queries` are the q, k, v product, to be rotated here; new keys and values are written, if
+    WIDE also those of tokens before it in its row, which has `width` of them side by side.
     """
     chain.begin(CHAINED)
     index, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -255,14 +258,17 @@ def paged_decode_kernel(
             table,
             head,
             length - 1,
-            end == num_tiles,
+            start * TILE,
+            end * TILE,
             g,
             d,
             eps,
+            width,
             NUM_KV,
             GROUP,
             DIM,
             SIZE,
+            WIDE,
             NORM,
         )
     else:

@@ -1,6 +1,8 @@
 """From one token's q, k, v product to its rotated queries, inside of the decode kernel.
 
-Saves a launch in the short chain of kernels that a decode step is.
+Saves a launch in the short chain of kernels that a decode step is. A token whose row has others
+before it in the same step puts the keys and values of those in place too: all of them write the
+same bits, and nobody has to wait.
 """
 
 from __future__ import annotations
@@ -13,17 +15,23 @@ from windlass.kernels.triton.norm import scaled
 
 
 @triton.jit
-def _turned(qkv, heads, mask, d, rotation, weight, eps, DIM: tl.constexpr, NORM: tl.constexpr):
-    """Heads of a product, normalised first (NORM), then rotated by a row of cos and sin."""
+def _part(qkv, back, at, mask, STRIDE: tl.constexpr):
+    """Values of a product's rows, so many tokens before its own."""
     source, rows, columns, token = qkv
-    kind = source.dtype.element_ty
+    value = tl.load(source - back * STRIDE + at, mask=mask, other=0.0)
+    return scaled(value, rows, columns, token - back, at, mask)
+
+
+@triton.jit
+def _turned(
+    qkv, back, heads, mask, d, rotation, weight, eps,
+    DIM: tl.constexpr, STRIDE: tl.constexpr, NORM: tl.constexpr,
+):  # fmt: skip
+    """Heads of a product, normalised first (NORM), then rotated by a row of cos and sin."""
+    kind = qkv[0].dtype.element_ty
     partner = tl.where(d < DIM // 2, d + DIM // 2, d - DIM // 2)
-    at = heads[:, None] + d[None, :]
-    own = tl.load(source + at, mask=mask, other=0.0)
-    own = scaled(own, rows, columns, token, at, mask)
-    at = heads[:, None] + partner[None, :]
-    other = tl.load(source + at, mask=mask, other=0.0)
-    other = scaled(other, rows, columns, token, at, mask)
+    own = _part(qkv, back, heads[:, None] + d[None, :], mask, STRIDE)
+    other = _part(qkv, back, heads[:, None] + partner[None, :], mask, STRIDE)
     inside = d < DIM
     if NORM:
         scale = tl.rsqrt(tl.sum(own * own, 1) / DIM + eps)[:, None]
@@ -31,23 +39,22 @@ def _turned(qkv, heads, mask, d, rotation, weight, eps, DIM: tl.constexpr, NORM:
         other_gain = tl.load(weight + partner, mask=inside, other=0.0)[None, :]
         own = ((own * scale).to(kind) * gain).to(tl.float32)
         other = ((other * scale).to(kind) * other_gain).to(tl.float32)
-    angle = d % (DIM // 2)
-    cos = tl.load(rotation + angle, mask=inside, other=0.0)[None, :]
-    sin = tl.load(rotation + DIM // 2 + angle, mask=inside, other=0.0)[None, :]
+    angle = rotation - back * DIM + (d % (DIM // 2))[None, :]
+    cos = tl.load(angle, mask=inside[None, :], other=0.0)
+    sin = tl.load(angle + DIM // 2, mask=inside[None, :], other=0.0)
     return (own * cos + other * tl.where(d < DIM // 2, -sin, sin)).to(kind)
 
 
 @triton.jit
-def _write(pages, scales, row, x, g, d, DIM: tl.constexpr):
-    """Put the first row of x into its place in the pages."""
+def _write(pages, scales, rows, x, wanted, mask, d, DIM: tl.constexpr):
+    """Put the wanted rows of x into their places in the pages."""
     kind = pages.dtype.element_ty
     if scales is not None:
         x = x.to(tl.float32)
         scale = scale_of(tl.max(tl.abs(x), 1), kind)
-        tl.store(scales + row + g * 0, scale, mask=g < 1)
+        tl.store(scales + rows, scale, mask=wanted)
         x = coded(x, scale[:, None], kind)
-    at = row * DIM + (g * 0)[:, None] + d
-    tl.store(pages + at, x.to(kind), mask=(g < 1)[:, None] & (d < DIM)[None, :])
+    tl.store(pages + rows[:, None] * DIM + d[None, :], x.to(kind), mask=mask)
 
 
 @triton.jit
@@ -59,36 +66,48 @@ def decode_query(
     table,
     head,
     position,
-    writes,
+    begin,
+    end,
     g,
     d,
     eps,
+    width,
     NUM_KV: tl.constexpr,
     GROUP: tl.constexpr,
     DIM: tl.constexpr,
     SIZE: tl.constexpr,
+    WIDE: tl.constexpr,
     NORM: tl.constexpr,
 ):
-    """One token's rotated queries of a kv head; whoever `writes` puts its key and value in place.
+    """One token's rotated queries of a kv head; new keys and values of positions begin to end, its
+    own and those of tokens before it in its row, are put in place.
 
-    `qkv` is the token's row of the product, the scales that it came without, and the token.
+    `qkv` is the token's row of the product, the scales that it came without, and the token. WIDE:
+    rows have `width` places side by side; those that nobody has are at position 0 of a spare page.
     """
     keys, values, key_scales, value_scales = pages
     q_weight, k_weight = weights
+    stride: tl.constexpr = (GROUP + 2) * NUM_KV * DIM
     rotation = cos_sin + position.to(tl.int64) * DIM
     q_mask = (g < GROUP)[:, None] & (d < DIM)[None, :]
-    q = _turned(qkv, (head * GROUP + g) * DIM, q_mask, d, rotation, q_weight, eps, DIM, NORM)
-    if writes:
-        one = (g < 1)[:, None] & (d < DIM)[None, :]
+    q_at = (head * GROUP + g) * DIM
+    q = _turned(qkv, 0, q_at, q_mask, d, rotation, q_weight, eps, DIM, stride, NORM)
+    before = 0
+    if WIDE:
+        before = tl.minimum((qkv[3] % width).to(tl.int32), position)
+    if end > position - before:
+        back = tl.minimum(g, before)
+        place = position - back
+        wanted = (g <= before) & (place >= begin) & (place < end)
+        mask = wanted[:, None] & (d < DIM)[None, :]
         k_at = (GROUP * NUM_KV + head) * DIM + g * 0
-        k = _turned(qkv, k_at, one, d, rotation, k_weight, eps, DIM, NORM)
+        back = back[:, None]
+        k = _turned(qkv, back, k_at, mask, d, rotation, k_weight, eps, DIM, stride, NORM)
         v_at = (k_at + NUM_KV * DIM)[:, None] + d[None, :]
-        source, rows, columns, token = qkv
-        v = tl.load(source + v_at, mask=one, other=0.0)
-        v = scaled(v, rows, columns, token, v_at, one).to(source.dtype.element_ty)
-        block = tl.load(table + position // SIZE).to(tl.int64)
-        row = (block * NUM_KV + head) * SIZE + position % SIZE
-        _write(keys, key_scales, row, k, g, d, DIM)
-        _write(values, value_scales, row, v, g, d, DIM)
+        v = _part(qkv, back, v_at, mask, stride).to(qkv[0].dtype.element_ty)
+        block = tl.load(table + place // SIZE).to(tl.int64)
+        rows = (block * NUM_KV + head) * SIZE + place % SIZE
+        _write(keys, key_scales, rows, k, wanted, mask, d, DIM)
+        _write(values, value_scales, rows, v, wanted, mask, d, DIM)
     tl.debug_barrier()  # what was written is read below
     return q

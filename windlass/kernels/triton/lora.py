@@ -2,7 +2,7 @@
 
 The first (shrink) brings inputs down to an adapter's rank, with K cut into parts whose sums stay
 apart. The second (expand) comes behind the base's product, adds the sums up and goes on to the
-outputs. In decode steps every token is by itself, limited by reading its adapter, and shrink runs
+outputs, and where a norm follows through that. In decode steps every token is by itself, limited by reading its adapter, and shrink runs
 beside the product on a stream of its own; in others pieces of one row share what they read. A part
 that an adapter does not change has rank 0, and so has slot 0: their programs end at once. All that
 differs from step to step lies on the device, so that steps can be recorded.
@@ -10,6 +10,7 @@ differs from step to step lies on the device, so that steps can be recorded.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -19,14 +20,21 @@ import triton
 from torch import Tensor
 
 from windlass.kernels.batch import PIECE, AdapterRows
-from windlass.kernels.lora import SiluMul, Stacks
+from windlass.kernels.lora import TOGETHER, Apart, SiluMul, Stacks
+from windlass.kernels.products import Norm
 from windlass.kernels.rounded import Inputs
 from windlass.kernels.triton import chain
 from windlass.kernels.triton.lora_codes import shrink_codes_kernel
-from windlass.kernels.triton.lora_kernels import expand_gated_kernel, expand_kernel, shrink_kernel
+from windlass.kernels.triton.lora_kernels import (
+    expand_gated_kernel,
+    expand_kernel,
+    expand_norm_kernel,
+    shrink_kernel,
+)
 from windlass.kernels.triton.lora_tiles import expand_tile_kernel, shrink_tile_kernel
 
 _MOST_PARTS = 3
+_MOST_NORMED = 8192  # outputs of a token that one program holds with their ranks
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,11 +74,18 @@ class _Way:
         return {**own, **chain.options(), "num_warps": self.warps[kernel is not self.shrink]}
 
 
-class TritonLora:
+class TritonLora(Apart):
     """As `kernels.lora.LoraKernel` says; reads the slots and pieces of the adapters."""
 
     def __init__(self) -> None:
         self._side: torch.cuda.Stream | None = None  # made where there is a device
+
+    def by_output(
+        self, dtype: torch.dtype, inputs: torch.dtype, most: int, sizes: Sequence[int]
+    ) -> bool:
+        """Codes, where 16 bytes are 16 ranks of an output."""
+        whole = not any(size % TOGETHER for size in (most, *sizes))
+        return dtype is torch.int8 and inputs.itemsize == 2 and whole
 
     def begin(self, x: Tensor, stacks: Stacks, adapters: AdapterRows) -> Shrunk:
         assert len(stacks.sizes) <= _MOST_PARTS
@@ -109,7 +124,7 @@ class TritonLora:
     ) -> Inputs:
         way = _way(y, stacks, adapters)
         if way.expand_gated is None:
-            return silu_mul(self.end(y, low, stacks, adapters))
+            return super().gated(y, low, stacks, adapters, silu_mul)
         assert y.is_contiguous()
         tokens, width = y.shape[0], y.shape[1] // 2
         out = y.new_empty((tokens, width))
@@ -120,6 +135,34 @@ class TritonLora:
             **way.options_of(way.expand_gated, low.splits),
         )
         return out
+
+    def then(
+        self,
+        y: Tensor,
+        low: Shrunk,
+        stacks: Stacks,
+        adapters: AdapterRows,
+        residual: Tensor,
+        norm: Norm,
+    ) -> tuple[Inputs, Tensor]:
+        tokens, size = y.shape
+        width = triton.next_power_of_2(size)
+        if adapters.tiles is not None or len(stacks.sizes) > 1 or width > _MOST_NORMED:
+            return super().then(y, low, stacks, adapters, residual, norm)
+        assert y.is_contiguous()
+        way, out = _way(y, stacks, adapters), torch.empty_like(y)
+        options = way.options_of(expand_norm_kernel, low.splits)
+        # A thread has all ranks of as many outputs as 16 bytes hold.
+        options["num_warps"] = min(16, max(1, width * stacks.up.itemsize // (32 * 16)))
+        self._join(adapters)
+        expand_norm_kernel[(tokens,)](
+            *(y, stacks.up, *_which(stacks, adapters), low.sums, residual, norm.weight, out),
+            *(tokens, low.splits, stacks.ranks.stride(0), norm.eps),
+            SIZE=size,
+            WIDTH=width,
+            **options,
+        )
+        return out, residual
 
     def _beside(self) -> AbstractContextManager[None]:
         """Launches go to a stream of its own, behind what the current one was given so far."""
@@ -146,6 +189,7 @@ def _way(x: Tensor, stacks: Stacks, adapters: AdapterRows) -> _Way:
         "FETCH": whole,
         "SCALED": stacks.scales is not None,
         "ROWS": PIECE,
+        "BY_OUTPUT": stacks.by_output,
         "ASM": x.is_cuda,
     }
     if adapters.tiles is not None:

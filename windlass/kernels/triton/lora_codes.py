@@ -1,9 +1,5 @@
 """Shrink for adapters in int8 codes, for tokens by themselves: products of whole numbers.
 
-Inputs are rounded to whole numbers too, twice: to 127 steps of the largest of a block, and what that
-leaves to 128 steps of a step. Four products are one instruction then, where codes would have to
-become floats one by one. Expanding gains nothing by this: codes that meet lie apart there.
-
 Inputs are a multiple of 16, x has 16 bits, and four codes are read as one word.
 """
 
@@ -13,61 +9,13 @@ import triton
 import triton.language as tl
 
 from windlass.kernels.triton.lora_kernels import RANKS, begin_shrink, scales_of
-
-_STEPS = tl.constexpr(127.0)
-_FINER = tl.constexpr(128)
-
-
-@triton.jit
-def _dots(w, x, sums, ASM: tl.constexpr):
-    """sums + the products of four codes each."""
-    if ASM:
-        return tl.inline_asm_elementwise(
-            "dp4a.s32.s32 $0, $1, $2, $3;",
-            "=r,r,r,r",
-            [w, x, sums],
-            dtype=tl.int32,
-            is_pure=True,
-            pack=1,
-        )
-    for i in tl.static_range(4):
-        sums += ((w << (24 - 8 * i)) >> 24) * ((x << (24 - 8 * i)) >> 24)
-    return sums
-
-
-@triton.jit
-def _word(a, b, c, d):
-    return a | (b << 8) | (c << 16) | (d << 24)
-
-
-@triton.jit
-def _rounded(x):
-    """x, of at most 127, as bytes of whole numbers, and of 1/128 of what these leave."""
-    # Added to 1.5 * 2^23, the nearest whole number is the last bits of a float.
-    steps = x + 12582912.0
-    finer = (x - (steps - 12582912.0)) * _FINER + 12582912.0
-    return steps.to(tl.int32, bitcast=True) & 255, finer.to(tl.int32, bitcast=True) & 255
+from windlass.kernels.triton.lora_words import rounded_words, sum_of_products
 
 
 @triton.jit
 def _value(x, i: tl.constexpr, KIND: tl.constexpr):
     """The i-th of four values of 16 bits in a word of 64."""
     return (x >> (16 * i)).to(tl.int16).to(KIND, bitcast=True).to(tl.float32)
-
-
-@triton.jit
-def _rounded_inputs(x, KIND: tl.constexpr):
-    """Words of four inputs, as steps and finer ones, and what a finer one is worth."""
-    a, b, c, d = _value(x, 0, KIND), _value(x, 1, KIND), _value(x, 2, KIND), _value(x, 3, KIND)
-    largest = tl.maximum(tl.maximum(tl.abs(a), tl.abs(b)), tl.maximum(tl.abs(c), tl.abs(d)))
-    largest = tl.max(largest)
-    gain = tl.where(largest > 0, _STEPS / largest, 0.0)
-    a, finer_a = _rounded(a * gain)
-    b, finer_b = _rounded(b * gain)
-    c, finer_c = _rounded(c * gain)
-    d, finer_d = _rounded(d * gain)
-    worth = largest / (_STEPS * _FINER)
-    return _word(a, b, c, d), _word(finer_a, finer_b, finer_c, finer_d), worth
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -93,6 +41,7 @@ def shrink_codes_kernel(
     token, place, rank, begin, end, weight, to = begin_shrink(
         *(down, ranks, slots, sums, M, K, span, rank_stride), PARTS, MOST, FETCH, CHAINED
     )
+    KIND: tl.constexpr = x.dtype.element_ty
     row = tl.arange(0, RANKS)
     weight = weight.to(tl.pointer_type(tl.int32))
     inputs = (x + token.to(tl.int64) * K).to(tl.pointer_type(tl.int64))
@@ -105,8 +54,8 @@ def shrink_codes_kernel(
             mask = inside[:, None] & (word < end // 4)[None, :]
             w = tl.load(weight + (first + row)[:, None] * (K // 4) + word[None, :], mask, other=0)
             values = tl.load(inputs + word, mask=word < end // 4, other=0)
-            steps, finer, worth = _rounded_inputs(values, x.dtype.element_ty)
-            dots = _dots(w, steps[None, :], tl.zeros_like(w), ASM) * _FINER
-            dots = _dots(w, finer[None, :], dots, ASM)
-            total += tl.sum(dots, 1).to(tl.float32) * worth
+            a, b = _value(values, 0, KIND), _value(values, 1, KIND)
+            c, d = _value(values, 2, KIND), _value(values, 3, KIND)
+            steps, finer, worth = rounded_words(a, b, c, d)
+            total += sum_of_products(w, steps, finer, ASM) * worth
         tl.store(to + first + row, total * scale, mask=inside)

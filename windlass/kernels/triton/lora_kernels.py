@@ -1,7 +1,8 @@
 """The kernels of adapters for tokens by themselves: shrink and expand. Pieces of rows: lora_tiles.py.
 
 Matrices may be int8 codes, whole numbers that every type of x holds exactly; then shrink multiplies
-its sums by the scales of the ranks.
+its sums by the scales of the ranks. Of codes 16 ranks of an output may lie together (BY_OUTPUT): they
+are read at once, and meet the sums as whole numbers.
 
 Slots, ranks and matrices are copied to the device before the first kernel of a step, and no kernel
 writes them: they may be read, or asked for, before a kernel waits for the one before it.
@@ -13,6 +14,7 @@ import triton
 import triton.language as tl
 
 from windlass.kernels.triton import chain
+from windlass.kernels.triton.lora_words import ranks_product
 
 RANKS = tl.constexpr(16)  # that are computed at once
 
@@ -149,47 +151,57 @@ def part_of(tile, N0, N1, N2, OUTPUTS: tl.constexpr, UNIT: tl.constexpr):
 
 
 @triton.jit
-def _rows(weight, slot, first, output, size, MOST: tl.constexpr):
+def _rows(weight, slot, first, output, size, MOST: tl.constexpr, BY_OUTPUT: tl.constexpr):
     """Some ranks' values for some outputs of a part; nothing is read for slot 0.
 
     Ranks that the adapter does not have are whatever lies there: their sums count as zero.
     """
-    rank = first + tl.arange(0, RANKS)
-    mask = (rank < MOST)[:, None] & ((output < size) & (slot > 0))[None, :]
-    return tl.load(weight + rank.to(tl.int64)[:, None] * size + output[None, :], mask, other=0)
+    read = (output < size) & (slot > 0)
+    if BY_OUTPUT:
+        words = (weight + first * size).to(tl.pointer_type(tl.int32))
+        at = output[:, None] * 4 + tl.arange(0, 4)[None, :]
+        return tl.load(words + at, mask=read[:, None], other=0)
+    else:
+        rank = first + tl.arange(0, RANKS)
+        at = rank.to(tl.int64)[:, None] * size + output[None, :]
+        return tl.load(weight + at, mask=(rank < MOST)[:, None] & read[None, :], other=0)
 
 
 @triton.jit
-def _product(w, source, stride, first, rank, splits, SPLITS: tl.constexpr, CHAINED: tl.constexpr):
-    """Some ranks' sums, whose splits lie `stride` apart, times what they give to some outputs."""
-    place = first + tl.arange(0, RANKS)
+def _low(source, stride, place, rank, splits, SPLITS: tl.constexpr):
+    """The sums of some ranks, whose splits lie `stride` apart."""
     split = tl.arange(0, SPLITS)
     mask = (split < splits)[:, None] & (place < rank)[None, :]
-    low = tl.load(source + split[:, None] * stride + place[None, :], mask=mask, other=0.0)
-    return tl.sum(_floats(w, CHAINED) * tl.sum(low, 0)[:, None], 0)
+    return tl.sum(tl.load(source + split[:, None] * stride + place[None, :], mask, other=0.0), 0)
+
+
+@triton.jit
+def _product(
+    w, source, stride, first, rank, splits,
+    SPLITS: tl.constexpr, BY_OUTPUT: tl.constexpr, ASM: tl.constexpr, CHAINED: tl.constexpr,
+):  # fmt: skip
+    """Some ranks' sums times what they give to some outputs."""
+    low = _low(source, stride, first + tl.arange(0, RANKS), rank, splits, SPLITS)
+    if BY_OUTPUT:
+        return ranks_product(w, low, ASM)
+    else:
+        return tl.sum(_floats(w, CHAINED) * low[:, None], 0)
 
 
 @triton.jit
 def _change(
-    w,
-    weight,
-    slot,
-    source,
-    stride,
-    rank,
-    output,
-    size,
-    splits,
-    MOST: tl.constexpr,
-    SPLITS: tl.constexpr,
-    CHAINED: tl.constexpr,
-):
+    w, weight, slot, source, stride, rank, output, size, splits,
+    MOST: tl.constexpr, SPLITS: tl.constexpr,
+    BY_OUTPUT: tl.constexpr, ASM: tl.constexpr, CHAINED: tl.constexpr,
+):  # fmt: skip
     """What an adapter adds to some outputs of a part; `w` has its first ranks."""
-    acc = _product(w, source, stride, 0, rank, splits, SPLITS, CHAINED)
+    acc = _product(w, source, stride, 0, rank, splits, SPLITS, BY_OUTPUT, ASM, CHAINED)
     if MOST > RANKS:
         for first in range(RANKS, rank, RANKS):
-            more = _rows(weight, slot, first, output, size, MOST)
-            acc += _product(more, source, stride, first, rank, splits, SPLITS, CHAINED)
+            more = _rows(weight, slot, first, output, size, MOST, BY_OUTPUT)
+            acc += _product(
+                more, source, stride, first, rank, splits, SPLITS, BY_OUTPUT, ASM, CHAINED
+            )
     return acc
 
 
@@ -212,6 +224,8 @@ def expand_kernel(
     SPLITS: tl.constexpr,
     OUTPUTS: tl.constexpr,
     UNIT: tl.constexpr,
+    BY_OUTPUT: tl.constexpr,
+    ASM: tl.constexpr,
     CHAINED: tl.constexpr,
 ):
     """y[token] += up[slot].T @ (sums over splits), for one tile of one part's outputs."""
@@ -221,7 +235,7 @@ def expand_kernel(
     output = tile * OUTPUTS + tl.arange(0, OUTPUTS)
     slot = tl.load(slots + token).to(tl.int64)
     weight = up + (slot * N + first) * MOST
-    w = _rows(weight, slot, 0, output, size, MOST)
+    w = _rows(weight, slot, 0, output, size, MOST, BY_OUTPUT)
     rank = tl.load(ranks + slot * rank_stride + part)
     chain.wait(CHAINED)
     if rank > 0:
@@ -230,7 +244,8 @@ def expand_kernel(
         to = y + token.to(tl.int64) * N + first + output
         before = tl.load(to, mask=output < size, other=0.0).to(tl.float32)
         acc = _change(
-            *(w, weight, slot, source, stride, rank, output, size, splits), MOST, SPLITS, CHAINED
+            *(w, weight, slot, source, stride, rank, output, size, splits),
+            *(MOST, SPLITS, BY_OUTPUT, ASM, CHAINED),
         )
         tl.store(to, (before + acc).to(y.dtype.element_ty), mask=output < size)
 
@@ -251,6 +266,8 @@ def expand_gated_kernel(
     MOST: tl.constexpr,
     SPLITS: tl.constexpr,
     OUTPUTS: tl.constexpr,
+    BY_OUTPUT: tl.constexpr,
+    ASM: tl.constexpr,
     CHAINED: tl.constexpr,
 ):
     """out[token] = silu(gate) * up of y[token], [2 N] with what its adapter adds; y stays as it is."""
@@ -260,8 +277,8 @@ def expand_gated_kernel(
     slot = tl.load(slots + token).to(tl.int64)
     gates = up + slot * 2 * N * MOST
     ups = gates + N * MOST
-    w_gate = _rows(gates, slot, 0, output, N, MOST)
-    w_up = _rows(ups, slot, 0, output, N, MOST)
+    w_gate = _rows(gates, slot, 0, output, N, MOST, BY_OUTPUT)
+    w_up = _rows(ups, slot, 0, output, N, MOST, BY_OUTPUT)
     gate_rank = tl.load(ranks + slot * rank_stride)
     up_rank = tl.load(ranks + slot * rank_stride + 1)
     chain.wait(CHAINED)
@@ -273,12 +290,63 @@ def expand_gated_kernel(
     gate = tl.load(row + output, mask=mask, other=0.0).to(tl.float32)
     wide = tl.load(row + N + output, mask=mask, other=0.0).to(tl.float32)
     gate += _change(
-        *(w_gate, gates, slot, source, stride, gate_rank, output, N, splits), MOST, SPLITS, CHAINED
+        *(w_gate, gates, slot, source, stride, gate_rank, output, N, splits),
+        *(MOST, SPLITS, BY_OUTPUT, ASM, CHAINED),
     )
     wide += _change(
-        *(w_up, ups, slot, source + MOST, stride, up_rank, output, N, splits), MOST, SPLITS, CHAINED
+        *(w_up, ups, slot, source + MOST, stride, up_rank, output, N, splits),
+        *(MOST, SPLITS, BY_OUTPUT, ASM, CHAINED),
     )
     # Rounded where the plain version rounds.
     gate = gate.to(kind).to(tl.float32)
     active = (gate / (1 + tl.exp(-gate))).to(kind) * wide.to(kind)
     tl.store(out + token.to(tl.int64) * N + output, active, mask=mask)
+
+
+@triton.jit(do_not_specialize=["M", "splits"])
+def expand_norm_kernel(
+    y,
+    up,
+    ranks,
+    slots,
+    sums,
+    residual,
+    gains,
+    out,
+    M,
+    splits,
+    rank_stride,
+    eps,
+    SIZE: tl.constexpr,
+    WIDTH: tl.constexpr,
+    MOST: tl.constexpr,
+    SPLITS: tl.constexpr,
+    BY_OUTPUT: tl.constexpr,
+    ASM: tl.constexpr,
+    CHAINED: tl.constexpr,
+):
+    """residual[token] += y[token] with what its adapter adds; out[token] = norm(residual) * gains."""
+    chain.release(CHAINED)
+    token = tl.program_id(0).to(tl.int64)
+    output = tl.arange(0, WIDTH)
+    mask = output < SIZE
+    slot = tl.load(slots + token).to(tl.int64)
+    weight = up + slot * SIZE * MOST
+    w = _rows(weight, slot, 0, output, SIZE, MOST, BY_OUTPUT)
+    gain = tl.load(gains + output, mask=mask, other=0.0)
+    rank = tl.load(ranks + slot * rank_stride)
+    chain.wait(CHAINED)
+    at = token * SIZE + output
+    value = tl.load(y + at, mask=mask, other=0.0).to(tl.float32)
+    before = tl.load(residual + at, mask=mask, other=0.0).to(tl.float32)
+    source, stride = sums + token * MOST, M.to(tl.int64) * MOST
+    value += _change(
+        *(w, weight, slot, source, stride, rank, output, SIZE, splits),
+        *(MOST, SPLITS, BY_OUTPUT, ASM, CHAINED),
+    )
+    # Rounded where the plain version rounds.
+    total = (value.to(y.dtype.element_ty).to(tl.float32) + before).to(residual.dtype.element_ty)
+    tl.store(residual + at, total, mask=mask)
+    value = total.to(tl.float32)
+    scale = tl.rsqrt(tl.sum(value * value, 0) / SIZE + eps)
+    tl.store(out + at, (value * scale).to(gain.dtype) * gain, mask=mask)

@@ -86,6 +86,7 @@ def expand_tile_kernel(
     OUTPUTS: tl.constexpr,
     UNIT: tl.constexpr,
     FETCH: tl.constexpr,
+    BY_OUTPUT: tl.constexpr,
     CHAINED: tl.constexpr,
 ):
     """y[token] += up[slot].T @ (sums over splits), for the tokens of a piece."""
@@ -98,7 +99,11 @@ def expand_tile_kernel(
     slot = tl.load(slots + start).to(tl.int64)
     rank = tl.load(ranks + slot * rank_stride + part)
     weight = up + (slot * N + first) * MOST
-    fetch(weight + begin, size, rank, tl.minimum(OUTPUTS, size - begin), CHAINED, FETCH)
+    count_out = tl.minimum(OUTPUTS, size - begin)
+    if BY_OUTPUT:
+        fetch(weight + begin * RANKS, count_out, rank, count_out, CHAINED, FETCH)
+    else:
+        fetch(weight + begin, size, rank, count_out, CHAINED, FETCH)
     chain.wait(CHAINED)
     if rank > 0:
         output = begin + tl.arange(0, OUTPUTS)
@@ -108,8 +113,11 @@ def expand_tile_kernel(
         for at in range(0, rank, RANKS):
             inside = at + row < rank
             mask = inside[:, None] & (output < size)[None, :]
-            rows = weight + (at + row).to(tl.int64)[:, None] * size
-            w = tl.load(rows + output[None, :], mask=mask, other=0)
+            if BY_OUTPUT:
+                rows = weight + at * size + row[:, None] + output[None, :] * RANKS
+            else:
+                rows = weight + (at + row).to(tl.int64)[:, None] * size + output[None, :]
+            w = tl.load(rows, mask=mask, other=0)
             if w.dtype == tl.int8:
                 # Sums that hold a code's scale may be too small for float16.
                 kind = y.dtype.element_ty

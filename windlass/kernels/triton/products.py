@@ -28,8 +28,8 @@ _NORMED = [Tiling(16), Tiling(32), Tiling(16, stages=8), Tiling(32, 2), Tiling(3
 _MOST_NORMED = 8  # rows; one program normalises them all
 _FIXED = Tiling(64)  # not split: summed from first to last
 _MOST_SPLIT = 16384  # outputs; a larger weight fills the device without splitting K
-# Rows: the second stands for 2 to 16, the third for the rest up to the kernel's most.
-_MEASURED_AT = (1, 8, 64)
+# Rows: the second stands for 2 to 4, the third for up to 16, the last for up to the kernel's most.
+_MEASURED_AT = (1, 4, 8, 64)
 # A narrow kernel may take a little longer alone: it starts while the kernel before it ends, which
 # these measurements do not show in full.
 _MARGIN = 1.04
@@ -170,7 +170,8 @@ def _with(
 
 
 def _bucket(rows: int) -> int:
-    return 1 if rows == 1 else skinny.padded(rows)
+    """The most rows that share a choice with these."""
+    return 1 if rows == 1 else 4 if rows <= 4 else skinny.padded(rows)
 
 
 def _rotation(group: list[Tensor]) -> Iterator[Tensor]:
