@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -159,6 +161,41 @@ def test_decodes_from_the_product(
         close(got, want, factor=2)
         close(ours.keys, kv.keys)
         assert torch.equal(ours.values, kv.values)
+
+
+@pytest.mark.parametrize("normed", [False, True])
+@pytest.mark.parametrize("splits", [1, 2, 16])
+@pytest.mark.parametrize("width", [2, 5, 16])
+def test_tokens_of_a_row_see_each_other(width: int, splits: int, normed: bool) -> None:
+    """As single tokens side by side, each of which writes the keys of those before it."""
+    from windlass.kernels.triton.attention import attend
+
+    heads, dtype = Heads(9, 3, 64), torch.bfloat16
+    rows = [(start, width) for start in (1023, 0, 62, 63, 2000 - width, 128 - width)]
+    kv, plain = make_batch(rows, heads, dtype, splits)
+    count = width * len(rows)
+    singles = torch.arange(count, dtype=torch.int32, device=CUDA)
+    counters = torch.zeros(count * heads.num_kv, dtype=torch.int32, device=CUDA)
+    assert plain.work is not None
+    work = AttentionWork(singles, plain.work.tiles[:0], splits, counters, width)
+    batch = replace(plain, work=work)
+    qkv = randn(count, (heads.num_q + 2 * heads.num_kv) * heads.dim, dtype=dtype)
+    angle = torch.rand(2048, heads.dim // 2, device=CUDA) * 6
+    table = torch.cat([angle.cos(), angle.sin()], -1)
+    norms = None
+    if normed:
+        norms = (randn(heads.dim, dtype=dtype), randn(heads.dim, dtype=dtype), 1e-6)
+    scale = heads.dim**-0.5
+    for window in (None, 50):
+        ours = LayerKV(kv.keys.clone(), kv.values.clone())
+        queries = reference.rope_write(qkv, heads, table, norms, kv, plain)
+        want = reference.attention(queries, kv, plain, scale, window)
+        got = attend(qkv, heads, table, norms, ours, batch, scale, window)
+        close(got, want, factor=2)
+        close(ours.keys, kv.keys)
+        assert torch.equal(ours.values, kv.values)
+        again = attend(qkv, heads, table, norms, ours, batch, scale, window)
+        assert torch.equal(got, again), "not the same twice"
 
 
 @pytest.mark.parametrize("rows", [1, 3, 16, 64])
