@@ -130,19 +130,32 @@ inline void multiply_stretch(const Stretch& w, int inputs, const int8_t* x, cons
   });
 }
 
-// The weight of an outlier's input, as it is.
+// The weights of outliers' inputs, as they are. Inputs come in their order, so that a group's scale
+// and minimum are read once.
 template <bool MINS>
-WINDLASS_INLINE Floats weight_at(const Packed& tile, const OutlierColumn& c) {
-  const uint32_t input = static_cast<uint32_t>(c.input);
-  const Floats code =
-      nibbles_at(tile.codes + input / 16 * (8 * kTile), static_cast<int>(input % 16));
-  const Floats unit = splat(1.0f / kHalfUnit);
-  const Floats scale = mul(load_scales(tile.scales + c.group * kTile), unit);
-  // Without minima codes lie around 8.
-  const Floats low = MINS ? mul(load_scales(tile.mins + c.group * kTile), unit)
-                          : mul(scale, splat(-8.0f));
-  return fma(low, code, scale);
-}
+class Weights {
+ public:
+  explicit Weights(const Packed& tile) : tile_(tile) {}
+
+  WINDLASS_INLINE Floats at(const OutlierColumn& c) {
+    if (c.group != group_) {
+      group_ = c.group;
+      const Floats unit = splat(1.0f / kHalfUnit);
+      scale_ = mul(load_scales(tile_.scales + group_ * kTile), unit);
+      // Without minima codes lie around 8.
+      low_ = MINS ? mul(load_scales(tile_.mins + group_ * kTile), unit)
+                  : mul(scale_, splat(-8.0f));
+    }
+    const uint32_t input = static_cast<uint32_t>(c.input);
+    const uint8_t* codes = tile_.codes + input / 16 * (8 * kTile);
+    return fma(low_, nibbles_at(codes, static_cast<int>(input % 16)), scale_);
+  }
+
+ private:
+  const Packed& tile_;
+  int group_ = -1;
+  Floats scale_ = zero(), low_ = zero();
+};
 
 template <bool MINS>
 void multiply_prompt(const Product& job) {
@@ -164,11 +177,9 @@ void multiply_prompt(const Product& job) {
         return PromptPanel{x.codes + begin * kPanel, x.scales + s * kPanel, x.centre + s * kPanel};
       };
       if constexpr (kHasMultiply64) {
-        for (int p = first; p < last; p += 2) {
-          const PromptPanel x = panel(p);
-          multiply_64(stretch.codes, stretch.scales, stretch.shifts, (end - begin) / 16, x.codes,
-                      x.scales, job.panel_bytes, sums[p - first]);
-        }
+        const PromptPanel x = panel(first);
+        multiply_64(stretch.codes, stretch.scales, stretch.shifts, (end - begin) / 16, x.codes,
+                    x.scales, job.panel_bytes, ceil_div(last - first, 2), sums[0]);
       } else {
         each_panel(job, first, last, [&](auto rows, int p) {
           const PromptPanel x = panel(p);
@@ -181,9 +192,8 @@ void multiply_prompt(const Product& job) {
         job.w, most_prompt_outliers(job.w), job.cut * kPanel, job.piece_columns(first));
     int32_t outliers_at[kMostPanels];
     std::copy(columns.firsts, columns.firsts + (last - first), outliers_at);
-    const auto weight_of = [&](const OutlierColumn& c) WINDLASS_INLINED {
-      return weight_at<MINS>(tile, c);
-    };
+    Weights<MINS> weights(tile);
+    const auto weight_of = [&](const OutlierColumn& c) WINDLASS_INLINED { return weights.at(c); };
     multiply_columns(columns, 0, padded, last - first, outliers_at, weight_of, sums[0]);
     each_panel(job, first, last, [&](auto rows, int p) {
       store_tile(job, to, t, p * kPanel, rows, sums[p - first], job.add);
