@@ -12,9 +12,10 @@ namespace windlass {
 
 using Clock = std::chrono::steady_clock;
 
-Pool::Pool(int threads, int spin_us) : spin_us_(spin_us) {
+Pool::Pool(int threads, int spin_us)
+    : ranges_(new Range[static_cast<size_t>(std::max(threads, 1))]), spin_us_(spin_us) {
   workers_.reserve(static_cast<size_t>(std::max(threads - 1, 0)));
-  for (int i = 1; i < threads; ++i) workers_.emplace_back([this] { work(); });
+  for (int i = 1; i < threads; ++i) workers_.emplace_back([this, i] { work(i); });
 }
 
 Pool::~Pool() {
@@ -46,9 +47,12 @@ void Pool::run(int count, int chunk, Piece piece, const void* body) {
   }
   piece_ = piece;
   body_ = body;
-  count_ = count;
   chunk_ = chunk;
-  next_.store(0, std::memory_order_relaxed);
+  const int64_t chunks = (count + chunk - 1) / chunk;
+  for (int i = 0, begin = 0, end; i < threads(); ++i, begin = end) {
+    end = static_cast<int>(std::min<int64_t>(chunks * (i + 1) / threads() * chunk, count));
+    ranges_[i].set(begin, end);
+  }
   const uint64_t number = (state_.load(std::memory_order_relaxed) >> 32) + 1;
   state_.store(number << 32 | kOpen);
   if (sleeping_.load() > 0) {
@@ -56,7 +60,7 @@ void Pool::run(int count, int chunk, Piece piece, const void* body) {
     { std::lock_guard<std::mutex> hold(sleep_mutex_); }
     wake_.notify_all();
   }
-  take_pieces();
+  take_pieces(0);
   state_.fetch_and(~kOpen);
   constexpr int patience = 2000;
   for (int i = 0; i < patience && !all_left(); ++i) pause_briefly();
@@ -76,15 +80,25 @@ void Pool::leave() {
   done_.notify_one();
 }
 
-void Pool::take_pieces() {
-  // Shares get smaller, so that all end together and few are asked for.
-  int begin = next_.load(std::memory_order_relaxed);
-  while (begin < count_) {
-    const int share = std::max(chunk_, (count_ - begin) / (2 * threads()));
-    const int end = std::min(begin + share, count_);
-    if (!next_.compare_exchange_weak(begin, end, std::memory_order_relaxed)) continue;
-    piece_(body_, begin, end);
-    begin = next_.load(std::memory_order_relaxed);
+bool Pool::Range::take(int chunk, bool from_end, int& begin, int& end) {
+  uint64_t ends = ends_.load(std::memory_order_relaxed);
+  while (true) {
+    const int first = static_cast<int>(ends >> 32), last = static_cast<int>(ends);
+    if (first >= last) return false;
+    // Shares get smaller, so that all end together and few are asked for.
+    const int share = std::min(std::max(chunk, (last - first) / 2), last - first);
+    begin = from_end ? last - share : first;
+    end = begin + share;
+    const uint64_t left = from_end ? joined(first, begin) : joined(end, last);
+    if (ends_.compare_exchange_weak(ends, left, std::memory_order_relaxed)) return true;
+  }
+}
+
+void Pool::take_pieces(int thread) {
+  int begin, end;
+  for (int i = 0; i < threads(); ++i) {
+    Range& range = ranges_[(thread + i) % threads()];
+    while (range.take(chunk_, i > 0, begin, end)) piece_(body_, begin, end);
   }
 }
 
@@ -104,7 +118,7 @@ bool Pool::join(uint32_t& last) {
   return false;
 }
 
-void Pool::work() {
+void Pool::work(int thread) {
   uint32_t last = 0;
   while (!stop_) {
     const Clock::time_point until = Clock::now() + std::chrono::microseconds(spin_us_);
@@ -112,7 +126,7 @@ void Pool::work() {
       for (int i = 0; i < 16 && !is_new(last); ++i) pause_briefly();
     }
     if (join(last)) {
-      take_pieces();
+      take_pieces(thread);
       leave();
       continue;
     }

@@ -44,8 +44,22 @@ class Pool {
   using Piece = void (*)(const void* body, int begin, int end);
 
   void run(int count, int chunk, Piece piece, const void* body);
-  void work();
-  void take_pieces();
+  // What is left of a thread's part of a job. The thread goes on where it stopped, so that what it
+  // read ahead is what it needs; others, who have nothing left of their own, take from the end.
+  class Range {
+   public:
+    void set(int begin, int end) { ends_.store(joined(begin, end), std::memory_order_relaxed); }
+    bool take(int chunk, bool from_end, int& begin, int& end);
+
+   private:
+    static uint64_t joined(int begin, int end) {
+      return static_cast<uint64_t>(begin) << 32 | static_cast<uint32_t>(end);
+    }
+    alignas(64) std::atomic<uint64_t> ends_{0};
+  };
+
+  void work(int thread);
+  void take_pieces(int thread);
   bool join(uint32_t& last);
   void leave();
   bool all_left() const { return static_cast<uint32_t>(state_.load()) == 0; }
@@ -61,9 +75,8 @@ class Pool {
 
   Piece piece_ = nullptr;
   const void* body_ = nullptr;
-  int count_ = 0;
   int chunk_ = 1;
-  alignas(64) std::atomic<int> next_{0};
+  std::unique_ptr<Range[]> ranges_;
   alignas(64) std::atomic<uint64_t> state_{0};
   alignas(64) std::atomic<int> sleeping_{0};
   std::atomic<bool> stop_{false};
