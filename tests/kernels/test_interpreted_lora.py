@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -92,6 +94,36 @@ def test_codes_that_are_read_by_words(
         got = kernel.gated(y.clone(), kernel.begin(x, given), given, silu_mul)
         want = plain.gated(y.float(), x.float(), rows, silu_mul)
         torch.testing.assert_close(got.float(), want, atol=0.02, rtol=1e-2)
+
+
+@inside
+@pytest.mark.parametrize("coded", [False, True])
+def test_pieces_beside_tokens_by_themselves(coded: bool) -> None:
+    """Of one step: every token gets what it gets when all are pieces."""
+    from windlass.kernels.triton.lora import TritonLora
+
+    torch.manual_seed(0)
+    counts, rows = [1, 5, 1, 3, 1], [1, 3, 0, 2, 2]
+    slots, chunk = np.repeat(rows, counts), np.repeat(counts, counts) > 1
+    for sizes in ((304, 32, 80), (144, 144), (416,)):
+        stacks = make_stacks(sizes, coded, 640, 48, by_output=coded)
+        x, y = torch.randn(11, 640) / 50, torch.randn(11, sum(sizes))
+        pieces = in_pieces(slots * chunk, counts, CPU)
+        alone = torch.from_numpy(slots * ~chunk).int()
+        given = replace(pieces, slots=torch.from_numpy(slots).int(), alone=alone)
+        kernel, plain = Lora(stacks, TritonLora()), Lora(stacks, PlainLora())
+        groups, norm, residual = grouped(slots, CPU), _Norm(sum(sizes)), torch.randn_like(y)
+        got = kernel.end(y.clone(), kernel.begin(x, given), given)
+        torch.testing.assert_close(got, plain.end(y.clone(), x, groups), atol=5e-3, rtol=1e-3)
+        if len(sizes) == 2:
+            active = kernel.gated(y.clone(), kernel.begin(x, given), given, silu_mul)
+            want = plain.gated(y.clone(), x, groups, silu_mul)
+            torch.testing.assert_close(active, want, atol=5e-3, rtol=1e-3)
+        if len(sizes) == 1:
+            low = kernel.begin(x, given)
+            found = kernel.then(y.clone(), low, given, residual.clone(), norm)
+            wanted = plain.then(y.clone(), x, groups, residual.clone(), norm)
+            torch.testing.assert_close(found, wanted, atol=5e-3, rtol=1e-3)
 
 
 class _Norm:

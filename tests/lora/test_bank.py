@@ -11,8 +11,10 @@ from tests.lora.adapters import ALL, Parts, make_adapter
 from tests.quant.folders import FFN, HIDDEN, IDS, VOCAB, write_plain
 from windlass.core.types import StepPlan
 from windlass.errors import CheckpointError, EngineError
+from windlass.kernels.lora import PlainLora
 from windlass.lora.base import Adapter, Low
 from windlass.lora.codes import encode
+from windlass.lora_config import LoraDType
 
 
 @pytest.fixture(scope="module")
@@ -87,6 +89,23 @@ def test_packed_codes_are_what_a_slot_computes(folder: Path) -> None:
     found = same_in_a_slot(parts, adapter, packed)
     exact = Parts(folder, [Adapter("b", decoded)], max_rank=8)
     torch.testing.assert_close(found, exact.scores([IDS], [1])[0], atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", ["auto", "int8"])
+def test_ranks_of_an_output_may_lie_together(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, dtype: LoraDType
+) -> None:
+    """As kernels on CUDA want it; what is computed is the same, for ranks of one and more pieces."""
+    ranks = {"self_attn.k_proj": 2, "self_attn.o_proj": 16, "mlp.up_proj": 32, "mlp.down_proj": 21}
+    adapter = make_adapter("b", ranks)
+    usual = Parts(folder, [adapter], 32, dtype, plain_kernels=True)
+    monkeypatch.setattr(PlainLora, "by_output", lambda *_: True)
+    parts = Parts(folder, max_rank=32, lora_dtype=dtype, plain_kernels=True)
+    packed = parts.bank.pack(adapter)
+    for name, low in packed.modules.items():
+        assert low.up.shape == adapter.modules[name].up.shape
+    found = same_in_a_slot(parts, adapter, packed)
+    torch.testing.assert_close(found, usual.scores([IDS], [1])[0], atol=1e-4, rtol=1e-4)
 
 
 def test_codes_are_the_nearest_and_a_rank_of_zeros_changes_nothing() -> None:

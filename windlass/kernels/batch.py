@@ -140,6 +140,8 @@ class AdapterRows:
     tiles: Tensor | None = None
     groups: tuple[tuple[int, Tensor | slice], ...] = ()  # slots but 0, and the tokens of each
     fixed: bool = False  # whether a token's result must not depend on the others of its adapter
+    # Tokens that are no piece but by themselves, where `tiles` has only the others: their slots, and 0.
+    alone: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)

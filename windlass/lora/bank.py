@@ -39,6 +39,44 @@ class _Place:
         return self.stacks.sizes[self.part], self.stacks.down.shape[3]
 
 
+class _Laid:
+    """Where the parts of a packed adapter go: down and up of each module in turn."""
+
+    def __init__(self, modules: tuple[tuple[str, int], ...]) -> None:
+        self.modules = modules  # names and ranks
+        self.sizes: list[int] = []  # numbers of each part
+        self.targets: list[Tensor] = []
+        self.changes: list[list[Change]] = []  # by layer
+        self.ranks = torch.empty(0)
+        # Of each part that is not copied as it is: its shape, and how wide its pieces are.
+        self._cut: dict[int, tuple[tuple[int, int], list[int]]] = {}
+
+    def add(self, target: Tensor, shape: tuple[int, int]) -> None:
+        self.add_pieces([target], shape)
+
+    def add_pieces(self, targets: list[Tensor], shape: tuple[int, int]) -> None:
+        """The next part; several targets, or one with gaps, take columns of it."""
+        if len(targets) == 1 and targets[0].is_contiguous():
+            targets = [targets[0].view(-1)]
+        else:
+            self._cut[len(self.sizes)] = (shape, [target.shape[1] for target in targets])
+        self.sizes.append(shape[0] * shape[1])
+        self.targets += targets
+
+    def sources(self, parts: tuple[Tensor, ...]) -> tuple[Tensor, ...] | list[Tensor]:
+        """What the targets get."""
+        if not self._cut:
+            return parts
+        found: list[Tensor] = []
+        for i, part in enumerate(parts):
+            if i in self._cut:
+                shape, widths = self._cut[i]
+                found += part.view(shape).split(widths, dim=1)
+            else:
+                found.append(part)
+        return found
+
+
 class Bank:
     """Owns the adapters' matrices on the device. Slots are 1 to `num_slots`; 0 is nobody's.
 
@@ -57,6 +95,7 @@ class Bank:
         self.max_rank = max_rank
         self._architecture = spec.architecture
         self._layers: list[Stacks] = []
+        self._laid: dict[int, _Laid] = {}  # by slot, of what was there last
         self._places: dict[str, _Place] = {}
         norm = next(module for module in network.modules() if isinstance(module, RMSNorm))
         self._device = norm.weight.device
@@ -163,29 +202,49 @@ class Bank:
         """
         if not 1 <= slot <= self.num_slots:
             raise ValueError(f"adapter slot {slot} is not one of 1 to {self.num_slots}")
-        self.check(adapter)
-        for stacks in self._layers:
-            stacks.clear(slot)
-        ranks = [0] * self._ranks.shape[1]
-        targets: list[Tensor] = []
-        sources: list[Tensor] = []
         packed = adapter.packed
         if packed is None:
+            self.check(adapter)
             packed = self._packed(adapter, torch.empty).packed
         assert packed is not None
+        laid = self._lay_out(slot, adapter)
         arrived = self._send(packed)
-        for name, low in self._unpack(arrived, adapter).items():
-            place, rank = self._places[name], low.down.shape[0]
-            down, pieces = place.stacks.place(slot, place.part, rank)
-            targets += [down, *pieces]
-            sources += [low.down, *low.up.T.split([len(piece) for piece in pieces])]
-            ranks[place.column] = rank
-        torch._foreach_copy_(targets, sources)
+        parts = arrived[self._scale_bytes :].split(laid.sizes)
+        torch._foreach_copy_(laid.targets, laid.sources(parts))
+        for stacks, changes in zip(self._layers, laid.changes, strict=True):
+            stacks.changes[slot] = changes
         if self._scales is not None:
             whole = arrived[: self._scale_bytes].view(torch.float32)
             self._scales[slot].copy_(whole.view_as(self._scales[slot]))
-        sent = torch.tensor(ranks, dtype=torch.int32, pin_memory=self._device.type != "cpu")
-        self._ranks[slot].copy_(sent, non_blocking=True)
+        self._ranks[slot].copy_(laid.ranks, non_blocking=True)
+
+    def _lay_out(self, slot: int, adapter: Adapter) -> _Laid:
+        """Where in a slot an adapter goes: kept, as the next one is mostly of the same ranks."""
+        own = tuple((name, low.down.shape[0]) for name, low in adapter.modules.items())
+        laid = self._laid.get(slot)
+        if laid is None or laid.modules != own:
+            laid = self._laid[slot] = self._find_places(slot, own)
+        return laid
+
+    def _find_places(self, slot: int, modules: tuple[tuple[str, int], ...]) -> _Laid:
+        laid = _Laid(modules)
+        ranks = [0] * self._ranks.shape[1]
+        for stacks in self._layers:
+            stacks.clear(slot)
+        for name, rank in modules:
+            place = self._places[name]
+            num_out, num_in = place.shape
+            down, pieces = place.stacks.place(slot, place.part, rank)
+            laid.add(down, (rank, num_in))
+            by_output = place.stacks.by_output
+            shape = (num_out, rank) if by_output else (rank, num_out)
+            laid.add_pieces([piece.T if by_output else piece for piece in pieces], shape)
+            ranks[place.column] = rank
+        laid.changes = [stacks.changes[slot] for stacks in self._layers]
+        laid.ranks = torch.tensor(ranks, dtype=torch.int32)
+        if self._device.type != "cpu":
+            laid.ranks = laid.ranks.pin_memory()
+        return laid
 
     def _send(self, packed: Tensor) -> Tensor:
         """Copied to the device while steps before it still compute."""

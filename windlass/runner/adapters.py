@@ -30,12 +30,16 @@ def _tokens(places: np.ndarray, device: torch.device) -> Tensor | slice:
 
 def in_pieces(slots: np.ndarray, counts: Sequence[int], device: torch.device) -> AdapterRows:
     """Neighbours of one row together; `counts` are the rows' tokens."""
-    tiles: list[tuple[int, int]] = []
+    pieces = pieces_of(slots, counts)
+    return AdapterRows(to_device(slots.astype(np.int32), device), to_device(pieces, device))
+
+
+def pieces_of(slots: np.ndarray, counts: Sequence[int]) -> np.ndarray:
+    """[n, 2]: the first token of each piece and how many it has. Those without an adapter are none."""
+    pieces: list[tuple[int, int]] = []
     first = 0
     for count in counts:
-        tiles += [(first + at, min(PIECE, count - at)) for at in range(0, count, PIECE)]
+        if slots[first]:
+            pieces += [(first + at, min(PIECE, count - at)) for at in range(0, count, PIECE)]
         first += count
-    # Pieces without an adapter are none.
-    kept = [tile for tile in tiles if slots[tile[0]]]
-    pieces = np.array(kept, dtype=np.int32).reshape(-1, 2)
-    return AdapterRows(to_device(slots.astype(np.int32), device), to_device(pieces, device))
+    return np.array(pieces, dtype=np.int32).reshape(-1, 2)

@@ -250,7 +250,7 @@ class _Maker:
         tile = tile_tokens(spec.num_heads // spec.num_kv_heads)
         given = (
             *(self._loaded.network, cache, slots, sampler, self._loaded.products),
-            *(tile, graph_rows),
+            *(tile, graph_rows, self._limits.max_num_batched_tokens),
         )
         wish = self._config.speculation
         if wish.spec == "none":

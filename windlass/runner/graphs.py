@@ -1,14 +1,16 @@
-"""Steps on CUDA: recorded graphs for decode steps, eager for the rest, and no wait in between.
+"""Steps on CUDA: recorded graphs for decode steps and those of few tokens, eager for the rest.
 
-A decode step is one copy of four numbers a row to the device (five with adapters), one graph, and
-one copy back. The graph holds everything: inputs, network, sampling. The tokens of a step are read
-by the next one on the device, so that the host may plan and launch it while they travel.
+There is no wait in between. A decode step is one copy of four numbers a row to the device (five with
+adapters), one graph, and one copy back. The graph holds everything: inputs, network, sampling. The
+tokens of a step are read by the next one on the device, so that the host may plan and launch it while
+they travel. Steps with prompts are recorded in mixed.py's forms.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 import torch
@@ -16,11 +18,12 @@ from torch import Tensor
 
 from windlass.core.types import Row, RowResult, StepPlan, StepResult, TokenLogprob
 from windlass.errors import OutOfMemory
-from windlass.kernels.batch import AdapterRows, AttentionWork, KVCache, Span, StepBatch
+from windlass.kernels.batch import AdapterRows, AttentionWork, KVCache, Span, StepBatch, Wanted
 from windlass.kernels.products import TorchProducts
 from windlass.models.network import Network
 from windlass.runner.adapters import in_pieces
 from windlass.runner.device_sampler import DeviceSampler
+from windlass.runner.mixed import Arrays, Form, MixedStep, attention_tiles, mixed_sizes
 from windlass.runner.runner import Done, Pending, Runner
 from windlass.runner.sampler import Sampler
 from windlass.runner.slots import SlotTables, to_device
@@ -66,6 +69,10 @@ class _Graph:
     logits: Tensor
 
 
+def _sampled(rows: Sequence[Row]) -> list[int]:
+    return [i for i, row in enumerate(rows) if row.sample]
+
+
 class _OnItsWay:
     """A step whose tokens are travelling to the host."""
 
@@ -109,8 +116,11 @@ class CudaRunner(Runner):
         products: TorchProducts,
         tile: int,
         graph_rows: int,
+        most_tokens: int,
     ) -> None:
-        """`tile` tokens of a chunk are one piece of work for attention; up to `graph_rows` are recorded."""
+        """`tile` tokens of a chunk are one piece of work for attention; steps of up to `graph_rows`
+        decodes are recorded, and if there are any, some of few tokens. Steps have `most_tokens`.
+        """
         super().__init__(network, cache, slots, sampler, products)
         self._device_sampler = DeviceSampler(slots, sampler)
         self._tile = tile
@@ -118,6 +128,8 @@ class CudaRunner(Runner):
         self._multiprocessors = torch.cuda.get_device_properties(self._device).multi_processor_count
         self._sizes = graph_sizes(graph_rows) if graph_rows else []
         self._graphs: dict[_Key, _Graph] = {}
+        self._mixed_sizes = mixed_sizes(most_tokens) if graph_rows else []
+        self._mixed: dict[Form, MixedStep] = {}
         self._pool = torch.cuda.graph_pool_handle()
         most = max(self._sizes, default=1)
         # Slot, position, token, new block and adapter of every row, in that order and without gaps:
@@ -137,6 +149,8 @@ class CudaRunner(Runner):
     @torch.inference_mode()
     def record(self) -> None:
         """Record the graphs, the largest first, so that the smaller ones fit into its memory."""
+        for tokens in reversed(self._mixed_sizes):
+            self._mixed_step(self._form(tokens))
         for size in reversed(self._sizes):
             self._record(_Key(size))
 
@@ -215,6 +229,11 @@ class CudaRunner(Runner):
         size = self._graph_for(rows)
         fixed = self._in_fixed_order(rows)
         if size is None:
+            mixed = None if fixed else self._mixed_for(rows)
+            if mixed is not None:
+                self._slots.send(grown)
+                mixed.launch()
+                return self._collect(rows, _sampled(rows), mixed.tokens, mixed.logits)
             with self._products.fixed_order(fixed):
                 return self._submit_eager(plan, grown)
         key = _Key(size, fixed, any(row.adapter for row in rows))
@@ -222,6 +241,42 @@ class CudaRunner(Runner):
         self._stage(rows, key)
         recorded.graph.replay()
         return self._collect(rows, list(range(len(rows))), recorded.tokens, recorded.logits)
+
+    def _mixed_for(self, rows: list[Row]) -> MixedStep | None:
+        """A recording in which these rows are written down; None where there is none for them."""
+        if self.reads_all or self._scores_prompts(rows):
+            return None
+        total = sum(row.num_tokens for row in rows)
+        tokens = next((size for size in self._mixed_sizes if size > total), None)
+        if tokens is None:
+            return None
+        step = self._mixed_step(self._form(tokens, any(row.adapter for row in rows)))
+        return step if step.write(rows) else None
+
+    def _form(self, tokens: int, adapted: bool = False) -> Form:
+        # One token is padding, and where all others were alone it would be a decode step.
+        return Form(tokens, min(tokens - 2, self._slots.num_slots), self._tile, adapted)
+
+    def _mixed_step(self, form: Form) -> MixedStep:
+        if form not in self._mixed:
+            step = MixedStep(form, self._device, self.padding)
+            step.record(partial(self._compute_mixed, form), self._pool)
+            self._mixed[form] = step
+        return self._mixed[form]
+
+    def _compute_mixed(self, form: Form, arrays: Arrays) -> tuple[Tensor, Tensor]:
+        ids, positions, token_slots = arrays.tokens
+        adapters, of_wanted = form.adapters(arrays)
+        work = AttentionWork(arrays.singles, arrays.tiles, self._splits(form.rows), self._counters)
+        batch = StepBatch(
+            *(positions, token_slots, self._slots.tables, [], self._cache.layers, work),
+            adapters=adapters,
+            wanted=Wanted(arrays.wanted, of_wanted),
+        )
+        hidden = self._network(self._slots.known(ids, token_slots), batch)
+        logits = self._network.logits(hidden, of_wanted)
+        slots, places = token_slots[arrays.wanted], positions[arrays.wanted]
+        return self._device_sampler.draw(logits, slots, places), logits
 
     def _graph_for(self, rows: list[Row]) -> int | None:
         """The smallest recorded size that holds these rows; None when they are not all decodes."""
@@ -266,7 +321,7 @@ class CudaRunner(Runner):
         rows = plan.rows
         ids, batch = self._batch(plan)
         hidden = self._network(ids, batch)
-        sampled = [i for i, row in enumerate(rows) if row.sample]
+        sampled = _sampled(rows)
         tokens = logits = self._singles[:0]  # nobody gets a token from a chunk in mid-prompt
         if sampled:
             logits, wanted = self._logits(rows, batch, hidden)
@@ -280,21 +335,12 @@ class CudaRunner(Runner):
         return pending
 
     def _work(self, rows: list[Row], spans: list[Span], fixed: bool) -> AttentionWork:
-        """Rows of one token, and chunks cut into tiles, the ones that see the most keys first.
+        """Rows of one token, and chunks cut into tiles.
 
         In a fixed order all are tiles: their keys are seen one after another, never in parts.
         """
         singles = [span.first for span in spans if span.count == 1 and not fixed]
-        tiles = [
-            (
-                *(span.first + at, min(self._tile, span.count - at)),
-                *(row.slot, span.start + at, span.start),
-            )
-            for row, span in zip(rows, spans, strict=True)
-            if span.count > 1 or fixed
-            for at in range(0, span.count, self._tile)
-        ]
-        tiles.sort(key=lambda item: -item[3])
+        tiles = attention_tiles(rows, spans, self._tile, singles=fixed)
         return AttentionWork(
             to_device(np.array(singles, dtype=np.int32), self._device),
             to_device(np.array(tiles, dtype=np.int32).reshape(-1, 5), self._device),

@@ -74,29 +74,40 @@ class SlotTables:
 
     def batch(self, plan: StepPlan, kv: list[LayerKV]) -> tuple[Tensor, StepBatch]:
         """Token ids of the plan's rows, packed, and everything that goes with them."""
-        rows = plan.rows
-        slots = np.array([row.slot for row in rows])
-        counts = np.array([row.num_tokens for row in rows])
-        starts = np.array([row.start for row in rows])
-        firsts = np.cumsum(counts) - counts
-        known: list[int] = []
-        for row in rows:
-            known.extend(row.tokens or (-1,))
-        total = len(known)
+        spans = spans_of(plan.rows)
+        total = spans[-1].first + spans[-1].count
         # Whole multiples of 16 numbers keep every row aligned: kernels are compiled for that.
         packed = np.zeros((3, -(-total // 16) * 16), dtype=np.int32)
-        packed[0, :total] = known
-        packed[1, :total] = np.arange(total) - np.repeat(firsts - starts, counts)
-        packed[2, :total] = np.repeat(slots, counts)
+        pack(plan.rows, spans, packed)
         ids, positions, token_slots = to_device(packed, self.device)[:, :total]
-        ids = torch.where(ids < 0, self.last[token_slots], ids)
-        spans = [
-            Span(first, count, start)
-            for first, count, start in zip(
-                firsts.tolist(), counts.tolist(), starts.tolist(), strict=True
-            )
-        ]
-        return ids, StepBatch(positions, token_slots, self.tables, spans, kv)
+        return self.known(ids, token_slots), StepBatch(
+            positions, token_slots, self.tables, spans, kv
+        )
+
+    def known(self, ids: Tensor, token_slots: Tensor) -> Tensor:
+        """Token ids, with those sampled last in the place of -1."""
+        return torch.where(ids < 0, self.last[token_slots], ids)
+
+
+def spans_of(rows: Sequence[Row]) -> list[Span]:
+    """Where each row's tokens are when all are packed one after another."""
+    spans, first = [], 0
+    for row in rows:
+        spans.append(Span(first, row.num_tokens, row.start))
+        first += row.num_tokens
+    return spans
+
+
+def pack(rows: Sequence[Row], spans: Sequence[Span], into: np.ndarray) -> None:
+    """Write token ids (-1: the one sampled last), positions and slots of all tokens: [3, …]."""
+    counts = [span.count for span in spans]
+    known: list[int] = []
+    for row in rows:
+        known.extend(row.tokens or (-1,))
+    total = len(known)
+    into[0, :total] = known
+    into[1, :total] = np.arange(total) - np.repeat([s.first - s.start for s in spans], counts)
+    into[2, :total] = np.repeat([row.slot for row in rows], counts)
 
 
 def to_device(array: np.ndarray, device: torch.device) -> Tensor:

@@ -255,21 +255,8 @@ def paged_decode_kernel(
             (keys, values, key_scales, value_scales),
             cos_sin,
             (q_weight, k_weight),
-            table,
-            head,
-            length - 1,
-            start * TILE,
-            end * TILE,
-            g,
-            d,
-            eps,
-            width,
-            NUM_KV,
-            GROUP,
-            DIM,
-            SIZE,
-            WIDE,
-            NORM,
+            *(table, head, length - 1, start * TILE, end * TILE, g, d, eps, width),
+            *(NUM_KV, GROUP, DIM, SIZE, WIDE, NORM),
         )
     else:
         q = tl.load(queries + q_at, mask=q_mask, other=0.0)

@@ -10,9 +10,9 @@ differs from step to step lies on the device, so that steps can be recorded.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -41,9 +41,13 @@ _MOST_NORMED = 8192  # outputs of a token that one program holds with their rank
 class Shrunk:
     """Inputs brought down to the ranks of their adapters: the first half of the work."""
 
+    adapters: AdapterRows  # of these tokens
     x: Tensor  # kept as long as it may be read beside the product
     sums: Tensor  # [splits, tokens, parts, most ranks] float32
     splits: int
+    waiting: (
+        Callable[[], object] | None
+    )  # what is to run beside the product, once that was launched
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +91,11 @@ class TritonLora(Apart):
         whole = not any(size % TOGETHER for size in (most, *sizes))
         return dtype is torch.int8 and inputs.itemsize == 2 and whole
 
-    def begin(self, x: Tensor, stacks: Stacks, adapters: AdapterRows) -> Shrunk:
+    def begin(self, x: Tensor, stacks: Stacks, adapters: AdapterRows) -> tuple[Shrunk, ...]:
+        """One after the other: pieces, and tokens by themselves."""
+        return tuple(self._begin(x, stacks, kind) for kind in _kinds(adapters))
+
+    def _begin(self, x: Tensor, stacks: Stacks, adapters: AdapterRows) -> Shrunk:
         assert len(stacks.sizes) <= _MOST_PARTS
         assert x.is_contiguous()
         way = _way(x, stacks, adapters)
@@ -98,37 +106,62 @@ class TritonLora(Apart):
         beside = x.is_cuda and adapters.tiles is None
         if beside:
             options |= {"CHAINED": False, "launch_pdl": False}  # what it follows is elsewhere
-        with self._beside() if beside else nullcontext():
-            way.shrink[_pieces(adapters), len(stacks.sizes), splits](
-                *(x, stacks.down, stacks.scales, *_which(stacks, adapters), sums, *x.shape, span),
-                stacks.ranks.stride(0),
-                **options,
-            )
-        return Shrunk(x, sums, splits)
+        shrink = partial(
+            way.shrink[_pieces(adapters), len(stacks.sizes), splits],
+            *(x, stacks.down, stacks.scales, *_which(stacks, adapters), sums, *x.shape, span),
+            stacks.ranks.stride(0),
+            **options,
+        )
+        if beside:
+            # Launched behind the product: what comes first in a recording starts first, and the
+            # product takes longer.
+            self._fork()
+            return Shrunk(adapters, x, sums, splits, shrink)
+        shrink()
+        return Shrunk(adapters, x, sums, splits, None)
 
-    def end(self, y: Tensor, low: Shrunk, stacks: Stacks, adapters: AdapterRows) -> Tensor:
+    def end(
+        self, y: Tensor, low: tuple[Shrunk, ...], stacks: Stacks, adapters: AdapterRows
+    ) -> Tensor:
+        del adapters  # are known in parts
+        for each in low:
+            self._end(y, each, stacks)
+        return y
+
+    def _end(self, y: Tensor, low: Shrunk, stacks: Stacks) -> None:
         assert y.is_contiguous()
+        adapters = low.adapters
         way = _way(y, stacks, adapters)
         num_tiles = sum(triton.cdiv(size, way.outputs) for size in stacks.sizes)
         sizes = (*stacks.sizes, *[0] * (_MOST_PARTS - len(stacks.sizes)))
-        self._join(adapters)
+        self._join(low)
         way.expand[_pieces(adapters), num_tiles](
             *(y, stacks.up, *_which(stacks, adapters), low.sums, *y.shape, *sizes, low.splits),
             stacks.ranks.stride(0),
             **way.options_of(way.expand, low.splits),
         )
-        return y
 
     def gated(
-        self, y: Tensor, low: Shrunk, stacks: Stacks, adapters: AdapterRows, silu_mul: SiluMul
+        self,
+        y: Tensor,
+        low: tuple[Shrunk, ...],
+        stacks: Stacks,
+        adapters: AdapterRows,
+        silu_mul: SiluMul,
     ) -> Inputs:
-        way = _way(y, stacks, adapters)
+        *pieces, last = low
+        way = _way(y, stacks, last.adapters)
         if way.expand_gated is None:
             return super().gated(y, low, stacks, adapters, silu_mul)
+        self.end(y, tuple(pieces), stacks, adapters)
+        return self._gated(y, last, stacks, way)
+
+    def _gated(self, y: Tensor, low: Shrunk, stacks: Stacks, way: _Way) -> Inputs:
         assert y.is_contiguous()
+        adapters = low.adapters
         tokens, width = y.shape[0], y.shape[1] // 2
         out = y.new_empty((tokens, width))
-        self._join(adapters)
+        self._join(low)
         way.expand_gated[tokens, triton.cdiv(width, way.outputs)](
             *(y, stacks.up, *_which(stacks, adapters), low.sums, out, tokens, width, low.splits),
             stacks.ranks.stride(0),
@@ -139,22 +172,30 @@ class TritonLora(Apart):
     def then(
         self,
         y: Tensor,
-        low: Shrunk,
+        low: tuple[Shrunk, ...],
         stacks: Stacks,
         adapters: AdapterRows,
         residual: Tensor,
         norm: Norm,
     ) -> tuple[Inputs, Tensor]:
-        tokens, size = y.shape
-        width = triton.next_power_of_2(size)
-        if adapters.tiles is not None or len(stacks.sizes) > 1 or width > _MOST_NORMED:
+        *pieces, last = low
+        whole = triton.next_power_of_2(y.shape[1]) <= _MOST_NORMED and len(stacks.sizes) == 1
+        if last.adapters.tiles is not None or not whole:
             return super().then(y, low, stacks, adapters, residual, norm)
+        self.end(y, tuple(pieces), stacks, adapters)
+        return self._then(y, last, stacks, residual, norm)
+
+    def _then(
+        self, y: Tensor, low: Shrunk, stacks: Stacks, residual: Tensor, norm: Norm
+    ) -> tuple[Inputs, Tensor]:
         assert y.is_contiguous()
+        (tokens, size), adapters = y.shape, low.adapters
+        width = triton.next_power_of_2(size)
         way, out = _way(y, stacks, adapters), torch.empty_like(y)
         options = way.options_of(expand_norm_kernel, low.splits)
         # A thread has all ranks of as many outputs as 16 bytes hold.
         options["num_warps"] = min(16, max(1, width * stacks.up.itemsize // (32 * 16)))
-        self._join(adapters)
+        self._join(low)
         expand_norm_kernel[(tokens,)](
             *(y, stacks.up, *_which(stacks, adapters), low.sums, residual, norm.weight, out),
             *(tokens, low.splits, stacks.ranks.stride(0), norm.eps),
@@ -164,17 +205,27 @@ class TritonLora(Apart):
         )
         return out, residual
 
-    def _beside(self) -> AbstractContextManager[None]:
-        """Launches go to a stream of its own, behind what the current one was given so far."""
+    def _fork(self) -> None:
+        """A stream of its own goes on from here."""
         if self._side is None:
             # Its programs are few and short: they come first where both wait for room.
             self._side = torch.cuda.Stream(priority=-1)
         self._side.wait_stream(torch.cuda.current_stream())
-        return torch.cuda.stream(self._side)
 
-    def _join(self, adapters: AdapterRows) -> None:
-        if self._side is not None and adapters.tiles is None:
-            torch.cuda.current_stream().wait_stream(self._side)
+    def _join(self, low: Shrunk) -> None:
+        if low.waiting is None:
+            return
+        assert self._side is not None
+        with torch.cuda.stream(self._side):
+            low.waiting()
+        torch.cuda.current_stream().wait_stream(self._side)
+
+
+def _kinds(adapters: AdapterRows) -> tuple[AdapterRows, ...]:
+    """Pieces before tokens by themselves, where a step has both."""
+    if adapters.alone is None:
+        return (adapters,)
+    return replace(adapters, alone=None), AdapterRows(adapters.alone)
 
 
 def _way(x: Tensor, stacks: Stacks, adapters: AdapterRows) -> _Way:

@@ -1,0 +1,183 @@
+"""Steps of prompts and decodes as recorded graphs take them: everything has room for a fixed number.
+
+A step of few tokens takes a device less time than it takes a host to launch its kernels. So these are
+recorded too, for several numbers of tokens. What a step does not need of its room is padding: its
+last token is nobody's, and whatever is padded leads to that one or to nothing at all.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from windlass.core.types import Row, SlotId
+from windlass.kernels.batch import PIECE, AdapterRows, Span
+from windlass.runner.adapters import pieces_of
+from windlass.runner.slots import pack, spans_of
+
+# Tokens of a step; with more of them, a device has more to do than a host.
+_SIZES = (32, 64, 96, 128, 192, 256, 320, 384, 512, 768, 1024)
+_MOST_CHUNKS = 32  # rows of several tokens
+
+
+def mixed_sizes(most_tokens: int) -> list[int]:
+    """Numbers of tokens to record for an engine whose steps have at most so many."""
+    within = [size for size in _SIZES if size < most_tokens]
+    return within + [size for size in _SIZES if size >= most_tokens][:1]
+
+
+def attention_tiles(
+    rows: Sequence[Row], spans: Sequence[Span], tile: int, singles: bool = False
+) -> list[tuple[int, ...]]:
+    """Chunks cut into tiles, the ones that see the most keys first; `singles`: rows of one token too.
+
+    As in `AttentionWork.tiles`.
+    """
+    tiles: list[tuple[int, ...]] = [
+        (span.first + at, min(tile, span.count - at), row.slot, span.start + at, span.start)
+        for row, span in zip(rows, spans, strict=True)
+        if span.count > 1 or singles
+        for at in range(0, span.count, tile)
+    ]
+    tiles.sort(key=lambda item: -item[3])
+    return tiles
+
+
+@dataclass(frozen=True, slots=True)
+class Arrays:
+    """Parts of one inbox, on the host or on a device."""
+
+    tokens: Tensor  # [3, tokens]: ids (-1: the one sampled last), positions, slots
+    singles: Tensor  # [rows]: tokens that are alone in their row
+    tiles: Tensor  # [tiles, 5]
+    wanted: Tensor  # [rows]: tokens from which something is drawn
+    adapters: Tensor  # [2, tokens], or nothing: of all, and of those that are alone in their row
+    pieces: Tensor  # [pieces, 2], or nothing: of chunks
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """How much room there is in a recorded step."""
+
+    tokens: int
+    rows: int
+    tile: int  # tokens of a chunk that are one piece of work for attention
+    adapted: bool  # whether rows may have adapters
+
+    @property
+    def tiles(self) -> int:
+        return self.tokens // self.tile + self._chunks
+
+    @property
+    def pieces(self) -> int:
+        return self.tokens // PIECE + self._chunks if self.adapted else 0
+
+    @property
+    def _chunks(self) -> int:
+        return min(_MOST_CHUNKS, self.tokens // 2)
+
+    @property
+    def _shapes(self) -> list[tuple[int, ...]]:
+        adapted = self.tokens if self.adapted else 0
+        rows = (self.rows,)
+        return [(3, self.tokens), rows, (self.tiles, 5), rows, (2, adapted), (self.pieces, 2)]
+
+    @property
+    def numbers(self) -> int:
+        """Of an inbox. Every part begins at a multiple of 16 bytes: kernels are compiled for that."""
+        return sum(_aligned(math.prod(shape)) for shape in self._shapes)
+
+    def parts(self, inbox: Tensor) -> Arrays:
+        """Views of what is sent."""
+        views, at = [], 0
+        for shape in self._shapes:
+            count = math.prod(shape)
+            views.append(inbox[at : at + count].view(shape))
+            at += _aligned(count)
+        return Arrays(*views)
+
+    def fill(self, inbox: Tensor, rows: Sequence[Row], padding: SlotId) -> bool:
+        """Write a step down, in the host's memory; False: there is no room for it."""
+        spans, last = spans_of(rows), self.tokens - 1
+        arrays = self.parts(inbox)
+        tiles = attention_tiles(rows, spans, self.tile)
+        if (
+            len(tiles) > self.tiles
+            or len(rows) > self.rows
+            or spans[-1].first + spans[-1].count > last
+        ):
+            return False
+        ends = [span.first + span.count for span in spans]
+        wanted = [end - 1 for row, end in zip(rows, ends, strict=True) if row.sample]
+        tokens = arrays.tokens.numpy()
+        tokens[:] = np.array([[0], [0], [padding]])
+        pack(rows, spans, tokens)
+        _put(arrays.singles, [span.first for span in spans if span.count == 1], last)
+        _put(arrays.tiles, tiles, (last, 0, padding, 0, 0))
+        _put(arrays.wanted, wanted, last)
+        if self.adapted:
+            counts = [span.count for span in spans]
+            slots = np.repeat(np.array([row.adapter for row in rows], dtype=np.int32), counts)
+            alone = slots * (np.repeat(counts, counts) == 1)
+            _put(arrays.adapters[0], slots, 0)
+            _put(arrays.adapters[1], alone, 0)
+            _put(arrays.pieces, pieces_of(slots - alone, counts), (last, 0))
+        return True
+
+    def adapters(self, arrays: Arrays) -> tuple[AdapterRows | None, AdapterRows | None]:
+        """Of all tokens, and of the wanted ones."""
+        if not self.adapted:
+            return None, None
+        slots, alone = arrays.adapters
+        return AdapterRows(slots, arrays.pieces, alone=alone), AdapterRows(slots[arrays.wanted])
+
+
+def _aligned(count: int) -> int:
+    return -(-count // 4) * 4
+
+
+def _put(target: Tensor, values: Sequence[object] | np.ndarray, padding: object) -> None:
+    array, count = target.numpy(), len(values)
+    if count:
+        array[:count] = values
+    array[count:] = padding
+
+
+class MixedStep:
+    """Owns a recording, and its mail: pinned memory for two steps, of which one may be on its way."""
+
+    def __init__(self, form: Form, device: torch.device, padding: SlotId) -> None:
+        self.form = form
+        self._padding = padding
+        self._inbox = torch.zeros(form.numbers, dtype=torch.int32, device=device)
+        self._sent = [torch.zeros(form.numbers, dtype=torch.int32).pin_memory() for _ in "ab"]
+        self._graph = torch.cuda.CUDAGraph()
+        self.tokens = self.logits = self._inbox[:0]  # of the rows that sample, once recorded
+
+    def record(self, compute: Callable[[Arrays], tuple[Tensor, Tensor]], pool: Any) -> None:
+        """`compute` gives the tokens and logits of a step."""
+        nobody = Row("", self._padding, 0, 1, (0,), (), True)
+        assert self.write([nobody])
+        self._inbox.copy_(self._sent[0])
+        arrays = self.form.parts(self._inbox)
+        compute(arrays)  # compiles what is missing, outside of the recording
+        torch.cuda.synchronize()
+        # Another thread may pin memory for an adapter meanwhile.
+        with torch.cuda.graph(self._graph, pool=pool, capture_error_mode="thread_local"):
+            self.tokens, self.logits = compute(arrays)
+
+    def write(self, rows: Sequence[Row]) -> bool:
+        """Write a step down; False: there is no room for it."""
+        self._sent.reverse()
+        return self.form.fill(self._sent[0], rows, self._padding)
+
+    def launch(self) -> None:
+        """Compute what was written down."""
+        self._inbox.copy_(self._sent[0], non_blocking=True)
+        self._graph.replay()
