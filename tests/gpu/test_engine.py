@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -57,7 +58,10 @@ def agreement(a: list[list[int]], b: list[list[int]]) -> float:
 
 
 def test_overlapped_equals_plain(folder: Path) -> None:
-    assert outputs(folder, GREEDY) == outputs(folder, GREEDY, overlap=False)
+    """Steps have other rows then, and a recorded one has room for more: only a fixed order is exact."""
+    fixed = replace(GREEDY, deterministic=True)
+    assert outputs(folder, fixed) == outputs(folder, fixed, overlap=False)
+    assert agreement(outputs(folder, GREEDY), outputs(folder, GREEDY, overlap=False)) >= 0.9
 
 
 def test_overlapped_equals_plain_when_requests_are_preempted(folder: Path) -> None:
