@@ -77,6 +77,15 @@ struct Target {
 
 namespace tile {
 
+// Asks for the place of a panel's outputs, some time before they are written: rows lie far apart,
+// and no CPU guesses where.
+inline void fetch_target(const Product& job, Target to, int panel) {
+  if (to.stride == kTile) return;  // memory of the piece
+  const int rows = kPanel / job.planes;
+  float* out = row_of(to.first, panel * rows - to.row, to.stride);
+  for (int m = 0; m < rows; ++m, out += to.stride) __builtin_prefetch(out, 1);
+}
+
 // Writes the sums of some rows of one tile, both planes of a row together; columns past the end are
 // dropped.
 inline void store_tile(const Product& job, Target to, int tile, int first_row, int rows,

@@ -281,6 +281,7 @@ void many_rows(const Product& job) {
         });
       } else {
         each_panel(job, first, last, [&](auto rows, int p) {
+          fetch_target(job, to, p);
           multiply_unpacked<rows, BLOCK, MINS>(tile, panel(p), sums[p - first]);
         });
       }

@@ -188,6 +188,8 @@ void multiply_prompt(const Product& job) {
         });
       }
     }
+    constexpr int ahead = 8;  // panels
+    for (int p = first; p < std::min(first + ahead, last); ++p) fetch_target(job, to, p);
     const OutlierColumns columns = outlier_columns(
         job.w, most_prompt_outliers(job.w), job.cut * kPanel, job.piece_columns(first));
     int32_t outliers_at[kMostPanels];
@@ -196,6 +198,7 @@ void multiply_prompt(const Product& job) {
     const auto weight_of = [&](const OutlierColumn& c) WINDLASS_INLINED { return weights.at(c); };
     multiply_columns(columns, 0, padded, last - first, outliers_at, weight_of, sums[0]);
     each_panel(job, first, last, [&](auto rows, int p) {
+      if (p + ahead < last) fetch_target(job, to, p + ahead);
       store_tile(job, to, t, p * kPanel, rows, sums[p - first], job.add);
     });
   });
