@@ -60,9 +60,9 @@ def test_a_draft_model_that_is_the_same_is_nearly_always_right(folder: Path) -> 
 
 
 def test_the_exit_is_measured(folder: Path) -> None:
-    chosen = make(folder, spec="self").report.choices[-1].value
-    assert "of 4 layers (" in chosen
-    assert "% alike" in chosen
+    chosen = make(folder, spec="self").report.choices[-1]
+    assert "of 4 layers (" in chosen.value + chosen.reason
+    assert "% alike" in chosen.value + chosen.reason
 
 
 def test_typical_acceptance_is_refused(folder: Path) -> None:

@@ -11,7 +11,7 @@ from typing import Any, get_args
 import pytest
 
 from tests.runner.test_deterministic import CONFIG
-from windlass import LLM
+from windlass import LLM, SamplingParams
 from windlass.config import EngineConfig, ModelConfig, SpecConfig, flag
 from windlass.core.text import Tokenizer
 from windlass.errors import CheckpointError, ConfigError, EngineError
@@ -19,7 +19,7 @@ from windlass.models.dummy import ByteTokenizer
 from windlass.models.source import resolve
 from windlass.runner import assemble
 from windlass.serve.metrics import Metrics
-from windlass.spec import start
+from windlass.spec import exits, start
 from windlass.spec.draft_model import compare
 from windlass.spec.exits import candidates
 from windlass.spec.governor import Drafting, StepCosts
@@ -147,11 +147,20 @@ def test_exits_to_try() -> None:
     assert candidates(2) == [1]
 
 
-def test_the_exit_is_measured_and_said(tmp_path: Path) -> None:
+def test_the_exit_is_measured_and_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = folder_of(tmp_path / "model", num_hidden_layers=4)
-    value = make(model, spec="self", spec_tokens=2).report.choices[-1].value
-    assert "of 4 layers (" in value
-    assert "% alike" in value
+    for least, told in ((100.0, "none"), (0.0, "self")):
+        monkeypatch.setattr(exits, "_LEAST_GAIN", least)
+        llm = make(model, spec="self", spec_tokens=2)
+        choice = llm.report.choices[-1]
+        assert choice.value.startswith(told)
+        said = choice.reason if told == "none" else choice.value
+        assert "of 4 layers (" in said
+        assert "% alike" in said
+        if told == "none":
+            assert said.startswith("self was asked for and would be slower: self, the first")
+            llm.generate([[1, 2, 3, 1, 2, 3]], SamplingParams(temperature=0.0, max_tokens=20))
+            assert llm.engine.stats().num_draft_tokens == 0
     tiny = LLM(
         str(model), load_format="dummy", device="cpu", num_blocks=2, spec="self", max_model_len=32
     )

@@ -91,7 +91,9 @@ class Guide(Protocol):
 
     token_bytes: int  # that it needs beside each token's KV in the pages
 
-    def start(self, made: Assembled) -> Proposer: ...
+    def start(self, made: Assembled) -> Proposer | None:
+        """None: it was found out that guesses would never pay."""
+        ...
 
     def describe(self) -> str:
         """For the start-up table: what guesses, and with what."""

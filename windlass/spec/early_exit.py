@@ -73,7 +73,7 @@ class ExitGuide:
     token_bytes: int = 0
     chosen: Exit | None = None
 
-    def start(self, made: Assembled) -> Proposer:
+    def start(self, made: Assembled) -> Proposer | None:
         site = self.site
         wish = site.config.speculation
         layer = wish.spec_exit_layer
@@ -82,6 +82,8 @@ class ExitGuide:
             layer = self.chosen.layer
         else:
             self.chosen = Exit(layer, "as set")
+        if not self.chosen.pays:
+            return None
         return SecondProposer(self._second(made, layer, site.limits), site.spec.vocab_size)
 
     def _tried(self, made: Assembled, most_rows: int) -> Iterator[Tried]:

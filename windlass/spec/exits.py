@@ -25,6 +25,7 @@ _SHARES = (0.25, 1 / 3, 0.5, 2 / 3, 0.75)  # of the layers
 _LENGTH = 32  # tokens of each answer
 _REPEATS = 5
 _ROWS = 32  # at once
+_LEAST_GAIN = 0.9
 
 Tried = tuple[int, Submits]  # a layer, and what leaves there
 
@@ -35,6 +36,12 @@ class Exit:
 
     layer: int
     reason: str
+    gain: float = 1.0  # times the speed without guesses that is hoped for
+
+    @property
+    def pays(self) -> bool:
+        """Whether a text that is easier than those it was measured on might gain by it."""
+        return self.gain >= _LEAST_GAIN
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,15 +92,16 @@ def best_exit(
             highest = rate
             gain = f"{rate / plain:.2f} times the speed with {count}"
             reason = f"{alike:.0%} alike, {1000 * seconds:.1f} ms a guess, hoped for: {gain}"
-            best = Exit(layer, reason)
-    site.notes.note("exit", [best.layer, best.reason])
+            best = Exit(layer, reason, rate / plain)
+    site.notes.note("exit", [best.layer, best.reason, best.gain])
     return best
 
 
 def _remembered(found: Any, num_layers: int) -> Exit | None:
     try:
-        layer, reason = found
-        return Exit(int(layer), str(reason)) if 1 <= int(layer) < num_layers else None
+        layer, reason, gain = found
+        best = Exit(int(layer), str(reason), float(gain))
+        return best if 1 <= best.layer < num_layers else None
     except (TypeError, ValueError):
         return None
 

@@ -17,6 +17,7 @@ from windlass.spec.speculation import Known, Speculation
 
 if TYPE_CHECKING:
     from windlass.runner.assemble import Assembled, Loaded
+    from windlass.runner.runner import Runner
 
 
 _ALIKE = 1.5  # times faster or slower that steps may be than noted: machines are busy at times
@@ -44,8 +45,11 @@ class Speculating:
 
     def start(
         self, made: Assembled, limits: Limits, asked: str, known: Known
-    ) -> tuple[Speculation, Choice]:
-        """The runner that guesses, and what it says of itself; `asked` is what the user chose."""
+    ) -> tuple[Runner | Speculation, Choice]:
+        """The runner that guesses, and what it says of itself; `asked` is what the user chose.
+
+        Where guesses would never pay, the runner as it is.
+        """
         wish, capacity = self._config.speculation, made.capacity
         room = Room(
             positions=made.most_positions,
@@ -55,6 +59,10 @@ class Speculating:
             block_size=capacity.block_size,
         )
         proposer = self._guide.start(made)
+        if proposer is None:
+            self._notes.save()
+            why = f"{asked} was asked for and would be slower: {self._guide.describe()}"
+            return made.runner, Choice("speculation", "none", why)
         costs, source = self._costs(made, proposer, room)
         governor = Governor(
             *(costs.guessed, made.most_positions, costs.plain, costs.drafting),
