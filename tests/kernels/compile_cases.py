@@ -104,14 +104,18 @@ GUESSES_AND_ADAPTERS = {
     ),
     "keep": (
         verify.keep_kernel,
-        dict.fromkeys(("inputs", "ids", "sampled", "last_tokens", "kept", "places"), I),
+        {
+            **dict.fromkeys(("inputs", "ids", "sampled", "last_tokens"), I),
+            **dict.fromkeys(("kept", "places", "back"), I),
+            "back_stride": "i32",
+        },
         {"WIDTH": 5, "PAD": 8},
         {"num_warps": 1},
     ),
     "follow": (
         verify.follow_kernel,
         {
-            **dict.fromkeys(("inputs", "last_tokens", "kept", "guesses", "to"), I),
+            **dict.fromkeys(("inputs", "last_tokens", "kept", "guesses", "to", "back"), I),
             "padding": "i32",
         },
         {"WIDTH": 5, "NEXT": 5, "DEPTH": 4, "PAD": 8},

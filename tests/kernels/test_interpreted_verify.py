@@ -57,7 +57,11 @@ def test_samples_are_kept_while_they_are_right(wrong: int) -> None:
     sampled = torch.full((len(ROWS), width), 77, dtype=torch.int32)
     sampled[:, :-1] = ids.view(len(ROWS), width)[:, 1:]
     sampled[:, wrong] = 55
-    kept, places = keep(inputs, ids, sampled.flatten(), last, len(ROWS), width)
+    back = torch.full((len(ROWS), width + 3), -9, dtype=torch.int32)
+    kept, places = keep(inputs, ids, sampled.flatten(), last, back, width)
+    assert torch.equal(back[:, :width], sampled)
+    assert torch.equal(back[:, width], kept)
+    assert set(back[:, width + 1 :].flatten().tolist()) == {-9}
     for i, (slot, _, tokens) in enumerate(ROWS):
         want = keep_plainly(sampled[i, : len(tokens)].tolist(), tokens[1:])
         assert kept[i] == len(want)
@@ -75,7 +79,10 @@ def test_what_is_kept_and_guessed_is_the_next_row(depth: int, after: int) -> Non
     kept = torch.tensor([2, 1, 3, 1, 1], dtype=torch.int32)
     guesses = torch.arange(rows * depth, dtype=torch.int32).view(rows, depth)
     to = inputs if after == width else torch.full((rows, 3 + after), -9, dtype=torch.int32)
-    follow(inputs, LAST, kept, guesses, to, PADDING)
+    back = torch.full((rows, width + 1 + depth), -9, dtype=torch.int32)
+    follow(inputs, LAST, kept, guesses, to, back, PADDING)
+    assert torch.equal(back[:, width + 1 :], guesses)
+    assert set(back[:, : width + 1].flatten().tolist()) == {-9}
     for i, (slot, start, _) in enumerate(ROWS):
         tokens = [100 + slot, *guesses[i].tolist()]
         want = [slot, start + int(kept[i]), 1 + depth, *tokens, *[0] * (after - 1 - depth)]

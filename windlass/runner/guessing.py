@@ -254,17 +254,18 @@ class CudaGuesser(CudaRunner):
             hidden = self._network(ids, batch, taps)
             logits = self._network.logits(hidden)
             sampled = self._device_sampler.draw(logits, row_slots, positions)
-            kept, last = kernels.keep(inputs, ids, sampled, slots.last, size, width)
-            parts = [sampled.view(size, width), kept[:, None]]
+            back = ids.new_empty((size, width + 1 + key.drafting))
+            kept, last = kernels.keep(inputs, ids, sampled, slots.last, back, width)
             if drafter is not None:
                 found = Verified(hidden, last, taps or {}, sampled, last, batch, self._alone)
                 guesses = drafter.draft(found, key.drafting)
-                parts.append(guesses)
                 after = self._width_for(size, 1 + key.drafting)
                 if after is not None:
                     to = self._inbox(size, after)
-                    kernels.follow(inputs, slots.last, kept, guesses, to, slots.num_slots)
-        return Found(logits, torch.cat(parts, dim=1))
+                    kernels.follow(inputs, slots.last, kept, guesses, to, back, slots.num_slots)
+                else:
+                    back[:, width + 1 :] = guesses
+        return Found(logits, back)
 
     def _work_for(self, key: _Key, tiles: Tensor) -> AttentionWork:
         places = key.size * key.width

@@ -20,6 +20,14 @@ _BLOCK_K = 64
 
 
 @triton.jit
+def _fetch(weight, outputs, num_outputs, SIZE: tl.constexpr, CHAINED: tl.constexpr):
+    """Ask for the weights of some outputs, before they are read; whole rows are fetched."""
+    if SIZE % 8 == 0:
+        rows = tl.minimum(outputs, num_outputs - 1).to(tl.int64)
+        chain.fetch(weight + rows * SIZE, (2 * SIZE + rows * 0).to(tl.int32), CHAINED)
+
+
+@triton.jit
 def _product(x, weight, outputs, num_outputs, rows, SIZE: tl.constexpr, BLOCK_K: tl.constexpr):
     """weight[outputs] @ x.T in float32: [outputs, rows]; `rows` are where the rows of x begin."""
     acc = tl.zeros([outputs.shape[0], rows.shape[0]], dtype=tl.float32)
@@ -48,9 +56,11 @@ def medusa_block_kernel(
     CHAINED: tl.constexpr,
 ):
     """out[head, row] = x + silu(weight[head] @ x + bias[head]); x is at the row's place, if given."""
-    chain.begin(CHAINED)
+    chain.release(CHAINED)
     head = tl.program_id(1).to(tl.int64)
     output = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
+    _fetch(weight + head * SIZE * SIZE, output, SIZE, SIZE, CHAINED)
+    chain.wait(CHAINED)
     row = tl.arange(0, ROWS)
     place = tl.minimum(row, M - 1)
     if places is not None:
@@ -84,10 +94,12 @@ def medusa_scores_kernel(
     CHAINED: tl.constexpr,
 ):
     """best[head, row, tile]: the highest score of a tile of tokens, and where it is."""
-    chain.begin(CHAINED)
+    chain.release(CHAINED)
     tile = tl.program_id(0)
     head = tl.program_id(1).to(tl.int64)
     token = tile * TOKENS + tl.arange(0, TOKENS)
+    _fetch(weight + head * vocab * SIZE, token, vocab, SIZE, CHAINED)
+    chain.wait(CHAINED)
     row = tl.arange(0, ROWS)
     begins = (head * M + tl.minimum(row, M - 1)) * SIZE
     acc = _product(x, weight + head * vocab * SIZE, token, vocab, begins, SIZE, BLOCK_K)

@@ -59,11 +59,16 @@ def keep_kernel(
     last_tokens,
     kept,
     places,
+    back,
+    back_stride,
     WIDTH: tl.constexpr,
     PAD: tl.constexpr,
     CHAINED: tl.constexpr,
 ):
-    """How many samples of a row are kept: up to the first that differs from the guess after it."""
+    """How many samples of a row are kept: up to the first that differs from the guess after it.
+
+    What the host is told of a row begins with its samples and that number.
+    """
     chain.begin(CHAINED)
     row = tl.program_id(0)
     own = inputs + row * (3 + WIDTH)
@@ -77,6 +82,8 @@ def keep_kernel(
     end = tl.min(tl.where(guessed & (said == guess), PAD, at), 0)
     tl.store(kept + row, end + 1)
     tl.store(places + row, row * WIDTH + end)
+    tl.store(back + row * back_stride + at, said, mask=at < WIDTH)
+    tl.store(back + row * back_stride + WIDTH, end + 1)
     tl.store(last_tokens + slot, tl.sum(tl.where(at == end, said, 0), 0))
 
 
@@ -87,6 +94,7 @@ def follow_kernel(
     kept,
     guesses,
     to,
+    back,
     padding,
     WIDTH: tl.constexpr,
     NEXT: tl.constexpr,
@@ -94,7 +102,10 @@ def follow_kernel(
     PAD: tl.constexpr,
     CHAINED: tl.constexpr,
 ):
-    """Write a row of the next verification down: after what is kept, the last token and guesses."""
+    """Write a row of the next verification down: after what is kept, the last token and guesses.
+
+    The host is told of the guesses too.
+    """
     chain.begin(CHAINED)
     row = tl.program_id(0)
     own = inputs + row * (3 + WIDTH)
@@ -104,6 +115,7 @@ def follow_kernel(
     guess = tl.load(guesses + row * DEPTH + at - 1, mask=(at > 0) & (at <= DEPTH), other=0)
     token = tl.where(at == 0, tl.load(last_tokens + slot.to(tl.int64)), guess)
     real = slot != padding
+    tl.store(back + row * (WIDTH + 1 + DEPTH) + WIDTH + at, guess, mask=(at > 0) & (at <= DEPTH))
     out = to + row * (3 + NEXT)
     tl.store(out, slot)
     tl.store(out + 1, tl.where(real, start, 0))
@@ -138,9 +150,13 @@ def unpack(
 
 
 def keep(
-    inputs: Tensor, ids: Tensor, sampled: Tensor, last_tokens: Tensor, size: int, width: int
+    inputs: Tensor, ids: Tensor, sampled: Tensor, last_tokens: Tensor, back: Tensor, width: int
 ) -> tuple[Tensor, Tensor]:
-    """(how many samples of each row are kept, the place of the last); remembers that one's token."""
+    """(how many samples of each row are kept, the place of the last); remembers that one's token.
+
+    `back` [rows, width + 1 + …] gets the samples of each row, and how many are kept.
+    """
+    size = back.shape[0]
     kept = torch.empty(size, dtype=torch.int32, device=ids.device)
     places = torch.empty_like(kept)
     keep_kernel[(size,)](
@@ -150,6 +166,8 @@ def keep(
         last_tokens,
         kept,
         places,
+        back,
+        back.stride(0),
         WIDTH=width,
         PAD=triton.next_power_of_2(width),
         num_warps=1,
@@ -159,9 +177,18 @@ def keep(
 
 
 def follow(
-    inputs: Tensor, last_tokens: Tensor, kept: Tensor, guesses: Tensor, to: Tensor, padding: int
+    inputs: Tensor,
+    last_tokens: Tensor,
+    kept: Tensor,
+    guesses: Tensor,
+    to: Tensor,
+    back: Tensor,
+    padding: int,
 ) -> None:
-    """Make `to` the inputs of the next verification; they may be the same as these."""
+    """Make `to` the inputs of the next verification; they may be the same as these.
+
+    `back` [rows, tokens + 1 + guesses] gets the guesses.
+    """
     width = to.shape[1] - _HEAD
     follow_kernel[(inputs.shape[0],)](
         inputs,
@@ -169,6 +196,7 @@ def follow(
         kept,
         guesses.contiguous(),
         to,
+        back,
         padding,
         WIDTH=inputs.shape[1] - _HEAD,
         NEXT=width,
