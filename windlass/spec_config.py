@@ -12,6 +12,7 @@ SpecName = Literal["none", "auto", "ngram", "lookahead", "draft", "self", "medus
 Acceptance = Literal["exact", "typical"]
 
 MAX_SPEC_TOKENS = 64
+_MOST_ALTERNATIVES = 3
 _GUESSES = {"draft": 5, "self": 4, "medusa": 3, "eagle": 4}  # where it is not said; others 8
 _HEADS = ("medusa", "eagle")
 # Settings that only some ways to guess read; others are for all.
@@ -19,6 +20,7 @@ _READ_BY: dict[str, tuple[str, ...]] = {
     "spec_model": ("auto", "draft", *_HEADS),
     "spec_quantization": ("auto", "draft"),
     "spec_dtype": ("auto", "draft"),
+    "spec_alternatives": ("auto", "medusa"),
     "spec_exit_layer": ("self",),
     "spec_ngram_min": ("auto", "ngram"),
     "spec_ngram_max": ("auto", "ngram"),
@@ -44,6 +46,11 @@ class SpecConfig:
     )
     spec_tokens: int | None = option(
         None, "Most guesses of a request in a step, 1 to 64; default: 8, of models and heads fewer."
+    )
+    spec_alternatives: int = option(
+        0,
+        "medusa on CUDA: other tokens that are tried in the place of the first guess, 0 to 3, while "
+        "few requests run.",
     )
     spec_ngram_min: int = option(2, "ngram: the fewest tokens that must be the same.")
     spec_ngram_max: int = option(4, "ngram: the most tokens that are compared.")
@@ -99,6 +106,11 @@ class SpecConfig:
                 f"--spec-tokens must be between 1 and {MAX_SPEC_TOKENS}, got {self.spec_tokens}: "
                 "no guesses are --spec none, and the chance that so long a guess is right pays "
                 "for no step that verifies it."
+            )
+        if not 0 <= self.spec_alternatives <= _MOST_ALTERNATIVES:
+            raise ConfigError(
+                f"--spec-alternatives must be between 0 and {_MOST_ALTERNATIVES}, got "
+                f"{self.spec_alternatives}."
             )
         at_least(self, 1, "spec_ngram_min", "spec_exit_layer")
         if self.spec_ngram_max < self.spec_ngram_min:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.gpu.test_engine import CONFIG, folder
+from tests.gpu.test_engine import CONFIG, agreement, folder
 from tests.gpu.test_speculation import make
 from tests.spec import test_heads
 from tests.spec.test_speculation import eager
@@ -47,7 +47,7 @@ def test_launches_before_the_plan_leave_the_tokens_as_they_are(
     want = said(make(folder), 3)[-count:]
     truth = torch.tensor([*PROMPT, *want[-1], *[0] * 20], device="cuda")
 
-    def draft(_self: object, found: Verified, depth: int) -> torch.Tensor:
+    def draft(_self: object, found: Verified, depth: int, _others: int = 0) -> torch.Tensor:
         """The right tokens, but for every fifth."""
         after = found.batch.positions[found.last.long()].long()[:, None] + 2
         places = (after + torch.arange(depth, device="cuda")).clamp(max=len(truth) - 1)
@@ -80,3 +80,39 @@ def test_launches_before_the_plan_leave_the_tokens_as_they_are(
     assert counts["in vain"] > 0 or depths == "alike"
     stats = llm.engine.stats()
     assert stats.num_accepted_tokens > stats.num_draft_tokens / 3
+
+
+@pytest.mark.usefixtures("eager")
+def test_alternatives_take_the_place_of_wrong_guesses(
+    folder: Path, tmp_path: Path, monkeypatch
+) -> None:
+    prompts = [[(7 * i + j) % 1000 for j in range(5 + 9 * i)] for i in range(10)]
+    wish = SamplingParams(max_tokens=40, ignore_eos=True, temperature=0.0)
+    off = make(folder)
+    want = [off.generate([prompt], wish)[0].outputs[0].token_ids for prompt in prompts]
+    truth = torch.zeros(200, dtype=torch.int64, device="cuda")
+
+    def draft(_self: object, found: Verified, depth: int, others: int = 0) -> torch.Tensor:
+        """A wrong first guess, of whose alternatives one is right, now this one and now that."""
+        after = found.batch.positions[found.last.long()].long() + 2
+        right = truth[after]
+        turn = after % 2
+        wrong = (right ^ 1)[:, None].expand(-1, depth)
+        both = torch.stack(
+            (torch.where(turn == 0, right, right ^ 2), torch.where(turn == 1, right, right ^ 2)), 1
+        )
+        return torch.cat((wrong, both[:, :others]), 1).to(torch.int32)
+
+    monkeypatch.setattr(medusa.MedusaDrafter, "draft", draft)
+    for name, value in {"CONFIG": CONFIG, "VOCAB": 1000, "DIM": CONFIG["head_dim"]}.items():
+        monkeypatch.setattr(test_heads, name, value)
+    head = str(test_heads.medusa(tmp_path / "head"))
+    llm = make(folder, spec="medusa", spec_model=head, spec_alternatives=2)
+    monkeypatch.setattr(governor.Governor, "wanted", lambda *_: 3)
+    got = []
+    for prompt, answer in zip(prompts, want, strict=True):
+        truth[: len(prompt) + len(answer)] = torch.tensor([*prompt, *answer], device="cuda")
+        got.append(llm.generate([prompt], wish)[0].outputs[0].token_ids)
+    assert agreement(got, want) >= 0.6, "near ties of random weights"
+    stats = llm.engine.stats()
+    assert stats.num_accepted_tokens > 0.5 * stats.num_drafts

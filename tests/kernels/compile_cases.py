@@ -90,37 +90,55 @@ GUESSES_AND_ADAPTERS = {
         medusa.medusa_join_kernel,
         {"best": F, "best_at": I, "offsets": L, "guesses": I}
         | dict.fromkeys(("M", "heads", "tiles"), "i32"),
-        {"COUNT": 3, "TILES": 512},
+        {"COUNT": 3, "OTHERS": 2, "TILES": 512},
         {},
     ),
-    "verify inputs": (
-        verify.verify_inputs_kernel,
-        {
-            **dict.fromkeys(("inputs", "last_tokens", "ids", "positions", "slots", "tiles"), I),
-            "padding": "i32",
-        },
-        {"WIDTH": 5, "PAD": 8},
+    **{
+        f"verify inputs, {others} others": (
+            verify.verify_inputs_kernel,
+            {
+                **dict.fromkeys(("inputs", "last_tokens", "ids", "positions"), I),
+                **dict.fromkeys(("slots", "tiles", "others"), I),
+                "padding": "i32",
+            },
+            {"WIDTH": 5, "OTHERS": others, "PAD": 8},
+            {"num_warps": 1},
+        )
+        for others in (0, 2)
+    },
+    **{
+        f"keep, {others} others": (
+            verify.keep_kernel,
+            {
+                **dict.fromkeys(("inputs", "ids", "positions", "sampled", "last_tokens"), I),
+                **dict.fromkeys(("kept", "places", "chosen", "back"), I),
+                "back_stride": "i32",
+            },
+            {"WIDTH": 5, "OTHERS": others, "PAD": 8},
+            {"num_warps": 1},
+        )
+        for others in (0, 2)
+    },
+    "adopt": (
+        verify.adopt_kernel,
+        {"pages": X, **dict.fromkeys(("inputs", "chosen", "tables"), I)}
+        | {"table_stride": "i32", "half_stride": "i64", "spare": "i32"},
+        {"WIDTH": 5, "OTHERS": 2, "NUM_KV": 3, "DIM": 64, "DIM_PAD": 64, "SIZE": 16},
         {"num_warps": 1},
     ),
-    "keep": (
-        verify.keep_kernel,
-        {
-            **dict.fromkeys(("inputs", "ids", "sampled", "last_tokens"), I),
-            **dict.fromkeys(("kept", "places", "back"), I),
-            "back_stride": "i32",
-        },
-        {"WIDTH": 5, "PAD": 8},
-        {"num_warps": 1},
-    ),
-    "follow": (
-        verify.follow_kernel,
-        {
-            **dict.fromkeys(("inputs", "last_tokens", "kept", "guesses", "to", "back"), I),
-            "padding": "i32",
-        },
-        {"WIDTH": 5, "NEXT": 5, "DEPTH": 4, "PAD": 8},
-        {"num_warps": 1},
-    ),
+    **{
+        f"follow, {others} others": (
+            verify.follow_kernel,
+            {
+                **dict.fromkeys(("inputs", "last_tokens", "kept", "guesses"), I),
+                **dict.fromkeys(("to", "back", "others"), I),
+                "padding": "i32",
+            },
+            {"WIDTH": 5, "NEXT": 5, "DEPTH": 4, "OTHERS": others, "PAD": 8},
+            {"num_warps": 1},
+        )
+        for others in (0, 2)
+    },
     "eagle inputs": (
         eagle.eagle_inputs_kernel,
         {"ids": I, **dict.fromkeys(EAGLE, X), "eps": "fp32"},

@@ -46,7 +46,7 @@ DECODE = {
     **dict.fromkeys(("part_out", "part_max", "part_sum"), F),
     **dict.fromkeys(("counters", "singles", "positions", "token_slots", "tables"), I),
     **{"table_stride": "i32", "scale": "fp32", "cap": "fp32", "window": "i32"},
-    **{"width": "i32", "cos_sin": F, "q_weight": X, "k_weight": X, "eps": "fp32"},
+    **{"width": "i32", "spare": "i32", "cos_sin": F, "q_weight": X, "k_weight": X, "eps": "fp32"},
 }
 PREFILL = {
     **dict.fromkeys(("queries", "keys", "values", "out"), X),
@@ -81,10 +81,11 @@ def decode(
     normed: bool = False,
     codes: str | None = None,
     wide: bool = False,
+    others: int = 0,
 ) -> tuple:
     heads = {"NUM_Q": 32, "NUM_KV": 8, "GROUP": 4, "DIM": dim, "DIM_PAD": pad, "SIZE": 16}
     flags = {"SPLITS": splits, "ALL_SINGLES": True, "WINDOWED": special, "CAPPED": special}
-    flags = {**flags, "RAW": raw, "NORM": normed, "WIDE": wide}
+    flags = {**flags, "RAW": raw, "NORM": normed, "WIDE": wide, "OTHERS": others}
     options = attention._decode_options(pad, splits, codes is not None)
     constants = {key: options.pop(key) for key in ("TILE", "MIN_TILES")}
     signature, scales = paged(DECODE, codes)
@@ -239,6 +240,7 @@ CASES = {
     "decode raw": decode(128, 128, 2, raw=True),
     "decode raw normed": decode(64, 64, 8, raw=True, normed=True),
     "decode raw wide": decode(64, 64, 8, raw=True, wide=True),
+    "decode raw with others": decode(64, 64, 8, raw=True, wide=True, others=2),
     "decode fp8": decode(128, 128, 1, codes=FP8),
     "decode fp8 special": decode(96, 128, 8, True, codes=FP8),
     "decode fp8 256": decode(256, 256, 4, codes=FP8),

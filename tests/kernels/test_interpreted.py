@@ -157,6 +157,59 @@ def test_tokens_of_a_row_see_each_other(normed: bool, window: int | None) -> Non
 
 
 @inside
+@pytest.mark.parametrize("normed", [False, True])
+@pytest.mark.parametrize("window", [None, 20])
+def test_alternatives_see_the_first_token_and_themselves(normed: bool, window: int | None) -> None:
+    """Two beside rows of three tokens, whose pages they leave alone; the last is not in use."""
+    from windlass.kernels.triton.attention import attend
+
+    heads, chain, others = Heads(6, 2, 24), 3, 2
+    starts, width = [600, 0, 14, 63, 127], chain + others
+    kv, plain = make_batch(heads, [(start, chain) for start in starts] + [(0, 1)] * 2)
+    nobody, spare_slot = 5, 6
+    spare = int(plain.tables[spare_slot, 0])
+    positions, slots, alternatives = [], [], []
+    for row, start in enumerate(starts):
+        positions += [*range(start, start + chain), start + 1, start + 1]
+        slots += [row] * width
+        alternatives += [(row, len(slots) - 2 + j, j) for j in range(others)]
+    positions[-1], slots[-1] = 0, nobody
+    del alternatives[-1]
+    count = len(slots)
+    counters = torch.zeros(count * heads.num_kv, dtype=torch.int32)
+    singles, tiles = torch.arange(count, dtype=torch.int32), torch.empty((0, 5), dtype=torch.int32)
+    work = AttentionWork(singles, tiles, 4, counters, width, others, spare)
+    given = (torch.tensor(positions).int(), torch.tensor(slots).int(), plain.tables)
+    qkv = torch.randn(count, 10 * 24)
+    angle = torch.rand(640, 12) * 6
+    table = torch.cat([angle.cos(), angle.sin()], -1)
+    norms = (torch.randn(24), torch.randn(24), 1e-6) if normed else None
+    ours = LayerKV(kv.keys.clone(), kv.values.clone())
+    got = attend(qkv, heads, table, norms, ours, StepBatch(*given, [], [kv], work), 0.2, window)
+    used = [row * width + i for row in range(len(starts)) for i in range(chain)]
+    own = torch.cat([qkv[used], torch.zeros(2, 10 * 24)])
+    queries = reference.rope_write(own, heads, table, norms, kv, plain)
+    want = reference.attention(queries, kv, plain, 0.2, window)[:-2]
+    torch.testing.assert_close(got[used], want, atol=1e-4, rtol=1e-3)
+    real = plain.tables[: len(starts)].flatten().long()
+    torch.testing.assert_close(ours.keys[real], kv.keys[real])
+    for row, at, j in alternatives:
+        start = starts[row]
+        apart = LayerKV(kv.keys.clone(), kv.values.clone())
+        two = torch.tensor([start, start + 1]).int()
+        batch = StepBatch(
+            two, torch.tensor([row, row]).int(), plain.tables, [Span(0, 2, start)], []
+        )
+        queries = reference.rope_write(qkv[[row * width, at]], heads, table, norms, apart, batch)
+        alone = reference.attention(queries, apart, batch, 0.2, window)[1]
+        torch.testing.assert_close(got[at], alone, atol=1e-4, rtol=1e-3)
+        block, place = int(plain.tables[row, (start + 1) // 16]), (start + 1) % 16
+        for pages, its in ((ours.keys, apart.keys), (ours.values, apart.values)):
+            torch.testing.assert_close(pages[spare, :, others * row + j], its[block, :, place])
+    assert not counters.any()
+
+
+@inside
 @pytest.mark.parametrize("rows", [1, 5])
 @pytest.mark.parametrize("splits", [1, 3])
 def test_products_with_the_norm_behind_them(rows: int, splits: int) -> None:

@@ -41,3 +41,25 @@ def test_the_likeliest_tokens(num_blocks: int, reduced: bool) -> None:
     assert got[:, HEADS].tolist() == [0, 0, 0]
     few = most_likely(hidden, places, blocks, matrices, offsets, 2)
     assert few.tolist() == want[:, :2].tolist()
+
+
+@inside
+@pytest.mark.parametrize("reduced", [False, True])
+def test_alternatives_are_the_next_likeliest_of_other_tiles(reduced: bool) -> None:
+    from windlass.kernels.triton.medusa import most_likely
+
+    torch.manual_seed(1)
+    hidden, places = torch.randn(4, SIZE), torch.arange(4, dtype=torch.int32)
+    blocks = [(torch.zeros(HEADS, SIZE, SIZE), torch.zeros(HEADS, 1, SIZE))]
+    matrices = torch.randn(HEADS, VOCAB, SIZE)
+    offsets = torch.arange(VOCAB) * 2 if reduced else None
+    scores = hidden @ matrices[0].T
+    tiles = [scores[:, first : first + 128].max(1) for first in range(0, VOCAB, 128)]
+    order = torch.stack([tile.values for tile in tiles], 1).argsort(1, descending=True)
+    named = torch.stack([tile.indices + 128 * i for i, tile in enumerate(tiles)], 1)
+    want = named.gather(1, order) * (3 if reduced else 1)
+    got = most_likely(hidden, places, blocks, matrices, offsets, HEADS, others=2)
+    assert got.shape == (4, HEADS + 2)
+    assert got[:, [0, HEADS, HEADS + 1]].tolist() == want.tolist()
+    plain = most_likely(hidden, places, blocks, matrices, offsets, HEADS)
+    assert torch.equal(got[:, :HEADS], plain)

@@ -34,7 +34,7 @@ def packed(width: int) -> torch.Tensor:
 def test_rows_are_unpacked(width: int) -> None:
     from windlass.kernels.triton.verify import unpack
 
-    ids, positions, slots, tiles = unpack(packed(width), LAST, len(ROWS), width, PADDING)
+    ids, positions, slots, tiles = unpack(packed(width), LAST, len(ROWS), width, PADDING, None)
     for i, (slot, start, tokens) in enumerate(ROWS):
         at = slice(i * width, i * width + len(tokens))
         rest = slice(at.stop, (i + 1) * width)
@@ -53,12 +53,12 @@ def test_samples_are_kept_while_they_are_right(wrong: int) -> None:
 
     width, last = 5, LAST.clone()
     inputs = packed(width)
-    ids, *_ = unpack(inputs, last, len(ROWS), width, PADDING)
+    ids, positions, *_ = unpack(inputs, last, len(ROWS), width, PADDING, None)
     sampled = torch.full((len(ROWS), width), 77, dtype=torch.int32)
     sampled[:, :-1] = ids.view(len(ROWS), width)[:, 1:]
     sampled[:, wrong] = 55
     back = torch.full((len(ROWS), width + 3), -9, dtype=torch.int32)
-    kept, places = keep(inputs, ids, sampled.flatten(), last, back, width)
+    kept, places, _ = keep(inputs, ids, positions, sampled.flatten(), last, back, width)
     assert torch.equal(back[:, :width], sampled)
     assert torch.equal(back[:, width], kept)
     assert set(back[:, width + 1 :].flatten().tolist()) == {-9}
@@ -80,10 +80,83 @@ def test_what_is_kept_and_guessed_is_the_next_row(depth: int, after: int) -> Non
     guesses = torch.arange(rows * depth, dtype=torch.int32).view(rows, depth)
     to = inputs if after == width else torch.full((rows, 3 + after), -9, dtype=torch.int32)
     back = torch.full((rows, width + 1 + depth), -9, dtype=torch.int32)
-    follow(inputs, LAST, kept, guesses, to, back, PADDING)
+    follow(inputs, LAST, kept, guesses, to, back, PADDING, None)
     assert torch.equal(back[:, width + 1 :], guesses)
     assert set(back[:, : width + 1].flatten().tolist()) == {-9}
     for i, (slot, start, _) in enumerate(ROWS):
         tokens = [100 + slot, *guesses[i].tolist()]
         want = [slot, start + int(kept[i]), 1 + depth, *tokens, *[0] * (after - 1 - depth)]
         assert to[i].tolist() == (want if slot != PADDING else [PADDING, 0, 1, *[0] * after])
+
+
+@inside
+def test_alternatives_are_places_behind_a_row() -> None:
+    """Where they were remembered for its position, and it has a guess to which they are others."""
+    from windlass.kernels.triton.verify import unpack
+
+    width, others = 4, torch.full((10, 3), -1, dtype=torch.int32)
+    others[3] = torch.tensor([40, 60, 61])  # for the row of slot 3
+    others[0] = torch.tensor([7, 62, 63])  # whose row has no guess
+    others[2] = torch.tensor([15, 64, 65])  # for a row that is over
+    others[PADDING] = torch.tensor([0, 66, 67])
+    ids, positions, slots, tiles = unpack(packed(width), LAST, len(ROWS), width, PADDING, others)
+    places = torch.stack((ids, positions, slots)).view(3, len(ROWS), width + 2)
+    assert places[:, 0, width:].tolist() == [[60, 61], [41, 41], [3, 3]]
+    for row in range(1, len(ROWS)):
+        assert places[:, row, width:].tolist() == [[0, 0], [0, 0], [PADDING] * 2]
+    plain = torch.stack(unpack(packed(width), LAST, len(ROWS), width, PADDING, None)[:3])
+    assert torch.equal(places[:, :, :width], plain.view(3, len(ROWS), width))
+    assert tiles[:, 0].tolist() == [i * (width + 2) for i in range(len(ROWS))]
+
+
+@inside
+@pytest.mark.parametrize(
+    ("first", "kept", "chosen"),
+    [(5, 2, 0), (60, 2, 1), (61, 2, 2), (77, 1, 0)],
+    ids=["the guess is right", "the first other is", "the second other is", "none is"],
+)
+def test_an_alternative_takes_the_guess_s_place(first: int, kept: int, chosen: int) -> None:
+    from windlass.kernels.triton.verify import adopt, keep, unpack
+
+    width, last, others = 4, LAST.clone(), torch.full((10, 3), -1, dtype=torch.int32)
+    others[3] = torch.tensor([40, 60, 61])
+    inputs = packed(width)
+    ids, positions, *_ = unpack(inputs, last, len(ROWS), width, PADDING, others)
+    sampled = torch.arange(len(ROWS) * 6, dtype=torch.int32) + 200
+    sampled[0] = first
+    back = torch.full((len(ROWS), width + 1), -9, dtype=torch.int32)
+    found, places, took = keep(inputs, ids, positions, sampled, last, back, width)
+    assert found.tolist() == [kept, 1, 1, 1, 1]
+    assert took.tolist() == [chosen, 0, 0, 0, 0]
+    second = 200 + width - 1 + chosen if chosen else 201
+    place = width - 1 + chosen if chosen else kept - 1
+    assert places[0] == place
+    assert back[0, :kept].tolist() == [first, second][:kept]
+    assert last[3] == [first, second][kept - 1]
+    pages = torch.randn(2, 2, 7, 3, 16, 24)
+    before = pages.clone()
+    tables = torch.arange(60, dtype=torch.int32).view(10, 6) % 7
+    adopt(pages, inputs.view(len(ROWS), -1), took, tables, 2, spare=6)
+    if chosen:
+        block, at = int(tables[3, 41 // 16]), 41 % 16
+        before[:, :, block, :, at] = before[:, :, 6, :, chosen - 1]
+    assert torch.equal(pages, before)
+
+
+@inside
+def test_alternatives_are_remembered_with_their_position() -> None:
+    from windlass.kernels.triton.verify import follow
+
+    width, depth, rows = 5, 3, len(ROWS)
+    inputs = packed(width).view(rows, 3 + width)
+    kept = torch.tensor([2, 1, 3, 1, 1], dtype=torch.int32)
+    guesses = torch.arange(rows * (depth + 2), dtype=torch.int32).view(rows, depth + 2)
+    others = torch.full((10, 3), -7, dtype=torch.int32)
+    to = torch.full((rows, 3 + 4), -9, dtype=torch.int32)
+    back = torch.full((rows, width + 1 + depth), -9, dtype=torch.int32)
+    follow(inputs, LAST, kept, guesses, to, back, PADDING, others)
+    assert torch.equal(back[:, width + 1 :], guesses[:, :depth])
+    for i, (slot, start, _) in enumerate(ROWS):
+        position = start + int(kept[i]) if slot != PADDING else -1
+        assert others[slot].tolist() == [position, *guesses[i, depth:].tolist()]
+        assert slot == PADDING or to[i, 4 : 4 + depth].tolist() == guesses[i, :depth].tolist()

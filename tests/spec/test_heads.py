@@ -18,6 +18,7 @@ from windlass.kernels.batch import Heads
 from windlass.runner.drafter import Verified
 from windlass.spec import governor
 from windlass.spec.eagle import EagleDrafter
+from windlass.spec.medusa import MedusaDrafter, MedusaWeights
 from windlass.tools.train_draft.eagle_module import EagleModule, EagleShape, Memory
 
 __all__ = ["eager"]
@@ -156,6 +157,7 @@ def test_a_head_by_other_names_guesses_alike(model: Path, tmp_path: Path) -> Non
         ("medusa", {"medusa_num_heads": 0}, {}, "no Medusa head", CheckpointError),
         ("medusa", {"medusa_num_heads": 5}, {}, "no tensor 3.0.linear.weight", CheckpointError),
         ("medusa", {}, {"spec_tokens": 4}, "has 3 heads", ConfigError),
+        ("medusa", {}, {"spec_alternatives": 2}, "2 needs steps recorded on CUDA", ConfigError),
         ("eagle", {"draft_vocab_size": 50}, {}, "d2t has shape", CheckpointError),
         (
             "eagle",
@@ -257,3 +259,18 @@ def test_an_eagle_head_guesses_as_it_was_trained_to(
             tokens = ids[module.logits(hidden[0]).argmax(-1)].int()[None]
             guesses.append(tokens[0, len(PROMPT) - 1 :])
     assert torch.equal(served, torch.stack(guesses, dim=1))
+
+
+@pytest.mark.parametrize("reduced", [False, True])
+def test_medusa_s_alternatives_are_the_next_likeliest(reduced: bool) -> None:
+    torch.manual_seed(0)
+    matrices = torch.randn(2, 40, 16)
+    blocks = [(torch.zeros(2, 16, 16), torch.zeros(2, 1, 16))]
+    d2t = torch.arange(40) * 2 if reduced else None
+    hidden, read = torch.randn(5, 16), torch.tensor([4, 0, 2])
+    drafter = MedusaDrafter(MedusaWeights(blocks, matrices, d2t), None, False, 2)  # type: ignore[arg-type]
+    found = Verified(hidden, read, {}, read, read, None, None)  # type: ignore[arg-type]
+    best = (hidden[read] @ matrices[0].T).topk(3).indices * (3 if reduced else 1)
+    got = drafter.draft(found, 3, others=2)
+    assert got[:, [0, 3, 4]].tolist() == best.tolist()
+    assert torch.equal(got[:, :3], drafter.draft(found, 3))

@@ -327,6 +327,11 @@ def test_the_start_up_table_says_what_guesses_and_what_it_costs(folder: Path) ->
         ({"spec": "self", "spec_model": "x"}, "--spec-model does nothing with --spec self"),
         ({"spec": "self", "spec_exit_layer": 0}, "at least 1"),
         ({"spec": "ngram", "spec_exit_layer": 2}, "--spec-exit-layer does nothing"),
+        ({"spec": "ngram", "spec_alternatives": 2}, "--spec-alternatives does nothing"),
+        (
+            {"spec": "medusa", "spec_model": "x", "spec_alternatives": 4},
+            "between 0 and 3, got 4",
+        ),
         ({"spec": "lookahead", "spec_ngram_max": 8}, "--spec-ngram-max does nothing"),
         ({"spec": "ngram", "spec_threshold": 0.5}, "without --spec-acceptance typical"),
         (

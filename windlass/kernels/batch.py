@@ -91,6 +91,11 @@ class KVCache:
     def num_bytes(self) -> int:
         return sum(tensor.nbytes for tensor in self._owned)
 
+    @property
+    def whole(self) -> Tensor | None:
+        """Pages of all layers, [layers, 2, blocks, kv heads, block size, dim]; None: they hold codes."""
+        return self._owned[0] if len(self._owned) == 1 else None
+
     def copy(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy whole blocks in all layers; every source is read before any target is written."""
         if not pairs:
@@ -123,8 +128,11 @@ class AttentionWork:
     tiles: Tensor
     splits: int  # into how many parts the context of a single is cut, to fill the device
     counters: Tensor  # int32, zero between steps: one for each single and kv head
-    # Tokens of a row that are singles side by side, and see each other's keys.
+    # Tokens of a row that are singles side by side, and see each other's keys. The last `others` of
+    # them are alternatives to the second instead, whose own keys go to page `spare`, row by row.
     width: int = 1
+    others: int = 0
+    spare: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,15 +28,16 @@ class Launched:
     arrived: torch.cuda.Event
     width: int
     drafting: int  # guesses for the next step that it makes
+    places: int  # of a row, among the logits
 
 
 class Recorded:
     """Owns a recording and its mail: pinned memory for what is sent, and for what two steps bring."""
 
     def __init__(
-        self, graph: torch.cuda.CUDAGraph, inbox: Tensor, found: Found, shape: tuple[int, int]
+        self, graph: torch.cuda.CUDAGraph, inbox: Tensor, found: Found, shape: tuple[int, int, int]
     ) -> None:
-        """`shape`: the tokens of a row, and the guesses that are made for the next step."""
+        """`shape`: the tokens of a row, the guesses that are made for the next step, and a row's places."""
         self._graph = graph
         self._inbox = inbox
         self._shape = shape

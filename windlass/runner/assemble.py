@@ -230,8 +230,9 @@ class _Maker:
         spec, parts = self._spec, self._loaded.parts
         size, seqs = self._config.cache.block_size, self._limits.max_num_seqs
         on_cuda = parts.device.type == "cuda"
-        # One page more on CUDA: what rows that only pad a recorded step read and write.
-        shape = (num_blocks + on_cuda, spec.num_kv_heads, size, spec.head_dim)
+        # Two pages more on CUDA: what rows that only pad a recorded step read and write, and where
+        # alternatives to guesses leave their keys.
+        shape = (num_blocks + 2 * on_cuda, spec.num_kv_heads, size, spec.head_dim)
         cache = cache or KVCache(spec.num_layers, shape, self._kv_dtype, parts.device)
         max_blocks = -(-parts.max_positions // size)
         slots = SlotTables(seqs, max_blocks, size, parts.device, scratch=num_blocks)

@@ -28,9 +28,13 @@ class Drafter(Protocol):
     """Owns its weights, and pages under the same block ids as the network's."""
 
     layers: tuple[int, ...]  # whose inputs it reads
+    num_others: int  # alternatives to its first guess that it can give
 
-    def draft(self, found: Verified, count: int) -> Tensor:
-        """Guesses [rows, count], int32, for the positions after the token that follows `last`."""
+    def draft(self, found: Verified, count: int, others: int = 0) -> Tensor:
+        """Guesses [rows, count + others], int32, for the positions after the token that follows `last`.
+
+        The last `others` are alternatives to the first, 0 or as many as it can give.
+        """
         ...
 
     def copy(self, pairs: Sequence[tuple[int, int]]) -> None:

@@ -5,6 +5,9 @@ drafter's guesses for the next, written down on the device as the next one's row
 launched at once, and the device computes it while the host reads, plans and finds out that it
 wanted just that. Where it wants something else the result is dropped: all that was written lies
 behind the tokens that are known.
+
+A drafter may have alternatives to its first guess. They never leave the device: it remembers them by
+slot, and a verification of few rows tries them beside the guesses.
 """
 
 from __future__ import annotations
@@ -78,7 +81,7 @@ class _OnItsWay:
                 drafts = ()
             self.following.append(Next(row.slot, row.start + len(kept), (kept[-1], *drafts)))
             results.append(RowResult(kept, drafts=drafts, trail=trail))
-        return StepResult(self._owner.redraw(self.rows, results, self.launched.logits, width))
+        return StepResult(self._owner.redraw(self.rows, results, self.launched))
 
 
 class CudaGuesser(CudaRunner):
@@ -91,6 +94,8 @@ class CudaGuesser(CudaRunner):
         self._verifications: dict[_Key, Recorded] = {}
         self._inboxes: dict[tuple[int, int], Tensor] = {}
         self._ahead: Ahead | None = None
+        # By slot: a position, and alternatives to the first guess of a row that begins there.
+        self._others: Tensor | None = None
         places = max(_MOST_PLACES, self._widths[-1], self._slots.num_slots + 1)
         self._places = torch.arange(places, dtype=torch.int32, device=self._device)
         self._place_counters = torch.zeros(
@@ -107,6 +112,9 @@ class CudaGuesser(CudaRunner):
 
     def attach(self, drafter: Drafter) -> None:
         super().attach(drafter)
+        if drafter.num_others and self._cache.whole is not None:
+            shape = (self._slots.num_slots + 1, 1 + drafter.num_others)
+            self._others = torch.full(shape, -1, dtype=torch.int32, device=self._device)
         for depth in self._depths:
             self.drafting = depth
             self._record_verifications()
@@ -150,6 +158,7 @@ class CudaGuesser(CudaRunner):
         self._cache.copy(plan.copies)
         fixed = self._in_fixed_order(rows)
         key = self._key_for(rows, fixed)
+        self._forget_others(rows)
         if key is None:
             with self._products.fixed_order(fixed):
                 return Done(StepResult(self._verify_eagerly(plan)), guesses=True)
@@ -162,6 +171,27 @@ class CudaGuesser(CudaRunner):
             pending = _OnItsWay(self, rows, recorded.launch())
         self._ahead = self._go_ahead(pending, key)
         return pending
+
+    def _forget_others(self, rows: list[Row]) -> None:
+        """Of rows that are drawn anew, which knows nothing of alternatives."""
+        if self._others is not None:
+            slots = [row.slot for row in rows]
+            special = [slots[i] for i in self._device_sampler.special(slots)]
+            if special:
+                self._others[special, 0] = -1
+
+    def _others_for(self, key: _Key) -> Tensor | None:
+        """The memory of alternatives, where a verification has places for them."""
+        others = self._others
+        if others is None or not key.drafting or key.width == 1 or key.fixed or key.size > _FEW:
+            return None
+        from windlass.kernels.triton.attention import fuses
+
+        count = others.shape[1] - 1
+        width = key.width + count
+        apart = key.size * width <= _APART and key.size * count <= self._slots.size
+        fused = fuses(key.size * width, self._num_kv_heads, width, coded=False)
+        return others if apart and fused else None
 
     def _nobody(self, width: int) -> list[int]:
         """What is sent of rows that only pad."""
@@ -224,7 +254,7 @@ class CudaGuesser(CudaRunner):
             with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
                 found = self._run(key)
             inbox = self._inbox(key.size, key.width)
-            shape = (key.width, key.drafting)
+            shape = (key.width, key.drafting, len(found.logits) // key.size)
             self._verifications[key] = Recorded(graph, inbox, found, shape)
         return self._verifications[key]
 
@@ -240,11 +270,11 @@ class CudaGuesser(CudaRunner):
         from windlass.kernels.triton import verify as kernels
 
         slots, (size, width) = self._slots, (key.size, key.width)
-        inputs = self._inbox(size, width)
+        inputs, others = self._inbox(size, width), self._others_for(key)
         ids, positions, row_slots, tiles = kernels.unpack(
-            inputs, slots.last, size, width, slots.num_slots
+            inputs, slots.last, size, width, slots.num_slots, others
         )
-        work = self._work_for(key, tiles)
+        work = self._work_for(key, tiles, len(ids))
         batch = StepBatch(
             positions, row_slots, slots.tables, [], self._cache.layers, work, key.fixed
         )
@@ -255,25 +285,50 @@ class CudaGuesser(CudaRunner):
             logits = self._network.logits(hidden)
             sampled = self._device_sampler.draw(logits, row_slots, positions)
             back = ids.new_empty((size, width + 1 + key.drafting))
-            kept, last = kernels.keep(inputs, ids, sampled, slots.last, back, width)
+            kept, last, chosen = kernels.keep(
+                inputs, ids, positions, sampled, slots.last, back, width
+            )
+            if others is not None:
+                self._adopt(inputs, chosen)
             if drafter is not None:
                 found = Verified(hidden, last, taps or {}, sampled, last, batch, self._alone)
-                guesses = drafter.draft(found, key.drafting)
-                after = self._width_for(size, 1 + key.drafting)
-                if after is not None:
-                    to = self._inbox(size, after)
-                    kernels.follow(inputs, slots.last, kept, guesses, to, back, slots.num_slots)
-                else:
-                    back[:, width + 1 :] = guesses
+                self._follow(key, drafter, found, kept, back)
         return Found(logits, back)
 
-    def _work_for(self, key: _Key, tiles: Tensor) -> AttentionWork:
-        places = key.size * key.width
+    def _adopt(self, inputs: Tensor, chosen: Tensor) -> None:
+        """Chosen alternatives are the rows' tokens from now on, with their keys and values."""
+        from windlass.kernels.triton.verify import adopt
+
+        pages, slots = self._cache.whole, self._slots
+        assert pages is not None
+        assert self._others is not None
+        adopt(pages, inputs, chosen, slots.tables, self._others.shape[1] - 1, slots.spare)
+
+    def _follow(
+        self, key: _Key, drafter: Drafter, found: Verified, kept: Tensor, back: Tensor
+    ) -> None:
+        """Guess, and write the next verification down."""
+        from windlass.kernels.triton.verify import follow
+
+        others = self._others if key.size <= _FEW else None
+        guesses = drafter.draft(
+            found, key.drafting, drafter.num_others if others is not None else 0
+        )
+        after = self._width_for(key.size, 1 + key.drafting)
+        if after is None:
+            back[:, key.width + 1 :] = guesses[:, : key.drafting]
+            return
+        inputs, to = self._inbox(key.size, key.width), self._inbox(key.size, after)
+        slots = self._slots
+        follow(inputs, slots.last, kept, guesses, to, back, slots.num_slots, others)
+
+    def _work_for(self, key: _Key, tiles: Tensor, places: int) -> AttentionWork:
         if key.fixed or places > _APART:
             return AttentionWork(self._places[:0], tiles, 1, self._place_counters)
-        splits = self._splits(places)
-        singles = self._places[:places]
-        return AttentionWork(singles, tiles[:0], splits, self._place_counters, key.width)
+        width = places // key.size
+        singles, splits = self._places[:places], self._splits(places)
+        more = (width, width - key.width, self._slots.spare)
+        return AttentionWork(singles, tiles[:0], splits, self._place_counters, *more)
 
     def _alone(self, positions: Tensor, slots: Tensor) -> StepBatch:
         count = positions.shape[0]
@@ -283,12 +338,12 @@ class CudaGuesser(CudaRunner):
 
     @torch.inference_mode()
     def redraw(
-        self, rows: Sequence[Row], results: list[RowResult], logits: Tensor, width: int
+        self, rows: Sequence[Row], results: list[RowResult], launched: Launched
     ) -> list[RowResult]:
         """Draw the rows anew whose wishes the kernels do not know."""
         for i in self._device_sampler.special([row.slot for row in rows]):
-            asked = asked_by([rows[i]])[0]
-            own = logits[i * width : i * width + asked.num_positions]
+            asked, first = asked_by([rows[i]])[0], i * launched.places
+            own = launched.logits[first : first + asked.num_positions]
             drawn = self._device_sampler.redraw_row(own, asked)
             drafts = results[i].drafts if drawn.tokens == results[i].tokens else ()
             results[i] = drawn._replace(drafts=drafts)

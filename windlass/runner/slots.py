@@ -27,12 +27,13 @@ class SlotTables:
         device: torch.device,
         scratch: int = 0,
     ) -> None:
-        """`scratch` is the block that the padding slot reads and writes."""
+        """`scratch` is the block that the padding slot reads and writes; the one after it is spare."""
         self.size = block_size
         self.num_slots = num_slots
         self.device = device
         self._host = np.zeros((num_slots + 1, max_blocks), dtype=np.int32)
         self._scratch = scratch
+        self.spare = scratch + 1
         self._host[num_slots] = scratch
         self._num_blocks = np.zeros(num_slots + 1, dtype=np.int64)
         on_cpu = device.type == "cpu"

@@ -33,6 +33,8 @@ _IGNORED = ("t2d", "embed_tokens.weight")
 class EagleDrafter:
     """Owns the head and its pages. Steps feed it, so that it knows what the network knows."""
 
+    num_others = 0
+
     def __init__(
         self, head: Eagle, network: Network, layers: tuple[int, ...], cache: KVCache
     ) -> None:
@@ -41,7 +43,8 @@ class EagleDrafter:
         self._steps = steps_of(head, network)
         self._cache = cache
 
-    def draft(self, found: Verified, count: int) -> Tensor:
+    def draft(self, found: Verified, count: int, others: int = 0) -> Tensor:
+        assert not others
         head, steps, pages = self._head, self._steps, self._cache.layers
         known = head.fc(torch.cat([found.taps[layer] for layer in self.layers], dim=-1))
         batch = replace(found.batch, kv=pages)

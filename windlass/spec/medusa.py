@@ -42,20 +42,25 @@ class MedusaDrafter:
 
     layers: tuple[int, ...] = ()
 
-    def __init__(self, weights: MedusaWeights, network: Network, fused: bool) -> None:
+    def __init__(
+        self, weights: MedusaWeights, network: Network, fused: bool, num_others: int = 0
+    ) -> None:
         """`fused`: Triton's kernels compute heads that have their own matrices."""
+        self.num_others = num_others
         self._weights = weights
         self._network = network
-        self._fused = fused and weights.matrices is not None
+        # The kernels find alternatives in other tiles of the vocabulary.
+        large = weights.matrices is not None and weights.matrices.shape[1] > 128 * (1 + num_others)
+        self._fused = fused and large
 
-    def draft(self, found: Verified, count: int) -> Tensor:
+    def draft(self, found: Verified, count: int, others: int = 0) -> Tensor:
         if self._fused and 0 < len(found.read) <= _MOST_FUSED:
-            return self._draft_fused(found, count)
+            return self._draft_fused(found, count, others)
         weights = self._weights
         hidden = found.hidden[found.read]
         rows = hidden.shape[0]
         if not rows:
-            return found.last.new_empty((0, count), dtype=torch.int32)
+            return found.last.new_empty((0, count + others), dtype=torch.int32)
         asked, count = count, min(count, weights.num_heads)
         x = hidden.expand(count, rows, hidden.shape[1])
         for matrix, bias in weights.blocks:
@@ -64,19 +69,25 @@ class MedusaDrafter:
             scores = self._network.logits(x.flatten(0, 1)).view(count, rows, -1)
         else:
             scores = torch.bmm(x, weights.matrices[:count].mT)
-        tokens = scores.argmax(-1)
-        if weights.d2t is not None:
-            tokens = tokens + weights.d2t[tokens]
+        tokens = self._named(scores.argmax(-1))
         # What no head guesses is guessed to be token 0: the governor will see that it never is.
-        return pad(tokens.T.to(torch.int32), (0, asked - count))
+        guesses = pad(tokens.T, (0, asked - count))
+        if not others:
+            return guesses
+        return torch.cat((guesses, self._named(scores[0].topk(1 + others).indices[:, 1:])), dim=1)
 
-    def _draft_fused(self, found: Verified, count: int) -> Tensor:
+    def _named(self, rows: Tensor) -> Tensor:
+        """Token ids of rows of the matrices."""
+        d2t = self._weights.d2t
+        return (rows if d2t is None else rows + d2t[rows]).to(torch.int32)
+
+    def _draft_fused(self, found: Verified, count: int, others: int) -> Tensor:
         from windlass.kernels.triton.medusa import most_likely
 
         weights = self._weights
         assert weights.matrices is not None
         own = (weights.blocks, weights.matrices, weights.d2t)
-        return most_likely(found.hidden, found.read, *own, count)
+        return most_likely(found.hidden, found.read, *own, count, others)
 
     def copy(self, pairs: Sequence[tuple[int, int]]) -> None:
         del pairs
@@ -88,23 +99,26 @@ class MedusaGuide:
 
     weights: MedusaWeights
     loaded: Loaded
+    num_others: int = 0
     token_bytes: int = 0
 
     def start(self, made: Assembled) -> Proposer:
         parts = self.loaded.parts
         fused = parts.ops.is_triton and parts.dtype.itemsize == 2
-        return attach(made, MedusaDrafter(self.weights, self.loaded.network, fused))
+        own = (self.weights, self.loaded.network, fused, self.num_others)
+        return attach(made, MedusaDrafter(*own))
 
     def describe(self) -> str:
         weights = self.weights
         whose = "the model's own" if weights.matrices is None else "their own"
         some = "" if weights.d2t is None else f" of {len(weights.d2t):,} tokens"
-        return f"medusa, {weights.num_heads} heads over {whose} vocabulary matrix{some}"
+        others = f", {self.num_others} alternatives to the first guess" if self.num_others else ""
+        return f"medusa, {weights.num_heads} heads over {whose} vocabulary matrix{some}{others}"
 
 
 def guide(site: Site) -> MedusaGuide:
     files = open_head(site, _RENAMED, ())
-    return MedusaGuide(_read(site, files), site.loaded)
+    return MedusaGuide(_read(site, files), site.loaded, site.config.speculation.spec_alternatives)
 
 
 def _read(site: Site, files: HeadFiles) -> MedusaWeights:

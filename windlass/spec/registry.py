@@ -39,11 +39,29 @@ def settle(config: EngineConfig, files: ModelFiles, spec: ModelSpec, device: str
             "--spec-acceptance typical: verification on CUDA keeps what is sampled, and knows no "
             "other way. Leave it at exact, or use --device cpu."
         )
+    if config.speculation.spec_alternatives:
+        _check_alternatives(config, device)
     config = settled(config)
     where = _CHECKS.get(config.speculation.spec)
     if where is not None:
         _find(where)(config, files, spec)
     return config
+
+
+def _check_alternatives(config: EngineConfig, device: str) -> None:
+    """Only recorded verifications over pages of plain numbers have places for them."""
+    why = None
+    if device != "cuda":
+        why = f"the engine computes on {device}"
+    elif config.model.enforce_eager:
+        why = "--enforce-eager records no steps"
+    elif config.cache.kv_cache_dtype != "auto":
+        why = f"--kv-cache-dtype {config.cache.kv_cache_dtype} keeps codes"
+    if why is not None:
+        raise ConfigError(
+            f"--spec-alternatives {config.speculation.spec_alternatives} needs steps recorded on "
+            f"CUDA and a KV cache of plain numbers, but {why}. Leave it out."
+        )
 
 
 def open_guide(site: Site) -> Guide:

@@ -28,6 +28,11 @@ def tile_tokens(group: int) -> int:
     return _TILE_ROWS // triton.next_power_of_2(group)
 
 
+def fuses(tokens: int, num_kv: int, width: int, coded: bool) -> bool:
+    """Whether tokens that are alone, or `width` of a row side by side, are rotated within attention."""
+    return tokens * num_kv <= _FEW_PROGRAMS and width <= _MOST_WIDE and not coded
+
+
 def attention(
     queries: Tensor,
     kv: LayerKV,
@@ -62,18 +67,20 @@ def attend(
     window: int | None = None,
 ) -> Tensor:
     """`rope_write` and `attention`, in one pass where few rows are of one token each."""
-    assert batch.work is not None
+    work = batch.work
+    assert work is not None
     values, rows, columns = parts(qkv)
     coded = kv.key_scales is not None
     tokens = values.shape[0]
-    few = tokens * heads.num_kv <= _FEW_PROGRAMS and batch.work.width <= _MOST_WIDE
-    if batch.all_singles and few and not coded:
+    fused = batch.all_singles and fuses(tokens, heads.num_kv, work.width, coded)
+    assert fused or not work.others
+    if fused:
         out = values.new_empty((tokens, heads.num_q, heads.dim))
         raw = _Raw(rows, columns, cos_sin, norms)
         _decode(out, values, raw, kv, batch, (scale * _LOG2_E, _LOG2_E), window, False)
         return out
     fresh = None
-    if coded and batch.work.tiles.shape[0] and not batch.fixed:
+    if coded and work.tiles.shape[0] and not batch.fixed:
         # In a fixed order a key is read as it will always be read, which is from its page.
         fresh = values.new_empty((2, tokens, heads.num_kv, heads.dim))
     queries = rope_write(qkv, heads, cos_sin, norms, kv, batch, fresh)
@@ -149,6 +156,7 @@ def _decode(
         *in_log2,
         window or 0,
         work.width,
+        work.spare,
         NUM_Q=num_q,
         NUM_KV=num_kv,
         GROUP=num_q // num_kv,
@@ -157,6 +165,7 @@ def _decode(
         SIZE=size,
         SPLITS=splits,
         WIDE=raw is not None and work.width > 1,
+        OTHERS=work.others if raw is not None else 0,
         ALL_SINGLES=count == queries.shape[0],
         RAW=raw is not None,
         NORM=norms is not None,

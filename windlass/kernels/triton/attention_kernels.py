@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from windlass.kernels.triton import chain
-from windlass.kernels.triton.decode_query import decode_query
+from windlass.kernels.triton.decode_query import decode_query, is_other, see_own
 
 
 @triton.jit
@@ -177,65 +177,38 @@ def _hand_in(state, parts, split, num_parts, counter, out, mask, row_mask, DIM: 
         tl.store(counter, 0)
 
 
-@triton.jit(do_not_specialize=["width"])
+@triton.jit(do_not_specialize=["width", "spare"])
 def paged_decode_kernel(
-    queries,
-    q_rows,
-    q_columns,
-    cos_sin,
-    q_weight,
-    k_weight,
-    eps,
-    keys,
-    values,
-    key_scales,
-    value_scales,
-    out,
-    part_out,
-    part_max,
-    part_sum,
-    counters,
-    singles,
-    positions,
-    token_slots,
-    tables,
-    table_stride,
-    scale,
-    cap,
-    window,
-    width,
-    NUM_Q: tl.constexpr,
-    NUM_KV: tl.constexpr,
-    GROUP: tl.constexpr,
-    DIM: tl.constexpr,
-    DIM_PAD: tl.constexpr,
-    SIZE: tl.constexpr,
-    TILE: tl.constexpr,
-    SPLITS: tl.constexpr,
-    MIN_TILES: tl.constexpr,
-    WIDE: tl.constexpr,
-    ALL_SINGLES: tl.constexpr,
-    RAW: tl.constexpr,
-    NORM: tl.constexpr,
-    WINDOWED: tl.constexpr,
-    CAPPED: tl.constexpr,
+    queries, q_rows, q_columns, cos_sin, q_weight, k_weight, eps,
+    keys, values, key_scales, value_scales,
+    out, part_out, part_max, part_sum, counters, singles, positions, token_slots, tables,
+    table_stride, scale, cap, window, width, spare,
+    NUM_Q: tl.constexpr, NUM_KV: tl.constexpr, GROUP: tl.constexpr,
+    DIM: tl.constexpr, DIM_PAD: tl.constexpr, SIZE: tl.constexpr,
+    TILE: tl.constexpr, SPLITS: tl.constexpr, MIN_TILES: tl.constexpr,
+    WIDE: tl.constexpr, OTHERS: tl.constexpr, ALL_SINGLES: tl.constexpr,
+    RAW: tl.constexpr, NORM: tl.constexpr, WINDOWED: tl.constexpr, CAPPED: tl.constexpr,
     CHAINED: tl.constexpr,
-):
+):  # fmt: skip
     """One query token, one kv head, one part of the context.
 
     RAW: `queries` are the q, k, v product, to be rotated here; new keys and values are written, if
-    WIDE also those of tokens before it in its row, which has `width` of them side by side.
+    WIDE also those of tokens before it in its row, which has `width` of them side by side; the last
+    OTHERS are alternatives to the second.
     """
     chain.begin(CHAINED)
     index, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     token = index.to(tl.int64)
     if not ALL_SINGLES:
         token = tl.load(singles + index).to(tl.int64)
-    length = tl.load(positions + token).to(tl.int32) + 1
+    position = tl.load(positions + token).to(tl.int32)
+    length = position + 1
+    if OTHERS > 0:
+        length -= is_other(token, position, width, OTHERS)
     table = tables + tl.load(token_slots + token).to(tl.int64) * table_stride
     first = 0
     if WINDOWED:
-        first = tl.maximum(length - window, 0) // TILE
+        first = tl.maximum(position + 1 - window, 0) // TILE
     num_tiles = tl.cdiv(length, TILE)
     # A part of less than MIN_TILES would cost more to join than to compute.
     per_split = tl.maximum(tl.cdiv(num_tiles - first, SPLITS), MIN_TILES)
@@ -249,40 +222,28 @@ def paged_decode_kernel(
     q_heads = head * GROUP + g
     q_mask = (g < GROUP)[:, None] & (d < DIM)[None, :]
     q_at = token * (NUM_Q * DIM) + q_heads[:, None] * DIM + d[None, :]
+    pages = (keys, values, key_scales, value_scales)
+    qkv = (queries + token * ((GROUP + 2) * NUM_KV * DIM), q_rows, q_columns, token)
+    last = end == num_tiles
     if RAW:
         q = decode_query(
-            (queries + token * ((GROUP + 2) * NUM_KV * DIM), q_rows, q_columns, token),
-            (keys, values, key_scales, value_scales),
-            cos_sin,
-            (q_weight, k_weight),
-            *(table, head, length - 1, start * TILE, end * TILE, g, d, eps, width),
-            *(NUM_KV, GROUP, DIM, SIZE, WIDE, NORM),
+            *(qkv, pages, cos_sin, (q_weight, k_weight), table, head, position),
+            *(start * TILE, end * TILE, last, g, d, eps, width, spare),
+            *(NUM_KV, GROUP, DIM, SIZE, WIDE, OTHERS, NORM),
         )
     else:
         q = tl.load(queries + q_at, mask=q_mask, other=0.0)
-    query = tl.zeros([16], dtype=tl.int32) + (length - 1)
-    m, total, acc = _scan(
-        _start(16, DIM_PAD),
-        q,
-        query,
-        (keys, values, key_scales, value_scales),
-        table,
-        None,
-        head,
-        start,
-        end,
-        length,
-        window,
-        scale,
-        cap,
-        NUM_KV,
-        DIM,
-        SIZE,
-        TILE,
-        True,
-        WINDOWED,
-        CAPPED,
+    query = tl.zeros([16], dtype=tl.int32) + position
+    state = _scan(
+        *(_start(16, DIM_PAD), q, query, pages, table, None, head, start, end, length, window),
+        *(scale, cap, NUM_KV, DIM, SIZE, TILE, True, WINDOWED, CAPPED),
     )
+    if OTHERS > 0:
+        state = see_own(
+            *(state, last & (length <= position), q, qkv, cos_sin, k_weight, head, position),
+            *(g, d, eps, scale, NUM_KV, GROUP, DIM, NORM),
+        )
+    _, total, acc = state
     if num_parts == 1:
         tl.store(out + q_at, (acc / total[:, None]).to(out.dtype.element_ty), mask=q_mask)
     else:
@@ -290,7 +251,7 @@ def paged_decode_kernel(
         at = base.to(tl.int64)[:, None] * DIM + d[None, :]
         parts = (part_out + at, part_max + base, part_sum + base)
         counter = counters + index * NUM_KV + head
-        state, target = (m, total, acc), out + q_at
+        target = out + q_at
         _hand_in(state, parts, split, num_parts, counter, target, q_mask, g < GROUP, DIM)
 
 

@@ -110,6 +110,15 @@ def medusa_scores_kernel(
     tl.store(best_at + to, tile * TOKENS + at, mask=row < M)
 
 
+@triton.jit
+def _named(best_at, place, offsets):
+    """The token whose score is at a place."""
+    token = tl.load(best_at + place)
+    if offsets is not None:
+        token = (token + tl.load(offsets + token)).to(tl.int32)
+    return token
+
+
 @triton.jit(do_not_specialize=["M"])
 def medusa_join_kernel(
     best,
@@ -120,22 +129,31 @@ def medusa_join_kernel(
     heads,
     tiles,
     COUNT: tl.constexpr,
+    OTHERS: tl.constexpr,
     TILES: tl.constexpr,
     CHAINED: tl.constexpr,
 ):
-    """guesses[row, head]; of what no head guesses token 0, which the governor sees to be wrong."""
+    """guesses[row, head]; of what no head guesses token 0, which the governor sees to be wrong.
+
+    Behind them the first head's next likeliest, as far as they are of other tiles.
+    """
     chain.begin(CHAINED)
     row = tl.program_id(0)
     head = tl.program_id(1)
+    to = guesses + row * (COUNT + OTHERS)
     token = tl.zeros([], dtype=tl.int32)
     if head < heads:
         tile = tl.arange(0, TILES)
         first = (head * M + row) * tiles
         top = tl.load(best + first + tile, mask=tile < tiles, other=float("-inf"))
-        token = tl.load(best_at + first + tl.argmax(top, 0))
-        if offsets is not None:
-            token = (token + tl.load(offsets + token)).to(tl.int32)
-    tl.store(guesses + row * COUNT + head, token)
+        at = tl.argmax(top, 0)
+        token = _named(best_at, first + at, offsets)
+        if head == 0:
+            for i in tl.static_range(OTHERS):
+                top = tl.where(tile == at, float("-inf"), top)
+                at = tl.argmax(top, 0)
+                tl.store(to + COUNT + i, _named(best_at, first + at, offsets))
+    tl.store(to + head, token)
 
 
 def most_likely(
@@ -145,10 +163,12 @@ def most_likely(
     matrices: Tensor,
     offsets: Tensor | None,
     count: int,
+    others: int = 0,
 ) -> Tensor:
-    """Guesses [rows, count], int32, from the hidden states at some places, at most 64.
+    """Guesses [rows, count + others], int32, from the hidden states at some places, at most 64.
 
-    `blocks` and `matrices` as in `spec.medusa.MedusaWeights`; `offsets` is d2t.
+    `blocks` and `matrices` as in `spec.medusa.MedusaWeights`; `offsets` is d2t. The last `others` are
+    alternatives to the first.
     """
     rows, size = places.shape[0], hidden.shape[1]
     assert rows <= MAX_ROWS
@@ -163,15 +183,17 @@ def most_likely(
         )
         x, at, stride = out, None, rows * size
     tiles = triton.cdiv(vocab, _TOKENS)
+    assert others < tiles
     best = hidden.new_empty((heads, rows, tiles), dtype=torch.float32)
     best_at = torch.empty_like(best, dtype=torch.int32)
     medusa_scores_kernel[tiles, heads](
         *(x, matrices, best, best_at, rows, vocab, tiles), TOKENS=_TOKENS, num_stages=4, **shape
     )
-    guesses = torch.empty((rows, count), dtype=torch.int32, device=hidden.device)
+    guesses = torch.empty((rows, count + others), dtype=torch.int32, device=hidden.device)
     medusa_join_kernel[rows, count](
         *(best, best_at, offsets, guesses, rows, heads, tiles),
         COUNT=count,
+        OTHERS=others,
         TILES=triton.next_power_of_2(tiles),
         **chain.options(),
     )
