@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Coroutine
-from contextlib import aclosing
+from collections.abc import Coroutine
 from typing import Any, TypeVar
 
 import msgspec
@@ -21,6 +20,7 @@ from windlass.errors import EngineError
 from windlass.serve.completion import Portion, Served, Stopwatch
 from windlass.serve.cost import Cost
 from windlass.serve.desk import Ticket
+from windlass.serve.inbox import Inbox
 from windlass.serve.prepare import Prepared
 from windlass.serve.problems import problem_of
 from windlass.serve.protocol import Generation, StreamOptions
@@ -58,10 +58,6 @@ async def _hang_up(receive: Receive) -> None:
         pass
 
 
-async def _next(portions: AsyncGenerator[Portion, None]) -> Portion:
-    return await anext(portions)
-
-
 class Answer:
     """The completions of one request. Owns them until their end, an error, or the hang-up."""
 
@@ -79,6 +75,7 @@ class Answer:
         self._book = services.book
         self._owner = owner
         self._entry: Entry | None = None
+        self._inbox: Inbox | None = None
         self._price = services.costs.price if services.costs and body.include_cost else None
         self._recorder = services.recorder
         self._model = prepared.requests[0].adapter or card.name
@@ -100,24 +97,35 @@ class Answer:
             Served(completion, Stopwatch(services.metrics, ticket.began), interval)
             for completion in self._completions
         ]
+        self._by_id = {each.completion.request.request_id: each for each in self._served}
 
-    async def _portions(self) -> AsyncGenerator[Portion, None]:
-        by_id = {each.completion.request.request_id: each for each in self._served}
-        began = self._ticket.began
-        entry = self._book.open(self._prepared.answer_id, self._owner, began, tuple(by_id))
-        self._entry = entry
+    async def _next(self) -> Portion | None:
+        """What is to be sent next; None: that was all. Its requests start with the first call."""
         try:
-            async with aclosing(self._client.generate(*self._prepared.requests)) as outputs:
-                async for output in outputs:
-                    portion = by_id[output.request_id].feed(output)
-                    if portion is None:
-                        continue
-                    if portion.finish_reason is not None and output.finish is None:
-                        self._client.abort(output.request_id)  # a stop string, which only we see
-                    yield portion
+            inbox = self._inbox or self._start()
+            while (output := await self._client.next(inbox)) is not None:
+                portion = self._by_id[output.request_id].feed(output)
+                if portion is None:
+                    continue
+                if portion.finish_reason is not None and output.finish is None:
+                    self._client.abort(output.request_id)  # a stop string, which only we see
+                return portion
         except EngineError:
-            self._book.give_up(entry)
+            if self._entry is not None:
+                self._book.give_up(self._entry)
             raise
+        return None
+
+    def _start(self) -> Inbox:
+        ids, began = tuple(self._by_id), self._ticket.began
+        self._entry = self._book.open(self._prepared.answer_id, self._owner, began, ids)
+        self._inbox = self._client.submit(self._prepared.requests)
+        return self._inbox
+
+    def close(self) -> None:
+        """Abort what still runs; must come last, whatever happened."""
+        if self._inbox is not None:
+            self._client.drop(self._inbox)
 
     async def _cost(self) -> Cost | None:
         """What it cost, where that was asked for; known when the engine has told its story."""
@@ -133,14 +141,18 @@ class Answer:
     # ---- in one piece ------------------------------------------------------------------------
 
     async def whole(self, request: Request) -> Response:
-        body = await unless_gone(request.receive, self._collect())
+        try:
+            body = await unless_gone(request.receive, self._collect())
+        finally:
+            self.close()
         self._record()
         self._ticket.end("success")
         return Response(msgspec.json.encode(body), media_type="application/json")
 
     async def _collect(self) -> Json:
-        async with aclosing(self._portions()) as portions:
-            whole = {portion.index: portion async for portion in portions}
+        whole = {}
+        while (portion := await self._next()) is not None:
+            whole[portion.index] = portion
         choices = [self._shape.whole(whole[each.index], each) for each in self._completions]
         return {
             **self._envelope(self._shape.whole_object),
@@ -153,19 +165,23 @@ class Answer:
 
     async def stream(self, request: Request) -> Response:
         """Answer with a stream once the first token is there: until then an error has a status."""
-        portions = self._portions()
-        first = await unless_gone(request.receive, _next(portions))
-        return EventStream(self._events(first, portions), portions, self._ticket)
+        try:
+            first = await unless_gone(request.receive, self._next())
+        except BaseException:
+            self.close()
+            raise
+        return EventStream(self, first, self._ticket)
 
-    async def _events(
-        self, first: Portion, portions: AsyncGenerator[Portion, None]
-    ) -> AsyncGenerator[bytes, None]:
-        yield self._chunks(first)
-        async for portion in portions:
-            yield self._chunks(portion)
+    async def events(self, first: Portion | None, send: Send) -> None:
+        """Send all events of the stream, the first of them made of `first`."""
+        portion = first
+        while portion is not None:
+            await send(_body(self._chunks(portion)))
+            portion = await self._next()
         if self._usage_at_end:
-            yield self._event([], usage(self._prepared, self._served, await self._cost()))
-        yield _DONE
+            numbers = usage(self._prepared, self._served, await self._cost())
+            await send(_body(self._event([], numbers)))
+        await send(_body(_DONE))
         self._record()
 
     def _chunks(self, portion: Portion) -> bytes:
@@ -188,50 +204,44 @@ class Answer:
         }
 
 
+def _body(event: bytes, more: bool = True) -> dict[str, Any]:
+    return {"type": "http.response.body", "body": event, "more_body": more}
+
+
 class EventStream(StreamingResponse):
     """Sends server-sent events until they end, fail, or nobody reads them; ends the ticket.
 
-    `source` is what the events are made of; it is closed even if none of them was ever sent.
+    `first` is the portion of `answer` that came before its status was known. The answer is closed
+    at the end.
     """
 
-    def __init__(
-        self,
-        events: AsyncGenerator[bytes, None],
-        source: AsyncGenerator[Portion, None],
-        ticket: Ticket,
-    ) -> None:
+    def __init__(self, answer: Answer, first: Portion | None, ticket: Ticket) -> None:
         # Proxies must not collect a stream before they pass it on.
         headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
-        super().__init__(events, headers=headers, media_type="text/event-stream")
-        self._events = events
-        self._source = source
+        super().__init__((), headers=headers, media_type="text/event-stream")
+        self._answer = answer
+        self._first = first
         self._ticket = ticket
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG002
         try:
-            async with aclosing(self._source):
-                await unless_gone(receive, self._send_all(send))
+            await unless_gone(receive, self._send_all(send))
         except ClientGone:
             self._ticket.end("aborted")
         finally:
+            self._answer.close()
             self._ticket.end("error")  # unless it has ended otherwise
 
     async def _send_all(self, send: Send) -> None:
+        """The events, and for an error in mid-stream one that tells it."""
         start = {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
         await send(start)
-        async with aclosing(self._with_errors()) as events:
-            async for event in events:
-                await send({"type": "http.response.body", "body": event, "more_body": True})
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
-
-    async def _with_errors(self) -> AsyncGenerator[bytes, None]:
-        """The events, and for an error in mid-stream one that tells it."""
         try:
-            async with aclosing(self._events) as events:
-                async for event in events:
-                    yield event
+            await self._answer.events(self._first, send)
         except EngineError as error:
             self._ticket.end_with(error)
-            yield b"data: " + msgspec.json.encode(problem_of(error).body()) + b"\n\n"
+            told = msgspec.json.encode(problem_of(error).body())
+            await send(_body(b"data: " + told + b"\n\n"))
         else:
             self._ticket.end("success")
+        await send(_body(b"", more=False))

@@ -11,8 +11,7 @@ import logging
 import tempfile
 import time
 from collections import deque
-from collections.abc import AsyncGenerator, Callable
-from dataclasses import dataclass, field
+from collections.abc import AsyncGenerator, Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
@@ -25,6 +24,7 @@ from windlass.errors import EngineError, RequestError, WorkerDied
 from windlass.serve import messages
 from windlass.serve.adapters import AdapterRegistry, Change
 from windlass.serve.calls import Calls
+from windlass.serve.inbox import Inbox
 from windlass.serve.loop import Build, Prepare
 from windlass.serve.process import EngineProcess, build_error, refusal_error
 from windlass.serve.states import Backlog as Backlog
@@ -37,14 +37,6 @@ _log = logging.getLogger("windlass.serve")
 
 _ANSWER_TIMEOUT_S = 10.0
 _REST_TIMEOUT_S = 600.0  # weights may be many, and a disk slow
-
-
-@dataclass(slots=True)
-class _Inbox:
-    """Where the outputs of some requests arrive; shared by the completions of one answer."""
-
-    queue: asyncio.Queue[Output | EngineError] = field(default_factory=asyncio.Queue)
-    open_ids: set[str] = field(default_factory=set)
 
 
 def _no_preparation() -> None:
@@ -76,7 +68,7 @@ class EngineClient:
         self._process: EngineProcess | None = None
         self._supervisor: asyncio.Task[None] | None = None
         self._report: EngineReport | None = None
-        self._inboxes: dict[str, _Inbox] = {}
+        self._inboxes: dict[str, Inbox] = {}
         self._calls = Calls()
         self._resting: asyncio.Event | None = None  # its process was ended, until this is set
         self._lives = 0
@@ -204,24 +196,35 @@ class EngineClient:
 
         An error of one is raised and ends all. An output's `request_id` says whose it is.
         """
-        inbox = self._submit(requests)
+        inbox = self.submit(requests)
         try:
-            while inbox.open_ids:
-                item = await inbox.queue.get()
-                if isinstance(item, EngineError):
-                    raise item
-                if item.request_id not in inbox.open_ids:
-                    continue
-                if item.finish is not None:
-                    self._forget(item.request_id)
+            while (output := await self.next(inbox)) is not None:
+                yield output
+        finally:
+            self.drop(inbox)
+
+    async def next(self, inbox: Inbox) -> Output | None:
+        """The next output of its requests; None: all have ended. An error of one is raised."""
+        while inbox.open_ids:
+            item = await inbox.get()
+            if isinstance(item, EngineError):
+                raise item
+            if item.request_id not in inbox.open_ids:
+                continue
+            if item.finish is not None:
+                self._forget(item.request_id)
                 if item.finish in ("error", "abort"):
                     raise EngineError(item.error or "the engine dropped the request.")
-                yield item
-        finally:
-            for request_id in list(inbox.open_ids):
-                self.abort(request_id)
+            return item
+        return None
 
-    def _submit(self, requests: tuple[NewRequest, ...]) -> _Inbox:
+    def drop(self, inbox: Inbox) -> None:
+        """Abort those of its requests that are open."""
+        for request_id in list(inbox.open_ids):
+            self.abort(request_id)
+
+    def submit(self, requests: Sequence[NewRequest]) -> Inbox:
+        """Send requests to the engine; `next` gives their outputs, and `drop` must come last."""
         process = self._running
         for request in requests:
             if request.request_id in self._inboxes:
@@ -229,7 +232,7 @@ class EngineClient:
                     f"request_id {request.request_id!r} is in use by a running request.",
                     "request_id",
                 )
-        inbox = _Inbox(open_ids={request.request_id for request in requests})
+        inbox = Inbox(request.request_id for request in requests)
         for request in requests:
             self._inboxes[request.request_id] = inbox
             self._num_sent += 1
@@ -242,7 +245,7 @@ class EngineClient:
         inbox = self._inboxes.get(request_id)
         if inbox is not None:
             self._forget(request_id)
-            inbox.queue.put_nowait(Output(request_id, finish="abort"))  # wakes who waits for it
+            inbox.put(Output(request_id, finish="abort"))  # wakes who waits for it
             if self._process is not None:
                 self._process.send(messages.Abort(request_id))
 
@@ -250,7 +253,7 @@ class EngineClient:
         """End every request in flight with `error`."""
         inboxes = {id(inbox): inbox for inbox in self._inboxes.values()}
         for inbox in inboxes.values():
-            inbox.queue.put_nowait(error)
+            inbox.put(error)
 
     def _forget(self, request_id: str) -> None:
         inbox = self._inboxes.pop(request_id)
@@ -324,10 +327,14 @@ class EngineClient:
         self._heard_at = time.monotonic()
         match message:
             case messages.Outputs(outputs):
+                inboxes = self._inboxes
                 for output in outputs:
-                    self._deliver(output.request_id, output)
+                    inbox = inboxes.get(output.request_id)
+                    if inbox is not None:  # else it was aborted, and the engine did not know yet
+                        inbox.put(output)
             case messages.Refused(request_id, kind, text, param):
-                self._deliver(request_id, refusal_error(kind, text, param))
+                if (asked := self._inboxes.get(request_id)) is not None:
+                    asked.put(refusal_error(kind, text, param))
             case messages.Stats(stats, num_adds):
                 self._see(stats, num_adds)
             case messages.AdapterAnswer():
@@ -337,11 +344,6 @@ class EngineClient:
                     self.on_stories(stories)
             case messages.CacheReset() | messages.StoryTold() | messages.MemoryTold():
                 self._calls.answered(message)
-
-    def _deliver(self, request_id: str, item: Output | EngineError) -> None:
-        inbox = self._inboxes.get(request_id)
-        if inbox is not None:  # else it was aborted, and the engine did not know yet
-            inbox.queue.put_nowait(item)
 
     def _see(self, stats: EngineStats, num_adds: int) -> None:
         last, self.stats = self.stats, stats
