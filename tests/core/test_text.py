@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import codecs
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -48,6 +50,16 @@ def test_bytes_that_never_become_a_character_are_shown_at_the_end(known: bool) -
     stream = TextStream(ByteTokenizer(pieces=known), SamplingParams())
     assert stream.push([0xF0, 0x9F]).text == ""
     assert stream.push([], last=True).text == "\ufffd"
+
+
+@given(st.lists(st.sampled_from([*b"ab", *"é日🎉".encode(), 0xFF, 0x80]), max_size=30))
+def test_any_bytes_become_the_text_that_a_decoder_makes_of_them(ids: list[int]) -> None:
+    stream = TextStream(ByteTokenizer(pieces=True), SamplingParams())
+    decoder = codecs.getincrementaldecoder("utf-8")("replace")
+    for token in ids:
+        assert stream.push([token]).text == decoder.decode(bytes([token]))
+    assert stream.push([], last=True).text == decoder.decode(b"", final=True)
+    assert stream.text == bytes(ids).decode(errors="replace")
 
 
 def test_a_stop_string_over_several_tokens_is_never_sent() -> None:

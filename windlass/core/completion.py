@@ -16,7 +16,7 @@ from windlass.errors import RequestError
 
 @dataclass(slots=True)
 class Delta:
-    """What is new in a completion. `finish_reason` set: the last one."""
+    """What is new in a completion. `finish_reason` set: the last one. `first`: none came before."""
 
     index: int
     text: str = ""
@@ -24,6 +24,14 @@ class Delta:
     logprobs: list[TokenLogprob] = field(default_factory=list)
     finish_reason: str | None = None
     stop_reason: str | int | None = None
+    first: bool = False
+
+    def add(self, later: Delta) -> None:
+        """Take in what came next."""
+        self.text += later.text
+        self.tokens += later.tokens
+        self.logprobs += later.logprobs
+        self.finish_reason, self.stop_reason = later.finish_reason, later.stop_reason
 
 
 class Completion:
@@ -45,23 +53,25 @@ class Completion:
 
     def feed(self, output: Output) -> Delta:
         """Take in a step's output. A stop string found here ends it, though the engine goes on."""
-        self.prompt_logprobs += output.prompt_logprobs or []
-        shown = output.tokens
-        if output.stop_token is not None and not self.request.sampling.include_stop_str_in_output:
+        _, tokens, logprobs, prompt_logprobs, finish, stop_token, _, _ = output
+        if prompt_logprobs:
+            self.prompt_logprobs += prompt_logprobs
+        shown = kept = tokens
+        if stop_token is not None and not self.request.sampling.include_stop_str_in_output:
             shown = shown[:-1]  # it ended the text and is not part of it
-        piece = self._stream.push(shown, last=output.finish is not None)
-        kept = output.tokens
-        if piece.stop is not None:
+        text, stop = self._stream.push(shown, finish is not None)
+        if stop is not None:
             kept = kept[: self._stream.num_tokens - len(self.tokens)]
-            self.finish_reason, self.stop_reason = "stop", piece.stop
-        elif output.finish is not None:
-            self.finish_reason = output.finish
-            if output.stop_token in self.request.sampling.stop_token_ids:
-                self.stop_reason = output.stop_token  # the model's own end is no news
-        scores = (output.logprobs or [])[: min(len(kept), len(shown))]
+            self.finish_reason, self.stop_reason = "stop", stop
+        elif finish is not None:
+            self.finish_reason = finish
+            if stop_token in self.request.sampling.stop_token_ids:
+                self.stop_reason = stop_token  # the model's own end is no news
         self.tokens += kept
-        self.logprobs += scores
-        return Delta(self.index, piece.text, kept, scores, self.finish_reason, self.stop_reason)
+        scores = logprobs[: min(len(kept), len(shown))] if logprobs else []
+        if scores:
+            self.logprobs += scores
+        return Delta(self.index, text, kept, scores, self.finish_reason, self.stop_reason)
 
 
 def check_ids(name: str, ids: Iterable[int], vocab_size: int) -> None:

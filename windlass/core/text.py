@@ -53,9 +53,18 @@ class _Bytes:
     def __init__(self, pieces: Mapping[int, bytes]) -> None:
         self._pieces = pieces
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._half = False  # whether the decoder holds part of a character
 
     def add(self, token: int) -> str:
-        return self._decoder.decode(self._pieces[token])
+        piece = self._pieces[token]
+        if not self._half:
+            try:
+                return piece.decode()  # whole characters, as nearly always
+            except UnicodeDecodeError:
+                pass
+        new = self._decoder.decode(piece)
+        self._half = bool(self._decoder.getstate()[0])
+        return new
 
     def rest(self) -> str:
         return self._decoder.decode(b"", final=True)
@@ -107,6 +116,8 @@ class TextStream:
 
     def push(self, tokens: Sequence[int], last: bool = False) -> Piece:
         """Add tokens, return the text that is now certain. `last` lets go of what is held back."""
+        if not self._sampling.stop:
+            return Piece(self._add(tokens, last))
         for token in tokens:
             self.num_tokens += 1
             if self._grow(self._growing.add(token)):
@@ -118,10 +129,19 @@ class TextStream:
         piece, self._sent = self.text[self._sent : end], end
         return Piece(piece, self.stopped_by)
 
+    def _add(self, tokens: Sequence[int], last: bool) -> str:
+        """Add tokens where nothing is held back: all new text is certain."""
+        new = "".join(map(self._growing.add, tokens))
+        if last:
+            new += self._growing.rest()
+        self.num_tokens += len(tokens)
+        self.text += new
+        return new
+
     def _grow(self, new: str) -> bool:
         """Add text; cut it at the first stop string that `new` completed. Whether there was one."""
         self.text += new
-        if not new or not self._sampling.stop or self.num_tokens <= self._sampling.min_tokens:
+        if not new or self.num_tokens <= self._sampling.min_tokens:
             return False
         start = max(0, len(self.text) - len(new) - self._hold)
         found = [(self.text.find(stop, start), stop) for stop in self._sampling.stop]

@@ -7,24 +7,12 @@ made here.
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
 
 from windlass.core.completion import Completion, Delta
 from windlass.core.types import Output
 from windlass.serve.metrics import Metrics
 
-
-@dataclass(slots=True)
-class Portion(Delta):
-    """What is sent at once: the deltas of some steps. `first`: nothing was sent before it."""
-
-    first: bool = False
-
-    def add(self, delta: Delta) -> None:
-        self.text += delta.text
-        self.tokens += delta.tokens
-        self.logprobs += delta.logprobs
-        self.finish_reason, self.stop_reason = delta.finish_reason, delta.stop_reason
+Portion = Delta  # what is sent at once: the deltas of some steps
 
 
 class Stopwatch:
@@ -66,7 +54,8 @@ class Served:
         self._watch = watch
         self._interval = interval
         self._num_sent = 0
-        self._pending = Portion(completion.index, first=True)
+        self._first = True
+        self._pending: Portion | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -78,8 +67,9 @@ class Served:
         delta = self.completion.feed(output)
         if not output.tokens and output.finish is None:
             return None  # it brought scores of the prompt
-        # Portions carry the scores; a long stream must not keep those it has sent.
-        self.completion.logprobs.clear()
+        if delta.logprobs:
+            # Portions carry the scores; a long stream must not keep those it has sent.
+            self.completion.logprobs.clear()
         if output.timeline is not None:
             self.num_cached = output.timeline.num_cached
             self.num_drafted = output.timeline.num_drafted
@@ -87,15 +77,22 @@ class Served:
         self._watch.tokens(output)
         if delta.finish_reason is not None:
             self._watch.end(delta.finish_reason, self.num_tokens)
-        self._pending.add(delta)
-        if not self._due():
-            return None
-        portion, self._pending = self._pending, Portion(self.completion.index)
-        self._num_sent = self.num_tokens
-        return portion
+        portion = self._pending
+        if portion is None:
+            portion = delta
+            portion.first, self._first = self._first, False
+        else:
+            portion.add(delta)
+        if self._due(portion):
+            self._pending, self._num_sent = None, self.num_tokens
+            return portion
+        if self._pending is None:
+            portion.tokens = list(portion.tokens)  # it will grow, and was the output's own
+            self._pending = portion
+        return None
 
-    def _due(self) -> bool:
-        if self._pending.finish_reason is not None:
+    def _due(self, portion: Portion) -> bool:
+        if portion.finish_reason is not None:
             return True
         if self._interval is None:
             return False
