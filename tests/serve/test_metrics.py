@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
+import re
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from prometheus_client import CollectorRegistry, Histogram, generate_latest
+
 from windlass.core.types import EngineStats, Timeline
 from windlass.serve.messages import Stats, decode_from_engine, encode
 from windlass.serve.metrics import Metrics
+from windlass.serve.tally import Tally
 
 
 def test_guesses_are_counted_under_the_names_that_dashboards_know() -> None:
@@ -28,3 +36,26 @@ def test_guesses_are_counted_under_the_names_that_dashboards_know() -> None:
     for at, count in enumerate((2, 1, 1)):
         name = f"{prefix}accepted_tokens_per_pos_total"
         assert f'{name}{{{label},position="{at}"}} {count}.0' in lines
+
+
+@given(st.lists(st.tuples(st.floats(0, 100), st.integers(1, 4))))
+def test_a_tally_reads_as_a_histogram(seen: list[tuple[float, int]]) -> None:
+    """The numbers on the bounds too; only when the metric was made differs."""
+    mine, others = CollectorRegistry(), CollectorRegistry()
+    bounds = (0.5, 1, 2.5, 40)
+    tally = Tally("x:y_seconds", "Help.", ("model_name", "m"), bounds, mine)
+    histogram = Histogram("x:y_seconds", "Help.", ("model_name",), registry=others, buckets=bounds)
+    histogram.labels("m")
+    for amount, times in [*seen, *((bound, 1) for bound in bounds)]:
+        tally.observe(amount, times)
+        for _ in range(times):
+            histogram.labels("m").observe(amount)
+
+    def read(registry: CollectorRegistry) -> tuple[list[bytes], list[float]]:
+        lines = generate_latest(registry).splitlines()
+        sums = [float(line.split()[-1]) for line in lines if line.startswith(b"x:y_seconds_sum")]
+        return [each for each in lines if not re.search(rb"_(sum|created)\{", each)], sums
+
+    (names, sums), (want_names, want_sums) = read(mine), read(others)
+    assert names == want_names
+    assert sums == pytest.approx(want_sums)

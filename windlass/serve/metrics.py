@@ -11,6 +11,7 @@ from typing import Literal
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from windlass.core.types import AdapterStats, EngineStats, Timeline
+from windlass.serve.tally import Tally
 
 Outcome = Literal["success", "error", "aborted", "rejected"]
 
@@ -121,7 +122,9 @@ class Metrics:
     def _histograms(self) -> None:
         make = self._histogram
         self._ttft = make("time_to_first_token_seconds", "Arrival to first token.", _FIRST_TOKEN)
-        self._itl = make("inter_token_latency_seconds", "Between tokens.", _NEXT_TOKEN)
+        label = _LABEL, self._model_name
+        name = f"{_PREFIX}inter_token_latency_seconds"
+        self._itl = Tally(name, "Between tokens.", label, _NEXT_TOKEN, self.registry)
         self._tpot = make(
             "request_time_per_output_token_seconds", "Mean time between tokens.", _NEXT_TOKEN
         )
@@ -219,8 +222,7 @@ class Metrics:
             self._prefill.observe(timeline.first_token - timeline.admitted)
 
     def next_tokens(self, since_last_s: float, num_tokens: int) -> None:
-        for _ in range(num_tokens):
-            self._itl.observe(since_last_s / num_tokens)
+        self._itl.observe(since_last_s / num_tokens, num_tokens)
 
     def finished(self, reason: str, num_tokens: int, decode_s: float, total_s: float) -> None:
         """One completion has all its tokens. Times are as the server saw them."""
