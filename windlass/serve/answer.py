@@ -31,6 +31,8 @@ from windlass.serve.storybook import Entry
 T = TypeVar("T")
 
 _DONE = b"data: [DONE]\n\n"
+_MARK = "\0"
+_MARK_JSON = msgspec.json.encode(_MARK)
 
 
 class ClientGone(Exception):
@@ -88,6 +90,8 @@ class Answer:
         always = config.enable_force_include_usage or self._price is not None
         self._usage_at_end = options.include_usage or always
         self._usage_always = options.continuous_usage_stats
+        self._is_plain = shape.is_plain and not self._usage_always
+        self._frames: dict[int, tuple[bytes, bytes]] = {}
         interval = config.stream_interval if body.stream else None
         self._completions = [
             Completion(index, request, card.tokenizer)
@@ -185,6 +189,18 @@ class Answer:
         self._record()
 
     def _chunks(self, portion: Portion) -> bytes:
+        """The events of a portion. In mid-stream they differ in nothing but the text."""
+        if not self._is_plain or portion.first or portion.finish_reason or not portion.text:
+            return self._made(portion)
+        frame = self._frames.get(portion.index)
+        if frame is None:
+            # What is around the text is made once. Nothing that a client chose comes behind it.
+            made = self._made(Portion(portion.index, _MARK))
+            head, _, tail = made.rpartition(_MARK_JSON)
+            frame = self._frames[portion.index] = head, tail
+        return frame[0] + msgspec.json.encode(portion.text) + frame[1]
+
+    def _made(self, portion: Portion) -> bytes:
         choices = self._shape.chunks(portion, self._completions[portion.index])
         numbers = usage(self._prepared, self._served) if self._usage_always else None
         return b"".join(self._event([choice], numbers) for choice in choices)

@@ -27,6 +27,7 @@ class Shape(Protocol):
 
     whole_object: str
     chunk_object: str
+    is_plain: bool  # the chunks in mid-stream tell nothing but text
 
     def whole(self, portion: Portion, completion: Completion) -> Json:
         """A finished choice."""
@@ -48,6 +49,7 @@ class ChatShape:
     def __init__(self, body: ChatRequest, tokenizer: Tokenizer) -> None:
         self._body = body
         self._tokenizer = tokenizer
+        self.is_plain = body.num_logprobs is None and not body.return_token_ids
 
     def whole(self, portion: Portion, completion: Completion) -> Json:  # noqa: ARG002
         message = {"role": "assistant", "content": portion.text, "refusal": None}
@@ -115,6 +117,7 @@ class CompletionShape:
         self._prepared = prepared
         self._tokenizer = tokenizer
         self._offsets = [0] * len(prepared.requests)  # in each choice's text, of its next token
+        self.is_plain = body.logprobs is None and not body.return_token_ids
 
     def whole(self, portion: Portion, completion: Completion) -> Json:
         choice = self._choice(portion, completion) | _ending(portion)
