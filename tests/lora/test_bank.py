@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,8 @@ from windlass.errors import CheckpointError, EngineError
 from windlass.kernels.lora import PlainLora
 from windlass.lora.base import Adapter, Low
 from windlass.lora.codes import encode
+from windlass.lora.mapped import StoredAdapter
+from windlass.lora.packing import stored
 from windlass.lora_config import LoraDType
 
 
@@ -122,6 +125,16 @@ def test_codes_are_the_nearest_and_a_rank_of_zeros_changes_nothing() -> None:
     changed = coded.up * coded.scales @ coded.down.float()
     exact = low.up @ low.down
     assert (changed - exact).norm() < 0.015 * exact.norm()
+
+
+@pytest.mark.parametrize("dtype", ["auto", "int8"])
+def test_numbers_that_are_none_are_refused_with_the_file(folder: Path, dtype: LoraDType) -> None:
+    parts = Parts(folder, max_rank=8, lora_dtype=dtype)
+    changes = dict(stored(make_adapter("b", ALL)).modules)
+    wrong = list(changes)[3]
+    changes[wrong].up[5, 1] = math.nan
+    with pytest.raises(CheckpointError, match=f"^its/file: {wrong} has numbers that are not fin"):
+        parts.bank.pack(StoredAdapter("b", changes, "its/file"))
 
 
 def test_slots_are_counted_from_one(parts: Parts) -> None:

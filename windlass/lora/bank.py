@@ -5,7 +5,7 @@ Who is in which slot, and when one may be taken, is decided elsewhere.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,8 +18,9 @@ from windlass.kernels.ops import Ops
 from windlass.layers.linear import Linear
 from windlass.layers.norm import RMSNorm
 from windlass.lora.base import Adapter, Low
-from windlass.lora.codes import encode
-from windlass.lora.pinned import pinned
+from windlass.lora.mapped import StoredAdapter, not_finite
+from windlass.lora.packing import Place, array_of, library, stored, write
+from windlass.lora.pinned import pin, room
 from windlass.lora_config import LoraDType
 from windlass.models.network import Network
 from windlass.models.spec import ModelSpec
@@ -91,6 +92,7 @@ class Bank:
         max_rank: int,
         dtype: LoraDType = "auto",
     ) -> None:
+        library()  # now, not when the first adapter is read
         self.num_slots = num_slots
         self.max_rank = max_rank
         self._architecture = spec.architecture
@@ -127,7 +129,7 @@ class Bank:
         scales = 0 if self._scales is None else self._scales.nbytes
         return self._ranks.nbytes + scales + sum(stacks.num_bytes for stacks in self._layers)
 
-    def check(self, adapter: Adapter) -> None:
+    def check(self, adapter: Adapter | StoredAdapter) -> None:
         """Raise where an adapter does not belong to this network, with the module and both shapes."""
         for name, low in adapter.modules.items():
             place = self._places.get(name)
@@ -150,48 +152,64 @@ class Bank:
                     f"{self.max_rank}. Raise it to load this adapter."
                 )
 
-    def pack(self, adapter: Adapter) -> Adapter:
+    def pack(self, adapter: Adapter | StoredAdapter) -> Adapter:
         """The same adapter as it travels fastest: checked, as the slots hold it, in one piece.
 
         For a CUDA device the piece is pinned. May be called from any thread.
         """
         self.check(adapter)
-        return self._packed(adapter, torch.empty if self._device.type == "cpu" else pinned)
+        made = self._packed(adapter)
+        if self._device.type != "cpu":
+            assert made.packed is not None
+            pin(made.packed)
+        return made
 
-    def _packed(self, adapter: Adapter, make: Callable[..., Tensor]) -> Adapter:
+    def _packed(self, adapter: Adapter | StoredAdapter) -> Adapter:
         """Codes have the scales of a whole slot before them."""
-        total = sum(half.numel() for low in adapter.modules.values() for half in low[:2])
-        packed = make(self._scale_bytes + total, dtype=self._dtype)
-        packed[: self._scale_bytes] = 0
-        views = self._unpack(packed, adapter)
-        for name, low in adapter.modules.items():
-            held = low if self._scales is None else encode(low)
-            for view, part in zip(views[name], held, strict=True):
-                if view is not None and part is not None:
-                    _fill(view, part.to(view.dtype))
-        return Adapter(adapter.name, views, packed)
+        found = stored(adapter) if isinstance(adapter, Adapter) else adapter
+        total = sum(half.size for change in found.modules.values() for half in change[:2])
+        packed = room(self._scale_bytes + total, self._dtype)
+        places = self._targets(packed, found)
+        wrong = write(list(found.modules.values()), places)
+        if wrong is not None:
+            raise not_finite(found.file, list(found.modules)[wrong])
+        return Adapter(found.name, self._unpack(packed, found), packed)
+
+    def _targets(self, packed: Tensor, adapter: StoredAdapter) -> list[Place]:
+        """Where its changes go: each down, then its up, turned where ranks come first in the slots."""
+        at, whole, places = self._scale_bytes, array_of(packed), []
+        scales = whole[:at].view(np.float32).reshape(-1, self.max_rank) if at else None
+        for name, change in adapter.modules.items():
+            (rank, num_in), num_out = change.down.shape, change.up.shape[0]
+            middle, end = at + rank * num_in, at + rank * (num_in + num_out)
+            down, up = whole[at:middle].reshape(rank, num_in), whole[middle:end]
+            place = self._places[name]
+            by_output = place.stacks.by_output
+            up = up.reshape(num_out, rank) if by_output else up.reshape(rank, num_out).T
+            own = None if scales is None else scales[place.column, :rank]
+            places.append(Place(down, up, own))
+            at = end
+        return places
 
     @property
     def _scale_bytes(self) -> int:
         """Of one slot."""
         return 0 if self._scales is None else self._scales[0].nbytes
 
-    def _unpack(self, packed: Tensor, adapter: Adapter) -> dict[str, Low]:
-        """Views of a piece that has, or will have, this adapter: each down, then its up, turned
-        where ranks come first in the slots."""
+    def _unpack(self, packed: Tensor, adapter: StoredAdapter) -> dict[str, Low]:
+        """Views of a piece that has this adapter, as `_targets` tells."""
         views: dict[str, Low] = {}
         at = self._scale_bytes
+        sizes = [half.size for change in adapter.modules.values() for half in change[:2]]
+        parts = iter(packed[at:].split(sizes))
         scales = packed[:at].view(torch.float32).view(-1, self.max_rank) if at else None
-        for name, low in adapter.modules.items():
-            (rank, num_in), num_out = low.down.shape, low.up.shape[0]
-            middle, end = at + rank * num_in, at + rank * (num_in + num_out)
-            down, up = packed[at:middle].view(rank, num_in), packed[middle:end]
+        for name, change in adapter.modules.items():
+            num_out, rank = change.up.shape
+            down, up = next(parts).view(rank, -1), next(parts)
             place = self._places[name]
-            by_output = place.stacks.by_output
-            up = up.view(num_out, rank) if by_output else up.view(rank, num_out).T
+            up = up.view(num_out, rank) if place.stacks.by_output else up.view(rank, num_out).T
             own = None if scales is None else scales[place.column, :rank]
             views[name] = Low(down, up, own)
-            at = end
         return views
 
     @torch.inference_mode()
@@ -205,7 +223,7 @@ class Bank:
         packed = adapter.packed
         if packed is None:
             self.check(adapter)
-            packed = self._packed(adapter, torch.empty).packed
+            packed = self._packed(adapter).packed
         assert packed is not None
         laid = self._lay_out(slot, adapter)
         arrived = self._send(packed)
@@ -269,12 +287,6 @@ class Bank:
         down, up = (torch.zeros(s, dtype=self._dtype, device=self._device) for s in shapes)
         changes: dict[int, list[Change]] = {slot: [] for slot in range(count)}
         return Stacks(down, up, ranks, sizes, changes, scales, by_output)
-
-
-def _fill(view: Tensor, matrix: Tensor) -> None:
-    """As copy_, but numpy turns a matrix many times faster; its bits are all it need know."""
-    whole = {1: torch.int8, 2: torch.int16, 4: torch.int32}[view.itemsize]
-    np.copyto(view.view(whole).numpy(), matrix.view(whole).numpy())
 
 
 def _names(path: str, layer: Linear) -> Iterator[str]:

@@ -1,6 +1,7 @@
 """Adapters rounded to one byte: int8 codes, and a scale for each rank of a module.
 
 Ranks are what a row of one matrix and a column of the other share, so one number scales both.
+This is the definition; adapters that are read get the same codes from packing.py, much sooner.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from torch import Tensor
 
 from windlass.lora.base import Low
 
-_MOST = 127
+MOST = 127
 
 
 def encode(low: Low) -> Low:
@@ -23,6 +24,6 @@ def encode(low: Low) -> Low:
 def _codes(matrix: Tensor, along: int) -> tuple[Tensor, Tensor]:
     """Codes of a matrix, and what those of each rank are to be multiplied by."""
     values = matrix.to(torch.float32, copy=True)
-    scales = values.abs().amax(along) / _MOST
+    scales = values.abs().amax(along) / MOST
     steps = scales.where(scales > 0, 1.0)
     return values.div_(steps.unsqueeze(along)).round_().char(), scales

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from windlass.errors import CheckpointError, UnsupportedError
 from windlass.lora.base import Adapter, Low
+from windlass.lora.mapped import TYPES, Array, MappedFile, Stored, StoredAdapter, not_finite
 from windlass.models.checkpoint import SafetensorsCheckpoint
 from windlass.models.fields import Fields
 from windlass.models.json_file import read_json
@@ -226,6 +227,7 @@ class AdapterFolder:
         self._checkpoint = SafetensorsCheckpoint([_existing(folder, WEIGHTS)])
         self._weights = weights
         self._shapes = linear_shapes(spec)
+        self._targeted = {module for module in self._shapes if self.config.targeted(module)}
         self._tensors = self._find()
         for module, pair in self._tensors.items():
             self._check_module(module)
@@ -275,7 +277,7 @@ class AdapterFolder:
                 f"{self._weights}: the adapter changes {module}, which this model does not have as "
                 f"a linear layer.{self._trained_on()}"
             )
-        if not self.config.targeted(module):
+        if module not in self._targeted:
             raise CheckpointError(
                 f"{self._weights}: holds tensors of {module}, which is not among the target_modules "
                 f"of {self.config.file.name}."
@@ -302,7 +304,7 @@ class AdapterFolder:
         absent = [
             module
             for module in self._shapes
-            if self.config.targeted(module) and module not in self._tensors
+            if module in self._targeted and module not in self._tensors
         ]
         if absent:
             raise CheckpointError(
@@ -314,8 +316,28 @@ class AdapterFolder:
     def _trained_on(self) -> str:
         return f" It was trained on {self.config.base}." if self.config.base else ""
 
+    def stored(self, name: str) -> StoredAdapter:
+        """The weights in the file itself, for whoever packs them."""
+        mapped = MappedFile(self._weights)
+        modules = {
+            module: Stored(
+                self._array(mapped, pair["A"]),
+                self._array(mapped, pair["B"]),
+                self.config.scaling_of(module),
+            )
+            for module, pair in self._tensors.items()
+        }
+        return StoredAdapter(name, modules, str(self._weights))
+
+    def _array(self, mapped: MappedFile, name: str) -> Array:
+        stored = self._checkpoint.stored(name)
+        if stored.format in TYPES:
+            return mapped.array(name, stored.shape)
+        values: Array = self._tensor(name).float().numpy()
+        return values
+
     def read(self, name: str) -> Adapter:
-        """The weights, scaled; numbers that are not finite are refused."""
+        """The weights, scaled, in memory of their own; numbers that are not finite are refused."""
         return Adapter(name, dict(self._modules()))
 
     def _modules(self) -> Iterator[tuple[str, Low]]:
@@ -323,9 +345,7 @@ class AdapterFolder:
             down, up = self._tensor(pair["A"]), self._tensor(pair["B"])
             scaled = up * self.config.scaling_of(module)
             if not (_finite(down) and _finite(scaled)):
-                raise CheckpointError(
-                    f"{self._weights}: {module} has numbers that are not finite (NaN or infinity)."
-                )
+                raise not_finite(str(self._weights), module)
             yield module, Low(down.clone(), scaled)
 
     def _tensor(self, name: str) -> Tensor:

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from windlass.errors import AdapterConflict, AdapterNotFound, CheckpointError, EngineError
 from windlass.lora.base import Adapter
+from windlass.lora.mapped import StoredAdapter
 from windlass.lora.peft import AdapterFolder
 from windlass.models.spec import ModelSpec
 
@@ -28,8 +29,8 @@ def _readers() -> int:
 class AdapterStore:
     """Owns the adapters in host memory, at most `max_host`: the least recently used goes first.
 
-    `pack` makes of every adapter that was read what travels to the network's device best; it raises
-    when the network cannot take it.
+    `pack` makes of every adapter, as it is stored, what travels to the network's device best; it
+    raises when the network cannot take it.
     """
 
     def __init__(
@@ -37,7 +38,7 @@ class AdapterStore:
         spec: ModelSpec,
         max_rank: int,
         max_host: int,
-        pack: Callable[[Adapter], Adapter] | None = None,
+        pack: Callable[[StoredAdapter], Adapter] | None = None,
     ) -> None:
         self._spec = spec
         self._max_rank = max_rank
@@ -159,9 +160,8 @@ class AdapterStore:
     def _read(self, name: str, folder: Path) -> Adapter:
         """In the thread. Whatever goes wrong reaches whoever wants the adapter, as our own error."""
         try:
-            adapter = AdapterFolder(folder, self._spec, self._max_rank).read(name)
-            if self._pack is not None:
-                adapter = self._pack(adapter)
+            found = AdapterFolder(folder, self._spec, self._max_rank)
+            adapter = found.read(name) if self._pack is None else self._pack(found.stored(name))
         except EngineError as error:
             raise type(error)(f"adapter {name!r} could not be loaded: {error}") from error
         except Exception as error:  # the border of the thread: reported to the request
