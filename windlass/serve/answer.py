@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
-from starlette.types import Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from windlass.core.completion import Completion
 from windlass.errors import EngineError
@@ -31,8 +31,19 @@ from windlass.serve.storybook import Entry
 T = TypeVar("T")
 
 _DONE = b"data: [DONE]\n\n"
+_STRAIGHT = "windlass.send"  # in a scope: the server's own `send`
 _MARK = "\0"
 _MARK_JSON = msgspec.json.encode(_MARK)
+
+
+def with_straight_send(app: ASGIApp) -> ASGIApp:
+    """`app`, whose streams reach the server's `send` without its layers in between."""
+
+    async def outermost(scope: Scope, receive: Receive, send: Send) -> None:
+        scope[_STRAIGHT] = send
+        await app(scope, receive, send)
+
+    return outermost
 
 
 class ClientGone(Exception):
@@ -239,25 +250,28 @@ class EventStream(StreamingResponse):
         self._first = first
         self._ticket = ticket
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG002
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            await unless_gone(receive, self._send_all(send))
+            await unless_gone(receive, self._send_all(send, scope.get(_STRAIGHT, send)))
         except ClientGone:
             self._ticket.end("aborted")
         finally:
             self._answer.close()
             self._ticket.end("error")  # unless it has ended otherwise
 
-    async def _send_all(self, send: Send) -> None:
-        """The events, and for an error in mid-stream one that tells it."""
+    async def _send_all(self, send: Send, straight: Send) -> None:
+        """The events, and for an error in mid-stream one that tells it.
+
+        The layers of the application look at a stream's start alone: its events go past them.
+        """
         start = {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
         await send(start)
         try:
-            await self._answer.events(self._first, send)
+            await self._answer.events(self._first, straight)
         except EngineError as error:
             self._ticket.end_with(error)
             told = msgspec.json.encode(problem_of(error).body())
-            await send(_body(b"data: " + told + b"\n\n"))
+            await straight(_body(b"data: " + told + b"\n\n"))
         else:
             self._ticket.end("success")
         await send(_body(b"", more=False))

@@ -15,6 +15,7 @@ import uvicorn
 from windlass.config import ServeConfig
 from windlass.core.card import EngineReport, ModelCard
 from windlass.errors import WorkerDied
+from windlass.serve.answer import with_straight_send
 from windlass.serve.app import create_app
 from windlass.serve.client import EngineClient
 from windlass.serve.launch import OnReady, url_of
@@ -49,7 +50,7 @@ class Service:
     def _uvicorn_config(self) -> uvicorn.Config:
         config = self._config
         return uvicorn.Config(
-            create_app(self._services),
+            with_straight_send(create_app(self._services)),
             log_config=None,
             access_log=False,
             lifespan="off",
