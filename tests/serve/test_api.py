@@ -313,6 +313,11 @@ def test_stream_interval_and_forced_usage_and_ids() -> None:
         assert texts == ["d", "efgh", "ijkl", "m"]
         assert chunks[-1]["usage"]["completion_tokens"] == 10
         assert response.headers["x-request-id"] == chunks[0]["id"] == "cmpl-mine"
+        for wrong in ("böse", "two\nlines"):
+            refused = server.complete(max_tokens=10, stream=True, request_id=wrong)
+            assert refused.status_code == 400
+            assert "cannot be sent back as X-Request-Id" in refused.json()["error"]["message"]
+        wait_until(lambda: server.metric("num_requests_running") == 0)
 
 
 def test_usage_tells_of_guesses(server: Server) -> None:

@@ -68,6 +68,7 @@ class Completions:
                 # Owners of different keys must not learn from timing what the others asked.
                 body = body.model_copy(update={"cache_salt": salt_of(request)})
             prepared, shape = await self._prepare(body)
+            headers = self._headers(prepared)
             services.admission.check(len(prepared.requests), prepared.num_prompt_tokens)
             services.metrics.params(prepared.sampling.n, prepared.sampling.max_tokens)
             if body.include_cost and services.costs is None:
@@ -87,9 +88,20 @@ class Completions:
         except BaseException:
             ticket.end("error")
             raise
-        if services.config.enable_request_id_headers:
-            response.headers["X-Request-Id"] = prepared.answer_id
+        response.headers.update(headers)
         return response
+
+    def _headers(self, prepared: Prepared) -> dict[str, str]:
+        """That are wanted besides the usual ones; found out before anything is computed."""
+        if not self._services.config.enable_request_id_headers:
+            return {}
+        if not (prepared.answer_id.isascii() and prepared.answer_id.isprintable()):
+            raise RequestError(
+                f"request_id {prepared.answer_id!r} cannot be sent back as X-Request-Id: a header "
+                "has printable ASCII only. Use letters, digits and -.",
+                "request_id",
+            )
+        return {"X-Request-Id": prepared.answer_id}
 
     async def _prepare(self, body: ChatRequest | CompletionRequest) -> tuple[Prepared, Shape]:
         preparer, tokenizer = self._services.preparer, self._services.card.tokenizer
