@@ -97,9 +97,12 @@ def test_the_process_ends_where_memory_does_not_come_back_otherwise(ending: Serv
     assert ending.http.get("/health").json() == {"status": "ok"}
 
 
+_SLOW_TOKENS = 150  # of 10 ms each: longer than all orders take on a busy machine
+
+
 def start_slow(server: Server, answers: list[Any]) -> threading.Thread:
     def ask() -> None:
-        answers.append(server.complete(prompt="SLOW", max_tokens=40))
+        answers.append(server.complete(prompt="SLOW", max_tokens=_SLOW_TOKENS))
 
     thread = threading.Thread(target=ask)
     thread.start()
@@ -118,7 +121,7 @@ def test_running_requests_end_first(napping: Server) -> None:
     assert order(napping, "/admin/sleep", mode="wait").json()["level"] == 1
     thread.join()
     assert answers[0].status_code == 200
-    assert len(answers[0].json()["choices"][0]["text"]) == 40
+    assert len(answers[0].json()["choices"][0]["text"]) == _SLOW_TOKENS
     order(napping, "/admin/wake")
 
 
