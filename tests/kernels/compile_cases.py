@@ -31,6 +31,20 @@ def lora_case(function: Any, codes: bool = False, **constants: int) -> tuple:
     return function, own, constants, {"num_warps": warps}
 
 
+def with_others(name: str, function: Any, **constants: int) -> dict[str, tuple]:
+    """A kernel around a verification, without and with alternatives: arrays of int32, and numbers."""
+    numbers = ("padding", "back_stride")
+    names = [arg for arg in function.arg_names if not arg.isupper()]
+    signature = {arg: "i32" if arg in numbers else I for arg in names}
+    given = {"WIDTH": 5, "PAD": 8, **constants}
+    return {
+        f"{name}, {others} others": (
+            *(function, signature, {**given, "OTHERS": others}, {"num_warps": 1}),
+        )
+        for others in (0, 2)
+    }
+
+
 GUESSES_AND_ADAPTERS = {
     "lora shrink": lora_case(lora_kernels.shrink_kernel, BLOCK_K=256),
     "lora expand": lora_case(lora_kernels.expand_kernel, SPLITS=16, OUTPUTS=256),
@@ -93,32 +107,9 @@ GUESSES_AND_ADAPTERS = {
         {"COUNT": 3, "OTHERS": 2, "TILES": 512},
         {},
     ),
-    **{
-        f"verify inputs, {others} others": (
-            verify.verify_inputs_kernel,
-            {
-                **dict.fromkeys(("inputs", "last_tokens", "ids", "positions"), I),
-                **dict.fromkeys(("slots", "tiles", "others"), I),
-                "padding": "i32",
-            },
-            {"WIDTH": 5, "OTHERS": others, "PAD": 8},
-            {"num_warps": 1},
-        )
-        for others in (0, 2)
-    },
-    **{
-        f"keep, {others} others": (
-            verify.keep_kernel,
-            {
-                **dict.fromkeys(("inputs", "ids", "positions", "sampled", "last_tokens"), I),
-                **dict.fromkeys(("kept", "places", "chosen", "back"), I),
-                "back_stride": "i32",
-            },
-            {"WIDTH": 5, "OTHERS": others, "PAD": 8},
-            {"num_warps": 1},
-        )
-        for others in (0, 2)
-    },
+    **with_others("verify inputs", verify.verify_inputs_kernel),
+    **with_others("keep", verify.keep_kernel),
+    **with_others("follow", verify.follow_kernel, NEXT=5, DEPTH=4),
     "adopt": (
         verify.adopt_kernel,
         {"pages": X, **dict.fromkeys(("inputs", "chosen", "tables"), I)}
@@ -126,19 +117,6 @@ GUESSES_AND_ADAPTERS = {
         {"WIDTH": 5, "OTHERS": 2, "NUM_KV": 3, "DIM": 64, "DIM_PAD": 64, "SIZE": 16},
         {"num_warps": 1},
     ),
-    **{
-        f"follow, {others} others": (
-            verify.follow_kernel,
-            {
-                **dict.fromkeys(("inputs", "last_tokens", "kept", "guesses"), I),
-                **dict.fromkeys(("to", "back", "others"), I),
-                "padding": "i32",
-            },
-            {"WIDTH": 5, "NEXT": 5, "DEPTH": 4, "OTHERS": others, "PAD": 8},
-            {"num_warps": 1},
-        )
-        for others in (0, 2)
-    },
     "eagle inputs": (
         eagle.eagle_inputs_kernel,
         {"ids": I, **dict.fromkeys(EAGLE, X), "eps": "fp32"},

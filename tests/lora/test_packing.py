@@ -12,8 +12,10 @@ import torch
 from torch import Tensor
 
 from tests.lora.folders import SPEC, lora_tensors, write_adapter
+from tests.quant import folders
+from windlass import LLM
 from windlass.errors import CheckpointError, UnsupportedError
-from windlass.lora import packing
+from windlass.lora import packing, start
 from windlass.lora.base import Low
 from windlass.lora.codes import encode
 from windlass.lora.mapped import Array, MappedFile, Stored
@@ -128,16 +130,16 @@ def test_scaling_may_make_numbers_infinite(call: Write) -> None:
 
 
 def test_here_the_native_call_is_what_is_tested() -> None:
-    assert packing.library() is not None
+    assert packing.compiled_code() is not None
 
 
 def test_without_the_native_call_torch_writes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(packing, "_CODE", tmp_path / "absent")
-    missing = packing.library.__wrapped__
+    missing = packing.compiled_code.__wrapped__
     assert missing() is None
-    monkeypatch.setattr(packing, "library", missing)
+    monkeypatch.setattr(packing, "compiled_code", missing)
     check_codes(write, [random(shape, torch.bfloat16) for shape in SHAPES], 0.7, turned=True)
 
 
@@ -183,3 +185,16 @@ def test_types_that_are_not_mapped_are_converted(tmp_path: Path) -> None:
     for module, change in found.modules.items():
         wanted: Array = tensors[f"base_model.model.{module}.lora_A.weight"].float().numpy()
         assert np.array_equal(change.down, wanted)
+
+
+def test_a_machine_without_a_compiler_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = folders.write_plain(tmp_path / "base")
+    for missing in (False, True):
+        if missing:
+            monkeypatch.setattr(start, "compiled_code", lambda: None)
+        options = {"load_format": "dummy", "num_blocks": 64, "enable_lora": True}
+        llm = LLM(str(model), device="cpu", **options)
+        (choice,) = [choice for choice in llm.report.choices if choice.what == "adapters"]
+        assert ("no compiler here" in choice.reason) is missing

@@ -7,9 +7,10 @@ Which adapter lies in which slot, and how it got there, is the bank's business.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -68,26 +69,31 @@ class Stacks:
         return down[:rank], pieces
 
 
-class LoraKernel(Protocol):
-    """What adapters make of x [tokens, in] and add to y [tokens, out], before and after y is known."""
+class LoraKernel(ABC):
+    """What adapters make of x [tokens, in] and add to y [tokens, out], before and after y is known.
+
+    What comes behind a product is a step of its own, unless a kernel does both at once.
+    """
 
     def by_output(
         self, dtype: torch.dtype, inputs: torch.dtype, most: int, sizes: Sequence[int]
     ) -> bool:
         """How a layer's stacks are to lie, for matrices and inputs of these types: see `Stacks`."""
-        ...
+        del dtype, inputs, most, sizes
+        return False
 
+    @abstractmethod
     def begin(self, x: Tensor, stacks: Stacks, adapters: AdapterRows) -> Any: ...
 
+    @abstractmethod
     def end(self, y: Tensor, low: Any, stacks: Stacks, adapters: AdapterRows) -> Tensor:
         """y, which may be changed, with what `begin` made added."""
-        ...
 
     def gated(
         self, y: Tensor, low: Any, stacks: Stacks, adapters: AdapterRows, silu_mul: SiluMul
     ) -> Inputs:
         """silu(first half) * second half of that."""
-        ...
+        return silu_mul(self.end(y, low, stacks, adapters))
 
     def then(
         self,
@@ -99,7 +105,7 @@ class LoraKernel(Protocol):
         norm: Norm,
     ) -> tuple[Inputs, Tensor]:
         """That into the residual stream and through a norm, not rounded: as `Norm.add`."""
-        ...
+        return norm.add(self.end(y, low, stacks, adapters), residual, whole=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,36 +130,7 @@ class Lora:
         return self.kernel.then(y, low, self.stacks, adapters, residual, norm)
 
 
-class Apart:
-    """Of a kernel that only knows `end`: what comes behind a product stays a step of its own."""
-
-    def by_output(
-        self, dtype: torch.dtype, inputs: torch.dtype, most: int, sizes: Sequence[int]
-    ) -> bool:
-        del dtype, inputs, most, sizes
-        return False
-
-    def end(self, y: Tensor, low: Any, stacks: Stacks, adapters: AdapterRows) -> Tensor:
-        raise NotImplementedError
-
-    def gated(
-        self, y: Tensor, low: Any, stacks: Stacks, adapters: AdapterRows, silu_mul: SiluMul
-    ) -> Inputs:
-        return silu_mul(self.end(y, low, stacks, adapters))
-
-    def then(
-        self,
-        y: Tensor,
-        low: Any,
-        stacks: Stacks,
-        adapters: AdapterRows,
-        residual: Tensor,
-        norm: Norm,
-    ) -> tuple[Inputs, Tensor]:
-        return norm.add(self.end(y, low, stacks, adapters), residual, whole=True)
-
-
-class PlainLora(Apart):
+class PlainLora(LoraKernel):
     """The plain version, adapter by adapter, behind the product: sums in float32, rounded once."""
 
     def begin(self, x: Tensor, stacks: Stacks, adapters: AdapterRows) -> Tensor:

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -19,7 +18,7 @@ from windlass.layers.linear import Linear
 from windlass.layers.norm import RMSNorm
 from windlass.lora.base import Adapter, Low
 from windlass.lora.mapped import StoredAdapter, not_finite
-from windlass.lora.packing import Place, array_of, library, stored, write
+from windlass.lora.packing import compiled_code, place_of, stored, write
 from windlass.lora.pinned import pin, room
 from windlass.lora_config import LoraDType
 from windlass.models.network import Network
@@ -52,10 +51,7 @@ class _Laid:
         # Of each part that is not copied as it is: its shape, and how wide its pieces are.
         self._cut: dict[int, tuple[tuple[int, int], list[int]]] = {}
 
-    def add(self, target: Tensor, shape: tuple[int, int]) -> None:
-        self.add_pieces([target], shape)
-
-    def add_pieces(self, targets: list[Tensor], shape: tuple[int, int]) -> None:
+    def add(self, targets: list[Tensor], shape: tuple[int, int]) -> None:
         """The next part; several targets, or one with gaps, take columns of it."""
         if len(targets) == 1 and targets[0].is_contiguous():
             targets = [targets[0].view(-1)]
@@ -92,7 +88,7 @@ class Bank:
         max_rank: int,
         dtype: LoraDType = "auto",
     ) -> None:
-        library()  # now, not when the first adapter is read
+        compiled_code()  # now, not when the first adapter is read
         self.num_slots = num_slots
         self.max_rank = max_rank
         self._architecture = spec.architecture
@@ -169,27 +165,11 @@ class Bank:
         found = stored(adapter) if isinstance(adapter, Adapter) else adapter
         total = sum(half.size for change in found.modules.values() for half in change[:2])
         packed = room(self._scale_bytes + total, self._dtype)
-        places = self._targets(packed, found)
-        wrong = write(list(found.modules.values()), places)
+        views = self._unpack(packed, found)
+        wrong = write(list(found.modules.values()), list(map(place_of, views.values())))
         if wrong is not None:
             raise not_finite(found.file, list(found.modules)[wrong])
-        return Adapter(found.name, self._unpack(packed, found), packed)
-
-    def _targets(self, packed: Tensor, adapter: StoredAdapter) -> list[Place]:
-        """Where its changes go: each down, then its up, turned where ranks come first in the slots."""
-        at, whole, places = self._scale_bytes, array_of(packed), []
-        scales = whole[:at].view(np.float32).reshape(-1, self.max_rank) if at else None
-        for name, change in adapter.modules.items():
-            (rank, num_in), num_out = change.down.shape, change.up.shape[0]
-            middle, end = at + rank * num_in, at + rank * (num_in + num_out)
-            down, up = whole[at:middle].reshape(rank, num_in), whole[middle:end]
-            place = self._places[name]
-            by_output = place.stacks.by_output
-            up = up.reshape(num_out, rank) if by_output else up.reshape(rank, num_out).T
-            own = None if scales is None else scales[place.column, :rank]
-            places.append(Place(down, up, own))
-            at = end
-        return places
+        return Adapter(found.name, views, packed)
 
     @property
     def _scale_bytes(self) -> int:
@@ -197,7 +177,9 @@ class Bank:
         return 0 if self._scales is None else self._scales[0].nbytes
 
     def _unpack(self, packed: Tensor, adapter: StoredAdapter) -> dict[str, Low]:
-        """Views of a piece that has this adapter, as `_targets` tells."""
+        """Views of a piece that has, or will have, this adapter: each down, then its up, turned where
+        ranks come first in the slots.
+        """
         views: dict[str, Low] = {}
         at = self._scale_bytes
         sizes = [half.size for change in adapter.modules.values() for half in change[:2]]
@@ -253,10 +235,10 @@ class Bank:
             place = self._places[name]
             num_out, num_in = place.shape
             down, pieces = place.stacks.place(slot, place.part, rank)
-            laid.add(down, (rank, num_in))
+            laid.add([down], (rank, num_in))
             by_output = place.stacks.by_output
             shape = (num_out, rank) if by_output else (rank, num_out)
-            laid.add_pieces([piece.T if by_output else piece for piece in pieces], shape)
+            laid.add([piece.T if by_output else piece for piece in pieces], shape)
             ranks[place.column] = rank
         laid.changes = [stacks.changes[slot] for stacks in self._layers]
         laid.ranks = torch.tensor(ranks, dtype=torch.int32)

@@ -60,12 +60,18 @@ def array_of(tensor: Tensor) -> Array:
     return bits
 
 
+def place_of(low: Low) -> Place:
+    """Where views of a packed piece lie."""
+    scales = None if low.scales is None else array_of(low.scales)
+    return Place(array_of(low.down), array_of(low.up), scales)
+
+
 def write(changes: Sequence[Stored], places: Sequence[Place]) -> int | None:
     """Put changes, scaled, where they belong: as the codes that `encode` tells, where wanted.
 
     The first that has numbers which are not finite ends it, and its index comes back.
     """
-    functions = library()
+    functions = compiled_code()
     target = _TARGETS.get(places[0].down.dtype) if places else None
     known = all(half.dtype in _SOURCES for change in changes for half in change[:2])
     if functions is None or target is None or not known:
@@ -78,7 +84,7 @@ def write(changes: Sequence[Stored], places: Sequence[Place]) -> int | None:
 
 
 @functools.cache
-def library() -> ctypes.CDLL | None:
+def compiled_code() -> ctypes.CDLL | None:
     """The native code, compiled now if this machine does not have it; None if it cannot be."""
     try:
         return load(sources=_CODE).functions

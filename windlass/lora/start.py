@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from windlass.config import EngineConfig
 from windlass.core.card import Choice
 from windlass.lora.bank import Bank
+from windlass.lora.packing import compiled_code
 from windlass.lora.places import locate
 from windlass.lora.store import AdapterStore
 from windlass.models.network import Network
@@ -36,6 +37,9 @@ def open_adapters(config: EngineConfig, spec: ModelSpec, network: Network) -> Ad
         "adapters",
         f"{len(store.names)} named, {wish.max_loras} on the device, {wish.max_host} in memory",
         f"{per_slot:.1f} MiB per slot, for ranks up to {wish.max_lora_rank}"
-        + (" in int8" if wish.lora_dtype == "int8" else ""),
+        + (" in int8" if wish.lora_dtype == "int8" else "")
+        + (
+            "" if compiled_code() else "; no compiler here: reading one takes several times as long"
+        ),
     )
     return Adapting(bank, store, choice)

@@ -6,12 +6,12 @@ import torch
 from torch import Tensor
 
 from windlass.kernels.batch import AdapterRows
-from windlass.kernels.lora import Apart, Stacks
+from windlass.kernels.lora import LoraKernel, Stacks
 from windlass.kernels.native.commands import Call, Op, Step
 from windlass.kernels.native.pool import shared_pool
 
 
-class NativeLora(Apart):
+class NativeLora(LoraKernel):
     """As `kernels.lora.LoraKernel` says, behind the product; a row's sums are always in one order."""
 
     def __init__(self) -> None:

@@ -20,7 +20,7 @@ import triton
 from torch import Tensor
 
 from windlass.kernels.batch import PIECE, AdapterRows
-from windlass.kernels.lora import TOGETHER, Apart, SiluMul, Stacks
+from windlass.kernels.lora import TOGETHER, LoraKernel, SiluMul, Stacks
 from windlass.kernels.products import Norm
 from windlass.kernels.rounded import Inputs
 from windlass.kernels.triton import chain
@@ -78,7 +78,7 @@ class _Way:
         return {**own, **chain.options(), "num_warps": self.warps[kernel is not self.shrink]}
 
 
-class TritonLora(Apart):
+class TritonLora(LoraKernel):
     """As `kernels.lora.LoraKernel` says; reads the slots and pieces of the adapters."""
 
     def __init__(self) -> None:

@@ -15,6 +15,7 @@ import triton.language as tl
 
 from windlass.kernels.triton import chain
 from windlass.kernels.triton.lora_words import ranks_product
+from windlass.kernels.triton.norm import normed
 
 RANKS = tl.constexpr(16)  # that are computed at once
 
@@ -347,6 +348,4 @@ def expand_norm_kernel(
     # Rounded where the plain version rounds.
     total = (value.to(y.dtype.element_ty).to(tl.float32) + before).to(residual.dtype.element_ty)
     tl.store(residual + at, total, mask=mask)
-    value = total.to(tl.float32)
-    scale = tl.rsqrt(tl.sum(value * value, 0) / SIZE + eps)
-    tl.store(out + at, (value * scale).to(gain.dtype) * gain, mask=mask)
+    tl.store(out + at, normed(total.to(tl.float32), gain, eps, SIZE), mask=mask)

@@ -27,6 +27,13 @@ def scaled(value, rows, columns, row, column, mask):
 
 
 @triton.jit
+def normed(value, gain, eps, SIZE: tl.constexpr):
+    """A row in float32, scaled to unit root mean square, times the gains."""
+    scale = tl.rsqrt(tl.sum(value * value, 0) / SIZE + eps)
+    return (value * scale).to(gain.dtype) * gain
+
+
+@triton.jit
 def rms_norm_kernel(
     x,
     weight,
@@ -43,10 +50,8 @@ def rms_norm_kernel(
     at = tl.arange(0, WIDTH)
     mask = at < SIZE
     value = tl.load(x + row * stride + at, mask=mask, other=0.0).to(tl.float32)
-    scale = tl.rsqrt(tl.sum(value * value, 0) / SIZE + eps)
     gain = tl.load(weight + at, mask=mask, other=0.0)
-    normed = (value * scale).to(gain.dtype) * gain
-    store_rounded(normed, out, out_scales, row, at, mask, SIZE)
+    store_rounded(normed(value, gain, eps, SIZE), out, out_scales, row, at, mask, SIZE)
 
 
 @triton.jit
@@ -74,10 +79,8 @@ def add_rms_norm_kernel(
     total = (value + before).to(residual.dtype.element_ty)
     tl.store(residual + row * SIZE + at, total, mask=mask)
     value = total.to(tl.float32)
-    scale = tl.rsqrt(tl.sum(value * value, 0) / SIZE + eps)
     gain = tl.load(weight + at, mask=mask, other=0.0)
-    normed = (value * scale).to(gain.dtype) * gain
-    store_rounded(normed, out, out_scales, row, at, mask, SIZE)
+    store_rounded(normed(value, gain, eps, SIZE), out, out_scales, row, at, mask, SIZE)
 
 
 @triton.jit
