@@ -8,6 +8,7 @@
 
 #include "panels.h"
 #include "simd.h"
+#include "vector_math.h"
 
 namespace windlass {
 
@@ -22,46 +23,104 @@ constexpr float kOutlierOfRest = 4.5f;
 // At most one in kOutlier squared can be, and then one in kOutlierOfRest squared.
 constexpr int kMostOutliers = kStretch / 16 + kStretch / 20 + 1;
 
-// From where on an input is an outlier; where one is no number, none is.
-float outlier_limit(const float* x, int count, float times) {
-  F32x8 first = zero(), second = zero();
-  for (int i = 0; i < count; i += 16) {
-    const F32x8 a = load(x + i), b = load(x + i + 8);
-    first = fma(first, a, a);
-    second = fma(second, b, b);
+// Four sums side by side: each addition waits for the one before.
+float sum_of_squares(const float* x, int count) {
+  F32x8 sums[4] = {zero(), zero(), zero(), zero()};
+  const auto add_8 = [&](F32x8& sum, int i) { sum = fma(sum, load(x + i), load(x + i)); };
+  int i = 0;
+  for (; i + 32 <= count; i += 32) {
+    for (int k = 0; k < 4; ++k) add_8(sums[k], i + 8 * k);
   }
-  float lanes[8], sum = 0.0f;
-  store(lanes, add(first, second));
-  for (float lane : lanes) sum += lane;
-  // The bits of NaN are more than those of any number.
-  return sum > 1e-30f ? times * std::sqrt(sum / static_cast<float>(count)) : NAN;
+  for (; i < count; i += 16) {
+    for (int k = 0; k < 2; ++k) add_8(sums[k], i + 8 * k);
+  }
+  return sum_of(add(add(sums[0], sums[1]), add(sums[2], sums[3])));
 }
 
-// Zeros instead of outliers, which are marked. Returns the largest magnitude of the others.
-float take_out(const float* x, int count, float limit, float* out, uint8_t* marks) {
-  int32_t most = 0, limit_bits;
-  std::memcpy(&limit_bits, &limit, 4);
+// From where on an input is an outlier; where one is no number, none is.
+float outlier_limit(float squares, int count, float times) {
+  if (squares > 1e-30f) return times * std::sqrt(squares / static_cast<float>(count));
+  const uint32_t bits = 0x7fffffff;  // more than those of any number
+  float none;
+  std::memcpy(&none, &bits, 4);
+  return none;
+}
+
+// Marks all inputs but outliers, by the highest bit; returns the largest magnitude of what is marked.
+float mark(const float* x, int count, float limit, uint8_t* marks) {
+  uint32_t past, most = 0;
+  std::memcpy(&past, &limit, 4);
+  ++past;
   for (int i = 0; i < count; ++i) {
-    int32_t bits;
+    uint32_t bits;
     std::memcpy(&bits, x + i, 4);
-    const int32_t size = bits & 0x7fffffff;  // as whole numbers magnitudes keep their order
-    const bool out_of_line = size > limit_bits;
-    marks[i] |= out_of_line;
-    bits = out_of_line ? 0 : bits;
-    std::memcpy(out + i, &bits, 4);
-    most = std::max(most, out_of_line ? 0 : size);
+    // As whole numbers magnitudes keep their order. Those up to the limit wrap, and then are more
+    // than all others.
+    const uint32_t size = (bits & 0x7fffffff) - past;
+    marks[i] = static_cast<uint8_t>(size >> 24);
+    most = std::max(most, size);
   }
+  most += past;
   float peak;
   std::memcpy(&peak, &most, 4);
   return peak;
 }
 
-float without_outliers(const float* x, int count, float* out, uint8_t* marks) {
-  std::memset(marks, 0, static_cast<size_t>(count));
-  const float first = outlier_limit(x, count, kOutlier);
-  const float peak = take_out(x, count, first, out, marks);
-  const float then = outlier_limit(out, count, kOutlierOfRest);
-  return peak > then ? take_out(out, count, then, out, marks) : peak;
+// The places of a stretch's outliers, in their order.
+struct Places {
+  int count = 0;
+  uint8_t list[kMostOutliers];
+  static_assert(kStretch <= 256);
+
+  void find(const uint8_t* marks, int inputs) {
+    constexpr uint64_t highest = 0x8080808080808080;
+    count = 0;
+    for (int i = 0; i < inputs; i += 16) {
+      uint64_t eight[2];
+      std::memcpy(eight, marks + i, 16);
+      if ((eight[0] & eight[1] & highest) == highest) continue;
+      for (int half = 0; half < 2; ++half) {
+        for (uint64_t left = ~eight[half] & highest; left != 0; left &= left - 1) {
+          list[count++] = static_cast<uint8_t>(i + 8 * half + place_of(left));
+        }
+      }
+    }
+  }
+
+ private:
+  // Which byte is the first that is not zero.
+  static int place_of(uint64_t bytes) {
+    constexpr bool swapped = __BYTE_ORDER__ == __ORDER_BIG_ENDIAN__;
+    return (swapped ? __builtin_clzll(bytes) : __builtin_ctzll(bytes)) / 8;
+  }
+};
+
+// Takes out of the others what stands out of them; returns the largest magnitude of the rest.
+float take_more(const float* x, int count, float peak, uint8_t* marks, Places& outliers) {
+  float rest[kStretch];
+  uint8_t more[kStretch];
+  std::memcpy(rest, x, static_cast<size_t>(count) * sizeof(float));
+  for (int i = 0; i < outliers.count; ++i) rest[outliers.list[i]] = 0.0f;
+  const float limit = outlier_limit(sum_of_squares(rest, count), count, kOutlierOfRest);
+  if (!(peak > limit)) return peak;
+  peak = mark(rest, count, limit, more);
+  for (int i = 0; i < count; ++i) marks[i] &= more[i];
+  outliers.find(marks, count);
+  return peak;
+}
+
+// Returns the largest magnitude of what is no outlier.
+float take_outliers(const float* x, int count, Places& outliers) {
+  uint8_t marks[kStretch];
+  const float squares = sum_of_squares(x, count);
+  const float peak = mark(x, count, outlier_limit(squares, count, kOutlier), marks);
+  outliers.find(marks, count);
+  float rest = squares;
+  for (int i = 0; i < outliers.count; ++i) rest -= x[outliers.list[i]] * x[outliers.list[i]];
+  // The second limit, but for what subtraction lost: most often nothing is near it.
+  constexpr float nearly = 0.98f * kOutlierOfRest * kOutlierOfRest;
+  const bool none = rest > squares / 64 && peak * peak * static_cast<float>(count) < nearly * rest;
+  return none || outliers.count == 0 ? peak : take_more(x, count, peak, marks, outliers);
 }
 
 // Nearest, ties to even; returns the sum of the codes.
@@ -76,19 +135,6 @@ int32_t round_codes(const float* x, int count, float inverse, int8_t* codes) {
     if (kUnsignedCodes) sum += codes[i];
   }
   return sum;
-}
-
-// Appends the marked inputs of a stretch that begins at `first`.
-void list_outliers(const float* x, const uint8_t* marks, int first, int count, int group,
-                   OutlierSink& sink) {
-  for (int i = 0; i < count; i += 8) {
-    uint64_t eight;
-    std::memcpy(&eight, marks + i, 8);
-    if (eight == 0) continue;
-    for (int k = i; k < i + 8; ++k) {
-      if (marks[k]) sink.add({first + k, (first + k) / group, x[k]});
-    }
-  }
 }
 
 }  // namespace
@@ -108,14 +154,19 @@ void fill_prompt_panel(const Weight& w, const float* x, int rows, uint8_t* memor
     OutlierSink sink(outliers);
     for (int first = 0, s = 0; first < padded; first += kStretch, ++s) {
       const int count = std::min(kStretch, padded - first);
-      float spare[kStretch], inputs[kStretch];
-      uint8_t marks[kStretch];
+      float spare[kStretch];
       int8_t rounded[kStretch];
+      Places places;
       const float* from = inputs_of(w, row, first, count, spare);
-      const float peak = without_outliers(from, count, inputs, marks);
-      list_outliers(from, marks, first, count, w.group, sink);
+      const float peak = take_outliers(from, count, places);
       const float inverse = peak > 1e-30f ? 127.0f / peak : 0.0f;
-      const int32_t sum = round_codes(inputs, count, inverse, rounded);
+      int32_t sum = round_codes(from, count, inverse, rounded);
+      for (int i = 0; i < places.count; ++i) {
+        const int at = places.list[i];
+        sink.add({first + at, (first + at) / w.group, from[at]});
+        if (kUnsignedCodes) sum -= rounded[at];
+        rounded[at] = 0;
+      }
       int8_t* to = codes + static_cast<size_t>(first) * kPanel + kRun * m;
       for (int i = 0; i < count; i += kRun) std::memcpy(to + i * kPanel, rounded + i, kRun);
       scales[s * kPanel + m] = peak / 127.0f;
