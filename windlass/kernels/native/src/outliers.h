@@ -78,7 +78,7 @@ namespace tile {
 template <class WeightOf>
 inline void multiply_columns(const OutlierColumns& x, int begin, int end, int panels, int32_t* at,
                              const WeightOf& weight_of, float* out) {
-  constexpr int most = 256;
+  constexpr int most = 512;
   alignas(64) float weights[most * kTile];
   const auto before = [](const OutlierColumn& c, int input) { return c.input < input; };
   const auto place = [&](int input) {
