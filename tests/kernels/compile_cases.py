@@ -26,8 +26,10 @@ def lora_case(function: Any, codes: bool = False, **constants: int) -> tuple:
     usual = {"PARTS": 3, "MOST": 64, "FETCH": True, "UNIT": 16, "SCALED": codes}
     constants = {**usual, "BY_OUTPUT": False, "ASM": True, **constants}
     constants = {name: value for name, value in constants.items() if name in function.arg_names}
-    # A token by itself is one warp's, or two's.
-    warps = (8 if codes else 16) if "WIDTH" in constants else 4 if "ROWS" in constants else 1
+    # A token by itself is one warp's, but for the inputs of codes.
+    warps = 4 if "ROWS" in constants or function is lora_codes.shrink_codes_kernel else 1
+    if "WIDTH" in constants:
+        warps = 8 if codes else 16
     return function, own, constants, {"num_warps": warps}
 
 
@@ -53,7 +55,7 @@ GUESSES_AND_ADAPTERS = {
     ),
     "lora shrink of a piece": lora_case(lora_tiles.shrink_tile_kernel, ROWS=64, BLOCK_K=128),
     "lora expand of a piece": lora_case(lora_tiles.expand_tile_kernel, ROWS=64, OUTPUTS=64),
-    "lora shrink, codes": lora_case(lora_codes.shrink_codes_kernel, True, BLOCK_K=512, ASM=True),
+    "lora shrink, codes": lora_case(lora_codes.shrink_codes_kernel, True, BLOCK_K=1024, ASM=True),
     "lora expand, codes": lora_case(lora_kernels.expand_kernel, True, SPLITS=16, OUTPUTS=256),
     "lora expand, gated, codes": lora_case(
         lora_kernels.expand_gated_kernel, True, PARTS=2, SPLITS=16, OUTPUTS=256

@@ -31,16 +31,17 @@ def make_rows(counts: list[int], adapters: list[int]) -> list[Row]:
 COUNTS = st.lists(st.one_of(st.just(1), st.integers(1, 70)), min_size=1, max_size=30)
 
 
-@given(COUNTS, st.booleans())
-def test_a_step_is_written_down_as_it_is(counts: list[int], adapted: bool) -> None:
+@given(COUNTS, st.booleans(), st.sampled_from([0, 3]))
+def test_a_step_is_written_down_as_it_is(counts: list[int], adapted: bool, drafting: int) -> None:
     rows = make_rows(counts, [i % 3 if adapted else 0 for i in range(len(counts))])
     total = sum(counts)
     tokens = next((size for size in mixed_sizes(2048) if size > total), None)
     if tokens is None:
         return
-    form = Form(tokens, min(tokens - 1, 40), TILE, adapted)
+    form = Form(tokens, min(tokens - 1, 40), TILE, adapted, drafting)
     inbox = torch.full((form.numbers,), -7, dtype=torch.int32)
-    assert form.fill(inbox, rows, PADDING)
+    after = [900 + i for i, row in enumerate(rows) if not row.sample]
+    assert form.fill(inbox, rows, PADDING, after)
     found, last = form.parts(inbox), tokens - 1
     tables = SlotTables(40, 4, 16, CPU)
     tables.last[:] = torch.arange(41) + 5000
@@ -58,6 +59,10 @@ def test_a_step_is_written_down_as_it_is(counts: list[int], adapted: bool) -> No
     ends = np.cumsum(counts) - 1
     wanted = [int(end) for row, end in zip(rows, ends, strict=True) if row.sample]
     assert found.wanted.tolist() == wanted + [last] * (form.rows - len(wanted))
+    if drafting:
+        others = [int(end) for row, end in zip(rows, ends, strict=True) if not row.sample]
+        padded = form.rows - len(others)
+        assert found.ends.tolist() == [others + [last] * padded, after + [0] * padded]
     own, of_wanted = form.adapters(found)
     if not adapted:
         assert own is None

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from windlass.core.types import Row, SlotId, StepPlan
+from windlass.core.types import Row, RowResult, SlotId, StepPlan, StepResult
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +30,10 @@ class Launched:
     width: int
     drafting: int  # guesses for the next step that it makes
     places: int  # of a row, among the logits
+
+
+# Draws rows anew whose wishes kernels do not know.
+Redraw = Callable[[Sequence[Row], list[RowResult], Launched], list[RowResult]]
 
 
 class Recorded:
@@ -98,3 +103,61 @@ class Ahead:
             return False
         pairs = zip(self.following, plan.rows, strict=True)
         return all(expected.covers(row) for expected, row in pairs)
+
+
+class OnItsWay:
+    """A verification whose results are travelling to the host."""
+
+    guesses = True
+
+    def __init__(
+        self, redraw: Redraw, rows: list[Row], launched: Launched, whole: bool = True
+    ) -> None:
+        """`redraw` knows what kernels do not; `whole`: no row was launched with more guesses than it
+        has now.
+        """
+        self.rows = rows
+        self.whole = whole
+        self.following: list[Next] = []  # to which the results lead, once they are here
+        self._redraw = redraw
+        self.launched = launched
+
+    def wait(self) -> StepResult:
+        self.launched.arrived.synchronize()
+        width, results = self.launched.width, []
+        for row, found in zip(self.rows, self.launched.brought.tolist(), strict=False):
+            said = found[: row.num_tokens]
+            trail = tuple(said) if row.num_drafts else ()
+            kept, drafts = said[: found[width]], tuple(found[width + 1 :])
+            if found[width] > row.num_tokens:  # they follow a guess that is not wanted any more
+                drafts = ()
+            self.following.append(Next(row.slot, row.start + len(kept), (kept[-1], *drafts)))
+            results.append(RowResult(kept, drafts=drafts, trail=trail))
+        return StepResult(self._redraw(self.rows, results, self.launched))
+
+
+class Prompted:
+    """A step with prompts, whose tokens and first guesses are travelling to the host."""
+
+    guesses = True
+
+    def __init__(self, rows: list[Row], found: Tensor) -> None:
+        """`found` [rows that sample, and padding; 1 + guesses]"""
+        self._rows = rows
+        count = sum(row.sample for row in rows)
+        self._brought = torch.empty((count, found.shape[1]), dtype=torch.int32, pin_memory=True)
+        self._brought.copy_(found[:count], non_blocking=True)
+        self._arrived = torch.cuda.Event()
+        self._arrived.record()
+
+    def wait(self) -> StepResult:
+        self._arrived.synchronize()
+        found = iter(self._brought.tolist())
+        return StepResult(
+            [self._result(next(found)) if row.sample else RowResult([]) for row in self._rows]
+        )
+
+    @staticmethod
+    def _result(found: list[int]) -> RowResult:
+        token, *drafts = found
+        return RowResult([token], drafts=tuple(drafts))

@@ -23,10 +23,13 @@ from windlass.kernels.products import TorchProducts
 from windlass.models.network import Network
 from windlass.runner.adapters import in_pieces
 from windlass.runner.device_sampler import DeviceSampler
+from windlass.runner.drafter import Verified
 from windlass.runner.mixed import Arrays, Form, MixedStep, attention_tiles, mixed_sizes
 from windlass.runner.runner import Done, Pending, Runner
 from windlass.runner.sampler import Sampler
 from windlass.runner.slots import SlotTables, to_device
+
+_MOST_GUESSING = 32  # rows of a step with prompts that ends with guesses
 
 
 def num_splits(num_rows: int, num_kv_heads: int, multiprocessors: int) -> int:
@@ -242,7 +245,7 @@ class CudaRunner(Runner):
         recorded.graph.replay()
         return self._collect(rows, list(range(len(rows))), recorded.tokens, recorded.logits)
 
-    def _mixed_for(self, rows: list[Row]) -> MixedStep | None:
+    def _mixed_for(self, rows: list[Row], drafting: int = 0) -> MixedStep | None:
         """A recording in which these rows are written down; None where there is none for them."""
         if self.reads_all or self._scores_prompts(rows):
             return None
@@ -250,12 +253,16 @@ class CudaRunner(Runner):
         tokens = next((size for size in self._mixed_sizes if size > total), None)
         if tokens is None:
             return None
-        step = self._mixed_step(self._form(tokens, any(row.adapter for row in rows)))
-        return step if step.write(rows) else None
+        step = self._mixed_step(self._form(tokens, any(row.adapter for row in rows), drafting))
+        following = [self._after(row) for row in rows if drafting and not row.sample]
+        return step if step.write(rows, following) else None
 
-    def _form(self, tokens: int, adapted: bool = False) -> Form:
+    def _form(self, tokens: int, adapted: bool = False, drafting: int = 0) -> Form:
         # One token is padding, and where all others were alone it would be a decode step.
-        return Form(tokens, min(tokens - 2, self._slots.num_slots), self._tile, adapted)
+        rows = min(tokens - 2, self._slots.num_slots)
+        if drafting:
+            rows = min(rows, _MOST_GUESSING)
+        return Form(tokens, rows, self._tile, adapted, drafting)
 
     def _mixed_step(self, form: Form) -> MixedStep:
         if form not in self._mixed:
@@ -273,10 +280,22 @@ class CudaRunner(Runner):
             adapters=adapters,
             wanted=Wanted(arrays.wanted, of_wanted),
         )
-        hidden = self._network(self._slots.known(ids, token_slots), batch)
+        ids = self._slots.known(ids, token_slots)
+        drafter = self.drafter if form.drafting else None
+        taps = dict.fromkeys(drafter.layers, ids) if drafter is not None else {}
+        hidden = self._network(ids, batch, taps)
         logits = self._network.logits(hidden, of_wanted)
         slots, places = token_slots[arrays.wanted], positions[arrays.wanted]
-        return self._device_sampler.draw(logits, slots, places), logits
+        tokens = self._device_sampler.draw(logits, slots, places)
+        if drafter is None:
+            return tokens, logits
+        following = ids.roll(-1)
+        following[arrays.ends[0]] = arrays.ends[1]
+        following[arrays.wanted] = tokens
+        read = torch.arange(form.rows, device=self._device)
+        found = Verified(hidden, read, taps, following, arrays.wanted, batch, self._alone)
+        guesses = drafter.draft(found, form.drafting)
+        return torch.cat((tokens[:, None], guesses), dim=1), logits
 
     def _graph_for(self, rows: list[Row]) -> int | None:
         """The smallest recorded size that holds these rows; None when they are not all decodes."""

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from windlass.core.types import Row, RowResult, StepPlan, StepResult
 from windlass.kernels.batch import AttentionWork, StepBatch
-from windlass.runner.ahead import Ahead, Found, Launched, Next, Recorded
+from windlass.runner.ahead import Ahead, Found, Launched, OnItsWay, Prompted, Recorded
 from windlass.runner.drafter import Drafter, Verified
 from windlass.runner.graphs import CudaRunner
 from windlass.runner.runner import Done, Pending
@@ -53,35 +53,6 @@ class _Key:
     width: int
     drafting: int  # guesses for the next step
     fixed: bool
-
-
-class _OnItsWay:
-    """A verification whose results are travelling to the host."""
-
-    guesses = True
-
-    def __init__(
-        self, owner: CudaGuesser, rows: list[Row], launched: Launched, whole: bool = True
-    ) -> None:
-        """`whole`: no row was launched with more guesses than it has now."""
-        self.rows = rows
-        self.whole = whole
-        self.following: list[Next] = []  # to which the results lead, once they are here
-        self._owner = owner
-        self.launched = launched
-
-    def wait(self) -> StepResult:
-        self.launched.arrived.synchronize()
-        width, results = self.launched.width, []
-        for row, found in zip(self.rows, self.launched.brought.tolist(), strict=False):
-            said = found[: row.num_tokens]
-            trail = tuple(said) if row.num_drafts else ()
-            kept, drafts = said[: found[width]], tuple(found[width + 1 :])
-            if found[width] > row.num_tokens:  # they follow a guess that is not wanted any more
-                drafts = ()
-            self.following.append(Next(row.slot, row.start + len(kept), (kept[-1], *drafts)))
-            results.append(RowResult(kept, drafts=drafts, trail=trail))
-        return StepResult(self._owner.redraw(self.rows, results, self.launched))
 
 
 class CudaGuesser(CudaRunner):
@@ -118,6 +89,9 @@ class CudaGuesser(CudaRunner):
         for depth in self._depths:
             self.drafting = depth
             self._record_verifications()
+        with torch.inference_mode():
+            for tokens in reversed(self._mixed_sizes):
+                self._mixed_step(self._form(tokens, drafting=self._depths[-1]))
 
     def record(self) -> None:
         super().record()
@@ -160,17 +134,28 @@ class CudaGuesser(CudaRunner):
         key = self._key_for(rows, fixed)
         self._forget_others(rows)
         if key is None:
-            with self._products.fixed_order(fixed):
-                return Done(StepResult(self._verify_eagerly(plan)), guesses=True)
+            return self._beside_prompts(plan, fixed)
         if ahead is not None:
             whole = all(row.num_drafts == ahead.guesses for row in rows)
-            pending = _OnItsWay(self, rows, ahead.launched, whole)
+            pending = OnItsWay(self.redraw, rows, ahead.launched, whole)
         else:
             recorded = self._verification(key)
             recorded.send(rows, self._nobody(key.width))
-            pending = _OnItsWay(self, rows, recorded.launch())
+            pending = OnItsWay(self.redraw, rows, recorded.launch())
         self._ahead = self._go_ahead(pending, key)
         return pending
+
+    def _beside_prompts(self, plan: StepPlan, fixed: bool) -> Pending:
+        """Recorded where nobody has guesses to verify, or wishes that the kernels do not know."""
+        rows = plan.rows
+        special = self._device_sampler.special([row.slot for row in rows])
+        if self.drafting and not (plan.has_guesses or special or fixed):
+            mixed = self._mixed_for(rows, self._depths[-1])
+            if mixed is not None:
+                mixed.launch()
+                return Prompted(rows, mixed.tokens)
+        with self._products.fixed_order(fixed):
+            return Done(StepResult(self._verify_eagerly(plan)), guesses=True)
 
     def _forget_others(self, rows: list[Row]) -> None:
         """Of rows that are drawn anew, which knows nothing of alternatives."""
@@ -199,7 +184,7 @@ class CudaGuesser(CudaRunner):
 
     # ---- ahead of the plan -----------------------------------------------------------------------
 
-    def _go_ahead(self, pending: _OnItsWay, key: _Key) -> Ahead | None:
+    def _go_ahead(self, pending: OnItsWay, key: _Key) -> Ahead | None:
         """Launch what follows if all guesses are wanted and no row ends, where that is likely."""
         rows, guesses = pending.rows, pending.launched.drafting
         if not guesses or not key.drafting or len(rows) > _FEW or not pending.whole:

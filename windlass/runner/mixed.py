@@ -59,6 +59,7 @@ class Arrays:
     wanted: Tensor  # [rows]: tokens from which something is drawn
     adapters: Tensor  # [2, tokens], or nothing: of all, and of those that are alone in their row
     pieces: Tensor  # [pieces, 2], or nothing: of chunks
+    ends: Tensor  # [2, rows], or nothing: last tokens of rows that draw none, and what follows them
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +70,7 @@ class Form:
     rows: int
     tile: int  # tokens of a chunk that are one piece of work for attention
     adapted: bool  # whether rows may have adapters
+    drafting: int = 0  # guesses for the next step
 
     @property
     def tiles(self) -> int:
@@ -85,8 +87,9 @@ class Form:
     @property
     def _shapes(self) -> list[tuple[int, ...]]:
         adapted = self.tokens if self.adapted else 0
-        rows = (self.rows,)
-        return [(3, self.tokens), rows, (self.tiles, 5), rows, (2, adapted), (self.pieces, 2)]
+        rows, ends = (self.rows,), (2, self.rows if self.drafting else 0)
+        wide = (3, self.tokens)
+        return [wide, rows, (self.tiles, 5), rows, (2, adapted), (self.pieces, 2), ends]
 
     @property
     def numbers(self) -> int:
@@ -102,8 +105,13 @@ class Form:
             at += _aligned(count)
         return Arrays(*views)
 
-    def fill(self, inbox: Tensor, rows: Sequence[Row], padding: SlotId) -> bool:
-        """Write a step down, in the host's memory; False: there is no room for it."""
+    def fill(
+        self, inbox: Tensor, rows: Sequence[Row], padding: SlotId, following: Sequence[int] = ()
+    ) -> bool:
+        """Write a step down, in the host's memory; False: there is no room for it.
+
+        `following`: the tokens behind the rows that draw none, where there are guesses.
+        """
         spans, last = spans_of(rows), self.tokens - 1
         arrays = self.parts(inbox)
         tiles = attention_tiles(rows, spans, self.tile)
@@ -115,6 +123,7 @@ class Form:
             return False
         ends = [span.first + span.count for span in spans]
         wanted = [end - 1 for row, end in zip(rows, ends, strict=True) if row.sample]
+        others = [end - 1 for row, end in zip(rows, ends, strict=True) if not row.sample]
         tokens = arrays.tokens.numpy()
         tokens[:] = np.array([[0], [0], [padding]])
         pack(rows, spans, tokens)
@@ -128,6 +137,9 @@ class Form:
             _put(arrays.adapters[0], slots, 0)
             _put(arrays.adapters[1], alone, 0)
             _put(arrays.pieces, pieces_of(slots - alone, counts), (last, 0))
+        if self.drafting:
+            _put(arrays.ends[0], others, last)
+            _put(arrays.ends[1], following, 0)
         return True
 
     def adapters(self, arrays: Arrays) -> tuple[AdapterRows | None, AdapterRows | None]:
@@ -158,7 +170,8 @@ class MixedStep:
         self._inbox = torch.zeros(form.numbers, dtype=torch.int32, device=device)
         self._sent = [torch.zeros(form.numbers, dtype=torch.int32).pin_memory() for _ in "ab"]
         self._graph = torch.cuda.CUDAGraph()
-        self.tokens = self.logits = self._inbox[:0]  # of the rows that sample, once recorded
+        # Of the rows that sample, once recorded; with guesses, each token has its own behind it.
+        self.tokens = self.logits = self._inbox[:0]
 
     def record(self, compute: Callable[[Arrays], tuple[Tensor, Tensor]], pool: Any) -> None:
         """`compute` gives the tokens and logits of a step."""
@@ -172,10 +185,10 @@ class MixedStep:
         with torch.cuda.graph(self._graph, pool=pool, capture_error_mode="thread_local"):
             self.tokens, self.logits = compute(arrays)
 
-    def write(self, rows: Sequence[Row]) -> bool:
+    def write(self, rows: Sequence[Row], following: Sequence[int] = ()) -> bool:
         """Write a step down; False: there is no room for it."""
         self._sent.reverse()
-        return self.form.fill(self._sent[0], rows, self._padding)
+        return self.form.fill(self._sent[0], rows, self._padding, following)
 
     def launch(self) -> None:
         """Compute what was written down."""

@@ -275,6 +275,10 @@ class Runner:
         # The drafter may write past the blocks that a request has.
         self._slots.clear([admission.slot for admission in plan.admitted])
 
+    def _after(self, row: Row) -> int:
+        """The token of a prompt behind a chunk that ends within it."""
+        return self._prompts[row.slot][row.start + row.num_tokens]
+
     def _draft(
         self,
         rows: list[Row],
@@ -303,7 +307,7 @@ class Runner:
                 asked += 1 + row.num_drafts
             else:
                 places.append(end - 1)
-                tokens.append(self._prompts[row.slot][row.start + row.num_tokens])
+                tokens.append(self._after(row))
         following[torch.tensor(places, device=self._device)] = torch.tensor(
             tokens, dtype=ids.dtype, device=self._device
         )

@@ -247,7 +247,7 @@ def _way(x: Tensor, stacks: Stacks, adapters: AdapterRows) -> _Way:
         return _Way(shrink_tile_kernel, expand_tile_kernel, None, 128, 4, 64, (4, 4), options)
     expands = (expand_kernel, expand_gated_kernel)
     if each == 1 and whole and x.itemsize == 2:
-        return _Way(shrink_codes_kernel, *expands, 512, 32, 256, (2, 1), options)
+        return _Way(shrink_codes_kernel, *expands, 1024, 32, 256, (4, 1), options)
     return _Way(shrink_kernel, *expands, 256, 32, 128, (1, 1), options)
 
 
