@@ -87,16 +87,20 @@ inline void fetch_target(const Product& job, Target to, int panel) {
 }
 
 // Writes the sums of some rows of one tile, both planes of a row together; columns past the end are
-// dropped.
+// dropped. What outliers add to the sums is in `rest`, if given.
 inline void store_tile(const Product& job, Target to, int tile, int first_row, int rows,
-                       const float* sums, bool add_to) {
+                       const float* sums, bool add_to, const float* rest = nullptr) {
   const Floats gain = splat(job.gain);
   const int valid = std::min(kTile, job.w.num_out - tile * kTile);
+  const auto sum_of_row = [&](int m) {
+    const Floats sum = load(sums + m * kTile);
+    return rest == nullptr ? sum : add(sum, load(rest + m * kTile));
+  };
   // Without divisions, which take as long as the rest.
   float* out = row_of(to.first, (job.planes == 1 ? first_row : first_row / 2) - to.row, to.stride);
   for (int m = 0; m < rows; m += job.planes, out += to.stride) {
-    Floats sum = load(sums + m * kTile);
-    if (job.planes == 2) sum = add(sum, load(sums + (m + 1) * kTile));
+    Floats sum = sum_of_row(m);
+    if (job.planes == 2) sum = add(sum, sum_of_row(m + 1));
     const Floats value = mul(sum, gain);
     if (valid == kTile) {
       store(out, add_to ? add(load(out), value) : value);
@@ -105,6 +109,21 @@ inline void store_tile(const Product& job, Target to, int tile, int first_row, i
     float spare[kTile];
     store(spare, value);
     for (int i = 0; i < valid; ++i) out[i] = add_to ? out[i] + spare[i] : spare[i];
+  }
+}
+
+// The same for a whole panel of one plane and a tile without an end, as most are.
+inline void store_whole(const Product& job, Target to, int first_row, const float* sums,
+                        bool add_to, const float* rest) {
+  const Floats gain = splat(job.gain);
+  float* out = row_of(to.first, first_row - to.row, to.stride);
+  Floats value[kPanel];
+  for (int m = 0; m < kPanel; ++m) {
+    const Floats sum = load(sums + m * kTile);
+    value[m] = mul(rest == nullptr ? sum : add(sum, load(rest + m * kTile)), gain);
+  }
+  for (int m = 0; m < kPanel; ++m, out += to.stride) {
+    store(out, add_to ? add(load(out), value[m]) : value[m]);
   }
 }
 

@@ -118,13 +118,6 @@ inline void multiply_outliers(const Product& job, int row, int rows, const IntTi
   }
 }
 
-// Outliers are summed on their own and added last: where a tile is cut makes no difference then.
-inline void add_outliers(int rows, const float* from, float* sums) {
-  for (int i = 0; i < rows * kTile; i += kTile) {
-    store(sums + i, add(load(sums + i), load(from + i)));
-  }
-}
-
 // Where the tiles of a weight lie: found once, since it takes divisions.
 struct Tiles {
   const uint8_t* data;
@@ -154,12 +147,11 @@ void few_rows(const Product& job) {
     each_panel(job, first, last, [&](auto rows, int p) {
       alignas(64) float sums[kPanel * kTile] = {};
       multiply<rows, BLOCK, NIBBLES, MINS>(tile, sizes.panel(job.panel(p)), sums);
-      if (job.outliers != nullptr) {
-        alignas(64) float rest[kPanel * kTile] = {};
-        multiply_outliers<NIBBLES, MINS>(job, p * kPanel, rows, tile, rest);
-        add_outliers(rows, rest, sums);
-      }
-      store_tile(job, to, t, p * kPanel, rows, sums, job.add);
+      // Outliers are summed on their own and added last: where a tile is cut makes no difference then.
+      alignas(64) float rest[kPanel * kTile] = {};
+      const bool more = job.outliers != nullptr;
+      if (more) multiply_outliers<NIBBLES, MINS>(job, p * kPanel, rows, tile, rest);
+      store_tile(job, to, t, p * kPanel, rows, sums, job.add, more ? rest : nullptr);
     });
   });
 }
@@ -229,6 +221,13 @@ inline void multiply_unpacked(const IntTile<float>& tile, const IntPanel& x, flo
   }
 }
 
+// Asks for the i-th of `count` shares of the next tile, where nothing else reads it beforehand.
+inline void fetch_next(const uint8_t* from, size_t bytes, int i, int count) {
+  const size_t share = bytes / static_cast<size_t>(count);
+  const uint8_t* const first = from + share * static_cast<size_t>(i);
+  for (size_t at = 0; at < share + 64; at += 64) __builtin_prefetch(first + at);
+}
+
 // Two panels. One of less than 4 rows ends with what nobody reads.
 inline void multiply_pair(const Product& job, const IntTile<float>& tile, const IntPanel& x,
                           float* out) {
@@ -261,6 +260,7 @@ void many_rows(const Product& job) {
     const IntTile<uint16_t> packed = tiles.at(t);
     const int group = packed.blocks * BLOCK;
     const int padded = padded_in(job.w);
+    const bool unpacks = job.w.kind == kInt4;
     for (int begin = 0, end; begin < padded; begin = end) {
       end = run_end(begin, group, padded);
       const IntTile<float> tile = unpack<NIBBLES, MINS>(job, packed, begin, end, room);
@@ -282,6 +282,7 @@ void many_rows(const Product& job) {
       } else {
         each_panel(job, first, last, [&](auto rows, int p) {
           fetch_target(job, to, p);
+          if (!unpacks) fetch_next(packed.codes + tiles.bytes, tiles.bytes, p - first, last - first);
           multiply_unpacked<rows, BLOCK, MINS>(tile, panel(p), sums[p - first]);
         });
       }
@@ -293,8 +294,12 @@ void many_rows(const Product& job) {
       }
     }
     each_panel(job, first, last, [&](auto rows, int p) {
-      if (job.columns != nullptr) add_outliers(rows, rest[p - first], sums[p - first]);
-      store_tile(job, to, t, p * kPanel, rows, sums[p - first], job.add);
+      const float* more = job.columns != nullptr ? rest[p - first] : nullptr;
+      if (rows == kPanel && job.planes == 1 && (t + 1) * kTile <= job.w.num_out) {
+        store_whole(job, to, p * kPanel, sums[p - first], job.add, more);
+      } else {
+        store_tile(job, to, t, p * kPanel, rows, sums[p - first], job.add, more);
+      }
     });
   });
 }
