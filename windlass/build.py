@@ -271,7 +271,7 @@ def _adapting(config: EngineConfig, source: Source, weights: Loaded) -> Adapting
         return None
     from windlass.lora.start import open_adapters
 
-    return open_adapters(config, source.spec, weights.network)
+    return open_adapters(config, source.spec, weights.network, weights.products)
 
 
 class _Plain:

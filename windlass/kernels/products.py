@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Protocol
 
@@ -15,6 +15,10 @@ from windlass.kernels.rounded import Inputs, Outputs, Rounding
 # Products in a fixed order are of so many rows at a time: libraries choose by the number of rows
 # how they cut the sums.
 _FIXED_ROWS = 16
+
+
+# What is computed beside a product, and after both: of the inputs, and whoever makes the product.
+Company = Callable[[Tensor, Callable[[], Tensor]], Tensor]
 
 
 class Norm(Protocol):
@@ -42,6 +46,7 @@ class TorchProducts:
 
     def __init__(self) -> None:
         self._fixed = False
+        self._accompanied = False
 
     def linear(self, x: Tensor, weight: Tensor) -> Tensor:
         """x @ weight.T"""
@@ -66,10 +71,23 @@ class TorchProducts:
         finally:
             self._fixed = before
 
+    @contextmanager
+    def accompanied(self, accompanied: bool = True) -> Iterator[None]:
+        """While it lasts, something else is computed beside every product, and wants room for it."""
+        before, self._accompanied = self._accompanied, accompanied
+        try:
+            yield
+        finally:
+            self._accompanied = before
+
     def tune(self, weights: Iterable[Tensor]) -> tuple[str, str]:
         """Choose by measuring, once, where there is a choice; returns what was chosen and why."""
         del weights
         return "torch", "nothing else multiplies these weights here"
+
+    def tune_accompanied(self, weights: Sequence[tuple[Tensor, Company]]) -> None:
+        """The same for steps whose products are accompanied, each with what goes with it."""
+        del weights
 
 
 def fixed_linear(x: Tensor, weight: Tensor) -> Tensor:

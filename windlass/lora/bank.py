@@ -6,6 +6,7 @@ Who is in which slot, and when one may be taken, is decided elsewhere.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -124,6 +125,15 @@ class Bank:
     def num_bytes(self) -> int:
         scales = 0 if self._scales is None else self._scales.nbytes
         return self._ranks.nbytes + scales + sum(stacks.num_bytes for stacks in self._layers)
+
+    @contextmanager
+    def as_if_full(self) -> Iterator[None]:
+        """While it lasts, steps are computed as if every slot had an adapter: before there is any."""
+        self._ranks.fill_(self.max_rank)
+        try:
+            yield
+        finally:
+            self._ranks.zero_()
 
     def check(self, adapter: Adapter | StoredAdapter) -> None:
         """Raise where an adapter does not belong to this network, with the module and both shapes."""

@@ -2,16 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
 
 from windlass.config import EngineConfig
 from windlass.core.card import Choice
+from windlass.kernels.batch import AdapterRows
+from windlass.kernels.lora import Lora
+from windlass.kernels.products import TorchProducts
+from windlass.layers.linear import Linear
 from windlass.lora.bank import Bank
 from windlass.lora.packing import compiled_code
 from windlass.lora.places import locate
 from windlass.lora.store import AdapterStore
 from windlass.models.network import Network
 from windlass.models.spec import ModelSpec
+
+_MOST_ROWS = 64  # for which products are chosen by measuring
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,10 +34,13 @@ class Adapting:
     choice: Choice
 
 
-def open_adapters(config: EngineConfig, spec: ModelSpec, network: Network) -> Adapting:
+def open_adapters(
+    config: EngineConfig, spec: ModelSpec, network: Network, products: TorchProducts
+) -> Adapting:
     """Take the memory, and check the adapters that the config names; no weight of them is read."""
     wish = config.lora
     bank = Bank(network, spec, wish.max_loras, wish.max_lora_rank, wish.lora_dtype)
+    _tune(bank, network, products)
     store = AdapterStore(spec, wish.max_lora_rank, wish.max_host, bank.pack)
     for name, place in wish.modules().items():
         folder = locate(place, config.model)
@@ -43,3 +57,22 @@ def open_adapters(config: EngineConfig, spec: ModelSpec, network: Network) -> Ad
         ),
     )
     return Adapting(bank, store, choice)
+
+
+def _tune(bank: Bank, network: Network, products: TorchProducts) -> None:
+    """Choose products by how long they take with what adapters add."""
+    weights = []
+    for layer in network.modules():
+        if isinstance(layer, Linear) and layer.lora is not None and layer.weight is not None:
+            weight = layer.weight.data
+            slots = torch.arange(_MOST_ROWS, dtype=torch.int32, device=weight.device)
+            weights.append((weight, partial(_adapted, layer.lora, slots % bank.num_slots + 1)))
+    with bank.as_if_full():
+        products.tune_accompanied(weights)
+
+
+def _adapted(lora: Lora, slots: Tensor, x: Tensor, product: Callable[[], Tensor]) -> Tensor:
+    """A layer's outputs for rows with these adapters."""
+    rows = AdapterRows(slots[: len(x)])
+    low = lora.begin(x, rows)
+    return lora.end(product(), low, rows)

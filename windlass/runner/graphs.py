@@ -200,7 +200,7 @@ class CudaRunner(Runner):
         pages = self._cache.layers
         adapters = AdapterRows(self._inputs[4 * size : 5 * size]) if key.adapted else None
         batch = StepBatch(positions, row_slots, slots.tables, [], pages, work, fixed, adapters)
-        with self._products.fixed_order(fixed):
+        with self._products.fixed_order(fixed), self._products.accompanied(key.adapted):
             logits = self._network.logits(self._network(ids, batch), adapters)
         return self._device_sampler.draw(logits, row_slots, positions), logits
 

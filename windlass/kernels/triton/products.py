@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 
 import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from windlass.kernels.products import Norm, TorchProducts, fixed_linear
+from windlass.kernels.products import Company, Norm, TorchProducts, fixed_linear
 from windlass.kernels.rounded import Inputs, Outputs
 from windlass.kernels.triton import skinny, wide
 from windlass.kernels.triton.norm import add_rms_norm, silu_mul
@@ -25,6 +25,7 @@ _GATED = [Tiling(16), Tiling(16, stages=8), Tiling(32), Tiling(64)]
 _MANY_ROWS = [Tiling(64, s) for s in (1, 2, 4)] + [Tiling(128, s, 3) for s in (1, 2, 4)]
 _MANY_GATED = [Tiling(64), Tiling(64, stages=3), Tiling(128, stages=2)]
 _NORMED = [Tiling(16), Tiling(32), Tiling(16, stages=8), Tiling(32, 2), Tiling(32, 4)]
+_FEW_ROWS = 16
 _MOST_NORMED = 8  # rows; one program normalises them all
 _FIXED = Tiling(64)  # not split: summed from first to last
 _MOST_SPLIT = 16384  # outputs; a larger weight fills the device without splitting K
@@ -46,12 +47,14 @@ class MeasuredProducts(TorchProducts):
         super().__init__()
         self._chosen: dict[_Key, Tiling] = {}
         self._measured: set[Shape] = set()
+        self._measured_accompanied: set[Shape] = set()
         self._space: skinny.Workspace | None = None
 
     def linear(self, x: Tensor, weight: Tensor) -> Tensor:
         if self._fixed:
             return self._fixed_linear(x, weight)
-        tiling = self._tiling("linear", x, weight)
+        known = self._accompanied and weight.shape in self._measured_accompanied
+        tiling = self._tiling("accompanied" if known else "linear", x, weight)
         return linear(x, weight) if tiling is None else self._skinny(x, weight, tiling)
 
     def gated(self, x: Tensor, weight: Tensor, silu_mul: Callable[[Outputs], Inputs]) -> Inputs:
@@ -113,12 +116,37 @@ class MeasuredProducts(TorchProducts):
         of = f"of {len(_MEASURED_AT) * len(by_shape)} shapes and batch sizes"
         return f"narrow for {chosen or 'none'} {of}", "measured here; cuBLAS for the rest"
 
+    @torch.inference_mode()
+    def tune_accompanied(self, weights: Sequence[tuple[Tensor, Company]]) -> None:
+        """Kernels of cuBLAS may take all registers of a multiprocessor, so that nothing runs beside
+        them: a slower one that leaves room may be the faster.
+        """
+        by_shape: dict[Shape, list[Tensor]] = defaultdict(list)
+        for weight, _ in weights:
+            if tuple(weight.shape) in self._measured:
+                by_shape[tuple(weight.shape)].append(weight)
+        company = {weight.data_ptr(): company for weight, company in weights}
+        for shape, group in by_shape.items():
+            for rows in _MEASURED_AT:
+                x = torch.randn((rows, shape[1]), dtype=group[0].dtype, device=group[0].device)
+                self._tune_with(company, shape, group, x)
+        self._measured_accompanied.update(by_shape)
+
+    def _tune_with(
+        self, company: dict[int, Company], shape: Shape, group: list[Tensor], x: Tensor
+    ) -> None:
+        def usual(weight: Tensor) -> Tensor:
+            return company[weight.data_ptr()](x, partial(linear, x, weight))
+
+        def narrow(x: Tensor, weight: Tensor, tiling: Tiling) -> Tensor:
+            return company[weight.data_ptr()](x, partial(self._skinny, x, weight, tiling))
+
+        self._try("accompanied", _tilings(shape, x.shape[0]), group, x, usual, narrow)
+
     def _tune_shape(self, shape: Shape, group: list[Tensor], rows: int) -> None:
         """Each kind of product against what is known to be the fastest way without it."""
         x = torch.randn((rows, shape[1]), dtype=group[0].dtype, device=group[0].device)
-        few = rows <= 16
-        tilings = [t for t in (_TILINGS if few else _MANY_ROWS) if _fits(t, shape)]
-        self._try("linear", tilings, group, x, lambda w: linear(x, w), self._skinny)
+        self._try("linear", _tilings(shape, rows), group, x, lambda w: linear(x, w), self._skinny)
         if len(group) == 1:  # a head stands before no norm, and is no gate
             return
         if rows <= _MOST_NORMED and shape[0] <= _MOST_SPLIT:
@@ -133,7 +161,7 @@ class MeasuredProducts(TorchProducts):
 
             self._try("with a norm", _NORMED, group, x, apart, narrow)
         if shape[0] % 2 == 0:
-            gates = _GATED if few else _MANY_GATED
+            gates = _GATED if rows <= _FEW_ROWS else _MANY_GATED
             self._try("gated", gates, group, x, lambda w: silu_mul(self.linear(x, w)), skinny.gated)
 
     def _try(
@@ -159,8 +187,10 @@ def _takes(weight: Tensor) -> bool:
     return weight.dtype in (torch.bfloat16, torch.float16) and weight.shape[1] % 64 == 0
 
 
-def _fits(tiling: Tiling, shape: Shape) -> bool:
-    return tiling.splits == 1 or shape[0] <= _MOST_SPLIT
+def _tilings(shape: Shape, rows: int) -> list[Tiling]:
+    """Those to try for a product."""
+    known = _TILINGS if rows <= _FEW_ROWS else _MANY_ROWS
+    return [tiling for tiling in known if tiling.splits == 1 or shape[0] <= _MOST_SPLIT]
 
 
 def _with(
