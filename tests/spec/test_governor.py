@@ -117,8 +117,40 @@ def test_steps_that_take_longer_than_measured_end_guessing() -> None:
     assert made.choose([0], [FOUR], 0) != [0]
     for _ in range(100):
         made.took(1, False, 11.0)
-        made.took(5, True, 60.0)
+        made.took(5, True, 60.0, num_rows=1)
     assert made.choose([0], [FOUR], 0) == [0]
+
+
+def test_what_steps_of_several_cost_more_is_not_held_against_one() -> None:
+    made, slots, drafts = governor(slots=4), [0, 1, 2, 3], [FOUR] * 4
+    assert all(governor(slots=4).choose(slots, drafts, 0))
+    for _ in range(100):
+        made.took(4, False, MEMORY_BOUND.of(4))
+        made.took(8, True, 2 * MEMORY_BOUND.of(8), num_rows=4)
+    assert not any(made.choose(slots, drafts, 0))
+    assert made.choose([0], [FOUR], 0) == governor().choose([0], [FOUR], 0)
+
+
+def test_the_number_of_guesses_stays_where_another_promises_hardly_more() -> None:
+    def made() -> Governor:
+        drafting = Drafting(StepCosts({1: 0.0, 2: 0.0}), StepCosts({1: 0.0, 2: 0.0}), 2)
+        costs = StepCosts({1: 10.0, 2: 10.2, 3: 11.6, 64: 100.0})
+        found = Governor(costs, 1000, drafting=drafting, most_guesses=2)
+        found.admit(0)
+        return found
+
+    def tell(found: Governor, seconds_right: int) -> int:
+        """The depth after all first guesses were right, and so many of the second in ten."""
+        for i in range(40):
+            found.verified(0, 0, 2, 2 if i % 10 < seconds_right else 1)
+        return found.wanted([0], free=False)
+
+    assert tell(made(), 0) == 1
+    assert tell(made(), 9) == 2
+    staying = made()
+    assert [tell(staying, few) for few in (9, 1, 0)] == [2, 2, 1]
+    rising = made()
+    assert [tell(rising, few) for few in (0, 3, 9)] == [1, 1, 2]
 
 
 def test_looking_for_free_leaves_a_step_a_plain_one() -> None:

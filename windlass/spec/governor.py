@@ -22,8 +22,9 @@ _WEIGHT = 2.0  # verifications that an expectation counts for
 _HOPE = 0.6  # acceptance of a kind of guess of which nothing is known yet
 _MARGIN = 1.01  # what guesses must promise: costs and chances are estimates
 # Of many requests. Those that guess well end early, and the rest go on in smaller, dearer steps.
-_MARGIN_OF_MANY = 1.05
+_MARGIN_OF_MANY = 1.2
 _SLOW_FADE = 0.95  # of what steps took against what they should have
+_STAY = 0.97  # of the most promised, with which the number of guesses stays as it is
 _LEAST_DEAR, _MOST_DEAR = 0.5, 4.0
 _ASKED = 32  # requests whose records say how many guesses are made, and that try at once
 _FEW = 8  # requests: more are many
@@ -141,6 +142,39 @@ class _Record:
         self.trying = trying
 
 
+@dataclass(slots=True)
+class _Slowness:
+    """What steps of one size took, against what they should have."""
+
+    plain: float = 1.0
+    guessing: float = 1.0
+    has_guessed: bool = False
+    num_sure: int = 0  # steps with guesses since a doubt
+
+    def note(self, guessing: bool, ratio: float) -> None:
+        # One that stood still, while something was compiled or recorded, says nothing of the others.
+        ratio = min(ratio, _MOST_DEAR / 2)
+        if guessing:
+            self.has_guessed = True
+            self.num_sure += 1
+            share = max(1 - _SLOW_FADE, 1 / (1 + self.num_sure))
+            self.guessing += share * (ratio - self.guessing)
+        else:
+            self.plain += (1 - _SLOW_FADE) * (ratio - self.plain)
+            if not self.has_guessed:  # a machine that is faster or slower now is so for all steps
+                self.guessing = self.plain
+
+    def doubt(self) -> None:
+        """What was learned of guesses is as old as the pause before this try was long."""
+        self.guessing = (self.guessing + self.plain) / 2
+        self.num_sure = 0
+
+    @property
+    def dearness(self) -> float:
+        """How much more than plain ones do steps with guesses exceed what they should take."""
+        return min(max(self.guessing / self.plain, _LEAST_DEAR), _MOST_DEAR)
+
+
 class Governor:
     """Owns the records of all slots, and what is known of kinds of guesses and of costs.
 
@@ -180,8 +214,8 @@ class Governor:
         self._slots: dict[SlotId, _Record] = {}
         self._last_kind = 0
         self._kinds: dict[int, tuple[float, float]] = {}  # first guesses: right, tried
-        self._slowness = {False: 1.0, True: 1.0}  # taken / expected, without and with guesses
-        self._saw_guesses = False  # whether the second was seen
+        self._slowness: dict[int, _Slowness] = {}  # by the size of a batch, roughly
+        self._last_depth = 0
 
     def admit(self, slot: SlotId) -> None:
         record = self._slots[slot] = _Record()
@@ -237,14 +271,18 @@ class Governor:
         expected = self._expected(self._last_kind)
         hopes = [record.chances(expected, most) for record in self._records(slots)]
         hopes = hopes or [[0.0] * most]
-        best, highest, tokens = 1, 0.0, 1.0
+        num_rows, tokens, rates = len(slots), 1.0, {}
         for depth in range(1, most + 1):
             tokens += sum(hope[depth - 1] for hope in hopes) / len(hopes)
-            rate = tokens / self._seconds(len(slots), len(slots) * (1 + depth), depth)
-            if rate > highest:
-                best, highest = depth, rate
-        num_rows = len(slots)
-        return best, highest > self._dearness() * _margin(num_rows) / self._plain.of(num_rows)
+            rates[depth] = tokens / self._seconds(num_rows, num_rows * (1 + depth), depth)
+        best = max(rates, key=rates.__getitem__)
+        highest = rates[best]
+        # A step that follows another of its kind may be launched before it is planned.
+        if rates.get(self._last_depth, 0.0) > _STAY * highest:
+            best = self._last_depth
+        self._last_depth = best
+        dearness = self._slowness_of(num_rows).dearness
+        return best, highest > dearness * _margin(num_rows) / self._plain.of(num_rows)
 
     def _seconds(self, num_rows: int, num_tokens: int, depth: int) -> float:
         """What a step with guesses should take, the making of those for the next included."""
@@ -257,12 +295,7 @@ class Governor:
         """A step without prompt tokens took so long; `depth` guesses a row were made after it."""
         dearer = guessed or (depth > 0 and self._drafting is not None)
         usual = self._seconds(num_rows, num_tokens, depth) if dearer else self._plain.of(num_tokens)
-        # One that stood still, while something was compiled or recorded, says nothing of the others.
-        ratio = min(seconds / usual, _MOST_DEAR / 2)
-        self._slowness[dearer] += (1 - _SLOW_FADE) * (ratio - self._slowness[dearer])
-        self._saw_guesses = self._saw_guesses or dearer
-        if not self._saw_guesses:  # a machine that is faster or slower now is so for all steps
-            self._slowness[True] = self._slowness[False]
+        self._slowness_of(num_rows or num_tokens).note(dearer, seconds / usual)
 
     def verified(self, slot: SlotId, kind: int, num_drafts: int, num_accepted: int) -> None:
         """So many of a request's guesses were right."""
@@ -332,8 +365,7 @@ class Governor:
                 counts[i], room, tried = 1, room - 1, True
         if tried:
             self._tries.in_vain(self._now, self._pauses.tries)
-            # What was learned of the cost of guessing is as old as the pause was long.
-            self._slowness[True] = (self._slowness[True] + self._slowness[False]) / 2
+            self._slowness_of(len(slots)).doubt()
 
     def _expected(self, kind: int) -> float:
         """The chance of a guess before anything is known of its request."""
@@ -343,7 +375,7 @@ class Governor:
     def _best_number(self, chances: Sequence[float], num_rows: int, others: int, depth: int) -> int:
         """How many guesses, the likeliest first, give the most tokens per second, prompts included."""
         base = num_rows + others
-        dearer = self._dearness()
+        dearer = self._slowness_of(num_rows).dearness
         most = _margin(num_rows) * base / self._plain.of(base)
         best, tokens = 0, float(base)
         for count, chance in enumerate(chances, start=1):
@@ -353,9 +385,9 @@ class Governor:
                 best, most = count, rate
         return best
 
-    def _dearness(self) -> float:
-        """How much more than plain ones do steps with guesses exceed what they should take."""
-        return min(max(self._slowness[True] / self._slowness[False], _LEAST_DEAR), _MOST_DEAR)
+    def _slowness_of(self, num_rows: int) -> _Slowness:
+        """Of batches of about so many requests: with more of them, a host has more to do."""
+        return self._slowness.setdefault(num_rows.bit_length(), _Slowness())
 
 
 def _margin(num_rows: int) -> float:
