@@ -156,7 +156,7 @@ def build_engine(config: EngineConfig, source: Source, weights: Loaded | None = 
         made.max_model_len,
         source.eos_ids,
         no_fixed_order=weights.no_fixed_order,
-        ahead=(speculating.lookahead, speculating.behind_guesses),
+        guessing=(speculating.lookahead, speculating.behind_guesses, made.runner.most_mixed),
         adapting=adapting,
     )
     with log.phase("speculation"):
@@ -309,7 +309,7 @@ def make_scheduler(
     max_model_len: int,
     eos_ids: tuple[int, ...] = (),
     no_fixed_order: str | None = None,
-    ahead: tuple[int, int] = (0, 0),
+    guessing: tuple[int, int, int] = (0, 0, 0),
     adapting: Adapting | None = None,
 ) -> Scheduler:
     """What decides, as the config wants it; needs no model."""
@@ -324,8 +324,9 @@ def make_scheduler(
             long_prefill_token_threshold=wish.long_prefill_token_threshold,
             chunked_prefill=wish.enable_chunked_prefill,
             no_fixed_order=no_fixed_order,
-            lookahead=ahead[0],
-            behind_guesses=ahead[1],
+            lookahead=guessing[0],
+            behind_guesses=guessing[1],
+            unguessed=guessing[2],
         ),
         BlockPool(capacity.num_blocks, config.cache.prefix_caching),
         eos_ids,

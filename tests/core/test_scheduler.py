@@ -278,3 +278,42 @@ def test_guesses_get_a_block_only_where_nobody_lacks_it(num_blocks: int, num_dra
     world.commit(plan, StepResult([got._replace(drafts=(0, 0, 0))]))
     (row,) = world.plan().rows
     assert row.num_drafts == num_drafts
+
+
+@pytest.mark.parametrize("unguessed", [0, 6, 100])
+def test_guesses_beside_prompts_are_dropped_where_a_step_is_faster_without(unguessed: int) -> None:
+    worlds = [
+        World(limits(num_blocks=64, unguessed=unguessed), draft_length=4),
+        World(limits(num_blocks=64)),
+    ]
+    beside = {False: 0, True: 0}  # guesses in steps with prompts, in small steps and others
+    for world in worlds:
+        for i in range(12):
+            world.add(request(str(i), [i + 1] * (1 + i % 5), max_tokens=20, ignore_eos=True))
+            for _ in range(3):
+                plan = world.plan()
+                prompts = any(row.num_tokens - row.num_drafts > 1 for row in plan.rows)
+                if prompts or plan.admitted:
+                    num_drafts = sum(row.num_drafts for row in plan.rows)
+                    beside[plan.num_tokens + num_drafts <= unguessed] += num_drafts
+                world.commit(plan, world.runner.run(plan))
+        world.finish_all()
+    assert worlds[0].got == worlds[1].got
+    assert worlds[0].scheduler.stats().num_accepted_tokens > 0
+    assert not beside[True]
+    assert (beside[False] > 0) == (unguessed < 100)
+
+
+def test_the_account_knows_nothing_of_dropped_guesses() -> None:
+    world = World(limits(num_blocks=64, unguessed=100))
+    world.add(request("a", [1, 2], max_tokens=8, ignore_eos=True))
+    plan = world.plan()
+    (got,) = world.runner.run(plan).rows
+    world.commit(plan, StepResult([got._replace(drafts=(0, 0, 0))]))
+    world.add(request("b", [3, 4], max_tokens=8, ignore_eos=True))
+    plan = world.plan()
+    assert [(row.num_tokens, row.num_drafts) for row in plan.rows] == [(1, 0), (2, 0)]
+    assert world.scheduler.stats().num_step_tokens == plan.num_tokens == 3
+    world.commit(plan, world.runner.run(plan))
+    world.finish_all()
+    assert world.scheduler.stats().num_draft_tokens == 0

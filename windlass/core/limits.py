@@ -22,6 +22,7 @@ class SchedulerLimits:
     no_fixed_order: str | None = None  # why no request can be deterministic
     lookahead: int = 0  # tokens ahead that running requests get blocks for, where there are enough
     behind_guesses: int = 0  # the same after the guesses of a row that has any
+    unguessed: int = 0  # tokens of a step up to which no guesses are verified beside a prompt
 
     def __post_init__(self) -> None:
         if not self.chunked_prefill and self.max_num_batched_tokens < self.max_model_len:

@@ -195,7 +195,7 @@ class Scheduler:
             plan.adapters.extend(self.adapters.orders())
             self._in_flight.append(step)
             self._count.num_steps += 1
-            self._count.num_step_tokens = step.num_tokens = self._budget - step.budget
+            self._count.num_step_tokens = step.close(self._budget)
             self._count.num_prompt_tokens_computed += step.num_prompt_tokens
         return plan
 

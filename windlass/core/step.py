@@ -65,6 +65,25 @@ class Step:
             request.verifying = bool(drafts)
             request.drafts = ()
 
+    def close(self, whole: int) -> int:
+        """No row comes any more; returns the tokens of the step, of `whole` that it might have had."""
+        if self.num_prompt_tokens and whole - self.budget <= self.limits.unguessed:
+            self._drop_guesses()
+        self.num_tokens = whole - self.budget
+        return self.num_tokens
+
+    def _drop_guesses(self) -> None:
+        rows, dropped = self.plan.rows, {}
+        for i, ((request, _), row) in enumerate(zip(self.members, rows, strict=True)):
+            if row.num_drafts:
+                count = row.num_tokens - row.num_drafts
+                rows[i] = row._replace(num_tokens=count, tokens=row.tokens[:count], num_drafts=0)
+                dropped[row.request_id] = row.num_drafts
+                request.verifying = False
+        if dropped:
+            self.budget += sum(dropped.values())
+            self.wide = [_without(wide, dropped) for wide in self.wide or ()]
+
     def leave_out(self, request: Request) -> None:
         """It runs, but this step computes nothing of it."""
         if self.left_out is None:
@@ -87,3 +106,8 @@ class Step:
         request.planned = start + 1
         request.num_pending += 1
         return True
+
+
+def _without(wide: Wide, dropped: dict[str, int]) -> Wide:
+    num_dropped = dropped.get(wide.request.request_id, 0)
+    return wide._replace(num_tokens=wide.num_tokens - num_dropped) if num_dropped else wide

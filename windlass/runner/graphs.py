@@ -147,6 +147,10 @@ class CudaRunner(Runner):
         )
         self._no_tiles = torch.empty((0, 5), dtype=torch.int32, device=self._device)
 
+    @property
+    def most_mixed(self) -> int:
+        return max(self._mixed_sizes, default=1) - 1  # the last is padding
+
     # ---- recording ---------------------------------------------------------------------------
 
     @torch.inference_mode()

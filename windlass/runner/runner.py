@@ -91,6 +91,11 @@ class Runner:
         return None
 
     @property
+    def most_mixed(self) -> int:
+        """Tokens of a step with prompts up to which there is a faster way, which takes no guesses."""
+        return 0
+
+    @property
     def is_ahead(self) -> bool:
         """Whether the next step is being computed already, with all guesses of the last."""
         return False
