@@ -317,3 +317,18 @@ def test_the_account_knows_nothing_of_dropped_guesses() -> None:
     world.commit(plan, world.runner.run(plan))
     world.finish_all()
     assert world.scheduler.stats().num_draft_tokens == 0
+
+
+@pytest.mark.parametrize("num_prompt", [8, 9, 11, 12])
+def test_requests_that_begin_alike_wait_for_the_first_of_them_alone(num_prompt: int) -> None:
+    """Also where their whole prompt is cached, and others compute theirs meanwhile."""
+    world = World(limits(num_blocks=256, max_num_seqs=64, max_num_batched_tokens=256))
+    for i in range(16):
+        world.add(request(f"same-{i}", [1] * num_prompt, max_tokens=30, ignore_eos=True))
+    running = []
+    for i in range(4):
+        world.add(request(f"other-{i}", [2 + i] * 12, max_tokens=30, ignore_eos=True))
+        world.step()
+        running.append(world.scheduler.stats().num_running)
+    assert running == [1 + 1, 16 + 2, 16 + 3, 16 + 4]
+    world.finish_all()
