@@ -158,4 +158,4 @@ class Promises:
                 break
             promised += 1
         left = len(request.tokens) - num_cached * self._size
-        return 0 < promised and 2 * promised * self._size >= left
+        return promised > 0 and 2 * promised * self._size >= left
