@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from tests.runner.test_deterministic import CONFIG, OTHERS, PROMPT
 from tests.spec.test_speculation import eager
 from windlass import LLM, SamplingParams
-from windlass.errors import CheckpointError, ConfigError
+from windlass.errors import CheckpointError, ConfigError, UnsupportedError
 from windlass.kernels.batch import Heads
 from windlass.runner.drafter import Verified
 from windlass.spec import governor
@@ -156,7 +157,16 @@ def test_a_head_by_other_names_guesses_alike(model: Path, tmp_path: Path) -> Non
         ("medusa", {"vocab_size": 7}, {}, "vocab_size 7", CheckpointError),
         ("medusa", {"medusa_num_heads": 0}, {}, "no Medusa head", CheckpointError),
         ("medusa", {"medusa_num_heads": 5}, {}, "no tensor 3.0.linear.weight", CheckpointError),
-        ("medusa", {}, {"spec_tokens": 4}, "has 3 heads", ConfigError),
+        ("medusa", {"medusa_num_heads": "3"}, {}, "medusa_num_heads is '3'", CheckpointError),
+        ("medusa", {"windlass": "x"}, {}, "windlass is 'x', expected an object", CheckpointError),
+        ("medusa", {}, {"spec_tokens": 4}, "has 3 heads.* at most 3", ConfigError),
+        ("medusa", {}, {"spec": "eagle"}, "Use --spec medusa", ConfigError),
+        ("eagle", {}, {"spec": "medusa"}, "Use --spec eagle", ConfigError),
+        ("eagle", {"draft_vocab_size": "x"}, {}, "draft_vocab_size is 'x'", CheckpointError),
+        ("eagle", {"vocab_size": "x"}, {}, "vocab_size is 'x'", CheckpointError),
+        ("eagle", {"eagle_config": 3}, {}, "eagle_config is 3, expected", CheckpointError),
+        ("eagle", {"attention_bias": True}, {}, "--spec-model .* lacks 4 tensors", CheckpointError),
+        ("eagle", {"transformer_layer_config": {}}, {}, "speculators", UnsupportedError),
         ("medusa", {}, {"spec_alternatives": 2}, "2 needs steps recorded on CUDA", ConfigError),
         ("eagle", {"draft_vocab_size": 50}, {}, "d2t has shape", CheckpointError),
         (
@@ -181,7 +191,41 @@ def test_heads_that_do_not_fit_are_refused(
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | changes))
     with pytest.raises(error, match=told):
-        make(model, spec=kind, spec_model=str(folder), **options)
+        make(model, **{"spec": kind, "spec_model": str(folder), **options})
+
+
+def test_tensors_of_no_head_are_refused(model: Path, tmp_path: Path) -> None:
+    folder = medusa(tmp_path / "head", medusa_num_heads=2)  # of three that are there
+    options = {"spec": "medusa", "spec_model": str(folder)}
+    make(model, **options)
+    tensors = load_file(folder / "model.safetensors")
+    save_file({**tensors, "token_map": torch.arange(3)}, folder / "model.safetensors")
+    with pytest.raises(CheckpointError, match="1 tensors belong to no Medusa head: token_map"):
+        make(model, **options)
+
+
+def test_an_eagle_head_that_names_no_token_is_refused(model: Path, tmp_path: Path) -> None:
+    folder = eagle(tmp_path / "head")
+    tensors = load_file(folder / "model.safetensors")
+    tensors["d2t"] += VOCAB
+    save_file(tensors, folder / "model.safetensors")
+    with pytest.raises(CheckpointError, match="d2t leads to the tokens 500 to 896"):
+        make(model, spec="eagle", spec_model=str(folder))
+
+
+@pytest.mark.parametrize("kind", ["medusa", "eagle"])
+def test_a_head_is_looked_at_before_weights_are_read(
+    model: Path, heads: dict[str, Path], tmp_path: Path, kind: str, monkeypatch
+) -> None:
+    monkeypatch.setattr("windlass.runner.assemble.load_network", lambda *_: pytest.fail("read"))
+    with pytest.raises(CheckpointError, match=r"--spec-model: model '.*nowhere' was not found"):
+        make(model, spec=kind, spec_model=str(tmp_path / "nowhere"))
+    cut = tmp_path / "cut"
+    shutil.copytree(heads[kind], cut)
+    whole = (cut / "model.safetensors").read_bytes()
+    (cut / "model.safetensors").write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(CheckpointError, match=r"--spec-model: .* is cut off"):
+        make(model, spec=kind, spec_model=str(cut))
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,7 @@ from windlass.layers.linear import Linear
 from windlass.layers.mlp import GatedMLP
 from windlass.layers.norm import RMSNorm
 from windlass.layers.rotary import Rotary
+from windlass.models.fields import Fields
 from windlass.models.network import Network, Parts, Weights
 from windlass.models.rope import frequencies
 from windlass.models.spec import ModelSpec
@@ -152,9 +153,10 @@ def steps_of(head: Eagle, network: Network) -> PlainSteps | FusedSteps:
 
 def taps_of(config: dict[str, Any], num_layers: int, source: str) -> tuple[int, ...]:
     """The layers that a checkpoint's config names, or the usual ones."""
-    named = config.get("eagle_config", {}).get("eagle_aux_hidden_state_layer_ids")
+    section = Fields(Fields(config, source).mapping("eagle_config"), source)
+    named = section.sequence("eagle_aux_hidden_state_layer_ids")
     taps = tuple(named) if named else default_taps(num_layers)
-    if len(taps) != NUM_TAPS or not all(0 <= layer < num_layers for layer in taps):
+    if len(taps) != NUM_TAPS or not all(layer in range(num_layers) for layer in taps):
         raise CheckpointError(
             f"{source}: reads the inputs of layers {list(taps)}, but the network has "
             f"{num_layers} layers, and three of them are read."

@@ -64,8 +64,8 @@ def _locate(config: ModelConfig) -> tuple[str, Path]:
     unfinished = path.with_name(f"{path.name}.partial")
     if unfinished.is_dir():
         raise CheckpointError(
-            f"{path}: is not there yet; {unfinished} is what a windlass quantize left that did not "
-            "end. Run the same command again, which goes on from there."
+            f"{path}: is not there yet; {unfinished} is what a windlass quantize or train-draft "
+            "left that did not end. Run the same command again, which goes on from there."
         )
     wanted = hub.parse(model)
     if wanted is not None:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from windlass.errors import CheckpointError, UnsupportedError
 from windlass.kernels.batch import Heads, KVCache, kv_token_bytes
 from windlass.kernels.ops import choose_ops
 from windlass.kernels.select import Need
@@ -20,7 +21,7 @@ from windlass.models.spec import ModelSpec
 from windlass.quant.plain import Plain
 from windlass.runner.drafter import Verified
 from windlass.spec.base import Proposer, Site
-from windlass.spec.heads import attach, open_head
+from windlass.spec.heads import attach, check_map, draft_vocab, open_head
 
 if TYPE_CHECKING:
     from windlass.runner.assemble import Assembled, Loaded
@@ -97,14 +98,23 @@ class EagleGuide:
 
 def guide(site: Site) -> EagleGuide:
     files = open_head(site, _RENAMED, _IGNORED)
+    if "transformer_layer_config" in files.config:
+        raise UnsupportedError(
+            f"{files.source}: has the layout of speculators, with transformer_layer_config inside. "
+            "Take the head in EAGLE-3's own layout, or train one with windlass train-draft."
+        )
     config: dict[str, Any] = {**files.config, "architectures": ["LlamaForCausalLM"]}
     spec = ModelSpec.from_hf(config, files.source)
     layers = taps_of(config, site.spec.num_layers, files.source)
-    draft_vocab = int(config.get("draft_vocab_size", spec.vocab_size))
+    num_guessed = draft_vocab(files, spec.vocab_size) or spec.vocab_size
     parts = _parts(site.loaded, spec)
     with torch.device("meta"):
-        head = Eagle(spec, draft_vocab, parts)
-    load(head, files.tensors, parts.device)
+        head = Eagle(spec, num_guessed, parts)
+    try:
+        load(head, files.tensors, parts.device)
+    except CheckpointError as error:
+        raise CheckpointError(f"--spec-model {files.source}: {error}") from error
+    check_map(head.d2t, files, spec.vocab_size)
     layers_of = [module for module in head.modules() if isinstance(module, Linear)]
     site.loaded.products.tune([one.weight for one in layers_of if one.weight is not None])
     return EagleGuide(head, spec, layers, site.config.speculation.most_guesses, site.loaded)

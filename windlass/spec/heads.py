@@ -6,15 +6,18 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from windlass.config import ModelConfig
+from windlass.config import EngineConfig, ModelConfig
 from windlass.core.types import SlotId, StepPlan
 from windlass.errors import CheckpointError, ConfigError
 from windlass.models.card import open_checkpoint
 from windlass.models.checkpoint import Checkpoint, SafetensorsCheckpoint, StoredTensor
+from windlass.models.fields import Fields
 from windlass.models.fingerprint import fingerprint
 from windlass.models.json_file import read_json
-from windlass.models.source import resolve
+from windlass.models.source import ModelFiles, resolve
+from windlass.models.spec import ModelSpec
 from windlass.spec.base import Draft, Proposer, Seen, Site
+from windlass.spec.which import kind_of
 
 if TYPE_CHECKING:
     import torch
@@ -33,38 +36,83 @@ class HeadFiles:
     source: str  # the config's path, for errors
 
 
-def open_head(site: Site, renamed: Mapping[str, str], ignored: Collection[str]) -> HeadFiles:
-    """Find a head's files, and refuse one that was trained for another model."""
-    wish = site.config.speculation.spec_model
-    assert wish is not None  # SpecConfig asks for it
-    files = resolve(ModelConfig(model=wish, download_dir=site.config.model.download_dir))
-    if files.kind != "folder":
-        raise ConfigError(f"--spec-model {wish}: a head is a folder, not a GGUF file.")
-    source = files.path / "config.json"
-    config = read_json(source)
-    tensors = _Names(SafetensorsCheckpoint(files.weights, files.index), renamed, ignored)
-    _check(site, config, str(source))
-    return HeadFiles(config, tensors, str(source))
-
-
-def _check(site: Site, config: Mapping[str, Any], source: str) -> None:
-    spec = site.spec
+def check(config: EngineConfig, files: ModelFiles, spec: ModelSpec) -> None:
+    """Refuse a head that was made for another model, before any weight is read."""
+    head = _find(config, {}, ())
+    fields = Fields(head.config, head.source)
     for name, size in (("hidden_size", spec.hidden_size), ("vocab_size", spec.vocab_size)):
-        if config.get(name, size) != size:
+        if fields.whole(name, size) != size:
             raise CheckpointError(
-                f"{source}: the head is for a model with {name} {config[name]}, but "
-                f"{site.files.name} has {size}. Take a head that was trained for this model."
+                f"{head.source}: the head is for a model with {name} {head.config[name]}, but "
+                f"{files.name} has {size}. Take a head that was trained for this model."
             )
-    trained_for = config.get("windlass", {}).get("target_fingerprint")
-    if trained_for is None or site.config.model.load_format == "dummy":
+    own = Fields(fields.mapping("windlass"), head.source)
+    trained_for = own.text("target_fingerprint", None)
+    if trained_for is None or config.model.load_format == "dummy":
         return
-    own = fingerprint(spec, open_checkpoint(site.files, site.config.model))
-    if trained_for != own:
-        name = config["windlass"].get("target", "another model")
+    here = fingerprint(spec, open_checkpoint(files, config.model))
+    if trained_for != here:
         raise CheckpointError(
-            f"{source}: the head was trained for {name} (fingerprint {trained_for}), not for "
-            f"{site.files.name} ({own}). Its guesses would seldom be right. Train one with "
-            "windlass train-draft."
+            f"{head.source}: the head was trained for {own.text('target', 'another model')} "
+            f"(fingerprint {trained_for}), not for {files.name} ({here}). Its guesses would seldom "
+            "be right. Train one with windlass train-draft."
+        )
+
+
+def open_head(site: Site, renamed: Mapping[str, str], ignored: Collection[str]) -> HeadFiles:
+    """A head's files, which `check` has seen."""
+    return _find(site.config, renamed, ignored)
+
+
+def _find(config: EngineConfig, renamed: Mapping[str, str], ignored: Collection[str]) -> HeadFiles:
+    wish, model = config.speculation, config.model
+    assert wish.spec_model is not None  # SpecConfig asks for it
+    try:
+        files = resolve(
+            ModelConfig(
+                model=wish.spec_model, download_dir=model.download_dir, hf_token=model.hf_token
+            )
+        )
+        kind = kind_of(files)
+        if files.kind != "folder":
+            raise ConfigError(
+                f"--spec-model {wish.spec_model}: a head is a folder, not a GGUF file."
+            )
+        if kind not in ("draft", wish.spec):
+            raise ConfigError(
+                f"--spec-model {files.path}: is a head of another kind. Use --spec {kind}, or "
+                "--spec auto."
+            )
+        source = files.path / "config.json"
+        whole = SafetensorsCheckpoint(files.weights, files.index)
+    except CheckpointError as error:
+        raise CheckpointError(f"--spec-model: {error}") from error
+    return HeadFiles(read_json(source), _Names(whole, renamed, ignored), str(source))
+
+
+def draft_vocab(files: HeadFiles, vocab_size: int) -> int | None:
+    """How many of the model's tokens a head guesses among, where its config says so."""
+    size = files.config.get("draft_vocab_size")
+    if size is None:
+        return None
+    if not isinstance(size, int) or not 1 <= size <= vocab_size:
+        raise CheckpointError(
+            f"{files.source}: draft_vocab_size is {size!r}, and must be from 1 to the model's "
+            f"{vocab_size} tokens. Take a head that was trained for this model."
+        )
+    return size
+
+
+def check_map(d2t: torch.Tensor, files: HeadFiles, vocab_size: int) -> None:
+    """Refuse a map of a head's ids to the model's that leads to no token."""
+    import torch
+
+    tokens = d2t + torch.arange(len(d2t), device=d2t.device)
+    low, high = int(tokens.min()), int(tokens.max())
+    if low < 0 or high >= vocab_size:
+        raise CheckpointError(
+            f"{files.source}: d2t leads to the tokens {low} to {high}, but the model has 0 to "
+            f"{vocab_size - 1}. Take a head that was trained for this model."
         )
 
 
@@ -131,5 +179,8 @@ def attach(made: Assembled, drafter: Drafter) -> Proposer:
 def at_most(asked: int | None, most: int, what: str) -> int:
     """How many guesses: as asked, if the head can make so many."""
     if asked is not None and asked > most:
-        raise ConfigError(f"--spec-tokens {asked}: the head has {most} {what}, one for each guess.")
+        raise ConfigError(
+            f"--spec-tokens {asked}: the head has {most} {what}, one for each guess. Give at most "
+            f"{most}, or leave it out."
+        )
     return asked or most

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -12,15 +13,21 @@ from torch.nn.functional import pad, silu
 
 from windlass.errors import CheckpointError
 from windlass.models.checkpoint import Checkpoint
+from windlass.models.fields import Fields
 from windlass.models.network import Network
 from windlass.runner.drafter import Verified
 from windlass.spec.base import Proposer, Site
-from windlass.spec.heads import HeadFiles, at_most, attach, open_head
+from windlass.spec.heads import HeadFiles, at_most, attach, check_map, draft_vocab, open_head
 
 if TYPE_CHECKING:
     from windlass.runner.assemble import Assembled, Loaded
 
 _RENAMED = {"medusa_head.": ""}
+_KNOWN = re.compile(
+    r"\d+\.\d+\.(linear\.)?(weight|bias)|blocks\.\d+\.layers\.\d+\.(weight|bias)"
+    r"|lm_heads\.\d+\.weight|d2t|t2d"
+)
+_SHOWN = 5  # names in an error
 _MOST_FUSED = 64  # rows that the kernels compute together
 
 
@@ -122,9 +129,9 @@ def guide(site: Site) -> MedusaGuide:
 
 
 def _read(site: Site, files: HeadFiles) -> MedusaWeights:
-    config, tensors = files.config, files.tensors
-    there = int(config.get("medusa_num_heads", 0))
-    num_blocks = int(config.get("medusa_num_layers", 1))
+    config, tensors = Fields(files.config, files.source), files.tensors
+    there = config.count("medusa_num_heads", 0)
+    num_blocks = config.whole("medusa_num_layers", 1)
     if there < 1:
         raise CheckpointError(f"{files.source}: names no medusa_num_heads; it is no Medusa head.")
     count = at_most(site.config.speculation.spec_tokens, there, "heads")
@@ -142,32 +149,35 @@ def _read(site: Site, files: HeadFiles) -> MedusaWeights:
         for at in range(num_blocks)
     ]
     own = [_matrix(tensors, i, num_blocks) for i in range(count)]
+    _account(files)
     d2t = _map(files, site.spec.vocab_size)
     matrices = None
-    if d2t is not None or all(name in tensors.names() for name in own):
+    if d2t is not None or any(name in tensors.names() for name in own):
         rows = site.spec.vocab_size if d2t is None else len(d2t)
         matrices = read(own, (rows, size))
     return MedusaWeights(blocks, matrices, None if d2t is None else d2t.to(parts.device))
 
 
+def _account(files: HeadFiles) -> None:
+    """Refuse tensors that no head is made of. Heads beyond those that the config names may be
+    there: the authors' own checkpoints have such.
+    """
+    unknown = sorted(name for name in files.tensors.names() if not _KNOWN.fullmatch(name))
+    if unknown:
+        more = ", ..." if len(unknown) > _SHOWN else ""
+        raise CheckpointError(
+            f"{files.source}: {len(unknown)} tensors belong to no Medusa head: "
+            f"{', '.join(unknown[:_SHOWN])}{more}. Take a folder that holds nothing but heads."
+        )
+
+
 def _map(files: HeadFiles, vocab_size: int) -> Tensor | None:
-    """`d2t` where the config names a draft vocabulary; refused where it leads to no token."""
-    size = files.config.get("draft_vocab_size")
+    """`d2t` where the config names a draft vocabulary."""
+    size = draft_vocab(files, vocab_size)
     if size is None:
         return None
-    if not isinstance(size, int) or not 1 <= size <= vocab_size:
-        raise CheckpointError(
-            f"{files.source}: draft_vocab_size is {size!r}, and must be from 1 to the model's "
-            f"{vocab_size} tokens. Take a head that was trained for this model."
-        )
     d2t = files.tensors.read("d2t", (size,)).to(torch.int64, copy=True)
-    tokens = d2t + torch.arange(size)
-    low, high = int(tokens.min()), int(tokens.max())
-    if low < 0 or high >= vocab_size:
-        raise CheckpointError(
-            f"{files.source}: d2t leads to the tokens {low} to {high}, but the model has 0 to "
-            f"{vocab_size - 1}. Take a head that was trained for this model."
-        )
+    check_map(d2t, files, vocab_size)
     return d2t
 
 

@@ -29,6 +29,8 @@ RUN_AHEAD = ("medusa", "eagle")
 _CHECKS = {
     "draft": "windlass.spec.draft_model:check",
     "self": "windlass.spec.early_exit:check",
+    "medusa": "windlass.spec.heads:check",
+    "eagle": "windlass.spec.heads:check",
 }
 
 
