@@ -18,7 +18,7 @@ from windlass.errors import CheckpointError, UnsupportedError
 from windlass.lora import packing, start
 from windlass.lora.base import Low
 from windlass.lora.codes import encode
-from windlass.lora.mapped import Array, MappedFile, Stored
+from windlass.lora.mapped import Array, Stored
 from windlass.lora.packing import Place, array_of, write, write_plain
 from windlass.lora.peft import AdapterFolder
 
@@ -161,14 +161,29 @@ def test_a_file_is_mapped(tmp_path: Path) -> None:
 
 def test_a_file_that_changes_meanwhile_is_refused(tmp_path: Path) -> None:
     file = write_adapter(tmp_path / "a") / "adapter_model.safetensors"
-    mapped = MappedFile(file)
-    name = next(iter(lora_tensors()))
-    for wanted, shape in ((name, (4, 63)), ("another", (4, 64))):
-        with pytest.raises(CheckpointError, match=f"tensor {wanted} has changed"):
-            mapped.array(wanted, shape)
-    file.write_bytes(b"{}")
-    with pytest.raises(CheckpointError, match="cannot be read"):
-        MappedFile(file)
+    whole = file.read_bytes()
+    found = AdapterFolder(file.parent, SPEC, 8)
+    file.write_bytes(whole[: len(whole) // 2])  # a map of it would end the process
+    words = f"was cut off while it was read: {len(whole) // 2} bytes are left"
+    with pytest.raises(CheckpointError, match=words):
+        found.stored("a")
+    file.write_bytes(whole[:-4] + b"\0\0\0\0")
+    with pytest.raises(CheckpointError, match="was changed while it was read"):
+        found.stored("a")
+    file.unlink()
+    with pytest.raises(CheckpointError, match="cannot be read: No such file"):
+        found.stored("a")
+
+
+def test_a_copy_of_the_head_is_not_read(tmp_path: Path) -> None:
+    tensors = lora_tensors(targets=["lm_head"])
+    copy = {"base_model.model.lm_head.base_layer.weight": torch.zeros(97, 64)}
+    folder = write_adapter(tmp_path / "a", targets=["lm_head"], tensors=tensors | copy)
+    (change,) = AdapterFolder(folder, SPEC, 8).stored("a").modules.values()
+    memory = change.down.base
+    while memory.base is not None:
+        memory = memory.base
+    assert memory.nbytes == sum(tensor.nbytes for tensor in tensors.values())
 
 
 def test_whole_numbers_are_no_weights(tmp_path: Path) -> None:
@@ -185,6 +200,15 @@ def test_types_that_are_not_mapped_are_converted(tmp_path: Path) -> None:
     for module, change in found.modules.items():
         wanted: Array = tensors[f"base_model.model.{module}.lora_A.weight"].float().numpy()
         assert np.array_equal(change.down, wanted)
+
+
+@pytest.mark.parametrize("kind", [np.float32, np.int8])
+@pytest.mark.parametrize("which", ["down", "up"])
+def test_numbers_that_are_too_large_once_rounded_are_found(kind: type, which: str) -> None:
+    fine = random(SHAPES[0], torch.float64)
+    large = fine._replace(**{which: getattr(fine, which) * 1e300})
+    places = [place(fine, kind, False) for _ in range(2)]
+    assert write([stored(fine, 1.0), stored(large, 1.0)], places) == 1
 
 
 def test_a_machine_without_a_compiler_says_so(

@@ -106,6 +106,13 @@ def test_a_head_may_be_changed(tmp_path: Path) -> None:
         ({"lora_alpha": None}, "lora_alpha"),
         ({"rank_pattern": {"(": 2}}, "regular expression"),
         ({"rank_pattern": {"q_proj": 8}}, r"shape \[4, 64\].*\[8, 64\]"),
+        (
+            {"r": 2},
+            r"it must be \[2, \d+\]. The ranks in adapter_config.json are of another adapter",
+        ),
+        ({"r": 300}, r"takes up to 64. 256 is the most that can be had \(--max-lora-rank\)"),
+        ({"lora_alpha": 10**400}, "lora_alpha is 1000.*expected a number above 0"),
+        ({"alpha_pattern": {"q_proj": 10**400}}, "must be above 0, got 1000"),
         ({"target_modules": ["q_proj"]}, "not among the target_modules"),
         ({"target_modules": [*ALL, "lm_head"]}, "no tensors: lm_head"),
     ],
@@ -119,6 +126,9 @@ def test_configs_that_are_refused(tmp_path: Path, changes: dict[str, Any], words
 def test_a_rank_above_the_limit_is_refused_with_both_numbers(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="rank 16, and this engine takes up to 8"):
         read(write_adapter(tmp_path / "a", rank=16), max_rank=8)
+    wider = write_adapter(tmp_path / "b", rank=16, rank_pattern={"v_proj": 32})
+    with pytest.raises(CheckpointError, match="Start it with --max-lora-rank 32"):
+        read(wider, max_rank=8)
 
 
 def test_another_base_is_told_by_its_shapes(tmp_path: Path) -> None:
@@ -143,6 +153,9 @@ def test_every_tensor_is_accounted_for(tmp_path: Path) -> None:
     extra = {"base_model.model.lm_head.weight": torch.zeros(97, 64)}
     with pytest.raises(UnsupportedError, match=r"lm_head.weight is of no known kind"):
         read(write_adapter(tmp_path / "extra", tensors=tensors | extra))
+    extra = {"base_model.model.model.embed_tokens.lora_embedding_A": torch.zeros(4, 97)}
+    with pytest.raises(UnsupportedError, match=r"lora_embedding_A belongs to embeddings"):
+        read(write_adapter(tmp_path / "embeddings", tensors=tensors | extra))
     unknown = {
         f"base_model.model.model.layers.7.q_proj.lora_{x}.weight": torch.zeros(4, 4) for x in "AB"
     }
@@ -187,4 +200,13 @@ def test_weights_that_are_cut_off(tmp_path: Path) -> None:
     file = write_adapter(tmp_path / "a") / "adapter_model.safetensors"
     file.write_bytes(file.read_bytes()[:-100])
     with pytest.raises(CheckpointError, match="cut off"):
+        read(file.parent)
+
+
+def test_a_config_of_endless_depth(tmp_path: Path) -> None:
+    file = write_adapter(tmp_path / "a") / "adapter_config.json"
+    file.write_text("[" * 200_000)
+    with pytest.raises(
+        CheckpointError, match=r"adapter_config.json: is not valid JSON: maximum rec"
+    ):
         read(file.parent)

@@ -85,6 +85,35 @@ def test_a_failed_reading_is_told_once_and_tried_again(make: Make, tmp_path: Pat
     assert (store.num_failures, store.num_loads) == (1, 1)
 
 
+def test_what_nobody_waits_for_any_more_makes_room_too(make: Make, tmp_path: Path) -> None:
+    store = make(max_host=2)
+    names = [f"a{number}" for number in range(6)]
+    fill(store, tmp_path, *names)
+    for name in names:
+        assert not store.ready(name)  # and its request goes away
+        while not store._coming[name].done():
+            time.sleep(0.001)
+    assert store.num_there + len(store._coming) <= 3
+    wait(store, names[0])
+    assert store.num_there == 2
+
+
+def test_other_files_under_the_same_name_are_refused(make: Make, tmp_path: Path) -> None:
+    store = make(max_host=1)
+    fill(store, tmp_path, "a", "b")
+    for name in "aba":
+        wait(store, name)
+    write_adapter(tmp_path / "other", seed=5)
+    wait(store, "b")
+    for file in (tmp_path / "other").iterdir():
+        file.replace(tmp_path / "a" / file.name)
+    with pytest.raises(CheckpointError, match=r"changed since it was first read.*Unload the adapt"):
+        wait(store, "a")
+    store.unregister("a")
+    store.register("a", tmp_path / "a")
+    wait(store, "a")
+
+
 def test_the_network_has_a_say(make: Make, tmp_path: Path) -> None:
     def refuse(adapter: Adapter) -> Adapter:
         raise CheckpointError(f"{adapter.name} does not fit")
@@ -126,5 +155,5 @@ def test_loading_and_unloading_many_times_leaves_nothing(make: Make, tmp_path: P
         store.register(f"a{number}", folder)
         wait(store, f"a{number}")
         store.unregister(f"a{number}")
-    held = (store._folders, store._there, store._coming, store._held)
-    assert [len(part) for part in held] == [0, 0, 0, 0]
+    held = (store._folders, store._there, store._coming, store._held, store._versions)
+    assert [len(part) for part in held] == [0, 0, 0, 0, 0]

@@ -51,13 +51,36 @@ def test_a_cut_off_file_is_refused(file, keep):
 
 
 @pytest.mark.parametrize(
-    "header", [b"{not json", b"[]", b'{"a": {"dtype": "F32"}}', b'{"a": 3}', b'{"a": null}']
+    "header",
+    [b"{not json", b"[]", b'{"a": {"dtype": "F32"}}', b'{"a": 3}', b'{"a": null}', b"[" * 200_000],
 )
 def test_a_corrupt_header_is_refused(tmp_path, header):
     path = tmp_path / "x.safetensors"
     path.write_bytes(len(header).to_bytes(8, "little") + header)
     with pytest.raises(CheckpointError, match=r"x\.safetensors: the header is corrupt"):
         SafetensorsCheckpoint([path])
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"data_offsets": [-48, 0]}, "tensor a has shape"),
+        ({"data_offsets": [0.0, 48.0]}, "tensor a has shape"),
+        ({"shape": [4, 2]}, r"tensor a of \[4, 2\] F32 has 48 bytes"),
+        ({"dtype": "BF16"}, r"tensor a of \[4, 3\] BF16 has 48 bytes"),
+        ({"data_offsets": [4, 52]}, "tensor a begins at byte"),
+        ({"dtype": None}, "TypeError"),
+    ],
+)
+def test_tensors_that_cannot_lie_as_the_header_says(file, changes, words):
+    data = file.read_bytes()
+    end = 8 + int.from_bytes(data[:8], "little")
+    header = json.loads(data[8:end])
+    header["a"] |= changes
+    text = json.dumps(header).encode()
+    file.write_bytes(len(text).to_bytes(8, "little") + text + data[end:])
+    with pytest.raises(CheckpointError, match=f"the header is corrupt.*{words}"):
+        SafetensorsCheckpoint([file])
 
 
 def test_garbage_is_refused(tmp_path):

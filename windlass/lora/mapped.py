@@ -1,13 +1,11 @@
-"""An adapter as it lies in its .safetensors file: arrays in it, not read until they are used.
+"""An adapter as it is stored in its .safetensors file: arrays over one piece of memory.
 
-Asking torch for each of hundreds of tensors takes longer than rounding them.
+Asking torch for each of hundreds of tensors takes longer than rounding them. The file is read, not
+mapped: where somebody cuts it off, or its disk fails, a map of it would end the whole process.
 """
 
 from __future__ import annotations
 
-import json
-import math
-import mmap
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,11 +14,14 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from windlass.errors import CheckpointError
+from windlass.models.checkpoint import StoredTensor
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
 # bfloat16 is no type of numpy's: an array of such numbers has their bits.
 TYPES = {"bf16": np.uint16, "f16": np.float16, "f32": np.float32, "f64": np.float64}
+
+Version = tuple[int, ...]  # of files: another one when any was written or replaced
 
 
 class Stored(NamedTuple):
@@ -40,28 +41,42 @@ class StoredAdapter:
     file: str
 
 
+def version_of(*files: Path) -> Version:
+    """Sizes, and when they were written; a file that is not there is named where it is opened."""
+    found = [file.stat() for file in files if file.exists()]
+    return tuple(number for one in found for number in (one.st_size, one.st_mtime_ns))
+
+
 def not_finite(file: str, module: str) -> CheckpointError:
-    return CheckpointError(f"{file}: {module} has numbers that are not finite (NaN or infinity).")
+    return CheckpointError(
+        f"{file}: {module} has numbers that are not finite (NaN or infinity), or are not once they "
+        "are scaled and rounded."
+    )
 
 
-class MappedFile:
-    """A file whose header was found to be sound; the arrays keep it open."""
+def read_arrays(file: Path, tensors: Mapping[str, StoredTensor]) -> dict[str, Array]:
+    """Tensors of the types in `TYPES`, which lie where the header says: all in one reading."""
+    if not tensors:
+        return {}
+    first = min(tensor.start for tensor in tensors.values())
+    memory = np.empty(max(one.start + one.num_bytes for one in tensors.values()) - first, np.uint8)
+    try:
+        with file.open("rb", buffering=0) as stream:
+            stream.seek(first)
+            num_read = 0
+            while num_read < len(memory):  # a system reads 2 GiB at a time
+                more = stream.readinto(memory[num_read:].data)
+                if not more:
+                    raise CheckpointError(
+                        f"{file}: was cut off while it was read: {first + num_read} bytes are "
+                        f"left of it, {first + len(memory)} were there. Is somebody writing it?"
+                    )
+                num_read += more
+    except OSError as error:
+        raise CheckpointError(f"{file}: cannot be read: {error.strerror or error}.") from error
+    return {name: _array(memory, first, tensor) for name, tensor in tensors.items()}
 
-    def __init__(self, file: Path) -> None:
-        self._file = file
-        try:
-            with file.open("rb") as stream:
-                length = int.from_bytes(stream.read(8), "little")
-                self._entries: Mapping[str, Any] = json.loads(stream.read(length))
-                whole = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_COPY)
-        except (OSError, ValueError) as error:
-            raise CheckpointError(f"{file}: cannot be read: {error}.") from error
-        self._bytes: Array = np.frombuffer(whole, np.uint8)[8 + length :]
 
-    def array(self, name: str, shape: tuple[int, ...]) -> Array:
-        """Of a tensor whose type is one of `TYPES`."""
-        entry = self._entries.get(name, {"dtype": "nothing", "data_offsets": (0, 0)})
-        dtype, (start, end) = TYPES.get(entry["dtype"].lower()), entry["data_offsets"]
-        if dtype is None or end - start != math.prod(shape) * np.dtype(dtype).itemsize:
-            raise CheckpointError(f"{self._file}: tensor {name} has changed since it was checked.")
-        return self._bytes[start:end].view(dtype).reshape(shape)
+def _array(memory: Array, first: int, tensor: StoredTensor) -> Array:
+    at = tensor.start - first
+    return memory[at : at + tensor.num_bytes].view(TYPES[tensor.format]).reshape(tensor.shape)

@@ -109,13 +109,15 @@ def _address(array: Array) -> int:
 def write_plain(changes: Sequence[Stored], places: Sequence[Place]) -> int | None:
     """What `write` does, by torch."""
     for i, (change, place) in enumerate(zip(changes, places, strict=True)):
-        down, up = _tensor_of(change.down), _tensor_of(change.up) * change.scaling
-        if not (down.isfinite().all() and up.isfinite().all()):
+        kind = _tensor_of(place.down).dtype if place.scales is None else torch.float32
+        up = _tensor_of(change.up) * change.scaling
+        low = Low(_tensor_of(change.down).to(kind), up.to(kind))
+        if not (low.down.isfinite().all() and low.up.isfinite().all()):
             return i
-        held = Low(down, up) if place.scales is None else encode(Low(down, up))
+        held = low if place.scales is None else encode(low)
         for target, part in zip(place, held, strict=True):
             if target is not None and part is not None:
-                np.copyto(target, array_of(part.to(_tensor_of(target).dtype)))
+                np.copyto(target, array_of(part))
     return None
 
 

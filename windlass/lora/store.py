@@ -14,7 +14,7 @@ from pathlib import Path
 
 from windlass.errors import AdapterConflict, AdapterNotFound, CheckpointError, EngineError
 from windlass.lora.base import Adapter
-from windlass.lora.mapped import StoredAdapter
+from windlass.lora.mapped import StoredAdapter, Version
 from windlass.lora.peft import AdapterFolder
 from windlass.models.spec import ModelSpec
 
@@ -46,7 +46,8 @@ class AdapterStore:
         self._pack = pack
         self._folders: dict[str, Path] = {}
         self._there: OrderedDict[str, Adapter] = OrderedDict()  # the least recently used first
-        self._coming: dict[str, Future[Adapter]] = {}
+        self._coming: dict[str, Future[tuple[Adapter, Version]]] = {}
+        self._versions: dict[str, Version] = {}  # of what was read first
         self._held: dict[str, int] = {}
         self._reader = ThreadPoolExecutor(_readers(), "windlass-adapters")
         self.num_loads = 0
@@ -73,6 +74,7 @@ class AdapterStore:
         """Forget a name and its weights; one that is being read is dropped when it comes."""
         del self._folders[name]
         self._there.pop(name, None)
+        self._versions.pop(name, None)
         coming = self._coming.pop(name, None)
         if coming is not None:
             coming.cancel()
@@ -106,7 +108,9 @@ class AdapterStore:
             return True
         coming = self._coming.get(name)
         if coming is None:
-            coming = self._reader.submit(self._read, name, self._folder(name))
+            folder = self._folder(name)
+            self._take_abandoned()
+            coming = self._reader.submit(self._read, name, folder, self._versions.get(name))
             coming.add_done_callback(self._count)
             self._coming[name] = coming
             return False
@@ -114,14 +118,24 @@ class AdapterStore:
             return False
         del self._coming[name]
         try:
-            adapter = coming.result()
+            self._take(name, *coming.result())
         except EngineError:
             self.num_failures += 1
             raise
+        return True
+
+    def _take(self, name: str, adapter: Adapter, version: Version) -> None:
         self.num_loads += 1
+        self._versions[name] = version
         self._there[name] = adapter
         self._make_room()
-        return True
+
+    def _take_abandoned(self) -> None:
+        """What was read for requests that are gone counts as the rest does, and makes room."""
+        for name, coming in list(self._coming.items()):
+            if coming.done() and coming.exception() is None:
+                del self._coming[name]
+                self._take(name, *coming.result())
 
     def get(self, name: str) -> Adapter:
         """The weights of an adapter that is ready."""
@@ -140,7 +154,7 @@ class AdapterStore:
         """End the thread; what waits to be read is not read any more."""
         self._reader.shutdown(wait=True, cancel_futures=True)
 
-    def _count(self, _ended: Future[Adapter]) -> None:
+    def _count(self, _ended: Future[tuple[Adapter, Version]]) -> None:
         self.num_ended += 1
 
     def _folder(self, name: str) -> Path:
@@ -157,10 +171,15 @@ class AdapterStore:
             if name not in self._held and name != newest:
                 del self._there[name]
 
-    def _read(self, name: str, folder: Path) -> Adapter:
+    def _read(self, name: str, folder: Path, known: Version | None) -> tuple[Adapter, Version]:
         """In the thread. Whatever goes wrong reaches whoever wants the adapter, as our own error."""
         try:
             found = AdapterFolder(folder, self._spec, self._max_rank)
+            if known not in (None, found.version):
+                raise CheckpointError(
+                    f"{folder}: was changed since it was first read, and prefixes may be cached of "
+                    "what it was. Unload the adapter and load it again."
+                )
             adapter = found.read(name) if self._pack is None else self._pack(found.stored(name))
         except EngineError as error:
             raise type(error)(f"adapter {name!r} could not be loaded: {error}") from error
@@ -169,4 +188,4 @@ class AdapterStore:
                 f"adapter {name!r} could not be loaded from {folder}: "
                 f"{type(error).__name__}: {error}"
             ) from error
-        return adapter
+        return adapter, found.version

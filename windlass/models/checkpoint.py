@@ -6,9 +6,12 @@ checkpoint is opened, data only when asked for. Torch is imported by the first `
 
 from __future__ import annotations
 
+import functools
 import json
+import math
+import re
 from collections.abc import Collection, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -28,6 +31,7 @@ class StoredTensor:
     shape: tuple[int, ...]
     format: str  # "bf16", "f32", "Q4_1"
     num_bytes: int
+    start: int = field(default=0, compare=False)  # in its file, where that is .safetensors
 
 
 class Checkpoint(Protocol):
@@ -163,28 +167,52 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
             header = json.loads(stream.read(length))
     except OSError as error:
         raise CheckpointError(f"{file}: cannot be read: {error.strerror or error}.") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{file}: the header is corrupt: {error}. Fetch it again.") from error
-    return _entries(header, file, size - 8 - length)
+    return _entries(header, file, size, 8 + length)
 
 
-def _entries(header: Any, file: Path, data_bytes: int) -> dict[str, StoredTensor]:
+def _entries(header: Any, file: Path, size: int, first: int) -> dict[str, StoredTensor]:
+    """Tensors that lie one behind the other from `first` to the file's end, as the format has it."""
     entries: dict[str, StoredTensor] = {}
-    end_of_data = 0
     try:
         for name, entry in header.items():
-            if name == "__metadata__":
-                continue
-            start, end = entry["data_offsets"]
-            end_of_data = max(end_of_data, end)
-            entries[name] = StoredTensor(tuple(entry["shape"]), entry["dtype"].lower(), end - start)
+            if name != "__metadata__":
+                entries[name] = _entry(name, entry, first)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise CheckpointError(
             f"{file}: the header is corrupt ({type(error).__name__}: {error}). Fetch it again."
         ) from error
-    if end_of_data != data_bytes:
+    end = first
+    for name, tensor in sorted(
+        entries.items(), key=lambda item: (item[1].start, item[1].num_bytes)
+    ):
+        if tensor.start != end:
+            raise CheckpointError(
+                f"{file}: the header is corrupt: tensor {name} begins at byte {tensor.start}, the "
+                f"one before it ends at {end}. Fetch it again."
+            )
+        end += tensor.num_bytes
+    if end != size:
         raise CheckpointError(
-            f"{file}: is cut off or damaged: {end_of_data} bytes of tensors are announced, "
-            f"{data_bytes} are there. Fetch it again."
+            f"{file}: is cut off or damaged: {end - first} bytes of tensors are announced, "
+            f"{size - first} are there. Fetch it again."
         )
     return entries
+
+
+def _entry(name: str, entry: Any, first: int) -> StoredTensor:
+    dtype, shape, (start, end) = entry["dtype"], entry["shape"], entry["data_offsets"]
+    if not all(type(number) is int and number >= 0 for number in (*shape, start, end)):
+        raise ValueError(f"tensor {name} has shape {shape} and lies from {start} to {end}")
+    bits = _bits(dtype)
+    if bits and math.prod(shape) * bits != (end - start) * 8:
+        raise ValueError(f"tensor {name} of {shape} {dtype} has {end - start} bytes")
+    return StoredTensor(tuple(shape), dtype.lower(), end - start, first + start)
+
+
+@functools.cache
+def _bits(dtype: str) -> int:
+    """Of a number: F8_E4M3 has 8. 0: not known here."""
+    found = re.match(r"[A-Z]+(\d+)", dtype)
+    return int(found[1]) if found else 8 * (dtype == "BOOL")

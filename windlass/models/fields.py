@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -9,6 +10,7 @@ from windlass.errors import CheckpointError
 
 _D = TypeVar("_D")
 _REQUIRED: Any = object()
+LARGEST = sys.float_info.max  # JSON knows whole numbers beyond it, and infinity
 
 
 class Fields:
@@ -54,7 +56,11 @@ class Fields:
     def number(self, name: str, default: float = _REQUIRED) -> float:
         """A number above 0."""
         value = self._get(name, default)
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
+        if (
+            isinstance(value, bool)
+            or not isinstance(value, (int, float))
+            or not 0 < value <= LARGEST
+        ):
             raise self._wrong(name, value, "a number above 0")
         return float(value)
 

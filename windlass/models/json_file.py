@@ -16,9 +16,9 @@ def read_json(path: Path) -> dict[str, Any]:
         value = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read: {error.strerror or error}.") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise CheckpointError(
-            f"{path}: is not valid JSON: {error}. Fetch the model's files again."
+            f"{path}: is not valid JSON: {error}. Fetch the file again."
         ) from error
     if not isinstance(value, dict):
         raise CheckpointError(f"{path}: holds a JSON {type(value).__name__}, expected an object.")
