@@ -173,11 +173,11 @@ class AdapterFolder:
 
     def stored(self, name: str) -> StoredAdapter:
         """The weights as the file has them, for whoever packs them."""
-        wanted = {each for pair in self._tensors.values() for each in pair.values()}
-        tensors = {each: self._checkpoint.stored(each) for each in wanted}
+        names = [each for pair in self._tensors.values() for each in pair.values()]
+        tensors = {each: self._checkpoint.stored(each) for each in names}
         known = {each: one for each, one in tensors.items() if one.format in TYPES}
         arrays = read_arrays(self._weights, known)
-        arrays |= {each: self._converted(each) for each in wanted - known.keys()}
+        arrays |= {each: self._converted(each) for each in names if each not in known}
         modules = {
             module: Stored(arrays[pair["A"]], arrays[pair["B"]], self.config.scaling_of(module))
             for module, pair in self._tensors.items()
