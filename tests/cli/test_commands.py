@@ -33,7 +33,9 @@ def test_version(windlass: Invoke) -> None:
     [
         (["serve", "--prot", "1"], "No such option: --prot"),
         (["serv"], "No such command 'serv'"),
-        (["serve", "--port", "x"], "Invalid value for '--port'"),
+        (["serve", "--port", "x"], "Invalid value for '--port': 'x' is not a whole number."),
+        (["serve", "--spec", "ngram", "--spec-tokens", "2.5"], "'2.5' is not a whole number."),
+        (["serve", "--spec-threshold", "much"], "'much' is not a number."),
         (["serve", "--port", "70000"], "--port must be between 0 and 65535"),
         (["serve", "--dtype", "int3"], "is not one of 'auto'"),
         (["serve", "--max-body-bytes", "4G"], "'4G' is not a size"),

@@ -57,6 +57,20 @@ def parse_size(text: str | int) -> int:
     return int(float(found[1]) * _UNITS[found[2].lower()])
 
 
+def parse_whole(text: str) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        raise typer.BadParameter(f"{text!r} is not a whole number.") from None
+
+
+def parse_number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise typer.BadParameter(f"{text!r} is not a number.") from None
+
+
 def split_names(text: str) -> list[str]:
     """Names with commas between them."""
     return [name.strip() for name in text.split(",") if name.strip()]
@@ -153,6 +167,9 @@ class Option:
             return list[item] | None, {"metavar": _metavar(item)}  # type: ignore[valid-type]
         if self.hint is bool:
             return bool | None, {}
+        if self.hint in (int, float):
+            parser = parse_whole if self.hint is int else parse_number
+            return Any, {"parser": parser, "metavar": _metavar(self.hint)}
         return self.hint | None, {"metavar": "|".join(self.choices) or _metavar(self.hint)}
 
     def _default_text(self) -> str:
