@@ -139,16 +139,22 @@ def test_a_full_disk_keeps_what_is_done(
     options = (*EAGLE, "--max-steps", "8", "--save-every", "3")
     real, out = unfinished.write_whole, tmp_path / "out"
     writes: list[str] = []
+    full = full_disk(writes, lambda w: w.count("state.safetensors") == 1)
+    monkeypatch.setattr(unfinished, "write_whole", full)
+    said = train_draft(out, *options, code=1)
+    assert "The texts are kept, and nothing is trained yet. Make room" in " ".join(said.split())
+    writes.clear()
+    monkeypatch.setattr(unfinished, "write_whole", real)
     full = full_disk(writes, lambda w: w.count("state.safetensors") == 2 or w[-1] == "report.json")
     monkeypatch.setattr(unfinished, "write_whole", full)
     said = train_draft(out, *options, code=1)
     assert "No space left on device" in said
-    assert "the training up to step 3 is kept in" in said
+    assert "The texts and the training up to step 3 are kept in" in said
     assert "run the same command again" in " ".join(said.split())
     assert not out.exists()
     writes += ["state.safetensors"] * 2
     said = train_draft(out, *options, code=1)
-    assert "the training up to step 8 is kept in" in said
+    assert "The texts and the training up to step 8 are kept in" in said
     assert not out.exists()
     monkeypatch.setattr(unfinished, "write_whole", real)
     assert "trained 8 steps" in train_draft(out, *options)

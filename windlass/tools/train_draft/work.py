@@ -37,11 +37,15 @@ class Work(Unfinished):
     """The texts, and the training's latest state."""
 
     def __init__(self, output: Path, fingerprint: Mapping[str, Any]) -> None:
-        self._kept = "nothing is trained yet"
+        self._kept = "The texts are kept, and nothing is trained yet"
         super().__init__(output, fingerprint, _OWN)
 
     def _done(self) -> str:
-        return f"The texts and {self._kept}"
+        return self._kept
+
+    def _keep(self, about: Mapping[str, Any]) -> None:
+        at = about["step"]
+        self._kept = f"The texts and the training up to step {at} are kept in {self.folder}"
 
     def save_state(self, tensors: Mapping[str, Tensor], about: Mapping[str, Any]) -> None:
         """Keep a training's state in place of the one before, which stays until this one is whole."""
@@ -51,7 +55,7 @@ class Work(Unfinished):
         }
         data = save(own, metadata={"about": json.dumps(about)})
         self._write(self.folder / _STATE, data)
-        self._kept = f"the training up to step {about['step']} is kept in {self.folder}"
+        self._keep(about)
 
     def load_state(self) -> SavedState | None:
         """The state that was saved last; None: there is none."""
@@ -64,7 +68,7 @@ class Work(Unfinished):
                 tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         except (SafetensorError, OSError, KeyError, TypeError, ValueError) as error:
             raise EngineError(f"{path}: is damaged: {error}. Remove it to train anew.") from error
-        self._kept = f"the training up to step {about['step']} is kept in {self.folder}"
+        self._keep(about)
         return SavedState(tensors, about)
 
     def finish(
