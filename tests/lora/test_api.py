@@ -153,6 +153,20 @@ def test_only_an_admin_may_change_adapters(site: Site, headers: dict[str, str]) 
     assert site.change("unload", headers, lora_name="first").status_code == 403
 
 
+def test_many_calls_for_one_name_load_it_once(site: Site) -> None:
+    folder = write_adapter(site.root / "wanted", seed=4)
+
+    async def main() -> list[int]:
+        async with httpx.AsyncClient(base_url=site.url, headers=ADMIN, timeout=30) as http:
+            body = {"lora_name": "wanted", "lora_path": str(folder)}
+            calls = [http.post("/v1/load_lora_adapter", json=body) for _ in range(60)]
+            return [answer.status_code for answer in await asyncio.gather(*calls)]
+
+    assert sorted(asyncio.run(main())) == [200] + [409] * 59
+    assert site.complete("wanted").status_code == 200
+    assert site.change("unload", lora_name="wanted").status_code == 200
+
+
 def test_nothing_outside_of_the_root_is_read(site: Site) -> None:
     (site.root / "link").symlink_to(site.outside / "first")
     inner = write_adapter(site.root / "inner")
@@ -224,6 +238,14 @@ def test_answers_reach_who_asked() -> None:
         assert (sent, registry.folders, registry._calls) == ([change, change], {}, {})
 
     asyncio.run(main())
+
+
+def test_what_is_loaded_stays_when_it_is_loaded_again() -> None:
+    registry = AdapterRegistry()
+    registry.answered(loaded("a", "/a"))
+    with pytest.raises(AdapterConflict, match="is loaded already"):
+        asyncio.run(registry.change(messages.LoadAdapter("a", "/a"), lambda _: None))
+    assert (registry.folders, registry._calls) == ({"a": "/a"}, {})
 
 
 def test_ten_thousand_loads_leave_nothing() -> None:

@@ -57,6 +57,13 @@ class AdapterRegistry:
         unloads = [messages.UnloadAdapter(name) for name in gone]
         return [*unloads, *(messages.LoadAdapter(name, known[name]) for name in added)]
 
+    def check_free(self, name: str) -> None:
+        if name in self.folders:
+            raise AdapterConflict(
+                f"an adapter {name!r} is loaded already. Unload it first, or choose another name.",
+                "lora_name",
+            )
+
     async def change(self, change: Change, send: Callable[[Change], None]) -> int:
         """Tell the engine and wait for its answer: how many requests still use the adapter."""
         if change.name in self._calls:
@@ -64,6 +71,10 @@ class AdapterRegistry:
                 f"the adapter {change.name!r} is being loaded or unloaded by another call.",
                 "lora_name",
             )
+        if isinstance(change, messages.LoadAdapter):
+            self.check_free(
+                change.name
+            )  # another call may have loaded it since it was last looked at
         call: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         call.add_done_callback(lambda done: done.cancelled() or done.exception())
         self._calls[change.name] = change, call
@@ -134,11 +145,7 @@ class AdapterDoor:
             raise RequestError(f"lora_name: {error}", "lora_name") from error
         if name == self._base:
             raise AdapterConflict(f"{name!r} is the model's own name.", "lora_name")
-        if name in self._client.adapters.folders:
-            raise AdapterConflict(
-                f"an adapter {name!r} is loaded already. Unload it first, or choose another name.",
-                "lora_name",
-            )
+        self._client.adapters.check_free(name)
         folder = await asyncio.to_thread(self._allowed, path)
         try:
             await self._client.change_adapter(messages.LoadAdapter(name, str(folder)))
