@@ -270,8 +270,10 @@ def _adapting(config: EngineConfig, source: Source, weights: Loaded) -> Adapting
     if not config.lora.enable_lora:
         return None
     from windlass.lora.start import open_adapters
+    from windlass.runner.device import free_bytes
 
-    return open_adapters(config, source.spec, weights.network, weights.products)
+    free = free_bytes(weights.parts.device)
+    return open_adapters(config, source.spec, weights.network, weights.products, free)
 
 
 class _Plain:

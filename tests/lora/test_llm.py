@@ -142,6 +142,7 @@ def test_an_engine_that_died_gets_its_adapters_again(model: Path, tmp_path: Path
         ({"lora_modules": ["a=x", "a=y"]}, "twice"),
         ({"lora_modules": [" =x"]}, "cannot be an adapter's name"),
         ({"lora_modules": ["a=/no/such/folder"]}, "was not found"),
+        ({"max_loras": 10**9, "max_lora_rank": 256}, "GiB are free.*--lora-dtype int8"),
     ],
 )
 def test_settings_that_are_refused(model: Path, options: dict[str, Any], words: str) -> None:

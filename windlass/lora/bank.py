@@ -96,9 +96,9 @@ class Bank:
         self._layers: list[Stacks] = []
         self._laid: dict[int, _Laid] = {}  # by slot, of what was there last
         self._places: dict[str, _Place] = {}
-        norm = next(module for module in network.modules() if isinstance(module, RMSNorm))
+        norm = _norm(network)
         self._device = norm.weight.device
-        self._dtype = norm.weight.dtype if dtype == "auto" else torch.int8
+        self._dtype = _stored_as(norm, dtype)
         self._copying = torch.cuda.Stream() if self._device.type == "cuda" else None
         kernel = _kernel(norm.ops)
         linears = [(path, m) for path, m in network.named_modules() if isinstance(m, Linear)]
@@ -279,6 +279,21 @@ class Bank:
         down, up = (torch.zeros(s, dtype=self._dtype, device=self._device) for s in shapes)
         changes: dict[int, list[Change]] = {slot: [] for slot in range(count)}
         return Stacks(down, up, ranks, sizes, changes, scales, by_output)
+
+
+def bytes_of_slot(network: Network, max_rank: int, dtype: LoraDType) -> int:
+    """What the matrices of one slot take."""
+    linears = [module for module in network.modules() if isinstance(module, Linear)]
+    values = sum(len(one.parts) * one.num_in + sum(one.parts.values()) for one in linears)
+    return values * max_rank * _stored_as(_norm(network), dtype).itemsize
+
+
+def _norm(network: Network) -> RMSNorm:
+    return next(module for module in network.modules() if isinstance(module, RMSNorm))
+
+
+def _stored_as(norm: RMSNorm, dtype: LoraDType) -> torch.dtype:
+    return norm.weight.dtype if dtype == "auto" else torch.int8
 
 
 def _names(path: str, layer: Linear) -> Iterator[str]:

@@ -11,14 +11,16 @@ from torch import Tensor
 
 from windlass.config import EngineConfig
 from windlass.core.card import Choice
+from windlass.errors import ConfigError
 from windlass.kernels.batch import AdapterRows
 from windlass.kernels.lora import Lora
 from windlass.kernels.products import TorchProducts
 from windlass.layers.linear import Linear
-from windlass.lora.bank import Bank
+from windlass.lora.bank import Bank, bytes_of_slot
 from windlass.lora.packing import compiled_code
 from windlass.lora.places import locate
 from windlass.lora.store import AdapterStore
+from windlass.lora_config import LoraConfig
 from windlass.models.network import Network
 from windlass.models.spec import ModelSpec
 
@@ -35,10 +37,13 @@ class Adapting:
 
 
 def open_adapters(
-    config: EngineConfig, spec: ModelSpec, network: Network, products: TorchProducts
+    config: EngineConfig, spec: ModelSpec, network: Network, products: TorchProducts, free: int
 ) -> Adapting:
-    """Take the memory, and check the adapters that the config names; no weight of them is read."""
+    """Take the memory, of which `free` bytes are left, and check the adapters that the config names;
+    no weight of them is read.
+    """
     wish = config.lora
+    _check_room(wish, network, free)
     bank = Bank(network, spec, wish.max_loras, wish.max_lora_rank, wish.lora_dtype)
     _tune(bank, network, products)
     store = AdapterStore(spec, wish.max_lora_rank, wish.max_host, bank.pack)
@@ -57,6 +62,18 @@ def open_adapters(
         ),
     )
     return Adapting(bank, store, choice)
+
+
+def _check_room(wish: LoraConfig, network: Network, free: int) -> None:
+    """Refuse slots that would not fit: a system may end the process instead of saying so."""
+    need = (wish.max_loras + 1) * bytes_of_slot(network, wish.max_lora_rank, wish.lora_dtype)
+    if need > free:
+        advice = "" if wish.lora_dtype == "int8" else ", or set --lora-dtype int8"
+        raise ConfigError(
+            f"--max-loras {wish.max_loras} with --max-lora-rank {wish.max_lora_rank} takes "
+            f"{need / 2**30:,.1f} GiB, but {free / 2**30:,.1f} GiB are free. Lower one of "
+            f"them{advice}."
+        )
 
 
 def _tune(bank: Bank, network: Network, products: TorchProducts) -> None:

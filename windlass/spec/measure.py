@@ -17,7 +17,9 @@ _SIZES = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 _FEW_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 _REPEATS = 4
 _IN_FLIGHT = 3
-_ENOUGH_S = 1.5  # steps of other sizes are then taken to cost as these suggest
+# For steps with guesses and for plain ones, and for each way of making guesses: sizes that there was
+# no time for are taken to cost as the others suggest.
+_ENOUGH_S, _ENOUGH_EACH_S = 0.7, 0.2
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,16 +96,16 @@ def measure(
     """
     alone, depth = room.one_each, room.row_tokens - 1
 
-    def of(wanted: int, room: Room, sizes: tuple[int, ...]) -> StepCosts:
-        return _measure(_WithGuesses(runner, proposer, wanted), room, sizes, clock)
+    def of(wanted: int, room: Room, sizes: tuple[int, ...], enough: float) -> StepCosts:
+        return _measure(_WithGuesses(runner, proposer, wanted), room, sizes, clock, enough)
 
-    guessed, plain = of(0, room, _SIZES), _plainly(runner, proposer, alone, _SIZES, clock)
+    guessed = of(0, room, _SIZES, _ENOUGH_S)
+    plain = _plainly(runner, proposer, alone, _SIZES, clock)
     if proposer.free or depth < 1:
         return Costs(guessed, plain)
     deep = max(2, depth)
-    bare = of(0, alone, _FEW_SIZES)
-    one, many = (_over(of(wanted, alone, _FEW_SIZES), bare) for wanted in (1, deep))
-    return Costs(guessed, plain, Drafting(one, many, deep))
+    bare, one, many = (of(count, alone, _FEW_SIZES, _ENOUGH_EACH_S) for count in (0, 1, deep))
+    return Costs(guessed, plain, Drafting(_over(one, bare), _over(many, bare), deep))
 
 
 def plain_step(
@@ -152,6 +154,7 @@ def _measure(
     room: Room,
     sizes: tuple[int, ...],
     clock: Callable[[], float],
+    enough: float = _ENOUGH_S,
 ) -> StepCosts:
     began = clock()
     seconds: dict[int, float] = {}
@@ -160,7 +163,7 @@ def _measure(
     for size in sorted(
         (one for one in sizes if one <= room.most), key=lambda n: (n & (n - 1) > 0, n)
     ):
-        if len(seconds) > 1 and clock() - began > _ENOUGH_S:
+        if len(seconds) > 1 and clock() - began > enough:
             break
         seconds[size] = min(step(size, room, clock) for _ in range(_REPEATS))
     if len(seconds) == 1:  # there is no room for a guess either
