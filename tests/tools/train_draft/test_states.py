@@ -106,7 +106,7 @@ def test_a_run_that_goes_on_keeps_to_its_way_and_ends_the_same(
     with monkeypatch.context() as patch:
         patch.setattr(states, "free_bytes", lambda _device: 0)
         patch.setattr(unfinished, "write_whole", full)
-        assert "up to step 3 is kept" in train_draft(out, *options, code=1)
+        assert "up to step 3 are kept" in train_draft(out, *options, code=1)
     assert f"{PER_STEP}, as before the interruption" in train_draft(out, *options)
     train_draft(tmp_path / "whole", *options)
     assert same_tensors(tmp_path / "whole", out)
