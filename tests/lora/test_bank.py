@@ -15,8 +15,8 @@ from windlass.errors import CheckpointError, EngineError
 from windlass.kernels.lora import PlainLora
 from windlass.lora.base import Adapter, Low
 from windlass.lora.codes import encode
-from windlass.lora.mapped import StoredAdapter
 from windlass.lora.packing import stored
+from windlass.lora.stored import StoredAdapter
 from windlass.lora_config import LoraDType
 
 

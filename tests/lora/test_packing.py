@@ -18,9 +18,9 @@ from windlass.errors import CheckpointError, UnsupportedError
 from windlass.lora import packing, start
 from windlass.lora.base import Low
 from windlass.lora.codes import encode
-from windlass.lora.mapped import Array, Stored
 from windlass.lora.packing import Place, array_of, write, write_plain
 from windlass.lora.peft import AdapterFolder
+from windlass.lora.stored import Array, Stored
 
 Write = Callable[[list[Stored], list[Place]], int | None]
 BOTH = pytest.mark.parametrize("call", [write, write_plain])

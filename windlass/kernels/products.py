@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Protocol
 
 import torch
@@ -62,23 +62,22 @@ class TorchProducts:
         """A product and the norm behind it: (residual + product, normalised; residual + product)."""
         return norm.add(self.linear(x, weight), residual)
 
-    @contextmanager
-    def fixed_order(self, fixed: bool = True) -> Iterator[None]:
+    def fixed_order(self, fixed: bool = True) -> AbstractContextManager[None]:
         """While it lasts, a row's result does not depend on the rows beside it."""
-        before, self._fixed = self._fixed, fixed
-        try:
-            yield
-        finally:
-            self._fixed = before
+        return self._meanwhile("_fixed", fixed)
+
+    def accompanied(self, accompanied: bool = True) -> AbstractContextManager[None]:
+        """While it lasts, something else is computed beside every product, and wants room for it."""
+        return self._meanwhile("_accompanied", accompanied)
 
     @contextmanager
-    def accompanied(self, accompanied: bool = True) -> Iterator[None]:
-        """While it lasts, something else is computed beside every product, and wants room for it."""
-        before, self._accompanied = self._accompanied, accompanied
+    def _meanwhile(self, name: str, value: bool) -> Iterator[None]:
+        before = getattr(self, name)
+        setattr(self, name, value)
         try:
             yield
         finally:
-            self._accompanied = before
+            setattr(self, name, before)
 
     def tune(self, weights: Iterable[Tensor]) -> tuple[str, str]:
         """Choose by measuring, once, where there is a choice; returns what was chosen and why."""

@@ -18,9 +18,9 @@ from windlass.kernels.ops import Ops
 from windlass.layers.linear import Linear
 from windlass.layers.norm import RMSNorm
 from windlass.lora.base import Adapter, Low
-from windlass.lora.mapped import StoredAdapter, not_finite
 from windlass.lora.packing import compiled_code, place_of, stored, write
 from windlass.lora.pinned import pin, room
+from windlass.lora.stored import StoredAdapter, not_finite
 from windlass.lora_config import LoraDType
 from windlass.models.network import Network
 from windlass.models.spec import ModelSpec

@@ -20,7 +20,7 @@ from torch import Tensor
 from windlass.kernels.native.compiled import NativeUnavailable, load
 from windlass.lora.base import Adapter, Low
 from windlass.lora.codes import encode
-from windlass.lora.mapped import Array, Stored, StoredAdapter
+from windlass.lora.stored import Array, Stored, StoredAdapter
 
 _CODE = Path(__file__).parent / "src"
 # What the native call writes and reads; 16 bits without a sign are those of bfloat16.

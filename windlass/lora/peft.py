@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING
 
 from windlass.errors import CheckpointError, UnsupportedError
 from windlass.lora.base import Adapter, Low
-from windlass.lora.mapped import (
+from windlass.lora.peft_config import PeftConfig
+from windlass.lora.stored import (
     TYPES,
     Array,
     Stored,
@@ -23,7 +24,6 @@ from windlass.lora.mapped import (
     read_arrays,
     version_of,
 )
-from windlass.lora.peft_config import PeftConfig
 from windlass.lora_config import MAX_RANK
 from windlass.models.checkpoint import SafetensorsCheckpoint
 from windlass.models.spec import ModelSpec

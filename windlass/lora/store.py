@@ -14,8 +14,8 @@ from pathlib import Path
 
 from windlass.errors import AdapterConflict, AdapterNotFound, CheckpointError, EngineError
 from windlass.lora.base import Adapter
-from windlass.lora.mapped import StoredAdapter, Version
 from windlass.lora.peft import AdapterFolder
+from windlass.lora.stored import StoredAdapter, Version
 from windlass.models.spec import ModelSpec
 
 # A quarter of the cores may read: the rest computes or serves.

@@ -72,9 +72,8 @@ class AdapterRegistry:
                 "lora_name",
             )
         if isinstance(change, messages.LoadAdapter):
-            self.check_free(
-                change.name
-            )  # another call may have loaded it since it was last looked at
+            # Another call may have loaded it since it was last looked at.
+            self.check_free(change.name)
         call: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         call.add_done_callback(lambda done: done.cancelled() or done.exception())
         self._calls[change.name] = change, call
