@@ -7,6 +7,7 @@ follows; embeddings are the network's.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -37,6 +38,30 @@ def default_taps(num_layers: int) -> tuple[int, ...]:
     if 2 < num_layers // 2 < num_layers - 3:
         return (2, num_layers // 2, num_layers - 3)
     return (0, 1, 2) if num_layers == 3 else (1, num_layers // 2, num_layers - 1)
+
+
+@dataclass(frozen=True, slots=True)
+class EagleNorms:
+    """Where a head normalises beside what all of them do, by the names in their configs."""
+
+    norm_before_residual: bool = False  # what the layer adds to is normalised too
+    norm_before_fc: bool = False  # the taps, side by side
+    fc_norm: bool = False  # each tap by itself
+    norm_output: bool = False  # the next guess goes on from the normalised output
+
+    @classmethod
+    def of(cls, config: Mapping[str, Any], source: str) -> EagleNorms:
+        fields = Fields(config, source)
+        norms = cls(*(fields.flag(name, False) for name in cls.__slots__))
+        if norms.norm_before_fc and norms.fc_norm:
+            raise CheckpointError(
+                f"{source}: norm_before_fc and fc_norm are both true, and either of them "
+                "normalises what fc reads. Set the one that the head was not trained with to false."
+            )
+        return norms
+
+
+_USUAL = EagleNorms()
 
 
 class EagleLayer(nn.Module):
@@ -85,28 +110,54 @@ class EagleLayer(nn.Module):
 class Eagle(Weights):
     """The head without storage until a loader fills it; `d2t` turns its ids into the network's."""
 
-    def __init__(self, spec: ModelSpec, draft_vocab: int, parts: Parts) -> None:
+    def __init__(
+        self, spec: ModelSpec, draft_vocab: int, parts: Parts, norms: EagleNorms = _USUAL
+    ) -> None:
         super().__init__()
         size = spec.hidden_size
         method = parts.method_for("", ["fc"])
+        norm = partial(RMSNorm, eps=spec.norm_eps, dtype=parts.dtype, ops=parts.ops)
+        self.norms = norms
+        self.input_norm = norm(NUM_TAPS * size) if norms.norm_before_fc else None
+        each = range(NUM_TAPS if norms.fc_norm else 0)
+        self.fc_norm = nn.ModuleList(norm(size) for _ in each)
         self.fc = Linear({"fc": size}, NUM_TAPS * size, method, parts.mesh.tp)
         self.midlayer = EagleLayer(spec, parts)
-        self.norm = RMSNorm(size, spec.norm_eps, parts.dtype, parts.ops)
+        self.norm = norm(size)
         self.lm_head = Linear({"lm_head": draft_vocab}, size, method, parts.mesh.tp)
         self.d2t = nn.Parameter(torch.empty(draft_vocab, dtype=torch.int64), requires_grad=False)
         inv_freq, scale = frequencies(spec.rope)
         self.rotary = Rotary(inv_freq, scale, parts.max_positions, parts.device)
+
+    def known(self, taps: Sequence[Tensor]) -> Tensor:
+        """What the network knew at each place, from its taps."""
+        if self.norms.fc_norm:
+            taps = [_normed(norm, tap) for norm, tap in zip(self.fc_norm, taps, strict=True)]
+        beside = torch.cat(tuple(taps), dim=-1)
+        if self.input_norm is not None:
+            beside = _normed(self.input_norm, beside)
+        return self.fc(beside)
 
     def forward(self, both: Tensor, hidden: Tensor, batch: StepBatch) -> tuple[Tensor, Tensor]:
         """(what the head reads, what the next guess goes on from)
 
         `both`: the vector of the token that follows beside the hidden state, each normalised.
         """
-        return self.midlayer(both, hidden, batch, self.rotary.cos_sin, self.norm)
+        if self.norms.norm_before_residual:
+            hidden = both[:, -hidden.shape[1] :].contiguous()
+        normed, hidden = self.midlayer(both, hidden, batch, self.rotary.cos_sin, self.norm)
+        return normed, normed if self.norms.norm_output else hidden
 
     @property
     def longest(self) -> int:
         return self.rotary.cos_sin.shape[0]
+
+
+def _normed(norm: nn.Module, x: Tensor) -> Tensor:
+    assert isinstance(norm, RMSNorm)
+    normed, _ = norm.add(x, None, whole=True)
+    assert isinstance(normed, Tensor)
+    return normed
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,7 +202,7 @@ def steps_of(head: Eagle, network: Network) -> PlainSteps | FusedSteps:
     return FusedSteps(table, gains, hidden_gains, norms[0].eps, head.d2t, head.longest)
 
 
-def taps_of(config: dict[str, Any], num_layers: int, source: str) -> tuple[int, ...]:
+def taps_of(config: Mapping[str, Any], num_layers: int, source: str) -> tuple[int, ...]:
     """The layers that a checkpoint's config names, or the usual ones."""
     section = Fields(Fields(config, source).mapping("eagle_config"), source)
     named = section.sequence("eagle_aux_hidden_state_layer_ids")

@@ -7,21 +7,21 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from windlass.errors import CheckpointError, UnsupportedError
+from windlass.errors import CheckpointError
 from windlass.kernels.batch import Heads, KVCache, kv_token_bytes
 from windlass.kernels.ops import choose_ops
 from windlass.kernels.select import Need
 from windlass.layers.linear import Linear
-from windlass.models.eagle import Eagle, steps_of, taps_of
+from windlass.models.eagle import Eagle, EagleNorms, steps_of, taps_of
 from windlass.models.loader import load
 from windlass.models.network import Network, Parts
 from windlass.models.spec import ModelSpec
 from windlass.quant.plain import Plain
 from windlass.runner.drafter import Verified
 from windlass.spec.base import Proposer, Site
-from windlass.spec.heads import attach, check_map, draft_vocab, open_head
+from windlass.spec.heads import HeadFiles, attach, check_map, draft_vocab, open_head
 
 if TYPE_CHECKING:
     from windlass.runner.assemble import Assembled, Loaded
@@ -47,7 +47,7 @@ class EagleDrafter:
     def draft(self, found: Verified, count: int, others: int = 0) -> Tensor:
         assert not others
         head, steps, pages = self._head, self._steps, self._cache.layers
-        known = head.fc(torch.cat([found.taps[layer] for layer in self.layers], dim=-1))
+        known = head.known([found.taps[layer] for layer in self.layers])
         batch = replace(found.batch, kv=pages)
         normed, hidden = head(steps.inputs(found.following, known), known, batch)
         if not found.last.shape[0]:
@@ -98,26 +98,32 @@ class EagleGuide:
 
 def guide(site: Site) -> EagleGuide:
     files = open_head(site, _RENAMED, _IGNORED)
-    if "transformer_layer_config" in files.config:
-        raise UnsupportedError(
-            f"{files.source}: has the layout of speculators, with transformer_layer_config inside. "
-            "Take the head in EAGLE-3's own layout, or train one with windlass train-draft."
-        )
     config: dict[str, Any] = {**files.config, "architectures": ["LlamaForCausalLM"]}
     spec = ModelSpec.from_hf(config, files.source)
     layers = taps_of(config, site.spec.num_layers, files.source)
     num_guessed = draft_vocab(files, spec.vocab_size) or spec.vocab_size
     parts = _parts(site.loaded, spec)
     with torch.device("meta"):
-        head = Eagle(spec, num_guessed, parts)
-    try:
-        load(head, files.tensors, parts.device)
-    except CheckpointError as error:
-        raise CheckpointError(f"--spec-model {files.source}: {error}") from error
+        head = Eagle(spec, num_guessed, parts, EagleNorms.of(config, files.source))
+    _fill(head, files, parts.device, whole=num_guessed == spec.vocab_size)
     check_map(head.d2t, files, spec.vocab_size)
     layers_of = [module for module in head.modules() if isinstance(module, Linear)]
     site.loaded.products.tune([one.weight for one in layers_of if one.weight is not None])
     return EagleGuide(head, spec, layers, site.config.speculation.most_guesses, site.loaded)
+
+
+def _fill(head: Eagle, files: HeadFiles, device: torch.device, whole: bool) -> None:
+    """Read the head's tensors. One that guesses among the whole vocabulary may have no map."""
+    meta = head.d2t
+    unmapped = whole and "d2t" not in files.tensors.names()
+    if unmapped:
+        del head.d2t
+    try:
+        load(head, files.tensors, device)
+    except CheckpointError as error:
+        raise CheckpointError(f"--spec-model {files.source}: {error}") from error
+    if unmapped:
+        head.d2t = nn.Parameter(torch.zeros_like(meta, device=device), requires_grad=False)
 
 
 def _parts(loaded: Loaded, spec: ModelSpec) -> Parts:

@@ -17,6 +17,7 @@ from windlass.models.json_file import read_json
 from windlass.models.source import ModelFiles, resolve
 from windlass.models.spec import ModelSpec
 from windlass.spec.base import Draft, Proposer, Seen, Site
+from windlass.spec.speculators import flat, verifier_of
 from windlass.spec.which import kind_of
 
 if TYPE_CHECKING:
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class HeadFiles:
-    """A head's config and tensors."""
+    """A head's config, in its kind's own layout, and tensors."""
 
     config: Mapping[str, Any]
     tensors: Checkpoint
@@ -40,10 +41,11 @@ def check(config: EngineConfig, files: ModelFiles, spec: ModelSpec) -> None:
     """Refuse a head that was made for another model, before any weight is read."""
     head = _find(config, {}, ())
     fields = Fields(head.config, head.source)
+    verifier = verifier_of(head.config, head.source) or "a model"
     for name, size in (("hidden_size", spec.hidden_size), ("vocab_size", spec.vocab_size)):
         if fields.whole(name, size) != size:
             raise CheckpointError(
-                f"{head.source}: the head is for a model with {name} {head.config[name]}, but "
+                f"{head.source}: the head is for {verifier} with {name} {head.config[name]}, but "
                 f"{files.name} has {size}. Take a head that was trained for this model."
             )
     own = Fields(fields.mapping("windlass"), head.source)
@@ -87,7 +89,8 @@ def _find(config: EngineConfig, renamed: Mapping[str, str], ignored: Collection[
         whole = SafetensorsCheckpoint(files.weights, files.index)
     except CheckpointError as error:
         raise CheckpointError(f"--spec-model: {error}") from error
-    return HeadFiles(read_json(source), _Names(whole, renamed, ignored), str(source))
+    config_of = flat(read_json(source), str(source))
+    return HeadFiles(config_of, _Names(whole, renamed, ignored), str(source))
 
 
 def draft_vocab(files: HeadFiles, vocab_size: int) -> int | None:

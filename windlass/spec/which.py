@@ -9,6 +9,7 @@ from windlass.config import EngineConfig, ModelConfig
 from windlass.errors import CheckpointError
 from windlass.models.json_file import read_json
 from windlass.models.source import ModelFiles, resolve
+from windlass.spec.speculators import is_speculators
 
 
 def kind_of(files: ModelFiles) -> Literal["medusa", "eagle", "draft"]:
@@ -18,6 +19,8 @@ def kind_of(files: ModelFiles) -> Literal["medusa", "eagle", "draft"]:
     config = read_json(files.path / "config.json")
     if "medusa_num_heads" in config:
         return "medusa"
+    if is_speculators(config):
+        return "eagle"  # those of another kind are refused there
     names = config.get("architectures") or []
     return "eagle" if any("eagle" in str(name).lower() for name in names) else "draft"
 
