@@ -36,6 +36,14 @@ def check(config: EngineConfig, files: ModelFiles, spec: ModelSpec) -> None:
     compare(own, load_card(draft.files, draft.config.model).tokenizer, config)
 
 
+def outline(config: EngineConfig, spec: ModelSpec) -> object:
+    """What decides how long a draft model takes: its network, and how its tensors are stored."""
+    draft = open_draft(config, spec)
+    tensors = open_checkpoint(draft.files, draft.config.model)
+    stored = sorted((one.shape, one.format) for one in map(tensors.stored, tensors.names()))
+    return replace(draft.spec, source=""), stored
+
+
 def open_draft(config: EngineConfig, spec: ModelSpec) -> Draft:
     wish, model = config.speculation, config.model
     assert wish.spec_model is not None  # SpecConfig asks for it

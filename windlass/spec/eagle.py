@@ -21,14 +21,12 @@ from windlass.models.spec import ModelSpec
 from windlass.quant.plain import Plain
 from windlass.runner.drafter import Verified
 from windlass.spec.base import Proposer, Site
-from windlass.spec.heads import HeadFiles, attach, check_map, draft_vocab, open_head
+from windlass.spec.heads import UNREAD, HeadFiles, attach, check_map, draft_vocab, open_head
 
 if TYPE_CHECKING:
     from windlass.runner.assemble import Assembled, Loaded
 
-# What newer exports call the layer; and tensors that are the network's, or follow from d2t.
-_RENAMED = {"layers.0.": "midlayer."}
-_IGNORED = ("t2d", "embed_tokens.weight")
+_RENAMED = {"layers.0.": "midlayer."}  # what newer exports call the layer
 
 
 class EagleDrafter:
@@ -97,7 +95,7 @@ class EagleGuide:
 
 
 def guide(site: Site) -> EagleGuide:
-    files = open_head(site, _RENAMED, _IGNORED)
+    files = open_head(site, _RENAMED, UNREAD)
     config: dict[str, Any] = {**files.config, "architectures": ["LlamaForCausalLM"]}
     spec = ModelSpec.from_hf(config, files.source)
     layers = taps_of(config, site.spec.num_layers, files.source)

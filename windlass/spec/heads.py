@@ -27,6 +27,12 @@ if TYPE_CHECKING:
     from windlass.runner.drafter import Drafter
     from windlass.runner.runner import Runner
 
+# Tensors that some heads carry and none needs: they are the network's, or follow from d2t.
+UNREAD = ("t2d", "embed_tokens.weight")
+# Fields of a head's config that change its steps, and no shape of a tensor.
+_SHAPING = ("num_attention_heads", "num_key_value_heads", "head_dim")
+_NORMS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
+
 
 @dataclass(frozen=True, slots=True)
 class HeadFiles:
@@ -59,6 +65,15 @@ def check(config: EngineConfig, files: ModelFiles, spec: ModelSpec) -> None:
             f"(fingerprint {trained_for}), not for {files.name} ({here}). Its guesses would seldom "
             "be right. Train one with windlass train-draft."
         )
+
+
+def outline(config: EngineConfig, spec: ModelSpec) -> object:
+    """What decides how long a head takes: its tensors' shapes, and how they are used."""
+    del spec
+    head = _find(config, {}, UNREAD)
+    shapes = sorted(head.tensors.stored(name).shape for name in head.tensors.names())
+    flags = [name for name in _NORMS if head.config.get(name)]
+    return shapes, [head.config.get(name) for name in _SHAPING], flags
 
 
 def open_head(site: Site, renamed: Mapping[str, str], ignored: Collection[str]) -> HeadFiles:

@@ -9,6 +9,7 @@ import hashlib
 import json
 import os
 import platform
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -67,19 +68,22 @@ def notes_for(
     spec: ModelSpec,
     device: torch.device,
     folder: str = "speculation",
+    guesser: object = None,
 ) -> Notes:
     """The notes of this machine, model, settings and versions; none are kept of dummy weights.
 
-    `folder`: what they are about.
+    `folder`: what they are about. `guesser`: what decides the costs of --spec-model, wherever it
+    lies.
     """
     if config.model.load_format == "dummy":
         return Notes()
     weights = [files.path] if files.kind == "gguf" else files.weights
     stamps = [(path.stat().st_size, path.stat().st_mtime_ns) for path in weights]
+    wish = {**asdict(config.speculation), "spec_model": guesser}
     key = (
         *(_version(), torch.__version__, _processor(device), torch.get_num_threads()),
         *(files.name, str(files.path), stamps, repr(spec)),
-        *(repr(config.model), repr(config.cache), repr(config.scheduler), repr(config.speculation)),
+        *(repr(config.model), repr(config.cache), repr(config.scheduler), repr(wish)),
     )
     digest = hashlib.blake2b(repr(key).encode(), digest_size=12).hexdigest()
     return Notes(cache_dir() / folder / f"{digest}.json")

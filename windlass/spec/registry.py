@@ -32,6 +32,12 @@ _CHECKS = {
     "medusa": "windlass.spec.heads:check",
     "eagle": "windlass.spec.heads:check",
 }
+# Functions that say what decides how long --spec-model takes to guess.
+_OUTLINES = {
+    "draft": "windlass.spec.draft_model:outline",
+    "medusa": "windlass.spec.heads:outline",
+    "eagle": "windlass.spec.heads:outline",
+}
 
 
 def settle(config: EngineConfig, files: ModelFiles, spec: ModelSpec, device: str) -> EngineConfig:
@@ -69,6 +75,12 @@ def _check_alternatives(config: EngineConfig, device: str) -> None:
 def open_guide(site: Site) -> Guide:
     """Load what the wanted proposer needs; one that does not fit the model is refused here."""
     return _find(_GUIDES[site.config.speculation.spec])(site)
+
+
+def outline(config: EngineConfig, spec: ModelSpec) -> object:
+    """What decides the costs of --spec-model beside the settings; the same in any folder."""
+    where = _OUTLINES.get(config.speculation.spec)
+    return None if where is None else _find(where)(config, spec)
 
 
 def _find(where: str) -> Any:

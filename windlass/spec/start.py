@@ -12,7 +12,7 @@ from windlass.spec.base import Proposer, Site
 from windlass.spec.governor import Governor
 from windlass.spec.measure import Costs, Room, measure, plain_step
 from windlass.spec.notes import notes_for
-from windlass.spec.registry import RUN_AHEAD, WRITE_AHEAD, open_guide
+from windlass.spec.registry import RUN_AHEAD, WRITE_AHEAD, open_guide, outline
 from windlass.spec.speculation import Known, Speculation
 
 if TYPE_CHECKING:
@@ -30,7 +30,8 @@ class Speculating:
         self, config: EngineConfig, files: ModelFiles, spec: ModelSpec, loaded: Loaded
     ) -> None:
         self._config = config
-        self._notes = notes_for(config, files, spec, loaded.parts.device)
+        device, guesser = loaded.parts.device, outline(config, spec)
+        self._notes = notes_for(config, files, spec, device, "speculation", guesser)
         self._guide = open_guide(Site(config, files, spec, loaded, self._notes))
         self.token_bytes = self._guide.token_bytes
         wish = config.speculation
