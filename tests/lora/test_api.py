@@ -145,6 +145,23 @@ def test_unloading_what_runs_lets_it_end(site: Site) -> None:
     assert answers[0].status_code in (200, 404)  # 404: it came after the unload
 
 
+def test_a_hostile_pattern_is_refused_and_others_are_answered(site: Site) -> None:
+    folder = write_adapter(site.root / "hostile", targets=r"(.*)*(.*)*(.*)*x")
+    answers: list[httpx.Response] = []
+    thread = threading.Thread(target=lambda: answers.append(site.load("hostile", folder)))
+    thread.start()
+    served = 0
+    while not answers:
+        assert site.complete("first").status_code == 200
+        served += 1
+    thread.join()
+    assert served > 3
+    assert answers[0].status_code == 400
+    assert "matching target_modules with the names" in answers[0].json()["error"]["message"]
+    assert "hostile" not in site.names()
+    assert site.complete("first").status_code == 200
+
+
 @pytest.mark.parametrize("headers", [{}, {"Authorization": "Bearer wrong"}])
 def test_only_an_admin_may_change_adapters(site: Site, headers: dict[str, str]) -> None:
     answer = site.change("load", headers, lora_name="x", lora_path=str(site.root))

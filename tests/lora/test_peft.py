@@ -55,11 +55,12 @@ def test_ranks_and_alphas_by_pattern(tmp_path: Path) -> None:
         rank_pattern={"q_proj": 2},
         alpha_pattern={r"model\.layers\.[01]\.self_attn\.q_proj": 6},
     )
-    config = PeftConfig.read(folder / "adapter_config.json")
-    assert (config.rank_of(Q0), config.scaling_of(Q0)) == (2, 3.0)
-    assert config.scaling_of(Q0.replace("q_proj", "v_proj")) == 2.0
+    other, longer = Q0.replace("q_proj", "v_proj"), "model.layers.0.self_attn.not_q_proj"
+    found = PeftConfig.read(folder / "adapter_config.json").over([Q0, other, longer])
+    assert (found.ranks[Q0], found.scalings[Q0]) == (2, 3.0)
+    assert found.scalings[other] == 2.0
     # A pattern is a whole last part of a name, not any ending.
-    assert config.rank_of("model.layers.0.self_attn.not_q_proj") == 4
+    assert found.ranks[longer] == 4
     assert read(folder).modules[Q0].down.shape == (2, 64)
 
 
@@ -80,10 +81,9 @@ def test_which_modules_are_meant(
 ) -> None:
     file = tmp_path / "adapter_config.json"
     file.write_text(json.dumps(peft_config(targets=targets, **changes)))
-    config = PeftConfig.read(file)
-    found = {n for n in "01" if config.targeted(f"model.layers.{n}.self_attn.q_proj")}
-    assert found == expected
-    assert not config.targeted("lm_head")
+    modules = {f"model.layers.{n}.self_attn.q_proj": n for n in "01"} | {"lm_head": "head"}
+    found = PeftConfig.read(file).over(modules).targeted
+    assert {modules[module] for module in found} == expected
 
 
 def test_a_head_may_be_changed(tmp_path: Path) -> None:

@@ -69,7 +69,7 @@ class AdapterFolder:
         self.config = PeftConfig.read(_existing(folder, CONFIG))
         self._checkpoint = SafetensorsCheckpoint([_existing(folder, WEIGHTS)])
         self._shapes = linear_shapes(spec)
-        self._targeted = {module for module in self._shapes if self.config.targeted(module)}
+        self._modules = self.config.over(self._shapes)
         self._tensors = self._find()
         for module, pair in self._tensors.items():
             self._check_module(module)
@@ -125,16 +125,16 @@ class AdapterFolder:
                 f"{self._weights}: the adapter changes {module}, which this model does not have as "
                 f"a linear layer.{self._trained_on()}"
             )
-        if module not in self._targeted:
+        if module not in self._modules.targeted:
             raise CheckpointError(
                 f"{self._weights}: holds tensors of {module}, which is not among the target_modules "
                 f"of {self.config.file.name}."
             )
 
     def _check_shapes(self, module: str, pair: Mapping[str, str], max_rank: int) -> None:
-        rank = self.config.rank_of(module)
+        rank = self._modules.ranks[module]
         if rank > max_rank:
-            largest = max(map(self.config.rank_of, self._tensors))
+            largest = max(self._modules.ranks.get(each, 0) for each in self._tensors)
             advice = f"Start it with --max-lora-rank {largest}"
             if largest > MAX_RANK:
                 advice = f"{MAX_RANK} is the most that can be had (--max-lora-rank)"
@@ -159,7 +159,7 @@ class AdapterFolder:
         absent = [
             module
             for module in self._shapes
-            if module in self._targeted and module not in self._tensors
+            if module in self._modules.targeted and module not in self._tensors
         ]
         if absent:
             raise CheckpointError(
@@ -179,7 +179,7 @@ class AdapterFolder:
         arrays = read_arrays(self._weights, known)
         arrays |= {each: self._converted(each) for each in names if each not in known}
         modules = {
-            module: Stored(arrays[pair["A"]], arrays[pair["B"]], self.config.scaling_of(module))
+            module: Stored(arrays[pair["A"]], arrays[pair["B"]], self._modules.scalings[module])
             for module, pair in self._tensors.items()
         }
         self._check_unchanged()
@@ -199,12 +199,12 @@ class AdapterFolder:
 
     def read(self, name: str) -> Adapter:
         """The weights, scaled, in memory of their own; numbers that are not finite are refused."""
-        return Adapter(name, dict(self._modules()))
+        return Adapter(name, dict(self._scaled()))
 
-    def _modules(self) -> Iterator[tuple[str, Low]]:
+    def _scaled(self) -> Iterator[tuple[str, Low]]:
         for module, pair in self._tensors.items():
             down, up = self._tensor(pair["A"]), self._tensor(pair["B"])
-            scaled = up * self.config.scaling_of(module)
+            scaled = up * self._modules.scalings[module]
             if not (_finite(down) and _finite(scaled)):
                 raise not_finite(str(self._weights), module)
             yield module, Low(down.clone(), scaled)

@@ -7,15 +7,17 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from windlass.errors import CheckpointError, UnsupportedError
+from windlass.lora.patterns import NotMatched, ending, fault_of, matching
 from windlass.models.fields import LARGEST, Fields
 from windlass.models.json_file import read_json
 
+_N = TypeVar("_N", int, float)
 # Fields that change what is computed in ways that are not known here; empty or false is harmless.
 _REFUSED = {
     "use_dora": "DoRA, which also changes the length of the weights' columns",
@@ -34,6 +36,15 @@ _REFUSED = {
 }
 # Ways to begin the training that also change the base's weights.
 _CHANGED_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
+
+
+@dataclass(frozen=True, slots=True)
+class Modules:
+    """What a config means for each of a model's modules."""
+
+    targeted: frozenset[str]  # those that the adapter changes
+    ranks: Mapping[str, int]
+    scalings: Mapping[str, float]
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,28 +83,66 @@ class PeftConfig:
             fields.text("base_model_name_or_path", ""),
         )
 
-    def rank_of(self, module: str) -> int:
-        return self.rank_pattern.get(_key_for(module, self.rank_pattern), self.rank)
+    def over(self, modules: Collection[str]) -> Modules:
+        """What it means for these modules. Patterns that take too long are refused."""
+        found = self._by_pattern("rank_pattern", self.rank_pattern, modules)
+        ranks = {module: found.get(module, self.rank) for module in modules}
+        alphas = self._by_pattern("alpha_pattern", self.alpha_pattern, modules)
+        scalings = {
+            module: alphas.get(module, self.alpha) / (math.sqrt(rank) if self.rslora else rank)
+            for module, rank in ranks.items()
+        }
+        return Modules(self._targeted(modules), ranks, scalings)
 
-    def scaling_of(self, module: str) -> float:
-        alpha = self.alpha_pattern.get(_key_for(module, self.alpha_pattern), self.alpha)
-        rank = self.rank_of(module)
-        return alpha / (math.sqrt(rank) if self.rslora else rank)
-
-    def targeted(self, module: str) -> bool:
-        """Whether the adapter changes this module."""
-        if self.excluded and _matches(module, self.excluded):
-            return False
+    def _targeted(self, modules: Collection[str]) -> frozenset[str]:
+        """The modules that the adapter changes."""
+        excluded = self._named("exclude_modules", self.excluded, modules)
         if self.targets == "all-linear":
-            return module != "lm_head"  # the head stays as it is, as PEFT has it
-        if isinstance(self.targets, str) or module in self.targets:
-            return _matches(module, self.targets)
-        if not _matches(module, self.targets):
-            return False
-        if not self.layers:
-            return True
+            found = frozenset(modules) - {"lm_head"}  # the head stays as it is, as PEFT has it
+        else:
+            found = self._named("target_modules", self.targets, modules)
+        if not isinstance(self.targets, str):
+            found = frozenset(each for each in found if each in self.targets or self._has(each))
+        return found - excluded
+
+    def _has(self, module: str) -> bool:
+        """Whether the adapter is for this module's layer."""
         found = re.search(r"\.layers\.(\d+)\.", module)
-        return found is not None and int(found[1]) in self.layers
+        return not self.layers or (found is not None and int(found[1]) in self.layers)
+
+    def _named(
+        self, field: str, names: str | tuple[str, ...], modules: Collection[str]
+    ) -> frozenset[str]:
+        """The modules that a list means, or a regular expression."""
+        if isinstance(names, str):
+            return self._matching(field, [names], modules)[0]
+        return frozenset(
+            module
+            for module in modules
+            if any(module == name or module.endswith(f".{name}") for name in names)
+        )
+
+    def _by_pattern(
+        self, field: str, patterns: Mapping[str, _N], modules: Collection[str]
+    ) -> dict[str, _N]:
+        """Numbers of the modules that a pattern fits, the first one that does, as PEFT has it."""
+        fitting = self._matching(field, [ending(key) for key in patterns], modules)
+        found: dict[str, _N] = {}
+        for value, fits in zip(patterns.values(), fitting, strict=True):
+            for module in fits:
+                found.setdefault(module, value)
+        return found
+
+    def _matching(
+        self, field: str, patterns: Sequence[str], modules: Collection[str]
+    ) -> list[frozenset[str]]:
+        try:
+            return matching(patterns, list(modules))
+        except NotMatched as error:
+            raise CheckpointError(
+                f"{self.file}: matching {field} with the names of modules {error}. Write it without "
+                "repetitions inside of repetitions, or as a list of modules."
+            ) from error
 
 
 def _refuse_unknown(fields: Fields) -> None:
@@ -138,6 +187,7 @@ def _pattern(fields: Fields, name: str, kind: Any) -> dict[str, Any]:
             raise CheckpointError(f"{fields.source}: {name} has {value!r} for {key!r}.")
         _positive(fields, f"{name}[{key!r}]", value)
         _compiled(fields, name, key)
+        _compiled(fields, name, ending(key))
     return patterns
 
 
@@ -155,12 +205,9 @@ def _names(fields: Fields, name: str) -> str | tuple[str, ...]:
 
 
 def _compiled(fields: Fields, name: str, pattern: str) -> None:
-    try:
-        re.compile(pattern)
-    except re.error as error:
-        raise CheckpointError(
-            f"{fields.source}: {name} has {pattern!r}, which is no regular expression: {error}."
-        ) from error
+    fault = fault_of(pattern)
+    if fault is not None:
+        raise CheckpointError(f"{fields.source}: {name} has {pattern!r:.80}, which {fault}.")
 
 
 def _layers(fields: Fields) -> frozenset[int]:
@@ -169,15 +216,3 @@ def _layers(fields: Fields) -> frozenset[int]:
     if not isinstance(items, list) or not all(type(item) is int for item in items):
         raise CheckpointError(f"{fields.source}: layers_to_transform must be whole numbers.")
     return frozenset(items)
-
-
-def _key_for(module: str, patterns: Mapping[str, object]) -> str:
-    """The first pattern that fits the end of a module's name, as PEFT matches them."""
-    fits = (key for key in patterns if re.match(rf"(.*\.)?({key})$", module))
-    return next(fits, module)
-
-
-def _matches(module: str, names: str | tuple[str, ...]) -> bool:
-    if isinstance(names, str):
-        return re.fullmatch(names, module) is not None
-    return any(module == name or module.endswith(f".{name}") for name in names)
