@@ -78,6 +78,8 @@ def test_adapters_are_models_under_their_base(site: Site) -> None:
     assert entries["base"]["parent"] is None
     assert entries["first"]["parent"] == "base"
     assert entries["first"]["root"] == str(site.outside / "first")
+    for name, entry in entries.items():
+        assert site.http.get(f"/v1/models/{name}").json() == entry
 
 
 def test_the_model_field_chooses_the_adapter(site: Site) -> None:
@@ -100,6 +102,8 @@ def test_an_adapter_is_loaded_used_and_unloaded(site: Site) -> None:
     folder = write_adapter(site.root / "second", seed=2)
     assert site.complete("second").status_code == 404
     assert site.load("second", folder).json() == {"status": "loaded", "id": "second"}
+    client = openai.OpenAI(base_url=f"{site.url}/v1", api_key="none", max_retries=0)
+    assert client.models.retrieve("second").model_dump()["parent"] == "base"
     assert site.names() == ["base", "first", "second"]
     text = site.complete("second").json()["choices"][0]["text"]
     assert text != site.complete("first").json()["choices"][0]["text"]
@@ -107,10 +111,20 @@ def test_an_adapter_is_loaded_used_and_unloaded(site: Site) -> None:
     answer = site.change("unload", lora_name="second")
     assert answer.json() == {"status": "unloaded", "id": "second", "num_running": 0}
     assert site.complete("second").status_code == 404
+    with pytest.raises(openai.NotFoundError, match="does not exist here"):
+        client.models.retrieve("second")
     assert site.change("unload", lora_name="second").status_code == 404
     metrics = site.http.get("/metrics").text
     assert 'windlass:lora_adapters_loaded{model_name="base"} 1.0' in metrics
     assert "windlass:lora_adapter_reads_total" in metrics
+
+
+def test_names_may_have_slashes(site: Site) -> None:
+    client = openai.OpenAI(base_url=f"{site.url}/v1", api_key="none", max_retries=0)
+    assert site.load("org/mail", write_adapter(site.root / "mail", seed=6)).status_code == 200
+    assert client.models.retrieve("org/mail").id == "org/mail"
+    assert site.complete("org/mail").json()["model"] == "org/mail"
+    assert site.change("unload", lora_name="org/mail").status_code == 200
 
 
 def test_unloading_what_runs_lets_it_end(site: Site) -> None:

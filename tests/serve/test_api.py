@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import httpx
 import pytest
+from openai import NotFoundError
 
-from tests.serve.conftest import Server, running, wait_until
+from tests.serve.conftest import CARD, Server, running, wait_until
 
 HELLO = [{"role": "user", "content": "Hello"}]
 
@@ -277,11 +279,41 @@ def test_operations(server: Server) -> None:
     assert server.http.post("/reset_prefix_cache").status_code == 403
 
 
+def test_one_model(server: Server) -> None:
+    found = server.openai.models.retrieve("counter")
+    (listed,) = server.openai.models.list().data
+    assert found == listed
+    assert (found.id, found.object, found.owned_by) == ("counter", "model", "windlass")
+    for name in ("other", "org/other", "counter/x", "Counter", "cöunter", "..."):
+        with pytest.raises(NotFoundError, match="does not exist here") as refused:
+            server.openai.models.retrieve(name)
+        assert repr(name) in refused.value.message
+    asked = {"model": "other", "prompt": "x"}
+    usual = server.http.post("/v1/completions", json=asked).json()
+    assert server.http.get("/v1/models/other").json() == usual
+    assert server.http.get("/v1/models/").json() == server.http.get("/v1/models").json()
+    assert server.http.post("/v1/models/counter").status_code == 405
+
+
+def test_a_model_whose_name_has_slashes() -> None:
+    with running(card=replace(CARD, name="org/counter")) as server:
+        assert server.openai.models.retrieve("org/counter").id == "org/counter"
+        for path in ("org/counter", "org%2Fcounter"):
+            assert server.http.get(f"/v1/models/{path}").json()["id"] == "org/counter"
+        assert server.http.get("/v1/models/counter").status_code == 404
+
+
 def test_keys_and_origins() -> None:
     with running(api_key=("one", "two"), allowed_origins=("http://shop.example",)) as server:
         get = server.http.get
         assert get("/health/ready").status_code == 200
-        for path in ("/v1/models", "/metrics", "/nothing", "/health/../v1/models"):
+        for path in (
+            "/v1/models",
+            "/v1/models/counter",
+            "/metrics",
+            "/nothing",
+            "/health/../v1/models",
+        ):
             refused = get(path)
             assert refused.status_code == 401, path
             assert refused.json()["error"]["type"] == "authentication_error"

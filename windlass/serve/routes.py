@@ -175,6 +175,17 @@ class Operations:
         self._services = services
 
     async def models(self) -> Response:
+        return reply({"object": "list", "data": self._entries()})
+
+    async def model(self, name: str) -> Response:
+        """One of them; a name may have slashes."""
+        if not name:  # a slash behind /v1/models
+            return await self.models()
+        self._services.preparer.adapter_of(name)  # one that is not there is refused as ever
+        return reply(next(entry for entry in self._entries() if entry["id"] == name))
+
+    def _entries(self) -> list[dict[str, object]]:
+        """The model, and what may be named in its place."""
         card = self._services.card
         common = {
             "object": "model",
@@ -182,12 +193,12 @@ class Operations:
             "owned_by": "windlass",
             "max_model_len": self._services.client.report.max_model_len,
         }
-        entries = [{"id": card.name, **common, "root": card.path, "parent": None}]
-        entries += [
+        own = {"id": card.name, **common, "root": card.path, "parent": None}
+        folders = self._services.client.adapters.folders
+        return [own] + [
             {"id": name, **common, "root": folder, "parent": card.name}
-            for name, folder in self._services.client.adapters.folders.items()
+            for name, folder in folders.items()
         ]
-        return reply({"object": "list", "data": entries})
 
     async def live(self) -> Response:
         """The server process answers; only an engine that is down for good is worth a restart."""
@@ -301,6 +312,7 @@ def make_router(services: Services) -> APIRouter:
     }
     gets: dict[str, Endpoint] = {
         "/v1/models": operations.models,
+        "/v1/models/{name:path}": operations.model,
         "/health": operations.ready,
         "/health/live": operations.live,
         "/health/ready": operations.ready,
