@@ -256,6 +256,15 @@ def test_never_more_positions_than_there_is_room_for() -> None:
     assert made.choose([0], [NO_DRAFT], 0) == [0]
 
 
+def test_no_row_has_more_guesses_than_its_step_has_room_for() -> None:
+    made = Governor(StepCosts({1: 1.0, 2: 1.0}), 1000, most_of=lambda num_rows: 4 - num_rows)
+    for slot in range(3):
+        made.admit(slot)
+    assert next_step(made, [0]) == [3]
+    assert next_step(made, [0, 1]) == [2, 2]
+    assert next_step(made, [0, 1, 2, 3]) == [0] * 4
+
+
 @pytest.mark.parametrize("seed", range(10))
 def test_no_other_choice_is_expected_to_be_faster(seed: int) -> None:
     rng = Random(seed)

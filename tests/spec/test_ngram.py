@@ -30,7 +30,7 @@ def test_an_index_grown_token_by_token_finds_what_a_search_finds(seed: int) -> N
     rng = Random(seed)
     tokens = [rng.randrange(4) for _ in range(60)]
     start = rng.randrange(20)
-    index = Index((4, 3, 2))
+    index = Index(2, 4)
     index.extend(tokens[:start])
     for end in range(start, len(tokens)):
         assert index.guess(5) == plainly(tokens[:end], 2, 4, 5)
@@ -38,15 +38,24 @@ def test_an_index_grown_token_by_token_finds_what_a_search_finds(seed: int) -> N
 
 
 def test_a_longer_match_goes_before_a_later_one() -> None:
-    index = Index((3, 2))
+    index = Index(2, 3)
     index.extend([1, 2, 3, 4, 0, 9, 2, 3, 5, 0, 1, 2, 3])
     assert index.guess(2) == Draft((4, 0), 3)
 
 
 def test_a_loop_is_guessed_beyond_its_end() -> None:
-    index = Index((2,))
+    index = Index(2, 2)
     index.extend([5, 6, 7, 5, 6])
     assert index.guess(7) == Draft((7, 5, 6, 7, 5, 6, 7), 2)
+
+
+def test_of_tokens_that_came_very_often_only_the_latest_places_are_looked_at() -> None:
+    index = Index(1, 2)
+    index.extend([7, 1, 5, *[1, 2] * 1000, 7, 1])
+    assert index.guess(1) == Draft((2,), 1)
+    index = Index(1, 2)
+    index.extend([7, 1, 5, *[1, 2] * 10, 7, 1])
+    assert index.guess(1) == Draft((5,), 2)
 
 
 def admission(slot: int, tokens: list[int]) -> Admission:

@@ -289,7 +289,7 @@ def test_what_came_in_steps_without_guesses_is_told_when_guesses_are_wanted() ->
     some = governor.StepCosts({1: 1.0, 2: 1.0})
     proposer = NgramProposer(1, 2, 4)
     tokens = {SlotId(0): [5, 6], SlotId(1): [8]}
-    judge = governor.Governor(some, 100, most_rows=1)
+    judge = governor.Governor(some, 100, most_of=lambda rows: 4 * (rows == 1))
     runner = Speculation(Counting(), proposer, judge, lambda: tokens)
     wish = SamplingParams()
     new = [

@@ -73,9 +73,11 @@ class CudaGuesser(CudaRunner):
             places * self._num_kv_heads, dtype=torch.int32, device=self._device
         )
 
-    @property
-    def most_guessing(self) -> int | None:
-        return _SIZES[-1] if self._sizes else None
+    def most_guesses(self, wish: int, num_rows: int) -> int:
+        if not self._sizes:
+            return wish
+        size = next((size for size in _SIZES if size >= num_rows), None)
+        return 0 if size is None else min(wish, self._widths_of(size)[-1] - 1)
 
     @property
     def is_ahead(self) -> bool:

@@ -8,7 +8,7 @@ where none pays, nobody guesses and steps are the plain ones.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from windlass.config import MAX_SPEC_TOKENS
@@ -194,9 +194,9 @@ class Governor:
         plain: StepCosts | None = None,
         drafting: Drafting | None = None,
         most_guesses: int = MAX_SPEC_TOKENS,
-        most_rows: int | None = None,
+        most_of: Callable[[int], int] | None = None,
     ) -> None:
-        """A step has room to sample `most_positions`; one of more than `most_rows` has no guesses.
+        """A step has room to sample `most_positions`; one of n rows for `most_of(n)` guesses in each.
 
         `plain` are the costs of steps that carry no guesses, where these are cheaper; `drafting`
         those of making guesses, where that is not free.
@@ -206,7 +206,7 @@ class Governor:
         self._drafting = drafting
         self._most_guesses = most_guesses
         self._most_positions = most_positions
-        self._most_rows = most_rows
+        self._most_of = most_of or (lambda _: most_guesses)
         self._now = 0  # steps so far
         self._looks, self._tries = Pause(), Pause()
         self._pauses = _USUAL
@@ -229,7 +229,7 @@ class Governor:
 
     def allows(self, num_rows: int) -> bool:
         """Whether a step of so many rows may have guesses at all."""
-        return self._most_rows is None or num_rows <= self._most_rows
+        return self._most_of(num_rows) > 0
 
     def wanted(self, slots: Sequence[SlotId], free: bool) -> int:
         """How many guesses to make for each of these requests after the next step.
@@ -265,7 +265,7 @@ class Governor:
 
         They are not made yet, and making them may cost more than they give.
         """
-        most = self._most_guesses
+        most = min(self._most_guesses, self._most_of(len(slots)))
         if self._drafting is None:
             return most, True
         expected = self._expected(self._last_kind)
@@ -333,11 +333,12 @@ class Governor:
         few of each request, and one pass over them in order of chance finds the best number.
         """
         counts = [0] * len(drafts)
-        offers = []
+        offers, widest = [], self._most_of(len(drafts))
         for i, (slot, draft) in enumerate(zip(slots, drafts, strict=True)):
             if draft.tokens:
                 expected = self._expected(draft.kind)
-                chances = self._slots[slot].chances(expected, len(draft.tokens))
+                count = min(len(draft.tokens), widest)
+                chances = self._slots[slot].chances(expected, count)
                 offers += [(chance, i) for chance in chances]
         if not offers:
             return counts

@@ -1,6 +1,6 @@
 """Prompt lookup: the text that followed the same few tokens before, in the prompt or the output.
 
-Costs a few dictionary entries per token and touches no tensor. Where the output repeats what it
+Costs a dictionary entry per token and touches no tensor. Where the output repeats what it
 was given (editing, summarising, code), most guesses are right; elsewhere there are few.
 """
 
@@ -17,34 +17,50 @@ if TYPE_CHECKING:
     from windlass.runner.assemble import Assembled
 
 
-class Index:
-    """The tokens of one request, and where each of their n-grams was last followed by something."""
+_MOST_LOOKED_AT = 64  # earlier places of the same tokens, the latest first
 
-    def __init__(self, lengths: Sequence[int]) -> None:
-        """`lengths` of n-grams, the longest first."""
+
+class Index:
+    """The tokens of one request, and where each of their shortest n-grams was followed by something."""
+
+    def __init__(self, shortest: int, longest: int) -> None:
+        self._shortest, self._longest = shortest, longest
         self._tokens: list[int] = []
-        self._after: list[tuple[int, dict[tuple[int, ...], int]]] = [(n, {}) for n in lengths]
+        self._latest: dict[tuple[int, ...], int] = {}  # by n-gram: the place of its follower
+        self._earlier: list[int] = []  # by place of a follower: the one before; 0: there is none
 
     def extend(self, tokens: Sequence[int]) -> None:
         """Add tokens. An n-gram is entered when its follower is known, so none finds itself."""
-        own = self._tokens
-        for token in tokens:
-            end = len(own)
-            for length, after in self._after:
-                if end >= length:
-                    after[tuple(own[end - length :])] = end
+        own, latest, length = self._tokens, self._latest, self._shortest
+        for place, token in enumerate(tokens, start=len(own)):
+            gram = tuple(own[-length:])
+            self._earlier.append(latest.get(gram, 0))
+            if place >= length:
+                latest[gram] = place
             own.append(token)
 
     def guess(self, count: int) -> Draft:
         """What followed the latest earlier occurrence of the longest n-gram at the end."""
-        own = self._tokens
-        for length, after in self._after:
-            if len(own) < length:
-                continue
-            at = after.get(tuple(own[-length:]))
-            if at is not None:
-                return Draft(self._copy(at, count), kind=length)
-        return NO_DRAFT
+        place = self._latest.get(tuple(self._tokens[-self._shortest :]), 0)
+        best, most = 0, 0
+        for _ in range(_MOST_LOOKED_AT):
+            if not place:
+                break
+            alike = self._alike(place)
+            if alike > most:
+                best, most = place, alike
+            if most == self._longest:
+                break
+            place = self._earlier[place]
+        return Draft(self._copy(best, count), kind=most) if most else NO_DRAFT
+
+    def _alike(self, place: int) -> int:
+        """Tokens before a place that are the same as the last ones."""
+        own, count = self._tokens, self._shortest
+        most = min(self._longest, place)
+        while count < most and own[place - count - 1] == own[-count - 1]:
+            count += 1
+        return count
 
     def _copy(self, at: int, count: int) -> tuple[int, ...]:
         """`count` tokens from `at` on; past the end the guesses themselves are what follows."""
@@ -62,7 +78,7 @@ class NgramProposer:
 
     def __init__(self, shortest: int, longest: int, most: int) -> None:
         """N-grams of `longest` down to `shortest` tokens; at most `most` guesses."""
-        self._lengths = tuple(range(longest, shortest - 1, -1))
+        self._lengths = (shortest, longest)
         self._most = most
         self._slots: dict[SlotId, Index] = {}
         self._unread: dict[SlotId, list[int]] = {}
@@ -73,7 +89,7 @@ class NgramProposer:
             self._slots.pop(slot, None)
             self._unread.pop(slot, None)
         for admission in plan.admitted:
-            self._slots[admission.slot] = Index(self._lengths)
+            self._slots[admission.slot] = Index(*self._lengths)
             self._unread[admission.slot] = list(admission.tokens)
 
     def take_in(self, seen: Sequence[Seen]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 from windlass.config import EngineConfig, Limits
@@ -67,7 +68,7 @@ class Speculating:
         costs, source = self._costs(made, proposer, room)
         governor = Governor(
             *(costs.guessed, made.most_positions, costs.plain, costs.drafting),
-            *(wish.most_guesses, made.runner.most_guessing),
+            *(wish.most_guesses, partial(made.runner.most_guesses, wish.most_guesses)),
         )
         self._notes.save()
         parts = ["as set" if asked != "auto" else f"auto chose {wish.spec}", costs.describe()]
