@@ -60,6 +60,48 @@ def test_adapters_in_a_byte(folder: Path) -> None:
     assert [a == b for a, b in zip(*found, strict=True)] == [False, True, False, False]
 
 
+NATIVE: list[dict[str, Any]] = [
+    {"quantization": None},
+    {"quantization": "int4"},
+    {"quantization": "w8a8"},
+    {"quantization": "nf4"},
+    {"quantization": "int8", "kv_cache_dtype": "int8"},
+    {"quantization": "int4", "enforce_eager": True},
+]
+TORCH: list[dict[str, Any]] = [
+    {"quantization": "fp8"},
+    {"quantization": "fp8-block"},
+    {"quantization": None, "kv_cache_dtype": "fp8"},
+    {"quantization": None, "dtype": "float16"},
+    {"quantization": None, "plain_kernels": True},
+]
+
+
+@pytest.mark.parametrize("options", [*NATIVE, *TORCH], ids=str)
+def test_rows_of_the_base_are_the_same_beside_adapters(
+    folder: Path, options: dict[str, Any]
+) -> None:
+    """As in the same steps without adapters, and where all is native also as alone."""
+    llm = make(folder, prefix_caching=False, **options)
+    wish = SamplingParams(max_tokens=12, ignore_eos=True, temperature=0.0, logprobs=1)
+    prompts = [*PROMPTS, [3], [4, 5, 6, 7, 8] * 5]
+
+    def scores(prompts: list[list[int]], adapters: list[str]) -> list[list[tuple[int, float]]]:
+        found = [each.outputs[0] for each in llm.generate(prompts, wish, adapter=adapters)]
+        return [[(score.token, score.logprob) for score in own.logprobs or ()] for own in found]
+
+    adapters = ["one", "", "two", "", "one", ""]
+    scores(prompts, adapters)  # from here on nobody waits for an adapter
+    mixed = scores(prompts, adapters)
+    plain = scores(prompts, [""] * len(prompts))
+    assert mixed[1::2] == plain[1::2]
+    assert all(len(own) == 12 for own in plain)
+    assert all(own != other for own, other in zip(mixed[::2], plain[::2], strict=True))
+    if options in NATIVE:
+        alone = [scores([prompt], [""])[0] for prompt in prompts]
+        assert mixed[1::2] == alone[1::2]
+
+
 def test_prefixes_are_shared_within_an_adapter_alone(folder: Path) -> None:
     llm = make(folder)
     found, hits = [], []
