@@ -5,6 +5,7 @@ The engines share the weights and take turns in one run, since two runs on a CPU
 
 from __future__ import annotations
 
+import itertools
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -28,7 +29,7 @@ _SAME = {
 }
 _TOKENS = 96
 _LONG = 384  # of many requests at once on a GPU, where fewer would be over in a moment
-_TURNS = 4  # runs of these for each that is asked for
+_MANY_S = 12.0  # that these go on for: one is over in a second, and no two are alike
 _AT_ONCE = 32
 # Prose that ships with the program: to repeat here, to measure short perplexities elsewhere.
 TEXTS = (
@@ -75,7 +76,7 @@ class _Work:
     prompts: list[Messages]
     at_once: int
     max_tokens: int = _TOKENS
-    turns: int = 1  # runs of each engine, for each that is asked for
+    seconds: float = 0.0  # that runs of both engines go on for at least
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +126,7 @@ def speculation(
             if not exact:  # kernels are compiled when they are first needed
                 for llm in (off, on):
                     _run(llm, work)
-            without, using = _in_turns(off, on, work, repeat * work.turns)
+            without, using = _in_turns(off, on, work, repeat)
             rows.append({"spec": name, **_row(work, without, using, exact)})
             say(f"{name}, {work.name}: {rows[-1]['decode_speedup']} times the decode speed")
     notes = (
@@ -136,15 +137,15 @@ def speculation(
 
 
 def _works(at_once: int, free: list[Messages] | None, slow: bool) -> list[_Work]:
-    """`slow`: on a CPU. Elsewhere many at once are over in a second, and no two runs are alike."""
-    most, turns = (_TOKENS, 1) if slow else (_LONG, _TURNS)
+    """`slow`: on a CPU."""
+    most, long = (_TOKENS, 0.0) if slow else (_LONG, _MANY_S)
     editing = [_ask(f"Repeat the following text exactly: {text}") for text in TEXTS]
     free = free or [_ask(question) for question in _QUESTIONS]
     return [
         _Work("editing, one at a time", editing, 1),
         _Work("free answers, one at a time", free, 1),
-        _Work(f"editing, {at_once} at once", _cycle(editing, at_once), at_once, most, turns),
-        _Work(f"free answers, {at_once} at once", _cycle(free, at_once), at_once, most, turns),
+        _Work(f"editing, {at_once} at once", _cycle(editing, at_once), at_once, most, long),
+        _Work(f"free answers, {at_once} at once", _cycle(free, at_once), at_once, most, long),
     ]
 
 
@@ -157,9 +158,14 @@ def _ask(text: str) -> Messages:
 
 
 def _in_turns(off: LLM, on: LLM, work: _Work, count: int) -> tuple[list[_Run], list[_Run]]:
-    """Runs of both engines; who comes first changes, since a machine is not the same for long."""
+    """At least so many runs of both engines; who comes first changes, since a machine is not the same
+    for long.
+    """
     runs: dict[bool, list[_Run]] = {False: [], True: []}
-    for turn in range(count):
+    end = time.perf_counter() + count * work.seconds
+    for turn in itertools.count():
+        if turn >= count and time.perf_counter() >= end:
+            break
         for using in (False, True) if turn % 2 == 0 else (True, False):
             runs[using].append(_run(on if using else off, work))
     return runs[False], runs[True]
@@ -217,6 +223,7 @@ def _row(work: _Work, off: list[_Run], on: list[_Run], exact: bool = True) -> di
     return {
         "workload": work.name,
         "output_tokens": off[0].num_tokens,
+        "runs": len(off),
         "off_tok_s": round(off[0].num_tokens / slow, 2),
         "on_tok_s": round(on[0].num_tokens / fast, 2),
         "speedup": round(slow / fast, 3),
