@@ -121,6 +121,14 @@ def test_steps_that_take_longer_than_measured_end_guessing() -> None:
     assert made.choose([0], [FOUR], 0) == [0]
 
 
+def test_one_slow_step_ends_no_guessing() -> None:
+    made = governor()
+    for seconds in (100.0, 14.0, 14.0, 14.0, 100.0, 14.0):
+        assert next_step(made, [0]) != [0]
+        made.verified(0, 3, 3, 3)
+        made.took(4, True, seconds, 1)
+
+
 def test_what_steps_of_several_cost_more_is_not_held_against_one() -> None:
     made, slots, drafts = governor(slots=4), [0, 1, 2, 3], [FOUR] * 4
     assert all(governor(slots=4).choose(slots, drafts, 0))

@@ -16,7 +16,7 @@ def run(seconds: float, decode_tok_s: float, tokens: list[list[int]]) -> _Run:
 def test_a_row_compares_medians() -> None:
     off = [run(4.0, 10.0, [[1, 2]]), run(6.0, 8.0, [[1, 2]]), run(5.0, 9.0, [[1, 2]])]
     on = [run(2.0, 20.0, [[1, 2]]), run(4.0, 16.0, [[1, 2]]), run(2.5, 18.0, [[1, 2]])]
-    row = _row(_Work("w", [], 1), off, on)
+    row = _row(_Work("w", [], 1), [off], on)
     assert (row["speedup"], row["decode_speedup"]) == (2.0, 2.0)
     assert (row["speedup_low"], row["speedup_high"]) == (1.5, 2.0)
     assert (row["drafted"], row["accepted"]) == (10, 7)
@@ -25,11 +25,18 @@ def test_a_row_compares_medians() -> None:
     assert row["acceptance_length"] == 2.4
 
 
+def test_a_second_engine_without_guesses_says_how_much_engines_differ() -> None:
+    first, second = [run(4.0, 10.0, [[1]])] * 2, [run(5.0, 8.0, [[1]])] * 2
+    row = _row(_Work("w", [], 2), [first, second], [run(4.5, 9.0, [[1]])] * 2)
+    assert (row["control"], row["speedup"], row["decode_speedup"]) == (0.8, 1.0, 1.0)
+    assert row["runs"] == 2
+
+
 def test_other_tokens_are_an_error_and_no_figure() -> None:
     with pytest.raises(EngineError, match="w: the tokens differ"):
-        _row(_Work("w", [], 1), [run(1.0, 1.0, [[1]])], [run(1.0, 1.0, [[2]])])
+        _row(_Work("w", [], 1), [[run(1.0, 1.0, [[1]])]], [run(1.0, 1.0, [[2]])])
     off, on = [run(1.0, 1.0, [[1, 2, 3], [4]])], [run(1.0, 1.0, [[1, 9, 3, 5], [4]])]
-    assert _row(_Work("w", [], 1), off, on, exact=False)["alike"] == 0.5
+    assert _row(_Work("w", [], 1), [off], on, exact=False)["alike"] == 0.5
 
 
 def test_as_many_at_once_as_asked_for() -> None:

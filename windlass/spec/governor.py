@@ -15,6 +15,7 @@ from windlass.config import MAX_SPEC_TOKENS
 from windlass.core.types import SlotId
 from windlass.spec.base import Draft
 from windlass.spec.pause import Lengths, Pause
+from windlass.spec.slowness import Slowness
 
 _FADE = 0.9  # evidence of one request: about the last ten verifications count
 _FADE_ALL = 0.98  # evidence of all requests, by kind of guess
@@ -23,9 +24,7 @@ _HOPE = 0.6  # acceptance of a kind of guess of which nothing is known yet
 _MARGIN = 1.01  # what guesses must promise: costs and chances are estimates
 # Of many requests. Those that guess well end early, and the rest go on in smaller, dearer steps.
 _MARGIN_OF_MANY = 1.2
-_SLOW_FADE = 0.95  # of what steps took against what they should have
 _STAY = 0.97  # of the most promised, with which the number of guesses stays as it is
-_LEAST_DEAR, _MOST_DEAR = 0.5, 4.0
 _ASKED = 32  # requests whose records say how many guesses are made, and that try at once
 _FEW = 8  # requests: more are many
 
@@ -142,39 +141,6 @@ class _Record:
         self.trying = trying
 
 
-@dataclass(slots=True)
-class _Slowness:
-    """What steps of one size took, against what they should have."""
-
-    plain: float = 1.0
-    guessing: float = 1.0
-    has_guessed: bool = False
-    num_sure: int = 0  # steps with guesses since a doubt
-
-    def note(self, guessing: bool, ratio: float) -> None:
-        # One that stood still, while something was compiled or recorded, says nothing of the others.
-        ratio = min(ratio, _MOST_DEAR / 2)
-        if guessing:
-            self.has_guessed = True
-            self.num_sure += 1
-            share = max(1 - _SLOW_FADE, 1 / (1 + self.num_sure))
-            self.guessing += share * (ratio - self.guessing)
-        else:
-            self.plain += (1 - _SLOW_FADE) * (ratio - self.plain)
-            if not self.has_guessed:  # a machine that is faster or slower now is so for all steps
-                self.guessing = self.plain
-
-    def doubt(self) -> None:
-        """What was learned of guesses is as old as the pause before this try was long."""
-        self.guessing = (self.guessing + self.plain) / 2
-        self.num_sure = 0
-
-    @property
-    def dearness(self) -> float:
-        """How much more than plain ones do steps with guesses exceed what they should take."""
-        return min(max(self.guessing / self.plain, _LEAST_DEAR), _MOST_DEAR)
-
-
 class Governor:
     """Owns the records of all slots, and what is known of kinds of guesses and of costs.
 
@@ -214,7 +180,7 @@ class Governor:
         self._slots: dict[SlotId, _Record] = {}
         self._last_kind = 0
         self._kinds: dict[int, tuple[float, float]] = {}  # first guesses: right, tried
-        self._slowness: dict[int, _Slowness] = {}  # by the size of a batch, roughly
+        self._slowness: dict[int, Slowness] = {}  # by the size of a batch, roughly
         self._last_depth = 0
 
     def admit(self, slot: SlotId) -> None:
@@ -386,9 +352,9 @@ class Governor:
                 best, most = count, rate
         return best
 
-    def _slowness_of(self, num_rows: int) -> _Slowness:
+    def _slowness_of(self, num_rows: int) -> Slowness:
         """Of batches of about so many requests: with more of them, a host has more to do."""
-        return self._slowness.setdefault(num_rows.bit_length(), _Slowness())
+        return self._slowness.setdefault(num_rows.bit_length(), Slowness())
 
 
 def _margin(num_rows: int) -> float:

@@ -27,9 +27,13 @@ _SAME = {
     False: "Sums of steps of other sizes are rounded otherwise, so near ties may fall otherwise: "
     "alike is the share of tokens that are the same up to the first such.",
 }
+_CONTROL = (
+    " Of many at once two engines without guesses take turns with the one that makes them, since no "
+    "two are equally fast: off is both, and control what the second has of the first's speed."
+)
 _TOKENS = 96
 _LONG = 384  # of many requests at once on a GPU, where fewer would be over in a moment
-_MANY_S = 12.0  # that these go on for: one is over in a second, and no two are alike
+_MANY_S = 30.0  # that these go on for: one is over in a second, and no two are alike
 _AT_ONCE = 32
 # Prose that ships with the program: to repeat here, to measure short perplexities elsewhere.
 TEXTS = (
@@ -112,7 +116,10 @@ def speculation(
     opened = open_model(config)
     built = build_engine(config, opened.source)
     exact = built.weights.parts.device.type == "cpu"
-    off = LLM.over(opened.card, built)
+    off = [LLM.over(opened.card, built)]
+    if not exact:
+        again = build_engine(config, opened.source, built.weights)
+        off.append(LLM.over(opened.card, again))
     rows = []
     for spec in specs:
         name, _, model = spec.partition("=")
@@ -120,18 +127,20 @@ def speculation(
         guessing = build_engine(EngineConfig.of(**own), opened.source, built.weights)
         say(next(f"{c.value}: {c.reason}" for c in guessing.report.choices if c.what == _WHAT))
         on = LLM.over(opened.card, guessing)
-        for llm in (off, on):
+        for llm in (*off, on):
             _run(llm, _Work("", [_ask("Hello")] * 2, 2))
         for work in _works(num_requests or _AT_ONCE, free, exact):
+            llms = [*(off if work.seconds else off[:1]), on]
             if not exact:  # kernels are compiled when they are first needed
-                for llm in (off, on):
+                for llm in llms:
                     _run(llm, work)
-            without, using = _in_turns(off, on, work, repeat)
+            *without, using = _in_turns(llms, work, repeat)
             rows.append({"spec": name, **_row(work, without, using, exact)})
             say(f"{name}, {work.name}: {rows[-1]['decode_speedup']} times the decode speed")
     notes = (
         f"Greedy, up to {_TOKENS} tokens out{'' if exact else f', {_LONG} of many at once'}; tok/s with the prompts' time, decode tok/s of one "
-        "request from its first token on; medians of the runs. " + _SAME[exact]
+        f"request from its first token on; medians of the runs. {_SAME[exact]}"
+        f"{'' if exact else _CONTROL}"
     )
     return Record("speculation", rows, notes, settings=options)
 
@@ -157,18 +166,18 @@ def _ask(text: str) -> Messages:
     return [{"role": "user", "content": text}]
 
 
-def _in_turns(off: LLM, on: LLM, work: _Work, count: int) -> tuple[list[_Run], list[_Run]]:
-    """At least so many runs of both engines; who comes first changes, since a machine is not the same
+def _in_turns(llms: Sequence[LLM], work: _Work, count: int) -> list[list[_Run]]:
+    """At least so many runs of all engines; who comes first changes, since a machine is not the same
     for long.
     """
-    runs: dict[bool, list[_Run]] = {False: [], True: []}
+    runs: list[list[_Run]] = [[] for _ in llms]
+    order = list(range(len(llms)))
     end = time.perf_counter() + count * work.seconds
-    for turn in itertools.count():
-        if turn >= count and time.perf_counter() >= end:
-            break
-        for using in (False, True) if turn % 2 == 0 else (True, False):
-            runs[using].append(_run(on if using else off, work))
-    return runs[False], runs[True]
+    while len(runs[0]) < count or time.perf_counter() < end:
+        for each in order:
+            runs[each].append(_run(llms[each], work))
+        order.reverse()
+    return runs
 
 
 def _run(llm: LLM, work: _Work) -> _Run:
@@ -210,26 +219,34 @@ def _alike(off: _Run, on: _Run) -> float:
     return same / max(1, off.num_tokens)
 
 
-def _row(work: _Work, off: list[_Run], on: list[_Run], exact: bool = True) -> dict[str, Any]:
+def _row(
+    work: _Work, without: list[list[_Run]], on: list[_Run], exact: bool = True
+) -> dict[str, Any]:
+    off = list(itertools.chain(*without))
     if exact and any(run.tokens != off[0].tokens for run in (*off, *on)):
         raise EngineError(f"{work.name}: the tokens differ with speculation and without.")
     slow = statistics.median(run.seconds for run in off)
     fast = statistics.median(run.seconds for run in on)
     decode_off = statistics.median(run.decode_tok_s for run in off)
     decode_on = statistics.median(run.decode_tok_s for run in on)
+    # Of runs that follow each other: what the machine does besides changes slowly.
+    pairs = [a.seconds / b.seconds for a, b in zip(without[0], on, strict=True)]
     drafted = sum(run.num_drafted for run in on)
     accepted = sum(run.num_accepted for run in on)
     drafts = sum(run.num_drafts for run in on)
+    control = {}
+    if len(without) > 1:
+        first, second = (statistics.median(run.seconds for run in runs) for runs in without)
+        control["control"] = round(first / second, 3)
     return {
         "workload": work.name,
         "output_tokens": off[0].num_tokens,
-        "runs": len(off),
+        "runs": len(on),
         "off_tok_s": round(off[0].num_tokens / slow, 2),
         "on_tok_s": round(on[0].num_tokens / fast, 2),
         "speedup": round(slow / fast, 3),
-        # Pairs of runs that follow each other: what the machine does besides changes slowly.
-        "speedup_low": round(min(a.seconds / b.seconds for a, b in zip(off, on, strict=True)), 3),
-        "speedup_high": round(max(a.seconds / b.seconds for a, b in zip(off, on, strict=True)), 3),
+        "speedup_low": round(min(pairs), 3),
+        "speedup_high": round(max(pairs), 3),
         "decode_off_tok_s": round(decode_off, 2),
         "decode_on_tok_s": round(decode_on, 2),
         "decode_speedup": round(decode_on / decode_off, 3),
@@ -237,4 +254,5 @@ def _row(work: _Work, off: list[_Run], on: list[_Run], exact: bool = True) -> di
         "accepted": accepted // len(on),
         "acceptance_length": round(1 + accepted / max(1, drafts), 2),
         "alike": round(min(_alike(off[0], run) for run in on), 4),
+        **control,
     }
