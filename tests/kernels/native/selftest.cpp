@@ -202,7 +202,7 @@ int main(int argc, char**) {
           check(pool, c, 9, {0, 9});
           if (small || all) check(pool, c, 27, {3, 24});
         }
-        for (int rows : {1, 2, 3, 4, 33}) {
+        for (int rows : {1, 2, 3, 4, 11, 33}) {
           if (small) check(pool, c, rows);
         }
       }

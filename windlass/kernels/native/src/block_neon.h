@@ -1,4 +1,4 @@
-// 4 rows by 8 outputs for NEON: the loop in which prompts spend their time.
+// 4 rows by 8 outputs for NEON, in blocks of 16 inputs. Those of 32 have rows_neon.h.
 //
 // Written out because compilers copy sums between registers and the stack on the way, at a third of
 // the speed. v0-v7 are sums of whole numbers, v8-v11 rows of x, v12-v13 weights, v16-v23 the sums,
@@ -36,11 +36,11 @@ constexpr bool kHasMultiply4 = kSpan == 4;
   "fmla v" T ".4s, " SUM ".4s, " SCALE ".4s\n"          \
   "fmla " OUT ".4s, v" T ".4s, v15.s[" LANE "]\n"
 
-#define WINDLASS_BLOCK(PRODUCTS)                                                              \
+#define WINDLASS_BLOCK                                                                        \
   "ldr q15, [%[x_scales]], #16\n"                                                             \
   "ldr q0, [%[start]]\n ldr q1, [%[start]]\n ldr q2, [%[start]]\n ldr q3, [%[start]]\n"       \
   "ldr q4, [%[start]]\n ldr q5, [%[start]]\n ldr q6, [%[start]]\n ldr q7, [%[start]]\n"       \
-  PRODUCTS                                                                                    \
+  WINDLASS_16                                                                                 \
   WINDLASS_SCALE("v0", "v24", "0", "0", "v16", "8")                                           \
   WINDLASS_SCALE("v1", "v25", "16", "0", "v17", "9")                                          \
   WINDLASS_SCALE("v2", "v24", "0", "1", "v18", "10")                                          \
@@ -58,13 +58,13 @@ constexpr bool kHasMultiply4 = kSpan == 4;
   "fmla v20.4s, v8.4s, v15.s[2]\n fmla v21.4s, v9.4s, v15.s[2]\n"          \
   "fmla v22.4s, v8.4s, v15.s[3]\n fmla v23.4s, v9.4s, v15.s[3]\n"
 
-#define WINDLASS_LOOP(PRODUCTS, MINS_PART)                                                  \
+#define WINDLASS_LOOP(MINS_PART)                                                            \
   __asm__ volatile(                                                                         \
       "ldp q16, q17, [%[out]]\n ldp q18, q19, [%[out], #32]\n"                              \
       "ldp q20, q21, [%[out], #64]\n ldp q22, q23, [%[out], #96]\n"                         \
       "1: ldp q24, q25, [%[scales]], #32\n"                                                 \
       "mov %w[left], %w[blocks]\n"                                                          \
-      "2:\n" WINDLASS_BLOCK(PRODUCTS)                                                       \
+      "2:\n" WINDLASS_BLOCK                                                                 \
       "subs %w[left], %w[left], #1\n"                                                       \
       "b.ne 2b\n" MINS_PART                                                                 \
       "add %[shifts], %[shifts], #32\n"                                                     \
@@ -80,21 +80,17 @@ constexpr bool kHasMultiply4 = kSpan == 4;
         "v11", "v12", "v13", "v14", "v15", "v16", "v17", "v18", "v19", "v20", "v21", "v22", \
         "v23", "v24", "v25", "v27")
 
-// Adds to out[row][output] `groups` groups of `blocks` blocks, at least one of each. `shifts` are
-// the scales times -kSumStart.
-template <int BLOCK, bool MINS>
+// Adds to out[row][output] `groups` groups of `blocks` blocks of 16 inputs, at least one of each.
+// `shifts` are the scales times -kSumStart.
+template <bool MINS>
 inline void multiply_4(const uint8_t* codes, const float* scales, const float* shifts,
                        const float* mins, int groups, int blocks, const int8_t* x,
                        const float* x_scales, const float* sums, float* out) {
   int left;
-  if constexpr (BLOCK == 32 && MINS) {
-    WINDLASS_LOOP(WINDLASS_16 WINDLASS_16, WINDLASS_MINS);
-  } else if constexpr (BLOCK == 32) {
-    WINDLASS_LOOP(WINDLASS_16 WINDLASS_16, "");
-  } else if constexpr (MINS) {
-    WINDLASS_LOOP(WINDLASS_16, WINDLASS_MINS);
+  if constexpr (MINS) {
+    WINDLASS_LOOP(WINDLASS_MINS);
   } else {
-    WINDLASS_LOOP(WINDLASS_16, "");
+    WINDLASS_LOOP("");
   }
 }
 

@@ -65,7 +65,7 @@ inline int panel_cut(int rows, size_t panel_bytes, size_t near_bytes = 256 << 10
   const size_t fitting = near_bytes / panel_bytes;
   const int cut = static_cast<int>(std::clamp<size_t>(fitting, 4, static_cast<size_t>(most)));
   const int even = ceil_div(panels, ceil_div(panels, cut));
-  return kHasAmx ? round_up(even, kSquarePanels) : even;
+  return round_up(even, kHasAmx ? kSquarePanels : 2);  // panels are often multiplied in pairs
 }
 
 // Where a tile's outputs go: to y, or to memory of the piece if they are gated.

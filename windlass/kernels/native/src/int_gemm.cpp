@@ -1,13 +1,15 @@
 // Products of int4 and int8 weights with inputs that were rounded to int8.
 //
 // Dot products of whole numbers within a block, then one multiplication by both scales. With few
-// rows codes are unpacked in registers; with many a tile is unpacked once into the nearest cache.
+// rows codes are unpacked in registers; with many a tile is unpacked once into the nearest cache, but
+// on NEON 8 rows at a time meet them as they are packed.
 
 #include <cstring>
 
 #include "dots.h"
 #include "gemm.h"
 #include "int_amx.h"
+#include "int_tile.h"
 #include "panels.h"
 #include "rows_neon.h"
 
@@ -16,25 +18,14 @@ namespace windlass {
 namespace tile {
 namespace {
 
-// A run of inputs of one tile. Scale is uint16_t (half) where it was packed, float where unpacked.
-template <class Scale>
-struct IntTile {
-  const uint8_t* codes;
-  const Scale* scales;
-  const Scale* mins;
-  const float* shifts;  // of unpacked tiles: see multiply_4
-  int groups;
-  int blocks;  // in a group
-};
-
 // Adds 16 inputs; returns where the codes of the next ones lie.
-template <int MT, bool NIBBLES>
+template <int MT, bool NIBBLES, bool MINS>
 WINDLASS_INLINE const uint8_t* dot16(const uint8_t* codes, const int8_t* x, Dots<MT>& dots) {
   constexpr int wide = sizeof(Codes);
   if constexpr (NIBBLES) {
     const Codes first = load_codes(codes), second = load_codes(codes + wide);
-    const Codes w[4] = {low_nibbles(first), low_nibbles(second), high_nibbles(first),
-                        high_nibbles(second)};
+    const Codes w[4] = {low_codes<MINS>(first), low_codes<MINS>(second), high_codes<MINS>(first),
+                        high_codes<MINS>(second)};
     add_dots<true>(dots, [&](int i) WINDLASS_INLINED { return w[i]; }, x);
     return codes + 2 * wide;
   } else {
@@ -50,7 +41,7 @@ template <int MT, int BLOCK, bool NIBBLES, bool MINS, class Scale>
 WINDLASS_INLINE void multiply(const IntTile<Scale>& tile, IntPanel x, float* out) {
   if constexpr (kHasRowLoops && MT == 1 && NIBBLES) {
     return multiply_1<BLOCK, MINS>(tile.codes, tile.scales, tile.mins, tile.groups, tile.blocks,
-                                   x.codes, x.scales, x.centre, x.sums, out);
+                                   x.codes, x.scales, x.sums, out);
   }
   Floats acc[MT];
   for (int m = 0; m < MT; ++m) acc[m] = load(out + m * kTile);
@@ -59,7 +50,7 @@ WINDLASS_INLINE void multiply(const IntTile<Scale>& tile, IntPanel x, float* out
     const Floats scale = load_scales(tile.scales + g * kTile);
     for (int b = 0; b < tile.blocks; ++b) {
       Dots<MT> dots;
-      if constexpr (kUnsignedCodes || (NIBBLES && !MINS)) {
+      if constexpr (kOffCentre<NIBBLES, MINS>) {
         start_dots(dots, load_quad(x.centre));
         x.centre += kPanel;
       } else {
@@ -68,7 +59,7 @@ WINDLASS_INLINE void multiply(const IntTile<Scale>& tile, IntPanel x, float* out
       for (int k = 0; k < BLOCK; k += 16) {
         // With few rows the weights come from memory; the CPU's own guesses stop at pages.
         if constexpr (MT <= 2 && NIBBLES) __builtin_prefetch(codes + kAhead);
-        codes = dot16<MT, NIBBLES>(codes, x.codes, dots);
+        codes = dot16<MT, NIBBLES, MINS>(codes, x.codes, dots);
         x.codes += 16 * kPanel;
       }
       const Quad x_scale = load_quad(x.scales);
@@ -86,24 +77,6 @@ WINDLASS_INLINE void multiply(const IntTile<Scale>& tile, IntPanel x, float* out
   for (int m = 0; m < MT; ++m) store(out + m * kTile, acc[m]);
 }
 
-// The codes of input k. Unsigned, since dividing what may be negative takes as long as the rest.
-template <bool NIBBLES>
-WINDLASS_INLINE Floats code_at(const uint8_t* codes, uint32_t k) {
-  const int in_16 = static_cast<int>(k % 16);
-  if constexpr (NIBBLES) return nibbles_at(codes + k / 16 * 8 * kTile, in_16);
-  return bytes_at(codes + k / 16 * 16 * kTile, in_16);
-}
-
-// The weights of one input, as inputs that were not rounded meet them.
-template <bool NIBBLES, bool MINS, class Scale>
-WINDLASS_INLINE Floats weight_at(const Weight& w, const IntTile<Scale>& tile, int k, int group) {
-  Floats code = code_at<NIBBLES>(tile.codes, static_cast<uint32_t>(k));
-  if constexpr (kUnsignedCodes || (NIBBLES && !MINS)) {
-    code = sub(code, splat(static_cast<float>(code_offset(w))));
-  }
-  return mul(code, load_scales(tile.scales + group * kTile));
-}
-
 // Adds to out[row][output] what the outliers of `rows` rows contribute, row by row.
 template <bool NIBBLES, bool MINS>
 inline void multiply_outliers(const Product& job, int row, int rows, const IntTile<uint16_t>& tile,
@@ -117,26 +90,6 @@ inline void multiply_outliers(const Product& job, int row, int rows, const IntTi
     store(out, acc);
   }
 }
-
-// Where the tiles of a weight lie: found once, since it takes divisions.
-struct Tiles {
-  const uint8_t* data;
-  size_t bytes, scales;
-  int groups, blocks;
-
-  explicit Tiles(const Weight& w)
-      : data(w.data),
-        bytes(tile_bytes(w)),
-        scales(scale_bytes(w)),
-        groups(num_groups(w)),
-        blocks(padded_in(w) / groups / block_size(w)) {}
-
-  IntTile<uint16_t> at(int t) const {
-    const uint8_t* tile = data + static_cast<size_t>(t) * bytes;
-    const uint16_t* halves = reinterpret_cast<const uint16_t*>(tile);
-    return {tile + scales, halves, halves + groups * kTile, nullptr, groups, blocks};
-  }
-};
 
 template <int BLOCK, bool NIBBLES, bool MINS>
 void few_rows(const Product& job) {
@@ -171,8 +124,8 @@ int run_end(int k, int group, int padded) {
   return std::min({k + kMostInputs, (k / group + 1) * group, padded});
 }
 
-// Inputs [begin, end) of a tile. With NIBBLES only the scales are unpacked.
-template <bool NIBBLES, bool MINS>
+// Inputs [begin, end) of a tile.
+template <bool MINS>
 IntTile<float> unpack(const Product& job, const IntTile<uint16_t>& tile, int begin, int end,
                       Unpacked& out) {
   const int block = block_size(job.w);
@@ -195,15 +148,16 @@ IntTile<float> unpack(const Product& job, const IntTile<uint16_t>& tile, int beg
     return {codes, out.scales, out.mins, out.shifts, groups, blocks};
   }
   const uint8_t* from = tile.codes + static_cast<size_t>(begin) * kTile / 2;
-  if constexpr (NIBBLES) return {from, out.scales, out.mins, out.shifts, groups, blocks};
   uint8_t* to = out.codes;
   constexpr int wide = sizeof(Codes);
   for (int k = begin; k < end; k += 16, from += 2 * wide, to += 4 * wide) {
     __builtin_prefetch(from + kAhead);
     for (int i = 0; i < 2; ++i) {
       const Codes both = load_codes(from + wide * i);
-      Codes low = low_nibbles(both), high = high_nibbles(both);
-      if constexpr (!MINS && !kUnsignedCodes) low = subtract(low, 8), high = subtract(high, 8);
+      Codes low = low_codes<MINS>(both), high = high_codes<MINS>(both);
+      if constexpr (!MINS && !kUnsignedCodes && !kSignedNibbles) {
+        low = subtract(low, 8), high = subtract(high, 8);
+      }
       store_codes(to + wide * i, low);
       store_codes(to + wide * (2 + i), high);
     }
@@ -213,9 +167,9 @@ IntTile<float> unpack(const Product& job, const IntTile<uint16_t>& tile, int beg
 
 template <int MT, int BLOCK, bool MINS>
 inline void multiply_unpacked(const IntTile<float>& tile, const IntPanel& x, float* out) {
-  if constexpr (kHasMultiply4 && MT == kPanel) {
-    multiply_4<BLOCK, MINS>(tile.codes, tile.scales, tile.shifts, tile.mins, tile.groups,
-                            tile.blocks, x.codes, x.scales, x.sums, out);
+  if constexpr (kHasMultiply4 && MT == kPanel && BLOCK == 16) {
+    multiply_4<MINS>(tile.codes, tile.scales, tile.shifts, tile.mins, tile.groups, tile.blocks,
+                     x.codes, x.scales, x.sums, out);
   } else {
     multiply<MT, BLOCK, false, MINS>(tile, x, out);
   }
@@ -228,42 +182,111 @@ inline void fetch_next(const uint8_t* from, size_t bytes, int i, int count) {
   for (size_t at = 0; at < share + 64; at += 64) __builtin_prefetch(first + at);
 }
 
-// Two panels. One of less than 4 rows ends with what nobody reads.
-inline void multiply_pair(const Product& job, const IntTile<float>& tile, const IntPanel& x,
-                          float* out) {
-  const uint8_t* ahead = tile.codes + kBytesAhead;
-  for (int i = 0; i < kTile; i += 4, ahead += 160 * tile.groups * tile.blocks) {
-    multiply_8(tile.codes + 4 * i, tile.scales + i, tile.shifts + i, tile.mins + i, tile.groups,
-               tile.blocks, x.codes, x.scales, x.sums, job.panel_bytes, ahead, out + i);
+// What the outliers of panels [first, last) add to their sums.
+struct Rest {
+  alignas(64) float sums[kMostPanels][kPanel * kTile];
+  int32_t at[kMostPanels];
+  OutlierColumns columns;
+  bool any;
+
+  Rest(const Product& job, int first, int last) : columns{}, any(job.columns != nullptr) {
+    if (!any) return;
+    std::memset(sums, 0, static_cast<size_t>(last - first) * sizeof sums[0]);
+    columns = outlier_columns(job.w, most_outliers(job.w), job.cut * kPanel,
+                              job.piece_columns(first));
+    std::copy(columns.firsts, columns.firsts + (last - first), at);
+  }
+  const float* panel(int p) const { return any ? sums[p] : nullptr; }
+};
+
+// Writes the sums of panels [first, last) of a tile.
+inline void store_panels(const Product& job, Target to, int t, int first, int last,
+                         const float (*sums)[kPanel * kTile], const Rest& rest) {
+  each_panel(job, first, last, [&](auto rows, int p) {
+    const float *sum = sums[p - first], *more = rest.panel(p - first);
+    if (rows == kPanel && job.planes == 1 && (t + 1) * kTile <= job.w.num_out) {
+      store_whole(job, to, p * kPanel, sum, job.add, more);
+    } else {
+      store_tile(job, to, t, p * kPanel, rows, sum, job.add, more);
+    }
+  });
+}
+
+// The scales of groups [first, first + count) of a tile; without the minima of one that goes on.
+template <bool MINS>
+inline void read_scales(const IntTile<uint16_t>& tile, int first, int count, bool ends,
+                        GroupScales* out) {
+  for (int g = first; g < first + count; ++g, ++out) {
+    const Floats scale = load_half(tile.scales + g * kTile);
+    store(out->scales, scale);
+    store(out->shifts, mul(scale, splat(-kSumStart)));
+    if constexpr (MINS) store(out->mins, ends ? load_half(tile.mins + g * kTile) : zero());
   }
 }
 
+// Panels in pairs, which meet codes as they are packed. One of less than 4 rows ends with what nobody
+// reads; the last of an odd number is multiplied as with few rows.
+template <bool NIBBLES, bool MINS>
+void paired_rows(const Product& job) {
+  const IntSizes sizes(job.w);
+  const Tiles tiles(job.w);
+  each_piece(job, [&](int t, int first, int last, Target to) {
+    alignas(64) float sums[kMostPanels][kPanel * kTile];
+    std::memset(sums, 0, static_cast<size_t>(last - first) * sizeof sums[0]);
+    Rest rest(job, first, last);
+    const IntTile<uint16_t> tile = tiles.at(t);
+    const int group = tile.blocks * 32, padded = padded_in(job.w);
+    // The next tile is asked for while this one is multiplied.
+    const int paired = (last - first) / 2 * 2;
+    const int64_t step = static_cast<int64_t>(tiles.bytes) / (std::max(paired, 1) * (padded / 32));
+    const uint8_t* ahead = tiles.data + tiles.bytes * static_cast<size_t>(t + 1);
+    alignas(64) GroupScales scales[kMostInputs / 32];
+    for (int begin = 0, end; begin < padded; begin = end) {
+      end = run_end(begin, group, padded);
+      const int groups = ceil_div(end - begin, group), blocks = (end - begin) / 32 / groups;
+      read_scales<MINS>(tile, begin / group, groups, end % group == 0, scales);
+      for (int p = first; p < first + paired; p += 2) {
+        const IntPanel x = sizes.panel(job.panel(p));
+        for (int i = 0; i < kTile; i += 4, ahead += step * groups * blocks) {
+          const uint8_t* codes = tile.codes + begin * kTile / (NIBBLES ? 2 : 1) + kSpan * i;
+          multiply_8<NIBBLES, MINS>(codes, scales[0].scales + i, groups, blocks,
+                                    x.codes + begin * kPanel, x.scales + begin / 32 * kPanel,
+                                    x.sums + begin / group * kPanel, job.panel_bytes, ahead,
+                                    step, sums[p - first] + i);
+        }
+      }
+    }
+    each_panel(job, first + paired, last, [&](auto rows, int p) {
+      multiply<rows, 32, NIBBLES, MINS>(tile, sizes.panel(job.panel(p)), sums[p - first]);
+    });
+    if (rest.any) {
+      const auto weight_of = [&](const OutlierColumn& c) WINDLASS_INLINED {
+        return weight_at<NIBBLES, MINS>(job.w, tile, c.input, c.group);
+      };
+      multiply_columns(rest.columns, 0, padded, last - first, rest.at, weight_of, rest.sums[0]);
+    }
+    store_panels(job, to, t, first, last, sums, rest);
+  });
+}
+
 // Sums go through the inputs in the same order as with few rows: a row's result does not depend on
-// the rows beside it. NIBBLES: there are two panels, which meet the codes as they are packed.
-template <int BLOCK, bool NIBBLES, bool MINS>
+// the rows beside it.
+template <int BLOCK, bool MINS>
 void many_rows(const Product& job) {
   const IntSizes sizes(job.w);
   const Tiles tiles(job.w);
   each_piece(job, [&](int t, int first, int last, Target to) {
     Unpacked room;
     alignas(64) float sums[kMostPanels][kPanel * kTile];
-    alignas(64) float rest[kMostPanels][kPanel * kTile];
     std::memset(sums, 0, static_cast<size_t>(last - first) * sizeof sums[0]);
-    OutlierColumns columns{};
-    int32_t outliers_at[kMostPanels];
-    if (job.columns != nullptr) {
-      std::memset(rest, 0, static_cast<size_t>(last - first) * sizeof rest[0]);
-      columns = outlier_columns(job.w, most_outliers(job.w), job.cut * kPanel,
-                                job.piece_columns(first));
-      std::copy(columns.firsts, columns.firsts + (last - first), outliers_at);
-    }
+    Rest rest(job, first, last);
     const IntTile<uint16_t> packed = tiles.at(t);
     const int group = packed.blocks * BLOCK;
     const int padded = padded_in(job.w);
     const bool unpacks = job.w.kind == kInt4;
     for (int begin = 0, end; begin < padded; begin = end) {
       end = run_end(begin, group, padded);
-      const IntTile<float> tile = unpack<NIBBLES, MINS>(job, packed, begin, end, room);
+      const IntTile<float> tile = unpack<MINS>(job, packed, begin, end, room);
       const auto panel = [&](int p) {
         IntPanel x = sizes.panel(job.panel(p));
         x.codes += begin * kPanel;
@@ -272,9 +295,7 @@ void many_rows(const Product& job) {
         x.sums += begin / group * kPanel;
         return x;
       };
-      if constexpr (NIBBLES) {
-        multiply_pair(job, tile, panel(first), sums[0]);
-      } else if (kHasAmx && job.squares != nullptr) {
+      if (kHasAmx && job.squares != nullptr) {
         each_square(job, first, last, [&](int p, int rows) {
           const int8_t* x = reinterpret_cast<const int8_t*>(job.square(p)) + begin * kSquare;
           multiply_square<BLOCK, MINS>(tile, panel, p, x, rows, sums[p - first]);
@@ -286,31 +307,25 @@ void many_rows(const Product& job) {
           multiply_unpacked<rows, BLOCK, MINS>(tile, panel(p), sums[p - first]);
         });
       }
-      if (job.columns != nullptr) {
+      if (rest.any) {
         const auto weight_of = [&](const OutlierColumn& c) WINDLASS_INLINED {
-          return weight_at<NIBBLES, MINS>(job.w, tile, c.input - begin, c.group - begin / group);
+          return weight_at<false, MINS>(job.w, tile, c.input - begin, c.group - begin / group);
         };
-        multiply_columns(columns, begin, end, last - first, outliers_at, weight_of, rest[0]);
+        multiply_columns(rest.columns, begin, end, last - first, rest.at, weight_of, rest.sums[0]);
       }
     }
-    each_panel(job, first, last, [&](auto rows, int p) {
-      const float* more = job.columns != nullptr ? rest[p - first] : nullptr;
-      if (rows == kPanel && job.planes == 1 && (t + 1) * kTile <= job.w.num_out) {
-        store_whole(job, to, p * kPanel, sums[p - first], job.add, more);
-      } else {
-        store_tile(job, to, t, p * kPanel, rows, sums[p - first], job.add, more);
-      }
-    });
+    store_panels(job, to, t, first, last, sums, rest);
   });
 }
 
 template <int BLOCK, bool MINS>
 void with_block(const Product& job) {
   if (job.rows >= kManyRows) {
-    if constexpr (kHasRowLoops && BLOCK == 32 && MINS) {
-      if (job.w.kind == kInt4 && job.num_panels() == 2) return many_rows<BLOCK, true, MINS>(job);
+    if constexpr (kHasRowLoops && BLOCK == 32) {
+      return job.w.kind == kInt4 ? paired_rows<true, MINS>(job) : paired_rows<false, MINS>(job);
+    } else {
+      return many_rows<BLOCK, MINS>(job);
     }
-    return many_rows<BLOCK, false, MINS>(job);
   }
   if (job.w.kind == kInt4) return few_rows<BLOCK, true, MINS>(job);
   return few_rows<BLOCK, false, MINS>(job);

@@ -31,6 +31,14 @@ namespace windlass {
 
 constexpr int kPanel = 4;  // rows of x that are computed together
 
+// int4 codes without minima are stored less 8, with a sign: from either half of a byte one instruction
+// makes 16 times the code, and x is divided by 16 instead. Elsewhere IntPanel::centre takes 8 away.
+#if defined(WINDLASS_NEON)
+constexpr bool kSignedNibbles = true;
+#else
+constexpr bool kSignedNibbles = false;
+#endif
+
 #if defined(WINDLASS_AVX512)
 constexpr int kTile = 16;  // outputs that are computed side by side
 // There is no product of signed bytes: int8 codes are stored with 128 added, int4 ones stay as they

@@ -28,9 +28,11 @@ void pack_groups(const Weight& w, int tile, const T* values, T* out) {
 void pack_int4_row(const Weight& w, const uint8_t* row, int r, uint8_t* out) {
   // Padding is code 8: around the centre it is zero, and with minima its inputs are zero anyway.
   const auto code = [&](int k) { return k < w.num_in ? nibble(row, k) : uint8_t{8}; };
+  const int sign = has_signed_nibbles(w) ? 0x88 : 0;  // less 8: the highest bit turns round
   for (int k = 0; k < padded_in(w); k += 16) {
     for (int i = 0; i < 8; ++i) {
-      out[nibble_place(k + i, r)] = static_cast<uint8_t>(code(k + i) | code(k + i + 8) << 4);
+      const int both = code(k + i) | code(k + i + 8) << 4;
+      out[nibble_place(k + i, r)] = static_cast<uint8_t>(both ^ sign);
     }
   }
 }

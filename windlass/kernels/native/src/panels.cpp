@@ -96,12 +96,14 @@ struct PanelSink {
   int block;
   int blocks_per_group;
   int32_t offset;  // of stored codes
+  float lift;      // of x where it meets codes
 
   PanelSink(const Weight& w, uint8_t* memory)
       : panel(IntSizes(w).panel(memory)),
         block(block_size(w)),
         blocks_per_group(padded_in(w) / num_groups(w) / block),
-        offset(code_offset(w)) {}
+        offset(code_offset(w)),
+        lift(kLift / code_gain(w)) {}
 
   int group(int b) const { return blocks_per_group == 1 ? b : b / blocks_per_group; }
 
@@ -112,7 +114,7 @@ struct PanelSink {
   void put(int b, int m, const Rounded& r, const int8_t* from) const {
     int8_t* to = const_cast<int8_t*>(panel.codes) + static_cast<size_t>(b) * block * kPanel;
     for (int i = 0; i < block; i += kRun) std::memcpy(to + i * kPanel + kRun * m, from + i, kRun);
-    const_cast<float*>(panel.scales)[b * kPanel + m] = r.step * kLift;
+    const_cast<float*>(panel.scales)[b * kPanel + m] = r.step * lift;
     const_cast<int32_t*>(panel.centre)[b * kPanel + m] = -offset * r.sum;
     add_sum(b, m, r.step * kLift * static_cast<float>(r.sum));
   }
@@ -147,7 +149,7 @@ void fill_int_panel(const Weight& w, const float* x, const float* x_scales, int 
         std::memmove(spare, inputs, static_cast<size_t>(block) * sizeof(float));
         spare[at] = 0.0f;
         r = round_block(block, spare, nullptr, codes);
-        sink.add({b * block + at, panel.group(b), peak * kLift});
+        sink.add({b * block + at, panel.group(b), peak * panel.lift});
         panel.put(b, m, r, codes);
         panel.add_sum(b, m, peak * kLift);
         continue;

@@ -85,6 +85,7 @@ void find_scales(const Groups& groups, Stretch& out) {
 constexpr int kAhead = 4096;  // bytes
 
 // Inputs [begin, end) of a tile. A code c becomes (c * factor + start) / 256, rounded down.
+template <bool MINS>
 void unpack_stretch(const Weight& w, const Packed& tile, const Groups& groups, int begin, int end,
                     Stretch& out) {
   find_scales(groups, out);
@@ -102,7 +103,7 @@ void unpack_stretch(const Weight& w, const Packed& tile, const Groups& groups, i
     const int stop = i + 1 == groups.count ? end : (groups.first + i + 1) * w.group;
     for (; k < stop; k += 16, from += 8 * kTile, to += 16 * kTile) {
       __builtin_prefetch(from + kAhead);
-      steps.unpack(from, to);
+      steps.unpack<kSignedNibbles && !MINS>(from, to);
     }
   }
 }
@@ -142,13 +143,18 @@ class Weights {
       group_ = c.group;
       const Floats unit = splat(1.0f / kHalfUnit);
       scale_ = mul(load_scales(tile_.scales + group_ * kTile), unit);
-      // Without minima codes lie around 8.
+      // Without minima codes lie around 8, or have a sign.
       low_ = MINS ? mul(load_scales(tile_.mins + group_ * kTile), unit)
-                  : mul(scale_, splat(-8.0f));
+                  : mul(scale_, splat(kSignedNibbles ? 0.0f : -8.0f));
     }
     const uint32_t input = static_cast<uint32_t>(c.input);
     const uint8_t* codes = tile_.codes + input / 16 * (8 * kTile);
-    return fma(low_, nibbles_at(codes, static_cast<int>(input % 16)), scale_);
+    const int in_16 = static_cast<int>(input % 16);
+    if constexpr (kSignedNibbles && !MINS) {
+      return mul(mul(signed_nibbles_at(codes, in_16), splat(1.0f / 16)), scale_);
+    } else {
+      return fma(low_, nibbles_at(codes, in_16), scale_);
+    }
   }
 
  private:
@@ -171,7 +177,7 @@ void multiply_prompt(const Product& job) {
     for (int begin = 0, s = 0; begin < padded; begin += kStretch, ++s) {
       const int end = std::min(begin + kStretch, padded);
       read_groups<MINS>(job.w, tile, begin, end, groups);
-      unpack_stretch(job.w, tile, groups, begin, end, stretch);
+      unpack_stretch<MINS>(job.w, tile, groups, begin, end, stretch);
       const auto panel = [&](int p) {
         PromptPanel x = sizes.panel(job.panel(p));
         return PromptPanel{x.codes + begin * kPanel, x.scales + s * kPanel, x.centre + s * kPanel};

@@ -8,6 +8,8 @@
 
 namespace windlass::tile {
 
+constexpr uint8_t kSigns = 0x88;  // makes codes of signed nibbles, and the other way round
+
 // Code c of an output becomes (c * factor + start) / 256, rounded down; factor and start are rounded
 // to whole numbers, and the result lies in -127 to 127. Where codes have no sign, 128 is added.
 #if defined(WINDLASS_NEON) && !defined(WINDLASS_I8MM)
@@ -20,9 +22,11 @@ class Steps {
   }
 
   // 16 inputs: see weight.h.
+  template <bool SIGNED>
   void unpack(const uint8_t* from, uint8_t* to) const {
     for (int i = 0; i < 4; ++i) {
-      const uint8x16_t both = vld1q_u8(from + 16 * i);
+      uint8x16_t both = vld1q_u8(from + 16 * i);
+      if constexpr (SIGNED) both = veorq_u8(both, vdupq_n_u8(kSigns));
       vst1q_u8(to + 16 * i, made(vandq_u8(both, vdupq_n_u8(15)), i % 2 * 2));
       vst1q_u8(to + 64 + 16 * i, made(vshrq_n_u8(both, 4), i % 2 * 2));
     }
@@ -61,11 +65,12 @@ class Steps {
   }
 
   // 16 inputs: see weight.h.
+  template <bool SIGNED>
   void unpack(const uint8_t* from, uint8_t* to) const {
     constexpr int half = 8 * kTile;
     for (int first = 0; first < half; first += kPeriod) {
       for (int j = 0; j < kPeriod; ++j) {
-        const uint8_t both = from[first + j];
+        const uint8_t both = static_cast<uint8_t>(from[first + j] ^ (SIGNED ? kSigns : 0));
         const auto made = [&](int c) {
           return static_cast<uint8_t>(static_cast<uint16_t>(c * factor_[j] + start_[j]) >> 8);
         };

@@ -58,6 +58,7 @@ void read_integer_row(const Weight& w, const uint8_t* tile, int r, float* out) {
       } else {
         const uint8_t both = codes[nibble_place(k, r)];
         code = k % 16 < 8 ? both & 15 : both >> 4;
+        if (has_signed_nibbles(w)) code = (code ^ 8) - 8;
       }
       out[k] = static_cast<float>(code - offset) * scale + low;
     }

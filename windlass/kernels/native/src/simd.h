@@ -7,7 +7,8 @@
 //   Quad, QuadInt  one number for each of 4 rows of x
 // Products compute with Floats, Sums and Codes, which hold a tile's outputs: those of 8, or of 16 in
 // simd_avx512.h. They are in a namespace of their own, so that the same names mean the wider ones.
-// nibbles_at and bytes_at read one input's codes of all outputs of a tile, out of 16 inputs' codes.
+// low_signed and high_signed make 16 times the signed nibbles of kSignedNibbles, as
+// signed_nibbles_at. nibbles_at and bytes_at read one input's codes of all outputs of a tile, out of 16 inputs' codes.
 // A dot product adds 4 inputs at a time; the lane says which 4 of the 16.
 // load_half gives the value times kHalfUnit, whatever is cheapest for the CPU; read_half the value.
 // larger keeps what is no number; add_exponent multiplies by the power of two in the low bits of
@@ -69,6 +70,17 @@ struct Brain {
 inline Floats load_scales(const uint16_t* p) { return load_half(p); }
 inline Floats load_scales(const float* p) { return load(p); }
 inline Floats load_scales(const Brain* p) { return read_brain(&p->bits); }
+
+}  // namespace tile
+#endif
+
+#if !defined(WINDLASS_NEON)
+namespace tile {
+
+// Never called: see kSignedNibbles.
+Codes low_signed(Codes);
+Codes high_signed(Codes);
+Floats signed_nibbles_at(const uint8_t*, int);
 
 }  // namespace tile
 #endif

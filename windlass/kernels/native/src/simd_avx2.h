@@ -194,7 +194,7 @@ inline void lookup32(const Table16& table, const uint8_t* codes, F32x8 scale, fl
 // What NEON has written out in block_neon.h.
 constexpr bool kHasMultiply4 = false;
 constexpr float kSumStart = 0.0f;
-template <int BLOCK, bool MINS>
+template <bool MINS>
 inline void multiply_4(const uint8_t*, const float*, const float*, const float*, int, int,
                        const int8_t*, const float*, const float*, float*) {}
 

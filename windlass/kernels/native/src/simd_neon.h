@@ -123,6 +123,12 @@ inline int8x16_t high_nibbles(int8x16_t x) {
   return vreinterpretq_s8_u8(vshrq_n_u8(vreinterpretq_u8_s8(x), 4));
 }
 inline Codes32 high_nibbles(Codes32 x) { return {high_nibbles(x.a), high_nibbles(x.b)}; }
+// 16 times the nibbles with a sign.
+inline Codes32 low_signed(Codes32 x) { return {vshlq_n_s8(x.a, 4), vshlq_n_s8(x.b, 4)}; }
+inline Codes32 high_signed(Codes32 x) {
+  const int8x16_t mask = vdupq_n_s8(-16);
+  return {vandq_s8(x.a, mask), vandq_s8(x.b, mask)};
+}
 inline Codes32 subtract(Codes32 x, int8_t y) {
   return {vsubq_s8(x.a, vdupq_n_s8(y)), vsubq_s8(x.b, vdupq_n_s8(y))};
 }
@@ -144,6 +150,14 @@ inline F32x8 nibbles_at(const uint8_t* p, int i) {
   const uint32x4_t mask = vdupq_n_u32(15);
   const uint32x4x2_t c = codes_at(p + i % 8 / kSpan * kSpan * 8, i, i / 8 * 4);
   return {vcvtq_f32_u32(vandq_u32(c.val[0], mask)), vcvtq_f32_u32(vandq_u32(c.val[1], mask))};
+}
+inline F32x8 signed_nibbles_at(const uint8_t* p, int i) {
+  const uint32x4x2_t c = codes_at(p + i % 8 / kSpan * kSpan * 8, i, i / 8 * 4 - 28);
+  const auto one = [](uint32x4_t v) {
+    const uint32x4_t highest = vandq_u32(v, vdupq_n_u32(0xf0000000));
+    return vcvtq_n_f32_s32(vreinterpretq_s32_u32(highest), 24);
+  };
+  return {one(c.val[0]), one(c.val[1])};
 }
 inline F32x8 bytes_at(const uint8_t* p, int i) {
   const uint32x4x2_t c = codes_at(p + i / kSpan * kSpan * 8, i, -24);

@@ -30,7 +30,7 @@ struct WindlassWeight {
   int32_t num_out;
   int32_t num_in;
   int32_t group;     // inputs that share a scale; num_in when all do
-  int32_t has_mins;  // int4 without them has codes around 8
+  int32_t has_mins;  // int4 without them has codes around 8, or signed ones: see layout.h
   int32_t round_once;  // int8: inputs are rounded as for int4, instead of to 15 bits
   float gain;        // of all outputs; scales are stored divided by it
   const uint8_t* data;
@@ -98,10 +98,17 @@ inline size_t table_place(int k, int r) {
 }
 inline size_t brain_place(int k, int r) { return span_place(k, r, kBrainSpan); }
 
+inline bool has_signed_nibbles(const Weight& w) {
+  return kSignedNibbles && w.kind == kInt4 && !w.has_mins;
+}
+
+// What codes are multiplied by where they meet x.
+inline float code_gain(const Weight& w) { return has_signed_nibbles(w) ? 16.0f : 1.0f; }
+
 // What is to be taken away from a stored code.
 inline int code_offset(const Weight& w) {
   if (w.kind == kInt8) return kUnsignedCodes ? 128 : 0;
-  return w.has_mins ? 0 : 8;
+  return w.has_mins || has_signed_nibbles(w) ? 0 : 8;
 }
 
 }  // namespace windlass
