@@ -129,6 +129,30 @@ def test_one_slow_step_ends_no_guessing() -> None:
         made.took(4, True, seconds, 1)
 
 
+@pytest.mark.parametrize("seed", range(20))
+def test_bad_luck_at_first_is_made_up_for(seed: int) -> None:
+    """Requests of 64 tokens, one after another, and guesses of which a half are right."""
+    rng, making = Random(seed), StepCosts({1: 1.0, 2: 1.0})
+    made = Governor(MEMORY_BOUND, 100, drafting=Drafting(making, making, 3), most_guesses=3)
+    num_tokens, seconds = 0, 0.0
+    for _ in range(24):
+        made.admit(0)
+        left, count = 64, 0
+        while left > 0:
+            wanted = made.wanted([0], free=False)
+            right = next((i for i in range(count) if rng.random() < 0.5), count)
+            if count:
+                made.verified(0, 0, count, right)
+            took = MEMORY_BOUND.of(1 + count) + (1.0 if wanted else 0.0)
+            made.took(1 + count, count > 0, took, 1, wanted)
+            seconds += took
+            left -= 1 + right
+            num_tokens += 1 + right
+            count = made.choose([0], [Draft((7,) * wanted)], 0)[0] if wanted else 0
+        made.forget(0)
+    assert num_tokens / seconds > 1.15 / MEMORY_BOUND.of(1)
+
+
 def test_what_steps_of_several_cost_more_is_not_held_against_one() -> None:
     made, slots, drafts = governor(slots=4), [0, 1, 2, 3], [FOUR] * 4
     assert all(governor(slots=4).choose(slots, drafts, 0))

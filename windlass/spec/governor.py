@@ -20,6 +20,7 @@ from windlass.spec.slowness import Slowness
 _FADE = 0.9  # evidence of one request: about the last ten verifications count
 _FADE_ALL = 0.98  # evidence of all requests, by kind of guess
 _WEIGHT = 2.0  # verifications that an expectation counts for
+_WEIGHT_ALL = 4.0  # and the hope for all requests, whose first guesses may be wrong by chance
 _HOPE = 0.6  # acceptance of a kind of guess of which nothing is known yet
 _MARGIN = 1.01  # what guesses must promise: costs and chances are estimates
 # Of many requests. Those that guess well end early, and the rest go on in smaller, dearer steps.
@@ -215,10 +216,9 @@ class Governor:
         depth, pays = self._depth(slots)
         if pays:
             return depth
-        if self._tries.is_over(self._now) and any(
-            record.pause.is_over(self._now) for record in self._records(slots)
-        ):
-            return 1
+        if self._tries.is_over(self._now):
+            # Requests that began a moment ago may try soon: until then this was no look.
+            return int(any(record.pause.is_over(self._now) for record in self._records(slots)))
         self._looks.in_vain(self._now, self._pauses.looks)
         return 0
 
@@ -337,7 +337,7 @@ class Governor:
     def _expected(self, kind: int) -> float:
         """The chance of a guess before anything is known of its request."""
         hits, tries = self._kinds.get(kind, (0.0, 0.0))
-        return (hits + _WEIGHT * _HOPE) / (tries + _WEIGHT)
+        return (hits + _WEIGHT_ALL * _HOPE) / (tries + _WEIGHT_ALL)
 
     def _best_number(self, chances: Sequence[float], num_rows: int, others: int, depth: int) -> int:
         """How many guesses, the likeliest first, give the most tokens per second, prompts included."""
