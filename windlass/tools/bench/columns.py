@@ -89,6 +89,7 @@ COLUMNS: dict[str, Columns] = {
         "speedup": "times off",
         "decode_off_tok_s/decode_on_tok_s": "decode tok/s, off / on",
         "decode_speedup": "times off",
+        "control": "control",
         "drafted/accepted": "guesses / right",
         "acceptance_length": "tokens a row with guesses",
         "alike": "alike",

@@ -234,10 +234,10 @@ def _row(
     drafted = sum(run.num_drafted for run in on)
     accepted = sum(run.num_accepted for run in on)
     drafts = sum(run.num_drafts for run in on)
-    control = {}
+    control = None
     if len(without) > 1:
         first, second = (statistics.median(run.seconds for run in runs) for runs in without)
-        control["control"] = round(first / second, 3)
+        control = round(first / second, 3)
     return {
         "workload": work.name,
         "output_tokens": off[0].num_tokens,
@@ -254,5 +254,5 @@ def _row(
         "accepted": accepted // len(on),
         "acceptance_length": round(1 + accepted / max(1, drafts), 2),
         "alike": round(min(_alike(off[0], run) for run in on), 4),
-        **control,
+        "control": control,
     }
