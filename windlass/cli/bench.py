@@ -280,6 +280,30 @@ def levers(
 
 
 @app.command(cls=PanelCommand)
+def gguf(
+    ctx: typer.Context,
+    model: Annotated[
+        str, typer.Argument(metavar="FOLDER", help="With a config.json, as in benchmarks/models.")
+    ],
+    output: Annotated[Path, typer.Option("-o", "--output", metavar="FILE", help="Write it here.")],
+    type_: Annotated[
+        str,
+        typer.Option("--type", metavar="NAME", help="F16, Q4_0, Q4_1, Q5_0, Q5_1 or Q8_0."),
+    ] = "Q4_0",
+) -> None:
+    """Write random weights in a Llama model's shape as a GGUF, for engines that read nothing else.
+
+    The tokenizer is that of the default model, and so is the size of the vocabulary.
+    """
+    with reported(ctx):
+        check_path("-o", output)
+        from windlass.tools.bench.made_up import write_gguf
+
+        size = write_gguf(model, type_, output)
+        _say(f"written to {output}: {size / 2**20:,.0f} MiB")
+
+
+@app.command(cls=PanelCommand)
 def tables(
     ctx: typer.Context,
     page: Annotated[

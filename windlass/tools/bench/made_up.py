@@ -1,0 +1,115 @@
+"""Random weights in the shape of a model as a GGUF, for engines that read nothing else.
+
+Its tokenizer is that of the default model. Layers are alike: nobody's speed depends on their numbers.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from windlass.config import ModelConfig
+from windlass.errors import ConfigError
+from windlass.models.card import load_spec
+from windlass.models.source import resolve
+from windlass.models.spec import ModelSpec
+
+if TYPE_CHECKING:
+    from gguf import GGUFWriter
+
+TYPES = ("F16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0")  # that the library can round to
+_HEAD = "Q8_0"
+_BLOCK = 32
+
+
+def write_gguf(folder: str, kind: str, to: Path) -> int:
+    """Matrices of the layers in type `kind`, embeddings in Q8_0; returns the file's bytes."""
+    from gguf import GGUFReader, GGUFValueType, GGUFWriter
+
+    if kind not in TYPES:
+        raise ConfigError(f"--type {kind!r} is not known. Known: {', '.join(TYPES)}.")
+    config = ModelConfig(model=folder, load_format="dummy")
+    spec = load_spec(resolve(config), config)
+    _check(spec, folder)
+    vocabulary = GGUFReader(resolve(ModelConfig()).path)
+    vocab_size = len(vocabulary.fields["tokenizer.ggml.tokens"].data)
+    writer = GGUFWriter(to, "llama")
+    _add_shape(writer, spec, vocab_size)
+    for name, field in vocabulary.fields.items():
+        if name.startswith("tokenizer."):
+            is_list = field.types[0] == GGUFValueType.ARRAY
+            of = field.types[-1] if is_list else None
+            writer.add_key_value(name, field.contents(), field.types[0], of)
+    _add_tensors(writer, spec, vocab_size, kind)
+    try:
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
+    except OSError as error:
+        raise ConfigError(f"-o {to}: {error.strerror or error}.") from error
+    return to.stat().st_size
+
+
+def _check(spec: ModelSpec, folder: str) -> None:
+    if spec.architecture != "LlamaForCausalLM":
+        raise ConfigError(f"{folder}: is a {spec.architecture}; only LlamaForCausalLM is written.")
+    for name in ("hidden_size", "intermediate_size"):
+        if getattr(spec, name) % _BLOCK:
+            raise ConfigError(
+                f"{folder}: {name} must be a multiple of {_BLOCK}, the block of GGUF."
+            )
+
+
+def _add_shape(writer: GGUFWriter, spec: ModelSpec, vocab_size: int) -> None:
+    writer.add_name("random weights")
+    writer.add_embedding_length(spec.hidden_size)
+    writer.add_block_count(spec.num_layers)
+    writer.add_feed_forward_length(spec.intermediate_size)
+    writer.add_head_count(spec.num_heads)
+    writer.add_head_count_kv(spec.num_kv_heads)
+    writer.add_key_length(spec.head_dim)
+    writer.add_value_length(spec.head_dim)
+    writer.add_rope_dimension_count(spec.head_dim)
+    writer.add_rope_freq_base(spec.rope.theta)
+    writer.add_context_length(spec.max_positions)
+    writer.add_layer_norm_rms_eps(spec.norm_eps)
+    writer.add_vocab_size(vocab_size)
+
+
+def _add_tensors(writer: GGUFWriter, spec: ModelSpec, vocab_size: int, kind: str) -> None:
+    from gguf import GGMLQuantizationType
+    from gguf.quants import quantize
+
+    random, width = np.random.default_rng(0), spec.hidden_size
+    own, shared = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+    matrices = {
+        "attn_q": (own, width),
+        "attn_k": (shared, width),
+        "attn_v": (shared, width),
+        "attn_output": (width, own),
+        "ffn_gate": (spec.intermediate_size, width),
+        "ffn_up": (spec.intermediate_size, width),
+        "ffn_down": (width, spec.intermediate_size),
+    }
+
+    def rounded(shape: tuple[int, int], name: str) -> tuple[np.ndarray, GGMLQuantizationType]:
+        values = random.standard_normal(shape, dtype=np.float32) / shape[1] ** 0.5
+        kind = GGMLQuantizationType[name]
+        return quantize(values, kind), kind
+
+    def add(name: str, found: tuple[np.ndarray, GGMLQuantizationType]) -> None:
+        writer.add_tensor(f"{name}.weight", found[0], raw_dtype=found[1])
+
+    ones = (np.ones(width, dtype=np.float32), GGMLQuantizationType.F32)
+    add("token_embd", rounded((vocab_size, width), _HEAD))
+    if not spec.tie_embeddings:
+        add("output", rounded((vocab_size, width), _HEAD))
+    layer = {name: rounded(shape, kind) for name, shape in matrices.items()}
+    layer |= {"attn_norm": ones, "ffn_norm": ones}
+    for number in range(spec.num_layers):
+        for name, found in layer.items():
+            add(f"blk.{number}.{name}", found)
+    add("output_norm", ones)
