@@ -19,7 +19,10 @@ struct GroupScales {
 // With i8mm codes lie otherwise.
 constexpr bool kHasRowLoops = kSpan == 4;
 
-// ---- one row: v0-v1 are sums of whole numbers, v16-v17 the sums --------------------------------
+// ---- one row -----------------------------------------------------------------------------------
+//
+// v0-v1 are sums of whole numbers, v22-v23 those of the block before, v2-v3 its scales and v15 that
+// of x, v4-v5 the minima of the group before and v14 the sum of x, v16-v17 the sums.
 
 // 4 inputs of the low halves and 4 of the high ones.
 #define WINDLASS_SPLIT(PLACE, A, B, LOW_A, LOW_B)                                        \
@@ -37,58 +40,74 @@ constexpr bool kHasRowLoops = kSpan == 4;
   "sdot v0.4s, v" A ".16b, v" X ".4b[" NEXT "]\n"                                        \
   "sdot v1.4s, v" B ".16b, v" X ".4b[" NEXT "]\n"
 
-// Codes are split some products before they are multiplied. A panel has 4 rows.
-#define WINDLASS_BLOCK_32(SPLIT)                                                         \
-  SPLIT("0", "8", "9", "18", "19") SPLIT("32", "10", "11", "20", "21")                   \
-  "ldr q6, [%[x]], #64\n" WINDLASS_DOTS("6", "0", "2", "8", "9", "18", "19")             \
-  SPLIT("64", "8", "9", "18", "19")                                                      \
-  WINDLASS_DOTS("6", "1", "3", "10", "11", "20", "21")                                   \
-  SPLIT("96", "10", "11", "20", "21")                                                    \
-  "ldr q7, [%[x]], #64\n" WINDLASS_DOTS("7", "0", "2", "8", "9", "18", "19")             \
-  WINDLASS_DOTS("7", "1", "3", "10", "11", "20", "21") "add %[codes], %[codes], #128\n"
-#define WINDLASS_BLOCK_16(SPLIT)                                                         \
-  SPLIT("0", "8", "9", "18", "19") SPLIT("32", "10", "11", "20", "21")                   \
-  "ldr q6, [%[x]], #64\n" WINDLASS_DOTS("6", "0", "2", "8", "9", "18", "19")             \
-  WINDLASS_DOTS("6", "1", "3", "10", "11", "20", "21") "add %[codes], %[codes], #64\n"
+// What is left to do for the block before is spread between the products of this one.
+#define WINDLASS_SUBTRACT                                                                \
+  "fsub v22.4s, v0.4s, v30.4s\n fsub v23.4s, v1.4s, v30.4s\n"
+#define WINDLASS_SCALE "fmul v22.4s, v22.4s, v2.4s\n fmul v23.4s, v23.4s, v3.4s\n"
+#define WINDLASS_ADD "fmla v16.4s, v22.4s, v15.s[0]\n fmla v17.4s, v23.4s, v15.s[0]\n"
+#define WINDLASS_ADD_MINS "fmla v16.4s, v4.4s, v14.s[0]\n fmla v17.4s, v5.4s, v14.s[0]\n"
 
 // Halves to floats, as load_half does it.
 #define WINDLASS_HALVES(FROM, A, B)                                                \
   "ldr q" B ", [%[" FROM "]], #16\n"                                               \
-  "sshll v" A ".4s, v" B ".4h, #13\n sshll2 v" B ".4s, v" B ".8h, #13\n"           \
-  "bic v" A ".4s, #0x70, lsl #24\n bic v" B ".4s, #0x70, lsl #24\n"
+  "sshll v" A ".4s, v" B ".4h, #13\n sshll2 v" B ".4s, v" B ".8h, #13\n"
+#define WINDLASS_CLEAR(A, B) "bic v" A ".4s, #0x70, lsl #24\n bic v" B ".4s, #0x70, lsl #24\n"
+#define WINDLASS_NEXT_MINS                                                         \
+  WINDLASS_ADD_MINS WINDLASS_HALVES("mins", "4", "5") WINDLASS_CLEAR("4", "5")     \
+  "ldr q14, [%[sums]], #16\n"
 
-#define WINDLASS_ADD_MINS                                          \
-  WINDLASS_HALVES("mins", "4", "5") "ldr q14, [%[sums]], #16\n"    \
-  "fmla v16.4s, v4.4s, v14.s[0]\n fmla v17.4s, v5.4s, v14.s[0]\n"
+// Codes are split some products before they are multiplied. A panel has 4 rows.
+#define WINDLASS_BLOCK_32(SPLIT, SCALES, CLEAR, MINS_PART)                               \
+  SPLIT("0", "8", "9", "18", "19") WINDLASS_SUBTRACT                                     \
+  "ldr q0, [%[start]]\n ldr q1, [%[start]]\n" SPLIT("32", "10", "11", "20", "21")        \
+  "ldr q6, [%[x]], #64\n" WINDLASS_DOTS("6", "0", "2", "8", "9", "18", "19")             \
+  WINDLASS_SCALE SPLIT("64", "8", "9", "18", "19")                                       \
+  WINDLASS_DOTS("6", "1", "3", "10", "11", "20", "21")                                   \
+  WINDLASS_ADD "ldr q15, [%[x_scales]], #16\n" SPLIT("96", "10", "11", "20", "21")       \
+  "ldr q7, [%[x]], #64\n" WINDLASS_DOTS("7", "0", "2", "8", "9", "18", "19")             \
+  SCALES WINDLASS_DOTS("7", "1", "3", "10", "11", "20", "21") CLEAR MINS_PART            \
+  "add %[codes], %[codes], #128\n"
+#define WINDLASS_BLOCK_16(SPLIT, SCALES, CLEAR, MINS_PART)                               \
+  SPLIT("0", "8", "9", "18", "19") WINDLASS_SUBTRACT                                     \
+  "ldr q0, [%[start]]\n ldr q1, [%[start]]\n" SPLIT("32", "10", "11", "20", "21")        \
+  "ldr q6, [%[x]], #64\n" WINDLASS_DOTS("6", "0", "2", "8", "9", "18", "19")             \
+  WINDLASS_SCALE WINDLASS_DOTS("6", "1", "3", "10", "11", "20", "21")                    \
+  WINDLASS_ADD "ldr q15, [%[x_scales]], #16\n" SCALES CLEAR MINS_PART                    \
+  "add %[codes], %[codes], #64\n"
 
-// What memory is asked for before it is needed, scales and minima with the codes: much more would
-// wait for lines that are on their way already.
-constexpr int kBytesAhead = 2048;
+// What memory is asked for before it is needed, scales and minima with the codes: soon for the first
+// cache, and some time before for the second.
+#define WINDLASS_FETCH                                                                      \
+  "prfm pldl1keep, [%[ahead]]\n prfm pldl1keep, [%[ahead], #64]\n"                          \
+  "prfm pldl1keep, [%[ahead], #128]\n prfm pldl2keep, [%[ahead], #3072]\n"                  \
+  "prfm pldl2keep, [%[ahead], #3136]\n add %[ahead], %[ahead], %[step]\n"
+constexpr int kBytesAhead = 512;
 
-#define WINDLASS_LOOP(MASK, BLOCK, MINS_PART)                                               \
+#define WINDLASS_LOOP(MASK, BLOCK, SPLIT, NEXT_MINS, LAST_MINS)                             \
   __asm__ volatile(                                                                         \
-      "movi v31.16b, #" MASK "\n ldr q30, [%[start]]\n"                                     \
-      "ldp q16, q17, [%[out]]\n"                                                            \
-      "1:\n" WINDLASS_HALVES("scales", "2", "3")                                            \
-      "prfm pldl1keep, [%[ahead]]\n prfm pldl1keep, [%[ahead], #64]\n"                      \
-      "prfm pldl1keep, [%[ahead], #128]\n add %[ahead], %[ahead], %[step]\n"                \
-      "mov %w[left], %w[blocks]\n"                                                          \
-      "2: ldr q0, [%[start]]\n ldr q1, [%[start]]\n" BLOCK                                  \
-      "ldr q15, [%[x_scales]], #16\n"                                                       \
-      "fsub v0.4s, v0.4s, v30.4s\n fsub v1.4s, v1.4s, v30.4s\n"                             \
-      "fmul v0.4s, v0.4s, v2.4s\n fmul v1.4s, v1.4s, v3.4s\n"                               \
+      "movi v31.16b, #" MASK "\n ldr q30, [%[start]]\n ldp q16, q17, [%[out]]\n"            \
+      "ldr q0, [%[start]]\n ldr q1, [%[start]]\n movi v2.4s, #0\n movi v3.4s, #0\n"         \
+      "movi v15.4s, #0\n movi v4.4s, #0\n movi v5.4s, #0\n movi v14.4s, #0\n"               \
+      "1:\n" WINDLASS_FETCH                                                                 \
+      BLOCK(SPLIT, WINDLASS_HALVES("scales", "2", "3"), WINDLASS_CLEAR("2", "3"), NEXT_MINS) \
+      "subs %w[left], %w[blocks], #1\n"                                                     \
+      "b.eq 3f\n"                                                                           \
+      "2:\n" WINDLASS_FETCH BLOCK(SPLIT, "", "", "")                                        \
       "subs %w[left], %w[left], #1\n"                                                       \
-      "fmla v16.4s, v0.4s, v15.s[0]\n fmla v17.4s, v1.4s, v15.s[0]\n"                       \
-      "b.ne 2b\n" MINS_PART                                                                 \
-      "subs %w[groups], %w[groups], #1\n"                                                   \
-      "b.ne 1b\n"                                                                           \
+      "b.ne 2b\n"                                                                           \
+      "3: subs %w[groups], %w[groups], #1\n"                                                \
+      "b.ne 1b\n" WINDLASS_SUBTRACT WINDLASS_SCALE WINDLASS_ADD LAST_MINS                   \
       "stp q16, q17, [%[out]]\n"                                                            \
-      : [codes] "+r"(codes), [x] "+r"(x), [x_scales] "+r"(x_scales), [sums] "+r"(sums),     \
-        [scales] "+r"(scales), [mins] "+r"(mins), [groups] "+r"(groups),                    \
-        [left] "=&r"(left), [ahead] "+r"(ahead)                                             \
+      : [codes] "+&r"(codes), [x] "+&r"(x), [x_scales] "+&r"(x_scales), [sums] "+&r"(sums), \
+        [scales] "+&r"(scales), [mins] "+&r"(mins), [groups] "+&r"(groups),                 \
+        [left] "=&r"(left), [ahead] "+&r"(ahead)                                            \
       : [blocks] "r"(blocks), [start] "r"(kStarts), [out] "r"(out), [step] "r"(step)        \
       : "cc", "memory", "v0", "v1", "v2", "v3", "v4", "v5", "v6", "v7", "v8", "v9", "v10",  \
-        "v11", "v14", "v15", "v16", "v17", "v18", "v19", "v20", "v21", "v30", "v31")
+        "v11", "v14", "v15", "v16", "v17", "v18", "v19", "v20", "v21", "v22", "v23", "v30", \
+        "v31")
+#define WINDLASS_WITH_MINS(BLOCK) \
+  WINDLASS_LOOP("15", BLOCK, WINDLASS_SPLIT, WINDLASS_NEXT_MINS, WINDLASS_ADD_MINS)
+#define WINDLASS_WITHOUT(BLOCK) WINDLASS_LOOP("240", BLOCK, WINDLASS_SPLIT_SIGNED, "", "")
 
 // Adds to out[output] `groups` groups of `blocks` blocks, at least one of each.
 template <int BLOCK, bool MINS>
@@ -96,24 +115,32 @@ inline void multiply_1(const uint8_t* codes, const uint16_t* scales, const uint1
                        int groups, int blocks, const int8_t* x, const float* x_scales,
                        const float* sums, float* out) {
   const uint8_t* ahead = codes + kBytesAhead;
-  const int64_t step = blocks * BLOCK * 4 + (MINS ? 32 : 16);
+  const int64_t step = BLOCK * 4 + (MINS ? 32 : 16) / blocks;
   int left;
   if constexpr (BLOCK == 32 && MINS) {
-    WINDLASS_LOOP("15", WINDLASS_BLOCK_32(WINDLASS_SPLIT), WINDLASS_ADD_MINS);
+    WINDLASS_WITH_MINS(WINDLASS_BLOCK_32);
   } else if constexpr (BLOCK == 32) {
-    WINDLASS_LOOP("240", WINDLASS_BLOCK_32(WINDLASS_SPLIT_SIGNED), "");
+    WINDLASS_WITHOUT(WINDLASS_BLOCK_32);
   } else if constexpr (MINS) {
-    WINDLASS_LOOP("15", WINDLASS_BLOCK_16(WINDLASS_SPLIT), WINDLASS_ADD_MINS);
+    WINDLASS_WITH_MINS(WINDLASS_BLOCK_16);
   } else {
-    WINDLASS_LOOP("240", WINDLASS_BLOCK_16(WINDLASS_SPLIT_SIGNED), "");
+    WINDLASS_WITHOUT(WINDLASS_BLOCK_16);
   }
 }
 
+#undef WINDLASS_WITHOUT
+#undef WINDLASS_WITH_MINS
 #undef WINDLASS_LOOP
-#undef WINDLASS_ADD_MINS
-#undef WINDLASS_HALVES
+#undef WINDLASS_FETCH
 #undef WINDLASS_BLOCK_16
 #undef WINDLASS_BLOCK_32
+#undef WINDLASS_NEXT_MINS
+#undef WINDLASS_CLEAR
+#undef WINDLASS_HALVES
+#undef WINDLASS_ADD_MINS
+#undef WINDLASS_ADD
+#undef WINDLASS_SCALE
+#undef WINDLASS_SUBTRACT
 #undef WINDLASS_DOTS
 #undef WINDLASS_SPLIT_SIGNED
 #undef WINDLASS_SPLIT
@@ -256,7 +283,6 @@ inline void multiply_8(const uint8_t* codes, const float* scales, int groups, in
 #else
 
 constexpr bool kHasRowLoops = false;
-constexpr int kBytesAhead = 0;
 template <int BLOCK, bool MINS>
 void multiply_1(const uint8_t*, const uint16_t*, const uint16_t*, int, int, const int8_t*,
                 const float*, const float*, float*);
