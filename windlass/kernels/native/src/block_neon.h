@@ -1,4 +1,4 @@
-// 4 rows by 8 outputs for NEON, in blocks of 16 inputs. Those of 32 have rows_neon.h.
+// 4 rows by 8 outputs for NEON, in blocks of 16 inputs. Those of 32 have pairs_neon.h.
 //
 // Written out because compilers copy sums between registers and the stack on the way, at a third of
 // the speed. v0-v7 are sums of whole numbers, v8-v11 rows of x, v12-v13 weights, v16-v23 the sums,

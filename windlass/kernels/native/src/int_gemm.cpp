@@ -10,6 +10,7 @@
 #include "gemm.h"
 #include "int_amx.h"
 #include "int_tile.h"
+#include "pairs_neon.h"
 #include "panels.h"
 #include "rows_neon.h"
 
@@ -42,6 +43,10 @@ WINDLASS_INLINE void multiply(const IntTile<Scale>& tile, IntPanel x, float* out
   if constexpr (kHasRowLoops && MT == 1 && NIBBLES) {
     return multiply_1<BLOCK, MINS>(tile.codes, tile.scales, tile.mins, tile.groups, tile.blocks,
                                    x.codes, x.scales, x.sums, out);
+  }
+  if constexpr (kHasRowLoops && MT == kPanel && NIBBLES && BLOCK == 32) {
+    return multiply_panel<MINS>(tile.codes, tile.scales, tile.mins, tile.groups, tile.blocks,
+                                x.codes, x.scales, x.sums, out);
   }
   Floats acc[MT];
   for (int m = 0; m < MT; ++m) acc[m] = load(out + m * kTile);
