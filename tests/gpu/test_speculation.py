@@ -66,7 +66,7 @@ def test_guesses_leave_the_tokens_as_they_are(
 
 
 @pytest.mark.usefixtures("eager")
-@pytest.mark.parametrize("kind", ["medusa", "eagle"])
+@pytest.mark.parametrize("kind", ["medusa", "eagle", "eagle with norms"])
 @pytest.mark.parametrize("engine", ["recorded", "eager", "preempted", "fp8 KV", "few tokens"])
 def test_heads_leave_the_tokens_as_they_are(
     folder: Path, tmp_path: Path, monkeypatch, kind: str, engine: str
@@ -81,8 +81,14 @@ def test_heads_leave_the_tokens_as_they_are(
     monkeypatch.setattr(test_heads, "CONFIG", CONFIG)
     monkeypatch.setattr(test_heads, "VOCAB", CONFIG["vocab_size"])
     monkeypatch.setattr(test_heads, "DIM", CONFIG["head_dim"])
-    head = {"medusa": test_heads.medusa, "eagle": test_heads.eagle}[kind](tmp_path / "head")
-    on = make(folder, spec=kind, spec_model=str(head), **options)
+    monkeypatch.setattr(test_speculators, "VOCAB", CONFIG["vocab_size"])
+    monkeypatch.setattr(test_speculators, "SIZE", CONFIG["hidden_size"])
+    spec = kind.split()[0]
+    head = {"medusa": test_heads.medusa, "eagle": test_heads.eagle}[spec](tmp_path / "head")
+    if spec != kind:
+        norms = {"norm_before_residual": True, "fc_norm": True, "norm_output": True}
+        head = test_speculators.speculators(tmp_path / "other", head, **norms)
+    on = make(folder, spec=spec, spec_model=str(head), **options)
     plain = {key: value for key, value in options.items() if key != "spec_tokens"}
     off = make(folder, **plain)
     for one in ({"temperature": 0.0}, {"seed": 3, "logprobs": 1}):
