@@ -29,7 +29,7 @@ struct GroupScales {
   "ushr v" HIGH ".16b, v" LOW ".16b, #4\n and v" LOW ".16b, v" LOW ".16b, v31.16b\n"
 #define WINDLASS_SPLIT_SIGNED(LOW, HIGH, PLACE)                                               \
   "and v" HIGH ".16b, v" LOW ".16b, v31.16b\n shl v" LOW ".16b, v" LOW ".16b, #4\n"
-#define WINDLASS_BYTES(LOW, HIGH, PLACE) "ldr q" HIGH ", [%[codes], #" PLACE "]\n"
+#define WINDLASS_BYTES(LOW, HIGH, PLACE) "ldr q" HIGH ", [%[" PLACE "]\n"
 
 // Reading is spread between products: where many reads follow one another no product is begun.
 #define WINDLASS_HALF(A, B, X, Y, FROM)                                                       \
@@ -44,17 +44,19 @@ struct GroupScales {
   "fmla v" OUT_B ".4s, v" Y ".4s, v" S ".s[" L1 "]\n"                                         \
   "ldp q" X ", q" Y ", [%[" FROM "]\n"
 
+// Codes are split 6 or 8 products before they are multiplied: less holds the products up.
 #define WINDLASS_BLOCK(SPLIT, SECOND, THIRD, ALL)                                             \
-  SPLIT("24", "26", "64") "ldr q25, [%[codes], #32]\n" WINDLASS_DOTS("24", "0")               \
-  SPLIT("25", "27", "96") "ldr q24, [%[codes], #" SECOND "]\n" WINDLASS_DOTS("25", "1")       \
+  SPLIT("25", "27", "codes], #96") WINDLASS_DOTS("24", "0")                                   \
+  "ldr q24, [%[codes], #" SECOND "]\n" WINDLASS_DOTS("25", "1")                               \
   "ldr q25, [%[codes], #" THIRD "]\n" WINDLASS_DOTS("26", "2")                                \
+  SPLIT("24", "26", "codes], #192")                                                           \
   WINDLASS_HALF("0", "1", "8", "9", "x], #64") WINDLASS_HALF("2", "3", "10", "11", "x], #96") \
   WINDLASS_HALF("4", "5", "12", "13", "x_b], #64")                                            \
   WINDLASS_HALF("6", "7", "14", "15", "x_b], #96")                                            \
-  SPLIT("24", "26", "192") WINDLASS_DOTS("24", "0") SPLIT("25", "27", "224")                  \
+  SPLIT("25", "27", "codes], #224") WINDLASS_DOTS("24", "0")                                  \
   "add %[codes], %[codes], #" ALL "\n"                                                        \
   "cmp %[codes], %[last]\n csel %[at], %[codes], %[last], lo\n"                               \
-  "ldr q24, [%[at]]\n" WINDLASS_DOTS("25", "1")                                               \
+  "ldr q24, [%[at]]\n" WINDLASS_DOTS("25", "1") "ldr q25, [%[at], #32]\n"                     \
   "ldr q29, [%[x_scales]], #16\n ldr q30, [%[x_scales_b]], #16\n" WINDLASS_DOTS("26", "2")    \
   WINDLASS_END("0", "8") WINDLASS_END("1", "9") WINDLASS_END("2", "10")                       \
   WINDLASS_END("3", "11") WINDLASS_END("4", "12") WINDLASS_END("5", "13")                     \
@@ -64,6 +66,7 @@ struct GroupScales {
   WINDLASS_SCALE("3", "11") WINDLASS_SCALE("4", "12") WINDLASS_SCALE("5", "13")               \
   WINDLASS_SCALE("6", "14") WINDLASS_SCALE("7", "15")                                         \
   WINDLASS_ADD("8", "9", "29", "0", "1", "16", "17", "x]")                                    \
+  SPLIT("24", "26", "at], #64")                                                               \
   WINDLASS_ADD("10", "11", "29", "2", "3", "18", "19", "x], #32")                             \
   WINDLASS_ADD("12", "13", "30", "0", "1", "20", "21", "x_b]")                                \
   WINDLASS_ADD("14", "15", "30", "2", "3", "22", "23", "x_b], #32")
@@ -75,9 +78,10 @@ struct GroupScales {
   "fmla v20.4s, v27.4s, v30.s[0]\n fmla v21.4s, v27.4s, v30.s[1]\n"                           \
   "fmla v22.4s, v27.4s, v30.s[2]\n fmla v23.4s, v27.4s, v30.s[3]\n"
 
-#define WINDLASS_LOOP(MASK, BLOCK, MINS_PART)                                                 \
+#define WINDLASS_LOOP(MASK, SPLIT, BLOCK, MINS_PART)                                          \
   __asm__ volatile(                                                                           \
-      "movi v31.16b, #" MASK "\n ldr q24, [%[codes]]\n"                                       \
+      "movi v31.16b, #" MASK "\n ldr q24, [%[at]]\n ldr q25, [%[at], #32]\n"                 \
+      SPLIT("24", "26", "at], #64")                                                           \
       "ldr q16, [%[out]]\n ldr q17, [%[out], #32]\n"                                          \
       "ldr q18, [%[out], #64]\n ldr q19, [%[out], #96]\n"                                     \
       "ldr q20, [%[out], #128]\n ldr q21, [%[out], #160]\n"                                   \
@@ -101,7 +105,7 @@ struct GroupScales {
       : [codes] "+&r"(codes), [x] "+&r"(x), [x_scales] "+&r"(x_scales), [sums] "+&r"(sums),   \
         [x_b] "+&r"(x_b), [x_scales_b] "+&r"(x_scales_b), [sums_b] "+&r"(sums_b),             \
         [scales] "+&r"(scales), [groups] "+&r"(groups), [left] "=&r"(left),                   \
-        [at] "=&r"(at), [ahead] "+&r"(ahead)                                                  \
+        [at] "+&r"(at), [ahead] "+&r"(ahead)                                                  \
       : [blocks] "r"(blocks), [start] "r"(kStarts), [out] "r"(out), [last] "r"(last),         \
         [step] "r"(step)                                                                      \
       : "cc", "memory", "v0", "v1", "v2", "v3", "v4", "v5", "v6", "v7", "v8", "v9", "v10",    \
@@ -120,16 +124,19 @@ inline void multiply_8(const uint8_t* codes, const float* scales, int groups, in
   const auto* x_scales_b = x_scales + next / sizeof(float);
   const auto* sums_b = sums + next / sizeof(float);
   const uint8_t* last = codes + (static_cast<size_t>(groups) * blocks - 1) * (NIBBLES ? 128 : 256);
-  const uint8_t* at;
+  const uint8_t* at = codes;
   int left;
   if constexpr (NIBBLES && MINS) {
-    WINDLASS_LOOP("15", WINDLASS_BLOCK(WINDLASS_SPLIT, "64", "96", "128"), WINDLASS_MINS);
+    WINDLASS_LOOP("15", WINDLASS_SPLIT, WINDLASS_BLOCK(WINDLASS_SPLIT, "64", "96", "128"),
+                  WINDLASS_MINS);
   } else if constexpr (NIBBLES) {
-    WINDLASS_LOOP("240", WINDLASS_BLOCK(WINDLASS_SPLIT_SIGNED, "64", "96", "128"), "");
+    WINDLASS_LOOP("240", WINDLASS_SPLIT_SIGNED,
+                  WINDLASS_BLOCK(WINDLASS_SPLIT_SIGNED, "64", "96", "128"), "");
   } else if constexpr (MINS) {
-    WINDLASS_LOOP("0", WINDLASS_BLOCK(WINDLASS_BYTES, "128", "160", "256"), WINDLASS_MINS);
+    WINDLASS_LOOP("0", WINDLASS_BYTES, WINDLASS_BLOCK(WINDLASS_BYTES, "128", "160", "256"),
+                  WINDLASS_MINS);
   } else {
-    WINDLASS_LOOP("0", WINDLASS_BLOCK(WINDLASS_BYTES, "128", "160", "256"), "");
+    WINDLASS_LOOP("0", WINDLASS_BYTES, WINDLASS_BLOCK(WINDLASS_BYTES, "128", "160", "256"), "");
   }
 }
 
