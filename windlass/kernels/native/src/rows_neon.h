@@ -159,15 +159,16 @@ inline void multiply_1(const uint8_t* codes, const uint16_t* scales, const uint1
 #define WINDLASS_ADD(A, B, T, U, LANE)                                                        \
   "fmla v" A ".4s, v" T ".4s, v14.s[" LANE "]\n fmla v" B ".4s, v" U ".4s, v14.s[" LANE "]\n"
 
-// Reads are spread and ends come all at once, as for 8 rows.
+// Reads are spread, codes are split some products before they are multiplied, and ends come all at
+// once, as for 8 rows.
 #define WINDLASS_BLOCK(SPLIT)                                                                 \
-  SPLIT("24", "28") SPLIT("25", "29") "ldp q26, q27, [%[codes], #32]\n"                       \
-  WINDLASS_DOTS("24", "25", "0") SPLIT("26", "30") SPLIT("27", "31")                          \
+  SPLIT("26", "30") SPLIT("27", "31") WINDLASS_DOTS("24", "25", "0")                          \
   "ldp q24, q25, [%[codes], #64]\n" WINDLASS_DOTS("26", "27", "1")                            \
   "ldp q26, q27, [%[codes], #96]\n" WINDLASS_DOTS("28", "29", "2")                            \
-  WINDLASS_DOTS("30", "31", "3") "ldp q8, q9, [%[x], #64]\n ldp q10, q11, [%[x], #96]\n"      \
-  SPLIT("24", "28") SPLIT("25", "29") WINDLASS_DOTS("24", "25", "0")                          \
-  SPLIT("26", "30") SPLIT("27", "31") WINDLASS_DOTS("26", "27", "1")                          \
+  SPLIT("24", "28") SPLIT("25", "29") WINDLASS_DOTS("30", "31", "3")                          \
+  "ldp q8, q9, [%[x], #64]\n ldp q10, q11, [%[x], #96]\n"                                     \
+  SPLIT("26", "30") SPLIT("27", "31") WINDLASS_DOTS("24", "25", "0")                          \
+  WINDLASS_DOTS("26", "27", "1")                                                              \
   "add %[x], %[x], #128\n add %[codes], %[codes], #128\n"                                     \
   "cmp %[codes], %[last]\n csel %[at], %[codes], %[last], lo\n"                               \
   "ldp q24, q25, [%[room]]\n ldp q26, q27, [%[room]]\n"                                       \
@@ -179,7 +180,7 @@ inline void multiply_1(const uint8_t* codes, const uint16_t* scales, const uint1
   WINDLASS_SCALE("4", "8", "12") WINDLASS_SCALE("5", "9", "13")                               \
   WINDLASS_SCALE("6", "10", "12") WINDLASS_SCALE("7", "11", "13")                             \
   WINDLASS_ADD("16", "17", "24", "25", "0") WINDLASS_ADD("18", "19", "26", "27", "1")         \
-  "ldp q24, q25, [%[at]]\n"                                                                   \
+  "ldp q24, q25, [%[at]]\n ldp q26, q27, [%[at], #32]\n" SPLIT("24", "28") SPLIT("25", "29")  \
   WINDLASS_ADD("20", "21", "8", "9", "2") WINDLASS_ADD("22", "23", "10", "11", "3")           \
   "ldp q8, q9, [%[x]]\n ldp q10, q11, [%[x], #32]\n"
 
@@ -189,15 +190,16 @@ inline void multiply_1(const uint8_t* codes, const uint16_t* scales, const uint1
   "sshll v" A ".4s, v" B ".4h, #13\n sshll2 v" B ".4s, v" B ".8h, #13\n"                      \
   "bic v" A ".4s, #0x70, lsl #24\n bic v" B ".4s, #0x70, lsl #24\n"
 #define WINDLASS_MINS                                                                         \
-  WINDLASS_HALVES("mins", "26", "27") "ldr q14, [%[sums]], #16\n"                             \
-  "fmla v16.4s, v26.4s, v14.s[0]\n fmla v17.4s, v27.4s, v14.s[0]\n"                           \
-  "fmla v18.4s, v26.4s, v14.s[1]\n fmla v19.4s, v27.4s, v14.s[1]\n"                           \
-  "fmla v20.4s, v26.4s, v14.s[2]\n fmla v21.4s, v27.4s, v14.s[2]\n"                           \
-  "fmla v22.4s, v26.4s, v14.s[3]\n fmla v23.4s, v27.4s, v14.s[3]\n"
+  WINDLASS_HALVES("mins", "30", "31") "ldr q14, [%[sums]], #16\n"                             \
+  "fmla v16.4s, v30.4s, v14.s[0]\n fmla v17.4s, v31.4s, v14.s[0]\n"                           \
+  "fmla v18.4s, v30.4s, v14.s[1]\n fmla v19.4s, v31.4s, v14.s[1]\n"                           \
+  "fmla v20.4s, v30.4s, v14.s[2]\n fmla v21.4s, v31.4s, v14.s[2]\n"                           \
+  "fmla v22.4s, v30.4s, v14.s[3]\n fmla v23.4s, v31.4s, v14.s[3]\n"
 
 #define WINDLASS_LOOP(MASK, SPLIT, MINS_PART)                                                 \
   __asm__ volatile(                                                                           \
       "movi v15.16b, #" MASK "\n ldp q24, q25, [%[codes]]\n"                                  \
+      "ldp q26, q27, [%[codes], #32]\n" SPLIT("24", "28") SPLIT("25", "29")                   \
       "ldp q16, q17, [%[out]]\n ldp q18, q19, [%[out], #32]\n"                                \
       "ldp q20, q21, [%[out], #64]\n ldp q22, q23, [%[out], #96]\n"                           \
       "ldr q0, [%[start]]\n ldr q1, [%[start]]\n ldr q2, [%[start]]\n ldr q3, [%[start]]\n"   \
