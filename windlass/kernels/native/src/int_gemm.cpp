@@ -37,6 +37,18 @@ WINDLASS_INLINE const uint8_t* dot16(const uint8_t* codes, const int8_t* x, Dots
 
 constexpr int kAhead = 4096;  // bytes
 
+// With few rows the weights come from memory, and the CPU's own guesses stop at pages: asks for 16
+// inputs. Those of int8 codes soon for the first cache, and some time before for the second.
+template <bool NIBBLES>
+WINDLASS_INLINE void fetch_ahead(const uint8_t* codes) {
+  if constexpr (NIBBLES) {
+    __builtin_prefetch(codes + kAhead);
+  } else {
+    for (int i = 0; i < 16 * kTile; i += 64) __builtin_prefetch(codes + 1536 + i);
+    for (int i = 0; i < 16 * kTile; i += 64) __builtin_prefetch(codes + 8192 + i, 0, 2);
+  }
+}
+
 // Adds to MT rows x the outputs of a tile. BLOCK inputs share a scale of x.
 template <int MT, int BLOCK, bool NIBBLES, bool MINS, class Scale>
 WINDLASS_INLINE void multiply(const IntTile<Scale>& tile, IntPanel x, float* out) {
@@ -62,8 +74,7 @@ WINDLASS_INLINE void multiply(const IntTile<Scale>& tile, IntPanel x, float* out
         start_dots(dots);
       }
       for (int k = 0; k < BLOCK; k += 16) {
-        // With few rows the weights come from memory; the CPU's own guesses stop at pages.
-        if constexpr (MT <= 2 && NIBBLES) __builtin_prefetch(codes + kAhead);
+        if constexpr (MT <= 2) fetch_ahead<NIBBLES>(codes);
         codes = dot16<MT, NIBBLES, MINS>(codes, x.codes, dots);
         x.codes += 16 * kPanel;
       }
