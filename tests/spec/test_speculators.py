@@ -16,9 +16,11 @@ from tests.spec.test_heads import DIM, VOCAB, WIDE, WISHES, eagle, make, model
 from windlass.config import EngineConfig
 from windlass.errors import CheckpointError, ConfigError, UnsupportedError
 from windlass.kernels.batch import Heads
+from windlass.models.eagle import EagleNorms
 from windlass.runner.drafter import Verified
 from windlass.spec import governor
 from windlass.spec.eagle import EagleDrafter
+from windlass.spec.speculators import NORMS
 from windlass.spec.which import settled
 from windlass.tools.train_draft.eagle_module import EagleModule, EagleShape, Memory, Norm
 
@@ -27,7 +29,6 @@ __all__ = ["model"]
 SIZE = CONFIG["hidden_size"]
 TAPS = "eagle_aux_hidden_state_layer_ids"
 LAYER = "transformer_layer_config"
-NORMS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 
 
 def speculators(path: Path, like: Path, layer: Any = None, **changes: Any) -> Path:
@@ -146,6 +147,10 @@ def written_out(watched: Watched, folder: Path, norms: dict[str, bool]) -> Tenso
             tokens = ids[module.logits(hidden[0]).argmax(-1)].int()[None]
             guesses.append(tokens[0, len(PROMPT) - 1 :])
     return torch.stack(guesses, dim=1)
+
+
+def test_the_norms_are_those_that_a_head_can_have() -> None:
+    assert EagleNorms.__slots__ == NORMS
 
 
 def test_the_same_head_in_either_layout_guesses_alike(model: Path, tmp_path: Path, monkeypatch):

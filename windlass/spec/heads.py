@@ -17,7 +17,7 @@ from windlass.models.json_file import read_json
 from windlass.models.source import ModelFiles, resolve
 from windlass.models.spec import ModelSpec
 from windlass.spec.base import Draft, Proposer, Seen, Site
-from windlass.spec.speculators import flat, verifier_of
+from windlass.spec.speculators import NORMS, flat, verifier_of
 from windlass.spec.which import kind_of
 
 if TYPE_CHECKING:
@@ -31,7 +31,6 @@ if TYPE_CHECKING:
 UNREAD = ("t2d", "embed_tokens.weight")
 # Fields of a head's config that change its steps, and no shape of a tensor.
 _SHAPING = ("num_attention_heads", "num_key_value_heads", "head_dim")
-_NORMS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +71,7 @@ def outline(config: EngineConfig, spec: ModelSpec) -> object:
     del spec
     head = _find(config, {}, UNREAD)
     shapes = sorted(head.tensors.stored(name).shape for name in head.tensors.names())
-    flags = [name for name in _NORMS if head.config.get(name)]
+    flags = [name for name in NORMS if head.config.get(name)]
     return shapes, [head.config.get(name) for name in _SHAPING], flags
 
 

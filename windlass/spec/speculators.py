@@ -15,15 +15,10 @@ from windlass.models.fields import Fields
 _KIND = "speculators_model_type"
 _LAYER = "transformer_layer_config"
 _TAPS = "eagle_aux_hidden_state_layer_ids"
+# Where a head normalises beside what all of them do: the fields of EagleNorms.
+NORMS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 # Fields that are no part of the nested config, and mean the same in both layouts.
-_KEPT = (
-    "draft_vocab_size",
-    "norm_before_residual",
-    "norm_before_fc",
-    "fc_norm",
-    "norm_output",
-    "speculators_config",
-)
+_KEPT = ("draft_vocab_size", *NORMS, "speculators_config")
 _INSTEAD = "Take an EAGLE-3 head without it, or train one with windlass train-draft."
 
 
