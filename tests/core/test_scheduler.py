@@ -70,6 +70,26 @@ def test_requests_that_come_together_wait_for_the_first_to_compute_what_they_sha
     assert rows == {"r0": 1, "other": 1, "r1": 2, "r2": 2}
 
 
+@pytest.mark.parametrize(
+    ("bounds", "alike", "joining"),
+    [
+        ({"max_num_batched_tokens": 8}, False, 2),  # no room in this step
+        ({"max_num_batched_tokens": 64}, True, 2),  # what they share is computed in it
+        ({"max_num_batched_tokens": 64}, False, 0),
+        ({"max_num_batched_tokens": 8, "max_num_seqs": 2}, False, 1),
+        ({"max_num_batched_tokens": 64, "max_num_seqs": 1}, False, 0),
+    ],
+)
+def test_a_plan_tells_how_many_will_join(bounds: dict[str, int], alike: bool, joining: int) -> None:
+    world = World(limits(**bounds))
+    for i in range(3):
+        world.add(request(str(i), tokens_of(8, first=0 if alike else i), max_tokens=2))
+    plan = world.plan()
+    assert plan.num_joining == joining
+    world.commit(plan, world.runner.run(plan))
+    world.finish_all()
+
+
 def test_nobody_waits_for_a_request_that_was_aborted() -> None:
     world = World(limits(max_num_batched_tokens=8, num_blocks=64))
     prefix = tokens_of(32)

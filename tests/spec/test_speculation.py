@@ -307,6 +307,20 @@ def test_what_came_in_steps_without_guesses_is_told_when_guesses_are_wanted() ->
     assert proposer._unread[SlotId(1)] == tokens[SlotId(1)]
 
 
+@pytest.mark.parametrize(("joining", "guesses"), [(0, True), (1, False)])
+def test_nobody_guesses_for_a_step_that_will_have_too_many_rows(
+    joining: int, guesses: bool
+) -> None:
+    some = governor.StepCosts({1: 1.0, 2: 1.0})
+    judge = governor.Governor(some, 100, most_of=lambda rows: 4 * (rows == 1))
+    tokens = {SlotId(0): [0, 0, 0]}
+    runner = Speculation(Counting(), NgramProposer(1, 2, 4), judge, lambda: tokens)
+    new = Admission("a", SlotId(0), [0, 0, 0], 3, SamplingParams(), frozenset(), 0)
+    row = Row("a", SlotId(0), 0, 3, (0, 0, 0), (), True)
+    result = runner.run(StepPlan([row], [new], num_joining=joining)).rows[0]
+    assert bool(result.drafts) == guesses
+
+
 def test_the_start_up_table_says_what_guesses_and_what_it_costs(folder: Path) -> None:
     chosen = {c.what: c for c in make(folder, spec="ngram", spec_tokens=5).report.choices}
     assert chosen["speculation"].value == "ngram, up to 5 guesses, 2 to 4 tokens alike"

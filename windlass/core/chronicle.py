@@ -12,7 +12,7 @@ from itertools import islice
 from statistics import median_low
 from typing import TYPE_CHECKING, NamedTuple
 
-from windlass.core.story import BLOCKERS, MOST_CHUNKS, Chunk, Story
+from windlass.core.story import BLOCKERS, MOST_CHUNKS, PREFIX, TOKENS, Chunk, Story
 from windlass.core.types import Account, Row
 
 if TYPE_CHECKING:
@@ -129,7 +129,8 @@ class Chronicle:
 
     def look(self, now: float) -> None:
         """A plan begins: what the first in the queue lacked, all have waited for until now."""
-        assert self.blocker is not None
+        if self.blocker is None:
+            return
         seconds = now - self._looked_at
         self._blocked_s[self.blocker] += seconds
         for request, own in self.passed:
@@ -142,6 +143,12 @@ class Chronicle:
         """The plan is made, and the first of those who still wait lacks this."""
         self.blocker = blocker
         self._looked_at = now
+
+    def num_ready(self, num_waiting: int) -> int:
+        """Of so many that wait, who lacks nothing but the next step or what this one computes."""
+        if self.blocker == TOKENS:
+            return num_waiting
+        return sum(blocker == PREFIX for _, blocker in self.passed)
 
     def pass_over(self, request: Request, blocker: int) -> None:
         """It waits for something of its own, and lets others go ahead."""

@@ -180,8 +180,7 @@ class Scheduler:
         chronicle = self.chronicle
         if not self._running and not self._in_flight:
             chronicle.rest(now)
-        if chronicle.blocker is not None:
-            chronicle.look(now)
+        chronicle.look(now)
         self.adapters.begin()
         self.failed = []
         self._plan_running(step, now)
@@ -197,7 +196,8 @@ class Scheduler:
             self._count.num_steps += 1
             self._count.num_step_tokens = step.close(self._budget)
             self._count.num_prompt_tokens_computed += step.num_prompt_tokens
-        return plan
+        joining = min(len(self._slots), chronicle.num_ready(len(self._waiting)))
+        return plan._replace(num_joining=joining) if joining else plan
 
     def _plan_running(self, step: Step, now: float) -> None:
         for request in list(self._running):
@@ -333,9 +333,8 @@ class Scheduler:
         outputs: list[Output] = []
         step, chronicle = self._in_flight.popleft(), self.chronicle
         unit = chronicle.step(now, step)
-        for (request, generation), row, got in zip(
-            step.members, plan.rows, result.rows, strict=True
-        ):
+        rows = zip(step.members, plan.rows, result.rows, strict=True)
+        for (request, generation), row, got in rows:
             if request.finish is not None:
                 chronicle.unclaimed(request, row, unit)
                 continue

@@ -78,6 +78,7 @@ class StepPlan(NamedTuple):
     copies: list[tuple[BlockId, BlockId]] = []  # noqa: RUF012 - (from, to)
     step: int = 0
     adapters: list[tuple[int, str]] = []  # noqa: RUF012 - (slot, name): to be put there first
+    num_joining: int = 0  # requests that will come beside these rows, as it seems now
 
     @property
     def num_tokens(self) -> int:

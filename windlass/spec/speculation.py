@@ -89,7 +89,8 @@ class Speculation:
         if plan.freed or plan.admitted:
             self._note_changes(plan)
         wanted = 0
-        if self._governor.allows(len(plan.rows)):
+        # Guesses are verified in the next step, which may be much larger.
+        if self._governor.allows(len(plan.rows) + plan.num_joining):
             slots = [row.slot for row in plan.rows]
             wanted = self._governor.wanted(slots, self._proposer.free)
         self._proposer.begin(plan, wanted)

@@ -167,16 +167,13 @@ def _ask(text: str) -> Messages:
 
 
 def _in_turns(llms: Sequence[LLM], work: _Work, count: int) -> list[list[_Run]]:
-    """At least so many runs of all engines; who comes first changes, since a machine is not the same
-    for long.
-    """
+    """At least so many runs of all engines, in every order, since a machine is not the same for long."""
     runs: list[list[_Run]] = [[] for _ in llms]
-    order = list(range(len(llms)))
+    orders = itertools.cycle(itertools.permutations(range(len(llms))))
     end = time.perf_counter() + count * work.seconds
     while len(runs[0]) < count or time.perf_counter() < end:
-        for each in order:
+        for each in next(orders):
             runs[each].append(_run(llms[each], work))
-        order.reverse()
     return runs
 
 
@@ -242,6 +239,8 @@ def _row(
         "workload": work.name,
         "output_tokens": off[0].num_tokens,
         "runs": len(on),
+        "off_seconds": [[round(run.seconds, 3) for run in runs] for runs in without],
+        "on_seconds": [round(run.seconds, 3) for run in on],
         "off_tok_s": round(off[0].num_tokens / slow, 2),
         "on_tok_s": round(on[0].num_tokens / fast, 2),
         "speedup": round(slow / fast, 3),
