@@ -13,12 +13,13 @@ def run(seconds: float, decode_tok_s: float, tokens: list[list[int]]) -> _Run:
     return _Run(seconds, tokens, decode_tok_s, 5, 10, 7)
 
 
-def test_a_row_compares_medians() -> None:
+def test_a_row_compares_runs_that_followed_each_other() -> None:
     off = [run(4.0, 10.0, [[1, 2]]), run(6.0, 8.0, [[1, 2]]), run(5.0, 9.0, [[1, 2]])]
     on = [run(2.0, 20.0, [[1, 2]]), run(4.0, 16.0, [[1, 2]]), run(2.5, 18.0, [[1, 2]])]
     row = _row(_Work("w", [], 1), [off], on)
-    assert (row["speedup"], row["decode_speedup"]) == (2.0, 2.0)
-    assert (row["speedup_low"], row["speedup_high"]) == (1.5, 2.0)
+    assert (row["speedup"], row["decode_speedup"]) == (1.817, 2.0)
+    assert row["speedup_error"] is None  # of three runs little can be told
+    assert (row["off_seconds"], row["on_seconds"]) == ([[4.0, 6.0, 5.0]], [2.0, 4.0, 2.5])
     assert (row["drafted"], row["accepted"]) == (10, 7)
     shown = {name for key in COLUMNS["speculation"] for name in key.split("/")}
     assert shown <= {"spec", *row}
@@ -30,6 +31,14 @@ def test_a_second_engine_without_guesses_says_how_much_engines_differ() -> None:
     row = _row(_Work("w", [], 2), [first, second], [run(4.5, 9.0, [[1]])] * 2)
     assert (row["control"], row["speedup"], row["decode_speedup"]) == (0.8, 1.0, 1.0)
     assert row["runs"] == 2
+
+
+def test_of_many_runs_the_error_is_told() -> None:
+    off = [run(seconds, 1.0, [[1]]) for seconds in (1.0, 1.0, 2.0, 2.0, 4.0)]
+    on = [run(seconds, 1.0, [[1]]) for seconds in (1.0, 1.1, 2.2, 2.0, 4.0)]
+    row = _row(_Work("w", [], 2), [off], on)
+    assert row["speedup"] == pytest.approx(0.963, abs=0.001)
+    assert row["speedup_error"] == pytest.approx(0.022, abs=0.001)
 
 
 def test_other_tokens_are_an_error_and_no_figure() -> None:

@@ -86,7 +86,7 @@ COLUMNS: dict[str, Columns] = {
         "spec": "guesses by",
         "workload": "workload",
         "off_tok_s/on_tok_s": "tok/s, off / on",
-        "speedup": "times off",
+        "speedup/speedup_error": "times off / ±",
         "decode_off_tok_s/decode_on_tok_s": "decode tok/s, off / on",
         "decode_speedup": "times off",
         "control": "control",

@@ -6,6 +6,7 @@ The engines share the weights and take turns in one run, since two runs on a CPU
 from __future__ import annotations
 
 import itertools
+import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -29,11 +30,13 @@ _SAME = {
 }
 _CONTROL = (
     " Of many at once two engines without guesses take turns with the one that makes them, since no "
-    "two are equally fast: off is both, and control what the second has of the first's speed."
+    "two are equally fast: off is both, and control what the second has of the first's speed. ± is the "
+    "standard error."
 )
 _TOKENS = 96
 _LONG = 384  # of many requests at once on a GPU, where fewer would be over in a moment
 _MANY_S = 30.0  # that these go on for: one is over in a second, and no two are alike
+_TELLING = 5  # runs from which on their spread says something
 _AT_ONCE = 32
 # Prose that ships with the program: to repeat here, to measure short perplexities elsewhere.
 TEXTS = (
@@ -139,7 +142,8 @@ def speculation(
             say(f"{name}, {work.name}: {rows[-1]['decode_speedup']} times the decode speed")
     notes = (
         f"Greedy, up to {_TOKENS} tokens out{'' if exact else f', {_LONG} of many at once'}; tok/s with the prompts' time, decode tok/s of one "
-        f"request from its first token on; medians of the runs. {_SAME[exact]}"
+        f"request from its first token on; medians of the runs, but times off, which is the geometric mean "
+        f"of runs that followed each other. {_SAME[exact]}"
         f"{'' if exact else _CONTROL}"
     )
     return Record("speculation", rows, notes, settings=options)
@@ -216,6 +220,14 @@ def _alike(off: _Run, on: _Run) -> float:
     return same / max(1, off.num_tokens)
 
 
+def _middle(ratios: list[float]) -> tuple[float, float | None]:
+    """Their geometric mean, and its standard error, where there are enough to tell."""
+    middle = statistics.geometric_mean(ratios)
+    if len(ratios) < _TELLING:
+        return middle, None
+    return middle, middle * statistics.stdev(map(math.log, ratios)) / math.sqrt(len(ratios))
+
+
 def _row(
     work: _Work, without: list[list[_Run]], on: list[_Run], exact: bool = True
 ) -> dict[str, Any]:
@@ -224,28 +236,30 @@ def _row(
         raise EngineError(f"{work.name}: the tokens differ with speculation and without.")
     slow = statistics.median(run.seconds for run in off)
     fast = statistics.median(run.seconds for run in on)
+    seconds = [[run.seconds for run in runs] for runs in without]
+    # Of runs that follow each other: what the machine does besides changes slowly.
+    turns = zip(*seconds, (run.seconds for run in on), strict=True)
+    ratios = [statistics.mean(others) / own for *others, own in turns]
+    control = None
+    if len(seconds) > 1:
+        first, second = seconds[:2]
+        control = round(_middle([a / b for a, b in zip(first, second, strict=True)])[0], 3)
+    speedup, error = _middle(ratios)
     decode_off = statistics.median(run.decode_tok_s for run in off)
     decode_on = statistics.median(run.decode_tok_s for run in on)
-    # Of runs that follow each other: what the machine does besides changes slowly.
-    pairs = [a.seconds / b.seconds for a, b in zip(without[0], on, strict=True)]
     drafted = sum(run.num_drafted for run in on)
     accepted = sum(run.num_accepted for run in on)
     drafts = sum(run.num_drafts for run in on)
-    control = None
-    if len(without) > 1:
-        first, second = (statistics.median(run.seconds for run in runs) for runs in without)
-        control = round(first / second, 3)
     return {
         "workload": work.name,
         "output_tokens": off[0].num_tokens,
         "runs": len(on),
-        "off_seconds": [[round(run.seconds, 3) for run in runs] for runs in without],
+        "off_seconds": [[round(each, 3) for each in runs] for runs in seconds],
         "on_seconds": [round(run.seconds, 3) for run in on],
         "off_tok_s": round(off[0].num_tokens / slow, 2),
         "on_tok_s": round(on[0].num_tokens / fast, 2),
-        "speedup": round(slow / fast, 3),
-        "speedup_low": round(min(pairs), 3),
-        "speedup_high": round(max(pairs), 3),
+        "speedup": round(speedup, 3),
+        "speedup_error": error and round(error, 3),
         "decode_off_tok_s": round(decode_off, 2),
         "decode_on_tok_s": round(decode_on, 2),
         "decode_speedup": round(decode_on / decode_off, 3),
