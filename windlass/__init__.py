@@ -15,6 +15,7 @@ _HOMES = {
     "LLM": "windlass.llm",
     "AsyncLLM": "windlass.llm",
     "SamplingParams": "windlass.core.sampling",
+    "StructuredOutputs": "windlass.core.structured",
     "EngineConfig": "windlass.config",
     "ServeConfig": "windlass.config",
     "CapacityError": "windlass.errors",
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
     from windlass.config import EngineConfig as EngineConfig
     from windlass.config import ServeConfig as ServeConfig
     from windlass.core.sampling import SamplingParams as SamplingParams
+    from windlass.core.structured import StructuredOutputs as StructuredOutputs
     from windlass.llm import LLM as LLM
     from windlass.llm import AsyncLLM as AsyncLLM
 

@@ -22,16 +22,18 @@ from windlass.core.card import Capacity, Choice, EngineReport, ModelCard
 from windlass.core.limits import SchedulerLimits
 from windlass.core.policy import Continuous, Fcfs, Gate, Policy, Priority, Static
 from windlass.core.scheduler import Scheduler
+from windlass.core.text import Tokenizer
 from windlass.engine import Engine
 from windlass.engine import Runner as EngineRunner
 from windlass.errors import ConfigError
-from windlass.models.card import open_checkpoint, read_headers
+from windlass.models.card import load_card, open_checkpoint, read_headers
 from windlass.models.source import ModelFiles, resolve
 from windlass.models.spec import ModelSpec
 
 if TYPE_CHECKING:
     from windlass.lora.start import Adapting
     from windlass.runner.assemble import Assembled, Loaded
+    from windlass.runner.runner import Runner
     from windlass.runner.scoring import Scorer, ScoringLimits
     from windlass.spec.speculation import Known
     from windlass.spec.start import Speculating
@@ -176,11 +178,24 @@ def build_engine(config: EngineConfig, source: Source, weights: Loaded | None = 
     # What was built stays: the collector need not look at it again and again while steps run.
     gc.collect()
     gc.freeze()
-    return Built(_engine(config, scheduler, runner, made, weights), report, weights)
+    return Built(_engine(config, source, scheduler, runner, made, weights), report, weights)
+
+
+def _attach_grammars(runner: Runner, config: EngineConfig, source: Source) -> dict[str, str]:
+    """Where the requests will stand, and why, whose outputs' forms could be followed no further."""
+    from windlass.runner.grammar import Grammars
+
+    def tokenizer() -> Tokenizer:
+        return load_card(source.files, config.model).tokenizer
+
+    grammars = Grammars(tokenizer, source.spec.vocab_size)
+    runner.attach_grammars(grammars)
+    return grammars.failed
 
 
 def _engine(
     config: EngineConfig,
+    source: Source,
     scheduler: Scheduler,
     runner: EngineRunner,
     made: Assembled,
@@ -192,7 +207,9 @@ def _engine(
     # What steps take on a GPU was found when the cache was sized; no tensor shows it.
     steps = {name: size for name, size in made.memory.items() if name in _MEASURED}
     overlap = config.scheduler.overlap and device.type == "cuda"
-    return Engine(scheduler, runner, overlap=overlap, holdings=Holdings((runner,), device, steps))
+    holdings = Holdings((runner,), device, steps)
+    failures = _attach_grammars(made.runner, config, source)
+    return Engine(scheduler, runner, overlap=overlap, holdings=holdings, failures=failures)
 
 
 @dataclass(frozen=True, slots=True)

@@ -61,12 +61,15 @@ class Engine:
         clock: Callable[[], float] = time.monotonic,
         overlap: bool = False,
         holdings: Holdings | None = None,
+        failures: dict[str, str] | None = None,
     ) -> None:
+        """`failures`: where the runner says which requests cannot go on, and why."""
         self._scheduler = scheduler
         self._runner = runner
         self._clock = clock
         self._overlap = overlap
         self._holdings = holdings
+        self._failures = {} if failures is None else failures
         self.asleep = False
         self._in_flight: tuple[StepPlan, Pending] | None = None
         scheduler.chronicle.start(clock())
@@ -99,7 +102,7 @@ class Engine:
             result = self._runner.run(plan)
         except OutOfMemory as error:
             return outputs + self._scheduler.retract(plan, str(error))
-        return outputs + self._scheduler.commit(plan, result, self._clock())
+        return outputs + self._commit(plan, result)
 
     def _step_overlapped(self) -> list[Output]:
         outputs = []
@@ -127,7 +130,13 @@ class Engine:
             time.sleep(_REST_S)
 
     def _take_in(self, plan: StepPlan, pending: Pending) -> list[Output]:
-        return self._scheduler.commit(plan, pending.wait(), self._clock())
+        return self._commit(plan, pending.wait())
+
+    def _commit(self, plan: StepPlan, result: StepResult) -> list[Output]:
+        outputs = self._scheduler.commit(plan, result, self._clock())
+        while self._failures:
+            outputs += self._scheduler.fail(*self._failures.popitem())
+        return outputs
 
     def fail(self, error: str) -> list[Output]:
         """End every request with an error, after a step that raised; the engine stays usable."""

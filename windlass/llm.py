@@ -146,6 +146,8 @@ class _Front:
             tokens = list(prompt)
         check_ids("prompt", tokens, self._vocab_size)
         sampling = resolve_words(sampling, self._card.tokenizer, self._vocab_size)
+        if sampling.structured_outputs is not None:
+            sampling.structured_outputs.check()
         number = next(self._numbers)
         requests = [
             NewRequest(f"{number}-{i}", tokens, sampling.child(i), adapter=adapter)

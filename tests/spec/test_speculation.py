@@ -61,7 +61,7 @@ class Oracle:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
-    return model_in(tmp_path_factory.mktemp("model"))
+    return model_in(tmp_path_factory.mktemp("model"), eos_token_id=499)
 
 
 @pytest.fixture(scope="module")
@@ -142,6 +142,7 @@ WISHES: dict[str, dict[str, Any]] = {
     "logprobs": {"seed": 3, "logprobs": 3},
     "scored prompts": {"temperature": 0.0, "prompt_logprobs": 1, "logprobs": 0},
     "deterministic": {"seed": 3, "deterministic": True, "logprobs": 0},
+    "a form": {"seed": 3, "ignore_eos": False, "structured_outputs": {"regex": "[a-p ,]*"}},
 }
 
 

@@ -6,9 +6,11 @@ Whatever is switched on: small steps, prefix caching, preemption, HTTP, streamin
 from __future__ import annotations
 
 from random import Random
+from typing import Literal
 
 import httpx
 import openai
+import pydantic
 import pytest
 import torch
 
@@ -203,6 +205,31 @@ def test_a_chat_answers(client: openai.OpenAI) -> None:
         temperature=0,
     )
     assert "Paris" in answer.choices[0].message.content
+
+
+class Person(pydantic.BaseModel):
+    name: str = pydantic.Field(max_length=20)
+    age: int
+    tags: list[Literal["tall", "kind", "old"]] = pydantic.Field(max_length=2)
+
+
+def test_answers_have_the_form_of_a_schema(client: openai.OpenAI) -> None:
+    """As the OpenAI client asks for it, beside one who asks for nothing of the kind."""
+    model = client.models.list().data[0].id
+    asked = [{"role": "user", "content": "Describe a person: name, age and tags."}]
+    with client.chat.completions.create(
+        model=model, messages=asked, max_tokens=40, stream=True
+    ) as free:
+        answer = client.chat.completions.parse(
+            model=model, messages=asked, response_format=Person, max_tokens=100, temperature=0
+        )
+        assert sum(1 for _ in free) > 20
+    person = answer.choices[0].message.parsed
+    assert isinstance(person, Person)
+    assert answer.choices[0].finish_reason == "stop"
+    extra = {"structured_outputs": {"choice": ["crimson", "navy blue"]}}
+    body = {"model": model, "prompt": "The sky is", "extra_body": extra}
+    assert client.completions.create(**body).choices[0].text in ("crimson", "navy blue")
 
 
 def test_clients_that_hang_up_leave_nothing_behind(server: Server) -> None:

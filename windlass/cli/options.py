@@ -10,7 +10,7 @@ import inspect
 import json
 import re
 from collections.abc import Collection, Mapping
-from dataclasses import MISSING, Field, dataclass, fields
+from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
 from functools import cached_property
 from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
@@ -127,7 +127,7 @@ class Option:
 
     @cached_property
     def is_object(self) -> bool:
-        return get_origin(self.hint) in (dict, Mapping)
+        return get_origin(self.hint) in (dict, Mapping) or is_dataclass(self.hint)
 
     @cached_property
     def is_list(self) -> bool:

@@ -23,6 +23,7 @@ _HELP = {
     "logit_bias": "JSON of token ids to numbers that are added to their scores.",
     "allowed_token_ids": "Only these token ids; may be given several times.",
     "bad_words": "Text that must not be generated; may be given several times.",
+    "structured_outputs": "The form of the output: JSON with one of json, json_object, regex, choice, grammar.",
     "deterministic": "The same tokens alone and in any batch; slower.",
     "max_tokens": "Most tokens to generate.",
     "min_tokens": "Do not stop before so many tokens.",

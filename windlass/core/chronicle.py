@@ -12,7 +12,19 @@ from itertools import islice
 from statistics import median_low
 from typing import TYPE_CHECKING, NamedTuple
 
-from windlass.core.story import BLOCKERS, MOST_CHUNKS, PREFIX, TOKENS, Chunk, Story
+from windlass.core.story import (
+    ADAPTER,
+    BATCH,
+    BLOCKERS,
+    BLOCKS,
+    MOST_CHUNKS,
+    PREFIX,
+    SAMPLE,
+    SEQUENCES,
+    TOKENS,
+    Chunk,
+    Story,
+)
 from windlass.core.types import Account, Row
 
 if TYPE_CHECKING:
@@ -31,6 +43,19 @@ class Wide(NamedTuple):
     start: int
     num_tokens: int
     first: bool
+
+
+def lacks(request: Request | None, openings: int, num_slots: int, count: int) -> int:
+    """What the first in a queue lacks; those set aside have blockers of their own."""
+    if request is None:
+        return ADAPTER
+    if openings <= 0:
+        return BATCH
+    if not num_slots:
+        return SEQUENCES
+    if request.num_pending:
+        return SAMPLE
+    return BLOCKS if count < 0 else TOKENS
 
 
 class Chronicle:

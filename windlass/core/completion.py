@@ -87,6 +87,11 @@ def resolve_words(
     sampling: SamplingParams, tokenizer: Tokenizer, vocab_size: int
 ) -> SamplingParams:
     """Check every token id in the wishes, and spell forbidden words in tokens."""
+    if sampling.structured_outputs is not None and not tokenizer.eos_ids:
+        raise RequestError(
+            "structured_outputs needs a token that ends an output, and this model has none.",
+            "structured_outputs",
+        )
     for name in ("logit_bias", "allowed_token_ids", "stop_token_ids"):
         check_ids(name, getattr(sampling, name) or (), vocab_size)
     if not sampling.bad_words:

@@ -8,7 +8,9 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
+from windlass.core.structured import StructuredOutputs
 from windlass.errors import RequestError
 
 MAX_N = 128
@@ -46,6 +48,7 @@ class SamplingParams:
     logit_bias: dict[int, float] = field(default_factory=dict)
     allowed_token_ids: tuple[int, ...] | None = None
     bad_words: tuple[str, ...] = ()
+    structured_outputs: StructuredOutputs | None = None
     seed: int | None = None
     deterministic: bool = False  # the same tokens alone and in any batch, at some cost
     max_tokens: int | None = 16
@@ -94,11 +97,18 @@ class SamplingParams:
             raise RequestError("stop contains an empty string, which would stop at once.", "stop")
         if any(not text for text in self.bad_words):
             raise RequestError("bad_words contains an empty string.", "bad_words")
+        if self.structured_outputs is not None and self.ignore_eos:
+            raise RequestError(
+                "ignore_eos cannot be set with structured_outputs: its end is the end of the output.",
+                "ignore_eos",
+            )
 
     def _normalise(self) -> None:
         """Accept what people pass (a single string, lists, None) and store tuples."""
         for name in ("stop", "bad_words"):
             object.__setattr__(self, name, _strings(name, getattr(self, name)))
+        if isinstance(self.structured_outputs, dict):
+            object.__setattr__(self, "structured_outputs", _structured(self.structured_outputs))
         object.__setattr__(
             self, "stop_token_ids", _ids("stop_token_ids", self.stop_token_ids or ())
         )
@@ -131,6 +141,13 @@ def _strings(name: str, value: object) -> tuple[str, ...]:
     if not isinstance(items, Sequence) or not all(isinstance(text, str) for text in items):
         raise RequestError(f"{name} must be a string or a list of strings, got {value!r}.", name)
     return tuple(items)
+
+
+def _structured(fields: dict[str, Any]) -> StructuredOutputs:
+    try:
+        return StructuredOutputs(**fields)
+    except TypeError as error:
+        raise RequestError(f"structured_outputs: {error}.", "structured_outputs") from error
 
 
 def _ids(name: str, value: object) -> tuple[int, ...]:

@@ -15,14 +15,14 @@ from random import Random
 
 from windlass.core.adapters import Adapters
 from windlass.core.blocks import BlockPool
-from windlass.core.chronicle import Chronicle
+from windlass.core.chronicle import Chronicle, lacks
 from windlass.core.claims import Claims
 from windlass.core.limits import SchedulerLimits
 from windlass.core.memory import BlockUse
 from windlass.core.policy import Continuous, Fcfs, Gate, Policy, WaitingQueue
 from windlass.core.request import Request
 from windlass.core.step import Step, make_tuple
-from windlass.core.story import ADAPTER, BATCH, BLOCKS, PREFIX, SAMPLE, SEQUENCES, TOKENS, Story
+from windlass.core.story import ADAPTER, BLOCKS, PREFIX, Story
 from windlass.core.types import (
     BlockId,
     EngineStats,
@@ -132,6 +132,11 @@ class Scheduler:
     def _fail(self, request: Request, error: str) -> Output:
         self._finish(request, "error")
         return Output(request.request_id, finish="error", error=error, timeline=request.timeline)
+
+    def fail(self, request_id: str, error: str) -> list[Output]:
+        """End a request with an error, if it is still there."""
+        request = self._requests.get(request_id)
+        return [] if request is None else [self._fail(request, error)]
 
     @property
     def has_work(self) -> bool:
@@ -256,19 +261,7 @@ class Scheduler:
             request = self._waiting.peek()
         self._waiting.restore(state if request is None and not promised else None)
         if self._waiting:
-            self.chronicle.waits(self._blocker(request, openings, count), now)
-
-    def _blocker(self, request: Request | None, openings: int, count: int) -> int:
-        """What the first in the queue lacks; those set aside have blockers of their own."""
-        if request is None:
-            return ADAPTER
-        if openings <= 0:
-            return BATCH
-        if not self._slots:
-            return SEQUENCES
-        if request.num_pending:
-            return SAMPLE
-        return BLOCKS if count < 0 else TOKENS
+            self.chronicle.waits(lacks(request, openings, len(self._slots), count), now)
 
     def _adapter_there(self, request: Request) -> bool:
         """Whether it can start now, as far as its adapter goes; one that is broken ends it."""

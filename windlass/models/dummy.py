@@ -91,6 +91,10 @@ class ByteTokenizer:
     def eos_ids(self) -> tuple[int, ...]:
         return self._eos_ids
 
+    @property
+    def special_ids(self) -> tuple[int, ...]:
+        return (*self._eos_ids, *range(256, self._vocab_size))
+
     def encode(self, text: str, add_special: bool = True) -> list[int]:  # noqa: ARG002
         return [byte % self._vocab_size for byte in text.encode()]
 

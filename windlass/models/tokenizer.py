@@ -41,6 +41,7 @@ class HFTokenizer:
         self._vocab_size = max(backend.get_vocab_size(), max(self._added, default=-1) + 1)
         added_tokens = backend.get_added_tokens_decoder().items()
         special = frozenset(token for token, added in added_tokens if added.special)
+        self._special_ids = tuple(sorted({*special, *eos_ids}))
         self._pieces = {
             skip: _BytePieces(backend, special if skip else frozenset()) for skip in (False, True)
         }
@@ -52,6 +53,10 @@ class HFTokenizer:
     @property
     def eos_ids(self) -> tuple[int, ...]:
         return self._eos_ids
+
+    @property
+    def special_ids(self) -> tuple[int, ...]:
+        return self._special_ids
 
     def encode(self, text: str, add_special: bool = True) -> list[int]:
         return self._backend.encode(text, add_special_tokens=add_special).ids

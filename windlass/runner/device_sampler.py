@@ -1,6 +1,6 @@
 """Sampling on CUDA: wishes lie on the device by slot, tokens stay there, and no step waits for them.
 
-What the kernels do not know (penalties, forbidden words, scores) is drawn by the plain sampler from
+What the kernels do not know (penalties, forbidden words, grammars, scores) is drawn by the plain sampler from
 the same logits, for those rows alone.
 """
 
@@ -28,6 +28,7 @@ def _needs_plain(wish: SamplingParams) -> bool:
         or wish.allowed_token_ids is not None
         or wish.bad_token_ids
         or wish.min_tokens
+        or wish.structured_outputs is not None
         or wish.logprobs is not None
         or wish.prompt_logprobs is not None
     )

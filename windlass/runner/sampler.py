@@ -16,6 +16,7 @@ from windlass.core.sampling import SamplingParams
 from windlass.core.types import Admission, TokenLogprob
 from windlass.kernels.ops import Ops
 from windlass.runner import filters
+from windlass.runner.grammar import Grammar, Grammars
 
 _NEVER = float("-inf")
 
@@ -33,6 +34,7 @@ class _Memory:
     tokens: list[int]
     counts: Tensor | None = None  # [vocabulary] of generated tokens; None: no penalties
     seen: Tensor | None = None
+    grammar: Grammar | None = None
     special: bool = field(init=False)  # whether its logits are changed before temperature
     scored: bool = field(init=False)  # whether log probabilities are wanted
 
@@ -44,6 +46,7 @@ class _Memory:
             or wish.allowed_token_ids is not None
             or wish.bad_token_ids
             or wish.min_tokens
+            or self.grammar is not None
         )
         self.scored = wish.logprobs is not None
 
@@ -67,6 +70,7 @@ class Sampler:
         self._draw = draw
         self._vocab_size = vocab_size
         self._device = device
+        self.grammars: Grammars | None = None  # None: outputs may have any form
         self._slots: dict[int, _Memory] = {}
 
     def admit(self, new: Admission) -> None:
@@ -77,9 +81,9 @@ class Sampler:
             tokens = torch.tensor(new.tokens, device=self._device)
             counts = torch.bincount(tokens[new.num_prompt :], minlength=self._vocab_size)
             seen = torch.bincount(tokens, minlength=self._vocab_size) > 0
-        self._slots[new.slot] = _Memory(
-            wish, new.seed, sorted(new.stop_ids), new.num_prompt, list(new.tokens), counts, seen
-        )
+        grammar = self.grammars.open(new) if self.grammars is not None else None
+        known = (sorted(new.stop_ids), new.num_prompt, list(new.tokens))
+        self._slots[new.slot] = _Memory(wish, new.seed, *known, counts, seen, grammar)
 
     def forget(self, slot: int) -> None:
         self._slots.pop(slot, None)
@@ -152,7 +156,7 @@ class Sampler:
 
     def _change(self, scores: Tensor, memory: _Memory) -> Tensor:
         """Rule tokens out and shift others, as the request wishes."""
-        wish = memory.sampling
+        wish, logits = memory.sampling, scores
         scores = scores.clone()
         if wish.allowed_token_ids is not None:
             allowed = list(wish.allowed_token_ids)
@@ -176,6 +180,8 @@ class Sampler:
                 scores[last] = _NEVER
         if memory.num_output < wish.min_tokens:
             scores[memory.stop_ids] = _NEVER
+        if memory.grammar is not None:
+            scores = memory.grammar.rule_out(scores, logits)
         return scores
 
     def _wishes(self, memories: list[_Memory]) -> Tensor:
@@ -191,6 +197,8 @@ class Sampler:
 
     def _remember(self, memory: _Memory, token: int) -> None:
         memory.tokens.append(token)
+        if memory.grammar is not None:
+            memory.grammar.take(token)
         if memory.counts is not None and memory.seen is not None:
             memory.counts[token] += 1
             memory.seen[token] = True

@@ -22,6 +22,7 @@ from windlass.errors import RequestError
 from windlass.serve.chat import ChatTemplate
 from windlass.serve.problems import ModelNotFound
 from windlass.serve.protocol import ChatRequest, CompletionRequest, Generation, Templated
+from windlass.serve.structured import structured_of
 
 _LONG_TEXT = 20_000  # characters; tokenising more than this would stall other requests
 _COMPLETION_MAX_TOKENS = 16  # OpenAI's default; a chat may fill the context
@@ -175,6 +176,7 @@ class Preparer:
             name: getattr(body, name) for name in _SAMPLING if getattr(body, name) is not None
         }
         values["logprobs"] = body.num_logprobs
+        values["structured_outputs"] = structured_of(body)
         if max_tokens is not None:
             values["max_tokens"] = max_tokens
         sampling = SamplingParams(**values)
