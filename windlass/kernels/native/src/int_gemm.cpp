@@ -93,33 +93,27 @@ WINDLASS_INLINE void multiply(const IntTile<Scale>& tile, IntPanel x, float* out
   for (int m = 0; m < MT; ++m) store(out + m * kTile, acc[m]);
 }
 
-// Adds to out[row][output] what the outliers of `rows` rows contribute, row by row.
-template <bool NIBBLES, bool MINS>
-inline void multiply_outliers(const Product& job, int row, int rows, const IntTile<uint16_t>& tile,
-                              float* out) {
-  for (int m = 0; m < rows; ++m, out += kTile) {
-    const Outliers x = row_outliers(job.row_outliers(row + m));
-    Floats acc = load(out);
-    for (const Outlier* o = x.list; o < x.list + x.count; ++o) {
-      acc = fma(acc, weight_at<NIBBLES, MINS>(job.w, tile, o->input, o->group), splat(o->x));
-    }
-    store(out, acc);
-  }
-}
-
 template <int BLOCK, bool NIBBLES, bool MINS>
 void few_rows(const Product& job) {
   const IntSizes sizes(job.w);
   const Tiles tiles(job.w);
   each_piece(job, [&](int t, int first, int last, Target to) {
     const IntTile<uint16_t> tile = tiles.at(t);
+    const auto weight_of = [&](const Outlier& o) WINDLASS_INLINED {
+      const Floats scale = load_half(tile.scales + o.group * kTile);
+      return weight_at<NIBBLES, MINS>(job.w, tile.codes, o.input, scale);
+    };
     each_panel(job, first, last, [&](auto rows, int p) {
       alignas(64) float sums[kPanel * kTile] = {};
       multiply<rows, BLOCK, NIBBLES, MINS>(tile, sizes.panel(job.panel(p)), sums);
       // Outliers are summed on their own and added last: where a tile is cut makes no difference then.
       alignas(64) float rest[kPanel * kTile] = {};
       const bool more = job.outliers != nullptr;
-      if (more) multiply_outliers<NIBBLES, MINS>(job, p * kPanel, rows, tile, rest);
+      int32_t at[kPanel] = {};
+      if (more) {
+        multiply_rows(job.row_outliers(p * kPanel), job.outlier_bytes, rows, padded_in(job.w), at,
+                      weight_of, rest);
+      }
       store_tile(job, to, t, p * kPanel, rows, sums, job.add, more ? rest : nullptr);
     });
   });
@@ -198,19 +192,46 @@ inline void fetch_next(const uint8_t* from, size_t bytes, int i, int count) {
   for (size_t at = 0; at < share + 64; at += 64) __builtin_prefetch(first + at);
 }
 
+inline OutlierColumns columns_of(const Product& job, int panel) {
+  if (job.columns == nullptr) return {};
+  return outlier_columns(job.w, most_outliers(job.w), job.cut * kPanel, job.piece_columns(panel));
+}
+
 // What the outliers of panels [first, last) add to their sums.
 struct Rest {
   alignas(64) float sums[kMostPanels][kPanel * kTile];
-  int32_t at[kMostPanels];
+  int32_t at[kMostPanels * kPanel];  // how far each panel has come, or each row
+  const Product& job;
+  int first, panels;
   OutlierColumns columns;
   bool any;
 
-  Rest(const Product& job, int first, int last) : columns{}, any(job.columns != nullptr) {
+  Rest(const Product& product, int from, int last)
+      : job(product),
+        first(from),
+        panels(last - from),
+        columns(columns_of(product, from)),
+        any(columns.count > 0) {
     if (!any) return;
-    std::memset(sums, 0, static_cast<size_t>(last - first) * sizeof sums[0]);
-    columns = outlier_columns(job.w, most_outliers(job.w), job.cut * kPanel,
-                              job.piece_columns(first));
-    std::copy(columns.firsts, columns.firsts + (last - first), at);
+    std::memset(sums, 0, static_cast<size_t>(panels) * sizeof sums[0]);
+    if (columns.pay) {
+      std::copy(columns.firsts, columns.firsts + panels, at);
+    } else {
+      std::fill(at, at + panels * kPanel, 0);
+    }
+  }
+
+  // Adds those of inputs [begin, end); runs follow one another.
+  template <class WeightOf>
+  void multiply(int begin, int end, const WeightOf& weight_of) {
+    if (!any) return;
+    if (columns.pay) {
+      multiply_columns(columns, begin, end, panels, at, weight_of, sums[0]);
+    } else {
+      const int rows = std::min(panels * kPanel, job.rows - first * kPanel);
+      multiply_rows(job.row_outliers(first * kPanel), job.outlier_bytes, rows, end, at, weight_of,
+                    sums[0]);
+    }
   }
   const float* panel(int p) const { return any ? sums[p] : nullptr; }
 };
@@ -271,16 +292,14 @@ void paired_rows(const Product& job) {
                                     step, sums[p - first] + i);
         }
       }
+      rest.multiply(begin, end, [&](const auto& o) WINDLASS_INLINED {
+        const Floats scale = load(scales[o.group - begin / group].scales);
+        return weight_at<NIBBLES, MINS>(job.w, tile.codes, o.input, scale);
+      });
     }
     each_panel(job, first + paired, last, [&](auto rows, int p) {
       multiply<rows, 32, NIBBLES, MINS>(tile, sizes.panel(job.panel(p)), sums[p - first]);
     });
-    if (rest.any) {
-      const auto weight_of = [&](const OutlierColumn& c) WINDLASS_INLINED {
-        return weight_at<NIBBLES, MINS>(job.w, tile, c.input, c.group);
-      };
-      multiply_columns(rest.columns, 0, padded, last - first, rest.at, weight_of, rest.sums[0]);
-    }
     store_panels(job, to, t, first, last, sums, rest);
   });
 }
@@ -323,12 +342,10 @@ void many_rows(const Product& job) {
           multiply_unpacked<rows, BLOCK, MINS>(tile, panel(p), sums[p - first]);
         });
       }
-      if (rest.any) {
-        const auto weight_of = [&](const OutlierColumn& c) WINDLASS_INLINED {
-          return weight_at<false, MINS>(job.w, tile, c.input - begin, c.group - begin / group);
-        };
-        multiply_columns(rest.columns, begin, end, last - first, rest.at, weight_of, rest.sums[0]);
-      }
+      rest.multiply(begin, end, [&](const auto& o) WINDLASS_INLINED {
+        const Floats scale = load(tile.scales + (o.group - begin / group) * kTile);
+        return weight_at<false, MINS>(job.w, tile.codes, o.input - begin, scale);
+      });
     }
     store_panels(job, to, t, first, last, sums, rest);
   });

@@ -63,7 +63,8 @@ OutlierColumns outlier_columns(const Weight& w, int most, int rows, const uint8_
           numbers(at.firsts),
           numbers(at.columns),
           reinterpret_cast<const float*>(memory + at.quads),
-          *numbers(0)};
+          numbers(0)[0],
+          numbers(0)[1] != 0};
 }
 
 void gather_columns(const Weight& w, const uint8_t* outliers, int most, int count, int rows,
@@ -80,13 +81,15 @@ void gather_columns(const Weight& w, const uint8_t* outliers, int most, int coun
   };
   Marks marks(padded_in(w));
   std::vector<int32_t> column_of(static_cast<size_t>(padded_in(w)));
-  int32_t num_columns = 0, num_quads = 0;
-  each(0, count, [&](int, const Outlier& o) { marks.add(o.input); });
+  int32_t num_columns = 0, num_quads = 0, num_outliers = 0;
+  each(0, count, [&](int, const Outlier& o) {
+    marks.add(o.input);
+    ++num_outliers;
+  });
   marks.take([&](int input) {
     column_of[static_cast<size_t>(input)] = num_columns;
     const_cast<OutlierColumn*>(out.list)[num_columns++] = {input, input / w.group};
   });
-  *reinterpret_cast<int32_t*>(memory) = num_columns;
   const int panels = ceil_div(count, kPanel);
   std::vector<int32_t> sizes(static_cast<size_t>(panels));
   for (int p = 0; p < panels; ++p) {
@@ -117,6 +120,10 @@ void gather_columns(const Weight& w, const uint8_t* outliers, int most, int coun
     });
   }
   firsts[panels] = num_quads;
+  int32_t* const numbers = reinterpret_cast<int32_t*>(memory);
+  numbers[0] = num_columns;
+  // About the same time: to unpack a weight, to multiply a quad, to do both for a row on its own.
+  numbers[1] = num_columns + num_quads < num_outliers;
 }
 
 }  // namespace windlass
