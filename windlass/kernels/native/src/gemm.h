@@ -6,6 +6,7 @@
 #include <cstring>
 
 #include "amx.h"
+#include "outliers.h"
 #include "run.h"
 #include "simd.h"
 #include "weight.h"
@@ -40,8 +41,9 @@ struct Product {
   const uint8_t* row_outliers(int row) const {
     return outliers + static_cast<size_t>(row) * outlier_bytes;
   }
-  const uint8_t* piece_columns(int panel) const {
-    return columns + static_cast<size_t>(panel / cut) * column_bytes;
+  const OutlierColumns& piece_columns(int panel) const {
+    const uint8_t* piece = columns + static_cast<size_t>(panel / cut) * column_bytes;
+    return *reinterpret_cast<const OutlierColumns*>(piece);
   }
   const uint8_t* square(int panel) const {
     return squares + static_cast<size_t>(panel / kSquarePanels) * square_bytes(w);

@@ -192,11 +192,6 @@ inline void fetch_next(const uint8_t* from, size_t bytes, int i, int count) {
   for (size_t at = 0; at < share + 64; at += 64) __builtin_prefetch(first + at);
 }
 
-inline OutlierColumns columns_of(const Product& job, int panel) {
-  if (job.columns == nullptr) return {};
-  return outlier_columns(job.w, most_outliers(job.w), job.cut * kPanel, job.piece_columns(panel));
-}
-
 // What the outliers of panels [first, last) add to their sums.
 struct Rest {
   alignas(64) float sums[kMostPanels][kPanel * kTile];
@@ -210,7 +205,7 @@ struct Rest {
       : job(product),
         first(from),
         panels(last - from),
-        columns(columns_of(product, from)),
+        columns(job.columns ? job.piece_columns(from) : OutlierColumns{}),
         any(columns.count > 0) {
     if (!any) return;
     std::memset(sums, 0, static_cast<size_t>(panels) * sizeof sums[0]);

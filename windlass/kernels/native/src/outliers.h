@@ -75,8 +75,7 @@ struct OutlierColumns {
 
 // For `rows` rows, which are whole panels, with `most` outliers each at most.
 size_t column_bytes(const Weight& w, int most, int rows);
-OutlierColumns outlier_columns(const Weight& w, int most, int rows, const uint8_t* memory);
-// Of the first `count` of these rows.
+// Of the first `count` of these rows. The memory begins with the OutlierColumns.
 void gather_columns(const Weight& w, const uint8_t* outliers, int most, int count, int rows,
                     uint8_t* memory);
 
@@ -108,6 +107,8 @@ inline void multiply_columns(const OutlierColumns& x, int begin, int end, int pa
   alignas(64) float weights[most * kTile];
   const auto before = [](const OutlierColumn& c, int input) { return c.input < input; };
   const auto place = [&](int input) {
+    if (x.count == 0 || input <= x.list[0].input) return 0;
+    if (input > x.list[x.count - 1].input) return x.count;
     return static_cast<int>(std::lower_bound(x.list, x.list + x.count, input, before) - x.list);
   };
   const int stop = place(end);
