@@ -93,22 +93,40 @@ WINDLASS_INLINE void multiply(const IntTile<Scale>& tile, IntPanel x, float* out
   for (int m = 0; m < MT; ++m) store(out + m * kTile, acc[m]);
 }
 
-// Adds to out[row][output] what the outliers of `rows` rows contribute, row by row.
+// What the outliers of a row add to the outputs of a tile.
 template <bool NIBBLES, bool MINS>
-inline void multiply_outliers(const Product& job, int row, int rows, const IntTile<uint16_t>& tile,
-                              float* out) {
-  for (int m = 0; m < rows; ++m, out += kTile) {
-    const Outliers x = row_outliers(job.row_outliers(row + m));
-    Floats acc = load(out);
-    for (const Outlier* o = x.list; o < x.list + x.count; ++o) {
-      acc = fma(acc, weight_at<NIBBLES, MINS>(job.w, tile, o->input, o->group), splat(o->x));
-    }
-    store(out, acc);
+inline Floats outlier_sums(const Weight& w, const Outliers& x, const IntTile<uint16_t>& tile) {
+  Floats acc = zero();
+  for (const Outlier* o = x.list; o < x.list + x.count; ++o) {
+    acc = fma(acc, weight_at<NIBBLES, MINS>(w, tile, o->input, o->group), splat(o->x));
   }
+  return acc;
+}
+
+// With one row a tile takes so little time that what surrounds the products counts.
+template <int BLOCK, bool NIBBLES, bool MINS>
+void one_row(const Product& job) {
+  const Tiles tiles(job.w);
+  const IntPanel x = IntSizes(job.w).panel(job.panel(0));
+  const Outliers outliers = job.outliers ? row_outliers(job.row_outliers(0)) : Outliers{};
+  const Floats gain = splat(job.gain);
+  const int whole = job.w.num_out / kTile;
+  each_piece(job, [&](int t, int, int, Target to) WINDLASS_INLINED {
+    const IntTile<uint16_t> tile = tiles.at(t);
+    alignas(64) float sums[kTile] = {};
+    multiply<1, BLOCK, NIBBLES, MINS>(tile, x, sums);
+    if (job.outliers != nullptr) {
+      store(sums, add(load(sums), outlier_sums<NIBBLES, MINS>(job.w, outliers, tile)));
+    }
+    if (t >= whole) return store_tile(job, to, t, 0, 1, sums, job.add);
+    const Floats value = mul(load(sums), gain);
+    store(to.first, job.add ? add(load(to.first), value) : value);
+  });
 }
 
 template <int BLOCK, bool NIBBLES, bool MINS>
 void few_rows(const Product& job) {
+  if (job.rows == 1) return one_row<BLOCK, NIBBLES, MINS>(job);
   const IntSizes sizes(job.w);
   const Tiles tiles(job.w);
   each_piece(job, [&](int t, int first, int last, Target to) {
@@ -117,9 +135,12 @@ void few_rows(const Product& job) {
       alignas(64) float sums[kPanel * kTile] = {};
       multiply<rows, BLOCK, NIBBLES, MINS>(tile, sizes.panel(job.panel(p)), sums);
       // Outliers are summed on their own and added last: where a tile is cut makes no difference then.
-      alignas(64) float rest[kPanel * kTile] = {};
+      alignas(64) float rest[kPanel * kTile];
       const bool more = job.outliers != nullptr;
-      if (more) multiply_outliers<NIBBLES, MINS>(job, p * kPanel, rows, tile, rest);
+      for (int m = 0; more && m < rows; ++m) {
+        const Outliers x = row_outliers(job.row_outliers(p * kPanel + m));
+        store(rest + m * kTile, outlier_sums<NIBBLES, MINS>(job.w, x, tile));
+      }
       store_tile(job, to, t, p * kPanel, rows, sums, job.add, more ? rest : nullptr);
     });
   });
