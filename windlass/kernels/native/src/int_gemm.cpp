@@ -38,15 +38,13 @@ WINDLASS_INLINE const uint8_t* dot16(const uint8_t* codes, const int8_t* x, Dots
 constexpr int kAhead = 4096;  // bytes
 
 // With few rows the weights come from memory, and the CPU's own guesses stop at pages: asks for 16
-// inputs. Those of int8 codes soon for the first cache, and some time before for the second.
+// inputs, soon for the first cache, and some time before for the second.
 template <bool NIBBLES>
 WINDLASS_INLINE void fetch_ahead(const uint8_t* codes) {
-  if constexpr (NIBBLES) {
-    __builtin_prefetch(codes + kAhead);
-  } else {
-    for (int i = 0; i < 16 * kTile; i += 64) __builtin_prefetch(codes + 1536 + i);
-    for (int i = 0; i < 16 * kTile; i += 64) __builtin_prefetch(codes + 8192 + i, 0, 2);
-  }
+  constexpr int bytes = 16 * kTile / (NIBBLES ? 2 : 1);
+  constexpr int soon = NIBBLES ? 1024 : 1536, before = NIBBLES ? kAhead : 2 * kAhead;
+  for (int i = 0; i < bytes; i += 64) __builtin_prefetch(codes + soon + i);
+  for (int i = 0; i < bytes; i += 64) __builtin_prefetch(codes + before + i, 0, 2);
 }
 
 // Adds to MT rows x the outputs of a tile. BLOCK inputs share a scale of x.
@@ -74,7 +72,7 @@ WINDLASS_INLINE void multiply(const IntTile<Scale>& tile, IntPanel x, float* out
         start_dots(dots);
       }
       for (int k = 0; k < BLOCK; k += 16) {
-        if constexpr (MT <= 2) fetch_ahead<NIBBLES>(codes);
+        if constexpr (MT <= 3) fetch_ahead<NIBBLES>(codes);
         codes = dot16<MT, NIBBLES, MINS>(codes, x.codes, dots);
         x.codes += 16 * kPanel;
       }
