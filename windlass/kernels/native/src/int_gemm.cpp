@@ -38,15 +38,13 @@ WINDLASS_INLINE const uint8_t* dot16(const uint8_t* codes, const int8_t* x, Dots
 constexpr int kAhead = 4096;  // bytes
 
 // With few rows the weights come from memory, and the CPU's own guesses stop at pages: asks for 16
-// inputs. Those of int8 codes soon for the first cache, and some time before for the second.
+// inputs, soon for the first cache, and some time before for the second.
 template <bool NIBBLES>
 WINDLASS_INLINE void fetch_ahead(const uint8_t* codes) {
-  if constexpr (NIBBLES) {
-    __builtin_prefetch(codes + kAhead);
-  } else {
-    for (int i = 0; i < 16 * kTile; i += 64) __builtin_prefetch(codes + 1536 + i);
-    for (int i = 0; i < 16 * kTile; i += 64) __builtin_prefetch(codes + 8192 + i, 0, 2);
-  }
+  constexpr int bytes = 16 * kTile / (NIBBLES ? 2 : 1);
+  constexpr int soon = NIBBLES ? 1024 : 1536, before = NIBBLES ? kAhead : 2 * kAhead;
+  for (int i = 0; i < bytes; i += 64) __builtin_prefetch(codes + soon + i);
+  for (int i = 0; i < bytes; i += 64) __builtin_prefetch(codes + before + i, 0, 2);
 }
 
 // Adds to MT rows x the outputs of a tile. BLOCK inputs share a scale of x.
@@ -74,7 +72,7 @@ WINDLASS_INLINE void multiply(const IntTile<Scale>& tile, IntPanel x, float* out
         start_dots(dots);
       }
       for (int k = 0; k < BLOCK; k += 16) {
-        if constexpr (MT <= 2) fetch_ahead<NIBBLES>(codes);
+        if constexpr (MT <= 3) fetch_ahead<NIBBLES>(codes);
         codes = dot16<MT, NIBBLES, MINS>(codes, x.codes, dots);
         x.codes += 16 * kPanel;
       }
@@ -93,16 +91,47 @@ WINDLASS_INLINE void multiply(const IntTile<Scale>& tile, IntPanel x, float* out
   for (int m = 0; m < MT; ++m) store(out + m * kTile, acc[m]);
 }
 
+// The weights that outliers of a packed tile meet.
+template <bool NIBBLES, bool MINS>
+WINDLASS_INLINE auto packed_weights(const Weight& w, const IntTile<uint16_t>& tile) {
+  return [&](const Outlier& o) WINDLASS_INLINED {
+    const Floats scale = load_half(tile.scales + o.group * kTile);
+    return weight_at<NIBBLES, MINS>(w, tile.codes, o.input, scale);
+  };
+}
+
+// With one row a tile takes so little time that what surrounds the products counts.
+template <int BLOCK, bool NIBBLES, bool MINS>
+void one_row(const Product& job) {
+  const Tiles tiles(job.w);
+  const IntPanel x = IntSizes(job.w).panel(job.panel(0));
+  const Floats gain = splat(job.gain);
+  const int whole = job.w.num_out / kTile, padded = padded_in(job.w);
+  each_piece(job, [&](int t, int, int, Target to) WINDLASS_INLINED {
+    const IntTile<uint16_t> tile = tiles.at(t);
+    alignas(64) float sums[kTile] = {};
+    multiply<1, BLOCK, NIBBLES, MINS>(tile, x, sums);
+    if (job.outliers != nullptr) {
+      alignas(64) float rest[kTile] = {};
+      int32_t at = 0;
+      multiply_rows(job.row_outliers(0), 0, 1, padded, &at,
+                    packed_weights<NIBBLES, MINS>(job.w, tile), rest);
+      store(sums, add(load(sums), load(rest)));
+    }
+    if (t >= whole) return store_tile(job, to, t, 0, 1, sums, job.add);
+    const Floats value = mul(load(sums), gain);
+    store(to.first, job.add ? add(load(to.first), value) : value);
+  });
+}
+
 template <int BLOCK, bool NIBBLES, bool MINS>
 void few_rows(const Product& job) {
+  if (job.rows == 1) return one_row<BLOCK, NIBBLES, MINS>(job);
   const IntSizes sizes(job.w);
   const Tiles tiles(job.w);
+  const int padded = padded_in(job.w);
   each_piece(job, [&](int t, int first, int last, Target to) {
     const IntTile<uint16_t> tile = tiles.at(t);
-    const auto weight_of = [&](const Outlier& o) WINDLASS_INLINED {
-      const Floats scale = load_half(tile.scales + o.group * kTile);
-      return weight_at<NIBBLES, MINS>(job.w, tile.codes, o.input, scale);
-    };
     each_panel(job, first, last, [&](auto rows, int p) {
       alignas(64) float sums[kPanel * kTile] = {};
       multiply<rows, BLOCK, NIBBLES, MINS>(tile, sizes.panel(job.panel(p)), sums);
@@ -111,8 +140,8 @@ void few_rows(const Product& job) {
       const bool more = job.outliers != nullptr;
       int32_t at[kPanel] = {};
       if (more) {
-        multiply_rows(job.row_outliers(p * kPanel), job.outlier_bytes, rows, padded_in(job.w), at,
-                      weight_of, rest);
+        multiply_rows(job.row_outliers(p * kPanel), job.outlier_bytes, rows, padded, at,
+                      packed_weights<NIBBLES, MINS>(job.w, tile), rest);
       }
       store_tile(job, to, t, p * kPanel, rows, sums, job.add, more ? rest : nullptr);
     });
