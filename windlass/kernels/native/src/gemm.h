@@ -6,6 +6,7 @@
 #include <cstring>
 
 #include "amx.h"
+#include "outliers.h"
 #include "run.h"
 #include "simd.h"
 #include "weight.h"
@@ -40,8 +41,9 @@ struct Product {
   const uint8_t* row_outliers(int row) const {
     return outliers + static_cast<size_t>(row) * outlier_bytes;
   }
-  const uint8_t* piece_columns(int panel) const {
-    return columns + static_cast<size_t>(panel / cut) * column_bytes;
+  const OutlierColumns& piece_columns(int panel) const {
+    const uint8_t* piece = columns + static_cast<size_t>(panel / cut) * column_bytes;
+    return *reinterpret_cast<const OutlierColumns*>(piece);
   }
   const uint8_t* square(int panel) const {
     return squares + static_cast<size_t>(panel / kSquarePanels) * square_bytes(w);
@@ -166,8 +168,9 @@ inline void add_bias(const Product& job, Target to, int tile, int rows) {
 }
 
 // Calls body(tile, first panel, last panel, target) for all of the product, on all threads. What is
-// gated is written two tiles at a time, where that is a line of the cache: of many rows few lines
-// would still be there for the second half.
+// gated is written some tiles at a time: of few rows so many that gates, and what they are multiplied
+// by, are read in long runs; of many two, which is a line of the cache, of which few would still be
+// there for the second half.
 template <class Body>
 inline void each_piece(const Product& job, const Body& body) {
   const bool gated = job.active != nullptr;
@@ -179,31 +182,35 @@ inline void each_piece(const Product& job, const Body& body) {
   const int64_t products = static_cast<int64_t>(job.rows) * job.w.num_in * job.w.num_out;
   // Less than this is done before another thread has begun.
   const int chunk = products < (64 << 10) ? pieces : std::max(1, pieces / (job.pool.threads() * 32));
+  const int together = job.rows < kManyRows ? 16 : 2;
   job.pool.each(pieces, chunk, [&](int begin, int end) {
-    alignas(64) float room[2][kMostPanels * kPanel * kTile], up[kMostPanels * kPanel * kTile];
+    constexpr int most = 2 * kMostPanels * kPanel * kTile;
+    alignas(64) float gates[most], up[most];
     for (int i = begin, count; i < end; i += count) {
       const int tile = i % tiles, first = i / tiles * cut;
       const int last = std::min(first + cut, panels);
       const int row = first * kPanel / job.planes;
       const int rows = std::min(last * kPanel, job.rows) / job.planes - row;
-      const auto compute = [&](int t, Target to) {
-        body(t, first, last, to);
-        if (job.bias != nullptr) add_bias(job, to, t, rows);
+      count = std::min(end - i, tiles - tile);
+      if (gated) count = std::min(count, together - tile % together);
+      const auto compute = [&](int from, Target to, int next) {
+        for (int t = from; t < from + count; ++t, to.first += next) {
+          body(t, first, last, to);
+          if (job.bias != nullptr) add_bias(job, to, t, rows);
+        }
       };
-      count = gated && tile % 2 == 0 && tile + 1 < tiles && i + 1 < end ? 2 : 1;
       if (!gated) {
-        compute(tile, {row_of(job.y, row, job.stride) + tile * kTile, job.stride, row});
+        compute(tile, {row_of(job.y, row, job.stride) + tile * kTile, job.stride, row}, kTile);
         continue;
       }
-      for (int t = 0; t < count; ++t) {
-        compute(tile + t, {room[t], kTile, row});
-        compute(tiles + tile + t, {up, kTile, row});
-        gate(room[t], up, rows * kTile, room[t]);
-      }
+      const int size = rows * kTile;
+      compute(tile, {gates, kTile, row}, size);
+      compute(tiles + tile, {up, kTile, row}, size);
+      gate(gates, up, count * size, gates);
       for (int m = 0; m < rows; ++m) {
         float* out = row_of(job.active, row + m, half) + tile * kTile;
         for (int t = 0; t < count; ++t) {
-          std::memcpy(out + t * kTile, row_of(room[t], m, kTile), kTile * sizeof(float));
+          std::memcpy(out + t * kTile, gates + t * size + m * kTile, kTile * sizeof(float));
         }
       }
     }

@@ -38,15 +38,13 @@ WINDLASS_INLINE const uint8_t* dot16(const uint8_t* codes, const int8_t* x, Dots
 constexpr int kAhead = 4096;  // bytes
 
 // With few rows the weights come from memory, and the CPU's own guesses stop at pages: asks for 16
-// inputs. Those of int8 codes soon for the first cache, and some time before for the second.
+// inputs, soon for the first cache, and some time before for the second.
 template <bool NIBBLES>
 WINDLASS_INLINE void fetch_ahead(const uint8_t* codes) {
-  if constexpr (NIBBLES) {
-    __builtin_prefetch(codes + kAhead);
-  } else {
-    for (int i = 0; i < 16 * kTile; i += 64) __builtin_prefetch(codes + 1536 + i);
-    for (int i = 0; i < 16 * kTile; i += 64) __builtin_prefetch(codes + 8192 + i, 0, 2);
-  }
+  constexpr int bytes = 16 * kTile / (NIBBLES ? 2 : 1);
+  constexpr int soon = NIBBLES ? 1024 : 1536, before = NIBBLES ? kAhead : 2 * kAhead;
+  for (int i = 0; i < bytes; i += 64) __builtin_prefetch(codes + soon + i);
+  for (int i = 0; i < bytes; i += 64) __builtin_prefetch(codes + before + i, 0, 2);
 }
 
 // Adds to MT rows x the outputs of a tile. BLOCK inputs share a scale of x.
@@ -74,7 +72,7 @@ WINDLASS_INLINE void multiply(const IntTile<Scale>& tile, IntPanel x, float* out
         start_dots(dots);
       }
       for (int k = 0; k < BLOCK; k += 16) {
-        if constexpr (MT <= 2) fetch_ahead<NIBBLES>(codes);
+        if constexpr (MT <= 3) fetch_ahead<NIBBLES>(codes);
         codes = dot16<MT, NIBBLES, MINS>(codes, x.codes, dots);
         x.codes += 16 * kPanel;
       }
@@ -93,24 +91,45 @@ WINDLASS_INLINE void multiply(const IntTile<Scale>& tile, IntPanel x, float* out
   for (int m = 0; m < MT; ++m) store(out + m * kTile, acc[m]);
 }
 
-// Adds to out[row][output] what the outliers of `rows` rows contribute, row by row.
+// The weights that outliers of a packed tile meet.
 template <bool NIBBLES, bool MINS>
-inline void multiply_outliers(const Product& job, int row, int rows, const IntTile<uint16_t>& tile,
-                              float* out) {
-  for (int m = 0; m < rows; ++m, out += kTile) {
-    const Outliers x = row_outliers(job.row_outliers(row + m));
-    Floats acc = load(out);
-    for (const Outlier* o = x.list; o < x.list + x.count; ++o) {
-      acc = fma(acc, weight_at<NIBBLES, MINS>(job.w, tile, o->input, o->group), splat(o->x));
+WINDLASS_INLINE auto packed_weights(const Weight& w, const IntTile<uint16_t>& tile) {
+  return [&](const Outlier& o) WINDLASS_INLINED {
+    const Floats scale = load_half(tile.scales + o.group * kTile);
+    return weight_at<NIBBLES, MINS>(w, tile.codes, o.input, scale);
+  };
+}
+
+// With one row a tile takes so little time that what surrounds the products counts.
+template <int BLOCK, bool NIBBLES, bool MINS>
+void one_row(const Product& job) {
+  const Tiles tiles(job.w);
+  const IntPanel x = IntSizes(job.w).panel(job.panel(0));
+  const Floats gain = splat(job.gain);
+  const int whole = job.w.num_out / kTile, padded = padded_in(job.w);
+  each_piece(job, [&](int t, int, int, Target to) WINDLASS_INLINED {
+    const IntTile<uint16_t> tile = tiles.at(t);
+    alignas(64) float sums[kTile] = {};
+    multiply<1, BLOCK, NIBBLES, MINS>(tile, x, sums);
+    if (job.outliers != nullptr) {
+      alignas(64) float rest[kTile] = {};
+      int32_t at = 0;
+      multiply_rows(job.row_outliers(0), 0, 1, padded, &at,
+                    packed_weights<NIBBLES, MINS>(job.w, tile), rest);
+      store(sums, add(load(sums), load(rest)));
     }
-    store(out, acc);
-  }
+    if (t >= whole) return store_tile(job, to, t, 0, 1, sums, job.add);
+    const Floats value = mul(load(sums), gain);
+    store(to.first, job.add ? add(load(to.first), value) : value);
+  });
 }
 
 template <int BLOCK, bool NIBBLES, bool MINS>
 void few_rows(const Product& job) {
+  if (job.rows == 1) return one_row<BLOCK, NIBBLES, MINS>(job);
   const IntSizes sizes(job.w);
   const Tiles tiles(job.w);
+  const int padded = padded_in(job.w);
   each_piece(job, [&](int t, int first, int last, Target to) {
     const IntTile<uint16_t> tile = tiles.at(t);
     each_panel(job, first, last, [&](auto rows, int p) {
@@ -119,7 +138,11 @@ void few_rows(const Product& job) {
       // Outliers are summed on their own and added last: where a tile is cut makes no difference then.
       alignas(64) float rest[kPanel * kTile] = {};
       const bool more = job.outliers != nullptr;
-      if (more) multiply_outliers<NIBBLES, MINS>(job, p * kPanel, rows, tile, rest);
+      int32_t at[kPanel] = {};
+      if (more) {
+        multiply_rows(job.row_outliers(p * kPanel), job.outlier_bytes, rows, padded, at,
+                      packed_weights<NIBBLES, MINS>(job.w, tile), rest);
+      }
       store_tile(job, to, t, p * kPanel, rows, sums, job.add, more ? rest : nullptr);
     });
   });
@@ -201,16 +224,38 @@ inline void fetch_next(const uint8_t* from, size_t bytes, int i, int count) {
 // What the outliers of panels [first, last) add to their sums.
 struct Rest {
   alignas(64) float sums[kMostPanels][kPanel * kTile];
-  int32_t at[kMostPanels];
+  int32_t at[kMostPanels * kPanel];  // how far each panel has come, or each row
+  const Product& job;
+  int first, panels;
   OutlierColumns columns;
   bool any;
 
-  Rest(const Product& job, int first, int last) : columns{}, any(job.columns != nullptr) {
+  Rest(const Product& product, int from, int last)
+      : job(product),
+        first(from),
+        panels(last - from),
+        columns(job.columns ? job.piece_columns(from) : OutlierColumns{}),
+        any(columns.count > 0) {
     if (!any) return;
-    std::memset(sums, 0, static_cast<size_t>(last - first) * sizeof sums[0]);
-    columns = outlier_columns(job.w, most_outliers(job.w), job.cut * kPanel,
-                              job.piece_columns(first));
-    std::copy(columns.firsts, columns.firsts + (last - first), at);
+    std::memset(sums, 0, static_cast<size_t>(panels) * sizeof sums[0]);
+    if (columns.pay) {
+      std::copy(columns.firsts, columns.firsts + panels, at);
+    } else {
+      std::fill(at, at + panels * kPanel, 0);
+    }
+  }
+
+  // Adds those of inputs [begin, end); runs follow one another.
+  template <class WeightOf>
+  void multiply(int begin, int end, const WeightOf& weight_of) {
+    if (!any) return;
+    if (columns.pay) {
+      multiply_columns(columns, begin, end, panels, at, weight_of, sums[0]);
+    } else {
+      const int rows = std::min(panels * kPanel, job.rows - first * kPanel);
+      multiply_rows(job.row_outliers(first * kPanel), job.outlier_bytes, rows, end, at, weight_of,
+                    sums[0]);
+    }
   }
   const float* panel(int p) const { return any ? sums[p] : nullptr; }
 };
@@ -271,16 +316,14 @@ void paired_rows(const Product& job) {
                                     step, sums[p - first] + i);
         }
       }
+      rest.multiply(begin, end, [&](const auto& o) WINDLASS_INLINED {
+        const Floats scale = load(scales[o.group - begin / group].scales);
+        return weight_at<NIBBLES, MINS>(job.w, tile.codes, o.input, scale);
+      });
     }
     each_panel(job, first + paired, last, [&](auto rows, int p) {
       multiply<rows, 32, NIBBLES, MINS>(tile, sizes.panel(job.panel(p)), sums[p - first]);
     });
-    if (rest.any) {
-      const auto weight_of = [&](const OutlierColumn& c) WINDLASS_INLINED {
-        return weight_at<NIBBLES, MINS>(job.w, tile, c.input, c.group);
-      };
-      multiply_columns(rest.columns, 0, padded, last - first, rest.at, weight_of, rest.sums[0]);
-    }
     store_panels(job, to, t, first, last, sums, rest);
   });
 }
@@ -323,12 +366,10 @@ void many_rows(const Product& job) {
           multiply_unpacked<rows, BLOCK, MINS>(tile, panel(p), sums[p - first]);
         });
       }
-      if (rest.any) {
-        const auto weight_of = [&](const OutlierColumn& c) WINDLASS_INLINED {
-          return weight_at<false, MINS>(job.w, tile, c.input - begin, c.group - begin / group);
-        };
-        multiply_columns(rest.columns, begin, end, last - first, rest.at, weight_of, rest.sums[0]);
-      }
+      rest.multiply(begin, end, [&](const auto& o) WINDLASS_INLINED {
+        const Floats scale = load(tile.scales + (o.group - begin / group) * kTile);
+        return weight_at<false, MINS>(job.w, tile.codes, o.input - begin, scale);
+      });
     }
     store_panels(job, to, t, first, last, sums, rest);
   });

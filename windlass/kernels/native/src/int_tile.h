@@ -46,13 +46,13 @@ WINDLASS_INLINE Floats code_at(const uint8_t* codes, uint32_t k) {
 }
 
 // The weights of one input, as inputs that were not rounded meet them.
-template <bool NIBBLES, bool MINS, class Scale>
-WINDLASS_INLINE Floats weight_at(const Weight& w, const IntTile<Scale>& tile, int k, int group) {
-  Floats code = code_at<NIBBLES, MINS>(tile.codes, static_cast<uint32_t>(k));
+template <bool NIBBLES, bool MINS>
+WINDLASS_INLINE Floats weight_at(const Weight& w, const uint8_t* codes, int k, Floats scale) {
+  Floats code = code_at<NIBBLES, MINS>(codes, static_cast<uint32_t>(k));
   if constexpr (kOffCentre<NIBBLES, MINS>) {
     code = sub(code, splat(static_cast<float>(code_offset(w))));
   }
-  return mul(code, load_scales(tile.scales + group * kTile));
+  return mul(code, scale);
 }
 
 // Where the tiles of a weight lie: found once, since it takes divisions.

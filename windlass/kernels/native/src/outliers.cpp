@@ -2,6 +2,7 @@
 
 #include "outliers.h"
 
+#include <new>
 #include <numeric>
 #include <vector>
 
@@ -9,14 +10,14 @@ namespace windlass {
 
 namespace {
 
-// Where the arrays of OutlierColumns begin, and end. Quads begin at whole ones.
+// Where the arrays behind OutlierColumns begin, and end. Quads begin at whole ones.
 struct Places {
   size_t list, quads, columns, order, firsts, end;
 
   Places(const Weight& w, int most, int rows) {
     const size_t panels = static_cast<size_t>(rows / kPanel);
     const size_t most_quads = static_cast<size_t>(most) * static_cast<size_t>(rows);
-    list = kCountBytes;
+    list = (sizeof(OutlierColumns) + 15) / 16 * 16;
     quads = list + static_cast<size_t>(padded_in(w)) * sizeof(OutlierColumn);
     columns = quads + most_quads * kPanel * sizeof(float);
     order = columns + most_quads * sizeof(int32_t);
@@ -53,22 +54,14 @@ size_t column_bytes(const Weight& w, int most, int rows) {
   return (Places(w, most, rows).end + 15) / 16 * 16;
 }
 
-OutlierColumns outlier_columns(const Weight& w, int most, int rows, const uint8_t* memory) {
-  const Places at(w, most, rows);
-  const auto numbers = [&](size_t place) {
-    return reinterpret_cast<const int32_t*>(memory + place);
-  };
-  return {reinterpret_cast<const OutlierColumn*>(memory + at.list),
-          numbers(at.order),
-          numbers(at.firsts),
-          numbers(at.columns),
-          reinterpret_cast<const float*>(memory + at.quads),
-          *numbers(0)};
-}
-
 void gather_columns(const Weight& w, const uint8_t* outliers, int most, int count, int rows,
                     uint8_t* memory) {
-  const OutlierColumns out = outlier_columns(w, most, rows, memory);
+  const Places at(w, most, rows);
+  const auto numbers = [&](size_t place) { return reinterpret_cast<int32_t*>(memory + place); };
+  OutlierColumn* const list = reinterpret_cast<OutlierColumn*>(memory + at.list);
+  int32_t *const order = numbers(at.order), *const firsts = numbers(at.firsts);
+  int32_t* const quad_columns = numbers(at.columns);
+  float* const quads = reinterpret_cast<float*>(memory + at.quads);
   const auto each = [&](int begin, int end, const auto& body) {
     for (int m = begin; m < end; ++m) {
       const Outliers row = row_outliers(outliers + static_cast<size_t>(m) * outlier_bytes(most));
@@ -80,36 +73,35 @@ void gather_columns(const Weight& w, const uint8_t* outliers, int most, int coun
   };
   Marks marks(padded_in(w));
   std::vector<int32_t> column_of(static_cast<size_t>(padded_in(w)));
-  int32_t num_columns = 0, num_quads = 0;
-  each(0, count, [&](int, const Outlier& o) { marks.add(o.input); });
+  int32_t num_columns = 0, num_quads = 0, num_outliers = 0;
+  each(0, count, [&](int, const Outlier& o) {
+    marks.add(o.input);
+    ++num_outliers;
+  });
   marks.take([&](int input) {
     column_of[static_cast<size_t>(input)] = num_columns;
-    const_cast<OutlierColumn*>(out.list)[num_columns++] = {input, input / w.group};
+    list[num_columns++] = {input, input / w.group};
   });
-  *reinterpret_cast<int32_t*>(memory) = num_columns;
   const int panels = ceil_div(count, kPanel);
   std::vector<int32_t> sizes(static_cast<size_t>(panels));
   for (int p = 0; p < panels; ++p) {
     each_of_panel(p, [&](int, const Outlier& o) { marks.add(o.input); });
     marks.take([&](int) { ++sizes[static_cast<size_t>(p)]; });
   }
-  int32_t* order = const_cast<int32_t*>(out.order);
   std::iota(order, order + panels, 0);
   std::stable_sort(order, order + panels, [&](int a, int b) {
     return sizes[static_cast<size_t>(a)] < sizes[static_cast<size_t>(b)];
   });
   std::vector<int32_t> quad_of(static_cast<size_t>(num_columns));
-  int32_t* firsts = const_cast<int32_t*>(out.firsts);
   for (int i = 0; i < panels; ++i) {
     firsts[i] = num_quads;
     each_of_panel(order[i], [&](int, const Outlier& o) {
       marks.add(column_of[static_cast<size_t>(o.input)]);
     });
     marks.take([&](int c) {
-      const_cast<int32_t*>(out.quad_columns)[num_quads] = c;
+      quad_columns[num_quads] = c;
       quad_of[static_cast<size_t>(c)] = num_quads++;
     });
-    float* quads = const_cast<float*>(out.quads);
     std::fill(quads + firsts[i] * kPanel, quads + num_quads * kPanel, 0.0f);
     each_of_panel(order[i], [&](int m, const Outlier& o) {
       const size_t c = static_cast<size_t>(column_of[static_cast<size_t>(o.input)]);
@@ -117,6 +109,9 @@ void gather_columns(const Weight& w, const uint8_t* outliers, int most, int coun
     });
   }
   firsts[panels] = num_quads;
+  // About the same time: to unpack a weight, to multiply a quad, to do both for a row on its own.
+  const bool pay = num_columns + num_quads < num_outliers;
+  new (memory) OutlierColumns{list, order, firsts, quad_columns, quads, num_columns, pay};
 }
 
 }  // namespace windlass

@@ -24,14 +24,15 @@ struct Outliers {
 
 constexpr size_t kCountBytes = 16;  // before the list
 inline size_t outlier_bytes(int most) {
-  return (kCountBytes + static_cast<size_t>(most) * sizeof(Outlier) + 15) / 16 * 16;
+  return (kCountBytes + static_cast<size_t>(most + 1) * sizeof(Outlier) + 15) / 16 * 16;
 }
 inline Outliers row_outliers(const uint8_t* memory) {
   return {reinterpret_cast<const Outlier*>(memory + kCountBytes),
           *reinterpret_cast<const int32_t*>(memory)};
 }
 
-// Where the outliers of a row go.
+// Where the outliers of a row go. The list ends with one past all inputs, so that nobody who looks for
+// an input has to count.
 struct OutlierSink {
   int32_t* count;
   Outlier* list;
@@ -39,9 +40,18 @@ struct OutlierSink {
   explicit OutlierSink(uint8_t* memory)
       : count(reinterpret_cast<int32_t*>(memory)),
         list(reinterpret_cast<Outlier*>(memory + kCountBytes)) {
-    *count = 0;
+    end_at(0);
   }
-  void add(Outlier one) { list[(*count)++] = one; }
+  void add(Outlier one) {
+    list[*count] = one;
+    end_at(*count + 1);
+  }
+
+ private:
+  void end_at(int32_t place) {
+    *count = place;
+    list[place].input = INT32_MAX;
+  }
 };
 
 // Outliers of some panels by input, so that a weight is unpacked once for all of them. A column is
@@ -60,16 +70,31 @@ struct OutlierColumns {
   const int32_t* quad_columns;
   const float* quads;  // [quads][4]
   int count;
+  bool pay;  // else rows seldom have outliers at the same inputs, and each on its own is faster
 };
 
 // For `rows` rows, which are whole panels, with `most` outliers each at most.
 size_t column_bytes(const Weight& w, int most, int rows);
-OutlierColumns outlier_columns(const Weight& w, int most, int rows, const uint8_t* memory);
-// Of the first `count` of these rows.
+// Of the first `count` of these rows. The memory begins with the OutlierColumns.
 void gather_columns(const Weight& w, const uint8_t* outliers, int most, int count, int rows,
                     uint8_t* memory);
 
 namespace tile {
+
+// Adds to out[row][output] what the outliers of `rows` rows before input `end` contribute, row by row.
+// `at` is how far each has come.
+template <class WeightOf>
+inline void multiply_rows(const uint8_t* outliers, size_t row_bytes, int rows, int end, int32_t* at,
+                          const WeightOf& weight_of, float* out) {
+  for (int m = 0; m < rows; ++m, outliers += row_bytes, out += kTile) {
+    const Outliers x = row_outliers(outliers);
+    const Outlier* o = x.list + at[m];
+    Floats acc = load(out);
+    for (; o->input < end; ++o) acc = fma(acc, weight_of(*o), splat(o->x));
+    store(out, acc);
+    at[m] = static_cast<int32_t>(o - x.list);
+  }
+}
 
 // Adds to out[row][output] what the outliers of `panels` panels from input `begin` to `end`
 // contribute: the weights of some inputs, then panel by panel those that have outliers there. `at` is
@@ -82,6 +107,8 @@ inline void multiply_columns(const OutlierColumns& x, int begin, int end, int pa
   alignas(64) float weights[most * kTile];
   const auto before = [](const OutlierColumn& c, int input) { return c.input < input; };
   const auto place = [&](int input) {
+    if (x.count == 0 || input <= x.list[0].input) return 0;
+    if (input > x.list[x.count - 1].input) return x.count;
     return static_cast<int>(std::lower_bound(x.list, x.list + x.count, input, before) - x.list);
   };
   const int stop = place(end);

@@ -136,7 +136,7 @@ void fill_int_panel(const Weight& w, const float* x, const float* x_scales, int 
   for (int m = 0; m < rows; ++m) {
     const float* row = x + static_cast<size_t>(m) * w.num_in;
     const float* given = x_scales == nullptr ? nullptr : x_scales + m;
-    uint8_t unused[kCountBytes];
+    alignas(16) uint8_t unused[kCountBytes + sizeof(Outlier)];
     OutlierSink sink(outliers ? outliers + static_cast<size_t>(m) * next_row : unused);
     for (int b = 0; b < num_blocks; ++b) {
       float spare[kMostBlock];

@@ -196,8 +196,7 @@ void multiply_prompt(const Product& job) {
     }
     constexpr int ahead = 8;  // panels
     for (int p = first; p < std::min(first + ahead, last); ++p) fetch_target(job, to, p);
-    const OutlierColumns columns = outlier_columns(
-        job.w, most_prompt_outliers(job.w), job.cut * kPanel, job.piece_columns(first));
+    const OutlierColumns& columns = job.piece_columns(first);
     int32_t outliers_at[kMostPanels];
     std::copy(columns.firsts, columns.firsts + (last - first), outliers_at);
     Weights<MINS> weights(tile);

@@ -5,6 +5,7 @@
 
 #pragma once
 
+#include "quads_neon.h"
 #include "simd.h"
 
 namespace windlass {
@@ -15,6 +16,8 @@ namespace windlass {
 constexpr bool kHasRowLoops = kSpan == 4;
 
 // ---- one row -----------------------------------------------------------------------------------
+//
+// For groups of several blocks, or of 16 inputs; most have one of 32, and a loop in quads_neon.h.
 //
 // v0-v1 are sums of whole numbers, v22-v23 those of the block before, v2-v3 its scales and v15 that
 // of x, v4-v5 the minima of the group before and v14 the sum of x, v16-v17 the sums.
@@ -109,6 +112,9 @@ template <int BLOCK, bool MINS>
 inline void multiply_1(const uint8_t* codes, const uint16_t* scales, const uint16_t* mins,
                        int groups, int blocks, const int8_t* x, const float* x_scales,
                        const float* sums, float* out) {
+  if (BLOCK == 32 && blocks == 1) {
+    return multiply_groups<MINS>(codes, scales, mins, groups, x, x_scales, sums, out);
+  }
   const uint8_t* ahead = codes + kBytesAhead;
   const int64_t step = BLOCK * 4 + (MINS ? 32 : 16) / blocks;
   int left;

@@ -132,35 +132,56 @@ inline Codes32 high_signed(Codes32 x) {
 inline Codes32 subtract(Codes32 x, int8_t y) {
   return {vsubq_s8(x.a, vdupq_n_s8(y)), vsubq_s8(x.b, vdupq_n_s8(y))};
 }
-// Input i of the codes of 16 in a number for each output, moved down by `bits`, others beside it.
-inline uint32x4x2_t codes_at(const uint8_t* p, int i, int bits) {
+// How far the codes of 16 inputs are moved up, so that input i is at the top of a number for each
+// output. In a table: what it takes to find this out is half of what else unpacks a weight.
 #if defined(WINDLASS_I8MM)
-  const int64x2_t by = vdupq_n_s64(-(i % kSpan * 8 + bits));
+using Move = int64_t;
+#else
+using Move = int32_t;
+#endif
+struct Moves {
+  alignas(16) Move nibbles[16][16 / sizeof(Move)];
+  alignas(16) Move bytes[16][16 / sizeof(Move)];
+
+  constexpr Moves() : nibbles(), bytes() {
+    for (int i = 0; i < 16; ++i) {
+      for (Move& up : nibbles[i]) up = 28 - i % kSpan * 8 - i / 8 * 4;
+      for (Move& up : bytes[i]) up = 24 - i % kSpan * 8;
+    }
+  }
+};
+constexpr Moves kMoves;
+
+// Codes that begin at p, moved; others are below them.
+inline uint32x4x2_t moved_codes(const uint8_t* p, const Move* up) {
+#if defined(WINDLASS_I8MM)
+  const int64x2_t by = vld1q_s64(up);
   const auto two = [&](int pair) {
     return vreinterpretq_u32_u64(vshlq_u64(vreinterpretq_u64_u8(vld1q_u8(p + 16 * pair)), by));
   };
   return {{vuzp1q_u32(two(0), two(1)), vuzp1q_u32(two(2), two(3))}};
 #else
-  const int32x4_t by = vdupq_n_s32(-(i % kSpan * 8 + bits));
+  const int32x4_t by = vld1q_s32(up);
   return {{vshlq_u32(vreinterpretq_u32_u8(vld1q_u8(p)), by),
            vshlq_u32(vreinterpretq_u32_u8(vld1q_u8(p + 16)), by)}};
 #endif
 }
+inline uint32x4x2_t top_nibbles(const uint8_t* p, int i) {
+  const uint32x4_t mask = vdupq_n_u32(0xf0000000);
+  const uint32x4x2_t c = moved_codes(p + i % 8 / kSpan * kSpan * 8, kMoves.nibbles[i]);
+  return {{vandq_u32(c.val[0], mask), vandq_u32(c.val[1], mask)}};
+}
 inline F32x8 nibbles_at(const uint8_t* p, int i) {
-  const uint32x4_t mask = vdupq_n_u32(15);
-  const uint32x4x2_t c = codes_at(p + i % 8 / kSpan * kSpan * 8, i, i / 8 * 4);
-  return {vcvtq_f32_u32(vandq_u32(c.val[0], mask)), vcvtq_f32_u32(vandq_u32(c.val[1], mask))};
+  const uint32x4x2_t c = top_nibbles(p, i);
+  return {vcvtq_n_f32_u32(c.val[0], 28), vcvtq_n_f32_u32(c.val[1], 28)};
 }
 inline F32x8 signed_nibbles_at(const uint8_t* p, int i) {
-  const uint32x4x2_t c = codes_at(p + i % 8 / kSpan * kSpan * 8, i, i / 8 * 4 - 28);
-  const auto one = [](uint32x4_t v) {
-    const uint32x4_t highest = vandq_u32(v, vdupq_n_u32(0xf0000000));
-    return vcvtq_n_f32_s32(vreinterpretq_s32_u32(highest), 24);
-  };
-  return {one(c.val[0]), one(c.val[1])};
+  const uint32x4x2_t c = top_nibbles(p, i);
+  return {vcvtq_n_f32_s32(vreinterpretq_s32_u32(c.val[0]), 24),
+          vcvtq_n_f32_s32(vreinterpretq_s32_u32(c.val[1]), 24)};
 }
 inline F32x8 bytes_at(const uint8_t* p, int i) {
-  const uint32x4x2_t c = codes_at(p + i / kSpan * kSpan * 8, i, -24);
+  const uint32x4x2_t c = moved_codes(p + i / kSpan * kSpan * 8, kMoves.bytes[i]);
   const auto one = [](uint32x4_t v) {
     return vcvtq_f32_s32(vshrq_n_s32(vreinterpretq_s32_u32(v), 24));
   };

@@ -1,0 +1,150 @@
+// The loop of NEON in which one row spends its time: 4 groups of 32 inputs at a time by 8 outputs.
+//
+// Takes nibbles as they are packed. Floats and products of whole numbers hinder each other where they
+// alternate, so the ends of 4 groups come all at once. Sums are those of multiply_1 to the bit.
+
+#pragma once
+
+#include "simd.h"
+
+namespace windlass {
+
+#if defined(WINDLASS_NEON)
+
+// v0-v5 and v12-v13 are sums of whole numbers, two for each group, v22-v29 the groups' scales, v8-v11
+// and v18-v21 codes, v6-v7 x, v16-v17 the sums.
+
+// Codes of 8 inputs: 4 of the low halves and 4 of the high ones.
+#define WINDLASS_SPLIT(PLACE, A, B, LOW_A, LOW_B)                                        \
+  "ldp q" A ", q" B ", [%[codes], #" PLACE "]\n"                                         \
+  "and v" LOW_A ".16b, v" A ".16b, v31.16b\n and v" LOW_B ".16b, v" B ".16b, v31.16b\n"  \
+  "ushr v" A ".16b, v" A ".16b, #4\n ushr v" B ".16b, v" B ".16b, #4\n"
+// The same of signed ones.
+#define WINDLASS_SPLIT_SIGNED(PLACE, A, B, LOW_A, LOW_B)                                 \
+  "ldp q" A ", q" B ", [%[codes], #" PLACE "]\n"                                         \
+  "shl v" LOW_A ".16b, v" A ".16b, #4\n shl v" LOW_B ".16b, v" B ".16b, #4\n"            \
+  "and v" A ".16b, v" A ".16b, v31.16b\n and v" B ".16b, v" B ".16b, v31.16b\n"
+#define WINDLASS_DOTS(S, T, X, LANE, NEXT, A, B, LOW_A, LOW_B)                           \
+  "sdot v" S ".4s, v" LOW_A ".16b, v" X ".4b[" LANE "]\n"                                \
+  "sdot v" T ".4s, v" LOW_B ".16b, v" X ".4b[" LANE "]\n"                                \
+  "sdot v" S ".4s, v" A ".16b, v" X ".4b[" NEXT "]\n"                                    \
+  "sdot v" T ".4s, v" B ".16b, v" X ".4b[" NEXT "]\n"
+
+// Halves to floats, as load_half does it.
+#define WINDLASS_HALVES(FROM, I, A, B)                                                   \
+  "ldr q" B ", [%[" FROM "], #16*" I "]\n"                                               \
+  "sshll v" A ".4s, v" B ".4h, #13\n sshll2 v" B ".4s, v" B ".8h, #13\n"                 \
+  "bic v" A ".4s, #0x70, lsl #24\n bic v" B ".4s, #0x70, lsl #24\n"
+
+// Asks memory for a line, soon for the first cache, and some time before for the second.
+#define WINDLASS_FETCH(LINE)                                                             \
+  "prfm pldl1keep, [%[ahead], #64*(" LINE ")]\n"                                         \
+  "prfm pldl2keep, [%[ahead], #64*(" LINE ")+3072]\n"
+constexpr int kQuadAhead = 1024;
+
+// Codes are split some products before they are multiplied. A panel has 4 rows.
+#define WINDLASS_GROUP(SPLIT, I, S, T, A, B)                                             \
+  WINDLASS_HALVES("scales", I, A, B) "ldr q" S ", [%[start]]\n ldr q" T ", [%[start]]\n" \
+  SPLIT("128*" I, "8", "9", "18", "19") SPLIT("128*" I "+32", "10", "11", "20", "21")    \
+  WINDLASS_FETCH("2*" I) "ldr q6, [%[x], #128*" I "]\n"                                  \
+  WINDLASS_DOTS(S, T, "6", "0", "2", "8", "9", "18", "19")                               \
+  SPLIT("128*" I "+64", "8", "9", "18", "19")                                            \
+  WINDLASS_DOTS(S, T, "6", "1", "3", "10", "11", "20", "21")                             \
+  SPLIT("128*" I "+96", "10", "11", "20", "21")                                          \
+  WINDLASS_FETCH("2*" I "+1") "ldr q7, [%[x], #128*" I "+64]\n"                          \
+  WINDLASS_DOTS(S, T, "7", "0", "2", "8", "9", "18", "19")                               \
+  WINDLASS_DOTS(S, T, "7", "1", "3", "10", "11", "20", "21")
+
+#define WINDLASS_SUBTRACT(S, T)                                                          \
+  "fsub v" S ".4s, v" S ".4s, v30.4s\n fsub v" T ".4s, v" T ".4s, v30.4s\n"
+#define WINDLASS_SCALE(S, T, A, B)                                                       \
+  "fmul v" S ".4s, v" S ".4s, v" A ".4s\n fmul v" T ".4s, v" T ".4s, v" B ".4s\n"
+#define WINDLASS_ADD(S, T, X)                                                            \
+  "fmla v16.4s, v" S ".4s, v" X ".s[0]\n fmla v17.4s, v" T ".4s, v" X ".s[0]\n"
+#define WINDLASS_MINS(I, A, B, X)                                                        \
+  WINDLASS_HALVES("mins", I, A, B) "ldr q" X ", [%[sums], #16*" I "]\n"
+#define WINDLASS_NOTHING(...)
+
+// The ends of 4 groups, and of one of those that are left.
+#define WINDLASS_ENDS_OF_4(MINS, ADD_MINS)                                               \
+  "ldp q14, q15, [%[x_scales]]\n ldp q6, q7, [%[x_scales], #32]\n"                       \
+  WINDLASS_SUBTRACT("0", "1") WINDLASS_SUBTRACT("2", "3")                                \
+  WINDLASS_SUBTRACT("4", "5") WINDLASS_SUBTRACT("12", "13")                              \
+  WINDLASS_SCALE("0", "1", "24", "25") WINDLASS_SCALE("2", "3", "26", "27")              \
+  WINDLASS_SCALE("4", "5", "28", "29") WINDLASS_SCALE("12", "13", "22", "23")            \
+  MINS("0", "24", "25", "8") MINS("1", "26", "27", "9")                                  \
+  MINS("2", "28", "29", "10") MINS("3", "22", "23", "11")                                \
+  WINDLASS_ADD("0", "1", "14") ADD_MINS("24", "25", "8")                                 \
+  WINDLASS_ADD("2", "3", "15") ADD_MINS("26", "27", "9")                                 \
+  WINDLASS_ADD("4", "5", "6") ADD_MINS("28", "29", "10")                                 \
+  WINDLASS_ADD("12", "13", "7") ADD_MINS("22", "23", "11")
+#define WINDLASS_ENDS_OF_1(MINS, ADD_MINS)                                               \
+  "ldr q14, [%[x_scales]]\n" WINDLASS_SUBTRACT("0", "1")                                 \
+  WINDLASS_SCALE("0", "1", "24", "25") MINS("0", "24", "25", "8")                        \
+  WINDLASS_ADD("0", "1", "14") ADD_MINS("24", "25", "8")
+#define WINDLASS_MOVE_ON(GROUPS)                                                         \
+  "add %[codes], %[codes], #128*" GROUPS "\n add %[x], %[x], #128*" GROUPS "\n"          \
+  "add %[scales], %[scales], #16*" GROUPS "\n add %[mins], %[mins], #16*" GROUPS "\n"    \
+  "add %[x_scales], %[x_scales], #16*" GROUPS "\n add %[sums], %[sums], #16*" GROUPS "\n"
+
+#define WINDLASS_LOOP(MASK, SPLIT, LAST_FETCH, MINS, ADD_MINS)                           \
+  __asm__ volatile(                                                                      \
+      "movi v31.16b, #" MASK "\n ldr q30, [%[start]]\n ldp q16, q17, [%[out]]\n"         \
+      "subs %w[groups], %w[groups], #4\n"                                                \
+      "b.lt 2f\n"                                                                        \
+      "1:\n" WINDLASS_GROUP(SPLIT, "0", "0", "1", "24", "25")                            \
+      WINDLASS_GROUP(SPLIT, "1", "2", "3", "26", "27")                                   \
+      WINDLASS_GROUP(SPLIT, "2", "4", "5", "28", "29")                                   \
+      WINDLASS_GROUP(SPLIT, "3", "12", "13", "22", "23")                                 \
+      WINDLASS_FETCH("8") LAST_FETCH                                                     \
+      WINDLASS_ENDS_OF_4(MINS, ADD_MINS) WINDLASS_MOVE_ON("4")                           \
+      "add %[ahead], %[ahead], %[step]\n subs %w[groups], %w[groups], #4\n"              \
+      "b.ge 1b\n"                                                                        \
+      "2: adds %w[groups], %w[groups], #4\n"                                             \
+      "b.eq 4f\n"                                                                        \
+      "3:\n" WINDLASS_GROUP(SPLIT, "0", "0", "1", "24", "25")                            \
+      WINDLASS_ENDS_OF_1(MINS, ADD_MINS) WINDLASS_MOVE_ON("1")                           \
+      "add %[ahead], %[ahead], #128\n subs %w[groups], %w[groups], #1\n"                 \
+      "b.ne 3b\n"                                                                        \
+      "4: stp q16, q17, [%[out]]\n"                                                      \
+      : [codes] "+&r"(codes), [x] "+&r"(x), [x_scales] "+&r"(x_scales),                  \
+        [sums] "+&r"(sums), [scales] "+&r"(scales), [mins] "+&r"(mins),                  \
+        [groups] "+&r"(groups), [ahead] "+&r"(ahead)                                     \
+      : [start] "r"(kStarts), [out] "r"(out), [step] "r"(step)                           \
+      : "cc", "memory", "v0", "v1", "v2", "v3", "v4", "v5", "v6", "v7", "v8", "v9",      \
+        "v10", "v11", "v12", "v13", "v14", "v15", "v16", "v17", "v18", "v19", "v20",     \
+        "v21", "v22", "v23", "v24", "v25", "v26", "v27", "v28", "v29", "v30", "v31")
+
+// Adds to out[output] groups of one block of 32 inputs, at least one.
+template <bool MINS>
+inline void multiply_groups(const uint8_t* codes, const uint16_t* scales, const uint16_t* mins,
+                            int groups, const int8_t* x, const float* x_scales,
+                            const float* sums, float* out) {
+  const uint8_t* ahead = codes + kQuadAhead;
+  constexpr int64_t step = 4 * (128 + (MINS ? 32 : 16));
+  if constexpr (MINS) {
+    WINDLASS_LOOP("15", WINDLASS_SPLIT, WINDLASS_FETCH("9"), WINDLASS_MINS, WINDLASS_ADD);
+  } else {
+    WINDLASS_LOOP("240", WINDLASS_SPLIT_SIGNED, "", WINDLASS_NOTHING, WINDLASS_NOTHING);
+  }
+}
+
+#undef WINDLASS_LOOP
+#undef WINDLASS_MOVE_ON
+#undef WINDLASS_ENDS_OF_1
+#undef WINDLASS_ENDS_OF_4
+#undef WINDLASS_NOTHING
+#undef WINDLASS_MINS
+#undef WINDLASS_ADD
+#undef WINDLASS_SCALE
+#undef WINDLASS_SUBTRACT
+#undef WINDLASS_GROUP
+#undef WINDLASS_FETCH
+#undef WINDLASS_HALVES
+#undef WINDLASS_DOTS
+#undef WINDLASS_SPLIT_SIGNED
+#undef WINDLASS_SPLIT
+
+#endif
+
+}  // namespace windlass
