@@ -33,6 +33,7 @@ from windlass.models.spec import ModelSpec
 if TYPE_CHECKING:
     from windlass.lora.start import Adapting
     from windlass.runner.assemble import Assembled, Loaded
+    from windlass.runner.grammar import Grammars
     from windlass.runner.runner import Runner
     from windlass.runner.scoring import Scorer, ScoringLimits
     from windlass.spec.speculation import Known
@@ -181,8 +182,8 @@ def build_engine(config: EngineConfig, source: Source, weights: Loaded | None = 
     return Built(_engine(config, source, scheduler, runner, made, weights), report, weights)
 
 
-def _attach_grammars(runner: Runner, config: EngineConfig, source: Source) -> dict[str, str]:
-    """Where the requests will stand, and why, whose outputs' forms could be followed no further."""
+def _attach_grammars(runner: Runner, config: EngineConfig, source: Source) -> Grammars:
+    """What the runner holds outputs to their forms with."""
     from windlass.runner.grammar import Grammars
 
     def tokenizer() -> Tokenizer:
@@ -190,7 +191,7 @@ def _attach_grammars(runner: Runner, config: EngineConfig, source: Source) -> di
 
     grammars = Grammars(tokenizer, source.spec.vocab_size)
     runner.attach_grammars(grammars)
-    return grammars.failed
+    return grammars
 
 
 def _engine(
@@ -208,8 +209,8 @@ def _engine(
     steps = {name: size for name, size in made.memory.items() if name in _MEASURED}
     overlap = config.scheduler.overlap and device.type == "cuda"
     holdings = Holdings((runner,), device, steps)
-    failures = _attach_grammars(made.runner, config, source)
-    return Engine(scheduler, runner, overlap=overlap, holdings=holdings, failures=failures)
+    forms = _attach_grammars(made.runner, config, source)
+    return Engine(scheduler, runner, overlap=overlap, holdings=holdings, forms=forms)
 
 
 @dataclass(frozen=True, slots=True)

@@ -48,6 +48,16 @@ class Holdings(Protocol):
     def wake(self) -> None: ...
 
 
+class Forms(Protocol):
+    """What holds outputs to the form that their requests ask for."""
+
+    failed: dict[str, str]  # requests that cannot go on, and why
+
+    def prepare(self) -> bool:
+        """Begin to get ready, in a thread; whether it is. What went wrong is raised."""
+        ...
+
+
 _REST_S = 0.0005  # while all requests wait for adapters, or for others to fill a batch
 
 
@@ -61,15 +71,15 @@ class Engine:
         clock: Callable[[], float] = time.monotonic,
         overlap: bool = False,
         holdings: Holdings | None = None,
-        failures: dict[str, str] | None = None,
+        forms: Forms | None = None,
     ) -> None:
-        """`failures`: where the runner says which requests cannot go on, and why."""
         self._scheduler = scheduler
         self._runner = runner
         self._clock = clock
         self._overlap = overlap
         self._holdings = holdings
-        self._failures = {} if failures is None else failures
+        self._forms = forms
+        self._held: list[NewRequest] = []  # until the forms are ready
         self.asleep = False
         self._in_flight: tuple[StepPlan, Pending] | None = None
         scheduler.chronicle.start(clock())
@@ -78,19 +88,44 @@ class Engine:
         """Queue a request. One that can never fit raises CapacityError now, not later."""
         if self.asleep:
             raise EngineError("the engine sleeps; wake it first.")
-        self._scheduler.add(request, self._clock())
+        wants_form = request.sampling.structured_outputs is not None
+        if wants_form and self._forms is not None and not self._forms.prepare():
+            self._held.append(request)
+        else:
+            self._scheduler.add(request, self._clock())
+
+    def _let_in(self) -> list[Output]:
+        """Queue requests that waited for forms; returns what was wrong with them."""
+        if not self._held or self._forms is None:
+            return []
+        outputs, held = [], self._held
+        try:
+            if not self._forms.prepare():
+                return []
+        except EngineError as error:
+            self._held = []
+            return [_refused(request, error) for request in held]
+        self._held = []
+        for request in held:
+            try:
+                self._scheduler.add(request, self._clock())
+            except EngineError as error:
+                outputs.append(_refused(request, error))
+        return outputs
 
     def abort(self, request_id: str) -> None:
         """Forget a request, running or waiting; its blocks are free for the next plan."""
+        self._held = [request for request in self._held if request.request_id != request_id]
         self._scheduler.abort(request_id, self._clock())
 
     @property
     def has_work(self) -> bool:
-        return self._scheduler.has_work or self._in_flight is not None
+        return self._scheduler.has_work or self._in_flight is not None or bool(self._held)
 
     def step(self) -> list[Output]:
         """Advance by one step; returns what has come of requests since the last."""
-        return self._step_overlapped() if self._overlap else self._step_plainly()
+        refused = self._let_in()
+        return refused + (self._step_overlapped() if self._overlap else self._step_plainly())
 
     def _step_plainly(self) -> list[Output]:
         plan = self._scheduler.plan(self._clock())
@@ -126,7 +161,7 @@ class Engine:
 
     def _rest(self, outputs: list[Output]) -> None:
         """Nothing can be computed: let the threads go on that requests wait for."""
-        if not outputs and self._scheduler.has_work:
+        if not outputs and (self._scheduler.has_work or self._held):
             time.sleep(_REST_S)
 
     def _take_in(self, plan: StepPlan, pending: Pending) -> list[Output]:
@@ -134,14 +169,16 @@ class Engine:
 
     def _commit(self, plan: StepPlan, result: StepResult) -> list[Output]:
         outputs = self._scheduler.commit(plan, result, self._clock())
-        while self._failures:
-            outputs += self._scheduler.fail(*self._failures.popitem())
+        while self._forms is not None and self._forms.failed:
+            outputs += self._scheduler.fail(*self._forms.failed.popitem())
         return outputs
 
     def fail(self, error: str) -> list[Output]:
         """End every request with an error, after a step that raised; the engine stays usable."""
         self._in_flight = None
-        return self._scheduler.fail_all(error)
+        held, self._held = self._held, []
+        outputs = [_refused(request, EngineError(error)) for request in held]
+        return outputs + self._scheduler.fail_all(error)
 
     @property
     def is_loading(self) -> bool:
@@ -194,3 +231,7 @@ class Engine:
 
     def stats(self) -> EngineStats:
         return self._scheduler.stats(self._clock())
+
+
+def _refused(request: NewRequest, error: EngineError) -> Output:
+    return Output(request.request_id, finish="error", error=str(error))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch
 
 from tests.runner.test_deterministic import CONFIG
 from windlass import LLM, SamplingParams, StructuredOutputs
-from windlass.core.types import Admission, SlotId
+from windlass.core.types import Admission, NewRequest, SlotId
 from windlass.errors import EngineError, RequestError
 from windlass.models.dummy import ByteTokenizer
 from windlass.runner.grammar import Grammar, Grammars
@@ -20,6 +21,7 @@ from windlass.runner.sampler import Sampler
 
 EOS = 256
 VOCAB = 300
+TOKENIZER = ByteTokenizer(VOCAB, (EOS,))
 SCHEMA = {
     "type": "object",
     "properties": {
@@ -42,7 +44,7 @@ FORMS: dict[str, tuple[dict[str, Any], str]] = {
 
 
 def grammars() -> Grammars:
-    return Grammars(lambda: ByteTokenizer(VOCAB, (EOS,)), VOCAB + 4)
+    return Grammars(lambda: TOKENIZER, VOCAB + 4)
 
 
 def admission(form: dict[str, Any], tokens: bytes = b"", **wishes: Any) -> Admission:
@@ -179,6 +181,40 @@ def test_a_request_whose_form_breaks_ends_alone(folder: Path, monkeypatch) -> No
     assert outputs["1-0"][-1].finish == "length"
     with pytest.raises(EngineError, match="too hard"):
         llm.generate([[5]], wish)
+
+
+def test_others_go_on_while_the_vocabulary_is_made(folder: Path, monkeypatch) -> None:
+    llm, go = make(folder), threading.Event()
+    monkeypatch.setattr(llm.engine._forms, "_open_tokenizer", lambda: go.wait(60) and TOKENIZER)
+    engine, ended = llm.engine, []
+    form = SamplingParams(structured_outputs={"regex": "a{3}"}, max_tokens=9)
+    free = SamplingParams(max_tokens=3, ignore_eos=True)
+    for name, wish in (("form", form), ("gone", form), ("free", free)):
+        engine.add(NewRequest(name, [5], wish))
+    engine.abort("gone")
+    while not ended:
+        ended += [output.request_id for output in engine.step() if output.finish]
+    assert ended == ["free"]
+    assert engine.has_work
+    go.set()
+    while engine.has_work:
+        ended += [output.request_id for output in engine.step() if output.finish == "stop"]
+    assert ended == ["free", "form"]
+
+
+def test_a_vocabulary_that_cannot_be_made_is_an_error_of_its_requests(
+    folder: Path, monkeypatch
+) -> None:
+    def broken() -> ByteTokenizer:
+        raise OSError("no such file")
+
+    llm = make(folder)
+    form = SamplingParams(structured_outputs={"regex": "a{3}"}, max_tokens=9)
+    monkeypatch.setattr(llm.engine._forms, "_open_tokenizer", broken)
+    with pytest.raises(EngineError, match="cannot be made: OSError: no such file"):
+        llm.generate([[5]], form)
+    monkeypatch.setattr(llm.engine._forms, "_open_tokenizer", lambda: TOKENIZER)
+    assert llm.generate([[5]], form)[0].outputs[0].text == "aaa"
 
 
 @pytest.mark.parametrize(

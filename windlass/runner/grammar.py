@@ -1,11 +1,13 @@
 """Rules tokens out that would break the form a request's output must have.
 
 Each request has a matcher that knows where its output stands, and says of every token of the
-vocabulary whether it may come next. The vocabulary is prepared when the first request needs it.
+vocabulary whether it may come next. The vocabulary is made when the first request needs it, in a
+thread, while others go on.
 """
 
 from __future__ import annotations
 
+import threading
 from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
@@ -16,6 +18,7 @@ from torch import Tensor
 
 from windlass.core.text import Tokenizer
 from windlass.core.types import Admission
+from windlass.errors import EngineError
 
 _NEVER = float("-inf")
 _KEPT = 64  # forms that were asked for last, ready to be used again
@@ -64,7 +67,31 @@ class Grammars:
         self._open_tokenizer = tokenizer
         self._vocab_size = vocab_size
         self._vocabulary: Any = None
+        self._maker: threading.Thread | None = None
+        self._problem: str | None = None
         self._ready: OrderedDict[str, Any] = OrderedDict()
+
+    def prepare(self) -> bool:
+        """Begin to make the vocabulary, in a thread; whether it is there."""
+        if self._vocabulary is not None:
+            return True
+        if self._problem is not None:
+            problem, self._problem, self._maker = (
+                self._problem,
+                None,
+                None,
+            )  # the next may try again
+            raise EngineError(f"the vocabulary for structured outputs cannot be made: {problem}")
+        if self._maker is None:
+            self._maker = threading.Thread(target=self._make, daemon=True)
+            self._maker.start()
+        return False
+
+    def _make(self) -> None:
+        try:
+            self._vocabulary = _vocabulary(self._open_tokenizer(), self._vocab_size)
+        except Exception as error:  # the border of the thread: told to who asks next
+            self._problem = f"{type(error).__name__}: {error}"
 
     def open(self, new: Admission) -> Grammar | None:
         """For a request that got a slot, at the end of what it has generated before."""
@@ -87,7 +114,7 @@ class Grammars:
         if found is None:
             from llguidance import LLMatcher
 
-            if self._vocabulary is None:
+            if self._vocabulary is None:  # nobody prepared it
                 self._vocabulary = _vocabulary(self._open_tokenizer(), self._vocab_size)
             found = self._ready[spelled] = LLMatcher(self._vocabulary, spelled, log_level=0)
         self._ready.move_to_end(spelled)
