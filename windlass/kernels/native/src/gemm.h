@@ -180,8 +180,10 @@ inline void each_piece(const Product& job, const Body& body) {
   const int cut = job.cut;
   const int pieces = tiles * ceil_div(panels, cut);
   const int64_t products = static_cast<int64_t>(job.rows) * job.w.num_in * job.w.num_out;
-  // Less than this is done before another thread has begun.
-  const int chunk = products < (64 << 10) ? pieces : std::max(1, pieces / (job.pool.threads() * 32));
+  // Less than this is done before another thread has begun. The last shares are small, since whoever
+  // ends first waits.
+  const int least = std::max(1, pieces / (job.pool.threads() * 128));
+  const int chunk = products < (64 << 10) ? pieces : least;
   const int together = job.rows < kManyRows ? 16 : 2;
   job.pool.each(pieces, chunk, [&](int begin, int end) {
     constexpr int most = 2 * kMostPanels * kPanel * kTile;

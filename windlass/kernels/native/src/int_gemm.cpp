@@ -52,7 +52,7 @@ template <int MT, int BLOCK, bool NIBBLES, bool MINS, class Scale>
 WINDLASS_INLINE void multiply(const IntTile<Scale>& tile, IntPanel x, float* out) {
   if constexpr (kHasRowLoops && MT == 1 && NIBBLES) {
     return multiply_1<BLOCK, MINS>(tile.codes, tile.scales, tile.mins, tile.groups, tile.blocks,
-                                   x.codes, x.scales, x.sums, out);
+                                   x.codes, x.next_run(), x.scales, x.sums, out);
   }
   if constexpr (kHasRowLoops && MT == kPanel && NIBBLES && BLOCK == 32) {
     return multiply_panel<MINS>(tile.codes, tile.scales, tile.mins, tile.groups, tile.blocks,
@@ -74,7 +74,7 @@ WINDLASS_INLINE void multiply(const IntTile<Scale>& tile, IntPanel x, float* out
       for (int k = 0; k < BLOCK; k += 16) {
         if constexpr (MT <= 3) fetch_ahead<NIBBLES>(codes);
         codes = dot16<MT, NIBBLES, MINS>(codes, x.codes, dots);
-        x.codes += 16 * kPanel;
+        x.codes += 16 * (MT == 1 ? x.rows : kPanel);
       }
       const Quad x_scale = load_quad(x.scales);
       x.scales += kPanel;
@@ -104,7 +104,7 @@ WINDLASS_INLINE auto packed_weights(const Weight& w, const IntTile<uint16_t>& ti
 template <int BLOCK, bool NIBBLES, bool MINS>
 void one_row(const Product& job) {
   const Tiles tiles(job.w);
-  const IntPanel x = IntSizes(job.w).panel(job.panel(0));
+  const IntPanel x = IntSizes(job.w, 1).panel(job.panel(0));
   const Floats gain = splat(job.gain);
   const int whole = job.w.num_out / kTile, padded = padded_in(job.w);
   each_piece(job, [&](int t, int, int, Target to) WINDLASS_INLINED {
@@ -127,7 +127,7 @@ void one_row(const Product& job) {
 template <int BLOCK, bool NIBBLES, bool MINS>
 void few_rows(const Product& job) {
   if (job.rows == 1) return one_row<BLOCK, NIBBLES, MINS>(job);
-  const IntSizes sizes(job.w);
+  const IntSizes sizes(job.w, job.rows);
   const Tiles tiles(job.w);
   const int padded = padded_in(job.w);
   each_piece(job, [&](int t, int first, int last, Target to) {
@@ -289,7 +289,7 @@ inline void read_scales(const IntTile<uint16_t>& tile, int first, int count, boo
 // reads; the last of an odd number is multiplied as with few rows.
 template <bool NIBBLES, bool MINS>
 void paired_rows(const Product& job) {
-  const IntSizes sizes(job.w);
+  const IntSizes sizes(job.w, job.rows);
   const Tiles tiles(job.w);
   each_piece(job, [&](int t, int first, int last, Target to) {
     alignas(64) float sums[kMostPanels][kPanel * kTile];
@@ -332,7 +332,7 @@ void paired_rows(const Product& job) {
 // the rows beside it.
 template <int BLOCK, bool MINS>
 void many_rows(const Product& job) {
-  const IntSizes sizes(job.w);
+  const IntSizes sizes(job.w, job.rows);
   const Tiles tiles(job.w);
   each_piece(job, [&](int t, int first, int last, Target to) {
     Unpacked room;

@@ -30,7 +30,7 @@ struct Layout {
     planes = split || (rounds && w.kind == kInt8 && !w.round_once) ? 2 : 1;
     panel_rows = kPanel / planes;
     panels = ceil_div(rows, panel_rows);
-    const size_t bytes = integer ? IntSizes(w).all()
+    const size_t bytes = integer ? IntSizes(w, rows * planes).all()
                          : split ? brain_panel_bytes(w)
                                  : float_panel_bytes(w);
     panel_bytes = (bytes + 63) / 64 * 64;
@@ -101,7 +101,8 @@ bool run_rows(const LinearRows& rows) {
       uint8_t* panel = memory + static_cast<size_t>(p) * to.panel_bytes;
       if (to.integer) {
         const size_t skipped = static_cast<size_t>(first) * to.outlier_bytes;
-        fill_int_panel(w, from, scales ? scales + first : nullptr, count, to.planes, panel,
+        fill_int_panel(w, IntSizes(w, rows.count * to.planes), from,
+                       scales ? scales + first : nullptr, count, to.planes, panel,
                        outliers ? outliers + skipped : nullptr);
       } else if (to.split) {
         fill_brain_panel(w, from, count, panel);

@@ -98,8 +98,8 @@ struct PanelSink {
   int32_t offset;  // of stored codes
   float lift;      // of x where it meets codes
 
-  PanelSink(const Weight& w, uint8_t* memory)
-      : panel(IntSizes(w).panel(memory)),
+  PanelSink(const Weight& w, const IntSizes& sizes, uint8_t* memory)
+      : panel(sizes.panel(memory)),
         block(block_size(w)),
         blocks_per_group(padded_in(w) / num_groups(w) / block),
         offset(code_offset(w)),
@@ -112,8 +112,8 @@ struct PanelSink {
   }
 
   void put(int b, int m, const Rounded& r, const int8_t* from) const {
-    int8_t* to = const_cast<int8_t*>(panel.codes) + static_cast<size_t>(b) * block * kPanel;
-    for (int i = 0; i < block; i += kRun) std::memcpy(to + i * kPanel + kRun * m, from + i, kRun);
+    int8_t* to = const_cast<int8_t*>(panel.codes) + b * block * panel.rows + kRun * m;
+    for (int i = 0; i < block; i += kRun) std::memcpy(to + i * panel.rows, from + i, kRun);
     const_cast<float*>(panel.scales)[b * kPanel + m] = r.step * lift;
     const_cast<int32_t*>(panel.centre)[b * kPanel + m] = -offset * r.sum;
     add_sum(b, m, r.step * kLift * static_cast<float>(r.sum));
@@ -124,13 +124,12 @@ struct PanelSink {
 
 int most_outliers(const Weight& w) { return padded_in(w) / block_size(w); }
 
-void fill_int_panel(const Weight& w, const float* x, const float* x_scales, int rows, int planes,
-                    uint8_t* memory, uint8_t* outliers) {
+void fill_int_panel(const Weight& w, const IntSizes& sizes, const float* x, const float* x_scales,
+                    int rows, int planes, uint8_t* memory, uint8_t* outliers) {
   const int block = block_size(w);
   const int num_blocks = padded_in(w) / block;
-  const PanelSink panel(w, memory);
+  const PanelSink panel(w, sizes, memory);
   const size_t next_row = outlier_bytes(most_outliers(w));
-  const IntSizes sizes(w);
   // Rows that are not there count too.
   std::memset(memory + sizes.codes, 0, 2 * sizes.blocks + sizes.groups);
   for (int m = 0; m < rows; ++m) {

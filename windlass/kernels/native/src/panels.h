@@ -9,18 +9,24 @@ namespace windlass {
 
 // 4 rows rounded to int8, a scale for each block.
 struct IntPanel {
-  const int8_t* codes;    // [inputs / kRun][4 rows][kRun]
+  const int8_t* codes;    // [inputs / kRun][rows][kRun]
   const float* scales;    // [blocks][4]
   const int32_t* centre;  // [blocks][4]: the sum of the codes times what stored codes have too much
   const float* sums;      // [groups][4]: the sum of the rounded inputs
+  int rows;               // that there is room for among the codes
+
+  int next_run() const { return kRun * rows; }  // bytes from one of a row to the next
 };
 
-// Bytes of a panel's arrays, found once for a product.
+// Bytes of a panel's arrays, found once for a product of `all_rows` rows. One row alone lies without
+// gaps, since it is read again with every tile; but i8mm reads rows in pairs.
 struct IntSizes {
+  int rows;
   size_t codes, blocks, groups;
 
-  explicit IntSizes(const Weight& w)
-      : codes(static_cast<size_t>(padded_in(w)) * kPanel),
+  IntSizes(const Weight& w, int all_rows)
+      : rows(all_rows == 1 && kRun == 16 ? 1 : kPanel),
+        codes(static_cast<size_t>(padded_in(w)) * static_cast<size_t>(rows)),
         blocks(static_cast<size_t>(padded_in(w) / block_size(w)) * kPanel * 4),
         groups(static_cast<size_t>(num_groups(w)) * kPanel * 4) {}
 
@@ -31,7 +37,7 @@ struct IntSizes {
     const uint8_t* centre = scales + blocks;
     return {reinterpret_cast<const int8_t*>(memory), reinterpret_cast<const float*>(scales),
             reinterpret_cast<const int32_t*>(centre),
-            reinterpret_cast<const float*>(centre + blocks)};
+            reinterpret_cast<const float*>(centre + blocks), rows};
   }
 };
 
@@ -53,8 +59,8 @@ int most_outliers(const Weight& w);  // of a row: one in every block
 // in turn. With one, inputs that outweigh their block go to `outliers` (outlier_bytes for each
 // row), if given; their part of the minima is in IntPanel::sums. With scales x is whole numbers
 // already.
-void fill_int_panel(const Weight& w, const float* x, const float* x_scales, int rows, int planes,
-                    uint8_t* memory, uint8_t* outliers);
+void fill_int_panel(const Weight& w, const IntSizes& sizes, const float* x, const float* x_scales,
+                    int rows, int planes, uint8_t* memory, uint8_t* outliers);
 
 // 4 rows as they are: [inputs][4 rows].
 size_t float_panel_bytes(const Weight& w);

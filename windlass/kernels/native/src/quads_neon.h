@@ -42,16 +42,16 @@ namespace windlass {
   "prfm pldl2keep, [%[ahead], #64*(" LINE ")+3072]\n"
 constexpr int kQuadAhead = 1024;
 
-// Codes are split some products before they are multiplied. A panel has 4 rows.
+// Codes are split some products before they are multiplied.
 #define WINDLASS_GROUP(SPLIT, I, S, T, A, B)                                             \
   WINDLASS_HALVES("scales", I, A, B) "ldr q" S ", [%[start]]\n ldr q" T ", [%[start]]\n" \
   SPLIT("128*" I, "8", "9", "18", "19") SPLIT("128*" I "+32", "10", "11", "20", "21")    \
-  WINDLASS_FETCH("2*" I) "ldr q6, [%[x], #128*" I "]\n"                                  \
+  WINDLASS_FETCH("2*" I) "ld1 {v6.16b}, [%[x]], %[next_run]\n"                           \
   WINDLASS_DOTS(S, T, "6", "0", "2", "8", "9", "18", "19")                               \
   SPLIT("128*" I "+64", "8", "9", "18", "19")                                            \
   WINDLASS_DOTS(S, T, "6", "1", "3", "10", "11", "20", "21")                             \
   SPLIT("128*" I "+96", "10", "11", "20", "21")                                          \
-  WINDLASS_FETCH("2*" I "+1") "ldr q7, [%[x], #128*" I "+64]\n"                          \
+  WINDLASS_FETCH("2*" I "+1") "ld1 {v7.16b}, [%[x]], %[next_run]\n"                      \
   WINDLASS_DOTS(S, T, "7", "0", "2", "8", "9", "18", "19")                               \
   WINDLASS_DOTS(S, T, "7", "1", "3", "10", "11", "20", "21")
 
@@ -83,7 +83,7 @@ constexpr int kQuadAhead = 1024;
   WINDLASS_SCALE("0", "1", "24", "25") MINS("0", "24", "25", "8")                        \
   WINDLASS_ADD("0", "1", "14") ADD_MINS("24", "25", "8")
 #define WINDLASS_MOVE_ON(GROUPS)                                                         \
-  "add %[codes], %[codes], #128*" GROUPS "\n add %[x], %[x], #128*" GROUPS "\n"          \
+  "add %[codes], %[codes], #128*" GROUPS "\n"                                            \
   "add %[scales], %[scales], #16*" GROUPS "\n add %[mins], %[mins], #16*" GROUPS "\n"    \
   "add %[x_scales], %[x_scales], #16*" GROUPS "\n add %[sums], %[sums], #16*" GROUPS "\n"
 
@@ -110,7 +110,7 @@ constexpr int kQuadAhead = 1024;
       : [codes] "+&r"(codes), [x] "+&r"(x), [x_scales] "+&r"(x_scales),                  \
         [sums] "+&r"(sums), [scales] "+&r"(scales), [mins] "+&r"(mins),                  \
         [groups] "+&r"(groups), [ahead] "+&r"(ahead)                                     \
-      : [start] "r"(kStarts), [out] "r"(out), [step] "r"(step)                           \
+      : [start] "r"(kStarts), [out] "r"(out), [step] "r"(step), [next_run] "r"(next_run) \
       : "cc", "memory", "v0", "v1", "v2", "v3", "v4", "v5", "v6", "v7", "v8", "v9",      \
         "v10", "v11", "v12", "v13", "v14", "v15", "v16", "v17", "v18", "v19", "v20",     \
         "v21", "v22", "v23", "v24", "v25", "v26", "v27", "v28", "v29", "v30", "v31")
@@ -118,8 +118,8 @@ constexpr int kQuadAhead = 1024;
 // Adds to out[output] groups of one block of 32 inputs, at least one.
 template <bool MINS>
 inline void multiply_groups(const uint8_t* codes, const uint16_t* scales, const uint16_t* mins,
-                            int groups, const int8_t* x, const float* x_scales,
-                            const float* sums, float* out) {
+                            int groups, const int8_t* x, int64_t next_run,
+                            const float* x_scales, const float* sums, float* out) {
   const uint8_t* ahead = codes + kQuadAhead;
   constexpr int64_t step = 4 * (128 + (MINS ? 32 : 16));
   if constexpr (MINS) {

@@ -54,21 +54,24 @@ constexpr bool kHasRowLoops = kSpan == 4;
   WINDLASS_ADD_MINS WINDLASS_HALVES("mins", "4", "5") WINDLASS_CLEAR("4", "5")     \
   "ldr q14, [%[sums]], #16\n"
 
-// Codes are split some products before they are multiplied. A panel has 4 rows.
+// Codes are split some products before they are multiplied.
 #define WINDLASS_BLOCK_32(SPLIT, SCALES, CLEAR, MINS_PART)                               \
   SPLIT("0", "8", "9", "18", "19") WINDLASS_SUBTRACT                                     \
   "ldr q0, [%[start]]\n ldr q1, [%[start]]\n" SPLIT("32", "10", "11", "20", "21")        \
-  "ldr q6, [%[x]], #64\n" WINDLASS_DOTS("6", "0", "2", "8", "9", "18", "19")             \
+  "ld1 {v6.16b}, [%[x]], %[next_run]\n"                                                  \
+  WINDLASS_DOTS("6", "0", "2", "8", "9", "18", "19")                                     \
   WINDLASS_SCALE SPLIT("64", "8", "9", "18", "19")                                       \
   WINDLASS_DOTS("6", "1", "3", "10", "11", "20", "21")                                   \
   WINDLASS_ADD "ldr q15, [%[x_scales]], #16\n" SPLIT("96", "10", "11", "20", "21")       \
-  "ldr q7, [%[x]], #64\n" WINDLASS_DOTS("7", "0", "2", "8", "9", "18", "19")             \
+  "ld1 {v7.16b}, [%[x]], %[next_run]\n"                                                  \
+  WINDLASS_DOTS("7", "0", "2", "8", "9", "18", "19")                                     \
   SCALES WINDLASS_DOTS("7", "1", "3", "10", "11", "20", "21") CLEAR MINS_PART            \
   "add %[codes], %[codes], #128\n"
 #define WINDLASS_BLOCK_16(SPLIT, SCALES, CLEAR, MINS_PART)                               \
   SPLIT("0", "8", "9", "18", "19") WINDLASS_SUBTRACT                                     \
   "ldr q0, [%[start]]\n ldr q1, [%[start]]\n" SPLIT("32", "10", "11", "20", "21")        \
-  "ldr q6, [%[x]], #64\n" WINDLASS_DOTS("6", "0", "2", "8", "9", "18", "19")             \
+  "ld1 {v6.16b}, [%[x]], %[next_run]\n"                                                  \
+  WINDLASS_DOTS("6", "0", "2", "8", "9", "18", "19")                                     \
   WINDLASS_SCALE WINDLASS_DOTS("6", "1", "3", "10", "11", "20", "21")                    \
   WINDLASS_ADD "ldr q15, [%[x_scales]], #16\n" SCALES CLEAR MINS_PART                    \
   "add %[codes], %[codes], #64\n"
@@ -99,7 +102,8 @@ constexpr int kBytesAhead = 512;
       : [codes] "+&r"(codes), [x] "+&r"(x), [x_scales] "+&r"(x_scales), [sums] "+&r"(sums), \
         [scales] "+&r"(scales), [mins] "+&r"(mins), [groups] "+&r"(groups),                 \
         [left] "=&r"(left), [ahead] "+&r"(ahead)                                            \
-      : [blocks] "r"(blocks), [start] "r"(kStarts), [out] "r"(out), [step] "r"(step)        \
+      : [blocks] "r"(blocks), [start] "r"(kStarts), [out] "r"(out), [step] "r"(step),       \
+        [next_run] "r"(next_run)                                                            \
       : "cc", "memory", "v0", "v1", "v2", "v3", "v4", "v5", "v6", "v7", "v8", "v9", "v10",  \
         "v11", "v14", "v15", "v16", "v17", "v18", "v19", "v20", "v21", "v22", "v23", "v30", \
         "v31")
@@ -110,10 +114,10 @@ constexpr int kBytesAhead = 512;
 // Adds to out[output] `groups` groups of `blocks` blocks, at least one of each.
 template <int BLOCK, bool MINS>
 inline void multiply_1(const uint8_t* codes, const uint16_t* scales, const uint16_t* mins,
-                       int groups, int blocks, const int8_t* x, const float* x_scales,
-                       const float* sums, float* out) {
+                       int groups, int blocks, const int8_t* x, int64_t next_run,
+                       const float* x_scales, const float* sums, float* out) {
   if (BLOCK == 32 && blocks == 1) {
-    return multiply_groups<MINS>(codes, scales, mins, groups, x, x_scales, sums, out);
+    return multiply_groups<MINS>(codes, scales, mins, groups, x, next_run, x_scales, sums, out);
   }
   const uint8_t* ahead = codes + kBytesAhead;
   const int64_t step = BLOCK * 4 + (MINS ? 32 : 16) / blocks;
@@ -268,7 +272,7 @@ inline void multiply_panel(const uint8_t* codes, const uint16_t* scales, const u
 
 constexpr bool kHasRowLoops = false;
 template <int BLOCK, bool MINS>
-void multiply_1(const uint8_t*, const uint16_t*, const uint16_t*, int, int, const int8_t*,
+void multiply_1(const uint8_t*, const uint16_t*, const uint16_t*, int, int, const int8_t*, int64_t,
                 const float*, const float*, float*);
 template <bool MINS>
 void multiply_panel(const uint8_t*, const uint16_t*, const uint16_t*, int, int, const int8_t*,
