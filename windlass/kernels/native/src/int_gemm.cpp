@@ -10,6 +10,7 @@
 #include "gemm.h"
 #include "int_amx.h"
 #include "int_tile.h"
+#include "int_unpack.h"
 #include "pairs_neon.h"
 #include "panels.h"
 #include "rows_neon.h"
@@ -34,8 +35,6 @@ WINDLASS_INLINE const uint8_t* dot16(const uint8_t* codes, const int8_t* x, Dots
     return codes + 4 * wide;
   }
 }
-
-constexpr int kAhead = 4096;  // bytes
 
 // With few rows the weights come from memory, and the CPU's own guesses stop at pages: asks for 16
 // inputs, soon for the first cache, and some time before for the second.
@@ -146,62 +145,6 @@ void few_rows(const Product& job) {
       store_tile(job, to, t, p * kPanel, rows, sums, job.add, more ? rest : nullptr);
     });
   });
-}
-
-constexpr int kMostInputs = 16384 / kTile;  // of an unpacked tile: 16 KiB of codes
-
-struct Unpacked {
-  alignas(64) uint8_t codes[kMostInputs * kTile];
-  alignas(64) float scales[kMostInputs / 16 * kTile];
-  alignas(64) float mins[kMostInputs / 16 * kTile];
-  alignas(64) float shifts[kMostInputs / 16 * kTile];
-};
-
-// Where a run of inputs that begins at k ends: after whole groups, or within one that is too long.
-int run_end(int k, int group, int padded) {
-  if (group <= kMostInputs) return std::min(k + kMostInputs / group * group, padded);
-  return std::min({k + kMostInputs, (k / group + 1) * group, padded});
-}
-
-// Inputs [begin, end) of a tile.
-template <bool MINS>
-IntTile<float> unpack(const Product& job, const IntTile<uint16_t>& tile, int begin, int end,
-                      Unpacked& out) {
-  const int block = block_size(job.w);
-  const int group = tile.blocks * block;
-  const int first = begin / group;
-  const int groups = ceil_div(end - begin, group);
-  for (int g = 0; g < groups; ++g) {
-    const Floats scale = load_half(tile.scales + (first + g) * kTile);
-    store(out.scales + g * kTile, scale);
-    if constexpr (kHasMultiply4) store(out.shifts + g * kTile, mul(scale, splat(-kSumStart)));
-    if constexpr (MINS) {
-      // A group that was cut takes its minimum once, with its last part.
-      const bool ends = end % group == 0;
-      store(out.mins + g * kTile, ends ? load_half(tile.mins + (first + g) * kTile) : zero());
-    }
-  }
-  const int blocks = std::min(group, end - begin) / block;
-  if (job.w.kind == kInt8) {
-    const uint8_t* codes = tile.codes + static_cast<size_t>(begin) * kTile;
-    return {codes, out.scales, out.mins, out.shifts, groups, blocks};
-  }
-  const uint8_t* from = tile.codes + static_cast<size_t>(begin) * kTile / 2;
-  uint8_t* to = out.codes;
-  constexpr int wide = sizeof(Codes);
-  for (int k = begin; k < end; k += 16, from += 2 * wide, to += 4 * wide) {
-    __builtin_prefetch(from + kAhead);
-    for (int i = 0; i < 2; ++i) {
-      const Codes both = load_codes(from + wide * i);
-      Codes low = low_codes<MINS>(both), high = high_codes<MINS>(both);
-      if constexpr (!MINS && !kUnsignedCodes && !kSignedNibbles) {
-        low = subtract(low, 8), high = subtract(high, 8);
-      }
-      store_codes(to + wide * i, low);
-      store_codes(to + wide * (2 + i), high);
-    }
-  }
-  return {out.codes, out.scales, out.mins, out.shifts, groups, blocks};
 }
 
 template <int MT, int BLOCK, bool MINS>

@@ -1,0 +1,70 @@
+// Unpacks runs of inputs of int4 tiles into bytes, which many rows then meet in the nearest cache.
+
+#pragma once
+
+#include <algorithm>
+
+#include "gemm.h"
+#include "int_tile.h"
+
+namespace windlass::tile {
+
+constexpr int kAhead = 4096;  // bytes
+
+constexpr int kMostInputs = 16384 / kTile;  // of an unpacked tile: 16 KiB of codes
+
+struct Unpacked {
+  alignas(64) uint8_t codes[kMostInputs * kTile];
+  alignas(64) float scales[kMostInputs / 16 * kTile];
+  alignas(64) float mins[kMostInputs / 16 * kTile];
+  alignas(64) float shifts[kMostInputs / 16 * kTile];
+};
+
+// Where a run of inputs that begins at k ends: after whole groups, or within one that is too long.
+inline int run_end(int k, int group, int padded) {
+  if (group <= kMostInputs) return std::min(k + kMostInputs / group * group, padded);
+  return std::min({k + kMostInputs, (k / group + 1) * group, padded});
+}
+
+// Inputs [begin, end) of a tile.
+template <bool MINS>
+inline IntTile<float> unpack(const Product& job, const IntTile<uint16_t>& tile, int begin, int end,
+                             Unpacked& out) {
+  const int block = block_size(job.w);
+  const int group = tile.blocks * block;
+  const int first = begin / group;
+  const int groups = ceil_div(end - begin, group);
+  for (int g = 0; g < groups; ++g) {
+    const Floats scale = load_half(tile.scales + (first + g) * kTile);
+    store(out.scales + g * kTile, scale);
+    if constexpr (kHasMultiply4) store(out.shifts + g * kTile, mul(scale, splat(-kSumStart)));
+    if constexpr (MINS) {
+      // A group that was cut takes its minimum once, with its last part.
+      const bool ends = end % group == 0;
+      store(out.mins + g * kTile, ends ? load_half(tile.mins + (first + g) * kTile) : zero());
+    }
+  }
+  const int blocks = std::min(group, end - begin) / block;
+  if (job.w.kind == kInt8) {
+    const uint8_t* codes = tile.codes + static_cast<size_t>(begin) * kTile;
+    return {codes, out.scales, out.mins, out.shifts, groups, blocks};
+  }
+  const uint8_t* from = tile.codes + static_cast<size_t>(begin) * kTile / 2;
+  uint8_t* to = out.codes;
+  constexpr int wide = sizeof(Codes);
+  for (int k = begin; k < end; k += 16, from += 2 * wide, to += 4 * wide) {
+    __builtin_prefetch(from + kAhead);
+    for (int i = 0; i < 2; ++i) {
+      const Codes both = load_codes(from + wide * i);
+      Codes low = low_codes<MINS>(both), high = high_codes<MINS>(both);
+      if constexpr (!MINS && !kUnsignedCodes && !kSignedNibbles) {
+        low = subtract(low, 8), high = subtract(high, 8);
+      }
+      store_codes(to + wide * i, low);
+      store_codes(to + wide * (2 + i), high);
+    }
+  }
+  return {out.codes, out.scales, out.mins, out.shifts, groups, blocks};
+}
+
+}  // namespace windlass::tile
