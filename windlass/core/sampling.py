@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 from windlass.core.structured import StructuredOutputs
 from windlass.errors import RequestError
@@ -108,7 +107,8 @@ class SamplingParams:
         for name in ("stop", "bad_words"):
             object.__setattr__(self, name, _strings(name, getattr(self, name)))
         if isinstance(self.structured_outputs, dict):
-            object.__setattr__(self, "structured_outputs", _structured(self.structured_outputs))
+            form = StructuredOutputs.of(self.structured_outputs)
+            object.__setattr__(self, "structured_outputs", form)
         object.__setattr__(
             self, "stop_token_ids", _ids("stop_token_ids", self.stop_token_ids or ())
         )
@@ -141,13 +141,6 @@ def _strings(name: str, value: object) -> tuple[str, ...]:
     if not isinstance(items, Sequence) or not all(isinstance(text, str) for text in items):
         raise RequestError(f"{name} must be a string or a list of strings, got {value!r}.", name)
     return tuple(items)
-
-
-def _structured(fields: dict[str, Any]) -> StructuredOutputs:
-    try:
-        return StructuredOutputs(**fields)
-    except TypeError as error:
-        raise RequestError(f"structured_outputs: {error}.", "structured_outputs") from error
 
 
 def _ids(name: str, value: object) -> tuple[int, ...]:

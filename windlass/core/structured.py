@@ -51,6 +51,14 @@ class StructuredOutputs:
         if self.choice is not None:
             object.__setattr__(self, "choice", _choices(self.choice))
 
+    @classmethod
+    def of(cls, fields: Mapping[str, Any]) -> StructuredOutputs:
+        """From names and values that somebody sent."""
+        unknown = [name for name in fields if name not in _WAYS]
+        if unknown:
+            raise _wrong(f"{unknown[0]!r:.100} is no form of an output. Known: {', '.join(_WAYS)}.")
+        return cls(**fields)
+
     def spelled(self) -> str:
         """As llguidance reads it; a rule that cannot be raises RequestError."""
         matcher = _library().LLMatcher

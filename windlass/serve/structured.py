@@ -36,12 +36,9 @@ def structured_of(body: Generation) -> StructuredOutputs | None:
             form = _response_format(value)
         else:
             named = value if name == "structured_outputs" else {_GUIDED[name]: value}
-            form = StructuredOutputs(**named)
+            form = StructuredOutputs.of(named)
         form.check()
         return form
-    except TypeError as error:  # of a name that is not known
-        known = ", ".join(StructuredOutputs.__slots__)
-        raise RequestError(f"{name}: {error}. Known: {known}.", name) from error
     except RequestError as error:
         raise RequestError(f"{name}: {error}", name) from error
 

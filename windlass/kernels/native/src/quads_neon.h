@@ -14,6 +14,7 @@ namespace windlass {
 // v0-v5 and v12-v13 are sums of whole numbers, two for each group, v22-v29 the groups' scales, v8-v11
 // and v18-v21 codes, v6-v7 x, v16-v17 the sums.
 
+// What all loops of one row have in common; the other ones are in rows_neon.h, where this ends.
 // Codes of 8 inputs: 4 of the low halves and 4 of the high ones.
 #define WINDLASS_SPLIT(PLACE, A, B, LOW_A, LOW_B)                                        \
   "ldp q" A ", q" B ", [%[codes], #" PLACE "]\n"                                         \
@@ -141,9 +142,6 @@ inline void multiply_groups(const uint8_t* codes, const uint16_t* scales, const 
 #undef WINDLASS_GROUP
 #undef WINDLASS_FETCH
 #undef WINDLASS_HALVES
-#undef WINDLASS_DOTS
-#undef WINDLASS_SPLIT_SIGNED
-#undef WINDLASS_SPLIT
 
 #endif
 

@@ -22,22 +22,6 @@ constexpr bool kHasRowLoops = kSpan == 4;
 // v0-v1 are sums of whole numbers, v22-v23 those of the block before, v2-v3 its scales and v15 that
 // of x, v4-v5 the minima of the group before and v14 the sum of x, v16-v17 the sums.
 
-// 4 inputs of the low halves and 4 of the high ones.
-#define WINDLASS_SPLIT(PLACE, A, B, LOW_A, LOW_B)                                        \
-  "ldp q" A ", q" B ", [%[codes], #" PLACE "]\n"                                         \
-  "and v" LOW_A ".16b, v" A ".16b, v31.16b\n and v" LOW_B ".16b, v" B ".16b, v31.16b\n"  \
-  "ushr v" A ".16b, v" A ".16b, #4\n ushr v" B ".16b, v" B ".16b, #4\n"
-// The same of signed ones.
-#define WINDLASS_SPLIT_SIGNED(PLACE, A, B, LOW_A, LOW_B)                                 \
-  "ldp q" A ", q" B ", [%[codes], #" PLACE "]\n"                                         \
-  "shl v" LOW_A ".16b, v" A ".16b, #4\n shl v" LOW_B ".16b, v" B ".16b, #4\n"            \
-  "and v" A ".16b, v" A ".16b, v31.16b\n and v" B ".16b, v" B ".16b, v31.16b\n"
-#define WINDLASS_DOTS(X, LANE, NEXT, A, B, LOW_A, LOW_B)                                 \
-  "sdot v0.4s, v" LOW_A ".16b, v" X ".4b[" LANE "]\n"                                    \
-  "sdot v1.4s, v" LOW_B ".16b, v" X ".4b[" LANE "]\n"                                    \
-  "sdot v0.4s, v" A ".16b, v" X ".4b[" NEXT "]\n"                                        \
-  "sdot v1.4s, v" B ".16b, v" X ".4b[" NEXT "]\n"
-
 // What is left to do for the block before is spread between the products of this one.
 #define WINDLASS_SUBTRACT                                                                \
   "fsub v22.4s, v0.4s, v30.4s\n fsub v23.4s, v1.4s, v30.4s\n"
@@ -59,20 +43,20 @@ constexpr bool kHasRowLoops = kSpan == 4;
   SPLIT("0", "8", "9", "18", "19") WINDLASS_SUBTRACT                                     \
   "ldr q0, [%[start]]\n ldr q1, [%[start]]\n" SPLIT("32", "10", "11", "20", "21")        \
   "ld1 {v6.16b}, [%[x]], %[next_run]\n"                                                  \
-  WINDLASS_DOTS("6", "0", "2", "8", "9", "18", "19")                                     \
+  WINDLASS_DOTS("0", "1", "6", "0", "2", "8", "9", "18", "19")                           \
   WINDLASS_SCALE SPLIT("64", "8", "9", "18", "19")                                       \
-  WINDLASS_DOTS("6", "1", "3", "10", "11", "20", "21")                                   \
+  WINDLASS_DOTS("0", "1", "6", "1", "3", "10", "11", "20", "21")                         \
   WINDLASS_ADD "ldr q15, [%[x_scales]], #16\n" SPLIT("96", "10", "11", "20", "21")       \
   "ld1 {v7.16b}, [%[x]], %[next_run]\n"                                                  \
-  WINDLASS_DOTS("7", "0", "2", "8", "9", "18", "19")                                     \
-  SCALES WINDLASS_DOTS("7", "1", "3", "10", "11", "20", "21") CLEAR MINS_PART            \
+  WINDLASS_DOTS("0", "1", "7", "0", "2", "8", "9", "18", "19")                           \
+  SCALES WINDLASS_DOTS("0", "1", "7", "1", "3", "10", "11", "20", "21") CLEAR MINS_PART  \
   "add %[codes], %[codes], #128\n"
 #define WINDLASS_BLOCK_16(SPLIT, SCALES, CLEAR, MINS_PART)                               \
   SPLIT("0", "8", "9", "18", "19") WINDLASS_SUBTRACT                                     \
   "ldr q0, [%[start]]\n ldr q1, [%[start]]\n" SPLIT("32", "10", "11", "20", "21")        \
   "ld1 {v6.16b}, [%[x]], %[next_run]\n"                                                  \
-  WINDLASS_DOTS("6", "0", "2", "8", "9", "18", "19")                                     \
-  WINDLASS_SCALE WINDLASS_DOTS("6", "1", "3", "10", "11", "20", "21")                    \
+  WINDLASS_DOTS("0", "1", "6", "0", "2", "8", "9", "18", "19")                           \
+  WINDLASS_SCALE WINDLASS_DOTS("0", "1", "6", "1", "3", "10", "11", "20", "21")          \
   WINDLASS_ADD "ldr q15, [%[x_scales]], #16\n" SCALES CLEAR MINS_PART                    \
   "add %[codes], %[codes], #64\n"
 
