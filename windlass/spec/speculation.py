@@ -77,6 +77,7 @@ class Speculation:
         self._since: dict[SlotId, int] = {}  # the step with which a slot was given away
         self._changed = 0  # the last step with which one came or went
         self._found = True  # whether the last look for guesses gave any
+        self._holders: set[SlotId] = set()  # slots with guesses that no step has verified yet
         self._last_arrival = 0.0
 
     def run(self, plan: StepPlan) -> StepResult:
@@ -88,13 +89,16 @@ class Speculation:
         self._number += 1
         if plan.freed or plan.admitted:
             self._note_changes(plan)
-        wanted = 0
+        wanted, guessed = 0, False
         # Guesses are verified in the next step, which may be much larger.
-        if self._governor.allows(len(plan.rows) + plan.num_joining):
+        allowed = self._governor.allows(len(plan.rows) + plan.num_joining)
+        if allowed or self._holders:
             slots = [row.slot for row in plan.rows]
-            wanted = self._governor.wanted(slots, self._proposer.free)
+            guessed = bool(self._holders) and plan.has_guesses
+            self._holders.difference_update(slots)
+            wanted = self._governor.wanted(slots, self._proposer.free) if allowed else 0
         self._proposer.begin(plan, wanted)
-        step = Started(plan, self._number, wanted, plan.has_guesses, self.now())
+        step = Started(plan, self._number, wanted, guessed, self.now())
         pending = self._runner.submit(plan)
         waited_for = wanted > 0 and (self._found or not self._proposer.free)
         return _OnItsWay(self, step, pending, waited_for or pending.guesses)
@@ -105,6 +109,7 @@ class Speculation:
             self._governor.forget(slot)
             self._since.pop(slot, None)
             self._num_told.pop(slot, None)
+            self._holders.discard(slot)
         for admission in plan.admitted:
             self._governor.admit(admission.slot)
             self._since[admission.slot] = self._number
@@ -117,7 +122,8 @@ class Speculation:
         self._last_arrival = now
         if not step.wanted and not step.guessed:
             self._behind = True
-            if step.plan.num_tokens == len(rows):
+            # Of steps that may have no guesses nobody asks; they are the largest.
+            if self._governor.allows(len(rows)) and step.plan.num_tokens == len(rows):
                 self._governor.took(len(rows), False, seconds)
             return result
         sampled = [i for i, row in enumerate(rows) if row.sample]
@@ -172,4 +178,6 @@ class Speculation:
             if count or results[i].drafts:
                 found[i] = results[i]._replace(drafts=draft.tokens[:count])
                 self._kinds[rows[i].slot] = draft.kind
+            if count:
+                self._holders.add(rows[i].slot)
         return found
