@@ -23,20 +23,6 @@ constexpr float kOutlierOfRest = 4.5f;
 // At most one in kOutlier squared can be, and then one in kOutlierOfRest squared.
 constexpr int kMostOutliers = kStretch / 16 + kStretch / 20 + 1;
 
-// Four sums side by side: each addition waits for the one before.
-float sum_of_squares(const float* x, int count) {
-  F32x8 sums[4] = {zero(), zero(), zero(), zero()};
-  const auto add_8 = [&](F32x8& sum, int i) { sum = fma(sum, load(x + i), load(x + i)); };
-  int i = 0;
-  for (; i + 32 <= count; i += 32) {
-    for (int k = 0; k < 4; ++k) add_8(sums[k], i + 8 * k);
-  }
-  for (; i < count; i += 16) {
-    for (int k = 0; k < 2; ++k) add_8(sums[k], i + 8 * k);
-  }
-  return sum_of(add(add(sums[0], sums[1]), add(sums[2], sums[3])));
-}
-
 // From where on an input is an outlier; where one is no number, none is.
 float outlier_limit(float squares, int count, float times) {
   if (squares > 1e-30f) return times * std::sqrt(squares / static_cast<float>(count));

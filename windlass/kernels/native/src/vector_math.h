@@ -49,4 +49,20 @@ inline float exponential(float x) {
   return out[0];
 }
 
+// Four sums side by side: each addition waits for the one before.
+inline float sum_of_squares(const float* x, int count) {
+  F32x8 sums[4] = {zero(), zero(), zero(), zero()};
+  const auto add_8 = [&](F32x8& sum, int i) { sum = fma(sum, load(x + i), load(x + i)); };
+  int i = 0;
+  for (; i + 32 <= count; i += 32) {
+    for (int k = 0; k < 4; ++k) add_8(sums[k], i + 8 * k);
+  }
+  for (; i + 16 <= count; i += 16) {
+    for (int k = 0; k < 2; ++k) add_8(sums[k], i + 8 * k);
+  }
+  float total = sum_of(add(add(sums[0], sums[1]), add(sums[2], sums[3])));
+  for (; i < count; ++i) total += x[i] * x[i];
+  return total;
+}
+
 }  // namespace windlass
