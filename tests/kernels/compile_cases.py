@@ -4,7 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
-from windlass.kernels.triton import eagle, lora_codes, lora_kernels, lora_tiles, medusa, verify
+from windlass.kernels.triton import (
+    eagle,
+    lora_codes,
+    lora_kernels,
+    lora_tiles,
+    medusa,
+    typical,
+    verify,
+)
 
 X, F, I, L = "*bf16", "*fp32", "*i32", "*i64"  # noqa: E741
 EAGLE = ("table", "hidden", "gains", "hidden_gains", "out")
@@ -108,6 +116,14 @@ GUESSES_AND_ADAPTERS = {
         | dict.fromkeys(("M", "heads", "tiles"), "i32"),
         {"COUNT": 3, "OTHERS": 2, "TILES": 512},
         {},
+    ),
+    "typical": (
+        typical.typical_kernel,
+        {"logits": X, **dict.fromkeys(("wishes", "floors"), F)}
+        | dict.fromkeys(("slots", "guesses", "sampled"), I)
+        | {"size": "i32", "stride": "i32", "epsilon": "fp32"},
+        {"TILE": 2048},
+        {"num_warps": 8},
     ),
     **with_others("verify inputs", verify.verify_inputs_kernel),
     **with_others("keep", verify.keep_kernel),

@@ -7,7 +7,12 @@ import torch
 
 from tests.kernels.conftest import Check
 from tests.kernels.test_interpreted import INTERPRETED, inside
+from windlass.core.sampling import SamplingParams
+from windlass.core.types import Admission
+from windlass.runner.sampler import Sampler
+from windlass.runner.verify import Asked
 from windlass.runner.verify import keep as keep_plainly
+from windlass.runner.verify import keep_typical as keep_typical_plainly
 
 pytest.importorskip("triton")
 
@@ -160,3 +165,61 @@ def test_alternatives_are_remembered_with_their_position() -> None:
         position = start + int(kept[i]) if slot != PADDING else -1
         assert others[slot].tolist() == [position, *guesses[i, depth:].tolist()]
         assert slot == PADDING or to[i, 4 : 4 + depth].tolist() == guesses[i, :depth].tolist()
+
+
+@inside
+@pytest.mark.parametrize("epsilon", [1.0, 0.9, 0.09, 1e-4])
+def test_typical_guesses_take_the_place_of_samples(epsilon: float) -> None:
+    from windlass.kernels.triton.typical import keep_typical
+
+    vocab, places = 3000, 48
+    generator = torch.Generator().manual_seed(1)
+    spread = torch.rand(places, 1, generator=generator) * 6
+    logits = spread * torch.randn(places, vocab, generator=generator)
+    # Likely guesses and unlikely ones; the last place of each pair has none.
+    ranks = [0, 1, 2, 5, 20, 400] * (places // 12)
+    guesses = torch.full((places,), -1, dtype=torch.int32)
+    guesses[::2] = torch.stack(
+        [row.argsort(descending=True)[rank] for row, rank in zip(logits[::2], ranks, strict=True)]
+    ).int()
+    params = [
+        SamplingParams(),
+        SamplingParams(temperature=0.0),
+        SamplingParams(temperature=0.5, top_k=4),
+        SamplingParams(temperature=1.5, top_p=0.8, min_p=0.01),
+    ]
+    plain = Sampler(vocab, torch.device("cpu"), epsilon)
+    for slot, one in enumerate(params):
+        plain.admit(Admission("", slot, [1], 1, one, frozenset(), 0))
+    heats = [0.0 if one.greedy else 1 / one.temperature for one in params]
+    wishes = torch.tensor(
+        [
+            (heat, max(0, one.top_k), one.top_p, one.min_p)
+            for heat, one in zip(heats, params, strict=True)
+        ]
+    )
+    slots = torch.arange(places, dtype=torch.int32) // 2 % len(params)
+    sampled = torch.full((places,), 7, dtype=torch.int32)
+    asked = [
+        Asked(i, slot, (guess,))
+        for i, (slot, guess) in enumerate(
+            zip(slots[::2].tolist(), guesses[::2].tolist(), strict=True)
+        )
+    ]
+    expected = keep_typical_plainly(plain, epsilon, logits, sampled.tolist(), asked)
+    keep_typical(logits, wishes, slots, guesses, sampled, epsilon)
+    assert sampled.tolist() == expected
+    assert 0 < sum(token != 7 for token in expected) < places // 2
+
+
+@inside
+def test_places_know_the_guess_behind_them() -> None:
+    from windlass.kernels.triton.typical import guesses_after
+    from windlass.kernels.triton.verify import unpack
+
+    width = 5
+    inputs = packed(width).view(len(ROWS), -1)
+    ids, *_ = unpack(inputs, LAST, len(ROWS), width, PADDING, None)
+    found = guesses_after(inputs, ids, width).view(len(ROWS), width)
+    for row, (_, _, tokens) in zip(found.tolist(), ROWS, strict=True):
+        assert row == [*tokens[1:], *[-1] * (width - len(tokens) + 1)]

@@ -81,6 +81,18 @@ class DeviceSampler:
 
         return sample(logits, self.wishes, self.seeds, slots, positions, self._slots.last)
 
+    @property
+    def is_lenient(self) -> bool:
+        """Whether guesses may be kept that were not sampled."""
+        return self._plain.threshold is not None
+
+    def keep_typical(self, logits: Tensor, slots: Tensor, guesses: Tensor, sampled: Tensor) -> None:
+        """Put guesses (-1: none) that are likely enough in the place of samples."""
+        from windlass.kernels.triton.typical import keep_typical
+
+        assert self._plain.threshold is not None
+        keep_typical(logits, self.wishes, slots, guesses, sampled, self._plain.threshold)
+
     def redraw(
         self, logits: Tensor, tokens: Tensor, slots: Sequence[int], special: list[int]
     ) -> dict[int, list[TokenLogprob] | None]:

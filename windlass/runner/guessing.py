@@ -255,6 +255,7 @@ class CudaGuesser(CudaRunner):
     def _run(self, key: _Key) -> Found:
         """One verification, from its inbox to what comes back, and to the inbox of the next."""
         from windlass.kernels.triton import verify as kernels
+        from windlass.kernels.triton.typical import guesses_after
 
         slots, (size, width) = self._slots, (key.size, key.width)
         inputs, others = self._inbox(size, width), self._others_for(key)
@@ -271,6 +272,9 @@ class CudaGuesser(CudaRunner):
             hidden = self._network(ids, batch, taps)
             logits = self._network.logits(hidden)
             sampled = self._device_sampler.draw(logits, row_slots, positions)
+            if self._device_sampler.is_lenient:
+                guesses = guesses_after(inputs, ids, width)
+                self._device_sampler.keep_typical(logits, row_slots, guesses, sampled)
             back = ids.new_empty((size, width + 1 + key.drafting))
             kept, last, chosen = kernels.keep(
                 inputs, ids, positions, sampled, slots.last, back, width
@@ -361,6 +365,10 @@ class CudaGuesser(CudaRunner):
         logits, wanted = self._logits(rows, batch, hidden)
         slots, positions = batch.token_slots[wanted.tokens], batch.positions[wanted.tokens]
         drawn = self._device_sampler.draw(logits, slots, positions)
+        if self._device_sampler.is_lenient:
+            guesses = np.array([g for each in asked for g in (*each.drafts, -1)], dtype=np.int32)
+            there = to_device(guesses, self._device)
+            self._device_sampler.keep_typical(logits, slots, there, drawn)
         sampled, first = drawn.tolist(), 0
         special = set(self._device_sampler.special([each.slot for each in asked]))
         for i, each in enumerate(asked):

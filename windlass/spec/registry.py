@@ -42,11 +42,6 @@ _OUTLINES = {
 
 def settle(config: EngineConfig, files: ModelFiles, spec: ModelSpec, device: str) -> EngineConfig:
     """The config with one certain way to guess, which fits the model as far as files tell."""
-    if config.speculation.threshold is not None and device == "cuda":
-        raise ConfigError(
-            "--spec-acceptance typical: verification on CUDA keeps what is sampled, and knows no "
-            "other way. Leave it at exact, or use --device cpu."
-        )
     if config.speculation.spec_alternatives:
         _check_alternatives(config, device)
     config = settled(config)

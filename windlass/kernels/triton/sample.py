@@ -187,6 +187,19 @@ def decode_inputs_kernel(
     tl.store(slots + index, slot)
 
 
+def thresholds(logits: Tensor, wishes: Tensor, slots: Tensor) -> Tensor:
+    """The lowest scaled logit of each row that may still be drawn."""
+    rows, size = logits.shape
+    found = torch.empty(rows, dtype=torch.float32, device=logits.device)
+    sample_threshold_kernel[(rows,)](
+        *(logits, wishes, slots, found, size, logits.stride(0)),
+        TILE=_TILE,
+        num_warps=8,
+        **chain.options(),
+    )
+    return found
+
+
 def sample(
     logits: Tensor,
     wishes: Tensor,
@@ -201,25 +214,21 @@ def sample(
     """
     rows, size = logits.shape
     device = logits.device
-    thresholds = torch.empty(rows, dtype=torch.float32, device=device)
+    floors = thresholds(logits, wishes, slots)
     best = torch.empty((rows, _PARTS), dtype=torch.float32, device=device)
     best_at = torch.empty((rows, _PARTS), dtype=torch.int32, device=device)
     tokens = torch.empty(rows, dtype=torch.int32, device=device)
-    stride = logits.stride(0)
-    sample_threshold_kernel[(rows,)](
-        logits, wishes, slots, thresholds, size, stride, TILE=_TILE, num_warps=8, **chain.options()
-    )
     sample_part_kernel[(rows, _PARTS)](
         logits,
         wishes,
         seeds,
         slots,
         positions,
-        thresholds,
+        floors,
         best,
         best_at,
         size,
-        stride,
+        logits.stride(0),
         PARTS=_PARTS,
         TILE=_TILE,
         num_warps=4,
