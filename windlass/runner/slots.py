@@ -46,8 +46,9 @@ class SlotTables:
     def clear(self, slots: Sequence[SlotId]) -> None:
         """Let what these slots have no block for be read from and written to the scratch block."""
         if slots:
-            self._host[list(slots)] = self._scratch
-            self.tables[list(slots)] = self._scratch
+            at = np.array(slots)
+            self._host[at] = self._scratch
+            self.tables[to_device(at, self.device)] = self._scratch  # waits for nothing
 
     def apply(self, plan: StepPlan) -> list[Row]:
         """Start the tables of admitted requests, append the rows' blocks; returns rows with any."""
