@@ -125,6 +125,20 @@ class SamplingParams:
             ) from error
 
     @property
+    def changes_logits(self) -> bool:
+        """Whether what the model says is changed before anything is drawn from it."""
+        return bool(
+            self.repetition_penalty != 1
+            or self.frequency_penalty
+            or self.presence_penalty
+            or self.logit_bias
+            or self.allowed_token_ids is not None
+            or self.bad_token_ids
+            or self.min_tokens
+            or self.structured_outputs is not None
+        )
+
+    @property
     def greedy(self) -> bool:
         return self.temperature < 1e-5
 

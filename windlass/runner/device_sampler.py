@@ -20,18 +20,8 @@ from windlass.runner.verify import Asked, draw_in_turn
 
 
 def _needs_plain(wish: SamplingParams) -> bool:
-    return bool(
-        wish.repetition_penalty != 1
-        or wish.frequency_penalty
-        or wish.presence_penalty
-        or wish.logit_bias
-        or wish.allowed_token_ids is not None
-        or wish.bad_token_ids
-        or wish.min_tokens
-        or wish.structured_outputs is not None
-        or wish.logprobs is not None
-        or wish.prompt_logprobs is not None
-    )
+    scored = wish.logprobs is not None or wish.prompt_logprobs is not None
+    return scored or wish.changes_logits
 
 
 class DeviceSampler:

@@ -39,16 +39,8 @@ class _Memory:
     scored: bool = field(init=False)  # whether log probabilities are wanted
 
     def __post_init__(self) -> None:
-        wish = self.sampling
-        self.special = bool(
-            self.counts is not None
-            or wish.logit_bias
-            or wish.allowed_token_ids is not None
-            or wish.bad_token_ids
-            or wish.min_tokens
-            or self.grammar is not None
-        )
-        self.scored = wish.logprobs is not None
+        self.special = self.sampling.changes_logits
+        self.scored = self.sampling.logprobs is not None
 
     @property
     def num_output(self) -> int:
