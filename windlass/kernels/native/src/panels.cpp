@@ -18,7 +18,7 @@ constexpr int kMostBlock = 32;
 // The largest input of a block is an outlier where rounding the others without it pays: its square is
 // above that of the next by this many times the mean of the row's squares. What rounding loses grows
 // with the square of a block's largest input, so these are the blocks that lose the most. In a small
-// language model one in eight has one, and taking it out takes away four fifths of the divergence
+// language model one in eight has one, and taking it out takes away three quarters of the divergence
 // that rounding causes.
 constexpr float kOutlier = 16.0f;
 
