@@ -64,7 +64,9 @@ Rounded round_to(float peak, int block, const float* x, int8_t* codes) {
                      : round_codes(x, 16, step, inverse, codes);
 }
 
-float peak_of_block(int block, const float* x) { return block == 32 ? peak_of(x, 32) : peak_of(x, 16); }
+float peak_of_block(int block, const float* x) {
+  return block == 32 ? peak_of(x, 32) : peak_of(x, 16);
+}
 
 Rounded round_block(int block, const float* x, int8_t* codes) {
   return round_to(peak_of_block(block, x), block, x, codes);
