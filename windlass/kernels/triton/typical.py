@@ -70,10 +70,9 @@ def keep_typical(
     `wishes` as `sample` takes them; slots, guesses and samples [rows], int32.
     """
     rows, size = logits.shape
-    stride = logits.stride(0)
     typical_kernel[(rows,)](
         *(logits, wishes, slots, thresholds(logits, wishes, slots), guesses, sampled),
-        *(size, stride, epsilon),
+        *(size, logits.stride(0), epsilon),
         TILE=_TILE,
         num_warps=8,
         **chain.options(),

@@ -139,7 +139,7 @@ void fill_int_panel(const Weight& w, const IntSizes& sizes, const float* x, cons
       float spare[kMostBlock];
       int8_t codes[kMostBlock];
       const float* inputs = inputs_of(w, row, b * block, block, spare);
-      const float peak = peak_of_block(block, inputs);
+      const float peak = x_scales == nullptr ? peak_of_block(block, inputs) : 0.0f;
       if (looks && peak * peak > pays) {
         const int at = place_of(peak, inputs, block);
         float others[kMostBlock];
