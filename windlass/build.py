@@ -41,6 +41,8 @@ if TYPE_CHECKING:
 
 _COMPUTING = "windlass.runner.assemble"
 _MEASURED = ("graphs", "activations")
+# Net, between two collections: a step of hundreds of rows makes thousands, and all of them go by themselves.
+_MANY_OBJECTS = 50_000
 _POLICIES: dict[str, type[Policy]] = {"fcfs": Fcfs, "priority": Priority}
 
 
@@ -176,10 +178,17 @@ def build_engine(config: EngineConfig, source: Source, weights: Loaded | None = 
         made.memory if adapting is None else {**made.memory, "adapters": adapting.bank.num_bytes},
         adapting.store.folders if adapting is not None else {},
     )
-    # What was built stays: the collector need not look at it again and again while steps run.
+    _calm_collector()
+    return Built(_engine(config, source, scheduler, runner, made, weights), report, weights)
+
+
+def _calm_collector() -> None:
+    """Let it look neither at what was built, which stays, nor at what each step makes and drops."""
     gc.collect()
     gc.freeze()
-    return Built(_engine(config, source, scheduler, runner, made, weights), report, weights)
+    first, *others = gc.get_threshold()
+    if 0 < first < _MANY_OBJECTS:
+        gc.set_threshold(_MANY_OBJECTS, *others)
 
 
 def _attach_grammars(runner: Runner, config: EngineConfig, source: Source) -> Grammars:

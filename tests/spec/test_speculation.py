@@ -308,6 +308,36 @@ def test_what_came_in_steps_without_guesses_is_told_when_guesses_are_wanted() ->
     assert proposer._unread[SlotId(1)] == tokens[SlotId(1)]
 
 
+def test_a_large_step_behind_one_with_guesses_is_told_later_and_times_nothing() -> None:
+    """Nobody looks at its results: not even at when they came."""
+    some = governor.StepCosts({1: 1.0, 2: 1.0})
+    proposer = NgramProposer(1, 2, 4)
+    tokens = {SlotId(0): [5, 6], SlotId(1): [8]}
+    judge = governor.Governor(some, 100, most_of=lambda rows: 4 * (rows == 1))
+    timed: list[float] = []
+    judge.took = lambda _tokens, _guessed, seconds, *_: timed.append(seconds)
+    now = 0.0
+    runner = Speculation(Counting(), proposer, judge, lambda: tokens, clock=lambda: now)
+    new = [
+        Admission(str(slot), slot, list(known), len(known), SamplingParams(), frozenset(), 0)
+        for slot, known in tokens.items()
+    ]
+    rows = [Row(each.request_id, each.slot, 0, 1, (5,), (), True) for each in new]
+    small, large = StepPlan(rows[:1], new), StepPlan(rows)
+    first, second = runner.submit(small), runner.submit(large)
+    now = 1.0
+    tokens[SlotId(0)] += first.wait().rows[0].tokens
+    assert timed == [1.0]
+    third = runner.submit(StepPlan(rows[:1]))
+    now = 4.0
+    for row, result in zip(rows, second.wait().rows, strict=True):
+        tokens[row.slot] += result.tokens
+    third.wait()
+    assert timed == [1.0]
+    assert proposer._slots[SlotId(0)]._tokens == [5, 6, 0, 0, 0]
+    assert proposer._unread[SlotId(1)] == [8, 0]
+
+
 @pytest.mark.parametrize(("joining", "guesses"), [(0, True), (1, False)])
 def test_nobody_guesses_for_a_step_that_will_have_too_many_rows(
     joining: int, guesses: bool

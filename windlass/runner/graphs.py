@@ -213,6 +213,7 @@ class CudaRunner(Runner):
 
     # ---- steps -------------------------------------------------------------------------------
 
+    @torch.inference_mode()
     def submit(self, plan: StepPlan) -> Pending:
         """Launch a step; the host goes on while the device computes."""
         try:
@@ -224,7 +225,6 @@ class CudaRunner(Runner):
                 "Lower --max-num-batched-tokens or --memory-share."
             ) from error
 
-    @torch.inference_mode()
     def _submit(self, plan: StepPlan) -> Pending:
         self._put_adapters(plan)
         self._note_fixed(plan)

@@ -76,8 +76,10 @@ class CudaGuesser(CudaRunner):
     def most_guesses(self, wish: int, num_rows: int) -> int:
         if not self._sizes:
             return wish
-        size = next((size for size in _SIZES if size >= num_rows), None)
-        return 0 if size is None else min(wish, self._widths_of(size)[-1] - 1)
+        if num_rows > _SIZES[-1]:
+            return 0
+        size = next(size for size in _SIZES if size >= num_rows)
+        return min(wish, self._widths_of(size)[-1] - 1)
 
     @property
     def is_ahead(self) -> bool:
@@ -116,7 +118,6 @@ class CudaGuesser(CudaRunner):
             return fitting
         return sorted({1, *fitting[1:2], fitting[-1]})
 
-    @torch.inference_mode()
     def _submit(self, plan: StepPlan) -> Pending:
         rows = plan.rows
         ahead, self._ahead = self._ahead, None

@@ -71,14 +71,15 @@ class Speculation:
         self._known = known
         self.now = clock
         self._num_told: dict[SlotId, int] = {}  # tokens that the proposer knows
-        self._behind = False  # whether there are more
+        self._told = 0  # the last step of which it was told
+        self._skipped = 0  # the last of which it was not
         self._kinds: dict[SlotId, int] = {}
         self._number = 0  # of the last step
         self._since: dict[SlotId, int] = {}  # the step with which a slot was given away
         self._changed = 0  # the last step with which one came or went
         self._found = True  # whether the last look for guesses gave any
         self._holders: set[SlotId] = set()  # slots with guesses that no step has verified yet
-        self._last_arrival = 0.0
+        self._last_arrival = 0, 0.0  # the number of a step, and when it came back
 
     def run(self, plan: StepPlan) -> StepResult:
         """Compute a step and wait for it; its rows come back with guesses for the next."""
@@ -89,14 +90,16 @@ class Speculation:
         self._number += 1
         if plan.freed or plan.admitted:
             self._note_changes(plan)
-        wanted, guessed = 0, False
         # Guesses are verified in the next step, which may be much larger.
         allowed = self._governor.allows(len(plan.rows) + plan.num_joining)
-        if allowed or self._holders:
-            slots = [row.slot for row in plan.rows]
-            guessed = bool(self._holders) and plan.has_guesses
-            self._holders.difference_update(slots)
-            wanted = self._governor.wanted(slots, self._proposer.free) if allowed else 0
+        if not allowed and not self._holders:
+            self._proposer.begin(plan, 0)
+            self._skipped = self._number
+            return self._runner.submit(plan)  # nobody looks at it on its way back
+        slots = [row.slot for row in plan.rows]
+        guessed = bool(self._holders) and plan.has_guesses
+        self._holders.difference_update(slots)
+        wanted = self._governor.wanted(slots, self._proposer.free) if allowed else 0
         self._proposer.begin(plan, wanted)
         step = Started(plan, self._number, wanted, guessed, self.now())
         pending = self._runner.submit(plan)
@@ -118,12 +121,14 @@ class Speculation:
     def arrived(self, step: Started, result: StepResult) -> StepResult:
         """Count what was right, and add guesses for the next step."""
         rows, results, now = step.plan.rows, result.rows, self.now()
-        seconds = now - max(step.began, self._last_arrival)
-        self._last_arrival = now
+        before, at = self._last_arrival
+        self._last_arrival = step.number, now
+        seconds = now - max(step.began, at)
+        # Of one that waited for another it is not known how long, if nobody saw that one come back.
+        timed = before == step.number - 1
         if not step.wanted and not step.guessed:
-            self._behind = True
-            # Of steps that may have no guesses nobody asks; they are the largest.
-            if self._governor.allows(len(rows)) and step.plan.num_tokens == len(rows):
+            self._skipped = max(self._skipped, step.number)
+            if timed and step.plan.num_tokens == len(rows):
                 self._governor.took(len(rows), False, seconds)
             return result
         sampled = [i for i, row in enumerate(rows) if row.sample]
@@ -131,21 +136,20 @@ class Speculation:
             # A slot may have been given away since: by an abort, or by a plan that ran ahead.
             sampled = [i for i in sampled if self._since.get(rows[i].slot, _NEVER) <= step.number]
         self._count(rows, results, sampled)
-        self._tell([seen(rows[i], results[i]) for i in sampled])
+        self._tell(step.number, [seen(rows[i], results[i]) for i in sampled])
         drafting = 0.0
         if step.wanted and sampled:
             result = StepResult(self._with_drafts(rows, results, sampled))
             drafting = self.now() - now
-        if all(row.num_tokens == 1 + row.num_drafts for row in rows):
+        if timed and all(row.num_tokens == 1 + row.num_drafts for row in rows):
             num_tokens, seconds = step.plan.num_tokens, seconds + drafting
             self._governor.took(num_tokens, step.guessed, seconds, len(rows), step.wanted)
         return result._replace(drafting_s=drafting)
 
-    def _tell(self, news: list[Seen]) -> None:
+    def _tell(self, number: int, news: list[Seen]) -> None:
         """Let the proposer know what came now, and before that what it missed."""
         told = self._num_told
-        if self._behind:
-            self._behind = False
+        if self._skipped > self._told:
             missed = []
             for slot, tokens in self._known().items():
                 num_told = told.get(slot, len(tokens))
@@ -153,6 +157,7 @@ class Speculation:
                     missed.append(Seen(slot, tokens[num_told:]))
                     told[slot] = len(tokens)
             self._proposer.take_in(missed)
+        self._told = number
         for each in news:
             told[each.slot] += len(each.tokens)
         self._proposer.take_in(news)

@@ -5,10 +5,12 @@ The engines share the weights and take turns in one run, since two runs on a CPU
 
 from __future__ import annotations
 
+import gc
 import itertools
 import math
 import statistics
 import time
+from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -34,8 +36,7 @@ _CONTROL = (
     "standard error."
 )
 _TOKENS = 96
-_LONG = 384  # of many requests at once on a GPU, where fewer would be over in a moment
-_MANY_S = 30.0  # that these go on for: one is over in a second, and no two are alike
+_MANY_S = 30.0  # of many at once on a GPU: one run is over in a moment, and no two are alike
 _TELLING = 5  # runs from which on their spread says something
 _AT_ONCE = 32
 # Prose that ships with the program: to repeat here, to measure short perplexities elsewhere.
@@ -82,7 +83,6 @@ class _Work:
     name: str
     prompts: list[Messages]
     at_once: int
-    max_tokens: int = _TOKENS
     seconds: float = 0.0  # that runs of both engines go on for at least
 
 
@@ -91,7 +91,7 @@ class _Run:
     """Seconds of all prompts, and what came out."""
 
     seconds: float
-    tokens: list[list[int]]
+    tokens: list[array[int]]  # at which a collector does not look
     decode_tok_s: float  # of one request, from its first token on
     num_drafts: int  # rows with guesses
     num_drafted: int
@@ -141,8 +141,8 @@ def speculation(
             rows.append({"spec": name, **_row(work, without, using, exact)})
             say(f"{name}, {work.name}: {rows[-1]['decode_speedup']} times the decode speed")
     notes = (
-        f"Greedy, up to {_TOKENS} tokens out{'' if exact else f', {_LONG} of many at once'}; tok/s with the prompts' time, decode tok/s of one "
-        f"request from its first token on; medians of the runs, but times off, which is the geometric mean "
+        f"Greedy, up to {_TOKENS} tokens out; tok/s with the prompts' time, decode tok/s of one request "
+        f"from its first token on; medians of the runs, but times off, which is the geometric mean "
         f"of runs that followed each other. {_SAME[exact]}"
         f"{'' if exact else _CONTROL}"
     )
@@ -151,14 +151,14 @@ def speculation(
 
 def _works(at_once: int, free: list[Messages] | None, slow: bool) -> list[_Work]:
     """`slow`: on a CPU."""
-    most, long = (_TOKENS, 0.0) if slow else (_LONG, _MANY_S)
+    long = 0.0 if slow else _MANY_S
     editing = [_ask(f"Repeat the following text exactly: {text}") for text in TEXTS]
     free = free or [_ask(question) for question in _QUESTIONS]
     return [
         _Work("editing, one at a time", editing, 1),
         _Work("free answers, one at a time", free, 1),
-        _Work(f"editing, {at_once} at once", _cycle(editing, at_once), at_once, most, long),
-        _Work(f"free answers, {at_once} at once", _cycle(free, at_once), at_once, most, long),
+        _Work(f"editing, {at_once} at once", _cycle(editing, at_once), at_once, long),
+        _Work(f"free answers, {at_once} at once", _cycle(free, at_once), at_once, long),
     ]
 
 
@@ -184,7 +184,8 @@ def _in_turns(llms: Sequence[LLM], work: _Work, count: int) -> list[list[_Run]]:
 def _run(llm: LLM, work: _Work) -> _Run:
     llm.engine.reset_prefix_cache()
     before = llm.engine.stats()
-    wish = SamplingParams(temperature=0.0, max_tokens=work.max_tokens)
+    wish = SamplingParams(temperature=0.0, max_tokens=_TOKENS)
+    gc.collect()  # what earlier runs left is none of this one's work
     start = time.perf_counter()
     results: list[RequestOutput] = []
     for at in range(0, len(work.prompts), work.at_once):
@@ -193,7 +194,7 @@ def _run(llm: LLM, work: _Work) -> _Run:
     after = llm.engine.stats()
     return _Run(
         seconds,
-        [result.outputs[0].token_ids for result in results],
+        [array("i", result.outputs[0].token_ids) for result in results],
         _decode_speed(results),
         after.num_drafts - before.num_drafts,
         after.num_draft_tokens - before.num_draft_tokens,

@@ -1,0 +1,59 @@
+"""Python's collector does not look at what steps make: they drop it all themselves."""
+
+from __future__ import annotations
+
+import gc
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.runner.test_deterministic import CONFIG
+from windlass import LLM, SamplingParams
+
+
+@pytest.fixture
+def usual_collector() -> Iterator[None]:
+    before = gc.get_threshold()
+    gc.set_threshold(700, 10, 10)
+    yield
+    gc.set_threshold(*before)
+
+
+def engine_of(folder: Path) -> LLM:
+    (folder / "config.json").write_text(json.dumps(CONFIG))
+    return LLM(
+        str(folder),
+        load_format="dummy",
+        device="cpu",
+        num_blocks=600,
+        max_num_seqs=64,
+        block_size=16,
+    )
+
+
+@pytest.mark.usefixtures("usual_collector")
+def test_hundreds_of_rows_are_computed_without_a_collection(tmp_path: Path) -> None:
+    llm = engine_of(tmp_path)
+    prompts = [[i + 1, 2, 3] for i in range(64)]
+    wish = SamplingParams(max_tokens=40, ignore_eos=True, temperature=0.0)
+    seen: list[str] = []
+
+    def count(phase: str, _info: dict[str, int]) -> None:
+        seen.append(phase)
+
+    gc.callbacks.append(count)
+    try:
+        results = llm.generate(prompts, wish)
+    finally:
+        gc.callbacks.remove(count)
+    assert len(results) == 64
+    assert not seen
+
+
+@pytest.mark.usefixtures("usual_collector")
+def test_a_collector_that_is_switched_off_stays_so(tmp_path: Path) -> None:
+    gc.set_threshold(0)
+    engine_of(tmp_path)
+    assert gc.get_threshold()[0] == 0
