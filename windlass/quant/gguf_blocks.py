@@ -20,7 +20,7 @@ class Block(NamedTuple):
     """A block's contents for all rows: weight = code * scale + min, a scale per group."""
 
     codes: Tensor  # uint8 or int8 [N, blocks, values]
-    scales: Tensor  # float32 [N, blocks, groups]
+    scales: Tensor  # float16 or float32 [N, blocks, groups]
     mins: Tensor | None = None
     packed: bool = False  # whether two codes are in a byte already, from 0 to 15
 
@@ -58,8 +58,13 @@ def _cut(values: Tensor, *sizes: int) -> Tensor:
 
 
 def _half(raw: Tensor, at: int) -> Tensor:
-    """The float16 at a byte of every block, as float32 [N, blocks, 1]."""
-    return raw[..., at : at + 2].contiguous().view(torch.float16).float()
+    """The float16 at a byte of every block, [N, blocks, 1]."""
+    return raw[..., at : at + 2].contiguous().view(torch.float16)
+
+
+def _float(raw: Tensor, at: int) -> Tensor:
+    """The same as float32, to be multiplied."""
+    return _half(raw, at).float()
 
 
 def _nibbles(raw: Tensor, at: int) -> Tensor:
@@ -119,7 +124,7 @@ def _pairs_of_bits(packed: Tensor) -> Tensor:
 
 def _q2_k(raw: Tensor) -> Block:
     both = raw[..., :16]
-    scales, mins = _half(raw, 80) * (both & 15), _half(raw, 82) * (both >> 4)
+    scales, mins = _float(raw, 80) * (both & 15), _float(raw, 82) * (both >> 4)
     return Block(_pairs_of_bits(raw[..., 16:80]), scales, -mins)
 
 
@@ -131,7 +136,7 @@ def _q3_k(raw: Tensor) -> Block:
     lower = torch.cat((low & 15, low >> 4), dim=-1)
     upper = torch.cat([top >> place & 3 for place in (0, 2, 4, 6)], dim=-1)
     small = (lower | upper << 4).to(torch.int8) - 32
-    return Block(codes, _half(raw, 108) * small)
+    return Block(codes, _float(raw, 108) * small)
 
 
 def _six_bits(raw: Tensor) -> tuple[Tensor, Tensor]:
@@ -151,7 +156,7 @@ def _runs_of_nibbles(packed: Tensor) -> Tensor:
 def _q4_k(raw: Tensor) -> Block:
     scales, mins = _six_bits(raw[..., 4:16])
     codes = _runs_of_nibbles(raw[..., 16:144])
-    return Block(codes, _half(raw, 0) * scales, -_half(raw, 2) * mins)
+    return Block(codes, _float(raw, 0) * scales, -_float(raw, 2) * mins)
 
 
 def _q5_k(raw: Tensor) -> Block:
@@ -159,7 +164,7 @@ def _q5_k(raw: Tensor) -> Block:
     places = torch.arange(8, dtype=torch.uint8, device=raw.device).view(8, 1)
     high = (raw[..., None, 16:48] >> places & 1).flatten(-2)
     codes = _runs_of_nibbles(raw[..., 48:176]) | high << 4
-    return Block(codes, _half(raw, 0) * scales, -_half(raw, 2) * mins)
+    return Block(codes, _float(raw, 0) * scales, -_float(raw, 2) * mins)
 
 
 def _q6_k(raw: Tensor) -> Block:
@@ -168,7 +173,7 @@ def _q6_k(raw: Tensor) -> Block:
     places = torch.arange(0, 8, 2, dtype=torch.uint8, device=raw.device).view(4, 1)
     upper = (_cut(raw[..., 128:192], 2, 1, 32) >> places & 3).flatten(-3)
     scales = raw[..., 192:208].contiguous().view(torch.int8)
-    return Block((lower | upper << 4).to(torch.int8) - 32, _half(raw, 208) * scales)
+    return Block((lower | upper << 4).to(torch.int8) - 32, _float(raw, 208) * scales)
 
 
 KINDS = {

@@ -88,7 +88,8 @@ void make_plain(Case& c) {
   }
 }
 
-Case make(int kind, int num_out, int num_in, int group, bool mins, bool ordered) {
+Case make(WindlassPool* pool, int kind, int num_out, int num_in, int group, bool mins,
+          bool ordered) {
   Case c;
   c.weight.kind = kind;
   c.weight.num_out = num_out;
@@ -108,7 +109,7 @@ Case make(int kind, int num_out, int num_in, int group, bool mins, bool ordered)
                       : kind == 3 || kind == 5 ? static_cast<const void*>(c.halves.data())
                                              : c.dense.data();
   const void* scales = kind == 2 ? static_cast<const void*>(c.floats.data()) : c.halves.data();
-  windlass_pack(&c.weight, codes, scales, c.mins.data(), c.packed.data());
+  windlass_pack(pool, &c.weight, codes, scales, c.mins.data(), c.packed.data());
   c.weight.data = c.packed.data();
   return c;
 }
@@ -193,7 +194,7 @@ int main(int argc, char**) {
     for (int kind = 0; kind <= 5; ++kind) {
       if (kind == 2 && shape[2] % 4) continue;
       for (int mins = 0; mins <= (kind <= 1 ? 1 : 0); ++mins) {
-        const Case c = make(kind, shape[0], shape[1], shape[2], mins != 0, mins == 1);
+        const Case c = make(pool, kind, shape[0], shape[1], shape[2], mins != 0, mins == 1);
         const bool small = shape[1] < 200;
         check(pool, c, 6);
         if (small || all) check(pool, c, 16);

@@ -146,6 +146,7 @@ class NativeProduct(Prepared):
             return
         self._weight.data = self._data.data_ptr()
         pool.functions.windlass_pack(
+            pool.handle,
             self._reference,
             parts.codes.data_ptr(),
             _pointer(parts.scales),
@@ -238,7 +239,12 @@ def _parts(form: Packed | Tensor) -> _Parts:
 
 def _uncentred(form: Int4Group) -> Tensor | None:
     """The minima, or None where they only move the codes' centre to 8."""
-    return None if torch.equal(form.mins.float(), form.scales.float() * -8) else form.mins
+
+    def centred(rows: slice) -> bool:
+        return torch.equal(form.mins[rows].float(), form.scales[rows].float() * -8)
+
+    # Most that are not show it in the first row.
+    return None if centred(slice(1)) and centred(slice(1, None)) else form.mins
 
 
 def _halves(scales: Tensor, mins: Tensor | None) -> tuple[Tensor, Tensor | None, float]:
@@ -252,7 +258,8 @@ def _halves(scales: Tensor, mins: Tensor | None) -> tuple[Tensor, Tensor | None,
         peak = max(float(tensor.abs().max()) for tensor in given)
         if peak > 0:
             gain = 2.0 ** (math.frexp(peak)[1] - _HALF_EXPONENT)
-    halves = [(tensor.float() / gain).half().contiguous() for tensor in given]
+        given = [(tensor.float() / gain).half() for tensor in given]
+    halves = [tensor.contiguous() for tensor in given]
     return halves[0], halves[1] if mins is not None else None, gain
 
 

@@ -1,17 +1,39 @@
 // Rearranges weights into tiles of outputs, once, when a model is loaded. Loses nothing.
 
+#include <algorithm>
 #include <cstring>
+#include <mutex>
 
 #include "api.h"
+#include "pool.h"
 #include "weight.h"
 
 namespace windlass {
 
 namespace {
 
+constexpr int kTilesAtOnce = 4;
+
 // Code of 4 bits that lies two a byte, the first in the low half.
 uint8_t nibble(const uint8_t* row, int k) {
   return k % 2 ? row[k / 2] >> 4 : row[k / 2] & 15;
+}
+
+// The bytes of a word, with a byte of nothing behind each.
+uint64_t spread(uint32_t word) {
+  uint64_t wide = word;
+  wide = (wide | wide << 16) & 0x0000ffff0000ffff;
+  return (wide | wide << 8) & 0x00ff00ff00ff00ff;
+}
+
+// 16 codes, of which 0..7 come into the low halves of 8 bytes and 8..15 into the high ones.
+uint64_t halved(const uint8_t* row) {
+  uint32_t first, second;
+  std::memcpy(&first, row, 4);
+  std::memcpy(&second, row + 4, 4);
+  const uint32_t even = (first & 0x0f0f0f0f) | (second & 0x0f0f0f0f) << 4;
+  const uint32_t odd = (first >> 4 & 0x0f0f0f0f) | (second & 0xf0f0f0f0);
+  return spread(even) | spread(odd) << 8;
 }
 
 template <class T>
@@ -26,20 +48,31 @@ void pack_groups(const Weight& w, int tile, const T* values, T* out) {
 }
 
 void pack_int4_row(const Weight& w, const uint8_t* row, int r, uint8_t* out) {
-  // Padding is code 8: around the centre it is zero, and with minima its inputs are zero anyway.
-  const auto code = [&](int k) { return k < w.num_in ? nibble(row, k) : uint8_t{8}; };
-  const int sign = has_signed_nibbles(w) ? 0x88 : 0;  // less 8: the highest bit turns round
+  const uint64_t sign = has_signed_nibbles(w) ? 0x8888888888888888 : 0;  // less 8: a bit turns round
   for (int k = 0; k < padded_in(w); k += 16) {
-    for (int i = 0; i < 8; ++i) {
-      const int both = code(k + i) | code(k + i + 8) << 4;
-      out[nibble_place(k + i, r)] = static_cast<uint8_t>(both ^ sign);
+    // Padding is code 8: around the centre it is zero, and with minima its inputs are zero anyway.
+    uint8_t last[8] = {0x88, 0x88, 0x88, 0x88, 0x88, 0x88, 0x88, 0x88};
+    const uint8_t* from = row + k / 2;
+    if (k + 16 > w.num_in) {
+      std::memcpy(last, from, static_cast<size_t>(std::max(w.num_in - k, 0)) / 2);
+      from = last;
     }
+    const uint64_t both = halved(from) ^ sign;
+    uint8_t bytes[8];
+    std::memcpy(bytes, &both, 8);
+    for (int i = 0; i < 8; i += kSpan) std::memcpy(out + nibble_place(k + i, r), bytes + i, kSpan);
   }
 }
 
 void pack_int8_row(const Weight& w, const uint8_t* row, int r, uint8_t* out) {
-  const int offset = code_offset(w);
-  for (int k = 0; k < w.num_in; ++k) out[int8_place(k, r)] = static_cast<uint8_t>(row[k] + offset);
+  const int offset = code_offset(w), whole = w.num_in / kSpan * kSpan;
+  const auto put = [&](int k, int count) {
+    uint8_t codes[kSpan];
+    for (int i = 0; i < count; ++i) codes[i] = static_cast<uint8_t>(row[k + i] + offset);
+    std::memcpy(out + int8_place(k, r), codes, static_cast<size_t>(count));
+  };
+  for (int k = 0; k < whole; k += kSpan) put(k, kSpan);
+  put(whole, w.num_in - whole);
 }
 
 void pack_table_row(const Weight& w, const uint8_t* row, int r, uint8_t* out) {
@@ -82,6 +115,22 @@ size_t row_bytes(const Weight& w) {
   return nibbles ? k / 2 : w.kind == kInt8 ? k : halves ? 2 * k : 4 * k;
 }
 
+void pack_tile(const Weight& w, int tile, const uint8_t* rows, const void* scales,
+               const uint16_t* mins, uint8_t* out) {
+  std::memset(out, 0, tile_bytes(w));
+  if (is_integer(w)) {
+    uint16_t* halves = reinterpret_cast<uint16_t*>(out);
+    pack_groups(w, tile, static_cast<const uint16_t*>(scales), halves);
+    if (w.has_mins) pack_groups(w, tile, mins, halves + num_groups(w) * kTile);
+  } else if (w.kind == kTable4) {
+    pack_groups(w, tile, static_cast<const float*>(scales), reinterpret_cast<float*>(out));
+  }
+  for (int r = 0; r < kTile && tile * kTile + r < w.num_out; ++r) {
+    const size_t n = static_cast<size_t>(tile) * kTile + static_cast<size_t>(r);
+    pack_row(w, rows + n * row_bytes(w), r, out + scale_bytes(w));
+  }
+}
+
 }  // namespace
 
 }  // namespace windlass
@@ -94,24 +143,15 @@ uint64_t windlass_packed_bytes(const WindlassWeight* w) {
   return static_cast<uint64_t>(num_tiles(*w)) * tile_bytes(*w);
 }
 
-void windlass_pack(const WindlassWeight* weight, const void* codes, const void* scales,
-                   const uint16_t* mins, uint8_t* out) {
-  const Weight& w = *weight;
-  const uint8_t* rows = static_cast<const uint8_t*>(codes);
-  for (int tile = 0; tile < num_tiles(w); ++tile, out += tile_bytes(w)) {
-    std::memset(out, 0, tile_bytes(w));
-    if (is_integer(w)) {
-      uint16_t* halves = reinterpret_cast<uint16_t*>(out);
-      pack_groups(w, tile, static_cast<const uint16_t*>(scales), halves);
-      if (w.has_mins) pack_groups(w, tile, mins, halves + num_groups(w) * kTile);
-    } else if (w.kind == kTable4) {
-      pack_groups(w, tile, static_cast<const float*>(scales), reinterpret_cast<float*>(out));
+void windlass_pack(WindlassPool* pool, const WindlassWeight* weight, const void* codes,
+                   const void* scales, const uint16_t* mins, uint8_t* out) {
+  const std::lock_guard<std::mutex> hold(pool->pool.mutex());
+  pool->pool.each(num_tiles(*weight), kTilesAtOnce, [&](int begin, int end) {
+    for (int tile = begin; tile < end; ++tile) {
+      pack_tile(*weight, tile, static_cast<const uint8_t*>(codes), scales, mins,
+                out + static_cast<size_t>(tile) * tile_bytes(*weight));
     }
-    for (int r = 0; r < kTile && tile * kTile + r < w.num_out; ++r) {
-      const size_t n = static_cast<size_t>(tile) * kTile + static_cast<size_t>(r);
-      pack_row(w, rows + n * row_bytes(w), r, out + scale_bytes(w));
-    }
-  }
+  });
 }
 
 }  // extern "C"
