@@ -203,7 +203,7 @@ class LLM:
         names = _as_adapters(adapter, len(many))
         jobs = [self._front.job(*each) for each in zip(many, wishes, names, strict=True)]
         with progress_bar(len(jobs), progress) as advance:
-            for job, _ in self._drive(jobs):
+            for job, _ in self._drive(jobs, whole=True):
                 if job.done:
                     advance()
         return [job.result(self._price) for job in jobs]
@@ -257,20 +257,32 @@ class LLM:
         """Unload an adapter."""
         self.engine.adapters.unload(name)
 
-    def _drive(self, jobs: list[_Job]) -> Iterator[tuple[_Job, Delta]]:
-        """Step until the jobs are done; whatever happens, nothing of them stays in the engine."""
+    def _drive(self, jobs: list[_Job], whole: bool = False) -> Iterator[tuple[_Job, Delta]]:
+        """Step until the jobs are done; whatever happens, nothing of them stays in the engine.
+
+        `whole`: a completion comes in one piece, if its text cannot end it.
+        """
         left: dict[str, _Job] = {}
         owners = {request.request_id: job for job in jobs for request in job.requests}
+        kept: dict[str, list[int]] = {}  # tokens of completions that come so
         try:
             for job in jobs:
                 for request in job.requests:
                     self.engine.add(request)
                     left[request.request_id] = job
+                    if whole and request.sampling.is_only_tokens:
+                        kept[request.request_id] = []
             while left:
                 outputs = self.engine.step()
                 if not outputs and self.engine.is_loading:
                     time.sleep(_LOADING_S)  # lets the thread work that reads the adapter
                 for output in outputs:
+                    tokens = kept.get(output.request_id)
+                    if tokens is not None:
+                        tokens += output.tokens
+                        if output.finish is None:
+                            continue
+                        output = output._replace(tokens=tokens)
                     job = left[output.request_id]
                     delta = job.feed(output)
                     if delta.finish_reason is not None:

@@ -139,6 +139,11 @@ class SamplingParams:
         )
 
     @property
+    def is_only_tokens(self) -> bool:
+        """Whether they are all there is to a completion, and their text does not end it."""
+        return not self.stop and self.logprobs is None and self.prompt_logprobs is None
+
+    @property
     def greedy(self) -> bool:
         return self.temperature < 1e-5
 
