@@ -8,8 +8,10 @@ where none pays, nobody guesses and steps are the plain ones.
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 
 from windlass.config import MAX_SPEC_TOKENS
 from windlass.core.types import SlotId
@@ -173,7 +175,7 @@ class Governor:
         self._drafting = drafting
         self._most_guesses = most_guesses
         self._most_positions = most_positions
-        self._most_of = most_of or (lambda _: most_guesses)
+        self._most_of = cache(most_of or (lambda _: most_guesses))  # asked several times a step
         self._now = 0  # steps so far
         self._looks, self._tries = Pause(), Pause()
         self._pauses = _USUAL
@@ -181,7 +183,8 @@ class Governor:
         self._slots: dict[SlotId, _Record] = {}
         self._last_kind = 0
         self._kinds: dict[int, tuple[float, float]] = {}  # first guesses: right, tried
-        self._slowness: dict[int, Slowness] = {}  # by the size of a batch, roughly
+        # By the size of a batch, roughly: with more requests a host has more to do.
+        self._slowness: defaultdict[int, Slowness] = defaultdict(Slowness)
         self._last_depth = 0
 
     def admit(self, slot: SlotId) -> None:
@@ -353,8 +356,7 @@ class Governor:
         return best
 
     def _slowness_of(self, num_rows: int) -> Slowness:
-        """Of batches of about so many requests: with more of them, a host has more to do."""
-        return self._slowness.setdefault(num_rows.bit_length(), Slowness())
+        return self._slowness[num_rows.bit_length()]
 
 
 def _margin(num_rows: int) -> float:
