@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, get_args
 
@@ -197,6 +197,16 @@ def test_costs_are_measured_once(tmp_path: Path, monkeypatch) -> None:
     kept = tmp_path / "file" / "notes.json"
     reason = make(model, spec="ngram").report.choices[-1].reason
     assert "cannot be written" in reason
+
+
+def test_guesses_that_can_never_pay_are_told(tmp_path: Path, monkeypatch) -> None:
+    model, told = folder_of(tmp_path / "model"), "would not pay here if all were right"
+    for cost in (0.1, 10.0):
+        making = StepCosts({1: cost, 2: cost})
+        costs = replace(SOME, drafting=Drafting(making, making, 4))
+        monkeypatch.setattr(start, "measure", lambda *_, found=costs: found)
+        reason = make(model, spec="self", spec_exit_layer=1).report.choices[-1].reason
+        assert (told in reason) == (cost == 10.0)
 
 
 def test_typical_acceptance_is_marked(tmp_path: Path) -> None:

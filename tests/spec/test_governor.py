@@ -221,6 +221,24 @@ def test_free_looks_in_vain_pause_for_a_few_steps_and_not_for_a_new_request() ->
     assert made.wanted([0], True) > 0
 
 
+def test_steps_of_a_pause_may_pass_unasked() -> None:
+    """Then looks come when they would have come."""
+    slots = list(range(40))
+    asked, rested = governor(slots=len(slots)), governor(slots=len(slots))
+    looks: dict[Governor, list[int]] = {asked: [], rested: []}
+    num_rested = 0
+    for step in range(1000):
+        for made in (asked, rested):
+            if made is rested and step % 16 > 1 and made.rests(len(slots)):
+                num_rested += 1
+            elif made.wanted(slots, True):
+                looks[made].append(step)
+                made.choose(slots, [NO_DRAFT] * len(slots), 0)
+    assert looks[rested] == looks[asked]
+    assert num_rested > 800
+    assert not rested.rests(20), "half of them are gone"
+
+
 def test_looks_for_many_in_vain_become_rare_until_half_of_them_are_gone() -> None:
     slots = list(range(40))
     made = governor(slots=len(slots))

@@ -127,6 +127,13 @@ def test_what_costs_more_than_it_gives_is_tried_rarely_even_if_it_is_right() -> 
     assert 5 <= found.num_guessed <= 30
 
 
+def test_what_would_not_pay_if_it_were_always_right_is_not_even_tried() -> None:
+    dear = Drafting(StepCosts({1: 4.0, 64: 8.0}), StepCosts({1: 6.0, 64: 12.0}), 4)
+    found = speed([(500, 1.0, 1.0)], 1, CPU, dear)
+    assert found.times_plain == pytest.approx(1.0)
+    assert found.num_guessed == 0
+
+
 @pytest.mark.parametrize("right", [0.3, 0.5, 0.7])
 @pytest.mark.parametrize("host", [0.01, 0.03, 0.045])
 def test_a_host_that_has_more_to_do_than_was_measured(host: float, right: float) -> None:

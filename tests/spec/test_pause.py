@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
+from tests.spec.test_speculation import Counting
+from windlass import SamplingParams
+from windlass.core.types import Admission, Row, SlotId, StepPlan
+from windlass.runner.runner import Done
+from windlass.spec.governor import Governor, StepCosts
+from windlass.spec.ngram import NgramProposer
 from windlass.spec.pause import Lengths, Pause
+from windlass.spec.speculation import Speculation
 
 LENGTHS = Lengths(patience=2, first=4, longest=10)
 
@@ -36,3 +43,23 @@ def test_one_that_is_ended_goes_on_as_long_as_it_was() -> None:
     assert tries(pause, range(10, 30)) == [10, 18, 28]
     pause.end(40)
     assert tries(pause, range(40, 60)) == [40, 50], "it was over"
+
+
+def test_within_a_pause_steps_come_back_as_they_are_and_one_of_sixteen_is_timed() -> None:
+    dear = Governor(StepCosts({1: 1.0, 2: 9.0}), 100)
+    timed: list[int] = []
+    dear.took = lambda *_: timed.append(runner._number)
+    num_rows = 9
+    slots = [SlotId(slot) for slot in range(num_rows)]
+    tokens = {slot: [1, 2] for slot in slots}
+    runner = Speculation(Counting(), NgramProposer(1, 2, 4), dear, lambda: tokens)
+    new = [Admission(str(s), s, [1, 2], 2, SamplingParams(), frozenset(), 0) for s in slots]
+    rows = [Row(str(slot), slot, 1, 1, (2,), (), True) for slot in slots]
+    untouched = 0
+    for step in range(512):
+        pending = runner.submit(StepPlan(rows, [] if step else new))
+        untouched += isinstance(pending, Done)
+        for slot, found in zip(slots, pending.wait().rows, strict=True):
+            tokens[slot] += found.tokens
+    assert untouched > 0.8 * 512
+    assert 32 <= len(timed) <= 64

@@ -27,6 +27,7 @@ _HOPE = 0.6  # acceptance of a kind of guess of which nothing is known yet
 _MARGIN = 1.01  # what guesses must promise: costs and chances are estimates
 # Of many requests. Those that guess well end early, and the rest go on in smaller, dearer steps.
 _MARGIN_OF_MANY = 1.2
+_TOO_DEAR = 0.8  # of what was measured, which guesses may cost in truth
 _STAY = 0.97  # of the most promised, with which the number of guesses stays as it is
 _ASKED = 32  # requests whose records say how many guesses are made, and that try at once
 _FEW = 8  # requests: more are many
@@ -186,6 +187,7 @@ class Governor:
         # By the size of a batch, roughly: with more requests a host has more to do.
         self._slowness: defaultdict[int, Slowness] = defaultdict(Slowness)
         self._last_depth = 0
+        self._hopeless: dict[int, bool] = {}  # by rows
 
     def admit(self, slot: SlotId) -> None:
         record = self._slots[slot] = _Record()
@@ -201,10 +203,17 @@ class Governor:
         """Whether a step of so many rows may have guesses at all."""
         return self._most_of(num_rows) > 0
 
+    def rests(self, num_rows: int) -> bool:
+        """Whether the next step is part of a pause; then it has passed, and nothing is to be asked."""
+        if 2 * num_rows <= self._rows_then or self._looks.is_over(self._now + 1):
+            return False
+        self._now += 1
+        return True
+
     def wanted(self, slots: Sequence[SlotId], free: bool) -> int:
         """How many guesses to make for each of these requests after the next step.
 
-        Called once a step, which is how time passes here.
+        This or `rests` is called once a step, which is how time passes here.
         """
         self._now += 1
         num_rows = len(slots)
@@ -219,11 +228,29 @@ class Governor:
         depth, pays = self._depth(slots)
         if pays:
             return depth
-        if self._tries.is_over(self._now):
+        if not self.is_hopeless(num_rows) and self._tries.is_over(self._now):
             # Requests that began a moment ago may try soon: until then this was no look.
             return int(any(record.pause.is_over(self._now) for record in self._records(slots)))
         self._looks.in_vain(self._now, self._pauses.looks)
         return 0
+
+    def is_hopeless(self, num_rows: int) -> bool:
+        """Whether guesses are so dear to make that they would not pay if all were right."""
+        if self._drafting is None:
+            return False
+        if num_rows not in self._hopeless:
+            most = min(self._most_guesses, self._most_of(num_rows))
+            rates = [
+                (1 + depth) / self._seconds(num_rows, num_rows * (1 + depth), depth)
+                for depth in range(1, most + 1)
+            ]
+            highest = max(rates, default=0.0) / _TOO_DEAR
+            self._hopeless[num_rows] = highest < self._least(num_rows)
+        return self._hopeless[num_rows]
+
+    def _least(self, num_rows: int) -> float:
+        """What guesses must promise: tokens of a row per second."""
+        return _margin(num_rows) / self._plain.of(num_rows)
 
     def _records(self, slots: Sequence[SlotId]) -> list[_Record]:
         """Of as many requests as are asked."""
@@ -251,7 +278,7 @@ class Governor:
             best = self._last_depth
         self._last_depth = best
         dearness = self._slowness_of(num_rows).dearness
-        return best, highest > dearness * _margin(num_rows) / self._plain.of(num_rows)
+        return best, highest > dearness * self._least(num_rows)
 
     def _seconds(self, num_rows: int, num_tokens: int, depth: int) -> float:
         """What a step with guesses should take, the making of those for the next included."""

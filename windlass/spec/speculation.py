@@ -17,6 +17,7 @@ from windlass.spec.base import Proposer, Seen, seen
 from windlass.spec.governor import Governor
 
 _NEVER = sys.maxsize
+_TIMED = 16  # one of so many steps, while nobody guesses
 Known = Callable[[], Mapping[SlotId, Sequence[int]]]
 
 
@@ -92,10 +93,10 @@ class Speculation:
             self._note_changes(plan)
         # Guesses are verified in the next step, which may be much larger.
         allowed = self._governor.allows(len(plan.rows) + plan.num_joining)
-        if not allowed and not self._holders:
+        if not self._holders and not (allowed and self._is_looked_at(plan)):
             self._proposer.begin(plan, 0)
             self._skipped = self._number
-            return self._runner.submit(plan)  # nobody looks at it on its way back
+            return self._runner.submit(plan)  # nobody waits for it on its way back
         slots = [row.slot for row in plan.rows]
         guessed = bool(self._holders) and plan.has_guesses
         self._holders.difference_update(slots)
@@ -105,6 +106,10 @@ class Speculation:
         pending = self._runner.submit(plan)
         waited_for = wanted > 0 and (self._found or not self._proposer.free)
         return _OnItsWay(self, step, pending, waited_for or pending.guesses)
+
+    def _is_looked_at(self, plan: StepPlan) -> bool:
+        """Within a pause only two steps now and then are: the second is timed."""
+        return self._number % _TIMED < 2 or not self._governor.rests(len(plan.rows))
 
     def _note_changes(self, plan: StepPlan) -> None:
         self._changed = self._number

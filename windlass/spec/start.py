@@ -73,6 +73,8 @@ class Speculating:
         self._notes.save()
         parts = ["as set" if asked != "auto" else f"auto chose {wish.spec}", costs.describe()]
         parts += [source] if source else []
+        if governor.is_hopeless(1):
+            parts.append("guesses would not pay here if all were right: one request gets none")
         if wish.threshold is not None:
             parts.append(f"typical acceptance at {wish.threshold:g} CHANGES THE DISTRIBUTION")
         parts += [self._notes.problem] if self._notes.problem else []
