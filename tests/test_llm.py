@@ -72,3 +72,13 @@ def test_scores_and_stop_strings_are_looked_at_in_every_step(llm: LLM, feeds: li
     scored = llm.generate(PROMPTS[:1], wish)[0].outputs[0]
     assert scored.token_ids == free.token_ids
     assert len(scored.logprobs) == len(feeds) == 24
+
+
+def test_texts_and_tokens_may_be_mixed_and_keep_their_order(llm: LLM) -> None:
+    params = SamplingParams(max_tokens=3, temperature=0.0)
+    results = llm.generate(["abc", [1, 2, 3], "a", [7], "xyz"], params)
+    assert [result.prompt for result in results] == ["abc", None, "a", None, "xyz"]
+    tokens = [result.prompt_token_ids for result in results]
+    assert tokens == [[97, 98, 99], [1, 2, 3], [97], [7], [120, 121, 122]]
+    alone = [llm.generate(prompt, params)[0].outputs[0].token_ids for prompt in tokens]
+    assert [result.outputs[0].token_ids for result in results] == alone

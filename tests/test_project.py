@@ -53,7 +53,8 @@ BELOW: dict[str, set[str]] = {
     "runner": {"lora", "pages"},
     "spec": {"runner"},
     "build": {"serve", "spec"},
-    "llm": {"build"},
+    "front": {"serve"},
+    "llm": {"build", "front"},
     "tools": {"llm"},
     "cli": {"tools"},
 }

@@ -7,153 +7,23 @@ server does.
 from __future__ import annotations
 
 import asyncio
-import itertools
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 from windlass.build import Built, build_engine, build_for_process, open_model
 from windlass.config import EngineConfig, ModelConfig
 from windlass.core.card import EngineReport, ModelCard
-from windlass.core.completion import Completion, Delta, check_ids, resolve_words
+from windlass.core.completion import Delta
 from windlass.core.sampling import SamplingParams
-from windlass.core.story import Story
-from windlass.core.types import NewRequest, Output, Timeline, TokenLogprob
-from windlass.errors import EngineError, RequestError
+from windlass.errors import RequestError
+from windlass.front import Front, Job, Messages, Prompt, RequestOutput
 from windlass.lora.places import locate
 from windlass.lora_config import check_adapter_name
-from windlass.serve.chat import ChatTemplate
-
-Prompt = str | Sequence[int]
-Messages = Sequence[Mapping[str, Any]]
 
 _LOADING_S = 0.001
-
-
-@dataclass(frozen=True, slots=True)
-class CompletionOutput:
-    """One of a request's `n` completions."""
-
-    index: int
-    text: str
-    token_ids: list[int]
-    finish_reason: str | None
-    stop_reason: str | int | None = None
-    logprobs: list[TokenLogprob] | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class RequestOutput:
-    """Everything that came of one prompt."""
-
-    request_id: str
-    prompt: str | None
-    prompt_token_ids: list[int]
-    outputs: list[CompletionOutput]
-    num_cached: int = 0
-    prompt_logprobs: list[TokenLogprob] | None = None
-    timeline: Timeline | None = None
-    stories: list[Story] = field(default_factory=list)  # where the time of each completion went
-    cost: float | None = None  # in dollars, where `LLM` knows a price
-
-
-class _Job:
-    """One prompt under way: its requests, and what has come of them."""
-
-    def __init__(self, prompt: str | None, requests: list[NewRequest], card: ModelCard) -> None:
-        self.prompt = prompt
-        self.requests = requests
-        self.timeline: Timeline | None = None
-        self.stories: list[Story] = []
-        self._completions = {
-            request.request_id: Completion(i, request, card.tokenizer)
-            for i, request in enumerate(requests)
-        }
-
-    @property
-    def done(self) -> bool:
-        return all(c.finish_reason is not None for c in self._completions.values())
-
-    def feed(self, output: Output) -> Delta:
-        if output.error is not None:
-            raise EngineError(f"request {output.request_id} failed: {output.error}")
-        self.timeline = output.timeline or self.timeline
-        return self._completions[output.request_id].feed(output)
-
-    def result(self, price_per_hour: float | None = None) -> RequestOutput:
-        first = self.requests[0]
-        wish = first.sampling
-        outputs = [
-            CompletionOutput(
-                c.index,
-                c.text,
-                c.tokens,
-                c.finish_reason,
-                c.stop_reason,
-                c.logprobs if wish.logprobs is not None else None,
-            )
-            for c in self._completions.values()
-        ]
-        scores = self._completions[first.request_id].prompt_logprobs
-        return RequestOutput(
-            first.request_id.rpartition("-")[0],
-            self.prompt,
-            list(first.prompt),
-            outputs,
-            self.timeline.num_cached if self.timeline else 0,
-            scores if wish.prompt_logprobs is not None else None,
-            self.timeline,
-            self.stories,
-            None if price_per_hour is None else price_per_hour / 3600 * self._seconds(),
-        )
-
-    def _seconds(self) -> float:
-        """Its share of the engine's time."""
-        return sum(story.prefill_s + story.decode_s for story in self.stories)
-
-
-class _Front:
-    """Text in front of an engine: prompts to jobs. Shared by LLM and AsyncLLM."""
-
-    def __init__(self, card: ModelCard, vocab_size: int) -> None:
-        self._card = card
-        self._vocab_size = vocab_size
-        self._template: ChatTemplate | None = None
-        if card.chat_template is not None:
-            self._template = ChatTemplate(card.chat_template, card.special_tokens)
-        self._numbers = itertools.count()
-
-    def render(self, messages: Messages) -> list[int]:
-        """A conversation as the model's template spells it, in tokens."""
-        if self._template is None:
-            raise RequestError(
-                f"the model {self._card.name!r} has no chat template; use generate() instead.",
-                "messages",
-            )
-        return self._card.tokenizer.encode(self._template.render(messages), add_special=False)
-
-    def job(self, prompt: Prompt, sampling: SamplingParams | None, adapter: str = "") -> _Job:
-        """One request per completion that is asked for."""
-        if sampling is None:
-            sampling = SamplingParams(**self._card.default_sampling)
-        text, tokens = None, []
-        if isinstance(prompt, str):
-            text, tokens = prompt, self._card.tokenizer.encode(prompt)
-        else:
-            tokens = list(prompt)
-        check_ids("prompt", tokens, self._vocab_size)
-        sampling = resolve_words(sampling, self._card.tokenizer, self._vocab_size)
-        if sampling.structured_outputs is not None:
-            sampling.structured_outputs.check()
-        number = next(self._numbers)
-        requests = [
-            NewRequest(f"{number}-{i}", tokens, sampling.child(i), adapter=adapter)
-            for i in range(sampling.n)
-        ]
-        return _Job(text, requests, self._card)
 
 
 class LLM:
@@ -183,7 +53,7 @@ class LLM:
         self.report: EngineReport = built.report
         self.card: ModelCard = card
         self.engine = built.engine
-        self._front = _Front(card, built.report.vocab_size)
+        self._front = Front(card, built.report.vocab_size)
         self._model = ModelConfig()
         self._price = None
 
@@ -201,7 +71,7 @@ class LLM:
         many = _as_list(prompts)
         wishes = _as_wishes(sampling, len(many))
         names = _as_adapters(adapter, len(many))
-        jobs = [self._front.job(*each) for each in zip(many, wishes, names, strict=True)]
+        jobs = self._front.jobs(many, wishes, names)
         with progress_bar(len(jobs), progress) as advance:
             for job, _ in self._drive(jobs, whole=True):
                 if job.done:
@@ -218,7 +88,7 @@ class LLM:
         """Answer one conversation or several."""
         single = bool(messages) and isinstance(messages[0], Mapping)
         conversations: Any = [messages] if single else messages
-        rendered = [self._front.render(conversation) for conversation in conversations]
+        rendered = self._front.render(conversations)
         return self.generate(rendered, sampling, progress, adapter)
 
     def explain(self, result: RequestOutput) -> list[dict[str, Any]]:
@@ -243,7 +113,7 @@ class LLM:
         self, messages: Messages, sampling: SamplingParams | None = None, adapter: str = ""
     ) -> Iterator[str]:
         """The answer to one conversation, piece by piece."""
-        return self.stream(self._front.render(messages), sampling, adapter)
+        return self.stream(self._front.render([messages])[0], sampling, adapter)
 
     def add_adapter(self, name: str, path: str) -> None:
         """Load an adapter from a folder or the hub; one that does not fit raises, and is not there."""
@@ -257,12 +127,12 @@ class LLM:
         """Unload an adapter."""
         self.engine.adapters.unload(name)
 
-    def _drive(self, jobs: list[_Job], whole: bool = False) -> Iterator[tuple[_Job, Delta]]:
+    def _drive(self, jobs: list[Job], whole: bool = False) -> Iterator[tuple[Job, Delta]]:
         """Step until the jobs are done; whatever happens, nothing of them stays in the engine.
 
         `whole`: a completion comes in one piece, if its text cannot end it.
         """
-        left: dict[str, _Job] = {}
+        left: dict[str, Job] = {}
         owners = {request.request_id: job for job in jobs for request in job.requests}
         kept: dict[str, list[int]] = {}  # tokens of completions that come so
         try:
@@ -294,7 +164,7 @@ class LLM:
             for request_id in left:
                 self.engine.abort(request_id)
 
-    def _keep_stories(self, owners: dict[str, _Job]) -> None:
+    def _keep_stories(self, owners: dict[str, Job]) -> None:
         for story in self.engine.stories():
             if story.request_id in owners:  # else of a stream that was closed before
                 owners[story.request_id].stories.append(story)
@@ -316,7 +186,7 @@ class AsyncLLM:
         self.card = opened.card
         self._client = EngineClient(partial(build_for_process, self._config, opened.source))
         self.report = await self._client.start()
-        self._front = _Front(self.card, self.report.vocab_size)
+        self._front = Front(self.card, self.report.vocab_size)
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -353,7 +223,7 @@ class AsyncLLM:
 
         await self._client.change_adapter(UnloadAdapter(name))
 
-    async def _drive(self, job: _Job) -> AsyncIterator[Delta]:
+    async def _drive(self, job: Job) -> AsyncIterator[Delta]:
         async for output in self._client.generate(*job.requests):
             delta = job.feed(output)
             if delta.finish_reason is not None:

@@ -53,6 +53,9 @@ def test_default_ids_are_those_of_transformers(default_tokenizer, original):
         assert ids == corrected.encode(text).ids, text
         if not any(char.isnumeric() for char in text):
             assert ids == unchanged.encode(text).ids, text
+    for add_special in (True, False):
+        singly = [default_tokenizer.encode(text, add_special) for text in TEXTS]
+        assert default_tokenizer.encode_all(TEXTS, add_special) == singly
 
 
 @pytest.mark.model
@@ -354,7 +357,10 @@ def test_truncation_in_the_file_is_switched_off(folder):
     backend.enable_truncation(4)
     backend.enable_padding(length=50)
     backend.save(str(folder / "tokenizer.json"))
-    assert 4 < len(hf(tokenizer_files.load_text(folder)).encode("one two three four five")) < 50
+    tokenizer, texts = hf(tokenizer_files.load_text(folder)), ["one two three four five", "six"]
+    assert 4 < len(tokenizer.encode(texts[0])) < 50
+    assert tokenizer.encode_all(texts) == [tokenizer.encode(text) for text in texts]
+    assert tokenizer.encode_all([]) == []
 
 
 def test_chat_templates_are_found_in_all_their_places(folder):

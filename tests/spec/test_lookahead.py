@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from windlass.core.sampling import SamplingParams
 from windlass.core.types import Admission, StepPlan
+from windlass.spec import lookahead
 from windlass.spec.base import Draft, Seen
 from windlass.spec.lookahead import LookaheadProposer, Pool
 
@@ -47,8 +48,22 @@ def test_pools_belong_to_slots_and_go_with_them() -> None:
     assert made.propose([3])[0].tokens == (8, 9)
 
 
-def test_a_pool_stays_small() -> None:
-    pool = Pool(list(range(20_000)))
-    for token in range(100):
-        pool.take_in([50_000 + token], trail=())
-    assert len(pool._entries) <= 8192
+def test_the_text_goes_before_what_was_said_unless_that_tells_more() -> None:
+    pool = Pool([1, 2, 9, 9, 9, 9, 8])
+    pool.take_in([1], trail=())
+    assert pool.guess(2) == Draft((2, 9), kind=2)
+    pool.take_in([2], trail=(2, 30, 31))
+    pool.take_in([1], trail=())
+    assert pool.guess(2).tokens == (2, 1), "what followed last"
+    pool.take_in([7], trail=(7, 40, 41))
+    pool.take_in([2], trail=())
+    assert pool.guess(1).tokens == (1,), "one token was said, and the text has two"
+
+
+def test_a_pool_stays_small(monkeypatch) -> None:
+    monkeypatch.setattr(lookahead, "_MOST_SAID", 50)
+    pool = Pool([0, 1])
+    for token in range(100, 1000, 3):
+        pool.guess(2)
+        pool.take_in([token], trail=(token, token + 1, token + 2))
+    assert len(pool._said) == 50

@@ -149,6 +149,8 @@ class SamplingParams:
 
     def child(self, index: int) -> SamplingParams:
         """The parameters of completion `index` out of `n`: one completion, its own seed."""
+        if self.n == 1:
+            return self
         seed = None if self.seed is None else self.seed + index
         return replace(self, n=1, seed=seed)
 

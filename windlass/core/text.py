@@ -30,6 +30,10 @@ class Tokenizer(Protocol):
 
     def encode(self, text: str, add_special: bool = True) -> list[int]: ...
 
+    def encode_all(self, texts: Sequence[str], add_special: bool = True) -> list[list[int]]:
+        """Each text by itself, all cores at work."""
+        ...
+
     def decode(self, ids: Sequence[int], skip_special: bool = True) -> str: ...
 
     def token_text(self, token: int) -> str:

@@ -98,6 +98,9 @@ class ByteTokenizer:
     def encode(self, text: str, add_special: bool = True) -> list[int]:  # noqa: ARG002
         return [byte % self._vocab_size for byte in text.encode()]
 
+    def encode_all(self, texts: Sequence[str], add_special: bool = True) -> list[list[int]]:
+        return [self.encode(text, add_special) for text in texts]
+
     def decode(self, ids: Sequence[int], skip_special: bool = True) -> str:
         kept = [token for token in ids if not (skip_special and token in self._eos_ids)]
         return b"".join(map(self.token_bytes, kept)).decode(errors="replace")

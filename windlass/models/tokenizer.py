@@ -61,6 +61,12 @@ class HFTokenizer:
     def encode(self, text: str, add_special: bool = True) -> list[int]:
         return self._backend.encode(text, add_special_tokens=add_special).ids
 
+    def encode_all(self, texts: Sequence[str], add_special: bool = True) -> list[list[int]]:
+        if len(texts) < 2:  # for which the library would start its threads too
+            return [self.encode(text, add_special) for text in texts]
+        found = self._backend.encode_batch_fast(texts, add_special_tokens=add_special)
+        return [each.ids for each in found]
+
     def decode(self, ids: Sequence[int], skip_special: bool = True) -> str:
         known = [token for token in ids if 0 <= token < self._vocab_size]
         return self._backend.decode(known, skip_special_tokens=skip_special)

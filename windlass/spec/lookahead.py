@@ -19,22 +19,22 @@ if TYPE_CHECKING:
     from windlass.runner.assemble import Assembled
 
 _CHAIN = 5  # tokens of an entry, the first of which it is found by
-_ENTRIES = 8192  # of a request; the oldest go first
+_MOST_SAID = 8192  # chains of a request; the oldest go first
 # Kinds of drafts: acceptance is counted by them.
 _ITERATED, _SAID, _KNOWN = 0, 1, 2
 
 
 class Pool:
-    """Chains of one request by their first token, and the trail of its last verification."""
+    """One request: its text, chains by their first token, and the trail of its last verification."""
 
     def __init__(self, tokens: Sequence[int]) -> None:
-        self._entries: dict[int, tuple[int, tuple[int, ...]]] = {}  # kind and followers
-        self._recent = list(tokens[-_CHAIN:])
+        self._tokens = list(tokens)
+        # By token: the place of what followed it last.
+        self._places = dict(zip(self._tokens, range(1, len(self._tokens)), strict=False))
+        self._said: dict[int, tuple[int, ...]] = {}  # by token: what was said to follow it
         self._chains: list[tuple[int, ...]] = []  # that end in each guess of the last draft
         self._drafted: tuple[int, ...] = ()
         self._rest: tuple[int, ...] = ()  # said beyond what is known
-        for at in range(max(0, len(tokens) - _ENTRIES), len(tokens) - 1):
-            self._enter(_KNOWN, tuple(tokens[at : at + _CHAIN]))
 
     def take_in(self, tokens: Sequence[int], trail: Sequence[int]) -> None:
         """Tokens that are known now, and what was said after each guess."""
@@ -42,7 +42,7 @@ class Pool:
             chains = [(), *self._chains]
             for at, said in enumerate(trail[1:], start=1):
                 for begin in range(len(chains[at])):
-                    self._enter(_SAID, (*chains[at][begin:], said))
+                    self._hear(*chains[at][begin:], said)
             # The next draft's guesses at these places are what was said there.
             ends = [
                 ((*chain, said))[-_CHAIN + 1 :] for chain, said in zip(chains, trail, strict=False)
@@ -50,20 +50,21 @@ class Pool:
             self._chains, self._rest = ends[len(tokens) :], tuple(trail[len(tokens) :])
         else:
             self._chains, self._rest = [], ()
-        known = self._recent + list(tokens)
-        for at in range(len(known) - 1):
-            self._enter(_KNOWN, tuple(known[at : at + _CHAIN]))
-        self._recent = known[-_CHAIN:]
+        own = self._tokens
+        for token in tokens:
+            self._places[own[-1]] = len(own)
+            own.append(token)
+        for token in own[-_CHAIN - len(tokens) : -1]:  # of these the text says more than before
+            self._said.pop(token, None)
 
     def guess(self, count: int) -> Draft:
         """Followers of the last token, chain by chain; else what the last trail says."""
         guesses: list[int] = []
-        kind, last = _ITERATED, self._recent[-1]
-        while len(guesses) < count and last in self._entries:
-            found, followers = self._entries[last]
-            kind = kind or found
-            guesses += followers
-            last = followers[-1]
+        kind, last = _ITERATED, self._tokens[-1]
+        while len(guesses) < count and (last in self._said or last in self._places):
+            kind = kind or (_SAID if last in self._said else _KNOWN)
+            guesses += self._said.get(last) or self._known(last)
+            last = guesses[-1]
         guesses = guesses[:count]
         rest = self._rest[len(guesses) : count]
         tails = self._chains[len(guesses) : len(guesses) + len(rest)]
@@ -71,22 +72,23 @@ class Pool:
         self._chains = [*known, *tails]
         self._drafted = (*guesses, *rest)
         if not self._drafted:  # any guess begins the iteration
-            self._drafted = tuple(self._recent[-count:])
+            self._drafted = tuple(self._tokens[-min(count, _CHAIN) :])
             self._chains = [(token,) for token in self._drafted]
         return Draft(self._drafted, kind)
 
-    def _enter(self, kind: int, chain: tuple[int, ...]) -> None:
-        if len(chain) < 2:
+    def _known(self, token: int) -> list[int]:
+        """What followed a token in the text."""
+        place = self._places.get(token, len(self._tokens))
+        return self._tokens[place : place + _CHAIN - 1]
+
+    def _hear(self, first: int, *followers: int) -> None:
+        """Enter what was said after a wrong guess, unless the text itself tells more."""
+        if len(followers) < len(self._known(first)):
             return
-        first, *followers = chain
-        entry = self._entries.pop(first, None)
-        # What was given or said for sure is not replaced by what was said after a wrong guess,
-        # unless it tells as much.
-        if entry is None or kind >= entry[0] or len(followers) >= len(entry[1]):
-            entry = (kind, tuple(followers))
-        self._entries[first] = entry
-        if len(self._entries) > _ENTRIES:
-            del self._entries[next(iter(self._entries))]
+        self._said.pop(first, None)
+        self._said[first] = followers
+        if len(self._said) > _MOST_SAID:
+            del self._said[next(iter(self._said))]
 
 
 class LookaheadProposer:
