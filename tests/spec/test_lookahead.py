@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from windlass.core.sampling import SamplingParams
-from windlass.core.types import Admission, StepPlan
+from windlass.core.types import Admission
 from windlass.spec import lookahead
 from windlass.spec.base import Draft, Seen
 from windlass.spec.lookahead import LookaheadProposer, Pool
 
 
-def admitted(slot: int, tokens: list[int]) -> StepPlan:
-    new = Admission("", slot, tokens, len(tokens), SamplingParams(), frozenset(), 0)
-    return StepPlan([], [new])
+def admitted(slot: int, tokens: list[int]) -> Admission:
+    return Admission("", slot, tokens, len(tokens), SamplingParams(), frozenset(), 0)
 
 
 def test_what_followed_before_is_guessed() -> None:
@@ -40,11 +39,11 @@ def test_what_was_said_after_a_wrong_guess_is_found_by_it() -> None:
 
 def test_pools_belong_to_slots_and_go_with_them() -> None:
     made = LookaheadProposer(2)
-    made.begin(admitted(3, [1, 2, 3, 1]), 2)
+    made.admit(admitted(3, [1, 2, 3, 1]))
     made.take_in([Seen(3, [2])])
     assert made.propose([3])[0].tokens == (3, 1)
-    made.begin(StepPlan([], freed=[3]), 0)
-    made.begin(admitted(3, [9, 8, 9]), 2)
+    made.forget(3)
+    made.admit(admitted(3, [9, 8, 9]))
     assert made.propose([3])[0].tokens == (8, 9)
 
 

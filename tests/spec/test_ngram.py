@@ -8,7 +8,7 @@ import pytest
 
 from windlass.core.sampling import SamplingParams
 from windlass.core.types import Admission, SlotId, StepPlan
-from windlass.spec.base import NO_DRAFT, Draft, Seen
+from windlass.spec.base import NO_DRAFT, Draft, Seen, tell
 from windlass.spec.ngram import Index, NgramProposer
 
 
@@ -65,11 +65,11 @@ def admission(slot: int, tokens: list[int]) -> Admission:
 def test_slots_are_apart_and_forgotten() -> None:
     proposer = NgramProposer(2, 4, 3)
     one, two = admission(0, [1, 2, 3, 9]), admission(1, [1, 2, 8, 9])
-    proposer.begin(StepPlan([], [one, two]), True)
+    tell(proposer, StepPlan([], [one, two]))
     proposer.take_in([Seen(one.slot, [1]), Seen(two.slot, [1])])
     proposer.take_in([Seen(one.slot, [2]), Seen(two.slot, [2])])
     drafts = proposer.propose([two.slot, one.slot])
     assert [draft.tokens for draft in drafts] == [(8, 9, 1), (3, 9, 1)]
-    proposer.begin(StepPlan([], [admission(0, [4])], [one.slot]), True)
+    tell(proposer, StepPlan([], [admission(0, [4])], [one.slot]))
     proposer.take_in([Seen(one.slot, [1, 2])])
     assert proposer.propose([one.slot]) == [NO_DRAFT]

@@ -38,11 +38,14 @@ class Oracle:
         self._most = most
         self._known: dict[SlotId, list[int]] = {}
 
-    def begin(self, plan: StepPlan, _wanted: int) -> None:
-        for slot in plan.freed:
-            self._known.pop(slot, None)
-        for admission in plan.admitted:
-            self._known[admission.slot] = list(admission.tokens)
+    def admit(self, new: Admission) -> None:
+        self._known[new.slot] = list(new.tokens)
+
+    def forget(self, slot: SlotId) -> None:
+        self._known.pop(slot, None)
+
+    def begin(self, _wanted: int) -> None:
+        pass
 
     def take_in(self, seen: Sequence[Seen]) -> None:
         for each in seen:
@@ -302,8 +305,12 @@ def test_what_came_in_steps_without_guesses_is_told_when_guesses_are_wanted() ->
         results = runner.run(StepPlan(rows, new if step == 0 else [])).rows
         for row, result in zip(rows, results, strict=True):
             tokens[row.slot] += result.tokens
-    assert proposer._unread == {0: [5, 6], 1: [8]}
+    passing = Admission("x", SlotId(2), [3], 1, wish, frozenset(), 0)
+    runner.run(StepPlan([], [passing], num_joining=2))
+    runner.run(StepPlan([], freed=[SlotId(2)], num_joining=2))
+    assert proposer._unread == {}, "nobody need know yet who came, nor ever who went"
     runner.run(StepPlan(rows[:1]))
+    assert set(proposer._slots) == set(judge._slots) == {0, 1}
     assert proposer._slots[SlotId(0)]._tokens == [*tokens[SlotId(0)], *results[0].tokens]
     assert proposer._unread[SlotId(1)] == tokens[SlotId(1)]
 

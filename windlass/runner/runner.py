@@ -15,7 +15,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from windlass.core.types import Row, RowResult, SlotId, StepPlan, StepResult, TokenLogprob
+from windlass.core.types import (
+    BlockId,
+    Row,
+    RowResult,
+    SlotId,
+    StepPlan,
+    StepResult,
+    TokenLogprob,
+)
 from windlass.errors import EngineError
 from windlass.kernels.batch import AdapterRows, KVCache, Span, StepBatch, Wanted
 from windlass.kernels.native.ops import prompts_apart
@@ -85,6 +93,10 @@ class Runner:
     def padding(self) -> SlotId:
         """A slot that no request gets."""
         return SlotId(self._slots.num_slots)
+
+    def blocks_of(self, slot: SlotId) -> list[BlockId]:
+        """All that a slot has by the steps so far."""
+        return self._slots.blocks_of(slot)
 
     def most_guesses(self, wish: int, num_rows: int) -> int:
         """How many of the guesses that are wished for each of so many rows do not leave the fast way."""

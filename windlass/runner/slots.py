@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from windlass.core.types import Row, SlotId, StepPlan
+from windlass.core.types import BlockId, Row, SlotId, StepPlan
 from windlass.kernels.batch import LayerKV, Span, StepBatch
 
 
@@ -60,6 +60,10 @@ class SlotTables:
             self._host[row.slot, used : used + len(row.blocks)] = row.blocks
             self._num_blocks[row.slot] = used + len(row.blocks)
         return grown
+
+    def blocks_of(self, slot: SlotId) -> list[BlockId]:
+        """All that a slot has, in the order of their tokens."""
+        return self._host[slot, : self._num_blocks[slot]].tolist()
 
     def has_room(self, slot: SlotId, num_tokens: int) -> bool:
         """Whether a slot has blocks for so many tokens; the last of all may be past the longest context."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from windlass.config import EngineConfig, Limits
-from windlass.core.types import Row, RowResult, SlotId, StepPlan
+from windlass.core.types import Admission, Row, RowResult, SlotId, StepPlan
 from windlass.models.source import ModelFiles
 from windlass.models.spec import ModelSpec
 from windlass.spec.notes import Notes
@@ -55,9 +55,17 @@ class Proposer(Protocol):
     # it found something does the next step wait for it.
     free: bool
 
-    def begin(self, plan: StepPlan, wanted: int) -> None:
-        """A step is about to run: who came and went, and how many guesses of each row are wanted
-        after it; 0: none, and `propose` is not called.
+    def admit(self, new: Admission) -> None:
+        """A request has a slot now, or has had one for a while without anybody guessing for it."""
+        ...
+
+    def forget(self, slot: SlotId) -> None:
+        """A slot is free, if anybody had it."""
+        ...
+
+    def begin(self, wanted: int) -> None:
+        """A step is about to run, after which so many guesses of each row are wanted; 0: none, and
+        `propose` is not called. Nor is this for steps that follow and want none either.
         """
         ...
 
@@ -68,6 +76,14 @@ class Proposer(Protocol):
     def propose(self, slots: Sequence[SlotId]) -> list[Draft]:
         """What follows in each of these slots, which were all seen a moment ago."""
         ...
+
+
+def tell(proposer: Proposer, plan: StepPlan) -> None:
+    """Who comes and goes with a step."""
+    for slot in plan.freed:
+        proposer.forget(slot)
+    for new in plan.admitted:
+        proposer.admit(new)
 
 
 @dataclass(frozen=True, slots=True)

@@ -134,6 +134,7 @@ class DraftGuide:
         on_cuda = parts.device.type == "cuda"
         second = Second(
             runner,
+            made.runner.blocks_of,
             config.cache.block_size,
             limits.max_num_batched_tokens,
             parts.max_positions,

@@ -107,6 +107,7 @@ class ExitGuide:
         on_cuda = parts.device.type == "cuda"
         return Second(
             runner,
+            made.runner.blocks_of,
             config.cache.block_size,
             limits.max_num_batched_tokens,
             parts.max_positions,

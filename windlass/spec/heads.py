@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from windlass.config import EngineConfig, ModelConfig
-from windlass.core.types import SlotId, StepPlan
+from windlass.core.types import Admission, SlotId
 from windlass.errors import CheckpointError, ConfigError
 from windlass.models.card import open_checkpoint
 from windlass.models.checkpoint import Checkpoint, SafetensorsCheckpoint, StoredTensor
@@ -174,8 +174,13 @@ class HeadProposer:
         self._runner = runner
         self._drafts: dict[SlotId, tuple[int, ...]] = {}
 
-    def begin(self, plan: StepPlan, wanted: int) -> None:
-        del plan
+    def admit(self, new: Admission) -> None:
+        """The runner knows."""
+
+    def forget(self, slot: SlotId) -> None:
+        self._drafts.pop(slot, None)
+
+    def begin(self, wanted: int) -> None:
         self._runner.drafting = wanted
 
     def take_in(self, seen: Sequence[Seen]) -> None:

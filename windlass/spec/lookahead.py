@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from windlass.core.types import SlotId, StepPlan
+from windlass.core.types import Admission, SlotId
 from windlass.spec.base import Draft, Proposer, Seen, Site
 
 if TYPE_CHECKING:
@@ -101,13 +101,15 @@ class LookaheadProposer:
         self._slots: dict[SlotId, Pool] = {}
         self._begun: dict[SlotId, list[int]] = {}
 
-    def begin(self, plan: StepPlan, wanted: int) -> None:
-        del wanted
-        for slot in plan.freed:
-            self._slots.pop(slot, None)
-            self._begun.pop(slot, None)
-        for admission in plan.admitted:
-            self._begun[admission.slot] = list(admission.tokens)
+    def admit(self, new: Admission) -> None:
+        self._begun[new.slot] = list(new.tokens)
+
+    def forget(self, slot: SlotId) -> None:
+        self._slots.pop(slot, None)
+        self._begun.pop(slot, None)
+
+    def begin(self, wanted: int) -> None:
+        """How many is the governor's business."""
 
     def take_in(self, seen: Sequence[Seen]) -> None:
         for each in seen:

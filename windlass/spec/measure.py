@@ -9,7 +9,7 @@ from typing import Any
 
 from windlass.core.sampling import SamplingParams
 from windlass.core.types import Admission, BlockId, Row, SlotId, StepPlan
-from windlass.spec.base import Proposer, seen
+from windlass.spec.base import Proposer, seen, tell
 from windlass.spec.governor import Drafting, StepCosts
 from windlass.spec.speculation import Submits
 
@@ -144,7 +144,8 @@ class _WithGuesses:
         return clock() - start
 
     def _run(self, plan: StepPlan) -> None:
-        self.proposer.begin(plan, self.wanted)
+        tell(self.proposer, plan)
+        self.proposer.begin(self.wanted)
         results = self.runner.submit(plan).wait().rows
         self.proposer.take_in([seen(*pair) for pair in zip(plan.rows, results, strict=True)])
         if self.wanted:
@@ -181,7 +182,8 @@ def _plainly(
 
     def step(size: int, room: Room, clock: Callable[[], float]) -> float:
         plan = _plan(size, room)
-        proposer.begin(plan, 0)
+        tell(proposer, plan)
+        proposer.begin(0)
         runner.submit(plan).wait()
         again = _again(plan)
         start = clock()

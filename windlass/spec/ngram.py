@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from windlass.core.types import SlotId, StepPlan
+from windlass.core.types import Admission, SlotId
 from windlass.spec.base import NO_DRAFT, Draft, Proposer, Seen, Site
 
 if TYPE_CHECKING:
@@ -83,14 +83,16 @@ class NgramProposer:
         self._slots: dict[SlotId, Index] = {}
         self._unread: dict[SlotId, list[int]] = {}
 
-    def begin(self, plan: StepPlan, wanted: int) -> None:
-        del wanted
-        for slot in plan.freed:
-            self._slots.pop(slot, None)
-            self._unread.pop(slot, None)
-        for admission in plan.admitted:
-            self._slots[admission.slot] = Index(*self._lengths)
-            self._unread[admission.slot] = list(admission.tokens)
+    def admit(self, new: Admission) -> None:
+        self._slots[new.slot] = Index(*self._lengths)
+        self._unread[new.slot] = list(new.tokens)
+
+    def forget(self, slot: SlotId) -> None:
+        self._slots.pop(slot, None)
+        self._unread.pop(slot, None)
+
+    def begin(self, wanted: int) -> None:
+        """How many is the governor's business."""
 
     def take_in(self, seen: Sequence[Seen]) -> None:
         unread = self._unread

@@ -9,7 +9,7 @@ are right more often than the likeliest tokens would be.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from windlass.core.sampling import SamplingParams
@@ -35,6 +35,7 @@ class Second:
     """A runner that guesses, and how it must be used."""
 
     runner: Submits
+    blocks_of: Callable[[SlotId], Sequence[BlockId]]  # that the target has for a slot
     block_size: int
     step_tokens: int  # most of a step
     longest: int  # positions that it knows
@@ -53,7 +54,7 @@ class _Track:
     num_prompt: int
     wish: SamplingParams
     seed: int
-    blocks: list[BlockId] = field(default_factory=list)
+    blocks: Sequence[BlockId] = ()  # as of the last guesses
     num_sent: int = 0  # blocks that the second runner knows of
     admitted: bool = False
     computed: int = 0
@@ -96,19 +97,17 @@ class SecondProposer:
         self._depth = 0
         self._contents: dict[BlockId, int] = {}  # digests of the blocks that it has filled
 
-    def begin(self, plan: StepPlan, wanted: int) -> None:
+    def admit(self, new: Admission) -> None:
+        known = (list(new.tokens), new.num_prompt, new.sampling, new.seed)
+        self._tracks[new.slot] = _Track(new.request_id, *known)
+
+    def forget(self, slot: SlotId) -> None:
+        track = self._tracks.pop(slot, None)
+        if track is not None and track.admitted:
+            self._freed.append(slot)
+
+    def begin(self, wanted: int) -> None:
         self._depth = wanted
-        for slot in plan.freed:
-            track = self._tracks.pop(slot, None)
-            if track is not None and track.admitted:
-                self._freed.append(slot)
-        for new in plan.admitted:
-            self._tracks[new.slot] = _Track(
-                new.request_id, list(new.tokens), new.num_prompt, _plainly(new.sampling), new.seed
-            )
-        for row in plan.rows:
-            if row.blocks:
-                self._tracks[row.slot].blocks += row.blocks
 
     def take_in(self, seen: Sequence[Seen]) -> None:
         for each in seen:
@@ -145,6 +144,7 @@ class SecondProposer:
         ready = {}
         for slot in slots:
             track = self._tracks[slot]
+            track.blocks = self._second.blocks_of(slot)
             if len(track.tokens) > self._room(track):
                 continue
             if self._second.shares_pages:
@@ -218,7 +218,8 @@ class SecondProposer:
                 track.admitted = True
                 track.num_synced = len(track.tokens)
                 known = (track.name, row.slot, track.tokens, track.num_prompt)
-                admitted.append(Admission(*known, track.wish, frozenset(), track.seed))
+                wish = _plainly(track.wish)
+                admitted.append(Admission(*known, wish, frozenset(), track.seed))
         freed, self._freed = self._freed, []
         return StepPlan(rows, admitted, freed)
 

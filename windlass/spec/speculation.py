@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
-from windlass.core.types import Row, RowResult, SlotId, StepPlan, StepResult
+from windlass.core.types import Admission, Row, RowResult, SlotId, StepPlan, StepResult
 from windlass.runner.runner import Pending
 from windlass.spec.base import Proposer, Seen, seen
 from windlass.spec.governor import Governor
@@ -71,16 +71,19 @@ class Speculation:
         self._governor = governor
         self._known = known
         self.now = clock
+        self._unmet: dict[SlotId, Admission] = {}  # of whom nobody was told yet
         self._num_told: dict[SlotId, int] = {}  # tokens that the proposer knows
         self._told = 0  # the last step of which it was told
         self._skipped = 0  # the last of which it was not
         self._kinds: dict[SlotId, int] = {}
         self._number = 0  # of the last step
-        self._since: dict[SlotId, int] = {}  # the step with which a slot was given away
+        self._wanted = 0  # guesses of each row, as the proposer knows it
+        self._since: dict[SlotId, int] = {}  # the step since which a slot's request is known
         self._changed = 0  # the last step with which one came or went
         self._found = True  # whether the last look for guesses gave any
         self._holders: set[SlotId] = set()  # slots with guesses that no step has verified yet
         self._last_arrival = 0, 0.0  # the number of a step, and when it came back
+        self._begin(0)
 
     def run(self, plan: StepPlan) -> StepResult:
         """Compute a step and wait for it; its rows come back with guesses for the next."""
@@ -93,15 +96,18 @@ class Speculation:
             self._note_changes(plan)
         # Guesses are verified in the next step, which may be much larger.
         allowed = self._governor.allows(len(plan.rows) + plan.num_joining)
+        if self._unmet and (allowed or self._holders):
+            self._meet()
         if not self._holders and not (allowed and self._is_looked_at(plan)):
-            self._proposer.begin(plan, 0)
+            if self._wanted:
+                self._begin(0)
             self._skipped = self._number
             return self._runner.submit(plan)  # nobody waits for it on its way back
         slots = [row.slot for row in plan.rows]
         guessed = bool(self._holders) and plan.has_guesses
         self._holders.difference_update(slots)
         wanted = self._governor.wanted(slots, self._proposer.free) if allowed else 0
-        self._proposer.begin(plan, wanted)
+        self._begin(wanted)
         step = Started(plan, self._number, wanted, guessed, self.now())
         pending = self._runner.submit(plan)
         waited_for = wanted > 0 and (self._found or not self._proposer.free)
@@ -111,17 +117,30 @@ class Speculation:
         """Within a pause only two steps now and then are: the second is timed."""
         return self._number % _TIMED < 2 or not self._governor.rests(len(plan.rows))
 
+    def _begin(self, wanted: int) -> None:
+        self._wanted = wanted
+        self._proposer.begin(wanted)
+
     def _note_changes(self, plan: StepPlan) -> None:
         self._changed = self._number
         for slot in plan.freed:
-            self._governor.forget(slot)
-            self._since.pop(slot, None)
-            self._num_told.pop(slot, None)
-            self._holders.discard(slot)
+            if self._unmet.pop(slot, None) is None:
+                self._governor.forget(slot)
+                self._proposer.forget(slot)
+                self._since.pop(slot, None)
+                self._num_told.pop(slot, None)
+                self._holders.discard(slot)
         for admission in plan.admitted:
-            self._governor.admit(admission.slot)
-            self._since[admission.slot] = self._number
-            self._num_told[admission.slot] = len(admission.tokens)
+            self._unmet[admission.slot] = admission
+
+    def _meet(self) -> None:
+        """Get to know those who came: of many at once most are gone before anybody guesses."""
+        for slot, admission in self._unmet.items():
+            self._governor.admit(slot)
+            self._proposer.admit(admission)
+            self._since[slot] = self._number
+            self._num_told[slot] = len(admission.tokens)
+        self._unmet.clear()
 
     def arrived(self, step: Started, result: StepResult) -> StepResult:
         """Count what was right, and add guesses for the next step."""
@@ -157,7 +176,7 @@ class Speculation:
         if self._skipped > self._told:
             missed = []
             for slot, tokens in self._known().items():
-                num_told = told.get(slot, len(tokens))
+                num_told = told.get(slot, len(tokens))  # it may be unmet
                 if num_told < len(tokens):
                     missed.append(Seen(slot, tokens[num_told:]))
                     told[slot] = len(tokens)

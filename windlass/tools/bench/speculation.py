@@ -32,8 +32,8 @@ _SAME = {
 }
 _CONTROL = (
     " Of many at once two engines without guesses take turns with the one that makes them, since no "
-    "two are equally fast: off is both, and control what the second has of the first's speed. ± is the "
-    "standard error."
+    "two are equally fast: off is both, and control what the second has of the first's speed. ± is how "
+    "far off that median may be, in two cases of three."
 )
 _TOKENS = 96
 _MANY_S = 30.0  # of many at once on a GPU: one run is over in a moment, and no two are alike
@@ -142,8 +142,8 @@ def speculation(
             say(f"{name}, {work.name}: {rows[-1]['decode_speedup']} times the decode speed")
     notes = (
         f"Greedy, up to {_TOKENS} tokens out; tok/s with the prompts' time, decode tok/s of one request "
-        f"from its first token on; medians of the runs, but times off, which is the geometric mean "
-        f"of runs that followed each other. {_SAME[exact]}"
+        f"from its first token on; medians of the runs, and times off that of the ratios of runs that "
+        f"followed each other. {_SAME[exact]}"
         f"{'' if exact else _CONTROL}"
     )
     return Record("speculation", rows, notes, settings=options)
@@ -222,11 +222,17 @@ def _alike(off: _Run, on: _Run) -> float:
 
 
 def _middle(ratios: list[float]) -> tuple[float, float | None]:
-    """Their geometric mean, and its standard error, where there are enough to tell."""
-    middle = statistics.geometric_mean(ratios)
+    """Their median, since a host that is busy for a moment is no news, and its standard error.
+
+    That is half of what lies between the ratios sqrt(n) / 2 places before it and behind it.
+    """
+    middle = statistics.median(ratios)
     if len(ratios) < _TELLING:
         return middle, None
-    return middle, middle * statistics.stdev(map(math.log, ratios)) / math.sqrt(len(ratios))
+    places, ratios = math.sqrt(len(ratios)) / 2, sorted(ratios)
+    center = (len(ratios) - 1) / 2
+    low, high = ratios[round(center - places)], ratios[round(center + places)]
+    return middle, (high - low) / 2
 
 
 def _row(
@@ -240,7 +246,7 @@ def _row(
     seconds = [[run.seconds for run in runs] for runs in without]
     # Of runs that follow each other: what the machine does besides changes slowly.
     turns = zip(*seconds, (run.seconds for run in on), strict=True)
-    ratios = [statistics.mean(others) / own for *others, own in turns]
+    ratios = [statistics.geometric_mean(others) / own for *others, own in turns]
     control = None
     if len(seconds) > 1:
         first, second = seconds[:2]
