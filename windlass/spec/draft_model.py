@@ -121,29 +121,11 @@ class DraftGuide:
     token_bytes: int
 
     def start(self, made: Assembled) -> Proposer:
-        from windlass.runner.assemble import make_second
-        from windlass.runner.sampler import Sampler, draw_with
-        from windlass.spec.second import Second, SecondProposer
+        from windlass.spec.second import SecondProposer, open_second
 
-        config, parts = self.draft.config, self.loaded.parts
-        limits = self.site.limits
-        sampler = Sampler(self.draft.spec.vocab_size, parts.device, draw=draw_with(parts.ops))
-        runner, _ = make_second(
-            config, self.draft.spec, self.loaded, limits, made.capacity.num_blocks, sampler
-        )
-        on_cuda = parts.device.type == "cuda"
-        second = Second(
-            runner,
-            made.runner.blocks_of,
-            config.cache.block_size,
-            limits.max_num_batched_tokens,
-            parts.max_positions,
-            self.draft.spec.vocab_size,
-            shares_pages=False,
-            sampler=None if on_cuda else sampler,
-            singly=on_cuda and not config.model.enforce_eager,
-        )
-        return SecondProposer(second, self.site.spec.vocab_size)
+        draft, site = self.draft, self.site
+        second = open_second(made, draft.config, draft.spec, self.loaded, site.limits)
+        return SecondProposer(second, site.spec.vocab_size)
 
     def describe(self) -> str:
         most = self.site.config.speculation.most_guesses

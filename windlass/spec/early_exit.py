@@ -20,11 +20,10 @@ from windlass.kernels.batch import KVCache
 from windlass.models.network import Network
 from windlass.models.source import ModelFiles
 from windlass.models.spec import ModelSpec
-from windlass.runner.assemble import Assembled, make_second
-from windlass.runner.sampler import Sampler, draw_with
+from windlass.runner.assemble import Assembled
 from windlass.spec.base import Proposer, Site
 from windlass.spec.exits import Exit, best_exit, candidates
-from windlass.spec.second import Second, SecondProposer
+from windlass.spec.second import Second, SecondProposer, open_second
 
 if TYPE_CHECKING:
     from windlass.spec.exits import Tried
@@ -93,29 +92,13 @@ class ExitGuide:
             yield layer, self._second(made, layer, few).runner
 
     def _second(self, made: Assembled, layer: int, limits: Limits) -> Second:
-        site, parts = self.site, self.site.loaded.parts
+        site = self.site
         config = replace(site.config, speculation=SpecConfig())
         spec = replace(
             site.spec, num_layers=layer, sliding_windows=site.spec.sliding_windows[:layer]
         )
         loaded = replace(site.loaded, network=first_layers(site.loaded.network, layer))
-        sampler = Sampler(spec.vocab_size, parts.device, draw=draw_with(parts.ops))
-        pages = SharedPages(made.cache, layer)
-        runner, _ = make_second(
-            config, spec, loaded, limits, made.capacity.num_blocks, sampler, pages
-        )
-        on_cuda = parts.device.type == "cuda"
-        return Second(
-            runner,
-            made.runner.blocks_of,
-            config.cache.block_size,
-            limits.max_num_batched_tokens,
-            parts.max_positions,
-            spec.vocab_size,
-            shares_pages=True,
-            sampler=None if on_cuda else sampler,
-            singly=on_cuda and not config.model.enforce_eager,
-        )
+        return open_second(made, config, spec, loaded, limits, SharedPages(made.cache, layer))
 
     def describe(self) -> str:
         most, layers = self.site.config.speculation.most_guesses, self.site.spec.num_layers

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from windlass.core.types import Admission, SlotId
 from windlass.spec.base import Draft, Proposer, Seen, Site
@@ -19,9 +19,10 @@ if TYPE_CHECKING:
     from windlass.runner.assemble import Assembled
 
 _CHAIN = 5  # tokens of an entry, the first of which it is found by
-_MOST_SAID = 8192  # chains of a request; the oldest go first
+_ENTRIES = 4096  # of a request, of either kind; the oldest go first
 # Kinds of drafts: acceptance is counted by them.
 _ITERATED, _SAID, _KNOWN = 0, 1, 2
+_Entry = TypeVar("_Entry")
 
 
 class Pool:
@@ -30,7 +31,8 @@ class Pool:
     def __init__(self, tokens: Sequence[int]) -> None:
         self._tokens = list(tokens)
         # By token: the place of what followed it last.
-        self._places = dict(zip(self._tokens, range(1, len(self._tokens)), strict=False))
+        first = max(0, len(tokens) - 1 - _ENTRIES)
+        self._places = dict(zip(tokens[first:-1], range(first + 1, len(tokens)), strict=True))
         self._said: dict[int, tuple[int, ...]] = {}  # by token: what was said to follow it
         self._chains: list[tuple[int, ...]] = []  # that end in each guess of the last draft
         self._drafted: tuple[int, ...] = ()
@@ -52,7 +54,7 @@ class Pool:
             self._chains, self._rest = [], ()
         own = self._tokens
         for token in tokens:
-            self._places[own[-1]] = len(own)
+            _enter(self._places, own[-1], len(own))
             own.append(token)
         for token in own[-_CHAIN - len(tokens) : -1]:  # of these the text says more than before
             self._said.pop(token, None)
@@ -83,12 +85,15 @@ class Pool:
 
     def _hear(self, first: int, *followers: int) -> None:
         """Enter what was said after a wrong guess, unless the text itself tells more."""
-        if len(followers) < len(self._known(first)):
-            return
-        self._said.pop(first, None)
-        self._said[first] = followers
-        if len(self._said) > _MOST_SAID:
-            del self._said[next(iter(self._said))]
+        if len(followers) >= len(self._known(first)):
+            _enter(self._said, first, followers)
+
+
+def _enter(entries: dict[int, _Entry], token: int, entry: _Entry) -> None:
+    entries.pop(token, None)
+    entries[token] = entry
+    if len(entries) > _ENTRIES:
+        del entries[next(iter(entries))]
 
 
 class LookaheadProposer:

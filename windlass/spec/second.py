@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
+from windlass.config import EngineConfig, Limits
 from windlass.core.sampling import SamplingParams
 from windlass.core.types import (
     Admission,
@@ -21,8 +22,11 @@ from windlass.core.types import (
     StepPlan,
     StepResult,
 )
+from windlass.kernels.batch import KVCache
+from windlass.models.spec import ModelSpec
+from windlass.runner.assemble import Assembled, Loaded, make_second
 from windlass.runner.runner import Pending
-from windlass.runner.sampler import Sampler
+from windlass.runner.sampler import Sampler, draw_with
 from windlass.spec.base import NO_DRAFT, Draft, Seen
 from windlass.spec.speculation import Submits
 
@@ -43,6 +47,32 @@ class Second:
     shares_pages: bool  # whether its pages are the target's
     sampler: Sampler | None  # whose memory of a slot must be as long as the slot's tokens
     singly: bool  # whether steps of one token a row are far cheaper than others
+
+
+def open_second(
+    made: Assembled,
+    config: EngineConfig,
+    spec: ModelSpec,
+    loaded: Loaded,
+    limits: Limits,
+    pages: KVCache | None = None,
+) -> Second:
+    """A runner beside the target's, with as many blocks; `pages` are those of the target, if shared."""
+    parts = loaded.parts
+    sampler = Sampler(spec.vocab_size, parts.device, draw=draw_with(parts.ops))
+    runner, _ = make_second(config, spec, loaded, limits, made.capacity.num_blocks, sampler, pages)
+    on_cuda = parts.device.type == "cuda"
+    return Second(
+        runner,
+        made.runner.blocks_of,
+        config.cache.block_size,
+        limits.max_num_batched_tokens,
+        parts.max_positions,
+        spec.vocab_size,
+        shares_pages=pages is not None,
+        sampler=None if on_cuda else sampler,
+        singly=on_cuda and not config.model.enforce_eager,
+    )
 
 
 @dataclass(slots=True)
