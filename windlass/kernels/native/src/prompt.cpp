@@ -36,23 +36,30 @@ struct Groups {
   // A stretch has the ends of two groups at most beside those of 16 inputs.
   static constexpr int kMost = kStretch / 16 + 2;
   alignas(64) float scales[kMost * kTile];
-  alignas(64) float lows[kMost * kTile];
+  alignas(64) float lows[kMost * kTile];  // where there are minima; else codes lie around 8
   int first, count;
 };
 
+// Returns the largest magnitude of what codes of each output can mean.
 template <bool MINS>
-void read_groups(const Weight& w, const Packed& tile, int begin, int end, Groups& out) {
+Floats read_groups(const Weight& w, const Packed& tile, int begin, int end, Groups& out) {
   const Floats unit = splat(1.0f / kHalfUnit);
   out.first = begin / w.group;
   out.count = std::min((end - 1) / w.group, num_groups(w) - 1) - out.first + 1;
+  Floats peak = zero();
   for (int i = 0; i < out.count; ++i) {
     const int at = (out.first + i) * kTile;
     const Floats scale = mul(load_scales(tile.scales + at), unit);
     store(out.scales + i * kTile, scale);
-    // Without minima codes lie around 8.
-    const Floats low = MINS ? mul(load_scales(tile.mins + at), unit) : mul(scale, splat(-8.0f));
-    store(out.lows + i * kTile, low);
+    Floats most = mul(magnitude(scale), splat(8.0f));
+    if constexpr (MINS) {
+      const Floats low = mul(load_scales(tile.mins + at), unit);
+      store(out.lows + i * kTile, low);
+      most = larger(magnitude(low), magnitude(fma(low, scale, splat(15.0f))));
+    }
+    peak = larger(peak, most);
   }
+  return peak;
 }
 
 // A stretch of a tile in int8.
@@ -62,16 +69,8 @@ struct Stretch {
   alignas(64) float shifts[kTile];  // see multiply_64
 };
 
-// The scale of each output, from what codes 0 and 15 of its groups mean. 12 bits of it, rounded up:
-// times kSumStart it still is exact.
-void find_scales(const Groups& groups, Stretch& out) {
-  const auto magnitude = [](Floats x) { return larger(x, sub(zero(), x)); };
-  Floats peak = zero();
-  for (int i = 0; i < groups.count * kTile; i += kTile) {
-    const Floats low = load(groups.lows + i);
-    const Floats high = fma(low, load(groups.scales + i), splat(15.0f));
-    peak = larger(peak, larger(magnitude(low), magnitude(high)));
-  }
+// The scale of each output. 12 bits of it, rounded up: times kSumStart it still is exact.
+void find_scales(Floats peak, Stretch& out) {
   store(out.scales, mul(peak, splat(1.0f / 127.0f)));
   for (float& scale : out.scales) {
     uint32_t bits;
@@ -82,29 +81,31 @@ void find_scales(const Groups& groups, Stretch& out) {
   if constexpr (kHasMultiply64) store(out.shifts, mul(load(out.scales), splat(-kSumStart)));
 }
 
-constexpr int kAhead = 4096;  // bytes
-
 // Inputs [begin, end) of a tile. A code c becomes (c * factor + start) / 256, rounded down.
 template <bool MINS>
-void unpack_stretch(const Weight& w, const Packed& tile, const Groups& groups, int begin, int end,
-                    Stretch& out) {
-  find_scales(groups, out);
+void unpack_stretch(const Weight& w, const Packed& tile, int begin, int end, Stretch& out) {
+  Groups groups;
+  find_scales(read_groups<MINS>(w, tile, begin, end, groups), out);
   float inverse[kTile];
   for (int r = 0; r < kTile; ++r) {
     inverse[r] = out.scales[r] > 0.0f ? 256.0f / out.scales[r] : 0.0f;
   }
   const Floats by = load(inverse);
+  // All of them before the first is used, which would wait for it.
+  Steps steps[Groups::kMost];
+  for (int i = 0; i < groups.count; ++i) {
+    const Floats factor = mul(load(groups.scales + i * kTile), by);
+    const Floats low = MINS ? mul(load(groups.lows + i * kTile), by) : mul(factor, splat(-8.0f));
+    steps[i] = Steps(factor, add(low, splat(128.0f)));
+  }
   const uint8_t* from = tile.codes + static_cast<size_t>(begin) * kTile / 2;
   uint8_t* to = out.codes;
   for (int i = 0, k = begin; i < groups.count; ++i) {
-    const Steps steps(mul(load(groups.scales + i * kTile), by),
-                      add(mul(load(groups.lows + i * kTile), by), splat(128.0f)));
     // The last group goes on over the padding.
     const int stop = i + 1 == groups.count ? end : (groups.first + i + 1) * w.group;
-    for (; k < stop; k += 16, from += 8 * kTile, to += 16 * kTile) {
-      __builtin_prefetch(from + kAhead);
-      steps.unpack<kSignedNibbles && !MINS>(from, to);
-    }
+    const int units = (stop - k) / 16;
+    steps[i].unpack<kSignedNibbles && !MINS>(from, units, to);
+    k = stop, from += units * 8 * kTile, to += units * 16 * kTile;
   }
 }
 
@@ -168,7 +169,6 @@ void multiply_prompt(const Product& job) {
   const PromptSizes sizes(job.w);
   const int padded = padded_in(job.w);
   each_piece(job, [&](int t, int first, int last, Target to) {
-    Groups groups;
     Stretch stretch;
     // Panels are multiplied in pairs; nobody reads the sums of one that is not there.
     alignas(64) float sums[kMostPanels + 1][kPanel * kTile];
@@ -176,8 +176,7 @@ void multiply_prompt(const Product& job) {
     const Packed tile(job.w, t);
     for (int begin = 0, s = 0; begin < padded; begin += kStretch, ++s) {
       const int end = std::min(begin + kStretch, padded);
-      read_groups<MINS>(job.w, tile, begin, end, groups);
-      unpack_stretch<MINS>(job.w, tile, groups, begin, end, stretch);
+      unpack_stretch<MINS>(job.w, tile, begin, end, stretch);
       const auto panel = [&](int p) {
         PromptPanel x = sizes.panel(job.panel(p));
         return PromptPanel{x.codes + begin * kPanel, x.scales + s * kPanel, x.centre + s * kPanel};

@@ -8,28 +8,53 @@
 
 namespace windlass::tile {
 
-constexpr uint8_t kSigns = 0x88;  // makes codes of signed nibbles, and the other way round
+constexpr int64_t kStepsAhead = 4096;  // bytes
+constexpr uint8_t kSigns = 0x88;       // makes codes of signed nibbles, and the other way round
 
 // Code c of an output becomes (c * factor + start) / 256, rounded down; factor and start are rounded
 // to whole numbers, and the result lies in -127 to 127. Where codes have no sign, 128 is added.
 #if defined(WINDLASS_NEON) && !defined(WINDLASS_I8MM)
 
+// What the low and the high halves of W's bytes become, from the tables v`FIRST` to v`LAST`. Places to
+// look at are read each time, since load pipes are idle.
+#define WINDLASS_LOOK(W, LOW, HIGH, FIRST, LAST)                                              \
+  "ldr q" LOW ", [%[firsts]]\n ldr q" HIGH ", [%[firsts]]\n"                                  \
+  "bit v" LOW ".16b, v" W ".16b, v31.16b\n sri v" HIGH ".16b, v" W ".16b, #4\n"               \
+  "tbl v" LOW ".16b, {v" FIRST ".16b - v" LAST ".16b}, v" LOW ".16b\n"                        \
+  "tbl v" HIGH ".16b, {v" FIRST ".16b - v" LAST ".16b}, v" HIGH ".16b\n"
+
+// Looks codes up: a table of 16 for each output, and the four outputs of a vector are four tables.
 class Steps {
  public:
-  Steps(Floats factors, Floats starts) {
-    spread(whole(factors), factor_);
-    spread(whole(starts), start_);
-  }
+  Steps() = default;
+  Steps(Floats factors, Floats starts) : factor_(whole(factors)), start_(whole(starts)) {}
 
-  // 16 inputs: see weight.h.
+  // Units of 16 inputs, at least one: see weight.h.
   template <bool SIGNED>
-  void unpack(const uint8_t* from, uint8_t* to) const {
-    for (int i = 0; i < 4; ++i) {
-      uint8x16_t both = vld1q_u8(from + 16 * i);
-      if constexpr (SIGNED) both = veorq_u8(both, vdupq_n_u8(kSigns));
-      vst1q_u8(to + 16 * i, made(vandq_u8(both, vdupq_n_u8(15)), i % 2 * 2));
-      vst1q_u8(to + 64 + 16 * i, made(vshrq_n_u8(both, 4), i % 2 * 2));
-    }
+  void unpack(const uint8_t* from, int units, uint8_t* to) const {
+    uint8x16_t tables[8];
+    unrolled<8>([&](auto r) WINDLASS_INLINED { tables[r] = table<SIGNED, r>(); });
+    // A vector's four lie side by side; left to compilers, they are moved there before each look.
+    register uint8x16_t a __asm__("v20") = tables[0], b __asm__("v21") = tables[1];
+    register uint8x16_t c __asm__("v22") = tables[2], d __asm__("v23") = tables[3];
+    register uint8x16_t e __asm__("v24") = tables[4], f __asm__("v25") = tables[5];
+    register uint8x16_t g __asm__("v26") = tables[6], h __asm__("v27") = tables[7];
+    __asm__ volatile(
+        "movi v31.16b, #15\n"
+        "1: ldp q0, q1, [%[from]]\n ldp q2, q3, [%[from], #32]\n"
+        "prfm pldl1keep, [%[from], %[ahead]]\n add %[from], %[from], #64\n"
+        WINDLASS_LOOK("0", "4", "16", "20", "23") WINDLASS_LOOK("1", "5", "17", "24", "27")
+        "stp q4, q5, [%[to]]\n stp q16, q17, [%[to], #64]\n"
+        WINDLASS_LOOK("2", "6", "18", "20", "23") WINDLASS_LOOK("3", "7", "19", "24", "27")
+        "stp q6, q7, [%[to], #32]\n stp q18, q19, [%[to], #96]\n"
+        "add %[to], %[to], #128\n"
+        "subs %w[units], %w[units], #1\n"
+        "b.ne 1b\n"
+        : [from] "+r"(from), [to] "+r"(to), [units] "+r"(units)
+        : [firsts] "r"(kFirsts), [ahead] "r"(kStepsAhead), "w"(a), "w"(b), "w"(c), "w"(d),
+          "w"(e), "w"(f), "w"(g), "w"(h)
+        : "cc", "memory", "v0", "v1", "v2", "v3", "v4", "v5", "v6", "v7", "v16", "v17", "v18",
+          "v19", "v31");
   }
 
  private:
@@ -38,44 +63,49 @@ class Steps {
     const uint32x4_t b = vreinterpretq_u32_s32(vcvtnq_s32_f32(x.b));
     return vuzp1q_u16(vreinterpretq_u16_u32(a), vreinterpretq_u16_u32(b));
   }
-  // Each number four times, as the codes of an output lie.
-  static void spread(uint16x8_t x, uint16x8_t* out) {
-    const uint16x8_t low = vzip1q_u16(x, x), high = vzip2q_u16(x, x);
-    out[0] = vzip1q_u16(low, low);
-    out[1] = vzip2q_u16(low, low);
-    out[2] = vzip1q_u16(high, high);
-    out[3] = vzip2q_u16(high, high);
+  // What the codes of output R become; as signed nibbles those from 8 on come first.
+  template <bool SIGNED, int R>
+  uint8x16_t table() const {
+    constexpr uint16x8_t kCodes = {0, 1, 2, 3, 4, 5, 6, 7};
+    const uint16x8_t low = vmlaq_laneq_u16(vdupq_laneq_u16(start_, R), kCodes, factor_, R);
+    const uint16x8_t high = vaddq_u16(low, vdupq_laneq_u16(vshlq_n_u16(factor_, 3), R));
+    const uint8x16_t a = vreinterpretq_u8_u16(low), b = vreinterpretq_u8_u16(high);
+    return SIGNED ? vuzp2q_u8(b, a) : vuzp2q_u8(a, b);
   }
-  uint8x16_t made(uint8x16_t codes, int i) const {
-    const uint16x8_t a = vmlaq_u16(start_[i], vmovl_u8(vget_low_u8(codes)), factor_[i]);
-    const uint16x8_t b = vmlaq_u16(start_[i + 1], vmovl_high_u8(codes), factor_[i + 1]);
-    return vuzp2q_u8(vreinterpretq_u8_u16(a), vreinterpretq_u8_u16(b));
-  }
+  // Where the tables of a vector's outputs begin.
+  alignas(16) static constexpr uint8_t kFirsts[16] = {0,  0,  0,  0,  16, 16, 16, 16,
+                                                      32, 32, 32, 32, 48, 48, 48, 48};
 
-  uint16x8_t factor_[4], start_[4];
+  uint16x8_t factor_, start_;
 };
+
+#undef WINDLASS_LOOK
 
 #else
 
 class Steps {
  public:
+  Steps() = default;
   Steps(Floats factors, Floats starts) {
     spread(factors, 0, factor_);
     spread(starts, kUnsignedCodes ? 128 * 256 : 0, start_);
   }
 
-  // 16 inputs: see weight.h.
+  // Units of 16 inputs: see weight.h.
   template <bool SIGNED>
-  void unpack(const uint8_t* from, uint8_t* to) const {
+  void unpack(const uint8_t* from, int units, uint8_t* to) const {
     constexpr int half = 8 * kTile;
-    for (int first = 0; first < half; first += kPeriod) {
-      for (int j = 0; j < kPeriod; ++j) {
-        const uint8_t both = static_cast<uint8_t>(from[first + j] ^ (SIGNED ? kSigns : 0));
-        const auto made = [&](int c) {
-          return static_cast<uint8_t>(static_cast<uint16_t>(c * factor_[j] + start_[j]) >> 8);
-        };
-        to[first + j] = made(both & 15);
-        to[first + half + j] = made(both >> 4);
+    for (; units > 0; --units, from += half, to += 2 * half) {
+      __builtin_prefetch(from + kStepsAhead);
+      for (int first = 0; first < half; first += kPeriod) {
+        for (int j = 0; j < kPeriod; ++j) {
+          const uint8_t both = static_cast<uint8_t>(from[first + j] ^ (SIGNED ? kSigns : 0));
+          const auto made = [&](int c) {
+            return static_cast<uint8_t>(static_cast<uint16_t>(c * factor_[j] + start_[j]) >> 8);
+          };
+          to[first + j] = made(both & 15);
+          to[first + half + j] = made(both >> 4);
+        }
       }
     }
   }

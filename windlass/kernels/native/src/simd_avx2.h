@@ -58,6 +58,7 @@ inline F32x8 fma(F32x8 acc, F32x8 x, F32x8 y) { return {_mm256_fmadd_ps(x.v, y.v
 inline F32x8 sub(F32x8 x, F32x8 y) { return {_mm256_sub_ps(x.v, y.v)}; }
 inline F32x8 divide(F32x8 x, F32x8 y) { return {_mm256_div_ps(x.v, y.v)}; }
 // The second operand is what comes out where one is no number.
+inline F32x8 magnitude(F32x8 x) { return {_mm256_andnot_ps(_mm256_set1_ps(-0.0f), x.v)}; }
 inline F32x8 larger(F32x8 x, F32x8 y) { return {_mm256_max_ps(y.v, x.v)}; }
 inline F32x8 add_exponent(F32x8 x, F32x8 shifted) {
   const __m256i power = _mm256_slli_epi32(_mm256_castps_si256(shifted.v), 23);

@@ -45,6 +45,7 @@ inline Floats add(Floats x, Floats y) { return {_mm512_add_ps(x.v, y.v)}; }
 inline Floats sub(Floats x, Floats y) { return {_mm512_sub_ps(x.v, y.v)}; }
 inline Floats mul(Floats x, Floats y) { return {_mm512_mul_ps(x.v, y.v)}; }
 inline Floats fma(Floats acc, Floats x, Floats y) { return {_mm512_fmadd_ps(x.v, y.v, acc.v)}; }
+inline Floats magnitude(Floats x) { return {_mm512_abs_ps(x.v)}; }
 inline Floats larger(Floats x, Floats y) { return {_mm512_max_ps(x.v, y.v)}; }
 inline Quad load_quad(const float* p) { return {p}; }
 inline QuadInt load_quad(const int32_t* p) { return {p}; }

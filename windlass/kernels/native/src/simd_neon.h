@@ -63,6 +63,7 @@ inline F32x8 fma(F32x8 acc, F32x8 x, F32x8 y) {
 
 inline F32x8 sub(F32x8 x, F32x8 y) { return {vsubq_f32(x.a, y.a), vsubq_f32(x.b, y.b)}; }
 inline F32x8 divide(F32x8 x, F32x8 y) { return {vdivq_f32(x.a, y.a), vdivq_f32(x.b, y.b)}; }
+inline F32x8 magnitude(F32x8 x) { return {vabsq_f32(x.a), vabsq_f32(x.b)}; }
 inline F32x8 larger(F32x8 x, F32x8 y) { return {vmaxq_f32(x.a, y.a), vmaxq_f32(x.b, y.b)}; }
 inline F32x8 add_exponent(F32x8 x, F32x8 shifted) {
   const auto one = [](float32x4_t v, float32x4_t s) {

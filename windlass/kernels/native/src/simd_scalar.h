@@ -78,6 +78,9 @@ inline F32x8 sub(F32x8 x, F32x8 y) {
 inline F32x8 divide(F32x8 x, F32x8 y) {
   return each([&](int i) { return x.v[i] / y.v[i]; });
 }
+inline F32x8 magnitude(F32x8 x) {
+  return each([&](int i) { return std::fabs(x.v[i]); });
+}
 inline F32x8 larger(F32x8 x, F32x8 y) {
   return each([&](int i) { return x.v[i] < y.v[i] ? y.v[i] : x.v[i]; });
 }
