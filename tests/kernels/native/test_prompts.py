@@ -132,6 +132,18 @@ def test_rows_of_prompts_and_others_do_not_depend_on_each_other(workers: Workers
         assert torch.equal(product.apply(x), wanted)
 
 
+@pytest.mark.parametrize("centred", [False, True])
+def test_few_rows_are_as_among_many(workers: Workers, centred: bool) -> None:
+    """Up to 4 have a loop of their own."""
+    product = NativeLinear(workers).prepare(int4(19, 608, 32, seed=14, centred=centred))
+    x = outlying(9, 608)
+    with prompt(workers, 9, (0, 9)):
+        wanted = product.apply(x)
+    for rows in range(1, 9):
+        with prompt(workers, rows, (0, rows)):
+            assert torch.equal(product.apply(x[:rows]), wanted[:rows])
+
+
 def test_only_the_wanted_rows(workers: Workers) -> None:
     """Rows may be some of the step's tokens: what each is decides."""
     product = NativeLinear(workers).prepare(int4(19, 64, 32, seed=14))

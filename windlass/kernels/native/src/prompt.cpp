@@ -182,16 +182,17 @@ void multiply_prompt(const Product& job) {
         return PromptPanel{x.codes + begin * kPanel, x.scales + s * kPanel, x.centre + s * kPanel};
       };
       if constexpr (kHasMultiply64) {
-        const PromptPanel x = panel(first);
-        multiply_64(stretch.codes, stretch.scales, stretch.shifts, (end - begin) / 16, x.codes,
-                    x.scales, job.panel_bytes, ceil_div(last - first, 2), sums[0]);
-      } else {
-        each_panel(job, first, last, [&](auto rows, int p) {
-          const PromptPanel x = panel(p);
-          multiply_stretch<rows>(stretch, end - begin, x.codes, x.scales, x.centre,
-                                 sums[p - first]);
-        });
+        if (last - first > 1) {  // half of its 8 rows would be none of one panel's
+          const PromptPanel x = panel(first);
+          multiply_64(stretch.codes, stretch.scales, stretch.shifts, (end - begin) / 16, x.codes,
+                      x.scales, job.panel_bytes, ceil_div(last - first, 2), sums[0]);
+          continue;
+        }
       }
+      each_panel(job, first, last, [&](auto rows, int p) {
+        const PromptPanel x = panel(p);
+        multiply_stretch<rows>(stretch, end - begin, x.codes, x.scales, x.centre, sums[p - first]);
+      });
     }
     constexpr int ahead = 8;  // panels
     for (int p = first; p < std::min(first + ahead, last); ++p) fetch_target(job, to, p);
