@@ -170,8 +170,8 @@ void multiply_prompt(const Product& job) {
   const int padded = padded_in(job.w);
   each_piece(job, [&](int t, int first, int last, Target to) {
     Stretch stretch;
-    // Panels are multiplied in pairs; nobody reads the sums of one that is not there.
-    alignas(64) float sums[kMostPanels + 1][kPanel * kTile];
+    const int pairs = kHasMultiply64 ? (last - first) / 2 : 0;
+    alignas(64) float sums[kMostPanels][kPanel * kTile];
     std::memset(sums, 0, static_cast<size_t>(last - first) * sizeof sums[0]);
     const Packed tile(job.w, t);
     for (int begin = 0, s = 0; begin < padded; begin += kStretch, ++s) {
@@ -182,14 +182,13 @@ void multiply_prompt(const Product& job) {
         return PromptPanel{x.codes + begin * kPanel, x.scales + s * kPanel, x.centre + s * kPanel};
       };
       if constexpr (kHasMultiply64) {
-        if (last - first > 1) {  // half of its 8 rows would be none of one panel's
+        if (pairs > 0) {
           const PromptPanel x = panel(first);
           multiply_64(stretch.codes, stretch.scales, stretch.shifts, (end - begin) / 16, x.codes,
-                      x.scales, job.panel_bytes, ceil_div(last - first, 2), sums[0]);
-          continue;
+                      x.scales, job.panel_bytes, pairs, sums[0]);
         }
       }
-      each_panel(job, first, last, [&](auto rows, int p) {
+      each_panel(job, first + 2 * pairs, last, [&](auto rows, int p) {
         const PromptPanel x = panel(p);
         multiply_stretch<rows>(stretch, end - begin, x.codes, x.scales, x.centre, sums[p - first]);
       });
@@ -216,10 +215,10 @@ bool run_prompt_rows(const LinearRows& linear) {
   const Weight& w = linear.w;
   const size_t panel_bytes = PromptSizes(w).all();
   const int panels = ceil_div(linear.count, kPanel);
-  // Even, since panels are multiplied in pairs.
+  // Even, since panels are best multiplied in pairs.
   const int cut = round_up(panel_cut(linear.count, panel_bytes, 512 << 10, kMostPanels), 2);
   const int pieces = ceil_div(panels, cut);
-  const size_t all_panels = static_cast<size_t>(panels + 1) * panel_bytes;
+  const size_t all_panels = static_cast<size_t>(panels) * panel_bytes;
   const int most_outliers = most_prompt_outliers(w);
   const size_t row_bytes = outlier_bytes(most_outliers);
   const size_t all_rows = (static_cast<size_t>(linear.count) * row_bytes + 63) / 64 * 64;
