@@ -122,6 +122,25 @@ def test_what_cannot_be_is_refused_before_weights_are_read(
         make(model, **options)
 
 
+def test_what_a_draft_models_weights_refuse_is_told_by_its_own_flags(tmp_path: Path) -> None:
+    awq = {
+        "quant_method": "awq",
+        "bits": 4,
+        "group_size": 32,
+        "zero_point": True,
+        "version": "gemm",
+    }
+    other = folder_of(tmp_path / "other", quantization_config=awq)
+    told = r"--spec-model .*other: --spec-quantization fp8: .* quantised already \(awq\)"
+    with pytest.raises(ConfigError, match=told):
+        make(
+            folder_of(tmp_path / "model"),
+            spec="draft",
+            spec_model=str(other),
+            spec_quantization="fp8",
+        )
+
+
 def test_a_missing_model_is_named(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"--spec-model: .*no such file or folder"):
         make(folder_of(tmp_path / "model"), spec="draft", spec_model=str(tmp_path / "nowhere"))

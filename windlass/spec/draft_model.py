@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -139,9 +140,13 @@ def guide(site: Site) -> DraftGuide:
     from windlass.runner.device import kv_dtype
 
     draft = open_draft(site.config, site.spec)
-    loaded = load_network(
-        draft.config, draft.spec, open_checkpoint(draft.files, draft.config.model)
-    )
+    tensors = open_checkpoint(draft.files, draft.config.model)
+    try:
+        loaded = load_network(draft.config, draft.spec, tensors)
+    except ConfigError as error:
+        # By the names of the flags that were given for it.
+        told = re.sub(r"--(?=dtype\b|quantization\b)", "--spec-", str(error))
+        raise ConfigError(f"--spec-model {draft.config.model.model}: {told}") from error
     kind = kv_dtype(site.config.cache.kv_cache_dtype) or loaded.parts.dtype
     shape = (draft.spec.num_layers, draft.spec.num_kv_heads, draft.spec.head_dim)
     return DraftGuide(site, draft, loaded, kv_token_bytes(*shape, kind))
