@@ -185,7 +185,8 @@ class ServeConfig:
     shutdown_timeout: float = option(30.0, "Seconds to finish running requests after SIGTERM.")
     hang_timeout: float = option(
         120.0,
-        "Seconds without a finished step, while there is work, until the engine counts as hung.",
+        "Seconds without a heartbeat until the engine counts as hung; it is killed and restarted "
+        "half as long again later. 0: never.",
     )
     enable_log_requests: bool = option(False, "Log every request.")
     enable_request_id_headers: bool = option(False, "Answer with X-Request-Id.")

@@ -82,7 +82,12 @@ class Engine:
         self._held: list[NewRequest] = []  # until the forms are ready
         self.asleep = False
         self._in_flight: tuple[StepPlan, Pending] | None = None
+        self._on_plan: Callable[[StepPlan], None] = _ignore_plan
         scheduler.chronicle.start(clock())
+
+    def watch_plans(self, on_plan: Callable[[StepPlan], None]) -> None:
+        """Call `on_plan` with each plan before the runner gets it."""
+        self._on_plan = on_plan
 
     def add(self, request: NewRequest) -> None:
         """Queue a request. One that can never fit raises CapacityError now, not later."""
@@ -133,6 +138,7 @@ class Engine:
         if not plan.rows:
             self._rest(outputs)
             return outputs
+        self._on_plan(plan)
         try:
             result = self._runner.run(plan)
         except OutOfMemory as error:
@@ -148,6 +154,7 @@ class Engine:
         outputs += self._scheduler.failed
         launched = None
         if plan.rows:
+            self._on_plan(plan)
             try:
                 launched = (plan, self._runner.submit(plan))
             except OutOfMemory as error:
@@ -231,6 +238,10 @@ class Engine:
 
     def stats(self) -> EngineStats:
         return self._scheduler.stats(self._clock())
+
+
+def _ignore_plan(_plan: StepPlan) -> None:
+    """Nobody watches the plans."""
 
 
 def _refused(request: NewRequest, error: EngineError) -> Output:

@@ -4,6 +4,7 @@
     ├── ConfigError          a setting is wrong or contradicts another
     ├── RequestError         a request is malformed: a field, a type, an empty prompt
     │   ├── CapacityError    a request that can never fit this engine
+    │   ├── RequestBlocked   a request that has brought the engine down twice
     │   ├── AdapterNotFound  an adapter that is not loaded
     │   └── AdapterConflict  an adapter that cannot be loaded or unloaded now
     ├── CheckpointError      a model's files are missing, broken or incomplete
@@ -36,6 +37,10 @@ class RequestError(EngineError):
 
 class CapacityError(RequestError):
     """A request can never fit: longer than the context, or than the whole KV cache."""
+
+
+class RequestBlocked(RequestError):
+    """A request was running both times that the engine died, and is not run a third time."""
 
 
 class AdapterNotFound(RequestError):

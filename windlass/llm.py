@@ -227,7 +227,7 @@ class AsyncLLM:
         async for output in self._client.generate(*job.requests):
             delta = job.feed(output)
             if delta.finish_reason is not None:
-                self._client.abort(output.request_id)  # a stop string is found only here
+                self._client.abort(output.request_id, completed=True)  # a stop string
             yield delta
 
 

@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -24,30 +25,41 @@ from windlass.config import ServeConfig
 from windlass.core.card import ModelCard
 from windlass.errors import CheckpointError, ConfigError
 from windlass.serve.client import EngineClient
-from windlass.serve.launch import bind, live, url_of
+from windlass.serve.launch import ExitDeadline, bind, live, url_of
 
 ROOT = Path(__file__).parents[2]
 
 PROGRAM = """
+import asyncio
 import sys
 from tests.serve.fakes import CARD, counting
 from windlass.config import ServeConfig
 from windlass.serve.client import EngineClient
 from windlass.serve.launch import serve
 
+def block():
+    print("blocked", flush=True)
+    while True:
+        pass
+
+def ready(report, url):
+    print(url, client.pid, flush=True)
+    if "block" in sys.argv:
+        asyncio.get_running_loop().call_later(0.1, block)
+
 if __name__ == "__main__":
     config = ServeConfig(port=0, shutdown_timeout=float(sys.argv[1]))
     client = EngineClient(counting())
-    sys.exit(serve(client, lambda: CARD, config, lambda report, url: print(url, client.pid, flush=True)))
+    sys.exit(serve(client, lambda: CARD, config, ready))
 """
 
 
 class Process:
     """A server process, its address, and its engine's process id."""
 
-    def __init__(self, program: Path, shutdown_timeout: float) -> None:
+    def __init__(self, program: Path, *arguments: str) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, str(program), str(shutdown_timeout)],
+            [sys.executable, str(program), *arguments],
             stdout=subprocess.PIPE,
             text=True,
             env={**os.environ, "PYTHONPATH": str(ROOT)},
@@ -55,6 +67,10 @@ class Process:
         assert self._process.stdout is not None
         self.url, pid = self._process.stdout.readline().split()
         self.engine_pid = int(pid)
+
+    def read_line(self) -> str:
+        assert self._process.stdout is not None
+        return self._process.stdout.readline().strip()
 
     def signal(self, number: int) -> None:
         self._process.send_signal(number)
@@ -70,10 +86,10 @@ class Process:
 
 
 @contextmanager
-def process(tmp_path: Path, shutdown_timeout: float) -> Iterator[Process]:
+def process(tmp_path: Path, shutdown_timeout: float, *arguments: str) -> Iterator[Process]:
     program = tmp_path / "program.py"
     program.write_text(PROGRAM)
-    made = Process(program, shutdown_timeout)
+    made = Process(program, str(shutdown_timeout), *arguments)
     try:
         yield made
     finally:
@@ -96,12 +112,12 @@ def _is_alive(pid: int) -> bool:
 
 
 def _ask_slowly(url: str, **body: object) -> Future[str]:
-    """The answer to a request that is under way now and gets 100 tokens a second at most."""
+    """The answer to a request that is running now and gets 100 tokens a second at most."""
     pool = ThreadPoolExecutor(1)
     asked = {"prompt": "SLOW", **body}
     answer = pool.submit(lambda: httpx.post(url + "/v1/completions", json=asked, timeout=20).text)
     pool.shutdown(wait=False)
-    time.sleep(0.3)
+    wait_until(lambda: httpx.get(url + "/load").json()["num_requests_running"] == 1)
     return answer
 
 
@@ -140,6 +156,52 @@ def test_a_second_signal_ends_at_once(tmp_path: Path) -> None:
         assert server.wait() == 1
         with pytest.raises(httpx.TransportError):
             answer.result(20)
+        wait_until(lambda: not _is_alive(server.engine_pid))
+
+
+def test_a_second_signal_ends_a_server_whose_event_loop_is_blocked(tmp_path: Path) -> None:
+    with process(tmp_path, 60, "block") as server:
+        assert server.read_line() == "blocked"
+        server.signal(signal.SIGTERM)
+        time.sleep(0.3)
+        server.signal(signal.SIGTERM)
+        assert server.wait() == 1
+        wait_until(lambda: not _is_alive(server.engine_pid))
+
+
+def test_one_signal_ends_a_server_whose_event_loop_is_blocked_when_time_is_up() -> None:
+    ended = threading.Event()
+    deadline = ExitDeadline(0.05, ended.set)
+    assert not ended.wait(0.3)  # nobody has asked it to end
+    deadline.signalled()
+    assert ended.wait(20)
+
+
+def test_a_second_signal_does_not_wait_for_the_deadline() -> None:
+    ended = threading.Event()
+    deadline = ExitDeadline(3600.0, ended.set)
+    deadline.signalled()
+    assert not ended.wait(0.3)
+    deadline.signalled()
+    assert ended.wait(20)
+
+
+def test_sigterm_ends_a_server_whose_engine_is_stopped(tmp_path: Path) -> None:
+    with process(tmp_path, 0.2) as server:
+        answer = _ask_slowly(server.url, max_tokens=2000)
+        os.kill(server.engine_pid, signal.SIGSTOP)
+        server.signal(signal.SIGTERM)
+        assert server.wait() == 0
+        assert "shut down" in answer.result(20)
+        assert not _is_alive(server.engine_pid)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the kernel must end a stopped process")
+def test_a_stopped_engine_ends_with_a_server_that_was_killed(tmp_path: Path) -> None:
+    with process(tmp_path, 60) as server:
+        os.kill(server.engine_pid, signal.SIGSTOP)
+        server.signal(signal.SIGKILL)
+        server.wait()
         wait_until(lambda: not _is_alive(server.engine_pid))
 
 

@@ -123,7 +123,7 @@ class Answer:
                 if portion is None:
                     continue
                 if portion.finish_reason is not None and output.finish is None:
-                    self._client.abort(output.request_id)  # a stop string, which only we see
+                    self._client.abort(output.request_id, completed=True)  # a stop string
                 return portion
         except EngineError:
             if self._entry is not None:

@@ -1,7 +1,8 @@
 """The server's hold on the engine: requests in, outputs out, health, and restarts.
 
-A dead engine process is noticed at once: its requests end with WorkerDied, health turns red, and a
-new process is started, with growing pauses and not for ever. How HTTP looks is not known here.
+A dead engine process is noticed at once, a hung one by its missing heartbeat: its requests end with
+an error, health turns red, and a new process is started, with growing pauses and not for ever.
+quarantine.py decides which requests may run again. This file does not know HTTP.
 """
 
 from __future__ import annotations
@@ -11,10 +12,13 @@ import logging
 import tempfile
 import time
 from collections import deque
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
+
+import zmq
+import zmq.asyncio
 
 from windlass.core.card import EngineReport
 from windlass.core.memory import Memory
@@ -25,10 +29,12 @@ from windlass.serve import messages
 from windlass.serve.adapters import AdapterRegistry, Change
 from windlass.serve.calls import Calls
 from windlass.serve.inbox import Inbox
-from windlass.serve.loop import Build, Prepare
+from windlass.serve.loop import Build, Launch, Prepare
 from windlass.serve.process import EngineProcess, build_error, refusal_error
+from windlass.serve.quarantine import Quarantine, fingerprint
 from windlass.serve.states import Backlog as Backlog
 from windlass.serve.states import Health as Health
+from windlass.serve.states import Heartbeat
 from windlass.serve.states import RestartPolicy as RestartPolicy
 
 T = TypeVar("T", bound=messages.Answer)
@@ -65,6 +71,7 @@ class EngineClient:
         self._hang_timeout = hang_timeout
         self._restarts = restarts or RestartPolicy()
         self._folder: tempfile.TemporaryDirectory[str] | None = None
+        self._context: zmq.asyncio.Context | None = None
         self._process: EngineProcess | None = None
         self._supervisor: asyncio.Task[None] | None = None
         self._report: EngineReport | None = None
@@ -72,7 +79,8 @@ class EngineClient:
         self._calls = Calls()
         self._resting: asyncio.Event | None = None  # its process was ended, until this is set
         self._lives = 0
-        self._heard_at = 0.0
+        self._heartbeat = Heartbeat(hang_timeout)
+        self._quarantine = Quarantine()
         self._down = "the engine has not been started"
         # Requests that were sent since the engine started, by number, until it has seen them.
         self._num_sent = 0
@@ -91,6 +99,7 @@ class EngineClient:
     async def start(self) -> EngineReport:
         """Start the engine and wait until it can work; raises what its build raised."""
         self._folder = tempfile.TemporaryDirectory(prefix="windlass-")
+        self._context = zmq.asyncio.Context()
         report = await self._launch()
         self._supervisor = asyncio.create_task(self._supervise())
         return report
@@ -102,12 +111,14 @@ class EngineClient:
 
     async def _launch(self) -> EngineReport:
         assert self._folder is not None
+        assert self._context is not None
         self._lives += 1
         self._num_sent = 0
         self._unseen.clear()
         self.stats = EngineStats()
         path = Path(self._folder.name) / f"engine-{self._lives}"
-        process = EngineProcess(self._prepare, path, self._hang_timeout, self._handle)
+        launch = Launch(f"ipc://{path}", path.with_suffix(".journal"), self._hang_timeout)
+        process = EngineProcess(self._context, launch, self._prepare, self._handle)
         try:
             await self._known.wait()
             assert self._build is not None
@@ -120,7 +131,7 @@ class EngineClient:
         self._process = process
         for change in self.adapters.restarted(self._report.adapters):
             process.send(change)
-        self._heard_at = time.monotonic()
+        self._heartbeat.heard()
         self._down = ""
         return self._report
 
@@ -130,18 +141,35 @@ class EngineClient:
         try:
             while self._process is not None:
                 process = self._process
-                await process.ended()
+                how = await self._end_of(process)
                 if self._resting is not None:
                     await self._resting.wait()
                 if self._process is not process:  # it was ended on purpose, and started again
                     continue
-                how = process.how_it_ended()
                 self._process = None
-                self._end_all(how)
+                process.kill()
+                self._end_all(how, process.running())
                 await process.close()
                 await self._restart(how, starts)
         finally:
             self.failed.set()
+
+    async def _end_of(self, process: EngineProcess) -> str:
+        """Wait until the process has died, or has been silent for too long; returns which."""
+        heartbeat = self._heartbeat
+        ended = asyncio.create_task(process.ended())
+        try:
+            while True:
+                await asyncio.wait({ended}, timeout=heartbeat.interval_s or None)
+                heartbeat.tick()
+                hung = f"the engine hung (no heartbeat for {heartbeat.silent_s:.1f} s)"
+                if ended.done():
+                    how = process.how_it_ended()
+                    return f"{hung}; {how}" if heartbeat.is_late else how
+                if heartbeat.is_lost and self._resting is None:
+                    return f"{hung} and was killed"
+        finally:
+            ended.cancel()
 
     async def _restart(self, how: str, starts: deque[float]) -> None:
         """Start the engine again, as often as the policy allows; `starts` are the latest times."""
@@ -160,12 +188,20 @@ class EngineClient:
             await asyncio.sleep(pause)
             try:
                 await self._launch()
-            except (EngineError, OSError) as error:
+            except (EngineError, OSError, zmq.ZMQError) as error:
                 how = f"the engine could not be started again: {error}"
 
-    def _end_all(self, how: str) -> None:
-        self._down = f"{how} and is being started again"
-        self.abort_all(WorkerDied(f"{how} while this request was in it. Send it again."))
+    def _end_all(self, how: str, running: frozenset[bytes]) -> None:
+        """Answer all requests of an engine that is gone; `running` are those it worked on."""
+        self._down = f"{how}. It is being started again"
+        quarantine = self._quarantine
+        quarantine.strike(running, how)
+        started = quarantine.in_flight(running)
+        blocked = quarantine.blocked_in_flight()
+        quarantine.engine_ended()
+        _log.error("%s; %d requests were running", how, len(started))
+        for inbox in self._open_inboxes():
+            inbox.put(_end_error(inbox, how, started, blocked))
         self._calls.fail(how)
         self.adapters.fail(how)
         if self.on_stories is not None:
@@ -181,6 +217,8 @@ class EngineClient:
         if self._process is not None:
             await self._process.close()
             self._process = None
+        if self._context is not None:
+            self._context.destroy(linger=0)
         if self._folder is not None:
             self._folder.cleanup()
 
@@ -191,12 +229,14 @@ class EngineClient:
 
     # ---- requests ----------------------------------------------------------------------------
 
-    async def generate(self, *requests: NewRequest) -> AsyncGenerator[Output, None]:
+    async def generate(
+        self, *requests: NewRequest, tracked: bool = True
+    ) -> AsyncGenerator[Output, None]:
         """Yield the outputs of all `requests` as they come; close it to abort those still open.
 
         An error of one is raised and ends all. An output's `request_id` says whose it is.
         """
-        inbox = self.submit(requests)
+        inbox = self.submit(requests, tracked)
         try:
             while (output := await self.next(inbox)) is not None:
                 yield output
@@ -212,7 +252,7 @@ class EngineClient:
             if item.request_id not in inbox.open_ids:
                 continue
             if item.finish is not None:
-                self._forget(item.request_id)
+                self._forget(item.request_id, completed=item.finish in ("stop", "length"))
                 if item.finish in ("error", "abort"):
                     raise EngineError(item.error or "the engine dropped the request.")
             return item
@@ -223,8 +263,11 @@ class EngineClient:
         for request_id in list(inbox.open_ids):
             self.abort(request_id)
 
-    def submit(self, requests: Sequence[NewRequest]) -> Inbox:
-        """Send requests to the engine; `next` gives their outputs, and `drop` must come last."""
+    def submit(self, requests: Sequence[NewRequest], tracked: bool = True) -> Inbox:
+        """Send requests to the engine; `next` gives their outputs, and `drop` must come last.
+
+        Requests that are not `tracked` are never blocked: the server's own probes.
+        """
         process = self._running
         for request in requests:
             if request.request_id in self._inboxes:
@@ -232,33 +275,50 @@ class EngineClient:
                     f"request_id {request.request_id!r} is in use by a running request.",
                     "request_id",
                 )
+        adds = [
+            messages.Add(request, fingerprint(request) if tracked else b"") for request in requests
+        ]
+        self._quarantine.check(add.fingerprint for add in adds)
         inbox = Inbox(request.request_id for request in requests)
         for request in requests:
             self._inboxes[request.request_id] = inbox
-            self._num_sent += 1
-            self._unseen.append(len(request.prompt))
-        process.send(*[messages.Add(request) for request in requests])
+        self._send_adds(process, [add for add in adds if self._quarantine.enter(add)])
         return inbox
 
-    def abort(self, request_id: str) -> None:
-        """Drop one request; nothing more comes from it. Unknown ids are nothing to do."""
+    def _send_adds(self, process: EngineProcess, adds: list[messages.Add]) -> None:
+        if adds:
+            self._num_sent += len(adds)
+            self._unseen.extend(len(add.request.prompt) for add in adds)
+            process.send(*adds)
+
+    def abort(self, request_id: str, completed: bool = False) -> None:
+        """Drop one request; nothing more comes from it. Unknown ids are nothing to do.
+
+        `completed`: the caller has all of the output that it needs, so the request did no harm.
+        """
         inbox = self._inboxes.get(request_id)
-        if inbox is not None:
-            self._forget(request_id)
-            inbox.put(Output(request_id, finish="abort"))  # wakes who waits for it
-            if self._process is not None:
-                self._process.send(messages.Abort(request_id))
+        if inbox is None:
+            return
+        if self._process is not None and not self._quarantine.is_held(request_id):
+            self._process.send(messages.Abort(request_id))
+        self._forget(request_id, completed)
+        inbox.put(Output(request_id, finish="abort"))  # wakes who waits for it
 
     def abort_all(self, error: EngineError) -> None:
         """End every request in flight with `error`."""
-        inboxes = {id(inbox): inbox for inbox in self._inboxes.values()}
-        for inbox in inboxes.values():
+        for inbox in self._open_inboxes():
             inbox.put(error)
 
-    def _forget(self, request_id: str) -> None:
+    def _open_inboxes(self) -> list[Inbox]:
+        return list({id(inbox): inbox for inbox in self._inboxes.values()}.values())
+
+    def _forget(self, request_id: str, completed: bool) -> None:
         inbox = self._inboxes.pop(request_id)
         inbox.open_ids.discard(request_id)
         self.num_finished += 1
+        released = self._quarantine.leave(request_id, completed)
+        if self._process is not None:
+            self._send_adds(self._process, released)
 
     async def reset_prefix_cache(self) -> int:
         """Forget cached blocks that nobody uses; returns how many."""
@@ -285,7 +345,8 @@ class EngineClient:
         await self._told(messages.Wake)
 
     async def _told(self, question: type[messages.Sleep] | type[messages.Wake]) -> None:
-        answer = await self._ask(question, messages.MemoryTold, _REST_TIMEOUT_S)
+        with self._heartbeat.paused():
+            answer = await self._ask(question, messages.MemoryTold, _REST_TIMEOUT_S)
         if answer.kind:
             raise build_error(answer.kind, answer.message)
 
@@ -317,6 +378,8 @@ class EngineClient:
     def _running(self) -> EngineProcess:
         if self._process is None:
             raise WorkerDied(f"{self._down}. Try again in a moment.")
+        if self._heartbeat.is_late:
+            raise WorkerDied(f"{self._silence}. Try again in a moment.")
         return self._process
 
     async def change_adapter(self, change: Change) -> int:
@@ -324,7 +387,7 @@ class EngineClient:
         return await self.adapters.change(change, self._running.send)
 
     def _handle(self, message: messages.FromEngine) -> None:
-        self._heard_at = time.monotonic()
+        self._heartbeat.heard()
         match message:
             case messages.Outputs(outputs):
                 inboxes = self._inboxes
@@ -335,6 +398,8 @@ class EngineClient:
             case messages.Refused(request_id, kind, text, param):
                 if (asked := self._inboxes.get(request_id)) is not None:
                     asked.put(refusal_error(kind, text, param))
+            case messages.StepFailed(fingerprints, error):
+                self._step_failed(fingerprints, error)
             case messages.Stats(stats, num_adds):
                 self._see(stats, num_adds)
             case messages.AdapterAnswer():
@@ -344,6 +409,13 @@ class EngineClient:
                     self.on_stories(stories)
             case messages.CacheReset() | messages.StoryTold() | messages.MemoryTold():
                 self._calls.answered(message)
+
+    def _step_failed(self, running: list[bytes], error: str) -> None:
+        """Strike the requests of a step that raised; the engine answers those it has itself."""
+        self._quarantine.strike(running, f"a step failed with {error}")
+        for request_id, blocked in self._quarantine.blocked_in_flight().items():
+            if self._quarantine.is_held(request_id):
+                self._inboxes[request_id].put(blocked)
 
     def _see(self, stats: EngineStats, num_adds: int) -> None:
         last, self.stats = self.stats, stats
@@ -373,23 +445,36 @@ class EngineClient:
     @property
     def backlog(self) -> Backlog:
         stats = self.stats
-        unseen = sum(self._unseen)
+        unseen = sum(self._unseen) + self._quarantine.num_held_tokens
         return Backlog(
             stats.num_running,
             stats.num_waiting,
-            len(self._unseen),
+            len(self._unseen) + self._quarantine.num_held,
             stats.num_waiting_tokens + unseen,
         )
 
     @property
-    def heartbeat_age_s(self) -> float:
-        return time.monotonic() - self._heard_at
+    def _silence(self) -> str:
+        return f"the engine hangs: no heartbeat for {self._heartbeat.silent_s:.1f} s"
 
     def health(self) -> Health:
         """Whether requests would be answered now, and if not, why."""
         if self._process is None:
             return Health(False, self._down)
-        age = self.heartbeat_age_s
-        if self._hang_timeout and age > self._hang_timeout:
-            return Health(False, f"the engine hangs: its loop was last heard of {age:.1f} s ago")
+        if self._heartbeat.is_late:
+            return Health(False, self._silence)
         return Health(True)
+
+
+def _end_error(
+    inbox: Inbox, how: str, started: set[str], blocked: Mapping[str, EngineError]
+) -> EngineError:
+    """What the requests of an inbox are told when their engine is gone."""
+    for request_id in inbox.open_ids & blocked.keys():
+        return blocked[request_id]
+    if inbox.open_ids & started:
+        return WorkerDied(
+            f"{how} while this request was running. Send it again; if the engine fails once more "
+            "while it runs, it will be blocked."
+        )
+    return WorkerDied(f"{how} before this request was started. Send it again.")

@@ -7,11 +7,15 @@ server's life from then on is service.py's.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import importlib.util
+import logging
 import os
+import queue
 import signal
 import socket
 import stat
+import threading
 from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
@@ -21,6 +25,11 @@ from windlass.core.card import EngineReport, ModelCard
 from windlass.errors import ConfigError
 from windlass.serve.client import EngineClient
 
+_log = logging.getLogger("windlass.serve")
+
+# After --shutdown-timeout: for the last answers, and for the engine's process to end.
+_EXIT_GRACE_S = 15.0
+
 OnReady = Callable[[EngineReport, str], None]
 OpenCard = Callable[[], ModelCard]
 
@@ -29,7 +38,9 @@ def serve(client: EngineClient, open_card: OpenCard, config: ServeConfig, on_rea
     """Serve until a signal comes or the engine is down for good; returns the exit code.
 
     `open_card` is called while the engine's process starts, and may tell it what to build.
-    The first SIGTERM or SIGINT lets running requests finish, the second ends at once.
+    The first SIGTERM or SIGINT lets running requests finish, the second ends at once. After the
+    first one this process ends in any case: whatever blocks it has _EXIT_GRACE_S more than
+    --shutdown-timeout, and then the exit is forced.
     """
     listener = bind(config)
     try:
@@ -38,6 +49,29 @@ def serve(client: EngineClient, open_card: OpenCard, config: ServeConfig, on_rea
         listener.close()
         if config.uds is not None:
             Path(config.uds).unlink(missing_ok=True)
+
+
+class ExitDeadline:
+    """Calls `force_exit` at the second signal, or `seconds` after the first.
+
+    Its thread starts now: a signal handler may run anywhere, also where no thread can be started.
+    """
+
+    def __init__(self, seconds: float, force_exit: Callable[[], None]) -> None:
+        self._seconds = seconds
+        self._force_exit = force_exit
+        self._signals: queue.SimpleQueue[None] = queue.SimpleQueue()
+        threading.Thread(target=self._wait, name="windlass-exit", daemon=True).start()
+
+    def signalled(self) -> None:
+        """Note a signal. Safe to call from a signal handler."""
+        self._signals.put(None)
+
+    def _wait(self) -> None:
+        self._signals.get()
+        with contextlib.suppress(queue.Empty):
+            self._signals.get(timeout=self._seconds)
+        self._force_exit()
 
 
 def _run(main: Coroutine[Any, Any, int]) -> int:
@@ -56,16 +90,22 @@ async def _serve_until_signal(
     on_ready: OnReady,
 ) -> int:
     stop = asyncio.Event()
-
-    def on_signal() -> None:
-        if stop.is_set():
-            client.kill()
-            os._exit(1)
-        stop.set()
-
     loop = asyncio.get_running_loop()
+
+    def force_exit() -> None:
+        _log.error("the server is ended by force: a second signal came, or it took too long to end")
+        client.kill()
+        os._exit(1)
+
+    deadline = ExitDeadline(config.shutdown_timeout + _EXIT_GRACE_S, force_exit)
+
+    # Not loop.add_signal_handler: a handler of the event loop never runs while the loop is blocked.
+    def on_signal(_number: int, _frame: object) -> None:
+        deadline.signalled()
+        loop.call_soon_threadsafe(stop.set)
+
     for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, on_signal)
+        signal.signal(number, on_signal)
     return await live(client, open_card, config, listener, on_ready, stop)
 
 

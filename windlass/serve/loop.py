@@ -7,6 +7,7 @@ what became of them is told to the other side; who they are for is not known her
 
 from __future__ import annotations
 
+import ctypes
 import faulthandler
 import logging
 import multiprocessing
@@ -17,8 +18,9 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import NoReturn
 
 import zmq
@@ -27,6 +29,7 @@ from windlass.core.card import EngineReport
 from windlass.engine import Engine
 from windlass.errors import EngineError, RequestError
 from windlass.serve import messages
+from windlass.serve.journal import Journal
 from windlass.serve.resident import release_code
 
 Build = Callable[[], tuple[Engine, EngineReport]]
@@ -41,32 +44,40 @@ _WAIT_FOR_BATCH_S = 0.002
 _MAX_FAILED_STEPS = 3
 _MOST_LAST_STEPS = 16
 _LINGER_MS = 2000
-# The other side calls an engine hung after `hang_timeout`. The process ends itself a little later,
-# so that health turns red before the requests in it are lost.
-_HANG_GRACE = 1.5
+# The other process calls an engine hung after `hang_timeout`, and kills it after 1.5 times that
+# (states.py). In between, this process writes the stacks of its threads and ends itself.
+_SELF_EXIT_AFTER = 1.25
+_PR_SET_PDEATHSIG = 1
 
 
-def engine_main(
-    address: str, prepare: Prepare, orders: Connection, hang_timeout: float
-) -> NoReturn:
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """What an engine process is started with."""
+
+    address: str  # of the HTTP process's socket
+    journal: Path
+    hang_timeout: float  # seconds; 0: no watchdog
+
+
+def engine_main(launch: Launch, prepare: Prepare, orders: Connection) -> NoReturn:
     """Run as the whole engine process; ends with exit code 0 only when told to stop.
 
     It calls `prepare`, and then waits for a Build, the one thing that comes through `orders`.
     """
+    _die_with_parent()
     # A terminal and a service manager signal the whole group: it is the parent that decides.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     # Torch's allocator would keep what loading needed until somebody allocates again.
     os.environ.setdefault("MIMALLOC_PURGE_DELAY", "0")
     faulthandler.enable()
-    threading.Thread(target=_exit_with_parent, daemon=True).start()
     context = zmq.Context()
     socket = context.socket(zmq.PAIR)
     socket.set_hwm(0)
     socket.setsockopt(zmq.LINGER, _LINGER_MS)
-    socket.connect(address)
+    socket.connect(launch.address)
     try:
-        code = _build_and_run(socket, prepare, orders, hang_timeout)
+        code = _build_and_run(socket, prepare, orders, launch)
     finally:
         socket.close()
         context.term()
@@ -74,7 +85,7 @@ def engine_main(
 
 
 def _build_and_run(
-    socket: zmq.Socket[bytes], prepare: Prepare, orders: Connection, hang_timeout: float
+    socket: zmq.Socket[bytes], prepare: Prepare, orders: Connection, launch: Launch
 ) -> int:
     try:
         began = time.perf_counter()
@@ -90,34 +101,43 @@ def _build_and_run(
         socket.send(messages.encode([messages.Failed(type(error).__name__, text)]))
         return 1
     release_code()
-    return run_loop(engine, socket, report, hang_timeout)
+    journal = Journal(launch.journal)
+    engine.watch_plans(journal.planned)
+    socket.send(messages.encode([messages.Ready(report)]))
+    try:
+        return _Loop(engine, socket, journal, launch.hang_timeout).run()
+    finally:
+        faulthandler.cancel_dump_traceback_later()
+        journal.close()
+
+
+def _die_with_parent() -> None:
+    """End this process when its parent ends, whatever it is doing.
+
+    On Linux the kernel kills it, even while it is stopped. A thread does it elsewhere, and if the
+    parent died before the kernel was asked.
+    """
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    threading.Thread(target=_exit_with_parent, daemon=True).start()
 
 
 def _exit_with_parent() -> None:
-    """End this process when its parent ends, whatever the main thread is doing."""
     parent = multiprocessing.parent_process()
     if parent is not None:
         parent.join()
         os._exit(1)
 
 
-def run_loop(
-    engine: Engine, socket: zmq.Socket[bytes], report: EngineReport, hang_timeout: float = 120.0
-) -> int:
-    """Serve `engine` until Stop; returns the process's exit code. `hang_timeout` 0: no watchdog."""
-    socket.send(messages.encode([messages.Ready(report)]))
-    try:
-        return _Loop(engine, socket, hang_timeout).run()
-    finally:
-        faulthandler.cancel_dump_traceback_later()
-
-
 class _Loop:
     """Owns what the loop remembers between steps."""
 
-    def __init__(self, engine: Engine, socket: zmq.Socket[bytes], hang_timeout: float) -> None:
+    def __init__(
+        self, engine: Engine, socket: zmq.Socket[bytes], journal: Journal, hang_timeout: float
+    ) -> None:
         self._engine = engine
         self._socket = socket
+        self._journal = journal
         self._hang_timeout = hang_timeout
         self._news: list[messages.FromEngine] = []
         self._loading: deque[messages.LoadAdapter] = deque()
@@ -145,7 +165,7 @@ class _Loop:
     def _arm_watchdog(self) -> None:
         now = time.monotonic()
         if self._hang_timeout and now - self._armed_at >= min(1.0, self._hang_timeout / 4):
-            faulthandler.dump_traceback_later(self._hang_timeout * _HANG_GRACE, exit=True)
+            faulthandler.dump_traceback_later(self._hang_timeout * _SELF_EXIT_AFTER, exit=True)
             self._armed_at = now
 
     def _receive(self) -> None:
@@ -159,14 +179,11 @@ class _Loop:
 
     def _handle(self, message: messages.ToEngine) -> None:
         match message:
-            case messages.Add(request):
-                self._num_adds += 1
-                try:
-                    self._engine.add(request)
-                except Exception as error:  # one request's fault must not end the others
-                    self._refuse(request.request_id, error)
+            case messages.Add():
+                self._add(message)
             case messages.Abort(request_id):
                 self._engine.abort(request_id)
+                self._journal.ended([request_id])
             case messages.ResetPrefixCache(number):
                 self._news.append(messages.CacheReset(number, self._engine.reset_prefix_cache()))
             case messages.TellStory(number, request_id):
@@ -180,8 +197,19 @@ class _Loop:
             case messages.Stop():
                 self._stopping = True
 
+    def _add(self, add: messages.Add) -> None:
+        self._num_adds += 1
+        request = add.request
+        try:
+            with self._journal.adding(add):
+                self._engine.add(request)
+        except Exception as error:  # one request's fault must not end the others
+            self._refuse(request.request_id, error)
+
     def _rest(self, asked: messages.Sleep | messages.Wake) -> None:
         kind = text = ""
+        faulthandler.cancel_dump_traceback_later()  # a disk may be slow; the loop arms it again
+        self._armed_at = float("-inf")
         try:
             if isinstance(asked, messages.Sleep):
                 self._end_last_steps()
@@ -224,6 +252,7 @@ class _Loop:
             self._loading.popleft()
 
     def _refuse(self, request_id: str, error: Exception) -> None:
+        self._journal.ended([request_id])
         kind, text = type(error).__name__, str(error)
         if not isinstance(error, EngineError):
             _log.error("request %s could not be added", request_id, exc_info=error)
@@ -237,11 +266,13 @@ class _Loop:
         except Exception as error:  # every request is answered, and the engine goes on
             self._failed_steps += 1
             _log.exception("a step failed (%d in a row)", self._failed_steps)
-            text = f"the step that computed this request failed: {type(error).__name__}: {error}"
-            outputs = self._engine.fail(text)
+            what = f"{type(error).__name__}: {error}"
+            self._news.append(messages.StepFailed(self._journal.running(), what))
+            outputs = self._engine.fail(f"the step that computed this request failed: {what}")
         else:
             self._failed_steps = 0
         if outputs:
+            self._journal.ended([each.request_id for each in outputs if each.finish is not None])
             self._news.append(messages.Outputs(outputs))
         else:
             self._wait_for_batch()

@@ -17,7 +17,10 @@ from windlass.core.types import EngineStats, NewRequest, Output
 
 
 class Add(msgspec.Struct, tag="add", frozen=True):
+    """`fingerprint` identifies the request's content; b"": the request is not tracked."""
+
     request: NewRequest
+    fingerprint: bytes = b""
 
 
 class Abort(msgspec.Struct, tag="abort", frozen=True):
@@ -84,6 +87,13 @@ class Refused(msgspec.Struct, tag="refused", frozen=True):
     param: str | None = None
 
 
+class StepFailed(msgspec.Struct, tag="step_failed", frozen=True):
+    """A step raised an error while requests with these fingerprints were running."""
+
+    fingerprints: list[bytes]
+    error: str
+
+
 class Stats(msgspec.Struct, tag="stats", frozen=True):
     """The heartbeat. `num_adds`: requests that the engine has seen since it started."""
 
@@ -128,7 +138,9 @@ class AdapterAnswer(msgspec.Struct, tag="adapter", frozen=True):
 Question = ResetPrefixCache | TellStory | TellMemory | Sleep | Wake
 Answer = CacheReset | StoryTold | MemoryTold
 ToEngine = Add | Abort | Question | LoadAdapter | UnloadAdapter | Stop
-FromEngine = Ready | Failed | Outputs | Refused | Stats | Stories | Answer | AdapterAnswer
+FromEngine = (
+    Ready | Failed | Outputs | Refused | StepFailed | Stats | Stories | Answer | AdapterAnswer
+)
 
 _encoder = msgspec.msgpack.Encoder()
 _to_engine = msgspec.msgpack.Decoder(list[ToEngine])

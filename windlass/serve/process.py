@@ -12,7 +12,6 @@ import logging
 import multiprocessing
 import threading
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import zmq
@@ -32,7 +31,8 @@ from windlass.errors import (
     WorkerDied,
 )
 from windlass.serve import messages
-from windlass.serve.loop import Build, Prepare, engine_main
+from windlass.serve.journal import read_journal
+from windlass.serve.loop import Build, Launch, Prepare, engine_main
 
 _log = logging.getLogger("windlass.serve")
 
@@ -60,35 +60,38 @@ def refusal_error(kind: str, message: str, param: str | None) -> EngineError:
 class EngineProcess:
     """Owns the process and the socket to it. Made inside a running event loop.
 
-    It runs `prepare` and then waits for `begin`. `handle` is called with every message after Ready, in order.
+    It runs `prepare` and then waits for `begin`. `handle` is called with every message after Ready,
+    in order. The context outlives it: libzmq aborts the whole process when it cannot open the
+    descriptors of a new one, while a socket that cannot be opened is an error.
     """
 
     def __init__(
         self,
+        context: zmq.asyncio.Context,
+        launch: Launch,
         prepare: Prepare,
-        socket_path: Path,
-        hang_timeout: float,
         handle: Callable[[messages.FromEngine], None],
     ) -> None:
-        address = f"ipc://{socket_path}"
         self._handle = handle
-        self._context = zmq.asyncio.Context()
-        self._socket = self._context.socket(zmq.PAIR)
-        self._socket.set_hwm(0)
-        self._socket.setsockopt(zmq.LINGER, 0)
-        self._socket.bind(address)
+        self._journal = launch.journal
         self._loop = asyncio.get_running_loop()
         self._dead = asyncio.Event()
         self._ready: asyncio.Future[EngineReport] = self._loop.create_future()
-        spawn = multiprocessing.get_context("spawn")
-        its_orders, self._orders = spawn.Pipe(duplex=False)
-        self._process = spawn.Process(
-            target=engine_main,
-            args=(address, prepare, its_orders, hang_timeout),
-            name="windlass-engine",
-        )
-        self._process.start()
-        its_orders.close()
+        with contextlib.ExitStack() as undo:
+            self._socket = context.socket(zmq.PAIR)
+            undo.callback(self._socket.close)
+            self._socket.set_hwm(0)
+            self._socket.setsockopt(zmq.LINGER, 0)
+            self._socket.bind(launch.address)
+            spawn = multiprocessing.get_context("spawn")
+            its_orders, self._orders = spawn.Pipe(duplex=False)
+            undo.callback(self._orders.close)
+            with its_orders:
+                self._process = spawn.Process(
+                    target=engine_main, args=(launch, prepare, its_orders), name="windlass-engine"
+                )
+                self._process.start()
+            undo.pop_all()
         # Without this an interpreter that ends by an error would wait for the engine forever.
         atexit.register(self._process.kill)
         threading.Thread(target=self._watch, daemon=True).start()
@@ -148,6 +151,10 @@ class EngineProcess:
             return f"the engine process was ended by signal {-code}"
         return f"the engine process ended with exit code {code}"
 
+    def running(self) -> frozenset[bytes]:
+        """The fingerprints of the requests that the process works on, or died of."""
+        return read_journal(self._journal)
+
     def send(self, *batch: messages.ToEngine) -> None:
         """Send without waiting; the queue to the engine is bounded by admission, not here."""
         sent = asyncio.ensure_future(self._socket.send(messages.encode(batch), zmq.NOBLOCK))
@@ -170,7 +177,7 @@ class EngineProcess:
             self._ready.exception()  # read, so that an unused failure is not reported as forgotten
         self._socket.close()
         self._orders.close()
-        self._context.term()
+        self._journal.unlink(missing_ok=True)
 
     def kill(self) -> None:
         self._process.kill()

@@ -238,7 +238,8 @@ class Operations:
             SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True),
             priority=_PROBE_PRIORITY,
         )
-        async with aclosing(self._services.client.generate(request)) as outputs:
+        probing = self._services.client.generate(request, tracked=False)
+        async with aclosing(probing) as outputs:
             async for _ in outputs:
                 pass
 

@@ -1,8 +1,13 @@
-"""How an engine is seen from the server: its health, its backlog, and how often it may die."""
+"""How the server sees an engine: its heartbeat, health and backlog, and how often it may die."""
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+
+LOST_AFTER = 1.5  # hang timeouts without a heartbeat, until the server kills the engine
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,3 +35,49 @@ class Backlog:
     num_waiting: int
     num_unseen: int
     num_tokens: int
+
+
+class Heartbeat:
+    """How long the engine has been silent, counted in ticks of the process that listens.
+
+    A tick that comes late counts as two at most: a listener that was stopped, or whose event loop
+    was blocked, must not take its own pause for the engine's silence. `timeout_s` 0: no limit.
+    """
+
+    def __init__(self, timeout_s: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self.interval_s = min(1.0, timeout_s / 8)
+        self.silent_s = 0.0
+        self._timeout_s = timeout_s
+        self._clock = clock
+        self._ticked_at = clock()
+        self._paused = False
+
+    def heard(self) -> None:
+        self.silent_s = 0.0
+
+    def tick(self) -> None:
+        """Count the time since the last tick; to be called every `interval_s`."""
+        now = self._clock()
+        if not self._paused:
+            self.silent_s += min(now - self._ticked_at, 2 * self.interval_s)
+        self._ticked_at = now
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Expect no heartbeat while the engine does something that may take long."""
+        self._paused = True
+        try:
+            yield
+        finally:
+            self._paused = False
+            self.heard()
+
+    @property
+    def is_late(self) -> bool:
+        """Whether the engine counts as hung; it may come back."""
+        return 0.0 < self._timeout_s < self.silent_s
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether the engine must be killed."""
+        return 0.0 < self._timeout_s * LOST_AFTER < self.silent_s

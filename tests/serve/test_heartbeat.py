@@ -1,0 +1,54 @@
+"""How long an engine has been silent, as seen by a process that may itself be held up."""
+
+from __future__ import annotations
+
+from tests.serve.test_quarantine import Clock
+from windlass.serve.states import Heartbeat
+
+
+def silent_for(heartbeat: Heartbeat, clock: Clock, seconds: float) -> None:
+    """Let time pass, with ticks as they should come."""
+    for _ in range(round(seconds / heartbeat.interval_s)):
+        clock.now += heartbeat.interval_s
+        heartbeat.tick()
+
+
+def test_a_silent_engine_is_late_and_then_lost() -> None:
+    clock = Clock()
+    heartbeat = Heartbeat(8.0, clock)
+    silent_for(heartbeat, clock, 8.0)
+    assert (heartbeat.is_late, heartbeat.is_lost) == (False, False)
+    silent_for(heartbeat, clock, 1.0)
+    assert (heartbeat.is_late, heartbeat.is_lost) == (True, False)
+    silent_for(heartbeat, clock, 4.0)
+    assert (heartbeat.is_late, heartbeat.is_lost) == (True, True)
+    heartbeat.heard()
+    assert (heartbeat.is_late, heartbeat.is_lost) == (False, False)
+
+
+def test_time_in_which_nobody_listened_is_not_the_engines_silence() -> None:
+    """A process that was stopped, or whose event loop was blocked, has heard nobody."""
+    clock = Clock()
+    heartbeat = Heartbeat(8.0, clock)
+    clock.now += 1000.0
+    heartbeat.tick()
+    assert not heartbeat.is_late
+
+
+def test_a_pause_is_no_silence() -> None:
+    clock = Clock()
+    heartbeat = Heartbeat(8.0, clock)
+    with heartbeat.paused():
+        silent_for(heartbeat, clock, 100.0)
+    assert not heartbeat.is_late
+    silent_for(heartbeat, clock, 9.0)
+    assert heartbeat.is_late
+
+
+def test_without_a_timeout_nothing_is_late() -> None:
+    clock = Clock()
+    heartbeat = Heartbeat(0.0, clock)
+    clock.now += 1000.0
+    heartbeat.tick()
+    assert not heartbeat.is_late
+    assert not heartbeat.is_lost

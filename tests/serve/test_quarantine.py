@@ -1,0 +1,159 @@
+"""Requests that were running when the engine died: two strikes, one suspect at a time."""
+
+from __future__ import annotations
+
+import pytest
+
+from windlass.core.sampling import SamplingParams
+from windlass.core.types import NewRequest
+from windlass.errors import RequestBlocked
+from windlass.serve.messages import Add
+from windlass.serve.quarantine import BLOCKED_S, MAX_SUSPECTS, Quarantine, fingerprint
+
+HOW = "the engine process was ended by signal 9"
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def add(request_id: str, content: str = "") -> Add:
+    return Add(NewRequest(request_id, [1], SamplingParams()), (content or request_id).encode())
+
+
+def new_request(**changes: object) -> NewRequest:
+    values: dict[str, object] = {
+        "request_id": "a",
+        "prompt": [1, 2],
+        "sampling": SamplingParams(),
+        **changes,
+    }
+    return NewRequest(**values)  # type: ignore[arg-type]
+
+
+def test_a_resent_request_has_the_same_fingerprint() -> None:
+    first = fingerprint(new_request())
+    assert first == fingerprint(new_request(request_id="b", priority=3, cache_salt="other"))
+    others = [
+        new_request(prompt=[1, 3]),
+        new_request(prompt=[1]),
+        new_request(adapter="x"),
+        new_request(sampling=SamplingParams(temperature=0.5)),
+        new_request(sampling=SamplingParams(structured_outputs={"regex": "a+"})),  # type: ignore[arg-type]
+    ]
+    fingerprints = {first, *map(fingerprint, others)}
+    assert len(fingerprints) == 1 + len(others)
+
+
+def test_requests_without_a_strike_are_never_held() -> None:
+    quarantine = Quarantine()
+    assert all(quarantine.enter(add(str(number))) for number in range(100))
+    assert quarantine.leave("7", completed=True) == []
+    assert quarantine.num_held == 0
+
+
+def test_suspects_run_one_at_a_time_beside_others() -> None:
+    quarantine = Quarantine()
+    quarantine.strike([b"a", b"b", b"c"], HOW)
+    assert quarantine.enter(add("a"))
+    assert quarantine.enter(add("other"))
+    assert not quarantine.enter(add("b"))
+    assert not quarantine.enter(add("c"))
+    assert quarantine.num_held == 2
+    assert quarantine.leave("other", completed=True) == []
+    assert quarantine.leave("a", completed=True) == [add("b")]
+    assert quarantine.leave("b", completed=False) == [add("c")]
+    assert quarantine.num_held == 0
+
+
+def test_a_held_request_that_is_aborted_never_runs() -> None:
+    quarantine = Quarantine()
+    quarantine.strike([b"a", b"b"], HOW)
+    quarantine.enter(add("a"))
+    quarantine.enter(add("b"))
+    assert quarantine.leave("b", completed=False) == []
+    assert quarantine.leave("a", completed=True) == []
+
+
+def test_equal_requests_run_freely_once_one_of_them_was_completed() -> None:
+    quarantine = Quarantine()
+    quarantine.strike([b"same"], HOW)
+    names = ["1", "2", "3", "4"]
+    assert [quarantine.enter(add(name, "same")) for name in names] == [True, False, False, False]
+    released = quarantine.leave("1", completed=True)
+    assert [each.request.request_id for each in released] == ["2", "3", "4"]
+
+
+def test_the_second_strike_blocks_for_a_while() -> None:
+    clock = Clock()
+    quarantine = Quarantine(clock)
+    quarantine.strike([b"a"], "first")
+    quarantine.check([b"a"])
+    quarantine.strike([b"a"], HOW)
+    with pytest.raises(RequestBlocked, match=r"signal 9.*60 min") as blocked:
+        quarantine.check([b"b", b"a"])
+    assert "again" not in str(blocked.value)
+    clock.now = BLOCKED_S + 1
+    quarantine.check([b"a"])
+
+
+def test_a_completed_suspect_starts_again_without_a_strike() -> None:
+    quarantine = Quarantine()
+    quarantine.strike([b"a"], HOW)
+    quarantine.enter(add("a"))
+    quarantine.leave("a", completed=True)
+    quarantine.strike([b"a"], HOW)
+    quarantine.check([b"a"])
+
+
+def test_an_aborted_suspect_stays_one() -> None:
+    quarantine = Quarantine()
+    quarantine.strike([b"a"], HOW)
+    quarantine.enter(add("a"))
+    quarantine.leave("a", completed=False)
+    quarantine.strike([b"a"], HOW)
+    with pytest.raises(RequestBlocked):
+        quarantine.check([b"a"])
+
+
+def test_untracked_requests_are_no_suspects() -> None:
+    quarantine = Quarantine()
+    probe = Add(NewRequest("probe", [1], SamplingParams()))
+    for _ in range(3):
+        quarantine.strike([b""], HOW)
+    quarantine.check([probe.fingerprint])
+    assert quarantine.enter(probe)
+
+
+def test_the_table_is_bounded_and_keeps_what_is_blocked() -> None:
+    quarantine = Quarantine(Clock())
+    for _ in range(2):
+        quarantine.strike([b"poison"], HOW)
+    quarantine.strike([str(number).encode() for number in range(2 * MAX_SUSPECTS)], HOW)
+    assert quarantine.num_suspects == MAX_SUSPECTS
+    with pytest.raises(RequestBlocked):
+        quarantine.check([b"poison"])
+
+
+def test_requests_in_flight_whose_content_is_blocked_are_named() -> None:
+    quarantine = Quarantine()
+    quarantine.strike([b"a", b"b"], HOW)
+    for each in (add("a"), add("b"), add("a2", "a")):
+        quarantine.enter(each)
+    quarantine.strike([b"a"], HOW)
+    assert list(quarantine.blocked_in_flight()) == ["a", "a2"]
+
+
+def test_a_new_engine_starts_with_nothing_in_flight() -> None:
+    quarantine = Quarantine()
+    quarantine.strike([b"a", b"b"], HOW)
+    quarantine.enter(add("a"))
+    quarantine.enter(add("b"))
+    quarantine.engine_ended()
+    assert quarantine.num_held == 0
+    assert quarantine.leave("a", completed=False) == []
+    assert quarantine.enter(add("b"))
