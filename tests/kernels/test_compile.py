@@ -173,6 +173,20 @@ INPUTS = {
     **{"width": "i32", "table_stride": "i32"},
 }
 NORM = {"x": X, "weight": X, "out": X, "eps": "fp32"}
+
+
+def table_product(rows: int, group: int, super_group: int) -> tuple:
+    signature = {
+        **dict.fromkeys(("x", "out"), X),
+        **{"codes": "*u8", "table": F, "scales": "*fp16", "parts": F, "counters": I},
+        **dict.fromkeys(("M", "N", "K", "splits"), "i32"),
+    }
+    if super_group > group:
+        signature["sub_scales"] = "*i8"
+    sizes = {"GROUP": group, "SUPER": super_group, "ROWS": rows, "OUTPUTS": 64}
+    return table.table_linear_kernel, signature, {"SPLIT": True, **sizes}, {"num_stages": 3}
+
+
 CASES = {
     "rms_norm": (
         norm.rms_norm_kernel,
@@ -212,16 +226,9 @@ CASES = {
     "int8 product, groups of 32": grouped_product(8, 32, 32, 8),
     "int8 product": eight_bit_product("*i8", False),
     "fp8 product in blocks": eight_bit_product(FP8, True),
-    "table product": (
-        table.table_linear_kernel,
-        {
-            **dict.fromkeys(("x", "out"), X),
-            **{"codes": "*u8", "table": F, "scales": "*fp16", "parts": F, "counters": I},
-            **dict.fromkeys(("M", "N", "K", "splits"), "i32"),
-        },
-        {"GROUP": 64, "SPLIT": True, "ROWS": 64, "OUTPUTS": 64},
-        {"num_stages": 3},
-    ),
+    "table product": table_product(64, 64, 64),
+    "table product with sub-scales": table_product(16, 32, 256),
+    "table product with sub-scales, groups of 16": table_product(64, 16, 256),
     "fp8 product": fp8_product(True, True, True),
     "fp8 product with a norm": fp8_product(True, True, True, at_once=1),
     "fp8 product that rounds": fp8_product(False, True, True),

@@ -301,6 +301,26 @@ def test_products_with_a_table(rows: int, outputs: int, size: int, group: int) -
 
 
 @inside
+@pytest.mark.parametrize(("rows", "outputs"), [(1, 40), (5, 70), (70, 130)])
+@pytest.mark.parametrize("group", [16, 32])
+def test_products_with_scales_of_two_levels(rows: int, outputs: int, group: int) -> None:
+    from windlass.kernels.packed import Table4
+    from windlass.kernels.triton.table import TableLinear
+
+    codes = torch.randint(0, 256, (outputs, 256), dtype=torch.uint8)
+    subs = torch.randint(-32, 32, (outputs, 512 // group), dtype=torch.int8)
+    form = Table4(codes, torch.randn(16), (0.05 * torch.rand(outputs, 2)).half(), subs)
+    kernel = TableLinear()
+    assert kernel.refuse(form, torch.device("cpu"), torch.float32) is None
+    product = kernel.prepare(form)
+    x = torch.randn(rows, 512)
+    torch.testing.assert_close(product._unpacked(torch.float32), form.dequantise())
+    want = x @ form.dequantise().T
+    for _ in "ab":
+        torch.testing.assert_close(product.apply(x), want, rtol=1e-3, atol=1e-3)
+
+
+@inside
 def test_sampling() -> None:
     from windlass.kernels.triton.sample import sample
 

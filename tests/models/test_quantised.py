@@ -136,17 +136,6 @@ def test_the_reference_is_what_the_reader_dequantises(mixed: Path) -> None:
     assert network.lm_head.weight is network.model.embed_tokens.weight
 
 
-def test_types_without_a_packed_form_are_dequantised(tmp_path: Path) -> None:
-    made = loaded(
-        write_gguf(tmp_path / "m.gguf", kind=Type.Q8_0, kinds={"ffn_up.weight": Type.TQ2_0}),
-        plain_kernels=True,
-    )
-    lines = {choice.what: choice for choice in made.choices}
-    assert "Q8_0 + not quantised weights" in lines
-    products = made.network.model.layers[0].mlp.gate_up_proj.products
-    assert [product.form for product in products] == ["int8, groups of 32", "float32"]
-
-
 def test_a_quantised_gguf_is_not_rounded_again(mixed: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"--quantization int4: the file is quantised already"):
         loaded(mixed, quantization="int4")

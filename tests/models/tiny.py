@@ -95,7 +95,7 @@ def write_gguf(
 ) -> Path:
     """A small GGUF. Matrices are stored as `kind`, vectors as F32; `metadata` adds or replaces.
 
-    `kinds` has other types for tensors whose names end like its keys.
+    `kinds` has other types for tensors whose names end like its keys. Tensors of bytes are blocks.
     """
     writer = gguf.GGUFWriter(path, architecture)
     values: dict[str, Any] = {
@@ -118,7 +118,8 @@ def write_gguf(
             writer.add_tensor(name, tensor)
         else:
             own = next((k for end, k in (kinds or {}).items() if name.endswith(end)), kind)
-            writer.add_tensor(name, quantize(tensor, own), raw_dtype=own)
+            blocks = tensor if tensor.dtype == np.uint8 else quantize(tensor, own)
+            writer.add_tensor(name, blocks, raw_dtype=own)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

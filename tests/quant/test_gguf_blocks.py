@@ -8,37 +8,28 @@ import torch
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf.quants import dequantize, quantize
 
+from tests.quant.blocks import blocks_of
 from windlass.errors import CheckpointError
 from windlass.kernels.linears import Linears
-from windlass.kernels.packed import Int4Group, Int8Group
+from windlass.kernels.packed import Int4Group, Int8Group, Table4
+from windlass.kernels.plain_linear import form_bytes
+from windlass.models.gguf_header import TENSOR_TYPES
+from windlass.quant import gguf_blocks
 from windlass.quant.base import Part
-from windlass.quant.gguf import Gguf
-from windlass.quant.gguf_blocks import KINDS, pack
+from windlass.quant.gguf import KINDS, Gguf
+from windlass.quant.gguf_blocks import pack
+from windlass.quant.gguf_codebooks import CODEBOOK_KINDS
 
 ROWS, COLUMNS = 7, 512
-# Where a block keeps its float16 scales: bytes that must be a sensible number.
-SCALES_AT = {
-    "Q4_0": (0,),
-    "Q4_1": (0, 2),
-    "Q5_0": (0,),
-    "Q5_1": (0, 2),
-    "Q8_0": (0,),
-    "Q2_K": (80, 82),
-    "Q3_K": (108,),
-    "Q4_K": (0, 2),
-    "Q5_K": (0, 2),
-    "Q6_K": (208,),
-}
 
 
 def random_blocks(name: str) -> np.ndarray:
-    """Any bytes are a block, but for the scales."""
-    kind, random = KINDS[name], np.random.default_rng(3)
-    blocks = random.integers(0, 256, (ROWS, COLUMNS // kind.values, kind.num_bytes), np.uint8)
-    for at in SCALES_AT[name]:
-        scales = random.normal(0, 0.02, blocks.shape[:2]).astype(np.float16)
-        blocks[..., at : at + 2] = scales[..., None].view(np.uint8)
-    return blocks.reshape(ROWS, -1)
+    return blocks_of(name, ROWS, COLUMNS)
+
+
+def test_every_type_that_a_file_may_have_stays_packed() -> None:
+    types = {kind.name for kind in TENSOR_TYPES.values()}
+    assert types - {"F32", "F16", "BF16"} == KINDS.keys()
 
 
 @pytest.mark.parametrize("name", KINDS)
@@ -54,7 +45,74 @@ def test_blocks_stand_for_the_same_weights(name: str) -> None:
     else:
         assert torch.equal(got, want)
     assert form.group == KINDS[name].group
-    assert isinstance(form, Int4Group if KINDS[name].bits <= 4 else Int8Group)
+    if name in CODEBOOK_KINDS:
+        assert isinstance(form, Table4)
+        assert form.scales.dtype == torch.float16
+    else:
+        assert isinstance(form, Int4Group if KINDS[name].bits <= 4 else Int8Group)
+
+
+@pytest.mark.parametrize("name", ["Q8_0", "Q3_K", "TQ1_0", "IQ2_XXS", "IQ1_M", "MXFP4"])
+def test_rows_taken_apart_in_slices_are_the_same(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    blocks = torch.from_numpy(random_blocks(name))
+    whole = pack(blocks, KINDS[name])
+    monkeypatch.setattr(gguf_blocks, "_AT_ONCE", 2 * COLUMNS)
+    sliced = pack(blocks, KINDS[name])
+    assert torch.equal(sliced.codes, whole.codes)
+    assert torch.equal(sliced.dequantise(), whole.dequantise())
+
+
+# Bytes of a form for 256 weights: half a byte a weight, scales, and the sub-scales of IQ types.
+FORM_BYTES = {
+    "IQ2_XXS": 128 + 2 + 8,
+    "IQ2_XS": 128 + 2 + 16,
+    "IQ2_S": 128 + 2 + 16,
+    "IQ3_XXS": 128 + 2 + 8,
+    "IQ3_S": 128 + 2 + 8,
+    "IQ1_S": 128 + 2 + 8,
+    "IQ1_M": 128 + 2 + 16,
+    "IQ4_NL": 128 + 16,
+    "IQ4_XS": 128 + 2 + 8,
+    "MXFP4": 128 + 16,
+}
+
+
+@pytest.mark.parametrize("name", FORM_BYTES)
+def test_codebook_forms_take_few_bytes(name: str) -> None:
+    form = pack(torch.from_numpy(random_blocks(name)), KINDS[name])
+    assert isinstance(form, Table4)
+    assert form_bytes(form) - form.table.nbytes == FORM_BYTES[name] * ROWS * COLUMNS // 256
+
+
+def test_mxfp4_keeps_exponents_that_float16_lacks() -> None:
+    blocks = random_blocks("MXFP4").reshape(ROWS, -1, 17)
+    blocks[..., 0] = 40
+    blocks[2, 3, 0] = 200
+    blocks = blocks.reshape(ROWS, -1)
+    form = pack(torch.from_numpy(blocks), KINDS["MXFP4"])
+    assert form.scales.dtype == torch.float32
+    want = torch.from_numpy(dequantize(blocks, GGMLQuantizationType.MXFP4))
+    assert torch.equal(form.dequantise(), want)
+
+
+def test_an_mxfp4_block_of_zeros_may_have_any_exponent() -> None:
+    weight = np.random.default_rng(1).normal(0, 0.1, (4, 256)).astype(np.float32)
+    weight[1, 32:64] = 0  # stored with exponent 0
+    blocks = quantize(weight, GGMLQuantizationType.MXFP4)
+    form = pack(torch.from_numpy(blocks), KINDS["MXFP4"])
+    assert form.scales.dtype == torch.float16
+    want = torch.from_numpy(dequantize(blocks, GGMLQuantizationType.MXFP4))
+    assert torch.equal(form.dequantise(), want)
+
+
+def test_an_mxfp4_exponent_of_255_is_no_number() -> None:
+    blocks = torch.from_numpy(random_blocks("MXFP4"))
+    blocks[3, 17] = 255
+    method = Gguf("MXFP4", Linears(torch.device("cpu"), torch.float32))
+    with pytest.raises(CheckpointError, match=r"tensor model\.x\.weight: 1 of 112 .* nan"):
+        method.form(Part("model.x", {"weight": blocks}), (ROWS, COLUMNS))
 
 
 @pytest.mark.parametrize("name", KINDS)
@@ -63,7 +121,9 @@ def test_sizes_are_the_gguf_packages(name: str) -> None:
     assert GGML_QUANT_SIZES[GGMLQuantizationType[name]] == (kind.values, kind.num_bytes)
 
 
-@pytest.mark.parametrize("name", ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0"])
+@pytest.mark.parametrize(
+    "name", ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "TQ1_0", "TQ2_0", "MXFP4"]
+)
 def test_what_its_own_tool_quantised_is_read_exactly(name: str) -> None:
     weight = np.random.default_rng(1).normal(0, 0.1, (16, 256)).astype(np.float32)
     kind = GGMLQuantizationType[name]

@@ -202,6 +202,8 @@ def describe(form: Packed) -> str:
             text = "fp8 per tensor" if form.scales.numel() == 1 else "fp8 per channel"
         case Table4():
             text = f"4-bit table, groups of {form.group}"
+            if form.sub_scales is not None:
+                text += f" in super-groups of {form.super_group}"
     if isinstance(form, Int4Group | Int8Group) and form.order is not None:
         text += ", inputs in another order"
     if not isinstance(form, Table4) and form.activation != "none":

@@ -19,7 +19,6 @@ from windlass.models.spec import ModelSpec
 from windlass.quant.base import LinearMethod
 from windlass.quant.detect import Format, detect
 from windlass.quant.gguf import Gguf
-from windlass.quant.gguf_blocks import KINDS
 from windlass.quant.kept import Kept
 from windlass.quant.online import Online
 from windlass.quant.packed_method import Dense, Mixed, PackedMethod
@@ -189,7 +188,7 @@ class _ByFile:
 
 @dataclass(frozen=True, slots=True)
 class _ByType:
-    """As the types of a GGUF's tensors say; what no kernel takes the reader dequantises."""
+    """As the types of a GGUF's tensors say; the reader dequantises what no kernel takes."""
 
     checkpoint: Checkpoint
     plain: MethodOf
@@ -220,8 +219,6 @@ class _ByType:
 
     def _unpacked(self, kind: str, shape: tuple[int, ...]) -> str | None:
         """Why a tensor is dequantised, or None."""
-        if kind not in KINDS:
-            return f"unpacked: {kind} has no packed form here"
         outline = Gguf(kind, self.linears).outline(shape[0], shape[1])
         return self.linears.decide(outline).unpacked
 

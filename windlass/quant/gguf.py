@@ -10,8 +10,11 @@ from torch import Tensor
 from windlass.kernels.linears import Linears
 from windlass.kernels.packed import Packed
 from windlass.quant.base import Axis, ParamSpec, Part, check_scales
-from windlass.quant.gguf_blocks import KINDS, pack
+from windlass.quant.gguf_blocks import BLOCK_KINDS, pack
+from windlass.quant.gguf_codebooks import CODEBOOK_KINDS
 from windlass.quant.packed_method import PackedMethod, Shape
+
+KINDS = BLOCK_KINDS | CODEBOOK_KINDS  # all storage types of GGUF but plain numbers
 
 
 class Gguf(PackedMethod):
@@ -50,6 +53,6 @@ class Gguf(PackedMethod):
         tensors = {
             item.name: torch.empty((num_out, value.shape[1]), dtype=value.dtype, device="meta")
             for item in fields(row)
-            if isinstance(value := getattr(row, item.name), Tensor)
+            if isinstance(value := getattr(row, item.name), Tensor) and value.ndim == 2
         }
         return replace(row, **tensors)  # type: ignore[arg-type]

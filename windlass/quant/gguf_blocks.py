@@ -1,7 +1,8 @@
 """The blocks of GGUF's storage types, taken apart: codes, scales and minima.
 
-Types of up to four bits become int4 groups, those of five, six and eight int8 groups. Where a type
-keeps its scales in two steps (a float16 times a small whole number), the product is rounded once.
+Q types of up to four bits and TQ types become int4 groups, Q types of five, six and eight bits int8
+groups. K types store a scale as a float16 times a small whole number; the product is rounded once to
+float16. IQ types and MXFP4 are in gguf_codebooks.py; nothing is rounded there or in TQ types.
 """
 
 from __future__ import annotations
@@ -12,16 +13,19 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from windlass.kernels.packed import Int4Group, Int8Group, Packed, pack_nibbles
+from windlass.kernels.packed import Int4Group, Int8Group, Packed, Table4, pack_nibbles
 from windlass.quant.rounding import as_half
+
+_AT_ONCE = 1 << 22  # weights that are taken apart together: bounds the memory of temporaries
 
 
 class Block(NamedTuple):
-    """A block's contents for all rows: weight = code * scale + min, a scale per group."""
+    """The contents of blocks for some rows: weight = code * scale + min, a scale per group."""
 
     codes: Tensor  # uint8 or int8 [N, blocks, values]
     scales: Tensor  # float16 or float32 [N, blocks, groups]
     mins: Tensor | None = None
+    sub_scales: Tensor | None = None  # int8 [N, blocks, groups]: as Table4 has them
     packed: bool = False  # whether two codes are in a byte already, from 0 to 15
 
 
@@ -33,38 +37,76 @@ class Kind(NamedTuple):
     bits: int
     group: int
     parse: Callable[[Tensor], Block]
+    table: tuple[float, ...] | None = None  # 16 values that packed codes stand for
 
 
 def pack(blocks: Tensor, kind: Kind) -> Packed:
     """uint8 [N, bytes of a row], as the file has it, to a form."""
-    block = kind.parse(blocks.view(blocks.shape[0], -1, kind.num_bytes))
-    codes, scales = block.codes.flatten(1), as_half(block.scales.flatten(1))
-    if block.packed:
-        lowest = as_half(block.mins.flatten(1)) if block.mins is not None else scales * -8
-        return Int4Group(codes, scales, lowest)
+    block = _parse(blocks.view(blocks.shape[0], -1, kind.num_bytes), kind)
+    if kind.table is not None:
+        table = torch.tensor(kind.table, dtype=torch.float32, device=blocks.device)
+        return Table4(block.codes, table, _exact_half(block.scales), block.sub_scales)
+    scales = as_half(block.scales)
+    mins = None if block.mins is None else as_half(block.mins)
     if kind.bits > 4:
-        mins = None if block.mins is None else as_half(block.mins.flatten(1))
-        return Int8Group(codes.to(torch.int8), scales, mins)
-    if block.mins is None:
-        # Codes around a centre: the minimum is a power of two times the scale, so it is exact.
-        centre = 2 ** (kind.bits - 1)
-        return Int4Group(pack_nibbles(codes + centre), scales, scales * -centre)
-    return Int4Group(pack_nibbles(codes), scales, as_half(block.mins.flatten(1)))
+        return Int8Group(block.codes, scales, mins)
+    # Codes around 8: the minimum is a power of two times the scale, so it is exact.
+    return Int4Group(block.codes, scales, scales * -8 if mins is None else mins)
 
 
-def _cut(values: Tensor, *sizes: int) -> Tensor:
+def _exact_half(scales: Tensor) -> Tensor:
+    """As float16 if that has every value; else as they are."""
+    if scales.dtype == torch.float16 or scales.is_meta:
+        return scales
+    halves = scales.half()
+    return halves if torch.equal(halves.float(), scales) else scales
+
+
+def _parse(raw: Tensor, kind: Kind) -> Block:
+    """All rows, some at a time. Codes of up to four bits come out two a byte."""
+    rows = max(1, _AT_ONCE // (raw.shape[1] * kind.values))
+    if raw.is_meta or raw.shape[0] <= rows:
+        return _parse_rows(raw, kind)
+    whole: dict[str, Tensor] = {}
+    for first in range(0, raw.shape[0], rows):
+        part = _parse_rows(raw[first : first + rows], kind)
+        for name, value in part._asdict().items():
+            if isinstance(value, Tensor):
+                if name not in whole:
+                    whole[name] = value.new_empty((raw.shape[0], value.shape[1]))
+                whole[name][first : first + rows] = value
+    return Block(whole["codes"], whole["scales"], whole.get("mins"), whole.get("sub_scales"))
+
+
+def _parse_rows(raw: Tensor, kind: Kind) -> Block:
+    block = kind.parse(raw)
+    codes = block.codes.flatten(1)
+    if kind.bits > 4:
+        codes = codes.to(torch.int8)
+    elif not block.packed:
+        # Codes around zero are moved to lie around 8.
+        codes = pack_nibbles(codes + 8 if block.mins is None else codes)
+    flat = {
+        name: value.flatten(1)
+        for name in ("scales", "mins", "sub_scales")
+        if (value := getattr(block, name)) is not None
+    }
+    return block._replace(codes=codes, **flat)
+
+
+def cut(values: Tensor, *sizes: int) -> Tensor:
     """The last axis as several."""
     return values.reshape(*values.shape[:-1], *sizes)
 
 
-def _half(raw: Tensor, at: int) -> Tensor:
+def half(raw: Tensor, at: int) -> Tensor:
     """The float16 at a byte of every block, [N, blocks, 1]."""
     return raw[..., at : at + 2].contiguous().view(torch.float16)
 
 
 def _float(raw: Tensor, at: int) -> Tensor:
     """The same as float32, to be multiplied."""
-    return _half(raw, at).float()
+    return half(raw, at).float()
 
 
 def _nibbles(raw: Tensor, at: int) -> Tensor:
@@ -73,7 +115,7 @@ def _nibbles(raw: Tensor, at: int) -> Tensor:
     return torch.cat((packed & 15, packed >> 4), dim=-1)
 
 
-def _paired(raw: Tensor, at: int) -> Tensor:
+def paired_nibbles(raw: Tensor, at: int) -> Tensor:
     """The same 32 values, as neighbours in a byte: the first of each pair in the low half.
 
     Two bytes at a time, as int16: times 0x110, both low halves come together in the upper byte.
@@ -94,30 +136,30 @@ def _fifth_bits(raw: Tensor, at: int) -> Tensor:
 
 
 def _q4_0(raw: Tensor) -> Block:
-    return Block(_paired(raw, 2), _half(raw, 0), packed=True)
+    return Block(paired_nibbles(raw, 2), half(raw, 0), packed=True)
 
 
 def _q4_1(raw: Tensor) -> Block:
-    return Block(_paired(raw, 4), _half(raw, 0), _half(raw, 2), packed=True)
+    return Block(paired_nibbles(raw, 4), half(raw, 0), half(raw, 2), packed=True)
 
 
 def _q5_0(raw: Tensor) -> Block:
     codes = _nibbles(raw, 6) | _fifth_bits(raw, 2)
-    return Block(codes.to(torch.int8) - 16, _half(raw, 0))
+    return Block(codes.to(torch.int8) - 16, half(raw, 0))
 
 
 def _q5_1(raw: Tensor) -> Block:
     codes = _nibbles(raw, 8) | _fifth_bits(raw, 4)
-    return Block(codes, _half(raw, 0), _half(raw, 2))
+    return Block(codes, half(raw, 0), half(raw, 2))
 
 
 def _q8_0(raw: Tensor) -> Block:
-    return Block(raw[..., 2:].contiguous().view(torch.int8), _half(raw, 0))
+    return Block(raw[..., 2:].contiguous().view(torch.int8), half(raw, 0))
 
 
 def _pairs_of_bits(packed: Tensor) -> Tensor:
     """256 values of two bits: each half of the 64 bytes holds four runs of 32 values."""
-    halves = _cut(packed, 2, 1, 32)
+    halves = cut(packed, 2, 1, 32)
     places = torch.arange(0, 8, 2, dtype=torch.uint8, device=packed.device).view(4, 1)
     return (halves >> places & 3).flatten(-3)
 
@@ -141,7 +183,7 @@ def _q3_k(raw: Tensor) -> Block:
 
 def _six_bits(raw: Tensor) -> tuple[Tensor, Tensor]:
     """Eight scales and eight minima of six bits from 12 bytes."""
-    first, second, third = _cut(raw, 3, 4).unbind(-2)
+    first, second, third = cut(raw, 3, 4).unbind(-2)
     scales = torch.cat((first & 63, third & 15 | first >> 6 << 4), dim=-1)
     mins = torch.cat((second & 63, third >> 4 | second >> 6 << 4), dim=-1)
     return scales, mins
@@ -149,7 +191,7 @@ def _six_bits(raw: Tensor) -> tuple[Tensor, Tensor]:
 
 def _runs_of_nibbles(packed: Tensor) -> Tensor:
     """256 values from 128 bytes: every 32 bytes hold 32 values low, then 32 high."""
-    runs = _cut(packed, 4, 32)
+    runs = cut(packed, 4, 32)
     return torch.stack((runs & 15, runs >> 4), dim=-2).flatten(-3)
 
 
@@ -168,15 +210,36 @@ def _q5_k(raw: Tensor) -> Block:
 
 
 def _q6_k(raw: Tensor) -> Block:
-    low = _cut(raw[..., :128], 2, 1, 64)
+    low = cut(raw[..., :128], 2, 1, 64)
     lower = torch.cat((low & 15, low >> 4), dim=-2).flatten(-3)
     places = torch.arange(0, 8, 2, dtype=torch.uint8, device=raw.device).view(4, 1)
-    upper = (_cut(raw[..., 128:192], 2, 1, 32) >> places & 3).flatten(-3)
+    upper = (cut(raw[..., 128:192], 2, 1, 32) >> places & 3).flatten(-3)
     scales = raw[..., 192:208].contiguous().view(torch.int8)
     return Block((lower | upper << 4).to(torch.int8) - 32, _float(raw, 208) * scales)
 
 
-KINDS = {
+def _tq1_0(raw: Tensor) -> Block:
+    """Five digits of base 3 in a byte, as a fraction of 256; the last bytes hold four."""
+
+    def digits(first: int, last: int, count: int) -> Tensor:
+        powers = torch.tensor([3**i for i in range(count)], dtype=torch.uint8, device=raw.device)
+        # The product wraps: what is left below 256 is the fraction without the leading digits.
+        return (raw[..., None, first:last] * powers.view(-1, 1)).flatten(-2)
+
+    fractions = torch.cat((digits(0, 32, 5), digits(32, 48, 5), digits(48, 52, 4)), dim=-1)
+    return _ternary(fractions.to(torch.int16) * 3 >> 8, raw, 52)
+
+
+def _tq2_0(raw: Tensor) -> Block:
+    return _ternary(_pairs_of_bits(raw[..., :64]), raw, 64)
+
+
+def _ternary(digits: Tensor, raw: Tensor, scale_at: int) -> Block:
+    """Digit 1 stands for zero."""
+    return Block(digits.to(torch.int8) - 1, half(raw, scale_at))
+
+
+BLOCK_KINDS = {
     "Q4_0": Kind(32, 18, 4, 32, _q4_0),
     "Q4_1": Kind(32, 20, 4, 32, _q4_1),
     "Q5_0": Kind(32, 22, 5, 32, _q5_0),
@@ -187,4 +250,6 @@ KINDS = {
     "Q4_K": Kind(256, 144, 4, 32, _q4_k),
     "Q5_K": Kind(256, 176, 5, 32, _q5_k),
     "Q6_K": Kind(256, 210, 6, 16, _q6_k),
+    "TQ1_0": Kind(256, 54, 2, 256, _tq1_0),
+    "TQ2_0": Kind(256, 66, 2, 256, _tq2_0),
 }

@@ -42,7 +42,11 @@ def _alike(a: Form, b: Form) -> bool:
                 a.input_scale, b.input_scale
             )
         case Table4(), Table4():
-            return a.group == b.group and _same(a.table, b.table)
+            return (
+                (a.group, a.super_group) == (b.group, b.super_group)
+                and (a.sub_scales is None) == (b.sub_scales is None)
+                and _same(a.table, b.table)
+            )
     return False
 
 
@@ -70,6 +74,10 @@ def _stacked(run: Sequence[Form]) -> Form:
         mins = [form.mins for form in packed if isinstance(form, Int4Group | Int8Group)]
         stacked = torch.cat([one for one in mins if one is not None])
         return replace(first, codes=codes, scales=scales, mins=stacked)
+    if isinstance(first, Table4) and first.sub_scales is not None:
+        subs = [form.sub_scales for form in packed if isinstance(form, Table4)]
+        stacked = torch.cat([one for one in subs if one is not None])
+        return replace(first, codes=codes, scales=scales, sub_scales=stacked)
     return replace(first, codes=codes, scales=scales)
 
 

@@ -37,6 +37,7 @@ struct Case {
   WindlassWeight weight{};
   std::vector<uint8_t> codes, packed;
   std::vector<uint16_t> halves, mins;
+  std::vector<int8_t> codebook, sub_scales;
   std::vector<float> floats, table, dense;  // dense: what the weight means, in the stored order
   std::vector<int32_t> order;
 };
@@ -52,6 +53,8 @@ float decode(Case& c, int n, int k, const std::vector<float>& scales,
       return static_cast<float>(w.has_mins ? nibble : nibble - 8) * scales[group] + lows[group];
     case 1:
       return static_cast<float>(static_cast<int8_t>(c.codes[at])) * scales[group] + lows[group];
+    case windlass::kCodebook4:
+      return c.codebook[static_cast<size_t>(nibble)] * scales[group];
     default:
       return c.table[static_cast<size_t>(nibble)] * scales[group];
   }
@@ -65,11 +68,21 @@ void make_coded(Case& c) {
   for (uint8_t& code : c.codes) code = static_cast<uint8_t>(pick(0, 255));
   std::vector<float> scales(groups), lows(groups, 0.0f);
   for (size_t g = 0; g < groups; ++g) {
-    c.halves.push_back(some_half(scales[g]));
+    // Two groups share a scale, and each has its own sub-scale.
+    const bool shared = w.super_group > 0 && g % 2 == 1;
+    scales[g] = shared ? scales[g - 1] : 0.0f;
+    if (!shared) c.halves.push_back(some_half(scales[g]));
     if (w.has_mins) c.mins.push_back(some_half(lows[g]));
   }
+  for (size_t g = 0; g < groups && w.super_group > 0; ++g) {
+    c.sub_scales.push_back(static_cast<int8_t>(pick(-31, 31)));
+    scales[g] *= c.sub_scales.back();
+  }
   c.floats = scales;
-  for (int i = 0; i < 16; ++i) c.table.push_back(normal());
+  for (int i = 0; i < 16; ++i) {
+    c.table.push_back(normal());
+    c.codebook.push_back(static_cast<int8_t>(pick(-127, 127)));
+  }
   for (int n = 0; n < w.num_out; ++n) {
     for (int k = 0; k < w.num_in; ++k) c.dense.push_back(decode(c, n, k, scales, lows));
   }
@@ -88,28 +101,33 @@ void make_plain(Case& c) {
   }
 }
 
-Case make(WindlassPool* pool, int kind, int num_out, int num_in, int group, bool mins,
+// Of int4 and int8 weights `extra` says whether they have minima, of codebooks sub-scales.
+Case make(WindlassPool* pool, int kind, int num_out, int num_in, int group, bool extra,
           bool ordered) {
+  const bool coded = kind <= 2 || kind == windlass::kCodebook4;
   Case c;
   c.weight.kind = kind;
   c.weight.num_out = num_out;
   c.weight.num_in = num_in;
   c.weight.group = group;
-  c.weight.has_mins = mins;
+  c.weight.has_mins = extra && kind <= 1;
+  c.weight.super_group = extra && kind == windlass::kCodebook4 ? 2 * group : 0;
   c.weight.gain = 1.0f;
-  kind <= 2 ? make_coded(c) : make_plain(c);
+  coded ? make_coded(c) : make_plain(c);
   c.table.resize(16);
   c.weight.table = c.table.data();
+  c.weight.codebook = c.codebook.data();
   if (ordered) {
     for (int k = 0; k < num_in; ++k) c.order.push_back((k + 5) % num_in);
     c.weight.order = c.order.data();
   }
   c.packed.resize(windlass_packed_bytes(&c.weight));
-  const void* codes = kind <= 2 ? static_cast<const void*>(c.codes.data())
+  const void* codes = coded ? static_cast<const void*>(c.codes.data())
                       : kind == 3 || kind == 5 ? static_cast<const void*>(c.halves.data())
                                              : c.dense.data();
   const void* scales = kind == 2 ? static_cast<const void*>(c.floats.data()) : c.halves.data();
-  windlass_pack(pool, &c.weight, codes, scales, c.mins.data(), c.packed.data());
+  windlass_pack(pool, &c.weight, codes, scales, c.mins.data(), c.sub_scales.data(),
+                c.packed.data());
   c.weight.data = c.packed.data();
   return c;
 }
@@ -170,7 +188,8 @@ void check(WindlassPool* pool, const Case& c, int rows, WindlassPrompt prompt = 
         size += std::fabs(part);
       }
       const double found = y[m * num_out + n];
-      const double most = (w.kind <= 1 ? 0.03 : 1e-5) * size;
+      const bool rounds = w.kind <= 1 || w.kind == windlass::kCodebook4;
+      const double most = (rounds ? 0.03 : 1e-5) * size;
       if (!(std::fabs(found - sum) <= most)) {
         std::printf("kind %d, %d x %d, group %d, minima %d, rows %d: %g instead of %g\n", w.kind,
                     w.num_out, w.num_in, w.group, w.has_mins, rows, found, sum);
@@ -191,10 +210,11 @@ int main(int argc, char**) {
                            {17, 160, 16}, {3, 50, 50},  {5, 2304, 2304},  {11, 2304, 128},
                            {4, 4352, 64}, {30, 96, 48}};
   for (const auto& shape : shapes) {
-    for (int kind = 0; kind <= 5; ++kind) {
+    for (int kind = 0; kind <= windlass::kCodebook4; ++kind) {
       if (kind == 2 && shape[2] % 4) continue;
-      for (int mins = 0; mins <= (kind <= 1 ? 1 : 0); ++mins) {
-        const Case c = make(pool, kind, shape[0], shape[1], shape[2], mins != 0, mins == 1);
+      const bool two_levels = kind == windlass::kCodebook4 && shape[1] / shape[2] % 2 == 0;
+      for (int extra = 0; extra <= (kind <= 1 || two_levels ? 1 : 0); ++extra) {
+        const Case c = make(pool, kind, shape[0], shape[1], shape[2], extra != 0, extra == 1);
         const bool small = shape[1] < 200;
         check(pool, c, 6);
         if (small || all) check(pool, c, 16);

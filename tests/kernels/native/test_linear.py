@@ -6,6 +6,7 @@ that only the order of float32 sums may differ; the distance from the exact prod
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,7 +20,7 @@ from windlass.kernels.native import compiled
 from windlass.kernels.native.linear import NativeLinear
 from windlass.kernels.native.pool import Pool, Workers
 from windlass.kernels.packed import Float8, Int4Group, Int8Group, Packed, Table4
-from windlass.kernels.plain_linear import PlainLinear
+from windlass.kernels.plain_linear import PlainLinear, form_bytes
 
 CPU = torch.device("cpu")
 ROWS = (1, 2, 3, 7, 8, 16, 33, 128)
@@ -70,6 +71,26 @@ def table4(num_out: int, num_in: int, group: int, seed: int) -> Table4:
     return Table4(codes, table, torch.rand(num_out, num_in // group, generator=g))
 
 
+# What the values of GGUF's codebooks look like: signed magnitudes, and a table without a centre.
+CODEBOOKS = {
+    "signed": [1, 3.125, 5.375, 0, 0, 0, 0, 0, -1, -3.125, -5.375, 0, 0, 0, 0, 0],
+    "skewed": [-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113],
+}
+
+
+def codebook(num_out: int, num_in: int, group: int, seed: int, two_levels: bool = False) -> Table4:
+    """With scales of two levels where super-groups of 8 groups are whole."""
+    g = torch.Generator().manual_seed(seed)
+    codes = torch.randint(0, 256, (num_out, num_in // 2), generator=g, dtype=torch.uint8)
+    values = CODEBOOKS["signed" if two_levels else "skewed"]
+    table = torch.tensor(values, dtype=torch.float32)
+    groups = num_in // group
+    supers = groups // 8 if two_levels and groups % 8 == 0 else groups
+    scales = (0.001 * torch.randn(num_out, supers, generator=g)).half()
+    subs = torch.randint(-32, 32, (num_out, groups), generator=g, dtype=torch.int8)
+    return Table4(codes, table, scales, subs if two_levels else None)
+
+
 def inputs(rows: int, num_in: int, seed: int = 0) -> Tensor:
     return torch.randn(rows, num_in, generator=torch.Generator().manual_seed(seed))
 
@@ -79,9 +100,10 @@ def outlying(rows: int, num_in: int, seed: int = 0) -> Tensor:
     return inputs(rows, num_in, seed) ** 3
 
 
-def rounded(x: Tensor, form: Int4Group | Int8Group) -> Tensor:
+def rounded(x: Tensor, form: Int4Group | Int8Group | Table4) -> Tensor:
     """The inputs as the library takes them: whole numbers of a scale for every 32, or every 16."""
-    order = torch.arange(x.shape[1]) if form.order is None else form.order.long()
+    stored = None if isinstance(form, Table4) else form.order
+    order = torch.arange(x.shape[1]) if stored is None else stored.long()
     block = 32 if form.group == x.shape[1] or form.group % 32 == 0 else 16
     gathered = torch.nn.functional.pad(x[:, order], (0, -x.shape[1] % block))
     blocks = gathered.view(x.shape[0], -1, block)
@@ -102,7 +124,7 @@ def rounded(x: Tensor, form: Int4Group | Int8Group) -> Tensor:
     return restored
 
 
-def is_head(form: Int4Group | Int8Group) -> bool:
+def is_head(form: Int4Group | Int8Group | Table4) -> bool:
     """Whether it rounds once, if the kernel has seen int4 weights before."""
     return form.shape[0] >= 16 * form.shape[1]
 
@@ -121,7 +143,7 @@ def assert_product(found: Tensor, x: Tensor, weight: Tensor) -> None:
     assert bool(((found.double() - wide @ exact.T).abs() <= allowed).all())
 
 
-def assert_near(found: Tensor, x: Tensor, form: Int4Group | Int8Group) -> None:
+def assert_near(found: Tensor, x: Tensor, form: Int4Group | Int8Group | Table4) -> None:
     exact = x.double() @ form.dequantise().double().T
     most = ROUNDED_TWICE if isinstance(form, Int8Group) and not is_head(form) else ROUNDED
     # One number alone may cancel; the norm of some does not.
@@ -130,12 +152,17 @@ def assert_near(found: Tensor, x: Tensor, form: Int4Group | Int8Group) -> None:
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("kind", ["int4", "int4 centred", "int8", "int8 affine"])
+@pytest.mark.parametrize(
+    "kind",
+    ["int4", "int4 centred", "int8", "int8 affine", "codebook", "codebook with sub-scales"],
+)
 def test_whole_number_products(
     kernel: NativeLinear, kind: str, shape: tuple[int, int, int]
 ) -> None:
-    form: Int4Group | Int8Group
-    if kind.startswith("int4"):
+    form: Int4Group | Int8Group | Table4
+    if kind.startswith("codebook"):
+        form = codebook(*shape, seed=1, two_levels="sub-scales" in kind)
+    elif kind.startswith("int4"):
         form = int4(*shape, seed=1, centred="centred" in kind)
     else:
         form = int8(*shape, seed=1, affine="affine" in kind)
@@ -156,11 +183,13 @@ def test_a_head_keeps_15_bits_among_int8_weights() -> None:
     assert (found.double() - exact).norm() <= ROUNDED_TWICE * exact.norm()
 
 
-@pytest.mark.parametrize("kind", ["int4", "int4 of many groups", "int8 head"])
+@pytest.mark.parametrize("kind", ["int4", "int4 of many groups", "int8 head", "codebook"])
 def test_many_rows(kernel: NativeLinear, kind: str) -> None:
     """More rows than one piece of them has, with outliers, and a last piece that is not full."""
-    form: Int4Group | Int8Group = int8(1030, 64, 32, seed=14)
-    if kind.startswith("int4"):
+    form: Int4Group | Int8Group | Table4 = int8(1030, 64, 32, seed=14)
+    if kind == "codebook":
+        form = codebook(19, 4096, 16, seed=14, two_levels=True)
+    elif kind.startswith("int4"):
         form = int4(19, 4128 if "many" in kind else 96, 32, seed=14)
     kernel.prepare(int4(8, 32, 32, seed=14))
     product = kernel.prepare(form)
@@ -195,7 +224,7 @@ def test_float_products(kernel: NativeLinear, kind: str, shape: tuple[int, int, 
     group=st.sampled_from([16, 32, 48, 64, 128]),
     rows=st.integers(1, 40),
     seed=st.integers(0, 1000),
-    bits=st.sampled_from([4, 8]),
+    make=st.sampled_from([int4, int8, codebook]),
     ordered=st.booleans(),
     tails=st.booleans(),
 )
@@ -206,13 +235,12 @@ def test_any_shape(
     group: int,
     rows: int,
     seed: int,
-    bits: int,
+    make: Callable[[int, int, int, int, bool], Int4Group | Int8Group | Table4],
     ordered: bool,
     tails: bool,
 ) -> None:
-    make = int4 if bits == 4 else int8
     form = make(num_out, groups * group, group, seed, seed % 2 == 0)
-    if ordered:
+    if ordered and not isinstance(form, Table4):
         g = torch.Generator().manual_seed(seed)
         order = torch.randperm(groups * group, generator=g)
         form = replace(form, order=order)
@@ -269,6 +297,8 @@ def test_rows_do_not_depend_on_each_other(kernel: NativeLinear, num_in: int) -> 
         int4(20, num_in, 16, seed=8, centred=True),
         int8(20, num_in, 64, seed=8, affine=True),
         table4(20, num_in, 64, seed=8),
+        codebook(20, num_in, 32, seed=8),
+        codebook(20, num_in, 16, seed=8, two_levels=True),
         inputs(20, num_in).half(),
         inputs(20, num_in).bfloat16(),
     ]
@@ -312,6 +342,31 @@ def test_small_groups_stay_below_six_bits(kernel: NativeLinear) -> None:
     assert 8 * kernel.prepare(form).num_bytes / (64 * 576) < 6
 
 
+@pytest.mark.parametrize("two_levels", [False, True])
+def test_rows_of_a_codebook_are_exact(kernel: NativeLinear, two_levels: bool) -> None:
+    form = codebook(21, 512, 16, seed=15, two_levels=two_levels)
+    rows = torch.tensor([0, 20, 7])
+    assert torch.equal(kernel.prepare(form).rows(rows), form.dequantise()[rows])
+
+
+def test_a_codebook_takes_what_its_form_takes(kernel: NativeLinear) -> None:
+    for form in (codebook(64, 512, 32, seed=15), codebook(64, 512, 16, seed=15, two_levels=True)):
+        # The table is 16 bytes here and 64 in the form.
+        assert kernel.prepare(form).num_bytes == form_bytes(form) - 48
+
+
+def test_scales_that_float16_lacks_are_kept_as_floats(kernel: NativeLinear) -> None:
+    """Powers of two that are too far apart for one gain, as MXFP4 may have them."""
+    base = codebook(9, 128, 32, seed=16)
+    scales = torch.full((9, 4), 2.0**-60)
+    scales[3, 1] = 1.0
+    form = replace(base, scales=scales)
+    product = kernel.prepare(form)
+    assert torch.equal(product.rows(torch.arange(9)), form.dequantise())
+    x = inputs(7, 128)
+    assert_product(product.apply(x), x, form.dequantise())
+
+
 def test_what_is_refused(kernel: NativeLinear) -> None:
     fp8 = Float8(torch.zeros(8, 32).to(torch.float8_e4m3fn), torch.ones(1, 1))
     odd = int8(8, 40, 8, seed=11)
@@ -328,7 +383,13 @@ def test_the_portable_version_computes_the_same(tmp_path: Path) -> None:
     portable = compiled.load(tmp_path, ("-DWINDLASS_SCALAR", "-O0"))
     assert portable.simd == "portable"
     kernel = NativeLinear(Workers(1, Pool(portable, 1)))
-    for form in (int4(13, 96, 32, seed=12), int8(13, 160, 16, seed=12, affine=True)):
+    forms = (
+        int4(13, 96, 32, seed=12),
+        int8(13, 160, 16, seed=12, affine=True),
+        codebook(13, 96, 32, seed=12),
+        codebook(13, 256, 16, seed=12, two_levels=True),
+    )
+    for form in forms:
         for rows in (1, 6, 17):
             x = outlying(rows, form.shape[1])
             assert_product(kernel.prepare(form).apply(x), rounded(x, form), form.dequantise())

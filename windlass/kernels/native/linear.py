@@ -1,9 +1,12 @@
 """Products with packed weights on the CPU, by the native library.
 
-Inputs of int4 and int8 weights are rounded to int8, with a scale for every 32 of them (16 where the
-weight's groups want that). With int8 weights what that lost is rounded and multiplied too; with int4,
-and in the int8 head of a model of int4 weights, an input that outweighs the others is taken as it is.
-All other arithmetic is float32. fp8 is left to the plain version.
+Inputs of int4, int8 and codebook weights are rounded to int8, with a scale for every 32 of them (16
+where the weight's groups want that). With int8 weights what that lost is rounded and multiplied too;
+with 4-bit weights, and in the int8 head of a model of 4-bit weights, an input that outweighs the others
+is taken as it is. All other arithmetic is float32. fp8 is left to the plain version.
+
+A 4-bit table whose values are whole numbers of a common unit (GGUF's IQ types, MXFP4) is a codebook of
+int8 values; others (NF4) are multiplied as floats.
 """
 
 from __future__ import annotations
@@ -23,6 +26,8 @@ from windlass.kernels.prepared import Prepared
 from windlass.kernels.rounded import Inputs
 
 _HEAD_OUTPUTS = 16  # times the inputs: a head, after which nothing multiplies what rounding lost
+_INT8_MOST = 127
+_MOST_HALVINGS = 6  # of 1, in search of a unit of which a table's values are whole numbers
 _HALF_EXPONENT = (
     15  # scales that are not halves are brought below 2 ** 15, the largest half's power
 )
@@ -35,6 +40,7 @@ class _Kind(IntEnum):
     HALF = 3
     FLOAT = 4
     BRAIN = 5
+    CODEBOOK4 = 6
 
 
 class _Weight(ctypes.Structure):
@@ -45,12 +51,14 @@ class _Weight(ctypes.Structure):
         ("num_out", ctypes.c_int32),
         ("num_in", ctypes.c_int32),
         ("group", ctypes.c_int32),
+        ("super_group", ctypes.c_int32),
         ("has_mins", ctypes.c_int32),
         ("round_once", ctypes.c_int32),
         ("gain", ctypes.c_float),
         ("data", ctypes.c_void_p),
         ("order", ctypes.c_void_p),
         ("table", ctypes.c_void_p),
+        ("codebook", ctypes.c_void_p),
     )
 
 
@@ -64,8 +72,10 @@ class _Parts:
     mins: Tensor | None = None
     gain: float = 1.0
     order: Tensor | None = None
-    table: Tensor | None = None
+    table: Tensor | None = None  # float32 [16] of TABLE4, int8 [16] of CODEBOOK4
     group: int = 0  # 0: all inputs
+    super_group: int = 0  # 0: no sub-scales
+    sub_scales: Tensor | None = None
     round_once: bool = False
 
 
@@ -80,7 +90,7 @@ class NativeLinear:
 
     def __init__(self, own: Workers | None = None) -> None:
         self._own = own
-        self._has_int4 = False
+        self._has_4_bits = False
 
     @property
     def _workers(self) -> Workers:
@@ -99,12 +109,12 @@ class NativeLinear:
     def prepare(self, form: Packed | Tensor) -> NativeProduct:
         """Repack once; a tensor (16-bit, or taken as float32) may be prepared as well."""
         pool = self._workers.pool
-        self._has_int4 |= isinstance(form, Int4Group)
         if isinstance(form, Int8Group) and form.activation != "none":
             return NativeProduct(pool, _parts(form), form.activation, form.input_scale)
         parts = _parts(form)
+        self._has_4_bits |= parts.kind in (_Kind.INT4, _Kind.CODEBOOK4)
         # Where all other products round once, a head that rounds twice takes a tenth of the step.
-        if self._has_int4 and form.shape[0] >= _HEAD_OUTPUTS * form.shape[1]:
+        if self._has_4_bits and form.shape[0] >= _HEAD_OUTPUTS * form.shape[1]:
             parts = replace(parts, round_once=True)
         return NativeProduct(pool, parts)
 
@@ -125,7 +135,7 @@ class NativeProduct(Prepared):
         self._order = parts.order
         self._table = parts.table
         num_out = parts.codes.shape[0]
-        per_entry = 2 if parts.kind in (_Kind.INT4, _Kind.TABLE4) else 1
+        per_entry = 2 if parts.kind in (_Kind.INT4, _Kind.TABLE4, _Kind.CODEBOOK4) else 1
         num_in = parts.codes.shape[1] * per_entry
         self.shape = (num_out, num_in)
         self._weight = _Weight(
@@ -133,11 +143,13 @@ class NativeProduct(Prepared):
             num_out=num_out,
             num_in=num_in,
             group=parts.group or num_in,
+            super_group=parts.super_group,
             has_mins=parts.mins is not None,
             round_once=parts.round_once,
             gain=parts.gain,
             order=_pointer(parts.order),
-            table=_pointer(parts.table),
+            table=_pointer(parts.table) if parts.kind == _Kind.TABLE4 else None,
+            codebook=_pointer(parts.table) if parts.kind == _Kind.CODEBOOK4 else None,
         )
         self._reference = ctypes.byref(self._weight)
         num_bytes = pool.functions.windlass_packed_bytes(self._reference)
@@ -151,6 +163,7 @@ class NativeProduct(Prepared):
             parts.codes.data_ptr(),
             _pointer(parts.scales),
             _pointer(parts.mins),
+            _pointer(parts.sub_scales),
             self._data.data_ptr(),
         )
 
@@ -223,11 +236,7 @@ def _parts(form: Packed | Tensor) -> _Parts:
                 *(_indices(form.order), None, form.group),
             )
         case Table4():
-            scales = form.scales.float().contiguous()
-            table = form.table.float().contiguous()
-            return _Parts(
-                _Kind.TABLE4, form.codes.contiguous(), scales, table=table, group=form.group
-            )
+            return _codebook_parts(form) or _table_parts(form)
         case Tensor(dtype=torch.float16):
             return _Parts(_Kind.HALF, form.contiguous())
         case Tensor(dtype=torch.bfloat16):
@@ -235,6 +244,61 @@ def _parts(form: Packed | Tensor) -> _Parts:
         case Tensor():
             return _Parts(_Kind.FLOAT, form.float().contiguous())
     raise AssertionError(f"no native form of {type(form).__name__}: refuse must say so")
+
+
+def _codebook_parts(form: Table4) -> _Parts | None:
+    """As a codebook of int8 values, if that loses nothing."""
+    found = _whole_numbers(form.table.float())
+    per_scale = form.super_group // form.group
+    if found is None or (form.group % 16 and form.group != form.shape[1]):
+        return None
+    scales, _, gain = _halves(form.scales, None)
+    exact = torch.equal(scales.float() * gain, form.scales.float())
+    if not exact or per_scale & (per_scale - 1):  # the library finds a group's scale by a shift
+        return None
+    return _Parts(
+        kind=_Kind.CODEBOOK4,
+        codes=form.codes.contiguous(),
+        scales=scales,
+        gain=gain * found.unit,
+        table=found.values,
+        group=form.group,
+        super_group=0 if form.sub_scales is None else form.super_group,
+        sub_scales=None if form.sub_scales is None else form.sub_scales.contiguous(),
+    )
+
+
+def _table_parts(form: Table4) -> _Parts:
+    """Values and scales as floats; a scale for each group."""
+    scales = form.scales.float()
+    if form.sub_scales is not None:
+        scales = scales.repeat_interleave(form.super_group // form.group, 1) * form.sub_scales
+    return _Parts(
+        kind=_Kind.TABLE4,
+        codes=form.codes.contiguous(),
+        scales=scales.contiguous(),
+        table=form.table.float().contiguous(),
+        group=form.group,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _WholeNumbers:
+    """A table's values as whole numbers of a unit."""
+
+    values: Tensor  # int8 [16]
+    unit: float
+
+
+def _whole_numbers(table: Tensor) -> _WholeNumbers | None:
+    """With the largest power of two that is a unit of all values; None: there is none."""
+    for halvings in range(_MOST_HALVINGS + 1):
+        values = table * 2**halvings
+        if bool((values.abs() > _INT8_MOST).any()):
+            return None
+        if torch.equal(values, values.round()):
+            return _WholeNumbers(values.to(torch.int8), 0.5**halvings)
+    return None
 
 
 def _uncentred(form: Int4Group) -> Tensor | None:

@@ -128,7 +128,7 @@ def _declare(functions: ctypes.CDLL) -> ctypes.CDLL:
     functions.windlass_packed_bytes.restype = ctypes.c_uint64
     functions.windlass_packed_bytes.argtypes = (pointer,)
     functions.windlass_pack.restype = None
-    functions.windlass_pack.argtypes = (pointer,) * 6
+    functions.windlass_pack.argtypes = (pointer,) * 7
     functions.windlass_run.restype = number
     functions.windlass_run.argtypes = (pointer, pointer, number, pointer)
     return functions

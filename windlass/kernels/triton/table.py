@@ -1,4 +1,4 @@
-"""Weights of 4-bit codes that a table explains (NF4 and its kin) on CUDA.
+"""Weights of 4-bit codes that a table explains (NF4, GGUF's IQ types and MXFP4) on CUDA.
 
 Codes become numbers by a read from the table, which is always in the nearest cache, and are
 multiplied in 16 bits. Few rows in one kernel; many share a weight that is unpacked for the product.
@@ -27,12 +27,22 @@ _MOST_SPLITS = 8
 _INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 
+@triton.jit
+def _scale(scales, sub_scales, group, outputs, N, GROUP: tl.constexpr, SUPER: tl.constexpr):
+    """The scales of one group: of its super-group of SUPER inputs, times its own."""
+    scale = tl.load(scales + group * GROUP // SUPER * N + outputs).to(tl.float32)
+    if sub_scales is not None:
+        scale *= tl.load(sub_scales + group * N + outputs).to(tl.float32)
+    return scale
+
+
 @triton.jit(do_not_specialize=["M", "splits"])
 def table_linear_kernel(
     x,
     codes,
     table,
     scales,
+    sub_scales,
     out,
     parts,
     counters,
@@ -41,6 +51,7 @@ def table_linear_kernel(
     K,
     splits,
     GROUP: tl.constexpr,
+    SUPER: tl.constexpr,
     SPLIT: tl.constexpr,
     ROWS: tl.constexpr,
     OUTPUTS: tl.constexpr,
@@ -63,9 +74,9 @@ def table_linear_kernel(
         low, high = tl.load(table + (packed & 15)), tl.load(table + (packed >> 4))
         first = tl.load(x_at + block * 2 * GROUP, mask=inside, other=0.0)
         second = tl.load(x_at + block * 2 * GROUP + GROUP, mask=inside, other=0.0)
-        scale = tl.load(scales + 2 * block * N + outputs).to(tl.float32)
+        scale = _scale(scales, sub_scales, 2 * block, outputs, N, GROUP, SUPER)
         acc += tl.dot(low.to(first.dtype), first) * scale[:, None]
-        scale = tl.load(scales + (2 * block + 1) * N + outputs).to(tl.float32)
+        scale = _scale(scales, sub_scales, 2 * block + 1, outputs, N, GROUP, SUPER)
         acc += tl.dot(high.to(second.dtype), second) * scale[:, None]
     outputs = tile * OUTPUTS + tl.arange(0, OUTPUTS)
     place = rows[None, :] * N + outputs[:, None]
@@ -82,10 +93,12 @@ def unpack_table_kernel(
     codes,
     table,
     scales,
+    sub_scales,
     out,
     N,
     K,
     GROUP: tl.constexpr,
+    SUPER: tl.constexpr,
     ROWS: tl.constexpr,
     CHAINED: tl.constexpr,
 ):
@@ -99,7 +112,7 @@ def unpack_table_kernel(
     packed = tl.load(codes + place).to(tl.int32)
     for half in tl.static_range(2):
         value = tl.load(table + ((packed >> (4 * half)) & 15))
-        value *= tl.load(scales + (2 * block + half) * N + safe).to(tl.float32)[:, None]
+        value *= _scale(scales, sub_scales, 2 * block + half, safe, N, GROUP, SUPER)[:, None]
         column = (2 * block + half) * GROUP + at
         target = out + row.to(tl.int64)[:, None] * K + column[None, :]
         tl.store(target, value.to(out.dtype.element_ty), mask=(row < N)[:, None])
@@ -140,6 +153,9 @@ class TableProduct(Prepared):
         self._codes = pack_nibbles(codes.transpose(2, 3).reshape(self._num_out, -1)).contiguous()
         self._table = form.table.float().contiguous()
         self._scales = form.scales.T.contiguous()
+        subs = form.sub_scales
+        self._sub_scales = None if subs is None else subs.T.contiguous()
+        self._super_group = form.super_group
         self._tiles = triton.cdiv(self._num_out, _OUTPUTS)
         wanted = triton.next_power_of_2(triton.cdiv(_PROGRAMS, self._tiles))
         self._splits = max(1, min(_MOST_SPLITS, wanted, self._num_in // (2 * self._group)))
@@ -149,7 +165,8 @@ class TableProduct(Prepared):
 
     @property
     def num_bytes(self) -> int:
-        return self._codes.nbytes + self._table.nbytes + self._scales.nbytes
+        held = (self._codes, self._table, self._scales, self._sub_scales)
+        return sum(tensor.nbytes for tensor in held if tensor is not None)
 
     def apply(self, x: Inputs) -> Tensor:
         assert isinstance(x, Tensor)
@@ -162,6 +179,7 @@ class TableProduct(Prepared):
             self._codes,
             self._table,
             self._scales,
+            self._sub_scales,
             out,
             self._space.parts,
             self._space.counters,
@@ -170,6 +188,7 @@ class TableProduct(Prepared):
             self._num_in,
             self._splits,
             GROUP=self._group,
+            SUPER=self._super_group,
             SPLIT=self._splits > 1,
             ROWS=max(16, triton.next_power_of_2(rows)),
             OUTPUTS=_OUTPUTS,
@@ -185,10 +204,12 @@ class TableProduct(Prepared):
             self._codes,
             self._table,
             self._scales,
+            self._sub_scales,
             weight,
             self._num_out,
             self._num_in,
             GROUP=self._group,
+            SUPER=self._super_group,
             ROWS=32,
             num_warps=4,
             **chain.options(),

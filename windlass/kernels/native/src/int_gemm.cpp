@@ -1,4 +1,4 @@
-// Products of int4 and int8 weights with inputs that were rounded to int8.
+// Products of int4, int8 and codebook weights with inputs that were rounded to int8.
 //
 // Dot products of whole numbers within a block, then one multiplication by both scales. With few
 // rows codes are unpacked in registers; with many a tile is unpacked once into the nearest cache, but
@@ -21,10 +21,17 @@ namespace tile {
 namespace {
 
 // Adds 16 inputs; returns where the codes of the next ones lie.
-template <int MT, bool NIBBLES, bool MINS>
-WINDLASS_INLINE const uint8_t* dot16(const uint8_t* codes, const int8_t* x, Dots<MT>& dots) {
+template <int MT, Coding CODING, bool MINS>
+WINDLASS_INLINE const uint8_t* dot16(const uint8_t* codes, const Codebook& book, const int8_t* x,
+                                     Dots<MT>& dots) {
   constexpr int wide = sizeof(Codes);
-  if constexpr (NIBBLES) {
+  if constexpr (CODING == Coding::kCodebook) {
+    const Codes first = load_codes(codes), second = load_codes(codes + wide);
+    const Codes w[4] = {look_up(book, low_nibbles(first)), look_up(book, low_nibbles(second)),
+                        look_up(book, high_nibbles(first)), look_up(book, high_nibbles(second))};
+    add_dots<false>(dots, [&](int i) WINDLASS_INLINED { return w[i]; }, x);
+    return codes + 2 * wide;
+  } else if constexpr (CODING == Coding::kNibbles) {
     const Codes first = load_codes(codes), second = load_codes(codes + wide);
     const Codes w[4] = {low_codes<MINS>(first), low_codes<MINS>(second), high_codes<MINS>(first),
                         high_codes<MINS>(second)};
@@ -38,41 +45,45 @@ WINDLASS_INLINE const uint8_t* dot16(const uint8_t* codes, const int8_t* x, Dots
 
 // With few rows the weights come from memory, and the CPU's own guesses stop at pages: asks for 16
 // inputs, soon for the first cache, and some time before for the second.
-template <bool NIBBLES>
+template <Coding CODING>
 WINDLASS_INLINE void fetch_ahead(const uint8_t* codes) {
-  constexpr int bytes = 16 * kTile / (NIBBLES ? 2 : 1);
-  constexpr int soon = NIBBLES ? 1024 : 1536, before = NIBBLES ? kAhead : 2 * kAhead;
+  constexpr bool wide = CODING == Coding::kBytes;
+  constexpr int bytes = 16 * kTile / (wide ? 1 : 2);
+  constexpr int soon = wide ? 1536 : 1024, before = wide ? 2 * kAhead : kAhead;
   for (int i = 0; i < bytes; i += 64) __builtin_prefetch(codes + soon + i);
   for (int i = 0; i < bytes; i += 64) __builtin_prefetch(codes + before + i, 0, 2);
 }
 
 // Adds to MT rows x the outputs of a tile. BLOCK inputs share a scale of x.
-template <int MT, int BLOCK, bool NIBBLES, bool MINS, class Scale>
+template <int MT, int BLOCK, Coding CODING, bool MINS, class Scale>
 WINDLASS_INLINE void multiply(const IntTile<Scale>& tile, IntPanel x, float* out) {
-  if constexpr (kHasRowLoops && MT == 1 && NIBBLES) {
+  constexpr bool nibbles = CODING == Coding::kNibbles;
+  if constexpr (kHasRowLoops && MT == 1 && nibbles) {
     return multiply_1<BLOCK, MINS>(tile.codes, tile.scales, tile.mins, tile.groups, tile.blocks,
                                    x.codes, x.next_run(), x.scales, x.sums, out);
   }
-  if constexpr (kHasRowLoops && MT == kPanel && NIBBLES && BLOCK == 32) {
+  if constexpr (kHasRowLoops && MT == kPanel && nibbles && BLOCK == 32) {
     return multiply_panel<MINS>(tile.codes, tile.scales, tile.mins, tile.groups, tile.blocks,
                                 x.codes, x.scales, x.sums, out);
   }
   Floats acc[MT];
   for (int m = 0; m < MT; ++m) acc[m] = load(out + m * kTile);
   const uint8_t* codes = tile.codes;
+  Codebook book{};
+  if constexpr (CODING == Coding::kCodebook) book = load_codebook(tile.codebook);
   for (int g = 0; g < tile.groups; ++g) {
-    const Floats scale = load_scales(tile.scales + g * kTile);
+    const Floats scale = scale_at<CODING>(tile, g);
     for (int b = 0; b < tile.blocks; ++b) {
       Dots<MT> dots;
-      if constexpr (kOffCentre<NIBBLES, MINS>) {
+      if constexpr (kOffCentre<CODING, MINS>) {
         start_dots(dots, load_quad(x.centre));
         x.centre += kPanel;
       } else {
         start_dots(dots);
       }
       for (int k = 0; k < BLOCK; k += 16) {
-        if constexpr (MT <= 3) fetch_ahead<NIBBLES>(codes);
-        codes = dot16<MT, NIBBLES, MINS>(codes, x.codes, dots);
+        if constexpr (MT <= 3) fetch_ahead<CODING>(codes);
+        codes = dot16<MT, CODING, MINS>(codes, book, x.codes, dots);
         x.codes += 16 * (MT == 1 ? x.rows : kPanel);
       }
       const Quad x_scale = load_quad(x.scales);
@@ -91,16 +102,15 @@ WINDLASS_INLINE void multiply(const IntTile<Scale>& tile, IntPanel x, float* out
 }
 
 // The weights that outliers of a packed tile meet.
-template <bool NIBBLES, bool MINS>
+template <Coding CODING, bool MINS>
 WINDLASS_INLINE auto packed_weights(const Weight& w, const IntTile<uint16_t>& tile) {
   return [&](const Outlier& o) WINDLASS_INLINED {
-    const Floats scale = load_half(tile.scales + o.group * kTile);
-    return weight_at<NIBBLES, MINS>(w, tile.codes, o.input, scale);
+    return weight_at<CODING, MINS>(w, tile.codes, o.input, scale_at<CODING>(tile, o.group));
   };
 }
 
 // With one row a tile takes so little time that what surrounds the products counts.
-template <int BLOCK, bool NIBBLES, bool MINS>
+template <int BLOCK, Coding CODING, bool MINS>
 void one_row(const Product& job) {
   const Tiles tiles(job.w);
   const IntPanel x = IntSizes(job.w, 1).panel(job.panel(0));
@@ -109,12 +119,12 @@ void one_row(const Product& job) {
   each_piece(job, [&](int t, int, int, Target to) WINDLASS_INLINED {
     const IntTile<uint16_t> tile = tiles.at(t);
     alignas(64) float sums[kTile] = {};
-    multiply<1, BLOCK, NIBBLES, MINS>(tile, x, sums);
+    multiply<1, BLOCK, CODING, MINS>(tile, x, sums);
     if (job.outliers != nullptr) {
       alignas(64) float rest[kTile] = {};
       int32_t at = 0;
       multiply_rows(job.row_outliers(0), 0, 1, padded, &at,
-                    packed_weights<NIBBLES, MINS>(job.w, tile), rest);
+                    packed_weights<CODING, MINS>(job.w, tile), rest);
       store(sums, add(load(sums), load(rest)));
     }
     if (t >= whole) return store_tile(job, to, t, 0, 1, sums, job.add);
@@ -123,9 +133,9 @@ void one_row(const Product& job) {
   });
 }
 
-template <int BLOCK, bool NIBBLES, bool MINS>
+template <int BLOCK, Coding CODING, bool MINS>
 void few_rows(const Product& job) {
-  if (job.rows == 1) return one_row<BLOCK, NIBBLES, MINS>(job);
+  if (job.rows == 1) return one_row<BLOCK, CODING, MINS>(job);
   const IntSizes sizes(job.w, job.rows);
   const Tiles tiles(job.w);
   const int padded = padded_in(job.w);
@@ -133,14 +143,14 @@ void few_rows(const Product& job) {
     const IntTile<uint16_t> tile = tiles.at(t);
     each_panel(job, first, last, [&](auto rows, int p) {
       alignas(64) float sums[kPanel * kTile] = {};
-      multiply<rows, BLOCK, NIBBLES, MINS>(tile, sizes.panel(job.panel(p)), sums);
+      multiply<rows, BLOCK, CODING, MINS>(tile, sizes.panel(job.panel(p)), sums);
       // Outliers are summed on their own and added last: where a tile is cut makes no difference then.
       alignas(64) float rest[kPanel * kTile] = {};
       const bool more = job.outliers != nullptr;
       int32_t at[kPanel] = {};
       if (more) {
         multiply_rows(job.row_outliers(p * kPanel), job.outlier_bytes, rows, padded, at,
-                      packed_weights<NIBBLES, MINS>(job.w, tile), rest);
+                      packed_weights<CODING, MINS>(job.w, tile), rest);
       }
       store_tile(job, to, t, p * kPanel, rows, sums, job.add, more ? rest : nullptr);
     });
@@ -153,7 +163,7 @@ inline void multiply_unpacked(const IntTile<float>& tile, const IntPanel& x, flo
     multiply_4<MINS>(tile.codes, tile.scales, tile.shifts, tile.mins, tile.groups, tile.blocks,
                      x.codes, x.scales, x.sums, out);
   } else {
-    multiply<MT, BLOCK, false, MINS>(tile, x, out);
+    multiply<MT, BLOCK, Coding::kBytes, MINS>(tile, x, out);
   }
 }
 
@@ -230,8 +240,9 @@ inline void read_scales(const IntTile<uint16_t>& tile, int first, int count, boo
 
 // Panels in pairs, which meet codes as they are packed. One of less than 4 rows ends with what nobody
 // reads; the last of an odd number is multiplied as with few rows.
-template <bool NIBBLES, bool MINS>
+template <Coding CODING, bool MINS>
 void paired_rows(const Product& job) {
+  constexpr bool nibbles = CODING == Coding::kNibbles;
   const IntSizes sizes(job.w, job.rows);
   const Tiles tiles(job.w);
   each_piece(job, [&](int t, int first, int last, Target to) {
@@ -252,8 +263,8 @@ void paired_rows(const Product& job) {
       for (int p = first; p < first + paired; p += 2) {
         const IntPanel x = sizes.panel(job.panel(p));
         for (int i = 0; i < kTile; i += 4, ahead += step * groups * blocks) {
-          const uint8_t* codes = tile.codes + begin * kTile / (NIBBLES ? 2 : 1) + kSpan * i;
-          multiply_8<NIBBLES, MINS>(codes, scales[0].scales + i, groups, blocks,
+          const uint8_t* codes = tile.codes + begin * kTile / (nibbles ? 2 : 1) + kSpan * i;
+          multiply_8<nibbles, MINS>(codes, scales[0].scales + i, groups, blocks,
                                     x.codes + begin * kPanel, x.scales + begin / 32 * kPanel,
                                     x.sums + begin / group * kPanel, job.panel_bytes, ahead,
                                     step, sums[p - first] + i);
@@ -261,11 +272,11 @@ void paired_rows(const Product& job) {
       }
       rest.multiply(begin, end, [&](const auto& o) WINDLASS_INLINED {
         const Floats scale = load(scales[o.group - begin / group].scales);
-        return weight_at<NIBBLES, MINS>(job.w, tile.codes, o.input, scale);
+        return weight_at<CODING, MINS>(job.w, tile.codes, o.input, scale);
       });
     }
     each_panel(job, first + paired, last, [&](auto rows, int p) {
-      multiply<rows, 32, NIBBLES, MINS>(tile, sizes.panel(job.panel(p)), sums[p - first]);
+      multiply<rows, 32, CODING, MINS>(tile, sizes.panel(job.panel(p)), sums[p - first]);
     });
     store_panels(job, to, t, first, last, sums, rest);
   });
@@ -285,7 +296,7 @@ void many_rows(const Product& job) {
     const IntTile<uint16_t> packed = tiles.at(t);
     const int group = packed.blocks * BLOCK;
     const int padded = padded_in(job.w);
-    const bool unpacks = job.w.kind == kInt4;
+    const bool unpacks = has_nibbles(job.w);
     for (int begin = 0, end; begin < padded; begin = end) {
       end = run_end(begin, group, padded);
       const IntTile<float> tile = unpack<MINS>(job, packed, begin, end, room);
@@ -311,7 +322,7 @@ void many_rows(const Product& job) {
       }
       rest.multiply(begin, end, [&](const auto& o) WINDLASS_INLINED {
         const Floats scale = load(tile.scales + (o.group - begin / group) * kTile);
-        return weight_at<false, MINS>(job.w, tile.codes, o.input - begin, scale);
+        return weight_at<Coding::kBytes, MINS>(job.w, tile.codes, o.input - begin, scale);
       });
     }
     store_panels(job, to, t, first, last, sums, rest);
@@ -322,13 +333,14 @@ template <int BLOCK, bool MINS>
 void with_block(const Product& job) {
   if (job.rows >= kManyRows) {
     if constexpr (kHasRowLoops && BLOCK == 32) {
-      return job.w.kind == kInt4 ? paired_rows<true, MINS>(job) : paired_rows<false, MINS>(job);
-    } else {
-      return many_rows<BLOCK, MINS>(job);
+      if (job.w.kind == kInt4) return paired_rows<Coding::kNibbles, MINS>(job);
+      if (job.w.kind == kInt8) return paired_rows<Coding::kBytes, MINS>(job);
     }
+    return many_rows<BLOCK, MINS>(job);
   }
-  if (job.w.kind == kInt4) return few_rows<BLOCK, true, MINS>(job);
-  return few_rows<BLOCK, false, MINS>(job);
+  if (job.w.kind == kInt4) return few_rows<BLOCK, Coding::kNibbles, MINS>(job);
+  if (job.w.kind == kInt8) return few_rows<BLOCK, Coding::kBytes, MINS>(job);
+  if constexpr (!MINS) return few_rows<BLOCK, Coding::kCodebook, false>(job);
 }
 
 }  // namespace

@@ -7,6 +7,9 @@
 
 namespace windlass::tile {
 
+// How the codes of a tile are stored: a byte each, or two in a byte, which a codebook explains.
+enum class Coding { kBytes, kNibbles, kCodebook };
+
 // A run of inputs of one tile. Scale is uint16_t (half) where it was packed, float where unpacked.
 template <class Scale>
 struct IntTile {
@@ -16,7 +19,22 @@ struct IntTile {
   const float* shifts;  // of unpacked tiles: see multiply_4
   int groups;
   int blocks;  // in a group
+  // Only of tiles with a codebook.
+  const int8_t* codebook = nullptr;
+  const int8_t* sub_scales = nullptr;
+  int scale_shift = 0;  // group g has scale g >> scale_shift
 };
+
+template <Coding CODING, class Scale>
+WINDLASS_INLINE Floats scale_at(const IntTile<Scale>& tile, int g) {
+  if constexpr (CODING == Coding::kCodebook) {
+    if (tile.sub_scales != nullptr) {
+      const Floats scale = load_scales(tile.scales + (g >> tile.scale_shift) * kTile);
+      return mul(read_int8(tile.sub_scales + g * kTile), scale);
+    }
+  }
+  return load_scales(tile.scales + g * kTile);
+}
 
 template <bool MINS>
 WINDLASS_INLINE Codes low_codes(Codes both) {
@@ -30,26 +48,40 @@ WINDLASS_INLINE Codes high_codes(Codes both) {
 }
 
 // Whether stored codes are too large.
-template <bool NIBBLES, bool MINS>
-constexpr bool kOffCentre = kUnsignedCodes || (NIBBLES && !MINS && !kSignedNibbles);
+template <Coding CODING, bool MINS>
+constexpr bool kOffCentre =
+    kUnsignedCodes || (CODING == Coding::kNibbles && !MINS && !kSignedNibbles);
+
+// The values of one input, out of 16 inputs' codes.
+WINDLASS_INLINE Floats values_at(const int8_t* codebook, const uint8_t* codes, int in_16) {
+  const Codebook book = load_codebook(codebook);
+  alignas(64) uint8_t bytes[8 * kTile];
+  for (size_t i = 0; i < sizeof bytes; i += sizeof(Codes)) {
+    const Codes both = load_codes(codes + i);
+    store_codes(bytes + i, look_up(book, in_16 < 8 ? low_nibbles(both) : high_nibbles(both)));
+  }
+  return bytes_at(bytes, in_16 % 8);
+}
 
 // The codes of input k. Unsigned, since dividing what may be negative takes as long as the rest.
-template <bool NIBBLES, bool MINS>
-WINDLASS_INLINE Floats code_at(const uint8_t* codes, uint32_t k) {
+template <Coding CODING, bool MINS>
+WINDLASS_INLINE Floats code_at(const Weight& w, const uint8_t* codes, uint32_t k) {
   const int in_16 = static_cast<int>(k % 16);
-  if constexpr (NIBBLES && kSignedNibbles && !MINS) {
+  if constexpr (CODING == Coding::kCodebook) {
+    return values_at(w.codebook, codes + k / 16 * 8 * kTile, in_16);
+  } else if constexpr (CODING == Coding::kNibbles && kSignedNibbles && !MINS) {
     return signed_nibbles_at(codes + k / 16 * 8 * kTile, in_16);
-  } else if constexpr (NIBBLES) {
+  } else if constexpr (CODING == Coding::kNibbles) {
     return nibbles_at(codes + k / 16 * 8 * kTile, in_16);
   }
   return bytes_at(codes + k / 16 * 16 * kTile, in_16);
 }
 
 // The weights of one input, as inputs that were not rounded meet them.
-template <bool NIBBLES, bool MINS>
+template <Coding CODING, bool MINS>
 WINDLASS_INLINE Floats weight_at(const Weight& w, const uint8_t* codes, int k, Floats scale) {
-  Floats code = code_at<NIBBLES, MINS>(codes, static_cast<uint32_t>(k));
-  if constexpr (kOffCentre<NIBBLES, MINS>) {
+  Floats code = code_at<CODING, MINS>(w, codes, static_cast<uint32_t>(k));
+  if constexpr (kOffCentre<CODING, MINS>) {
     code = sub(code, splat(static_cast<float>(code_offset(w))));
   }
   return mul(code, scale);
@@ -59,19 +91,31 @@ WINDLASS_INLINE Floats weight_at(const Weight& w, const uint8_t* codes, int k, F
 struct Tiles {
   const uint8_t* data;
   size_t bytes, scales;
-  int groups, blocks;
+  int groups, blocks, num_halves;
+  const int8_t* codebook;
+  int scale_shift = -1;  // without sub-scales
 
   explicit Tiles(const Weight& w)
       : data(w.data),
         bytes(tile_bytes(w)),
         scales(scale_bytes(w)),
         groups(num_groups(w)),
-        blocks(padded_in(w) / groups / block_size(w)) {}
+        blocks(padded_in(w) / groups / block_size(w)),
+        num_halves(num_scales(w) * kTile),
+        codebook(w.codebook) {
+    for (int left = w.super_group / w.group; left > 0; left /= 2) ++scale_shift;
+  }
 
   IntTile<uint16_t> at(int t) const {
     const uint8_t* tile = data + static_cast<size_t>(t) * bytes;
     const uint16_t* halves = reinterpret_cast<const uint16_t*>(tile);
-    return {tile + scales, halves, halves + groups * kTile, nullptr, groups, blocks};
+    IntTile<uint16_t> at{tile + scales, halves, halves + num_halves, nullptr, groups, blocks};
+    at.codebook = codebook;
+    if (scale_shift >= 0) {
+      at.sub_scales = reinterpret_cast<const int8_t*>(halves + num_halves);
+      at.scale_shift = scale_shift;
+    }
+    return at;
   }
 };
 

@@ -1,4 +1,4 @@
-// Unpacks runs of inputs of int4 tiles into bytes, which many rows then meet in the nearest cache.
+// Unpacks runs of inputs of tiles with 4-bit codes into bytes, which many rows then meet in the nearest cache.
 
 #pragma once
 
@@ -26,6 +26,39 @@ inline int run_end(int k, int group, int padded) {
   return std::min({k + kMostInputs, (k / group + 1) * group, padded});
 }
 
+// What becomes of the low and the high halves of bytes.
+template <bool MINS>
+struct WholeNumbers {
+  WINDLASS_INLINE Codes low(Codes both) const { return centred(low_codes<MINS>(both)); }
+  WINDLASS_INLINE Codes high(Codes both) const { return centred(high_codes<MINS>(both)); }
+
+ private:
+  static WINDLASS_INLINE Codes centred(Codes codes) {
+    if constexpr (!MINS && !kUnsignedCodes && !kSignedNibbles) return subtract(codes, 8);
+    return codes;
+  }
+};
+
+struct Values {
+  Codebook book;
+
+  WINDLASS_INLINE Codes low(Codes both) const { return look_up(book, low_nibbles(both)); }
+  WINDLASS_INLINE Codes high(Codes both) const { return look_up(book, high_nibbles(both)); }
+};
+
+template <class Meaning>
+inline void unpack_codes(const uint8_t* from, int inputs, uint8_t* to, const Meaning& meaning) {
+  constexpr int wide = sizeof(Codes);
+  for (int k = 0; k < inputs; k += 16, from += 2 * wide, to += 4 * wide) {
+    __builtin_prefetch(from + kAhead);
+    for (int i = 0; i < 2; ++i) {
+      const Codes both = load_codes(from + wide * i);
+      store_codes(to + wide * i, meaning.low(both));
+      store_codes(to + wide * (2 + i), meaning.high(both));
+    }
+  }
+}
+
 // Inputs [begin, end) of a tile.
 template <bool MINS>
 inline IntTile<float> unpack(const Product& job, const IntTile<uint16_t>& tile, int begin, int end,
@@ -35,7 +68,7 @@ inline IntTile<float> unpack(const Product& job, const IntTile<uint16_t>& tile, 
   const int first = begin / group;
   const int groups = ceil_div(end - begin, group);
   for (int g = 0; g < groups; ++g) {
-    const Floats scale = load_half(tile.scales + (first + g) * kTile);
+    const Floats scale = scale_at<Coding::kCodebook>(tile, first + g);
     store(out.scales + g * kTile, scale);
     if constexpr (kHasMultiply4) store(out.shifts + g * kTile, mul(scale, splat(-kSumStart)));
     if constexpr (MINS) {
@@ -50,19 +83,10 @@ inline IntTile<float> unpack(const Product& job, const IntTile<uint16_t>& tile, 
     return {codes, out.scales, out.mins, out.shifts, groups, blocks};
   }
   const uint8_t* from = tile.codes + static_cast<size_t>(begin) * kTile / 2;
-  uint8_t* to = out.codes;
-  constexpr int wide = sizeof(Codes);
-  for (int k = begin; k < end; k += 16, from += 2 * wide, to += 4 * wide) {
-    __builtin_prefetch(from + kAhead);
-    for (int i = 0; i < 2; ++i) {
-      const Codes both = load_codes(from + wide * i);
-      Codes low = low_codes<MINS>(both), high = high_codes<MINS>(both);
-      if constexpr (!MINS && !kUnsignedCodes && !kSignedNibbles) {
-        low = subtract(low, 8), high = subtract(high, 8);
-      }
-      store_codes(to + wide * i, low);
-      store_codes(to + wide * (2 + i), high);
-    }
+  if (job.w.kind == kCodebook4) {
+    unpack_codes(from, end - begin, out.codes, Values{load_codebook(tile.codebook)});
+  } else {
+    unpack_codes(from, end - begin, out.codes, WholeNumbers<MINS>{});
   }
   return {out.codes, out.scales, out.mins, out.shifts, groups, blocks};
 }

@@ -37,8 +37,7 @@ uint64_t halved(const uint8_t* row) {
 }
 
 template <class T>
-void pack_groups(const Weight& w, int tile, const T* values, T* out) {
-  const int groups = num_groups(w);
+void pack_groups(const Weight& w, int tile, int groups, const T* values, T* out) {
   for (int r = 0; r < kTile; ++r) {
     const int n = tile * kTile + r;
     for (int g = 0; g < groups; ++g) {
@@ -50,7 +49,7 @@ void pack_groups(const Weight& w, int tile, const T* values, T* out) {
 void pack_int4_row(const Weight& w, const uint8_t* row, int r, uint8_t* out) {
   const uint64_t sign = has_signed_nibbles(w) ? 0x8888888888888888 : 0;  // less 8: a bit turns round
   for (int k = 0; k < padded_in(w); k += 16) {
-    // Padding is code 8: around the centre it is zero, and with minima its inputs are zero anyway.
+    // Padding is code 8: around the centre it is zero, and elsewhere its inputs are zero anyway.
     uint8_t last[8] = {0x88, 0x88, 0x88, 0x88, 0x88, 0x88, 0x88, 0x88};
     const uint8_t* from = row + k / 2;
     if (k + 16 > w.num_in) {
@@ -94,6 +93,7 @@ void pack_plain_row(const Weight& w, const uint8_t* row, int r, int span, uint8_
 void pack_row(const Weight& w, const uint8_t* row, int r, uint8_t* out) {
   switch (w.kind) {
     case kInt4:
+    case kCodebook4:
       return pack_int4_row(w, row, r, out);
     case kInt8:
       return pack_int8_row(w, row, r, out);
@@ -108,22 +108,33 @@ void pack_row(const Weight& w, const uint8_t* row, int r, uint8_t* out) {
   }
 }
 
+struct Scales {
+  const void* scales;
+  const uint16_t* mins;
+  const int8_t* sub_scales;
+};
+
 size_t row_bytes(const Weight& w) {
   const size_t k = static_cast<size_t>(w.num_in);
-  const bool nibbles = w.kind == kInt4 || w.kind == kTable4;
+  const bool nibbles = has_nibbles(w) || w.kind == kTable4;
   const bool halves = w.kind == kHalf || w.kind == kBrain;
   return nibbles ? k / 2 : w.kind == kInt8 ? k : halves ? 2 * k : 4 * k;
 }
 
-void pack_tile(const Weight& w, int tile, const uint8_t* rows, const void* scales,
-               const uint16_t* mins, uint8_t* out) {
+void pack_tile(const Weight& w, int tile, const uint8_t* rows, const Scales& from, uint8_t* out) {
   std::memset(out, 0, tile_bytes(w));
   if (is_integer(w)) {
     uint16_t* halves = reinterpret_cast<uint16_t*>(out);
-    pack_groups(w, tile, static_cast<const uint16_t*>(scales), halves);
-    if (w.has_mins) pack_groups(w, tile, mins, halves + num_groups(w) * kTile);
+    const int count = num_scales(w), groups = num_groups(w);
+    pack_groups(w, tile, count, static_cast<const uint16_t*>(from.scales), halves);
+    halves += count * kTile;
+    if (w.has_mins) pack_groups(w, tile, groups, from.mins, halves);
+    if (w.super_group > 0) {
+      pack_groups(w, tile, groups, from.sub_scales, reinterpret_cast<int8_t*>(halves));
+    }
   } else if (w.kind == kTable4) {
-    pack_groups(w, tile, static_cast<const float*>(scales), reinterpret_cast<float*>(out));
+    const float* floats = static_cast<const float*>(from.scales);
+    pack_groups(w, tile, num_groups(w), floats, reinterpret_cast<float*>(out));
   }
   for (int r = 0; r < kTile && tile * kTile + r < w.num_out; ++r) {
     const size_t n = static_cast<size_t>(tile) * kTile + static_cast<size_t>(r);
@@ -144,11 +155,13 @@ uint64_t windlass_packed_bytes(const WindlassWeight* w) {
 }
 
 void windlass_pack(WindlassPool* pool, const WindlassWeight* weight, const void* codes,
-                   const void* scales, const uint16_t* mins, uint8_t* out) {
+                   const void* scales, const uint16_t* mins, const int8_t* sub_scales,
+                   uint8_t* out) {
+  const Scales from{scales, mins, sub_scales};
   const std::lock_guard<std::mutex> hold(pool->pool.mutex());
   pool->pool.each(num_tiles(*weight), kTilesAtOnce, [&](int begin, int end) {
     for (int tile = begin; tile < end; ++tile) {
-      pack_tile(*weight, tile, static_cast<const uint8_t*>(codes), scales, mins,
+      pack_tile(*weight, tile, static_cast<const uint8_t*>(codes), from,
                 out + static_cast<size_t>(tile) * tile_bytes(*weight));
     }
   });

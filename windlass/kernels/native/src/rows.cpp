@@ -44,11 +44,14 @@ float scale_of(const Weight& w, const uint16_t* halves, int group, int r) {
 
 void read_integer_row(const Weight& w, const uint8_t* tile, int r, float* out) {
   const uint16_t* scales = reinterpret_cast<const uint16_t*>(tile);
-  const uint16_t* mins = scales + num_groups(w) * kTile;
+  const uint16_t* mins = scales + num_scales(w) * kTile;
+  const int8_t* sub_scales = reinterpret_cast<const int8_t*>(mins);
+  const int per_scale = w.super_group > 0 ? w.super_group / w.group : 1;
   const uint8_t* codes = tile + scale_bytes(w);
   const int offset = code_offset(w);
   for (int g = 0; g < num_groups(w); ++g) {
-    const float scale = scale_of(w, scales, g, r);
+    float scale = scale_of(w, scales, g / per_scale, r);
+    if (w.super_group > 0) scale *= static_cast<float>(sub_scales[g * kTile + r]);
     const float low = w.has_mins ? scale_of(w, mins, g, r) : 0.0f;
     for (int k = g * w.group; k < (g + 1) * w.group; ++k) {
       int code;
@@ -59,6 +62,7 @@ void read_integer_row(const Weight& w, const uint8_t* tile, int r, float* out) {
         const uint8_t both = codes[nibble_place(k, r)];
         code = k % 16 < 8 ? both & 15 : both >> 4;
         if (has_signed_nibbles(w)) code = (code ^ 8) - 8;
+        if (w.kind == kCodebook4) code = w.codebook[code] + offset;
       }
       out[k] = static_cast<float>(code - offset) * scale + low;
     }
@@ -97,6 +101,7 @@ void read_stored_row(const Weight& w, const uint8_t* tile, int r, float* out) {
   switch (w.kind) {
     case kInt4:
     case kInt8:
+    case kCodebook4:
       return read_integer_row(w, tile, r, out);
     case kTable4:
       return read_table_row(w, tile, r, out);

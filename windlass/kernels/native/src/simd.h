@@ -11,6 +11,7 @@
 // signed_nibbles_at. nibbles_at and bytes_at read one input's codes of all outputs of a tile, out of 16 inputs' codes.
 // A dot product adds 4 inputs at a time; the lane says which 4 of the 16.
 // load_half gives the value times kHalfUnit, whatever is cheapest for the CPU; read_half the value.
+// look_up gives the values of a Codebook for nibbles, a byte each; load_codebook reads its 16 values.
 // larger keeps what is no number; add_exponent multiplies by the power of two in the low bits of
 // `shifted`; store_sums4 stores the sums over the 8 lanes of four vectors,
 // store_interleaved4 their first numbers, their second ones, and so on.

@@ -170,6 +170,15 @@ inline I32x8 dot_signed(I32x8 acc, Codes32 w, Inputs16 x) {
   return dot_mixed(acc, _mm256_abs_epi8(w.v), _mm256_sign_epi8(broadcast4(x.p + 4 * LANE), w.v));
 }
 
+// 16 values that nibbles stand for, in both halves of a register.
+struct Codebook {
+  __m256i v;
+};
+inline Codebook load_codebook(const int8_t* p) {
+  return {_mm256_broadcastsi128_si256(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)))};
+}
+inline Codes32 look_up(Codebook book, Codes32 x) { return {_mm256_shuffle_epi8(book.v, x.v)}; }
+
 // A table of 16 floats, as two registers of 8.
 struct Table16 {
   __m256 low, high;

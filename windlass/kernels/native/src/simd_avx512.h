@@ -72,6 +72,21 @@ inline Floats bytes_at(const uint8_t* p, int i) {
   return codes_at(p + i / 4 * 64, 8 * (i % 4), 255);
 }
 
+inline Floats read_int8(const int8_t* p) {
+  const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
+  return {_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(bytes))};
+}
+
+// 16 values that nibbles stand for, with 128 added: see kUnsignedCodes.
+struct Codebook {
+  __m512i v;
+};
+inline Codebook load_codebook(const int8_t* p) {
+  const __m128i values = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
+  return {_mm512_broadcast_i32x4(_mm_xor_si128(values, _mm_set1_epi8(-128)))};
+}
+inline Codes look_up(Codebook book, Codes x) { return {_mm512_shuffle_epi8(book.v, x.v)}; }
+
 inline Sums sum_start() { return {_mm512_setzero_si512()}; }
 template <int LANE>
 inline Sums sum_start(QuadInt q) {

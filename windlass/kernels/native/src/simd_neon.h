@@ -225,6 +225,16 @@ inline I32x8 dot_nibbles(I32x8 acc, Codes32 w, Inputs16 x) {
   return dot_signed<LANE>(acc, w, x);
 }
 
+// 16 values that nibbles stand for.
+struct Codebook {
+  int8x16_t v;
+};
+inline Codebook load_codebook(const int8_t* p) { return {vld1q_s8(p)}; }
+inline Codes32 look_up(Codebook book, Codes32 x) {
+  return {vqtbl1q_s8(book.v, vreinterpretq_u8_s8(x.a)),
+          vqtbl1q_s8(book.v, vreinterpretq_u8_s8(x.b))};
+}
+
 // A table of 16 floats, as its four byte planes.
 struct Table16 {
   uint8x16_t planes[4];

@@ -199,6 +199,16 @@ inline I32x8 dot_nibbles(I32x8 acc, Codes32 w, Inputs16 x) {
   return dot_signed<LANE>(acc, w, x);
 }
 
+// 16 values that nibbles stand for.
+struct Codebook {
+  const int8_t* p;
+};
+inline Codebook load_codebook(const int8_t* p) { return {p}; }
+inline Codes32 look_up(Codebook book, Codes32 x) {
+  for (int8_t& code : x.v) code = book.p[code];
+  return x;
+}
+
 struct Table16 {
   const float* p;
 };

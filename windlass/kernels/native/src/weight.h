@@ -4,6 +4,8 @@
 //                inputs at a time: for int8 [16 / kSpan][kTile][kSpan] bytes, for int4
 //                [8 / kSpan][kTile][kSpan] bytes with inputs 0..7 in the low halves and 8..15 in
 //                the high ones
+//   codebook4    half scales: [groups][kTile], or [super-groups][kTile] followed by [groups][kTile]
+//                int8 sub-scales; then codes as those of int4
 //   table4       [groups][kTile] float scales, then codes, 4 inputs at a time: [2][kTile] bytes
 //                with inputs 0, 1 in the low halves and 2, 3 in the high ones
 //   half, float  [inputs][kTile]
@@ -20,7 +22,15 @@
 
 namespace windlass {
 
-enum Kind : int32_t { kInt4 = 0, kInt8 = 1, kTable4 = 2, kHalf = 3, kFloat = 4, kBrain = 5 };
+enum Kind : int32_t {
+  kInt4 = 0,
+  kInt8 = 1,
+  kTable4 = 2,
+  kHalf = 3,
+  kFloat = 4,
+  kBrain = 5,
+  kCodebook4 = 6,
+};
 
 }  // namespace windlass
 
@@ -30,12 +40,14 @@ struct WindlassWeight {
   int32_t num_out;
   int32_t num_in;
   int32_t group;     // inputs that share a scale; num_in when all do
+  int32_t super_group;  // codebook4 with sub-scales: inputs that share a scale, else 0
   int32_t has_mins;  // int4 without them has codes around 8, or signed ones: see layout.h
   int32_t round_once;  // int8: inputs are rounded as for int4, instead of to 15 bits
   float gain;        // of all outputs; scales are stored divided by it
   const uint8_t* data;
   const int32_t* order;  // or null: column k of the weight belongs to input order[k]
   const float* table;    // of kTable4: 16 values
+  const int8_t* codebook;  // of kCodebook4: 16 values
 };
 
 namespace windlass {
@@ -45,9 +57,13 @@ using Weight = ::WindlassWeight;
 inline int round_up(int x, int unit) { return (x + unit - 1) / unit * unit; }
 inline int ceil_div(int x, int y) { return (x + y - 1) / y; }
 
-inline bool is_integer(const Weight& w) { return w.kind == kInt4 || w.kind == kInt8; }
+inline bool has_nibbles(const Weight& w) { return w.kind == kInt4 || w.kind == kCodebook4; }
+inline bool is_integer(const Weight& w) { return has_nibbles(w) || w.kind == kInt8; }
 inline bool has_halves(const Weight& w) { return is_integer(w) || w.kind == kHalf; }
 inline int num_groups(const Weight& w) { return w.num_in / w.group; }
+inline int num_scales(const Weight& w) {
+  return w.super_group > 0 ? w.num_in / w.super_group : num_groups(w);
+}
 inline int num_tiles(const Weight& w) { return ceil_div(w.num_out, kTile); }
 
 // Inputs that are rounded with one scale: a block never crosses a group.
@@ -63,7 +79,10 @@ inline int padded_in(const Weight& w) {
 
 // What one group of 8 outputs takes before the codes.
 inline size_t scale_bytes(const Weight& w) {
-  if (is_integer(w)) return static_cast<size_t>(num_groups(w)) * kTile * (w.has_mins ? 4 : 2);
+  if (is_integer(w)) {
+    const size_t sub_scales = static_cast<size_t>(w.super_group > 0 ? num_groups(w) : 0) * kTile;
+    return static_cast<size_t>(num_scales(w)) * kTile * (w.has_mins ? 4 : 2) + sub_scales;
+  }
   return w.kind == kTable4 ? static_cast<size_t>(num_groups(w)) * kTile * 4 : 0;
 }
 
@@ -72,6 +91,7 @@ inline size_t code_bytes(const Weight& w) {
   switch (w.kind) {
     case kInt4:
     case kTable4:
+    case kCodebook4:
       return count / 2;
     case kInt8:
       return count;
@@ -107,7 +127,7 @@ inline float code_gain(const Weight& w) { return has_signed_nibbles(w) ? 16.0f :
 
 // What is to be taken away from a stored code.
 inline int code_offset(const Weight& w) {
-  if (w.kind == kInt8) return kUnsignedCodes ? 128 : 0;
+  if (w.kind == kInt8 || w.kind == kCodebook4) return kUnsignedCodes ? 128 : 0;
   return w.has_mins || has_signed_nibbles(w) ? 0 : 8;
 }
 
