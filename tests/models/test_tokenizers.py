@@ -3,21 +3,30 @@
 from __future__ import annotations
 
 import io
+import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import sentencepiece
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import AutoTokenizer
+from transformers.models.cohere.tokenization_cohere import CohereTokenizer
+from transformers.models.gpt2.tokenization_gpt2 import GPT2Tokenizer
+from transformers.models.gpt_neox.tokenization_gpt_neox import GPTNeoXTokenizer
+from transformers.models.qwen2.tokenization_qwen2 import Qwen2Tokenizer
+from transformers.models.qwen3_5.tokenization_qwen3_5 import Qwen3_5Tokenizer
 
 from tests.conftest import faster_gguf
 from tests.models import texts, tiny
+from tests.models.tokenizer_strings import GROUPS, STRINGS
 from windlass.errors import CheckpointError, UnsupportedError
 from windlass.models import gguf_tokenizer, spm, tokenizer_files
 from windlass.models.gguf_header import read_header
+from windlass.models.pre_tokenizers import PRE_TOKENIZERS
 from windlass.models.tokenizer import HFTokenizer
 
-TEXTS = texts.diverse()
+TEXTS = texts.diverse()  # small vocabularies are trained on these
 
 
 def hf(side) -> HFTokenizer:
@@ -48,9 +57,10 @@ def original(default_gguf):
 @pytest.mark.model
 def test_default_ids_are_those_of_transformers(default_tokenizer, original):
     corrected, unchanged = original
-    for text in TEXTS + texts.SPECIAL:
+    for text in TEXTS + STRINGS + texts.SPECIAL:
         ids = default_tokenizer.encode(text)
         assert ids == corrected.encode(text).ids, text
+        assert default_tokenizer.decode(ids) == corrected.decode(ids), text
         if not any(char.isnumeric() for char in text):
             assert ids == unchanged.encode(text).ids, text
     for add_special in (True, False):
@@ -60,7 +70,7 @@ def test_default_ids_are_those_of_transformers(default_tokenizer, original):
 
 @pytest.mark.model
 def test_default_text_survives_the_round_trip(default_tokenizer):
-    for text in TEXTS:
+    for text in TEXTS:  # the vocabulary lacks some control characters, which STRINGS have
         ids = default_tokenizer.encode(text)
         assert default_tokenizer.decode(ids) == text
         assert b"".join(map(default_tokenizer.token_bytes, ids)) == text.encode()
@@ -107,8 +117,6 @@ def byte_level(pre: pre_tokenizers.PreTokenizer, normalizer=None, **options) -> 
 
 
 def bpe_metadata(backend: Tokenizer, pre: str | None, **changes) -> dict:
-    import json
-
     model = json.loads(backend.to_str())["model"]
     pieces = sorted(model["vocab"], key=model["vocab"].get)
     return {
@@ -151,17 +159,71 @@ DIGITS = pre_tokenizers.Digits(individual_digits=True)
     ("pre", "pre_tokenizer", "normalizer"),
     [
         ("smollm", pre_tokenizers.Sequence([DIGITS, GPT2]), None),
+        ("starcoder", pre_tokenizers.Sequence([DIGITS, GPT2]), None),
+        ("refact", pre_tokenizers.Sequence([DIGITS, GPT2]), None),
         ("gpt-2", GPT2, None),
+        ("olmo", GPT2, normalizers.NFC()),
         ("qwen2", split_then_bytes(QWEN2), normalizers.NFC()),
+        ("stablelm2", split_then_bytes(QWEN2), normalizers.NFC()),
+        ("hunyuan", split_then_bytes(QWEN2), normalizers.NFC()),
         ("llama-bpe", split_then_bytes(LLAMA3), None),
+        ("glm4", split_then_bytes(LLAMA3), None),
     ],
 )
 def test_byte_level_ids_are_those_of_the_original(tmp_path, pre, pre_tokenizer, normalizer):
-    original = byte_level(pre_tokenizer, normalizer, ignore_merges=pre == "llama-bpe")
+    original = byte_level(pre_tokenizer, normalizer, ignore_merges=pre in ("llama-bpe", "glm4"))
     rebuilt = hf(from_gguf(tmp_path / "m.gguf", bpe_metadata(original, pre)))
-    for text in [*TEXTS, "a<|eot_id|>b <|eot_id|>"]:
+    for text in [*TEXTS, *STRINGS, "a<|eot_id|>b <|eot_id|>"]:
         assert rebuilt.encode(text, add_special=False) == original.encode(text).ids, text
     assert (rebuilt.encode("x")[0] == 0) == (pre == "llama-bpe")
+
+
+@pytest.mark.parametrize(
+    ("pre", "original_class"),
+    [
+        ("gpt-2", GPT2Tokenizer),
+        ("mpt", GPTNeoXTokenizer),
+        ("qwen2", Qwen2Tokenizer),
+        ("qwen35", Qwen3_5Tokenizer),
+        ("command-r", CohereTokenizer),
+    ],
+)
+def test_byte_level_ids_are_those_of_transformers_own_class(tmp_path, pre, original_class):
+    trained = byte_level(GPT2)
+    model = json.loads(trained.to_str())["model"]
+    original = original_class(vocab=model["vocab"], merges=[tuple(m) for m in model["merges"]])
+    rebuilt = hf(from_gguf(tmp_path / "m.gguf", bpe_metadata(trained, pre)))
+    for text in [*TEXTS, *STRINGS]:
+        expected = original.backend_tokenizer.encode(text, add_special_tokens=False).ids
+        assert rebuilt.encode(text, add_special=False) == expected, ascii(text)
+
+
+@pytest.mark.parametrize("pre", sorted(PRE_TOKENIZERS))
+def test_combining_marks_are_composed_where_the_original_composes_them(tmp_path, pre):
+    tokenizer = hf(from_gguf(tmp_path / "m.gguf", bpe_metadata(byte_level(GPT2), pre)))
+    composed, apart = (tokenizer.encode(text, False) for text in ("caf\u00e9", "cafe\u0301"))
+    assert (composed == apart) == PRE_TOKENIZERS[pre].nfc
+    assert tokenizer.decode(apart) == ("caf\u00e9" if PRE_TOKENIZERS[pre].nfc else "cafe\u0301")
+
+
+def test_the_documented_table_is_the_one_in_use():
+    page = (Path(__file__).parents[2] / "docs" / "models.md").read_text(encoding="utf-8")
+    section = page.split("### Byte-level BPE")[1].split("\n### ")[0]
+    documented = {}
+    for line in section.splitlines():
+        cells = [cell.strip() for cell in line.strip("|").split("|")]
+        if len(cells) == 6 and cells[0].startswith("`") and cells[1] != "models":
+            for name in cells[0].replace("`", "").split(", "):
+                documented[name] = (cells[2] == "NFC", cells[4] == "yes")
+    assert documented == {name: (row.nfc, row.add_bos) for name, row in PRE_TOKENIZERS.items()}
+
+
+def test_kimi_keeps_chinese_characters_apart_from_other_letters(tmp_path):
+    side = from_gguf(tmp_path / "m.gguf", bpe_metadata(byte_level(GPT2), "kimi-k2"))
+    text = "Hello\u4e2d\u6587\u304b\u306a 1234 we're"
+    spans = [span for _, span in side.backend.pre_tokenizer.pre_tokenize_str(text)]
+    pieces = [text[start:end] for start, end in spans]
+    assert pieces == ["Hello", "\u4e2d\u6587", "\u304b\u306a", " ", "123", "4", " we're"]
 
 
 def test_the_default_scheme_cuts_punctuation_and_threes(tmp_path):
@@ -191,7 +253,8 @@ def test_a_chat_model_also_ends_at_its_templates_end_of_turn(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "error", "message"),
     [
-        ({"pre": "tekken"}, UnsupportedError, "'tekken' is not known"),
+        ({"pre": "wordy"}, UnsupportedError, "'wordy' is not known"),
+        ({"pre": "wordy"}, UnsupportedError, ", ".join(PRE_TOKENIZERS)),
         ({"pre": None}, UnsupportedError, "no pre-tokenizer is named"),
         ({"model": "t5"}, UnsupportedError, "'t5' is not known"),
         ({"tokens": None}, CheckpointError, "tokens is missing"),
@@ -209,9 +272,15 @@ def test_bad_tokenizers_are_refused_by_name(tmp_path, changes, error, message):
 
 # --- SentencePiece
 
+# The library ends a text at a zero byte, and does not look for control tokens in it.
+SENTENCES = [
+    text
+    for text in TEXTS + STRINGS
+    if "\0" not in text and text not in GROUPS["special-token-like"]
+]
 
-@pytest.fixture(scope="session")
-def sentence_model(tmp_path_factory) -> Path:
+
+def train_sentence_piece(path: Path, **options) -> Path:
     """A tokenizer.model with Llama's settings, trained on the texts."""
     model = io.BytesIO()
     lines = [text for text in TEXTS if text.strip() and "\0" not in text]
@@ -228,10 +297,15 @@ def sentence_model(tmp_path_factory) -> Path:
         split_digits=True,
         hard_vocab_limit=False,
         minloglevel=2,
+        **options,
     )
-    path = tmp_path_factory.mktemp("spm") / "tokenizer.model"
     path.write_bytes(model.getvalue())
     return path
+
+
+@pytest.fixture(scope="session")
+def sentence_model(tmp_path_factory) -> Path:
+    return train_sentence_piece(tmp_path_factory.mktemp("spm") / "tokenizer.model")
 
 
 def spm_metadata(vocabulary: spm.Vocabulary) -> dict:
@@ -255,12 +329,61 @@ def test_ids_are_those_of_sentencepiece(tmp_path, sentence_model, kind):
         tokenizer = hf(from_gguf(tmp_path / "m.gguf", metadata))
     original = sentencepiece.SentencePieceProcessor(model_file=str(sentence_model))
     assert tokenizer.eos_ids == (2,)
-    for text in [text for text in TEXTS if "\0" not in text]:
+    for text in SENTENCES:
         ids = tokenizer.encode(text, add_special=False)
         assert ids == original.encode(text), text
         assert tokenizer.decode(ids) == text
         assert b"".join(map(tokenizer.token_bytes, ids)).removeprefix(b" ") == text.encode()
     assert tokenizer.encode("x") == [1, *original.encode("x")]
+
+
+def test_runs_of_spaces_that_a_gguf_writes_as_spaces_are_found(tmp_path):
+    """Gemma's vocabulary: no prefix, and user-defined pieces for runs of spaces."""
+    runs = ["\u2581" * length for length in range(2, 9)]
+    path = train_sentence_piece(
+        tmp_path / "tokenizer.model", user_defined_symbols=runs, add_dummy_prefix=False
+    )
+    original = sentencepiece.SentencePieceProcessor(model_file=str(path))
+    metadata = spm_metadata(spm.read_model(path)) | {"tokenizer.ggml.add_space_prefix": False}
+    pieces = metadata["tokenizer.ggml.tokens"]
+    metadata["tokenizer.ggml.tokens"] = [
+        piece.replace("\u2581", " ") if piece in runs else piece for piece in pieces
+    ]
+    tokenizer = hf(from_gguf(tmp_path / "m.gguf", metadata))
+    assert tokenizer.encode("a    b", add_special=False) == original.encode("a    b")
+    for text in SENTENCES:
+        ids = tokenizer.encode(text, add_special=False)
+        assert ids == original.encode(text), ascii(text)
+        assert tokenizer.decode(ids) == text
+        assert b"".join(map(tokenizer.token_bytes, ids)) == text.encode()
+
+
+def test_merges_of_a_gemma4_file_are_used_as_they_stand(tmp_path, sentence_model):
+    """The scores of such files are all alike; the order of the merges says which goes first."""
+    vocabulary = spm.read_model(sentence_model)
+    metadata = spm_metadata(vocabulary)
+    merges = json.loads(spm.build(vocabulary).to_str())["model"]["merges"]
+    metadata |= {
+        "tokenizer.ggml.model": "gemma4",
+        "tokenizer.ggml.scores": [-1000.0] * len(vocabulary.pieces),
+        "tokenizer.ggml.merges": [" ".join(merge) for merge in merges],
+    }
+    tokenizer = hf(from_gguf(tmp_path / "m.gguf", metadata))
+    without_prefix = spm.build(replace(vocabulary, add_space_prefix=False))
+    for text in SENTENCES:
+        expected = without_prefix.encode(text, add_special_tokens=False).ids
+        assert tokenizer.encode(text, add_special=False) == expected, ascii(text)
+
+
+def test_special_tokens_of_phi3_swallow_the_whitespace_after_them(tmp_path, sentence_model):
+    metadata = spm_metadata(spm.read_model(sentence_model)) | {"general.architecture": "phi3"}
+    metadata["tokenizer.ggml.tokens"].append("<|end|>")
+    metadata["tokenizer.ggml.scores"].append(-1000.0)
+    metadata["tokenizer.ggml.token_type"].append(3)
+    other = hf(from_gguf(tmp_path / "m.gguf", metadata | {"general.architecture": "llama"}))
+    phi3 = hf(from_gguf(tmp_path / "p.gguf", metadata))
+    assert phi3.encode("a<|end|> \nb") == phi3.encode("a<|end|>b") == other.encode("a<|end|>b")
+    assert phi3.encode("<s> b") == other.encode("<s> b") != phi3.encode("<s>b")
 
 
 def test_bos_and_eos_around_sentencepiece_are_a_setting(tmp_path, sentence_model):

@@ -1,13 +1,11 @@
 """The tokenizer that a GGUF file carries in its metadata, rebuilt as a `tokenizers` backend.
 
-Two kinds: "gpt2" (byte-level BPE, with a pre-tokenizer that the file names) and "llama"
-(SentencePiece, see spm.py). A pre-tokenizer that is not known is refused: a wrong one gives ids
-that are nearly right, which nobody would notice.
+Three kinds: "gpt2" (byte-level BPE, split as pre_tokenizers.py says), "llama" (SentencePiece, see
+spm.py) and "gemma4" (SentencePiece pieces with merges in the file).
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
@@ -15,49 +13,14 @@ from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_toke
 from windlass.errors import CheckpointError, UnsupportedError
 from windlass.models import spm
 from windlass.models.gguf_header import GGUFHeader
+from windlass.models.pre_tokenizers import PreTokenizer, pre_tokenizer
 from windlass.models.tokenizer import TextSide, framed
 
 _KEY = "tokenizer.ggml."
 _NAMED = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
 _END_OF_TURN = ("<|eot_id|>", "<|eom_id|>", "<|im_end|>")
-
-_CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
-_WORDS = r"[^\r\n\p{L}\p{N}]?\p{L}+"
-_MARKS_AND_SPACES = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-_GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-_LLAMA3 = rf"{_CONTRACTIONS}|{_WORDS}|\p{{N}}{{1,3}}|{_MARKS_AND_SPACES}"
-_QWEN2 = rf"{_CONTRACTIONS}|{_WORDS}|\p{{N}}|{_MARKS_AND_SPACES}"
-
-
-def _split(*patterns: str) -> pre_tokenizers.PreTokenizer:
-    """Cut by each pattern in turn; what lies between two matches is a piece too."""
-    splits = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in patterns]
-    to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    return pre_tokenizers.Sequence([*splits, to_bytes])
-
-
-@dataclass(frozen=True, slots=True)
-class _Scheme:
-    """How text is cut before BPE, under one name of tokenizer.ggml.pre."""
-
-    patterns: tuple[str, ...]
-    nfc: bool = False
-    whole_words: bool = False  # a word that is in the vocabulary is taken without merging
-    add_bos: bool = False  # when the file does not say
-
-
-_LLAMA3_SCHEME = _Scheme((_LLAMA3,), whole_words=True, add_bos=True)
-_QWEN2_SCHEME = _Scheme((_QWEN2,), nfc=True)
-_SCHEMES = {
-    "smollm": _Scheme((r"\p{N}", _GPT2)),
-    "qwen2": _QWEN2_SCHEME,
-    "deepseek-r1-qwen": _QWEN2_SCHEME,
-    "llama-bpe": _LLAMA3_SCHEME,
-    "llama3": _LLAMA3_SCHEME,
-    "llama-v3": _LLAMA3_SCHEME,
-    "gpt-2": _Scheme((_GPT2,)),
-    "default": _Scheme((r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", r"[0-9][0-9][0-9]")),
-}
+# Special tokens of Phi-3 swallow the whitespace that follows them, except these. No GGUF says so.
+_PHI3_KEEPS_SPACES = frozenset(("<unk>", "<s>", "<|endoftext|>"))
 
 
 def load_text(header: GGUFHeader) -> TextSide:
@@ -65,12 +28,13 @@ def load_text(header: GGUFHeader) -> TextSide:
     metadata = _Metadata(header)
     kind = metadata.required("model")
     if kind == "gpt2":
-        backend, add_bos = _byte_level(metadata)
-    elif kind == "llama":
-        backend, add_bos = _sentence_piece(metadata), True
+        row = pre_tokenizer(metadata.get("pre"), metadata.path)
+        backend, add_bos = _byte_level(metadata, row), row.add_bos
+    elif kind in ("llama", "gemma4"):
+        backend, add_bos = _sentence_piece(metadata, has_merges=kind == "gemma4"), True
     else:
         raise UnsupportedError(
-            f"{header.path}: tokenizer model {kind!r} is not known; gpt2 and llama are. "
+            f"{header.path}: tokenizer model {kind!r} is not known; gpt2, llama and gemma4 are. "
             "Give the original one with --tokenizer FOLDER."
         )
     ids = {name: metadata.token_id(f"{key}_token_id") for name, key in _NAMED.items()}
@@ -100,6 +64,7 @@ class _Metadata:
     def __init__(self, header: GGUFHeader) -> None:
         self._header = header
         self.path = header.path
+        self.architecture = header.metadata.get("general.architecture")
         self.pieces: list[str] = self.required("tokens")
         if not isinstance(self.pieces, list) or not self.pieces:
             raise CheckpointError(f"{self.path}: metadata {_KEY}tokens is not a list of tokens.")
@@ -134,27 +99,20 @@ class _Metadata:
         return token if token is not None and token < len(self.pieces) else None
 
 
-def _byte_level(metadata: _Metadata) -> tuple[Tokenizer, bool]:
-    """The backend, and whether texts begin with bos when the file does not say."""
-    pre = metadata.get("pre")
-    scheme = _SCHEMES.get(pre)
-    if scheme is None:
-        named = f"pre-tokenizer {pre!r} is not known" if pre else "no pre-tokenizer is named"
-        raise UnsupportedError(
-            f"{metadata.path}: {named}, so text would be cut wrongly. Known: {', '.join(_SCHEMES)}. "
-            "Give the original tokenizer with --tokenizer FOLDER."
-        )
+def _byte_level(metadata: _Metadata, row: PreTokenizer) -> Tokenizer:
     vocab = {piece: token for token, piece in enumerate(metadata.pieces)}
     model = models.BPE(
-        vocab=vocab, merges=_merges(metadata, vocab), ignore_merges=scheme.whole_words
+        vocab=vocab, merges=_merges(metadata, vocab), ignore_merges=row.ignore_merges
     )
     backend = Tokenizer(model)
-    if scheme.nfc:
+    if row.nfc:
         backend.normalizer = normalizers.NFC()
-    backend.pre_tokenizer = _split(*scheme.patterns)
+    splits = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in row.patterns]
+    to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.pre_tokenizer = pre_tokenizers.Sequence([*splits, to_bytes])
     backend.decoder = decoders.ByteLevel()
     spm.add_marked_tokens(backend, metadata.pieces, metadata.types)
-    return backend, scheme.add_bos
+    return backend
 
 
 def _merges(metadata: _Metadata, vocab: dict[str, int]) -> list[tuple[str, str]]:
@@ -169,20 +127,25 @@ def _merges(metadata: _Metadata, vocab: dict[str, int]) -> list[tuple[str, str]]
     return merges
 
 
-def _sentence_piece(metadata: _Metadata) -> Tokenizer:
+def _sentence_piece(metadata: _Metadata, has_merges: bool) -> Tokenizer:
     if metadata.get("remove_extra_whitespaces", False) or metadata.get("precompiled_charsmap"):
         raise UnsupportedError(
-            f"{metadata.path}: the tokenizer normalises text, which is not known here. "
-            "Give the original one with --tokenizer FOLDER."
+            f"{metadata.path}: the tokenizer normalises text with a SentencePiece character map, "
+            "which is not supported. Give the original one with --tokenizer FOLDER."
         )
+    merges = None
+    if has_merges:
+        merges = _merges(metadata, {piece: token for token, piece in enumerate(metadata.pieces)})
     return spm.build(
         spm.Vocabulary(
             metadata.pieces,
-            metadata.per_token("scores"),
+            metadata.per_token("scores", [0.0] * len(metadata.pieces) if has_merges else None),
             metadata.types,
-            add_space_prefix=metadata.get("add_space_prefix", True),
+            add_space_prefix=metadata.get("add_space_prefix", not has_merges),
             unk_id=metadata.token_id("unknown_token_id") or 0,
-        )
+            merges=merges,
+        ),
+        keeps_spaces=_PHI3_KEEPS_SPACES if metadata.architecture == "phi3" else None,
     )
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import IntEnum
 from pathlib import Path
 from typing import Any
@@ -32,6 +32,9 @@ class PieceType(IntEnum):
     BYTE = 6
 
 
+_MARKED = frozenset(map(int, (PieceType.UNKNOWN, PieceType.CONTROL, PieceType.USER_DEFINED)))
+
+
 @dataclass(frozen=True, slots=True)
 class Vocabulary:
     """A vocabulary with scores: of two possible merges the one with the higher score comes first."""
@@ -43,14 +46,20 @@ class Vocabulary:
     unk_id: int = 0
     bos_id: int | None = 1
     eos_id: int | None = 2
+    merges: list[tuple[str, str]] | None = None  # None: derived from the scores
 
 
-def build(vocabulary: Vocabulary) -> Tokenizer:
-    """A backend that cuts text as SentencePiece does, bytes for unknown characters included."""
+def build(vocabulary: Vocabulary, keeps_spaces: frozenset[str] | None = None) -> Tokenizer:
+    """A backend that splits text as SentencePiece does, bytes for unknown characters included.
+
+    `keeps_spaces`: see `add_marked_tokens`.
+    """
+    vocabulary = _with_space_runs(vocabulary)
     pieces = vocabulary.pieces
+    merges = _merges(vocabulary) if vocabulary.merges is None else vocabulary.merges
     model = models.BPE(
         vocab={piece: token for token, piece in enumerate(pieces)},
-        merges=_merges(vocabulary),
+        merges=merges,
         unk_token=pieces[vocabulary.unk_id],
         fuse_unk=True,
         byte_fallback=PieceType.BYTE in vocabulary.types,
@@ -62,35 +71,60 @@ def build(vocabulary: Vocabulary) -> Tokenizer:
     if vocabulary.add_space_prefix:
         steps.append(decoders.Strip(" ", 1, 0))
     backend.decoder = decoders.Sequence(steps)
-    add_marked_tokens(backend, pieces, vocabulary.types)
+    add_marked_tokens(backend, pieces, vocabulary.types, keeps_spaces)
     return backend
 
 
-def add_marked_tokens(backend: Tokenizer, pieces: list[str], types: list[int]) -> None:
-    """Tell the backend which entries are never cut; those that control are special."""
+def add_marked_tokens(
+    backend: Tokenizer,
+    pieces: list[str],
+    types: list[int],
+    keeps_spaces: frozenset[str] | None = None,
+) -> None:
+    """Tell the backend which entries are never split; control tokens are special.
+
+    With `keeps_spaces`, all other marked tokens swallow the whitespace that follows them.
+    """
     marked = [
-        AddedToken(piece, special=kind != PieceType.USER_DEFINED, normalized=False)
+        AddedToken(
+            piece,
+            special=kind != PieceType.USER_DEFINED,
+            normalized=False,
+            rstrip=keeps_spaces is not None and piece not in keeps_spaces,
+        )
         for piece, kind in zip(pieces, types, strict=True)
-        if kind in (PieceType.UNKNOWN, PieceType.CONTROL, PieceType.USER_DEFINED)
+        if kind in _MARKED
     ]
     backend.add_tokens(marked)
 
 
+def _with_space_runs(vocabulary: Vocabulary) -> Vocabulary:
+    """Spell runs of spaces as SentencePiece does.
+
+    Gemma's vocabulary has them as user-defined pieces, which converters to GGUF write with real
+    spaces. Text has no spaces left when pieces are merged, so such a piece would never be found.
+    """
+    pieces, scores = list(vocabulary.pieces), list(vocabulary.scores)
+    for token, piece in enumerate(pieces):
+        if vocabulary.types[token] == PieceType.USER_DEFINED and set(piece) <= {" ", SPACE}:
+            pieces[token] = SPACE * len(piece)
+            # Learned pieces have scores up to zero: runs go before them, the longest first.
+            scores[token] = float(len(piece))
+    return replace(vocabulary, pieces=pieces, scores=scores)
+
+
 def _merges(vocabulary: Vocabulary) -> list[tuple[str, str]]:
     """Every way to join two pieces into a third, the highest score first."""
-    normal = {
-        piece: token
-        for token, (piece, kind) in enumerate(zip(vocabulary.pieces, vocabulary.types, strict=True))
-        if kind == PieceType.NORMAL
-    }
-    found = []
-    for piece, token in normal.items():
-        rank = -vocabulary.scores[token]
-        for cut in range(1, len(piece)):
-            left, right = piece[:cut], piece[cut:]
-            if left in normal and right in normal:
-                found.append((rank, token, normal[left], normal[right], left, right))
-    return [merge[4:] for merge in sorted(found)]
+    scores, usable = vocabulary.scores, {}
+    for token, (piece, kind) in enumerate(zip(vocabulary.pieces, vocabulary.types, strict=True)):
+        if kind == PieceType.NORMAL or scores[token] > 0:  # learned, or a run of spaces
+            usable[piece] = token
+    merges: list[tuple[str, str]] = []
+    for piece in sorted(usable, key=lambda piece: (-scores[usable[piece]], usable[piece])):
+        cuts = ((piece[:cut], piece[cut:]) for cut in range(1, len(piece)))
+        pairs = [(left, right) for left, right in cuts if left in usable and right in usable]
+        merges += sorted(pairs, key=lambda pair: (usable[pair[0]], usable[pair[1]]))
+    return merges
 
 
 def read_model(path: Path) -> Vocabulary:

@@ -77,15 +77,15 @@ class HFTokenizer:
     def token_bytes(self, token: int) -> bytes:
         if not 0 <= token < self._vocab_size:
             return b""
-        if token in self._added:
-            return self._added[token].encode()
-        piece = self._backend.id_to_token(token)
+        added = self._added.get(token)
+        piece = self._backend.id_to_token(token) if added is None else added
         if piece is None:
             return b""
         if "ByteLevel" in self._decoders:
-            return _piece_bytes(piece)
+            return piece.encode() if added else _piece_bytes(piece)
         if not self._decoders & {"ByteFallback", "Metaspace"}:
             return piece.encode()
+        # Added tokens too: Gemma has runs of spaces among them.
         byte = _BYTE_PIECE.fullmatch(piece)
         return bytes([int(byte[1], 16)]) if byte else piece.replace(SPACE, " ").encode()
 
