@@ -177,7 +177,7 @@ def formats(
     kv-int8 and kv-fp8: the cache.
     """
     check_path("-o", output)
-    from windlass.folders import cache_dir
+    from windlass.folders import cache_folder
     from windlass.tools.bench.format_list import Means
     from windlass.tools.bench.formats import FormatsOrder, measure
     from windlass.tools.eval.windows import Cut
@@ -192,7 +192,7 @@ def formats(
         sample_tokens,
         repeat,
         speed,
-        work or cache_dir() / "formats",
+        work or cache_folder("formats"),
         output,
     )
     finish(measure(order, _say), output)

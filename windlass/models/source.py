@@ -12,7 +12,7 @@ from typing import Literal
 
 from windlass.config import ModelConfig
 from windlass.errors import CheckpointError, ConfigError, UnsupportedError
-from windlass.folders import cache_dir
+from windlass.folders import cache_folder
 from windlass.models import default_model, hub
 from windlass.models.checkpoint import weight_map
 
@@ -54,7 +54,7 @@ def _locate(config: ModelConfig) -> tuple[str, Path]:
     model = config.model
     if model == "default":
         chosen = config.download_dir
-        folder = Path(chosen).expanduser() if chosen else cache_dir() / "models"
+        folder = Path(chosen).expanduser() if chosen else cache_folder("models")
         return default_model.NAME, default_model.fetch(folder)
     path = Path(model).expanduser()
     if path.exists():

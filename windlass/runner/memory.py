@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from windlass.core.card import Held, Part
 from windlass.errors import EngineError, UnsupportedError
-from windlass.folders import cache_dir
+from windlass.folders import cache_folder
 from windlass.kernels.batch import KVCache
 from windlass.kernels.native.program import Program
 from windlass.lora.bank import Bank
@@ -172,9 +172,8 @@ class Holdings:
         writable = _writable()
         # The rest are views of files, which the system reads again by itself.
         weights = [each for each in held if each.lies_in(writable)]
-        folder = cache_dir()
+        folder = cache_folder("sleep")
         try:
-            folder.mkdir(parents=True, exist_ok=True)
             file = tempfile.TemporaryFile(dir=folder, prefix="asleep-", buffering=0)  # noqa: SIM115
             for storage in weights:
                 _write(file, storage.view())

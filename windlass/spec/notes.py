@@ -1,13 +1,13 @@
 """What was measured at an earlier start: a small JSON file for each machine, model and settings.
 
 A file that cannot be read or written is no error: it is measured anew, and `problem` says why.
+A file that another user could have written is an error.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import os
 import platform
 from dataclasses import asdict
 from pathlib import Path
@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from windlass.config import EngineConfig
-from windlass.folders import cache_dir
+from windlass.folders import cache_dir, check_private, make_private, write_atomically
 from windlass.models.source import ModelFiles
 from windlass.models.spec import ModelSpec
 
@@ -31,6 +31,7 @@ class Notes:
         self._changed = False
         if path is None or not path.is_file():
             return
+        check_private(path.parent, path)
         try:
             found = json.loads(path.read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
@@ -54,10 +55,8 @@ class Notes:
         if self._path is None or not self._changed:
             return
         try:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            partial = self._path.with_suffix(f".{os.getpid()}")
-            partial.write_text(json.dumps(self._found), encoding="utf-8")
-            partial.replace(self._path)
+            make_private(self._path.parent)
+            write_atomically(self._path, json.dumps(self._found))
         except OSError as error:
             self.problem = f"{self._path} cannot be written ({error}), so it is measured each time"
 
@@ -86,6 +85,7 @@ def notes_for(
         *(repr(config.model), repr(config.cache), repr(config.scheduler), repr(wish)),
     )
     digest = hashlib.blake2b(repr(key).encode(), digest_size=12).hexdigest()
+    check_private(cache_dir())
     return Notes(cache_dir() / folder / f"{digest}.json")
 
 

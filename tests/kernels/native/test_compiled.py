@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import stat
 import subprocess
 import sys
 from pathlib import Path
@@ -9,6 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.test_folders import make_foreign
+from windlass.errors import ConfigError
 from windlass.kernels.native import compiled
 from windlass.kernels.native.compiled import NativeUnavailable, load
 from windlass.kernels.native.linear import NativeLinear
@@ -81,6 +85,26 @@ def test_a_cache_that_cannot_be_written(tmp_path: Path, sources: Path) -> None:
     assert found.simd == "tiny"
     assert "for this process only" in found.reason
     assert f"{blocked / 'native'} cannot be written" in found.reason
+
+
+@needs_compiler
+def test_a_library_that_others_can_change_is_not_loaded(
+    tmp_path: Path, sources: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    umask = os.umask(0)
+    try:
+        path = load(tmp_path / "cache", sources=sources).path
+    finally:
+        os.umask(umask)
+    for part in (path, path.parent, path.parent.parent):
+        assert stat.S_IMODE(part.stat().st_mode) == 0o700
+        part.chmod(0o770)
+        with pytest.raises(ConfigError, match="mode 0770"):
+            load(tmp_path / "cache", sources=sources)
+        part.chmod(0o700)
+    make_foreign(path, monkeypatch)
+    with pytest.raises(ConfigError, match="belongs to user"):
+        load(tmp_path / "cache", sources=sources)
 
 
 @needs_compiler

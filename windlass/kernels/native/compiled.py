@@ -1,7 +1,8 @@
 """Compiles the C++ kernels once for this machine's CPU, keeps the result, and loads it.
 
 The file's name is made of everything that it depends on, so a cache that another CPU, compiler or
-version filled is never loaded. What cannot be had is a NativeUnavailable with the reason.
+version filled is never loaded. A library that another user could have written is a ConfigError.
+What cannot be had is a NativeUnavailable with the reason.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from pathlib import Path
 from filelock import FileLock
 
 from windlass.errors import UnsupportedError
-from windlass.folders import cache_dir
+from windlass.folders import cache_dir, check_private, make_private
 
 SOURCES = Path(__file__).parent / "src"
 _COMPILERS = ("c++", "g++", "clang++")
@@ -73,6 +74,7 @@ def load(
 ) -> Native:
     """The library from `folder` (the user's cache if None), compiled now if it is not there."""
     folder = (folder or cache_dir()) / "native"
+    check_private(folder.parent, folder)
     flags = (*_FLAGS, *machine_flags(), *extra_flags)
     stem = _digest(*_texts(sources), *flags, cpu_identity())
     compilers, problems = find_compilers()
@@ -159,19 +161,22 @@ def _call(command: Sequence[str]) -> str:
 def _build(recipe: _Recipe, target: Path) -> Native:
     """Compile into the cache, or beside it where the cache cannot be written."""
     try:
-        target.parent.mkdir(parents=True, exist_ok=True)
+        make_private(target.parent)
         # Whoever comes second waits, and finds the file.
         with FileLock(target.with_suffix(".lock")):
             if (found := _open(target, "from the cache")) is not None:
                 return found
             with tempfile.TemporaryDirectory(dir=target.parent) as workshop:
                 taken_s = _compile(recipe, Path(workshop))
-                os.replace(Path(workshop) / "windlass.so", target)
+                made = Path(workshop) / "windlass.so"
+                made.chmod(0o700)  # a linker leaves what the umask allows
+                os.replace(made, target)
         how = f"compiled by {recipe.compiler.version} in {taken_s:.1f} s"
     except OSError as error:
         why = f"{target.parent} cannot be written ({error.strerror or error})"
         target = Path(tempfile.mkdtemp(prefix="windlass-native-")) / "windlass.so"
         taken_s = _compile(recipe, target.parent)
+        target.chmod(0o700)
         how = (
             f"compiled by {recipe.compiler.version} in {taken_s:.1f} s for this process only: {why}"
         )
@@ -201,6 +206,7 @@ def _open(path: Path, how: str) -> Native | None:
     """Load a library; None when it is not there or was damaged, so that it is made again."""
     if not path.is_file():
         return None
+    check_private(path)
     try:
         functions = ctypes.CDLL(str(path))
         functions.windlass_simd.restype = ctypes.c_char_p

@@ -20,6 +20,7 @@ import torch
 from windlass.build import OpenModel
 from windlass.config import EngineConfig
 from windlass.errors import ConfigError
+from windlass.folders import write_atomically
 from windlass.models.card import open_checkpoint
 from windlass.tools.quantize.calibration import Choice
 from windlass.tools.quantize.export import export
@@ -220,7 +221,7 @@ class Workshop:
             ids = range(tokenizer.vocab_size)
             texts = [tokenizer.decode(draw.choices(ids, k=length)) for _ in range(count)]
             path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+            write_atomically(path, "".join(json.dumps({"text": text}) + "\n" for text in texts))
         return path
 
     def _key(self, *more: object) -> str:

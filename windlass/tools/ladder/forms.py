@@ -19,7 +19,7 @@ import torch
 from windlass.build import OpenModel, open_model
 from windlass.config import EngineConfig
 from windlass.errors import ConfigError, UnsupportedError
-from windlass.folders import cache_dir
+from windlass.folders import cache_folder
 from windlass.models.card import open_checkpoint
 from windlass.runner.device import choose_device
 from windlass.tools.bench.format_list import FORMATS, Format, Means, Workshop
@@ -57,7 +57,7 @@ class Forms:
         self._workshop = Workshop(
             self.config,
             self.source,
-            cache_dir() / "formats",
+            cache_folder("formats"),
             Means(given.calibration),
             _SAMPLES[self.device.type],
             _SAMPLE_TOKENS,

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import time
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -18,7 +17,7 @@ from typing import Any
 
 import torch
 
-from windlass.folders import cache_dir
+from windlass.folders import cache_dir, check_private, make_private, write_atomically
 from windlass.kernels.native.compiled import cpu_identity
 from windlass.models.spec import ModelSpec
 from windlass.tools.bench.device import read_bandwidth, synchronise
@@ -102,7 +101,9 @@ def keep_factor(device: torch.device, dtype: torch.dtype, factor: Factor) -> Non
 
 
 def _path(device: torch.device, dtype: torch.dtype) -> Path:
-    return cache_dir() / "machine" / f"{_identity(device, dtype)}.json"
+    folder = cache_dir() / "machine"
+    check_private(folder.parent, folder)
+    return folder / f"{_identity(device, dtype)}.json"
 
 
 def _factor_path(path: Path) -> Path:
@@ -112,10 +113,8 @@ def _factor_path(path: Path) -> Path:
 def _keep(path: Path, values: dict[str, Any]) -> None:
     """Where nothing can be kept it is measured each time, which takes a second."""
     with suppress(OSError):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        part = path.with_suffix(f".{os.getpid()}")
-        part.write_text(json.dumps(values), encoding="utf-8")
-        os.replace(part, path)
+        make_private(path.parent)
+        write_atomically(path, json.dumps(values))
 
 
 def _kept_factor(path: Path) -> Factor | None:
