@@ -32,6 +32,7 @@ PolicyName = Literal["fcfs", "priority"]
 ProfileName = Literal["chat", "batch", "hybrid"]
 
 AUTO = -1  # for whole numbers: choose it, and say why
+MAX_THREADS = 1024
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,6 +75,11 @@ class ModelConfig:
             at_least(self, 1, "max_model_len")
         if self.num_threads != AUTO:
             at_least(self, 1, "num_threads")
+        if self.num_threads > MAX_THREADS:
+            raise ConfigError(
+                f"--num-threads must be at most {MAX_THREADS}, got {self.num_threads}. Leave it "
+                "out to use one thread for each core."
+            )
         if self.quantize_head and self.quantization is None:
             raise ConfigError(
                 "--quantize-head does nothing without --quantization. Add one, such as "

@@ -30,6 +30,9 @@ from windlass.runner.slots import SlotTables
 
 # Logits of guesses take no more than this, in float32.
 _GUESSED_BYTES = 64 * 2**20
+# Of one request that may run, in the runner's and the scheduler's tables.
+_SLOT_BYTES = 64
+_BLOCK_ID_BYTES = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,6 +168,8 @@ def make_runner(
     parts, size = loaded.parts, config.cache.block_size
     kv_format = _kv_format(config, spec, parts)
     per_request = -(-parts.max_positions // size)
+    tables_bytes = limits.max_num_seqs * (_SLOT_BYTES + _BLOCK_ID_BYTES * per_request)
+    found.check_tables_fit(limits.max_num_seqs, tables_bytes)
     maker = _Maker(config, spec, loaded, limits, kv_format.dtype)
     reserved = maker.measure() if parts.device.type == "cuda" else {}
     capacity = found.size_cache(
@@ -175,6 +180,7 @@ def make_runner(
         limits.max_num_seqs * per_request,
         sum(reserved.values()),
     )
+    found.check_cache_fits(config.cache, capacity, parts.device, sum(reserved.values()))
     runner, cache = maker.make(capacity.num_blocks)
     max_model_len = parts.max_positions
     if config.model.max_model_len == AUTO:

@@ -227,6 +227,39 @@ def _usable(device: torch.device, share: float, reserved: int) -> tuple[int, str
     )
 
 
+def check_cache_fits(
+    config: CacheConfig, capacity: Capacity, device: torch.device, reserved: int
+) -> None:
+    """Refuse a cache of a set size that is larger than the free memory, before it is allocated.
+
+    Linux hands out more memory than there is, and kills the process that uses it.
+    """
+    if config.num_blocks is not None:
+        asked = f"--num-blocks {config.num_blocks}"
+    elif config.kv_cache_memory_bytes is not None:
+        asked = f"--kv-cache-memory-bytes {gib(config.kv_cache_memory_bytes)}"
+    else:
+        return
+    num_bytes, free = capacity.num_blocks * capacity.bytes_per_block, free_bytes(device)
+    if num_bytes + reserved > free:
+        beside = f" and {gib(reserved)} for steps and graphs" if reserved else ""
+        raise ConfigError(
+            f"{asked} needs {gib(num_bytes)} for the KV cache{beside}, and {gib(free)} of memory "
+            f"are free on {device.type}. Lower it, or leave it out: then the cache takes a share "
+            "of the free memory."
+        )
+
+
+def check_tables_fit(max_num_seqs: int, num_bytes: int) -> None:
+    """Refuse more requests at once than the host has memory for block tables."""
+    free = free_bytes(torch.device("cpu"))
+    if num_bytes > free:
+        raise ConfigError(
+            f"--max-num-seqs {max_num_seqs} needs {gib(num_bytes)} for block tables, and "
+            f"{gib(free)} of memory are free. Lower it; 32 to 512 are usual."
+        )
+
+
 def gib(num_bytes: int) -> str:
     """Bytes for people: 720.0 KiB, 5.9 GiB."""
     value = float(num_bytes)

@@ -21,7 +21,7 @@ from windlass.kernels.native.program import Most, Program, StepInputs, record
 from windlass.kernels.native.record import Unrecordable
 from windlass.lora.bank import Bank
 from windlass.lora.base import Adapter
-from windlass.runner.device import gib
+from windlass.runner import device as found
 from windlass.runner.runner import Runner
 from windlass.runner.verify import asked_by, positions_of, settle, verify
 
@@ -41,20 +41,25 @@ class CpuRunner(Runner):
     def record(self, most: Most) -> Choice:
         """Record the program; where that cannot be, steps stay as they were, and it says why."""
         try:
-            self._program = record(shared_pool(), self._rehearse, most)
+            self._program = self._recorded(self._rehearse, most)
         except Unrecordable as error:
             return Choice(_WHAT, "operator by operator", f"cannot be recorded: {error}")
         self._inputs, self._most = StepInputs(most, self._slots.tables), most
         self._last = self._slots.last.numpy().data
         made = self._program
-        size = f"{made.num_commands} commands, {gib(made.num_bytes)}"
+        size = f"{made.num_commands} commands, {found.gib(made.num_bytes)}"
         return Choice(_WHAT, f"one native call ({size})", "every operation is native")
 
     @torch.inference_mode()
     def attach_adapters(self, bank: Bank, fetch: Callable[[str], Adapter]) -> None:
         super().attach_adapters(bank, fetch)
         if self._program is not None:
-            self._adapted = record(shared_pool(), partial(self._rehearse, adapted=True), self._most)
+            self._adapted = self._recorded(partial(self._rehearse, adapted=True), self._most)
+
+    def _recorded(self, forward: Callable[[], tuple[Tensor, Tensor]], most: Most) -> Program:
+        # The pages of a new cache count as free until they are written for the first time.
+        room = found.free_bytes(torch.device("cpu")) - self._cache.num_bytes
+        return record(shared_pool(), forward, most, max(0, room))
 
     def _rehearse(self, adapted: bool = False) -> tuple[Tensor, Tensor]:
         """A step of two tokens, of which one is sampled: logits and tokens."""

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from windlass.errors import ConfigError
 from windlass.kernels.native.commands import TOKENS, Command, Op, Step
 from windlass.kernels.native.pool import Pool
 from windlass.kernels.native.record import Buffer, Recorded, Recording, fuse
@@ -78,12 +79,25 @@ class Program:
     """Owns the commands and their memory. `logits` and `tokens` are those of the last step."""
 
     def __init__(
-        self, pool: Pool, recording: Recording, logits: Tensor, tokens: Tensor, most: Most
+        self,
+        pool: Pool,
+        recording: Recording,
+        logits: Tensor,
+        tokens: Tensor,
+        most: Most,
+        max_bytes: int,
     ) -> None:
         self._pool = pool
         self._recording = recording  # keeps tensors that commands point into
         calls = fuse(recording.calls)
         places, total = _arrange(calls, most)
+        if total > max_bytes:
+            raise ConfigError(
+                f"a step of {most.tokens} tokens and {most.rows} sampled rows needs "
+                f"{total / 2**20:,.1f} MiB, and {max_bytes / 2**20:,.1f} MiB of memory are free "
+                "beside the KV cache. Lower --max-num-batched-tokens, --max-num-seqs or the size "
+                "of the cache."
+            )
         self._memory = torch.zeros(total + _LINE, dtype=torch.uint8)
         base = -self._memory.data_ptr() % _LINE
         own = [
@@ -123,12 +137,17 @@ class Program:
         self._pool.replay(ctypes.byref(self._commands), count, inputs.step)
 
 
-def record(pool: Pool, forward: Callable[[], tuple[Tensor, Tensor]], most: Most) -> Program:
-    """Run `forward`, which gives logits and tokens, once without computing anything."""
+def record(
+    pool: Pool, forward: Callable[[], tuple[Tensor, Tensor]], most: Most, max_bytes: int
+) -> Program:
+    """Run `forward`, which gives logits and tokens, once without computing anything.
+
+    A program that needs more than `max_bytes` of memory is a ConfigError.
+    """
     recording = Recording()
     with pool.recorded_by(recording), recording:
         logits, tokens = forward()
-    return Program(pool, recording, logits, tokens, most)
+    return Program(pool, recording, logits, tokens, most, max_bytes)
 
 
 def _arrange(calls: Sequence[Recorded], most: Most) -> tuple[dict[Buffer, int], int]:
