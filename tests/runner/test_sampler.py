@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from random import Random
+
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from windlass.core.sampling import SamplingParams
 from windlass.core.types import Admission
@@ -169,3 +172,85 @@ def test_a_slot_that_was_freed_starts_anew() -> None:
     sampler.admit(Admission("next", 0, [1], 1, SamplingParams(temperature=0), frozenset(), 0))
     logits = random_logits()
     assert sampler.sample(logits, [0])[0] == [int(logits.argmax())]
+
+
+class CountOps(TorchDispatchMode):
+    """Counts tensor operations."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_ops = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.num_ops += 1
+        return func(*args, **(kwargs or {}))
+
+
+def num_ops_per_token(num_entries: int) -> int:
+    wish = SamplingParams(
+        temperature=0,
+        logit_bias=dict.fromkeys(range(num_entries), 1.0),
+        allowed_token_ids=list(range(num_entries + 1)),
+        bad_token_ids=tuple((token, token + 1) for token in range(num_entries)),
+        stop_token_ids=list(range(num_entries)),
+        min_tokens=9,
+    )
+    sampler = sampler_with(wish)
+    with CountOps() as counted:
+        sampler.sample(random_logits(), [0])
+    return counted.num_ops
+
+
+def test_the_work_per_token_does_not_grow_with_the_lists() -> None:
+    assert num_ops_per_token(30) == num_ops_per_token(2)
+
+
+def test_lists_are_read_when_a_request_is_admitted_and_not_per_token() -> None:
+    wish = SamplingParams(
+        temperature=0, logit_bias={5: 50.0}, allowed_token_ids=(5, 6), bad_token_ids=((5, 5),)
+    )
+    sampler = sampler_with(wish)
+    wish.logit_bias.clear()
+    for name in ("allowed_token_ids", "bad_token_ids"):
+        object.__setattr__(wish, name, None)
+    logits = random_logits()
+    assert [sampler.sample(logits, [0])[0][0] for _ in range(3)] == [5, 6, 5]
+
+
+def plain_rules(scores: torch.Tensor, wish: SamplingParams, output: list[int]) -> torch.Tensor:
+    """The definition of the lists, entry by entry."""
+    scores = scores.clone()
+    for token in range(VOCAB):
+        if wish.allowed_token_ids is not None and token not in wish.allowed_token_ids:
+            scores[token] = -torch.inf
+        scores[token] += wish.logit_bias.get(token, 0.0)
+    for *start, last in wish.bad_token_ids:
+        if not start or output[-len(start) :] == start:
+            scores[last] = -torch.inf
+    if len(output) < wish.min_tokens:
+        for token in wish.stop_token_ids:
+            scores[token] = -torch.inf
+    return scores
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_lists_do_what_their_definition_says(seed: int) -> None:
+    random = Random(seed)
+
+    def some(count: int) -> list[int]:
+        return [random.randrange(VOCAB) for _ in range(count)]
+
+    wish = SamplingParams(
+        temperature=0,
+        logit_bias={token: random.uniform(-3, 3) for token in some(8)},
+        allowed_token_ids=some(20) if seed % 2 else None,
+        bad_token_ids=tuple(tuple(some(random.randrange(1, 4))) for _ in range(60)),
+        stop_token_ids=some(4),
+        min_tokens=3,
+    )
+    sampler, output = sampler_with(wish), []
+    for step in range(6):
+        logits = random_logits(seed=100 * seed + step)
+        expected = int(plain_rules(logits[0], wish, output).argmax())
+        assert sampler.sample(logits, [0])[0] == [expected]
+        output.append(expected)

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from copy import copy
+from dataclasses import dataclass, field
 
 from windlass.core.structured import StructuredOutputs
 from windlass.errors import RequestError
@@ -151,8 +152,11 @@ class SamplingParams:
         """The parameters of completion `index` out of `n`: one completion, its own seed."""
         if self.n == 1:
             return self
-        seed = None if self.seed is None else self.seed + index
-        return replace(self, n=1, seed=seed)
+        made = copy(self)  # not `replace`, which would check long token lists n times
+        object.__setattr__(made, "n", 1)
+        if self.seed is not None:
+            object.__setattr__(made, "seed", self.seed + index)
+        return made
 
 
 def _strings(name: str, value: object) -> tuple[str, ...]:

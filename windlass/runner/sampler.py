@@ -17,8 +17,7 @@ from windlass.core.types import Admission, TokenLogprob
 from windlass.kernels.ops import Ops
 from windlass.runner import filters
 from windlass.runner.grammar import Grammar, Grammars
-
-_NEVER = float("-inf")
+from windlass.runner.logit_rules import LogitRules
 
 Draw = Callable[[Tensor, Tensor, Tensor], Tensor]  # as filters.draw
 
@@ -29,9 +28,9 @@ class _Memory:
 
     sampling: SamplingParams
     seed: int
-    stop_ids: list[int]
     num_prompt: int
     tokens: list[int]
+    rules: LogitRules | None  # None: the logits stay as they are
     counts: Tensor | None = None  # [vocabulary] of generated tokens; None: no penalties
     seen: Tensor | None = None
     grammar: Grammar | None = None
@@ -39,12 +38,8 @@ class _Memory:
     scored: bool = field(init=False)  # whether log probabilities are wanted
 
     def __post_init__(self) -> None:
-        self.special = self.sampling.changes_logits
+        self.special = self.rules is not None
         self.scored = self.sampling.logprobs is not None
-
-    @property
-    def num_output(self) -> int:
-        return len(self.tokens) - self.num_prompt
 
 
 class Sampler:
@@ -74,8 +69,21 @@ class Sampler:
             counts = torch.bincount(tokens[new.num_prompt :], minlength=self._vocab_size)
             seen = torch.bincount(tokens, minlength=self._vocab_size) > 0
         grammar = self.grammars.open(new) if self.grammars is not None else None
-        known = (sorted(new.stop_ids), new.num_prompt, list(new.tokens))
-        self._slots[new.slot] = _Memory(wish, new.seed, *known, counts, seen, grammar)
+        rules = None
+        if wish.changes_logits:
+            rules = LogitRules(
+                wish, stop_ids=new.stop_ids, vocab_size=self._vocab_size, device=self._device
+            )
+        self._slots[new.slot] = _Memory(
+            sampling=wish,
+            seed=new.seed,
+            num_prompt=new.num_prompt,
+            tokens=list(new.tokens),
+            rules=rules,
+            counts=counts,
+            seen=seen,
+            grammar=grammar,
+        )
 
     def forget(self, slot: int) -> None:
         self._slots.pop(slot, None)
@@ -99,7 +107,7 @@ class Sampler:
         scores = logits
         if any(memory.special for memory in memories):
             changed = [
-                self._change(row, memory) if memory.special else row
+                self._change(row, memory, memory.rules) if memory.rules is not None else row
                 for row, memory in zip(logits, memories, strict=True)
             ]
             scores = torch.stack(changed)
@@ -146,17 +154,10 @@ class Sampler:
         for slot, token in zip(slots, tokens, strict=True):
             self._remember(self._slots[slot], token)
 
-    def _change(self, scores: Tensor, memory: _Memory) -> Tensor:
-        """Rule tokens out and shift others, as the request wishes."""
-        wish, logits = memory.sampling, scores
-        scores = scores.clone()
-        if wish.allowed_token_ids is not None:
-            allowed = list(wish.allowed_token_ids)
-            kept = scores[allowed]
-            scores.fill_(_NEVER)
-            scores[allowed] = kept
-        for token, bias in wish.logit_bias.items():
-            scores[token] += bias
+    def _change(self, logits: Tensor, memory: _Memory, rules: LogitRules) -> Tensor:
+        """Scores of one row: its logits with the request's bias, penalties, lists and grammar."""
+        wish = memory.sampling
+        scores = rules.add_bias(logits)
         if memory.counts is not None and memory.seen is not None:
             scores = filters.penalise(
                 scores,
@@ -166,12 +167,7 @@ class Sampler:
                 wish.frequency_penalty,
                 wish.presence_penalty,
             )
-        for *start, last in wish.bad_token_ids:
-            output = memory.tokens[memory.num_prompt :]
-            if output[len(output) - len(start) :] == start:
-                scores[last] = _NEVER
-        if memory.num_output < wish.min_tokens:
-            scores[memory.stop_ids] = _NEVER
+        rules.mask_continuations(scores, memory.tokens, memory.num_prompt)
         if memory.grammar is not None:
             scores = memory.grammar.rule_out(scores, logits)
         return scores

@@ -1,0 +1,93 @@
+"""Token lists of a request (logit_bias, allowed_token_ids, bad words, stop tokens) as tensors.
+
+The tensors are built once, when the request gets a slot: the work per token must not grow with the
+length of the lists. Penalties and grammars change with every token and live elsewhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from windlass.core.sampling import SamplingParams
+
+_NEVER = float("-inf")
+
+
+class LogitRules:
+    """The logit changes of one request that depend on its output at most through the last tokens."""
+
+    def __init__(
+        self,
+        sampling: SamplingParams,
+        *,
+        stop_ids: frozenset[int],
+        vocab_size: int,
+        device: torch.device,
+    ) -> None:
+        self._bias = _bias(sampling, vocab_size, device)  # [vocabulary]; None: nothing is added
+        self._bad_words, last = _by_start(sampling)
+        self._last = _ids(last).to(device)
+        self._min_tokens = sampling.min_tokens
+        stops = sorted(stop_ids) if sampling.min_tokens else []
+        self._stop_ids = _ids(stops).to(device)
+
+    def add_bias(self, scores: Tensor) -> Tensor:
+        """New scores of one row: logit_bias added, tokens that are never allowed at -inf."""
+        return scores.clone() if self._bias is None else scores + self._bias
+
+    def mask_continuations(self, scores: Tensor, tokens: list[int], num_prompt: int) -> None:
+        """Mask, in place, the tokens that would complete a bad word or stop before min_tokens."""
+        num_output = len(tokens) - num_prompt
+        for length, starts in self._bad_words.items():
+            if length <= num_output:
+                found = starts.get(tuple(tokens[-length:]))
+                if found is not None:
+                    scores[self._last[found]] = _NEVER
+        if num_output < self._min_tokens:
+            scores[self._stop_ids] = _NEVER
+
+
+def _by_start(
+    sampling: SamplingParams,
+) -> tuple[dict[int, dict[tuple[int, ...], slice]], list[int]]:
+    """The last tokens of all bad words, and where in them those of each start are.
+
+    A start is what stands before the last token. Starts are grouped by their length, so that a step
+    makes one look-up per length. Words of one token are part of the bias.
+    """
+    grouped: dict[int, dict[tuple[int, ...], list[int]]] = {}
+    for *start, last in sampling.bad_token_ids:
+        if start:
+            grouped.setdefault(len(start), {}).setdefault(tuple(start), []).append(last)
+    ends: list[int] = []
+    found: dict[int, dict[tuple[int, ...], slice]] = {}
+    for length, starts in grouped.items():
+        found[length] = {}
+        for key, tokens in starts.items():
+            found[length][key] = slice(len(ends), len(ends) + len(tokens))
+            ends += tokens
+    return found, ends
+
+
+def _bias(sampling: SamplingParams, vocab_size: int, device: torch.device) -> Tensor | None:
+    single = [word[0] for word in sampling.bad_token_ids if len(word) == 1]
+    if not sampling.logit_bias and sampling.allowed_token_ids is None and not single:
+        return None
+    bias = torch.zeros(vocab_size)
+    if sampling.logit_bias:
+        values = torch.tensor(list(sampling.logit_bias.values()), dtype=torch.float32)
+        bias[_ids(list(sampling.logit_bias))] = values
+    if sampling.allowed_token_ids is not None:
+        allowed = torch.zeros(vocab_size, dtype=torch.bool)
+        allowed[_ids(sampling.allowed_token_ids)] = True
+        bias[~allowed] = _NEVER
+    bias[_ids(single)] = _NEVER
+    return bias.to(device)
+
+
+def _ids(tokens: Sequence[int]) -> Tensor:
+    return torch.from_numpy(np.array(tokens, dtype=np.int64))
