@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import signal
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -158,6 +160,28 @@ def test_the_probe_is_never_blocked() -> None:
             assert probe.result(20).status_code == 503
             wait_until(lambda pid=pid: server.client.pid not in (pid, None))
         assert server.http.get("/health/generate").status_code == 200
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="/proc tells the open descriptors")
+def test_restarts_leave_no_descriptors_behind() -> None:
+    async def main() -> None:
+        client = EngineClient(counting(), restarts=RestartPolicy(first_pause_s=0.01))
+        await client.start()
+        numbers = []
+        for _ in range(3):
+            numbers.append(len(os.listdir("/proc/self/fd")))
+            pid = client.pid
+            os.kill(pid or 0, signal.SIGKILL)
+            while client.pid in (pid, None):
+                await asyncio.sleep(0.02)
+        await client.close()
+        assert len(set(numbers)) == 1, numbers
+
+    gc.disable()  # it would close what was forgotten
+    try:
+        asyncio.run(asyncio.wait_for(main(), 60))
+    finally:
+        gc.enable()
 
 
 def test_a_restart_that_finds_no_descriptor_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -200,6 +200,8 @@ class EngineClient:
         blocked = quarantine.blocked_in_flight()
         quarantine.engine_ended()
         _log.error("%s; %d requests were running", how, len(started))
+        for request_id in blocked:
+            _log.error("request %s is blocked: the engine failed again while it ran", request_id)
         for inbox in self._open_inboxes():
             inbox.put(_end_error(inbox, how, started, blocked))
         self._calls.fail(how)

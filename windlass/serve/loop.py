@@ -114,8 +114,9 @@ def _build_and_run(
 def _die_with_parent() -> None:
     """End this process when its parent ends, whatever it is doing.
 
-    On Linux the kernel kills it, even while it is stopped. A thread does it elsewhere, and if the
-    parent died before the kernel was asked.
+    On Linux the kernel kills it, even while it is stopped, when the thread that started it ends:
+    the one of the event loop. A thread here does it elsewhere, and if the parent died before the
+    kernel was asked.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

@@ -76,6 +76,7 @@ class EngineProcess:
         self._journal = launch.journal
         self._loop = asyncio.get_running_loop()
         self._dead = asyncio.Event()
+        self._exit_code: int | None = None
         self._ready: asyncio.Future[EngineReport] = self._loop.create_future()
         with contextlib.ExitStack() as undo:
             self._socket = context.socket(zmq.PAIR)
@@ -105,6 +106,7 @@ class EngineProcess:
     def _watch(self) -> None:
         """Wait for the end in a thread: a child of the engine could keep a pipe's end open."""
         self._process.join()
+        self._exit_code = self._process.exitcode
         if not self._loop.is_closed():
             self._loop.call_soon_threadsafe(self._dead.set)
 
@@ -146,7 +148,7 @@ class EngineProcess:
         await asyncio.wait({self._reader}, timeout=_LAST_WORDS_S)
 
     def how_it_ended(self) -> str:
-        code = self._process.exitcode
+        code = self._exit_code
         if code is not None and code < 0:
             return f"the engine process was ended by signal {-code}"
         return f"the engine process ended with exit code {code}"
@@ -177,6 +179,7 @@ class EngineProcess:
             self._ready.exception()  # read, so that an unused failure is not reported as forgotten
         self._socket.close()
         self._orders.close()
+        self._process.close()  # its two pipes, which otherwise wait for the garbage collector
         self._journal.unlink(missing_ok=True)
 
     def kill(self) -> None:

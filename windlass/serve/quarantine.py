@@ -11,7 +11,6 @@ from __future__ import annotations
 import hashlib
 import math
 import time
-from array import array
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 
@@ -29,10 +28,8 @@ BLOCKED_S = 3600.0  # after the last strike
 
 def fingerprint(request: NewRequest) -> bytes:
     """A hash of what the engine computes: prompt, sampling params, grammar and adapter."""
-    digest = hashlib.blake2b(digest_size=FINGERPRINT_BYTES)
-    digest.update(msgspec.msgpack.encode((request.adapter, request.sampling, len(request.prompt))))
-    digest.update(array("q", request.prompt).tobytes())
-    return digest.digest()
+    content = msgspec.msgpack.encode((request.adapter, request.sampling, request.prompt))
+    return hashlib.blake2b(content, digest_size=FINGERPRINT_BYTES).digest()
 
 
 @dataclass(frozen=True, slots=True)
