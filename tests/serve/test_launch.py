@@ -76,7 +76,7 @@ class Process:
         self._process.send_signal(number)
 
     def wait(self) -> int:
-        return self._process.wait(20)
+        return self._process.wait(60)
 
     def kill(self) -> None:
         self._process.kill()
