@@ -16,7 +16,7 @@ from windlass.kernels import reference
 from windlass.kernels.batch import AttentionWork, Heads, LayerKV, Span, StepBatch
 from windlass.kernels.packed import Activation
 from windlass.kernels.plain_linear import PlainLinear
-from windlass.quant.rounding import Scheme, quantise
+from windlass.quant.rounding import SCHEMES, Scheme, quantise
 
 pytest.importorskip("triton")
 
@@ -309,7 +309,8 @@ def test_products_with_scales_of_two_levels(rows: int, outputs: int, group: int)
 
     codes = torch.randint(0, 256, (outputs, 256), dtype=torch.uint8)
     subs = torch.randint(-32, 32, (outputs, 512 // group), dtype=torch.int8)
-    form = Table4(codes, torch.randn(16), (0.05 * torch.rand(outputs, 2)).half(), subs)
+    table = torch.randint(-127, 128, (16,), dtype=torch.int8)
+    form = Table4(codes, table, (0.01 * torch.rand(outputs, 2)).half(), subs, 1 / 8)
     kernel = TableLinear()
     assert kernel.refuse(form, torch.device("cpu"), torch.float32) is None
     product = kernel.prepare(form)
@@ -318,6 +319,19 @@ def test_products_with_scales_of_two_levels(rows: int, outputs: int, group: int)
     want = x @ form.dequantise().T
     for _ in "ab":
         torch.testing.assert_close(product.apply(x), want, rtol=1e-3, atol=1e-3)
+
+
+@inside
+@pytest.mark.parametrize("scheme", ["int4", "int8", "nf4"])
+def test_rows_of_a_packed_weight(scheme: str) -> None:
+    from windlass.kernels.triton.grouped_linear import GroupedLinear
+    from windlass.kernels.triton.table import TableLinear
+
+    form = quantise(torch.randn(70, 256), SCHEMES[scheme])
+    kernel = TableLinear() if scheme == "nf4" else GroupedLinear()
+    ids = torch.tensor([3, 69, 3, 0, 41], dtype=torch.int32)
+    got = kernel.prepare(form).rows(ids, torch.float32)
+    torch.testing.assert_close(got, form.dequantise()[ids.long()], rtol=1e-6, atol=1e-6)
 
 
 @inside

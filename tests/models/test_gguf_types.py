@@ -4,6 +4,8 @@ weights, in no more memory than the packed form takes.
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -27,14 +29,6 @@ from windlass.quant.gguf_blocks import pack
 CPU = torch.device("cpu")
 # Of the norm of a product whose inputs are rounded to int8, and of logits behind two layers of them.
 ROUNDED, ROUNDED_LOGITS = 0.012, 0.05
-TOKENIZER = {
-    "tokenizer.ggml.model": "gpt2",
-    "tokenizer.ggml.pre": "smollm",
-    "tokenizer.ggml.tokens": ["AB", *(chr(33 + i) for i in range(1, tiny.VOCAB))],
-    "tokenizer.ggml.token_type": [1] * tiny.VOCAB,
-    "tokenizer.ggml.merges": ["A B"],
-    "tokenizer.ggml.eos_token_id": 0,
-}
 _COMPILERS, _ = compiled.find_compilers()
 
 pytestmark = pytest.mark.skipif(not _COMPILERS, reason="no C++ compiler")
@@ -52,14 +46,6 @@ def test_a_product_is_that_of_the_dequantised_weight(name: str) -> None:
         assert (product.prepared.apply(x) - want).norm() <= ROUNDED * want.norm()
 
 
-def block_tensors(name: str) -> dict[str, np.ndarray]:
-    """A tiny model whose matrices are all of one type."""
-    return {
-        tensor: weights_of(name, *values.shape, seed=seed) if values.ndim == 2 else values
-        for seed, (tensor, values) in enumerate(tiny.gguf_tensors("llama").items())
-    }
-
-
 def packed_bytes(name: str, tensors: Mapping[str, np.ndarray]) -> int:
     """What the forms of the matrices and the plain vectors take."""
     return sum(
@@ -70,9 +56,11 @@ def packed_bytes(name: str, tensors: Mapping[str, np.ndarray]) -> int:
     )
 
 
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 @pytest.mark.parametrize("name", KINDS)
-def test_a_model_stays_packed(name: str, tmp_path: Path) -> None:
-    tensors = block_tensors(name)
+def test_a_model_stays_packed(name: str, tied: bool, tmp_path: Path) -> None:
+    """Its embedding and its head, too."""
+    tensors = tiny.block_tensors(name, tied)
     path = tiny.write_gguf(tmp_path / "m.gguf", kind=Type[name], tensors=tensors)
     made = loaded(path)
     layers = [module for module in made.network.modules() if isinstance(module, Linear)]
@@ -82,10 +70,46 @@ def test_a_model_stays_packed(name: str, tmp_path: Path) -> None:
     assert (logits(made) - want).norm() <= ROUNDED_LOGITS * want.norm()
 
 
+# Loads a tiny model, for what is made only once, then another; says how far memory rose meanwhile.
+_PEAK = """
+import sys
+from pathlib import Path
+from tests.quant.folders import loaded
+
+def status(field):
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return 1024 * int(next(line for line in lines if line.startswith(field)).split()[1])
+
+small, large = (Path(path) for path in sys.argv[1:])
+loaded(small)
+Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+before = status("VmRSS")
+made = loaded(large)
+print(status("VmHWM") - before)
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux's /proc")
+def test_loading_never_holds_a_dequantised_matrix(tmp_path: Path) -> None:
+    name, vocab = "IQ2_XXS", 128 * 1024
+    tensors = tiny.block_tensors(name)
+    paths = [tiny.write_gguf(tmp_path / "s.gguf", kind=Type[name], tensors=tensors)]
+    for matrix in ("token_embd.weight", "output.weight"):
+        tensors[matrix] = weights_of(name, vocab, tiny.HIDDEN)
+    paths.append(tiny.write_gguf(tmp_path / "l.gguf", kind=Type[name], tensors=tensors))
+    command = [sys.executable, "-c", _PEAK, *map(str, paths)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    # The model, one matrix in its form, the file's pages, and blocks that are taken apart.
+    assert int(done.stdout) < 3 * packed_bytes(name, tensors) < 4 * vocab * tiny.HIDDEN
+
+
 @pytest.mark.parametrize("name", ["IQ2_XXS", "TQ1_0", "MXFP4"])
 def test_an_engine_generates(name: str, tmp_path: Path) -> None:
     path = tiny.write_gguf(
-        tmp_path / "m.gguf", kind=Type[name], tensors=block_tensors(name), metadata=TOKENIZER
+        tmp_path / "m.gguf",
+        kind=Type[name],
+        tensors=tiny.block_tensors(name),
+        metadata=tiny.TOKENIZER,
     )
     llm = LLM(str(path), num_blocks=16)
     params = SamplingParams(max_tokens=4, temperature=0, ignore_eos=True)

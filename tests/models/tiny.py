@@ -13,6 +13,8 @@ import torch
 from gguf.quants import quantize
 from safetensors.torch import save_file
 
+from tests.quant.blocks import weights_of
+
 Type = gguf.GGMLQuantizationType
 
 HIDDEN, HEADS, KV_HEADS, HEAD_DIM, FFN, VOCAB, LAYERS = 256, 4, 2, 64, 512, 96, 2
@@ -28,6 +30,16 @@ CONFIG: dict[str, Any] = {
     "max_position_embeddings": 128,
     "rms_norm_eps": 1e-5,
     "hidden_act": "silu",
+}
+
+
+TOKENIZER = {
+    "tokenizer.ggml.model": "gpt2",
+    "tokenizer.ggml.pre": "smollm",
+    "tokenizer.ggml.tokens": ["AB", *(chr(33 + i) for i in range(1, VOCAB))],
+    "tokenizer.ggml.token_type": [1] * VOCAB,
+    "tokenizer.ggml.merges": ["A B"],
+    "tokenizer.ggml.eos_token_id": 0,
 }
 
 
@@ -82,6 +94,17 @@ def gguf_tensors(architecture: str, seed: int = 0) -> dict[str, np.ndarray]:
     return {
         name: random.standard_normal(shape, dtype=np.float32) * 0.1
         for name, shape in shapes.items()
+    }
+
+
+def block_tensors(name: str, tied: bool = False) -> dict[str, np.ndarray]:
+    """A tiny model whose matrices are all of one type."""
+    tensors = gguf_tensors("llama")
+    if not tied:
+        tensors["output.weight"] = np.zeros((VOCAB, HIDDEN))
+    return {
+        tensor: weights_of(name, *values.shape, seed=seed) if values.ndim == 2 else values
+        for seed, (tensor, values) in enumerate(tensors.items())
     }
 
 

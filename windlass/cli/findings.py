@@ -17,7 +17,6 @@ from windlass.config import EngineConfig
 from windlass.core.card import ModelCard
 from windlass.errors import ConfigError
 from windlass.kernels.select import Selection
-from windlass.layers.embedding import Embedding
 from windlass.layers.linear import Linear
 from windlass.models.card import open_checkpoint
 from windlass.models.checkpoint import Checkpoint
@@ -50,7 +49,7 @@ def examine(config: EngineConfig, list_tensors: bool = False) -> Json:
         "linear_layers": _linear_layers(network),
         "estimate": {
             "weight_bytes": network.weight_bytes,
-            "table_bytes": _table_bytes(network),
+            "table_bytes": network.table_bytes,
             "kv_bytes_per_token": blueprint.kv_format.token_bytes,
         },
     }
@@ -162,11 +161,3 @@ def _held(place: str, layer: Linear) -> Iterator[tuple[_Held, tuple[int, int]]]:
         form = str(layer.weight.dtype).removeprefix("torch.")
         held = _Held(place, method.name, form, "torch", reason)
         yield held, (layer.weight.nbytes, layer.weight.numel())
-
-
-def _table_bytes(network: nn.Module) -> int:
-    """The embedding's own storage: nothing where the head shares it."""
-    layers = [module for module in network.modules() if isinstance(module, Linear)]
-    shared = {id(layer.weight) for layer in layers if layer.weight is not None}
-    tables = [module.weight for module in network.modules() if isinstance(module, Embedding)]
-    return sum(table.nbytes for table in tables if id(table) not in shared)

@@ -50,6 +50,11 @@ class LinearKernel(Protocol):
         """Whether a row's result is the same to the bit whatever rows are beside it."""
         ...
 
+    @property
+    def reads_rows(self) -> bool:
+        """Whether what it prepares is a RowReader."""
+        ...
+
     def refuse(self, form: Packed, device: torch.device, dtype: torch.dtype) -> str | None:
         """Why it does not take this form, or None. The tensors may lie on the meta device."""
         ...

@@ -113,16 +113,17 @@ class Float8:
 
 @dataclass(frozen=True, slots=True)
 class Table4:
-    """weight[n, k] = table[code[n, k]] * scales[n, k // group]: NF4, and GGUF's IQ and MXFP4 types.
+    """weight[n, k] = table[code[n, k]] * unit * scales[n, k // group].
 
-    With `sub_scales` a group's scale is a product of two: a float for each super-group of inputs and
+    NF4, and GGUF's IQ types and MXFP4; a table of whole numbers is a codebook. With `sub_scales` a group's scale is a product of two: a float for each super-group of inputs and
     a small whole number for each group. It needs a byte per group and loses nothing.
     """
 
     codes: Tensor  # uint8 [N, K / 2], as pack_nibbles makes them
-    table: Tensor  # float32 [16]
+    table: Tensor  # [16], float32 or int8
     scales: Tensor  # float [N, K / super-group]
     sub_scales: Tensor | None = None  # int8 [N, K / group]; None: a super-group is one group
+    unit: float = 1.0  # a power of two
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -134,6 +135,11 @@ class Table4:
         return self.shape[1] // per_row.shape[1]
 
     @property
+    def values(self) -> Tensor:
+        """What the codes stand for, float32 [16]."""
+        return self.table.float() * self.unit
+
+    @property
     def super_group(self) -> int:
         return self.shape[1] // self.scales.shape[1]
 
@@ -142,7 +148,7 @@ class Table4:
         scales = _spread(self.scales, num_in)
         if self.sub_scales is not None:
             scales *= _spread(self.sub_scales, num_in)
-        return self.table.float()[unpack_nibbles(self.codes).long()] * scales
+        return self.values[unpack_nibbles(self.codes).long()] * scales
 
 
 Packed = Int4Group | Int8Group | Float8 | Table4

@@ -28,6 +28,7 @@ class PlainLinear:
 
     name = "plain"
     fixed = False
+    reads_rows = False
 
     def refuse(self, form: Packed, device: torch.device, dtype: torch.dtype) -> str | None:
         del form, device, dtype

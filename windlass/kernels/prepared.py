@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 
+import torch
 from torch import Tensor
 
 from windlass.kernels.products import Norm
@@ -43,3 +44,11 @@ class Prepared(ABC):
     def gated(self, x: Inputs, silu_mul: Callable[[Outputs], Inputs]) -> Inputs:
         """silu(x @ gate.T) * (x @ up.T), where the weight is gate above up."""
         return silu_mul(self.raw(x))
+
+
+class RowReader(Prepared):
+    """One whose rows can be read by themselves: an embedding's table."""
+
+    @abstractmethod
+    def rows(self, ids: Tensor, dtype: torch.dtype) -> Tensor:
+        """Rows of the weight, dequantised: [ids, K]."""

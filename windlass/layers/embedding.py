@@ -5,9 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from windlass.kernels.native.linear import NativeProduct
 from windlass.kernels.ops import Ops
+from windlass.kernels.prepared import RowReader
 from windlass.layers.linear import Linear
+from windlass.layers.stored import StoredWeight
+from windlass.quant.base import LinearMethod
 
 
 class Embedding(nn.Module):
@@ -26,11 +28,29 @@ class Embedding(nn.Module):
 class HeadRows(nn.Module):
     """Rows of the head's own packed weight, so that a tied table is in memory once."""
 
-    def __init__(self, head: Linear) -> None:
+    def __init__(self, head: Linear, dtype: torch.dtype) -> None:
         super().__init__()
         self._head = (head,)  # a tuple: it is no part of this module
+        self._dtype = dtype
 
     def forward(self, ids: Tensor) -> Tensor:
-        held = self._head[0].products[0].prepared
-        assert isinstance(held, NativeProduct)
-        return held.rows(ids)
+        return _rows(self._head[0], ids, self._dtype)
+
+
+class PackedEmbedding(StoredWeight):
+    """Rows of a quantised table that stays packed. Its method must give rows."""
+
+    def __init__(
+        self, vocab_size: int, hidden_size: int, method: LinearMethod, dtype: torch.dtype
+    ) -> None:
+        super().__init__({"embed_tokens": vocab_size}, hidden_size, method)
+        self._dtype = dtype
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return _rows(self, ids, self._dtype)
+
+
+def _rows(weight: StoredWeight, ids: Tensor, dtype: torch.dtype) -> Tensor:
+    (product,) = weight.products
+    assert isinstance(product.prepared, RowReader)
+    return product.prepared.rows(ids, dtype)

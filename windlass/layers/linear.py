@@ -13,25 +13,23 @@ import torch
 from torch import Tensor, nn
 
 from windlass.kernels.batch import AdapterRows
-from windlass.kernels.linears import Product
 from windlass.kernels.lora import Lora
 from windlass.kernels.plain_linear import Unpacked
 from windlass.kernels.products import Norm
 from windlass.kernels.rounded import Inputs, Outputs, Rounding
+from windlass.layers.stored import StoredWeight
 from windlass.parallel.mesh import Group
-from windlass.quant.base import LinearMethod, Part
+from windlass.quant.base import LinearMethod
 
 Shard = Literal["out", "in"]
 MethodFor = Callable[[Iterable[str]], LinearMethod]  # by the names of a layer's parts
 
 
-class Linear(nn.Module):
+class Linear(StoredWeight):
     """y = x W.T + b.
 
-    `parts` maps names of checkpoint modules to their outputs, as in {"q_proj": 576, "k_proj": 192}.
     Sharded by "out", a rank holds some outputs of every part; by "in", some inputs of all of them,
-    and the ranks' results are summed. It has no weight before the loader filled `stored` and its
-    method finished it.
+    and the ranks' results are summed.
 
     Steps with adapters add what those change to the product, for which inputs must not be rounded.
     """
@@ -45,26 +43,15 @@ class Linear(nn.Module):
         shard: Shard = "out",
         bias: torch.dtype | None = None,
     ) -> None:
-        super().__init__()
         cut_out, cut_in = (group.size, 1) if shard == "out" else (1, group.size)
-        self.parts = {name: num_out // cut_out for name, num_out in parts.items()}
-        self.num_in = num_in // cut_in
-        self.method = method
+        own = {name: num_out // cut_out for name, num_out in parts.items()}
+        super().__init__(own, num_in // cut_in, method)
         self.group = group
         self.shard = shard
-        self.stored: dict[str, Part] = {}
-        self.products: list[Product] = []
         self.lora: Lora | None = None  # room for adapters, where an engine has any
-        self.weight: nn.Parameter | None = None
-        self.bias: nn.Parameter | None = None
         if bias is not None:
             num_out = sum(self.parts.values())
             self.bias = nn.Parameter(torch.empty(num_out, dtype=bias), requires_grad=False)
-
-    @property
-    def product_bytes(self) -> int:
-        """What the quantised weight takes; a plain one is among the module's parameters."""
-        return sum(product.prepared.num_bytes for product in self.products)
 
     @property
     def plain_weights(self) -> list[Tensor]:

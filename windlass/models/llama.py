@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from windlass.kernels.batch import AdapterRows, Heads, StepBatch, Wanted
 from windlass.kernels.rounded import Inputs
 from windlass.layers.attention import Attention, AttentionShape
-from windlass.layers.embedding import Embedding, HeadRows
+from windlass.layers.embedding import Embedding, HeadRows, PackedEmbedding
 from windlass.layers.linear import Linear
 from windlass.layers.mlp import GatedMLP
 from windlass.layers.norm import RMSNorm
@@ -86,9 +86,7 @@ class Trunk(nn.Module):
 
     def __init__(self, spec: ModelSpec, parts: Parts, table: HeadRows | None = None) -> None:
         super().__init__()
-        self.embed_tokens = table or Embedding(
-            spec.vocab_size, spec.hidden_size, parts.table_dtype or parts.dtype, parts.ops
-        )
+        self.embed_tokens = table or _embedding(spec, parts)
         self.layers = nn.ModuleList(Block(i, spec, parts) for i in range(spec.num_layers))
         self.norm = RMSNorm(spec.hidden_size, spec.norm_eps, parts.dtype, parts.ops)
         inv_freq, scale = frequencies(spec.rope)
@@ -110,6 +108,14 @@ class Trunk(nn.Module):
         return x
 
 
+def _embedding(spec: ModelSpec, parts: Parts) -> nn.Module:
+    """A table of its own: packed if its method says so."""
+    sizes = (spec.vocab_size, spec.hidden_size)
+    if parts.table_method is not None:
+        return PackedEmbedding(*sizes, parts.table_method, parts.dtype)
+    return Embedding(*sizes, parts.table_dtype or parts.dtype, parts.ops)
+
+
 class Llama(Network):
     """The whole network; `lm_head` reads the embedding's weight where the checkpoint says so."""
 
@@ -126,7 +132,7 @@ class Llama(Network):
         reads_rows = isinstance(method, PackedMethod) and method.gives_rows(
             spec.vocab_size, spec.hidden_size
         )
-        table = HeadRows(head) if self.tied and reads_rows else None
+        table = HeadRows(head, parts.dtype) if self.tied and reads_rows else None
         self.model = Trunk(spec, parts, table)
         self.lm_head = head
 

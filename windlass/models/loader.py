@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from windlass.errors import CheckpointError
-from windlass.layers.linear import Linear
+from windlass.layers.stored import StoredWeight
 from windlass.models.checkpoint import Checkpoint
 from windlass.models.network import Network, Weights
 from windlass.quant.base import ParamSpec, Part
@@ -30,7 +30,7 @@ class _Wanted:
     name: str  # in the checkpoint: "model.layers.0.self_attn.q_proj.weight"
     spec: ParamSpec
     owner: nn.Module
-    part: str | None  # of a linear layer; None: the tensor becomes a parameter
+    part: str | None  # of a stored weight; None: the tensor becomes a parameter
     local: str  # "weight"
 
 
@@ -70,7 +70,7 @@ def _fill(network: Weights, read: Callable[[_Wanted], Tensor], optional: Collect
                 _keep(wanted, shared, resident)
             else:
                 _keep(wanted, read(wanted), resident)
-        if isinstance(module, Linear):
+        if isinstance(module, StoredWeight):
             _finish(module)
 
 
@@ -80,7 +80,7 @@ def _is(parameter: nn.Parameter, spec: ParamSpec) -> bool:
 
 def _keep(wanted: _Wanted, tensor: Tensor, resident: dict[str, nn.Parameter]) -> None:
     layer = wanted.owner
-    if isinstance(layer, Linear) and wanted.part is not None:
+    if isinstance(layer, StoredWeight) and wanted.part is not None:
         if wanted.part not in layer.stored:
             layer.stored[wanted.part] = Part(wanted.name.removesuffix(f".{wanted.local}"), {})
         layer.stored[wanted.part].tensors[wanted.local] = tensor
@@ -90,7 +90,7 @@ def _keep(wanted: _Wanted, tensor: Tensor, resident: dict[str, nn.Parameter]) ->
     resident[wanted.name] = parameter
 
 
-def _finish(layer: Linear) -> None:
+def _finish(layer: StoredWeight) -> None:
     biases = [part.tensors.pop("bias") for part in layer.stored.values() if layer.bias is not None]
     if biases:
         layer.bias = nn.Parameter(torch.cat(biases), requires_grad=False)
@@ -99,7 +99,7 @@ def _finish(layer: Linear) -> None:
 
 def _wanted(path: str, module: nn.Module) -> Iterator[_Wanted]:
     """The tensors of one module, not of those inside it."""
-    if not isinstance(module, Linear):
+    if not isinstance(module, StoredWeight):
         own = f"{path}." if path else ""
         for name, meta in module.named_parameters(recurse=False):
             spec = ParamSpec(tuple(meta.shape), meta.dtype)

@@ -6,7 +6,7 @@ Decided by the names of modules, before a weight is read.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -42,6 +42,7 @@ class Methods:
     linears: Linears
     choice: Choice
     table_dtype: torch.dtype | None = None  # of the embedding's rows, where not the arithmetic's
+    table_method: LinearMethod | None = None  # of an untied embedding that stays packed
 
     def method_for(self, prefix: str, parts: Iterable[str]) -> LinearMethod:
         """One method for a layer of these parts, whatever each of them is stored as."""
@@ -89,11 +90,20 @@ def choose_methods(
                 "16-bit file of the model."
             )
         by_type = _ByType(checkpoint, plain, linears, spec.tie_embeddings)
-        return chosen(by_type, ", ".join(types), "the file's types")
+        made = chosen(by_type, ", ".join(types), "the file's types")
+        return replace(made, table_method=_table_method(by_type, spec))
     if wish is not None:
         online = _OnLoading(Online(wish, linears), plain, config.quantize_head)
         return chosen(online, wish.name, "rounded while loading")
     return chosen(plain, plain(_ANY_LAYER).name, plain.reason)
+
+
+def _table_method(by_type: MethodOf, spec: ModelSpec) -> LinearMethod | None:
+    """How an embedding of its own stays packed; a tied one is the head's weight."""
+    method = by_type(_TABLE)
+    if spec.tie_embeddings or not isinstance(method, Gguf):
+        return None
+    return method if method.gives_rows(spec.vocab_size, spec.hidden_size) else None
 
 
 def _check_flag(config: ModelConfig, found: Format, wish: Scheme | None) -> None:

@@ -16,7 +16,9 @@ from torch import Tensor, nn
 from windlass.errors import UnsupportedError
 from windlass.kernels.batch import AdapterRows, StepBatch
 from windlass.kernels.ops import Ops
+from windlass.layers.embedding import Embedding, PackedEmbedding
 from windlass.layers.linear import Linear
+from windlass.layers.stored import StoredWeight
 from windlass.models.spec import ModelSpec
 from windlass.parallel.mesh import Mesh
 from windlass.quant.base import LinearMethod
@@ -40,6 +42,7 @@ class Parts:
     method_for: Callable[[str, Iterable[str]], LinearMethod]  # by where a layer is, and its parts
     mesh: Mesh = field(default_factory=Mesh)
     table_dtype: torch.dtype | None = None  # of the embedding's rows, where not `dtype`
+    table_method: LinearMethod | None = None  # of an embedding of its own that stays packed
 
 
 class Weights(nn.Module):
@@ -50,9 +53,19 @@ class Weights(nn.Module):
     @property
     def weight_bytes(self) -> int:
         """What all weights take, shared ones counted once."""
-        linears = [module for module in self.modules() if isinstance(module, Linear)]
+        stored = [module for module in self.modules() if isinstance(module, StoredWeight)]
         plain = sum(parameter.nbytes for parameter in self.parameters())
-        return plain + sum(layer.product_bytes for layer in linears)
+        return plain + sum(module.product_bytes for module in stored)
+
+    @property
+    def table_bytes(self) -> int:
+        """What an embedding's table takes of its own: nothing where it is the head's weight."""
+        modules = list(self.modules())
+        shared = {id(module.weight) for module in modules if isinstance(module, Linear)}
+        tables = [module.weight for module in modules if isinstance(module, Embedding)]
+        packed = [module for module in modules if isinstance(module, PackedEmbedding)]
+        plain = sum(table.nbytes for table in tables if id(table) not in shared)
+        return plain + sum(module.product_bytes for module in packed)
 
 
 class Network(Weights):

@@ -40,7 +40,7 @@ class Gguf(PackedMethod):
 
     def gives_rows(self, num_out: int, num_in: int) -> bool:
         decision = self._linears.decide(self.outline(num_out, num_in))
-        return decision.unpacked is None and decision.kernel.name == "native"
+        return decision.unpacked is None and decision.kernel.reads_rows
 
     def outline(self, num_out: int, num_in: int) -> Packed:
         """The form without contents, to ask kernels about.

@@ -16,7 +16,7 @@ from torch import Tensor
 from windlass.kernels.packed import Int4Group, Int8Group, Packed, Table4, pack_nibbles
 from windlass.quant.rounding import as_half
 
-_AT_ONCE = 1 << 22  # weights that are taken apart together: bounds the memory of temporaries
+_AT_ONCE = 1 << 21  # weights that are taken apart together: bounds the memory of temporaries
 
 
 class Block(NamedTuple):
@@ -29,6 +29,13 @@ class Block(NamedTuple):
     packed: bool = False  # whether two codes are in a byte already, from 0 to 15
 
 
+class Codebook(NamedTuple):
+    """16 whole numbers of a unit."""
+
+    values: tuple[int, ...]
+    unit: float = 1.0
+
+
 class Kind(NamedTuple):
     """A storage type: its size and how it is taken apart."""
 
@@ -37,15 +44,17 @@ class Kind(NamedTuple):
     bits: int
     group: int
     parse: Callable[[Tensor], Block]
-    table: tuple[float, ...] | None = None  # 16 values that packed codes stand for
+    codebook: Codebook | None = None  # what packed codes stand for, if not themselves
+    lean: bool = False  # parsing needs no memory but for the result
 
 
 def pack(blocks: Tensor, kind: Kind) -> Packed:
     """uint8 [N, bytes of a row], as the file has it, to a form."""
     block = _parse(blocks.view(blocks.shape[0], -1, kind.num_bytes), kind)
-    if kind.table is not None:
-        table = torch.tensor(kind.table, dtype=torch.float32, device=blocks.device)
-        return Table4(block.codes, table, _exact_half(block.scales), block.sub_scales)
+    if kind.codebook is not None:
+        table = torch.tensor(kind.codebook.values, dtype=torch.int8, device=blocks.device)
+        scales = _exact_half(block.scales)
+        return Table4(block.codes, table, scales, block.sub_scales, kind.codebook.unit)
     scales = as_half(block.scales)
     mins = None if block.mins is None else as_half(block.mins)
     if kind.bits > 4:
@@ -65,7 +74,7 @@ def _exact_half(scales: Tensor) -> Tensor:
 def _parse(raw: Tensor, kind: Kind) -> Block:
     """All rows, some at a time. Codes of up to four bits come out two a byte."""
     rows = max(1, _AT_ONCE // (raw.shape[1] * kind.values))
-    if raw.is_meta or raw.shape[0] <= rows:
+    if raw.is_meta or kind.lean or raw.shape[0] <= rows:
         return _parse_rows(raw, kind)
     whole: dict[str, Tensor] = {}
     for first in range(0, raw.shape[0], rows):
@@ -240,11 +249,11 @@ def _ternary(digits: Tensor, raw: Tensor, scale_at: int) -> Block:
 
 
 BLOCK_KINDS = {
-    "Q4_0": Kind(32, 18, 4, 32, _q4_0),
-    "Q4_1": Kind(32, 20, 4, 32, _q4_1),
+    "Q4_0": Kind(32, 18, 4, 32, _q4_0, lean=True),
+    "Q4_1": Kind(32, 20, 4, 32, _q4_1, lean=True),
     "Q5_0": Kind(32, 22, 5, 32, _q5_0),
     "Q5_1": Kind(32, 24, 5, 32, _q5_1),
-    "Q8_0": Kind(32, 34, 8, 32, _q8_0),
+    "Q8_0": Kind(32, 34, 8, 32, _q8_0, lean=True),
     "Q2_K": Kind(256, 84, 2, 16, _q2_k),
     "Q3_K": Kind(256, 110, 3, 16, _q3_k),
     "Q4_K": Kind(256, 144, 4, 32, _q4_k),

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from windlass.errors import UnsupportedError
-from windlass.quant.gguf_blocks import Block, Kind, cut, half, paired_nibbles
+from windlass.quant.gguf_blocks import Block, Codebook, Kind, cut, half, paired_nibbles
 
 _SIGN = 8  # the bit of a code that makes its value negative
 _ALL_SIGNS = -0x77777778  # bit 3 of all eight codes, as an int32
@@ -172,19 +172,19 @@ def _mxfp4(raw: Tensor) -> Block:
     return _coded(codes, torch.where(zeros, 0.0, scales))
 
 
-def _signed(magnitudes: tuple[int, ...], unit: float) -> tuple[float, ...]:
+def _signed(magnitudes: tuple[int, ...], unit: float = 1.0) -> Codebook:
     """Magnitudes at codes 0 to 7, and the same below zero at 8 to 15."""
-    values = [unit * m for m in magnitudes] + [0.0] * (8 - len(magnitudes))
-    return (*values, *(-value for value in values))
+    eight = (*magnitudes, *[0] * (8 - len(magnitudes)))
+    return Codebook((*eight, *(-value for value in eight)), unit)
 
 
 _IQ2 = _signed((8, 25, 43), 1 / 8)
 _IQ3_XXS = _signed((4, 12, 20, 28, 36, 44, 52, 62), 1 / 4)
-_IQ3_S = _signed((1, 3, 5, 7, 9, 11, 13, 15), 1)
+_IQ3_S = _signed((1, 3, 5, 7, 9, 11, 13, 15))
 # -1, 0 and 1 are moved by an eighth: up, and down where the sign bit is set.
-_IQ1 = (-7 / 8, 1 / 8, 9 / 8, 0, 0, 0, 0, 0, -9 / 8, -1 / 8, 7 / 8, 0, 0, 0, 0, 0)
-_IQ4 = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
-_E2M1_DOUBLED = _signed((0, 1, 2, 3, 4, 6, 8, 12), 1)
+_IQ1 = Codebook((-7, 1, 9, 0, 0, 0, 0, 0, -9, -1, 7, 0, 0, 0, 0, 0), 1 / 8)
+_IQ4 = Codebook((-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113))
+_E2M1_DOUBLED = _signed((0, 1, 2, 3, 4, 6, 8, 12))
 
 CODEBOOK_KINDS = {
     "IQ2_XXS": Kind(256, 66, 4, 32, _iq2_xxs, _IQ2),

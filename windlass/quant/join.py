@@ -43,7 +43,7 @@ def _alike(a: Form, b: Form) -> bool:
             )
         case Table4(), Table4():
             return (
-                (a.group, a.super_group) == (b.group, b.super_group)
+                (a.group, a.super_group, a.unit) == (b.group, b.super_group, b.unit)
                 and (a.sub_scales is None) == (b.sub_scales is None)
                 and _same(a.table, b.table)
             )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -17,6 +18,7 @@ from windlass.kernels.ops import Ops, choose_ops
 from windlass.kernels.products import TorchProducts
 from windlass.kernels.select import Need
 from windlass.layers.linear import Linear
+from windlass.layers.stored import StoredWeight
 from windlass.models.checkpoint import Checkpoint
 from windlass.models.loader import load
 from windlass.models.methods import choose_methods
@@ -99,7 +101,7 @@ def draw_up(config: EngineConfig, spec: ModelSpec, checkpoint: Checkpoint) -> Bl
     )
     methods = choose_methods(config.model, spec, checkpoint, linears)
     given = (dtype, device, longest, ops, methods.method_for)
-    parts = Parts(*given, table_dtype=methods.table_dtype)
+    parts = Parts(*given, table_dtype=methods.table_dtype, table_method=methods.table_method)
     kv_format = _kv_format(config, spec, parts)  # one that is refused costs no loading
     choices = [where.choice, dtype_choice, threads, *ops.choices, methods.choice, length_choice]
     return Blueprint(parts, products, kv_format, choices)
@@ -118,7 +120,8 @@ def load_network(config: EngineConfig, spec: ModelSpec, checkpoint: Checkpoint) 
     load(network, checkpoint, blueprint.parts.device)
     layers = [module for module in network.modules() if isinstance(module, Linear)]
     plain = [weight for layer in layers for weight in layer.plain_weights]
-    choices = [*blueprint.choices, *holdings(layers)]
+    stored = [module for module in network.modules() if isinstance(module, StoredWeight)]
+    choices = [*blueprint.choices, *holdings(stored)]
     if plain:
         choices.append(Choice("products", *blueprint.products.tune(plain)))
     return Loaded(
@@ -143,7 +146,7 @@ def _no_fixed_order(layers: list[Linear]) -> str | None:
     return None
 
 
-def holdings(layers: list[Linear]) -> list[Choice]:
+def holdings(layers: Sequence[StoredWeight]) -> list[Choice]:
     """How quantised weights are held: layers that are alike share a line."""
     lines: Counter[tuple[str, str, str]] = Counter()
     for layer in layers:

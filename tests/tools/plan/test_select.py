@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from tests.models import tiny as gguf_models
 from tests.quant import packers
 from tests.quant.folders import FFN, HIDDEN, loaded, rewrite, write_plain
 from windlass.build import build_engine, open_model
@@ -66,6 +67,19 @@ def test_bytes_are_those_of_an_engine(tiny: Path, plain: bool) -> None:
         assert memory["weights"] == item.weight_bytes, item.name
         # Two requests of 40 tokens are six blocks of 16.
         assert memory["KV cache"] == 6 * 16 * item.kv_bytes_per_token, item.name
+
+
+def test_a_packed_embedding_of_its_own_is_weighed(tmp_path: Path) -> None:
+    name = "IQ2_XS"
+    path = gguf_models.write_gguf(
+        tmp_path / "m.gguf",
+        kind=gguf_models.Type[name],
+        tensors=gguf_models.block_tensors(name),
+        metadata=gguf_models.TOKENIZER,
+    )
+    (item,) = plan(path, kv_cache_dtype="auto", device="cpu").candidates
+    memory = built_bytes(path, num_blocks=4, device="cpu")
+    assert memory["weights"] == item.weight_bytes
 
 
 def test_a_gguf_is_weighed_as_the_engine_holds_it(default_gguf: Path) -> None:

@@ -5,8 +5,8 @@ where the weight's groups want that). With int8 weights what that lost is rounde
 with 4-bit weights, and in the int8 head of a model of 4-bit weights, an input that outweighs the others
 is taken as it is. All other arithmetic is float32. fp8 is left to the plain version.
 
-A 4-bit table whose values are whole numbers of a common unit (GGUF's IQ types, MXFP4) is a codebook of
-int8 values; others (NF4) are multiplied as floats.
+A 4-bit table of whole numbers (GGUF's IQ types, MXFP4) is a codebook; others (NF4) are multiplied as
+floats.
 """
 
 from __future__ import annotations
@@ -22,12 +22,10 @@ from torch import Tensor
 from windlass.kernels.native.commands import Call, LinearFlag, Op, Step, Type
 from windlass.kernels.native.pool import Pool, Workers, workers
 from windlass.kernels.packed import Activation, Float8, Int4Group, Int8Group, Packed, Table4
-from windlass.kernels.prepared import Prepared
+from windlass.kernels.prepared import RowReader
 from windlass.kernels.rounded import Inputs
 
 _HEAD_OUTPUTS = 16  # times the inputs: a head, after which nothing multiplies what rounding lost
-_INT8_MOST = 127
-_MOST_HALVINGS = 6  # of 1, in search of a unit of which a table's values are whole numbers
 _HALF_EXPONENT = (
     15  # scales that are not halves are brought below 2 ** 15, the largest half's power
 )
@@ -87,6 +85,7 @@ class NativeLinear:
 
     name = "native"
     fixed = True  # sums go the same way for one row and for many
+    reads_rows = True
 
     def __init__(self, own: Workers | None = None) -> None:
         self._own = own
@@ -119,7 +118,7 @@ class NativeLinear:
         return NativeProduct(pool, parts)
 
 
-class NativeProduct(Prepared):
+class NativeProduct(RowReader):
     """A weight in the library's layout."""
 
     def __init__(
@@ -199,14 +198,13 @@ class NativeProduct(Prepared):
         self._pool.run(Call(Op.LINEAR, rows, moving, (self.place,), (num_out, 0, flags)))
         return out.to(x.dtype)
 
-    def rows(self, ids: Tensor) -> Tensor:
-        """Rows of the weight, in float32: [ids, K]."""
+    def rows(self, ids: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
         out = torch.empty(len(ids), self.shape[1])
         given = ids.to(torch.int32).contiguous()
         step = Step(num_tokens=len(ids), ids=given.data_ptr())
         sizes = (self.shape[1], Type.PACKED)
         self._pool.run(Call(Op.EMBED, len(ids), (out,), (None, self.place), sizes), step)
-        return out
+        return out.to(dtype)
 
 
 def _unsuited(form: Packed) -> str | None:
@@ -247,10 +245,9 @@ def _parts(form: Packed | Tensor) -> _Parts:
 
 
 def _codebook_parts(form: Table4) -> _Parts | None:
-    """As a codebook of int8 values, if that loses nothing."""
-    found = _whole_numbers(form.table.float())
+    """As a codebook of int8 values, if it is one and nothing is lost."""
     per_scale = form.super_group // form.group
-    if found is None or (form.group % 16 and form.group != form.shape[1]):
+    if form.table.dtype != torch.int8 or (form.group % 16 and form.group != form.shape[1]):
         return None
     scales, _, gain = _halves(form.scales, None)
     exact = torch.equal(scales.float() * gain, form.scales.float())
@@ -260,8 +257,8 @@ def _codebook_parts(form: Table4) -> _Parts | None:
         kind=_Kind.CODEBOOK4,
         codes=form.codes.contiguous(),
         scales=scales,
-        gain=gain * found.unit,
-        table=found.values,
+        gain=gain * form.unit,
+        table=form.table.contiguous(),
         group=form.group,
         super_group=0 if form.sub_scales is None else form.super_group,
         sub_scales=None if form.sub_scales is None else form.sub_scales.contiguous(),
@@ -277,28 +274,9 @@ def _table_parts(form: Table4) -> _Parts:
         kind=_Kind.TABLE4,
         codes=form.codes.contiguous(),
         scales=scales.contiguous(),
-        table=form.table.float().contiguous(),
+        table=form.values.contiguous(),
         group=form.group,
     )
-
-
-@dataclass(frozen=True, slots=True)
-class _WholeNumbers:
-    """A table's values as whole numbers of a unit."""
-
-    values: Tensor  # int8 [16]
-    unit: float
-
-
-def _whole_numbers(table: Tensor) -> _WholeNumbers | None:
-    """With the largest power of two that is a unit of all values; None: there is none."""
-    for halvings in range(_MOST_HALVINGS + 1):
-        values = table * 2**halvings
-        if bool((values.abs() > _INT8_MOST).any()):
-            return None
-        if torch.equal(values, values.round()):
-            return _WholeNumbers(values.to(torch.int8), 0.5**halvings)
-    return None
 
 
 def _uncentred(form: Int4Group) -> Tensor | None:

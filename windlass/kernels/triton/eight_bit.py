@@ -116,6 +116,7 @@ class EightBitLinear:
 
     name = "triton 8-bit"
     fixed = False
+    reads_rows = False
 
     def __init__(self) -> None:
         self._space = Space()

@@ -37,6 +37,7 @@ class Fp8Linear:
 
     name = "triton fp8"
     fixed = False
+    reads_rows = False
 
     def __init__(self) -> None:
         self._space = Space()

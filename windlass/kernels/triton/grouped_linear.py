@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.functional import linear, pad
 
 from windlass.kernels.packed import Int4Group, Int8Group, Packed, pack_nibbles, unpack_nibbles
-from windlass.kernels.prepared import Prepared
+from windlass.kernels.prepared import RowReader
 from windlass.kernels.rounded import Inputs, Outputs, Rounded, Rounding
 from windlass.kernels.triton import chain
 from windlass.kernels.triton.fp8_linear import ScaledProduct
@@ -35,13 +35,15 @@ _FP8 = torch.float8_e4m3fn
 _INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M"], do_not_specialize_on_alignment=["ids"])
 def unpack_kernel(
     codes,
     scales,
     mins,
+    ids,
     out,
     out_scales,
+    M,
     N,
     K,
     K_PAD,
@@ -51,12 +53,17 @@ def unpack_kernel(
     ROWS: tl.constexpr,
     CHAINED: tl.constexpr,
 ):
-    """The weight [N, K], divided by a scale for each output if there are any: some rows, a block."""
+    """out[M, K]: the weight, or those of its N rows that `ids` names; some rows, a block.
+
+    Divided by a scale for each output, if there are any.
+    """
     chain.begin(CHAINED)
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     block = tl.program_id(1)
     at = tl.arange(0, HALF)
-    safe = tl.minimum(row, N - 1)
+    safe = tl.minimum(row, M - 1)
+    if ids is not None:
+        safe = tl.load(ids + safe).to(tl.int32)
     if BITS == 4:
         start = safe[:, None].to(tl.int64) * (K_PAD // 2) + block * HALF
         packed = tl.load(codes + start + at[None, :])
@@ -74,7 +81,7 @@ def unpack_kernel(
         if out_scales is not None:
             value /= tl.load(out_scales + safe)[:, None]
         column = first + at
-        mask = (row < N)[:, None] & (column < K)[None, :]
+        mask = (row < M)[:, None] & (column < K)[None, :]
         target = out + row[:, None].to(tl.int64) * K + column[None, :]
         tl.store(target, value.to(out.dtype.element_ty), mask=mask)
 
@@ -84,6 +91,7 @@ class GroupedLinear:
 
     name = "triton groups"
     fixed = False
+    reads_rows = True
 
     def __init__(self) -> None:
         self._space = Space()
@@ -106,7 +114,7 @@ class GroupedLinear:
         return GroupedProduct(form, self._space)
 
 
-class GroupedProduct(Prepared):
+class GroupedProduct(RowReader):
     """Owns the codes in the kernel's order: each byte of int4 holds input j and input HALF + j."""
 
     def __init__(self, form: Int4Group | Int8Group, space: Space) -> None:
@@ -209,22 +217,33 @@ class GroupedProduct(Prepared):
         )
         return out
 
-    def _unpacked(self, dtype: torch.dtype) -> Tensor:
-        """The weight in a type that torch multiplies, in fp8 divided by its outputs' scales."""
-        weight = torch.empty((self._num_out, self._num_in), dtype=dtype, device=self._codes.device)
-        unpack_kernel[(triton.cdiv(self._num_out, 32), self._padded // self._block)](
+    def rows(self, ids: Tensor, dtype: torch.dtype) -> Tensor:
+        assert self._order is None
+        return self._unpacked(dtype, ids)
+
+    def _unpacked(self, dtype: torch.dtype, ids: Tensor | None = None) -> Tensor:
+        """The weight in a type that torch multiplies, in fp8 divided by its outputs' scales.
+
+        With `ids` only those rows of it.
+        """
+        count = self._num_out if ids is None else len(ids)
+        weight = torch.empty((count, self._num_in), dtype=dtype, device=self._codes.device)
+        at_once = 32 if ids is None else 1
+        unpack_kernel[(triton.cdiv(count, at_once), self._padded // self._block)](
             self._codes,
             self._scales,
             self._mins,
+            ids,
             weight,
             self._in_fp8.scales if self._in_fp8 is not None and dtype == _FP8 else None,
+            count,
             self._num_out,
             self._num_in,
             self._padded,
             BITS=self._bits,
             GROUP=self._group,
             HALF=self._half,
-            ROWS=32,
+            ROWS=at_once,
             num_warps=4,
             **chain.options(),
         )

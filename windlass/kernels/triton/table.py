@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from windlass.kernels.packed import Packed, Table4, pack_nibbles, unpack_nibbles
-from windlass.kernels.prepared import Prepared
+from windlass.kernels.prepared import RowReader
 from windlass.kernels.rounded import Inputs
 from windlass.kernels.triton import chain
 from windlass.kernels.triton.reduce import Space, add_parts
@@ -88,13 +88,15 @@ def table_linear_kernel(
         tl.store(out + place, acc.to(out.dtype.element_ty), mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M"], do_not_specialize_on_alignment=["ids"])
 def unpack_table_kernel(
     codes,
     table,
     scales,
     sub_scales,
+    ids,
     out,
+    M,
     N,
     K,
     GROUP: tl.constexpr,
@@ -102,11 +104,13 @@ def unpack_table_kernel(
     ROWS: tl.constexpr,
     CHAINED: tl.constexpr,
 ):
-    """The weight [N, K]: some rows, a block of two groups."""
+    """out[M, K]: the weight, or those of its N rows that `ids` names; a block of two groups."""
     chain.begin(CHAINED)
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     block = tl.program_id(1)
-    safe = tl.minimum(row, N - 1)
+    safe = tl.minimum(row, M - 1)
+    if ids is not None:
+        safe = tl.load(ids + safe).to(tl.int32)
     at = tl.arange(0, GROUP)
     place = safe.to(tl.int64)[:, None] * (K // 2) + block * GROUP + at[None, :]
     packed = tl.load(codes + place).to(tl.int32)
@@ -115,7 +119,7 @@ def unpack_table_kernel(
         value *= _scale(scales, sub_scales, 2 * block + half, safe, N, GROUP, SUPER)[:, None]
         column = (2 * block + half) * GROUP + at
         target = out + row.to(tl.int64)[:, None] * K + column[None, :]
-        tl.store(target, value.to(out.dtype.element_ty), mask=(row < N)[:, None])
+        tl.store(target, value.to(out.dtype.element_ty), mask=(row < M)[:, None])
 
 
 class TableLinear:
@@ -123,6 +127,7 @@ class TableLinear:
 
     name = "triton table"
     fixed = False
+    reads_rows = True
 
     def __init__(self) -> None:
         self._space = Space()
@@ -143,7 +148,7 @@ class TableLinear:
         return TableProduct(form, self._space)
 
 
-class TableProduct(Prepared):
+class TableProduct(RowReader):
     """Owns the codes in the kernel's order."""
 
     def __init__(self, form: Table4, space: Space) -> None:
@@ -151,7 +156,7 @@ class TableProduct(Prepared):
         self._group = form.group
         codes = unpack_nibbles(form.codes).view(self._num_out, -1, 2, self._group)
         self._codes = pack_nibbles(codes.transpose(2, 3).reshape(self._num_out, -1)).contiguous()
-        self._table = form.table.float().contiguous()
+        self._table = form.values.contiguous()
         self._scales = form.scales.T.contiguous()
         subs = form.sub_scales
         self._sub_scales = None if subs is None else subs.T.contiguous()
@@ -198,19 +203,27 @@ class TableProduct(Prepared):
         )
         return out
 
-    def _unpacked(self, dtype: torch.dtype) -> Tensor:
-        weight = torch.empty((self._num_out, self._num_in), dtype=dtype, device=self._codes.device)
-        unpack_table_kernel[(triton.cdiv(self._num_out, 32), self._num_in // (2 * self._group))](
+    def rows(self, ids: Tensor, dtype: torch.dtype) -> Tensor:
+        return self._unpacked(dtype, ids)
+
+    def _unpacked(self, dtype: torch.dtype, ids: Tensor | None = None) -> Tensor:
+        """The weight, or the rows of `ids`."""
+        count = self._num_out if ids is None else len(ids)
+        weight = torch.empty((count, self._num_in), dtype=dtype, device=self._codes.device)
+        at_once = 32 if ids is None else 1
+        unpack_table_kernel[(triton.cdiv(count, at_once), self._num_in // (2 * self._group))](
             self._codes,
             self._table,
             self._scales,
             self._sub_scales,
+            ids,
             weight,
+            count,
             self._num_out,
             self._num_in,
             GROUP=self._group,
             SUPER=self._super_group,
-            ROWS=32,
+            ROWS=at_once,
             num_warps=4,
             **chain.options(),
         )

@@ -10,8 +10,6 @@ import psutil
 import torch
 from torch import nn
 
-from windlass.layers.embedding import Embedding
-from windlass.layers.linear import Linear
 from windlass.models.network import Network
 from windlass.runner.device import free_bytes
 
@@ -38,11 +36,7 @@ def device_of(network: nn.Module) -> torch.device:
 
 def traffic_of(network: Network, kv_bytes_per_token: float) -> Traffic:
     """All weights, but of an embedding's own table only some rows: too few to count."""
-    heads = [module.weight for module in network.modules() if isinstance(module, Linear)]
-    shared = {id(weight) for weight in heads if weight is not None}
-    tables = [module for module in network.modules() if isinstance(module, Embedding)]
-    unread = sum(table.weight.nbytes for table in tables if id(table.weight) not in shared)
-    return Traffic(network.weight_bytes - unread, kv_bytes_per_token)
+    return Traffic(network.weight_bytes - network.table_bytes, kv_bytes_per_token)
 
 
 def read_bandwidth(device: torch.device) -> float:

@@ -20,6 +20,7 @@ from windlass.kernels.batch import Heads
 from windlass.kernels.linears import Linears, Product
 from windlass.kernels.ops import choose_ops
 from windlass.kernels.select import Need
+from windlass.layers.embedding import PackedEmbedding
 from windlass.layers.linear import Linear
 from windlass.models.checkpoint import Checkpoint
 from windlass.models.loader import outline
@@ -194,7 +195,8 @@ class _Maker:
         linears = self._linears(config, dtype)
         methods = choose_methods(config, spec, self._checkpoint, linears)
         parts = self._parts(dtype, methods.method_for)
-        network = make_network(spec, replace(parts, table_dtype=methods.table_dtype))
+        parts = replace(parts, table_dtype=methods.table_dtype, table_method=methods.table_method)
+        network = make_network(spec, parts)
         outline(network)
         layers = [module for module in network.modules() if isinstance(module, Linear)]
         return _Outlined(network, layers, linears, methods.choice.value)
@@ -232,15 +234,20 @@ class _Maker:
     def _counts(self, made: _Outlined) -> _Counts:
         products = [product for layer in made.layers for product in layer.products]
         weights = [layer.weight for layer in made.layers if layer.weight is not None]
-        repacked, unpacked = 0, 0
+        modules = made.network.modules()
+        tables = [item for m in modules if isinstance(m, PackedEmbedding) for item in m.products]
+        repacked, table_repacked, unpacked = 0, 0, 0
         if self._target.present:
             holder = Holder(made.linears)
             # What kernels make of the forms: their tiles may need more bytes, or less.
-            repacked = sum(holder.num_bytes(item) - item.prepared.num_bytes for item in products)
+            repacked, table_repacked = (
+                sum(holder.num_bytes(item) - item.prepared.num_bytes for item in some)
+                for some in (products, tables)
+            )
             unpacked = sum(math.prod(item.shape) for item in products if item.kernel == "plain")
         plain = str(made.linears.dtype).removeprefix("torch.")
         return _Counts(
-            made.network.weight_bytes + repacked,
+            made.network.weight_bytes + repacked + table_repacked,
             traffic_of(made.network, 0).weight_bytes + repacked + _UNPACKING_BYTES * unpacked,
             sum(math.prod(item.shape) for item in products)
             + sum(weight.numel() for weight in weights),

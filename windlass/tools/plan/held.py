@@ -18,7 +18,7 @@ from windlass.kernels.plain_linear import PlainProduct
 
 _ROWS = 128  # a multiple of every kernel's tile, and of the blocks that share a scale
 
-_BY_ROW = ("codes", "scales", "mins")
+_BY_ROW = ("codes", "scales", "mins", "sub_scales")
 
 
 class Holder:
