@@ -15,6 +15,9 @@ class ByteTokenizer:
     def encode(self, text: str, add_special: bool = True) -> list[int]:  # noqa: ARG002
         return list(text.encode("utf-8", "surrogatepass"))
 
+    def encode_all(self, texts: Sequence[str], add_special: bool = True) -> list[list[int]]:
+        return [self.encode(text, add_special) for text in texts]
+
     def decode(self, ids: Sequence[int], skip_special: bool = True) -> str:  # noqa: ARG002
         return bytes(ids).decode("utf-8", "replace")
 

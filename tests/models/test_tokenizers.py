@@ -6,6 +6,7 @@ import io
 import json
 from dataclasses import replace
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import sentencepiece
@@ -512,3 +513,22 @@ def test_bad_folders_are_refused(folder, tmp_path_factory):
     (folder / "tokenizer.txt").write_text("")
     with pytest.raises(UnsupportedError, match=r"tokenizer\.txt: is not a tokenizer"):
         tokenizer_files.load_text(folder / "tokenizer.txt")
+
+
+@pytest.mark.model
+def test_long_texts_are_converted_by_the_calls_that_release_the_gil(default_tokenizer):
+    text = " ".join(TEXTS) * 20
+    assert len(text) > 5000
+    ids = default_tokenizer.encode(text)
+    with mock.patch.object(type(default_tokenizer), "encode", side_effect=AssertionError):
+        assert default_tokenizer.encode_all([text]) == [ids]
+    assert len(ids) > 2000
+    assert default_tokenizer.decode(ids, skip_special=False) == text
+
+
+@pytest.mark.model
+def test_no_token_stands_for_more_characters_than_the_longest(default_tokenizer):
+    lengths = [
+        len(default_tokenizer.token_text(token)) for token in range(default_tokenizer.vocab_size)
+    ]
+    assert default_tokenizer.max_token_chars >= max(lengths)

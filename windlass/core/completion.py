@@ -98,5 +98,5 @@ def resolve_words(
         return sampling
     # A word is other tokens at the start of a text than after a space.
     forms = [form for word in sampling.bad_words for form in (word, f" {word.lstrip()}")]
-    spelled = [tuple(tokenizer.encode(form, add_special=False)) for form in forms]
+    spelled = [tuple(ids) for ids in tokenizer.encode_all(forms, add_special=False)]
     return replace(sampling, bad_token_ids=tuple(dict.fromkeys(ids for ids in spelled if ids)))

@@ -28,13 +28,20 @@ class Tokenizer(Protocol):
         """Tokens that stand for no text."""
         ...
 
+    @property
+    def max_token_chars(self) -> int:
+        """An upper bound of the characters that one token stands for."""
+        ...
+
     def encode(self, text: str, add_special: bool = True) -> list[int]: ...
 
     def encode_all(self, texts: Sequence[str], add_special: bool = True) -> list[list[int]]:
-        """Each text by itself, all cores at work."""
+        """Encode each text by itself, on all cores. Releases the GIL where a text is long."""
         ...
 
-    def decode(self, ids: Sequence[int], skip_special: bool = True) -> str: ...
+    def decode(self, ids: Sequence[int], skip_special: bool = True) -> str:
+        """The text of `ids`. Releases the GIL where they are many."""
+        ...
 
     def token_text(self, token: int) -> str:
         """The token's own piece of text, special tokens included; for logprobs."""

@@ -95,6 +95,10 @@ class ByteTokenizer:
     def special_ids(self) -> tuple[int, ...]:
         return (*self._eos_ids, *range(256, self._vocab_size))
 
+    @property
+    def max_token_chars(self) -> int:
+        return len(f"<{self._vocab_size - 1}>")
+
     def encode(self, text: str, add_special: bool = True) -> list[int]:  # noqa: ARG002
         return [byte % self._vocab_size for byte in text.encode()]
 

@@ -16,6 +16,8 @@ from tokenizers import Tokenizer as Backend
 from tokenizers.processors import TemplateProcessing
 
 SPACE = "\u2581"  # what SentencePiece writes for a space
+_LONG_TEXT = 2_000  # characters from which one text is encoded without the GIL
+_LONG_IDS = 2_000  # tokens from which they are decoded without the GIL
 _BYTE_PIECE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
@@ -61,15 +63,26 @@ class HFTokenizer:
     def encode(self, text: str, add_special: bool = True) -> list[int]:
         return self._backend.encode(text, add_special_tokens=add_special).ids
 
+    @cached_property
+    def max_token_chars(self) -> int:
+        # A piece has at least as many characters as the text it stands for: one per byte in
+        # byte-level vocabularies, six for a byte in SentencePiece's.
+        return max(map(len, self._backend.get_vocab()), default=1)
+
     def encode_all(self, texts: Sequence[str], add_special: bool = True) -> list[list[int]]:
-        if len(texts) < 2:  # for which the library would start its threads too
+        if len(texts) < 2 and sum(map(len, texts)) < _LONG_TEXT:
+            # The library would start its threads for one text too.
             return [self.encode(text, add_special) for text in texts]
+        # Unlike `encode`, this releases the GIL.
         found = self._backend.encode_batch_fast(texts, add_special_tokens=add_special)
         return [each.ids for each in found]
 
     def decode(self, ids: Sequence[int], skip_special: bool = True) -> str:
         known = [token for token in ids if 0 <= token < self._vocab_size]
-        return self._backend.decode(known, skip_special_tokens=skip_special)
+        if len(known) < _LONG_IDS:
+            return self._backend.decode(known, skip_special_tokens=skip_special)
+        # Unlike `decode`, this releases the GIL.
+        return self._backend.decode_batch([known], skip_special_tokens=skip_special)[0]
 
     def token_text(self, token: int) -> str:
         return self.token_bytes(token).decode(errors="replace")
