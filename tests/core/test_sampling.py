@@ -62,3 +62,21 @@ def test_children_have_their_own_seeds() -> None:
     assert [wish.child(i).seed for i in range(3)] == [7, 8, 9]
     assert wish.child(1).n == 1
     assert SamplingParams(n=2).child(1).seed is None
+
+
+def test_children_are_not_validated_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A long logit_bias would be read n times."""
+    params = SamplingParams(n=3, logit_bias={5: 1.0}, stop=["a"])
+    expected = SamplingParams(n=1, logit_bias={5: 1.0}, stop=["a"])
+
+    def refuse(_params: SamplingParams) -> None:
+        raise AssertionError("validated again")
+
+    monkeypatch.setattr(SamplingParams, "__post_init__", refuse)
+    assert [params.child(i) for i in range(3)] == [expected] * 3
+    assert params.n == 3
+
+
+def test_seeds_of_children_stay_within_64_bits() -> None:
+    seeds = [SamplingParams(n=3, seed=2**63 - 2).child(i).seed for i in range(3)]
+    assert seeds == [2**63 - 2, 2**63 - 1, -(2**63)]

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import Protocol
 
 from windlass.core.request import Request
+from windlass.core.types import PROBE_PRIORITY
 
 
 class Policy(Protocol):
@@ -16,10 +17,10 @@ class Policy(Protocol):
 
 
 class Fcfs:
-    """First come, first served."""
+    """First come, first served, after health probes."""
 
     def key(self, request: Request) -> tuple[int, ...]:
-        return (request.arrival,)
+        return (request.priority != PROBE_PRIORITY, request.arrival)
 
 
 class Priority:

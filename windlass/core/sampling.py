@@ -155,8 +155,13 @@ class SamplingParams:
         made = copy(self)  # not `replace`, which would check long token lists n times
         object.__setattr__(made, "n", 1)
         if self.seed is not None:
-            object.__setattr__(made, "seed", self.seed + index)
+            object.__setattr__(made, "seed", _wrapped(self.seed + index))
         return made
+
+
+def _wrapped(seed: int) -> int:
+    """`seed` as a signed 64-bit integer: the seed after the largest is the smallest."""
+    return (seed + 2**63) % 2**64 - 2**63
 
 
 def _strings(name: str, value: object) -> tuple[str, ...]:

@@ -19,6 +19,10 @@ SlotId = NewType("SlotId", int)
 FinishReason = Literal["stop", "length", "abort", "error"]
 
 
+# Runs before all other requests under every policy. Health probes use it; clients cannot send it.
+PROBE_PRIORITY = -(2**31)
+
+
 @dataclass(frozen=True, slots=True)
 class NewRequest:
     """A request as it enters the engine: tokens in, no text."""
