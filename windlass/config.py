@@ -185,7 +185,7 @@ class ServeConfig:
     default_chat_template_kwargs: Mapping[str, Any] = option({}, "JSON given to every template.")
     max_num_queued_reqs: int = option(1024, "Most requests that wait; more get 429.")
     max_num_queued_tokens: int | None = option(None, "Most prompt tokens that wait; more get 429.")
-    max_body_bytes: int = option(8 * 2**20, "Largest request body; more gets 413.")
+    max_body_bytes: int = option(4 * 2**20, "Largest request body; more gets 413.")
     max_logprobs: int = option(20, "Most logprobs a request may ask for; -1: no limit.")
     stream_interval: int = option(1, "Tokens per streamed chunk.")
     shutdown_timeout: float = option(30.0, "Seconds to finish running requests after SIGTERM.")

@@ -39,9 +39,13 @@ class Bytes:
 
     vocab_size = VOCAB
     eos_ids = (EOS,)
+    max_token_chars = 4
 
     def encode(self, text: str, add_special: bool = True) -> list[int]:
         return [BOS] * add_special + list(text.encode())
+
+    def encode_all(self, texts: Sequence[str], add_special: bool = True) -> list[list[int]]:
+        return [self.encode(text, add_special) for text in texts]
 
     def decode(self, ids: Sequence[int], skip_special: bool = True) -> str:
         if skip_special:

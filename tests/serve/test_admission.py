@@ -43,9 +43,9 @@ def test_requests_that_wait_for_memory_count_although_slots_are_free() -> None:
 
 def test_more_at_once_than_could_ever_wait_is_the_clients_fault() -> None:
     gate, _ = admission(Backlog(0, 0, 0, 0), max_num_queued_reqs=2)
-    gate.check(6, 10)
+    gate.check_possible(6)
     with pytest.raises(RequestError, match="7 completions"):
-        gate.check(7, 10)
+        gate.check_possible(7)
 
 
 def test_tokens_are_bounded_but_never_for_a_lone_prompt() -> None:

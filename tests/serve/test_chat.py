@@ -59,6 +59,15 @@ def test_python_faults_in_a_template_are_refusals() -> None:
         template.render([USER] * 4)
 
 
+def test_a_refusal_does_not_repeat_the_conversation() -> None:
+    template = ChatTemplate(
+        "{% if messages | length > 3 %}{{ raise_exception(messages[0].content) }}{% endif %}x", {}
+    )
+    with pytest.raises(RequestError) as caught:
+        template.render([{"role": "user", "content": "y" * 100_000}] * 4)
+    assert len(str(caught.value)) < 1000
+
+
 @pytest.mark.parametrize(
     "attack",
     [

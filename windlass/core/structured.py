@@ -37,6 +37,8 @@ class StructuredOutputs:
 
     def __post_init__(self) -> None:
         given = [name for name in _WAYS if getattr(self, name) not in (None, False)]
+        if not isinstance(self.json_object, bool):
+            raise _wrong(f"json_object must be true or false, got {self.json_object!r:.100}.")
         if self.json is False:
             raise _wrong("the JSON schema is false, which nothing satisfies.")
         if len(given) != 1:

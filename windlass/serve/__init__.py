@@ -1,1 +1,1 @@
-"""HTTP, chat templates, metrics, and the two processes of a server. No torch."""
+"""HTTP, chat templates, metrics, and the processes of a server. No torch."""

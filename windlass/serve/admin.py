@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import msgspec
 from starlette.requests import Request
@@ -10,9 +11,11 @@ from starlette.responses import Response
 
 from windlass.core.memory import Memory
 from windlass.errors import WorkerDied
-from windlass.serve.bodies import read_body, reply
+from windlass.serve.bodies import decode_as, read_body, reply
 from windlass.serve.protocol import SleepRequest, WakeRequest
 from windlass.serve.services import Services
+
+T = TypeVar("T")
 
 _NUMBERS = {"level": int, "timeout_s": float}
 
@@ -34,12 +37,12 @@ class Admin:
         return reply({**state, **memory_json(memory, per_block)})
 
     async def sleep(self, request: Request) -> Response:
-        asked = SleepRequest.read(await self._order(request))
+        asked = await self._order(request, SleepRequest.read)
         done = await self._services.sleeper.sleep(asked.level, asked.mode, asked.timeout_s)
         return reply({"status": "sleeping", **msgspec.to_builtins(done)})
 
     async def wake(self, request: Request) -> Response:
-        WakeRequest.read(await self._order(request))
+        await self._order(request, WakeRequest.read)
         done = await self._services.sleeper.wake()
         return reply({"status": "awake", **msgspec.to_builtins(done)})
 
@@ -52,13 +55,14 @@ class Admin:
             raise WorkerDied("the server sleeps: its cache is empty.")
         return reply({"num_blocks": await self._services.client.reset_prefix_cache()})
 
-    async def _order(self, request: Request) -> bytes:
+    async def _order(self, request: Request, read: Callable[[bytes], T]) -> T:
         """What an admin sent: a JSON body, or fields in the query, as other servers take them."""
         self._services.door.check_admin(request)
-        body = await read_body(request, self._services.config.max_body_bytes)
-        if body:
-            return body
-        return msgspec.json.encode({name: _value(name, text) for name, text in _query(request)})
+        raw = await read_body(request, self._services.config.max_body_bytes)
+        if not raw:
+            fields = {name: _value(name, text) for name, text in _query(request)}
+            raw = msgspec.json.encode(fields)
+        return await decode_as(raw, read, self._services)
 
 
 def _query(request: Request) -> list[tuple[str, str]]:

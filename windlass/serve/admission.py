@@ -80,16 +80,23 @@ class Admission:
     def observe(self, stats: EngineStats, last: EngineStats) -> None:
         self._rates.observe(self._clock(), stats, last, self._client.num_finished)
 
+    def check_possible(self, num_requests: int) -> None:
+        """Raise RequestError when `num_requests` at once are too many even for an idle server.
+
+        For a body before it is expanded: 2,000 prompts with n=128 make 256,000 requests.
+        """
+        slots = self._client.report.max_num_seqs
+        if num_requests > slots + self._max_reqs:
+            raise RequestError(
+                f"the request asks for {num_requests:,} completions at once; this server runs {slots} "
+                f"and lets {self._max_reqs} wait. Send fewer prompts, or a smaller n.",
+                "n",
+            )
+
     def check(self, num_requests: int, num_tokens: int) -> None:
         """Raise Overloaded when `num_requests` more, with `num_tokens` in all, are too many now."""
         backlog = self._client.backlog
         slots = self._client.report.max_num_seqs
-        if num_requests > slots + self._max_reqs:
-            raise RequestError(
-                f"the request asks for {num_requests} completions at once; this server runs {slots} "
-                f"and lets {self._max_reqs} wait. Send fewer prompts, or a smaller n.",
-                "n",
-            )
         excess = _queue_after(backlog, slots, num_requests) - self._max_reqs
         if excess > 0:
             self._refuse(MAX_REQS, f"{self._max_reqs} requests", 0, excess)

@@ -30,6 +30,8 @@ from windlass.serve.storybook import Entry
 
 T = TypeVar("T")
 
+_INLINE_SCORES = 200  # tokens whose log probabilities are spelled on the event loop
+_FAIR_PORTIONS = 32  # sent in a row before other clients get their turn
 _DONE = b"data: [DONE]\n\n"
 _STRAIGHT = "windlass.send"  # in a scope: the server's own `send`
 _MARK = "\0"
@@ -91,6 +93,7 @@ class Answer:
         self._inbox: Inbox | None = None
         self._price = services.costs.price if services.costs and body.include_cost else None
         self._recorder = services.recorder
+        self._workers = services.workers
         self._model = prepared.requests[0].adapter or card.name
         self._prepared = prepared
         self._body = body
@@ -149,9 +152,12 @@ class Answer:
         stories = await self._book.complete(self._entry)
         return None if stories is None else self._price.of(stories)
 
-    def _record(self) -> None:
-        if self._recorder is not None:
-            self._recorder.answered(self._body, self._prepared, self._completions)
+    async def _record(self) -> None:
+        if self._recorder is not None and self._recorder.chooses(self._prepared.answer_id):
+            # Spelling prompts that came as token ids takes long, and a disk may be slow.
+            await self._workers.releasing_gil(
+                self._recorder.answered, self._body, self._prepared, self._completions
+            )
 
     # ---- in one piece ------------------------------------------------------------------------
 
@@ -160,21 +166,31 @@ class Answer:
             body = await unless_gone(request.receive, self._collect())
         finally:
             self.close()
-        self._record()
+        await self._record()
         self._ticket.end("success")
-        return Response(msgspec.json.encode(body), media_type="application/json")
+        return Response(body, media_type="application/json")
 
-    async def _collect(self) -> Json:
+    async def _collect(self) -> bytes:
         whole = {}
         while (portion := await self._next()) is not None:
             whole[portion.index] = portion
+        cost = await self._cost()
+        num_scores = sum(len(portion.logprobs) for portion in whole.values())
+        num_scores += sum(len(each.prompt_logprobs) for each in self._completions)
+        if num_scores <= _INLINE_SCORES:
+            return self._encode_whole(whole, cost)
+        return await self._workers.releasing_gil(self._encode_whole, whole, cost)
+
+    def _encode_whole(self, whole: dict[int, Portion], cost: Cost | None) -> bytes:
         choices = [self._shape.whole(whole[each.index], each) for each in self._completions]
-        return {
-            **self._envelope(self._shape.whole_object),
-            "choices": choices,
-            "usage": usage(self._prepared, self._served, await self._cost()),
-            **self._shape.extra(self._completions),
-        }
+        return msgspec.json.encode(
+            {
+                **self._envelope(self._shape.whole_object),
+                "choices": choices,
+                "usage": usage(self._prepared, self._served, cost),
+                **self._shape.extra(self._completions),
+            }
+        )
 
     # ---- as a stream -------------------------------------------------------------------------
 
@@ -189,15 +205,18 @@ class Answer:
 
     async def events(self, first: Portion | None, send: Send) -> None:
         """Send all events of the stream, the first of them made of `first`."""
-        portion = first
+        portion, num_sent = first, 0
         while portion is not None:
             await send(_body(self._chunks(portion)))
+            num_sent += 1
+            if num_sent % _FAIR_PORTIONS == 0:
+                await asyncio.sleep(0)  # with a thousand choices, `_next` need not wait for long
             portion = await self._next()
         if self._usage_at_end:
             numbers = usage(self._prepared, self._served, await self._cost())
             await send(_body(self._event([], numbers)))
+        await self._record()  # first: a client may hang up as soon as the stream is done
         await send(_body(_DONE))
-        self._record()
 
     def _chunks(self, portion: Portion) -> bytes:
         """The events of a portion. In mid-stream they differ in nothing but the text."""

@@ -1,12 +1,38 @@
-"""Bodies of HTTP requests and answers: read within a limit, written as JSON."""
+"""Bodies of HTTP requests and answers: read within a limit, written as JSON.
+
+Large ones are decoded and encoded in a thread, since the event loop serves all clients.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from typing import ParamSpec, TypeVar
 
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
+from windlass.serve.body_limits import INLINE_BYTES
 from windlass.serve.problems import BodyTooLarge
+from windlass.serve.services import Services
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+_INLINE_ITEMS = 1_000  # tokens, each a microsecond
+
+
+async def read_as(request: Request, read: Callable[[bytes], T], services: Services) -> T:
+    """What `read` makes of the request's body."""
+    raw = await read_body(request, services.config.max_body_bytes)
+    return await decode_as(raw, read, services)
+
+
+async def decode_as(raw: bytes, read: Callable[[bytes], T], services: Services) -> T:
+    """What `read` makes of a body; in a thread where it is large."""
+    if len(raw) <= INLINE_BYTES:
+        return read(raw)
+    return await services.workers.holding_gil(read, raw)
 
 
 async def read_body(request: Request, most: int) -> bytes:
@@ -28,3 +54,17 @@ def _too_large(size: str, most: int) -> BodyTooLarge:
 
 def reply(value: object, status: int = 200) -> Response:
     return Response(msgspec.json.encode(value), status, media_type="application/json")
+
+
+async def reply_off_loop(
+    services: Services,
+    num_items: int,
+    make: Callable[P, object],
+    *args: P.args,
+    **options: P.kwargs,
+) -> Response:
+    """A reply with what `make` returns; in a thread where it is made of many items."""
+    if num_items <= _INLINE_ITEMS:
+        return reply(make(*args, **options))
+    value = await services.workers.releasing_gil(make, *args, **options)
+    return await services.workers.holding_gil(reply, value)

@@ -32,6 +32,8 @@ _FAULTS = (
     RecursionError,
 )
 
+_MAX_MESSAGE_CHARS = 500
+
 _USER = {"role": "user", "content": "Hello."}
 _SYSTEM = {"role": "system", "content": "Be brief, says the windlass."}
 _ASSISTANT = {"role": "assistant", "content": "Hi."}
@@ -85,7 +87,10 @@ def _line_of(error: BaseException) -> int | None:
 def _explain(error: BaseException) -> str:
     line = _line_of(error)
     where = f"line {line}: " if line is not None else ""
-    return f"{where}{str(error) or type(error).__name__}"
+    message = str(error) or type(error).__name__
+    if len(message) > _MAX_MESSAGE_CHARS:  # a template may put a whole conversation into its error
+        message = f"{message[:_MAX_MESSAGE_CHARS]}…"
+    return f"{where}{message}"
 
 
 class ChatTemplate:

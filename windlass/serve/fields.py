@@ -13,6 +13,17 @@ from typing import Any
 from pydantic import ValidationError
 
 from windlass.errors import RequestError
+from windlass.serve.body_limits import MAX_COMPARED_NAME_CHARS
+from windlass.serve.shown import shown
+
+_MAX_PARAM_CHARS = 100
+
+# Bodies are JSON, and pydantic speaks of Python.
+_JSON_WORDS = {
+    "dict_type": "Input should be a valid object",
+    "list_type": "Input should be a valid array",
+    "model_type": "Input should be a valid object",
+}
 
 # Labels and hints for somebody else's bookkeeping: any value is fine.
 _HARMLESS = frozenset(
@@ -65,27 +76,38 @@ def check_extra(extra: Mapping[str, Any], known: Iterable[str]) -> None:
         if name in _HARMLESS:
             continue
         if name not in _NEUTRAL:
-            raise RequestError(unknown_field(name, [*known, *_HARMLESS]), name)
+            raise unknown_field(name, [*known, *_HARMLESS])
         if value is not None and value not in _NEUTRAL[name]:
             raise RequestError(
-                f"{name} is not supported by this server; got {value!r:.100}. Leave it out.", name
+                f"{name} is not supported by this server; got {shown(value)}. Leave it out.", name
             )
 
 
-def unknown_field(name: str, known: Iterable[str]) -> str:
+def unknown_field(name: str, known: Iterable[str], param: str | None = None) -> RequestError:
+    """The error for a field that does not exist, with the nearest name; `param`: where it is."""
     names = sorted(known)
-    near = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
-    hint = f" Did you mean {near[0]!r}?" if near else f" Known fields: {', '.join(names)}."
-    return f"unknown field {name!r}.{hint}"
+    near: list[str] = []
+    if len(name) <= MAX_COMPARED_NAME_CHARS:  # the time to compare grows with the length
+        near = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
+    hint = f"Did you mean {near[0]!r}?" if near else f"Known fields: {', '.join(names)}."
+    return RequestError(f"unknown field {shown(name)}. {hint}", param or name[:_MAX_PARAM_CHARS])
 
 
 def refusal(error: ValidationError) -> RequestError:
-    """The first thing that is wrong with a body, as one sentence with the field's name."""
-    first = error.errors(include_url=False, include_context=False)[0]
-    param = ".".join(str(part) for part in first["loc"])
-    if first["type"] == "json_invalid":
-        return RequestError(f"the body is not valid JSON: {first['msg']}.")
-    if first["type"] == "missing":
-        return RequestError(f"{param} is missing.", param)
-    got = "" if isinstance(first["input"], (dict, list)) else f"; got {first['input']!r:.100}"
-    return RequestError(f"{param or 'the body'}: {first['msg']}{got}.", param or None)
+    """The first error of a body, as one sentence with the field's name."""
+    first = error.errors(include_url=False)[0]
+    param = ".".join(str(part)[:_MAX_PARAM_CHARS] for part in first["loc"])
+    context = first.get("ctx", {})
+    match first["type"]:
+        case "missing":
+            return RequestError(f"{param} is missing.", param)
+        case "too_long":
+            count, most = len(first["input"]), context["max_length"]
+            return RequestError(f"{param} has {count:,} items; at most {most:,} are taken.", param)
+        case "string_too_long":
+            count, most = len(first["input"]), context["max_length"]
+            return RequestError(
+                f"{param} has {count:,} characters; at most {most:,} are taken.", param
+            )
+    message = _JSON_WORDS.get(first["type"], first["msg"])
+    return RequestError(f"{param}: {message}; got {shown(first['input'])}.", param)

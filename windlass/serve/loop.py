@@ -7,14 +7,11 @@ what became of them is told to the other side; who they are for is not known her
 
 from __future__ import annotations
 
-import ctypes
 import faulthandler
 import logging
-import multiprocessing
 import os
 import signal
 import sys
-import threading
 import time
 from collections import deque
 from collections.abc import Callable
@@ -30,6 +27,7 @@ from windlass.engine import Engine
 from windlass.errors import EngineError, RequestError
 from windlass.serve import messages
 from windlass.serve.journal import Journal
+from windlass.serve.orphans import die_with_parent
 from windlass.serve.resident import release_code
 
 Build = Callable[[], tuple[Engine, EngineReport]]
@@ -47,7 +45,6 @@ _LINGER_MS = 2000
 # The other process calls an engine hung after `hang_timeout`, and kills it after 1.5 times that
 # (states.py). In between, this process writes the stacks of its threads and ends itself.
 _SELF_EXIT_AFTER = 1.25
-_PR_SET_PDEATHSIG = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +61,7 @@ def engine_main(launch: Launch, prepare: Prepare, orders: Connection) -> NoRetur
 
     It calls `prepare`, and then waits for a Build, the one thing that comes through `orders`.
     """
-    _die_with_parent()
+    die_with_parent()
     # A terminal and a service manager signal the whole group: it is the parent that decides.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -109,25 +106,6 @@ def _build_and_run(
     finally:
         faulthandler.cancel_dump_traceback_later()
         journal.close()
-
-
-def _die_with_parent() -> None:
-    """End this process when its parent ends, whatever it is doing.
-
-    On Linux the kernel kills it, even while it is stopped, when the thread that started it ends:
-    the one of the event loop. A thread here does it elsewhere, and if the parent died before the
-    kernel was asked.
-    """
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    threading.Thread(target=_exit_with_parent, daemon=True).start()
-
-
-def _exit_with_parent() -> None:
-    parent = multiprocessing.parent_process()
-    if parent is not None:
-        parent.join()
-        os._exit(1)
 
 
 class _Loop:

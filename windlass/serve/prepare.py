@@ -1,16 +1,18 @@
 """From a checked body to requests for the engine: text to tokens, fields to sampling parameters.
 
 Everything a client can get wrong beyond types is refused here or by the engine's own limits, with
-the numbers that would be right.
+the numbers that would be right. Sizes are checked before the work that depends on them, and work
+that takes more than some milliseconds is done in threads: this runs on the event loop.
 """
 
 from __future__ import annotations
 
-import asyncio
 import uuid
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
+
+import msgspec
 
 from windlass.config import ServeConfig
 from windlass.core.card import EngineReport, ModelCard
@@ -18,13 +20,19 @@ from windlass.core.completion import check_ids, resolve_words
 from windlass.core.limits import SchedulerLimits
 from windlass.core.sampling import SamplingParams
 from windlass.core.types import NewRequest
-from windlass.errors import RequestError
-from windlass.serve.chat import ChatTemplate
+from windlass.errors import CapacityError, RequestError
+from windlass.serve import body_limits
 from windlass.serve.problems import ModelNotFound
 from windlass.serve.protocol import ChatRequest, CompletionRequest, Generation, Templated
-from windlass.serve.structured import structured_of
+from windlass.serve.shown import shown
+from windlass.serve.structured import is_structured, structured_of
+from windlass.serve.template_process import Renderer
+from windlass.serve.template_worker import RenderJob
+from windlass.serve.workers import Workers
 
-_LONG_TEXT = 20_000  # characters; tokenising more than this would stall other requests
+T = TypeVar("T")
+
+_INLINE_CHARS = 1_000  # tokenised on the event loop: about as long as a thread takes to answer
 _COMPLETION_MAX_TOKENS = 16  # OpenAI's default; a chat may fill the context
 
 # Fields that go into SamplingParams as they are.
@@ -55,7 +63,7 @@ _SAMPLING = (
 @dataclass(frozen=True, slots=True)
 class Prompt:
     tokens: list[int]
-    text: str | None = None  # when the client sent text
+    text: str | None = None  # when the client sent text, or wants an echo
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,11 +88,15 @@ class Preparer:
         self,
         card: ModelCard,
         config: ServeConfig,
-        template: ChatTemplate | None,
+        template: Renderer | None,
+        workers: Workers,
+        *,
         adapters: Callable[[], Collection[str]] = tuple,
     ) -> None:
         """`adapters` gives the names that requests may use now beside the model's."""
         self._card = card
+        self._workers = workers
+        self._max_token_chars = card.tokenizer.max_token_chars
         self._adapters = adapters
         self._tokenizer = card.tokenizer
         self._template = template
@@ -100,15 +112,19 @@ class Preparer:
             return name
         others = f" and {len(adapters)} adapters (GET /v1/models)" if adapters else ""
         raise ModelNotFound(
-            f"the model {name!r:.200} does not exist here. This server has "
+            f"the model {shown(name)} does not exist here. This server has "
             f"{self._card.name!r}{others}.",
             "model",
         )
 
     async def chat(self, body: ChatRequest, report: EngineReport) -> Prepared:
         self.adapter_of(body.model)
-        text = self.render(body)
-        tokens = await self.encode(text, self._wants_special(body.add_special_tokens, text))
+        text = await self.render(body, report)
+        special = self._wants_special(body.add_special_tokens, text)
+        tokens = await self.encode(text, special, report)
+        return await self._off_loop(body, self._chat, body, tokens, report)
+
+    def _chat(self, body: ChatRequest, tokens: list[int], report: EngineReport) -> Prepared:
         max_tokens = body.max_tokens
         if body.max_completion_tokens is not None:
             max_tokens = body.max_completion_tokens
@@ -117,15 +133,30 @@ class Preparer:
 
     async def completion(self, body: CompletionRequest, report: EngineReport) -> Prepared:
         self.adapter_of(body.model)
-        prompts = await self._prompts(body.prompt, body.add_special_tokens is not False)
+        prompts = await self._prompts(body.prompt, body.add_special_tokens is not False, report)
+        return await self._off_loop(body, self._completion, body, prompts, report)
+
+    def _completion(
+        self, body: CompletionRequest, prompts: list[Prompt], report: EngineReport
+    ) -> Prepared:
         sampling = self._sampling(body, body.max_tokens, _COMPLETION_MAX_TOKENS, report)
         if body.echo and body.logprobs is not None and sampling.prompt_logprobs is None:
             sampling = replace(sampling, prompt_logprobs=body.logprobs)
-        return self._prepared("cmpl", body, prompts, sampling, report)
+        prepared = self._prepared("cmpl", body, prompts, sampling, report)
+        if body.echo:
+            self._spell_prompts(prepared, always=body.truncate_prompt_tokens is not None)
+        return prepared
+
+    async def _off_loop(self, body: Generation, work: Callable[..., T], *args: Any) -> T:
+        """The result of `work`, in a thread where it may take long."""
+        is_short = body.num_bytes <= body_limits.INLINE_BYTES and not body.bad_words
+        if is_short and not is_structured(body):
+            return work(*args)
+        return await self._workers.releasing_gil(work, *args)
 
     # ---- text --------------------------------------------------------------------------------
 
-    def render(self, body: Templated) -> str:
+    async def render(self, body: Templated, report: EngineReport) -> str:
         """The prompt text of a conversation."""
         if self._template is None:
             raise RequestError(
@@ -133,33 +164,65 @@ class Preparer:
                 "--chat-template FILE, or use /v1/completions.",
                 "messages",
             )
-        return self._template.render(
-            [message.for_template() for message in body.messages],
-            body.chat_template_kwargs,
-            body.add_generation_prompt,
-            body.continue_final_message,
+        return await self._template.render(
+            RenderJob(
+                messages=[message.for_template() for message in body.messages],
+                max_chars=self._max_chars(report),
+                options=body.chat_template_kwargs,
+                add_generation_prompt=body.add_generation_prompt,
+                continue_final=body.continue_final_message,
+            )
         )
 
-    async def encode(self, text: str, add_special: bool) -> list[int]:
-        if len(text) < _LONG_TEXT:
-            return self._tokenizer.encode(text, add_special)
-        return await asyncio.to_thread(self._tokenizer.encode, text, add_special)
+    def _max_chars(self, report: EngineReport) -> int:
+        """A text with more characters than this has more tokens than the context."""
+        return report.max_model_len * self._max_token_chars
+
+    async def encode(self, text: str, add_special: bool, report: EngineReport) -> list[int]:
+        return (await self._encode_all([text], add_special, report))[0]
+
+    async def _encode_all(
+        self, texts: Sequence[str], add_special: bool, report: EngineReport
+    ) -> list[list[int]]:
+        most = self._max_chars(report)
+        longest = max(map(len, texts), default=0)
+        if longest > most:
+            raise CapacityError(
+                f"the prompt has {longest:,} characters. The model's context holds "
+                f"{report.max_model_len:,} tokens of at most {self._max_token_chars} characters "
+                f"each, {most:,} in all. Shorten the prompt.",
+                "prompt",
+            )
+        encode_all = self._tokenizer.encode_all
+        if sum(map(len, texts)) <= _INLINE_CHARS:
+            return encode_all(texts, add_special)
+        return await self._workers.releasing_gil(encode_all, texts, add_special)
 
     def _wants_special(self, asked: bool | None, rendered: str) -> bool:
         """Templates write the special tokens themselves, and a second BOS does harm."""
         bos = self._card.special_tokens.get("bos_token")
         return bool(asked) and not (bos and rendered.startswith(bos))
 
-    async def _prompts(self, prompt: Any, add_special: bool) -> list[Prompt]:
-        if isinstance(prompt, str) or (prompt and isinstance(prompt[0], int)):
+    async def _prompts(self, prompt: Any, add_special: bool, report: EngineReport) -> list[Prompt]:
+        """The prompts of a body, all texts tokenised in one batch."""
+        if isinstance(prompt, str):
             prompt = [prompt]
-        made = []
-        for item in prompt:
-            if isinstance(item, str):
-                made.append(Prompt(await self.encode(item, add_special), item))
-            else:
-                made.append(Prompt(item))
-        return made
+        if not prompt:
+            return []
+        if isinstance(prompt[0], str):
+            encoded = await self._encode_all(prompt, add_special, report)
+            return [Prompt(tokens, text) for tokens, text in zip(encoded, prompt, strict=True)]
+        if isinstance(prompt[0], int):
+            prompt = [prompt]
+        return [Prompt(tokens) for tokens in prompt]
+
+    def _spell_prompts(self, prepared: Prepared, always: bool) -> None:
+        """Decode prompts that came as token ids, or that were truncated (`always`), for `echo`."""
+        skip = prepared.sampling.skip_special_tokens
+        for i, prompt in enumerate(prepared.prompts):
+            if always or prompt.text is None:
+                text = self._tokenizer.decode(prompt.tokens, skip)
+                prepared.prompts[i] = replace(prompt, text=text)
 
     # ---- numbers -----------------------------------------------------------------------------
 
@@ -170,7 +233,7 @@ class Preparer:
         default_max: int | None,
         report: EngineReport,
     ) -> SamplingParams:
-        """The request's wishes over the model's defaults over the engine's."""
+        """The request's fields over the model's defaults over the engine's."""
         values: dict[str, Any] = {"max_tokens": default_max, **self._card.default_sampling}
         values |= {
             name: getattr(body, name) for name in _SAMPLING if getattr(body, name) is not None
@@ -208,27 +271,76 @@ class Preparer:
         engine_id = f"{answer_id}-{unique}" if body.request_id else answer_id
         limits, adapter = limits_of(report), self.adapter_of(body.model)
         cut = body.truncate_prompt_tokens
-        requests = []
+        num_outputs = 0  # tokens that may be generated, of all prompts
         for i, prompt in enumerate(prompts):
             tokens = _truncated(prompt.tokens, cut, limits, sampling.max_tokens)
             if not tokens:
                 raise RequestError("the prompt is empty.", "prompt")
             check_ids("prompt", tokens, report.vocab_size)
-            limits.fit(len(tokens), sampling.max_tokens)
+            num_outputs += limits.fit(len(tokens), sampling.max_tokens)
             prompts[i] = replace(prompt, tokens=tokens)
-            for j in range(sampling.n):
-                name = f"{engine_id}-{i * sampling.n + j}"
-                requests.append(
-                    NewRequest(
-                        name,
-                        tokens,
-                        sampling.child(j),
-                        priority=body.priority or 0,
-                        cache_salt=body.cache_salt or "",
-                        adapter=adapter,
-                    )
-                )
-        return Prepared(answer_id, prompts, sampling, tuple(requests))
+        _check_total(prompts, sampling, report)
+        _check_logprobs_total(prompts, sampling, num_outputs, report)
+        children = [sampling.child(j) for j in range(sampling.n)]
+        requests = tuple(
+            NewRequest(
+                f"{engine_id}-{i * sampling.n + j}",
+                prompt.tokens,
+                child,
+                priority=body.priority or 0,
+                cache_salt=body.cache_salt or "",
+                adapter=adapter,
+            )
+            for i, prompt in enumerate(prompts)
+            for j, child in enumerate(children)
+        )
+        return Prepared(answer_id, prompts, sampling, requests)
+
+
+def _check_total(prompts: list[Prompt], sampling: SamplingParams, report: EngineReport) -> None:
+    """Refuse what would be too much for one message: each completion carries its prompt."""
+    num_completions = len(prompts) * sampling.n
+    total = sampling.n * sum(len(prompt.tokens) for prompt in prompts)
+    most = max(body_limits.MAX_TOTAL_PROMPT_TOKENS, report.max_model_len)
+    if total > most:
+        raise RequestError(
+            f"the request has {total:,} prompt tokens over its {num_completions:,} completions; "
+            f"at most {most:,} are taken. Send fewer prompts, or a smaller n.",
+            "n" if sampling.n > 1 else "prompt",
+        )
+    if num_completions == 1:
+        return
+    num_bytes = num_completions * len(msgspec.msgpack.encode(sampling))
+    if num_bytes > body_limits.MAX_TOTAL_PARAMS_BYTES:
+        raise RequestError(
+            f"the sampling parameters take {num_bytes:,} bytes over {num_completions:,} "
+            f"completions; at most {body_limits.MAX_TOTAL_PARAMS_BYTES:,} are taken. Send fewer "
+            "prompts, a smaller n, or a shorter logit_bias, allowed_token_ids, bad_words or form.",
+            "n" if sampling.n > 1 else "prompt",
+        )
+
+
+def _check_logprobs_total(
+    prompts: list[Prompt], sampling: SamplingParams, num_outputs: int, report: EngineReport
+) -> None:
+    """Refuse more log probabilities than an answer may hold."""
+    num_prompt = sum(len(prompt.tokens) for prompt in prompts)
+    counts = {
+        "logprobs": (sampling.logprobs, num_outputs, "max_tokens"),
+        "prompt_logprobs": (sampling.prompt_logprobs, num_prompt, "prompts"),
+    }
+    for name, (asked, num_tokens, what) in counts.items():
+        if asked is None:
+            continue
+        per_token = 1 + (report.vocab_size if asked == -1 else asked)
+        total = per_token * num_tokens * sampling.n
+        if total > body_limits.MAX_TOTAL_LOGPROBS:
+            raise RequestError(
+                f"{name} could be {total:,} numbers in one answer: {per_token:,} for each of "
+                f"{num_tokens * sampling.n:,} tokens; at most {body_limits.MAX_TOTAL_LOGPROBS:,} "
+                f"are sent. Lower {name}, n or {what}.",
+                name,
+            )
 
 
 def limits_of(report: EngineReport) -> SchedulerLimits:

@@ -14,15 +14,28 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
+    PrivateAttr,
+    Strict,
     ValidationError,
 )
 from pydantic_core import PydanticCustomError
 
+from windlass.core.sampling import MAX_N
+from windlass.core.types import PROBE_PRIORITY
 from windlass.errors import RequestError
+from windlass.serve import body_limits as limits
 from windlass.serve.fields import check_extra, refusal, unknown_field
+from windlass.serve.json_body import decode_object
+from windlass.serve.shown import shown
+
+_MAX_TOKEN_ID = 2**32 - 1
 
 INT64 = Annotated[int, Field(ge=-(2**63), lt=2**63)]
-TokenId = Annotated[int, Field(ge=0, lt=2**32)]
+TokenId = Annotated[int, Field(ge=0, le=_MAX_TOKEN_ID)]
+TokenIds = Annotated[
+    list[TokenId], Field(fail_fast=True)
+]  # not an error for each of 200,000 wrong ids
+TokenKey = Annotated[TokenId, Strict(False)]  # the keys of JSON objects are strings
 
 
 def _wrong(message: str) -> PydanticCustomError:
@@ -35,12 +48,14 @@ def _text_of(content: Any) -> str | None:
         return content
     if not isinstance(content, list):
         raise _wrong("must be a string or a list of parts")
+    if len(content) > limits.MAX_CONTENT_PARTS:
+        raise _wrong(f"has {len(content):,} parts; at most {limits.MAX_CONTENT_PARTS:,} are taken")
     texts = []
     for part in content:
         if not isinstance(part, dict) or not isinstance(part.get("type"), str):
             raise _wrong('each part must be an object such as {"type": "text", "text": "…"}')
         if part["type"] != "text":
-            raise _wrong(f"parts of type {part['type']!r:.50} are not supported; only 'text' is")
+            raise _wrong(f"parts of type {shown(part['type'])} are not supported; only 'text' is")
         if not isinstance(part.get("text"), str):
             raise _wrong("a part of type 'text' needs a string in its field 'text'")
         texts.append(part["text"])
@@ -53,19 +68,31 @@ def _check_prompt(prompt: Any) -> Any:
         return prompt
     if not isinstance(prompt, list):
         raise _wrong("must be a string, a list of strings, a list of token ids, or a list of those")
-    for kind in (str, int, list):
-        if all(isinstance(item, kind) and not isinstance(item, bool) for item in prompt):
-            if kind is list and not all(type(token) is int for ids in prompt for token in ids):
-                raise _wrong("each inner list must hold token ids, which are whole numbers")
-            return prompt
-    raise _wrong("mixes kinds: its items must all be strings, all token ids, or all lists of ids")
+    kinds = set(map(type, prompt))
+    if len(kinds) > 1 or not kinds <= {str, int, list}:
+        raise _wrong(
+            "mixes kinds: its items must all be strings, all token ids, or all lists of ids"
+        )
+    for ids in [prompt] if kinds == {int} else prompt if kinds == {list} else []:
+        if not set(map(type, ids)) <= {int}:
+            raise _wrong("each inner list must hold token ids, which are whole numbers")
+        if ids and not 0 <= min(ids) <= max(ids) <= _MAX_TOKEN_ID:
+            raise _wrong(f"has the token id {min(ids) if min(ids) < 0 else max(ids)}")
+    return prompt
 
 
 def _strings(value: Any) -> Any:
     return [value] if isinstance(value, str) else value
 
 
-Strings = Annotated[list[str], BeforeValidator(_strings)]
+StopString = Annotated[str, Field(max_length=limits.MAX_STOP_CHARS)]
+StopStrings = Annotated[
+    list[StopString], BeforeValidator(_strings), Field(max_length=limits.MAX_STOP_STRINGS)
+]
+BadWord = Annotated[str, Field(max_length=limits.MAX_BAD_WORD_CHARS)]
+BadWords = Annotated[
+    list[BadWord], BeforeValidator(_strings), Field(max_length=limits.MAX_BAD_WORDS)
+]
 
 
 class Message(BaseModel):
@@ -77,7 +104,9 @@ class Message(BaseModel):
     content: Annotated[str | None, BeforeValidator(_text_of)] = None
     name: str | None = None
     tool_call_id: str | None = None
-    tool_calls: list[dict[str, Any]] | None = None
+    tool_calls: Annotated[list[dict[str, Any]], Field(max_length=limits.MAX_TOOL_CALLS)] | None = (
+        None
+    )
     reasoning_content: str | None = None
 
     # What the OpenAI client adds to an answer that is sent back; without a value it says nothing.
@@ -86,7 +115,7 @@ class Message(BaseModel):
     def model_post_init(self, _context: Any) -> None:
         for name, value in (self.model_extra or {}).items():
             if name not in self._EMPTY_ALLOWED or value not in (None, []):
-                raise RequestError(unknown_field(name, type(self).model_fields), "messages")
+                raise unknown_field(name, type(self).model_fields, "messages")
         if self.content is None and self.role != "assistant":
             raise RequestError(f"a message of role {self.role!r} has no content.", "messages")
 
@@ -105,7 +134,7 @@ class StreamOptions(BaseModel):
 
     def model_post_init(self, _context: Any) -> None:
         for name in self.model_extra or {}:
-            raise RequestError(unknown_field(name, type(self).model_fields), "stream_options")
+            raise unknown_field(name, type(self).model_fields, "stream_options")
 
 
 class Body(BaseModel):
@@ -115,21 +144,34 @@ class Body(BaseModel):
 
     model: str | None = None
 
+    _num_bytes: int = PrivateAttr(0)
+
     @classmethod
-    def read(cls, body: bytes) -> Self:
-        """Parse and check; anything wrong is a RequestError that names the field."""
+    def read(cls, raw: bytes) -> Self:
+        """Parse and validate; any mistake is a RequestError that names the field."""
+        return cls.of(decode_object(raw), len(raw))
+
+    @classmethod
+    def of(cls, fields: dict[str, Any], num_bytes: int) -> Self:
+        """Validate fields that came as `num_bytes` of JSON."""
         try:
-            made = cls.model_validate_json(body)
+            made = cls.model_validate(fields)
         except ValidationError as error:
             raise refusal(error) from None
         check_extra(made.model_extra or {}, cls.model_fields)
+        made._num_bytes = num_bytes
         return made
+
+    @property
+    def num_bytes(self) -> int:
+        """The size of the body, which bounds the work that it causes."""
+        return self._num_bytes
 
 
 class Templated(BaseModel):
     """How a conversation becomes text."""
 
-    messages: list[Message]
+    messages: Annotated[list[Message], Field(max_length=limits.MAX_MESSAGES, fail_fast=True)]
     add_generation_prompt: bool | None = None
     continue_final_message: bool = False
     chat_template_kwargs: dict[str, Any] | None = None
@@ -145,26 +187,28 @@ class Generation(Body):
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
-    logit_bias: dict[TokenId, float] | None = None
-    allowed_token_ids: list[TokenId] | None = None
-    bad_words: Strings | None = None
+    logit_bias: Annotated[dict[TokenKey, float], Field(max_length=limits.MAX_LOGIT_BIAS)] | None = (
+        None
+    )
+    allowed_token_ids: TokenIds | None = None
+    bad_words: BadWords | None = None
     seed: INT64 | None = None
     deterministic: bool | None = None
     max_tokens: INT64 | None = None
     min_tokens: INT64 | None = None
-    stop: Strings | None = None
-    stop_token_ids: list[TokenId] | None = None
+    stop: StopStrings | None = None
+    stop_token_ids: Annotated[TokenIds, Field(max_length=limits.MAX_STOP_TOKEN_IDS)] | None = None
     ignore_eos: bool | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
     prompt_logprobs: INT64 | None = None
-    n: INT64 | None = None
+    n: Annotated[int, Field(ge=1, le=MAX_N)] | None = None
     best_of: INT64 | None = None
 
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    priority: INT64 | None = None
-    cache_salt: str | None = None
+    priority: Annotated[int, Field(gt=PROBE_PRIORITY, lt=2**31)] | None = None
+    cache_salt: Annotated[str, Field(max_length=limits.MAX_CACHE_SALT_CHARS)] | None = None
     user: str | None = None
     request_id: Annotated[str, Field(min_length=1, max_length=200)] | None = None
     add_special_tokens: bool | None = None
@@ -174,7 +218,9 @@ class Generation(Body):
     structured_outputs: dict[str, Any] | None = None
     guided_json: dict[str, Any] | str | None = None
     guided_regex: str | None = None
-    guided_choice: list[str] | None = None
+    guided_choice: (
+        Annotated[list[str], Field(max_length=limits.MAX_CHOICES, fail_fast=True)] | None
+    ) = None
     guided_grammar: str | None = None
     include_cost: bool | None = None
 
@@ -182,6 +228,14 @@ class Generation(Body):
     def num_logprobs(self) -> int | None:
         """How many alternatives per token are wanted; None: no log probabilities at all."""
         return None
+
+    @property
+    def num_prompts(self) -> int:
+        return 1
+
+    @property
+    def num_completions(self) -> int:
+        return self.num_prompts * (self.n or 1)
 
     def model_post_init(self, _context: Any) -> None:
         if self.best_of is not None and self.best_of != (self.n or 1):
@@ -232,6 +286,12 @@ class CompletionRequest(Generation):
     def num_logprobs(self) -> int | None:
         return self.logprobs
 
+    @property
+    def num_prompts(self) -> int:
+        """A string and a list of token ids are one prompt; an empty list is refused later."""
+        is_one = isinstance(self.prompt, str) or (self.prompt and isinstance(self.prompt[0], int))
+        return 1 if is_one else len(self.prompt)
+
     def model_post_init(self, context: Any) -> None:
         super().model_post_init(context)
         if self.stream and self.echo and self.logprobs is not None:
@@ -256,7 +316,7 @@ class TokenizeChatRequest(Body, Templated):
 class DetokenizeRequest(Body):
     """POST /detokenize"""
 
-    tokens: list[TokenId]
+    tokens: TokenIds
 
 
 class AdapterRequest(Body):

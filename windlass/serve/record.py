@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+import threading
 from collections.abc import Sequence
 from hashlib import blake2b
 from pathlib import Path
@@ -36,6 +37,7 @@ class Recorder:
         self._max_bytes = max_bytes
         self._tokenizer = tokenizer
         self._open = True
+        self._lock = threading.RLock()  # answers are recorded by several threads
         try:
             # Texts of users: nobody but the server's own account may read them.
             self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
@@ -53,7 +55,12 @@ class Recorder:
         if not self._open or not self.chooses(prepared.answer_id):
             return
         records = _records(body, prepared, completions, self._tokenizer)
-        text = b"".join(msgspec.json.encode(record) + b"\n" for record in records)
+        with self._lock:
+            self._write(b"".join(msgspec.json.encode(record) + b"\n" for record in records))
+
+    def _write(self, text: bytes) -> None:
+        if not self._open:
+            return
         if self._num_bytes + len(text) > self._max_bytes:
             self._stop(f"has reached --record-max-bytes ({self._max_bytes})")
             return
@@ -73,10 +80,11 @@ class Recorder:
 
     def close(self) -> None:
         """Give the file back; closing twice changes nothing."""
-        if self._file >= 0:
-            os.close(self._file)
-            self._file = -1
-        self._open = False
+        with self._lock:
+            if self._file >= 0:
+                os.close(self._file)
+                self._file = -1
+            self._open = False
 
     def _stop(self, why: str) -> None:
         """Requests go on being answered: a record is not worth an error to a client."""

@@ -4,24 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import importlib.metadata
-import time
 from collections.abc import Awaitable, Callable
-from contextlib import aclosing
 
-import msgspec
 from fastapi import APIRouter
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
-from windlass.core.sampling import SamplingParams
-from windlass.core.types import NewRequest
 from windlass.errors import EngineError, RequestError
 from windlass.serve.admin import Admin
 from windlass.serve.answer import Answer, ClientGone
-from windlass.serve.bodies import read_body, reply
+from windlass.serve.bodies import read_as, reply, reply_off_loop
 from windlass.serve.client import Health
 from windlass.serve.cost import NOBODY
+from windlass.serve.json_body import decode_object
 from windlass.serve.keys import name_of, salt_of
 from windlass.serve.prepare import Prepared
 from windlass.serve.protocol import (
@@ -38,9 +34,6 @@ from windlass.serve.shapes import ChatShape, CompletionShape, Shape
 from windlass.serve.telling import Telling
 
 Endpoint = Callable[..., Awaitable[Response]]
-
-_PROBE_TIMEOUT_S = 10.0
-_PROBE_PRIORITY = -(2**31)  # ahead of everybody who waits
 
 
 class Completions:
@@ -63,7 +56,8 @@ class Completions:
         ticket = services.desk.sign_in(request.url.path)
         try:
             services.desk.check_open()
-            body = kind.read(await read_body(request, services.config.max_body_bytes))
+            body: ChatRequest | CompletionRequest = await read_as(request, kind.read, services)
+            services.admission.check_possible(body.num_completions)
             if services.config.api_key and not body.cache_salt:
                 # Owners of different keys must not learn from timing what the others asked.
                 body = body.model_copy(update={"cache_salt": salt_of(request)})
@@ -118,54 +112,63 @@ class Texts:
     def __init__(self, services: Services) -> None:
         self._services = services
 
-    async def _read(self, request: Request) -> bytes:
-        return await read_body(request, self._services.config.max_body_bytes)
-
     async def tokenize(self, request: Request) -> Response:
-        raw = await self._read(request)
-        preparer = self._services.preparer
-        body: TokenizeRequest | TokenizeChatRequest
-        if _has_messages(raw):
-            body = TokenizeChatRequest.read(raw)
-            text = preparer.render(body)
-        else:
-            body = TokenizeRequest.read(raw)
-            text = body.prompt
+        preparer, report = self._services.preparer, self._services.client.report
+        body = await read_as(request, _read_tokenize, self._services)
         preparer.adapter_of(body.model)
-        tokens = await preparer.encode(text, body.add_special_tokens)
-        token_text = self._services.card.tokenizer.token_text
-        return reply(
-            {
-                "tokens": tokens,
-                "count": len(tokens),
-                "max_model_len": self._services.client.report.max_model_len,
-                "token_strs": [token_text(t) for t in tokens] if body.return_token_strs else None,
-            }
+        if isinstance(body, TokenizeRequest):
+            text = body.prompt
+        else:
+            text = await preparer.render(body, report)
+        tokens = await preparer.encode(text, body.add_special_tokens, report)
+        return await reply_off_loop(
+            self._services, len(tokens), self._tokenized, tokens, body.return_token_strs
         )
 
+    def _tokenized(self, tokens: list[int], with_texts: bool) -> dict[str, object]:
+        token_text = self._services.card.tokenizer.token_text
+        return {
+            "tokens": tokens,
+            "count": len(tokens),
+            "max_model_len": self._services.client.report.max_model_len,
+            "token_strs": [token_text(t) for t in tokens] if with_texts else None,
+        }
+
     async def detokenize(self, request: Request) -> Response:
-        body = DetokenizeRequest.read(await self._read(request))
+        body = await read_as(request, DetokenizeRequest.read, self._services)
         self._services.preparer.adapter_of(body.model)
+        most = self._services.client.report.max_model_len
+        if len(body.tokens) > most:
+            raise RequestError(
+                f"tokens has {len(body.tokens):,} ids; at most {most:,} are taken, the model's "
+                "context.",
+                "tokens",
+            )
+        return await reply_off_loop(
+            self._services, len(body.tokens), self._detokenized, body.tokens
+        )
+
+    def _detokenized(self, tokens: list[int]) -> dict[str, object]:
         tokenizer = self._services.card.tokenizer
-        bad = next((token for token in body.tokens if token >= tokenizer.vocab_size), None)
+        bad = next((token for token in tokens if token >= tokenizer.vocab_size), None)
         if bad is not None:
             raise RequestError(
                 f"tokens has {bad}; ids end at {tokenizer.vocab_size - 1}.", "tokens"
             )
-        return reply({"prompt": tokenizer.decode(body.tokens, skip_special=False)})
+        return {"prompt": tokenizer.decode(tokens, skip_special=False)}
 
     async def apply_template(self, request: Request) -> Response:
-        body = TokenizeChatRequest.read(await self._read(request))
+        body = await read_as(request, TokenizeChatRequest.read, self._services)
         self._services.preparer.adapter_of(body.model)
-        return reply({"prompt": self._services.preparer.render(body)})
+        report = self._services.client.report
+        return reply({"prompt": await self._services.preparer.render(body, report)})
 
 
-def _has_messages(raw: bytes) -> bool:
-    """Whether a body for /tokenize holds a conversation; what else is wrong is found later."""
-    try:
-        return "messages" in msgspec.json.decode(raw, type=dict)
-    except (msgspec.DecodeError, UnicodeDecodeError):
-        return False
+def _read_tokenize(raw: bytes) -> TokenizeRequest | TokenizeChatRequest:
+    """A body for /tokenize: a text, or a conversation."""
+    fields = decode_object(raw)
+    kind = TokenizeChatRequest if "messages" in fields else TokenizeRequest
+    return kind.of(fields, len(raw))
 
 
 class Operations:
@@ -222,26 +225,10 @@ class Operations:
         health = self._readiness()
         if not health.ok:
             return _health(health)
-        began = time.monotonic()
-        try:
-            await asyncio.wait_for(self._probe(), _PROBE_TIMEOUT_S)
-        except TimeoutError:
-            return _health(Health(False, f"no token came within {_PROBE_TIMEOUT_S:g} s"))
-        except EngineError as error:
-            return _health(Health(False, str(error)))
-        return reply({"status": "ok", "seconds": round(time.monotonic() - began, 4)})
-
-    async def _probe(self) -> None:
-        request = NewRequest(
-            f"health-{next(self._services.probe_ids)}",
-            self._services.card.tokenizer.encode("Hi")[:8],
-            SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True),
-            priority=_PROBE_PRIORITY,
-        )
-        probing = self._services.client.generate(request, tracked=False)
-        async with aclosing(probing) as outputs:
-            async for _ in outputs:
-                pass
+        result = await self._services.probe.run()
+        if result.error is not None:
+            return _health(Health(False, result.error))
+        return reply({"status": "ok", "seconds": round(result.seconds, 4)})
 
     async def version(self) -> Response:
         return reply({"version": importlib.metadata.version("windlass")})
@@ -270,19 +257,17 @@ class AdapterChanges:
         self._services = services
 
     async def load(self, request: Request) -> Response:
-        body = LoadAdapterRequest.read(await self._admitted(request))
+        self._services.door.check_admin(request)
+        body = await read_as(request, LoadAdapterRequest.read, self._services)
         await self._services.door.load(body.lora_name, body.lora_path)
         return reply({"status": "loaded", "id": body.lora_name})
 
     async def unload(self, request: Request) -> Response:
-        body = UnloadAdapterRequest.read(await self._admitted(request))
+        self._services.door.check_admin(request)
+        body = await read_as(request, UnloadAdapterRequest.read, self._services)
         num_running = await self._services.door.unload(body.lora_name)
         status = "draining" if num_running else "unloaded"
         return reply({"status": status, "id": body.lora_name, "num_running": num_running})
-
-    async def _admitted(self, request: Request) -> bytes:
-        self._services.door.check_admin(request)
-        return await read_body(request, self._services.config.max_body_bytes)
 
 
 def _health(health: Health) -> Response:

@@ -75,8 +75,7 @@ class Service:
             return await self._serve(report, on_ready, stop)
         finally:
             await self._client.close()
-            if self._services.recorder is not None:
-                self._services.recorder.close()
+            self._services.close()
 
     async def _unless_stopped(
         self, start: asyncio.Task[EngineReport], stop: asyncio.Event

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
 import logging
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -14,15 +12,18 @@ from windlass.core.card import ModelCard
 from windlass.core.types import EngineStats
 from windlass.serve.adapters import AdapterDoor
 from windlass.serve.admission import Admission
-from windlass.serve.chat import ChatTemplate
 from windlass.serve.client import EngineClient
 from windlass.serve.cost import CostBook, make_cost_book
 from windlass.serve.desk import Desk
 from windlass.serve.metrics import Metrics
 from windlass.serve.prepare import Preparer
+from windlass.serve.probe import GenerateProbe
 from windlass.serve.record import Recorder, make_recorder
 from windlass.serve.sleep import Sleeper
 from windlass.serve.storybook import StoryBook
+from windlass.serve.template_process import TemplateProcess
+from windlass.serve.template_worker import TemplateSource
+from windlass.serve.workers import Workers
 
 _log = logging.getLogger("windlass.serve")
 
@@ -41,10 +42,20 @@ class Services:
     door: AdapterDoor
     book: StoryBook
     sleeper: Sleeper
+    probe: GenerateProbe
+    workers: Workers
+    template: TemplateProcess | None = None  # None: the model has no chat template
     costs: CostBook | None = None  # None: no price is known
     recorder: Recorder | None = None  # None: no traffic is recorded
     started: int = field(default_factory=lambda: int(time.time()))
-    probe_ids: Iterator[int] = field(default_factory=itertools.count)
+
+    def close(self) -> None:
+        """End threads, processes and files of the HTTP side."""
+        self.workers.close()
+        if self.template is not None:
+            self.template.close()
+        if self.recorder is not None:
+            self.recorder.close()
 
 
 def make_services(client: EngineClient, card: ModelCard, config: ServeConfig) -> Services:
@@ -62,17 +73,31 @@ def make_services(client: EngineClient, card: ModelCard, config: ServeConfig) ->
 
     client.on_stats = on_stats
     client.on_stories = book.tell
-    adapters = client.adapters
-    preparer = Preparer(card, config, _read_template(card, config), lambda: adapters.folders.keys())
     desk = Desk(metrics, config.enable_log_requests)
     recorder = make_recorder(config, card.tokenizer)
-    door = AdapterDoor(client, config, card.name)
-    sleeper = Sleeper(client, desk)
-    parts = (preparer, metrics, admission, desk, door, book, sleeper, costs, recorder)
-    return Services(client, card, config, *parts)
+    workers, template = Workers(), _start_template(card, config)
+    return Services(
+        client=client,
+        card=card,
+        config=config,
+        preparer=Preparer(
+            card, config, template, workers, adapters=lambda: client.adapters.folders.keys()
+        ),
+        metrics=metrics,
+        admission=admission,
+        desk=desk,
+        door=AdapterDoor(client, config, card.name),
+        book=book,
+        sleeper=Sleeper(client, desk),
+        probe=GenerateProbe(client, card.tokenizer),
+        workers=workers,
+        template=template,
+        costs=costs,
+        recorder=recorder,
+    )
 
 
-def _read_template(card: ModelCard, config: ServeConfig) -> ChatTemplate | None:
+def _start_template(card: ModelCard, config: ServeConfig) -> TemplateProcess | None:
     """The template that was asked for, or the model's own; tried, and its findings logged."""
     source = card.chat_template
     if config.chat_template is not None:
@@ -80,7 +105,9 @@ def _read_template(card: ModelCard, config: ServeConfig) -> ChatTemplate | None:
     if source is None:
         _log.warning("%s has no chat template: only /v1/completions will answer", card.name)
         return None
-    template = ChatTemplate(source, card.special_tokens, config.default_chat_template_kwargs)
+    template = TemplateProcess(
+        TemplateSource(source, dict(card.special_tokens), dict(config.default_chat_template_kwargs))
+    )
     for fact in template.facts:
         _log.warning("%s", fact)
     return template

@@ -1,9 +1,15 @@
-"""How answers look: the JSON of chat and text completions, whole and in chunks."""
+"""How answers look: the JSON of chat and text completions, whole and in chunks.
+
+Log probabilities are encoded token by token: encoding all of an answer in one call would hold the
+GIL for as long as that takes.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any, Protocol
+
+import msgspec
 
 from windlass.core.completion import Completion
 from windlass.core.text import Tokenizer
@@ -93,12 +99,14 @@ class ChatShape:
         content = [self._entry(logprob) for logprob in portion.logprobs]
         return {"content": content, "refusal": None}
 
-    def _entry(self, logprob: TokenLogprob) -> Json:
+    def _entry(self, logprob: TokenLogprob) -> msgspec.Raw:
         top = logprob.top if self._body.top_logprobs else []
-        return {
-            **self._token(logprob.token, logprob.logprob),
-            "top_logprobs": [self._token(token, value) for token, value in top],
-        }
+        return _encoded(
+            {
+                **self._token(logprob.token, logprob.logprob),
+                "top_logprobs": [self._token(token, value) for token, value in top],
+            }
+        )
 
     def _token(self, token: int, logprob: float) -> Json:
         return {
@@ -135,7 +143,7 @@ class CompletionShape:
         return {}
 
     def _choice(self, portion: Portion, completion: Completion) -> Json:
-        echo = self._echo(completion) if self._body.echo and portion.first else ""
+        echo = self._prompt_text(completion) if self._body.echo and portion.first else ""
         choice = {
             "index": portion.index,
             "text": echo + portion.text,
@@ -146,12 +154,10 @@ class CompletionShape:
             choice["prompt_token_ids"] = completion.request.prompt
         return choice
 
-    def _echo(self, completion: Completion) -> str:
+    def _prompt_text(self, completion: Completion) -> str:
         prompt = self._prepared.prompts[completion.index // self._prepared.sampling.n]
-        if prompt.text is not None and self._body.truncate_prompt_tokens is None:
-            return prompt.text
-        skip = self._prepared.sampling.skip_special_tokens
-        return self._tokenizer.decode(prompt.tokens, skip)
+        assert prompt.text is not None, "prepare.py spells prompts for echo"
+        return prompt.text
 
     def _logprobs(self, portion: Portion, completion: Completion) -> Json | None:
         if self._body.logprobs is None:
@@ -177,7 +183,7 @@ class CompletionShape:
         made["token_logprobs"].append(_finite(logprob.logprob))
         top = logprob.top if self._body.logprobs else []
         entries = {self._tokenizer.token_text(other): _finite(value) for other, value in top}
-        made["top_logprobs"].append({**entries, text: _finite(logprob.logprob)})
+        made["top_logprobs"].append(_encoded({**entries, text: _finite(logprob.logprob)}))
 
 
 def _ending(portion: Portion) -> Json:
@@ -188,23 +194,26 @@ def _token_ids(portion: Portion, wanted: bool | None) -> Json:
     return {"token_ids": portion.tokens} if wanted else {}
 
 
-def prompt_logprobs(completion: Completion, tokenizer: Tokenizer) -> list[Json | None]:
+def prompt_logprobs(completion: Completion, tokenizer: Tokenizer) -> list[msgspec.Raw | None]:
     """Per prompt token its own and the likeliest ones' log probability; the first has none."""
-    made: list[Json | None] = [None]
+    made: list[msgspec.Raw | None] = [None]
     for logprob in completion.prompt_logprobs:
         ranked = [(token, value, rank) for rank, (token, value) in enumerate(logprob.top, 1)]
         ranked.append((logprob.token, logprob.logprob, logprob.rank))
-        made.append(
-            {
-                str(token): {
-                    "logprob": _finite(value),
-                    "rank": rank,
-                    "decoded_token": tokenizer.token_text(token),
-                }
-                for token, value, rank in ranked
+        entries = {
+            str(token): {
+                "logprob": _finite(value),
+                "rank": rank,
+                "decoded_token": tokenizer.token_text(token),
             }
-        )
+            for token, value, rank in ranked
+        }
+        made.append(_encoded(entries))
     return made
+
+
+def _encoded(value: Json) -> msgspec.Raw:
+    return msgspec.Raw(msgspec.json.encode(value))
 
 
 def usage(prepared: Prepared, served: Sequence[Served], cost: Cost | None = None) -> Json:

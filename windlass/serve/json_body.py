@@ -1,0 +1,107 @@
+"""JSON text to Python objects, within limits that are checked before any object is made.
+
+Making objects of a hostile body takes seconds and holds the GIL all the while, so the punctuation
+of the text is counted first. What fields mean is decided in protocol.py.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from windlass.errors import RequestError
+from windlass.serve import body_limits as limits
+from windlass.serve.shown import shown
+
+_MAX_NAME_CHARS = 100
+_MIN_INT, _MAX_INT = -(2**63), 2**64 - 1
+
+
+def decode_object(raw: bytes) -> dict[str, Any]:
+    """The JSON object that is a request's body; an error names the field where it can."""
+    num_keys = _count_keys(raw, "the body")
+    body = _parse(raw, "the body")
+    if not isinstance(body, dict):
+        raise RequestError(f"the body must be a JSON object, got {shown(body)}.")
+    found = len(body) + sum(
+        _count_checked_keys(value, name[:_MAX_NAME_CHARS], param=name[:_MAX_NAME_CHARS])
+        for name, value in body.items()
+    )
+    _check_duplicates(num_keys, found, "the body")
+    return body
+
+
+def decode(raw: bytes, what: str) -> Any:
+    """The value of JSON text that came in a string; errors begin with `what`."""
+    num_keys = _count_keys(raw, what)
+    value = _parse(raw, what)
+    _check_duplicates(num_keys, _count_checked_keys(value, what), what)
+    return value
+
+
+def _parse(raw: bytes, what: str) -> Any:
+    """Refuses NaN, Infinity, numbers beyond a double and unpaired surrogates."""
+    try:
+        return msgspec.json.decode(raw)
+    except RecursionError:
+        raise _too_deep(what) from None
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise RequestError(f"{what} is not valid JSON: {error}.") from None
+
+
+def _check_duplicates(num_keys: int, num_kept: int, what: str) -> None:
+    """The parser keeps the last of several fields with one name: then it has fewer than the text."""
+    if num_kept < num_keys:
+        raise RequestError(f"{what} has an object with two fields of the same name.")
+
+
+def _count_keys(raw: bytes, what: str) -> int:
+    """Check the size of JSON text by its punctuation; returns the number of object keys.
+
+    For text that is not valid JSON the numbers mean nothing, and the parser refuses it.
+    """
+    # Without escaped quotes, every second part between quotes lies outside of strings.
+    plain = raw.replace(rb"\\", b"").replace(rb"\"", b"")
+    _check_count(what, plain.count(b'"') // 2, "strings", limits.MAX_STRINGS)
+    outside = b"".join(plain.split(b'"')[::2])
+    num_containers = outside.count(b"[") + outside.count(b"{")
+    _check_count(what, num_containers, "arrays and objects", limits.MAX_CONTAINERS)
+    _check_count(what, outside.count(b",") + num_containers, "values", limits.MAX_VALUES)
+    return outside.count(b":")
+
+
+def _check_count(what: str, count: int, kind: str, most: int) -> None:
+    if count > most:
+        raise RequestError(f"{what} has {count:,} {kind}; this server takes at most {most:,}.")
+
+
+def _count_checked_keys(value: Any, what: str, param: str | None = None) -> int:
+    """Check depth and integers of a value, level by level; returns the number of object keys."""
+    level: list[Any] = [value]
+    num_keys, depth = 0, 1
+    while level:
+        inner: list[Any] = []
+        for item in level:
+            kind = type(item)
+            if kind is list or kind is dict:
+                if depth > limits.MAX_DEPTH:
+                    raise _too_deep(what, param)
+                num_keys += len(item) if kind is dict else 0
+                inner += item.values() if kind is dict else item
+            elif kind is int and not _MIN_INT <= item <= _MAX_INT:
+                raise RequestError(
+                    f"{what} has an integer that does not fit 64 bits: integers must be at least "
+                    "-2**63 and less than 2**64.",
+                    param,
+                )
+        level, depth = inner, depth + 1
+    return num_keys
+
+
+def _too_deep(what: str, param: str | None = None) -> RequestError:
+    return RequestError(
+        f"{what} nests arrays and objects in more than {limits.MAX_DEPTH} levels, which is the "
+        "limit of this server.",
+        param,
+    )

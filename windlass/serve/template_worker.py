@@ -1,0 +1,123 @@
+"""The process that renders chat templates, and the messages to and from it.
+
+Who starts it, and ends it when a render takes too long, is template_process.py. It imports little,
+so that it starts fast.
+"""
+
+from __future__ import annotations
+
+import signal
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from typing import Any
+
+import msgspec
+
+from windlass.errors import ConfigError, RequestError
+from windlass.serve.chat import ChatTemplate
+from windlass.serve.orphans import die_with_parent
+
+_MAX_MEMORY_BYTES = 2**30  # address space of the process, on Linux
+_NO_MEMORY = f"needs more than {_MAX_MEMORY_BYTES / 2**30:g} GiB of memory"
+GIVE_ANOTHER = "Give another one with --chat-template."
+
+
+@dataclass(frozen=True, slots=True)
+class TemplateSource:
+    """All that a ChatTemplate is made of; crosses to the process as it is."""
+
+    text: str
+    special_tokens: Mapping[str, str] = field(default_factory=dict)
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+
+
+class RenderJob(msgspec.Struct, frozen=True, kw_only=True):
+    """One conversation, and the most characters that its prompt may have."""
+
+    messages: list[dict[str, Any]]
+    max_chars: int
+    options: dict[str, Any] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final: bool = False
+
+
+class Booted(msgspec.Struct, tag="booted", frozen=True):
+    """The process runs, and tries the template now."""
+
+
+class Ready(msgspec.Struct, tag="ready", frozen=True):
+    facts: list[str]
+
+
+class Unusable(msgspec.Struct, tag="unusable", frozen=True):
+    """The template does not parse, or cannot render the simplest conversation."""
+
+    message: str
+
+
+class Text(msgspec.Struct, tag="text", frozen=True):
+    text: str
+
+
+class TooLong(msgspec.Struct, tag="too_long", frozen=True):
+    num_chars: int
+
+
+class Refused(msgspec.Struct, tag="refused", frozen=True):
+    message: str
+    param: str | None
+
+
+Reply = Booted | Ready | Unusable | Text | TooLong | Refused
+encode = msgspec.msgpack.Encoder().encode
+_decode_job = msgspec.msgpack.Decoder(RenderJob).decode
+decode_reply = msgspec.msgpack.Decoder(Reply).decode
+
+
+def template_main(source: TemplateSource, pipe: Connection) -> None:
+    """Run as the whole process: render job after job, until the other end of `pipe` is closed."""
+    die_with_parent()
+    # A terminal and a service manager signal the whole group: the parent decides.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    _limit_memory()
+    pipe.send_bytes(encode(Booted()))
+    try:
+        template = ChatTemplate(source.text, source.special_tokens, source.defaults)
+    except ConfigError as error:
+        pipe.send_bytes(encode(Unusable(str(error))))
+        return
+    except MemoryError:
+        pipe.send_bytes(encode(Unusable(f"the chat template {_NO_MEMORY}. {GIVE_ANOTHER}")))
+        return
+    pipe.send_bytes(encode(Ready(list(template.facts))))
+    while True:
+        try:
+            job = _decode_job(pipe.recv_bytes())
+        except EOFError:
+            return
+        pipe.send_bytes(encode(_render(template, job)))
+
+
+def _limit_memory() -> None:
+    if sys.platform == "linux":
+        import resource
+
+        resource.setrlimit(resource.RLIMIT_AS, (_MAX_MEMORY_BYTES, _MAX_MEMORY_BYTES))
+
+
+def _render(template: ChatTemplate, job: RenderJob) -> Reply:
+    try:
+        text = template.render(
+            job.messages,
+            options=job.options,
+            add_generation_prompt=job.add_generation_prompt,
+            continue_final=job.continue_final,
+        )
+    except RequestError as error:
+        return Refused(str(error), error.param)
+    except MemoryError:
+        return Refused(f"the chat template {_NO_MEMORY} for these messages.", "messages")
+    return Text(text) if len(text) <= job.max_chars else TooLong(len(text))
