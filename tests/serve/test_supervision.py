@@ -128,6 +128,7 @@ def test_one_poison_request_among_innocent_ones_is_found() -> None:
             assert [each.result(60)[-1] for each in innocents] == [200] * NUM_INNOCENTS
         finally:
             deadline.set()
+        wait_until(lambda: server.http.get("/health/ready").status_code == 200)
         assert server.complete(prompt="SLOW DIE", max_tokens=8).status_code == 422
         assert not server.client.failed.is_set()
 
