@@ -7,6 +7,7 @@ No torch here.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -186,6 +187,29 @@ class ServeConfig:
     max_num_queued_reqs: int = option(1024, "Most requests that wait; more get 429.")
     max_num_queued_tokens: int | None = option(None, "Most prompt tokens that wait; more get 429.")
     max_body_bytes: int = option(4 * 2**20, "Largest request body; more gets 413.")
+    max_buffered_body_bytes: int = option(
+        256 * 2**20, "Largest sum of the request bodies that are being received; more gets 503."
+    )
+    max_url_bytes: int = option(8 * 2**10, "Longest URL; more gets 414.")
+    max_header_bytes: int = option(32 * 2**10, "Largest sum of a request's headers; more gets 431.")
+    max_header_fields: int = option(100, "Most headers of a request; more gets 431.")
+    max_connections: int = option(
+        AUTO, "Most open connections; more get 503; -1: by the limit of open files (ulimit -n)."
+    )
+    max_stream_buffer_bytes: int = option(
+        2**20, "Largest part of a stream that may wait for its reader before the server hangs up."
+    )
+    header_timeout: float = option(20.0, "Seconds for a client to send a request's headers.")
+    body_timeout: float = option(
+        30.0, "Seconds in which a body must advance by --min-transfer-rate; else it gets 408."
+    )
+    write_timeout: float = option(
+        30.0, "Seconds in which a reader that lags must take --min-transfer-rate, or is cut off."
+    )
+    keep_alive_timeout: float = option(30.0, "Seconds that an idle connection is kept open.")
+    min_transfer_rate: int = option(
+        512, "Bytes per second below which a body or a lagging reader counts as stalled."
+    )
     max_logprobs: int = option(20, "Most logprobs a request may ask for; -1: no limit.")
     stream_interval: int = option(1, "Tokens per streamed chunk.")
     shutdown_timeout: float = option(30.0, "Seconds to finish running requests after SIGTERM.")
@@ -212,6 +236,7 @@ class ServeConfig:
         at_least(self, 1, "max_num_queued_reqs", "max_num_queued_tokens", "max_body_bytes")
         at_least(self, 1, "stream_interval")
         at_least(self, 0, "shutdown_timeout", "hang_timeout", "price_per_hour")
+        self._check_transport()
         at_least(self, 1, "record_max_bytes")
         if not 0.0 < self.record_share <= 1.0:
             raise ConfigError(
@@ -226,6 +251,23 @@ class ServeConfig:
             raise ConfigError("--ssl-keyfile and --ssl-certfile go together; one is missing.")
         if self.chat_template is not None and not Path(self.chat_template).is_file():
             raise ConfigError(f"--chat-template: no such file: {self.chat_template}")
+
+    def _check_transport(self) -> None:
+        at_least(self, 1, "max_url_bytes", "max_header_bytes", "max_header_fields")
+        at_least(self, 1, "max_stream_buffer_bytes", "min_transfer_rate")
+        if self.max_connections != AUTO:
+            at_least(self, 1, "max_connections")
+        for name in ("header_timeout", "body_timeout", "write_timeout", "keep_alive_timeout"):
+            if not 0.0 < getattr(self, name) < math.inf:
+                raise ConfigError(
+                    f"{flag(name)} must be above 0, got {getattr(self, name)}. A connection "
+                    "without a time limit can be held for ever; choose a large number instead."
+                )
+        if self.max_buffered_body_bytes < self.max_body_bytes:
+            raise ConfigError(
+                f"--max-buffered-body-bytes ({self.max_buffered_body_bytes}) is below "
+                f"--max-body-bytes ({self.max_body_bytes}): the largest body would never be taken."
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -17,7 +18,7 @@ from tests.serve.fakes import CARD, Options, counting
 from windlass.config import ServeConfig
 from windlass.core.card import ModelCard
 from windlass.serve.client import EngineClient, RestartPolicy
-from windlass.serve.launch import bind, live
+from windlass.serve.launch import bind, live, run_loop
 from windlass.serve.loop import Build
 
 QUICK_RESTARTS = RestartPolicy(first_pause_s=0.05)
@@ -66,11 +67,19 @@ def running(
     build: Build | None = None,
     card: ModelCard = CARD,
     restarts: RestartPolicy = QUICK_RESTARTS,
+    verify: bool = True,
+    send_buffer: int | None = None,
     **options: object,
 ) -> Iterator[Server]:
-    """A server in a thread of this process, its engine in a process of its own."""
+    """A server in a thread of this process, its engine in a process of its own.
+
+    `verify` False: the client takes whatever certificate the server has. `send_buffer`: bytes that
+    the kernel keeps of what a client has not read.
+    """
     config = ServeConfig(port=0, **options)  # type: ignore[arg-type]
     listener = bind(config)
+    if send_buffer is not None:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer)
     client = EngineClient(build or counting(Options()), config.hang_timeout, restarts)
     ready: list[str] = []
     result: list[int | BaseException] = []
@@ -85,7 +94,7 @@ def running(
 
     def body() -> None:
         try:
-            result.append(asyncio.run(main()))
+            result.append(run_loop(main()))
         except BaseException as error:
             result.append(error)
 
@@ -99,11 +108,11 @@ def running(
         if thread.is_alive():
             loop, event = holder[0]
             loop.call_soon_threadsafe(event.set)
-            thread.join(20)
+            thread.join(60)
         assert isinstance(result[0], int), result
         return result[0]
 
-    with httpx.Client(base_url=ready[0], timeout=20) as http:
+    with httpx.Client(base_url=ready[0], timeout=20, verify=verify) as http:
         try:
             yield Server(ready[0], http, client, stop)
         finally:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
 import msgspec
@@ -27,6 +27,7 @@ from windlass.serve.protocol import Generation, StreamOptions
 from windlass.serve.services import Services
 from windlass.serve.shapes import Json, Shape, usage
 from windlass.serve.storybook import Entry
+from windlass.serve.transport import CONNECTION, LimitedProtocol
 
 T = TypeVar("T")
 
@@ -34,6 +35,8 @@ _INLINE_SCORES = 200  # tokens whose log probabilities are spelled on the event 
 _FAIR_PORTIONS = 32  # sent in a row before other clients get their turn
 _DONE = b"data: [DONE]\n\n"
 _STRAIGHT = "windlass.send"  # in a scope: the server's own `send`
+_OUTPUT_BYTES = 256  # about what one token takes in memory while it waits, and as an event
+_LOGPROB_BYTES = 64
 _MARK = "\0"
 _MARK_JSON = msgspec.json.encode(_MARK)
 
@@ -104,6 +107,7 @@ class Answer:
         always = config.enable_force_include_usage or self._price is not None
         self._usage_at_end = options.include_usage or always
         self._usage_always = options.continuous_usage_stats
+        self._max_buffer_bytes = config.max_stream_buffer_bytes
         self._is_plain = shape.is_plain and not self._usage_always
         self._frames: dict[int, tuple[bytes, bytes]] = {}
         interval = config.stream_interval if body.stream else None
@@ -139,6 +143,13 @@ class Answer:
         self._entry = self._book.open(self._prepared.answer_id, self._owner, began, ids)
         self._inbox = self._client.submit(self._prepared.requests)
         return self._inbox
+
+    def limit_backlog(self, max_bytes: int, on_full: Callable[[], None]) -> None:
+        """Call `on_full` while about `max_bytes` of outputs wait to be sent."""
+        if self._inbox is not None:
+            logprobs = self._prepared.sampling.logprobs
+            per_output = _OUTPUT_BYTES + _LOGPROB_BYTES * (logprobs or 0)
+            self._inbox.limit(max_bytes // per_output, on_full)
 
     def close(self) -> None:
         """Abort what still runs; must come last, whatever happened."""
@@ -201,7 +212,7 @@ class Answer:
         except BaseException:
             self.close()
             raise
-        return EventStream(self, first, self._ticket)
+        return EventStream(self, first, self._ticket, self._max_buffer_bytes)
 
     async def events(self, first: Portion | None, send: Send) -> None:
         """Send all events of the stream, the first of them made of `first`."""
@@ -258,27 +269,33 @@ class EventStream(StreamingResponse):
     """Sends server-sent events until they end, fail, or nobody reads them; ends the ticket.
 
     `first` is the portion of `answer` that came before its status was known. The answer is closed
-    at the end.
+    at the end. A client that leaves more than `max_buffer_bytes` unread is cut off.
     """
 
-    def __init__(self, answer: Answer, first: Portion | None, ticket: Ticket) -> None:
+    def __init__(
+        self, answer: Answer, first: Portion | None, ticket: Ticket, max_buffer_bytes: int
+    ) -> None:
         # Proxies must not collect a stream before they pass it on.
         headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
         super().__init__((), headers=headers, media_type="text/event-stream")
         self._answer = answer
         self._first = first
         self._ticket = ticket
+        self._max_buffer_bytes = max_buffer_bytes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        connection: LimitedProtocol = scope[CONNECTION]
+        self._answer.limit_backlog(self._max_buffer_bytes, connection.cut_if_unread)
         try:
-            await unless_gone(receive, self._send_all(send, scope.get(_STRAIGHT, send)))
+            sending = self._send_all(send, scope.get(_STRAIGHT, send), connection)
+            await unless_gone(receive, sending)
         except ClientGone:
             self._ticket.end("aborted")
         finally:
             self._answer.close()
             self._ticket.end("error")  # unless it has ended otherwise
 
-    async def _send_all(self, send: Send, straight: Send) -> None:
+    async def _send_all(self, send: Send, straight: Send, connection: LimitedProtocol) -> None:
         """The events, and for an error in mid-stream one that tells it.
 
         The layers of the application look at a stream's start alone: its events go past them.
@@ -292,5 +309,6 @@ class EventStream(StreamingResponse):
             told = msgspec.json.encode(problem_of(error).body())
             await straight(_body(b"data: " + told + b"\n\n"))
         else:
-            self._ticket.end("success")
+            # Events for a closed connection are dropped without an error.
+            self._ticket.end("aborted" if connection.is_closing else "success")
         await send(_body(b"", more=False))

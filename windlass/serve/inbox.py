@@ -1,10 +1,11 @@
-"""Where the outputs of some requests wait until their answer takes them. One who waits, no locks."""
+"""Queues the outputs of an answer's requests until it takes them. One consumer, no locks."""
 
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from windlass.core.types import Output
 from windlass.errors import EngineError
@@ -15,15 +16,24 @@ Item = Output | EngineError
 class Inbox:
     """Shared by the completions of one answer; `open_ids` are those that have not ended."""
 
-    __slots__ = ("_items", "_waiting", "open_ids")
+    __slots__ = ("_items", "_max_items", "_on_full", "_waiting", "open_ids")
 
     def __init__(self, request_ids: Iterable[str]) -> None:
         self.open_ids = set(request_ids)
         self._items: deque[Item] = deque()
+        self._max_items = sys.maxsize
+        self._on_full: Callable[[], None] = lambda: None
         self._waiting: asyncio.Future[None] | None = None
+
+    def limit(self, max_items: int, on_full: Callable[[], None]) -> None:
+        """Call `on_full` with every item that comes while `max_items` or more wait."""
+        self._max_items = max_items
+        self._on_full = on_full
 
     def put(self, item: Item) -> None:
         self._items.append(item)
+        if len(self._items) > self._max_items:
+            self._on_full()
         waiting = self._waiting
         if waiting is not None:
             self._waiting = None

@@ -24,6 +24,7 @@ from windlass.config import ServeConfig
 from windlass.core.card import EngineReport, ModelCard
 from windlass.errors import ConfigError
 from windlass.serve.client import EngineClient
+from windlass.serve.descriptors import raise_descriptor_limit
 
 _log = logging.getLogger("windlass.serve")
 
@@ -42,9 +43,10 @@ def serve(client: EngineClient, open_card: OpenCard, config: ServeConfig, on_rea
     first one this process ends in any case: whatever blocks it has _EXIT_GRACE_S more than
     --shutdown-timeout, and then the exit is forced.
     """
+    raise_descriptor_limit()
     listener = bind(config)
     try:
-        return _run(_serve_until_signal(client, open_card, config, listener, on_ready))
+        return run_loop(_serve_until_signal(client, open_card, config, listener, on_ready))
     finally:
         listener.close()
         if config.uds is not None:
@@ -74,7 +76,8 @@ class ExitDeadline:
         self._force_exit()
 
 
-def _run(main: Coroutine[Any, Any, int]) -> int:
+def run_loop(main: Coroutine[Any, Any, int]) -> int:
+    """Run `main` in uvloop's event loop where that is installed, else in asyncio's own."""
     if importlib.util.find_spec("uvloop") is None:
         return asyncio.run(main)
     import uvloop

@@ -6,6 +6,7 @@ measured here. `received` always equals the outcomes plus what is in flight.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Literal
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
@@ -44,6 +45,7 @@ class Metrics:
         self._engine_metrics()
         self._adapter_metrics()
         self._request_metrics()
+        self._connection_metrics()
         self._histograms()
 
     def _engine_metrics(self) -> None:
@@ -119,6 +121,18 @@ class Metrics:
         self._prompt = self._counter("prompt_tokens", "Prompt tokens of started requests.")
         self._cached = self._counter("prompt_tokens_cached", "Of these, found in the cache.")
 
+    def _connection_metrics(self) -> None:
+        self._connections = self._gauge("http_connections", "Open HTTP connections.")
+        self._body_bytes = self._gauge(
+            "http_buffered_body_bytes", "Bytes of request bodies that are being received."
+        )
+        self._cuts = Counter(
+            f"{_PREFIX}http_connections_cut",
+            "Connections that the server refused or closed because of their client, by reason.",
+            (_LABEL, "reason"),
+            registry=self.registry,
+        )
+
     def _histograms(self) -> None:
         make = self._histogram
         self._ttft = make("time_to_first_token_seconds", "Arrival to first token.", _FIRST_TOKEN)
@@ -193,6 +207,18 @@ class Metrics:
         for at, count in enumerate(stats.accepted_per_position):
             known = before[at] if at < len(before) else 0
             self._accepted_at.labels(self._model_name, str(at)).inc(count - known)
+
+    # ---- connections -------------------------------------------------------------------------
+
+    def watch_connections(
+        self, num_open: Callable[[], float], num_body_bytes: Callable[[], float]
+    ) -> None:
+        """Take these numbers whenever metrics are read."""
+        self._connections.set_function(num_open)
+        self._body_bytes.set_function(num_body_bytes)
+
+    def connection_cut(self, reason: str) -> None:
+        self._cuts.labels(self._model_name, reason).inc()
 
     # ---- requests ----------------------------------------------------------------------------
 

@@ -99,7 +99,12 @@ _TABLE: tuple[tuple[type[EngineError], int, str, str | None], ...] = (
     (EngineError, 500, "internal_server_error", None),
 )
 
-_TYPES = {401: "authentication_error", 404: "not_found_error", 405: "invalid_request_error"}
+_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    503: "service_unavailable_error",
+}
 
 
 def problem_of(error: EngineError) -> Problem:
@@ -114,8 +119,9 @@ def problem_of(error: EngineError) -> Problem:
     return Problem(status, str(error), kind, param, code, headers)
 
 
-def problem_of_status(status: int, message: str, **headers: str) -> Problem:
+def problem_of_status(
+    status: int, message: str, code: str | None = None, **headers: str
+) -> Problem:
     """A problem that HTTP itself found: no such path, wrong method, no key."""
-    return Problem(
-        status, message, _TYPES.get(status, "internal_server_error"), headers=dict(headers)
-    )
+    default = "invalid_request_error" if status < 500 else "internal_server_error"
+    return Problem(status, message, _TYPES.get(status, default), code=code, headers=dict(headers))

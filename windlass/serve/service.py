@@ -5,10 +5,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import socket
 import ssl
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+from typing import Any, cast
 
 import uvicorn
 
@@ -18,17 +21,44 @@ from windlass.errors import WorkerDied
 from windlass.serve.answer import with_straight_send
 from windlass.serve.app import create_app
 from windlass.serve.client import EngineClient
+from windlass.serve.connections import ConnectionLimits, Connections
+from windlass.serve.descriptors import connection_cap
 from windlass.serve.launch import OnReady, url_of
 from windlass.serve.services import make_services
+from windlass.serve.tls import TlsListener, tls_context
+from windlass.serve.transport import LimitedProtocol
 
 _log = logging.getLogger("windlass.serve")
 
-_KEEP_ALIVE_S = 30
 _LAST_ANSWERS_S = 2  # after the drain: for the errors that tell the rest of the requests
 
 
 class _Server(uvicorn.Server):
-    """uvicorn without its signal handlers: what a signal means is decided here."""
+    """uvicorn without its signal handlers, and with a TLS listener that has limits."""
+
+    def __init__(
+        self, config: uvicorn.Config, connections: Connections, tls: ssl.SSLContext | None
+    ) -> None:
+        super().__init__(config)
+        self._connections = connections
+        self._tls = tls
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        if self._tls is None:
+            await super().startup(sockets)
+            return
+        assert sockets is not None
+        await self.lifespan.startup()
+        make_protocol = partial(
+            cast(Callable[..., LimitedProtocol], self.config.http_protocol_class),
+            config=self.config,
+            server_state=self.server_state,
+            app_state=self.lifespan.state,
+        )
+        self.servers: list[Any] = [
+            TlsListener(each, self._tls, make_protocol, self._connections) for each in sockets
+        ]
+        self.started = True
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -45,10 +75,20 @@ class Service:
         self._config = config
         self._listener = listener
         self._services = make_services(client, card, config)
-        self._server = _Server(self._uvicorn_config())
+        self._cap = connection_cap(config.max_connections)
+        self._connections = self._make_connections()
+        tls = tls_context(config)
+        self._server = _Server(self._uvicorn_config(), self._connections, tls)
+
+    def _make_connections(self) -> Connections:
+        metrics = self._services.metrics
+        limits = ConnectionLimits.of(self._config, int(self._cap.value))
+        made = Connections(limits, metrics.connection_cut)
+        metrics.watch_connections(lambda: made.num_open, lambda: made.num_body_bytes)
+        return made
 
     def _uvicorn_config(self) -> uvicorn.Config:
-        config = self._config
+        protocol = partial(LimitedProtocol, connections=self._connections)
         return uvicorn.Config(
             with_straight_send(create_app(self._services)),
             log_config=None,
@@ -56,12 +96,9 @@ class Service:
             lifespan="off",
             ws="none",
             server_header=False,
-            timeout_keep_alive=_KEEP_ALIVE_S,
+            http=cast(type[asyncio.Protocol], protocol),
+            timeout_keep_alive=math.ceil(self._config.keep_alive_timeout),
             timeout_graceful_shutdown=_LAST_ANSWERS_S,
-            ssl_keyfile=config.ssl_keyfile,
-            ssl_certfile=config.ssl_certfile,
-            ssl_ca_certs=config.ssl_ca_certs,
-            ssl_cert_reqs=ssl.CERT_REQUIRED if config.ssl_ca_certs else ssl.CERT_NONE,
         )
 
     async def run(
@@ -99,9 +136,13 @@ class Service:
             await asyncio.sleep(0.01)
         if serving.done():
             await serving  # raises what kept it from listening
+        sweeping = asyncio.create_task(self._connections.sweep_forever())
+        report = replace(report, choices=[*report.choices, self._cap])
         on_ready(report, url_of(self._config, self._listener))
-        either: set[asyncio.Task[Any]] = {serving, stopped, lost}
+        either: set[asyncio.Task[Any]] = {serving, stopped, lost, sweeping}
         await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+        if sweeping.done():
+            await sweeping  # raises what ended it
         engine_lost = lost.done()
         for task in (stopped, lost):
             task.cancel()
@@ -111,6 +152,8 @@ class Service:
             await self._drain()
         self._server.should_exit = True
         await serving
+        sweeping.cancel()
+        self._connections.abort_all()
         return int(engine_lost)
 
     async def _drain(self) -> None:

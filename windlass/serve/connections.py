@@ -1,0 +1,186 @@
+"""The connections of a server: how many, how much they may hold, and which are too slow.
+
+Knows no HTTP: transport.py tells it when a connection is idle or busy, and is asked at every sweep
+whether its client has stalled.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+from windlass.config import ServeConfig
+
+CutReason = Literal[
+    "bad_request",
+    "body_memory",
+    "body_timeout",
+    "evicted",
+    "header_timeout",
+    "head_too_large",
+    "stream_buffer",
+    "too_many",
+    "unread_body",
+    "url_too_long",
+    "write_timeout",
+]
+
+_MAX_LINGERING = 16  # their descriptors come from the reserve
+_EVICT_AFTER_S = 1.0
+_SWEEP_S = 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class ConnectionLimits:
+    """The numbers that connections are held to."""
+
+    max_connections: int
+    max_url_bytes: int
+    max_header_bytes: int
+    max_header_fields: int
+    max_buffered_body_bytes: int
+    header_timeout: float
+    body_timeout: float
+    write_timeout: float
+    keep_alive_timeout: float
+    min_transfer_rate: int
+    evict_after: float = _EVICT_AFTER_S
+
+    @classmethod
+    def of(cls, config: ServeConfig, max_connections: int) -> ConnectionLimits:
+        return cls(
+            max_connections=max_connections,
+            max_url_bytes=config.max_url_bytes,
+            max_header_bytes=config.max_header_bytes,
+            max_header_fields=config.max_header_fields,
+            max_buffered_body_bytes=config.max_buffered_body_bytes,
+            header_timeout=config.header_timeout,
+            body_timeout=config.body_timeout,
+            write_timeout=config.write_timeout,
+            keep_alive_timeout=config.keep_alive_timeout,
+            min_transfer_rate=config.min_transfer_rate,
+        )
+
+
+class RateWindow:
+    """Whether bytes keep moving: at least `min_rate` per second, judged once per `span_s`."""
+
+    __slots__ = ("_began", "_min_bytes", "_moved", "_span_s")
+
+    def __init__(self, span_s: float, min_rate: int, now: float, moved: int) -> None:
+        self._span_s = span_s
+        self._min_bytes = max(1, int(span_s * min_rate))
+        self.restart(now, moved)
+
+    def restart(self, now: float, moved: int) -> None:
+        self._began = now
+        self._moved = moved
+
+    def is_stalled(self, now: float, moved: int) -> bool:
+        """Whether a window has passed with too few bytes. `moved` counts all bytes so far."""
+        if now - self._began < self._span_s:
+            return False
+        stalled = moved - self._moved < self._min_bytes
+        self.restart(now, moved)
+        return stalled
+
+
+class Connection(Protocol):
+    """What the table asks of a connection."""
+
+    def abort(self) -> None:
+        """Close the connection without waiting for its client."""
+
+    def check(self, now: float) -> None:
+        """End the connection if its client has stalled."""
+
+    def cut(self, reason: CutReason) -> None:
+        """Abort and release the connection, and count why."""
+
+
+class Connections:
+    """Owns the set of open connections and the bytes of bodies that they hold.
+
+    At the cap, the connection that has waited longest without a complete request gives way: neither
+    half-open nor idle connections can shut other clients out.
+    """
+
+    def __init__(
+        self,
+        limits: ConnectionLimits,
+        on_cut: Callable[[CutReason], None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.limits = limits
+        self.clock = clock
+        self.count_cut = on_cut
+        self.num_body_bytes = 0
+        self._open: set[Connection] = set()
+        self._idle: dict[Connection, float] = {}  # since when, the longest first
+        self._refused: set[Connection] = set()
+
+    @property
+    def num_open(self) -> int:
+        return len(self._open)
+
+    def admit(self, connection: Connection) -> bool:
+        """Take a new connection; False: there are too many with a request."""
+        if len(self._open) >= self.limits.max_connections and not self._evict():
+            self.count_cut("too_many")
+            return False
+        self._open.add(connection)
+        self.mark_idle(connection)
+        return True
+
+    def _evict(self) -> bool:
+        oldest = next(iter(self._idle), None)
+        if oldest is None or self.clock() - self._idle[oldest] < self.limits.evict_after:
+            return False
+        oldest.cut("evicted")
+        return True
+
+    def mark_idle(self, connection: Connection) -> None:
+        """The connection waits for a request, or for the rest of one's head."""
+        if connection in self._open:
+            self._idle[connection] = self.clock()
+
+    def mark_busy(self, connection: Connection) -> None:
+        """The connection has a request: it is not evicted until that is answered."""
+        self._idle.pop(connection, None)
+
+    def may_linger(self, connection: Connection) -> bool:
+        """Whether a connection above the cap may wait for its client to read the refusal."""
+        if len(self._refused) >= _MAX_LINGERING:
+            return False
+        self._refused.add(connection)
+        return True
+
+    def release(self, connection: Connection) -> None:
+        """The connection is closed; releasing it twice changes nothing."""
+        self._open.discard(connection)
+        self._idle.pop(connection, None)
+        self._refused.discard(connection)
+
+    def hold_body(self, num_bytes: int) -> bool:
+        """Add bytes of a body that is being received, or subtract them; False: they are too many."""
+        self.num_body_bytes += num_bytes
+        return self.num_body_bytes <= self.limits.max_buffered_body_bytes
+
+    def abort_all(self) -> None:
+        """Close what is open: a client that does not answer a TLS shutdown would delay the end."""
+        for connection in [*self._open, *self._refused]:
+            connection.abort()
+
+    async def sweep_forever(self) -> None:
+        while True:
+            await asyncio.sleep(_SWEEP_S)
+            self.sweep()
+
+    def sweep(self) -> None:
+        """Let every connection end itself if its client has stalled."""
+        now = self.clock()
+        for connection in [*self._open, *self._refused]:
+            connection.check(now)
