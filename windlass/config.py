@@ -170,9 +170,21 @@ class ServeConfig:
     host: str = option("127.0.0.1", "Address to listen on; 0.0.0.0 for all.")
     port: int = option(8000, "Port to listen on; 0: a free one.")
     uds: str | None = option(None, "Unix socket to listen on instead of host and port.")
-    api_key: tuple[str, ...] = option((), "Key that clients must send; may be given several times.")
+    api_key: tuple[str, ...] = option(
+        (),
+        "Key that clients must send; may be given several times. Prefer --api-key-file or "
+        "$WINDLASS_API_KEY, which do not show in the process list.",
+    )
+    api_key_file: tuple[str, ...] = option(
+        (), "File with further keys, one per line; may be given several times."
+    )
     admin_key: tuple[str, ...] = option(
-        (), "Key that loads and unloads adapters, beside what other keys do; may be several."
+        (),
+        "Key for admin endpoints (adapters, sleep, cache), beside what other keys do; may be given "
+        "several times. Prefer --admin-key-file or $WINDLASS_ADMIN_KEY.",
+    )
+    admin_key_file: tuple[str, ...] = option(
+        (), "File with further admin keys, one per line; may be given several times."
     )
     lora_root: tuple[str, ...] = option(
         (), "Folder below which adapters may be loaded by the API; may be given several times."
@@ -181,6 +193,11 @@ class ServeConfig:
     ssl_certfile: str | None = option(None, "TLS certificate file.")
     ssl_ca_certs: str | None = option(None, "TLS CA certificates that clients are checked with.")
     allowed_origins: tuple[str, ...] = option((), "Origins that browsers may call from (CORS).")
+    allowed_hosts: tuple[str, ...] = option(
+        (),
+        "Host name that requests may be addressed to, beside localhost and --host; may be given "
+        "several times; *: any. Default: checked only when --host is a loopback address.",
+    )
     root_path: str = option("", "Path prefix behind a reverse proxy.")
     chat_template: str | None = option(None, "File with a jinja template to use instead.")
     default_chat_template_kwargs: Mapping[str, Any] = option({}, "JSON given to every template.")
@@ -237,6 +254,10 @@ class ServeConfig:
         at_least(self, 1, "stream_interval")
         at_least(self, 0, "shutdown_timeout", "hang_timeout", "price_per_hour")
         self._check_transport()
+        for key in self.api_key:
+            check_key(key, "--api-key")
+        for key in self.admin_key:
+            check_key(key, "--admin-key")
         at_least(self, 1, "record_max_bytes")
         if not 0.0 < self.record_share <= 1.0:
             raise ConfigError(
@@ -245,7 +266,7 @@ class ServeConfig:
         for root in self.lora_root:
             if not Path(root).is_dir():
                 raise ConfigError(f"--lora-root: no such folder: {root}")
-        if self.lora_root and not self.admin_key:
+        if self.lora_root and not (self.admin_key or self.admin_key_file):
             raise ConfigError("--lora-root does nothing without --admin-key KEY.")
         if bool(self.ssl_keyfile) != bool(self.ssl_certfile):
             raise ConfigError("--ssl-keyfile and --ssl-certfile go together; one is missing.")
@@ -268,6 +289,24 @@ class ServeConfig:
                 f"--max-buffered-body-bytes ({self.max_buffered_body_bytes}) is below "
                 f"--max-body-bytes ({self.max_body_bytes}): the largest body would never be taken."
             )
+        for host in self.allowed_hosts:
+            if host != "*" and (not host or set(host) & set("/*@ ,")):
+                raise ConfigError(
+                    f"--allowed-hosts {host!r}: expected one host name or address, without scheme "
+                    "and path, such as api.example.com; * allows any."
+                )
+
+
+def check_key(key: str, source: str) -> None:
+    """Refuse a key that would let everybody in, or that no client could send."""
+    if not key.strip():
+        raise ConfigError(
+            f"{source} is empty: anybody could use the server. Give a key, or leave it out."
+        )
+    if any(char.isspace() or not char.isprintable() for char in key):
+        raise ConfigError(
+            f"{source} has a space or a control character, which no Authorization header can carry."
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -104,6 +104,9 @@ def test_keys_have_their_own_sums(priced: Server) -> None:
     everybody = cost(priced, "boss")["by_key"]
     assert everybody[mine[0]]["usd"] == pytest.approx(paid)
     assert len(everybody) == len(before) + 1
+    # What the others and the whole server cost is not for every key.
+    assert sorted(cost(priced, "two")) == ["by_key", "price_per_hour"]
+    assert cost(priced, "boss")["usd"]["total"] > paid
     assert priced.metric("cost_usd_by_key_total", key=mine[0]) == pytest.approx(paid)
 
 

@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 
 import typer
 
 from windlass.cli.command import Options
 from windlass.cli.reference import reference_config
+from windlass.cli.secrets import hide_arguments, with_environment_keys
 from windlass.config import GateConfig, ServeConfig
 from windlass.core.card import EngineReport
 
 
 def serve(options: Options) -> int:
     """Serve a model over HTTP, as OpenAI's clients expect."""
+    options = with_environment_keys(options, os.environ)
     config, serve_config = options.engine(), options.serve()
+    secrets = [*serve_config.api_key, *serve_config.admin_key, config.model.hf_token or ""]
+    hide_arguments([secret for secret in secrets if secret])
     _hold_gate(options)
     from windlass import build
     from windlass.cli.report import print_report
@@ -48,7 +53,7 @@ def _curl(url: str, config: ServeConfig) -> str:
     where = url
     if config.uds is not None:
         where = f"--unix-socket {config.uds} http://localhost"
-    key = " -H 'Authorization: Bearer KEY'" if config.api_key else ""
+    key = " -H 'Authorization: Bearer KEY'" if config.api_key or config.api_key_file else ""
     return (
         f"  curl {where}/v1/chat/completions -H 'Content-Type: application/json'{key} \\\n"
         f"    -d '{json.dumps(body)}'"

@@ -7,14 +7,12 @@ every new one. Only below the operator's folders, and only with an admin key, ma
 from __future__ import annotations
 
 import asyncio
-import hmac
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from starlette.requests import Request
 
-from windlass.config import ServeConfig
 from windlass.errors import (
     AdapterConflict,
     AdapterNotFound,
@@ -27,7 +25,7 @@ from windlass.errors import (
 )
 from windlass.lora_config import below, check_adapter_name
 from windlass.serve import messages
-from windlass.serve.keys import key_of
+from windlass.serve.keys import Keys
 from windlass.serve.problems import AdminOnly
 from windlass.serve.process import build_error, refusal_error
 
@@ -119,22 +117,20 @@ def _error(answer: messages.AdapterAnswer) -> EngineError:
 class AdapterDoor:
     """Who may load what: an admin key, a good name, and a folder that the operator allows."""
 
-    def __init__(self, client: EngineClient, config: ServeConfig, base: str) -> None:
+    def __init__(self, client: EngineClient, keys: Keys, roots: tuple[str, ...], base: str) -> None:
         self._client = client
-        self._keys = [key.encode() for key in config.admin_key]
-        self._roots = config.lora_root
+        self._keys = keys
+        self._roots = roots
         self._base = base
 
     def check_admin(self, request: Request) -> None:
-        if not self._keys:
+        if not self._keys.admins:
             raise AdminOnly("this server has no admin key. Start it with --admin-key KEY.")
         if not self.is_admin(request):
             raise AdminOnly("an admin key is needed: Authorization: Bearer KEY.")
 
     def is_admin(self, request: Request) -> bool:
-        given = key_of(request) or b""
-        matches = [hmac.compare_digest(given, key) for key in self._keys]
-        return any(matches)
+        return self._keys.is_admin(request)
 
     async def load(self, name: str, path: str) -> None:
         """Load an adapter, or raise what speaks against it; then nothing of it stays."""

@@ -12,6 +12,7 @@ from starlette.responses import Response
 
 from windlass.errors import EngineError
 from windlass.serve.answer import ClientGone
+from windlass.serve.hosts import make_host_guard
 from windlass.serve.keys import KeyGuard
 from windlass.serve.problems import problem_of, problem_of_status
 from windlass.serve.routes import make_router
@@ -36,10 +37,8 @@ def create_app(services: Services) -> FastAPI:
     app.add_exception_handler(ClientDisconnect, _gone)
     app.add_exception_handler(ClientGone, _gone)
     app.add_exception_handler(Exception, _bug)
-    if config.api_key:
-        app.add_middleware(
-            KeyGuard, keys=config.api_key + config.admin_key, root_path=config.root_path
-        )
+    if services.keys.clients:
+        app.add_middleware(KeyGuard, keys=services.keys, root_path=config.root_path)
     if config.allowed_origins:
         app.add_middleware(
             CORSMiddleware,
@@ -48,6 +47,9 @@ def create_app(services: Services) -> FastAPI:
             allow_headers=["*"],
             allow_credentials=False,
         )
+    host_guard = make_host_guard(config)
+    if host_guard is not None:
+        app.add_middleware(host_guard)
     return app
 
 

@@ -5,6 +5,7 @@ Large ones are decoded and encoded in a thread, since the event loop serves all 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import ParamSpec, TypeVar
 
@@ -13,7 +14,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from windlass.serve.body_limits import INLINE_BYTES
-from windlass.serve.problems import BodyTooLarge
+from windlass.serve.problems import BodyTooLarge, UnsupportedMediaType
 from windlass.serve.services import Services
 
 P = ParamSpec("P")
@@ -36,7 +37,8 @@ async def decode_as(raw: bytes, read: Callable[[bytes], T], services: Services) 
 
 
 async def read_body(request: Request, most: int) -> bytes:
-    """The request's body, given up as soon as it is known to be longer than `most`."""
+    """The request's JSON body, given up as soon as it is known to be longer than `most`."""
+    _check_media_type(request)
     length = request.headers.get("content-length", "0")
     if length.isdigit() and int(length) > most:
         raise _too_large(f"{length} bytes", most)
@@ -46,6 +48,22 @@ async def read_body(request: Request, most: int) -> bytes:
         if len(body) > most:
             raise _too_large("longer", most)
     return bytes(body)
+
+
+def _check_media_type(request: Request) -> None:
+    """Refuse what a page can send without asking first: text, forms, or no type at all.
+
+    Other clients may leave the type out.
+    """
+    given = request.headers.get("content-type")
+    if given is None and "origin" not in request.headers:
+        return
+    kind = (given or "").partition(";")[0].strip().lower()
+    if kind != "application/json" and not re.fullmatch(r"application/[^/]+\+json", kind):
+        raise UnsupportedMediaType(
+            f"the body's Content-Type is {given!r:.200}. Send it as application/json "
+            "(curl: -H 'Content-Type: application/json')."
+        )
 
 
 def _too_large(size: str, most: int) -> BodyTooLarge:

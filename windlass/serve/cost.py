@@ -180,10 +180,14 @@ class CostBook:
             for name, (usd, count) in parts.items()
         }
 
-    def summary(self, key: str | None) -> dict[str, Any]:
-        """All there is to say; by key only that of `key`, or of everybody for None."""
+    def summary_of(self, key: str) -> dict[str, Any]:
+        """What one key may see: its own sum."""
+        own = cost_json(self._by_key.get(key, Cost()))
+        return {"price_per_hour": self.price.per_hour, "by_key": {key: own}}
+
+    def summary(self) -> dict[str, Any]:
+        """The costs of the whole server, and of every key."""
         last = self._samples[-1]
-        shown = self._by_key if key is None else {key: self._by_key.get(key, Cost())}
         return {
             "price_per_hour": self.price.per_hour,
             "usd": {
@@ -194,7 +198,7 @@ class CostBook:
             },
             "saved_usd": self._saved_usd,
             "usd_per_million_tokens_last_minute": self.last_minute(),
-            "by_key": {name: cost_json(cost) for name, cost in shown.items()},
+            "by_key": {name: cost_json(cost) for name, cost in self._by_key.items()},
         }
 
 

@@ -37,6 +37,10 @@ class BodyTooLarge(RequestError):
     """The request's body is longer than --max-body-bytes."""
 
 
+class UnsupportedMediaType(RequestError):
+    """The request's body is not declared as JSON."""
+
+
 class AdminOnly(RequestError):
     """The request needs an admin key, or a path that the operator has not allowed."""
 
@@ -88,6 +92,7 @@ _TABLE: tuple[tuple[type[EngineError], int, str, str | None], ...] = (
     (AdminOnly, 403, "permission_error", "admin_only"),
     (BodyTooLarge, 413, "invalid_request_error", "body_too_large"),
     (RequestBlocked, 422, "invalid_request_error", "request_blocked"),
+    (UnsupportedMediaType, 415, "invalid_request_error", "unsupported_media_type"),
     (CapacityError, 400, "invalid_request_error", "context_length_exceeded"),
     (RequestError, 400, "invalid_request_error", None),
     (UnsupportedError, 400, "invalid_request_error", "unsupported"),

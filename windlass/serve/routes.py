@@ -58,9 +58,10 @@ class Completions:
             services.desk.check_open()
             body: ChatRequest | CompletionRequest = await read_as(request, kind.read, services)
             services.admission.check_possible(body.num_completions)
-            if services.config.api_key and not body.cache_salt:
-                # Owners of different keys must not learn from timing what the others asked.
-                body = body.model_copy(update={"cache_salt": salt_of(request)})
+            if services.keys.clients:
+                # A key must not learn from timing what another key has asked.
+                salt = salt_of(request, body.cache_salt)
+                body = body.model_copy(update={"cache_salt": salt})
             prepared, shape = await self._prepare(body)
             headers = self._headers(prepared)
             services.admission.check(len(prepared.requests), prepared.num_prompt_tokens)
@@ -70,7 +71,7 @@ class Completions:
                     "include_cost needs a server that knows its price: --price-per-hour.",
                     "include_cost",
                 )
-            owner = name_of(request) if services.config.api_key else NOBODY
+            owner = name_of(request) if services.keys.clients else NOBODY
             answer = Answer(services, prepared, body, shape, ticket, owner)
             response = await (answer.stream if body.stream else answer.whole)(request)
         except EngineError as error:

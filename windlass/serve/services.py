@@ -15,6 +15,7 @@ from windlass.serve.admission import Admission
 from windlass.serve.client import EngineClient
 from windlass.serve.cost import CostBook, make_cost_book
 from windlass.serve.desk import Desk
+from windlass.serve.keys import Keys
 from windlass.serve.metrics import Metrics
 from windlass.serve.prepare import Preparer
 from windlass.serve.probe import GenerateProbe
@@ -47,6 +48,7 @@ class Services:
     template: TemplateProcess | None = None  # None: the model has no chat template
     costs: CostBook | None = None  # None: no price is known
     recorder: Recorder | None = None  # None: no traffic is recorded
+    keys: Keys = field(default_factory=Keys)
     started: int = field(default_factory=lambda: int(time.time()))
 
     def close(self) -> None:
@@ -60,6 +62,7 @@ class Services:
 
 def make_services(client: EngineClient, card: ModelCard, config: ServeConfig) -> Services:
     """Make the parts; a broken template or bad defaults are errors now, before a model is loaded."""
+    keys = Keys.of(config)
     metrics = Metrics(card.name)
     admission = Admission(config, client, metrics.rejected)
     costs = make_cost_book(config.price_per_hour, card.name, metrics.registry)
@@ -86,7 +89,7 @@ def make_services(client: EngineClient, card: ModelCard, config: ServeConfig) ->
         metrics=metrics,
         admission=admission,
         desk=desk,
-        door=AdapterDoor(client, config, card.name),
+        door=AdapterDoor(client, keys, config.lora_root, card.name),
         book=book,
         sleeper=Sleeper(client, desk),
         probe=GenerateProbe(client, card.tokenizer),
@@ -94,6 +97,7 @@ def make_services(client: EngineClient, card: ModelCard, config: ServeConfig) ->
         template=template,
         costs=costs,
         recorder=recorder,
+        keys=keys,
     )
 
 

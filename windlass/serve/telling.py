@@ -27,13 +27,16 @@ class Telling:
         """Who asks; None: an admin."""
         if self._services.door.is_admin(request):
             return None
-        return name_of(request) if self._services.config.api_key else NOBODY
+        return name_of(request) if self._services.keys.clients else NOBODY
 
     async def cost(self, request: Request) -> Response:
         costs = self._services.costs
         if costs is None:
             raise RequestError("this server knows no price. Start it with --price-per-hour.")
-        return reply(costs.summary(self._owner(request)))
+        owner, keys = self._owner(request), self._services.keys
+        if owner is None or not (keys.clients or keys.admins):
+            return reply(costs.summary())
+        return reply(costs.summary_of(owner))
 
     async def explain(self, request: Request, answer_id: str) -> Response:
         entry = self._services.book.find(answer_id, self._owner(request))

@@ -1,0 +1,81 @@
+"""Keys of `windlass serve` reach neither the process list nor the engine's process."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+from windlass.cli.command import Options
+from windlass.cli.secrets import hide_arguments, with_environment_keys
+from windlass.errors import ConfigError
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_keys_from_the_environment_are_taken_out_of_it(tmp_path: Path) -> None:
+    environment = {"WINDLASS_API_KEY": "one", "WINDLASS_ADMIN_KEY": "boss", "HOME": "/"}
+    given = Options({"api_key": ["two"], "lora_root": [str(tmp_path)]})
+    config = with_environment_keys(given, environment).serve()
+    assert (config.api_key, config.admin_key) == (("two", "one"), ("boss",))
+    assert environment == {"HOME": "/"}  # child processes inherit it
+    assert with_environment_keys(given, environment) == given
+
+
+@pytest.mark.parametrize("name", ["WINDLASS_API_KEY", "WINDLASS_ADMIN_KEY"])
+def test_an_empty_variable_is_refused(name: str) -> None:
+    with pytest.raises(ConfigError, match=rf"\${name} is empty"):
+        with_environment_keys(Options({}), {name: ""})
+
+
+PROGRAM = """
+import sys
+from tests.serve.fakes import CARD, counting
+from windlass.serve.client import EngineClient
+from windlass.serve.launch import serve
+from windlass import build
+
+def fake_serve(_config, serve_config, _on_ready):
+    client = EngineClient(counting())
+    def on_ready(_report, url):
+        print(url, flush=True)
+    return serve(client, lambda: CARD, serve_config, on_ready)
+
+if __name__ == "__main__":
+    build.serve = fake_serve
+    from windlass.cli.main import app
+    app()
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="argv is overwritten on Linux only")
+def test_keys_do_not_show_in_the_process_list(tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(PROGRAM)
+    flags = ["--api-key", "s3cret-one", "--api-key=s3cret-two", "--admin-key", "s3cret-boss"]
+    command = [sys.executable, str(program), "serve", "--port", "0", *flags]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "WINDLASS_API_KEY": "s3cret-env"}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
+        try:
+            assert process.stdout is not None
+            assert process.stdout.readline().startswith("http")
+            server = psutil.Process(process.pid)
+            children = server.children(recursive=True)
+            assert children
+            for each in (server, *children):
+                assert "s3cret" not in " ".join(each.cmdline())
+            assert "--port" in server.cmdline()
+            for each in children:
+                assert "s3cret" not in " ".join(each.environ().values())
+        finally:
+            process.terminate()
+            process.wait(20)
+
+
+def test_arguments_that_are_not_there_are_nothing_to_hide() -> None:
+    hide_arguments([])
+    hide_arguments(["no argument of this process"])

@@ -1,0 +1,91 @@
+"""Keys: where they come from, and which are refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from starlette.requests import Request
+
+from tests.serve.conftest import running
+from windlass.config import ServeConfig
+from windlass.errors import ConfigError
+from windlass.serve.keys import Keys
+
+
+def key_file(folder: Path, text: str, mode: int = 0o600) -> str:
+    path = folder / "keys.txt"
+    path.write_text(text)
+    path.chmod(mode)
+    return str(path)
+
+
+def request(authorization: str | None) -> Request:
+    headers = [] if authorization is None else [(b"authorization", authorization.encode())]
+    return Request({"type": "http", "headers": headers})
+
+
+@pytest.mark.parametrize("name", ["api_key", "admin_key"])
+@pytest.mark.parametrize("key", ["", " ", "\t\n", "two words", "tail ", "nul\0"])
+def test_a_key_that_lets_everybody_in_is_refused(name: str, key: str) -> None:
+    with pytest.raises(ConfigError, match="--" + name.replace("_", "-")):
+        ServeConfig(**{name: ("good", key)})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "header", [None, "", "Bearer", "Bearer ", "Bearer  ", "Basic one", "Bearer on", "Bearer one1"]
+)
+def test_no_key_no_answer(header: str | None) -> None:
+    keys = Keys.of(ServeConfig(api_key=("one",)))
+    assert not keys.admits(request(header))
+    assert keys.admits(request("Bearer one"))
+    assert not keys.is_admin(request("Bearer one"))
+
+
+def test_without_admin_keys_nobody_is_admin() -> None:
+    keys = Keys.of(ServeConfig())
+    assert not keys.is_admin(request(None))
+    assert not keys.is_admin(request("Bearer "))
+
+
+def test_a_key_may_have_letters_beyond_ascii() -> None:
+    keys = Keys.of(ServeConfig(api_key=("schlüssel",)))
+    assert keys.admits(request("bearer schlüssel"))
+
+
+def test_keys_from_a_file(tmp_path: Path) -> None:
+    path = key_file(tmp_path, "# for the shop\nfirst\n\n  second \n")
+    with running(api_key_file=(path,), api_key=("third",)) as server:
+        for key, status in {"first": 200, "second": 200, "third": 200, "# for": 401}.items():
+            headers = {"Authorization": f"Bearer {key}"}
+            assert server.http.get("/v1/models", headers=headers).status_code == status
+        assert server.http.get("/v1/models").status_code == 401
+
+
+@pytest.mark.parametrize(
+    ("text", "mode", "message"),
+    [
+        ("", 0o600, "has no key"),
+        ("# nothing\n\n", 0o600, "has no key"),
+        ("two words\n", 0o600, "line 1 .*space"),
+        ("one\n", 0o620, "chmod"),
+        ("one\n", 0o602, "chmod"),
+        ("one\n" * 100_000, 0o600, "larger than"),
+    ],
+)
+def test_a_bad_key_file_is_refused(tmp_path: Path, text: str, mode: int, message: str) -> None:
+    path = key_file(tmp_path, text, mode)
+    with pytest.raises(ConfigError, match=f"--admin-key-file.*{message}"):
+        Keys.of(ServeConfig(admin_key_file=(path,)))
+
+
+def test_a_key_file_that_is_not_there_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"--api-key-file.*No such file"):
+        Keys.of(ServeConfig(api_key_file=(str(tmp_path / "none"),)))
+
+
+def test_a_file_that_others_can_read_is_noted(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    Keys.of(ServeConfig(api_key_file=(key_file(tmp_path, "one", 0o644),)))
+    assert "can be read by other users" in caplog.text
