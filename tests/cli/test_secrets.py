@@ -76,6 +76,13 @@ def test_keys_do_not_show_in_the_process_list(tmp_path: Path) -> None:
             process.wait(20)
 
 
+def test_other_arguments_may_be_any_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    odd = os.fsdecode(b"caf\xe9.gguf")
+    monkeypatch.setattr(sys, "argv", ["windlass", "serve", odd, "--hf-token=t0ken"])
+    hide_arguments(["t0ken"])
+    assert sys.argv == ["windlass", "serve", odd, "--hf-token=xxxxx"]
+
+
 def test_arguments_that_are_not_there_are_nothing_to_hide() -> None:
     hide_arguments([])
     hide_arguments(["no argument of this process"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import logging
+import os
 import sys
 from collections.abc import MutableMapping, Sequence
 from pathlib import Path
@@ -38,10 +39,10 @@ def hide_arguments(secrets: Sequence[str]) -> None:
 
     Python cannot do more: from the start of the program until here they were to be seen.
     """
-    hidden = [_masked(argument.encode(), secrets) for argument in sys.argv]
-    if hidden == [argument.encode() for argument in sys.argv]:
+    hidden = [os.fsdecode(_masked(os.fsencode(argument), secrets)) for argument in sys.argv]
+    if hidden == sys.argv:
         return
-    sys.argv = [argument.decode() for argument in hidden]
+    sys.argv = hidden
     if sys.platform == "linux":
         _overwrite_command_line(secrets)
     else:
@@ -53,7 +54,7 @@ def hide_arguments(secrets: Sequence[str]) -> None:
 
 def _masked(argument: bytes, secrets: Sequence[str]) -> bytes:
     """SECRET and --flag=SECRET without the secret, of the same length."""
-    for secret in map(str.encode, secrets):
+    for secret in map(os.fsencode, secrets):
         if argument == secret or argument.endswith(b"=" + secret):
             return argument.removesuffix(secret) + b"x" * len(secret)
     return argument

@@ -147,8 +147,10 @@ class Answer:
     def limit_backlog(self, max_bytes: int, on_full: Callable[[], None]) -> None:
         """Call `on_full` while about `max_bytes` of outputs wait to be sent."""
         if self._inbox is not None:
-            logprobs = self._prepared.sampling.logprobs
-            per_output = _OUTPUT_BYTES + _LOGPROB_BYTES * (logprobs or 0)
+            num_logprobs = self._prepared.sampling.logprobs or 0
+            if num_logprobs == -1:
+                num_logprobs = self._client.report.vocab_size
+            per_output = _OUTPUT_BYTES + _LOGPROB_BYTES * num_logprobs
             self._inbox.limit(max_bytes // per_output, on_full)
 
     def close(self) -> None:
