@@ -151,7 +151,7 @@ def test_a_second_signal_ends_at_once(tmp_path: Path) -> None:
     with process(tmp_path, 60) as server:
         answer = _ask_slowly(server.url, max_tokens=2000)
         server.signal(signal.SIGINT)
-        time.sleep(0.3)
+        wait_until(lambda: _status(server.url, "/health/ready") == 503)
         server.signal(signal.SIGINT)
         assert server.wait() == 1
         with pytest.raises(httpx.TransportError):

@@ -49,8 +49,9 @@ inline Doubles turned(const Doubles& x, const float* cos_sin) {
 
 inline double half_value(uint16_t bits) {
   const int exponent = bits >> 10 & 31, fraction = bits & 1023;
-  const double size = exponent == 0 ? std::ldexp(fraction, -24)
-                                    : std::ldexp(fraction + 1024, exponent - 25);
+  const double size = exponent == 31  ? (fraction ? NAN : HUGE_VAL)
+                      : exponent == 0 ? std::ldexp(fraction, -24)
+                                      : std::ldexp(fraction + 1024, exponent - 25);
   return bits & 0x8000 ? -size : size;
 }
 

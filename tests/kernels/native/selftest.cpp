@@ -7,10 +7,11 @@
 #include <cstdlib>
 #include <cstring>
 #include <random>
+#include <utility>
 #include <vector>
 
 #include "api.h"
-#include "selftest_ops.h"
+#include "selftest_special.h"
 
 namespace {
 
@@ -199,12 +200,55 @@ void check(WindlassPool* pool, const Case& c, int rows, WindlassPrompt prompt = 
   }
 }
 
+// NaN and infinity in a row of x make all its outputs so, and change no other row.
+void check_special_product(WindlassPool* pool, const Case& c, int rows, WindlassPrompt prompt) {
+  const WindlassWeight& w = c.weight;
+  const size_t num_in = static_cast<size_t>(w.num_in), num_out = static_cast<size_t>(w.num_out);
+  std::vector<float> x(static_cast<size_t>(rows) * num_in);
+  for (float& value : x) value = heavy();
+  const std::vector<float> clean = product(pool, w, x, prompt);
+  const size_t bad = static_cast<size_t>(rows) / 2, place = bad * num_in + num_in / 3;
+  for (float value : selftest::special_values()) {
+    const float before = std::exchange(x[place], value);
+    const std::vector<float> y = product(pool, w, x, prompt);
+    x[place] = before;
+    for (size_t m = 0; m < static_cast<size_t>(rows); ++m) {
+      const float* found = y.data() + m * num_out;
+      if (m != bad) selftest::expect_equal("product", found, clean.data() + m * num_out, num_out);
+      for (size_t n = 0; m == bad && n < num_out; ++n) {
+        selftest::expect("product is finite", std::isfinite(found[n]), std::isfinite(value), 0.0);
+      }
+    }
+  }
+}
+
+void check_special_products(WindlassPool* pool) {
+  for (int kind = 0; kind <= windlass::kCodebook4; ++kind) {
+    const bool has_extra = kind <= 1 || kind == windlass::kCodebook4;
+    for (int extra = 0; extra <= (has_extra ? 1 : 0); ++extra) {
+      const Case c = make(pool, kind, 13, 256, 32, extra != 0, extra == 1);
+      for (int rows : {1, 2, 4, 7, 19}) {
+        check_special_product(pool, c, rows, {0, 0});
+        if (kind == 0) check_special_product(pool, c, rows, {0, rows});
+      }
+    }
+  }
+}
+
 }  // namespace
 
-// With an argument products alone, with fewer rows, by one thread: not all emulators order memory as
-// a CPU does.
-int main(int argc, char**) {
+// With the argument "products" those alone, with fewer rows, by one thread: not all emulators order
+// memory as a CPU does. With "special" only what special values do, by one thread too.
+int main(int argc, char** argv) {
   const bool all = argc == 1;
+  if (argc > 1 && std::strcmp(argv[1], "special") == 0) {
+    WindlassPool* pool = windlass_pool_new(1, 20);
+    selftest::check_special(pool);
+    check_special_products(pool);
+    windlass_pool_free(pool);
+    std::printf("%s: special values agree\n", windlass_simd());
+    return 0;
+  }
   WindlassPool* pool = windlass_pool_new(all ? 2 : 1, 20);
   const int shapes[][3] = {{1, 32, 32},   {8, 64, 16},  {13, 96, 32},     {9, 48, 48},
                            {17, 160, 16}, {3, 50, 50},  {5, 2304, 2304},  {11, 2304, 128},
@@ -229,7 +273,11 @@ int main(int argc, char**) {
       }
     }
   }
-  if (all) selftest::check_operations(pool);
+  if (all) {
+    selftest::check_operations(pool);
+    selftest::check_special(pool);
+    check_special_products(pool);
+  }
   windlass_pool_free(pool);
   std::printf("%s: all products agree\n", windlass_simd());
   return 0;

@@ -80,28 +80,32 @@ inline void check_row(const Rows& r, int op, size_t row) {
   if (op == windlass::kArgmax) expect("largest", r.largest[row], static_cast<double>(peak), 0.0);
 }
 
-inline void check_rows(WindlassPool* pool, int rows, int width) {
-  Rows r(rows, width);
+inline void run_rows(WindlassPool* pool, Rows& r, int op) {
   WindlassStep step{};
   step.ids = step.sampled = r.picked.data();
+  WindlassCommand c{};
+  c.op = op;
+  c.rows = static_cast<int32_t>(r.rows);
+  c.sizes[0] = static_cast<int32_t>(r.width);
+  c.numbers[0] = static_cast<float>(kEps);
+  c.moving[0] = op == windlass::kEmbed ? r.out.data() : r.x.data();
+  c.moving[1] = op == windlass::kAddNorm ? r.residual.data() : r.out.data();
+  c.moving[2] = op == windlass::kAddNorm ? r.out.data() : r.scales.data();
+  c.fixed[0] = op == windlass::kEmbed    ? r.table.data()
+               : op == windlass::kRound ? nullptr
+                                         : r.weight.data();
+  if (op == windlass::kArgmax) c.moving[1] = r.largest.data();
+  run(pool, c, step);
+}
+
+inline void check_rows(WindlassPool* pool, int rows, int width) {
+  Rows r(rows, width);
   for (int op : {windlass::kNorm, windlass::kAddNorm, windlass::kSiluMul, windlass::kRound,
                  windlass::kEmbed, windlass::kGather, windlass::kArgmax}) {
-    WindlassCommand c{};
-    c.op = op;
-    c.rows = rows;
-    c.sizes[0] = width;
-    c.numbers[0] = static_cast<float>(kEps);
-    c.moving[0] = op == windlass::kEmbed ? r.out.data() : r.x.data();
-    c.moving[1] = op == windlass::kAddNorm ? r.residual.data() : r.out.data();
-    c.moving[2] = op == windlass::kAddNorm ? r.out.data() : r.scales.data();
-    c.fixed[0] = op == windlass::kEmbed    ? r.table.data()
-                 : op == windlass::kRound ? nullptr
-                                           : r.weight.data();
     if (op == windlass::kGather) r.picked.assign(r.picked.size(), rows - 1);
-    if (op == windlass::kArgmax) c.moving[1] = r.largest.data();
     Floats summed = r.residual;
     for (size_t i = 0; i < summed.size(); ++i) summed[i] += r.x[i];
-    run(pool, c, step);
+    run_rows(pool, r, op);
     if (op == windlass::kNorm) check_norm(r, r.x, "norm");
     if (op == windlass::kAddNorm) check_norm(r, summed, "norm of a sum");
     for (size_t row = 0; row < r.rows; ++row) check_row(r, op, row);
@@ -256,20 +260,48 @@ struct Pages {
     }
   }
 
-  void check_attended(int token, int head, const Doubles& all_keys,
+  // Rotates and stores (`normed` or not), or attends.
+  void run(WindlassPool* pool, int op, bool normed = true) {
+    const bool rope = op == windlass::kRope, scaled = keys.type == windlass::kTypeInt8;
+    WindlassCommand c{};
+    c.op = op;
+    c.rows = requests.tokens;
+    const int sizes[6] = {kHeads, kKvHeads, dim, kPage, keys.type, rope ? dim : window};
+    std::copy(sizes, sizes + 6, c.sizes);
+    c.numbers[0] = rope ? static_cast<float>(kEps) : 0.125f;
+    c.moving[0] = rope ? qkv.data() : q.data();
+    c.moving[1] = rope ? q.data() : out.data();
+    if (rope) c.fixed[0] = cos_sin.data();
+    if (rope && normed) c.fixed[1] = c.fixed[2] = norm.data();
+    const void* pages[4] = {keys.bytes.data(), values.bytes.data(),
+                            scaled ? keys.scales.data() : nullptr,
+                            scaled ? values.scales.data() : nullptr};
+    std::copy(pages, pages + 4, c.fixed + (rope ? 3 : 0));
+    selftest::run(pool, c, requests.step());
+  }
+
+  Doubles attended_by(int token, int head, const Doubles& all_keys,
                       const Doubles& all_values) const {
     const int position = requests.positions[static_cast<size_t>(token)];
     std::vector<size_t> places;
     for (int p = window > 0 ? std::max(0, position - window + 1) : 0; p <= position; ++p) {
       places.push_back(requests.place(token, p, head / (kHeads / kKvHeads)));
     }
-    const size_t at = static_cast<size_t>((token * kHeads + head) * dim);
-    const Doubles wanted = attended(q.data() + at, all_keys, all_values,
-                                    static_cast<size_t>(dim), places, 0.125);
+    return attended(q.data() + place_of(token, head), all_keys, all_values,
+                    static_cast<size_t>(dim), places, 0.125);
+  }
+
+  size_t place_of(int token, int head) const {
+    return static_cast<size_t>((token * kHeads + head) * dim);
+  }
+
+  void check_attended(int token, int head, const Doubles& all_keys,
+                      const Doubles& all_values) const {
+    const Doubles wanted = attended_by(token, head, all_keys, all_values);
     // Pages of halves may be computed in 16-bit arithmetic.
     const double close = keys.type == windlass::kTypeHalf ? 0x1p-10 : kClose * 2;
     for (size_t d = 0; d < wanted.size(); ++d) {
-      expect("attention", out[at + d], wanted[d], close);
+      expect("attention", out[place_of(token, head) + d], wanted[d], close);
     }
   }
 };
@@ -277,23 +309,9 @@ struct Pages {
 inline void check_pages(WindlassPool* pool, int type, int dim, int window) {
   const Requests requests({{0, 1}, {130, 1}, {5, 33}, {250, 7}, {0, 20}});
   Pages p(requests, type, dim, window);
-  const bool scaled = type == windlass::kTypeInt8;
-  const void* pages[4] = {p.keys.bytes.data(), p.values.bytes.data(),
-                          scaled ? p.keys.scales.data() : nullptr,
-                          scaled ? p.values.scales.data() : nullptr};
   for (int op : {windlass::kRope, windlass::kAttend}) {
     const bool rope = op == windlass::kRope;
-    WindlassCommand c{};
-    c.op = op;
-    c.rows = requests.tokens;
-    const int sizes[6] = {kHeads, kKvHeads, dim, kPage, type, rope ? dim : window};
-    std::copy(sizes, sizes + 6, c.sizes);
-    c.numbers[0] = rope ? static_cast<float>(kEps) : 0.125f;
-    c.moving[0] = rope ? p.qkv.data() : p.q.data();
-    c.moving[1] = rope ? p.q.data() : p.out.data();
-    if (rope) c.fixed[0] = p.cos_sin.data(), c.fixed[1] = c.fixed[2] = p.norm.data();
-    std::copy(pages, pages + 4, c.fixed + (rope ? 3 : 0));
-    run(pool, c, requests.step());
+    p.run(pool, op);
     const Doubles keys = p.keys.all(), values = p.values.all();
     for (int token = 0; token < requests.tokens; ++token) {
       for (int head = 0; head < (rope ? kHeads + 2 * kKvHeads : kHeads); ++head) {

@@ -1,7 +1,7 @@
 """Kernels for CPUs that this one is not: compiled for them, and run where an emulator is there.
 
-Emulators have AVX2, and on aarch64 i8mm and the bfloat16 products. No package has AVX-512 or AMX, so
-of what uses those only the instructions are looked for.
+qemu has AVX2 and every NEON extension in use. It has neither AVX-512 nor AMX: test_special_values.py runs
+AVX-512 on CPUs that have it, and here only the instructions are looked for.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ _X86 = "x86_64-linux-gnu-g++"
 _ARM = "g++" if platform.machine() == "aarch64" else "aarch64-linux-gnu-g++"
 _FLAGS = ("-std=c++17", "-O1", "-ffp-contract=off", "-pthread", f"-I{SOURCES}")
 _OWN = [
-    Path(__file__).with_name(name) for name in ("selftest.cpp", "selftest_ops.h", "definition.h")
+    Path(__file__).with_name(name)
+    for name in ("selftest.cpp", "selftest_ops.h", "selftest_special.h", "definition.h")
 ]
 
 
@@ -74,6 +75,16 @@ def test_i8mm_and_bfloat16_compute_what_products_mean(pytestconfig: pytest.Confi
     program = _program(pytestconfig, _ARM, "armv8.2-a+dotprod+fp16+i8mm+bf16")
     emulator = ("qemu-aarch64", "-L", _libraries("aarch64"), "-cpu", "max")
     assert _call(*emulator, program, "products") == "NEON i8mm and bfloat16: all products agree\n"
+    assert _call(*emulator, program, "special") == "NEON i8mm and bfloat16: special values agree\n"
+
+
+@_needs(_ARM, "qemu-aarch64")
+@pytest.mark.skipif(platform.machine() == "aarch64", reason="the CPU itself runs NEON")
+@pytest.mark.parametrize("march", ["armv8.2-a+dotprod", "armv8.2-a+dotprod+fp16"])
+def test_neon_computes_what_every_operation_means(pytestconfig: pytest.Config, march: str) -> None:
+    program = _program(pytestconfig, _ARM, march)
+    said = _call("qemu-aarch64", "-L", _libraries("aarch64"), "-cpu", "max", program)
+    assert said == "NEON dot product: all products agree\n"
 
 
 @_needs(_X86)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -103,8 +104,8 @@ def test_random_weights_have_no_quality(windlass: Windlass, tiny: Path, tmp_path
     assert [row["rung"] for row in rows] == ["continuous", "fp8", "everything"]
     assert all(row["perplexity"] is None for row in rows)
     assert "No quality: the weights are random" in shown
-    assert "saturation: 0." in shown.partition("- everything: ")[2]
-    assert "x continuous batching." in shown
+    said = shown.partition("- everything: ")[2]
+    assert re.search(r"saturation: \d+\.\d\dx continuous batching\.", said)
     again = windlass(*dummy, "--rungs", "naive", code=2)
     assert "holds results of another run (rungs, workload" in again
 

@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 
 from aiohttp import web
 
+RETRY_AFTER_S = 0.05  # of a busy server
+
 
 @dataclass
 class Faults:
@@ -79,7 +81,7 @@ class FakeServer:
         self.faults.num_tried += 1
         fault = self.faults.then if self.faults.num_tried > self.faults.num_good else ""
         if fault == "busy":
-            headers = {"Retry-After": "0.05"}
+            headers = {"Retry-After": str(RETRY_AFTER_S)}
             error = {"error": {"message": "the queue is full"}}
             return web.json_response(error, status=429, headers=headers)
         if fault == "hangs up" and self.faults.num_tried == self.faults.num_good + 1:

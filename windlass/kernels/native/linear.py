@@ -108,6 +108,8 @@ class NativeLinear:
     def prepare(self, form: Packed | Tensor) -> NativeProduct:
         """Repack once; a tensor (16-bit, or taken as float32) may be prepared as well."""
         pool = self._workers.pool
+        if isinstance(form, Tensor) and not _takes_halves(pool, form):
+            form = form.float()
         if isinstance(form, Int8Group) and form.activation != "none":
             return NativeProduct(pool, _parts(form), form.activation, form.input_scale)
         parts = _parts(form)
@@ -216,7 +218,23 @@ def _unsuited(form: Packed) -> str | None:
         return "activations per block are for fp8"
     if form.group % 16 and form.group != form.shape[1]:
         return f"groups of {form.group} inputs, not of 16 n"
-    return None
+    return _not_finite("scales", form.scales) or _not_finite("minima", form.mins)
+
+
+def _not_finite(name: str, tensor: Tensor | None) -> str | None:
+    """Scales and minima are held as float16, whose NaN and infinity not every CPU's loops show."""
+    if tensor is None or tensor.is_meta or tensor.isfinite().all():
+        return None
+    return f"{int((~tensor.isfinite()).sum())} of {tensor.numel()} {name} are NaN or infinite"
+
+
+def _takes_halves(pool: Pool, weight: Tensor) -> bool:
+    """Whether the library can hold a plain weight in 16 bits, if it has 16 bits at all."""
+    if weight.dtype != torch.float16 or weight.is_meta:
+        return True
+    if pool.functions.windlass_takes_nonfinite_halves():
+        return True
+    return all(bool(end.isfinite()) for end in weight.aminmax())
 
 
 def _parts(form: Packed | Tensor) -> _Parts:
@@ -251,6 +269,7 @@ def _codebook_parts(form: Table4) -> _Parts | None:
         return None
     scales, _, gain = _halves(form.scales, None)
     exact = torch.equal(scales.float() * gain, form.scales.float())
+    exact &= bool(scales.isfinite().all())  # the library may read others as numbers
     if not exact or per_scale & (per_scale - 1):  # the library finds a group's scale by a shift
         return None
     return _Parts(

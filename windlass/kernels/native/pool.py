@@ -121,6 +121,8 @@ def _declare(functions: ctypes.CDLL) -> ctypes.CDLL:
     pointer, number = ctypes.c_void_p, ctypes.c_int32
     functions.windlass_prompts_apart.restype = number
     functions.windlass_prompts_apart.argtypes = ()
+    functions.windlass_takes_nonfinite_halves.restype = number
+    functions.windlass_takes_nonfinite_halves.argtypes = ()
     functions.windlass_pool_new.restype = pointer
     functions.windlass_pool_new.argtypes = (number, number)
     functions.windlass_pool_free.restype = None

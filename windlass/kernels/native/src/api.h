@@ -17,6 +17,10 @@ const char* windlass_simd(void);
 // Whether int4 weights round the inputs of prompts otherwise than others.
 int32_t windlass_prompts_apart(void);
 
+// Whether products show NaN and infinity in weights of 16-bit floats (float16). Where load_half is a
+// shift they would become numbers from 65536 on.
+int32_t windlass_takes_nonfinite_halves(void);
+
 // Threads that compute with the caller, who counts as one. Null when there are no threads to have.
 WindlassPool* windlass_pool_new(int32_t threads, int32_t spin_us);
 void windlass_pool_free(WindlassPool* pool);

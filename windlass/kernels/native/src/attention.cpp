@@ -26,6 +26,7 @@ struct Task {
 
 // What the keys seen so far give a line: peak and sum of the exponentials, and the mixed values.
 struct Lines {
+  bool begun[kMostLines] = {};  // whether a key was seen; the rest is not set before
   float peak[kMostLines];
   float sum[kMostLines];
   alignas(64) float mixed[kMostLines * kMostDim];
@@ -47,18 +48,19 @@ struct Job {
   }
 };
 
-// Joins what another part gave a line; one that saw nothing changes nothing.
-void join(float& peak, float& sum, float* mixed, float other_peak, float other_sum,
+// Joins what another part gave a line, which is all there is unless the line has `begun`. Both have seen
+// at least one key, but a peak is -infinity where all scores are.
+void join(bool begun, float& peak, float& sum, float* mixed, float other_peak, float other_sum,
           const float* other, int dim) {
-  if (other_peak == kNothing) return;
-  if (peak == kNothing) {
+  if (!begun) {
     peak = other_peak;
     sum = other_sum;
     std::memcpy(mixed, other, static_cast<size_t>(dim) * 4);
     return;
   }
   const float most = other_peak > peak ? other_peak : peak;
-  const float own = exponential(peak - most), others = exponential(other_peak - most);
+  const float own = peak == most ? 1.0f : exponential(peak - most);
+  const float others = other_peak == most ? 1.0f : exponential(other_peak - most);
   peak = most;
   sum = sum * own + other_sum * others;
   const F32x8 a = splat(own), b = splat(others);
@@ -71,11 +73,6 @@ Sight sight_of(const Job& job, const Part& part, int position) {
   const int from = job.window > 0 ? std::max(0, position - job.window + 1) : 0;
   return {std::clamp(from - part.first, 0, part.count),
           std::clamp(position + 1 - part.first, 0, part.count)};
-}
-
-const float* lift(const float* x, int dim, float* out) {
-  for (int d = 0; d < dim; d += kLanes) store(out + d, mul(load(x + d), splat(kLift)));
-  return out;
 }
 
 // What is likely to be read after part p: the next part's first key, or the next head's.
@@ -122,7 +119,6 @@ void attend(const Job& job, const Task& task, int head, Lines& out) {
     in_halves.factors[i] = job.scale * write_halves(query, dim, in_halves.lines + i * dim);
   }
   const int start = row.start + task.first;
-  for (int i = 0; i < count; ++i) out.peak[i] = kNothing;
   Part part;
   for (int p = task.first_part; p < task.last_part; ++p) {
     part.first = p * kPart;
@@ -136,13 +132,10 @@ void attend(const Job& job, const Task& task, int head, Lines& out) {
       Sight sights[4];
       float peak[4], sum[4];
       alignas(64) float mixed[4 * kMostDim];
-      alignas(64) float lifted[4 * kMostDim];
       for (int m = 0; m < some; ++m) {
         const int i = line + m;
         sights[m] = sight_of(job, part, start + i / group);
-        if (job.in_halves()) continue;
-        queries[m] = job.query(0, task, head, i);
-        if (job.kv.type == kTypeHalf) queries[m] = lift(queries[m], dim, lifted + m * dim);
+        if (!job.in_halves()) queries[m] = job.query(0, task, head, i);
       }
       if (job.in_halves()) {
         attend_lines(part, in_halves, dim, line, some, sights, peak, sum, mixed);
@@ -151,9 +144,11 @@ void attend(const Job& job, const Task& task, int head, Lines& out) {
         attend_some(part, dim, queries, sights, some, line == 0, peak, sum, mixed);
       }
       for (int m = 0; m < some; ++m) {
-        const bool seen = sights[m].begin < sights[m].end;
-        join(out.peak[line + m], out.sum[line + m], out.mixed + (line + m) * dim,
-             seen ? peak[m] : kNothing, sum[m], mixed + m * dim, dim);
+        if (sights[m].begin >= sights[m].end) continue;
+        const int i = line + m;
+        join(out.begun[i], out.peak[i], out.sum[i], out.mixed + i * dim, peak[m], sum[m],
+             mixed + m * dim, dim);
+        out.begun[i] = true;
       }
     }
   }
@@ -161,8 +156,7 @@ void attend(const Job& job, const Task& task, int head, Lines& out) {
 
 void write(const Job& job, const float* mixed, float sum, float* out) {
   const int dim = job.kv.dim;
-  const F32x8 total = splat(job.kv.type == kTypeHalf && !job.in_halves() ? sum / kHalfGain : sum);
-  for (int d = 0; d < dim; d += kLanes) store(out + d, divide(load(mixed + d), total));
+  for (int d = 0; d < dim; d += kLanes) store(out + d, divide(load(mixed + d), splat(sum)));
 }
 
 void finish(const Job& job, const Task& task, int head, const Lines& lines) {
@@ -190,11 +184,11 @@ void join_partials(const Job& job, const Task& whole, int head, const float* fro
   const int dim = job.kv.dim;
   const size_t next = partial_floats(job) * static_cast<size_t>(job.kv.num_kv);
   for (int i = 0; i < job.kv.group(); ++i) {
-    float peak = kNothing, sum = 0.0f;
+    float peak = 0.0f, sum = 0.0f;
     alignas(64) float mixed[kMostDim];
     const float* at = from + static_cast<size_t>(i) * static_cast<size_t>(dim + 2);
     for (int p = whole.first_part; p < whole.last_part; ++p, at += next) {
-      join(peak, sum, mixed, at[0], at[1], at + 2, dim);
+      join(p > whole.first_part, peak, sum, mixed, at[0], at[1], at + 2, dim);
     }
     write(job, mixed, sum, job.query(1, whole, head, i));
   }

@@ -191,6 +191,8 @@ const char* windlass_simd(void) {
 
 int32_t windlass_prompts_apart(void) { return windlass::prompts_apart() ? 1 : 0; }
 
+int32_t windlass_takes_nonfinite_halves(void) { return windlass::kHalfUnit == 1.0f ? 1 : 0; }
+
 WindlassPool* windlass_pool_new(int32_t threads, int32_t spin_us) {
   try {
     return new WindlassPool{{threads, spin_us}};

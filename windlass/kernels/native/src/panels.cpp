@@ -27,20 +27,6 @@ struct Rounded {
   int32_t sum;  // of the codes
 };
 
-// The largest magnitude; NaN if there is one.
-float peak_of(const float* x, int count) {
-  int32_t most = 0;
-  for (int i = 0; i < count; ++i) {
-    int32_t bits;
-    std::memcpy(&bits, x + i, 4);
-    bits &= 0x7fffffff;  // as whole numbers magnitudes keep their order
-    most = bits > most ? bits : most;
-  }
-  float peak;
-  std::memcpy(&peak, &most, 4);
-  return peak;
-}
-
 // Nearest, ties to even.
 Rounded round_codes(const float* x, int count, float step, float inverse, int8_t* codes) {
   int32_t sum = 0;
@@ -65,7 +51,7 @@ Rounded round_to(float peak, int block, const float* x, int8_t* codes) {
 }
 
 float peak_of_block(int block, const float* x) {
-  return block == 32 ? peak_of(x, 32) : peak_of(x, 16);
+  return block == 32 ? largest_magnitude(x, 32) : largest_magnitude(x, 16);
 }
 
 Rounded round_block(int block, const float* x, int8_t* codes) {

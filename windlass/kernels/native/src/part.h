@@ -31,15 +31,15 @@ struct Sight {
   int begin, end;
 };
 
-// How 8 features of a key or value are read. Halves are what load_half makes of them, also where
-// they were converted: products are the same then, and they are multiplied by the rest at the end.
+// How 8 features of a key or value are read. Halves are converted by read_half, not by the cheaper
+// load_half: a key or value beyond the range of halves is stored as infinity and must stay that.
 struct Floats {
   static F32x8 at(const void* row, int d) { return load(static_cast<const float*>(row) + d); }
   static constexpr int bytes = 4;
 };
 struct Halves {
   static F32x8 at(const void* row, int d) {
-    return load_half(static_cast<const uint16_t*>(row) + d);
+    return read_half(static_cast<const uint16_t*>(row) + d);
   }
   static constexpr int bytes = 2;
 };
@@ -50,7 +50,7 @@ inline void convert(Type type, const void* from, int count, float* out) {
   const uint16_t* halves = static_cast<const uint16_t*>(from);
   const int8_t* codes = static_cast<const int8_t*>(from);
   for (int i = 0; i < count; i += kLanes) {
-    store(out + i, type == kTypeHalf    ? load_half(halves + i)
+    store(out + i, type == kTypeHalf    ? read_half(halves + i)
                    : type == kTypeBrain ? read_brain(halves + i)
                                         : read_int8(codes + i));
   }
@@ -75,8 +75,6 @@ inline void read_part(const Pages& kv, const WindlassStep& step, float scale, in
                       bool few, bool plain, Part& part) {
   part.halves = kv.type == kTypeHalf && few;
   const bool in_place = kv.type == kTypeFloat || part.halves;
-  const float key_scale = kv.type == kTypeHalf ? scale * kHalfGain : scale;
-  const float value_scale = kv.type == kTypeHalf ? kLift : 1.0f;
   float* values_room = part.room + kPart * kv.dim;
   for (int k = 0, run; k < part.count; k += run) {
     const int position = part.first + k;
@@ -87,8 +85,8 @@ inline void read_part(const Pages& kv, const WindlassStep& step, float scale, in
     if (plain) continue;
     for (int i = 0; i < run; ++i) {
       const size_t at = place + static_cast<size_t>(i);
-      part.key_scales[k + i] = kv.key_scales ? key_scale * kv.key_scales[at] : key_scale;
-      part.value_scales[k + i] = kv.value_scales ? kv.value_scales[at] : value_scale;
+      part.key_scales[k + i] = kv.key_scales ? scale * kv.key_scales[at] : scale;
+      part.value_scales[k + i] = kv.value_scales ? kv.value_scales[at] : 1.0f;
     }
   }
   for (int k = part.count; !plain && k < kPart; ++k) {
@@ -164,6 +162,10 @@ struct Exponentials {
   float peak, sum;
 };
 
+// What scores are compared with: their peak. Where all of them are -infinity they weigh nothing, but
+// -infinity less itself would be NaN.
+inline float exponent_base(float peak) { return peak == kNothing ? 0.0f : peak; }
+
 inline Exponentials soften(const Part& part, Sight sight, float* scores) {
   const int padded = (part.count + kLanes - 1) / kLanes * kLanes;
   F32x8 peaks = splat(kNothing);
@@ -177,7 +179,7 @@ inline Exponentials soften(const Part& part, Sight sight, float* scores) {
   fill_unseen(kNothing);
   for (int k = 0; k < padded; k += kLanes) peaks = larger(peaks, load(scores + k));
   const float peak = largest_of(peaks);
-  peaks = splat(peak);
+  peaks = splat(exponent_base(peak));
   for (int k = 0; k < padded; k += kLanes) {
     store(scores + k, exponential(sub(load(scores + k), peaks)));
   }

@@ -27,7 +27,7 @@ inline float write_halves(const float* x, int dim, uint16_t* out) {
   F32x8 peaks = zero();
   for (int d = 0; d < dim; d += kLanes) {
     const F32x8 v = load(x + d);
-    peaks = larger(peaks, larger(v, sub(zero(), v)));
+    peaks = larger_magnitude(peaks, magnitude(v));
   }
   const float peak = largest_of(peaks);
   // Below 2^-5 each, sums with the largest half stay finite. No power mends what is no number.
@@ -169,9 +169,9 @@ void score_halves(const Part& part, int dim, const uint16_t* queries, bool fetch
   }
 }
 
-// 2^x to 3e-6 of it for x from -126 to 0; below, what it is at -126.
+// 2^x to 3e-6 of it for x from -126 to 0; 0 below -127, -infinity included. NaN for NaN.
 inline F32x8 power_of_two(F32x8 x) {
-  x = larger(x, splat(-126.0f));
+  x = at_least(x, splat(-127.0f));
   const F32x8 magic = splat(12582912.0f);
   const F32x8 shifted = add(x, magic);
   const F32x8 r = sub(x, sub(shifted, magic));
@@ -180,7 +180,7 @@ inline F32x8 power_of_two(F32x8 x) {
   p = fma(splat(2.4024745e-1f), p, r);
   p = fma(splat(6.9312181e-1f), p, r);
   p = fma(splat(0.99999926f), p, r);
-  return add_exponent(p, shifted);
+  return mul(p, exp2_int(shifted));
 }
 
 // As soften does, of scores that are multiplied by `factor`.
@@ -200,7 +200,7 @@ inline Exponentials soften_halves(const Part& part, Sight sight, float factor, f
     peaks = larger(peaks, x);
   }
   const float peak = largest_of(peaks);
-  peaks = splat(peak);
+  peaks = splat(exponent_base(peak));
   F32x8 sum = zero();
   if (partly) {
     for (int k = 0; k < padded; k += kLanes) {

@@ -55,9 +55,9 @@ Floats read_groups(const Weight& w, const Packed& tile, int begin, int end, Grou
     if constexpr (MINS) {
       const Floats low = mul(load_scales(tile.mins + at), unit);
       store(out.lows + i * kTile, low);
-      most = larger(magnitude(low), magnitude(fma(low, scale, splat(15.0f))));
+      most = larger_magnitude(magnitude(low), magnitude(fma(low, scale, splat(15.0f))));
     }
-    peak = larger(peak, most);
+    peak = larger_magnitude(peak, most);
   }
   return peak;
 }

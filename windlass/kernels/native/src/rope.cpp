@@ -20,8 +20,12 @@ uint16_t to_brain(float x) {
 }
 
 void write_codes(const float* x, int dim, int8_t* codes, float* scale) {
-  float most = 0.0f;
-  for (int i = 0; i < dim; ++i) most = std::max(most, std::fabs(x[i]));
+  const float most = largest_magnitude(x, dim);
+  if (!std::isfinite(most)) {  // the scale alone says so: no code can
+    std::memset(codes, 0, static_cast<size_t>(dim));
+    *scale = most;
+    return;
+  }
   const float step = std::max(most / 127.0f, 1e-30f);
   for (int i = 0; i < dim; ++i) codes[i] = static_cast<int8_t>(std::nearbyint(x[i] / step));
   *scale = step;

@@ -154,10 +154,14 @@ int largest_quickly(const float* x, int count) {
   int from = 0;
   for (int begin = 0; begin < count; begin += stretch) {
     const int end = std::min(begin + stretch, count);
-    F32x8 best = splat(x[begin]);
+    F32x8 best = splat(x[begin]), other = best;
     int i = begin;
+    for (; i + 2 * kLanes <= end; i += 2 * kLanes) {
+      best = larger(best, load(x + i));
+      other = larger(other, load(x + i + kLanes));
+    }
     for (; i + kLanes <= end; i += kLanes) best = larger(best, load(x + i));
-    float here = largest_of(best);
+    float here = largest_of(larger(best, other));
     for (; i < end; ++i) here = x[i] > here || std::isnan(x[i]) ? x[i] : here;
     if (std::isnan(here)) return begin + largest(x + begin, end - begin);
     if (here > most) {
@@ -188,8 +192,8 @@ namespace {
 // Its exponential takes fewer operations than that of vector_math.h: to 1e-7 of it, and 2e-8 more
 // for each unit of the gate.
 WINDLASS_INLINE F32x8 gated(F32x8 g, F32x8 up) {
-  // Past -88 the exponential would be infinite; the result is as good as zero there.
-  const F32x8 x = larger(sub(zero(), larger(g, splat(-88.0f))), splat(-87.0f));
+  // exp2_int covers n from -127 (exp(x) = 0) to 128 (exp(x) = infinity).
+  const F32x8 x = at_least(sub(zero(), at_least(g, splat(-89.0f))), splat(-88.0f));
   // Adding 1.5 * 2^23 leaves the nearest whole number in the low bits.
   const F32x8 magic = splat(12582912.0f), bits = splat(1.44269504f);
   const F32x8 shifted = fma(magic, x, bits);
@@ -200,7 +204,7 @@ WINDLASS_INLINE F32x8 gated(F32x8 g, F32x8 up) {
   p = fma(splat(2.4022646e-1f), p, r);
   p = fma(splat(6.931472e-1f), p, r);
   p = fma(splat(1.0f), p, r);
-  return mul(divide(g, add(splat(1.0f), add_exponent(p, shifted))), up);
+  return mul(divide(g, fma(splat(1.0f), p, exp2_int(shifted))), up);
 }
 
 }  // namespace
@@ -273,19 +277,16 @@ bool run_silu_mul(const Run& run) {
   return true;
 }
 
-// Whole numbers from -127 to 127, ties to even, by the row's own scale or a given one.
+// Whole numbers from -127 to 127, ties to even, by the row's own scale or a given one. A row that holds
+// NaN gets NaN for its scale: the product reads codes as integers, so only the scale can carry it.
 bool run_round(const Run& run) {
   const int width = run.size(0);
   const float* given = run.fixed<float>(0);
   run.each_row(4 * width, [&](int row) {
     const float* x = row_of(run.moving(0), row, width);
-    float scale = 0.0f;
-    if (given != nullptr) {
-      scale = *given;
-    } else {
-      for (int i = 0; i < width; ++i) scale = std::max(scale, std::fabs(x[i]));
-      scale = std::max(scale / 127.0f, 0x1p-126f);
-    }
+    const float peak = largest_magnitude(x, width);
+    float scale = given != nullptr ? *given : std::max(peak / 127.0f, 0x1p-126f);
+    if (std::isnan(peak)) scale = peak;
     float* out = row_of(run.moving(1), row, width);
     for (int i = 0; i < width; ++i) {
       out[i] = std::nearbyint(std::clamp(x[i] / scale, -127.0f, 127.0f));

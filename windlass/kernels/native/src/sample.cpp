@@ -152,7 +152,9 @@ int draw(const float* x, int width, const Wish& wish, uint64_t key, Candidate* r
   const int best = largest_quickly(x, width);
   const float peak = x[best];
   if (wish.temperature <= 0 || !std::isfinite(peak)) return best;
-  const float heat = static_cast<float>(1.0 / wish.temperature);
+  // Finite for the smallest temperatures too: infinity times a distance of 0 from the peak is NaN.
+  const double most = std::numeric_limits<float>::max();
+  const float heat = static_cast<float>(std::min(1.0 / wish.temperature, most));
   Leader leader{x, peak, heat, key, best, noise(key, best)};
   if (!wish.cuts()) return draw_from_all(x, width, leader);
   const int count = keep(x, width, peak, heat, wish, room);

@@ -10,11 +10,15 @@
 // low_signed and high_signed make 16 times the signed nibbles of kSignedNibbles, as
 // signed_nibbles_at. nibbles_at and bytes_at read one input's codes of all outputs of a tile, out of 16 inputs' codes.
 // A dot product adds 4 inputs at a time; the lane says which 4 of the 16.
-// load_half gives the value times kHalfUnit, whatever is cheapest for the CPU; read_half the value.
+// load_half gives the value times kHalfUnit, whatever is cheapest for the CPU; read_half the value. Where
+// kHalfUnit is not 1, load_half takes NaN and infinity for numbers from 65536 on.
 // look_up gives the values of a Codebook for nibbles, a byte each; load_codebook reads its 16 values.
-// larger keeps what is no number; add_exponent multiplies by the power of two in the low bits of
-// `shifted`; store_sums4 stores the sums over the 8 lanes of four vectors,
-// store_interleaved4 their first numbers, their second ones, and so on.
+// larger is NaN where either operand is. at_least(x, bound) is NaN where x is, and costs less; the bound
+// must not be NaN. larger_magnitude is larger for operands without a sign bit.
+// exp2_int(shifted) is 2^n, where n is a small integer in the low bits of `shifted`: 0 for n = -127 and
+// infinity for n = 128.
+// store_sums4 stores the sums over the 8 lanes of four vectors, store_interleaved4 their first numbers,
+// their second ones, and so on.
 
 #pragma once
 

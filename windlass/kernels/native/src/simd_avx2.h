@@ -57,12 +57,21 @@ inline F32x8 fma(F32x8 acc, F32x8 x, F32x8 y) { return {_mm256_fmadd_ps(x.v, y.v
 
 inline F32x8 sub(F32x8 x, F32x8 y) { return {_mm256_sub_ps(x.v, y.v)}; }
 inline F32x8 divide(F32x8 x, F32x8 y) { return {_mm256_div_ps(x.v, y.v)}; }
-// The second operand is what comes out where one is no number.
 inline F32x8 magnitude(F32x8 x) { return {_mm256_andnot_ps(_mm256_set1_ps(-0.0f), x.v)}; }
-inline F32x8 larger(F32x8 x, F32x8 y) { return {_mm256_max_ps(y.v, x.v)}; }
-inline F32x8 add_exponent(F32x8 x, F32x8 shifted) {
-  const __m256i power = _mm256_slli_epi32(_mm256_castps_si256(shifted.v), 23);
-  return {_mm256_castsi256_ps(_mm256_add_epi32(_mm256_castps_si256(x.v), power))};
+// maxps returns its second operand where either is NaN.
+inline F32x8 at_least(F32x8 x, F32x8 bound) { return {_mm256_max_ps(bound.v, x.v)}; }
+// One of the two maxima is the NaN, and a NaN or-ed with anything stays one. Numbers give twice the same.
+inline F32x8 larger(F32x8 x, F32x8 y) {
+  return {_mm256_or_ps(_mm256_max_ps(x.v, y.v), _mm256_max_ps(y.v, x.v))};
+}
+// As integers non-negative floats keep their order, and NaN is above infinity.
+inline F32x8 larger_magnitude(F32x8 x, F32x8 y) {
+  return {_mm256_castsi256_ps(
+      _mm256_max_epi32(_mm256_castps_si256(x.v), _mm256_castps_si256(y.v)))};
+}
+inline F32x8 exp2_int(F32x8 shifted) {
+  const __m256i exponent = _mm256_slli_epi32(_mm256_castps_si256(shifted.v), 23);
+  return {_mm256_castsi256_ps(_mm256_add_epi32(exponent, _mm256_set1_epi32(0x3f800000)))};
 }
 inline void store_sums4(float* p, F32x8 x, F32x8 y, F32x8 z, F32x8 w) {
   const auto halves = [](F32x8 v) {

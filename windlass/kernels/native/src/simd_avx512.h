@@ -46,7 +46,10 @@ inline Floats sub(Floats x, Floats y) { return {_mm512_sub_ps(x.v, y.v)}; }
 inline Floats mul(Floats x, Floats y) { return {_mm512_mul_ps(x.v, y.v)}; }
 inline Floats fma(Floats acc, Floats x, Floats y) { return {_mm512_fmadd_ps(x.v, y.v, acc.v)}; }
 inline Floats magnitude(Floats x) { return {_mm512_abs_ps(x.v)}; }
-inline Floats larger(Floats x, Floats y) { return {_mm512_max_ps(x.v, y.v)}; }
+inline Floats larger_magnitude(Floats x, Floats y) {
+  return {_mm512_castsi512_ps(
+      _mm512_max_epi32(_mm512_castps_si512(x.v), _mm512_castps_si512(y.v)))};
+}
 inline Quad load_quad(const float* p) { return {p}; }
 inline QuadInt load_quad(const int32_t* p) { return {p}; }
 template <int LANE>

@@ -64,13 +64,16 @@ inline F32x8 fma(F32x8 acc, F32x8 x, F32x8 y) {
 inline F32x8 sub(F32x8 x, F32x8 y) { return {vsubq_f32(x.a, y.a), vsubq_f32(x.b, y.b)}; }
 inline F32x8 divide(F32x8 x, F32x8 y) { return {vdivq_f32(x.a, y.a), vdivq_f32(x.b, y.b)}; }
 inline F32x8 magnitude(F32x8 x) { return {vabsq_f32(x.a), vabsq_f32(x.b)}; }
+// fmax is NaN where either operand is.
 inline F32x8 larger(F32x8 x, F32x8 y) { return {vmaxq_f32(x.a, y.a), vmaxq_f32(x.b, y.b)}; }
-inline F32x8 add_exponent(F32x8 x, F32x8 shifted) {
-  const auto one = [](float32x4_t v, float32x4_t s) {
-    const int32x4_t power = vshlq_n_s32(vreinterpretq_s32_f32(s), 23);
-    return vreinterpretq_f32_s32(vaddq_s32(vreinterpretq_s32_f32(v), power));
+inline F32x8 at_least(F32x8 x, F32x8 bound) { return larger(x, bound); }
+inline F32x8 larger_magnitude(F32x8 x, F32x8 y) { return larger(x, y); }
+inline F32x8 exp2_int(F32x8 shifted) {
+  const auto four = [](float32x4_t v) {
+    const int32x4_t exponent = vshlq_n_s32(vreinterpretq_s32_f32(v), 23);
+    return vreinterpretq_f32_s32(vaddq_s32(exponent, vdupq_n_s32(0x3f800000)));
   };
-  return {one(x.a, shifted.a), one(x.b, shifted.b)};
+  return {four(shifted.a), four(shifted.b)};
 }
 inline void store_sums4(float* p, F32x8 x, F32x8 y, F32x8 z, F32x8 w) {
   const float32x4_t xy = vpaddq_f32(vaddq_f32(x.a, x.b), vaddq_f32(y.a, y.b));

@@ -82,14 +82,17 @@ inline F32x8 magnitude(F32x8 x) {
   return each([&](int i) { return std::fabs(x.v[i]); });
 }
 inline F32x8 larger(F32x8 x, F32x8 y) {
-  return each([&](int i) { return x.v[i] < y.v[i] ? y.v[i] : x.v[i]; });
+  return each([&](int i) { return x.v[i] > y.v[i] || std::isnan(x.v[i]) ? x.v[i] : y.v[i]; });
 }
-inline F32x8 add_exponent(F32x8 x, F32x8 shifted) {
+inline F32x8 at_least(F32x8 x, F32x8 bound) {
+  return each([&](int i) { return x.v[i] < bound.v[i] ? bound.v[i] : x.v[i]; });
+}
+inline F32x8 larger_magnitude(F32x8 x, F32x8 y) { return larger(x, y); }
+inline F32x8 exp2_int(F32x8 shifted) {
   return each([&](int i) {
-    uint32_t bits, power;
-    std::memcpy(&bits, x.v + i, 4);
-    std::memcpy(&power, shifted.v + i, 4);
-    bits += power << 23;
+    uint32_t bits;
+    std::memcpy(&bits, shifted.v + i, 4);
+    bits = (bits << 23) + 0x3f800000;
     float out;
     std::memcpy(&out, &bits, 4);
     return out;
@@ -117,6 +120,7 @@ inline uint16_t float_to_half(float x) {
   const float size = std::fabs(x);
   const uint16_t sign = std::signbit(x) ? 0x8000 : 0;
   if (!(size < 65520.0f)) return static_cast<uint16_t>(sign | (std::isnan(x) ? 0x7e00 : 0x7c00));
+  if (size == 0.0f) return sign;  // frexp calls its exponent 0, as that of 0.5
   int exponent;
   std::frexp(size, &exponent);
   // A half has 11 bits of fraction, and its smallest step is 2^-24.

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cmath>
+#include <cstring>
 
 #include "simd.h"
 
@@ -24,9 +25,24 @@ inline float largest_of(F32x8 x) {
   return most;
 }
 
-// To 2 units of the last place for x between -87 and 88; below, what it is at -87.
+// The largest |x|; NaN if there is one. A loop over integers, since compilers do not vectorise a maximum
+// of floats: their magnitudes keep their order as integers, and NaN is above infinity.
+inline float largest_magnitude(const float* x, int count) {
+  int32_t most = 0;
+  for (int i = 0; i < count; ++i) {
+    int32_t bits;
+    std::memcpy(&bits, x + i, 4);
+    bits &= 0x7fffffff;
+    most = bits > most ? bits : most;
+  }
+  float largest;
+  std::memcpy(&largest, &most, 4);
+  return largest;
+}
+
+// To 2 units of the last place for x between -87 and 88; 0 below -88, -infinity included. NaN for NaN.
 inline F32x8 exponential(F32x8 x) {
-  x = larger(x, splat(-87.0f));
+  x = at_least(x, splat(-88.0f));
   // Adding 1.5 * 2^23 leaves the nearest whole number in the low bits.
   const F32x8 magic = splat(12582912.0f);
   const F32x8 shifted = fma(magic, x, splat(1.44269504f));
@@ -40,7 +56,8 @@ inline F32x8 exponential(F32x8 x) {
   p = fma(splat(1.6666665459e-1f), p, r);
   p = fma(splat(0.5f), p, r);
   p = add(fma(r, p, mul(r, r)), splat(1.0f));
-  return add_exponent(p, shifted);
+  // A product, not a sum of exponent bits: that would make a number of a NaN with payload bits.
+  return mul(p, exp2_int(shifted));
 }
 
 inline float exponential(float x) {
