@@ -8,7 +8,7 @@ import torch
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf.quants import dequantize, quantize
 
-from tests.quant.blocks import blocks_of
+from tests.quant.blocks import weights_of
 from windlass.errors import CheckpointError
 from windlass.kernels.linears import Linears
 from windlass.kernels.packed import Int4Group, Int8Group, Table4
@@ -24,7 +24,7 @@ ROWS, COLUMNS = 7, 512
 
 
 def random_blocks(name: str) -> np.ndarray:
-    return blocks_of(name, ROWS, COLUMNS)
+    return weights_of(name, ROWS, COLUMNS)
 
 
 def test_every_type_that_a_file_may_have_stays_packed() -> None:

@@ -26,11 +26,26 @@ def test_it_has_the_shape_and_can_be_served(tiny: Path, tmp_path: Path, windlass
     assert len(result.outputs[0].token_ids) == 5
 
 
+@pytest.mark.usefixtures("default_gguf")
+def test_types_that_no_tool_rounds_to_are_random_blocks(tmp_path: Path, windlass: Windlass) -> None:
+    (tmp_path / "config.json").write_text(
+        json.dumps({**CONFIG, "hidden_size": 256, "intermediate_size": 256})
+    )
+    made = tmp_path / "made.gguf"
+    windlass("bench", "gguf", tmp_path, "--type", "IQ2_XXS", "--head-type", "IQ4_NL", "-o", made)
+    kinds = {name: tensor.type.name for name, tensor in read_header(made).tensors.items()}
+    assert (kinds["blk.1.ffn_down.weight"], kinds["token_embd.weight"]) == ("IQ2_XXS", "IQ4_NL")
+    llm = LLM(str(made), max_model_len=64)
+    result = llm.generate(["Hello"], SamplingParams(max_tokens=5, ignore_eos=True))[0]
+    assert len(result.outputs[0].token_ids) == 5
+
+
 @pytest.mark.parametrize(
     ("changes", "kind", "said"),
     [
-        ({}, "Q4_K", "--type 'Q4_K' is not known. Known: F16, Q4_0"),
+        ({}, "Q9_K", "--type 'Q9_K' is not known. Known: F16, Q4_0"),
         ({"hidden_size": 40}, "Q4_0", "hidden_size must be a multiple of 32"),
+        ({"hidden_size": 32}, "IQ2_XXS", "hidden_size must be a multiple of 256"),
         ({"architectures": ["Qwen3ForCausalLM"]}, "Q8_0", "is a Qwen3ForCausalLM"),
     ],
 )

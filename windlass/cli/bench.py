@@ -288,8 +288,12 @@ def gguf(
     output: Annotated[Path, typer.Option("-o", "--output", metavar="FILE", help="Write it here.")],
     type_: Annotated[
         str,
-        typer.Option("--type", metavar="NAME", help="F16, Q4_0, Q4_1, Q5_0, Q5_1 or Q8_0."),
+        typer.Option("--type", metavar="NAME", help="Storage type: Q4_0, IQ2_XXS, MXFP4 ..."),
     ] = "Q4_0",
+    head_type: Annotated[
+        str,
+        typer.Option("--head-type", metavar="NAME", help="The same of embedding and head."),
+    ] = "Q8_0",
 ) -> None:
     """Write random weights in a Llama model's shape as a GGUF, for engines that read nothing else.
 
@@ -297,9 +301,9 @@ def gguf(
     """
     with reported(ctx):
         check_path("-o", output)
-        from windlass.tools.bench.made_up import write_gguf
+        from windlass.tools.bench.made_up import StorageTypes, write_gguf
 
-        size = write_gguf(model, type_, output)
+        size = write_gguf(model, StorageTypes(type_, head_type), output)
         _say(f"written to {output}: {size / 2**20:,.0f} MiB")
 
 

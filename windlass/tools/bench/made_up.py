@@ -5,6 +5,7 @@ Its tokenizer is that of the default model. Layers are alike: nobody's speed dep
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,26 +14,37 @@ import numpy as np
 from windlass.config import ModelConfig
 from windlass.errors import ConfigError
 from windlass.models.card import load_spec
+from windlass.models.gguf_header import TENSOR_TYPES
 from windlass.models.source import resolve
 from windlass.models.spec import ModelSpec
 
 if TYPE_CHECKING:
     from gguf import GGUFWriter
 
-TYPES = ("F16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0")  # that the library can round to
-_HEAD = "Q8_0"
-_BLOCK = 32
+_ROUNDED = ("F16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0")  # by the gguf package
+TYPES = tuple(kind.name for kind in TENSOR_TYPES.values() if kind.name not in ("F32", "BF16"))
 
 
-def write_gguf(folder: str, kind: str, to: Path) -> int:
-    """Matrices of the layers in type `kind`, embeddings in Q8_0; returns the file's bytes."""
+@dataclass(frozen=True, slots=True)
+class StorageTypes:
+    """Of the layers' matrices, and of embedding and head."""
+
+    layers: str
+    head: str
+
+    def __post_init__(self) -> None:
+        for option, name in (("--type", self.layers), ("--head-type", self.head)):
+            if name not in TYPES:
+                raise ConfigError(f"{option} {name!r} is not known. Known: {', '.join(TYPES)}.")
+
+
+def write_gguf(folder: str, types: StorageTypes, to: Path) -> int:
+    """Returns the file's bytes."""
     from gguf import GGUFReader, GGUFValueType, GGUFWriter
 
-    if kind not in TYPES:
-        raise ConfigError(f"--type {kind!r} is not known. Known: {', '.join(TYPES)}.")
     config = ModelConfig(model=folder, load_format="dummy")
     spec = load_spec(resolve(config), config)
-    _check(spec, folder)
+    _check(spec, folder, types)
     vocabulary = GGUFReader(resolve(ModelConfig()).path)
     vocab_size = len(vocabulary.fields["tokenizer.ggml.tokens"].data)
     writer = GGUFWriter(to, "llama")
@@ -42,7 +54,7 @@ def write_gguf(folder: str, kind: str, to: Path) -> int:
             is_list = field.types[0] == GGUFValueType.ARRAY
             of = field.types[-1] if is_list else None
             writer.add_key_value(name, field.contents(), field.types[0], of)
-    _add_tensors(writer, spec, vocab_size, kind)
+    _add_tensors(writer, spec, vocab_size, types)
     try:
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
@@ -53,13 +65,19 @@ def write_gguf(folder: str, kind: str, to: Path) -> int:
     return to.stat().st_size
 
 
-def _check(spec: ModelSpec, folder: str) -> None:
+def _check(spec: ModelSpec, folder: str, types: StorageTypes) -> None:
     if spec.architecture != "LlamaForCausalLM":
         raise ConfigError(f"{folder}: is a {spec.architecture}; only LlamaForCausalLM is written.")
-    for name in ("hidden_size", "intermediate_size"):
-        if getattr(spec, name) % _BLOCK:
+    blocks = {item.name: item.block_size for item in TENSOR_TYPES.values()}
+    wanted = (
+        ("hidden_size", types.layers),
+        ("hidden_size", types.head),
+        ("intermediate_size", types.layers),
+    )
+    for name, kind in wanted:
+        if getattr(spec, name) % blocks[kind]:
             raise ConfigError(
-                f"{folder}: {name} must be a multiple of {_BLOCK}, the block of GGUF."
+                f"{folder}: {name} must be a multiple of {blocks[kind]}, the block of {kind}."
             )
 
 
@@ -79,9 +97,11 @@ def _add_shape(writer: GGUFWriter, spec: ModelSpec, vocab_size: int) -> None:
     writer.add_vocab_size(vocab_size)
 
 
-def _add_tensors(writer: GGUFWriter, spec: ModelSpec, vocab_size: int, kind: str) -> None:
+def _add_tensors(writer: GGUFWriter, spec: ModelSpec, vocab_size: int, types: StorageTypes) -> None:
     from gguf import GGMLQuantizationType
     from gguf.quants import quantize
+
+    from windlass.tools.bench.random_blocks import random_blocks
 
     random, width = np.random.default_rng(0), spec.hidden_size
     own, shared = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
@@ -96,18 +116,20 @@ def _add_tensors(writer: GGUFWriter, spec: ModelSpec, vocab_size: int, kind: str
     }
 
     def rounded(shape: tuple[int, int], name: str) -> tuple[np.ndarray, GGMLQuantizationType]:
-        values = random.standard_normal(shape, dtype=np.float32) / shape[1] ** 0.5
-        kind = GGMLQuantizationType[name]
-        return quantize(values, kind), kind
+        kind, spread = GGMLQuantizationType[name], shape[1] ** -0.5
+        if name in _ROUNDED:
+            values = random.standard_normal(shape, dtype=np.float32) * np.float32(spread)
+            return quantize(values, kind), kind
+        return random_blocks(kind, *shape, spread=spread), kind
 
     def add(name: str, found: tuple[np.ndarray, GGMLQuantizationType]) -> None:
         writer.add_tensor(f"{name}.weight", found[0], raw_dtype=found[1])
 
     ones = (np.ones(width, dtype=np.float32), GGMLQuantizationType.F32)
-    add("token_embd", rounded((vocab_size, width), _HEAD))
+    add("token_embd", rounded((vocab_size, width), types.head))
     if not spec.tie_embeddings:
-        add("output", rounded((vocab_size, width), _HEAD))
-    layer = {name: rounded(shape, kind) for name, shape in matrices.items()}
+        add("output", rounded((vocab_size, width), types.head))
+    layer = {name: rounded(shape, types.layers) for name, shape in matrices.items()}
     layer |= {"attn_norm": ones, "ffn_norm": ones}
     for number in range(spec.num_layers):
         for name, found in layer.items():
