@@ -19,6 +19,7 @@ from windlass.cli.main import app
 from windlass.config import (
     CacheConfig,
     GateConfig,
+    GrammarConfig,
     LoraConfig,
     ModelConfig,
     SchedulerConfig,
@@ -42,6 +43,7 @@ BELOW: dict[str, set[str]] = {
     "config": {"lora_config", "spec_config"},
     "core": {"config"},
     "engine": {"core"},
+    "grammar": {"core"},
     "serve": {"engine", "pages"},
     "kernels": {"config", "folders"},
     "parallel": {"config"},
@@ -49,7 +51,7 @@ BELOW: dict[str, set[str]] = {
     "layers": {"quant", "parallel"},
     "models": {"layers"},
     "lora": {"models"},
-    "runner": {"lora", "pages"},
+    "runner": {"lora", "pages", "grammar"},
     "spec": {"runner"},
     "build": {"serve", "spec"},
     "front": {"serve"},
@@ -140,7 +142,7 @@ for name in sys.argv[1:]:
 
 def test_the_deciding_side_runs_without_torch() -> None:
     rooms = {"errors", "settings", "spec_config", "lora_config", "config"}
-    rooms |= {"core", "engine", "serve"}
+    rooms |= {"core", "engine", "grammar", "serve"}
     names = [module_name(path) for path in PACKAGE]
     chosen = [name for name in names if room_of(name) in rooms]
     chosen += ["windlass", "windlass.build", "windlass.llm", "windlass.cli.main"]
@@ -241,7 +243,7 @@ def test_every_flag_of_serve_is_a_setting() -> None:
     flags = {name for line in lines for name in re.findall(r"--[a-z][a-z-]*", line)}
     expected = {"--config", "--help"}
     sections = (ModelConfig, CacheConfig, SchedulerConfig, SpecConfig, LoraConfig)
-    for section in (*sections, ServeConfig, GateConfig):
+    for section in (*sections, GrammarConfig, ServeConfig, GateConfig):
         for item in fields(section):
             long = [name for name in item.metadata["flags"] if name.startswith("--")]
             names = [flag(item.name), *long]

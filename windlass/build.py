@@ -19,6 +19,7 @@ from windlass.config import EngineConfig, Limits, ServeConfig
 from windlass.core.adapters import Adapters
 from windlass.core.blocks import BlockPool
 from windlass.core.card import Capacity, Choice, EngineReport, ModelCard
+from windlass.core.grammars import Grammars
 from windlass.core.limits import SchedulerLimits
 from windlass.core.policy import Continuous, Fcfs, Gate, Policy, Priority, Static
 from windlass.core.scheduler import Scheduler
@@ -26,6 +27,8 @@ from windlass.core.text import Tokenizer
 from windlass.engine import Engine
 from windlass.engine import Runner as EngineRunner
 from windlass.errors import ConfigError
+from windlass.grammar.backend import GrammarBackend
+from windlass.grammar.compiler import GrammarCompiler
 from windlass.models.card import load_card, open_checkpoint, read_headers
 from windlass.models.source import ModelFiles, resolve
 from windlass.models.spec import ModelSpec
@@ -33,8 +36,6 @@ from windlass.models.spec import ModelSpec
 if TYPE_CHECKING:
     from windlass.lora.start import Adapting
     from windlass.runner.assemble import Assembled, Loaded
-    from windlass.runner.grammar import Grammars
-    from windlass.runner.runner import Runner
     from windlass.runner.scoring import Scorer, ScoringLimits
     from windlass.spec.speculation import Known
     from windlass.spec.start import Speculating
@@ -143,6 +144,8 @@ def build_engine(config: EngineConfig, source: Source, weights: Loaded | None = 
         made = make_runner(config, spec, weights, limits, speculating.token_bytes)
     if adapting is not None:
         made.runner.attach_adapters(adapting.bank, adapting.store.get)
+    grammars = _grammars(config, source)
+    made.runner.attach_grammars(grammars)
     capacity = made.capacity
     log.choices += [
         Choice("model", f"{files.name} ({spec.architecture})", f"{files.kind}: {files.path}"),
@@ -163,6 +166,7 @@ def build_engine(config: EngineConfig, source: Source, weights: Loaded | None = 
         no_fixed_order=weights.no_fixed_order,
         guessing=(speculating.lookahead, speculating.behind_guesses, made.runner.most_mixed),
         adapting=adapting,
+        grammars=grammars,
     )
     with log.phase("speculation"):
         runner, choice = speculating.start(made, limits, asked, scheduler.known)
@@ -179,7 +183,7 @@ def build_engine(config: EngineConfig, source: Source, weights: Loaded | None = 
         adapting.store.folders if adapting is not None else {},
     )
     _calm_collector()
-    return Built(_engine(config, source, scheduler, runner, made, weights), report, weights)
+    return Built(_engine(config, scheduler, runner, made, weights), report, weights)
 
 
 def _calm_collector() -> None:
@@ -191,21 +195,18 @@ def _calm_collector() -> None:
         gc.set_threshold(_MANY_OBJECTS, *others)
 
 
-def _attach_grammars(runner: Runner, config: EngineConfig, source: Source) -> Grammars:
-    """What the runner holds outputs to their forms with."""
-    from windlass.runner.grammar import Grammars
+def _grammars(config: EngineConfig, source: Source) -> GrammarCompiler:
+    """What compiles grammars of structured outputs; it opens the tokenizer when the first one comes."""
 
-    def tokenizer() -> Tokenizer:
+    def open_tokenizer() -> Tokenizer:
         return load_card(source.files, config.model).tokenizer
 
-    grammars = Grammars(tokenizer, source.spec.vocab_size)
-    runner.attach_grammars(grammars)
-    return grammars
+    backend = GrammarBackend(open_tokenizer, source.spec.vocab_size, config.grammar)
+    return GrammarCompiler(backend, config.grammar)
 
 
 def _engine(
     config: EngineConfig,
-    source: Source,
     scheduler: Scheduler,
     runner: EngineRunner,
     made: Assembled,
@@ -218,8 +219,7 @@ def _engine(
     steps = {name: size for name, size in made.memory.items() if name in _MEASURED}
     overlap = config.scheduler.overlap and device.type == "cuda"
     holdings = Holdings((runner,), device, steps)
-    forms = _attach_grammars(made.runner, config, source)
-    return Engine(scheduler, runner, overlap=overlap, holdings=holdings, forms=forms)
+    return Engine(scheduler, runner, overlap=overlap, holdings=holdings)
 
 
 @dataclass(frozen=True, slots=True)
@@ -340,6 +340,7 @@ def make_scheduler(
     no_fixed_order: str | None = None,
     guessing: tuple[int, int, int] = (0, 0, 0),
     adapting: Adapting | None = None,
+    grammars: Grammars | None = None,
 ) -> Scheduler:
     """What decides, as the config wants it; needs no model."""
     wish = config.scheduler
@@ -364,6 +365,7 @@ def make_scheduler(
         config.cache.prefix_caching,
         config.model.seed,
         Adapters(config.lora.max_loras, adapting.store) if adapting is not None else None,
+        grammars,
     )
 
 

@@ -164,6 +164,32 @@ class SchedulerConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class GrammarConfig:
+    """Limits of grammars that clients send: JSON schemas, regular expressions, choices, GBNF, Lark."""
+
+    grammar_compile_timeout: float = option(
+        5.0, "CPU seconds that compiling a grammar may take; one that needs more gets 400."
+    )
+    grammar_memory_bytes: int = option(
+        512 * 2**20,
+        "Memory that a grammar may take, and that all grammars in use may take together; one that "
+        "needs more gets 400.",
+        "--grammar-memory",
+    )
+    grammar_step_timeout: float = option(
+        0.1,
+        "CPU seconds that a request may spend on its grammar at one token, beyond a tenth of this at "
+        "each; one that needs more ends with an error.",
+    )
+
+    def __post_init__(self) -> None:
+        for name in ("grammar_compile_timeout", "grammar_step_timeout"):
+            if getattr(self, name) <= 0:
+                raise ConfigError(f"{flag(name)} must be above 0, got {getattr(self, name)!r}.")
+        at_least(self, 2**20, "grammar_memory_bytes")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ServeConfig:
     """The HTTP side."""
 
@@ -376,6 +402,7 @@ class EngineConfig:
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     speculation: SpecConfig = field(default_factory=SpecConfig)
     lora: LoraConfig = field(default_factory=LoraConfig)
+    grammar: GrammarConfig = field(default_factory=GrammarConfig)
 
     @classmethod
     def of(cls, **options: Any) -> EngineConfig:
@@ -386,6 +413,7 @@ class EngineConfig:
             "scheduler": SchedulerConfig,
             "speculation": SpecConfig,
             "lora": LoraConfig,
+            "grammar": GrammarConfig,
         }
         return cls(**split_options(sections, options))
 

@@ -48,17 +48,7 @@ class Holdings(Protocol):
     def wake(self) -> None: ...
 
 
-class Forms(Protocol):
-    """What holds outputs to the form that their requests ask for."""
-
-    failed: dict[str, str]  # requests that cannot go on, and why
-
-    def prepare(self) -> bool:
-        """Begin to get ready, in a thread; whether it is. What went wrong is raised."""
-        ...
-
-
-_REST_S = 0.0005  # while all requests wait for adapters, or for others to fill a batch
+_REST_S = 0.0005  # while all requests wait for adapters, grammars, or others to fill a batch
 
 
 class Engine:
@@ -71,15 +61,12 @@ class Engine:
         clock: Callable[[], float] = time.monotonic,
         overlap: bool = False,
         holdings: Holdings | None = None,
-        forms: Forms | None = None,
     ) -> None:
         self._scheduler = scheduler
         self._runner = runner
         self._clock = clock
         self._overlap = overlap
         self._holdings = holdings
-        self._forms = forms
-        self._held: list[NewRequest] = []  # until the forms are ready
         self.asleep = False
         self._in_flight: tuple[StepPlan, Pending] | None = None
         self._on_plan: Callable[[StepPlan], None] = _ignore_plan
@@ -93,44 +80,19 @@ class Engine:
         """Queue a request. One that can never fit raises CapacityError now, not later."""
         if self.asleep:
             raise EngineError("the engine sleeps; wake it first.")
-        wants_form = request.sampling.structured_outputs is not None
-        if wants_form and self._forms is not None and not self._forms.prepare():
-            self._held.append(request)
-        else:
-            self._scheduler.add(request, self._clock())
-
-    def _let_in(self) -> list[Output]:
-        """Queue requests that waited for forms; returns what was wrong with them."""
-        if not self._held or self._forms is None:
-            return []
-        outputs, held = [], self._held
-        try:
-            if not self._forms.prepare():
-                return []
-        except EngineError as error:
-            self._held = []
-            return [_refused(request, error) for request in held]
-        self._held = []
-        for request in held:
-            try:
-                self._scheduler.add(request, self._clock())
-            except EngineError as error:
-                outputs.append(_refused(request, error))
-        return outputs
+        self._scheduler.add(request, self._clock())
 
     def abort(self, request_id: str) -> None:
         """Forget a request, running or waiting; its blocks are free for the next plan."""
-        self._held = [request for request in self._held if request.request_id != request_id]
         self._scheduler.abort(request_id, self._clock())
 
     @property
     def has_work(self) -> bool:
-        return self._scheduler.has_work or self._in_flight is not None or bool(self._held)
+        return self._scheduler.has_work or self._in_flight is not None
 
     def step(self) -> list[Output]:
         """Advance by one step; returns what has come of requests since the last."""
-        refused = self._let_in()
-        return refused + (self._step_overlapped() if self._overlap else self._step_plainly())
+        return self._step_overlapped() if self._overlap else self._step_plainly()
 
     def _step_plainly(self) -> list[Output]:
         plan = self._scheduler.plan(self._clock())
@@ -168,24 +130,19 @@ class Engine:
 
     def _rest(self, outputs: list[Output]) -> None:
         """Nothing can be computed: let the threads go on that requests wait for."""
-        if not outputs and (self._scheduler.has_work or self._held):
+        if not outputs and self._scheduler.has_work:
             time.sleep(_REST_S)
 
     def _take_in(self, plan: StepPlan, pending: Pending) -> list[Output]:
         return self._commit(plan, pending.wait())
 
     def _commit(self, plan: StepPlan, result: StepResult) -> list[Output]:
-        outputs = self._scheduler.commit(plan, result, self._clock())
-        while self._forms is not None and self._forms.failed:
-            outputs += self._scheduler.fail(*self._forms.failed.popitem())
-        return outputs
+        return self._scheduler.commit(plan, result, self._clock())
 
     def fail(self, error: str) -> list[Output]:
         """End every request with an error, after a step that raised; the engine stays usable."""
         self._in_flight = None
-        held, self._held = self._held, []
-        outputs = [_refused(request, EngineError(error)) for request in held]
-        return outputs + self._scheduler.fail_all(error)
+        return self._scheduler.fail_all(error)
 
     @property
     def is_loading(self) -> bool:
@@ -242,7 +199,3 @@ class Engine:
 
 def _ignore_plan(_plan: StepPlan) -> None:
     """Nobody watches the plans."""
-
-
-def _refused(request: NewRequest, error: EngineError) -> Output:
-    return Output(request.request_id, finish="error", error=str(error))

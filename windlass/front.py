@@ -65,6 +65,8 @@ class Job:
 
     def feed(self, output: Output) -> Delta:
         if output.error is not None:
+            if output.param is not None:
+                raise output.exception()
             raise EngineError(f"request {output.request_id} failed: {output.error}")
         self.timeline = output.timeline or self.timeline
         return self._completions[output.request_id].feed(output)
@@ -150,8 +152,6 @@ class Front:
             sampling = SamplingParams(**self._card.default_sampling)
         check_ids("prompt", tokens, self._vocab_size)
         sampling = resolve_words(sampling, self._card.tokenizer, self._vocab_size)
-        if sampling.structured_outputs is not None:
-            sampling.structured_outputs.check()
         number = next(self._numbers)
         requests = [
             NewRequest(f"{number}-{i}", tokens, sampling.child(i), adapter=adapter)

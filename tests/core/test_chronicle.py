@@ -17,6 +17,7 @@ from windlass.core.sampling import SamplingParams
 from windlass.core.story import (
     ADAPTER,
     BATCH,
+    BLOCKERS,
     BLOCKS,
     PREFIX,
     SEQUENCES,
@@ -126,7 +127,7 @@ def test_who_finds_no_slot_waits_for_sequences() -> None:
         world.add(request(name, [1, 2], max_tokens=5, ignore_eos=True))
     world.finish_all()
     stories = stories_of(world)
-    assert stories["a"].blocked_s == (0.0,) * 7
+    assert stories["a"].blocked_s == (0.0,) * len(BLOCKERS)
     assert blocker(stories["c"]) == SEQUENCES
     assert (stories["c"].num_ahead, stories["c"].num_running) == (2, 0)
 

@@ -5,6 +5,9 @@ from __future__ import annotations
 import json
 import re
 import threading
+import time
+from functools import cache
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +16,21 @@ import torch
 
 from tests.runner.test_deterministic import CONFIG
 from windlass import LLM, SamplingParams, StructuredOutputs
+from windlass.config import GrammarConfig
 from windlass.core.types import Admission, NewRequest, SlotId
 from windlass.errors import EngineError, RequestError
+from windlass.grammar.backend import GrammarBackend
+from windlass.grammar.compiler import GrammarCompiler
+from windlass.grammar.matcher import RequestMatcher
 from windlass.models.dummy import ByteTokenizer
-from windlass.runner.grammar import Grammar, Grammars
+from windlass.runner.grammar import Grammar, open_grammar
 from windlass.runner.sampler import Sampler
 
+pytest.importorskip("llguidance")
+
+HANG_GUARD_S = 120
+NUMBERS = count()
+ENDLESS = {"type": "integer", "multipleOf": 99999937}  # hours, gigabytes
 EOS = 256
 VOCAB = 300
 TOKENIZER = ByteTokenizer(VOCAB, (EOS,))
@@ -43,28 +55,39 @@ FORMS: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
-def grammars() -> Grammars:
-    return Grammars(lambda: TOKENIZER, VOCAB + 4)
+@cache
+def grammars() -> GrammarCompiler:
+    """One for all tests: its sandbox takes a while to start."""
+    config = GrammarConfig()
+    return GrammarCompiler(GrammarBackend(lambda: TOKENIZER, VOCAB + 4, config), config)
 
 
 def admission(form: dict[str, Any], tokens: bytes = b"", **wishes: Any) -> Admission:
+    """Of a request that has got a slot, and whose grammar is compiled."""
     wish = SamplingParams(structured_outputs=form, **wishes)
-    return Admission("a", SlotId(0), [1, 2, *tokens], 2, wish, frozenset({EOS}), 7)
+    name = f"request {next(NUMBERS)}"
+    grammars().enter(name, wish.structured_outputs)
+    deadline = time.monotonic() + HANG_GUARD_S
+    while not grammars().ready(name):
+        assert time.monotonic() < deadline, "the grammar is never compiled"
+        grammars().begin()
+    grammars().acquire(name)
+    return Admission(name, SlotId(0), [1, 2, *tokens], 2, wish, frozenset({EOS}), 7)
 
 
-def write(new: Admission, most: int = 200) -> str:
-    """What a model writes that finds all tokens equally likely."""
+def write(new: Admission, most: int = 200) -> str | None:
+    """What a model writes that finds all tokens equally likely; None: it has not ended."""
     sampler = Sampler(VOCAB + 4, torch.device("cpu"))
     sampler.grammars = grammars()
     sampler.admit(new)
     out = bytearray(new.tokens[2:])
     for _ in range(most):
         (token,), _ = sampler.sample(torch.zeros(1, VOCAB + 4), [0])
+        assert not grammars().failed
         if token == EOS:
-            assert not sampler.grammars.failed
             return out.decode()
         out.append(token)
-    raise AssertionError(f"no end: {bytes(out)!r}")
+    return None
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -72,20 +95,18 @@ def write(new: Admission, most: int = 200) -> str:
 def test_outputs_have_the_form_that_was_asked_for(name: str, seed: int) -> None:
     form, expected = FORMS[name]
     text = write(admission(form, seed=seed))
+    assert text is not None
     assert re.fullmatch(expected, text), text
     if name == "json":
         json.loads(text)
 
 
 def test_any_object_is_json() -> None:
-    texts = []
-    for seed in range(40):
-        try:
-            texts.append(write(admission({"json_object": True}, seed=seed), most=60))
-        except AssertionError:  # a random writer may go on for long
-            continue
-    assert texts
-    assert all(isinstance(json.loads(text), dict) for text in texts)
+    """A random writer may go on for long; what it has ended must be an object."""
+    texts = [write(admission({"json_object": True}, seed=seed), most=60) for seed in range(40)]
+    ended = [text for text in texts if text is not None]
+    assert ended
+    assert all(isinstance(json.loads(text), dict) for text in ended)
 
 
 def test_a_preempted_request_goes_on_where_it_was() -> None:
@@ -107,35 +128,50 @@ def test_the_form_counts_more_than_other_wishes(wishes: dict[str, Any]) -> None:
 def test_other_wishes_choose_among_what_the_form_allows() -> None:
     for seed in range(5):
         wishes = {"logit_bias": {ord("y"): -100.0}, "seed": seed}
-        assert write(admission(FORMS["lark"][0], **wishes)).startswith("no")
+        assert write(admission(FORMS["lark"][0], **wishes)) in {"no", "no indeed"}
 
 
-def test_forms_are_prepared_once_and_states_are_apart() -> None:
-    made = grammars()
-    first, second = (made.open(admission(FORMS["gbnf"][0])) for _ in range(2))
+def allowed(grammar: Grammar) -> list[int]:
+    scores = torch.zeros(VOCAB + 4)
+    return grammar.rule_out(scores, scores).isfinite().nonzero().flatten().tolist()
+
+
+def test_requests_share_a_grammar_and_not_its_state() -> None:
+    before = grammars().stats().num_checks
+    made = [open_grammar(grammars(), admission({"regex": "a[0-9]{2}"})) for _ in range(2)]
+    first, second = made
     assert first is not None
     assert second is not None
-    assert len(made._ready) == 1
     first.take(ord("a"))
-    scores = torch.zeros(VOCAB + 4)
-    assert first.rule_out(scores, scores).isfinite().nonzero().flatten().tolist() == list(
-        range(ord("0"), ord("9") + 1)
-    )
-    assert second.rule_out(scores, scores).isfinite().nonzero().flatten().tolist() == [ord("a")]
-    for number in range(100):
-        made.open(admission({"regex": f"a{number}"}))
-    assert len(made._ready) == 64
+    assert allowed(first) == list(range(ord("0"), ord("9") + 1))
+    assert allowed(second) == [ord("a")]
+    assert grammars().stats().num_checks == before + 1
 
 
-def test_a_form_that_can_be_followed_no_further_is_told_of() -> None:
-    made = grammars()
-    grammar = made.open(admission(FORMS["gbnf"][0]))
+def test_a_grammar_that_cannot_be_followed_ends_its_request() -> None:
+    new = admission(FORMS["gbnf"][0])
+    grammar = open_grammar(grammars(), new)
     assert grammar is not None
     grammar.take(ord("q"))
-    assert "doesn't satisfy the grammar" in made.failed["a"]
-    assert "\n" not in made.failed["a"]
+    error = grammars().failed.pop(new.request_id)
+    assert isinstance(error, RequestError)
+    assert "doesn't satisfy the grammar" in str(error)
+    assert "\n" not in str(error)
     scores = torch.zeros(VOCAB + 4)
     assert grammar.rule_out(scores, scores).equal(scores)
+
+
+def test_steps_of_an_ambiguous_grammar_are_bounded() -> None:
+    """Each mask takes longer than the one before, until the request has used up its time."""
+    new = admission({"grammar": 'start: s\ns: s s | s s s | "a" | ""'})
+    grammar = open_grammar(grammars(), new)
+    assert grammar is not None
+    for _ in range(2000):
+        allowed(grammar)
+        grammar.take(ord("a"))
+        if new.request_id in grammars().failed:
+            break
+    assert isinstance(grammars().failed.pop(new.request_id), RequestError)
 
 
 @pytest.fixture(scope="module")
@@ -148,6 +184,10 @@ def folder(tmp_path_factory) -> Path:
 
 def make(folder: Path, **options: Any) -> LLM:
     return LLM(str(folder), load_format="dummy", device="cpu", num_blocks=100, **options)
+
+
+def backend_of(llm: LLM) -> GrammarBackend:
+    return llm.engine._scheduler.grammars._backend
 
 
 @pytest.mark.parametrize("options", [{}, {"plain_kernels": True}, {"enforce_eager": True}])
@@ -170,22 +210,23 @@ def test_a_request_whose_form_breaks_ends_alone(folder: Path, monkeypatch) -> No
     llm = make(folder)
     engine, outputs = llm.engine, {}
     wish = SamplingParams(structured_outputs={"regex": "a{5}"}, max_tokens=9)
-    monkeypatch.setattr(Grammar, "take", lambda self, _: self._broke("too hard"))
+    monkeypatch.setattr(RequestMatcher, "take", lambda self, _: self._on_break("too hard"))
     jobs = [llm._front.job([5], wish), llm._front.job([5], SamplingParams(max_tokens=3))]
     for job in jobs:
         engine.add(job.requests[0])
     while engine.has_work:
         for output in engine.step():
             outputs.setdefault(output.request_id, []).append(output)
-    assert outputs["0-0"][-1].error == "too hard"
+    assert outputs["0-0"][-1].error == "structured_outputs: too hard"
     assert outputs["1-0"][-1].finish == "length"
-    with pytest.raises(EngineError, match="too hard"):
+    with pytest.raises(RequestError, match="too hard"):
         llm.generate([[5]], wish)
 
 
 def test_others_go_on_while_the_vocabulary_is_made(folder: Path, monkeypatch) -> None:
     llm, go = make(folder), threading.Event()
-    monkeypatch.setattr(llm.engine._forms, "_open_tokenizer", lambda: go.wait(60) and TOKENIZER)
+    opener = lambda: go.wait(HANG_GUARD_S) and TOKENIZER  # noqa: E731
+    monkeypatch.setattr(backend_of(llm), "_open_tokenizer", opener)
     engine, ended = llm.engine, []
     form = SamplingParams(structured_outputs={"regex": "a{3}"}, max_tokens=9)
     free = SamplingParams(max_tokens=3, ignore_eos=True)
@@ -210,10 +251,10 @@ def test_a_vocabulary_that_cannot_be_made_is_an_error_of_its_requests(
 
     llm = make(folder)
     form = SamplingParams(structured_outputs={"regex": "a{3}"}, max_tokens=9)
-    monkeypatch.setattr(llm.engine._forms, "_open_tokenizer", broken)
+    monkeypatch.setattr(backend_of(llm), "_open_tokenizer", broken)
     with pytest.raises(EngineError, match="cannot be made: OSError: no such file"):
         llm.generate([[5]], form)
-    monkeypatch.setattr(llm.engine._forms, "_open_tokenizer", lambda: TOKENIZER)
+    monkeypatch.setattr(backend_of(llm), "_open_tokenizer", lambda: TOKENIZER)
     assert llm.generate([[5]], form)[0].outputs[0].text == "aaa"
 
 
@@ -235,20 +276,64 @@ def test_what_is_no_form_is_refused(form: dict[str, Any], told: str) -> None:
         SamplingParams(structured_outputs=form)
 
 
+def test_what_is_too_large_or_too_deep_is_refused_before_it_is_compiled() -> None:
+    deep: Any = {}
+    for _ in range(100_000):
+        deep = {"items": deep}
+    with pytest.raises(RequestError, match="nested too deeply"):
+        StructuredOutputs(json=deep)
+    with pytest.raises(RequestError, match="nested too deeply"):
+        StructuredOutputs(json='{"items":' * 5000 + "{}" + "}" * 5000)
+    with pytest.raises(RequestError, match="at most 65,536"):
+        StructuredOutputs(regex="a" * 70_000)
+    with pytest.raises(RequestError, match="at most 65,536"):
+        StructuredOutputs(choice=["a" * 1000] * 70)
+
+
 @pytest.mark.parametrize(
     ("form", "told"),
     [
         ({"json": {"type": "objekt"}}, "Invalid type: objekt"),
         ({"json": {"allOf": [{"type": "string"}, {"type": "integer"}]}}, "Unsatisfiable"),
+        ({"json": {"$ref": "#"}}, "no text satisfies it"),
+        ({"json": ENDLESS}, "more than 1 s of CPU time"),
         ({"regex": "(a"}, "unclosed group"),
+        ({"regex": "((a{1,1000}){1,1000}){1,1000}"}, "too many expressions"),
         ({"grammar": "start: nobody"}, "unknown name"),
         ({"grammar": 'root ::= "a" ( "b"'}, "."),
-        ({"regex": "a" * 70_000}, "at most 65,536"),
     ],
 )
-def test_what_cannot_be_followed_is_refused(form: dict[str, Any], told: str) -> None:
-    with pytest.raises(RequestError, match=told):
-        StructuredOutputs(**form).check()
+def test_what_cannot_be_compiled_is_an_error_of_its_request(
+    quick: LLM, form: dict[str, Any], told: str
+) -> None:
+    wish = SamplingParams(structured_outputs=form, max_tokens=9)
+    for _ in range(2):
+        with pytest.raises(RequestError, match=told):
+            quick.generate([[5]], wish)
+    assert not quick.engine.has_work
+
+
+@pytest.fixture(scope="module")
+def quick(folder: Path) -> LLM:
+    return make(folder, grammar_compile_timeout=1.0)
+
+
+def test_others_go_on_while_an_endless_grammar_is_compiled(folder: Path) -> None:
+    llm = make(folder, grammar_compile_timeout=600.0)
+    engine = llm.engine
+    endless = SamplingParams(structured_outputs={"json": ENDLESS}, max_tokens=9)
+    harmless = SamplingParams(structured_outputs={"regex": "a{3}"}, max_tokens=9)
+    free = SamplingParams(max_tokens=50, ignore_eos=True)
+    for name, wish in (("endless", endless), ("harmless", harmless), ("free", free)):
+        engine.add(NewRequest(name, [5], wish))
+    ended: list[str] = []
+    while len(ended) < 2:
+        ended += [output.request_id for output in engine.step() if output.finish]
+    assert sorted(ended) == ["free", "harmless"]
+    assert engine.stats().grammars.num_waiting == 1
+    engine.abort("endless")
+    assert not engine.has_work
+    assert engine.stats().grammars.num_waiting == 0
 
 
 def test_a_model_without_an_end_cannot_write_forms(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+from windlass.config import GrammarConfig
 from windlass.core.blocks import BlockPool
 from windlass.core.card import Capacity, EngineReport, Held, ModelCard, Part
 from windlass.core.limits import SchedulerLimits
@@ -21,6 +22,8 @@ from windlass.core.scheduler import Scheduler
 from windlass.core.types import Admission, Row, RowResult, StepPlan, StepResult, TokenLogprob
 from windlass.engine import Engine
 from windlass.errors import CheckpointError
+from windlass.grammar.backend import GrammarBackend
+from windlass.grammar.compiler import GrammarCompiler
 from windlass.serve.loop import Build
 
 BOS, EOS, VOCAB = 256, 257, 258
@@ -40,6 +43,7 @@ class Bytes:
     vocab_size = VOCAB
     eos_ids = (EOS,)
     max_token_chars = 4
+    special_ids = (BOS, EOS)
 
     def encode(self, text: str, add_special: bool = True) -> list[int]:
         return [BOS] * add_special + list(text.encode())
@@ -141,6 +145,7 @@ class Options:
     num_blocks: int = 4096
     step_s: float = 0.0
     nap_file: str | None = None  # None: the engine cannot give memory back
+    grammar_compile_timeout: float = 1.0
 
 
 def build_engine(options: Options) -> tuple[Engine, EngineReport]:
@@ -152,7 +157,11 @@ def build_engine(options: Options) -> tuple[Engine, EngineReport]:
         block_size=block_size,
         num_blocks=options.num_blocks,
     )
-    scheduler = Scheduler(limits, BlockPool(options.num_blocks), eos_ids=(EOS,))
+    # Grammars are compiled, though the runner does not follow them.
+    grammar = GrammarConfig(grammar_compile_timeout=options.grammar_compile_timeout)
+    grammars = GrammarCompiler(GrammarBackend(Bytes, VOCAB, grammar), grammar)
+    pool = BlockPool(options.num_blocks)
+    scheduler = Scheduler(limits, pool, eos_ids=(EOS,), grammars=grammars)
     report = EngineReport(
         limits.max_model_len,
         limits.max_num_seqs,

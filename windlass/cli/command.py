@@ -19,6 +19,7 @@ from windlass.cli.config_file import read_config
 from windlass.cli.options import (
     ENGINE_OPTIONS,
     GATE_OPTIONS,
+    GRAMMAR_OPTIONS,
     LORA_OPTIONS,
     MODEL_ARGUMENT,
     SERVE_OPTIONS,
@@ -50,7 +51,7 @@ class Options:
 
     def engine_values(self) -> dict[str, Any]:
         """As `LLM` takes them."""
-        return self.only([MODEL_ARGUMENT, *ENGINE_OPTIONS, *LORA_OPTIONS])
+        return self.only([MODEL_ARGUMENT, *ENGINE_OPTIONS, *LORA_OPTIONS, *GRAMMAR_OPTIONS])
 
     def engine(self) -> EngineConfig:
         return EngineConfig.of(**self.engine_values())

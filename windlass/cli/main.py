@@ -17,6 +17,7 @@ from windlass.cli.ladder import LADDER_OPTIONS, ladder
 from windlass.cli.options import (
     ENGINE_OPTIONS,
     GATE_OPTIONS,
+    GRAMMAR_OPTIONS,
     LIMIT_OPTIONS,
     LORA_OPTIONS,
     SERVE_OPTIONS,
@@ -59,9 +60,11 @@ def root(
     """LLM inference that says what every speed-up costs."""
 
 
-register(app, serve, [*ENGINE_OPTIONS, *LORA_OPTIONS, *SERVE_OPTIONS, *GATE_OPTIONS])
-register(app, chat, [*SAMPLING_OPTIONS, *ENGINE_OPTIONS, *LORA_OPTIONS])
-register(app, generate, [*SAMPLING_OPTIONS, *ENGINE_OPTIONS, *LORA_OPTIONS])
+register(
+    app, serve, [*ENGINE_OPTIONS, *LORA_OPTIONS, *GRAMMAR_OPTIONS, *SERVE_OPTIONS, *GATE_OPTIONS]
+)
+register(app, chat, [*SAMPLING_OPTIONS, *ENGINE_OPTIONS, *LORA_OPTIONS, *GRAMMAR_OPTIONS])
+register(app, generate, [*SAMPLING_OPTIONS, *ENGINE_OPTIONS, *LORA_OPTIONS, *GRAMMAR_OPTIONS])
 register(app, inspect, ENGINE_OPTIONS)
 register(app, evaluate, [*LIMIT_OPTIONS, *ENGINE_OPTIONS])
 register(app, ladder, LADDER_OPTIONS)

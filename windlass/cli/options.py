@@ -20,6 +20,7 @@ import typer
 from windlass.config import (
     CacheConfig,
     GateConfig,
+    GrammarConfig,
     LoraConfig,
     ModelConfig,
     SchedulerConfig,
@@ -267,6 +268,8 @@ ENGINE_OPTIONS = [
 ]
 # Only where requests can name an adapter.
 LORA_OPTIONS = options_of(LoraConfig, "Adapters")
+# Only where requests can bring a grammar.
+GRAMMAR_OPTIONS = options_of(GrammarConfig, "Structured outputs")
 SERVE_OPTIONS = options_of(ServeConfig, "Server")
 GATE_OPTIONS = options_of(GateConfig, "Quality gate")
 # What makes a measurement a gate, wherever it is measured.

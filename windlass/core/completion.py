@@ -53,7 +53,7 @@ class Completion:
 
     def feed(self, output: Output) -> Delta:
         """Take in a step's output. A stop string found here ends it, though the engine goes on."""
-        _, tokens, logprobs, prompt_logprobs, finish, stop_token, _, _ = output
+        _, tokens, logprobs, prompt_logprobs, finish, stop_token, *_ = output
         if prompt_logprobs:
             self.prompt_logprobs += prompt_logprobs
         shown = kept = tokens

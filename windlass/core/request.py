@@ -118,6 +118,10 @@ class Request:
         return len(self.tokens) + self.num_pending - self.planned
 
     @property
+    def has_grammar(self) -> bool:
+        return self.sampling.structured_outputs is not None
+
+    @property
     def may_read_cache(self) -> bool:
         """Log probabilities of the prompt need its logits, so nothing of it may be skipped."""
         return self.sampling.prompt_logprobs is None

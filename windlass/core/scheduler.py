@@ -17,12 +17,13 @@ from windlass.core.adapters import Adapters
 from windlass.core.blocks import BlockPool
 from windlass.core.chronicle import Chronicle, lacks
 from windlass.core.claims import Claims
+from windlass.core.grammars import Grammars, NoGrammars
 from windlass.core.limits import SchedulerLimits
 from windlass.core.memory import BlockUse
 from windlass.core.policy import Continuous, Fcfs, Gate, Policy, WaitingQueue
 from windlass.core.request import Request
 from windlass.core.step import Step, make_tuple
-from windlass.core.story import ADAPTER, BLOCKS, PREFIX, Story
+from windlass.core.story import ADAPTER, BLOCKS, GRAMMAR, PREFIX, Story
 from windlass.core.types import (
     BlockId,
     EngineStats,
@@ -54,6 +55,7 @@ class Scheduler:
         caching: bool = True,
         seed: int = 0,
         adapters: Adapters | None = None,
+        grammars: Grammars | None = None,
     ) -> None:
         self._limits = limits
         self._eos_ids = frozenset(eos_ids)
@@ -61,6 +63,8 @@ class Scheduler:
         self._gate = gate or Continuous()
         self._random = Random(seed)
         self.adapters = adapters or Adapters()
+        self.grammars: Grammars = grammars or NoGrammars()
+        self._stuck_for = ADAPTER  # what all waiting requests lack, while the queue is stuck
         self.failed: list[Output] = []  # requests that ended while the last plan was made
         self._requests: dict[str, Request] = {}
         self._waiting = WaitingQueue(self._policy)
@@ -91,6 +95,8 @@ class Scheduler:
         request = Request(new, self._num_arrivals, max_tokens, stops, seed, now, salt)
         self._num_arrivals += 1
         self._requests[new.request_id] = request
+        if new.sampling.structured_outputs is not None:
+            self.grammars.enter(new.request_id, new.sampling.structured_outputs)
         self.chronicle.arrived(request, len(self._waiting), len(self._running), now)
         self._waiting.push(request)
 
@@ -129,14 +135,23 @@ class Scheduler:
         self.adapters.forget_idle()
         return outputs
 
-    def _fail(self, request: Request, error: str) -> Output:
+    def _fail(self, request: Request, error: str | EngineError) -> Output:
         self._finish(request, "error")
-        return Output(request.request_id, finish="error", error=error, timeline=request.timeline)
+        return Output(
+            request.request_id,
+            finish="error",
+            error=str(error),
+            timeline=request.timeline,
+            param=error.param if isinstance(error, RequestError) else None,
+        )
 
-    def fail(self, request_id: str, error: str) -> list[Output]:
-        """End a request with an error, if it is still there."""
-        request = self._requests.get(request_id)
-        return [] if request is None else [self._fail(request, error)]
+    def _fail_broken(self) -> list[Output]:
+        """End the requests whose grammar could not be followed in the last step."""
+        outputs: list[Output] = []
+        while self.grammars.failed:
+            request_id, error = self.grammars.failed.popitem()
+            outputs.append(self._fail(self._requests[request_id], error))
+        return outputs
 
     @property
     def has_work(self) -> bool:
@@ -166,6 +181,7 @@ class Scheduler:
             self._count,
             account=self.chronicle.account(),
             adapters=self.adapters.stats(),
+            grammars=self.grammars.stats(),
             num_running=len(self._running),
             num_waiting=len(self._waiting),
             num_waiting_tokens=sum(prompts_left),
@@ -187,6 +203,7 @@ class Scheduler:
             chronicle.rest(now)
         chronicle.look(now)
         self.adapters.begin()
+        self.grammars.begin()
         self.failed = []
         self._plan_running(step, now)
         if self._count.num_preemptions == num_before:
@@ -231,21 +248,25 @@ class Scheduler:
                 step.emit(request, count, fresh)
 
     def _plan_waiting(self, step: Step, now: float) -> None:
-        request, state = self._waiting.peek(), self.adapters.state  # readings may end any moment
+        # Readings and compilations may end any moment: what is noted is the state before the look.
+        state = self.adapters.state, self.grammars.state
+        request = self._waiting.peek()
         if request is None:
             return
         if self._waiting.stuck_at == state:
-            self.chronicle.waits(ADAPTER, now)
+            self.chronicle.waits(self._stuck_for, now)
             return
         waited_s = now - request.timeline.arrived
         openings = self._gate.openings(len(self._waiting), len(self._running), waited_s)
-        promised, count = False, 1
+        promised, count, lacked = False, 1, set()
         while request is not None and openings > 0 and step.budget > 0 and self._slots:
             if request.num_pending:  # interrupted while its last sample is still in flight
                 break
-            if request.adapter and not self._adapter_there(request):
+            lack = self._lacks(request)
+            if lack is not None:
                 if request.finish is None:
-                    self.chronicle.pass_over(self._waiting.set_aside(), ADAPTER)
+                    self.chronicle.pass_over(self._waiting.set_aside(), lack)
+                    lacked.add(lack)
                 request = self._waiting.peek()
                 continue
             cached = self._claims.find(request)
@@ -259,17 +280,26 @@ class Scheduler:
                 step.emit(request, count, request.blocks)
                 openings -= 1
             request = self._waiting.peek()
-        self._waiting.restore(state if request is None and not promised else None)
+        is_stuck = request is None and not promised and len(lacked) == 1
+        self._waiting.restore(state if is_stuck else None)
+        if is_stuck:
+            (self._stuck_for,) = lacked
         if self._waiting:
             self.chronicle.waits(lacks(request, openings, len(self._slots), count), now)
 
-    def _adapter_there(self, request: Request) -> bool:
-        """Whether it can start now, as far as its adapter goes; one that is broken ends it."""
+    def _lacks(self, request: Request) -> int | None:
+        """What a waiting request lacks of its own; an adapter or grammar with an error ends it."""
+        blocker = ADAPTER
         try:
-            return self.adapters.wanted(request.adapter, request.request_id)
+            if request.adapter and not self.adapters.wanted(request.adapter, request.request_id):
+                return ADAPTER
+            blocker = GRAMMAR
+            if request.has_grammar and not self.grammars.ready(request.request_id):
+                return GRAMMAR
         except EngineError as error:
-            self.failed.append(self._fail(request, str(error)))
-            return False
+            self.failed.append(self._fail(request, error))
+            return blocker
+        return None
 
     def _grow(self, request: Request, num_tokens: int, now: float) -> list[BlockId] | None:
         """Take the blocks that a running request lacks for `num_tokens`, by preemption if need be.
@@ -306,6 +336,8 @@ class Scheduler:
         insort(self._running, request, key=self._policy.key)
         if request.adapter:
             request.adapter_slot = self.adapters.acquire(request.adapter, request.request_id)
+        if request.has_grammar:
+            self.grammars.acquire(request.request_id)
         plan.admitted.append(request.admission())
 
     def _preempt(self, request: Request, now: float) -> None:
@@ -346,7 +378,7 @@ class Scheduler:
                 scores = request.unreported(row, got.prompt_logprobs)
                 outputs.append(Output(request.request_id, prompt_logprobs=scores))
         self._count.add([len(output.tokens) for output in outputs], result.drafting_s)
-        return outputs
+        return outputs + self._fail_broken() if self.grammars.failed else outputs
 
     def _append(self, request: Request, row: Row, got: RowResult, now: float) -> Output:
         """Add sampled tokens up to the first that ends the request."""
@@ -367,7 +399,7 @@ class Scheduler:
         if got.prompt_logprobs is not None:
             prompt_scores = request.unreported(row, got.prompt_logprobs)
         values = (request.request_id, tokens, scores, prompt_scores, finish, stop_token)
-        return make_tuple(Output, (*values, None, timeline))
+        return make_tuple(Output, (*values, None, timeline, None))
 
     def _finish(self, request: Request, reason: FinishReason, now: float | None = None) -> None:
         request.finish = reason
@@ -382,6 +414,8 @@ class Scheduler:
             request.slot = None
         if request.adapter:
             self.adapters.leave(request.adapter)
+        if request.has_grammar:
+            self.grammars.leave(request.request_id)
 
     def _release(self, request: Request) -> None:
         assert request.slot is not None

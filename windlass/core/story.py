@@ -20,8 +20,9 @@ BLOCKERS = (
     "shared prefix",  # another request was computing most of what it needs
     "batch",  # static batching: the batch before it had not ended, or its own not formed
     "sample",  # interrupted, with its last sample still on its way
+    "grammar",  # its grammar was being compiled
 )
-SEQUENCES, TOKENS, BLOCKS, ADAPTER, PREFIX, BATCH, SAMPLE = range(len(BLOCKERS))
+SEQUENCES, TOKENS, BLOCKS, ADAPTER, PREFIX, BATCH, SAMPLE, GRAMMAR = range(len(BLOCKERS))
 
 MOST_CHUNKS = 64
 

@@ -1,25 +1,21 @@
 """What an output must look like: JSON, a regular expression, one of some texts, a grammar.
 
-The rules are checked and spelled for the library that knows how to follow them, llguidance, which
-is imported where it is needed. Who rules tokens out by them is runner/grammar.py.
+Plain values with checks that cost little. Compiling a grammar can take minutes and gigabytes, so it
+happens in the sandbox of grammar/, and what is wrong with a grammar is found there.
 """
 
 from __future__ import annotations
 
 import json
+import reprlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from functools import lru_cache
+from dataclasses import dataclass, field
 from typing import Any
 
 from windlass.errors import RequestError
 
-_WAYS = ("json", "json_object", "regex", "choice", "grammar")
-# Between the tokens of JSON. Models that are held to it may write blanks for ever.
-_BLANKS = r"[ \t\n\r]{0,20}"
-_VALUES = ("const", "default", "enum", "examples")  # in a schema
-_MOST = 65_536  # characters: a larger form would hold up others while it is read
-_ANY_OBJECT = '{"type": "object"}'
+_KINDS = ("json", "json_object", "regex", "choice", "grammar")
+MAX_CHARS = 65_536
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,139 +30,78 @@ class StructuredOutputs:
     regex: str | None = None
     choice: tuple[str, ...] | None = None
     grammar: str | None = None  # Lark's notation, or GBNF
+    # The request's field that it came from. Errors name it; no client can set it.
+    source: str = field(default="structured_outputs", compare=False)
 
     def __post_init__(self) -> None:
-        given = [name for name in _WAYS if getattr(self, name) not in (None, False)]
+        given = [name for name in _KINDS if getattr(self, name) not in (None, False)]
         if not isinstance(self.json_object, bool):
-            raise _wrong(f"json_object must be true or false, got {self.json_object!r:.100}.")
+            raise self.error(f"json_object must be true or false, got {_shown(self.json_object)}.")
         if self.json is False:
-            raise _wrong("the JSON schema is false, which nothing satisfies.")
+            raise self.error("the JSON schema is false, which nothing satisfies.")
         if len(given) != 1:
             listed = ", ".join(given) or "none"
-            raise _wrong(f"give exactly one of {', '.join(_WAYS)}; got {listed}.")
+            raise self.error(f"give exactly one of {', '.join(_KINDS)}; got {listed}.")
         if self.json is not None:
-            object.__setattr__(self, "json", _schema_text(self.json))
+            object.__setattr__(self, "json", self._schema_text(self.json))
         for name in ("regex", "grammar"):
             text = getattr(self, name)
             if text is not None and (not isinstance(text, str) or not text):
-                raise _wrong(f"{name} must be a text that is not empty, got {text!r:.100}.")
+                raise self.error(f"{name} must be a text that is not empty, got {_shown(text)}.")
         if self.choice is not None:
-            object.__setattr__(self, "choice", _choices(self.choice))
+            object.__setattr__(self, "choice", self._choices(self.choice))
+        num_chars = sum(map(len, (self.text, *(self.choice or ()))))
+        if num_chars > MAX_CHARS:
+            raise self.error(
+                f"it has {num_chars:,} characters, at most {MAX_CHARS:,} are accepted."
+            )
 
     @classmethod
-    def of(cls, fields: Mapping[str, Any]) -> StructuredOutputs:
-        """From names and values that somebody sent."""
-        unknown = [name for name in fields if name not in _WAYS]
+    def of(cls, fields: Mapping[str, Any], source: str = "structured_outputs") -> StructuredOutputs:
+        """From names and values that a client sent in the field `source`."""
+        unknown = [name for name in fields if name not in _KINDS]
         if unknown:
-            raise _wrong(f"{unknown[0]!r:.100} is no form of an output. Known: {', '.join(_WAYS)}.")
-        return cls(**fields)
+            known = ", ".join(_KINDS)
+            raise RequestError(
+                f"{source}: {_shown(unknown[0])} is no form of an output. Known: {known}.", source
+            )
+        return cls(**fields, source=source)
 
-    def spelled(self) -> str:
-        """As llguidance reads it; a rule that cannot be raises RequestError."""
-        matcher = _library().LLMatcher
+    @property
+    def text(self) -> str:
+        """The schema, expression or grammar as the client wrote it; "" for the other kinds."""
+        return str(self.json or self.regex or self.grammar or "")
+
+    def fields(self) -> dict[str, Any]:
+        """What `of` makes the same of."""
+        return {name: value for name in _KINDS if (value := getattr(self, name))}
+
+    def error(self, reason: str) -> RequestError:
+        """That this form is refused, for a reason; names the field that it came from."""
+        return RequestError(f"{self.source}: {reason}", self.source)
+
+    def _schema_text(self, schema: object) -> str:
+        if isinstance(schema, str) and len(schema) > MAX_CHARS:
+            return schema  # refused for its length, before anything reads it
         try:
-            if self.json is not None or self.json_object:
-                schema = self.json if self.json is not None else _ANY_OBJECT
-                return matcher.grammar_from_json_schema(
-                    schema, defaults={"whitespace_pattern": _BLANKS}
-                )
-            if self.regex is not None:
-                return matcher.grammar_from_regex(_plain_digits(self.regex))
-            if self.choice is not None:
-                texts = " | ".join(json.dumps(text, ensure_ascii=False) for text in self.choice)
-                return matcher.grammar_from_lark(f"start: {texts}")
-            assert self.grammar is not None
-            return matcher.grammar_from_lark(_lark(self.grammar))
-        except ValueError as error:
-            raise _wrong(str(error)) from error
+            parsed = json.loads(schema) if isinstance(schema, str) else schema
+            if not isinstance(parsed, (Mapping, bool)):
+                raise self.error(f"a JSON schema is an object, got {_shown(parsed)}.")
+            return schema if isinstance(schema, str) else json.dumps(schema)
+        except RecursionError as error:
+            raise self.error("the JSON schema is nested too deeply.") from error
+        except (TypeError, ValueError) as error:
+            raise self.error(f"the JSON schema is no JSON: {error}.") from error
 
-    def check(self) -> None:
-        """Refuse what is no schema, expression or grammar, or one that nothing satisfies."""
-        spelled = self.spelled()
-        if len(spelled) > _MOST:
-            raise _wrong(f"it has {len(spelled):,} characters, at most {_MOST:,} are read.")
-        problem = _problem_of(spelled)
-        if problem:
-            raise _wrong(problem)
+    def _choices(self, choice: object) -> tuple[str, ...]:
+        texts = isinstance(choice, Sequence) and not isinstance(choice, str) and tuple(choice)
+        if not texts or not all(isinstance(text, str) and text for text in texts):
+            raise self.error(
+                f"choice must be a list of texts that are not empty, got {_shown(choice)}."
+            )
+        return texts
 
 
-def _wrong(why: str) -> RequestError:
-    return RequestError(why, "structured_outputs")
-
-
-def _library() -> Any:
-    try:
-        import llguidance
-    except ImportError as error:
-        raise _wrong(
-            "the package llguidance is not installed where the engine runs. Install it with "
-            "pip install llguidance."
-        ) from error
-    return llguidance
-
-
-@lru_cache(maxsize=64)
-def _problem_of(spelled: str) -> str:
-    """Why a form cannot be followed; many requests have the same."""
-    is_wrong, said = _library().LLMatcher.validate_grammar_with_warnings(spelled)
-    return said[0].strip() if is_wrong else ""
-
-
-def _schema_text(schema: object) -> str:
-    if isinstance(schema, str):
-        try:
-            schema = json.loads(schema)
-        except ValueError as error:
-            raise _wrong(f"the JSON schema is no JSON: {error}.") from error
-    if not isinstance(schema, (Mapping, bool)):
-        raise _wrong(f"a JSON schema is an object, got {schema!r:.100}.")
-    return json.dumps(_with_plain_digits(schema))
-
-
-def _plain_digits(regex: str) -> str:
-    r"""With \d for 0 to 9, as people mean it: the library takes the digits of all scripts."""
-    out, at, in_class = [], 0, False
-    while at < len(regex):
-        size = 2 if regex[at] == "\\" else 1
-        piece = regex[at : at + size]
-        if piece == r"\d":
-            piece = "0-9" if in_class else "[0-9]"
-        elif piece in "[]":
-            in_class = piece == "["
-        out.append(piece)
-        at += size
-    return "".join(out)
-
-
-def _with_plain_digits(schema: Any) -> Any:
-    """The same in the patterns of a schema; values that it gives are left alone."""
-    if isinstance(schema, list):
-        return [_with_plain_digits(item) for item in schema]
-    if not isinstance(schema, Mapping):
-        return schema
-    out = {}
-    for name, value in schema.items():
-        if name == "pattern" and isinstance(value, str):
-            out[name] = _plain_digits(value)
-        else:
-            out[name] = value if name in _VALUES else _with_plain_digits(value)
-    return out
-
-
-def _choices(choice: object) -> tuple[str, ...]:
-    texts = isinstance(choice, Sequence) and not isinstance(choice, str) and tuple(choice)
-    if not texts or not all(isinstance(text, str) and text for text in texts):
-        raise _wrong(f"choice must be a list of texts that are not empty, got {choice!r:.100}.")
-    return texts
-
-
-def _lark(grammar: str) -> str:
-    """Rules of GBNF have ::= between name and body."""
-    if "::=" not in grammar:
-        return grammar
-    from llguidance.gbnf_to_lark import gbnf_to_lark
-
-    try:
-        return str(gbnf_to_lark(grammar))
-    except Exception as error:  # of any kind, since it is meant for people at a terminal
-        raise _wrong(f"the GBNF grammar cannot be read: {error}") from error
+def _shown(value: object) -> str:
+    """A value in an error: cut, whatever its length and depth."""
+    return reprlib.repr(value)

@@ -12,6 +12,7 @@ from operator import itemgetter
 from typing import Literal, NamedTuple, NewType
 
 from windlass.core.sampling import SamplingParams
+from windlass.errors import EngineError, RequestError
 
 BlockId = NewType("BlockId", int)
 SlotId = NewType("SlotId", int)
@@ -155,6 +156,12 @@ class Output(NamedTuple):
     stop_token: int | None = None  # the stop token id that ended it, when one did
     error: str | None = None
     timeline: Timeline | None = None  # on the first output, the last one, and after guesses
+    param: str | None = None  # of an error: the field of the request that caused it, if one did
+
+    def exception(self) -> EngineError:
+        """What to raise for the error that ended this request."""
+        message = self.error or "the engine dropped the request."
+        return EngineError(message) if self.param is None else RequestError(message, self.param)
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,6 +173,17 @@ class AdapterStats:
     num_loaded: int  # names
     num_waiting: int  # requests that wait for theirs to be read, or for a slot
     num_reads: int  # since the engine started
+
+
+@dataclass(frozen=True, slots=True)
+class GrammarStats:
+    """Grammars of structured outputs: how many there are, and what became of them."""
+
+    num_waiting: int  # requests whose grammar is being compiled, or waits for memory
+    num_grammars: int  # compiled, refused or being compiled
+    num_bytes: int  # of compiled ones
+    num_checks: int  # compilations in the sandbox since the engine started
+    num_refusals: int  # grammars that were wrong or exceeded a limit
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,6 +220,7 @@ class EngineStats:
     num_saved_tokens: int = 0  # that came without a step of their own
     drafting_s: float = 0.0
     adapters: AdapterStats | None = None
+    grammars: GrammarStats | None = None
     account: Account = Account()
 
     def add(self, num_tokens: list[int], drafting_s: float) -> None:

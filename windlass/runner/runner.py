@@ -33,7 +33,7 @@ from windlass.lora.base import Adapter
 from windlass.models.network import Network
 from windlass.runner.adapters import grouped
 from windlass.runner.drafter import Drafter, Verified
-from windlass.runner.grammar import Grammars
+from windlass.runner.grammar import Matchers
 from windlass.runner.sampler import Sampler, score_tokens
 from windlass.runner.slots import SlotTables, to_device
 from windlass.runner.verify import Asked, asked_by, positions_of, verify
@@ -136,7 +136,7 @@ class Runner:
         """From now on plans may put adapters into the bank's slots, and rows may name those."""
         self._bank, self._fetch = bank, fetch
 
-    def attach_grammars(self, grammars: Grammars) -> None:
+    def attach_grammars(self, grammars: Matchers) -> None:
         """From now on requests may say what form their outputs must have."""
         self._sampler.grammars = grammars
 

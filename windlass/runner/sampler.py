@@ -16,7 +16,7 @@ from windlass.core.sampling import SamplingParams
 from windlass.core.types import Admission, TokenLogprob
 from windlass.kernels.ops import Ops
 from windlass.runner import filters
-from windlass.runner.grammar import Grammar, Grammars
+from windlass.runner.grammar import Grammar, Matchers, open_grammar
 from windlass.runner.logit_rules import LogitRules
 
 Draw = Callable[[Tensor, Tensor, Tensor], Tensor]  # as filters.draw
@@ -57,7 +57,7 @@ class Sampler:
         self._draw = draw
         self._vocab_size = vocab_size
         self._device = device
-        self.grammars: Grammars | None = None  # None: outputs may have any form
+        self.grammars: Matchers | None = None  # None: outputs may have any form
         self._slots: dict[int, _Memory] = {}
 
     def admit(self, new: Admission) -> None:
@@ -68,7 +68,6 @@ class Sampler:
             tokens = torch.tensor(new.tokens, device=self._device)
             counts = torch.bincount(tokens[new.num_prompt :], minlength=self._vocab_size)
             seen = torch.bincount(tokens, minlength=self._vocab_size) > 0
-        grammar = self.grammars.open(new) if self.grammars is not None else None
         rules = None
         if wish.changes_logits:
             rules = LogitRules(
@@ -82,7 +81,7 @@ class Sampler:
             rules=rules,
             counts=counts,
             seen=seen,
-            grammar=grammar,
+            grammar=open_grammar(self.grammars, new),
         )
 
     def forget(self, slot: int) -> None:

@@ -256,7 +256,7 @@ class EngineClient:
             if item.finish is not None:
                 self._forget(item.request_id, completed=item.finish in ("stop", "length"))
                 if item.finish in ("error", "abort"):
-                    raise EngineError(item.error or "the engine dropped the request.")
+                    raise item.exception()
             return item
         return None
 

@@ -181,6 +181,7 @@ def _words(top: str, story: Story, phases: Phases, report: EngineReport) -> str:
         "which saved computing it twice",
         "batch": "were spent waiting for its batch to start (--batching)",
         "sample": f"were spent waiting to start again{again}",
+        "grammar": "were spent waiting for its grammar to be compiled",
         "step": "were spent waiting for the step to end that was being computed when it came",
     }
     return waits[top]

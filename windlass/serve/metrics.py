@@ -11,7 +11,7 @@ from typing import Literal
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
-from windlass.core.types import AdapterStats, EngineStats, Timeline
+from windlass.core.types import AdapterStats, EngineStats, GrammarStats, Timeline
 from windlass.serve.tally import Tally
 
 Outcome = Literal["success", "error", "aborted", "rejected"]
@@ -44,6 +44,7 @@ class Metrics:
         self._model_name = model_name
         self._engine_metrics()
         self._adapter_metrics()
+        self._grammar_metrics()
         self._request_metrics()
         self._connection_metrics()
         self._histograms()
@@ -96,6 +97,19 @@ class Metrics:
             "lora_requests_waiting", "Requests that wait for their adapter, or for a slot for it."
         )
         self._reads = self._counter("lora_adapter_reads", "Adapters read into host memory.")
+
+    def _grammar_metrics(self) -> None:
+        self._grammars = self._gauge("grammars", "Grammars of structured outputs that are known.")
+        self._grammar_bytes = self._gauge("grammar_bytes", "Memory of compiled grammars.")
+        self._compiling = self._gauge(
+            "grammar_requests_waiting", "Requests whose grammar is being compiled."
+        )
+        self._compilations = self._counter(
+            "grammar_compilations", "Grammars that the sandbox compiled, or tried to."
+        )
+        self._refusals = self._counter(
+            "grammar_refusals", "Grammars that were wrong, or exceeded a limit."
+        )
 
     def _request_metrics(self) -> None:
         self._received = self._counter("requests_received", "Completion requests that arrived.")
@@ -187,6 +201,8 @@ class Metrics:
             self._observe_drafts(stats, last)
         if stats.adapters is not None:
             self._observe_adapters(stats.adapters, last.adapters)
+        if stats.grammars is not None:
+            self._observe_grammars(stats.grammars, last.grammars)
         if stats.num_steps > last.num_steps:
             self._step_tokens.observe(stats.num_step_tokens)
 
@@ -196,6 +212,13 @@ class Metrics:
         self._loaded.set(stats.num_loaded)
         self._lacking.set(stats.num_waiting)
         self._reads.inc(stats.num_reads - (last.num_reads if last is not None else 0))
+
+    def _observe_grammars(self, stats: GrammarStats, last: GrammarStats | None) -> None:
+        self._grammars.set(stats.num_grammars)
+        self._grammar_bytes.set(stats.num_bytes)
+        self._compiling.set(stats.num_waiting)
+        self._compilations.inc(stats.num_checks - (last.num_checks if last is not None else 0))
+        self._refusals.inc(stats.num_refusals - (last.num_refusals if last is not None else 0))
 
     def _observe_drafts(self, stats: EngineStats, last: EngineStats) -> None:
         self._drafts.inc(stats.num_drafts - last.num_drafts)

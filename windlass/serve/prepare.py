@@ -25,7 +25,7 @@ from windlass.serve import body_limits
 from windlass.serve.problems import ModelNotFound
 from windlass.serve.protocol import ChatRequest, CompletionRequest, Generation, Templated
 from windlass.serve.shown import shown
-from windlass.serve.structured import is_structured, structured_of
+from windlass.serve.structured import structured_of
 from windlass.serve.template_process import Renderer
 from windlass.serve.template_worker import RenderJob
 from windlass.serve.workers import Workers
@@ -149,8 +149,7 @@ class Preparer:
 
     async def _off_loop(self, body: Generation, work: Callable[..., T], *args: Any) -> T:
         """The result of `work`, in a thread where it may take long."""
-        is_short = body.num_bytes <= body_limits.INLINE_BYTES and not body.bad_words
-        if is_short and not is_structured(body):
+        if body.num_bytes <= body_limits.INLINE_BYTES and not body.bad_words:
             return work(*args)
         return await self._workers.releasing_gil(work, *args)
 

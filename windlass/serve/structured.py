@@ -1,7 +1,7 @@
 """The form that a client asks for: OpenAI's `response_format`, and the names of other servers.
 
-Sizes are checked here before anything is parsed or converted. The rules themselves are checked by
-core/structured.py.
+Sizes are checked here before anything is parsed. The engine compiles the form, and refuses what is
+wrong with it.
 """
 
 from __future__ import annotations
@@ -27,21 +27,11 @@ _GUIDED = {
 _FIELDS = ("response_format", "structured_outputs", *_GUIDED)
 
 
-def is_structured(body: Generation) -> bool:
-    """Whether a request asks for a form; checking it may take a second."""
-    return bool(_asked(body))
-
-
-def _asked(body: Generation) -> list[str]:
+def structured_of(body: Generation) -> StructuredOutputs | None:
+    """The form that a request asks for; asking twice is refused."""
     asked = [name for name in _FIELDS if getattr(body, name) is not None]
     if body.response_format == {"type": "text"}:
         asked.remove("response_format")
-    return asked
-
-
-def structured_of(body: Generation) -> StructuredOutputs | None:
-    """The form that a request asks for; asking twice is refused."""
-    asked = _asked(body)
     if not asked:
         return None
     if len(asked) > 1:
@@ -52,20 +42,19 @@ def structured_of(body: Generation) -> StructuredOutputs | None:
     value = getattr(body, name)
     try:
         if name == "response_format":
-            form = _response_format(value)
+            fields = _response_format(value)
         else:
-            named = value if name == "structured_outputs" else {_GUIDED[name]: value}
-            form = StructuredOutputs.of(_within_limits(named))
-        form.check()
-        return form
+            fields = value if name == "structured_outputs" else {_GUIDED[name]: value}
+        fields = _within_limits(fields)
     except RequestError as error:
         raise RequestError(f"{name}: {error}", name) from error
+    return StructuredOutputs.of(fields, source=name)
 
 
-def _response_format(asked: dict[str, Any]) -> StructuredOutputs:
+def _response_format(asked: dict[str, Any]) -> dict[str, Any]:
     kind = asked.get("type")
     if kind == "json_object":
-        return StructuredOutputs(json_object=True)
+        return {"json_object": True}
     if kind != "json_schema":
         raise RequestError(
             f"type must be 'text', 'json_object' or 'json_schema', got {shown(kind)}."
@@ -73,7 +62,7 @@ def _response_format(asked: dict[str, Any]) -> StructuredOutputs:
     form = asked.get("json_schema")
     if not isinstance(form, dict) or "schema" not in form:
         raise RequestError('json_schema must be an object such as {"name": "…", "schema": {…}}.')
-    return StructuredOutputs.of(_within_limits({"json": form["schema"]}))
+    return {"json": form["schema"]}
 
 
 def _within_limits(form: dict[str, Any]) -> dict[str, Any]:

@@ -1,0 +1,151 @@
+"""A request waits for its grammar in the queue: others pass it, and its time is accounted for."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.core.world import World, limits, plain_loop, request
+from windlass.core.story import BLOCKERS, GRAMMAR
+from windlass.core.structured import StructuredOutputs
+from windlass.core.types import GrammarStats
+from windlass.errors import EngineError, RequestError
+
+
+class FakeGrammars:
+    """Grammars that are ready when the test says so; the regex "bad" is refused."""
+
+    def __init__(self) -> None:
+        self.failed: dict[str, EngineError] = {}
+        self.forms: dict[str, StructuredOutputs] = {}
+        self.compiled: set[str] = set()
+        self.running: set[str] = set()
+        self.num_looks = 0
+        self.state: object = 0
+
+    def compile(self, name: str) -> None:
+        self.compiled.add(name)
+        self.state = len(self.compiled)
+
+    def enter(self, request_id: str, form: StructuredOutputs) -> None:
+        self.forms[request_id] = form
+
+    def begin(self) -> None:
+        pass
+
+    def ready(self, request_id: str) -> bool:
+        self.num_looks += 1
+        if self.forms[request_id].regex == "bad":
+            raise RequestError("guided_regex: it is bad.", "guided_regex")
+        return request_id in self.compiled
+
+    def acquire(self, request_id: str) -> None:
+        assert request_id in self.compiled
+        self.running.add(request_id)
+
+    def leave(self, request_id: str) -> None:
+        del self.forms[request_id]
+        self.running.discard(request_id)
+
+    def stats(self) -> GrammarStats:
+        return GrammarStats(len(self.forms), len(self.forms), 0, 0, 0)
+
+
+@pytest.fixture
+def grammars() -> FakeGrammars:
+    return FakeGrammars()
+
+
+@pytest.fixture
+def world(grammars: FakeGrammars) -> World:
+    return World(limits(num_blocks=64, max_num_seqs=8), options={"grammars": grammars})
+
+
+def formed(name: str, regex: str = "a+"):
+    return request(name, [1, 2, 3], structured_outputs={"regex": regex})
+
+
+def test_others_pass_a_request_whose_grammar_is_compiled(
+    world: World, grammars: FakeGrammars
+) -> None:
+    first, free = formed("form"), request("free", [4, 5], ignore_eos=True)
+    world.add(first)
+    world.add(free)
+    while "free" not in world.finish:
+        world.step()
+    assert world.got["form"] == []
+    assert world.got["free"] == plain_loop(free, 64)
+    assert world.scheduler.stats(world.now).num_waiting == 1
+    assert world.scheduler.stats(world.now).grammars == grammars.stats()
+    grammars.compile("form")
+    world.finish_all()
+    assert world.got["form"] == plain_loop(first, 64)
+    assert not grammars.forms
+    story = {each.request_id: each for each in world.scheduler.chronicle.stories}["form"]
+    waited = story.timeline.admitted - story.timeline.arrived
+    assert waited > 0
+    assert story.blocked_s[GRAMMAR] == pytest.approx(sum(story.blocked_s))
+    assert BLOCKERS[GRAMMAR] == "grammar"
+
+
+def test_a_queue_that_waits_for_grammars_alone_is_not_walked_again(
+    world: World, grammars: FakeGrammars
+) -> None:
+    for number in range(5):
+        world.add(formed(f"r{number}"))
+    for _ in range(10):
+        world.step()
+    assert grammars.num_looks == 5
+    grammars.compile("r3")
+    world.step()
+    assert grammars.num_looks == 10
+    assert grammars.running == {"r3"}
+
+
+def test_a_refused_grammar_ends_its_request_with_the_field(
+    world: World, grammars: FakeGrammars
+) -> None:
+    grammars.compile("good")
+    world.add(formed("bad", "bad"))
+    world.add(formed("good"))
+    world.step()
+    (output,) = world.scheduler.failed
+    assert (output.request_id, output.finish, output.param) == ("bad", "error", "guided_regex")
+    error = output.exception()
+    assert isinstance(error, RequestError)
+    assert error.param == "guided_regex"
+    assert "bad" not in grammars.forms
+    world.finish_all()
+    assert world.finish["good"] in ("stop", "length")
+
+
+def test_a_grammar_that_breaks_in_a_step_ends_its_request_alone(
+    world: World, grammars: FakeGrammars
+) -> None:
+    for name in ("a", "b"):
+        grammars.compile(name)
+        world.add(formed(name))
+    plan = world.plan()
+    grammars.failed["a"] = RequestError("too hard", "regex")
+    outputs = world.commit(plan, world.runner.run(plan))
+    assert [(output.error, output.param) for output in outputs if output.finish == "error"] == [
+        ("too hard", "regex")
+    ]
+    assert not grammars.failed
+    world.finish_all()
+    assert world.finish["b"] in ("stop", "length")
+
+
+def test_an_aborted_request_leaves_its_grammar(world: World, grammars: FakeGrammars) -> None:
+    world.add(formed("a"))
+    world.step()
+    world.scheduler.abort("a", world.now)
+    assert not grammars.forms
+    assert not world.scheduler.has_work
+
+
+def test_an_engine_without_grammars_says_so() -> None:
+    world = World(limits())
+    world.add(formed("a"))
+    world.step()
+    (output,) = world.scheduler.failed
+    assert "built without structured outputs" in output.error

@@ -1,0 +1,315 @@
+"""Grammars are compiled once, off the step, within the memory limit; each outcome is remembered."""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import Any
+
+import pytest
+
+from windlass.config import GrammarConfig
+from windlass.core.structured import StructuredOutputs
+from windlass.errors import EngineError, RequestError
+from windlass.grammar import compiler as compiler_module
+from windlass.grammar.compiler import GrammarCompiler
+from windlass.grammar.sandbox import Ticket, Verdict
+
+MIB = 2**20
+HANG_GUARD_S = 60
+
+
+class FakeMatcher:
+    """A grammar that every token satisfies, until it is broken."""
+
+    def __init__(self, shared: dict[str, str]) -> None:
+        self.shared = shared
+        self.taken: list[int] = []
+
+    def deep_copy(self) -> FakeMatcher:
+        return FakeMatcher(self.shared)
+
+    def compute_bitmask(self) -> bytes:
+        return b"\xff"
+
+    def consume_token(self, token: int) -> bool:
+        self.taken.append(token)
+        return True
+
+    def is_error(self) -> bool:
+        return bool(self.get_error())
+
+    def get_error(self) -> str:
+        return self.shared.get("error", "")
+
+
+class FakeBackend:
+    """Compiles a regex when the test lets it; what the regex says decides the outcome."""
+
+    def __init__(self) -> None:
+        self.checked: list[str] = []
+        self.built: list[str] = []
+        self.cancelled: list[str] = []
+        self.open = threading.Event()  # checks wait for it
+        self.open.set()
+
+    def check(self, form: StructuredOutputs, ticket: Ticket) -> Verdict:
+        regex = form.text
+        self.checked.append(regex)
+        if regex.startswith("slow"):
+            while not self.open.wait(0.001):
+                if ticket.cancelled:
+                    self.cancelled.append(regex)
+                    raise EngineError("cancelled")
+        if regex.startswith("broken"):
+            raise EngineError("no sandbox")
+        if regex.startswith("late"):
+            return Verdict(refused="it took too long.", final=False)
+        if regex.startswith("bad"):
+            return Verdict(refused="it is bad.")
+        size = int(regex.partition("=")[2] or 1) * MIB
+        return Verdict(grammar=regex, num_bytes=size)
+
+    def build(self, verdict: Verdict) -> Any:
+        self.built.append(verdict.grammar)
+        return FakeMatcher({})
+
+
+class Clock:
+    """CPU time that passes when a test says so."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.step = 0.0
+
+    def __call__(self) -> float:
+        self.now += self.step
+        return self.now
+
+
+class World:
+    def __init__(self, memory_mib: int = 100) -> None:
+        self.backend, self.clock = FakeBackend(), Clock()
+        config = GrammarConfig(grammar_memory_bytes=memory_mib * MIB, grammar_step_timeout=0.1)
+        self.grammars = GrammarCompiler(self.backend, config, self.clock)
+
+    def enter(self, name: str, regex: str) -> None:
+        self.grammars.enter(name, StructuredOutputs(regex=regex, source="guided_regex"))
+
+    def wait_for_jobs(self) -> None:
+        """Until no thread has anything left to do."""
+        for _ in range(20):
+            self.grammars.begin()
+            for job in self.grammars._jobs:
+                assert job.done.wait(HANG_GUARD_S)
+            self.grammars.begin()
+
+    def run(self, name: str, regex: str) -> None:
+        """As the scheduler does it: plan after plan, until the request is ready."""
+        self.enter(name, regex)
+        deadline = time.monotonic() + HANG_GUARD_S
+        while not self.grammars.ready(name):
+            assert time.monotonic() < deadline, f"{name} is never ready"
+            self.grammars.begin()
+        self.grammars.acquire(name)
+
+
+def test_equal_grammars_are_compiled_once() -> None:
+    world = World()
+    for number in range(100):
+        world.enter(f"r{number}", "a+")
+    assert not world.grammars.ready("r0")
+    world.wait_for_jobs()
+    assert all(world.grammars.ready(f"r{number}") for number in range(100))
+    for number in range(100):
+        world.grammars.acquire(f"r{number}")
+        world.grammars.leave(f"r{number}")
+    world.enter("later", "a+")
+    assert world.grammars.ready("later"), "it is there at once"
+    assert (world.backend.checked, world.backend.built) == (["a+"], ["a+"])
+    assert world.grammars.stats().num_checks == 1
+
+
+def test_a_refusal_is_remembered_and_names_the_field() -> None:
+    world = World()
+    for number in range(3):
+        world.enter(f"r{number}", "bad")
+        world.wait_for_jobs()
+        with pytest.raises(RequestError, match="guided_regex: it is bad") as error:
+            world.grammars.ready(f"r{number}")
+        assert error.value.param == "guided_regex"
+        world.grammars.leave(f"r{number}")
+    assert world.backend.checked == ["bad"]
+    assert world.grammars.stats().num_refusals == 1
+    assert world.grammars.stats().num_bytes == 0
+
+
+@pytest.mark.parametrize("regex", ["broken", "late"])
+def test_a_failure_of_the_sandbox_is_not_remembered(regex: str) -> None:
+    world = World()
+    for number in range(2):
+        world.enter(f"r{number}", regex)
+        world.wait_for_jobs()
+        with pytest.raises(EngineError) as error:
+            world.grammars.ready(f"r{number}")
+        assert not isinstance(error.value, RequestError)
+        world.grammars.leave(f"r{number}")
+    assert world.backend.checked == [regex] * 2
+
+
+def test_a_slow_grammar_holds_up_no_other() -> None:
+    world = World()
+    world.backend.open.clear()
+    world.enter("slow", "slow")
+    world.run("quick", "a+")
+    assert not world.grammars.ready("slow")
+    assert world.grammars.stats().num_waiting == 1
+    before = world.grammars.state
+    world.backend.open.set()
+    world.wait_for_jobs()
+    assert world.grammars.state != before
+    assert world.grammars.ready("slow")
+
+
+def test_a_grammar_that_nobody_waits_for_is_given_up() -> None:
+    world = World()
+    world.backend.open.clear()
+    for name in ("first", "second"):
+        world.enter(name, "slow")
+    world.grammars.begin()
+    world.grammars.leave("first")
+    assert not world.grammars._jobs[0].ticket.cancelled
+    world.grammars.leave("second")
+    world.wait_for_jobs()
+    assert world.backend.cancelled == ["slow"]
+    assert world.grammars.stats().num_grammars == 0
+
+
+def test_so_many_are_compiled_at_a_time() -> None:
+    world = World()
+    world.backend.open.clear()
+    for number in range(10):
+        world.enter(f"r{number}", f"slow{number}")
+        world.grammars.begin()
+    assert len(world.grammars._jobs) == 4
+    world.backend.open.set()
+    for number in range(10):
+        world.wait_for_jobs()
+        assert world.grammars.ready(f"r{number}")
+    assert sorted(world.backend.checked) == [f"slow{number}" for number in range(10)]
+
+
+def test_grammars_in_use_stay_within_the_memory() -> None:
+    """One that does not fit waits until a running request has ended."""
+    world = World(memory_mib=100)
+    world.run("a", "a=60")
+    world.enter("b", "b=60")
+    world.wait_for_jobs()
+    assert not world.grammars.ready("b")
+    assert world.backend.built == ["a=60"]
+    world.run("c", "c=40")
+    assert world.grammars.stats().num_bytes == 100 * MIB
+    world.grammars.leave("a")
+    world.wait_for_jobs()
+    assert world.grammars.ready("b")
+    assert world.grammars.stats().num_bytes == 100 * MIB
+
+
+def test_the_least_recently_used_make_place() -> None:
+    world = World(memory_mib=100)
+    for name in ("a", "b"):
+        world.run(name, f"{name}=40")
+        world.grammars.leave(name)
+    world.run("a2", "a=40")
+    world.grammars.leave("a2")
+    world.run("c", "c=40")
+    world.grammars.leave("c")
+    assert world.backend.checked == ["a=40", "b=40", "c=40"]
+    world.run("a3", "a=40")
+    assert world.backend.checked[3:] == []
+    world.run("b2", "b=40")
+    assert world.backend.checked[3:] == ["b=40"]
+
+
+def test_numbers_of_kept_entries_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiler_module, "_MAX_KEPT", 3)
+    monkeypatch.setattr(compiler_module, "_MAX_REFUSED", 2)
+    world = World(memory_mib=1000)
+    for number in range(9):
+        world.enter(f"bad{number}", f"bad{number}")
+        world.wait_for_jobs()
+        world.grammars.leave(f"bad{number}")
+        world.run(f"r{number}", f"a{number}")
+        world.grammars.leave(f"r{number}")
+    assert world.grammars.stats().num_grammars == 5
+    assert world.grammars.stats().num_bytes == 3 * MIB
+
+
+def test_a_preempted_request_goes_on_with_its_own_matcher() -> None:
+    world = World()
+    world.run("a", "a+")
+    matcher = world.grammars.matcher("a")
+    matcher.take(1)
+    assert world.grammars.ready("a")
+    world.grammars.acquire("a")
+    again = world.grammars.matcher("a")
+    again.catch_up([1, 2])
+    assert again is matcher
+    assert matcher._matcher.taken == [1, 2]
+    world.grammars.leave("a")
+    assert world.grammars.stats().num_bytes == MIB
+
+
+def test_a_broken_grammar_ends_its_request_and_is_compiled_anew() -> None:
+    world = World()
+    world.run("a", "a+")
+    world.enter("waits", "a+")
+    matcher = world.grammars.matcher("a")
+    matcher._matcher.shared["error"] = "too many states\nand more"
+    matcher.take(1)
+    assert str(world.grammars.failed["a"]) == "guided_regex: too many states"
+    assert matcher.mask() is None
+    assert not world.grammars.ready("waits")
+    world.grammars.leave("a")
+    assert not world.grammars.failed
+    world.wait_for_jobs()
+    assert world.grammars.ready("waits")
+    world.grammars.acquire("waits")
+    assert world.grammars.matcher("waits").mask() == b"\xff"
+    assert world.backend.built == ["a+", "a+"]
+    world.grammars.leave("waits")
+    assert world.grammars.stats().num_bytes == MIB
+
+
+def test_a_grammar_that_is_slow_to_follow_ends_its_request_and_is_refused() -> None:
+    world = World()
+    world.run("a", "a+")
+    world.run("beside", "a+")
+    matcher = world.grammars.matcher("a")
+    world.clock.step = 0.02
+    assert matcher.mask() is not None
+    world.clock.step = 0.2
+    assert matcher.mask() is None
+    world.clock.step = 0.0
+    error = world.grammars.failed["a"]
+    assert "took 220 ms of CPU time for 0 tokens, at most 100 ms are allowed" in str(error)
+    assert world.grammars.matcher("beside").mask() == b"\xff"
+    world.grammars.leave("a")
+    world.grammars.leave("beside")
+    world.enter("again", "a+")
+    with pytest.raises(RequestError, match="--grammar-step-timeout"):
+        world.grammars.ready("again")
+    world.grammars.leave("again")
+    assert world.grammars.stats().num_bytes == 0
+
+
+def test_each_token_adds_to_the_time_that_may_be_spent() -> None:
+    world = World()
+    world.run("a", "a+")
+    matcher = world.grammars.matcher("a")
+    world.clock.step = 0.0049  # of CPU time for a mask, and for a token
+    for token in range(1000):
+        assert matcher.mask() is not None
+        matcher.take(token)
+    world.clock.step = 0.0
+    assert not world.grammars.failed
