@@ -186,7 +186,7 @@ class GrammarConfig:
         for name in ("grammar_compile_timeout", "grammar_step_timeout"):
             if getattr(self, name) <= 0:
                 raise ConfigError(f"{flag(name)} must be above 0, got {getattr(self, name)!r}.")
-        at_least(self, 2**20, "grammar_memory_bytes")
+        at_least(self, 16 * 2**20, "grammar_memory_bytes")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

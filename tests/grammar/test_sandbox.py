@@ -109,11 +109,11 @@ def test_what_is_not_is_refused_with_the_reason(sandbox: Sandbox, name: str) -> 
 
 
 def test_memory_is_limited() -> None:
-    config = GrammarConfig(grammar_compile_timeout=60.0, grammar_memory_bytes=2**20)
+    config = GrammarConfig(grammar_compile_timeout=60.0, grammar_memory_bytes=16 * 2**20)
     sandbox = Sandbox(VOCABULARY, config)
     verdict = check(sandbox, {"json": {"type": "integer", "multipleOf": 999_983}})
     sandbox.close()
-    assert "more than 1 MiB of memory (--grammar-memory)" in verdict.refused
+    assert "more than 16 MiB of memory (--grammar-memory)" in verdict.refused
 
 
 def test_a_grammar_nobody_waits_for_is_given_up() -> None:

@@ -27,8 +27,8 @@ def nested(depth: int) -> dict[str, Any]:
 
 HOSTILE = {
     "endless": ({"response_format": FORMAT}, "more than 1 s of CPU time"),
-    "deep": ({"guided_json": nested(90)}, "nested too deeply"),
-    "deep text": ({"guided_json": json.dumps(nested(450))}, "nested too deeply"),
+    "deep": ({"guided_json": nested(90)}, "more than 64 levels"),
+    "deep text": ({"guided_json": json.dumps(nested(450))}, "more than 64 levels"),
     "itself": ({"guided_json": {"$ref": "#"}}, "no text satisfies it"),
     "repeats": ({"guided_regex": "((a{1,1000}){1,1000}){1,1000}"}, "too many expressions"),
     "groups": ({"guided_regex": "(" * 9000 + "a" + ")" * 9000}, "nested parentheses"),
@@ -44,7 +44,7 @@ def test_hostile_grammars_are_bad_requests(server: Server, name: str, stream: bo
     body, says = HOSTILE[name]
     error = error_of(server.chat(stream=stream, **body), 400)
     assert error["param"] == next(iter(body))
-    assert error["message"].startswith(f"{error['param']}: ")
+    assert error["message"].startswith(error["param"])
     assert says in error["message"]
 
 

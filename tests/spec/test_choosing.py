@@ -20,10 +20,11 @@ from windlass.models.source import resolve
 from windlass.runner import assemble
 from windlass.serve.metrics import Metrics
 from windlass.spec import exits, start
+from windlass.spec.costs import Drafting, StepCosts
 from windlass.spec.draft_model import compare
 from windlass.spec.exits import candidates
-from windlass.spec.governor import Drafting, StepCosts
-from windlass.spec.measure import Costs
+from windlass.spec.governor import Governor
+from windlass.spec.measure import Costs, SpotCheck
 from windlass.spec.notes import Notes
 from windlass.spec.which import kind_of, settled
 from windlass.spec_config import SpecName
@@ -31,7 +32,7 @@ from windlass.spec_config import SpecName
 SOME = Costs(
     StepCosts({1: 1.0, 4: 2.0}),
     StepCosts({1: 0.5, 2: 0.75}),
-    Drafting(StepCosts({1: 0.1, 2: 0.1}), StepCosts({1: 0.3, 2: 0.3}), 4),
+    Drafting({1: StepCosts({1: 0.1, 2: 0.1}), 4: StepCosts({1: 0.3, 2: 0.3})}),
 )
 
 
@@ -190,22 +191,25 @@ def test_costs_are_measured_once(tmp_path: Path, monkeypatch) -> None:
     model, kept, times = folder_of(tmp_path / "model"), tmp_path / "notes.json", []
     monkeypatch.setattr(start, "notes_for", lambda *_: Notes(kept))
     monkeypatch.setattr(start, "measure", lambda *_: times.append(1) or SOME)
-    monkeypatch.setattr(start, "plain_step", lambda *_: SOME.plain.of(1))
+    agreeing = SpotCheck(SOME.plain.of(1))
+    monkeypatch.setattr(start, "spot_check", lambda *_: agreeing)
+    monkeypatch.setattr(start, "load_of_machine", lambda: 0)
     reasons = [make(model, spec="ngram").report.choices[-1].reason for _ in range(2)]
     assert len(times) == 1
     assert "earlier start" not in reasons[0]
     assert "measured at an earlier start" in reasons[1]
     assert SOME.describe() in reasons[1]
     with monkeypatch.context() as faster:
-        faster.setattr(start, "plain_step", lambda *_: SOME.plain.of(1) / 3)
-        assert "measured anew: a step took" in make(model, spec="ngram").report.choices[-1].reason
+        faster.setattr(start, "spot_check", lambda *_: SpotCheck(SOME.plain.of(1) / 1.25))
+        reason = make(model, spec="ngram").report.choices[-1].reason
+        assert "measured anew: costs of an earlier start were off by 1.25 times" in reason
     make(model, spec="ngram", spec_tokens=3)
     assert len(times) == 3, "other rooms and machines that were busy then are measured anew"
     for broken, told in [
         ("{", "cannot be read"),
         ("[]", "holds no JSON object"),
-        ('{"costs": {"room": 1}}', None),
-        ('{"costs": 3}', "not whole"),
+        ('{"costs at load 0": {"room": 1}}', None),
+        ('{"costs at load 0": 3}', "not whole"),
     ]:
         kept.write_text(broken)
         times.clear()
@@ -218,11 +222,46 @@ def test_costs_are_measured_once(tmp_path: Path, monkeypatch) -> None:
     assert "cannot be written" in reason
 
 
+def test_costs_are_kept_by_the_load_of_the_machine(tmp_path: Path, monkeypatch) -> None:
+    model, kept, times = folder_of(tmp_path / "model"), tmp_path / "notes.json", []
+    monkeypatch.setattr(start, "notes_for", lambda *_: Notes(kept))
+    monkeypatch.setattr(start, "measure", lambda *_: times.append(1) or SOME)
+    monkeypatch.setattr(start, "spot_check", lambda *_: SpotCheck(SOME.plain.of(1)))
+    for load in (0, 2, 0, 2):
+        monkeypatch.setattr(start, "load_of_machine", lambda now=load: now)
+        make(model, spec="ngram")
+    assert len(times) == 2
+
+
+@pytest.mark.parametrize(("plain_s", "draft_s", "off"), [(0.5, 0.3, 1.0), (0.6, 0.3, 1.2)])
+def test_a_spot_check_compares_steps_and_drafting(
+    plain_s: float, draft_s: float, off: float
+) -> None:
+    assert SpotCheck(plain_s, 4, draft_s).disagreement(SOME) == pytest.approx(off)
+    assert SpotCheck(plain_s, 4, draft_s + 0.8).disagreement(SOME) > 1.9, "drafts take longer"
+
+
+def test_costs_that_running_steps_disagree_with_are_measured_at_the_next_start(
+    tmp_path: Path, monkeypatch
+) -> None:
+    model, kept, times = folder_of(tmp_path / "model"), tmp_path / "notes.json", []
+    monkeypatch.setattr(start, "notes_for", lambda *_: Notes(kept))
+    monkeypatch.setattr(start, "measure", lambda *_: times.append(1) or SOME)
+    monkeypatch.setattr(start, "spot_check", lambda *_: SpotCheck(SOME.plain.of(1)))
+    monkeypatch.setattr(start, "load_of_machine", lambda: 0)
+    for disagreement, count in ((1.1, 1), (1.3, 1), (1.0, 2)):
+        monkeypatch.setattr(Governor, "disagreement", disagreement)
+        llm = make(model, spec="ngram")
+        for _ in range(2):  # the end of a request is seen in the next one's first step
+            llm.generate([[1, 2, 3]], SamplingParams(temperature=0.0, max_tokens=4))
+        assert len(times) == count
+
+
 def test_guesses_that_can_never_pay_are_told(tmp_path: Path, monkeypatch) -> None:
-    model, told = folder_of(tmp_path / "model"), "would not pay here if all were right"
+    model, told = folder_of(tmp_path / "model"), "would not pay here if all were accepted"
     for cost in (0.1, 10.0):
         making = StepCosts({1: cost, 2: cost})
-        costs = replace(SOME, drafting=Drafting(making, making, 4))
+        costs = replace(SOME, drafting=Drafting({1: making, 4: making}))
         monkeypatch.setattr(start, "measure", lambda *_, found=costs: found)
         reason = make(model, spec="self", spec_exit_layer=1).report.choices[-1].reason
         assert (told in reason) == (cost == 10.0)

@@ -10,12 +10,13 @@ from random import Random
 import pytest
 
 from windlass.spec.base import NO_DRAFT, Draft
-from windlass.spec.governor import Drafting, Governor, StepCosts
+from windlass.spec.costs import Drafting, StepCosts
+from windlass.spec.governor import Governor, StepTime
 
 # Of one token; a second costs much on a CPU and nothing on a GPU, up to a number.
 CPU = StepCosts({1: 1.0, 2: 1.4, 4: 2.1, 8: 3.6, 16: 6.6, 32: 12.4, 128: 48.0})
 GPU = StepCosts({1: 1.0, 8: 1.08, 32: 1.3, 64: 1.6, 128: 2.4, 512: 8.0})
-HEAD = Drafting(StepCosts({1: 0.2, 64: 0.4}), StepCosts({1: 0.5, 64: 1.0}), 4)
+HEAD = Drafting({1: StepCosts({1: 0.2, 64: 0.4}), 4: StepCosts({1: 0.5, 64: 1.0})})
 LOOK = 0.002  # for a request
 MOST = 4
 
@@ -72,15 +73,26 @@ def speed(
             slots = list(live)
             num_guesses = sum(counts[slot] for slot in slots)
             wanted = made.wanted(slots, making is None)
-            step = costs.of(len(slots) + num_guesses)
+            step_s, draft_s = costs.of(len(slots) + num_guesses), 0.0
             if wanted:
-                step += LOOK * len(slots) if making is None else making.of(len(slots), wanted)
+                draft_s = LOOK * len(slots) if making is None else making.of(len(slots), wanted)
             if wanted or num_guesses:
-                step += host * len(slots)
-            made.took(len(slots) + num_guesses, num_guesses > 0, step, len(slots), wanted)
-            seconds, num_guessed = seconds + step, num_guessed + (num_guesses > 0)
+                step_s += host * len(slots)
+            rights = {slot: live[slot].num_right(counts[slot]) for slot in slots}
+            made.took(
+                StepTime(
+                    num_rows=len(slots),
+                    num_tokens=len(slots) + num_guesses,
+                    num_sampled=len(slots) + sum(rights.values()),
+                    has_drafts=num_guesses > 0,
+                    depth=wanted,
+                    step_s=step_s,
+                    draft_s=draft_s,
+                )
+            )
+            seconds, num_guessed = seconds + step_s + draft_s, num_guessed + (num_guesses > 0)
             for slot, request in list(live.items()):
-                right = request.num_right(counts[slot])
+                right = rights[slot]
                 if counts[slot]:
                     made.verified(slot, 0, counts[slot], right)
                 request.num_done += 1 + right
@@ -99,7 +111,7 @@ def speed(
 @pytest.mark.parametrize("at_once", [1, 8, 32])
 def test_guesses_that_fail_cost_next_to_nothing(at_once: int, right: float) -> None:
     free, head = ([(200, often, right)] for often in (0.4, 1.0))
-    assert speed(free, at_once, CPU).times_plain > 0.995
+    assert speed(free, at_once, CPU).times_plain > 0.993
     assert speed(head, at_once, GPU, HEAD).times_plain > 0.99
 
 
@@ -121,17 +133,18 @@ def test_guessing_comes_back_when_guesses_are_right_again(
 
 
 def test_what_costs_more_than_it_gives_is_tried_rarely_even_if_it_is_right() -> None:
-    dear = Drafting(StepCosts({1: 1.0, 64: 2.0}), StepCosts({1: 4.0, 64: 8.0}), 4)
+    dear = Drafting({1: StepCosts({1: 1.0, 64: 2.0}), 4: StepCosts({1: 4.0, 64: 8.0})})
     found = speed([(500, 1.0, 0.9)], 1, CPU, dear)
     assert found.times_plain > 0.995
     assert 5 <= found.num_guessed <= 30
 
 
-def test_what_would_not_pay_if_it_were_always_right_is_not_even_tried() -> None:
-    dear = Drafting(StepCosts({1: 4.0, 64: 8.0}), StepCosts({1: 6.0, 64: 12.0}), 4)
+def test_what_would_not_pay_if_it_were_always_right_is_tried_a_few_times() -> None:
+    """Its costs may be wrong, and only a trial shows that."""
+    dear = Drafting({1: StepCosts({1: 4.0, 64: 8.0}), 4: StepCosts({1: 6.0, 64: 12.0})})
     found = speed([(500, 1.0, 1.0)], 1, CPU, dear)
-    assert found.times_plain == pytest.approx(1.0)
-    assert found.num_guessed == 0
+    assert found.times_plain > 0.995
+    assert 1 <= found.num_guessed <= 4
 
 
 @pytest.mark.parametrize("right", [0.3, 0.5, 0.7])

@@ -6,7 +6,8 @@ from tests.spec.test_speculation import Counting
 from windlass import SamplingParams
 from windlass.core.types import Admission, Row, SlotId, StepPlan
 from windlass.runner.runner import Done
-from windlass.spec.governor import Governor, StepCosts
+from windlass.spec.costs import StepCosts
+from windlass.spec.governor import Governor
 from windlass.spec.ngram import NgramProposer
 from windlass.spec.pause import Lengths, Pause
 from windlass.spec.speculation import Speculation

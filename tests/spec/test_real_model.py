@@ -14,6 +14,7 @@ from windlass.core.types import Admission
 from windlass.runner.sampler import Sampler
 from windlass.runner.verify import Asked, verify
 from windlass.spec import governor, start
+from windlass.spec.costs import StepCosts
 from windlass.spec.measure import Costs
 from windlass.spec.notes import Notes
 
@@ -27,7 +28,7 @@ def llms() -> dict[str, LLM]:
     found = {}
     weights = None
     with pytest.MonkeyPatch.context() as patch:
-        some = governor.StepCosts({1: 1.0, 2: 1.0})
+        some = StepCosts({1: 1.0, 2: 1.0})
         patch.setattr(start, "measure", lambda *_: Costs(some, some))
         patch.setattr(start, "notes_for", lambda *_: Notes())
         for spec in ("none", "ngram", "self"):

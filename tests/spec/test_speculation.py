@@ -18,6 +18,7 @@ from windlass.errors import ConfigError
 from windlass.runner.runner import Done
 from windlass.spec import governor, ngram, start
 from windlass.spec.base import Draft, Seen
+from windlass.spec.costs import StepCosts
 from windlass.spec.measure import Costs, Room, measure
 from windlass.spec.ngram import NgramProposer
 from windlass.spec.speculation import Speculation
@@ -30,6 +31,7 @@ class Oracle:
     """Knows what comes, and says it with some errors: every length of acceptance occurs."""
 
     free = True
+    in_step = False
     vocab = 500
     truth: list[list[int]]  # whole sequences, prompts included
 
@@ -50,6 +52,9 @@ class Oracle:
     def take_in(self, seen: Sequence[Seen]) -> None:
         for each in seen:
             self._known[each.slot] += each.tokens
+
+    def backlog(self, _slot: SlotId, _num_tokens: int) -> int:
+        return 0
 
     def propose(self, slots: Sequence[SlotId]) -> list[Draft]:
         drafts = []
@@ -91,7 +96,7 @@ def eager(monkeypatch) -> None:
 
     monkeypatch.setattr(governor.Governor, "choose", choose)
     monkeypatch.setattr(governor.Governor, "wanted", lambda self, *_: self._most_guesses)
-    some = governor.StepCosts({1: 1.0, 2: 1.0})
+    some = StepCosts({1: 1.0, 2: 1.0})
     monkeypatch.setattr(start, "measure", lambda *_: Costs(some, some))
 
 
@@ -271,7 +276,7 @@ def test_costs_are_measured_within_the_room_there_is(room: Room) -> None:
 
 def test_a_slot_that_was_given_away_meanwhile_does_not_count() -> None:
     """Steps may overlap: an abort frees a slot whose sample is still on its way."""
-    some = governor.StepCosts({1: 1.0, 2: 1.0})
+    some = StepCosts({1: 1.0, 2: 1.0})
     proposer = NgramProposer(1, 2, 4)
     runner = Speculation(Counting(), proposer, governor.Governor(some, 100), dict)
     wish = SamplingParams()
@@ -290,7 +295,7 @@ def test_a_slot_that_was_given_away_meanwhile_does_not_count() -> None:
 
 
 def test_what_came_in_steps_without_guesses_is_told_when_guesses_are_wanted() -> None:
-    some = governor.StepCosts({1: 1.0, 2: 1.0})
+    some = StepCosts({1: 1.0, 2: 1.0})
     proposer = NgramProposer(1, 2, 4)
     tokens = {SlotId(0): [5, 6], SlotId(1): [8]}
     judge = governor.Governor(some, 100, most_of=lambda rows: 4 * (rows == 1))
@@ -317,12 +322,12 @@ def test_what_came_in_steps_without_guesses_is_told_when_guesses_are_wanted() ->
 
 def test_a_large_step_behind_one_with_guesses_is_told_later_and_times_nothing() -> None:
     """Nobody looks at its results: not even at when they came."""
-    some = governor.StepCosts({1: 1.0, 2: 1.0})
+    some = StepCosts({1: 1.0, 2: 1.0})
     proposer = NgramProposer(1, 2, 4)
     tokens = {SlotId(0): [5, 6], SlotId(1): [8]}
     judge = governor.Governor(some, 100, most_of=lambda rows: 4 * (rows == 1))
     timed: list[float] = []
-    judge.took = lambda _tokens, _guessed, seconds, *_: timed.append(seconds)
+    judge.took = lambda step: timed.append(step.step_s)
     now = 0.0
     runner = Speculation(Counting(), proposer, judge, lambda: tokens, clock=lambda: now)
     new = [
@@ -349,7 +354,7 @@ def test_a_large_step_behind_one_with_guesses_is_told_later_and_times_nothing() 
 def test_nobody_guesses_for_a_step_that_will_have_too_many_rows(
     joining: int, guesses: bool
 ) -> None:
-    some = governor.StepCosts({1: 1.0, 2: 1.0})
+    some = StepCosts({1: 1.0, 2: 1.0})
     judge = governor.Governor(some, 100, most_of=lambda rows: 4 * (rows == 1))
     tokens = {SlotId(0): [0, 0, 0]}
     runner = Speculation(Counting(), NgramProposer(1, 2, 4), judge, lambda: tokens)

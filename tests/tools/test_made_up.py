@@ -6,10 +6,14 @@ import json
 from pathlib import Path
 
 import pytest
+from gguf import GGUFReader
 
 from tests.tools.conftest import CONFIG, Windlass
 from windlass import LLM, SamplingParams
+from windlass.errors import ConfigError
 from windlass.models.gguf_header import read_header
+from windlass.tools.bench.columns import COLUMNS
+from windlass.tools.bench.made_up import StorageTypes, Weights, write_gguf
 
 
 @pytest.mark.usefixtures("default_gguf")
@@ -56,3 +60,61 @@ def test_what_cannot_be_written_is_refused(
     made = tmp_path / "made.gguf"
     assert said in windlass("bench", "gguf", tmp_path, "--type", kind, "-o", made, code=2)
     assert not made.exists()
+
+
+@pytest.mark.usefixtures("default_gguf")
+def test_a_draft_model_has_the_first_layers_of_its_target(tiny: Path, tmp_path: Path) -> None:
+    made = {
+        "target": Weights(quiet_from=1, quiet=0.5),
+        "same": Weights(num_layers=1),
+        "other": Weights(num_layers=1, seed=1),
+    }
+    tensors = {}
+    for name, weights in made.items():
+        path = tmp_path / f"{name}.gguf"
+        write_gguf(str(tiny), StorageTypes("F16", "Q8_0"), path, weights)
+        tensors[name] = {one.name: one.data for one in GGUFReader(path).tensors}
+    target, same, other = tensors.values()
+    assert set(same) < set(target)
+    assert all((target[name] == same[name]).all() for name in same)
+    assert (other["token_embd.weight"] != same["token_embd.weight"]).any()
+    for name in ("attn_output", "ffn_down"):
+        first, second = (target[f"blk.{layer}.{name}.weight"] for layer in (0, 1))
+        assert abs(second).max() == pytest.approx(0.5 * abs(first).max(), rel=1e-2)
+    with pytest.raises(ConfigError, match="--layers must be between 1 and 2, got 3"):
+        write_gguf(
+            str(tiny), StorageTypes("F16", "Q8_0"), tmp_path / "no.gguf", Weights(num_layers=3)
+        )
+
+
+@pytest.mark.usefixtures("default_gguf")
+def test_pairs_are_measured_and_tokens_compared(
+    tiny: Path, tmp_path: Path, windlass: Windlass
+) -> None:
+    record = tmp_path / "pairs.json"
+    sizes = [
+        "--draft-layers",
+        "1",
+        "--num-requests",
+        "1",
+        "--input-len",
+        "8",
+        "--output-len",
+        "12",
+        "--repeat",
+        "2",
+    ]
+    windlass("bench", "draft-pairs", tiny, *sizes, "--work", tmp_path / "made", "-o", record)
+    found = json.loads(record.read_text())
+    assert [row["draft"] for row in found["rows"]] == ["agreeing", "unrelated"]
+    for row in found["rows"]:
+        assert set(COLUMNS["draft_pairs"]) <= {*row, *_joined(row)}
+        assert len(row["on_seconds"]) == len(row["off_seconds"]) == 2
+    assert "--repeat must be at least 1" in windlass(
+        "bench", "draft-pairs", tiny, "--repeat", "0", code=2
+    )
+
+
+def _joined(row: dict[str, object]) -> set[str]:
+    """Keys of columns that show two figures."""
+    return {key for key in COLUMNS["draft_pairs"] if set(key.split("/")) <= set(row)}

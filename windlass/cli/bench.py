@@ -307,6 +307,59 @@ def gguf(
         _say(f"written to {output}: {size / 2**20:,.0f} MiB")
 
 
+@app.command(name="draft-pairs", cls=PanelCommand)
+def draft_pairs(
+    ctx: typer.Context,
+    model: Annotated[
+        str, typer.Argument(metavar="FOLDER", help="With a config.json, as in benchmarks/models.")
+    ],
+    draft_layers: Annotated[
+        int, typer.Option(metavar="N", help="Layers of the draft models, the target's first.")
+    ] = 2,
+    num_requests: Annotated[int, typer.Option(metavar="N", help="Requests of each run.")] = 2,
+    input_len: Annotated[int, typer.Option(metavar="N", help="Prompt tokens of a request.")] = 32,
+    output_len: Annotated[
+        int, typer.Option(metavar="N", help="Tokens that a request generates.")
+    ] = 64,
+    repeat: Repeat = 7,
+    work: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="Where models are written; default: the user's cache."),
+    ] = None,
+    output: Output = None,
+) -> None:
+    """Measure draft models against no speculation on a CPU, with high and with low acceptance.
+
+    Target and draft models are random weights in a Llama model's shape, rounded to Q4_0.
+    """
+    with reported(ctx):
+        for name, value in (
+            ("--draft-layers", draft_layers),
+            ("--num-requests", num_requests),
+            ("--input-len", input_len),
+            ("--output-len", output_len),
+            ("--repeat", repeat),
+        ):
+            if value < 1:
+                raise ConfigError(f"{name} must be at least 1, got {value}.")
+        if output is not None:
+            check_path("-o", output)
+        from windlass.folders import cache_dir
+        from windlass.tools.bench.draft_pairs import Order
+        from windlass.tools.bench.draft_pairs import draft_pairs as measure
+
+        order = Order(
+            shape=model,
+            work=work or cache_dir() / "pairs",
+            draft_layers=draft_layers,
+            num_requests=num_requests,
+            prompt_tokens=input_len,
+            output_tokens=output_len,
+            repeat=repeat,
+        )
+        finish(measure(order, _say), output)
+
+
 @app.command(cls=PanelCommand)
 def tables(
     ctx: typer.Context,

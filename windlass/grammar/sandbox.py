@@ -77,7 +77,7 @@ class Sandbox:
         self._lock = threading.Lock()
         self._control: socket.socket | None = None
         self._is_ready = False
-        self._end: weakref.finalize | None = None
+        self._end: weakref.finalize[..., object] | None = None
         self.pid: int | None = None  # of the process, while there is one
 
     def check(self, form: StructuredOutputs, ticket: Ticket) -> Verdict:

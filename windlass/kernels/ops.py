@@ -62,6 +62,16 @@ class Ops:
         return bool(self.chosen) and all(one.name == "native" for one in self.chosen)
 
     @property
+    def backend(self) -> str:
+        """Names the kernels; the native library by the digest of its source, flags and CPU."""
+        names = sorted({one.name for one in self.chosen})
+        if "native" in names:
+            from windlass.kernels.native.pool import shared_pool
+
+            names.append(shared_pool().native.path.stem)
+        return " ".join(names)
+
+    @property
     def choices(self) -> list[Choice]:
         """For the start-up table: operations that got the same kernels share a line."""
         lines: dict[tuple[str, str], list[str]] = {}

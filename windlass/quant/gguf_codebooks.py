@@ -59,15 +59,19 @@ def _side_by_side(codes: Tensor) -> Tensor:
     return joined.to(torch.int32 if codes.shape[1] == 8 else torch.int16)
 
 
+def _copied(raw: Tensor, first: int, last: int) -> Tensor:
+    """A copy of some bytes of every block: a view as wider integers must begin at whole ones."""
+    return raw[..., first:last].clone(memory_format=torch.contiguous_format)
+
+
+def _look_up(table: Tensor, indices: Tensor) -> Tensor:
+    """The same as table[indices], which takes four times as long."""
+    return table.index_select(0, indices.flatten()).view(indices.shape)
+
+
 def _words(raw: Tensor, first: int, last: int, dtype: torch.dtype) -> Tensor:
     """Bytes [first, last) of every block as little-endian integers, widened to int32."""
-    # A clone, since a view of wider integers must begin at a multiple of their size.
-    return (
-        raw[..., first:last]
-        .clone(memory_format=torch.contiguous_format)
-        .view(dtype)
-        .to(torch.int32)
-    )
+    return _copied(raw, first, last).view(dtype).to(torch.int32)
 
 
 def _fields(values: Tensor, bits: int, count: int) -> Tensor:
@@ -94,23 +98,23 @@ def _coded(codes: Tensor, scales: Tensor, sub_scales: Tensor | None = None) -> B
 def _iq2_xxs(raw: Tensor) -> Block:
     indices = cut(raw[..., 2:], 8, 8)[..., :4].to(torch.int32)
     signs_and_scale = cut(_words(raw, 2, 66, torch.int32), 8, 2)[..., 1]
-    signs = _even_signs(raw.device)[_fields(signs_and_scale, 7, 4)]
-    codes = _grid("IQ2_XXS", raw.device)[indices] ^ signs
+    signs = _look_up(_even_signs(raw.device), _fields(signs_and_scale, 7, 4))
+    codes = _look_up(_grid("IQ2_XXS", raw.device), indices) ^ signs
     return _coded(codes, half(raw, 0), _odd(signs_and_scale >> 28 & 15))
 
 
 def _iq2_xs(raw: Tensor) -> Block:
     words = _words(raw, 2, 66, torch.int16)
-    codes = _grid("IQ2_XS", raw.device)[words & 511]
-    codes ^= _even_signs(raw.device)[words >> 9 & 127]
+    codes = _look_up(_grid("IQ2_XS", raw.device), words & 511)
+    codes ^= _look_up(_even_signs(raw.device), words >> 9 & 127)
     return _coded(codes, half(raw, 0), _odd(_fields(_words(raw, 66, 74, torch.uint8), 4, 2)))
 
 
 def _iq2_s(raw: Tensor) -> Block:
     high = _fields(_words(raw, 66, 74, torch.uint8), 2, 4).flatten(2)
     indices = _words(raw, 2, 34, torch.uint8) | high << 8
-    codes = _grid("IQ2_S", raw.device)[indices]
-    codes ^= _signs(raw.device)[_words(raw, 34, 66, torch.uint8)]
+    codes = _look_up(_grid("IQ2_S", raw.device), indices)
+    codes ^= _look_up(_signs(raw.device), _words(raw, 34, 66, torch.uint8))
     return _coded(codes, half(raw, 0), _odd(_fields(_words(raw, 74, 82, torch.uint8), 4, 2)))
 
 
@@ -120,16 +124,17 @@ def _pairs(codes: Tensor) -> Tensor:
 
 
 def _iq3_xxs(raw: Tensor) -> Block:
-    codes = _pairs(_grid("IQ3_XXS", raw.device)[_words(raw, 2, 66, torch.uint8)])
+    codes = _pairs(_look_up(_grid("IQ3_XXS", raw.device), _words(raw, 2, 66, torch.uint8)))
     signs_and_scale = _words(raw, 66, 98, torch.int32)
-    codes = codes ^ _even_signs(raw.device)[_fields(signs_and_scale, 7, 4)].flatten(2)
+    codes ^= _look_up(_even_signs(raw.device), _fields(signs_and_scale, 7, 4)).flatten(2)
     return _coded(codes, half(raw, 0), _odd(signs_and_scale >> 28 & 15))
 
 
 def _iq3_s(raw: Tensor) -> Block:
     high = _fields(_words(raw, 66, 74, torch.uint8), 1, 8).flatten(2)
-    codes = _pairs(_grid("IQ3_S", raw.device)[_words(raw, 2, 66, torch.uint8) | high << 8])
-    codes = codes ^ _signs(raw.device)[_words(raw, 74, 106, torch.uint8)]
+    indices = _words(raw, 2, 66, torch.uint8) | high << 8
+    codes = _pairs(_look_up(_grid("IQ3_S", raw.device), indices))
+    codes ^= _look_up(_signs(raw.device), _words(raw, 74, 106, torch.uint8))
     return _coded(codes, half(raw, 0), _odd(_fields(_words(raw, 106, 110, torch.uint8), 4, 2)))
 
 
@@ -137,14 +142,14 @@ def _iq1_s(raw: Tensor) -> Block:
     words = _words(raw, 34, 50, torch.int16)
     indices = cut(_words(raw, 2, 34, torch.uint8), 8, 4) | _fields(words, 3, 4) << 8
     below = (words >> 15 & 1).unsqueeze(-1) * _ALL_SIGNS
-    codes = _grid("IQ1_S", raw.device)[indices] ^ below
+    codes = _look_up(_grid("IQ1_S", raw.device), indices) ^ below
     return _coded(codes, half(raw, 0), _odd(words >> 12 & 7))
 
 
 def _iq1_m(raw: Tensor) -> Block:
     nibbles = _fields(_words(raw, 32, 48, torch.uint8), 4, 2).flatten(2)
     indices = _words(raw, 0, 32, torch.uint8) | (nibbles & 7) << 8
-    codes = _grid("IQ1_M", raw.device)[indices] ^ (nibbles >> 3) * _ALL_SIGNS
+    codes = _look_up(_grid("IQ1_M", raw.device), indices) ^ (nibbles >> 3) * _ALL_SIGNS
     words = _words(raw, 48, 56, torch.int16)
     # The block's float16 is cut into the highest four bits of four words.
     places = torch.arange(0, 16, 4, dtype=torch.int32, device=raw.device)
@@ -164,9 +169,9 @@ def _iq4_xs(raw: Tensor) -> Block:
 
 
 def _mxfp4(raw: Tensor) -> Block:
-    codes = paired_nibbles(raw[..., 1:].clone(memory_format=torch.contiguous_format), 0)
+    codes = paired_nibbles(_copied(raw, 1, 17), 0)
     powers = [2.0 ** (exponent - 128) for exponent in range(_E8M0_NAN)] + [torch.nan]
-    scales = torch.tensor(powers, device=raw.device)[raw[..., :1].to(torch.int32)]
+    scales = _look_up(torch.tensor(powers, device=raw.device), raw[..., :1].to(torch.int32))
     # A block of zeros has the lowest exponent, which float16 lacks; any scale is right for it.
     zeros = (codes & 0x77).amax(dim=-1, keepdim=True) == 0
     return _coded(codes, torch.where(zeros, 0.0, scales))

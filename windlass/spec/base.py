@@ -54,6 +54,7 @@ class Proposer(Protocol):
     # Whether to guess costs next to nothing. Then it is tried after every step, and only where
     # it found something does the next step wait for it.
     free: bool
+    in_step: bool  # whether drafts are part of the runner's step, and `propose` only hands them on
 
     def admit(self, new: Admission) -> None:
         """A request has a slot now, or has had one for a while without anybody guessing for it."""
@@ -71,6 +72,10 @@ class Proposer(Protocol):
 
     def take_in(self, seen: Sequence[Seen]) -> None:
         """What slots got since they were last told of: in a step, or in several without guesses."""
+        ...
+
+    def backlog(self, slot: SlotId, num_tokens: int) -> int:
+        """How many of a slot's tokens it would compute before it drafts, beyond the latest."""
         ...
 
     def propose(self, slots: Sequence[SlotId]) -> list[Draft]:

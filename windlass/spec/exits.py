@@ -12,7 +12,7 @@ from windlass.core.types import Admission, BlockId, Row, SlotId, StepPlan
 from windlass.models.card import load_card
 from windlass.runner.assemble import Assembled
 from windlass.spec.base import Site
-from windlass.spec.governor import StepCosts
+from windlass.spec.costs import StepCosts
 from windlass.spec.speculation import Submits
 
 _TEXTS = (

@@ -169,6 +169,7 @@ class HeadProposer:
     """Hands on what the runner's drafter guessed, and tells it how much to guess."""
 
     free = False
+    in_step = True
 
     def __init__(self, runner: Runner) -> None:
         self._runner = runner
@@ -186,6 +187,10 @@ class HeadProposer:
     def take_in(self, seen: Sequence[Seen]) -> None:
         for each in seen:
             self._drafts[each.slot] = each.drafts
+
+    def backlog(self, slot: SlotId, num_tokens: int) -> int:
+        del slot, num_tokens
+        return 0
 
     def propose(self, slots: Sequence[SlotId]) -> list[Draft]:
         begun = self._runner.is_ahead

@@ -100,6 +100,7 @@ class LookaheadProposer:
     """Owns a pool for each slot, made when guesses are first wanted of it."""
 
     free = True
+    in_step = False
 
     def __init__(self, most: int) -> None:
         self._most = most
@@ -122,6 +123,10 @@ class LookaheadProposer:
                 self._begun[each.slot] += each.tokens
             else:
                 self._slots[each.slot].take_in(each.tokens, each.trail)
+
+    def backlog(self, slot: SlotId, num_tokens: int) -> int:
+        del slot, num_tokens
+        return 0
 
     def propose(self, slots: Sequence[SlotId]) -> list[Draft]:
         for slot in slots:

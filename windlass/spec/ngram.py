@@ -75,6 +75,7 @@ class NgramProposer:
     """Owns an index for each slot, made of its tokens when guesses are first wanted of it."""
 
     free = True
+    in_step = False
 
     def __init__(self, shortest: int, longest: int, most: int) -> None:
         """N-grams of `longest` down to `shortest` tokens; at most `most` guesses."""
@@ -98,6 +99,10 @@ class NgramProposer:
         unread = self._unread
         for each in seen:
             unread[each.slot] += each.tokens
+
+    def backlog(self, slot: SlotId, num_tokens: int) -> int:
+        del slot, num_tokens
+        return 0
 
     def propose(self, slots: Sequence[SlotId]) -> list[Draft]:
         drafts = []

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import platform
 from dataclasses import asdict
 from pathlib import Path
@@ -19,6 +20,8 @@ from windlass.config import EngineConfig
 from windlass.folders import cache_dir, check_private, make_private, write_atomically
 from windlass.models.source import ModelFiles
 from windlass.models.spec import ModelSpec
+
+_FORMAT = 2  # of what is noted: files of another one are not found
 
 
 class Notes:
@@ -50,6 +53,10 @@ class Notes:
         self._found[name] = value
         self._changed = True
 
+    def drop(self, name: str) -> None:
+        """Forget what was noted."""
+        self._changed |= self._found.pop(name, None) is not None
+
     def save(self) -> None:
         """Write the file, if there is anything new. Another process may do the same meanwhile."""
         if self._path is None or not self._changed:
@@ -67,12 +74,13 @@ def notes_for(
     spec: ModelSpec,
     device: torch.device,
     folder: str = "speculation",
+    backend: str = "",
     guesser: object = None,
 ) -> Notes:
     """The notes of this machine, model, settings and versions; none are kept of dummy weights.
 
-    `folder`: what they are about. `guesser`: what decides the costs of --spec-model, wherever it
-    lies.
+    `folder`: what they are about. `backend`: the kernels that compute. `guesser`: what decides the
+    costs of --spec-model, wherever it lies.
     """
     if config.model.load_format == "dummy":
         return Notes()
@@ -80,13 +88,21 @@ def notes_for(
     stamps = [(path.stat().st_size, path.stat().st_mtime_ns) for path in weights]
     wish = {**asdict(config.speculation), "spec_model": guesser}
     key = (
-        *(_version(), torch.__version__, _processor(device), torch.get_num_threads()),
+        *(_FORMAT, _version(), torch.__version__, backend),
+        *(_processor(device), os.cpu_count(), torch.get_num_threads()),
         *(files.name, str(files.path), stamps, repr(spec)),
         *(repr(config.model), repr(config.cache), repr(config.scheduler), repr(wish)),
     )
     digest = hashlib.blake2b(repr(key).encode(), digest_size=12).hexdigest()
     check_private(cache_dir())
     return Notes(cache_dir() / folder / f"{digest}.json")
+
+
+def load_of_machine() -> int:
+    """Runnable processes per core in the last minute, rounded: costs differ on a busy machine."""
+    if not hasattr(os, "getloadavg"):
+        return 0
+    return round(os.getloadavg()[0] / (os.cpu_count() or 1))
 
 
 def _version() -> str:

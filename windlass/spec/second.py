@@ -97,12 +97,14 @@ class _Track:
         return len(self.tokens) - self.computed
 
     def go_on(self, tokens: Sequence[int]) -> None:
-        """These are known now."""
+        """Append tokens that the target has sampled."""
         if self.guesses:
             # The last guess was made, but not computed.
             self.computed = len(self.tokens) + _num_alike(tokens, self.guesses[:-1])
             self.guesses = ()
         self.tokens += tokens
+        # The target may sample what no step verified: the next draft needs the last token's logits.
+        self.computed = min(self.computed, len(self.tokens) - 1)
 
     def digest(self, index: int, size: int) -> int:
         """Of the tokens up to the end of a block. A wrong one would cost a wrong guess, no more."""
@@ -117,6 +119,7 @@ class SecondProposer:
     """Owns the tracks, and knows what its pages hold."""
 
     free = False
+    in_step = False
 
     def __init__(self, second: Second, target_vocab: int) -> None:
         """Guesses from `target_vocab` on are none of the target's tokens."""
@@ -142,6 +145,16 @@ class SecondProposer:
     def take_in(self, seen: Sequence[Seen]) -> None:
         for each in seen:
             self._tracks[each.slot].go_on(each.tokens)
+
+    def backlog(self, slot: SlotId, num_tokens: int) -> int:
+        if self._second.shares_pages:
+            return 0
+        track = self._tracks[slot]
+        computed = track.computed
+        if not track.admitted:
+            track.blocks = self._second.blocks_of(slot)
+            computed = self._num_found(track)
+        return max(0, num_tokens - 1 - computed)
 
     def propose(self, slots: Sequence[SlotId]) -> list[Draft]:
         ready = self._ready(slots)

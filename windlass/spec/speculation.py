@@ -14,7 +14,7 @@ from typing import NamedTuple, Protocol
 from windlass.core.types import Admission, Row, RowResult, SlotId, StepPlan, StepResult
 from windlass.runner.runner import Pending
 from windlass.spec.base import Proposer, Seen, seen
-from windlass.spec.governor import Governor
+from windlass.spec.governor import Governor, StepTime
 
 _NEVER = sys.maxsize
 _TIMED = 16  # one of so many steps, while nobody guesses
@@ -63,13 +63,18 @@ class Speculation:
         proposer: Proposer,
         governor: Governor,
         known: Known,
+        check_costs: Callable[[float], None] = lambda _: None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """`known` gives the tokens of all slots up to the step whose results come next."""
+        """`known` gives the tokens of all slots up to the step whose results come next.
+
+        `check_costs` is called with the governor's disagreement when a request has ended.
+        """
         self._runner = runner
         self._proposer = proposer
         self._governor = governor
         self._known = known
+        self._check_costs = check_costs
         self.now = clock
         self._unmet: dict[SlotId, Admission] = {}  # of whom nobody was told yet
         self._num_told: dict[SlotId, int] = {}  # tokens that the proposer knows
@@ -83,6 +88,8 @@ class Speculation:
         self._found = True  # whether the last look for guesses gave any
         self._holders: set[SlotId] = set()  # slots with guesses that no step has verified yet
         self._last_arrival = 0, 0.0  # the number of a step, and when it came back
+        # Whether it has tokens of its own to compute, outside of the runner's steps.
+        self._computes = not (proposer.free or proposer.in_step)
         self._begin(0)
 
     def run(self, plan: StepPlan) -> StepResult:
@@ -106,12 +113,21 @@ class Speculation:
         slots = [row.slot for row in plan.rows]
         guessed = bool(self._holders) and plan.has_guesses
         self._holders.difference_update(slots)
-        wanted = self._governor.wanted(slots, self._proposer.free) if allowed else 0
+        wanted = self._wanted_for(slots) if allowed else 0
         self._begin(wanted)
         step = Started(plan, self._number, wanted, guessed, self.now())
         pending = self._runner.submit(plan)
         waited_for = wanted > 0 and (self._found or not self._proposer.free)
         return _OnItsWay(self, step, pending, waited_for or pending.guesses)
+
+    def _wanted_for(self, slots: list[SlotId]) -> int:
+        backlog = self._backlog if self._computes else None
+        return self._governor.wanted(slots, self._proposer.free, backlog)
+
+    def _backlog(self, slots: Sequence[SlotId]) -> list[int]:
+        """Tokens that the proposer would have to compute before it drafts."""
+        known = self._known()
+        return [self._proposer.backlog(slot, len(known.get(slot, ()))) for slot in slots]
 
     def _is_looked_at(self, plan: StepPlan) -> bool:
         """Within a pause only two steps now and then are: the second is timed."""
@@ -130,6 +146,8 @@ class Speculation:
                 self._since.pop(slot, None)
                 self._num_told.pop(slot, None)
                 self._holders.discard(slot)
+        if plan.freed:
+            self._check_costs(self._governor.disagreement)
         for admission in plan.admitted:
             self._unmet[admission.slot] = admission
 
@@ -143,7 +161,7 @@ class Speculation:
         self._unmet.clear()
 
     def arrived(self, step: Started, result: StepResult) -> StepResult:
-        """Count what was right, and add guesses for the next step."""
+        """Count what was accepted, and add drafts for the next step."""
         rows, results, now = step.plan.rows, result.rows, self.now()
         before, at = self._last_arrival
         self._last_arrival = step.number, now
@@ -153,7 +171,7 @@ class Speculation:
         if not step.wanted and not step.guessed:
             self._skipped = max(self._skipped, step.number)
             if timed and step.plan.num_tokens == len(rows):
-                self._governor.took(len(rows), False, seconds)
+                self._governor.took(_step_time(step, num_sampled=len(rows), step_s=seconds))
             return result
         sampled = [i for i, row in enumerate(rows) if row.sample]
         if self._changed > step.number:
@@ -161,14 +179,26 @@ class Speculation:
             sampled = [i for i in sampled if self._since.get(rows[i].slot, _NEVER) <= step.number]
         self._count(rows, results, sampled)
         self._tell(step.number, [seen(rows[i], results[i]) for i in sampled])
-        drafting = 0.0
-        if step.wanted and sampled:
-            result = StepResult(self._with_drafts(rows, results, sampled))
+        drafting, backlog = 0.0, 0
+        drafted = [i for i in sampled if self._governor.may_draft(rows[i].slot)]
+        if step.wanted and drafted:
+            backlog = self._num_behind([rows[i].slot for i in drafted])
+            result = StepResult(self._with_drafts(rows, results, drafted))
             drafting = self.now() - now
-        if timed and all(row.num_tokens == 1 + row.num_drafts for row in rows):
-            num_tokens, seconds = step.plan.num_tokens, seconds + drafting
-            self._governor.took(num_tokens, step.guessed, seconds, len(rows), step.wanted)
+            if backlog:
+                self._governor.caught_up(len(rows), backlog, step.wanted, drafting)
+        if timed and not backlog and all(row.num_tokens == 1 + row.num_drafts for row in rows):
+            num_sampled = sum(len(results[i].tokens) for i in sampled)
+            draft_s = None if self._proposer.in_step else drafting
+            self._governor.took(_step_time(step, num_sampled, seconds, draft_s))
         return result._replace(drafting_s=drafting)
+
+    def _num_behind(self, slots: list[SlotId]) -> int:
+        """Tokens that the proposer computes before it drafts, beyond those of a verification."""
+        if not self._computes:
+            return 0
+        found = [self._proposer.backlog(slot, self._num_told[slot]) for slot in slots]
+        return sum(count for count in found if count > 1)
 
     def _tell(self, number: int, news: list[Seen]) -> None:
         """Let the proposer know what came now, and before that what it missed."""
@@ -195,18 +225,33 @@ class Speculation:
                 self._governor.verified(row.slot, kind, row.num_drafts, accepted)
 
     def _with_drafts(
-        self, rows: list[Row], results: list[RowResult], sampled: list[int]
+        self, rows: list[Row], results: list[RowResult], drafted: list[int]
     ) -> list[RowResult]:
-        slots = [rows[i].slot for i in sampled]
+        """The results, with drafts for some of the rows."""
+        slots = [rows[i].slot for i in drafted]
         drafts = self._proposer.propose(slots)
         others = sum(row.num_tokens for row in rows if not row.sample)
         counts = self._governor.choose(slots, drafts, others)
         self._found = any(counts)
         found = list(results)
-        for i, draft, count in zip(sampled, drafts, counts, strict=True):
+        for i, draft, count in zip(drafted, drafts, counts, strict=True):
             if count or results[i].drafts:
                 found[i] = results[i]._replace(drafts=draft.tokens[:count])
                 self._kinds[rows[i].slot] = draft.kind
             if count:
                 self._holders.add(rows[i].slot)
         return found
+
+
+def _step_time(
+    step: Started, num_sampled: int, step_s: float, draft_s: float | None = 0.0
+) -> StepTime:
+    return StepTime(
+        num_rows=len(step.plan.rows),
+        num_tokens=step.plan.num_tokens,
+        num_sampled=num_sampled,
+        has_drafts=step.guessed,
+        depth=step.wanted,
+        step_s=step_s,
+        draft_s=draft_s,
+    )

@@ -11,8 +11,8 @@ from windlass.models.source import ModelFiles
 from windlass.models.spec import ModelSpec
 from windlass.spec.base import Proposer, Site
 from windlass.spec.governor import Governor
-from windlass.spec.measure import Costs, Room, measure, plain_step
-from windlass.spec.notes import notes_for
+from windlass.spec.measure import Costs, Room, measure, spot_check
+from windlass.spec.notes import load_of_machine, notes_for
 from windlass.spec.registry import RUN_AHEAD, WRITE_AHEAD, open_guide, outline
 from windlass.spec.speculation import Known, Speculation
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from windlass.runner.runner import Runner
 
 
-_ALIKE = 1.5  # times faster or slower that steps may be than noted: machines are busy at times
+_AGREE = 1.2  # factor between noted and observed costs at which they are measured anew
 
 
 class Speculating:
@@ -31,8 +31,10 @@ class Speculating:
         self, config: EngineConfig, files: ModelFiles, spec: ModelSpec, loaded: Loaded
     ) -> None:
         self._config = config
-        device, guesser = loaded.parts.device, outline(config, spec)
-        self._notes = notes_for(config, files, spec, device, "speculation", guesser)
+        parts, guesser = loaded.parts, outline(config, spec)
+        where = (parts.device, "speculation", parts.ops.backend)
+        self._notes = notes_for(config, files, spec, *where, guesser)
+        self._costs_name = f"costs at load {load_of_machine()}"
         self._guide = open_guide(Site(config, files, spec, loaded, self._notes))
         self.token_bytes = self._guide.token_bytes
         wish = config.speculation
@@ -59,6 +61,7 @@ class Speculating:
             row_tokens=min(1 + wish.most_guesses, made.max_model_len),
             num_blocks=capacity.num_blocks,
             block_size=capacity.block_size,
+            max_model_len=made.max_model_len,
         )
         proposer = self._guide.start(made)
         if proposer is None:
@@ -74,28 +77,33 @@ class Speculating:
         parts = ["as set" if asked != "auto" else f"auto chose {wish.spec}", costs.describe()]
         parts += [source] if source else []
         if governor.is_hopeless(1):
-            parts.append("guesses would not pay here if all were right: one request gets none")
+            parts.append("drafts would not pay here if all were accepted: only rare trials")
         if wish.threshold is not None:
             parts.append(f"typical acceptance at {wish.threshold:g} CHANGES THE DISTRIBUTION")
         parts += [self._notes.problem] if self._notes.problem else []
         choice = Choice("speculation", self._guide.describe(), "; ".join(parts))
-        return Speculation(made.runner, proposer, governor, known), choice
+        return Speculation(made.runner, proposer, governor, known, self._check_notes), choice
+
+    def _check_notes(self, disagreement: float) -> None:
+        """Forget costs that running steps disagree with, so that the next start measures anew."""
+        if disagreement > _AGREE and self._notes.of(self._costs_name) is not None:
+            self._notes.drop(self._costs_name)
+            self._notes.save()
 
     def _costs(self, made: Assembled, proposer: Proposer, room: Room) -> tuple[Costs, str]:
-        """Noted at an earlier start in as much room, if steps take as long now; or measured."""
-        known = self._notes.of("costs")
-        size = [room.positions, room.rows, room.row_tokens]
-        source = ""
+        """Costs of an earlier start, if steps take as long now; else measured."""
+        name, size, source = self._costs_name, [room.positions, room.rows, room.row_tokens], ""
+        known = self._notes.of(name)
         if known is not None:
             try:
                 if known["room"] == size:
                     costs = Costs.from_json(known["found"])
-                    noted, now = costs.plain.of(1), plain_step(made.runner, proposer, room)
-                    if noted / _ALIKE < now < noted * _ALIKE:
+                    off = spot_check(made.runner, proposer, room).disagreement(costs)
+                    if off <= _AGREE:
                         return costs, "measured at an earlier start"
-                    source = f"measured anew: a step took {1000 * noted:.2f} ms at an earlier start"
+                    source = f"measured anew: costs of an earlier start were off by {off:.2f} times"
             except (AttributeError, KeyError, TypeError, ValueError) as error:
                 self._notes.problem = f"noted costs are not whole ({error!r}): measured anew"
         costs = measure(made.runner, proposer, room)
-        self._notes.note("costs", {"room": size, "found": costs.to_json()})
+        self._notes.note(name, {"room": size, "found": costs.to_json()})
         return costs, source

@@ -30,6 +30,7 @@ _PERPLEXITY: Columns = {
     "perplexity_error": "±",
 }
 _TEXTS = (
+    "draft",
     "settings",
     "how",
     "slo",
@@ -93,6 +94,14 @@ COLUMNS: dict[str, Columns] = {
         "drafted/accepted": "guesses / right",
         "acceptance_length": "tokens a row with guesses",
         "alike": "alike",
+    },
+    "draft_pairs": {
+        "draft": "draft model",
+        "speedup": "times off",
+        "speedup_least/speedup_most": "least / most",
+        "decode_speedup": "decode, times off",
+        "drafted/accepted": "draft tokens / accepted",
+        "acceptance_length": "tokens a verification",
     },
     "adapters": {
         "workload": "workload",

@@ -1,11 +1,12 @@
-"""Random weights in the shape of a model as a GGUF, for engines that read nothing else.
+"""Random weights in the shape of a model as a GGUF: for engines that read nothing else, and for pairs
+of a model and a draft model.
 
-Its tokenizer is that of the default model. Layers are alike: nobody's speed depends on their numbers.
+The tokenizer is that of the default model. Layers are alike: nobody's speed depends on their numbers.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -27,7 +28,7 @@ TYPES = tuple(kind.name for kind in TENSOR_TYPES.values() if kind.name not in ("
 
 @dataclass(frozen=True, slots=True)
 class StorageTypes:
-    """Of the layers' matrices, and of embedding and head."""
+    """GGUF types of the layers' matrices, and of embedding and head."""
 
     layers: str
     head: str
@@ -38,13 +39,39 @@ class StorageTypes:
                 raise ConfigError(f"{option} {name!r} is not known. Known: {', '.join(TYPES)}.")
 
 
-def write_gguf(folder: str, types: StorageTypes, to: Path) -> int:
-    """Returns the file's bytes."""
+@dataclass(frozen=True, slots=True)
+class Weights:
+    """Which random numbers. Files of the same seed share embeddings and layers.
+
+    From layer `quiet_from` on, the layers' contribution to the residual stream is multiplied by
+    `quiet`: the first layers alone then predict nearly what the whole model predicts.
+    """
+
+    num_layers: int | None = None  # only the first ones; None: all of the shape
+    seed: int = 0
+    quiet_from: int | None = None
+    quiet: float = 0.02
+
+
+def write_gguf(folder: str, types: StorageTypes, to: Path, weights: Weights | None = None) -> int:
+    """Write the file; returns its bytes."""
     from gguf import GGUFReader, GGUFValueType, GGUFWriter
 
     config = ModelConfig(model=folder, load_format="dummy")
     spec = load_spec(resolve(config), config)
     _check(spec, folder, types)
+    weights = weights or Weights()
+    if weights.quiet_from is not None and types.layers not in _ROUNDED:
+        raise ConfigError(
+            f"quiet layers scale their weights, which works for --type {', '.join(_ROUNDED)}, "
+            f"not {types.layers}."
+        )
+    if weights.num_layers is not None:
+        if not 1 <= weights.num_layers <= spec.num_layers:
+            raise ConfigError(
+                f"--layers must be between 1 and {spec.num_layers}, got {weights.num_layers}."
+            )
+        spec = replace(spec, num_layers=weights.num_layers)
     vocabulary = GGUFReader(resolve(ModelConfig()).path)
     vocab_size = len(vocabulary.fields["tokenizer.ggml.tokens"].data)
     writer = GGUFWriter(to, "llama")
@@ -54,7 +81,7 @@ def write_gguf(folder: str, types: StorageTypes, to: Path) -> int:
             is_list = field.types[0] == GGUFValueType.ARRAY
             of = field.types[-1] if is_list else None
             writer.add_key_value(name, field.contents(), field.types[0], of)
-    _add_tensors(writer, spec, vocab_size, types)
+    _add_tensors(writer, spec, vocab_size, types, weights)
     try:
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
@@ -97,13 +124,19 @@ def _add_shape(writer: GGUFWriter, spec: ModelSpec, vocab_size: int) -> None:
     writer.add_vocab_size(vocab_size)
 
 
-def _add_tensors(writer: GGUFWriter, spec: ModelSpec, vocab_size: int, types: StorageTypes) -> None:
+def _add_tensors(
+    writer: GGUFWriter,
+    spec: ModelSpec,
+    vocab_size: int,
+    types: StorageTypes,
+    weights: Weights,
+) -> None:
     from gguf import GGMLQuantizationType
     from gguf.quants import quantize
 
     from windlass.tools.bench.random_blocks import random_blocks
 
-    random, width = np.random.default_rng(0), spec.hidden_size
+    random, width = np.random.default_rng(weights.seed), spec.hidden_size
     own, shared = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
     matrices = {
         "attn_q": (own, width),
@@ -115,23 +148,38 @@ def _add_tensors(writer: GGUFWriter, spec: ModelSpec, vocab_size: int, types: St
         "ffn_down": (width, spec.intermediate_size),
     }
 
-    def rounded(shape: tuple[int, int], name: str) -> tuple[np.ndarray, GGMLQuantizationType]:
-        kind, spread = GGMLQuantizationType[name], shape[1] ** -0.5
+    def numbers(shape: tuple[int, int]) -> np.ndarray:
+        return random.standard_normal(shape, dtype=np.float32) / shape[1] ** 0.5
+
+    def rounded(values: np.ndarray, name: str) -> tuple[np.ndarray, GGMLQuantizationType]:
+        kind = GGMLQuantizationType[name]
+        return quantize(values, kind), kind
+
+    def made(shape: tuple[int, int], name: str) -> tuple[np.ndarray, GGMLQuantizationType]:
         if name in _ROUNDED:
-            values = random.standard_normal(shape, dtype=np.float32) * np.float32(spread)
-            return quantize(values, kind), kind
-        return random_blocks(kind, *shape, spread=spread), kind
+            return rounded(numbers(shape), name)
+        kind = GGMLQuantizationType[name]
+        return random_blocks(kind, *shape, spread=shape[1] ** -0.5), kind
 
     def add(name: str, found: tuple[np.ndarray, GGMLQuantizationType]) -> None:
         writer.add_tensor(f"{name}.weight", found[0], raw_dtype=found[1])
 
     ones = (np.ones(width, dtype=np.float32), GGMLQuantizationType.F32)
-    add("token_embd", rounded((vocab_size, width), types.head))
+    add("token_embd", made((vocab_size, width), types.head))
     if not spec.tie_embeddings:
-        add("output", rounded((vocab_size, width), types.head))
-    layer = {name: rounded(shape, types.layers) for name, shape in matrices.items()}
+        add("output", made((vocab_size, width), types.head))
+    if types.layers in _ROUNDED:
+        values = {name: numbers(shape) for name, shape in matrices.items()}
+        layer = {name: rounded(each, types.layers) for name, each in values.items()}
+    else:
+        values = {}
+        layer = {name: made(shape, types.layers) for name, shape in matrices.items()}
     layer |= {"attn_norm": ones, "ffn_norm": ones}
+    added = ("attn_output", "ffn_down")
+    scaled = {name: weights.quiet * values[name] for name in added if name in values}
+    quiet = layer | {name: rounded(each, types.layers) for name, each in scaled.items()}
     for number in range(spec.num_layers):
-        for name, found in layer.items():
+        is_quiet = weights.quiet_from is not None and number >= weights.quiet_from
+        for name, found in (quiet if is_quiet else layer).items():
             add(f"blk.{number}.{name}", found)
     add("output_norm", ones)

@@ -154,16 +154,24 @@ int largest_quickly(const float* x, int count) {
   int from = 0;
   for (int begin = 0; begin < count; begin += stretch) {
     const int end = std::min(begin + stretch, count);
-    F32x8 best = splat(x[begin]), other = best;
+    F32x8 best = splat(x[begin]), sums = zero();
     int i = begin;
-    for (; i + 2 * kLanes <= end; i += 2 * kLanes) {
-      best = larger(best, load(x + i));
-      other = larger(other, load(x + i + kLanes));
+    for (; i + kLanes <= end; i += kLanes) {
+      const F32x8 v = load(x + i);
+      best = at_least(v, best);
+      sums = add(sums, v);
     }
-    for (; i + kLanes <= end; i += kLanes) best = larger(best, load(x + i));
-    float here = largest_of(larger(best, other));
-    for (; i < end; ++i) here = x[i] > here || std::isnan(x[i]) ? x[i] : here;
-    if (std::isnan(here)) return begin + largest(x + begin, end - begin);
+    float here = largest_of(best), sum = sum_of(sums);
+    for (; i < end; ++i) {
+      here = x[i] > here ? x[i] : here;
+      sum += x[i];
+    }
+    // NaN makes the sum NaN, and so do both infinities together: then every number is looked at.
+    if (std::isnan(sum)) {
+      const int at = begin + largest(x + begin, end - begin);
+      if (std::isnan(x[at])) return at;
+      here = x[at];
+    }
     if (here > most) {
       most = here;
       from = begin;
