@@ -103,6 +103,12 @@ COLUMNS: dict[str, Columns] = {
         "drafted/accepted": "draft tokens / accepted",
         "acceptance_length": "tokens a verification",
     },
+    "gguf_memory": {
+        "engine": "engine",
+        "peak_mib": "peak memory MiB",
+        "decode_tok_s": "decode tok/s",
+        "decode_ratio": "relative to the first row",
+    },
     "adapters": {
         "workload": "workload",
         "adapters": "adapters",
