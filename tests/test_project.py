@@ -38,9 +38,9 @@ BELOW: dict[str, set[str]] = {
     "folders": {"errors"},
     "pages": {"errors"},
     "settings": {"errors"},
-    "spec_config": {"settings"},
+    "speculative_config": {"settings"},
     "lora_config": {"settings"},
-    "config": {"lora_config", "spec_config"},
+    "config": {"lora_config", "speculative_config"},
     "core": {"config"},
     "engine": {"core"},
     "grammar": {"core"},
@@ -52,8 +52,8 @@ BELOW: dict[str, set[str]] = {
     "models": {"layers"},
     "lora": {"models"},
     "runner": {"lora", "pages", "grammar"},
-    "spec": {"runner"},
-    "build": {"serve", "spec"},
+    "speculative": {"runner"},
+    "build": {"serve", "speculative"},
     "front": {"serve"},
     "llm": {"build", "front"},
     "tools": {"llm"},
@@ -61,7 +61,7 @@ BELOW: dict[str, set[str]] = {
 }
 # The computing side knows the deciding one only by these: plain values.
 TYPES = {"windlass.core." + name for name in ("card", "sampling", "text", "types")}
-COMPUTING = {"kernels", "parallel", "quant", "layers", "models", "lora", "runner", "spec"}
+COMPUTING = {"kernels", "parallel", "quant", "layers", "models", "lora", "runner", "speculative"}
 
 
 def room_of(module: str) -> str:
@@ -141,7 +141,7 @@ for name in sys.argv[1:]:
 
 
 def test_the_deciding_side_runs_without_torch() -> None:
-    rooms = {"errors", "settings", "spec_config", "lora_config", "config"}
+    rooms = {"errors", "settings", "speculative_config", "lora_config", "config"}
     rooms |= {"core", "engine", "grammar", "serve"}
     names = [module_name(path) for path in PACKAGE]
     chosen = [name for name in names if room_of(name) in rooms]

@@ -37,8 +37,8 @@ if TYPE_CHECKING:
     from windlass.lora.start import Adapting
     from windlass.runner.assemble import Assembled, Loaded
     from windlass.runner.scoring import Scorer, ScoringLimits
-    from windlass.spec.speculation import Known
-    from windlass.spec.start import Speculating
+    from windlass.speculative.speculation import Known
+    from windlass.speculative.start import Speculating
 
 _COMPUTING = "windlass.runner.assemble"
 _MEASURED = ("graphs", "activations")
@@ -318,7 +318,7 @@ def _settled(config: EngineConfig, source: Source, device: str) -> EngineConfig:
     """With one certain way to guess; what cannot be is refused before a weight is read."""
     if config.speculation.spec == "none":
         return config
-    from windlass.spec.registry import settle
+    from windlass.speculative.registry import settle
 
     return settle(config, source.files, source.spec, device)
 
@@ -326,7 +326,7 @@ def _settled(config: EngineConfig, source: Source, device: str) -> EngineConfig:
 def _speculating(config: EngineConfig, source: Source, weights: Loaded) -> Speculating | _Plain:
     if config.speculation.spec == "none":
         return _Plain()
-    from windlass.spec.start import Speculating
+    from windlass.speculative.start import Speculating
 
     return Speculating(config, source.files, source.spec, weights)
 

@@ -21,8 +21,8 @@ from windlass.settings import at_least
 from windlass.settings import flag as flag
 from windlass.settings import option as option
 from windlass.settings import split_options as split_options
-from windlass.spec_config import MAX_SPEC_TOKENS as MAX_SPEC_TOKENS
-from windlass.spec_config import SpecConfig as SpecConfig
+from windlass.speculative_config import MAX_SPEC_TOKENS as MAX_SPEC_TOKENS
+from windlass.speculative_config import SpecConfig as SpecConfig
 
 LoadFormat = Literal["auto", "safetensors", "gguf", "dummy"]
 Device = Literal["auto", "cpu", "cuda"]

@@ -1,6 +1,6 @@
 """What settings are made of: fields with a help text, checks, and a flat mapping sorted into them.
 
-Which settings there are is said in config.py, spec_config.py and lora_config.py. No torch here.
+Which settings there are is said in config.py, speculative_config.py and lora_config.py. No torch here.
 """
 
 from __future__ import annotations

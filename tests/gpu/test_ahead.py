@@ -11,12 +11,12 @@ import torch
 
 from tests.gpu.test_engine import CONFIG, agreement, folder
 from tests.gpu.test_speculation import make
-from tests.spec import test_heads
-from tests.spec.test_speculation import eager
+from tests.speculative import test_heads
+from tests.speculative.test_speculation import eager
 from windlass import LLM, SamplingParams
 from windlass.runner.drafter import Verified
 from windlass.runner.guessing import CudaGuesser
-from windlass.spec import governor, medusa
+from windlass.speculative import governor, medusa
 
 pytestmark = [
     pytest.mark.gpu,

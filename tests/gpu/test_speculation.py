@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from tests.gpu.test_engine import CONFIG, agreement, folder
-from tests.spec import test_heads, test_speculation, test_speculators
-from tests.spec.test_speculation import eager
+from tests.speculative import test_heads, test_speculation, test_speculators
+from tests.speculative.test_speculation import eager
 from windlass import LLM, SamplingParams
-from windlass.spec import ngram
+from windlass.speculative import ngram
 
 pytestmark = [
     pytest.mark.gpu,

@@ -9,7 +9,7 @@ import pytest
 
 from tests.lora.adapters import ALL, make_adapter, save
 from tests.quant.folders import write_plain
-from tests.spec.test_speculation import eager  # noqa: F401
+from tests.speculative.test_speculation import eager  # noqa: F401
 from windlass import LLM, SamplingParams
 
 PROMPTS = [[7, 8, 9] * 6, [5, 6] * 8, [7, 8, 9] * 6, [11, 12, 13, 14] * 5]

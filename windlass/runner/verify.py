@@ -4,7 +4,7 @@ Sampling adds noise that depends only on the request's seed and the position. So
 a row is sampled as if it stood alone, and guesses are kept while they equal what was sampled. That
 is rejection sampling with a draft distribution of one point: a guess is accepted with exactly its
 probability, and what replaces it is distributed as the target is without it. Seed for seed, the
-tokens are those without speculation. Which guesses are worth trying is decided in spec/.
+tokens are those without speculation. Which guesses are worth trying is decided in speculative/.
 """
 
 from __future__ import annotations

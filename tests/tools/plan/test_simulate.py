@@ -10,7 +10,7 @@ import pytest
 from windlass.config import EngineConfig
 from windlass.core.card import Capacity
 from windlass.core.types import Row, RowResult, SlotId, StepPlan, StepResult
-from windlass.spec.costs import StepCosts
+from windlass.speculative.costs import StepCosts
 from windlass.tools.load.timing import Timing
 from windlass.tools.plan.calibrate import Room, calibrate
 from windlass.tools.plan.costs import CostModel

@@ -14,8 +14,8 @@ from safetensors.torch import load_file
 from tests.tools.train_draft.conftest import MEDUSA, TrainDraft
 from windlass import LLM, SamplingParams
 from windlass.runner.drafter import Verified
-from windlass.spec import governor
-from windlass.spec.medusa import MedusaDrafter
+from windlass.speculative import governor
+from windlass.speculative.medusa import MedusaDrafter
 from windlass.tools.train_draft import medusa
 from windlass.tools.train_draft.batches import end_to_end, make_batch
 from windlass.tools.train_draft.head import DECAY

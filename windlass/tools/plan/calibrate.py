@@ -13,7 +13,7 @@ from typing import Protocol
 
 from windlass.core.sampling import SamplingParams
 from windlass.core.types import Admission, BlockId, Row, SlotId, StepPlan, StepResult
-from windlass.spec.costs import StepCosts
+from windlass.speculative.costs import StepCosts
 from windlass.tools.bench.scheduler import measure as measure_scheduler
 from windlass.tools.plan.costs import CostModel
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from windlass.core.types import Row
-from windlass.spec.costs import StepCosts
+from windlass.speculative.costs import StepCosts
 
 
 @dataclass(frozen=True, slots=True)

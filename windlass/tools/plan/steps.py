@@ -22,7 +22,7 @@ from windlass.layers.linear import Linear
 from windlass.models.card import open_checkpoint
 from windlass.runner.assemble import load_network, make_runner
 from windlass.runner.device import choose_device, choose_threads, size_cache
-from windlass.spec.notes import Notes, notes_for
+from windlass.speculative.notes import Notes, notes_for
 from windlass.tools.bench.device import traffic_of
 from windlass.tools.plan import speed
 from windlass.tools.plan.calibrate import Room, calibrate

@@ -1,0 +1,133 @@
+"""EAGLE: a decoder layer trained to go on from the model's hidden states guesses token by token."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from windlass.errors import CheckpointError
+from windlass.kernels.batch import Heads, KVCache, kv_token_bytes
+from windlass.kernels.ops import choose_ops
+from windlass.kernels.select import Need
+from windlass.layers.linear import Linear
+from windlass.models.eagle import Eagle, EagleNorms, steps_of, taps_of
+from windlass.models.loader import load
+from windlass.models.network import Network, Parts
+from windlass.models.spec import ModelSpec
+from windlass.quant.plain import Plain
+from windlass.runner.drafter import Verified
+from windlass.speculative.base import Proposer, Site
+from windlass.speculative.heads import UNREAD, HeadFiles, attach, check_map, draft_vocab, open_head
+
+if TYPE_CHECKING:
+    from windlass.runner.assemble import Assembled, Loaded
+
+_RENAMED = {"layers.0.": "midlayer."}  # what newer exports call the layer
+
+
+class EagleDrafter:
+    """Owns the head and its pages. Steps feed it, so that it knows what the network knows."""
+
+    num_others = 0
+
+    def __init__(
+        self, head: Eagle, network: Network, layers: tuple[int, ...], cache: KVCache
+    ) -> None:
+        self.layers = layers
+        self._head = head
+        self._steps = steps_of(head, network)
+        self._cache = cache
+
+    def draft(self, found: Verified, count: int, others: int = 0) -> Tensor:
+        assert not others
+        head, steps, pages = self._head, self._steps, self._cache.layers
+        known = head.known([found.taps[layer] for layer in self.layers])
+        batch = replace(found.batch, kv=pages)
+        normed, hidden = head(steps.inputs(found.following, known), known, batch)
+        if not found.last.shape[0]:
+            return found.last.new_empty((0, count), dtype=torch.int32)
+        at = (batch.positions, batch.token_slots)
+        normed, hidden, positions, slots = steps.select(found.last, normed, hidden, *at)
+        tokens, positions, both = steps.advance(head.lm_head(normed), hidden, positions)
+        guesses = [tokens]
+        while len(guesses) < count:
+            alone = replace(found.alone(positions, slots), kv=pages)
+            normed, hidden = head(both, hidden, alone)
+            tokens, positions, both = steps.advance(head.lm_head(normed), hidden, positions)
+            guesses.append(tokens)
+        return torch.stack(guesses, dim=1)
+
+    def copy(self, pairs: Sequence[tuple[int, int]]) -> None:
+        self._cache.copy(pairs)
+
+
+@dataclass(frozen=True, slots=True)
+class EagleGuide:
+    """The head with its weights; pages come with the runner's."""
+
+    head: Eagle
+    spec: ModelSpec
+    layers: tuple[int, ...]
+    most: int
+    loaded: Loaded
+
+    @property
+    def token_bytes(self) -> int:
+        spec = self.spec
+        return kv_token_bytes(1, spec.num_kv_heads, spec.head_dim, self.loaded.parts.dtype)
+
+    def start(self, made: Assembled) -> Proposer:
+        spec, parts = self.spec, self.loaded.parts
+        capacity = made.capacity
+        # One page more: what is written past the blocks that a request has.
+        shape = (capacity.num_blocks + 1, spec.num_kv_heads, capacity.block_size, spec.head_dim)
+        cache = KVCache(1, shape, parts.dtype, parts.device)
+        network = self.loaded.network
+        return attach(made, EagleDrafter(self.head, network, self.layers, cache))
+
+    def describe(self) -> str:
+        vocabulary = self.head.d2t.shape[0]
+        return f"eagle, {self.most} guesses of {vocabulary:,} tokens, over layers {self.layers}"
+
+
+def guide(site: Site) -> EagleGuide:
+    files = open_head(site, _RENAMED, UNREAD)
+    config: dict[str, Any] = {**files.config, "architectures": ["LlamaForCausalLM"]}
+    spec = ModelSpec.from_hf(config, files.source)
+    layers = taps_of(config, site.spec.num_layers, files.source)
+    num_guessed = draft_vocab(files, spec.vocab_size) or spec.vocab_size
+    parts = _parts(site.loaded, spec)
+    with torch.device("meta"):
+        head = Eagle(spec, num_guessed, parts, EagleNorms.of(config, files.source))
+    _fill(head, files, parts.device, whole=num_guessed == spec.vocab_size)
+    check_map(head.d2t, files, spec.vocab_size)
+    layers_of = [module for module in head.modules() if isinstance(module, Linear)]
+    site.loaded.products.tune([one.weight for one in layers_of if one.weight is not None])
+    return EagleGuide(head, spec, layers, site.config.speculation.most_guesses, site.loaded)
+
+
+def _fill(head: Eagle, files: HeadFiles, device: torch.device, whole: bool) -> None:
+    """Read the head's tensors. One that guesses among the whole vocabulary may have no map."""
+    meta = head.d2t
+    unmapped = whole and "d2t" not in files.tensors.names()
+    if unmapped:
+        del head.d2t
+    try:
+        load(head, files.tensors, device)
+    except CheckpointError as error:
+        raise CheckpointError(f"--spec-model {files.source}: {error}") from error
+    if unmapped:
+        head.d2t = nn.Parameter(torch.zeros_like(meta, device=device), requires_grad=False)
+
+
+def _parts(loaded: Loaded, spec: ModelSpec) -> Parts:
+    """The network's device and arithmetic, with kernels for the head's own shape."""
+    own = loaded.parts
+    heads = Heads(spec.num_heads, spec.num_kv_heads, spec.head_dim)
+    ops = choose_ops(Need(own.device, own.dtype, heads, spec.rope.dim, kv_dtype=None, plain=False))
+    plain = Plain(own.dtype, loaded.products)
+    return replace(own, ops=ops, method_for=lambda _prefix, _parts: plain)

@@ -1,0 +1,83 @@
+"""Which file a proposer's name means. A new one is its file and a line here."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+from windlass.config import EngineConfig
+from windlass.errors import ConfigError
+from windlass.models.source import ModelFiles
+from windlass.models.spec import ModelSpec
+from windlass.speculative.base import Guide, Site
+from windlass.speculative.which import settled
+
+# Functions from a Site to a Guide.
+_GUIDES = {
+    "ngram": "windlass.speculative.ngram:guide",
+    "lookahead": "windlass.speculative.lookahead:guide",
+    "draft": "windlass.speculative.draft_model:guide",
+    "self": "windlass.speculative.early_exit:guide",
+    "medusa": "windlass.speculative.medusa:guide",
+    "eagle": "windlass.speculative.eagle:guide",
+}
+# Those that compute guesses one after another: they write to pages past the last known token.
+WRITE_AHEAD = ("draft", "self", "eagle")
+# Those whose guesses lie on the device, where the next step may begin before the host knows them.
+RUN_AHEAD = ("medusa", "eagle")
+# Functions that refuse what cannot be, before the target's weights are read.
+_CHECKS = {
+    "draft": "windlass.speculative.draft_model:check",
+    "self": "windlass.speculative.early_exit:check",
+    "medusa": "windlass.speculative.heads:check",
+    "eagle": "windlass.speculative.heads:check",
+}
+# Functions that say what decides how long --spec-model takes to guess.
+_OUTLINES = {
+    "draft": "windlass.speculative.draft_model:outline",
+    "medusa": "windlass.speculative.heads:outline",
+    "eagle": "windlass.speculative.heads:outline",
+}
+
+
+def settle(config: EngineConfig, files: ModelFiles, spec: ModelSpec, device: str) -> EngineConfig:
+    """The config with one certain way to guess, which fits the model as far as files tell."""
+    if config.speculation.spec_alternatives:
+        _check_alternatives(config, device)
+    config = settled(config)
+    where = _CHECKS.get(config.speculation.spec)
+    if where is not None:
+        _find(where)(config, files, spec)
+    return config
+
+
+def _check_alternatives(config: EngineConfig, device: str) -> None:
+    """Only recorded verifications over pages of plain numbers have places for them."""
+    why = None
+    if device != "cuda":
+        why = f"the engine computes on {device}"
+    elif config.model.enforce_eager:
+        why = "--enforce-eager records no steps"
+    elif config.cache.kv_cache_dtype != "auto":
+        why = f"--kv-cache-dtype {config.cache.kv_cache_dtype} keeps codes"
+    if why is not None:
+        raise ConfigError(
+            f"--spec-alternatives {config.speculation.spec_alternatives} needs steps recorded on "
+            f"CUDA and a KV cache of plain numbers, but {why}. Leave it out."
+        )
+
+
+def open_guide(site: Site) -> Guide:
+    """Load what the wanted proposer needs; one that does not fit the model is refused here."""
+    return _find(_GUIDES[site.config.speculation.spec])(site)
+
+
+def outline(config: EngineConfig, spec: ModelSpec) -> object:
+    """What decides the costs of --spec-model beside the settings; the same in any folder."""
+    where = _OUTLINES.get(config.speculation.spec)
+    return None if where is None else _find(where)(config, spec)
+
+
+def _find(where: str) -> Any:
+    module, name = where.split(":")
+    return getattr(import_module(module), name)
