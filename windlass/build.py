@@ -30,8 +30,8 @@ from windlass.errors import ConfigError
 from windlass.grammar.backend import GrammarBackend
 from windlass.grammar.compiler import GrammarCompiler
 from windlass.models.card import load_card, open_checkpoint, read_headers
+from windlass.models.hparams import HParams
 from windlass.models.source import ModelFiles, resolve
-from windlass.models.spec import ModelSpec
 
 if TYPE_CHECKING:
     from windlass.lora.start import Adapting
@@ -52,7 +52,7 @@ class Source:
     """What an engine is built from, small enough to travel to another process."""
 
     files: ModelFiles
-    spec: ModelSpec
+    hparams: HParams
     eos_ids: tuple[int, ...]
 
 
@@ -62,11 +62,11 @@ class OpenModel:
 
     files: ModelFiles
     card: ModelCard
-    spec: ModelSpec
+    hparams: HParams
 
     @property
     def source(self) -> Source:
-        return Source(self.files, self.spec, self.card.tokenizer.eos_ids)
+        return Source(self.files, self.hparams, self.card.tokenizer.eos_ids)
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,8 +104,8 @@ def open_model(config: EngineConfig) -> OpenModel:
 
 
 def _open(files: ModelFiles, config: EngineConfig) -> OpenModel:
-    spec, card = read_headers(files, config.model)
-    return OpenModel(files, card, spec)
+    hparams, card = read_headers(files, config.model)
+    return OpenModel(files, card, hparams)
 
 
 def import_torch() -> None:
@@ -129,26 +129,26 @@ def build_engine(config: EngineConfig, source: Source, weights: Loaded | None = 
     from windlass.runner.assemble import load_network, make_runner
     from windlass.runner.device import choose_device
 
-    files, spec = source.files, source.spec
+    files, hparams = source.files, source.hparams
     device = choose_device(config.model)
     limits = config.limits(device.type)
     asked, config = config.speculation.spec, _settled(config, source, device.type)
     with log.phase("load weights"):
         if weights is None:
-            weights = load_network(config, spec, open_checkpoint(files, config.model))
+            weights = load_network(config, hparams, open_checkpoint(files, config.model))
     with log.phase("adapters"):
         adapting = _adapting(config, source, weights)
     with log.phase("load proposer"):
         speculating = _speculating(config, source, weights)
     with log.phase("KV cache"):
-        made = make_runner(config, spec, weights, limits, speculating.token_bytes)
+        made = make_runner(config, hparams, weights, limits, speculating.token_bytes)
     if adapting is not None:
         made.runner.attach_adapters(adapting.bank, adapting.store.get)
     grammars = _grammars(config, source)
     made.runner.attach_grammars(grammars)
     capacity = made.capacity
     log.choices += [
-        Choice("model", f"{files.name} ({spec.architecture})", f"{files.kind}: {files.path}"),
+        Choice("model", f"{files.name} ({hparams.architecture})", f"{files.kind}: {files.path}"),
         *weights.choices,
         Choice("sequences", f"{limits.max_num_seqs:,}", limits.seqs_reason),
         Choice("tokens per step", f"{limits.max_num_batched_tokens:,}", limits.tokens_reason),
@@ -175,7 +175,7 @@ def build_engine(config: EngineConfig, source: Source, weights: Loaded | None = 
         made.max_model_len,
         limits.max_num_seqs,
         limits.max_num_batched_tokens,
-        spec.vocab_size,
+        hparams.vocab_size,
         capacity,
         log.choices,
         log.seconds,
@@ -201,7 +201,7 @@ def _grammars(config: EngineConfig, source: Source) -> GrammarCompiler:
     def open_tokenizer() -> Tokenizer:
         return load_card(source.files, config.model).tokenizer
 
-    backend = GrammarBackend(open_tokenizer, source.spec.vocab_size, config.grammar)
+    backend = GrammarBackend(open_tokenizer, source.hparams.vocab_size, config.grammar)
     return GrammarCompiler(backend, config.grammar)
 
 
@@ -252,10 +252,10 @@ def build_scorer(
         ),
     )
     if weights is None:
-        weights = load_network(config, source.spec, open_checkpoint(source.files, config.model))
+        weights = load_network(config, source.hparams, open_checkpoint(source.files, config.model))
     steps = config.limits(choose_device(config.model).type)
-    made = make_runner(config, source.spec, weights, steps)
-    scorer = Scorer(made.runner, weights.network, limits, size, source.spec.vocab_size)
+    made = make_runner(config, source.hparams, weights, steps)
+    scorer = Scorer(made.runner, weights.network, limits, size, source.hparams.vocab_size)
     choices = [*weights.choices, made.kv_format.choice]
     return BuiltScorer(scorer, weights, choices, made.memory)
 
@@ -300,7 +300,7 @@ def _adapting(config: EngineConfig, source: Source, weights: Loaded) -> Adapting
     from windlass.runner.device import free_bytes
 
     free = free_bytes(weights.parts.device)
-    return open_adapters(config, source.spec, weights.network, weights.products, free)
+    return open_adapters(config, source.hparams, weights.network, weights.products, free)
 
 
 class _Plain:
@@ -320,7 +320,7 @@ def _settled(config: EngineConfig, source: Source, device: str) -> EngineConfig:
         return config
     from windlass.speculative.registry import settle
 
-    return settle(config, source.files, source.spec, device)
+    return settle(config, source.files, source.hparams, device)
 
 
 def _speculating(config: EngineConfig, source: Source, weights: Loaded) -> Speculating | _Plain:
@@ -328,7 +328,7 @@ def _speculating(config: EngineConfig, source: Source, weights: Loaded) -> Specu
         return _Plain()
     from windlass.speculative.start import Speculating
 
-    return Speculating(config, source.files, source.spec, weights)
+    return Speculating(config, source.files, source.hparams, weights)
 
 
 def make_scheduler(

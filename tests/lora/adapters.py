@@ -19,7 +19,7 @@ from windlass.core.types import Admission, BlockId, Row, RowResult, SlotId, Step
 from windlass.lora.bank import Bank
 from windlass.lora.base import Adapter, Low
 from windlass.lora_config import LoraDType
-from windlass.models.card import load_spec, open_checkpoint
+from windlass.models.card import load_hparams, open_checkpoint
 from windlass.models.source import resolve
 from windlass.runner.assemble import load_network, make_runner
 
@@ -104,7 +104,7 @@ class Parts:
         options.setdefault("enforce_eager", options["device"] == "cpu")
         config = EngineConfig.of(model=str(model), **options)
         files = resolve(config.model)
-        spec = load_spec(files, config.model)
+        spec = load_hparams(files, config.model)
         loaded = load_network(config, spec, open_checkpoint(files, config.model))
         self.network = loaded.network
         limits = config.limits(loaded.parts.device.type)

@@ -18,7 +18,7 @@ from windlass.core.sampling import SamplingParams
 from windlass.core.text import TextStream
 from windlass.errors import CheckpointError
 from windlass.models import gguf_file
-from windlass.models.card import load_card, load_spec, open_checkpoint
+from windlass.models.card import load_card, load_hparams, open_checkpoint
 from windlass.models.checkpoint import SafetensorsCheckpoint
 from windlass.models.dummy import DummyCheckpoint
 from windlass.models.gguf_file import GGUFCheckpoint
@@ -70,7 +70,7 @@ def test_bad_sampling_defaults_are_named(folder):
 
 def test_overrides_are_merged_into_the_config(folder):
     overrides = {"max_position_embeddings": 64, "rope_scaling": {"type": "linear", "factor": 4.0}}
-    spec = load_spec(*opened(folder, hf_overrides=overrides))
+    spec = load_hparams(*opened(folder, hf_overrides=overrides))
     assert spec.max_positions == 256
     assert spec.rope.kind == "linear"
 
@@ -78,10 +78,10 @@ def test_overrides_are_merged_into_the_config(folder):
 def test_a_broken_config_is_named(folder):
     (folder / "config.json").write_text("{")
     with pytest.raises(CheckpointError, match=r"config\.json: is not valid JSON"):
-        load_spec(*opened(folder))
+        load_hparams(*opened(folder))
     (folder / "config.json").write_text("[]")
     with pytest.raises(CheckpointError, match="holds a JSON list"):
-        load_spec(*opened(folder))
+        load_hparams(*opened(folder))
 
 
 def test_another_tokenizer_may_be_given(folder, tmp_path):
@@ -127,7 +127,7 @@ def test_the_default_card(default_gguf, monkeypatch):
     files, config = opened("default")
     card = load_card(files, config)
     assert headers == [default_gguf]
-    load_spec(files, config)
+    load_hparams(files, config)
     assert headers == [default_gguf] * 2
     assert files.path == default_gguf
     assert (card.name, card.max_positions) == ("SmolLM2-135M-Instruct", 8192)

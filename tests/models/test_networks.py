@@ -15,9 +15,9 @@ from windlass.kernels.batch import Heads, KVCache
 from windlass.kernels.ops import choose_ops
 from windlass.kernels.select import Need, select
 from windlass.models.checkpoint import SafetensorsCheckpoint
+from windlass.models.hparams import HParams
 from windlass.models.loader import load
 from windlass.models.network import Parts, make_network
-from windlass.models.spec import ModelSpec
 from windlass.quant.plain import Plain
 from windlass.runner.slots import SlotTables
 
@@ -75,7 +75,7 @@ def our_logits(
     folder: Path, ids: list[int], chunks: list[int], plain: bool = False
 ) -> torch.Tensor:
     """Logits of all positions, computed in chunks over pages, in no particular block order."""
-    spec = ModelSpec.from_hf(json.loads((folder / "config.json").read_text()))
+    spec = HParams.from_hf(json.loads((folder / "config.json").read_text()))
     heads = Heads(spec.num_heads, spec.num_kv_heads, spec.head_dim)
     ops = choose_ops(Need(CPU, torch.float32, heads, spec.rope.dim, plain=plain))
     parts = Parts(torch.float32, CPU, 128, ops, lambda _, __: Plain(torch.float32))

@@ -21,9 +21,9 @@ from windlass.layers.embedding import HeadRows
 from windlass.layers.linear import Linear
 from windlass.models.checkpoint import SafetensorsCheckpoint
 from windlass.models.gguf_file import GGUFCheckpoint
+from windlass.models.hparams import HParams
 from windlass.models.loader import outline
 from windlass.models.network import make_network
-from windlass.models.spec import ModelSpec
 from windlass.quant.rounding import SCHEMES
 from windlass.runner.assemble import draw_up
 
@@ -198,7 +198,7 @@ def test_inspect_tells_how_weights_will_be_held(plain: Path) -> None:
 @pytest.mark.parametrize("options", [{"plain_kernels": True}, {"dtype": "float32"}, {}], ids=str)
 def test_an_outline_has_the_sizes_of_what_is_loaded(mixed: Path, options: dict[str, Any]) -> None:
     checkpoint = GGUFCheckpoint(mixed)
-    spec = ModelSpec.from_hf(checkpoint.hf_config())
+    spec = HParams.from_hf(checkpoint.hf_config())
     config = EngineConfig.of(model=str(mixed), **options)
     network = make_network(spec, draw_up(config, spec, checkpoint).parts)
     outline(network)

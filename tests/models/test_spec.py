@@ -7,11 +7,11 @@ from transformers import LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
 
 from tests.models.tiny import CONFIG, config
 from windlass.errors import CheckpointError, UnsupportedError
-from windlass.models.spec import ModelSpec
+from windlass.models.hparams import HParams
 
 
 def test_llama_is_read_with_its_defaults():
-    spec = ModelSpec.from_hf(config(torch_dtype="bfloat16", eos_token_id=[2, 7], bos_token_id=1))
+    spec = HParams.from_hf(config(torch_dtype="bfloat16", eos_token_id=[2, 7], bos_token_id=1))
     assert (spec.num_heads, spec.num_kv_heads, spec.head_dim) == (4, 2, 64)
     assert spec.sliding_windows == (None, None)
     assert (spec.qkv_bias, spec.o_bias, spec.mlp_bias, spec.qk_norm) == (False,) * 4
@@ -32,7 +32,7 @@ def test_llama_is_read_with_its_defaults():
 def test_what_transformers_writes_is_read(made, changes):
     values = {key: value for key, value in CONFIG.items() if key != "architectures"}
     original = made(**values, **changes)
-    spec = ModelSpec.from_hf(original.to_dict())
+    spec = HParams.from_hf(original.to_dict())
     assert spec.head_dim == changes.get("head_dim", 64)
     assert spec.rope.theta == original.rope_parameters["rope_theta"]
     assert spec.qk_norm == (made is Qwen3Config)
@@ -59,7 +59,7 @@ LLAMA3 = {
     ],
 )
 def test_every_spelling_of_rope_scaling_means_the_same(changes):
-    spec = ModelSpec.from_hf(config(**changes))
+    spec = HParams.from_hf(config(**changes))
     assert spec.rope.kind == "llama3"
     assert (spec.rope.theta, spec.rope.factor) == (5e5, 8.0)
     assert (spec.rope.low_freq_factor, spec.rope.high_freq_factor) == (1.0, 4.0)
@@ -78,11 +78,11 @@ def test_every_spelling_of_rope_scaling_means_the_same(changes):
     ],
 )
 def test_stretched_positions_reach_further(rope, longest):
-    assert ModelSpec.from_hf(config(rope_scaling=rope)).max_positions == longest
+    assert HParams.from_hf(config(rope_scaling=rope)).max_positions == longest
 
 
 def test_layer_types_say_which_layers_have_a_window():
-    spec = ModelSpec.from_hf(
+    spec = HParams.from_hf(
         config(
             architectures=["Qwen3ForCausalLM"],
             use_sliding_window=True,
@@ -95,7 +95,7 @@ def test_layer_types_say_which_layers_have_a_window():
 
 def test_architecture_may_come_from_the_model_type():
     values = {key: value for key, value in CONFIG.items() if key != "architectures"}
-    assert ModelSpec.from_hf(values | {"model_type": "qwen2"}).architecture == "Qwen2ForCausalLM"
+    assert HParams.from_hf(values | {"model_type": "qwen2"}).architecture == "Qwen2ForCausalLM"
 
 
 @pytest.mark.parametrize(
@@ -119,5 +119,5 @@ def test_architecture_may_come_from_the_model_type():
 )
 def test_bad_configs_are_refused_by_name(changes, error, message):
     with pytest.raises(error, match=r"some/config\.json") as caught:
-        ModelSpec.from_hf(config(**changes), "some/config.json")
+        HParams.from_hf(config(**changes), "some/config.json")
     assert message in str(caught.value)

@@ -17,7 +17,7 @@ from windlass.config import EngineConfig
 from windlass.core.sampling import SamplingParams
 from windlass.core.types import Admission, Row, StepPlan
 from windlass.kernels.batch import KVCache
-from windlass.models.card import load_spec, open_checkpoint
+from windlass.models.card import load_hparams, open_checkpoint
 from windlass.models.source import resolve
 from windlass.runner.assemble import Loaded, load_network
 from windlass.runner.slots import SlotTables
@@ -81,7 +81,7 @@ def loaded(model: Path, **options: Any) -> Loaded:
     """A network as the engine builds it."""
     config = EngineConfig.of(model=str(model), **options)
     files = resolve(config.model)
-    spec = load_spec(files, config.model)
+    spec = load_hparams(files, config.model)
     return load_network(config, spec, open_checkpoint(files, config.model))
 
 

@@ -19,7 +19,7 @@ from windlass.kernels.native import compiled, ops
 from windlass.kernels.native.pool import shared_pool
 from windlass.kernels.native.program import Most, record
 from windlass.kernels.native.record import Unrecordable
-from windlass.models.card import load_spec
+from windlass.models.card import load_hparams
 from windlass.models.source import resolve
 
 _COMPILERS, _ = compiled.find_compilers()
@@ -118,7 +118,7 @@ def test_products_of_several_types_share_a_buffer(tmp_path: Path) -> None:
     for eager in (False, True):
         config = EngineConfig.of(model=str(path), num_blocks=32, enforce_eager=eager)
         files = resolve(config.model)  # there is no tokenizer in it
-        built = build_engine(config, Source(files, load_spec(files, config.model), ()))
+        built = build_engine(config, Source(files, load_hparams(files, config.model), ()))
         lines = {choice.what: choice.value for choice in built.report.choices}
         assert lines["steps"].startswith("operator" if eager else "one native call")
         params = SamplingParams(max_tokens=20, ignore_eos=True, temperature=0.0)

@@ -17,7 +17,7 @@ from tests.speculative.test_choosing import SOME
 from tests.speculative.test_heads import DIM, WIDE, eagle, make, medusa
 from tests.speculative.test_speculators import speculators
 from windlass.config import EngineConfig
-from windlass.models.card import load_spec
+from windlass.models.card import load_hparams
 from windlass.models.source import resolve
 from windlass.speculative import start
 from windlass.speculative.notes import notes_for
@@ -46,7 +46,7 @@ def place(model: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Place
     def found(**options: Any) -> str:
         config = EngineConfig.of(model=str(model), **options)
         files = resolve(config.model)
-        spec = load_spec(files, config.model)
+        spec = load_hparams(files, config.model)
         device = torch.device("cpu")
         notes = notes_for(config, files, spec, device, "speculation", outline(config, spec))
         return str(notes._path)

@@ -33,13 +33,13 @@ def examine(config: EngineConfig, list_tensors: bool = False) -> Json:
     """Open the model that the config names and describe it."""
     opened = open_model(config)
     checkpoint = open_checkpoint(opened.files, config.model)
-    blueprint = draw_up(config, opened.spec, checkpoint)
+    blueprint = draw_up(config, opened.hparams, checkpoint)
     parts = blueprint.parts
-    network = make_network(opened.spec, parts)
+    network = make_network(opened.hparams, parts)
     outline(network)
     findings: Json = {
         "model": _model(opened),
-        "spec": asdict(opened.spec),
+        "hparams": asdict(opened.hparams),
         "tokenizer": _tokenizer(opened.card),
         "chat_template": _chat_template(opened.card),
         "sampling_defaults": dict(opened.card.default_sampling),

@@ -60,19 +60,23 @@ def counted(number: int, what: str) -> str:
 
 
 def _model_rows(findings: dict[str, Any]) -> list[Row]:
-    model, spec = findings["model"], findings["spec"]
+    model, hparams = findings["model"], findings["hparams"]
     rows = [("model", model["name"], f"{model['kind']}: {model['path']}")]
     for item in model["weights"]:
         rows.append(("file", readable_bytes(item["bytes"]), item["path"]))
     if not model["weights"]:
         rows.append(("file", "none", "random weights (--load-format dummy)"))
-    heads = f"{spec['num_heads']} heads over {spec['num_kv_heads']} of keys and values"
-    rows.append(("architecture", spec["architecture"], f"{spec['num_layers']} layers, {heads}"))
-    sizes = f"hidden {spec['hidden_size']}, feed-forward {spec['intermediate_size']}"
-    rows.append(("sizes", sizes, f"head {spec['head_dim']}, vocabulary {spec['vocab_size']:,}"))
-    rope = spec["rope"]
+    heads = f"{hparams['num_heads']} heads over {hparams['num_kv_heads']} of keys and values"
+    rows.append(
+        ("architecture", hparams["architecture"], f"{hparams['num_layers']} layers, {heads}")
+    )
+    sizes = f"hidden {hparams['hidden_size']}, feed-forward {hparams['intermediate_size']}"
+    rows.append(
+        ("sizes", sizes, f"head {hparams['head_dim']}, vocabulary {hparams['vocab_size']:,}")
+    )
+    rope = hparams["rope"]
     positions = f"rope {rope['kind']}, theta {rope['theta']:g}"
-    rows.append(("context", f"{spec['max_positions']:,} tokens", positions))
+    rows.append(("context", f"{hparams['max_positions']:,} tokens", positions))
     return rows
 
 

@@ -22,8 +22,8 @@ from windlass.lora.packing import compiled_code, place_of, stored, write
 from windlass.lora.pinned import pin, room
 from windlass.lora.stored import StoredAdapter, not_finite
 from windlass.lora_config import LoraDType
+from windlass.models.hparams import HParams
 from windlass.models.network import Network
-from windlass.models.spec import ModelSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +84,7 @@ class Bank:
     def __init__(
         self,
         network: Network,
-        spec: ModelSpec,
+        hparams: HParams,
         num_slots: int,
         max_rank: int,
         dtype: LoraDType = "auto",
@@ -92,7 +92,7 @@ class Bank:
         compiled_code()  # now, not when the first adapter is read
         self.num_slots = num_slots
         self.max_rank = max_rank
-        self._architecture = spec.architecture
+        self._architecture = hparams.architecture
         self._layers: list[Stacks] = []
         self._laid: dict[int, _Laid] = {}  # by slot, of what was there last
         self._places: dict[str, _Place] = {}

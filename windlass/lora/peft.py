@@ -26,7 +26,7 @@ from windlass.lora.stored import (
 )
 from windlass.lora_config import MAX_RANK
 from windlass.models.checkpoint import SafetensorsCheckpoint
-from windlass.models.spec import ModelSpec
+from windlass.models.hparams import HParams
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -39,10 +39,10 @@ _KEY = re.compile(r"base_model\.model\.(.+)\.lora_([AB])(?:\.default)?\.weight")
 _COPY = re.compile(r"base_model\.model\.(.+)\.base_layer\.weight")
 
 
-def linear_shapes(spec: ModelSpec) -> dict[str, tuple[int, int]]:
+def linear_shapes(hparams: HParams) -> dict[str, tuple[int, int]]:
     """(out, in) of every module that an adapter may change."""
-    heads, kv_heads = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
-    hidden, wide = spec.hidden_size, spec.intermediate_size
+    heads, kv_heads = hparams.num_heads * hparams.head_dim, hparams.num_kv_heads * hparams.head_dim
+    hidden, wide = hparams.hidden_size, hparams.intermediate_size
     in_layer = {
         "self_attn.q_proj": (heads, hidden),
         "self_attn.k_proj": (kv_heads, hidden),
@@ -54,21 +54,21 @@ def linear_shapes(spec: ModelSpec) -> dict[str, tuple[int, int]]:
     }
     shapes = {
         f"model.layers.{layer}.{name}": shape
-        for layer in range(spec.num_layers)
+        for layer in range(hparams.num_layers)
         for name, shape in in_layer.items()
     }
-    return shapes | {"lm_head": (spec.vocab_size, hidden)}
+    return shapes | {"lm_head": (hparams.vocab_size, hidden)}
 
 
 class AdapterFolder:
     """An adapter whose config and header were read and found to fit the model, but no weight."""
 
-    def __init__(self, folder: Path, spec: ModelSpec, max_rank: int) -> None:
+    def __init__(self, folder: Path, hparams: HParams, max_rank: int) -> None:
         self._weights = folder / WEIGHTS
         self.version = version_of(folder / CONFIG, self._weights)
         self.config = PeftConfig.read(_existing(folder, CONFIG))
         self._checkpoint = SafetensorsCheckpoint([_existing(folder, WEIGHTS)])
-        self._shapes = linear_shapes(spec)
+        self._shapes = linear_shapes(hparams)
         self._modules = self.config.over(self._shapes)
         self._tensors = self._find()
         for module, pair in self._tensors.items():
@@ -239,6 +239,6 @@ def _existing(folder: Path, name: str) -> Path:
     raise CheckpointError(f"adapter {folder}: has no {name}; it holds {held}.")
 
 
-def read_adapter(folder: Path, name: str, spec: ModelSpec, max_rank: int) -> Adapter:
+def read_adapter(folder: Path, name: str, hparams: HParams, max_rank: int) -> Adapter:
     """Read an adapter's folder for a model; whatever does not fit raises with names and numbers."""
-    return AdapterFolder(folder, spec, max_rank).read(name)
+    return AdapterFolder(folder, hparams, max_rank).read(name)

@@ -21,8 +21,8 @@ from windlass.lora.packing import compiled_code
 from windlass.lora.places import locate
 from windlass.lora.store import AdapterStore
 from windlass.lora_config import LoraConfig
+from windlass.models.hparams import HParams
 from windlass.models.network import Network
-from windlass.models.spec import ModelSpec
 
 _MOST_ROWS = 64  # for which products are chosen by measuring
 
@@ -37,16 +37,16 @@ class Adapting:
 
 
 def open_adapters(
-    config: EngineConfig, spec: ModelSpec, network: Network, products: TorchProducts, free: int
+    config: EngineConfig, hparams: HParams, network: Network, products: TorchProducts, free: int
 ) -> Adapting:
     """Take the memory, of which `free` bytes are left, and check the adapters that the config names;
     no weight of them is read.
     """
     wish = config.lora
     _check_room(wish, network, free)
-    bank = Bank(network, spec, wish.max_loras, wish.max_lora_rank, wish.lora_dtype)
+    bank = Bank(network, hparams, wish.max_loras, wish.max_lora_rank, wish.lora_dtype)
     _tune(bank, network, products)
-    store = AdapterStore(spec, wish.max_lora_rank, wish.max_host, bank.pack)
+    store = AdapterStore(hparams, wish.max_lora_rank, wish.max_host, bank.pack)
     for name, place in wish.modules().items():
         folder = locate(place, config.model)
         store.check_folder(folder)

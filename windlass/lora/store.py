@@ -16,7 +16,7 @@ from windlass.errors import AdapterConflict, AdapterNotFound, CheckpointError, E
 from windlass.lora.base import Adapter
 from windlass.lora.peft import AdapterFolder
 from windlass.lora.stored import StoredAdapter, Version
-from windlass.models.spec import ModelSpec
+from windlass.models.hparams import HParams
 
 # A quarter of the cores may read: the rest computes or serves.
 _MOST_READERS = 8
@@ -35,12 +35,12 @@ class AdapterStore:
 
     def __init__(
         self,
-        spec: ModelSpec,
+        hparams: HParams,
         max_rank: int,
         max_host: int,
         pack: Callable[[StoredAdapter], Adapter] | None = None,
     ) -> None:
-        self._spec = spec
+        self._hparams = hparams
         self._max_rank = max_rank
         self._max_host = max_host
         self._pack = pack
@@ -68,7 +68,7 @@ class AdapterStore:
 
     def check_folder(self, folder: Path) -> None:
         """Read config and header, and raise what speaks against the adapter; no weight is read."""
-        AdapterFolder(folder, self._spec, self._max_rank)
+        AdapterFolder(folder, self._hparams, self._max_rank)
 
     def unregister(self, name: str) -> None:
         """Forget a name and its weights; one that is being read is dropped when it comes."""
@@ -174,7 +174,7 @@ class AdapterStore:
     def _read(self, name: str, folder: Path, known: Version | None) -> tuple[Adapter, Version]:
         """In the thread. Whatever goes wrong reaches whoever wants the adapter, as our own error."""
         try:
-            found = AdapterFolder(folder, self._spec, self._max_rank)
+            found = AdapterFolder(folder, self._hparams, self._max_rank)
             if known not in (None, found.version):
                 raise CheckpointError(
                     f"{folder}: was changed since it was first read, and prefixes may be cached of "

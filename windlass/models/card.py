@@ -18,9 +18,9 @@ from windlass.models.checkpoint import Checkpoint, SafetensorsCheckpoint
 from windlass.models.dummy import ByteTokenizer, DummyCheckpoint
 from windlass.models.fields import Fields
 from windlass.models.gguf_file import GGUFCheckpoint
+from windlass.models.hparams import HParams
 from windlass.models.json_file import merged, read_json, read_json_if_there
 from windlass.models.source import ModelFiles
-from windlass.models.spec import ModelSpec
 from windlass.models.tokenizer import HFTokenizer, TextSide
 
 _SAMPLING = {
@@ -33,11 +33,11 @@ _SAMPLING = {
 }
 
 
-def read_headers(files: ModelFiles, config: ModelConfig) -> tuple[ModelSpec, ModelCard]:
+def read_headers(files: ModelFiles, config: ModelConfig) -> tuple[HParams, ModelCard]:
     """The network's hyper-parameters and what the server must know, the files read once."""
     gguf = _gguf(files)
-    spec = _spec(files, config, gguf)
-    return spec, _card(files, config, gguf, spec)
+    hparams = _hparams(files, config, gguf)
+    return hparams, _card(files, config, gguf, hparams)
 
 
 def load_card(files: ModelFiles, config: ModelConfig) -> ModelCard:
@@ -46,21 +46,21 @@ def load_card(files: ModelFiles, config: ModelConfig) -> ModelCard:
 
 
 def _card(
-    files: ModelFiles, config: ModelConfig, gguf: GGUFCheckpoint | None, spec: ModelSpec
+    files: ModelFiles, config: ModelConfig, gguf: GGUFCheckpoint | None, hparams: HParams
 ) -> ModelCard:
     generation = _generation_config(files)
     text = _text_side(files, config, gguf)
-    ends = generation.token_ids("eos_token_id") + spec.eos_ids
+    ends = generation.token_ids("eos_token_id") + hparams.eos_ids
     tokenizer: Tokenizer
     if text is None:
-        tokenizer = ByteTokenizer(spec.vocab_size, ends)
+        tokenizer = ByteTokenizer(hparams.vocab_size, ends)
     else:
         tokenizer = HFTokenizer(text.backend, tuple(dict.fromkeys(ends + text.eos_ids)))
     return ModelCard(
         name=files.name,
         path=str(files.path),
-        architecture=spec.architecture,
-        max_positions=spec.max_positions,
+        architecture=hparams.architecture,
+        max_positions=hparams.max_positions,
         tokenizer=tokenizer,
         chat_template=text.chat_template if text else None,
         special_tokens=text.special_tokens if text else {},
@@ -68,15 +68,15 @@ def _card(
     )
 
 
-def load_spec(files: ModelFiles, config: ModelConfig) -> ModelSpec:
+def load_hparams(files: ModelFiles, config: ModelConfig) -> HParams:
     """The network's hyper-parameters, --hf-overrides laid over them."""
-    return _spec(files, config, _gguf(files))
+    return _hparams(files, config, _gguf(files))
 
 
 def open_checkpoint(files: ModelFiles, config: ModelConfig) -> Checkpoint:
     """The tensors, or random ones with --load-format dummy."""
     if config.load_format == "dummy":
-        dtype = load_spec(files, config).dtype if config.dtype == "auto" else config.dtype
+        dtype = load_hparams(files, config).dtype if config.dtype == "auto" else config.dtype
         return DummyCheckpoint(config.seed, dtype or "float32", on_gpu=config.device != "cpu")
     if files.kind == "gguf":
         return GGUFCheckpoint(files.path)
@@ -87,10 +87,10 @@ def _gguf(files: ModelFiles) -> GGUFCheckpoint | None:
     return GGUFCheckpoint(files.path) if files.kind == "gguf" else None
 
 
-def _spec(files: ModelFiles, config: ModelConfig, gguf: GGUFCheckpoint | None) -> ModelSpec:
+def _hparams(files: ModelFiles, config: ModelConfig, gguf: GGUFCheckpoint | None) -> HParams:
     source = files.path if gguf else files.path / "config.json"
     values = gguf.hf_config() if gguf else read_json(source)
-    return ModelSpec.from_hf(merged(values, config.hf_overrides), str(source))
+    return HParams.from_hf(merged(values, config.hf_overrides), str(source))
 
 
 def _text_side(

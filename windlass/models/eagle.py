@@ -23,9 +23,9 @@ from windlass.layers.mlp import GatedMLP
 from windlass.layers.norm import RMSNorm
 from windlass.layers.rotary import Rotary
 from windlass.models.fields import Fields
+from windlass.models.hparams import HParams
 from windlass.models.network import Network, Parts, Weights
 from windlass.models.rope import frequencies
-from windlass.models.spec import ModelSpec
 
 if TYPE_CHECKING:
     from windlass.kernels.triton.eagle import FusedSteps
@@ -67,17 +67,17 @@ _USUAL = EagleNorms()
 class EagleLayer(nn.Module):
     """A decoder layer whose attention sees the token's embedding beside the hidden state."""
 
-    def __init__(self, spec: ModelSpec, parts: Parts) -> None:
+    def __init__(self, hparams: HParams, parts: Parts) -> None:
         super().__init__()
-        size = spec.hidden_size
+        size = hparams.hidden_size
         shape = AttentionShape(
             size,
-            Heads(spec.num_heads, spec.num_kv_heads, spec.head_dim),
-            spec.qkv_bias,
-            spec.o_bias,
+            Heads(hparams.num_heads, hparams.num_kv_heads, hparams.head_dim),
+            hparams.qkv_bias,
+            hparams.o_bias,
             input_size=2 * size,
         )
-        norm = partial(RMSNorm, size, spec.norm_eps, parts.dtype, parts.ops)
+        norm = partial(RMSNorm, size, hparams.norm_eps, parts.dtype, parts.ops)
         self.hidden_norm = norm()
         self.input_layernorm = norm()
         self.self_attn = Attention(
@@ -91,7 +91,7 @@ class EagleLayer(nn.Module):
         self.post_attention_layernorm = norm()
         self.mlp = GatedMLP(
             size,
-            spec.intermediate_size,
+            hparams.intermediate_size,
             partial(parts.method_for, "midlayer.mlp."),
             parts.ops,
             parts.mesh.tp,
@@ -111,22 +111,22 @@ class Eagle(Weights):
     """The head without storage until a loader fills it; `d2t` turns its ids into the network's."""
 
     def __init__(
-        self, spec: ModelSpec, draft_vocab: int, parts: Parts, norms: EagleNorms = _USUAL
+        self, hparams: HParams, draft_vocab: int, parts: Parts, norms: EagleNorms = _USUAL
     ) -> None:
         super().__init__()
-        size = spec.hidden_size
+        size = hparams.hidden_size
         method = parts.method_for("", ["fc"])
-        norm = partial(RMSNorm, eps=spec.norm_eps, dtype=parts.dtype, ops=parts.ops)
+        norm = partial(RMSNorm, eps=hparams.norm_eps, dtype=parts.dtype, ops=parts.ops)
         self.norms = norms
         self.input_norm = norm(NUM_TAPS * size) if norms.norm_before_fc else None
         each = range(NUM_TAPS if norms.fc_norm else 0)
         self.fc_norm = nn.ModuleList(norm(size) for _ in each)
         self.fc = Linear({"fc": size}, NUM_TAPS * size, method, parts.mesh.tp)
-        self.midlayer = EagleLayer(spec, parts)
+        self.midlayer = EagleLayer(hparams, parts)
         self.norm = norm(size)
         self.lm_head = Linear({"lm_head": draft_vocab}, size, method, parts.mesh.tp)
         self.d2t = nn.Parameter(torch.empty(draft_vocab, dtype=torch.int64), requires_grad=False)
-        inv_freq, scale = frequencies(spec.rope)
+        inv_freq, scale = frequencies(hparams.rope)
         self.rotary = Rotary(inv_freq, scale, parts.max_positions, parts.device)
 
     def known(self, taps: Sequence[Tensor]) -> Tensor:

@@ -11,7 +11,7 @@ import hashlib
 from typing import TYPE_CHECKING
 
 from windlass.models.checkpoint import Checkpoint
-from windlass.models.spec import ModelSpec
+from windlass.models.hparams import HParams
 
 if TYPE_CHECKING:
     import torch
@@ -19,16 +19,16 @@ if TYPE_CHECKING:
 _ROWS = 8  # of the embedding, spread over the vocabulary
 
 
-def fingerprint(spec: ModelSpec, checkpoint: Checkpoint) -> str:
+def fingerprint(hparams: HParams, checkpoint: Checkpoint) -> str:
     """32 hexadecimal digits; reads headers and a few KiB."""
-    shape = (spec.architecture, spec.hidden_size, spec.num_layers, spec.vocab_size)
+    shape = (hparams.architecture, hparams.hidden_size, hparams.num_layers, hparams.vocab_size)
     digest = hashlib.blake2b(repr(shape).encode(), digest_size=16)
-    table = (spec.vocab_size, spec.hidden_size)
-    for i in range(min(_ROWS, spec.vocab_size)):
-        at = i * spec.vocab_size // _ROWS
+    table = (hparams.vocab_size, hparams.hidden_size)
+    for i in range(min(_ROWS, hparams.vocab_size)):
+        at = i * hparams.vocab_size // _ROWS
         row = checkpoint.read("model.embed_tokens.weight", table, slice(at, at + 1))
         digest.update(_bytes(row))
-    digest.update(_bytes(checkpoint.read("model.norm.weight", (spec.hidden_size,))))
+    digest.update(_bytes(checkpoint.read("model.norm.weight", (hparams.hidden_size,))))
     return digest.hexdigest()
 
 

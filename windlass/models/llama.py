@@ -18,9 +18,9 @@ from windlass.layers.linear import Linear
 from windlass.layers.mlp import GatedMLP
 from windlass.layers.norm import RMSNorm
 from windlass.layers.rotary import Rotary
+from windlass.models.hparams import HParams
 from windlass.models.network import Network, Parts
 from windlass.models.rope import frequencies
-from windlass.models.spec import ModelSpec
 from windlass.quant.packed_method import PackedMethod
 
 
@@ -31,18 +31,20 @@ class Block(nn.Module):
     and the norm behind it may be one kernel.
     """
 
-    def __init__(self, index: int, spec: ModelSpec, parts: Parts) -> None:
+    def __init__(self, index: int, hparams: HParams, parts: Parts) -> None:
         super().__init__()
         name = f"model.layers.{index}"
         shape = AttentionShape(
-            spec.hidden_size,
-            Heads(spec.num_heads, spec.num_kv_heads, spec.head_dim),
-            spec.qkv_bias,
-            spec.o_bias,
-            spec.norm_eps if spec.qk_norm else None,
-            spec.sliding_windows[index],
+            hparams.hidden_size,
+            Heads(hparams.num_heads, hparams.num_kv_heads, hparams.head_dim),
+            hparams.qkv_bias,
+            hparams.o_bias,
+            hparams.norm_eps if hparams.qk_norm else None,
+            hparams.sliding_windows[index],
         )
-        self.input_layernorm = RMSNorm(spec.hidden_size, spec.norm_eps, parts.dtype, parts.ops)
+        self.input_layernorm = RMSNorm(
+            hparams.hidden_size, hparams.norm_eps, parts.dtype, parts.ops
+        )
         self.self_attn = Attention(
             index,
             shape,
@@ -52,15 +54,15 @@ class Block(nn.Module):
             parts.dtype,
         )
         self.post_attention_layernorm = RMSNorm(
-            spec.hidden_size, spec.norm_eps, parts.dtype, parts.ops
+            hparams.hidden_size, hparams.norm_eps, parts.dtype, parts.ops
         )
         self.mlp = GatedMLP(
-            spec.hidden_size,
-            spec.intermediate_size,
+            hparams.hidden_size,
+            hparams.intermediate_size,
             partial(parts.method_for, f"{name}.mlp."),
             parts.ops,
             parts.mesh.tp,
-            parts.dtype if spec.mlp_bias else None,
+            parts.dtype if hparams.mlp_bias else None,
         )
         self.input_layernorm.rounding = self.self_attn.qkv_proj.rounding
         self.post_attention_layernorm.rounding = self.mlp.gate_up_proj.rounding
@@ -84,12 +86,12 @@ class Block(nn.Module):
 class Trunk(nn.Module):
     """Embedding, blocks and the last norm."""
 
-    def __init__(self, spec: ModelSpec, parts: Parts, table: HeadRows | None = None) -> None:
+    def __init__(self, hparams: HParams, parts: Parts, table: HeadRows | None = None) -> None:
         super().__init__()
-        self.embed_tokens = table or _embedding(spec, parts)
-        self.layers = nn.ModuleList(Block(i, spec, parts) for i in range(spec.num_layers))
-        self.norm = RMSNorm(spec.hidden_size, spec.norm_eps, parts.dtype, parts.ops)
-        inv_freq, scale = frequencies(spec.rope)
+        self.embed_tokens = table or _embedding(hparams, parts)
+        self.layers = nn.ModuleList(Block(i, hparams, parts) for i in range(hparams.num_layers))
+        self.norm = RMSNorm(hparams.hidden_size, hparams.norm_eps, parts.dtype, parts.ops)
+        inv_freq, scale = frequencies(hparams.rope)
         self.rotary = Rotary(inv_freq, scale, parts.max_positions, parts.device)
 
     def forward(
@@ -108,9 +110,9 @@ class Trunk(nn.Module):
         return x
 
 
-def _embedding(spec: ModelSpec, parts: Parts) -> nn.Module:
+def _embedding(hparams: HParams, parts: Parts) -> nn.Module:
     """A table of its own: packed if its method says so."""
-    sizes = (spec.vocab_size, spec.hidden_size)
+    sizes = (hparams.vocab_size, hparams.hidden_size)
     if parts.table_method is not None:
         return PackedEmbedding(*sizes, parts.table_method, parts.dtype)
     return Embedding(*sizes, parts.table_dtype or parts.dtype, parts.ops)
@@ -119,21 +121,21 @@ def _embedding(spec: ModelSpec, parts: Parts) -> nn.Module:
 class Llama(Network):
     """The whole network; `lm_head` reads the embedding's weight where the checkpoint says so."""
 
-    def __init__(self, spec: ModelSpec, parts: Parts) -> None:
+    def __init__(self, hparams: HParams, parts: Parts) -> None:
         super().__init__()
-        self.tied = spec.tie_embeddings
+        self.tied = hparams.tie_embeddings
         method = parts.method_for("", ["lm_head"])
         head = Linear(
-            {"model.embed_tokens" if self.tied else "lm_head": spec.vocab_size},
-            spec.hidden_size,
+            {"model.embed_tokens" if self.tied else "lm_head": hparams.vocab_size},
+            hparams.hidden_size,
             method,
             parts.mesh.tp,
         )
         reads_rows = isinstance(method, PackedMethod) and method.gives_rows(
-            spec.vocab_size, spec.hidden_size
+            hparams.vocab_size, hparams.hidden_size
         )
         table = HeadRows(head, parts.dtype) if self.tied and reads_rows else None
-        self.model = Trunk(spec, parts, table)
+        self.model = Trunk(hparams, parts, table)
         self.lm_head = head
 
     @property

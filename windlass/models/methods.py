@@ -15,7 +15,7 @@ from windlass.core.card import Choice
 from windlass.errors import CheckpointError, ConfigError
 from windlass.kernels.linears import Linears
 from windlass.models.checkpoint import Checkpoint
-from windlass.models.spec import ModelSpec
+from windlass.models.hparams import HParams
 from windlass.quant.base import LinearMethod
 from windlass.quant.detect import Format, detect
 from windlass.quant.gguf import Gguf
@@ -65,22 +65,22 @@ class Methods:
 
 
 def choose_methods(
-    config: ModelConfig, spec: ModelSpec, checkpoint: Checkpoint, linears: Linears
+    config: ModelConfig, hparams: HParams, checkpoint: Checkpoint, linears: Linears
 ) -> Methods:
     """Detect how the weights are stored, and what is to be done to them."""
-    plain = _Plainly(checkpoint, spec, linears)
+    plain = _Plainly(checkpoint, hparams, linears)
     table = plain(_TABLE)
 
     def chosen(method_of: MethodOf, value: str, reason: str) -> Methods:
         table_dtype = table.dtype if isinstance(table, Kept) else None
         return Methods(method_of, linears, Choice("weights", value, reason), table_dtype)
 
-    found = detect(spec.quantization, spec.source, linears)
+    found = detect(hparams.quantization, hparams.source, linears)
     types = _quantised_types(checkpoint)
     wish = SCHEMES[config.quantization] if config.quantization else None
     if found is not None:
         _check_flag(config, found, wish)
-        by_file = _ByFile(found, plain, linears, bool(checkpoint.names()), spec.tie_embeddings)
+        by_file = _ByFile(found, plain, linears, bool(checkpoint.names()), hparams.tie_embeddings)
         return chosen(by_file, found.name, "as the checkpoint says")
     if types:
         if wish is not None:
@@ -89,21 +89,21 @@ def choose_methods(
                 "and rounding twice loses more than it saves. Leave the flag out, or take a "
                 "16-bit file of the model."
             )
-        by_type = _ByType(checkpoint, plain, linears, spec.tie_embeddings)
+        by_type = _ByType(checkpoint, plain, linears, hparams.tie_embeddings)
         made = chosen(by_type, ", ".join(types), "the file's types")
-        return replace(made, table_method=_table_method(by_type, spec))
+        return replace(made, table_method=_table_method(by_type, hparams))
     if wish is not None:
         online = _OnLoading(Online(wish, linears), plain, config.quantize_head)
         return chosen(online, wish.name, "rounded while loading")
     return chosen(plain, plain(_ANY_LAYER).name, plain.reason)
 
 
-def _table_method(by_type: MethodOf, spec: ModelSpec) -> LinearMethod | None:
+def _table_method(by_type: MethodOf, hparams: HParams) -> LinearMethod | None:
     """How an embedding of its own stays packed; a tied one is the head's weight."""
     method = by_type(_TABLE)
-    if spec.tie_embeddings or not isinstance(method, Gguf):
+    if hparams.tie_embeddings or not isinstance(method, Gguf):
         return None
-    return method if method.gives_rows(spec.vocab_size, spec.hidden_size) else None
+    return method if method.gives_rows(hparams.vocab_size, hparams.hidden_size) else None
 
 
 def _check_flag(config: ModelConfig, found: Format, wish: Scheme | None) -> None:
@@ -140,7 +140,7 @@ class _Plainly:
     """Plain numbers: in the file's own type where a kernel reads that, else in the arithmetic's."""
 
     checkpoint: Checkpoint
-    spec: ModelSpec
+    hparams: HParams
     linears: Linears
     made: dict[torch.dtype | None, Method] = field(default_factory=dict)
 
@@ -158,11 +158,11 @@ class _Plainly:
 
     def _stored_as(self, module: str) -> torch.dtype | None:
         """The type in the file; of random weights the config's. None: it is quantised there."""
-        tied = module == _HEAD and self.spec.tie_embeddings
+        tied = module == _HEAD and self.hparams.tie_embeddings
         name = f"{_TABLE if tied else module}.weight"
         names = self.checkpoint.names()
         if not names:
-            return getattr(torch, self.spec.dtype or "float32", None)
+            return getattr(torch, self.hparams.dtype or "float32", None)
         # What is missing the loader will name.
         kind = self.checkpoint.stored(name).format if name in names else "f32"
         return _PLAIN_TYPES.get(kind)

@@ -19,7 +19,7 @@ from windlass.kernels.ops import Ops
 from windlass.layers.embedding import Embedding, PackedEmbedding
 from windlass.layers.linear import Linear
 from windlass.layers.stored import StoredWeight
-from windlass.models.spec import ModelSpec
+from windlass.models.hparams import HParams
 from windlass.parallel.mesh import Mesh
 from windlass.quant.base import LinearMethod
 
@@ -94,13 +94,13 @@ class Network(Weights):
         """Scores over the vocabulary, in the network's own arithmetic; `adapters`: of these rows."""
 
 
-def make_network(spec: ModelSpec, parts: Parts) -> Network:
+def make_network(hparams: HParams, parts: Parts) -> Network:
     """The network without storage, on the meta device; the loader fills it."""
-    where = _NETWORKS.get(spec.architecture)
+    where = _NETWORKS.get(hparams.architecture)
     if where is None:
         raise UnsupportedError(
-            f"architecture {spec.architecture!r} has no network here. Known: {', '.join(_NETWORKS)}."
+            f"architecture {hparams.architecture!r} has no network here. Known: {', '.join(_NETWORKS)}."
         )
     module, name = where.split(":")
     with torch.device("meta"):
-        return getattr(import_module(module), name)(spec, parts)
+        return getattr(import_module(module), name)(hparams, parts)

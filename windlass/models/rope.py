@@ -7,10 +7,10 @@ import math
 import torch
 from torch import Tensor
 
-from windlass.models.rope_spec import RopeSpec
+from windlass.models.rope_config import RopeConfig
 
 
-def frequencies(rope: RopeSpec) -> tuple[Tensor, float]:
+def frequencies(rope: RopeConfig) -> tuple[Tensor, float]:
     """Angle per position for each rotated pair [dim / 2], and a factor for cos and sin."""
     exponent = torch.arange(0, rope.dim, 2, dtype=torch.float32, device="cpu") / rope.dim
     base = 1.0 / rope.theta**exponent
@@ -26,7 +26,7 @@ def frequencies(rope: RopeSpec) -> tuple[Tensor, float]:
     return base, 1.0
 
 
-def _llama3(base: Tensor, rope: RopeSpec) -> Tensor:
+def _llama3(base: Tensor, rope: RopeConfig) -> Tensor:
     """Long waves are slowed by the factor, short ones kept, those between blended."""
     assert rope.low_freq_factor is not None
     assert rope.high_freq_factor is not None
@@ -36,7 +36,7 @@ def _llama3(base: Tensor, rope: RopeSpec) -> Tensor:
     return base / rope.factor * (1 - blend) + base * blend
 
 
-def _yarn(base: Tensor, rope: RopeSpec) -> Tensor:
+def _yarn(base: Tensor, rope: RopeConfig) -> Tensor:
     """Dimensions that turn often are kept, slow ones interpolated, with a ramp between."""
 
     def dimension_with(turns: float) -> float:
@@ -52,7 +52,7 @@ def _yarn(base: Tensor, rope: RopeSpec) -> Tensor:
     return base / rope.factor * interpolated + base * (1 - interpolated)
 
 
-def _yarn_scale(rope: RopeSpec) -> float:
+def _yarn_scale(rope: RopeConfig) -> float:
     def mscale(weight: float) -> float:
         return 0.1 * weight * math.log(rope.factor) + 1.0 if rope.factor > 1 else 1.0
 

@@ -20,10 +20,10 @@ from windlass.kernels.select import Need
 from windlass.layers.linear import Linear
 from windlass.layers.stored import StoredWeight
 from windlass.models.checkpoint import Checkpoint
+from windlass.models.hparams import HParams
 from windlass.models.loader import load
 from windlass.models.methods import choose_methods
 from windlass.models.network import Network, Parts, make_network
-from windlass.models.spec import ModelSpec
 from windlass.quant.plain import Plain
 from windlass.runner import device as found
 from windlass.runner.runner import Runner
@@ -73,23 +73,23 @@ class Assembled:
     choices: list[Choice]
 
 
-def draw_up(config: EngineConfig, spec: ModelSpec, checkpoint: Checkpoint) -> Blueprint:
+def draw_up(config: EngineConfig, hparams: HParams, checkpoint: Checkpoint) -> Blueprint:
     """Choose device, arithmetic, kernels, how weights are held, and the longest context."""
     where = found.choose_device(config.model)
     device = where.device
     threads = found.choose_threads(config.model)  # before kernels that start threads of their own
-    dtype, dtype_choice = found.choose_dtype(config.model, spec, device)
+    dtype, dtype_choice = found.choose_dtype(config.model, hparams, device)
     ops = choose_ops(
         Need(
             device,
             dtype,
-            Heads(spec.num_heads, spec.num_kv_heads, spec.head_dim),
-            spec.rope.dim,
+            Heads(hparams.num_heads, hparams.num_kv_heads, hparams.head_dim),
+            hparams.rope.dim,
             kv_dtype=found.kv_dtype(config.cache.kv_cache_dtype),
             plain=config.model.plain_kernels,
         )
     )
-    longest, length_choice = _longest(config, spec)
+    longest, length_choice = _longest(config, hparams)
     products = _products(ops)
     linears = Linears(
         device,
@@ -99,24 +99,24 @@ def draw_up(config: EngineConfig, spec: ModelSpec, checkpoint: Checkpoint) -> Bl
         reference=config.model.dtype == "float32",
         round_int4=config.model.quantization == "w4a8",
     )
-    methods = choose_methods(config.model, spec, checkpoint, linears)
+    methods = choose_methods(config.model, hparams, checkpoint, linears)
     given = (dtype, device, longest, ops, methods.method_for)
     parts = Parts(*given, table_dtype=methods.table_dtype, table_method=methods.table_method)
-    kv_format = _kv_format(config, spec, parts)  # one that is refused costs no loading
+    kv_format = _kv_format(config, hparams, parts)  # one that is refused costs no loading
     choices = [where.choice, dtype_choice, threads, *ops.choices, methods.choice, length_choice]
     return Blueprint(parts, products, kv_format, choices)
 
 
-def _kv_format(config: EngineConfig, spec: ModelSpec, parts: Parts) -> found.KVFormat:
+def _kv_format(config: EngineConfig, hparams: HParams, parts: Parts) -> found.KVFormat:
     wish, triton = config.cache.kv_cache_dtype, parts.ops.is_triton
     native = parts.ops.is_native and config.model.dtype != "float32"
-    return found.choose_kv_format(wish, spec, parts.dtype, parts.device, triton, native)
+    return found.choose_kv_format(wish, hparams, parts.dtype, parts.device, triton, native)
 
 
-def load_network(config: EngineConfig, spec: ModelSpec, checkpoint: Checkpoint) -> Loaded:
+def load_network(config: EngineConfig, hparams: HParams, checkpoint: Checkpoint) -> Loaded:
     """Make the network and read its weights."""
-    blueprint = draw_up(config, spec, checkpoint)
-    network = make_network(spec, blueprint.parts)
+    blueprint = draw_up(config, hparams, checkpoint)
+    network = make_network(hparams, blueprint.parts)
     load(network, checkpoint, blueprint.parts.device)
     layers = [module for module in network.modules() if isinstance(module, Linear)]
     plain = [weight for layer in layers for weight in layer.plain_weights]
@@ -162,18 +162,18 @@ def holdings(layers: Sequence[StoredWeight]) -> list[Choice]:
 
 
 def make_runner(
-    config: EngineConfig, spec: ModelSpec, loaded: Loaded, limits: Limits, beside: int = 0
+    config: EngineConfig, hparams: HParams, loaded: Loaded, limits: Limits, beside: int = 0
 ) -> Assembled:
     """Size and make the KV pages, now that the weights are in place.
 
     `beside` each token's KV so many bytes are left for others.
     """
     parts, size = loaded.parts, config.cache.block_size
-    kv_format = _kv_format(config, spec, parts)
+    kv_format = _kv_format(config, hparams, parts)
     per_request = -(-parts.max_positions // size)
     tables_bytes = limits.max_num_seqs * (_SLOT_BYTES + _BLOCK_ID_BYTES * per_request)
     found.check_tables_fit(limits.max_num_seqs, tables_bytes)
-    maker = _Maker(config, spec, loaded, limits, kv_format.dtype)
+    maker = _Maker(config, hparams, loaded, limits, kv_format.dtype)
     reserved = maker.measure() if parts.device.type == "cuda" else {}
     capacity = found.size_cache(
         config.cache,
@@ -195,14 +195,14 @@ def make_runner(
         "process": found.resident_bytes(),
         "other processes": found.bytes_of_others(parts.device),
     }
-    positions = sampled_positions(config, spec, limits)
+    positions = sampled_positions(config, hparams, limits)
     sizes = (capacity, kv_format, max_model_len, positions)
     return Assembled(runner, cache, *sizes, memory, maker.choices)
 
 
 def make_second(
     config: EngineConfig,
-    spec: ModelSpec,
+    hparams: HParams,
     loaded: Loaded,
     limits: Limits,
     num_blocks: int,
@@ -210,7 +210,7 @@ def make_second(
     cache: KVCache | None = None,
 ) -> tuple[Runner, KVCache]:
     """A runner beside another one, with as many blocks; `cache`: pages that it shares with it."""
-    maker = _Maker(config, spec, loaded, limits, _kv_format(config, spec, loaded.parts).dtype)
+    maker = _Maker(config, hparams, loaded, limits, _kv_format(config, hparams, loaded.parts).dtype)
     return maker.make(num_blocks, cache, sampler)
 
 
@@ -220,13 +220,13 @@ class _Maker:
     def __init__(
         self,
         config: EngineConfig,
-        spec: ModelSpec,
+        hparams: HParams,
         loaded: Loaded,
         limits: Limits,
         kv_dtype: torch.dtype,
     ) -> None:
         self._config = config
-        self._spec = spec
+        self._hparams = hparams
         self._loaded = loaded
         self._limits = limits
         self._kv_dtype = kv_dtype
@@ -236,17 +236,19 @@ class _Maker:
         self, num_blocks: int, cache: KVCache | None = None, sampler: Sampler | None = None
     ) -> tuple[Runner, KVCache]:
         """A runner with so many blocks, and its pages."""
-        spec, parts = self._spec, self._loaded.parts
+        hparams, parts = self._hparams, self._loaded.parts
         size, seqs = self._config.cache.block_size, self._limits.max_num_seqs
         on_cuda = parts.device.type == "cuda"
         # Two pages more on CUDA: what rows that only pad a recorded step read and write, and where
         # alternatives to guesses leave their keys.
-        shape = (num_blocks + 2 * on_cuda, spec.num_kv_heads, size, spec.head_dim)
-        cache = cache or KVCache(spec.num_layers, shape, self._kv_dtype, parts.device)
+        shape = (num_blocks + 2 * on_cuda, hparams.num_kv_heads, size, hparams.head_dim)
+        cache = cache or KVCache(hparams.num_layers, shape, self._kv_dtype, parts.device)
         max_blocks = -(-parts.max_positions // size)
         slots = SlotTables(seqs, max_blocks, size, parts.device, scratch=num_blocks)
         threshold = self._config.speculation.threshold
-        sampler = sampler or Sampler(spec.vocab_size, parts.device, threshold, draw_with(parts.ops))
+        sampler = sampler or Sampler(
+            hparams.vocab_size, parts.device, threshold, draw_with(parts.ops)
+        )
         if not parts.ops.is_triton:
             made = (self._loaded.network, cache, slots, sampler, self._loaded.products)
             runner = self._on_cpu(made)
@@ -257,7 +259,7 @@ class _Maker:
         from windlass.runner.guessing import CudaGuesser
 
         graph_rows = 0 if self._config.model.enforce_eager else seqs
-        tile = tile_tokens(spec.num_heads // spec.num_kv_heads)
+        tile = tile_tokens(hparams.num_heads // hparams.num_kv_heads)
         given = (
             *(self._loaded.network, cache, slots, sampler, self._loaded.products),
             *(tile, graph_rows, self._limits.max_num_batched_tokens),
@@ -282,7 +284,7 @@ class _Maker:
         from windlass.runner.recorded import CpuRunner
 
         runner = CpuRunner(*made)
-        positions = sampled_positions(self._config, self._spec, self._limits)
+        positions = sampled_positions(self._config, self._hparams, self._limits)
         self.choices = [runner.record(Most(self._limits.max_num_batched_tokens, positions))]
         return runner
 
@@ -319,12 +321,12 @@ class _Maker:
         return {"graphs": max(0, graphs), "activations": activations}
 
 
-def sampled_positions(config: EngineConfig, spec: ModelSpec, limits: Limits) -> int:
+def sampled_positions(config: EngineConfig, hparams: HParams, limits: Limits) -> int:
     """Positions of a step that have logits: one a request, and guesses as far as memory is small."""
     seqs, wish = limits.max_num_seqs, config.speculation
     if wish.spec == "none":
         return seqs
-    affordable = _GUESSED_BYTES // (4 * spec.vocab_size)
+    affordable = _GUESSED_BYTES // (4 * hparams.vocab_size)
     guesses = max(wish.most_guesses, min(seqs * wish.most_guesses, affordable))
     return min(limits.max_num_batched_tokens, seqs + guesses)
 
@@ -349,15 +351,15 @@ def _products(ops: Ops) -> TorchProducts:
     return MeasuredProducts()
 
 
-def _longest(config: EngineConfig, spec: ModelSpec) -> tuple[int, Choice]:
+def _longest(config: EngineConfig, hparams: HParams) -> tuple[int, Choice]:
     """The longest context; one beyond the model's own is refused, since it was never trained."""
     wish = config.model.max_model_len
     if wish is None or wish == AUTO:
         reason = "the model's own" if wish is None else "as much as the KV cache holds"
-        return spec.max_positions, Choice("context", f"{spec.max_positions:,}", reason)
-    if wish > spec.max_positions:
+        return hparams.max_positions, Choice("context", f"{hparams.max_positions:,}", reason)
+    if wish > hparams.max_positions:
         raise ConfigError(
-            f"--max-model-len {wish} is more than the model's {spec.max_positions} positions. "
+            f"--max-model-len {wish} is more than the model's {hparams.max_positions} positions. "
             f"Lower it, or set max_position_embeddings with --hf-overrides if you know better."
         )
     return wish, Choice("context", f"{wish:,}", "as set")

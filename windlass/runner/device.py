@@ -13,7 +13,7 @@ from windlass.config import AUTO, CacheConfig, ModelConfig
 from windlass.core.card import Capacity, Choice
 from windlass.errors import ConfigError
 from windlass.kernels.batch import kv_token_bytes
-from windlass.models.spec import ModelSpec
+from windlass.models.hparams import HParams
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,15 +45,15 @@ def choose_device(config: ModelConfig) -> DeviceChoice:
 
 
 def choose_dtype(
-    config: ModelConfig, spec: ModelSpec, device: torch.device
+    config: ModelConfig, hparams: HParams, device: torch.device
 ) -> tuple[torch.dtype, Choice]:
     """The checkpoint's own type on a GPU; float32 on a CPU, also where its weights have 16 bits."""
     if config.dtype != "auto":
         name, reason = str(config.dtype), "as set"
     elif device.type == "cpu":
         name, reason = "float32", "CPUs have no fast sums of 16 bits; weights may have less"
-    elif spec.dtype in ("bfloat16", "float16"):
-        name, reason = spec.dtype, "the checkpoint's own"
+    elif hparams.dtype in ("bfloat16", "float16"):
+        name, reason = hparams.dtype, "the checkpoint's own"
     else:
         name, reason = "bfloat16", "half of float32's bytes, the same range"
     return getattr(torch, name), Choice("dtype", name, reason)
@@ -79,7 +79,7 @@ def kv_dtype(wish: str) -> torch.dtype | None:
 
 def choose_kv_format(
     wish: str,
-    spec: ModelSpec,
+    hparams: HParams,
     dtype: torch.dtype,
     device: torch.device,
     triton: bool,
@@ -91,7 +91,7 @@ def choose_kv_format(
     """
 
     def token_bytes(kind: torch.dtype) -> int:
-        return kv_token_bytes(spec.num_layers, spec.num_kv_heads, spec.head_dim, kind)
+        return kv_token_bytes(hparams.num_layers, hparams.num_kv_heads, hparams.head_dim, kind)
 
     halved = native and dtype == torch.float32
     own = torch.float16 if halved else dtype

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from windlass.config import EngineConfig, Limits
 from windlass.core.types import Admission, Row, RowResult, SlotId, StepPlan
+from windlass.models.hparams import HParams
 from windlass.models.source import ModelFiles
-from windlass.models.spec import ModelSpec
 from windlass.speculative.notes import Notes
 
 if TYPE_CHECKING:
@@ -97,7 +97,7 @@ class Site:
 
     config: EngineConfig
     files: ModelFiles
-    spec: ModelSpec
+    hparams: HParams
     loaded: Loaded
     notes: Notes = field(default_factory=Notes)  # what was measured before
 

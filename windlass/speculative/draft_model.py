@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 from windlass.config import AUTO, EngineConfig, ModelConfig, SpecConfig
 from windlass.core.text import Tokenizer
 from windlass.errors import CheckpointError, ConfigError
-from windlass.models.card import load_card, load_spec, open_checkpoint
+from windlass.models.card import load_card, load_hparams, open_checkpoint
+from windlass.models.hparams import HParams
 from windlass.models.source import ModelFiles, resolve
-from windlass.models.spec import ModelSpec
 from windlass.speculative.base import Proposer, Site
 from windlass.speculative.which import kind_of
 
@@ -27,30 +27,30 @@ class Draft:
 
     config: EngineConfig
     files: ModelFiles
-    spec: ModelSpec
+    hparams: HParams
 
 
-def check(config: EngineConfig, files: ModelFiles, spec: ModelSpec) -> None:
+def check(config: EngineConfig, files: ModelFiles, hparams: HParams) -> None:
     """Refuse a model that cannot guess for this one, before any weight is read."""
-    draft = open_draft(config, spec)
+    draft = open_draft(config, hparams)
     own = load_card(files, config.model).tokenizer
     compare(own, load_card(draft.files, draft.config.model).tokenizer, config)
 
 
-def outline(config: EngineConfig, spec: ModelSpec) -> object:
+def outline(config: EngineConfig, hparams: HParams) -> object:
     """What decides how long a draft model takes: its network, and how its tensors are stored."""
-    draft = open_draft(config, spec)
+    draft = open_draft(config, hparams)
     tensors = open_checkpoint(draft.files, draft.config.model)
     stored = sorted((one.shape, one.format) for one in map(tensors.stored, tensors.names()))
-    return replace(draft.spec, source=""), stored
+    return replace(draft.hparams, source=""), stored
 
 
-def open_draft(config: EngineConfig, spec: ModelSpec) -> Draft:
+def open_draft(config: EngineConfig, hparams: HParams) -> Draft:
     wish, model = config.speculation, config.model
     assert wish.spec_model is not None  # SpecConfig asks for it
     longest = model.max_model_len
     if longest is None or longest == AUTO:
-        longest = spec.max_positions
+        longest = hparams.max_positions
     own = ModelConfig(
         model=wish.spec_model,
         dtype=wish.spec_dtype,
@@ -68,7 +68,7 @@ def open_draft(config: EngineConfig, spec: ModelSpec) -> Draft:
     try:
         files = resolve(own)
         _refuse_head(files)
-        found = load_spec(files, own)
+        found = load_hparams(files, own)
     except CheckpointError as error:
         raise CheckpointError(f"--spec-model: {error}") from error
     if found.max_positions < longest:
@@ -125,8 +125,8 @@ class DraftGuide:
         from windlass.speculative.second import SecondProposer, open_second
 
         draft, site = self.draft, self.site
-        second = open_second(made, draft.config, draft.spec, self.loaded, site.limits)
-        return SecondProposer(second, site.spec.vocab_size)
+        second = open_second(made, draft.config, draft.hparams, self.loaded, site.limits)
+        return SecondProposer(second, site.hparams.vocab_size)
 
     def describe(self) -> str:
         most = self.site.config.speculation.most_guesses
@@ -139,14 +139,14 @@ def guide(site: Site) -> DraftGuide:
     from windlass.runner.assemble import load_network
     from windlass.runner.device import kv_dtype
 
-    draft = open_draft(site.config, site.spec)
+    draft = open_draft(site.config, site.hparams)
     tensors = open_checkpoint(draft.files, draft.config.model)
     try:
-        loaded = load_network(draft.config, draft.spec, tensors)
+        loaded = load_network(draft.config, draft.hparams, tensors)
     except ConfigError as error:
         # By the names of the flags that were given for it.
         told = re.sub(r"--(?=dtype\b|quantization\b)", "--spec-", str(error))
         raise ConfigError(f"--spec-model {draft.config.model.model}: {told}") from error
     kind = kv_dtype(site.config.cache.kv_cache_dtype) or loaded.parts.dtype
-    shape = (draft.spec.num_layers, draft.spec.num_kv_heads, draft.spec.head_dim)
+    shape = (draft.hparams.num_layers, draft.hparams.num_kv_heads, draft.hparams.head_dim)
     return DraftGuide(site, draft, loaded, kv_token_bytes(*shape, kind))

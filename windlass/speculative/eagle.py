@@ -15,9 +15,9 @@ from windlass.kernels.ops import choose_ops
 from windlass.kernels.select import Need
 from windlass.layers.linear import Linear
 from windlass.models.eagle import Eagle, EagleNorms, steps_of, taps_of
+from windlass.models.hparams import HParams
 from windlass.models.loader import load
 from windlass.models.network import Network, Parts
-from windlass.models.spec import ModelSpec
 from windlass.quant.plain import Plain
 from windlass.runner.drafter import Verified
 from windlass.speculative.base import Proposer, Site
@@ -70,21 +70,26 @@ class EagleGuide:
     """The head with its weights; pages come with the runner's."""
 
     head: Eagle
-    spec: ModelSpec
+    hparams: HParams
     layers: tuple[int, ...]
     most: int
     loaded: Loaded
 
     @property
     def token_bytes(self) -> int:
-        spec = self.spec
-        return kv_token_bytes(1, spec.num_kv_heads, spec.head_dim, self.loaded.parts.dtype)
+        hparams = self.hparams
+        return kv_token_bytes(1, hparams.num_kv_heads, hparams.head_dim, self.loaded.parts.dtype)
 
     def start(self, made: Assembled) -> Proposer:
-        spec, parts = self.spec, self.loaded.parts
+        hparams, parts = self.hparams, self.loaded.parts
         capacity = made.capacity
         # One page more: what is written past the blocks that a request has.
-        shape = (capacity.num_blocks + 1, spec.num_kv_heads, capacity.block_size, spec.head_dim)
+        shape = (
+            capacity.num_blocks + 1,
+            hparams.num_kv_heads,
+            capacity.block_size,
+            hparams.head_dim,
+        )
         cache = KVCache(1, shape, parts.dtype, parts.device)
         network = self.loaded.network
         return attach(made, EagleDrafter(self.head, network, self.layers, cache))
@@ -97,17 +102,17 @@ class EagleGuide:
 def guide(site: Site) -> EagleGuide:
     files = open_head(site, _RENAMED, UNREAD)
     config: dict[str, Any] = {**files.config, "architectures": ["LlamaForCausalLM"]}
-    spec = ModelSpec.from_hf(config, files.source)
-    layers = taps_of(config, site.spec.num_layers, files.source)
-    num_guessed = draft_vocab(files, spec.vocab_size) or spec.vocab_size
-    parts = _parts(site.loaded, spec)
+    hparams = HParams.from_hf(config, files.source)
+    layers = taps_of(config, site.hparams.num_layers, files.source)
+    num_guessed = draft_vocab(files, hparams.vocab_size) or hparams.vocab_size
+    parts = _parts(site.loaded, hparams)
     with torch.device("meta"):
-        head = Eagle(spec, num_guessed, parts, EagleNorms.of(config, files.source))
-    _fill(head, files, parts.device, whole=num_guessed == spec.vocab_size)
-    check_map(head.d2t, files, spec.vocab_size)
+        head = Eagle(hparams, num_guessed, parts, EagleNorms.of(config, files.source))
+    _fill(head, files, parts.device, whole=num_guessed == hparams.vocab_size)
+    check_map(head.d2t, files, hparams.vocab_size)
     layers_of = [module for module in head.modules() if isinstance(module, Linear)]
     site.loaded.products.tune([one.weight for one in layers_of if one.weight is not None])
-    return EagleGuide(head, spec, layers, site.config.speculation.most_guesses, site.loaded)
+    return EagleGuide(head, hparams, layers, site.config.speculation.most_guesses, site.loaded)
 
 
 def _fill(head: Eagle, files: HeadFiles, device: torch.device, whole: bool) -> None:
@@ -124,10 +129,12 @@ def _fill(head: Eagle, files: HeadFiles, device: torch.device, whole: bool) -> N
         head.d2t = nn.Parameter(torch.zeros_like(meta, device=device), requires_grad=False)
 
 
-def _parts(loaded: Loaded, spec: ModelSpec) -> Parts:
+def _parts(loaded: Loaded, hparams: HParams) -> Parts:
     """The network's device and arithmetic, with kernels for the head's own shape."""
     own = loaded.parts
-    heads = Heads(spec.num_heads, spec.num_kv_heads, spec.head_dim)
-    ops = choose_ops(Need(own.device, own.dtype, heads, spec.rope.dim, kv_dtype=None, plain=False))
+    heads = Heads(hparams.num_heads, hparams.num_kv_heads, hparams.head_dim)
+    ops = choose_ops(
+        Need(own.device, own.dtype, heads, hparams.rope.dim, kv_dtype=None, plain=False)
+    )
     plain = Plain(own.dtype, loaded.products)
     return replace(own, ops=ops, method_for=lambda _prefix, _parts: plain)

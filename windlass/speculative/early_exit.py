@@ -17,9 +17,9 @@ from torch import nn
 from windlass.config import EngineConfig, Limits, SpecConfig
 from windlass.errors import ConfigError
 from windlass.kernels.batch import KVCache
+from windlass.models.hparams import HParams
 from windlass.models.network import Network
 from windlass.models.source import ModelFiles
-from windlass.models.spec import ModelSpec
 from windlass.runner.assemble import Assembled
 from windlass.speculative.base import Proposer, Site
 from windlass.speculative.exits import Exit, best_exit, candidates
@@ -37,16 +37,16 @@ class SharedPages(KVCache):
         self.layers = whole.layers[:num_layers]
 
 
-def check(config: EngineConfig, files: ModelFiles, spec: ModelSpec) -> None:
+def check(config: EngineConfig, files: ModelFiles, hparams: HParams) -> None:
     """Refuse an exit that the model does not have, before any weight is read."""
     del files
     wish = config.speculation.spec_exit_layer
-    if spec.num_layers < 2:
+    if hparams.num_layers < 2:
         raise ConfigError("--spec self: the model has one layer, so there is no earlier exit.")
-    if wish is not None and wish >= spec.num_layers:
+    if wish is not None and wish >= hparams.num_layers:
         raise ConfigError(
-            f"--spec-exit-layer must be between 1 and {spec.num_layers - 1}, since the model has "
-            f"{spec.num_layers} layers; got {wish}."
+            f"--spec-exit-layer must be between 1 and {hparams.num_layers - 1}, since the model has "
+            f"{hparams.num_layers} layers; got {wish}."
         )
 
 
@@ -83,25 +83,25 @@ class ExitGuide:
             self.chosen = Exit(layer, "as set")
         if not self.chosen.pays:
             return None
-        return SecondProposer(self._second(made, layer, site.limits), site.spec.vocab_size)
+        return SecondProposer(self._second(made, layer, site.limits), site.hparams.vocab_size)
 
     def _tried(self, made: Assembled, most_rows: int) -> Iterator[Tried]:
         """One after another, each for few rows: recordings take time and memory."""
-        for layer in candidates(self.site.spec.num_layers):
+        for layer in candidates(self.site.hparams.num_layers):
             few = replace(self.site.limits, max_num_seqs=most_rows)
             yield layer, self._second(made, layer, few).runner
 
     def _second(self, made: Assembled, layer: int, limits: Limits) -> Second:
         site = self.site
         config = replace(site.config, speculation=SpecConfig())
-        spec = replace(
-            site.spec, num_layers=layer, sliding_windows=site.spec.sliding_windows[:layer]
+        hparams = replace(
+            site.hparams, num_layers=layer, sliding_windows=site.hparams.sliding_windows[:layer]
         )
         loaded = replace(site.loaded, network=first_layers(site.loaded.network, layer))
-        return open_second(made, config, spec, loaded, limits, SharedPages(made.cache, layer))
+        return open_second(made, config, hparams, loaded, limits, SharedPages(made.cache, layer))
 
     def describe(self) -> str:
-        most, layers = self.site.config.speculation.most_guesses, self.site.spec.num_layers
+        most, layers = self.site.config.speculation.most_guesses, self.site.hparams.num_layers
         chosen = self.chosen
         where = f"{chosen.layer} of {layers} layers ({chosen.reason})" if chosen else "its layers"
         return f"self, the first {where}, up to {most} guesses"

@@ -74,14 +74,14 @@ def best_exit(
 
     Uses the first slots and blocks: nobody has them yet.
     """
-    known = _remembered(site.notes.of("exit"), site.spec.num_layers)
+    known = _remembered(site.notes.of("exit"), site.hparams.num_layers)
     if known is not None:
         return known
     most = site.config.speculation.most_guesses
     most_rows = min(site.limits.max_num_seqs, _ROWS)
     answers = _answers(site, made, most_rows)
     if not answers:
-        return Exit(site.spec.num_layers // 2, "half of them: there is no room to measure")
+        return Exit(site.hparams.num_layers // 2, "half of them: there is no room to measure")
     target = _target_costs(made.runner, answers[0], most, clock)
     plain, best, highest = 1 / target.of(1), Exit(0, ""), 0.0
     for layer, runner in make(made, most_rows):

@@ -13,9 +13,9 @@ from windlass.models.card import open_checkpoint
 from windlass.models.checkpoint import Checkpoint, SafetensorsCheckpoint, StoredTensor
 from windlass.models.fields import Fields
 from windlass.models.fingerprint import fingerprint
+from windlass.models.hparams import HParams
 from windlass.models.json_file import read_json
 from windlass.models.source import ModelFiles, resolve
-from windlass.models.spec import ModelSpec
 from windlass.speculative.base import Draft, Proposer, Seen, Site
 from windlass.speculative.speculators import NORMS, flat, verifier_of
 from windlass.speculative.which import kind_of
@@ -42,12 +42,12 @@ class HeadFiles:
     source: str  # the config's path, for errors
 
 
-def check(config: EngineConfig, files: ModelFiles, spec: ModelSpec) -> None:
+def check(config: EngineConfig, files: ModelFiles, hparams: HParams) -> None:
     """Refuse a head that was made for another model, before any weight is read."""
     head = _find(config, {}, ())
     fields = Fields(head.config, head.source)
     verifier = verifier_of(head.config, head.source) or "a model"
-    for name, size in (("hidden_size", spec.hidden_size), ("vocab_size", spec.vocab_size)):
+    for name, size in (("hidden_size", hparams.hidden_size), ("vocab_size", hparams.vocab_size)):
         if fields.whole(name, size) != size:
             raise CheckpointError(
                 f"{head.source}: the head is for {verifier} with {name} {head.config[name]}, but "
@@ -57,7 +57,7 @@ def check(config: EngineConfig, files: ModelFiles, spec: ModelSpec) -> None:
     trained_for = own.text("target_fingerprint", None)
     if trained_for is None or config.model.load_format == "dummy":
         return
-    here = fingerprint(spec, open_checkpoint(files, config.model))
+    here = fingerprint(hparams, open_checkpoint(files, config.model))
     if trained_for != here:
         raise CheckpointError(
             f"{head.source}: the head was trained for {own.text('target', 'another model')} "
@@ -66,9 +66,9 @@ def check(config: EngineConfig, files: ModelFiles, spec: ModelSpec) -> None:
         )
 
 
-def outline(config: EngineConfig, spec: ModelSpec) -> object:
+def outline(config: EngineConfig, hparams: HParams) -> object:
     """What decides how long a head takes: its tensors' shapes, and how they are used."""
-    del spec
+    del hparams
     head = _find(config, {}, UNREAD)
     shapes = sorted(head.tensors.stored(name).shape for name in head.tensors.names())
     flags = [name for name in NORMS if head.config.get(name)]

@@ -135,7 +135,7 @@ def _read(site: Site, files: HeadFiles) -> MedusaWeights:
     if there < 1:
         raise CheckpointError(f"{files.source}: names no medusa_num_heads; it is no Medusa head.")
     count = at_most(site.config.speculation.spec_tokens, there, "heads")
-    size, parts = site.spec.hidden_size, site.loaded.parts
+    size, parts = site.hparams.hidden_size, site.loaded.parts
 
     def read(names: list[str], shape: tuple[int, ...]) -> Tensor:
         found = [tensors.read(name, shape) for name in names]
@@ -150,10 +150,10 @@ def _read(site: Site, files: HeadFiles) -> MedusaWeights:
     ]
     own = [_matrix(tensors, i, num_blocks) for i in range(count)]
     _account(files)
-    d2t = _map(files, site.spec.vocab_size)
+    d2t = _map(files, site.hparams.vocab_size)
     matrices = None
     if d2t is not None or any(name in tensors.names() for name in own):
-        rows = site.spec.vocab_size if d2t is None else len(d2t)
+        rows = site.hparams.vocab_size if d2t is None else len(d2t)
         matrices = read(own, (rows, size))
     return MedusaWeights(blocks, matrices, None if d2t is None else d2t.to(parts.device))
 

@@ -18,8 +18,8 @@ import torch
 
 from windlass.config import EngineConfig
 from windlass.folders import cache_dir, check_private, make_private, write_atomically
+from windlass.models.hparams import HParams
 from windlass.models.source import ModelFiles
-from windlass.models.spec import ModelSpec
 
 _FORMAT = 2  # of what is noted: files of another one are not found
 
@@ -71,7 +71,7 @@ class Notes:
 def notes_for(
     config: EngineConfig,
     files: ModelFiles,
-    spec: ModelSpec,
+    hparams: HParams,
     device: torch.device,
     folder: str = "speculation",
     backend: str = "",
@@ -90,7 +90,7 @@ def notes_for(
     key = (
         *(_FORMAT, _version(), torch.__version__, backend),
         *(_processor(device), os.cpu_count(), torch.get_num_threads()),
-        *(files.name, str(files.path), stamps, repr(spec)),
+        *(files.name, str(files.path), stamps, repr(hparams)),
         *(repr(config.model), repr(config.cache), repr(config.scheduler), repr(wish)),
     )
     digest = hashlib.blake2b(repr(key).encode(), digest_size=12).hexdigest()

@@ -7,8 +7,8 @@ from typing import Any
 
 from windlass.config import EngineConfig
 from windlass.errors import ConfigError
+from windlass.models.hparams import HParams
 from windlass.models.source import ModelFiles
-from windlass.models.spec import ModelSpec
 from windlass.speculative.base import Guide, Site
 from windlass.speculative.which import settled
 
@@ -40,14 +40,14 @@ _OUTLINES = {
 }
 
 
-def settle(config: EngineConfig, files: ModelFiles, spec: ModelSpec, device: str) -> EngineConfig:
+def settle(config: EngineConfig, files: ModelFiles, hparams: HParams, device: str) -> EngineConfig:
     """The config with one certain way to guess, which fits the model as far as files tell."""
     if config.speculation.spec_alternatives:
         _check_alternatives(config, device)
     config = settled(config)
     where = _CHECKS.get(config.speculation.spec)
     if where is not None:
-        _find(where)(config, files, spec)
+        _find(where)(config, files, hparams)
     return config
 
 
@@ -72,10 +72,10 @@ def open_guide(site: Site) -> Guide:
     return _find(_GUIDES[site.config.speculation.spec])(site)
 
 
-def outline(config: EngineConfig, spec: ModelSpec) -> object:
+def outline(config: EngineConfig, hparams: HParams) -> object:
     """What decides the costs of --spec-model beside the settings; the same in any folder."""
     where = _OUTLINES.get(config.speculation.spec)
-    return None if where is None else _find(where)(config, spec)
+    return None if where is None else _find(where)(config, hparams)
 
 
 def _find(where: str) -> Any:

@@ -23,7 +23,7 @@ from windlass.core.types import (
     StepResult,
 )
 from windlass.kernels.batch import KVCache
-from windlass.models.spec import ModelSpec
+from windlass.models.hparams import HParams
 from windlass.runner.assemble import Assembled, Loaded, make_second
 from windlass.runner.runner import Pending
 from windlass.runner.sampler import Sampler, draw_with
@@ -52,15 +52,17 @@ class Second:
 def open_second(
     made: Assembled,
     config: EngineConfig,
-    spec: ModelSpec,
+    hparams: HParams,
     loaded: Loaded,
     limits: Limits,
     pages: KVCache | None = None,
 ) -> Second:
     """A runner beside the target's, with as many blocks; `pages` are those of the target, if shared."""
     parts = loaded.parts
-    sampler = Sampler(spec.vocab_size, parts.device, draw=draw_with(parts.ops))
-    runner, _ = make_second(config, spec, loaded, limits, made.capacity.num_blocks, sampler, pages)
+    sampler = Sampler(hparams.vocab_size, parts.device, draw=draw_with(parts.ops))
+    runner, _ = make_second(
+        config, hparams, loaded, limits, made.capacity.num_blocks, sampler, pages
+    )
     on_cuda = parts.device.type == "cuda"
     return Second(
         runner,
@@ -68,7 +70,7 @@ def open_second(
         config.cache.block_size,
         limits.max_num_batched_tokens,
         parts.max_positions,
-        spec.vocab_size,
+        hparams.vocab_size,
         shares_pages=pages is not None,
         sampler=None if on_cuda else sampler,
         singly=on_cuda and not config.model.enforce_eager,

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 from windlass.config import EngineConfig, Limits
 from windlass.core.card import Choice
+from windlass.models.hparams import HParams
 from windlass.models.source import ModelFiles
-from windlass.models.spec import ModelSpec
 from windlass.speculative.base import Proposer, Site
 from windlass.speculative.governor import Governor
 from windlass.speculative.measure import Costs, Room, measure, spot_check
@@ -28,14 +28,14 @@ class Speculating:
     """A proposer whose weights are in place, before there are pages and a runner."""
 
     def __init__(
-        self, config: EngineConfig, files: ModelFiles, spec: ModelSpec, loaded: Loaded
+        self, config: EngineConfig, files: ModelFiles, hparams: HParams, loaded: Loaded
     ) -> None:
         self._config = config
-        parts, guesser = loaded.parts, outline(config, spec)
+        parts, guesser = loaded.parts, outline(config, hparams)
         where = (parts.device, "speculation", parts.ops.backend)
-        self._notes = notes_for(config, files, spec, *where, guesser)
+        self._notes = notes_for(config, files, hparams, *where, guesser)
         self._costs_name = f"costs at load {load_of_machine()}"
-        self._guide = open_guide(Site(config, files, spec, loaded, self._notes))
+        self._guide = open_guide(Site(config, files, hparams, loaded, self._notes))
         self.token_bytes = self._guide.token_bytes
         wish = config.speculation
         if loaded.parts.device.type == "cpu":

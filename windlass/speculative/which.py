@@ -1,4 +1,4 @@
-"""Which way to guess `--spec auto` means: by what lies in the folder of --spec-model."""
+"""Which way to guess `--hparams auto` means: by what lies in the folder of --spec-model."""
 
 from __future__ import annotations
 

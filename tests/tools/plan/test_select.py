@@ -15,7 +15,7 @@ from tests.quant.folders import FFN, HIDDEN, loaded, rewrite, write_plain
 from windlass.build import build_engine, open_model
 from windlass.config import EngineConfig
 from windlass.errors import ConfigError
-from windlass.models.spec import ModelSpec
+from windlass.models.hparams import HParams
 from windlass.tools.plan import Plan, select_quantization
 from windlass.tools.plan.formats import FORMATS
 from windlass.tools.plan.speed import Machine, kv_tokens_read, usual
@@ -183,7 +183,7 @@ def test_speed_is_what_must_be_read_over_the_bandwidth() -> None:
 
 def test_a_window_bounds_what_is_read() -> None:
     values = {**CONFIG, "architectures": ["MistralForCausalLM"], "sliding_window": 64}
-    spec = ModelSpec.from_hf(values)
+    spec = HParams.from_hf(values)
     assert kv_tokens_read(spec, 256) == 64
     assert kv_tokens_read(spec, 32) == 32
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from tests.tools.quantize.conftest import CONFIG, tiny_tensors
 from windlass.models.checkpoint import StoredTensor
-from windlass.models.spec import ModelSpec
+from windlass.models.hparams import HParams
 from windlass.tools.quantize.awq import search_clip, search_scale
 from windlass.tools.quantize.float8 import (
     round_activations_float8,
@@ -167,7 +167,7 @@ def test_folded_scales_leave_the_layers_function_unchanged(kv_heads: int, bias: 
     if bias:
         for name in [n for n in tensors if n.endswith("_proj.weight")]:
             tensors[name.replace("weight", "bias")] = torch.randn(len(tensors[name])).bfloat16()
-    layer = Layer(0, ModelSpec.from_hf(config), CPU)
+    layer = Layer(0, HParams.from_hf(config), CPU)
     layer.read(_Memory(tensors), torch.bfloat16)
     states = torch.randn(60, 64, generator=torch.Generator().manual_seed(3))
     hidden = Hidden(states, (17, 40, 3))
@@ -179,7 +179,7 @@ def test_folded_scales_leave_the_layers_function_unchanged(kv_heads: int, bias: 
 
 
 def test_samples_do_not_see_each_other() -> None:
-    layer = Layer(1, ModelSpec.from_hf(CONFIG), CPU)
+    layer = Layer(1, HParams.from_hf(CONFIG), CPU)
     layer.read(_Memory(tiny_tensors()), torch.bfloat16)
     states = torch.randn(50, 64)
     together = layer.run(Hidden(states, (20, 30)), None).states

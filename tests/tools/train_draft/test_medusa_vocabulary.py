@@ -43,7 +43,7 @@ def test_labels_are_the_models_probabilities_of_these_tokens(
     matrix = torch.randn(50, 12, generator=torch.Generator().manual_seed(0))
     target: Any = SimpleNamespace(
         device=torch.device("cpu"),
-        spec=SimpleNamespace(hidden_size=12, vocab_size=50),
+        hparams=SimpleNamespace(hidden_size=12, vocab_size=50),
         head=lambda: matrix,
         logits=lambda last: last @ matrix.T,
     )

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from windlass.config import ModelConfig
 from windlass.core.card import ModelCard
 from windlass.errors import ConfigError, EngineError, UnsupportedError
-from windlass.models.card import load_card, load_spec, open_checkpoint
+from windlass.models.card import load_card, load_hparams, open_checkpoint
 from windlass.models.fingerprint import fingerprint
 from windlass.models.source import resolve
 from windlass.tools.train_draft.acceptance import measure, walk
@@ -191,7 +191,7 @@ def test_the_rate_rises_and_falls() -> None:
 
 def test_positions_are_described_as_others_read_them(model: Path) -> None:
     from windlass.models.fields import Fields
-    from windlass.models.rope_spec import RopeSpec
+    from windlass.models.rope_config import RopeConfig
 
     scaling = {
         "rope_type": "llama3",
@@ -201,17 +201,17 @@ def test_positions_are_described_as_others_read_them(model: Path) -> None:
         "original_max_position_embeddings": 64,
     }
     config = {"rope_theta": 500.0, "max_position_embeddings": 512, "rope_scaling": scaling}
-    spec = RopeSpec.from_hf(Fields(config, "here"), 16)
+    spec = RopeConfig.from_hf(Fields(config, "here"), 16)
     written = {"max_position_embeddings": 512, **rope_config(spec)}
-    assert RopeSpec.from_hf(Fields(written, "there"), 16) == spec
-    plain = load_spec(resolve(ModelConfig(model=str(model))), ModelConfig(model=str(model)))
+    assert RopeConfig.from_hf(Fields(written, "there"), 16) == spec
+    plain = load_hparams(resolve(ModelConfig(model=str(model))), ModelConfig(model=str(model)))
     assert rope_config(plain.rope) == {"rope_theta": 10000.0}
 
 
 def fingerprint_of(folder: Path, **options: Any) -> str:
     config = ModelConfig(model=str(folder), device="cpu", **options)
     files = resolve(config)
-    return fingerprint(load_spec(files, config), open_checkpoint(files, config))
+    return fingerprint(load_hparams(files, config), open_checkpoint(files, config))
 
 
 def test_a_fingerprint_is_the_models_not_the_files(model: Path, tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ def make_head(device: torch.device) -> MedusaHead:
     matrix = torch.randn(50, 12, generator=torch.Generator().manual_seed(0)).to(device)
     target: Any = SimpleNamespace(
         device=device,
-        spec=SimpleNamespace(hidden_size=12, vocab_size=50),
+        hparams=SimpleNamespace(hidden_size=12, vocab_size=50),
         head=lambda: matrix,
         logits=lambda last: last @ matrix.T,
     )

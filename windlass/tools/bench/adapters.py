@@ -23,7 +23,7 @@ from windlass.build import Built, build_engine, open_model
 from windlass.config import EngineConfig
 from windlass.core.card import EngineReport
 from windlass.lora.peft import linear_shapes
-from windlass.models.spec import ModelSpec
+from windlass.models.hparams import HParams
 from windlass.runner.device import whole_bytes
 from windlass.tools.bench.measure import Measured, run
 from windlass.tools.bench.record import Record
@@ -59,7 +59,7 @@ def adapters(
     options = {**options, "enable_lora": True}
     opened = open_model(EngineConfig.of(**options))
     with tempfile.TemporaryDirectory(prefix="windlass-adapters-") as folder:
-        places = [_write(Path(folder) / str(i), opened.spec, seed=i) for i in range(_FOLDERS)]
+        places = [_write(Path(folder) / str(i), opened.hparams, seed=i) for i in range(_FOLDERS)]
         names = [f"adapter-{i}" for i in range(known)]
         modules = tuple(f"{name}={places[i % len(places)]}" for i, name in enumerate(names))
         room = {"max_loras": at_once, "max_cpu_loras": known, "max_lora_rank": RANK}
@@ -141,11 +141,11 @@ def _speed(taken: Measured, decode: bool) -> float:
     return taken.num_output / taken.seconds
 
 
-def _write(folder: Path, spec: ModelSpec, seed: int) -> Path:
+def _write(folder: Path, hparams: HParams, seed: int) -> Path:
     """A random adapter as PEFT writes it, in the type that most are stored in."""
     folder.mkdir()
     random = torch.Generator().manual_seed(seed)
-    shapes = {name: shape for name, shape in linear_shapes(spec).items() if name != "lm_head"}
+    shapes = {name: shape for name, shape in linear_shapes(hparams).items() if name != "lm_head"}
     tensors = {}
     for name, (num_out, num_in) in shapes.items():
         for half, shape in (("A", (RANK, num_in)), ("B", (num_out, RANK))):

@@ -159,7 +159,7 @@ class Workshop:
 
     def _is_quantised(self) -> bool:
         """Whether the model's matrices are something that --quantization does not take."""
-        if self.opened.spec.quantization:
+        if self.opened.hparams.quantization:
             raise ConfigError(
                 f"{self.opened.card.name}: its weights are quantised by its config.json, and the "
                 "original ones are not in it. Give the original model, or a GGUF file."

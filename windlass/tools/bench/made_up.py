@@ -14,10 +14,10 @@ import numpy as np
 
 from windlass.config import ModelConfig
 from windlass.errors import ConfigError
-from windlass.models.card import load_spec
+from windlass.models.card import load_hparams
 from windlass.models.gguf_header import TENSOR_TYPES
+from windlass.models.hparams import HParams
 from windlass.models.source import resolve
-from windlass.models.spec import ModelSpec
 
 if TYPE_CHECKING:
     from gguf import GGUFWriter
@@ -58,8 +58,8 @@ def write_gguf(folder: str, types: StorageTypes, to: Path, weights: Weights | No
     from gguf import GGUFReader, GGUFValueType, GGUFWriter
 
     config = ModelConfig(model=folder, load_format="dummy")
-    spec = load_spec(resolve(config), config)
-    _check(spec, folder, types)
+    hparams = load_hparams(resolve(config), config)
+    _check(hparams, folder, types)
     weights = weights or Weights()
     if weights.quiet_from is not None and types.layers not in _ROUNDED:
         raise ConfigError(
@@ -67,21 +67,21 @@ def write_gguf(folder: str, types: StorageTypes, to: Path, weights: Weights | No
             f"not {types.layers}."
         )
     if weights.num_layers is not None:
-        if not 1 <= weights.num_layers <= spec.num_layers:
+        if not 1 <= weights.num_layers <= hparams.num_layers:
             raise ConfigError(
-                f"--layers must be between 1 and {spec.num_layers}, got {weights.num_layers}."
+                f"--layers must be between 1 and {hparams.num_layers}, got {weights.num_layers}."
             )
-        spec = replace(spec, num_layers=weights.num_layers)
+        hparams = replace(hparams, num_layers=weights.num_layers)
     vocabulary = GGUFReader(resolve(ModelConfig()).path)
     vocab_size = len(vocabulary.fields["tokenizer.ggml.tokens"].data)
     writer = GGUFWriter(to, "llama")
-    _add_shape(writer, spec, vocab_size)
+    _add_shape(writer, hparams, vocab_size)
     for name, field in vocabulary.fields.items():
         if name.startswith("tokenizer."):
             is_list = field.types[0] == GGUFValueType.ARRAY
             of = field.types[-1] if is_list else None
             writer.add_key_value(name, field.contents(), field.types[0], of)
-    _add_tensors(writer, spec, vocab_size, types, weights)
+    _add_tensors(writer, hparams, vocab_size, types, weights)
     try:
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
@@ -92,9 +92,11 @@ def write_gguf(folder: str, types: StorageTypes, to: Path, weights: Weights | No
     return to.stat().st_size
 
 
-def _check(spec: ModelSpec, folder: str, types: StorageTypes) -> None:
-    if spec.architecture != "LlamaForCausalLM":
-        raise ConfigError(f"{folder}: is a {spec.architecture}; only LlamaForCausalLM is written.")
+def _check(hparams: HParams, folder: str, types: StorageTypes) -> None:
+    if hparams.architecture != "LlamaForCausalLM":
+        raise ConfigError(
+            f"{folder}: is a {hparams.architecture}; only LlamaForCausalLM is written."
+        )
     blocks = {item.name: item.block_size for item in TENSOR_TYPES.values()}
     wanted = (
         ("hidden_size", types.layers),
@@ -102,31 +104,31 @@ def _check(spec: ModelSpec, folder: str, types: StorageTypes) -> None:
         ("intermediate_size", types.layers),
     )
     for name, kind in wanted:
-        if getattr(spec, name) % blocks[kind]:
+        if getattr(hparams, name) % blocks[kind]:
             raise ConfigError(
                 f"{folder}: {name} must be a multiple of {blocks[kind]}, the block of {kind}."
             )
 
 
-def _add_shape(writer: GGUFWriter, spec: ModelSpec, vocab_size: int) -> None:
+def _add_shape(writer: GGUFWriter, hparams: HParams, vocab_size: int) -> None:
     writer.add_name("random weights")
-    writer.add_embedding_length(spec.hidden_size)
-    writer.add_block_count(spec.num_layers)
-    writer.add_feed_forward_length(spec.intermediate_size)
-    writer.add_head_count(spec.num_heads)
-    writer.add_head_count_kv(spec.num_kv_heads)
-    writer.add_key_length(spec.head_dim)
-    writer.add_value_length(spec.head_dim)
-    writer.add_rope_dimension_count(spec.head_dim)
-    writer.add_rope_freq_base(spec.rope.theta)
-    writer.add_context_length(spec.max_positions)
-    writer.add_layer_norm_rms_eps(spec.norm_eps)
+    writer.add_embedding_length(hparams.hidden_size)
+    writer.add_block_count(hparams.num_layers)
+    writer.add_feed_forward_length(hparams.intermediate_size)
+    writer.add_head_count(hparams.num_heads)
+    writer.add_head_count_kv(hparams.num_kv_heads)
+    writer.add_key_length(hparams.head_dim)
+    writer.add_value_length(hparams.head_dim)
+    writer.add_rope_dimension_count(hparams.head_dim)
+    writer.add_rope_freq_base(hparams.rope.theta)
+    writer.add_context_length(hparams.max_positions)
+    writer.add_layer_norm_rms_eps(hparams.norm_eps)
     writer.add_vocab_size(vocab_size)
 
 
 def _add_tensors(
     writer: GGUFWriter,
-    spec: ModelSpec,
+    hparams: HParams,
     vocab_size: int,
     types: StorageTypes,
     weights: Weights,
@@ -136,16 +138,16 @@ def _add_tensors(
 
     from windlass.tools.bench.random_blocks import random_blocks
 
-    random, width = np.random.default_rng(weights.seed), spec.hidden_size
-    own, shared = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+    random, width = np.random.default_rng(weights.seed), hparams.hidden_size
+    own, shared = hparams.num_heads * hparams.head_dim, hparams.num_kv_heads * hparams.head_dim
     matrices = {
         "attn_q": (own, width),
         "attn_k": (shared, width),
         "attn_v": (shared, width),
         "attn_output": (width, own),
-        "ffn_gate": (spec.intermediate_size, width),
-        "ffn_up": (spec.intermediate_size, width),
-        "ffn_down": (width, spec.intermediate_size),
+        "ffn_gate": (hparams.intermediate_size, width),
+        "ffn_up": (hparams.intermediate_size, width),
+        "ffn_down": (width, hparams.intermediate_size),
     }
 
     def numbers(shape: tuple[int, int]) -> np.ndarray:
@@ -166,7 +168,7 @@ def _add_tensors(
 
     ones = (np.ones(width, dtype=np.float32), GGMLQuantizationType.F32)
     add("token_embd", made((vocab_size, width), types.head))
-    if not spec.tie_embeddings:
+    if not hparams.tie_embeddings:
         add("output", made((vocab_size, width), types.head))
     if types.layers in _ROUNDED:
         values = {name: numbers(shape) for name, shape in matrices.items()}
@@ -178,7 +180,7 @@ def _add_tensors(
     added = ("attn_output", "ffn_down")
     scaled = {name: weights.quiet * values[name] for name in added if name in values}
     quiet = layer | {name: rounded(each, types.layers) for name, each in scaled.items()}
-    for number in range(spec.num_layers):
+    for number in range(hparams.num_layers):
         is_quiet = weights.quiet_from is not None and number >= weights.quiet_from
         for name, found in (quiet if is_quiet else layer).items():
             add(f"blk.{number}.{name}", found)

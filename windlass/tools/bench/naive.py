@@ -35,15 +35,17 @@ class Naive:
         self._library = _transformers()
         self.device = choose_device(config.model).device
         choose_threads(config.model)
-        dtype, _ = choose_dtype(config.model, opened.spec, self.device)
+        dtype, _ = choose_dtype(config.model, opened.hparams, self.device)
         self._batch = batch
         self._model = self._make(config, opened, dtype).eval()
-        spec = opened.spec
-        self.vocab_size = spec.vocab_size
+        hparams = opened.hparams
+        self.vocab_size = hparams.vocab_size
         weights = sum(parameter.nbytes for parameter in self._model.parameters())
-        if not spec.tie_embeddings:
-            weights -= spec.vocab_size * spec.hidden_size * dtype.itemsize
-        per_token = 2 * spec.num_layers * spec.num_kv_heads * spec.head_dim * dtype.itemsize
+        if not hparams.tie_embeddings:
+            weights -= hparams.vocab_size * hparams.hidden_size * dtype.itemsize
+        per_token = (
+            2 * hparams.num_layers * hparams.num_kv_heads * hparams.head_dim * dtype.itemsize
+        )
         self.traffic = Traffic(weights, per_token)
 
     def _make(self, config: EngineConfig, opened: OpenModel, dtype: torch.dtype) -> Any:

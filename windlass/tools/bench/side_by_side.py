@@ -64,9 +64,9 @@ class Judge:
         steps = reference.limits(choose_device(reference.model).type)
         longest = max(len(window.tokens) for window in self._windows)
         self._limits = ScoringLimits(longest, steps.max_num_batched_tokens, steps.max_num_seqs)
-        if longest > opened.spec.max_positions:
+        if longest > opened.hparams.max_positions:
             raise ConfigError(
-                f"a window of {longest} tokens is more than the {opened.spec.max_positions} "
+                f"a window of {longest} tokens is more than the {opened.hparams.max_positions} "
                 f"positions of {opened.card.name}. Use a smaller --context."
             )
         self._reference = build_scorer(reference, opened.source, self._limits, weights)

@@ -124,8 +124,8 @@ def speculation(
         again = build_engine(config, opened.source, built.weights)
         off.append(LLM.over(opened.card, again))
     rows = []
-    for spec in specs:
-        name, _, model = spec.partition("=")
+    for hparams in specs:
+        name, _, model = hparams.partition("=")
         own = {**options, "spec": name} | ({"spec_model": model} if model else {})
         guessing = build_engine(EngineConfig.of(**own), opened.source, built.weights)
         say(next(f"{c.value}: {c.reason}" for c in guessing.report.choices if c.what == _WHAT))

@@ -40,7 +40,7 @@ class WindlassLM(TemplateLM):
         self._tokenizer = self._opened.card.tokenizer
         steps = config.limits(choose_device(config.model).type)
         wish = config.model.max_model_len
-        own = self._opened.spec.max_positions
+        own = self._opened.hparams.max_positions
         self.max_length = wish if wish is not None and wish > 0 else min(own, _LONGEST)
         limits = ScoringLimits(self.max_length, steps.max_num_batched_tokens, steps.max_num_seqs)
         self._built = build_scorer(config, self._opened.source, limits)

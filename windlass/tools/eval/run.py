@@ -99,7 +99,7 @@ class _Side:
 
 def _check_context(longest: int, config: EngineConfig, model: OpenModel) -> None:
     wish = config.model.max_model_len
-    most = wish if wish is not None and wish > 0 else model.spec.max_positions
+    most = wish if wish is not None and wish > 0 else model.hparams.max_positions
     if longest > most:
         raise ConfigError(
             f"a window of {longest} tokens is more than the {most} positions of "

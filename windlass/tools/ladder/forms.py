@@ -63,7 +63,7 @@ class Forms:
             _SAMPLE_TOKENS,
             say,
         )
-        if self.source.spec.quantization:
+        if self.source.hparams.quantization:
             raise ConfigError(
                 f"{self.source.card.name} cannot be loaded in 16 bit: its weights are quantised, and "
                 "the original ones are not in it. Give the original model, and this one with "

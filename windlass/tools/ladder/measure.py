@@ -171,7 +171,7 @@ class Bench:
             "held": held_as(built.weights.network),
             "kv_token_bytes": built.report.capacity.bytes_per_block
             // built.report.capacity.block_size,
-            "context": self._forms.source.spec.max_positions,
+            "context": self._forms.source.hparams.max_positions,
             "max_num_seqs": built.report.max_num_seqs,
             "max_num_batched_tokens": built.report.max_num_batched_tokens,
         }

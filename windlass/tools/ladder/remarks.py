@@ -112,7 +112,7 @@ def _kv(rung: Rung, row: Row, below: Row, load: str, ratio: float) -> str:
     return f"{said}; the same memory holds {more:.1f}x the tokens"
 
 
-def _spec(rung: Rung, row: Row, below: Row, load: str, ratio: float) -> str:
+def _hparams(rung: Rung, row: Row, below: Row, load: str, ratio: float) -> str:
     del rung
     drafted, accepted = row[f"{load}_drafted"], row[f"{load}_accepted"]
     rows = below[f"{load}_rows_a_step"]
@@ -132,7 +132,7 @@ _WHY = {
     "prefix": _prefix,
     "weights": _weights,
     "kv": _kv,
-    "spec": _spec,
+    "spec": _hparams,
 }
 
 

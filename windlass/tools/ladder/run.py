@@ -106,7 +106,7 @@ class Ladder:
         self._works = {name: works[name] for name in loads}
         self._check_length()
         self._corpus = self._find_corpus()
-        context = min(_CONTEXT, self._forms.source.spec.max_positions)
+        context = min(_CONTEXT, self._forms.source.hparams.max_positions)
         self._cut = Cut("strided", context, context)
         self._mix = mix
         self._settings = json.loads(json.dumps(self._make_settings(), default=str))
@@ -186,7 +186,7 @@ class Ladder:
     def _check_length(self) -> None:
         longest, most = (
             max(it.longest for it in self._works.values()),
-            self._forms.source.spec.max_positions,
+            self._forms.source.hparams.max_positions,
         )
         if longest > most:
             raise ConfigError(

@@ -23,10 +23,10 @@ from windlass.kernels.select import Need
 from windlass.layers.embedding import PackedEmbedding
 from windlass.layers.linear import Linear
 from windlass.models.checkpoint import Checkpoint
+from windlass.models.hparams import HParams
 from windlass.models.loader import outline
 from windlass.models.methods import choose_methods
 from windlass.models.network import Network, Parts, make_network
-from windlass.models.spec import ModelSpec
 from windlass.quant.detect import detect
 from windlass.quant.kept import Kept
 from windlass.quant.plain import Plain
@@ -86,12 +86,12 @@ def check_names(names: Sequence[str]) -> None:
 
 
 def weigh(
-    config: ModelConfig, spec: ModelSpec, checkpoint: Checkpoint, target: Target,
+    config: ModelConfig, hparams: HParams, checkpoint: Checkpoint, target: Target,
     names: Sequence[str] = FORMATS,
 ) -> Weighing:  # fmt: skip
     """Make the network in every format that was asked for, without reading a weight."""
     check_names(names)
-    made = _Maker(config, spec, checkpoint, target)
+    made = _Maker(config, hparams, checkpoint, target)
     stored, choice = made.stored()
     refused: dict[str, str] = {}
     formats = [stored] if STORED in names else []
@@ -164,39 +164,39 @@ class _Maker:
     """Makes networks of one model without storage."""
 
     def __init__(
-        self, config: ModelConfig, spec: ModelSpec, checkpoint: Checkpoint, target: Target
+        self, config: ModelConfig, hparams: HParams, checkpoint: Checkpoint, target: Target
     ) -> None:
         self._config = replace(config, quantization=None, quantize_head=False)
-        self._spec = spec
+        self._hparams = hparams
         self._checkpoint = checkpoint
         self._target = target
         self.quantised = False  # known once the stored ones were looked at
 
     def stored(self) -> tuple[Weighed, str]:
         """The weights as they are in the file, and what that is. Layers may differ there."""
-        made = self._outlined(self._config, self._spec)
+        made = self._outlined(self._config, self._hparams)
         self.quantised = any(_is_quantised(layer) for layer in made.layers)
         return self._counts(made).weighed(STORED, {}, made.linears.dtype), made.choice
 
     def make(self, name: str, options: dict[str, Any]) -> Weighed:
         """Layers are all alike in other formats: one and two of them tell what all take."""
-        config, spec = replace(self._config, **options), self._spec
+        config, hparams = replace(self._config, **options), self._hparams
         one, two = (
             self._outlined(
-                config, replace(spec, num_layers=number, sliding_windows=(None,) * number)
+                config, replace(hparams, num_layers=number, sliding_windows=(None,) * number)
             )
             for number in (1, 2)
         )
-        counts = self._counts(one).extended(self._counts(two), spec.num_layers - 1)
+        counts = self._counts(one).extended(self._counts(two), hparams.num_layers - 1)
         return counts.weighed(name, options, one.linears.dtype)
 
-    def _outlined(self, config: ModelConfig, spec: ModelSpec) -> _Outlined:
-        dtype, _ = choose_dtype(config, spec, self._target.device)
+    def _outlined(self, config: ModelConfig, hparams: HParams) -> _Outlined:
+        dtype, _ = choose_dtype(config, hparams, self._target.device)
         linears = self._linears(config, dtype)
-        methods = choose_methods(config, spec, self._checkpoint, linears)
+        methods = choose_methods(config, hparams, self._checkpoint, linears)
         parts = self._parts(dtype, methods.method_for)
         parts = replace(parts, table_dtype=methods.table_dtype, table_method=methods.table_method)
-        network = make_network(spec, parts)
+        network = make_network(hparams, parts)
         outline(network)
         layers = [module for module in network.modules() if isinstance(module, Linear)]
         return _Outlined(network, layers, linears, methods.choice.value)
@@ -204,7 +204,7 @@ class _Maker:
     def quality(self) -> Retention:
         """What is typical of the stored format."""
         linears = self._linears(self._config, torch.float32)
-        found = detect(self._spec.quantization, self._spec.source, linears)
+        found = detect(self._hparams.quantization, self._hparams.source, linears)
         method = found.method(_ANY_LAYER) if found is not None else None
         if found is not None and method is not None:
             return typical_stored(found.name, method.scheme)
@@ -226,9 +226,9 @@ class _Maker:
 
     def _parts(self, dtype: torch.dtype, method_for: Any) -> Parts:
         """The rest of a network, as small as can be: only the weights matter."""
-        spec, device = self._spec, torch.device("cpu")
-        heads = Heads(spec.num_heads, spec.num_kv_heads, spec.head_dim)
-        ops = choose_ops(Need(device, dtype, heads, spec.rope.dim, plain=True))
+        hparams, device = self._hparams, torch.device("cpu")
+        heads = Heads(hparams.num_heads, hparams.num_kv_heads, hparams.head_dim)
+        ops = choose_ops(Need(device, dtype, heads, hparams.rope.dim, plain=True))
         return Parts(dtype, device, 1, ops, method_for)
 
     def _counts(self, made: _Outlined) -> _Counts:

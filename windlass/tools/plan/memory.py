@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from windlass.models.spec import ModelSpec
+from windlass.models.hparams import HParams
 
 KV_DTYPES = {"cpu": ("auto", "int8", "fp8"), "cuda": ("auto", "fp8", "int8")}  # the better first
 
@@ -43,14 +43,14 @@ class Need:
         return self.weight_bytes + self.step_bytes + spare
 
 
-def step_bytes(spec: ModelSpec, num_tokens: int, itemsize: int) -> int:
+def step_bytes(hparams: HParams, num_tokens: int, itemsize: int) -> int:
     """The feed-forward's tensors and the residual stream of so many tokens."""
-    return num_tokens * (2 * spec.hidden_size + 3 * spec.intermediate_size) * itemsize
+    return num_tokens * (2 * hparams.hidden_size + 3 * hparams.intermediate_size) * itemsize
 
 
-def row_bytes(spec: ModelSpec, itemsize: int) -> int:
+def row_bytes(hparams: HParams, itemsize: int) -> int:
     """Scores in the arithmetic's type, and in float32 for the sampler."""
-    return spec.vocab_size * (itemsize + 4)
+    return hparams.vocab_size * (itemsize + 4)
 
 
 def contexts(longest: int, asked: int) -> list[int]:

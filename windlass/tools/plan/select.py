@@ -18,9 +18,9 @@ from windlass.errors import ConfigError
 from windlass.kernels.batch import Heads
 from windlass.kernels.ops import choose_ops
 from windlass.kernels.select import Need
-from windlass.models.card import load_spec, open_checkpoint
+from windlass.models.card import load_hparams, open_checkpoint
+from windlass.models.hparams import HParams
 from windlass.models.source import resolve
-from windlass.models.spec import ModelSpec
 from windlass.runner.device import (
     choose_device,
     choose_kv_format,
@@ -125,10 +125,12 @@ def select_quantization(
     target = _target(config, memory, bandwidth)
     measured = read_records(records) if records is not None else []
     files = resolve(config.model)
-    spec = load_spec(files, config.model)
-    asked = _asked(config, spec, target, memory, context, concurrency, min_quality, kv_cache_dtype)
+    hparams = load_hparams(files, config.model)
+    asked = _asked(
+        config, hparams, target, memory, context, concurrency, min_quality, kv_cache_dtype
+    )
     checkpoint = open_checkpoint(files, config.model)
-    weighing = weigh(config.model, spec, checkpoint, target, formats)
+    weighing = weigh(config.model, hparams, checkpoint, target, formats)
     choose_threads(config.model)
     if bandwidth is not None:
         machine = speed.given(target.device, bandwidth)
@@ -137,7 +139,7 @@ def select_quantization(
         on_cpu = target.device.type == "cpu"
         machine = speed.measure(target.device, torch.float32 if on_cpu else torch.bfloat16)
     block_size = config.cache.block_size
-    judge = _Judge(files.name, spec, asked, weighing, target, machine, measured, block_size)
+    judge = _Judge(files.name, hparams, asked, weighing, target, machine, measured, block_size)
     candidates, refused = judge.candidates()
     best = _best(candidates, min_quality)
     return Plan(
@@ -170,7 +172,7 @@ def _target(config: EngineConfig, memory: int | None, bandwidth: float | None) -
 
 def _asked(
     config: EngineConfig,
-    spec: ModelSpec,
+    hparams: HParams,
     target: Target,
     memory: int | None,
     context: int | None,
@@ -182,9 +184,9 @@ def _asked(
         raise ConfigError(f"--memory must be above 0, got {memory}. Example: 8GiB.")
     if not 0 <= min_quality <= 1:
         raise ConfigError(f"--min-quality must be from 0 to 1, got {min_quality:g}. Example: 0.95.")
-    if context is not None and not 1 <= context <= spec.max_positions:
+    if context is not None and not 1 <= context <= hparams.max_positions:
         raise ConfigError(
-            f"--context must be from 1 to the model's {spec.max_positions} positions, got {context}."
+            f"--context must be from 1 to the model's {hparams.max_positions} positions, got {context}."
         )
     kinds = space.KV_DTYPES[target.device.type]
     if kv_dtype is not None and kv_dtype not in kinds:
@@ -200,7 +202,7 @@ def _asked(
     return _Asked(
         memory,
         source,
-        context if context is not None else min(_USUAL_CONTEXT, spec.max_positions),
+        context if context is not None else min(_USUAL_CONTEXT, hparams.max_positions),
         concurrency,
         min_quality,
         kinds if kv_dtype is None else (kv_dtype,),
@@ -213,7 +215,7 @@ class _Judge:
     """Says of one format and one KV type what it takes and gives."""
 
     model: str
-    spec: ModelSpec
+    hparams: HParams
     asked: _Asked
     weighing: Weighing
     target: Target
@@ -233,11 +235,11 @@ class _Judge:
         return found, refused
 
     def candidate(self, weights: Weighed, kv_dtype: str) -> Candidate:
-        asked, spec = self.asked, self.spec
+        asked, hparams = self.asked, self.hparams
         need = self._need(weights, kv_dtype)
         total = need.total_bytes(asked.context, asked.concurrency)
         kv_options = {} if kv_dtype == "auto" else {"kv_cache_dtype": kv_dtype}
-        lengths = space.contexts(spec.max_positions, asked.context)
+        lengths = space.contexts(hparams.max_positions, asked.context)
         return Candidate(
             weights.name,
             kv_dtype,
@@ -268,34 +270,34 @@ class _Judge:
         )
 
     def _need(self, weights: Weighed, kv_dtype: str) -> space.Need:
-        spec, size, device = self.spec, weights.dtype.itemsize, self.target.device
+        hparams, size, device = self.hparams, weights.dtype.itemsize, self.target.device
         on_gpu = self.target.present and device.type == "cuda"  # can be asked what it can do
         return space.Need(
             weights.weight_bytes,
             choose_kv_format(
-                kv_dtype, spec, weights.dtype, device, on_gpu, self._native(weights)
+                kv_dtype, hparams, weights.dtype, device, on_gpu, self._native(weights)
             ).token_bytes,
             self.block_size,
-            space.step_bytes(spec, self.asked.step_tokens, size),
-            space.row_bytes(spec, size),
+            space.step_bytes(hparams, self.asked.step_tokens, size),
+            space.row_bytes(hparams, size),
             spare_blocks=1 if self.machine.device == "cuda" else 0,
         )
 
     def _native(self, weights: Weighed) -> bool:
         """Whether a CPU's own kernels will compute, and not as the float32 reference."""
-        spec, device = self.spec, self.target.device
+        hparams, device = self.hparams, self.target.device
         if device.type != "cpu" or weights.options.get("dtype") == "float32":
             return False
-        heads = Heads(spec.num_heads, spec.num_kv_heads, spec.head_dim)
-        return choose_ops(Need(device, weights.dtype, heads, spec.rope.dim)).is_native
+        heads = Heads(hparams.num_heads, hparams.num_kv_heads, hparams.head_dim)
+        return choose_ops(Need(device, weights.dtype, heads, hparams.rope.dim)).is_native
 
     def _tok_s(self, weights: Weighed, token_bytes: int, rows: int, context: int) -> float | None:
         """With contexts that are full; 16-bit products are too slow on most CPUs to be guessed."""
         if self.machine.device == "cpu" and weights.dtype.itemsize == 2:
             return None
-        kv_bytes = rows * speed.kv_tokens_read(self.spec, context) * token_bytes
+        kv_bytes = rows * speed.kv_tokens_read(self.hparams, context) * token_bytes
         seconds = self.machine.step_seconds(
-            weights.read_bytes + kv_bytes, rows * weights.num_weights, self.spec.num_layers
+            weights.read_bytes + kv_bytes, rows * weights.num_weights, self.hparams.num_layers
         )
         return round(rows / seconds, 1)
 

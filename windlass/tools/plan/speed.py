@@ -19,7 +19,7 @@ import torch
 
 from windlass.folders import cache_dir, check_private, make_private, write_atomically
 from windlass.kernels.native.compiled import cpu_identity
-from windlass.models.spec import ModelSpec
+from windlass.models.hparams import HParams
 from windlass.tools.bench.device import read_bandwidth, synchronise
 
 # The share of the read bandwidth that steps reach, and the seconds that a layer costs beyond what it
@@ -156,9 +156,9 @@ def given(device: torch.device, bandwidth: float) -> Machine:
     return Machine(device.type, bandwidth, None, "as given", usual(device.type))
 
 
-def kv_tokens_read(spec: ModelSpec, context: int) -> float:
+def kv_tokens_read(hparams: HParams, context: int) -> float:
     """Tokens of one request that a step reads, as a mean over layers: some see only a window."""
-    seen = [min(context, window or context) for window in spec.sliding_windows]
+    seen = [min(context, window or context) for window in hparams.sliding_windows]
     return sum(seen) / len(seen)
 
 

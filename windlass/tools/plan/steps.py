@@ -110,7 +110,7 @@ class Steps:
 
 def context_of(config: EngineConfig, opened: OpenModel) -> int:
     wish = config.model.max_model_len
-    return opened.spec.max_positions if wish is None or wish == AUTO else wish
+    return opened.hparams.max_positions if wish is None or wish == AUTO else wish
 
 
 def find_steps(
@@ -134,7 +134,7 @@ def find_steps(
     rows = max(_ROWS, limits.max_num_seqs, most[0])
     tokens = max(_TOKENS, limits.max_num_batched_tokens, most[1], rows)
     bare = _bare(config)
-    notes = notes_for(bare, opened.files, opened.spec, where.device, "steps")
+    notes = notes_for(bare, opened.files, opened.hparams, where.device, "steps")
     kept = _kept(notes, rows, tokens)
     if kept is None or path is not None:
         kept = kept or _measured(bare, opened, rows, tokens, say, weights)
@@ -184,18 +184,18 @@ def _measured(
 ) -> Steps:
     say(f"measuring what steps of {opened.files.name} cost here")
     started = time.perf_counter()
-    spec = opened.spec
+    hparams = opened.hparams
     if weights is None:
-        weights = load_network(config, spec, open_checkpoint(opened.files, config.model))
-    room = Room.wanted(rows, tokens, spec.max_positions, config.cache.block_size)
+        weights = load_network(config, hparams, open_checkpoint(opened.files, config.model))
+    room = Room.wanted(rows, tokens, hparams.max_positions, config.cache.block_size)
     sized = replace(
         config,
         cache=replace(config.cache, num_blocks=room.num_blocks),
         scheduler=replace(config.scheduler, max_num_seqs=rows, max_num_batched_tokens=tokens),
     )
     device = choose_device(config.model).type
-    made = make_runner(sized, spec, weights, sized.limits(device))
-    found = calibrate(made.runner, room, spec.sliding_windows)
+    made = make_runner(sized, hparams, weights, sized.limits(device))
+    found = calibrate(made.runner, room, hparams.sliding_windows)
     if found.spread <= _DISTURBED:
         _keep_factor(config, opened, weights, found.costs)
     taken = time.perf_counter() - started

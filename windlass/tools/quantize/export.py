@@ -17,7 +17,7 @@ from torch import Tensor
 
 from windlass.config import ModelConfig
 from windlass.errors import EngineError
-from windlass.models.card import load_spec, open_checkpoint
+from windlass.models.card import load_hparams, open_checkpoint
 from windlass.models.checkpoint import Checkpoint
 from windlass.models.json_file import merged
 from windlass.models.source import INDEX, resolve
@@ -32,7 +32,7 @@ def export(model: ModelConfig, output: Path, dtype: torch.dtype = torch.float32)
     check_output(output)
     files = resolve(model)
     config = merged(described.source_config(files), model.hf_overrides)
-    tied = load_spec(files, model).tie_embeddings
+    tied = load_hparams(files, model).tie_embeddings
     checkpoint = open_checkpoint(files, model)
     # What a killed run left there is worth nothing: the whole is written within minutes.
     made = output.with_name(f"{output.name}.unfinished")

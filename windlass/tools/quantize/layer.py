@@ -21,10 +21,10 @@ from windlass.kernels.products import Norm
 from windlass.layers.linear import Linear
 from windlass.layers.rotary import Rotary
 from windlass.models.checkpoint import Checkpoint
+from windlass.models.hparams import HParams
 from windlass.models.llama import Block
 from windlass.models.network import Parts
 from windlass.models.rope import frequencies
-from windlass.models.spec import ModelSpec
 from windlass.quant.plain import Plain
 from windlass.tools.quantize.statistics import Gathering, Inputs
 
@@ -90,21 +90,21 @@ class Hidden:
 class Layer:
     """Owns the float32 weights of one decoder layer, which the methods change in place."""
 
-    def __init__(self, index: int, spec: ModelSpec, device: torch.device) -> None:
-        if spec.architecture not in _KNOWN:
+    def __init__(self, index: int, hparams: HParams, device: torch.device) -> None:
+        if hparams.architecture not in _KNOWN:
             raise UnsupportedError(
-                f"architecture {spec.architecture!r} cannot be quantised here. "
+                f"architecture {hparams.architecture!r} cannot be quantised here. "
                 f"Known: {', '.join(_KNOWN)}."
             )
         self.index = index
         self.prefix = f"model.layers.{index}."
-        self._spec = spec
+        self._hparams = hparams
         self._device = device
         self._look: Look = _no_look
         method = _Watched(lambda layer, x: self._look(layer, x))
         parts = Parts(torch.float32, device, 1, _OPS, lambda *_: method)
         with torch.device("meta"):
-            self.block = Block(index, spec, parts)
+            self.block = Block(index, hparams, parts)
 
     def read(self, checkpoint: Checkpoint, dtype: torch.dtype) -> None:
         """Fill the block; what stays plain is rounded to the file's type, and used so here too."""
@@ -170,7 +170,7 @@ class Layer:
 
     def _run(self, hidden: Hidden, look: Look) -> Iterator[Tensor]:
         self._look = look
-        inv_freq, scale = frequencies(self._spec.rope)
+        inv_freq, scale = frequencies(self._hparams.rope)
         rotary = Rotary(inv_freq, scale, max(hidden.lengths), self._device)
         for first, lengths in hidden.batches():
             batch = self._batch(lengths)
@@ -181,16 +181,16 @@ class Layer:
 
     def _batch(self, lengths: list[int]) -> StepBatch:
         """Whole samples side by side, each with pages of its own."""
-        spec, device = self._spec, self._device
+        hparams, device = self._hparams, self._device
         most = -(-max(lengths) // _PAGE)
-        shape = (most * len(lengths), spec.num_kv_heads, _PAGE, spec.head_dim)
+        shape = (most * len(lengths), hparams.num_kv_heads, _PAGE, hparams.head_dim)
         pages = KVCache(1, shape, torch.float32, device).layers[0]
         positions = torch.cat([torch.arange(length) for length in lengths]).to(device)
         rows = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths)).to(device)
         tables = torch.arange(most * len(lengths), device=device).view(len(lengths), most)
         starts = [sum(lengths[:i]) for i in range(len(lengths))]
         spans = [Span(start, count, 0) for start, count in zip(starts, lengths, strict=True)]
-        return StepBatch(positions, rows, tables, spans, [pages] * spec.num_layers)
+        return StepBatch(positions, rows, tables, spans, [pages] * hparams.num_layers)
 
 
 _KNOWN = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")

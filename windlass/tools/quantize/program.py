@@ -20,11 +20,11 @@ from windlass.config import ModelConfig
 from windlass.core.card import ModelCard
 from windlass.errors import ConfigError
 from windlass.layers.linear import Linear
-from windlass.models.card import load_card, load_spec, open_checkpoint
+from windlass.models.card import load_card, load_hparams, open_checkpoint
 from windlass.models.checkpoint import Checkpoint
+from windlass.models.hparams import HParams
 from windlass.models.json_file import merged
 from windlass.models.source import ModelFiles, resolve
-from windlass.models.spec import ModelSpec
 from windlass.runner.device import choose_device, choose_threads
 from windlass.serve.chat import ChatTemplate
 from windlass.tools.quantize import described, layouts
@@ -58,7 +58,7 @@ class _Source:
     """The model that is quantised."""
 
     files: ModelFiles
-    spec: ModelSpec
+    hparams: HParams
     config: dict[str, Any]
     checkpoint: Checkpoint
 
@@ -69,11 +69,11 @@ def run(order: Order, say: Say, progress: Progress) -> dict[str, Any]:
     files = resolve(order.model)
     source = _Source(
         files,
-        load_spec(files, order.model),
+        load_hparams(files, order.model),
         merged(described.source_config(files), order.model.hf_overrides),
         open_checkpoint(files, order.model),
     )
-    recipe = decide(order.wishes, source.spec)
+    recipe = decide(order.wishes, source.hparams)
     device = choose_device(order.model).device
     choose_threads(order.model)
     for note in [*recipe.notes, *_twice(source)]:
@@ -82,7 +82,7 @@ def run(order: Order, say: Say, progress: Progress) -> dict[str, Any]:
     for note in calibration.notes if calibration else ():
         say(f"calibration: {note}")
     fingerprint = _fingerprint(order, source, recipe, calibration)
-    with closing(Partial(order.output, fingerprint, source.spec.num_layers)) as partial:
+    with closing(Partial(order.output, fingerprint, source.hparams.num_layers)) as partial:
         if partial.num_done:
             say(f"going on after {partial.num_done} layers that {partial.folder} holds")
         maker = _Maker(source, recipe, device, partial)
@@ -181,15 +181,15 @@ class _Maker:
 
     def layers(self, calibration: Calibration | None, progress: Progress) -> float:
         """Quantise what is not done yet; returns the seconds it took."""
-        spec, partial = self._source.spec, self._partial
+        hparams, partial = self._source.hparams, self._partial
         began = time.monotonic()
         hidden = partial.hidden()
         if calibration is not None and hidden is None:
             hidden = self._embed(calibration.samples)
             partial.start(hidden)
-        progress(partial.num_done, spec.num_layers, "")
-        for index in range(partial.num_done, spec.num_layers):
-            layer = Layer(index, spec, self._device)
+        progress(partial.num_done, hparams.num_layers, "")
+        for index in range(partial.num_done, hparams.num_layers):
+            layer = Layer(index, hparams, self._device)
             layer.read(self._source.checkpoint, self._recipe.dtype)
             inputs = layer.watch(hidden) if hidden is not None else None
             made = quantise(layer, inputs, self._recipe)
@@ -197,17 +197,17 @@ class _Maker:
                 hidden = layer.run(hidden, input_rounding(self._recipe))
             report = {"layer": index, "linears": made.quality}
             partial.add(self._tensors(layer, made), report, hidden)
-            progress(index + 1, spec.num_layers, _in_words(report))
+            progress(index + 1, hparams.num_layers, _in_words(report))
         return time.monotonic() - began
 
     def _embed(self, samples: list[list[int]]) -> Hidden:
-        spec = self._source.spec
-        shape = (spec.vocab_size, spec.hidden_size)
+        hparams = self._source.hparams
+        shape = (hparams.vocab_size, hparams.hidden_size)
         table = self._source.checkpoint.read("model.embed_tokens.weight", shape)
         ids = torch.tensor([token for sample in samples for token in sample])
-        if int(ids.max()) >= spec.vocab_size:
+        if int(ids.max()) >= hparams.vocab_size:
             raise ConfigError(
-                f"the tokenizer gives the id {int(ids.max())}, the model has {spec.vocab_size}. "
+                f"the tokenizer gives the id {int(ids.max())}, the model has {hparams.vocab_size}. "
                 "They do not belong together; look at --tokenizer."
             )
         return Hidden(table[ids].float(), tuple(map(len, samples)))
@@ -236,9 +236,9 @@ class _Maker:
 
     def outer(self) -> dict[str, Tensor]:
         """Embedding, last norm and head: as they are, in the file's type."""
-        checkpoint, spec = self._source.checkpoint, self._source.spec
+        checkpoint, hparams = self._source.checkpoint, self._source.hparams
         names = [name for name in checkpoint.names() if not name.startswith(_LAYERS)]
-        if spec.tie_embeddings:
+        if hparams.tie_embeddings:
             names = [name for name in names if name != "lm_head.weight"]
         found = {name: checkpoint.read(name, checkpoint.stored(name).shape) for name in names}
         return {name: rounded_to(each, self._recipe.dtype, name) for name, each in found.items()}

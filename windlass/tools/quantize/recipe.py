@@ -12,7 +12,7 @@ from typing import Literal, get_args
 import torch
 
 from windlass.errors import ConfigError
-from windlass.models.spec import ModelSpec
+from windlass.models.hparams import HParams
 from windlass.tools.quantize.gptq import ActOrder
 from windlass.tools.quantize.rtn import Grid
 
@@ -93,7 +93,7 @@ class Recipe:
         return Grid(self.bits, group, self.symmetric, self.dtype)
 
 
-def decide(wishes: Wishes, spec: ModelSpec) -> Recipe:
+def decide(wishes: Wishes, hparams: HParams) -> Recipe:
     """Fill in what was left open; refuse what does not go together or does not fit the model."""
     method = wishes.method
     bits = _BITS[method][0] if wishes.bits is None else wishes.bits
@@ -102,7 +102,7 @@ def decide(wishes: Wishes, spec: ModelSpec) -> Recipe:
         raise ConfigError(f"--bits {bits} does not go with --method {method}; possible: {known}.")
     notes: list[str] = []
     format = _format(wishes, bits, notes)
-    group_size = _group_size(wishes, spec, notes)
+    group_size = _group_size(wishes, hparams, notes)
     symmetric = _symmetric(wishes, format)
     recipe = Recipe(
         method,
@@ -115,10 +115,10 @@ def decide(wishes: Wishes, spec: ModelSpec) -> Recipe:
         wishes.damping,
         wishes.alpha,
         wishes.clip,
-        _dtype(spec, format, notes),
+        _dtype(hparams, format, notes),
         tuple(notes),
     )
-    _check_packing(recipe, spec)
+    _check_packing(recipe, hparams)
     return recipe
 
 
@@ -170,10 +170,10 @@ def _act_order(wishes: Wishes, format: Format) -> ActOrder:
     return wishes.act_order or "static"
 
 
-def linear_shapes(spec: ModelSpec) -> dict[str, tuple[int, int]]:
+def linear_shapes(hparams: HParams) -> dict[str, tuple[int, int]]:
     """Outputs and inputs of a block's linear layers, under their names in checkpoints."""
-    hidden, inner = spec.hidden_size, spec.intermediate_size
-    heads, kv = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+    hidden, inner = hparams.hidden_size, hparams.intermediate_size
+    heads, kv = hparams.num_heads * hparams.head_dim, hparams.num_kv_heads * hparams.head_dim
     return {
         "self_attn.q_proj": (heads, hidden),
         "self_attn.k_proj": (kv, hidden),
@@ -185,7 +185,7 @@ def linear_shapes(spec: ModelSpec) -> dict[str, tuple[int, int]]:
     }
 
 
-def _group_size(wishes: Wishes, spec: ModelSpec, notes: list[str]) -> int:
+def _group_size(wishes: Wishes, hparams: HParams, notes: list[str]) -> int:
     method, wish = wishes.method, wishes.group_size
     if method in ("smoothquant", "fp8"):
         if wish is not None:
@@ -193,7 +193,7 @@ def _group_size(wishes: Wishes, spec: ModelSpec, notes: list[str]) -> int:
                 f"--group-size does not go with --method {method}: it has one scale per output."
             )
         return PER_CHANNEL
-    inputs = {name: num_in for name, (_, num_in) in linear_shapes(spec).items()}
+    inputs = {name: num_in for name, (_, num_in) in linear_shapes(hparams).items()}
     if wish == PER_CHANNEL and method != "nf4":
         return PER_CHANNEL
     possible = [size for size in _GROUP_SIZES if all(n % size == 0 for n in inputs.values())]
@@ -233,20 +233,20 @@ def _checked_group(
     return size
 
 
-def _dtype(spec: ModelSpec, format: Format, notes: list[str]) -> torch.dtype:
+def _dtype(hparams: HParams, format: Format, notes: list[str]) -> torch.dtype:
     """Of the file. Kernels for AWQ's and GPTQ's layouts want float16 scales."""
     if format in ("awq", "gptq"):
         return torch.float16
-    if spec.dtype in ("bfloat16", "float16"):
-        return torch.bfloat16 if spec.dtype == "bfloat16" else torch.float16
+    if hparams.dtype in ("bfloat16", "float16"):
+        return torch.bfloat16 if hparams.dtype == "bfloat16" else torch.float16
     notes.append("float16 for what is not quantised: the source is no 16-bit checkpoint")
     return torch.float16
 
 
-def _check_packing(recipe: Recipe, spec: ModelSpec) -> None:
+def _check_packing(recipe: Recipe, hparams: HParams) -> None:
     """Codes are packed into words of 32 bits, along outputs or inputs."""
     if recipe.scales == "block":
-        wrong = next(((n, k) for n, (_, k) in linear_shapes(spec).items() if k % BLOCK), None)
+        wrong = next(((n, k) for n, (_, k) in linear_shapes(hparams).items() if k % BLOCK), None)
         if wrong is not None:
             raise ConfigError(
                 f"--scales block: blocks of {BLOCK} do not divide the {wrong[1]} inputs of "
@@ -255,7 +255,7 @@ def _check_packing(recipe: Recipe, spec: ModelSpec) -> None:
     if recipe.method in ("smoothquant", "fp8"):
         return
     unit = 32 if recipe.bits == 3 else 8
-    for name, (num_out, num_in) in linear_shapes(spec).items():
+    for name, (num_out, num_in) in linear_shapes(hparams).items():
         if num_out % unit or num_in % unit:
             raise ConfigError(
                 f"model.layers.*.{name} has {num_out} outputs and {num_in} inputs; {recipe.bits}-bit "

@@ -11,9 +11,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from windlass.kernels.batch import Heads
+from windlass.models.hparams import HParams
 from windlass.models.rope import frequencies
-from windlass.models.rope_spec import RopeSpec
-from windlass.models.spec import ModelSpec
+from windlass.models.rope_config import RopeConfig
 from windlass.tools.train_draft.batches import Batch
 from windlass.tools.train_draft.eagle_module import EagleModule, EagleShape, Memory
 from windlass.tools.train_draft.head import DECAY, Figures, arithmetic, as_inputs, soft_loss, stored
@@ -39,15 +39,15 @@ class EagleHead:
     """Owns the module; the embedding is the target's, dense and frozen."""
 
     def __init__(self, target: Target, draft_ids: Tensor, num_guesses: int, seed: int) -> None:
-        spec = target.spec
+        hparams = target.hparams
         self.num_guesses = num_guesses
         self._target = target
         self._shape = EagleShape(
-            spec.hidden_size,
-            spec.intermediate_size,
-            Heads(spec.num_heads, spec.num_kv_heads, spec.head_dim),
-            spec.norm_eps,
-            spec.vocab_size,
+            hparams.hidden_size,
+            hparams.intermediate_size,
+            Heads(hparams.num_heads, hparams.num_kv_heads, hparams.head_dim),
+            hparams.norm_eps,
+            hparams.vocab_size,
             len(draft_ids),
             len(target.layers),
         )
@@ -59,11 +59,11 @@ class EagleHead:
         with torch.no_grad():
             # It starts by handing the highest tap to the target's own norm and head: that guesses
             # the wrong place, but in the right space.
-            self.module.fc.weight[:, -spec.hidden_size :].diagonal().add_(1.0)
+            self.module.fc.weight[:, -hparams.hidden_size :].diagonal().add_(1.0)
             self.module.lm_head.weight.copy_(target.head()[self._draft_ids])
             self.module.norm.weight.copy_(target.final_norm())
-        inv_freq, scale = frequencies(spec.rope)
-        angle = torch.outer(torch.arange(spec.max_positions, dtype=torch.float32), inv_freq)
+        inv_freq, scale = frequencies(hparams.rope)
+        angle = torch.outer(torch.arange(hparams.max_positions, dtype=torch.float32), inv_freq)
         table = torch.cat([angle.cos() * scale, angle.sin() * scale], dim=-1)
         self._cos_sin = table.to(target.device)
 
@@ -126,26 +126,26 @@ class EagleHead:
         return stored(self.module)
 
     def config(self) -> dict[str, Any]:
-        spec = self._target.spec
+        hparams = self._target.hparams
         layers = list(self._target.layers)
         return {
             "architectures": ["LlamaForCausalLMEagle3"],
             "model_type": "llama",
-            "hidden_size": spec.hidden_size,
-            "intermediate_size": spec.intermediate_size,
-            "num_attention_heads": spec.num_heads,
-            "num_key_value_heads": spec.num_kv_heads,
-            "head_dim": spec.head_dim,
+            "hidden_size": hparams.hidden_size,
+            "intermediate_size": hparams.intermediate_size,
+            "num_attention_heads": hparams.num_heads,
+            "num_key_value_heads": hparams.num_kv_heads,
+            "head_dim": hparams.head_dim,
             "num_hidden_layers": 1,
-            "vocab_size": spec.vocab_size,
+            "vocab_size": hparams.vocab_size,
             "draft_vocab_size": self._shape.draft_vocab,
-            "rms_norm_eps": spec.norm_eps,
-            "max_position_embeddings": spec.max_positions,
+            "rms_norm_eps": hparams.norm_eps,
+            "max_position_embeddings": hparams.max_positions,
             "hidden_act": "silu",
             "tie_word_embeddings": False,
             "torch_dtype": "bfloat16",
-            **_ids(spec),
-            **rope_config(spec.rope),
+            **_ids(hparams),
+            **rope_config(hparams.rope),
             "eagle_config": {
                 "eagle_aux_hidden_state_layer_ids": layers,
                 "use_aux_hidden_state": True,
@@ -162,7 +162,7 @@ def initialise(module: EagleModule, seed: int) -> None:
                 parameter.normal_(0.0, _STD, generator=generator)
 
 
-def rope_config(rope: RopeSpec) -> dict[str, Any]:
+def rope_config(rope: RopeConfig) -> dict[str, Any]:
     """Rotary positions in config.json's older spelling, which most programs read."""
     if rope.kind == "default" and rope.rope_factors is None:
         return {"rope_theta": rope.theta}
@@ -182,10 +182,10 @@ def rope_config(rope: RopeSpec) -> dict[str, Any]:
     return {"rope_theta": rope.theta, "rope_scaling": scaling}
 
 
-def _ids(spec: ModelSpec) -> dict[str, Any]:
+def _ids(hparams: HParams) -> dict[str, Any]:
     found: dict[str, Any] = {}
-    if spec.bos_id is not None:
-        found["bos_token_id"] = spec.bos_id
-    if spec.eos_ids:
-        found["eos_token_id"] = list(spec.eos_ids)
+    if hparams.bos_id is not None:
+        found["bos_token_id"] = hparams.bos_id
+    if hparams.eos_ids:
+        found["eos_token_id"] = list(hparams.eos_ids)
     return found

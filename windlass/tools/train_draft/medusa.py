@@ -79,14 +79,14 @@ class MedusaHead:
         return stored(self.module)
 
     def config(self) -> dict[str, Any]:
-        spec = self._target.spec
+        hparams = self._target.hparams
         reduced = {} if self._draft_ids is None else {"draft_vocab_size": len(self._draft_ids)}
         return {
             "model_type": "medusa",
             "medusa_num_heads": self.num_guesses,
             "medusa_num_layers": self.module.num_blocks,
-            "hidden_size": spec.hidden_size,
-            "vocab_size": spec.vocab_size,
+            "hidden_size": hparams.hidden_size,
+            "vocab_size": hparams.vocab_size,
             **reduced,
             "share_lm_head": self._share,
             "torch_dtype": "bfloat16",

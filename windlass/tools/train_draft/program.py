@@ -1,4 +1,4 @@
-"""`windlass train-draft` from the model's files to a folder that `serve --spec-model` loads."""
+"""`windlass train-draft` from the model's files to a folder that `serve --hparams-model` loads."""
 
 from __future__ import annotations
 
@@ -65,14 +65,14 @@ def run(order: Order, say: Say, advance: Advance, watch: Watch) -> Made:
     check_output(order.output)
     wishes = order.wishes
     opened = open_model(order.config)
-    spec = opened.spec
-    if wishes.context > spec.max_positions:
+    hparams = opened.hparams
+    if wishes.context > hparams.max_positions:
         raise ConfigError(
-            f"--context {wishes.context} is more than the model's {spec.max_positions} positions."
+            f"--context {wishes.context} is more than the model's {hparams.max_positions} positions."
         )
-    wishes.draft_vocab_of(spec.vocab_size)
+    wishes.draft_vocab_of(hparams.vocab_size)
     if wishes.kind == "eagle":
-        tap_layers(spec)
+        tap_layers(hparams)
     renderer = Renderer(opened.card)
     prompts = None
     if order.data is not None:
@@ -80,7 +80,7 @@ def run(order: Order, say: Say, advance: Advance, watch: Watch) -> Made:
         prompts = read_prompts(order.data, renderer, longest, wishes.skip_broken)
         for note in prompts.notes:
             say(f"{order.data}: {note}")
-    model = fingerprint(spec, open_checkpoint(opened.files, order.config.model))
+    model = fingerprint(hparams, open_checkpoint(opened.files, order.config.model))
     about = _about(order, model, prompts)
     with closing(Work(order.output, about)) as work:
         studio = _Studio(order, opened, model)
@@ -131,7 +131,7 @@ def _train(
 
 
 def _head(order: Order, target: Target, corpus: Corpus) -> Head:
-    wishes, vocab_size = order.wishes, target.spec.vocab_size
+    wishes, vocab_size = order.wishes, target.hparams.vocab_size
     size = wishes.draft_vocab_of(vocab_size)
     if wishes.kind == "eagle":
         draft_ids = draft_vocabulary(corpus.train, size)
@@ -166,7 +166,7 @@ class _Studio:
         path = self._order.texts or work.folder / "texts.jsonl"
         if given is None:
             longest = wishes.context // 2
-            inventor = Inventor.of(renderer, self.opened.spec.bos_id, longest, seed)
+            inventor = Inventor.of(renderer, self.opened.hparams.bos_id, longest, seed)
             about = {**self._arithmetic(), "seed": seed, "longest": longest}
             with closing(Ledger(path.with_suffix(".prompts.jsonl"), about)) as ledger:
                 count = wishes.prompts or DEFAULT_PROMPTS
@@ -228,12 +228,12 @@ class _Studio:
 
     def target(self) -> Target:
         """The same weights, for whole texts."""
-        wishes, spec = self._order.wishes, self.opened.spec
+        wishes, hparams = self._order.wishes, self.opened.hparams
         tokens = wishes.batch_tokens_on(self._device)
         limits = ScoringLimits(wishes.context, tokens, min(_MOST_ROWS, tokens // 16))
         built = build_scorer(self._config, self.opened.source, limits, self._weights)
-        layers = tap_layers(spec) if wishes.kind == "eagle" else ()
-        return Target(built.scorer, spec, layers)
+        layers = tap_layers(hparams) if wishes.kind == "eagle" else ()
+        return Target(built.scorer, hparams, layers)
 
 
 def _long_enough(corpus: Corpus) -> Corpus:

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 from windlass.errors import UnsupportedError
 from windlass.models.eagle import default_taps
+from windlass.models.hparams import HParams
 from windlass.models.network import Network
-from windlass.models.spec import ModelSpec
 from windlass.runner.scoring import Scorer, Window
 from windlass.tools.train_draft.batches import Batch, end_to_end
 from windlass.tools.train_draft.writing import Text
@@ -41,9 +41,9 @@ class States:
         return States(self.last[places], None if self.taps is None else self.taps[places])
 
 
-def tap_layers(spec: ModelSpec) -> tuple[int, ...]:
+def tap_layers(hparams: HParams) -> tuple[int, ...]:
     """Three layers, low, middle and high, whose inputs an EAGLE head reads."""
-    count = spec.num_layers
+    count = hparams.num_layers
     if count < 3:
         raise UnsupportedError(
             f"--kind eagle reads what enters three layers, and this model has {count}. "
@@ -55,13 +55,13 @@ def tap_layers(spec: ModelSpec) -> tuple[int, ...]:
 class Target:
     """Owns the scorer, the dense embedding, and the hook that asks for taps."""
 
-    def __init__(self, scorer: Scorer, spec: ModelSpec, layers: tuple[int, ...]) -> None:
-        self.spec = spec
+    def __init__(self, scorer: Scorer, hparams: HParams, layers: tuple[int, ...]) -> None:
+        self.hparams = hparams
         self.layers = layers
         self.network = scorer.network
         self._scorer = scorer
         if layers:
-            check_taps(self.network, spec.architecture)
+            check_taps(self.network, hparams.architecture)
         self.device = self.final_norm().device
 
     def firsts(self, texts: Sequence[Text]) -> np.ndarray:
@@ -95,7 +95,7 @@ class Target:
         missing = sorted({layer for each in seen for layer in each if not each[layer].numel()})
         if missing:
             raise UnsupportedError(
-                f"{self.spec.architecture} gave nothing of what enters layers {missing}, which "
+                f"{self.hparams.architecture} gave nothing of what enters layers {missing}, which "
                 "--kind eagle reads. Use --kind medusa."
             )
         rows = [torch.cat([each[layer] for layer in self.layers], dim=-1) for each in seen]
@@ -110,8 +110,8 @@ class Target:
     def embedding(self) -> Tensor:
         """The whole table [vocabulary, hidden], however it is stored."""
         parts = []
-        for at in range(0, self.spec.vocab_size, _ROWS_AT_ONCE):
-            stop = min(at + _ROWS_AT_ONCE, self.spec.vocab_size)
+        for at in range(0, self.hparams.vocab_size, _ROWS_AT_ONCE):
+            stop = min(at + _ROWS_AT_ONCE, self.hparams.vocab_size)
             ids = torch.arange(at, stop, dtype=torch.int32, device=self.device)
             parts.append(self.network.embed(ids))
         return torch.cat(parts)
@@ -120,7 +120,7 @@ class Target:
     def head(self) -> Tensor:
         """The head's matrix [vocabulary, hidden], however it is stored: what it makes of units."""
         dtype = self.final_norm().dtype
-        units = torch.eye(self.spec.hidden_size, dtype=dtype, device=self.device)
+        units = torch.eye(self.hparams.hidden_size, dtype=dtype, device=self.device)
         return self.network.logits(units).T.contiguous()
 
     def final_norm(self) -> Tensor:

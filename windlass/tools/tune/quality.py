@@ -36,7 +36,7 @@ class Tester:
         say: Callable[[str], None],
     ) -> None:
         """`stored`: what the model's file is expected to have kept of the original."""
-        context = min(_CONTEXT, opened.spec.max_positions)
+        context = min(_CONTEXT, opened.hparams.max_positions)
         plain = {"dtype": "float32"} if device == "cpu" else {}
         self._config = EngineConfig.of(**{**given, **plain})
         self._given = given

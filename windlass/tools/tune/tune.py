@@ -152,7 +152,7 @@ class Tuner:
         plan = select_quantization(
             **options,
             min_quality=wish.min_quality,
-            context=min(longest(self._jobs), self._opened.spec.max_positions),
+            context=min(longest(self._jobs), self._opened.hparams.max_positions),
             concurrency=1,
             formats=wish.formats or ((STORED,) if wish.max_formats == 1 else FORMATS),
             records=wish.records,
@@ -253,5 +253,5 @@ class Tuner:
         if self._weights is None or self._weights[0] != key:
             self._weights = None
             checkpoint = open_checkpoint(self._opened.files, config.model)
-            self._weights = (key, load_network(config, self._opened.spec, checkpoint))
+            self._weights = (key, load_network(config, self._opened.hparams, checkpoint))
         return self._weights[1]

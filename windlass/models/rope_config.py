@@ -15,7 +15,7 @@ RopeKind = Literal["default", "linear", "dynamic", "llama3", "yarn"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RopeSpec:
+class RopeConfig:
     """Everything that the inverse frequencies depend on. None: the kind's own rule applies."""
 
     theta: float
@@ -35,7 +35,7 @@ class RopeSpec:
     rope_factors: tuple[float, ...] | None = None
 
     @classmethod
-    def from_hf(cls, config: Fields, head_dim: int) -> RopeSpec:
+    def from_hf(cls, config: Fields, head_dim: int) -> RopeConfig:
         """Read what a config.json says about positions."""
         rope = _joined(config)
         kind = rope.text("rope_type", None) or rope.text("type", "default")

@@ -1,7 +1,7 @@
 """The hyper-parameters of a network, in one spelling whatever file they came from.
 
 Reads the dictionary of a config.json (GGUF metadata is brought into that form in gguf_config.py).
-Rotary positions are read in rope_spec.py. What the numbers compute is the networks' business.
+Rotary positions are read in rope_config.py. What the numbers compute is the networks' business.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from typing import Any, Literal
 
 from windlass.errors import CheckpointError, UnsupportedError
 from windlass.models.fields import Fields
-from windlass.models.rope_spec import RopeSpec
+from windlass.models.rope_config import RopeConfig
 
-__all__ = ["ModelSpec", "RopeSpec"]
+__all__ = ["HParams", "RopeConfig"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,8 +41,8 @@ _FAMILIES = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ModelSpec:
-    """A network's shape. Made by `ModelSpec.from_hf`, read by the networks and the planner."""
+class HParams:
+    """A network's shape. Made by `HParams.from_hf`, read by the networks and the planner."""
 
     architecture: str
     hidden_size: int
@@ -54,7 +54,7 @@ class ModelSpec:
     vocab_size: int
     norm_eps: float
     activation: str
-    rope: RopeSpec
+    rope: RopeConfig
     tie_embeddings: bool
     qkv_bias: bool
     o_bias: bool
@@ -71,7 +71,7 @@ class ModelSpec:
     source: str = "config.json"  # the file, for errors
 
     @classmethod
-    def from_hf(cls, config: Mapping[str, Any], source: str = "config.json") -> ModelSpec:
+    def from_hf(cls, config: Mapping[str, Any], source: str = "config.json") -> HParams:
         """Read a config.json's dictionary. `source` names the file in errors."""
         architecture = _architecture(config, source)
         family = _FAMILIES[architecture]
@@ -88,7 +88,7 @@ class ModelSpec:
                 f"num_key_value_heads ({kv_heads})."
             )
         attention_bias = fields.flag("attention_bias", False)
-        rope = RopeSpec.from_hf(fields, head_dim)
+        rope = RopeConfig.from_hf(fields, head_dim)
         return cls(
             architecture=architecture,
             hidden_size=hidden,
