@@ -14,7 +14,7 @@ from windlass.core.adapters import Adapters
 from windlass.core.card import Held
 from windlass.core.memory import Memory
 from windlass.core.scheduler import Scheduler
-from windlass.core.story import Story
+from windlass.core.trace import RequestTrace
 from windlass.core.types import EngineStats, NewRequest, Output, StepPlan, StepResult
 from windlass.errors import EngineError, OutOfMemory, UnsupportedError
 
@@ -182,16 +182,16 @@ class Engine:
             self._holdings.wake()
         self.asleep = False
 
-    def stories(self) -> list[Story]:
+    def traces(self) -> list[RequestTrace]:
         """What is to be told of requests that have ended since this was last asked."""
-        kept = self._scheduler.chronicle.stories
+        kept = self._scheduler.chronicle.traces
         taken = list(kept)
         kept.clear()
         return taken
 
-    def story(self, request_id: str) -> Story | None:
+    def trace(self, request_id: str) -> RequestTrace | None:
         """What is to be told so far of a request that has not ended."""
-        return self._scheduler.story(request_id, self._clock())
+        return self._scheduler.trace(request_id, self._clock())
 
     def stats(self) -> EngineStats:
         return self._scheduler.stats(self._clock())

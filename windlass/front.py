@@ -10,7 +10,7 @@ from typing import Any
 from windlass.core.card import ModelCard
 from windlass.core.completion import Completion, Delta, check_ids, resolve_words
 from windlass.core.sampling import SamplingParams
-from windlass.core.story import Story
+from windlass.core.trace import RequestTrace
 from windlass.core.types import NewRequest, Output, Timeline, TokenLogprob
 from windlass.errors import EngineError, RequestError
 from windlass.serve.chat import ChatTemplate
@@ -42,7 +42,9 @@ class RequestOutput:
     num_cached: int = 0
     prompt_logprobs: list[TokenLogprob] | None = None
     timeline: Timeline | None = None
-    stories: list[Story] = field(default_factory=list)  # where the time of each completion went
+    traces: list[RequestTrace] = field(
+        default_factory=list
+    )  # where the time of each completion went
     cost: float | None = None  # in dollars, where `LLM` knows a price
 
 
@@ -53,7 +55,7 @@ class Job:
         self.prompt = prompt
         self.requests = requests
         self.timeline: Timeline | None = None
-        self.stories: list[Story] = []
+        self.traces: list[RequestTrace] = []
         self._completions = {
             request.request_id: Completion(i, request, card.tokenizer)
             for i, request in enumerate(requests)
@@ -94,13 +96,13 @@ class Job:
             self.timeline.num_cached if self.timeline else 0,
             scores if wish.prompt_logprobs is not None else None,
             self.timeline,
-            self.stories,
+            self.traces,
             None if price_per_hour is None else price_per_hour / 3600 * self._seconds(),
         )
 
     def _seconds(self) -> float:
         """Its share of the engine's time."""
-        return sum(story.prefill_s + story.decode_s for story in self.stories)
+        return sum(trace.prefill_s + trace.decode_s for trace in self.traces)
 
 
 class Front:

@@ -93,11 +93,11 @@ class LLM:
 
     def explain(self, result: RequestOutput) -> list[dict[str, Any]]:
         """Where the time of each completion went, in a sentence and in figures, as `explain` has them."""
-        from windlass.serve.explain import explained, story_json
+        from windlass.serve.explain import explained, trace_json
 
-        told = ((story, story.timeline.arrived) for story in result.stories)
+        told = ((trace, trace.timeline.arrived) for trace in result.traces)
         return [
-            explained(story, began, self.report) | story_json(story, began) for story, began in told
+            explained(trace, began, self.report) | trace_json(trace, began) for trace, began in told
         ]
 
     def stream(
@@ -165,9 +165,9 @@ class LLM:
                 self.engine.abort(request_id)
 
     def _keep_stories(self, owners: dict[str, Job]) -> None:
-        for story in self.engine.stories():
-            if story.request_id in owners:  # else of a stream that was closed before
-                owners[story.request_id].stories.append(story)
+        for trace in self.engine.traces():
+            if trace.request_id in owners:  # else of a stream that was closed before
+                owners[trace.request_id].traces.append(trace)
 
 
 class AsyncLLM:

@@ -14,7 +14,7 @@ from windlass.core import misses
 from windlass.core.adapters import Adapters
 from windlass.core.policy import Static
 from windlass.core.sampling import SamplingParams
-from windlass.core.story import (
+from windlass.core.trace import (
     ADAPTER,
     BATCH,
     BLOCKERS,
@@ -22,7 +22,7 @@ from windlass.core.story import (
     PREFIX,
     SEQUENCES,
     TOKENS,
-    Story,
+    RequestTrace,
 )
 from windlass.core.types import NewRequest, StepPlan, StepResult
 
@@ -84,15 +84,15 @@ def test_shares_and_idle_time_add_up_to_all_of_it(seed: int) -> None:
                 world.scheduler.abort(victim, ledger.tick())
                 ledger.ended.add(victim)
     world.finish_all(ahead=ahead)
-    stories = {story.request_id: story for story in world.scheduler.chronicle.stories}
-    assert set(stories) == {item.request_id for item in requests}
-    for name, story in stories.items():
-        assert story.prefill_s + story.decode_s == pytest.approx(ledger.expected[name])
-        assert min(story.prefill_s, story.decode_s) > -1e-9
-        assert min(story.blocked_s) > -1e-9
-        assert story.timeline.arrived <= story.ended
+    traces = {trace.request_id: trace for trace in world.scheduler.chronicle.traces}
+    assert set(traces) == {item.request_id for item in requests}
+    for name, trace in traces.items():
+        assert trace.prefill_s + trace.decode_s == pytest.approx(ledger.expected[name])
+        assert min(trace.prefill_s, trace.decode_s) > -1e-9
+        assert min(trace.blocked_s) > -1e-9
+        assert trace.timeline.arrived <= trace.ended
     account = world.scheduler.stats(ledger.tick()).account
-    shares = sum(story.prefill_s + story.decode_s for story in stories.values())
+    shares = sum(trace.prefill_s + trace.decode_s for trace in traces.values())
     assert account.prefill_s + account.decode_s == pytest.approx(shares)
     assert shares + account.idle_s == pytest.approx(world.now - ledger.began)
 
@@ -105,20 +105,20 @@ def test_waiting_is_explained_up_to_the_step_that_runs(seed: int) -> None:
     for item in requests:
         world.add(item)
     world.finish_all()
-    for story in world.scheduler.chronicle.stories:
-        times = story.timeline
+    for trace in world.scheduler.chronicle.traces:
+        times = trace.timeline
         assert times.admitted is not None
-        waited = times.admitted - ledger.planned[0] + story.waited_again_s
-        assert sum(story.blocked_s) == pytest.approx(waited)
+        waited = times.admitted - ledger.planned[0] + trace.waited_again_s
+        assert sum(trace.blocked_s) == pytest.approx(waited)
     assert ledger.idle > 0
 
 
-def stories_of(world: World) -> dict[str, Story]:
-    return {story.request_id: story for story in world.scheduler.chronicle.stories}
+def stories_of(world: World) -> dict[str, RequestTrace]:
+    return {trace.request_id: trace for trace in world.scheduler.chronicle.traces}
 
 
-def blocker(story: Story) -> int:
-    return max(range(len(story.blocked_s)), key=story.blocked_s.__getitem__)
+def blocker(trace: RequestTrace) -> int:
+    return max(range(len(trace.blocked_s)), key=trace.blocked_s.__getitem__)
 
 
 def test_who_finds_no_slot_waits_for_sequences() -> None:
@@ -126,10 +126,10 @@ def test_who_finds_no_slot_waits_for_sequences() -> None:
     for name in "abc":
         world.add(request(name, [1, 2], max_tokens=5, ignore_eos=True))
     world.finish_all()
-    stories = stories_of(world)
-    assert stories["a"].blocked_s == (0.0,) * len(BLOCKERS)
-    assert blocker(stories["c"]) == SEQUENCES
-    assert (stories["c"].num_ahead, stories["c"].num_running) == (2, 0)
+    traces = stories_of(world)
+    assert traces["a"].blocked_s == (0.0,) * len(BLOCKERS)
+    assert blocker(traces["c"]) == SEQUENCES
+    assert (traces["c"].num_ahead, traces["c"].num_running) == (2, 0)
 
 
 def test_who_finds_the_steps_full_waits_for_tokens() -> None:
@@ -137,9 +137,9 @@ def test_who_finds_the_steps_full_waits_for_tokens() -> None:
     world.add(request("long", [1] * 30, max_tokens=2, ignore_eos=True))
     world.add(request("next", [2] * 5, max_tokens=2, ignore_eos=True))
     world.finish_all()
-    stories = stories_of(world)
-    assert blocker(stories["next"]) == TOKENS
-    chunks = stories["long"].chunks
+    traces = stories_of(world)
+    assert blocker(traces["next"]) == TOKENS
+    chunks = traces["long"].chunks
     assert [(chunk.start, chunk.num_tokens) for chunk in chunks] == [
         (0, 8),
         (8, 8),
@@ -156,9 +156,9 @@ def test_who_finds_no_blocks_knows_how_many_were_lacking() -> None:
     world.step()
     world.add(request("b", [2] * 18, max_tokens=2, ignore_eos=True))
     world.finish_all()
-    story = stories_of(world)["b"]
-    assert blocker(story) == BLOCKS
-    assert story.short_blocks == 5 + 1 - 2  # its own and one to grow, less two that were free
+    trace = stories_of(world)["b"]
+    assert blocker(trace) == BLOCKS
+    assert trace.short_blocks == 5 + 1 - 2  # its own and one to grow, less two that were free
 
 
 def test_a_static_batch_is_waited_for() -> None:
@@ -180,10 +180,10 @@ def test_an_adapter_and_a_shared_prefix_are_blockers_of_ones_own() -> None:
     world.add(NewRequest("first", [3] * 20, wish))
     world.add(NewRequest("second", [3] * 20, wish))
     world.finish_all()
-    stories = stories_of(world)
-    assert blocker(stories["adapted"]) == ADAPTER
-    assert blocker(stories["second"]) == PREFIX
-    assert sum(stories["first"].blocked_s) == 0
+    traces = stories_of(world)
+    assert blocker(traces["adapted"]) == ADAPTER
+    assert blocker(traces["second"]) == PREFIX
+    assert sum(traces["first"].blocked_s) == 0
 
 
 def test_a_preempted_request_tells_what_it_cost() -> None:
@@ -191,11 +191,11 @@ def test_a_preempted_request_tells_what_it_cost() -> None:
     for name in "ab":
         world.add(request(name, [1] * 12, max_tokens=16, ignore_eos=True))
     world.finish_all()
-    story = stories_of(world)["b"]
-    assert story.timeline.num_preemptions == 1
-    assert story.num_redone > 12
-    assert story.waited_again_s > 0
-    assert blocker(story) == BLOCKS
+    trace = stories_of(world)["b"]
+    assert trace.timeline.num_preemptions == 1
+    assert trace.num_redone > 12
+    assert trace.waited_again_s > 0
+    assert blocker(trace) == BLOCKS
 
 
 def test_the_batch_that_one_decoded_in() -> None:
@@ -205,21 +205,21 @@ def test_the_batch_that_one_decoded_in() -> None:
         world.step()
     world.add(request("b", [2], max_tokens=2, ignore_eos=True))
     world.finish_all()
-    stories = stories_of(world)
-    assert stories["a"].batch == (1, 1, 2)
-    assert stories["b"].batch == (2, 2, 2)
+    traces = stories_of(world)
+    assert traces["a"].batch == (1, 1, 2)
+    assert traces["b"].batch == (2, 2, 2)
 
 
 def test_guesses_are_counted_by_their_number() -> None:
     world = World(limits(num_blocks=64), draft_length=3)
     world.add(request("a", [1, 2], max_tokens=30, ignore_eos=True))
     world.finish_all()
-    story = stories_of(world)["a"]
-    drafted = sum(count * number for number, count in enumerate(story.drafted))
-    accepted = sum(count * number for number, count in enumerate(story.accepted))
-    assert drafted == story.timeline.num_drafted > 0
-    assert accepted == story.timeline.num_accepted > 0
-    assert sum(story.drafted) == sum(story.accepted)
+    trace = stories_of(world)["a"]
+    drafted = sum(count * number for number, count in enumerate(trace.drafted))
+    accepted = sum(count * number for number, count in enumerate(trace.accepted))
+    assert drafted == trace.timeline.num_drafted > 0
+    assert accepted == trace.timeline.num_accepted > 0
+    assert sum(trace.drafted) == sum(trace.accepted)
 
 
 def miss_of(world: World, name: str, prompt: list[int], **more: object) -> tuple[int | None, str]:
@@ -227,8 +227,8 @@ def miss_of(world: World, name: str, prompt: list[int], **more: object) -> tuple
     wish = SamplingParams(max_tokens=1, **more)  # type: ignore[arg-type]
     world.add(NewRequest(name, prompt, wish, cache_salt=salt, adapter=adapter))
     world.finish_all()
-    story = stories_of(world)[name]
-    return story.first_miss, story.why_missed
+    trace = stories_of(world)[name]
+    return trace.first_miss, trace.why_missed
 
 
 def test_why_a_prompt_was_not_in_the_cache() -> None:
@@ -252,10 +252,10 @@ def test_a_running_request_can_be_asked_about() -> None:
         world.add(request(name, [1, 2], max_tokens=5, ignore_eos=True))
     world.step()
     world.step()
-    running = world.scheduler.story("a", world.now)
-    waiting = world.scheduler.story("b", world.now)
+    running = world.scheduler.trace("a", world.now)
+    waiting = world.scheduler.trace("b", world.now)
     assert running is not None
     assert (running.finish, running.timeline.num_output) == (None, 2)
     assert waiting is not None
     assert waiting.blocked_s[SEQUENCES] == pytest.approx(0.01)
-    assert world.scheduler.story("c", world.now) is None
+    assert world.scheduler.trace("c", world.now) is None

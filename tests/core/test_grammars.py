@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from tests.core.world import World, limits, plain_loop, request
-from windlass.core.story import BLOCKERS, GRAMMAR
 from windlass.core.structured import StructuredOutputs
+from windlass.core.trace import BLOCKERS, GRAMMAR
 from windlass.core.types import GrammarStats
 from windlass.errors import EngineError, RequestError
 
@@ -80,10 +80,10 @@ def test_others_pass_a_request_whose_grammar_is_compiled(
     world.finish_all()
     assert world.got["form"] == plain_loop(first, 64)
     assert not grammars.forms
-    story = {each.request_id: each for each in world.scheduler.chronicle.stories}["form"]
-    waited = story.timeline.admitted - story.timeline.arrived
+    trace = {each.request_id: each for each in world.scheduler.chronicle.traces}["form"]
+    waited = trace.timeline.admitted - trace.timeline.arrived
     assert waited > 0
-    assert story.blocked_s[GRAMMAR] == pytest.approx(sum(story.blocked_s))
+    assert trace.blocked_s[GRAMMAR] == pytest.approx(sum(trace.blocked_s))
     assert BLOCKERS[GRAMMAR] == "grammar"
 
 

@@ -10,7 +10,7 @@ import pytest
 from tests.runner.test_deterministic import CONFIG, OTHERS, PROMPT, first_of, wish
 from tests.tools.eval.test_model import TEXT
 from windlass import LLM, SamplingParams
-from windlass.cli.findings import examine
+from windlass.cli.model_report import examine
 from windlass.config import EngineConfig
 from windlass.errors import ConfigError
 from windlass.tools.eval.data import read_corpus

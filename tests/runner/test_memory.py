@@ -107,10 +107,10 @@ def test_results_tell_their_story_and_their_price(llm: LLM) -> None:
     stop = SamplingParams(max_tokens=30, temperature=0.0, stop=["e"])
     first, second = llm.generate(PROMPTS, [GREEDY, stop])
     for result in (first, second):
-        (story,) = result.stories
-        assert result.cost == pytest.approx(story.prefill_s + story.decode_s)
+        (trace,) = result.traces
+        assert result.cost == pytest.approx(trace.prefill_s + trace.decode_s)
         assert result.cost > 0
-    assert first.stories[0].finish == "length"
+    assert first.traces[0].finish == "length"
     (told,) = llm.explain(first)
     assert told["dominated_by"] in ("prefill", "decode", "step")
     assert " of " in told["sentence"]

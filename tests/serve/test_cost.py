@@ -51,7 +51,7 @@ def test_requests_and_idle_time_cost_the_price_of_the_time(overlap: bool) -> Non
     now()
     stats = engine.stats()
     price = Price(PRICE)
-    asked = price.of(engine.stories())
+    asked = price.of(engine.traces())
     idle = stats.account.idle_s * price.per_second
     assert asked.total + idle == pytest.approx((times[-1] - began) * PRICE / 3600)
     assert asked.prefill == pytest.approx(stats.account.prefill_s)

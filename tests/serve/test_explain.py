@@ -11,15 +11,15 @@ import pytest
 from tests.serve.conftest import Server, running, wait_until
 from tests.serve.fakes import Options, counting
 from windlass.core.card import Capacity, EngineReport
-from windlass.core.story import BLOCKERS, Chunk, Story
+from windlass.core.trace import BLOCKERS, Chunk, RequestTrace
 from windlass.core.types import Timeline
-from windlass.serve.explain import explained, story_json
-from windlass.serve.storybook import StoryBook
+from windlass.serve.explain import explained, trace_json
+from windlass.serve.trace_store import TraceStore
 
 REPORT = EngineReport(2048, 8, 512, 1000, Capacity(100, 16, 2**20, "set by the test"))
 
 
-def story(**changes: Any) -> Story:
+def trace(**changes: Any) -> RequestTrace:
     """Queued 1.9 s, prompt 0.1 s, decode 0.3 s."""
     times = Timeline(0.0, 1.9, 2.0, 2.3, num_prompt=40, num_output=31, num_chunks=1)
     values: dict[str, Any] = {
@@ -45,7 +45,7 @@ def story(**changes: Any) -> Story:
         "decode_s": 0.1,
         "saved_s": 0.0,
     }
-    return Story(**{**values, **changes})
+    return RequestTrace(**{**values, **changes})
 
 
 def blocked(name: str, seconds: float = 1.9) -> tuple[float, ...]:
@@ -103,7 +103,7 @@ def blocked(name: str, seconds: float = 1.9) -> tuple[float, ...]:
 def test_the_sentence_and_the_setting(
     changes: dict[str, Any], sentence: str, flag: str | None, value: object
 ) -> None:
-    found = explained(story(**changes), 0.0, REPORT)
+    found = explained(trace(**changes), 0.0, REPORT)
     assert found["sentence"] == sentence
     assert (found["setting"] and found["setting"]["flag"]) == flag
     assert (found["setting"] and found["setting"]["value"]) == value
@@ -112,7 +112,7 @@ def test_the_sentence_and_the_setting(
 def test_preemptions_and_drafts_are_told() -> None:
     times = Timeline(0.0, 0.1, 0.2, 2.3, num_prompt=4, num_output=9, num_preemptions=2)
     times.num_drafted, times.num_accepted = 7, 3
-    told = story(
+    told = trace(
         timeline=times,
         waited_again_s=1.2,
         num_redone=11,
@@ -121,7 +121,7 @@ def test_preemptions_and_drafts_are_told() -> None:
         drafted=[0, 1, 3],
         accepted=[2, 1, 1],
     )
-    made = story_json(told, 0.0)
+    made = trace_json(told, 0.0)
     assert made["seconds"]["decode"] == pytest.approx(0.9)
     assert made["seconds"]["preempted"] == pytest.approx(1.2)
     assert made["preemptions"]["recomputed_tokens"] == 11
@@ -135,11 +135,11 @@ def test_preemptions_and_drafts_are_told() -> None:
 
 
 def test_the_book_forgets_the_oldest() -> None:
-    book = StoryBook(lambda _owner, _story: None, most=2)
+    book = TraceStore(lambda _owner, _trace: None, most=2)
     for name in ("a", "b", "c"):
         book.open(name, "me", 0.0, (f"{name}-0",))
-        book.tell([story(request_id=f"{name}-0")])
-    assert book.find("c", "me").stories
+        book.tell([trace(request_id=f"{name}-0")])
+    assert book.find("c", "me").traces
     with pytest.raises(Exception, match="no request 'a' of yours is known"):
         book.find("a", "me")
 

@@ -160,7 +160,7 @@ def test_cells(value: float | None, text: str) -> None:
     ("name", "billions"), [("llama-3.1-8b", 8.03), ("qwen3-0.6b", 0.596), ("smollm2-135m", 0.1345)]
 )
 def test_the_benchmark_models_have_their_size(name: str, billions: float) -> None:
-    from windlass.cli.findings import examine
+    from windlass.cli.model_report import examine
 
     model = str(ROOT / "benchmarks" / "models" / name)
     found = examine(EngineConfig.of(model=model, load_format="dummy", dtype="bfloat16"))

@@ -21,7 +21,7 @@ def inspect(
     read.
     """
     config = options.engine()
-    from windlass.cli.findings import examine
+    from windlass.cli.model_report import examine
 
     findings = examine(config, tensors)
     if as_json:

@@ -43,7 +43,7 @@ def explain(
         if as_json:
             typer.echo(json.dumps(told, indent=2))
             return
-        from windlass.cli.told import print_explanation
+        from windlass.cli.remote_tables import print_explanation
 
         print_explanation(told)
 
@@ -60,7 +60,7 @@ def memory(
         if as_json:
             typer.echo(json.dumps(told, indent=2))
             return
-        from windlass.cli.told import print_memory
+        from windlass.cli.remote_tables import print_memory
 
         print_memory(told)
 

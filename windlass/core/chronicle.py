@@ -12,18 +12,18 @@ from itertools import islice
 from statistics import median_low
 from typing import TYPE_CHECKING, NamedTuple
 
-from windlass.core.story import (
+from windlass.core.trace import (
     ADAPTER,
     BATCH,
     BLOCKERS,
     BLOCKS,
-    MOST_CHUNKS,
+    MAX_CHUNKS,
     PREFIX,
     SAMPLE,
     SEQUENCES,
     TOKENS,
     Chunk,
-    Story,
+    RequestTrace,
 )
 from windlass.core.types import Account, Row
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from windlass.core.request import Request
     from windlass.core.step import Step
 
-_MOST_STORIES = 4096  # kept for who does not ask for them
+_MAX_TRACES = 4096  # kept for who does not ask for them
 _RING = 4096  # steps whose number of rows is remembered
 
 
@@ -64,7 +64,7 @@ class Chronicle:
     def __init__(self) -> None:
         self.blocker: int | None = None  # of the first in the queue, since the last plan
         self.passed: list[tuple[Request, int]] = []  # waiting ones with a blocker of their own
-        self.stories: deque[Story] = deque(maxlen=_MOST_STORIES)
+        self.traces: deque[RequestTrace] = deque(maxlen=_MAX_TRACES)
         self._started: float | None = None
         self._mark = 0.0  # the time is accounted for up to here
         self._looked_at = 0.0  # when the last plan was made with someone waiting
@@ -126,7 +126,7 @@ class Chronicle:
             if num_prompt > 0:
                 mine.prefill_s += num_prompt * unit
                 mine.chunks = mine.chunks or []
-                if len(mine.chunks) < MOST_CHUNKS:
+                if len(mine.chunks) < MAX_CHUNKS:
                     place = (start, num_tokens, step.num_tokens, len(step.members), seconds)
                     mine.chunks.append(Chunk(*place))
             if mine.redo_to and start + num_tokens >= mine.redo_to:
@@ -243,11 +243,11 @@ class Chronicle:
         """Complete its story, and keep it until someone takes it."""
         if request.slot is None:
             self._leave_queue(request, now)
-        story = self.told(request, now)
-        self._saved_s += story.saved_s
-        self.stories.append(story)
+        trace = self.told(request, now)
+        self._saved_s += trace.saved_s
+        self.traces.append(trace)
 
-    def told(self, request: Request, now: float) -> Story:
+    def told(self, request: Request, now: float) -> RequestTrace:
         """Its story so far."""
         mine, timeline = request.share, replace(request.timeline, num_output=request.num_output)
         seconds = mine.seconds
@@ -256,7 +256,7 @@ class Chronicle:
         started = timeline.first_token is not None
         waits = request.slot is None and request.finish is None
         prompt_token_s = self._prefill_s / self._num_prefill if self._num_prefill else 0.0
-        return Story(
+        return RequestTrace(
             request.request_id,
             timeline,
             request.finish,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from windlass.core.blocks import block_hash, root_hash
 from windlass.core.sampling import SamplingParams
-from windlass.core.story import Share
+from windlass.core.trace import Share
 from windlass.core.types import (
     Admission,
     BlockId,

@@ -23,7 +23,7 @@ from windlass.core.memory import BlockUse
 from windlass.core.policy import Continuous, Fcfs, Gate, Policy, WaitingQueue
 from windlass.core.request import Request
 from windlass.core.step import Step, make_tuple
-from windlass.core.story import ADAPTER, BLOCKS, GRAMMAR, PREFIX, Story
+from windlass.core.trace import ADAPTER, BLOCKS, GRAMMAR, PREFIX, RequestTrace
 from windlass.core.types import (
     BlockId,
     EngineStats,
@@ -167,7 +167,7 @@ class Scheduler:
     def block_use(self) -> BlockUse:
         return self._claims.use(self._running)
 
-    def story(self, request_id: str, now: float) -> Story | None:
+    def trace(self, request_id: str, now: float) -> RequestTrace | None:
         """What is to be told so far of a request that has not ended."""
         request = self._requests.get(request_id)
         return None if request is None else self.chronicle.told(request, now)

@@ -26,7 +26,7 @@ from windlass.serve.problems import problem_of
 from windlass.serve.protocol import Generation, StreamOptions
 from windlass.serve.services import Services
 from windlass.serve.shapes import Json, Shape, usage
-from windlass.serve.storybook import Entry
+from windlass.serve.trace_store import Entry
 from windlass.serve.transport import CONNECTION, LimitedProtocol
 
 T = TypeVar("T")
@@ -90,7 +90,7 @@ class Answer:
     ) -> None:
         config, card = services.config, services.card
         self._client = services.client
-        self._book = services.book
+        self._traces = services.traces
         self._owner = owner
         self._entry: Entry | None = None
         self._inbox: Inbox | None = None
@@ -134,13 +134,13 @@ class Answer:
                 return portion
         except EngineError:
             if self._entry is not None:
-                self._book.give_up(self._entry)
+                self._traces.give_up(self._entry)
             raise
         return None
 
     def _start(self) -> Inbox:
         ids, began = tuple(self._by_id), self._ticket.began
-        self._entry = self._book.open(self._prepared.answer_id, self._owner, began, ids)
+        self._entry = self._traces.open(self._prepared.answer_id, self._owner, began, ids)
         self._inbox = self._client.submit(self._prepared.requests)
         return self._inbox
 
@@ -162,8 +162,8 @@ class Answer:
         """What it cost, where that was asked for; known when the engine has told its story."""
         if self._price is None or self._entry is None:
             return None
-        stories = await self._book.complete(self._entry)
-        return None if stories is None else self._price.of(stories)
+        traces = await self._traces.complete(self._entry)
+        return None if traces is None else self._price.of(traces)
 
     async def _record(self) -> None:
         if self._recorder is not None and self._recorder.chooses(self._prepared.answer_id):

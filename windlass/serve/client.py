@@ -22,7 +22,7 @@ import zmq.asyncio
 
 from windlass.core.card import EngineReport
 from windlass.core.memory import Memory
-from windlass.core.story import Story
+from windlass.core.trace import RequestTrace
 from windlass.core.types import EngineStats, NewRequest, Output
 from windlass.errors import EngineError, RequestError, WorkerDied
 from windlass.serve import messages
@@ -92,7 +92,7 @@ class EngineClient:
         # Told of each report and of the one before it in the same life of the engine.
         self.on_stats: Callable[[EngineStats, EngineStats], None] | None = None
         # Told of requests that have ended; None: those in the engine died with it.
-        self.on_stories: Callable[[list[Story] | None], None] | None = None
+        self.on_traces: Callable[[list[RequestTrace] | None], None] | None = None
 
     # ---- the process -------------------------------------------------------------------------
 
@@ -206,8 +206,8 @@ class EngineClient:
             inbox.put(_end_error(inbox, how, started, blocked))
         self._calls.fail(how)
         self.adapters.fail(how)
-        if self.on_stories is not None:
-            self.on_stories(None)
+        if self.on_traces is not None:
+            self.on_traces(None)
 
     async def close(self) -> None:
         """End the engine process; requests still in flight end with an error."""
@@ -327,16 +327,16 @@ class EngineClient:
         answer = await self._ask(messages.ResetPrefixCache, messages.CacheReset)
         return answer.num_blocks
 
-    async def story(self, request_id: str) -> Story | None:
+    async def trace(self, request_id: str) -> RequestTrace | None:
         """What is to be told so far of a request; None: it has ended."""
         answer = await self._ask(
-            partial(messages.TellStory, request_id=request_id), messages.StoryTold
+            partial(messages.GetTrace, request_id=request_id), messages.TraceReply
         )
-        return answer.story
+        return answer.trace
 
     async def memory(self) -> Memory:
         """What the engine's memory holds at this moment."""
-        return (await self._ask(messages.TellMemory, messages.MemoryTold)).memory
+        return (await self._ask(messages.GetMemory, messages.MemoryReply)).memory
 
     async def rest(self) -> None:
         """Let the engine give memory back and stay; nothing may be in flight."""
@@ -348,7 +348,7 @@ class EngineClient:
 
     async def _told(self, question: type[messages.Sleep] | type[messages.Wake]) -> None:
         with self._heartbeat.paused():
-            answer = await self._ask(question, messages.MemoryTold, _REST_TIMEOUT_S)
+            answer = await self._ask(question, messages.MemoryReply, _REST_TIMEOUT_S)
         if answer.kind:
             raise build_error(answer.kind, answer.message)
 
@@ -406,10 +406,10 @@ class EngineClient:
                 self._see(stats, num_adds)
             case messages.AdapterAnswer():
                 self.adapters.answered(message)
-            case messages.Stories(stories):
-                if self.on_stories is not None:
-                    self.on_stories(stories)
-            case messages.CacheReset() | messages.StoryTold() | messages.MemoryTold():
+            case messages.Traces(traces):
+                if self.on_traces is not None:
+                    self.on_traces(traces)
+            case messages.CacheReset() | messages.TraceReply() | messages.MemoryReply():
                 self._calls.answered(message)
 
     def _step_failed(self, running: list[bytes], error: str) -> None:

@@ -16,7 +16,7 @@ from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge
 
-from windlass.core.story import Story
+from windlass.core.trace import RequestTrace
 from windlass.core.types import Account, EngineStats
 
 _WINDOW_S = 60.0
@@ -60,11 +60,11 @@ class Price:
         self.per_hour = per_hour
         self.per_second = per_hour / 3600
 
-    def of(self, stories: Iterable[Story]) -> Cost:
+    def of(self, traces: Iterable[RequestTrace]) -> Cost:
         """What requests have cost, by their shares of the steps."""
         cost, each = Cost(), self.per_second
-        for story in stories:
-            parts = (story.prefill_s, story.decode_s, story.saved_s)
+        for trace in traces:
+            parts = (trace.prefill_s, trace.decode_s, trace.saved_s)
             cost += Cost(*(seconds * each for seconds in parts))
         return cost
 
@@ -154,9 +154,9 @@ class CostBook:
         for phase, value in self.last_minute().items():
             self._rate.labels(self._model, phase).set(math.nan if value is None else value)
 
-    def charge(self, key: str, story: Story) -> None:
+    def charge(self, key: str, trace: RequestTrace) -> None:
         """Add an ended request to what its sender has cost; "": the server's own probes."""
-        cost = self.price.of([story])
+        cost = self.price.of([trace])
         self._by_key[key or "server"] += cost
         self._per_key.labels(self._model, key or "server").inc(max(0.0, cost.total))
 

@@ -10,12 +10,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from windlass.core.card import EngineReport
-from windlass.core.story import (
+from windlass.core.trace import (
     BATCH,
     BLOCKERS,
     BLOCKS,
     SEQUENCES,
-    Story,
+    RequestTrace,
 )
 
 Json = dict[str, Any]
@@ -42,31 +42,31 @@ class Phases:
         return self.before + self.queued + self.prefill + self.decode + self.preempted
 
 
-def phases_of(story: Story, began: float) -> Phases:
+def phases_of(trace: RequestTrace, began: float) -> Phases:
     """Preemptions are told apart from what they interrupted."""
-    times, again = story.timeline, story.waited_again_s
+    times, again = trace.timeline, trace.waited_again_s
     before = max(0.0, times.arrived - began)
     if times.admitted is None:
-        return Phases(before, story.ended - times.arrived, 0.0, 0.0, 0.0)
+        return Phases(before, trace.ended - times.arrived, 0.0, 0.0, 0.0)
     queued = times.admitted - times.arrived
     if times.first_token is None:
-        return Phases(before, queued, story.ended - times.admitted - again, 0.0, again)
-    prefill, decode = times.first_token - times.admitted, story.ended - times.first_token
+        return Phases(before, queued, trace.ended - times.admitted - again, 0.0, again)
+    prefill, decode = times.first_token - times.admitted, trace.ended - times.first_token
     # Nearly all preemptions come while tokens are generated.
     late = min(again, decode)
     return Phases(before, queued, prefill - (again - late), decode - late, again)
 
 
-def story_json(story: Story, began: float) -> Json:
+def trace_json(trace: RequestTrace, began: float) -> Json:
     """The facts, by phase."""
-    phases, times = phases_of(story, began), story.timeline
-    named = zip(BLOCKERS, story.blocked_s, strict=True)
+    phases, times = phases_of(trace, began), trace.timeline
+    named = zip(BLOCKERS, trace.blocked_s, strict=True)
     blocked = {name: _s(seconds) for name, seconds in named if seconds > 0.5e-6}
-    rest = phases.queued + phases.preempted - sum(story.blocked_s)
+    rest = phases.queued + phases.preempted - sum(trace.blocked_s)
     if rest > 0.5e-6:
         blocked["step"] = _s(rest)  # the one that was running when it came
     made: Json = {
-        "finish": story.finish,
+        "finish": trace.finish,
         "prompt_tokens": times.num_prompt,
         "output_tokens": times.num_output,
         "seconds": {
@@ -78,84 +78,84 @@ def story_json(story: Story, began: float) -> Json:
             "preempted": _s(phases.preempted),
         },
         "queue": {
-            "ahead": story.num_ahead,
-            "running": story.num_running,
+            "ahead": trace.num_ahead,
+            "running": trace.num_running,
             "blocked_by": blocked,
-            "blocks_short": story.short_blocks,
+            "blocks_short": trace.short_blocks,
         },
         "prompt": {
             "cached_tokens": times.num_cached,
-            "first_missed": story.first_miss,
-            "why_missed": story.why_missed or None,
+            "first_missed": trace.first_miss,
+            "why_missed": trace.why_missed or None,
             "num_chunks": times.num_chunks,
-            "chunks": [chunk._asdict() for chunk in story.chunks],
+            "chunks": [chunk._asdict() for chunk in trace.chunks],
         },
-        "decode": _decode_json(story, phases),
+        "decode": _decode_json(trace, phases),
         "engine_seconds": {
-            "prefill": _s(story.prefill_s),
-            "decode": _s(story.decode_s),
-            "saved_by_cache": _s(story.saved_s),
+            "prefill": _s(trace.prefill_s),
+            "decode": _s(trace.decode_s),
+            "saved_by_cache": _s(trace.saved_s),
         },
     }
     if times.num_preemptions:
         made["preemptions"] = {
             "count": times.num_preemptions,
-            "waited_seconds": _s(story.waited_again_s),
-            "recomputed_tokens": story.num_redone,
-            "recomputed_seconds": _s(story.redone_s),
+            "waited_seconds": _s(trace.waited_again_s),
+            "recomputed_tokens": trace.num_redone,
+            "recomputed_seconds": _s(trace.redone_s),
         }
-    if story.drafted:
-        made["drafts"] = _drafts_json(story)
+    if trace.drafted:
+        made["drafts"] = _drafts_json(trace)
     return made
 
 
-def _decode_json(story: Story, phases: Phases) -> Json:
-    count = max(0, story.timeline.num_output - 1)
-    least, median, most = story.batch or (None, None, None)
+def _decode_json(trace: RequestTrace, phases: Phases) -> Json:
+    count = max(0, trace.timeline.num_output - 1)
+    least, median, most = trace.batch or (None, None, None)
     return {
         "tokens": count,
         "seconds_per_token": _s(phases.decode / count) if count else None,
         "batch": {"min": least, "median": median, "max": most},
-        "seconds_beside_prompts": _s(story.beside_prompts_s),
+        "seconds_beside_prompts": _s(trace.beside_prompts_s),
     }
 
 
-def _drafts_json(story: Story) -> Json:
+def _drafts_json(trace: RequestTrace) -> Json:
     """Guesses by their place in the row: a row with three has one at each of three places."""
-    places = range(1, len(story.drafted))
+    places = range(1, len(trace.drafted))
     return {
-        "proposed": story.timeline.num_drafted,
-        "accepted": story.timeline.num_accepted,
+        "proposed": trace.timeline.num_drafted,
+        "accepted": trace.timeline.num_accepted,
         "per_position": [
-            {"proposed": sum(story.drafted[at:]), "accepted": sum(story.accepted[at:])}
+            {"proposed": sum(trace.drafted[at:]), "accepted": sum(trace.accepted[at:])}
             for at in places
         ],
     }
 
 
-def explained(story: Story, began: float, report: EngineReport) -> Json:
+def explained(trace: RequestTrace, began: float, report: EngineReport) -> Json:
     """One sentence on what took the most time, and the setting that would have helped, if any."""
-    phases = phases_of(story, began)
+    phases = phases_of(trace, began)
     parts = {
         "server": phases.before,
         "prefill": phases.prefill,
-        "decode": phases.decode - story.redone_s,
-        "redone": story.redone_s,
-        **dict(zip(BLOCKERS, story.blocked_s, strict=True)),
+        "decode": phases.decode - trace.redone_s,
+        "redone": trace.redone_s,
+        **dict(zip(BLOCKERS, trace.blocked_s, strict=True)),
     }
-    parts["step"] = phases.queued + phases.preempted - sum(story.blocked_s)
+    parts["step"] = phases.queued + phases.preempted - sum(trace.blocked_s)
     top = max(parts, key=lambda name: parts[name])
     share = f"{_time(parts[top])} of {_time(phases.total)}"
     return {
         "dominated_by": top,
-        "sentence": f"{share} {_words(top, story, phases, report)}.",
-        "setting": _setting(top, story, report),
+        "sentence": f"{share} {_words(top, trace, phases, report)}.",
+        "setting": _setting(top, trace, report),
     }
 
 
-def _words(top: str, story: Story, phases: Phases, report: EngineReport) -> str:
-    times = story.timeline
-    running, ahead = _many(story.num_running, "running request"), _many(story.num_ahead, "other")
+def _words(top: str, trace: RequestTrace, phases: Phases, report: EngineReport) -> str:
+    times = trace.timeline
+    running, ahead = _many(trace.num_running, "running request"), _many(trace.num_ahead, "other")
     if top == "prefill":
         cached = f"; {times.num_cached:,} more were cached" if times.num_cached else ""
         computed = times.num_prompt - times.num_cached
@@ -164,13 +164,13 @@ def _words(top: str, story: Story, phases: Phases, report: EngineReport) -> str:
             f"{_many(times.num_chunks, 'step')}{cached}"
         )
     if top == "decode":
-        return f"generated {_many(times.num_output, 'token')}{_pace(story, phases)}"
+        return f"generated {_many(times.num_output, 'token')}{_pace(trace, phases)}"
     again = ""
     if times.num_preemptions:
         again = f", after {_many(times.num_preemptions, 'preemption')} for lack of KV blocks"
     waits = {
         "server": "passed in the server before the engine had it: template, tokens, the way there",
-        "redone": f"computed {_many(story.num_redone, 'token')} again{again}",
+        "redone": f"computed {_many(trace.num_redone, 'token')} again{again}",
         "sequences": f"were spent waiting for one of {report.max_num_seqs:,} places to run "
         f"(--max-num-seqs), behind {ahead} in the queue",
         "tokens": f"were spent waiting for room in steps that were full "
@@ -187,32 +187,32 @@ def _words(top: str, story: Story, phases: Phases, report: EngineReport) -> str:
     return waits[top]
 
 
-def _pace(story: Story, phases: Phases) -> str:
-    count = story.timeline.num_output - 1
-    if count < 1 or story.batch is None:
+def _pace(trace: RequestTrace, phases: Phases) -> str:
+    count = trace.timeline.num_output - 1
+    if count < 1 or trace.batch is None:
         return ""
-    least, median, most = story.batch
+    least, median, most = trace.batch
     beside = f"batches of {least}" if least == most else f"batches of {least} to {most}"
     typical = "" if least == most else f" (median {median})"
     return f", {_time(phases.decode / count)} each, in {beside}{typical}"
 
 
-def _setting(top: str, story: Story, report: EngineReport) -> Json | None:
+def _setting(top: str, trace: RequestTrace, report: EngineReport) -> Json | None:
     """The flag and value that follow from what was recorded; None: no setting does."""
     capacity = report.capacity
-    if top == BLOCKERS[BLOCKS] or (top == "redone" and story.timeline.num_preemptions):
-        tokens = story.timeline.num_prompt + story.timeline.num_output
-        short = story.short_blocks or -(-tokens // capacity.block_size)
+    if top == BLOCKERS[BLOCKS] or (top == "redone" and trace.timeline.num_preemptions):
+        tokens = trace.timeline.num_prompt + trace.timeline.num_output
+        short = trace.short_blocks or -(-tokens // capacity.block_size)
         more = short * capacity.bytes_per_block / 2**20
         why = f"it lacked {_many(short, 'block')}, {more:,.1f} MiB of KV cache"
         return _flag("--num-blocks", capacity.num_blocks + short, why)
     if top == BLOCKERS[SEQUENCES]:
-        why = f"{_many(story.num_ahead, 'request')} waited before it, and all places were taken"
-        return _flag("--max-num-seqs", report.max_num_seqs + story.num_ahead + 1, why)
+        why = f"{_many(trace.num_ahead, 'request')} waited before it, and all places were taken"
+        return _flag("--max-num-seqs", report.max_num_seqs + trace.num_ahead + 1, why)
     if top == BLOCKERS[BATCH]:
         return _flag("--batching", "continuous", "requests then start whenever they fit")
-    if top == "prefill" and len(story.chunks) > 1:
-        cut = [chunk for chunk in story.chunks[:-1] if _had_room(chunk.step_tokens, report)]
+    if top == "prefill" and len(trace.chunks) > 1:
+        cut = [chunk for chunk in trace.chunks[:-1] if _had_room(chunk.step_tokens, report)]
         if cut:
             why = f"{_many(len(cut), 'step')} of its prompt had room for more of it"
             return _flag("--long-prefill-token-threshold", 0, why)

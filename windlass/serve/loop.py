@@ -165,10 +165,10 @@ class _Loop:
                 self._journal.ended([request_id])
             case messages.ResetPrefixCache(number):
                 self._news.append(messages.CacheReset(number, self._engine.reset_prefix_cache()))
-            case messages.TellStory(number, request_id):
-                self._news.append(messages.StoryTold(number, self._engine.story(request_id)))
-            case messages.TellMemory(number):
-                self._news.append(messages.MemoryTold(number, self._engine.memory()))
+            case messages.GetTrace(number, request_id):
+                self._news.append(messages.TraceReply(number, self._engine.trace(request_id)))
+            case messages.GetMemory(number):
+                self._news.append(messages.MemoryReply(number, self._engine.memory()))
             case messages.Sleep() | messages.Wake():
                 self._rest(message)
             case messages.LoadAdapter() | messages.UnloadAdapter():
@@ -197,7 +197,7 @@ class _Loop:
                 self._engine.wake()
         except EngineError as error:
             kind, text = type(error).__name__, str(error)
-        told = messages.MemoryTold(asked.number, self._engine.memory(), kind, text)
+        told = messages.MemoryReply(asked.number, self._engine.memory(), kind, text)
         self._news.append(told)
 
     def _end_last_steps(self) -> None:
@@ -268,8 +268,8 @@ class _Loop:
         if force or now - self._stats_at >= _STATS_INTERVAL_S:
             self._stats_at = now
             self._news.append(messages.Stats(self._engine.stats(), self._num_adds))
-        if stories := self._engine.stories():
-            self._news.insert(0, messages.Stories(stories))
+        if traces := self._engine.traces():
+            self._news.insert(0, messages.Traces(traces))
         if self._news:
             self._socket.send(messages.encode(self._news))
             self._news.clear()

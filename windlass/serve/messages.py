@@ -12,7 +12,7 @@ import msgspec
 
 from windlass.core.card import EngineReport
 from windlass.core.memory import Memory
-from windlass.core.story import Story
+from windlass.core.trace import RequestTrace
 from windlass.core.types import EngineStats, NewRequest, Output
 
 
@@ -31,12 +31,12 @@ class ResetPrefixCache(msgspec.Struct, tag="reset", frozen=True):
     number: int
 
 
-class TellStory(msgspec.Struct, tag="tell_story", frozen=True):
+class GetTrace(msgspec.Struct, tag="tell_story", frozen=True):
     number: int
     request_id: str
 
 
-class TellMemory(msgspec.Struct, tag="tell_memory", frozen=True):
+class GetMemory(msgspec.Struct, tag="tell_memory", frozen=True):
     number: int
 
 
@@ -101,10 +101,10 @@ class Stats(msgspec.Struct, tag="stats", frozen=True):
     num_adds: int
 
 
-class Stories(msgspec.Struct, tag="stories", frozen=True):
+class Traces(msgspec.Struct, tag="stories", frozen=True):
     """Of requests that have ended; comes before their last outputs."""
 
-    stories: list[Story]
+    traces: list[RequestTrace]
 
 
 class CacheReset(msgspec.Struct, tag="cache_reset", frozen=True):
@@ -112,12 +112,12 @@ class CacheReset(msgspec.Struct, tag="cache_reset", frozen=True):
     num_blocks: int
 
 
-class StoryTold(msgspec.Struct, tag="story", frozen=True):
+class TraceReply(msgspec.Struct, tag="story", frozen=True):
     number: int
-    story: Story | None  # None: the request has ended
+    trace: RequestTrace | None  # None: the request has ended
 
 
-class MemoryTold(msgspec.Struct, tag="memory", frozen=True):
+class MemoryReply(msgspec.Struct, tag="memory", frozen=True):
     """How things stand afterwards: `kind` is the class of an error; "": there was none."""
 
     number: int
@@ -135,11 +135,11 @@ class AdapterAnswer(msgspec.Struct, tag="adapter", frozen=True):
     message: str = ""
 
 
-Question = ResetPrefixCache | TellStory | TellMemory | Sleep | Wake
-Answer = CacheReset | StoryTold | MemoryTold
+Question = ResetPrefixCache | GetTrace | GetMemory | Sleep | Wake
+Answer = CacheReset | TraceReply | MemoryReply
 ToEngine = Add | Abort | Question | LoadAdapter | UnloadAdapter | Stop
 FromEngine = (
-    Ready | Failed | Outputs | Refused | StepFailed | Stats | Stories | Answer | AdapterAnswer
+    Ready | Failed | Outputs | Refused | StepFailed | Stats | Traces | Answer | AdapterAnswer
 )
 
 _encoder = msgspec.msgpack.Encoder()

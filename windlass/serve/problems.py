@@ -29,7 +29,7 @@ class ModelNotFound(RequestError):
     """The request names a model that this server does not have."""
 
 
-class StoryNotFound(RequestError):
+class TraceNotFound(RequestError):
     """No request of this id is known here, or it is somebody else's."""
 
 
@@ -85,7 +85,7 @@ class Problem:
 # The first row whose class matches decides, so that a subclass stands above its parent.
 _TABLE: tuple[tuple[type[EngineError], int, str, str | None], ...] = (
     (ModelNotFound, 404, "invalid_request_error", "model_not_found"),
-    (StoryNotFound, 404, "not_found_error", "request_not_found"),
+    (TraceNotFound, 404, "not_found_error", "request_not_found"),
     (AdapterNotFound, 404, "invalid_request_error", "model_not_found"),
     (AdapterConflict, 409, "invalid_request_error", "adapter_conflict"),
     (Busy, 409, "invalid_request_error", "busy"),

@@ -31,7 +31,7 @@ from windlass.serve.protocol import (
 )
 from windlass.serve.services import Services
 from windlass.serve.shapes import ChatShape, CompletionShape, Shape
-from windlass.serve.telling import Telling
+from windlass.serve.trace_routes import TraceRoutes
 
 Endpoint = Callable[..., Awaitable[Response]]
 
@@ -280,7 +280,7 @@ def _health(health: Health) -> Response:
 def make_router(services: Services) -> APIRouter:
     """All endpoints, bound to one set of parts."""
     completions, texts, operations = Completions(services), Texts(services), Operations(services)
-    changes, telling, admin = AdapterChanges(services), Telling(services), Admin(services)
+    changes, trace_routes, admin = AdapterChanges(services), TraceRoutes(services), Admin(services)
     router = APIRouter()
     posts: dict[str, Endpoint] = {
         "/v1/chat/completions": completions.chat,
@@ -310,8 +310,8 @@ def make_router(services: Services) -> APIRouter:
         "/load": operations.load,
         "/memory": admin.memory,
         "/is_sleeping": admin.is_sleeping,
-        "/cost": telling.cost,
-        "/v1/requests/{answer_id:path}/explain": telling.explain,
+        "/cost": trace_routes.cost,
+        "/v1/requests/{answer_id:path}/explain": trace_routes.explain,
     }
     for path, endpoint in posts.items():
         router.add_api_route(path, endpoint, methods=["POST"], response_model=None)

@@ -21,9 +21,9 @@ from windlass.serve.prepare import Preparer
 from windlass.serve.probe import GenerateProbe
 from windlass.serve.record import Recorder, make_recorder
 from windlass.serve.sleep import Sleeper
-from windlass.serve.storybook import StoryBook
 from windlass.serve.template_process import TemplateProcess
 from windlass.serve.template_worker import TemplateSource
+from windlass.serve.trace_store import TraceStore
 from windlass.serve.workers import Workers
 
 _log = logging.getLogger("windlass.serve")
@@ -41,7 +41,7 @@ class Services:
     admission: Admission
     desk: Desk
     door: AdapterDoor
-    book: StoryBook
+    traces: TraceStore
     sleeper: Sleeper
     probe: GenerateProbe
     workers: Workers
@@ -66,7 +66,7 @@ def make_services(client: EngineClient, card: ModelCard, config: ServeConfig) ->
     metrics = Metrics(card.name)
     admission = Admission(config, client, metrics.rejected)
     costs = make_cost_book(config.price_per_hour, card.name, metrics.registry)
-    book = StoryBook(costs.charge if costs is not None else lambda _owner, _story: None)
+    traces = TraceStore(costs.charge if costs is not None else lambda _owner, _trace: None)
 
     def on_stats(stats: EngineStats, last: EngineStats) -> None:
         metrics.observe_stats(stats, last)
@@ -75,7 +75,7 @@ def make_services(client: EngineClient, card: ModelCard, config: ServeConfig) ->
             costs.observe(stats, last)
 
     client.on_stats = on_stats
-    client.on_stories = book.tell
+    client.on_traces = traces.tell
     desk = Desk(metrics, config.enable_log_requests)
     recorder = make_recorder(config, card.tokenizer)
     workers, template = Workers(), _start_template(card, config)
@@ -90,7 +90,7 @@ def make_services(client: EngineClient, card: ModelCard, config: ServeConfig) ->
         admission=admission,
         desk=desk,
         door=AdapterDoor(client, keys, config.lora_root, card.name),
-        book=book,
+        traces=traces,
         sleeper=Sleeper(client, desk),
         probe=GenerateProbe(client, card.tokenizer),
         workers=workers,

@@ -37,7 +37,7 @@ _CONTROL = (
 )
 _TOKENS = 96
 _MANY_S = 30.0  # of many at once on a GPU: one run is over in a moment, and no two are alike
-_TELLING = 5  # runs from which on their spread says something
+_REPORTED = 5  # runs from which on their spread says something
 _AT_ONCE = 32
 # Prose that ships with the program: to repeat here, to measure short perplexities elsewhere.
 TEXTS = (
@@ -227,7 +227,7 @@ def _middle(ratios: list[float]) -> tuple[float, float | None]:
     That is half of what lies between the ratios sqrt(n) / 2 places before it and behind it.
     """
     middle = statistics.median(ratios)
-    if len(ratios) < _TELLING:
+    if len(ratios) < _REPORTED:
         return middle, None
     places, ratios = math.sqrt(len(ratios)) / 2, sorted(ratios)
     center = (len(ratios) - 1) / 2

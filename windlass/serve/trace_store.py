@@ -11,8 +11,8 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from windlass.core.story import Story
-from windlass.serve.problems import StoryNotFound
+from windlass.core.trace import RequestTrace
+from windlass.serve.problems import TraceNotFound
 
 _MOST_ENDED = 1000
 _WAIT_S = 5.0
@@ -26,19 +26,21 @@ class Entry:
     owner: str
     began: float
     request_ids: tuple[str, ...]
-    stories: dict[str, Story] = field(default_factory=dict)
+    traces: dict[str, RequestTrace] = field(default_factory=dict)
     lost: bool = False  # it failed, or the engine died with it: not all will be told
     told: asyncio.Event = field(default_factory=asyncio.Event)
 
     @property
     def is_open(self) -> bool:
-        return not self.lost and len(self.stories) < len(self.request_ids)
+        return not self.lost and len(self.traces) < len(self.request_ids)
 
 
-class StoryBook:
+class TraceStore:
     """Owns the entries. `charge` is told of each story and of whose it is; "": the server's own."""
 
-    def __init__(self, charge: Callable[[str, Story], None], most: int = _MOST_ENDED) -> None:
+    def __init__(
+        self, charge: Callable[[str, RequestTrace], None], most: int = _MOST_ENDED
+    ) -> None:
         self._charge = charge
         self._most = most
         self._by_id: dict[tuple[str, str], Entry] = {}
@@ -58,19 +60,19 @@ class StoryBook:
             entry.lost = True
             self._close(entry)
 
-    def tell(self, stories: list[Story] | None) -> None:
+    def tell(self, traces: list[RequestTrace] | None) -> None:
         """Take in stories of requests that have ended; None: all that were open are lost."""
-        if stories is None:
+        if traces is None:
             for entry in list(self._by_request.values()):
                 self.give_up(entry)
             self._by_request.clear()
             return
-        for story in stories:
-            found = self._by_request.pop(story.request_id, None)
-            self._charge(found.owner if found is not None else "", story)
+        for trace in traces:
+            found = self._by_request.pop(trace.request_id, None)
+            self._charge(found.owner if found is not None else "", trace)
             if found is not None:
-                found.stories[story.request_id] = story
-                if len(found.stories) == len(found.request_ids):
+                found.traces[trace.request_id] = trace
+                if len(found.traces) == len(found.request_ids):
                     self._close(found)
 
     def _close(self, entry: Entry) -> None:
@@ -85,7 +87,7 @@ class StoryBook:
             if self._by_id.get((oldest.answer_id, oldest.owner)) is oldest:
                 del self._by_id[oldest.answer_id, oldest.owner]
 
-    async def complete(self, entry: Entry) -> list[Story] | None:
+    async def complete(self, entry: Entry) -> list[RequestTrace] | None:
         """The stories of all its completions; one that was aborted is told a step later.
 
         None: the engine has not told them in time.
@@ -94,7 +96,7 @@ class StoryBook:
             await asyncio.wait_for(entry.told.wait(), _WAIT_S)
         except TimeoutError:
             return None
-        return list(entry.stories.values())
+        return list(entry.traces.values())
 
     def find(self, answer_id: str, owner: str | None) -> Entry:
         """The latest request of this id; `owner` None: whoever sent it."""
@@ -104,7 +106,7 @@ class StoryBook:
             found = (each for each in self._by_id.values() if each.answer_id == answer_id)
             entry = max(found, key=lambda each: each.began, default=None)
         if entry is None:
-            raise StoryNotFound(
+            raise TraceNotFound(
                 f"no request {answer_id!r:.200} of yours is known here. The id is the field 'id' of "
                 f"the answer (and X-Request-Id); the last {self._most} requests are kept."
             )

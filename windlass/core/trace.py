@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from windlass.core.types import FinishReason, Timeline
 
-# What a waiting request can be kept by, in the order of `Story.blocked_s`.
+# What a waiting request can be kept by, in the order of `RequestTrace.blocked_s`.
 BLOCKERS = (
     "sequences",  # as many requests run as may
     "tokens",  # the steps were full
@@ -24,7 +24,7 @@ BLOCKERS = (
 )
 SEQUENCES, TOKENS, BLOCKS, ADAPTER, PREFIX, BATCH, SAMPLE, GRAMMAR = range(len(BLOCKERS))
 
-MOST_CHUNKS = 64
+MAX_CHUNKS = 64
 
 
 class Chunk(NamedTuple):
@@ -38,7 +38,7 @@ class Chunk(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Story:
+class RequestTrace:
     """Facts about one request, in seconds of the engine's clock and in counts."""
 
     request_id: str

@@ -5,19 +5,19 @@ from __future__ import annotations
 from starlette.requests import Request
 from starlette.responses import Response
 
-from windlass.core.story import Story
+from windlass.core.trace import RequestTrace
 from windlass.errors import RequestError
 from windlass.serve.bodies import reply
 from windlass.serve.cost import NOBODY, cost_json
-from windlass.serve.explain import Json, explained, phases_of, story_json
+from windlass.serve.explain import Json, explained, phases_of, trace_json
 from windlass.serve.keys import name_of
 from windlass.serve.services import Services
-from windlass.serve.storybook import Entry
+from windlass.serve.trace_store import Entry
 
 _NOTHING = "Nothing was recorded: it was refused, or the engine died with it."
 
 
-class Telling:
+class TraceRoutes:
     """Two endpoints; each shows a key's owner its own, and an admin everybody's."""
 
     def __init__(self, services: Services) -> None:
@@ -39,39 +39,39 @@ class Telling:
         return reply(costs.summary_of(owner))
 
     async def explain(self, request: Request, answer_id: str) -> Response:
-        entry = self._services.book.find(answer_id, self._owner(request))
-        stories = {**entry.stories, **await self._running(entry)}
+        entry = self._services.traces.find(answer_id, self._owner(request))
+        traces = {**entry.traces, **await self._running(entry)}
         made: Json = {
             "id": entry.answer_id,
             "object": "request.explanation",
             "state": _state(entry),
         }
-        if stories:
-            slowest = max(stories.values(), key=lambda each: phases_of(each, entry.began).total)
+        if traces:
+            slowest = max(traces.values(), key=lambda each: phases_of(each, entry.began).total)
             made |= explained(slowest, entry.began, self._services.client.report)
         else:
             made |= {"dominated_by": None, "sentence": _NOTHING, "setting": None}
         completions = [
-            {"index": index, **self._completion(stories[name], entry.began)}
+            {"index": index, **self._completion(traces[name], entry.began)}
             for index, name in enumerate(entry.request_ids)
-            if name in stories
+            if name in traces
         ]
         return reply({**made, "completions": completions})
 
-    async def _running(self, entry: Entry) -> dict[str, Story]:
+    async def _running(self, entry: Entry) -> dict[str, RequestTrace]:
         """Completions that have not ended are told as far as they have come."""
         found = {}
         for name in entry.request_ids if entry.is_open else ():
-            if name not in entry.stories:
-                story = await self._services.client.story(name)
-                if story is not None:  # else it has ended meanwhile, and its last word is there
-                    found[name] = story
-        return {name: story for name, story in found.items() if name not in entry.stories}
+            if name not in entry.traces:
+                trace = await self._services.client.trace(name)
+                if trace is not None:  # else it has ended meanwhile, and its last word is there
+                    found[name] = trace
+        return {name: trace for name, trace in found.items() if name not in entry.traces}
 
-    def _completion(self, story: Story, began: float) -> Json:
+    def _completion(self, trace: RequestTrace, began: float) -> Json:
         costs = self._services.costs
-        cost = {"cost": cost_json(costs.price.of([story]))} if costs is not None else {}
-        return {**story_json(story, began), **cost}
+        cost = {"cost": cost_json(costs.price.of([trace]))} if costs is not None else {}
+        return {**trace_json(trace, began), **cost}
 
 
 def _state(entry: Entry) -> str:
