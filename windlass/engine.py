@@ -70,7 +70,7 @@ class Engine:
         self.asleep = False
         self._in_flight: tuple[StepPlan, Pending] | None = None
         self._on_plan: Callable[[StepPlan], None] = _ignore_plan
-        scheduler.chronicle.start(clock())
+        scheduler.accounting.start(clock())
 
     def watch_plans(self, on_plan: Callable[[StepPlan], None]) -> None:
         """Call `on_plan` with each plan before the runner gets it."""
@@ -184,7 +184,7 @@ class Engine:
 
     def traces(self) -> list[RequestTrace]:
         """What is to be told of requests that have ended since this was last asked."""
-        kept = self._scheduler.chronicle.traces
+        kept = self._scheduler.accounting.traces
         taken = list(kept)
         kept.clear()
         return taken

@@ -38,7 +38,7 @@ class Ledger:
         self.began = self.mark = world.now = 100.0
         self.ended: set[str] = set()
         self.planned: list[float] = []
-        world.scheduler.chronicle.start(world.now)
+        world.scheduler.accounting.start(world.now)
         self._plan, self._commit = world.scheduler.plan, world.scheduler.commit
         world.scheduler.plan = self.plan  # type: ignore[method-assign]
         world.scheduler.commit = self.commit  # type: ignore[method-assign]
@@ -84,7 +84,7 @@ def test_shares_and_idle_time_add_up_to_all_of_it(seed: int) -> None:
                 world.scheduler.abort(victim, ledger.tick())
                 ledger.ended.add(victim)
     world.finish_all(ahead=ahead)
-    traces = {trace.request_id: trace for trace in world.scheduler.chronicle.traces}
+    traces = {trace.request_id: trace for trace in world.scheduler.accounting.traces}
     assert set(traces) == {item.request_id for item in requests}
     for name, trace in traces.items():
         assert trace.prefill_s + trace.decode_s == pytest.approx(ledger.expected[name])
@@ -105,7 +105,7 @@ def test_waiting_is_explained_up_to_the_step_that_runs(seed: int) -> None:
     for item in requests:
         world.add(item)
     world.finish_all()
-    for trace in world.scheduler.chronicle.traces:
+    for trace in world.scheduler.accounting.traces:
         times = trace.timeline
         assert times.admitted is not None
         waited = times.admitted - ledger.planned[0] + trace.waited_again_s
@@ -114,7 +114,7 @@ def test_waiting_is_explained_up_to_the_step_that_runs(seed: int) -> None:
 
 
 def stories_of(world: World) -> dict[str, RequestTrace]:
-    return {trace.request_id: trace for trace in world.scheduler.chronicle.traces}
+    return {trace.request_id: trace for trace in world.scheduler.accounting.traces}
 
 
 def blocker(trace: RequestTrace) -> int:

@@ -80,7 +80,7 @@ def test_others_pass_a_request_whose_grammar_is_compiled(
     world.finish_all()
     assert world.got["form"] == plain_loop(first, 64)
     assert not grammars.forms
-    trace = {each.request_id: each for each in world.scheduler.chronicle.traces}["form"]
+    trace = {each.request_id: each for each in world.scheduler.accounting.traces}["form"]
     waited = trace.timeline.admitted - trace.timeline.arrived
     assert waited > 0
     assert trace.blocked_s[GRAMMAR] == pytest.approx(sum(trace.blocked_s))

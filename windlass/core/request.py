@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from windlass.core.blocks import block_hash, root_hash
 from windlass.core.sampling import SamplingParams
-from windlass.core.trace import Share
+from windlass.core.trace import RequestAccounting
 from windlass.core.types import (
     Admission,
     BlockId,
@@ -100,7 +100,7 @@ class Request:
         self.generation = 0  # grows with each preemption, so that late results are recognised
         self.finish: FinishReason | None = None
         self.timeline = Timeline(arrived=now, num_prompt=self.num_prompt)
-        self.share = Share()
+        self.share = RequestAccounting()
         self.fresh = True  # no plan has a row of it since it got its slot
         # Blocks that were computed in any order are of no use to who wants a fixed one.
         order = "fixed" if new.sampling.deterministic else ""

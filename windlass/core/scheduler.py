@@ -13,9 +13,9 @@ from collections import deque
 from dataclasses import replace
 from random import Random
 
+from windlass.core.accounting import StepAccounting, lacks
 from windlass.core.adapters import Adapters
 from windlass.core.blocks import BlockPool
-from windlass.core.chronicle import Chronicle, lacks
 from windlass.core.claims import Claims
 from windlass.core.grammars import Grammars, NoGrammars
 from windlass.core.limits import SchedulerLimits
@@ -75,7 +75,7 @@ class Scheduler:
         self._budget = limits.max_num_batched_tokens  # tokens a step; less after a lack of memory
         self._num_arrivals = 0
         self._count = EngineStats()
-        self.chronicle = Chronicle()
+        self.accounting = StepAccounting()
         self._claims = Claims(limits, pool, caching)
 
     # ---- requests in and out -----------------------------------------------------------------
@@ -97,7 +97,7 @@ class Scheduler:
         self._requests[new.request_id] = request
         if new.sampling.structured_outputs is not None:
             self.grammars.enter(new.request_id, new.sampling.structured_outputs)
-        self.chronicle.arrived(request, len(self._waiting), len(self._running), now)
+        self.accounting.arrived(request, len(self._waiting), len(self._running), now)
         self._waiting.push(request)
 
     def abort(self, request_id: str, now: float | None = None) -> None:
@@ -131,7 +131,7 @@ class Scheduler:
             if smallest and row is largest:
                 outputs.append(self._fail(request, error))
             else:
-                self._preempt(request, self.chronicle.now)
+                self._preempt(request, self.accounting.now)
         self.adapters.forget_idle()
         return outputs
 
@@ -170,16 +170,16 @@ class Scheduler:
     def trace(self, request_id: str, now: float) -> RequestTrace | None:
         """What is to be told so far of a request that has not ended."""
         request = self._requests.get(request_id)
-        return None if request is None else self.chronicle.told(request, now)
+        return None if request is None else self.accounting.told(request, now)
 
     def stats(self, now: float | None = None) -> EngineStats:
         """How things stand now; the caller owns the result."""
         if now is not None and not self._running and not self._in_flight:
-            self.chronicle.rest(now)
+            self.accounting.rest(now)
         prompts_left = (max(0, r.num_prompt - r.planned) for r in self._requests.values())
         return replace(
             self._count,
-            account=self.chronicle.account(),
+            account=self.accounting.account(),
             adapters=self.adapters.stats(),
             grammars=self.grammars.stats(),
             num_running=len(self._running),
@@ -198,10 +198,10 @@ class Scheduler:
         plan = StepPlan([], [], [], [], self._count.num_steps, [])
         step = Step(plan, self._limits, self._budget)
         num_before = self._count.num_preemptions
-        chronicle = self.chronicle
+        accounting = self.accounting
         if not self._running and not self._in_flight:
-            chronicle.rest(now)
-        chronicle.look(now)
+            accounting.rest(now)
+        accounting.look(now)
         self.adapters.begin()
         self.grammars.begin()
         self.failed = []
@@ -209,7 +209,7 @@ class Scheduler:
         if self._count.num_preemptions == num_before:
             self._plan_waiting(step, now)
         else:
-            chronicle.waits(BLOCKS, now)
+            accounting.waits(BLOCKS, now)
         if plan.rows:
             plan.freed.extend(self._freed)
             self._freed.clear()
@@ -218,7 +218,7 @@ class Scheduler:
             self._count.num_steps += 1
             self._count.num_step_tokens = step.close(self._budget)
             self._count.num_prompt_tokens_computed += step.num_prompt_tokens
-        joining = min(len(self._slots), chronicle.num_ready(len(self._waiting)))
+        joining = min(len(self._slots), accounting.num_ready(len(self._waiting)))
         return plan._replace(num_joining=joining) if joining else plan
 
     def _plan_running(self, step: Step, now: float) -> None:
@@ -254,7 +254,7 @@ class Scheduler:
         if request is None:
             return
         if self._waiting.stuck_at == state:
-            self.chronicle.waits(self._stuck_for, now)
+            self.accounting.waits(self._stuck_for, now)
             return
         waited_s = now - request.timeline.arrived
         openings = self._gate.openings(len(self._waiting), len(self._running), waited_s)
@@ -265,13 +265,13 @@ class Scheduler:
             lack = self._lacks(request)
             if lack is not None:
                 if request.finish is None:
-                    self.chronicle.pass_over(self._waiting.set_aside(), lack)
+                    self.accounting.pass_over(self._waiting.set_aside(), lack)
                     lacked.add(lack)
                 request = self._waiting.peek()
                 continue
             cached = self._claims.find(request)
             if self._claims.worth_waiting(request, cached):
-                self.chronicle.pass_over(self._waiting.set_aside(), PREFIX)
+                self.accounting.pass_over(self._waiting.set_aside(), PREFIX)
                 promised = True
             else:
                 count = self._admit(step, request, cached, now)
@@ -285,7 +285,7 @@ class Scheduler:
         if is_stuck:
             (self._stuck_for,) = lacked
         if self._waiting:
-            self.chronicle.waits(lacks(request, openings, len(self._slots), count), now)
+            self.accounting.waits(lacks(request, openings, len(self._slots), count), now)
 
     def _lacks(self, request: Request) -> int | None:
         """What a waiting request lacks of its own; an adapter or grammar with an error ends it."""
@@ -322,7 +322,7 @@ class Scheduler:
         if count <= 0:
             return count
         self._place(step.plan, request)
-        if self.chronicle.placed(request, request.computed, now):
+        if self.accounting.placed(request, request.computed, now):
             self._claims.note_miss(request)
             if self._claims.may_read(request):
                 self._count.prefix_queries += request.num_prompt
@@ -344,7 +344,7 @@ class Scheduler:
         """Back to the queue. Its sealed blocks stay findable, so little is computed twice."""
         self._running.remove(request)
         self._release(request)
-        self.chronicle.interrupted(request, now)
+        self.accounting.interrupted(request, now)
         request.forget_kv()
         request.timeline.num_preemptions += 1
         self._count.num_preemptions += 1
@@ -356,12 +356,12 @@ class Scheduler:
     def commit(self, plan: StepPlan, result: StepResult, now: float) -> list[Output]:
         """Take in the results of the oldest uncommitted plan; returns what each request got."""
         outputs: list[Output] = []
-        step, chronicle = self._in_flight.popleft(), self.chronicle
-        unit = chronicle.step(now, step)
+        step, accounting = self._in_flight.popleft(), self.accounting
+        unit = accounting.step(now, step)
         rows = zip(step.members, plan.rows, result.rows, strict=True)
         for (request, generation), row, got in rows:
             if request.finish is not None:
-                chronicle.unclaimed(request, row, unit)
+                accounting.unclaimed(request, row, unit)
                 continue
             if request.generation == generation:
                 request.computed = row.start + row.num_tokens
@@ -370,7 +370,7 @@ class Scheduler:
                 if request.computed >= request.seal_at:
                     self._claims.seal(request)
             else:
-                chronicle.late(request, row, unit)
+                accounting.late(request, row, unit)
             if row.sample:
                 request.num_pending -= 1
                 outputs.append(self._append(request, row, got, now))
@@ -391,7 +391,7 @@ class Scheduler:
             timeline.last_token = now
             if first:
                 timeline.first_token = now
-                self.chronicle.first_token(request)
+                self.accounting.first_token(request)
         if finish is not None:
             tokens = tokens[:taken]
             scores = scores[:taken] if scores is not None else None
@@ -403,7 +403,7 @@ class Scheduler:
 
     def _finish(self, request: Request, reason: FinishReason, now: float | None = None) -> None:
         request.finish = reason
-        self.chronicle.ended(request, self.chronicle.now if now is None else now)
+        self.accounting.ended(request, self.accounting.now if now is None else now)
         del self._requests[request.request_id]
         if request.slot is None:
             self._waiting.remove(request)

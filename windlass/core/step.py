@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from windlass.core.chronicle import Wide
+from windlass.core.accounting import Wide
 from windlass.core.limits import SchedulerLimits
 from windlass.core.request import Request
 from windlass.core.types import BlockId, Row, StepPlan

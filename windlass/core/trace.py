@@ -1,6 +1,6 @@
 """What is told of one request when it has ended: where its time went, and what it used.
 
-Plain values that travel to the server. Who fills them in while the request runs is chronicle.py;
+Plain values that travel to the server. Who fills them in while the request runs is accounting.py;
 what follows from them, in words, is serve/explain.py.
 """
 
@@ -68,7 +68,7 @@ class RequestTrace:
 _NOTHING_BLOCKED = (0.0,) * len(BLOCKERS)
 
 
-class Share:
+class RequestAccounting:
     """What is noted of a request while it is in the engine. Few objects: there may be many of it."""
 
     __slots__ = (

@@ -58,7 +58,7 @@ def lacks(request: Request | None, openings: int, num_slots: int, count: int) ->
     return BLOCKS if count < 0 else TOKENS
 
 
-class Chronicle:
+class StepAccounting:
     """Owns the account of time. Every moment is idle or belongs to a step, and none to both."""
 
     def __init__(self) -> None:
