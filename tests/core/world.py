@@ -177,15 +177,15 @@ class World:
 
     def check(self) -> None:
         """Every block's reference count equals the number of requests that claim it."""
-        claims = [0] * self.limits.num_blocks
+        allocator = [0] * self.limits.num_blocks
         for request in self.scheduler._running:
             assert len(set(request.blocks)) == len(request.blocks)
             for block in request.blocks:
-                claims[block] += 1
+                allocator[block] += 1
         for request in self.scheduler._waiting:
             assert not request.blocks
-        assert claims == self.pool._refs
-        assert {b for b, n in enumerate(claims) if n == 0} == set(self.pool._free)
+        assert allocator == self.pool._refs
+        assert {b for b, n in enumerate(allocator) if n == 0} == set(self.pool._free)
 
 
 def request(request_id: str, prompt: list[int], priority: int = 0, **sampling) -> NewRequest:

@@ -120,7 +120,7 @@ class WaitingQueue:
         self._waiting.pop(request.request_id, None)
 
 
-class Promises:
+class InflightPrefixes:
     """Blocks that running requests are computing now, by hash, until they are sealed.
 
     Whoever needs the same blocks does better to wait for them a step or two than to compute them
@@ -148,15 +148,15 @@ class Promises:
                 if self._by_hash.get(digest) is request:
                     del self._by_hash[digest]
 
-    def worth_waiting(self, request: Request, num_cached: int) -> bool:
+    def should_wait(self, request: Request, num_cached: int) -> bool:
         """Whether at least half of what `request` still needs is being computed by another."""
         if not self._by_hash or not request.may_read_cache:
             return False
         count = len(request.tokens) // self._size
-        promised = 0
+        num_inflight = 0
         for digest in request.hashes(count, self._size)[num_cached:]:
             if digest not in self._by_hash:
                 break
-            promised += 1
+            num_inflight += 1
         left = len(request.tokens) - num_cached * self._size
-        return promised > 0 and 2 * promised * self._size >= left
+        return num_inflight > 0 and 2 * num_inflight * self._size >= left

@@ -16,8 +16,8 @@ from random import Random
 from windlass.core.accounting import StepAccounting, lacks
 from windlass.core.adapters import Adapters
 from windlass.core.blocks import BlockPool
-from windlass.core.claims import Claims
 from windlass.core.grammars import Grammars, NoGrammars
+from windlass.core.kv_allocator import KVAllocator
 from windlass.core.limits import SchedulerLimits
 from windlass.core.memory import BlockUse
 from windlass.core.policy import Continuous, Fcfs, Gate, Policy, WaitingQueue
@@ -76,7 +76,7 @@ class Scheduler:
         self._num_arrivals = 0
         self._count = EngineStats()
         self.accounting = StepAccounting()
-        self._claims = Claims(limits, pool, caching)
+        self._allocator = KVAllocator(limits, pool, caching)
 
     # ---- requests in and out -----------------------------------------------------------------
 
@@ -162,10 +162,10 @@ class Scheduler:
         return {each.slot: each.tokens for each in self._running if each.slot is not None}
 
     def reset_prefix_cache(self) -> int:
-        return self._claims.pool.reset_cache()
+        return self._allocator.pool.reset_cache()
 
     def block_use(self) -> BlockUse:
-        return self._claims.use(self._running)
+        return self._allocator.use(self._running)
 
     def trace(self, request_id: str, now: float) -> RequestTrace | None:
         """What is to be told so far of a request that has not ended."""
@@ -185,9 +185,9 @@ class Scheduler:
             num_running=len(self._running),
             num_waiting=len(self._waiting),
             num_waiting_tokens=sum(prompts_left),
-            num_blocks=self._claims.pool.num_blocks,
-            num_used_blocks=self._claims.pool.num_used,
-            num_cached_blocks=self._claims.pool.num_cached,
+            num_blocks=self._allocator.pool.num_blocks,
+            num_used_blocks=self._allocator.pool.num_used,
+            num_cached_blocks=self._allocator.pool.num_cached,
             accepted_per_position=list(self._count.accepted_per_position),
         )
 
@@ -241,7 +241,7 @@ class Scheduler:
             end = request.planned + count
             if request.drafts or self._limits.lookahead:
                 spare = step.budget - count
-                end = self._claims.end_with_drafts(request, end, spare, len(self._running))
+                end = self._allocator.end_with_drafts(request, end, spare, len(self._running))
             if end > len(request.blocks) * self._limits.block_size:
                 fresh = self._grow(request, end, now)
             if fresh is not None:
@@ -269,8 +269,8 @@ class Scheduler:
                     lacked.add(lack)
                 request = self._waiting.peek()
                 continue
-            cached = self._claims.find(request)
-            if self._claims.worth_waiting(request, cached):
+            cached = self._allocator.find(request)
+            if self._allocator.should_wait(request, cached):
                 self.accounting.pass_over(self._waiting.set_aside(), PREFIX)
                 promised = True
             else:
@@ -306,25 +306,25 @@ class Scheduler:
 
         Returns None when the request itself was the one to go back.
         """
-        need = self._claims.need(request, num_tokens)
-        while need > self._claims.pool.num_free:
+        need = self._allocator.need(request, num_tokens)
+        while need > self._allocator.pool.num_free:
             last = self._running[-1]
             self._preempt(last, now)
             if last is request:
                 return None
-        fresh = self._claims.pool.take(need) if need > 0 else []
+        fresh = self._allocator.pool.take(need) if need > 0 else []
         request.blocks.extend(fresh)
         return fresh
 
     def _admit(self, step: Step, request: Request, cached: list[BlockId], now: float) -> int:
         """Give a waiting request a slot and its first blocks; not above 0: it cannot have them."""
-        count = self._claims.start(step, request, cached, alone=not self._running)
+        count = self._allocator.start(step, request, cached, alone=not self._running)
         if count <= 0:
             return count
         self._place(step.plan, request)
         if self.accounting.placed(request, request.computed, now):
-            self._claims.note_miss(request)
-            if self._claims.may_read(request):
+            self._allocator.note_miss(request)
+            if self._allocator.may_read(request):
                 self._count.prefix_queries += request.num_prompt
                 self._count.prefix_hits += request.computed
         return count
@@ -368,7 +368,7 @@ class Scheduler:
                 if row.num_drafts or got.drafts:
                     request.settle_drafts(row, got, self._count)
                 if request.computed >= request.seal_at:
-                    self._claims.seal(request)
+                    self._allocator.seal(request)
             else:
                 accounting.late(request, row, unit)
             if row.sample:
@@ -419,7 +419,7 @@ class Scheduler:
 
     def _release(self, request: Request) -> None:
         assert request.slot is not None
-        self._claims.release(request)
+        self._allocator.release(request)
         self._slots.append(request.slot)
         self._freed.append(request.slot)
         if request.adapter:

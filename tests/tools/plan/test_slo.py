@@ -1,4 +1,4 @@
-"""Promises: how they are written, and by how much they are missed."""
+"""InflightPrefixes: how they are written, and by how much they are missed."""
 
 from __future__ import annotations
 

@@ -12,20 +12,20 @@ from windlass.core.blocks import BlockPool
 from windlass.core.limits import SchedulerLimits
 from windlass.core.memory import BlockUse
 from windlass.core.misses import Misses
-from windlass.core.policy import Promises
+from windlass.core.policy import InflightPrefixes
 from windlass.core.request import Request
 from windlass.core.step import Step
 from windlass.core.types import BlockId
 
 
-class Claims:
+class KVAllocator:
     """Owns what is promised and remembered of blocks; the pool owns the counts."""
 
     def __init__(self, limits: SchedulerLimits, pool: BlockPool, caching: bool) -> None:
         self.pool = pool
         self._limits = limits
         self._caching = caching
-        self._promises = Promises(limits.block_size)
+        self._inflight = InflightPrefixes(limits.block_size)
         self._misses = Misses(pool, limits.block_size, caching)
 
     def use(self, running: Iterable[Request]) -> BlockUse:
@@ -45,9 +45,9 @@ class Claims:
     def may_read(self, request: Request) -> bool:
         return self._caching and request.may_read_cache
 
-    def worth_waiting(self, request: Request, cached: list[BlockId]) -> bool:
+    def should_wait(self, request: Request, cached: list[BlockId]) -> bool:
         """Whether others compute now most of what it still needs."""
-        return self._promises.worth_waiting(request, len(cached))
+        return self._inflight.should_wait(request, len(cached))
 
     def start(self, step: Step, request: Request, cached: list[BlockId], alone: bool) -> int:
         """Claim the first blocks of a waiting request: how many tokens it computes in `step`.
@@ -79,7 +79,7 @@ class Claims:
         request.num_sealed = len(cached)
         if self._caching:
             request.seal_at = (len(cached) + 1) * limits.block_size
-            self._promises.make(request, start)
+            self._inflight.make(request, start)
         return count
 
     def note_miss(self, request: Request) -> None:
@@ -107,11 +107,11 @@ class Claims:
         for index in range(request.num_sealed, num_full):
             digest = request.hash_at(index, size)
             self.pool.seal(request.blocks[index], digest)
-            self._promises.keep(digest)
+            self._inflight.keep(digest)
         request.num_sealed = num_full
         request.seal_at = (num_full + 1) * size
 
     def release(self, request: Request) -> None:
         if self._caching:
-            self._promises.drop(request)
+            self._inflight.drop(request)
         self.pool.release(request.blocks)
