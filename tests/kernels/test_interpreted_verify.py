@@ -8,7 +8,7 @@ import torch
 from tests.kernels.conftest import Check
 from tests.kernels.test_interpreted import INTERPRETED, inside
 from windlass.core.sampling import SamplingParams
-from windlass.core.types import Admission
+from windlass.core.types import SlotInit
 from windlass.runner.sampler import Sampler
 from windlass.runner.verify import Asked
 from windlass.runner.verify import keep as keep_plainly
@@ -190,7 +190,7 @@ def test_typical_guesses_take_the_place_of_samples(epsilon: float) -> None:
     ]
     plain = Sampler(vocab, torch.device("cpu"), epsilon)
     for slot, one in enumerate(params):
-        plain.admit(Admission("", slot, [1], 1, one, frozenset(), 0))
+        plain.admit(SlotInit("", slot, [1], 1, one, frozenset(), 0))
     heats = [0.0 if one.greedy else 1 / one.temperature for one in params]
     wishes = torch.tensor(
         [

@@ -15,7 +15,7 @@ from torch import Tensor
 from tests.quant.folders import FFN, HIDDEN, VOCAB
 from windlass.config import EngineConfig
 from windlass.core.sampling import SamplingParams
-from windlass.core.types import Admission, BlockId, Row, RowResult, SlotId, StepPlan
+from windlass.core.types import BlockId, Row, RowResult, SlotId, SlotInit, StepPlan
 from windlass.lora.bank import Bank
 from windlass.lora.base import Adapter, Low
 from windlass.lora_config import LoraDType
@@ -116,14 +116,14 @@ class Parts:
         self._blocks = iter(range(64))
         self._count = 0
 
-    def admit(self, tokens: Sequence[int], **wish: Any) -> Admission:
+    def admit(self, tokens: Sequence[int], **wish: Any) -> SlotInit:
         params = SamplingParams(**({"temperature": 0.0} | wish))
         slot = SlotId(self._count)
         self._count += 1
-        return Admission(str(slot), slot, list(tokens), len(tokens), params, frozenset(), 0)
+        return SlotInit(str(slot), slot, list(tokens), len(tokens), params, frozenset(), 0)
 
     def row(
-        self, one: Admission, start: int, count: int, adapter: int = 0, drafts: Sequence[int] = ()
+        self, one: SlotInit, start: int, count: int, adapter: int = 0, drafts: Sequence[int] = ()
     ) -> Row:
         """Tokens `start` to `start + count` of what was admitted, and guesses."""
         tokens = (*one.tokens[start : start + count], *drafts)
@@ -135,11 +135,11 @@ class Parts:
             one.request_id, one.slot, start, number, tokens, blocks, last, len(drafts), adapter
         )
 
-    def run(self, rows: list[Row], admitted: Sequence[Admission] = ()) -> list[RowResult]:
+    def run(self, rows: list[Row], admitted: Sequence[SlotInit] = ()) -> list[RowResult]:
         orders, self._orders = self._orders, []
         return self.runner.run(StepPlan(rows, list(admitted), adapters=orders)).rows
 
-    def logits(self, rows: list[Row], admitted: Sequence[Admission] = ()) -> Tensor:
+    def logits(self, rows: list[Row], admitted: Sequence[SlotInit] = ()) -> Tensor:
         """Of all tokens of a step."""
         seen: list[tuple[Tensor, Any]] = []
 

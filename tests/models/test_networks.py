@@ -10,7 +10,7 @@ import torch
 import transformers
 
 from windlass.core.sampling import SamplingParams
-from windlass.core.types import Admission, Row, StepPlan
+from windlass.core.types import Row, SlotInit, StepPlan
 from windlass.kernels.batch import Heads, KVCache
 from windlass.kernels.ops import choose_ops
 from windlass.kernels.select import Need, select
@@ -83,7 +83,7 @@ def our_logits(
     load(network, SafetensorsCheckpoint(sorted(folder.glob("*.safetensors"))), CPU)
     cache = KVCache(spec.num_layers, (16, spec.num_kv_heads, 4, spec.head_dim), torch.float32, CPU)
     slots = SlotTables(1, 16, 4, CPU)
-    admission = Admission("r", 0, ids, len(ids), SamplingParams(), frozenset(), 0)
+    admission = SlotInit("r", 0, ids, len(ids), SamplingParams(), frozenset(), 0)
     free = [5, 3, 9, 1, 0, 15, 7, 2, 4, 6, 8, 10, 11, 12, 13, 14]
     outputs, start, held = [], 0, 0
     with torch.inference_mode():

@@ -15,7 +15,7 @@ from torch import Tensor
 from tests.quant.packers import Packed
 from windlass.config import EngineConfig
 from windlass.core.sampling import SamplingParams
-from windlass.core.types import Admission, Row, StepPlan
+from windlass.core.types import Row, SlotInit, StepPlan
 from windlass.kernels.batch import KVCache
 from windlass.models.card import load_hparams, open_checkpoint
 from windlass.models.source import resolve
@@ -93,7 +93,7 @@ def logits(made: Loaded, ids: list[int] = IDS) -> Tensor:
     shape = (16, heads.num_kv, 16, heads.dim)
     cache = KVCache(len(network.model.layers), shape, parts.dtype, parts.device)
     slots = SlotTables(1, 16, 16, parts.device)
-    admission = Admission("r", 0, ids, len(ids), SamplingParams(), frozenset(), 0)
+    admission = SlotInit("r", 0, ids, len(ids), SamplingParams(), frozenset(), 0)
     blocks = tuple(range(-(-len(ids) // 16)))
     plan = StepPlan([Row("r", 0, 0, len(ids), tuple(ids), blocks, True)], [admission])
     slots.apply(plan)

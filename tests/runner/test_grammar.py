@@ -17,7 +17,7 @@ import torch
 from tests.runner.test_deterministic import CONFIG
 from windlass import LLM, SamplingParams, StructuredOutputs
 from windlass.config import GrammarConfig
-from windlass.core.types import Admission, NewRequest, SlotId
+from windlass.core.types import NewRequest, SlotId, SlotInit
 from windlass.errors import EngineError, RequestError
 from windlass.grammar.backend import GrammarBackend
 from windlass.grammar.compiler import GrammarCompiler
@@ -62,7 +62,7 @@ def grammars() -> GrammarCompiler:
     return GrammarCompiler(GrammarBackend(lambda: TOKENIZER, VOCAB + 4, config), config)
 
 
-def admission(form: dict[str, Any], tokens: bytes = b"", **wishes: Any) -> Admission:
+def admission(form: dict[str, Any], tokens: bytes = b"", **wishes: Any) -> SlotInit:
     """Of a request that has got a slot, and whose grammar is compiled."""
     wish = SamplingParams(structured_outputs=form, **wishes)
     name = f"request {next(NUMBERS)}"
@@ -72,10 +72,10 @@ def admission(form: dict[str, Any], tokens: bytes = b"", **wishes: Any) -> Admis
         assert time.monotonic() < deadline, "the grammar is never compiled"
         grammars().begin()
     grammars().acquire(name)
-    return Admission(name, SlotId(0), [1, 2, *tokens], 2, wish, frozenset({EOS}), 7)
+    return SlotInit(name, SlotId(0), [1, 2, *tokens], 2, wish, frozenset({EOS}), 7)
 
 
-def write(new: Admission, most: int = 200) -> str | None:
+def write(new: SlotInit, most: int = 200) -> str | None:
     """What a model writes that finds all tokens equally likely; None: it has not ended."""
     sampler = Sampler(VOCAB + 4, torch.device("cpu"))
     sampler.grammars = grammars()

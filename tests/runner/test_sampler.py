@@ -9,7 +9,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from windlass.core.sampling import SamplingParams
-from windlass.core.types import Admission
+from windlass.core.types import SlotInit
 from windlass.runner import filters
 from windlass.runner.sampler import Sampler, score_tokens
 
@@ -22,7 +22,7 @@ def sampler_with(*wishes: SamplingParams, prompt: tuple[int, ...] = (1, 2)) -> S
     for slot, wish in enumerate(wishes):
         stops = frozenset(wish.stop_token_ids)
         sampler.admit(
-            Admission(f"r{slot}", slot, list(prompt), len(prompt), wish, stops, wish.seed or 0)
+            SlotInit(f"r{slot}", slot, list(prompt), len(prompt), wish, stops, wish.seed or 0)
         )
     return sampler
 
@@ -143,7 +143,7 @@ def test_frequency_counts_the_output_and_repetition_the_prompt_too() -> None:
 def test_penalties_after_a_preemption_know_what_was_generated() -> None:
     sampler = Sampler(VOCAB, CPU)
     wish = SamplingParams(temperature=0, presence_penalty=2.0)
-    sampler.admit(Admission("r", 0, [1, 7], 1, wish, frozenset(), 0))
+    sampler.admit(SlotInit("r", 0, [1, 7], 1, wish, frozenset(), 0))
     logits = torch.zeros(1, VOCAB)
     logits[0, 7] = 1.0
     assert sampler.sample(logits, [0])[0] != [7]
@@ -169,7 +169,7 @@ def test_all_logprobs_on_demand() -> None:
 def test_a_slot_that_was_freed_starts_anew() -> None:
     sampler = sampler_with(SamplingParams(temperature=0, logit_bias={5: 100}))
     sampler.forget(0)
-    sampler.admit(Admission("next", 0, [1], 1, SamplingParams(temperature=0), frozenset(), 0))
+    sampler.admit(SlotInit("next", 0, [1], 1, SamplingParams(temperature=0), frozenset(), 0))
     logits = random_logits()
     assert sampler.sample(logits, [0])[0] == [int(logits.argmax())]
 

@@ -7,7 +7,7 @@ from random import Random
 import torch
 
 from windlass.core.sampling import SamplingParams
-from windlass.core.types import Admission, Row, RowResult
+from windlass.core.types import Row, RowResult, SlotInit
 from windlass.runner import filters
 from windlass.runner.sampler import Sampler
 from windlass.runner.verify import Asked, asked_by, keep, positions_of, verify
@@ -42,7 +42,7 @@ def sampler_with(wishes: list[SamplingParams]) -> Sampler:
     sampler = Sampler(VOCAB, CPU)
     for slot, wish in enumerate(wishes):
         stops = frozenset(wish.stop_token_ids)
-        sampler.admit(Admission(str(slot), slot, list(PROMPT), len(PROMPT), wish, stops, slot))
+        sampler.admit(SlotInit(str(slot), slot, list(PROMPT), len(PROMPT), wish, stops, slot))
     return sampler
 
 
@@ -103,7 +103,7 @@ def test_guesses_leave_the_filtered_distribution_as_it_is() -> None:
         asked, logits = [], []
         for slot in range(at_once):
             seed = at_once * batch + slot
-            sampler.admit(Admission("", slot, [0], 1, wish, frozenset(), seed))
+            sampler.admit(SlotInit("", slot, [0], 1, wish, frozenset(), seed))
             guess = (best, worst, rng.randrange(size))[slot % 3]
             asked.append(Asked(slot, slot, (guess,)))
             logits += [table[size], table[guess]]
@@ -136,7 +136,7 @@ def test_typical_guesses_are_kept_by_entropy_and_threshold() -> None:
     ]:
         sampler = Sampler(VOCAB, CPU, threshold)
         for slot in range(20):
-            sampler.admit(Admission("", slot, [1], 1, wish, frozenset(), slot))
+            sampler.admit(SlotInit("", slot, [1], 1, wish, frozenset(), slot))
         asked = [Asked(slot, slot, (guess,)) for slot in range(20)]
         found = verify(sampler, torch.stack([logits] * 40), asked)
         assert all(each.tokens[0] == guess for each in found) == kept

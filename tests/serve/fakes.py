@@ -19,7 +19,7 @@ from windlass.core.blocks import BlockPool
 from windlass.core.card import Capacity, EngineReport, Held, ModelCard, Part
 from windlass.core.limits import SchedulerLimits
 from windlass.core.scheduler import Scheduler
-from windlass.core.types import Admission, Row, RowResult, StepPlan, StepResult, TokenLogprob
+from windlass.core.types import Row, RowResult, SlotInit, StepPlan, StepResult, TokenLogprob
 from windlass.engine import Engine
 from windlass.errors import CheckpointError
 from windlass.grammar.backend import GrammarBackend
@@ -74,7 +74,7 @@ class CountingRunner:
 
     def __init__(self, step_s: float) -> None:
         self._step_s = step_s
-        self._rows: dict[int, Admission] = {}
+        self._rows: dict[int, SlotInit] = {}
 
     def run(self, plan: StepPlan) -> StepResult:
         for admission in plan.admitted:

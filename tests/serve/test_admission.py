@@ -10,19 +10,19 @@ import pytest
 from windlass.config import ServeConfig
 from windlass.core.types import EngineStats
 from windlass.errors import Overloaded, RequestError
-from windlass.serve.admission import Admission, Rates
+from windlass.serve.admission import AdmissionControl, Rates
 from windlass.serve.client import Backlog
 
 
 def admission(
     backlog: Backlog, reasons: list[str] | None = None, **options: Any
-) -> tuple[Admission, SimpleNamespace]:
+) -> tuple[AdmissionControl, SimpleNamespace]:
     client = SimpleNamespace(
         backlog=backlog, report=SimpleNamespace(max_num_seqs=4), num_finished=0
     )
     on_reject = (reasons if reasons is not None else []).append
     clock = iter(range(1000)).__next__
-    return Admission(ServeConfig(**options), client, on_reject, clock), client  # type: ignore[arg-type]
+    return AdmissionControl(ServeConfig(**options), client, on_reject, clock), client  # type: ignore[arg-type]
 
 
 def test_free_slots_take_a_burst_whatever_the_queue_may_hold() -> None:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from windlass.core.sampling import SamplingParams
-from windlass.core.types import Admission
+from windlass.core.types import SlotInit
 from windlass.speculative.base import Draft, Seen
 from windlass.speculative.lookahead import LookaheadProposer, Pool
 
 
-def admitted(slot: int, tokens: list[int]) -> Admission:
-    return Admission("", slot, tokens, len(tokens), SamplingParams(), frozenset(), 0)
+def admitted(slot: int, tokens: list[int]) -> SlotInit:
+    return SlotInit("", slot, tokens, len(tokens), SamplingParams(), frozenset(), 0)
 
 
 def test_what_followed_before_is_guessed() -> None:

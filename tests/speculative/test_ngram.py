@@ -7,7 +7,7 @@ from random import Random
 import pytest
 
 from windlass.core.sampling import SamplingParams
-from windlass.core.types import Admission, SlotId, StepPlan
+from windlass.core.types import SlotId, SlotInit, StepPlan
 from windlass.speculative.base import NO_DRAFT, Draft, Seen, tell
 from windlass.speculative.ngram import Index, NgramProposer
 
@@ -58,8 +58,8 @@ def test_of_tokens_that_came_very_often_only_the_latest_places_are_looked_at() -
     assert index.guess(1) == Draft((5,), 2)
 
 
-def admission(slot: int, tokens: list[int]) -> Admission:
-    return Admission("", SlotId(slot), tokens, len(tokens), SamplingParams(), frozenset(), 0)
+def admission(slot: int, tokens: list[int]) -> SlotInit:
+    return SlotInit("", SlotId(slot), tokens, len(tokens), SamplingParams(), frozenset(), 0)
 
 
 def test_slots_are_apart_and_forgotten() -> None:

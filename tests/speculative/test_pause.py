@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tests.speculative.test_speculation import Counting
 from windlass import SamplingParams
-from windlass.core.types import Admission, Row, SlotId, StepPlan
+from windlass.core.types import Row, SlotId, SlotInit, StepPlan
 from windlass.runner.runner import Done
 from windlass.speculative.costs import StepCosts
 from windlass.speculative.governor import Governor
@@ -54,7 +54,7 @@ def test_within_a_pause_steps_come_back_as_they_are_and_one_of_sixteen_is_timed(
     slots = [SlotId(slot) for slot in range(num_rows)]
     tokens = {slot: [1, 2] for slot in slots}
     runner = Speculation(Counting(), NgramProposer(1, 2, 4), dear, lambda: tokens)
-    new = [Admission(str(s), s, [1, 2], 2, SamplingParams(), frozenset(), 0) for s in slots]
+    new = [SlotInit(str(s), s, [1, 2], 2, SamplingParams(), frozenset(), 0) for s in slots]
     rows = [Row(str(slot), slot, 1, 1, (2,), (), True) for slot in slots]
     untouched = 0
     for step in range(512):

@@ -10,7 +10,7 @@ import torch
 from windlass import LLM, SamplingParams
 from windlass.build import build_engine, open_model
 from windlass.config import EngineConfig
-from windlass.core.types import Admission
+from windlass.core.types import SlotInit
 from windlass.runner.sampler import Sampler
 from windlass.runner.verify import Asked, verify
 from windlass.speculative import governor, start
@@ -80,7 +80,7 @@ def test_guesses_leave_the_first_token_as_the_model_distributes_it(llms: dict[st
         asked = []
         for slot in range(at_once):
             seed = at_once * batch + slot
-            sampler.admit(Admission("", slot, [0], 1, SamplingParams(), frozenset(), seed))
+            sampler.admit(SlotInit("", slot, [0], 1, SamplingParams(), frozenset(), seed))
             asked.append(Asked(slot, slot, (min(rng.randrange(4), rng.randrange(size)),)))
         for result in verify(sampler, logits.expand(2 * at_once, size), asked):
             counts[result.tokens[0]] += 1

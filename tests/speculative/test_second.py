@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from windlass import SamplingParams
-from windlass.core.types import Admission, BlockId, RowResult, SlotId, StepPlan, StepResult
+from windlass.core.types import BlockId, RowResult, SlotId, SlotInit, StepPlan, StepResult
 from windlass.runner.runner import Done
 from windlass.speculative.base import Seen
 from windlass.speculative.second import Second, SecondProposer
@@ -52,7 +52,7 @@ def proposer(runner: CountsUp) -> SecondProposer:
 
 def admit(made: SecondProposer, slot: SlotId, tokens: list[int]) -> None:
     wish = SamplingParams(temperature=0.0)
-    made.admit(Admission(str(slot), slot, tokens, len(tokens), wish, frozenset(), 0))
+    made.admit(SlotInit(str(slot), slot, tokens, len(tokens), wish, frozenset(), 0))
 
 
 def test_a_draft_follows_when_only_some_of_the_last_one_was_verified() -> None:

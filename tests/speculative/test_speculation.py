@@ -13,7 +13,7 @@ import pytest
 from tests.runner.test_deterministic import CONFIG, OTHERS, PROMPT
 from windlass import LLM, SamplingParams
 from windlass.config import EngineConfig
-from windlass.core.types import Admission, Row, RowResult, SlotId, StepPlan, StepResult
+from windlass.core.types import Row, RowResult, SlotId, SlotInit, StepPlan, StepResult
 from windlass.errors import ConfigError
 from windlass.runner.runner import Done
 from windlass.speculative import governor, ngram, start
@@ -40,7 +40,7 @@ class Oracle:
         self._most = most
         self._known: dict[SlotId, list[int]] = {}
 
-    def admit(self, new: Admission) -> None:
+    def admit(self, new: SlotInit) -> None:
         self._known[new.slot] = list(new.tokens)
 
     def forget(self, slot: SlotId) -> None:
@@ -282,7 +282,7 @@ def test_a_slot_that_was_given_away_meanwhile_does_not_count() -> None:
     wish = SamplingParams()
 
     def step(name: str, freed: list[SlotId]) -> StepPlan:
-        new = Admission(name, SlotId(0), [5, 6], 2, wish, frozenset(), 0)
+        new = SlotInit(name, SlotId(0), [5, 6], 2, wish, frozenset(), 0)
         return StepPlan([Row(name, SlotId(0), 0, 2, (5, 6), (), True)], [new], freed)
 
     first = runner.submit(step("a", []))
@@ -302,7 +302,7 @@ def test_what_came_in_steps_without_guesses_is_told_when_guesses_are_wanted() ->
     runner = Speculation(Counting(), proposer, judge, lambda: tokens)
     wish = SamplingParams()
     new = [
-        Admission(str(slot), slot, list(known), len(known), wish, frozenset(), 0)
+        SlotInit(str(slot), slot, list(known), len(known), wish, frozenset(), 0)
         for slot, known in tokens.items()
     ]
     rows = [Row(each.request_id, each.slot, 0, 1, (5,), (), True) for each in new]
@@ -310,7 +310,7 @@ def test_what_came_in_steps_without_guesses_is_told_when_guesses_are_wanted() ->
         results = runner.run(StepPlan(rows, new if step == 0 else [])).rows
         for row, result in zip(rows, results, strict=True):
             tokens[row.slot] += result.tokens
-    passing = Admission("x", SlotId(2), [3], 1, wish, frozenset(), 0)
+    passing = SlotInit("x", SlotId(2), [3], 1, wish, frozenset(), 0)
     runner.run(StepPlan([], [passing], num_joining=2))
     runner.run(StepPlan([], freed=[SlotId(2)], num_joining=2))
     assert proposer._unread == {}, "nobody need know yet who came, nor ever who went"
@@ -331,7 +331,7 @@ def test_a_large_step_behind_one_with_guesses_is_told_later_and_times_nothing() 
     now = 0.0
     runner = Speculation(Counting(), proposer, judge, lambda: tokens, clock=lambda: now)
     new = [
-        Admission(str(slot), slot, list(known), len(known), SamplingParams(), frozenset(), 0)
+        SlotInit(str(slot), slot, list(known), len(known), SamplingParams(), frozenset(), 0)
         for slot, known in tokens.items()
     ]
     rows = [Row(each.request_id, each.slot, 0, 1, (5,), (), True) for each in new]
@@ -358,7 +358,7 @@ def test_nobody_guesses_for_a_step_that_will_have_too_many_rows(
     judge = governor.Governor(some, 100, most_of=lambda rows: 4 * (rows == 1))
     tokens = {SlotId(0): [0, 0, 0]}
     runner = Speculation(Counting(), NgramProposer(1, 2, 4), judge, lambda: tokens)
-    new = Admission("a", SlotId(0), [0, 0, 0], 3, SamplingParams(), frozenset(), 0)
+    new = SlotInit("a", SlotId(0), [0, 0, 0], 3, SamplingParams(), frozenset(), 0)
     row = Row("a", SlotId(0), 0, 3, (0, 0, 0), (), True)
     result = runner.run(StepPlan([row], [new], num_joining=joining)).rows[0]
     assert bool(result.drafts) == guesses

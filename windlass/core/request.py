@@ -6,7 +6,6 @@ from windlass.core.blocks import block_hash, root_hash
 from windlass.core.sampling import SamplingParams
 from windlass.core.trace import RequestAccounting
 from windlass.core.types import (
-    Admission,
     BlockId,
     EngineStats,
     FinishReason,
@@ -14,6 +13,7 @@ from windlass.core.types import (
     Row,
     RowResult,
     SlotId,
+    SlotInit,
     Timeline,
     TokenLogprob,
 )
@@ -156,11 +156,11 @@ class Request:
                 return len(own) - num_before, "length", None
         return len(tokens), None, None
 
-    def admission(self) -> Admission:
+    def admission(self) -> SlotInit:
         """What the runner must know of it, now that it has a slot."""
         assert self.slot is not None
         known = (list(self.tokens), self.num_prompt, self.sampling, self.stop_ids, self.seed)
-        return Admission(self.request_id, self.slot, *known)
+        return SlotInit(self.request_id, self.slot, *known)
 
     def settle_drafts(self, row: Row, got: RowResult, stats: EngineStats) -> None:
         """Count the accepted guesses, and keep the new ones for the next row."""

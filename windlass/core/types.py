@@ -36,7 +36,7 @@ class NewRequest:
     adapter: str = ""
 
 
-class Admission(NamedTuple):
+class SlotInit(NamedTuple):
     """What the runner must know of a request once, when it gets a slot (again)."""
 
     request_id: str
@@ -78,7 +78,7 @@ class StepPlan(NamedTuple):
     """What to compute now. `freed` slots hold nothing any more; `copies` are done before all else."""
 
     rows: list[Row]
-    admitted: list[Admission] = []  # noqa: RUF012 - never written to
+    admitted: list[SlotInit] = []  # noqa: RUF012 - never written to
     freed: list[SlotId] = []  # noqa: RUF012
     copies: list[tuple[BlockId, BlockId]] = []  # noqa: RUF012 - (from, to)
     step: int = 0

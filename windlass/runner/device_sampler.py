@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from windlass.core.sampling import SamplingParams
-from windlass.core.types import Admission, RowResult, TokenLogprob
+from windlass.core.types import RowResult, SlotInit, TokenLogprob
 from windlass.runner.sampler import Sampler
 from windlass.runner.slots import SlotTables, to_device
 from windlass.runner.verify import Asked, draw_in_turn
@@ -35,7 +35,7 @@ class DeviceSampler:
         self.wishes = torch.zeros((count, 4), dtype=torch.float32, device=device)
         self.seeds = torch.zeros(count, dtype=torch.int64, device=device)
 
-    def admit(self, admissions: list[Admission]) -> None:
+    def admit(self, admissions: list[SlotInit]) -> None:
         """Send the wishes of requests that got a slot."""
         if not admissions:
             return

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from windlass.core.types import Admission
+from windlass.core.types import SlotInit
 from windlass.grammar.matcher import RequestMatcher
 
 _NEVER = float("-inf")
@@ -48,7 +48,7 @@ class Grammar:
         self._matcher.take(token)
 
 
-def open_grammar(matchers: Matchers | None, new: Admission) -> Grammar | None:
+def open_grammar(matchers: Matchers | None, new: SlotInit) -> Grammar | None:
     """The grammar of a request that got a slot, at the end of what it has generated before."""
     if matchers is None or new.sampling.structured_outputs is None:
         return None

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from windlass.core.sampling import SamplingParams
-from windlass.core.types import Admission, TokenLogprob
+from windlass.core.types import SlotInit, TokenLogprob
 from windlass.kernels.ops import Ops
 from windlass.runner import filters
 from windlass.runner.grammar import Grammar, Matchers, open_grammar
@@ -60,7 +60,7 @@ class Sampler:
         self.grammars: Matchers | None = None  # None: outputs may have any form
         self._slots: dict[int, _Memory] = {}
 
-    def admit(self, new: Admission) -> None:
+    def admit(self, new: SlotInit) -> None:
         """Remember a request's wishes, and what it has generated before a preemption."""
         wish = new.sampling
         counts = seen = None

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from windlass.core.sampling import SamplingParams
-from windlass.core.types import Admission, BlockId, Row, SlotId, StepPlan
+from windlass.core.types import BlockId, Row, SlotId, SlotInit, StepPlan
 from windlass.errors import EngineError
 from windlass.models.network import Network
 from windlass.runner.runner import Runner
@@ -139,7 +139,7 @@ class Scorer:
                 next_block += count
                 wish = SamplingParams(temperature=0.0)
                 known = list(window.tokens)
-                admitted.append(Admission(name, slot, known, len(known), wish, frozenset(), 0))
+                admitted.append(SlotInit(name, slot, known, len(known), wish, frozenset(), 0))
             part = tuple(window.tokens[start : start + self.limits.step_tokens])
             rows.append(Row(name, slot, start, len(part), part, blocks, False))
         # One token is drawn, as in nearly all steps of a server, and thrown away.

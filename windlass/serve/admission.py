@@ -60,7 +60,7 @@ class Rates:
         return min(max(estimates, default=_MIN_WAIT_S), _MAX_WAIT_S)
 
 
-class Admission:
+class AdmissionControl:
     """Refuses requests when too much waits. `on_reject` is told the reason, for the metrics."""
 
     def __init__(

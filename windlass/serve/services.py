@@ -11,7 +11,7 @@ from windlass.config import ServeConfig
 from windlass.core.card import ModelCard
 from windlass.core.types import EngineStats
 from windlass.serve.adapters import AdapterDoor
-from windlass.serve.admission import Admission
+from windlass.serve.admission import AdmissionControl
 from windlass.serve.client import EngineClient
 from windlass.serve.cost import CostBook, make_cost_book
 from windlass.serve.desk import Desk
@@ -38,7 +38,7 @@ class Services:
     config: ServeConfig
     preparer: Preparer
     metrics: Metrics
-    admission: Admission
+    admission: AdmissionControl
     desk: Desk
     door: AdapterDoor
     traces: TraceStore
@@ -64,7 +64,7 @@ def make_services(client: EngineClient, card: ModelCard, config: ServeConfig) ->
     """Make the parts; a broken template or bad defaults are errors now, before a model is loaded."""
     keys = Keys.of(config)
     metrics = Metrics(card.name)
-    admission = Admission(config, client, metrics.rejected)
+    admission = AdmissionControl(config, client, metrics.rejected)
     costs = make_cost_book(config.price_per_hour, card.name, metrics.registry)
     traces = TraceStore(costs.charge if costs is not None else lambda _owner, _trace: None)
 

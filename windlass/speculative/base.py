@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from windlass.config import EngineConfig, Limits
-from windlass.core.types import Admission, Row, RowResult, SlotId, StepPlan
+from windlass.core.types import Row, RowResult, SlotId, SlotInit, StepPlan
 from windlass.models.hparams import HParams
 from windlass.models.source import ModelFiles
 from windlass.speculative.notes import Notes
@@ -56,7 +56,7 @@ class Proposer(Protocol):
     free: bool
     in_step: bool  # whether drafts are part of the runner's step, and `propose` only hands them on
 
-    def admit(self, new: Admission) -> None:
+    def admit(self, new: SlotInit) -> None:
         """A request has a slot now, or has had one for a while without anybody guessing for it."""
         ...
 

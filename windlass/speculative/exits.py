@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from windlass.core.sampling import SamplingParams
-from windlass.core.types import Admission, BlockId, Row, SlotId, StepPlan
+from windlass.core.types import BlockId, Row, SlotId, SlotInit, StepPlan
 from windlass.models.card import load_card
 from windlass.runner.assemble import Assembled
 from windlass.speculative.base import Site
@@ -54,9 +54,9 @@ class _Answer:
     blocks: tuple[BlockId, ...]
 
     @property
-    def admission(self) -> Admission:
+    def admission(self) -> SlotInit:
         wish = SamplingParams(temperature=0.0)
-        return Admission("", self.slot, self.tokens, self.num_prompt, wish, frozenset(), 0)
+        return SlotInit("", self.slot, self.tokens, self.num_prompt, wish, frozenset(), 0)
 
 
 def candidates(num_layers: int) -> list[int]:

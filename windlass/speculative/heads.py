@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from windlass.config import EngineConfig, ModelConfig
-from windlass.core.types import Admission, SlotId
+from windlass.core.types import SlotId, SlotInit
 from windlass.errors import CheckpointError, ConfigError
 from windlass.models.card import open_checkpoint
 from windlass.models.checkpoint import Checkpoint, SafetensorsCheckpoint, StoredTensor
@@ -175,7 +175,7 @@ class HeadProposer:
         self._runner = runner
         self._drafts: dict[SlotId, tuple[int, ...]] = {}
 
-    def admit(self, new: Admission) -> None:
+    def admit(self, new: SlotInit) -> None:
         """The runner knows."""
 
     def forget(self, slot: SlotId) -> None:

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
-from windlass.core.types import Admission, SlotId
+from windlass.core.types import SlotId, SlotInit
 from windlass.speculative.base import Draft, Proposer, Seen, Site
 
 if TYPE_CHECKING:
@@ -107,7 +107,7 @@ class LookaheadProposer:
         self._slots: dict[SlotId, Pool] = {}
         self._begun: dict[SlotId, list[int]] = {}
 
-    def admit(self, new: Admission) -> None:
+    def admit(self, new: SlotInit) -> None:
         self._begun[new.slot] = list(new.tokens)
 
     def forget(self, slot: SlotId) -> None:

@@ -9,7 +9,7 @@ from math import inf
 from typing import Any
 
 from windlass.core.sampling import SamplingParams
-from windlass.core.types import Admission, BlockId, Row, RowResult, SlotId, StepPlan
+from windlass.core.types import BlockId, Row, RowResult, SlotId, SlotInit, StepPlan
 from windlass.speculative.base import Draft, Proposer, Seen, seen, tell
 from windlass.speculative.costs import Drafting, StepCosts
 from windlass.speculative.speculation import Submits
@@ -362,6 +362,6 @@ def _plan(num_tokens: int, room: Room) -> StepPlan:
         held = range(i * room.row_blocks, (i + 1) * room.row_blocks)
         blocks = tuple(BlockId(block) for block in held if block < room.num_blocks)
         # With no prompt: its tokens may be computed otherwise than those that follow.
-        admitted.append(Admission(name, slot, [0], 0, wish, frozenset(), 0))
+        admitted.append(SlotInit(name, slot, [0], 0, wish, frozenset(), 0))
         rows.append(Row(name, slot, 0, count, (0,) * count, blocks, True, count - 1))
     return StepPlan(rows, admitted, freed=[row.slot for row in rows])

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from windlass.core.types import Admission, SlotId
+from windlass.core.types import SlotId, SlotInit
 from windlass.speculative.base import NO_DRAFT, Draft, Proposer, Seen, Site
 
 if TYPE_CHECKING:
@@ -84,7 +84,7 @@ class NgramProposer:
         self._slots: dict[SlotId, Index] = {}
         self._unread: dict[SlotId, list[int]] = {}
 
-    def admit(self, new: Admission) -> None:
+    def admit(self, new: SlotInit) -> None:
         self._slots[new.slot] = Index(*self._lengths)
         self._unread[new.slot] = list(new.tokens)
 

@@ -15,10 +15,10 @@ from dataclasses import dataclass, field
 from windlass.config import EngineConfig, Limits
 from windlass.core.sampling import SamplingParams
 from windlass.core.types import (
-    Admission,
     BlockId,
     Row,
     SlotId,
+    SlotInit,
     StepPlan,
     StepResult,
 )
@@ -132,7 +132,7 @@ class SecondProposer:
         self._depth = 0
         self._contents: dict[BlockId, int] = {}  # digests of the blocks that it has filled
 
-    def admit(self, new: Admission) -> None:
+    def admit(self, new: SlotInit) -> None:
         known = (list(new.tokens), new.num_prompt, new.sampling, new.seed)
         self._tracks[new.slot] = _Track(new.request_id, *known)
 
@@ -264,7 +264,7 @@ class SecondProposer:
                 track.num_synced = len(track.tokens)
                 known = (track.name, row.slot, track.tokens, track.num_prompt)
                 wish = _plainly(track.wish)
-                admitted.append(Admission(*known, wish, frozenset(), track.seed))
+                admitted.append(SlotInit(*known, wish, frozenset(), track.seed))
         freed, self._freed = self._freed, []
         return StepPlan(rows, admitted, freed)
 

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
-from windlass.core.types import Admission, Row, RowResult, SlotId, StepPlan, StepResult
+from windlass.core.types import Row, RowResult, SlotId, SlotInit, StepPlan, StepResult
 from windlass.runner.runner import Pending
 from windlass.speculative.base import Proposer, Seen, seen
 from windlass.speculative.governor import Governor, StepTime
@@ -76,7 +76,7 @@ class Speculation:
         self._known = known
         self._check_costs = check_costs
         self.now = clock
-        self._unmet: dict[SlotId, Admission] = {}  # of whom nobody was told yet
+        self._unmet: dict[SlotId, SlotInit] = {}  # of whom nobody was told yet
         self._num_told: dict[SlotId, int] = {}  # tokens that the proposer knows
         self._told = 0  # the last step of which it was told
         self._skipped = 0  # the last of which it was not

@@ -12,7 +12,7 @@ from statistics import median
 from typing import Protocol
 
 from windlass.core.sampling import SamplingParams
-from windlass.core.types import Admission, BlockId, Row, SlotId, StepPlan, StepResult
+from windlass.core.types import BlockId, Row, SlotId, SlotInit, StepPlan, StepResult
 from windlass.speculative.costs import StepCosts
 from windlass.tools.bench.scheduler import measure as measure_scheduler
 from windlass.tools.plan.costs import CostModel
@@ -211,6 +211,6 @@ class _Trial:
             slot, name = SlotId(i), str(i)
             known = [0] * (start + count)
             num_prompt = start if sample else len(known)
-            admitted.append(Admission(name, slot, known, num_prompt, wish, frozenset(), 0))
+            admitted.append(SlotInit(name, slot, known, num_prompt, wish, frozenset(), 0))
             rows.append(Row(name, slot, start, count, (0,) * count, blocks, sample))
         return StepPlan(rows, admitted, freed=[row.slot for row in rows])
