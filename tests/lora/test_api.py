@@ -24,7 +24,7 @@ ADMIN = {"Authorization": "Bearer boss"}
 
 
 @dataclass
-class Site:
+class SpeculationContext:
     """A running server, and the folder below which it loads adapters."""
 
     url: str
@@ -47,7 +47,7 @@ class Site:
 
 
 @pytest.fixture(scope="module")
-def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
+def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SpeculationContext]:
     folder = tmp_path_factory.mktemp("site")
     model = write_model(folder / "base")
     first = write_adapter(folder / "first", seed=1)
@@ -70,10 +70,10 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
         serving(str(model), *flags) as server,
         httpx.Client(base_url=server.url, timeout=30) as http,
     ):
-        yield Site(server.url, root, folder, http)
+        yield SpeculationContext(server.url, root, folder, http)
 
 
-def test_adapters_are_models_under_their_base(site: Site) -> None:
+def test_adapters_are_models_under_their_base(site: SpeculationContext) -> None:
     entries = {entry["id"]: entry for entry in site.http.get("/v1/models").json()["data"]}
     assert entries["base"]["parent"] is None
     assert entries["first"]["parent"] == "base"
@@ -82,7 +82,7 @@ def test_adapters_are_models_under_their_base(site: Site) -> None:
         assert site.http.get(f"/v1/models/{name}").json() == entry
 
 
-def test_the_model_field_chooses_the_adapter(site: Site) -> None:
+def test_the_model_field_chooses_the_adapter(site: SpeculationContext) -> None:
     client = openai.OpenAI(base_url=f"{site.url}/v1", api_key="none", max_retries=0)
     texts = {}
     for model in ("base", "first"):
@@ -98,7 +98,7 @@ def test_the_model_field_chooses_the_adapter(site: Site) -> None:
     assert counted["count"] == 2
 
 
-def test_an_adapter_is_loaded_used_and_unloaded(site: Site) -> None:
+def test_an_adapter_is_loaded_used_and_unloaded(site: SpeculationContext) -> None:
     folder = write_adapter(site.root / "second", seed=2)
     assert site.complete("second").status_code == 404
     assert site.load("second", folder).json() == {"status": "loaded", "id": "second"}
@@ -119,7 +119,7 @@ def test_an_adapter_is_loaded_used_and_unloaded(site: Site) -> None:
     assert "windlass:lora_adapter_reads_total" in metrics
 
 
-def test_names_may_have_slashes(site: Site) -> None:
+def test_names_may_have_slashes(site: SpeculationContext) -> None:
     client = openai.OpenAI(base_url=f"{site.url}/v1", api_key="none", max_retries=0)
     assert site.load("org/mail", write_adapter(site.root / "mail", seed=6)).status_code == 200
     assert client.models.retrieve("org/mail").id == "org/mail"
@@ -127,7 +127,7 @@ def test_names_may_have_slashes(site: Site) -> None:
     assert site.change("unload", lora_name="org/mail").status_code == 200
 
 
-def test_unloading_what_runs_lets_it_end(site: Site) -> None:
+def test_unloading_what_runs_lets_it_end(site: SpeculationContext) -> None:
     folder = write_adapter(site.root / "busy", seed=3)
     site.load("busy", folder)
     answers: list[httpx.Response] = []
@@ -159,7 +159,7 @@ def test_unloading_what_runs_lets_it_end(site: Site) -> None:
     assert answers[0].status_code in (200, 404)  # 404: it came after the unload
 
 
-def test_a_hostile_pattern_is_refused_and_others_are_answered(site: Site) -> None:
+def test_a_hostile_pattern_is_refused_and_others_are_answered(site: SpeculationContext) -> None:
     folder = write_adapter(site.root / "hostile", targets=r"(.*)*(.*)*(.*)*x")
     answers: list[httpx.Response] = []
     thread = threading.Thread(target=lambda: answers.append(site.load("hostile", folder)))
@@ -177,14 +177,16 @@ def test_a_hostile_pattern_is_refused_and_others_are_answered(site: Site) -> Non
 
 
 @pytest.mark.parametrize("headers", [{}, {"Authorization": "Bearer wrong"}])
-def test_only_an_admin_may_change_adapters(site: Site, headers: dict[str, str]) -> None:
+def test_only_an_admin_may_change_adapters(
+    site: SpeculationContext, headers: dict[str, str]
+) -> None:
     answer = site.change("load", headers, lora_name="x", lora_path=str(site.root))
     assert answer.status_code == 403
     assert "admin key" in answer.json()["error"]["message"]
     assert site.change("unload", headers, lora_name="first").status_code == 403
 
 
-def test_many_calls_for_one_name_load_it_once(site: Site) -> None:
+def test_many_calls_for_one_name_load_it_once(site: SpeculationContext) -> None:
     folder = write_adapter(site.root / "wanted", seed=4)
 
     async def main() -> list[int]:
@@ -198,7 +200,7 @@ def test_many_calls_for_one_name_load_it_once(site: Site) -> None:
     assert site.change("unload", lora_name="wanted").status_code == 200
 
 
-def test_nothing_outside_of_the_root_is_read(site: Site) -> None:
+def test_nothing_outside_of_the_root_is_read(site: SpeculationContext) -> None:
     (site.root / "link").symlink_to(site.outside / "first")
     inner = write_adapter(site.root / "inner")
     (inner / "adapter_model.safetensors").unlink()
@@ -213,7 +215,7 @@ def test_nothing_outside_of_the_root_is_read(site: Site) -> None:
     assert "x" not in site.names()
 
 
-def test_bad_adapters_leave_nothing(site: Site) -> None:
+def test_bad_adapters_leave_nothing(site: SpeculationContext) -> None:
     for number in range(20):
         answer = site.load(f"bad-{number}", site.root / "missing")
         assert answer.status_code == 400

@@ -8,7 +8,7 @@ from windlass import SamplingParams
 from windlass.core.types import BlockId, RowResult, SlotId, SlotInit, StepPlan, StepResult
 from windlass.runner.runner import Done
 from windlass.speculative.base import Seen
-from windlass.speculative.second import Second, SecondProposer
+from windlass.speculative.draft_runner import DraftRunner, DraftRunnerProposer
 
 SLOT = SlotId(0)
 OTHER = SlotId(1)
@@ -30,13 +30,13 @@ class CountsUp:
         return Done(StepResult(results))
 
 
-def proposer(runner: CountsUp) -> SecondProposer:
+def proposer(runner: CountsUp) -> DraftRunnerProposer:
     blocks = {SLOT: range(4), OTHER: range(4, 8)}
 
     def blocks_of(slot: SlotId) -> Sequence[BlockId]:
         return [BlockId(block) for block in blocks[slot]]
 
-    second = Second(
+    draft_runner = DraftRunner(
         runner=runner,
         blocks_of=blocks_of,
         block_size=16,
@@ -47,10 +47,10 @@ def proposer(runner: CountsUp) -> SecondProposer:
         sampler=None,
         singly=False,
     )
-    return SecondProposer(second, target_vocab=100)
+    return DraftRunnerProposer(draft_runner, target_vocab=100)
 
 
-def admit(made: SecondProposer, slot: SlotId, tokens: list[int]) -> None:
+def admit(made: DraftRunnerProposer, slot: SlotId, tokens: list[int]) -> None:
     wish = SamplingParams(temperature=0.0)
     made.admit(SlotInit(str(slot), slot, tokens, len(tokens), wish, frozenset(), 0))
 
@@ -68,8 +68,8 @@ def test_a_draft_follows_when_only_some_of_the_last_one_was_verified() -> None:
     # Of the first request no draft token was verified, of the second one; all samples agree.
     made.take_in([Seen(SLOT, [4]), Seen(OTHER, [14, 15])])
     runner.plans.clear()
-    second = made.propose([SLOT, OTHER])
-    assert [draft.tokens for draft in second] == [(5, 6, 7, 8), (16, 17, 18, 19)]
+    draft_runner = made.propose([SLOT, OTHER])
+    assert [draft.tokens for draft in draft_runner] == [(5, 6, 7, 8), (16, 17, 18, 19)]
     assert len(runner.plans) == 4, "one step for each draft token"
     caught_up = [(row.start, row.num_tokens) for row in runner.plans[0].rows]
     assert caught_up == [(3, 1), (4, 1)], "the last token is computed again for its logits"

@@ -286,11 +286,11 @@ def test_a_slot_that_was_given_away_meanwhile_does_not_count() -> None:
         return StepPlan([Row(name, SlotId(0), 0, 2, (5, 6), (), True)], [new], freed)
 
     first = runner.submit(step("a", []))
-    second = runner.submit(step("b", [SlotId(0)]))
+    draft_runner = runner.submit(step("b", [SlotId(0)]))
     first.wait()
     assert proposer._unread[SlotId(0)] == [5, 6]
     runner.submit(StepPlan([], freed=[SlotId(0)]))
-    second.wait()
+    draft_runner.wait()
     assert proposer._unread == {}
 
 
@@ -336,13 +336,13 @@ def test_a_large_step_behind_one_with_guesses_is_told_later_and_times_nothing() 
     ]
     rows = [Row(each.request_id, each.slot, 0, 1, (5,), (), True) for each in new]
     small, large = StepPlan(rows[:1], new), StepPlan(rows)
-    first, second = runner.submit(small), runner.submit(large)
+    first, draft_runner = runner.submit(small), runner.submit(large)
     now = 1.0
     tokens[SlotId(0)] += first.wait().rows[0].tokens
     assert timed == [1.0]
     third = runner.submit(StepPlan(rows[:1]))
     now = 4.0
-    for row, result in zip(rows, second.wait().rows, strict=True):
+    for row, result in zip(rows, draft_runner.wait().rows, strict=True):
         tokens[row.slot] += result.tokens
     third.wait()
     assert timed == [1.0]

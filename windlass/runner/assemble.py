@@ -200,7 +200,7 @@ def make_runner(
     return Assembled(runner, cache, *sizes, memory, maker.choices)
 
 
-def make_second(
+def make_draft_runner(
     config: EngineConfig,
     hparams: HParams,
     loaded: Loaded,

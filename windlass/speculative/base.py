@@ -92,7 +92,7 @@ def tell(proposer: Proposer, plan: StepPlan) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Site:
+class SpeculationContext:
     """Where a proposer is to work: for whom it guesses, before there are pages and a runner."""
 
     config: EngineConfig
@@ -107,7 +107,7 @@ class Site:
         return self.config.limits("cuda" if on_cuda else "cpu")
 
 
-class Guide(Protocol):
+class ProposerLoader(Protocol):
     """A proposer that was chosen, with its weights in place; `start` is told of the runner."""
 
     token_bytes: int  # that it needs beside each token's KV in the pages

@@ -12,7 +12,7 @@ from windlass.errors import CheckpointError, ConfigError
 from windlass.models.card import load_card, load_hparams, open_checkpoint
 from windlass.models.hparams import HParams
 from windlass.models.source import ModelFiles, resolve
-from windlass.speculative.base import Proposer, Site
+from windlass.speculative.base import Proposer, SpeculationContext
 from windlass.speculative.which import kind_of
 
 if TYPE_CHECKING:
@@ -113,33 +113,35 @@ def _quoted(text: bytes) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class DraftGuide:
+class DraftModelLoader:
     """The draft model with its weights in place."""
 
-    site: Site
+    context: SpeculationContext
     draft: Draft
     loaded: Loaded
     token_bytes: int
 
     def start(self, made: Assembled) -> Proposer:
-        from windlass.speculative.second import SecondProposer, open_second
+        from windlass.speculative.draft_runner import DraftRunnerProposer, open_draft_runner
 
-        draft, site = self.draft, self.site
-        second = open_second(made, draft.config, draft.hparams, self.loaded, site.limits)
-        return SecondProposer(second, site.hparams.vocab_size)
+        draft, context = self.draft, self.context
+        draft_runner = open_draft_runner(
+            made, draft.config, draft.hparams, self.loaded, context.limits
+        )
+        return DraftRunnerProposer(draft_runner, context.hparams.vocab_size)
 
     def describe(self) -> str:
-        most = self.site.config.speculation.most_guesses
+        most = self.context.config.speculation.most_guesses
         megabytes = self.loaded.weight_bytes / 2**20
         return f"draft model {self.draft.files.name} ({megabytes:,.0f} MiB), up to {most} guesses"
 
 
-def guide(site: Site) -> DraftGuide:
+def open_loader(context: SpeculationContext) -> DraftModelLoader:
     from windlass.kernels.batch import kv_token_bytes
     from windlass.runner.assemble import load_network
     from windlass.runner.device import kv_dtype
 
-    draft = open_draft(site.config, site.hparams)
+    draft = open_draft(context.config, context.hparams)
     tensors = open_checkpoint(draft.files, draft.config.model)
     try:
         loaded = load_network(draft.config, draft.hparams, tensors)
@@ -147,6 +149,6 @@ def guide(site: Site) -> DraftGuide:
         # By the names of the flags that were given for it.
         told = re.sub(r"--(?=dtype\b|quantization\b)", "--spec-", str(error))
         raise ConfigError(f"--spec-model {draft.config.model.model}: {told}") from error
-    kind = kv_dtype(site.config.cache.kv_cache_dtype) or loaded.parts.dtype
+    kind = kv_dtype(context.config.cache.kv_cache_dtype) or loaded.parts.dtype
     shape = (draft.hparams.num_layers, draft.hparams.num_kv_heads, draft.hparams.head_dim)
-    return DraftGuide(site, draft, loaded, kv_token_bytes(*shape, kind))
+    return DraftModelLoader(context, draft, loaded, kv_token_bytes(*shape, kind))

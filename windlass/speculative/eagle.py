@@ -20,7 +20,7 @@ from windlass.models.loader import load
 from windlass.models.network import Network, Parts
 from windlass.quant.plain import Plain
 from windlass.runner.drafter import Verified
-from windlass.speculative.base import Proposer, Site
+from windlass.speculative.base import Proposer, SpeculationContext
 from windlass.speculative.heads import UNREAD, HeadFiles, attach, check_map, draft_vocab, open_head
 
 if TYPE_CHECKING:
@@ -66,7 +66,7 @@ class EagleDrafter:
 
 
 @dataclass(frozen=True, slots=True)
-class EagleGuide:
+class EagleLoader:
     """The head with its weights; pages come with the runner's."""
 
     head: Eagle
@@ -99,20 +99,22 @@ class EagleGuide:
         return f"eagle, {self.most} guesses of {vocabulary:,} tokens, over layers {self.layers}"
 
 
-def guide(site: Site) -> EagleGuide:
-    files = open_head(site, _RENAMED, UNREAD)
+def open_loader(context: SpeculationContext) -> EagleLoader:
+    files = open_head(context, _RENAMED, UNREAD)
     config: dict[str, Any] = {**files.config, "architectures": ["LlamaForCausalLM"]}
     hparams = HParams.from_hf(config, files.source)
-    layers = taps_of(config, site.hparams.num_layers, files.source)
+    layers = taps_of(config, context.hparams.num_layers, files.source)
     num_guessed = draft_vocab(files, hparams.vocab_size) or hparams.vocab_size
-    parts = _parts(site.loaded, hparams)
+    parts = _parts(context.loaded, hparams)
     with torch.device("meta"):
         head = Eagle(hparams, num_guessed, parts, EagleNorms.of(config, files.source))
     _fill(head, files, parts.device, whole=num_guessed == hparams.vocab_size)
     check_map(head.d2t, files, hparams.vocab_size)
     layers_of = [module for module in head.modules() if isinstance(module, Linear)]
-    site.loaded.products.tune([one.weight for one in layers_of if one.weight is not None])
-    return EagleGuide(head, hparams, layers, site.config.speculation.most_guesses, site.loaded)
+    context.loaded.products.tune([one.weight for one in layers_of if one.weight is not None])
+    return EagleLoader(
+        head, hparams, layers, context.config.speculation.most_guesses, context.loaded
+    )
 
 
 def _fill(head: Eagle, files: HeadFiles, device: torch.device, whole: bool) -> None:

@@ -21,9 +21,9 @@ from windlass.models.hparams import HParams
 from windlass.models.network import Network
 from windlass.models.source import ModelFiles
 from windlass.runner.assemble import Assembled
-from windlass.speculative.base import Proposer, Site
+from windlass.speculative.base import Proposer, SpeculationContext
+from windlass.speculative.draft_runner import DraftRunner, DraftRunnerProposer, open_draft_runner
 from windlass.speculative.exits import Exit, best_exit, candidates
-from windlass.speculative.second import Second, SecondProposer, open_second
 
 if TYPE_CHECKING:
     from windlass.speculative.exits import Tried
@@ -65,47 +65,53 @@ def _twin(module: nn.Module) -> nn.Module:
 
 
 @dataclass(slots=True)
-class ExitGuide:
+class EarlyExitLoader:
     """Needs neither weights nor pages of its own."""
 
-    site: Site
+    context: SpeculationContext
     token_bytes: int = 0
     chosen: Exit | None = None
 
     def start(self, made: Assembled) -> Proposer | None:
-        site = self.site
-        wish = site.config.speculation
+        context = self.context
+        wish = context.config.speculation
         layer = wish.spec_exit_layer
         if layer is None:
-            self.chosen = best_exit(site, made, self._tried)
+            self.chosen = best_exit(context, made, self._tried)
             layer = self.chosen.layer
         else:
             self.chosen = Exit(layer, "as set")
         if not self.chosen.pays:
             return None
-        return SecondProposer(self._second(made, layer, site.limits), site.hparams.vocab_size)
+        return DraftRunnerProposer(
+            self._draft_runner(made, layer, context.limits), context.hparams.vocab_size
+        )
 
     def _tried(self, made: Assembled, most_rows: int) -> Iterator[Tried]:
         """One after another, each for few rows: recordings take time and memory."""
-        for layer in candidates(self.site.hparams.num_layers):
-            few = replace(self.site.limits, max_num_seqs=most_rows)
-            yield layer, self._second(made, layer, few).runner
+        for layer in candidates(self.context.hparams.num_layers):
+            few = replace(self.context.limits, max_num_seqs=most_rows)
+            yield layer, self._draft_runner(made, layer, few).runner
 
-    def _second(self, made: Assembled, layer: int, limits: Limits) -> Second:
-        site = self.site
-        config = replace(site.config, speculation=SpecConfig())
+    def _draft_runner(self, made: Assembled, layer: int, limits: Limits) -> DraftRunner:
+        context = self.context
+        config = replace(context.config, speculation=SpecConfig())
         hparams = replace(
-            site.hparams, num_layers=layer, sliding_windows=site.hparams.sliding_windows[:layer]
+            context.hparams,
+            num_layers=layer,
+            sliding_windows=context.hparams.sliding_windows[:layer],
         )
-        loaded = replace(site.loaded, network=first_layers(site.loaded.network, layer))
-        return open_second(made, config, hparams, loaded, limits, SharedPages(made.cache, layer))
+        loaded = replace(context.loaded, network=first_layers(context.loaded.network, layer))
+        return open_draft_runner(
+            made, config, hparams, loaded, limits, SharedPages(made.cache, layer)
+        )
 
     def describe(self) -> str:
-        most, layers = self.site.config.speculation.most_guesses, self.site.hparams.num_layers
+        most, layers = self.context.config.speculation.most_guesses, self.context.hparams.num_layers
         chosen = self.chosen
         where = f"{chosen.layer} of {layers} layers ({chosen.reason})" if chosen else "its layers"
         return f"self, the first {where}, up to {most} guesses"
 
 
-def guide(site: Site) -> ExitGuide:
-    return ExitGuide(site)
+def open_loader(context: SpeculationContext) -> EarlyExitLoader:
+    return EarlyExitLoader(context)

@@ -11,7 +11,7 @@ from windlass.core.sampling import SamplingParams
 from windlass.core.types import BlockId, Row, SlotId, SlotInit, StepPlan
 from windlass.models.card import load_card
 from windlass.runner.assemble import Assembled
-from windlass.speculative.base import Site
+from windlass.speculative.base import SpeculationContext
 from windlass.speculative.costs import StepCosts
 from windlass.speculative.speculation import Submits
 
@@ -65,7 +65,7 @@ def candidates(num_layers: int) -> list[int]:
 
 
 def best_exit(
-    site: Site,
+    context: SpeculationContext,
     made: Assembled,
     make: Callable[[Assembled, int], Iterable[Tried]],
     clock: Callable[[], float] = time.perf_counter,
@@ -74,14 +74,14 @@ def best_exit(
 
     Uses the first slots and blocks: nobody has them yet.
     """
-    known = _remembered(site.notes.of("exit"), site.hparams.num_layers)
+    known = _remembered(context.notes.of("exit"), context.hparams.num_layers)
     if known is not None:
         return known
-    most = site.config.speculation.most_guesses
-    most_rows = min(site.limits.max_num_seqs, _ROWS)
-    answers = _answers(site, made, most_rows)
+    most = context.config.speculation.most_guesses
+    most_rows = min(context.limits.max_num_seqs, _ROWS)
+    answers = _answers(context, made, most_rows)
     if not answers:
-        return Exit(site.hparams.num_layers // 2, "half of them: there is no room to measure")
+        return Exit(context.hparams.num_layers // 2, "half of them: there is no room to measure")
     target = _target_costs(made.runner, answers[0], most, clock)
     plain, best, highest = 1 / target.of(1), Exit(0, ""), 0.0
     for layer, runner in make(made, most_rows):
@@ -93,7 +93,7 @@ def best_exit(
             gain = f"{rate / plain:.2f} times the speed with {count}"
             reason = f"{alike:.0%} alike, {1000 * seconds:.1f} ms a guess, hoped for: {gain}"
             best = Exit(layer, reason, rate / plain)
-    site.notes.note("exit", [best.layer, best.reason, best.gain])
+    context.notes.note("exit", [best.layer, best.reason, best.gain])
     return best
 
 
@@ -119,9 +119,9 @@ def _expected(alike: float, seconds: float, target: StepCosts, most: int) -> tup
 # ---- steps -------------------------------------------------------------------------------------
 
 
-def _answers(site: Site, made: Assembled, most_rows: int) -> list[_Answer]:
+def _answers(context: SpeculationContext, made: Assembled, most_rows: int) -> list[_Answer]:
     """What the target says to each text, greedily; as many texts as there is room for."""
-    tokenizer = load_card(site.files, site.config.model).tokenizer
+    tokenizer = load_card(context.files, context.config.model).tokenizer
     size, free = made.capacity.block_size, made.capacity.num_blocks
     answers: list[_Answer] = []
     for text in _TEXTS[:most_rows]:

@@ -16,7 +16,7 @@ from windlass.models.fingerprint import fingerprint
 from windlass.models.hparams import HParams
 from windlass.models.json_file import read_json
 from windlass.models.source import ModelFiles, resolve
-from windlass.speculative.base import Draft, Proposer, Seen, Site
+from windlass.speculative.base import Draft, Proposer, Seen, SpeculationContext
 from windlass.speculative.speculators import NORMS, flat, verifier_of
 from windlass.speculative.which import kind_of
 
@@ -75,9 +75,11 @@ def outline(config: EngineConfig, hparams: HParams) -> object:
     return shapes, [head.config.get(name) for name in _SHAPING], flags
 
 
-def open_head(site: Site, renamed: Mapping[str, str], ignored: Collection[str]) -> HeadFiles:
+def open_head(
+    context: SpeculationContext, renamed: Mapping[str, str], ignored: Collection[str]
+) -> HeadFiles:
     """A head's files, which `check` has seen."""
-    return _find(site.config, renamed, ignored)
+    return _find(context.config, renamed, ignored)
 
 
 def _find(config: EngineConfig, renamed: Mapping[str, str], ignored: Collection[str]) -> HeadFiles:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
 from windlass.core.types import SlotId, SlotInit
-from windlass.speculative.base import Draft, Proposer, Seen, Site
+from windlass.speculative.base import Draft, Proposer, Seen, SpeculationContext
 
 if TYPE_CHECKING:
     from windlass.runner.assemble import Assembled
@@ -136,7 +136,7 @@ class LookaheadProposer:
 
 
 @dataclass(frozen=True, slots=True)
-class LookaheadGuide:
+class LookaheadLoader:
     """Needs no weights and no pages."""
 
     most: int
@@ -150,5 +150,5 @@ class LookaheadGuide:
         return f"lookahead, up to {self.most} guesses, chains of up to {_CHAIN} tokens"
 
 
-def guide(site: Site) -> LookaheadGuide:
-    return LookaheadGuide(site.config.speculation.most_guesses)
+def open_loader(context: SpeculationContext) -> LookaheadLoader:
+    return LookaheadLoader(context.config.speculation.most_guesses)

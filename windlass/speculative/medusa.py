@@ -16,7 +16,7 @@ from windlass.models.checkpoint import Checkpoint
 from windlass.models.fields import Fields
 from windlass.models.network import Network
 from windlass.runner.drafter import Verified
-from windlass.speculative.base import Proposer, Site
+from windlass.speculative.base import Proposer, SpeculationContext
 from windlass.speculative.heads import HeadFiles, at_most, attach, check_map, draft_vocab, open_head
 
 if TYPE_CHECKING:
@@ -101,7 +101,7 @@ class MedusaDrafter:
 
 
 @dataclass(frozen=True, slots=True)
-class MedusaGuide:
+class MedusaLoader:
     """The heads with their weights."""
 
     weights: MedusaWeights
@@ -123,19 +123,21 @@ class MedusaGuide:
         return f"medusa, {weights.num_heads} heads over {whose} vocabulary matrix{some}{others}"
 
 
-def guide(site: Site) -> MedusaGuide:
-    files = open_head(site, _RENAMED, ())
-    return MedusaGuide(_read(site, files), site.loaded, site.config.speculation.spec_alternatives)
+def open_loader(context: SpeculationContext) -> MedusaLoader:
+    files = open_head(context, _RENAMED, ())
+    return MedusaLoader(
+        _read(context, files), context.loaded, context.config.speculation.spec_alternatives
+    )
 
 
-def _read(site: Site, files: HeadFiles) -> MedusaWeights:
+def _read(context: SpeculationContext, files: HeadFiles) -> MedusaWeights:
     config, tensors = Fields(files.config, files.source), files.tensors
     there = config.count("medusa_num_heads", 0)
     num_blocks = config.whole("medusa_num_layers", 1)
     if there < 1:
         raise CheckpointError(f"{files.source}: names no medusa_num_heads; it is no Medusa head.")
-    count = at_most(site.config.speculation.spec_tokens, there, "heads")
-    size, parts = site.hparams.hidden_size, site.loaded.parts
+    count = at_most(context.config.speculation.spec_tokens, there, "heads")
+    size, parts = context.hparams.hidden_size, context.loaded.parts
 
     def read(names: list[str], shape: tuple[int, ...]) -> Tensor:
         found = [tensors.read(name, shape) for name in names]
@@ -150,10 +152,10 @@ def _read(site: Site, files: HeadFiles) -> MedusaWeights:
     ]
     own = [_matrix(tensors, i, num_blocks) for i in range(count)]
     _account(files)
-    d2t = _map(files, site.hparams.vocab_size)
+    d2t = _map(files, context.hparams.vocab_size)
     matrices = None
     if d2t is not None or any(name in tensors.names() for name in own):
-        rows = site.hparams.vocab_size if d2t is None else len(d2t)
+        rows = context.hparams.vocab_size if d2t is None else len(d2t)
         matrices = read(own, (rows, size))
     return MedusaWeights(blocks, matrices, None if d2t is None else d2t.to(parts.device))
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from windlass.core.types import SlotId, SlotInit
-from windlass.speculative.base import NO_DRAFT, Draft, Proposer, Seen, Site
+from windlass.speculative.base import NO_DRAFT, Draft, Proposer, Seen, SpeculationContext
 
 if TYPE_CHECKING:
     from windlass.runner.assemble import Assembled
@@ -115,7 +115,7 @@ class NgramProposer:
 
 
 @dataclass(frozen=True, slots=True)
-class NgramGuide:
+class NgramLoader:
     """Needs no weights and no pages."""
 
     shortest: int
@@ -131,6 +131,6 @@ class NgramGuide:
         return f"ngram, up to {self.most} guesses, {self.shortest} to {self.longest} tokens alike"
 
 
-def guide(site: Site) -> NgramGuide:
-    wish = site.config.speculation
-    return NgramGuide(wish.spec_ngram_min, wish.spec_ngram_max, wish.most_guesses)
+def open_loader(context: SpeculationContext) -> NgramLoader:
+    wish = context.config.speculation
+    return NgramLoader(wish.spec_ngram_min, wish.spec_ngram_max, wish.most_guesses)

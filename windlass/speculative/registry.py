@@ -9,17 +9,17 @@ from windlass.config import EngineConfig
 from windlass.errors import ConfigError
 from windlass.models.hparams import HParams
 from windlass.models.source import ModelFiles
-from windlass.speculative.base import Guide, Site
+from windlass.speculative.base import ProposerLoader, SpeculationContext
 from windlass.speculative.which import settled
 
 # Functions from a Site to a Guide.
-_GUIDES = {
-    "ngram": "windlass.speculative.ngram:guide",
-    "lookahead": "windlass.speculative.lookahead:guide",
-    "draft": "windlass.speculative.draft_model:guide",
-    "self": "windlass.speculative.early_exit:guide",
-    "medusa": "windlass.speculative.medusa:guide",
-    "eagle": "windlass.speculative.eagle:guide",
+_LOADERS = {
+    "ngram": "windlass.speculative.ngram:open_loader",
+    "lookahead": "windlass.speculative.lookahead:open_loader",
+    "draft": "windlass.speculative.draft_model:open_loader",
+    "self": "windlass.speculative.early_exit:open_loader",
+    "medusa": "windlass.speculative.medusa:open_loader",
+    "eagle": "windlass.speculative.eagle:open_loader",
 }
 # Those that compute guesses one after another: they write to pages past the last known token.
 WRITE_AHEAD = ("draft", "self", "eagle")
@@ -67,9 +67,9 @@ def _check_alternatives(config: EngineConfig, device: str) -> None:
         )
 
 
-def open_guide(site: Site) -> Guide:
+def open_loader(context: SpeculationContext) -> ProposerLoader:
     """Load what the wanted proposer needs; one that does not fit the model is refused here."""
-    return _find(_GUIDES[site.config.speculation.spec])(site)
+    return _find(_LOADERS[context.config.speculation.spec])(context)
 
 
 def outline(config: EngineConfig, hparams: HParams) -> object:

@@ -9,11 +9,11 @@ from windlass.config import EngineConfig, Limits
 from windlass.core.card import Choice
 from windlass.models.hparams import HParams
 from windlass.models.source import ModelFiles
-from windlass.speculative.base import Proposer, Site
+from windlass.speculative.base import Proposer, SpeculationContext
 from windlass.speculative.governor import Governor
 from windlass.speculative.measure import Costs, Room, measure, spot_check
 from windlass.speculative.notes import load_of_machine, notes_for
-from windlass.speculative.registry import RUN_AHEAD, WRITE_AHEAD, open_guide, outline
+from windlass.speculative.registry import RUN_AHEAD, WRITE_AHEAD, open_loader, outline
 from windlass.speculative.speculation import Known, Speculation
 
 if TYPE_CHECKING:
@@ -35,8 +35,8 @@ class Speculating:
         where = (parts.device, "speculation", parts.ops.backend)
         self._notes = notes_for(config, files, hparams, *where, guesser)
         self._costs_name = f"costs at load {load_of_machine()}"
-        self._guide = open_guide(Site(config, files, hparams, loaded, self._notes))
-        self.token_bytes = self._guide.token_bytes
+        self._loader = open_loader(SpeculationContext(config, files, hparams, loaded, self._notes))
+        self.token_bytes = self._loader.token_bytes
         wish = config.speculation
         if loaded.parts.device.type == "cpu":
             self.lookahead = wish.most_guesses if wish.spec in WRITE_AHEAD else 0
@@ -63,10 +63,10 @@ class Speculating:
             block_size=capacity.block_size,
             max_model_len=made.max_model_len,
         )
-        proposer = self._guide.start(made)
+        proposer = self._loader.start(made)
         if proposer is None:
             self._notes.save()
-            why = f"{asked} was asked for and would be slower: {self._guide.describe()}"
+            why = f"{asked} was asked for and would be slower: {self._loader.describe()}"
             return made.runner, Choice("speculation", "none", why)
         costs, source = self._costs(made, proposer, room)
         governor = Governor(
@@ -81,7 +81,7 @@ class Speculating:
         if wish.threshold is not None:
             parts.append(f"typical acceptance at {wish.threshold:g} CHANGES THE DISTRIBUTION")
         parts += [self._notes.problem] if self._notes.problem else []
-        choice = Choice("speculation", self._guide.describe(), "; ".join(parts))
+        choice = Choice("speculation", self._loader.describe(), "; ".join(parts))
         return Speculation(made.runner, proposer, governor, known, self._check_notes), choice
 
     def _check_notes(self, disagreement: float) -> None:

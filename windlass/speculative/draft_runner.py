@@ -24,7 +24,7 @@ from windlass.core.types import (
 )
 from windlass.kernels.batch import KVCache
 from windlass.models.hparams import HParams
-from windlass.runner.assemble import Assembled, Loaded, make_second
+from windlass.runner.assemble import Assembled, Loaded, make_draft_runner
 from windlass.runner.runner import Pending
 from windlass.runner.sampler import Sampler, draw_with
 from windlass.speculative.base import NO_DRAFT, Draft, Seen
@@ -35,7 +35,7 @@ _FEW = 3  # tokens that are computed one by one where such steps are recorded
 
 
 @dataclass(frozen=True, slots=True)
-class Second:
+class DraftRunner:
     """A runner that guesses, and how it must be used."""
 
     runner: Submits
@@ -49,22 +49,22 @@ class Second:
     singly: bool  # whether steps of one token a row are far cheaper than others
 
 
-def open_second(
+def open_draft_runner(
     made: Assembled,
     config: EngineConfig,
     hparams: HParams,
     loaded: Loaded,
     limits: Limits,
     pages: KVCache | None = None,
-) -> Second:
+) -> DraftRunner:
     """A runner beside the target's, with as many blocks; `pages` are those of the target, if shared."""
     parts = loaded.parts
     sampler = Sampler(hparams.vocab_size, parts.device, draw=draw_with(parts.ops))
-    runner, _ = make_second(
+    runner, _ = make_draft_runner(
         config, hparams, loaded, limits, made.capacity.num_blocks, sampler, pages
     )
     on_cuda = parts.device.type == "cuda"
-    return Second(
+    return DraftRunner(
         runner,
         made.runner.blocks_of,
         config.cache.block_size,
@@ -117,15 +117,15 @@ class _Track:
         return self.digests[index]
 
 
-class SecondProposer:
+class DraftRunnerProposer:
     """Owns the tracks, and knows what its pages hold."""
 
     free = False
     in_step = False
 
-    def __init__(self, second: Second, target_vocab: int) -> None:
+    def __init__(self, draft_runner: DraftRunner, target_vocab: int) -> None:
         """Guesses from `target_vocab` on are none of the target's tokens."""
-        self._second = second
+        self._draft_runner = draft_runner
         self._target_vocab = target_vocab
         self._tracks: dict[SlotId, _Track] = {}
         self._freed: list[SlotId] = []
@@ -149,12 +149,12 @@ class SecondProposer:
             self._tracks[each.slot].go_on(each.tokens)
 
     def backlog(self, slot: SlotId, num_tokens: int) -> int:
-        if self._second.shares_pages:
+        if self._draft_runner.shares_pages:
             return 0
         track = self._tracks[slot]
         computed = track.computed
         if not track.admitted:
-            track.blocks = self._second.blocks_of(slot)
+            track.blocks = self._draft_runner.blocks_of(slot)
             computed = self._num_found(track)
         return max(0, num_tokens - 1 - computed)
 
@@ -189,10 +189,10 @@ class SecondProposer:
         ready = {}
         for slot in slots:
             track = self._tracks[slot]
-            track.blocks = self._second.blocks_of(slot)
+            track.blocks = self._draft_runner.blocks_of(slot)
             if len(track.tokens) > self._room(track):
                 continue
-            if self._second.shares_pages:
+            if self._draft_runner.shares_pages:
                 track.computed = len(track.tokens) - 1
             elif not track.admitted:
                 track.computed = self._num_found(track)
@@ -200,11 +200,11 @@ class SecondProposer:
         return dict(sorted(ready.items(), key=lambda item: item[1].num_missing))
 
     def _room(self, track: _Track) -> int:
-        return min(len(track.blocks) * self._second.block_size, self._second.longest)
+        return min(len(track.blocks) * self._draft_runner.block_size, self._draft_runner.longest)
 
     def _num_found(self, track: _Track) -> int:
         """Tokens of a prefix that an earlier slot has left in the same blocks."""
-        size = self._second.block_size
+        size = self._draft_runner.block_size
         most = min(len(track.blocks), (len(track.tokens) - 1) // size)
         count = 0
         while count < most and self._contents.get(track.blocks[count]) == track.digest(count, size):
@@ -218,9 +218,9 @@ class SecondProposer:
 
         Returns the lengths of the slots that are complete then: they have a first guess.
         """
-        budget, first, rows = self._second.step_tokens, {}, []
+        budget, first, rows = self._draft_runner.step_tokens, {}, []
         missing = [track.num_missing for track in ready.values()]
-        few = self._second.singly and max(missing, default=0) <= _FEW
+        few = self._draft_runner.singly and max(missing, default=0) <= _FEW
         plans = list(self._singles(ready)) if few else []
         for slot, track in ready.items():
             start = len(track.tokens) - 1 if few else track.computed
@@ -249,7 +249,7 @@ class SecondProposer:
                 yield self._plan(rows)
 
     def _row(self, slot: SlotId, track: _Track, start: int, count: int, sample: bool) -> Row:
-        most = self._second.vocab_size
+        most = self._draft_runner.vocab_size
         tokens = tuple([t if t < most else 0 for t in track.tokens[start : start + count]])
         fresh = self._write(track, start, count)
         return Row(track.name, slot, start, count, tokens, fresh, sample)
@@ -290,12 +290,12 @@ class SecondProposer:
         for plan in plans:
             if len(waiting) == _IN_FLIGHT:
                 results.append(waiting.popleft().wait())
-            waiting.append(self._second.runner.submit(plan))
+            waiting.append(self._draft_runner.runner.submit(plan))
         return results + [pending.wait() for pending in waiting]
 
     def _remind(self, plans: list[StepPlan]) -> None:
         """Noise depends on how many tokens the sampler remembers: let them be the known ones."""
-        sampler = self._second.sampler
+        sampler = self._draft_runner.sampler
         if sampler is None or not plans:
             return
         fresh = {new.slot for plan in plans for new in plan.admitted}
@@ -310,7 +310,7 @@ class SecondProposer:
         """Returns the blocks that the runner lacks for this row, and none for later ones: a
         recorded step takes a new block for that of its own position.
         """
-        size = self._second.block_size
+        size = self._draft_runner.block_size
         end = (start + count - 1) // size + 1
         for index in range(start // size, end):
             self._contents.pop(track.blocks[index], None)
@@ -320,9 +320,9 @@ class SecondProposer:
 
     def _mark(self, track: _Track) -> None:
         """Note the blocks that are full of known tokens."""
-        if self._second.shares_pages:
+        if self._draft_runner.shares_pages:
             return
-        size = self._second.block_size
+        size = self._draft_runner.block_size
         for index in reversed(range(track.computed // size)):
             block = track.blocks[index]
             if block in self._contents:
