@@ -19,7 +19,7 @@ from windlass.core.types import EngineStats, NewRequest, Output, StepPlan, StepR
 from windlass.errors import EngineError, OutOfMemory, UnsupportedError
 
 
-class Pending(Protocol):
+class PendingStep(Protocol):
     """A step on its way. One that `guesses` what follows ends before the next is planned."""
 
     @property
@@ -33,7 +33,7 @@ class Runner(Protocol):
 
     def run(self, plan: StepPlan) -> StepResult: ...
 
-    def submit(self, plan: StepPlan) -> Pending: ...
+    def submit(self, plan: StepPlan) -> PendingStep: ...
 
 
 class Holdings(Protocol):
@@ -68,7 +68,7 @@ class Engine:
         self._overlap = overlap
         self._holdings = holdings
         self.asleep = False
-        self._in_flight: tuple[StepPlan, Pending] | None = None
+        self._in_flight: tuple[StepPlan, PendingStep] | None = None
         self._on_plan: Callable[[StepPlan], None] = _ignore_plan
         scheduler.accounting.start(clock())
 
@@ -133,7 +133,7 @@ class Engine:
         if not outputs and self._scheduler.has_work:
             time.sleep(_REST_S)
 
-    def _take_in(self, plan: StepPlan, pending: Pending) -> list[Output]:
+    def _take_in(self, plan: StepPlan, pending: PendingStep) -> list[Output]:
         return self._commit(plan, pending.wait())
 
     def _commit(self, plan: StepPlan, result: StepResult) -> list[Output]:

@@ -14,8 +14,8 @@ from tests.gpu.test_speculation import make
 from tests.speculative import test_heads
 from tests.speculative.test_speculation import eager
 from windlass import LLM, SamplingParams
+from windlass.runner.cuda_verify import CudaVerifyRunner
 from windlass.runner.drafter import Verified
-from windlass.runner.guessing import CudaGuesser
 from windlass.speculative import governor, medusa
 
 pytestmark = [
@@ -54,7 +54,7 @@ def test_launches_before_the_plan_leave_the_tokens_as_they_are(
         return torch.where(places % 5 == 3, truth[places] ^ 1, truth[places]).to(torch.int32)
 
     counts: Counter[str] = Counter()
-    go_ahead, take_back = CudaGuesser._go_ahead, CudaGuesser._take_back
+    go_ahead, take_back = CudaVerifyRunner._go_ahead, CudaVerifyRunner._take_back
 
     def counted(*args: object) -> object:
         ahead = go_ahead(*args)  # type: ignore[arg-type]
@@ -65,8 +65,8 @@ def test_launches_before_the_plan_leave_the_tokens_as_they_are(
         counts["in vain"] += 1
         take_back(*args)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(CudaGuesser, "_go_ahead", counted)
-    monkeypatch.setattr(CudaGuesser, "_take_back", taken_back)
+    monkeypatch.setattr(CudaVerifyRunner, "_go_ahead", counted)
+    monkeypatch.setattr(CudaVerifyRunner, "_take_back", taken_back)
     monkeypatch.setattr(medusa.MedusaDrafter, "draft", draft)
     for name, value in {"CONFIG": CONFIG, "VOCAB": 1000, "DIM": CONFIG["head_dim"]}.items():
         monkeypatch.setattr(test_heads, name, value)

@@ -10,7 +10,7 @@ from tests.kernels.test_interpreted import INTERPRETED, inside
 from windlass.core.sampling import SamplingParams
 from windlass.core.types import SlotInit
 from windlass.runner.sampler import Sampler
-from windlass.runner.verify import Asked
+from windlass.runner.verify import SampleRequest
 from windlass.runner.verify import keep as keep_plainly
 from windlass.runner.verify import keep_typical as keep_typical_plainly
 
@@ -201,7 +201,7 @@ def test_typical_guesses_take_the_place_of_samples(epsilon: float) -> None:
     slots = torch.arange(places, dtype=torch.int32) // 2 % len(params)
     sampled = torch.full((places,), 7, dtype=torch.int32)
     asked = [
-        Asked(i, slot, (guess,))
+        SampleRequest(i, slot, (guess,))
         for i, (slot, guess) in enumerate(
             zip(slots[::2].tolist(), guesses[::2].tolist(), strict=True)
         )

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from windlass.core.types import BlockId, Row, SlotId, StepPlan
-from windlass.runner.ahead import Ahead, Next
+from windlass.runner.prelaunch import Next, Prelaunched
 
 LAUNCHED: Any = None  # what is computed plays no part here
 
@@ -17,9 +17,9 @@ def row(slot: int, start: int, *tokens: int, **other: Any) -> Row:
     return Row(str(slot), SlotId(slot), start, len(tokens), tokens, **given)
 
 
-def ahead() -> Ahead:
+def ahead() -> Prelaunched:
     following = [Next(SlotId(3), 17, (5, 6, 7)), Next(SlotId(1), 9, (8, 9, 4))]
-    return Ahead(following, LAUNCHED, guesses=2)
+    return Prelaunched(following, LAUNCHED, guesses=2)
 
 
 WANTED = StepPlan([row(3, 17, 5, 6, 7), row(1, 9, 8, 9, 4)])

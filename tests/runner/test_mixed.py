@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from windlass.core.types import BlockId, Row, SlotId, StepPlan
 from windlass.runner.adapters import in_pieces
-from windlass.runner.mixed import Form, attention_tiles, mixed_sizes
+from windlass.runner.mixed import GraphShape, attention_tiles, mixed_sizes
 from windlass.runner.slots import SlotTables
 
 CPU = torch.device("cpu")
@@ -38,7 +38,7 @@ def test_a_step_is_written_down_as_it_is(counts: list[int], adapted: bool, draft
     tokens = next((size for size in mixed_sizes(2048) if size > total), None)
     if tokens is None:
         return
-    form = Form(tokens, min(tokens - 1, 40), TILE, adapted, drafting)
+    form = GraphShape(tokens, min(tokens - 1, 40), TILE, adapted, drafting)
     inbox = torch.full((form.numbers,), -7, dtype=torch.int32)
     after = [900 + i for i, row in enumerate(rows) if not row.sample]
     assert form.fill(inbox, rows, PADDING, after)
@@ -58,21 +58,21 @@ def test_a_step_is_written_down_as_it_is(counts: list[int], adapted: bool, draft
     assert (found.tiles[len(tiles) :, 1] == 0).all()
     ends = np.cumsum(counts) - 1
     wanted = [int(end) for row, end in zip(rows, ends, strict=True) if row.sample]
-    assert found.wanted.tolist() == wanted + [last] * (form.rows - len(wanted))
+    assert found.logits_indices.tolist() == wanted + [last] * (form.rows - len(wanted))
     if drafting:
         others = [int(end) for row, end in zip(rows, ends, strict=True) if not row.sample]
         padded = form.rows - len(others)
         assert found.ends.tolist() == [others + [last] * padded, after + [0] * padded]
-    own, of_wanted = form.adapters(found)
+    own, of_indices = form.adapters(found)
     if not adapted:
         assert own is None
-        assert of_wanted is None
+        assert of_indices is None
         return
     slots = np.repeat([row.adapter for row in rows], counts)
     chunks = np.repeat(counts, counts) > 1
     want = in_pieces(slots * chunks, counts, CPU)
     assert own is not None
-    assert of_wanted is not None
+    assert of_indices is not None
     assert own.tiles is not None
     assert own.alone is not None
     assert want.tiles is not None
@@ -83,7 +83,7 @@ def test_a_step_is_written_down_as_it_is(counts: list[int], adapted: bool, draft
     assert torch.equal(own.tiles[: len(want.tiles)], want.tiles)
     assert not own.tiles[len(want.tiles) :, 1].any()
     named = [row.adapter for row in rows if row.sample]
-    assert of_wanted.slots.tolist() == named + [0] * (form.rows - len(named))
+    assert of_indices.slots.tolist() == named + [0] * (form.rows - len(named))
 
 
 @pytest.mark.parametrize(
@@ -92,7 +92,7 @@ def test_a_step_is_written_down_as_it_is(counts: list[int], adapted: bool, draft
     ids=["no token is left for padding", "too many rows", "too many chunks"],
 )
 def test_what_has_no_room(counts: list[int], tokens: int) -> None:
-    form = Form(tokens, min(tokens, 40), TILE, False)
+    form = GraphShape(tokens, min(tokens, 40), TILE, False)
     inbox = torch.zeros(form.numbers, dtype=torch.int32)
     assert not form.fill(inbox, make_rows(counts, [0] * len(counts)), PADDING)
 

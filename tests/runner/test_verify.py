@@ -10,7 +10,7 @@ from windlass.core.sampling import SamplingParams
 from windlass.core.types import Row, RowResult, SlotInit
 from windlass.runner import filters
 from windlass.runner.sampler import Sampler
-from windlass.runner.verify import Asked, asked_by, keep, positions_of, verify
+from windlass.runner.verify import SampleRequest, keep, positions_of, sample_requests, verify
 
 VOCAB = 12
 CPU = torch.device("cpu")
@@ -73,7 +73,7 @@ def test_any_wishes_give_the_same_tokens_and_scores_with_guesses() -> None:
             done = len(known) - len(PROMPT)
             right = [each.tokens[0] for each in truth[slot][done : done + rng.randrange(5)]]
             guesses = [t if rng.random() < 0.8 else (t + 1) % VOCAB for t in right]
-            asked.append(Asked(len(asked), slot, tuple(guesses)))
+            asked.append(SampleRequest(len(asked), slot, tuple(guesses)))
             logits += [model(known + guesses[:i]) for i in range(len(guesses) + 1)]
             starts.append(done)
         results = verify(sampler, torch.stack(logits), asked)
@@ -105,7 +105,7 @@ def test_guesses_leave_the_filtered_distribution_as_it_is() -> None:
             seed = at_once * batch + slot
             sampler.admit(SlotInit("", slot, [0], 1, wish, frozenset(), seed))
             guess = (best, worst, rng.randrange(size))[slot % 3]
-            asked.append(Asked(slot, slot, (guess,)))
+            asked.append(SampleRequest(slot, slot, (guess,)))
             logits += [table[size], table[guess]]
         tokens = [each.tokens for each in verify(sampler, torch.stack(logits), asked)]
         short = [slot for slot in range(at_once) if len(tokens[slot]) == 1]
@@ -137,7 +137,7 @@ def test_typical_guesses_are_kept_by_entropy_and_threshold() -> None:
         sampler = Sampler(VOCAB, CPU, threshold)
         for slot in range(20):
             sampler.admit(SlotInit("", slot, [1], 1, wish, frozenset(), slot))
-        asked = [Asked(slot, slot, (guess,)) for slot in range(20)]
+        asked = [SampleRequest(slot, slot, (guess,)) for slot in range(20)]
         found = verify(sampler, torch.stack([logits] * 40), asked)
         assert all(each.tokens[0] == guess for each in found) == kept
         assert [sampler.tokens(slot)[1:] for slot in range(20)] == [each.tokens for each in found]
@@ -157,6 +157,6 @@ def test_the_last_positions_of_sampled_rows_are_looked_at() -> None:
         Row("prompt", 2, 0, 4, (1,) * 4, (), True),
         Row("decode", 3, 9, 1, (), (), True),
     ]
-    asked = asked_by(rows)
+    asked = sample_requests(rows)
     assert [each.drafts for each in asked] == [(8, 9), (), ()]
     assert positions_of(rows, asked).tolist() == [5, 6, 7, 11, 12]

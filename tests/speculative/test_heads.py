@@ -270,9 +270,11 @@ def test_an_eagle_head_guesses_as_it_was_trained_to(
     draft = EagleDrafter.draft
 
     def watched(self: EagleDrafter, found: Verified, count: int) -> torch.Tensor:
-        taps = torch.cat([found.taps[layer] for layer in self.layers], dim=-1)
+        aux_hidden_states = torch.cat(
+            [found.aux_hidden_states[layer] for layer in self.layers], dim=-1
+        )
         guesses = draft(self, found, count)
-        seen.append((taps.clone(), found.following.clone(), guesses))
+        seen.append((aux_hidden_states.clone(), found.following.clone(), guesses))
         return guesses
 
     monkeypatch.setattr(EagleDrafter, "draft", watched)
@@ -291,13 +293,15 @@ def test_an_eagle_head_guesses_as_it_was_trained_to(
     ids = weights["d2t"] + torch.arange(len(weights["d2t"]))
     module = EagleModule(shape, ids)
     module.load_state_dict({**weights, "t2d": module.t2d})
-    taps, following = (torch.cat(parts)[None] for parts in list(zip(*seen, strict=True))[:2])
+    aux_hidden_states, following = (
+        torch.cat(parts)[None] for parts in list(zip(*seen, strict=True))[:2]
+    )
     table = llm.engine._runner._runner._network.model.rotary.cos_sin
     embed = llm.engine._runner._runner._network.embed
-    memory, hidden, tokens, guesses = Memory(), module.from_target(taps), following, []
+    memory, hidden, tokens, guesses = Memory(), module.from_target(aux_hidden_states), following, []
     with torch.no_grad():
         for ahead in range(2):
-            turns = table[ahead : ahead + taps.shape[1]]
+            turns = table[ahead : ahead + aux_hidden_states.shape[1]]
             hidden = module.step(hidden, embed(tokens[0])[None], turns, memory)
             tokens = ids[module.logits(hidden[0]).argmax(-1)].int()[None]
             guesses.append(tokens[0, len(PROMPT) - 1 :])

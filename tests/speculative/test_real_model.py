@@ -12,7 +12,7 @@ from windlass.build import build_engine, open_model
 from windlass.config import EngineConfig
 from windlass.core.types import SlotInit
 from windlass.runner.sampler import Sampler
-from windlass.runner.verify import Asked, verify
+from windlass.runner.verify import SampleRequest, verify
 from windlass.speculative import governor, start
 from windlass.speculative.costs import StepCosts
 from windlass.speculative.measure import Costs
@@ -81,7 +81,7 @@ def test_guesses_leave_the_first_token_as_the_model_distributes_it(llms: dict[st
         for slot in range(at_once):
             seed = at_once * batch + slot
             sampler.admit(SlotInit("", slot, [0], 1, SamplingParams(), frozenset(), seed))
-            asked.append(Asked(slot, slot, (min(rng.randrange(4), rng.randrange(size)),)))
+            asked.append(SampleRequest(slot, slot, (min(rng.randrange(4), rng.randrange(size)),)))
         for result in verify(sampler, logits.expand(2 * at_once, size), asked):
             counts[result.tokens[0]] += 1
     often = want * draws >= 5

@@ -35,7 +35,7 @@ def speculators(path: Path, like: Path, layer: Any = None, **changes: Any) -> Pa
     """The head of the folder `like`, as the library would save it."""
     path.mkdir()
     own = json.loads((like / "config.json").read_text())
-    taps, vocab = own.pop("eagle_config")[TAPS], own.pop("draft_vocab_size")
+    aux_hidden_states, vocab = own.pop("eagle_config")[TAPS], own.pop("draft_vocab_size")
     nested = {key: value for key, value in own.items() if key != "architectures"}
     theta = {"rope_theta": nested.pop("rope_theta", 10000.0), "rope_type": "default"}
     described = {
@@ -45,7 +45,7 @@ def speculators(path: Path, like: Path, layer: Any = None, **changes: Any) -> Pa
         "draft_vocab_size": vocab,
         "norm_before_residual": False,
         "target_hidden_size": None,
-        TAPS: taps,
+        TAPS: aux_hidden_states,
         LAYER: {**nested, "model_type": "llama", "rope_parameters": theta, **(layer or {})},
         "speculators_config": {
             "algorithm": "eagle3",
@@ -79,13 +79,13 @@ class Reference(EagleModule):
         if norms["fc_norm"]:
             self.fc_norm = nn.ModuleList(Norm(shape.hidden, shape.norm_eps) for _ in range(3))
 
-    def from_target(self, taps: Tensor) -> Tensor:
+    def from_target(self, aux_hidden_states: Tensor) -> Tensor:
         if self._norms["norm_before_fc"]:
-            taps = self.input_norm(taps)
+            aux_hidden_states = self.input_norm(aux_hidden_states)
         if self._norms["fc_norm"]:
-            each = zip(self.fc_norm, taps.chunk(3, dim=-1), strict=True)
-            taps = torch.cat([norm(tap) for norm, tap in each], dim=-1)
-        return self.fc(taps)
+            each = zip(self.fc_norm, aux_hidden_states.chunk(3, dim=-1), strict=True)
+            aux_hidden_states = torch.cat([norm(tap) for norm, tap in each], dim=-1)
+        return self.fc(aux_hidden_states)
 
     def step(self, hidden: Tensor, embedded: Tensor, cos_sin: Tensor, memory: Memory) -> Tensor:
         layer = self.midlayer
@@ -108,10 +108,12 @@ class Watched:
         draft = EagleDrafter.draft
 
         def watched(self: EagleDrafter, found: Verified, count: int) -> Tensor:
-            taps = torch.cat([found.taps[layer] for layer in self.layers], dim=-1)
-            taps, following = taps.clone(), found.following.clone()
+            aux_hidden_states = torch.cat(
+                [found.aux_hidden_states[layer] for layer in self.layers], dim=-1
+            )
+            aux_hidden_states, following = aux_hidden_states.clone(), found.following.clone()
             guesses = draft(self, found, count)
-            seen.append((taps, following, guesses))
+            seen.append((aux_hidden_states, following, guesses))
             return guesses
 
         with monkeypatch.context() as patch:
@@ -121,7 +123,9 @@ class Watched:
             self.llm = make(model, quantization=None, spec="eagle", spec_model=str(folder))
             seen.clear()  # what was measured at the start
             self.llm.generate([PROMPT], WISHES["greedy"])
-        self.taps, self.following = (torch.cat([one[i] for one in seen])[None] for i in (0, 1))
+        self.aux_hidden_states, self.following = (
+            torch.cat([one[i] for one in seen])[None] for i in (0, 1)
+        )
         self.guesses = torch.cat([guesses for *_, guesses in seen])
 
 
@@ -140,9 +144,9 @@ def written_out(watched: Watched, folder: Path, norms: dict[str, bool]) -> Tenso
     table = network.model.rotary.cos_sin
     memory, tokens, guesses = Memory(), watched.following, []
     with torch.no_grad():
-        hidden = module.from_target(watched.taps)
+        hidden = module.from_target(watched.aux_hidden_states)
         for ahead in range(3):
-            turns = table[ahead : ahead + watched.taps.shape[1]]
+            turns = table[ahead : ahead + watched.aux_hidden_states.shape[1]]
             hidden = module.step(hidden, network.embed(tokens[0])[None], turns, memory)
             tokens = ids[module.logits(hidden[0]).argmax(-1)].int()[None]
             guesses.append(tokens[0, len(PROMPT) - 1 :])

@@ -90,7 +90,7 @@ class StepPlan(NamedTuple):
         return sum(map(_NUM_TOKENS, self.rows))
 
     @property
-    def has_guesses(self) -> bool:
+    def has_drafts(self) -> bool:
         return any(map(_NUM_DRAFTS, self.rows))
 
 

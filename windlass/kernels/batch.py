@@ -153,7 +153,7 @@ class AdapterRows:
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class LogitsIndices:
     """The tokens of a step whose hidden states are read, one at least: kernels take no empty batch."""
 
     tokens: Tensor  # [n] int32
@@ -172,7 +172,7 @@ class StepBatch:
     work: AttentionWork | None = None
     fixed: bool = False  # whether a row's result must not depend on the rows beside it
     adapters: AdapterRows | None = None  # None: the base alone
-    wanted: Wanted | None = None  # None: the hidden states of all tokens are read
+    logits_indices: LogitsIndices | None = None  # None: the hidden states of all tokens are read
     # Runs of tokens [first, last) whose inputs products may round as those of prompts.
     prompts: Sequence[tuple[int, int]] = ()
 

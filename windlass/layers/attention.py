@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from windlass.kernels.batch import Heads, StepBatch, Wanted
+from windlass.kernels.batch import Heads, LogitsIndices, StepBatch
 from windlass.kernels.ops import Ops
 from windlass.kernels.rounded import Inputs
 from windlass.layers.linear import Linear, MethodFor
@@ -78,16 +78,18 @@ class Attention(nn.Module):
         norm: RMSNorm,
         batch: StepBatch,
         cos_sin: Tensor,
-        wanted: Wanted | None = None,
+        logits_indices: LogitsIndices | None = None,
     ) -> tuple[Inputs, Tensor]:
-        """Behind attention only `wanted` tokens go on, or all."""
+        """Behind attention only `logits_indices` tokens go on, or all."""
         kv = batch.kv[self.index]
         norms = None
         if self.q_norm is not None and self.k_norm is not None:
             norms = (self.q_norm.weight, self.k_norm.weight, self.q_norm.eps)
         qkv = self.qkv_proj.raw(x, batch.adapters)
         mixed = self.ops.attend(qkv, self.heads, cos_sin, norms, kv, batch, self.window).flatten(1)
-        if wanted is None:
+        if logits_indices is None:
             return self.o_proj.then(mixed, residual, norm, batch.adapters)
-        mixed, residual = (self.ops.gather(rows, wanted.tokens) for rows in (mixed, residual))
-        return self.o_proj.then(mixed, residual, norm, wanted.adapters)
+        mixed, residual = (
+            self.ops.gather(rows, logits_indices.tokens) for rows in (mixed, residual)
+        )
+        return self.o_proj.then(mixed, residual, norm, logits_indices.adapters)

@@ -30,10 +30,10 @@ from windlass.models.rope import frequencies
 if TYPE_CHECKING:
     from windlass.kernels.triton.eagle import FusedSteps
 
-NUM_TAPS = 3
+NUM_AUX_LAYERS = 3
 
 
-def default_taps(num_layers: int) -> tuple[int, ...]:
+def default_aux_layers(num_layers: int) -> tuple[int, ...]:
     """Low, middle and high: the layers whose inputs are read where a checkpoint does not say."""
     if 2 < num_layers // 2 < num_layers - 3:
         return (2, num_layers // 2, num_layers - 3)
@@ -118,10 +118,10 @@ class Eagle(Weights):
         method = parts.method_for("", ["fc"])
         norm = partial(RMSNorm, eps=hparams.norm_eps, dtype=parts.dtype, ops=parts.ops)
         self.norms = norms
-        self.input_norm = norm(NUM_TAPS * size) if norms.norm_before_fc else None
-        each = range(NUM_TAPS if norms.fc_norm else 0)
+        self.input_norm = norm(NUM_AUX_LAYERS * size) if norms.norm_before_fc else None
+        each = range(NUM_AUX_LAYERS if norms.fc_norm else 0)
         self.fc_norm = nn.ModuleList(norm(size) for _ in each)
-        self.fc = Linear({"fc": size}, NUM_TAPS * size, method, parts.mesh.tp)
+        self.fc = Linear({"fc": size}, NUM_AUX_LAYERS * size, method, parts.mesh.tp)
         self.midlayer = EagleLayer(hparams, parts)
         self.norm = norm(size)
         self.lm_head = Linear({"lm_head": draft_vocab}, size, method, parts.mesh.tp)
@@ -129,11 +129,14 @@ class Eagle(Weights):
         inv_freq, scale = frequencies(hparams.rope)
         self.rotary = Rotary(inv_freq, scale, parts.max_positions, parts.device)
 
-    def known(self, taps: Sequence[Tensor]) -> Tensor:
+    def known(self, aux_hidden_states: Sequence[Tensor]) -> Tensor:
         """What the network knew at each place, from its taps."""
         if self.norms.fc_norm:
-            taps = [_normed(norm, tap) for norm, tap in zip(self.fc_norm, taps, strict=True)]
-        beside = torch.cat(tuple(taps), dim=-1)
+            aux_hidden_states = [
+                _normed(norm, aux_hidden_state)
+                for norm, aux_hidden_state in zip(self.fc_norm, aux_hidden_states, strict=True)
+            ]
+        beside = torch.cat(tuple(aux_hidden_states), dim=-1)
         if self.input_norm is not None:
             beside = _normed(self.input_norm, beside)
         return self.fc(beside)
@@ -202,14 +205,16 @@ def steps_of(head: Eagle, network: Network) -> PlainSteps | FusedSteps:
     return FusedSteps(table, gains, hidden_gains, norms[0].eps, head.d2t, head.longest)
 
 
-def taps_of(config: Mapping[str, Any], num_layers: int, source: str) -> tuple[int, ...]:
+def aux_layers_of(config: Mapping[str, Any], num_layers: int, source: str) -> tuple[int, ...]:
     """The layers that a checkpoint's config names, or the usual ones."""
     section = Fields(Fields(config, source).mapping("eagle_config"), source)
     named = section.sequence("eagle_aux_hidden_state_layer_ids")
-    taps = tuple(named) if named else default_taps(num_layers)
-    if len(taps) != NUM_TAPS or not all(layer in range(num_layers) for layer in taps):
+    aux_hidden_states = tuple(named) if named else default_aux_layers(num_layers)
+    if len(aux_hidden_states) != NUM_AUX_LAYERS or not all(
+        layer in range(num_layers) for layer in aux_hidden_states
+    ):
         raise CheckpointError(
-            f"{source}: reads the inputs of layers {list(taps)}, but the network has "
+            f"{source}: reads the inputs of layers {list(aux_hidden_states)}, but the network has "
             f"{num_layers} layers, and three of them are read."
         )
-    return taps
+    return aux_hidden_states

@@ -10,7 +10,7 @@ from functools import partial
 
 from torch import Tensor, nn
 
-from windlass.kernels.batch import AdapterRows, Heads, StepBatch, Wanted
+from windlass.kernels.batch import AdapterRows, Heads, LogitsIndices, StepBatch
 from windlass.kernels.rounded import Inputs
 from windlass.layers.attention import Attention, AttentionShape
 from windlass.layers.embedding import Embedding, HeadRows, PackedEmbedding
@@ -74,12 +74,12 @@ class Block(nn.Module):
         next_norm: RMSNorm,
         batch: StepBatch,
         cos_sin: Tensor,
-        wanted: Wanted | None = None,
+        logits_indices: LogitsIndices | None = None,
     ) -> tuple[Inputs, Tensor]:
-        """What comes out is of the `wanted` tokens, or of all; keys and values are of all."""
+        """What comes out is of the `logits_indices` tokens, or of all; keys and values are of all."""
         norm = self.post_attention_layernorm
-        x, residual = self.self_attn(x, residual, norm, batch, cos_sin, wanted)
-        adapters = batch.adapters if wanted is None else wanted.adapters
+        x, residual = self.self_attn(x, residual, norm, batch, cos_sin, logits_indices)
+        adapters = batch.adapters if logits_indices is None else logits_indices.adapters
         return self.mlp(x, residual, next_norm, adapters)
 
 
@@ -95,17 +95,17 @@ class Trunk(nn.Module):
         self.rotary = Rotary(inv_freq, scale, parts.max_positions, parts.device)
 
     def forward(
-        self, ids: Tensor, batch: StepBatch, taps: dict[int, Tensor] | None = None
+        self, ids: Tensor, batch: StepBatch, aux_hidden_states: dict[int, Tensor] | None = None
     ) -> Tensor:
         norms: list[RMSNorm] = [block.input_layernorm for block in self.layers]  # type: ignore[misc]
         first, *others = norms
         whole = batch.adapters is not None
         x, residual = first.add(self.embed_tokens(ids), None, whole)
         for i, (block, norm) in enumerate(zip(self.layers, [*others, self.norm], strict=True)):
-            if taps is not None and i in taps:
-                taps[i] = residual.clone()  # which layers may change in place
-            wanted = batch.wanted if norm is self.norm else None
-            x, residual = block(x, residual, norm, batch, self.rotary.cos_sin, wanted)
+            if aux_hidden_states is not None and i in aux_hidden_states:
+                aux_hidden_states[i] = residual.clone()  # which layers may change in place
+            logits_indices = batch.logits_indices if norm is self.norm else None
+            x, residual = block(x, residual, norm, batch, self.rotary.cos_sin, logits_indices)
         assert isinstance(x, Tensor)  # nobody asked the last norm to round
         return x
 
@@ -147,9 +147,9 @@ class Llama(Network):
         return self.model.embed_tokens(ids)
 
     def forward(
-        self, ids: Tensor, batch: StepBatch, taps: dict[int, Tensor] | None = None
+        self, ids: Tensor, batch: StepBatch, aux_hidden_states: dict[int, Tensor] | None = None
     ) -> Tensor:
-        return self.model(ids, batch, taps)
+        return self.model(ids, batch, aux_hidden_states)
 
     def logits(self, hidden: Tensor, adapters: AdapterRows | None = None) -> Tensor:
         return self.lm_head(hidden, adapters)

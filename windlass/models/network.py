@@ -82,11 +82,11 @@ class Network(Weights):
 
     @abstractmethod
     def forward(
-        self, ids: Tensor, batch: StepBatch, taps: dict[int, Tensor] | None = None
+        self, ids: Tensor, batch: StepBatch, aux_hidden_states: dict[int, Tensor] | None = None
     ) -> Tensor:
         """Hidden states of the batch's wanted tokens [tokens, hidden]; writes the pages of all.
 
-        The keys of `taps` are layers; each gets a copy of the residual stream that enters it.
+        The keys of `aux_hidden_states` are layers; each gets a copy of the residual stream that enters it.
         """
 
     @abstractmethod

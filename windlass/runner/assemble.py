@@ -255,8 +255,8 @@ class _Maker:
             runner.coarse_prompts = self._rounds_coarsely()
             return runner, cache
         from windlass.kernels.triton.attention import tile_tokens
+        from windlass.runner.cuda_verify import CudaVerifyRunner
         from windlass.runner.graphs import CudaRunner
-        from windlass.runner.guessing import CudaGuesser
 
         graph_rows = 0 if self._config.model.enforce_eager else seqs
         tile = tile_tokens(hparams.num_heads // hparams.num_kv_heads)
@@ -268,7 +268,7 @@ class _Maker:
         if wish.spec == "none":
             recorder = CudaRunner(*given)
         else:
-            recorder = CudaGuesser(*given, most_guesses=wish.most_guesses)
+            recorder = CudaVerifyRunner(*given, most_guesses=wish.most_guesses)
         recorder.record()
         return recorder, cache
 

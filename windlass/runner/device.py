@@ -235,16 +235,16 @@ def check_cache_fits(
     Linux hands out more memory than there is, and kills the process that uses it.
     """
     if config.num_blocks is not None:
-        asked = f"--num-blocks {config.num_blocks}"
+        requests = f"--num-blocks {config.num_blocks}"
     elif config.kv_cache_memory_bytes is not None:
-        asked = f"--kv-cache-memory-bytes {gib(config.kv_cache_memory_bytes)}"
+        requests = f"--kv-cache-memory-bytes {gib(config.kv_cache_memory_bytes)}"
     else:
         return
     num_bytes, free = capacity.num_blocks * capacity.bytes_per_block, free_bytes(device)
     if num_bytes + reserved > free:
         beside = f" and {gib(reserved)} for steps and graphs" if reserved else ""
         raise ConfigError(
-            f"{asked} needs {gib(num_bytes)} for the KV cache{beside}, and {gib(free)} of memory "
+            f"{requests} needs {gib(num_bytes)} for the KV cache{beside}, and {gib(free)} of memory "
             f"are free on {device.type}. Lower it, or leave it out: then the cache takes a share "
             "of the free memory."
         )

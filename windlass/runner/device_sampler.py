@@ -16,7 +16,7 @@ from windlass.core.sampling import SamplingParams
 from windlass.core.types import RowResult, SlotInit, TokenLogprob
 from windlass.runner.sampler import Sampler
 from windlass.runner.slots import SlotTables, to_device
-from windlass.runner.verify import Asked, draw_in_turn
+from windlass.runner.verify import SampleRequest, draw_in_turn
 
 
 def _needs_plain(wish: SamplingParams) -> bool:
@@ -94,8 +94,8 @@ class DeviceSampler:
         self._slots.last[chosen] = fresh
         return dict(zip(special, scores, strict=True))
 
-    def redraw_row(self, logits: Tensor, asked: Asked) -> RowResult:
+    def redraw_row(self, logits: Tensor, requests: SampleRequest) -> RowResult:
         """Draw one special row again, guess by guess; waits for it."""
-        result = draw_in_turn(self._plain, logits.float(), asked)
-        self._slots.last[asked.slot] = result.tokens[-1]
+        result = draw_in_turn(self._plain, logits.float(), requests)
+        self._slots.last[requests.slot] = result.tokens[-1]
         return result

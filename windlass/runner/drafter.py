@@ -17,7 +17,7 @@ class Verified:
 
     hidden: Tensor  # [tokens that were asked for, or all; hidden], as the head reads them
     read: Tensor  # [rows] where in `hidden` that of `last` is
-    taps: dict[int, Tensor]  # by layer: the residual stream that entered it
+    aux_hidden_states: dict[int, Tensor]  # by layer: the residual stream that entered it
     following: Tensor  # [tokens] the token after each; after a wrong guess, anything
     last: Tensor  # [rows] the place of the last token that each row keeps
     batch: StepBatch

@@ -18,14 +18,21 @@ from torch import Tensor
 
 from windlass.core.types import Row, RowResult, StepPlan, StepResult, TokenLogprob
 from windlass.errors import OutOfMemory
-from windlass.kernels.batch import AdapterRows, AttentionWork, KVCache, Span, StepBatch, Wanted
+from windlass.kernels.batch import (
+    AdapterRows,
+    AttentionWork,
+    KVCache,
+    LogitsIndices,
+    Span,
+    StepBatch,
+)
 from windlass.kernels.products import TorchProducts
 from windlass.models.network import Network
 from windlass.runner.adapters import in_pieces
 from windlass.runner.device_sampler import DeviceSampler
 from windlass.runner.drafter import Verified
-from windlass.runner.mixed import Arrays, Form, MixedStep, attention_tiles, mixed_sizes
-from windlass.runner.runner import Done, Pending, Runner
+from windlass.runner.mixed import Arrays, GraphShape, MixedStep, attention_tiles, mixed_sizes
+from windlass.runner.runner import Done, PendingStep, Runner
 from windlass.runner.sampler import Sampler
 from windlass.runner.slots import SlotTables, to_device
 
@@ -76,7 +83,7 @@ def _sampled(rows: Sequence[Row]) -> list[int]:
     return [i for i, row in enumerate(rows) if row.sample]
 
 
-class _OnItsWay:
+class PendingGraphStep:
     """A step whose tokens are travelling to the host."""
 
     guesses = False
@@ -132,7 +139,7 @@ class CudaRunner(Runner):
         self._sizes = graph_sizes(graph_rows) if graph_rows else []
         self._graphs: dict[_Key, _Graph] = {}
         self._mixed_sizes = mixed_sizes(most_tokens) if graph_rows else []
-        self._mixed: dict[Form, MixedStep] = {}
+        self._mixed: dict[GraphShape, MixedStep] = {}
         self._pool = torch.cuda.graph_pool_handle()
         most = max(self._sizes, default=1)
         # Slot, position, token, new block and adapter of every row, in that order and without gaps:
@@ -214,7 +221,7 @@ class CudaRunner(Runner):
     # ---- steps -------------------------------------------------------------------------------
 
     @torch.inference_mode()
-    def submit(self, plan: StepPlan) -> Pending:
+    def submit(self, plan: StepPlan) -> PendingStep:
         """Launch a step; the host goes on while the device computes."""
         try:
             return self._submit(plan)
@@ -225,7 +232,7 @@ class CudaRunner(Runner):
                 "Lower --max-num-batched-tokens or --memory-share."
             ) from error
 
-    def _submit(self, plan: StepPlan) -> Pending:
+    def _submit(self, plan: StepPlan) -> PendingStep:
         self._put_adapters(plan)
         self._note_fixed(plan)
         self._device_sampler.forget(plan.freed)
@@ -261,43 +268,45 @@ class CudaRunner(Runner):
         following = [self._after(row) for row in rows if drafting and not row.sample]
         return step if step.write(rows, following) else None
 
-    def _form(self, tokens: int, adapted: bool = False, drafting: int = 0) -> Form:
+    def _form(self, tokens: int, adapted: bool = False, drafting: int = 0) -> GraphShape:
         # One token is padding, and where all others were alone it would be a decode step.
         rows = min(tokens - 2, self._slots.num_slots)
         if drafting:
             rows = min(rows, _MOST_GUESSING)
-        return Form(tokens, rows, self._tile, adapted, drafting)
+        return GraphShape(tokens, rows, self._tile, adapted, drafting)
 
-    def _mixed_step(self, form: Form) -> MixedStep:
+    def _mixed_step(self, form: GraphShape) -> MixedStep:
         if form not in self._mixed:
             step = MixedStep(form, self._device, self.padding)
             step.record(partial(self._compute_mixed, form), self._pool)
             self._mixed[form] = step
         return self._mixed[form]
 
-    def _compute_mixed(self, form: Form, arrays: Arrays) -> tuple[Tensor, Tensor]:
+    def _compute_mixed(self, form: GraphShape, arrays: Arrays) -> tuple[Tensor, Tensor]:
         ids, positions, token_slots = arrays.tokens
-        adapters, of_wanted = form.adapters(arrays)
+        adapters, of_indices = form.adapters(arrays)
         work = AttentionWork(arrays.singles, arrays.tiles, self._splits(form.rows), self._counters)
         batch = StepBatch(
             *(positions, token_slots, self._slots.tables, [], self._cache.layers, work),
             adapters=adapters,
-            wanted=Wanted(arrays.wanted, of_wanted),
+            logits_indices=LogitsIndices(arrays.logits_indices, of_indices),
         )
         ids = self._slots.known(ids, token_slots)
         drafter = self.drafter if form.drafting else None
-        taps = dict.fromkeys(drafter.layers, ids) if drafter is not None else {}
-        hidden = self._network(ids, batch, taps)
-        logits = self._network.logits(hidden, of_wanted)
-        slots, places = token_slots[arrays.wanted], positions[arrays.wanted]
+        aux_hidden_states = dict.fromkeys(drafter.layers, ids) if drafter is not None else {}
+        hidden = self._network(ids, batch, aux_hidden_states)
+        logits = self._network.logits(hidden, of_indices)
+        slots, places = token_slots[arrays.logits_indices], positions[arrays.logits_indices]
         tokens = self._device_sampler.draw(logits, slots, places)
         if drafter is None:
             return tokens, logits
         following = ids.roll(-1)
         following[arrays.ends[0]] = arrays.ends[1]
-        following[arrays.wanted] = tokens
+        following[arrays.logits_indices] = tokens
         read = torch.arange(form.rows, device=self._device)
-        found = Verified(hidden, read, taps, following, arrays.wanted, batch, self._alone)
+        found = Verified(
+            hidden, read, aux_hidden_states, following, arrays.logits_indices, batch, self._alone
+        )
         guesses = drafter.draft(found, form.drafting)
         return torch.cat((tokens[:, None], guesses), dim=1), logits
 
@@ -339,7 +348,7 @@ class CudaRunner(Runner):
         ids, batch = super()._batch(plan)
         return ids, replace(batch, work=self._work(plan.rows, batch.spans, batch.fixed))
 
-    def _submit_eager(self, plan: StepPlan, grown: list[Row]) -> Pending:
+    def _submit_eager(self, plan: StepPlan, grown: list[Row]) -> PendingStep:
         self._slots.send(grown)
         rows = plan.rows
         ids, batch = self._batch(plan)
@@ -347,8 +356,11 @@ class CudaRunner(Runner):
         sampled = _sampled(rows)
         tokens = logits = self._singles[:0]  # nobody gets a token from a chunk in mid-prompt
         if sampled:
-            logits, wanted = self._logits(rows, batch, hidden)
-            slots, positions = batch.token_slots[wanted.tokens], batch.positions[wanted.tokens]
+            logits, logits_indices = self._logits(rows, batch, hidden)
+            slots, positions = (
+                batch.token_slots[logits_indices.tokens],
+                batch.positions[logits_indices.tokens],
+            )
             tokens = self._device_sampler.draw(logits, slots, positions)
         pending = self._collect(rows, sampled, tokens, logits)
         if self._device_sampler.special([row.slot for row in rows]):
@@ -373,10 +385,10 @@ class CudaRunner(Runner):
 
     def _collect(
         self, rows: list[Row], sampled: list[int], tokens: Tensor, logits: Tensor
-    ) -> _OnItsWay:
+    ) -> PendingGraphStep:
         slots = [rows[i].slot for i in sampled]
         special = self._device_sampler.special(slots)
         scores: dict[int, list[TokenLogprob] | None] = {}
         if special:
             scores = self._device_sampler.redraw(logits, tokens, slots, special)
-        return _OnItsWay(rows, sampled, tokens, scores)
+        return PendingGraphStep(rows, sampled, tokens, scores)

@@ -56,14 +56,14 @@ class Arrays:
     tokens: Tensor  # [3, tokens]: ids (-1: the one sampled last), positions, slots
     singles: Tensor  # [rows]: tokens that are alone in their row
     tiles: Tensor  # [tiles, 5]
-    wanted: Tensor  # [rows]: tokens from which something is drawn
+    logits_indices: Tensor  # [rows]: tokens from which something is drawn
     adapters: Tensor  # [2, tokens], or nothing: of all, and of those that are alone in their row
     pieces: Tensor  # [pieces, 2], or nothing: of chunks
     ends: Tensor  # [2, rows], or nothing: last tokens of rows that draw none, and what follows them
 
 
 @dataclass(frozen=True, slots=True)
-class Form:
+class GraphShape:
     """How much room there is in a recorded step."""
 
     tokens: int
@@ -122,14 +122,14 @@ class Form:
         ):
             return False
         ends = [span.first + span.count for span in spans]
-        wanted = [end - 1 for row, end in zip(rows, ends, strict=True) if row.sample]
+        logits_indices = [end - 1 for row, end in zip(rows, ends, strict=True) if row.sample]
         others = [end - 1 for row, end in zip(rows, ends, strict=True) if not row.sample]
         tokens = arrays.tokens.numpy()
         tokens[:] = np.array([[0], [0], [padding]])
         pack(rows, spans, tokens)
         _put(arrays.singles, [span.first for span in spans if span.count == 1], last)
         _put(arrays.tiles, tiles, (last, 0, padding, 0, 0))
-        _put(arrays.wanted, wanted, last)
+        _put(arrays.logits_indices, logits_indices, last)
         if self.adapted:
             counts = [span.count for span in spans]
             slots = np.repeat(np.array([row.adapter for row in rows], dtype=np.int32), counts)
@@ -147,7 +147,9 @@ class Form:
         if not self.adapted:
             return None, None
         slots, alone = arrays.adapters
-        return AdapterRows(slots, arrays.pieces, alone=alone), AdapterRows(slots[arrays.wanted])
+        return AdapterRows(slots, arrays.pieces, alone=alone), AdapterRows(
+            slots[arrays.logits_indices]
+        )
 
 
 def _aligned(count: int) -> int:
@@ -164,11 +166,11 @@ def _put(target: Tensor, values: Sequence[object] | np.ndarray, padding: object)
 class MixedStep:
     """Owns a recording, and its mail: pinned memory for two steps, of which one may be on its way."""
 
-    def __init__(self, form: Form, device: torch.device, padding: SlotId) -> None:
-        self.form = form
+    def __init__(self, shape: GraphShape, device: torch.device, padding: SlotId) -> None:
+        self.shape = shape
         self._padding = padding
-        self._inbox = torch.zeros(form.numbers, dtype=torch.int32, device=device)
-        self._sent = [torch.zeros(form.numbers, dtype=torch.int32).pin_memory() for _ in "ab"]
+        self._inbox = torch.zeros(shape.numbers, dtype=torch.int32, device=device)
+        self._sent = [torch.zeros(shape.numbers, dtype=torch.int32).pin_memory() for _ in "ab"]
         self._graph = torch.cuda.CUDAGraph()
         # Of the rows that sample, once recorded; with guesses, each token has its own behind it.
         self.tokens = self.logits = self._inbox[:0]
@@ -178,7 +180,7 @@ class MixedStep:
         nobody = Row("", self._padding, 0, 1, (0,), (), True)
         assert self.write([nobody])
         self._inbox.copy_(self._sent[0])
-        arrays = self.form.parts(self._inbox)
+        arrays = self.shape.parts(self._inbox)
         compute(arrays)  # compiles what is missing, outside of the recording
         torch.cuda.synchronize()
         # Another thread may pin memory for an adapter meanwhile.
@@ -188,7 +190,7 @@ class MixedStep:
     def write(self, rows: Sequence[Row], following: Sequence[int] = ()) -> bool:
         """Write a step down; False: there is no room for it."""
         self._sent.reverse()
-        return self.form.fill(self._sent[0], rows, self._padding, following)
+        return self.shape.fill(self._sent[0], rows, self._padding, following)
 
     def launch(self) -> None:
         """Compute what was written down."""

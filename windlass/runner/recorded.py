@@ -14,7 +14,7 @@ from torch import Tensor
 
 from windlass.core.card import Choice
 from windlass.core.types import Row, RowResult, StepPlan
-from windlass.kernels.batch import AdapterRows, Span, StepBatch, Wanted
+from windlass.kernels.batch import AdapterRows, LogitsIndices, Span, StepBatch
 from windlass.kernels.native import ops
 from windlass.kernels.native.pool import shared_pool
 from windlass.kernels.native.program import Most, Program, StepInputs, record
@@ -23,7 +23,7 @@ from windlass.lora.bank import Bank
 from windlass.lora.base import Adapter
 from windlass.runner import device as found
 from windlass.runner.runner import Runner
-from windlass.runner.verify import asked_by, positions_of, settle, verify
+from windlass.runner.verify import positions_of, sample_requests, settle, verify
 
 _WHAT = "steps"
 
@@ -69,7 +69,7 @@ class CpuRunner(Runner):
         batch = StepBatch(
             *(two, two, self._slots.tables, spans, pages),
             adapters=whole,
-            wanted=Wanted(two[:1], last),
+            logits_indices=LogitsIndices(two[:1], last),
         )
         with ops.prompts_apart(batch):
             hidden = self._network(two, batch)
@@ -108,22 +108,22 @@ class CpuRunner(Runner):
     def _verify(self, plan: StepPlan) -> list[RowResult]:
         rows = plan.rows
         program = self._program_for(rows)
-        asked = asked_by(rows)
-        places = positions_of(rows, asked)
+        requests = sample_requests(rows)
+        places = positions_of(rows, requests)
         # Guesses that were kept for a later step may be more than the program has room for.
         too_many = program is not None and len(places) > len(program.tokens)
         if program is None or too_many or self.drafting:
             return super()._verify(plan)
         self._fill(rows)
         self._inputs.write_sampled(places.tolist())
-        likeliest = self._sampler.takes_likeliest([each.slot for each in asked])
+        likeliest = self._sampler.takes_likeliest([each.slot for each in requests])
         program.run(self._inputs, draw=likeliest)
         if likeliest:
-            found = settle(self._sampler, program.tokens[: len(places)].tolist(), asked)
+            found = settle(self._sampler, program.tokens[: len(places)].tolist(), requests)
         else:
-            found = verify(self._sampler, program.logits[: len(places)], asked)
+            found = verify(self._sampler, program.logits[: len(places)], requests)
         results = [RowResult([])] * len(rows)
-        for each, result in zip(asked, found, strict=True):
+        for each, result in zip(requests, found, strict=True):
             results[each.row] = result
             self._last[each.slot] = result.tokens[-1]
         return results

@@ -25,7 +25,7 @@ from windlass.core.types import (
     TokenLogprob,
 )
 from windlass.errors import EngineError
-from windlass.kernels.batch import AdapterRows, KVCache, Span, StepBatch, Wanted
+from windlass.kernels.batch import AdapterRows, KVCache, LogitsIndices, Span, StepBatch
 from windlass.kernels.native.ops import prompts_apart
 from windlass.kernels.products import TorchProducts
 from windlass.lora.bank import Bank
@@ -36,13 +36,13 @@ from windlass.runner.drafter import Drafter, Verified
 from windlass.runner.grammar import Matchers
 from windlass.runner.sampler import Sampler, score_tokens
 from windlass.runner.slots import SlotTables, to_device
-from windlass.runner.verify import Asked, asked_by, positions_of, verify
+from windlass.runner.verify import SampleRequest, positions_of, sample_requests, verify
 
 # Prompt scores need logits of every position; so many at a time keep the memory small.
 _SCORED_AT_ONCE = 128
 
 
-class Pending(Protocol):
+class PendingStep(Protocol):
     """A step on its way. `wait` blocks until its tokens are there."""
 
     guesses: bool  # whether they come with guesses, so that the next plan must wait for them
@@ -118,13 +118,13 @@ class Runner:
         return self.submit(plan).wait()
 
     @torch.inference_mode()
-    def submit(self, plan: StepPlan) -> Pending:
+    def submit(self, plan: StepPlan) -> PendingStep:
         """Start a step. The plan's copies come first, then all rows together.
 
         A row with guesses gives 1 + as many tokens as it guessed rightly.
         """
         self._prepare(plan)
-        guided = self.drafting or plan.has_guesses
+        guided = self.drafting or plan.has_drafts
         compute = self._verify if guided else self._compute
         return Done(StepResult(compute(plan)))
 
@@ -168,18 +168,18 @@ class Runner:
         with self._products.fixed_order(batch.fixed):
             if not self.drafting or self.drafter is None:
                 return self._sample_guesses(plan.rows, batch, self._forward(ids, batch))
-            taps = dict.fromkeys(self.drafter.layers, ids)
-            hidden = self._forward(ids, batch, taps)
+            aux_hidden_states = dict.fromkeys(self.drafter.layers, ids)
+            hidden = self._forward(ids, batch, aux_hidden_states)
             results = self._sample_guesses(plan.rows, batch, hidden)
-            return self._draft(plan.rows, ids, batch, hidden, taps, results)
+            return self._draft(plan.rows, ids, batch, hidden, aux_hidden_states, results)
 
     def _forward(
-        self, ids: Tensor, batch: StepBatch, taps: dict[int, Tensor] | None = None
+        self, ids: Tensor, batch: StepBatch, aux_hidden_states: dict[int, Tensor] | None = None
     ) -> Tensor:
         if not batch.prompts:
-            return self._network(ids, batch, taps)
+            return self._network(ids, batch, aux_hidden_states)
         with prompts_apart(batch):
-            return self._network(ids, batch, taps)
+            return self._network(ids, batch, aux_hidden_states)
 
     def _batch(self, plan: StepPlan) -> tuple[Tensor, StepBatch]:
         rows = plan.rows
@@ -188,7 +188,7 @@ class Runner:
             batch,
             fixed=self._in_fixed_order(rows),
             adapters=self._adapters(rows, [row.num_tokens for row in rows]),
-            wanted=self._wanted(rows) if self._leaves_out(rows) else None,
+            logits_indices=self._logits_indices(rows) if self._leaves_out(rows) else None,
             prompts=self._prompt_spans(rows),
         )
 
@@ -214,23 +214,23 @@ class Runner:
         read = sum(1 + row.num_drafts for row in rows if row.sample)
         return 2 * max(1, read) <= sum(row.num_tokens for row in rows)
 
-    def _wanted(self, rows: Sequence[Row]) -> Wanted:
+    def _logits_indices(self, rows: Sequence[Row]) -> LogitsIndices:
         """The tokens that rows ask for; where none does, any."""
-        asked = asked_by(rows) or [Asked(0, rows[0].slot, ())]
-        places = positions_of(rows, asked).astype(np.int32)
-        own = [rows[each.row] for each in asked]
-        adapters = self._adapters(own, [each.num_positions for each in asked])
-        return Wanted(to_device(places, self._device), adapters)
+        requests = sample_requests(rows) or [SampleRequest(0, rows[0].slot, ())]
+        places = positions_of(rows, requests).astype(np.int32)
+        own = [rows[each.row] for each in requests]
+        adapters = self._adapters(own, [each.num_positions for each in requests])
+        return LogitsIndices(to_device(places, self._device), adapters)
 
     def _logits(
         self, rows: Sequence[Row], batch: StepBatch, hidden: Tensor
-    ) -> tuple[Tensor, Wanted]:
+    ) -> tuple[Tensor, LogitsIndices]:
         """Of the tokens that rows ask for, and which those are."""
-        wanted = batch.wanted
-        if wanted is None:
-            wanted = self._wanted(rows)
-            hidden = hidden[wanted.tokens]
-        return self._network.logits(hidden, wanted.adapters), wanted
+        logits_indices = batch.logits_indices
+        if logits_indices is None:
+            logits_indices = self._logits_indices(rows)
+            hidden = hidden[logits_indices.tokens]
+        return self._network.logits(hidden, logits_indices.adapters), logits_indices
 
     def _in_fixed_order(self, rows: Sequence[Row]) -> bool:
         """Whether any row's result must not depend on the others: then none does."""
@@ -278,11 +278,11 @@ class Runner:
         return results
 
     def _sample_guesses(self, rows: list[Row], batch: StepBatch, hidden: Tensor) -> list[RowResult]:
-        asked = asked_by(rows)
+        requests = sample_requests(rows)
         results = [RowResult([])] * len(rows)
-        if asked:
+        if requests:
             logits = self._logits(rows, batch, hidden)[0].float()
-            for each, result in zip(asked, verify(self._sampler, logits, asked), strict=True):
+            for each, result in zip(requests, verify(self._sampler, logits, requests), strict=True):
                 results[each.row] = result
                 self._slots.last[each.slot] = result.tokens[-1]
         self._score_prompts(rows, batch.spans, hidden, results)
@@ -307,7 +307,7 @@ class Runner:
         ids: Tensor,
         batch: StepBatch,
         hidden: Tensor,
-        taps: dict[int, Tensor],
+        aux_hidden_states: dict[int, Tensor],
         results: list[RowResult],
     ) -> list[RowResult]:
         """Add guesses to the rows that sampled; the drafter sees all of them."""
@@ -317,7 +317,7 @@ class Runner:
         tokens: list[int] = []
         last: list[int] = []
         own: list[int] = []  # the same among the tokens that rows ask for
-        asked = 0
+        requests = 0
         for row, span, result in zip(rows, batch.spans, results, strict=True):
             end = span.first + span.count
             if row.sample:
@@ -325,8 +325,8 @@ class Runner:
                 places += range(first, first + len(result.tokens))
                 tokens += result.tokens
                 last.append(places[-1])
-                own.append(asked + len(result.tokens) - 1)
-                asked += 1 + row.num_drafts
+                own.append(requests + len(result.tokens) - 1)
+                requests += 1 + row.num_drafts
             else:
                 places.append(end - 1)
                 tokens.append(self._after(row))
@@ -334,9 +334,9 @@ class Runner:
             tokens, dtype=ids.dtype, device=self._device
         )
         at, read = torch.tensor((last, own), dtype=torch.int64, device=self._device)
-        if batch.wanted is None:
+        if batch.logits_indices is None:
             read = at
-        found = Verified(hidden, read, taps, following, at, batch, self._alone)
+        found = Verified(hidden, read, aux_hidden_states, following, at, batch, self._alone)
         drafts = iter(self.drafter.draft(found, self.drafting).tolist())
         return [
             result._replace(drafts=tuple(next(drafts))) if row.sample else result

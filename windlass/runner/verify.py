@@ -20,7 +20,7 @@ from windlass.core.types import Row, RowResult, SlotId
 from windlass.runner.sampler import Sampler
 
 
-class Asked(NamedTuple):
+class SampleRequest(NamedTuple):
     """What one sampled row wants to know: whether the model agrees with these guesses."""
 
     row: int  # in the plan
@@ -32,18 +32,20 @@ class Asked(NamedTuple):
         return 1 + len(self.drafts)
 
 
-def asked_by(rows: Sequence[Row]) -> list[Asked]:
+def sample_requests(rows: Sequence[Row]) -> list[SampleRequest]:
     return [
-        Asked(i, row.slot, row.tokens[row.num_tokens - row.num_drafts :] if row.num_drafts else ())
+        SampleRequest(
+            i, row.slot, row.tokens[row.num_tokens - row.num_drafts :] if row.num_drafts else ()
+        )
         for i, row in enumerate(rows)
         if row.sample
     ]
 
 
-def positions_of(rows: Sequence[Row], asked: Sequence[Asked]) -> np.ndarray:
+def positions_of(rows: Sequence[Row], requests: Sequence[SampleRequest]) -> np.ndarray:
     """Where in the packed step the logits are that each row needs: its last 1 + k positions."""
     ends = np.cumsum([row.num_tokens for row in rows])
-    parts = [np.arange(ends[each.row] - each.num_positions, ends[each.row]) for each in asked]
+    parts = [np.arange(ends[each.row] - each.num_positions, ends[each.row]) for each in requests]
     return np.concatenate(parts) if parts else np.arange(0)
 
 
@@ -55,26 +57,28 @@ def keep(sampled: list[int], drafts: Sequence[int]) -> list[int]:
     return sampled
 
 
-def verify(sampler: Sampler, logits: Tensor, asked: Sequence[Asked]) -> list[RowResult]:
+def verify(sampler: Sampler, logits: Tensor, requests: Sequence[SampleRequest]) -> list[RowResult]:
     """Tokens of each row from its logits [1 + k of every row, vocabulary], in their order.
 
     Rows with plain wishes are drawn together; in others what a position may be depends on the
     guesses before it, so they go position by position. The sampler remembers what was accepted.
     """
-    firsts = np.cumsum([0, *(each.num_positions for each in asked)]).tolist()
-    together = [i for i, each in enumerate(asked) if sampler.is_plain(each.slot)]
-    drawn = _draw_together(sampler, logits, [(firsts[i], asked[i]) for i in together])
+    firsts = np.cumsum([0, *(each.num_positions for each in requests)]).tolist()
+    together = [i for i, each in enumerate(requests) if sampler.is_plain(each.slot)]
+    drawn = _draw_together(sampler, logits, [(firsts[i], requests[i]) for i in together])
     found = dict(zip(together, drawn, strict=True))
     return [
         found[i] if i in found else draw_in_turn(sampler, logits[firsts[i] : firsts[i + 1]], each)
-        for i, each in enumerate(asked)
+        for i, each in enumerate(requests)
     ]
 
 
-def settle(sampler: Sampler, sampled: list[int], asked: Sequence[Asked]) -> list[RowResult]:
+def settle(
+    sampler: Sampler, sampled: list[int], requests: Sequence[SampleRequest]
+) -> list[RowResult]:
     """Keep what was sampled, for every position of every row in turn, and remember it."""
     results, at = [], 0
-    for each in asked:
+    for each in requests:
         said = sampled[at : at + each.num_positions]
         tokens = keep(said, each.drafts)
         sampler.accept([each.slot] * len(tokens), tokens)
@@ -84,15 +88,15 @@ def settle(sampler: Sampler, sampled: list[int], asked: Sequence[Asked]) -> list
 
 
 def _draw_together(
-    sampler: Sampler, logits: Tensor, asked: list[tuple[int, Asked]]
+    sampler: Sampler, logits: Tensor, requests: list[tuple[int, SampleRequest]]
 ) -> list[RowResult]:
-    if not asked:
+    if not requests:
         return []
-    places = [first + ahead for first, each in asked for ahead in range(each.num_positions)]
-    slots = [each.slot for _, each in asked for _ in range(each.num_positions)]
-    ahead = [ahead for _, each in asked for ahead in range(each.num_positions)]
+    places = [first + ahead for first, each in requests for ahead in range(each.num_positions)]
+    slots = [each.slot for _, each in requests for _ in range(each.num_positions)]
+    ahead = [ahead for _, each in requests for ahead in range(each.num_positions)]
     chosen = logits if len(places) == len(logits) else logits[places]
-    sampled, rows = sampler.draw(chosen, slots, ahead), [each for _, each in asked]
+    sampled, rows = sampler.draw(chosen, slots, ahead), [each for _, each in requests]
     if sampler.threshold is not None:
         sampled = keep_typical(sampler, sampler.threshold, chosen, sampled, rows)
     return settle(sampler, sampled, rows)
@@ -103,7 +107,7 @@ def keep_typical(
     threshold: float,
     logits: Tensor,
     sampled: list[int],
-    asked: Sequence[Asked],
+    requests: Sequence[SampleRequest],
 ) -> list[int]:
     """Guesses in the place of samples where they are typical: changes what is sampled.
 
@@ -116,7 +120,7 @@ def keep_typical(
     guesses: list[int] = []
     slots: list[int] = []
     at = 0
-    for each in asked:
+    for each in requests:
         if not sampler.is_greedy(each.slot):
             places += range(at, at + len(each.drafts))
             guesses += each.drafts
@@ -135,13 +139,13 @@ def keep_typical(
     return kept
 
 
-def draw_in_turn(sampler: Sampler, logits: Tensor, asked: Asked) -> RowResult:
+def draw_in_turn(sampler: Sampler, logits: Tensor, requests: SampleRequest) -> RowResult:
     """Sample on while the guesses are right: then the sampler's memory is that of the guesses."""
     tokens, scores = [], []
-    for at in range(asked.num_positions):
-        (token,), (score,) = sampler.sample(logits[at : at + 1], [asked.slot])
+    for at in range(requests.num_positions):
+        (token,), (score,) = sampler.sample(logits[at : at + 1], [requests.slot])
         tokens.append(token)
         scores += score or []
-        if at < len(asked.drafts) and token != asked.drafts[at]:
+        if at < len(requests.drafts) and token != requests.drafts[at]:
             break
     return RowResult(tokens, scores or None)

@@ -25,7 +25,7 @@ from windlass.core.types import (
 from windlass.kernels.batch import KVCache
 from windlass.models.hparams import HParams
 from windlass.runner.assemble import Assembled, Loaded, make_draft_runner
-from windlass.runner.runner import Pending
+from windlass.runner.runner import PendingStep
 from windlass.runner.sampler import Sampler, draw_with
 from windlass.speculative.base import NO_DRAFT, Draft, Seen
 from windlass.speculative.speculation import Submits
@@ -286,7 +286,7 @@ class DraftRunnerProposer:
         """Results of steps that do not wait for each other's."""
         self._remind(plans)
         results: list[StepResult] = []
-        waiting: deque[Pending] = deque()
+        waiting: deque[PendingStep] = deque()
         for plan in plans:
             if len(waiting) == _IN_FLIGHT:
                 results.append(waiting.popleft().wait())

@@ -14,7 +14,7 @@ from windlass.kernels.batch import Heads, KVCache, kv_token_bytes
 from windlass.kernels.ops import choose_ops
 from windlass.kernels.select import Need
 from windlass.layers.linear import Linear
-from windlass.models.eagle import Eagle, EagleNorms, steps_of, taps_of
+from windlass.models.eagle import Eagle, EagleNorms, aux_layers_of, steps_of
 from windlass.models.hparams import HParams
 from windlass.models.loader import load
 from windlass.models.network import Network, Parts
@@ -45,7 +45,7 @@ class EagleDrafter:
     def draft(self, found: Verified, count: int, others: int = 0) -> Tensor:
         assert not others
         head, steps, pages = self._head, self._steps, self._cache.layers
-        known = head.known([found.taps[layer] for layer in self.layers])
+        known = head.known([found.aux_hidden_states[layer] for layer in self.layers])
         batch = replace(found.batch, kv=pages)
         normed, hidden = head(steps.inputs(found.following, known), known, batch)
         if not found.last.shape[0]:
@@ -103,7 +103,7 @@ def open_loader(context: SpeculationContext) -> EagleLoader:
     files = open_head(context, _RENAMED, UNREAD)
     config: dict[str, Any] = {**files.config, "architectures": ["LlamaForCausalLM"]}
     hparams = HParams.from_hf(config, files.source)
-    layers = taps_of(config, context.hparams.num_layers, files.source)
+    layers = aux_layers_of(config, context.hparams.num_layers, files.source)
     num_guessed = draft_vocab(files, hparams.vocab_size) or hparams.vocab_size
     parts = _parts(context.loaded, hparams)
     with torch.device("meta"):

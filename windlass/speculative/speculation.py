@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 from windlass.core.types import Row, RowResult, SlotId, SlotInit, StepPlan, StepResult
-from windlass.runner.runner import Pending
+from windlass.runner.runner import PendingStep
 from windlass.speculative.base import Proposer, Seen, seen
 from windlass.speculative.governor import Governor, StepTime
 
@@ -24,7 +24,7 @@ Known = Callable[[], Mapping[SlotId, Sequence[int]]]
 class Submits(Protocol):
     """What computes plans, with guesses in their rows or without."""
 
-    def submit(self, plan: StepPlan) -> Pending: ...
+    def submit(self, plan: StepPlan) -> PendingStep: ...
 
 
 class Started(NamedTuple):
@@ -37,10 +37,12 @@ class Started(NamedTuple):
     began: float
 
 
-class _OnItsWay:
+class _PendingDrafts:
     """A step of which guesses will be made when its tokens are there."""
 
-    def __init__(self, owner: Speculation, step: Started, pending: Pending, guesses: bool) -> None:
+    def __init__(
+        self, owner: Speculation, step: Started, pending: PendingStep, guesses: bool
+    ) -> None:
         self.guesses = guesses
         self._owner = owner
         self._step = step
@@ -96,7 +98,7 @@ class Speculation:
         """Compute a step and wait for it; its rows come back with guesses for the next."""
         return self.submit(plan).wait()
 
-    def submit(self, plan: StepPlan) -> Pending:
+    def submit(self, plan: StepPlan) -> PendingStep:
         """Start a step. Whether the next may be planned before its end is told with it."""
         self._number += 1
         if plan.freed or plan.admitted:
@@ -111,14 +113,14 @@ class Speculation:
             self._skipped = self._number
             return self._runner.submit(plan)  # nobody waits for it on its way back
         slots = [row.slot for row in plan.rows]
-        guessed = bool(self._holders) and plan.has_guesses
+        guessed = bool(self._holders) and plan.has_drafts
         self._holders.difference_update(slots)
         wanted = self._wanted_for(slots) if allowed else 0
         self._begin(wanted)
         step = Started(plan, self._number, wanted, guessed, self.now())
         pending = self._runner.submit(plan)
         waited_for = wanted > 0 and (self._found or not self._proposer.free)
-        return _OnItsWay(self, step, pending, waited_for or pending.guesses)
+        return _PendingDrafts(self, step, pending, waited_for or pending.guesses)
 
     def _wanted_for(self, slots: list[SlotId]) -> int:
         backlog = self._backlog if self._computes else None

@@ -14,7 +14,7 @@ from windlass.models.fields import Fields
 
 _KIND = "speculators_model_type"
 _LAYER = "transformer_layer_config"
-_TAPS = "eagle_aux_hidden_state_layer_ids"
+_AUX_LAYERS = "eagle_aux_hidden_state_layer_ids"
 # Where a head normalises beside what all of them do: the fields of EagleNorms.
 NORMS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 # Fields that are no part of the nested config, and mean the same in both layouts.
@@ -41,8 +41,10 @@ def flat(config: Mapping[str, Any], source: str) -> Mapping[str, Any]:
     _check_layer(Fields(layer, f"{source} ({_LAYER})"))
     _check_head(fields, layer)
     found = {**layer, **fields.present(*_KEPT), "architectures": ["LlamaForCausalLMEagle3"]}
-    taps = fields.sequence(_TAPS)
-    return {**found, "eagle_config": {_TAPS: taps}} if taps else found
+    aux_hidden_states = fields.sequence(_AUX_LAYERS)
+    return (
+        {**found, "eagle_config": {_AUX_LAYERS: aux_hidden_states}} if aux_hidden_states else found
+    )
 
 
 def verifier_of(config: Mapping[str, Any], source: str) -> str | None:

@@ -74,10 +74,10 @@ def naive_step(
 def test_unrolled_attention_is_drafting_step_by_step() -> None:
     module, generator = make_module(), torch.Generator().manual_seed(0)
     texts, count, guesses = 2, 7, 4
-    taps = torch.randn(texts, count, 3 * SHAPE.hidden, generator=generator)
+    aux_hidden_states = torch.randn(texts, count, 3 * SHAPE.hidden, generator=generator)
     embedded = torch.randn(guesses, texts, count, SHAPE.hidden, generator=generator)
     table = angles(count + guesses)
-    memory, hidden, found = Memory(), module.from_target(taps), []
+    memory, hidden, found = Memory(), module.from_target(aux_hidden_states), []
     with torch.no_grad():
         for j in range(guesses):
             hidden = module.step(hidden, embedded[j], table[j : j + count], memory)
@@ -87,7 +87,7 @@ def test_unrolled_attention_is_drafting_step_by_step() -> None:
             for root in range(count):
                 seen: list[tuple[Tensor, Tensor]] = []
                 for at in range(root + 1):  # what the target has been over
-                    known = tensors["fc.weight"] @ taps[text, at]
+                    known = tensors["fc.weight"] @ aux_hidden_states[text, at]
                     out = naive_step(tensors, known, embedded[0, text, at], table[at], seen)
                 for j in range(guesses):
                     if j:

@@ -26,7 +26,7 @@ from windlass.tools.train_draft.batches import end_to_end, epoch, make_batch
 from windlass.tools.train_draft.eagle import draft_vocabulary, rope_config
 from windlass.tools.train_draft.ledger import Ledger
 from windlass.tools.train_draft.prompts import Inventor, Renderer, read_prompts
-from windlass.tools.train_draft.target import check_taps, tap_layers
+from windlass.tools.train_draft.target import aux_layers, check_taps
 from windlass.tools.train_draft.training import schedule
 from windlass.tools.train_draft.writing import Text
 
@@ -167,12 +167,12 @@ def test_the_draft_vocabulary_is_what_answers_have_most() -> None:
 
 
 @pytest.mark.parametrize(
-    ("layers", "taps"),
+    ("layers", "aux_hidden_states"),
     [(3, (0, 1, 2)), (4, (1, 2, 3)), (6, (1, 3, 5)), (8, (2, 4, 5)), (30, (2, 15, 27))],
 )
-def test_taps_are_three_layers(layers: int, taps: tuple[int, ...]) -> None:
+def test_taps_are_three_layers(layers: int, aux_hidden_states: tuple[int, ...]) -> None:
     spec: Any = SimpleNamespace(num_layers=layers)
-    assert tap_layers(spec) == taps
+    assert aux_layers(spec) == aux_hidden_states
 
 
 def test_a_network_without_taps_is_refused() -> None:

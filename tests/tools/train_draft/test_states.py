@@ -45,11 +45,11 @@ def test_a_batch_finds_its_texts_among_all() -> None:
         batch = make_batch(chosen, source.firsts(chosen), counts.device)
         found = source.states(batch)
         assert found.last.dtype == torch.bfloat16
-        assert found.taps is not None
+        assert found.aux_hidden_states is not None
         for row, text in enumerate(chosen):
             size = len(text.tokens)
             assert found.last[row, :size, 0].tolist() == text.tokens
-            assert (-found.taps[row, :size, 2]).tolist() == text.tokens
+            assert (-found.aux_hidden_states[row, :size, 2]).tolist() == text.tokens
     assert counts.num_tokens == 25 + 9  # all of them, and one text for its sizes
 
 

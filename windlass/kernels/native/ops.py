@@ -149,12 +149,14 @@ class BatchStep:
 def prompts_apart(batch: StepBatch) -> Iterator[None]:
     """While it lasts, the products of a network know which tokens of the batch are of prompts."""
     prompts = torch.tensor(batch.prompts, dtype=torch.int32)
-    wanted = batch.positions[:0] if batch.wanted is None else batch.wanted.tokens
+    logits_indices = (
+        batch.positions[:0] if batch.logits_indices is None else batch.logits_indices.tokens
+    )
     step = Step(
         num_tokens=len(batch.positions),
-        num_sampled=len(wanted),
+        num_sampled=len(logits_indices),
         num_prompts=len(batch.prompts),
-        sampled=wanted.data_ptr(),
+        sampled=logits_indices.data_ptr(),
         prompts=prompts.data_ptr(),
     )
     with shared_pool().in_network(step):

@@ -97,9 +97,9 @@ class EagleHead:
 
     def _unrolled(self, batch: Batch, states: States) -> Iterator[Tensor]:
         """The head's outputs for guess 0, 1, ... of every position [texts, positions, hidden]."""
-        assert states.taps is not None
+        assert states.aux_hidden_states is not None
         memory = Memory()
-        hidden = self.module.from_target(as_inputs(states.taps))
+        hidden = self.module.from_target(as_inputs(states.aux_hidden_states))
         count = batch.ids.shape[1]
         for j in range(self.num_guesses):
             ids = F.pad(batch.ids[:, 1 + j :], (0, min(1 + j, count)))

@@ -28,7 +28,7 @@ class EagleShape:
     norm_eps: float
     vocab: int
     draft_vocab: int
-    num_taps: int = 3
+    num_aux_layers: int = 3
 
 
 @dataclass(slots=True)
@@ -138,7 +138,7 @@ class EagleModule(nn.Module):
     def __init__(self, shape: EagleShape, draft_ids: Tensor) -> None:
         """`draft_ids`: the tokens that can be guessed, ascending [draft_vocab]."""
         super().__init__()
-        self.fc = nn.Linear(shape.num_taps * shape.hidden, shape.hidden, bias=False)
+        self.fc = nn.Linear(shape.num_aux_layers * shape.hidden, shape.hidden, bias=False)
         self.midlayer = MidLayer(shape)
         self.norm = Norm(shape.hidden, shape.norm_eps)
         self.lm_head = nn.Linear(shape.hidden, shape.draft_vocab, bias=False)
@@ -152,9 +152,9 @@ class EagleModule(nn.Module):
     def draft_ids(self) -> Tensor:
         return self.d2t + torch.arange(len(self.d2t), device=self.d2t.device)
 
-    def from_target(self, taps: Tensor) -> Tensor:
+    def from_target(self, aux_hidden_states: Tensor) -> Tensor:
         """A root's hidden state out of the target's [..., taps * hidden]."""
-        return self.fc(taps)
+        return self.fc(aux_hidden_states)
 
     def step(self, hidden: Tensor, embedded: Tensor, cos_sin: Tensor, memory: Memory) -> Tensor:
         """One guess for every root: the next guess's hidden state, and what `logits` reads."""

@@ -29,7 +29,7 @@ from windlass.tools.train_draft.head import Head
 from windlass.tools.train_draft.ledger import Ledger
 from windlass.tools.train_draft.medusa import MedusaHead
 from windlass.tools.train_draft.prompts import Inventor, Prompts, Renderer, read_prompts
-from windlass.tools.train_draft.target import Target, tap_layers
+from windlass.tools.train_draft.target import Target, aux_layers
 from windlass.tools.train_draft.training import Course, Trainer, Watch
 from windlass.tools.train_draft.wishes import DEFAULT_PROMPTS, Order
 from windlass.tools.train_draft.work import Work
@@ -72,7 +72,7 @@ def run(order: Order, say: Say, advance: Advance, watch: Watch) -> Made:
         )
     wishes.draft_vocab_of(hparams.vocab_size)
     if wishes.kind == "eagle":
-        tap_layers(hparams)
+        aux_layers(hparams)
     renderer = Renderer(opened.card)
     prompts = None
     if order.data is not None:
@@ -232,7 +232,7 @@ class _Studio:
         tokens = wishes.batch_tokens_on(self._device)
         limits = ScoringLimits(wishes.context, tokens, min(_MOST_ROWS, tokens // 16))
         built = build_scorer(self._config, self.opened.source, limits, self._weights)
-        layers = tap_layers(hparams) if wishes.kind == "eagle" else ()
+        layers = aux_layers(hparams) if wishes.kind == "eagle" else ()
         return Target(built.scorer, hparams, layers)
 
 

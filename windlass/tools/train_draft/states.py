@@ -42,7 +42,9 @@ class Room:
     @classmethod
     def of(cls, target: Target, texts: list[Text]) -> Room:
         one = target.end_to_end(texts[:1])
-        each = sum(part.nbytes for part in (one.last, one.taps) if part is not None) / len(one.last)
+        each = sum(
+            part.nbytes for part in (one.last, one.aux_hidden_states) if part is not None
+        ) / len(one.last)
         tokens = sum(len(text.tokens) for text in texts)
         share = _SHARE[target.device.type]
         return cls(int(each * tokens), int(free_bytes(target.device) * share))
@@ -86,15 +88,17 @@ def remember(target: Target, texts: list[Text], batch_tokens: int, advance: Adva
     """Run all texts through the target, those of like length together."""
     total = sum(len(text.tokens) for text in texts)
     one = target.end_to_end(texts[:1])
-    taps = None if one.taps is None else _room_like(one.taps, total)
-    rows = States(_room_like(one.last, total), taps)
+    aux_hidden_states = (
+        None if one.aux_hidden_states is None else _room_like(one.aux_hidden_states, total)
+    )
+    rows = States(_room_like(one.last, total), aux_hidden_states)
     firsts: dict[int, int] = {}
     at = 0
     for group in in_steps(sorted(texts, key=lambda text: len(text.tokens)), batch_tokens):
         found = target.end_to_end(group)
         rows.last[at : at + len(found.last)] = found.last
-        if rows.taps is not None and found.taps is not None:
-            rows.taps[at : at + len(found.taps)] = found.taps
+        if rows.aux_hidden_states is not None and found.aux_hidden_states is not None:
+            rows.aux_hidden_states[at : at + len(found.aux_hidden_states)] = found.aux_hidden_states
         for text in group:
             firsts[id(text)] = at
             at += len(text.tokens)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from windlass.errors import UnsupportedError
-from windlass.models.eagle import default_taps
+from windlass.models.eagle import default_aux_layers
 from windlass.models.hparams import HParams
 from windlass.models.network import Network
 from windlass.runner.scoring import Scorer, Window
@@ -34,14 +34,17 @@ class States:
     """
 
     last: Tensor  # [..., hidden]: what the model's own head reads
-    taps: Tensor | None  # [..., taps * hidden]
+    aux_hidden_states: Tensor | None  # [..., taps * hidden]
 
     def at(self, places: Tensor) -> States:
         """Copies of these tokens' states, in the shape of `places`."""
-        return States(self.last[places], None if self.taps is None else self.taps[places])
+        return States(
+            self.last[places],
+            None if self.aux_hidden_states is None else self.aux_hidden_states[places],
+        )
 
 
-def tap_layers(hparams: HParams) -> tuple[int, ...]:
+def aux_layers(hparams: HParams) -> tuple[int, ...]:
     """Three layers, low, middle and high, whose inputs an EAGLE head reads."""
     count = hparams.num_layers
     if count < 3:
@@ -49,7 +52,7 @@ def tap_layers(hparams: HParams) -> tuple[int, ...]:
             f"--kind eagle reads what enters three layers, and this model has {count}. "
             "Use --kind medusa."
         )
-    return default_taps(count)
+    return default_aux_layers(count)
 
 
 class Target:

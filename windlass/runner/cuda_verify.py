@@ -22,12 +22,19 @@ from torch import Tensor
 
 from windlass.core.types import Row, RowResult, StepPlan, StepResult
 from windlass.kernels.batch import AttentionWork, StepBatch
-from windlass.runner.ahead import Ahead, Found, Launched, OnItsWay, Prompted, Recorded
 from windlass.runner.drafter import Drafter, Verified
 from windlass.runner.graphs import CudaRunner
-from windlass.runner.runner import Done, Pending
+from windlass.runner.prelaunch import (
+    Found,
+    Launched,
+    PendingVerification,
+    Prelaunched,
+    Prompted,
+    Recorded,
+)
+from windlass.runner.runner import Done, PendingStep
 from windlass.runner.slots import to_device
-from windlass.runner.verify import asked_by, keep
+from windlass.runner.verify import keep, sample_requests
 
 _SIZES = (1, 2, 4, 8, 16, 32, 64)
 # Rows up to which every width is recorded, and steps are launched before they are planned: above,
@@ -55,7 +62,7 @@ class _Key:
     fixed: bool
 
 
-class CudaGuesser(CudaRunner):
+class CudaVerifyRunner(CudaRunner):
     """Owns the recorded verifications and the buffers that they read."""
 
     def __init__(self, *args: Any, most_guesses: int) -> None:
@@ -64,7 +71,7 @@ class CudaGuesser(CudaRunner):
         self._depths = sorted({-(-most_guesses // 2), most_guesses})
         self._verifications: dict[_Key, Recorded] = {}
         self._inboxes: dict[tuple[int, int], Tensor] = {}
-        self._ahead: Ahead | None = None
+        self._ahead: Prelaunched | None = None
         # By slot: a position, and alternatives to the first guess of a row that begins there.
         self._others: Tensor | None = None
         places = max(_MOST_PLACES, self._widths[-1], self._slots.num_slots + 1)
@@ -118,14 +125,14 @@ class CudaGuesser(CudaRunner):
             return fitting
         return sorted({1, *fitting[1:2], fitting[-1]})
 
-    def _submit(self, plan: StepPlan) -> Pending:
+    def _submit(self, plan: StepPlan) -> PendingStep:
         rows = plan.rows
         ahead, self._ahead = self._ahead, None
         if ahead is not None and not (self.drafting and ahead.is_for(plan)):
             self._take_back(ahead)
             ahead = None
         self._note_prompts(plan)
-        if not self.drafting and not plan.has_guesses:
+        if not self.drafting and not plan.has_drafts:
             return super()._submit(plan)
         self._put_adapters(plan)
         self._note_fixed(plan)
@@ -140,19 +147,19 @@ class CudaGuesser(CudaRunner):
             return self._beside_prompts(plan, fixed)
         if ahead is not None:
             whole = all(row.num_drafts == ahead.guesses for row in rows)
-            pending = OnItsWay(self.redraw, rows, ahead.launched, whole)
+            pending = PendingVerification(self.redraw, rows, ahead.launched, whole)
         else:
             recorded = self._verification(key)
             recorded.send(rows, self._nobody(key.width))
-            pending = OnItsWay(self.redraw, rows, recorded.launch())
+            pending = PendingVerification(self.redraw, rows, recorded.launch())
         self._ahead = self._go_ahead(pending, key)
         return pending
 
-    def _beside_prompts(self, plan: StepPlan, fixed: bool) -> Pending:
+    def _beside_prompts(self, plan: StepPlan, fixed: bool) -> PendingStep:
         """Recorded where nobody has guesses to verify, or wishes that the kernels do not know."""
         rows = plan.rows
         special = self._device_sampler.special([row.slot for row in rows])
-        if self.drafting and not (plan.has_guesses or special or fixed):
+        if self.drafting and not (plan.has_drafts or special or fixed):
             mixed = self._mixed_for(rows, self._depths[-1])
             if mixed is not None:
                 mixed.launch()
@@ -187,7 +194,7 @@ class CudaGuesser(CudaRunner):
 
     # ---- ahead of the plan -----------------------------------------------------------------------
 
-    def _go_ahead(self, pending: OnItsWay, key: _Key) -> Ahead | None:
+    def _go_ahead(self, pending: PendingVerification, key: _Key) -> Prelaunched | None:
         """Launch what follows if all guesses are wanted and no row ends, where that is likely."""
         rows, guesses = pending.rows, pending.launched.drafting
         if not guesses or not key.drafting or len(rows) > _FEW or not pending.whole:
@@ -204,9 +211,9 @@ class CudaGuesser(CudaRunner):
         recorded = self._verifications.get(replace(key, width=width))
         if recorded is None:  # recording it would spoil what lies in its inbox
             return None
-        return Ahead(pending.following, recorded.launch(), guesses)
+        return Prelaunched(pending.following, recorded.launch(), guesses)
 
-    def _take_back(self, ahead: Ahead) -> None:
+    def _take_back(self, ahead: Prelaunched) -> None:
         """Undo what a launch changed that was not wanted: the tokens sampled last."""
         slots = np.array([each.slot for each in ahead.following], dtype=np.int64)
         tokens = np.array([each.tokens[0] for each in ahead.following], dtype=np.int32)
@@ -268,9 +275,9 @@ class CudaGuesser(CudaRunner):
             positions, row_slots, slots.tables, [], self._cache.layers, work, key.fixed
         )
         drafter = self.drafter if key.drafting else None
-        taps = dict.fromkeys(drafter.layers, ids) if drafter is not None else None
+        aux_hidden_states = dict.fromkeys(drafter.layers, ids) if drafter is not None else None
         with self._products.fixed_order(key.fixed):
-            hidden = self._network(ids, batch, taps)
+            hidden = self._network(ids, batch, aux_hidden_states)
             logits = self._network.logits(hidden)
             sampled = self._device_sampler.draw(logits, row_slots, positions)
             if self._device_sampler.is_lenient:
@@ -283,7 +290,9 @@ class CudaGuesser(CudaRunner):
             if others is not None:
                 self._adopt(inputs, chosen)
             if drafter is not None:
-                found = Verified(hidden, last, taps or {}, sampled, last, batch, self._alone)
+                found = Verified(
+                    hidden, last, aux_hidden_states or {}, sampled, last, batch, self._alone
+                )
                 self._follow(key, drafter, found, kept, back)
         return Found(logits, back)
 
@@ -334,9 +343,9 @@ class CudaGuesser(CudaRunner):
     ) -> list[RowResult]:
         """Draw the rows anew whose wishes the kernels do not know."""
         for i in self._device_sampler.special([row.slot for row in rows]):
-            asked, first = asked_by([rows[i]])[0], i * launched.places
-            own = launched.logits[first : first + asked.num_positions]
-            drawn = self._device_sampler.redraw_row(own, asked)
+            requests, first = sample_requests([rows[i]])[0], i * launched.places
+            own = launched.logits[first : first + requests.num_positions]
+            drawn = self._device_sampler.redraw_row(own, requests)
             drafts = results[i].drafts if drawn.tokens == results[i].tokens else ()
             results[i] = drawn._replace(drafts=drafts)
         return results
@@ -346,33 +355,36 @@ class CudaGuesser(CudaRunner):
     def _verify_eagerly(self, plan: StepPlan) -> list[RowResult]:
         rows = plan.rows
         ids, batch = self._batch(plan)
-        taps = None
+        aux_hidden_states = None
         if self.drafting and self.drafter is not None:
-            taps = dict.fromkeys(self.drafter.layers, ids)
-        hidden = self._network(ids, batch, taps)
+            aux_hidden_states = dict.fromkeys(self.drafter.layers, ids)
+        hidden = self._network(ids, batch, aux_hidden_states)
         results = self._draw(rows, batch, hidden)
         if self._device_sampler.special([row.slot for row in rows]):
             self._score_prompts(rows, batch.spans, hidden, results)
-        if taps is None:
+        if aux_hidden_states is None:
             return results
-        return self._draft(rows, ids, batch, hidden, taps, results)
+        return self._draft(rows, ids, batch, hidden, aux_hidden_states, results)
 
     def _draw(self, rows: list[Row], batch: StepBatch, hidden: Tensor) -> list[RowResult]:
         """Tokens of the rows that sample, in the order of all rows."""
-        asked = asked_by(rows)
+        requests = sample_requests(rows)
         results = [RowResult([])] * len(rows)
-        if not asked:
+        if not requests:
             return results
-        logits, wanted = self._logits(rows, batch, hidden)
-        slots, positions = batch.token_slots[wanted.tokens], batch.positions[wanted.tokens]
+        logits, logits_indices = self._logits(rows, batch, hidden)
+        slots, positions = (
+            batch.token_slots[logits_indices.tokens],
+            batch.positions[logits_indices.tokens],
+        )
         drawn = self._device_sampler.draw(logits, slots, positions)
         if self._device_sampler.is_lenient:
-            guesses = np.array([g for each in asked for g in (*each.drafts, -1)], dtype=np.int32)
+            guesses = np.array([g for each in requests for g in (*each.drafts, -1)], dtype=np.int32)
             there = to_device(guesses, self._device)
             self._device_sampler.keep_typical(logits, slots, there, drawn)
         sampled, first = drawn.tolist(), 0
-        special = set(self._device_sampler.special([each.slot for each in asked]))
-        for i, each in enumerate(asked):
+        special = set(self._device_sampler.special([each.slot for each in requests]))
+        for i, each in enumerate(requests):
             end = first + each.num_positions
             if i in special:
                 results[each.row] = self._device_sampler.redraw_row(logits[first:end], each)
@@ -381,8 +393,8 @@ class CudaGuesser(CudaRunner):
                 trail = tuple(said) if each.drafts else ()
                 results[each.row] = RowResult(keep(said, each.drafts), trail=trail)
             first = end
-        last = [results[each.row].tokens[-1] for each in asked]
-        self._slots.last[[each.slot for each in asked]] = torch.tensor(
+        last = [results[each.row].tokens[-1] for each in requests]
+        self._slots.last[[each.slot for each in requests]] = torch.tensor(
             last, dtype=torch.int32, device=self._device
         )
         return results

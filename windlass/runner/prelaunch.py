@@ -88,7 +88,7 @@ class Next(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Ahead:
+class Prelaunched:
     """A verification that was launched before it was planned."""
 
     following: list[Next]  # its rows, filled in by the one before when that has arrived
@@ -105,7 +105,7 @@ class Ahead:
         return all(expected.covers(row) for expected, row in pairs)
 
 
-class OnItsWay:
+class PendingVerification:
     """A verification whose results are travelling to the host."""
 
     guesses = True

@@ -116,11 +116,11 @@ class _Reader:
 
     def __init__(self) -> None:
         self.read: list[Tensor] = []
-        self.taps: list[Tensor] = []
+        self.aux_hidden_states: list[Tensor] = []
 
     def draft(self, found: Verified, count: int) -> Tensor:
         self.read.append(found.hidden[found.read])
-        self.taps.append(found.taps[1])
+        self.aux_hidden_states.append(found.aux_hidden_states[1])
         return torch.zeros(len(found.last), count, dtype=torch.int32)
 
     def copy(self, pairs: object) -> None:
@@ -137,6 +137,8 @@ def test_heads_read_the_hidden_state_of_the_last_token_that_was_kept(folder: Pat
         readers.append(reader)
     whole, some = readers
     assert [len(rows) for rows in some.read] == [0, 1, 2, 2, 3]
-    assert [len(tap) for tap in some.taps] == TOKENS
-    for one, other in zip(whole.read + whole.taps, some.read + some.taps, strict=True):
+    assert [len(tap) for tap in some.aux_hidden_states] == TOKENS
+    for one, other in zip(
+        whole.read + whole.aux_hidden_states, some.read + some.aux_hidden_states, strict=True
+    ):
         assert torch.equal(one, other)
