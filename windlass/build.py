@@ -163,8 +163,12 @@ def build_engine(config: EngineConfig, source: Source, weights: Loaded | None = 
         capacity,
         made.max_model_len,
         source.eos_ids,
-        no_fixed_order=weights.no_fixed_order,
-        guessing=(speculating.lookahead, speculating.behind_guesses, made.runner.most_mixed),
+        why_not_batch_invariant=weights.why_not_batch_invariant,
+        guessing=(
+            speculating.lookahead,
+            speculating.lookahead_after_drafts,
+            made.runner.most_mixed,
+        ),
         adapting=adapting,
         grammars=grammars,
     )
@@ -306,7 +310,7 @@ def _adapting(config: EngineConfig, source: Source, weights: Loaded) -> Adapting
 class _Plain:
     """Nobody guesses: the runner as it is."""
 
-    token_bytes = lookahead = behind_guesses = 0
+    token_bytes = lookahead = lookahead_after_drafts = 0
 
     def start(
         self, made: Assembled, _limits: Limits, _asked: str, _known: Known
@@ -337,7 +341,7 @@ def make_scheduler(
     capacity: Capacity,
     max_model_len: int,
     eos_ids: tuple[int, ...] = (),
-    no_fixed_order: str | None = None,
+    why_not_batch_invariant: str | None = None,
     guessing: tuple[int, int, int] = (0, 0, 0),
     adapting: Adapting | None = None,
     grammars: Grammars | None = None,
@@ -353,10 +357,10 @@ def make_scheduler(
             num_blocks=capacity.num_blocks,
             long_prefill_token_threshold=wish.long_prefill_token_threshold,
             chunked_prefill=wish.enable_chunked_prefill,
-            no_fixed_order=no_fixed_order,
+            why_not_batch_invariant=why_not_batch_invariant,
             lookahead=guessing[0],
-            behind_guesses=guessing[1],
-            unguessed=guessing[2],
+            lookahead_after_drafts=guessing[1],
+            drop_drafts_below=guessing[2],
         ),
         BlockPool(capacity.num_blocks, config.cache.prefix_caching),
         eos_ids,

@@ -85,7 +85,7 @@ def test_a_plan_tells_how_many_will_join(bounds: dict[str, int], alike: bool, jo
     for i in range(3):
         world.add(request(str(i), tokens_of(8, first=0 if alike else i), max_tokens=2))
     plan = world.plan()
-    assert plan.num_joining == joining
+    assert plan.num_pending_admissions == joining
     world.commit(plan, world.runner.run(plan))
     world.finish_all()
 
@@ -300,10 +300,12 @@ def test_guesses_get_a_block_only_where_nobody_lacks_it(num_blocks: int, num_dra
     assert row.num_drafts == num_drafts
 
 
-@pytest.mark.parametrize("unguessed", [0, 6, 100])
-def test_guesses_beside_prompts_are_dropped_where_a_step_is_faster_without(unguessed: int) -> None:
+@pytest.mark.parametrize("drop_drafts_below", [0, 6, 100])
+def test_guesses_beside_prompts_are_dropped_where_a_step_is_faster_without(
+    drop_drafts_below: int,
+) -> None:
     worlds = [
-        World(limits(num_blocks=64, unguessed=unguessed), draft_length=4),
+        World(limits(num_blocks=64, drop_drafts_below=drop_drafts_below), draft_length=4),
         World(limits(num_blocks=64)),
     ]
     beside = {False: 0, True: 0}  # guesses in steps with prompts, in small steps and others
@@ -315,17 +317,17 @@ def test_guesses_beside_prompts_are_dropped_where_a_step_is_faster_without(ungue
                 prompts = any(row.num_tokens - row.num_drafts > 1 for row in plan.rows)
                 if prompts or plan.admitted:
                     num_drafts = sum(row.num_drafts for row in plan.rows)
-                    beside[plan.num_tokens + num_drafts <= unguessed] += num_drafts
+                    beside[plan.num_tokens + num_drafts <= drop_drafts_below] += num_drafts
                 world.commit(plan, world.runner.run(plan))
         world.finish_all()
     assert worlds[0].got == worlds[1].got
     assert worlds[0].scheduler.stats().num_accepted_tokens > 0
     assert not beside[True]
-    assert (beside[False] > 0) == (unguessed < 100)
+    assert (beside[False] > 0) == (drop_drafts_below < 100)
 
 
 def test_the_account_knows_nothing_of_dropped_guesses() -> None:
-    world = World(limits(num_blocks=64, unguessed=100))
+    world = World(limits(num_blocks=64, drop_drafts_below=100))
     world.add(request("a", [1, 2], max_tokens=8, ignore_eos=True))
     plan = world.plan()
     (got,) = world.runner.run(plan).rows

@@ -41,8 +41,8 @@ def test_guesses_leave_the_tokens_as_they_are(
     on = make(folder, **guesser(kind, tmp_path), **ENGINES[engine])
     off = make(folder, **ENGINES[engine])
     for one in ({"temperature": 0.0}, {"seed": 3, "logprobs": 1}):
-        fixed = wish(**one, deterministic=True)
-        assert tokens(on, fixed) == tokens(off, fixed)
+        batch_invariant = wish(**one, deterministic=True)
+        assert tokens(on, batch_invariant) == tokens(off, batch_invariant)
     assert on.engine.stats().num_draft_tokens > 100
     assert agreement(tokens(on, wish(seed=1)), tokens(off, wish(seed=1))) >= 0.6
 
@@ -79,5 +79,5 @@ def test_typical_guesses_are_kept(folder: Path, tmp_path: Path, kind: str, engin
         stats = llm.engine.stats()
         rates.append(stats.num_accepted_tokens / max(1, stats.num_draft_tokens))
     assert rates[1] > 0.95 > 0.9 > rates[0] > 0
-    fixed = wish(temperature=0.0, deterministic=True)
-    assert tokens(lenient, fixed) == tokens(exact, fixed)
+    batch_invariant = wish(temperature=0.0, deterministic=True)
+    assert tokens(lenient, batch_invariant) == tokens(exact, batch_invariant)

@@ -59,8 +59,8 @@ def agreement(a: list[list[int]], b: list[list[int]]) -> float:
 
 def test_overlapped_equals_plain(folder: Path) -> None:
     """Steps have other rows then, and a recorded one has room for more: only a fixed order is exact."""
-    fixed = replace(GREEDY, deterministic=True)
-    assert outputs(folder, fixed) == outputs(folder, fixed, overlap=False)
+    batch_invariant = replace(GREEDY, deterministic=True)
+    assert outputs(folder, batch_invariant) == outputs(folder, batch_invariant, overlap=False)
     assert agreement(outputs(folder, GREEDY), outputs(folder, GREEDY, overlap=False)) >= 0.9
 
 

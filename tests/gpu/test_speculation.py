@@ -53,13 +53,13 @@ def test_guesses_leave_the_tokens_as_they_are(
     folder: Path, monkeypatch, kind: str, graphs: str
 ) -> None:
     options = {"enforce_eager": graphs == "eager"}
-    fixed = wish(**WISHES[kind], deterministic=True)
-    want = tokens(make(folder, **options), fixed)
+    batch_invariant = wish(**WISHES[kind], deterministic=True)
+    want = tokens(make(folder, **options), batch_invariant)
     truth = [[*prompt, *got] for prompt, got in zip(PROMPTS, want, strict=True)]
     monkeypatch.setattr(Oracle, "truth", truth, raising=False)
     monkeypatch.setattr(ngram, "NgramProposer", Oracle)
     llm = make(folder, spec="ngram", spec_tokens=5, **options)
-    assert tokens(llm, fixed) == want
+    assert tokens(llm, batch_invariant) == want
     stats = llm.engine.stats()
     assert 0 < stats.num_accepted_tokens < stats.num_draft_tokens
     assert agreement(tokens(llm, wish(**WISHES[kind])), want) >= 0.6, "near ties of random weights"
@@ -92,7 +92,7 @@ def test_heads_leave_the_tokens_as_they_are(
     plain = {key: value for key, value in options.items() if key != "spec_tokens"}
     off = make(folder, **plain)
     for one in ({"temperature": 0.0}, {"seed": 3, "logprobs": 1}):
-        fixed = wish(**one, deterministic=True)
-        assert tokens(on, fixed) == tokens(off, fixed)
+        batch_invariant = wish(**one, deterministic=True)
+        assert tokens(on, batch_invariant) == tokens(off, batch_invariant)
     assert on.engine.stats().num_draft_tokens > 100
     assert agreement(tokens(on, wish(seed=1)), tokens(off, wish(seed=1))) >= 0.6

@@ -97,7 +97,13 @@ def prefill(
     dim: int, pad: int, special: bool = False, codes: str | None = None, fresh: bool = False
 ) -> tuple:
     heads = {"NUM_Q": 32, "NUM_KV": 8, "GROUP": 4, "GROUP_PAD": 4, "DIM": dim, "DIM_PAD": pad}
-    flags = {"SIZE": 16, "ROWS": 128, "WINDOWED": special, "CAPPED": special, "FIXED": False}
+    flags = {
+        "SIZE": 16,
+        "ROWS": 128,
+        "WINDOWED": special,
+        "CAPPED": special,
+        "BATCH_INVARIANT": False,
+    }
     options = attention._prefill_options(pad, codes is not None and not fresh)
     flags["TILE"] = options.pop("TILE")
     signature, scales = paged(PREFILL, codes)

@@ -82,7 +82,7 @@ class _Half:
     """A kernel that takes int8 only."""
 
     name = "half"
-    fixed = True
+    batch_invariant = True
 
     def refuse(self, form: Packed, device: torch.device, dtype: torch.dtype) -> str | None:
         del device, dtype

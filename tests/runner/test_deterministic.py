@@ -53,13 +53,13 @@ def first_of(folder: Path, prompts: list[list[int]], params: SamplingParams, **o
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_alone_equals_any_batch(folder: Path, temperature: float) -> None:
-    fixed = wish(deterministic=True, temperature=temperature, seed=5)
-    alone = first_of(folder, [PROMPT], fixed)
+    batch_invariant = wish(deterministic=True, temperature=temperature, seed=5)
+    alone = first_of(folder, [PROMPT], batch_invariant)
     beside = {"max_num_batched_tokens": 40}
-    assert first_of(folder, [PROMPT, *OTHERS], fixed) == alone
-    assert first_of(folder, [PROMPT, *OTHERS], fixed, **beside) == alone, "in chunks"
+    assert first_of(folder, [PROMPT, *OTHERS], batch_invariant) == alone
+    assert first_of(folder, [PROMPT, *OTHERS], batch_invariant, **beside) == alone, "in chunks"
     tight = {"num_blocks": 24, "max_model_len": 200, **beside}
-    assert first_of(folder, [PROMPT, *OTHERS], fixed, **tight) == alone, "with preemption"
+    assert first_of(folder, [PROMPT, *OTHERS], batch_invariant, **tight) == alone, "with preemption"
 
 
 def test_without_it_the_last_bits_depend_on_the_batch(folder: Path) -> None:
@@ -73,9 +73,11 @@ def test_without_it_the_last_bits_depend_on_the_batch(folder: Path) -> None:
 
 def test_beside_requests_that_do_not_ask_for_it(folder: Path) -> None:
     llm = LLM(str(folder), load_format="dummy", device="cpu", num_blocks=200, max_num_seqs=16)
-    fixed, usual = wish(deterministic=True, temperature=0.0), wish(temperature=0.0)
-    alone = llm.generate([PROMPT], [fixed])[0].outputs[0]
-    mixed = llm.generate([*OTHERS, PROMPT], [usual] * len(OTHERS) + [fixed])[-1].outputs[0]
+    batch_invariant, usual = wish(deterministic=True, temperature=0.0), wish(temperature=0.0)
+    alone = llm.generate([PROMPT], [batch_invariant])[0].outputs[0]
+    mixed = llm.generate([*OTHERS, PROMPT], [usual] * len(OTHERS) + [batch_invariant])[-1].outputs[
+        0
+    ]
     assert mixed.token_ids == alone.token_ids
     assert [s.logprob for s in mixed.logprobs] == [s.logprob for s in alone.logprobs]
 

@@ -51,10 +51,10 @@ def test_scores_are_near_those_of_a_cache_that_rounds_nothing(folder: Path, kv: 
 
 @pytest.mark.parametrize("kv", FORMATS)
 def test_deterministic_alone_equals_any_batch(folder: Path, kv: str) -> None:
-    fixed = wish(deterministic=True, temperature=0.0)
-    alone = first_of(folder, [PROMPT], fixed, kv_cache_dtype=kv)
+    batch_invariant = wish(deterministic=True, temperature=0.0)
+    alone = first_of(folder, [PROMPT], batch_invariant, kv_cache_dtype=kv)
     tight = {"num_blocks": 24, "max_model_len": 200, "max_num_batched_tokens": 40}
-    preempted = first_of(folder, [PROMPT, *OTHERS], fixed, kv_cache_dtype=kv, **tight)
+    preempted = first_of(folder, [PROMPT, *OTHERS], batch_invariant, kv_cache_dtype=kv, **tight)
     assert preempted == alone, "in chunks, beside others, and with preemption"
 
 

@@ -22,17 +22,17 @@ def test_without_any_chain_the_last_trail_goes_on() -> None:
     pool = Pool([1, 2])
     first = pool.guess(3).tokens
     assert len(first) > 0, "any guess begins the iteration"
-    pool.take_in([7], trail=(7, 8, 9)[: 1 + len(first)])
+    pool.take_in([7], target_tokens=(7, 8, 9)[: 1 + len(first)])
     assert pool.guess(3).tokens[:1] == (8,)
 
 
 def test_what_was_said_after_a_wrong_guess_is_found_by_it() -> None:
     pool = Pool([1, 2])
     pool.guess(2)
-    pool.take_in([7], trail=(7, 30, 31))
+    pool.take_in([7], target_tokens=(7, 30, 31))
     assert pool.guess(2).tokens == (30, 31)
-    pool.take_in([8], trail=(8, 40, 41))
-    pool.take_in([30], trail=())
+    pool.take_in([8], target_tokens=(8, 40, 41))
+    pool.take_in([30], target_tokens=())
     assert pool.guess(1) == Draft((40,), kind=1)
 
 
@@ -48,13 +48,13 @@ def test_pools_belong_to_slots_and_go_with_them() -> None:
 
 def test_the_text_goes_before_what_was_said_unless_that_tells_more() -> None:
     pool = Pool([1, 2, 9, 9, 9, 9, 8])
-    pool.take_in([1], trail=())
+    pool.take_in([1], target_tokens=())
     assert pool.guess(2) == Draft((2, 9), kind=2)
-    pool.take_in([2], trail=(2, 30, 31))
-    pool.take_in([1], trail=())
+    pool.take_in([2], target_tokens=(2, 30, 31))
+    pool.take_in([1], target_tokens=())
     assert pool.guess(2).tokens == (2, 1), "what followed last"
-    pool.take_in([7], trail=(7, 40, 41))
-    pool.take_in([2], trail=())
+    pool.take_in([7], target_tokens=(7, 40, 41))
+    pool.take_in([2], target_tokens=())
     assert pool.guess(1).tokens == (1,), "one token was said, and the text has two"
 
 
@@ -62,7 +62,7 @@ def test_a_pool_stays_small() -> None:
     pool = Pool(list(range(20_000)))
     for token in range(50_000, 65_000, 3):
         pool.guess(2)
-        pool.take_in([token], trail=(token, token + 1, token + 2))
+        pool.take_in([token], target_tokens=(token, token + 1, token + 2))
     assert len(pool._said) > 4000
     assert len(pool._places) > 4000
     assert len(pool._said) + len(pool._places) <= 8192

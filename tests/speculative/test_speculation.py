@@ -311,8 +311,8 @@ def test_what_came_in_steps_without_guesses_is_told_when_guesses_are_wanted() ->
         for row, result in zip(rows, results, strict=True):
             tokens[row.slot] += result.tokens
     passing = SlotInit("x", SlotId(2), [3], 1, wish, frozenset(), 0)
-    runner.run(StepPlan([], [passing], num_joining=2))
-    runner.run(StepPlan([], freed=[SlotId(2)], num_joining=2))
+    runner.run(StepPlan([], [passing], num_pending_admissions=2))
+    runner.run(StepPlan([], freed=[SlotId(2)], num_pending_admissions=2))
     assert proposer._unread == {}, "nobody need know yet who came, nor ever who went"
     runner.run(StepPlan(rows[:1]))
     assert set(proposer._slots) == set(judge._slots) == {0, 1}
@@ -360,7 +360,7 @@ def test_nobody_guesses_for_a_step_that_will_have_too_many_rows(
     runner = Speculation(Counting(), NgramProposer(1, 2, 4), judge, lambda: tokens)
     new = SlotInit("a", SlotId(0), [0, 0, 0], 3, SamplingParams(), frozenset(), 0)
     row = Row("a", SlotId(0), 0, 3, (0, 0, 0), (), True)
-    result = runner.run(StepPlan([row], [new], num_joining=joining)).rows[0]
+    result = runner.run(StepPlan([row], [new], num_pending_admissions=joining)).rows[0]
     assert bool(result.drafts) == guesses
 
 

@@ -90,7 +90,7 @@ class KVAllocator:
         """Up to where blocks are wanted: for guesses too, where they are lacking to nobody."""
         spare = min(len(request.drafts), spare)
         if spare:
-            spare += self._limits.behind_guesses
+            spare += self._limits.lookahead_after_drafts
         spare = max(spare, self._limits.lookahead)
         wish = min(end + spare, request.longest)
         return wish if self.need(request, wish) <= self.pool.num_free - num_running else end

@@ -19,10 +19,12 @@ class SchedulerLimits:
     num_blocks: int
     long_prefill_token_threshold: int = 0
     chunked_prefill: bool = True
-    no_fixed_order: str | None = None  # why no request can be deterministic
+    why_not_batch_invariant: str | None = None  # why no request can be deterministic
     lookahead: int = 0  # tokens ahead that running requests get blocks for, where there are enough
-    behind_guesses: int = 0  # the same after the guesses of a row that has any
-    unguessed: int = 0  # tokens of a step up to which no guesses are verified beside a prompt
+    lookahead_after_drafts: int = 0  # the same after the guesses of a row that has any
+    drop_drafts_below: int = (
+        0  # tokens of a step up to which no guesses are verified beside a prompt
+    )
 
     def __post_init__(self) -> None:
         if not self.chunked_prefill and self.max_num_batched_tokens < self.max_model_len:
@@ -56,9 +58,9 @@ class SchedulerLimits:
 
     def check(self, sampling: SamplingParams) -> None:
         """Refuse what this engine cannot do."""
-        if sampling.deterministic and self.no_fixed_order is not None:
+        if sampling.deterministic and self.why_not_batch_invariant is not None:
             raise RequestError(
-                f"deterministic is not possible with this engine: {self.no_fixed_order}. Leave it "
+                f"deterministic is not possible with this engine: {self.why_not_batch_invariant}. Leave it "
                 "out, or serve the model with 16-bit weights.",
                 "deterministic",
             )

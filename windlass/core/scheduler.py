@@ -218,8 +218,10 @@ class Scheduler:
             self._count.num_steps += 1
             self._count.num_step_tokens = step.close(self._budget)
             self._count.num_prompt_tokens_computed += step.num_prompt_tokens
-        joining = min(len(self._slots), accounting.num_ready(len(self._waiting)))
-        return plan._replace(num_joining=joining) if joining else plan
+        pending_admissions = min(len(self._slots), accounting.num_ready(len(self._waiting)))
+        return (
+            plan._replace(num_pending_admissions=pending_admissions) if pending_admissions else plan
+        )
 
     def _plan_running(self, step: Step, now: float) -> None:
         for request in list(self._running):

@@ -67,7 +67,7 @@ class Step:
 
     def close(self, whole: int) -> int:
         """No row comes any more; returns the tokens of the step, of `whole` that it might have had."""
-        if self.num_prompt_tokens and whole - self.budget <= self.limits.unguessed:
+        if self.num_prompt_tokens and whole - self.budget <= self.limits.drop_drafts_below:
             self._drop_guesses()
         self.num_tokens = whole - self.budget
         return self.num_tokens

@@ -83,7 +83,7 @@ class StepPlan(NamedTuple):
     copies: list[tuple[BlockId, BlockId]] = []  # noqa: RUF012 - (from, to)
     step: int = 0
     adapters: list[tuple[int, str]] = []  # noqa: RUF012 - (slot, name): to be put there first
-    num_joining: int = 0  # requests that will come beside these rows, as it seems now
+    num_pending_admissions: int = 0  # requests that will come beside these rows, as it seems now
 
     @property
     def num_tokens(self) -> int:
@@ -106,7 +106,7 @@ class TokenLogprob(NamedTuple):
 class RowResult(NamedTuple):
     """What came out of a row: no token while a prompt is unfinished, one, or 1 + accepted.
 
-    `trail` is what the model said after the last known token and after each guess, 1 + guesses of
+    `target_tokens` is what the model said after the last known token and after each guess, 1 + guesses of
     them; those after a wrong guess are no output, but they may be worth guessing. Empty for rows
     without guesses, and where a position is only sampled when the guess before it was right.
     """
@@ -115,7 +115,7 @@ class RowResult(NamedTuple):
     logprobs: list[TokenLogprob] | None = None
     prompt_logprobs: list[TokenLogprob] | None = None  # of positions start + 1 and on
     drafts: tuple[int, ...] = ()  # guesses for the next step
-    trail: tuple[int, ...] = ()
+    target_tokens: tuple[int, ...] = ()
 
 
 class StepResult(NamedTuple):

@@ -147,7 +147,9 @@ class AdapterRows:
     # None: every token is one.
     tiles: Tensor | None = None
     groups: tuple[tuple[int, Tensor | slice], ...] = ()  # slots but 0, and the tokens of each
-    fixed: bool = False  # whether a token's result must not depend on the others of its adapter
+    batch_invariant: bool = (
+        False  # whether a token's result must not depend on the others of its adapter
+    )
     # Tokens that are no piece but by themselves, where `tiles` has only the others: their slots, and 0.
     alone: Tensor | None = None
 
@@ -170,7 +172,7 @@ class StepBatch:
     spans: list[Span]
     kv: list[LayerKV]
     work: AttentionWork | None = None
-    fixed: bool = False  # whether a row's result must not depend on the rows beside it
+    batch_invariant: bool = False  # whether a row's result must not depend on the rows beside it
     adapters: AdapterRows | None = None  # None: the base alone
     logits_indices: LogitsIndices | None = None  # None: the hidden states of all tokens are read
     # Runs of tokens [first, last) whose inputs products may round as those of prompts.

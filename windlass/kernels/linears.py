@@ -46,7 +46,7 @@ class LinearKernel(Protocol):
     def name(self) -> str: ...
 
     @property
-    def fixed(self) -> bool:
+    def batch_invariant(self) -> bool:
         """Whether a row's result is the same to the bit whatever rows are beside it."""
         ...
 
@@ -74,7 +74,7 @@ class Product:
     kernel: str
     reason: str
     refusals: dict[str, str] = field(default_factory=dict)
-    fixed: bool = True  # whether it can be multiplied with in a fixed order
+    batch_invariant: bool = True  # whether it can be multiplied with in a fixed order
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,11 +149,11 @@ class Linears:
         prepared: Prepared
         if decision.unpacked is not None:
             prepared, kernel = Unpacked(weight, self.dtype, self.products), "torch"
-            fixed = True
+            batch_invariant = True
         else:
             on_meta = weight.codes.is_meta
             prepared = PlainLinear().prepare(weight) if on_meta else decision.kernel.prepare(weight)
-            kernel, fixed = decision.kernel.name, decision.kernel.fixed
+            kernel, batch_invariant = decision.kernel.name, decision.kernel.batch_invariant
         return Product(
             prepared,
             weight.shape,
@@ -161,7 +161,7 @@ class Linears:
             kernel,
             decision.reason,
             decision.refusals,
-            fixed,
+            batch_invariant,
         )
 
     def refuse_plain(self) -> str | None:

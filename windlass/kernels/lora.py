@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from windlass.kernels.batch import AdapterRows
-from windlass.kernels.products import Norm, fixed_linear
+from windlass.kernels.products import Norm, batch_invariant_linear
 from windlass.kernels.rounded import Inputs, Outputs
 
 TOGETHER = 16  # ranks of an output that may lie side by side
@@ -138,7 +138,7 @@ class PlainLora(LoraKernel):
         return x
 
     def end(self, y: Tensor, low: Tensor, stacks: Stacks, adapters: AdapterRows) -> Tensor:
-        product = fixed_linear if adapters.fixed else linear
+        product = batch_invariant_linear if adapters.batch_invariant else linear
         for slot, tokens in adapters.groups:
             changes = stacks.changes[slot]
             if changes:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from windlass.core.card import Choice
 from windlass.kernels.batch import Heads, LayerKV, StepBatch
-from windlass.kernels.fixed_attention import attention as fixed_attention
+from windlass.kernels.batch_invariant_attention import attention as batch_invariant_attention
 from windlass.kernels.reference import embedding as plain_embedding
 from windlass.kernels.reference import gather as plain_gather
 from windlass.kernels.rounded import Outputs, Scaled
@@ -47,8 +47,8 @@ class Ops:
         if isinstance(qkv, Scaled):
             qkv = qkv.whole()
         queries = self.rope_write(qkv, heads, cos_sin, norms, kv, batch)
-        if batch.fixed and batch.work is None and not self.is_native:
-            return fixed_attention(queries, kv, batch, scale, window)
+        if batch.batch_invariant and batch.work is None and not self.is_native:
+            return batch_invariant_attention(queries, kv, batch, scale, window)
         return self.attention(queries, kv, batch, scale, window)
 
     @property

@@ -27,7 +27,7 @@ class PlainLinear:
     """Takes every form on every device."""
 
     name = "plain"
-    fixed = False
+    batch_invariant = False
     reads_rows = False
 
     def refuse(self, form: Packed, device: torch.device, dtype: torch.dtype) -> str | None:

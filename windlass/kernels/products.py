@@ -14,7 +14,7 @@ from windlass.kernels.rounded import Inputs, Outputs, Rounding
 
 # Products in a fixed order are of so many rows at a time: libraries choose by the number of rows
 # how they cut the sums.
-_FIXED_ROWS = 16
+_INVARIANT_ROWS = 16
 
 
 # What is computed beside a product, and after both: of the inputs, and whoever makes the product.
@@ -45,12 +45,12 @@ class TorchProducts:
     """What torch and the libraries behind it do."""
 
     def __init__(self) -> None:
-        self._fixed = False
+        self._batch_invariant = False
         self._accompanied = False
 
     def linear(self, x: Tensor, weight: Tensor) -> Tensor:
         """x @ weight.T"""
-        return fixed_linear(x, weight) if self._fixed else linear(x, weight)
+        return batch_invariant_linear(x, weight) if self._batch_invariant else linear(x, weight)
 
     def gated(self, x: Tensor, weight: Tensor, silu_mul: Callable[[Outputs], Inputs]) -> Inputs:
         """silu(x @ gate.T) * (x @ up.T), where weight is gate above up."""
@@ -62,9 +62,9 @@ class TorchProducts:
         """A product and the norm behind it: (residual + product, normalised; residual + product)."""
         return norm.add(self.linear(x, weight), residual)
 
-    def fixed_order(self, fixed: bool = True) -> AbstractContextManager[None]:
+    def batch_invariant(self, batch_invariant: bool = True) -> AbstractContextManager[None]:
         """While it lasts, a row's result does not depend on the rows beside it."""
-        return self._meanwhile("_fixed", fixed)
+        return self._meanwhile("_batch_invariant", batch_invariant)
 
     def accompanied(self, accompanied: bool = True) -> AbstractContextManager[None]:
         """While it lasts, something else is computed beside every product, and wants room for it."""
@@ -89,8 +89,8 @@ class TorchProducts:
         del weights
 
 
-def fixed_linear(x: Tensor, weight: Tensor) -> Tensor:
+def batch_invariant_linear(x: Tensor, weight: Tensor) -> Tensor:
     """x @ weight.T in pieces of always the same shape, so that each row is summed in the same order."""
     rows = x.shape[0]
-    padded = pad(x, (0, 0, 0, -rows % _FIXED_ROWS))
-    return torch.cat([linear(piece, weight) for piece in padded.split(_FIXED_ROWS)])[:rows]
+    padded = pad(x, (0, 0, 0, -rows % _INVARIANT_ROWS))
+    return torch.cat([linear(piece, weight) for piece in padded.split(_INVARIANT_ROWS)])[:rows]

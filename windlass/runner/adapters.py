@@ -12,14 +12,16 @@ from windlass.kernels.batch import PIECE, AdapterRows
 from windlass.runner.slots import to_device
 
 
-def grouped(slots: np.ndarray, device: torch.device, fixed: bool = False) -> AdapterRows:
+def grouped(slots: np.ndarray, device: torch.device, batch_invariant: bool = False) -> AdapterRows:
     """Tokens of the same adapter together, so that each adapter is read once."""
     groups = tuple(
         (int(slot), _tokens(np.flatnonzero(slots == slot), device))
         for slot in np.unique(slots)
         if slot
     )
-    return AdapterRows(to_device(slots.astype(np.int32), device), groups=groups, fixed=fixed)
+    return AdapterRows(
+        to_device(slots.astype(np.int32), device), groups=groups, batch_invariant=batch_invariant
+    )
 
 
 def _tokens(places: np.ndarray, device: torch.device) -> Tensor | slice:

@@ -56,7 +56,7 @@ class Loaded:
     products: TorchProducts
     weight_bytes: int
     choices: list[Choice]
-    no_fixed_order: str | None  # why requests cannot be deterministic
+    why_not_batch_invariant: str | None  # why requests cannot be deterministic
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +138,7 @@ def _no_fixed_order(layers: list[Linear]) -> str | None:
     """Why a row's result depends on the rows beside it; None: it need not."""
     for layer in layers:
         for product in layer.products:
-            if not product.fixed:
+            if not product.batch_invariant:
                 return (
                     f"the {product.kernel} kernel of {product.form} weights sums in an order that "
                     "depends on the batch"

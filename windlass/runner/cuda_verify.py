@@ -59,7 +59,7 @@ class _Key:
     size: int
     width: int
     drafting: int  # guesses for the next step
-    fixed: bool
+    batch_invariant: bool
 
 
 class CudaVerifyRunner(CudaRunner):
@@ -135,16 +135,16 @@ class CudaVerifyRunner(CudaRunner):
         if not self.drafting and not plan.has_drafts:
             return super()._submit(plan)
         self._put_adapters(plan)
-        self._note_fixed(plan)
+        self._note_batch_invariant(plan)
         self._device_sampler.forget(plan.freed)
         self._device_sampler.admit(plan.admitted)
         self._slots.send(self._slots.apply(plan))
         self._cache.copy(plan.copies)
-        fixed = self._in_fixed_order(rows)
-        key = self._key_for(rows, fixed)
+        batch_invariant = self._is_batch_invariant(rows)
+        key = self._key_for(rows, batch_invariant)
         self._forget_others(rows)
         if key is None:
-            return self._beside_prompts(plan, fixed)
+            return self._beside_prompts(plan, batch_invariant)
         if ahead is not None:
             whole = all(row.num_drafts == ahead.guesses for row in rows)
             pending = PendingVerification(self.redraw, rows, ahead.launched, whole)
@@ -155,16 +155,16 @@ class CudaVerifyRunner(CudaRunner):
         self._ahead = self._go_ahead(pending, key)
         return pending
 
-    def _beside_prompts(self, plan: StepPlan, fixed: bool) -> PendingStep:
+    def _beside_prompts(self, plan: StepPlan, batch_invariant: bool) -> PendingStep:
         """Recorded where nobody has guesses to verify, or wishes that the kernels do not know."""
         rows = plan.rows
         special = self._device_sampler.special([row.slot for row in rows])
-        if self.drafting and not (plan.has_drafts or special or fixed):
+        if self.drafting and not (plan.has_drafts or special or batch_invariant):
             mixed = self._mixed_for(rows, self._depths[-1])
             if mixed is not None:
                 mixed.launch()
                 return Prompted(rows, mixed.tokens)
-        with self._products.fixed_order(fixed):
+        with self._products.batch_invariant(batch_invariant):
             return Done(StepResult(self._verify_eagerly(plan)), guesses=True)
 
     def _forget_others(self, rows: list[Row]) -> None:
@@ -178,7 +178,13 @@ class CudaVerifyRunner(CudaRunner):
     def _others_for(self, key: _Key) -> Tensor | None:
         """The memory of alternatives, where a verification has places for them."""
         others = self._others
-        if others is None or not key.drafting or key.width == 1 or key.fixed or key.size > _FEW:
+        if (
+            others is None
+            or not key.drafting
+            or key.width == 1
+            or key.batch_invariant
+            or key.size > _FEW
+        ):
             return None
         from windlass.kernels.triton.attention import fuses
 
@@ -221,7 +227,7 @@ class CudaVerifyRunner(CudaRunner):
 
     # ---- recorded ------------------------------------------------------------------------------
 
-    def _key_for(self, rows: list[Row], fixed: bool) -> _Key | None:
+    def _key_for(self, rows: list[Row], batch_invariant: bool) -> _Key | None:
         """The smallest recording that holds these rows; None where there is a prompt or adapter."""
         if not self._sizes or len(rows) > _SIZES[-1]:
             return None
@@ -234,7 +240,7 @@ class CudaVerifyRunner(CudaRunner):
         if width is None:
             return None
         depth = next((depth for depth in self._depths if depth >= self.drafting), 0)
-        return _Key(size, width, depth if self.drafting else 0, fixed)
+        return _Key(size, width, depth if self.drafting else 0, batch_invariant)
 
     def _width_for(self, size: int, longest: int) -> int | None:
         return next((width for width in self._widths_of(size) if width >= longest), None)
@@ -272,11 +278,11 @@ class CudaVerifyRunner(CudaRunner):
         )
         work = self._work_for(key, tiles, len(ids))
         batch = StepBatch(
-            positions, row_slots, slots.tables, [], self._cache.layers, work, key.fixed
+            positions, row_slots, slots.tables, [], self._cache.layers, work, key.batch_invariant
         )
         drafter = self.drafter if key.drafting else None
         aux_hidden_states = dict.fromkeys(drafter.layers, ids) if drafter is not None else None
-        with self._products.fixed_order(key.fixed):
+        with self._products.batch_invariant(key.batch_invariant):
             hidden = self._network(ids, batch, aux_hidden_states)
             logits = self._network.logits(hidden)
             sampled = self._device_sampler.draw(logits, row_slots, positions)
@@ -324,7 +330,7 @@ class CudaVerifyRunner(CudaRunner):
         follow(inputs, slots.last, kept, guesses, to, back, slots.num_slots, others)
 
     def _work_for(self, key: _Key, tiles: Tensor, places: int) -> AttentionWork:
-        if key.fixed or places > _APART:
+        if key.batch_invariant or places > _APART:
             return AttentionWork(self._places[:0], tiles, 1, self._place_counters)
         width = places // key.size
         singles, splits = self._places[:places], self._splits(places)
@@ -390,8 +396,8 @@ class CudaVerifyRunner(CudaRunner):
                 results[each.row] = self._device_sampler.redraw_row(logits[first:end], each)
             else:
                 said = sampled[first:end]
-                trail = tuple(said) if each.drafts else ()
-                results[each.row] = RowResult(keep(said, each.drafts), trail=trail)
+                target_tokens = tuple(said) if each.drafts else ()
+                results[each.row] = RowResult(keep(said, each.drafts), target_tokens=target_tokens)
             first = end
         last = [results[each.row].tokens[-1] for each in requests]
         self._slots.last[[each.slot for each in requests]] = torch.tensor(

@@ -63,7 +63,7 @@ class _Key:
     """What a graph is recorded for; one that is not plain is recorded when it is first needed."""
 
     size: int
-    fixed: bool = False  # in a fixed order
+    batch_invariant: bool = False  # in a fixed order
     adapted: bool = False  # for rows of which some have adapters
 
     @property
@@ -184,7 +184,7 @@ class CudaRunner(Runner):
         from windlass.kernels.triton import chain
         from windlass.kernels.triton.sample import decode_inputs_kernel
 
-        slots, size, fixed = self._slots, key.size, key.fixed
+        slots, size, batch_invariant = self._slots, key.size, key.batch_invariant
         # Aligned rows, whatever the size: kernels are compiled anew for others.
         shape = (3, -(-size // 4) * 4)
         rows = torch.empty(shape, dtype=torch.int32, device=self._device)[:, :size]
@@ -203,15 +203,20 @@ class CudaRunner(Runner):
             **chain.options(),
         )
         singles, tiles = self._singles[:size], self._no_tiles
-        if fixed:
+        if batch_invariant:
             one = torch.ones_like(positions)
             tiles = torch.stack((singles, one, row_slots, positions, positions), dim=1)
             singles = singles[:0]
         work = AttentionWork(singles, tiles, self._splits(size), self._counters)
         pages = self._cache.layers
         adapters = AdapterRows(self._inputs[4 * size : 5 * size]) if key.adapted else None
-        batch = StepBatch(positions, row_slots, slots.tables, [], pages, work, fixed, adapters)
-        with self._products.fixed_order(fixed), self._products.accompanied(key.adapted):
+        batch = StepBatch(
+            positions, row_slots, slots.tables, [], pages, work, batch_invariant, adapters
+        )
+        with (
+            self._products.batch_invariant(batch_invariant),
+            self._products.accompanied(key.adapted),
+        ):
             logits = self._network.logits(self._network(ids, batch), adapters)
         return self._device_sampler.draw(logits, row_slots, positions), logits
 
@@ -234,23 +239,23 @@ class CudaRunner(Runner):
 
     def _submit(self, plan: StepPlan) -> PendingStep:
         self._put_adapters(plan)
-        self._note_fixed(plan)
+        self._note_batch_invariant(plan)
         self._device_sampler.forget(plan.freed)
         self._device_sampler.admit(plan.admitted)
         grown = self._slots.apply(plan)
         self._cache.copy(plan.copies)
         rows = plan.rows
         size = self._graph_for(rows)
-        fixed = self._in_fixed_order(rows)
+        batch_invariant = self._is_batch_invariant(rows)
         if size is None:
-            mixed = None if fixed else self._mixed_for(rows)
+            mixed = None if batch_invariant else self._mixed_for(rows)
             if mixed is not None:
                 self._slots.send(grown)
                 mixed.launch()
                 return self._collect(rows, _sampled(rows), mixed.tokens, mixed.logits)
-            with self._products.fixed_order(fixed):
+            with self._products.batch_invariant(batch_invariant):
                 return self._submit_eager(plan, grown)
-        key = _Key(size, fixed, any(row.adapter for row in rows))
+        key = _Key(size, batch_invariant, any(row.adapter for row in rows))
         recorded = self._graphs.get(key) or self._record(key)
         self._stage(rows, key)
         recorded.graph.replay()
@@ -340,13 +345,13 @@ class CudaRunner(Runner):
         if not any(row.adapter for row in rows):
             return None
         slots = np.repeat(np.array([row.adapter for row in rows], dtype=np.int32), counts)
-        if max(counts) == 1 or self._in_fixed_order(rows):
+        if max(counts) == 1 or self._is_batch_invariant(rows):
             return AdapterRows(to_device(slots, self._device))
         return in_pieces(slots, counts, self._device)
 
     def _batch(self, plan: StepPlan) -> tuple[Tensor, StepBatch]:
         ids, batch = super()._batch(plan)
-        return ids, replace(batch, work=self._work(plan.rows, batch.spans, batch.fixed))
+        return ids, replace(batch, work=self._work(plan.rows, batch.spans, batch.batch_invariant))
 
     def _submit_eager(self, plan: StepPlan, grown: list[Row]) -> PendingStep:
         self._slots.send(grown)
@@ -369,13 +374,13 @@ class CudaRunner(Runner):
             return Done(StepResult(results))
         return pending
 
-    def _work(self, rows: list[Row], spans: list[Span], fixed: bool) -> AttentionWork:
+    def _work(self, rows: list[Row], spans: list[Span], batch_invariant: bool) -> AttentionWork:
         """Rows of one token, and chunks cut into tiles.
 
         In a fixed order all are tiles: their keys are seen one after another, never in parts.
         """
-        singles = [span.first for span in spans if span.count == 1 and not fixed]
-        tiles = attention_tiles(rows, spans, self._tile, singles=fixed)
+        singles = [span.first for span in spans if span.count == 1 and not batch_invariant]
+        tiles = attention_tiles(rows, spans, self._tile, singles=batch_invariant)
         return AttentionWork(
             to_device(np.array(singles, dtype=np.int32), self._device),
             to_device(np.array(tiles, dtype=np.int32).reshape(-1, 5), self._device),

@@ -127,12 +127,12 @@ class PendingVerification:
         width, results = self.launched.width, []
         for row, found in zip(self.rows, self.launched.brought.tolist(), strict=False):
             said = found[: row.num_tokens]
-            trail = tuple(said) if row.num_drafts else ()
+            target_tokens = tuple(said) if row.num_drafts else ()
             kept, drafts = said[: found[width]], tuple(found[width + 1 :])
             if found[width] > row.num_tokens:  # they follow a guess that is not wanted any more
                 drafts = ()
             self.following.append(Next(row.slot, row.start + len(kept), (kept[-1], *drafts)))
-            results.append(RowResult(kept, drafts=drafts, trail=trail))
+            results.append(RowResult(kept, drafts=drafts, target_tokens=target_tokens))
         return StepResult(self._redraw(self.rows, results, self.launched))
 
 

@@ -79,7 +79,7 @@ class Runner:
         self._sampler = sampler
         self._products = products
         self._device = slots.device
-        self._fixed: set[SlotId] = set()  # whose requests are deterministic
+        self._batch_invariant: set[SlotId] = set()  # whose requests are deterministic
         self.drafter: Drafter | None = None
         self.drafting = 0  # guesses of the drafter with which a row's step ends
         self.reads_all = False  # whether somebody reads hidden states that no token is drawn from
@@ -154,18 +154,18 @@ class Runner:
         if not any(row.adapter for row in rows):
             return None
         slots = np.repeat([row.adapter for row in rows], counts)
-        return grouped(slots, self._device, self._in_fixed_order(rows))
+        return grouped(slots, self._device, self._is_batch_invariant(rows))
 
     def _compute(self, plan: StepPlan) -> list[RowResult]:
         """Operator by operator."""
         ids, batch = self._batch(plan)
-        with self._products.fixed_order(batch.fixed):
+        with self._products.batch_invariant(batch.batch_invariant):
             return self._sample(plan.rows, batch, self._forward(ids, batch))
 
     def _verify(self, plan: StepPlan) -> list[RowResult]:
         """The same for rows with guesses, and with guesses for the next step."""
         ids, batch = self._batch(plan)
-        with self._products.fixed_order(batch.fixed):
+        with self._products.batch_invariant(batch.batch_invariant):
             if not self.drafting or self.drafter is None:
                 return self._sample_guesses(plan.rows, batch, self._forward(ids, batch))
             aux_hidden_states = dict.fromkeys(self.drafter.layers, ids)
@@ -186,7 +186,7 @@ class Runner:
         ids, batch = self._slots.batch(plan, self._cache.layers)
         return ids, replace(
             batch,
-            fixed=self._in_fixed_order(rows),
+            batch_invariant=self._is_batch_invariant(rows),
             adapters=self._adapters(rows, [row.num_tokens for row in rows]),
             logits_indices=self._logits_indices(rows) if self._leaves_out(rows) else None,
             prompts=self._prompt_spans(rows),
@@ -232,9 +232,11 @@ class Runner:
             hidden = hidden[logits_indices.tokens]
         return self._network.logits(hidden, logits_indices.adapters), logits_indices
 
-    def _in_fixed_order(self, rows: Sequence[Row]) -> bool:
+    def _is_batch_invariant(self, rows: Sequence[Row]) -> bool:
         """Whether any row's result must not depend on the others: then none does."""
-        return bool(self._fixed) and any(row.slot in self._fixed for row in rows)
+        return bool(self._batch_invariant) and any(
+            row.slot in self._batch_invariant for row in rows
+        )
 
     def _note_lengths(self, plan: StepPlan) -> None:
         if not self.coarse_prompts:
@@ -244,17 +246,17 @@ class Runner:
         for admission in plan.admitted:
             self._num_prompt[admission.slot] = admission.num_prompt
 
-    def _note_fixed(self, plan: StepPlan) -> None:
-        self._fixed.difference_update(plan.freed)
+    def _note_batch_invariant(self, plan: StepPlan) -> None:
+        self._batch_invariant.difference_update(plan.freed)
         for admission in plan.admitted:
             if admission.sampling.deterministic:
-                self._fixed.add(admission.slot)
+                self._batch_invariant.add(admission.slot)
             else:
-                self._fixed.discard(admission.slot)
+                self._batch_invariant.discard(admission.slot)
 
     def _prepare(self, plan: StepPlan) -> None:
         self._put_adapters(plan)
-        self._note_fixed(plan)
+        self._note_batch_invariant(plan)
         self._note_prompts(plan)
         self._note_lengths(plan)
         for slot in plan.freed:

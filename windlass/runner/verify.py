@@ -82,7 +82,7 @@ def settle(
         said = sampled[at : at + each.num_positions]
         tokens = keep(said, each.drafts)
         sampler.accept([each.slot] * len(tokens), tokens)
-        results.append(RowResult(tokens, trail=tuple(said) if each.drafts else ()))
+        results.append(RowResult(tokens, target_tokens=tuple(said) if each.drafts else ()))
         at += each.num_positions
     return results
 

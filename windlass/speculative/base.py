@@ -19,19 +19,19 @@ if TYPE_CHECKING:
 class Seen(NamedTuple):
     """What became known of one slot in the last step: tokens that nothing can take back.
 
-    `drafts` are guesses that the runner made itself, in the same step; `trail` is what the model
+    `drafts` are guesses that the runner made itself, in the same step; `target_tokens` is what the model
     said after each of the guesses that the row carried, also after wrong ones.
     """
 
     slot: SlotId
     tokens: Sequence[int]
     drafts: tuple[int, ...] = ()
-    trail: tuple[int, ...] = ()
+    target_tokens: tuple[int, ...] = ()
 
 
 def seen(row: Row, result: RowResult) -> Seen:
     """What a row that sampled tells the proposer."""
-    return Seen(row.slot, result.tokens, result.drafts, result.trail)
+    return Seen(row.slot, result.tokens, result.drafts, result.target_tokens)
 
 
 class Draft(NamedTuple):

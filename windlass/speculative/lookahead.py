@@ -38,18 +38,19 @@ class Pool:
         self._drafted: tuple[int, ...] = ()
         self._rest: tuple[int, ...] = ()  # said beyond what is known
 
-    def take_in(self, tokens: Sequence[int], trail: Sequence[int]) -> None:
+    def take_in(self, tokens: Sequence[int], target_tokens: Sequence[int]) -> None:
         """Tokens that are known now, and what was said after each guess."""
-        if trail and len(trail) <= 1 + len(self._drafted):
+        if target_tokens and len(target_tokens) <= 1 + len(self._drafted):
             chains = [(), *self._chains]
-            for at, said in enumerate(trail[1:], start=1):
+            for at, said in enumerate(target_tokens[1:], start=1):
                 for begin in range(len(chains[at])):
                     self._hear(*chains[at][begin:], said)
             # The next draft's guesses at these places are what was said there.
             ends = [
-                ((*chain, said))[-_CHAIN + 1 :] for chain, said in zip(chains, trail, strict=False)
+                ((*chain, said))[-_CHAIN + 1 :]
+                for chain, said in zip(chains, target_tokens, strict=False)
             ]
-            self._chains, self._rest = ends[len(tokens) :], tuple(trail[len(tokens) :])
+            self._chains, self._rest = ends[len(tokens) :], tuple(target_tokens[len(tokens) :])
         else:
             self._chains, self._rest = [], ()
         own = self._tokens
@@ -122,7 +123,7 @@ class LookaheadProposer:
             if each.slot in self._begun:
                 self._begun[each.slot] += each.tokens
             else:
-                self._slots[each.slot].take_in(each.tokens, each.trail)
+                self._slots[each.slot].take_in(each.tokens, each.target_tokens)
 
     def backlog(self, slot: SlotId, num_tokens: int) -> int:
         del slot, num_tokens

@@ -104,7 +104,7 @@ class Speculation:
         if plan.freed or plan.admitted:
             self._note_changes(plan)
         # Guesses are verified in the next step, which may be much larger.
-        allowed = self._governor.allows(len(plan.rows) + plan.num_joining)
+        allowed = self._governor.allows(len(plan.rows) + plan.num_pending_admissions)
         if self._unmet and (allowed or self._holders):
             self._meet()
         if not self._holders and not (allowed and self._is_looked_at(plan)):

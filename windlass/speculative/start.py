@@ -40,12 +40,12 @@ class Speculating:
         wish = config.speculation
         if loaded.parts.device.type == "cpu":
             self.lookahead = wish.most_guesses if wish.spec in WRITE_AHEAD else 0
-            self.behind_guesses = 0
+            self.lookahead_after_drafts = 0
         else:
             # A recorded decode step takes a new block for that of its own position, so that none
             # may come early; verifications take any, and those of heads run ahead.
             self.lookahead = 0
-            self.behind_guesses = 1 + wish.most_guesses if wish.spec in RUN_AHEAD else 0
+            self.lookahead_after_drafts = 1 + wish.most_guesses if wish.spec in RUN_AHEAD else 0
 
     def start(
         self, made: Assembled, limits: Limits, asked: str, known: Known

@@ -84,7 +84,7 @@ class NativeLinear:
     """
 
     name = "native"
-    fixed = True  # sums go the same way for one row and for many
+    batch_invariant = True  # sums go the same way for one row and for many
     reads_rows = True
 
     def __init__(self, own: Workers | None = None) -> None:

@@ -80,7 +80,7 @@ def attend(
         _decode(out, values, raw, kv, batch, (scale * _LOG2_E, _LOG2_E), window, False)
         return out
     fresh = None
-    if coded and work.tiles.shape[0] and not batch.fixed:
+    if coded and work.tiles.shape[0] and not batch.batch_invariant:
         # In a fixed order a key is read as it will always be read, which is from its page.
         fresh = values.new_empty((2, tokens, heads.num_kv, heads.dim))
     queries = rope_write(qkv, heads, cos_sin, norms, kv, batch, fresh)
@@ -221,7 +221,7 @@ def _prefill(
         ROWS=_TILE_ROWS,
         WINDOWED=window is not None,
         CAPPED=capped,
-        FIXED=batch.fixed,
+        BATCH_INVARIANT=batch.batch_invariant,
         **_prefill_options(dim_pad, kv.key_scales is not None and fresh is None),
         **chain.options(),
     )

@@ -120,13 +120,13 @@ def _scan(
 def _causal(
     state, q, query, pages, table, origin, head, first, seen, length, window, scale, cap,
     NUM_KV: tl.constexpr, DIM: tl.constexpr, SIZE: tl.constexpr, TILE: tl.constexpr,
-    WINDOWED: tl.constexpr, CAPPED: tl.constexpr, FIXED: tl.constexpr,
+    WINDOWED: tl.constexpr, CAPPED: tl.constexpr, BATCH_INVARIANT: tl.constexpr,
 ):  # fmt: skip
     """Keys from tile `first` up to `length`; every row sees those before `seen`, unless windowed.
 
     In a fixed order all are seen through a mask: a compiler rounds differently where there is none.
     """
-    whole = first if WINDOWED or FIXED else seen // TILE
+    whole = first if WINDOWED or BATCH_INVARIANT else seen // TILE
     state = _scan(
         state, q, query, pages, table, origin, head, first, whole, length, window, scale, cap,
         NUM_KV, DIM, SIZE, TILE, False, WINDOWED, CAPPED,
@@ -282,7 +282,7 @@ def paged_prefill_kernel(
     TILE: tl.constexpr,
     WINDOWED: tl.constexpr,
     CAPPED: tl.constexpr,
-    FIXED: tl.constexpr,
+    BATCH_INVARIANT: tl.constexpr,
     CHAINED: tl.constexpr,
 ):
     """Some tokens of a chunk and one kv head: row r is token r // GROUP_PAD, head r % GROUP_PAD.
@@ -316,7 +316,7 @@ def paged_prefill_kernel(
             first = tl.maximum(start + 1 - window, 0) // TILE
         state = _causal(
             state, q, start + step, pages, table, None, head, first, base, base, window, scale, cap,
-            NUM_KV, DIM, SIZE, TILE, WINDOWED, CAPPED, FIXED,
+            NUM_KV, DIM, SIZE, TILE, WINDOWED, CAPPED, BATCH_INVARIANT,
         )  # fmt: skip
         pages = (new_keys, new_values, None, None)
         table = None
@@ -326,7 +326,7 @@ def paged_prefill_kernel(
     query = start - base + step
     _, total, acc = _causal(
         state, q, query, pages, table, origin, head, first, start - base + 1, start - base + count,
-        window, scale, cap, NUM_KV, DIM, SIZE, TILE, WINDOWED, CAPPED, FIXED,
+        window, scale, cap, NUM_KV, DIM, SIZE, TILE, WINDOWED, CAPPED, BATCH_INVARIANT,
     )  # fmt: skip
     total = tl.where(total == 0, 1.0, total)  # of rows past the chunk's end, which see nothing
     tl.store(out + q_at, (acc / total[:, None]).to(out.dtype.element_ty), mask=q_mask)

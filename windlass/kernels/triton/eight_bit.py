@@ -115,7 +115,7 @@ class EightBitLinear:
     """Takes W8A8 with one group per row, and fp8 in blocks of 128 x 128."""
 
     name = "triton 8-bit"
-    fixed = False
+    batch_invariant = False
     reads_rows = False
 
     def __init__(self) -> None:

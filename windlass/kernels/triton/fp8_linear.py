@@ -36,7 +36,7 @@ class Fp8Linear:
     """Takes e4m3 weights with one scale, or one for each output, and activations rounded per token."""
 
     name = "triton fp8"
-    fixed = False
+    batch_invariant = False
     reads_rows = False
 
     def __init__(self) -> None:

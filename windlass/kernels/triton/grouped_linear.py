@@ -90,7 +90,7 @@ class GroupedLinear:
     """Takes int4 and int8 weights with groups of 32 or more."""
 
     name = "triton groups"
-    fixed = False
+    batch_invariant = False
     reads_rows = True
 
     def __init__(self) -> None:

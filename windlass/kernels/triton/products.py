@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from windlass.kernels.products import Company, Norm, TorchProducts, fixed_linear
+from windlass.kernels.products import Company, Norm, TorchProducts, batch_invariant_linear
 from windlass.kernels.rounded import Inputs, Outputs
 from windlass.kernels.triton import skinny, wide
 from windlass.kernels.triton.norm import add_rms_norm, silu_mul
@@ -54,7 +54,7 @@ class MeasuredProducts(TorchProducts):
         self._space: skinny.Workspace | None = None
 
     def linear(self, x: Tensor, weight: Tensor) -> Tensor:
-        if self._fixed:
+        if self._batch_invariant:
             return self._fixed_linear(x, weight)
         known = self._accompanied and weight.shape in self._measured_accompanied
         tiling = self._tiling("accompanied" if known else "linear", x, weight)
@@ -80,7 +80,7 @@ class MeasuredProducts(TorchProducts):
     def _tiling(self, kind: str, x: Tensor, weight: Tensor) -> Tiling | None:
         """How the narrow kernel is cut for this product; None: it was not the fastest."""
         rows = x.shape[0]
-        if self._fixed or rows > skinny.MAX_ROWS:
+        if self._batch_invariant or rows > skinny.MAX_ROWS:
             return None
         return self._chosen.get((kind, weight.shape, _bucket(rows)))
 
@@ -91,7 +91,7 @@ class MeasuredProducts(TorchProducts):
     def _fixed_linear(self, x: Tensor, weight: Tensor) -> Tensor:
         """Kernels that sum from first to last, whatever the number of rows."""
         if not _takes(weight) or self._space is None:
-            return fixed_linear(x, weight)
+            return batch_invariant_linear(x, weight)
         if x.shape[0] <= skinny.MAX_ROWS:
             return self._skinny(x, weight, _FIXED)
         return wide.linear(x, weight)

@@ -126,7 +126,7 @@ class TableLinear:
     """Takes tables of 16 numbers with groups of 16 to 128 inputs, an even number of them."""
 
     name = "triton table"
-    fixed = False
+    batch_invariant = False
     reads_rows = True
 
     def __init__(self) -> None:
