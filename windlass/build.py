@@ -304,7 +304,7 @@ def _adapting(config: EngineConfig, source: Source, weights: Loaded) -> Adapting
     from windlass.runner.device import free_bytes
 
     free = free_bytes(weights.parts.device)
-    return open_adapters(config, source.hparams, weights.network, weights.products, free)
+    return open_adapters(config, source.hparams, weights.network, weights.gemm, free)
 
 
 class _Plain:

@@ -239,15 +239,15 @@ def test_products_with_the_norm_behind_them(rows: int, outputs: int, size: int) 
 @pytest.mark.parametrize("rows", [1, 17, 64, 65, 300, 2048])
 def test_products_in_a_fixed_order(rows: int) -> None:
     """A row is the same to the bit whatever is computed beside it."""
-    from windlass.kernels.triton.products import MeasuredProducts
+    from windlass.kernels.triton.gemm import TunedGemm
 
     weight, x = randn(960, 576, dtype=torch.bfloat16), randn(2048, 576, dtype=torch.bfloat16)
-    products = MeasuredProducts()
-    products.tune([weight])
-    with products.batch_invariant():
-        whole = products.linear(x, weight)
-        assert torch.equal(products.linear(x[:rows], weight), whole[:rows])
-        assert torch.equal(products.linear(x[5:6].contiguous(), weight), whole[5:6])
+    gemm = TunedGemm()
+    gemm.tune([weight])
+    with gemm.batch_invariant():
+        whole = gemm.linear(x, weight)
+        assert torch.equal(gemm.linear(x[:rows], weight), whole[:rows])
+        assert torch.equal(gemm.linear(x[5:6].contiguous(), weight), whole[5:6])
     close(whole, (x.double() @ weight.double().T).bfloat16())
 
 

@@ -13,15 +13,15 @@ from torch.nn.functional import linear
 pytest.importorskip("triton")
 
 from windlass.kernels.lora import Lora, PlainLora, Stacks
-from windlass.kernels.triton import products as module
-from windlass.kernels.triton.products import MeasuredProducts
+from windlass.kernels.triton import gemm as module
+from windlass.kernels.triton.gemm import TunedGemm
 from windlass.kernels.triton.skinny import Tiling
 from windlass.lora.start import _adapted
 
 SHAPE = (192, 128)
 
 
-class Fake(MeasuredProducts):
+class Fake(TunedGemm):
     """Counts how often the narrow kernel was asked for, which is the usual product here."""
 
     def __init__(self) -> None:
@@ -62,42 +62,42 @@ def timed(monkeypatch: pytest.MonkeyPatch) -> dict[Any, float]:
 
 
 def test_products_with_adapters_are_chosen_apart(timed: dict[Any, float]) -> None:
-    products, (weight, lora) = Fake(), layer()
+    gemm, (weight, lora) = Fake(), layer()
     slots = torch.tensor([1, 2] * 32, dtype=torch.int32)
     timed |= {None: 2.0, Tiling(64, 2): 1.0}
-    products.tune_accompanied([(weight, lambda x, product: _adapted(lora, slots, x, product))])
+    gemm.tune_accompanied([(weight, lambda x, product: _adapted(lora, slots, x, product))])
     x = torch.randn(64, SHAPE[1])
-    products.asked.clear()
-    assert torch.equal(products.linear(x, weight), linear(x, weight))
-    assert not products.asked, "without adapters the usual way was the fastest that is known"
-    with products.accompanied():
-        products.linear(x, weight)
-        assert products.asked == [Tiling(64, 2)]
-        with products.accompanied(False):
-            products.linear(x, weight)
-        assert len(products.asked) == 1
-        products.linear(torch.randn(64, 64), torch.randn(192, 64))
-        assert len(products.asked) == 1, "a shape that was not measured"
+    gemm.asked.clear()
+    assert torch.equal(gemm.linear(x, weight), linear(x, weight))
+    assert not gemm.asked, "without adapters the usual way was the fastest that is known"
+    with gemm.accompanied():
+        gemm.linear(x, weight)
+        assert gemm.asked == [Tiling(64, 2)]
+        with gemm.accompanied(False):
+            gemm.linear(x, weight)
+        assert len(gemm.asked) == 1
+        gemm.linear(torch.randn(64, 64), torch.randn(192, 64))
+        assert len(gemm.asked) == 1, "a shape that was not measured"
 
 
 @pytest.mark.parametrize(("rows", "best"), [(8, Tiling(32, 4)), (64, Tiling(64, 1))])
 def test_few_rows_are_summed_as_one_is_where_it_costs_next_to_nothing(
     timed: dict[Any, float], rows: int, best: Tiling
 ) -> None:
-    products, (weight, _) = Fake(), layer()
+    gemm, (weight, _) = Fake(), layer()
     timed |= {None: 2.0, Tiling(32, 4): 1.0}
     given = (module._tilings(SHAPE, 1), [weight], torch.randn(1, SHAPE[1]))
-    products._try("linear", *given, lambda w: linear(given[2], w), products._skinny)
+    gemm._try("linear", *given, lambda w: linear(given[2], w), gemm._skinny)
     timed |= {Tiling(32, 2): 0.99, Tiling(64, 4): 1.0, Tiling(64, 1): 0.99}
     x = torch.randn(rows, SHAPE[1])
-    products._try(
+    gemm._try(
         "linear",
         module._tilings(SHAPE, rows),
         [weight],
         x,
         lambda w: linear(x, w),
-        products._skinny,
+        gemm._skinny,
     )
-    products.asked.clear()
-    products.linear(x, weight)
-    assert products.asked == [best]
+    gemm.asked.clear()
+    gemm.linear(x, weight)
+    assert gemm.asked == [best]

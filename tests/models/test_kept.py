@@ -41,7 +41,7 @@ def test_weights_stay_in_their_type(tmp_path: Path, dtype: torch.dtype, tied: bo
     folder = rounded(write_plain(tmp_path / "model", tied=tied), dtype)
     kept, reference = loaded(folder), loaded(folder, dtype="float32")
     layers = [one for one in kept.network.modules() if isinstance(one, Linear)]
-    assert {product.kernel for one in layers for product in one.products} == {"native"}
+    assert {product.kernel for one in layers for product in one.gemm} == {"native"}
     assert all(one.weight is None for one in layers)
     # Tiles of 8 outputs fill up the head; norms are float32.
     share = kept.weight_bytes / reference.weight_bytes

@@ -152,10 +152,10 @@ def _linear_layers(network: nn.Module) -> list[Json]:
 def _held(place: str, layer: Linear) -> Iterator[tuple[_Held, tuple[int, int]]]:
     """A layer's weights, each with its bytes and its number of weights."""
     method = layer.method
-    for product in layer.products:
-        refusals = tuple(product.refusals.items())
-        held = _Held(place, method.name, product.form, product.kernel, product.reason, refusals)
-        yield held, (product.prepared.num_bytes, product.shape[0] * product.shape[1])
+    for gemm in layer.gemm:
+        refusals = tuple(gemm.refusals.items())
+        held = _Held(place, method.name, gemm.form, gemm.kernel, gemm.reason, refusals)
+        yield held, (gemm.prepared.num_bytes, gemm.shape[0] * gemm.shape[1])
     if layer.weight is not None:
         reason = method.reason if isinstance(method, Plain) else ""
         form = str(layer.weight.dtype).removeprefix("torch.")

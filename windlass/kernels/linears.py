@@ -14,11 +14,11 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from windlass.kernels.gemm import TorchGemm
 from windlass.kernels.native.linear import NativeLinear
 from windlass.kernels.packed import Float8, Int4Group, Int8Group, Packed, Table4
 from windlass.kernels.plain_linear import PlainLinear, Unpacked
 from windlass.kernels.prepared import Prepared
-from windlass.kernels.products import TorchProducts
 
 # "module:class" of a LinearKernel, imported only where its device is used.
 _CANDIDATES: dict[str, tuple[str, ...]] = {
@@ -65,7 +65,7 @@ class LinearKernel(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Product:
+class PackedGemm:
     """A weight ready to be multiplied with, and how it came to be held like this."""
 
     prepared: Prepared
@@ -106,14 +106,14 @@ class Linears:
         self,
         device: torch.device,
         dtype: torch.dtype,
-        products: TorchProducts | None = None,
+        gemm: TorchGemm | None = None,
         plain: bool = False,
         reference: bool = False,
         round_int4: bool = False,
     ) -> None:
         self.device = device
         self.dtype = dtype
-        self.products = products or TorchProducts()
+        self.gemm = gemm or TorchGemm()
         self._plain = plain
         self._reference = reference
         self._round_int4 = round_int4
@@ -139,7 +139,7 @@ class Linears:
         refusals["others"] = _nothing_else(form, self.device)
         return Decision(PlainLinear(), refusals)
 
-    def hold(self, weight: Packed | Tensor) -> Product:
+    def hold(self, weight: Packed | Tensor) -> PackedGemm:
         """Prepare a weight for its kernel. On the meta device only its shape and size matter."""
         if isinstance(weight, Tensor):
             return self._dense(weight)
@@ -148,13 +148,13 @@ class Linears:
         decision = self.decide(weight)
         prepared: Prepared
         if decision.unpacked is not None:
-            prepared, kernel = Unpacked(weight, self.dtype, self.products), "torch"
+            prepared, kernel = Unpacked(weight, self.dtype, self.gemm), "torch"
             batch_invariant = True
         else:
             on_meta = weight.codes.is_meta
             prepared = PlainLinear().prepare(weight) if on_meta else decision.kernel.prepare(weight)
             kernel, batch_invariant = decision.kernel.name, decision.kernel.batch_invariant
-        return Product(
+        return PackedGemm(
             prepared,
             weight.shape,
             describe(weight),
@@ -181,16 +181,16 @@ class Linears:
     def _native(self) -> NativeLinear | None:
         return next((one for one in self._kernels if isinstance(one, NativeLinear)), None)
 
-    def _dense(self, weight: Tensor) -> Product:
+    def _dense(self, weight: Tensor) -> PackedGemm:
         shape = (weight.shape[0], weight.shape[1])
         why = self.refuse_plain()
         if why is None and self._native is not None:
             name = str(weight.dtype).removeprefix("torch.")
             held = self._native.prepare(weight)
-            return Product(held, shape, name, "native", "not quantised; sums are float32")
+            return PackedGemm(held, shape, name, "native", "not quantised; sums are float32")
         name = str(self.dtype).removeprefix("torch.")
-        unpacked = Unpacked(weight.to(self.dtype), self.dtype, self.products)
-        return Product(unpacked, shape, name, "torch", why or "not quantised")
+        unpacked = Unpacked(weight.to(self.dtype), self.dtype, self.gemm)
+        return PackedGemm(unpacked, shape, name, "torch", why or "not quantised")
 
 
 def describe(form: Packed) -> str:

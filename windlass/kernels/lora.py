@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from windlass.kernels.batch import AdapterRows
-from windlass.kernels.products import Norm, batch_invariant_linear
+from windlass.kernels.gemm import Norm, batch_invariant_linear
 from windlass.kernels.rounded import Inputs, Outputs
 
 TOGETHER = 16  # ranks of an output that may lie side by side
@@ -138,14 +138,14 @@ class PlainLora(LoraKernel):
         return x
 
     def end(self, y: Tensor, low: Tensor, stacks: Stacks, adapters: AdapterRows) -> Tensor:
-        product = batch_invariant_linear if adapters.batch_invariant else linear
+        gemm = batch_invariant_linear if adapters.batch_invariant else linear
         for slot, tokens in adapters.groups:
             changes = stacks.changes[slot]
             if changes:
                 own = low[tokens].float()
             for outputs, down, up, scales in changes:
-                short = product(own, down.float())
+                short = gemm(own, down.float())
                 if scales is not None:
                     short *= scales
-                y[tokens, outputs] += product(short, up.float().T)
+                y[tokens, outputs] += gemm(short, up.float().T)
         return y

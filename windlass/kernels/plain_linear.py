@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear, pad
 
+from windlass.kernels.gemm import Norm, TorchGemm
 from windlass.kernels.packed import Activation, Float8, Int4Group, Int8Group, Packed
 from windlass.kernels.prepared import Prepared
-from windlass.kernels.products import Norm, TorchProducts
 from windlass.kernels.rounded import Inputs, Outputs
 
 INT8_MOST = 127.0
@@ -34,11 +34,11 @@ class PlainLinear:
         del form, device, dtype
         return None
 
-    def prepare(self, form: Packed) -> PlainProduct:
-        return PlainProduct(form)
+    def prepare(self, form: Packed) -> ReferenceGemm:
+        return ReferenceGemm(form)
 
 
-class PlainProduct(Prepared):
+class ReferenceGemm(Prepared):
     """A form as it is."""
 
     def __init__(self, form: Packed) -> None:
@@ -63,9 +63,7 @@ class PlainProduct(Prepared):
 class Unpacked(Prepared):
     """A weight that was dequantised once; activations are rounded as its form says."""
 
-    def __init__(
-        self, weight: Packed | Tensor, dtype: torch.dtype, products: TorchProducts
-    ) -> None:
+    def __init__(self, weight: Packed | Tensor, dtype: torch.dtype, gemm: TorchGemm) -> None:
         self._activation: Activation = "none"
         self._input_scale: Tensor | None = None
         self._round = float8_activations
@@ -75,7 +73,7 @@ class Unpacked(Prepared):
                 self._round = int8_activations
         if isinstance(weight, Int4Group):
             self._activation = weight.activation
-        self._products = products
+        self._gemm = gemm
         self.weight = weight if isinstance(weight, Tensor) else weight.dequantise().to(dtype)
 
     @property
@@ -86,19 +84,19 @@ class Unpacked(Prepared):
         assert isinstance(x, Tensor)
         if self._activation != "none":
             x = self._round(x, self._activation, self._input_scale).to(x.dtype)
-        return self._products.linear(x, self.weight)
+        return self._gemm.linear(x, self.weight)
 
     def then(self, x: Inputs, residual: Tensor, norm: Norm) -> tuple[Inputs, Tensor]:
         if self._activation != "none":
             return super().then(x, residual, norm)
         assert isinstance(x, Tensor)
-        return self._products.linear_norm(x, self.weight, residual, norm)
+        return self._gemm.linear_norm(x, self.weight, residual, norm)
 
     def gated(self, x: Inputs, silu_mul: Callable[[Outputs], Inputs]) -> Inputs:
         if self._activation != "none":
             return super().gated(x, silu_mul)
         assert isinstance(x, Tensor)
-        return self._products.gated(x, self.weight, silu_mul)
+        return self._gemm.gated(x, self.weight, silu_mul)
 
 
 def form_bytes(form: Packed) -> int:
@@ -155,7 +153,7 @@ def _whole_product(x: Tensor, form: Int8Group) -> Tensor:
         x = x[:, form.order.long()]
     codes, scales = int8_codes(x, form.activation, form.input_scale)
     sums = codes.double() @ form.codes.double().T
-    product = sums * form.scales.double().T
+    gemm = sums * form.scales.double().T
     if form.mins is not None:
-        product += codes.double().sum(dim=1, keepdim=True) * form.mins.double().T
-    return (product * scales).to(x.dtype)
+        gemm += codes.double().sum(dim=1, keepdim=True) * form.mins.double().T
+    return (gemm * scales).to(x.dtype)

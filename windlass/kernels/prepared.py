@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from windlass.kernels.products import Norm
+from windlass.kernels.gemm import Norm
 from windlass.kernels.rounded import Inputs, Outputs, Rounding
 
 

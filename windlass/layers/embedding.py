@@ -51,6 +51,6 @@ class PackedEmbedding(StoredWeight):
 
 
 def _rows(weight: StoredWeight, ids: Tensor, dtype: torch.dtype) -> Tensor:
-    (product,) = weight.products
-    assert isinstance(product.prepared, RowReader)
-    return product.prepared.rows(ids, dtype)
+    (gemm,) = weight.gemm
+    assert isinstance(gemm.prepared, RowReader)
+    return gemm.prepared.rows(ids, dtype)

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from windlass.kernels.batch import AdapterRows
+from windlass.kernels.gemm import Norm
 from windlass.kernels.lora import Lora
 from windlass.kernels.plain_linear import Unpacked
-from windlass.kernels.products import Norm
 from windlass.kernels.rounded import Inputs, Outputs, Rounding
 from windlass.layers.stored import StoredWeight
 from windlass.parallel.mesh import Group
@@ -56,20 +56,20 @@ class Linear(StoredWeight):
     @property
     def plain_weights(self) -> list[Tensor]:
         """What is multiplied with as it is: a plain weight, or what was unpacked."""
-        held = [product.prepared for product in self.products]
+        held = [gemm.prepared for gemm in self.gemm]
         unpacked = [each.weight for each in held if isinstance(each, Unpacked)]
         return unpacked if self.weight is None else [self.weight, *unpacked]
 
     def rounding(self, num_rows: int) -> Rounding | None:
         """How so many rows of inputs should come; None: as they are."""
-        return self.products[0].prepared.rounding(num_rows) if len(self.products) == 1 else None
+        return self.gemm[0].prepared.rounding(num_rows) if len(self.gemm) == 1 else None
 
     def raw(self, x: Inputs, adapters: AdapterRows | None = None) -> Outputs:
         """y, perhaps with scales that its reader has to multiply in."""
         separate = adapters is not None or self.bias is not None or self.shard == "in"
-        if separate or len(self.products) != 1:
+        if separate or len(self.gemm) != 1:
             return self(x, adapters)
-        return self.products[0].prepared.raw(x)
+        return self.gemm[0].prepared.raw(x)
 
     def forward(self, x: Inputs, adapters: AdapterRows | None = None) -> Tensor:
         if adapters is None or self.lora is None:

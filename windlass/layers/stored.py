@@ -10,7 +10,7 @@ from collections.abc import Mapping
 
 from torch import nn
 
-from windlass.kernels.linears import Product
+from windlass.kernels.linears import PackedGemm
 from windlass.quant.base import LinearMethod, Part
 
 
@@ -26,11 +26,11 @@ class StoredWeight(nn.Module):
         self.num_in = num_in
         self.method = method
         self.stored: dict[str, Part] = {}
-        self.products: list[Product] = []
+        self.gemm: list[PackedGemm] = []
         self.weight: nn.Parameter | None = None
         self.bias: nn.Parameter | None = None
 
     @property
-    def product_bytes(self) -> int:
+    def gemm_bytes(self) -> int:
         """What the quantised weight takes; a plain one is among the module's parameters."""
-        return sum(product.prepared.num_bytes for product in self.products)
+        return sum(gemm.prepared.num_bytes for gemm in self.gemm)

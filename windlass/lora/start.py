@@ -13,8 +13,8 @@ from windlass.config import EngineConfig
 from windlass.core.card import Choice
 from windlass.errors import ConfigError
 from windlass.kernels.batch import AdapterRows
+from windlass.kernels.gemm import TorchGemm
 from windlass.kernels.lora import Lora
-from windlass.kernels.products import TorchProducts
 from windlass.layers.linear import Linear
 from windlass.lora.bank import Bank, bytes_of_slot
 from windlass.lora.packing import compiled_code
@@ -37,7 +37,7 @@ class Adapting:
 
 
 def open_adapters(
-    config: EngineConfig, hparams: HParams, network: Network, products: TorchProducts, free: int
+    config: EngineConfig, hparams: HParams, network: Network, gemm: TorchGemm, free: int
 ) -> Adapting:
     """Take the memory, of which `free` bytes are left, and check the adapters that the config names;
     no weight of them is read.
@@ -45,7 +45,7 @@ def open_adapters(
     wish = config.lora
     _check_room(wish, network, free)
     bank = Bank(network, hparams, wish.max_loras, wish.max_lora_rank, wish.lora_dtype)
-    _tune(bank, network, products)
+    _tune(bank, network, gemm)
     store = AdapterStore(hparams, wish.max_lora_rank, wish.max_host, bank.pack)
     for name, place in wish.modules().items():
         folder = locate(place, config.model)
@@ -76,7 +76,7 @@ def _check_room(wish: LoraConfig, network: Network, free: int) -> None:
         )
 
 
-def _tune(bank: Bank, network: Network, products: TorchProducts) -> None:
+def _tune(bank: Bank, network: Network, gemm: TorchGemm) -> None:
     """Choose products by how long they take with what adapters add."""
     weights = []
     for layer in network.modules():
@@ -85,11 +85,11 @@ def _tune(bank: Bank, network: Network, products: TorchProducts) -> None:
             slots = torch.arange(_MOST_ROWS, dtype=torch.int32, device=weight.device)
             weights.append((weight, partial(_adapted, layer.lora, slots % bank.num_slots + 1)))
     with bank.as_if_full():
-        products.tune_accompanied(weights)
+        gemm.tune_accompanied(weights)
 
 
-def _adapted(lora: Lora, slots: Tensor, x: Tensor, product: Callable[[], Tensor]) -> Tensor:
+def _adapted(lora: Lora, slots: Tensor, x: Tensor, gemm: Callable[[], Tensor]) -> Tensor:
     """A layer's outputs for rows with these adapters."""
     rows = AdapterRows(slots[: len(x)])
     low = lora.begin(x, rows)
-    return lora.end(product(), low, rows)
+    return lora.end(gemm(), low, rows)

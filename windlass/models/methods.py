@@ -61,7 +61,7 @@ class Methods:
         plain = [method for method in methods if isinstance(method, Plain)]
         names = " + ".join(dict.fromkeys(method.name for method in plain))
         reasons = "; ".join(dict.fromkeys(method.reason for method in plain))
-        return Plain(self.linears.dtype, self.linears.products, names, reasons)
+        return Plain(self.linears.dtype, self.linears.gemm, names, reasons)
 
 
 def choose_methods(
@@ -148,7 +148,7 @@ class _Plainly:
         dtype = None if self.linears.refuse_plain() else self._stored_as(module)
         if dtype not in self.made:
             linears = self.linears
-            own = Plain(linears.dtype, linears.products, reason=self.reason)
+            own = Plain(linears.dtype, linears.gemm, reason=self.reason)
             self.made[dtype] = own if dtype is None else Kept(dtype, linears)
         return self.made[dtype]
 
@@ -223,8 +223,8 @@ class _ByType:
             if reason is None:
                 self.made[key] = Gguf(kind, self.linears)
             else:
-                dtype, products = self.linears.dtype, self.linears.products
-                self.made[key] = Plain(dtype, products, kind, reason)
+                dtype, gemm = self.linears.dtype, self.linears.gemm
+                self.made[key] = Plain(dtype, gemm, kind, reason)
         return self.made[key]
 
     def _unpacked(self, kind: str, shape: tuple[int, ...]) -> str | None:

@@ -55,7 +55,7 @@ class Weights(nn.Module):
         """What all weights take, shared ones counted once."""
         stored = [module for module in self.modules() if isinstance(module, StoredWeight)]
         plain = sum(parameter.nbytes for parameter in self.parameters())
-        return plain + sum(module.product_bytes for module in stored)
+        return plain + sum(module.gemm_bytes for module in stored)
 
     @property
     def table_bytes(self) -> int:
@@ -65,7 +65,7 @@ class Weights(nn.Module):
         tables = [module.weight for module in modules if isinstance(module, Embedding)]
         packed = [module for module in modules if isinstance(module, PackedEmbedding)]
         plain = sum(table.nbytes for table in tables if id(table) not in shared)
-        return plain + sum(module.product_bytes for module in packed)
+        return plain + sum(module.gemm_bytes for module in packed)
 
 
 class Network(Weights):

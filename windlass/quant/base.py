@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from windlass.errors import CheckpointError
-from windlass.kernels.linears import Product
-from windlass.kernels.products import Norm
+from windlass.kernels.gemm import Norm
+from windlass.kernels.linears import PackedGemm
 from windlass.kernels.rounded import Inputs, Outputs
 
 
@@ -93,7 +93,7 @@ class Layer(Protocol):
     num_in: int
     stored: dict[str, Part]  # by part; filled by the loader, emptied by `finish`
     weight: nn.Parameter | None  # of a layer that is not quantised
-    products: list[Product]  # of one that is; their outputs follow each other
+    gemm: list[PackedGemm]  # of one that is; their outputs follow each other
 
 
 class LinearMethod(Protocol):

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from windlass.errors import CheckpointError
+from windlass.kernels.gemm import Norm
 from windlass.kernels.linears import Linears
 from windlass.kernels.packed import Packed
-from windlass.kernels.products import Norm
 from windlass.kernels.rounded import Inputs, Outputs
 from windlass.quant.base import Axis, Layer, ParamSpec, Part
 from windlass.quant.join import join
@@ -50,20 +50,20 @@ class PackedMethod(ABC):
         forms: list[Packed | Tensor] = []
         for part, num_out in layer.parts.items():
             forms.append(self.form(layer.stored.pop(part), (num_out, layer.num_in)))
-        layer.products = [self._linears.hold(form) for form in join(forms)]
+        layer.gemm = [self._linears.hold(form) for form in join(forms)]
 
     def apply(self, layer: Layer, x: Inputs) -> Tensor:
-        outputs = [product.prepared.apply(x) for product in layer.products]
+        outputs = [gemm.prepared.apply(x) for gemm in layer.gemm]
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=-1)
 
     def then(self, layer: Layer, x: Inputs, residual: Tensor, norm: Norm) -> tuple[Inputs, Tensor]:
-        if len(layer.products) == 1:
-            return layer.products[0].prepared.then(x, residual, norm)
+        if len(layer.gemm) == 1:
+            return layer.gemm[0].prepared.then(x, residual, norm)
         return norm.add(self.apply(layer, x), residual)
 
     def gated(self, layer: Layer, x: Inputs, silu_mul: Callable[[Outputs], Inputs]) -> Inputs:
-        if len(layer.products) == 1:
-            return layer.products[0].prepared.gated(x, silu_mul)
+        if len(layer.gemm) == 1:
+            return layer.gemm[0].prepared.gated(x, silu_mul)
         return silu_mul(self.apply(layer, x))
 
 

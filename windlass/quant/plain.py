@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from windlass.kernels.products import Norm, TorchProducts
+from windlass.kernels.gemm import Norm, TorchGemm
 from windlass.kernels.rounded import Inputs, Outputs
 from windlass.quant.base import Axis, Layer, ParamSpec
 
@@ -21,12 +21,12 @@ class Plain:
     def __init__(
         self,
         dtype: torch.dtype,
-        products: TorchProducts | None = None,
+        gemm: TorchGemm | None = None,
         name: str | None = None,
         reason: str = "not quantised",
     ) -> None:
         self._dtype = dtype
-        self._products = products or TorchProducts()
+        self._gemm = gemm or TorchGemm()
         self._name = name
         self.reason = reason
 
@@ -51,10 +51,10 @@ class Plain:
         layer.weight = whole
 
     def apply(self, layer: Layer, x: Inputs) -> Tensor:
-        return self._products.linear(x, layer.weight)  # type: ignore[arg-type]
+        return self._gemm.linear(x, layer.weight)  # type: ignore[arg-type]
 
     def then(self, layer: Layer, x: Inputs, residual: Tensor, norm: Norm) -> tuple[Inputs, Tensor]:
-        return self._products.linear_norm(x, layer.weight, residual, norm)  # type: ignore[arg-type]
+        return self._gemm.linear_norm(x, layer.weight, residual, norm)  # type: ignore[arg-type]
 
     def gated(self, layer: Layer, x: Inputs, silu_mul: Callable[[Outputs], Inputs]) -> Inputs:
-        return self._products.gated(x, layer.weight, silu_mul)  # type: ignore[arg-type]
+        return self._gemm.gated(x, layer.weight, silu_mul)  # type: ignore[arg-type]

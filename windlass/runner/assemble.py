@@ -13,9 +13,9 @@ from windlass.core.card import Capacity, Choice
 from windlass.core.types import Row, SlotId, StepPlan
 from windlass.errors import ConfigError
 from windlass.kernels.batch import Heads, KVCache
+from windlass.kernels.gemm import TorchGemm
 from windlass.kernels.linears import Linears
 from windlass.kernels.ops import Ops, choose_ops
-from windlass.kernels.products import TorchProducts
 from windlass.kernels.select import Need
 from windlass.layers.linear import Linear
 from windlass.layers.stored import StoredWeight
@@ -42,7 +42,7 @@ class Blueprint:
     """Everything that is decided before a weight is read, with the reasons."""
 
     parts: Parts
-    products: TorchProducts
+    gemm: TorchGemm
     kv_format: found.KVFormat
     choices: list[Choice]
 
@@ -53,7 +53,7 @@ class Loaded:
 
     network: Network
     parts: Parts
-    products: TorchProducts
+    gemm: TorchGemm
     weight_bytes: int
     choices: list[Choice]
     why_not_batch_invariant: str | None  # why requests cannot be deterministic
@@ -90,11 +90,11 @@ def draw_up(config: EngineConfig, hparams: HParams, checkpoint: Checkpoint) -> B
         )
     )
     longest, length_choice = _longest(config, hparams)
-    products = _products(ops)
+    gemm = _gemm(ops)
     linears = Linears(
         device,
         dtype,
-        products,
+        gemm,
         plain=config.model.plain_kernels,
         reference=config.model.dtype == "float32",
         round_int4=config.model.quantization == "w4a8",
@@ -104,7 +104,7 @@ def draw_up(config: EngineConfig, hparams: HParams, checkpoint: Checkpoint) -> B
     parts = Parts(*given, table_dtype=methods.table_dtype, table_method=methods.table_method)
     kv_format = _kv_format(config, hparams, parts)  # one that is refused costs no loading
     choices = [where.choice, dtype_choice, threads, *ops.choices, methods.choice, length_choice]
-    return Blueprint(parts, products, kv_format, choices)
+    return Blueprint(parts, gemm, kv_format, choices)
 
 
 def _kv_format(config: EngineConfig, hparams: HParams, parts: Parts) -> found.KVFormat:
@@ -123,11 +123,11 @@ def load_network(config: EngineConfig, hparams: HParams, checkpoint: Checkpoint)
     stored = [module for module in network.modules() if isinstance(module, StoredWeight)]
     choices = [*blueprint.choices, *holdings(stored)]
     if plain:
-        choices.append(Choice("products", *blueprint.products.tune(plain)))
+        choices.append(Choice("products", *blueprint.gemm.tune(plain)))
     return Loaded(
         network,
         blueprint.parts,
-        blueprint.products,
+        blueprint.gemm,
         network.weight_bytes,
         choices,
         _no_fixed_order(layers),
@@ -137,10 +137,10 @@ def load_network(config: EngineConfig, hparams: HParams, checkpoint: Checkpoint)
 def _no_fixed_order(layers: list[Linear]) -> str | None:
     """Why a row's result depends on the rows beside it; None: it need not."""
     for layer in layers:
-        for product in layer.products:
-            if not product.batch_invariant:
+        for gemm in layer.gemm:
+            if not gemm.batch_invariant:
                 return (
-                    f"the {product.kernel} kernel of {product.form} weights sums in an order that "
+                    f"the {gemm.kernel} kernel of {gemm.form} weights sums in an order that "
                     "depends on the batch"
                 )
     return None
@@ -150,9 +150,9 @@ def holdings(layers: Sequence[StoredWeight]) -> list[Choice]:
     """How quantised weights are held: layers that are alike share a line."""
     lines: Counter[tuple[str, str, str]] = Counter()
     for layer in layers:
-        for product in layer.products:
-            held = f"{product.form}, {product.kernel} kernel"
-            lines[layer.method.name, held, product.reason] += 1
+        for gemm in layer.gemm:
+            held = f"{gemm.form}, {gemm.kernel} kernel"
+            lines[layer.method.name, held, gemm.reason] += 1
         if isinstance(layer.method, Plain) and layer.method.name != layer.method.form:
             lines[layer.method.name, layer.method.form, layer.method.reason] += 1
     return [
@@ -250,7 +250,7 @@ class _Maker:
             hparams.vocab_size, parts.device, threshold, draw_with(parts.ops)
         )
         if not parts.ops.is_triton:
-            made = (self._loaded.network, cache, slots, sampler, self._loaded.products)
+            made = (self._loaded.network, cache, slots, sampler, self._loaded.gemm)
             runner = self._on_cpu(made)
             runner.coarse_prompts = self._rounds_coarsely()
             return runner, cache
@@ -261,7 +261,7 @@ class _Maker:
         graph_rows = 0 if self._config.model.enforce_eager else seqs
         tile = tile_tokens(hparams.num_heads // hparams.num_kv_heads)
         given = (
-            *(self._loaded.network, cache, slots, sampler, self._loaded.products),
+            *(self._loaded.network, cache, slots, sampler, self._loaded.gemm),
             *(tile, graph_rows, self._limits.max_num_batched_tokens),
         )
         wish = self._config.speculation
@@ -272,7 +272,7 @@ class _Maker:
         recorder.record()
         return recorder, cache
 
-    def _on_cpu(self, made: tuple[Network, KVCache, SlotTables, Sampler, TorchProducts]) -> Runner:
+    def _on_cpu(self, made: tuple[Network, KVCache, SlotTables, Sampler, TorchGemm]) -> Runner:
         """One that replays a recorded step, where every operation is native."""
         why = None if self._loaded.parts.ops.is_native else "not every operation is native"
         if self._config.model.enforce_eager:
@@ -292,12 +292,12 @@ class _Maker:
         """Whether inputs of prompts are rounded more coarsely than others; notes it as a choice."""
         modules = self._loaded.network.modules()
         layers = [module for module in modules if isinstance(module, Linear)]
-        products = [product.prepared for layer in layers for product in layer.products]
-        count = sum(product.coarse_prompts for product in products)
+        gemm = [gemm.prepared for layer in layers for gemm in layer.gemm]
+        count = sum(gemm.coarse_prompts for gemm in gemm)
         if count == 0:
             return False
         wish = self._config.scheduler.prompt_rounding
-        held = f"of int4 products, {count} of {len(products)}"
+        held = f"of int4 products, {count} of {len(gemm)}"
         self.choices.append(Choice("inputs of prompts", f"{wish} ({held})", "--prompt-rounding"))
         return wish == "coarse"
 
@@ -343,12 +343,12 @@ def _free_after_sync(device: torch.device) -> int:
     return torch.cuda.mem_get_info(device)[0]
 
 
-def _products(ops: Ops) -> TorchProducts:
+def _gemm(ops: Ops) -> TorchGemm:
     if not ops.is_triton:
-        return TorchProducts()
-    from windlass.kernels.triton.products import MeasuredProducts
+        return TorchGemm()
+    from windlass.kernels.triton.gemm import TunedGemm
 
-    return MeasuredProducts()
+    return TunedGemm()
 
 
 def _longest(config: EngineConfig, hparams: HParams) -> tuple[int, Choice]:

@@ -164,7 +164,7 @@ class CudaVerifyRunner(CudaRunner):
             if mixed is not None:
                 mixed.launch()
                 return Prompted(rows, mixed.tokens)
-        with self._products.batch_invariant(batch_invariant):
+        with self._gemm.batch_invariant(batch_invariant):
             return Done(StepResult(self._verify_eagerly(plan)), guesses=True)
 
     def _forget_others(self, rows: list[Row]) -> None:
@@ -282,7 +282,7 @@ class CudaVerifyRunner(CudaRunner):
         )
         drafter = self.drafter if key.drafting else None
         aux_hidden_states = dict.fromkeys(drafter.layers, ids) if drafter is not None else None
-        with self._products.batch_invariant(key.batch_invariant):
+        with self._gemm.batch_invariant(key.batch_invariant):
             hidden = self._network(ids, batch, aux_hidden_states)
             logits = self._network.logits(hidden)
             sampled = self._device_sampler.draw(logits, row_slots, positions)

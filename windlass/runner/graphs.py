@@ -26,7 +26,7 @@ from windlass.kernels.batch import (
     Span,
     StepBatch,
 )
-from windlass.kernels.products import TorchProducts
+from windlass.kernels.gemm import TorchGemm
 from windlass.models.network import Network
 from windlass.runner.adapters import in_pieces
 from windlass.runner.device_sampler import DeviceSampler
@@ -123,7 +123,7 @@ class CudaRunner(Runner):
         cache: KVCache,
         slots: SlotTables,
         sampler: Sampler,
-        products: TorchProducts,
+        gemm: TorchGemm,
         tile: int,
         graph_rows: int,
         most_tokens: int,
@@ -131,7 +131,7 @@ class CudaRunner(Runner):
         """`tile` tokens of a chunk are one piece of work for attention; steps of up to `graph_rows`
         decodes are recorded, and if there are any, some of few tokens. Steps have `most_tokens`.
         """
-        super().__init__(network, cache, slots, sampler, products)
+        super().__init__(network, cache, slots, sampler, gemm)
         self._device_sampler = DeviceSampler(slots, sampler)
         self._tile = tile
         self._num_kv_heads = cache.layers[0].keys.shape[1]
@@ -214,8 +214,8 @@ class CudaRunner(Runner):
             positions, row_slots, slots.tables, [], pages, work, batch_invariant, adapters
         )
         with (
-            self._products.batch_invariant(batch_invariant),
-            self._products.accompanied(key.adapted),
+            self._gemm.batch_invariant(batch_invariant),
+            self._gemm.accompanied(key.adapted),
         ):
             logits = self._network.logits(self._network(ids, batch), adapters)
         return self._device_sampler.draw(logits, row_slots, positions), logits
@@ -253,7 +253,7 @@ class CudaRunner(Runner):
                 self._slots.send(grown)
                 mixed.launch()
                 return self._collect(rows, _sampled(rows), mixed.tokens, mixed.logits)
-            with self._products.batch_invariant(batch_invariant):
+            with self._gemm.batch_invariant(batch_invariant):
                 return self._submit_eager(plan, grown)
         key = _Key(size, batch_invariant, any(row.adapter for row in rows))
         recorded = self._graphs.get(key) or self._record(key)

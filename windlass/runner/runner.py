@@ -26,8 +26,8 @@ from windlass.core.types import (
 )
 from windlass.errors import EngineError
 from windlass.kernels.batch import AdapterRows, KVCache, LogitsIndices, Span, StepBatch
+from windlass.kernels.gemm import TorchGemm
 from windlass.kernels.native.ops import prompts_apart
-from windlass.kernels.products import TorchProducts
 from windlass.lora.bank import Bank
 from windlass.lora.base import Adapter
 from windlass.models.network import Network
@@ -70,14 +70,14 @@ class Runner:
         cache: KVCache,
         slots: SlotTables,
         sampler: Sampler,
-        products: TorchProducts,
+        gemm: TorchGemm,
     ) -> None:
-        """`products` are the network's own: steps may ask them for a fixed order."""
+        """`gemm` are the network's own: steps may ask them for a fixed order."""
         self._network = network
         self._cache = cache
         self._slots = slots
         self._sampler = sampler
-        self._products = products
+        self._gemm = gemm
         self._device = slots.device
         self._batch_invariant: set[SlotId] = set()  # whose requests are deterministic
         self.drafter: Drafter | None = None
@@ -159,13 +159,13 @@ class Runner:
     def _compute(self, plan: StepPlan) -> list[RowResult]:
         """Operator by operator."""
         ids, batch = self._batch(plan)
-        with self._products.batch_invariant(batch.batch_invariant):
+        with self._gemm.batch_invariant(batch.batch_invariant):
             return self._sample(plan.rows, batch, self._forward(ids, batch))
 
     def _verify(self, plan: StepPlan) -> list[RowResult]:
         """The same for rows with guesses, and with guesses for the next step."""
         ids, batch = self._batch(plan)
-        with self._products.batch_invariant(batch.batch_invariant):
+        with self._gemm.batch_invariant(batch.batch_invariant):
             if not self.drafting or self.drafter is None:
                 return self._sample_guesses(plan.rows, batch, self._forward(ids, batch))
             aux_hidden_states = dict.fromkeys(self.drafter.layers, ids)

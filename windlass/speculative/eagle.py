@@ -111,7 +111,7 @@ def open_loader(context: SpeculationContext) -> EagleLoader:
     _fill(head, files, parts.device, whole=num_guessed == hparams.vocab_size)
     check_map(head.d2t, files, hparams.vocab_size)
     layers_of = [module for module in head.modules() if isinstance(module, Linear)]
-    context.loaded.products.tune([one.weight for one in layers_of if one.weight is not None])
+    context.loaded.gemm.tune([one.weight for one in layers_of if one.weight is not None])
     return EagleLoader(
         head, hparams, layers, context.config.speculation.most_guesses, context.loaded
     )
@@ -138,5 +138,5 @@ def _parts(loaded: Loaded, hparams: HParams) -> Parts:
     ops = choose_ops(
         Need(own.device, own.dtype, heads, hparams.rope.dim, kv_dtype=None, plain=False)
     )
-    plain = Plain(own.dtype, loaded.products)
+    plain = Plain(own.dtype, loaded.gemm)
     return replace(own, ops=ops, method_for=lambda _prefix, _parts: plain)

@@ -1,5 +1,5 @@
-// What operations beside products mean, in double and one number at a time: what selftest_ops.h
-// compares with. Says nothing of products, which selftest.cpp defines.
+// What operations beside gemm mean, in double and one number at a time: what selftest_ops.h
+// compares with. Says nothing of gemm, which selftest.cpp defines.
 
 #pragma once
 

@@ -1,4 +1,4 @@
-// Every command but products against its definition, over odd sizes, in exactly sized memory, so
+// Every command but gemm against its definition, over odd sizes, in exactly sized memory, so
 // that sanitisers see every read and write past an end.
 
 #pragma once

@@ -105,22 +105,22 @@ class NativeLinear:
         """The same for a weight of plain numbers, of 16 bits or 32."""
         return self._workers.refuse()
 
-    def prepare(self, form: Packed | Tensor) -> NativeProduct:
+    def prepare(self, form: Packed | Tensor) -> NativeGemm:
         """Repack once; a tensor (16-bit, or taken as float32) may be prepared as well."""
         pool = self._workers.pool
         if isinstance(form, Tensor) and not _takes_halves(pool, form):
             form = form.float()
         if isinstance(form, Int8Group) and form.activation != "none":
-            return NativeProduct(pool, _parts(form), form.activation, form.input_scale)
+            return NativeGemm(pool, _parts(form), form.activation, form.input_scale)
         parts = _parts(form)
         self._has_4_bits |= parts.kind in (_Kind.INT4, _Kind.CODEBOOK4)
         # Where all other products round once, a head that rounds twice takes a tenth of the step.
         if self._has_4_bits and form.shape[0] >= _HEAD_OUTPUTS * form.shape[1]:
             parts = replace(parts, round_once=True)
-        return NativeProduct(pool, parts)
+        return NativeGemm(pool, parts)
 
 
-class NativeProduct(RowReader):
+class NativeGemm(RowReader):
     """A weight in the library's layout."""
 
     def __init__(

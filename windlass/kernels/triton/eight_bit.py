@@ -134,12 +134,12 @@ class EightBitLinear:
             return None
         return "written for W8A8, and for fp8 in blocks of 128 x 128"
 
-    def prepare(self, form: Packed) -> EightBitProduct:
+    def prepare(self, form: Packed) -> Int8Gemm:
         assert isinstance(form, Float8 | Int8Group)
-        return EightBitProduct(form, self._space)
+        return Int8Gemm(form, self._space)
 
 
-class EightBitProduct(Prepared):
+class Int8Gemm(Prepared):
     """Owns the codes and scales as they came."""
 
     def __init__(self, form: Float8 | Int8Group, space: Space) -> None:

@@ -12,9 +12,9 @@ import torch
 import triton
 from torch import Tensor
 
+from windlass.kernels.gemm import Norm
 from windlass.kernels.packed import Float8, Packed
 from windlass.kernels.prepared import Prepared
-from windlass.kernels.products import Norm
 from windlass.kernels.rounded import Inputs, Outputs, Rounded, Rounding, Scaled
 from windlass.kernels.triton import chain
 from windlass.kernels.triton.fp8_kernels import fp8_gated_kernel, fp8_linear_kernel
@@ -57,12 +57,12 @@ class Fp8Linear:
             return "this GPU does not multiply fp8"
         return None
 
-    def prepare(self, form: Packed) -> Fp8Product:
+    def prepare(self, form: Packed) -> Fp8Gemm:
         assert isinstance(form, Float8)
-        return Fp8Product(form, self._space)
+        return Fp8Gemm(form, self._space)
 
 
-class ScaledProduct:
+class ScaledGemm:
     """Torch's product of many rows, with a scale for each row and each output."""
 
     def __init__(self, scales: Tensor) -> None:
@@ -73,17 +73,17 @@ class ScaledProduct:
 
     def whole(self, x: Rounded, codes: Tensor) -> Tensor:
         """The product with its scales."""
-        return _product(x, codes, x.scales, self.scales[None, :])
+        return _gemm(x, codes, x.scales, self.scales[None, :])
 
     def raw(self, x: Rounded, codes: Tensor) -> Outputs:
         """The product for a reader that multiplies the scales in."""
         if x.shape[0] >= _MANY_ROWS:
             return self.whole(x, codes)
-        values = _product(x, codes, self._lowered, self._one)
+        values = _gemm(x, codes, self._lowered, self._one)
         return Scaled(values, x.scales, self._lifted)
 
 
-def _product(x: Rounded, codes: Tensor, row_scales: Tensor, scales: Tensor) -> Tensor:
+def _gemm(x: Rounded, codes: Tensor, row_scales: Tensor, scales: Tensor) -> Tensor:
     return torch._scaled_mm(
         x.codes,
         codes.T,
@@ -94,14 +94,14 @@ def _product(x: Rounded, codes: Tensor, row_scales: Tensor, scales: Tensor) -> T
     )
 
 
-class Fp8Product(Prepared):
+class Fp8Gemm(Prepared):
     """Owns the codes as they came, and one scale for each output."""
 
     def __init__(self, form: Float8, space: Space) -> None:
         self._codes = form.codes.contiguous()
         self._num_out, self._num_in = form.shape
         self._scales = form.scales.float().flatten().expand(self._num_out).contiguous()
-        self._many = ScaledProduct(self._scales)
+        self._many = ScaledGemm(self._scales)
         self._input_scale = form.input_scale
         self._even = self._num_out % _OUTPUTS == 0 and self._num_in % _BLOCK_K == 0
         self._tiles = triton.cdiv(self._num_out, _OUTPUTS)

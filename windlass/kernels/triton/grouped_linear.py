@@ -18,7 +18,7 @@ from windlass.kernels.packed import Int4Group, Int8Group, Packed, pack_nibbles, 
 from windlass.kernels.prepared import RowReader
 from windlass.kernels.rounded import Inputs, Outputs, Rounded, Rounding
 from windlass.kernels.triton import chain
-from windlass.kernels.triton.fp8_linear import ScaledProduct
+from windlass.kernels.triton.fp8_linear import ScaledGemm
 from windlass.kernels.triton.grouped import grouped_linear_kernel
 from windlass.kernels.triton.reduce import Space
 from windlass.kernels.triton.rounding import round_blocks, round_rows
@@ -109,12 +109,12 @@ class GroupedLinear:
             return "written for 16-bit arithmetic, this is float32"
         return None
 
-    def prepare(self, form: Packed) -> GroupedProduct:
+    def prepare(self, form: Packed) -> GroupQuantGemm:
         assert isinstance(form, Int4Group | Int8Group)
-        return GroupedProduct(form, self._space)
+        return GroupQuantGemm(form, self._space)
 
 
-class GroupedProduct(RowReader):
+class GroupQuantGemm(RowReader):
     """Owns the codes in the kernel's order: each byte of int4 holds input j and input HALF + j."""
 
     def __init__(self, form: Int4Group | Int8Group, space: Space) -> None:
@@ -255,10 +255,10 @@ def _by_group(values: Tensor) -> Tensor:
     return values.T.contiguous()
 
 
-def _in_fp8(form: Int4Group | Int8Group) -> ScaledProduct | None:
+def _in_fp8(form: Int4Group | Int8Group) -> ScaledGemm | None:
     """How many rows are multiplied if the format has its activations rounded."""
     if isinstance(form, Int8Group) or form.activation == "none":
         return None
     scales, mins = form.scales.float(), form.mins.float()
     largest = torch.maximum(mins.abs(), (15 * scales + mins).abs()).amax(dim=1)
-    return ScaledProduct((largest / 448.0).clamp_min(torch.finfo(torch.float32).tiny))
+    return ScaledGemm((largest / 448.0).clamp_min(torch.finfo(torch.float32).tiny))

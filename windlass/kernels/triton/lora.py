@@ -20,8 +20,8 @@ import triton
 from torch import Tensor
 
 from windlass.kernels.batch import PIECE, AdapterRows
+from windlass.kernels.gemm import Norm
 from windlass.kernels.lora import TOGETHER, LoraKernel, SiluMul, Stacks
-from windlass.kernels.products import Norm
 from windlass.kernels.rounded import Inputs
 from windlass.kernels.triton import chain
 from windlass.kernels.triton.lora_codes import shrink_codes_kernel

@@ -177,7 +177,7 @@ def _low(source, stride, place, rank, splits, SPLITS: tl.constexpr):
 
 
 @triton.jit
-def _product(
+def _gemm(
     w, source, stride, first, rank, splits,
     SPLITS: tl.constexpr, BY_OUTPUT: tl.constexpr, ASM: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
@@ -196,13 +196,11 @@ def _change(
     BY_OUTPUT: tl.constexpr, ASM: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
     """What an adapter adds to some outputs of a part; `w` has its first ranks."""
-    acc = _product(w, source, stride, 0, rank, splits, SPLITS, BY_OUTPUT, ASM, CHAINED)
+    acc = _gemm(w, source, stride, 0, rank, splits, SPLITS, BY_OUTPUT, ASM, CHAINED)
     if MOST > RANKS:
         for first in range(RANKS, rank, RANKS):
             more = _rows(weight, slot, first, output, size, MOST, BY_OUTPUT)
-            acc += _product(
-                more, source, stride, first, rank, splits, SPLITS, BY_OUTPUT, ASM, CHAINED
-            )
+            acc += _gemm(more, source, stride, first, rank, splits, SPLITS, BY_OUTPUT, ASM, CHAINED)
     return acc
 
 

@@ -28,7 +28,7 @@ def _fetch(weight, outputs, num_outputs, SIZE: tl.constexpr, CHAINED: tl.constex
 
 
 @triton.jit
-def _product(x, weight, outputs, num_outputs, rows, SIZE: tl.constexpr, BLOCK_K: tl.constexpr):
+def _gemm(x, weight, outputs, num_outputs, rows, SIZE: tl.constexpr, BLOCK_K: tl.constexpr):
     """weight[outputs] @ x.T in float32: [outputs, rows]; `rows` are where the rows of x begin."""
     acc = tl.zeros([outputs.shape[0], rows.shape[0]], dtype=tl.float32)
     w_at = weight + tl.minimum(outputs, num_outputs - 1).to(tl.int64)[:, None] * SIZE
@@ -67,7 +67,7 @@ def medusa_block_kernel(
         place = tl.load(places + place)
     x += head * head_stride
     begins = place.to(tl.int64) * SIZE
-    acc = _product(x, weight + head * SIZE * SIZE, output, SIZE, begins, SIZE, BLOCK_K)
+    acc = _gemm(x, weight + head * SIZE * SIZE, output, SIZE, begins, SIZE, BLOCK_K)
     mask = (output < SIZE)[:, None] & (row < M)[None, :]
     kind = out.dtype.element_ty
     shift = tl.load(bias + head * SIZE + output, mask=output < SIZE, other=0.0)
@@ -102,7 +102,7 @@ def medusa_scores_kernel(
     chain.wait(CHAINED)
     row = tl.arange(0, ROWS)
     begins = (head * M + tl.minimum(row, M - 1)) * SIZE
-    acc = _product(x, weight + head * vocab * SIZE, token, vocab, begins, SIZE, BLOCK_K)
+    acc = _gemm(x, weight + head * vocab * SIZE, token, vocab, begins, SIZE, BLOCK_K)
     acc = tl.where((token < vocab)[:, None], acc, float("-inf"))
     top, at = tl.max(acc, 0, return_indices=True)
     to = (head * M + row) * tiles + tile

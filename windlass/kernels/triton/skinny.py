@@ -42,7 +42,7 @@ class Tiling:
 
 
 @triton.jit
-def _product(x, weight, rows, outputs, begin, end, M, N, K, BLOCK_K: tl.constexpr):
+def _gemm(x, weight, rows, outputs, begin, end, M, N, K, BLOCK_K: tl.constexpr):
     """weight[outputs, begin:end] @ x[rows, begin:end].T in float32: [outputs, rows]"""
     k = tl.arange(0, BLOCK_K)
     w_at = weight + outputs.to(tl.int64)[:, None] * K + k[None, :]
@@ -137,7 +137,7 @@ def skinny_linear_kernel(
     end = tl.minimum(begin + span, K)
     _fetch(weight, outputs, begin, tl.minimum(fetched, end - begin), N, K, CHAINED)
     chain.wait(CHAINED)
-    acc = _product(x, weight, rows, outputs, begin, end, M, N, K, BLOCK_K)
+    acc = _gemm(x, weight, rows, outputs, begin, end, M, N, K, BLOCK_K)
     at = rows[None, :] * N + outputs[:, None]
     mask = (rows < M)[None, :] & (outputs < N)[:, None]
     whole = True

@@ -143,12 +143,12 @@ class TableLinear:
             return f"{form.shape[1]} inputs in groups of {form.group} are no whole pairs of groups"
         return None
 
-    def prepare(self, form: Packed) -> TableProduct:
+    def prepare(self, form: Packed) -> CodebookGemm:
         assert isinstance(form, Table4)
-        return TableProduct(form, self._space)
+        return CodebookGemm(form, self._space)
 
 
-class TableProduct(RowReader):
+class CodebookGemm(RowReader):
     """Owns the codes in the kernel's order."""
 
     def __init__(self, form: Table4, space: Space) -> None:

@@ -172,7 +172,7 @@ def bits_a_weight(network: Network) -> float:
     num_bytes = weights = 0
     for path, module in network.named_modules():
         if isinstance(module, Linear) and not path.endswith(_HEAD):
-            num_bytes += module.product_bytes
+            num_bytes += module.gemm_bytes
             num_bytes += module.weight.nbytes if module.weight is not None else 0
             weights += sum(module.parts.values()) * module.num_in
     return 8 * num_bytes / weights
@@ -180,11 +180,11 @@ def bits_a_weight(network: Network) -> float:
 
 def held_as(network: Network) -> list[str]:
     """The forms and kernels of the decoder's quantised matrices."""
-    products = (p for m in network.modules() if isinstance(m, Linear) for p in m.products)
-    return list(dict.fromkeys(f"{product.form}, {product.kernel} kernel" for product in products))
+    gemm = (p for m in network.modules() if isinstance(m, Linear) for p in m.gemm)
+    return list(dict.fromkeys(f"{product.form}, {product.kernel} kernel" for product in gemm))
 
 
 def is_unpacked(network: Network) -> bool:
     """Whether every product is torch's own, so that float32 arithmetic gives the same."""
     layers = [module for module in network.modules() if isinstance(module, Linear)]
-    return all(product.kernel == "torch" for layer in layers for product in layer.products)
+    return all(product.kernel == "torch" for layer in layers for product in layer.gemm)

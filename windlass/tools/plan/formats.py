@@ -17,7 +17,7 @@ import torch
 from windlass.config import ModelConfig, Quantization
 from windlass.errors import ConfigError, UnsupportedError
 from windlass.kernels.batch import Heads
-from windlass.kernels.linears import Linears, Product
+from windlass.kernels.linears import Linears, PackedGemm
 from windlass.kernels.ops import choose_ops
 from windlass.kernels.select import Need
 from windlass.layers.embedding import PackedEmbedding
@@ -232,30 +232,29 @@ class _Maker:
         return Parts(dtype, device, 1, ops, method_for)
 
     def _counts(self, made: _Outlined) -> _Counts:
-        products = [product for layer in made.layers for product in layer.products]
+        gemm = [product for layer in made.layers for product in layer.gemm]
         weights = [layer.weight for layer in made.layers if layer.weight is not None]
         modules = made.network.modules()
-        tables = [item for m in modules if isinstance(m, PackedEmbedding) for item in m.products]
+        tables = [item for m in modules if isinstance(m, PackedEmbedding) for item in m.gemm]
         repacked, table_repacked, unpacked = 0, 0, 0
         if self._target.present:
             holder = Holder(made.linears)
             # What kernels make of the forms: their tiles may need more bytes, or less.
             repacked, table_repacked = (
                 sum(holder.num_bytes(item) - item.prepared.num_bytes for item in some)
-                for some in (products, tables)
+                for some in (gemm, tables)
             )
-            unpacked = sum(math.prod(item.shape) for item in products if item.kernel == "plain")
+            unpacked = sum(math.prod(item.shape) for item in gemm if item.kernel == "plain")
         plain = str(made.linears.dtype).removeprefix("torch.")
         return _Counts(
             made.network.weight_bytes + repacked + table_repacked,
             traffic_of(made.network, 0).weight_bytes + repacked + _UNPACKING_BYTES * unpacked,
-            sum(math.prod(item.shape) for item in products)
-            + sum(weight.numel() for weight in weights),
-            Counter([*(_held(product, plain) for product in products), *[plain] * len(weights)]),
+            sum(math.prod(item.shape) for item in gemm) + sum(weight.numel() for weight in weights),
+            Counter([*(_held(product, plain) for product in gemm), *[plain] * len(weights)]),
         )
 
 
-def _held(product: Product, plain: str) -> str:
+def _held(product: PackedGemm, plain: str) -> str:
     unpacked = product.kernel == "torch" and product.form != plain
     return f"{product.form}, unpacked" if unpacked else product.form
 

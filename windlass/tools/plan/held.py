@@ -12,9 +12,9 @@ from dataclasses import fields, replace
 import torch
 from torch import Tensor
 
-from windlass.kernels.linears import Linears, Product
+from windlass.kernels.linears import Linears, PackedGemm
 from windlass.kernels.packed import Float8, Packed
-from windlass.kernels.plain_linear import PlainProduct
+from windlass.kernels.plain_linear import ReferenceGemm
 
 _ROWS = 128  # a multiple of every kernel's tile, and of the blocks that share a scale
 
@@ -28,10 +28,10 @@ class Holder:
         self._linears = linears
         self._known: dict[tuple[object, ...], int] = {}
 
-    def num_bytes(self, product: Product) -> int:
+    def num_bytes(self, product: PackedGemm) -> int:
         """Of a product without storage, as it would be with it."""
         prepared = product.prepared
-        if not isinstance(prepared, PlainProduct) or product.kernel == "plain":
+        if not isinstance(prepared, ReferenceGemm) or product.kernel == "plain":
             return prepared.num_bytes
         form = prepared.form
         geometry = ((tuple(value.shape), value.dtype) for value in _tensors(form).values())

@@ -124,13 +124,13 @@ def _ledger(found: Plan, item: Candidate) -> Table:
 
 def _notes(found: Plan) -> list[str]:
     machine = found.machine
-    products = "" if machine.flops is None else f", {machine.flops / 1e9:,.0f} GFLOP/s"
+    gemm = "" if machine.flops is None else f", {machine.flops / 1e9:,.0f} GFLOP/s"
     most = "" if machine.flops else " Products are taken to be free, so speeds are upper limits."
     lines = [
         f"Memory: {gib(found.memory_bytes)} ({found.memory_source}); the process and "
         "recorded graphs are not counted, steps of up to "
         f"{found.step_tokens:,} tokens are, by an estimate.",
-        f"Speed: an estimate for full contexts from {machine.bandwidth / 1e9:,.1f} GB/s{products} "
+        f"Speed: an estimate for full contexts from {machine.bandwidth / 1e9:,.1f} GB/s{gemm} "
         f"({machine.source}); {_factor(machine.factor)}.{most}",
         "Quality: the 16-bit model's perplexity over the format's. m: measured, by windlass "
         "eval or bench formats; t: typical of models of 7 to 8 billion parameters; a: assumed; no letter: the reference.",
@@ -142,9 +142,9 @@ def _notes(found: Plan) -> list[str]:
 
 
 def _factor(factor: Factor) -> str:
-    products = "" if factor.product_share == 1 else f", {factor.product_share:.2g} of the products"
+    gemm = "" if factor.gemm_share == 1 else f", {factor.gemm_share:.2g} of the products"
     layers = f", {factor.layer_seconds * 1e6:g} µs a layer" if factor.layer_seconds else ""
-    return f"{factor.share:.2g} of the reading is reached{products}{layers} ({factor.source})"
+    return f"{factor.share:.2g} of the reading is reached{gemm}{layers} ({factor.source})"
 
 
 def _rate(value: float | None) -> str:

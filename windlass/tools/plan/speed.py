@@ -37,7 +37,7 @@ class Factor:
     """What steps of a model reached of the machine's limits."""
 
     share: float  # of the read bandwidth, by one row
-    product_share: float  # of the rate of products, by many
+    gemm_share: float  # of the rate of products, by many
     layer_seconds: float  # a layer, beside
     source: str  # "usual", "as steps of MODEL did on 2026-01-31"
 
@@ -52,21 +52,21 @@ class Machine:
     source: str  # "measured on 2026-01-31, kept in ...", "as given"
     factor: Factor
 
-    def step_seconds(self, num_bytes: float, num_products: float, num_layers: int) -> float:
-        """`num_products`: multiplications with a weight."""
+    def step_seconds(self, num_bytes: float, num_gemms: float, num_layers: int) -> float:
+        """`num_gemms`: multiplications with a weight."""
         factor = self.factor
         reading = num_bytes / (self.bandwidth * factor.share)
-        computing = self._computing(num_products) / factor.product_share
+        computing = self._computing(num_gemms) / factor.gemm_share
         return max(reading, computing) + num_layers * factor.layer_seconds
 
-    def _computing(self, num_products: float) -> float:
-        return 2 * num_products / self.flops if self.flops else 0.0
+    def _computing(self, num_gemms: float) -> float:
+        return 2 * num_gemms / self.flops if self.flops else 0.0
 
     def reached(self, one: Step, many: Step, source: str) -> Factor:
         """The factor that makes both steps come out as they were measured."""
         share = one.num_bytes / self.bandwidth / one.seconds
-        products = self._computing(many.num_products) / many.seconds
-        return Factor(round(share, 4), round(products, 4), 0.0, source)
+        gemm = self._computing(many.num_gemms) / many.seconds
+        return Factor(round(share, 4), round(gemm, 4), 0.0, source)
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +74,7 @@ class Step:
     """A decode step that was measured."""
 
     num_bytes: float
-    num_products: float
+    num_gemms: float
     seconds: float
 
 
@@ -121,13 +121,13 @@ def _kept_factor(path: Path) -> Factor | None:
     """What a model's steps reached here; None when none were measured, or the file is damaged."""
     try:
         values = json.loads(_factor_path(path).read_text(encoding="utf-8"))
-        share, products, layer = (
-            float(values[name]) for name in ("share", "product_share", "layer_seconds")
+        share, gemm, layer = (
+            float(values[name]) for name in ("share", "gemm_share", "layer_seconds")
         )
-        factor = Factor(share, products, layer, str(values["source"]))
+        factor = Factor(share, gemm, layer, str(values["source"]))
     except (OSError, ValueError, KeyError, TypeError):
         return None
-    return factor if min(factor.share, factor.product_share) > 0 else None
+    return factor if min(factor.share, factor.gemm_share) > 0 else None
 
 
 def _kept(path: Path, device: torch.device, today: date) -> Machine | None:

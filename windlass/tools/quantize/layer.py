@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from windlass.errors import CheckpointError, UnsupportedError
 from windlass.kernels import reference, rounded, torch_attention
 from windlass.kernels.batch import KVCache, Span, StepBatch
+from windlass.kernels.gemm import Norm
 from windlass.kernels.ops import Ops
-from windlass.kernels.products import Norm
 from windlass.layers.linear import Linear
 from windlass.layers.rotary import Rotary
 from windlass.models.checkpoint import Checkpoint

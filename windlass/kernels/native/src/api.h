@@ -17,7 +17,7 @@ const char* windlass_simd(void);
 // Whether int4 weights round the inputs of prompts otherwise than others.
 int32_t windlass_prompts_apart(void);
 
-// Whether products show NaN and infinity in weights of 16-bit floats (float16). Where load_half is a
+// Whether gemm show NaN and infinity in weights of 16-bit floats (float16). Where load_half is a
 // shift they would become numbers from 65536 on.
 int32_t windlass_takes_nonfinite_halves(void);
 

@@ -86,7 +86,7 @@ const void* next_key(const Job& job, const Task& task, int head, int p) {
   return static_cast<const uint8_t*>(kv.keys) + place * each;
 }
 
-// The queries of a task in halves, and what their products are to be multiplied by.
+// The queries of a task in halves, and what their gemm are to be multiplied by.
 struct HalfQueries {
   alignas(64) uint16_t lines[kMostLines * kMostDim];
   float factors[kMostLines];

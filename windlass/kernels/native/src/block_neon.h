@@ -10,7 +10,7 @@
 
 namespace windlass {
 
-// With i8mm products of two rows at a time are faster: see dots_i8mm.h.
+// With i8mm gemm of two rows at a time are faster: see dots_i8mm.h.
 constexpr bool kHasMultiply4 = kSpan == 4;
 
 #define WINDLASS_ROW(A, B, X, LANE)              \

@@ -1,4 +1,4 @@
-// Sums of products of whole numbers: 1 to 4 rows of x by the outputs of one tile, over one block.
+// Sums of gemm of whole numbers: 1 to 4 rows of x by the outputs of one tile, over one block.
 //
 // start_dots gives each sum its first value, add_dots takes 16 more inputs of x and their codes,
 // codes_at(0) to codes_at(3), row_of_dots gives a row's sums. Here one instruction multiplies a row by a vector of

@@ -1,4 +1,4 @@
-// What the products of whole numbers and of floats share: who computes what, and where it goes.
+// What the gemm of whole numbers and of floats share: who computes what, and where it goes.
 
 #pragma once
 
@@ -167,7 +167,7 @@ inline void add_bias(const Product& job, Target to, int tile, int rows) {
   }
 }
 
-// Calls body(tile, first panel, last panel, target) for all of the product, on all threads. What is
+// Calls body(tile, first panel, last panel, target) for all of the gemm, on all threads. What is
 // gated is written some tiles at a time: of few rows so many that gates, and what they are multiplied
 // by, are read in long runs; of many two, which is a line of the cache, of which few would still be
 // there for the second half.
@@ -179,11 +179,11 @@ inline void each_piece(const Product& job, const Body& body) {
   const int panels = job.num_panels();
   const int cut = job.cut;
   const int pieces = tiles * ceil_div(panels, cut);
-  const int64_t products = static_cast<int64_t>(job.rows) * job.w.num_in * job.w.num_out;
+  const int64_t gemm = static_cast<int64_t>(job.rows) * job.w.num_in * job.w.num_out;
   // Less than this is done before another thread has begun. The last shares are small, since whoever
   // ends first waits.
   const int least = std::max(1, pieces / (job.pool.threads() * 128));
-  const int chunk = products < (64 << 10) ? pieces : least;
+  const int chunk = gemm < (64 << 10) ? pieces : least;
   const int together = job.rows < kManyRows ? 16 : 2;
   job.pool.each(pieces, chunk, [&](int begin, int end) {
     constexpr int most = 2 * kMostPanels * kPanel * kTile;

@@ -1,4 +1,4 @@
-// Up to 16 rows of x by an unpacked tile, with the sums of products by AMX; see int_gemm.cpp for the
+// Up to 16 rows of x by an unpacked tile, with the sums of gemm by AMX; see int_gemm.cpp for the
 // rest, whose order of sums this keeps. Elsewhere it is empty.
 
 #pragma once

@@ -1,6 +1,6 @@
 // Products of int4, int8 and codebook weights with inputs that were rounded to int8.
 //
-// Dot products of whole numbers within a block, then one multiplication by both scales. With few
+// Dot gemm of whole numbers within a block, then one multiplication by both scales. With few
 // rows codes are unpacked in registers; with many a tile is unpacked once into the nearest cache, but
 // on NEON 8 rows at a time meet them as they are packed.
 
@@ -109,7 +109,7 @@ WINDLASS_INLINE auto packed_weights(const Weight& w, const IntTile<uint16_t>& ti
   };
 }
 
-// With one row a tile takes so little time that what surrounds the products counts.
+// With one row a tile takes so little time that what surrounds the gemm counts.
 template <int BLOCK, Coding CODING, bool MINS>
 void one_row(const Product& job) {
   const Tiles tiles(job.w);
@@ -183,8 +183,8 @@ struct Rest {
   OutlierColumns columns;
   bool any;
 
-  Rest(const Product& product, int from, int last)
-      : job(product),
+  Rest(const Product& gemm, int from, int last)
+      : job(gemm),
         first(from),
         panels(last - from),
         columns(job.columns ? job.piece_columns(from) : OutlierColumns{}),

@@ -41,8 +41,8 @@ constexpr bool kSignedNibbles = false;
 
 #if defined(WINDLASS_AVX512)
 constexpr int kTile = 16;  // outputs that are computed side by side
-// There is no product of signed bytes: int8 codes are stored with 128 added, int4 ones stay as they
-// are, and what that adds to a sum of products is taken away by IntPanel::centre.
+// There is no gemm of signed bytes: int8 codes are stored with 128 added, int4 ones stay as they
+// are, and what that adds to a sum of gemm is taken away by IntPanel::centre.
 constexpr bool kUnsignedCodes = true;
 #else
 constexpr int kTile = 8;

@@ -1,4 +1,4 @@
-// The product: rearranges x, which may be normalised on the way, then multiplies.
+// The gemm: rearranges x, which may be normalised on the way, then multiplies.
 
 #include <new>
 #include <system_error>
@@ -64,7 +64,7 @@ const float* LinearRows::inputs(int row, int rows) const {
   return normed;
 }
 
-Product LinearRows::product(const uint8_t* panels, size_t panel_bytes, int cut, int planes) const {
+Product LinearRows::gemm(const uint8_t* panels, size_t panel_bytes, int cut, int planes) const {
   const int flags = run.size(2);
   Product job{run.pool, w, panels, panel_bytes};
   job.cut = cut;
@@ -125,7 +125,7 @@ bool run_rows(const LinearRows& rows) {
       }
     });
   }
-  Product job = rows.product(memory, to.panel_bytes, to.cut, to.planes);
+  Product job = rows.gemm(memory, to.panel_bytes, to.cut, to.planes);
   job.outliers = outliers;
   job.outlier_bytes = to.outlier_bytes;
   job.columns = columns;

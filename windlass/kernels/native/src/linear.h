@@ -1,4 +1,4 @@
-// Some rows of a linear command: where their inputs are, and the product that they make.
+// Some rows of a linear command: where their inputs are, and the gemm that they make.
 
 #pragma once
 
@@ -13,7 +13,7 @@ struct LinearRows {
 
   // `rows` rows from the `row`-th of these on; normalised, where that is asked for.
   const float* inputs(int row, int rows) const;
-  Product product(const uint8_t* panels, size_t panel_bytes, int cut, int planes = 1) const;
+  Product gemm(const uint8_t* panels, size_t panel_bytes, int cut, int planes = 1) const;
 };
 
 // For int4 weights; returns whether there was memory enough.

@@ -1,4 +1,4 @@
-// What adapters add to a product: y += up[slot] @ (down[slot] @ x), for rows of mixed adapters.
+// What adapters add to a gemm: y += up[slot] @ (down[slot] @ x), for rows of mixed adapters.
 // Their matrices are floats, or codes with a scale for each rank.
 
 #include "run.h"

@@ -31,7 +31,7 @@ struct GroupScales {
   "and v" HIGH ".16b, v" LOW ".16b, v31.16b\n shl v" LOW ".16b, v" LOW ".16b, #4\n"
 #define WINDLASS_BYTES(LOW, HIGH, PLACE) "ldr q" HIGH ", [%[" PLACE "]\n"
 
-// Reading is spread between products: where many reads follow one another no product is begun.
+// Reading is spread between gemm: where many reads follow one another no gemm is begun.
 #define WINDLASS_HALF(A, B, X, Y, FROM)                                                       \
   WINDLASS_DOTS_2(A, B, "27", X, Y, "3") "ldp q" X ", q" Y ", [%[" FROM "]\n"
 #define WINDLASS_END(A, X) WINDLASS_DOT(A, "27", X, "3") "ldr q" X ", [%[scales], #32]\n"
@@ -44,7 +44,7 @@ struct GroupScales {
   "fmla v" OUT_B ".4s, v" Y ".4s, v" S ".s[" L1 "]\n"                                         \
   "ldp q" X ", q" Y ", [%[" FROM "]\n"
 
-// Codes are split 6 or 8 products before they are multiplied: less holds the products up.
+// Codes are split 6 or 8 gemm before they are multiplied: less holds the gemm up.
 #define WINDLASS_BLOCK(SPLIT, SECOND, THIRD, ALL)                                             \
   SPLIT("25", "27", "codes], #96") WINDLASS_DOTS("24", "0")                                   \
   "ldr q24, [%[codes], #" SECOND "]\n" WINDLASS_DOTS("25", "1")                               \

@@ -42,7 +42,7 @@ Rounded round_codes(const float* x, int count, float step, float inverse, int8_t
   return {step, sum};
 }
 
-// NaN or infinity in x become a scale of NaN or infinity, so that the product shows them.
+// NaN or infinity in x become a scale of NaN or infinity, so that the gemm shows them.
 Rounded round_to(float peak, int block, const float* x, int8_t* codes) {
   const float inverse = peak > 1e-30f ? 127.0f / peak : 0.0f;
   const float step = peak / 127.0f;

@@ -18,7 +18,7 @@ struct IntPanel {
   int next_run() const { return kRun * rows; }  // bytes from one of a row to the next
 };
 
-// Bytes of a panel's arrays, found once for a product of `all_rows` rows. One row alone lies without
+// Bytes of a panel's arrays, found once for a gemm of `all_rows` rows. One row alone lies without
 // gaps, since it is read again with every tile; but i8mm reads rows in pairs.
 struct IntSizes {
   int rows;

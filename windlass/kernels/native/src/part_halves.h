@@ -22,7 +22,7 @@ inline float16x8_t halves_at(const void* row, int i) {
   return vld1q_f16(static_cast<const float16_t*>(row) + i);
 }
 
-// Rounds x, times a power of two; returns what its products are to be multiplied by.
+// Rounds x, times a power of two; returns what its gemm are to be multiplied by.
 inline float write_halves(const float* x, int dim, uint16_t* out) {
   F32x8 peaks = zero();
   for (int d = 0; d < dim; d += kLanes) {

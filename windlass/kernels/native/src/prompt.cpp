@@ -1,7 +1,7 @@
 // Products of int4 weights with rows of prompts.
 //
 // A tile is unpacked to int8, a stretch at a time, with one scale for each output: what then is left
-// of a product is a loop over whole numbers. Inputs that were left out meet the weight as it is.
+// of a gemm is a loop over whole numbers. Inputs that were left out meet the weight as it is.
 
 #include <cstring>
 
@@ -244,7 +244,7 @@ bool run_prompt_rows(const LinearRows& linear) {
                      columns + static_cast<size_t>(i) * piece_bytes);
     }
   });
-  Product job = linear.product(memory, panel_bytes, cut);
+  Product job = linear.gemm(memory, panel_bytes, cut);
   job.gain = w.gain;
   job.columns = columns;
   job.column_bytes = piece_bytes;

@@ -32,7 +32,7 @@ constexpr bool kHasMultiply64 = kSpan == 4;
 // The same inputs of the next two panels: the CPU's own guesses go on within one.
 #define WINDLASS_FETCH "prfm pldl1keep, [%[x], %[ahead]]\n prfm pldl1keep, [%[x_b], %[ahead]]\n"
 
-// 16 inputs. Reading is spread between products, and goes on with the next inputs.
+// 16 inputs. Reading is spread between gemm, and goes on with the next inputs.
 #define WINDLASS_16                                                                     \
   "ldp q26, q27, [%[at], #32]\n" WINDLASS_LANE("24", "25", "0")                      \
   "ldp q28, q29, [%[at], #64]\n" WINDLASS_LANE("26", "27", "1") WINDLASS_FETCH       \

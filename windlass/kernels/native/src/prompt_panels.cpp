@@ -127,7 +127,7 @@ int32_t round_codes(const float* x, int count, float inverse, int8_t* codes) {
 
 int most_prompt_outliers(const Weight& w) { return num_stretches(w) * kMostOutliers; }
 
-// NaN or infinity in x become a scale of NaN or infinity, so that the product shows them.
+// NaN or infinity in x become a scale of NaN or infinity, so that the gemm shows them.
 void fill_prompt_panel(const Weight& w, const float* x, int rows, uint8_t* memory,
                        uint8_t* outliers) {
   const PromptPanel panel = PromptSizes(w).panel(memory);

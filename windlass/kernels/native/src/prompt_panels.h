@@ -1,6 +1,6 @@
 // Rows of prompts, rounded to int8 with one scale for a stretch of inputs instead of a block.
 //
-// The loop over a stretch is nothing but products of whole numbers. Inputs that stand out of their
+// The loop over a stretch is nothing but gemm of whole numbers. Inputs that stand out of their
 // stretch are left out of it and multiplied as they are: see prompt.cpp.
 
 #pragma once
@@ -9,7 +9,7 @@
 
 namespace windlass {
 
-// Inputs that share a scale. Sums of so many products of codes stay below 2^22, as NEON wants them.
+// Inputs that share a scale. Sums of so many gemm of codes stay below 2^22, as NEON wants them.
 constexpr int kStretch = 192;
 static_assert(kStretch * 127 * 127 < 1 << 22);
 

@@ -1,6 +1,6 @@
 // The loop of NEON in which one row spends its time: 4 groups of 32 inputs at a time by 8 outputs.
 //
-// Takes nibbles as they are packed. Floats and products of whole numbers hinder each other where they
+// Takes nibbles as they are packed. Floats and gemm of whole numbers hinder each other where they
 // alternate, so the ends of 4 groups come all at once. Sums are those of multiply_1 to the bit.
 
 #pragma once
@@ -43,7 +43,7 @@ namespace windlass {
   "prfm pldl2keep, [%[ahead], #64*(" LINE ")+3072]\n"
 constexpr int kQuadAhead = 1024;
 
-// Codes are split some products before they are multiplied.
+// Codes are split some gemm before they are multiplied.
 #define WINDLASS_GROUP(SPLIT, I, S, T, A, B)                                             \
   WINDLASS_HALVES("scales", I, A, B) "ldr q" S ", [%[start]]\n ldr q" T ", [%[start]]\n" \
   SPLIT("128*" I, "8", "9", "18", "19") SPLIT("128*" I "+32", "10", "11", "20", "21")    \

@@ -286,7 +286,7 @@ bool run_silu_mul(const Run& run) {
 }
 
 // Whole numbers from -127 to 127, ties to even, by the row's own scale or a given one. A row that holds
-// NaN gets NaN for its scale: the product reads codes as integers, so only the scale can carry it.
+// NaN gets NaN for its scale: the gemm reads codes as integers, so only the scale can carry it.
 bool run_round(const Run& run) {
   const int width = run.size(0);
   const float* given = run.fixed<float>(0);

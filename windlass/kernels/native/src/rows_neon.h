@@ -22,7 +22,7 @@ constexpr bool kHasRowLoops = kSpan == 4;
 // v0-v1 are sums of whole numbers, v22-v23 those of the block before, v2-v3 its scales and v15 that
 // of x, v4-v5 the minima of the group before and v14 the sum of x, v16-v17 the sums.
 
-// What is left to do for the block before is spread between the products of this one.
+// What is left to do for the block before is spread between the gemm of this one.
 #define WINDLASS_SUBTRACT                                                                \
   "fsub v22.4s, v0.4s, v30.4s\n fsub v23.4s, v1.4s, v30.4s\n"
 #define WINDLASS_SCALE "fmul v22.4s, v22.4s, v2.4s\n fmul v23.4s, v23.4s, v3.4s\n"
@@ -38,7 +38,7 @@ constexpr bool kHasRowLoops = kSpan == 4;
   WINDLASS_ADD_MINS WINDLASS_HALVES("mins", "4", "5") WINDLASS_CLEAR("4", "5")     \
   "ldr q14, [%[sums]], #16\n"
 
-// Codes are split some products before they are multiplied.
+// Codes are split some gemm before they are multiplied.
 #define WINDLASS_BLOCK_32(SPLIT, SCALES, CLEAR, MINS_PART)                               \
   SPLIT("0", "8", "9", "18", "19") WINDLASS_SUBTRACT                                     \
   "ldr q0, [%[start]]\n ldr q1, [%[start]]\n" SPLIT("32", "10", "11", "20", "21")        \
@@ -153,7 +153,7 @@ inline void multiply_1(const uint8_t* codes, const uint16_t* scales, const uint1
 #define WINDLASS_ADD(A, B, T, U, LANE)                                                        \
   "fmla v" A ".4s, v" T ".4s, v14.s[" LANE "]\n fmla v" B ".4s, v" U ".4s, v14.s[" LANE "]\n"
 
-// Reads are spread, codes are split some products before they are multiplied, and ends come all at
+// Reads are spread, codes are split some gemm before they are multiplied, and ends come all at
 // once, as for 8 rows.
 #define WINDLASS_BLOCK(SPLIT)                                                                 \
   SPLIT("26", "30") SPLIT("27", "31") WINDLASS_DOTS("24", "25", "0")                          \

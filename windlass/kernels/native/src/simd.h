@@ -9,7 +9,7 @@
 // simd_avx512.h. They are in a namespace of their own, so that the same names mean the wider ones.
 // low_signed and high_signed make 16 times the signed nibbles of kSignedNibbles, as
 // signed_nibbles_at. nibbles_at and bytes_at read one input's codes of all outputs of a tile, out of 16 inputs' codes.
-// A dot product adds 4 inputs at a time; the lane says which 4 of the 16.
+// A dot gemm adds 4 inputs at a time; the lane says which 4 of the 16.
 // load_half gives the value times kHalfUnit, whatever is cheapest for the CPU; read_half the value. Where
 // kHalfUnit is not 1, load_half takes NaN and infinity for numbers from 65536 on.
 // look_up gives the values of a Codebook for nibbles, a byte each; load_codebook reads its 16 values.
@@ -54,7 +54,7 @@ WINDLASS_INLINE void unrolled(Body&& body) {
   unrolled(std::make_integer_sequence<int, COUNT>{}, std::forward<Body>(body));
 }
 
-// Where halves are read, x is multiplied by this, so that products stay in the middle of the range
+// Where halves are read, x is multiplied by this, so that gemm stay in the middle of the range
 // of floats; the outputs are multiplied by what then is missing.
 constexpr float kLift = kHalfUnit == 1.0f ? 1.0f : 0x1p56f;
 constexpr float kHalfGain = 1.0f / kHalfUnit / kLift;

@@ -1,4 +1,4 @@
-// x86-64 with AVX2, FMA and F16C; with VNNI a dot product is one instruction.
+// x86-64 with AVX2, FMA and F16C; with VNNI a dot gemm is one instruction.
 
 #pragma once
 
@@ -173,7 +173,7 @@ template <int LANE>
 inline I32x8 dot_nibbles(I32x8 acc, Codes32 w, Inputs16 x) {
   return dot_mixed(acc, w.v, broadcast4(x.p + 4 * LANE));
 }
-// The sign moves from the weight to the input: there is no signed by signed product.
+// The sign moves from the weight to the input: there is no signed by signed gemm.
 template <int LANE>
 inline I32x8 dot_signed(I32x8 acc, Codes32 w, Inputs16 x) {
   return dot_mixed(acc, _mm256_abs_epi8(w.v), _mm256_sign_epi8(broadcast4(x.p + 4 * LANE), w.v));

@@ -1,6 +1,6 @@
 // x86-64 with AVX-512 and its VNNI: tiles of 16 outputs in registers of 512 bits.
 //
-// What is no product computes with 8 numbers, as with AVX2.
+// What is no gemm computes with 8 numbers, as with AVX2.
 
 #pragma once
 

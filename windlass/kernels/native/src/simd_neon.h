@@ -1,4 +1,4 @@
-// aarch64 with the dot product instructions.
+// aarch64 with the dot gemm instructions.
 
 #pragma once
 
@@ -15,9 +15,9 @@ constexpr const char* kSimdName = "NEON i8mm and bfloat16";
 #elif defined(WINDLASS_I8MM)
 constexpr const char* kSimdName = "NEON i8mm";
 #elif defined(WINDLASS_BFMMLA)
-constexpr const char* kSimdName = "NEON dot product and bfloat16";
+constexpr const char* kSimdName = "NEON dot gemm and bfloat16";
 #else
-constexpr const char* kSimdName = "NEON dot product";
+constexpr const char* kSimdName = "NEON dot gemm";
 #endif
 
 struct F32x8 {
@@ -198,7 +198,7 @@ inline Inputs16 load_inputs(const int8_t* p) { return {vld1q_s8(p)}; }
 constexpr int32_t kStart = 0x4B400000;
 constexpr float kSumStart = 12582912.0f;
 alignas(16) constexpr int32_t kStarts[4] = {kStart, kStart, kStart, kStart};
-// Read each time, on purpose: load pipes are idle here, and a move would cost a product.
+// Read each time, on purpose: load pipes are idle here, and a move would cost a gemm.
 inline int32x4_t read_start() {
   int32x4_t v;
   __asm__ volatile("ldr %q0, %1" : "=w"(v) : "m"(kStarts));

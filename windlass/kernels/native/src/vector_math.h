@@ -1,4 +1,4 @@
-// What operations other than products need of vectors: exponentials, sums over lanes.
+// What operations other than gemm need of vectors: exponentials, sums over lanes.
 
 #pragma once
 
@@ -56,7 +56,7 @@ inline F32x8 exponential(F32x8 x) {
   p = fma(splat(1.6666665459e-1f), p, r);
   p = fma(splat(0.5f), p, r);
   p = add(fma(r, p, mul(r, r)), splat(1.0f));
-  // A product, not a sum of exponent bits: that would make a number of a NaN with payload bits.
+  // A gemm, not a sum of exponent bits: that would make a number of a NaN with payload bits.
   return mul(p, exp2_int(shifted));
 }
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from windlass.kernels.products import Company, Norm, TorchProducts, batch_invariant_linear
+from windlass.kernels.gemm import Company, Norm, TorchGemm, batch_invariant_linear
 from windlass.kernels.rounded import Inputs, Outputs
 from windlass.kernels.triton import skinny, wide
 from windlass.kernels.triton.norm import add_rms_norm, silu_mul
@@ -43,7 +43,7 @@ Shape = tuple[int, ...]
 _Key = tuple[str, Shape, int]
 
 
-class MeasuredProducts(TorchProducts):
+class TunedGemm(TorchGemm):
     """Owns the choices by shape and number of rows, and the space that parts of products share."""
 
     def __init__(self) -> None:
@@ -217,14 +217,14 @@ def _rotation(group: list[Tensor]) -> Iterator[Tensor]:
         yield group[i % len(group)]
 
 
-def _time(group: list[Tensor], product: Callable[[Tensor], Inputs]) -> float:
+def _time(group: list[Tensor], gemm: Callable[[Tensor], Inputs]) -> float:
     """Milliseconds of one recorded round over the weights: the best of three."""
-    product(group[0])  # compile outside of the recording
+    gemm(group[0])  # compile outside of the recording
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         for weight in _rotation(group):
-            product(weight)
+            gemm(weight)
     times = []
     for _ in range(4):
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)

@@ -41,7 +41,7 @@ class Norm(Protocol):
         ...
 
 
-class TorchProducts:
+class TorchGemm:
     """What torch and the libraries behind it do."""
 
     def __init__(self) -> None:
