@@ -92,7 +92,7 @@ def test_alternatives_take_the_place_of_wrong_guesses(
     want = [off.generate([prompt], wish)[0].outputs[0].token_ids for prompt in prompts]
     truth = torch.zeros(200, dtype=torch.int64, device="cuda")
 
-    def draft(_self: object, found: Verified, depth: int, others: int = 0) -> torch.Tensor:
+    def draft(_self: object, found: Verified, depth: int, siblings: int = 0) -> torch.Tensor:
         """A wrong first guess, of whose alternatives one is right, now this one and now that."""
         after = found.batch.positions[found.last.long()].long() + 2
         right = truth[after]
@@ -101,7 +101,7 @@ def test_alternatives_take_the_place_of_wrong_guesses(
         both = torch.stack(
             (torch.where(turn == 0, right, right ^ 2), torch.where(turn == 1, right, right ^ 2)), 1
         )
-        return torch.cat((wrong, both[:, :others]), 1).to(torch.int32)
+        return torch.cat((wrong, both[:, :siblings]), 1).to(torch.int32)
 
     monkeypatch.setattr(medusa.MedusaDrafter, "draft", draft)
     for name, value in {"CONFIG": CONFIG, "VOCAB": 1000, "DIM": CONFIG["head_dim"]}.items():

@@ -114,17 +114,17 @@ def test_special_wishes_beside_plain_ones(folder: Path) -> None:
 def test_deterministic_alone_equals_any_batch(folder: Path) -> None:
     """To the bit: tokens and log probabilities, recorded and eager, in chunks and after preemption."""
     prompt = [(11 * i) % 1000 for i in range(150)]
-    others = [[(7 * i + j) % 1000 for j in range(2 + 23 * i)] for i in range(12)]
+    siblings = [[(7 * i + j) % 1000 for j in range(2 + 23 * i)] for i in range(12)]
     wish = SamplingParams(
         temperature=0.7, seed=3, max_tokens=50, ignore_eos=True, logprobs=1, deterministic=True
     )
     found = []
     for prompts, options in [
         ([prompt], {}),
-        ([prompt, *others], {}),
-        ([prompt, *others], {"max_num_batched_tokens": 48}),
-        ([prompt, *others], {"num_blocks": 60, "max_model_len": 400}),
-        ([prompt, *others], {"enforce_eager": True}),
+        ([prompt, *siblings], {}),
+        ([prompt, *siblings], {"max_num_batched_tokens": 48}),
+        ([prompt, *siblings], {"num_blocks": 60, "max_model_len": 400}),
+        ([prompt, *siblings], {"enforce_eager": True}),
     ]:
         options = {"num_blocks": 400, "max_num_seqs": 16, **options}
         llm = LLM(str(folder), load_format="dummy", **options)

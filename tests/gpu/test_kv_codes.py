@@ -151,12 +151,12 @@ def test_recorded_equals_eager(folder: Path, kv: str) -> None:
 
 def test_deterministic_alone_equals_any_batch(folder: Path) -> None:
     prompt = [(11 * i) % 1000 for i in range(150)]
-    others = [[(7 * i + j) % 1000 for j in range(2 + 23 * i)] for i in range(12)]
+    siblings = [[(7 * i + j) % 1000 for j in range(2 + 23 * i)] for i in range(12)]
     wish = SamplingParams(
         temperature=0, max_tokens=50, ignore_eos=True, logprobs=1, deterministic=True
     )
     found = []
-    for prompts, more in [([prompt], {}), ([prompt, *others], {"max_num_batched_tokens": 48})]:
+    for prompts, more in [([prompt], {}), ([prompt, *siblings], {"max_num_batched_tokens": 48})]:
         options = {"num_blocks": 400, "max_num_seqs": 16, "kv_cache_dtype": "fp8", **more}
         output = LLM(str(folder), load_format="dummy", **options).generate(prompts, wish)[0]
         scores = [score.logprob for score in output.outputs[0].logprobs]

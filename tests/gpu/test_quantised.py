@@ -47,7 +47,7 @@ def test_groups_of_whole_numbers(
         form = Int4Group(codes, scales, -8 * scales, order, activation)
     else:
         whole = torch.randint(-127, 128, (outputs, size), device=CUDA, dtype=torch.int8)
-        form = Int8Group(whole, scales / 16, order=order)
+        form = Int8Group(whole, scales / 16, perm=order)
     kernel = GroupedLinear()
     assert kernel.refuse(form, CUDA, torch.bfloat16) is None
     product = kernel.prepare(form)

@@ -48,10 +48,10 @@ def with_others(name: str, function: Any, **constants: int) -> dict[str, tuple]:
     signature = {arg: "i32" if arg in numbers else I for arg in names}
     given = {"WIDTH": 5, "PAD": 8, **constants}
     return {
-        f"{name}, {others} others": (
-            *(function, signature, {**given, "OTHERS": others}, {"num_warps": 1}),
+        f"{name}, {siblings} others": (
+            *(function, signature, {**given, "SIBLINGS": siblings}, {"num_warps": 1}),
         )
-        for others in (0, 2)
+        for siblings in (0, 2)
     }
 
 
@@ -114,7 +114,7 @@ GUESSES_AND_ADAPTERS = {
         medusa.medusa_join_kernel,
         {"best": F, "best_at": I, "offsets": L, "guesses": I}
         | dict.fromkeys(("M", "heads", "tiles"), "i32"),
-        {"COUNT": 3, "OTHERS": 2, "TILES": 512},
+        {"COUNT": 3, "SIBLINGS": 2, "TILES": 512},
         {},
     ),
     "typical": (
@@ -132,7 +132,7 @@ GUESSES_AND_ADAPTERS = {
         verify.adopt_kernel,
         {"pages": X, **dict.fromkeys(("inputs", "chosen", "tables"), I)}
         | {"table_stride": "i32", "half_stride": "i64", "spare": "i32"},
-        {"WIDTH": 5, "OTHERS": 2, "NUM_KV": 3, "DIM": 64, "DIM_PAD": 64, "SIZE": 16},
+        {"WIDTH": 5, "SIBLINGS": 2, "NUM_KV": 3, "DIM": 64, "DIM_PAD": 64, "SIZE": 16},
         {"num_warps": 1},
     ),
     "eagle inputs": (

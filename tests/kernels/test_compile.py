@@ -81,11 +81,11 @@ def decode(
     normed: bool = False,
     codes: str | None = None,
     wide: bool = False,
-    others: int = 0,
+    siblings: int = 0,
 ) -> tuple:
     heads = {"NUM_Q": 32, "NUM_KV": 8, "GROUP": 4, "DIM": dim, "DIM_PAD": pad, "SIZE": 16}
     flags = {"SPLITS": splits, "ALL_SINGLES": True, "WINDOWED": special, "CAPPED": special}
-    flags = {**flags, "RAW": raw, "NORM": normed, "WIDE": wide, "OTHERS": others}
+    flags = {**flags, "RAW": raw, "NORM": normed, "WIDE": wide, "SIBLINGS": siblings}
     options = attention._decode_options(pad, splits, codes is not None)
     constants = {key: options.pop(key) for key in ("TILE", "MIN_TILES")}
     signature, scales = paged(DECODE, codes)
@@ -253,7 +253,7 @@ CASES = {
     "decode raw": decode(128, 128, 2, raw=True),
     "decode raw normed": decode(64, 64, 8, raw=True, normed=True),
     "decode raw wide": decode(64, 64, 8, raw=True, wide=True),
-    "decode raw with others": decode(64, 64, 8, raw=True, wide=True, others=2),
+    "decode raw with others": decode(64, 64, 8, raw=True, wide=True, siblings=2),
     "decode fp8": decode(128, 128, 1, codes=FP8),
     "decode fp8 special": decode(96, 128, 8, True, codes=FP8),
     "decode fp8 256": decode(256, 256, 4, codes=FP8),
@@ -309,7 +309,7 @@ def test_compiles_without_spills(name: str, tmp_path: Path) -> None:
     }
     # A pointer that the case does not name is absent.
     absent = {key: None for key, kind in full.items() if kind == "constexpr"}
-    constants = {**absent, **constants, "CHAINED": True}
+    constants = {**absent, **constants, "PDL": True}
     options = {**options, "launch_pdl": True}
     values = {(names.index(key),): value for key, value in constants.items()}
     source = ASTSource(function, full, constexprs=values, attrs=aligned)

@@ -163,22 +163,22 @@ def test_alternatives_see_the_first_token_and_themselves(normed: bool, window: i
     """Two beside rows of three tokens, whose pages they leave alone; the last is not in use."""
     from windlass.kernels.triton.attention import attend
 
-    heads, chain, others = Heads(6, 2, 24), 3, 2
-    starts, width = [600, 0, 14, 63, 127], chain + others
-    kv, plain = make_batch(heads, [(start, chain) for start in starts] + [(0, 1)] * 2)
+    heads, pdl, siblings = Heads(6, 2, 24), 3, 2
+    starts, width = [600, 0, 14, 63, 127], pdl + siblings
+    kv, plain = make_batch(heads, [(start, pdl) for start in starts] + [(0, 1)] * 2)
     nobody, spare_slot = 5, 6
     spare = int(plain.tables[spare_slot, 0])
     positions, slots, alternatives = [], [], []
     for row, start in enumerate(starts):
-        positions += [*range(start, start + chain), start + 1, start + 1]
+        positions += [*range(start, start + pdl), start + 1, start + 1]
         slots += [row] * width
-        alternatives += [(row, len(slots) - 2 + j, j) for j in range(others)]
+        alternatives += [(row, len(slots) - 2 + j, j) for j in range(siblings)]
     positions[-1], slots[-1] = 0, nobody
     del alternatives[-1]
     count = len(slots)
     counters = torch.zeros(count * heads.num_kv, dtype=torch.int32)
     singles, tiles = torch.arange(count, dtype=torch.int32), torch.empty((0, 5), dtype=torch.int32)
-    work = AttentionWork(singles, tiles, 4, counters, width, others, spare)
+    work = AttentionWork(singles, tiles, 4, counters, width, siblings, spare)
     given = (torch.tensor(positions).int(), torch.tensor(slots).int(), plain.tables)
     qkv = torch.randn(count, 10 * 24)
     angle = torch.rand(640, 12) * 6
@@ -186,7 +186,7 @@ def test_alternatives_see_the_first_token_and_themselves(normed: bool, window: i
     norms = (torch.randn(24), torch.randn(24), 1e-6) if normed else None
     ours = LayerKV(kv.keys.clone(), kv.values.clone())
     got = attend(qkv, heads, table, norms, ours, StepBatch(*given, [], [kv], work), 0.2, window)
-    used = [row * width + i for row in range(len(starts)) for i in range(chain)]
+    used = [row * width + i for row in range(len(starts)) for i in range(pdl)]
     own = torch.cat([qkv[used], torch.zeros(2, 10 * 24)])
     queries = reference.rope_write(own, heads, table, norms, kv, plain)
     want = reference.attention(queries, kv, plain, 0.2, window)[:-2]
@@ -205,7 +205,7 @@ def test_alternatives_see_the_first_token_and_themselves(normed: bool, window: i
         torch.testing.assert_close(got[at], alone, atol=1e-4, rtol=1e-3)
         block, place = int(plain.tables[row, (start + 1) // 16]), (start + 1) % 16
         for pages, its in ((ours.keys, apart.keys), (ours.values, apart.values)):
-            torch.testing.assert_close(pages[spare, :, others * row + j], its[block, :, place])
+            torch.testing.assert_close(pages[spare, :, siblings * row + j], its[block, :, place])
     assert not counters.any()
 
 
@@ -249,7 +249,7 @@ def test_products_with_groups_of_whole_numbers(
         form = Int4Group(codes, scales, -8 * scales + torch.randn_like(scales), order)
     else:
         codes = torch.randint(-127, 128, (outputs, size), dtype=torch.int8)
-        form = Int8Group(codes, scales / 16, order=order)
+        form = Int8Group(codes, scales / 16, perm=order)
     x = torch.randn(rows, size)
     kernel = GroupedLinear()
     assert kernel.refuse(form, torch.device("cpu"), torch.float32) is None

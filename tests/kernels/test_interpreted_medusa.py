@@ -58,7 +58,7 @@ def test_alternatives_are_the_next_likeliest_of_other_tiles(reduced: bool) -> No
     order = torch.stack([tile.values for tile in tiles], 1).argsort(1, descending=True)
     named = torch.stack([tile.indices + 128 * i for i, tile in enumerate(tiles)], 1)
     want = named.gather(1, order) * (3 if reduced else 1)
-    got = most_likely(hidden, places, blocks, matrices, offsets, HEADS, others=2)
+    got = most_likely(hidden, places, blocks, matrices, offsets, HEADS, siblings=2)
     assert got.shape == (4, HEADS + 2)
     assert got[:, [0, HEADS, HEADS + 1]].tolist() == want.tolist()
     plain = most_likely(hidden, places, blocks, matrices, offsets, HEADS)

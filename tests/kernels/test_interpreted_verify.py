@@ -99,12 +99,12 @@ def test_alternatives_are_places_behind_a_row() -> None:
     """Where they were remembered for its position, and it has a guess to which they are others."""
     from windlass.kernels.triton.verify import unpack
 
-    width, others = 4, torch.full((10, 3), -1, dtype=torch.int32)
-    others[3] = torch.tensor([40, 60, 61])  # for the row of slot 3
-    others[0] = torch.tensor([7, 62, 63])  # whose row has no guess
-    others[2] = torch.tensor([15, 64, 65])  # for a row that is over
-    others[PADDING] = torch.tensor([0, 66, 67])
-    ids, positions, slots, tiles = unpack(packed(width), LAST, len(ROWS), width, PADDING, others)
+    width, siblings = 4, torch.full((10, 3), -1, dtype=torch.int32)
+    siblings[3] = torch.tensor([40, 60, 61])  # for the row of slot 3
+    siblings[0] = torch.tensor([7, 62, 63])  # whose row has no guess
+    siblings[2] = torch.tensor([15, 64, 65])  # for a row that is over
+    siblings[PADDING] = torch.tensor([0, 66, 67])
+    ids, positions, slots, tiles = unpack(packed(width), LAST, len(ROWS), width, PADDING, siblings)
     places = torch.stack((ids, positions, slots)).view(3, len(ROWS), width + 2)
     assert places[:, 0, width:].tolist() == [[60, 61], [41, 41], [3, 3]]
     for row in range(1, len(ROWS)):
@@ -123,10 +123,10 @@ def test_alternatives_are_places_behind_a_row() -> None:
 def test_an_alternative_takes_the_guess_s_place(first: int, kept: int, chosen: int) -> None:
     from windlass.kernels.triton.verify import adopt, keep, unpack
 
-    width, last, others = 4, LAST.clone(), torch.full((10, 3), -1, dtype=torch.int32)
-    others[3] = torch.tensor([40, 60, 61])
+    width, last, siblings = 4, LAST.clone(), torch.full((10, 3), -1, dtype=torch.int32)
+    siblings[3] = torch.tensor([40, 60, 61])
     inputs = packed(width)
-    ids, positions, *_ = unpack(inputs, last, len(ROWS), width, PADDING, others)
+    ids, positions, *_ = unpack(inputs, last, len(ROWS), width, PADDING, siblings)
     sampled = torch.arange(len(ROWS) * 6, dtype=torch.int32) + 200
     sampled[0] = first
     back = torch.full((len(ROWS), width + 1), -9, dtype=torch.int32)
@@ -156,14 +156,14 @@ def test_alternatives_are_remembered_with_their_position() -> None:
     inputs = packed(width).view(rows, 3 + width)
     kept = torch.tensor([2, 1, 3, 1, 1], dtype=torch.int32)
     guesses = torch.arange(rows * (depth + 2), dtype=torch.int32).view(rows, depth + 2)
-    others = torch.full((10, 3), -7, dtype=torch.int32)
+    siblings = torch.full((10, 3), -7, dtype=torch.int32)
     to = torch.full((rows, 3 + 4), -9, dtype=torch.int32)
     back = torch.full((rows, width + 1 + depth), -9, dtype=torch.int32)
-    follow(inputs, LAST, kept, guesses, to, back, PADDING, others)
+    follow(inputs, LAST, kept, guesses, to, back, PADDING, siblings)
     assert torch.equal(back[:, width + 1 :], guesses[:, :depth])
     for i, (slot, start, _) in enumerate(ROWS):
         position = start + int(kept[i]) if slot != PADDING else -1
-        assert others[slot].tolist() == [position, *guesses[i, depth:].tolist()]
+        assert siblings[slot].tolist() == [position, *guesses[i, depth:].tolist()]
         assert slot == PADDING or to[i, 4 : 4 + depth].tolist() == guesses[i, :depth].tolist()
 
 

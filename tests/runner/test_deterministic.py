@@ -26,7 +26,7 @@ CONFIG = {
     "torch_dtype": "float32",
 }
 PROMPT = [(11 * i) % 500 for i in range(75)]
-OTHERS = [[(7 * i + j) % 500 for j in range(2 + 13 * i)] for i in range(9)]
+SIBLINGS = [[(7 * i + j) % 500 for j in range(2 + 13 * i)] for i in range(9)]
 
 
 @pytest.fixture(scope="module")
@@ -56,17 +56,19 @@ def test_alone_equals_any_batch(folder: Path, temperature: float) -> None:
     batch_invariant = wish(deterministic=True, temperature=temperature, seed=5)
     alone = first_of(folder, [PROMPT], batch_invariant)
     beside = {"max_num_batched_tokens": 40}
-    assert first_of(folder, [PROMPT, *OTHERS], batch_invariant) == alone
-    assert first_of(folder, [PROMPT, *OTHERS], batch_invariant, **beside) == alone, "in chunks"
+    assert first_of(folder, [PROMPT, *SIBLINGS], batch_invariant) == alone
+    assert first_of(folder, [PROMPT, *SIBLINGS], batch_invariant, **beside) == alone, "in chunks"
     tight = {"num_blocks": 24, "max_model_len": 200, **beside}
-    assert first_of(folder, [PROMPT, *OTHERS], batch_invariant, **tight) == alone, "with preemption"
+    assert first_of(folder, [PROMPT, *SIBLINGS], batch_invariant, **tight) == alone, (
+        "with preemption"
+    )
 
 
 def test_without_it_the_last_bits_depend_on_the_batch(folder: Path) -> None:
     """Or else the tests above would show nothing."""
     usual = wish(temperature=0.0)
     _, alone = first_of(folder, [PROMPT], usual)
-    _, together = first_of(folder, [PROMPT, *OTHERS], usual)
+    _, together = first_of(folder, [PROMPT, *SIBLINGS], usual)
     assert alone != together
     assert alone == pytest.approx(together, abs=1e-3)
 
@@ -75,9 +77,9 @@ def test_beside_requests_that_do_not_ask_for_it(folder: Path) -> None:
     llm = LLM(str(folder), load_format="dummy", device="cpu", num_blocks=200, max_num_seqs=16)
     batch_invariant, usual = wish(deterministic=True, temperature=0.0), wish(temperature=0.0)
     alone = llm.generate([PROMPT], [batch_invariant])[0].outputs[0]
-    mixed = llm.generate([*OTHERS, PROMPT], [usual] * len(OTHERS) + [batch_invariant])[-1].outputs[
-        0
-    ]
+    mixed = llm.generate([*SIBLINGS, PROMPT], [usual] * len(SIBLINGS) + [batch_invariant])[
+        -1
+    ].outputs[0]
     assert mixed.token_ids == alone.token_ids
     assert [s.logprob for s in mixed.logprobs] == [s.logprob for s in alone.logprobs]
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.runner.test_deterministic import CONFIG, OTHERS, PROMPT, first_of, wish
+from tests.runner.test_deterministic import CONFIG, PROMPT, SIBLINGS, first_of, wish
 from tests.tools.eval.test_model import TEXT
 from windlass import LLM, SamplingParams
 from windlass.cli.model_report import examine
@@ -36,7 +36,7 @@ def make(folder: Path, **options) -> LLM:
 
 def prompt_scores(llm: LLM) -> list[float]:
     params = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0)
-    results = llm.generate([PROMPT, *OTHERS], params)
+    results = llm.generate([PROMPT, *SIBLINGS], params)
     return [score.logprob for result in results for score in result.prompt_logprobs]
 
 
@@ -54,7 +54,7 @@ def test_deterministic_alone_equals_any_batch(folder: Path, kv: str) -> None:
     batch_invariant = wish(deterministic=True, temperature=0.0)
     alone = first_of(folder, [PROMPT], batch_invariant, kv_cache_dtype=kv)
     tight = {"num_blocks": 24, "max_model_len": 200, "max_num_batched_tokens": 40}
-    preempted = first_of(folder, [PROMPT, *OTHERS], batch_invariant, kv_cache_dtype=kv, **tight)
+    preempted = first_of(folder, [PROMPT, *SIBLINGS], batch_invariant, kv_cache_dtype=kv, **tight)
     assert preempted == alone, "in chunks, beside others, and with preemption"
 
 
@@ -70,7 +70,7 @@ def test_prefixes_are_found_and_reused(folder: Path, kv: str) -> None:
 
 def test_preempted_requests_end_all_the_same(folder: Path) -> None:
     llm = make(folder, kv_cache_dtype="int8", num_blocks=16, max_model_len=120)
-    results = llm.generate([PROMPT, *OTHERS[:7]], wish(temperature=0.0))
+    results = llm.generate([PROMPT, *SIBLINGS[:7]], wish(temperature=0.0))
     assert [len(result.outputs[0].token_ids) for result in results] == [30] * 8
     assert llm.engine.stats().num_used_blocks == 0
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.models.tiny import Type, write_gguf
-from tests.runner.test_deterministic import CONFIG, OTHERS, PROMPT
+from tests.runner.test_deterministic import CONFIG, PROMPT, SIBLINGS
 from windlass import LLM, SamplingParams
 from windlass.build import Source, build_engine
 from windlass.config import EngineConfig
@@ -25,7 +25,7 @@ from windlass.models.source import resolve
 _COMPILERS, _ = compiled.find_compilers()
 pytestmark = pytest.mark.skipif(not _COMPILERS, reason="no C++ compiler")
 
-PROMPTS = [PROMPT, *OTHERS]
+PROMPTS = [PROMPT, *SIBLINGS]
 SHAPES: dict[str, dict[str, Any]] = {
     "qwen3": {},
     "qwen2": {"architectures": ["Qwen2ForCausalLM"]},

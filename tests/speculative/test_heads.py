@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.runner.test_deterministic import CONFIG, OTHERS, PROMPT
+from tests.runner.test_deterministic import CONFIG, PROMPT, SIBLINGS
 from tests.speculative.test_speculation import eager
 from windlass import LLM, SamplingParams
 from windlass.errors import CheckpointError, ConfigError
@@ -24,7 +24,7 @@ from windlass.tools.train_draft.eagle_module import EagleModule, EagleShape, Mem
 
 __all__ = ["eager"]
 
-PROMPTS = [PROMPT, *OTHERS]
+PROMPTS = [PROMPT, *SIBLINGS]
 VOCAB, DIM, WIDE = CONFIG["vocab_size"], 16, 224
 
 
@@ -318,6 +318,6 @@ def test_medusa_s_alternatives_are_the_next_likeliest(reduced: bool) -> None:
     drafter = MedusaDrafter(MedusaWeights(blocks, matrices, d2t), None, False, 2)  # type: ignore[arg-type]
     found = Verified(hidden, read, {}, read, read, None, None)  # type: ignore[arg-type]
     best = (hidden[read] @ matrices[0].T).topk(3).indices * (3 if reduced else 1)
-    got = drafter.draft(found, 3, others=2)
+    got = drafter.draft(found, 3, siblings=2)
     assert got[:, [0, 3, 4]].tolist() == best.tolist()
     assert torch.equal(got[:, :3], drafter.draft(found, 3))

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.runner.test_deterministic import CONFIG, OTHERS, PROMPT
+from tests.runner.test_deterministic import CONFIG, PROMPT, SIBLINGS
 from windlass import LLM, SamplingParams
 from windlass.config import EngineConfig
 from windlass.core.types import Row, RowResult, SlotId, SlotInit, StepPlan, StepResult
@@ -23,7 +23,7 @@ from windlass.speculative.measure import Costs, Room, measure
 from windlass.speculative.ngram import NgramProposer
 from windlass.speculative.speculation import Speculation
 
-PROMPTS = [PROMPT, *OTHERS]
+PROMPTS = [PROMPT, *SIBLINGS]
 COUNT = 30
 
 
@@ -221,7 +221,7 @@ def test_a_draft_model_that_is_the_same_is_always_right(folder: Path, prefix_cac
     for wish in ({"temperature": 0.0}, {"seed": 5}, {"seed": 6, "top_k": 30}):
         params = SamplingParams(max_tokens=20, ignore_eos=True, **wish)
         llm.generate([PROMPT, PROMPT[:41], PROMPT[:40]], params)
-        llm.generate([PROMPT[:60], OTHERS[3]], params)
+        llm.generate([PROMPT[:60], SIBLINGS[3]], params)
     stats = llm.engine.stats()
     assert stats.num_draft_tokens > 150
     assert stats.num_accepted_tokens == stats.num_draft_tokens

@@ -128,10 +128,10 @@ class AttentionWork:
     tiles: Tensor
     splits: int  # into how many parts the context of a single is cut, to fill the device
     counters: Tensor  # int32, zero between steps: one for each single and kv head
-    # Tokens of a row that are singles side by side, and see each other's keys. The last `others` of
+    # Tokens of a row that are singles side by side, and see each other's keys. The last `siblings` of
     # them are alternatives to the second instead, whose own keys go to page `spare`, row by row.
     width: int = 1
-    others: int = 0
+    siblings: int = 0
     spare: int = 0
 
 

@@ -209,7 +209,7 @@ def describe(form: Packed) -> str:
             text = f"4-bit table, groups of {form.group}"
             if form.sub_scales is not None:
                 text += f" in super-groups of {form.super_group}"
-    if isinstance(form, Int4Group | Int8Group) and form.order is not None:
+    if isinstance(form, Int4Group | Int8Group) and form.perm is not None:
         text += ", inputs in another order"
     if not isinstance(form, Table4) and form.activation != "none":
         text += f", activations per {form.activation}"

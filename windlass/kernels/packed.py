@@ -39,8 +39,8 @@ class Int4Group:
 
     codes: Tensor  # uint8 [N, K / 2], as pack_nibbles makes them
     scales: Tensor  # float [N, K / group]
-    mins: Tensor  # float [N, K / group]
-    order: Tensor | None = None  # [K]: column k of the weight belongs to input order[k]
+    offsets: Tensor  # float [N, K / group]
+    perm: Tensor | None = None  # [K]: column k of the weight belongs to input order[k]
     activation: Activation = "none"  # "token": to e4m3, or finer where that costs nothing
 
     @property
@@ -54,8 +54,8 @@ class Int4Group:
     def dequantise(self) -> Tensor:
         num_in = self.shape[1]
         codes = unpack_nibbles(self.codes).float()
-        weight = codes * _spread(self.scales, num_in) + _spread(self.mins, num_in)
-        return _in_order(weight, self.order)
+        weight = codes * _spread(self.scales, num_in) + _spread(self.offsets, num_in)
+        return _in_order(weight, self.perm)
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,8 +67,8 @@ class Int8Group:
 
     codes: Tensor  # int8 [N, K]
     scales: Tensor  # float [N, K / group]
-    mins: Tensor | None = None
-    order: Tensor | None = None
+    offsets: Tensor | None = None
+    perm: Tensor | None = None
     activation: Activation = "none"
     input_scale: Tensor | None = None  # [1], for activation "tensor"
 
@@ -83,9 +83,9 @@ class Int8Group:
     def dequantise(self) -> Tensor:
         num_in = self.shape[1]
         weight = self.codes.float() * _spread(self.scales, num_in)
-        if self.mins is not None:
-            weight += _spread(self.mins, num_in)
-        return _in_order(weight, self.order)
+        if self.offsets is not None:
+            weight += _spread(self.offsets, num_in)
+        return _in_order(weight, self.perm)
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,10 +154,10 @@ class Table4:
 Packed = Int4Group | Int8Group | Float8 | Table4
 
 
-def _in_order(weight: Tensor, order: Tensor | None) -> Tensor:
+def _in_order(weight: Tensor, perm: Tensor | None) -> Tensor:
     """Columns from the stored order to the network's."""
-    if order is None:
+    if perm is None:
         return weight
     restored = torch.empty_like(weight)
-    restored[:, order.long()] = weight
+    restored[:, perm.long()] = weight
     return restored

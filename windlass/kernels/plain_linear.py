@@ -149,11 +149,11 @@ def _whole_product(x: Tensor, form: Int8Group) -> Tensor:
     """Whole numbers multiplied exactly (float64 holds every sum), then scaled once."""
     if form.group != form.shape[1]:
         raise ValueError("a product of whole numbers needs one group per row")
-    if form.order is not None:
-        x = x[:, form.order.long()]
+    if form.perm is not None:
+        x = x[:, form.perm.long()]
     codes, scales = int8_codes(x, form.activation, form.input_scale)
     sums = codes.double() @ form.codes.double().T
     gemm = sums * form.scales.double().T
-    if form.mins is not None:
-        gemm += codes.double().sum(dim=1, keepdim=True) * form.mins.double().T
+    if form.offsets is not None:
+        gemm += codes.double().sum(dim=1, keepdim=True) * form.offsets.double().T
     return (gemm * scales).to(x.dtype)

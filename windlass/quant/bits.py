@@ -34,21 +34,21 @@ def unpack(words: Tensor, bits: int, count: int) -> Tensor:
 
 
 def affine(
-    codes: Tensor, scales: Tensor, zeros: Tensor | int, bits: int, order: Tensor | None = None
+    codes: Tensor, scales: Tensor, zeros: Tensor | int, bits: int, perm: Tensor | None = None
 ) -> Packed:
     """(code - zero) * scale in a form that holds codes of so many bits.
 
-    codes [N, K] unsigned, scales and zeros [N, groups]; `order` as the forms have it.
+    codes [N, K] unsigned, scales and zeros [N, groups]; `perm` as the forms have it.
     """
     scales = exactly(scales)
     if bits <= 4:
-        mins = exactly(-zeros * scales.float())
-        return Int4Group(pack_nibbles(codes), scales, mins, order)
+        offsets = exactly(-zeros * scales.float())
+        return Int4Group(pack_nibbles(codes), scales, offsets, perm)
     signed = (codes ^ 128).view(torch.int8)  # unsigned less 128
     if isinstance(zeros, int) and zeros == 128:
-        return Int8Group(signed, scales, order=order)
-    mins = exactly((128 - zeros) * scales.float())
-    return Int8Group(signed, scales, mins, order)
+        return Int8Group(signed, scales, perm=perm)
+    offsets = exactly((128 - zeros) * scales.float())
+    return Int8Group(signed, scales, offsets, perm)
 
 
 def exactly(values: Tensor) -> Tensor:
@@ -59,7 +59,7 @@ def exactly(values: Tensor) -> Tensor:
     return values.float()
 
 
-def order_of(groups: Tensor, size: int, name: str) -> Tensor | None:
+def perm_of(groups: Tensor, size: int, name: str) -> Tensor | None:
     """The inputs sorted by their group (act-order); None where they are already.
 
     `groups` [K] says which group each input belongs to; each group must have `size` of them.
@@ -79,7 +79,7 @@ def order_of(groups: Tensor, size: int, name: str) -> Tensor | None:
             f"tensor {name}: group {uneven} has {int(counts[uneven])} inputs, not {size} as the "
             "quantization_config says."
         )
-    order = torch.argsort(groups, stable=True)
-    if torch.equal(order, torch.arange(len(order), device=order.device)):
+    perm = torch.argsort(groups, stable=True)
+    if torch.equal(perm, torch.arange(len(perm), device=perm.device)):
         return None
-    return order.to(torch.int32)
+    return perm.to(torch.int32)

@@ -17,7 +17,7 @@ from windlass.errors import CheckpointError, UnsupportedError
 from windlass.kernels.linears import Linears
 from windlass.kernels.packed import Activation, Float8, Int8Group, Packed
 from windlass.quant.base import Axis, ParamSpec, Part
-from windlass.quant.bits import affine, num_words, order_of, unpack
+from windlass.quant.bits import affine, num_words, perm_of, unpack
 from windlass.quant.fp8 import block_scales
 from windlass.quant.packed_method import FileMethod, Groups, Shape
 from windlass.quant.rounding import Kind, Scheme
@@ -244,10 +244,10 @@ class CompressedTensors(FileMethod):
 
     def _whole(self, part: Part, scales: Tensor, given: Tensor | None) -> Packed:
         """int8 weights for products of whole numbers: scales in full, since there are few."""
-        mins = None
+        offsets = None
         if not self._weights.symmetric:
-            mins = -part["weight_zero_point"].float() * scales
-        return Int8Group(part["weight"], scales, mins, None, self._activation, given)
+            offsets = -part["weight_zero_point"].float() * scales
+        return Int8Group(part["weight"], scales, offsets, None, self._activation, given)
 
     def _affine(self, part: Part, scales: Tensor, shape: Shape) -> Packed:
         (num_out, num_in), bits = shape, self._weights.bits
@@ -262,12 +262,12 @@ class CompressedTensors(FileMethod):
             codes = unpack(part["weight_packed"], bits, num_in)
         else:
             codes = (part["weight"].to(torch.int16) + centre).to(torch.uint8)
-        order = None
+        perm = None
         if self._weights.reordered:
             group = self._weights.groups.of(part.name, num_in)
-            order = order_of(part["weight_g_idx"], group, f"{part.name}.weight_g_idx")
-            codes = codes if order is None else codes[:, order.long()]
-        return affine(codes, scales, zeros, bits, order)
+            perm = perm_of(part["weight_g_idx"], group, f"{part.name}.weight_g_idx")
+            codes = codes if perm is None else codes[:, perm.long()]
+        return affine(codes, scales, zeros, bits, perm)
 
     def _stored_zeros(self, part: Part, num_out: int) -> Tensor:
         """Zero points around 0, [N, groups]."""

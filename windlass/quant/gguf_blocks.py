@@ -24,7 +24,7 @@ class Block(NamedTuple):
 
     codes: Tensor  # uint8 or int8 [N, blocks, values]
     scales: Tensor  # float16 or float32 [N, blocks, groups]
-    mins: Tensor | None = None
+    offsets: Tensor | None = None
     sub_scales: Tensor | None = None  # int8 [N, blocks, groups]: as Table4 has them
     packed: bool = False  # whether two codes are in a byte already, from 0 to 15
 
@@ -56,11 +56,11 @@ def pack(blocks: Tensor, kind: Kind) -> Packed:
         scales = _exact_half(block.scales)
         return Table4(block.codes, table, scales, block.sub_scales, kind.codebook.unit)
     scales = as_half(block.scales)
-    mins = None if block.mins is None else as_half(block.mins)
+    offsets = None if block.offsets is None else as_half(block.offsets)
     if kind.bits > 4:
-        return Int8Group(block.codes, scales, mins)
+        return Int8Group(block.codes, scales, offsets)
     # Codes around 8: the minimum is a power of two times the scale, so it is exact.
-    return Int4Group(block.codes, scales, scales * -8 if mins is None else mins)
+    return Int4Group(block.codes, scales, scales * -8 if offsets is None else offsets)
 
 
 def _exact_half(scales: Tensor) -> Tensor:
@@ -94,7 +94,7 @@ def _parse_rows(raw: Tensor, kind: Kind) -> Block:
         codes = codes.to(torch.int8)
     elif not block.packed:
         # Codes around zero are moved to lie around 8.
-        codes = pack_nibbles(codes + 8 if block.mins is None else codes)
+        codes = pack_nibbles(codes + 8 if block.offsets is None else codes)
     flat = {
         name: value.flatten(1)
         for name in ("scales", "mins", "sub_scales")
@@ -175,8 +175,8 @@ def _pairs_of_bits(packed: Tensor) -> Tensor:
 
 def _q2_k(raw: Tensor) -> Block:
     both = raw[..., :16]
-    scales, mins = _float(raw, 80) * (both & 15), _float(raw, 82) * (both >> 4)
-    return Block(_pairs_of_bits(raw[..., 16:80]), scales, -mins)
+    scales, offsets = _float(raw, 80) * (both & 15), _float(raw, 82) * (both >> 4)
+    return Block(_pairs_of_bits(raw[..., 16:80]), scales, -offsets)
 
 
 def _q3_k(raw: Tensor) -> Block:
@@ -194,8 +194,8 @@ def _six_bits(raw: Tensor) -> tuple[Tensor, Tensor]:
     """Eight scales and eight minima of six bits from 12 bytes."""
     first, second, third = cut(raw, 3, 4).unbind(-2)
     scales = torch.cat((first & 63, third & 15 | first >> 6 << 4), dim=-1)
-    mins = torch.cat((second & 63, third >> 4 | second >> 6 << 4), dim=-1)
-    return scales, mins
+    offsets = torch.cat((second & 63, third >> 4 | second >> 6 << 4), dim=-1)
+    return scales, offsets
 
 
 def _runs_of_nibbles(packed: Tensor) -> Tensor:
@@ -205,17 +205,17 @@ def _runs_of_nibbles(packed: Tensor) -> Tensor:
 
 
 def _q4_k(raw: Tensor) -> Block:
-    scales, mins = _six_bits(raw[..., 4:16])
+    scales, offsets = _six_bits(raw[..., 4:16])
     codes = _runs_of_nibbles(raw[..., 16:144])
-    return Block(codes, _float(raw, 0) * scales, -_float(raw, 2) * mins)
+    return Block(codes, _float(raw, 0) * scales, -_float(raw, 2) * offsets)
 
 
 def _q5_k(raw: Tensor) -> Block:
-    scales, mins = _six_bits(raw[..., 4:16])
+    scales, offsets = _six_bits(raw[..., 4:16])
     places = torch.arange(8, dtype=torch.uint8, device=raw.device).view(8, 1)
     high = (raw[..., None, 16:48] >> places & 1).flatten(-2)
     codes = _runs_of_nibbles(raw[..., 48:176]) | high << 4
-    return Block(codes, _float(raw, 0) * scales, -_float(raw, 2) * mins)
+    return Block(codes, _float(raw, 0) * scales, -_float(raw, 2) * offsets)
 
 
 def _q6_k(raw: Tensor) -> Block:

@@ -9,7 +9,7 @@ from windlass.errors import CheckpointError
 from windlass.kernels.linears import Linears
 from windlass.kernels.packed import Packed
 from windlass.quant.base import Axis, ParamSpec, Part
-from windlass.quant.bits import affine, num_words, order_of, unpack
+from windlass.quant.bits import affine, num_words, perm_of, unpack
 from windlass.quant.packed_method import FileMethod, Groups, Shape
 from windlass.quant.rounding import Kind, Scheme
 from windlass.quant.settings import Settings
@@ -64,13 +64,13 @@ class Gptq(FileMethod):
 
     def form(self, part: Part, shape: Shape) -> Packed | Tensor:
         num_out, num_in = shape
-        order = order_of(part["g_idx"], self._groups.of(part.name, num_in), f"{part.name}.g_idx")
+        perm = perm_of(part["g_idx"], self._groups.of(part.name, num_in), f"{part.name}.g_idx")
         codes = unpack(part["qweight"].T.contiguous(), self._bits, num_in)
-        if order is not None:
-            codes = codes[:, order.long()]
+        if perm is not None:
+            codes = codes[:, perm.long()]
         zeros = unpack(part["qzeros"], self._bits, num_out).T.float() + self._less_one
         if not zeros.is_meta and bool((zeros == 2 ** (self._bits - 1)).all()):
             centre: Tensor | int = 2 ** (self._bits - 1)
         else:
             centre = zeros
-        return affine(codes, part.scales("scales").T.contiguous(), centre, self._bits, order)
+        return affine(codes, part.scales("scales").T.contiguous(), centre, self._bits, perm)

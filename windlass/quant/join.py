@@ -29,12 +29,12 @@ def _alike(a: Form, b: Form) -> bool:
         return isinstance(a, Tensor) and isinstance(b, Tensor) and a.dtype == b.dtype
     match a, b:
         case Int4Group(), Int4Group():
-            return a.group == b.group and _same(a.order, b.order)
+            return a.group == b.group and _same(a.perm, b.perm)
         case Int8Group(), Int8Group():
             return (
                 (a.group, a.activation) == (b.group, b.activation)
-                and (a.mins is None) == (b.mins is None)
-                and _same(a.order, b.order)
+                and (a.offsets is None) == (b.offsets is None)
+                and _same(a.perm, b.perm)
                 and _same(a.input_scale, b.input_scale)
             )
         case Float8(), Float8():
@@ -70,10 +70,10 @@ def _stacked(run: Sequence[Form]) -> Form:
     packed = [form for form in run if not isinstance(form, Tensor)]
     codes = torch.cat([form.codes.view(torch.uint8) for form in packed]).view(first.codes.dtype)
     scales = torch.cat([_row_scales(form) for form in packed])
-    if isinstance(first, Int4Group | Int8Group) and first.mins is not None:
-        mins = [form.mins for form in packed if isinstance(form, Int4Group | Int8Group)]
-        stacked = torch.cat([one for one in mins if one is not None])
-        return replace(first, codes=codes, scales=scales, mins=stacked)
+    if isinstance(first, Int4Group | Int8Group) and first.offsets is not None:
+        offsets = [form.offsets for form in packed if isinstance(form, Int4Group | Int8Group)]
+        stacked = torch.cat([one for one in offsets if one is not None])
+        return replace(first, codes=codes, scales=scales, offsets=stacked)
     if isinstance(first, Table4) and first.sub_scales is not None:
         subs = [form.sub_scales for form in packed if isinstance(form, Table4)]
         stacked = torch.cat([one for one in subs if one is not None])

@@ -97,15 +97,15 @@ def as_half(values: Tensor) -> Tensor:
 
 
 def _int4(weight: Tensor, scheme: Scheme) -> Packed:
-    codes, scales, mins = _affine(_grouped(weight, scheme), 0, 15)
-    return Int4Group(pack_nibbles(codes), scales, mins)
+    codes, scales, offsets = _affine(_grouped(weight, scheme), 0, 15)
+    return Int4Group(pack_nibbles(codes), scales, offsets)
 
 
 def _int8(weight: Tensor, scheme: Scheme) -> Packed:
     groups = _grouped(weight, scheme)
     if scheme.minima and groups.shape[1] > 1:
-        codes, scales, mins = _affine(groups, -128, 127)
-        return Int8Group(codes.to(torch.int8), scales, mins)
+        codes, scales, offsets = _affine(groups, -128, 127)
+        return Int8Group(codes.to(torch.int8), scales, offsets)
     scales = groups.abs().amax(-1) / 127
     # One per row costs nothing in full.
     scales = _not_zero(as_half(scales) if groups.shape[1] > 1 else scales)
@@ -144,9 +144,9 @@ def _affine(groups: Tensor, first: int, last: int) -> tuple[Tensor, Tensor, Tens
     """Codes [N, K] from first to last, scales and minima: between a group's ends, evenly."""
     low, high = groups.amin(-1), groups.amax(-1)
     scales = _not_zero(as_half((high - low) / (last - first)))
-    mins = as_half(low - first * scales.float())  # what code 0 means
-    codes = (groups - mins.float().unsqueeze(-1)) / scales.float().unsqueeze(-1)
-    return codes.round().clamp(first, last).flatten(1), scales, mins
+    offsets = as_half(low - first * scales.float())  # what code 0 means
+    codes = (groups - offsets.float().unsqueeze(-1)) / scales.float().unsqueeze(-1)
+    return codes.round().clamp(first, last).flatten(1), scales, offsets
 
 
 def _grouped(weight: Tensor, scheme: Scheme) -> Tensor:

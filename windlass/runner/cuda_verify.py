@@ -73,7 +73,7 @@ class CudaVerifyRunner(CudaRunner):
         self._inboxes: dict[tuple[int, int], Tensor] = {}
         self._ahead: Prelaunched | None = None
         # By slot: a position, and alternatives to the first guess of a row that begins there.
-        self._others: Tensor | None = None
+        self._siblings: Tensor | None = None
         places = max(_MOST_PLACES, self._widths[-1], self._slots.num_slots + 1)
         self._places = torch.arange(places, dtype=torch.int32, device=self._device)
         self._place_counters = torch.zeros(
@@ -94,9 +94,9 @@ class CudaVerifyRunner(CudaRunner):
 
     def attach(self, drafter: Drafter) -> None:
         super().attach(drafter)
-        if drafter.num_others and self._cache.whole is not None:
-            shape = (self._slots.num_slots + 1, 1 + drafter.num_others)
-            self._others = torch.full(shape, -1, dtype=torch.int32, device=self._device)
+        if drafter.num_siblings and self._cache.whole is not None:
+            shape = (self._slots.num_slots + 1, 1 + drafter.num_siblings)
+            self._siblings = torch.full(shape, -1, dtype=torch.int32, device=self._device)
         for depth in self._depths:
             self.drafting = depth
             self._record_verifications()
@@ -142,7 +142,7 @@ class CudaVerifyRunner(CudaRunner):
         self._cache.copy(plan.copies)
         batch_invariant = self._is_batch_invariant(rows)
         key = self._key_for(rows, batch_invariant)
-        self._forget_others(rows)
+        self._forget_siblings(rows)
         if key is None:
             return self._beside_prompts(plan, batch_invariant)
         if ahead is not None:
@@ -167,19 +167,19 @@ class CudaVerifyRunner(CudaRunner):
         with self._gemm.batch_invariant(batch_invariant):
             return Done(StepResult(self._verify_eagerly(plan)), guesses=True)
 
-    def _forget_others(self, rows: list[Row]) -> None:
+    def _forget_siblings(self, rows: list[Row]) -> None:
         """Of rows that are drawn anew, which knows nothing of alternatives."""
-        if self._others is not None:
+        if self._siblings is not None:
             slots = [row.slot for row in rows]
             special = [slots[i] for i in self._device_sampler.special(slots)]
             if special:
-                self._others[special, 0] = -1
+                self._siblings[special, 0] = -1
 
-    def _others_for(self, key: _Key) -> Tensor | None:
+    def _siblings_for(self, key: _Key) -> Tensor | None:
         """The memory of alternatives, where a verification has places for them."""
-        others = self._others
+        siblings = self._siblings
         if (
-            others is None
+            siblings is None
             or not key.drafting
             or key.width == 1
             or key.batch_invariant
@@ -188,11 +188,11 @@ class CudaVerifyRunner(CudaRunner):
             return None
         from windlass.kernels.triton.attention import fuses
 
-        count = others.shape[1] - 1
+        count = siblings.shape[1] - 1
         width = key.width + count
         apart = key.size * width <= _APART and key.size * count <= self._slots.size
         fused = fuses(key.size * width, self._num_kv_heads, width, coded=False)
-        return others if apart and fused else None
+        return siblings if apart and fused else None
 
     def _nobody(self, width: int) -> list[int]:
         """What is sent of rows that only pad."""
@@ -272,9 +272,9 @@ class CudaVerifyRunner(CudaRunner):
         from windlass.kernels.triton.typical import guesses_after
 
         slots, (size, width) = self._slots, (key.size, key.width)
-        inputs, others = self._inbox(size, width), self._others_for(key)
+        inputs, siblings = self._inbox(size, width), self._siblings_for(key)
         ids, positions, row_slots, tiles = kernels.unpack(
-            inputs, slots.last, size, width, slots.num_slots, others
+            inputs, slots.last, size, width, slots.num_slots, siblings
         )
         work = self._work_for(key, tiles, len(ids))
         batch = StepBatch(
@@ -293,7 +293,7 @@ class CudaVerifyRunner(CudaRunner):
             kept, last, chosen = kernels.keep(
                 inputs, ids, positions, sampled, slots.last, back, width
             )
-            if others is not None:
+            if siblings is not None:
                 self._adopt(inputs, chosen)
             if drafter is not None:
                 found = Verified(
@@ -308,8 +308,8 @@ class CudaVerifyRunner(CudaRunner):
 
         pages, slots = self._cache.whole, self._slots
         assert pages is not None
-        assert self._others is not None
-        adopt(pages, inputs, chosen, slots.tables, self._others.shape[1] - 1, slots.spare)
+        assert self._siblings is not None
+        adopt(pages, inputs, chosen, slots.tables, self._siblings.shape[1] - 1, slots.spare)
 
     def _follow(
         self, key: _Key, drafter: Drafter, found: Verified, kept: Tensor, back: Tensor
@@ -317,9 +317,9 @@ class CudaVerifyRunner(CudaRunner):
         """Guess, and write the next verification down."""
         from windlass.kernels.triton.verify import follow
 
-        others = self._others if key.size <= _FEW else None
+        siblings = self._siblings if key.size <= _FEW else None
         guesses = drafter.draft(
-            found, key.drafting, drafter.num_others if others is not None else 0
+            found, key.drafting, drafter.num_siblings if siblings is not None else 0
         )
         after = self._width_for(key.size, 1 + key.drafting)
         if after is None:
@@ -327,7 +327,7 @@ class CudaVerifyRunner(CudaRunner):
             return
         inputs, to = self._inbox(key.size, key.width), self._inbox(key.size, after)
         slots = self._slots
-        follow(inputs, slots.last, kept, guesses, to, back, slots.num_slots, others)
+        follow(inputs, slots.last, kept, guesses, to, back, slots.num_slots, siblings)
 
     def _work_for(self, key: _Key, tiles: Tensor, places: int) -> AttentionWork:
         if key.batch_invariant or places > _APART:

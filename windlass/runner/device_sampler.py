@@ -42,8 +42,8 @@ class DeviceSampler:
         rows, seeds = [], []
         for new in admissions:
             wish = new.sampling
-            heat = 0.0 if wish.greedy else 1.0 / wish.temperature
-            rows.append((heat, float(max(0, wish.top_k)), wish.top_p, wish.min_p))
+            inverse_temperature = 0.0 if wish.greedy else 1.0 / wish.temperature
+            rows.append((inverse_temperature, float(max(0, wish.top_k)), wish.top_p, wish.min_p))
             seeds.append(new.seed & (2**62 - 1))
             if _needs_plain(wish):
                 self._special.add(new.slot)

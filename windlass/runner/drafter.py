@@ -28,12 +28,12 @@ class Drafter(Protocol):
     """Owns its weights, and pages under the same block ids as the network's."""
 
     layers: tuple[int, ...]  # whose inputs it reads
-    num_others: int  # alternatives to its first guess that it can give
+    num_siblings: int  # alternatives to its first guess that it can give
 
-    def draft(self, found: Verified, count: int, others: int = 0) -> Tensor:
+    def draft(self, found: Verified, count: int, siblings: int = 0) -> Tensor:
         """Guesses [rows, count + others], int32, for the positions after the token that follows `last`.
 
-        The last `others` are alternatives to the first, 0 or as many as it can give.
+        The last `siblings` are alternatives to the first, 0 or as many as it can give.
         """
         ...
 

@@ -42,10 +42,10 @@ def truncate(scores: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Ten
     return scores.scatter(-1, order, ordered.masked_fill(drop, _NEVER))
 
 
-def heated(scores: Tensor, wishes: Tensor) -> Tensor:
+def apply_temperature(scores: Tensor, wishes: Tensor) -> Tensor:
     """Temperature and truncation, for rows that are not greedy."""
-    heat, top_k, top_p, min_p = wishes.to(scores.device).unbind(1)
-    rows = scores / heat[:, None]
+    inverse_temperature, top_k, top_p, min_p = wishes.to(scores.device).unbind(1)
+    rows = scores / inverse_temperature[:, None]
     cut = ((top_k > 0) | (top_p < 1) | (min_p > 0)).nonzero()[:, 0]
     if len(cut):
         rows[cut] = truncate(rows[cut], top_k[cut], top_p[cut], min_p[cut])
@@ -62,7 +62,7 @@ def draw(scores: Tensor, wishes: Tensor, keys: Tensor) -> Tensor:
     wishes, keys = wishes.to(scores.device), keys.to(scores.device)
     drawn = ((wishes[:, 0] > 0) & scores.amax(dim=-1).isfinite()).nonzero()[:, 0]
     if len(drawn):
-        rows = heated(scores[drawn].double(), wishes[drawn])
+        rows = apply_temperature(scores[drawn].double(), wishes[drawn])
         tokens[drawn] = (rows + noise(keys[drawn], scores.shape[-1])).argmax(dim=-1)
     return tokens
 

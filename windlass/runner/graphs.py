@@ -181,7 +181,7 @@ class CudaRunner(Runner):
 
     def _decode(self, key: _Key) -> tuple[Tensor, Tensor]:
         """One decode step, from the packed inputs to tokens."""
-        from windlass.kernels.triton import chain
+        from windlass.kernels.triton import pdl
         from windlass.kernels.triton.sample import decode_inputs_kernel
 
         slots, size, batch_invariant = self._slots, key.size, key.batch_invariant
@@ -200,7 +200,7 @@ class CudaRunner(Runner):
             slots.tables.stride(0),
             SIZE=slots.size,
             num_warps=1,
-            **chain.options(),
+            **pdl.options(),
         )
         singles, tiles = self._singles[:size], self._no_tiles
         if batch_invariant:

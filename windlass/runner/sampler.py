@@ -132,7 +132,7 @@ class Sampler:
     def probabilities(self, logits: Tensor, slots: Sequence[int]) -> Tensor:
         """What plain slots that are not greedy draw from, row by row."""
         wishes = self._wishes([self._slots[slot] for slot in slots])
-        return filters.heated(logits, wishes).softmax(dim=-1)
+        return filters.apply_temperature(logits, wishes).softmax(dim=-1)
 
     def is_greedy(self, slot: int) -> bool:
         return self._slots[slot].sampling.greedy

@@ -32,7 +32,7 @@ _RENAMED = {"layers.0.": "midlayer."}  # what newer exports call the layer
 class EagleDrafter:
     """Owns the head and its pages. Steps feed it, so that it knows what the network knows."""
 
-    num_others = 0
+    num_siblings = 0
 
     def __init__(
         self, head: Eagle, network: Network, layers: tuple[int, ...], cache: KVCache
@@ -42,8 +42,8 @@ class EagleDrafter:
         self._steps = steps_of(head, network)
         self._cache = cache
 
-    def draft(self, found: Verified, count: int, others: int = 0) -> Tensor:
-        assert not others
+    def draft(self, found: Verified, count: int, siblings: int = 0) -> Tensor:
+        assert not siblings
         head, steps, pages = self._head, self._steps, self._cache.layers
         known = head.known([found.aux_hidden_states[layer] for layer in self.layers])
         batch = replace(found.batch, kv=pages)

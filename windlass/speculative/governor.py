@@ -332,12 +332,14 @@ class Governor:
         record.trying = False
         record.note(num_drafts, num_accepted)
 
-    def choose(self, slots: Sequence[SlotId], drafts: Sequence[Draft], others: int) -> list[int]:
-        """How many tokens of each draft to verify. `others`: prompt tokens of the next step."""
+    def choose(
+        self, slots: Sequence[SlotId], drafts: Sequence[Draft], prompt_tokens: int
+    ) -> list[int]:
+        """How many tokens of each draft to verify. `prompt_tokens`: prompt tokens of the next step."""
         if all(draft.begun for draft in drafts):  # costs nothing more
             counts = [len(draft.tokens) for draft in drafts]
         else:
-            counts = self._most_promising(slots, drafts, others)
+            counts = self._most_promising(slots, drafts, prompt_tokens)
         if any(counts):
             self._looks.begin_anew()
         else:
@@ -346,7 +348,7 @@ class Governor:
         return counts
 
     def _most_promising(
-        self, slots: Sequence[SlotId], drafts: Sequence[Draft], others: int
+        self, slots: Sequence[SlotId], drafts: Sequence[Draft], prompt_tokens: int
     ) -> list[int]:
         """How many tokens of each draft give the most tokens per second.
 
@@ -367,7 +369,7 @@ class Governor:
         room = max(0, self._most_positions - len(drafts))
         depth = max(len(draft.tokens) for draft in drafts)
         likeliest = [chance for chance, _ in offers[:room]]
-        for _, i in offers[: self._best_number(likeliest, len(drafts), others, depth)]:
+        for _, i in offers[: self._best_number(likeliest, len(drafts), prompt_tokens, depth)]:
             counts[i] += 1
         return counts
 
@@ -399,11 +401,13 @@ class Governor:
         hits, tries = self._kinds.get(kind, (0.0, 0.0))
         return (hits + _WEIGHT_ALL * _HOPE) / (tries + _WEIGHT_ALL)
 
-    def _best_number(self, chances: Sequence[float], num_rows: int, others: int, depth: int) -> int:
+    def _best_number(
+        self, chances: Sequence[float], num_rows: int, prompt_tokens: int, depth: int
+    ) -> int:
         """How many draft tokens, the likeliest first, give the most tokens per second, prompts
         included.
         """
-        base, costs = num_rows + others, self._costs
+        base, costs = num_rows + prompt_tokens, self._costs
         drafting = costs.draft_s(num_rows, depth)
         most = _margin(num_rows) * base / costs.plain_s(num_rows, base)
         best, tokens = 0, float(base)

@@ -50,24 +50,26 @@ class MedusaDrafter:
     layers: tuple[int, ...] = ()
 
     def __init__(
-        self, weights: MedusaWeights, network: Network, fused: bool, num_others: int = 0
+        self, weights: MedusaWeights, network: Network, fused: bool, num_siblings: int = 0
     ) -> None:
         """`fused`: Triton's kernels compute heads that have their own matrices."""
-        self.num_others = num_others
+        self.num_siblings = num_siblings
         self._weights = weights
         self._network = network
         # The kernels find alternatives in other tiles of the vocabulary.
-        large = weights.matrices is not None and weights.matrices.shape[1] > 128 * (1 + num_others)
+        large = weights.matrices is not None and weights.matrices.shape[1] > 128 * (
+            1 + num_siblings
+        )
         self._fused = fused and large
 
-    def draft(self, found: Verified, count: int, others: int = 0) -> Tensor:
+    def draft(self, found: Verified, count: int, siblings: int = 0) -> Tensor:
         if self._fused and 0 < len(found.read) <= _MOST_FUSED:
-            return self._draft_fused(found, count, others)
+            return self._draft_fused(found, count, siblings)
         weights = self._weights
         hidden = found.hidden[found.read]
         rows = hidden.shape[0]
         if not rows:
-            return found.last.new_empty((0, count + others), dtype=torch.int32)
+            return found.last.new_empty((0, count + siblings), dtype=torch.int32)
         asked, count = count, min(count, weights.num_heads)
         x = hidden.expand(count, rows, hidden.shape[1])
         for matrix, bias in weights.blocks:
@@ -79,22 +81,22 @@ class MedusaDrafter:
         tokens = self._named(scores.argmax(-1))
         # What no head guesses is guessed to be token 0: the governor will see that it never is.
         guesses = pad(tokens.T, (0, asked - count))
-        if not others:
+        if not siblings:
             return guesses
-        return torch.cat((guesses, self._named(scores[0].topk(1 + others).indices[:, 1:])), dim=1)
+        return torch.cat((guesses, self._named(scores[0].topk(1 + siblings).indices[:, 1:])), dim=1)
 
     def _named(self, rows: Tensor) -> Tensor:
         """Token ids of rows of the matrices."""
         d2t = self._weights.d2t
         return (rows if d2t is None else rows + d2t[rows]).to(torch.int32)
 
-    def _draft_fused(self, found: Verified, count: int, others: int) -> Tensor:
+    def _draft_fused(self, found: Verified, count: int, siblings: int) -> Tensor:
         from windlass.kernels.triton.medusa import most_likely
 
         weights = self._weights
         assert weights.matrices is not None
         own = (weights.blocks, weights.matrices, weights.d2t)
-        return most_likely(found.hidden, found.read, *own, count, others)
+        return most_likely(found.hidden, found.read, *own, count, siblings)
 
     def copy(self, pairs: Sequence[tuple[int, int]]) -> None:
         del pairs
@@ -106,21 +108,23 @@ class MedusaLoader:
 
     weights: MedusaWeights
     loaded: Loaded
-    num_others: int = 0
+    num_siblings: int = 0
     token_bytes: int = 0
 
     def start(self, made: Assembled) -> Proposer:
         parts = self.loaded.parts
         fused = parts.ops.is_triton and parts.dtype.itemsize == 2
-        own = (self.weights, self.loaded.network, fused, self.num_others)
+        own = (self.weights, self.loaded.network, fused, self.num_siblings)
         return attach(made, MedusaDrafter(*own))
 
     def describe(self) -> str:
         weights = self.weights
         whose = "the model's own" if weights.matrices is None else "their own"
         some = "" if weights.d2t is None else f" of {len(weights.d2t):,} tokens"
-        others = f", {self.num_others} alternatives to the first guess" if self.num_others else ""
-        return f"medusa, {weights.num_heads} heads over {whose} vocabulary matrix{some}{others}"
+        siblings = (
+            f", {self.num_siblings} alternatives to the first guess" if self.num_siblings else ""
+        )
+        return f"medusa, {weights.num_heads} heads over {whose} vocabulary matrix{some}{siblings}"
 
 
 def open_loader(context: SpeculationContext) -> MedusaLoader:

@@ -20,7 +20,7 @@ std::mt19937 generator(1234);
 int pick(int low, int high) { return std::uniform_int_distribution<int>(low, high)(generator); }
 float normal() { return std::normal_distribution<float>()(generator); }
 
-// Numbers of which a few outweigh all others: outliers in many blocks. Cheap, for emulators.
+// Numbers of which a few outweigh all siblings: outliers in many blocks. Cheap, for emulators.
 float heavy() {
   const int drawn = static_cast<int>(generator() >> 12) - (1 << 19);
   return 1.0e5f / static_cast<float>(drawn >= 0 ? drawn + 20000 : drawn - 20000);
@@ -37,7 +37,7 @@ uint16_t some_half(float& value) {
 struct Case {
   WindlassWeight weight{};
   std::vector<uint8_t> codes, packed;
-  std::vector<uint16_t> halves, mins;
+  std::vector<uint16_t> halves, offsets;
   std::vector<int8_t> codebook, sub_scales;
   std::vector<float> floats, table, dense;  // dense: what the weight means, in the stored order
   std::vector<int32_t> order;
@@ -73,7 +73,7 @@ void make_coded(Case& c) {
     const bool shared = w.super_group > 0 && g % 2 == 1;
     scales[g] = shared ? scales[g - 1] : 0.0f;
     if (!shared) c.halves.push_back(some_half(scales[g]));
-    if (w.has_mins) c.mins.push_back(some_half(lows[g]));
+    if (w.has_mins) c.offsets.push_back(some_half(lows[g]));
   }
   for (size_t g = 0; g < groups && w.super_group > 0; ++g) {
     c.sub_scales.push_back(static_cast<int8_t>(pick(-31, 31)));
@@ -127,7 +127,7 @@ Case make(WindlassPool* pool, int kind, int num_out, int num_in, int group, bool
                       : kind == 3 || kind == 5 ? static_cast<const void*>(c.halves.data())
                                              : c.dense.data();
   const void* scales = kind == 2 ? static_cast<const void*>(c.floats.data()) : c.halves.data();
-  windlass_pack(pool, &c.weight, codes, scales, c.mins.data(), c.sub_scales.data(),
+  windlass_pack(pool, &c.weight, codes, scales, c.offsets.data(), c.sub_scales.data(),
                 c.packed.data());
   c.weight.data = c.packed.data();
   return c;
@@ -164,7 +164,7 @@ void check_alone(WindlassPool* pool, const Case& c, const std::vector<float>& x,
                            std::clamp(prompt.last - first, 0, rows)};
   const std::vector<float> found = product(pool, w, some, own);
   if (std::equal(found.begin(), found.end(), y.begin() + first * w.num_out)) return;
-  std::printf("kind %d, %d x %d, group %d: rows %d to %d differ among others\n", w.kind, w.num_out,
+  std::printf("kind %d, %d x %d, group %d: rows %d to %d differ among siblings\n", w.kind, w.num_out,
               w.num_in, w.group, first, first + rows);
   std::exit(1);
 }

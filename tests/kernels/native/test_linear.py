@@ -52,16 +52,16 @@ def int4(num_out: int, num_in: int, group: int, seed: int, centred: bool = False
     g = torch.Generator().manual_seed(seed)
     codes = torch.randint(0, 256, (num_out, num_in // 2), generator=g, dtype=torch.uint8)
     scales = (0.01 * torch.randn(num_out, num_in // group, generator=g)).half()
-    mins = (0.05 * torch.randn(num_out, num_in // group, generator=g)).half()
-    return Int4Group(codes, scales, -8 * scales if centred else mins)
+    offsets = (0.05 * torch.randn(num_out, num_in // group, generator=g)).half()
+    return Int4Group(codes, scales, -8 * scales if centred else offsets)
 
 
 def int8(num_out: int, num_in: int, group: int, seed: int, affine: bool = False) -> Int8Group:
     g = torch.Generator().manual_seed(seed)
     codes = torch.randint(-128, 128, (num_out, num_in), generator=g, dtype=torch.int8)
     scales = (0.001 * torch.randn(num_out, num_in // group, generator=g)).half()
-    mins = (0.05 * torch.randn(num_out, num_in // group, generator=g)).half()
-    return Int8Group(codes, scales, mins if affine else None)
+    offsets = (0.05 * torch.randn(num_out, num_in // group, generator=g)).half()
+    return Int8Group(codes, scales, offsets if affine else None)
 
 
 def table4(num_out: int, num_in: int, group: int, seed: int) -> Table4:
@@ -102,7 +102,7 @@ def outlying(rows: int, num_in: int, seed: int = 0) -> Tensor:
 
 def rounded(x: Tensor, form: Int4Group | Int8Group | Table4) -> Tensor:
     """The inputs as the library takes them: whole numbers of a scale for every 32, or every 16."""
-    stored = None if isinstance(form, Table4) else form.order
+    stored = None if isinstance(form, Table4) else form.perm
     order = torch.arange(x.shape[1]) if stored is None else stored.long()
     block = 32 if form.group == x.shape[1] or form.group % 32 == 0 else 16
     gathered = torch.nn.functional.pad(x[:, order], (0, -x.shape[1] % block))
@@ -243,7 +243,7 @@ def test_any_shape(
     if ordered and not isinstance(form, Table4):
         g = torch.Generator().manual_seed(seed)
         order = torch.randperm(groups * group, generator=g)
-        form = replace(form, order=order)
+        form = replace(form, perm=order)
     x = (outlying if tails else inputs)(rows, groups * group, seed)
     found = kernel.prepare(form).apply(x)
     assert_product(found, rounded(x, form), form.dequantise())
@@ -272,7 +272,9 @@ def test_activations_that_a_form_rounds(kernel: NativeLinear, activation: str, r
 def test_scales_of_any_size(kernel: NativeLinear, dtype: torch.dtype, factor: float) -> None:
     base = int4(16, 128, 32, seed=6)
     form = Int4Group(
-        base.codes, (base.scales.float() * factor).to(dtype), (base.mins.float() * factor).to(dtype)
+        base.codes,
+        (base.scales.float() * factor).to(dtype),
+        (base.offsets.float() * factor).to(dtype),
     )
     x = inputs(9, 128)
     found, exact = kernel.prepare(form).apply(x), x @ form.dequantise().T

@@ -66,11 +66,14 @@ def test_rows_of_packed_weights() -> None:
     random = torch.Generator().manual_seed(5)
     nibbles = torch.randint(0, 256, (21, 48), generator=random, dtype=torch.uint8)
     scales = torch.rand(21, 3, generator=random).half()
-    mins, order = torch.randn(21, 3, generator=random).half(), torch.randperm(96, generator=random)
+    offsets, order = (
+        torch.randn(21, 3, generator=random).half(),
+        torch.randperm(96, generator=random),
+    )
     forms = [
-        Int4Group(nibbles, scales, mins, order),
+        Int4Group(nibbles, scales, offsets, order),
         Int4Group(nibbles, scales, scales * -8),
-        Int8Group(torch.randint(-128, 128, (21, 96), dtype=torch.int8), scales, mins),
+        Int8Group(torch.randint(-128, 128, (21, 96), dtype=torch.int8), scales, offsets),
         Table4(nibbles, torch.randn(16), scales.float()),
     ]
     ids = torch.tensor([20, 0, 7, 8])

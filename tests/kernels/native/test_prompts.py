@@ -67,15 +67,15 @@ def rounded_weight(codes: Tensor, scales: Tensor, lows: Tensor) -> Tensor:
 
 def definition(x: Tensor, form: Int4Group) -> Tensor:
     group, num_in = form.group, x.shape[1]
-    if form.order is not None:
-        x = x[:, form.order.long()]
+    if form.perm is not None:
+        x = x[:, form.perm.long()]
     scales, lows = (
-        part.float().repeat_interleave(group, dim=1) for part in (form.scales, form.mins)
+        part.float().repeat_interleave(group, dim=1) for part in (form.scales, form.offsets)
     )
     codes = torch.stack([form.codes & 15, form.codes >> 4], dim=-1).flatten(1).float()
     exact = form.dequantise().double()
-    if form.order is not None:
-        exact = exact[:, form.order.long()]
+    if form.perm is not None:
+        exact = exact[:, form.perm.long()]
     block = 32 if group == num_in or group % 32 == 0 else 16
     total = torch.zeros(len(x), form.shape[0], dtype=torch.float64)
     for first in range(0, num_in, STRETCH):
@@ -110,7 +110,7 @@ def test_prompts(workers: Workers, shape: tuple[int, int, int], centred: bool) -
 
 def test_columns_in_another_order(workers: Workers) -> None:
     order = torch.randperm(416, generator=torch.Generator().manual_seed(5))
-    form = replace(int4(21, 416, 32, seed=5), order=order)
+    form = replace(int4(21, 416, 32, seed=5), perm=order)
     x = outlying(9, 416)
     with prompt(workers, 9, (0, 9)):
         assert_product(NativeLinear(workers).prepare(form).apply(x), x, form)
@@ -167,8 +167,8 @@ def test_what_is_no_number_is_seen_in_its_row(workers: Workers, bad: float) -> N
         x[2, 200] = bad
         found = product.apply(x)
     assert not found[2].isfinite().any()
-    others = [0, 1, 3, 4]
-    assert torch.equal(found[others], whole[others])
+    siblings = [0, 1, 3, 4]
+    assert torch.equal(found[siblings], whole[siblings])
 
 
 def test_rows_of_zeros_and_tiny_numbers(workers: Workers) -> None:

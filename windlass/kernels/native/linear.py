@@ -50,11 +50,11 @@ class _Weight(ctypes.Structure):
         ("num_in", ctypes.c_int32),
         ("group", ctypes.c_int32),
         ("super_group", ctypes.c_int32),
-        ("has_mins", ctypes.c_int32),
+        ("has_offsets", ctypes.c_int32),
         ("round_once", ctypes.c_int32),
         ("gain", ctypes.c_float),
         ("data", ctypes.c_void_p),
-        ("order", ctypes.c_void_p),
+        ("perm", ctypes.c_void_p),
         ("table", ctypes.c_void_p),
         ("codebook", ctypes.c_void_p),
     )
@@ -67,9 +67,9 @@ class _Parts:
     kind: _Kind
     codes: Tensor
     scales: Tensor | None = None
-    mins: Tensor | None = None
+    offsets: Tensor | None = None
     gain: float = 1.0
-    order: Tensor | None = None
+    perm: Tensor | None = None
     table: Tensor | None = None  # float32 [16] of TABLE4, int8 [16] of CODEBOOK4
     group: int = 0  # 0: all inputs
     super_group: int = 0  # 0: no sub-scales
@@ -133,7 +133,7 @@ class NativeGemm(RowReader):
         self._pool = pool
         self._activation: Activation = activation
         self._input_scale = None if input_scale is None else input_scale.float().contiguous()
-        self._order = parts.order
+        self._perm = parts.perm
         self._table = parts.table
         num_out = parts.codes.shape[0]
         per_entry = 2 if parts.kind in (_Kind.INT4, _Kind.TABLE4, _Kind.CODEBOOK4) else 1
@@ -145,10 +145,10 @@ class NativeGemm(RowReader):
             num_in=num_in,
             group=parts.group or num_in,
             super_group=parts.super_group,
-            has_mins=parts.mins is not None,
+            has_offsets=parts.offsets is not None,
             round_once=parts.round_once,
             gain=parts.gain,
-            order=_pointer(parts.order),
+            perm=_pointer(parts.perm),
             table=_pointer(parts.table) if parts.kind == _Kind.TABLE4 else None,
             codebook=_pointer(parts.table) if parts.kind == _Kind.CODEBOOK4 else None,
         )
@@ -163,7 +163,7 @@ class NativeGemm(RowReader):
             self._reference,
             parts.codes.data_ptr(),
             _pointer(parts.scales),
-            _pointer(parts.mins),
+            _pointer(parts.offsets),
             _pointer(parts.sub_scales),
             self._data.data_ptr(),
         )
@@ -175,7 +175,7 @@ class NativeGemm(RowReader):
 
     @property
     def num_bytes(self) -> int:
-        kept = (self._data, self._order, self._table)
+        kept = (self._data, self._perm, self._table)
         return sum(tensor.nbytes for tensor in kept if tensor is not None)
 
     @property
@@ -218,7 +218,7 @@ def _unsuited(form: Packed) -> str | None:
         return "activations per block are for fp8"
     if form.group % 16 and form.group != form.shape[1]:
         return f"groups of {form.group} inputs, not of 16 n"
-    return _not_finite("scales", form.scales) or _not_finite("minima", form.mins)
+    return _not_finite("scales", form.scales) or _not_finite("minima", form.offsets)
 
 
 def _not_finite(name: str, tensor: Tensor | None) -> str | None:
@@ -240,16 +240,16 @@ def _takes_halves(pool: Pool, weight: Tensor) -> bool:
 def _parts(form: Packed | Tensor) -> _Parts:
     match form:
         case Int4Group():
-            scales, mins, gain = _halves(form.scales, _uncentred(form))
+            scales, offsets, gain = _halves(form.scales, _uncentred(form))
             return _Parts(
-                *(_Kind.INT4, form.codes.contiguous(), scales, mins, gain),
-                *(_indices(form.order), None, form.group),
+                *(_Kind.INT4, form.codes.contiguous(), scales, offsets, gain),
+                *(_indices(form.perm), None, form.group),
             )
         case Int8Group():
-            scales, mins, gain = _halves(form.scales, form.mins)
+            scales, offsets, gain = _halves(form.scales, form.offsets)
             return _Parts(
-                *(_Kind.INT8, form.codes.contiguous(), scales, mins, gain),
-                *(_indices(form.order), None, form.group),
+                *(_Kind.INT8, form.codes.contiguous(), scales, offsets, gain),
+                *(_indices(form.perm), None, form.group),
             )
         case Table4():
             return _codebook_parts(form) or _table_parts(form)
@@ -302,18 +302,18 @@ def _uncentred(form: Int4Group) -> Tensor | None:
     """The minima, or None where they only move the codes' centre to 8."""
 
     def centred(rows: slice) -> bool:
-        return torch.equal(form.mins[rows].float(), form.scales[rows].float() * -8)
+        return torch.equal(form.offsets[rows].float(), form.scales[rows].float() * -8)
 
     # Most that are not show it in the first row.
-    return None if centred(slice(1)) and centred(slice(1, None)) else form.mins
+    return None if centred(slice(1)) and centred(slice(1, None)) else form.offsets
 
 
-def _halves(scales: Tensor, mins: Tensor | None) -> tuple[Tensor, Tensor | None, float]:
+def _halves(scales: Tensor, offsets: Tensor | None) -> tuple[Tensor, Tensor | None, float]:
     """As float16 and divided by a power of two, the gain, so that the largest uses the range.
 
     What is float16 already stays as it is.
     """
-    given = [scales] if mins is None else [scales, mins]
+    given = [scales] if offsets is None else [scales, offsets]
     gain = 1.0
     if any(tensor.dtype != torch.float16 for tensor in given):
         peak = max(float(tensor.abs().max()) for tensor in given)
@@ -321,11 +321,11 @@ def _halves(scales: Tensor, mins: Tensor | None) -> tuple[Tensor, Tensor | None,
             gain = 2.0 ** (math.frexp(peak)[1] - _HALF_EXPONENT)
         given = [(tensor.float() / gain).half() for tensor in given]
     halves = [tensor.contiguous() for tensor in given]
-    return halves[0], halves[1] if mins is not None else None, gain
+    return halves[0], halves[1] if offsets is not None else None, gain
 
 
-def _indices(order: Tensor | None) -> Tensor | None:
-    return None if order is None else order.to(torch.int32).contiguous()
+def _indices(perm: Tensor | None) -> Tensor | None:
+    return None if perm is None else perm.to(torch.int32).contiguous()
 
 
 def _pointer(tensor: Tensor | None) -> int | None:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from windlass.kernels.batch import Heads, LayerKV, StepBatch
 from windlass.kernels.rounded import Outputs
-from windlass.kernels.triton import chain
+from windlass.kernels.triton import pdl
 from windlass.kernels.triton.attention_kernels import paged_decode_kernel, paged_prefill_kernel
 from windlass.kernels.triton.norm import parts
 from windlass.kernels.triton.rope import rope_write
@@ -73,7 +73,7 @@ def attend(
     coded = kv.key_scales is not None
     tokens = values.shape[0]
     fused = batch.all_singles and fuses(tokens, heads.num_kv, work.width, coded)
-    assert fused or not work.others
+    assert fused or not work.siblings
     if fused:
         out = values.new_empty((tokens, heads.num_q, heads.dim))
         raw = _Raw(rows, columns, cos_sin, norms)
@@ -165,14 +165,14 @@ def _decode(
         SIZE=size,
         SPLITS=splits,
         WIDE=raw is not None and work.width > 1,
-        OTHERS=work.others if raw is not None else 0,
+        SIBLINGS=work.siblings if raw is not None else 0,
         ALL_SINGLES=count == queries.shape[0],
         RAW=raw is not None,
         NORM=norms is not None,
         WINDOWED=window is not None,
         CAPPED=capped,
         **_decode_options(dim_pad, splits, kv.key_scales is not None),
-        **chain.options(),
+        **pdl.options(),
     )
 
 
@@ -223,5 +223,5 @@ def _prefill(
         CAPPED=capped,
         BATCH_INVARIANT=batch.batch_invariant,
         **_prefill_options(dim_pad, kv.key_scales is not None and fresh is None),
-        **chain.options(),
+        **pdl.options(),
     )

@@ -10,8 +10,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from windlass.kernels.triton import chain
-from windlass.kernels.triton.decode_query import decode_query, is_other, see_own
+from windlass.kernels.triton import pdl
+from windlass.kernels.triton.decode_query import decode_query, is_sibling, see_own
 
 
 @triton.jit
@@ -186,9 +186,9 @@ def paged_decode_kernel(
     NUM_Q: tl.constexpr, NUM_KV: tl.constexpr, GROUP: tl.constexpr,
     DIM: tl.constexpr, DIM_PAD: tl.constexpr, SIZE: tl.constexpr,
     TILE: tl.constexpr, SPLITS: tl.constexpr, MIN_TILES: tl.constexpr,
-    WIDE: tl.constexpr, OTHERS: tl.constexpr, ALL_SINGLES: tl.constexpr,
+    WIDE: tl.constexpr, SIBLINGS: tl.constexpr, ALL_SINGLES: tl.constexpr,
     RAW: tl.constexpr, NORM: tl.constexpr, WINDOWED: tl.constexpr, CAPPED: tl.constexpr,
-    CHAINED: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """One query token, one kv head, one part of the context.
 
@@ -196,15 +196,15 @@ def paged_decode_kernel(
     WIDE also those of tokens before it in its row, which has `width` of them side by side; the last
     OTHERS are alternatives to the second.
     """
-    chain.begin(CHAINED)
+    pdl.begin(PDL)
     index, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     token = index.to(tl.int64)
     if not ALL_SINGLES:
         token = tl.load(singles + index).to(tl.int64)
     position = tl.load(positions + token).to(tl.int32)
     length = position + 1
-    if OTHERS > 0:
-        length -= is_other(token, position, width, OTHERS)
+    if SIBLINGS > 0:
+        length -= is_sibling(token, position, width, SIBLINGS)
     table = tables + tl.load(token_slots + token).to(tl.int64) * table_stride
     first = 0
     if WINDOWED:
@@ -229,7 +229,7 @@ def paged_decode_kernel(
         q = decode_query(
             *(qkv, pages, cos_sin, (q_weight, k_weight), table, head, position),
             *(start * TILE, end * TILE, last, g, d, eps, width, spare),
-            *(NUM_KV, GROUP, DIM, SIZE, WIDE, OTHERS, NORM),
+            *(NUM_KV, GROUP, DIM, SIZE, WIDE, SIBLINGS, NORM),
         )
     else:
         q = tl.load(queries + q_at, mask=q_mask, other=0.0)
@@ -238,7 +238,7 @@ def paged_decode_kernel(
         *(_start(16, DIM_PAD), q, query, pages, table, None, head, start, end, length, window),
         *(scale, cap, NUM_KV, DIM, SIZE, TILE, True, WINDOWED, CAPPED),
     )
-    if OTHERS > 0:
+    if SIBLINGS > 0:
         state = see_own(
             *(state, last & (length <= position), q, qkv, cos_sin, k_weight, head, position),
             *(g, d, eps, scale, NUM_KV, GROUP, DIM, NORM),
@@ -283,13 +283,13 @@ def paged_prefill_kernel(
     WINDOWED: tl.constexpr,
     CAPPED: tl.constexpr,
     BATCH_INVARIANT: tl.constexpr,
-    CHAINED: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Some tokens of a chunk and one kv head: row r is token r // GROUP_PAD, head r % GROUP_PAD.
 
     Where pages hold codes, the chunk's own keys and values may be given as they are: `new_keys`.
     """
-    chain.begin(CHAINED)
+    pdl.begin(PDL)
     tile = tl.program_id(0)
     head = tl.program_id(1)
     token = tl.load(tiles + tile * 5).to(tl.int64)

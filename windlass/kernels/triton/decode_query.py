@@ -16,10 +16,10 @@ from windlass.kernels.triton.norm import scaled
 
 
 @triton.jit
-def is_other(token, position, width, OTHERS: tl.constexpr):
+def is_sibling(token, position, width, SIBLINGS: tl.constexpr):
     """1 for the last OTHERS places of a row, where they are in use, else 0."""
     place = (token % width).to(tl.int32)
-    return ((place >= width - OTHERS) & (position > 0)).to(tl.int32)
+    return ((place >= width - SIBLINGS) & (position > 0)).to(tl.int32)
 
 
 @triton.jit
@@ -72,7 +72,7 @@ def _write(pages, scales, rows, x, wanted, mask, d, DIM: tl.constexpr):
 def decode_query(
     qkv, pages, cos_sin, weights, table, head, position, begin, end, last, g, d, eps, width, spare,
     NUM_KV: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, SIZE: tl.constexpr,
-    WIDE: tl.constexpr, OTHERS: tl.constexpr, NORM: tl.constexpr,
+    WIDE: tl.constexpr, SIBLINGS: tl.constexpr, NORM: tl.constexpr,
 ):  # fmt: skip
     """One token's rotated queries of a kv head; new keys and values of positions begin to end, its
     own and those of tokens before it in its row, are put in place.
@@ -92,8 +92,8 @@ def decode_query(
     before = 0
     if WIDE:
         before = tl.minimum((token % width).to(tl.int32), position)
-    if OTHERS > 0:
-        other = is_other(token, position, width, OTHERS)
+    if SIBLINGS > 0:
+        other = is_sibling(token, position, width, SIBLINGS)
         before = tl.where(other > 0, 1, before)
     if end > position - before:
         ago = tl.minimum(g, before)
@@ -102,11 +102,11 @@ def decode_query(
         block = tl.load(table + place // SIZE).to(tl.int64)
         rows = (block * NUM_KV + head) * SIZE + place % SIZE
         back = ago
-        if OTHERS > 0:
+        if SIBLINGS > 0:
             at = (token % width).to(tl.int32)
             back = tl.where((other > 0) & (g > 0), at, ago)
             own = (other > 0) & (g == 0)
-            spared = (token // width) * OTHERS + at - (width - OTHERS)
+            spared = (token // width) * SIBLINGS + at - (width - SIBLINGS)
             rows = tl.where(own, (spare.to(tl.int64) * NUM_KV + head) * SIZE + spared, rows)
             wanted = tl.where(own, last, wanted)
         mask = wanted[:, None] & (d < DIM)[None, :]

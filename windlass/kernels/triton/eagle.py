@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from windlass.kernels.triton import chain
+from windlass.kernels.triton import pdl
 
 _TILE = 2048  # logits that are looked at together
 
@@ -49,10 +49,10 @@ def eagle_inputs_kernel(
     eps,
     SIZE: tl.constexpr,
     WIDTH: tl.constexpr,
-    CHAINED: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """What the layer reads at a place: the token that follows, and what is known there."""
-    chain.begin(CHAINED)
+    pdl.begin(PDL)
     row = tl.program_id(0).to(tl.int64)
     _side_by_side(
         tl.load(ids + row),
@@ -80,10 +80,10 @@ def eagle_select_kernel(
     slots_out,
     SIZE: tl.constexpr,
     WIDTH: tl.constexpr,
-    CHAINED: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """The place of each row from which guesses go on."""
-    chain.begin(CHAINED)
+    pdl.begin(PDL)
     row = tl.program_id(0).to(tl.int64)
     place = tl.load(places + row).to(tl.int64)
     at = tl.arange(0, WIDTH)
@@ -114,10 +114,10 @@ def eagle_advance_kernel(
     SIZE: tl.constexpr,
     WIDTH: tl.constexpr,
     TILE: tl.constexpr,
-    CHAINED: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """The likeliest token of a row, and what the layer reads to guess the next."""
-    chain.begin(CHAINED)
+    pdl.begin(PDL)
     row = tl.program_id(0).to(tl.int64)
     top = tl.full([TILE], float("-inf"), dtype=tl.float32)
     top_at = tl.zeros([TILE], dtype=tl.int32)
@@ -173,7 +173,7 @@ class FusedSteps:
             out,
             self.eps,
             **self._constants,
-            **chain.options(),
+            **pdl.options(),
         )
         return out
 
@@ -195,7 +195,7 @@ class FusedSteps:
             positions_out,
             slots_out,
             **self._constants,
-            **chain.options(),
+            **pdl.options(),
         )
         return normed_out, hidden_out, positions_out, slots_out
 
@@ -223,6 +223,6 @@ class FusedSteps:
             **self._constants,
             TILE=_TILE,
             num_warps=8,
-            **chain.options(),
+            **pdl.options(),
         )
         return tokens, next_positions, out

@@ -16,7 +16,7 @@ from torch import Tensor
 from windlass.kernels.packed import Float8, Int8Group, Packed
 from windlass.kernels.prepared import Prepared
 from windlass.kernels.rounded import Inputs
-from windlass.kernels.triton import chain
+from windlass.kernels.triton import pdl
 from windlass.kernels.triton.reduce import Space, add_parts
 
 _OUTPUTS, _BLOCK_K = 64, 128
@@ -35,10 +35,10 @@ def round_kernel(
     K,
     MOST: tl.constexpr,
     WIDTH: tl.constexpr,
-    CHAINED: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """WIDTH inputs of a row with one scale, so that the largest magnitude becomes MOST."""
-    chain.begin(CHAINED)
+    pdl.begin(PDL)
     row, block = tl.program_id(0), tl.program_id(1)
     at = block * WIDTH + tl.arange(0, WIDTH)
     mask = at < K
@@ -71,10 +71,10 @@ def eight_bit_kernel(
     ROWS: tl.constexpr,
     OUTPUTS: tl.constexpr,
     BLOCK_K: tl.constexpr,
-    CHAINED: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """out[M, N] = x @ weight.T, with scales for each BLOCK_K inputs (BLOCKS) or for whole rows."""
-    chain.begin(CHAINED)
+    pdl.begin(PDL)
     tile, split = tl.program_id(0), tl.program_id(1)
     outputs = tile * OUTPUTS + tl.arange(0, OUTPUTS)
     rows = tl.program_id(2) * ROWS + tl.arange(0, ROWS)
@@ -129,7 +129,7 @@ class EightBitLinear:
         if isinstance(form, Float8) and form.block == (128, 128) and form.activation == "block":
             return None
         if isinstance(form, Int8Group) and form.activation in ("token", "tensor"):
-            if form.mins is not None or form.order is not None:
+            if form.offsets is not None or form.perm is not None:
                 return "written for weights without minima, in the order of their inputs"
             return None
         return "written for W8A8, and for fp8 in blocks of 128 x 128"
@@ -183,7 +183,7 @@ class Int8Gemm(Prepared):
             BLOCK_K=_BLOCK_K,
             num_warps=4,
             num_stages=4,
-            **chain.options(),
+            **pdl.options(),
         )
         return out
 
@@ -213,6 +213,6 @@ class Int8Gemm(Prepared):
             MOST=448.0 if self._in_blocks else 127.0,
             WIDTH=width,
             num_warps=min(16, max(1, width // 512)),
-            **chain.options(),
+            **pdl.options(),
         )
         return codes, scales

@@ -9,16 +9,16 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from windlass.kernels.triton import chain
+from windlass.kernels.triton import pdl
 from windlass.kernels.triton.reduce import add_parts
 from windlass.kernels.triton.skinny import add_norm
 
 
 @triton.jit
-def _fetch(codes, outputs, begin, count, N, K, CHAINED: tl.constexpr):
+def _fetch(codes, outputs, begin, count, N, K, PDL: tl.constexpr):
     """Ask for `count` bytes of each output's weights, before they are read."""
     at = tl.minimum(outputs, N - 1).to(tl.int64) * K + begin
-    chain.fetch(codes + at, (at * 0 + tl.maximum(count, 0)).to(tl.int32), CHAINED)
+    pdl.fetch(codes + at, (at * 0 + tl.maximum(count, 0)).to(tl.int32), PDL)
 
 
 @triton.jit
@@ -63,21 +63,21 @@ def fp8_linear_kernel(
     OUTPUTS: tl.constexpr,
     BLOCK_K: tl.constexpr,
     EVEN: tl.constexpr,
-    CHAINED: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """out[M, N] = x[M, K] @ weight[N, K].T; `fetched` bytes of each row come before the wait.
 
     EVEN: blocks divide N and K. AT_ONCE is as in skinny.py.
     """
-    chain.release(CHAINED)
+    pdl.release(PDL)
     tile, split = tl.program_id(0), tl.program_id(1)
     outputs = tile * OUTPUTS + tl.arange(0, OUTPUTS)
     rows = tl.arange(0, ROWS)
     span = tl.cdiv(tl.cdiv(K, BLOCK_K), splits) * BLOCK_K
     begin = split * span
     end = tl.minimum(begin + span, K)
-    _fetch(codes, outputs, begin, tl.minimum(fetched, end - begin), N, K, CHAINED)
-    chain.wait(CHAINED)
+    _fetch(codes, outputs, begin, tl.minimum(fetched, end - begin), N, K, PDL)
+    pdl.wait(PDL)
     k = tl.arange(0, BLOCK_K)
     w_at = codes + outputs.to(tl.int64)[:, None] * K + k[None, :]
     x_at = x + rows[None, :] * K + k[:, None]
@@ -125,16 +125,16 @@ def fp8_gated_kernel(
     OUTPUTS: tl.constexpr,
     BLOCK_K: tl.constexpr,
     EVEN: tl.constexpr,
-    CHAINED: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """out[M, N] = silu(x @ gate.T) * (x @ up.T); the weight is [2 N, K], the gates first."""
-    chain.release(CHAINED)
+    pdl.release(PDL)
     outputs = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
     rows = tl.arange(0, ROWS)
     ups = codes + N.to(tl.int64) * K
-    _fetch(codes, outputs, 0, tl.minimum(fetched, K), N, K, CHAINED)
-    _fetch(ups, outputs, 0, tl.minimum(fetched, K), N, K, CHAINED)
-    chain.wait(CHAINED)
+    _fetch(codes, outputs, 0, tl.minimum(fetched, K), N, K, PDL)
+    _fetch(ups, outputs, 0, tl.minimum(fetched, K), N, K, PDL)
+    pdl.wait(PDL)
     k = tl.arange(0, BLOCK_K)
     w_at = outputs.to(tl.int64)[:, None] * K + k[None, :]
     x_at = x + rows[None, :] * K + k[:, None]

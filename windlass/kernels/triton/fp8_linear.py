@@ -16,7 +16,7 @@ from windlass.kernels.gemm import Norm
 from windlass.kernels.packed import Float8, Packed
 from windlass.kernels.prepared import Prepared
 from windlass.kernels.rounded import Inputs, Outputs, Rounded, Rounding, Scaled
-from windlass.kernels.triton import chain
+from windlass.kernels.triton import pdl
 from windlass.kernels.triton.fp8_kernels import fp8_gated_kernel, fp8_linear_kernel
 from windlass.kernels.triton.reduce import Space
 from windlass.kernels.triton.rounding import room, round_rows
@@ -154,7 +154,7 @@ class Fp8Gemm(Prepared):
             EVEN=self._even and width % _OUTPUTS == 0,
             num_warps=4,
             num_stages=4 if scales is None else 3,
-            **chain.options(),
+            **pdl.options(),
         )
         return out
 
@@ -218,7 +218,7 @@ class Fp8Gemm(Prepared):
             EVEN=self._even,
             num_warps=4,
             num_stages=_stages(splits, scales is None),
-            **chain.options(),
+            **pdl.options(),
         )
         return out, normed
 

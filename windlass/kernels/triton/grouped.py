@@ -11,7 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from windlass.kernels.triton import chain
+from windlass.kernels.triton import pdl
 from windlass.kernels.triton.reduce import add_parts
 
 
@@ -97,7 +97,7 @@ def _scan_block(
 def _add_minima(
     acc,
     x_sums,
-    mins,
+    offsets,
     begin,
     end,
     rows,
@@ -113,7 +113,7 @@ def _add_minima(
         part = first + tl.arange(0, 32)
         at = (part * SUMMED // GROUP)[None, :] * N + outputs[:, None]
         mask = (part < end)[None, :] & (outputs < N)[:, None]
-        low = tl.load(mins + at, mask=mask, other=0.0).to(tl.float32)
+        low = tl.load(offsets + at, mask=mask, other=0.0).to(tl.float32)
         sums_at = x_sums + part[:, None] * 2 * M + rows[None, :]
         mask = (part < end)[:, None] & (rows < M)[None, :]
         sums = tl.load(sums_at, mask=mask, other=0.0)
@@ -130,7 +130,7 @@ def grouped_linear_kernel(
     x_sums,
     codes,
     scales,
-    mins,
+    offsets,
     out,
     parts,
     counters,
@@ -148,13 +148,13 @@ def grouped_linear_kernel(
     OUTPUTS: tl.constexpr,
     EVEN: tl.constexpr,
     INLINE: tl.constexpr,
-    CHAINED: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """out[M, N] = x @ weight.T; `fetched` bytes of each row's codes come before the wait.
 
     EVEN: OUTPUTS divides N.
     """
-    chain.release(CHAINED)
+    pdl.release(PDL)
     tile, split = tl.program_id(0), tl.program_id(1)
     outputs = tile * OUTPUTS + tl.arange(0, OUTPUTS)
     lane = tl.arange(0, PLANES * ROWS)
@@ -169,8 +169,8 @@ def grouped_linear_kernel(
     block_bytes: tl.constexpr = 2 * HALF * BITS // 8
     ahead = tl.maximum(tl.minimum(fetched, (end - begin) * block_bytes), 0)
     first = tl.minimum(outputs, N - 1).to(tl.int64) * (K_PAD * BITS // 8) + begin * block_bytes
-    chain.fetch(codes + first, (first * 0 + ahead).to(tl.int32), CHAINED)
-    chain.wait(CHAINED)
+    pdl.fetch(codes + first, (first * 0 + ahead).to(tl.int32), PDL)
+    pdl.wait(PDL)
     acc = tl.zeros([OUTPUTS, PLANES * ROWS], dtype=tl.float32)
     for block in range(begin, end):
         acc = _scan_block(
@@ -180,11 +180,22 @@ def grouped_linear_kernel(
     if PLANES == 2:
         acc = tl.sum(tl.reshape(acc, [OUTPUTS, 2, ROWS]), 1)
     rows = tl.arange(0, ROWS)
-    if mins is not None:
+    if offsets is not None:
         summed: tl.constexpr = min(GROUP, 2 * HALF)
         each: tl.constexpr = 2 * HALF // summed
         acc = _add_minima(
-            acc, x_sums, mins, begin * each, end * each, rows, outputs, M, N, GROUP, summed, PLANES
+            acc,
+            x_sums,
+            offsets,
+            begin * each,
+            end * each,
+            rows,
+            outputs,
+            M,
+            N,
+            GROUP,
+            summed,
+            PLANES,
         )
     at = rows[None, :] * N + outputs[:, None]
     mask = (rows < M)[None, :] & (outputs < N)[:, None]

@@ -17,7 +17,7 @@ from torch.nn.functional import linear, pad
 from windlass.kernels.packed import Int4Group, Int8Group, Packed, pack_nibbles, unpack_nibbles
 from windlass.kernels.prepared import RowReader
 from windlass.kernels.rounded import Inputs, Outputs, Rounded, Rounding
-from windlass.kernels.triton import chain
+from windlass.kernels.triton import pdl
 from windlass.kernels.triton.fp8_linear import ScaledGemm
 from windlass.kernels.triton.grouped import grouped_linear_kernel
 from windlass.kernels.triton.reduce import Space
@@ -39,7 +39,7 @@ _INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 def unpack_kernel(
     codes,
     scales,
-    mins,
+    offsets,
     ids,
     out,
     out_scales,
@@ -51,13 +51,13 @@ def unpack_kernel(
     GROUP: tl.constexpr,
     HALF: tl.constexpr,
     ROWS: tl.constexpr,
-    CHAINED: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """out[M, K]: the weight, or those of its N rows that `ids` names; some rows, a block.
 
     Divided by a scale for each output, if there are any.
     """
-    chain.begin(CHAINED)
+    pdl.begin(PDL)
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     block = tl.program_id(1)
     at = tl.arange(0, HALF)
@@ -76,8 +76,8 @@ def unpack_kernel(
         group = first // GROUP
         scale = tl.load(scales + group * N + safe).to(tl.float32)
         value = halves[half].to(tl.float32) * scale[:, None]
-        if mins is not None:
-            value += tl.load(mins + group * N + safe).to(tl.float32)[:, None]
+        if offsets is not None:
+            value += tl.load(offsets + group * N + safe).to(tl.float32)[:, None]
         if out_scales is not None:
             value /= tl.load(out_scales + safe)[:, None]
         column = first + at
@@ -131,13 +131,15 @@ class GroupQuantGemm(RowReader):
             codes = pack_nibbles(pairs.reshape(self._num_out, -1))
         self._codes = codes.contiguous()
         self._scales = _by_group(form.scales)
-        self._mins = None if form.mins is None else _by_group(form.mins)
-        self._order = None if form.order is None else form.order.int()
+        self._offsets = None if form.offsets is None else _by_group(form.offsets)
+        self._perm = None if form.perm is None else form.perm.int()
         self._padded = self._num_in + padding
         if padding and form.group < self._num_in:
             missing = -(-self._padded // form.group) - self._scales.shape[0]
             self._scales = pad(self._scales, (0, 0, 0, missing))
-            self._mins = None if self._mins is None else pad(self._mins, (0, 0, 0, missing))
+            self._offsets = (
+                None if self._offsets is None else pad(self._offsets, (0, 0, 0, missing))
+            )
         self._in_fp8 = _in_fp8(form)
         self._tiles = triton.cdiv(self._num_out, _OUTPUTS)
         self._space = space
@@ -146,11 +148,11 @@ class GroupQuantGemm(RowReader):
 
     @property
     def num_bytes(self) -> int:
-        held = (self._codes, self._scales, self._mins, self._order)
+        held = (self._codes, self._scales, self._offsets, self._perm)
         return sum(tensor.nbytes for tensor in held if tensor is not None)
 
     def rounding(self, num_rows: int) -> Rounding | None:
-        if num_rows <= _MOST_FUSED or self._in_fp8 is None or self._order is not None:
+        if num_rows <= _MOST_FUSED or self._in_fp8 is None or self._perm is not None:
             return None
         return Rounding("rows")
 
@@ -161,7 +163,7 @@ class GroupQuantGemm(RowReader):
         if self._in_fp8 is not None:
             return self._in_fp8.whole(self._rows(x), self._unpacked(_FP8))
         assert isinstance(x, Tensor)
-        ordered = x if self._order is None else x[:, self._order]
+        ordered = x if self._perm is None else x[:, self._perm]
         return linear(ordered, self._unpacked(x.dtype))
 
     def raw(self, x: Inputs) -> Outputs:
@@ -173,7 +175,7 @@ class GroupQuantGemm(RowReader):
         if isinstance(x, Rounded):
             return x
         assert isinstance(x, Tensor)
-        return round_rows(x if self._order is None else x[:, self._order])
+        return round_rows(x if self._perm is None else x[:, self._perm])
 
     def _splits(self, rows: int) -> int:
         programs = _PROGRAMS if rows <= _FINE else _PROGRAMS_OF_MANY
@@ -181,7 +183,7 @@ class GroupQuantGemm(RowReader):
         return max(1, min(_MOST_SPLITS, wanted, self._padded // self._block))
 
     def _fused(self, x: Tensor) -> Tensor:
-        rounded = round_blocks(x, self._block, min(self._group, self._block), self._order)
+        rounded = round_blocks(x, self._block, min(self._group, self._block), self._perm)
         rows, outputs = x.shape[0], self._num_out
         at_once = min(_MOST_FUSED, max(8, triton.next_power_of_2(rows)))
         planes = 1 if self._in_fp8 is not None and rows > _FINE else 2
@@ -193,7 +195,7 @@ class GroupQuantGemm(RowReader):
             rounded.sums,
             self._codes,
             self._scales,
-            self._mins,
+            self._offsets,
             out,
             self._space.parts,
             self._space.counters,
@@ -213,12 +215,12 @@ class GroupQuantGemm(RowReader):
             INLINE=not _INTERPRETED,
             num_warps=4,
             num_stages=3,
-            **chain.options(),
+            **pdl.options(),
         )
         return out
 
     def rows(self, ids: Tensor, dtype: torch.dtype) -> Tensor:
-        assert self._order is None
+        assert self._perm is None
         return self._unpacked(dtype, ids)
 
     def _unpacked(self, dtype: torch.dtype, ids: Tensor | None = None) -> Tensor:
@@ -232,7 +234,7 @@ class GroupQuantGemm(RowReader):
         unpack_kernel[(triton.cdiv(count, at_once), self._padded // self._block)](
             self._codes,
             self._scales,
-            self._mins,
+            self._offsets,
             ids,
             weight,
             self._in_fp8.scales if self._in_fp8 is not None and dtype == _FP8 else None,
@@ -245,7 +247,7 @@ class GroupQuantGemm(RowReader):
             HALF=self._half,
             ROWS=at_once,
             num_warps=4,
-            **chain.options(),
+            **pdl.options(),
         )
         return weight
 
@@ -259,6 +261,6 @@ def _in_fp8(form: Int4Group | Int8Group) -> ScaledGemm | None:
     """How many rows are multiplied if the format has its activations rounded."""
     if isinstance(form, Int8Group) or form.activation == "none":
         return None
-    scales, mins = form.scales.float(), form.mins.float()
-    largest = torch.maximum(mins.abs(), (15 * scales + mins).abs()).amax(dim=1)
+    scales, offsets = form.scales.float(), form.offsets.float()
+    largest = torch.maximum(offsets.abs(), (15 * scales + offsets).abs()).amax(dim=1)
     return ScaledGemm((largest / 448.0).clamp_min(torch.finfo(torch.float32).tiny))

@@ -23,7 +23,7 @@ from windlass.kernels.batch import PIECE, AdapterRows
 from windlass.kernels.gemm import Norm
 from windlass.kernels.lora import TOGETHER, LoraKernel, SiluMul, Stacks
 from windlass.kernels.rounded import Inputs
-from windlass.kernels.triton import chain
+from windlass.kernels.triton import pdl
 from windlass.kernels.triton.lora_codes import shrink_codes_kernel
 from windlass.kernels.triton.lora_kernels import (
     expand_gated_kernel,
@@ -75,7 +75,7 @@ class _Way:
         cut = {"BLOCK_K": self.block, "OUTPUTS": self.outputs}
         given = {**self.options, **cut, "SPLITS": triton.next_power_of_2(splits)}
         own = {name: value for name, value in given.items() if name in kernel.arg_names}
-        return {**own, **chain.options(), "num_warps": self.warps[kernel is not self.shrink]}
+        return {**own, **pdl.options(), "num_warps": self.warps[kernel is not self.shrink]}
 
 
 class TritonLora(LoraKernel):
@@ -105,7 +105,7 @@ class TritonLora(LoraKernel):
         options = way.options_of(way.shrink, splits)
         beside = x.is_cuda and adapters.tiles is None
         if beside:
-            options |= {"CHAINED": False, "launch_pdl": False}  # what it follows is elsewhere
+            options |= {"PDL": False, "launch_pdl": False}  # what it follows is elsewhere
         shrink = partial(
             way.shrink[_pieces(adapters), len(stacks.sizes), splits],
             *(x, stacks.down, stacks.scales, *_which(stacks, adapters), sums, *x.shape, span),

@@ -35,11 +35,11 @@ def shrink_codes_kernel(
     BLOCK_K: tl.constexpr,
     FETCH: tl.constexpr,
     ASM: tl.constexpr,
-    CHAINED: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """As `shrink_kernel`; the inputs of a block share the worth of a step."""
     token, place, rank, begin, end, weight, to = begin_shrink(
-        *(down, ranks, slots, sums, M, K, span, rank_stride), PARTS, MOST, FETCH, CHAINED
+        *(down, ranks, slots, sums, M, K, span, rank_stride), PARTS, MOST, FETCH, PDL
     )
     KIND: tl.constexpr = x.dtype.element_ty
     row = tl.arange(0, RANKS)

@@ -13,7 +13,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from windlass.kernels.triton import chain
+from windlass.kernels.triton import pdl
 from windlass.kernels.triton.lora_words import ranks_product
 from windlass.kernels.triton.norm import normed
 
@@ -21,18 +21,18 @@ RANKS = tl.constexpr(16)  # that are computed at once
 
 
 @triton.jit
-def fetch(at, stride, rank, count, CHAINED: tl.constexpr, FETCH: tl.constexpr):
+def fetch(at, stride, rank, count, PDL: tl.constexpr, FETCH: tl.constexpr):
     """Ask for `count` values of the first ranks' rows, before they are read."""
     if FETCH and rank > 0:
         row = tl.minimum(tl.arange(0, RANKS), rank - 1).to(tl.int64)
         num_bytes = (count * (at.dtype.element_ty.primitive_bitwidth // 8) + row * 0).to(tl.int32)
-        chain.fetch(at + row * stride, num_bytes, CHAINED)
+        pdl.fetch(at + row * stride, num_bytes, PDL)
 
 
 @triton.jit
-def _floats(w, CHAINED: tl.constexpr):
+def _floats(w, PDL: tl.constexpr):
     """w in float32. Codes become the last byte of 2^23 as a float; conversions are slow."""
-    if CHAINED and w.dtype == tl.int8:
+    if PDL and w.dtype == tl.int8:
         lifted = tl.inline_asm_elementwise(
             """
             {
@@ -73,13 +73,13 @@ def begin_shrink(
     PARTS: tl.constexpr,
     MOST: tl.constexpr,
     FETCH: tl.constexpr,
-    CHAINED: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """What a program of a token by itself works on; waits for it.
 
     (Token, where its rank stands among all, the rank, its inputs from and to, its matrix, its sums)
     """
-    chain.release(CHAINED)
+    pdl.release(PDL)
     token = tl.program_id(0)
     part = tl.program_id(1)
     split = tl.program_id(2)
@@ -89,8 +89,8 @@ def begin_shrink(
     begin = split * span
     end = tl.minimum(begin + span, K)
     weight = down + (slot * PARTS + part) * MOST * K
-    fetch(weight + begin, K, rank, end - begin, CHAINED, FETCH)
-    chain.wait(CHAINED)
+    fetch(weight + begin, K, rank, end - begin, PDL, FETCH)
+    pdl.wait(PDL)
     to = sums + ((split.to(tl.int64) * M + token) * PARTS + part) * MOST
     return token, place, rank, begin, end, weight, to
 
@@ -112,11 +112,11 @@ def shrink_kernel(
     SCALED: tl.constexpr,
     BLOCK_K: tl.constexpr,
     FETCH: tl.constexpr,
-    CHAINED: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """sums[split, token, part, rank] = down[slot, part] @ x[token], over `span` inputs of a split."""
     token, place, rank, begin, end, weight, to = begin_shrink(
-        *(down, ranks, slots, sums, M, K, span, rank_stride), PARTS, MOST, FETCH, CHAINED
+        *(down, ranks, slots, sums, M, K, span, rank_stride), PARTS, MOST, FETCH, PDL
     )
     row = tl.arange(0, RANKS)
     for first in range(0, rank, RANKS):
@@ -129,7 +129,7 @@ def shrink_kernel(
             mask = inside[:, None] & (k < end)[None, :]
             w = tl.load(weight + (first + row)[:, None] * K + k[None, :], mask=mask, other=0)
             value = tl.load(x + token.to(tl.int64) * K + k, mask=k < end, other=0.0)
-            acc += _floats(w, CHAINED) * value.to(tl.float32)[None, :]
+            acc += _floats(w, PDL) * value.to(tl.float32)[None, :]
         total = tl.sum(acc, 1)
         if SCALED:
             total *= scale
@@ -179,28 +179,28 @@ def _low(source, stride, place, rank, splits, SPLITS: tl.constexpr):
 @triton.jit
 def _gemm(
     w, source, stride, first, rank, splits,
-    SPLITS: tl.constexpr, BY_OUTPUT: tl.constexpr, ASM: tl.constexpr, CHAINED: tl.constexpr,
+    SPLITS: tl.constexpr, BY_OUTPUT: tl.constexpr, ASM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Some ranks' sums times what they give to some outputs."""
     low = _low(source, stride, first + tl.arange(0, RANKS), rank, splits, SPLITS)
     if BY_OUTPUT:
         return ranks_product(w, low, ASM)
     else:
-        return tl.sum(_floats(w, CHAINED) * low[:, None], 0)
+        return tl.sum(_floats(w, PDL) * low[:, None], 0)
 
 
 @triton.jit
 def _change(
     w, weight, slot, source, stride, rank, output, size, splits,
     MOST: tl.constexpr, SPLITS: tl.constexpr,
-    BY_OUTPUT: tl.constexpr, ASM: tl.constexpr, CHAINED: tl.constexpr,
+    BY_OUTPUT: tl.constexpr, ASM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """What an adapter adds to some outputs of a part; `w` has its first ranks."""
-    acc = _gemm(w, source, stride, 0, rank, splits, SPLITS, BY_OUTPUT, ASM, CHAINED)
+    acc = _gemm(w, source, stride, 0, rank, splits, SPLITS, BY_OUTPUT, ASM, PDL)
     if MOST > RANKS:
         for first in range(RANKS, rank, RANKS):
             more = _rows(weight, slot, first, output, size, MOST, BY_OUTPUT)
-            acc += _gemm(more, source, stride, first, rank, splits, SPLITS, BY_OUTPUT, ASM, CHAINED)
+            acc += _gemm(more, source, stride, first, rank, splits, SPLITS, BY_OUTPUT, ASM, PDL)
     return acc
 
 
@@ -225,10 +225,10 @@ def expand_kernel(
     UNIT: tl.constexpr,
     BY_OUTPUT: tl.constexpr,
     ASM: tl.constexpr,
-    CHAINED: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """y[token] += up[slot].T @ (sums over splits), for one tile of one part's outputs."""
-    chain.release(CHAINED)
+    pdl.release(PDL)
     token = tl.program_id(0)
     part, first, size, tile = part_of(tl.program_id(1), N0, N1, N2, OUTPUTS, UNIT)
     output = tile * OUTPUTS + tl.arange(0, OUTPUTS)
@@ -236,7 +236,7 @@ def expand_kernel(
     weight = up + (slot * N + first) * MOST
     w = _rows(weight, slot, 0, output, size, MOST, BY_OUTPUT)
     rank = tl.load(ranks + slot * rank_stride + part)
-    chain.wait(CHAINED)
+    pdl.wait(PDL)
     if rank > 0:
         source = sums + (token.to(tl.int64) * PARTS + part) * MOST
         stride = M.to(tl.int64) * PARTS * MOST
@@ -244,7 +244,7 @@ def expand_kernel(
         before = tl.load(to, mask=output < size, other=0.0).to(tl.float32)
         acc = _change(
             *(w, weight, slot, source, stride, rank, output, size, splits),
-            *(MOST, SPLITS, BY_OUTPUT, ASM, CHAINED),
+            *(MOST, SPLITS, BY_OUTPUT, ASM, PDL),
         )
         tl.store(to, (before + acc).to(y.dtype.element_ty), mask=output < size)
 
@@ -267,10 +267,10 @@ def expand_gated_kernel(
     OUTPUTS: tl.constexpr,
     BY_OUTPUT: tl.constexpr,
     ASM: tl.constexpr,
-    CHAINED: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """out[token] = silu(gate) * up of y[token], [2 N] with what its adapter adds; y stays as it is."""
-    chain.release(CHAINED)
+    pdl.release(PDL)
     token = tl.program_id(0)
     output = tl.program_id(1) * OUTPUTS + tl.arange(0, OUTPUTS)
     slot = tl.load(slots + token).to(tl.int64)
@@ -280,7 +280,7 @@ def expand_gated_kernel(
     w_up = _rows(ups, slot, 0, output, N, MOST, BY_OUTPUT)
     gate_rank = tl.load(ranks + slot * rank_stride)
     up_rank = tl.load(ranks + slot * rank_stride + 1)
-    chain.wait(CHAINED)
+    pdl.wait(PDL)
     mask = output < N
     source = sums + token.to(tl.int64) * PARTS * MOST
     stride = M.to(tl.int64) * PARTS * MOST
@@ -290,11 +290,11 @@ def expand_gated_kernel(
     wide = tl.load(row + N + output, mask=mask, other=0.0).to(tl.float32)
     gate += _change(
         *(w_gate, gates, slot, source, stride, gate_rank, output, N, splits),
-        *(MOST, SPLITS, BY_OUTPUT, ASM, CHAINED),
+        *(MOST, SPLITS, BY_OUTPUT, ASM, PDL),
     )
     wide += _change(
         *(w_up, ups, slot, source + MOST, stride, up_rank, output, N, splits),
-        *(MOST, SPLITS, BY_OUTPUT, ASM, CHAINED),
+        *(MOST, SPLITS, BY_OUTPUT, ASM, PDL),
     )
     # Rounded where the plain version rounds.
     gate = gate.to(kind).to(tl.float32)
@@ -322,10 +322,10 @@ def expand_norm_kernel(
     SPLITS: tl.constexpr,
     BY_OUTPUT: tl.constexpr,
     ASM: tl.constexpr,
-    CHAINED: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """residual[token] += y[token] with what its adapter adds; out[token] = norm(residual) * gains."""
-    chain.release(CHAINED)
+    pdl.release(PDL)
     token = tl.program_id(0).to(tl.int64)
     output = tl.arange(0, WIDTH)
     mask = output < SIZE
@@ -334,14 +334,14 @@ def expand_norm_kernel(
     w = _rows(weight, slot, 0, output, SIZE, MOST, BY_OUTPUT)
     gain = tl.load(gains + output, mask=mask, other=0.0)
     rank = tl.load(ranks + slot * rank_stride)
-    chain.wait(CHAINED)
+    pdl.wait(PDL)
     at = token * SIZE + output
     value = tl.load(y + at, mask=mask, other=0.0).to(tl.float32)
     before = tl.load(residual + at, mask=mask, other=0.0).to(tl.float32)
     source, stride = sums + token * MOST, M.to(tl.int64) * MOST
     value += _change(
         *(w, weight, slot, source, stride, rank, output, SIZE, splits),
-        *(MOST, SPLITS, BY_OUTPUT, ASM, CHAINED),
+        *(MOST, SPLITS, BY_OUTPUT, ASM, PDL),
     )
     # Rounded where the plain version rounds.
     total = (value.to(y.dtype.element_ty).to(tl.float32) + before).to(residual.dtype.element_ty)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from windlass.kernels.triton import chain
+from windlass.kernels.triton import pdl
 from windlass.kernels.triton.lora_kernels import RANKS, fetch, part_of, scales_of
 
 
@@ -28,10 +28,10 @@ def shrink_tile_kernel(
     ROWS: tl.constexpr,
     BLOCK_K: tl.constexpr,
     FETCH: tl.constexpr,
-    CHAINED: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """sums[split, token, part, rank] = down[slot, part] @ x[token], for the tokens of a piece."""
-    chain.release(CHAINED)
+    pdl.release(PDL)
     piece = tl.program_id(0)
     part = tl.program_id(1)
     split = tl.program_id(2)
@@ -44,8 +44,8 @@ def shrink_tile_kernel(
     begin = split * span
     end = tl.minimum(begin + span, K)
     weight = down + (slot * PARTS + part) * MOST * K
-    fetch(weight + begin, K, rank, end - begin, CHAINED, FETCH)
-    chain.wait(CHAINED)
+    fetch(weight + begin, K, rank, end - begin, PDL, FETCH)
+    pdl.wait(PDL)
     source = x + (start + token).to(tl.int64)[:, None] * K
     to = sums + ((split.to(tl.int64) * M + start + token) * PARTS + part)[:, None] * MOST
     for first in range(0, rank, RANKS):
@@ -87,10 +87,10 @@ def expand_tile_kernel(
     UNIT: tl.constexpr,
     FETCH: tl.constexpr,
     BY_OUTPUT: tl.constexpr,
-    CHAINED: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """y[token] += up[slot].T @ (sums over splits), for the tokens of a piece."""
-    chain.release(CHAINED)
+    pdl.release(PDL)
     piece = tl.program_id(0)
     part, first, size, tile = part_of(tl.program_id(1), N0, N1, N2, OUTPUTS, UNIT)
     begin = tile * OUTPUTS
@@ -101,10 +101,10 @@ def expand_tile_kernel(
     weight = up + (slot * N + first) * MOST
     count_out = tl.minimum(OUTPUTS, size - begin)
     if BY_OUTPUT:
-        fetch(weight + begin * RANKS, count_out, rank, count_out, CHAINED, FETCH)
+        fetch(weight + begin * RANKS, count_out, rank, count_out, PDL, FETCH)
     else:
-        fetch(weight + begin, size, rank, count_out, CHAINED, FETCH)
-    chain.wait(CHAINED)
+        fetch(weight + begin, size, rank, count_out, PDL, FETCH)
+    pdl.wait(PDL)
     if rank > 0:
         output = begin + tl.arange(0, OUTPUTS)
         token = tl.arange(0, ROWS)

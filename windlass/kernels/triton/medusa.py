@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from windlass.kernels.triton import chain
+from windlass.kernels.triton import pdl
 from windlass.kernels.triton.skinny import MAX_ROWS, padded
 
 _TOKENS = 128  # whose scores one program computes
@@ -20,11 +20,11 @@ _BLOCK_K = 64
 
 
 @triton.jit
-def _fetch(weight, outputs, num_outputs, SIZE: tl.constexpr, CHAINED: tl.constexpr):
+def _fetch(weight, outputs, num_outputs, SIZE: tl.constexpr, PDL: tl.constexpr):
     """Ask for the weights of some outputs, before they are read; whole rows are fetched."""
     if SIZE % 8 == 0:
         rows = tl.minimum(outputs, num_outputs - 1).to(tl.int64)
-        chain.fetch(weight + rows * SIZE, (2 * SIZE + rows * 0).to(tl.int32), CHAINED)
+        pdl.fetch(weight + rows * SIZE, (2 * SIZE + rows * 0).to(tl.int32), PDL)
 
 
 @triton.jit
@@ -53,14 +53,14 @@ def medusa_block_kernel(
     ROWS: tl.constexpr,
     OUTPUTS: tl.constexpr,
     BLOCK_K: tl.constexpr,
-    CHAINED: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """out[head, row] = x + silu(weight[head] @ x + bias[head]); x is at the row's place, if given."""
-    chain.release(CHAINED)
+    pdl.release(PDL)
     head = tl.program_id(1).to(tl.int64)
     output = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
-    _fetch(weight + head * SIZE * SIZE, output, SIZE, SIZE, CHAINED)
-    chain.wait(CHAINED)
+    _fetch(weight + head * SIZE * SIZE, output, SIZE, SIZE, PDL)
+    pdl.wait(PDL)
     row = tl.arange(0, ROWS)
     place = tl.minimum(row, M - 1)
     if places is not None:
@@ -91,15 +91,15 @@ def medusa_scores_kernel(
     ROWS: tl.constexpr,
     TOKENS: tl.constexpr,
     BLOCK_K: tl.constexpr,
-    CHAINED: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """best[head, row, tile]: the highest score of a tile of tokens, and where it is."""
-    chain.release(CHAINED)
+    pdl.release(PDL)
     tile = tl.program_id(0)
     head = tl.program_id(1).to(tl.int64)
     token = tile * TOKENS + tl.arange(0, TOKENS)
-    _fetch(weight + head * vocab * SIZE, token, vocab, SIZE, CHAINED)
-    chain.wait(CHAINED)
+    _fetch(weight + head * vocab * SIZE, token, vocab, SIZE, PDL)
+    pdl.wait(PDL)
     row = tl.arange(0, ROWS)
     begins = (head * M + tl.minimum(row, M - 1)) * SIZE
     acc = _gemm(x, weight + head * vocab * SIZE, token, vocab, begins, SIZE, BLOCK_K)
@@ -129,18 +129,18 @@ def medusa_join_kernel(
     heads,
     tiles,
     COUNT: tl.constexpr,
-    OTHERS: tl.constexpr,
+    SIBLINGS: tl.constexpr,
     TILES: tl.constexpr,
-    CHAINED: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """guesses[row, head]; of what no head guesses token 0, which the governor sees to be wrong.
 
     Behind them the first head's next likeliest, as far as they are of other tiles.
     """
-    chain.begin(CHAINED)
+    pdl.begin(PDL)
     row = tl.program_id(0)
     head = tl.program_id(1)
-    to = guesses + row * (COUNT + OTHERS)
+    to = guesses + row * (COUNT + SIBLINGS)
     token = tl.zeros([], dtype=tl.int32)
     if head < heads:
         tile = tl.arange(0, TILES)
@@ -149,7 +149,7 @@ def medusa_join_kernel(
         at = tl.argmax(top, 0)
         token = _named(best_at, first + at, offsets)
         if head == 0:
-            for i in tl.static_range(OTHERS):
+            for i in tl.static_range(SIBLINGS):
                 top = tl.where(tile == at, float("-inf"), top)
                 at = tl.argmax(top, 0)
                 tl.store(to + COUNT + i, _named(best_at, first + at, offsets))
@@ -163,17 +163,17 @@ def most_likely(
     matrices: Tensor,
     offsets: Tensor | None,
     count: int,
-    others: int = 0,
+    siblings: int = 0,
 ) -> Tensor:
     """Guesses [rows, count + others], int32, from the hidden states at some places, at most 64.
 
-    `blocks` and `matrices` as in `spec.medusa.MedusaWeights`; `offsets` is d2t. The last `others` are
+    `blocks` and `matrices` as in `spec.medusa.MedusaWeights`; `offsets` is d2t. The last `siblings` are
     alternatives to the first.
     """
     rows, size = places.shape[0], hidden.shape[1]
     assert rows <= MAX_ROWS
     heads, vocab = min(count, matrices.shape[0]), matrices.shape[1]
-    shape = {"SIZE": size, "ROWS": padded(rows), "BLOCK_K": _BLOCK_K, **chain.options()}
+    shape = {"SIZE": size, "ROWS": padded(rows), "BLOCK_K": _BLOCK_K, **pdl.options()}
     x, stride = hidden, 0
     at: Tensor | None = places
     for matrix, bias in blocks:
@@ -183,18 +183,18 @@ def most_likely(
         )
         x, at, stride = out, None, rows * size
     tiles = triton.cdiv(vocab, _TOKENS)
-    assert others < tiles
+    assert siblings < tiles
     best = hidden.new_empty((heads, rows, tiles), dtype=torch.float32)
     best_at = torch.empty_like(best, dtype=torch.int32)
     medusa_scores_kernel[tiles, heads](
         *(x, matrices, best, best_at, rows, vocab, tiles), TOKENS=_TOKENS, num_stages=4, **shape
     )
-    guesses = torch.empty((rows, count + others), dtype=torch.int32, device=hidden.device)
+    guesses = torch.empty((rows, count + siblings), dtype=torch.int32, device=hidden.device)
     medusa_join_kernel[rows, count](
         *(best, best_at, offsets, guesses, rows, heads, tiles),
         COUNT=count,
-        OTHERS=others,
+        SIBLINGS=siblings,
         TILES=triton.next_power_of_2(tiles),
-        **chain.options(),
+        **pdl.options(),
     )
     return guesses

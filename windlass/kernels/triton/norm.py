@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from windlass.kernels.rounded import Inputs, Outputs, Rounding, Scaled
-from windlass.kernels.triton import chain
+from windlass.kernels.triton import pdl
 from windlass.kernels.triton.rounding import room, store_rounded
 
 _COLUMNS = 1024  # that one program computes where it need not have all
@@ -43,9 +43,9 @@ def rms_norm_kernel(
     eps,
     SIZE: tl.constexpr,
     WIDTH: tl.constexpr,
-    CHAINED: tl.constexpr,
+    PDL: tl.constexpr,
 ):
-    chain.begin(CHAINED)
+    pdl.begin(PDL)
     row = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, WIDTH)
     mask = at < SIZE
@@ -66,10 +66,10 @@ def add_rms_norm_kernel(
     eps,
     SIZE: tl.constexpr,
     WIDTH: tl.constexpr,
-    CHAINED: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """residual += x; out = norm(residual) * weight"""
-    chain.begin(CHAINED)
+    pdl.begin(PDL)
     row = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, WIDTH)
     mask = at < SIZE
@@ -92,10 +92,10 @@ def silu_mul_kernel(
     out_scales,
     SIZE: tl.constexpr,
     WIDTH: tl.constexpr,
-    CHAINED: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """WIDTH columns of a row; all of them where they share a scale."""
-    chain.begin(CHAINED)
+    pdl.begin(PDL)
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
     mask = at < SIZE
@@ -134,7 +134,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, rounding: Rounding | None = 
         SIZE=size,
         WIDTH=width,
         num_warps=_warps(width),
-        **chain.options(),
+        **pdl.options(),
     )
     return result.view(x.shape) if isinstance(result, Tensor) else result
 
@@ -159,7 +159,7 @@ def add_rms_norm(
         SIZE=size,
         WIDTH=width,
         num_warps=_warps(width),
-        **chain.options(),
+        **pdl.options(),
     )
     return result, residual
 
@@ -189,6 +189,6 @@ def silu_mul(gate_up: Outputs, rounding: Rounding | None = None) -> Inputs:
         SIZE=size,
         WIDTH=width,
         **_silu_options(out_scales is not None, rows is not None),
-        **chain.options(),
+        **pdl.options(),
     )
     return result

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from windlass.kernels.batch import Heads, LayerKV, StepBatch
 from windlass.kernels.rounded import Outputs
-from windlass.kernels.triton import chain
+from windlass.kernels.triton import pdl
 from windlass.kernels.triton.kv_codes import coded, scale_of
 from windlass.kernels.triton.norm import parts, scaled
 
@@ -72,14 +72,14 @@ def rope_write_kernel(
     HALF_PAD: tl.constexpr,
     SIZE: tl.constexpr,
     NORM: tl.constexpr,
-    CHAINED: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """One token and one kv head: the GROUP query heads that share it, its key and its value.
 
     Scales are None where pages hold numbers as they are. Where they hold codes, keys and values may
     be wanted as they are too: [tokens, kv heads, dim].
     """
-    chain.begin(CHAINED)
+    pdl.begin(PDL)
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     at = tl.arange(0, HALF_PAD)
@@ -176,6 +176,6 @@ def rope_write(
         SIZE=kv.block_size,
         NORM=norms is not None,
         num_warps=1,
-        **chain.options(),
+        **pdl.options(),
     )
     return q_out

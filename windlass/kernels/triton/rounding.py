@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from windlass.kernels.rounded import Inputs, Rounded, Rounding
-from windlass.kernels.triton import chain
+from windlass.kernels.triton import pdl
 
 
 @triton.jit
@@ -41,10 +41,8 @@ def room(
 
 
 @triton.jit
-def round_rows_kernel(
-    x, codes, scales, SIZE: tl.constexpr, WIDTH: tl.constexpr, CHAINED: tl.constexpr
-):
-    chain.begin(CHAINED)
+def round_rows_kernel(x, codes, scales, SIZE: tl.constexpr, WIDTH: tl.constexpr, PDL: tl.constexpr):
+    pdl.begin(PDL)
     row = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, WIDTH)
     mask = at < SIZE
@@ -65,7 +63,7 @@ def round_rows(x: Tensor) -> Rounded:
         SIZE=size,
         WIDTH=width,
         num_warps=min(16, max(1, width // 512)),
-        **chain.options(),
+        **pdl.options(),
     )
     return rounded
 
@@ -82,7 +80,7 @@ class Planes:
 @triton.jit
 def round_blocks_kernel(
     x,
-    order,
+    perm,
     codes,
     scales,
     sums,
@@ -91,18 +89,18 @@ def round_blocks_kernel(
     K_PAD: tl.constexpr,
     BLOCK: tl.constexpr,
     GROUP: tl.constexpr,
-    CHAINED: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """One row and one block; input k comes from order[k] where the weights lie in another order."""
-    chain.begin(CHAINED)
+    pdl.begin(PDL)
     row = tl.program_id(0)
     block = tl.program_id(1)
     groups: tl.constexpr = BLOCK // GROUP
     at = block * BLOCK + tl.arange(0, groups)[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
     mask = at < K
     source = at
-    if order is not None:
-        source = tl.load(order + at, mask=mask, other=0)
+    if perm is not None:
+        source = tl.load(perm + at, mask=mask, other=0)
     value = tl.load(x + row.to(tl.int64) * K + source, mask=mask, other=0.0).to(tl.float32)
     most = tl.max(tl.max(tl.abs(value), 1), 0)
     scale = most / 127.0
@@ -119,7 +117,7 @@ def round_blocks_kernel(
         inverse *= 254.0
 
 
-def round_blocks(x: Tensor, block: int, group: int, order: Tensor | None = None) -> Planes:
+def round_blocks(x: Tensor, block: int, group: int, perm: Tensor | None = None) -> Planes:
     """Rows as planes with a scale for `block` inputs, and sums over each `group` of them."""
     rows, size = x.shape
     blocks = triton.cdiv(size, block)
@@ -128,7 +126,7 @@ def round_blocks(x: Tensor, block: int, group: int, order: Tensor | None = None)
     sums = x.new_empty((blocks * (block // group), 2 * rows), dtype=torch.float32)
     round_blocks_kernel[(rows, blocks)](
         x,
-        order,
+        perm,
         codes,
         scales,
         sums,
@@ -138,6 +136,6 @@ def round_blocks(x: Tensor, block: int, group: int, order: Tensor | None = None)
         BLOCK=block,
         GROUP=group,
         num_warps=1,
-        **chain.options(),
+        **pdl.options(),
     )
     return Planes(codes, scales, sums)

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from windlass.kernels.triton import chain
+from windlass.kernels.triton import pdl
 
 _PARTS = 8  # an argmax is taken in parts, so that one row fills more than one multiprocessor
 _TILE = 2048
@@ -20,7 +20,16 @@ _TILE = 2048
 
 @triton.jit
 def _narrow(
-    row, size, heat, low, high, floor, peak, target, BY_MASS: tl.constexpr, TILE: tl.constexpr
+    row,
+    size,
+    inverse_temperature,
+    low,
+    high,
+    floor,
+    peak,
+    target,
+    BY_MASS: tl.constexpr,
+    TILE: tl.constexpr,
 ):
     """The highest t in [low, high) with enough logits >= max(t, floor): by count, or by mass.
 
@@ -32,7 +41,10 @@ def _narrow(
         found = tl.zeros([8], dtype=tl.float32)
         for start in range(0, size, TILE):
             at = start + tl.arange(0, TILE)
-            x = tl.load(row + at, mask=at < size, other=float("-inf")).to(tl.float32) * heat
+            x = (
+                tl.load(row + at, mask=at < size, other=float("-inf")).to(tl.float32)
+                * inverse_temperature
+            )
             weight = tl.where(x >= floor, 1.0, 0.0)
             if BY_MASS:
                 weight = weight * tl.exp(x - peak)
@@ -52,24 +64,27 @@ def sample_threshold_kernel(
     size,
     stride,
     TILE: tl.constexpr,
-    CHAINED: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """The lowest scaled logit that may still be drawn, per row; -inf where all may."""
-    chain.begin(CHAINED)
+    pdl.begin(PDL)
     index = tl.program_id(0)
     slot = tl.load(slots + index).to(tl.int64)
-    heat = tl.load(wishes + slot * 4)
+    inverse_temperature = tl.load(wishes + slot * 4)
     top_k = tl.load(wishes + slot * 4 + 1)
     top_p = tl.load(wishes + slot * 4 + 2)
     min_p = tl.load(wishes + slot * 4 + 3)
     floor = float("-inf")
-    if (heat > 0) & ((top_k > 0) | (top_p < 1) | (min_p > 0)):
+    if (inverse_temperature > 0) & ((top_k > 0) | (top_p < 1) | (min_p > 0)):
         row = logits + index.to(tl.int64) * stride
         peak = float("-inf")
         bottom = float("inf")
         for start in range(0, size, TILE):
             at = start + tl.arange(0, TILE)
-            x = tl.load(row + at, mask=at < size, other=float("-inf")).to(tl.float32) * heat
+            x = (
+                tl.load(row + at, mask=at < size, other=float("-inf")).to(tl.float32)
+                * inverse_temperature
+            )
             peak = tl.maximum(peak, tl.max(x, 0))
             finite = tl.where((at < size) & (x > float("-inf")), x, float("inf"))
             bottom = tl.minimum(bottom, tl.min(finite, 0))
@@ -78,18 +93,35 @@ def sample_threshold_kernel(
             floor = peak + tl.log(min_p)
         if top_k > 0:
             floor = tl.maximum(
-                floor, _narrow(row, size, heat, bottom, high, floor, peak, top_k, False, TILE)
+                floor,
+                _narrow(
+                    row, size, inverse_temperature, bottom, high, floor, peak, top_k, False, TILE
+                ),
             )
         if top_p < 1:
             mass = 0.0
             for start in range(0, size, TILE):
                 at = start + tl.arange(0, TILE)
-                x = tl.load(row + at, mask=at < size, other=float("-inf")).to(tl.float32) * heat
+                x = (
+                    tl.load(row + at, mask=at < size, other=float("-inf")).to(tl.float32)
+                    * inverse_temperature
+                )
                 mass += tl.sum(tl.where(x >= floor, tl.exp(x - peak), 0.0), 0)
             start_at = tl.maximum(bottom, floor)
             floor = tl.maximum(
                 floor,
-                _narrow(row, size, heat, start_at, high, floor, peak, top_p * mass, True, TILE),
+                _narrow(
+                    row,
+                    size,
+                    inverse_temperature,
+                    start_at,
+                    high,
+                    floor,
+                    peak,
+                    top_p * mass,
+                    True,
+                    TILE,
+                ),
             )
         floor = tl.minimum(floor, peak)  # at least the best may be drawn
     tl.store(thresholds + index, floor)
@@ -109,14 +141,14 @@ def sample_part_kernel(
     stride,
     PARTS: tl.constexpr,
     TILE: tl.constexpr,
-    CHAINED: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """The best token of one part of a row, noise included."""
-    chain.begin(CHAINED)
+    pdl.begin(PDL)
     index = tl.program_id(0)
     part = tl.program_id(1)
     slot = tl.load(slots + index).to(tl.int64)
-    heat = tl.load(wishes + slot * 4)
+    inverse_temperature = tl.load(wishes + slot * 4)
     floor = tl.load(thresholds + index)
     position = tl.load(positions + index).to(tl.int64)
     seed = tl.load(seeds + slot) + position * 0x9E3779B97F4A7C1
@@ -128,8 +160,8 @@ def sample_part_kernel(
     for start in range(begin, tl.minimum(begin + width, size), TILE):
         at = start + tl.arange(0, TILE)
         x = tl.load(row + at, mask=at < size, other=float("-inf")).to(tl.float32)
-        if heat > 0:
-            x = x * heat
+        if inverse_temperature > 0:
+            x = x * inverse_temperature
             chance = tl.minimum(tl.rand(seed, at), 0.99999994)
             x = tl.where(x >= floor, x - tl.log(-tl.log(chance)), float("-inf"))
         better = x > top
@@ -144,10 +176,10 @@ def sample_part_kernel(
 
 @triton.jit
 def sample_join_kernel(
-    best, best_at, slots, tokens, last_tokens, PARTS: tl.constexpr, CHAINED: tl.constexpr
+    best, best_at, slots, tokens, last_tokens, PARTS: tl.constexpr, PDL: tl.constexpr
 ):
     """The best of a row's parts, told to the caller and remembered for the slot's next step."""
-    chain.begin(CHAINED)
+    pdl.begin(PDL)
     index = tl.program_id(0)
     part = tl.arange(0, PARTS)
     value = tl.load(best + index * PARTS + part)
@@ -169,10 +201,10 @@ def decode_inputs_kernel(
     width,
     table_stride,
     SIZE: tl.constexpr,
-    CHAINED: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Unpack what the host sent for one row: slot, position, token (-1: the last), new block."""
-    chain.begin(CHAINED)
+    pdl.begin(PDL)
     index = tl.program_id(0)
     slot = tl.load(inputs + index)
     position = tl.load(inputs + width + index)
@@ -195,7 +227,7 @@ def thresholds(logits: Tensor, wishes: Tensor, slots: Tensor) -> Tensor:
         *(logits, wishes, slots, found, size, logits.stride(0)),
         TILE=_TILE,
         num_warps=8,
-        **chain.options(),
+        **pdl.options(),
     )
     return found
 
@@ -232,7 +264,7 @@ def sample(
         PARTS=_PARTS,
         TILE=_TILE,
         num_warps=4,
-        **chain.options(),
+        **pdl.options(),
     )
     sample_join_kernel[(rows,)](
         best,
@@ -242,6 +274,6 @@ def sample(
         last_tokens,
         PARTS=_PARTS,
         num_warps=1,
-        **chain.options(),
+        **pdl.options(),
     )
     return tokens

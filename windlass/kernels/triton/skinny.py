@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from windlass.kernels.triton import chain
+from windlass.kernels.triton import pdl
 from windlass.kernels.triton.reduce import add_parts
 
 MAX_ROWS = 64
@@ -92,11 +92,11 @@ def add_norm(
 
 
 @triton.jit
-def _fetch(weight, outputs, begin, count, N, K, CHAINED: tl.constexpr):
+def _fetch(weight, outputs, begin, count, N, K, PDL: tl.constexpr):
     """Ask for `count` values of each output's weights, before they are read."""
     rows = tl.minimum(outputs, N - 1).to(tl.int64)
     num_bytes = (count * 2 + rows * 0).to(tl.int32)
-    chain.fetch(weight + rows * K + begin, num_bytes, CHAINED)
+    pdl.fetch(weight + rows * K + begin, num_bytes, PDL)
 
 
 @triton.jit(do_not_specialize=["M", "splits", "fetched"])
@@ -121,13 +121,13 @@ def skinny_linear_kernel(
     ROWS: tl.constexpr,
     OUTPUTS: tl.constexpr,
     BLOCK_K: tl.constexpr,
-    CHAINED: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """out[M, N] = x[M, K] @ weight[N, K].T; `fetched` values of each row come before the wait.
 
     With AT_ONCE rows at a time, the last program adds to the residual and normalises.
     """
-    chain.release(CHAINED)
+    pdl.release(PDL)
     tile = tl.program_id(0)
     split = tl.program_id(1)
     outputs = tile * OUTPUTS + tl.arange(0, OUTPUTS)
@@ -135,8 +135,8 @@ def skinny_linear_kernel(
     span = tl.cdiv(K // BLOCK_K, splits) * BLOCK_K
     begin = split * span
     end = tl.minimum(begin + span, K)
-    _fetch(weight, outputs, begin, tl.minimum(fetched, end - begin), N, K, CHAINED)
-    chain.wait(CHAINED)
+    _fetch(weight, outputs, begin, tl.minimum(fetched, end - begin), N, K, PDL)
+    pdl.wait(PDL)
     acc = _gemm(x, weight, rows, outputs, begin, end, M, N, K, BLOCK_K)
     at = rows[None, :] * N + outputs[:, None]
     mask = (rows < M)[None, :] & (outputs < N)[:, None]
@@ -165,14 +165,14 @@ def skinny_gated_kernel(
     ROWS: tl.constexpr,
     OUTPUTS: tl.constexpr,
     BLOCK_K: tl.constexpr,
-    CHAINED: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """out[M, N] = silu(x @ gate.T) * (x @ up.T); weight is [2 N, K], the gates first."""
-    chain.release(CHAINED)
+    pdl.release(PDL)
     outputs = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
-    _fetch(weight, outputs, 0, tl.minimum(fetched, K), N, K, CHAINED)
-    _fetch(weight + N.to(tl.int64) * K, outputs, 0, tl.minimum(fetched, K), N, K, CHAINED)
-    chain.wait(CHAINED)
+    _fetch(weight, outputs, 0, tl.minimum(fetched, K), N, K, PDL)
+    _fetch(weight + N.to(tl.int64) * K, outputs, 0, tl.minimum(fetched, K), N, K, PDL)
+    pdl.wait(PDL)
     rows = tl.arange(0, ROWS)
     k = tl.arange(0, BLOCK_K)
     g_at = weight + outputs.to(tl.int64)[:, None] * K + k[None, :]
@@ -272,7 +272,7 @@ def _launch(
         BLOCK_K=_block_k(size),
         num_warps=4,
         num_stages=tiling.stages,
-        **chain.options(),
+        **pdl.options(),
     )
 
 
@@ -294,6 +294,6 @@ def gated(x: Tensor, weight: Tensor, tiling: Tiling) -> Tensor:
         BLOCK_K=_block_k(size),
         num_warps=4,
         num_stages=tiling.stages,
-        **chain.options(),
+        **pdl.options(),
     )
     return out

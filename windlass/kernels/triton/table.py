@@ -17,7 +17,7 @@ from torch.nn.functional import linear
 from windlass.kernels.packed import Packed, Table4, pack_nibbles, unpack_nibbles
 from windlass.kernels.prepared import RowReader
 from windlass.kernels.rounded import Inputs
-from windlass.kernels.triton import chain
+from windlass.kernels.triton import pdl
 from windlass.kernels.triton.reduce import Space, add_parts
 
 _MOST_FUSED = 64  # rows; more share an unpacked weight
@@ -55,10 +55,10 @@ def table_linear_kernel(
     SPLIT: tl.constexpr,
     ROWS: tl.constexpr,
     OUTPUTS: tl.constexpr,
-    CHAINED: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """out[M, N] = x @ weight.T; a byte holds inputs j and GROUP + j of a block of two groups."""
-    chain.begin(CHAINED)
+    pdl.begin(PDL)
     tile, split = tl.program_id(0), tl.program_id(1)
     outputs = tl.minimum(tile * OUTPUTS + tl.arange(0, OUTPUTS), N - 1)
     rows = tl.arange(0, ROWS)
@@ -102,10 +102,10 @@ def unpack_table_kernel(
     GROUP: tl.constexpr,
     SUPER: tl.constexpr,
     ROWS: tl.constexpr,
-    CHAINED: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """out[M, K]: the weight, or those of its N rows that `ids` names; a block of two groups."""
-    chain.begin(CHAINED)
+    pdl.begin(PDL)
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     block = tl.program_id(1)
     safe = tl.minimum(row, M - 1)
@@ -199,7 +199,7 @@ class CodebookGemm(RowReader):
             OUTPUTS=_OUTPUTS,
             num_warps=4,
             num_stages=3,
-            **chain.options(),
+            **pdl.options(),
         )
         return out
 
@@ -225,6 +225,6 @@ class CodebookGemm(RowReader):
             SUPER=self._super_group,
             ROWS=at_once,
             num_warps=4,
-            **chain.options(),
+            **pdl.options(),
         )
         return weight

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from windlass.kernels.triton import chain
+from windlass.kernels.triton import pdl
 from windlass.kernels.triton.sample import thresholds
 
 _TILE = 2048
@@ -29,34 +29,40 @@ def typical_kernel(
     stride,
     epsilon,
     TILE: tl.constexpr,
-    CHAINED: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """One place: its guess is kept if p >= min(epsilon, sqrt(epsilon) * exp(-entropy))."""
-    chain.begin(CHAINED)
+    pdl.begin(PDL)
     index = tl.program_id(0)
     guess = tl.load(guesses + index)
     slot = tl.load(slots + index).to(tl.int64)
-    heat = tl.load(wishes + slot * 4)
-    if (guess >= 0) & (heat > 0):
+    inverse_temperature = tl.load(wishes + slot * 4)
+    if (guess >= 0) & (inverse_temperature > 0):
         row = logits + index.to(tl.int64) * stride
         floor = tl.load(floors + index)
         peak = float("-inf")
         for start in range(0, size, TILE):
             at = start + tl.arange(0, TILE)
-            x = tl.load(row + at, mask=at < size, other=float("-inf")).to(tl.float32) * heat
+            x = (
+                tl.load(row + at, mask=at < size, other=float("-inf")).to(tl.float32)
+                * inverse_temperature
+            )
             peak = tl.maximum(peak, tl.max(x, 0))
         mass = 0.0
         moment = 0.0
         for start in range(0, size, TILE):
             at = start + tl.arange(0, TILE)
-            x = tl.load(row + at, mask=at < size, other=float("-inf")).to(tl.float32) * heat
+            x = (
+                tl.load(row + at, mask=at < size, other=float("-inf")).to(tl.float32)
+                * inverse_temperature
+            )
             may = (x >= floor) & (x > float("-inf"))
             below = tl.where(may, x - peak, 0.0)
             weight = tl.where(may, tl.exp(below), 0.0)
             mass += tl.sum(weight, 0)
             moment += tl.sum(weight * below, 0)
         entropy = tl.log(mass) - moment / mass
-        own = tl.load(row + guess).to(tl.float32) * heat
+        own = tl.load(row + guess).to(tl.float32) * inverse_temperature
         chance = tl.where(own >= floor, tl.exp(own - peak) / mass, 0.0)
         least = tl.minimum(epsilon, tl.sqrt(epsilon) * tl.exp(-entropy))
         tl.store(sampled + index, guess, mask=chance >= least)
@@ -75,7 +81,7 @@ def keep_typical(
         *(size, logits.stride(0), epsilon),
         TILE=_TILE,
         num_warps=8,
-        **chain.options(),
+        **pdl.options(),
     )
 
 

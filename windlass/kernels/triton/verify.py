@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from windlass.kernels.triton import chain
+from windlass.kernels.triton import pdl
 
 _HEAD = 3  # numbers of a row before its tokens: slot, position of the first, how many tokens
 
@@ -26,15 +26,15 @@ def verify_inputs_kernel(
     positions,
     slots,
     tiles,
-    others,
+    siblings,
     padding,
     WIDTH: tl.constexpr,
-    OTHERS: tl.constexpr,
+    SIBLINGS: tl.constexpr,
     PAD: tl.constexpr,
-    CHAINED: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Unpack one row: slot, position, count, and its tokens (-1: the one sampled last)."""
-    chain.begin(CHAINED)
+    pdl.begin(PDL)
     row = tl.program_id(0)
     own = inputs + row * (3 + WIDTH)
     slot = tl.load(own)
@@ -45,19 +45,19 @@ def verify_inputs_kernel(
     last = tl.load(last_tokens + slot.to(tl.int64))
     used = at < count
     token = tl.where(token < 0, last, token)
-    out = row * (WIDTH + OTHERS) + at
+    out = row * (WIDTH + SIBLINGS) + at
     tl.store(ids + out, tl.where(used, token, 0), mask=at < WIDTH)
     tl.store(positions + out, tl.where(used, start + at, 0), mask=at < WIDTH)
     tl.store(slots + out, tl.where(used, slot, padding), mask=at < WIDTH)
-    if OTHERS > 0:
-        known = others + slot.to(tl.int64) * (1 + OTHERS)
+    if SIBLINGS > 0:
+        known = siblings + slot.to(tl.int64) * (1 + SIBLINGS)
         used = (count > 1) & (slot != padding) & (tl.load(known) == start)
-        for i in tl.static_range(OTHERS):
-            to = row * (WIDTH + OTHERS) + WIDTH + i
+        for i in tl.static_range(SIBLINGS):
+            to = row * (WIDTH + SIBLINGS) + WIDTH + i
             tl.store(ids + to, tl.where(used, tl.load(known + 1 + i), 0))
             tl.store(positions + to, tl.where(used, start + 1, 0))
             tl.store(slots + to, tl.where(used, slot, padding))
-    tl.store(tiles + row * 5, row * (WIDTH + OTHERS))
+    tl.store(tiles + row * 5, row * (WIDTH + SIBLINGS))
     tl.store(tiles + row * 5 + 1, count)
     tl.store(tiles + row * 5 + 2, slot)
     tl.store(tiles + row * 5 + 3, start)
@@ -77,31 +77,31 @@ def keep_kernel(
     back,
     back_stride,
     WIDTH: tl.constexpr,
-    OTHERS: tl.constexpr,
+    SIBLINGS: tl.constexpr,
     PAD: tl.constexpr,
-    CHAINED: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """How many samples of a row are kept: up to the first that differs from the guess after it.
 
     Where the first guess is wrong, two if an alternative is right; `chosen` is its number, from 1.
     What the host is told of a row begins with its samples and that number.
     """
-    chain.begin(CHAINED)
+    pdl.begin(PDL)
     row = tl.program_id(0)
     own = inputs + row * (3 + WIDTH)
     slot = tl.load(own).to(tl.int64)
     count = tl.load(own + 2)
     at = tl.arange(0, PAD)
-    base = row * (WIDTH + OTHERS)
+    base = row * (WIDTH + SIBLINGS)
     guessed = at + 1 < count
     said = tl.load(sampled + base + at, mask=at < WIDTH, other=-1)
     guess = tl.load(ids + base + at + 1, mask=guessed, other=-2)
     end = tl.min(tl.where(guessed & (said == guess), PAD, at), 0)
     place = base + end
-    if OTHERS > 0:
+    if SIBLINGS > 0:
         first = tl.sum(tl.where(at == 0, said, 0), 0)
         taken = 0
-        for i in tl.static_range(OTHERS):
+        for i in tl.static_range(SIBLINGS):
             its = base + WIDTH + i
             right = (tl.load(positions + its) > 0) & (tl.load(ids + its) == first)
             taken = tl.where((end == 0) & right & (taken == 0), 1 + i, taken)
@@ -126,15 +126,15 @@ def adopt_kernel(
     half_stride,
     spare,
     WIDTH: tl.constexpr,
-    OTHERS: tl.constexpr,
+    SIBLINGS: tl.constexpr,
     NUM_KV: tl.constexpr,
     DIM: tl.constexpr,
     DIM_PAD: tl.constexpr,
     SIZE: tl.constexpr,
-    CHAINED: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Move a chosen alternative's keys, or values, of one layer to the place behind the row's first."""
-    chain.begin(CHAINED)
+    pdl.begin(PDL)
     row = tl.program_id(0)
     taken = tl.load(chosen + row)
     if taken == 0:
@@ -145,7 +145,7 @@ def adopt_kernel(
     block = tl.load(tables + slot * table_stride + position // SIZE).to(tl.int64)
     d = tl.arange(0, DIM_PAD)
     for head in range(NUM_KV):
-        source = (spare.to(tl.int64) * NUM_KV + head) * SIZE + row * OTHERS + taken - 1
+        source = (spare.to(tl.int64) * NUM_KV + head) * SIZE + row * SIBLINGS + taken - 1
         target = (block * NUM_KV + head) * SIZE + position % SIZE
         value = tl.load(half + source * DIM + d, mask=d < DIM)
         tl.store(half + target * DIM + d, value, mask=d < DIM)
@@ -159,34 +159,34 @@ def follow_kernel(
     guesses,
     to,
     back,
-    others,
+    siblings,
     padding,
     WIDTH: tl.constexpr,
     NEXT: tl.constexpr,
     DEPTH: tl.constexpr,
-    OTHERS: tl.constexpr,
+    SIBLINGS: tl.constexpr,
     PAD: tl.constexpr,
-    CHAINED: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Write a row of the next verification down: after what is kept, the last token and guesses.
 
     The host is told of the guesses too. Alternatives to the first, behind them, are remembered.
     """
-    chain.begin(CHAINED)
+    pdl.begin(PDL)
     row = tl.program_id(0)
     own = inputs + row * (3 + WIDTH)
     slot = tl.load(own)
     start = tl.load(own + 1) + tl.load(kept + row)
     at = tl.arange(0, PAD)
-    found = guesses + row * (DEPTH + OTHERS)
+    found = guesses + row * (DEPTH + SIBLINGS)
     guess = tl.load(found + at - 1, mask=(at > 0) & (at <= DEPTH), other=0)
     token = tl.where(at == 0, tl.load(last_tokens + slot.to(tl.int64)), guess)
     real = slot != padding
     tl.store(back + row * (WIDTH + 1 + DEPTH) + WIDTH + at, guess, mask=(at > 0) & (at <= DEPTH))
-    if OTHERS > 0:
-        known = others + slot.to(tl.int64) * (1 + OTHERS)
+    if SIBLINGS > 0:
+        known = siblings + slot.to(tl.int64) * (1 + SIBLINGS)
         tl.store(known, tl.where(real, start, -1))
-        for i in tl.static_range(OTHERS):
+        for i in tl.static_range(SIBLINGS):
             tl.store(known + 1 + i, tl.load(found + DEPTH + i))
     out = to + row * (3 + NEXT)
     tl.store(out, slot)
@@ -196,32 +196,37 @@ def follow_kernel(
 
 
 def unpack(
-    inputs: Tensor, last_tokens: Tensor, size: int, width: int, padding: int, others: Tensor | None
+    inputs: Tensor,
+    last_tokens: Tensor,
+    size: int,
+    width: int,
+    padding: int,
+    siblings: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(ids, positions, slots) of all places, [size * width] each, and tiles [size, 5].
 
-    With `others` [slots, 1 + n]: the position of a row and n alternatives to its first guess by
+    With `siblings` [slots, 1 + n]: the position of a row and n alternatives to its first guess by
     slot, of which each row has places behind its own.
     """
-    device, num_others = inputs.device, _number(others)
+    device, num_siblings = inputs.device, _number(siblings)
     # Aligned rows, whatever the size: kernels are compiled anew for others.
-    total = size * (width + num_others)
+    total = size * (width + num_siblings)
     rows = torch.empty((3, -(-total // 4) * 4), dtype=torch.int32, device=device)[:, :total]
     ids, positions, slots = rows.unbind()
     tiles = torch.empty((size, 5), dtype=torch.int32, device=device)
     verify_inputs_kernel[(size,)](
-        *(inputs, last_tokens, ids, positions, slots, tiles, others, padding),
+        *(inputs, last_tokens, ids, positions, slots, tiles, siblings, padding),
         WIDTH=width,
-        OTHERS=num_others,
+        SIBLINGS=num_siblings,
         PAD=triton.next_power_of_2(width),
         num_warps=1,
-        **chain.options(),
+        **pdl.options(),
     )
     return ids, positions, slots, tiles
 
 
-def _number(others: Tensor | None) -> int:
-    return 0 if others is None else others.shape[1] - 1
+def _number(siblings: Tensor | None) -> int:
+    return 0 if siblings is None else siblings.shape[1] - 1
 
 
 def keep(
@@ -244,16 +249,16 @@ def keep(
         *(inputs, ids, positions, sampled, last_tokens, kept, places, chosen),
         *(back, back.stride(0)),
         WIDTH=width,
-        OTHERS=len(ids) // size - width,
+        SIBLINGS=len(ids) // size - width,
         PAD=triton.next_power_of_2(width),
         num_warps=1,
-        **chain.options(),
+        **pdl.options(),
     )
     return kept, places, chosen
 
 
 def adopt(
-    pages: Tensor, inputs: Tensor, chosen: Tensor, tables: Tensor, num_others: int, spare: int
+    pages: Tensor, inputs: Tensor, chosen: Tensor, tables: Tensor, num_siblings: int, spare: int
 ) -> None:
     """Put the keys and values of chosen alternatives where those of first guesses are.
 
@@ -263,13 +268,13 @@ def adopt(
     adopt_kernel[inputs.shape[0], layers * halves](
         *(pages, inputs, chosen, tables, tables.stride(0), pages.stride(1), spare),
         WIDTH=inputs.shape[1] - _HEAD,
-        OTHERS=num_others,
+        SIBLINGS=num_siblings,
         NUM_KV=num_kv,
         DIM=dim,
         DIM_PAD=triton.next_power_of_2(dim),
         SIZE=size,
         num_warps=1,
-        **chain.options(),
+        **pdl.options(),
     )
 
 
@@ -281,20 +286,20 @@ def follow(
     to: Tensor,
     back: Tensor,
     padding: int,
-    others: Tensor | None,
+    siblings: Tensor | None,
 ) -> None:
     """Make `to` the inputs of the next verification; they may be the same as these.
 
-    `back` [rows, tokens + 1 + guesses] gets the guesses; `others` what lies behind them.
+    `back` [rows, tokens + 1 + guesses] gets the guesses; `siblings` what lies behind them.
     """
-    width, num_others = to.shape[1] - _HEAD, _number(others)
+    width, num_siblings = to.shape[1] - _HEAD, _number(siblings)
     follow_kernel[(inputs.shape[0],)](
-        *(inputs, last_tokens, kept, guesses.contiguous(), to, back, others, padding),
+        *(inputs, last_tokens, kept, guesses.contiguous(), to, back, siblings, padding),
         WIDTH=inputs.shape[1] - _HEAD,
         NEXT=width,
-        DEPTH=guesses.shape[1] - num_others,
-        OTHERS=num_others,
+        DEPTH=guesses.shape[1] - num_siblings,
+        SIBLINGS=num_siblings,
         PAD=triton.next_power_of_2(width),
         num_warps=1,
-        **chain.options(),
+        **pdl.options(),
     )

@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from windlass.kernels.triton import chain
+from windlass.kernels.triton import pdl
 
 _ROWS, _OUTPUTS, _BLOCK_K = 128, 128, 64
 _GROUP = 8  # tiles of rows that share the weights they read
@@ -30,10 +30,10 @@ def wide_linear_kernel(
     OUTPUTS: tl.constexpr,
     BLOCK_K: tl.constexpr,
     GROUP: tl.constexpr,
-    CHAINED: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """out[M, N] = x[M, K] @ weight[N, K].T; one program is one multiprocessor's share of tiles."""
-    chain.begin(CHAINED)
+    pdl.begin(PDL)
     row_tiles = tl.cdiv(M, ROWS)
     output_tiles = tl.cdiv(N, OUTPUTS)
     for tile in range(tl.program_id(0), row_tiles * output_tiles, tl.num_programs(0)):
@@ -67,6 +67,6 @@ def linear(x: Tensor, weight: Tensor) -> Tensor:
         GROUP=_GROUP,
         num_warps=8,
         num_stages=4,
-        **chain.options(),
+        **pdl.options(),
     )
     return out

@@ -107,8 +107,10 @@ class Naive:
             stamps.append(time.perf_counter())
             return torch.zeros(len(tokens), dtype=torch.bool, device=tokens.device)
 
-        heat = jobs[0].temperature
-        sampling = {"do_sample": True, "temperature": heat, "top_k": 0} if heat else {}
+        temperature = jobs[0].temperature
+        sampling = (
+            {"do_sample": True, "temperature": temperature, "top_k": 0} if temperature else {}
+        )
         wish = self._library.GenerationConfig(
             max_new_tokens=count, eos_token_id=None, pad_token_id=0, **sampling
         )

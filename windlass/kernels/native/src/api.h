@@ -29,7 +29,7 @@ uint64_t windlass_packed_bytes(const WindlassWeight* weight);
 
 // Codes as the packed forms have them, [outputs][inputs]; scales are halves, floats for table4.
 void windlass_pack(WindlassPool* pool, const WindlassWeight* weight, const void* codes,
-                   const void* scales, const uint16_t* mins, const int8_t* sub_scales,
+                   const void* scales, const uint16_t* offsets, const int8_t* sub_scales,
                    uint8_t* out);
 
 // Runs commands in order. Returns 0, or 1 when there is no memory.

@@ -51,7 +51,7 @@ constexpr bool kHasMultiply4 = kSpan == 4;
   WINDLASS_SCALE("v7", "v25", "16", "3", "v23", "27")                                        
 
 #define WINDLASS_MINS                                                      \
-  "ldp q8, q9, [%[mins]], #32\n"                                           \
+  "ldp q8, q9, [%[offsets]], #32\n"                                           \
   "ldr q15, [%[sums]], #16\n"                                              \
   "fmla v16.4s, v8.4s, v15.s[0]\n fmla v17.4s, v9.4s, v15.s[0]\n"          \
   "fmla v18.4s, v8.4s, v15.s[1]\n fmla v19.4s, v9.4s, v15.s[1]\n"          \
@@ -73,7 +73,7 @@ constexpr bool kHasMultiply4 = kSpan == 4;
       "stp q16, q17, [%[out]]\n stp q18, q19, [%[out], #32]\n"                              \
       "stp q20, q21, [%[out], #64]\n stp q22, q23, [%[out], #96]\n"                         \
       : [codes] "+r"(codes), [x] "+r"(x), [x_scales] "+r"(x_scales), [sums] "+r"(sums),     \
-        [scales] "+r"(scales), [mins] "+r"(mins), [groups] "+r"(groups), [left] "=&r"(left), \
+        [scales] "+r"(scales), [offsets] "+r"(offsets), [groups] "+r"(groups), [left] "=&r"(left), \
         [shifts] "+r"(shifts)                                                               \
       : [blocks] "r"(blocks), [start] "r"(kStarts), [out] "r"(out)                          \
       : "cc", "memory", "v0", "v1", "v2", "v3", "v4", "v5", "v6", "v7", "v8", "v9", "v10",  \
@@ -84,7 +84,7 @@ constexpr bool kHasMultiply4 = kSpan == 4;
 // `shifts` are the scales times -kSumStart.
 template <bool MINS>
 inline void multiply_4(const uint8_t* codes, const float* scales, const float* shifts,
-                       const float* mins, int groups, int blocks, const int8_t* x,
+                       const float* offsets, int groups, int blocks, const int8_t* x,
                        const float* x_scales, const float* sums, float* out) {
   int left;
   if constexpr (MINS) {

@@ -40,7 +40,7 @@ void multiply_square(const Tile& tile, const PanelAt& panel_at, int first, const
           acc[m] = fma_lane<m>(acc[m], mul(sum_finish(sum), scale), x_scale);
         });
         if (!MINS || (b + 1) % tile.blocks != 0) continue;
-        const Floats low = load(tile.mins + g * kTile);
+        const Floats low = load(tile.offsets + g * kTile);
         const Quad sums = load_quad(x.sums + g * kPanel);
         unrolled<kPanel>([&](auto m) WINDLASS_INLINED { acc[m] = fma_lane<m>(acc[m], low, sums); });
       }

@@ -59,11 +59,11 @@ template <int MT, int BLOCK, Coding CODING, bool MINS, class Scale>
 WINDLASS_INLINE void multiply(const IntTile<Scale>& tile, IntPanel x, float* out) {
   constexpr bool nibbles = CODING == Coding::kNibbles;
   if constexpr (kHasRowLoops && MT == 1 && nibbles) {
-    return multiply_1<BLOCK, MINS>(tile.codes, tile.scales, tile.mins, tile.groups, tile.blocks,
+    return multiply_1<BLOCK, MINS>(tile.codes, tile.scales, tile.offsets, tile.groups, tile.blocks,
                                    x.codes, x.next_run(), x.scales, x.sums, out);
   }
   if constexpr (kHasRowLoops && MT == kPanel && nibbles && BLOCK == 32) {
-    return multiply_panel<MINS>(tile.codes, tile.scales, tile.mins, tile.groups, tile.blocks,
+    return multiply_panel<MINS>(tile.codes, tile.scales, tile.offsets, tile.groups, tile.blocks,
                                 x.codes, x.scales, x.sums, out);
   }
   Floats acc[MT];
@@ -93,7 +93,7 @@ WINDLASS_INLINE void multiply(const IntTile<Scale>& tile, IntPanel x, float* out
       });
     }
     if constexpr (MINS) {
-      const Floats low = load_scales(tile.mins + g * kTile);
+      const Floats low = load_scales(tile.offsets + g * kTile);
       const Quad sums = load_quad(x.sums + g * kPanel);
       unrolled<MT>([&](auto m) WINDLASS_INLINED { acc[m] = fma_lane<m>(acc[m], low, sums); });
     }
@@ -160,7 +160,7 @@ void few_rows(const Product& job) {
 template <int MT, int BLOCK, bool MINS>
 inline void multiply_unpacked(const IntTile<float>& tile, const IntPanel& x, float* out) {
   if constexpr (kHasMultiply4 && MT == kPanel && BLOCK == 16) {
-    multiply_4<MINS>(tile.codes, tile.scales, tile.shifts, tile.mins, tile.groups, tile.blocks,
+    multiply_4<MINS>(tile.codes, tile.scales, tile.shifts, tile.offsets, tile.groups, tile.blocks,
                      x.codes, x.scales, x.sums, out);
   } else {
     multiply<MT, BLOCK, Coding::kBytes, MINS>(tile, x, out);
@@ -234,7 +234,7 @@ inline void read_scales(const IntTile<uint16_t>& tile, int first, int count, boo
     const Floats scale = load_half(tile.scales + g * kTile);
     store(out->scales, scale);
     store(out->shifts, mul(scale, splat(-kSumStart)));
-    if constexpr (MINS) store(out->mins, ends ? load_half(tile.mins + g * kTile) : zero());
+    if constexpr (MINS) store(out->offsets, ends ? load_half(tile.offsets + g * kTile) : zero());
   }
 }
 
@@ -348,9 +348,9 @@ void with_block(const Product& job) {
 
 void int_product(const Product& job) {
   using namespace tile;
-  const bool mins = job.w.has_mins != 0;
-  if (block_size(job.w) == 32) return mins ? with_block<32, true>(job) : with_block<32, false>(job);
-  return mins ? with_block<16, true>(job) : with_block<16, false>(job);
+  const bool offsets = job.w.has_mins != 0;
+  if (block_size(job.w) == 32) return offsets ? with_block<32, true>(job) : with_block<32, false>(job);
+  return offsets ? with_block<16, true>(job) : with_block<16, false>(job);
 }
 
 }  // namespace windlass

@@ -15,7 +15,7 @@ template <class Scale>
 struct IntTile {
   const uint8_t* codes;
   const Scale* scales;
-  const Scale* mins;
+  const Scale* offsets;
   const float* shifts;  // of unpacked tiles: see multiply_4
   int groups;
   int blocks;  // in a group

@@ -16,7 +16,7 @@ constexpr int kMostInputs = 16384 / kTile;  // of an unpacked tile: 16 KiB of co
 struct Unpacked {
   alignas(64) uint8_t codes[kMostInputs * kTile];
   alignas(64) float scales[kMostInputs / 16 * kTile];
-  alignas(64) float mins[kMostInputs / 16 * kTile];
+  alignas(64) float offsets[kMostInputs / 16 * kTile];
   alignas(64) float shifts[kMostInputs / 16 * kTile];
 };
 
@@ -74,13 +74,13 @@ inline IntTile<float> unpack(const Product& job, const IntTile<uint16_t>& tile, 
     if constexpr (MINS) {
       // A group that was cut takes its minimum once, with its last part.
       const bool ends = end % group == 0;
-      store(out.mins + g * kTile, ends ? load_half(tile.mins + (first + g) * kTile) : zero());
+      store(out.offsets + g * kTile, ends ? load_half(tile.offsets + (first + g) * kTile) : zero());
     }
   }
   const int blocks = std::min(group, end - begin) / block;
   if (job.w.kind == kInt8) {
     const uint8_t* codes = tile.codes + static_cast<size_t>(begin) * kTile;
-    return {codes, out.scales, out.mins, out.shifts, groups, blocks};
+    return {codes, out.scales, out.offsets, out.shifts, groups, blocks};
   }
   const uint8_t* from = tile.codes + static_cast<size_t>(begin) * kTile / 2;
   if (job.w.kind == kCodebook4) {
@@ -88,7 +88,7 @@ inline IntTile<float> unpack(const Product& job, const IntTile<uint16_t>& tile, 
   } else {
     unpack_codes(from, end - begin, out.codes, WholeNumbers<MINS>{});
   }
-  return {out.codes, out.scales, out.mins, out.shifts, groups, blocks};
+  return {out.codes, out.scales, out.offsets, out.shifts, groups, blocks};
 }
 
 }  // namespace windlass::tile

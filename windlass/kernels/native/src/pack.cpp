@@ -110,7 +110,7 @@ void pack_row(const Weight& w, const uint8_t* row, int r, uint8_t* out) {
 
 struct Scales {
   const void* scales;
-  const uint16_t* mins;
+  const uint16_t* offsets;
   const int8_t* sub_scales;
 };
 
@@ -128,7 +128,7 @@ void pack_tile(const Weight& w, int tile, const uint8_t* rows, const Scales& fro
     const int count = num_scales(w), groups = num_groups(w);
     pack_groups(w, tile, count, static_cast<const uint16_t*>(from.scales), halves);
     halves += count * kTile;
-    if (w.has_mins) pack_groups(w, tile, groups, from.mins, halves);
+    if (w.has_mins) pack_groups(w, tile, groups, from.offsets, halves);
     if (w.super_group > 0) {
       pack_groups(w, tile, groups, from.sub_scales, reinterpret_cast<int8_t*>(halves));
     }
@@ -155,9 +155,9 @@ uint64_t windlass_packed_bytes(const WindlassWeight* w) {
 }
 
 void windlass_pack(WindlassPool* pool, const WindlassWeight* weight, const void* codes,
-                   const void* scales, const uint16_t* mins, const int8_t* sub_scales,
+                   const void* scales, const uint16_t* offsets, const int8_t* sub_scales,
                    uint8_t* out) {
-  const Scales from{scales, mins, sub_scales};
+  const Scales from{scales, offsets, sub_scales};
   const std::lock_guard<std::mutex> hold(pool->pool.mutex());
   pool->pool.each(num_tiles(*weight), kTilesAtOnce, [&](int begin, int end) {
     for (int tile = begin; tile < end; ++tile) {

@@ -12,7 +12,7 @@ namespace windlass {
 
 // What 8 rows meet a group of a tile with; shifts are those of multiply_4.
 struct GroupScales {
-  float scales[kTile], shifts[kTile], mins[kTile];
+  float scales[kTile], shifts[kTile], offsets[kTile];
 };
 
 #if defined(WINDLASS_NEON)

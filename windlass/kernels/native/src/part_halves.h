@@ -265,7 +265,7 @@ void attend_halves(const Part& part, int dim, const uint16_t* queries, const flo
     peak[m] = e.peak;
     sum[m] = e.sum;
   }
-  // A chain of values stays finite: each is at most the largest half.
+  // A pdl of values stays finite: each is at most the largest half.
   constexpr float lowered = 1.0f / kChain;
   for (int k = 0; k < part.count; k += kLanes) {
     float16x8x4_t lines;

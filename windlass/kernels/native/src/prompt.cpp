@@ -21,13 +21,13 @@ namespace {
 struct Packed {
   const uint8_t* codes;
   const uint16_t* scales;
-  const uint16_t* mins;
+  const uint16_t* offsets;
 
   Packed(const Weight& w, int tile) {
     const uint8_t* data = w.data + static_cast<size_t>(tile) * tile_bytes(w);
     codes = data + scale_bytes(w);
     scales = reinterpret_cast<const uint16_t*>(data);
-    mins = scales + num_groups(w) * kTile;
+    offsets = scales + num_groups(w) * kTile;
   }
 };
 
@@ -53,7 +53,7 @@ Floats read_groups(const Weight& w, const Packed& tile, int begin, int end, Grou
     store(out.scales + i * kTile, scale);
     Floats most = mul(magnitude(scale), splat(8.0f));
     if constexpr (MINS) {
-      const Floats low = mul(load_scales(tile.mins + at), unit);
+      const Floats low = mul(load_scales(tile.offsets + at), unit);
       store(out.lows + i * kTile, low);
       most = larger_magnitude(magnitude(low), magnitude(fma(low, scale, splat(15.0f))));
     }
@@ -145,7 +145,7 @@ class Weights {
       const Floats unit = splat(1.0f / kHalfUnit);
       scale_ = mul(load_scales(tile_.scales + group_ * kTile), unit);
       // Without minima codes lie around 8, or have a sign.
-      low_ = MINS ? mul(load_scales(tile_.mins + group_ * kTile), unit)
+      low_ = MINS ? mul(load_scales(tile_.offsets + group_ * kTile), unit)
                   : mul(scale_, splat(kSignedNibbles ? 0.0f : -8.0f));
     }
     const uint32_t input = static_cast<uint32_t>(c.input);

@@ -63,7 +63,7 @@ constexpr int kQuadAhead = 1024;
 #define WINDLASS_ADD(S, T, X)                                                            \
   "fmla v16.4s, v" S ".4s, v" X ".s[0]\n fmla v17.4s, v" T ".4s, v" X ".s[0]\n"
 #define WINDLASS_MINS(I, A, B, X)                                                        \
-  WINDLASS_HALVES("mins", I, A, B) "ldr q" X ", [%[sums], #16*" I "]\n"
+  WINDLASS_HALVES("offsets", I, A, B) "ldr q" X ", [%[sums], #16*" I "]\n"
 #define WINDLASS_NOTHING(...)
 
 // The ends of 4 groups, and of one of those that are left.
@@ -85,7 +85,7 @@ constexpr int kQuadAhead = 1024;
   WINDLASS_ADD("0", "1", "14") ADD_MINS("24", "25", "8")
 #define WINDLASS_MOVE_ON(GROUPS)                                                         \
   "add %[codes], %[codes], #128*" GROUPS "\n"                                            \
-  "add %[scales], %[scales], #16*" GROUPS "\n add %[mins], %[mins], #16*" GROUPS "\n"    \
+  "add %[scales], %[scales], #16*" GROUPS "\n add %[offsets], %[offsets], #16*" GROUPS "\n"    \
   "add %[x_scales], %[x_scales], #16*" GROUPS "\n add %[sums], %[sums], #16*" GROUPS "\n"
 
 #define WINDLASS_LOOP(MASK, SPLIT, LAST_FETCH, MINS, ADD_MINS)                           \
@@ -109,7 +109,7 @@ constexpr int kQuadAhead = 1024;
       "b.ne 3b\n"                                                                        \
       "4: stp q16, q17, [%[out]]\n"                                                      \
       : [codes] "+&r"(codes), [x] "+&r"(x), [x_scales] "+&r"(x_scales),                  \
-        [sums] "+&r"(sums), [scales] "+&r"(scales), [mins] "+&r"(mins),                  \
+        [sums] "+&r"(sums), [scales] "+&r"(scales), [offsets] "+&r"(offsets),                  \
         [groups] "+&r"(groups), [ahead] "+&r"(ahead)                                     \
       : [start] "r"(kStarts), [out] "r"(out), [step] "r"(step), [next_run] "r"(next_run) \
       : "cc", "memory", "v0", "v1", "v2", "v3", "v4", "v5", "v6", "v7", "v8", "v9",      \
@@ -118,7 +118,7 @@ constexpr int kQuadAhead = 1024;
 
 // Adds to out[output] groups of one block of 32 inputs, at least one.
 template <bool MINS>
-inline void multiply_groups(const uint8_t* codes, const uint16_t* scales, const uint16_t* mins,
+inline void multiply_groups(const uint8_t* codes, const uint16_t* scales, const uint16_t* offsets,
                             int groups, const int8_t* x, int64_t next_run,
                             const float* x_scales, const float* sums, float* out) {
   const uint8_t* ahead = codes + kQuadAhead;

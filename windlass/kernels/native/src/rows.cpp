@@ -44,15 +44,15 @@ float scale_of(const Weight& w, const uint16_t* halves, int group, int r) {
 
 void read_integer_row(const Weight& w, const uint8_t* tile, int r, float* out) {
   const uint16_t* scales = reinterpret_cast<const uint16_t*>(tile);
-  const uint16_t* mins = scales + num_scales(w) * kTile;
-  const int8_t* sub_scales = reinterpret_cast<const int8_t*>(mins);
+  const uint16_t* offsets = scales + num_scales(w) * kTile;
+  const int8_t* sub_scales = reinterpret_cast<const int8_t*>(offsets);
   const int per_scale = w.super_group > 0 ? w.super_group / w.group : 1;
   const uint8_t* codes = tile + scale_bytes(w);
   const int offset = code_offset(w);
   for (int g = 0; g < num_groups(w); ++g) {
     float scale = scale_of(w, scales, g / per_scale, r);
     if (w.super_group > 0) scale *= static_cast<float>(sub_scales[g * kTile + r]);
-    const float low = w.has_mins ? scale_of(w, mins, g, r) : 0.0f;
+    const float low = w.has_mins ? scale_of(w, offsets, g, r) : 0.0f;
     for (int k = g * w.group; k < (g + 1) * w.group; ++k) {
       int code;
       if (w.kind == kInt8) {
@@ -219,7 +219,7 @@ WINDLASS_INLINE F32x8 gated(F32x8 g, F32x8 up) {
 
 void gate(const float* gates, const float* up, int width, float* out) {
   int i = 0;
-  // Two at a time: each is a long chain of operations.
+  // Two at a time: each is a long pdl of operations.
   for (; i + 2 * kLanes <= width; i += 2 * kLanes) {
     const F32x8 first = gated(load(gates + i), load(up + i));
     const F32x8 second = gated(load(gates + i + kLanes), load(up + i + kLanes));

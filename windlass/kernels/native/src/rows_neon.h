@@ -35,7 +35,7 @@ constexpr bool kHasRowLoops = kSpan == 4;
   "sshll v" A ".4s, v" B ".4h, #13\n sshll2 v" B ".4s, v" B ".8h, #13\n"
 #define WINDLASS_CLEAR(A, B) "bic v" A ".4s, #0x70, lsl #24\n bic v" B ".4s, #0x70, lsl #24\n"
 #define WINDLASS_NEXT_MINS                                                         \
-  WINDLASS_ADD_MINS WINDLASS_HALVES("mins", "4", "5") WINDLASS_CLEAR("4", "5")     \
+  WINDLASS_ADD_MINS WINDLASS_HALVES("offsets", "4", "5") WINDLASS_CLEAR("4", "5")     \
   "ldr q14, [%[sums]], #16\n"
 
 // Codes are split some gemm before they are multiplied.
@@ -84,7 +84,7 @@ constexpr int kBytesAhead = 512;
       "b.ne 1b\n" WINDLASS_SUBTRACT WINDLASS_SCALE WINDLASS_ADD LAST_MINS                   \
       "stp q16, q17, [%[out]]\n"                                                            \
       : [codes] "+&r"(codes), [x] "+&r"(x), [x_scales] "+&r"(x_scales), [sums] "+&r"(sums), \
-        [scales] "+&r"(scales), [mins] "+&r"(mins), [groups] "+&r"(groups),                 \
+        [scales] "+&r"(scales), [offsets] "+&r"(offsets), [groups] "+&r"(groups),                 \
         [left] "=&r"(left), [ahead] "+&r"(ahead)                                            \
       : [blocks] "r"(blocks), [start] "r"(kStarts), [out] "r"(out), [step] "r"(step),       \
         [next_run] "r"(next_run)                                                            \
@@ -97,11 +97,11 @@ constexpr int kBytesAhead = 512;
 
 // Adds to out[output] `groups` groups of `blocks` blocks, at least one of each.
 template <int BLOCK, bool MINS>
-inline void multiply_1(const uint8_t* codes, const uint16_t* scales, const uint16_t* mins,
+inline void multiply_1(const uint8_t* codes, const uint16_t* scales, const uint16_t* offsets,
                        int groups, int blocks, const int8_t* x, int64_t next_run,
                        const float* x_scales, const float* sums, float* out) {
   if (BLOCK == 32 && blocks == 1) {
-    return multiply_groups<MINS>(codes, scales, mins, groups, x, next_run, x_scales, sums, out);
+    return multiply_groups<MINS>(codes, scales, offsets, groups, x, next_run, x_scales, sums, out);
   }
   const uint8_t* ahead = codes + kBytesAhead;
   const int64_t step = BLOCK * 4 + (MINS ? 32 : 16) / blocks;
@@ -184,7 +184,7 @@ inline void multiply_1(const uint8_t* codes, const uint16_t* scales, const uint1
   "sshll v" A ".4s, v" B ".4h, #13\n sshll2 v" B ".4s, v" B ".8h, #13\n"                      \
   "bic v" A ".4s, #0x70, lsl #24\n bic v" B ".4s, #0x70, lsl #24\n"
 #define WINDLASS_MINS                                                                         \
-  WINDLASS_HALVES("mins", "30", "31") "ldr q14, [%[sums]], #16\n"                             \
+  WINDLASS_HALVES("offsets", "30", "31") "ldr q14, [%[sums]], #16\n"                             \
   "fmla v16.4s, v30.4s, v14.s[0]\n fmla v17.4s, v31.4s, v14.s[0]\n"                           \
   "fmla v18.4s, v30.4s, v14.s[1]\n fmla v19.4s, v31.4s, v14.s[1]\n"                           \
   "fmla v20.4s, v30.4s, v14.s[2]\n fmla v21.4s, v31.4s, v14.s[2]\n"                           \
@@ -213,7 +213,7 @@ inline void multiply_1(const uint8_t* codes, const uint16_t* scales, const uint1
       "stp q16, q17, [%[out]]\n stp q18, q19, [%[out], #32]\n"                                \
       "stp q20, q21, [%[out], #64]\n stp q22, q23, [%[out], #96]\n"                           \
       : [codes] "+&r"(codes), [x] "+&r"(x), [x_scales] "+&r"(x_scales), [sums] "+&r"(sums),   \
-        [scales] "+&r"(scales), [mins] "+&r"(mins), [groups] "+&r"(groups),                   \
+        [scales] "+&r"(scales), [offsets] "+&r"(offsets), [groups] "+&r"(groups),                   \
         [left] "=&r"(left), [at] "=&r"(at), [ahead] "+&r"(ahead)                              \
       : [blocks] "r"(blocks), [start] "r"(kStarts), [out] "r"(out), [room] "r"(room),         \
         [last] "r"(last), [step] "r"(step)                                                    \
@@ -224,7 +224,7 @@ inline void multiply_1(const uint8_t* codes, const uint16_t* scales, const uint1
 // Adds to out[row][output] of a panel `groups` groups of `blocks` blocks of 32 inputs, at least one
 // of each.
 template <bool MINS>
-inline void multiply_panel(const uint8_t* codes, const uint16_t* scales, const uint16_t* mins,
+inline void multiply_panel(const uint8_t* codes, const uint16_t* scales, const uint16_t* offsets,
                            int groups, int blocks, const int8_t* x, const float* x_scales,
                            const float* sums, float* out) {
   const uint8_t* last = codes + (static_cast<size_t>(groups) * blocks - 1) * 128;

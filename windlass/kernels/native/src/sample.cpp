@@ -28,8 +28,8 @@ struct Candidate {
 
 constexpr float kNever = -std::numeric_limits<float>::infinity();
 
-inline double mass_of(float x, float peak, float heat) {
-  return x > kNever ? static_cast<double>(exponential((x - peak) * heat)) : 0.0;
+inline double mass_of(float x, float peak, float inverse_temperature) {
+  return x > kNever ? static_cast<double>(exponential((x - peak) * inverse_temperature)) : 0.0;
 }
 
 // A number of 32 bits for each key and token.
@@ -45,16 +45,16 @@ inline double noise(uint64_t key, int token) {
   return -std::log(-std::log1p(-chance));
 }
 
-double mass_of_all(const float* x, int count, float peak, float heat) {
+double mass_of_all(const float* x, int count, float peak, float inverse_temperature) {
   double total = 0;
   for (int at = 0; at < count;) {
     const int end = std::min(at + 1024, count);
     F32x8 sum = zero();
     for (; at + kLanes <= end; at += kLanes) {
-      sum = add(sum, exponential(mul(sub(load(x + at), splat(peak)), splat(heat))));
+      sum = add(sum, exponential(mul(sub(load(x + at), splat(peak)), splat(inverse_temperature))));
     }
     total += static_cast<double>(sum_of(sum));
-    for (; at < end; ++at) total += mass_of(x[at], peak, heat);
+    for (; at < end; ++at) total += mass_of(x[at], peak, inverse_temperature);
   }
   return total;
 }
@@ -68,9 +68,9 @@ int gather_from(const float* x, int count, float bound, Candidate* to) {
   return found;
 }
 
-double mass_of(const Candidate* from, int count, float peak, float heat) {
+double mass_of(const Candidate* from, int count, float peak, float inverse_temperature) {
   double total = 0;
-  for (int i = 0; i < count; ++i) total += mass_of(from[i].x, peak, heat);
+  for (int i = 0; i < count; ++i) total += mass_of(from[i].x, peak, inverse_temperature);
   return total;
 }
 
@@ -79,20 +79,20 @@ inline bool likelier(const Candidate& a, const Candidate& b) {
 }
 
 // The tokens that may be drawn, the likeliest first; returns how many. `room` is for the whole row.
-int keep(const float* x, int width, float peak, float heat, const Wish& wish, Candidate* room) {
+int keep(const float* x, int width, float peak, float inverse_temperature, const Wish& wish, Candidate* room) {
   const float low = wish.min_p > 0
-                        ? peak + static_cast<float>(std::log(wish.min_p)) / heat
+                        ? peak + static_cast<float>(std::log(wish.min_p)) / inverse_temperature
                         : kNever;
   const int most = wish.top_k > 0 ? static_cast<int>(std::min<double>(wish.top_k, width)) : width;
   const bool by_all = most == width && wish.min_p <= 0;  // top-p is a share of all tokens
-  double total = by_all ? mass_of_all(x, width, peak, heat) : 0;
+  double total = by_all ? mass_of_all(x, width, peak, inverse_temperature) : 0;
   int count = 0;
   for (float reach = 8;; reach *= 2) {
     // Farther away nothing has a mass that a float can hold.
-    const float bound = reach > 128 || low > peak - reach / heat ? low : peak - reach / heat;
+    const float bound = reach > 128 || low > peak - reach / inverse_temperature ? low : peak - reach / inverse_temperature;
     count = gather_from(x, width, bound, room);
     if (bound == low) break;
-    if (by_all ? mass_of(room, count, peak, heat) >= wish.top_p * total : count >= most) break;
+    if (by_all ? mass_of(room, count, peak, inverse_temperature) >= wish.top_p * total : count >= most) break;
   }
   if (count > most) {
     std::nth_element(room, room + most, room + count, likelier);
@@ -100,11 +100,11 @@ int keep(const float* x, int width, float peak, float heat, const Wish& wish, Ca
   }
   std::sort(room, room + count, likelier);
   if (wish.top_p >= 1) return count;
-  if (!by_all) total = mass_of(room, count, peak, heat);
+  if (!by_all) total = mass_of(room, count, peak, inverse_temperature);
   double before = 0;
   for (int i = 0; i < count; ++i) {
     if (i > 0 && before >= wish.top_p * total) return i;
-    before += mass_of(room[i].x, peak, heat);
+    before += mass_of(room[i].x, peak, inverse_temperature);
   }
   return count;
 }
@@ -112,13 +112,13 @@ int keep(const float* x, int width, float peak, float heat, const Wish& wish, Ca
 // The best so far, with its noise.
 struct Leader {
   const float* x;
-  float peak, heat;
+  float peak, inverse_temperature;
   uint64_t key;
   int token;
   double value;
 
   void meet(int other) {
-    const double found = static_cast<double>((x[other] - peak) * heat) + noise(key, other);
+    const double found = static_cast<double>((x[other] - peak) * inverse_temperature) + noise(key, other);
     if (found > value) token = other, value = found;
   }
 };
@@ -131,7 +131,7 @@ int draw_from_all(const float* x, int width, Leader leader) {
     float most[stretch], chances[stretch];
     const F32x8 behind = splat(static_cast<float>(-leader.value));
     for (int i = 0; i + kLanes <= count; i += kLanes) {
-      const F32x8 below = mul(sub(load(x + first + i), splat(leader.peak)), splat(leader.heat));
+      const F32x8 below = mul(sub(load(x + first + i), splat(leader.peak)), splat(leader.inverse_temperature));
       store(most + i, exponential(add(below, behind)));
     }
     for (int i = count / kLanes * kLanes; i < count; ++i) most[i] = 2.0f;  // looked at in any case
@@ -154,10 +154,10 @@ int draw(const float* x, int width, const Wish& wish, uint64_t key, Candidate* r
   if (wish.temperature <= 0 || !std::isfinite(peak)) return best;
   // Finite for the smallest temperatures too: infinity times a distance of 0 from the peak is NaN.
   const double most = std::numeric_limits<float>::max();
-  const float heat = static_cast<float>(std::min(1.0 / wish.temperature, most));
-  Leader leader{x, peak, heat, key, best, noise(key, best)};
+  const float inverse_temperature = static_cast<float>(std::min(1.0 / wish.temperature, most));
+  Leader leader{x, peak, inverse_temperature, key, best, noise(key, best)};
   if (!wish.cuts()) return draw_from_all(x, width, leader);
-  const int count = keep(x, width, peak, heat, wish, room);
+  const int count = keep(x, width, peak, inverse_temperature, wish, room);
   for (int i = 0; i < count; ++i) leader.meet(room[i].token);
   return leader.token;
 }

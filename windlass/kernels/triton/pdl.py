@@ -15,30 +15,30 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 
 @triton.jit
-def release(CHAINED: tl.constexpr):
+def release(PDL: tl.constexpr):
     """Let the next kernel start as soon as there is room for it."""
-    if CHAINED:
+    if PDL:
         gdc_launch_dependents()
 
 
 @triton.jit
-def wait(CHAINED: tl.constexpr):
+def wait(PDL: tl.constexpr):
     """Go on when all that the last kernel wrote is there to be read."""
-    if CHAINED:
+    if PDL:
         gdc_wait()
 
 
 @triton.jit
-def begin(CHAINED: tl.constexpr):
+def begin(PDL: tl.constexpr):
     """For kernels that have nothing to do before they wait."""
-    release(CHAINED)
-    wait(CHAINED)
+    release(PDL)
+    wait(PDL)
 
 
 @triton.jit
-def fetch(at, num_bytes, CHAINED: tl.constexpr):
+def fetch(at, num_bytes, PDL: tl.constexpr):
     """Bring bytes (a multiple of 16) at each of some addresses nearer, to be read after the wait."""
-    if CHAINED:
+    if PDL:
         tl.inline_asm_elementwise(
             "cp.async.bulk.prefetch.L2.global [$1], $2; mov.b32 $0, 0;",
             "=r,l,r",
@@ -53,5 +53,5 @@ def fetch(at, num_bytes, CHAINED: tl.constexpr):
 def options() -> dict[str, bool]:
     """How a kernel of a chain is launched on this device."""
     if torch.cuda.is_available() and torch.cuda.get_device_capability() >= (9, 0):
-        return {"CHAINED": True, "launch_pdl": True}
-    return {"CHAINED": False}
+        return {"PDL": True, "launch_pdl": True}
+    return {"PDL": False}
