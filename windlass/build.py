@@ -216,14 +216,14 @@ def _engine(
     made: Assembled,
     weights: Loaded,
 ) -> Engine:
-    from windlass.runner.memory import Holdings
+    from windlass.runner.memory import RunnerMemory
 
     device = weights.parts.device
     # What steps take on a GPU was found when the cache was sized; no tensor shows it.
     steps = {name: size for name, size in made.memory.items() if name in _MEASURED}
     overlap = config.scheduler.overlap and device.type == "cuda"
-    holdings = Holdings((runner,), device, steps)
-    return Engine(scheduler, runner, overlap=overlap, holdings=holdings)
+    memory = RunnerMemory((runner,), device, steps)
+    return Engine(scheduler, runner, overlap=overlap, memory=memory)
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from windlass.core.adapters import Adapters
-from windlass.core.card import Held
+from windlass.core.card import MemoryReport
 from windlass.core.memory import Memory
 from windlass.core.scheduler import Scheduler
 from windlass.core.trace import RequestTrace
@@ -36,10 +36,10 @@ class Runner(Protocol):
     def submit(self, plan: StepPlan) -> PendingStep: ...
 
 
-class Holdings(Protocol):
+class RunnerMemory(Protocol):
     """What the runner and all that belongs to it hold in memory."""
 
-    def held(self) -> Held: ...
+    def held(self) -> MemoryReport: ...
 
     def sleep(self) -> None:
         """Let go of all that `wake` can get again."""
@@ -60,13 +60,13 @@ class Engine:
         runner: Runner,
         clock: Callable[[], float] = time.monotonic,
         overlap: bool = False,
-        holdings: Holdings | None = None,
+        memory: RunnerMemory | None = None,
     ) -> None:
         self._scheduler = scheduler
         self._runner = runner
         self._clock = clock
         self._overlap = overlap
-        self._holdings = holdings
+        self._memory = memory
         self.asleep = False
         self._in_flight: tuple[StepPlan, PendingStep] | None = None
         self._on_plan: Callable[[StepPlan], None] = _ignore_plan
@@ -161,7 +161,7 @@ class Engine:
 
     def memory(self) -> Memory:
         """What the memory holds at this moment."""
-        held = self._holdings.held() if self._holdings is not None else None
+        held = self._memory.held() if self._memory is not None else None
         return Memory(self._scheduler.block_use(), self.asleep, held)
 
     def sleep(self) -> None:
@@ -170,16 +170,16 @@ class Engine:
             raise EngineError("requests are running; the engine cannot sleep now.")
         if self.asleep:
             return
-        if self._holdings is None:
+        if self._memory is None:
             raise UnsupportedError("this engine's memory cannot be given back.")
-        self._holdings.sleep()
+        self._memory.sleep()
         self._scheduler.reset_prefix_cache()
         self.asleep = True
 
     def wake(self) -> None:
         """Have all memory again. An engine that is awake stays so."""
-        if self.asleep and self._holdings is not None:
-            self._holdings.wake()
+        if self.asleep and self._memory is not None:
+            self._memory.wake()
         self.asleep = False
 
     def traces(self) -> list[RequestTrace]:

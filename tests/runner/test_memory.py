@@ -9,16 +9,16 @@ import pytest
 import torch
 
 from windlass import LLM, SamplingParams
-from windlass.core.card import Held
+from windlass.core.card import MemoryReport
 from windlass.errors import EngineError
-from windlass.runner.memory import Holdings, Storage, storages
+from windlass.runner.memory import RunnerMemory, Storage, storages
 
 GREEDY = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
 PROMPTS = ["A windlass is", "The capital of France is " * 30]
 MIB = 2**20
 
 
-def held(llm: LLM) -> Held:
+def held(llm: LLM) -> MemoryReport:
     found = llm.engine.memory().held
     assert found is not None
     return found
@@ -99,7 +99,7 @@ def test_storages_are_found_once_wherever_they_hang() -> None:
 
 def test_other_devices_refuse_by_name() -> None:
     with pytest.raises(EngineError, match="recorded steps know its addresses"):
-        Holdings((), torch.device("cuda"), {}).sleep()
+        RunnerMemory((), torch.device("cuda"), {}).sleep()
 
 
 def test_results_tell_their_story_and_their_price(llm: LLM) -> None:

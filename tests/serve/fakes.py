@@ -16,7 +16,7 @@ from pathlib import Path
 
 from windlass.config import GrammarConfig
 from windlass.core.blocks import BlockPool
-from windlass.core.card import Capacity, EngineReport, Held, ModelCard, Part
+from windlass.core.card import Capacity, EngineReport, MemoryPart, MemoryReport, ModelCard
 from windlass.core.limits import SchedulerLimits
 from windlass.core.scheduler import Scheduler
 from windlass.core.types import Row, RowResult, SlotInit, StepPlan, StepResult, TokenLogprob
@@ -127,9 +127,9 @@ class Napping:
     def __init__(self, file: str) -> None:
         self._file = Path(file)
 
-    def held(self) -> Held:
+    def held(self) -> MemoryReport:
         resident = 0 if self._file.exists() else 900
-        return Held("cpu", {"weights": Part(1000, resident)}, 5000 + resident, 4000)
+        return MemoryReport("cpu", {"weights": MemoryPart(1000, resident)}, 5000 + resident, 4000)
 
     def sleep(self) -> None:
         self._file.touch()
@@ -169,8 +169,8 @@ def build_engine(options: Options) -> tuple[Engine, EngineReport]:
         VOCAB,
         Capacity(options.num_blocks, block_size, 1024, "set by the test"),
     )
-    holdings = Napping(options.nap_file) if options.nap_file is not None else None
-    return Engine(scheduler, CountingRunner(options.step_s), holdings=holdings), report
+    memory = Napping(options.nap_file) if options.nap_file is not None else None
+    return Engine(scheduler, CountingRunner(options.step_s), memory=memory), report
 
 
 def counting(options: Options | None = None) -> Build:

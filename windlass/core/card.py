@@ -62,7 +62,7 @@ class EngineReport:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class MemoryPart:
     """Memory that is held for one purpose."""
 
     num_bytes: int
@@ -70,11 +70,11 @@ class Part:
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class MemoryReport:
     """What the computing side holds. On a GPU the parts lie there, and `total` is the GPU's use."""
 
     device: str
-    parts: dict[str, Part]
+    parts: dict[str, MemoryPart]
     total: int  # of the process: resident, or allocated on the device
     files: int = 0  # of the total: libraries and other files mapped into memory
     device_free: int | None = None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from windlass.core.card import Held
+from windlass.core.card import MemoryReport
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,4 +24,4 @@ class Memory:
 
     blocks: BlockUse
     asleep: bool
-    held: Held | None = None
+    held: MemoryReport | None = None

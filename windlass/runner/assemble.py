@@ -121,7 +121,7 @@ def load_network(config: EngineConfig, hparams: HParams, checkpoint: Checkpoint)
     layers = [module for module in network.modules() if isinstance(module, Linear)]
     plain = [weight for layer in layers for weight in layer.plain_weights]
     stored = [module for module in network.modules() if isinstance(module, StoredWeight)]
-    choices = [*blueprint.choices, *holdings(stored)]
+    choices = [*blueprint.choices, *memory(stored)]
     if plain:
         choices.append(Choice("products", *blueprint.gemm.tune(plain)))
     return Loaded(
@@ -146,7 +146,7 @@ def _no_fixed_order(layers: list[Linear]) -> str | None:
     return None
 
 
-def holdings(layers: Sequence[StoredWeight]) -> list[Choice]:
+def memory(layers: Sequence[StoredWeight]) -> list[Choice]:
     """How quantised weights are held: layers that are alike share a line."""
     lines: Counter[tuple[str, str, str]] = Counter()
     for layer in layers:

@@ -19,7 +19,7 @@ from typing import IO
 import torch
 from torch import Tensor, nn
 
-from windlass.core.card import Held, Part
+from windlass.core.card import MemoryPart, MemoryReport
 from windlass.errors import EngineError, UnsupportedError
 from windlass.folders import cache_folder
 from windlass.kernels.batch import KVCache
@@ -126,7 +126,7 @@ def _attributes(item: object) -> list[object]:
     return own + [getattr(item, name, None) for name in names]
 
 
-class Holdings:
+class RunnerMemory:
     """Owns what is known of the engine's memory, and while it sleeps, the file of its weights.
 
     `roots` are what everything hangs on, `measured` are bytes that no tensor shows: graphs.
@@ -140,7 +140,7 @@ class Holdings:
         self._measured = measured
         self._asleep: tuple[IO[bytes], list[Storage]] | None = None
 
-    def held(self) -> Held:
+    def held(self) -> MemoryReport:
         sizes: dict[str, list[int]] = {}
         on_cpu = self._device.type == "cpu"
         for name, storage in storages(*self._roots):
@@ -150,15 +150,17 @@ class Holdings:
             sums[0] += storage.num_bytes
             sums[1] += _resident(storage) if on_cpu else storage.num_bytes
         known = on_cpu and sys.platform == "linux"
-        parts = {name: Part(a, b if known else None) for name, (a, b) in sorted(sizes.items())}
+        parts = {
+            name: MemoryPart(a, b if known else None) for name, (a, b) in sorted(sizes.items())
+        }
         for name, num_bytes in self._measured.items():
-            parts[name] = Part(num_bytes)
+            parts[name] = MemoryPart(num_bytes)
         if on_cpu:
             total, files = found.resident_bytes(), _mapped_bytes()
-            return Held("cpu", parts, total, files, found.free_bytes(self._device))
+            return MemoryReport("cpu", parts, total, files, found.free_bytes(self._device))
         free, total = torch.cuda.mem_get_info(self._device)
         used = total - free - found.bytes_of_others(self._device)
-        return Held(str(self._device), parts, used, 0, free, total)
+        return MemoryReport(str(self._device), parts, used, 0, free, total)
 
     def sleep(self) -> None:
         """Let go of all that can be had again. Whatever fails, nothing is lost."""

@@ -77,7 +77,7 @@ class EngineClient:
         self._report: EngineReport | None = None
         self._inboxes: dict[str, Inbox] = {}
         self._calls = Calls()
-        self._resting: asyncio.Event | None = None  # its process was ended, until this is set
+        self._sleeping: asyncio.Event | None = None  # its process was ended, until this is set
         self._lives = 0
         self._heartbeat = Heartbeat(hang_timeout)
         self._quarantine = Quarantine()
@@ -142,8 +142,8 @@ class EngineClient:
             while self._process is not None:
                 process = self._process
                 how = await self._end_of(process)
-                if self._resting is not None:
-                    await self._resting.wait()
+                if self._sleeping is not None:
+                    await self._sleeping.wait()
                 if self._process is not process:  # it was ended on purpose, and started again
                     continue
                 self._process = None
@@ -166,7 +166,7 @@ class EngineClient:
                 if ended.done():
                     how = process.how_it_ended()
                     return f"{hung}; {how}" if heartbeat.is_late else how
-                if heartbeat.is_lost and self._resting is None:
+                if heartbeat.is_lost and self._sleeping is None:
                     return f"{hung} and was killed"
         finally:
             ended.cancel()
@@ -338,12 +338,12 @@ class EngineClient:
         """What the engine's memory holds at this moment."""
         return (await self._ask(messages.GetMemory, messages.MemoryReply)).memory
 
-    async def rest(self) -> None:
+    async def sleep(self) -> None:
         """Let the engine give memory back and stay; nothing may be in flight."""
         await self._told(messages.Sleep)
 
-    async def rise(self) -> None:
-        """Undo `rest`; an engine that was started again since is awake already."""
+    async def wake(self) -> None:
+        """Undo `sleep`; an engine that was started again since is awake already."""
         await self._told(messages.Wake)
 
     async def _told(self, question: type[messages.Sleep] | type[messages.Wake]) -> None:
@@ -355,7 +355,7 @@ class EngineClient:
     async def end_process(self) -> None:
         """End the engine's process until `begin_process`; nothing may be in flight."""
         process = self._running
-        self._resting = asyncio.Event()
+        self._sleeping = asyncio.Event()
         self._down = "the engine's process was ended until it is woken"
         self._process = None
         self._calls.fail(self._down)
@@ -363,10 +363,10 @@ class EngineClient:
 
     async def begin_process(self) -> None:
         """Start the engine again; raises what keeps it from it, and then it still rests."""
-        assert self._resting is not None
+        assert self._sleeping is not None
         await self._launch()
-        self._resting.set()
-        self._resting = None
+        self._sleeping.set()
+        self._sleeping = None
 
     async def _ask(
         self,

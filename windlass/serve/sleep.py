@@ -82,7 +82,7 @@ class Sleeper:
         """The level that was reached, and why that one."""
         if level == 1:
             try:
-                await self._client.rest()
+                await self._client.sleep()
                 return 1, ""
             except UnsupportedError as error:
                 reason = f"the engine's process was ended: {error}"
@@ -100,7 +100,7 @@ class Sleeper:
             self.state = "waking"
             try:
                 if self.level == 1:
-                    await self._client.rise()
+                    await self._client.wake()
                 else:
                     await self._client.begin_process()
                 self.level = 0
