@@ -24,13 +24,13 @@ from windlass.lora.stored import Array, Stored, StoredAdapter
 
 _CODE = Path(__file__).parent / "src"
 # What the native call writes and reads; 16 bits without a sign are those of bfloat16.
-_BRAIN, _FLOAT = np.dtype(np.uint16), np.dtype(np.float32)
-_TARGETS = {np.dtype(np.int8): "codes", _BRAIN: "brains", _FLOAT: "floats"}
-_SOURCES = (_BRAIN, _FLOAT)
+_BF16, _FLOAT = np.dtype(np.uint16), np.dtype(np.float32)
+_TARGETS = {np.dtype(np.int8): "codes", _BF16: "bf16", _FLOAT: "floats"}
+_SOURCES = (_BF16, _FLOAT)
 _CHANGE = np.dtype(  # as src/pack.cpp has it
     [(name, np.int64) for name in ("down", "up", "down_to", "up_to", "scales")]
     + [(name, np.int64) for name in ("rank", "in", "out")]
-    + [(name, np.int64) for name in ("down_is_brain", "up_is_brain", "turned")]
+    + [(name, np.int64) for name in ("down_is_bf16", "up_is_bf16", "turned")]
     + [("scaling", np.float64)]
 )
 
@@ -97,7 +97,7 @@ def _row(change: Stored, place: Place) -> tuple[Any, ...]:
     scales = 0 if place.scales is None else _address(place.scales)
     where = (_address(down), _address(up), _address(place.down), _address(place.up), scales)
     turned = not place.up.flags.c_contiguous
-    kinds = (down.dtype == _BRAIN, up.dtype == _BRAIN, turned)
+    kinds = (down.dtype == _BF16, up.dtype == _BF16, turned)
     return (*where, *down.shape, len(up), *kinds, change.scaling)
 
 
@@ -122,6 +122,6 @@ def write_plain(changes: Sequence[Stored], places: Sequence[Place]) -> int | Non
 
 
 def _tensor_of(array: Array) -> Tensor:
-    if array.dtype != _BRAIN:
+    if array.dtype != _BF16:
         return torch.from_numpy(array)
     return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)

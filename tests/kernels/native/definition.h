@@ -73,9 +73,9 @@ struct Stored {
       const float number = static_cast<float>(drawn & 255) / 128.0f - 1.0f;
       const uint32_t sign = drawn & 1 ? 0x8000 : 0;
       const uint16_t half = static_cast<uint16_t>(sign | (0x2c00 + drawn % 0x1000));
-      const uint16_t brain = static_cast<uint16_t>(sign | (0x3d00 + drawn % 0x200));
+      const uint16_t bf16 = static_cast<uint16_t>(sign | (0x3d00 + drawn % 0x200));
       const int8_t code = static_cast<int8_t>(drawn);
-      const void* from[] = {&number, &half, &brain, &code};
+      const void* from[] = {&number, &half, &bf16, &code};
       std::memcpy(bytes.data() + i, from[type], static_cast<size_t>(size()));
     }
   }
@@ -91,7 +91,7 @@ struct Stored {
     if (type == windlass::kTypeInt8) return static_cast<int8_t>(*p) * double{scales[place]};
     const uint32_t wide = static_cast<uint32_t>(bits) << 16;
     float number;
-    std::memcpy(&number, type == windlass::kTypeBrain ? static_cast<const void*>(&wide) : p, 4);
+    std::memcpy(&number, type == windlass::kTypeBf16 ? static_cast<const void*>(&wide) : p, 4);
     return number;
   }
 

@@ -94,7 +94,7 @@ void make_plain(Case& c) {
   for (int i = 0; i < w.num_out * w.num_in; ++i) {
     float value;
     c.halves.push_back(some_half(value));
-    if (w.kind == windlass::kBrain) {  // the upper half of a float
+    if (w.kind == windlass::kBf16) {  // the upper half of a float
       const uint32_t bits = static_cast<uint32_t>(c.halves.back()) << 16;
       std::memcpy(&value, &bits, 4);
     }

@@ -93,7 +93,7 @@ def test_neon_computes_what_every_operation_means(pytestconfig: pytest.Config, m
     [
         ("alderlake", "int_gemm", ["{vex} vpdpbusd"]),
         ("sapphirerapids", "int_gemm", ["vpdpbusd", "%zmm", "tdpbsud"]),
-        ("sapphirerapids", "brain_gemm", ["vdpbf16ps", "%zmm", "tdpbf16ps"]),
+        ("sapphirerapids", "bf16_gemm", ["vdpbf16ps", "%zmm", "tdpbf16ps"]),
     ],
 )
 def test_products_use_what_a_cpu_has(

@@ -46,7 +46,7 @@ class Type(IntEnum):
 
     FLOAT = 0
     HALF = 1
-    BRAIN = 2
+    BF16 = 2
     INT8 = 3
     PACKED = 4
 
@@ -54,7 +54,7 @@ class Type(IntEnum):
 STORED_AS = {
     torch.float32: Type.FLOAT,
     torch.float16: Type.HALF,
-    torch.bfloat16: Type.BRAIN,
+    torch.bfloat16: Type.BF16,
     torch.int8: Type.INT8,
 }
 

@@ -37,7 +37,7 @@ class _Kind(IntEnum):
     TABLE4 = 2
     HALF = 3
     FLOAT = 4
-    BRAIN = 5
+    BF16 = 5
     CODEBOOK4 = 6
 
 
@@ -256,7 +256,7 @@ def _parts(form: Packed | Tensor) -> _Parts:
         case Tensor(dtype=torch.float16):
             return _Parts(_Kind.HALF, form.contiguous())
         case Tensor(dtype=torch.bfloat16):
-            return _Parts(_Kind.BRAIN, form.contiguous())
+            return _Parts(_Kind.BF16, form.contiguous())
         case Tensor():
             return _Parts(_Kind.FLOAT, form.float().contiguous())
     raise AssertionError(f"no native form of {type(form).__name__}: refuse must say so")

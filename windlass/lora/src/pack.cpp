@@ -9,7 +9,7 @@
 
 namespace {
 
-using Brain = uint16_t;  // the bits of a bfloat16
+using Bf16 = uint16_t;  // the bits of a bfloat16
 
 // As packing.py fills it in.
 struct Change {
@@ -19,7 +19,7 @@ struct Change {
     void* up_to;       // [out, rank], or [rank, out] if turned
     float* scales;     // [rank], of codes
     int64_t rank, in, out;
-    int64_t down_is_brain, up_is_brain, turned;
+    int64_t down_is_bf16, up_is_bf16, turned;
     double scaling;
 };
 
@@ -40,28 +40,28 @@ inline float from_bits(uint32_t bits) {
     return x;
 }
 
-inline uint32_t to_brain(float x) {
+inline uint32_t to_bf16(float x) {
     const uint32_t bits = bits_of(x);
     return (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
 }
 
 // A number as it is stored.
 struct Same {
-    float operator()(Brain x) const { return from_bits(uint32_t(x) << 16); }
+    float operator()(Bf16 x) const { return from_bits(uint32_t(x) << 16); }
     float operator()(float x) const { return x; }
 };
 
 // A number times the scaling, rounded to its own type.
 struct Times {
     float scaling;
-    float operator()(Brain x) const {
-        return from_bits(to_brain(Same()(x) * scaling) << 16);
+    float operator()(Bf16 x) const {
+        return from_bits(to_bf16(Same()(x) * scaling) << 16);
     }
     float operator()(float x) const { return x * scaling; }
 };
 
 inline void store(float x, float* to) { *to = x; }
-inline void store(float x, Brain* to) { *to = Brain(to_brain(x)); }
+inline void store(float x, Bf16* to) { *to = Bf16(to_bf16(x)); }
 inline void store(float x, int8_t* to) { *to = int8_t(bits_of(x + kRounding)); }
 
 // From [outputs, ranks] to [ranks, outputs], whose rows lie so far apart.
@@ -198,8 +198,8 @@ template <class To>
 int64_t write_all(const Change* changes, int64_t count) {
     for (int64_t i = 0; i < count; i++) {
         const Change& one = changes[i];
-        if (!(one.down_is_brain ? write_down<To, Brain>(one) : write_down<To, float>(one))) return i;
-        if (!(one.up_is_brain ? write_up<To, Brain>(one) : write_up<To, float>(one))) return i;
+        if (!(one.down_is_bf16 ? write_down<To, Bf16>(one) : write_down<To, float>(one))) return i;
+        if (!(one.up_is_bf16 ? write_up<To, Bf16>(one) : write_up<To, float>(one))) return i;
     }
     return -1;
 }
@@ -214,8 +214,8 @@ const char* windlass_simd() { return "as the compiler chose"; }
 int64_t windlass_pack_codes(const void* changes, int64_t count) {
     return write_all<int8_t>(static_cast<const Change*>(changes), count);
 }
-int64_t windlass_pack_brains(const void* changes, int64_t count) {
-    return write_all<Brain>(static_cast<const Change*>(changes), count);
+int64_t windlass_pack_bf16(const void* changes, int64_t count) {
+    return write_all<Bf16>(static_cast<const Change*>(changes), count);
 }
 int64_t windlass_pack_floats(const void* changes, int64_t count) {
     return write_all<float>(static_cast<const Change*>(changes), count);

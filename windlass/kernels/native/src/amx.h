@@ -64,9 +64,9 @@ class Squares {
   }
 
   // The sums over all inputs, [16 rows][16 outputs].
-  void multiply_brains(const uint16_t* x, const uint16_t* w, int count, float* out) const {
+  void multiply_bf16(const uint16_t* x, const uint16_t* w, int count, float* out) const {
     _tile_zero(0);
-    for (int k = 0; k < count; k += kBrainRun) {
+    for (int k = 0; k < count; k += kBf16Run) {
       _tile_loadd(1, x + k * kSquare, 64);
       _tile_loadd(2, w + k * kTile, 64);
       _tile_dpbf16ps(0, 1, 2);
@@ -84,14 +84,14 @@ class Squares {
  public:
   Squares(int, int) {}
   void multiply_codes(const int8_t*, const uint8_t*, int, int32_t*) const {}
-  void multiply_brains(const uint16_t*, const uint16_t*, int, float*) const {}
+  void multiply_bf16(const uint16_t*, const uint16_t*, int, float*) const {}
 };
 
 #endif
 
 // Bytes of the inputs of one row that lie side by side in a panel, and in a square.
-inline int run_bytes(const Weight& w) { return is_integer(w) ? kRun : kBrainRun * 2; }
-inline int square_run(const Weight& w) { return is_integer(w) ? block_size(w) : kBrainRun * 2; }
+inline int run_bytes(const Weight& w) { return is_integer(w) ? kRun : kBf16Run * 2; }
+inline int square_run(const Weight& w) { return is_integer(w) ? block_size(w) : kBf16Run * 2; }
 inline size_t square_bytes(const Weight& w) {
   return static_cast<size_t>(padded_in(w)) * kSquare * (is_integer(w) ? 1 : 2);
 }

@@ -44,7 +44,7 @@ enum Op : int32_t {
 };
 
 // How numbers are stored.
-enum Type : int32_t { kTypeFloat = 0, kTypeHalf, kTypeBrain, kTypeInt8, kTypePacked };
+enum Type : int32_t { kTypeFloat = 0, kTypeHalf, kTypeBf16, kTypeInt8, kTypePacked };
 
 // Numbers of rows that the step knows.
 constexpr int32_t kTokens = -1;

@@ -66,7 +66,7 @@ void float_product(const Product& job) {
   each_piece(job, [&](int t, int first, int last, Target to) {
     const uint8_t* tile = job.tile(t);
     const uint16_t* halves = reinterpret_cast<const uint16_t*>(tile);
-    const Brain* brains = reinterpret_cast<const Brain*>(tile);
+    const Bf16* bf16 = reinterpret_cast<const Bf16*>(tile);
     const float* floats = reinterpret_cast<const float*>(tile);
     alignas(64) float room[kMostInputs * kTile];
     for (int begin = 0; begin < count; begin += kMostInputs) {
@@ -79,14 +79,14 @@ void float_product(const Product& job) {
         multiply_panels(job, to, t, first, last, halves + begin * kTile, begin, end);
         continue;
       }
-      if (direct && job.w.kind == kBrain) {
-        multiply_panels(job, to, t, first, last, brains + begin * kTile, begin, end);
+      if (direct && job.w.kind == kBf16) {
+        multiply_panels(job, to, t, first, last, bf16 + begin * kTile, begin, end);
         continue;
       }
       if (job.w.kind == kHalf) {
         unpack_halves(halves + begin * kTile, end - begin, room);
-      } else if (job.w.kind == kBrain) {
-        unpack_halves(brains + begin * kTile, end - begin, room);
+      } else if (job.w.kind == kBf16) {
+        unpack_halves(bf16 + begin * kTile, end - begin, room);
       } else {
         unpack_table(job.w, tile, begin, end, room);
       }

@@ -53,7 +53,7 @@ struct Product {
 
 void int_product(const Product& job);
 void float_product(const Product& job);
-void brain_product(const Product& job);
+void bf16_gemm_rows(const Product& job);
 
 // From this many rows on a tile is unpacked once for all of them.
 constexpr int kManyRows = 6;

@@ -60,15 +60,15 @@ constexpr int kRun = 16;
 // The same for weights in bfloat16 and the inputs that meet them. Where spans are longer than 1, x
 // is the sum of two rows of bfloat16.
 #if defined(WINDLASS_BFMMLA)
-constexpr int kBrainSpan = 4;
-constexpr int kBrainRun = 4;
+constexpr int kBf16Span = 4;
+constexpr int kBf16Run = 4;
 #elif defined(WINDLASS_DPBF16)
-constexpr int kBrainSpan = 2;
-constexpr int kBrainRun = 32;
+constexpr int kBf16Span = 2;
+constexpr int kBf16Run = 32;
 #else
-constexpr int kBrainSpan = 1;
-constexpr int kBrainRun = 1;
+constexpr int kBf16Span = 1;
+constexpr int kBf16Run = 1;
 #endif
-constexpr bool kSplitsInputs = kBrainSpan > 1;
+constexpr bool kSplitsInputs = kBf16Span > 1;
 
 }  // namespace windlass

@@ -23,7 +23,7 @@ struct Layout {
   int cut, pieces;  // panels of a piece, and how many there are
 
   Layout(const Weight& w, int rows, bool given)
-      : integer(is_integer(w)), split(kSplitsInputs && w.kind == kBrain) {
+      : integer(is_integer(w)), split(kSplitsInputs && w.kind == kBf16) {
     // int8 weights are there to lose nothing: inputs keep 15 bits, unless they were asked not to.
     // Whole numbers with a given scale are what the format means, and nothing is to be mended.
     const bool rounds = integer && !given;
@@ -31,7 +31,7 @@ struct Layout {
     panel_rows = kPanel / planes;
     panels = ceil_div(rows, panel_rows);
     const size_t bytes = integer ? IntSizes(w, rows * planes).all()
-                         : split ? brain_panel_bytes(w)
+                         : split ? bf16_panel_bytes(w)
                                  : float_panel_bytes(w);
     panel_bytes = (bytes + 63) / 64 * 64;
     outlier_bytes = rounds && planes == 1 ? windlass::outlier_bytes(most_outliers(w)) : 0;
@@ -105,7 +105,7 @@ bool run_rows(const LinearRows& rows) {
                        scales ? scales + first : nullptr, count, to.planes, panel,
                        outliers ? outliers + skipped : nullptr);
       } else if (to.split) {
-        fill_brain_panel(w, from, count, panel);
+        fill_bf16_panel(w, from, count, panel);
       } else {
         fill_float_panel(w, from, count, panel);
       }
@@ -131,7 +131,7 @@ bool run_rows(const LinearRows& rows) {
   job.columns = columns;
   job.column_bytes = to.column_bytes;
   job.squares = squares;
-  to.integer ? int_product(job) : to.split ? brain_product(job) : float_product(job);
+  to.integer ? int_product(job) : to.split ? bf16_gemm_rows(job) : float_product(job);
   return true;
 }
 

@@ -101,8 +101,8 @@ void pack_row(const Weight& w, const uint8_t* row, int r, uint8_t* out) {
       return pack_table_row(w, row, r, out);
     case kHalf:
       return pack_plain_row<uint16_t>(w, row, r, 1, out);
-    case kBrain:
-      return pack_plain_row<uint16_t>(w, row, r, kBrainSpan, out);
+    case kBf16:
+      return pack_plain_row<uint16_t>(w, row, r, kBf16Span, out);
     default:
       return pack_plain_row<float>(w, row, r, 1, out);
   }
@@ -117,7 +117,7 @@ struct Scales {
 size_t row_bytes(const Weight& w) {
   const size_t k = static_cast<size_t>(w.num_in);
   const bool nibbles = has_nibbles(w) || w.kind == kTable4;
-  const bool halves = w.kind == kHalf || w.kind == kBrain;
+  const bool halves = w.kind == kHalf || w.kind == kBf16;
   return nibbles ? k / 2 : w.kind == kInt8 ? k : halves ? 2 * k : 4 * k;
 }
 

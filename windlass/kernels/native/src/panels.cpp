@@ -170,7 +170,7 @@ void fill_float_panel(const Weight& w, const float* x, int rows, uint8_t* memory
 namespace {
 
 // The nearest bfloat16, ties to even, and its value; what is no number stays none.
-uint16_t nearest_brain(float x, float& value) {
+uint16_t nearest_bf16(float x, float& value) {
   uint32_t bits;
   std::memcpy(&bits, &x, 4);
   const bool number = (bits & 0x7fffffff) <= 0x7f800000;
@@ -181,22 +181,22 @@ uint16_t nearest_brain(float x, float& value) {
 
 }  // namespace
 
-size_t brain_panel_bytes(const Weight& w) {
+size_t bf16_panel_bytes(const Weight& w) {
   return static_cast<size_t>(padded_in(w)) * kPanel * sizeof(uint16_t);
 }
 
-void fill_brain_panel(const Weight& w, const float* x, int rows, uint8_t* memory) {
+void fill_bf16_panel(const Weight& w, const float* x, int rows, uint8_t* memory) {
   uint16_t* out = reinterpret_cast<uint16_t*>(memory);
-  std::memset(out, 0, brain_panel_bytes(w));
+  std::memset(out, 0, bf16_panel_bytes(w));
   for (int m = 0; m < rows; ++m) {
     for (int k = 0; k < w.num_in; ++k) {
       const int from = w.order == nullptr ? k : w.order[k];
       const float input = x[static_cast<size_t>(m) * w.num_in + from];
-      uint16_t* place = out + (k / kBrainRun * kPanel + 2 * m) * kBrainRun + k % kBrainRun;
+      uint16_t* place = out + (k / kBf16Run * kPanel + 2 * m) * kBf16Run + k % kBf16Run;
       float near, rest;
-      place[0] = nearest_brain(input, near);
+      place[0] = nearest_bf16(input, near);
       // Of infinity nothing is left.
-      place[kBrainRun] = nearest_brain(std::isfinite(near) ? input - near : 0.0f, rest);
+      place[kBf16Run] = nearest_bf16(std::isfinite(near) ? input - near : 0.0f, rest);
     }
   }
 }

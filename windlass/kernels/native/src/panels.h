@@ -66,8 +66,8 @@ void fill_int_panel(const Weight& w, const IntSizes& sizes, const float* x, cons
 size_t float_panel_bytes(const Weight& w);
 void fill_float_panel(const Weight& w, const float* x, int rows, uint8_t* memory);
 
-// 2 rows, each as two of bfloat16 whose sum it is but for 2^-17: [inputs / kBrainRun][4][kBrainRun].
-size_t brain_panel_bytes(const Weight& w);
-void fill_brain_panel(const Weight& w, const float* x, int rows, uint8_t* memory);
+// 2 rows, each as two of bfloat16 whose sum it is but for 2^-17: [inputs / kBf16Run][4][kBf16Run].
+size_t bf16_panel_bytes(const Weight& w);
+void fill_bf16_panel(const Weight& w, const float* x, int rows, uint8_t* memory);
 
 }  // namespace windlass

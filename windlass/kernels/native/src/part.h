@@ -51,7 +51,7 @@ inline void convert(Type type, const void* from, int count, float* out) {
   const int8_t* codes = static_cast<const int8_t*>(from);
   for (int i = 0; i < count; i += kLanes) {
     store(out + i, type == kTypeHalf    ? read_half(halves + i)
-                   : type == kTypeBrain ? read_brain(halves + i)
+                   : type == kTypeBf16 ? read_bf16(halves + i)
                                         : read_int8(codes + i));
   }
 }

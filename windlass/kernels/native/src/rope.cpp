@@ -12,7 +12,7 @@ namespace {
 constexpr int kMostDim = 512;
 
 // Rounded to nearest, ties to even; what is no number stays that.
-uint16_t to_brain(float x) {
+uint16_t to_bf16(float x) {
   uint32_t bits;
   std::memcpy(&bits, &x, 4);
   if (std::isnan(x)) return static_cast<uint16_t>(bits >> 16 | 0x40);
@@ -39,8 +39,8 @@ void write_head(const Pages& kv, const float* x, void* pages, float* scales, siz
         write_half(static_cast<uint16_t*>(pages) + at + i, load(x + i));
       }
       return;
-    case kTypeBrain:
-      for (int i = 0; i < kv.dim; ++i) static_cast<uint16_t*>(pages)[at + i] = to_brain(x[i]);
+    case kTypeBf16:
+      for (int i = 0; i < kv.dim; ++i) static_cast<uint16_t*>(pages)[at + i] = to_bf16(x[i]);
       return;
     case kTypeInt8:
       return write_codes(x, kv.dim, static_cast<int8_t*>(pages) + at, scales + place);

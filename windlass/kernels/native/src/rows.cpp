@@ -88,9 +88,9 @@ void read_plain_row(const Weight& w, int r, const Read& read, float* out) {
   }
 }
 
-void read_brain_row(const Weight& w, const uint16_t* tile, int r, float* out) {
+void read_bf16_row(const Weight& w, const uint16_t* tile, int r, float* out) {
   for (int k = 0; k < w.num_in; ++k) {
-    const uint32_t bits = static_cast<uint32_t>(tile[brain_place(k, r)]) << 16;
+    const uint32_t bits = static_cast<uint32_t>(tile[bf16_place(k, r)]) << 16;
     std::memcpy(out + k, &bits, 4);
   }
 }
@@ -107,8 +107,8 @@ void read_stored_row(const Weight& w, const uint8_t* tile, int r, float* out) {
       return read_table_row(w, tile, r, out);
     case kHalf:
       return read_plain_row(w, r, [&](int i) { return read_half(halves + i); }, out);
-    case kBrain:
-      return read_brain_row(w, halves, r, out);
+    case kBf16:
+      return read_bf16_row(w, halves, r, out);
     default:
       return read_plain_row(w, r, [&](int i) { return load(floats + i); }, out);
   }
@@ -132,7 +132,7 @@ void read_table(const void* table, Type type, size_t first, int width, float* ou
   each_8(width, [&](int i, int count) {
     uint16_t some[kLanes] = {};
     std::memcpy(some, halves + i, static_cast<size_t>(count) * 2);
-    store_some(out + i, type == kTypeHalf ? read_half(some) : read_brain(some), count);
+    store_some(out + i, type == kTypeHalf ? read_half(some) : read_bf16(some), count);
   });
 }
 

@@ -67,14 +67,14 @@ using Sums = I32x8;
 using Codes = Codes32;
 
 // A bfloat16, told from a half by its type.
-struct Brain {
+struct Bf16 {
   uint16_t bits;
 };
 
 // Scales lie as halves in packed weights and as floats in unpacked tiles.
 inline Floats load_scales(const uint16_t* p) { return load_half(p); }
 inline Floats load_scales(const float* p) { return load(p); }
-inline Floats load_scales(const Brain* p) { return read_brain(&p->bits); }
+inline Floats load_scales(const Bf16* p) { return read_bf16(&p->bits); }
 
 }  // namespace tile
 #endif

@@ -101,7 +101,7 @@ inline void write_half(uint16_t* p, F32x8 x) {
   _mm_storeu_si128(reinterpret_cast<__m128i*>(p),
                    _mm256_cvtps_ph(x.v, _MM_FROUND_TO_NEAREST_INT));
 }
-inline F32x8 read_brain(const uint16_t* p) {
+inline F32x8 read_bf16(const uint16_t* p) {
   const __m128i h = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
   return {_mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(h), 16))};
 }

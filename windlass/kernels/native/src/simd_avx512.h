@@ -24,7 +24,7 @@ struct Quad {
 struct QuadInt {
   const int32_t* p;
 };
-struct Brain {
+struct Bf16 {
   uint16_t bits;
 };
 
@@ -36,7 +36,7 @@ inline Floats load_half(const uint16_t* p) {
 }
 inline Floats load_scales(const float* p) { return load(p); }
 inline Floats load_scales(const uint16_t* p) { return load_half(p); }
-inline Floats load_scales(const Brain* p) {
+inline Floats load_scales(const Bf16* p) {
   const __m256i h = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
   return {_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(h), 16))};
 }

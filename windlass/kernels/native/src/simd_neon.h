@@ -92,7 +92,7 @@ inline F32x8 read_half(const uint16_t* p) {
 inline void write_half(uint16_t* p, F32x8 x) {
   vst1q_u16(p, vreinterpretq_u16_f16(vcvt_high_f16_f32(vcvt_f16_f32(x.a), x.b)));
 }
-inline F32x8 read_brain(const uint16_t* p) {
+inline F32x8 read_bf16(const uint16_t* p) {
   const uint16x8_t h = vld1q_u16(p);
   return {vreinterpretq_f32_u32(vshll_n_u16(vget_low_u16(h), 16)),
           vreinterpretq_f32_u32(vshll_high_n_u16(h, 16))};

@@ -131,7 +131,7 @@ inline uint16_t float_to_half(float x) {
 inline void write_half(uint16_t* p, F32x8 x) {
   for (int i = 0; i < 8; ++i) p[i] = float_to_half(x.v[i]);
 }
-inline F32x8 read_brain(const uint16_t* p) {
+inline F32x8 read_bf16(const uint16_t* p) {
   return each([&](int i) {
     const uint32_t bits = static_cast<uint32_t>(p[i]) << 16;
     float out;

@@ -9,7 +9,7 @@
 //   table4       [groups][kTile] float scales, then codes, 4 inputs at a time: [2][kTile] bytes
 //                with inputs 0, 1 in the low halves and 2, 3 in the high ones
 //   half, float  [inputs][kTile]
-//   brain        (bfloat16) [inputs / kBrainSpan][kTile][kBrainSpan]
+//   bf16        (bfloat16) [inputs / kBf16Span][kTile][kBf16Span]
 //
 // Outputs and inputs past the end are zeros.
 
@@ -28,7 +28,7 @@ enum Kind : int32_t {
   kTable4 = 2,
   kHalf = 3,
   kFloat = 4,
-  kBrain = 5,
+  kBf16 = 5,
   kCodebook4 = 6,
 };
 
@@ -73,7 +73,7 @@ inline int block_size(const Weight& w) {
 
 inline int padded_in(const Weight& w) {
   if (is_integer(w)) return round_up(w.num_in, block_size(w));
-  if (w.kind == kBrain) return round_up(w.num_in, kBrainRun);
+  if (w.kind == kBf16) return round_up(w.num_in, kBf16Run);
   return w.kind == kTable4 ? round_up(w.num_in, 4) : w.num_in;
 }
 
@@ -96,7 +96,7 @@ inline size_t code_bytes(const Weight& w) {
     case kInt8:
       return count;
     case kHalf:
-    case kBrain:
+    case kBf16:
       return count * 2;
     default:
       return count * 4;
@@ -116,7 +116,7 @@ inline size_t nibble_place(int k, int r) {
 inline size_t table_place(int k, int r) {
   return static_cast<size_t>((k / 4 * 2 + k % 2) * kTile + r);
 }
-inline size_t brain_place(int k, int r) { return span_place(k, r, kBrainSpan); }
+inline size_t bf16_place(int k, int r) { return span_place(k, r, kBf16Span); }
 
 inline bool has_signed_nibbles(const Weight& w) {
   return kSignedNibbles && w.kind == kInt4 && !w.has_mins;

@@ -1,4 +1,4 @@
-// MT rows of bfloat16 by the outputs of one tile: multiply_brains of the CPU at hand.
+// MT rows of bfloat16 by the outputs of one tile: multiply_bf16 of the CPU at hand.
 //
 // Weights and rows lie as layout.h says. Two sums side by side, in the same order for all MT: one
 // alone would wait for each addition, and a row's result must not depend on others.
@@ -14,7 +14,7 @@ namespace windlass::tile {
 // bfmmla: two rows of x by two outputs over 4 inputs, four sums in a register. Rows come in pairs,
 // since each of x is two.
 template <int MT>
-inline void multiply_brains(const uint16_t* w, const uint16_t* x, int count, float* out) {
+inline void multiply_bf16(const uint16_t* w, const uint16_t* x, int count, float* out) {
   constexpr int pairs = (MT + 1) / 2;
   float32x4_t even[pairs][kTile / 2], odd[pairs][kTile / 2];
   for (int p = 0; p < pairs; ++p) {
@@ -47,7 +47,7 @@ inline void multiply_brains(const uint16_t* w, const uint16_t* x, int count, flo
 #elif defined(WINDLASS_DPBF16)
 
 template <int MT>
-inline void multiply_brains(const uint16_t* w, const uint16_t* x, int count, float* out) {
+inline void multiply_bf16(const uint16_t* w, const uint16_t* x, int count, float* out) {
   __m512 even[MT], odd[MT];
   for (int m = 0; m < MT; ++m) even[m] = odd[m] = _mm512_setzero_ps();
   const auto step = [&](const uint16_t* weights, const uint16_t* in, __m512(&sums)[MT])
@@ -55,12 +55,12 @@ inline void multiply_brains(const uint16_t* w, const uint16_t* x, int count, flo
     const __m512bh two = (__m512bh)_mm512_loadu_si512(weights);
     for (int m = 0; m < MT; ++m) {
       int32_t pair;
-      std::memcpy(&pair, in + m * kBrainRun, 4);
+      std::memcpy(&pair, in + m * kBf16Run, 4);
       sums[m] = _mm512_dpbf16_ps(sums[m], two, (__m512bh)_mm512_set1_epi32(pair));
     }
   };
-  for (int k = 0; k < count; k += kBrainRun, x += kBrainRun * kPanel) {
-    for (int i = 0; i < kBrainRun; i += 4, w += 4 * kTile) {
+  for (int k = 0; k < count; k += kBf16Run, x += kBf16Run * kPanel) {
+    for (int i = 0; i < kBf16Run; i += 4, w += 4 * kTile) {
       step(w, x + i, even);
       step(w + 2 * kTile, x + i + 2, odd);
     }
@@ -71,7 +71,7 @@ inline void multiply_brains(const uint16_t* w, const uint16_t* x, int count, flo
 #else
 
 template <int MT>
-inline void multiply_brains(const uint16_t*, const uint16_t*, int, float*) {}
+inline void multiply_bf16(const uint16_t*, const uint16_t*, int, float*) {}
 
 #endif
 
