@@ -1,4 +1,4 @@
-"""What is known of a model before its weights are read, and what a running engine says of itself."""
+"""Facts about a model before its weights are read, and the report of a built engine."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from windlass.core.text import Tokenizer
 
 @dataclass(frozen=True, slots=True)
 class ModelCard:
-    """A model as the server sees it: text in, text out; no tensor. Made by models/card.py."""
+    """A model as the server sees it: name, tokenizer, template; no tensor. Made by models/card.py."""
 
     name: str  # as it appears in the API
-    path: str  # the folder or file that it was found in
+    path: str  # the model's folder or file
     architecture: str  # "LlamaForCausalLM"
-    max_positions: int  # the longest context that the model was made for
+    max_positions: int  # maximum context length
     tokenizer: Tokenizer
     chat_template: str | None
-    special_tokens: Mapping[str, str]  # "bos_token" -> "<|im_start|>", as templates want them
+    special_tokens: Mapping[str, str]  # "bos_token" -> "<|im_start|>", for templates
     default_sampling: Mapping[str, Any] = field(default_factory=dict)  # from generation_config.json
 
 
 @dataclass(frozen=True, slots=True)
 class Capacity:
-    """How many KV blocks there are, and why so many."""
+    """The number of KV blocks, and the reason for it."""
 
     num_blocks: int
     block_size: int
@@ -39,7 +39,7 @@ class Capacity:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """One line of the start-up table: what, which, and why."""
+    """One line of the start-up table: what was chosen, and why."""
 
     what: str
     value: str
@@ -48,7 +48,7 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class EngineReport:
-    """What a built engine tells: limits for the server, and the start-up table."""
+    """The report of a built engine: limits for the server, and the start-up table."""
 
     max_model_len: int
     max_num_seqs: int
@@ -58,31 +58,31 @@ class EngineReport:
     choices: list[Choice] = field(default_factory=list)
     seconds: dict[str, float] = field(default_factory=dict)  # per phase of the start-up
     memory: dict[str, int] = field(default_factory=dict)  # bytes: weights, KV cache, process
-    adapters: dict[str, str] = field(default_factory=dict)  # where each lies, by name
+    adapters: dict[str, str] = field(default_factory=dict)  # folder of each adapter by name
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryPart:
-    """Memory that is held for one purpose."""
+    """Memory of one owner."""
 
     num_bytes: int
-    resident: int | None = None  # of these, in memory now; None: all, or not known
+    resident: int | None = None  # resident bytes; None: all, or unknown
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryReport:
-    """What the computing side holds. On a GPU the parts lie there, and `total` is the GPU's use."""
+    """Memory of the runner by owner. On a GPU, `parts` and `total` are device memory."""
 
     device: str
     parts: dict[str, MemoryPart]
     total: int  # of the process: resident, or allocated on the device
-    files: int = 0  # of the total: libraries and other files mapped into memory
+    files: int = 0  # of the total: memory-mapped libraries and files
     device_free: int | None = None
     device_total: int | None = None
 
     @property
     def unaccounted(self) -> int:
-        """Of the total, what is in no part: the interpreter, the allocator's reserve, and others."""
+        """Bytes of the total without an owner: interpreter, allocator reserve, and the like."""
         known = sum(
             part.num_bytes if part.resident is None else part.resident
             for part in self.parts.values()

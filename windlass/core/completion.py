@@ -1,6 +1,6 @@
-"""One completion as it grows: the engine's tokens become text, log probabilities and an ending.
+"""One completion: turns the engine's tokens into text, logprobs and a finish reason.
 
-Used by the server and by the offline API alike. Knows neither HTTP nor clocks.
+The server and the offline API share it. It knows neither HTTP nor clocks.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from windlass.errors import RequestError
 
 @dataclass(slots=True)
 class Delta:
-    """What is new in a completion. `finish_reason` set: the last one. `first`: none came before."""
+    """New text and tokens of a completion. `finish_reason` is set on the last delta."""
 
     index: int
     text: str = ""
@@ -27,7 +27,7 @@ class Delta:
     first: bool = False
 
     def add(self, later: Delta) -> None:
-        """Take in what came next."""
+        """Append a later delta."""
         self.text += later.text
         self.tokens += later.tokens
         self.logprobs += later.logprobs
@@ -35,7 +35,7 @@ class Delta:
 
 
 class Completion:
-    """Owns the text, the tokens and the scores of one completion."""
+    """Owns the text, tokens and logprobs of one completion."""
 
     def __init__(self, index: int, request: NewRequest, tokenizer: Tokenizer) -> None:
         self.index = index
@@ -52,13 +52,13 @@ class Completion:
         return self._stream.text
 
     def feed(self, output: Output) -> Delta:
-        """Take in a step's output. A stop string found here ends it, though the engine goes on."""
+        """Process a step's output. A stop string found here finishes the completion early."""
         _, tokens, logprobs, prompt_logprobs, finish, stop_token, *_ = output
         if prompt_logprobs:
             self.prompt_logprobs += prompt_logprobs
         shown = kept = tokens
         if stop_token is not None and not self.request.sampling.include_stop_str_in_output:
-            shown = shown[:-1]  # it ended the text and is not part of it
+            shown = shown[:-1]  # the stop token is not part of the text
         text, stop = self._stream.push(shown, finish is not None)
         if stop is not None:
             kept = kept[: self._stream.num_tokens - len(self.tokens)]
@@ -66,7 +66,7 @@ class Completion:
         elif finish is not None:
             self.finish_reason = finish
             if stop_token in self.request.sampling.stop_token_ids:
-                self.stop_reason = stop_token  # the model's own end is no news
+                self.stop_reason = stop_token  # EOS is not reported as a stop reason
         self.tokens += kept
         scores = logprobs[: min(len(kept), len(shown))] if logprobs else []
         if scores:
@@ -75,7 +75,7 @@ class Completion:
 
 
 def check_ids(name: str, ids: Iterable[int], vocab_size: int) -> None:
-    """Refuse token ids that the model does not have."""
+    """Refuse token ids outside the vocabulary."""
     bad = next((token for token in ids if not 0 <= token < vocab_size), None)
     if bad is not None:
         raise RequestError(
@@ -86,7 +86,7 @@ def check_ids(name: str, ids: Iterable[int], vocab_size: int) -> None:
 def resolve_words(
     sampling: SamplingParams, tokenizer: Tokenizer, vocab_size: int
 ) -> SamplingParams:
-    """Check every token id in the wishes, and spell forbidden words in tokens."""
+    """Check all token ids of the sampling params, and tokenise bad_words."""
     if sampling.structured_outputs is not None and not tokenizer.eos_ids:
         raise RequestError(
             "structured_outputs needs a token that ends an output, and this model has none.",
@@ -96,7 +96,7 @@ def resolve_words(
         check_ids(name, getattr(sampling, name) or (), vocab_size)
     if not sampling.bad_words:
         return sampling
-    # A word is other tokens at the start of a text than after a space.
-    forms = [form for word in sampling.bad_words for form in (word, f" {word.lstrip()}")]
-    spelled = [tuple(ids) for ids in tokenizer.encode_all(forms, add_special=False)]
+    # A word has other tokens at the start of a text than after a space.
+    variants = [text for word in sampling.bad_words for text in (word, f" {word.lstrip()}")]
+    spelled = [tuple(ids) for ids in tokenizer.encode_all(variants, add_special=False)]
     return replace(sampling, bad_token_ids=tuple(dict.fromkeys(ids for ids in spelled if ids)))

@@ -1,7 +1,7 @@
-"""The blocks that requests claim: found in the cache or taken afresh, sealed when full, released.
+"""Allocates KV blocks to requests: prefix-cache hits and fresh blocks, sealing, release.
 
-Decides how many a request needs and whether they can be had now. Who gets them, and who must give
-some back, is the scheduler's business.
+Decides how many blocks a request needs and whether they are free now. The scheduler decides which
+request gets them and which one is preempted.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from windlass.core.blocks import BlockPool
 from windlass.core.limits import SchedulerLimits
 from windlass.core.memory import BlockUse
-from windlass.core.misses import Misses
+from windlass.core.misses import PrefixMisses
 from windlass.core.policy import InflightPrefixes
 from windlass.core.request import Request
 from windlass.core.step import Step
@@ -19,24 +19,24 @@ from windlass.core.types import BlockId
 
 
 class KVAllocator:
-    """Owns what is promised and remembered of blocks; the pool owns the counts."""
+    """Owns the in-flight prefixes and the record of cache misses; the pool owns reference counts."""
 
     def __init__(self, limits: SchedulerLimits, pool: BlockPool, caching: bool) -> None:
         self.pool = pool
         self._limits = limits
         self._caching = caching
         self._inflight = InflightPrefixes(limits.block_size)
-        self._misses = Misses(pool, limits.block_size, caching)
+        self._misses = PrefixMisses(pool, limits.block_size, caching)
 
     def use(self, running: Iterable[Request]) -> BlockUse:
-        """What the blocks hold at this moment."""
+        """How the blocks are used at this moment."""
         pool, size = self.pool, self._limits.block_size
         num_cached = pool.num_cached_free()
         unfilled = (len(each.blocks) * size - each.computed for each in running)
         return BlockUse(pool.num_used, num_cached, pool.num_free - num_cached, size, sum(unfilled))
 
     def find(self, request: Request) -> list[BlockId]:
-        """The blocks of its longest cached prefix."""
+        """The blocks of the request's longest cached prefix."""
         if not self.may_read(request):
             return []
         size = self._limits.block_size
@@ -46,24 +46,24 @@ class KVAllocator:
         return self._caching and request.may_read_cache
 
     def should_wait(self, request: Request, cached: list[BlockId]) -> bool:
-        """Whether others compute now most of what it still needs."""
+        """Whether running requests are computing most of the prefix that it still needs."""
         return self._inflight.should_wait(request, len(cached))
 
     def start(self, step: Step, request: Request, cached: list[BlockId], alone: bool) -> int:
-        """Claim the first blocks of a waiting request: how many tokens it computes in `step`.
+        """Allocate the first blocks of a queued request; returns how many tokens `step` computes.
 
-        0: the step has no room; below: so many blocks are lacking. Nothing is claimed then.
+        0: the step has no budget. -n: n blocks are lacking. Neither allocates anything.
         """
         limits, pool = self._limits, self.pool
         num_tokens = len(request.tokens)
-        # Logits come from computing, so at least the last token is computed. When even its block
-        # is cached, that block is copied: a shared block is never written to.
+        # Sampling needs logits, so at least the last token is computed. When its block is cached
+        # too, that block is copied: a shared block is never written to.
         copy_last = len(cached) * limits.block_size >= num_tokens
         start = min(len(cached) * limits.block_size, num_tokens - 1)
         count = limits.chunk(num_tokens - start, step.budget)
         num_free = pool.num_free - pool.num_free_among(cached)
         need_all = limits.blocks_for(num_tokens) - len(cached) + copy_last
-        spare = 0 if alone else 1 + pool.num_blocks // 100  # room to grow for the others
+        spare = 0 if alone else 1 + pool.num_blocks // 100  # headroom for running requests
         lacking = need_all + spare - num_free
         if count == 0 or lacking > 0:
             request.share.short_blocks = max(request.share.short_blocks, lacking)
@@ -79,35 +79,36 @@ class KVAllocator:
         request.num_sealed = len(cached)
         if self._caching:
             request.seal_at = (len(cached) + 1) * limits.block_size
-            self._inflight.make(request, start)
+            self._inflight.add(request, start)
         return count
 
     def note_miss(self, request: Request) -> None:
-        """Say on a request that was just started what of it was not in the cache, and why."""
+        """Record why the rest of a just-admitted prompt was not in the prefix cache."""
         self._misses.note(request, request.computed)
 
     def end_with_drafts(self, request: Request, end: int, spare: int, num_running: int) -> int:
-        """Up to where blocks are wanted: for guesses too, where they are lacking to nobody."""
+        """The position up to which to allocate: draft tokens and lookahead only from spare blocks."""
         spare = min(len(request.drafts), spare)
         if spare:
             spare += self._limits.lookahead_after_drafts
         spare = max(spare, self._limits.lookahead)
-        wish = min(end + spare, request.longest)
-        return wish if self.need(request, wish) <= self.pool.num_free - num_running else end
+        extended = min(end + spare, request.longest)
+        has_spare = self.need(request, extended) <= self.pool.num_free - num_running
+        return extended if has_spare else end
 
     def need(self, request: Request, num_tokens: int) -> int:
-        """Blocks that it lacks for so many tokens."""
+        """Blocks that the request lacks for `num_tokens`."""
         return self._limits.blocks_for(num_tokens) - len(request.blocks)
 
     def seal(self, request: Request) -> None:
-        """Make the blocks findable that became full."""
-        # A token that this row sampled is not known yet; its block waits for the next row.
+        """Add the request's newly full blocks to the prefix cache."""
+        # The token that this row samples is not known yet: its block is sealed by the next row.
         size = self._limits.block_size
         num_full = min(request.computed, len(request.tokens)) // size
         for index in range(request.num_sealed, num_full):
             digest = request.hash_at(index, size)
             self.pool.seal(request.blocks[index], digest)
-            self._inflight.keep(digest)
+            self._inflight.sealed(digest)
         request.num_sealed = num_full
         request.seal_at = (num_full + 1) * size
 

@@ -1,4 +1,4 @@
-"""The numbers a scheduler works within, and whether a request can ever fit them."""
+"""The scheduler's limits, and whether a request can ever fit them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from windlass.errors import CapacityError, ConfigError, RequestError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerLimits:
-    """Set once, when the engine is built."""
+    """Fixed when the engine is built."""
 
     max_num_seqs: int
     max_num_batched_tokens: int
@@ -20,11 +20,9 @@ class SchedulerLimits:
     long_prefill_token_threshold: int = 0
     chunked_prefill: bool = True
     why_not_batch_invariant: str | None = None  # why no request can be deterministic
-    lookahead: int = 0  # tokens ahead that running requests get blocks for, where there are enough
-    lookahead_after_drafts: int = 0  # the same after the guesses of a row that has any
-    drop_drafts_below: int = (
-        0  # tokens of a step up to which no guesses are verified beside a prompt
-    )
+    lookahead: int = 0  # tokens ahead for which running requests get spare blocks
+    lookahead_after_drafts: int = 0  # the same after a row's draft tokens
+    drop_drafts_below: int = 0  # steps of up to so many tokens verify no drafts beside a prompt
 
     def __post_init__(self) -> None:
         if not self.chunked_prefill and self.max_num_batched_tokens < self.max_model_len:
@@ -35,7 +33,7 @@ class SchedulerLimits:
             )
 
     def fit(self, num_prompt: int, max_tokens: int | None) -> int:
-        """How many tokens may be generated; an impossible wish raises with the numbers."""
+        """How many tokens may be generated; raises when the request can never fit."""
         cache = self.num_blocks * self.block_size
         longest = min(self.max_model_len, cache)
         what, advice = "the model's context", ""
@@ -57,7 +55,7 @@ class SchedulerLimits:
         return longest - num_prompt if max_tokens is None else max_tokens
 
     def check(self, sampling: SamplingParams) -> None:
-        """Refuse what this engine cannot do."""
+        """Refuse sampling params that this engine does not support."""
         if sampling.deterministic and self.why_not_batch_invariant is not None:
             raise RequestError(
                 f"deterministic is not possible with this engine: {self.why_not_batch_invariant}. Leave it "
@@ -66,7 +64,7 @@ class SchedulerLimits:
             )
 
     def chunk(self, num_left: int, budget: int) -> int:
-        """How many of `num_left` tokens of one request go into a step with `budget` left."""
+        """How many of a request's `num_left` tokens go into a step with `budget` left."""
         if not self.chunked_prefill:
             return num_left if num_left <= budget else 0
         return min(num_left, self.long_prefill_token_threshold or num_left, budget)

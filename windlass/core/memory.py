@@ -1,4 +1,4 @@
-"""What an engine's memory is used for, now: plain values that travel to the server."""
+"""A snapshot of the engine's memory use: plain values that travel to the server."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from windlass.core.card import MemoryReport
 
 @dataclass(frozen=True, slots=True)
 class BlockUse:
-    """What the KV cache's blocks are used for; the three kinds make all of them."""
+    """How the KV blocks are used. Used, cached and free add up to all blocks."""
 
     num_used: int
-    num_cached: int  # free, but findable
+    num_cached: int  # free, but in the prefix cache
     num_free: int
     block_size: int
-    num_unfilled: int  # tokens that would still fit into the last blocks of running requests
+    num_unfilled: int  # unused token slots in the last blocks of running requests
 
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """The ledger. `held` None: nothing but the blocks is known."""
+    """Memory use. `held` is None when the runner reports none."""
 
     blocks: BlockUse
     asleep: bool

@@ -1,7 +1,7 @@
-"""Why a prompt's block was not in the cache: never seen, evicted, or kept under another salt.
+"""Explains prefix-cache misses: never seen, evicted, or cached under another salt.
 
-Remembers hashes only, and not for ever. What others sent under another `cache_salt` is never told:
-who shares no blocks must not learn of them this way either.
+Keeps a bounded number of hashes. It never reveals prompts of another `cache_salt`: a client that
+shares no blocks must not learn about them here either.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections import OrderedDict
 from windlass.core.blocks import BlockPool, block_hash, root_hash
 from windlass.core.request import Request
 
-_MOST_FIRSTS = 4096
+_MAX_FIRST_BLOCKS = 4096
 
 NO_CACHE = "prefix caching is off"
 SCORED = "prompt_logprobs need every token computed"
@@ -21,8 +21,8 @@ SALT = "known with another adapter, or with another setting of deterministic"
 NEVER = "never seen"
 
 
-class Misses:
-    """Owns the memory of first blocks, by what they hold and for whom."""
+class PrefixMisses:
+    """Owns the hashes of recent first blocks, with and without their salt."""
 
     def __init__(self, pool: BlockPool, block_size: int, caching: bool) -> None:
         self._pool = pool
@@ -31,13 +31,13 @@ class Misses:
         self._firsts: OrderedDict[bytes, bytes] = OrderedDict()
 
     def note(self, request: Request, start: int) -> None:
-        """Say on a request, found to be cached up to `start`, what was missed first."""
+        """Record on the request, whose cached prefix ends at `start`, the first miss and its reason."""
         if start < request.num_prompt - 1:
             request.share.first_miss = start
             request.share.why_missed = self._why(request, start // self._size)
         if self._caching and request.num_prompt >= self._size:
             self._firsts[self._first(request)] = request.root
-            if len(self._firsts) > _MOST_FIRSTS:
+            if len(self._firsts) > _MAX_FIRST_BLOCKS:
                 self._firsts.popitem(last=False)
 
     def _why(self, request: Request, index: int) -> str:

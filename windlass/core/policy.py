@@ -1,4 +1,4 @@
-"""Who goes first, who is interrupted, and who may start now: one small class per policy."""
+"""Scheduling policies: queue order, preemption order, and when queued requests may start."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from windlass.core.types import PROBE_PRIORITY
 
 
 class Policy(Protocol):
-    """The order of requests: the smallest key goes first, the largest is interrupted first."""
+    """The order of requests: the smallest key runs first, the largest is preempted first."""
 
     def key(self, request: Request) -> tuple[int, ...]: ...
 
@@ -31,17 +31,17 @@ class Priority:
 
 
 class Gate(Protocol):
-    """How many waiting requests may start now."""
+    """Limits how many queued requests may start now."""
 
     def openings(self, num_waiting: int, num_running: int, waited_s: float) -> int: ...
 
     def moved(self, started: int) -> None:
-        """Told of every start (+1) and of every running request that went back to wait (-1)."""
+        """Called for every start (+1) and every preemption (-1)."""
         ...
 
 
 class Continuous:
-    """Start whatever fits, at every step."""
+    """Continuous batching: start whatever fits at every step."""
 
     def openings(self, num_waiting: int, num_running: int, waited_s: float) -> int:  # noqa: ARG002
         return num_waiting
@@ -51,16 +51,16 @@ class Continuous:
 
 
 class Static:
-    """A batch starts together, and the next one waits until all of it has ended.
+    """Static batching: a batch starts together, and the next starts when all of it has finished.
 
-    It forms when `max_batch_size` requests wait, or when the first has waited `max_wait_s`.
-    With a size of one this is no batching at all.
+    A batch forms when `max_batch_size` requests wait, or when the first has waited `max_wait_s`.
+    A size of one means no batching.
     """
 
     def __init__(self, max_batch_size: int, max_wait_s: float) -> None:
         self._size = max_batch_size
         self._max_wait_s = max_wait_s
-        self._left = 0  # of the batch that is being started
+        self._left = 0  # requests of the forming batch that have not started
 
     def openings(self, num_waiting: int, num_running: int, waited_s: float) -> int:
         if num_running == 0 and self._left <= 0:
@@ -73,14 +73,14 @@ class Static:
 
 
 class WaitingQueue:
-    """Waiting requests in the policy's order. Owns the heap; removal is lazy."""
+    """Queued requests in policy order. Owns the heap; removal is lazy."""
 
     def __init__(self, policy: Policy) -> None:
         self._policy = policy
         self._heap: list[tuple[tuple[int, ...], Request]] = []
         self._waiting: dict[str, Request] = {}
         self._aside: list[Request] = []
-        # What must change before it is worth looking again; None: nothing is known to lack.
+        # The adapter state at which no queued request could start; None: unknown.
         self.stuck_at: object = None
 
     def __len__(self) -> int:
@@ -105,12 +105,12 @@ class WaitingQueue:
         return request
 
     def set_aside(self) -> Request:
-        """Pass over the first; it comes back with `restore`."""
+        """Pass over the head until `restore`."""
         self._aside.append(self.pop())
         return self._aside[-1]
 
     def restore(self, stuck_at: object = None) -> None:
-        """Put back what was set aside. `stuck_at`: all of it waits for this to change."""
+        """Put passed-over requests back. `stuck_at`: the state that must change before they can start."""
         for request in self._aside:
             self.push(request)
         self._aside.clear()
@@ -121,35 +121,35 @@ class WaitingQueue:
 
 
 class InflightPrefixes:
-    """Blocks that running requests are computing now, by hash, until they are sealed.
+    """Blocks that running requests are computing, by hash, until they are sealed.
 
-    Whoever needs the same blocks does better to wait for them a step or two than to compute them
-    beside the first.
+    A request that needs the same blocks waits a step or two for them instead of computing them a
+    second time.
     """
 
     def __init__(self, block_size: int) -> None:
         self._size = block_size
         self._by_hash: dict[bytes, Request] = {}
 
-    def make(self, request: Request, start: int) -> None:
-        """`request` computes its full blocks from position `start` on."""
+    def add(self, request: Request, start: int) -> None:
+        """Register the full blocks that `request` computes from position `start` on."""
         count = len(request.tokens) // self._size
         for digest in request.hashes(count, self._size)[start // self._size :]:
             self._by_hash.setdefault(digest, request)
 
-    def keep(self, digest: bytes) -> None:
-        """The block is there."""
+    def sealed(self, digest: bytes) -> None:
+        """Remove a block that was sealed."""
         self._by_hash.pop(digest, None)
 
     def drop(self, request: Request) -> None:
-        """It will not compute them after all."""
+        """Remove the blocks of a request that was released before it computed them."""
         if self._by_hash:
             for digest in request.hashes(len(request.tokens) // self._size, self._size):
                 if self._by_hash.get(digest) is request:
                     del self._by_hash[digest]
 
     def should_wait(self, request: Request, num_cached: int) -> bool:
-        """Whether at least half of what `request` still needs is being computed by another."""
+        """Whether other requests are computing at least half of what `request` still needs."""
         if not self._by_hash or not request.may_read_cache:
             return False
         count = len(request.tokens) // self._size

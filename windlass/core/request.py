@@ -1,4 +1,4 @@
-"""One request inside the scheduler: its tokens, how far they are computed, the blocks it holds."""
+"""A request inside the scheduler: its tokens, its progress and its KV blocks."""
 
 from __future__ import annotations
 
@@ -88,24 +88,24 @@ class Request:
         self.blocks: list[BlockId] = []
         self.slot: SlotId | None = None
         self.adapter = new.adapter
-        self.adapter_slot = 0  # on the device, while it runs
+        self.adapter_slot = 0  # device slot of the adapter while the request runs
         self.planned = 0
         self.computed = 0
         self.num_pending = 0
         self.num_sealed = 0
-        self.seal_at = _NEVER  # how much must be computed until the next block is sealed
+        self.seal_at = _NEVER  # computed tokens at which the next block is full
         self.num_scored = 0  # prompt tokens whose log probabilities were sent
-        self.drafts: tuple[int, ...] = ()  # guesses to verify in the next row
-        self.verifying = False  # guesses are in flight: how far it gets is not known yet
-        self.generation = 0  # grows with each preemption, so that late results are recognised
+        self.drafts: tuple[int, ...] = ()  # draft tokens to verify in the next row
+        self.verifying = False  # draft tokens are in flight: the next position is unknown
+        self.generation = 0  # advanced by each preemption, so that late results are recognised
         self.finish: FinishReason | None = None
         self.timeline = Timeline(arrived=now, num_prompt=self.num_prompt)
         self.share = RequestAccounting()
-        self.fresh = True  # no plan has a row of it since it got its slot
-        # Blocks that were computed in any order are of no use to who wants a fixed one.
-        order = "fixed" if new.sampling.deterministic else ""
+        self.fresh = True  # no row was planned since its admission
+        # Deterministic requests must not reuse blocks computed without batch invariance.
+        mode = "fixed" if new.sampling.deterministic else ""
         self.cache_salt = new.cache_salt
-        self.root = root_hash(f"{adapter_salt}\0{new.cache_salt}\0{order}")
+        self.root = root_hash(f"{adapter_salt}\0{new.cache_salt}\0{mode}")
         self._hashes: list[bytes] = []
 
     @property
@@ -114,7 +114,7 @@ class Request:
 
     @property
     def num_left(self) -> int:
-        """Tokens whose KV no plan has covered yet, one that is being sampled included."""
+        """Tokens that no plan has covered yet, including one that is being sampled."""
         return len(self.tokens) + self.num_pending - self.planned
 
     @property
@@ -123,7 +123,7 @@ class Request:
 
     @property
     def may_read_cache(self) -> bool:
-        """Log probabilities of the prompt need its logits, so nothing of it may be skipped."""
+        """Prompt logprobs need the logits of every prompt token, so the cache cannot be used."""
         return self.sampling.prompt_logprobs is None
 
     def hashes(self, count: int, block_size: int) -> list[bytes]:
@@ -136,7 +136,7 @@ class Request:
         return self._hashes[index]
 
     def _hash_up_to(self, count: int, block_size: int) -> None:
-        """Each block is hashed once, when its hash is first asked for."""
+        """Hash blocks lazily, each once."""
         hashes = self._hashes
         while len(hashes) < count:
             at = len(hashes) * block_size
@@ -144,7 +144,7 @@ class Request:
             hashes.append(block_hash(parent, self.tokens[at : at + block_size]))
 
     def take(self, tokens: list[int]) -> tuple[int, FinishReason | None, int | None]:
-        """Append sampled tokens up to one that ends it: (how many, why it ended, stop token)."""
+        """Append sampled tokens until one finishes the request: (count, finish reason, stop token)."""
         own = self.tokens
         num_before = len(own)
         longest = self.longest
@@ -156,33 +156,40 @@ class Request:
                 return len(own) - num_before, "length", None
         return len(tokens), None, None
 
-    def admission(self) -> SlotInit:
-        """What the runner must know of it, now that it has a slot."""
+    def slot_init(self) -> SlotInit:
+        """What the runner needs to know once, when the request gets its slot."""
         assert self.slot is not None
-        known = (list(self.tokens), self.num_prompt, self.sampling, self.stop_ids, self.seed)
-        return SlotInit(self.request_id, self.slot, *known)
+        return SlotInit(
+            request_id=self.request_id,
+            slot=self.slot,
+            tokens=list(self.tokens),
+            num_prompt=self.num_prompt,
+            sampling=self.sampling,
+            stop_ids=self.stop_ids,
+            seed=self.seed,
+        )
 
     def settle_drafts(self, row: Row, got: RowResult, stats: EngineStats) -> None:
-        """Count the accepted guesses, and keep the new ones for the next row."""
+        """Count the accepted draft tokens and keep the new ones for the next row."""
         if row.num_drafts:
             num_accepted = len(got.tokens) - 1
             stats.count_draft(self.timeline, row.num_drafts, num_accepted)
             self.share.count_drafts(row.num_drafts, num_accepted)
-            # Rejected guesses need no undoing: their KV is written over.
+            # Rejected draft tokens need no rollback: their KV is overwritten.
             self.computed -= row.num_drafts - num_accepted
             self.planned = self.computed
             self.verifying = False
-        if self.num_pending == 1:  # else a plan that ran ahead has gone past them already
+        if self.num_pending == 1:  # else an overlapped plan is already past them
             self.drafts = got.drafts
 
     def unreported(self, row: Row, scores: list[TokenLogprob]) -> list[TokenLogprob]:
-        """The prompt's scores that an earlier life of the request has not sent already."""
+        """The prompt logprobs that were not sent before a preemption."""
         fresh = scores[max(0, self.num_scored - row.start) :]
         self.num_scored += len(fresh)
         return fresh
 
     def forget_kv(self) -> None:
-        """Back to the queue: everything is computed anew, as far as the cache does not have it."""
+        """Reset progress after a preemption. Cached blocks are found again at the next admission."""
         self.blocks = []
         self.slot = None
         self.planned = self.computed = self.num_sealed = 0

@@ -1,6 +1,6 @@
-"""How a request wants its tokens chosen and when it wants them to stop.
+"""Sampling parameters of a request: how tokens are chosen, and when generation stops.
 
-Names and defaults are the ones that users of other engines know. Checked once, when it is made.
+Names and defaults follow vLLM. Values are checked once, at construction.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ def _whole(name: str, value: int | None, low: int) -> None:
 class SamplingParams:
     """Usage: `SamplingParams(temperature=0.7, top_p=0.9, max_tokens=64, stop=["\\n"])`.
 
-    `temperature=0` is greedy. `max_tokens=None` means: as many as the context holds.
+    `temperature=0` is greedy. `max_tokens=None`: up to the context length.
     """
 
     n: int = 1
     temperature: float = 1.0
     top_p: float = 1.0
-    top_k: int = 0  # 0 and -1 switch it off
+    top_k: int = 0  # 0 and -1: off
     min_p: float = 0.0
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
@@ -50,18 +50,18 @@ class SamplingParams:
     bad_words: tuple[str, ...] = ()
     structured_outputs: StructuredOutputs | None = None
     seed: int | None = None
-    deterministic: bool = False  # the same tokens alone and in any batch, at some cost
+    deterministic: bool = False  # batch-invariant: the same tokens in any batch, slower
     max_tokens: int | None = 16
     min_tokens: int = 0
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     include_stop_str_in_output: bool = False
-    logprobs: int | None = None  # number of alternatives beside the chosen token; -1: all
+    logprobs: int | None = None  # number of top alternatives; -1: all
     prompt_logprobs: int | None = None
     detokenize: bool = True
     skip_special_tokens: bool = True
-    # Token sequences that must not be completed; made from bad_words by whoever has a tokenizer.
+    # Token sequences that must not be completed; resolve_words makes them from bad_words.
     bad_token_ids: tuple[tuple[int, ...], ...] = ()
 
     def __post_init__(self) -> None:
@@ -104,7 +104,7 @@ class SamplingParams:
             )
 
     def _normalise(self) -> None:
-        """Accept what people pass (a single string, lists, None) and store tuples."""
+        """Accept a single string, lists and None, and store tuples."""
         for name in ("stop", "bad_words"):
             object.__setattr__(self, name, _strings(name, getattr(self, name)))
         if isinstance(self.structured_outputs, dict):
@@ -127,7 +127,7 @@ class SamplingParams:
 
     @property
     def changes_logits(self) -> bool:
-        """Whether what the model says is changed before anything is drawn from it."""
+        """Whether logits are modified before sampling."""
         return bool(
             self.repetition_penalty != 1
             or self.frequency_penalty
@@ -141,7 +141,7 @@ class SamplingParams:
 
     @property
     def is_only_tokens(self) -> bool:
-        """Whether they are all there is to a completion, and their text does not end it."""
+        """Whether a completion needs only tokens: no logprobs, and no stop string in its text."""
         return not self.stop and self.logprobs is None and self.prompt_logprobs is None
 
     @property

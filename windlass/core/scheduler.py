@@ -1,9 +1,9 @@
-"""Decides what every step computes, and takes in what it gave.
+"""Decides what each step computes, and applies its results.
 
 There are no phases. A request has tokens, some are computed, a step computes more: chunked
-prompts, prefix hits, verification of guesses and preemption are one subtraction. Plans may run
-ahead of commits by a step, for a loop that overlaps them. What a token costs to compute, where its
-KV lies and how it is sampled is the runner's business.
+prefill, prefix hits, verification of draft tokens and preemption are one subtraction. A plan may
+run one step ahead of the last commit, for the overlapped loop. The runner knows how tokens are
+computed and sampled and where their KV lies.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections import deque
 from dataclasses import replace
 from random import Random
 
-from windlass.core.accounting import StepAccounting, lacks
+from windlass.core.accounting import StepAccounting, blocker_of
 from windlass.core.adapters import Adapters
 from windlass.core.blocks import BlockPool
 from windlass.core.grammars import Grammars, NoGrammars
@@ -39,11 +39,11 @@ from windlass.core.types import (
 from windlass.errors import EngineError, RequestError
 
 _NO_BLOCKS: list[BlockId] = []
-_MIN_BUDGET = 64  # tokens: a step that lacks memory for these will not get it
+_MIN_BUDGET = 64  # tokens: a device without memory for these will not recover
 
 
 class Scheduler:
-    """Owns the requests and the block pool. Not thread-safe."""
+    """Owns the requests and their KV blocks. Not thread-safe."""
 
     def __init__(
         self,
@@ -64,15 +64,17 @@ class Scheduler:
         self._random = Random(seed)
         self.adapters = adapters or Adapters()
         self.grammars: Grammars = grammars or NoGrammars()
-        self._stuck_for = ADAPTER  # what all waiting requests lack, while the queue is stuck
-        self.failed: list[Output] = []  # requests that ended while the last plan was made
+        self._stuck_for = ADAPTER  # what blocks all queued requests, while the queue is stuck
+        self.failed: list[Output] = []  # requests that failed while the last plan was made
         self._requests: dict[str, Request] = {}
         self._waiting = WaitingQueue(self._policy)
-        self._running: list[Request] = []  # in the policy's order: the last is the first victim
+        self._running: list[Request] = []  # in policy order: the last one is preempted first
         self._slots = deque(SlotId(i) for i in range(limits.max_num_seqs))
         self._freed: list[SlotId] = []
         self._in_flight: deque[Step] = deque()
-        self._budget = limits.max_num_batched_tokens  # tokens a step; less after a lack of memory
+        self._budget = (
+            limits.max_num_batched_tokens
+        )  # tokens per step; halved after running out of memory
         self._num_arrivals = 0
         self._count = EngineStats()
         self.accounting = StepAccounting()
@@ -81,7 +83,7 @@ class Scheduler:
     # ---- requests in and out -----------------------------------------------------------------
 
     def add(self, new: NewRequest, now: float) -> None:
-        """Queue a request; one that is malformed or can never fit is refused here."""
+        """Queue a request. A malformed one, or one that can never fit, raises."""
         if new.request_id in self._requests:
             raise RequestError(f"request id {new.request_id!r} is already in use.", "request_id")
         if not new.prompt:
@@ -101,7 +103,7 @@ class Scheduler:
         self._waiting.push(request)
 
     def abort(self, request_id: str, now: float | None = None) -> None:
-        """Drop a request, if it is still there; its blocks are free at once."""
+        """Drop a request if it still exists. Its blocks are free at once."""
         request = self._requests.get(request_id)
         if request is not None:
             self._finish(request, "abort", now)
@@ -114,13 +116,13 @@ class Scheduler:
         return outputs
 
     def retract(self, plan: StepPlan, error: str) -> list[Output]:
-        """Take back the latest plan, for which the device had no memory, and plan smaller steps.
+        """Withdraw the latest plan after the device ran out of memory, and plan smaller steps.
 
-        Its requests wait again and lose no token. When steps cannot get smaller, the largest row's
-        request ends with the error: the returned output.
+        Its requests are queued again and lose no token. When steps cannot get smaller, the request
+        of the largest row fails: the returned output.
         """
-        least = max(_MIN_BUDGET, self._limits.max_num_seqs)
-        smallest, self._budget = self._budget <= least, max(self._budget // 2, least)
+        floor = max(_MIN_BUDGET, self._limits.max_num_seqs)
+        smallest, self._budget = self._budget <= floor, max(self._budget // 2, floor)
         largest = max(plan.rows, key=lambda row: row.num_tokens)
         outputs, members = [], self._in_flight.pop().members
         for (request, generation), row in zip(members, plan.rows, strict=True):
@@ -146,7 +148,7 @@ class Scheduler:
         )
 
     def _fail_broken(self) -> list[Output]:
-        """End the requests whose grammar could not be followed in the last step."""
+        """End the requests whose grammar failed in the last step."""
         outputs: list[Output] = []
         while self.grammars.failed:
             request_id, error = self.grammars.failed.popitem()
@@ -158,7 +160,7 @@ class Scheduler:
         return bool(self._requests)
 
     def known(self) -> dict[SlotId, list[int]]:
-        """All committed tokens of the requests that run, by their slots; nobody may change them."""
+        """The committed tokens of all running requests by slot. Read-only."""
         return {each.slot: each.tokens for each in self._running if each.slot is not None}
 
     def reset_prefix_cache(self) -> int:
@@ -168,14 +170,14 @@ class Scheduler:
         return self._allocator.use(self._running)
 
     def trace(self, request_id: str, now: float) -> RequestTrace | None:
-        """What is to be told so far of a request that has not ended."""
+        """The trace so far of an unfinished request."""
         request = self._requests.get(request_id)
-        return None if request is None else self.accounting.told(request, now)
+        return None if request is None else self.accounting.trace(request, now)
 
     def stats(self, now: float | None = None) -> EngineStats:
-        """How things stand now; the caller owns the result."""
+        """A snapshot; the caller owns it."""
         if now is not None and not self._running and not self._in_flight:
-            self.accounting.rest(now)
+            self.accounting.idle(now)
         prompts_left = (max(0, r.num_prompt - r.planned) for r in self._requests.values())
         return replace(
             self._count,
@@ -194,14 +196,14 @@ class Scheduler:
     # ---- plan --------------------------------------------------------------------------------
 
     def plan(self, now: float) -> StepPlan:
-        """Say what to compute next: running requests first, then waiting ones in order."""
+        """Plan the next step: running requests first, then queued ones in policy order."""
         plan = StepPlan([], [], [], [], self._count.num_steps, [])
         step = Step(plan, self._limits, self._budget)
         num_before = self._count.num_preemptions
         accounting = self.accounting
         if not self._running and not self._in_flight:
-            accounting.rest(now)
-        accounting.look(now)
+            accounting.idle(now)
+        accounting.begin_plan(now)
         self.adapters.begin()
         self.grammars.begin()
         self.failed = []
@@ -209,7 +211,7 @@ class Scheduler:
         if self._count.num_preemptions == num_before:
             self._plan_waiting(step, now)
         else:
-            accounting.waits(BLOCKS, now)
+            accounting.block_queue(BLOCKS, now)
         if plan.rows:
             plan.freed.extend(self._freed)
             self._freed.clear()
@@ -225,19 +227,19 @@ class Scheduler:
 
     def _plan_running(self, step: Step, now: float) -> None:
         for request in list(self._running):
-            if request.slot is None:  # interrupted a moment ago, as are all behind it
+            if request.slot is None:  # preempted by this plan, as are all behind it
                 break
             num_known = len(request.tokens) + request.num_pending
             count = num_known - request.planned
-            # At its longest, the sample in flight is its last.
+            # A request at its maximum length only waits for the sample in flight.
             if count <= 0 or request.verifying or num_known >= request.longest:
-                step.leave_out(request)
+                step.skip(request)
                 continue
             if count == 1 and step.budget and step.emit_decode(request):
                 continue
             count = self._limits.chunk(count, step.budget)
             if count == 0:
-                step.leave_out(request)
+                step.skip(request)
                 continue
             fresh: list[BlockId] | None = _NO_BLOCKS
             end = request.planned + count
@@ -250,31 +252,31 @@ class Scheduler:
                 step.emit(request, count, fresh)
 
     def _plan_waiting(self, step: Step, now: float) -> None:
-        # Readings and compilations may end any moment: what is noted is the state before the look.
+        # Adapter loads and grammar compilations finish at any moment: keep the state from before.
         state = self.adapters.state, self.grammars.state
         request = self._waiting.peek()
         if request is None:
             return
         if self._waiting.stuck_at == state:
-            self.accounting.waits(self._stuck_for, now)
+            self.accounting.block_queue(self._stuck_for, now)
             return
         waited_s = now - request.timeline.arrived
         openings = self._gate.openings(len(self._waiting), len(self._running), waited_s)
-        promised, count, lacked = False, 1, set()
+        awaits_prefix, count, blockers = False, 1, set()
         while request is not None and openings > 0 and step.budget > 0 and self._slots:
-            if request.num_pending:  # interrupted while its last sample is still in flight
+            if request.num_pending:  # preempted while its last sample is in flight
                 break
-            lack = self._lacks(request)
-            if lack is not None:
+            blocker = self._blocker(request)
+            if blocker is not None:
                 if request.finish is None:
-                    self.accounting.pass_over(self._waiting.set_aside(), lack)
-                    lacked.add(lack)
+                    self.accounting.pass_over(self._waiting.set_aside(), blocker)
+                    blockers.add(blocker)
                 request = self._waiting.peek()
                 continue
             cached = self._allocator.find(request)
             if self._allocator.should_wait(request, cached):
                 self.accounting.pass_over(self._waiting.set_aside(), PREFIX)
-                promised = True
+                awaits_prefix = True
             else:
                 count = self._admit(step, request, cached, now)
                 if count <= 0:
@@ -282,15 +284,18 @@ class Scheduler:
                 step.emit(request, count, request.blocks)
                 openings -= 1
             request = self._waiting.peek()
-        is_stuck = request is None and not promised and len(lacked) == 1
+        is_stuck = request is None and not awaits_prefix and len(blockers) == 1
         self._waiting.restore(state if is_stuck else None)
         if is_stuck:
-            (self._stuck_for,) = lacked
+            (self._stuck_for,) = blockers
         if self._waiting:
-            self.accounting.waits(lacks(request, openings, len(self._slots), count), now)
+            self.accounting.block_queue(blocker_of(request, openings, len(self._slots), count), now)
 
-    def _lacks(self, request: Request) -> int | None:
-        """What a waiting request lacks of its own; an adapter or grammar with an error ends it."""
+    def _blocker(self, request: Request) -> int | None:
+        """Return what blocks a queued request: its adapter, its grammar or nothing.
+
+        An adapter or a grammar that failed ends the request.
+        """
         blocker = ADAPTER
         try:
             if request.adapter and not self.adapters.wanted(request.adapter, request.request_id):
@@ -304,9 +309,9 @@ class Scheduler:
         return None
 
     def _grow(self, request: Request, num_tokens: int, now: float) -> list[BlockId] | None:
-        """Take the blocks that a running request lacks for `num_tokens`, by preemption if need be.
+        """Allocate the blocks that a running request needs for `num_tokens`, preempting if necessary.
 
-        Returns None when the request itself was the one to go back.
+        Returns None when the request itself was preempted.
         """
         need = self._allocator.need(request, num_tokens)
         while need > self._allocator.pool.num_free:
@@ -319,12 +324,12 @@ class Scheduler:
         return fresh
 
     def _admit(self, step: Step, request: Request, cached: list[BlockId], now: float) -> int:
-        """Give a waiting request a slot and its first blocks; not above 0: it cannot have them."""
+        """Give a queued request a slot and its first blocks. A result <= 0: it cannot start now."""
         count = self._allocator.start(step, request, cached, alone=not self._running)
         if count <= 0:
             return count
         self._place(step.plan, request)
-        if self.accounting.placed(request, request.computed, now):
+        if self.accounting.admitted(request, request.computed, now):
             self._allocator.note_miss(request)
             if self._allocator.may_read(request):
                 self._count.prefix_queries += request.num_prompt
@@ -340,13 +345,13 @@ class Scheduler:
             request.adapter_slot = self.adapters.acquire(request.adapter, request.request_id)
         if request.has_grammar:
             self.grammars.acquire(request.request_id)
-        plan.admitted.append(request.admission())
+        plan.admitted.append(request.slot_init())
 
     def _preempt(self, request: Request, now: float) -> None:
-        """Back to the queue. Its sealed blocks stay findable, so little is computed twice."""
+        """Send a request back to the queue. Its sealed blocks stay in the prefix cache."""
         self._running.remove(request)
         self._release(request)
-        self.accounting.interrupted(request, now)
+        self.accounting.preempted(request, now)
         request.forget_kv()
         request.timeline.num_preemptions += 1
         self._count.num_preemptions += 1
@@ -356,14 +361,14 @@ class Scheduler:
     # ---- commit ------------------------------------------------------------------------------
 
     def commit(self, plan: StepPlan, result: StepResult, now: float) -> list[Output]:
-        """Take in the results of the oldest uncommitted plan; returns what each request got."""
+        """Apply the results of the oldest uncommitted plan; returns the outputs of its requests."""
         outputs: list[Output] = []
         step, accounting = self._in_flight.popleft(), self.accounting
         unit = accounting.step(now, step)
         rows = zip(step.members, plan.rows, result.rows, strict=True)
         for (request, generation), row, got in rows:
             if request.finish is not None:
-                accounting.unclaimed(request, row, unit)
+                accounting.add_wasted_row(request, row, unit)
                 continue
             if request.generation == generation:
                 request.computed = row.start + row.num_tokens
@@ -372,7 +377,7 @@ class Scheduler:
                 if request.computed >= request.seal_at:
                     self._allocator.seal(request)
             else:
-                accounting.late(request, row, unit)
+                accounting.add_preempted_row(request, row, unit)
             if row.sample:
                 request.num_pending -= 1
                 outputs.append(self._append(request, row, got, now))
@@ -383,7 +388,7 @@ class Scheduler:
         return outputs + self._fail_broken() if self.grammars.failed else outputs
 
     def _append(self, request: Request, row: Row, got: RowResult, now: float) -> Output:
-        """Add sampled tokens up to the first that ends the request."""
+        """Append sampled tokens up to the first that finishes the request."""
         first = len(request.tokens) == request.num_prompt
         taken, finish, stop_token = request.take(got.tokens)
         tokens, scores, prompt_scores, timeline = got.tokens, got.logprobs, None, None
@@ -405,7 +410,7 @@ class Scheduler:
 
     def _finish(self, request: Request, reason: FinishReason, now: float | None = None) -> None:
         request.finish = reason
-        self.accounting.ended(request, self.accounting.now if now is None else now)
+        self.accounting.finished(request, self.accounting.now if now is None else now)
         del self._requests[request.request_id]
         if request.slot is None:
             self._waiting.remove(request)

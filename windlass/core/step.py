@@ -1,23 +1,34 @@
-"""A step while it is being planned: rows are appended here, and requests note what is in flight."""
+"""A step under construction: appends rows to the plan and marks their tokens as in flight."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
-from windlass.core.accounting import Wide
 from windlass.core.limits import SchedulerLimits
 from windlass.core.request import Request
 from windlass.core.types import BlockId, Row, StepPlan
 
-# Named tuples without a detour through their Python constructor: half the cost, 256 times a step.
+# Builds a named tuple without its Python-level constructor: half the cost, 256 times a step.
 make_tuple = tuple.__new__
+
+
+class MultiTokenRow(NamedTuple):
+    """A row of several tokens, or the first row after its request was admitted."""
+
+    request: Request
+    generation: int
+    start: int
+    num_tokens: int
+    first: bool
 
 
 @dataclass(slots=True)
 class Step:
-    """Owns a plan until it is handed out, and what is left of its budget.
+    """Owns a plan until it is emitted, and the rest of its token budget.
 
-    `members` remembers to which life of a request a row belongs.
+    `members` pairs each row with its request and the request's generation, which a preemption
+    advances.
     """
 
     plan: StepPlan
@@ -25,20 +36,20 @@ class Step:
     budget: int
     members: list[tuple[Request, int]] = field(default_factory=list)
     num_prompt_tokens: int = 0
-    num_tokens: int = 0  # set when the plan is handed out
-    wide: list[Wide] | None = None
-    left_out: list[tuple[Request, int]] | None = None  # running, without a row
+    num_tokens: int = 0  # set by `close`
+    multi_token_rows: list[MultiTokenRow] | None = None
+    skipped: list[tuple[Request, int]] | None = None  # running requests without a row
 
     def _affordable_drafts(self, request: Request, count: int) -> tuple[int, ...]:
-        """The guesses that fit in what is left; nobody is interrupted for a guess."""
+        """The draft tokens that fit the budget and the blocks at hand; none causes a preemption."""
         if count != request.num_left:
             return ()
         room = len(request.blocks) * self.limits.block_size - request.planned - count
-        most = min(self.budget - count, room, request.max_tokens - request.num_output - 1)
-        return request.drafts[: max(0, most)]
+        max_drafts = min(self.budget - count, room, request.max_tokens - request.num_output - 1)
+        return request.drafts[: max(0, max_drafts)]
 
     def emit(self, request: Request, count: int, fresh: list[BlockId]) -> None:
-        """Append the row, and note on the request what is now in flight."""
+        """Append a row and mark its tokens as in flight on the request."""
         start = request.planned
         end = start + count
         drafts = self._affordable_drafts(request, count) if request.drafts else ()
@@ -46,15 +57,21 @@ class Step:
         assert request.slot is not None
         tokens = (*request.tokens[start:end], *drafts)
         num_tokens = count + len(drafts)
-        values = (request.request_id, request.slot, start, num_tokens, tokens, tuple(fresh), sample)
-        self.plan.rows.append(Row(*values, len(drafts), request.adapter_slot))
+        row = Row(
+            request_id=request.request_id,
+            slot=request.slot,
+            start=start,
+            num_tokens=num_tokens,
+            tokens=tokens,
+            blocks=tuple(fresh),
+            sample=sample,
+            num_drafts=len(drafts),
+            adapter=request.adapter_slot,
+        )
+        self.plan.rows.append(row)
         self.members.append((request, request.generation))
         if num_tokens > 1 or request.fresh:
-            place = (request.generation, start, num_tokens, request.fresh)
-            if self.wide is None:
-                self.wide = []
-            self.wide.append(Wide(request, *place))
-            request.fresh = False
+            self._add_multi_token_row(request, start, num_tokens)
         self.budget -= num_tokens
         request.planned = end
         if start < request.num_prompt:
@@ -65,14 +82,27 @@ class Step:
             request.verifying = bool(drafts)
             request.drafts = ()
 
-    def close(self, whole: int) -> int:
-        """No row comes any more; returns the tokens of the step, of `whole` that it might have had."""
-        if self.num_prompt_tokens and whole - self.budget <= self.limits.drop_drafts_below:
-            self._drop_guesses()
-        self.num_tokens = whole - self.budget
+    def _add_multi_token_row(self, request: Request, start: int, num_tokens: int) -> None:
+        row = MultiTokenRow(
+            request=request,
+            generation=request.generation,
+            start=start,
+            num_tokens=num_tokens,
+            first=request.fresh,
+        )
+        if self.multi_token_rows is None:
+            self.multi_token_rows = []
+        self.multi_token_rows.append(row)
+        request.fresh = False
+
+    def close(self, budget: int) -> int:
+        """End the step, which began with `budget` tokens; returns how many it uses."""
+        if self.num_prompt_tokens and budget - self.budget <= self.limits.drop_drafts_below:
+            self._drop_drafts()
+        self.num_tokens = budget - self.budget
         return self.num_tokens
 
-    def _drop_guesses(self) -> None:
+    def _drop_drafts(self) -> None:
         rows, dropped = self.plan.rows, {}
         for i, ((request, _), row) in enumerate(zip(self.members, rows, strict=True)):
             if row.num_drafts:
@@ -82,16 +112,17 @@ class Step:
                 request.verifying = False
         if dropped:
             self.budget += sum(dropped.values())
-            self.wide = [_without(wide, dropped) for wide in self.wide or ()]
+            rows_before = self.multi_token_rows or ()
+            self.multi_token_rows = [_without_drafts(row, dropped) for row in rows_before]
 
-    def leave_out(self, request: Request) -> None:
-        """It runs, but this step computes nothing of it."""
-        if self.left_out is None:
-            self.left_out = []
-        self.left_out.append((request, request.generation))
+    def skip(self, request: Request) -> None:
+        """Note a running request that gets no row in this step."""
+        if self.skipped is None:
+            self.skipped = []
+        self.skipped.append((request, request.generation))
 
     def emit_decode(self, request: Request) -> bool:
-        """`emit` for the row that nearly all are: one generated token, in a block it holds."""
+        """Fast path of `emit` for one generated token in a block that the request already holds."""
         start = request.planned
         if start < request.num_prompt or request.drafts:
             return False
@@ -108,6 +139,6 @@ class Step:
         return True
 
 
-def _without(wide: Wide, dropped: dict[str, int]) -> Wide:
-    num_dropped = dropped.get(wide.request.request_id, 0)
-    return wide._replace(num_tokens=wide.num_tokens - num_dropped) if num_dropped else wide
+def _without_drafts(row: MultiTokenRow, dropped: dict[str, int]) -> MultiTokenRow:
+    num_dropped = dropped.get(row.request.request_id, 0)
+    return row._replace(num_tokens=row.num_tokens - num_dropped) if num_dropped else row

@@ -1,6 +1,6 @@
-"""Tokens to text, piece by piece: never half a character, never part of a stop string.
+"""Incremental detokenisation: never half a character, never part of a stop string.
 
-Knows a tokenizer only by what it can do, so that any tokenizer, or a fake, fits.
+Depends on the `Tokenizer` protocol only, so that tests can use a fake.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from typing import NamedTuple, Protocol
 
 from windlass.core.sampling import SamplingParams
 
-_BROKEN = "\ufffd"  # what a decoder prints for bytes that are not yet a whole character
+_BROKEN = "\ufffd"  # decoders print it for an incomplete character
 
 
 class Tokenizer(Protocol):
-    """What the engine and the server ask of a tokenizer."""
+    """The tokenizer interface of the engine and the server."""
 
     @property
     def vocab_size(self) -> int: ...
@@ -25,46 +25,46 @@ class Tokenizer(Protocol):
 
     @property
     def special_ids(self) -> tuple[int, ...]:
-        """Tokens that stand for no text."""
+        """Special tokens, which have no text."""
         ...
 
     @property
     def max_token_chars(self) -> int:
-        """An upper bound of the characters that one token stands for."""
+        """Upper bound of the characters in one token."""
         ...
 
     def encode(self, text: str, add_special: bool = True) -> list[int]: ...
 
     def encode_all(self, texts: Sequence[str], add_special: bool = True) -> list[list[int]]:
-        """Encode each text by itself, on all cores. Releases the GIL where a text is long."""
+        """Encode each text on its own, in parallel. Releases the GIL for long texts."""
         ...
 
     def decode(self, ids: Sequence[int], skip_special: bool = True) -> str:
-        """The text of `ids`. Releases the GIL where they are many."""
+        """Return the text of `ids`. Releases the GIL for long lists."""
         ...
 
     def token_text(self, token: int) -> str:
-        """The token's own piece of text, special tokens included; for logprobs."""
+        """The text of one token, special tokens included; for logprobs."""
         ...
 
     def token_bytes(self, token: int) -> bytes:
-        """The exact bytes of the token; of half a character too."""
+        """The bytes of one token, which may be part of a character."""
         ...
 
     def byte_pieces(self, skip_special: bool) -> Mapping[int, bytes] | None:
-        """What each token adds to a text, in bytes; None: that depends on its neighbours."""
+        """The bytes of each token; None when they depend on neighbouring tokens."""
         ...
 
 
-class Piece(NamedTuple):
-    """New text to send, and the stop string that ended the output, when one did."""
+class TextDelta(NamedTuple):
+    """New text to send, and the stop string that finished the output, if any."""
 
     text: str
     stop: str | None = None
 
 
 class _Bytes:
-    """Text where each token is bytes of its own: what follows from them is at hand at once."""
+    """Decodes tokens whose bytes do not depend on their neighbours."""
 
     def __init__(self, pieces: Mapping[int, bytes]) -> None:
         self._pieces = pieces
@@ -82,28 +82,28 @@ class _Bytes:
         self._half = bool(self._decoder.getstate()[0])
         return new
 
-    def rest(self) -> str:
+    def flush(self) -> str:
         return self._decoder.decode(b"", final=True)
 
 
 class _Window:
-    """Text where a decoder may join or strip spaces between tokens.
+    """Decodes tokens for decoders that join or strip spaces between them.
 
-    A window of recent tokens is decoded twice, with and without the newest: what the second has
-    more is new text. The window starts some tokens back for the spaces' sake.
+    A window of recent tokens is decoded with and without the newest token; the difference is the
+    new text. The window starts some tokens back, so that spaces come out right.
     """
 
     def __init__(self, tokenizer: Tokenizer, skip_special: bool) -> None:
         self._tokenizer = tokenizer
         self._skip = skip_special
         self._ids: list[int] = []  # of the window
-        self._known = 0  # of them, have been turned into text
+        self._known = 0  # tokens of the window that were already decoded
 
     def add(self, token: int) -> str:
         self._ids.append(token)
         return self._new(force=False)
 
-    def rest(self) -> str:
+    def flush(self) -> str:
         return self._new(force=True)
 
     def _new(self, force: bool) -> str:
@@ -117,12 +117,12 @@ class _Window:
 
 
 class TextStream:
-    """The text of one completion, grown token by token. Owns the held-back tail."""
+    """The text of one completion. Owns the held-back tail."""
 
     def __init__(self, tokenizer: Tokenizer, sampling: SamplingParams) -> None:
         skip = sampling.skip_special_tokens
         pieces = tokenizer.byte_pieces(skip)
-        self._growing = _Window(tokenizer, skip) if pieces is None else _Bytes(pieces)
+        self._decoder = _Window(tokenizer, skip) if pieces is None else _Bytes(pieces)
         self._sampling = sampling
         self._hold = max((len(text) for text in sampling.stop), default=1) - 1
         self._sent = 0
@@ -130,32 +130,32 @@ class TextStream:
         self.text = ""
         self.stopped_by: str | None = None
 
-    def push(self, tokens: Sequence[int], last: bool = False) -> Piece:
-        """Add tokens, return the text that is now certain. `last` lets go of what is held back."""
+    def push(self, tokens: Sequence[int], last: bool = False) -> TextDelta:
+        """Add tokens and return the text that is final. `last` releases the held-back tail."""
         if not self._sampling.stop:
-            return Piece(self._add(tokens, last))
+            return TextDelta(self._add(tokens, last))
         for token in tokens:
             self.num_tokens += 1
-            if self._grow(self._growing.add(token)):
+            if self._grow(self._decoder.add(token)):
                 break
         if last and self.stopped_by is None:
-            self._grow(self._growing.rest())
+            self._grow(self._decoder.flush())
         done = last or self.stopped_by is not None
         end = len(self.text) if done else max(self._sent, len(self.text) - self._hold)
         piece, self._sent = self.text[self._sent : end], end
-        return Piece(piece, self.stopped_by)
+        return TextDelta(piece, self.stopped_by)
 
     def _add(self, tokens: Sequence[int], last: bool) -> str:
-        """Add tokens where nothing is held back: all new text is certain."""
-        new = "".join(map(self._growing.add, tokens))
+        """Add tokens without stop strings: all new text is final."""
+        new = "".join(map(self._decoder.add, tokens))
         if last:
-            new += self._growing.rest()
+            new += self._decoder.flush()
         self.num_tokens += len(tokens)
         self.text += new
         return new
 
     def _grow(self, new: str) -> bool:
-        """Add text; cut it at the first stop string that `new` completed. Whether there was one."""
+        """Add text and cut it at the first stop string; returns whether there was one."""
         self.text += new
         if not new or self.num_tokens <= self._sampling.min_tokens:
             return False

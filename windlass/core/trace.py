@@ -1,7 +1,7 @@
-"""What is told of one request when it has ended: where its time went, and what it used.
+"""The trace of one request: where its time went, and what it used.
 
-Plain values that travel to the server. Who fills them in while the request runs is accounting.py;
-what follows from them, in words, is serve/explain.py.
+Plain values that travel to the server. accounting.py fills them in while the request runs;
+serve/explain.py turns them into sentences.
 """
 
 from __future__ import annotations
@@ -11,15 +11,15 @@ from typing import NamedTuple
 
 from windlass.core.types import FinishReason, Timeline
 
-# What a waiting request can be kept by, in the order of `RequestTrace.blocked_s`.
+# What can block a queued request, in the order of `RequestTrace.blocked_s`.
 BLOCKERS = (
-    "sequences",  # as many requests run as may
-    "tokens",  # the steps were full
+    "sequences",  # max_num_seqs requests are running
+    "tokens",  # the token budget of the steps was used up
     "blocks",  # the KV cache was full
-    "adapter",  # its adapter was being read, or had no slot on the device
-    "shared prefix",  # another request was computing most of what it needs
-    "batch",  # static batching: the batch before it had not ended, or its own not formed
-    "sample",  # interrupted, with its last sample still on its way
+    "adapter",  # its adapter was loading, or no device slot was free
+    "shared prefix",  # another request was computing most of its prefix
+    "batch",  # static batching: the previous batch was running, or its own was not full
+    "sample",  # preempted while its last sample was in flight
     "grammar",  # its grammar was being compiled
 )
 SEQUENCES, TOKENS, BLOCKS, ADAPTER, PREFIX, BATCH, SAMPLE, GRAMMAR = range(len(BLOCKERS))
@@ -28,67 +28,67 @@ MAX_CHUNKS = 64
 
 
 class Chunk(NamedTuple):
-    """A step that computed several tokens of the request, or its first."""
+    """One step's part of a prompt."""
 
     start: int
     num_tokens: int
-    step_tokens: int  # of all requests in that step
+    step_tokens: int  # of all rows of that step
     step_rows: int
-    seconds: float  # that the step took
+    seconds: float  # duration of the step
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RequestTrace:
     """Facts about one request, in seconds of the engine's clock and in counts."""
 
     request_id: str
     timeline: Timeline
-    finish: FinishReason | None  # None: it has not ended
-    ended: float  # or when this was told
-    num_ahead: int  # requests that waited when it came
-    num_running: int  # and that ran
-    blocked_s: tuple[float, ...]  # one for each of BLOCKERS
-    short_blocks: int  # the most that it lacked to start, when it was first in the queue
-    first_miss: int | None  # the first position that was not found in the cache
+    finish: FinishReason | None  # None: still running
+    ended: float  # or the time of this snapshot
+    num_ahead: int  # queued requests at arrival
+    num_running: int  # running requests at arrival
+    blocked_s: tuple[float, ...]  # one entry per BLOCKERS
+    short_blocks: int  # most KV blocks that were lacking while it was the queue's head
+    first_miss: int | None  # first position without a prefix-cache hit
     why_missed: str
-    chunks: list[Chunk]  # the first MOST_CHUNKS of the prompt's
-    batch: tuple[int, int, int] | None  # rows of its decode steps: least, median, most
-    beside_prompts_s: float  # of the time after its first token: steps with prompts in them
-    drafted: list[int]  # how many of its rows had so many guesses,
-    accepted: list[int]  # and so many right ones
-    waited_again_s: float  # after preemptions
-    num_redone: int  # tokens computed again after preemptions
-    redone_s: float
-    # Its share of the steps' time.
+    chunks: list[Chunk]  # of the prompt, at most MAX_CHUNKS
+    batch: tuple[int, int, int] | None  # rows of its decode steps: min, median, max
+    mixed_steps_s: float  # after the first token: seconds of steps that also computed prompts
+    drafted: list[int]  # [k]: rows with k draft tokens
+    accepted: list[int]  # [k]: rows with k accepted draft tokens
+    waited_again_s: float  # queue time after preemptions
+    num_recomputed: int  # tokens computed again after preemptions
+    recomputed_s: float
+    # Its share of the step time.
     prefill_s: float
     decode_s: float
-    saved_s: float  # what its cached tokens would have taken
+    saved_s: float  # what computing its cached tokens would have taken
 
 
 _NOTHING_BLOCKED = (0.0,) * len(BLOCKERS)
 
 
 class RequestAccounting:
-    """What is noted of a request while it is in the engine. Few objects: there may be many of it."""
+    """Running counters of one request. Kept small: there may be thousands of requests."""
 
     __slots__ = (
         "accepted",
+        "admitted_at",
         "blocked",
         "blocked_before",
+        "charged_from",
         "chunks",
         "decodes_from",
         "drafted",
         "first_miss",
         "mixed_before",
         "num_ahead",
-        "num_redone",
+        "num_recomputed",
         "num_running",
-        "paid_from",
-        "placed_at",
         "prefill_s",
         "queued_at",
-        "redo_to",
-        "redone_s",
+        "recompute_to",
+        "recomputed_s",
         "seconds",
         "short_blocks",
         "waited_again_s",
@@ -103,14 +103,14 @@ class RequestAccounting:
         self.num_ahead = self.num_running = self.short_blocks = 0
         self.first_miss: int | None = None
         self.why_missed = ""
-        self.queued_at = self.placed_at = self.mixed_before = 0.0
-        self.waited_again_s = self.redone_s = 0.0
-        self.num_redone = 0
-        self.redo_to = 0  # how far it had got when it was interrupted
-        self.decodes_from = 0  # the step
+        self.queued_at = self.admitted_at = self.mixed_before = 0.0
+        self.waited_again_s = self.recomputed_s = 0.0
+        self.num_recomputed = 0
+        self.recompute_to = 0  # computed tokens at the last preemption
+        self.decodes_from = 0  # index of its first decode step
         self.prefill_s = 0.0
-        self.seconds = 0.0  # of steps, apart from those since `paid_from`
-        self.paid_from: float | None = None
+        self.seconds = 0.0  # step time, without the steps since `charged_from`
+        self.charged_from: float | None = None
 
     def block(self, blocker: int, seconds: float) -> None:
         sums = list(self.blocked)
@@ -118,7 +118,7 @@ class RequestAccounting:
         self.blocked = tuple(sums)
 
     def count_drafts(self, num_drafted: int, num_accepted: int) -> None:
-        """Add a row with guesses."""
+        """Count a row with draft tokens."""
         if self.drafted is None or self.accepted is None:
             self.drafted, self.accepted = [], []
         for counts, number in ((self.drafted, num_drafted), (self.accepted, num_accepted)):

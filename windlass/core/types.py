@@ -1,4 +1,4 @@
-"""What crosses the line between deciding and computing: plain values, picklable, no torch.
+"""The types that scheduler and runner exchange: plain values, picklable, no torch.
 
 One step is `plan = scheduler.plan(now)`, `result = runner.run(plan)`,
 `outputs = scheduler.commit(plan, result, now)`. The same objects serve one process, the ranks of a
@@ -26,7 +26,7 @@ PROBE_PRIORITY = -(2**31)
 
 @dataclass(frozen=True, slots=True)
 class NewRequest:
-    """A request as it enters the engine: tokens in, no text."""
+    """A request as it enters the engine: token ids, no text."""
 
     request_id: str
     prompt: list[int]
@@ -37,21 +37,21 @@ class NewRequest:
 
 
 class SlotInit(NamedTuple):
-    """What the runner must know of a request once, when it gets a slot (again)."""
+    """Initialises a runner slot when a request is admitted, also again after a preemption."""
 
     request_id: str
     slot: SlotId
-    tokens: list[int]  # all that is known: the prompt, and after a preemption what was generated
+    tokens: list[int]  # the prompt and, after a preemption, the generated tokens
     num_prompt: int
     sampling: SamplingParams
-    stop_ids: frozenset[int]  # tokens that end it, and must not come before min_tokens
-    seed: int  # the request's own, or one drawn for it: noise depends on it and on the position
+    stop_ids: frozenset[int]  # tokens that finish the request, masked before min_tokens
+    seed: int  # sampling noise depends on the seed and the position alone
 
 
 class Row(NamedTuple):
-    """One request's share of a step.
+    """One request's part of a step.
 
-    There are no phases: one token is a decode, 2,000 a chunk of a prompt, 1 + k a verification.
+    There are no phases: 1 token is a decode, 2,000 a prefill chunk, 1 + k a verification.
 
         positions   0 ........ start ........ start + num_tokens
         KV          |  valid  |  this step   |
@@ -61,29 +61,29 @@ class Row(NamedTuple):
     slot: SlotId
     start: int
     num_tokens: int
-    tokens: tuple[int, ...]  # empty: one token, the one you sampled last for this slot
-    blocks: tuple[BlockId, ...]  # appended to the slot's block table by this plan
-    sample: bool  # whether the last position's logits become a token
-    num_drafts: int = 0  # how many of `tokens`, at the end, are guesses to verify
-    adapter: int = 0  # the slot of its adapter on the device; 0: the base alone
+    tokens: tuple[int, ...]  # empty: the token that the runner sampled last for this slot
+    blocks: tuple[BlockId, ...]  # appended to the slot's block table
+    sample: bool  # whether to sample from the last position's logits
+    num_drafts: int = 0  # how many of the last `tokens` are draft tokens to verify
+    adapter: int = 0  # device slot of the LoRA adapter; 0: none
 
 
-# Of a row: asked of hundreds in every step.
+# Read for hundreds of rows in every step.
 _NUM_TOKENS, _NUM_DRAFTS = (
     itemgetter(Row._fields.index(name)) for name in ("num_tokens", "num_drafts")
 )
 
 
 class StepPlan(NamedTuple):
-    """What to compute now. `freed` slots hold nothing any more; `copies` are done before all else."""
+    """What one step computes. The runner does `copies` first; `freed` slots are empty."""
 
     rows: list[Row]
     admitted: list[SlotInit] = []  # noqa: RUF012 - never written to
     freed: list[SlotId] = []  # noqa: RUF012
     copies: list[tuple[BlockId, BlockId]] = []  # noqa: RUF012 - (from, to)
     step: int = 0
-    adapters: list[tuple[int, str]] = []  # noqa: RUF012 - (slot, name): to be put there first
-    num_pending_admissions: int = 0  # requests that will come beside these rows, as it seems now
+    adapters: list[tuple[int, str]] = []  # noqa: RUF012 - (slot, name): load before the step
+    num_pending_admissions: int = 0  # queued requests that are likely to join the next step
 
     @property
     def num_tokens(self) -> int:
@@ -95,7 +95,7 @@ class StepPlan(NamedTuple):
 
 
 class TokenLogprob(NamedTuple):
-    """A token's log probability under the model, its rank (1 = likeliest), and the likeliest."""
+    """A token's log probability, its rank (1 = most likely), and the top alternatives."""
 
     token: int
     logprob: float
@@ -104,17 +104,18 @@ class TokenLogprob(NamedTuple):
 
 
 class RowResult(NamedTuple):
-    """What came out of a row: no token while a prompt is unfinished, one, or 1 + accepted.
+    """The result of a row: no token within a prompt, else 1 + the number of accepted draft tokens.
 
-    `target_tokens` is what the model said after the last known token and after each guess, 1 + guesses of
-    them; those after a wrong guess are no output, but they may be worth guessing. Empty for rows
-    without guesses, and where a position is only sampled when the guess before it was right.
+    `target_tokens` are the target model's samples after the last known token and after each draft
+    token: 1 + num_drafts of them. Those after a rejected draft token are not output, but proposers
+    may learn from them. Empty for rows without draft tokens, and where a position is sampled only
+    when the draft token before it was accepted.
     """
 
     tokens: list[int]
     logprobs: list[TokenLogprob] | None = None
-    prompt_logprobs: list[TokenLogprob] | None = None  # of positions start + 1 and on
-    drafts: tuple[int, ...] = ()  # guesses for the next step
+    prompt_logprobs: list[TokenLogprob] | None = None  # from position start + 1 on
+    drafts: tuple[int, ...] = ()  # draft tokens for the next step
     target_tokens: tuple[int, ...] = ()
 
 
@@ -122,57 +123,57 @@ class StepResult(NamedTuple):
     """Results in the order of the plan's rows."""
 
     rows: list[RowResult]
-    drafting_s: float = 0.0  # spent on guesses for the next step
+    drafting_s: float = 0.0  # seconds spent on drafting
 
 
 @dataclass(slots=True)
 class Timeline:
-    """When what happened to a request, in seconds of the engine's clock, and what it used.
+    """Timestamps (engine clock, seconds) and counters of one request.
 
-    Metrics, traces and explanations read it here.
+    Metrics, traces and `explain` read them here.
     """
 
     arrived: float = 0.0
-    admitted: float | None = None  # the first time it got a slot
+    admitted: float | None = None  # first admission
     first_token: float | None = None
-    last_token: float | None = None  # kept up to date on outputs that carry this
+    last_token: float | None = None  # valid on outputs that carry a timeline
     num_prompt: int = 0
-    num_cached: int = 0  # prompt tokens found in the prefix cache when first admitted
+    num_cached: int = 0  # prompt tokens found in the prefix cache at the first admission
     num_output: int = 0
     num_chunks: int = 0  # steps that computed prompt tokens
     num_preemptions: int = 0
-    num_drafted: int = 0  # guesses that were verified
-    num_accepted: int = 0  # of these, right
+    num_drafted: int = 0  # draft tokens that were verified
+    num_accepted: int = 0  # draft tokens that were accepted
 
 
 class Output(NamedTuple):
-    """What one step gave one request. `finish` set: the last one."""
+    """The output of one request in one step. `finish` is set on the last one."""
 
     request_id: str
     tokens: list[int] = []  # noqa: RUF012
     logprobs: list[TokenLogprob] | None = None
     prompt_logprobs: list[TokenLogprob] | None = None
     finish: FinishReason | None = None
-    stop_token: int | None = None  # the stop token id that ended it, when one did
+    stop_token: int | None = None  # the stop token id that finished it, if any
     error: str | None = None
-    timeline: Timeline | None = None  # on the first output, the last one, and after guesses
-    param: str | None = None  # of an error: the field of the request that caused it, if one did
+    timeline: Timeline | None = None  # on the first and last output, and after a verification
+    param: str | None = None  # on errors: the request field that caused it, if any
 
     def exception(self) -> EngineError:
-        """What to raise for the error that ended this request."""
+        """Return the exception for the error that ended this request."""
         message = self.error or "the engine dropped the request."
         return EngineError(message) if self.param is None else RequestError(message, self.param)
 
 
 @dataclass(frozen=True, slots=True)
 class AdapterStats:
-    """How things stand with adapters."""
+    """State of the LoRA adapters."""
 
     num_resident: int  # on the device
     num_there: int  # in host memory
     num_loaded: int  # names
-    num_waiting: int  # requests that wait for theirs to be read, or for a slot
-    num_reads: int  # since the engine started
+    num_waiting: int  # requests that wait for an adapter to load or for a slot
+    num_reads: int  # loads since the engine started
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,43 +189,43 @@ class GrammarStats:
 
 @dataclass(frozen=True, slots=True)
 class Account:
-    """Where an engine's seconds went; the first three add up to all since it was built."""
+    """Where the engine's time went. The first three fields add up to its uptime."""
 
-    prefill_s: float = 0.0  # the prompt tokens' share of the steps
-    decode_s: float = 0.0  # the other tokens' share
-    idle_s: float = 0.0  # no step, or one for requests that had ended
-    saved_s: float = 0.0  # what the cached tokens of ended requests would have taken
+    prefill_s: float = 0.0  # step time of prompt tokens
+    decode_s: float = 0.0  # step time of generated tokens
+    idle_s: float = 0.0  # no step, or steps for requests that had finished
+    saved_s: float = 0.0  # what computing the cached tokens of finished requests would have taken
 
 
 @dataclass(slots=True)
 class EngineStats:
-    """A glance at the engine after a step: how things stand, and counts since it started."""
+    """A snapshot of the engine after a step: current state, and counters since its start."""
 
     num_running: int = 0
     num_waiting: int = 0
-    num_waiting_tokens: int = 0  # prompt tokens not yet computed, of running and waiting
+    num_waiting_tokens: int = 0  # uncomputed prompt tokens of running and queued requests
     num_blocks: int = 0
     num_used_blocks: int = 0
     num_cached_blocks: int = 0
     num_steps: int = 0
-    num_step_tokens: int = 0  # in the last step
+    num_step_tokens: int = 0  # of the last step
     num_preemptions: int = 0
     prefix_queries: int = 0  # prompt tokens looked up
     prefix_hits: int = 0  # prompt tokens found
     num_prompt_tokens_computed: int = 0
     num_generated_tokens: int = 0
-    num_drafts: int = 0  # rows with guesses
+    num_drafts: int = 0  # rows with draft tokens
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
     accepted_per_position: list[int] = field(default_factory=list)
-    num_saved_tokens: int = 0  # that came without a step of their own
+    num_saved_tokens: int = 0  # generated without a step of their own
     drafting_s: float = 0.0
     adapters: AdapterStats | None = None
     grammars: GrammarStats | None = None
     account: Account = Account()
 
     def add(self, num_tokens: list[int], drafting_s: float) -> None:
-        """Add what one step gave: tokens of each request."""
+        """Add the results of one step: the number of tokens per request."""
         num_generated = sum(num_tokens)
         self.num_generated_tokens += num_generated
         if self.num_drafts:
@@ -232,7 +233,7 @@ class EngineStats:
         self.drafting_s += drafting_s
 
     def count_draft(self, timeline: Timeline, num_drafted: int, num_accepted: int) -> None:
-        """Add one row's guesses, here and on its request."""
+        """Count one row's draft tokens, here and on its request."""
         timeline.num_drafted += num_drafted
         timeline.num_accepted += num_accepted
         self.num_drafts += 1

@@ -101,8 +101,8 @@ def trace_json(trace: RequestTrace, began: float) -> Json:
         made["preemptions"] = {
             "count": times.num_preemptions,
             "waited_seconds": _s(trace.waited_again_s),
-            "recomputed_tokens": trace.num_redone,
-            "recomputed_seconds": _s(trace.redone_s),
+            "recomputed_tokens": trace.num_recomputed,
+            "recomputed_seconds": _s(trace.recomputed_s),
         }
     if trace.drafted:
         made["drafts"] = _drafts_json(trace)
@@ -116,7 +116,7 @@ def _decode_json(trace: RequestTrace, phases: Phases) -> Json:
         "tokens": count,
         "seconds_per_token": _s(phases.decode / count) if count else None,
         "batch": {"min": least, "median": median, "max": most},
-        "seconds_beside_prompts": _s(trace.beside_prompts_s),
+        "seconds_beside_prompts": _s(trace.mixed_steps_s),
     }
 
 
@@ -139,8 +139,8 @@ def explained(trace: RequestTrace, began: float, report: EngineReport) -> Json:
     parts = {
         "server": phases.before,
         "prefill": phases.prefill,
-        "decode": phases.decode - trace.redone_s,
-        "redone": trace.redone_s,
+        "decode": phases.decode - trace.recomputed_s,
+        "redone": trace.recomputed_s,
         **dict(zip(BLOCKERS, trace.blocked_s, strict=True)),
     }
     parts["step"] = phases.queued + phases.preempted - sum(trace.blocked_s)
@@ -170,7 +170,7 @@ def _words(top: str, trace: RequestTrace, phases: Phases, report: EngineReport) 
         again = f", after {_many(times.num_preemptions, 'preemption')} for lack of KV blocks"
     waits = {
         "server": "passed in the server before the engine had it: template, tokens, the way there",
-        "redone": f"computed {_many(trace.num_redone, 'token')} again{again}",
+        "redone": f"computed {_many(trace.num_recomputed, 'token')} again{again}",
         "sequences": f"were spent waiting for one of {report.max_num_seqs:,} places to run "
         f"(--max-num-seqs), behind {ahead} in the queue",
         "tokens": f"were spent waiting for room in steps that were full "
