@@ -13,7 +13,7 @@ from windlass.errors import OutOfMemory
 class Later:
     """A step that is computed when it is waited for, as late as possible."""
 
-    guesses = False
+    has_drafts = False
 
     def __init__(self, result: StepResult) -> None:
         self._result = result

@@ -167,7 +167,7 @@ def build_engine(config: EngineConfig, source: Source, weights: Loaded | None = 
         guessing=(
             speculating.lookahead,
             speculating.lookahead_after_drafts,
-            made.runner.most_mixed,
+            made.runner.max_mixed_tokens,
         ),
         adapting=adapting,
         grammars=grammars,

@@ -20,10 +20,10 @@ from windlass.errors import EngineError, OutOfMemory, UnsupportedError
 
 
 class PendingStep(Protocol):
-    """A step on its way. One that `guesses` what follows ends before the next is planned."""
+    """A step on its way. One that `has_drafts` what follows ends before the next is planned."""
 
     @property
-    def guesses(self) -> bool: ...
+    def has_drafts(self) -> bool: ...
 
     def wait(self) -> StepResult: ...
 
@@ -109,7 +109,7 @@ class Engine:
 
     def _step_overlapped(self) -> list[Output]:
         outputs = []
-        if self._in_flight is not None and self._in_flight[1].guesses:
+        if self._in_flight is not None and self._in_flight[1].has_drafts:
             outputs = self._take_in(*self._in_flight)
             self._in_flight = None
         plan = self._scheduler.plan(self._clock())

@@ -71,7 +71,7 @@ class SpecConfig:
     )
 
     @property
-    def most_guesses(self) -> int:
+    def max_draft_tokens(self) -> int:
         """Of a request in a step."""
         return self.spec_tokens or _GUESSES.get(self.spec, 8)
 

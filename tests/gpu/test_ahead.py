@@ -15,7 +15,7 @@ from tests.speculative import test_heads
 from tests.speculative.test_speculation import eager
 from windlass import LLM, SamplingParams
 from windlass.runner.cuda_verify import CudaVerifyRunner
-from windlass.runner.drafter import Verified
+from windlass.runner.drafter import DrafterInputs
 from windlass.speculative import governor, medusa
 
 pytestmark = [
@@ -47,14 +47,14 @@ def test_launches_before_the_plan_leave_the_tokens_as_they_are(
     want = said(make(folder), 3)[-count:]
     truth = torch.tensor([*PROMPT, *want[-1], *[0] * 20], device="cuda")
 
-    def draft(_self: object, found: Verified, depth: int, _others: int = 0) -> torch.Tensor:
+    def draft(_self: object, found: DrafterInputs, depth: int, _others: int = 0) -> torch.Tensor:
         """The right tokens, but for every fifth."""
         after = found.batch.positions[found.last.long()].long()[:, None] + 2
         places = (after + torch.arange(depth, device="cuda")).clamp(max=len(truth) - 1)
         return torch.where(places % 5 == 3, truth[places] ^ 1, truth[places]).to(torch.int32)
 
     counts: Counter[str] = Counter()
-    go_ahead, take_back = CudaVerifyRunner._go_ahead, CudaVerifyRunner._take_back
+    go_ahead, take_back = CudaVerifyRunner._prelaunch_next, CudaVerifyRunner._undo_prelaunch
 
     def counted(*args: object) -> object:
         ahead = go_ahead(*args)  # type: ignore[arg-type]
@@ -65,8 +65,8 @@ def test_launches_before_the_plan_leave_the_tokens_as_they_are(
         counts["in vain"] += 1
         take_back(*args)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(CudaVerifyRunner, "_go_ahead", counted)
-    monkeypatch.setattr(CudaVerifyRunner, "_take_back", taken_back)
+    monkeypatch.setattr(CudaVerifyRunner, "_prelaunch_next", counted)
+    monkeypatch.setattr(CudaVerifyRunner, "_undo_prelaunch", taken_back)
     monkeypatch.setattr(medusa.MedusaDrafter, "draft", draft)
     for name, value in {"CONFIG": CONFIG, "VOCAB": 1000, "DIM": CONFIG["head_dim"]}.items():
         monkeypatch.setattr(test_heads, name, value)
@@ -92,7 +92,7 @@ def test_alternatives_take_the_place_of_wrong_guesses(
     want = [off.generate([prompt], wish)[0].outputs[0].token_ids for prompt in prompts]
     truth = torch.zeros(200, dtype=torch.int64, device="cuda")
 
-    def draft(_self: object, found: Verified, depth: int, siblings: int = 0) -> torch.Tensor:
+    def draft(_self: object, found: DrafterInputs, depth: int, siblings: int = 0) -> torch.Tensor:
         """A wrong first guess, of whose alternatives one is right, now this one and now that."""
         after = found.batch.positions[found.last.long()].long() + 2
         right = truth[after]

@@ -147,9 +147,9 @@ class Parts:
             seen.append((hidden, given[1].adapters))
 
         listener = self.network.register_forward_hook(note)
-        self.runner.reads_all = True
+        self.runner.needs_all_hidden = True
         self.run(rows, admitted)
-        self.runner.reads_all = False
+        self.runner.needs_all_hidden = False
         listener.remove()
         ((hidden, adapters),) = seen
         with torch.inference_mode():

@@ -25,7 +25,7 @@ from windlass.models.hparams import HParams
 from windlass.models.loader import outline
 from windlass.models.network import make_network
 from windlass.quant.rounding import SCHEMES
-from windlass.runner.assemble import draw_up
+from windlass.runner.assemble import make_blueprint
 
 # How far the logits may lie from those of the plain weights, relative to their size: two layers
 # of random weights, which are the worst case for rounding.
@@ -200,7 +200,7 @@ def test_an_outline_has_the_sizes_of_what_is_loaded(mixed: Path, options: dict[s
     checkpoint = GGUFCheckpoint(mixed)
     spec = HParams.from_hf(checkpoint.hf_config())
     config = EngineConfig.of(model=str(mixed), **options)
-    network = make_network(spec, draw_up(config, spec, checkpoint).parts)
+    network = make_network(spec, make_blueprint(config, spec, checkpoint).parts)
     outline(network)
     # A kernel's own layout may pad what the form says.
     real = loaded(mixed, **options).weight_bytes

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from windlass.core.types import BlockId, Row, SlotId, StepPlan
-from windlass.runner.prelaunch import Next, Prelaunched
+from windlass.runner.prelaunch import ExpectedRow, Prelaunched
 
 LAUNCHED: Any = None  # what is computed plays no part here
 
@@ -18,7 +18,7 @@ def row(slot: int, start: int, *tokens: int, **other: Any) -> Row:
 
 
 def ahead() -> Prelaunched:
-    following = [Next(SlotId(3), 17, (5, 6, 7)), Next(SlotId(1), 9, (8, 9, 4))]
+    following = [ExpectedRow(SlotId(3), 17, (5, 6, 7)), ExpectedRow(SlotId(1), 9, (8, 9, 4))]
     return Prelaunched(following, LAUNCHED, guesses=2)
 
 

@@ -13,7 +13,7 @@ from tests.lora.adapters import ALL, Parts, make_adapter
 from tests.quant.folders import IDS, write_plain
 from windlass.core.types import RowResult
 from windlass.kernels.native import compiled
-from windlass.runner.drafter import Verified
+from windlass.runner.drafter import DrafterInputs
 
 _COMPILERS, _ = compiled.find_compilers()
 pytestmark = pytest.mark.skipif(not _COMPILERS, reason="no C++ compiler")
@@ -51,11 +51,11 @@ def play(parts: Parts, adapters: tuple[int, int, int]) -> list[RowResult]:
 
 
 def played(
-    folder: Path, adapters: tuple[int, int, int], reads_all: bool, **options: Any
+    folder: Path, adapters: tuple[int, int, int], needs_all_hidden: bool, **options: Any
 ) -> tuple[list[RowResult], list[int]]:
     """What came out, and of how many tokens the network gave hidden states in each step."""
     parts = Parts(folder, [ONE, HEAD], **options)
-    parts.runner.reads_all = reads_all
+    parts.runner.needs_all_hidden = needs_all_hidden
     seen: list[int] = []
     parts.network.register_forward_hook(lambda *call: seen.append(len(call[-1])))
     return play(parts, adapters), seen
@@ -118,7 +118,7 @@ class _Reader:
         self.read: list[Tensor] = []
         self.aux_hidden_states: list[Tensor] = []
 
-    def draft(self, found: Verified, count: int) -> Tensor:
+    def draft(self, found: DrafterInputs, count: int) -> Tensor:
         self.read.append(found.hidden[found.read])
         self.aux_hidden_states.append(found.aux_hidden_states[1])
         return torch.zeros(len(found.last), count, dtype=torch.int32)
@@ -129,10 +129,10 @@ class _Reader:
 
 def test_heads_read_the_hidden_state_of_the_last_token_that_was_kept(folder: Path) -> None:
     readers = []
-    for reads_all in (True, False):
+    for needs_all_hidden in (True, False):
         parts, reader = Parts(folder, **INT4), _Reader()
         parts.runner.attach(reader)
-        parts.runner.drafting, parts.runner.reads_all = 2, reads_all
+        parts.runner.drafting, parts.runner.needs_all_hidden = 2, needs_all_hidden
         play(parts, (0, 0, 0))
         readers.append(reader)
     whole, some = readers

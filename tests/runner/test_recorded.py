@@ -17,7 +17,7 @@ from windlass.config import EngineConfig
 from windlass.core.types import NewRequest
 from windlass.kernels.native import compiled, ops
 from windlass.kernels.native.pool import shared_pool
-from windlass.kernels.native.program import Most, record
+from windlass.kernels.native.program import ProgramLimits, record
 from windlass.kernels.native.record import Unrecordable
 from windlass.models.card import load_hparams
 from windlass.models.source import resolve
@@ -143,5 +143,5 @@ def test_an_operator_on_a_step_s_tensor_cannot_be_recorded() -> None:
         return x.mul_(2.0), ops.argmax(x)
 
     with pytest.raises(Unrecordable, match="mul_"):
-        record(shared_pool(), forward, Most(4, 2), max_bytes=2**20)
+        record(shared_pool(), forward, ProgramLimits(4, 2), max_bytes=2**20)
     assert not shared_pool().is_recording

@@ -17,9 +17,9 @@ VOCAB = 40
 CPU = torch.device("cpu")
 
 
-def sampler_with(*wishes: SamplingParams, prompt: tuple[int, ...] = (1, 2)) -> Sampler:
+def sampler_with(*params: SamplingParams, prompt: tuple[int, ...] = (1, 2)) -> Sampler:
     sampler = Sampler(VOCAB, CPU)
-    for slot, wish in enumerate(wishes):
+    for slot, wish in enumerate(params):
         stops = frozenset(wish.stop_token_ids)
         sampler.admit(
             SlotInit(f"r{slot}", slot, list(prompt), len(prompt), wish, stops, wish.seed or 0)
@@ -55,9 +55,9 @@ def test_draws_follow_the_distribution() -> None:
     logits = torch.tensor([2.0, 1.0, 0.0, -1.0])
     want = logits.softmax(0)
     draws = 4000
-    wishes = torch.tensor([(1.0, 0, 1.0, 0.0)] * draws).double()
+    params = torch.tensor([(1.0, 0, 1.0, 0.0)] * draws).double()
     keys = torch.tensor([filters.key(7, position) for position in range(draws)])
-    counts = torch.bincount(filters.draw(logits.expand(draws, 4), wishes, keys), minlength=4)
+    counts = torch.bincount(filters.draw(logits.expand(draws, 4), params, keys), minlength=4)
     chi_square = ((counts - draws * want) ** 2 / (draws * want)).sum()
     assert chi_square < 16.3  # 3 degrees of freedom, p = 0.001
 
@@ -85,12 +85,12 @@ def test_min_p_is_a_share_of_the_best() -> None:
 
 def test_rows_are_truncated_by_their_own_wishes() -> None:
     logits = random_logits(3)
-    wishes = [
+    params = [
         SamplingParams(temperature=5.0, top_k=1, seed=1),
         SamplingParams(temperature=0),
         SamplingParams(temperature=5.0, top_p=1e-9, seed=1),
     ]
-    tokens, _ = sampler_with(*wishes).sample(logits, [0, 1, 2])
+    tokens, _ = sampler_with(*params).sample(logits, [0, 1, 2])
     assert tokens == logits.argmax(-1).tolist()
 
 

@@ -159,7 +159,9 @@ def test_plain_steps_that_cannot_be_timed_end_no_drafting() -> None:
 def test_bad_luck_at_first_is_made_up_for(seed: int) -> None:
     """Requests of 64 tokens, one after another, and guesses of which a half are right."""
     rng, making = Random(seed), StepCosts({1: 1.0, 2: 1.0})
-    made = Governor(MEMORY_BOUND, 100, drafting=Drafting({1: making, 3: making}), most_guesses=3)
+    made = Governor(
+        MEMORY_BOUND, 100, drafting=Drafting({1: making, 3: making}), max_draft_tokens=3
+    )
     num_tokens, seconds = 0, 0.0
     for _ in range(24):
         made.admit(0)
@@ -201,7 +203,7 @@ def test_the_number_of_guesses_stays_where_another_promises_hardly_more() -> Non
     def made() -> Governor:
         drafting = Drafting({1: StepCosts({1: 0.0, 2: 0.0}), 2: StepCosts({1: 0.0, 2: 0.0})})
         costs = StepCosts({1: 10.0, 2: 10.2, 3: 11.6, 64: 100.0})
-        found = Governor(costs, 1000, drafting=drafting, most_guesses=2)
+        found = Governor(costs, 1000, drafting=drafting, max_draft_tokens=2)
         found.admit(0)
         return found
 
@@ -300,7 +302,7 @@ def test_a_step_that_stood_still_says_nothing_of_the_others() -> None:
 def test_guesses_that_cost_more_than_they_give_are_not_made() -> None:
     """A guess for half the price of a step pays while it is right, and is made once in a while."""
     making = Drafting({1: StepCosts({1: 5.0, 2: 5.0}), 4: StepCosts({1: 20.0, 2: 20.0})})
-    made = Governor(MEMORY_BOUND, 100, drafting=making, most_guesses=4)
+    made = Governor(MEMORY_BOUND, 100, drafting=making, max_draft_tokens=4)
     made.admit(0)
     for _ in range(20):
         made.verified(0, 0, 4, 4)
@@ -323,7 +325,7 @@ def test_guesses_that_cost_more_than_they_give_are_not_made() -> None:
 
 def test_as_many_guesses_are_made_as_pay() -> None:
     making = Drafting({1: StepCosts({1: 2.0, 2: 2.0}), 8: StepCosts({1: 16.0, 2: 16.0})})
-    made = Governor(MEMORY_BOUND, 100, drafting=making, most_guesses=8)
+    made = Governor(MEMORY_BOUND, 100, drafting=making, max_draft_tokens=8)
     made.admit(0)
     depths = []
     for accepted in (8, 4, 2):

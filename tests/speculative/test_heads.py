@@ -16,7 +16,7 @@ from tests.speculative.test_speculation import eager
 from windlass import LLM, SamplingParams
 from windlass.errors import CheckpointError, ConfigError
 from windlass.kernels.batch import Heads
-from windlass.runner.drafter import Verified
+from windlass.runner.drafter import DrafterInputs
 from windlass.speculative import governor
 from windlass.speculative.eagle import EagleDrafter
 from windlass.speculative.medusa import MedusaDrafter, MedusaWeights
@@ -269,7 +269,7 @@ def test_an_eagle_head_guesses_as_it_was_trained_to(
     seen: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
     draft = EagleDrafter.draft
 
-    def watched(self: EagleDrafter, found: Verified, count: int) -> torch.Tensor:
+    def watched(self: EagleDrafter, found: DrafterInputs, count: int) -> torch.Tensor:
         aux_hidden_states = torch.cat(
             [found.aux_hidden_states[layer] for layer in self.layers], dim=-1
         )
@@ -316,7 +316,7 @@ def test_medusa_s_alternatives_are_the_next_likeliest(reduced: bool) -> None:
     d2t = torch.arange(40) * 2 if reduced else None
     hidden, read = torch.randn(5, 16), torch.tensor([4, 0, 2])
     drafter = MedusaDrafter(MedusaWeights(blocks, matrices, d2t), None, False, 2)  # type: ignore[arg-type]
-    found = Verified(hidden, read, {}, read, read, None, None)  # type: ignore[arg-type]
+    found = DrafterInputs(hidden, read, {}, read, read, None, None)  # type: ignore[arg-type]
     best = (hidden[read] @ matrices[0].T).topk(3).indices * (3 if reduced else 1)
     got = drafter.draft(found, 3, siblings=2)
     assert got[:, [0, 3, 4]].tolist() == best.tolist()

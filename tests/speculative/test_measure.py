@@ -6,7 +6,7 @@ import pytest
 
 from tests.speculative.test_second import CountsUp, proposer
 from windlass.core.types import StepPlan
-from windlass.runner.runner import Done
+from windlass.runner.runner import CompletedStep
 from windlass.speculative.measure import Room, measure, spot_check
 
 STEP_S, TOKEN_S = 1.0, 0.01
@@ -32,7 +32,7 @@ class Timed(CountsUp):
         self._clock = clock
         self._costs = step_s, token_s
 
-    def submit(self, plan: StepPlan) -> Done:
+    def submit(self, plan: StepPlan) -> CompletedStep:
         step_s, token_s = self._costs
         self._clock.now += step_s + token_s * plan.num_tokens
         return super().submit(plan)

@@ -60,7 +60,7 @@ def speed(
 
     `host`: what each request costs more in steps around guesses, which nobody measured.
     """
-    made = Governor(costs, 1000, drafting=making, most_guesses=MOST)
+    made = Governor(costs, 1000, drafting=making, max_draft_tokens=MOST)
     seconds, plain, num_guessed = 0.0, 0.0, 0
     for batch in range(num_batches):
         live = {slot: Scripted(batch * at_once + slot, phases) for slot in range(at_once)}
@@ -71,26 +71,26 @@ def speed(
         counts = dict.fromkeys(live, 0)
         while live:
             slots = list(live)
-            num_guesses = sum(counts[slot] for slot in slots)
+            num_draft_tokens = sum(counts[slot] for slot in slots)
             wanted = made.wanted(slots, making is None)
-            step_s, draft_s = costs.of(len(slots) + num_guesses), 0.0
+            step_s, draft_s = costs.of(len(slots) + num_draft_tokens), 0.0
             if wanted:
                 draft_s = LOOK * len(slots) if making is None else making.of(len(slots), wanted)
-            if wanted or num_guesses:
+            if wanted or num_draft_tokens:
                 step_s += host * len(slots)
             rights = {slot: live[slot].num_right(counts[slot]) for slot in slots}
             made.took(
                 StepTime(
                     num_rows=len(slots),
-                    num_tokens=len(slots) + num_guesses,
+                    num_tokens=len(slots) + num_draft_tokens,
                     num_sampled=len(slots) + sum(rights.values()),
-                    has_drafts=num_guesses > 0,
+                    has_drafts=num_draft_tokens > 0,
                     depth=wanted,
                     step_s=step_s,
                     draft_s=draft_s,
                 )
             )
-            seconds, num_guessed = seconds + step_s + draft_s, num_guessed + (num_guesses > 0)
+            seconds, num_guessed = seconds + step_s + draft_s, num_guessed + (num_draft_tokens > 0)
             for slot, request in list(live.items()):
                 right = rights[slot]
                 if counts[slot]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from tests.speculative.test_speculation import Counting
 from windlass import SamplingParams
 from windlass.core.types import Row, SlotId, SlotInit, StepPlan
-from windlass.runner.runner import Done
+from windlass.runner.runner import CompletedStep
 from windlass.speculative.costs import StepCosts
 from windlass.speculative.governor import Governor
 from windlass.speculative.ngram import NgramProposer
@@ -59,7 +59,7 @@ def test_within_a_pause_steps_come_back_as_they_are_and_one_of_sixteen_is_timed(
     untouched = 0
     for step in range(512):
         pending = runner.submit(StepPlan(rows, [] if step else new))
-        untouched += isinstance(pending, Done)
+        untouched += isinstance(pending, CompletedStep)
         for slot, found in zip(slots, pending.wait().rows, strict=True):
             tokens[slot] += found.tokens
     assert untouched > 0.8 * 512

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from windlass import SamplingParams
 from windlass.core.types import BlockId, RowResult, SlotId, SlotInit, StepPlan, StepResult
-from windlass.runner.runner import Done
+from windlass.runner.runner import CompletedStep
 from windlass.speculative.base import Seen
 from windlass.speculative.draft_runner import DraftRunner, DraftRunnerProposer
 
@@ -21,13 +21,13 @@ class CountsUp:
         self.plans: list[StepPlan] = []
         self._last: dict[SlotId, int] = {}
 
-    def submit(self, plan: StepPlan) -> Done:
+    def submit(self, plan: StepPlan) -> CompletedStep:
         self.plans.append(plan)
         results = []
         for row in plan.rows:
             self._last[row.slot] = 1 + (row.tokens[-1] if row.tokens else self._last[row.slot])
             results.append(RowResult([self._last[row.slot]] if row.sample else []))
-        return Done(StepResult(results))
+        return CompletedStep(StepResult(results))
 
 
 def proposer(runner: CountsUp) -> DraftRunnerProposer:

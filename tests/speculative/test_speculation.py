@@ -15,7 +15,7 @@ from windlass import LLM, SamplingParams
 from windlass.config import EngineConfig
 from windlass.core.types import Row, RowResult, SlotId, SlotInit, StepPlan, StepResult
 from windlass.errors import ConfigError
-from windlass.runner.runner import Done
+from windlass.runner.runner import CompletedStep
 from windlass.speculative import governor, ngram, start
 from windlass.speculative.base import Draft, Seen
 from windlass.speculative.costs import StepCosts
@@ -244,9 +244,9 @@ class Counting:
     def __init__(self) -> None:
         self.plans: list[StepPlan] = []
 
-    def submit(self, plan: StepPlan) -> Done:
+    def submit(self, plan: StepPlan) -> CompletedStep:
         self.plans.append(plan)
-        return Done(StepResult([RowResult([0])] * len(plan.rows)))
+        return CompletedStep(StepResult([RowResult([0])] * len(plan.rows)))
 
 
 @pytest.mark.parametrize(

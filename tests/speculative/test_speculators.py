@@ -17,7 +17,7 @@ from windlass.config import EngineConfig
 from windlass.errors import CheckpointError, ConfigError, UnsupportedError
 from windlass.kernels.batch import Heads
 from windlass.models.eagle import EagleNorms
-from windlass.runner.drafter import Verified
+from windlass.runner.drafter import DrafterInputs
 from windlass.speculative import governor
 from windlass.speculative.eagle import EagleDrafter
 from windlass.speculative.speculators import NORMS
@@ -107,7 +107,7 @@ class Watched:
         seen: list[tuple[Tensor, Tensor, Tensor]] = []
         draft = EagleDrafter.draft
 
-        def watched(self: EagleDrafter, found: Verified, count: int) -> Tensor:
+        def watched(self: EagleDrafter, found: DrafterInputs, count: int) -> Tensor:
             aux_hidden_states = torch.cat(
                 [found.aux_hidden_states[layer] for layer in self.layers], dim=-1
             )
@@ -126,7 +126,7 @@ class Watched:
         self.aux_hidden_states, self.following = (
             torch.cat([one[i] for one in seen])[None] for i in (0, 1)
         )
-        self.guesses = torch.cat([guesses for *_, guesses in seen])
+        self.has_drafts = torch.cat([guesses for *_, guesses in seen])
 
 
 def written_out(watched: Watched, folder: Path, norms: dict[str, bool]) -> Tensor:
@@ -160,7 +160,7 @@ def test_the_norms_are_those_that_a_head_can_have() -> None:
 def test_the_same_head_in_either_layout_guesses_alike(model: Path, tmp_path: Path, monkeypatch):
     own = eagle(tmp_path / "own")
     other = speculators(tmp_path / "other", own)
-    found = [Watched(model, folder, monkeypatch).guesses for folder in (own, other)]
+    found = [Watched(model, folder, monkeypatch).has_drafts for folder in (own, other)]
     assert found[0].shape == (24, 3)
     assert torch.equal(*found)
 
@@ -174,14 +174,14 @@ def test_a_head_normalises_where_its_config_says(
     norms = {name: name in true for name in NORMS}
     folder = speculators(tmp_path / "head", eagle(tmp_path / "own"), **norms)
     watched = Watched(model, folder, monkeypatch)
-    assert torch.equal(watched.guesses, written_out(watched, folder, norms))
+    assert torch.equal(watched.has_drafts, written_out(watched, folder, norms))
 
 
 def test_a_norm_changes_the_guesses(model: Path, tmp_path: Path, monkeypatch) -> None:
     """Otherwise the test above would show nothing."""
     own = eagle(tmp_path / "own")
     folders = [speculators(tmp_path / name, own, **{name: True}) for name in NORMS]
-    plain, *found = (Watched(model, each, monkeypatch).guesses for each in (own, *folders))
+    plain, *found = (Watched(model, each, monkeypatch).has_drafts for each in (own, *folders))
     assert not any(torch.equal(plain, each) for each in found)
 
 
@@ -195,7 +195,7 @@ def test_a_head_of_the_whole_vocabulary_needs_no_map(
     tensors = load_file(other / "model.safetensors")
     del tensors["d2t"], tensors["t2d"]
     save_file(tensors, other / "model.safetensors")
-    assert torch.equal(*(Watched(model, each, monkeypatch).guesses for each in (own, other)))
+    assert torch.equal(*(Watched(model, each, monkeypatch).has_drafts for each in (own, other)))
 
 
 def test_a_part_of_the_vocabulary_needs_its_map(model: Path, tmp_path: Path) -> None:

@@ -77,7 +77,7 @@ def oracle(world: World) -> float:
 def run(world: World, believed: Drafting, seed: int, horizon: int = 3000) -> Outcome:
     """Until `horizon` tokens are there, in requests of 100."""
     rng = Random(seed)
-    made = Governor(VERIFY, 100, drafting=believed, most_guesses=MOST)
+    made = Governor(VERIFY, 100, drafting=believed, max_draft_tokens=MOST)
     seconds = plain = 0.0
     num_tokens = count = 0
 

@@ -23,7 +23,7 @@ from windlass.models.checkpoint import Checkpoint
 from windlass.models.loader import outline
 from windlass.models.network import make_network
 from windlass.quant.plain import Plain
-from windlass.runner.assemble import draw_up
+from windlass.runner.assemble import make_blueprint
 from windlass.serve.chat import ChatTemplate
 
 Json = dict[str, Any]
@@ -33,7 +33,7 @@ def examine(config: EngineConfig, list_tensors: bool = False) -> Json:
     """Open the model that the config names and describe it."""
     opened = open_model(config)
     checkpoint = open_checkpoint(opened.files, config.model)
-    blueprint = draw_up(config, opened.hparams, checkpoint)
+    blueprint = make_blueprint(config, opened.hparams, checkpoint)
     parts = blueprint.parts
     network = make_network(opened.hparams, parts)
     outline(network)

@@ -31,7 +31,7 @@ from windlass.runner.sampler import Sampler, draw_with
 from windlass.runner.slots import SlotTables
 
 # Logits of guesses take no more than this, in float32.
-_GUESSED_BYTES = 64 * 2**20
+_DRAFT_LOGITS_BYTES = 64 * 2**20
 # Of one request that may run, in the runner's and the scheduler's tables.
 _SLOT_BYTES = 64
 _BLOCK_ID_BYTES = 4
@@ -68,12 +68,12 @@ class Assembled:
     capacity: Capacity
     kv_format: found.KVFormat
     max_model_len: int
-    most_positions: int  # that a step can sample
+    max_positions_per_step: int  # that a step can sample
     memory: dict[str, int]
     choices: list[Choice]
 
 
-def draw_up(config: EngineConfig, hparams: HParams, checkpoint: Checkpoint) -> Blueprint:
+def make_blueprint(config: EngineConfig, hparams: HParams, checkpoint: Checkpoint) -> Blueprint:
     """Choose device, arithmetic, kernels, how weights are held, and the longest context."""
     where = found.choose_device(config.model)
     device = where.device
@@ -115,7 +115,7 @@ def _kv_format(config: EngineConfig, hparams: HParams, parts: Parts) -> found.KV
 
 def load_network(config: EngineConfig, hparams: HParams, checkpoint: Checkpoint) -> Loaded:
     """Make the network and read its weights."""
-    blueprint = draw_up(config, hparams, checkpoint)
+    blueprint = make_blueprint(config, hparams, checkpoint)
     network = make_network(hparams, blueprint.parts)
     load(network, checkpoint, blueprint.parts.device)
     layers = [module for module in network.modules() if isinstance(module, Linear)]
@@ -130,11 +130,11 @@ def load_network(config: EngineConfig, hparams: HParams, checkpoint: Checkpoint)
         blueprint.gemm,
         network.weight_bytes,
         choices,
-        _no_fixed_order(layers),
+        _why_not_batch_invariant(layers),
     )
 
 
-def _no_fixed_order(layers: list[Linear]) -> str | None:
+def _why_not_batch_invariant(layers: list[Linear]) -> str | None:
     """Why a row's result depends on the rows beside it; None: it need not."""
     for layer in layers:
         for gemm in layer.gemm:
@@ -193,7 +193,7 @@ def make_runner(
         "KV cache": cache.num_bytes,
         **reserved,
         "process": found.resident_bytes(),
-        "other processes": found.bytes_of_others(parts.device),
+        "other processes": found.other_processes_bytes(parts.device),
     }
     positions = sampled_positions(config, hparams, limits)
     sizes = (capacity, kv_format, max_model_len, positions)
@@ -255,8 +255,8 @@ class _Maker:
             runner.coarse_prompts = self._rounds_coarsely()
             return runner, cache
         from windlass.kernels.triton.attention import tile_tokens
+        from windlass.runner.cuda_runner import CudaRunner
         from windlass.runner.cuda_verify import CudaVerifyRunner
-        from windlass.runner.graphs import CudaRunner
 
         graph_rows = 0 if self._config.model.enforce_eager else seqs
         tile = tile_tokens(hparams.num_heads // hparams.num_kv_heads)
@@ -268,7 +268,7 @@ class _Maker:
         if wish.spec == "none":
             recorder = CudaRunner(*given)
         else:
-            recorder = CudaVerifyRunner(*given, most_guesses=wish.most_guesses)
+            recorder = CudaVerifyRunner(*given, max_draft_tokens=wish.max_draft_tokens)
         recorder.record()
         return recorder, cache
 
@@ -280,12 +280,14 @@ class _Maker:
         if why is not None:
             self.choices = [Choice("steps", "operator by operator", why)]
             return Runner(*made)
-        from windlass.kernels.native.program import Most
-        from windlass.runner.recorded import CpuRunner
+        from windlass.kernels.native.program import ProgramLimits
+        from windlass.runner.cpu_runner import CpuRunner
 
         runner = CpuRunner(*made)
         positions = sampled_positions(self._config, self._hparams, self._limits)
-        self.choices = [runner.record(Most(self._limits.max_num_batched_tokens, positions))]
+        self.choices = [
+            runner.record(ProgramLimits(self._limits.max_num_batched_tokens, positions))
+        ]
         return runner
 
     def _rounds_coarsely(self) -> bool:
@@ -309,7 +311,7 @@ class _Maker:
         device = parts.device
         before = _free_after_sync(device)
         runner, _ = self.make(1)
-        runner.reads_all = True  # as where prompts are scored
+        runner.needs_all_hidden = True  # as where prompts are scored
         graphs = before - _free_after_sync(device)
         torch.cuda.reset_peak_memory_stats(device)
         held = torch.cuda.memory_allocated(device)
@@ -326,8 +328,8 @@ def sampled_positions(config: EngineConfig, hparams: HParams, limits: Limits) ->
     seqs, wish = limits.max_num_seqs, config.speculation
     if wish.spec == "none":
         return seqs
-    affordable = _GUESSED_BYTES // (4 * hparams.vocab_size)
-    guesses = max(wish.most_guesses, min(seqs * wish.most_guesses, affordable))
+    affordable = _DRAFT_LOGITS_BYTES // (4 * hparams.vocab_size)
+    guesses = max(wish.max_draft_tokens, min(seqs * wish.max_draft_tokens, affordable))
     return min(limits.max_num_batched_tokens, seqs + guesses)
 
 

@@ -22,17 +22,17 @@ from torch import Tensor
 
 from windlass.core.types import Row, RowResult, StepPlan, StepResult
 from windlass.kernels.batch import AttentionWork, StepBatch
-from windlass.runner.drafter import Drafter, Verified
-from windlass.runner.graphs import CudaRunner
+from windlass.runner.cuda_runner import CudaRunner
+from windlass.runner.drafter import Drafter, DrafterInputs
 from windlass.runner.prelaunch import (
-    Found,
-    Launched,
+    CapturedVerification,
+    LaunchedVerification,
+    PendingMixedStep,
     PendingVerification,
     Prelaunched,
-    Prompted,
-    Recorded,
+    VerifyOutputs,
 )
-from windlass.runner.runner import Done, PendingStep
+from windlass.runner.runner import CompletedStep, PendingStep
 from windlass.runner.slots import to_device
 from windlass.runner.verify import keep, sample_requests
 
@@ -40,7 +40,7 @@ _SIZES = (1, 2, 4, 8, 16, 32, 64)
 # Rows up to which every width is recorded, and steps are launched before they are planned: above,
 # a recording costs more and gives less, and hardly a step ends without a row that does.
 _FEW = 4
-_MOST_PLACES = 512
+_MAX_POSITIONS = 512
 # Up to so many places attention sees each by itself, its context cut into parts; above, the places
 # of a row together read its context once.
 _APART = 64
@@ -65,22 +65,22 @@ class _Key:
 class CudaVerifyRunner(CudaRunner):
     """Owns the recorded verifications and the buffers that they read."""
 
-    def __init__(self, *args: Any, most_guesses: int) -> None:
+    def __init__(self, *args: Any, max_draft_tokens: int) -> None:
         super().__init__(*args)
-        self._widths = [1, *widths(most_guesses)]
-        self._depths = sorted({-(-most_guesses // 2), most_guesses})
-        self._verifications: dict[_Key, Recorded] = {}
-        self._inboxes: dict[tuple[int, int], Tensor] = {}
-        self._ahead: Prelaunched | None = None
+        self._widths = [1, *widths(max_draft_tokens)]
+        self._depths = sorted({-(-max_draft_tokens // 2), max_draft_tokens})
+        self._captured: dict[_Key, CapturedVerification] = {}
+        self._input_buffers: dict[tuple[int, int], Tensor] = {}
+        self._prelaunched: Prelaunched | None = None
         # By slot: a position, and alternatives to the first guess of a row that begins there.
         self._siblings: Tensor | None = None
-        places = max(_MOST_PLACES, self._widths[-1], self._slots.num_slots + 1)
+        places = max(_MAX_POSITIONS, self._widths[-1], self._slots.num_slots + 1)
         self._places = torch.arange(places, dtype=torch.int32, device=self._device)
         self._place_counters = torch.zeros(
             places * self._num_kv_heads, dtype=torch.int32, device=self._device
         )
 
-    def most_guesses(self, wish: int, num_rows: int) -> int:
+    def max_draft_tokens(self, wish: int, num_rows: int) -> int:
         if not self._sizes:
             return wish
         if num_rows > _SIZES[-1]:
@@ -89,8 +89,8 @@ class CudaVerifyRunner(CudaRunner):
         return min(wish, self._widths_of(size)[-1] - 1)
 
     @property
-    def is_ahead(self) -> bool:
-        return self._ahead is not None
+    def is_prelaunched(self) -> bool:
+        return self._prelaunched is not None
 
     def attach(self, drafter: Drafter) -> None:
         super().attach(drafter)
@@ -99,37 +99,37 @@ class CudaVerifyRunner(CudaRunner):
             self._siblings = torch.full(shape, -1, dtype=torch.int32, device=self._device)
         for depth in self._depths:
             self.drafting = depth
-            self._record_verifications()
+            self._capture_verifications()
         with torch.inference_mode():
             for tokens in reversed(self._mixed_sizes):
                 self._mixed_step(self._form(tokens, drafting=self._depths[-1]))
 
     def record(self) -> None:
         super().record()
-        self._record_verifications()
+        self._capture_verifications()
 
     @torch.inference_mode()
-    def _record_verifications(self) -> None:
+    def _capture_verifications(self) -> None:
         """Record all that requests need, the largest first: later they would have to wait for it."""
         if not self._sizes:
             return
         for size in reversed([one for one in _SIZES if one < 2 * self._sizes[-1]]):
             for width in reversed(self._widths_of(size)):
                 if self.drafting or width > 1:
-                    self._verification(_Key(size, width, self.drafting, False))
+                    self._captured_for(_Key(size, width, self.drafting, False))
 
     def _widths_of(self, size: int) -> list[int]:
         """Tokens of a row that recordings of so many rows have."""
-        fitting = [width for width in self._widths if size * width <= _MOST_PLACES]
+        fitting = [width for width in self._widths if size * width <= _MAX_POSITIONS]
         if size <= _FEW:
             return fitting
         return sorted({1, *fitting[1:2], fitting[-1]})
 
     def _submit(self, plan: StepPlan) -> PendingStep:
         rows = plan.rows
-        ahead, self._ahead = self._ahead, None
+        ahead, self._prelaunched = self._prelaunched, None
         if ahead is not None and not (self.drafting and ahead.is_for(plan)):
-            self._take_back(ahead)
+            self._undo_prelaunch(ahead)
             ahead = None
         self._note_prompts(plan)
         if not self.drafting and not plan.has_drafts:
@@ -144,18 +144,18 @@ class CudaVerifyRunner(CudaRunner):
         key = self._key_for(rows, batch_invariant)
         self._forget_siblings(rows)
         if key is None:
-            return self._beside_prompts(plan, batch_invariant)
+            return self._submit_with_prompts(plan, batch_invariant)
         if ahead is not None:
             whole = all(row.num_drafts == ahead.guesses for row in rows)
-            pending = PendingVerification(self.redraw, rows, ahead.launched, whole)
+            pending = PendingVerification(self.resample, rows, ahead.launched, whole)
         else:
-            recorded = self._verification(key)
-            recorded.send(rows, self._nobody(key.width))
-            pending = PendingVerification(self.redraw, rows, recorded.launch())
-        self._ahead = self._go_ahead(pending, key)
+            recorded = self._captured_for(key)
+            recorded.send(rows, self._padding_row(key.width))
+            pending = PendingVerification(self.resample, rows, recorded.launch())
+        self._prelaunched = self._prelaunch_next(pending, key)
         return pending
 
-    def _beside_prompts(self, plan: StepPlan, batch_invariant: bool) -> PendingStep:
+    def _submit_with_prompts(self, plan: StepPlan, batch_invariant: bool) -> PendingStep:
         """Recorded where nobody has guesses to verify, or wishes that the kernels do not know."""
         rows = plan.rows
         special = self._device_sampler.special([row.slot for row in rows])
@@ -163,9 +163,9 @@ class CudaVerifyRunner(CudaRunner):
             mixed = self._mixed_for(rows, self._depths[-1])
             if mixed is not None:
                 mixed.launch()
-                return Prompted(rows, mixed.tokens)
+                return PendingMixedStep(rows, mixed.tokens)
         with self._gemm.batch_invariant(batch_invariant):
-            return Done(StepResult(self._verify_eagerly(plan)), guesses=True)
+            return CompletedStep(StepResult(self._verify_eagerly(plan)), has_drafts=True)
 
     def _forget_siblings(self, rows: list[Row]) -> None:
         """Of rows that are drawn anew, which knows nothing of alternatives."""
@@ -194,13 +194,13 @@ class CudaVerifyRunner(CudaRunner):
         fused = fuses(key.size * width, self._num_kv_heads, width, coded=False)
         return siblings if apart and fused else None
 
-    def _nobody(self, width: int) -> list[int]:
+    def _padding_row(self, width: int) -> list[int]:
         """What is sent of rows that only pad."""
         return [self._slots.num_slots, 0, 1, *[0] * width]
 
     # ---- ahead of the plan -----------------------------------------------------------------------
 
-    def _go_ahead(self, pending: PendingVerification, key: _Key) -> Prelaunched | None:
+    def _prelaunch_next(self, pending: PendingVerification, key: _Key) -> Prelaunched | None:
         """Launch what follows if all guesses are wanted and no row ends, where that is likely."""
         rows, guesses = pending.rows, pending.launched.drafting
         if not guesses or not key.drafting or len(rows) > _FEW or not pending.whole:
@@ -214,12 +214,12 @@ class CudaVerifyRunner(CudaRunner):
             return None
         width = self._width_for(key.size, 1 + guesses)
         assert width is not None
-        recorded = self._verifications.get(replace(key, width=width))
+        recorded = self._captured.get(replace(key, width=width))
         if recorded is None:  # recording it would spoil what lies in its inbox
             return None
         return Prelaunched(pending.following, recorded.launch(), guesses)
 
-    def _take_back(self, ahead: Prelaunched) -> None:
+    def _undo_prelaunch(self, ahead: Prelaunched) -> None:
         """Undo what a launch changed that was not wanted: the tokens sampled last."""
         slots = np.array([each.slot for each in ahead.following], dtype=np.int64)
         tokens = np.array([each.tokens[0] for each in ahead.following], dtype=np.int32)
@@ -245,34 +245,38 @@ class CudaVerifyRunner(CudaRunner):
     def _width_for(self, size: int, longest: int) -> int | None:
         return next((width for width in self._widths_of(size) if width >= longest), None)
 
-    def _verification(self, key: _Key) -> Recorded:
-        if key not in self._verifications:
-            self._inbox(key.size, key.width).copy_(torch.tensor(self._nobody(key.width)))
+    def _captured_for(self, key: _Key) -> CapturedVerification:
+        if key not in self._captured:
+            self._input_buffer(key.size, key.width).copy_(
+                torch.tensor(self._padding_row(key.width))
+            )
             self._run(key)  # compiles what is missing, outside of the recording
             torch.cuda.synchronize()
             graph = torch.cuda.CUDAGraph()
             # Another thread may pin memory for an adapter meanwhile.
             with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
                 found = self._run(key)
-            inbox = self._inbox(key.size, key.width)
+            input_buffer = self._input_buffer(key.size, key.width)
             shape = (key.width, key.drafting, len(found.logits) // key.size)
-            self._verifications[key] = Recorded(graph, inbox, found, shape)
-        return self._verifications[key]
+            self._captured[key] = CapturedVerification(graph, input_buffer, found, shape)
+        return self._captured[key]
 
-    def _inbox(self, size: int, width: int) -> Tensor:
+    def _input_buffer(self, size: int, width: int) -> Tensor:
         """[size, 3 + width]: slot, position of the first token, how many, and the tokens of each row."""
-        if (size, width) not in self._inboxes:
+        if (size, width) not in self._input_buffers:
             shape = (size, 3 + width)
-            self._inboxes[size, width] = torch.zeros(shape, dtype=torch.int32, device=self._device)
-        return self._inboxes[size, width]
+            self._input_buffers[size, width] = torch.zeros(
+                shape, dtype=torch.int32, device=self._device
+            )
+        return self._input_buffers[size, width]
 
-    def _run(self, key: _Key) -> Found:
+    def _run(self, key: _Key) -> VerifyOutputs:
         """One verification, from its inbox to what comes back, and to the inbox of the next."""
         from windlass.kernels.triton import verify as kernels
         from windlass.kernels.triton.typical import guesses_after
 
         slots, (size, width) = self._slots, (key.size, key.width)
-        inputs, siblings = self._inbox(size, width), self._siblings_for(key)
+        inputs, siblings = self._input_buffer(size, width), self._siblings_for(key)
         ids, positions, row_slots, tiles = kernels.unpack(
             inputs, slots.last, size, width, slots.num_slots, siblings
         )
@@ -286,7 +290,7 @@ class CudaVerifyRunner(CudaRunner):
             hidden = self._network(ids, batch, aux_hidden_states)
             logits = self._network.logits(hidden)
             sampled = self._device_sampler.draw(logits, row_slots, positions)
-            if self._device_sampler.is_lenient:
+            if self._device_sampler.uses_typical_acceptance:
                 guesses = guesses_after(inputs, ids, width)
                 self._device_sampler.keep_typical(logits, row_slots, guesses, sampled)
             back = ids.new_empty((size, width + 1 + key.drafting))
@@ -294,15 +298,15 @@ class CudaVerifyRunner(CudaRunner):
                 inputs, ids, positions, sampled, slots.last, back, width
             )
             if siblings is not None:
-                self._adopt(inputs, chosen)
+                self._adopt_siblings(inputs, chosen)
             if drafter is not None:
-                found = Verified(
-                    hidden, last, aux_hidden_states or {}, sampled, last, batch, self._alone
+                found = DrafterInputs(
+                    hidden, last, aux_hidden_states or {}, sampled, last, batch, self._decode_batch
                 )
-                self._follow(key, drafter, found, kept, back)
-        return Found(logits, back)
+                self._stage_next(key, drafter, found, kept, back)
+        return VerifyOutputs(logits, back)
 
-    def _adopt(self, inputs: Tensor, chosen: Tensor) -> None:
+    def _adopt_siblings(self, inputs: Tensor, chosen: Tensor) -> None:
         """Chosen alternatives are the rows' tokens from now on, with their keys and values."""
         from windlass.kernels.triton.verify import adopt
 
@@ -311,8 +315,8 @@ class CudaVerifyRunner(CudaRunner):
         assert self._siblings is not None
         adopt(pages, inputs, chosen, slots.tables, self._siblings.shape[1] - 1, slots.spare)
 
-    def _follow(
-        self, key: _Key, drafter: Drafter, found: Verified, kept: Tensor, back: Tensor
+    def _stage_next(
+        self, key: _Key, drafter: Drafter, found: DrafterInputs, kept: Tensor, back: Tensor
     ) -> None:
         """Guess, and write the next verification down."""
         from windlass.kernels.triton.verify import follow
@@ -325,7 +329,7 @@ class CudaVerifyRunner(CudaRunner):
         if after is None:
             back[:, key.width + 1 :] = guesses[:, : key.drafting]
             return
-        inputs, to = self._inbox(key.size, key.width), self._inbox(key.size, after)
+        inputs, to = self._input_buffer(key.size, key.width), self._input_buffer(key.size, after)
         slots = self._slots
         follow(inputs, slots.last, kept, guesses, to, back, slots.num_slots, siblings)
 
@@ -337,21 +341,21 @@ class CudaVerifyRunner(CudaRunner):
         more = (width, width - key.width, self._slots.spare)
         return AttentionWork(singles, tiles[:0], splits, self._place_counters, *more)
 
-    def _alone(self, positions: Tensor, slots: Tensor) -> StepBatch:
+    def _decode_batch(self, positions: Tensor, slots: Tensor) -> StepBatch:
         count = positions.shape[0]
         singles, splits = self._places[:count], self._splits(count)
         work = AttentionWork(singles, self._no_tiles, splits, self._place_counters)
         return StepBatch(positions, slots, self._slots.tables, [], [], work)
 
     @torch.inference_mode()
-    def redraw(
-        self, rows: Sequence[Row], results: list[RowResult], launched: Launched
+    def resample(
+        self, rows: Sequence[Row], results: list[RowResult], launched: LaunchedVerification
     ) -> list[RowResult]:
         """Draw the rows anew whose wishes the kernels do not know."""
         for i in self._device_sampler.special([row.slot for row in rows]):
             requests, first = sample_requests([rows[i]])[0], i * launched.places
             own = launched.logits[first : first + requests.num_positions]
-            drawn = self._device_sampler.redraw_row(own, requests)
+            drawn = self._device_sampler.resample_row(own, requests)
             drafts = results[i].drafts if drawn.tokens == results[i].tokens else ()
             results[i] = drawn._replace(drafts=drafts)
         return results
@@ -384,7 +388,7 @@ class CudaVerifyRunner(CudaRunner):
             batch.positions[logits_indices.tokens],
         )
         drawn = self._device_sampler.draw(logits, slots, positions)
-        if self._device_sampler.is_lenient:
+        if self._device_sampler.uses_typical_acceptance:
             guesses = np.array([g for each in requests for g in (*each.drafts, -1)], dtype=np.int32)
             there = to_device(guesses, self._device)
             self._device_sampler.keep_typical(logits, slots, there, drawn)
@@ -393,11 +397,13 @@ class CudaVerifyRunner(CudaRunner):
         for i, each in enumerate(requests):
             end = first + each.num_positions
             if i in special:
-                results[each.row] = self._device_sampler.redraw_row(logits[first:end], each)
+                results[each.row] = self._device_sampler.resample_row(logits[first:end], each)
             else:
-                said = sampled[first:end]
-                target_tokens = tuple(said) if each.drafts else ()
-                results[each.row] = RowResult(keep(said, each.drafts), target_tokens=target_tokens)
+                sampled_tokens = sampled[first:end]
+                target_tokens = tuple(sampled_tokens) if each.drafts else ()
+                results[each.row] = RowResult(
+                    keep(sampled_tokens, each.drafts), target_tokens=target_tokens
+                )
             first = end
         last = [results[each.row].tokens[-1] for each in requests]
         self._slots.last[[each.slot for each in requests]] = torch.tensor(

@@ -157,7 +157,7 @@ def resident_bytes() -> int:
     return _from_proc("/proc/self/status", "VmRSS")
 
 
-def bytes_of_others(device: torch.device) -> int:
+def other_processes_bytes(device: torch.device) -> int:
     """Memory of a GPU that is neither free nor held by this process's allocator."""
     if device.type == "cpu":
         return 0

@@ -19,9 +19,9 @@ from windlass.runner.slots import SlotTables, to_device
 from windlass.runner.verify import SampleRequest, draw_in_turn
 
 
-def _needs_plain(wish: SamplingParams) -> bool:
-    scored = wish.logprobs is not None or wish.prompt_logprobs is not None
-    return scored or wish.changes_logits
+def _needs_host_sampler(params: SamplingParams) -> bool:
+    scored = params.logprobs is not None or params.prompt_logprobs is not None
+    return scored or params.changes_logits
 
 
 class DeviceSampler:
@@ -32,7 +32,7 @@ class DeviceSampler:
         self._slots = slots
         self._plain = plain
         self._special: set[int] = set()
-        self.wishes = torch.zeros((count, 4), dtype=torch.float32, device=device)
+        self.params = torch.zeros((count, 4), dtype=torch.float32, device=device)
         self.seeds = torch.zeros(count, dtype=torch.int64, device=device)
 
     def admit(self, admissions: list[SlotInit]) -> None:
@@ -41,16 +41,18 @@ class DeviceSampler:
             return
         rows, seeds = [], []
         for new in admissions:
-            wish = new.sampling
-            inverse_temperature = 0.0 if wish.greedy else 1.0 / wish.temperature
-            rows.append((inverse_temperature, float(max(0, wish.top_k)), wish.top_p, wish.min_p))
+            params = new.sampling
+            inverse_temperature = 0.0 if params.greedy else 1.0 / params.temperature
+            rows.append(
+                (inverse_temperature, float(max(0, params.top_k)), params.top_p, params.min_p)
+            )
             seeds.append(new.seed & (2**62 - 1))
-            if _needs_plain(wish):
+            if _needs_host_sampler(params):
                 self._special.add(new.slot)
                 self._plain.admit(new)
-        device = self.wishes.device
+        device = self.params.device
         at = to_device(np.array([new.slot for new in admissions]), device)
-        self.wishes[at] = to_device(np.array(rows, dtype=np.float32), device)
+        self.params[at] = to_device(np.array(rows, dtype=np.float32), device)
         self.seeds[at] = to_device(np.array(seeds), device)
 
     def forget(self, slots: Sequence[int]) -> None:
@@ -69,10 +71,10 @@ class DeviceSampler:
         """A token for every row, on the device, remembered as the slot's last."""
         from windlass.kernels.triton.sample import sample
 
-        return sample(logits, self.wishes, self.seeds, slots, positions, self._slots.last)
+        return sample(logits, self.params, self.seeds, slots, positions, self._slots.last)
 
     @property
-    def is_lenient(self) -> bool:
+    def uses_typical_acceptance(self) -> bool:
         """Whether guesses may be kept that were not sampled."""
         return self._plain.threshold is not None
 
@@ -81,9 +83,9 @@ class DeviceSampler:
         from windlass.kernels.triton.typical import keep_typical
 
         assert self._plain.threshold is not None
-        keep_typical(logits, self.wishes, slots, guesses, sampled, self._plain.threshold)
+        keep_typical(logits, self.params, slots, guesses, sampled, self._plain.threshold)
 
-    def redraw(
+    def resample(
         self, logits: Tensor, tokens: Tensor, slots: Sequence[int], special: list[int]
     ) -> dict[int, list[TokenLogprob] | None]:
         """Draw the special rows again, in place; waits for them. Returns scores by row."""
@@ -94,7 +96,7 @@ class DeviceSampler:
         self._slots.last[chosen] = fresh
         return dict(zip(special, scores, strict=True))
 
-    def redraw_row(self, logits: Tensor, requests: SampleRequest) -> RowResult:
+    def resample_row(self, logits: Tensor, requests: SampleRequest) -> RowResult:
         """Draw one special row again, guess by guess; waits for it."""
         result = draw_in_turn(self._plain, logits.float(), requests)
         self._slots.last[requests.slot] = result.tokens[-1]

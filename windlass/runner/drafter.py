@@ -12,7 +12,7 @@ from windlass.kernels.batch import StepBatch
 
 
 @dataclass(frozen=True, slots=True)
-class Verified:
+class DrafterInputs:
     """A step as it lies on its device, with what is known after it."""
 
     hidden: Tensor  # [tokens that were asked for, or all; hidden], as the head reads them
@@ -30,7 +30,7 @@ class Drafter(Protocol):
     layers: tuple[int, ...]  # whose inputs it reads
     num_siblings: int  # alternatives to its first guess that it can give
 
-    def draft(self, found: Verified, count: int, siblings: int = 0) -> Tensor:
+    def draft(self, found: DrafterInputs, count: int, siblings: int = 0) -> Tensor:
         """Guesses [rows, count + others], int32, for the positions after the token that follows `last`.
 
         The last `siblings` are alternatives to the first, 0 or as many as it can give.

@@ -42,9 +42,9 @@ def truncate(scores: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Ten
     return scores.scatter(-1, order, ordered.masked_fill(drop, _NEVER))
 
 
-def apply_temperature(scores: Tensor, wishes: Tensor) -> Tensor:
+def apply_temperature(scores: Tensor, params: Tensor) -> Tensor:
     """Temperature and truncation, for rows that are not greedy."""
-    inverse_temperature, top_k, top_p, min_p = wishes.to(scores.device).unbind(1)
+    inverse_temperature, top_k, top_p, min_p = params.to(scores.device).unbind(1)
     rows = scores / inverse_temperature[:, None]
     cut = ((top_k > 0) | (top_p < 1) | (min_p > 0)).nonzero()[:, 0]
     if len(cut):
@@ -52,17 +52,17 @@ def apply_temperature(scores: Tensor, wishes: Tensor) -> Tensor:
     return rows
 
 
-def draw(scores: Tensor, wishes: Tensor, keys: Tensor) -> Tensor:
+def draw(scores: Tensor, params: Tensor, keys: Tensor) -> Tensor:
     """A token of each row: the largest score with noise, which draws from the softmax.
 
     Wishes [rows, 4], float64: temperature, top-k, top-p, min-p. At temperature 0, and where there is
     nothing to draw from, the best is taken. Keys [rows], int64: see `key`.
     """
     tokens = scores.argmax(dim=-1)
-    wishes, keys = wishes.to(scores.device), keys.to(scores.device)
-    drawn = ((wishes[:, 0] > 0) & scores.amax(dim=-1).isfinite()).nonzero()[:, 0]
+    params, keys = params.to(scores.device), keys.to(scores.device)
+    drawn = ((params[:, 0] > 0) & scores.amax(dim=-1).isfinite()).nonzero()[:, 0]
     if len(drawn):
-        rows = apply_temperature(scores[drawn].double(), wishes[drawn])
+        rows = apply_temperature(scores[drawn].double(), params[drawn])
         tokens[drawn] = (rows + noise(keys[drawn], scores.shape[-1])).argmax(dim=-1)
     return tokens
 

@@ -159,7 +159,7 @@ class RunnerMemory:
             total, files = found.resident_bytes(), _mapped_bytes()
             return MemoryReport("cpu", parts, total, files, found.free_bytes(self._device))
         free, total = torch.cuda.mem_get_info(self._device)
-        used = total - free - found.bytes_of_others(self._device)
+        used = total - free - found.other_processes_bytes(self._device)
         return MemoryReport(str(self._device), parts, used, 0, free, total)
 
     def sleep(self) -> None:

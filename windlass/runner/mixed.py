@@ -23,13 +23,13 @@ from windlass.runner.slots import pack, spans_of
 
 # Tokens of a step; with more of them, a device has more to do than a host.
 _SIZES = (32, 64, 96, 128, 192, 256, 320, 384, 512, 768, 1024)
-_MOST_CHUNKS = 32  # rows of several tokens
+_MAX_CHUNKS = 32  # rows of several tokens
 
 
-def mixed_sizes(most_tokens: int) -> list[int]:
+def mixed_sizes(max_tokens: int) -> list[int]:
     """Numbers of tokens to record for an engine whose steps have at most so many."""
-    within = [size for size in _SIZES if size < most_tokens]
-    return within + [size for size in _SIZES if size >= most_tokens][:1]
+    within = [size for size in _SIZES if size < max_tokens]
+    return within + [size for size in _SIZES if size >= max_tokens][:1]
 
 
 def attention_tiles(
@@ -82,7 +82,7 @@ class GraphShape:
 
     @property
     def _chunks(self) -> int:
-        return min(_MOST_CHUNKS, self.tokens // 2)
+        return min(_MAX_CHUNKS, self.tokens // 2)
 
     @property
     def _shapes(self) -> list[tuple[int, ...]]:
@@ -96,24 +96,28 @@ class GraphShape:
         """Of an inbox. Every part begins at a multiple of 16 bytes: kernels are compiled for that."""
         return sum(_aligned(math.prod(shape)) for shape in self._shapes)
 
-    def parts(self, inbox: Tensor) -> Arrays:
+    def parts(self, input_buffer: Tensor) -> Arrays:
         """Views of what is sent."""
         views, at = [], 0
         for shape in self._shapes:
             count = math.prod(shape)
-            views.append(inbox[at : at + count].view(shape))
+            views.append(input_buffer[at : at + count].view(shape))
             at += _aligned(count)
         return Arrays(*views)
 
     def fill(
-        self, inbox: Tensor, rows: Sequence[Row], padding: SlotId, following: Sequence[int] = ()
+        self,
+        input_buffer: Tensor,
+        rows: Sequence[Row],
+        padding: SlotId,
+        following: Sequence[int] = (),
     ) -> bool:
         """Write a step down, in the host's memory; False: there is no room for it.
 
         `following`: the tokens behind the rows that draw none, where there are guesses.
         """
         spans, last = spans_of(rows), self.tokens - 1
-        arrays = self.parts(inbox)
+        arrays = self.parts(input_buffer)
         tiles = attention_tiles(rows, spans, self.tile)
         if (
             len(tiles) > self.tiles
@@ -169,18 +173,18 @@ class MixedStep:
     def __init__(self, shape: GraphShape, device: torch.device, padding: SlotId) -> None:
         self.shape = shape
         self._padding = padding
-        self._inbox = torch.zeros(shape.numbers, dtype=torch.int32, device=device)
+        self._input_buffer = torch.zeros(shape.numbers, dtype=torch.int32, device=device)
         self._sent = [torch.zeros(shape.numbers, dtype=torch.int32).pin_memory() for _ in "ab"]
         self._graph = torch.cuda.CUDAGraph()
         # Of the rows that sample, once recorded; with guesses, each token has its own behind it.
-        self.tokens = self.logits = self._inbox[:0]
+        self.tokens = self.logits = self._input_buffer[:0]
 
     def record(self, compute: Callable[[Arrays], tuple[Tensor, Tensor]], pool: Any) -> None:
         """`compute` gives the tokens and logits of a step."""
-        nobody = Row("", self._padding, 0, 1, (0,), (), True)
-        assert self.write([nobody])
-        self._inbox.copy_(self._sent[0])
-        arrays = self.shape.parts(self._inbox)
+        padding_row = Row("", self._padding, 0, 1, (0,), (), True)
+        assert self.write([padding_row])
+        self._input_buffer.copy_(self._sent[0])
+        arrays = self.shape.parts(self._input_buffer)
         compute(arrays)  # compiles what is missing, outside of the recording
         torch.cuda.synchronize()
         # Another thread may pin memory for an adapter meanwhile.
@@ -194,5 +198,5 @@ class MixedStep:
 
     def launch(self) -> None:
         """Compute what was written down."""
-        self._inbox.copy_(self._sent[0], non_blocking=True)
+        self._input_buffer.copy_(self._sent[0], non_blocking=True)
         self._graph.replay()

@@ -13,7 +13,7 @@ from windlass.core.types import Row, RowResult, SlotId, StepPlan, StepResult
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class VerifyOutputs:
     """What a verification leaves on the device."""
 
     logits: Tensor
@@ -21,7 +21,7 @@ class Found:
 
 
 @dataclass(frozen=True, slots=True)
-class Launched:
+class LaunchedVerification:
     """A verification that is being computed."""
 
     logits: Tensor
@@ -33,46 +33,50 @@ class Launched:
 
 
 # Draws rows anew whose wishes kernels do not know.
-Redraw = Callable[[Sequence[Row], list[RowResult], Launched], list[RowResult]]
+Resample = Callable[[Sequence[Row], list[RowResult], LaunchedVerification], list[RowResult]]
 
 
-class Recorded:
+class CapturedVerification:
     """Owns a recording and its mail: pinned memory for what is sent, and for what two steps bring."""
 
     def __init__(
-        self, graph: torch.cuda.CUDAGraph, inbox: Tensor, found: Found, shape: tuple[int, int, int]
+        self,
+        graph: torch.cuda.CUDAGraph,
+        input_buffer: Tensor,
+        found: VerifyOutputs,
+        shape: tuple[int, int, int],
     ) -> None:
         """`shape`: the tokens of a row, the guesses that are made for the next step, and a row's places."""
         self._graph = graph
-        self._inbox = inbox
+        self._input_buffer = input_buffer
         self._shape = shape
         self._back = found.back
         self.logits = found.logits
-        self._sent = torch.empty(inbox.shape, dtype=torch.int32, pin_memory=True)
+        self._sent = torch.empty(input_buffer.shape, dtype=torch.int32, pin_memory=True)
         self._brought = [torch.empty_like(found.back, device="cpu").pin_memory() for _ in "ab"]
         self._arrived = [torch.cuda.Event() for _ in "ab"]
         self._turn = 0
 
-    def send(self, rows: list[Row], nobody: list[int]) -> None:
-        """Write the rows down; those that only pad are `nobody`. The last step's were read long ago."""
+    def send(self, rows: list[Row], padding_row: list[int]) -> None:
+        """Write the rows down; those that only pad are `padding_row`. The last step's were read long ago."""
         lines = self._sent.numpy()
         for i, row in enumerate(rows):
             count = row.num_tokens
             lines[i, : 3 + count] = (row.slot, row.start, count, *(row.tokens or (-1,)))
-        lines[len(rows) :] = nobody
-        self._inbox.copy_(self._sent, non_blocking=True)
+        lines[len(rows) :] = padding_row
+        self._input_buffer.copy_(self._sent, non_blocking=True)
 
-    def launch(self) -> Launched:
+    def launch(self) -> LaunchedVerification:
         """Compute what lies in the inbox."""
         self._turn ^= 1
         brought, arrived = self._brought[self._turn], self._arrived[self._turn]
         self._graph.replay()
         brought.copy_(self._back, non_blocking=True)
         arrived.record()
-        return Launched(self.logits, brought, arrived, *self._shape)
+        return LaunchedVerification(self.logits, brought, arrived, *self._shape)
 
 
-class Next(NamedTuple):
+class ExpectedRow(NamedTuple):
     """A row of the next step, if nothing comes in between: its tokens are the last and the guesses."""
 
     slot: SlotId
@@ -91,8 +95,8 @@ class Next(NamedTuple):
 class Prelaunched:
     """A verification that was launched before it was planned."""
 
-    following: list[Next]  # its rows, filled in by the one before when that has arrived
-    launched: Launched
+    following: list[ExpectedRow]  # its rows, filled in by the one before when that has arrived
+    launched: LaunchedVerification
     guesses: int  # of every row
 
     def is_for(self, plan: StepPlan) -> bool:
@@ -108,38 +112,42 @@ class Prelaunched:
 class PendingVerification:
     """A verification whose results are travelling to the host."""
 
-    guesses = True
+    has_drafts = True
 
     def __init__(
-        self, redraw: Redraw, rows: list[Row], launched: Launched, whole: bool = True
+        self,
+        resample: Resample,
+        rows: list[Row],
+        launched: LaunchedVerification,
+        whole: bool = True,
     ) -> None:
-        """`redraw` knows what kernels do not; `whole`: no row was launched with more guesses than it
+        """`resample` knows what kernels do not; `whole`: no row was launched with more guesses than it
         has now.
         """
         self.rows = rows
         self.whole = whole
-        self.following: list[Next] = []  # to which the results lead, once they are here
-        self._redraw = redraw
+        self.following: list[ExpectedRow] = []  # to which the results lead, once they are here
+        self._resample = resample
         self.launched = launched
 
     def wait(self) -> StepResult:
         self.launched.arrived.synchronize()
         width, results = self.launched.width, []
         for row, found in zip(self.rows, self.launched.brought.tolist(), strict=False):
-            said = found[: row.num_tokens]
-            target_tokens = tuple(said) if row.num_drafts else ()
-            kept, drafts = said[: found[width]], tuple(found[width + 1 :])
+            sampled_tokens = found[: row.num_tokens]
+            target_tokens = tuple(sampled_tokens) if row.num_drafts else ()
+            kept, drafts = sampled_tokens[: found[width]], tuple(found[width + 1 :])
             if found[width] > row.num_tokens:  # they follow a guess that is not wanted any more
                 drafts = ()
-            self.following.append(Next(row.slot, row.start + len(kept), (kept[-1], *drafts)))
+            self.following.append(ExpectedRow(row.slot, row.start + len(kept), (kept[-1], *drafts)))
             results.append(RowResult(kept, drafts=drafts, target_tokens=target_tokens))
-        return StepResult(self._redraw(self.rows, results, self.launched))
+        return StepResult(self._resample(self.rows, results, self.launched))
 
 
-class Prompted:
+class PendingMixedStep:
     """A step with prompts, whose tokens and first guesses are travelling to the host."""
 
-    guesses = True
+    has_drafts = True
 
     def __init__(self, rows: list[Row], found: Tensor) -> None:
         """`found` [rows that sample, and padding; 1 + guesses]"""

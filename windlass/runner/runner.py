@@ -1,7 +1,7 @@
 """Turns a plan into tensors, runs the network, samples. Plain ints come back.
 
 Knows positions, slots and blocks, not what a request means: that is decided in core. This is the
-plain way, for any device; graphs.py (CUDA) and recorded.py (CPU) replay recorded steps and fall
+plain way, for any device; cuda_runner.py (CUDA) and cpu_runner.py (CPU) replay recorded steps and fall
 back to this one.
 """
 
@@ -32,7 +32,7 @@ from windlass.lora.bank import Bank
 from windlass.lora.base import Adapter
 from windlass.models.network import Network
 from windlass.runner.adapters import grouped
-from windlass.runner.drafter import Drafter, Verified
+from windlass.runner.drafter import Drafter, DrafterInputs
 from windlass.runner.grammar import Matchers
 from windlass.runner.sampler import Sampler, score_tokens
 from windlass.runner.slots import SlotTables, to_device
@@ -45,17 +45,17 @@ _SCORED_AT_ONCE = 128
 class PendingStep(Protocol):
     """A step on its way. `wait` blocks until its tokens are there."""
 
-    guesses: bool  # whether they come with guesses, so that the next plan must wait for them
+    has_drafts: bool  # whether they come with guesses, so that the next plan must wait for them
 
     def wait(self) -> StepResult: ...
 
 
-class Done:
+class CompletedStep:
     """A step whose result is there already."""
 
-    def __init__(self, result: StepResult, guesses: bool = False) -> None:
+    def __init__(self, result: StepResult, has_drafts: bool = False) -> None:
         self._result = result
-        self.guesses = guesses
+        self.has_drafts = has_drafts
 
     def wait(self) -> StepResult:
         return self._result
@@ -82,7 +82,9 @@ class Runner:
         self._batch_invariant: set[SlotId] = set()  # whose requests are deterministic
         self.drafter: Drafter | None = None
         self.drafting = 0  # guesses of the drafter with which a row's step ends
-        self.reads_all = False  # whether somebody reads hidden states that no token is drawn from
+        self.needs_all_hidden = (
+            False  # whether somebody reads hidden states that no token is drawn from
+        )
         self._prompts: dict[SlotId, list[int]] = {}  # what is known beforehand, for the drafter
         self.coarse_prompts = False  # whether products on a CPU round inputs of prompts coarsely
         self._num_prompt: dict[SlotId, int] = {}  # tokens of the prompt, where that is so
@@ -98,18 +100,18 @@ class Runner:
         """All that a slot has by the steps so far."""
         return self._slots.blocks_of(slot)
 
-    def most_guesses(self, wish: int, num_rows: int) -> int:
+    def max_draft_tokens(self, wish: int, num_rows: int) -> int:
         """How many of the guesses that are wished for each of so many rows do not leave the fast way."""
         del num_rows
         return wish
 
     @property
-    def most_mixed(self) -> int:
+    def max_mixed_tokens(self) -> int:
         """Tokens of a step with prompts up to which there is a faster way, which takes no guesses."""
         return 0
 
     @property
-    def is_ahead(self) -> bool:
+    def is_prelaunched(self) -> bool:
         """Whether the next step is being computed already, with all guesses of the last."""
         return False
 
@@ -126,7 +128,7 @@ class Runner:
         self._prepare(plan)
         guided = self.drafting or plan.has_drafts
         compute = self._verify if guided else self._compute
-        return Done(StepResult(compute(plan)))
+        return CompletedStep(StepResult(compute(plan)))
 
     def attach(self, drafter: Drafter) -> None:
         """From now on steps may end with guesses of its: see `drafting`."""
@@ -209,7 +211,7 @@ class Runner:
 
     def _leaves_out(self, rows: Sequence[Row]) -> bool:
         """Whether so many hidden states are read by nobody that selecting the others pays."""
-        if self.reads_all or self._scores_prompts(rows):
+        if self.needs_all_hidden or self._scores_prompts(rows):
             return False
         read = sum(1 + row.num_drafts for row in rows if row.sample)
         return 2 * max(1, read) <= sum(row.num_tokens for row in rows)
@@ -338,14 +340,16 @@ class Runner:
         at, read = torch.tensor((last, own), dtype=torch.int64, device=self._device)
         if batch.logits_indices is None:
             read = at
-        found = Verified(hidden, read, aux_hidden_states, following, at, batch, self._alone)
+        found = DrafterInputs(
+            hidden, read, aux_hidden_states, following, at, batch, self._decode_batch
+        )
         drafts = iter(self.drafter.draft(found, self.drafting).tolist())
         return [
             result._replace(drafts=tuple(next(drafts))) if row.sample else result
             for row, result in zip(rows, results, strict=True)
         ]
 
-    def _alone(self, positions: Tensor, slots: Tensor) -> StepBatch:
+    def _decode_batch(self, positions: Tensor, slots: Tensor) -> StepBatch:
         """A batch of one token a row, without pages: whoever asks has its own."""
         spans = [Span(i, 1, at) for i, at in enumerate(positions.tolist())]
         return StepBatch(positions, slots, self._slots.tables, spans, [])

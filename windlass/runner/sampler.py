@@ -62,19 +62,19 @@ class Sampler:
 
     def admit(self, new: SlotInit) -> None:
         """Remember a request's wishes, and what it has generated before a preemption."""
-        wish = new.sampling
+        params = new.sampling
         counts = seen = None
-        if wish.repetition_penalty != 1 or wish.frequency_penalty or wish.presence_penalty:
+        if params.repetition_penalty != 1 or params.frequency_penalty or params.presence_penalty:
             tokens = torch.tensor(new.tokens, device=self._device)
             counts = torch.bincount(tokens[new.num_prompt :], minlength=self._vocab_size)
             seen = torch.bincount(tokens, minlength=self._vocab_size) > 0
         rules = None
-        if wish.changes_logits:
+        if params.changes_logits:
             rules = LogitRules(
-                wish, stop_ids=new.stop_ids, vocab_size=self._vocab_size, device=self._device
+                params, stop_ids=new.stop_ids, vocab_size=self._vocab_size, device=self._device
             )
         self._slots[new.slot] = _Memory(
-            sampling=wish,
+            sampling=params,
             seed=new.seed,
             num_prompt=new.num_prompt,
             tokens=list(new.tokens),
@@ -131,8 +131,8 @@ class Sampler:
 
     def probabilities(self, logits: Tensor, slots: Sequence[int]) -> Tensor:
         """What plain slots that are not greedy draw from, row by row."""
-        wishes = self._wishes([self._slots[slot] for slot in slots])
-        return filters.apply_temperature(logits, wishes).softmax(dim=-1)
+        params = self._params([self._slots[slot] for slot in slots])
+        return filters.apply_temperature(logits, params).softmax(dim=-1)
 
     def is_greedy(self, slot: int) -> bool:
         return self._slots[slot].sampling.greedy
@@ -141,9 +141,9 @@ class Sampler:
         if all(memory.sampling.greedy for memory in memories):
             return scores.argmax(dim=-1).tolist()
         keys = [filters.key(m.seed, place) for m, place in zip(memories, places, strict=True)]
-        return self._draw(scores, self._wishes(memories), torch.tensor(keys)).tolist()
+        return self._draw(scores, self._params(memories), torch.tensor(keys)).tolist()
 
-    def takes_likeliest(self, slots: Sequence[int]) -> bool:
+    def all_greedy(self, slots: Sequence[int]) -> bool:
         """Whether each row's token is that of its largest logit, and nothing else is asked for."""
         memories = [self._slots[slot] for slot in slots]
         return all(m.sampling.greedy and not m.special and not m.scored for m in memories)
@@ -155,29 +155,29 @@ class Sampler:
 
     def _change(self, logits: Tensor, memory: _Memory, rules: LogitRules) -> Tensor:
         """Scores of one row: its logits with the request's bias, penalties, lists and grammar."""
-        wish = memory.sampling
+        params = memory.sampling
         scores = rules.add_bias(logits)
         if memory.counts is not None and memory.seen is not None:
             scores = filters.penalise(
                 scores,
                 memory.counts,
                 memory.seen,
-                wish.repetition_penalty,
-                wish.frequency_penalty,
-                wish.presence_penalty,
+                params.repetition_penalty,
+                params.frequency_penalty,
+                params.presence_penalty,
             )
         rules.mask_continuations(scores, memory.tokens, memory.num_prompt)
         if memory.grammar is not None:
             scores = memory.grammar.rule_out(scores, logits)
         return scores
 
-    def _wishes(self, memories: list[_Memory]) -> Tensor:
+    def _params(self, memories: list[_Memory]) -> Tensor:
         """As filters.draw reads them."""
-        wishes = [memory.sampling for memory in memories]
+        params = [memory.sampling for memory in memories]
         return torch.tensor(
             [
                 (0.0 if w.greedy else w.temperature, max(0, w.top_k), w.top_p, w.min_p)
-                for w in wishes
+                for w in params
             ],
             dtype=torch.float64,
         )

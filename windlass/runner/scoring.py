@@ -19,8 +19,8 @@ from windlass.models.network import Network
 from windlass.runner.runner import Runner
 
 # A piece of logits has about so many numbers: 128 MiB in float32.
-_PIECE_NUMBERS = 2**25
-_MOST_POSITIONS = 512
+_CHUNK_NUMBERS = 2**25
+_MAX_POSITIONS = 512
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +32,7 @@ class Window:
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class ScoredChunk:
     """Values [positions, width] of one window (by its place in the input), from `start` on."""
 
     window: int
@@ -70,25 +70,27 @@ class Scorer:
         self.network = network
         self.limits = limits
         self.vocab_size = vocab_size
-        runner.reads_all = True
+        runner.needs_all_hidden = True
         self._runner = runner
         self._block_size = block_size
 
-    def logits(self, windows: Iterable[Window], vocab_size: int | None = None) -> Iterator[Piece]:
+    def logits(
+        self, windows: Iterable[Window], vocab_size: int | None = None
+    ) -> Iterator[ScoredChunk]:
         """Float32 logits from each window's `first` on, window by window, cut into small pieces.
 
         `vocab_size` leaves out what lies beyond it: rows that only pad a vocabulary.
         """
         width = vocab_size or self.vocab_size
-        count = max(1, min(_MOST_POSITIONS, _PIECE_NUMBERS // width))
+        count = max(1, min(_MAX_POSITIONS, _CHUNK_NUMBERS // width))
         for piece in self.hidden(windows):
             for at in range(0, len(piece.values), count):
                 with torch.inference_mode():
                     logits = self.network.logits(piece.values[at : at + count])
                     logits = logits[:, :width].float()
-                yield Piece(piece.window, piece.start + at, logits)
+                yield ScoredChunk(piece.window, piece.start + at, logits)
 
-    def hidden(self, windows: Iterable[Window]) -> Iterator[Piece]:
+    def hidden(self, windows: Iterable[Window]) -> Iterator[ScoredChunk]:
         """The last hidden states, before the head: what a step has of each window at once."""
         number = 0
         for group in self._groups(windows):
@@ -114,7 +116,7 @@ class Scorer:
         if group:
             yield group
 
-    def _compute(self, group: list[Window], number: int) -> Iterator[Piece]:
+    def _compute(self, group: list[Window], number: int) -> Iterator[ScoredChunk]:
         longest = max(len(window.tokens) for window in group)
         for start in range(0, longest, self.limits.step_tokens):
             plan = self._plan(group, start)
@@ -124,7 +126,7 @@ class Scorer:
                 first = max(0, group[row.slot].first - start)
                 if first < row.num_tokens:
                     values = hidden[at + first : at + row.num_tokens]
-                    yield Piece(number + row.slot, start + first, values)
+                    yield ScoredChunk(number + row.slot, start + first, values)
                 at += row.num_tokens
 
     def _plan(self, group: list[Window], start: int) -> StepPlan:
@@ -137,9 +139,9 @@ class Scorer:
                 count = -(-len(window.tokens) // self._block_size)
                 blocks = tuple(BlockId(next_block + j) for j in range(count))
                 next_block += count
-                wish = SamplingParams(temperature=0.0)
+                params = SamplingParams(temperature=0.0)
                 known = list(window.tokens)
-                admitted.append(SlotInit(name, slot, known, len(known), wish, frozenset(), 0))
+                admitted.append(SlotInit(name, slot, known, len(known), params, frozenset(), 0))
             part = tuple(window.tokens[start : start + self.limits.step_tokens])
             rows.append(Row(name, slot, start, len(part), part, blocks, False))
         # One token is drawn, as in nearly all steps of a server, and thrown away.

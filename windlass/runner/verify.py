@@ -79,10 +79,12 @@ def settle(
     """Keep what was sampled, for every position of every row in turn, and remember it."""
     results, at = [], 0
     for each in requests:
-        said = sampled[at : at + each.num_positions]
-        tokens = keep(said, each.drafts)
+        sampled_tokens = sampled[at : at + each.num_positions]
+        tokens = keep(sampled_tokens, each.drafts)
         sampler.accept([each.slot] * len(tokens), tokens)
-        results.append(RowResult(tokens, target_tokens=tuple(said) if each.drafts else ()))
+        results.append(
+            RowResult(tokens, target_tokens=tuple(sampled_tokens) if each.drafts else ())
+        )
         at += each.num_positions
     return results
 

@@ -131,7 +131,7 @@ class DraftModelLoader:
         return DraftRunnerProposer(draft_runner, context.hparams.vocab_size)
 
     def describe(self) -> str:
-        most = self.context.config.speculation.most_guesses
+        most = self.context.config.speculation.max_draft_tokens
         megabytes = self.loaded.weight_bytes / 2**20
         return f"draft model {self.draft.files.name} ({megabytes:,.0f} MiB), up to {most} guesses"
 

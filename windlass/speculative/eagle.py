@@ -19,7 +19,7 @@ from windlass.models.hparams import HParams
 from windlass.models.loader import load
 from windlass.models.network import Network, Parts
 from windlass.quant.plain import Plain
-from windlass.runner.drafter import Verified
+from windlass.runner.drafter import DrafterInputs
 from windlass.speculative.base import Proposer, SpeculationContext
 from windlass.speculative.heads import UNREAD, HeadFiles, attach, check_map, draft_vocab, open_head
 
@@ -42,7 +42,7 @@ class EagleDrafter:
         self._steps = steps_of(head, network)
         self._cache = cache
 
-    def draft(self, found: Verified, count: int, siblings: int = 0) -> Tensor:
+    def draft(self, found: DrafterInputs, count: int, siblings: int = 0) -> Tensor:
         assert not siblings
         head, steps, pages = self._head, self._steps, self._cache.layers
         known = head.known([found.aux_hidden_states[layer] for layer in self.layers])
@@ -113,7 +113,7 @@ def open_loader(context: SpeculationContext) -> EagleLoader:
     layers_of = [module for module in head.modules() if isinstance(module, Linear)]
     context.loaded.gemm.tune([one.weight for one in layers_of if one.weight is not None])
     return EagleLoader(
-        head, hparams, layers, context.config.speculation.most_guesses, context.loaded
+        head, hparams, layers, context.config.speculation.max_draft_tokens, context.loaded
     )
 
 

@@ -107,7 +107,10 @@ class EarlyExitLoader:
         )
 
     def describe(self) -> str:
-        most, layers = self.context.config.speculation.most_guesses, self.context.hparams.num_layers
+        most, layers = (
+            self.context.config.speculation.max_draft_tokens,
+            self.context.hparams.num_layers,
+        )
         chosen = self.chosen
         where = f"{chosen.layer} of {layers} layers ({chosen.reason})" if chosen else "its layers"
         return f"self, the first {where}, up to {most} guesses"

@@ -77,7 +77,7 @@ def best_exit(
     known = _remembered(context.notes.of("exit"), context.hparams.num_layers)
     if known is not None:
         return known
-    most = context.config.speculation.most_guesses
+    most = context.config.speculation.max_draft_tokens
     most_rows = min(context.limits.max_num_seqs, _ROWS)
     answers = _answers(context, made, most_rows)
     if not answers:

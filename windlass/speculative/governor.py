@@ -117,22 +117,22 @@ class Governor:
     def __init__(
         self,
         costs: StepCosts,
-        most_positions: int,
+        max_positions_per_step: int,
         plain: StepCosts | None = None,
         drafting: Drafting | None = None,
-        most_guesses: int = MAX_SPEC_TOKENS,
+        max_draft_tokens: int = MAX_SPEC_TOKENS,
         most_of: Callable[[int], int] | None = None,
     ) -> None:
-        """A step can sample `most_positions`; one of n rows has room for `most_of(n)` drafts in each.
+        """A step can sample `max_positions_per_step`; one of n rows has room for `most_of(n)` drafts in each.
 
         `plain` are the costs of steps that carry no drafts, where these are cheaper; `drafting`
         those of drafting, where that is not free.
         """
         self._costs = LearnedCosts(costs, plain or costs, drafting)
         self._is_free = drafting is None
-        self._most_guesses = most_guesses
-        self._most_positions = most_positions
-        self._most_of = cache(most_of or (lambda _: most_guesses))  # asked several times a step
+        self._most_guesses = max_draft_tokens
+        self._most_positions = max_positions_per_step
+        self._most_of = cache(most_of or (lambda _: max_draft_tokens))  # asked several times a step
         self._now = 0  # steps so far
         self._looks = Pause()
         self._pauses = _OF_MANY

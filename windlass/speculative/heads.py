@@ -195,7 +195,7 @@ class HeadProposer:
         return 0
 
     def propose(self, slots: Sequence[SlotId]) -> list[Draft]:
-        begun = self._runner.is_ahead
+        begun = self._runner.is_prelaunched
         return [Draft(self._drafts[slot], begun=begun) for slot in slots]
 
 

@@ -152,4 +152,4 @@ class LookaheadLoader:
 
 
 def open_loader(context: SpeculationContext) -> LookaheadLoader:
-    return LookaheadLoader(context.config.speculation.most_guesses)
+    return LookaheadLoader(context.config.speculation.max_draft_tokens)

@@ -15,7 +15,7 @@ from windlass.errors import CheckpointError
 from windlass.models.checkpoint import Checkpoint
 from windlass.models.fields import Fields
 from windlass.models.network import Network
-from windlass.runner.drafter import Verified
+from windlass.runner.drafter import DrafterInputs
 from windlass.speculative.base import Proposer, SpeculationContext
 from windlass.speculative.heads import HeadFiles, at_most, attach, check_map, draft_vocab, open_head
 
@@ -62,7 +62,7 @@ class MedusaDrafter:
         )
         self._fused = fused and large
 
-    def draft(self, found: Verified, count: int, siblings: int = 0) -> Tensor:
+    def draft(self, found: DrafterInputs, count: int, siblings: int = 0) -> Tensor:
         if self._fused and 0 < len(found.read) <= _MOST_FUSED:
             return self._draft_fused(found, count, siblings)
         weights = self._weights
@@ -90,7 +90,7 @@ class MedusaDrafter:
         d2t = self._weights.d2t
         return (rows if d2t is None else rows + d2t[rows]).to(torch.int32)
 
-    def _draft_fused(self, found: Verified, count: int, siblings: int) -> Tensor:
+    def _draft_fused(self, found: DrafterInputs, count: int, siblings: int) -> Tensor:
         from windlass.kernels.triton.medusa import most_likely
 
         weights = self._weights

@@ -133,4 +133,4 @@ class NgramLoader:
 
 def open_loader(context: SpeculationContext) -> NgramLoader:
     wish = context.config.speculation
-    return NgramLoader(wish.spec_ngram_min, wish.spec_ngram_max, wish.most_guesses)
+    return NgramLoader(wish.spec_ngram_min, wish.spec_ngram_max, wish.max_draft_tokens)

@@ -41,9 +41,9 @@ class _PendingDrafts:
     """A step of which guesses will be made when its tokens are there."""
 
     def __init__(
-        self, owner: Speculation, step: Started, pending: PendingStep, guesses: bool
+        self, owner: Speculation, step: Started, pending: PendingStep, has_drafts: bool
     ) -> None:
-        self.guesses = guesses
+        self.has_drafts = has_drafts
         self._owner = owner
         self._step = step
         self._pending = pending
@@ -120,7 +120,7 @@ class Speculation:
         step = Started(plan, self._number, wanted, guessed, self.now())
         pending = self._runner.submit(plan)
         waited_for = wanted > 0 and (self._found or not self._proposer.free)
-        return _PendingDrafts(self, step, pending, waited_for or pending.guesses)
+        return _PendingDrafts(self, step, pending, waited_for or pending.has_drafts)
 
     def _wanted_for(self, slots: list[SlotId]) -> int:
         backlog = self._backlog if self._computes else None

@@ -39,13 +39,13 @@ class Speculating:
         self.token_bytes = self._loader.token_bytes
         wish = config.speculation
         if loaded.parts.device.type == "cpu":
-            self.lookahead = wish.most_guesses if wish.spec in WRITE_AHEAD else 0
+            self.lookahead = wish.max_draft_tokens if wish.spec in WRITE_AHEAD else 0
             self.lookahead_after_drafts = 0
         else:
             # A recorded decode step takes a new block for that of its own position, so that none
             # may come early; verifications take any, and those of heads run ahead.
             self.lookahead = 0
-            self.lookahead_after_drafts = 1 + wish.most_guesses if wish.spec in RUN_AHEAD else 0
+            self.lookahead_after_drafts = 1 + wish.max_draft_tokens if wish.spec in RUN_AHEAD else 0
 
     def start(
         self, made: Assembled, limits: Limits, asked: str, known: Known
@@ -56,9 +56,9 @@ class Speculating:
         """
         wish, capacity = self._config.speculation, made.capacity
         room = Room(
-            positions=made.most_positions,
+            positions=made.max_positions_per_step,
             rows=limits.max_num_seqs,
-            row_tokens=min(1 + wish.most_guesses, made.max_model_len),
+            row_tokens=min(1 + wish.max_draft_tokens, made.max_model_len),
             num_blocks=capacity.num_blocks,
             block_size=capacity.block_size,
             max_model_len=made.max_model_len,
@@ -70,8 +70,8 @@ class Speculating:
             return made.runner, Choice("speculation", "none", why)
         costs, source = self._costs(made, proposer, room)
         governor = Governor(
-            *(costs.guessed, made.most_positions, costs.plain, costs.drafting),
-            *(wish.most_guesses, partial(made.runner.most_guesses, wish.most_guesses)),
+            *(costs.guessed, made.max_positions_per_step, costs.plain, costs.drafting),
+            *(wish.max_draft_tokens, partial(made.runner.max_draft_tokens, wish.max_draft_tokens)),
         )
         self._notes.save()
         parts = ["as set" if asked != "auto" else f"auto chose {wish.spec}", costs.describe()]

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 
 from tests.tools.train_draft.conftest import MEDUSA, TrainDraft
 from windlass import LLM, SamplingParams
-from windlass.runner.drafter import Verified
+from windlass.runner.drafter import DrafterInputs
 from windlass.speculative import governor
 from windlass.speculative.medusa import MedusaDrafter
 from windlass.tools.train_draft import medusa
@@ -88,7 +88,7 @@ def test_what_is_trained_is_served(
     seen: list[tuple[torch.Tensor, torch.Tensor]] = []
     draft = MedusaDrafter.draft
 
-    def watched(self: MedusaDrafter, found: Verified, count: int) -> torch.Tensor:
+    def watched(self: MedusaDrafter, found: DrafterInputs, count: int) -> torch.Tensor:
         guesses = draft(self, found, count)
         seen.append((found.hidden[found.read].clone(), guesses))
         return guesses

@@ -142,7 +142,7 @@ def test_acceptance_counts_guesses_until_the_first_wrong_one() -> None:
         """Guess 0 is always right, guess 1 only for odd tokens."""
 
         module = nn.Identity()
-        num_guesses = 2
+        num_draft_tokens = 2
 
         def guess(self, batch: Any, states: object) -> list[Tensor]:
             del states

@@ -82,13 +82,13 @@ def test_medusa_heads_are_written_in_the_public_layout(
         _check_report(report_of(folder), 2)
 
 
-def _check_report(report: dict[str, Any], num_guesses: int) -> None:
+def _check_report(report: dict[str, Any], num_draft_tokens: int) -> None:
     held = report["held_out"]
     shares = held["acceptance_by_position"]
-    assert len(shares) == num_guesses
+    assert len(shares) == num_draft_tokens
     assert all(0 <= share <= 1 for share in shares)
     assert held["mean_acceptance_length"] == pytest.approx(1 + sum(shares), abs=1e-3)
-    assert 1 <= held["walk_acceptance_length"] <= 1 + num_guesses
+    assert 1 <= held["walk_acceptance_length"] <= 1 + num_draft_tokens
     assert report["texts"]["held_out"] == held["texts"] == 1
     curve = report["training"]["curve"]
     assert curve[-1]["loss"] < 0.9 * curve[0]["loss"]

@@ -109,11 +109,11 @@ def argmax(x: Tensor) -> Tensor:
     return out
 
 
-def sample(logits: Tensor, wishes: Tensor, keys: Tensor) -> Tensor:
+def sample(logits: Tensor, params: Tensor, keys: Tensor) -> Tensor:
     """As runner/filters.py's draw: int32."""
     rows, width = logits.shape
     out = torch.empty(rows, dtype=torch.int32)
-    shared_pool().run(Call(Op.SAMPLE, rows, (logits.contiguous(), out), (wishes, keys), (width,)))
+    shared_pool().run(Call(Op.SAMPLE, rows, (logits.contiguous(), out), (params, keys), (width,)))
     return out
 
 

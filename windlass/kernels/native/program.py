@@ -23,7 +23,7 @@ _LINE = 64  # bytes: buffers begin at a line of the cache
 
 
 @dataclass(frozen=True, slots=True)
-class Most:
+class ProgramLimits:
     """The largest step that there can be."""
 
     tokens: int
@@ -36,7 +36,7 @@ class StepInputs:
     It is written from lists: what numpy and torch take for a few numbers is a step's delay.
     """
 
-    def __init__(self, most: Most, tables: Tensor) -> None:
+    def __init__(self, most: ProgramLimits, tables: Tensor) -> None:
         """`tables` is read in place: [slots, blocks] of int32."""
         sizes = dict.fromkeys(("ids", "positions", "slots", "adapters"), most.tokens)
         sizes |= {"rows": 4 * most.rows, "sampled": most.rows, "prompts": 2 * most.rows}
@@ -84,7 +84,7 @@ class Program:
         recording: Recording,
         logits: Tensor,
         tokens: Tensor,
-        most: Most,
+        most: ProgramLimits,
         max_bytes: int,
     ) -> None:
         self._pool = pool
@@ -138,7 +138,7 @@ class Program:
 
 
 def record(
-    pool: Pool, forward: Callable[[], tuple[Tensor, Tensor]], most: Most, max_bytes: int
+    pool: Pool, forward: Callable[[], tuple[Tensor, Tensor]], most: ProgramLimits, max_bytes: int
 ) -> Program:
     """Run `forward`, which gives logits and tokens, once without computing anything.
 
@@ -150,7 +150,7 @@ def record(
     return Program(pool, recording, logits, tokens, most, max_bytes)
 
 
-def _arrange(calls: Sequence[Recorded], most: Most) -> tuple[dict[Buffer, int], int]:
+def _arrange(calls: Sequence[Recorded], most: ProgramLimits) -> tuple[dict[Buffer, int], int]:
     """Where each buffer lies, and how many bytes all take: the first gap that is free in its time."""
     times: dict[Buffer, list[int]] = {}
     for at, one in enumerate(calls):
@@ -177,6 +177,6 @@ def _arrange(calls: Sequence[Recorded], most: Most) -> tuple[dict[Buffer, int], 
     return places, max(last for _, last, _ in placed)
 
 
-def _size(buffer: Buffer, most: Most) -> int:
+def _size(buffer: Buffer, most: ProgramLimits) -> int:
     rows = most.tokens if buffer.rows == TOKENS else most.rows
     return -(-rows * buffer.row_bytes // _LINE) * _LINE

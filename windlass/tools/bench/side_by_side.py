@@ -17,7 +17,7 @@ from windlass.layers.linear import Linear
 from windlass.models.network import Network
 from windlass.runner.assemble import Loaded
 from windlass.runner.device import choose_device
-from windlass.runner.scoring import Piece, ScoringLimits
+from windlass.runner.scoring import ScoredChunk, ScoringLimits
 from windlass.tools.bench.speculation import TEXTS
 from windlass.tools.bench.throughput import Own
 from windlass.tools.bench.workloads import Job, Sizes, Workload, find
@@ -70,7 +70,7 @@ class Judge:
                 f"positions of {opened.card.name}. Use a smaller --context."
             )
         self._reference = build_scorer(reference, opened.source, self._limits, weights)
-        self._kept: list[Piece] | None = None
+        self._kept: list[ScoredChunk] | None = None
 
     @property
     def reference(self) -> BuiltScorer:
@@ -106,12 +106,12 @@ class Judge:
                 tally.add(compare(own.values[:count], targets, other.values[:count]))
         return tally.quality()
 
-    def _pairs(self, built: BuiltScorer) -> Iterator[tuple[Piece, Piece]]:
+    def _pairs(self, built: BuiltScorer) -> Iterator[tuple[ScoredChunk, ScoredChunk]]:
         if built is self._reference:
             return ((piece, piece) for piece in self._pieces())
         return zip(built.scorer.logits(self._windows), self._pieces(), strict=True)
 
-    def _pieces(self) -> Iterator[Piece]:
+    def _pieces(self) -> Iterator[ScoredChunk]:
         scorer = self._reference.scorer
         positions = sum(len(window.tokens) - window.first for window in self._windows)
         if positions * scorer.vocab_size * 4 > _KEPT_BYTES:
@@ -120,7 +120,7 @@ class Judge:
             self._kept = list(scorer.logits(self._windows))
         return iter(self._kept)
 
-    def _targets(self, piece: Piece) -> list[int]:
+    def _targets(self, piece: ScoredChunk) -> list[int]:
         """The tokens that follow a piece's positions; after a window's last there is none."""
         tokens = self._windows[piece.window].tokens
         return list(tokens[piece.start + 1 : piece.start + 1 + len(piece.values)])

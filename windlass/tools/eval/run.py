@@ -12,7 +12,7 @@ from windlass.build import BuiltScorer, OpenModel, build_scorer, open_model
 from windlass.config import EngineConfig
 from windlass.errors import ConfigError
 from windlass.runner.device import choose_device
-from windlass.runner.scoring import Piece, Scorer, ScoringLimits, Window
+from windlass.runner.scoring import ScoredChunk, Scorer, ScoringLimits, Window
 from windlass.tools.bench.record import Record
 from windlass.tools.eval.data import Corpus
 from windlass.tools.eval.metrics import Quality, Tally, compare
@@ -155,7 +155,7 @@ def _score(
     return overall, by_label, done
 
 
-def _lockstep(scorers: list[Scorer], windows: list[Window]) -> Iterator[tuple[Piece, ...]]:
+def _lockstep(scorers: list[Scorer], windows: list[Window]) -> Iterator[tuple[ScoredChunk, ...]]:
     """The same positions of all; over the tokens that all vocabularies have."""
     common = min(scorer.vocab_size for scorer in scorers)
     return zip(*(scorer.logits(windows, common) for scorer in scorers), strict=True)

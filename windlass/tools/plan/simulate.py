@@ -34,7 +34,7 @@ class VirtualClock:
 class _Step:
     """A step on its way until a moment."""
 
-    guesses = False
+    has_drafts = False
 
     def __init__(self, clock: VirtualClock, done_at: float, result: StepResult) -> None:
         self._clock = clock

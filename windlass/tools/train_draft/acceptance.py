@@ -36,8 +36,8 @@ class Acceptance:
 
 def measure(head: Head, target: Target, texts: list[Text], batch_tokens: int) -> Acceptance:
     """Draft at every position of greedy answers, and compare with what the model wrote."""
-    chains = np.zeros(head.num_guesses, dtype=np.int64)
-    counts = np.zeros(head.num_guesses, dtype=np.int64)
+    chains = np.zeros(head.num_draft_tokens, dtype=np.int64)
+    counts = np.zeros(head.num_draft_tokens, dtype=np.int64)
     steps = tokens = 0
     in_order = sorted(texts, key=lambda text: len(text.tokens))
     for group in in_steps(in_order, batch_tokens):

@@ -38,9 +38,9 @@ def draft_vocabulary(texts: list[Text], size: int) -> Tensor:
 class EagleHead:
     """Owns the module; the embedding is the target's, dense and frozen."""
 
-    def __init__(self, target: Target, draft_ids: Tensor, num_guesses: int, seed: int) -> None:
+    def __init__(self, target: Target, draft_ids: Tensor, num_draft_tokens: int, seed: int) -> None:
         hparams = target.hparams
-        self.num_guesses = num_guesses
+        self.num_draft_tokens = num_draft_tokens
         self._target = target
         self._shape = EagleShape(
             hparams.hidden_size,
@@ -101,7 +101,7 @@ class EagleHead:
         memory = Memory()
         hidden = self.module.from_target(as_inputs(states.aux_hidden_states))
         count = batch.ids.shape[1]
-        for j in range(self.num_guesses):
+        for j in range(self.num_draft_tokens):
             ids = F.pad(batch.ids[:, 1 + j :], (0, min(1 + j, count)))
             # Positions past the table's end belong to roots that nothing is asked of.
             cos_sin = self._cos_sin[

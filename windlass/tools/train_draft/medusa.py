@@ -28,7 +28,7 @@ class MedusaHead:
         num_blocks: int = 1,
     ) -> None:
         """`draft_ids`: what can be guessed, on the CPU; None: the whole vocabulary."""
-        self.num_guesses = num_heads
+        self.num_draft_tokens = num_heads
         self._target = target
         self._share = share
         matrix = as_inputs(target.head())
@@ -41,11 +41,11 @@ class MedusaHead:
         """Piece by piece, gradients added up: logits over a whole vocabulary are large."""
         last = as_inputs(states.last).flatten(0, 1)
         total = torch.zeros((), device=last.device)
-        right = torch.zeros(self.num_guesses, device=last.device)
+        right = torch.zeros(self.num_draft_tokens, device=last.device)
         for at in range(0, len(batch.labels), self._rows):
             here = slice(at, at + self._rows)
             labels, best = self._labels(states.last.flatten(0, 1)[batch.labels[here]])
-            for j in range(self.num_guesses):
+            for j in range(self.num_draft_tokens):
                 weights = batch.weights(j)[here]
                 with arithmetic(last.device):
                     logits = self.module.logits(j, last[batch.roots(j)[here]])
@@ -59,7 +59,7 @@ class MedusaHead:
     def guess(self, batch: Batch, states: States) -> list[Tensor]:
         last = as_inputs(states.last).flatten(0, 1)
         found = []
-        for j in range(self.num_guesses):
+        for j in range(self.num_draft_tokens):
             with arithmetic(last.device):
                 pieces = [
                     self.module.tokens(self.module.logits(j, last[roots]))
@@ -83,7 +83,7 @@ class MedusaHead:
         reduced = {} if self._draft_ids is None else {"draft_vocab_size": len(self._draft_ids)}
         return {
             "model_type": "medusa",
-            "medusa_num_heads": self.num_guesses,
+            "medusa_num_heads": self.num_draft_tokens,
             "medusa_num_layers": self.module.num_blocks,
             "hidden_size": hparams.hidden_size,
             "vocab_size": hparams.vocab_size,

@@ -135,10 +135,10 @@ def _head(order: Order, target: Target, corpus: Corpus) -> Head:
     size = wishes.draft_vocab_of(vocab_size)
     if wishes.kind == "eagle":
         draft_ids = draft_vocabulary(corpus.train, size)
-        return EagleHead(target, draft_ids, wishes.num_guesses, order.config.model.seed)
+        return EagleHead(target, draft_ids, wishes.num_draft_tokens, order.config.model.seed)
     # The public layout has no map: it comes only with a part of the vocabulary.
     some = draft_vocabulary(corpus.train, size) if size < vocab_size else None
-    return MedusaHead(target, wishes.num_guesses, wishes.shares_head, some, wishes.blocks or 1)
+    return MedusaHead(target, wishes.num_draft_tokens, wishes.shares_head, some, wishes.blocks or 1)
 
 
 class _Studio:

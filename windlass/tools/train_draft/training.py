@@ -110,7 +110,7 @@ class Trainer:
     def run(self, work: Work, watch: Watch) -> Course:
         """Train until the steps or the time are used up."""
         course, began = self.course, time.monotonic() - self.course.seconds
-        recent = _Recent(self._head.num_guesses, self._target.device)
+        recent = _Recent(self._head.num_draft_tokens, self._target.device)
         for texts in () if course.ended else self._steps_left():
             course.ended = self._end()
             if course.ended:
@@ -201,10 +201,10 @@ class Trainer:
 class _Recent:
     """Sums of the figures since the last point, on the device: reading them would make it wait."""
 
-    def __init__(self, num_guesses: int, device: torch.device) -> None:
+    def __init__(self, num_draft_tokens: int, device: torch.device) -> None:
         self.count = 0
         self._loss = torch.zeros((), device=device)
-        self._right = torch.zeros(num_guesses, device=device)
+        self._right = torch.zeros(num_draft_tokens, device=device)
         self._shown: float | None = None
         self._seen = 0
 

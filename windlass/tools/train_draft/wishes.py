@@ -73,7 +73,7 @@ class Wishes:
             raise ConfigError(f"--time-limit must be above 0 seconds, got {self.time_limit:g}.")
 
     @property
-    def num_guesses(self) -> int:
+    def num_draft_tokens(self) -> int:
         """How far ahead the head learns to guess."""
         if self.kind == "eagle":
             return self.unroll or DEFAULT_UNROLL

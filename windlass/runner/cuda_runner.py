@@ -30,13 +30,13 @@ from windlass.kernels.gemm import TorchGemm
 from windlass.models.network import Network
 from windlass.runner.adapters import in_pieces
 from windlass.runner.device_sampler import DeviceSampler
-from windlass.runner.drafter import Verified
+from windlass.runner.drafter import DrafterInputs
 from windlass.runner.mixed import Arrays, GraphShape, MixedStep, attention_tiles, mixed_sizes
-from windlass.runner.runner import Done, PendingStep, Runner
+from windlass.runner.runner import CompletedStep, PendingStep, Runner
 from windlass.runner.sampler import Sampler
 from windlass.runner.slots import SlotTables, to_device
 
-_MOST_GUESSING = 32  # rows of a step with prompts that ends with guesses
+_MAX_DRAFTING_ROWS = 32  # rows of a step with prompts that ends with guesses
 
 
 def num_splits(num_rows: int, num_kv_heads: int, multiprocessors: int) -> int:
@@ -86,7 +86,7 @@ def _sampled(rows: Sequence[Row]) -> list[int]:
 class PendingGraphStep:
     """A step whose tokens are travelling to the host."""
 
-    guesses = False
+    has_drafts = False
 
     def __init__(
         self,
@@ -126,10 +126,10 @@ class CudaRunner(Runner):
         gemm: TorchGemm,
         tile: int,
         graph_rows: int,
-        most_tokens: int,
+        max_tokens: int,
     ) -> None:
         """`tile` tokens of a chunk are one piece of work for attention; steps of up to `graph_rows`
-        decodes are recorded, and if there are any, some of few tokens. Steps have `most_tokens`.
+        decodes are recorded, and if there are any, some of few tokens. Steps have `max_tokens`.
         """
         super().__init__(network, cache, slots, sampler, gemm)
         self._device_sampler = DeviceSampler(slots, sampler)
@@ -138,7 +138,7 @@ class CudaRunner(Runner):
         self._multiprocessors = torch.cuda.get_device_properties(self._device).multi_processor_count
         self._sizes = graph_sizes(graph_rows) if graph_rows else []
         self._graphs: dict[_Key, _Graph] = {}
-        self._mixed_sizes = mixed_sizes(most_tokens) if graph_rows else []
+        self._mixed_sizes = mixed_sizes(max_tokens) if graph_rows else []
         self._mixed: dict[GraphShape, MixedStep] = {}
         self._pool = torch.cuda.graph_pool_handle()
         most = max(self._sizes, default=1)
@@ -155,7 +155,7 @@ class CudaRunner(Runner):
         self._no_tiles = torch.empty((0, 5), dtype=torch.int32, device=self._device)
 
     @property
-    def most_mixed(self) -> int:
+    def max_mixed_tokens(self) -> int:
         return max(self._mixed_sizes, default=1) - 1  # the last is padding
 
     # ---- recording ---------------------------------------------------------------------------
@@ -263,7 +263,7 @@ class CudaRunner(Runner):
 
     def _mixed_for(self, rows: list[Row], drafting: int = 0) -> MixedStep | None:
         """A recording in which these rows are written down; None where there is none for them."""
-        if self.reads_all or self._scores_prompts(rows):
+        if self.needs_all_hidden or self._scores_prompts(rows):
             return None
         total = sum(row.num_tokens for row in rows)
         tokens = next((size for size in self._mixed_sizes if size > total), None)
@@ -277,7 +277,7 @@ class CudaRunner(Runner):
         # One token is padding, and where all others were alone it would be a decode step.
         rows = min(tokens - 2, self._slots.num_slots)
         if drafting:
-            rows = min(rows, _MOST_GUESSING)
+            rows = min(rows, _MAX_DRAFTING_ROWS)
         return GraphShape(tokens, rows, self._tile, adapted, drafting)
 
     def _mixed_step(self, form: GraphShape) -> MixedStep:
@@ -309,8 +309,14 @@ class CudaRunner(Runner):
         following[arrays.ends[0]] = arrays.ends[1]
         following[arrays.logits_indices] = tokens
         read = torch.arange(form.rows, device=self._device)
-        found = Verified(
-            hidden, read, aux_hidden_states, following, arrays.logits_indices, batch, self._alone
+        found = DrafterInputs(
+            hidden,
+            read,
+            aux_hidden_states,
+            following,
+            arrays.logits_indices,
+            batch,
+            self._decode_batch,
         )
         guesses = drafter.draft(found, form.drafting)
         return torch.cat((tokens[:, None], guesses), dim=1), logits
@@ -371,7 +377,7 @@ class CudaRunner(Runner):
         if self._device_sampler.special([row.slot for row in rows]):
             results = pending.wait().rows
             self._score_prompts(rows, batch.spans, hidden, results)
-            return Done(StepResult(results))
+            return CompletedStep(StepResult(results))
         return pending
 
     def _work(self, rows: list[Row], spans: list[Span], batch_invariant: bool) -> AttentionWork:
@@ -395,5 +401,5 @@ class CudaRunner(Runner):
         special = self._device_sampler.special(slots)
         scores: dict[int, list[TokenLogprob] | None] = {}
         if special:
-            scores = self._device_sampler.redraw(logits, tokens, slots, special)
+            scores = self._device_sampler.resample(logits, tokens, slots, special)
         return PendingGraphStep(rows, sampled, tokens, scores)

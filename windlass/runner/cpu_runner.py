@@ -17,7 +17,7 @@ from windlass.core.types import Row, RowResult, StepPlan
 from windlass.kernels.batch import AdapterRows, LogitsIndices, Span, StepBatch
 from windlass.kernels.native import ops
 from windlass.kernels.native.pool import shared_pool
-from windlass.kernels.native.program import Most, Program, StepInputs, record
+from windlass.kernels.native.program import Program, ProgramLimits, StepInputs, record
 from windlass.kernels.native.record import Unrecordable
 from windlass.lora.bank import Bank
 from windlass.lora.base import Adapter
@@ -34,17 +34,17 @@ class CpuRunner(Runner):
     _program: Program | None = None
     _adapted: Program | None = None  # for steps of which some rows have adapters
     _inputs: StepInputs
-    _most: Most
+    _program_limits: ProgramLimits
     _last: memoryview  # the token sampled last, by slot
 
     @torch.inference_mode()
-    def record(self, most: Most) -> Choice:
+    def record(self, limits: ProgramLimits) -> Choice:
         """Record the program; where that cannot be, steps stay as they were, and it says why."""
         try:
-            self._program = self._recorded(self._rehearse, most)
+            self._program = self._recorded(self._rehearse, limits)
         except Unrecordable as error:
             return Choice(_WHAT, "operator by operator", f"cannot be recorded: {error}")
-        self._inputs, self._most = StepInputs(most, self._slots.tables), most
+        self._inputs, self._program_limits = StepInputs(limits, self._slots.tables), limits
         self._last = self._slots.last.numpy().data
         made = self._program
         size = f"{made.num_commands} commands, {found.gib(made.num_bytes)}"
@@ -54,12 +54,16 @@ class CpuRunner(Runner):
     def attach_adapters(self, bank: Bank, fetch: Callable[[str], Adapter]) -> None:
         super().attach_adapters(bank, fetch)
         if self._program is not None:
-            self._adapted = self._recorded(partial(self._rehearse, adapted=True), self._most)
+            self._adapted = self._recorded(
+                partial(self._rehearse, adapted=True), self._program_limits
+            )
 
-    def _recorded(self, forward: Callable[[], tuple[Tensor, Tensor]], most: Most) -> Program:
+    def _recorded(
+        self, forward: Callable[[], tuple[Tensor, Tensor]], limits: ProgramLimits
+    ) -> Program:
         # The pages of a new cache count as free until they are written for the first time.
         room = found.free_bytes(torch.device("cpu")) - self._cache.num_bytes
-        return record(shared_pool(), forward, most, max(0, room))
+        return record(shared_pool(), forward, limits, max(0, room))
 
     def _rehearse(self, adapted: bool = False) -> tuple[Tensor, Tensor]:
         """A step of two tokens, of which one is sampled: logits and tokens."""
@@ -89,10 +93,10 @@ class CpuRunner(Runner):
             return super()._compute(plan)
         sampled = self._fill(rows)
         slots = [rows[i].slot for i in sampled]
-        likeliest = self._sampler.takes_likeliest(slots)
-        program.run(self._inputs, draw=likeliest)
+        greedy = self._sampler.all_greedy(slots)
+        program.run(self._inputs, draw=greedy)
         results = [RowResult([])] * len(rows)
-        if likeliest:
+        if greedy:
             tokens = program.tokens[: len(sampled)].tolist()
             self._sampler.accept(slots, tokens)
             for i, token in zip(sampled, tokens, strict=True):
@@ -116,9 +120,9 @@ class CpuRunner(Runner):
             return super()._verify(plan)
         self._fill(rows)
         self._inputs.write_sampled(places.tolist())
-        likeliest = self._sampler.takes_likeliest([each.slot for each in requests])
-        program.run(self._inputs, draw=likeliest)
-        if likeliest:
+        greedy = self._sampler.all_greedy([each.slot for each in requests])
+        program.run(self._inputs, draw=greedy)
+        if greedy:
             found = settle(self._sampler, program.tokens[: len(places)].tolist(), requests)
         else:
             found = verify(self._sampler, program.logits[: len(places)], requests)
