@@ -214,12 +214,12 @@ def test_typical_guesses_take_the_place_of_samples(epsilon: float) -> None:
 
 @inside
 def test_places_know_the_guess_behind_them() -> None:
-    from windlass.kernels.triton.typical import guesses_after
+    from windlass.kernels.triton.typical import drafts_after
     from windlass.kernels.triton.verify import unpack
 
     width = 5
     inputs = packed(width).view(len(ROWS), -1)
     ids, *_ = unpack(inputs, LAST, len(ROWS), width, PADDING, None)
-    found = guesses_after(inputs, ids, width).view(len(ROWS), width)
+    found = drafts_after(inputs, ids, width).view(len(ROWS), width)
     for row, (_, _, tokens) in zip(found.tolist(), ROWS, strict=True):
         assert row == [*tokens[1:], *[-1] * (width - len(tokens) + 1)]

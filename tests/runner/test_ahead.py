@@ -19,7 +19,7 @@ def row(slot: int, start: int, *tokens: int, **other: Any) -> Row:
 
 def ahead() -> Prelaunched:
     following = [ExpectedRow(SlotId(3), 17, (5, 6, 7)), ExpectedRow(SlotId(1), 9, (8, 9, 4))]
-    return Prelaunched(following, LAUNCHED, guesses=2)
+    return Prelaunched(following, LAUNCHED, num_drafts=2)
 
 
 WANTED = StepPlan([row(3, 17, 5, 6, 7), row(1, 9, 8, 9, 4)])

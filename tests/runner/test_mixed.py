@@ -46,7 +46,7 @@ def test_a_step_is_written_down_as_it_is(counts: list[int], adapted: bool, draft
     tables = SlotTables(40, 4, 16, CPU)
     tables.last[:] = torch.arange(41) + 5000
     ids, batch = tables.batch(StepPlan(rows), [])
-    got = tables.known(found.tokens[0], found.tokens[2])
+    got = tables.fill_last(found.tokens[0], found.tokens[2])
     assert torch.equal(got[:total], ids)
     assert torch.equal(found.tokens[1, :total], batch.positions)
     assert torch.equal(found.tokens[2, :total], batch.token_slots)

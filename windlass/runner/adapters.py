@@ -1,4 +1,4 @@
-"""A step's adapters as its kernels take them: grouped for the plain version, in pieces on a device."""
+"""LoRA metadata of a step: grouped by adapter for the reference version, tiled for the kernels."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from windlass.runner.slots import to_device
 
 
 def grouped(slots: np.ndarray, device: torch.device, batch_invariant: bool = False) -> AdapterRows:
-    """Tokens of the same adapter together, so that each adapter is read once."""
+    """Group tokens by adapter, so that each adapter is read once."""
     groups = tuple(
         (int(slot), _tokens(np.flatnonzero(slots == slot), device))
         for slot in np.unique(slots)
@@ -25,19 +25,19 @@ def grouped(slots: np.ndarray, device: torch.device, batch_invariant: bool = Fal
 
 
 def _tokens(places: np.ndarray, device: torch.device) -> Tensor | slice:
-    """Neighbours need no gathering."""
+    """A slice if the tokens are contiguous, else their indices."""
     first, end = int(places[0]), int(places[-1]) + 1
     return slice(first, end) if end - first == len(places) else to_device(places, device)
 
 
 def in_pieces(slots: np.ndarray, counts: Sequence[int], device: torch.device) -> AdapterRows:
-    """Neighbours of one row together; `counts` are the rows' tokens."""
+    """Tiles of consecutive tokens of one row; `counts` are tokens per row."""
     pieces = pieces_of(slots, counts)
     return AdapterRows(to_device(slots.astype(np.int32), device), to_device(pieces, device))
 
 
 def pieces_of(slots: np.ndarray, counts: Sequence[int]) -> np.ndarray:
-    """[n, 2]: the first token of each piece and how many it has. Those without an adapter are none."""
+    """[n, 2]: first token and token count of each tile. Rows without an adapter have none."""
     pieces: list[tuple[int, int]] = []
     first = 0
     for count in counts:

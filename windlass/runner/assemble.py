@@ -1,4 +1,4 @@
-"""Puts the computing side together: device, arithmetic, network with weights, KV pages, runner."""
+"""Builds the runner: device, dtype, kernels, network with weights, KV cache."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from windlass.runner.runner import Runner
 from windlass.runner.sampler import Sampler, draw_with
 from windlass.runner.slots import SlotTables
 
-# Logits of guesses take no more than this, in float32.
+# Max bytes of float32 logits for draft tokens.
 _DRAFT_LOGITS_BYTES = 64 * 2**20
 # Of one request that may run, in the runner's and the scheduler's tables.
 _SLOT_BYTES = 64
@@ -39,7 +39,7 @@ _BLOCK_ID_BYTES = 4
 
 @dataclass(frozen=True, slots=True)
 class Blueprint:
-    """Everything that is decided before a weight is read, with the reasons."""
+    """All choices made before weights are read, with reasons."""
 
     parts: Parts
     gemm: TorchGemm
@@ -49,35 +49,37 @@ class Blueprint:
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """A network with its weights, and the choices that led to it."""
+    """A network with its weights, and the choices made for it."""
 
     network: Network
     parts: Parts
     gemm: TorchGemm
     weight_bytes: int
     choices: list[Choice]
-    why_not_batch_invariant: str | None  # why requests cannot be deterministic
+    why_not_batch_invariant: (
+        str | None
+    )  # why deterministic requests are refused; None: they are not
 
 
 @dataclass(frozen=True, slots=True)
 class Assembled:
-    """A runner with its KV pages, and what it may be asked for."""
+    """A runner with its KV cache and limits."""
 
     runner: Runner
     cache: KVCache
     capacity: Capacity
     kv_format: found.KVFormat
     max_model_len: int
-    max_positions_per_step: int  # that a step can sample
+    max_positions_per_step: int  # sampled positions per step
     memory: dict[str, int]
     choices: list[Choice]
 
 
 def make_blueprint(config: EngineConfig, hparams: HParams, checkpoint: Checkpoint) -> Blueprint:
-    """Choose device, arithmetic, kernels, how weights are held, and the longest context."""
+    """Choose device, dtype, kernels, weight formats and context length."""
     where = found.choose_device(config.model)
     device = where.device
-    threads = found.choose_threads(config.model)  # before kernels that start threads of their own
+    threads = found.choose_threads(config.model)  # before kernels start their own threads
     dtype, dtype_choice = found.choose_dtype(config.model, hparams, device)
     ops = choose_ops(
         Need(
@@ -102,19 +104,21 @@ def make_blueprint(config: EngineConfig, hparams: HParams, checkpoint: Checkpoin
     methods = choose_methods(config.model, hparams, checkpoint, linears)
     given = (dtype, device, longest, ops, methods.method_for)
     parts = Parts(*given, table_dtype=methods.table_dtype, table_method=methods.table_method)
-    kv_format = _kv_format(config, hparams, parts)  # one that is refused costs no loading
+    kv_format = _kv_format(config, hparams, parts)  # refuse before loading weights
     choices = [where.choice, dtype_choice, threads, *ops.choices, methods.choice, length_choice]
     return Blueprint(parts, gemm, kv_format, choices)
 
 
 def _kv_format(config: EngineConfig, hparams: HParams, parts: Parts) -> found.KVFormat:
-    wish, triton = config.cache.kv_cache_dtype, parts.ops.is_triton
+    kv_cache_dtype, triton = config.cache.kv_cache_dtype, parts.ops.is_triton
     native = parts.ops.is_native and config.model.dtype != "float32"
-    return found.choose_kv_format(wish, hparams, parts.dtype, parts.device, triton, native)
+    return found.choose_kv_format(
+        kv_cache_dtype, hparams, parts.dtype, parts.device, triton, native
+    )
 
 
 def load_network(config: EngineConfig, hparams: HParams, checkpoint: Checkpoint) -> Loaded:
-    """Make the network and read its weights."""
+    """Build the network and load its weights."""
     blueprint = make_blueprint(config, hparams, checkpoint)
     network = make_network(hparams, blueprint.parts)
     load(network, checkpoint, blueprint.parts.device)
@@ -123,7 +127,7 @@ def load_network(config: EngineConfig, hparams: HParams, checkpoint: Checkpoint)
     stored = [module for module in network.modules() if isinstance(module, StoredWeight)]
     choices = [*blueprint.choices, *memory(stored)]
     if plain:
-        choices.append(Choice("products", *blueprint.gemm.tune(plain)))
+        choices.append(Choice("GEMM", *blueprint.gemm.tune(plain)))
     return Loaded(
         network,
         blueprint.parts,
@@ -135,7 +139,7 @@ def load_network(config: EngineConfig, hparams: HParams, checkpoint: Checkpoint)
 
 
 def _why_not_batch_invariant(layers: list[Linear]) -> str | None:
-    """Why a row's result depends on the rows beside it; None: it need not."""
+    """Why a kernel is not batch-invariant; None: all are."""
     for layer in layers:
         for gemm in layer.gemm:
             if not gemm.batch_invariant:
@@ -147,7 +151,7 @@ def _why_not_batch_invariant(layers: list[Linear]) -> str | None:
 
 
 def memory(layers: Sequence[StoredWeight]) -> list[Choice]:
-    """How quantised weights are held: layers that are alike share a line."""
+    """One start-up line per kind of quantised layer."""
     lines: Counter[tuple[str, str, str]] = Counter()
     for layer in layers:
         for gemm in layer.gemm:
@@ -164,9 +168,9 @@ def memory(layers: Sequence[StoredWeight]) -> list[Choice]:
 def make_runner(
     config: EngineConfig, hparams: HParams, loaded: Loaded, limits: Limits, beside: int = 0
 ) -> Assembled:
-    """Size and make the KV pages, now that the weights are in place.
+    """Size and allocate the KV cache after the weights are loaded, and build the runner.
 
-    `beside` each token's KV so many bytes are left for others.
+    `beside`: bytes per token to leave free for a proposer's own KV.
     """
     parts, size = loaded.parts, config.cache.block_size
     kv_format = _kv_format(config, hparams, parts)
@@ -209,13 +213,13 @@ def make_draft_runner(
     sampler: Sampler,
     cache: KVCache | None = None,
 ) -> tuple[Runner, KVCache]:
-    """A runner beside another one, with as many blocks; `cache`: pages that it shares with it."""
+    """A second runner with the same number of blocks; `cache`: KV pages shared with the target."""
     maker = _Maker(config, hparams, loaded, limits, _kv_format(config, hparams, loaded.parts).dtype)
     return maker.make(num_blocks, cache, sampler)
 
 
 class _Maker:
-    """Makes runners over one network: one to measure what a step needs, then the real one."""
+    """Builds runners over one network: one to measure memory, then the real one."""
 
     def __init__(
         self,
@@ -230,17 +234,16 @@ class _Maker:
         self._loaded = loaded
         self._limits = limits
         self._kv_dtype = kv_dtype
-        self.choices: list[Choice] = []  # made with the runner
+        self.choices: list[Choice] = []  # made while building the runner
 
     def make(
         self, num_blocks: int, cache: KVCache | None = None, sampler: Sampler | None = None
     ) -> tuple[Runner, KVCache]:
-        """A runner with so many blocks, and its pages."""
+        """A runner with `num_blocks` KV blocks, and its cache."""
         hparams, parts = self._hparams, self._loaded.parts
         size, seqs = self._config.cache.block_size, self._limits.max_num_seqs
         on_cuda = parts.device.type == "cuda"
-        # Two pages more on CUDA: what rows that only pad a recorded step read and write, and where
-        # alternatives to guesses leave their keys.
+        # Two extra pages on CUDA: one for padding rows, one for the KV of draft siblings.
         shape = (num_blocks + 2 * on_cuda, hparams.num_kv_heads, size, hparams.head_dim)
         cache = cache or KVCache(hparams.num_layers, shape, self._kv_dtype, parts.device)
         max_blocks = -(-parts.max_positions // size)
@@ -264,16 +267,16 @@ class _Maker:
             *(self._loaded.network, cache, slots, sampler, self._loaded.gemm),
             *(tile, graph_rows, self._limits.max_num_batched_tokens),
         )
-        wish = self._config.speculation
-        if wish.spec == "none":
-            recorder = CudaRunner(*given)
+        speculation = self._config.speculation
+        if speculation.spec == "none":
+            runner = CudaRunner(*given)
         else:
-            recorder = CudaVerifyRunner(*given, max_draft_tokens=wish.max_draft_tokens)
-        recorder.record()
-        return recorder, cache
+            runner = CudaVerifyRunner(*given, max_draft_tokens=speculation.max_draft_tokens)
+        runner.capture()
+        return runner, cache
 
     def _on_cpu(self, made: tuple[Network, KVCache, SlotTables, Sampler, TorchGemm]) -> Runner:
-        """One that replays a recorded step, where every operation is native."""
+        """A runner that replays a recorded program if every operation is native, else an eager one."""
         why = None if self._loaded.parts.ops.is_native else "not every operation is native"
         if self._config.model.enforce_eager:
             why = "--enforce-eager"
@@ -291,27 +294,29 @@ class _Maker:
         return runner
 
     def _rounds_coarsely(self) -> bool:
-        """Whether inputs of prompts are rounded more coarsely than others; notes it as a choice."""
+        """Whether prompt activations are quantised coarsely; adds a start-up line."""
         modules = self._loaded.network.modules()
         layers = [module for module in modules if isinstance(module, Linear)]
         gemm = [gemm.prepared for layer in layers for gemm in layer.gemm]
         count = sum(gemm.coarse_prompts for gemm in gemm)
         if count == 0:
             return False
-        wish = self._config.scheduler.prompt_rounding
+        rounding = self._config.scheduler.prompt_rounding
         held = f"of int4 products, {count} of {len(gemm)}"
-        self.choices.append(Choice("inputs of prompts", f"{wish} ({held})", "--prompt-rounding"))
-        return wish == "coarse"
+        self.choices.append(
+            Choice("inputs of prompts", f"{rounding} ({held})", "--prompt-rounding")
+        )
+        return rounding == "coarse"
 
     def measure(self) -> dict[str, int]:
-        """Bytes that the recorded graphs and the largest step take, found out by running them."""
+        """Bytes of the captured graphs and of the largest step, measured by running them."""
         parts = self._loaded.parts
         if not parts.ops.is_triton:
             return {}
         device = parts.device
         before = _free_after_sync(device)
         runner, _ = self.make(1)
-        runner.needs_all_hidden = True  # as where prompts are scored
+        runner.needs_all_hidden = True  # as for prompt logprobs
         graphs = before - _free_after_sync(device)
         torch.cuda.reset_peak_memory_stats(device)
         held = torch.cuda.memory_allocated(device)
@@ -324,17 +329,17 @@ class _Maker:
 
 
 def sampled_positions(config: EngineConfig, hparams: HParams, limits: Limits) -> int:
-    """Positions of a step that have logits: one a request, and guesses as far as memory is small."""
-    seqs, wish = limits.max_num_seqs, config.speculation
-    if wish.spec == "none":
+    """Max sampled positions per step: one per request, plus draft tokens within a memory bound."""
+    seqs, speculation = limits.max_num_seqs, config.speculation
+    if speculation.spec == "none":
         return seqs
     affordable = _DRAFT_LOGITS_BYTES // (4 * hparams.vocab_size)
-    guesses = max(wish.max_draft_tokens, min(seqs * wish.max_draft_tokens, affordable))
-    return min(limits.max_num_batched_tokens, seqs + guesses)
+    drafts = max(speculation.max_draft_tokens, min(seqs * speculation.max_draft_tokens, affordable))
+    return min(limits.max_num_batched_tokens, seqs + drafts)
 
 
 def rehearsal(num_tokens: int, longest: int, slot: SlotId) -> list[Row]:
-    """The largest step there can be, on a slot that nobody uses."""
+    """The rows of the largest possible step, on the padding slot."""
     counts = [min(longest, num_tokens - at) for at in range(0, num_tokens, longest)]
     return [Row("", slot, 0, count, (0,) * count, (), True) for count in counts]
 
@@ -354,14 +359,14 @@ def _gemm(ops: Ops) -> TorchGemm:
 
 
 def _longest(config: EngineConfig, hparams: HParams) -> tuple[int, Choice]:
-    """The longest context; one beyond the model's own is refused, since it was never trained."""
-    wish = config.model.max_model_len
-    if wish is None or wish == AUTO:
-        reason = "the model's own" if wish is None else "as much as the KV cache holds"
+    """The context length. One beyond the model's own is refused."""
+    requested = config.model.max_model_len
+    if requested is None or requested == AUTO:
+        reason = "the model's own" if requested is None else "as much as the KV cache holds"
         return hparams.max_positions, Choice("context", f"{hparams.max_positions:,}", reason)
-    if wish > hparams.max_positions:
+    if requested > hparams.max_positions:
         raise ConfigError(
-            f"--max-model-len {wish} is more than the model's {hparams.max_positions} positions. "
+            f"--max-model-len {requested} is more than the model's {hparams.max_positions} positions. "
             f"Lower it, or set max_position_embeddings with --hf-overrides if you know better."
         )
-    return wish, Choice("context", f"{wish:,}", "as set")
+    return requested, Choice("context", f"{requested:,}", "as set")

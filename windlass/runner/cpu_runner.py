@@ -1,7 +1,7 @@
-"""Steps on the CPU: one recorded program for all batches, and one native call for each step.
+"""Steps on the CPU: one recorded native program for all batches, one native call per step.
 
-What Python does for a step is to write down its tokens and rows, and to read the tokens that came
-out. Steps that score prompts run operator by operator.
+Python writes the step's tokens and rows into fixed arrays and reads the sampled tokens. Steps that
+need prompt logprobs run eagerly.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ _WHAT = "steps"
 
 
 class CpuRunner(Runner):
-    """Owns the program and its inputs."""
+    """Owns the recorded program and its input arrays."""
 
     _program: Program | None = None
-    _adapted: Program | None = None  # for steps of which some rows have adapters
+    _adapted: Program | None = None  # for steps with LoRA rows
     _inputs: StepInputs
     _program_limits: ProgramLimits
-    _last: memoryview  # the token sampled last, by slot
+    _last: memoryview  # last sampled token by slot
 
     @torch.inference_mode()
     def record(self, limits: ProgramLimits) -> Choice:
-        """Record the program; where that cannot be, steps stay as they were, and it says why."""
+        """Record the program. If an operation cannot be recorded, steps stay eager and the choice says why."""
         try:
             self._program = self._recorded(self._rehearse, limits)
         except Unrecordable as error:
@@ -66,7 +66,7 @@ class CpuRunner(Runner):
         return record(shared_pool(), forward, limits, max(0, room))
 
     def _rehearse(self, adapted: bool = False) -> tuple[Tensor, Tensor]:
-        """A step of two tokens, of which one is sampled: logits and tokens."""
+        """A sample step for recording: two tokens, one of them sampled."""
         two = torch.zeros(2, dtype=torch.int32)
         whole, last = (AdapterRows(two), AdapterRows(two[:1])) if adapted else (None, None)
         spans, pages = [Span(0, 2, 0)], self._cache.layers
@@ -81,7 +81,7 @@ class CpuRunner(Runner):
         return logits, ops.argmax(logits)
 
     def _program_for(self, rows: list[Row]) -> Program | None:
-        """None: a row wants its prompt's scores, which are not recorded, or nothing could be."""
+        """The program for these rows; None if a row needs prompt logprobs or nothing was recorded."""
         if self._scores_prompts(rows):
             return None
         return self._adapted if any(row.adapter for row in rows) else self._program
@@ -114,7 +114,7 @@ class CpuRunner(Runner):
         program = self._program_for(rows)
         requests = sample_requests(rows)
         places = positions_of(rows, requests)
-        # Guesses that were kept for a later step may be more than the program has room for.
+        # Draft tokens kept from an earlier step may exceed the program's capacity.
         too_many = program is not None and len(places) > len(program.tokens)
         if program is None or too_many or self.drafting:
             return super()._verify(plan)
@@ -133,7 +133,7 @@ class CpuRunner(Runner):
         return results
 
     def _fill(self, rows: list[Row]) -> list[int]:
-        """Write down the step; returns the rows that are sampled."""
+        """Write the step into the input arrays; returns the indices of sampled rows."""
         ids: list[int] = []
         positions: list[int] = []
         slots: list[int] = []

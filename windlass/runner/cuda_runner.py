@@ -1,9 +1,9 @@
-"""Steps on CUDA: recorded graphs for decode steps and those of few tokens, eager for the rest.
+"""Steps on CUDA: graphs for decode steps and small mixed steps, eager for the rest.
 
-There is no wait in between. A decode step is one copy of four numbers a row to the device (five with
-adapters), one graph, and one copy back. The graph holds everything: inputs, network, sampling. The
-tokens of a step are read by the next one on the device, so that the host may plan and launch it while
-they travel. Steps with prompts are recorded in mixed.py's forms.
+The host never waits within a step. A decode step is one copy of four numbers per row to the device
+(five with adapters), one graph launch, and one copy back. The graph covers inputs, network and
+sampling. The next step reads the sampled tokens on the device, so the host plans and launches it
+while they are being copied back. mixed.py has the graphs of steps with prompts.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ from windlass.runner.runner import CompletedStep, PendingStep, Runner
 from windlass.runner.sampler import Sampler
 from windlass.runner.slots import SlotTables, to_device
 
-_MAX_DRAFTING_ROWS = 32  # rows of a step with prompts that ends with guesses
+_MAX_DRAFTING_ROWS = 32  # max rows of a mixed step that also drafts
 
 
 def num_splits(num_rows: int, num_kv_heads: int, multiprocessors: int) -> int:
-    """Into how many parts a context is cut so that few rows, or uneven ones, fill the device."""
+    """Number of KV splits per row, so that few or uneven rows fill the device."""
     programs = max(1, num_rows * num_kv_heads)
     if programs >= 15 * multiprocessors:
         return 1
@@ -48,27 +48,27 @@ def num_splits(num_rows: int, num_kv_heads: int, multiprocessors: int) -> int:
 
 
 def _power_below(number: int) -> int:
-    """The largest power of two that is not above a number."""
+    """The largest power of two <= number."""
     return 1 << max(0, number.bit_length() - 1)
 
 
-def graph_sizes(most: int) -> list[int]:
-    """Batch sizes to record: dense where a wasted row weighs much, sparse where it does not."""
+def graph_sizes(max_rows: int) -> list[int]:
+    """Batch sizes to capture: dense where padding is expensive, sparse where it is not."""
     sizes = [1, 2, 4, *range(8, 65, 8), *range(80, 257, 16), *range(288, 1025, 32)]
-    return [size for size in sizes if size < most] + [most]
+    return [size for size in sizes if size < max_rows] + [max_rows]
 
 
 @dataclass(frozen=True, slots=True)
 class _Key:
-    """What a graph is recorded for; one that is not plain is recorded when it is first needed."""
+    """The shape of a decode graph. Batch-invariant and LoRA graphs are captured on first use."""
 
     size: int
-    batch_invariant: bool = False  # in a fixed order
-    adapted: bool = False  # for rows of which some have adapters
+    batch_invariant: bool = False
+    adapted: bool = False  # some rows use LoRA adapters
 
     @property
     def numbers(self) -> int:
-        """What is sent of each row."""
+        """Input numbers per row."""
         return 5 if self.adapted else 4
 
 
@@ -84,7 +84,7 @@ def _sampled(rows: Sequence[Row]) -> list[int]:
 
 
 class PendingGraphStep:
-    """A step whose tokens are travelling to the host."""
+    """A step whose tokens are being copied to the host."""
 
     has_drafts = False
 
@@ -115,7 +115,7 @@ class PendingGraphStep:
 
 
 class CudaRunner(Runner):
-    """Owns the recorded graphs and the buffers that they read and write."""
+    """Owns the captured graphs and their buffers."""
 
     def __init__(
         self,
@@ -128,8 +128,8 @@ class CudaRunner(Runner):
         graph_rows: int,
         max_tokens: int,
     ) -> None:
-        """`tile` tokens of a chunk are one piece of work for attention; steps of up to `graph_rows`
-        decodes are recorded, and if there are any, some of few tokens. Steps have `max_tokens`.
+        """`tile`: prompt tokens per attention tile. `graph_rows`: largest captured decode batch; 0
+        captures no graphs. `max_tokens`: largest step.
         """
         super().__init__(network, cache, slots, sampler, gemm)
         self._device_sampler = DeviceSampler(slots, sampler)
@@ -141,13 +141,15 @@ class CudaRunner(Runner):
         self._mixed_sizes = mixed_sizes(max_tokens) if graph_rows else []
         self._mixed: dict[GraphShape, MixedStep] = {}
         self._pool = torch.cuda.graph_pool_handle()
-        most = max(self._sizes, default=1)
-        # Slot, position, token, new block and adapter of every row, in that order and without gaps:
-        # a copy of contiguous pinned memory is the only kind that the host need not wait for.
-        self._inputs = torch.zeros(5 * most, dtype=torch.int32, device=self._device)
-        self._staging = [torch.empty(5 * most, dtype=torch.int32, pin_memory=True) for _ in "ab"]
+        max_rows = max(self._sizes, default=1)
+        # Slot, position, token, new block and adapter of every row, contiguous: only copies from
+        # contiguous pinned memory are asynchronous.
+        self._inputs = torch.zeros(5 * max_rows, dtype=torch.int32, device=self._device)
+        self._staging = [
+            torch.empty(5 * max_rows, dtype=torch.int32, pin_memory=True) for _ in "ab"
+        ]
         self._turn = 0
-        self._singles = torch.arange(most, dtype=torch.int32, device=self._device)
+        self._singles = torch.arange(max_rows, dtype=torch.int32, device=self._device)
         rows = slots.num_slots + 1
         self._counters = torch.zeros(
             rows * self._num_kv_heads, dtype=torch.int32, device=self._device
@@ -158,34 +160,34 @@ class CudaRunner(Runner):
     def max_mixed_tokens(self) -> int:
         return max(self._mixed_sizes, default=1) - 1  # the last is padding
 
-    # ---- recording ---------------------------------------------------------------------------
+    # ---- capture -----------------------------------------------------------------------------
 
     @torch.inference_mode()
-    def record(self) -> None:
-        """Record the graphs, the largest first, so that the smaller ones fit into its memory."""
+    def capture(self) -> None:
+        """Capture all graphs, the largest first, so that smaller ones reuse its memory."""
         for tokens in reversed(self._mixed_sizes):
-            self._mixed_step(self._form(tokens))
+            self._mixed_step(self._graph_shape(tokens))
         for size in reversed(self._sizes):
-            self._record(_Key(size))
+            self._capture(_Key(size))
 
-    def _record(self, key: _Key) -> _Graph:
+    def _capture(self, key: _Key) -> _Graph:
         self._stage([], key)
-        self._decode(key)  # compiles what is missing, outside of the recording
+        self._decode(key)  # compiles kernels outside of the capture
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
-        # Another thread may pin memory for an adapter meanwhile.
+        # Another thread may pin memory for an adapter during the capture.
         with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
             tokens, logits = self._decode(key)
         self._graphs[key] = _Graph(graph, tokens, logits)
         return self._graphs[key]
 
     def _decode(self, key: _Key) -> tuple[Tensor, Tensor]:
-        """One decode step, from the packed inputs to tokens."""
+        """One decode step: from packed inputs to tokens and logits."""
         from windlass.kernels.triton import pdl
         from windlass.kernels.triton.sample import decode_inputs_kernel
 
         slots, size, batch_invariant = self._slots, key.size, key.batch_invariant
-        # Aligned rows, whatever the size: kernels are compiled anew for others.
+        # Aligned rows for every size: Triton compiles another variant for unaligned pointers.
         shape = (3, -(-size // 4) * 4)
         rows = torch.empty(shape, dtype=torch.int32, device=self._device)[:, :size]
         ids, positions, row_slots = rows.unbind()
@@ -227,7 +229,7 @@ class CudaRunner(Runner):
 
     @torch.inference_mode()
     def submit(self, plan: StepPlan) -> PendingStep:
-        """Launch a step; the host goes on while the device computes."""
+        """Launch a step and return while the device computes."""
         try:
             return self._submit(plan)
         except torch.cuda.OutOfMemoryError as error:
@@ -256,48 +258,50 @@ class CudaRunner(Runner):
             with self._gemm.batch_invariant(batch_invariant):
                 return self._submit_eager(plan, grown)
         key = _Key(size, batch_invariant, any(row.adapter for row in rows))
-        recorded = self._graphs.get(key) or self._record(key)
+        graph = self._graphs.get(key) or self._capture(key)
         self._stage(rows, key)
-        recorded.graph.replay()
-        return self._collect(rows, list(range(len(rows))), recorded.tokens, recorded.logits)
+        graph.graph.replay()
+        return self._collect(rows, list(range(len(rows))), graph.tokens, graph.logits)
 
     def _mixed_for(self, rows: list[Row], drafting: int = 0) -> MixedStep | None:
-        """A recording in which these rows are written down; None where there is none for them."""
+        """A mixed graph with these rows staged; None if no graph covers them."""
         if self.needs_all_hidden or self._scores_prompts(rows):
             return None
         total = sum(row.num_tokens for row in rows)
         tokens = next((size for size in self._mixed_sizes if size > total), None)
         if tokens is None:
             return None
-        step = self._mixed_step(self._form(tokens, any(row.adapter for row in rows), drafting))
-        following = [self._after(row) for row in rows if drafting and not row.sample]
+        step = self._mixed_step(
+            self._graph_shape(tokens, any(row.adapter for row in rows), drafting)
+        )
+        following = [self._next_prompt_token(row) for row in rows if drafting and not row.sample]
         return step if step.write(rows, following) else None
 
-    def _form(self, tokens: int, adapted: bool = False, drafting: int = 0) -> GraphShape:
-        # One token is padding, and where all others were alone it would be a decode step.
+    def _graph_shape(self, tokens: int, adapted: bool = False, drafting: int = 0) -> GraphShape:
+        # One token is padding, and a step of one-token rows only would be a decode step.
         rows = min(tokens - 2, self._slots.num_slots)
         if drafting:
             rows = min(rows, _MAX_DRAFTING_ROWS)
         return GraphShape(tokens, rows, self._tile, adapted, drafting)
 
-    def _mixed_step(self, form: GraphShape) -> MixedStep:
-        if form not in self._mixed:
-            step = MixedStep(form, self._device, self.padding)
-            step.record(partial(self._compute_mixed, form), self._pool)
-            self._mixed[form] = step
-        return self._mixed[form]
+    def _mixed_step(self, shape: GraphShape) -> MixedStep:
+        if shape not in self._mixed:
+            step = MixedStep(shape, self._device, self.padding)
+            step.capture(partial(self._compute_mixed, shape), self._pool)
+            self._mixed[shape] = step
+        return self._mixed[shape]
 
-    def _compute_mixed(self, form: GraphShape, arrays: Arrays) -> tuple[Tensor, Tensor]:
+    def _compute_mixed(self, shape: GraphShape, arrays: Arrays) -> tuple[Tensor, Tensor]:
         ids, positions, token_slots = arrays.tokens
-        adapters, of_indices = form.adapters(arrays)
-        work = AttentionWork(arrays.singles, arrays.tiles, self._splits(form.rows), self._counters)
+        adapters, of_indices = shape.adapters(arrays)
+        work = AttentionWork(arrays.singles, arrays.tiles, self._splits(shape.rows), self._counters)
         batch = StepBatch(
             *(positions, token_slots, self._slots.tables, [], self._cache.layers, work),
             adapters=adapters,
             logits_indices=LogitsIndices(arrays.logits_indices, of_indices),
         )
-        ids = self._slots.known(ids, token_slots)
-        drafter = self.drafter if form.drafting else None
+        ids = self._slots.fill_last(ids, token_slots)
+        drafter = self.drafter if shape.drafting else None
         aux_hidden_states = dict.fromkeys(drafter.layers, ids) if drafter is not None else {}
         hidden = self._network(ids, batch, aux_hidden_states)
         logits = self._network.logits(hidden, of_indices)
@@ -308,7 +312,7 @@ class CudaRunner(Runner):
         following = ids.roll(-1)
         following[arrays.ends[0]] = arrays.ends[1]
         following[arrays.logits_indices] = tokens
-        read = torch.arange(form.rows, device=self._device)
+        read = torch.arange(shape.rows, device=self._device)
         found = DrafterInputs(
             hidden,
             read,
@@ -318,11 +322,11 @@ class CudaRunner(Runner):
             batch,
             self._decode_batch,
         )
-        guesses = drafter.draft(found, form.drafting)
-        return torch.cat((tokens[:, None], guesses), dim=1), logits
+        drafts = drafter.draft(found, shape.drafting)
+        return torch.cat((tokens[:, None], drafts), dim=1), logits
 
     def _graph_for(self, rows: list[Row]) -> int | None:
-        """The smallest recorded size that holds these rows; None when they are not all decodes."""
+        """The smallest captured batch size for these rows; None when not all are decodes."""
         if not self._sizes or len(rows) > self._sizes[-1]:
             return None
         for row in rows:
@@ -331,7 +335,7 @@ class CudaRunner(Runner):
         return next(size for size in self._sizes if size >= len(rows))
 
     def _stage(self, rows: list[Row], key: _Key) -> None:
-        """Send slot, position, token, new block and adapter of every row; the rest is padding."""
+        """Copy slot, position, token, new block and adapter of every row to the device, padded."""
         self._turn ^= 1
         size, count = key.size, len(rows)
         staging = self._staging[self._turn][: key.numbers * size]
@@ -347,7 +351,7 @@ class CudaRunner(Runner):
         self._inputs[: len(staging)].copy_(staging, non_blocking=True)
 
     def _adapters(self, rows: Sequence[Row], counts: Sequence[int]) -> AdapterRows | None:
-        """For kernels: tokens by themselves where all are alone, or in a fixed order."""
+        """Adapter rows for the LoRA kernels: per token for decodes and batch invariance, else tiles."""
         if not any(row.adapter for row in rows):
             return None
         slots = np.repeat(np.array([row.adapter for row in rows], dtype=np.int32), counts)
@@ -365,7 +369,7 @@ class CudaRunner(Runner):
         ids, batch = self._batch(plan)
         hidden = self._network(ids, batch)
         sampled = _sampled(rows)
-        tokens = logits = self._singles[:0]  # nobody gets a token from a chunk in mid-prompt
+        tokens = logits = self._singles[:0]  # a chunk within a prompt samples nothing
         if sampled:
             logits, logits_indices = self._logits(rows, batch, hidden)
             slots, positions = (
@@ -381,9 +385,9 @@ class CudaRunner(Runner):
         return pending
 
     def _work(self, rows: list[Row], spans: list[Span], batch_invariant: bool) -> AttentionWork:
-        """Rows of one token, and chunks cut into tiles.
+        """One-token rows, and chunks cut into tiles.
 
-        In a fixed order all are tiles: their keys are seen one after another, never in parts.
+        Batch-invariant steps use tiles only: a tile never splits its context.
         """
         singles = [span.first for span in spans if span.count == 1 and not batch_invariant]
         tiles = attention_tiles(rows, spans, self._tile, singles=batch_invariant)

@@ -1,13 +1,12 @@
-"""Verification on CUDA: recorded for rows of equal width, eager beside prompts.
+"""Verification of draft tokens on CUDA: captured graphs for equal row widths, eager beside prompts.
 
-A recorded verification holds everything: network, sampling, how much of each row is kept, and the
-drafter's guesses for the next, written down on the device as the next one's rows. So that one is
-launched at once, and the device computes it while the host reads, plans and finds out that it
-wanted just that. Where it wants something else the result is dropped: all that was written lies
-behind the tokens that are known.
+One graph covers the network, sampling, acceptance, and drafting for the next verification, whose
+input rows it writes on the device. The runner launches that next graph at once, before the host has
+planned it (pre-launch). If the plan then asks for something else, the result is discarded: all KV
+that was written lies behind the known tokens.
 
-A drafter may have alternatives to its first guess. They never leave the device: it remembers them by
-slot, and a verification of few rows tries them beside the guesses.
+A drafter may have alternatives (siblings) to its first draft token. They stay on the device by slot;
+a verification of few rows tries them beside the draft tokens.
 """
 
 from __future__ import annotations
@@ -37,33 +36,33 @@ from windlass.runner.slots import to_device
 from windlass.runner.verify import keep, sample_requests
 
 _SIZES = (1, 2, 4, 8, 16, 32, 64)
-# Rows up to which every width is recorded, and steps are launched before they are planned: above,
-# a recording costs more and gives less, and hardly a step ends without a row that does.
+# Up to this many rows every width is captured and the next step is pre-launched. With more rows a
+# graph costs more and helps less, and in most steps some row finishes, which wastes a pre-launch.
 _FEW = 4
 _MAX_POSITIONS = 512
-# Up to so many places attention sees each by itself, its context cut into parts; above, the places
-# of a row together read its context once.
+# Up to this many positions, attention handles each position alone and splits its context (split-KV).
+# Above, the positions of a row share one pass over its context.
 _APART = 64
 
 
-def widths(most: int) -> list[int]:
-    """Tokens of a row to record, for up to `most` guesses: dense at first, then doubling."""
-    steps = [guesses for guesses in (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48) if guesses < most]
-    return [1 + guesses for guesses in (*steps, most)]
+def widths(max_drafts: int) -> list[int]:
+    """Row widths to capture for up to `max_drafts` draft tokens: dense first, then doubling."""
+    steps = [count for count in (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48) if count < max_drafts]
+    return [1 + count for count in (*steps, max_drafts)]
 
 
 @dataclass(frozen=True, slots=True)
 class _Key:
-    """What a recording is for."""
+    """The shape that a graph was captured for."""
 
     size: int
     width: int
-    drafting: int  # guesses for the next step
+    drafting: int  # draft tokens per row for the next step
     batch_invariant: bool
 
 
 class CudaVerifyRunner(CudaRunner):
-    """Owns the recorded verifications and the buffers that they read."""
+    """Owns the captured verification graphs and their input buffers."""
 
     def __init__(self, *args: Any, max_draft_tokens: int) -> None:
         super().__init__(*args)
@@ -72,7 +71,7 @@ class CudaVerifyRunner(CudaRunner):
         self._captured: dict[_Key, CapturedVerification] = {}
         self._input_buffers: dict[tuple[int, int], Tensor] = {}
         self._prelaunched: Prelaunched | None = None
-        # By slot: a position, and alternatives to the first guess of a row that begins there.
+        # By slot: a position, and the siblings of the first draft token after it.
         self._siblings: Tensor | None = None
         places = max(_MAX_POSITIONS, self._widths[-1], self._slots.num_slots + 1)
         self._places = torch.arange(places, dtype=torch.int32, device=self._device)
@@ -80,13 +79,13 @@ class CudaVerifyRunner(CudaRunner):
             places * self._num_kv_heads, dtype=torch.int32, device=self._device
         )
 
-    def max_draft_tokens(self, wish: int, num_rows: int) -> int:
+    def max_draft_tokens(self, requested: int, num_rows: int) -> int:
         if not self._sizes:
-            return wish
+            return requested
         if num_rows > _SIZES[-1]:
             return 0
         size = next(size for size in _SIZES if size >= num_rows)
-        return min(wish, self._widths_of(size)[-1] - 1)
+        return min(requested, self._widths_of(size)[-1] - 1)
 
     @property
     def is_prelaunched(self) -> bool:
@@ -102,15 +101,15 @@ class CudaVerifyRunner(CudaRunner):
             self._capture_verifications()
         with torch.inference_mode():
             for tokens in reversed(self._mixed_sizes):
-                self._mixed_step(self._form(tokens, drafting=self._depths[-1]))
+                self._mixed_step(self._graph_shape(tokens, drafting=self._depths[-1]))
 
-    def record(self) -> None:
-        super().record()
+    def capture(self) -> None:
+        super().capture()
         self._capture_verifications()
 
     @torch.inference_mode()
     def _capture_verifications(self) -> None:
-        """Record all that requests need, the largest first: later they would have to wait for it."""
+        """Capture all graphs at start, the largest first, so that no request waits for a capture."""
         if not self._sizes:
             return
         for size in reversed([one for one in _SIZES if one < 2 * self._sizes[-1]]):
@@ -119,7 +118,7 @@ class CudaVerifyRunner(CudaRunner):
                     self._captured_for(_Key(size, width, self.drafting, False))
 
     def _widths_of(self, size: int) -> list[int]:
-        """Tokens of a row that recordings of so many rows have."""
+        """The captured row widths for a batch of `size` rows."""
         fitting = [width for width in self._widths if size * width <= _MAX_POSITIONS]
         if size <= _FEW:
             return fitting
@@ -146,17 +145,17 @@ class CudaVerifyRunner(CudaRunner):
         if key is None:
             return self._submit_with_prompts(plan, batch_invariant)
         if ahead is not None:
-            whole = all(row.num_drafts == ahead.guesses for row in rows)
+            whole = all(row.num_drafts == ahead.num_drafts for row in rows)
             pending = PendingVerification(self.resample, rows, ahead.launched, whole)
         else:
-            recorded = self._captured_for(key)
-            recorded.send(rows, self._padding_row(key.width))
-            pending = PendingVerification(self.resample, rows, recorded.launch())
+            captured = self._captured_for(key)
+            captured.send(rows, self._padding_row(key.width))
+            pending = PendingVerification(self.resample, rows, captured.launch())
         self._prelaunched = self._prelaunch_next(pending, key)
         return pending
 
     def _submit_with_prompts(self, plan: StepPlan, batch_invariant: bool) -> PendingStep:
-        """Recorded where nobody has guesses to verify, or wishes that the kernels do not know."""
+        """Use a mixed graph when no row verifies drafts or needs the host sampler, else run eagerly."""
         rows = plan.rows
         special = self._device_sampler.special([row.slot for row in rows])
         if self.drafting and not (plan.has_drafts or special or batch_invariant):
@@ -168,7 +167,7 @@ class CudaVerifyRunner(CudaRunner):
             return CompletedStep(StepResult(self._verify_eagerly(plan)), has_drafts=True)
 
     def _forget_siblings(self, rows: list[Row]) -> None:
-        """Of rows that are drawn anew, which knows nothing of alternatives."""
+        """Drop the siblings of rows that the host samples again, which ignores siblings."""
         if self._siblings is not None:
             slots = [row.slot for row in rows]
             special = [slots[i] for i in self._device_sampler.special(slots)]
@@ -176,7 +175,7 @@ class CudaVerifyRunner(CudaRunner):
                 self._siblings[special, 0] = -1
 
     def _siblings_for(self, key: _Key) -> Tensor | None:
-        """The memory of alternatives, where a verification has places for them."""
+        """The sibling table if graphs of this shape verify siblings, else None."""
         siblings = self._siblings
         if (
             siblings is None
@@ -195,40 +194,40 @@ class CudaVerifyRunner(CudaRunner):
         return siblings if apart and fused else None
 
     def _padding_row(self, width: int) -> list[int]:
-        """What is sent of rows that only pad."""
+        """The input of a padding row."""
         return [self._slots.num_slots, 0, 1, *[0] * width]
 
-    # ---- ahead of the plan -----------------------------------------------------------------------
+    # ---- pre-launch ----------------------------------------------------------------------------
 
     def _prelaunch_next(self, pending: PendingVerification, key: _Key) -> Prelaunched | None:
-        """Launch what follows if all guesses are wanted and no row ends, where that is likely."""
-        rows, guesses = pending.rows, pending.launched.drafting
-        if not guesses or not key.drafting or len(rows) > _FEW or not pending.whole:
+        """Launch the next verification if it is likely that no row finishes and no draft is trimmed."""
+        rows, num_drafts = pending.rows, pending.launched.drafting
+        if not num_drafts or not key.drafting or len(rows) > _FEW or not pending.whole:
             return None
         if not all(row.num_drafts for row in rows):
             return None
         if self._device_sampler.special([row.slot for row in rows]):
             return None
-        most = [(row.slot, row.start + row.num_tokens + 1 + guesses) for row in rows]
-        if not all(self._slots.has_room(slot, tokens) for slot, tokens in most):
+        lengths = [(row.slot, row.start + row.num_tokens + 1 + num_drafts) for row in rows]
+        if not all(self._slots.has_room(slot, tokens) for slot, tokens in lengths):
             return None
-        width = self._width_for(key.size, 1 + guesses)
+        width = self._width_for(key.size, 1 + num_drafts)
         assert width is not None
-        recorded = self._captured.get(replace(key, width=width))
-        if recorded is None:  # recording it would spoil what lies in its inbox
+        captured = self._captured.get(replace(key, width=width))
+        if captured is None:  # capturing now would overwrite its input buffer
             return None
-        return Prelaunched(pending.following, recorded.launch(), guesses)
+        return Prelaunched(pending.following, captured.launch(), num_drafts)
 
     def _undo_prelaunch(self, ahead: Prelaunched) -> None:
-        """Undo what a launch changed that was not wanted: the tokens sampled last."""
+        """Restore the last sampled tokens that a discarded pre-launch has overwritten."""
         slots = np.array([each.slot for each in ahead.following], dtype=np.int64)
         tokens = np.array([each.tokens[0] for each in ahead.following], dtype=np.int32)
         self._slots.last[to_device(slots, self._device)] = to_device(tokens, self._device)
 
-    # ---- recorded ------------------------------------------------------------------------------
+    # ---- captured graphs -----------------------------------------------------------------------
 
     def _key_for(self, rows: list[Row], batch_invariant: bool) -> _Key | None:
-        """The smallest recording that holds these rows; None where there is a prompt or adapter."""
+        """The smallest graph that holds these rows; None for prompts and adapters."""
         if not self._sizes or len(rows) > _SIZES[-1]:
             return None
         for row in rows:
@@ -250,19 +249,19 @@ class CudaVerifyRunner(CudaRunner):
             self._input_buffer(key.size, key.width).copy_(
                 torch.tensor(self._padding_row(key.width))
             )
-            self._run(key)  # compiles what is missing, outside of the recording
+            self._run(key)  # compiles kernels outside of the capture
             torch.cuda.synchronize()
             graph = torch.cuda.CUDAGraph()
-            # Another thread may pin memory for an adapter meanwhile.
+            # Another thread may pin memory for an adapter during the capture.
             with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-                found = self._run(key)
+                outputs = self._run(key)
             input_buffer = self._input_buffer(key.size, key.width)
-            shape = (key.width, key.drafting, len(found.logits) // key.size)
-            self._captured[key] = CapturedVerification(graph, input_buffer, found, shape)
+            shape = (key.width, key.drafting, len(outputs.logits) // key.size)
+            self._captured[key] = CapturedVerification(graph, input_buffer, outputs, shape)
         return self._captured[key]
 
     def _input_buffer(self, size: int, width: int) -> Tensor:
-        """[size, 3 + width]: slot, position of the first token, how many, and the tokens of each row."""
+        """[size, 3 + width]: slot, first position, token count and token ids of each row."""
         if (size, width) not in self._input_buffers:
             shape = (size, 3 + width)
             self._input_buffers[size, width] = torch.zeros(
@@ -271,9 +270,9 @@ class CudaVerifyRunner(CudaRunner):
         return self._input_buffers[size, width]
 
     def _run(self, key: _Key) -> VerifyOutputs:
-        """One verification, from its inbox to what comes back, and to the inbox of the next."""
+        """One verification: from its input buffer to its outputs and the input buffer of the next."""
         from windlass.kernels.triton import verify as kernels
-        from windlass.kernels.triton.typical import guesses_after
+        from windlass.kernels.triton.typical import drafts_after
 
         slots, (size, width) = self._slots, (key.size, key.width)
         inputs, siblings = self._input_buffer(size, width), self._siblings_for(key)
@@ -291,8 +290,8 @@ class CudaVerifyRunner(CudaRunner):
             logits = self._network.logits(hidden)
             sampled = self._device_sampler.draw(logits, row_slots, positions)
             if self._device_sampler.uses_typical_acceptance:
-                guesses = guesses_after(inputs, ids, width)
-                self._device_sampler.keep_typical(logits, row_slots, guesses, sampled)
+                drafts = drafts_after(inputs, ids, width)
+                self._device_sampler.keep_typical(logits, row_slots, drafts, sampled)
             back = ids.new_empty((size, width + 1 + key.drafting))
             kept, last, chosen = kernels.keep(
                 inputs, ids, positions, sampled, slots.last, back, width
@@ -307,7 +306,7 @@ class CudaVerifyRunner(CudaRunner):
         return VerifyOutputs(logits, back)
 
     def _adopt_siblings(self, inputs: Tensor, chosen: Tensor) -> None:
-        """Chosen alternatives are the rows' tokens from now on, with their keys and values."""
+        """Move the KV of accepted siblings to the positions of the draft tokens they replace."""
         from windlass.kernels.triton.verify import adopt
 
         pages, slots = self._cache.whole, self._slots
@@ -318,20 +317,20 @@ class CudaVerifyRunner(CudaRunner):
     def _stage_next(
         self, key: _Key, drafter: Drafter, found: DrafterInputs, kept: Tensor, back: Tensor
     ) -> None:
-        """Guess, and write the next verification down."""
+        """Draft, and write the input rows of the next verification."""
         from windlass.kernels.triton.verify import follow
 
         siblings = self._siblings if key.size <= _FEW else None
-        guesses = drafter.draft(
+        drafts = drafter.draft(
             found, key.drafting, drafter.num_siblings if siblings is not None else 0
         )
         after = self._width_for(key.size, 1 + key.drafting)
         if after is None:
-            back[:, key.width + 1 :] = guesses[:, : key.drafting]
+            back[:, key.width + 1 :] = drafts[:, : key.drafting]
             return
         inputs, to = self._input_buffer(key.size, key.width), self._input_buffer(key.size, after)
         slots = self._slots
-        follow(inputs, slots.last, kept, guesses, to, back, slots.num_slots, siblings)
+        follow(inputs, slots.last, kept, drafts, to, back, slots.num_slots, siblings)
 
     def _work_for(self, key: _Key, tiles: Tensor, places: int) -> AttentionWork:
         if key.batch_invariant or places > _APART:
@@ -351,7 +350,7 @@ class CudaVerifyRunner(CudaRunner):
     def resample(
         self, rows: Sequence[Row], results: list[RowResult], launched: LaunchedVerification
     ) -> list[RowResult]:
-        """Draw the rows anew whose wishes the kernels do not know."""
+        """Sample rows again on the host whose sampling params the kernels do not support."""
         for i in self._device_sampler.special([row.slot for row in rows]):
             requests, first = sample_requests([rows[i]])[0], i * launched.places
             own = launched.logits[first : first + requests.num_positions]
@@ -377,7 +376,7 @@ class CudaVerifyRunner(CudaRunner):
         return self._draft(rows, ids, batch, hidden, aux_hidden_states, results)
 
     def _draw(self, rows: list[Row], batch: StepBatch, hidden: Tensor) -> list[RowResult]:
-        """Tokens of the rows that sample, in the order of all rows."""
+        """Sample and verify; returns one result per row."""
         requests = sample_requests(rows)
         results = [RowResult([])] * len(rows)
         if not requests:
@@ -389,9 +388,9 @@ class CudaVerifyRunner(CudaRunner):
         )
         drawn = self._device_sampler.draw(logits, slots, positions)
         if self._device_sampler.uses_typical_acceptance:
-            guesses = np.array([g for each in requests for g in (*each.drafts, -1)], dtype=np.int32)
-            there = to_device(guesses, self._device)
-            self._device_sampler.keep_typical(logits, slots, there, drawn)
+            drafts = np.array([t for each in requests for t in (*each.drafts, -1)], dtype=np.int32)
+            on_device = to_device(drafts, self._device)
+            self._device_sampler.keep_typical(logits, slots, on_device, drawn)
         sampled, first = drawn.tolist(), 0
         special = set(self._device_sampler.special([each.slot for each in requests]))
         for i, each in enumerate(requests):

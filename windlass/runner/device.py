@@ -1,4 +1,4 @@
-"""Which device and which arithmetic, how many threads, how much memory: found, with reasons."""
+"""Chooses device, dtype, threads and KV cache size, each with its reason."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from windlass.models.hparams import HParams
 
 @dataclass(frozen=True, slots=True)
 class DeviceChoice:
-    """Where to compute, and why."""
+    """The chosen device, and why."""
 
     type: Literal["cpu", "cuda"]
     reason: str
@@ -33,7 +33,7 @@ class DeviceChoice:
 
 
 def choose_device(config: ModelConfig) -> DeviceChoice:
-    """A GPU where there is one, unless told otherwise."""
+    """A GPU if there is one, unless configured otherwise."""
     has_cuda = torch.cuda.is_available()
     if config.device == "cpu":
         return DeviceChoice("cpu", "as set")
@@ -47,7 +47,7 @@ def choose_device(config: ModelConfig) -> DeviceChoice:
 def choose_dtype(
     config: ModelConfig, hparams: HParams, device: torch.device
 ) -> tuple[torch.dtype, Choice]:
-    """The checkpoint's own type on a GPU; float32 on a CPU, also where its weights have 16 bits."""
+    """The checkpoint's dtype on a GPU; float32 on a CPU, also for 16-bit weights."""
     if config.dtype != "auto":
         name, reason = str(config.dtype), "as set"
     elif device.type == "cpu":
@@ -61,24 +61,24 @@ def choose_dtype(
 
 @dataclass(frozen=True, slots=True)
 class KVFormat:
-    """What type keys and values are stored in, and why."""
+    """The dtype of the KV cache, and why."""
 
     dtype: torch.dtype
-    token_bytes: int  # of keys and values of all layers
+    token_bytes: int  # KV bytes per token over all layers
     choice: Choice
 
 
 _KV_DTYPES = {"fp8": torch.float8_e4m3fn, "fp8_e4m3": torch.float8_e4m3fn, "int8": torch.int8}
-_FP8_CAPABILITY = (8, 9)  # from which on a GPU has instructions for e4m3
+_FP8_CAPABILITY = (8, 9)  # first GPUs with e4m3 instructions
 
 
-def kv_dtype(wish: str) -> torch.dtype | None:
-    """The type of the pages; None: as keys and values are computed."""
-    return _KV_DTYPES.get(wish)
+def kv_dtype(requested: str) -> torch.dtype | None:
+    """The KV cache dtype; None: the compute dtype."""
+    return _KV_DTYPES.get(requested)
 
 
 def choose_kv_format(
-    wish: str,
+    requested: str,
     hparams: HParams,
     dtype: torch.dtype,
     device: torch.device,
@@ -96,14 +96,14 @@ def choose_kv_format(
     halved = native and dtype == torch.float32
     own = torch.float16 if halved else dtype
     usual, name = token_bytes(own), str(own).removeprefix("torch.")
-    if wish == "auto":
+    if requested == "auto":
         reason = "half of float32's bytes to read" if halved else "as it is computed"
         return KVFormat(own, usual, Choice("KV format", name, reason))
-    kind = _KV_DTYPES[wish]
+    kind = _KV_DTYPES[requested]
     is_fp8 = kind != torch.int8
     if is_fp8 and triton and torch.cuda.get_device_capability(device) < _FP8_CAPABILITY:
         raise ConfigError(
-            f"--kv-cache-dtype {wish}: {torch.cuda.get_device_name(device)} cannot convert fp8 "
+            f"--kv-cache-dtype {requested}: {torch.cuda.get_device_name(device)} cannot convert fp8 "
             "(compute capability 8.9 or above can). Use --kv-cache-dtype int8."
         )
     reason = f"as set: {usual / token_bytes(kind):.2f}x the tokens of {name}"
@@ -115,7 +115,7 @@ def choose_kv_format(
 
 
 def choose_threads(config: ModelConfig) -> Choice:
-    """Set torch's threads to the cores that this process may use."""
+    """Set torch's threads to the cores available to this process."""
     cores = _num_cores()
     count = cores if config.num_threads == AUTO else config.num_threads
     torch.set_num_threads(count)
@@ -124,7 +124,7 @@ def choose_threads(config: ModelConfig) -> Choice:
 
 
 def _num_cores() -> int:
-    """Cores by affinity, less where a container's quota is smaller."""
+    """Cores by affinity, capped by a container's CPU quota."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     quota = Path("/sys/fs/cgroup/cpu.max")
     if quota.is_file():
@@ -135,7 +135,7 @@ def _num_cores() -> int:
 
 
 def free_bytes(device: torch.device) -> int:
-    """Memory that could still be taken on the device; a container's limit counts."""
+    """Free memory on the device, within a container's limit."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     free = _from_proc("/proc/meminfo", "MemAvailable")
@@ -146,19 +146,19 @@ def free_bytes(device: torch.device) -> int:
 
 
 def whole_bytes(device: torch.device) -> int:
-    """All memory of the device, or of the machine."""
+    """Total memory of the device or the machine."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[1]
     return _from_proc("/proc/meminfo", "MemTotal")
 
 
 def resident_bytes() -> int:
-    """Memory that this process holds now."""
+    """Resident memory of this process."""
     return _from_proc("/proc/self/status", "VmRSS")
 
 
 def other_processes_bytes(device: torch.device) -> int:
-    """Memory of a GPU that is neither free nor held by this process's allocator."""
+    """GPU memory that is neither free nor held by this process's allocator."""
     if device.type == "cpu":
         return 0
     free, total = torch.cuda.mem_get_info(device)
@@ -166,7 +166,7 @@ def other_processes_bytes(device: torch.device) -> int:
 
 
 def _from_proc(path: str, name: str) -> int:
-    """A number of Linux's own; elsewhere psutil knows the same."""
+    """A number from /proc on Linux; psutil elsewhere."""
     if Path(path).is_file():
         lines = Path(path).read_text().splitlines()
         found = next(line for line in lines if line.startswith(f"{name}:"))
@@ -261,7 +261,7 @@ def check_tables_fit(max_num_seqs: int, num_bytes: int) -> None:
 
 
 def gib(num_bytes: int) -> str:
-    """Bytes for people: 720.0 KiB, 5.9 GiB."""
+    """Format bytes: 720.0 KiB, 5.9 GiB."""
     value = float(num_bytes)
     for unit in ("B", "KiB", "MiB"):
         if abs(value) < 1024:

@@ -16,7 +16,7 @@ from windlass.core.sampling import SamplingParams
 from windlass.core.types import RowResult, SlotInit, TokenLogprob
 from windlass.runner.sampler import Sampler
 from windlass.runner.slots import SlotTables, to_device
-from windlass.runner.verify import SampleRequest, draw_in_turn
+from windlass.runner.verify import SampleRequest, sample_in_turn
 
 
 def _needs_host_sampler(params: SamplingParams) -> bool:
@@ -98,6 +98,6 @@ class DeviceSampler:
 
     def resample_row(self, logits: Tensor, requests: SampleRequest) -> RowResult:
         """Draw one special row again, guess by guess; waits for it."""
-        result = draw_in_turn(self._plain, logits.float(), requests)
+        result = sample_in_turn(self._plain, logits.float(), requests)
         self._slots.last[requests.slot] = result.tokens[-1]
         return result

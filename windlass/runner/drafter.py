@@ -1,4 +1,4 @@
-"""Guesses made from a step's own hidden states, on its device: what heads behind a network do."""
+"""The interface of drafters that read a step's hidden states on its device: Medusa and EAGLE heads."""
 
 from __future__ import annotations
 
@@ -13,30 +13,30 @@ from windlass.kernels.batch import StepBatch
 
 @dataclass(frozen=True, slots=True)
 class DrafterInputs:
-    """A step as it lies on its device, with what is known after it."""
+    """A finished step on the device, as a drafter reads it."""
 
-    hidden: Tensor  # [tokens that were asked for, or all; hidden], as the head reads them
-    read: Tensor  # [rows] where in `hidden` that of `last` is
-    aux_hidden_states: dict[int, Tensor]  # by layer: the residual stream that entered it
-    following: Tensor  # [tokens] the token after each; after a wrong guess, anything
-    last: Tensor  # [rows] the place of the last token that each row keeps
+    hidden: Tensor  # [sampled tokens, or all; hidden size]: input of the LM head
+    read: Tensor  # [rows]: index into `hidden` of each row's last accepted token
+    aux_hidden_states: dict[int, Tensor]  # by layer: its input residual stream
+    following: Tensor  # [tokens]: the next token of each; undefined after a rejected draft token
+    last: Tensor  # [rows]: index of each row's last accepted token
     batch: StepBatch
-    alone: Callable[[Tensor, Tensor], StepBatch]  # one token a row, from positions and slots
+    decode_batch: Callable[[Tensor, Tensor], StepBatch]  # of one token per row: positions, slots
 
 
 class Drafter(Protocol):
-    """Owns its weights, and pages under the same block ids as the network's."""
+    """Owns its weights and its KV pages, which use the target's block ids."""
 
-    layers: tuple[int, ...]  # whose inputs it reads
-    num_siblings: int  # alternatives to its first guess that it can give
+    layers: tuple[int, ...]  # target layers whose input it reads
+    num_siblings: int  # alternatives to the first draft token that it can make
 
-    def draft(self, found: DrafterInputs, count: int, siblings: int = 0) -> Tensor:
-        """Guesses [rows, count + others], int32, for the positions after the token that follows `last`.
+    def draft(self, inputs: DrafterInputs, count: int, siblings: int = 0) -> Tensor:
+        """Draft tokens [rows, count + siblings], int32, that follow each row's newest token.
 
-        The last `siblings` are alternatives to the first, 0 or as many as it can give.
+        The last `siblings` (0 or `num_siblings`) columns are alternatives to the first draft token.
         """
         ...
 
     def copy(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """Copy whole blocks, as in the network's own pages."""
+        """Copy whole blocks: (source, destination) pairs."""
         ...

@@ -1,8 +1,8 @@
-"""What the computing side holds in memory, and how it lets go of that for a while.
+"""Memory report of the runner, and sleep / wake.
 
-Everything that hangs on the runner is looked through for tensors, so that a proposer's weights and
-pages count as well. Asleep on a CPU, pages of the KV cache and the workspace are given back to the
-system, and weights lie in a file: addresses stay, so that recorded steps are as good as before.
+Walks all objects reachable from the runner for tensors, so that a proposer's weights and KV pages
+count as well. Sleep on a CPU returns the pages of the KV cache and the workspace to the system and
+writes the weights to a file. Addresses stay valid, so recorded programs work after `wake`.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ WEIGHTS, PAGES, STEPS, ADAPTERS, TABLES = (
     "adapters",
     "tables",
 )
-# The first that holds a tensor has it; programs point at weights too.
+# The first owner that reaches a tensor is charged; programs also point at weights.
 _OWNERS: tuple[tuple[str, tuple[type, ...]], ...] = (
     (PAGES, (KVCache,)),
     (ADAPTERS, (Bank, AdapterStore)),
@@ -48,7 +48,7 @@ _OURS = "windlass."
 
 
 class Storage:
-    """Some tensors' common memory."""
+    """The memory behind one or more tensors."""
 
     def __init__(self, tensor: Tensor) -> None:
         storage = tensor.untyped_storage()
@@ -57,25 +57,25 @@ class Storage:
         self.on_cpu = tensor.device.type == "cpu"
 
     def pages(self) -> tuple[int, int]:
-        """Address and length of the whole pages in it."""
+        """Address and length of the whole memory pages inside."""
         first = -(-self.address // PAGE) * PAGE
         last = (self.address + self.num_bytes) // PAGE * PAGE
         return first, max(0, last - first)
 
     def lies_in(self, ranges: Sequence[tuple[int, int]]) -> bool:
-        """Whether its pages are in one of these, which come in order: (first, end)."""
+        """Whether its pages lie in one of the sorted ranges (first, end)."""
         first, length = self.pages()
         at = bisect_right(ranges, (first, sys.maxsize)) - 1
         return at >= 0 and first + length <= ranges[at][1]
 
     def view(self) -> memoryview:
-        """The whole pages' bytes."""
+        """The bytes of the whole pages."""
         first, length = self.pages()
         return memoryview((ctypes.c_char * length).from_address(first)).cast("B")
 
 
 def storages(*roots: object) -> Iterator[tuple[str, Storage]]:
-    """All memory of tensors that hangs on `roots`, each once, with what it is for."""
+    """All tensor memory reachable from `roots`, each once, with its owner."""
     everything = list(_walk(*roots))
     seen: set[int] = set()
     for name, classes in _OWNERS:
@@ -94,7 +94,7 @@ def _unseen(items: Iterable[object], seen: set[int]) -> Iterator[Storage]:
 
 
 def _walk(*roots: object) -> Iterator[object]:
-    """Every object of ours that is reached from `roots`, and every tensor; each once."""
+    """Every tensor and every Windlass object reachable from `roots`, each once."""
     seen: set[int] = set()
     left = list(roots)
     while left:
@@ -127,9 +127,9 @@ def _attributes(item: object) -> list[object]:
 
 
 class RunnerMemory:
-    """Owns what is known of the engine's memory, and while it sleeps, the file of its weights.
+    """Reports the engine's memory and, during sleep, owns the file with its weights.
 
-    `roots` are what everything hangs on, `measured` are bytes that no tensor shows: graphs.
+    `measured`: bytes without a tensor, such as CUDA graphs.
     """
 
     def __init__(
@@ -145,7 +145,7 @@ class RunnerMemory:
         on_cpu = self._device.type == "cpu"
         for name, storage in storages(*self._roots):
             if storage.on_cpu != on_cpu:
-                continue  # what feeds a device from the host
+                continue  # pinned staging buffers
             sums = sizes.setdefault(name, [0, 0])
             sums[0] += storage.num_bytes
             sums[1] += _resident(storage) if on_cpu else storage.num_bytes
@@ -163,7 +163,7 @@ class RunnerMemory:
         return MemoryReport(str(self._device), parts, used, 0, free, total)
 
     def sleep(self) -> None:
-        """Let go of all that can be had again. Whatever fails, nothing is lost."""
+        """Release memory that `wake` can restore. A failure loses nothing."""
         if self._device.type != "cpu" or sys.platform != "linux":
             raise UnsupportedError(
                 f"memory on {self._device.type} ({sys.platform}) cannot be given back while the "
@@ -172,7 +172,7 @@ class RunnerMemory:
         all_there = [(name, each) for name, each in storages(*self._roots) if each.on_cpu]
         held = [each for name, each in all_there if name in (WEIGHTS, ADAPTERS)]
         writable = _writable()
-        # The rest are views of files, which the system reads again by itself.
+        # The others are memory-mapped files, which the system reads again by itself.
         weights = [each for each in held if each.lies_in(writable)]
         folder = cache_folder("sleep")
         try:
@@ -188,7 +188,7 @@ class RunnerMemory:
             give_back(*storage.pages())
 
     def wake(self) -> None:
-        """Have the weights again, where they were."""
+        """Restore the weights at their addresses."""
         if self._asleep is None:
             return
         file, weights = self._asleep
@@ -213,7 +213,7 @@ def _read(file: IO[bytes], view: memoryview) -> None:
 
 
 def _resident(storage: Storage) -> int:
-    """Bytes that are in memory; all of it where the system does not tell."""
+    """Resident bytes; all bytes where the system does not report them."""
     first, length = storage.pages()
     if not length or sys.platform != "linux":
         return storage.num_bytes
@@ -225,7 +225,7 @@ def _resident(storage: Storage) -> int:
 
 
 def _writable() -> list[tuple[int, int]]:
-    """Where this process may write: (first, end), in order, neighbours joined."""
+    """Writable address ranges of this process, sorted and merged."""
     found: list[tuple[int, int]] = []
     for first, end, rights, _file in mappings():
         if "w" not in rights:
@@ -237,7 +237,7 @@ def _writable() -> list[tuple[int, int]]:
 
 
 def _mapped_bytes() -> int:
-    """Libraries and other files in this process's memory; 0 where that is not known."""
+    """Bytes of mapped files in this process; 0 if unknown."""
     status = Path("/proc/self/status")
     lines = status.read_text().splitlines() if status.is_file() else []
     sizes = [int(line.split()[1]) * 1024 for line in lines if line.startswith("RssFile:")]

@@ -1,8 +1,8 @@
-"""Steps of prompts and decodes as recorded graphs take them: everything has room for a fixed number.
+"""CUDA graphs for mixed steps (prompt chunks and decodes), padded to fixed shapes.
 
-A step of few tokens takes a device less time than it takes a host to launch its kernels. So these are
-recorded too, for several numbers of tokens. What a step does not need of its room is padding: its
-last token is nobody's, and whatever is padded leads to that one or to nothing at all.
+The GPU computes a step of few tokens faster than the host launches its kernels, so graphs are
+captured for several token counts. Unused entries are padding: they point to the last token, which
+belongs to no request, or to nothing.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from windlass.kernels.batch import PIECE, AdapterRows, Span
 from windlass.runner.adapters import pieces_of
 from windlass.runner.slots import pack, spans_of
 
-# Tokens of a step; with more of them, a device has more to do than a host.
+# Captured token counts. Larger steps keep the GPU busy longer than the host needs to launch them.
 _SIZES = (32, 64, 96, 128, 192, 256, 320, 384, 512, 768, 1024)
-_MAX_CHUNKS = 32  # rows of several tokens
+_MAX_CHUNKS = 32  # prompt chunks per step
 
 
 def mixed_sizes(max_tokens: int) -> list[int]:
-    """Numbers of tokens to record for an engine whose steps have at most so many."""
+    """Token counts to capture for an engine whose steps have at most `max_tokens`."""
     within = [size for size in _SIZES if size < max_tokens]
     return within + [size for size in _SIZES if size >= max_tokens][:1]
 
@@ -35,9 +35,9 @@ def mixed_sizes(max_tokens: int) -> list[int]:
 def attention_tiles(
     rows: Sequence[Row], spans: Sequence[Span], tile: int, singles: bool = False
 ) -> list[tuple[int, ...]]:
-    """Chunks cut into tiles, the ones that see the most keys first; `singles`: rows of one token too.
+    """Attention tiles of the chunks (see `AttentionWork.tiles`), longest context first.
 
-    As in `AttentionWork.tiles`.
+    `singles`: rows of one token become tiles too.
     """
     tiles: list[tuple[int, ...]] = [
         (span.first + at, min(tile, span.count - at), row.slot, span.start + at, span.start)
@@ -51,26 +51,26 @@ def attention_tiles(
 
 @dataclass(frozen=True, slots=True)
 class Arrays:
-    """Parts of one inbox, on the host or on a device."""
+    """Views into one input buffer, on the host or on the device."""
 
-    tokens: Tensor  # [3, tokens]: ids (-1: the one sampled last), positions, slots
-    singles: Tensor  # [rows]: tokens that are alone in their row
+    tokens: Tensor  # [3, tokens]: ids (-1: last sampled token), positions, slots
+    singles: Tensor  # [rows]: tokens of one-token rows
     tiles: Tensor  # [tiles, 5]
-    logits_indices: Tensor  # [rows]: tokens from which something is drawn
-    adapters: Tensor  # [2, tokens], or nothing: of all, and of those that are alone in their row
-    pieces: Tensor  # [pieces, 2], or nothing: of chunks
-    ends: Tensor  # [2, rows], or nothing: last tokens of rows that draw none, and what follows them
+    logits_indices: Tensor  # [rows]: sampled tokens
+    adapters: Tensor  # [2, tokens] or empty: of all tokens, and of one-token rows
+    pieces: Tensor  # [pieces, 2] or empty: LoRA tiles of chunks
+    ends: Tensor  # [2, rows] or empty: last tokens of unsampled rows, and their next tokens
 
 
 @dataclass(frozen=True, slots=True)
 class GraphShape:
-    """How much room there is in a recorded step."""
+    """The padded sizes of a captured mixed step."""
 
     tokens: int
     rows: int
-    tile: int  # tokens of a chunk that are one piece of work for attention
-    adapted: bool  # whether rows may have adapters
-    drafting: int = 0  # guesses for the next step
+    tile: int  # tokens per attention tile
+    adapted: bool  # rows may use LoRA adapters
+    drafting: int = 0  # draft tokens per row for the next step
 
     @property
     def tiles(self) -> int:
@@ -93,11 +93,11 @@ class GraphShape:
 
     @property
     def numbers(self) -> int:
-        """Of an inbox. Every part begins at a multiple of 16 bytes: kernels are compiled for that."""
+        """Int32 entries of the input buffer. Every view is 16-byte aligned, as kernels assume."""
         return sum(_aligned(math.prod(shape)) for shape in self._shapes)
 
     def parts(self, input_buffer: Tensor) -> Arrays:
-        """Views of what is sent."""
+        """Split an input buffer into its views."""
         views, at = [], 0
         for shape in self._shapes:
             count = math.prod(shape)
@@ -112,9 +112,9 @@ class GraphShape:
         padding: SlotId,
         following: Sequence[int] = (),
     ) -> bool:
-        """Write a step down, in the host's memory; False: there is no room for it.
+        """Write a step into a host buffer. False: it does not fit.
 
-        `following`: the tokens behind the rows that draw none, where there are guesses.
+        `following`: the next prompt tokens of unsampled rows, for drafting.
         """
         spans, last = spans_of(rows), self.tokens - 1
         arrays = self.parts(input_buffer)
@@ -127,7 +127,7 @@ class GraphShape:
             return False
         ends = [span.first + span.count for span in spans]
         logits_indices = [end - 1 for row, end in zip(rows, ends, strict=True) if row.sample]
-        others = [end - 1 for row, end in zip(rows, ends, strict=True) if not row.sample]
+        unsampled = [end - 1 for row, end in zip(rows, ends, strict=True) if not row.sample]
         tokens = arrays.tokens.numpy()
         tokens[:] = np.array([[0], [0], [padding]])
         pack(rows, spans, tokens)
@@ -142,12 +142,12 @@ class GraphShape:
             _put(arrays.adapters[1], alone, 0)
             _put(arrays.pieces, pieces_of(slots - alone, counts), (last, 0))
         if self.drafting:
-            _put(arrays.ends[0], others, last)
+            _put(arrays.ends[0], unsampled, last)
             _put(arrays.ends[1], following, 0)
         return True
 
     def adapters(self, arrays: Arrays) -> tuple[AdapterRows | None, AdapterRows | None]:
-        """Of all tokens, and of the wanted ones."""
+        """The adapters of all tokens, and of the sampled ones."""
         if not self.adapted:
             return None, None
         slots, alone = arrays.adapters
@@ -168,7 +168,7 @@ def _put(target: Tensor, values: Sequence[object] | np.ndarray, padding: object)
 
 
 class MixedStep:
-    """Owns a recording, and its mail: pinned memory for two steps, of which one may be on its way."""
+    """Owns a captured graph and two pinned input buffers, one of which may be in flight."""
 
     def __init__(self, shape: GraphShape, device: torch.device, padding: SlotId) -> None:
         self.shape = shape
@@ -176,27 +176,27 @@ class MixedStep:
         self._input_buffer = torch.zeros(shape.numbers, dtype=torch.int32, device=device)
         self._sent = [torch.zeros(shape.numbers, dtype=torch.int32).pin_memory() for _ in "ab"]
         self._graph = torch.cuda.CUDAGraph()
-        # Of the rows that sample, once recorded; with guesses, each token has its own behind it.
+        # Outputs of the sampled rows; with drafting, each token is followed by its draft tokens.
         self.tokens = self.logits = self._input_buffer[:0]
 
-    def record(self, compute: Callable[[Arrays], tuple[Tensor, Tensor]], pool: Any) -> None:
-        """`compute` gives the tokens and logits of a step."""
+    def capture(self, compute: Callable[[Arrays], tuple[Tensor, Tensor]], pool: Any) -> None:
+        """Capture `compute`, which returns the tokens and logits of a step."""
         padding_row = Row("", self._padding, 0, 1, (0,), (), True)
         assert self.write([padding_row])
         self._input_buffer.copy_(self._sent[0])
         arrays = self.shape.parts(self._input_buffer)
-        compute(arrays)  # compiles what is missing, outside of the recording
+        compute(arrays)  # compiles kernels outside of the capture
         torch.cuda.synchronize()
-        # Another thread may pin memory for an adapter meanwhile.
+        # Another thread may pin memory for an adapter during the capture.
         with torch.cuda.graph(self._graph, pool=pool, capture_error_mode="thread_local"):
             self.tokens, self.logits = compute(arrays)
 
     def write(self, rows: Sequence[Row], following: Sequence[int] = ()) -> bool:
-        """Write a step down; False: there is no room for it."""
+        """Stage a step. False: it does not fit."""
         self._sent.reverse()
         return self.shape.fill(self._sent[0], rows, self._padding, following)
 
     def launch(self) -> None:
-        """Compute what was written down."""
+        """Replay the graph on the staged step."""
         self._input_buffer.copy_(self._sent[0], non_blocking=True)
         self._graph.replay()

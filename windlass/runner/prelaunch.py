@@ -1,4 +1,4 @@
-"""What a recorded verification on CUDA reads, brings back and leads to; its launches, also early ones."""
+"""Buffers of the captured verification step, and pre-launching the next one."""
 
 from __future__ import annotations
 
@@ -14,30 +14,30 @@ from windlass.core.types import Row, RowResult, SlotId, StepPlan, StepResult
 
 @dataclass(frozen=True, slots=True)
 class VerifyOutputs:
-    """What a verification leaves on the device."""
+    """Device outputs of a verification graph."""
 
     logits: Tensor
-    back: Tensor  # [size, width + 1 + guesses]: samples, how many are kept, and the next guesses
+    back: Tensor  # [size, width + 1 + drafts]: samples, accepted count, next draft tokens
 
 
 @dataclass(frozen=True, slots=True)
 class LaunchedVerification:
-    """A verification that is being computed."""
+    """A verification in flight."""
 
     logits: Tensor
     brought: Tensor
     arrived: torch.cuda.Event
     width: int
-    drafting: int  # guesses for the next step that it makes
-    places: int  # of a row, among the logits
+    drafting: int  # draft tokens per row for the next step
+    places: int  # logits positions per row
 
 
-# Draws rows anew whose wishes kernels do not know.
+# Samples rows again on the host whose sampling params the kernels do not support.
 Resample = Callable[[Sequence[Row], list[RowResult], LaunchedVerification], list[RowResult]]
 
 
 class CapturedVerification:
-    """Owns a recording and its mail: pinned memory for what is sent, and for what two steps bring."""
+    """Owns a graph and its pinned host buffers: one for inputs, two for outputs in flight."""
 
     def __init__(
         self,
@@ -46,7 +46,7 @@ class CapturedVerification:
         found: VerifyOutputs,
         shape: tuple[int, int, int],
     ) -> None:
-        """`shape`: the tokens of a row, the guesses that are made for the next step, and a row's places."""
+        """`shape`: row width, draft tokens for the next step, and logits positions per row."""
         self._graph = graph
         self._input_buffer = input_buffer
         self._shape = shape
@@ -58,7 +58,7 @@ class CapturedVerification:
         self._turn = 0
 
     def send(self, rows: list[Row], padding_row: list[int]) -> None:
-        """Write the rows down; those that only pad are `padding_row`. The last step's were read long ago."""
+        """Stage the rows, padded with `padding_row`. The graph has read the previous inputs already."""
         lines = self._sent.numpy()
         for i, row in enumerate(rows):
             count = row.num_tokens
@@ -67,7 +67,7 @@ class CapturedVerification:
         self._input_buffer.copy_(self._sent, non_blocking=True)
 
     def launch(self) -> LaunchedVerification:
-        """Compute what lies in the inbox."""
+        """Replay the graph on its input buffer."""
         self._turn ^= 1
         brought, arrived = self._brought[self._turn], self._arrived[self._turn]
         self._graph.replay()
@@ -77,14 +77,14 @@ class CapturedVerification:
 
 
 class ExpectedRow(NamedTuple):
-    """A row of the next step, if nothing comes in between: its tokens are the last and the guesses."""
+    """The row of a pre-launched step: the last sampled token and its draft tokens."""
 
     slot: SlotId
     start: int
     tokens: tuple[int, ...]
 
     def covers(self, row: Row) -> bool:
-        """Whether this row asks for nothing else; it may have fewer guesses."""
+        """Whether the pre-launched row computes this planned row, which may verify fewer drafts."""
         if row.num_tokens != 1 + row.num_drafts or not row.sample:
             return False
         same = row.slot == self.slot and row.start == self.start
@@ -95,12 +95,12 @@ class ExpectedRow(NamedTuple):
 class Prelaunched:
     """A verification that was launched before it was planned."""
 
-    following: list[ExpectedRow]  # its rows, filled in by the one before when that has arrived
+    following: list[ExpectedRow]  # its rows; filled in when the step before has arrived
     launched: LaunchedVerification
-    guesses: int  # of every row
+    num_drafts: int  # per row
 
     def is_for(self, plan: StepPlan) -> bool:
-        """Whether a plan asks for this and nothing else."""
+        """Whether the plan equals the pre-launched step."""
         if plan.freed or plan.admitted or plan.copies or plan.adapters:
             return False
         if len(plan.rows) != len(self.following):
@@ -110,7 +110,7 @@ class Prelaunched:
 
 
 class PendingVerification:
-    """A verification whose results are travelling to the host."""
+    """A verification whose results are being copied to the host."""
 
     has_drafts = True
 
@@ -121,12 +121,10 @@ class PendingVerification:
         launched: LaunchedVerification,
         whole: bool = True,
     ) -> None:
-        """`resample` knows what kernels do not; `whole`: no row was launched with more guesses than it
-        has now.
-        """
+        """`whole`: no row was launched with more draft tokens than the plan verifies."""
         self.rows = rows
         self.whole = whole
-        self.following: list[ExpectedRow] = []  # to which the results lead, once they are here
+        self.following: list[ExpectedRow] = []  # rows of the next step; known after `wait`
         self._resample = resample
         self.launched = launched
 
@@ -137,7 +135,9 @@ class PendingVerification:
             sampled_tokens = found[: row.num_tokens]
             target_tokens = tuple(sampled_tokens) if row.num_drafts else ()
             kept, drafts = sampled_tokens[: found[width]], tuple(found[width + 1 :])
-            if found[width] > row.num_tokens:  # they follow a guess that is not wanted any more
+            if (
+                found[width] > row.num_tokens
+            ):  # drafted after a token that the plan no longer verifies
                 drafts = ()
             self.following.append(ExpectedRow(row.slot, row.start + len(kept), (kept[-1], *drafts)))
             results.append(RowResult(kept, drafts=drafts, target_tokens=target_tokens))
@@ -145,12 +145,12 @@ class PendingVerification:
 
 
 class PendingMixedStep:
-    """A step with prompts, whose tokens and first guesses are travelling to the host."""
+    """A mixed step whose tokens and first draft tokens are being copied to the host."""
 
     has_drafts = True
 
     def __init__(self, rows: list[Row], found: Tensor) -> None:
-        """`found` [rows that sample, and padding; 1 + guesses]"""
+        """`found`: [sampled rows and padding, 1 + drafts]."""
         self._rows = rows
         count = sum(row.sample for row in rows)
         self._brought = torch.empty((count, found.shape[1]), dtype=torch.int32, pin_memory=True)

@@ -1,8 +1,7 @@
-"""Turns a plan into tensors, runs the network, samples. Plain ints come back.
+"""Executes plans eagerly: packs the rows into tensors, runs the network, samples.
 
-Knows positions, slots and blocks, not what a request means: that is decided in core. This is the
-plain way, for any device; cuda_runner.py (CUDA) and cpu_runner.py (CPU) replay recorded steps and fall
-back to this one.
+Knows positions, slots and blocks; core decides what a request means. It runs on any device.
+cuda_runner.py replays CUDA graphs, cpu_runner.py a recorded native program; both fall back to this.
 """
 
 from __future__ import annotations
@@ -38,20 +37,20 @@ from windlass.runner.sampler import Sampler, score_tokens
 from windlass.runner.slots import SlotTables, to_device
 from windlass.runner.verify import SampleRequest, positions_of, sample_requests, verify
 
-# Prompt scores need logits of every position; so many at a time keep the memory small.
-_SCORED_AT_ONCE = 128
+# Prompt logprobs need the logits of every position; this chunk size bounds their memory.
+_LOGPROBS_CHUNK = 128
 
 
 class PendingStep(Protocol):
-    """A step on its way. `wait` blocks until its tokens are there."""
+    """A step in flight. `wait` blocks until its tokens have arrived."""
 
-    has_drafts: bool  # whether they come with guesses, so that the next plan must wait for them
+    has_drafts: bool  # the result carries draft tokens, so the next plan must wait for it
 
     def wait(self) -> StepResult: ...
 
 
 class CompletedStep:
-    """A step whose result is there already."""
+    """A step whose result is already known."""
 
     def __init__(self, result: StepResult, has_drafts: bool = False) -> None:
         self._result = result
@@ -62,7 +61,7 @@ class CompletedStep:
 
 
 class Runner:
-    """Owns the KV pages, the slots' tables and the sampler's memory."""
+    """Owns the KV pages, the block tables and the sampler state."""
 
     def __init__(
         self,
@@ -72,47 +71,47 @@ class Runner:
         sampler: Sampler,
         gemm: TorchGemm,
     ) -> None:
-        """`gemm` are the network's own: steps may ask them for a fixed order."""
+        """`gemm` is the network's own; steps switch its batch-invariant mode."""
         self._network = network
         self._cache = cache
         self._slots = slots
         self._sampler = sampler
         self._gemm = gemm
         self._device = slots.device
-        self._batch_invariant: set[SlotId] = set()  # whose requests are deterministic
+        self._batch_invariant: set[SlotId] = set()  # slots of deterministic requests
         self.drafter: Drafter | None = None
-        self.drafting = 0  # guesses of the drafter with which a row's step ends
+        self.drafting = 0  # draft tokens per row that the drafter makes at the end of a step
         self.needs_all_hidden = (
-            False  # whether somebody reads hidden states that no token is drawn from
+            False  # hidden states of all positions are read, not only sampled ones
         )
-        self._prompts: dict[SlotId, list[int]] = {}  # what is known beforehand, for the drafter
-        self.coarse_prompts = False  # whether products on a CPU round inputs of prompts coarsely
-        self._num_prompt: dict[SlotId, int] = {}  # tokens of the prompt, where that is so
+        self._prompts: dict[SlotId, list[int]] = {}  # prompt tokens by slot, for the drafter
+        self.coarse_prompts = False  # CPU GEMMs quantise prompt activations coarsely
+        self._num_prompt: dict[SlotId, int] = {}  # prompt length by slot, if `coarse_prompts`
         self._bank: Bank | None = None
         self._fetch: Callable[[str], Adapter] | None = None
 
     @property
     def padding(self) -> SlotId:
-        """A slot that no request gets."""
+        """The slot of padding rows."""
         return SlotId(self._slots.num_slots)
 
     def blocks_of(self, slot: SlotId) -> list[BlockId]:
-        """All that a slot has by the steps so far."""
+        """The blocks of a slot after the steps submitted so far."""
         return self._slots.blocks_of(slot)
 
-    def max_draft_tokens(self, wish: int, num_rows: int) -> int:
-        """How many of the guesses that are wished for each of so many rows do not leave the fast way."""
+    def max_draft_tokens(self, requested: int, num_rows: int) -> int:
+        """Max draft tokens per row that a captured graph covers."""
         del num_rows
-        return wish
+        return requested
 
     @property
     def max_mixed_tokens(self) -> int:
-        """Tokens of a step with prompts up to which there is a faster way, which takes no guesses."""
+        """Max tokens of a mixed step that a captured graph covers. Such a graph verifies no drafts."""
         return 0
 
     @property
     def is_prelaunched(self) -> bool:
-        """Whether the next step is being computed already, with all guesses of the last."""
+        """Whether the next verification was launched before it was planned."""
         return False
 
     def run(self, plan: StepPlan) -> StepResult:
@@ -121,25 +120,25 @@ class Runner:
 
     @torch.inference_mode()
     def submit(self, plan: StepPlan) -> PendingStep:
-        """Start a step. The plan's copies come first, then all rows together.
+        """Start a step: block copies first, then all rows as one batch.
 
-        A row with guesses gives 1 + as many tokens as it guessed rightly.
+        A row with draft tokens returns 1 + the number of accepted ones.
         """
         self._prepare(plan)
-        guided = self.drafting or plan.has_drafts
-        compute = self._verify if guided else self._compute
+        speculates = self.drafting or plan.has_drafts
+        compute = self._verify if speculates else self._compute
         return CompletedStep(StepResult(compute(plan)))
 
     def attach(self, drafter: Drafter) -> None:
-        """From now on steps may end with guesses of its: see `drafting`."""
+        """Add a drafter, which steps run when `drafting` is set."""
         self.drafter = drafter
 
     def attach_adapters(self, bank: Bank, fetch: Callable[[str], Adapter]) -> None:
-        """From now on plans may put adapters into the bank's slots, and rows may name those."""
+        """Add LoRA slots, which plans may fill and rows may use."""
         self._bank, self._fetch = bank, fetch
 
     def attach_grammars(self, grammars: Matchers) -> None:
-        """From now on requests may say what form their outputs must have."""
+        """Enable structured outputs."""
         self._sampler.grammars = grammars
 
     def _put_adapters(self, plan: StepPlan) -> None:
@@ -152,27 +151,27 @@ class Runner:
             self._bank.put(slot, self._fetch(name))
 
     def _adapters(self, rows: Sequence[Row], counts: Sequence[int]) -> AdapterRows | None:
-        """The adapters of so many tokens of each row; None where no row has one."""
+        """The adapter of each token; `counts` are tokens per row. None when no row has an adapter."""
         if not any(row.adapter for row in rows):
             return None
         slots = np.repeat([row.adapter for row in rows], counts)
         return grouped(slots, self._device, self._is_batch_invariant(rows))
 
     def _compute(self, plan: StepPlan) -> list[RowResult]:
-        """Operator by operator."""
+        """Run a step without draft tokens."""
         ids, batch = self._batch(plan)
         with self._gemm.batch_invariant(batch.batch_invariant):
             return self._sample(plan.rows, batch, self._forward(ids, batch))
 
     def _verify(self, plan: StepPlan) -> list[RowResult]:
-        """The same for rows with guesses, and with guesses for the next step."""
+        """Run a step that verifies draft tokens, drafts for the next step, or both."""
         ids, batch = self._batch(plan)
         with self._gemm.batch_invariant(batch.batch_invariant):
             if not self.drafting or self.drafter is None:
-                return self._sample_guesses(plan.rows, batch, self._forward(ids, batch))
+                return self._sample_and_verify(plan.rows, batch, self._forward(ids, batch))
             aux_hidden_states = dict.fromkeys(self.drafter.layers, ids)
             hidden = self._forward(ids, batch, aux_hidden_states)
-            results = self._sample_guesses(plan.rows, batch, hidden)
+            results = self._sample_and_verify(plan.rows, batch, hidden)
             return self._draft(plan.rows, ids, batch, hidden, aux_hidden_states, results)
 
     def _forward(
@@ -190,14 +189,14 @@ class Runner:
             batch,
             batch_invariant=self._is_batch_invariant(rows),
             adapters=self._adapters(rows, [row.num_tokens for row in rows]),
-            logits_indices=self._logits_indices(rows) if self._leaves_out(rows) else None,
+            logits_indices=self._logits_indices(rows) if self._gathers_sampled(rows) else None,
             prompts=self._prompt_spans(rows),
         )
 
     def _prompt_spans(self, rows: Sequence[Row]) -> list[tuple[int, int]]:
-        """Runs of a step's tokens that are of prompts, where that makes a difference.
+        """Ranges of prompt tokens within the step, for GEMMs that quantise them differently.
 
-        It is a matter of the position alone: what is computed again comes out the same.
+        The position alone decides, so a recomputed token gets the same result.
         """
         spans: list[tuple[int, int]] = []
         first = 0
@@ -209,15 +208,15 @@ class Runner:
             first += row.num_tokens
         return spans
 
-    def _leaves_out(self, rows: Sequence[Row]) -> bool:
-        """Whether so many hidden states are read by nobody that selecting the others pays."""
+    def _gathers_sampled(self, rows: Sequence[Row]) -> bool:
+        """Whether so few hidden states are sampled that gathering them pays."""
         if self.needs_all_hidden or self._scores_prompts(rows):
             return False
         read = sum(1 + row.num_drafts for row in rows if row.sample)
         return 2 * max(1, read) <= sum(row.num_tokens for row in rows)
 
     def _logits_indices(self, rows: Sequence[Row]) -> LogitsIndices:
-        """The tokens that rows ask for; where none does, any."""
+        """The positions to compute logits for; the first one when no row samples."""
         requests = sample_requests(rows) or [SampleRequest(0, rows[0].slot, ())]
         places = positions_of(rows, requests).astype(np.int32)
         own = [rows[each.row] for each in requests]
@@ -227,7 +226,7 @@ class Runner:
     def _logits(
         self, rows: Sequence[Row], batch: StepBatch, hidden: Tensor
     ) -> tuple[Tensor, LogitsIndices]:
-        """Of the tokens that rows ask for, and which those are."""
+        """Logits of the sampled positions, and their indices."""
         logits_indices = batch.logits_indices
         if logits_indices is None:
             logits_indices = self._logits_indices(rows)
@@ -235,7 +234,7 @@ class Runner:
         return self._network.logits(hidden, logits_indices.adapters), logits_indices
 
     def _is_batch_invariant(self, rows: Sequence[Row]) -> bool:
-        """Whether any row's result must not depend on the others: then none does."""
+        """Whether any row is deterministic: then the whole step is batch-invariant."""
         return bool(self._batch_invariant) and any(
             row.slot in self._batch_invariant for row in rows
         )
@@ -281,7 +280,9 @@ class Runner:
         self._score_prompts(rows, batch.spans, hidden, results)
         return results
 
-    def _sample_guesses(self, rows: list[Row], batch: StepBatch, hidden: Tensor) -> list[RowResult]:
+    def _sample_and_verify(
+        self, rows: list[Row], batch: StepBatch, hidden: Tensor
+    ) -> list[RowResult]:
         requests = sample_requests(rows)
         results = [RowResult([])] * len(rows)
         if requests:
@@ -298,11 +299,11 @@ class Runner:
         self.drafter.copy(plan.copies)
         for admission in plan.admitted:
             self._prompts[admission.slot] = admission.tokens
-        # The drafter may write past the blocks that a request has.
+        # The drafter may write beyond a request's blocks.
         self._slots.clear([admission.slot for admission in plan.admitted])
 
-    def _after(self, row: Row) -> int:
-        """The token of a prompt behind a chunk that ends within it."""
+    def _next_prompt_token(self, row: Row) -> int:
+        """The prompt token that follows a chunk."""
         return self._prompts[row.slot][row.start + row.num_tokens]
 
     def _draft(
@@ -314,13 +315,13 @@ class Runner:
         aux_hidden_states: dict[int, Tensor],
         results: list[RowResult],
     ) -> list[RowResult]:
-        """Add guesses to the rows that sampled; the drafter sees all of them."""
+        """Add draft tokens to the rows that sampled. The drafter reads all rows."""
         assert self.drafter is not None
         following = ids.roll(-1)
         places: list[int] = []
         tokens: list[int] = []
         last: list[int] = []
-        own: list[int] = []  # the same among the tokens that rows ask for
+        own: list[int] = []  # the same, as an index into the sampled positions
         requests = 0
         for row, span, result in zip(rows, batch.spans, results, strict=True):
             end = span.first + span.count
@@ -333,7 +334,7 @@ class Runner:
                 requests += 1 + row.num_drafts
             else:
                 places.append(end - 1)
-                tokens.append(self._after(row))
+                tokens.append(self._next_prompt_token(row))
         following[torch.tensor(places, device=self._device)] = torch.tensor(
             tokens, dtype=ids.dtype, device=self._device
         )
@@ -350,7 +351,7 @@ class Runner:
         ]
 
     def _decode_batch(self, positions: Tensor, slots: Tensor) -> StepBatch:
-        """A batch of one token a row, without pages: whoever asks has its own."""
+        """A batch of one token per row without KV pages; the drafter has its own."""
         spans = [Span(i, 1, at) for i, at in enumerate(positions.tolist())]
         return StepBatch(positions, slots, self._slots.tables, spans, [])
 
@@ -369,12 +370,12 @@ class Runner:
                 results[i] = results[i]._replace(prompt_logprobs=scored)
 
     def _score_prompt(self, row: Row, hidden: Tensor, num_top: int) -> list[TokenLogprob]:
-        """Log probabilities of the prompt's tokens that follow this row's positions."""
+        """Logprobs of the prompt tokens that follow this row's positions."""
         end = min(row.start + row.num_tokens + 1, self._sampler.num_prompt(row.slot))
         following = self._sampler.tokens(row.slot)[row.start + 1 : end]
         scored: list[TokenLogprob] = []
-        for at in range(0, len(following), _SCORED_AT_ONCE):
-            tokens = following[at : at + _SCORED_AT_ONCE]
+        for at in range(0, len(following), _LOGPROBS_CHUNK):
+            tokens = following[at : at + _LOGPROBS_CHUNK]
             adapters = self._adapters([row], [len(tokens)])
             logits = self._network.logits(hidden[at : at + len(tokens)], adapters)
             scored += score_tokens(logits, tokens, num_top)

@@ -1,7 +1,7 @@
-"""Logits of given tokens at every position, through the runner: its network, kernels and KV pages.
+"""Logits of given tokens at every position, computed by the runner.
 
-For measuring quality and for calibration. Nothing is sampled, and nothing is kept between groups
-of windows; how much is in memory at once is bounded by one step and one piece of logits.
+Used for quality evaluation and calibration. Nothing is sampled or kept between groups of windows.
+Memory is bounded by one step and one chunk of logits.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from windlass.errors import EngineError
 from windlass.models.network import Network
 from windlass.runner.runner import Runner
 
-# A piece of logits has about so many numbers: 128 MiB in float32.
+# Numbers per chunk of logits: 128 MiB in float32.
 _CHUNK_NUMBERS = 2**25
 _MAX_POSITIONS = 512
 
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """Tokens that see only one another, and the first position whose logits are wanted."""
+    """A sequence of tokens, and the first position whose logits are returned."""
 
     tokens: Sequence[int]
     first: int = 0
@@ -33,7 +33,7 @@ class Window:
 
 @dataclass(frozen=True, slots=True)
 class ScoredChunk:
-    """Values [positions, width] of one window (by its place in the input), from `start` on."""
+    """Values [positions, width] of one window (by its index) from `start` on."""
 
     window: int
     start: int
@@ -42,21 +42,21 @@ class ScoredChunk:
 
 @dataclass(frozen=True, slots=True)
 class ScoringLimits:
-    """How much one step computes. Two scorers with the same limits give pieces in lockstep."""
+    """Step sizes. Two scorers with equal limits yield chunks in lockstep."""
 
     longest: int  # tokens of the longest window
     step_tokens: int
     rows: int
 
     def num_blocks(self, block_size: int) -> int:
-        """KV blocks that hold any group of windows: one step's, or one window longer than that."""
+        """KV blocks for any group of windows: one step, or one longer window."""
         return -(-max(self.longest, self.step_tokens) // block_size) + self.rows
 
 
 class Scorer:
     """Usage: `for piece in scorer.logits([Window(tokens)]): piece.values.log_softmax(-1)`
 
-    Only one iteration at a time: the pages are shared.
+    Only one iteration may run at a time: they share the KV pages.
     """
 
     def __init__(
@@ -77,9 +77,9 @@ class Scorer:
     def logits(
         self, windows: Iterable[Window], vocab_size: int | None = None
     ) -> Iterator[ScoredChunk]:
-        """Float32 logits from each window's `first` on, window by window, cut into small pieces.
+        """Yield float32 logits from each window's `first` on, in small chunks.
 
-        `vocab_size` leaves out what lies beyond it: rows that only pad a vocabulary.
+        `vocab_size` drops the padding rows of a vocabulary.
         """
         width = vocab_size or self.vocab_size
         count = max(1, min(_MAX_POSITIONS, _CHUNK_NUMBERS // width))
@@ -91,14 +91,14 @@ class Scorer:
                 yield ScoredChunk(piece.window, piece.start + at, logits)
 
     def hidden(self, windows: Iterable[Window]) -> Iterator[ScoredChunk]:
-        """The last hidden states, before the head: what a step has of each window at once."""
+        """Yield the last hidden states, before the LM head."""
         number = 0
         for group in self._groups(windows):
             yield from self._compute(group, number)
             number += len(group)
 
     def _groups(self, windows: Iterable[Window]) -> Iterator[list[Window]]:
-        """Neighbours that fit one step together; a window longer than a step stays alone."""
+        """Group consecutive windows that fit one step. A window longer than a step is its own group."""
         group: list[Window] = []
         total = 0
         for window in windows:
@@ -130,7 +130,7 @@ class Scorer:
                 at += row.num_tokens
 
     def _plan(self, group: list[Window], start: int) -> StepPlan:
-        """One step of all windows, from position `start`. Slots and blocks are taken in order."""
+        """One step of all windows from position `start`. Slots and blocks are numbered in order."""
         rows, admitted, next_block = [], [], 0
         for i, window in enumerate(group):
             slot, name = SlotId(i), str(i)
@@ -144,11 +144,11 @@ class Scorer:
                 admitted.append(SlotInit(name, slot, known, len(known), params, frozenset(), 0))
             part = tuple(window.tokens[start : start + self.limits.step_tokens])
             rows.append(Row(name, slot, start, len(part), part, blocks, False))
-        # One token is drawn, as in nearly all steps of a server, and thrown away.
+        # Sample and discard one token, so that the step takes the same path as a served one.
         return StepPlan([*rows[:-1], rows[-1]._replace(sample=True)], admitted)
 
     def _run(self, plan: StepPlan) -> Tensor:
-        """The step's hidden states: what the network gives while the runner runs it."""
+        """Run a step and return the network's hidden states, caught by a forward hook."""
         seen: list[Tensor] = []
         listener = self.network.register_forward_hook(lambda *call: seen.append(call[-1]))
         try:

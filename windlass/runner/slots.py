@@ -1,7 +1,6 @@
-"""Block tables by slot, and a plan's rows as the arrays that a network reads.
+"""Block tables by slot, and packing of a plan's rows into arrays.
 
-The host's copy of the tables is the truth; a CUDA device has a copy of its own that is kept up to
-date in the order of the steps.
+The host copy of the tables is authoritative. A CUDA device has its own copy, updated in step order.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from windlass.kernels.batch import LayerKV, Span, StepBatch
 
 
 class SlotTables:
-    """Owns, per slot, the block table and the token sampled last. One slot more is for padding."""
+    """Owns the block table and the last sampled token of each slot, plus one padding slot."""
 
     def __init__(
         self,
@@ -27,7 +26,7 @@ class SlotTables:
         device: torch.device,
         scratch: int = 0,
     ) -> None:
-        """`scratch` is the block that the padding slot reads and writes; the one after it is spare."""
+        """`scratch` is the block of the padding slot; the block after it is spare."""
         self.size = block_size
         self.num_slots = num_slots
         self.device = device
@@ -40,18 +39,18 @@ class SlotTables:
         self.tables = torch.from_numpy(self._host)
         if not on_cpu:
             self.tables = self.tables.to(device)
-        # The tokens sampled last.
+        # Last sampled token by slot.
         self.last = torch.zeros(num_slots + 1, dtype=torch.int32, device=device)
 
     def clear(self, slots: Sequence[SlotId]) -> None:
-        """Let what these slots have no block for be read from and written to the scratch block."""
+        """Point all table entries of these slots to the scratch block."""
         if slots:
             at = np.array(slots)
             self._host[at] = self._scratch
-            self.tables[to_device(at, self.device)] = self._scratch  # waits for nothing
+            self.tables[to_device(at, self.device)] = self._scratch  # asynchronous
 
     def apply(self, plan: StepPlan) -> list[Row]:
-        """Start the tables of admitted requests, append the rows' blocks; returns rows with any."""
+        """Reset the tables of admitted slots and append new blocks; returns the rows that have any."""
         for admission in plan.admitted:
             self._num_blocks[admission.slot] = 0
         grown = [row for row in plan.rows if row.blocks]
@@ -62,41 +61,41 @@ class SlotTables:
         return grown
 
     def blocks_of(self, slot: SlotId) -> list[BlockId]:
-        """All that a slot has, in the order of their tokens."""
+        """The blocks of a slot in token order."""
         return self._host[slot, : self._num_blocks[slot]].tolist()
 
     def has_room(self, slot: SlotId, num_tokens: int) -> bool:
-        """Whether a slot has blocks for so many tokens; the last of all may be past the longest context."""
+        """Whether a slot has blocks for `num_tokens`; the last table entry is not used."""
         return num_tokens <= min(int(self._num_blocks[slot]), self._host.shape[1] - 1) * self.size
 
     def send(self, rows: list[Row]) -> None:
-        """Bring the device's copy of these rows' tables up to date."""
+        """Copy the tables of these rows to the device."""
         if not rows or self.device.type == "cpu":
             return
         slots = np.array([row.slot for row in rows])
-        most = int(self._num_blocks[slots].max())
-        fresh = to_device(self._host[slots, :most], self.device)
-        self.tables[to_device(slots, self.device), :most] = fresh
+        width = int(self._num_blocks[slots].max())
+        fresh = to_device(self._host[slots, :width], self.device)
+        self.tables[to_device(slots, self.device), :width] = fresh
 
     def batch(self, plan: StepPlan, kv: list[LayerKV]) -> tuple[Tensor, StepBatch]:
-        """Token ids of the plan's rows, packed, and everything that goes with them."""
+        """The packed token ids of a plan and its batch metadata."""
         spans = spans_of(plan.rows)
         total = spans[-1].first + spans[-1].count
-        # Whole multiples of 16 numbers keep every row aligned: kernels are compiled for that.
+        # Multiples of 16 entries keep every row aligned, as kernels assume.
         packed = np.zeros((3, -(-total // 16) * 16), dtype=np.int32)
         pack(plan.rows, spans, packed)
         ids, positions, token_slots = to_device(packed, self.device)[:, :total]
-        return self.known(ids, token_slots), StepBatch(
+        return self.fill_last(ids, token_slots), StepBatch(
             positions, token_slots, self.tables, spans, kv
         )
 
-    def known(self, ids: Tensor, token_slots: Tensor) -> Tensor:
-        """Token ids, with those sampled last in the place of -1."""
+    def fill_last(self, ids: Tensor, token_slots: Tensor) -> Tensor:
+        """Replace -1 by the last sampled token of the slot."""
         return torch.where(ids < 0, self.last[token_slots], ids)
 
 
 def spans_of(rows: Sequence[Row]) -> list[Span]:
-    """Where each row's tokens are when all are packed one after another."""
+    """The range of each row's tokens in the packed step."""
     spans, first = [], 0
     for row in rows:
         spans.append(Span(first, row.num_tokens, row.start))
@@ -105,7 +104,7 @@ def spans_of(rows: Sequence[Row]) -> list[Span]:
 
 
 def pack(rows: Sequence[Row], spans: Sequence[Span], into: np.ndarray) -> None:
-    """Write token ids (-1: the one sampled last), positions and slots of all tokens: [3, …]."""
+    """Write token ids (-1: last sampled token), positions and slots of all tokens: [3, tokens]."""
     counts = [span.count for span in spans]
     known: list[int] = []
     for row in rows:
@@ -117,7 +116,7 @@ def pack(rows: Sequence[Row], spans: Sequence[Span], into: np.ndarray) -> None:
 
 
 def to_device(array: np.ndarray, device: torch.device) -> Tensor:
-    """A tensor of the array's content; on CUDA it travels while the host goes on."""
+    """Copy an array to the device, asynchronously on CUDA."""
     tensor = torch.from_numpy(array)
     if device.type == "cpu":
         return tensor

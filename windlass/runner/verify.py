@@ -1,10 +1,10 @@
-"""Verification of guesses: which of them the model would have said itself.
+"""Verification of draft tokens.
 
-Sampling adds noise that depends only on the request's seed and the position. So every position of
-a row is sampled as if it stood alone, and guesses are kept while they equal what was sampled. That
-is rejection sampling with a draft distribution of one point: a guess is accepted with exactly its
-probability, and what replaces it is distributed as the target is without it. Seed for seed, the
-tokens are those without speculation. Which guesses are worth trying is decided in speculative/.
+Sampling noise depends only on the request's seed and the position, so every position of a row is
+sampled on its own, and draft tokens are accepted while they equal the samples. This is rejection
+sampling with a one-point draft distribution: a draft token is accepted with exactly its target
+probability, and its replacement follows the target distribution without it. Seed for seed, the
+output is the same as without speculation. speculative/ decides which draft tokens to verify.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from windlass.runner.sampler import Sampler
 
 
 class SampleRequest(NamedTuple):
-    """What one sampled row wants to know: whether the model agrees with these guesses."""
+    """The positions to sample for one row: after its last token and after each draft token."""
 
-    row: int  # in the plan
+    row: int  # index in the plan
     slot: SlotId
     drafts: tuple[int, ...]
 
@@ -43,32 +43,32 @@ def sample_requests(rows: Sequence[Row]) -> list[SampleRequest]:
 
 
 def positions_of(rows: Sequence[Row], requests: Sequence[SampleRequest]) -> np.ndarray:
-    """Where in the packed step the logits are that each row needs: its last 1 + k positions."""
+    """Indices of the sampled positions in the packed step: the last 1 + k of each row."""
     ends = np.cumsum([row.num_tokens for row in rows])
     parts = [np.arange(ends[each.row] - each.num_positions, ends[each.row]) for each in requests]
     return np.concatenate(parts) if parts else np.arange(0)
 
 
 def keep(sampled: list[int], drafts: Sequence[int]) -> list[int]:
-    """The samples up to and with the first that differs from its guess: 1 + accepted."""
-    for count, (token, guess) in enumerate(zip(sampled, drafts, strict=False), start=1):
-        if token != guess:
+    """The samples up to the first that differs from its draft token: 1 + accepted."""
+    for count, (token, draft) in enumerate(zip(sampled, drafts, strict=False), start=1):
+        if token != draft:
             return sampled[:count]
     return sampled
 
 
 def verify(sampler: Sampler, logits: Tensor, requests: Sequence[SampleRequest]) -> list[RowResult]:
-    """Tokens of each row from its logits [1 + k of every row, vocabulary], in their order.
+    """Sample and verify all rows; `logits` are [1 + k per row, vocabulary].
 
-    Rows with plain wishes are drawn together; in others what a position may be depends on the
-    guesses before it, so they go position by position. The sampler remembers what was accepted.
+    Rows without penalties or grammars are sampled in one batch. For the others a position depends
+    on the tokens before it, so they are sampled position by position. Updates the sampler state.
     """
     firsts = np.cumsum([0, *(each.num_positions for each in requests)]).tolist()
     together = [i for i, each in enumerate(requests) if sampler.is_plain(each.slot)]
     drawn = _draw_together(sampler, logits, [(firsts[i], requests[i]) for i in together])
     found = dict(zip(together, drawn, strict=True))
     return [
-        found[i] if i in found else draw_in_turn(sampler, logits[firsts[i] : firsts[i + 1]], each)
+        found[i] if i in found else sample_in_turn(sampler, logits[firsts[i] : firsts[i + 1]], each)
         for i, each in enumerate(requests)
     ]
 
@@ -76,7 +76,7 @@ def verify(sampler: Sampler, logits: Tensor, requests: Sequence[SampleRequest]) 
 def settle(
     sampler: Sampler, sampled: list[int], requests: Sequence[SampleRequest]
 ) -> list[RowResult]:
-    """Keep what was sampled, for every position of every row in turn, and remember it."""
+    """Accept the samples of all rows and update the sampler state."""
     results, at = [], 0
     for each in requests:
         sampled_tokens = sampled[at : at + each.num_positions]
@@ -111,43 +111,42 @@ def keep_typical(
     sampled: list[int],
     requests: Sequence[SampleRequest],
 ) -> list[int]:
-    """Guesses in the place of samples where they are typical: changes what is sampled.
+    """Typical acceptance (Medusa): replace samples by draft tokens that are likely enough.
 
-    Typical is a guess of probability p >= min(epsilon, delta * exp(-H)), where H is the entropy of
-    its position, epsilon the threshold and delta its square root: where the model is sure only what
-    it is sure of, and where it is not, whatever is about as likely as the rest. Greedy rows keep
-    their samples.
+    A draft token is accepted if p >= min(epsilon, delta * exp(-H)), where H is the entropy of its
+    position, epsilon the threshold and delta its square root. This changes the output distribution.
+    Greedy rows keep their samples.
     """
     places: list[int] = []
-    guesses: list[int] = []
+    drafts: list[int] = []
     slots: list[int] = []
     at = 0
     for each in requests:
         if not sampler.is_greedy(each.slot):
             places += range(at, at + len(each.drafts))
-            guesses += each.drafts
+            drafts += each.drafts
             slots += [each.slot] * len(each.drafts)
         at += each.num_positions
     if not places:
         return sampled
     chances = sampler.probabilities(logits[places], slots)
     entropy = torch.special.entr(chances).sum(dim=-1)
-    least = (threshold**0.5 * torch.exp(-entropy)).clamp(max=threshold)
-    own = chances.gather(-1, torch.tensor(guesses, device=chances.device)[:, None])[:, 0]
+    floor = (threshold**0.5 * torch.exp(-entropy)).clamp(max=threshold)
+    own = chances.gather(-1, torch.tensor(drafts, device=chances.device)[:, None])[:, 0]
     kept = list(sampled)
-    for place, guess, typical in zip(places, guesses, (own >= least).tolist(), strict=True):
+    for place, draft, typical in zip(places, drafts, (own >= floor).tolist(), strict=True):
         if typical:
-            kept[place] = guess
+            kept[place] = draft
     return kept
 
 
-def draw_in_turn(sampler: Sampler, logits: Tensor, requests: SampleRequest) -> RowResult:
-    """Sample on while the guesses are right: then the sampler's memory is that of the guesses."""
+def sample_in_turn(sampler: Sampler, logits: Tensor, request: SampleRequest) -> RowResult:
+    """Sample position by position while draft tokens are accepted."""
     tokens, scores = [], []
-    for at in range(requests.num_positions):
-        (token,), (score,) = sampler.sample(logits[at : at + 1], [requests.slot])
+    for at in range(request.num_positions):
+        (token,), (score,) = sampler.sample(logits[at : at + 1], [request.slot])
         tokens.append(token)
         scores += score or []
-        if at < len(requests.drafts) and token != requests.drafts[at]:
+        if at < len(request.drafts) and token != request.drafts[at]:
             break
     return RowResult(tokens, scores or None)

@@ -55,7 +55,7 @@ class EagleDrafter:
         tokens, positions, both = steps.advance(head.lm_head(normed), hidden, positions)
         guesses = [tokens]
         while len(guesses) < count:
-            alone = replace(found.alone(positions, slots), kv=pages)
+            alone = replace(found.decode_batch(positions, slots), kv=pages)
             normed, hidden = head(both, hidden, alone)
             tokens, positions, both = steps.advance(head.lm_head(normed), hidden, positions)
             guesses.append(tokens)

@@ -85,7 +85,7 @@ def keep_typical(
     )
 
 
-def guesses_after(inputs: Tensor, ids: Tensor, width: int) -> Tensor:
+def drafts_after(inputs: Tensor, ids: Tensor, width: int) -> Tensor:
     """The guess behind every place of a recorded verification; -1 where there is none.
 
     `inputs` [rows, 3 + width] and `ids` are those of verify.py, alternatives behind a row's places.
