@@ -34,7 +34,7 @@ from windlass.models.hparams import HParams
 from windlass.models.source import ModelFiles, resolve
 
 if TYPE_CHECKING:
-    from windlass.lora.start import Adapting
+    from windlass.lora.start import AdapterSetup
     from windlass.runner.assemble import Assembled, Loaded
     from windlass.runner.scoring import Scorer, ScoringLimits
     from windlass.speculative.speculation import Known
@@ -297,7 +297,7 @@ def serve(
     return run_server(client, open_card, serve_config, on_ready)
 
 
-def _adapting(config: EngineConfig, source: Source, weights: Loaded) -> Adapting | None:
+def _adapting(config: EngineConfig, source: Source, weights: Loaded) -> AdapterSetup | None:
     if not config.lora.enable_lora:
         return None
     from windlass.lora.start import open_adapters
@@ -343,7 +343,7 @@ def make_scheduler(
     eos_ids: tuple[int, ...] = (),
     why_not_batch_invariant: str | None = None,
     guessing: tuple[int, int, int] = (0, 0, 0),
-    adapting: Adapting | None = None,
+    adapting: AdapterSetup | None = None,
     grammars: Grammars | None = None,
 ) -> Scheduler:
     """What decides, as the config wants it; needs no model."""

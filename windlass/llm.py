@@ -20,7 +20,7 @@ from windlass.core.completion import Delta
 from windlass.core.sampling import SamplingParams
 from windlass.errors import RequestError
 from windlass.front import Front, Job, Messages, Prompt, RequestOutput
-from windlass.lora.places import locate
+from windlass.lora.locate import locate
 from windlass.lora_config import check_adapter_name
 
 _LOADING_S = 0.001

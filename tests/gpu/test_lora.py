@@ -12,7 +12,7 @@ import torch
 from tests.lora.adapters import ALL, Parts, make_adapter
 from tests.quant.folders import IDS, write_plain
 from windlass.kernels.batch import AdapterRows, Heads
-from windlass.kernels.lora import Change, Lora, PlainLora, Stacks
+from windlass.kernels.lora import Lora, LoraDelta, PlainLora, Stacks
 from windlass.kernels.ops import choose_ops
 from windlass.kernels.select import Need
 from windlass.layers.norm import RMSNorm
@@ -48,8 +48,8 @@ def make_stacks(
     down = torch.zeros((slots + 1, len(sizes), most, num_in), **kind)
     up = torch.zeros((slots + 1, most * sum(sizes)), **kind)
     scales = torch.rand((*ranks.shape, most), device="cuda") / 800 if coded else None
-    changes: dict[int, list[Change]] = {slot: [] for slot in range(slots + 1)}
-    stacks = Stacks(down, up, ranks, sizes, changes, scales, by_output)
+    deltas: dict[int, list[LoraDelta]] = {slot: [] for slot in range(slots + 1)}
+    stacks = Stacks(down, up, ranks, sizes, deltas, scales, by_output)
     for slot in range(1, slots + 1):
         rank = 1 + (slot * 7) % most
         ranks[slot] = rank

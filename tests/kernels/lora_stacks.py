@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from windlass.kernels.lora import Change, Stacks
+from windlass.kernels.lora import LoraDelta, Stacks
 
 NUM_IN, MOST = 600, 40  # inputs that no block divides, and ranks of three blocks
 SIZES = {"q, k, v": (300, 20, 70), "gate, up": (130, 130), "one": (257,)}
@@ -30,8 +30,8 @@ def make_stacks(
     if coded:
         down, up = (torch.full(half.shape, -128, dtype=torch.int8) for half in (down, up))
         scales = torch.full((*beside.shape, most), float("nan"))[:, 2 : 2 + parts]
-    changes: dict[int, list[Change]] = {slot: [] for slot in range(count)}
-    stacks = Stacks(down, up, ranks, sizes, changes, scales, by_output)
+    deltas: dict[int, list[LoraDelta]] = {slot: [] for slot in range(count)}
+    stacks = Stacks(down, up, ranks, sizes, deltas, scales, by_output)
     for slot in range(count):
         for part in range(parts):
             rank = RANKS[slot][part]

@@ -1,4 +1,4 @@
-"""A tiny model with random weights, and adapters for it in folders as PEFT writes them."""
+"""A tiny model with random weights, and adapter folders in PEFT's format for it."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def write_model(folder: Path) -> Path:
 def lora_tensors(
     rank: int = 4, seed: int = 0, targets: Sequence[str] = ALL, middle: str = ""
 ) -> dict[str, Tensor]:
-    """Both matrices of every module whose name ends like one of `targets`."""
+    """Both matrices of every module whose last name component is in `targets`."""
     random = torch.Generator().manual_seed(seed)
     tensors = {}
     for module, (num_out, num_in) in linear_shapes(SPEC).items():
@@ -72,7 +72,7 @@ def write_adapter(
     tensors: dict[str, Tensor] | None = None,
     **changes: Any,
 ) -> Path:
-    """A whole adapter; `changes` are fields of its config."""
+    """Write a complete adapter; `changes` are fields of its config."""
     folder.mkdir(parents=True)
     (folder / "adapter_config.json").write_text(json.dumps(peft_config(rank, targets, **changes)))
     made = lora_tensors(rank, seed, targets) if tensors is None else tensors

@@ -1,4 +1,4 @@
-"""A shelf of adapters that come when a test says so, and a runner that knows who is in its slots."""
+"""A fake adapter store with controlled read times, and a runner that checks its slots."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from windlass.errors import AdapterConflict, CheckpointError
 
 @dataclass
 class FakeShelf:
-    """Readings take `delay` questions; names in `broken` cannot be read."""
+    """A read takes `delay` calls of `ready`; names in `broken` fail."""
 
     known: Iterable[str] = ()
     max_there: int = 4
@@ -22,16 +22,16 @@ class FakeShelf:
 
     def __post_init__(self) -> None:
         self.names: list[str] = list(self.known)
-        self.there: list[str] = []  # the least recently used first
+        self.there: list[str] = []  # least recently used first
         self.coming: dict[str, int] = {}
         self.held: list[str] = []
-        self._num_looks = 0
+        self._num_checks = 0
 
     @property
     def num_ended(self) -> int:
-        """Readings go on with the questions here: while there are any, something may change."""
-        self._num_looks += bool(self.coming)
-        return self._num_looks
+        """Grows on every check while reads are pending, since calls of `ready` advance them."""
+        self._num_checks += bool(self.coming)
+        return self._num_checks
 
     @property
     def num_there(self) -> int:
@@ -80,22 +80,22 @@ class FakeShelf:
 
 
 class AdaptedRunner(FakeRunner):
-    """Computes as its parent does, and checks that each row finds its own adapter in its slot."""
+    """Checks that each row's slot contains the adapter of its request."""
 
-    def attach(self, shelf: FakeShelf, wanted: dict[str, str]) -> None:
+    def attach(self, shelf: FakeShelf, adapter_of: dict[str, str]) -> None:
         self.shelf = shelf
-        self.wanted = wanted  # adapters by request
+        self.adapter_of = adapter_of  # adapters by request
         self.bank: dict[int, str] = {}
-        self.most_at_once = 0
+        self.max_at_once = 0
 
     def run(self, plan: StepPlan) -> StepResult:
         for slot, name in plan.adapters:
             self.bank[slot] = self.shelf.get(name)
-        self.most_at_once = max(self.most_at_once, len({row.adapter for row in plan.rows} - {0}))
+        self.max_at_once = max(self.max_at_once, len({row.adapter for row in plan.rows} - {0}))
         return super().run(plan)
 
     def _run_row(self, row) -> RowResult:
-        name = self.wanted.get(row.request_id, "")
+        name = self.adapter_of.get(row.request_id, "")
         assert self.bank.get(row.adapter, "") == name
         assert bool(row.adapter) == bool(name)
         return super()._run_row(row)

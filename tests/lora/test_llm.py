@@ -1,4 +1,4 @@
-"""Adapters through the offline API: a real engine on a tiny model, from the folder to the token."""
+"""Adapters in the offline API: a real engine on a tiny model."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ def make(model: Path, **options: Any) -> LLM:
 
 
 def tokens(
-    llm: LLM, prompts: Any, adapter: Any = "", wish: SamplingParams = GREEDY
+    llm: LLM, prompts: Any, adapter: Any = "", params: SamplingParams = GREEDY
 ) -> list[list[int]]:
-    return [r.outputs[0].token_ids for r in llm.generate(prompts, wish, adapter=adapter)]
+    return [r.outputs[0].token_ids for r in llm.generate(prompts, params, adapter=adapter)]
 
 
-def test_two_hundred_adapters_through_sixteen_slots(model: Path, tmp_path: Path) -> None:
+def test_two_hundred_adapters_in_sixteen_slots(model: Path, tmp_path: Path) -> None:
     random = Random(3)
     names = [f"tenant-{i}" for i in range(200)]
     for seed, name in enumerate(names):
@@ -61,23 +61,23 @@ def test_two_hundred_adapters_through_sixteen_slots(model: Path, tmp_path: Path)
     assert stats.num_there <= 20
 
 
-def test_adapters_come_and_go(model: Path, tmp_path: Path) -> None:
+def test_adapters_can_be_added_and_removed(model: Path, tmp_path: Path) -> None:
     llm = make(model, max_loras=2, max_lora_rank=8)
     prompt = [[1, 2, 3, 4]]
     base = tokens(llm, prompt)
     llm.add_adapter("a", str(write_adapter(tmp_path / "a", seed=1)))
     changed = tokens(llm, prompt, "a")
     assert changed != base == tokens(llm, prompt)
-    with pytest.raises(AdapterConflict, match="'a' is loaded already"):
+    with pytest.raises(AdapterConflict, match="'a' is already loaded"):
         llm.add_adapter("a", str(tmp_path / "a"))
-    with pytest.raises(CheckpointError, match="rank 16, and this engine takes up to 8"):
+    with pytest.raises(CheckpointError, match="rank 16, above the engine's maximum of 8"):
         llm.add_adapter("b", str(write_adapter(tmp_path / "b", rank=16)))
     with pytest.raises(CheckpointError, match="was not found"):
         llm.add_adapter("c", str(tmp_path / "nowhere"))
     llm.remove_adapter("a")
     with pytest.raises(AdapterNotFound):
         tokens(llm, prompt, "a")
-    # Another one under the same name: neither its weights nor cached blocks are the old ones.
+    # A new adapter under the same name must reuse neither weights nor cached blocks.
     llm.add_adapter("a", str(write_adapter(tmp_path / "other", seed=2)))
     again = tokens(llm, prompt, "a")
     assert again != changed
@@ -85,7 +85,7 @@ def test_adapters_come_and_go(model: Path, tmp_path: Path) -> None:
     assert tokens(llm, prompt, "same") == again
 
 
-def test_a_broken_adapter_fails_its_request_alone(model: Path, tmp_path: Path) -> None:
+def test_broken_adapter_fails_only_its_request(model: Path, tmp_path: Path) -> None:
     folder = write_adapter(tmp_path / "a")
     llm = make(model, lora_modules=[f"a={folder}"], max_lora_rank=8)
     (folder / "adapter_model.safetensors").write_bytes(b"x" * 50)
@@ -95,7 +95,7 @@ def test_a_broken_adapter_fails_its_request_alone(model: Path, tmp_path: Path) -
     assert not llm.engine.has_work
 
 
-def test_a_head_and_speculation_with_adapters(model: Path, tmp_path: Path) -> None:
+def test_lm_head_adapter_with_speculation(model: Path, tmp_path: Path) -> None:
     tensors = lora_tensors(targets=["lm_head", "down_proj"])
     folder = write_adapter(tmp_path / "a", targets=["lm_head", "down_proj"], tensors=tensors)
     prompts = [[5, 6, 7, 5, 6, 7, 5, 6], [9, 9, 9, 9]]
@@ -104,7 +104,7 @@ def test_a_head_and_speculation_with_adapters(model: Path, tmp_path: Path) -> No
     assert tokens(make(model, spec="ngram", **options), prompts, ["a", ""]) == plain
 
 
-def test_an_engine_that_died_gets_its_adapters_again(model: Path, tmp_path: Path) -> None:
+def test_restarted_engine_reloads_its_adapters(model: Path, tmp_path: Path) -> None:
     folder = write_adapter(tmp_path / "a", seed=5)
 
     async def main() -> None:
@@ -132,7 +132,7 @@ def test_an_engine_that_died_gets_its_adapters_again(model: Path, tmp_path: Path
 
 
 @pytest.mark.parametrize(
-    ("options", "words"),
+    ("options", "message"),
     [
         ({"enable_lora": False, "max_loras": 2}, "--max-loras does nothing without --enable-lora"),
         ({"max_lora_rank": 512}, "at most 256"),
@@ -140,11 +140,11 @@ def test_an_engine_that_died_gets_its_adapters_again(model: Path, tmp_path: Path
         ({"max_loras": 8, "max_cpu_loras": 2}, "--max-cpu-loras"),
         ({"lora_modules": ["a"]}, "NAME=FOLDER"),
         ({"lora_modules": ["a=x", "a=y"]}, "twice"),
-        ({"lora_modules": [" =x"]}, "cannot be an adapter's name"),
+        ({"lora_modules": [" =x"]}, "is not a valid adapter name"),
         ({"lora_modules": ["a=/no/such/folder"]}, "was not found"),
         ({"max_loras": 10**9, "max_lora_rank": 256}, "GiB are free.*--lora-dtype int8"),
     ],
 )
-def test_settings_that_are_refused(model: Path, options: dict[str, Any], words: str) -> None:
-    with pytest.raises((ConfigError, CheckpointError), match=words):
+def test_invalid_options_are_rejected(model: Path, options: dict[str, Any], message: str) -> None:
+    with pytest.raises((ConfigError, CheckpointError), match=message):
         make(model, **options)

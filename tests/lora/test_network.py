@@ -1,4 +1,4 @@
-"""Networks with adapters: against merged weights, in mixed batches, on quantised bases."""
+"""Networks with adapters: against merged weights, in mixed batches, on quantised base models."""
 
 from __future__ import annotations
 
@@ -29,36 +29,36 @@ def folder(tmp_path_factory) -> Path:
     return write_plain(tmp_path_factory.mktemp("model") / "base")
 
 
-def near(got: torch.Tensor, want: torch.Tensor) -> None:
+def assert_near(got: torch.Tensor, want: torch.Tensor) -> None:
     torch.testing.assert_close(got, want, atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("adapter", ADAPTERS, ids=lambda adapter: adapter.name)
 def test_equals_merged_weights(folder: Path, tmp_path: Path, adapter: Adapter) -> None:
-    exact = {"dtype": "float32"}  # keys and values too
+    exact = {"dtype": "float32"}  # KV cache too
     (want,) = Parts(merge(folder, tmp_path / "merged", adapter), **exact).scores([IDS], [0])
     parts = Parts(folder, [adapter], **exact)
     (whole,) = parts.scores([IDS], [1])
     (chunked,) = parts.scores([IDS], [1], [4, 1, 6])
-    near(whole, want)
-    near(chunked, want)
+    assert_near(whole, want)
+    assert_near(chunked, want)
     (base,) = parts.scores([IDS], [0])
-    assert (base - want).abs().max() > 0.1, "the adapter changes too little to be seen"
+    assert (base - want).abs().max() > 0.1, "the adapter changes the logits too little"
 
 
-def test_a_tied_head_is_changed_and_the_embedding_is_not(tmp_path: Path) -> None:
+def test_adapter_of_a_tied_head_leaves_the_embedding_unchanged(tmp_path: Path) -> None:
     exact = {"dtype": "float32"}
     tied = write_plain(tmp_path / "tied", tied=True)
     (want,) = Parts(merge(tied, tmp_path / "merged", HEAD), **exact).scores([IDS], [0])
     (got,) = Parts(tied, [HEAD], **exact).scores([IDS], [1])
-    near(got, want)
+    assert_near(got, want)
 
 
 @pytest.mark.parametrize(
     "options", [{}, {"quantization": "int4"}, {"plain_kernels": True}], ids=str
 )
-def test_mixed_batches(folder: Path, options: dict) -> None:
-    """Each row is as if its adapter were alone, and rows of the base are so to the bit."""
+def test_mixed_batches_match_single_adapters(folder: Path, options: dict) -> None:
+    """Each row matches a batch with its adapter only; base rows are bitwise equal."""
     parts = Parts(folder, ADAPTERS, **options)
     wanted = [1, 0, 2, 3, 1]
     for chunks in ([100], [3, 1, 7]):
@@ -67,16 +67,16 @@ def test_mixed_batches(folder: Path, options: dict) -> None:
         assert torch.equal(mixed[1], base[1])
         for i, slot in enumerate(wanted):
             alone = [slot if j == i else 0 for j in range(len(wanted))]
-            near(mixed[i], parts.scores(PROMPTS, alone, chunks)[i])
+            assert_near(mixed[i], parts.scores(PROMPTS, alone, chunks)[i])
 
 
 @pytest.mark.parametrize("options", [{}, {"quantization": "int4", "quantize_head": True}], ids=str)
-def test_recorded_steps_equal_those_operator_by_operator(folder: Path, options: dict) -> None:
-    """Of rows with adapters and without, prompts and single tokens; the plain version says the same."""
+def test_captured_programs_match_eager(folder: Path, options: dict) -> None:
+    """Rows with and without adapters, prefill and decode; the reference kernels agree."""
     found = []
-    ways: list[dict[str, bool]] = [{"enforce_eager": False}, {}, {"plain_kernels": True}]
-    for way in ways[: 2 if options else 3]:
-        parts = Parts(folder, ADAPTERS, **options, **way)
+    modes: list[dict[str, bool]] = [{"enforce_eager": False}, {}, {"plain_kernels": True}]
+    for mode in modes[: 2 if options else 3]:
+        parts = Parts(folder, ADAPTERS, **options, **mode)
         admitted = [parts.admit(prompt, logprobs=2) for prompt in PROMPTS]
         scores = []
         for start, count in ((0, 3), (3, 1), (4, 100)):
@@ -90,14 +90,16 @@ def test_recorded_steps_equal_those_operator_by_operator(folder: Path, options: 
         found.append(scores)
     assert len(found[0]) == len(PROMPTS)
     assert found[1] == pytest.approx(found[0], abs=1e-4)
-    assert found[-1] == pytest.approx(found[0], abs=0.02)  # it attends in float32
+    assert found[-1] == pytest.approx(
+        found[0], abs=0.02
+    )  # the reference attention computes in float32
 
 
 @pytest.mark.parametrize(
     "options", [{}, {"plain_kernels": True}, {"quantization": "int4"}], ids=str
 )
-def test_adapters_in_a_byte_change_what_they_should(folder: Path, options: dict) -> None:
-    """To within a twentieth of the change; rows of the base beside them are so to the bit."""
+def test_int8_adapters_stay_close_to_exact(folder: Path, options: dict) -> None:
+    """The error is below 5 % of the delta; base rows in the batch are bitwise equal."""
     exact = Parts(folder, ADAPTERS, **options)
     coded = Parts(folder, ADAPTERS, lora_dtype="int8", **options)
     wanted = [1, 0, 2, 3, 1]
@@ -109,8 +111,8 @@ def test_adapters_in_a_byte_change_what_they_should(folder: Path, options: dict)
             assert (got[i] - want[i]).norm() < 0.05 * (want[i] - base[i]).norm()
 
 
-def test_recorded_steps_of_the_base_are_as_they_are_beside_adapters(folder: Path) -> None:
-    """The same request, without adapters in the step and with: tokens and scores, to the bit."""
+def test_base_rows_in_captured_steps_are_bitwise_equal_with_adapters(folder: Path) -> None:
+    """A base request has bitwise equal tokens and logprobs with and without adapters in the step."""
     found = []
     for slot in (0, 1):
         given = {"quantization": "int4", "quantize_head": True, "enforce_eager": False}
@@ -122,12 +124,12 @@ def test_recorded_steps_of_the_base_are_as_they_are_beside_adapters(folder: Path
     assert found[0][1] != found[1][1]
 
 
-def test_deterministic_requests_are_the_same_beside_others_of_their_adapter(folder: Path) -> None:
+def test_deterministic_requests_are_batch_invariant_with_adapters(folder: Path) -> None:
     found = []
     for beside in (0, 3):
         parts = Parts(folder, [ONE], enforce_eager=False)
-        wish = {"deterministic": True, "logprobs": 2}
-        one = parts.admit(IDS, **wish)
+        params = {"deterministic": True, "logprobs": 2}
+        one = parts.admit(IDS, **params)
         others = [parts.admit(IDS[i:]) for i in range(1, 1 + beside)]
         rows = [parts.row(each, 0, len(each.tokens), 1) for each in (*others, one)]
         found.append(parts.run(rows, [*others, one])[-1])
@@ -135,8 +137,8 @@ def test_deterministic_requests_are_the_same_beside_others_of_their_adapter(fold
 
 
 @pytest.mark.parametrize("form", ["int4", "int8", "w8a8", "Q4_1"])
-def test_on_top_of_quantised_weights(folder: Path, tmp_path: Path, form: str) -> None:
-    """What each layer adds is what the plain matrices say, whatever the base is held in."""
+def test_deltas_on_quantised_weights(folder: Path, tmp_path: Path, form: str) -> None:
+    """Each layer adds the exact LoRA delta, for every format of the base weights."""
     shapes, ranks, options = SHAPES, ALL, {"quantization": form}
     if form == "Q4_1":
         folder = write_gguf(tmp_path / "m.gguf", kind=Type.Q4_1)
@@ -164,37 +166,37 @@ def test_on_top_of_quantised_weights(folder: Path, tmp_path: Path, form: str) ->
             low = adapter.modules.get(f"{parent}.{part}")
             want.append(torch.zeros(3, size) if low is None else x @ low.down.T @ low.up.T)
         expected = torch.cat(want, dim=1)
-        near(change[[0, 2]], expected[[0, 2]])
+        assert_near(change[[0, 2]], expected[[0, 2]])
         assert torch.equal(layer(x, rows)[1], base[1])
 
 
-def test_guesses_are_verified_by_the_adapted_network(folder: Path) -> None:
+def test_draft_tokens_are_verified_with_the_adapter(folder: Path) -> None:
     parts = Parts(folder, ADAPTERS, quantization="int4")
-    said = parts.answer(IDS, 1, 8)
-    assert said != parts.answer(IDS, 0, 8)
+    tokens = parts.answer(IDS, 1, 8)
+    assert tokens != parts.answer(IDS, 0, 8)
     one, base = parts.admit(IDS), parts.admit(IDS)
-    guesses = [said[1], said[2], (said[3] + 1) % 97, said[4]]
+    drafts = [tokens[1], tokens[2], (tokens[3] + 1) % 97, tokens[4]]
     rows = [parts.row(one, 0, len(IDS), 1), parts.row(base, 0, len(IDS))]
-    assert parts.run(rows, [one, base])[0].tokens == said[:1]
-    one.tokens.append(said[0])
-    base.tokens.append(said[0])
-    rows = [parts.row(each, len(IDS), 1, slot, guesses) for each, slot in ((one, 1), (base, 0))]
+    assert parts.run(rows, [one, base])[0].tokens == tokens[:1]
+    one.tokens.append(tokens[0])
+    base.tokens.append(tokens[0])
+    rows = [parts.row(each, len(IDS), 1, slot, drafts) for each, slot in ((one, 1), (base, 0))]
     results = parts.run(rows)
-    assert results[0].tokens == said[1:4]
-    assert results[1].tokens != said[1:4]
+    assert results[0].tokens == tokens[1:4]
+    assert results[1].tokens != tokens[1:4]
 
 
-def test_cached_blocks_of_an_adapter_serve_its_next_request(folder: Path) -> None:
+def test_cached_blocks_are_reused_within_an_adapter(folder: Path) -> None:
     parts = Parts(folder, ADAPTERS)
     prompt = [(5 * i) % 97 for i in range(40)]
-    want = parts.answer(prompt, 2, 3)  # the first blocks, 0 to 2, are its
+    want = parts.answer(prompt, 2, 3)  # uses the first blocks, 0 to 2
     one = parts.admit(prompt)
     row = parts.row(one, 32, 8, 2)
     again = parts.run([row._replace(blocks=(BlockId(0), BlockId(1), *row.blocks))], [one])
     assert again[0].tokens == want[:1]
 
 
-def test_a_slot_s_next_adapter_replaces_all_of_the_last(folder: Path) -> None:
+def test_put_replaces_the_previous_adapter_completely(folder: Path) -> None:
     parts = Parts(folder, [ONE])
     parts.scores([IDS], [1])
     parts.bank.put(1, SOME)

@@ -1,4 +1,4 @@
-"""What is read of a PEFT folder, and what is refused, with names and numbers."""
+"""Reading of PEFT folders, and the errors for unsupported ones."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def read(folder: Path, max_rank: int = 64) -> Adapter:
     return read_adapter(folder, "a", SPEC, max_rank)
 
 
-def test_both_matrices_of_every_module_come_with_the_scaling_in_up(tmp_path: Path) -> None:
+def test_scaling_is_folded_into_up(tmp_path: Path) -> None:
     stored = lora_tensors()
     adapter = read(write_adapter(tmp_path / "a", tensors=stored))
     assert len(adapter.modules) == 14
@@ -41,7 +41,7 @@ def test_rslora_divides_by_the_root_of_the_rank(tmp_path: Path) -> None:
     )
 
 
-def test_names_with_the_adapters_own_in_the_middle(tmp_path: Path) -> None:
+def test_tensor_names_with_an_adapter_name(tmp_path: Path) -> None:
     tensors = lora_tensors(middle=".default")
     assert len(read(write_adapter(tmp_path / "a", tensors=tensors)).modules) == 14
 
@@ -56,10 +56,10 @@ def test_ranks_and_alphas_by_pattern(tmp_path: Path) -> None:
         alpha_pattern={r"model\.layers\.[01]\.self_attn\.q_proj": 6},
     )
     other, longer = Q0.replace("q_proj", "v_proj"), "model.layers.0.self_attn.not_q_proj"
-    found = PeftConfig.read(folder / "adapter_config.json").over([Q0, other, longer])
+    found = PeftConfig.read(folder / "adapter_config.json").resolve([Q0, other, longer])
     assert (found.ranks[Q0], found.scalings[Q0]) == (2, 3.0)
     assert found.scalings[other] == 2.0
-    # A pattern is a whole last part of a name, not any ending.
+    # A pattern matches whole components at the end of a name, not any suffix.
     assert found.ranks[longer] == 4
     assert read(folder).modules[Q0].down.shape == (2, 64)
 
@@ -76,23 +76,23 @@ def test_ranks_and_alphas_by_pattern(tmp_path: Path) -> None:
         (["model.layers.1.self_attn.q_proj"], {"layers_to_transform": [0]}, {"1"}),
     ],
 )
-def test_which_modules_are_meant(
+def test_targeted_modules(
     tmp_path: Path, targets: Any, changes: dict[str, Any], expected: set[str]
 ) -> None:
     file = tmp_path / "adapter_config.json"
     file.write_text(json.dumps(peft_config(targets=targets, **changes)))
     modules = {f"model.layers.{n}.self_attn.q_proj": n for n in "01"} | {"lm_head": "head"}
-    found = PeftConfig.read(file).over(modules).targeted
+    found = PeftConfig.read(file).resolve(modules).targeted
     assert {modules[module] for module in found} == expected
 
 
-def test_a_head_may_be_changed(tmp_path: Path) -> None:
+def test_lm_head_can_be_targeted(tmp_path: Path) -> None:
     adapter = read(write_adapter(tmp_path / "a", targets=["lm_head"]))
     assert adapter.modules["lm_head"].up.shape == (97, 4)
 
 
 @pytest.mark.parametrize(
-    ("changes", "words"),
+    ("changes", "message"),
     [
         ({"peft_type": "IA3"}, "peft_type is 'IA3'"),
         ({"use_dora": True}, "use_dora is True"),
@@ -108,30 +108,32 @@ def test_a_head_may_be_changed(tmp_path: Path) -> None:
         ({"rank_pattern": {"q_proj": 8}}, r"shape \[4, 64\].*\[8, 64\]"),
         (
             {"r": 2},
-            r"it must be \[2, \d+\]. The ranks in adapter_config.json are of another adapter",
+            r"it must be \[2, \d+\]. The ranks in adapter_config.json do not match the weights",
         ),
-        ({"r": 300}, r"takes up to 64. 256 is the most that can be had \(--max-lora-rank\)"),
-        ({"lora_alpha": 10**400}, "lora_alpha is 1000.*expected a number above 0"),
+        ({"r": 300}, r"maximum of 64. --max-lora-rank is limited to 256"),
+        ({"lora_alpha": 10**400}, "lora_alpha is 1000.*expected a positive number"),
         ({"alpha_pattern": {"q_proj": 10**400}}, "must be above 0, got 1000"),
-        ({"target_modules": ["q_proj"]}, "not among the target_modules"),
+        ({"target_modules": ["q_proj"]}, "not in the target_modules"),
         ({"target_modules": [*ALL, "lm_head"]}, "no tensors: lm_head"),
     ],
 )
-def test_configs_that_are_refused(tmp_path: Path, changes: dict[str, Any], words: str) -> None:
+def test_unsupported_configs_are_rejected(
+    tmp_path: Path, changes: dict[str, Any], message: str
+) -> None:
     folder = write_adapter(tmp_path / "a", **changes)
-    with pytest.raises(EngineError, match=words):
+    with pytest.raises(EngineError, match=message):
         read(folder)
 
 
-def test_a_rank_above_the_limit_is_refused_with_both_numbers(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="rank 16, and this engine takes up to 8"):
+def test_rank_above_the_limit_is_rejected(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="rank 16, above the engine's maximum of 8"):
         read(write_adapter(tmp_path / "a", rank=16), max_rank=8)
     wider = write_adapter(tmp_path / "b", rank=16, rank_pattern={"v_proj": 32})
-    with pytest.raises(CheckpointError, match="Start it with --max-lora-rank 32"):
+    with pytest.raises(CheckpointError, match="Start the engine with --max-lora-rank 32"):
         read(wider, max_rank=8)
 
 
-def test_another_base_is_told_by_its_shapes(tmp_path: Path) -> None:
+def test_adapter_of_another_base_is_rejected_by_shape(tmp_path: Path) -> None:
     tensors = lora_tensors()
     tensors[f"{KEY}A.weight"] = torch.zeros(4, 128)
     words = r"lora_A of model.layers.0.self_attn.q_proj has shape \[4, 128\].*\[64, 64\].*tiny/base"
@@ -141,17 +143,17 @@ def test_another_base_is_told_by_its_shapes(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 @pytest.mark.parametrize("letter", "AB")
-def test_numbers_that_are_none_are_refused(tmp_path: Path, letter: str, bad: float) -> None:
+def test_non_finite_values_are_rejected(tmp_path: Path, letter: str, bad: float) -> None:
     tensors = lora_tensors()
     tensors[f"{KEY}{letter}.weight"][1, 1] = bad
-    with pytest.raises(CheckpointError, match=f"{Q0} has numbers that are not finite"):
+    with pytest.raises(CheckpointError, match=f"{Q0} has values that are not finite"):
         read(write_adapter(tmp_path / "a", tensors=tensors))
 
 
-def test_every_tensor_is_accounted_for(tmp_path: Path) -> None:
+def test_unknown_and_missing_tensors_are_rejected(tmp_path: Path) -> None:
     tensors = lora_tensors()
     extra = {"base_model.model.lm_head.weight": torch.zeros(97, 64)}
-    with pytest.raises(UnsupportedError, match=r"lm_head.weight is of no known kind"):
+    with pytest.raises(UnsupportedError, match=r"lm_head.weight is not a known LoRA tensor"):
         read(write_adapter(tmp_path / "extra", tensors=tensors | extra))
     extra = {"base_model.model.model.embed_tokens.lora_embedding_A": torch.zeros(4, 97)}
     with pytest.raises(UnsupportedError, match=r"lora_embedding_A belongs to embeddings"):
@@ -159,7 +161,9 @@ def test_every_tensor_is_accounted_for(tmp_path: Path) -> None:
     unknown = {
         f"base_model.model.model.layers.7.q_proj.lora_{x}.weight": torch.zeros(4, 4) for x in "AB"
     }
-    with pytest.raises(CheckpointError, match=r"model.layers.7.q_proj, which this model does not"):
+    with pytest.raises(
+        CheckpointError, match=r"model.layers.7.q_proj, which is not a linear layer"
+    ):
         read(write_adapter(tmp_path / "unknown", tensors=tensors | unknown))
     del tensors[f"{KEY}B.weight"]
     with pytest.raises(CheckpointError, match=f"{Q0} has no lora_B"):
@@ -169,7 +173,7 @@ def test_every_tensor_is_accounted_for(tmp_path: Path) -> None:
         read(write_adapter(tmp_path / "layer", tensors=whole))
 
 
-def test_a_copy_of_the_bases_own_head_is_passed_over(tmp_path: Path) -> None:
+def test_copy_of_the_base_head_is_ignored(tmp_path: Path) -> None:
     tensors = lora_tensors(targets=["lm_head"])
     key = "base_model.model.lm_head.base_layer.weight"
     same, larger = {key: torch.zeros(97, 64)}, {key: torch.zeros(98, 64)}
@@ -179,13 +183,13 @@ def test_a_copy_of_the_bases_own_head_is_passed_over(tmp_path: Path) -> None:
         read(write_adapter(tmp_path / "b", targets=["lm_head"], tensors=tensors | larger))
 
 
-def test_files_that_are_not_there(tmp_path: Path) -> None:
+def test_missing_files(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="no such folder"):
         read(tmp_path / "nothing")
     folder = write_adapter(tmp_path / "a")
     (folder / "adapter_model.safetensors").unlink()
     with pytest.raises(
-        CheckpointError, match=r"has no adapter_model.safetensors; it holds adapter_con"
+        CheckpointError, match=r"has no adapter_model.safetensors; the folder contains adapter_con"
     ):
         read(folder)
     (folder / "adapter_model.bin").write_bytes(b"x")
@@ -196,14 +200,14 @@ def test_files_that_are_not_there(tmp_path: Path) -> None:
         read(folder)
 
 
-def test_weights_that_are_cut_off(tmp_path: Path) -> None:
+def test_truncated_weights(tmp_path: Path) -> None:
     file = write_adapter(tmp_path / "a") / "adapter_model.safetensors"
     file.write_bytes(file.read_bytes()[:-100])
-    with pytest.raises(CheckpointError, match="cut off"):
+    with pytest.raises(CheckpointError, match="truncated"):
         read(file.parent)
 
 
-def test_a_config_of_endless_depth(tmp_path: Path) -> None:
+def test_deeply_nested_config(tmp_path: Path) -> None:
     file = write_adapter(tmp_path / "a") / "adapter_config.json"
     file.write_text("[" * 200_000)
     with pytest.raises(

@@ -1,4 +1,4 @@
-"""Who has which slot of the device: waiting without stopping others, pins, turns, and unloading."""
+"""Residency of adapters in device slots: waiting, pins, fairness, and unloading."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ from windlass.errors import AdapterConflict, AdapterNotFound
 
 
 class Adapted(World):
-    """A world with adapters."""
+    """A scheduler world with adapters."""
 
     def __init__(self, shelf: FakeShelf, num_slots: int = 2, **numbers: int) -> None:
         self.shelf = shelf
         self.adapters = Adapters(num_slots, shelf)
         numbers = {"max_num_batched_tokens": 64, "num_blocks": 64, **numbers}
         super().__init__(limits(**numbers), options={"adapters": self.adapters})
-        self.wanted: dict[str, str] = {}
+        self.adapter_of: dict[str, str] = {}
         self.runner = AdaptedRunner(self.limits.num_blocks, self.limits.block_size)
-        self.runner.attach(shelf, self.wanted)
+        self.runner.attach(shelf, self.adapter_of)
         self.errors: dict[str, str | None] = {}
 
     def ask(self, name: str, adapter: str = "", prompt: int = 5, max_tokens: int = 6) -> NewRequest:
         sampling = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
         tokens = [len(name) % 3, *range(prompt - 1)]
         request = NewRequest(name, tokens, sampling, adapter=adapter)
-        self.wanted[name] = adapter
+        self.adapter_of[name] = adapter
         self.add(request)
         return request
 
@@ -42,16 +42,16 @@ class Adapted(World):
         return plan
 
     def rows(self) -> list[str]:
-        """One step; the requests that it computed."""
+        """Run one step; returns the requests that it computed."""
         plan = self.plan()
         if plan.rows:
             self.commit(plan, self.runner.run(plan))
         return [row.request_id for row in plan.rows]
 
 
-def test_a_request_waits_for_its_adapter_and_others_go_on() -> None:
+def test_request_waits_for_its_adapter_while_others_run() -> None:
     world = Adapted(FakeShelf(["a"], delay=2))
-    asked = world.ask("first", "a")
+    request = world.ask("first", "a")
     world.ask("second")
     assert world.rows() == ["second"]
     stats = world.scheduler.stats().adapters
@@ -60,10 +60,10 @@ def test_a_request_waits_for_its_adapter_and_others_go_on() -> None:
     assert world.rows() == ["second"]
     assert world.rows() == ["second", "first"]
     world.finish_all()
-    assert world.got["first"] == plain_loop(asked, 64, None)
+    assert world.got["first"] == plain_loop(request, 64, None)
 
 
-def test_a_request_that_lacks_a_slot_lets_others_pass() -> None:
+def test_request_without_a_free_slot_is_passed_over() -> None:
     world = Adapted(FakeShelf("abc", delay=0), num_slots=2)
     for name in "abc":
         world.ask(name, name)
@@ -74,12 +74,12 @@ def test_a_request_that_lacks_a_slot_lets_others_pass() -> None:
     assert set(world.finish) == {"a", "b", "c", "base", "again"}
 
 
-def test_who_waits_is_asked_again_only_when_something_changed() -> None:
+def test_waiting_requests_are_rechecked_only_after_a_change() -> None:
     world = Adapted(FakeShelf("ab", delay=0), num_slots=1)
     world.ask("a", "a", max_tokens=20)
     world.ask("b", "b")
     world.rows()
-    world.shelf.names.remove("b")  # asking for it now would fail
+    world.shelf.names.remove("b")  # a call for it would now fail
     for _ in range(10):
         assert world.rows() == ["a"]
     world.ask("base")
@@ -89,13 +89,13 @@ def test_who_waits_is_asked_again_only_when_something_changed() -> None:
     assert set(world.finish) == {"a", "b", "base"}
 
 
-def test_an_adapter_that_comes_while_a_plan_is_made_is_noticed() -> None:
+def test_adapter_that_finishes_loading_during_planning_is_noticed() -> None:
     class Sudden(FakeShelf):
         num_ended = 0
 
         def ready(self, name: str) -> bool:
             there = super().ready(name)
-            self.num_ended += not there  # its thread ends right behind our back
+            self.num_ended += not there  # its reader thread finishes concurrently
             return there
 
     world = Adapted(Sudden(["a"], delay=1))
@@ -105,7 +105,7 @@ def test_an_adapter_that_comes_while_a_plan_is_made_is_noticed() -> None:
     world.finish_all()
 
 
-def test_an_idle_adapter_stays_until_its_slot_is_wanted() -> None:
+def test_idle_adapter_stays_until_its_slot_is_needed() -> None:
     world = Adapted(FakeShelf("abc", delay=0), num_slots=2)
     for name in ("a1", "b1", "a2", "c1", "a3"):
         world.ask(name, name[0])
@@ -116,7 +116,7 @@ def test_an_idle_adapter_stays_until_its_slot_is_wanted() -> None:
     assert stats.num_reads == 3
 
 
-def test_a_broken_adapter_ends_its_request_and_nobody_else() -> None:
+def test_broken_adapter_ends_only_its_request() -> None:
     world = Adapted(FakeShelf(["a", "bad"], broken={"bad"}))
     world.ask("one", "bad")
     world.ask("two", "a")
@@ -124,12 +124,12 @@ def test_a_broken_adapter_ends_its_request_and_nobody_else() -> None:
     assert world.errors == {"one": "bad is broken"}
     assert world.finish == {"two": "length"}
     world.shelf.broken.clear()
-    world.ask("three", "bad")  # put right meanwhile
+    world.ask("three", "bad")  # repaired
     world.finish_all()
     assert world.finish["three"] == "length"
 
 
-def test_unknown_adapters_are_refused() -> None:
+def test_unknown_adapters_are_rejected() -> None:
     with pytest.raises(AdapterNotFound, match="no adapter 'x' here"):
         Adapted(FakeShelf(["a"])).ask("r", "x")
     world = World(limits())
@@ -137,7 +137,7 @@ def test_unknown_adapters_are_refused() -> None:
         world.add(NewRequest("r", [1], SamplingParams(), adapter="x"))
 
 
-def test_unloading_lets_running_requests_end_and_takes_no_new_ones() -> None:
+def test_unload_drains_running_requests_and_rejects_new_ones() -> None:
     world = Adapted(FakeShelf("ab", delay=0))
     world.ask("running", "a")
     world.rows()
@@ -156,7 +156,7 @@ def test_unloading_lets_running_requests_end_and_takes_no_new_ones() -> None:
         world.adapters.unload("b")
 
 
-def test_a_name_that_is_loaded_anew_finds_no_old_blocks_and_no_old_weights() -> None:
+def test_reloaded_name_reuses_neither_blocks_nor_weights() -> None:
     world = Adapted(FakeShelf(["a"], delay=0))
     for life in range(2):
         if life:
@@ -166,10 +166,10 @@ def test_a_name_that_is_loaded_anew_finds_no_old_blocks_and_no_old_weights() -> 
         for number in range(2):
             world.ask(f"{life}{number}", "a", prompt=40)
             world.finish_all()
-    assert world.scheduler.stats().prefix_hits == 2 * 39  # the second of each life
+    assert world.scheduler.stats().prefix_hits == 2 * 39  # the second request of each life
 
 
-def test_loading_tells_its_end_and_a_failure_leaves_nothing() -> None:
+def test_load_reports_completion_and_failure_leaves_no_state() -> None:
     world = Adapted(FakeShelf(broken={"bad"}))
     world.adapters.load("a", "folder")
     assert not world.adapters.loaded("a")
@@ -181,8 +181,8 @@ def test_loading_tells_its_end_and_a_failure_leaves_nothing() -> None:
     assert world.adapters.names == ["a"]
 
 
-def test_nobody_waits_for_a_slot_for_ever() -> None:
-    """Requests for one adapter come without end; the other one has its turn all the same."""
+def test_no_starvation_for_a_slot() -> None:
+    """Requests for one adapter arrive continuously; the other adapter still gets a slot."""
     world = Adapted(FakeShelf("ab", delay=0), num_slots=1)
     world.ask("a0", "a", max_tokens=4)
     world.rows()
@@ -196,7 +196,7 @@ def test_nobody_waits_for_a_slot_for_ever() -> None:
     world.finish_all()
 
 
-def test_a_step_that_failed_puts_its_adapters_again() -> None:
+def test_adapters_of_a_failed_step_are_copied_again() -> None:
     world = Adapted(FakeShelf("ab", delay=0), max_num_batched_tokens=256)
     world.ask("one", "a")
     plan = world.plan()
@@ -215,7 +215,7 @@ def test_a_step_that_failed_puts_its_adapters_again() -> None:
 
 
 def change(adapters: Adapters, name: str) -> None:
-    """Unload what is loaded, and load what is not."""
+    """Unload a loaded name, or load an unloaded one."""
     if name in adapters.names:
         adapters.unload(name)
         return
@@ -227,13 +227,13 @@ def change(adapters: Adapters, name: str) -> None:
 
 @pytest.mark.parametrize("ahead", [False, True])
 @pytest.mark.parametrize("seed", range(4))
-def test_two_hundred_adapters_through_few_slots(seed: int, ahead: bool) -> None:
-    """Random arrivals, preemptions, aborts and unloads: each row finds its own adapter."""
+def test_two_hundred_adapters_in_few_slots(seed: int, ahead: bool) -> None:
+    """Random arrivals, preemptions, aborts and unloads: each row has its own adapter in its slot."""
     random = Random(seed)
     names = [f"n{i}" for i in range(200)]
     shelf = FakeShelf(names, max_there=random.choice([16, 40]), delay=random.randint(0, 3))
     world = Adapted(shelf, num_slots=16, num_blocks=24, max_num_seqs=20)
-    asked = {}
+    requests = {}
     for number in range(300):
         adapter = random.choice(names) if random.random() < 0.9 else ""
         name = f"r{number}"
@@ -243,17 +243,17 @@ def test_two_hundred_adapters_through_few_slots(seed: int, ahead: bool) -> None:
             with pytest.raises(AdapterNotFound):
                 world.ask(name, adapter)
             continue
-        asked[name] = world.ask(name, adapter, random.randint(2, 40), random.randint(1, 12))
+        requests[name] = world.ask(name, adapter, random.randint(2, 40), random.randint(1, 12))
         if random.random() < 0.1:
-            gone = random.choice(list(asked))
+            gone = random.choice(list(requests))
             world.abort(gone)
-            del asked[gone]
+            del requests[gone]
         if random.random() < 0.5 and not ahead:
             world.step()
     world.finish_all(ahead=ahead)
-    for name, request in asked.items():
+    for name, request in requests.items():
         assert world.got[name] == plain_loop(request, 64, None), name
-    assert world.runner.most_at_once > 4
+    assert world.runner.max_at_once > 4
     world.adapters.begin()
     adapters = world.adapters
     assert (adapters._pins, adapters._users, adapters._orders, shelf.held) == ({}, {}, {}, [])

@@ -1,4 +1,4 @@
-"""Adapters in host memory: read in a thread, held within bounds, errors told once."""
+"""Adapters in host memory: background reads, eviction, and errors."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def fill(store: AdapterStore, folder: Path, *names: str) -> None:
         store.register(name, write_adapter(folder / name))
 
 
-def test_an_adapter_is_read_when_somebody_wants_it(make: Make, tmp_path: Path) -> None:
+def test_adapter_is_read_on_demand(make: Make, tmp_path: Path) -> None:
     store = make()
     fill(store, tmp_path, "a")
     assert store.num_there == 0
@@ -50,7 +50,7 @@ def test_an_adapter_is_read_when_somebody_wants_it(make: Make, tmp_path: Path) -
     assert (store.get("a").name, store.num_there, store.num_loads) == ("a", 1, 1)
 
 
-def test_the_least_recently_used_goes_and_is_read_again(make: Make, tmp_path: Path) -> None:
+def test_least_recently_used_is_evicted_and_read_again(make: Make, tmp_path: Path) -> None:
     store = make()
     fill(store, tmp_path, "a", "b", "c")
     for name in "abac":
@@ -62,7 +62,7 @@ def test_the_least_recently_used_goes_and_is_read_again(make: Make, tmp_path: Pa
     assert store.num_loads == 4
 
 
-def test_one_that_is_held_stays(make: Make, tmp_path: Path) -> None:
+def test_held_adapter_is_not_evicted(make: Make, tmp_path: Path) -> None:
     store = make(max_host=1)
     fill(store, tmp_path, "a", "b")
     wait(store, "a")
@@ -75,7 +75,7 @@ def test_one_that_is_held_stays(make: Make, tmp_path: Path) -> None:
     assert store.num_there == 1
 
 
-def test_a_failed_reading_is_told_once_and_tried_again(make: Make, tmp_path: Path) -> None:
+def test_failed_read_raises_once_and_is_retried(make: Make, tmp_path: Path) -> None:
     store = make()
     store.register("a", tmp_path / "late")
     with pytest.raises(CheckpointError, match=r"adapter 'a' could not be loaded.*no such folder"):
@@ -85,20 +85,20 @@ def test_a_failed_reading_is_told_once_and_tried_again(make: Make, tmp_path: Pat
     assert (store.num_failures, store.num_loads) == (1, 1)
 
 
-def test_what_nobody_waits_for_any_more_makes_room_too(make: Make, tmp_path: Path) -> None:
+def test_abandoned_reads_count_towards_the_limit(make: Make, tmp_path: Path) -> None:
     store = make(max_host=2)
     names = [f"a{number}" for number in range(6)]
     fill(store, tmp_path, *names)
     for name in names:
-        assert not store.ready(name)  # and its request goes away
-        while not store._coming[name].done():
+        assert not store.ready(name)  # and its request ends
+        while not store._pending[name].done():
             time.sleep(0.001)
-    assert store.num_there + len(store._coming) <= 3
+    assert store.num_there + len(store._pending) <= 3
     wait(store, names[0])
     assert store.num_there == 2
 
 
-def test_other_files_under_the_same_name_are_refused(make: Make, tmp_path: Path) -> None:
+def test_replaced_files_are_rejected(make: Make, tmp_path: Path) -> None:
     store = make(max_host=1)
     fill(store, tmp_path, "a", "b")
     for name in "aba":
@@ -114,7 +114,7 @@ def test_other_files_under_the_same_name_are_refused(make: Make, tmp_path: Path)
     wait(store, "a")
 
 
-def test_the_network_has_a_say(make: Make, tmp_path: Path) -> None:
+def test_pack_can_reject_an_adapter(make: Make, tmp_path: Path) -> None:
     def refuse(adapter: Adapter) -> Adapter:
         raise CheckpointError(f"{adapter.name} does not fit")
 
@@ -124,7 +124,7 @@ def test_the_network_has_a_say(make: Make, tmp_path: Path) -> None:
         wait(store, "a")
 
 
-def test_a_fault_in_the_thread_is_an_error_of_ours(make: Make, tmp_path: Path) -> None:
+def test_unexpected_error_in_a_reader_thread_is_wrapped(make: Make, tmp_path: Path) -> None:
     def break_down(_adapter: Adapter) -> Adapter:
         raise ZeroDivisionError("oh")
 
@@ -137,7 +137,7 @@ def test_a_fault_in_the_thread_is_an_error_of_ours(make: Make, tmp_path: Path) -
 def test_names(make: Make, tmp_path: Path) -> None:
     store = make()
     fill(store, tmp_path, "a")
-    with pytest.raises(AdapterConflict, match="'a' is loaded already"):
+    with pytest.raises(AdapterConflict, match="'a' is already loaded"):
         store.register("a", tmp_path)
     store.ready("a")
     store.unregister("a")  # while it is being read
@@ -148,12 +148,12 @@ def test_names(make: Make, tmp_path: Path) -> None:
     wait(store, "a")
 
 
-def test_loading_and_unloading_many_times_leaves_nothing(make: Make, tmp_path: Path) -> None:
+def test_repeated_loads_leave_no_state(make: Make, tmp_path: Path) -> None:
     store = make()
     folder = write_adapter(tmp_path / "a", targets=["q_proj"])
     for number in range(300):
         store.register(f"a{number}", folder)
         wait(store, f"a{number}")
         store.unregister(f"a{number}")
-    held = (store._folders, store._there, store._coming, store._held, store._versions)
+    held = (store._folders, store._loaded, store._pending, store._held, store._versions)
     assert [len(part) for part in held] == [0, 0, 0, 0, 0]

@@ -1,4 +1,4 @@
-"""Engines with adapters and everything else that is switched on: guesses, cached prefixes."""
+"""Engines with adapters and other features: speculation, prefix caching, quantisation."""
 
 from __future__ import annotations
 
@@ -38,17 +38,17 @@ def answers(llm: LLM) -> list[list[int]]:
 
 
 @pytest.mark.usefixtures("eager")
-def test_with_guesses_the_tokens_are_the_same(folder: Path) -> None:
+def test_speculation_gives_the_same_tokens(folder: Path) -> None:
     want = answers(make(folder))
-    assert want[0] != want[2], "adapters change nothing"
-    guessing = make(folder, spec="ngram")
-    assert answers(guessing) == want
-    stats = guessing.engine.stats()
+    assert want[0] != want[2], "the adapters have no effect"
+    speculative = make(folder, spec="ngram")
+    assert answers(speculative) == want
+    stats = speculative.engine.stats()
     assert 0 < stats.num_accepted_tokens <= stats.num_draft_tokens
 
 
-def test_adapters_in_a_byte(folder: Path) -> None:
-    """Read and rounded as a server does; scores of the first tokens are those of exact ones."""
+def test_int8_adapters(folder: Path) -> None:
+    """Read and quantised as in a server; first-token logprobs are close to unquantised adapters."""
     one_token = SamplingParams(max_tokens=1, temperature=0.0, logprobs=1)
     found = []
     for kind in ("auto", "int8"):
@@ -78,20 +78,18 @@ TORCH: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("options", [*NATIVE, *TORCH], ids=str)
-def test_rows_of_the_base_are_the_same_beside_adapters(
-    folder: Path, options: dict[str, Any]
-) -> None:
-    """As in the same steps without adapters, and where all is native also as alone."""
+def test_base_rows_are_bitwise_equal_with_adapters(folder: Path, options: dict[str, Any]) -> None:
+    """Equal to the same steps without adapters; with native kernels also to single requests."""
     llm = make(folder, prefix_caching=False, **options)
-    wish = SamplingParams(max_tokens=12, ignore_eos=True, temperature=0.0, logprobs=1)
+    params = SamplingParams(max_tokens=12, ignore_eos=True, temperature=0.0, logprobs=1)
     prompts = [*PROMPTS, [3], [4, 5, 6, 7, 8] * 5]
 
     def scores(prompts: list[list[int]], adapters: list[str]) -> list[list[tuple[int, float]]]:
-        found = [each.outputs[0] for each in llm.generate(prompts, wish, adapter=adapters)]
+        found = [each.outputs[0] for each in llm.generate(prompts, params, adapter=adapters)]
         return [[(score.token, score.logprob) for score in own.logprobs or ()] for own in found]
 
     adapters = ["one", "", "two", "", "one", ""]
-    scores(prompts, adapters)  # from here on nobody waits for an adapter
+    scores(prompts, adapters)  # loads the adapters, so that no later request waits
     mixed = scores(prompts, adapters)
     plain = scores(prompts, [""] * len(prompts))
     assert mixed[1::2] == plain[1::2]
@@ -102,7 +100,7 @@ def test_rows_of_the_base_are_the_same_beside_adapters(
         assert mixed[1::2] == alone[1::2]
 
 
-def test_prefixes_are_shared_within_an_adapter_alone(folder: Path) -> None:
+def test_prefixes_are_shared_only_within_an_adapter(folder: Path) -> None:
     llm = make(folder)
     found, hits = [], []
     for adapter in ("one", "", "two", "one"):

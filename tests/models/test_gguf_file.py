@@ -151,13 +151,13 @@ def test_llama3_factors_are_part_of_the_spec(tmp_path):
 @pytest.mark.parametrize(
     ("metadata", "error", "message"),
     [
-        ({"general.architecture": "mamba"}, UnsupportedError, "'mamba' is not known"),
+        ({"general.architecture": "mamba"}, UnsupportedError, "'mamba' is not supported"),
         ({"llama.attention.head_count": 0}, CheckpointError, "attention.head_count is 0"),
         ({"llama.context_length": "long"}, CheckpointError, "context_length is 'long'"),
-        ({"llama.expert_count": 8}, UnsupportedError, "mixtures of experts"),
-        ({"llama.attention.value_length": 32}, UnsupportedError, "keys have 64"),
+        ({"llama.expert_count": 8}, UnsupportedError, "mixture-of-experts"),
+        ({"llama.attention.value_length": 32}, UnsupportedError, "head size of keys is 64"),
         ({"llama.block_count": None}, CheckpointError, "field 'block_count' is missing"),
-        ({"llama.attention.head_count_kv": [1, 2]}, UnsupportedError, "from layer to layer"),
+        ({"llama.attention.head_count_kv": [1, 2]}, UnsupportedError, "differs between layers"),
         ({"llama.rope.scaling.type": "longrope"}, UnsupportedError, "'longrope'"),
     ],
 )

@@ -1,4 +1,4 @@
-"""Checkpoints of 16 bits on a CPU: held as they are, read into float32 sums by native kernels."""
+"""16-bit checkpoints on a CPU: weights keep their dtype; native kernels accumulate in float32."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from safetensors.torch import load_file, save_file
 from tests.quant.folders import IDS, loaded, logits, write_plain
 from windlass import LLM, SamplingParams
 from windlass.kernels.native import compiled
-from windlass.layers.embedding import Embedding, HeadRows
+from windlass.layers.embedding import Embedding, TiedEmbedding
 from windlass.layers.linear import Linear
 
-# Of the logits' norm: the same numbers, multiplied and summed in float32, in another order.
+# Relative to the logits' norm: the same float32 GEMMs with another order of sums.
 SUMS = 1e-5
 
 pytestmark = pytest.mark.skipif(not compiled.find_compilers()[0], reason="no C++ compiler")
 
 
-def rounded(folder: Path, dtype: torch.dtype) -> Path:
-    """The same checkpoint with its weights stored in a type."""
+def converted(folder: Path, dtype: torch.dtype) -> Path:
+    """Convert a checkpoint's weights to a dtype."""
     made = folder.with_name(f"{folder.name}-{str(dtype)[6:]}")
     shutil.copytree(folder, made)
     file = made / "model.safetensors"
@@ -37,24 +37,24 @@ def rounded(folder: Path, dtype: torch.dtype) -> Path:
 
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_weights_stay_in_their_type(tmp_path: Path, dtype: torch.dtype, tied: bool) -> None:
-    folder = rounded(write_plain(tmp_path / "model", tied=tied), dtype)
+def test_weights_keep_the_file_dtype(tmp_path: Path, dtype: torch.dtype, tied: bool) -> None:
+    folder = converted(write_plain(tmp_path / "model", tied=tied), dtype)
     kept, reference = loaded(folder), loaded(folder, dtype="float32")
     layers = [one for one in kept.network.modules() if isinstance(one, Linear)]
     assert {product.kernel for one in layers for product in one.gemm} == {"native"}
     assert all(one.weight is None for one in layers)
-    # Tiles of 8 outputs fill up the head; norms are float32.
+    # The head is padded to tiles of 8 outputs; norms are float32.
     share = kept.weight_bytes / reference.weight_bytes
     assert share == pytest.approx(dtype.itemsize / 4, rel=0.01)
     table = kept.network.get_submodule("model.embed_tokens")
-    assert isinstance(table, HeadRows if tied else Embedding)
+    assert isinstance(table, TiedEmbedding if tied else Embedding)
     want = logits(reference)
     assert (logits(kept) - want).norm() <= SUMS * want.norm()
 
 
 @pytest.mark.parametrize("options", [{}, {"quantization": "int8"}], ids=str)
-def test_steps_are_recorded(tmp_path: Path, options: dict[str, str]) -> None:
-    folder = rounded(write_plain(tmp_path / "model"), torch.bfloat16)
+def test_steps_are_captured(tmp_path: Path, options: dict[str, str]) -> None:
+    folder = converted(write_plain(tmp_path / "model"), torch.bfloat16)
     llm = LLM(str(folder), device="cpu", num_blocks=16, load_format="dummy", **options)
     lines = {choice.what: choice.value for choice in llm.report.choices}
     assert lines["steps"].startswith("one native call")

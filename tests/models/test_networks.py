@@ -74,7 +74,7 @@ def save_tiny(name: str, folder: Path) -> torch.nn.Module:
 def our_logits(
     folder: Path, ids: list[int], chunks: list[int], plain: bool = False
 ) -> torch.Tensor:
-    """Logits of all positions, computed in chunks over pages, in no particular block order."""
+    """Logits of all positions, computed in chunks, with shuffled KV blocks."""
     spec = HParams.from_hf(json.loads((folder / "config.json").read_text()))
     heads = Heads(spec.num_heads, spec.num_kv_heads, spec.head_dim)
     ops = choose_ops(Need(CPU, torch.float32, heads, spec.rope.dim, plain=plain))
@@ -113,7 +113,7 @@ def test_logits_equal_transformers(name: str, tmp_path: Path) -> None:
     assert want.std() > 0.1, "the logits are too small for the comparison to mean anything"
 
 
-def test_the_plain_attention_gives_the_same_logits(tmp_path: Path) -> None:
+def test_reference_attention_gives_the_same_logits(tmp_path: Path) -> None:
     model = save_tiny("mistral-window", tmp_path)
     ids = torch.arange(3, 40)
     with torch.inference_mode():
@@ -122,7 +122,7 @@ def test_the_plain_attention_gives_the_same_logits(tmp_path: Path) -> None:
     torch.testing.assert_close(got, want, atol=1e-4, rtol=1e-4)
 
 
-def test_kernels_say_why_they_refuse() -> None:
+def test_kernels_report_why_they_are_unsupported() -> None:
     need = Need(CPU, torch.float32, Heads(4, 2, 16), 16, soft_cap=30.0)
     chosen = select("attention", need)
     assert chosen.name == "plain"

@@ -1,4 +1,4 @@
-"""Quantised weights in whole networks: rounding at load time, mixed GGUFs, random weights, inspect."""
+"""Quantised weights in networks: online quantisation, mixed GGUFs, dummy weights, inspect."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from windlass import LLM, SamplingParams
 from windlass.cli.main import app
 from windlass.config import EngineConfig
 from windlass.errors import ConfigError
-from windlass.layers.embedding import HeadRows
+from windlass.layers.embedding import TiedEmbedding
 from windlass.layers.linear import Linear
 from windlass.models.checkpoint import SafetensorsCheckpoint
 from windlass.models.gguf_file import GGUFCheckpoint
@@ -27,8 +27,8 @@ from windlass.models.network import make_network
 from windlass.quant.rounding import SCHEMES
 from windlass.runner.assemble import make_blueprint
 
-# How far the logits may lie from those of the plain weights, relative to their size: two layers
-# of random weights, which are the worst case for rounding.
+# Maximum relative error of the logits against unquantised weights: two layers of random weights,
+# the worst case for quantisation.
 FAR = {
     "int8": 0.03,
     "w8a8": 0.05,
@@ -52,14 +52,14 @@ def tied(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("name", SCHEMES)
 @pytest.mark.parametrize("head", [False, True])
-def test_rounding_at_load_time_stays_near(name: str, head: bool, plain: Path, tied: Path) -> None:
+def test_online_quantisation_stays_close(name: str, head: bool, plain: Path, tied: Path) -> None:
     for folder in (plain, tied):
         want = logits(loaded(folder))
         wish: dict[str, Any] = {"quantization": name, "quantize_head": head}
         oracle = logits(loaded(folder, **wish, plain_kernels=True))
         assert 1e-4 < (oracle - want).norm() / want.norm() < FAR[name]
-        # Unpacked weights differ from the plain version by no more than the order of sums; a
-        # kernel of this machine may also round activations to int8, and those of w4a8 finer.
+        # Unpacked weights differ from the reference only in the order of sums; a kernel of this
+        # machine may also quantise activations to int8, and those of w4a8 more finely.
         for options, near in (({"dtype": "float32"}, 1e-3), ({}, 0.1 if name == "w4a8" else 0.05)):
             got = logits(loaded(folder, **wish, **options))
             assert (got - oracle).norm() < near * want.norm()
@@ -77,18 +77,18 @@ def test_packed_weights_are_smaller(name: str, plain: Path) -> None:
     assert not any(layer.stored for layer in layers)
 
 
-def test_a_tied_head_is_shared_until_it_is_rounded(tied: Path) -> None:
+def test_tied_head_is_shared_unless_quantised(tied: Path) -> None:
     shared = loaded(tied, quantization="int8", plain_kernels=True).network
     assert shared.lm_head.weight is shared.model.embed_tokens.weight
     packed = loaded(tied, quantization="int8").network
-    assert isinstance(packed.model.embed_tokens, HeadRows)
+    assert isinstance(packed.model.embed_tokens, TiedEmbedding)
     own = loaded(tied, quantization="int8", quantize_head=True).network
     assert own.lm_head.weight is None
     assert len(own.lm_head.gemm) == 1
 
 
 @pytest.mark.parametrize("options", [{}, {"plain_kernels": True}], ids=["default", "plain"])
-def test_engines_generate_with_rounded_weights(plain: Path, options: dict[str, Any]) -> None:
+def test_engines_generate_with_quantised_weights(plain: Path, options: dict[str, Any]) -> None:
     for name in SCHEMES:
         llm = LLM(str(plain), load_format="dummy", quantization=name, num_blocks=64, **options)
         out = llm.generate([IDS], SamplingParams(max_tokens=4, temperature=0, ignore_eos=True))
@@ -125,18 +125,18 @@ def test_a_gguf_of_many_types_is_kept_packed(mixed: Path) -> None:
     assert len(block.mlp.gate_up_proj.gemm) == 2
     assert len(block.mlp.down_proj.gemm) == 1
     assert packed.weight_bytes < 0.5 * reference.weight_bytes
-    # The head is packed, the table has storage of its own.
+    # The head is packed, so the embedding table has its own storage.
     assert packed.network.lm_head.weight is None
     assert packed.network.model.embed_tokens.weight.shape == (tiny.VOCAB, tiny.HIDDEN)
 
 
-def test_the_reference_is_what_the_reader_dequantises(mixed: Path) -> None:
+def test_reference_equals_dequantised_weights(mixed: Path) -> None:
     network = loaded(mixed, dtype="float32").network
     assert not any(m.gemm for m in network.modules() if isinstance(m, Linear))
     assert network.lm_head.weight is network.model.embed_tokens.weight
 
 
-def test_a_quantised_gguf_is_not_rounded_again(mixed: Path, tmp_path: Path) -> None:
+def test_quantised_gguf_is_not_quantised_again(mixed: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"--quantization int4: the file is quantised already"):
         loaded(mixed, quantization="int4")
     half = write_gguf(tmp_path / "h.gguf", kind=Type.F16)
@@ -159,7 +159,7 @@ def test_a_quantised_gguf_is_not_rounded_again(mixed: Path, tmp_path: Path) -> N
         ),
     ],
 )
-def test_random_weights_take_the_configs_form(
+def test_dummy_weights_use_the_configs_format(
     quantization: dict[str, Any], form: str, plain: Path
 ) -> None:
     made = loaded(
@@ -179,7 +179,7 @@ def inspect(*arguments: str) -> dict[str, Any]:
     return found
 
 
-def test_inspect_tells_how_weights_will_be_held(plain: Path) -> None:
+def test_inspect_reports_weight_formats(plain: Path) -> None:
     options = ["--load-format", "dummy", "-q", "int4", "--plain-kernels"]
     found = inspect(str(plain), *options)
     layers = {item["layer"]: item for item in found["linear_layers"]}
@@ -196,18 +196,18 @@ def test_inspect_tells_how_weights_will_be_held(plain: Path) -> None:
 
 
 @pytest.mark.parametrize("options", [{"plain_kernels": True}, {"dtype": "float32"}, {}], ids=str)
-def test_an_outline_has_the_sizes_of_what_is_loaded(mixed: Path, options: dict[str, Any]) -> None:
+def test_outline_has_the_loaded_sizes(mixed: Path, options: dict[str, Any]) -> None:
     checkpoint = GGUFCheckpoint(mixed)
     spec = HParams.from_hf(checkpoint.hf_config())
     config = EngineConfig.of(model=str(mixed), **options)
     network = make_network(spec, make_blueprint(config, spec, checkpoint).parts)
     outline(network)
-    # A kernel's own layout may pad what the form says.
+    # A kernel's layout may add padding.
     real = loaded(mixed, **options).weight_bytes
     assert network.weight_bytes == pytest.approx(real, rel=0 if options else 0.1)
 
 
-def test_a_head_without_rounding_is_refused() -> None:
+def test_quantize_head_needs_quantization() -> None:
     with pytest.raises(ConfigError, match="--quantize-head does nothing without --quantization"):
         LLM("default", quantize_head=True)
 

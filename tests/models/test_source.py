@@ -1,4 +1,4 @@
-"""From a model's name to its files: paths, hub ids, and what is refused."""
+"""Finding a model's files: paths, hub ids, and errors."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_a_gguf_file_and_a_folder_around_it(tmp_path):
         found(tmp_path)
 
 
-def test_a_split_gguf_is_refused(tmp_path):
+def test_split_gguf_is_rejected(tmp_path):
     path = tmp_path / "m-00001-of-00003.gguf"
     path.write_bytes(b"GGUF")
     for model in (path, tmp_path):
@@ -79,7 +79,7 @@ def test_pickle_is_never_loaded(tmp_path, name):
         found(tmp_path)
 
 
-def test_folders_without_a_model_are_refused(tmp_path):
+def test_folders_without_a_model_are_rejected(tmp_path):
     with pytest.raises(CheckpointError, match=r"neither config\.json nor a \.gguf file"):
         found(tmp_path)
     path = write_json(tmp_path / "config.json", config())
@@ -92,7 +92,7 @@ def test_folders_without_a_model_are_refused(tmp_path):
         found(tmp_path / "notes.txt")
 
 
-def test_a_model_that_is_not_finished_is_said_to_be(tmp_path):
+def test_unfinished_model_is_reported(tmp_path):
     (tmp_path / "made.partial").mkdir()
     with pytest.raises(CheckpointError, match=r"made: is not there yet; .*made\.partial is what"):
         found(tmp_path / "made")
@@ -106,18 +106,18 @@ def test_a_config_is_enough_for_dummy_weights(tmp_path):
         assert files.name == tmp_path.name
 
 
-def test_a_load_format_that_does_not_fit_is_refused(tmp_path):
+def test_mismatched_load_format_is_rejected(tmp_path):
     path = write_gguf(tmp_path / "m.gguf")
-    with pytest.raises(ConfigError, match="--load-format safetensors does not fit"):
+    with pytest.raises(ConfigError, match="--load-format safetensors does not match"):
         found(path, load_format="safetensors")
     folder = write_folder(tmp_path / "f", {"a": torch.ones(1)})
-    with pytest.raises(ConfigError, match="--load-format gguf does not fit"):
+    with pytest.raises(ConfigError, match="--load-format gguf does not match"):
         found(folder, load_format="gguf")
 
 
 @pytest.mark.parametrize("model", ["nonsense", "no/such/folder", "./missing", "a b/c", "x.gguf"])
-def test_what_is_neither_path_nor_hub_id_is_refused(model):
-    with pytest.raises(CheckpointError, match=r"no such file or folder .* not of the form"):
+def test_invalid_model_names_are_rejected(model):
+    with pytest.raises(CheckpointError, match=r"no such file or folder .* of the form"):
         found(model)
 
 
@@ -182,7 +182,7 @@ def http_error(kind):
         (lambda: ConnectionError("reset"), "the download failed"),
     ],
 )
-def test_every_failure_of_the_hub_says_what_to_do(monkeypatch, error, message):
+def test_hub_errors_have_advice(monkeypatch, error, message):
     def fail(*_, **__):
         raise error()
 

@@ -1,4 +1,4 @@
-"""Hyper-parameters out of config.json, and what is refused."""
+"""Reading of hyper-parameters from config.json, and errors for invalid ones."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_llama_is_read_with_its_defaults():
         (Qwen3Config, {"head_dim": 128, "attention_bias": True}),
     ],
 )
-def test_what_transformers_writes_is_read(made, changes):
+def test_transformers_configs_are_read(made, changes):
     values = {key: value for key, value in CONFIG.items() if key != "architectures"}
     original = made(**values, **changes)
     spec = HParams.from_hf(original.to_dict())
@@ -58,7 +58,7 @@ LLAMA3 = {
         {"rope_parameters": LLAMA3 | {"rope_type": "llama3", "rope_theta": 5e5}},
     ],
 )
-def test_every_spelling_of_rope_scaling_means_the_same(changes):
+def test_all_spellings_of_rope_scaling_are_equal(changes):
     spec = HParams.from_hf(config(**changes))
     assert spec.rope.kind == "llama3"
     assert (spec.rope.theta, spec.rope.factor) == (5e5, 8.0)
@@ -77,11 +77,11 @@ def test_every_spelling_of_rope_scaling_means_the_same(changes):
         (None, 128),
     ],
 )
-def test_stretched_positions_reach_further(rope, longest):
+def test_rope_scaling_extends_the_context(rope, longest):
     assert HParams.from_hf(config(rope_scaling=rope)).max_positions == longest
 
 
-def test_layer_types_say_which_layers_have_a_window():
+def test_layer_types_select_sliding_windows():
     spec = HParams.from_hf(
         config(
             architectures=["Qwen3ForCausalLM"],
@@ -101,8 +101,16 @@ def test_architecture_may_come_from_the_model_type():
 @pytest.mark.parametrize(
     ("changes", "error", "message"),
     [
-        ({"architectures": ["LlamaForCausalLN"]}, UnsupportedError, "nearest is LlamaForCausalLM"),
-        ({"architectures": ["MambaForCausalLM"]}, UnsupportedError, "Known: LlamaForCausalLM, Mis"),
+        (
+            {"architectures": ["LlamaForCausalLN"]},
+            UnsupportedError,
+            "closest name is LlamaForCausalLM",
+        ),
+        (
+            {"architectures": ["MambaForCausalLM"]},
+            UnsupportedError,
+            "Supported: LlamaForCausalLM, Mis",
+        ),
         ({"architectures": None}, CheckpointError, "neither architectures nor model_type"),
         ({"hidden_act": "gelu"}, UnsupportedError, "hidden_act 'gelu'"),
         ({"hidden_size": None}, CheckpointError, "field 'hidden_size' is missing"),
@@ -111,13 +119,13 @@ def test_architecture_may_come_from_the_model_type():
         ({"num_attention_heads": 6}, CheckpointError, "not a multiple of num_attention_heads"),
         ({"rope_scaling": {"type": "longrope"}}, UnsupportedError, "rope type 'longrope'"),
         ({"rope_scaling": {"type": "linear"}}, CheckpointError, "field 'factor' is missing"),
-        ({"rope_parameters": {"full_attention": {}}}, UnsupportedError, "by kind of layer"),
+        ({"rope_parameters": {"full_attention": {}}}, UnsupportedError, "by layer type"),
         ({"quantization_config": "awq"}, CheckpointError, "expected an object"),
         ({"tie_word_embeddings": "yes"}, CheckpointError, "true or false"),
         ({"partial_rotary_factor": 0.01}, CheckpointError, "features per head are rotary"),
     ],
 )
-def test_bad_configs_are_refused_by_name(changes, error, message):
+def test_invalid_configs_are_rejected(changes, error, message):
     with pytest.raises(error, match=r"some/config\.json") as caught:
         HParams.from_hf(config(**changes), "some/config.json")
     assert message in str(caught.value)

@@ -1,4 +1,4 @@
-"""Tiny Llama folders, plain and quantised, and the logits that the engine's parts give for them."""
+"""Tiny Llama folders, unquantised and quantised, and their logits."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ IDS = [5, 17, 93, 2, 44, 61, 8, 8, 30, 72, 1]
 
 
 def write_plain(folder: Path, tied: bool = False, seed: int = 1) -> Path:
-    """Two layers of random weights, in float32."""
+    """Write a model of two layers with random float32 weights."""
     config = transformers.LlamaConfig(
         vocab_size=VOCAB,
         hidden_size=HIDDEN,
@@ -53,7 +53,7 @@ def rewrite(
     pack: Callable[[str, Tensor], Packed | None],
     quantization: Mapping[str, Any],
 ) -> tuple[Path, Path]:
-    """A copy of a folder with its projections packed, and one with what they stand for."""
+    """Copy a folder twice: with quantised projections, and with their dequantised weights."""
     reference = target.with_name(target.name + "-plain")
     packed: dict[str, Tensor] = {}
     plain: dict[str, Tensor] = {}
@@ -78,11 +78,11 @@ def rewrite(
 
 
 def loaded(model: Path, **options: Any) -> Loaded:
-    """A network as the engine builds it."""
+    """Load a network as the engine does."""
     config = EngineConfig.of(model=str(model), **options)
     files = resolve(config.model)
-    spec = load_hparams(files, config.model)
-    return load_network(config, spec, open_checkpoint(files, config.model))
+    hparams = load_hparams(files, config.model)
+    return load_network(config, hparams, open_checkpoint(files, config.model))
 
 
 def logits(made: Loaded, ids: list[int] = IDS) -> Tensor:
@@ -93,9 +93,9 @@ def logits(made: Loaded, ids: list[int] = IDS) -> Tensor:
     shape = (16, heads.num_kv, 16, heads.dim)
     cache = KVCache(len(network.model.layers), shape, parts.dtype, parts.device)
     slots = SlotTables(1, 16, 16, parts.device)
-    admission = SlotInit("r", 0, ids, len(ids), SamplingParams(), frozenset(), 0)
+    slot_init = SlotInit("r", 0, ids, len(ids), SamplingParams(), frozenset(), 0)
     blocks = tuple(range(-(-len(ids) // 16)))
-    plan = StepPlan([Row("r", 0, 0, len(ids), tuple(ids), blocks, True)], [admission])
+    plan = StepPlan([Row("r", 0, 0, len(ids), tuple(ids), blocks, True)], [slot_init])
     slots.apply(plan)
     tokens, batch = slots.batch(plan, cache.layers)
     with torch.inference_mode():

@@ -1,7 +1,7 @@
-"""Checkpoint layouts written from their definitions, with nothing of the package's own readers.
+"""Checkpoint layouts, written from their definitions and independent of the package's readers.
 
-Each packer rounds a weight [N, K] and gives the tensors of one module, and the weight that they
-stand for in float32.
+Each packer quantises a weight [N, K] and returns the tensors of one module and the dequantised
+float32 weight.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor
 @dataclass(frozen=True)
 class Packed:
     tensors: dict[str, Tensor]
-    weight: Tensor  # what a reader must find
+    weight: Tensor  # the dequantised weight
 
 
 def _groups_of(num_in: int, group: int, shuffled: int | None) -> np.ndarray:
@@ -26,10 +26,10 @@ def _groups_of(num_in: int, group: int, shuffled: int | None) -> np.ndarray:
     return groups if shuffled is None else np.random.default_rng(shuffled).permutation(groups)
 
 
-def _round(
+def _quantise(
     weight: Tensor, bits: int, groups: np.ndarray, lowest_zero: int = 0
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, Tensor]:
-    """Codes [N, K], zeros and scales [N, groups], and the weight again."""
+    """Codes [N, K], zero points and scales [N, groups], and the dequantised weight."""
     values, most = weight.double().numpy(), 2**bits - 1
     codes = np.zeros(values.shape, np.int64)
     count = groups.max() + 1
@@ -49,7 +49,7 @@ def _round(
 
 
 def _words(numbers: np.ndarray, bits: int) -> Tensor:
-    """[count, columns] to int32 [count * bits / 32, columns]: one long string of bits, lowest first."""
+    """[count, columns] to int32 [count * bits / 32, columns]: a contiguous bit string, lowest bit first."""
     string = (numbers[:, None, :] >> np.arange(bits)[None, :, None]) & 1
     string = string.reshape(-1, 32, numbers.shape[1]).astype(np.uint64)
     words = (string << np.arange(32, dtype=np.uint64)[None, :, None]).sum(1)
@@ -57,7 +57,7 @@ def _words(numbers: np.ndarray, bits: int) -> Tensor:
 
 
 def awq(weight: Tensor, group: int) -> Packed:
-    codes, zeros, scales, back = _round(weight, 4, _groups_of(weight.shape[1], group, None))
+    codes, zeros, scales, back = _quantise(weight, 4, _groups_of(weight.shape[1], group, None))
 
     def words(numbers: np.ndarray) -> Tensor:  # [rows, N]
         packed = np.zeros((numbers.shape[0], numbers.shape[1] // 8), np.uint32)
@@ -77,7 +77,7 @@ def gptq(
     weight: Tensor, bits: int, group: int, *, v2: bool = False, act_order: int | None = None
 ) -> Packed:
     groups = _groups_of(weight.shape[1], group, act_order)
-    codes, zeros, scales, back = _round(weight, bits, groups, lowest_zero=0 if v2 else 1)
+    codes, zeros, scales, back = _quantise(weight, bits, groups, lowest_zero=0 if v2 else 1)
     tensors = {
         "qweight": _words(codes.T, bits),
         "qzeros": _words(zeros - (0 if v2 else 1), bits).T.contiguous(),

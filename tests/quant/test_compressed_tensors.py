@@ -1,4 +1,4 @@
-"""Folders that the compressed-tensors package wrote: the same logits as transformers with it."""
+"""Folders written by the compressed-tensors package give the same logits as transformers."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ BLOCK = {"num_bits": 8, "type": "float", "strategy": "block", "block_structure":
 TOKEN = {"num_bits": 8, "strategy": "token", "dynamic": True}
 FIXED = {"num_bits": 8, "strategy": "tensor", "dynamic": False}
 
-# format, weights, activations, and how far logits may differ where activations are rounded:
-# transformers keeps the scale of int8 activations at 1 / 127.5 of the largest, we at 1 / 127.
+# Format, weights, activations, and tolerance of the logits with quantised activations:
+# the scale of int8 activations is absmax / 127.5 in transformers and absmax / 127 here.
 CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any] | None, float]] = {
     "int4 groups": ("pack-quantized", INT4, None, 0),
     "int4 asymmetric": ("pack-quantized", INT4 | {"symmetric": False}, None, 0),
@@ -53,7 +53,7 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any] | None, float]] = {
     "fp8 naive": ("naive-quantized", FP8, None, 0),
     "fp8 blocks": ("float-quantized", BLOCK, None, 0),
 }
-# Weights alone in whole bytes, which transformers expects to be packed.
+# Weight-only int8, unpacked; transformers expects packed weights.
 BY_BYTE = {
     "int8 plain": ("int-quantized", INT8),
     "int8 plain groups": ("naive-quantized", INT4 | {"num_bits": 8}),
@@ -151,9 +151,7 @@ def test_logits_equal_transformers(name: str, plain: Path, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("name", BY_BYTE)
-def test_weights_in_whole_bytes_are_what_they_stand_for(
-    name: str, plain: Path, tmp_path: Path
-) -> None:
+def test_unpacked_int8_weights_dequantise_correctly(name: str, plain: Path, tmp_path: Path) -> None:
     kind, weights = BY_BYTE[name]
     folder = compress(plain, tmp_path / "bytes", kind, weights)
     want = theirs(compress(plain, tmp_path / "packed", "pack-quantized", weights))

@@ -1,4 +1,4 @@
-"""What a quantization_config may say, and every way in which it is refused."""
+"""Supported quantization_configs, and errors for all others."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ INT8_ACTIVATIONS = {"num_bits": 8, "type": "int", "strategy": "token", "dynamic"
         (
             {"quant_method": "quip"},
             UnsupportedError,
-            "'quip', which cannot be read here. Known: awq",
+            "'quip', which is not supported. Supported: awq",
         ),
         (AWQ | {"bits": 5}, UnsupportedError, "bits is 5"),
         (AWQ | {"version": "gemv"}, UnsupportedError, "version is 'gemv'"),
@@ -73,13 +73,13 @@ INT8_ACTIVATIONS = {"num_bits": 8, "type": "int", "strategy": "token", "dynamic"
         (int4(num_bits=5), UnsupportedError, "num_bits is 5"),
         (int4(strategy="block"), UnsupportedError, "strategy is 'block'"),
         (int4(actorder="odd"), UnsupportedError, "actorder is 'odd'"),
-        (int4(dynamic=True), CheckpointError, "weights do not change"),
+        (int4(dynamic=True), CheckpointError, "weights cannot be quantised dynamically"),
         (group(weights=None), UnsupportedError, "has no weights"),
-        (group(input_activations=INT8_ACTIVATIONS), UnsupportedError, "only int8 weights"),
+        (group(input_activations=INT8_ACTIVATIONS), UnsupportedError, "need int8 weights"),
         (group(output_activations=INT8_ACTIVATIONS), UnsupportedError, "output_activations"),
     ],
 )
-def test_what_is_not_known_is_refused_by_name(
+def test_unsupported_fields_are_rejected_by_name(
     config: dict[str, Any], error: type[EngineError], message: str
 ) -> None:
     with pytest.raises(error, match=r"some/config\.json: quantization_config") as caught:
@@ -87,11 +87,11 @@ def test_what_is_not_known_is_refused_by_name(
     assert message in str(caught.value)
 
 
-def test_nothing_is_no_format() -> None:
+def test_empty_config_has_no_format() -> None:
     assert detect({}, "x", LINEARS) is None
 
 
-def test_patterns_names_and_classes_pick_modules() -> None:
+def test_targets_by_name_pattern_and_class() -> None:
     config = copy.deepcopy(INT4)
     groups = config["config_groups"]
     eight = copy.deepcopy(groups["group_0"])
@@ -122,7 +122,7 @@ def test_patterns_names_and_classes_pick_modules() -> None:
         ([], "lm_head", True),
     ],
 )
-def test_skipped_modules_are_whole_names(names: list[str], module: str, skipped: bool) -> None:
+def test_skipped_modules_match_whole_names(names: list[str], module: str, skipped: bool) -> None:
     found = detect(AWQ | {"modules_to_not_convert": names}, "x", LINEARS)
     assert found is not None
     assert (found.method(module) is None) == skipped
@@ -149,7 +149,7 @@ def change(folder: Path, name: str, tensor: torch.Tensor | None) -> None:
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), 0.0])
-def test_a_bad_scale_names_its_tensor(awq_folder: Path, value: float) -> None:
+def test_invalid_scale_names_its_tensor(awq_folder: Path, value: float) -> None:
     name = "model.layers.1.mlp.up_proj.scales"
     scales = load_file(awq_folder / "model.safetensors")[name]
     scales[1, 5] = value
@@ -165,24 +165,26 @@ def test_missing_scales_are_named(awq_folder: Path) -> None:
         loaded(awq_folder)
 
 
-def test_codes_of_another_type_are_refused(awq_folder: Path) -> None:
+def test_codes_of_another_dtype_are_rejected(awq_folder: Path) -> None:
     name = "model.layers.0.self_attn.q_proj.qweight"
     change(awq_folder, name, torch.zeros(128, 16, dtype=torch.float32))
     with pytest.raises(CheckpointError, match=rf"{name} is stored as float32, expected int32"):
         loaded(awq_folder)
 
 
-def test_weights_and_config_that_differ_are_refused(awq_folder: Path, plain: Path) -> None:
+def test_weights_that_contradict_the_config_are_rejected(awq_folder: Path, plain: Path) -> None:
     changed = {"quantization_config": AWQ | {"group_size": 64}}
     with pytest.raises(CheckpointError, match=r"qzeros has shape \[4, 16\], .* needs \[2, 16\]"):
         loaded(awq_folder, hf_overrides=changed)
     with pytest.raises(CheckpointError, match="group size of 48 does not divide the 128 inputs"):
         loaded(awq_folder, hf_overrides={"quantization_config": AWQ | {"group_size": 48}})
-    with pytest.raises(CheckpointError, match=r"lacks .*q_proj\.qweight.* does not know: .*weight"):
+    with pytest.raises(
+        CheckpointError, match=r"lacks .*q_proj\.qweight.* unknown tensors: .*weight"
+    ):
         loaded(plain, hf_overrides={"quantization_config": AWQ})
 
 
-def test_a_group_index_that_lies_is_refused(plain: Path, tmp_path: Path) -> None:
+def test_invalid_g_idx_is_rejected(plain: Path, tmp_path: Path) -> None:
     folder, _ = rewrite(plain, tmp_path / "q", lambda _, w: packers.gptq(w, 4, 32), GPTQ)
     name = "model.layers.0.mlp.down_proj.g_idx"
     change(folder, name, torch.zeros(256, dtype=torch.int32))
@@ -193,7 +195,7 @@ def test_a_group_index_that_lies_is_refused(plain: Path, tmp_path: Path) -> None
         loaded(folder)
 
 
-def test_a_quant_state_that_lies_is_refused(plain: Path, tmp_path: Path) -> None:
+def test_invalid_quant_state_is_rejected(plain: Path, tmp_path: Path) -> None:
     folder, _ = rewrite(plain, tmp_path / "q", lambda _, w: packers.nf4(w, False), NF4)
     name = "model.layers.0.mlp.down_proj.weight.quant_state.bitsandbytes__nf4"
     change(folder, name, torch.tensor(list(b"not json"), dtype=torch.uint8))
@@ -205,7 +207,7 @@ def test_a_quant_state_that_lies_is_refused(plain: Path, tmp_path: Path) -> None
         loaded(folder)
 
 
-def test_a_quantised_checkpoint_is_not_rounded_again(awq_folder: Path) -> None:
+def test_quantised_checkpoint_is_not_quantised_again(awq_folder: Path) -> None:
     with pytest.raises(ConfigError, match=r"--quantization fp8: .* quantised already \(awq\)"):
         loaded(awq_folder, quantization="fp8")
     with pytest.raises(ConfigError, match=r"--quantize-head: .* already"):
@@ -213,7 +215,7 @@ def test_a_quantised_checkpoint_is_not_rounded_again(awq_folder: Path) -> None:
     assert loaded(awq_folder, quantization="int4").weight_bytes > 0
 
 
-def test_a_quantised_head_cannot_be_tied(tmp_path: Path) -> None:
+def test_quantised_head_cannot_be_tied(tmp_path: Path) -> None:
     folder = write_plain(tmp_path / "tied", tied=True)
     quantization = INT4 | {"ignore": []}
     with pytest.raises(CheckpointError, match="covers lm_head, but tie_word_embeddings"):

@@ -1,4 +1,4 @@
-"""Every format that checkpoints come in: a tiny folder gives the logits of the weights it stands for."""
+"""Every checkpoint format: a tiny folder gives the logits of its dequantised weights."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ CASES: dict[str, tuple[Any, dict[str, Any]]] = {
         lambda _, w: packers.gptq(w, 4, 32, act_order=3),
         GPTQ | {"desc_act": True},
     ),
-    # q, k and v each in another order: three products in one layer.
+    # q, k and v with different act-orders: three GEMMs in one layer.
     "gptq act-order per part": (
         lambda n, w: packers.gptq(w, 4, 32, act_order=len(n) + ord(n[-6])),
         GPTQ | {"desc_act": True},
@@ -76,7 +76,9 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_format_stands_for_its_weights(name: str, plain: Path, tmp_path: Path) -> None:
+def test_format_gives_the_logits_of_its_dequantised_weights(
+    name: str, plain: Path, tmp_path: Path
+) -> None:
     pack, quantization = CASES[name]
     folder, reference = rewrite(plain, tmp_path / "q", pack, quantization)
     want = logits(loaded(reference))
@@ -85,12 +87,12 @@ def test_a_format_stands_for_its_weights(name: str, plain: Path, tmp_path: Path)
     for made in (packed, unpacked):
         torch.testing.assert_close(logits(made), want, atol=2e-3, rtol=1e-3)
     assert packed.weight_bytes < 0.6 * unpacked.weight_bytes
-    # A kernel of this machine may round activations to int8.
+    # A kernel of this machine may quantise activations to int8.
     assert (logits(loaded(folder)) - want).norm() < 0.05 * want.norm()
 
 
 @pytest.mark.parametrize(("block", "static"), [(None, False), (None, True), (128, False)])
-def test_fp8_rounds_activations_too(
+def test_fp8_quantises_activations(
     block: int | None, static: bool, plain: Path, tmp_path: Path
 ) -> None:
     given = 0.02 if static else None
@@ -105,7 +107,7 @@ def test_fp8_rounds_activations_too(
     want = logits(loaded(reference))
     unpacked, packed = loaded(folder, dtype="float32"), loaded(folder, plain_kernels=True)
     got, oracle = logits(unpacked), logits(packed)
-    # Both round activations alike; only the order of sums differs.
+    # Both quantise activations in the same way; only the order of sums differs.
     torch.testing.assert_close(got, oracle, atol=2e-2, rtol=1e-2)
     error = (got - want).norm() / want.norm()
     assert 1e-3 < error < 0.12

@@ -1,4 +1,4 @@
-"""The choice of a kernel per form, the plain product, and when a weight is unpacked."""
+"""Kernel selection per packed form, the reference GEMM, and unpacking of weights."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def weight(num_out: int = 256, num_in: int = 384, seed: int = 0) -> Tensor:
     return torch.randn(num_out, num_in, generator=torch.Generator().manual_seed(seed)) * 0.05
 
 
-def test_whole_number_products_are_exact() -> None:
+def test_integer_gemms_are_exact() -> None:
     form = quantise(weight(), SCHEMES["w8a8"])
     assert isinstance(form, Int8Group)
     x = torch.randn(5, 384)
@@ -34,7 +34,7 @@ def test_whole_number_products_are_exact() -> None:
 
 
 @pytest.mark.parametrize("kind", ["token", "tensor", "block"])
-def test_fp8_activations_are_rounded_as_the_form_says(kind: str) -> None:
+def test_fp8_activations_are_quantised_as_configured(kind: str) -> None:
     given = torch.tensor([0.01]) if kind == "tensor" else None
     form = quantise(weight(), SCHEMES["fp8"])
     assert isinstance(form, Float8)
@@ -48,7 +48,7 @@ def test_fp8_activations_are_rounded_as_the_form_says(kind: str) -> None:
 
 
 @pytest.mark.parametrize("options", [{"plain": True}, {"reference": True}], ids=str)
-def test_int4_has_its_activations_rounded_when_asked_for(options: dict[str, bool]) -> None:
+def test_int4_quantises_activations_on_request(options: dict[str, bool]) -> None:
     form = quantise(weight(), SCHEMES["w4a8"])
     x = torch.randn(3, 384)
     scale = x.abs().amax(-1, keepdim=True) / 448
@@ -64,7 +64,7 @@ def test_int4_has_its_activations_rounded_when_asked_for(options: dict[str, bool
 
 @pytest.mark.parametrize("name", SCHEMES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_unpacked_and_plain_agree(name: str, dtype: torch.dtype) -> None:
+def test_unpacked_matches_reference(name: str, dtype: torch.dtype) -> None:
     form = quantise(weight(), SCHEMES[name])
     x = torch.randn(4, 384).to(dtype)
     plain = Linears(CPU, dtype, plain=True).hold(form)
@@ -78,8 +78,8 @@ def test_unpacked_and_plain_agree(name: str, dtype: torch.dtype) -> None:
     assert unpacked.prepared.num_bytes == 256 * 384 * dtype.itemsize
 
 
-class _Half:
-    """A kernel that takes int8 only."""
+class _Int8Only:
+    """A kernel that supports int8 only."""
 
     name = "half"
     batch_invariant = True
@@ -92,8 +92,8 @@ class _Half:
         return PlainLinear().prepare(form)
 
 
-def test_the_first_kernel_that_takes_a_form_gets_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    where = f"{__name__}:_Half"
+def test_first_supporting_kernel_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    where = f"{__name__}:_Int8Only"
     monkeypatch.setattr(linears_module, "_CANDIDATES", {"cpu": (where,), "cuda": ()})
     linears = Linears(CPU, torch.float32)
     int8, int4 = quantise(weight(), SCHEMES["int8"]), quantise(weight(), SCHEMES["int4"])
@@ -111,7 +111,7 @@ def test_the_first_kernel_that_takes_a_form_gets_it(monkeypatch: pytest.MonkeyPa
     assert "--dtype float32" in reference.reason
 
 
-def test_a_gpu_keeps_packed_what_no_kernel_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpu_keeps_weights_packed_without_a_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(linears_module, "_CANDIDATES", {"cpu": (), "cuda": ()})
     decision = Linears(CUDA, torch.bfloat16).decide(quantise(weight(), SCHEMES["fp8"]))
     assert decision.unpacked is None
@@ -122,7 +122,7 @@ def test_a_gpu_keeps_packed_what_no_kernel_takes(monkeypatch: pytest.MonkeyPatch
     assert "8.0) has no fp8 products" in decision.reason
 
 
-def test_a_gpu_unpacks_what_is_so_small_that_it_gains_nothing() -> None:
+def test_gpu_unpacks_small_weights() -> None:
     linears = Linears(CUDA, torch.bfloat16)
     small = torch.randn(576, 640)
     for scheme in ("int4", "int8", "nf4"):
@@ -146,12 +146,12 @@ def test_a_gpu_unpacks_what_is_so_small_that_it_gains_nothing() -> None:
         ("nf4", "4-bit table, groups of 64"),
     ],
 )
-def test_forms_have_words(scheme: str, text: str) -> None:
+def test_form_descriptions(scheme: str, text: str) -> None:
     assert describe(quantise(weight(), SCHEMES[scheme])) == text
 
 
 @pytest.mark.parametrize("name", SCHEMES)
-def test_parts_joined_are_the_whole(name: str) -> None:
+def test_joined_parts_equal_the_whole(name: str) -> None:
     whole = weight(384)
     parts = [quantise(part.contiguous(), SCHEMES[name]) for part in whole.split([256, 128])]
     joined = join(parts)
@@ -159,7 +159,7 @@ def test_parts_joined_are_the_whole(name: str) -> None:
     assert torch.equal(joined[0].dequantise(), quantise(whole, SCHEMES[name]).dequantise())
 
 
-def test_parts_that_differ_stay_apart() -> None:
+def test_different_parts_are_not_joined() -> None:
     token, given = (
         quantise(weight(), Scheme("x", "fp8", (), True, kind)) for kind in ("token", "none")
     )
@@ -169,7 +169,7 @@ def test_parts_that_differ_stay_apart() -> None:
         for value in (1.0, 2.0)
     )
     assert len(join([one, one, two])) == 2
-    cut = quantise(weight(192), SCHEMES["fp8-block"])  # ends within a block
+    cut = quantise(weight(192), SCHEMES["fp8-block"])  # ends inside a block
     assert len(join([cut, cut])) == 2
     tensor = Float8(token.codes, torch.tensor([[0.5]]))
     other = Float8(token.codes, torch.tensor([[0.25]]))

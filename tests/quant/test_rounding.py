@@ -1,4 +1,4 @@
-"""Rounding at load time: the error stays below each scheme's bound, and nothing divides by zero."""
+"""Online quantisation: the error is below each scheme's bound, and no scale is zero."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from windlass.errors import UnsupportedError
 from windlass.kernels.plain_linear import form_bytes
 from windlass.quant.rounding import NF4, SCHEMES, as_half, quantise
 
-# Half a step of the scheme's codes, relative to the largest weight that shares a scale.
+# Half a step of the scheme's codes, relative to the absmax of a group.
 STEP = {
     "int4": 2 / 15 / 2,
     "w4a8": 2 / 15 / 2,
@@ -35,15 +35,15 @@ BITS = {
 @pytest.mark.parametrize("name", SCHEMES)
 @pytest.mark.parametrize("scale", [1.0, 1e-7, 100.0])
 @pytest.mark.parametrize("shape", [(1, 128), (300, 384), (129, 64)])
-def test_the_error_is_below_half_a_step(name: str, scale: float, shape: tuple[int, int]) -> None:
+def test_error_is_below_half_a_step(name: str, scale: float, shape: tuple[int, int]) -> None:
     weight = torch.randn(shape, generator=torch.Generator().manual_seed(1)) * scale
     form = quantise(weight, SCHEMES[name])
     error = (form.dequantise() - weight).abs().max()
     assert error <= 1.01 * STEP[name] * weight.abs().max() + 1e-3 * weight.abs().max()
 
 
-def test_int8_keeps_what_4_bits_in_groups_of_32_could_say() -> None:
-    """Its 256 steps hold the 16 of such a group: files of 4 bits lose nothing by it."""
+def test_int8_represents_4_bit_groups_of_32() -> None:
+    """256 steps represent the 16 of such a group: 4-bit files lose nothing."""
     g = torch.Generator().manual_seed(2)
     codes = torch.randint(0, 16, (64, 20, 32), generator=g)
     codes[..., 0], codes[..., 1] = 0, 15
@@ -52,7 +52,7 @@ def test_int8_keeps_what_4_bits_in_groups_of_32_could_say() -> None:
         1
     )
     error = (quantise(weight, SCHEMES["int8"]).dequantise() - weight).abs().view(64, 20, 32)
-    # Of a step, instead of half of one: what rounding scale and minimum to 11 bits moves (0.145).
+    # In steps; half a step is the general bound. Rounding scale and offset to 11 bits moves 0.145.
     assert float((error / (scales * 15 / 255)).max()) < 0.2
 
 
@@ -63,7 +63,7 @@ def test_bits_per_weight(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", SCHEMES)
-def test_weights_without_range_come_back(name: str) -> None:
+def test_constant_weights_round_trip(name: str) -> None:
     weight = torch.zeros(128, 128)
     weight[3] = 0.25
     weight[5, 7] = 1e-12
@@ -73,10 +73,10 @@ def test_weights_without_range_come_back(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", SCHEMES)
-def test_rows_are_rounded_alone(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_are_quantised_independently(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     weight = torch.randn(700, 128)
     whole = quantise(weight, SCHEMES[name]).dequantise()
-    monkeypatch.setattr("windlass.quant.rounding._AT_ONCE", 1)
+    monkeypatch.setattr("windlass.quant.rounding._CHUNK_WEIGHTS", 1)
     assert torch.equal(quantise(weight, SCHEMES[name]).dequantise(), whole)
 
 
@@ -87,16 +87,16 @@ def test_rows_are_rounded_alone(name: str, monkeypatch: pytest.MonkeyPatch) -> N
         *[("int8", 384, 32), ("int8", 100, 100), ("nf4", 96, 32)],
     ],
 )
-def test_the_largest_group_that_divides(scheme: str, num_in: int, group: int) -> None:
+def test_first_dividing_group_size_is_used(scheme: str, num_in: int, group: int) -> None:
     assert quantise(torch.randn(4, num_in), SCHEMES[scheme]).group == group
 
 
-def test_inputs_that_no_group_divides_are_refused_by_name() -> None:
+def test_indivisible_inputs_are_rejected() -> None:
     with pytest.raises(UnsupportedError, match=r"mlp: int4 needs groups of 128, 64, 32 .* 80"):
         SCHEMES["int4"].group(80, "mlp")
 
 
-def test_scales_outside_of_float16_stay_in_full() -> None:
+def test_scales_outside_float16_stay_float32() -> None:
     assert as_half(torch.tensor([1.0, 0.0])).dtype == torch.float16
     assert as_half(torch.tensor([1e6])).dtype == torch.float32
     assert as_half(torch.tensor([1e-9])).dtype == torch.float32

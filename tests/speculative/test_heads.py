@@ -223,7 +223,7 @@ def test_a_head_is_looked_at_before_weights_are_read(
     shutil.copytree(heads[kind], cut)
     whole = (cut / "model.safetensors").read_bytes()
     (cut / "model.safetensors").write_bytes(whole[: len(whole) // 2])
-    with pytest.raises(CheckpointError, match=r"--spec-model: .* is cut off"):
+    with pytest.raises(CheckpointError, match=r"--spec-model: .* is truncated"):
         make(model, spec=kind, spec_model=str(cut))
 
 

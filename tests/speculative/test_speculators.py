@@ -225,7 +225,7 @@ def test_auto_knows_the_layout(tmp_path: Path) -> None:
         ({}, {"quantization_config": {"a": 1}}, "has a quantization_config", UnsupportedError),
         ({}, {LAYER: 3}, "transformer_layer_config is 3, expected", CheckpointError),
         ({}, {LAYER: {}}, "'num_attention_heads' is missing", CheckpointError),
-        ({}, {TAPS: [0, 1]}, r"reads the inputs of layers \[0, 1\]", CheckpointError),
+        ({}, {TAPS: [0, 1]}, r"lists aux layers \[0, 1\]", CheckpointError),
         (
             {},
             {"norm_before_fc": True, "fc_norm": True},

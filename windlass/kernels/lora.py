@@ -1,8 +1,8 @@
-"""What adapters add to a product: y += up[slot] @ (down[slot] @ x) for rows of mixed adapters.
+"""Adds LoRA deltas to a GEMM's outputs: y += up[slot] @ (down[slot] @ x), rows of mixed adapters.
 
-Where the matrices are int8 codes, down @ x is multiplied by the scales of its ranks in between.
-Here are the adapters' places of one layer, and the plain version: the definition, for any device.
-Which adapter lies in which slot, and how it got there, is the bank's business.
+With int8 codes, down @ x is multiplied by the scales of its ranks before up. This file has the
+adapter matrices of one layer, the kernel interface, and the reference implementation for any device.
+The bank (lora/bank.py) fills the slots.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,66 +20,74 @@ from windlass.kernels.batch import AdapterRows
 from windlass.kernels.gemm import Norm, batch_invariant_linear
 from windlass.kernels.rounded import Inputs, Outputs
 
-TOGETHER = 16  # ranks of an output that may lie side by side
+TOGETHER = 16  # ranks of an output that are adjacent in the `by_output` layout
 SiluMul = Callable[[Outputs], Inputs]
-# Outputs of a part, and down [ranks, in], up [ranks, out] and scales [ranks] of some of its ranks.
-Change = tuple[slice, Tensor, Tensor, Tensor | None]
+
+
+class LoraDelta(NamedTuple):
+    """Views of some ranks of a part's matrices in one slot."""
+
+    outputs: slice  # of the layer
+    down: Tensor  # [ranks, in]
+    up: Tensor  # [ranks, out]
+    scales: Tensor | None  # [ranks]
 
 
 @dataclass(frozen=True, slots=True)
 class Stacks:
-    """The adapters' matrices of one layer, by slot. Beyond a slot's rank: finite, without meaning."""
+    """LoRA matrices of one layer, by slot. Values above a slot's rank are finite and unused."""
 
-    down: Tensor  # [slots + 1, parts, most ranks, in]
-    up: Tensor  # [slots + 1, most ranks * out]: a matrix [most ranks, out] of each part in turn
+    down: Tensor  # [slots + 1, parts, max_rank, in]
+    up: Tensor  # [slots + 1, max_rank * out]: a [max_rank, out] matrix per part, one after another
     ranks: Tensor  # [slots + 1, parts] int32; 0: the slot does not change this part
     sizes: tuple[int, ...]  # outputs of each part
-    changes: dict[int, list[Change]]  # by slot, where no device need be asked: views of the others
-    # [slots + 1, parts, most ranks] float32 of int8 codes; rows lie as far apart as those of ranks.
+    deltas: dict[int, list[LoraDelta]]  # by slot, on the host: views into the tensors above
+    # [slots + 1, parts, max_rank] float32, of int8 codes; row stride as that of `ranks`.
     scales: Tensor | None = None
-    # Whether a part's matrix in `up` is [most ranks / 16, out, 16] instead.
+    # Whether a part's matrix in `up` is laid out as [max_rank / 16, out, 16] instead.
     by_output: bool = False
 
     @property
     def num_bytes(self) -> int:
-        """Of the matrices."""
+        """Bytes of the matrices."""
         return self.down.nbytes + self.up.nbytes
 
     def clear(self, slot: int) -> None:
-        self.changes[slot] = []
+        self.deltas[slot] = []
 
     def place(self, slot: int, part: int, rank: int) -> tuple[Tensor, list[Tensor]]:
-        """Where a part's down [rank, in] goes, and its up in pieces [some ranks, out], after `clear`.
+        """Destinations of a part's matrices: down [rank, in], and up in chunks [some ranks, out].
 
-        Its rank and scales are sent apart.
+        Call `clear` first. The caller writes ranks and scales itself.
         """
-        most, first, size = self.down.shape[2], sum(self.sizes[:part]), self.sizes[part]
-        own = self.up[slot, most * first : most * (first + size)]
-        step = TOGETHER if self.by_output else most
-        matrices = own.view(-1, size, step).mT if self.by_output else own.view(1, most, size)
+        max_rank, first, size = self.down.shape[2], sum(self.sizes[:part]), self.sizes[part]
+        flat = self.up[slot, max_rank * first : max_rank * (first + size)]
+        step = TOGETHER if self.by_output else max_rank
+        matrices = flat.view(-1, size, step).mT if self.by_output else flat.view(1, max_rank, size)
         down, scales = self.down[slot, part], None
-        pieces = []
-        for at, matrix in zip(range(0, rank, step), matrices, strict=False):
-            these = slice(at, min(at + step, rank))
-            pieces.append(matrix[: these.stop - at])
+        chunks = []
+        for start, matrix in zip(range(0, rank, step), matrices, strict=False):
+            ranks = slice(start, min(start + step, rank))
+            chunks.append(matrix[: ranks.stop - start])
             if self.scales is not None:
-                scales = self.scales[slot, part, these]
-            change = (slice(first, first + size), down[these], pieces[-1], scales)
-            self.changes[slot].append(change)
-        return down[:rank], pieces
+                scales = self.scales[slot, part, ranks]
+            delta = LoraDelta(slice(first, first + size), down[ranks], chunks[-1], scales)
+            self.deltas[slot].append(delta)
+        return down[:rank], chunks
 
 
 class LoraKernel(ABC):
-    """What adapters make of x [tokens, in] and add to y [tokens, out], before and after y is known.
+    """Computes LoRA deltas for x [tokens, in] and adds them to y [tokens, out].
 
-    What comes behind a product is a step of its own, unless a kernel does both at once.
+    `begin` runs before the base GEMM and `end` after it. `gated` and `then` also apply the
+    operation after the GEMM; a kernel may override them with a fused version.
     """
 
     def by_output(
-        self, dtype: torch.dtype, inputs: torch.dtype, most: int, sizes: Sequence[int]
+        self, dtype: torch.dtype, inputs: torch.dtype, max_rank: int, sizes: Sequence[int]
     ) -> bool:
-        """How a layer's stacks are to lie, for matrices and inputs of these types: see `Stacks`."""
-        del dtype, inputs, most, sizes
+        """Whether a layer's stacks should use the `by_output` layout (see `Stacks`)."""
+        del dtype, inputs, max_rank, sizes
         return False
 
     @abstractmethod
@@ -87,12 +95,12 @@ class LoraKernel(ABC):
 
     @abstractmethod
     def end(self, y: Tensor, low: Any, stacks: Stacks, adapters: AdapterRows) -> Tensor:
-        """y, which may be changed, with what `begin` made added."""
+        """Add the deltas to y, perhaps in place. `low` is the result of `begin`."""
 
     def gated(
         self, y: Tensor, low: Any, stacks: Stacks, adapters: AdapterRows, silu_mul: SiluMul
     ) -> Inputs:
-        """silu(first half) * second half of that."""
+        """`end`, then silu(first half) * second half."""
         return silu_mul(self.end(y, low, stacks, adapters))
 
     def then(
@@ -104,13 +112,13 @@ class LoraKernel(ABC):
         residual: Tensor,
         norm: Norm,
     ) -> tuple[Inputs, Tensor]:
-        """That into the residual stream and through a norm, not rounded: as `Norm.add`."""
+        """`end`, then the residual addition and norm of `Norm.add`, without quantised outputs."""
         return norm.add(self.end(y, low, stacks, adapters), residual, whole=True)
 
 
 @dataclass(frozen=True, slots=True)
 class Lora:
-    """The adapters of one layer, and the kernel that was chosen for them."""
+    """The adapter matrices of one layer and the kernel chosen for them."""
 
     stacks: Stacks
     kernel: LoraKernel
@@ -131,7 +139,7 @@ class Lora:
 
 
 class PlainLora(LoraKernel):
-    """The plain version, adapter by adapter, behind the product: sums in float32, rounded once."""
+    """The reference implementation: one adapter at a time, after the GEMM, float32 accumulation."""
 
     def begin(self, x: Tensor, stacks: Stacks, adapters: AdapterRows) -> Tensor:
         del stacks, adapters
@@ -140,12 +148,12 @@ class PlainLora(LoraKernel):
     def end(self, y: Tensor, low: Tensor, stacks: Stacks, adapters: AdapterRows) -> Tensor:
         gemm = batch_invariant_linear if adapters.batch_invariant else linear
         for slot, tokens in adapters.groups:
-            changes = stacks.changes[slot]
-            if changes:
-                own = low[tokens].float()
-            for outputs, down, up, scales in changes:
-                short = gemm(own, down.float())
+            deltas = stacks.deltas[slot]
+            if deltas:
+                x = low[tokens].float()
+            for outputs, down, up, scales in deltas:
+                shrunk = gemm(x, down.float())
                 if scales is not None:
-                    short *= scales
-                y[tokens, outputs] += gemm(short, up.float().T)
+                    shrunk *= scales
+                y[tokens, outputs] += gemm(shrunk, up.float().T)
         return y

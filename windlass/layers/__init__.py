@@ -1,1 +1,1 @@
-"""The parts of a network."""
+"""Layers of a network."""

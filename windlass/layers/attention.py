@@ -1,4 +1,4 @@
-"""Attention over paged keys and values, for rows of any length in one batch."""
+"""Attention over the paged KV cache, for rows of any length in one batch."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from windlass.parallel.mesh import Group
 
 @dataclass(frozen=True, slots=True)
 class AttentionShape:
-    """What one attention layer looks like."""
+    """Sizes and options of one attention layer."""
 
     hidden_size: int
     heads: Heads
     qkv_bias: bool = False
     o_bias: bool = False
-    norm_eps: float | None = None  # set: queries and keys are normalised per head
+    norm_eps: float | None = None  # set: q and k are normalised per head
     window: int | None = None
-    input_size: int | None = None  # where it differs from the size of what comes out
+    input_size: int | None = None  # None: hidden_size
 
 
 class Attention(nn.Module):
-    """Projects, rotates, writes keys and values to their pages, attends, projects back.
+    """QKV projection, RoPE, KV cache write, attention and output projection.
 
-    The result goes into the residual stream and through the norm that follows.
+    The output is added to the residual stream and normalised by the next norm.
     """
 
     def __init__(
@@ -47,9 +47,9 @@ class Attention(nn.Module):
         self.index = index
         self.window = shape.window
         self.ops = ops
-        whole = shape.heads
-        self.heads = Heads(whole.num_q // group.size, whole.num_kv // group.size, whole.dim)
-        out, kv_out = whole.num_q * whole.dim, whole.num_kv * whole.dim
+        total = shape.heads
+        self.heads = Heads(total.num_q // group.size, total.num_kv // group.size, total.dim)
+        out, kv_out = total.num_q * total.dim, total.num_kv * total.dim
         parts = {"q_proj": out, "k_proj": kv_out, "v_proj": kv_out}
         self.qkv_proj = Linear(
             parts,
@@ -68,8 +68,8 @@ class Attention(nn.Module):
         )
         self.q_norm = self.k_norm = None
         if shape.norm_eps is not None:
-            self.q_norm = HeadNorm(whole.dim, shape.norm_eps, dtype)
-            self.k_norm = HeadNorm(whole.dim, shape.norm_eps, dtype)
+            self.q_norm = HeadNorm(total.dim, shape.norm_eps, dtype)
+            self.k_norm = HeadNorm(total.dim, shape.norm_eps, dtype)
 
     def forward(
         self,
@@ -80,16 +80,18 @@ class Attention(nn.Module):
         cos_sin: Tensor,
         logits_indices: LogitsIndices | None = None,
     ) -> tuple[Inputs, Tensor]:
-        """Behind attention only `logits_indices` tokens go on, or all."""
+        """Return (normalised, new residual) of the `logits_indices` tokens, or of all tokens."""
         kv = batch.kv[self.index]
         norms = None
         if self.q_norm is not None and self.k_norm is not None:
             norms = (self.q_norm.weight, self.k_norm.weight, self.q_norm.eps)
         qkv = self.qkv_proj.raw(x, batch.adapters)
-        mixed = self.ops.attend(qkv, self.heads, cos_sin, norms, kv, batch, self.window).flatten(1)
-        if logits_indices is None:
-            return self.o_proj.then(mixed, residual, norm, batch.adapters)
-        mixed, residual = (
-            self.ops.gather(rows, logits_indices.tokens) for rows in (mixed, residual)
+        attended = self.ops.attend(qkv, self.heads, cos_sin, norms, kv, batch, self.window).flatten(
+            1
         )
-        return self.o_proj.then(mixed, residual, norm, logits_indices.adapters)
+        if logits_indices is None:
+            return self.o_proj.then(attended, residual, norm, batch.adapters)
+        attended, residual = (
+            self.ops.gather(rows, logits_indices.tokens) for rows in (attended, residual)
+        )
+        return self.o_proj.then(attended, residual, norm, logits_indices.adapters)

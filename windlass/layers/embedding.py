@@ -1,4 +1,4 @@
-"""Token ids to vectors, and vectors to logits over the vocabulary."""
+"""Token embeddings, from their own table or from a tied head's packed weight."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from windlass.quant.base import LinearMethod
 
 
 class Embedding(nn.Module):
-    """A row of the table for each token."""
+    """Looks up a row of the table for each token."""
 
     def __init__(self, vocab_size: int, hidden_size: int, dtype: torch.dtype, ops: Ops) -> None:
         super().__init__()
@@ -25,12 +25,12 @@ class Embedding(nn.Module):
         return self.ops.embedding(ids, self.weight)
 
 
-class HeadRows(nn.Module):
-    """Rows of the head's own packed weight, so that a tied table is in memory once."""
+class TiedEmbedding(nn.Module):
+    """Reads rows of the head's packed weight, so that a tied table is in memory once."""
 
     def __init__(self, head: Linear, dtype: torch.dtype) -> None:
         super().__init__()
-        self._head = (head,)  # a tuple: it is no part of this module
+        self._head = (head,)  # a tuple, so that nn.Module does not register it as a submodule
         self._dtype = dtype
 
     def forward(self, ids: Tensor) -> Tensor:
@@ -38,7 +38,7 @@ class HeadRows(nn.Module):
 
 
 class PackedEmbedding(StoredWeight):
-    """Rows of a quantised table that stays packed. Its method must give rows."""
+    """Embedding that stays quantised. Its method must support reading rows."""
 
     def __init__(
         self, vocab_size: int, hidden_size: int, method: LinearMethod, dtype: torch.dtype

@@ -1,7 +1,7 @@
-"""Linear layers: one weight made of one or more parts of a checkpoint, stacked along the outputs.
+"""Linear layers: one weight of one or more checkpoint modules, stacked along the outputs.
 
-A layer says which parts it is made of and along which axis ranks share it. How the weight is
-stored is its method's business, and reading it the loader's.
+A layer names its parts and the axis that is sharded over ranks. Its method defines how the weight is
+stored; the loader reads it.
 """
 
 from __future__ import annotations
@@ -22,16 +22,18 @@ from windlass.parallel.mesh import Group
 from windlass.quant.base import LinearMethod
 
 Shard = Literal["out", "in"]
-MethodFor = Callable[[Iterable[str]], LinearMethod]  # by the names of a layer's parts
+MethodFor = Callable[[Iterable[str]], LinearMethod]  # from the names of a layer's parts
 
 
 class Linear(StoredWeight):
     """y = x W.T + b.
 
-    Sharded by "out", a rank holds some outputs of every part; by "in", some inputs of all of them,
-    and the ranks' results are summed.
+    `parts` maps checkpoint modules to their outputs, as in {"q_proj": 576, "k_proj": 192}.
+    With shard="out" (column-parallel) a rank holds some outputs of every part; with shard="in"
+    (row-parallel) some inputs of all parts, and the outputs are all-reduced. The weight exists after
+    the loader has filled `stored` and the method has finished the layer.
 
-    Steps with adapters add what those change to the product, for which inputs must not be rounded.
+    Steps with adapters add LoRA deltas to the GEMM's outputs; their inputs must not be quantised.
     """
 
     def __init__(
@@ -43,29 +45,29 @@ class Linear(StoredWeight):
         shard: Shard = "out",
         bias: torch.dtype | None = None,
     ) -> None:
-        cut_out, cut_in = (group.size, 1) if shard == "out" else (1, group.size)
-        own = {name: num_out // cut_out for name, num_out in parts.items()}
-        super().__init__(own, num_in // cut_in, method)
+        out_shards, in_shards = (group.size, 1) if shard == "out" else (1, group.size)
+        own = {name: num_out // out_shards for name, num_out in parts.items()}
+        super().__init__(own, num_in // in_shards, method)
         self.group = group
         self.shard = shard
-        self.lora: Lora | None = None  # room for adapters, where an engine has any
+        self.lora: Lora | None = None  # adapter slots, if LoRA is enabled
         if bias is not None:
             num_out = sum(self.parts.values())
             self.bias = nn.Parameter(torch.empty(num_out, dtype=bias), requires_grad=False)
 
     @property
     def plain_weights(self) -> list[Tensor]:
-        """What is multiplied with as it is: a plain weight, or what was unpacked."""
-        held = [gemm.prepared for gemm in self.gemm]
-        unpacked = [each.weight for each in held if isinstance(each, Unpacked)]
+        """Weights that GEMMs read unquantised: the parameter, or dequantised weights."""
+        prepared = [gemm.prepared for gemm in self.gemm]
+        unpacked = [each.weight for each in prepared if isinstance(each, Unpacked)]
         return unpacked if self.weight is None else [self.weight, *unpacked]
 
     def rounding(self, num_rows: int) -> Rounding | None:
-        """How so many rows of inputs should come; None: as they are."""
+        """How inputs of `num_rows` rows should be quantised; None: not at all."""
         return self.gemm[0].prepared.rounding(num_rows) if len(self.gemm) == 1 else None
 
     def raw(self, x: Inputs, adapters: AdapterRows | None = None) -> Outputs:
-        """y, perhaps with scales that its reader has to multiply in."""
+        """y, possibly with separate scales that the caller must apply."""
         separate = adapters is not None or self.bias is not None or self.shard == "in"
         if separate or len(self.gemm) != 1:
             return self(x, adapters)
@@ -75,7 +77,7 @@ class Linear(StoredWeight):
         if adapters is None or self.lora is None:
             y = self.method.apply(self, x)
         else:
-            assert isinstance(x, Tensor)  # nobody rounds in steps with adapters
+            assert isinstance(x, Tensor)  # steps with adapters never quantise inputs
             low = self.lora.begin(x, adapters)
             y = self.lora.end(self.method.apply(self, x), low, adapters)
         if self.shard == "in":
@@ -85,13 +87,13 @@ class Linear(StoredWeight):
     def then(
         self, x: Inputs, residual: Tensor, norm: Norm, adapters: AdapterRows | None = None
     ) -> tuple[Inputs, Tensor]:
-        """y into the residual stream and through a norm: (normalised, new residual)."""
-        apart = self.bias is not None or (self.shard == "in" and self.group.size > 1)
-        if adapters is not None and self.lora is not None and not apart:
+        """Add y to the residual stream and normalise: (normalised, new residual)."""
+        separate = self.bias is not None or (self.shard == "in" and self.group.size > 1)
+        if adapters is not None and self.lora is not None and not separate:
             assert isinstance(x, Tensor)
             low = self.lora.begin(x, adapters)
             return self.lora.then(self.method.apply(self, x), low, adapters, residual, norm)
-        if adapters is not None or apart:
+        if adapters is not None or separate:
             return norm.add(self(x, adapters), residual, whole=adapters is not None)
         return self.method.then(self, x, residual, norm)
 
@@ -101,7 +103,7 @@ class Linear(StoredWeight):
         silu_mul: Callable[[Outputs], Inputs],
         adapters: AdapterRows | None = None,
     ) -> Inputs:
-        """silu(first half of y) * second half, for a layer of two parts."""
+        """silu(first half of y) * second half of y, for a layer of two parts."""
         if adapters is not None and self.lora is not None and self.bias is None:
             assert isinstance(x, Tensor)
             low = self.lora.begin(x, adapters)

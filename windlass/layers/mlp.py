@@ -1,4 +1,4 @@
-"""The gated feed-forward part of a block."""
+"""The gated MLP of a decoder layer."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from windlass.parallel.mesh import Group
 
 
 class GatedMLP(nn.Module):
-    """down(silu(gate(x)) * up(x)), into the residual stream and through the norm that follows."""
+    """down(silu(gate(x)) * up(x)), added to the residual stream and normalised by the next norm."""
 
     def __init__(
         self,
@@ -46,5 +46,5 @@ class GatedMLP(nn.Module):
         silu_mul, rounding = self.ops.silu_mul, self.down_proj.rounding(x.shape[0])
         if rounding is not None and adapters is None:
             silu_mul = partial(silu_mul, rounding=rounding)
-        active = self.gate_up_proj.gated(x, silu_mul, adapters)
-        return self.down_proj.then(active, residual, norm, adapters)
+        activated = self.gate_up_proj.gated(x, silu_mul, adapters)
+        return self.down_proj.then(activated, residual, norm, adapters)

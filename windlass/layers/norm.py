@@ -1,4 +1,4 @@
-"""RMSNorm, alone and fused with the residual's addition."""
+"""RMSNorm, alone or fused with the residual addition."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from windlass.kernels.ops import Ops
 from windlass.kernels.rounded import Inputs, Outputs, Rounding
 
 
-def _as_it_is(num_rows: int) -> Rounding | None:
+def _no_rounding(num_rows: int) -> Rounding | None:
     del num_rows
     return None
 
@@ -19,22 +19,22 @@ def _as_it_is(num_rows: int) -> Rounding | None:
 class RMSNorm(nn.Module):
     """Scales the last dimension to unit root mean square.
 
-    `rounding` is asked how the layer that follows wants its inputs.
+    `rounding` returns how the next layer wants its inputs quantised, for a number of rows.
     """
 
     def __init__(self, size: int, eps: float, dtype: torch.dtype, ops: Ops) -> None:
         super().__init__()
         self.eps = eps
         self.ops = ops
-        self.rounding: Callable[[int], Rounding | None] = _as_it_is
+        self.rounding: Callable[[int], Rounding | None] = _no_rounding
         self.weight = nn.Parameter(torch.empty(size, dtype=dtype), requires_grad=False)
 
     def add(
         self, x: Outputs, residual: Tensor | None, whole: bool = False
     ) -> tuple[Inputs, Tensor]:
-        """Add x to the residual stream, which may be changed: (normalised sum, new residual).
+        """Add x to the residual stream, perhaps in place: (normalised sum, new residual).
 
-        `whole`: not rounded, whatever follows.
+        With `whole` the normalised sum is never quantised.
         """
         rounding = None if whole else self.rounding(x.shape[0])
         options = () if rounding is None else (rounding,)
@@ -45,7 +45,7 @@ class RMSNorm(nn.Module):
 
 
 class HeadNorm(nn.Module):
-    """The weight of a norm over each head; it is applied where the heads are rotated."""
+    """The weight of a per-head q or k norm. The attention kernel applies it together with RoPE."""
 
     def __init__(self, dim: int, eps: float, dtype: torch.dtype) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Rotary positions: a table of cos and sin, made once for every position that can occur."""
+"""Rotary embeddings (RoPE): a cos and sin table for every position."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 class Rotary:
-    """Owns the table [positions, cos and sin side by side] in float32, used by every layer."""
+    """Owns the float32 table [positions, cos then sin] that all layers share."""
 
     def __init__(
         self, inv_freq: Tensor, scale: float, max_positions: int, device: torch.device

@@ -1,1 +1,1 @@
-"""Adapters: small changes to a model's weights, one for each request if need be."""
+"""LoRA adapters: low-rank weight deltas, chosen per request."""

@@ -1,6 +1,6 @@
-"""The device's slots for adapters: for every linear layer of a network, room for all of them.
+"""The device's adapter slots: LoRA matrices of all slots for every linear layer of a network.
 
-Who is in which slot, and when one may be taken, is decided elsewhere.
+The scheduler decides which adapter is in which slot and when a slot is reused.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ import torch
 from torch import Tensor
 
 from windlass.errors import CheckpointError
-from windlass.kernels.lora import Change, Lora, LoraKernel, PlainLora, Stacks
+from windlass.kernels.lora import Lora, LoraDelta, LoraKernel, PlainLora, Stacks
 from windlass.kernels.ops import Ops
 from windlass.layers.linear import Linear
 from windlass.layers.norm import RMSNorm
-from windlass.lora.base import Adapter, Low
-from windlass.lora.packing import compiled_code, place_of, stored, write
-from windlass.lora.pinned import pin, room
+from windlass.lora.base import Adapter, LoraWeights
+from windlass.lora.packing import as_stored, compiled_code, target_of, write
+from windlass.lora.pinned import allocate, pin
 from windlass.lora.stored import StoredAdapter, not_finite
 from windlass.lora_config import LoraDType
 from windlass.models.hparams import HParams
@@ -27,12 +27,12 @@ from windlass.models.network import Network
 
 
 @dataclass(frozen=True, slots=True)
-class _Place:
-    """One module of the checkpoint: which part of which layer it is."""
+class _ModuleLocation:
+    """Where a checkpoint module lies: a part of a layer's stacks."""
 
     stacks: Stacks
     part: int
-    column: int  # among all modules
+    column: int  # index among all modules
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -40,45 +40,45 @@ class _Place:
         return self.stacks.sizes[self.part], self.stacks.down.shape[3]
 
 
-class _Laid:
-    """Where the parts of a packed adapter go: down and up of each module in turn."""
+class _SlotLayout:
+    """Copy targets of a packed adapter in one slot: down and up of each module, in order."""
 
     def __init__(self, modules: tuple[tuple[str, int], ...]) -> None:
         self.modules = modules  # names and ranks
-        self.sizes: list[int] = []  # numbers of each part
+        self.sizes: list[int] = []  # elements of each matrix
         self.targets: list[Tensor] = []
-        self.changes: list[list[Change]] = []  # by layer
+        self.deltas: list[list[LoraDelta]] = []  # by layer
         self.ranks = torch.empty(0)
-        # Of each part that is not copied as it is: its shape, and how wide its pieces are.
-        self._cut: dict[int, tuple[tuple[int, int], list[int]]] = {}
+        # Matrices that are copied in column chunks: index -> shape and widths of the chunks.
+        self._chunked: dict[int, tuple[tuple[int, int], list[int]]] = {}
 
     def add(self, targets: list[Tensor], shape: tuple[int, int]) -> None:
-        """The next part; several targets, or one with gaps, take columns of it."""
+        """Add the next matrix. Several targets, or a strided one, take columns of the matrix."""
         if len(targets) == 1 and targets[0].is_contiguous():
             targets = [targets[0].view(-1)]
         else:
-            self._cut[len(self.sizes)] = (shape, [target.shape[1] for target in targets])
+            self._chunked[len(self.sizes)] = (shape, [target.shape[1] for target in targets])
         self.sizes.append(shape[0] * shape[1])
         self.targets += targets
 
-    def sources(self, parts: tuple[Tensor, ...]) -> tuple[Tensor, ...] | list[Tensor]:
-        """What the targets get."""
-        if not self._cut:
-            return parts
+    def sources(self, matrices: tuple[Tensor, ...]) -> tuple[Tensor, ...] | list[Tensor]:
+        """Split the packed matrices to match `targets`."""
+        if not self._chunked:
+            return matrices
         found: list[Tensor] = []
-        for i, part in enumerate(parts):
-            if i in self._cut:
-                shape, widths = self._cut[i]
-                found += part.view(shape).split(widths, dim=1)
+        for i, matrix in enumerate(matrices):
+            if i in self._chunked:
+                shape, widths = self._chunked[i]
+                found += matrix.view(shape).split(widths, dim=1)
             else:
-                found.append(part)
+                found.append(matrix)
         return found
 
 
 class Bank:
-    """Owns the adapters' matrices on the device. Slots are 1 to `num_slots`; 0 is nobody's.
+    """Owns the adapters' matrices on the device. Slots are 1 to `num_slots`; slot 0 has no adapter.
 
-    From when it is made, the network's layers can compute steps whose rows have adapters.
+    The constructor attaches the slots to the network's linear layers.
     """
 
     def __init__(
@@ -89,20 +89,20 @@ class Bank:
         max_rank: int,
         dtype: LoraDType = "auto",
     ) -> None:
-        compiled_code()  # now, not when the first adapter is read
+        compiled_code()  # compile now, not when the first adapter is read
         self.num_slots = num_slots
         self.max_rank = max_rank
         self._architecture = hparams.architecture
         self._layers: list[Stacks] = []
-        self._laid: dict[int, _Laid] = {}  # by slot, of what was there last
-        self._places: dict[str, _Place] = {}
+        self._layouts: dict[int, _SlotLayout] = {}  # by slot, of its latest adapter
+        self._locations: dict[str, _ModuleLocation] = {}
         norm = _norm(network)
         self._device = norm.weight.device
-        self._dtype = _stored_as(norm, dtype)
-        self._copying = torch.cuda.Stream() if self._device.type == "cuda" else None
+        self._dtype = _slot_dtype(norm, dtype)
+        self._copy_stream = torch.cuda.Stream() if self._device.type == "cuda" else None
         kernel = _kernel(norm.ops)
         linears = [(path, m) for path, m in network.named_modules() if isinstance(m, Linear)]
-        # Ranks of all layers lie side by side, so that a put sends them at once; so do scales.
+        # Ranks of all layers share one tensor, so that `put` sends them in one copy; so do scales.
         shape = (num_slots + 1, sum(len(layer.parts) for _, layer in linears))
         self._ranks = torch.zeros(shape, dtype=torch.int32, device=self._device)
         self._scales: Tensor | None = None
@@ -110,16 +110,16 @@ class Bank:
             self._scales = self._ranks.new_zeros((*shape, max_rank), dtype=torch.float32)
         first = 0
         for path, layer in linears:
-            own = slice(first, first + len(layer.parts))
-            scales = None if self._scales is None else self._scales[:, own]
+            columns = slice(first, first + len(layer.parts))
+            scales = None if self._scales is None else self._scales[:, columns]
             sizes = tuple(layer.parts.values())
             by_output = kernel.by_output(self._dtype, norm.weight.dtype, max_rank, sizes)
-            stacks = self._stacks(layer, self._ranks[:, own], scales, by_output)
+            stacks = self._stacks(layer, self._ranks[:, columns], scales, by_output)
             layer.lora = Lora(stacks, kernel)
             self._layers.append(stacks)
-            for part, name in enumerate(_names(path, layer)):
-                self._places[name] = _Place(stacks, part, first + part)
-            first = own.stop
+            for part, name in enumerate(_module_names(path, layer)):
+                self._locations[name] = _ModuleLocation(stacks, part, first + part)
+            first = columns.stop
 
     @property
     def num_bytes(self) -> int:
@@ -127,8 +127,8 @@ class Bank:
         return self._ranks.nbytes + scales + sum(stacks.num_bytes for stacks in self._layers)
 
     @contextmanager
-    def as_if_full(self) -> Iterator[None]:
-        """While it lasts, steps are computed as if every slot had an adapter: before there is any."""
+    def all_slots_full(self) -> Iterator[None]:
+        """Set every slot to the maximum rank, to time steps before any adapter is loaded."""
         self._ranks.fill_(self.max_rank)
         try:
             yield
@@ -136,21 +136,22 @@ class Bank:
             self._ranks.zero_()
 
     def check(self, adapter: Adapter | StoredAdapter) -> None:
-        """Raise where an adapter does not belong to this network, with the module and both shapes."""
-        for name, low in adapter.modules.items():
-            place = self._places.get(name)
-            if place is None:
+        """Raise CheckpointError, with the module and both shapes, if an adapter does not fit."""
+        for name, weights in adapter.modules.items():
+            location = self._locations.get(name)
+            if location is None:
                 raise CheckpointError(
                     f"adapter {adapter.name!r} changes {name}, which this network "
                     f"({self._architecture}) does not have. It was made for another base model."
                 )
-            rank = low.down.shape[0]
-            found = (low.up.shape[0], low.down.shape[1])
-            if found != place.shape or low.up.shape[1] != rank:
+            rank = weights.down.shape[0]
+            found = (weights.up.shape[0], weights.down.shape[1])
+            if found != location.shape or weights.up.shape[1] != rank:
                 raise CheckpointError(
-                    f"adapter {adapter.name!r}, {name}: lora_A {_by(low.down.shape)} and lora_B "
-                    f"{_by(low.up.shape)} change a weight of {_by(found)}, but the network's is "
-                    f"{_by(place.shape)}. It was made for another base model."
+                    f"adapter {adapter.name!r}, {name}: lora_A {_format_shape(weights.down.shape)} "
+                    f"and lora_B {_format_shape(weights.up.shape)} change a weight of "
+                    f"{_format_shape(found)}, but the network's is {_format_shape(location.shape)}. "
+                    "It was made for another base model."
                 )
             if rank > self.max_rank:
                 raise CheckpointError(
@@ -159,56 +160,58 @@ class Bank:
                 )
 
     def pack(self, adapter: Adapter | StoredAdapter) -> Adapter:
-        """The same adapter as it travels fastest: checked, as the slots hold it, in one piece.
+        """Check an adapter, convert it to the slots' dtype, and pack it into one buffer.
 
-        For a CUDA device the piece is pinned. May be called from any thread.
+        For a CUDA device the buffer is pinned. Thread-safe.
         """
         self.check(adapter)
-        made = self._packed(adapter)
+        packed = self._packed(adapter)
         if self._device.type != "cpu":
-            assert made.packed is not None
-            pin(made.packed)
-        return made
+            assert packed.packed is not None
+            pin(packed.packed)
+        return packed
 
     def _packed(self, adapter: Adapter | StoredAdapter) -> Adapter:
-        """Codes have the scales of a whole slot before them."""
-        found = stored(adapter) if isinstance(adapter, Adapter) else adapter
-        total = sum(half.size for change in found.modules.values() for half in change[:2])
-        packed = room(self._scale_bytes + total, self._dtype)
+        """Pack an adapter. The scales of a whole slot precede int8 codes in the buffer."""
+        found = as_stored(adapter) if isinstance(adapter, Adapter) else adapter
+        total = sum(matrix.size for weights in found.modules.values() for matrix in weights[:2])
+        packed = allocate(self._scale_bytes + total, self._dtype)
         views = self._unpack(packed, found)
-        wrong = write(list(found.modules.values()), list(map(place_of, views.values())))
-        if wrong is not None:
-            raise not_finite(found.file, list(found.modules)[wrong])
+        bad = write(list(found.modules.values()), list(map(target_of, views.values())))
+        if bad is not None:
+            raise not_finite(found.file, list(found.modules)[bad])
         return Adapter(found.name, views, packed)
 
     @property
     def _scale_bytes(self) -> int:
-        """Of one slot."""
+        """Bytes of one slot's scales."""
         return 0 if self._scales is None else self._scales[0].nbytes
 
-    def _unpack(self, packed: Tensor, adapter: StoredAdapter) -> dict[str, Low]:
-        """Views of a piece that has, or will have, this adapter: each down, then its up, turned where
-        ranks come first in the slots.
+    def _unpack(self, packed: Tensor, adapter: StoredAdapter) -> dict[str, LoraWeights]:
+        """Views into a packed buffer, by module: down, then up.
+
+        `up` is transposed where the slots store it as [rank, out].
         """
-        views: dict[str, Low] = {}
-        at = self._scale_bytes
-        sizes = [half.size for change in adapter.modules.values() for half in change[:2]]
-        parts = iter(packed[at:].split(sizes))
-        scales = packed[:at].view(torch.float32).view(-1, self.max_rank) if at else None
-        for name, change in adapter.modules.items():
-            num_out, rank = change.up.shape
-            down, up = next(parts).view(rank, -1), next(parts)
-            place = self._places[name]
-            up = up.view(num_out, rank) if place.stacks.by_output else up.view(rank, num_out).T
-            own = None if scales is None else scales[place.column, :rank]
-            views[name] = Low(down, up, own)
+        views: dict[str, LoraWeights] = {}
+        start = self._scale_bytes
+        sizes = [matrix.size for weights in adapter.modules.values() for matrix in weights[:2]]
+        matrices = iter(packed[start:].split(sizes))
+        scales = packed[:start].view(torch.float32).view(-1, self.max_rank) if start else None
+        for name, weights in adapter.modules.items():
+            num_out, rank = weights.up.shape
+            down, up = next(matrices).view(rank, -1), next(matrices)
+            location = self._locations[name]
+            up = up.view(num_out, rank) if location.stacks.by_output else up.view(rank, num_out).T
+            module_scales = None if scales is None else scales[location.column, :rank]
+            views[name] = LoraWeights(down, up, module_scales)
         return views
 
     @torch.inference_mode()
     def put(self, slot: int, adapter: Adapter) -> None:
-        """Put an adapter into a slot, in the place of what was there.
+        """Copy an adapter into a slot and replace the slot's previous adapter.
 
-        On CUDA it is done in the order of the current stream: steps before it see what was there.
+        On CUDA the copy is ordered on the current stream: steps launched before it read the
+        previous adapter.
         """
         if not 1 <= slot <= self.num_slots:
             raise ValueError(f"adapter slot {slot} is not one of 1 to {self.num_slots}")
@@ -217,55 +220,55 @@ class Bank:
             self.check(adapter)
             packed = self._packed(adapter).packed
         assert packed is not None
-        laid = self._lay_out(slot, adapter)
-        arrived = self._send(packed)
-        parts = arrived[self._scale_bytes :].split(laid.sizes)
-        torch._foreach_copy_(laid.targets, laid.sources(parts))
-        for stacks, changes in zip(self._layers, laid.changes, strict=True):
-            stacks.changes[slot] = changes
+        layout = self._layout(slot, adapter)
+        on_device = self._copy_to_device(packed)
+        matrices = on_device[self._scale_bytes :].split(layout.sizes)
+        torch._foreach_copy_(layout.targets, layout.sources(matrices))
+        for stacks, deltas in zip(self._layers, layout.deltas, strict=True):
+            stacks.deltas[slot] = deltas
         if self._scales is not None:
-            whole = arrived[: self._scale_bytes].view(torch.float32)
-            self._scales[slot].copy_(whole.view_as(self._scales[slot]))
-        self._ranks[slot].copy_(laid.ranks, non_blocking=True)
+            scales = on_device[: self._scale_bytes].view(torch.float32)
+            self._scales[slot].copy_(scales.view_as(self._scales[slot]))
+        self._ranks[slot].copy_(layout.ranks, non_blocking=True)
 
-    def _lay_out(self, slot: int, adapter: Adapter) -> _Laid:
-        """Where in a slot an adapter goes: kept, as the next one is mostly of the same ranks."""
-        own = tuple((name, low.down.shape[0]) for name, low in adapter.modules.items())
-        laid = self._laid.get(slot)
-        if laid is None or laid.modules != own:
-            laid = self._laid[slot] = self._find_places(slot, own)
-        return laid
+    def _layout(self, slot: int, adapter: Adapter) -> _SlotLayout:
+        """The slot's layout for an adapter. Cached: the next adapter usually has the same ranks."""
+        modules = tuple((name, weights.down.shape[0]) for name, weights in adapter.modules.items())
+        layout = self._layouts.get(slot)
+        if layout is None or layout.modules != modules:
+            layout = self._layouts[slot] = self._make_layout(slot, modules)
+        return layout
 
-    def _find_places(self, slot: int, modules: tuple[tuple[str, int], ...]) -> _Laid:
-        laid = _Laid(modules)
+    def _make_layout(self, slot: int, modules: tuple[tuple[str, int], ...]) -> _SlotLayout:
+        layout = _SlotLayout(modules)
         ranks = [0] * self._ranks.shape[1]
         for stacks in self._layers:
             stacks.clear(slot)
         for name, rank in modules:
-            place = self._places[name]
-            num_out, num_in = place.shape
-            down, pieces = place.stacks.place(slot, place.part, rank)
-            laid.add([down], (rank, num_in))
-            by_output = place.stacks.by_output
+            location = self._locations[name]
+            num_out, num_in = location.shape
+            down, up_chunks = location.stacks.place(slot, location.part, rank)
+            layout.add([down], (rank, num_in))
+            by_output = location.stacks.by_output
             shape = (num_out, rank) if by_output else (rank, num_out)
-            laid.add([piece.T if by_output else piece for piece in pieces], shape)
-            ranks[place.column] = rank
-        laid.changes = [stacks.changes[slot] for stacks in self._layers]
-        laid.ranks = torch.tensor(ranks, dtype=torch.int32)
+            layout.add([chunk.T if by_output else chunk for chunk in up_chunks], shape)
+            ranks[location.column] = rank
+        layout.deltas = [stacks.deltas[slot] for stacks in self._layers]
+        layout.ranks = torch.tensor(ranks, dtype=torch.int32)
         if self._device.type != "cpu":
-            laid.ranks = laid.ranks.pin_memory()
-        return laid
+            layout.ranks = layout.ranks.pin_memory()
+        return layout
 
-    def _send(self, packed: Tensor) -> Tensor:
-        """Copied to the device while steps before it still compute."""
-        if self._copying is None:
+    def _copy_to_device(self, packed: Tensor) -> Tensor:
+        """Copy a packed adapter on a separate stream, which overlaps with running steps."""
+        if self._copy_stream is None:
             return packed.to(self._device)
-        here = torch.cuda.current_stream()
-        with torch.cuda.stream(self._copying):
-            arrived = packed.to(self._device, non_blocking=True)
-        here.wait_stream(self._copying)
-        arrived.record_stream(here)
-        return arrived
+        current = torch.cuda.current_stream()
+        with torch.cuda.stream(self._copy_stream):
+            on_device = packed.to(self._device, non_blocking=True)
+        current.wait_stream(self._copy_stream)
+        on_device.record_stream(current)
+        return on_device
 
     def _stacks(
         self, layer: Linear, ranks: Tensor, scales: Tensor | None, by_output: bool
@@ -275,36 +278,43 @@ class Bank:
             (count, len(sizes), self.max_rank, layer.num_in),
             (count, self.max_rank * sum(sizes)),
         )
-        # Kernels read ranks that an adapter lacks as well, and multiply them by zero.
+        # Kernels also read the ranks above an adapter's own, and multiply them by zero.
         down, up = (torch.zeros(s, dtype=self._dtype, device=self._device) for s in shapes)
-        changes: dict[int, list[Change]] = {slot: [] for slot in range(count)}
-        return Stacks(down, up, ranks, sizes, changes, scales, by_output)
+        return Stacks(
+            down=down,
+            up=up,
+            ranks=ranks,
+            sizes=sizes,
+            deltas={slot: [] for slot in range(count)},
+            scales=scales,
+            by_output=by_output,
+        )
 
 
-def bytes_of_slot(network: Network, max_rank: int, dtype: LoraDType) -> int:
-    """What the matrices of one slot take."""
+def slot_bytes(network: Network, max_rank: int, dtype: LoraDType) -> int:
+    """Bytes of one slot's matrices."""
     linears = [module for module in network.modules() if isinstance(module, Linear)]
-    values = sum(len(one.parts) * one.num_in + sum(one.parts.values()) for one in linears)
-    return values * max_rank * _stored_as(_norm(network), dtype).itemsize
+    values = sum(len(layer.parts) * layer.num_in + sum(layer.parts.values()) for layer in linears)
+    return values * max_rank * _slot_dtype(_norm(network), dtype).itemsize
 
 
 def _norm(network: Network) -> RMSNorm:
     return next(module for module in network.modules() if isinstance(module, RMSNorm))
 
 
-def _stored_as(norm: RMSNorm, dtype: LoraDType) -> torch.dtype:
+def _slot_dtype(norm: RMSNorm, dtype: LoraDType) -> torch.dtype:
     return norm.weight.dtype if dtype == "auto" else torch.int8
 
 
-def _names(path: str, layer: Linear) -> Iterator[str]:
-    """What the checkpoint calls a layer's parts; a head is called so even where it is tied."""
+def _module_names(path: str, layer: Linear) -> Iterator[str]:
+    """The checkpoint's names of a layer's parts. A tied head is named lm_head too."""
     parent = path.rpartition(".")[0]
     for part in layer.parts:
         yield f"{parent}.{part}" if len(layer.parts) > 1 else path
 
 
 def _kernel(ops: Ops) -> LoraKernel:
-    """Of the same kind as the operations beside it."""
+    """The LoRA kernel for the backend of the network's other kernels."""
     if ops.is_triton:
         from windlass.kernels.triton.lora import TritonLora
 
@@ -316,5 +326,5 @@ def _kernel(ops: Ops) -> LoraKernel:
     return PlainLora()
 
 
-def _by(shape: tuple[int, ...]) -> str:
+def _format_shape(shape: tuple[int, ...]) -> str:
     return " x ".join(map(str, shape))

@@ -1,4 +1,4 @@
-"""An adapter as it lies in host memory, whoever read it and wherever it will be computed."""
+"""A LoRA adapter in host memory, independent of its file format and of the device."""
 
 from __future__ import annotations
 
@@ -9,29 +9,31 @@ from typing import NamedTuple
 from torch import Tensor
 
 
-class Low(NamedTuple):
-    """The change of one weight: up @ down, scaled already, or up @ diag(scales) @ down of codes."""
+class LoraWeights(NamedTuple):
+    """LoRA matrices of one module, scaling folded in.
 
-    down: Tensor  # [rank, in]
-    up: Tensor  # [out, rank]
-    scales: Tensor | None = None  # [rank] float32, where the matrices are int8 codes
+    The weight's delta is up @ down; for int8 codes it is up @ diag(scales) @ down.
+    """
+
+    down: Tensor  # [rank, in]; lora_A
+    up: Tensor  # [out, rank]; lora_B
+    scales: Tensor | None = None  # [rank] float32, of int8 codes
 
 
 @dataclass(frozen=True, slots=True)
 class Adapter:
-    """Changes by the names of modules in the checkpoint: `model.layers.0.self_attn.q_proj`."""
+    """LoRA weights by module name in the checkpoint: `model.layers.0.self_attn.q_proj`."""
 
     name: str
-    modules: Mapping[str, Low]
-    # All of them in one piece, as a bank packs them.
-    packed: Tensor | None = None
+    modules: Mapping[str, LoraWeights]
+    packed: Tensor | None = None  # all matrices in one buffer, written by Bank.pack
 
     @property
     def rank(self) -> int:
-        """The largest of its modules."""
-        return max(low.down.shape[0] for low in self.modules.values())
+        """The largest rank of a module."""
+        return max(weights.down.shape[0] for weights in self.modules.values())
 
     @property
     def num_bytes(self) -> int:
-        """Of the matrices."""
-        return sum(low.down.nbytes + low.up.nbytes for low in self.modules.values())
+        """Bytes of the matrices."""
+        return sum(weights.down.nbytes + weights.up.nbytes for weights in self.modules.values())

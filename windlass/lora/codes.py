@@ -1,7 +1,7 @@
-"""Adapters rounded to one byte: int8 codes, and a scale for each rank of a module.
+"""int8 quantisation of LoRA weights, with one scale per rank of a module.
 
-Ranks are what a row of one matrix and a column of the other share, so one number scales both.
-This is the definition; adapters that are read get the same codes from packing.py, much sooner.
+A rank is a row of `down` and a column of `up`, so one scale covers both. This file is the reference
+implementation; adapters read from files get the same codes from the faster packing.py.
 """
 
 from __future__ import annotations
@@ -9,21 +9,21 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from windlass.lora.base import Low
+from windlass.lora.base import LoraWeights
 
-MOST = 127
-
-
-def encode(low: Low) -> Low:
-    """The nearest codes of a change, on the device where it is; a rank of zeros has scale 0."""
-    down, of_down = _codes(low.down, along=1)
-    up, of_up = _codes(low.up, along=0)
-    return Low(down, up, of_down * of_up)
+MAX_CODE = 127
 
 
-def _codes(matrix: Tensor, along: int) -> tuple[Tensor, Tensor]:
-    """Codes of a matrix, and what those of each rank are to be multiplied by."""
+def quantise(weights: LoraWeights) -> LoraWeights:
+    """Quantise to the nearest int8 codes, on the weights' device. A rank of zeros has scale 0."""
+    down, down_scales = _quantise(weights.down, dim=1)
+    up, up_scales = _quantise(weights.up, dim=0)
+    return LoraWeights(down, up, down_scales * up_scales)
+
+
+def _quantise(matrix: Tensor, dim: int) -> tuple[Tensor, Tensor]:
+    """int8 codes of a matrix, and the scale of each rank."""
     values = matrix.to(torch.float32, copy=True)
-    scales = values.abs().amax(along) / MOST
-    steps = scales.where(scales > 0, 1.0)
-    return values.div_(steps.unsqueeze(along)).round_().char(), scales
+    scales = values.abs().amax(dim) / MAX_CODE
+    divisors = scales.where(scales > 0, 1.0)
+    return values.div_(divisors.unsqueeze(dim)).round_().char(), scales

@@ -1,8 +1,9 @@
-"""Writes the changes of an adapter into their places: as they are, or rounded to codes.
+"""Writes an adapter's LoRA weights into a packed buffer, converted or quantised to int8 codes.
 
-Several threads do so at once, beside the steps. Hundreds of small calls for each adapter would let
-them wait for the interpreter most of the time, so one native call does all of it (src/pack.cpp).
-Types that it does not know, and machines without a compiler, get the same from torch, piece by piece.
+Several reader threads pack while steps run. Hundreds of small calls per adapter would make these
+threads wait for the GIL most of the time, so one native call packs a whole adapter
+(src/pack.cpp). Without a compiler, or for dtypes that the native code does not support, torch does
+the same matrix by matrix.
 """
 
 from __future__ import annotations
@@ -18,110 +19,110 @@ import torch
 from torch import Tensor
 
 from windlass.kernels.native.compiled import NativeUnavailable, load
-from windlass.lora.base import Adapter, Low
-from windlass.lora.codes import encode
-from windlass.lora.stored import Array, Stored, StoredAdapter
+from windlass.lora.base import Adapter, LoraWeights
+from windlass.lora.codes import quantise
+from windlass.lora.stored import Array, StoredAdapter, StoredWeights
 
-_CODE = Path(__file__).parent / "src"
-# What the native call writes and reads; 16 bits without a sign are those of bfloat16.
+_SOURCE_DIR = Path(__file__).parent / "src"
+# numpy has no bfloat16: uint16 holds its bits.
 _BF16, _FLOAT = np.dtype(np.uint16), np.dtype(np.float32)
 _TARGETS = {np.dtype(np.int8): "codes", _BF16: "bf16", _FLOAT: "floats"}
 _SOURCES = (_BF16, _FLOAT)
-_CHANGE = np.dtype(  # as src/pack.cpp has it
+_TASK = np.dtype(  # struct Task in src/pack.cpp
     [(name, np.int64) for name in ("down", "up", "down_to", "up_to", "scales")]
     + [(name, np.int64) for name in ("rank", "in", "out")]
-    + [(name, np.int64) for name in ("down_is_bf16", "up_is_bf16", "turned")]
+    + [(name, np.int64) for name in ("down_is_bf16", "up_is_bf16", "transposed")]
     + [("scaling", np.float64)]
 )
 
 
-class Place(NamedTuple):
-    """Where a change goes; of bfloat16 there are the bits."""
+class Target(NamedTuple):
+    """Destination arrays of one module's weights. bfloat16 arrays hold its bits as uint16."""
 
     down: Array  # [rank, in]
-    up: Array  # [out, rank], or [rank, out] turned
-    scales: Array | None  # [rank] float32, where codes are wanted
+    up: Array  # [out, rank], or [rank, out] transposed
+    scales: Array | None  # [rank] float32; set for int8 codes
 
 
-def stored(adapter: Adapter) -> StoredAdapter:
-    """An adapter that was not packed, as if it came from a file."""
+def as_stored(adapter: Adapter) -> StoredAdapter:
+    """Wrap an unpacked adapter as if it were read from a file."""
     modules = {
-        name: Stored(array_of(low.down.contiguous()), array_of(low.up.contiguous()))
-        for name, low in adapter.modules.items()
+        name: StoredWeights(to_array(weights.down.contiguous()), to_array(weights.up.contiguous()))
+        for name, weights in adapter.modules.items()
     }
     return StoredAdapter(adapter.name, modules, f"adapter {adapter.name!r}")
 
 
-def array_of(tensor: Tensor) -> Array:
-    """The numbers of a tensor, or the bits of bfloat16."""
+def to_array(tensor: Tensor) -> Array:
+    """A tensor as a numpy array without a copy; bfloat16 as its bits."""
     if tensor.dtype != torch.bfloat16:
         return tensor.numpy()
     bits: Array = tensor.view(torch.int16).numpy().view(np.uint16)
     return bits
 
 
-def place_of(low: Low) -> Place:
-    """Where views of a packed piece lie."""
-    scales = None if low.scales is None else array_of(low.scales)
-    return Place(array_of(low.down), array_of(low.up), scales)
+def target_of(weights: LoraWeights) -> Target:
+    """The destination for views into a packed buffer."""
+    scales = None if weights.scales is None else to_array(weights.scales)
+    return Target(to_array(weights.down), to_array(weights.up), scales)
 
 
-def write(changes: Sequence[Stored], places: Sequence[Place]) -> int | None:
-    """Put changes, scaled, where they belong: as the codes that `encode` tells, where wanted.
+def write(sources: Sequence[StoredWeights], targets: Sequence[Target]) -> int | None:
+    """Scale weights and write them to their targets, as the codes of `quantise` for int8 targets.
 
-    The first that has numbers which are not finite ends it, and its index comes back.
+    Stops at the first module with a value that is not finite and returns its index.
     """
     functions = compiled_code()
-    target = _TARGETS.get(places[0].down.dtype) if places else None
-    known = all(half.dtype in _SOURCES for change in changes for half in change[:2])
-    if functions is None or target is None or not known:
-        return write_plain(changes, places)
-    table = np.array(list(map(_row, changes, places)), _CHANGE)
-    function = getattr(functions, f"windlass_pack_{target}")
+    kind = _TARGETS.get(targets[0].down.dtype) if targets else None
+    supported = all(matrix.dtype in _SOURCES for source in sources for matrix in source[:2])
+    if functions is None or kind is None or not supported:
+        return write_reference(sources, targets)
+    table = np.array(list(map(_task, sources, targets)), _TASK)
+    function = getattr(functions, f"windlass_pack_{kind}")
     function.restype = ctypes.c_int64
-    wrong: int = function(ctypes.c_void_p(_address(table)), ctypes.c_int64(len(table)))
-    return None if wrong < 0 else wrong
+    bad: int = function(ctypes.c_void_p(_address(table)), ctypes.c_int64(len(table)))
+    return None if bad < 0 else bad
 
 
 @functools.cache
 def compiled_code() -> ctypes.CDLL | None:
-    """The native code, compiled now if this machine does not have it; None if it cannot be."""
+    """The native library, compiled now if it is not cached; None if it cannot be compiled."""
     try:
-        return load(sources=_CODE).functions
-    except (NativeUnavailable, OSError):  # or an installation without the source
+        return load(sources=_SOURCE_DIR).functions
+    except (NativeUnavailable, OSError):  # OSError: an installation without the source
         return None
 
 
-def _row(change: Stored, place: Place) -> tuple[Any, ...]:
-    down, up = change.down, change.up
-    scales = 0 if place.scales is None else _address(place.scales)
-    where = (_address(down), _address(up), _address(place.down), _address(place.up), scales)
-    turned = not place.up.flags.c_contiguous
-    kinds = (down.dtype == _BF16, up.dtype == _BF16, turned)
-    return (*where, *down.shape, len(up), *kinds, change.scaling)
+def _task(source: StoredWeights, target: Target) -> tuple[Any, ...]:
+    down, up = source.down, source.up
+    scales = 0 if target.scales is None else _address(target.scales)
+    pointers = (_address(down), _address(up), _address(target.down), _address(target.up), scales)
+    transposed = not target.up.flags.c_contiguous
+    flags = (down.dtype == _BF16, up.dtype == _BF16, transposed)
+    return (*pointers, *down.shape, len(up), *flags, source.scaling)
 
 
 def _address(array: Array) -> int:
-    found: int = array.__array_interface__["data"][0]
-    return found
+    address: int = array.__array_interface__["data"][0]
+    return address
 
 
-def write_plain(changes: Sequence[Stored], places: Sequence[Place]) -> int | None:
-    """What `write` does, by torch."""
-    for i, (change, place) in enumerate(zip(changes, places, strict=True)):
-        kind = _tensor_of(place.down).dtype if place.scales is None else torch.float32
-        up = _tensor_of(change.up) * change.scaling
-        low = Low(_tensor_of(change.down).to(kind), up.to(kind))
-        if not (low.down.isfinite().all() and low.up.isfinite().all()):
+def write_reference(sources: Sequence[StoredWeights], targets: Sequence[Target]) -> int | None:
+    """The reference implementation of `write`, in torch."""
+    for i, (source, target) in enumerate(zip(sources, targets, strict=True)):
+        dtype = _to_tensor(target.down).dtype if target.scales is None else torch.float32
+        up = _to_tensor(source.up) * source.scaling
+        weights = LoraWeights(_to_tensor(source.down).to(dtype), up.to(dtype))
+        if not (weights.down.isfinite().all() and weights.up.isfinite().all()):
             return i
-        held = low if place.scales is None else encode(low)
-        for target, part in zip(place, held, strict=True):
-            if target is not None and part is not None:
-                np.copyto(target, array_of(part))
+        written = weights if target.scales is None else quantise(weights)
+        for array, tensor in zip(target, written, strict=True):
+            if array is not None and tensor is not None:
+                np.copyto(array, to_array(tensor))
     return None
 
 
-def _tensor_of(array: Array) -> Tensor:
+def _to_tensor(array: Array) -> Tensor:
     if array.dtype != _BF16:
         return torch.from_numpy(array)
     return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)

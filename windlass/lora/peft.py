@@ -1,7 +1,6 @@
-"""Reads an adapter's folder as PEFT writes it: adapter_config.json and adapter_model.safetensors.
+"""Reads an adapter's folder in PEFT's format: adapter_config.json and adapter_model.safetensors.
 
-The config is read in peft_config.py; here every tensor is accounted for. What becomes of an adapter
-once it is read is not known here.
+peft_config.py reads the config. This file checks every tensor of the weights against it.
 """
 
 from __future__ import annotations
@@ -13,13 +12,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from windlass.errors import CheckpointError, UnsupportedError
-from windlass.lora.base import Adapter, Low
+from windlass.lora.base import Adapter, LoraWeights
 from windlass.lora.peft_config import PeftConfig
 from windlass.lora.stored import (
     TYPES,
     Array,
-    Stored,
     StoredAdapter,
+    StoredWeights,
     not_finite,
     read_arrays,
     version_of,
@@ -35,22 +34,22 @@ CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
 _PICKLE = "adapter_model.bin"
 _KEY = re.compile(r"base_model\.model\.(.+)\.lora_([AB])(?:\.default)?\.weight")
-# PEFT writes a copy of the base's own weight beside the change of a head.
-_COPY = re.compile(r"base_model\.model\.(.+)\.base_layer\.weight")
+# PEFT writes a copy of the base model's weight next to the LoRA weights of a head.
+_BASE_COPY = re.compile(r"base_model\.model\.(.+)\.base_layer\.weight")
 
 
 def linear_shapes(hparams: HParams) -> dict[str, tuple[int, int]]:
-    """(out, in) of every module that an adapter may change."""
+    """(out, in) of every module that an adapter can change."""
     heads, kv_heads = hparams.num_heads * hparams.head_dim, hparams.num_kv_heads * hparams.head_dim
-    hidden, wide = hparams.hidden_size, hparams.intermediate_size
+    hidden, intermediate = hparams.hidden_size, hparams.intermediate_size
     in_layer = {
         "self_attn.q_proj": (heads, hidden),
         "self_attn.k_proj": (kv_heads, hidden),
         "self_attn.v_proj": (kv_heads, hidden),
         "self_attn.o_proj": (hidden, heads),
-        "mlp.gate_proj": (wide, hidden),
-        "mlp.up_proj": (wide, hidden),
-        "mlp.down_proj": (hidden, wide),
+        "mlp.gate_proj": (intermediate, hidden),
+        "mlp.up_proj": (intermediate, hidden),
+        "mlp.down_proj": (hidden, intermediate),
     }
     shapes = {
         f"model.layers.{layer}.{name}": shape
@@ -61,7 +60,10 @@ def linear_shapes(hparams: HParams) -> dict[str, tuple[int, int]]:
 
 
 class AdapterFolder:
-    """An adapter whose config and header were read and found to fit the model, but no weight."""
+    """An adapter on disk. The constructor checks config and header against the model.
+
+    `stored` and `read` read the weights.
+    """
 
     def __init__(self, folder: Path, hparams: HParams, max_rank: int) -> None:
         self._weights = folder / WEIGHTS
@@ -69,65 +71,65 @@ class AdapterFolder:
         self.config = PeftConfig.read(_existing(folder, CONFIG))
         self._checkpoint = SafetensorsCheckpoint([_existing(folder, WEIGHTS)])
         self._shapes = linear_shapes(hparams)
-        self._modules = self.config.over(self._shapes)
-        self._tensors = self._find()
+        self._modules = self.config.resolve(self._shapes)
+        self._tensors = self._group_tensors()
         for module, pair in self._tensors.items():
             self._check_module(module)
             self._check_shapes(module, pair, max_rank)
         self._check_complete()
 
-    def _find(self) -> dict[str, dict[str, str]]:
-        """Tensor names by module and letter; a tensor of no known kind is an error."""
+    def _group_tensors(self) -> dict[str, dict[str, str]]:
+        """Tensor names by module and by letter, A or B. Raises for a tensor of an unknown kind."""
         found: dict[str, dict[str, str]] = {}
         for name in self._checkpoint.names():
-            if self._is_copy(name):
+            if self._is_base_copy(name):
                 continue
             parts = _KEY.fullmatch(name)
             if parts is None and "embed_tokens" in name:
                 raise UnsupportedError(
-                    f"{self._weights}: tensor {name} belongs to embeddings, which adapters do not "
-                    "change here. Train the adapter without embed_tokens, and without "
-                    "ensure_weight_tying where lm_head is among its target_modules."
+                    f"{self._weights}: tensor {name} belongs to embeddings, which adapters cannot "
+                    "change in this version. Train the adapter without embed_tokens, and without "
+                    "ensure_weight_tying if lm_head is one of its target_modules."
                 )
             if parts is None:
                 raise UnsupportedError(
-                    f"{self._weights}: tensor {name} is of no known kind; expected are "
+                    f"{self._weights}: tensor {name} is not a known LoRA tensor; expected "
                     "base_model.model.MODULE.lora_A.weight and lora_B.weight."
                 )
             if found.setdefault(parts[1], {}).setdefault(parts[2], name) != name:
                 raise CheckpointError(
-                    f"{self._weights}: module {parts[1]} has two tensors lora_{parts[2]}."
+                    f"{self._weights}: module {parts[1]} has two lora_{parts[2]} tensors."
                 )
         for module, pair in found.items():
             if len(pair) != 2:
                 letter = "B" if "A" in pair else "A"
                 raise CheckpointError(f"{self._weights}: module {module} has no lora_{letter}.")
         if not found:
-            raise CheckpointError(f"{self._weights}: holds no tensor.")
+            raise CheckpointError(f"{self._weights}: contains no tensors.")
         return found
 
-    def _is_copy(self, name: str) -> bool:
-        """Whether a tensor is the base's own weight, as large as this model's."""
-        parts = _COPY.fullmatch(name)
+    def _is_base_copy(self, name: str) -> bool:
+        """Whether a tensor is a copy of this base model's weight. Raises if its shape differs."""
+        parts = _BASE_COPY.fullmatch(name)
         if parts is None:
             return False
         stored, shape = self._checkpoint.stored(name).shape, self._shapes.get(parts[1])
         if shape is not None and tuple(stored) != shape:
             raise CheckpointError(
                 f"{self._weights}: tensor {name} has shape {list(stored)}, this model's weight "
-                f"{list(shape)}: the adapter belongs to another base, or to a larger vocabulary."
+                f"{list(shape)}: the adapter is for another base model, or a larger vocabulary."
             )
         return shape is not None
 
     def _check_module(self, module: str) -> None:
         if module not in self._shapes:
             raise CheckpointError(
-                f"{self._weights}: the adapter changes {module}, which this model does not have as "
-                f"a linear layer.{self._trained_on()}"
+                f"{self._weights}: the adapter changes {module}, which is not a linear layer of "
+                f"this model.{self._trained_on()}"
             )
         if module not in self._modules.targeted:
             raise CheckpointError(
-                f"{self._weights}: holds tensors of {module}, which is not among the target_modules "
+                f"{self._weights}: contains tensors of {module}, which is not in the target_modules "
                 f"of {self.config.file.name}."
             )
 
@@ -135,20 +137,20 @@ class AdapterFolder:
         rank = self._modules.ranks[module]
         if rank > max_rank:
             largest = max(self._modules.ranks.get(each, 0) for each in self._tensors)
-            advice = f"Start it with --max-lora-rank {largest}"
+            advice = f"Start the engine with --max-lora-rank {largest}"
             if largest > MAX_RANK:
-                advice = f"{MAX_RANK} is the most that can be had (--max-lora-rank)"
+                advice = f"--max-lora-rank is limited to {MAX_RANK}"
             raise CheckpointError(
-                f"{self.config.file}: {module} has rank {rank}, and this engine takes up to "
+                f"{self.config.file}: {module} has rank {rank}, above the engine's maximum of "
                 f"{max_rank}. {advice}."
             )
         num_out, num_in = self._shapes[module]
         for letter, shape in (("A", (rank, num_in)), ("B", (num_out, rank))):
             stored = self._checkpoint.stored(pair[letter]).shape
             if tuple(stored) != shape:
-                why = f"The adapter belongs to another base.{self._trained_on()}"
+                why = f"The adapter is for another base model.{self._trained_on()}"
                 if len(stored) == 2 and stored[letter == "A"] == shape[letter == "A"]:
-                    why = f"The ranks in {self.config.file.name} are of another adapter."
+                    why = f"The ranks in {self.config.file.name} do not match the weights."
                 raise CheckpointError(
                     f"{self._weights}: lora_{letter} of {module} has shape {list(stored)}; with "
                     f"rank {rank} and the model's weight of {[num_out, num_in]} it must be "
@@ -156,30 +158,32 @@ class AdapterFolder:
                 )
 
     def _check_complete(self) -> None:
-        absent = [
+        missing = [
             module
             for module in self._shapes
             if module in self._modules.targeted and module not in self._tensors
         ]
-        if absent:
+        if missing:
             raise CheckpointError(
-                f"{self._weights}: {len(absent)} modules that {self.config.file.name} targets have "
-                f"no tensors: {', '.join(absent[:4])}{', …' if len(absent) > 4 else ''}. The file "
-                "is incomplete, or of another base."
+                f"{self._weights}: {len(missing)} modules that {self.config.file.name} targets have "
+                f"no tensors: {', '.join(missing[:4])}{', …' if len(missing) > 4 else ''}. The "
+                "file is incomplete, or for another base model."
             )
 
     def _trained_on(self) -> str:
         return f" It was trained on {self.config.base}." if self.config.base else ""
 
     def stored(self, name: str) -> StoredAdapter:
-        """The weights as the file has them, for whoever packs them."""
+        """Read the weights as stored, unscaled, for Bank.pack."""
         names = [each for pair in self._tensors.values() for each in pair.values()]
         tensors = {each: self._checkpoint.stored(each) for each in names}
-        known = {each: one for each, one in tensors.items() if one.format in TYPES}
+        known = {each: tensor for each, tensor in tensors.items() if tensor.format in TYPES}
         arrays = read_arrays(self._weights, known)
         arrays |= {each: self._converted(each) for each in names if each not in known}
         modules = {
-            module: Stored(arrays[pair["A"]], arrays[pair["B"]], self._modules.scalings[module])
+            module: StoredWeights(
+                arrays[pair["A"]], arrays[pair["B"]], self._modules.scalings[module]
+            )
             for module, pair in self._tensors.items()
         }
         self._check_unchanged()
@@ -190,37 +194,37 @@ class AdapterFolder:
         return values
 
     def _check_unchanged(self) -> None:
-        """What was read belongs to the header that was checked."""
+        """Raise if a file changed since its header was checked."""
         if version_of(self.config.file, self._weights) != self.version:
             raise CheckpointError(
-                f"{self._weights.parent}: was changed while it was read. Load the adapter when its "
+                f"{self._weights.parent}: was changed while it was read. Load the adapter after its "
                 "files are written, or write them elsewhere and move the folder here."
             )
 
     def read(self, name: str) -> Adapter:
-        """The weights, scaled, in memory of their own; numbers that are not finite are refused."""
+        """Read the weights into new memory and scale them. Raises for values that are not finite."""
         return Adapter(name, dict(self._scaled()))
 
-    def _scaled(self) -> Iterator[tuple[str, Low]]:
+    def _scaled(self) -> Iterator[tuple[str, LoraWeights]]:
         for module, pair in self._tensors.items():
             down, up = self._tensor(pair["A"]), self._tensor(pair["B"])
             scaled = up * self._modules.scalings[module]
             if not (_finite(down) and _finite(scaled)):
                 raise not_finite(str(self._weights), module)
-            yield module, Low(down.clone(), scaled)
+            yield module, LoraWeights(down.clone(), scaled)
 
     def _tensor(self, name: str) -> Tensor:
         tensor = self._checkpoint.read(name, self._checkpoint.stored(name).shape)
         if not tensor.is_floating_point():
             raise UnsupportedError(
-                f"{self._weights}: tensor {name} is stored as {tensor.dtype}; adapters are read "
-                "from floating point."
+                f"{self._weights}: tensor {name} is stored as {tensor.dtype}; adapter weights must be "
+                "floating point."
             )
         return tensor
 
 
 def _finite(values: Tensor) -> bool:
-    """The least and the largest tell of all: both are NaN where any number is."""
+    """Whether all values are finite. Minimum and maximum are both NaN if any value is NaN."""
     return all(math.isfinite(value) for value in values.aminmax())
 
 
@@ -229,16 +233,16 @@ def _existing(folder: Path, name: str) -> Path:
     if file.is_file():
         return file
     if not folder.is_dir():
-        raise CheckpointError(f"adapter {folder}: there is no such folder.")
+        raise CheckpointError(f"adapter {folder}: no such folder.")
     if name == WEIGHTS and (folder / _PICKLE).is_file():
         raise UnsupportedError(
             f"{folder / _PICKLE}: pickle is never loaded, since it can run any code. Save the "
             f"adapter as {WEIGHTS} (PEFT does so by default)."
         )
-    held = ", ".join(sorted(item.name for item in folder.iterdir())[:10]) or "nothing"
-    raise CheckpointError(f"adapter {folder}: has no {name}; it holds {held}.")
+    content = ", ".join(sorted(item.name for item in folder.iterdir())[:10]) or "nothing"
+    raise CheckpointError(f"adapter {folder}: has no {name}; the folder contains {content}.")
 
 
 def read_adapter(folder: Path, name: str, hparams: HParams, max_rank: int) -> Adapter:
-    """Read an adapter's folder for a model; whatever does not fit raises with names and numbers."""
+    """Read an adapter's folder for a model. Raises if the adapter does not fit the model."""
     return AdapterFolder(folder, hparams, max_rank).read(name)

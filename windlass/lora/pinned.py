@@ -1,6 +1,6 @@
-"""Host memory for adapters, exactly as large as asked for, and how a CUDA device reads it by itself.
+"""Host memory of exactly the requested size, pinned for CUDA copies.
 
-torch's own pinned memory comes in powers of two: a thousand adapters of 80 MiB would take 125 GiB.
+torch rounds pinned allocations up to powers of two: a thousand adapters of 80 MiB would take 125 GiB.
 """
 
 from __future__ import annotations
@@ -14,27 +14,29 @@ from torch import Tensor
 
 from windlass.errors import OutOfMemory
 
-_OWN = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-_HUGE_PAGES: int | None = getattr(mmap, "MADV_HUGEPAGE", None)  # where the system has them
+_FLAGS = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+_HUGE_PAGES: int | None = getattr(mmap, "MADV_HUGEPAGE", None)  # None: not on this system
 
 
-def room(count: int, dtype: torch.dtype) -> Tensor:
-    """Zeros, in pages of their own: large ones, since thousands of small ones take longer to come
-    and to be pinned than to be filled."""
-    pages = mmap.mmap(-1, max(1, count * dtype.itemsize), flags=_OWN)
+def allocate(count: int, dtype: torch.dtype) -> Tensor:
+    """Allocate zeros in their own memory mapping, with huge pages where the system has them.
+
+    Faulting in and pinning thousands of small pages takes longer than filling them.
+    """
+    pages = mmap.mmap(-1, max(1, count * dtype.itemsize), flags=_FLAGS)
     if _HUGE_PAGES is not None:
-        with contextlib.suppress(OSError):  # a kernel without them
+        with contextlib.suppress(OSError):  # a kernel without huge pages
             pages.madvise(_HUGE_PAGES)
     return torch.frombuffer(pages, dtype=dtype, count=count)
 
 
 def pin(tensor: Tensor) -> None:
-    """Let the device read a tensor; it is ordinary memory again when the tensor is gone."""
-    driver, at = torch.cuda.cudart(), tensor.data_ptr()
-    error = int(driver.cudaHostRegister(at, tensor.nbytes, 0))
+    """Pin a tensor's memory. It is unpinned when the tensor is freed."""
+    driver, address = torch.cuda.cudart(), tensor.data_ptr()
+    error = int(driver.cudaHostRegister(address, tensor.nbytes, 0))
     if error:
         raise OutOfMemory(
             f"{tensor.nbytes:,} bytes of host memory could not be pinned for an adapter (CUDA error "
             f"{error}). Lower --max-cpu-loras, or raise the limit of locked memory."
         )
-    weakref.finalize(tensor, driver.cudaHostUnregister, at).atexit = False
+    weakref.finalize(tensor, driver.cudaHostUnregister, address).atexit = False

@@ -1,4 +1,4 @@
-"""Puts adapters together: their slots on the device, their places on disk, and what is said of it."""
+"""Sets up LoRA serving: the device's slots, the host store, and the start-up table's line."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from windlass.kernels.batch import AdapterRows
 from windlass.kernels.gemm import TorchGemm
 from windlass.kernels.lora import Lora
 from windlass.layers.linear import Linear
-from windlass.lora.bank import Bank, bytes_of_slot
+from windlass.lora.bank import Bank, slot_bytes
+from windlass.lora.locate import locate
 from windlass.lora.packing import compiled_code
-from windlass.lora.places import locate
 from windlass.lora.store import AdapterStore
 from windlass.lora_config import LoraConfig
 from windlass.models.hparams import HParams
 from windlass.models.network import Network
 
-_MOST_ROWS = 64  # for which products are chosen by measuring
+_MAX_TUNED_ROWS = 64  # row counts up to this one get a measured choice of GEMM
 
 
 @dataclass(frozen=True, slots=True)
-class Adapting:
-    """The device's slots and the adapters in host memory."""
+class AdapterSetup:
+    """The device's slots and the store of adapters in host memory."""
 
     bank: Bank
     store: AdapterStore
@@ -38,58 +38,67 @@ class Adapting:
 
 def open_adapters(
     config: EngineConfig, hparams: HParams, network: Network, gemm: TorchGemm, free: int
-) -> Adapting:
-    """Take the memory, of which `free` bytes are left, and check the adapters that the config names;
-    no weight of them is read.
+) -> AdapterSetup:
+    """Allocate the slots and check the adapters that the config names, without reading weights.
+
+    `free` is the number of bytes available for the slots.
     """
-    wish = config.lora
-    _check_room(wish, network, free)
-    bank = Bank(network, hparams, wish.max_loras, wish.max_lora_rank, wish.lora_dtype)
+    lora = config.lora
+    _check_memory(lora, network, free)
+    bank = Bank(
+        network,
+        hparams,
+        num_slots=lora.max_loras,
+        max_rank=lora.max_lora_rank,
+        dtype=lora.lora_dtype,
+    )
     _tune(bank, network, gemm)
-    store = AdapterStore(hparams, wish.max_lora_rank, wish.max_host, bank.pack)
-    for name, place in wish.modules().items():
-        folder = locate(place, config.model)
+    store = AdapterStore(
+        hparams, max_rank=lora.max_lora_rank, max_host=lora.max_host, pack=bank.pack
+    )
+    for name, location in lora.modules().items():
+        folder = locate(location, config.model)
         store.check_folder(folder)
         store.register(name, folder)
-    per_slot = bank.num_bytes / (wish.max_loras + 1) / 2**20
+    per_slot = bank.num_bytes / (lora.max_loras + 1) / 2**20
     choice = Choice(
         "adapters",
-        f"{len(store.names)} named, {wish.max_loras} on the device, {wish.max_host} in memory",
-        f"{per_slot:.1f} MiB per slot, for ranks up to {wish.max_lora_rank}"
-        + (" in int8" if wish.lora_dtype == "int8" else "")
-        + (
-            "" if compiled_code() else "; no compiler here: reading one takes several times as long"
-        ),
+        f"{len(store.names)} named, {lora.max_loras} on the device, {lora.max_host} in memory",
+        f"{per_slot:.1f} MiB per slot, for ranks up to {lora.max_lora_rank}"
+        + (" in int8" if lora.lora_dtype == "int8" else "")
+        + ("" if compiled_code() else "; no compiler: reading an adapter is several times slower"),
     )
-    return Adapting(bank, store, choice)
+    return AdapterSetup(bank, store, choice)
 
 
-def _check_room(wish: LoraConfig, network: Network, free: int) -> None:
-    """Refuse slots that would not fit: a system may end the process instead of saying so."""
-    need = (wish.max_loras + 1) * bytes_of_slot(network, wish.max_lora_rank, wish.lora_dtype)
+def _check_memory(lora: LoraConfig, network: Network, free: int) -> None:
+    """Raise if the slots do not fit: the system's OOM killer would give no reason."""
+    need = (lora.max_loras + 1) * slot_bytes(network, lora.max_lora_rank, lora.lora_dtype)
     if need > free:
-        advice = "" if wish.lora_dtype == "int8" else ", or set --lora-dtype int8"
+        advice = "" if lora.lora_dtype == "int8" else ", or set --lora-dtype int8"
         raise ConfigError(
-            f"--max-loras {wish.max_loras} with --max-lora-rank {wish.max_lora_rank} takes "
+            f"--max-loras {lora.max_loras} with --max-lora-rank {lora.max_lora_rank} takes "
             f"{need / 2**30:,.1f} GiB, but {free / 2**30:,.1f} GiB are free. Lower one of "
             f"them{advice}."
         )
 
 
 def _tune(bank: Bank, network: Network, gemm: TorchGemm) -> None:
-    """Choose products by how long they take with what adapters add."""
+    """Choose GEMM kernels by their time together with the LoRA kernels."""
     weights = []
     for layer in network.modules():
         if isinstance(layer, Linear) and layer.lora is not None and layer.weight is not None:
             weight = layer.weight.data
-            slots = torch.arange(_MOST_ROWS, dtype=torch.int32, device=weight.device)
-            weights.append((weight, partial(_adapted, layer.lora, slots % bank.num_slots + 1)))
-    with bank.as_if_full():
+            slots = torch.arange(_MAX_TUNED_ROWS, dtype=torch.int32, device=weight.device)
+            weights.append(
+                (weight, partial(_run_with_lora, layer.lora, slots % bank.num_slots + 1))
+            )
+    with bank.all_slots_full():
         gemm.tune_accompanied(weights)
 
 
-def _adapted(lora: Lora, slots: Tensor, x: Tensor, gemm: Callable[[], Tensor]) -> Tensor:
-    """A layer's outputs for rows with these adapters."""
+def _run_with_lora(lora: Lora, slots: Tensor, x: Tensor, gemm: Callable[[], Tensor]) -> Tensor:
+    """A layer's outputs for rows with the adapters of `slots`."""
     rows = AdapterRows(slots[: len(x)])
     low = lora.begin(x, rows)
     return lora.end(gemm(), low, rows)

@@ -1,7 +1,7 @@
-"""Adapters in host memory: names that were registered, and the few whose weights are there now.
+"""Registered adapters, and an LRU cache of their weights in host memory.
 
-Reading runs in threads of its own, so that steps go on meanwhile; every method is called by one
-other thread. Which adapter is on the device, and for whom, is decided in core.
+A thread pool reads weights while steps run; one other thread calls all methods. The scheduler
+(core/adapters.py) decides which adapters are on the device.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from windlass.lora.peft import AdapterFolder
 from windlass.lora.stored import StoredAdapter, Version
 from windlass.models.hparams import HParams
 
-# A quarter of the cores may read: the rest computes or serves.
-_MOST_READERS = 8
+# A quarter of the cores read adapters; the others compute and serve.
+_MAX_READERS = 8
 
 
-def _readers() -> int:
-    return max(1, min(_MOST_READERS, (os.cpu_count() or 1) // 4))
+def _num_readers() -> int:
+    return max(1, min(_MAX_READERS, (os.cpu_count() or 1) // 4))
 
 
 class AdapterStore:
-    """Owns the adapters in host memory, at most `max_host`: the least recently used goes first.
+    """Owns the adapters in host memory, at most `max_host`, and evicts the least recently used.
 
-    `pack` makes of every adapter, as it is stored, what travels to the network's device best; it
-    raises when the network cannot take it.
+    `pack` converts a stored adapter to the packed form for the network's device. It raises if the
+    adapter does not fit the network.
     """
 
     def __init__(
@@ -45,11 +45,11 @@ class AdapterStore:
         self._max_host = max_host
         self._pack = pack
         self._folders: dict[str, Path] = {}
-        self._there: OrderedDict[str, Adapter] = OrderedDict()  # the least recently used first
-        self._coming: dict[str, Future[tuple[Adapter, Version]]] = {}
-        self._versions: dict[str, Version] = {}  # of what was read first
-        self._held: dict[str, int] = {}
-        self._reader = ThreadPoolExecutor(_readers(), "windlass-adapters")
+        self._loaded: OrderedDict[str, Adapter] = OrderedDict()  # least recently used first
+        self._pending: dict[str, Future[tuple[Adapter, Version]]] = {}
+        self._versions: dict[str, Version] = {}  # of the files when first read
+        self._held: dict[str, int] = {}  # hold counts
+        self._reader = ThreadPoolExecutor(_num_readers(), "windlass-adapters")
         self.num_loads = 0
         self.num_ended = 0
         self.num_failures = 0
@@ -57,27 +57,27 @@ class AdapterStore:
     # ---- names -------------------------------------------------------------------------------
 
     def register(self, name: str, folder: str | Path) -> None:
-        """Make a name known. Nothing is read until somebody wants it."""
+        """Register a name. The weights are read on the first `ready`."""
         if name in self._folders:
             raise AdapterConflict(
-                f"an adapter {name!r} is loaded already, from {self._folders[name]}. Unload it "
+                f"an adapter {name!r} is already loaded, from {self._folders[name]}. Unload it "
                 "first, or choose another name.",
                 "lora_name",
             )
         self._folders[name] = Path(folder)
 
     def check_folder(self, folder: Path) -> None:
-        """Read config and header, and raise what speaks against the adapter; no weight is read."""
+        """Check config and header without reading weights. Raises if the adapter does not fit."""
         AdapterFolder(folder, self._hparams, self._max_rank)
 
     def unregister(self, name: str) -> None:
-        """Forget a name and its weights; one that is being read is dropped when it comes."""
+        """Remove a name and its weights. The result of a pending read is dropped."""
         del self._folders[name]
-        self._there.pop(name, None)
+        self._loaded.pop(name, None)
         self._versions.pop(name, None)
-        coming = self._coming.pop(name, None)
-        if coming is not None:
-            coming.cancel()
+        pending = self._pending.pop(name, None)
+        if pending is not None:
+            pending.cancel()
 
     @property
     def names(self) -> Collection[str]:
@@ -85,12 +85,12 @@ class AdapterStore:
 
     @property
     def folders(self) -> dict[str, str]:
-        """Where each adapter lies."""
+        """Folder of each adapter, by name."""
         return {name: str(folder) for name, folder in self._folders.items()}
 
     @property
     def num_there(self) -> int:
-        return len(self._there)
+        return len(self._loaded)
 
     @property
     def max_there(self) -> int:
@@ -99,50 +99,50 @@ class AdapterStore:
     # ---- weights -----------------------------------------------------------------------------
 
     def ready(self, name: str) -> bool:
-        """Whether the weights are in memory; if not, reading begins.
+        """Whether the weights are in memory; starts a read if they are not.
 
-        A reading that failed raises here, once; who asks after that starts another one.
+        A failed read raises here once; the next call starts a new read.
         """
-        if name in self._there:
-            self._there.move_to_end(name)
+        if name in self._loaded:
+            self._loaded.move_to_end(name)
             return True
-        coming = self._coming.get(name)
-        if coming is None:
+        pending = self._pending.get(name)
+        if pending is None:
             folder = self._folder(name)
-            self._take_abandoned()
-            coming = self._reader.submit(self._read, name, folder, self._versions.get(name))
-            coming.add_done_callback(self._count)
-            self._coming[name] = coming
+            self._collect_finished()
+            pending = self._reader.submit(self._read, name, folder, self._versions.get(name))
+            pending.add_done_callback(self._count)
+            self._pending[name] = pending
             return False
-        if not coming.done():
+        if not pending.done():
             return False
-        del self._coming[name]
+        del self._pending[name]
         try:
-            self._take(name, *coming.result())
+            self._insert(name, *pending.result())
         except EngineError:
             self.num_failures += 1
             raise
         return True
 
-    def _take(self, name: str, adapter: Adapter, version: Version) -> None:
+    def _insert(self, name: str, adapter: Adapter, version: Version) -> None:
         self.num_loads += 1
         self._versions[name] = version
-        self._there[name] = adapter
-        self._make_room()
+        self._loaded[name] = adapter
+        self._evict()
 
-    def _take_abandoned(self) -> None:
-        """What was read for requests that are gone counts as the rest does, and makes room."""
-        for name, coming in list(self._coming.items()):
-            if coming.done() and coming.exception() is None:
-                del self._coming[name]
-                self._take(name, *coming.result())
+    def _collect_finished(self) -> None:
+        """Insert finished reads whose requests are gone, so that they count towards `max_host`."""
+        for name, pending in list(self._pending.items()):
+            if pending.done() and pending.exception() is None:
+                del self._pending[name]
+                self._insert(name, *pending.result())
 
     def get(self, name: str) -> Adapter:
-        """The weights of an adapter that is ready."""
-        return self._there[name]
+        """The weights of a ready adapter."""
+        return self._loaded[name]
 
     def hold(self, name: str) -> None:
-        """Keep an adapter that is ready until `drop`: a plan is going to put it on the device."""
+        """Keep a ready adapter in memory until `drop`: a plan will copy it to the device."""
         self._held[name] = self._held.get(name, 0) + 1
 
     def drop(self, name: str) -> None:
@@ -151,39 +151,39 @@ class AdapterStore:
             del self._held[name]
 
     def close(self) -> None:
-        """End the thread; what waits to be read is not read any more."""
+        """Stop the reader threads and cancel queued reads."""
         self._reader.shutdown(wait=True, cancel_futures=True)
 
-    def _count(self, _ended: Future[tuple[Adapter, Version]]) -> None:
+    def _count(self, _done: Future[tuple[Adapter, Version]]) -> None:
         self.num_ended += 1
 
     def _folder(self, name: str) -> Path:
         if name not in self._folders:
-            raise AdapterNotFound(f"there is no adapter {name!r}.", "model")
+            raise AdapterNotFound(f"no adapter {name!r} is loaded.", "model")
         return self._folders[name]
 
-    def _make_room(self) -> None:
-        """Let go of the least recently used until the rest fits; the newest stays."""
-        newest = next(reversed(self._there))
-        for name in list(self._there):
-            if len(self._there) <= self._max_host:
+    def _evict(self) -> None:
+        """Evict the least recently used adapters down to `max_host`, never the newest."""
+        newest = next(reversed(self._loaded))
+        for name in list(self._loaded):
+            if len(self._loaded) <= self._max_host:
                 return
             if name not in self._held and name != newest:
-                del self._there[name]
+                del self._loaded[name]
 
     def _read(self, name: str, folder: Path, known: Version | None) -> tuple[Adapter, Version]:
-        """In the thread. Whatever goes wrong reaches whoever wants the adapter, as our own error."""
+        """Read an adapter in a reader thread. Every failure becomes an EngineError."""
         try:
             found = AdapterFolder(folder, self._hparams, self._max_rank)
             if known not in (None, found.version):
                 raise CheckpointError(
-                    f"{folder}: was changed since it was first read, and prefixes may be cached of "
-                    "what it was. Unload the adapter and load it again."
+                    f"{folder}: changed since it was first read, and cached prefixes may depend on "
+                    "the old weights. Unload the adapter and load it again."
                 )
             adapter = found.read(name) if self._pack is None else self._pack(found.stored(name))
         except EngineError as error:
             raise type(error)(f"adapter {name!r} could not be loaded: {error}") from error
-        except Exception as error:  # the border of the thread: reported to the request
+        except Exception as error:  # thread boundary: the request gets the error
             raise CheckpointError(
                 f"adapter {name!r} could not be loaded from {folder}: "
                 f"{type(error).__name__}: {error}"

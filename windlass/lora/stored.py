@@ -1,7 +1,7 @@
-"""An adapter as it is stored in its .safetensors file: arrays over one piece of memory.
+"""An adapter's weights as stored in its .safetensors file: arrays over one buffer.
 
-Asking torch for each of hundreds of tensors takes longer than rounding them. The file is read, not
-mapped: where somebody cuts it off, or its disk fails, a map of it would end the whole process.
+Reading hundreds of tensors through torch takes longer than quantising them. The file is read, not
+memory-mapped: if it is truncated or its disk fails, access to a mapping would kill the process.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from windlass.models.checkpoint import StoredTensor
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
-# bfloat16 is no type of numpy's: an array of such numbers has their bits.
+# numpy has no bfloat16: uint16 holds its bits.
 TYPES = {"bf16": np.uint16, "f16": np.float16, "f32": np.float32, "f64": np.float64}
 
-Version = tuple[int, ...]  # of files: another one when any was written or replaced
+Version = tuple[int, ...]  # of files; changes when a file is written or replaced
 
 
-class Stored(NamedTuple):
-    """A change before anything is done to it: scaling * up @ down. Of bfloat16 there are the bits."""
+class StoredWeights(NamedTuple):
+    """Unscaled LoRA weights of one module. The delta is scaling * up @ down."""
 
     down: Array  # [rank, in]
     up: Array  # [out, rank]
@@ -34,42 +34,43 @@ class Stored(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StoredAdapter:
-    """Changes by the names of modules, as `Adapter` has them: neither scaled nor looked at."""
+    """LoRA weights by module name, like `Adapter`, but unscaled and unchecked."""
 
     name: str
-    modules: Mapping[str, Stored]
+    modules: Mapping[str, StoredWeights]
     file: str
 
 
 def version_of(*files: Path) -> Version:
-    """Sizes, and when they were written; a file that is not there is named where it is opened."""
-    found = [file.stat() for file in files if file.exists()]
-    return tuple(number for one in found for number in (one.st_size, one.st_mtime_ns))
+    """Sizes and modification times of the existing files. A missing file raises when it is opened."""
+    stats = [file.stat() for file in files if file.exists()]
+    return tuple(number for stat in stats for number in (stat.st_size, stat.st_mtime_ns))
 
 
 def not_finite(file: str, module: str) -> CheckpointError:
     return CheckpointError(
-        f"{file}: {module} has numbers that are not finite (NaN or infinity), or are not once they "
-        "are scaled and rounded."
+        f"{file}: {module} has values that are not finite (NaN or infinity), or become so when "
+        "scaled and converted."
     )
 
 
 def read_arrays(file: Path, tensors: Mapping[str, StoredTensor]) -> dict[str, Array]:
-    """Tensors of the types in `TYPES`, which lie where the header says: all in one reading."""
+    """Read tensors of the types in `TYPES` in one sequential read."""
     if not tensors:
         return {}
     first = min(tensor.start for tensor in tensors.values())
-    memory = np.empty(max(one.start + one.num_bytes for one in tensors.values()) - first, np.uint8)
+    end = max(tensor.start + tensor.num_bytes for tensor in tensors.values())
+    memory = np.empty(end - first, np.uint8)
     try:
         with file.open("rb", buffering=0) as stream:
             stream.seek(first)
             num_read = 0
-            while num_read < len(memory):  # a system reads 2 GiB at a time
+            while num_read < len(memory):  # Linux reads at most 2 GiB per call
                 more = stream.readinto(memory[num_read:].data)
                 if not more:
                     raise CheckpointError(
-                        f"{file}: was cut off while it was read: {first + num_read} bytes are "
-                        f"left of it, {first + len(memory)} were there. Is somebody writing it?"
+                        f"{file}: was truncated while it was read: {first + num_read} bytes are "
+                        f"left of {first + len(memory)}. Is another process writing it?"
                     )
                 num_read += more
     except OSError as error:
@@ -78,5 +79,5 @@ def read_arrays(file: Path, tensors: Mapping[str, StoredTensor]) -> dict[str, Ar
 
 
 def _array(memory: Array, first: int, tensor: StoredTensor) -> Array:
-    at = tensor.start - first
-    return memory[at : at + tensor.num_bytes].view(TYPES[tensor.format]).reshape(tensor.shape)
+    start = tensor.start - first
+    return memory[start : start + tensor.num_bytes].view(TYPES[tensor.format]).reshape(tensor.shape)

@@ -1,5 +1,6 @@
-"""A model's files opened, each side for who needs it: the card for the server, spec and checkpoint
-for the networks. No torch is imported by any of them before a tensor is read.
+"""Opens a model's files: the card for the server, hyper-parameters and checkpoint for the network.
+
+torch is imported only when a tensor is read.
 """
 
 from __future__ import annotations
@@ -34,14 +35,14 @@ _SAMPLING = {
 
 
 def read_headers(files: ModelFiles, config: ModelConfig) -> tuple[HParams, ModelCard]:
-    """The network's hyper-parameters and what the server must know, the files read once."""
+    """The hyper-parameters and the model card, with one read of the files."""
     gguf = _gguf(files)
     hparams = _hparams(files, config, gguf)
     return hparams, _card(files, config, gguf, hparams)
 
 
 def load_card(files: ModelFiles, config: ModelConfig) -> ModelCard:
-    """What the server must know: the tokenizer, the chat template, the sampling defaults."""
+    """The model card: tokenizer, chat template and sampling defaults."""
     return read_headers(files, config)[1]
 
 
@@ -69,12 +70,12 @@ def _card(
 
 
 def load_hparams(files: ModelFiles, config: ModelConfig) -> HParams:
-    """The network's hyper-parameters, --hf-overrides laid over them."""
+    """The network's hyper-parameters, with --hf-overrides applied."""
     return _hparams(files, config, _gguf(files))
 
 
 def open_checkpoint(files: ModelFiles, config: ModelConfig) -> Checkpoint:
-    """The tensors, or random ones with --load-format dummy."""
+    """Open the checkpoint; random weights with --load-format dummy."""
     if config.load_format == "dummy":
         dtype = load_hparams(files, config).dtype if config.dtype == "auto" else config.dtype
         return DummyCheckpoint(config.seed, dtype or "float32", on_gpu=config.device != "cpu")
@@ -96,11 +97,11 @@ def _hparams(files: ModelFiles, config: ModelConfig, gguf: GGUFCheckpoint | None
 def _text_side(
     files: ModelFiles, config: ModelConfig, gguf: GGUFCheckpoint | None
 ) -> TextSide | None:
-    """The model's own tokenizer, or the one asked for; None for dummy weights without any."""
+    """The tokenizer of --tokenizer, or the model's; None for dummy weights without a tokenizer."""
     if config.tokenizer is not None:
         path = Path(config.tokenizer).expanduser()
         if not path.exists():
-            raise CheckpointError(f"--tokenizer: there is no such file or folder: {path}")
+            raise CheckpointError(f"--tokenizer: no such file or folder: {path}")
         text = tokenizer_files.load_text(path)
         own = (
             gguf_tokenizer.chat_template(gguf.header)
@@ -116,13 +117,13 @@ def _text_side(
 
 
 def _generation_config(files: ModelFiles) -> Fields:
-    """What generation_config.json says; a GGUF has none, whatever lies beside it."""
+    """The fields of generation_config.json. A GGUF model has none, even with a file next to it."""
     path = files.path / "generation_config.json"
     return Fields(read_json_if_there(path), str(path))
 
 
 def _sampling(generation: Fields) -> dict[str, Any]:
-    """The fields that requests have too, under their names there."""
+    """The sampling defaults, under the names of the request's sampling params."""
     found = generation.present(*_SAMPLING)
     sampling = {_SAMPLING[name]: value for name, value in found.items()}
     try:

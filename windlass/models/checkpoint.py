@@ -1,7 +1,7 @@
-"""A model's tensors by name: what is stored, and reading all or some rows of it.
+"""A model's tensors by name: their stored format, and reading of all or some rows.
 
-Safetensors here; GGUF in gguf_file.py; random weights in dummy.py. Headers are read when a
-checkpoint is opened, data only when asked for. Torch is imported by the first `read`.
+This file reads safetensors; gguf_file.py reads GGUF; dummy.py makes random weights. Opening a
+checkpoint reads headers only. The first `read` imports torch.
 """
 
 from __future__ import annotations
@@ -21,28 +21,28 @@ from windlass.models.json_file import read_json
 if TYPE_CHECKING:
     import torch
 
-_MAX_HEADER_BYTES = 100_000_000  # the safetensors format's own limit
+_MAX_HEADER_BYTES = 100_000_000  # limit of the safetensors format
 
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """A tensor as it lies in the file."""
+    """Shape, format and size of a tensor in its file."""
 
     shape: tuple[int, ...]
     format: str  # "bf16", "f32", "Q4_1"
     num_bytes: int
-    start: int = field(default=0, compare=False)  # in its file, where that is .safetensors
+    start: int = field(default=0, compare=False)  # byte offset in the file; safetensors only
 
 
 class Checkpoint(Protocol):
     """Tensors by their names in transformers, such as `model.layers.0.mlp.up_proj.weight`."""
 
     def names(self) -> Collection[str]:
-        """Every tensor that the files hold; a loader accounts for each. Empty: made on demand."""
+        """All tensors in the files; the loader must use each. Empty: tensors are made on demand."""
         ...
 
     def stored(self, name: str) -> StoredTensor:
-        """How a tensor of `names()` is stored, without reading it."""
+        """The stored format of a tensor in `names()`. Does not read its data."""
         ...
 
     def read(
@@ -53,39 +53,39 @@ class Checkpoint(Protocol):
         *,
         raw: bool = False,
     ) -> torch.Tensor:
-        """The tensor on the CPU; with `rows`, only that part of the first dimension is read.
+        """Read a tensor to the CPU; with `rows`, only that part of the first dimension.
 
-        `shape` is what the whole tensor must have; a file that differs raises CheckpointError.
-        With `raw` a tensor that reading would dequantise comes as its bytes, [rows, bytes]. Who
-        keeps what it got copies it: it may lie in the file.
+        `shape` is the expected shape of the whole tensor; another shape raises CheckpointError.
+        With `raw`, a quantised tensor is returned as its bytes [rows, bytes] instead of dequantised.
+        The result may be a view of the memory-mapped file: copy it to keep it.
         """
         ...
 
 
 def check_shape(name: str, stored: tuple[int, ...], expected: tuple[int, ...], file: Path) -> None:
-    """Raise unless the file's shape is the one that the network needs."""
+    """Raise CheckpointError unless the stored shape is the one that the network needs."""
     if tuple(stored) != tuple(expected):
         raise CheckpointError(
             f"{file}: tensor {name} has shape {list(stored)}, the network needs {list(expected)}. "
-            "The weights and the config do not belong together."
+            "The weights and the config do not match."
         )
 
 
 def missing(name: str, names: Collection[str], where: Path) -> CheckpointError:
     return CheckpointError(
-        f"{where}: there is no tensor {name} among {len(names)}. "
-        "The checkpoint is incomplete, or of another architecture than its config says."
+        f"{where}: no tensor {name} among {len(names)} tensors. "
+        "The checkpoint is incomplete, or its architecture differs from the config."
     )
 
 
 class SafetensorsCheckpoint:
-    """One or several .safetensors files. Owns their memory maps, opened when first read."""
+    """One or more .safetensors files. Owns their memory maps, which open on the first read."""
 
     def __init__(self, files: Iterable[Path], index: Path | None = None) -> None:
         self._files = [Path(file) for file in files]
         self._stored: dict[str, StoredTensor] = {}
-        self._homes: dict[str, Path] = {}
-        self._open: dict[Path, Any] = {}
+        self._file_of: dict[str, Path] = {}
+        self._handles: dict[Path, Any] = {}
         for file in self._files:
             self._add(file)
         if index is not None:
@@ -107,10 +107,10 @@ class SafetensorsCheckpoint:
         *,
         raw: bool = False,
     ) -> torch.Tensor:
-        """As the protocol says; nothing is dequantised here, so `raw` makes no difference."""
+        """See `Checkpoint.read`. `raw` has no effect, since nothing is dequantised here."""
         del raw
-        check_shape(name, self.stored(name).shape, shape, self._homes[name])
-        handle = self._handle(self._homes[name])
+        check_shape(name, self.stored(name).shape, shape, self._file_of[name])
+        handle = self._handle(self._file_of[name])
         values: torch.Tensor = (
             handle.get_tensor(name) if rows is None else handle.get_slice(name)[rows]
         )
@@ -119,29 +119,29 @@ class SafetensorsCheckpoint:
     def _handle(self, file: Path) -> Any:
         from safetensors import SafetensorError, safe_open
 
-        if file not in self._open:
+        if file not in self._handles:
             try:
-                self._open[file] = safe_open(file, framework="pt")
+                self._handles[file] = safe_open(file, framework="pt")
             except (SafetensorError, OSError) as error:
                 raise CheckpointError(f"{file}: cannot be opened: {error}.") from error
-        return self._open[file]
+        return self._handles[file]
 
     def _add(self, file: Path) -> None:
         for name, entry in read_header(file).items():
-            if name in self._homes:
+            if name in self._file_of:
                 raise CheckpointError(
-                    f"tensor {name} is both in {self._homes[name].name} and in {file.name} "
+                    f"tensor {name} is in both {self._file_of[name].name} and {file.name} "
                     f"({file.parent}). Remove the file that does not belong to the model."
                 )
-            self._homes[name] = file
+            self._file_of[name] = file
             self._stored[name] = entry
 
     def _check_index(self, index: Path) -> None:
         for name, shard in weight_map(index).items():
-            if name not in self._homes or self._homes[name].name != shard:
+            if name not in self._file_of or self._file_of[name].name != shard:
                 raise CheckpointError(
                     f"{index}: tensor {name} should be in {shard}, but is not. "
-                    "The index and the shards are from different versions; fetch them again."
+                    "The index and the shards are from different versions; download them again."
                 )
 
 
@@ -161,19 +161,21 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
             length = int.from_bytes(stream.read(8), "little")
             if size < 8 or not 2 <= length <= min(_MAX_HEADER_BYTES, size - 8):
                 raise CheckpointError(
-                    f"{file}: is not a safetensors file, or is cut off: {size} bytes long, "
-                    f"with a header of {length} bytes. Fetch it again."
+                    f"{file}: is not a safetensors file, or is truncated: {size} bytes long, "
+                    f"with a header of {length} bytes. Download it again."
                 )
             header = json.loads(stream.read(length))
     except OSError as error:
         raise CheckpointError(f"{file}: cannot be read: {error.strerror or error}.") from error
     except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{file}: the header is corrupt: {error}. Fetch it again.") from error
+        raise CheckpointError(
+            f"{file}: the header is corrupt: {error}. Download it again."
+        ) from error
     return _entries(header, file, size, 8 + length)
 
 
 def _entries(header: Any, file: Path, size: int, first: int) -> dict[str, StoredTensor]:
-    """Tensors that lie one behind the other from `first` to the file's end, as the format has it."""
+    """Parse the header. Tensors must be contiguous from byte `first` to the end of the file."""
     entries: dict[str, StoredTensor] = {}
     try:
         for name, entry in header.items():
@@ -181,7 +183,7 @@ def _entries(header: Any, file: Path, size: int, first: int) -> dict[str, Stored
                 entries[name] = _entry(name, entry, first)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise CheckpointError(
-            f"{file}: the header is corrupt ({type(error).__name__}: {error}). Fetch it again."
+            f"{file}: the header is corrupt ({type(error).__name__}: {error}). Download it again."
         ) from error
     end = first
     for name, tensor in sorted(
@@ -190,13 +192,13 @@ def _entries(header: Any, file: Path, size: int, first: int) -> dict[str, Stored
         if tensor.start != end:
             raise CheckpointError(
                 f"{file}: the header is corrupt: tensor {name} begins at byte {tensor.start}, the "
-                f"one before it ends at {end}. Fetch it again."
+                f"previous tensor ends at {end}. Download it again."
             )
         end += tensor.num_bytes
     if end != size:
         raise CheckpointError(
-            f"{file}: is cut off or damaged: {end - first} bytes of tensors are announced, "
-            f"{size - first} are there. Fetch it again."
+            f"{file}: is truncated or damaged: the header lists {end - first} bytes of tensors, "
+            f"the file has {size - first}. Download it again."
         )
     return entries
 
@@ -204,7 +206,7 @@ def _entries(header: Any, file: Path, size: int, first: int) -> dict[str, Stored
 def _entry(name: str, entry: Any, first: int) -> StoredTensor:
     dtype, shape, (start, end) = entry["dtype"], entry["shape"], entry["data_offsets"]
     if not all(type(number) is int and number >= 0 for number in (*shape, start, end)):
-        raise ValueError(f"tensor {name} has shape {shape} and lies from {start} to {end}")
+        raise ValueError(f"tensor {name} has shape {shape} and byte range {start} to {end}")
     bits = _bits(dtype)
     if bits and math.prod(shape) * bits != (end - start) * 8:
         raise ValueError(f"tensor {name} of {shape} {dtype} has {end - start} bytes")
@@ -213,6 +215,6 @@ def _entry(name: str, entry: Any, first: int) -> StoredTensor:
 
 @functools.cache
 def _bits(dtype: str) -> int:
-    """Of a number: F8_E4M3 has 8. 0: not known here."""
+    """Bits per element: 8 for F8_E4M3; 0 for an unknown dtype."""
     found = re.match(r"[A-Z]+(\d+)", dtype)
     return int(found[1]) if found else 8 * (dtype == "BOOL")

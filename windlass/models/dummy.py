@@ -1,6 +1,6 @@
-"""Stand-ins for files that are not there: random weights, and a tokenizer of bytes.
+"""Dummy weights and a byte tokenizer (`--load-format dummy`).
 
-For measuring speed and memory without a download. The output means nothing.
+They allow measurements of speed and memory without a download. The output is meaningless.
 """
 
 from __future__ import annotations
@@ -17,27 +17,29 @@ if TYPE_CHECKING:
     import torch
 
 _STD = 0.02
-# A prime, so that no matrix has a width that divides it and gets the same row again and again.
+# A prime, so that no matrix width divides it and repeats the same row.
 _NUM_NOISE = 1_048_583
 
 
 class DummyCheckpoint:
-    """Weights for any name and shape that is asked for, the same for the same seed and name.
+    """Random weights for any requested name and shape, deterministic in seed and name.
 
-    Values are cut from one strip of noise at a place that the name decides: copying is some fifty
+    Values are a slice of one noise buffer, at an offset hashed from the name: copying is about fifty
     times faster than drawing billions of random numbers.
     """
 
     def __init__(self, seed: int = 0, dtype: str = "float32", on_gpu: bool = False) -> None:
         self._seed = seed
         self._dtype = dtype
-        self._on_gpu = on_gpu  # made there, where one is: gigabytes need not travel
+        self._on_gpu = (
+            on_gpu  # make the noise on the GPU if there is one, to avoid copying gigabytes
+        )
 
     def names(self) -> Collection[str]:
         return ()
 
     def stored(self, name: str) -> StoredTensor:
-        raise CheckpointError(f"dummy weights store no tensor {name}; they are made when read.")
+        raise CheckpointError(f"dummy weights store no tensor {name}; `read` makes them.")
 
     def read(
         self,
@@ -50,7 +52,7 @@ class DummyCheckpoint:
         del raw
         start, stop, step = (rows or slice(None)).indices(shape[0])
         if step != 1:
-            raise ValueError(f"rows of {name} must be next to each other, got step {step}.")
+            raise ValueError(f"rows of {name} must be contiguous, got step {step}.")
         width = 1
         for size in shape[1:]:
             width *= size
@@ -74,9 +76,9 @@ class DummyCheckpoint:
 
 
 class ByteTokenizer:
-    """Bytes as tokens, for dummy weights that came without a tokenizer.
+    """Maps bytes to tokens, for dummy weights without a tokenizer.
 
-    A random network also writes ids above 255; they show as their number.
+    A random network also samples ids above 255; they decode to their number, as in <300>.
     """
 
     def __init__(self, vocab_size: int, eos_ids: tuple[int, ...] = ()) -> None:

@@ -1,8 +1,8 @@
-"""EAGLE-3: one decoder layer that continues a network's hidden states, with a small vocabulary.
+"""EAGLE-3 draft head: one decoder layer over the target's hidden states, with a draft vocabulary.
 
-Names and shapes are those of the public checkpoints. Input at a position is what the network knew
-there (three taps of its residual stream, or the layer's own output for a guess) and the token that
-follows; embeddings are the network's.
+Names and shapes are those of the public checkpoints. The input at a position is a hidden state (three
+aux hidden states of the target, or the head's own output for a draft token) and the next token's
+embedding, from the target's table.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ NUM_AUX_LAYERS = 3
 
 
 def default_aux_layers(num_layers: int) -> tuple[int, ...]:
-    """Low, middle and high: the layers whose inputs are read where a checkpoint does not say."""
+    """The default aux layers (low, middle, high), for checkpoints that do not list them."""
     if 2 < num_layers // 2 < num_layers - 3:
         return (2, num_layers // 2, num_layers - 3)
     return (0, 1, 2) if num_layers == 3 else (1, num_layers // 2, num_layers - 1)
@@ -42,76 +42,76 @@ def default_aux_layers(num_layers: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True, slots=True)
 class EagleNorms:
-    """Where a head normalises beside what all of them do, by the names in their configs."""
+    """Optional norms of a head, named as in the configs."""
 
-    norm_before_residual: bool = False  # what the layer adds to is normalised too
-    norm_before_fc: bool = False  # the taps, side by side
-    fc_norm: bool = False  # each tap by itself
-    norm_output: bool = False  # the next guess goes on from the normalised output
+    norm_before_residual: bool = False  # normalise the residual input too
+    norm_before_fc: bool = False  # normalise the concatenated aux hidden states
+    fc_norm: bool = False  # normalise each aux hidden state
+    norm_output: bool = False  # the next draft token reads the normalised output
 
     @classmethod
     def of(cls, config: Mapping[str, Any], source: str) -> EagleNorms:
         fields = Fields(config, source)
-        norms = cls(*(fields.flag(name, False) for name in cls.__slots__))
+        norms = cls(**{name: fields.flag(name, False) for name in cls.__slots__})
         if norms.norm_before_fc and norms.fc_norm:
             raise CheckpointError(
-                f"{source}: norm_before_fc and fc_norm are both true, and either of them "
-                "normalises what fc reads. Set the one that the head was not trained with to false."
+                f"{source}: norm_before_fc and fc_norm are both true, but both normalise the input "
+                "of fc. Set the one that the head was not trained with to false."
             )
         return norms
 
 
-_USUAL = EagleNorms()
+_DEFAULT_NORMS = EagleNorms()
 
 
 class EagleLayer(nn.Module):
-    """A decoder layer whose attention sees the token's embedding beside the hidden state."""
+    """A decoder layer whose attention reads the token's embedding and the hidden state."""
 
     def __init__(self, hparams: HParams, parts: Parts) -> None:
         super().__init__()
         size = hparams.hidden_size
         shape = AttentionShape(
-            size,
-            Heads(hparams.num_heads, hparams.num_kv_heads, hparams.head_dim),
-            hparams.qkv_bias,
-            hparams.o_bias,
+            hidden_size=size,
+            heads=Heads(hparams.num_heads, hparams.num_kv_heads, hparams.head_dim),
+            qkv_bias=hparams.qkv_bias,
+            o_bias=hparams.o_bias,
             input_size=2 * size,
         )
         norm = partial(RMSNorm, size, hparams.norm_eps, parts.dtype, parts.ops)
         self.hidden_norm = norm()
         self.input_layernorm = norm()
         self.self_attn = Attention(
-            0,
-            shape,
-            partial(parts.method_for, "midlayer.self_attn."),
-            parts.ops,
-            parts.mesh.tp,
-            parts.dtype,
+            index=0,
+            shape=shape,
+            method_for=partial(parts.method_for, "midlayer.self_attn."),
+            ops=parts.ops,
+            group=parts.mesh.tp,
+            dtype=parts.dtype,
         )
         self.post_attention_layernorm = norm()
         self.mlp = GatedMLP(
-            size,
-            hparams.intermediate_size,
-            partial(parts.method_for, "midlayer.mlp."),
-            parts.ops,
-            parts.mesh.tp,
+            hidden_size=size,
+            intermediate_size=hparams.intermediate_size,
+            method_for=partial(parts.method_for, "midlayer.mlp."),
+            ops=parts.ops,
+            group=parts.mesh.tp,
         )
 
     def forward(
         self, both: Tensor, hidden: Tensor, batch: StepBatch, cos_sin: Tensor, norm: RMSNorm
     ) -> tuple[Tensor, Tensor]:
-        """(normalised output for the head, the output itself)"""
+        """Return (normalised output for lm_head, output)."""
         x, residual = self.self_attn(both, hidden, self.post_attention_layernorm, batch, cos_sin)
         x, residual = self.mlp(x, residual, norm, batch.adapters)
-        assert isinstance(x, Tensor)  # nobody asked the last norm to round
+        assert isinstance(x, Tensor)  # the last norm never quantises its output
         return x, residual
 
 
 class Eagle(Weights):
-    """The head without storage until a loader fills it; `d2t` turns its ids into the network's."""
+    """The draft head, filled by the loader. `d2t` maps draft ids to target ids (as differences)."""
 
     def __init__(
-        self, hparams: HParams, draft_vocab: int, parts: Parts, norms: EagleNorms = _USUAL
+        self, hparams: HParams, draft_vocab: int, parts: Parts, norms: EagleNorms = _DEFAULT_NORMS
     ) -> None:
         super().__init__()
         size = hparams.hidden_size
@@ -119,8 +119,8 @@ class Eagle(Weights):
         norm = partial(RMSNorm, eps=hparams.norm_eps, dtype=parts.dtype, ops=parts.ops)
         self.norms = norms
         self.input_norm = norm(NUM_AUX_LAYERS * size) if norms.norm_before_fc else None
-        each = range(NUM_AUX_LAYERS if norms.fc_norm else 0)
-        self.fc_norm = nn.ModuleList(norm(size) for _ in each)
+        indices = range(NUM_AUX_LAYERS if norms.fc_norm else 0)
+        self.fc_norm = nn.ModuleList(norm(size) for _ in indices)
         self.fc = Linear({"fc": size}, NUM_AUX_LAYERS * size, method, parts.mesh.tp)
         self.midlayer = EagleLayer(hparams, parts)
         self.norm = norm(size)
@@ -130,21 +130,21 @@ class Eagle(Weights):
         self.rotary = Rotary(inv_freq, scale, parts.max_positions, parts.device)
 
     def known(self, aux_hidden_states: Sequence[Tensor]) -> Tensor:
-        """What the network knew at each place, from its taps."""
+        """Fuse the target's aux hidden states into one hidden state per position."""
         if self.norms.fc_norm:
             aux_hidden_states = [
-                _normed(norm, aux_hidden_state)
-                for norm, aux_hidden_state in zip(self.fc_norm, aux_hidden_states, strict=True)
+                _normed(norm, hidden)
+                for norm, hidden in zip(self.fc_norm, aux_hidden_states, strict=True)
             ]
-        beside = torch.cat(tuple(aux_hidden_states), dim=-1)
+        fused = torch.cat(tuple(aux_hidden_states), dim=-1)
         if self.input_norm is not None:
-            beside = _normed(self.input_norm, beside)
-        return self.fc(beside)
+            fused = _normed(self.input_norm, fused)
+        return self.fc(fused)
 
     def forward(self, both: Tensor, hidden: Tensor, batch: StepBatch) -> tuple[Tensor, Tensor]:
-        """(what the head reads, what the next guess goes on from)
+        """Return (input of lm_head, hidden state for the next draft token).
 
-        `both`: the vector of the token that follows beside the hidden state, each normalised.
+        `both`: the next token's embedding and the hidden state, each normalised, concatenated.
         """
         if self.norms.norm_before_residual:
             hidden = both[:, -hidden.shape[1] :].contiguous()
@@ -152,7 +152,7 @@ class Eagle(Weights):
         return normed, normed if self.norms.norm_output else hidden
 
     @property
-    def longest(self) -> int:
+    def max_positions(self) -> int:
         return self.rotary.cos_sin.shape[0]
 
 
@@ -165,36 +165,36 @@ def _normed(norm: nn.Module, x: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class PlainSteps:
-    """What happens between the products, operator by operator."""
+    """The operations between the GEMMs, unfused: the reference implementation of FusedSteps."""
 
     head: Eagle
     network: Network
 
     def inputs(self, ids: Tensor, hidden: Tensor) -> Tensor:
-        """What the layer reads: the tokens that follow, and what is known at each place."""
+        """The layer's input: embeddings of the next tokens and the hidden states, normalised."""
         layer = self.head.midlayer
-        beside, _ = layer.input_layernorm.add(self.network.embed(ids), None)
-        own, _ = layer.hidden_norm.add(hidden, None)
-        return torch.cat((beside, own), dim=-1)  # type: ignore[arg-type]
+        embedded, _ = layer.input_layernorm.add(self.network.embed(ids), None)
+        normed, _ = layer.hidden_norm.add(hidden, None)
+        return torch.cat((embedded, normed), dim=-1)  # type: ignore[arg-type]
 
     def select(
-        self, places: Tensor, normed: Tensor, hidden: Tensor, positions: Tensor, slots: Tensor
+        self, indices: Tensor, normed: Tensor, hidden: Tensor, positions: Tensor, slots: Tensor
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """The places from which guesses go on."""
-        return normed[places], hidden[places], positions[places], slots[places]
+        """Select the tokens from which drafting continues."""
+        return normed[indices], hidden[indices], positions[indices], slots[indices]
 
     def advance(
         self, logits: Tensor, hidden: Tensor, positions: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """The likeliest tokens, their positions, and what the layer reads to go on from them."""
+        """The most likely tokens, their positions, and the layer's input for the next draft step."""
         best = logits.argmax(-1)
         tokens = (best + self.head.d2t[best]).to(torch.int32)
-        positions = (positions + 1).clamp(max=self.head.longest - 1)
+        positions = (positions + 1).clamp(max=self.head.max_positions - 1)
         return tokens, positions, self.inputs(tokens, hidden)
 
 
 def steps_of(head: Eagle, network: Network) -> PlainSteps | FusedSteps:
-    """Fused where the head's other kernels are Triton's and the network's table is at hand."""
+    """Fused steps if the head uses Triton kernels and the embedding table is not packed."""
     layer, table = head.midlayer, network.table
     if not layer.self_attn.ops.is_triton or table is None:
         return PlainSteps(head, network)
@@ -202,19 +202,17 @@ def steps_of(head: Eagle, network: Network) -> PlainSteps | FusedSteps:
 
     norms = (layer.input_layernorm, layer.hidden_norm)
     gains, hidden_gains = (norm.weight for norm in norms)
-    return FusedSteps(table, gains, hidden_gains, norms[0].eps, head.d2t, head.longest)
+    return FusedSteps(table, gains, hidden_gains, norms[0].eps, head.d2t, head.max_positions)
 
 
 def aux_layers_of(config: Mapping[str, Any], num_layers: int, source: str) -> tuple[int, ...]:
-    """The layers that a checkpoint's config names, or the usual ones."""
+    """The aux layers that a checkpoint's config lists, or the default ones."""
     section = Fields(Fields(config, source).mapping("eagle_config"), source)
     named = section.sequence("eagle_aux_hidden_state_layer_ids")
-    aux_hidden_states = tuple(named) if named else default_aux_layers(num_layers)
-    if len(aux_hidden_states) != NUM_AUX_LAYERS or not all(
-        layer in range(num_layers) for layer in aux_hidden_states
-    ):
+    layers = tuple(named) if named else default_aux_layers(num_layers)
+    if len(layers) != NUM_AUX_LAYERS or not all(layer in range(num_layers) for layer in layers):
         raise CheckpointError(
-            f"{source}: reads the inputs of layers {list(aux_hidden_states)}, but the network has "
-            f"{num_layers} layers, and three of them are read."
+            f"{source}: lists aux layers {list(layers)}; expected {NUM_AUX_LAYERS} layers of the "
+            f"target's {num_layers}."
         )
-    return aux_hidden_states
+    return layers

@@ -1,4 +1,4 @@
-"""Typed reading of one JSON object, so that a missing or wrong field is named with its file."""
+"""Typed access to one JSON object. Errors name the field and its file."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from windlass.errors import CheckpointError
 
 _D = TypeVar("_D")
 _REQUIRED: Any = object()
-LARGEST = sys.float_info.max  # JSON knows whole numbers beyond it, and infinity
+LARGEST = sys.float_info.max  # JSON also allows larger integers, and infinity
 
 
 class Fields:
-    """A view on a config's dictionary. A JSON null counts as absent, as it does for its writers."""
+    """A view of a config's dictionary. A JSON null counts as absent, as for the libraries that write configs."""
 
     def __init__(
         self,
         values: Mapping[str, Any],
         source: str,
-        advice: str = "Fetch the file again, or give the value with --hf-overrides.",
+        advice: str = "Download the file again, or set the value with --hf-overrides.",
     ) -> None:
         self._values = values
         self._advice = advice
@@ -30,38 +30,38 @@ class Fields:
         return self._values.get(name) is not None
 
     def present(self, *names: str) -> dict[str, Any]:
-        """Those of the fields that are there, unchecked."""
+        """The present fields among `names`, unchecked."""
         return {name: self._values[name] for name in names if name in self}
 
     def whole(self, name: str, default: int = _REQUIRED) -> int:
-        """A whole number above 0."""
+        """A positive integer."""
         value = self._get(name, default)
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise self._wrong(name, value, "a whole number above 0")
+            raise self._wrong(name, value, "a positive integer")
         return value
 
     def count(self, name: str, default: int) -> int:
-        """A whole number, 0 included."""
+        """An integer of at least 0."""
         value = self._get(name, default)
         if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-            raise self._wrong(name, value, "a whole number")
+            raise self._wrong(name, value, "an integer of at least 0")
         return value
 
     def whole_or_none(self, name: str, default: int) -> int | None:
-        """As `whole`; but a null that is written down means none, not the default."""
+        """Like `whole`, but an explicit null returns None instead of the default."""
         if name in self._values and self._values[name] is None:
             return None
         return self.whole(name, default)
 
     def number(self, name: str, default: float = _REQUIRED) -> float:
-        """A number above 0."""
+        """A positive number."""
         value = self._get(name, default)
         if (
             isinstance(value, bool)
             or not isinstance(value, (int, float))
             or not 0 < value <= LARGEST
         ):
-            raise self._wrong(name, value, "a number above 0")
+            raise self._wrong(name, value, "a positive number")
         return float(value)
 
     def number_or_none(self, name: str) -> float | None:
@@ -80,7 +80,7 @@ class Fields:
         return value
 
     def mapping(self, name: str) -> Mapping[str, Any]:
-        """An object; empty when absent."""
+        """An object; empty if absent."""
         value = self._get(name, {})
         if not isinstance(value, Mapping):
             raise self._wrong(name, value, "an object")
@@ -93,11 +93,11 @@ class Fields:
         return value
 
     def token_ids(self, name: str) -> tuple[int, ...]:
-        """A token id or a list of them; empty when absent."""
+        """A token id or a list of token ids; empty if absent."""
         value = self._get(name, ())
         ids = tuple(value) if isinstance(value, (list, tuple)) else (value,)
         if not all(isinstance(item, int) and not isinstance(item, bool) for item in ids):
-            raise self._wrong(name, value, "a token id or a list of them")
+            raise self._wrong(name, value, "a token id or a list of token ids")
         return tuple(item for item in ids if item >= 0)
 
     def _get(self, name: str, default: Any) -> Any:

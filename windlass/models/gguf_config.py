@@ -1,6 +1,6 @@
-"""GGUF metadata brought into the form of a config.json, so that one reader serves both.
+"""Converts GGUF metadata to the form of a config.json, so that HParams reads both.
 
-Architectures: llama (Mistral files call themselves so too), qwen2, qwen3.
+Architectures: llama (also used by Mistral files), qwen2, qwen3.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ _ARCHITECTURES = {
 
 
 def architecture_of(header: GGUFHeader) -> str:
-    """llama.cpp's own name of the architecture; refuses the ones that are not known."""
+    """llama.cpp's name of the architecture. Raises UnsupportedError for an unknown one."""
     name = header.metadata.get("general.architecture")
     if name is None:
         raise CheckpointError(
-            f"{header.path}: has no general.architecture, so it is no language model's file."
+            f"{header.path}: has no general.architecture, so it is not a language model."
         )
     if name not in _ARCHITECTURES:
         raise UnsupportedError(
-            f"{header.path}: GGUF architecture {name!r} is not known. "
-            f"Known: {', '.join(_ARCHITECTURES)}."
+            f"{header.path}: GGUF architecture {name!r} is not supported. "
+            f"Supported: {', '.join(_ARCHITECTURES)}."
         )
     return str(name)
 
 
 def hf_config(header: GGUFHeader, rope_factors: list[float] | None) -> dict[str, Any]:
-    """A config.json's dictionary. `rope_factors`: the values of rope_freqs.weight, when there."""
+    """A config.json's dictionary. `rope_factors`: the values of rope_freqs.weight, if present."""
     architecture = architecture_of(header)
     keys = _keys(header, architecture)
     heads, kv_heads = head_counts(header)
@@ -42,11 +42,11 @@ def hf_config(header: GGUFHeader, rope_factors: list[float] | None) -> dict[str,
     head_dim = keys.whole("attention.key_length", max(1, hidden // heads))
     value_dim = keys.whole("attention.value_length", head_dim)
     if keys.count("expert_count", 0):
-        raise UnsupportedError(f"{header.path}: mixtures of experts are not known to this version.")
+        raise UnsupportedError(f"{header.path}: mixture-of-experts models are not supported.")
     if value_dim != head_dim:
         raise UnsupportedError(
-            f"{header.path}: keys have {head_dim} features and values {value_dim}; "
-            "this version needs them equal."
+            f"{header.path}: the head size of keys is {head_dim} and of values {value_dim}; "
+            "different sizes are not supported."
         )
     return {
         "architectures": [_ARCHITECTURES[architecture]],
@@ -71,43 +71,42 @@ def hf_config(header: GGUFHeader, rope_factors: list[float] | None) -> dict[str,
 
 
 def head_counts(header: GGUFHeader) -> tuple[int, int]:
-    """Heads of the queries, and of keys and values."""
+    """The number of query heads and of KV heads."""
     keys = _keys(header, architecture_of(header))
     heads = keys.whole("attention.head_count")
     return heads, keys.whole("attention.head_count_kv", heads)
 
 
 def _keys(header: GGUFHeader, architecture: str) -> Fields:
-    """The metadata under the architecture's prefix."""
+    """The metadata fields under the architecture's prefix."""
     prefix = architecture + "."
     values = {
-        key.removeprefix(prefix): _one_for_all_layers(key, value, header)
+        key.removeprefix(prefix): _common_value(key, value, header)
         for key, value in header.metadata.items()
         if key.startswith(prefix)
     }
     source = f"{header.path} (metadata {prefix}*)"
-    return Fields(values, source, "Fetch the file again, or convert the model anew.")
+    return Fields(values, source, "Download the file again, or convert the model again.")
 
 
-def _one_for_all_layers(key: str, value: Any, header: GGUFHeader) -> Any:
-    """Some writers give one number per layer. All alike is the same as one."""
+def _common_value(key: str, value: Any, header: GGUFHeader) -> Any:
+    """The common value of all layers: some writers store one value per layer."""
     if not isinstance(value, list):
         return value
     if len(set(value)) != 1:
         raise UnsupportedError(
-            f"{header.path}: {key} differs from layer to layer ({value}), "
-            "which this version does not know."
+            f"{header.path}: {key} differs between layers ({value}), which is not supported."
         )
     return value[0]
 
 
 def _vocab_size(header: GGUFHeader) -> int:
-    """Rows of the embedding: it may be padded beyond the tokenizer's tokens."""
+    """The number of embedding rows, which may exceed the tokenizer's vocabulary (padding)."""
     embedding = header.tensors.get("token_embd.weight")
     if embedding is None:
         raise CheckpointError(
-            f"{header.path}: there is no tensor token_embd.weight among {len(header.tensors)}; "
-            "the file holds no whole network."
+            f"{header.path}: no tensor token_embd.weight among {len(header.tensors)} tensors; "
+            "the file does not contain a complete network."
         )
     return embedding.shape[0]
 
@@ -118,7 +117,7 @@ def _rope(keys: Fields, head_dim: int) -> dict[str, Any]:
         "partial_rotary_factor": keys.whole("rope.dimension_count", head_dim) / head_dim,
     }
     kind = keys.text("rope.scaling.type", "none")
-    old_factor = keys.number("rope.scale_linear", 1.0)  # before scaling had a type
+    old_factor = keys.number("rope.scale_linear", 1.0)  # older files without a scaling type
     if kind == "none" and old_factor != 1.0:
         return rope | {"rope_type": "linear", "factor": old_factor}
     if kind == "none":
@@ -136,12 +135,15 @@ def _rope(keys: Fields, head_dim: int) -> dict[str, Any]:
 
 
 def _window(keys: Fields, architecture: str) -> dict[str, Any]:
-    """A llama file with a sliding window is a Mistral; of the others no writer says which layers."""
+    """Sliding window fields. A llama file with a window is a Mistral model.
+
+    Files of other architectures do not store which layers have the window.
+    """
     window = keys.count("attention.sliding_window", 0)
     if not window:
         return {}
     if architecture != "llama":
         raise UnsupportedError(
-            f"{keys.source}: {architecture} with a sliding window of {window} is not known."
+            f"{keys.source}: {architecture} with a sliding window of {window} is not supported."
         )
     return {"architectures": ["MistralForCausalLM"], "sliding_window": window}

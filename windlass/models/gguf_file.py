@@ -1,7 +1,7 @@
 """The tensors of a GGUF file under their names in transformers, dequantised when read.
 
-llama.cpp stores the rows of q and k of llama files in another order (pairs of rotary features
-next to each other); here they come out in the order that the networks expect.
+llama.cpp stores the q and k rows of llama files in another order (RoPE pairs interleaved). `read`
+returns them in the order that the networks expect.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _PLAIN = ("F32", "F16", "BF16")
 
 
 class GGUFCheckpoint:
-    """A GGUF file, open for reading. Owns the memory map."""
+    """An open GGUF file. Owns the memory map."""
 
     def __init__(self, path: Path) -> None:
         self._header = read_header(path)
@@ -75,7 +75,7 @@ class GGUFCheckpoint:
         *,
         raw: bool = False,
     ) -> torch.Tensor:
-        """As the protocol says; quantised tensors come as float32, plain ones as they are."""
+        """See `Checkpoint.read`. Quantised tensors are returned as float32, others in their dtype."""
         import torch
 
         tensor = self._tensor(name)
@@ -97,9 +97,9 @@ class GGUFCheckpoint:
         return values.reshape(-1, *tensor.shape[1:])
 
     def _blocks(self, name: str, rows: slice | None = None) -> np.ndarray:
-        """The stored bytes, [rows, bytes per row], in the order of the network's rows.
+        """The stored bytes [rows, bytes per row], in the network's row order.
 
-        A vector is one row of bytes per value, so that `rows` means the same for it.
+        A vector has one row per value, so that `rows` applies to it too.
         """
         import numpy as np
 
@@ -107,11 +107,11 @@ class GGUFCheckpoint:
         raw = np.frombuffer(self._map, np.uint8, tensor.num_bytes, tensor.offset)
         raw = raw.reshape(tensor.shape[0], -1)
         order = self._row_order(name, tensor.shape[0])
-        wanted = rows or slice(None)
-        return raw[wanted] if order is None else np.take(raw, order[wanted], axis=0)
+        selected = rows or slice(None)
+        return raw[selected] if order is None else np.take(raw, order[selected], axis=0)
 
     def hf_config(self) -> dict[str, Any]:
-        """The metadata as a config.json's dictionary."""
+        """The metadata in the form of a config.json."""
         factors = self._header.tensors.get(_ROPE_FACTORS)
         if factors is None:
             return gguf_config.hf_config(self._header, None)
@@ -128,7 +128,7 @@ class GGUFCheckpoint:
     @cached_property
     def _map(self) -> mmap.mmap:
         with self._header.path.open("rb") as stream:
-            # As if to be written to, which torch wants of what it reads; the file stays as it is.
+            # Copy-on-write, since torch expects writable memory; the file never changes.
             return mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_COPY)
 
     def _tensor(self, name: str) -> GGUFTensor:
@@ -137,7 +137,7 @@ class GGUFCheckpoint:
         return self._tensors[name]
 
     def _row_order(self, name: str, num_rows: int) -> np.ndarray | None:
-        """For each of the network's rows the row in the file; None when they are the same."""
+        """The file row of each network row; None if the order is the same."""
         if self._architecture != "llama" or ".self_attn." not in name:
             return None
         projection = name.split(".")[-2]
@@ -152,10 +152,10 @@ class GGUFCheckpoint:
 
 
 def hf_name(name: str, path: Path) -> str:
-    """A tensor's name in transformers; one that no known network has is refused."""
+    """A tensor's name in transformers. Raises for a tensor that no supported network has."""
     block, outer = _BLOCK_NAME.fullmatch(name), _OUTER_NAME.fullmatch(name)
     if block and block[2] in _INNER:
         return f"model.layers.{block[1]}.{_INNER[block[2]]}.{block[3]}"
     if outer and outer[1] in _OUTER:
         return f"{_OUTER[outer[1]]}.{outer[2]}"
-    raise UnsupportedError(f"{path}: tensor {name} belongs to no network that this version knows.")
+    raise UnsupportedError(f"{path}: tensor {name} does not belong to a supported network.")

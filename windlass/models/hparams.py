@@ -1,7 +1,7 @@
-"""The hyper-parameters of a network, in one spelling whatever file they came from.
+"""The hyper-parameters of a network, independent of the file format.
 
-Reads the dictionary of a config.json (GGUF metadata is brought into that form in gguf_config.py).
-Rotary positions are read in rope_config.py. What the numbers compute is the networks' business.
+Reads a config.json's dictionary; gguf_config.py converts GGUF metadata to that form, and
+rope_config.py reads the RoPE fields.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ __all__ = ["HParams", "RopeConfig"]
 
 @dataclass(frozen=True, slots=True)
 class _Family:
-    """What an architecture's name says that its config.json does not."""
+    """Properties of an architecture that its config.json does not contain."""
 
     model_type: str
-    qkv_bias: bool | None = False  # None: as attention_bias says, for the output projection too
-    mlp_bias: bool | None = False  # None: as mlp_bias says
+    qkv_bias: bool | None = False  # None: from attention_bias, also for the output projection
+    mlp_bias: bool | None = False  # None: from mlp_bias
     qk_norm: bool = False
-    head_dim: int | None = None  # when config.json has none; None: hidden_size / num_heads
+    head_dim: int | None = None  # default if config.json has none; None: hidden_size / num_heads
     windows: Literal["none", "all", "by_layer"] = "none"
 
 
@@ -42,7 +42,7 @@ _FAMILIES = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HParams:
-    """A network's shape. Made by `HParams.from_hf`, read by the networks and the planner."""
+    """A network's hyper-parameters. Made by `HParams.from_hf`."""
 
     architecture: str
     hidden_size: int
@@ -60,23 +60,23 @@ class HParams:
     o_bias: bool
     mlp_bias: bool
     qk_norm: bool
-    sliding_windows: tuple[int | None, ...]  # per layer: how far back it sees; None: all the way
-    max_positions: int  # the longest context, rope scaling counted in
-    dtype: str | None  # "bfloat16", as the checkpoint says
+    sliding_windows: tuple[int | None, ...]  # per layer; None: full attention
+    max_positions: int  # maximum context length, with RoPE scaling
+    dtype: str | None  # of the checkpoint: "bfloat16"
     bos_id: int | None
     eos_ids: tuple[int, ...]
     quantization: Mapping[str, Any] = field(
         default_factory=dict
-    )  # as it is written; quant/ reads it
-    source: str = "config.json"  # the file, for errors
+    )  # the raw quantization_config; quant/ reads it
+    source: str = "config.json"  # the file, for error messages
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any], source: str = "config.json") -> HParams:
-        """Read a config.json's dictionary. `source` names the file in errors."""
+        """Read a config.json's dictionary. `source` is the file's name in error messages."""
         architecture = _architecture(config, source)
         family = _FAMILIES[architecture]
         fields = Fields(config, source)
-        _refuse_unknown_parts(fields)
+        _check_activation(fields)
         heads = fields.whole("num_attention_heads")
         kv_heads = fields.whole("num_key_value_heads", heads)
         hidden = fields.whole("hidden_size")
@@ -107,7 +107,7 @@ class HParams:
             mlp_bias=fields.flag("mlp_bias", False) if family.mlp_bias is None else family.mlp_bias,
             qk_norm=family.qk_norm,
             sliding_windows=_windows(family, fields, layers),
-            max_positions=rope.longest_context(fields.whole("max_position_embeddings")),
+            max_positions=rope.max_context(fields.whole("max_position_embeddings")),
             dtype=fields.text("dtype", None) or fields.text("torch_dtype", None),
             bos_id=next(iter(fields.token_ids("bos_token_id")), None),
             eos_ids=fields.token_ids("eos_token_id"),
@@ -118,7 +118,7 @@ class HParams:
 
 
 def _architecture(config: Mapping[str, Any], source: str) -> str:
-    """The name of the network's class, from `architectures` or, failing that, `model_type`."""
+    """The architecture's name, from `architectures`, else from `model_type`."""
     listed = config.get("architectures")
     by_type = {family.model_type: name for name, family in _FAMILIES.items()}
     if isinstance(listed, (list, tuple)) and listed:
@@ -127,23 +127,23 @@ def _architecture(config: Mapping[str, Any], source: str) -> str:
         name = by_type.get(config["model_type"], str(config["model_type"]))
     else:
         raise CheckpointError(
-            f"{source}: has neither architectures nor model_type, so the network is unknown. "
+            f"{source}: has neither architectures nor model_type, so the architecture is unknown. "
             f'Add one, such as --hf-overrides \'{{"architectures": ["LlamaForCausalLM"]}}\'.'
         )
     if name not in _FAMILIES:
         near = difflib.get_close_matches(name, list(_FAMILIES), n=1, cutoff=0.4)
-        hint = f" The nearest is {near[0]}." if near else ""
+        hint = f" The closest name is {near[0]}." if near else ""
         raise UnsupportedError(
-            f"{source}: architecture {name!r} is not known. Known: {', '.join(_FAMILIES)}.{hint}"
+            f"{source}: architecture {name!r} is not supported. Supported: {', '.join(_FAMILIES)}.{hint}"
         )
     return name
 
 
-def _refuse_unknown_parts(fields: Fields) -> None:
+def _check_activation(fields: Fields) -> None:
     activation = fields.text("hidden_act", "silu")
     if activation not in ("silu", "swish"):
         raise UnsupportedError(
-            f"{fields.source}: hidden_act {activation!r} is not known; only 'silu' is."
+            f"{fields.source}: hidden_act {activation!r} is not supported; only 'silu' is."
         )
 
 
@@ -151,13 +151,13 @@ def _head_dim(hidden: int, heads: int, fields: Fields) -> int:
     if hidden % heads and "head_dim" not in fields:
         raise CheckpointError(
             f"{fields.source}: hidden_size ({hidden}) is not a multiple of num_attention_heads "
-            f"({heads}), and there is no head_dim to say otherwise."
+            f"({heads}), and head_dim is not set."
         )
     return hidden // heads
 
 
 def _windows(family: _Family, fields: Fields, layers: int) -> tuple[int | None, ...]:
-    """How far back each layer sees."""
+    """The sliding window of each layer; None: full attention."""
     if family.windows == "none":
         return (None,) * layers
     window = fields.whole_or_none("sliding_window", 4096)
@@ -171,12 +171,12 @@ def _windows(family: _Family, fields: Fields, layers: int) -> tuple[int | None, 
         return tuple(window if layer >= first else None for layer in range(layers))
     if len(kinds) != layers:
         raise CheckpointError(
-            f"{fields.source}: layer_types names {len(kinds)} layers, num_hidden_layers is {layers}."
+            f"{fields.source}: layer_types has {len(kinds)} layers, num_hidden_layers is {layers}."
         )
     unknown = set(kinds) - {"sliding_attention", "full_attention"}
     if unknown:
         raise UnsupportedError(
             f"{fields.source}: layer_types contains {', '.join(sorted(map(str, unknown)))}; "
-            "known are sliding_attention and full_attention."
+            "only sliding_attention and full_attention are supported."
         )
     return tuple(window if kind == "sliding_attention" else None for kind in kinds)

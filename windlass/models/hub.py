@@ -1,4 +1,4 @@
-"""Models from the Hugging Face hub. Every way to fail becomes a DownloadError that says what to do."""
+"""Downloads models from the Hugging Face hub. Every failure becomes a DownloadError with advice."""
 
 from __future__ import annotations
 
@@ -13,42 +13,44 @@ from windlass.errors import DownloadError
 _PART = r"[A-Za-z0-9][\w.-]*"
 _REPO = re.compile(rf"({_PART}/{_PART})")
 _REPO_FILE = re.compile(rf"({_PART}/{_PART})[:/]([\w./-]+\.gguf)")
-_SMALL = ["*.json", "tokenizer.model", "*.jinja"]
-# Some repositories hold the same weights twice: in folders, or in one file of the maker's own kind.
-_NOT_WANTED = ["*/*", "consolidated*"]
+_METADATA = ["*.json", "tokenizer.model", "*.jinja"]
+# Some repositories have a second copy of the weights: in folders, or as consolidated files.
+_IGNORED = ["*/*", "consolidated*"]
 
 
 @dataclass(frozen=True, slots=True)
 class HubModel:
+    """A repository on the hub, or one GGUF file in it."""
+
     repo: str
-    file: str | None  # one GGUF file of the repository; None: the safetensors model
+    file: str | None  # a GGUF file; None: the safetensors model
 
 
 def parse(text: str) -> HubModel | None:
-    """`org/name`, `org/name:FILE.gguf` or `org/name/FILE.gguf`; None when it is none of these."""
+    """Parse `org/name`, `org/name:FILE.gguf` or `org/name/FILE.gguf`; None for other forms."""
     with_file = _REPO_FILE.fullmatch(text)
     if with_file:
         return HubModel(with_file[1], with_file[2])
-    plain = _REPO.fullmatch(text)
-    if plain and not text.endswith(".gguf"):
-        return HubModel(plain[1], None)
+    repo = _REPO.fullmatch(text)
+    if repo and not text.endswith(".gguf"):
+        return HubModel(repo[1], None)
     return None
 
 
 def fetch(model: HubModel, config: ModelConfig) -> Path:
-    """The folder or file, from the hub's own cache when it is there already."""
-    patterns = _SMALL if config.load_format == "dummy" else [*_SMALL, "*.safetensors"]
+    """Download a model, or find it in the hub's cache; returns its folder or file."""
+    patterns = _METADATA if config.load_format == "dummy" else [*_METADATA, "*.safetensors"]
     path = _download(model, config, patterns)
     if path.is_dir() and not (path / "config.json").is_file():
         raise DownloadError(
-            f"hub model {model.repo} has no config.json. When it holds GGUF files, name one: "
+            f"hub model {model.repo} has no config.json. If it contains GGUF files, choose one: "
             f"{model.repo}:FILE.gguf"
         )
     return path
 
 
 def fetch_adapter(repo: str, config: ModelConfig) -> Path:
-    """The folder of an adapter; the model's own revision means nothing to it."""
+    """Download an adapter; returns its folder. --revision applies to the model only."""
     return _download(HubModel(repo, None), replace(config, revision=None), ["adapter_*"])
 
 
@@ -56,8 +58,8 @@ def _download(model: HubModel, config: ModelConfig, patterns: list[str]) -> Path
     import huggingface_hub
     from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, HFValidationError
 
-    # Transport errors (a proxy, a timeout) derive from the HTTP library's root, not from OSError.
-    http_root: type[Exception] = HfHubHTTPError.__bases__[0]
+    # Transport errors (proxy, timeout) derive from the HTTP library's base class, not from OSError.
+    http_base: type[Exception] = HfHubHTTPError.__bases__[0]
     revision, token, folder = config.revision, config.hf_token, config.download_dir
     try:
         if model.file is not None:
@@ -68,17 +70,17 @@ def _download(model: HubModel, config: ModelConfig, patterns: list[str]) -> Path
             found = huggingface_hub.snapshot_download(
                 model.repo,
                 allow_patterns=patterns,
-                ignore_patterns=_NOT_WANTED,
+                ignore_patterns=_IGNORED,
                 cache_dir=folder,
                 revision=revision,
                 token=token,
             )
-    except (OSError, http_root, EntryNotFoundError, HFValidationError) as error:
-        raise _explained(model, config, error) from error
+    except (OSError, http_base, EntryNotFoundError, HFValidationError) as error:
+        raise _download_error(model, config, error) from error
     return Path(found)
 
 
-def _explained(model: HubModel, config: ModelConfig, error: Exception) -> DownloadError:
+def _download_error(model: HubModel, config: ModelConfig, error: Exception) -> DownloadError:
     from huggingface_hub import errors
 
     what = f"{model.repo}:{model.file}" if model.file else model.repo
@@ -88,7 +90,7 @@ def _explained(model: HubModel, config: ModelConfig, error: Exception) -> Downlo
         )
     elif isinstance(error, errors.RepositoryNotFoundError):
         reason = (
-            "there is no such repository, or it is private. Check the spelling; for a private one "
+            "no such repository, or it is private. Check the spelling; for a private repository "
             "pass --hf-token or set HF_TOKEN."
         )
     elif isinstance(error, errors.RevisionNotFoundError):

@@ -1,7 +1,7 @@
 """The Llama family: Llama 2 and 3, Mistral (sliding window), SmolLM2, TinyLlama, and Qwen 2 and 3.
 
-Qwen2 adds a bias to q, k and v, Qwen3 a norm to q and k; the spec says so. Module names follow the
-checkpoints', so that the loader needs no table; merged layers name their parts.
+Qwen2 adds a bias to q, k and v, Qwen3 a norm to q and k, as HParams specifies. Module names are
+those of the checkpoints, so the loader needs no name table; merged layers name their parts.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from windlass.kernels.batch import AdapterRows, Heads, LogitsIndices, StepBatch
 from windlass.kernels.rounded import Inputs
 from windlass.layers.attention import Attention, AttentionShape
-from windlass.layers.embedding import Embedding, HeadRows, PackedEmbedding
+from windlass.layers.embedding import Embedding, PackedEmbedding, TiedEmbedding
 from windlass.layers.linear import Linear
 from windlass.layers.mlp import GatedMLP
 from windlass.layers.norm import RMSNorm
@@ -25,44 +25,44 @@ from windlass.quant.packed_method import PackedMethod
 
 
 class Block(nn.Module):
-    """Attention and feed-forward, each behind a norm, added to the residual stream.
+    """A decoder layer: attention and MLP, each with a residual addition.
 
-    What comes in is normalised already, and what goes out by the norm of whoever follows: a product
-    and the norm behind it may be one kernel.
+    The input is already normalised, and the output is normalised by the next layer's norm, so that
+    a kernel can fuse a GEMM with the norm after it.
     """
 
     def __init__(self, index: int, hparams: HParams, parts: Parts) -> None:
         super().__init__()
         name = f"model.layers.{index}"
         shape = AttentionShape(
-            hparams.hidden_size,
-            Heads(hparams.num_heads, hparams.num_kv_heads, hparams.head_dim),
-            hparams.qkv_bias,
-            hparams.o_bias,
-            hparams.norm_eps if hparams.qk_norm else None,
-            hparams.sliding_windows[index],
+            hidden_size=hparams.hidden_size,
+            heads=Heads(hparams.num_heads, hparams.num_kv_heads, hparams.head_dim),
+            qkv_bias=hparams.qkv_bias,
+            o_bias=hparams.o_bias,
+            norm_eps=hparams.norm_eps if hparams.qk_norm else None,
+            window=hparams.sliding_windows[index],
         )
         self.input_layernorm = RMSNorm(
             hparams.hidden_size, hparams.norm_eps, parts.dtype, parts.ops
         )
         self.self_attn = Attention(
-            index,
-            shape,
-            partial(parts.method_for, f"{name}.self_attn."),
-            parts.ops,
-            parts.mesh.tp,
-            parts.dtype,
+            index=index,
+            shape=shape,
+            method_for=partial(parts.method_for, f"{name}.self_attn."),
+            ops=parts.ops,
+            group=parts.mesh.tp,
+            dtype=parts.dtype,
         )
         self.post_attention_layernorm = RMSNorm(
             hparams.hidden_size, hparams.norm_eps, parts.dtype, parts.ops
         )
         self.mlp = GatedMLP(
-            hparams.hidden_size,
-            hparams.intermediate_size,
-            partial(parts.method_for, f"{name}.mlp."),
-            parts.ops,
-            parts.mesh.tp,
-            parts.dtype if hparams.mlp_bias else None,
+            hidden_size=hparams.hidden_size,
+            intermediate_size=hparams.intermediate_size,
+            method_for=partial(parts.method_for, f"{name}.mlp."),
+            ops=parts.ops,
+            group=parts.mesh.tp,
+            bias=parts.dtype if hparams.mlp_bias else None,
         )
         self.input_layernorm.rounding = self.self_attn.qkv_proj.rounding
         self.post_attention_layernorm.rounding = self.mlp.gate_up_proj.rounding
@@ -76,17 +76,17 @@ class Block(nn.Module):
         cos_sin: Tensor,
         logits_indices: LogitsIndices | None = None,
     ) -> tuple[Inputs, Tensor]:
-        """What comes out is of the `logits_indices` tokens, or of all; keys and values are of all."""
+        """Return outputs of the `logits_indices` tokens, or of all; writes the KV cache of all."""
         norm = self.post_attention_layernorm
         x, residual = self.self_attn(x, residual, norm, batch, cos_sin, logits_indices)
         adapters = batch.adapters if logits_indices is None else logits_indices.adapters
         return self.mlp(x, residual, next_norm, adapters)
 
 
-class Trunk(nn.Module):
-    """Embedding, blocks and the last norm."""
+class LlamaModel(nn.Module):
+    """Embedding, decoder layers and the last norm."""
 
-    def __init__(self, hparams: HParams, parts: Parts, table: HeadRows | None = None) -> None:
+    def __init__(self, hparams: HParams, parts: Parts, table: TiedEmbedding | None = None) -> None:
         super().__init__()
         self.embed_tokens = table or _embedding(hparams, parts)
         self.layers = nn.ModuleList(Block(i, hparams, parts) for i in range(hparams.num_layers))
@@ -98,15 +98,15 @@ class Trunk(nn.Module):
         self, ids: Tensor, batch: StepBatch, aux_hidden_states: dict[int, Tensor] | None = None
     ) -> Tensor:
         norms: list[RMSNorm] = [block.input_layernorm for block in self.layers]  # type: ignore[misc]
-        first, *others = norms
+        first, *next_norms = norms
         whole = batch.adapters is not None
         x, residual = first.add(self.embed_tokens(ids), None, whole)
-        for i, (block, norm) in enumerate(zip(self.layers, [*others, self.norm], strict=True)):
+        for i, (block, norm) in enumerate(zip(self.layers, [*next_norms, self.norm], strict=True)):
             if aux_hidden_states is not None and i in aux_hidden_states:
-                aux_hidden_states[i] = residual.clone()  # which layers may change in place
+                aux_hidden_states[i] = residual.clone()  # layers may change it in place
             logits_indices = batch.logits_indices if norm is self.norm else None
             x, residual = block(x, residual, norm, batch, self.rotary.cos_sin, logits_indices)
-        assert isinstance(x, Tensor)  # nobody asked the last norm to round
+        assert isinstance(x, Tensor)  # the last norm never quantises its output
         return x
 
 
@@ -119,7 +119,7 @@ def _embedding(hparams: HParams, parts: Parts) -> nn.Module:
 
 
 class Llama(Network):
-    """The whole network; `lm_head` reads the embedding's weight where the checkpoint says so."""
+    """The whole network. `lm_head` shares the embedding's weight if the embeddings are tied."""
 
     def __init__(self, hparams: HParams, parts: Parts) -> None:
         super().__init__()
@@ -134,8 +134,8 @@ class Llama(Network):
         reads_rows = isinstance(method, PackedMethod) and method.gives_rows(
             hparams.vocab_size, hparams.hidden_size
         )
-        table = HeadRows(head, parts.dtype) if self.tied and reads_rows else None
-        self.model = Trunk(hparams, parts, table)
+        table = TiedEmbedding(head, parts.dtype) if self.tied and reads_rows else None
+        self.model = LlamaModel(hparams, parts, table)
         self.lm_head = head
 
     @property

@@ -1,8 +1,8 @@
-"""Fills a network from a checkpoint, layer by layer, and accounts for every tensor.
+"""Loads a network from a checkpoint, layer by layer, and checks that every tensor is used.
 
-Knows no model and no format: layers say which parts they are made of, methods which tensors those
-are stored in. A layer is finished before the next one is read, so that peak memory above the
-result is one layer.
+It is independent of models and formats: layers name their parts, methods name the stored tensors of
+a part. Each layer is finished before the next is read, so that peak memory exceeds the result by
+one layer.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from windlass.models.checkpoint import Checkpoint
 from windlass.models.network import Network, Weights
 from windlass.quant.base import ParamSpec, Part
 
-# Tensors that some checkpoints carry and no network needs: they are computed from the config.
+# Tensors in some checkpoints that no network needs: they are computed from the config.
 _DERIVED = ("rotary_emb.inv_freq", "attention.bias", "attention.masked_bias", "rope_freqs.weight")
 
 
 @dataclass(frozen=True, slots=True)
-class _Wanted:
-    """One tensor to read, and whose it is."""
+class _TensorTarget:
+    """A tensor to read and the module that gets it."""
 
     name: str  # in the checkpoint: "model.layers.0.self_attn.q_proj.weight"
     spec: ParamSpec
@@ -40,54 +40,56 @@ def load(
     device: torch.device,
     progress: Callable[[int], None] = lambda _: None,
 ) -> None:
-    """Read every tensor of `network`, which comes from the meta device. Told of bytes read."""
+    """Read every tensor of a network on the meta device. `progress` gets the bytes of each read."""
     known = checkpoint.names()
     if known:
-        _account(network, known)
+        _check_names(network, known)
     reader = _Reader(checkpoint, device, progress)
     _fill(network, reader.read, known)
 
 
 def outline(network: Network) -> None:
-    """Finish a network without reading anything: sizes, forms and kernels, but no numbers."""
+    """Finish a network with meta tensors: shapes, packed forms and kernels, without data."""
 
-    def nothing(wanted: _Wanted) -> Tensor:
-        shape = tuple(max(size, 0) for size in wanted.spec.shape)
-        return torch.empty(shape, dtype=wanted.spec.dtype, device="meta")
+    def empty(target: _TensorTarget) -> Tensor:
+        shape = tuple(max(size, 0) for size in target.spec.shape)
+        return torch.empty(shape, dtype=target.spec.dtype, device="meta")
 
-    _fill(network, nothing, ())
+    _fill(network, empty, ())
 
 
-def _fill(network: Weights, read: Callable[[_Wanted], Tensor], optional: Collection[str]) -> None:
-    """Fill and finish module by module. `optional`: which of the optional tensors there are."""
-    resident: dict[str, nn.Parameter] = {}  # read already, and kept: a tied head may share it
+def _fill(
+    network: Weights, read: Callable[[_TensorTarget], Tensor], optional: Collection[str]
+) -> None:
+    """Fill and finish each module. `optional`: names of the optional tensors that exist."""
+    resident: dict[str, nn.Parameter] = {}  # parameters by tensor name; a tied head may share one
     for path, module in list(network.named_modules()):
-        for wanted in list(_wanted(path, module)):
-            if wanted.spec.optional and wanted.name not in optional:
+        for target in list(_targets(path, module)):
+            if target.spec.optional and target.name not in optional:
                 continue
-            shared = resident.get(wanted.name)
-            if shared is not None and _is(shared, wanted.spec):
-                _keep(wanted, shared, resident)
+            shared = resident.get(target.name)
+            if shared is not None and _matches(shared, target.spec):
+                _assign(target, shared, resident)
             else:
-                _keep(wanted, read(wanted), resident)
+                _assign(target, read(target), resident)
         if isinstance(module, StoredWeight):
             _finish(module)
 
 
-def _is(parameter: nn.Parameter, spec: ParamSpec) -> bool:
+def _matches(parameter: nn.Parameter, spec: ParamSpec) -> bool:
     return tuple(parameter.shape) == spec.shape and parameter.dtype == spec.dtype
 
 
-def _keep(wanted: _Wanted, tensor: Tensor, resident: dict[str, nn.Parameter]) -> None:
-    layer = wanted.owner
-    if isinstance(layer, StoredWeight) and wanted.part is not None:
-        if wanted.part not in layer.stored:
-            layer.stored[wanted.part] = Part(wanted.name.removesuffix(f".{wanted.local}"), {})
-        layer.stored[wanted.part].tensors[wanted.local] = tensor
+def _assign(target: _TensorTarget, tensor: Tensor, resident: dict[str, nn.Parameter]) -> None:
+    layer = target.owner
+    if isinstance(layer, StoredWeight) and target.part is not None:
+        if target.part not in layer.stored:
+            layer.stored[target.part] = Part(target.name.removesuffix(f".{target.local}"), {})
+        layer.stored[target.part].tensors[target.local] = tensor
         return
     parameter = nn.Parameter(tensor, requires_grad=False)
-    setattr(layer, wanted.local, parameter)
-    resident[wanted.name] = parameter
+    setattr(layer, target.local, parameter)
+    resident[target.name] = parameter
 
 
 def _finish(layer: StoredWeight) -> None:
@@ -97,13 +99,13 @@ def _finish(layer: StoredWeight) -> None:
     layer.method.finish(layer)
 
 
-def _wanted(path: str, module: nn.Module) -> Iterator[_Wanted]:
-    """The tensors of one module, not of those inside it."""
+def _targets(path: str, module: nn.Module) -> Iterator[_TensorTarget]:
+    """The tensors of one module, without its submodules."""
     if not isinstance(module, StoredWeight):
         own = f"{path}." if path else ""
         for name, meta in module.named_parameters(recurse=False):
             spec = ParamSpec(tuple(meta.shape), meta.dtype)
-            yield _Wanted(f"{own}{name}", spec, module, None, name)
+            yield _TensorTarget(f"{own}{name}", spec, module, None, name)
         return
     parent = path.rpartition(".")[0]
     prefix = f"{parent}." if parent else ""
@@ -112,11 +114,11 @@ def _wanted(path: str, module: nn.Module) -> Iterator[_Wanted]:
         if module.bias is not None:
             specs = specs | {"bias": ParamSpec((num_out,), module.bias.dtype)}
         for name, spec in specs.items():
-            yield _Wanted(f"{prefix}{part}.{name}", spec, module, part, name)
+            yield _TensorTarget(f"{prefix}{part}.{name}", spec, module, part, name)
 
 
 class _Reader:
-    """Reads tensors onto the device, checked against what is wanted."""
+    """Reads tensors onto the device and checks shape and dtype."""
 
     def __init__(
         self, checkpoint: Checkpoint, device: torch.device, progress: Callable[[int], None]
@@ -124,18 +126,20 @@ class _Reader:
         self._checkpoint = checkpoint
         self._device = device
         self._progress = progress
-        self._made = not checkpoint.names()
+        self._is_dummy = not checkpoint.names()
 
-    def read(self, wanted: _Wanted) -> Tensor:
-        spec = wanted.spec
-        found = self._checkpoint.read(wanted.name, self._shape(wanted), raw=spec.raw)
+    def read(self, target: _TensorTarget) -> Tensor:
+        spec = target.spec
+        found = self._checkpoint.read(target.name, self._shape(target), raw=spec.raw)
         if not _fits(found.dtype, spec.dtype):
             raise CheckpointError(
-                f"tensor {wanted.name} is stored as {_word(found.dtype)}, expected "
-                f"{_word(spec.dtype)}. The weights and the config do not belong together."
+                f"tensor {target.name} is stored as {_dtype_name(found.dtype)}, expected "
+                f"{_dtype_name(spec.dtype)}. The weights and the config do not match."
             )
         shape = found.shape if -1 in spec.shape else spec.shape
-        if spec.raw and self._device.type == "cpu":  # its form replaces it at once
+        if (
+            spec.raw and self._device.type == "cpu"
+        ):  # the packed form replaces it at once, so no copy is needed
             self._progress(found.nbytes)
             return found
         tensor = torch.empty(shape, dtype=spec.dtype, device=self._device)
@@ -143,12 +147,12 @@ class _Reader:
         self._progress(tensor.nbytes)
         return tensor
 
-    def _shape(self, wanted: _Wanted) -> tuple[int, ...]:
-        """The shape in the file: as wanted, but for axes of length one and open lengths."""
-        spec = wanted.spec
-        if self._made or spec.raw:
+    def _shape(self, target: _TensorTarget) -> tuple[int, ...]:
+        """The expected shape in the file; axes of length 1 and lengths of -1 follow the file."""
+        spec = target.spec
+        if self._is_dummy or spec.raw:
             return spec.shape
-        stored = self._checkpoint.stored(wanted.name).shape
+        stored = self._checkpoint.stored(target.name).shape
         if -1 in spec.shape or _squeezed(stored) == _squeezed(spec.shape):
             return stored
         return spec.shape
@@ -158,43 +162,47 @@ def _squeezed(shape: tuple[int, ...]) -> list[int]:
     return [size for size in shape if size != 1]
 
 
-def _fits(stored: torch.dtype, wanted: torch.dtype) -> bool:
-    """Floats of 16 bits and more may differ; codes must be exactly what they are taken for."""
-    if wanted == torch.int64:
+def _fits(stored: torch.dtype, expected: torch.dtype) -> bool:
+    """Whether a stored dtype can be converted: floats of 16 bits or more can, codes must match."""
+    if expected == torch.int64:
         return not stored.is_floating_point
-    if stored == wanted:
+    if stored == expected:
         return True
-    return all(kind.is_floating_point and kind.itemsize > 1 for kind in (stored, wanted))
+    return all(kind.is_floating_point and kind.itemsize > 1 for kind in (stored, expected))
 
 
-def _word(dtype: torch.dtype) -> str:
+def _dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _account(network: Weights, known: Collection[str]) -> None:
-    """A parameter that nothing fills and a tensor that nobody uses are both errors."""
+def _check_names(network: Weights, known: Collection[str]) -> None:
+    """Raise for a parameter without a tensor, and for a tensor without a parameter."""
     names = set(known)
-    wanted = [w for path, module in network.named_modules() for w in _wanted(path, module)]
-    missing = [w.name for w in wanted if w.name not in names and not w.spec.optional]
-    left = sorted(
+    targets = [
+        target for path, module in network.named_modules() for target in _targets(path, module)
+    ]
+    missing = [
+        target.name for target in targets if target.name not in names and not target.spec.optional
+    ]
+    unused = sorted(
         name
-        for name in names - {w.name for w in wanted}
+        for name in names - {target.name for target in targets}
         if not name.endswith(_DERIVED) and not (network.tied and name == "lm_head.weight")
     )
-    also = f" It has {len(left)} that the network does not know: {_some(left)}." if left else ""
+    also = f" It has {len(unused)} unknown tensors: {_summary(unused)}." if unused else ""
     if missing:
         raise CheckpointError(
             f"the checkpoint lacks {len(missing)} tensors that the network needs: "
-            f"{_some(missing)}.{also} The download may be incomplete, or the config is for another "
-            "model or another quantisation."
+            f"{_summary(missing)}.{also} The download may be incomplete, or the config is for another "
+            "model or quantisation."
         )
-    if left:
+    if unused:
         raise CheckpointError(
-            f"the checkpoint has {len(left)} tensors that the network does not know: "
-            f"{_some(left)}. Its config.json may describe another architecture or quantisation."
+            f"the checkpoint has {len(unused)} tensors that are unknown to the network: "
+            f"{_summary(unused)}. Its config.json may describe another architecture or quantisation."
         )
 
 
-def _some(names: list[str], most: int = 5) -> str:
-    more = f" and {len(names) - most} more" if len(names) > most else ""
-    return ", ".join(names[:most]) + more
+def _summary(names: list[str], max_names: int = 5) -> str:
+    more = f" and {len(names) - max_names} more" if len(names) > max_names else ""
+    return ", ".join(names[:max_names]) + more

@@ -1,6 +1,6 @@
-"""Which method each linear layer gets: from the quantization_config, GGUF's types, --quantization.
+"""Chooses the method of each linear layer: by quantization_config, GGUF types or --quantization.
 
-Decided by the names of modules, before a weight is read.
+The choice depends on module names only and precedes the reading of weights.
 """
 
 from __future__ import annotations
@@ -31,21 +31,21 @@ _PLAIN_TYPES = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat
 _ANY_LAYER = "model.layers.0.mlp.down_proj"
 
 Method = PackedMethod | Plain
-MethodOf = Callable[[str], Method]  # by a module's name: "model.layers.0.self_attn.q_proj"
+MethodOf = Callable[[str], Method]  # from a module's name: "model.layers.0.self_attn.q_proj"
 
 
 @dataclass(frozen=True, slots=True)
 class Methods:
-    """The methods of a network's layers; `choice` is a line for the start-up table."""
+    """The methods of a network's layers. `choice` is a line of the start-up table."""
 
     method_of: MethodOf
     linears: Linears
     choice: Choice
-    table_dtype: torch.dtype | None = None  # of the embedding's rows, where not the arithmetic's
+    table_dtype: torch.dtype | None = None  # of the embedding; None: the activation dtype
     table_method: LinearMethod | None = None  # of an untied embedding that stays packed
 
     def method_for(self, prefix: str, parts: Iterable[str]) -> LinearMethod:
-        """One method for a layer of these parts, whatever each of them is stored as."""
+        """One method for a layer of these parts, whose formats may differ."""
         methods = {part: self.method_of(prefix + part) for part in parts}
         distinct = list(dict.fromkeys(methods.values()))
         if len(distinct) == 1:
@@ -67,8 +67,8 @@ class Methods:
 def choose_methods(
     config: ModelConfig, hparams: HParams, checkpoint: Checkpoint, linears: Linears
 ) -> Methods:
-    """Detect how the weights are stored, and what is to be done to them."""
-    plain = _Plainly(checkpoint, hparams, linears)
+    """Detect the format of the weights and choose the methods."""
+    plain = _Unquantised(checkpoint, hparams, linears)
     table = plain(_TABLE)
 
     def chosen(method_of: MethodOf, value: str, reason: str) -> Methods:
@@ -77,58 +77,66 @@ def choose_methods(
 
     found = detect(hparams.quantization, hparams.source, linears)
     types = _quantised_types(checkpoint)
-    wish = SCHEMES[config.quantization] if config.quantization else None
+    requested = SCHEMES[config.quantization] if config.quantization else None
     if found is not None:
-        _check_flag(config, found, wish)
-        by_file = _ByFile(found, plain, linears, bool(checkpoint.names()), hparams.tie_embeddings)
-        return chosen(by_file, found.name, "as the checkpoint says")
+        _check_flag(config, found, requested)
+        from_config = _FromConfig(
+            format=found,
+            plain=plain,
+            linears=linears,
+            has_weights=bool(checkpoint.names()),
+            tied=hparams.tie_embeddings,
+        )
+        return chosen(from_config, found.name, "from the quantization_config")
     if types:
-        if wish is not None:
+        if requested is not None:
             raise ConfigError(
-                f"--quantization {wish.name}: the file is quantised already ({', '.join(types)}), "
-                "and rounding twice loses more than it saves. Leave the flag out, or take a "
-                "16-bit file of the model."
+                f"--quantization {requested.name}: the file is quantised already ({', '.join(types)}), "
+                "and quantising twice loses more than it saves. Omit the flag, or use a 16-bit "
+                "file of the model."
             )
-        by_type = _ByType(checkpoint, plain, linears, hparams.tie_embeddings)
-        made = chosen(by_type, ", ".join(types), "the file's types")
-        return replace(made, table_method=_table_method(by_type, hparams))
-    if wish is not None:
-        online = _OnLoading(Online(wish, linears), plain, config.quantize_head)
-        return chosen(online, wish.name, "rounded while loading")
+        from_types = _FromGgufTypes(
+            checkpoint=checkpoint, plain=plain, linears=linears, tied=hparams.tie_embeddings
+        )
+        made = chosen(from_types, ", ".join(types), "the file's types")
+        return replace(made, table_method=_table_method(from_types, hparams))
+    if requested is not None:
+        online = _Online(Online(requested, linears), plain, config.quantize_head)
+        return chosen(online, requested.name, "quantised while loading")
     return chosen(plain, plain(_ANY_LAYER).name, plain.reason)
 
 
-def _table_method(by_type: MethodOf, hparams: HParams) -> LinearMethod | None:
-    """How an embedding of its own stays packed; a tied one is the head's weight."""
-    method = by_type(_TABLE)
+def _table_method(from_types: MethodOf, hparams: HParams) -> LinearMethod | None:
+    """Return the method of an untied embedding that stays packed. A tied one is the head's weight."""
+    method = from_types(_TABLE)
     if hparams.tie_embeddings or not isinstance(method, Gguf):
         return None
     return method if method.gives_rows(hparams.vocab_size, hparams.hidden_size) else None
 
 
-def _check_flag(config: ModelConfig, found: Format, wish: Scheme | None) -> None:
-    """A flag that asks for what the checkpoint is anyway is harmless; any other is refused."""
+def _check_flag(config: ModelConfig, found: Format, requested: Scheme | None) -> None:
+    """Raise if --quantization contradicts the checkpoint's own format."""
     method = found.method(_ANY_LAYER)
-    if wish is None or method is None:
+    if requested is None or method is None:
         return
-    has = method.scheme
-    same = (has.kind, has.block) == (wish.kind, wish.block)
-    # int4 weights may have their activations rounded whoever made them.
-    rounds = (has.activation != "none") == (wish.activation != "none") or wish.kind == "int4"
-    if not same or not rounds:
+    scheme = method.scheme
+    same = (scheme.kind, scheme.block) == (requested.kind, requested.block)
+    # Activations can be quantised for int4 weights from any checkpoint.
+    same_activation = (scheme.activation != "none") == (requested.activation != "none")
+    if not same or not (same_activation or requested.kind == "int4"):
         raise ConfigError(
-            f"--quantization {wish.name}: the checkpoint is quantised already ({method.name}), and "
-            "its original weights are not in it. Leave the flag out, or take the original model."
+            f"--quantization {requested.name}: the checkpoint is quantised already ({method.name}) and "
+            "does not contain the original weights. Omit the flag, or use the original model."
         )
     if config.quantize_head:
         raise ConfigError(
-            f"--quantize-head: the checkpoint is quantised already ({method.name}) and says itself "
-            "whether the head is. Leave the flag out, or take the original model."
+            f"--quantize-head: the checkpoint is quantised already ({method.name}), and its config "
+            "defines whether the head is. Omit the flag, or use the original model."
         )
 
 
 def _quantised_types(checkpoint: Checkpoint) -> list[str]:
-    """Storage types of a GGUF's matrices that are not plain numbers; safetensors have none."""
+    """The quantised types of a GGUF's matrices; empty for safetensors."""
     names = [name for name in checkpoint.names() if name.endswith(".weight")]
     stored = [checkpoint.stored(name) for name in names]
     found = dict.fromkeys(item.format for item in stored if len(item.shape) == 2)
@@ -136,48 +144,48 @@ def _quantised_types(checkpoint: Checkpoint) -> list[str]:
 
 
 @dataclass(frozen=True, slots=True)
-class _Plainly:
-    """Plain numbers: in the file's own type where a kernel reads that, else in the arithmetic's."""
+class _Unquantised:
+    """Unquantised: the file's dtype if a kernel reads it, else the activation dtype."""
 
     checkpoint: Checkpoint
     hparams: HParams
     linears: Linears
-    made: dict[torch.dtype | None, Method] = field(default_factory=dict)
+    methods: dict[torch.dtype | None, Method] = field(default_factory=dict)
 
     def __call__(self, module: str) -> Method:
-        dtype = None if self.linears.refuse_plain() else self._stored_as(module)
-        if dtype not in self.made:
+        dtype = None if self.linears.refuse_plain() else self._stored_dtype(module)
+        if dtype not in self.methods:
             linears = self.linears
-            own = Plain(linears.dtype, linears.gemm, reason=self.reason)
-            self.made[dtype] = own if dtype is None else Kept(dtype, linears)
-        return self.made[dtype]
+            plain = Plain(linears.dtype, linears.gemm, reason=self.reason)
+            self.methods[dtype] = plain if dtype is None else Kept(dtype, linears)
+        return self.methods[dtype]
 
     @property
     def reason(self) -> str:
-        return self.linears.refuse_plain() or "not quantised; sums are float32"
+        return self.linears.refuse_plain() or "not quantised; float32 accumulation"
 
-    def _stored_as(self, module: str) -> torch.dtype | None:
-        """The type in the file; of random weights the config's. None: it is quantised there."""
+    def _stored_dtype(self, module: str) -> torch.dtype | None:
+        """The dtype in the file, or the config's for random weights. None: quantised in the file."""
         tied = module == _HEAD and self.hparams.tie_embeddings
         name = f"{_TABLE if tied else module}.weight"
         names = self.checkpoint.names()
         if not names:
             return getattr(torch, self.hparams.dtype or "float32", None)
-        # What is missing the loader will name.
+        # The loader raises for a missing tensor.
         kind = self.checkpoint.stored(name).format if name in names else "f32"
         return _PLAIN_TYPES.get(kind)
 
 
 @dataclass(frozen=True, slots=True)
-class _ByFile:
-    """As a quantization_config says. Random weights are brought into the same form."""
+class _FromConfig:
+    """From a quantization_config. Random weights are quantised to the same form."""
 
     format: Format
     plain: MethodOf
     linears: Linears
-    has_file: bool
+    has_weights: bool
     tied: bool
-    stand_ins: dict[str, Online] = field(default_factory=dict)
+    dummy_methods: dict[str, Online] = field(default_factory=dict)
 
     def __call__(self, module: str) -> Method:
         method = self.format.method(module)
@@ -185,57 +193,57 @@ class _ByFile:
             return self.plain(module)
         if module == _HEAD and self.tied:
             raise CheckpointError(
-                f"the quantization_config ({self.format.name}) covers {_HEAD}, but "
-                "tie_word_embeddings says that it is the embedding's table, which is not "
-                "quantised. Set one of them right with --hf-overrides."
+                f"the quantization_config ({self.format.name}) covers {_HEAD}, but with "
+                "tie_word_embeddings it is the embedding's table, which is not quantised. "
+                "Correct one of them with --hf-overrides."
             )
-        if self.has_file:
+        if self.has_weights:
             return method
-        if method.name not in self.stand_ins:
-            self.stand_ins[method.name] = Online(method.scheme, self.linears)
-        return self.stand_ins[method.name]
+        if method.name not in self.dummy_methods:
+            self.dummy_methods[method.name] = Online(method.scheme, self.linears)
+        return self.dummy_methods[method.name]
 
 
 @dataclass(frozen=True, slots=True)
-class _ByType:
-    """As the types of a GGUF's tensors say; the reader dequantises what no kernel takes."""
+class _FromGgufTypes:
+    """From the types of a GGUF's tensors. Types without a kernel are dequantised while reading."""
 
     checkpoint: Checkpoint
     plain: MethodOf
     linears: Linears
     tied: bool
-    made: dict[tuple[str, bool], Method] = field(default_factory=dict)
+    methods: dict[tuple[str, bool], Method] = field(default_factory=dict)
     reasons: dict[tuple[str, tuple[int, ...]], str | None] = field(default_factory=dict)
 
     def __call__(self, module: str) -> Method:
         name = _TABLE if module == _HEAD and self.tied else module
         if f"{name}.weight" not in self.checkpoint.names():
-            return self.plain(module)  # the loader will say what is missing
+            return self.plain(module)  # the loader raises for a missing tensor
         stored = self.checkpoint.stored(f"{name}.weight")
         kind = stored.format
         if kind in _PLAIN_TYPES:
             return self.plain(module)
         if (kind, stored.shape) not in self.reasons:
-            self.reasons[kind, stored.shape] = self._unpacked(kind, stored.shape)
+            self.reasons[kind, stored.shape] = self._why_dequantised(kind, stored.shape)
         reason = self.reasons[kind, stored.shape]
         key = (kind, reason is None)
-        if key not in self.made:
+        if key not in self.methods:
             if reason is None:
-                self.made[key] = Gguf(kind, self.linears)
+                self.methods[key] = Gguf(kind, self.linears)
             else:
                 dtype, gemm = self.linears.dtype, self.linears.gemm
-                self.made[key] = Plain(dtype, gemm, kind, reason)
-        return self.made[key]
+                self.methods[key] = Plain(dtype, gemm, kind, reason)
+        return self.methods[key]
 
-    def _unpacked(self, kind: str, shape: tuple[int, ...]) -> str | None:
-        """Why a tensor is dequantised, or None."""
+    def _why_dequantised(self, kind: str, shape: tuple[int, ...]) -> str | None:
+        """Why a tensor is dequantised; None if it stays packed."""
         outline = Gguf(kind, self.linears).outline(shape[0], shape[1])
         return self.linears.decide(outline).unpacked
 
 
 @dataclass(frozen=True, slots=True)
-class _OnLoading:
-    """Every layer in the same way; the head only when asked to, since it matters most."""
+class _Online:
+    """Online quantisation of every layer; of the head only if requested, as it affects quality most."""
 
     online: Online
     plain: MethodOf

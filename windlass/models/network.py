@@ -1,4 +1,4 @@
-"""What every network can do, what it is built from, and which one an architecture's name means.
+"""The interface of networks, their building blocks, and the registry of architectures.
 
 A new model is one file and one line in `_NETWORKS`.
 """
@@ -33,26 +33,28 @@ _NETWORKS = {
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """What a network is built from: decided before it is made, the same for all of its layers."""
+    """Choices that all layers of a network share, made before it is built."""
 
     dtype: torch.dtype
     device: torch.device
     max_positions: int
     ops: Ops
-    method_for: Callable[[str, Iterable[str]], LinearMethod]  # by where a layer is, and its parts
+    method_for: Callable[
+        [str, Iterable[str]], LinearMethod
+    ]  # from a layer's path prefix and its parts
     mesh: Mesh = field(default_factory=Mesh)
-    table_dtype: torch.dtype | None = None  # of the embedding's rows, where not `dtype`
-    table_method: LinearMethod | None = None  # of an embedding of its own that stays packed
+    table_dtype: torch.dtype | None = None  # of the embedding; None: `dtype`
+    table_method: LinearMethod | None = None  # of an untied embedding that stays packed
 
 
 class Weights(nn.Module):
-    """Modules that a checkpoint fills."""
+    """A module that the loader fills from a checkpoint."""
 
-    tied = False  # whether the head's weight is the embedding's in the checkpoint
+    tied = False  # whether the head shares the embedding's weight in the checkpoint
 
     @property
     def weight_bytes(self) -> int:
-        """What all weights take, shared ones counted once."""
+        """Bytes of all weights; shared weights count once."""
         stored = [module for module in self.modules() if isinstance(module, StoredWeight)]
         plain = sum(parameter.nbytes for parameter in self.parameters())
         return plain + sum(module.gemm_bytes for module in stored)
@@ -69,38 +71,39 @@ class Weights(nn.Module):
 
 
 class Network(Weights):
-    """Hidden states from tokens, logits from hidden states."""
+    """Computes hidden states from tokens, and logits from hidden states."""
 
     @property
     def table(self) -> Tensor | None:
-        """The embedding's rows, where they lie as plain numbers."""
+        """The embedding table; None if it is packed."""
         return None
 
     @abstractmethod
     def embed(self, ids: Tensor) -> Tensor:
-        """The tokens' vectors [tokens, hidden], as the first layer gets them."""
+        """The token embeddings [tokens, hidden], the input of the first layer."""
 
     @abstractmethod
     def forward(
         self, ids: Tensor, batch: StepBatch, aux_hidden_states: dict[int, Tensor] | None = None
     ) -> Tensor:
-        """Hidden states of the batch's wanted tokens [tokens, hidden]; writes the pages of all.
+        """Hidden states of the batch's logits tokens [tokens, hidden]; writes the KV cache of all.
 
-        The keys of `aux_hidden_states` are layers; each gets a copy of the residual stream that enters it.
+        The keys of `aux_hidden_states` are layer indices; each value is set to a copy of the
+        residual stream before that layer.
         """
 
     @abstractmethod
     def logits(self, hidden: Tensor, adapters: AdapterRows | None = None) -> Tensor:
-        """Scores over the vocabulary, in the network's own arithmetic; `adapters`: of these rows."""
+        """Logits over the vocabulary, in the network's dtype. `adapters` are those of these rows."""
 
 
 def make_network(hparams: HParams, parts: Parts) -> Network:
-    """The network without storage, on the meta device; the loader fills it."""
-    where = _NETWORKS.get(hparams.architecture)
-    if where is None:
+    """Build a network on the meta device; the loader fills it."""
+    location = _NETWORKS.get(hparams.architecture)
+    if location is None:
         raise UnsupportedError(
-            f"architecture {hparams.architecture!r} has no network here. Known: {', '.join(_NETWORKS)}."
+            f"architecture {hparams.architecture!r} is not supported. Supported: {', '.join(_NETWORKS)}."
         )
-    module, name = where.split(":")
+    module, name = location.split(":")
     with torch.device("meta"):
         return getattr(import_module(module), name)(hparams, parts)

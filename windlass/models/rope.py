@@ -1,4 +1,4 @@
-"""The rotary frequencies that a checkpoint's description means."""
+"""RoPE frequencies for each scaling type."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from windlass.models.rope_config import RopeConfig
 
 
 def frequencies(rope: RopeConfig) -> tuple[Tensor, float]:
-    """Angle per position for each rotated pair [dim / 2], and a factor for cos and sin."""
+    """Inverse frequencies [dim / 2], and a scale for cos and sin."""
     exponent = torch.arange(0, rope.dim, 2, dtype=torch.float32, device="cpu") / rope.dim
     base = 1.0 / rope.theta**exponent
     if rope.rope_factors is not None:
@@ -22,28 +22,28 @@ def frequencies(rope: RopeConfig) -> tuple[Tensor, float]:
         return _llama3(base, rope), 1.0
     if rope.kind == "yarn":
         return _yarn(base, rope), _yarn_scale(rope)
-    # "dynamic" only differs past the trained context, where this engine does not go.
+    # "dynamic" differs only beyond the trained context, which RopeConfig.max_context excludes.
     return base, 1.0
 
 
 def _llama3(base: Tensor, rope: RopeConfig) -> Tensor:
-    """Long waves are slowed by the factor, short ones kept, those between blended."""
+    """Low frequencies are divided by the factor, high ones kept, and those between interpolated."""
     assert rope.low_freq_factor is not None
     assert rope.high_freq_factor is not None
-    turns = rope.original_max_positions * base / (2 * math.pi)  # within the trained context
+    turns = rope.original_max_positions * base / (2 * math.pi)  # rotations over the trained context
     blend = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
     blend = blend.clamp(0.0, 1.0)
     return base / rope.factor * (1 - blend) + base * blend
 
 
 def _yarn(base: Tensor, rope: RopeConfig) -> Tensor:
-    """Dimensions that turn often are kept, slow ones interpolated, with a ramp between."""
+    """High-frequency dimensions are kept, low ones interpolated, with a linear ramp between."""
 
-    def dimension_with(turns: float) -> float:
+    def dimension_for(turns: float) -> float:
         span = rope.original_max_positions / (turns * 2 * math.pi)
         return rope.dim * math.log(span) / (2 * math.log(rope.theta))
 
-    low, high = dimension_with(rope.beta_fast), dimension_with(rope.beta_slow)
+    low, high = dimension_for(rope.beta_fast), dimension_for(rope.beta_slow)
     if rope.truncate:
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, rope.dim - 1)

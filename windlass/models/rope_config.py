@@ -1,6 +1,6 @@
-"""Rotary positions as a checkpoint describes them; the frequencies are computed elsewhere.
+"""RoPE parameters of a checkpoint; rope.py computes the frequencies.
 
-Knows the old spelling (rope_theta beside rope_scaling) and that of transformers 5 (rope_parameters).
+Reads the old fields (rope_theta and rope_scaling) and those of transformers 5 (rope_parameters).
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ RopeKind = Literal["default", "linear", "dynamic", "llama3", "yarn"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RopeConfig:
-    """Everything that the inverse frequencies depend on. None: the kind's own rule applies."""
+    """All parameters of the inverse frequencies. None: the default of the RoPE type."""
 
     theta: float
-    dim: int  # the first `dim` of a head's features turn; the rest stay as they are
-    original_max_positions: int  # the context before scaling
+    dim: int  # the first `dim` features of a head are rotated
+    original_max_positions: int  # the context length before scaling
     kind: RopeKind = "default"
     factor: float = 1.0
     low_freq_factor: float | None = None  # llama3
@@ -31,18 +31,18 @@ class RopeConfig:
     mscale: float | None = None  # yarn
     mscale_all_dim: float | None = None  # yarn
     truncate: bool = True  # yarn
-    # llama.cpp stores llama3 scaling as one divisor for each of the dim / 2 frequencies.
+    # llama.cpp stores llama3 scaling as one divisor per frequency, dim / 2 in total.
     rope_factors: tuple[float, ...] | None = None
 
     @classmethod
     def from_hf(cls, config: Fields, head_dim: int) -> RopeConfig:
-        """Read what a config.json says about positions."""
-        rope = _joined(config)
+        """Read the RoPE fields of a config.json."""
+        rope = _merged_fields(config)
         kind = rope.text("rope_type", None) or rope.text("type", "default")
         if kind not in get_args(RopeKind):
             raise UnsupportedError(
-                f"{rope.source}: rope type {kind!r} is not known. "
-                f"Known: {', '.join(get_args(RopeKind))}."
+                f"{rope.source}: rope type {kind!r} is not supported. "
+                f"Supported: {', '.join(get_args(RopeKind))}."
             )
         original = rope.whole(
             "original_max_position_embeddings", config.whole("max_position_embeddings")
@@ -51,7 +51,7 @@ class RopeConfig:
         if dim % 2 or not 0 < dim <= head_dim:
             raise CheckpointError(
                 f"{config.source}: {dim} of {head_dim} features per head are rotary; "
-                "expected an even number between 2 and the head's size."
+                "expected an even number between 2 and the head size."
             )
         return cls(
             theta=rope.number("rope_theta", 10000.0),
@@ -70,11 +70,11 @@ class RopeConfig:
             rope_factors=_factors(rope, dim),
         )
 
-    def longest_context(self, max_positions: int) -> int:
-        """How long a context may be: stretched kinds reach further than they were trained.
+    def max_context(self, max_positions: int) -> int:
+        """The maximum context length; yarn and linear scaling extend the trained length.
 
-        Not "dynamic": its frequencies change with the length of the text, which would invalidate
-        every cached key, so such a model is served up to the length that it was trained for.
+        "dynamic" scaling is limited to the trained length: its frequencies depend on the sequence
+        length, which would invalidate every cached key.
         """
         if self.kind == "yarn":
             return max(max_positions, int(self.original_max_positions * self.factor))
@@ -83,22 +83,22 @@ class RopeConfig:
         return max_positions
 
 
-def _joined(config: Fields) -> Fields:
-    """One object out of the places that describe positions; the more specific place wins."""
-    joined = config.present(
+def _merged_fields(config: Fields) -> Fields:
+    """Merge all RoPE fields into one object; more specific fields take precedence."""
+    merged = config.present(
         "rope_theta", "partial_rotary_factor", "original_max_position_embeddings"
     )
     newer, older = config.mapping("rope_parameters"), config.mapping("rope_scaling")
     if "type" in older or "rope_type" in older:
         newer = {key: value for key, value in newer.items() if key not in ("type", "rope_type")}
-    joined |= {**newer, **older}
-    nested = [key for key, value in joined.items() if isinstance(value, dict)]
+    merged |= {**newer, **older}
+    nested = [key for key, value in merged.items() if isinstance(value, dict)]
     if nested:
         raise UnsupportedError(
-            f"{config.source}: positions differ by kind of layer ({', '.join(nested)}), "
-            "which this version does not know."
+            f"{config.source}: RoPE parameters differ by layer type ({', '.join(nested)}), "
+            "which is not supported."
         )
-    return Fields(joined, f"{config.source} (rope)")
+    return Fields(merged, f"{config.source} (rope)")
 
 
 def _factors(rope: Fields, dim: int) -> tuple[float, ...] | None:

@@ -1,1 +1,1 @@
-"""How ranks talk."""
+"""Communication between ranks."""

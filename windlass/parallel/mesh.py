@@ -1,4 +1,7 @@
-"""How ranks talk. A mesh of one process costs nothing, and layers never ask how many there are."""
+"""Process groups for communication between ranks.
+
+A group of one rank has no overhead, so layers need no special case for it.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ from torch import Tensor
 
 
 class Group(Protocol):
-    """Ranks that share one tensor."""
+    """A process group: ranks that share one tensor."""
 
     @property
     def rank(self) -> int: ...
@@ -23,8 +26,8 @@ class Group(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Alone:
-    """The group of one rank."""
+class SingleRank:
+    """A group of one rank."""
 
     rank: int = 0
     size: int = 1
@@ -38,6 +41,6 @@ class Alone:
 
 @dataclass(frozen=True, slots=True)
 class Mesh:
-    """The groups that this process belongs to."""
+    """The process groups of this process."""
 
-    tp: Group = field(default_factory=Alone)
+    tp: Group = field(default_factory=SingleRank)

@@ -1,1 +1,1 @@
-"""How a weight is stored: one file per format."""
+"""Quantisation formats of weights: one file per format."""

@@ -1,4 +1,4 @@
-"""AWQ checkpoints in the gemm layout: 4-bit codes, eight outputs in an int32, inputs downwards."""
+"""AWQ checkpoints in the GEMM layout: 4-bit codes, eight outputs per int32, inputs as rows."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from windlass.quant.rounding import Scheme
 from windlass.quant.settings import Settings
 
 _PER_WORD = 8
-# Output j of eight lies at this nibble of its word: the words hold outputs 0 2 4 6 1 3 5 7.
-_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
+# Nibble of output j in its word: the words hold outputs 0 2 4 6 1 3 5 7.
+_NIBBLES = (0, 4, 1, 5, 2, 6, 3, 7)
 
 
 class Awq(FileMethod):
@@ -49,11 +49,11 @@ class Awq(FileMethod):
 
     def form(self, part: Part, shape: Shape) -> Packed | Tensor:
         num_out, _ = shape
-        codes = _in_order(unpack(part["qweight"], 4, num_out)).T
-        zeros = _in_order(unpack(part["qzeros"], 4, num_out)).T
+        codes = _reorder(unpack(part["qweight"], 4, num_out)).T
+        zeros = _reorder(unpack(part["qzeros"], 4, num_out)).T
         return affine(codes, part.scales("scales").T.contiguous(), zeros.float(), 4)
 
 
-def _in_order(nibbles: Tensor) -> Tensor:
+def _reorder(nibbles: Tensor) -> Tensor:
     words = nibbles.view(nibbles.shape[0], -1, _PER_WORD)
-    return words[:, :, list(_PLACES)].flatten(1)
+    return words[:, :, list(_NIBBLES)].flatten(1)

@@ -1,7 +1,7 @@
-"""How a stored weight describes its own geometry, so that one loader shards and merges any format.
+"""Descriptions of stored weights, with which one loader shards and merges any format.
 
-A format is one file here: a `LinearMethod` that names its stored tensors, repacks them once for the
-kernel that was chosen, and multiplies.
+A format is one file: a `LinearMethod` that names its stored tensors, repacks them once for the
+chosen kernel, and applies them.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from windlass.kernels.rounded import Inputs, Outputs
 
 @dataclass(frozen=True, slots=True)
 class Axis:
-    """Where a logical axis (outputs or inputs) lies in a stored tensor.
+    """The position of a logical axis (outputs or inputs) in a stored tensor.
 
-    `unit` features make one stored unit, which has `width` entries along `dim`: int4 packed in
+    `unit` features form one stored unit of `width` entries along `dim`: int4 packed in
     int32 along the inputs is Axis(1, unit=8), one scale per group of 128 is Axis(1, unit=128).
     """
 
@@ -32,29 +32,29 @@ class Axis:
     width: int = 1
 
     def span(self, start: int, count: int) -> slice:
-        """The stored entries of features [start, start + count), which must be whole units."""
+        """The stored entries of features [start, start + count). Units must not be split."""
         if start % self.unit or count % self.unit:
             raise ValueError(
-                f"features {start}..{start + count} cut a stored unit of {self.unit} features"
+                f"features {start}..{start + count} split a stored unit of {self.unit} features"
             )
         return slice(start // self.unit * self.width, (start + count) // self.unit * self.width)
 
 
 @dataclass(frozen=True, slots=True)
 class ParamSpec:
-    """A stored tensor of one part: its shape, type, and where outputs and inputs lie."""
+    """A stored tensor of one part: shape, dtype, and the axes of outputs and inputs."""
 
-    shape: tuple[int, ...]  # -1: as long as the file says
-    dtype: torch.dtype  # floats may be stored in another float type, whole numbers may not
-    out: Axis | None = None  # None: the tensor has no such axis and is not cut along it
+    shape: tuple[int, ...]  # -1: the length in the file
+    dtype: torch.dtype  # the file may store another float dtype, but not another integer dtype
+    out: Axis | None = None  # None: the tensor has no such axis and is not sharded along it
     into: Axis | None = None
-    raw: bool = False  # the file's own bytes, not the numbers that they stand for
+    raw: bool = False  # read the file's bytes, not the dequantised values
     optional: bool = False
 
 
 @dataclass(slots=True)
 class Part:
-    """The stored tensors of one part of a layer, on the device, between reading and finishing."""
+    """The stored tensors of one part of a layer, on the device, between `read` and `finish`."""
 
     name: str  # "model.layers.0.self_attn.q_proj"
     tensors: dict[str, Tensor]
@@ -63,14 +63,14 @@ class Part:
         return self.tensors[name]
 
     def scales(self, name: str, zero_is_fine: bool = False) -> Tensor:
-        """A tensor of scales; one that is no number, infinite or zero is an error."""
+        """A tensor of scales. Raises for NaN, infinity and, by default, zero."""
         scales = self.tensors[name]
         check_scales(scales, f"{self.name}.{name}", zero_is_fine)
         return scales
 
 
 def check_scales(scales: Tensor, name: str, zero_is_fine: bool = False) -> None:
-    """Raise with the tensor's name where a scale would spoil the weights."""
+    """Raise CheckpointError, with the tensor's name, if a scale is invalid."""
     if scales.is_meta:
         return
     bad = ~torch.isfinite(scales)
@@ -80,34 +80,34 @@ def check_scales(scales: Tensor, name: str, zero_is_fine: bool = False) -> None:
     if count:
         first = scales[bad].flatten()[0].item()
         raise CheckpointError(
-            f"tensor {name}: {count} of {scales.numel()} scales are unusable (the first: {first}). "
-            "The checkpoint is damaged, or was quantised from weights that are; fetch or make it "
-            "again."
+            f"tensor {name}: {count} of {scales.numel()} scales are invalid (the first: {first}). "
+            "The checkpoint is damaged, or was quantised from damaged weights; download or "
+            "quantise it again."
         )
 
 
 class Layer(Protocol):
-    """What a method sees of a linear layer."""
+    """A linear layer as a method sees it."""
 
-    parts: dict[str, int]  # name to outputs, in the order in which they are stacked
+    parts: dict[str, int]  # name to outputs, in stacking order
     num_in: int
     stored: dict[str, Part]  # by part; filled by the loader, emptied by `finish`
-    weight: nn.Parameter | None  # of a layer that is not quantised
-    gemm: list[PackedGemm]  # of one that is; their outputs follow each other
+    weight: nn.Parameter | None  # of an unquantised layer
+    gemm: list[PackedGemm]  # of a quantised layer; outputs are concatenated
 
 
 class LinearMethod(Protocol):
-    """One way to store and multiply a weight."""
+    """Stores and applies the weights of linear layers in one format; vLLM: LinearMethodBase."""
 
     @property
     def name(self) -> str: ...
 
     def params(self, part: str, num_out: int, num_in: int) -> dict[str, ParamSpec]:
-        """The stored tensors of a part of this size, by its whole name."""
+        """The stored tensors of a part. `part` is its full module name."""
         ...
 
     def finish(self, layer: Layer) -> None:
-        """Once, after loading: repack `layer.stored` for the chosen kernel."""
+        """Repack `layer.stored` for the chosen kernel. Called once, after loading."""
         ...
 
     def apply(self, layer: Layer, x: Inputs) -> Tensor:
@@ -115,9 +115,9 @@ class LinearMethod(Protocol):
         ...
 
     def then(self, layer: Layer, x: Inputs, residual: Tensor, norm: Norm) -> tuple[Inputs, Tensor]:
-        """x @ weight.T, into the residual stream and through a norm: (normalised, new residual)."""
+        """Add x @ weight.T to the residual stream and normalise: (normalised, new residual)."""
         ...
 
     def gated(self, layer: Layer, x: Inputs, silu_mul: Callable[[Outputs], Inputs]) -> Inputs:
-        """silu(x @ gate.T) * (x @ up.T), where the weight is gate above up."""
+        """silu(x @ gate.T) * (x @ up.T); the weight is gate and up, stacked along the outputs."""
         ...

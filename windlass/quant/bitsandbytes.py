@@ -1,4 +1,4 @@
-"""bitsandbytes checkpoints: 4-bit tables (NF4, FP4; scales quantised again or not) and int8 rows."""
+"""bitsandbytes checkpoints: 4-bit (NF4, FP4, with or without double quantisation) and int8."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from windlass.errors import CheckpointError, UnsupportedError
 from windlass.kernels.linears import Linears
 from windlass.kernels.packed import Int8Group, Packed, Table4
 from windlass.quant.base import Axis, ParamSpec, Part, check_scales
-from windlass.quant.bits import exactly
+from windlass.quant.bits import lossless_half
 from windlass.quant.packed_method import FileMethod, Shape
 from windlass.quant.rounding import Scheme
 from windlass.quant.settings import Settings
@@ -22,7 +22,7 @@ _NESTED_BLOCK = 256  # scales per scale of scales
 
 
 def read(settings: Settings, linears: Linears) -> FileMethod:
-    """The method that a quantization_config of bitsandbytes asks for."""
+    """The method for a bitsandbytes quantization_config."""
     in_4bit = settings.flag("load_in_4bit", False)
     in_8bit = settings.flag("load_in_8bit", False)
     if in_4bit == in_8bit:
@@ -38,10 +38,10 @@ def read(settings: Settings, linears: Linears) -> FileMethod:
 
 
 class Bnb4(FileMethod):
-    """weight [N K / 2, 1], the table in weight.quant_map, a scale per block in weight.absmax.
+    """weight [N K / 2, 1], the codebook in weight.quant_map, a scale per block in weight.absmax.
 
-    With double quantisation absmax holds codes of a second table. The blob weight.quant_state is
-    JSON that says how large the blocks are.
+    With double quantisation absmax holds codes of a second codebook. The blob weight.quant_state is
+    JSON with the block sizes.
     """
 
     def __init__(self, kind: str, nested: bool, linears: Linears) -> None:
@@ -60,8 +60,8 @@ class Bnb4(FileMethod):
     def params(self, part: str, num_out: int, num_in: int) -> dict[str, ParamSpec]:
         if num_in % _BLOCK:
             raise UnsupportedError(
-                f"{part}: blocks of {_BLOCK} weights do not divide {num_in} inputs, so that some "
-                "lie across rows; such layers cannot be read here."
+                f"{part}: the block size of {_BLOCK} weights does not divide {num_in} inputs, so "
+                "some blocks span two rows, which is not supported."
             )
         count = num_out * num_in
         blocks = count // _BLOCK
@@ -83,12 +83,14 @@ class Bnb4(FileMethod):
         num_out, num_in = shape
         absmax = self._absmax(part, state).view(num_out, num_in // _BLOCK)
         packed = part["weight"].view(num_out, num_in // 2)
-        swapped = (packed >> 4) | (packed << 4)  # the first of two weights is the high half there
+        swapped = (packed >> 4) | (
+            packed << 4
+        )  # bitsandbytes stores the first weight in the high nibble
         table = part.scales("weight.quant_map", zero_is_fine=True)
-        return Table4(swapped, table, exactly(absmax))
+        return Table4(swapped, table, lossless_half(absmax))
 
     def _absmax(self, part: Part, state: dict[str, Any]) -> Tensor:
-        # A block of zeros has the scale zero, so zero is no damage here.
+        # A block of zeros has scale zero, so zero is valid.
         if not self._nested:
             return part.scales("weight.absmax", zero_is_fine=True)
         outer = part.scales("weight.nested_absmax", zero_is_fine=True)
@@ -100,7 +102,7 @@ class Bnb4(FileMethod):
         return absmax
 
     def _read_state(self, part: Part, shape: Shape) -> dict[str, Any]:
-        """The blob's JSON, checked: what it says must be what the config and the layer say."""
+        """The blob's JSON. Raises unless it matches the config and the layer."""
         blob, name = part[self._state], f"{part.name}.{self._state}"
         if blob.is_meta:
             return {"nested_offset": 0.0}
@@ -110,17 +112,17 @@ class Bnb4(FileMethod):
             nested = (state.get("nested_blocksize"), "nested_offset" in state)
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise CheckpointError(f"tensor {name}: is not the expected JSON: {error!r}.") from error
-        wanted = (self._kind, _BLOCK, tuple(shape))
-        if found != wanted or (self._nested and nested != (_NESTED_BLOCK, True)):
+        expected = (self._kind, _BLOCK, tuple(shape))
+        if found != expected or (self._nested and nested != (_NESTED_BLOCK, True)):
             raise UnsupportedError(
-                f"tensor {name}: says type, block and shape {found}, nested {nested}; expected "
-                f"{wanted}{', nested in blocks of 256' if self._nested else ''}."
+                f"tensor {name}: has type, block and shape {found}, nested {nested}; expected "
+                f"{expected}{', nested in blocks of 256' if self._nested else ''}."
             )
         return dict(state)
 
 
 class BnbInt8(FileMethod):
-    """weight int8 [N, K], SCB [N]: the largest of each row. The activations stay as they are."""
+    """weight int8 [N, K], SCB [N]: the absolute maximum of each row. Activations stay unquantised."""
 
     def __init__(self, linears: Linears) -> None:
         super().__init__("bitsandbytes int8", linears)
@@ -134,7 +136,7 @@ class BnbInt8(FileMethod):
         return {
             "weight": ParamSpec((num_out, num_in), torch.int8, Axis(0), Axis(1)),
             "SCB": ParamSpec((num_out,), torch.float32, Axis(0)),
-            # Says how older versions permuted rows; 0 is "not at all".
+            # Row permutation of older versions; 0: none.
             "weight_format": ParamSpec((1,), torch.uint8, optional=True),
         }
 
@@ -144,7 +146,7 @@ class BnbInt8(FileMethod):
         if layout is not None and not layout.is_meta and int(layout) != 0:
             raise UnsupportedError(
                 f"tensor {part.name}.weight_format: is {int(layout)}; only row-major weights "
-                "(0) can be read here. Save the model with a current bitsandbytes."
+                "(0) are supported. Save the model with a current bitsandbytes."
             )
         scales = part.scales("SCB", zero_is_fine=True) / 127
         return Int8Group(part["weight"], scales.unsqueeze(1))

@@ -1,6 +1,6 @@
-"""compressed-tensors checkpoints: packed and plain integers, fp8, with or without rounded activations.
+"""compressed-tensors checkpoints: packed or unpacked integers, fp8, and quantised activations.
 
-A config names groups of modules, each with its own scheme, and modules to leave alone.
+A config has groups of modules, each with its own scheme, and a list of ignored modules.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ _BLOCK = (128, 128)
 
 
 @dataclass(frozen=True, slots=True)
-class Weights:
-    """What a group's `weights` say."""
+class WeightArgs:
+    """The `weights` section of a config group."""
 
     bits: int
     is_float: bool
@@ -38,11 +38,11 @@ class Weights:
     groups: Groups
     per_tensor: bool
     block: tuple[int, int] | None
-    reordered: bool  # inputs were sorted by activation before they were grouped
+    act_order: bool  # inputs were sorted by activation before grouping
 
 
 def read(settings: Settings, linears: Linears) -> Callable[[str], FileMethod | None]:
-    """The method of each module by its name; None for one that is stored as it was."""
+    """A function from module name to method; None for an unquantised module."""
     settings.refuse("kv_cache_scheme", "transform_config", "moe_sparsity_config")
     sparsity = settings.section("sparsity_config")
     if sparsity is not None and sparsity.names():
@@ -50,7 +50,7 @@ def read(settings: Settings, linears: Linears) -> Callable[[str], FileMethod | N
     groups = settings.section("config_groups")
     if groups is None or not groups.names():
         raise CheckpointError(
-            f"{settings.where}: has no config_groups, so no module's format is known."
+            f"{settings.where}: has no config_groups, which define the modules' formats."
         )
     default = settings.raw("format")
     rules: list[tuple[str, FileMethod]] = []
@@ -64,22 +64,22 @@ def read(settings: Settings, linears: Linears) -> Callable[[str], FileMethod | N
 
 
 class _Rules:
-    """Targets in the order in which they count: a name, a pattern, a class."""
+    """Targets in order of precedence: module name, pattern, class."""
 
     def __init__(self, rules: list[tuple[str, FileMethod]], ignored: tuple[str, ...]) -> None:
         self._rules = rules
         self._ignored = ignored
 
     def method(self, module: str) -> FileMethod | None:
-        if any(_means(name, module) for name in self._ignored):
+        if any(_matches(name, module) for name in self._ignored):
             return None
-        named = [method for target, method in self._rules if target == module]
-        like = [method for target, method in self._rules if _means(target, module)]
-        linear = [method for target, method in self._rules if target == "Linear"]
-        return next(iter([*named, *like, *linear]), None)
+        by_name = [method for target, method in self._rules if target == module]
+        by_pattern = [method for target, method in self._rules if _matches(target, module)]
+        by_class = [method for target, method in self._rules if target == "Linear"]
+        return next(iter([*by_name, *by_pattern, *by_class]), None)
 
 
-def _means(name: str, module: str) -> bool:
+def _matches(name: str, module: str) -> bool:
     if name.startswith("re:"):
         return re.match(name.removeprefix("re:"), module) is not None
     return name == module
@@ -89,13 +89,15 @@ def _method(group: Settings, default: Any, linears: Linears) -> FileMethod:
     group.refuse("output_activations")
     stored = group.section("weights")
     if stored is None:
-        raise UnsupportedError(f"{group.where}: has no weights; only activations are rounded.")
+        raise UnsupportedError(
+            f"{group.where}: has no weights section; only activations are quantised."
+        )
     kind = group.raw("format") or default
     if kind not in _FORMATS:
         raise UnsupportedError(
-            f"{group.where}: the format {kind!r} cannot be read here. Known: {', '.join(_FORMATS)}."
+            f"{group.where}: the format {kind!r} is not supported. Supported: {', '.join(_FORMATS)}."
         )
-    weights = _weights(stored)
+    weights = _weight_args(stored)
     if weights.is_float != (kind == _FLOAT) and kind != _NAIVE:
         raise CheckpointError(
             f"{group.where}: the format {kind!r} contradicts weights.type {stored.raw('type')!r}."
@@ -104,7 +106,7 @@ def _method(group: Settings, default: Any, linears: Linears) -> FileMethod:
     return CompressedTensors(kind == _PACKED, weights, activation, linears)
 
 
-def _weights(stored: Settings) -> Weights:
+def _weight_args(stored: Settings) -> WeightArgs:
     is_float = stored.one_of("type", ("int", "float"), "int") == "float"
     bits = stored.one_of("num_bits", (8,) if is_float else (4, 8))
     allowed = ("tensor", "channel", "block") if is_float else ("tensor", "channel", "group")
@@ -112,36 +114,47 @@ def _weights(stored: Settings) -> Weights:
     strategy = stored.one_of("strategy", allowed, "group" if has_group else "tensor")
     symmetric = stored.flag("symmetric", True)
     if is_float and not symmetric:
-        raise UnsupportedError(f"{stored.where}: symmetric is false, which fp8 weights cannot be.")
+        raise UnsupportedError(
+            f"{stored.where}: symmetric is false, but fp8 weights are always symmetric."
+        )
     if stored.raw("dynamic"):
-        raise CheckpointError(f"{stored.where}: dynamic is set, but weights do not change.")
+        raise CheckpointError(
+            f"{stored.where}: dynamic is set, but weights cannot be quantised dynamically."
+        )
     block = None
     if strategy == "block":
         if stored.raw("block_structure") not in (list(_BLOCK), _BLOCK, "128x128"):
             raise UnsupportedError(
                 f"{stored.where}: block_structure is {stored.raw('block_structure')!r}; only "
-                f"{list(_BLOCK)} is known."
+                f"{list(_BLOCK)} is supported."
             )
         block = _BLOCK
     order = stored.raw("actorder")
     if order not in (None, False, True, "group", "dynamic", "weight", "static"):
-        raise UnsupportedError(f"{stored.where}: actorder is {order!r}, which is not known here.")
+        raise UnsupportedError(f"{stored.where}: actorder is {order!r}, which is not supported.")
     size = stored.group_size() if strategy == "group" else None
-    reordered = order in (True, "group", "dynamic")
-    return Weights(bits, is_float, symmetric, Groups(size), strategy == "tensor", block, reordered)
+    return WeightArgs(
+        bits=bits,
+        is_float=is_float,
+        symmetric=symmetric,
+        groups=Groups(size),
+        per_tensor=strategy == "tensor",
+        block=block,
+        act_order=order in (True, "group", "dynamic"),
+    )
 
 
-def _activation(stored: Settings | None, weights: Weights) -> Activation:
+def _activation(stored: Settings | None, weights: WeightArgs) -> Activation:
     if stored is None:
         return "none"
-    wanted = "float" if weights.is_float else "int"
-    stored.one_of("type", (wanted,), "int")
+    expected = "float" if weights.is_float else "int"
+    stored.one_of("type", (expected,), "int")
     stored.one_of("num_bits", (8,))
     stored.one_of("symmetric", (True,), True)
     if not weights.is_float and (weights.bits != 8 or weights.groups.size is not None):
         raise UnsupportedError(
-            f"{stored.where}: activations are rounded beside weights of {weights.bits} bits "
-            "in groups; only int8 weights with a scale per row or tensor are known for that."
+            f"{stored.where}: activations are quantised and weights have {weights.bits} bits "
+            "in groups; quantised activations need int8 weights with a scale per row or tensor."
         )
     dynamic = stored.one_of("dynamic", (True, False), False)
     if not dynamic:
@@ -149,19 +162,19 @@ def _activation(stored: Settings | None, weights: Weights) -> Activation:
         return "tensor"
     strategy = stored.one_of("strategy", ("token", "tensor", "group"), "tensor")
     if strategy != "group":
-        return "token"  # also for one scale per step: a scale per token is at least as fine
+        return "token"  # also for a dynamic scale per tensor: a scale per token is at least as fine
     if weights.block is None or stored.group_size() != _BLOCK[1]:
         raise UnsupportedError(
-            f"{stored.where}: activations in groups are known for blocks of {_BLOCK} only."
+            f"{stored.where}: activations in groups are supported for blocks of {_BLOCK} only."
         )
     return "block"
 
 
 class CompressedTensors(FileMethod):
-    """weight_packed with weight_shape, or weight; weight_scale; zero points where asymmetric."""
+    """weight_packed with weight_shape, or weight; weight_scale; zero points if asymmetric."""
 
     def __init__(
-        self, packed: bool, weights: Weights, activation: Activation, linears: Linears
+        self, packed: bool, weights: WeightArgs, activation: Activation, linears: Linears
     ) -> None:
         kind = "fp8" if weights.is_float else f"int{weights.bits}"
         super().__init__(f"compressed-tensors {kind}", linears)
@@ -170,7 +183,7 @@ class CompressedTensors(FileMethod):
         self._activation = activation
 
     @property
-    def weights(self) -> Weights:
+    def weights(self) -> WeightArgs:
         return self._weights
 
     @property
@@ -180,13 +193,15 @@ class CompressedTensors(FileMethod):
     @property
     def scheme(self) -> Scheme:
         weights = self._weights
-        # Random weights bring no scale of the activations; one per token costs the same.
+        # Random weights have no activation scale; dynamic scales per token cost the same.
         activation: Activation = "token" if self._activation == "tensor" else self._activation
         if weights.is_float:
-            return Scheme(self.name, "fp8", (), True, activation, weights.block)
+            return Scheme(
+                self.name, "fp8", per_row=True, activation=activation, block=weights.block
+            )
         groups = (weights.groups.size,) if weights.groups.size else ()
         kind: Kind = "int4" if weights.bits == 4 else "int8"
-        return Scheme(self.name, kind, groups, not groups, activation)
+        return Scheme(self.name, kind, groups, per_row=not groups, activation=activation)
 
     def params(self, part: str, num_out: int, num_in: int) -> dict[str, ParamSpec]:
         weights, shape = self._weights, (num_out, num_in)
@@ -201,7 +216,7 @@ class CompressedTensors(FileMethod):
             params["weight_scale"] = ParamSpec(scales, torch.float32, Axis(0), Axis(1, group))
         if not weights.is_float:
             params["weight_zero_point"] = self._zero_points(params["weight_scale"], num_out)
-        if weights.reordered:
+        if weights.act_order:
             params["weight_g_idx"] = ParamSpec((num_in,), torch.int64, None, Axis(0))
         if self._activation == "tensor":
             params["input_scale"] = ParamSpec((1,), torch.float32)
@@ -229,27 +244,39 @@ class CompressedTensors(FileMethod):
         return ParamSpec(shape, torch.int32, Axis(0, unit), scale.into, optional=optional)
 
     def form(self, part: Part, shape: Shape) -> Packed | Tensor:
-        given = part.scales("input_scale") if self._activation == "tensor" else None
+        input_scale = part.scales("input_scale") if self._activation == "tensor" else None
         _check_zero(part, "input_zero_point")
         scales = part.scales("weight_scale")
         if self._weights.is_float:
             if self._weights.per_tensor:
                 scales = scales.view(1, 1)
-            return Float8(part["weight"], scales, self._activation, given, self._weights.block)
+            return Float8(
+                part["weight"],
+                scales,
+                activation=self._activation,
+                input_scale=input_scale,
+                block=self._weights.block,
+            )
         if self._weights.per_tensor:
             scales = scales.view(1, 1).expand(shape[0], 1)
         if self._activation != "none":
-            return self._whole(part, scales, given)
-        return self._affine(part, scales, shape)
+            return self._int8_activations(part, scales, input_scale)
+        return self._weight_only(part, scales, shape)
 
-    def _whole(self, part: Part, scales: Tensor, given: Tensor | None) -> Packed:
-        """int8 weights for products of whole numbers: scales in full, since there are few."""
+    def _int8_activations(self, part: Part, scales: Tensor, input_scale: Tensor | None) -> Packed:
+        """int8 weights for int8 GEMMs. Scales stay float32, since there are few."""
         offsets = None
         if not self._weights.symmetric:
             offsets = -part["weight_zero_point"].float() * scales
-        return Int8Group(part["weight"], scales, offsets, None, self._activation, given)
+        return Int8Group(
+            part["weight"],
+            scales,
+            offsets,
+            activation=self._activation,
+            input_scale=input_scale,
+        )
 
-    def _affine(self, part: Part, scales: Tensor, shape: Shape) -> Packed:
+    def _weight_only(self, part: Part, scales: Tensor, shape: Shape) -> Packed:
         (num_out, num_in), bits = shape, self._weights.bits
         centre = 2 ** (bits - 1)
         zeros: Tensor | int = centre
@@ -263,14 +290,14 @@ class CompressedTensors(FileMethod):
         else:
             codes = (part["weight"].to(torch.int16) + centre).to(torch.uint8)
         perm = None
-        if self._weights.reordered:
+        if self._weights.act_order:
             group = self._weights.groups.of(part.name, num_in)
             perm = perm_of(part["weight_g_idx"], group, f"{part.name}.weight_g_idx")
             codes = codes if perm is None else codes[:, perm.long()]
         return affine(codes, scales, zeros, bits, perm)
 
     def _stored_zeros(self, part: Part, num_out: int) -> Tensor:
-        """Zero points around 0, [N, groups]."""
+        """Signed zero points [N, groups]."""
         stored = part["weight_zero_point"]
         if stored.dtype == torch.int8:
             return stored.view(-1, stored.shape[-1])
@@ -280,11 +307,11 @@ class CompressedTensors(FileMethod):
 
 
 def _check_zero(part: Part, name: str) -> None:
-    """Zero points that some writers keep for symmetric values: they must be zero."""
+    """Check that zero points, which some writers store for symmetric values, are zero."""
     points = part.tensors.get(name)
     if points is not None and not points.is_meta and bool((points != 0).any()):
         raise CheckpointError(
-            f"tensor {part.name}.{name}: is not zero, though the config says symmetric."
+            f"tensor {part.name}.{name}: is not zero, but the config sets symmetric."
         )
 
 
@@ -292,6 +319,6 @@ def _check_shape(part: Part, shape: Shape) -> None:
     stored = part["weight_shape"]
     if not stored.is_meta and tuple(stored.tolist()) != shape:
         raise CheckpointError(
-            f"tensor {part.name}.weight_shape: says {stored.tolist()}, the network needs "
+            f"tensor {part.name}.weight_shape: is {stored.tolist()}, the network needs "
             f"{list(shape)}."
         )

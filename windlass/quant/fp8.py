@@ -1,4 +1,4 @@
-"""fp8 checkpoints: e4m3 weights with one scale, or with one per block as DeepSeek writes them."""
+"""fp8 checkpoints: e4m3 weights with one scale per tensor, or per block as in DeepSeek models."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ class Fp8(FileMethod):
             return cls("tensor" if scheme == "static" else "token", None, linears)
         if stored != list(_BLOCK) and stored != _BLOCK:
             raise UnsupportedError(
-                f"{settings.where}: weight_block_size is {stored!r}; only {list(_BLOCK)} is known."
+                f"{settings.where}: weight_block_size is {stored!r}; only {list(_BLOCK)} is supported."
             )
         if scheme == "static":
             raise UnsupportedError(
                 f"{settings.where}: activation_scheme 'static' contradicts weight_block_size: "
-                "activations have one scale per token and 128 inputs there."
+                "with blocks, activations have one dynamic scale per token and 128 inputs."
             )
         return cls("block", _BLOCK, linears)
 
@@ -48,9 +48,9 @@ class Fp8(FileMethod):
 
     @property
     def scheme(self) -> Scheme:
-        # Random weights bring no scale of the activations; one per token costs the same.
+        # Random weights have no activation scale; dynamic scales per token cost the same.
         activation: Activation = "block" if self._block else "token"
-        return Scheme(self.name, "fp8", (), True, activation, self._block)
+        return Scheme(self.name, "fp8", per_row=True, activation=activation, block=self._block)
 
     def params(self, part: str, num_out: int, num_in: int) -> dict[str, ParamSpec]:
         del part
@@ -68,12 +68,12 @@ class Fp8(FileMethod):
         if self._block is not None:
             scales = part.scales("weight_scale_inv")
             return Float8(part["weight"], scales, self._activation, block=self._block)
-        given = part.scales("input_scale") if self._activation == "tensor" else None
+        input_scale = part.scales("input_scale") if self._activation == "tensor" else None
         scales = part.scales("weight_scale").view(1, 1)
-        return Float8(part["weight"], scales, self._activation, given)
+        return Float8(part["weight"], scales, self._activation, input_scale)
 
 
 def block_scales(shape: Shape, block: tuple[int, int]) -> ParamSpec:
-    """One scale per block, the last ones of an axis for what is left."""
+    """One scale per block. The last block of an axis may be partial."""
     counts = tuple(-(-size // step) for size, step in zip(shape, block, strict=True))
     return ParamSpec(counts, torch.float32, Axis(0, block[0]), Axis(1, block[1]))

@@ -1,4 +1,4 @@
-"""GPTQ checkpoints: codes of 2, 3, 4 or 8 bits packed along the inputs, act-order included."""
+"""GPTQ checkpoints: codes of 2, 3, 4 or 8 bits packed along the inputs, with or without act-order."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from windlass.quant.settings import Settings
 class Gptq(FileMethod):
     """qweight [K bits / 32, N], qzeros [groups, N bits / 32], scales [groups, N], g_idx [K].
 
-    The first version of the format stores zeros less one.
+    The first version of the format stores zero points minus one.
     """
 
-    def __init__(self, bits: int, groups: Groups, less_one: bool, linears: Linears) -> None:
+    def __init__(self, bits: int, groups: Groups, zeros_minus_one: bool, linears: Linears) -> None:
         super().__init__(f"gptq {bits}-bit", linears)
         self._bits = bits
         self._groups = groups
-        self._less_one = less_one
+        self._zeros_minus_one = zeros_minus_one
 
     @classmethod
     def read(cls, settings: Settings, linears: Linears) -> Gptq:
@@ -46,11 +46,11 @@ class Gptq(FileMethod):
 
     def params(self, part: str, num_out: int, num_in: int) -> dict[str, ParamSpec]:
         group, bits = self._groups.of(part, num_in), self._bits
-        # The fewest numbers that fill whole words: 32 of three bits are three words.
+        # The smallest number of codes that fills whole words: 32 codes of 3 bits take 3 words.
         unit = 32 if bits == 3 else 32 // bits
         if num_in % unit or num_out % unit:
             raise CheckpointError(
-                f"{part}: {num_out} x {num_in} weights of {bits} bits do not fill whole words."
+                f"{part}: {num_out} x {num_in} weights of {bits} bits do not fill whole int32 words."
             )
         width = unit * bits // 32
         words_in, words_out = num_words(num_in, bits), num_words(num_out, bits)
@@ -68,7 +68,7 @@ class Gptq(FileMethod):
         codes = unpack(part["qweight"].T.contiguous(), self._bits, num_in)
         if perm is not None:
             codes = codes[:, perm.long()]
-        zeros = unpack(part["qzeros"], self._bits, num_out).T.float() + self._less_one
+        zeros = unpack(part["qzeros"], self._bits, num_out).T.float() + self._zeros_minus_one
         if not zeros.is_meta and bool((zeros == 2 ** (self._bits - 1)).all()):
             centre: Tensor | int = 2 ** (self._bits - 1)
         else:

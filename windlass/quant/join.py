@@ -1,4 +1,4 @@
-"""Forms that lie above each other in one layer become one, where nothing is lost by it."""
+"""Concatenates the packed forms of a layer's parts along the outputs, where this is lossless."""
 
 from __future__ import annotations
 
@@ -14,56 +14,56 @@ Form = Packed | Tensor
 
 
 def join(forms: Sequence[Form]) -> list[Form]:
-    """The same outputs in as few forms as possible, in the same order."""
+    """Merge adjacent forms into as few as possible; keeps the order of the outputs."""
     runs: list[list[Form]] = []
     for form in forms:
-        if runs and _alike(runs[-1][0], form) and _ends_whole(runs[-1][-1]):
+        if runs and _mergeable(runs[-1][0], form) and _ends_on_block(runs[-1][-1]):
             runs[-1].append(form)
         else:
             runs.append([form])
-    return [run[0] if len(run) == 1 else _stacked(run) for run in runs]
+    return [run[0] if len(run) == 1 else _concatenate(run) for run in runs]
 
 
-def _alike(a: Form, b: Form) -> bool:
+def _mergeable(a: Form, b: Form) -> bool:
     if isinstance(a, Tensor) or isinstance(b, Tensor):
         return isinstance(a, Tensor) and isinstance(b, Tensor) and a.dtype == b.dtype
     match a, b:
         case Int4Group(), Int4Group():
-            return a.group == b.group and _same(a.perm, b.perm)
+            return a.group == b.group and _equal(a.perm, b.perm)
         case Int8Group(), Int8Group():
             return (
                 (a.group, a.activation) == (b.group, b.activation)
                 and (a.offsets is None) == (b.offsets is None)
-                and _same(a.perm, b.perm)
-                and _same(a.input_scale, b.input_scale)
+                and _equal(a.perm, b.perm)
+                and _equal(a.input_scale, b.input_scale)
             )
         case Float8(), Float8():
-            return (a.block, a.activation) == (b.block, b.activation) and _same(
+            return (a.block, a.activation) == (b.block, b.activation) and _equal(
                 a.input_scale, b.input_scale
             )
         case Table4(), Table4():
             return (
                 (a.group, a.super_group, a.unit) == (b.group, b.super_group, b.unit)
                 and (a.sub_scales is None) == (b.sub_scales is None)
-                and _same(a.table, b.table)
+                and _equal(a.table, b.table)
             )
     return False
 
 
-def _same(a: Tensor | None, b: Tensor | None) -> bool:
+def _equal(a: Tensor | None, b: Tensor | None) -> bool:
     if a is None or b is None:
         return a is b
     return a.shape == b.shape and (a.is_meta or torch.equal(a, b))
 
 
-def _ends_whole(form: Form) -> bool:
-    """Whether another form may follow: a block of fp8 scales must not be cut."""
+def _ends_on_block(form: Form) -> bool:
+    """Whether another form can follow: a block of fp8 scales must not span two forms."""
     if isinstance(form, Float8) and form.block is not None:
         return form.shape[0] % form.block[0] == 0
     return True
 
 
-def _stacked(run: Sequence[Form]) -> Form:
+def _concatenate(run: Sequence[Form]) -> Form:
     first = run[0]
     if isinstance(first, Tensor):
         return torch.cat([form for form in run if isinstance(form, Tensor)])
@@ -72,7 +72,7 @@ def _stacked(run: Sequence[Form]) -> Form:
     scales = torch.cat([_row_scales(form) for form in packed])
     if isinstance(first, Int4Group | Int8Group) and first.offsets is not None:
         offsets = [form.offsets for form in packed if isinstance(form, Int4Group | Int8Group)]
-        stacked = torch.cat([one for one in offsets if one is not None])
+        stacked = torch.cat([tensor for tensor in offsets if tensor is not None])
         return replace(first, codes=codes, scales=scales, offsets=stacked)
     if isinstance(first, Table4) and first.sub_scales is not None:
         subs = [form.sub_scales for form in packed if isinstance(form, Table4)]
@@ -82,7 +82,7 @@ def _stacked(run: Sequence[Form]) -> Form:
 
 
 def _row_scales(form: Packed) -> Tensor:
-    """Scales that can lie above each other: one for a whole tensor becomes one per row."""
+    """Scales that can be concatenated: a scale per tensor becomes one per row."""
     if isinstance(form, Float8) and form.block is None:
         return form.scales.expand(form.shape[0], 1)
     return form.scales

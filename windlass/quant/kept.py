@@ -1,6 +1,6 @@
-"""Plain numbers in the file's own type, where kernels read that into float32 sums.
+"""Unquantised weights in the file's dtype, for kernels that accumulate in float32.
 
-The arithmetic's own type, and products of torch's, are plain.py.
+plain.py has weights in the activation dtype, which torch's GEMMs read.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from windlass.quant.packed_method import PackedMethod, Shape
 
 
 class Kept(PackedMethod):
-    """A weight [out, in] of one type."""
+    """An unquantised weight [out, in], kept in the dtype of the file."""
 
     def __init__(self, dtype: torch.dtype, linears: Linears) -> None:
         super().__init__(str(dtype).removeprefix("torch."), linears)

@@ -1,4 +1,4 @@
-"""16-bit weights that are rounded while they are loaded (`--quantization`), and random ones."""
+"""Online quantisation: 16-bit or random weights, quantised while loading (`--quantization`)."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from windlass.quant.rounding import Scheme, quantise
 
 
 class Online(PackedMethod):
-    """Reads what `Plain` reads."""
+    """Reads unquantised weights and quantises them to a scheme."""
 
     def __init__(self, scheme: Scheme, linears: Linears) -> None:
         super().__init__(scheme.name, linears)
         self._scheme = scheme
 
     def params(self, part: str, num_out: int, num_in: int) -> dict[str, ParamSpec]:
-        self._scheme.group(num_in, part)  # refuses what it cannot divide, before anything is read
+        self._scheme.group(num_in, part)  # raises for an invalid group size before anything is read
         dtype = self._linears.dtype
         return {"weight": ParamSpec((num_out, num_in), dtype, out=Axis(0), into=Axis(1))}
 

@@ -1,4 +1,4 @@
-"""What all quantised formats share: parts become forms, forms that go together become one product."""
+"""The base of all packed formats: each part becomes a packed form; mergeable forms share a GEMM."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Shape = tuple[int, int]  # outputs, inputs
 
 
 class PackedMethod(ABC):
-    """Reads one part at a time; subclasses say what is stored and what form it becomes."""
+    """Converts one part at a time. Subclasses define the stored tensors and the packed form."""
 
     def __init__(self, name: str, linears: Linears) -> None:
         self._name = name
@@ -34,19 +34,19 @@ class PackedMethod(ABC):
 
     @abstractmethod
     def params(self, part: str, num_out: int, num_in: int) -> dict[str, ParamSpec]:
-        """As LinearMethod says; a size that the format cannot have is refused here."""
+        """See LinearMethod. Raises for a shape that the format cannot store."""
 
     @abstractmethod
     def form(self, part: Part, shape: Shape) -> Packed | Tensor:
-        """One part's stored tensors in the form that they have in memory."""
+        """Convert a part's stored tensors to the packed form in memory."""
 
     def gives_rows(self, num_out: int, num_in: int) -> bool:
-        """Whether rows of the weight, once it is packed, can be read by themselves."""
+        """Whether single rows of the packed weight can be read, as for embeddings."""
         del num_out, num_in
         return False
 
     def finish(self, layer: Layer) -> None:
-        """Each part's stored tensors are let go as soon as they are in their form."""
+        """Pack the parts one by one and free their stored tensors, to limit peak memory."""
         forms: list[Packed | Tensor] = []
         for part, num_out in layer.parts.items():
             forms.append(self.form(layer.stored.pop(part), (num_out, layer.num_in)))
@@ -68,16 +68,16 @@ class PackedMethod(ABC):
 
 
 class FileMethod(PackedMethod):
-    """A format that checkpoints come in."""
+    """A quantisation format of checkpoints."""
 
     @property
     @abstractmethod
     def scheme(self) -> Scheme:
-        """The form in the abstract: what random weights are brought into."""
+        """The scheme that quantises random weights to the same form."""
 
 
 class Dense(PackedMethod):
-    """A part that is not quantised, in a layer whose other parts are."""
+    """An unquantised part of a layer whose other parts are quantised."""
 
     def params(self, part: str, num_out: int, num_in: int) -> dict[str, ParamSpec]:
         del part
@@ -90,7 +90,7 @@ class Dense(PackedMethod):
 
 
 class Mixed(PackedMethod):
-    """A merged layer whose parts are stored in different ways."""
+    """A merged layer whose parts have different formats."""
 
     def __init__(self, methods: Mapping[str, PackedMethod], linears: Linears) -> None:
         names = dict.fromkeys(method.name for method in methods.values())
@@ -98,28 +98,28 @@ class Mixed(PackedMethod):
         self._methods = dict(methods)
 
     def params(self, part: str, num_out: int, num_in: int) -> dict[str, ParamSpec]:
-        return self._methods[_last(part)].params(part, num_out, num_in)
+        return self._methods[_base_name(part)].params(part, num_out, num_in)
 
     def form(self, part: Part, shape: Shape) -> Packed | Tensor:
-        return self._methods[_last(part.name)].form(part, shape)
+        return self._methods[_base_name(part.name)].form(part, shape)
 
 
-def _last(name: str) -> str:
+def _base_name(name: str) -> str:
     return name.rpartition(".")[2]
 
 
 @dataclass(frozen=True, slots=True)
 class Groups:
-    """How many inputs share a scale; None: all of a row."""
+    """The group size: inputs that share a scale; None: the whole row."""
 
     size: int | None
 
     def of(self, part: str, num_in: int) -> int:
-        """The size in a weight of so many inputs; one that does not divide them is refused."""
+        """The group size for `num_in` inputs. Raises if it does not divide them."""
         size = self.size or num_in
         if num_in % size:
             raise CheckpointError(
                 f"{part}: a group size of {size} does not divide the {num_in} inputs. "
-                "The weights and the quantization_config do not belong together."
+                "The weights and the quantization_config do not match."
             )
         return size

@@ -1,4 +1,4 @@
-"""Weights as plain numbers: float32, bfloat16, float16. The reference for all other formats."""
+"""Unquantised weights: float32, bfloat16, float16. The reference for all other formats."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from windlass.quant.base import Axis, Layer, ParamSpec
 
 
 class Plain:
-    """A weight [out, in] in the arithmetic's own type, all parts in one tensor.
+    """A weight [out, in] in the activation dtype, all parts in one tensor.
 
-    `name` and `reason` tell of a quantised format that the checkpoint's reader dequantises.
+    `name` and `reason` describe a quantised format that the checkpoint's reader dequantises.
     """
 
     def __init__(
@@ -44,11 +44,11 @@ class Plain:
 
     def finish(self, layer: Layer) -> None:
         weights = [layer.stored.pop(part)["weight"] for part in layer.parts]
-        whole = weights[0] if len(weights) == 1 else torch.cat(weights)
-        # A parameter already: the embedding's table, which a tied head shares.
-        if not isinstance(whole, nn.Parameter):
-            whole = nn.Parameter(whole, requires_grad=False)
-        layer.weight = whole
+        weight = weights[0] if len(weights) == 1 else torch.cat(weights)
+        # A tied head gets the embedding's table, which is a parameter already.
+        if not isinstance(weight, nn.Parameter):
+            weight = nn.Parameter(weight, requires_grad=False)
+        layer.weight = weight
 
     def apply(self, layer: Layer, x: Inputs) -> Tensor:
         return self._gemm.linear(x, layer.weight)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""Typed reading of a quantization_config, so that a wrong field is named with its file."""
+"""Typed access to a quantization_config. Errors name the field and its file."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _REQUIRED: Any = object()
 
 
 class Settings:
-    """A view on one object of a config. A JSON null counts as absent."""
+    """A view of one JSON object of a config. A null counts as absent."""
 
     def __init__(self, values: Mapping[str, Any], where: str) -> None:
         self._values = values
@@ -24,7 +24,7 @@ class Settings:
     def whole(self, name: str, default: Any = _REQUIRED) -> int:
         value = self._get(name, default)
         if isinstance(value, bool) or not isinstance(value, int):
-            raise self.wrong(name, value, "a whole number")
+            raise self.wrong(name, value, "an integer")
         return value
 
     def flag(self, name: str, default: Any = _REQUIRED) -> bool:
@@ -40,17 +40,17 @@ class Settings:
         return value
 
     def one_of(self, name: str, allowed: Collection[Any], default: Any = _REQUIRED) -> Any:
-        """A value of a closed set; another one is refused by name."""
+        """A value of a closed set. Raises UnsupportedError for any other value."""
         value = self._get(name, default)
         if isinstance(value, bool) != isinstance(next(iter(allowed)), bool) or value not in allowed:
             known = ", ".join(map(repr, allowed))
             raise UnsupportedError(
-                f"{self.where}: {name} is {value!r}, which cannot be read here. Known: {known}."
+                f"{self.where}: {name} is {value!r}, which is not supported. Supported: {known}."
             )
         return value
 
     def texts(self, *names: str) -> tuple[str, ...]:
-        """A list of strings under the first of the names that is there; empty without any."""
+        """The list of strings of the first present field among `names`; empty if none is present."""
         for name in names:
             if name in self:
                 values = self._values[name]
@@ -62,7 +62,7 @@ class Settings:
         return ()
 
     def section(self, name: str) -> Settings | None:
-        """An object inside this one."""
+        """A nested object; None if absent."""
         value = self._values.get(name)
         if value is None:
             return None
@@ -77,19 +77,19 @@ class Settings:
         return self._values.get(name)
 
     def group_size(self, name: str = "group_size", default: Any = _REQUIRED) -> int | None:
-        """Inputs that share a scale; -1 is all of a row, here None."""
+        """The group size; None for -1, which means the whole row."""
         size = self.whole(name, default)
         if size != -1 and size < 1:
-            raise self.wrong(name, size, "a number above 0, or -1 for whole rows")
+            raise self.wrong(name, size, "a positive integer, or -1 for whole rows")
         return None if size == -1 else size
 
     def refuse(self, *names: str) -> None:
-        """Fields that change what the tensors mean in ways that are not known here."""
+        """Raise if one of these fields is set: each changes the meaning of the tensors."""
         for name in names:
             if self._values.get(name):
                 raise UnsupportedError(
                     f"{self.where}: {name} is {self._values[name]!r}; checkpoints with this field "
-                    "set cannot be read here."
+                    "are not supported."
                 )
 
     def wrong(self, name: str, value: Any, expected: str) -> CheckpointError:
@@ -100,14 +100,12 @@ class Settings:
         if value is not None:
             return value
         if default is _REQUIRED:
-            raise CheckpointError(
-                f"{self.where}: field {name!r} is missing, so the weights cannot be understood."
-            )
+            raise CheckpointError(f"{self.where}: required field {name!r} is missing.")
         return default
 
 
-def is_named(module: str, names: Collection[str]) -> bool:
-    """Whether a module is meant by a list of names: itself, an ancestor, its last part, or re:...."""
+def matches_any(module: str, names: Collection[str]) -> bool:
+    """Whether a name in the list matches a module: its path or a part of it, or a pattern re:...."""
     for name in names:
         if name.startswith("re:"):
             if re.match(name.removeprefix("re:"), module):
