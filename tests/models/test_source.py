@@ -94,7 +94,7 @@ def test_folders_without_a_model_are_rejected(tmp_path):
 
 def test_unfinished_model_is_reported(tmp_path):
     (tmp_path / "made.partial").mkdir()
-    with pytest.raises(CheckpointError, match=r"made: is not there yet; .*made\.partial is what"):
+    with pytest.raises(CheckpointError, match=r"made: does not exist; .*made\.partial is the"):
         found(tmp_path / "made")
 
 
@@ -153,7 +153,7 @@ def test_a_hub_model_is_fetched_with_its_options(tmp_path, monkeypatch):
     found("org/name", load_format="dummy")
     assert "*.safetensors" not in asked["allow_patterns"]
     (folder / "config.json").unlink()
-    with pytest.raises(DownloadError, match=r"name one: org/name:FILE\.gguf"):
+    with pytest.raises(DownloadError, match=r"choose one: org/name:FILE\.gguf"):
         found("org/name")
 
 

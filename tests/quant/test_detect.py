@@ -191,7 +191,7 @@ def test_invalid_g_idx_is_rejected(plain: Path, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=rf"{name}: group 0 has 256 inputs, not 32"):
         loaded(folder)
     change(folder, name, torch.full((256,), 9, dtype=torch.int32))
-    with pytest.raises(CheckpointError, match=rf"{name}: names groups 9 to 9"):
+    with pytest.raises(CheckpointError, match=rf"{name}: contains groups 9 to 9"):
         loaded(folder)
 
 
@@ -218,5 +218,5 @@ def test_quantised_checkpoint_is_not_quantised_again(awq_folder: Path) -> None:
 def test_quantised_head_cannot_be_tied(tmp_path: Path) -> None:
     folder = write_plain(tmp_path / "tied", tied=True)
     quantization = INT4 | {"ignore": []}
-    with pytest.raises(CheckpointError, match="covers lm_head, but tie_word_embeddings"):
+    with pytest.raises(CheckpointError, match="covers lm_head, but with tie_word_embeddings"):
         loaded(folder, hf_overrides={"quantization_config": quantization})

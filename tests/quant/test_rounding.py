@@ -92,7 +92,9 @@ def test_first_dividing_group_size_is_used(scheme: str, num_in: int, group: int)
 
 
 def test_indivisible_inputs_are_rejected() -> None:
-    with pytest.raises(UnsupportedError, match=r"mlp: int4 needs groups of 128, 64, 32 .* 80"):
+    with pytest.raises(
+        UnsupportedError, match=r"mlp: int4 needs a group size of 128, 64, 32, .* 80"
+    ):
         SCHEMES["int4"].group(80, "mlp")
 
 
