@@ -32,7 +32,7 @@ from windlass.core.types import NewRequest
 from windlass.engine import Engine
 from windlass.kernels.ops import Ops
 from windlass.layers.attention import Attention
-from windlass.layers.embedding import Embedding, HeadRows, PackedEmbedding
+from windlass.layers.embedding import Embedding, TiedEmbedding, PackedEmbedding
 from windlass.layers.linear import Linear
 from windlass.layers.mlp import GatedMLP
 from windlass.layers.norm import RMSNorm
@@ -221,7 +221,7 @@ def _scopes(network: nn.Module) -> Iterator[None]:
                 kind = f"{_PRODUCT} {name} {sum(module.parts.values())}x{module.num_in}"
                 stack.enter_context(_replaced(module, "forward", _scoped(kind, module.forward)))
                 stack.enter_context(_replaced(module, "gated", _scoped(kind, module.gated)))
-            elif isinstance(module, (Embedding, HeadRows, PackedEmbedding)):
+            elif isinstance(module, (Embedding, TiedEmbedding, PackedEmbedding)):
                 kind = "embedding"
                 stack.enter_context(_replaced(module, "forward", _scoped(kind, module.forward)))
             elif isinstance(module, (Attention, GatedMLP, RMSNorm)):
