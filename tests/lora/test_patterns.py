@@ -78,7 +78,7 @@ def test_hostile_patterns_are_refused(
     message: str,
 ) -> None:
     """Before they are matched, or by the CPU limit of the one process that matches them."""
-    patterns._elsewhere.cache_clear()
+    patterns._match_in_child.cache_clear()
     started, run = [], subprocess.run
     monkeypatch.setattr(subprocess, "run", lambda *a, **b: started.append(b) or run(*a, **b))
     folder = write_adapter(tmp_path / "a", **({"targets": ALL} | changes))

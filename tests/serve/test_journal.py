@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 from windlass.core.sampling import SamplingParams
-from windlass.core.types import AdmissionControl, NewRequest, SlotId, StepPlan
+from windlass.core.types import SlotInit, NewRequest, SlotId, StepPlan
 from windlass.serve.journal import Journal, read_journal
 from windlass.serve.messages import Add
 
@@ -16,8 +16,8 @@ def add(request_id: str, **sampling: object) -> Add:
     return Add(NewRequest(request_id, [1], params), request_id.rjust(16).encode())
 
 
-def admission(request_id: str, slot: int) -> AdmissionControl:
-    return AdmissionControl(request_id, SlotId(slot), [1], 1, SamplingParams(), frozenset(), 0)
+def admission(request_id: str, slot: int) -> SlotInit:
+    return SlotInit(request_id, SlotId(slot), [1], 1, SamplingParams(), frozenset(), 0)
 
 
 def names(path: Path) -> list[str]:

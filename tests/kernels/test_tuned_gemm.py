@@ -16,7 +16,7 @@ from windlass.kernels.lora import Lora, PlainLora, Stacks
 from windlass.kernels.triton import gemm as module
 from windlass.kernels.triton.gemm import TunedGemm
 from windlass.kernels.triton.skinny import Tiling
-from windlass.lora.start import _adapted
+from windlass.lora.start import _run_with_lora
 
 SHAPE = (192, 128)
 
@@ -65,7 +65,7 @@ def test_products_with_adapters_are_chosen_apart(timed: dict[Any, float]) -> Non
     gemm, (weight, lora) = Fake(), layer()
     slots = torch.tensor([1, 2] * 32, dtype=torch.int32)
     timed |= {None: 2.0, Tiling(64, 2): 1.0}
-    gemm.tune_accompanied([(weight, lambda x, product: _adapted(lora, slots, x, product))])
+    gemm.tune_accompanied([(weight, lambda x, product: _run_with_lora(lora, slots, x, product))])
     x = torch.randn(64, SHAPE[1])
     gemm.asked.clear()
     assert torch.equal(gemm.linear(x, weight), linear(x, weight))
