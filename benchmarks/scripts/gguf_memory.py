@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from windlass.tools.bench.record import Record
+from windlass.tools.common.record import Record
 
 _HERE = Path(__file__).resolve().parents[2]
 _MAIN = "import sys; from windlass.cli.entry import main; sys.exit(main())"

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 from gguf import GGMLQuantizationType
-
-from windlass.tools.bench.random_blocks import random_blocks
+from random_blocks import random_blocks
 
 
 def weights_of(name: str, rows: int, columns: int, seed: int = 3) -> np.ndarray:

@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 from windlass.core.sampling import SamplingParams
-from windlass.core.types import SlotInit, NewRequest, SlotId, StepPlan
+from windlass.core.types import NewRequest, SlotId, SlotInit, StepPlan
 from windlass.serve.journal import Journal, read_journal
 from windlass.serve.messages import Add
 

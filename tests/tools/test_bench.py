@@ -11,9 +11,9 @@ import pytest
 from tests.tools.conftest import Windlass
 from windlass.config import EngineConfig
 from windlass.errors import ConfigError
-from windlass.tools.bench.columns import cell
 from windlass.tools.bench.throughput import with_rows
-from windlass.tools.bench.workloads import find
+from windlass.tools.common.report import cell
+from windlass.tools.common.workload import find
 
 ROOT = Path(__file__).parent.parent.parent
 

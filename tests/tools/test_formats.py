@@ -91,8 +91,8 @@ def test_a_format_that_fails_is_a_row_with_its_reason(
     [
         ("--formats int5", "'int5' is not known. Known: float32, float16, bfloat16, stored, int8"),
         ("--formats gptq-4", "--formats gptq-4: needs --calibration"),
-        ("--formats gguf-q4_k", "--formats gguf-q4_k: needs --llama-cpp FILE, a library"),
-        ("--llama-cpp nowhere.so", "--llama-cpp nowhere.so: there is no such file"),
+        ("--formats gguf-q4_k", "--formats gguf-q4_k: needs --gguf-dir DIR, a folder"),
+        ("--gguf-dir nowhere", "--gguf-dir nowhere: there is no such folder"),
         ("--dtype float16", "--dtype is what the formats differ in"),
         ("--kv-cache-dtype fp8", "--kv-cache-dtype is what the formats differ in"),
         ("--repeat 0", "--repeat must be at least 1"),
@@ -122,19 +122,17 @@ def test_16_bits_and_caches_without_speed(windlass: Windlass, folder: Path, tmp_
     assert "holds 4 of 4 rows already" in again
 
 
-def test_gguf_rows_need_a_gguf(windlass: Windlass, folder: Path, tmp_path: Path) -> None:
-    library = tmp_path / "llama.so"
-    library.touch()
-    names = ("--formats", "gguf-q4_k", "--llama-cpp", library, "--no-speed")
+def test_gguf_rows_need_their_file(windlass: Windlass, folder: Path, tmp_path: Path) -> None:
+    names = ("--formats", "gguf-q4_k", "--gguf-dir", tmp_path, "--no-speed")
     shown = windlass(*_args(folder, tmp_path / "formats.json", *names))
-    assert "gguf-q4_k: failed: tiny: GGUF rows are made of a GGUF file only" in shown
+    assert f"gguf-q4_k: failed: --gguf-dir: there is no {tmp_path / 'Q4_K.gguf'}" in shown
 
 
 def test_without_texts_the_calibrated_are_left_out() -> None:
     said: list[str] = []
-    found = find_formats([], Means(llama_cpp=Path("llama.so")), said.append)
+    found = find_formats([], Means(gguf_dir=Path("made")), said.append)
     assert {each.name for each in FORMATS} - {each.name for each in found} == {
         *("smoothquant", "gptq-4", "awq-4", "gptq-3"),
     }
     assert "left out for lack of --calibration: smoothquant" in said[0]
-    assert find_formats([], Means(Path("text"), Path("llama.so")), said.append) == list(FORMATS)
+    assert find_formats([], Means(Path("text"), Path("made")), said.append) == list(FORMATS)

@@ -1,4 +1,4 @@
-"""Figures are counted right: percentiles, the window in which all decode, bytes, and secrets."""
+"""Figures are counted right: the window in which all decode, bytes, and secrets."""
 
 from __future__ import annotations
 
@@ -9,18 +9,9 @@ from pathlib import Path
 import pytest
 
 from windlass.core.types import Output, Timeline
-from windlass.tools.bench.device import Traffic
-from windlass.tools.bench.measure import Ticks, percentile
-from windlass.tools.bench.record import Record
-
-
-@pytest.mark.parametrize(("share", "value"), [(50, 50), (99, 99), (100, 100), (1, 1)])
-def test_percentiles(share: float, value: float) -> None:
-    assert percentile(range(100, 0, -1), share) == value
-
-
-def test_no_value_has_no_percentile() -> None:
-    assert percentile([], 50) == 0
+from windlass.tools.common.device import Traffic
+from windlass.tools.common.drive import StepLog
+from windlass.tools.common.record import Record
 
 
 def _first(name: str) -> Output:
@@ -32,30 +23,28 @@ def _last(name: str) -> Output:
 
 
 def test_the_window_starts_with_the_last_and_ends_with_the_first() -> None:
-    ticks = Ticks(2)
+    log = StepLog(2)
     steps = [
         [_first("a")],
-        [],  # an overlapped loop has nothing to hand out at first
         [Output("a", [1]), _first("b")],
         [Output("a", [1]), Output("b", [1, 1])],
         [_last("a"), Output("b", [1])],
         [_last("b")],
     ]
     for second, outputs in enumerate(steps):
-        ticks.add(outputs, float(second))
-    window = ticks.window(num_prompt=100)
+        log.add(outputs, float(second))
+    window = log.window(num_prompt=100)
     assert window is not None
     assert (window.seconds, window.steps, window.tokens) == (2.0, 2, 5)
     assert window.step_s == 1.0
     assert window.mean_kv == 100 + 3 + 2.5
-    assert len(ticks.timelines) == 2
 
 
 def test_there_is_no_window_when_one_ends_before_another_starts() -> None:
-    ticks = Ticks(2)
+    log = StepLog(2)
     for second, outputs in enumerate([[_first("a")], [_last("a")], [_first("b")], [_last("b")]]):
-        ticks.add(outputs, float(second))
-    assert ticks.window(10) is None
+        log.add(outputs, float(second))
+    assert log.window(10) is None
 
 
 def test_a_step_reads_weights_and_keys_and_values() -> None:

@@ -8,8 +8,8 @@ from statistics import mean
 import pytest
 
 from windlass.errors import EngineError
-from windlass.tools.bench.columns import COLUMNS
 from windlass.tools.bench.speculation import _middle, _row, _Run, _Work, _works
+from windlass.tools.common.report import COLUMNS
 
 
 def run(seconds: float, decode_tok_s: float, tokens: list[list[int]]) -> _Run:

@@ -20,7 +20,7 @@ def asker():
     return frame.f_globals.get("__name__", "").split(".")[0]
 
 class Refuse:
-    # Only what we ask for: some versions of typer bring pydantic for themselves.
+    # Only what windlass imports: some versions of typer bring pydantic for themselves.
     def find_spec(self, name, path=None, target=None):
         if name.split(".")[0] in REFUSED and asker() == "windlass":
             raise ImportError(f"{name} is refused here")

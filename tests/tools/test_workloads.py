@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from windlass.errors import ConfigError
-from windlass.tools.bench.workloads import Shape, Sizes, find, find_all
+from windlass.tools.common.workload import Shape, Sizes, find, find_all
 
 
 @pytest.mark.parametrize(
@@ -36,17 +36,17 @@ def test_mixed_covers_its_ranges() -> None:
 def test_nano_is_the_public_workload() -> None:
     workload = find("nano")
     assert sum(shape.num_output for shape in workload.shapes) == 133_966  # as published
-    assert workload.jobs(1000)[0].temperature == 0.6
+    assert workload.requests(1000)[0].temperature == 0.6
 
 
 def test_another_draw_has_other_ids_of_the_same_lengths() -> None:
     workload = find("shared", Sizes(num_requests=3))
-    first, again, other = (workload.jobs(5000, draw) for draw in (1, 1, 2))
+    first, again, other = (workload.requests(5000, draw) for draw in (1, 1, 2))
     assert first == again
-    assert [len(job.prompt) for job in first] == [len(job.prompt) for job in other]
+    assert [len(request.prompt) for request in first] == [len(request.prompt) for request in other]
     assert first[0].prompt[:16] == first[2].prompt[:16]
     assert first[0].prompt[:16] != other[0].prompt[:16]
-    assert all(0 <= token < 5000 for job in first for token in job.prompt)
+    assert all(0 <= token < 5000 for request in first for token in request.prompt)
 
 
 def test_a_changed_workload_says_so() -> None:

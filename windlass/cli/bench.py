@@ -11,7 +11,19 @@ import typer
 from windlass.cli.bench_serve import add_to
 from windlass.cli.command import Options, PanelCommand, register, reported
 from windlass.cli.config_file import read_config
-from windlass.cli.options import ENGINE_OPTIONS, LORA_OPTIONS, MODEL_ARGUMENT, split_names
+from windlass.cli.flags import (
+    Context,
+    JsonOutput,
+    MaxWindows,
+    Repeat,
+    SampleTokens,
+    Stride,
+    log,
+    option,
+    split_names,
+    switch,
+)
+from windlass.cli.options import ENGINE_OPTIONS, LORA_OPTIONS, MODEL_ARGUMENT
 from windlass.cli.results import check_path, finish
 from windlass.errors import ConfigError
 
@@ -20,57 +32,33 @@ _HELD = [one for one in LORA_OPTIONS if one.name == "lora_dtype"]  # what levers
 
 app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Measure.")
 
-InputLen = Annotated[
-    int | None, typer.Option(metavar="N", help="Prompt tokens of a request; default: its own.")
-]
-OutputLen = Annotated[
-    int | None, typer.Option(metavar="N", help="Tokens that a request makes; default: its own.")
-]
-Engines = Annotated[
-    str,
-    typer.Option(metavar="NAMES", help="Some of windlass, transformers, llama.cpp, with commas."),
-]
-LlamaCppLibrary = Annotated[
-    Path | None,
-    typer.Option(metavar="FILE", help="A library that holds llama.cpp; default: an installed one."),
-]
-Repeat = Annotated[int, typer.Option(metavar="N", help="Runs of each; the median is shown.")]
-Output = Annotated[
-    Path | None, typer.Option("-o", "--output", metavar="FILE", help="Write JSON here.")
-]
+InputLen = Annotated[int | None, option("N", "Prompt tokens of a request; default: its own.")]
+OutputLen = Annotated[int | None, option("N", "Tokens that a request makes; default: its own.")]
+Engines = Annotated[str, option("NAMES", "windlass, transformers, or both with a comma.")]
 
 
 def throughput(
     options: Options,
     workload: Annotated[
         str,
-        typer.Option(
-            metavar="NAMES",
-            help="decode, decode_bN, prefill, mixed, prefix, io, ioAxBxN, nano, ragged, shared; "
+        option(
+            "NAMES",
+            "decode, decode_bN, prefill, mixed, prefix, io, ioAxBxN, nano, ragged, shared; "
             "several with commas.",
         ),
     ] = "mixed",
     batch: Annotated[
-        int | None,
-        typer.Option(metavar="N", help="Requests of decode; most rows at once of transformers."),
+        int | None, option("N", "Requests of decode; most rows at once of transformers.")
     ] = None,
     input_len: InputLen = None,
     output_len: OutputLen = None,
-    num_requests: Annotated[
-        int | None, typer.Option(metavar="N", help="How many requests; default: its own.")
-    ] = None,
+    num_requests: Annotated[int | None, option("N", "How many requests; default: its own.")] = None,
     deterministic: Annotated[
-        bool,
-        typer.Option("--deterministic", help="Each workload again with deterministic requests."),
+        bool, switch("Each workload again with deterministic requests.", "--deterministic")
     ] = False,
     engine: Engines = "windlass",
-    llama_cpp: LlamaCppLibrary = None,
-    gguf: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="What llama.cpp reads instead of the model's own file."),
-    ] = None,
     repeat: Repeat = 1,
-    output: Output = None,
+    output: JsonOutput = None,
 ) -> int:
     """Measure tokens a second of fixed workloads.
 
@@ -80,7 +68,7 @@ def throughput(
     """
     check_path("-o", output)
     from windlass.tools.bench.throughput import Order, measure
-    from windlass.tools.bench.workloads import Sizes, find_all
+    from windlass.tools.common.workload import Sizes, find_all
 
     engines = split_names(engine)
     sizes = Sizes(batch, input_len, output_len, num_requests)
@@ -91,21 +79,19 @@ def throughput(
             raise ConfigError("--deterministic is for --engine windlass; others have no such mode.")
         fixed = [replace(w, name=f"{w.name}, deterministic", deterministic=True) for w in workloads]
         workloads = [*workloads, *fixed]
-    order = Order(workloads, engines, repeat, batch, llama_cpp, gguf)
-    finish(measure(options.engine_values(), order, _say), output)
+    order = Order(workloads, engines, repeat, batch)
+    finish(measure(options.engine_values(), order, log), output)
     return 0
 
 
 def latency(
     options: Options,
-    batch: Annotated[
-        str, typer.Option(metavar="NUMBERS", help="Rows at once, with commas.")
-    ] = _BATCHES,
+    batch: Annotated[str, option("NUMBERS", "Rows at once, with commas.")] = _BATCHES,
     input_len: InputLen = None,
     output_len: OutputLen = None,
     engine: Engines = "windlass",
     repeat: Repeat = 1,
-    output: Output = None,
+    output: JsonOutput = None,
 ) -> int:
     """Measure decode steps at several batch sizes.
 
@@ -114,7 +100,7 @@ def latency(
     """
     check_path("-o", output)
     from windlass.tools.bench.throughput import Order, measure
-    from windlass.tools.bench.workloads import Sizes, find_all
+    from windlass.tools.common.workload import Sizes, find_all
 
     try:
         counts = [int(count) for count in split_names(batch)]
@@ -123,57 +109,42 @@ def latency(
     names = ",".join(f"decode_b{count}" for count in counts)
     sizes = Sizes(input_len=input_len, output_len=output_len)
     order = Order(find_all(names, sizes), split_names(engine), repeat)
-    finish(measure(options.engine_values(), order, _say, "latency"), output)
+    finish(measure(options.engine_values(), order, log, "latency"), output)
     return 0
 
 
 def formats(
     options: Options,
-    formats: Annotated[
-        str | None, typer.Option(metavar="NAMES", help="Some of the rows, with commas.")
-    ] = None,
-    data: Annotated[
-        str, typer.Option(metavar="FILE", help="Text to measure on, as for eval.")
-    ] = "wikitext2",
-    context: Annotated[int, typer.Option(metavar="N", help="Tokens of a window.")] = 512,
-    stride: Annotated[
-        int | None,
-        typer.Option(metavar="N", help="Tokens between windows; default: half of the context."),
-    ] = None,
-    max_windows: Annotated[
-        int | None, typer.Option(metavar="N", help="Measure only the first windows.")
-    ] = None,
+    formats: Annotated[str | None, option("NAMES", "Some of the rows, with commas.")] = None,
+    data: Annotated[str, option("FILE", "Text to measure on, as for eval.")] = "wikitext2",
+    context: Context = 512,
+    stride: Stride = None,
+    max_windows: MaxWindows = None,
     calibration: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="JSONL for gptq, awq and smoothquant; as for quantize."),
+        Path | None, option("FILE", "JSONL for gptq, awq and smoothquant; as for quantize.")
     ] = None,
-    samples: Annotated[int, typer.Option(metavar="N", help="Texts to choose of it.")] = 128,
-    sample_tokens: Annotated[
-        int, typer.Option(metavar="N", help="Tokens of each, from its start.")
-    ] = 256,
-    llama_cpp: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="A library that holds llama.cpp, for the GGUF rows."),
+    samples: Annotated[int, option("N", "Texts to choose of it.")] = 128,
+    sample_tokens: SampleTokens = 256,
+    gguf_dir: Annotated[
+        Path | None, option("DIR", "The model as Q8_0.gguf, Q4_K.gguf, ..., for the GGUF rows.")
     ] = None,
     speed: Annotated[
-        bool,
-        typer.Option("--speed/--no-speed", help="Measure it too; not worth it on a busy machine."),
+        bool, switch("Measure it too; not worth it on a busy machine.", "--speed/--no-speed")
     ] = True,
     repeat: Repeat = 3,
     work: Annotated[
-        Path | None,
-        typer.Option(metavar="DIR", help="Where checkpoints are made; default: the user's cache."),
+        Path | None, option("DIR", "Where checkpoints are made; default: the user's cache.")
     ] = None,
-    output: Annotated[
-        Path, typer.Option("-o", "--output", metavar="FILE", help="Write JSON here.")
-    ] = Path("benchmarks/formats.json"),
+    output: Annotated[Path, option("FILE", "Write JSON here.", "-o", "--output")] = Path(
+        "benchmarks/formats.json"
+    ),
 ) -> int:
     """Measure what every weight format costs in quality, and gives in bytes and speed.
 
     The reference is the model in float32. Rows that the output file holds already are not
     measured again, so that a run which was interrupted goes on. Rows: float32, float16, bfloat16,
     stored; int8, w8a8, fp8, fp8-block, int4, w4a8 and nf4 while loading (int8+head and int4+head: the head
-    too); smoothquant, rtn, gptq and awq as windlass quantize makes them; gguf-TYPE as llama.cpp does;
+    too); smoothquant, rtn, gptq and awq as windlass quantize makes them; gguf-TYPE from --gguf-dir;
     kv-int8 and kv-fp8: the cache.
     """
     check_path("-o", output)
@@ -187,7 +158,7 @@ def formats(
         split_names(formats or ""),
         data,
         Cut("strided", context, stride, max_windows),
-        Means(calibration, llama_cpp),
+        Means(calibration, gguf_dir),
         samples,
         sample_tokens,
         repeat,
@@ -195,7 +166,7 @@ def formats(
         work or cache_folder("formats"),
         output,
     )
-    finish(measure(order, _say), output)
+    finish(measure(order, log), output)
     return 0
 
 
@@ -212,43 +183,34 @@ def levers(
         list[str] | None,
         typer.Argument(metavar="[adapters] [batching] [prefix] [scheduler] [speculation]"),
     ] = None,
-    model: Annotated[
-        str, typer.Option("--model", metavar="MODEL", help="As for serve.")
-    ] = "default",
+    model: Annotated[str, option("MODEL", "As for serve.", "--model")] = "default",
     num_requests: Annotated[
-        int | None,
-        typer.Option(
-            metavar="N", help="Requests of each run; default: 32; prefix: 16; adapters: 64."
-        ),
+        int | None, option("N", "Requests of each run; default: 32; prefix: 16; adapters: 64.")
     ] = None,
     repeat: Repeat = 1,
     spec: Annotated[
         list[str] | None,
-        typer.Option(
-            metavar="NAME[=MODEL]",
-            help="speculation: who guesses, as for serve; may be repeated; default: ngram.",
+        option(
+            "NAME[=MODEL]",
+            "speculation: who guesses, as for serve; may be repeated; default: ngram.",
         ),
     ] = None,
     prompts: Annotated[
         str | None,
-        typer.Option(
-            metavar="FILE", help="speculation: JSONL of messages in the place of its free answers."
-        ),
+        option("FILE", "speculation: JSONL of messages in the place of its free answers."),
     ] = None,
     adapters: Annotated[
-        int | None, typer.Option(metavar="N", help="adapters: how many are known; default: 200.")
+        int | None, option("N", "adapters: how many are known; default: 200.")
     ] = None,
-    output_dir: Annotated[
-        Path, typer.Option("-o", "--output-dir", metavar="DIR", help="Where the JSONs go.")
-    ] = Path("benchmarks"),
-    config: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="YAML with the names of serve's flags.")
-    ] = None,
+    output_dir: Annotated[Path, option("DIR", "Where the JSONs go.", "-o", "--output-dir")] = Path(
+        "benchmarks"
+    ),
+    config: Annotated[Path | None, option("FILE", "YAML with the names of serve's flags.")] = None,
 ) -> None:
     """Measure what one lever gives: on against off, on the same weights; all without a name."""
     with reported(ctx):
         from windlass.tools.bench import levers as programs
-        from windlass.tools.bench.workloads import Sizes
+        from windlass.tools.common.workload import Sizes
 
         wanted = names or list(programs.LEVERS)
         unknown = [name for name in wanted if name not in programs.LEVERS]
@@ -268,96 +230,15 @@ def levers(
             options |= read_config(config, [MODEL_ARGUMENT, *ENGINE_OPTIONS, *_HELD])
         for name in wanted:
             if name == "scheduler":
-                record = programs.scheduler(_say)
+                record = programs.scheduler(log)
             elif name == "adapters":
-                record = programs.adapters(options, num_requests, repeat, _say, adapters)
+                record = programs.adapters(options, num_requests, repeat, log, adapters)
             elif name == "speculation":
-                given = (options, num_requests, repeat, _say)
+                given = (options, num_requests, repeat, log)
                 record = programs.speculation(*given, spec or ("ngram",), free)
             else:
-                record = programs.WITH_MODEL[name](options, num_requests, repeat, _say)
+                record = programs.WITH_MODEL[name](options, num_requests, repeat, log)
             finish(record, output_dir / f"{name}.json")
-
-
-@app.command(cls=PanelCommand)
-def gguf(
-    ctx: typer.Context,
-    model: Annotated[
-        str, typer.Argument(metavar="FOLDER", help="With a config.json, as in benchmarks/models.")
-    ],
-    output: Annotated[Path, typer.Option("-o", "--output", metavar="FILE", help="Write it here.")],
-    type_: Annotated[
-        str,
-        typer.Option("--type", metavar="NAME", help="Storage type: Q4_0, IQ2_XXS, MXFP4 ..."),
-    ] = "Q4_0",
-    head_type: Annotated[
-        str,
-        typer.Option("--head-type", metavar="NAME", help="The same of embedding and head."),
-    ] = "Q8_0",
-) -> None:
-    """Write random weights in a Llama model's shape as a GGUF, for engines that read nothing else.
-
-    The tokenizer is that of the default model, and so is the size of the vocabulary.
-    """
-    with reported(ctx):
-        check_path("-o", output)
-        from windlass.tools.bench.made_up import StorageTypes, write_gguf
-
-        size = write_gguf(model, StorageTypes(type_, head_type), output)
-        _say(f"written to {output}: {size / 2**20:,.0f} MiB")
-
-
-@app.command(name="draft-pairs", cls=PanelCommand)
-def draft_pairs(
-    ctx: typer.Context,
-    model: Annotated[
-        str, typer.Argument(metavar="FOLDER", help="With a config.json, as in benchmarks/models.")
-    ],
-    draft_layers: Annotated[
-        int, typer.Option(metavar="N", help="Layers of the draft models, the target's first.")
-    ] = 2,
-    num_requests: Annotated[int, typer.Option(metavar="N", help="Requests of each run.")] = 2,
-    input_len: Annotated[int, typer.Option(metavar="N", help="Prompt tokens of a request.")] = 32,
-    output_len: Annotated[
-        int, typer.Option(metavar="N", help="Tokens that a request generates.")
-    ] = 64,
-    repeat: Repeat = 7,
-    work: Annotated[
-        Path | None,
-        typer.Option(metavar="DIR", help="Where models are written; default: the user's cache."),
-    ] = None,
-    output: Output = None,
-) -> None:
-    """Measure draft models against no speculation on a CPU, with high and with low acceptance.
-
-    Target and draft models are random weights in a Llama model's shape, rounded to Q4_0.
-    """
-    with reported(ctx):
-        for name, value in (
-            ("--draft-layers", draft_layers),
-            ("--num-requests", num_requests),
-            ("--input-len", input_len),
-            ("--output-len", output_len),
-            ("--repeat", repeat),
-        ):
-            if value < 1:
-                raise ConfigError(f"{name} must be at least 1, got {value}.")
-        if output is not None:
-            check_path("-o", output)
-        from windlass.folders import cache_dir
-        from windlass.tools.bench.draft_pairs import Order
-        from windlass.tools.bench.draft_pairs import draft_pairs as measure
-
-        order = Order(
-            shape=model,
-            work=work or cache_dir() / "pairs",
-            draft_layers=draft_layers,
-            num_requests=num_requests,
-            prompt_tokens=input_len,
-            output_tokens=output_len,
-            repeat=repeat,
-        )
-        finish(measure(order, _say), output)
 
 
 @app.command(cls=PanelCommand)
@@ -365,21 +246,18 @@ def tables(
     ctx: typer.Context,
     page: Annotated[
         list[Path] | None,
-        typer.Option(
-            metavar="FILE",
-            help="A page to fill, may be repeated; default: those of docs/ that have tables.",
+        option(
+            "FILE", "A page to fill, may be repeated; default: those of docs/ that have tables."
         ),
     ] = None,
-    results: Annotated[Path, typer.Option(metavar="DIR", help="Where the JSONs are.")] = Path(
-        "benchmarks"
-    ),
+    results: Annotated[Path, option("DIR", "Where the JSONs are.")] = Path("benchmarks"),
     check: Annotated[
-        bool, typer.Option("--check", help="Change nothing; exit with 1 when tables are stale.")
+        bool, switch("Change nothing; exit with 1 when tables are stale.", "--check")
     ] = False,
 ) -> None:
     """Write the tables of the pages in docs/ from the results in benchmarks/."""
     with reported(ctx):
-        from windlass.tools.bench.tables import PAGES, fill
+        from windlass.tools.common.report import PAGES, fill
 
         stale = []
         for each in page or map(Path, PAGES):
@@ -405,7 +283,3 @@ def _conversations(prompts: str | None) -> list[list[dict[str, Any]]] | None:
 
     found = jobs_from_file(prompts)
     return [job.messages or [{"role": "user", "content": job.prompt}] for job in found]
-
-
-def _say(text: str) -> None:
-    typer.echo(text, err=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any
 
-from windlass.cli.options import split_names
+from windlass.cli.flags import split_names
 from windlass.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -16,7 +16,7 @@ _GOODPUT_SHARE = 0.95
 
 def points_of(given: dict[str, Any]) -> tuple[Point, ...]:
     """One for every rate, or for every limit of concurrency."""
-    from windlass.tools.load.arrivals import Arrivals, Ramp
+    from windlass.tools.common.arrivals import Arrivals, Ramp
     from windlass.tools.load.program import Point
     from windlass.tools.load.seek import FIRST_RATE
 

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from windlass.cli.bench_points import numbers_of, points_of, seek_share
-from windlass.cli.bench_report import report
 from windlass.cli.command import PanelCommand, reported
-from windlass.cli.options import parse_share, split_names
+from windlass.cli.flags import option, split_names, switch
+from windlass.cli.options import parse_share
 from windlass.cli.results import check_path
 from windlass.errors import ConfigError
 
@@ -52,147 +52,152 @@ Text = str | None
 _LOAD, _ARRIVALS, _RESULTS = "Load", "Arrivals", "Results"
 
 
-def _option(panel: str, metavar: str, help: str, *names: str) -> Any:
-    return typer.Option(*names, metavar=metavar, help=help, rich_help_panel=panel)
-
-
 def serve(
     ctx: typer.Context,
     base_url: Annotated[
-        Text, _option("Server", "URL", "The server; over --host, --port.", "--base-url", "--url")
+        Text,
+        option("URL", "The server; over --host, --port.", "--base-url", "--url", panel="Server"),
     ] = None,
-    host: Annotated[str, _option("Server", "ADDRESS", "Where it listens.")] = "127.0.0.1",
-    port: Annotated[int, _option("Server", "N", "Where it listens.")] = 8000,
+    host: Annotated[str, option("ADDRESS", "Where it listens.", panel="Server")] = "127.0.0.1",
+    port: Annotated[int, option("N", "Where it listens.", panel="Server")] = 8000,
     backend: Annotated[
-        str, _option("Server", "NAME", "openai-chat, openai, vllm.")
+        str, option("NAME", "openai-chat, openai, vllm.", panel="Server")
     ] = "openai-chat",
-    endpoint: Annotated[Text, _option("Server", "PATH", "Default: the backend's.")] = None,
-    model: Annotated[Text, _option("Server", "NAME", "Default: the server's first.")] = None,
-    api_key: Annotated[Text, _option("Server", "KEY", "Default: $OPENAI_API_KEY.")] = None,
+    endpoint: Annotated[Text, option("PATH", "Default: the backend's.", panel="Server")] = None,
+    model: Annotated[Text, option("NAME", "Default: the server's first.", panel="Server")] = None,
+    api_key: Annotated[Text, option("KEY", "Default: $OPENAI_API_KEY.", panel="Server")] = None,
     header: Annotated[
-        list[str] | None, _option("Server", "NAME=VALUE", "Sent along; may be repeated.")
+        list[str] | None, option("NAME=VALUE", "Sent along; may be repeated.", panel="Server")
     ] = None,
     ready_check_timeout_sec: Annotated[
-        float, _option("Server", "S", "How long to wait for the server.")
+        float, option("S", "How long to wait for the server.", panel="Server")
     ] = 10.0,
-    request_timeout: Annotated[float, _option("Server", "S", "Longest of a request.")] = 600.0,
+    request_timeout: Annotated[float, option("S", "Longest of a request.", panel="Server")] = 600.0,
     max_retries: Annotated[
-        int, _option("Server", "N", "Try again after 429, as Retry-After says; 0: it has failed.")
+        int,
+        option("N", "Try again after 429, as Retry-After says; 0: it has failed.", panel="Server"),
     ] = 0,
     dataset_name: Annotated[
         str,
-        _option(
-            _LOAD,
+        option(
             "NAME",
             "chat, shared_prefix, rag, few_shot, long_document, code_edit, random; "
             "from a file: custom, timed_trace, sharegpt.",
             *("--dataset-name", "--workload"),
+            panel=_LOAD,
         ),
     ] = "random",
-    dataset_path: Annotated[Path | None, _option(_LOAD, "FILE", "For those from a file.")] = None,
+    dataset_path: Annotated[
+        Path | None, option("FILE", "For those from a file.", panel=_LOAD)
+    ] = None,
     skip_bad_lines: Annotated[
-        bool, typer.Option("--skip-bad-lines", help="Leave them out.", rich_help_panel=_LOAD)
+        bool, switch("Leave them out.", "--skip-bad-lines", panel=_LOAD)
     ] = False,
-    num_prompts: Annotated[int, _option(_LOAD, "N", "Requests of a run.")] = 64,
+    num_prompts: Annotated[int, option("N", "Requests of a run.", panel=_LOAD)] = 64,
     input_len: Annotated[
         int | None,
-        _option(
-            _LOAD, "N", "Prompt tokens; default: the load's.", "--input-len", "--random-input-len"
+        option(
+            "N",
+            "Prompt tokens; default: the load's.",
+            "--input-len",
+            "--random-input-len",
+            panel=_LOAD,
         ),
     ] = None,
     output_len: Annotated[
         int | None,
-        _option(
-            _LOAD,
+        option(
             "N",
             "Most tokens out; default: the load's.",
             "--output-len",
             "--random-output-len",
+            panel=_LOAD,
         ),
     ] = None,
     prefix_len: Annotated[
         int | None,
-        _option(_LOAD, "N", "Tokens that prompts share.", "--prefix-len", "--random-prefix-len"),
+        option(
+            "N", "Tokens that prompts share.", "--prefix-len", "--random-prefix-len", panel=_LOAD
+        ),
     ] = None,
     range_ratio: Annotated[
         float,
-        _option(_LOAD, "R", "Lengths R below to R above.", "--range-ratio", "--random-range-ratio"),
+        option(
+            "R", "Lengths R below to R above.", "--range-ratio", "--random-range-ratio", panel=_LOAD
+        ),
     ] = 0.0,
-    turns: Annotated[int | None, _option(_LOAD, "N", "Turns of a chat; default: 4.")] = None,
+    turns: Annotated[int | None, option("N", "Turns of a chat; default: 4.", panel=_LOAD)] = None,
     tokens_per_word: Annotated[
-        float | None, _option(_LOAD, "R", "Default: the server's tokenizer is asked.")
+        float | None, option("R", "Default: the server's tokenizer is asked.", panel=_LOAD)
     ] = None,
     lora_modules: Annotated[
-        list[str] | None, _option(_LOAD, "NAME", "Adapters; each request gets one of them.")
+        list[str] | None, option("NAME", "Adapters; each request gets one of them.", panel=_LOAD)
     ] = None,
-    temperature: Annotated[float | None, _option(_LOAD, "T", "Default: the server's.")] = None,
+    temperature: Annotated[float | None, option("T", "Default: the server's.", panel=_LOAD)] = None,
     ignore_eos: Annotated[
-        bool,
-        typer.Option("--ignore-eos", help="All tokens that were asked for.", rich_help_panel=_LOAD),
+        bool, switch("All tokens that were asked for.", "--ignore-eos", panel=_LOAD)
     ] = False,
-    extra_body: Annotated[Text, _option(_LOAD, "JSON", "Fields for every request.")] = None,
-    seed: Annotated[int, _option(_LOAD, "N", "Texts and arrivals follow from it.")] = 0,
-    num_warmups: Annotated[int, _option(_LOAD, "N", "Requests before, not counted.")] = 0,
+    extra_body: Annotated[Text, option("JSON", "Fields for every request.", panel=_LOAD)] = None,
+    seed: Annotated[int, option("N", "Texts and arrivals follow from it.", panel=_LOAD)] = 0,
+    num_warmups: Annotated[int, option("N", "Requests before, not counted.", panel=_LOAD)] = 0,
     request_rate: Annotated[
         str,
-        _option(
-            _ARRIVALS,
+        option(
             "R",
             "A second; several with commas are a sweep; inf: at once; auto: the highest at which "
             "--goodput-share of the requests meet --goodput.",
+            panel=_ARRIVALS,
         ),
     ] = "inf",
     arrivals: Annotated[
         Text,
-        _option(_ARRIVALS, "NAME", "poisson, constant, burst, trace; default: poisson, or trace."),
+        option(
+            "NAME", "poisson, constant, burst, trace; default: poisson, or trace.", panel=_ARRIVALS
+        ),
     ] = None,
     burstiness: Annotated[
-        float, _option(_ARRIVALS, "B", "1: Poisson; below: in clumps; above: more even.")
+        float, option("B", "1: Poisson; below: in clumps; above: more even.", panel=_ARRIVALS)
     ] = 1.0,
-    burst_size: Annotated[int, _option(_ARRIVALS, "N", "Requests of a burst.")] = 8,
+    burst_size: Annotated[int, option("N", "Requests of a burst.", panel=_ARRIVALS)] = 8,
     max_concurrency: Annotated[
-        Text, _option(_ARRIVALS, "N", "Most under way at once; several with commas are a sweep.")
+        Text,
+        option("N", "Most under way at once; several with commas are a sweep.", panel=_ARRIVALS),
     ] = None,
-    ramp_up_strategy: Annotated[Text, _option(_ARRIVALS, "NAME", "linear, exponential.")] = None,
-    ramp_up_start_rps: Annotated[float | None, _option(_ARRIVALS, "R", "First rate.")] = None,
-    ramp_up_end_rps: Annotated[float | None, _option(_ARRIVALS, "R", "Last rate.")] = None,
-    trace_speed: Annotated[float, _option(_ARRIVALS, "X", "2: in half the time.")] = 1.0,
+    ramp_up_strategy: Annotated[
+        Text, option("NAME", "linear, exponential.", panel=_ARRIVALS)
+    ] = None,
+    ramp_up_start_rps: Annotated[float | None, option("R", "First rate.", panel=_ARRIVALS)] = None,
+    ramp_up_end_rps: Annotated[float | None, option("R", "Last rate.", panel=_ARRIVALS)] = None,
+    trace_speed: Annotated[float, option("X", "2: in half the time.", panel=_ARRIVALS)] = 1.0,
     goodput: Annotated[
-        list[str] | None, _option(_RESULTS, "NAME:MS", "ttft:500 tpot:40 e2el:9000.")
+        list[str] | None, option("NAME:MS", "ttft:500 tpot:40 e2el:9000.", panel=_RESULTS)
     ] = None,
     goodput_share: Annotated[
         float | None,
-        typer.Option(
-            metavar="SHARE",
-            help="With --request-rate auto; default: 0.95.",
-            rich_help_panel=_RESULTS,
-            parser=parse_share,
+        option(
+            "SHARE", "With --request-rate auto; default: 0.95.", panel=_RESULTS, parser=parse_share
         ),
     ] = None,
     probe_request_rate: Annotated[
         float,
-        _option(_RESULTS, "R", "Beside the load, requests of one token; told apart from it."),
+        option("R", "Beside the load, requests of one token; told apart from it.", panel=_RESULTS),
     ] = 0.0,
     percentile_metrics: Annotated[
-        str, _option(_RESULTS, "NAMES", "Sections to print.")
+        str, option("NAMES", "Sections to print.", panel=_RESULTS)
     ] = "ttft,tpot,itl,e2el",
-    metric_percentiles: Annotated[str, _option(_RESULTS, "NUMBERS", "With commas.")] = "90,99",
-    label: Annotated[Text, _option(_RESULTS, "NAME", "This engine's name in reports.")] = None,
+    metric_percentiles: Annotated[str, option("NUMBERS", "With commas.", panel=_RESULTS)] = "90,99",
+    label: Annotated[Text, option("NAME", "This engine's name in reports.", panel=_RESULTS)] = None,
     output: Annotated[
         list[Path] | None,
-        _option(_RESULTS, "FILE", ".json, .csv or .html; may be repeated.", "-o", "--output"),
+        option("FILE", ".json, .csv or .html; may be repeated.", "-o", "--output", panel=_RESULTS),
     ] = None,
     save_result: Annotated[
-        bool,
-        typer.Option(
-            "--save-result", help="JSON and CSV in --result-dir.", rich_help_panel=_RESULTS
-        ),
+        bool, switch("JSON and CSV in --result-dir.", "--save-result", panel=_RESULTS)
     ] = False,
     save_detailed: Annotated[
-        bool,
-        typer.Option("--save-detailed", help="Every request too.", rich_help_panel=_RESULTS),
+        bool, switch("Every request too.", "--save-detailed", panel=_RESULTS)
     ] = False,
-    result_dir: Annotated[Path, _option(_RESULTS, "DIR", "Where results go.")] = Path("."),
+    result_dir: Annotated[Path, option("DIR", "Where results go.", panel=_RESULTS)] = Path("."),
 ) -> None:
     """Load an OpenAI-compatible server, whoever's it is, and measure what its clients see."""
     given = dict(locals())
@@ -211,10 +216,10 @@ def serve(
 
 
 def _order(given: dict[str, Any]) -> ServeOrder:
-    from windlass.tools.load.client import Wishes
+    from windlass.tools.common.summary import METRICS, parse_goodput
+    from windlass.tools.common.text_workload import Sizes
+    from windlass.tools.load.client import RequestOptions
     from windlass.tools.load.program import Load, ServeOrder
-    from windlass.tools.load.summary import METRICS, parse_goodput
-    from windlass.tools.load.workloads import Sizes
 
     names = ("num_prompts", "input_len", "output_len", "prefix_len", "turns", "range_ratio")
     base_url = given["base_url"] or f"http://{given['host']}:{given['port']}"
@@ -234,7 +239,7 @@ def _order(given: dict[str, Any]) -> ServeOrder:
     for name in ("request_timeout", "num_warmups", "max_retries", "probe_request_rate"):
         if given[name] < 0 or (name == "request_timeout" and given[name] == 0):
             raise ConfigError(f"--{name.replace('_', '-')} cannot be {given[name]:g}.")
-    wishes = Wishes(
+    options = RequestOptions(
         given["model"] or "",
         endpoint,
         given["temperature"],
@@ -253,7 +258,7 @@ def _order(given: dict[str, Any]) -> ServeOrder:
     )
     return ServeOrder(
         base_url,
-        wishes,
+        options,
         load,
         points_of(given),
         given["label"] or "",
@@ -301,7 +306,7 @@ def _files(given: dict[str, Any]) -> list[Path]:
             raise ConfigError(f"-o {path}: expected a name that ends in {', '.join(_SUFFIXES)}.")
         check_path("-o", path)
         if path.suffix == ".html":
-            from windlass.tools.load.page import plotly_js
+            from windlass.tools.common.page import plotly_js
 
             plotly_js()  # refused before anything is measured when it is not installed
     return files
@@ -320,7 +325,7 @@ def _write(record: Any, files: list[Path]) -> None:
             save_report([record], path)
         typer.echo(f"written to {path}", err=True)
     if len(record.rows) > 1:
-        from windlass.tools.bench.columns import show
+        from windlass.tools.common.report import show
 
         show(record)
 
@@ -337,6 +342,38 @@ def _json_object(flag: str, text: str | None) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ConfigError(f"{flag} {text!r}: is no JSON object.")
     return value
+
+
+def report(
+    ctx: typer.Context,
+    results: Annotated[
+        list[Path],
+        typer.Argument(metavar="FILE...", help="JSONs of bench serve, or one of ladder."),
+    ],
+    output: Annotated[Path, option("FILE", "The page.", "-o", "--output")] = Path("report.html"),
+    label: Annotated[
+        list[str] | None, option("NAME", "For each file in turn; default: the file's own.")
+    ] = None,
+) -> None:
+    """Put results of bench serve, of one engine or several, into one page that needs no network.
+
+    The result of a ladder, such as one from a machine without plotly, becomes its page.
+    """
+    with reported(ctx):
+        check_path("-o", output)
+        from windlass.tools.common.record import read_record
+
+        if len(results) == 1 and (record := read_record(results[0])).name == "ladder":
+            from windlass.tools.ladder.report import save_report as save_ladder
+
+            if label:
+                raise ConfigError("--label means nothing for the result of a ladder.")
+            save_ladder(record, output)
+        else:
+            from windlass.tools.load.report import read_records, save_report
+
+            save_report(read_records(results, label or []), output)
+        typer.echo(f"written to {output}", err=True)
 
 
 def add_to(app: typer.Typer) -> None:

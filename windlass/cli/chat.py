@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from windlass.cli.command import Options
+from windlass.cli.flags import Adapter, option
 from windlass.cli.sampling import SAMPLING_OPTIONS, sampling_params
 from windlass.core.sampling import SamplingParams
 from windlass.errors import RequestError, UnsupportedError
@@ -24,12 +25,8 @@ _KEYS = "/exit  /clear  /system TEXT   ctrl-C stops an answer, ctrl-D ends"
 
 def chat(
     options: Options,
-    system: Annotated[
-        str | None, typer.Option(metavar="TEXT", help="The system message to start with.")
-    ] = None,
-    adapter: Annotated[
-        str, typer.Option(metavar="NAME", help="One of --lora-modules; default: the model itself.")
-    ] = "",
+    system: Annotated[str | None, option("TEXT", "The system message to start with.")] = None,
+    adapter: Adapter = "",
 ) -> int:
     """Talk to a model in the terminal.
 

@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from windlass.cli.command import Options
-from windlass.cli.options import split_names
+from windlass.cli.flags import Context, MaxWindows, ShowProgress, Stride, option, some_names
 from windlass.cli.reference import reference_config
 from windlass.cli.results import check_path, finish
 from windlass.config import EngineConfig, GateConfig
 from windlass.errors import ConfigError
 
 if TYPE_CHECKING:
-    from windlass.tools.bench.record import Record
+    from windlass.tools.common.record import Record
     from windlass.tools.eval.windows import Cut
 
 _INTERRUPTED = 130
@@ -23,60 +23,40 @@ _INTERRUPTED = 130
 
 def eval(
     options: Options,
-    against: Annotated[
-        str | None,
-        typer.Option(metavar="REF", help="Compare with this model; as MODEL."),
-    ] = None,
-    against_dtype: Annotated[
-        str | None, typer.Option(metavar="TEXT", help="The reference's --dtype.")
-    ] = None,
+    against: Annotated[str | None, option("REF", "Compare with this model; as MODEL.")] = None,
+    against_dtype: Annotated[str | None, option("TEXT", "The reference's --dtype.")] = None,
     against_options: Annotated[
         str | None,
-        typer.Option(
-            metavar="NAME=VALUE,...",
-            help="The reference's own options; without --against it is the same model.",
+        option(
+            "NAME=VALUE,...", "The reference's own options; without --against it is the same model."
         ),
     ] = None,
     data: Annotated[
         str | None,
-        typer.Option(
-            metavar="FILE",
-            help="wikitext2, a folder with its test split, or a .txt, .parquet or .jsonl file "
+        option(
+            "FILE",
+            "wikitext2, a folder with its test split, or a .txt, .parquet or .jsonl file "
             "[default: wikitext2].",
         ),
     ] = None,
     method: Annotated[
         str,
-        typer.Option(
-            metavar="strided|llama.cpp",
-            help="strided scores every token once; llama.cpp the second half of each window.",
+        option(
+            "strided|llama.cpp",
+            "strided scores every token once; llama.cpp the second half of each window.",
         ),
     ] = "strided",
-    context: Annotated[int, typer.Option(metavar="N", help="Tokens of a window.")] = 1024,
-    stride: Annotated[
-        int | None,
-        typer.Option(metavar="N", help="Tokens between windows; default: half of the context."),
-    ] = None,
-    max_windows: Annotated[
-        int | None, typer.Option(metavar="N", help="Measure only the first windows.")
-    ] = None,
+    context: Context = 1024,
+    stride: Stride = None,
+    max_windows: MaxWindows = None,
     tasks: Annotated[
-        str | None,
-        typer.Option(metavar="NAMES", help="lm-eval's tasks, with commas; text only with --data."),
+        str | None, option("NAMES", "lm-eval's tasks, with commas; text only with --data.")
     ] = None,
-    task_dir: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Further tasks, as lm-eval's YAML.")
-    ] = None,
-    num_fewshot: Annotated[
-        int | None, typer.Option(metavar="N", help="Examples before a task's question.")
-    ] = None,
-    limit: Annotated[
-        int | None, typer.Option(metavar="N", help="Only the first samples of each task.")
-    ] = None,
-    json: Annotated[
-        Path | None, typer.Option("--json", "-o", metavar="FILE", help="Write JSON here.")
-    ] = None,
-    progress: Annotated[bool, typer.Option(help="Show a progress bar on stderr.")] = True,
+    task_dir: Annotated[Path | None, option("DIR", "Further tasks, as lm-eval's YAML.")] = None,
+    num_fewshot: Annotated[int | None, option("N", "Examples before a task's question.")] = None,
+    limit: Annotated[int | None, option("N", "Only the first samples of each task.")] = None,
+    json: Annotated[Path | None, option("FILE", "Write JSON here.", "--json", "-o")] = None,
+    progress: ShowProgress = True,
 ) -> int:
     """Measure a model's quality: perplexity, and the distance to a reference.
 
@@ -99,7 +79,9 @@ def eval(
     if tasks is not None:
         from windlass.tools.eval.tasks import TaskOrder, run_tasks
 
-        order = TaskOrder(_names(tasks), task_dir, num_fewshot, limit)
+        order = TaskOrder(
+            list(some_names("--tasks", tasks, "hellaswag")), task_dir, num_fewshot, limit
+        )
         record = run_tasks(config, reference, order, progress)
         _finish(record, json if data is None else _beside(json))
     if tasks is None or data is not None:
@@ -139,13 +121,6 @@ def _reference(
         return None
     words = [own or "", f"dtype={dtype}" if dtype is not None else ""]
     return reference_config(options.engine_values(), against, ",".join(words))
-
-
-def _names(text: str) -> list[str]:
-    names = split_names(text)
-    if not names:
-        raise ConfigError("--tasks is empty; name at least one, such as hellaswag.")
-    return names
 
 
 def _beside(path: Path | None) -> Path | None:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from windlass.cli.command import Options
+from windlass.cli.flags import Adapter, ShowProgress, option
 from windlass.cli.prompts import Job, jobs_from_file
 from windlass.cli.sampling import SAMPLING_OPTIONS, sampling_params
 from windlass.errors import ConfigError
@@ -24,23 +25,16 @@ _MAX_TOKENS = {"max_tokens": 256}
 def generate(
     options: Options,
     prompt: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--prompt", "-p", metavar="TEXT", help="A prompt; may be given several times."
-        ),
+        list[str] | None, option("TEXT", "A prompt; may be given several times.", "--prompt", "-p")
     ] = None,
     prompts: Annotated[
-        str | None,
-        typer.Option(metavar="FILE", help="JSONL of prompts or messages; - reads stdin."),
+        str | None, option("FILE", "JSONL of prompts or messages; - reads stdin.")
     ] = None,
     output: Annotated[
-        str | None,
-        typer.Option("--output", "-o", metavar="FILE", help="Write JSONL there; - is stdout."),
+        str | None, option("FILE", "Write JSONL there; - is stdout.", "--output", "-o")
     ] = None,
-    adapter: Annotated[
-        str, typer.Option(metavar="NAME", help="One of --lora-modules; default: the model itself.")
-    ] = "",
-    progress: Annotated[bool, typer.Option(help="Show a progress bar on stderr.")] = True,
+    adapter: Adapter = "",
+    progress: ShowProgress = True,
 ) -> int:
     """Complete prompts.
 

@@ -8,12 +8,13 @@ from typing import Annotated
 import typer
 
 from windlass.cli.command import Options
+from windlass.cli.flags import switch
 
 
 def inspect(
     options: Options,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
-    tensors: Annotated[bool, typer.Option("--tensors", help="List every stored tensor.")] = False,
+    as_json: Annotated[bool, switch("Print JSON.", "--json")] = False,
+    tensors: Annotated[bool, switch("List every stored tensor.", "--tensors")] = False,
 ) -> int:
     """Show what a model is and how it would be computed.
 

@@ -9,7 +9,8 @@ from typing import Annotated
 import typer
 
 from windlass.cli.command import Options
-from windlass.cli.options import ENGINE_OPTIONS, split_names
+from windlass.cli.flags import ShowProgress, log, option, some_names, switch
+from windlass.cli.options import ENGINE_OPTIONS
 from windlass.cli.results import check_path
 from windlass.errors import ConfigError, UnsupportedError
 
@@ -34,95 +35,63 @@ def ladder(
     options: Options,
     rungs: Annotated[
         str | None,
-        typer.Option(
-            metavar="NAMES",
-            help="Some of naive, static, continuous, chunked, prefix, int8, fp8, int4, gptq, awq, "
+        option(
+            "NAMES",
+            "Some of naive, static, continuous, chunked, prefix, int8, fp8, int4, gptq, awq, "
             "kv, spec, everything; with commas. Default: all.",
         ),
     ] = None,
-    loads: Annotated[
-        str | None,
-        typer.Option(metavar="NAMES", help="low, saturation; default: both."),
-    ] = None,
+    loads: Annotated[str | None, option("NAMES", "low, saturation; default: both.")] = None,
     weights: Annotated[
         str | None,
-        typer.Option(
-            metavar="NAME",
-            help="The weights that later rungs stand on; default: the last that can.",
-        ),
+        option("NAME", "The weights that later rungs stand on; default: the last that can."),
     ] = None,
     workload: Annotated[
         str | None,
-        typer.Option(
-            metavar="NAMES",
-            help="Loads as for bench serve, with their parts [default: chat:3,random:1].",
-        ),
+        option("NAMES", "Loads as for bench serve, with their parts [default: chat:3,random:1]."),
     ] = None,
     num_requests: Annotated[
-        int | None, typer.Option(metavar="N", help="At saturation; default: by the device.")
+        int | None, option("N", "At saturation; default: by the device.")
     ] = None,
     naive_requests: Annotated[
         int | None,
-        typer.Option(
-            metavar="N",
-            help="So many, the first, for one request at a time, the slowest rung by far; default: "
+        option(
+            "N",
+            "So many, the first, for one request at a time, the slowest rung by far; default: "
             "all on a CPU, 32 on a GPU.",
         ),
     ] = None,
-    low_requests: Annotated[
-        int | None, typer.Option(metavar="N", help="At low load; default: by the device.")
-    ] = None,
+    low_requests: Annotated[int | None, option("N", "At low load; default: by the device.")] = None,
     low_rate: Annotated[
-        float | None,
-        typer.Option(
-            metavar="X", help="Low load: requests a second (Poisson); default: one at a time."
-        ),
+        float | None, option("X", "Low load: requests a second (Poisson); default: one at a time.")
     ] = None,
-    prefix_len: Annotated[
-        int | None, typer.Option(metavar="N", help="Tokens of the system prompt.")
-    ] = None,
+    prefix_len: Annotated[int | None, option("N", "Tokens of the system prompt.")] = None,
     input_len: Annotated[
-        int | None,
-        typer.Option(
-            metavar="N", help="Tokens of a question; other prompts have four times as many."
-        ),
+        int | None, option("N", "Tokens of a question; other prompts have four times as many.")
     ] = None,
-    output_len: Annotated[
-        int | None, typer.Option(metavar="N", help="Mean tokens of an answer.")
-    ] = None,
-    turns: Annotated[
-        int | None, typer.Option(metavar="N", help="Turns of a chat [default: 1].")
-    ] = None,
+    output_len: Annotated[int | None, option("N", "Mean tokens of an answer.")] = None,
+    turns: Annotated[int | None, option("N", "Turns of a chat [default: 1].")] = None,
     data: Annotated[
-        str | None,
-        typer.Option(
-            metavar="FILE", help="Text for the quality, as for eval; default: a short one."
-        ),
+        str | None, option("FILE", "Text for the quality, as for eval; default: a short one.")
     ] = None,
-    awq: Annotated[
-        str | None, typer.Option(metavar="MODEL", help="An AWQ checkpoint of the same model.")
-    ] = None,
-    gptq: Annotated[
-        str | None, typer.Option(metavar="MODEL", help="A GPTQ checkpoint of the same model.")
-    ] = None,
+    awq: Annotated[str | None, option("MODEL", "An AWQ checkpoint of the same model.")] = None,
+    gptq: Annotated[str | None, option("MODEL", "A GPTQ checkpoint of the same model.")] = None,
     full: Annotated[
-        bool, typer.Option("--full", help="Make the AWQ and GPTQ checkpoints that are not given.")
+        bool, switch("Make the AWQ and GPTQ checkpoints that are not given.", "--full")
     ] = False,
     calibration: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="With --full: JSONL, as for quantize.")
+        Path | None, option("FILE", "With --full: JSONL, as for quantize.")
     ] = None,
     price_per_hour: Annotated[
-        float | None,
-        typer.Option(metavar="X", help="Dollars of this machine; default: a usual price."),
+        float | None, option("X", "Dollars of this machine; default: a usual price.")
     ] = None,
-    output: Annotated[
-        Path, typer.Option("-o", "--output", metavar="FILE", help="Write JSON here.")
-    ] = Path("ladder.json"),
+    output: Annotated[Path, option("FILE", "Write JSON here.", "-o", "--output")] = Path(
+        "ladder.json"
+    ),
     html: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="The page with plots; default: beside the JSON."),
+        Path | None, option("FILE", "The page with plots; default: beside the JSON.")
     ] = None,
-    progress: Annotated[bool, typer.Option(help="Show a progress bar on stderr.")] = True,
+    progress: ShowProgress = True,
 ) -> int:
     """Measure every lever alone and stacked, at low load and at saturation.
 
@@ -133,13 +102,13 @@ def ladder(
     check_path("--html", html)
     if calibration is not None and not full:
         raise ConfigError("--calibration does nothing without --full.")
-    from windlass.tools.bench.columns import markdown
+    from windlass.tools.common.report import markdown
     from windlass.tools.ladder.bar import watched
     from windlass.tools.ladder.forms import Given
     from windlass.tools.ladder.report import save_report
     from windlass.tools.ladder.run import Ladder, LadderOrder
 
-    names = _names("--rungs", rungs, "naive,everything")
+    names = some_names("--rungs", rungs, "naive,everything")
     sizes = {
         "workload": workload,
         "num_requests": num_requests,
@@ -156,48 +125,36 @@ def ladder(
         options.engine_values(),
         output,
         names,
-        _names("--loads", loads, "saturation"),
+        some_names("--loads", loads, "saturation"),
         weights,
         {name: value for name, value in sizes.items() if value is not None},
         data,
         price_per_hour,
         Given(names, checkpoints, full, calibration),
     )
-    run, page = Ladder(order, _say), _page(html, output)
+    run, page = Ladder(order, log), _page(html, output)
     outcome = run.run(partial(watched, shown=progress))
-    _say(f"written to {output}")
+    log(f"written to {output}")
     if page is not None:
         save_report(outcome.record, page)
-        _say(f"written to {page}")
+        log(f"written to {page}")
     typer.echo(markdown("ladder", outcome.record.rows))
     typer.echo(f"\n{outcome.record.notes}")
     if not outcome.complete:
-        _say("\ninterrupted; the same command goes on")
+        log("\ninterrupted; the same command goes on")
         return _INTERRUPTED
     return 0
 
 
-def _names(flag: str, given: str | None, such_as: str) -> tuple[str, ...]:
-    """Those between the commas; none: all."""
-    names = tuple(split_names(given or ""))
-    if given is not None and not names:
-        raise ConfigError(f"{flag} is empty; name at least one, such as {such_as}.")
-    return names
-
-
 def _page(html: Path | None, output: Path) -> Path | None:
     """Where the page goes. One that was asked for and cannot be is an error before the run."""
-    from windlass.tools.load.page import plotly_js
+    from windlass.tools.common.page import plotly_js
 
     try:
         plotly_js()
     except UnsupportedError as error:
         if html is not None:
             raise
-        _say(f"no page with plots: {error}")
+        log(f"no page with plots: {error}")
         return None
     return html or output.with_suffix(".html")
-
-
-def _say(text: str) -> None:
-    typer.echo(text, err=True)

@@ -11,6 +11,7 @@ from windlass.cli.bench import app as bench
 from windlass.cli.chat import chat
 from windlass.cli.command import register
 from windlass.cli.eval import eval as evaluate
+from windlass.cli.flags import switch
 from windlass.cli.generate import generate
 from windlass.cli.inspect import inspect
 from windlass.cli.ladder import LADDER_OPTIONS, ladder
@@ -50,11 +51,10 @@ def _show_version(wanted: bool) -> None:
 @app.callback()
 def root(
     version: Annotated[
-        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print it.")
+        bool, switch("Print it.", "--version", callback=_show_version, is_eager=True)
     ] = False,
     traceback: Annotated[
-        bool,
-        typer.Option("--traceback", envvar="WINDLASS_TRACEBACK", help="Show errors in full."),
+        bool, switch("Show errors in full.", "--traceback", envvar="WINDLASS_TRACEBACK")
     ] = False,
 ) -> None:
     """LLM inference that says what every speed-up costs."""

@@ -72,11 +72,6 @@ def parse_number(text: str) -> float:
         raise typer.BadParameter(f"{text!r} is not a number.") from None
 
 
-def split_names(text: str) -> list[str]:
-    """Names with commas between them."""
-    return [name.strip() for name in text.split(",") if name.strip()]
-
-
 def parse_share(text: str | float) -> float:
     """0.003 or 0.3%."""
     words = str(text).strip()

@@ -1,23 +1,23 @@
 """`windlass plan`: which formats of a model fit, how fast and how good they would be, and the choice.
 
-Planning and printing are in tools/plan; this reads the flags and writes the command. Loads are
-replayed in what_if.py.
+With --workload or --trace: what an engine of these settings would do with that load. Planning and
+printing are in tools/plan.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
-from functools import partial
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from windlass.cli.command import Options
-from windlass.cli.load_flags import (
+from windlass.cli.flags import (
     LOAD,
     InputLen,
     MaxConcurrency,
@@ -25,13 +25,21 @@ from windlass.cli.load_flags import (
     OutputLen,
     RequestRate,
     SkipBadLines,
-    of,
+    log,
+    option,
+    records_folder,
+    split_names,
+    switch,
 )
-from windlass.cli.options import ENGINE_OPTIONS, parse_share, parse_size, split_names
-from windlass.cli.results import check_path
-from windlass.cli.what_if import what_if
+from windlass.cli.options import ENGINE_OPTIONS, parse_share, parse_size
+from windlass.cli.results import check_path, finish
 from windlass.config import flag
 from windlass.errors import ConfigError
+
+if TYPE_CHECKING:
+    from windlass.tools.common.load import Load
+    from windlass.tools.common.slo import Slo
+    from windlass.tools.plan.what_if import WhatIf
 
 # What decides how a model is held is what is planned; a load is replayed with what is set.
 _PLANNED = (
@@ -46,7 +54,6 @@ _PLANNED = (
 # A flag of its own here: only one type is to be planned with.
 PLAN_OPTIONS = [option for option in ENGINE_OPTIONS if option.name != "kv_cache_dtype"]
 _SECRETS = ("hf_token",)
-_RECORDS = Path("benchmarks")
 _FORMATS = "Formats"
 
 
@@ -59,55 +66,68 @@ def plan(
     options: Options,
     memory: Annotated[
         int | None,
-        of(_FORMATS, "SIZE", "Memory for everything; default: what is free.", parser=parse_size),
+        option(
+            "SIZE",
+            "Memory for everything; default: what is free.",
+            parser=parse_size,
+            panel=_FORMATS,
+        ),
     ] = None,
     min_quality: Annotated[
         float | None,
-        of(
-            _FORMATS,
+        option(
             "SHARE",
             "Least share of the 16-bit model's quality to keep: 0.95 or 95%.",
             parser=parse_share,
+            panel=_FORMATS,
         ),
     ] = None,
     context: Annotated[
         int | None,
-        of(_FORMATS, "N", "Tokens of a request [default: 4096, or the model's]."),
+        option("N", "Tokens of a request [default: 4096, or the model's].", panel=_FORMATS),
     ] = None,
-    concurrency: Annotated[int | None, of(_FORMATS, "N", "Requests at once [default: 8].")] = None,
+    concurrency: Annotated[
+        int | None, option("N", "Requests at once [default: 8].", panel=_FORMATS)
+    ] = None,
     kv_cache_dtype: Annotated[
-        str | None, of(_FORMATS, "auto|fp8|int8", "Only this KV type; default: all.")
+        str | None, option("auto|fp8|int8", "Only this KV type; default: all.", panel=_FORMATS)
     ] = None,
     formats: Annotated[
         str | None,
-        of(_FORMATS, "NAMES", "Only these, with commas: as stored,int8,int4+head."),
+        option("NAMES", "Only these, with commas: as stored,int8,int4+head.", panel=_FORMATS),
     ] = None,
     bandwidth: Annotated[
         float | None,
-        of(
-            _FORMATS,
+        option(
             "RATE",
             "Plan for a device that reads so fast, such as 4800GB/s; default: measured here.",
             parser=parse_bandwidth,
+            panel=_FORMATS,
         ),
     ] = None,
     records: Annotated[
         Path | None,
-        of(_FORMATS, "DIR", "Results of windlass eval; default: benchmarks/ where there is one."),
+        option(
+            "DIR",
+            "Results of windlass eval; default: benchmarks/ where there is one.",
+            panel=_FORMATS,
+        ),
     ] = None,
     measure: Annotated[
         bool,
-        typer.Option(
+        switch(
+            "Load the model and measure its steps first: speeds are those of its like.",
             "--measure",
-            help="Load the model and measure its steps first: speeds are those of its like.",
-            rich_help_panel=_FORMATS,
+            panel=_FORMATS,
         ),
     ] = False,
     trace: Annotated[
-        Path | None, of(LOAD, "FILE", "JSONL of requests with timestamps, as bench serve reads.")
+        Path | None,
+        option("FILE", "JSONL of requests with timestamps, as bench serve reads.", panel=LOAD),
     ] = None,
     workload: Annotated[
-        str | None, of(LOAD, "NAMES", "Loads of bench serve by name; several with commas.")
+        str | None,
+        option("NAMES", "Loads of bench serve by name; several with commas.", panel=LOAD),
     ] = None,
     request_rate: RequestRate = None,
     max_concurrency: MaxConcurrency = None,
@@ -117,22 +137,20 @@ def plan(
     skip_bad_lines: SkipBadLines = False,
     slo: Annotated[
         list[str] | None,
-        of(LOAD, "TARGETS", "ttft_p99=500ms,tpot_p99=40ms: says how many devices it needs."),
+        option(
+            "TARGETS", "ttft_p99=500ms,tpot_p99=40ms: says how many devices it needs.", panel=LOAD
+        ),
     ] = None,
-    max_devices: Annotated[int, of(LOAD, "N", "Most devices to try.")] = 64,
+    max_devices: Annotated[int, option("N", "Most devices to try.", panel=LOAD)] = 64,
     step_costs: Annotated[
-        Path | None, of(LOAD, "FILE", "Take costs of steps from here, or write them here.")
+        Path | None,
+        option("FILE", "Take costs of steps from here, or write them here.", panel=LOAD),
     ] = None,
     check: Annotated[
-        bool,
-        typer.Option(
-            "--check", help="Run the load for real too, and compare.", rich_help_panel=LOAD
-        ),
+        bool, switch("Run the load for real too, and compare.", "--check", panel=LOAD)
     ] = False,
-    repeat: Annotated[int, of(LOAD, "N", "With --check: turns of each load.")] = 1,
-    output: Annotated[
-        Path | None, typer.Option("--json", metavar="FILE", help="Write everything here.")
-    ] = None,
+    repeat: Annotated[int, option("N", "With --check: turns of each load.", panel=LOAD)] = 1,
+    output: Annotated[Path | None, option("FILE", "Write everything here.", "--json")] = None,
 ) -> int:
     """Say before anything is served what fits, how fast and how good it would be.
 
@@ -148,7 +166,7 @@ def plan(
     check_path("--json", output)
     if trace is not None or workload is not None:
         _refuse(given, _FOR_FORMATS, "without --trace and --workload")
-        return what_if(options, given)
+        return _replay(options, given)
     _refuse(given, _FORLOADS, "with --trace or --workload")
     set_too = [name for name in _PLANNED if name in options.values]
     if set_too:
@@ -171,7 +189,7 @@ def plan(
         kv_cache_dtype=kv_cache_dtype,
         bandwidth=bandwidth,
         formats=FORMATS if formats is None else split_names(formats),
-        records=records or (_RECORDS if _RECORDS.is_dir() else None),
+        records=records_folder(records),
     )
     command = serve_command(options.engine_values(), found.best.options) if found.best else None
     if output is not None:
@@ -199,7 +217,7 @@ def _refuse(given: Mapping[str, Any], names: Sequence[str], where: str) -> None:
 def _measure_steps(options: Options) -> None:
     from windlass.tools.plan.what_if import WhatIf
 
-    WhatIf(options.engine(), say=partial(typer.echo, err=True))
+    WhatIf(options.engine(), log=log)
 
 
 def serve_command(given: Mapping[str, Any], chosen: Mapping[str, Any]) -> str:
@@ -220,3 +238,74 @@ def _write(path: Path, values: Mapping[str, Any]) -> None:
         path.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"--json {path}: {error.strerror or error}.") from error
+
+
+def _replay(options: Options, given: Mapping[str, Any]) -> int:
+    """Predict, and with --check measure too; `given` are the flags of `plan`."""
+    from windlass.tools.common.slo import parse_slo
+    from windlass.tools.plan.what_if import WhatIf
+
+    loads, slo = make_loads(given), parse_slo(given["slo"] or [])
+    if given["max_devices"] < 1 or given["repeat"] < 1:
+        raise ConfigError("--max-devices and --repeat must be at least 1.")
+    if given["repeat"] > 1 and not given["check"]:
+        raise ConfigError("--repeat means something only with --check.")
+    config = options.engine()
+    if given["kv_cache_dtype"] is not None:
+        config = replace(
+            config, cache=replace(config.cache, kv_cache_dtype=given["kv_cache_dtype"])
+        )
+    about = WhatIf(config, given["step_costs"], log, loads)
+    if given["check"]:
+        finish(about.check(loads, slo, given["repeat"]), given["output"])
+        return 0
+    return _predicted(about, loads, slo, given)
+
+
+def _predicted(about: WhatIf, loads: list[Load], slo: Slo, given: Mapping[str, Any]) -> int:
+    from windlass.tools.common.record import Record
+    from windlass.tools.plan.show import lines
+
+    rows, good = [], True
+    for load in loads:
+        most = given["max_devices"] if slo.targets else 0
+        found = about.predict(load, slo, most)
+        if len(loads) > 1:
+            typer.echo(f"\n{load.title}")
+        for line in lines(found, load.max_concurrency, load.arrivals.rate):
+            typer.echo(line)
+        needed = next((fleet.num_devices for fleet in found.fleets if not fleet.misses), None)
+        rows.append(found.row() | {"slo": str(slo), "devices_needed": needed})
+        good = good and slo.is_met(found.summary)
+    if given["output"] is not None:
+        settings = {"model": about.opened.files.name, "costs": about.steps.to_json()}
+        Record("plan", rows, settings=settings).save(given["output"])
+        typer.echo(f"written to {given['output']}", err=True)
+    return 0 if good else 1
+
+
+def make_loads(given: Mapping[str, Any]) -> list[Load]:
+    """The loads that the flags name; `plan` and `tune` have the same ones."""
+    from windlass.tools.common.arrivals import Arrivals
+    from windlass.tools.common.load import Load
+
+    trace: Path | None = given["trace"]
+    if trace is not None and given["workload"] is not None:
+        raise ConfigError("--trace and --workload exclude each other.")
+    if trace is not None and given["request_rate"] is not None:
+        raise ConfigError("--request-rate means nothing for --trace, which has its own times.")
+    rate = math.inf if given["request_rate"] is None else given["request_rate"]
+    arrivals = Arrivals("trace") if trace is not None else Arrivals(rate=rate)
+    names = ["trace"] if trace is not None else split_names(given["workload"] or "chat")
+    sizes = {name: given[name] for name in ("num_prompts", "input_len", "output_len")}
+    return [
+        Load(
+            name,
+            trace,
+            **sizes,
+            arrivals=arrivals,
+            max_concurrency=given["max_concurrency"],
+            skip_bad_lines=given["skip_bad_lines"],
+        )
+        for name in names
+    ]

@@ -5,25 +5,22 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
-import typer
-
 from windlass.cli.command import Options
+from windlass.cli.flags import log, option
 from windlass.errors import ConfigError
 
 
 def profile(
     options: Options,
-    workload: Annotated[
-        str, typer.Option(metavar="NAME", help="As for windlass bench throughput.")
-    ] = "decode_b1",
-    steps: Annotated[int, typer.Option(metavar="N", help="Decode steps to look at.")] = 8,
+    workload: Annotated[str, option("NAME", "As for windlass bench throughput.")] = "decode_b1",
+    steps: Annotated[int, option("N", "Decode steps to look at.")] = 8,
     output: Annotated[
         Path | None,
-        typer.Option(
+        option(
+            "FILE",
+            "Write a trace for Chrome or Perfetto; the prompt step's lies beside it.",
             "-o",
             "--output",
-            metavar="FILE",
-            help="Write a trace for Chrome or Perfetto; the prompt step's lies beside it.",
         ),
     ] = None,
 ) -> int:
@@ -36,17 +33,13 @@ def profile(
         raise ConfigError(f"--steps must be at least 1, got {steps}.")
     config = options.engine()
     from windlass.tools.bench.throughput import with_rows
-    from windlass.tools.bench.workloads import find
+    from windlass.tools.common.workload import find
     from windlass.tools.profile import profile as run
     from windlass.tools.profile import show
 
     wanted = find(workload)
-    phases = run(with_rows(config, [wanted], _say), wanted, steps, output, _say)
+    phases = run(with_rows(config, [wanted], log), wanted, steps, output, log)
     if output is not None:
-        _say(f"written to {output}")
+        log(f"written to {output}")
     show(phases)
     return 0
-
-
-def _say(text: str) -> None:
-    typer.echo(text, err=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import json
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -12,6 +11,7 @@ from typing import Any
 
 from windlass.cli.sampling import SAMPLING_NAMES, sampling_params
 from windlass.errors import RequestError
+from windlass.tools.common.jsonl import check_messages, parse_object
 
 # Not a client's business: made from bad_words, and text is what this command writes.
 _SAMPLING = SAMPLING_NAMES - {"bad_token_ids", "detokenize"}
@@ -49,12 +49,7 @@ def jobs_from_file(name: str) -> list[Job]:
 
 def parse_line(line: str, default_id: str) -> Job:
     """One line of a JSONL file; anything wrong raises RequestError."""
-    try:
-        record = json.loads(line)
-    except ValueError as error:
-        raise RequestError(f"is not JSON: {error}.") from error
-    if not isinstance(record, dict):
-        raise RequestError(f'expected an object such as {{"prompt": "..."}}, got {line:.80}')
+    record = parse_object(line, '{"prompt": "..."}')
     for key in record:
         if key not in _KNOWN:
             raise RequestError(_unknown(key), key)
@@ -65,24 +60,11 @@ def parse_line(line: str, default_id: str) -> Job:
         raise RequestError("needs either prompt or messages.", "prompt")
     prompt, messages = record.pop("prompt", None), record.pop("messages", None)
     if messages is not None:
-        _check_messages(messages)
+        check_messages(messages)
     elif not isinstance(prompt, str):
         raise RequestError(f"prompt must be a text, got {prompt!r}.", "prompt")
     sampling_params(record)
     return Job(job_id, prompt, messages, record)
-
-
-def _check_messages(messages: object) -> None:
-    if not isinstance(messages, list) or not messages:
-        raise RequestError("messages must be a list with at least one message.", "messages")
-    for message in messages:
-        texts = isinstance(message, dict) and all(
-            isinstance(message.get(name), str) for name in ("role", "content")
-        )
-        if not texts:
-            raise RequestError(
-                f"a message needs role and content, both texts; got {message!r:.100}", "messages"
-            )
 
 
 def _unknown(key: str) -> str:

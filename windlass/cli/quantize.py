@@ -10,6 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from windlass.cli.command import Options
+from windlass.cli.flags import SampleTokens, ShowProgress, log, option, switch
 from windlass.cli.options import ENGINE_OPTIONS
 from windlass.config import ModelConfig
 from windlass.errors import ConfigError
@@ -29,70 +30,49 @@ QUANTIZE_OPTIONS = [option for option in ENGINE_OPTIONS if option.name in _NAMES
 
 def quantize(
     options: Options,
-    method: Annotated[
-        str, typer.Option(metavar="NAME", help="rtn, gptq, awq, smoothquant, fp8 or nf4.")
-    ],
-    output: Annotated[
-        Path, typer.Option("--output", "-o", metavar="DIR", help="The new checkpoint's folder.")
-    ],
-    bits: Annotated[
-        int | None, typer.Option(metavar="4|8|3", help="Bits of a weight; default: the method's.")
-    ] = None,
+    method: Annotated[str, option("NAME", "rtn, gptq, awq, smoothquant, fp8 or nf4.")],
+    output: Annotated[Path, option("DIR", "The new checkpoint's folder.", "--output", "-o")],
+    bits: Annotated[int | None, option("4|8|3", "Bits of a weight; default: the method's.")] = None,
     group_size: Annotated[
         int | None,
-        typer.Option(
-            metavar="N",
-            help="Inputs that share a scale; -1: one scale per output; default: 128, or less "
+        option(
+            "N",
+            "Inputs that share a scale; -1: one scale per output; default: 128, or less "
             "where that does not divide.",
         ),
     ] = None,
     calibration: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE", help="JSONL of text or messages; gptq, awq and smoothquant need it."
-        ),
+        Path | None, option("FILE", "JSONL of text or messages; gptq, awq and smoothquant need it.")
     ] = None,
     samples: Annotated[
-        int | None,
-        typer.Option(metavar="N", help="Texts to choose of it; default: 256, or all there are."),
+        int | None, option("N", "Texts to choose of it; default: 256, or all there are.")
     ] = None,
-    sample_tokens: Annotated[
-        int, typer.Option(metavar="N", help="Tokens of each, from its start.")
-    ] = 512,
+    sample_tokens: SampleTokens = 512,
     skip_broken_lines: Annotated[
-        bool, typer.Option("--skip-broken-lines", help="Leave out lines that cannot be read.")
+        bool, switch("Leave out lines that cannot be read.", "--skip-broken-lines")
     ] = False,
     format: Annotated[
         str | None,
-        typer.Option(
-            metavar="NAME",
-            help="compressed-tensors (the default), gptq, awq or bitsandbytes (nf4).",
-        ),
+        option("NAME", "compressed-tensors (the default), gptq, awq or bitsandbytes (nf4)."),
     ] = None,
     symmetric: Annotated[
         bool | None,
-        typer.Option(
-            "--symmetric/--asymmetric", help="Without or with zero points; default: the format's."
-        ),
+        switch("Without or with zero points; default: the format's.", "--symmetric/--asymmetric"),
     ] = None,
     act_order: Annotated[
         str | None,
-        typer.Option(
-            metavar="none|static|group",
-            help="gptq: columns with large inputs first; group: groups follow that order.",
+        option(
+            "none|static|group",
+            "gptq: columns with large inputs first; group: groups follow that order.",
         ),
     ] = None,
-    damping: Annotated[
-        float, typer.Option(metavar="X", help="gptq: share of the mean added to the diagonal.")
-    ] = 0.01,
-    alpha: Annotated[
-        float, typer.Option(metavar="X", help="smoothquant: how much the weights take over.")
-    ] = 0.5,
-    clip: Annotated[bool, typer.Option(help="awq: search for narrower ranges.")] = True,
+    damping: Annotated[float, option("X", "gptq: share of the mean added to the diagonal.")] = 0.01,
+    alpha: Annotated[float, option("X", "smoothquant: how much the weights take over.")] = 0.5,
+    clip: Annotated[bool, switch("awq: search for narrower ranges.")] = True,
     scales: Annotated[
-        str, typer.Option(metavar="channel|block", help="fp8: one scale per output, or per block.")
+        str, option("channel|block", "fp8: one scale per output, or per block.")
     ] = "channel",
-    progress: Annotated[bool, typer.Option(help="Show a progress bar on stderr.")] = True,
+    progress: ShowProgress = True,
 ) -> int:
     """Make a checkpoint with quantised weights.
 
@@ -120,17 +100,13 @@ def quantize(
     order = Order(model, wishes, output, calibration, choice)
     try:
         with _progress_bar(progress) as advance:
-            report = run(order, _say, advance)
+            report = run(order, log, advance)
     except KeyboardInterrupt:
-        _say("interrupted; what is done is kept, and the same command goes on from there")
+        log("interrupted; what is done is kept, and the same command goes on from there")
         raise
     errors = ", ".join(f"{name.replace('_', ' ')} {e:.2e}" for name, e in report["mean"].items())
     typer.echo(f"{output}: {report['method']}, {report['bits']} bits, {report['format']}; {errors}")
     return 0
-
-
-def _say(text: str) -> None:
-    typer.echo(text, err=True)
 
 
 def _model(options: Options) -> ModelConfig:

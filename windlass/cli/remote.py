@@ -8,16 +8,14 @@ from typing import Annotated, Any
 import typer
 
 from windlass.cli.command import PanelCommand, reported
+from windlass.cli.flags import option, switch
 from windlass.errors import ConfigError, EngineError, RequestError
 
 _TIMEOUT_S = 30.0
 
-Url = Annotated[str, typer.Option("--url", metavar="URL", help="Where the server listens.")]
-Key = Annotated[
-    str | None,
-    typer.Option("--key", metavar="KEY", envvar="WINDLASS_API_KEY", help="The server's key."),
-]
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+Url = Annotated[str, option("URL", "Where the server listens.", "--url")]
+Key = Annotated[str | None, option("KEY", "The server's key.", "--key", envvar="WINDLASS_API_KEY")]
+AsJson = Annotated[bool, switch("Print JSON.", "--json")]
 _URL = "http://127.0.0.1:8000"
 
 
@@ -48,12 +46,7 @@ def explain(
         print_explanation(told)
 
 
-def memory(
-    ctx: typer.Context,
-    url: Url = _URL,
-    key: Key = None,
-    as_json: AsJson = False,
-) -> None:
+def memory(ctx: typer.Context, url: Url = _URL, key: Key = None, as_json: AsJson = False) -> None:
     """Show what a running server's memory is used for."""
     with reported(ctx):
         told = fetch(url, "/memory", key)

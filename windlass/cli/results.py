@@ -10,7 +10,7 @@ import typer
 from windlass.errors import ConfigError
 
 if TYPE_CHECKING:
-    from windlass.tools.bench.record import Record
+    from windlass.tools.common.record import Record
 
 
 def check_path(flag: str, path: Path | None) -> None:
@@ -27,7 +27,7 @@ def check_path(flag: str, path: Path | None) -> None:
 
 def finish(record: Record, path: Path | None) -> None:
     """Save, then show: the table is the last thing on the screen."""
-    from windlass.tools.bench.columns import show
+    from windlass.tools.common.report import show
 
     if path is not None:
         record.save(path)

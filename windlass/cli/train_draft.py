@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from windlass.cli.command import Options
+from windlass.cli.flags import ShowProgress, log, option, switch
 from windlass.cli.options import ENGINE_OPTIONS
 
 if TYPE_CHECKING:
@@ -37,80 +38,57 @@ TRAIN_DRAFT_OPTIONS = [option for option in ENGINE_OPTIONS if option.name in _NA
 
 def train_draft(
     options: Options,
-    kind: Annotated[str, typer.Option(metavar="medusa|eagle", help="What to train.")],
-    output: Annotated[
-        Path, typer.Option("--output", "-o", metavar="DIR", help="The new head's folder.")
-    ],
+    kind: Annotated[str, option("medusa|eagle", "What to train.")],
+    output: Annotated[Path, option("DIR", "The new head's folder.", "--output", "-o")],
     data: Annotated[
         Path | None,
-        typer.Option(
-            metavar="FILE",
-            help="JSONL of prompt, messages or text; without it the model invents prompts.",
-        ),
+        option("FILE", "JSONL of prompt, messages or text; without it the model invents prompts."),
     ] = None,
     texts: Annotated[
         Path | None,
-        typer.Option(
-            metavar="FILE",
-            help="Keep what the model writes here, for another run with the same prompts.",
-        ),
+        option("FILE", "Keep what the model writes here, for another run with the same prompts."),
     ] = None,
     prompts: Annotated[
-        int | None,
-        typer.Option(
-            metavar="N", help="How many to use; default: all of --data, or 2000 invented ones."
-        ),
+        int | None, option("N", "How many to use; default: all of --data, or 2000 invented ones.")
     ] = None,
-    max_tokens: Annotated[int, typer.Option(metavar="N", help="Tokens of an answer.")] = 256,
-    context: Annotated[
-        int, typer.Option(metavar="N", help="Tokens of a prompt with its answer.")
-    ] = 512,
-    heads: Annotated[
-        int | None, typer.Option(metavar="N", help="medusa: tokens to guess; default: 3.")
-    ] = None,
+    max_tokens: Annotated[int, option("N", "Tokens of an answer.")] = 256,
+    context: Annotated[int, option("N", "Tokens of a prompt with its answer.")] = 512,
+    heads: Annotated[int | None, option("N", "medusa: tokens to guess; default: 3.")] = None,
     blocks: Annotated[
-        int | None,
-        typer.Option(metavar="N", help="medusa: residual blocks of each head; default: 1."),
+        int | None, option("N", "medusa: residual blocks of each head; default: 1.")
     ] = None,
     share_head: Annotated[
         bool | None,
-        typer.Option(
+        switch(
+            "medusa: use the model's own output matrix, the default, or train one per head.",
             "--share-head/--no-share-head",
-            help="medusa: use the model's own output matrix, the default, or train one per head.",
         ),
     ] = None,
     unroll: Annotated[
-        int | None,
-        typer.Option(metavar="N", help="eagle: guesses made from its own output; default: 4."),
+        int | None, option("N", "eagle: guesses made from its own output; default: 4.")
     ] = None,
     draft_vocab: Annotated[
         int | None,
-        typer.Option(
-            metavar="N",
-            help="Tokens that it can guess; default: 8192 for eagle, all for medusa, "
+        option(
+            "N",
+            "Tokens that it can guess; default: 8192 for eagle, all for medusa, "
             "where it needs --no-share-head.",
         ),
     ] = None,
-    lr: Annotated[float, typer.Option(metavar="X", help="The highest learning rate.")] = 1e-3,
-    epochs: Annotated[int, typer.Option(metavar="N", help="Times to see every text.")] = 8,
-    max_steps: Annotated[
-        int | None, typer.Option(metavar="N", help="End the training after so many steps.")
-    ] = None,
+    lr: Annotated[float, option("X", "The highest learning rate.")] = 1e-3,
+    epochs: Annotated[int, option("N", "Times to see every text.")] = 8,
+    max_steps: Annotated[int | None, option("N", "End the training after so many steps.")] = None,
     time_limit: Annotated[
-        float | None,
-        typer.Option(metavar="SECONDS", help="End the training, not the writing, after so long."),
+        float | None, option("SECONDS", "End the training, not the writing, after so long.")
     ] = None,
     batch_tokens: Annotated[
-        int | None,
-        typer.Option(metavar="N", help="Tokens of a step; default: 32768 on CUDA, 512 on a CPU."),
+        int | None, option("N", "Tokens of a step; default: 32768 on CUDA, 512 on a CPU.")
     ] = None,
-    save_every: Annotated[
-        int, typer.Option(metavar="STEPS", help="How often the training's state is saved.")
-    ] = 200,
+    save_every: Annotated[int, option("STEPS", "How often the training's state is saved.")] = 200,
     skip_broken_lines: Annotated[
-        bool, typer.Option("--skip-broken-lines", help="Leave out lines that cannot be used.")
+        bool, switch("Leave out lines that cannot be used.", "--skip-broken-lines")
     ] = False,
-    progress: Annotated[bool, typer.Option(help="Show a progress bar on stderr.")] = True,
+    progress: ShowProgress = True,
 ) -> int:
     """Train a head that guesses the model's next tokens.
 
@@ -142,17 +120,13 @@ def train_draft(
     order = Order(options.engine(), wishes, output, data, texts)
     try:
         with _progress_bar(progress) as (advance, watch):
-            made = run(order, _say, advance, watch)
+            made = run(order, log, advance, watch)
     except KeyboardInterrupt:
-        _say("interrupted; what is done is kept, and the same command goes on from there")
+        log("interrupted; what is done is kept, and the same command goes on from there")
         raise
     _show(made.acceptance)
     typer.echo(f"{output}: serve it with --spec {kind} --spec-model {output}")
     return 0
-
-
-def _say(text: str) -> None:
-    typer.echo(text, err=True)
 
 
 def _show(acceptance: Acceptance) -> None:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from windlass.cli.command import Options
-from windlass.cli.load_flags import (
+from windlass.cli.flags import (
     LOAD,
     InputLen,
     MaxConcurrency,
@@ -17,11 +16,15 @@ from windlass.cli.load_flags import (
     OutputLen,
     RequestRate,
     SkipBadLines,
-    of,
+    log,
+    option,
+    records_folder,
+    some_names,
+    switch,
 )
-from windlass.cli.options import ENGINE_OPTIONS, parse_share, split_names
+from windlass.cli.options import ENGINE_OPTIONS, parse_share
+from windlass.cli.plan import make_loads
 from windlass.cli.results import check_path, finish
-from windlass.cli.what_if import make_loads
 from windlass.config import flag
 from windlass.errors import ConfigError
 
@@ -35,16 +38,15 @@ TUNE_OPTIONS = [
     for option in ENGINE_OPTIONS
     if option.name not in _SEARCHED and not option.name.startswith("spec_")
 ]
-_RECORDS = Path("benchmarks")
 
 
 def tune(
     options: Options,
     workload: Annotated[
-        str | None, of(LOAD, "NAME", "A load of bench serve [default: chat].")
+        str | None, option("NAME", "A load of bench serve [default: chat].", panel=LOAD)
     ] = None,
     trace: Annotated[
-        Path | None, of(LOAD, "FILE", "JSONL of requests with timestamps, instead.")
+        Path | None, option("FILE", "JSONL of requests with timestamps, instead.", panel=LOAD)
     ] = None,
     request_rate: RequestRate = None,
     max_concurrency: MaxConcurrency = None,
@@ -53,34 +55,34 @@ def tune(
     output_len: OutputLen = None,
     skip_bad_lines: SkipBadLines = False,
     slo: Annotated[
-        list[str] | None, of(None, "TARGETS", "ttft_p99=500ms,tpot_p99=40ms; default: none.")
+        list[str] | None, option("TARGETS", "ttft_p99=500ms,tpot_p99=40ms; default: none.")
     ] = None,
     min_quality: Annotated[
         float,
-        of(None, "SHARE", "Least share of the 16-bit quality: 0.95 or 95%.", parser=parse_share),
+        option("SHARE", "Least share of the 16-bit quality: 0.95 or 95%.", parser=parse_share),
     ] = 0.0,
-    trials: Annotated[int, of(None, "N", "Settings to try on the simulator.")] = 60,
-    finalists: Annotated[int, of(None, "N", "The best of them are measured.")] = 3,
-    runs: Annotated[int, of(None, "N", "Of each that is measured, in turns.")] = 2,
-    max_formats: Annotated[int, of(None, "N", "Formats of the weights to try.")] = 2,
+    trials: Annotated[int, option("N", "Settings to try on the simulator.")] = 60,
+    finalists: Annotated[int, option("N", "The best of them are measured.")] = 3,
+    runs: Annotated[int, option("N", "Of each that is measured, in turns.")] = 2,
+    max_formats: Annotated[int, option("N", "Formats of the weights to try.")] = 2,
     formats: Annotated[
-        str | None, of(None, "NAMES", "These instead, as for plan: as stored,int8,int4.")
+        str | None, option("NAMES", "These instead, as for plan: as stored,int8,int4.")
     ] = None,
     speculate: Annotated[
-        bool, typer.Option(help="Measure the best with guesses too (ngram, lookahead).")
+        bool, switch("Measure the best with guesses too (ngram, lookahead).")
     ] = True,
     price_per_hour: Annotated[
-        float | None, of(None, "USD", "What the machine costs: adds dollars per million tokens.")
+        float | None, option("USD", "What the machine costs: adds dollars per million tokens.")
     ] = None,
     records: Annotated[
         Path | None,
-        of(None, "DIR", "Results of windlass eval; default: benchmarks/ where there is one."),
+        option("DIR", "Results of windlass eval; default: benchmarks/ where there is one."),
     ] = None,
-    output: Annotated[Path, of(None, "FILE", "The settings.", "-o", "--output")] = Path(
+    output: Annotated[Path, option("FILE", "The settings.", "-o", "--output")] = Path(
         "windlass.yaml"
     ),
     report: Annotated[
-        Path | None, of(None, "FILE", "Write all that was tried here.", "--json")
+        Path | None, option("FILE", "Write all that was tried here.", "--json")
     ] = None,
 ) -> int:
     """Find the settings that are fastest under an SLO, and write them for serve --config.
@@ -94,10 +96,11 @@ def tune(
     check_path("-o", output)
     check_path("--json", report)
     _check(given)
-    from windlass.tools.plan.slo import parse_slo
+    from windlass.tools.common.slo import parse_slo
     from windlass.tools.tune.report import options_of, record_of, verdict, write_yaml
     from windlass.tools.tune.tune import Tuner, Wish
 
+    formats_wanted = some_names("--formats", formats, "int8,int4")
     loads = make_loads(given)
     if len(loads) > 1:
         raise ConfigError("--workload: one load is tuned for; give one name.")
@@ -109,13 +112,13 @@ def tune(
         trials,
         finalists,
         max_formats,
-        tuple(split_names(formats or "")),
+        formats_wanted,
         runs,
         speculate,
         price_per_hour,
-        records or (_RECORDS if _RECORDS.is_dir() else None),
+        records_folder(records),
     )
-    tuner = Tuner(wish, partial(typer.echo, err=True))
+    tuner = Tuner(wish, log)
     found = tuner.run()
     finish(record_of(found, wish, tuner.model), report)
     why = verdict(found, wish)
@@ -132,8 +135,6 @@ def tune(
 def _check(given: dict[str, Any]) -> None:
     if not 0 <= given["min_quality"] <= 1:
         raise ConfigError(f"--min-quality must be from 0 to 1, got {given['min_quality']:g}.")
-    if given["formats"] is not None and not split_names(given["formats"]):
-        raise ConfigError("--formats is empty; name at least one, such as int8,int4.")
     for name in ("trials", "finalists", "runs", "max_formats"):
         if given[name] < 1:
             raise ConfigError(f"{flag(name)} must be at least 1, got {given[name]}.")

@@ -32,15 +32,15 @@ from windlass.core.types import NewRequest
 from windlass.engine import Engine
 from windlass.kernels.ops import Ops
 from windlass.layers.attention import Attention
-from windlass.layers.embedding import Embedding, TiedEmbedding, PackedEmbedding
+from windlass.layers.embedding import Embedding, PackedEmbedding, TiedEmbedding
 from windlass.layers.linear import Linear
 from windlass.layers.mlp import GatedMLP
 from windlass.layers.norm import RMSNorm
 from windlass.runner.device import choose_device
-from windlass.tools.bench.device import device_of, synchronise
-from windlass.tools.bench.workloads import Workload
+from windlass.tools.common.device import device_of, synchronise
+from windlass.tools.common.workload import Workload
 
-Say = Callable[[str], None]
+Log = Callable[[str], None]
 
 OTHER, HOST = "other", "host"
 _PRODUCT = "matrix product"
@@ -121,7 +121,7 @@ class _Seen:
 
 
 def profile(
-    config: EngineConfig, workload: Workload, num_steps: int, trace: Path | None, say: Say
+    config: EngineConfig, workload: Workload, num_steps: int, trace: Path | None, log: Log
 ) -> list[Phase]:
     """Profile the first step of the workload, and `num_steps` steps that decode only.
 
@@ -131,13 +131,13 @@ def profile(
     if choose_device(config.model).type == "cpu":  # nobody looks into a recorded step there
         config = replace(config, model=replace(config.model, enforce_eager=True))
     opened = open_model(config)
-    say(f"loading {opened.files.name}")
+    log(f"loading {opened.files.name}")
     built = build_engine(config, opened.source)
-    say(f"{workload.name}: warming up")
+    log(f"{workload.name}: warming up")
     _drive(built, workload, 0, num_steps)
-    say(f"{workload.name}: without the profiler")
+    log(f"{workload.name}: without the profiler")
     plain = _drive(built, workload, 1, num_steps)
-    say(f"{workload.name}: with the profiler")
+    log(f"{workload.name}: with the profiler")
     with _scopes(built.weights.network):
         seen = _drive(built, workload, 2, num_steps, profiled=True, trace=trace)
     on_gpu = device_of(built.weights.network).type == "cuda"
@@ -155,17 +155,17 @@ def _drive(
     """Run the workload as far as there is something to look at, and abort the rest."""
     engine, device = built.engine, device_of(built.weights.network)
     engine.reset_prefix_cache()
-    jobs = workload.jobs(built.report.vocab_size, draw)
-    for i, job in enumerate(jobs):
-        room = built.report.max_model_len - len(job.prompt)
-        wish = SamplingParams(temperature=job.temperature, max_tokens=room, ignore_eos=True)
-        engine.add(NewRequest(f"profile-{i}", job.prompt, wish))
+    requests = workload.requests(built.report.vocab_size, draw)
+    for i, request in enumerate(requests):
+        room = built.report.max_model_len - len(request.prompt)
+        wish = SamplingParams(temperature=request.temperature, max_tokens=room, ignore_eos=True)
+        engine.add(NewRequest(f"profile-{i}", request.prompt, wish))
     beside = trace.with_suffix(f".prefill{trace.suffix}") if trace else None
     seen = [_watch("prefill", engine, 1, device, profiled, beside)]
     while _computes_prompts(engine):
         continue
     seen.append(_watch("decode", engine, num_steps, device, profiled, trace))
-    for i in range(len(jobs)):
+    for i in range(len(requests)):
         engine.abort(f"profile-{i}")
     while engine.has_work:
         engine.step()

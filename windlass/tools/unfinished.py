@@ -77,12 +77,7 @@ class Unfinished(ABC):
             )
 
     def _compare(self, before: dict[str, Any]) -> None:
-        wanted = self._fingerprint
-        changes = "; ".join(
-            f"{name} was {before.get(name)!r:.80}, is {wanted.get(name)!r:.80}"
-            for name in sorted(before.keys() | wanted.keys())
-            if before.get(name) != wanted.get(name)
-        )
+        changes = changes_of(before, self._fingerprint)
         if changes:
             raise ConfigError(
                 f"{self.folder} was begun with other options: {changes}. Run the same command to "
@@ -122,6 +117,15 @@ class Unfinished(ABC):
 
     def close(self) -> None:
         self._lock.release()
+
+
+def changes_of(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
+    """The options in which a run differs from the one that it goes on from; empty: none."""
+    return "; ".join(
+        f"{name} was {before.get(name)!r:.80}, is {now.get(name)!r:.80}"
+        for name in sorted(before.keys() | now.keys())
+        if before.get(name) != now.get(name)
+    )
 
 
 def partial_of(output: Path) -> Path:

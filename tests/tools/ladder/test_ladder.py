@@ -11,8 +11,8 @@ import pytest
 
 from tests.tools.conftest import Windlass
 from tests.tools.quantize.conftest import write_model
-from windlass.tools.bench.columns import COLUMNS
-from windlass.tools.bench.record import Record
+from windlass.tools.common.record import Record
+from windlass.tools.common.report import COLUMNS
 from windlass.tools.ladder.measure import Bench
 from windlass.tools.ladder.report import heights, page, stairs
 

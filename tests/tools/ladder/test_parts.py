@@ -13,13 +13,14 @@ from tests.tools.conftest import CONFIG
 from windlass.build import build_engine, open_model
 from windlass.config import EngineConfig
 from windlass.errors import ConfigError, UnsupportedError
-from windlass.tools.ladder.drive import drive
+from windlass.tools.common.drive import run_all
+from windlass.tools.common.price import Price, price_of
+from windlass.tools.common.requests import Request
 from windlass.tools.ladder.forms import Forms, Given
-from windlass.tools.ladder.price import Price, price_of
 from windlass.tools.ladder.record import make_record
 from windlass.tools.ladder.remarks import remark
 from windlass.tools.ladder.rungs import all_rungs, choose, climb
-from windlass.tools.ladder.work import Job, Mix, Work
+from windlass.tools.ladder.work import Mix
 
 RUNGS = all_rungs("int8", {"spec": "ngram"})
 BY_NAME = {rung.name: rung for rung in RUNGS}
@@ -79,30 +80,35 @@ def test_a_mix_keeps_what_follows_what(config: EngineConfig) -> None:
     mix = Mix("chat:3,random", 8, 4, prefix_len=40, input_len=6, output_len=6, turns=3)
     low, full = mix.works(open_model(config).card)
     assert (low.at_once, full.at_once) == (1, None)
-    assert (len(low.jobs), len(full.jobs)) == (4, 8)
-    followers = [job for job in full.jobs if job.follows is not None]
+    assert (len(low.requests), len(full.requests)) == (4, 8)
+    followers = [request for request in full.requests if request.follows is not None]
     assert len(followers) == 4
-    for job in followers:
-        before = full.jobs[job.follows or 0]
-        assert job.prompt[: len(before.prompt)] == before.prompt
-    assert len({job.num_output for job in full.jobs}) > 1
+    for request in followers:
+        before = full.requests[request.follows or 0]
+        assert request.prompt[: len(before.prompt)] == before.prompt
+    assert len({request.num_output for request in full.requests}) > 1
     again = mix.works(open_model(config).card)[1]
     assert again == full
 
 
 def test_driving_waits_for_times_places_and_answers(config: EngineConfig) -> None:
     engine = build_engine(config, open_model(config).source).engine
-    jobs = [Job([1] * 20, 4), Job([1] * 20 + [2] * 9, 3, follows=0), Job([3] * 5, 1, at=0.05)]
-    found = drive(engine, Work("", jobs))
-    first, second, third = found.timings
+    requests = [
+        Request([1] * 20, 4),
+        Request([1] * 20 + [2] * 9, 3, follows=0),
+        Request([3] * 5, 1, at=0.05),
+    ]
+    found = run_all(engine, requests)
+    by_prompt = {timing.num_prompt: timing for timing in found.timings}
+    first, second, third = (by_prompt[count] for count in (20, 29, 5))
     assert second.sent_at >= first.ended_at
     assert third.sent_at - first.sent_at >= 0.05
     assert (second.num_cached, third.tpot) == (16, None)
     assert (found.num_output, found.num_prompt, found.num_cached) == (8, 54, 16)
-    assert found.num_computed == 54 - 16
+    assert found.prompt_tokens_computed == 54 - 16
     assert first.ttft is not None
     assert 0 < first.ttft <= first.e2el
-    in_turn = drive(engine, Work("", [Job([5 + i] * 8, 8) for i in range(3)], at_once=1))
+    in_turn = run_all(engine, [Request([5 + i] * 8, 8) for i in range(3)], max_concurrency=1)
     for before, after in zip(in_turn.timings, in_turn.timings[1:], strict=False):
         assert after.sent_at >= before.ended_at
     assert in_turn.peak_blocks == 1

@@ -9,8 +9,8 @@ from random import Random
 import pytest
 
 from windlass.errors import ConfigError
-from windlass.tools.load.arrivals import Arrivals, Ramp
-from windlass.tools.load.asks import Ask
+from windlass.tools.common.arrivals import Arrivals, Ramp
+from windlass.tools.common.requests import TextRequest
 
 
 def gaps(arrivals: Arrivals, count: int = 4000) -> list[float]:
@@ -28,10 +28,10 @@ def test_poisson_keeps_its_rate_and_spreads_as_told(burstiness: float) -> None:
 
 
 def test_a_seed_gives_the_same_times() -> None:
-    asks = [Ask(1)] * 20
+    requests = [TextRequest(1)] * 20
     arrivals = Arrivals(rate=3.0)
-    assert arrivals.set(asks, "1") == arrivals.set(asks, "1")
-    assert arrivals.set(asks, "1") != arrivals.set(asks, "2")
+    assert arrivals.set(requests, "1") == arrivals.set(requests, "1")
+    assert arrivals.set(requests, "1") != arrivals.set(requests, "2")
 
 
 def test_constant_burst_and_all_at_once() -> None:
@@ -48,14 +48,18 @@ def test_a_ramp_goes_from_its_first_rate_to_its_last(strategy: str, middle: floa
     times = arrivals.times(11, Random(0))
     assert times[1] == 1.0
     assert times[-1] - times[-2] == pytest.approx(1 / ramp.rate(0.9))
-    events = arrivals.rate_changes([Ask(1, at=at) for at in times])
+    events = arrivals.rate_changes([TextRequest(1, at=at) for at in times])
     assert events[0] == {"rps": 1, "at": 0.0}
     assert events[-1]["rps"] == 10
 
 
 def test_a_trace_keeps_its_own_times_at_its_own_speed() -> None:
-    asks = [Ask(1, at=10.0), Ask(1, at=11.0), Ask(1, at=14.0)]
-    assert [ask.at for ask in Arrivals("trace", speed=2.0).set(asks, "0")] == [0, 0.5, 2.0]
+    requests = [TextRequest(1, at=10.0), TextRequest(1, at=11.0), TextRequest(1, at=14.0)]
+    assert [request.at for request in Arrivals("trace", speed=2.0).set(requests, "0")] == [
+        0,
+        0.5,
+        2.0,
+    ]
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""What loads ask: lengths, what prompts share, what a seed fixes, and what files may hold."""
+"""What loads request: lengths, what prompts share, what a seed fixes, and what files may hold."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from random import Random
 import pytest
 
 from windlass.errors import ConfigError
-from windlass.tools.load.asks import Ask, fingerprint
-from windlass.tools.load.files import FileLoad, read_load, refuse_problems
-from windlass.tools.load.texts import Scale, Writer, measure_scale, samples, scale_of
-from windlass.tools.load.workloads import LOADS, Sizes, make_load
+from windlass.tools.common.request_files import FileLoad, read_load, refuse_problems
+from windlass.tools.common.requests import TextRequest, fingerprint
+from windlass.tools.common.text_workload import LOADS, Sizes, make_load
+from windlass.tools.common.texts import Scale, Writer, measure_scale, samples, scale_of
 
 
 def words(text: str) -> int:
@@ -32,12 +32,12 @@ def shared_words(texts: list[str]) -> int:
 WRITER = Writer(Scale(1.0, 1.0))  # a word is a token
 
 
-def made(name: str, **sizes: int) -> list[Ask]:
+def made(name: str, **sizes: int) -> list[TextRequest]:
     return make_load(name, Sizes(**{"num_prompts": 8, **sizes}), WRITER)
 
 
-def texts(asks: list[Ask]) -> list[str]:
-    return [str(ask.as_prompt()) for ask in asks]
+def texts(requests: list[TextRequest]) -> list[str]:
+    return [str(request.as_prompt()) for request in requests]
 
 
 @pytest.mark.parametrize("name", LOADS)
@@ -47,41 +47,41 @@ def test_every_load_follows_from_its_seed(name: str) -> None:
     assert first == make_load(name, sizes, WRITER, "1")
     assert fingerprint(first) != fingerprint(make_load(name, sizes, WRITER, "2"))
     assert len(first) == 6
-    assert {ask.max_tokens for ask in first} == {5}
-    assert all(message["content"] for ask in first for message in ask.as_messages())
+    assert {request.max_tokens for request in first} == {5}
+    assert all(message["content"] for request in first for message in request.as_messages())
 
 
 def test_random_has_the_lengths_that_were_asked_for() -> None:
     assert {words(text) for text in texts(made("random", input_len=50))} == {50}
-    asks = make_load("random", Sizes(50, 100, 20, range_ratio=0.5), WRITER)
-    lengths = [words(text) for text in texts(asks)]
+    requests = make_load("random", Sizes(50, 100, 20, range_ratio=0.5), WRITER)
+    lengths = [words(text) for text in texts(requests)]
     assert min(lengths) >= 50
     assert max(lengths) <= 150
     assert len(set(lengths)) > 10
-    assert {ask.max_tokens for ask in asks} <= set(range(10, 31))
+    assert {request.max_tokens for request in requests} <= set(range(10, 31))
     assert words(texts(made("random", input_len=50, prefix_len=30))[0]) == 80
 
 
 def test_a_chat_grows_and_each_turn_waits_for_the_last() -> None:
-    asks = made("chat", turns=4, input_len=10, output_len=20)
-    assert [ask.follows for ask in asks] == [None, None, 0, 1, 2, 3, 4, 5]
-    for ask in asks:
-        assert [m["role"] for m in ask.messages] == (["user", "assistant"] * len(ask.messages))[
-            : len(ask.messages)
-        ]
-        if ask.follows is not None:
-            past = asks[ask.follows].messages
-            assert ask.messages[: len(past)] == past
-            assert len(ask.messages) == len(past) + 2
-    assert words(asks[-1].messages[-2]["content"]) == 20
+    requests = made("chat", turns=4, input_len=10, output_len=20)
+    assert [request.follows for request in requests] == [None, None, 0, 1, 2, 3, 4, 5]
+    for request in requests:
+        assert [m["role"] for m in request.messages] == (
+            ["user", "assistant"] * len(request.messages)
+        )[: len(request.messages)]
+        if request.follows is not None:
+            past = requests[request.follows].messages
+            assert request.messages[: len(past)] == past
+            assert len(request.messages) == len(past) + 2
+    assert words(requests[-1].messages[-2]["content"]) == 20
     assert made("chat", prefix_len=9)[0].messages[0]["role"] == "system"
 
 
 def test_shared_parts_are_shared_and_the_rest_is_not() -> None:
     shared = made("shared_prefix", prefix_len=200, input_len=20)
-    assert len({ask.messages[0]["content"] for ask in shared}) == 1
+    assert len({request.messages[0]["content"] for request in shared}) == 1
     assert words(shared[0].messages[0]["content"]) == 200
-    assert len({ask.messages[1]["content"] for ask in shared}) == 8
+    assert len({request.messages[1]["content"] for request in shared}) == 8
     examples = texts(made("few_shot", prefix_len=320, input_len=10))
     assert shared_words(examples) > 320
     assert len(set(examples)) == 8
@@ -91,8 +91,8 @@ def test_shared_parts_are_shared_and_the_rest_is_not() -> None:
 
 
 def test_rag_repeats_pieces_the_first_of_them_most() -> None:
-    asks = made("rag", num_prompts=60, input_len=80)
-    pieces = [ask.messages[1]["content"].split("\n\n")[:-1] for ask in asks]
+    requests = made("rag", num_prompts=60, input_len=80)
+    pieces = [request.messages[1]["content"].split("\n\n")[:-1] for request in requests]
     counts: dict[str, int] = {}
     for chosen in pieces:
         assert len(set(chosen)) == 4
@@ -103,11 +103,11 @@ def test_rag_repeats_pieces_the_first_of_them_most() -> None:
 
 
 def test_code_is_code() -> None:
-    ask = made("code_edit", input_len=120)[0]
-    code = ask.messages[0]["content"].split("```python\n")[1].split("\n```")[0]
+    request = made("code_edit", input_len=120)[0]
+    code = request.messages[0]["content"].split("```python\n")[1].split("\n```")[0]
     compile(f"{code}\n{' ' * 16}pass" if code.endswith(":") else code, "made", "exec")
     assert 120 <= words(code) < 130
-    assert ask.max_tokens == 120
+    assert request.max_tokens == 120
 
 
 def test_sizes_that_mean_nothing_are_refused() -> None:
@@ -151,11 +151,14 @@ def test_a_trace_is_sorted_and_broken_lines_are_named(tmp_path: Path) -> None:
         json.dumps({"timestamp": 1, "prompt": []}),
     ]
     found = read("timed_trace", path, "\n".join(lines))
-    assert [(ask.at, ask.max_tokens) for ask in found.asks] == [(1.5, 128), (5.0, 7)]
+    assert [(request.at, request.max_tokens) for request in found.requests] == [
+        (1.5, 128),
+        (5.0, 7),
+    ]
     numbers = [problem.split(":")[0] for problem in found.problems]
     assert numbers == [f"line {n}" for n in (2, 5, 6, 7, 8, 9, 10)]
     with pytest.raises(
-        ConfigError, match=r"7 lines that cannot(.|\n)*line 2: is no JSON(.|\n)*and 2 more"
+        ConfigError, match=r"7 lines that cannot(.|\n)*line 2: is not JSON(.|\n)*and 2 more"
     ):
         refuse_problems(path, found.problems)
 
@@ -165,16 +168,16 @@ def test_a_trace_of_hashes_gives_equal_hashes_equal_texts(tmp_path: Path) -> Non
         {"timestamp": 0, "input_length": 1100, "output_length": 9, "hash_ids": [1, 2, 3]},
         {"timestamp": 2500, "input_length": 600, "output_length": 8, "hash_ids": [1, 7]},
     ]
-    first, second = read("timed_trace", tmp_path / "t.jsonl", lines).asks
+    first, second = read("timed_trace", tmp_path / "t.jsonl", lines).requests
     assert (second.at, second.max_tokens) == (2.5, 8)
-    assert [words(str(ask.prompt)) for ask in (first, second)] == [1100, 600]
+    assert [words(str(request.prompt)) for request in (first, second)] == [1100, 600]
     assert shared_words([str(first.prompt), str(second.prompt)]) == 512
 
 
 def test_custom_prompts_and_token_ids(tmp_path: Path) -> None:
     lines: list[object] = [{"prompt": "Hi"}, {"a": 1}, {"prompt": [1, 2, 3]}, {"prompt": "Ho"}]
     found = read("custom", tmp_path / "c.jsonl", lines, num_prompts=2, output_len=3)
-    assert [ask.as_prompt() for ask in found.asks] == ["Hi", [1, 2, 3]]
+    assert [request.as_prompt() for request in found.requests] == ["Hi", [1, 2, 3]]
     assert found.problems == ['line 2: has neither "prompt" nor "messages"']
 
 
@@ -182,7 +185,7 @@ def test_sharegpt_takes_the_first_turn(tmp_path: Path) -> None:
     turns = [{"from": "human", "value": "Why?"}, {"from": "gpt", "value": "one two three"}]
     value = json.dumps([{"conversations": turns}, {"conversations": turns[:1]}, 5])
     found = read("sharegpt", tmp_path / "s.json", value)
-    assert found.asks == [Ask(3, prompt="Why?")]
+    assert found.requests == [TextRequest(3, prompt="Why?")]
     assert sorted(problem.split(":")[0] for problem in found.problems) == [
         "conversation 2",
         "conversation 3",

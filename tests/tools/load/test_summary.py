@@ -6,14 +6,14 @@ import numpy as np
 import pytest
 
 from windlass.errors import ConfigError
-from windlass.tools.load.summary import (
+from windlass.tools.common.summary import (
     most_at_once,
     parse_goodput,
     percentile,
     summarise,
     tokens_by_second,
 )
-from windlass.tools.load.timing import Timing
+from windlass.tools.common.timing import Timing
 
 # One is slow to start, one makes three tokens at once, one makes a single token, one fails half way.
 TIMINGS = [

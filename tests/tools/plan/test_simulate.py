@@ -11,14 +11,15 @@ from windlass.config import EngineConfig
 from windlass.core.card import Capacity
 from windlass.core.types import Row, RowResult, SlotId, StepPlan, StepResult
 from windlass.speculative.costs import StepCosts
-from windlass.tools.load.timing import Timing
+from windlass.tools.common.drive import EngineRun
+from windlass.tools.common.requests import Request
+from windlass.tools.common.slo import parse_slo
+from windlass.tools.common.timing import Timing
 from windlass.tools.plan.calibrate import Room, calibrate
 from windlass.tools.plan.costs import CostModel
-from windlass.tools.plan.devices import devices_needed, split
-from windlass.tools.plan.replay import Job, Replayed
 from windlass.tools.plan.simulate import simulate
-from windlass.tools.plan.slo import parse_slo
 from windlass.tools.plan.steps import Steps
+from windlass.tools.plan.what_if import devices_needed, split
 
 # A token of a prompt takes 1 ms, a row that decodes 10 ms and every further one 1 ms.
 PLAIN = CostModel(
@@ -26,12 +27,12 @@ PLAIN = CostModel(
 )
 
 
-def run(jobs: Sequence[Job], costs: CostModel = PLAIN, at_once: int | None = None, **wish: Any) -> Replayed:  # fmt: skip
+def run(requests: Sequence[Request], costs: CostModel = PLAIN, at_once: int | None = None, **wish: Any) -> EngineRun:  # fmt: skip
     options = {"max_num_seqs": 8, "max_num_batched_tokens": 64, **wish}
     num_blocks = options.pop("num_blocks", 64)
     config = EngineConfig.of(block_size=4, **options)
     capacity = Capacity(num_blocks, 4, 1, "as set")
-    return simulate(config, config.limits("cpu"), capacity, 256, costs, jobs, at_once)
+    return simulate(config, config.limits("cpu"), capacity, 256, costs, requests, at_once)
 
 
 def ms(timing: Timing) -> list[float]:
@@ -44,7 +45,7 @@ def prompt(count: int, first: int = 0) -> list[int]:
 
 
 def test_one_request() -> None:
-    found = run([Job(prompt(8), 3)])
+    found = run([Request(prompt(8), 3)])
     assert ms(found.timings[0]) == [8, 18, 28]
     assert found.duration == pytest.approx(0.028)
     assert (found.num_steps, found.num_preemptions, found.prompt_tokens_computed) == (3, 0, 8)
@@ -53,9 +54,9 @@ def test_one_request() -> None:
 
 def test_a_long_prompt_is_cut_and_a_late_one_joins_it() -> None:
     # 8 tokens in two steps of 4; the second one comes at 2 ms and is seen when a step ends.
-    jobs = [Job(prompt(8), 2), Job(prompt(3, 100), 1, at=0.002)]
+    requests = [Request(prompt(8), 2), Request(prompt(3, 100), 1, at=0.002)]
     first, second = sorted(
-        run(jobs, max_num_batched_tokens=4, max_num_seqs=2).timings, key=lambda t: t.sent_at
+        run(requests, max_num_batched_tokens=4, max_num_seqs=2).timings, key=lambda t: t.sent_at
     )
     # 0-4 and 4-8 the first prompt; then its last row of 10 ms with 3 tokens of the other: 13 ms.
     assert ms(first) == [8, 21]
@@ -63,13 +64,17 @@ def test_a_long_prompt_is_cut_and_a_late_one_joins_it() -> None:
 
 
 def test_decoding_rows_share_a_step() -> None:
-    found = run([Job(prompt(4), 3), Job(prompt(4, 50), 3)])
+    found = run([Request(prompt(4), 3), Request(prompt(4, 50), 3)])
     assert [ms(timing) for timing in found.timings] == [[8, 19, 30]] * 2
 
 
 def test_requests_wait_for_a_place_and_for_the_turn_before() -> None:
-    jobs = [Job(prompt(4), 2), Job(prompt(4, 50), 2), Job(prompt(4, 90), 1, follows=0)]
-    found = run(jobs, at_once=1)
+    requests = [
+        Request(prompt(4), 2),
+        Request(prompt(4, 50), 2),
+        Request(prompt(4, 90), 1, follows=0),
+    ]
+    found = run(requests, at_once=1)
     assert [round(1e3 * t.sent_at, 6) for t in found.timings] == [0, 14, 28]
     assert found.duration == pytest.approx(0.032)
 
@@ -97,42 +102,44 @@ def test_contexts_choices_and_deciding_are_counted() -> None:
 
 
 def test_a_small_cache_preempts_and_nobody_loses_a_token() -> None:
-    jobs = [Job(prompt(16, 100 * i), 24) for i in range(4)]
-    found = run(jobs, num_blocks=16)
+    requests = [Request(prompt(16, 100 * i), 24) for i in range(4)]
+    found = run(requests, num_blocks=16)
     assert found.num_preemptions > 0
     assert found.peak_kv == 1.0
     assert [timing.num_output for timing in found.timings] == [24] * 4
-    again = run(jobs, num_blocks=16)
+    again = run(requests, num_blocks=16)
     assert again == found
 
 
 def test_shared_prefixes_are_found() -> None:
-    jobs = [Job([*prompt(32), 40 + i], 1, at=float(i)) for i in range(2)]
-    found = run(jobs)
+    requests = [Request([*prompt(32), 40 + i], 1, at=float(i)) for i in range(2)]
+    found = run(requests)
     assert [timing.num_cached for timing in found.timings] == [0, 32]
 
 
 def test_what_can_never_fit_fails_alone() -> None:
-    found = run([Job(prompt(300), 2), Job(prompt(4), 1, follows=0)])
+    found = run([Request(prompt(300), 2), Request(prompt(4), 1, follows=0)])
     assert [timing.is_good for timing in found.timings] == [False, True]
     assert "300 tokens" in str(found.timings[0].error)
     assert "1 requests failed" in parse_slo([]).misses(parse_slo([]).summarise(found))[0]
 
 
 def test_static_batches_let_time_pass() -> None:
-    found = run([Job(prompt(4), 1)], batching="static", max_wait_ms=5.0)
+    found = run([Request(prompt(4), 1)], batching="static", max_wait_ms=5.0)
     assert 5 <= ms(found.timings[0])[0] - 4 < 6
 
 
 def test_devices_until_the_promise_is_kept() -> None:
-    jobs = [Job(prompt(32, 100 * i), 2) for i in range(6)] + [Job(prompt(4), 1, follows=1)]
-    parts = split(jobs, 2)
+    requests = [Request(prompt(32, 100 * i), 2) for i in range(6)] + [
+        Request(prompt(4), 1, follows=1)
+    ]
+    parts = split(requests, 2)
     assert [len(part) for part in parts] == [3, 4]
     assert parts[1][3].follows == 0
-    fleets = devices_needed(run, jobs, parse_slo(["ttft_p99=70ms"]), most=64)
+    fleets = devices_needed(run, requests, parse_slo(["ttft_p99=70ms"]), most=64)
     assert [fleet.num_devices for fleet in fleets] == [1, 2, 3, 4]
     assert [bool(fleet.misses) for fleet in fleets] == [True, True, False, False]
-    never = devices_needed(run, jobs, parse_slo(["ttft_p99=1ms"]), most=64)
+    never = devices_needed(run, requests, parse_slo(["ttft_p99=1ms"]), most=64)
     assert [fleet.num_devices for fleet in never] == [1, 2, 4, 6]
     assert all(fleet.misses for fleet in never)
 

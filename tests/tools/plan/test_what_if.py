@@ -61,7 +61,7 @@ def test_a_trace_its_promise_and_the_devices(
     assert "missed: ttft_p99 is" in missed
     assert "Not even 6 devices keep it" in missed
     trace.write_text("{nonsense")
-    assert "line 1: is no JSON" in windlass("plan", tiny, *DUMMY, *args, code=2)
+    assert "line 1: is not JSON" in windlass("plan", tiny, *DUMMY, *args, code=2)
 
 
 @pytest.mark.parametrize(

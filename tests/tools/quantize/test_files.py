@@ -13,8 +13,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from tests.tools.quantize.conftest import Quantize, write_model
-from windlass.tools.quantize.float8 import round_activations_float8
 from windlass.tools.quantize.layouts import pack
+from windlass.tools.quantize.weights import round_activations_float8
 
 CALIBRATED = ("--sample-tokens", "64", "--samples", "16")
 

@@ -10,18 +10,19 @@ from tests.tools.quantize.conftest import CONFIG, tiny_tensors
 from windlass.models.checkpoint import StoredTensor
 from windlass.models.hparams import HParams
 from windlass.tools.quantize.awq import search_clip, search_scale
-from windlass.tools.quantize.float8 import (
-    round_activations_float8,
-    round_activations_int8,
-    to_float8,
-)
-from windlass.tools.quantize.folding import folds_of
+from windlass.tools.quantize.folding import folds_of, smoothing_scale
 from windlass.tools.quantize.gptq import ActOrder, gptq
 from windlass.tools.quantize.layer import Hidden, Layer
-from windlass.tools.quantize.nf4 import nf4_table, to_nf4
-from windlass.tools.quantize.rtn import Grid, round_to_nearest
-from windlass.tools.quantize.smooth import smoothing_scale
 from windlass.tools.quantize.statistics import Gathering, Inputs
+from windlass.tools.quantize.weights import (
+    Grid,
+    nf4_table,
+    round_activations_float8,
+    round_activations_int8,
+    round_to_nearest,
+    to_float8,
+    to_nf4,
+)
 
 CPU = torch.device("cpu")
 

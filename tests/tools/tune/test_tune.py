@@ -15,13 +15,13 @@ from tests.tools.quantize.conftest import write_model
 from windlass.cli.config_file import read_config
 from windlass.cli.options import ENGINE_OPTIONS, MODEL_ARGUMENT, SERVE_OPTIONS
 from windlass.config import EngineConfig
-from windlass.tools.load.timing import Timing
-from windlass.tools.plan.jobs import Load
+from windlass.tools.common.drive import EngineRun
+from windlass.tools.common.load import Load
+from windlass.tools.common.slo import Slo
+from windlass.tools.common.timing import Timing
 from windlass.tools.plan.quality import REFERENCE
-from windlass.tools.plan.replay import Replayed
-from windlass.tools.plan.slo import Slo
 from windlass.tools.tune.report import verdict
-from windlass.tools.tune.space import Form, Settings
+from windlass.tools.tune.search import Form, Settings
 from windlass.tools.tune.tried import Tried, best_of
 from windlass.tools.tune.tune import Tuned, Tuner, Wish
 
@@ -126,7 +126,7 @@ def test_formats_are_searched_and_their_quality_is_measured(
 
 def _tried(speeds: Sequence[float], kv_bytes: int, name: str = "") -> Tried:
     timing = Timing(0.0, 0.0, 1.0, 4, 100, (1.0,), (100,))
-    runs = tuple(Replayed([timing], 100 / speed, 1, 1, 1, 1.0, 0, 0, 4) for speed in speeds)
+    runs = tuple(EngineRun([timing], 100 / speed, 1, 1, 1, 1.0, 0, 0, 4) for speed in speeds)
     form = Form(name or "form", {}, REFERENCE)
     summaries = tuple(Slo().summarise(run) for run in runs)
     return Tried(Settings(form, 8, 512), True, runs, summaries, Slo(), kv_bytes)

@@ -25,10 +25,11 @@ from windlass.core.card import EngineReport
 from windlass.lora.peft import linear_shapes
 from windlass.models.hparams import HParams
 from windlass.runner.device import whole_bytes
-from windlass.tools.bench.measure import Measured, run
-from windlass.tools.bench.record import Record
-from windlass.tools.bench.workloads import Job, Sizes, Workload, find
-from windlass.tools.ladder.price import price_of
+from windlass.tools.common.drive import EngineRun, run_all
+from windlass.tools.common.price import price_of
+from windlass.tools.common.record import Record
+from windlass.tools.common.requests import Request
+from windlass.tools.common.workload import Sizes, Workload, find
 
 RANK = 16
 _AT_ONCE = 64
@@ -50,7 +51,7 @@ def adapters(
     options: dict[str, Any],
     num_requests: int | None,
     repeat: int,
-    say: Callable[[str], None],
+    log: Callable[[str], None],
     registered: int | None = None,
 ) -> Record:
     """One request, many with as many adapters, and many more adapters than the device holds."""
@@ -65,9 +66,9 @@ def adapters(
         room = {"max_loras": at_once, "max_cpu_loras": known, "max_lora_rank": RANK}
         own = {**options, "max_num_seqs": at_once, "lora_modules": modules}
         built = build_engine(EngineConfig.of(**own, **room), opened.source)
-        say(next(f"{c.value}; {c.reason}" for c in built.report.choices if c.what == "adapters"))
-        run(built.engine, [Job([1, 2, 3, 4], 1, adapter=name) for name in names])
-        say(f"{known} adapters are in host memory")
+        log(next(f"{c.value}; {c.reason}" for c in built.report.choices if c.what == "adapters"))
+        run_all(built.engine, [Request([1, 2, 3, 4], 1, adapter=name) for name in names])
+        log(f"{known} adapters are in host memory")
         tenancy = _tenancy(built, at_once + 1)
         many = find("ragged", Sizes(num_requests=_ROUNDS * at_once))
         works = [(find(f"decode_b{count}"), names) for count in sorted({1, at_once})]
@@ -75,7 +76,7 @@ def adapters(
         for workload, group in [*works, (many, names)]:
             row = _compare(built, workload, group, repeat, decode=workload is not many)
             rows.append({**row, **tenancy})
-            say(f"{row['workload']}: {row['ratio']} of the base's {row['base_tok_s']:,} tok/s")
+            log(f"{row['workload']}: {row['ratio']} of the base's {row['base_tok_s']:,} tok/s")
     return Record("adapters", rows, _NOTES, settings=options)
 
 
@@ -87,9 +88,11 @@ def _compare(
     chosen = list(names)[:num_jobs] if decode else Random(0).choices(names, k=num_jobs)
     pairs: list[tuple[float, float]] = []
     for draw in range(repeat + 1):
-        jobs = workload.jobs(vocab_size, draw)
-        adapted = [replace(job, adapter=name) for job, name in zip(jobs, chosen, strict=True)]
-        base, own = (_speed(run(built.engine, each), decode) for each in (jobs, adapted))
+        requests = workload.requests(vocab_size, draw)
+        adapted = [
+            replace(request, adapter=name) for request, name in zip(requests, chosen, strict=True)
+        ]
+        base, own = (_speed(run_all(built.engine, each), decode) for each in (requests, adapted))
         built.engine.reset_prefix_cache()
         pairs.append((base, own))
     base, own = (statistics.median(each) for each in zip(*pairs[1:], strict=True))
@@ -134,11 +137,11 @@ def _share(price: float | None, machines: int) -> float | None:
     return None if price is None else round(price * machines / _TENANTS, 4)
 
 
-def _speed(taken: Measured, decode: bool) -> float:
+def _speed(taken: EngineRun, decode: bool) -> float:
     if decode:
         assert taken.window is not None  # all requests of these workloads decode at once
-        return taken.window.tokens / taken.window.seconds
-    return taken.num_output / taken.seconds
+        return taken.window.tok_s
+    return taken.num_output / taken.duration
 
 
 def _write(folder: Path, hparams: HParams, seed: int) -> Path:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
@@ -27,7 +26,7 @@ from windlass.tools.quantize.export import export
 from windlass.tools.quantize.program import Order, run
 from windlass.tools.quantize.recipe import CALIBRATED, Wishes
 
-Say = Callable[[str], None]
+Log = Callable[[str], None]
 
 REFERENCE = "float32"
 _PLAIN_TYPES = ("f32", "f16", "bf16")
@@ -42,7 +41,7 @@ class Format:
     wishes: Wishes | None = None
     calibration: Literal["text", "random"] = "text"
     plain: torch.dtype | None = None  # the type that all weights are written in
-    gguf: str | None = None  # the type that llama.cpp gives to the matrices
+    gguf: str | None = None  # the type of the matrices: the name of a file
 
     @property
     def online(self) -> bool:
@@ -104,18 +103,18 @@ class Means:
     """What some rows are made with."""
 
     calibration: Path | None = None
-    llama_cpp: Path | None = None  # a library that holds it
+    gguf_dir: Path | None = None  # the model as GGUF files, named by type
 
     def lacks(self, wanted: Format) -> str | None:
         """The flag that is missing for a row."""
         if wanted.needs_text and self.calibration is None:
             return "--calibration FILE.jsonl, with lines such as " + '{"text": "..."}'
-        if wanted.gguf is not None and self.llama_cpp is None:
-            return "--llama-cpp FILE, a library that holds llama.cpp"
+        if wanted.gguf is not None and self.gguf_dir is None:
+            return "--gguf-dir DIR, a folder with the model as Q8_0.gguf, Q4_K.gguf, ..."
         return None
 
 
-def find_formats(names: Sequence[str], means: Means, say: Say) -> list[Format]:
+def find_formats(names: Sequence[str], means: Means, log: Log) -> list[Format]:
     """Those of the names, or all that can be made."""
     known = {each.name: each for each in FORMATS}
     unknown = [name for name in names if name not in known]
@@ -129,7 +128,7 @@ def find_formats(names: Sequence[str], means: Means, say: Say) -> list[Format]:
     for flag, without in lacking.items():
         if names:
             raise ConfigError(f"--formats {', '.join(without)}: needs {flag}.")
-        say(f"left out for lack of {flag.split()[0]}: {', '.join(without)}")
+        log(f"left out for lack of {flag.split()[0]}: {', '.join(without)}")
     return [each for each in chosen if means.lacks(each) is None]
 
 
@@ -143,14 +142,14 @@ class Workshop:
     means: Means
     num_samples: int
     sample_tokens: int
-    say: Say
+    log: Log
 
     def model_of(self, wanted: Format) -> str:
         """The model to load for a format, made when it is not there yet."""
         if wanted.wishes is not None:
             return str(self._made(wanted, wanted.wishes))
         if wanted.gguf is not None:
-            return str(self._gguf(wanted.name, wanted.gguf))
+            return str(self._gguf(wanted.gguf))
         if wanted.plain is not None:
             return str(self._plain(wanted.plain))
         if wanted.online and self._is_quantised():
@@ -172,25 +171,18 @@ class Workshop:
         name = str(dtype).removeprefix("torch.")
         folder = self.folder / f"{name}-{self._key()}"
         if not folder.is_dir():
-            self.say(f"writing the weights in {name} to {folder}")
+            self.log(f"writing the weights in {name} to {folder}")
             export(self.base.model, folder, dtype)
         return folder
 
-    def _gguf(self, name: str, kind: str) -> Path:
-        source, library = self.opened.files.weights[0], self.means.llama_cpp
-        assert library is not None, "find_formats leaves these rows out without it"
-        if source.suffix != ".gguf":
-            raise ConfigError(f"{self.opened.card.name}: GGUF rows are made of a GGUF file only.")
-        path = self.folder / f"{name}-{self._key()}.gguf"
+    def _gguf(self, kind: str) -> Path:
+        assert self.means.gguf_dir is not None, "find_formats leaves these rows out without it"
+        path = self.means.gguf_dir / f"{kind}.gguf"
         if not path.is_file():
-            # Needs the package gguf, which the other formats do without.
-            from windlass.tools.bench.llama_cpp import Kind, LlamaCpp, requantise
-
-            self.say(f"quantising with llama.cpp into {path}")
-            self.folder.mkdir(parents=True, exist_ok=True)
-            made = path.with_suffix(".unfinished")
-            requantise(source, made, getattr(Kind, kind), LlamaCpp(library))
-            os.replace(made, path)
+            raise ConfigError(
+                f"--gguf-dir: there is no {path}. Write it with llama-quantize, or with "
+                "benchmarks/scripts/requantize_gguf.py."
+            )
         return path
 
     def _made(self, wanted: Format, wishes: Wishes) -> Path:
@@ -199,14 +191,14 @@ class Workshop:
         choice = Choice(self.num_samples, self.sample_tokens, False, self.base.model.seed)
         folder = self.folder / f"{wanted.name}-{self._key(asdict(wishes), digest, asdict(choice))}"
         if not folder.is_dir():
-            self.say(f"quantising into {folder}")
+            self.log(f"quantising into {folder}")
             order = Order(self.base.model, wishes, folder, text, choice)
-            run(order, self.say, self._progress)
+            run(order, self.log, self._progress)
         return folder
 
     def _progress(self, done: int, total: int, text: str) -> None:
         if done and (done == total or done % max(1, total // 5) == 0):
-            self.say(f"{done} of {total} layers, {text}")
+            self.log(f"{done} of {total} layers, {text}")
 
     def _text(self, wanted: Format) -> Path | None:
         return self._random_text() if wanted.calibration == "random" else self.means.calibration

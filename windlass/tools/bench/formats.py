@@ -17,18 +17,17 @@ from typing import Any
 from windlass.build import open_model
 from windlass.config import EngineConfig
 from windlass.errors import ConfigError, EngineError
-from windlass.tools.bench.device import release_memory
 from windlass.tools.bench.format_list import (
     FORMATS,
     REFERENCE,
     Format,
+    Log,
     Means,
-    Say,
     Workshop,
     find_formats,
 )
-from windlass.tools.bench.record import Record, rows_before
-from windlass.tools.bench.side_by_side import (
+from windlass.tools.common.device import release_memory
+from windlass.tools.common.judge import (
     Judge,
     Race,
     Speed,
@@ -36,7 +35,8 @@ from windlass.tools.bench.side_by_side import (
     held_as,
     is_unpacked,
 )
-from windlass.tools.bench.workloads import Sizes
+from windlass.tools.common.record import Record, rows_before
+from windlass.tools.common.workload import Sizes
 from windlass.tools.eval.data import Corpus, read_corpus
 from windlass.tools.eval.metrics import Quality
 from windlass.tools.eval.windows import Cut
@@ -82,12 +82,11 @@ class FormatsOrder:
             raise ConfigError(
                 f"--{taken[0].replace('_', '-')} is what the formats differ in. Leave it out."
             )
-        for flag, file in (
-            ("--calibration", self.means.calibration),
-            ("--llama-cpp", self.means.llama_cpp),
-        ):
-            if file is not None and not file.is_file():
-                raise ConfigError(f"{flag} {file}: there is no such file.")
+        text, folder = self.means.calibration, self.means.gguf_dir
+        if text is not None and not text.is_file():
+            raise ConfigError(f"--calibration {text}: there is no such file.")
+        if folder is not None and not folder.is_dir():
+            raise ConfigError(f"--gguf-dir {folder}: there is no such folder.")
 
     def settings(self, model_name: str, data_name: str) -> dict[str, Any]:
         """What all rows depend on."""
@@ -104,18 +103,18 @@ class FormatsOrder:
         }
 
 
-def measure(order: FormatsOrder, say: Say) -> Record:
+def measure(order: FormatsOrder, log: Log) -> Record:
     """Measure what is not in the output file yet, and save after each row."""
-    formats = find_formats(order.names, order.means, say)
+    formats = find_formats(order.names, order.means, log)
     corpus = read_corpus(order.data)
-    bench = _Bench(order, corpus, say)
+    bench = _Bench(order, corpus, log)
     settings = json.loads(json.dumps(order.settings(bench.model_name, corpus.name), default=str))
     rows = _rows_before(order.output, settings)
     # All of the quality first: speeds are then measured within minutes of each other.
     steps = {"perplexity": bench.quality} | ({"tok_s_b1": bench.speed} if order.speed else {})
     done = [each for each in formats if rows.get(each.name, {}).keys() >= steps.keys()]
     if done:
-        say(f"{order.output} holds {len(done)} of {len(formats)} rows already")
+        log(f"{order.output} holds {len(done)} of {len(formats)} rows already")
     for figure, step in steps.items():
         todo = [each for each in formats if figure not in rows.get(each.name, {})]
         for number, each in enumerate(todo, start=1):
@@ -126,7 +125,7 @@ def measure(order: FormatsOrder, say: Say) -> Record:
                 row |= step(each)
             except EngineError as error:
                 row["error"] = str(error)
-            say(f"{number} of {len(todo)}, {each.name}: {_in_words(row)}")
+            log(f"{number} of {len(todo)}, {each.name}: {_in_words(row)}")
             _record(rows, settings).save(order.output)
             release_memory()
     return _record(rows, settings)
@@ -148,14 +147,14 @@ def _record(rows: dict[str, dict[str, Any]], settings: dict[str, Any]) -> Record
 class _Bench:
     """Holds the float32 model for as long as the others are compared with it."""
 
-    def __init__(self, order: FormatsOrder, corpus: Corpus, say: Say) -> None:
+    def __init__(self, order: FormatsOrder, corpus: Corpus, log: Log) -> None:
         self._order = order
         self._corpus = corpus
         base = EngineConfig.of(**order.options)
         self._reference = self._config("float32", {})
         self._opened = open_model(base)
         samples = (order.num_samples, order.sample_tokens)
-        self._workshop = Workshop(base, self._opened, order.work, order.means, *samples, say)
+        self._workshop = Workshop(base, self._opened, order.work, order.means, *samples, log)
 
     @property
     def model_name(self) -> str:

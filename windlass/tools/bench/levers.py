@@ -11,20 +11,21 @@ from typing import Any
 from windlass.build import Built, build_engine, open_model
 from windlass.config import EngineConfig
 from windlass.tools.bench.adapters import adapters
-from windlass.tools.bench.device import release_memory
-from windlass.tools.bench.measure import Measured, run
-from windlass.tools.bench.record import Record
 from windlass.tools.bench.scheduler import measure as measure_scheduler
 from windlass.tools.bench.speculation import speculation
-from windlass.tools.bench.workloads import Job, Sizes, Workload, find
+from windlass.tools.common.device import release_memory
+from windlass.tools.common.drive import EngineRun, median_run, run_all
+from windlass.tools.common.record import Record
+from windlass.tools.common.requests import Request
+from windlass.tools.common.workload import Sizes, Workload, find
 
-Say = Callable[[str], None]
+Log = Callable[[str], None]
 
 _BATCHING_REQUESTS = 32
 _PREFIX_REQUESTS = 16
 
 
-def batching(options: dict[str, Any], num_requests: int | None, repeat: int, say: Say) -> Record:
+def batching(options: dict[str, Any], num_requests: int | None, repeat: int, log: Log) -> Record:
     """Continuous batching against static batches of 8 and against none."""
     variants: dict[str, dict[str, Any]] = {
         "continuous": {"batching": "continuous"},
@@ -32,7 +33,7 @@ def batching(options: dict[str, Any], num_requests: int | None, repeat: int, say
         "none": {"batching": "none"},
     }
     workload = find("ragged", Sizes(num_requests=num_requests or _BATCHING_REQUESTS))
-    rows = _compare(options, variants, workload, repeat, say)
+    rows = _compare(options, variants, workload, repeat, log)
     notes = (
         "Outputs of 8 to 256 tokens, all requests at once. A row of a static batch that has ended "
         "costs nothing more here, but its place stays empty until the whole batch has ended."
@@ -40,20 +41,20 @@ def batching(options: dict[str, Any], num_requests: int | None, repeat: int, say
     return Record("batching", _with_ratio(rows, "none"), notes, settings=options)
 
 
-def prefix(options: dict[str, Any], num_requests: int | None, repeat: int, say: Say) -> Record:
+def prefix(options: dict[str, Any], num_requests: int | None, repeat: int, log: Log) -> Record:
     """Prefix caching on against off, for prompts that share their first 1,000 tokens."""
     variants = {"on": {"prefix_caching": True}, "off": {"prefix_caching": False}}
     workload = find("shared", Sizes(num_requests=num_requests or _PREFIX_REQUESTS))
-    rows = _compare(options, variants, workload, repeat, say)
+    rows = _compare(options, variants, workload, repeat, log)
     notes = "1,000 shared tokens, 32 of their own, 16 out. The first prompt is computed in full."
     return Record("prefix", _with_ratio(rows, "off"), notes, settings=options)
 
 
-def scheduler(say: Say, counts: Sequence[int] = (1, 16, 64, 256)) -> Record:
+def scheduler(log: Log, counts: Sequence[int] = (1, 16, 64, 256)) -> Record:
     """The cost of plan and commit, by the number of running requests."""
     rows = []
     for count in counts:
-        say(f"{count} running requests")
+        log(f"{count} running requests")
         rows.append(measure_scheduler(count))
     return Record("scheduler", rows, "Decode steps, one token a request, no model.")
 
@@ -68,31 +69,33 @@ def _compare(
     variants: dict[str, dict[str, Any]],
     workload: Workload,
     repeat: int,
-    say: Say,
+    log: Log,
 ) -> list[dict[str, Any]]:
-    """Run the same jobs on one engine per variant, which share the weights; the median run."""
+    """Run the same requests on one engine per variant, which share the weights; the median run."""
     opened = open_model(EngineConfig.of(**options))
     rows, weights = [], None
     for name, changes in variants.items():
         built = build_engine(EngineConfig.of(**{**options, **changes}), opened.source, weights)
         weights = built.weights
-        say(f"{name}: warming up, then {len(workload.shapes)} requests")
+        log(f"{name}: warming up, then {len(workload.shapes)} requests")
         taken = _median_run(built, workload, repeat)
         rows.append({"variant": name, **taken.row()})
-        say(f"{name}: {rows[-1]['output_tok_s']} tok/s")
+        log(f"{name}: {rows[-1]['output_tok_s']} tok/s")
         del built
         release_memory()
     return rows
 
 
-def _median_run(built: Built, workload: Workload, repeat: int) -> Measured:
+def _median_run(built: Built, workload: Workload, repeat: int) -> EngineRun:
     engine, vocab_size = built.engine, built.report.vocab_size
-    run(engine, [Job(job.prompt[-8:], 4) for job in workload.jobs(vocab_size)[:8]])
+    run_all(
+        engine, [Request(request.prompt[-8:], 4) for request in workload.requests(vocab_size)[:8]]
+    )
     runs = []
     for draw in range(1, repeat + 1):
         engine.reset_prefix_cache()
-        runs.append(run(engine, workload.jobs(vocab_size, draw)))
-    return sorted(runs, key=lambda each: each.seconds)[(repeat - 1) // 2]
+        runs.append(run_all(engine, workload.requests(vocab_size, draw)))
+    return median_run(runs)
 
 
 def _with_ratio(rows: list[dict[str, Any]], base: str) -> list[dict[str, Any]]:

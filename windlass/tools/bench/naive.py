@@ -1,7 +1,7 @@
 """The naive rung: the same token ids through transformers' `generate`, in static batches.
 
-A batch is as long as its longest prompt, padded on the left, and runs until its longest output has
-ended; tokens that nobody asked for are computed and not counted.
+A batch is padded on the left to its longest prompt and runs until its longest output has ended. The
+surplus tokens of shorter outputs are computed, but not counted.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from windlass.core.types import Timeline
 from windlass.errors import ConfigError, UnsupportedError
 from windlass.models.json_file import merged, read_json
 from windlass.runner.device import choose_device, choose_dtype, choose_threads
-from windlass.tools.bench.device import Traffic, synchronise
-from windlass.tools.bench.measure import Measured, Window
-from windlass.tools.bench.workloads import Job
+from windlass.tools.common.device import Traffic, synchronise
+from windlass.tools.common.drive import EngineRun, Window, timing_of
+from windlass.tools.common.requests import Request
 
 
 class Naive:
@@ -69,37 +69,39 @@ class Naive:
         return made.to(self.device)
 
     @torch.inference_mode()
-    def run(self, jobs: Sequence[Job]) -> Measured:
+    def run(self, requests: Sequence[Request]) -> EngineRun:
         """Batches one after another; every request arrives when the first batch starts."""
-        size = self._batch or len(jobs)
-        batches = [jobs[at : at + size] for at in range(0, len(jobs), size)]
+        size = self._batch or len(requests)
+        batches = [requests[at : at + size] for at in range(0, len(requests), size)]
         started = time.perf_counter()
         times = [self._generate(batch) for batch in batches]
         seconds = time.perf_counter() - started
-        timelines = [
-            _timeline(job, started, stamps)
+        timings = [
+            timing_of(_timeline(request, started, stamps))
             for batch, stamps in zip(batches, times, strict=True)
-            for job in batch
+            for request in batch
         ]
-        num_prompt = sum(len(job.prompt) for job in jobs)
-        return Measured(
+        return EngineRun(
+            timings,
             seconds,
-            num_prompt,
-            sum(job.num_output for job in jobs),
-            timelines,
-            sum(len(stamps) for stamps in times),
-            num_prompt,
-            window=_window(jobs, times[0]) if len(batches) == 1 else None,
+            num_steps=sum(len(stamps) for stamps in times),
+            prompt_tokens_computed=sum(len(request.prompt) for request in requests),
+            window=_window(requests, times[0]) if len(batches) == 1 else None,
         )
 
     def reset(self) -> None:
         """Nothing is kept from one run to the next."""
 
-    def _generate(self, jobs: Sequence[Job]) -> list[float]:
+    def _generate(self, requests: Sequence[Request]) -> list[float]:
         """When each step of one batch ended."""
-        width, count = max(len(job.prompt) for job in jobs), max(job.num_output for job in jobs)
-        ids = [[0] * (width - len(job.prompt)) + job.prompt for job in jobs]
-        mask = [[0] * (width - len(job.prompt)) + [1] * len(job.prompt) for job in jobs]
+        width, count = (
+            max(len(request.prompt) for request in requests),
+            max(request.num_output for request in requests),
+        )
+        ids = [[0] * (width - len(request.prompt)) + request.prompt for request in requests]
+        mask = [
+            [0] * (width - len(request.prompt)) + [1] * len(request.prompt) for request in requests
+        ]
         stamps: list[float] = []
 
         def never(tokens: Tensor, _scores: object, **_: object) -> Tensor:
@@ -107,7 +109,7 @@ class Naive:
             stamps.append(time.perf_counter())
             return torch.zeros(len(tokens), dtype=torch.bool, device=tokens.device)
 
-        temperature = jobs[0].temperature
+        temperature = requests[0].temperature
         sampling = (
             {"do_sample": True, "temperature": temperature, "top_k": 0} if temperature else {}
         )
@@ -133,20 +135,20 @@ def _transformers() -> ModuleType:
         ) from error
 
 
-def _timeline(job: Job, arrived: float, stamps: list[float]) -> Timeline:
+def _timeline(request: Request, arrived: float, stamps: list[float]) -> Timeline:
     return Timeline(
         arrived=arrived,
         first_token=stamps[0],
-        last_token=stamps[job.num_output - 1],
-        num_prompt=len(job.prompt),
-        num_output=job.num_output,
+        last_token=stamps[request.num_output - 1],
+        num_prompt=len(request.prompt),
+        num_output=request.num_output,
     )
 
 
-def _window(jobs: Sequence[Job], stamps: list[float]) -> Window | None:
-    steps = min(job.num_output for job in jobs) - 1
+def _window(requests: Sequence[Request], stamps: list[float]) -> Window | None:
+    steps = min(request.num_output for request in requests) - 1
     if steps < 1:
         return None
-    num_prompt = sum(len(job.prompt) for job in jobs)
-    mean_kv = num_prompt + len(jobs) * (1 + steps / 2)
-    return Window(stamps[steps] - stamps[0], steps, steps * len(jobs), mean_kv)
+    num_prompt = sum(len(request.prompt) for request in requests)
+    mean_kv = num_prompt + len(requests) * (1 + steps / 2)
+    return Window(stamps[steps] - stamps[0], steps, steps * len(requests), mean_kv)

@@ -20,7 +20,7 @@ from windlass.config import EngineConfig
 from windlass.core.sampling import SamplingParams
 from windlass.errors import EngineError
 from windlass.llm import LLM, RequestOutput
-from windlass.tools.bench.record import Record
+from windlass.tools.common.record import Record
 
 Messages = list[dict[str, Any]]
 
@@ -106,7 +106,7 @@ def speculation(
     options: dict[str, Any],
     num_requests: int | None,
     repeat: int,
-    say: Callable[[str], None],
+    log: Callable[[str], None],
     specs: Sequence[str] = ("ngram",),
     free: list[Messages] | None = None,
 ) -> Record:
@@ -128,7 +128,7 @@ def speculation(
         name, _, model = hparams.partition("=")
         own = {**options, "spec": name} | ({"spec_model": model} if model else {})
         guessing = build_engine(EngineConfig.of(**own), opened.source, built.weights)
-        say(next(f"{c.value}: {c.reason}" for c in guessing.report.choices if c.what == _WHAT))
+        log(next(f"{c.value}: {c.reason}" for c in guessing.report.choices if c.what == _WHAT))
         on = LLM.over(opened.card, guessing)
         for llm in (*off, on):
             _run(llm, _Work("", [_ask("Hello")] * 2, 2))
@@ -139,7 +139,7 @@ def speculation(
                     _run(llm, work)
             *without, using = _in_turns(llms, work, repeat)
             rows.append({"spec": name, **_row(work, without, using, exact)})
-            say(f"{name}, {work.name}: {rows[-1]['decode_speedup']} times the decode speed")
+            log(f"{name}, {work.name}: {rows[-1]['decode_speedup']} times the decode speed")
     notes = (
         f"Greedy, up to {_TOKENS} tokens out; tok/s with the prompts' time, decode tok/s of one request "
         f"from its first token on; medians of the runs, and times off that of the ratios of runs that "

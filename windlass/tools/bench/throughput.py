@@ -6,9 +6,8 @@ GPU's memory holds one engine at a time, so they run one after another there.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from statistics import median
 from typing import Any, Protocol
 
@@ -18,7 +17,8 @@ from windlass.build import OpenModel, build_engine, open_model
 from windlass.config import EngineConfig
 from windlass.errors import ConfigError
 from windlass.runner.device import choose_device
-from windlass.tools.bench.device import (
+from windlass.tools.bench.naive import Naive
+from windlass.tools.common.device import (
     Traffic,
     device_of,
     forget_peak,
@@ -27,31 +27,30 @@ from windlass.tools.bench.device import (
     release_memory,
     traffic_of,
 )
-from windlass.tools.bench.measure import Measured, run
-from windlass.tools.bench.naive import Naive
-from windlass.tools.bench.record import Record
-from windlass.tools.bench.workloads import Job, Workload
+from windlass.tools.common.drive import EngineRun, median_run, run_all
+from windlass.tools.common.record import Record
+from windlass.tools.common.requests import Request
+from windlass.tools.common.workload import Workload
 
-Say = Callable[[str], None]
+Log = Callable[[str], None]
 
-ENGINES = ("windlass", "transformers", "llama.cpp")
 _RATIOS = ("first_ratio", "first_decode_ratio")
 _WARM_OUTPUT = 4
 _WARM_PROMPT_ON_CPU = 32
 
 
 class Subject(Protocol):
-    """Something that answers jobs and can be measured at it."""
+    """Something that answers requests and can be measured at it."""
 
     name: str
     vocab_size: int
     device: torch.device
     traffic: Traffic
 
-    def run(self, jobs: Sequence[Job]) -> Measured: ...
+    def run(self, requests: Sequence[Request]) -> EngineRun: ...
 
     def reset(self) -> None:
-        """Forget what was computed for earlier jobs."""
+        """Forget what was computed for earlier requests."""
 
 
 class Own:
@@ -68,11 +67,14 @@ class Own:
         self.traffic = traffic_of(network, capacity.bytes_per_block / capacity.block_size)
         self.choices = {choice.what: choice.value for choice in built.report.choices}
 
-    def run(self, jobs: Sequence[Job]) -> Measured:
-        return run(self._engine, jobs)
+    def run(self, requests: Sequence[Request]) -> EngineRun:
+        return run_all(self._engine, requests)
 
     def reset(self) -> None:
         self._engine.reset_prefix_cache()
+
+
+MakeSubject = Callable[[EngineConfig, OpenModel], Subject]
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,22 +85,30 @@ class Order:
     engines: Sequence[str] = ("windlass",)
     repeat: int = 1
     batch: int | None = None  # the most rows of one static batch of transformers
-    llama_cpp: Path | None = None  # its library; None: that of an installed package
-    gguf: Path | None = None  # what llama.cpp reads; None: the same file
 
     def __post_init__(self) -> None:
-        unknown = [name for name in self.engines if name not in ENGINES]
-        if unknown or not self.engines:
-            raise ConfigError(
-                f"--engine must name some of {', '.join(ENGINES)}; got {','.join(self.engines)!r}."
-            )
         if self.repeat < 1:
             raise ConfigError(f"--repeat must be at least 1, got {self.repeat}.")
 
 
-def measure(options: dict[str, Any], order: Order, say: Say, name: str = "throughput") -> Record:
-    """Run all workloads on all engines, and say what each took."""
-    config = with_rows(EngineConfig.of(**options), order.workloads, say)
+def measure(
+    options: dict[str, Any],
+    order: Order,
+    log: Log,
+    name: str = "throughput",
+    engines: Mapping[str, MakeSubject] | None = None,
+) -> Record:
+    """Run all workloads on all engines of the order. `engines`: further ones that it may name."""
+    makers: dict[str, MakeSubject] = {
+        "windlass": Own,
+        "transformers": lambda config, opened: Naive(config, opened, order.batch),
+        **(engines or {}),
+    }
+    if not order.engines or any(name not in makers for name in order.engines):
+        raise ConfigError(
+            f"--engine must name some of {', '.join(makers)}; got {','.join(order.engines)!r}."
+        )
+    config = with_rows(EngineConfig.of(**options), order.workloads, log)
     opened = open_model(config)
     rows: list[dict[str, Any]] = []
     settings: dict[str, Any] = dict(options)
@@ -107,14 +117,16 @@ def measure(options: dict[str, Any], order: Order, say: Say, name: str = "throug
     for together in groups:
         subjects: list[Subject] = []
         for engine in together:
-            say(f"{engine}: loading {opened.files.name}")
-            subjects.append(_subject(engine, config, opened, order, settings))
+            log(f"{engine}: loading {opened.files.name}")
+            subjects.append(makers[engine](config, opened))
+            if isinstance(subjects[-1], Own):
+                settings["choices"] = subjects[-1].choices
         device = subjects[0].device
         bandwidth = read_bandwidth(device)
         settings["read_gb_s"] = round(bandwidth / 1e9, 1)
-        say(f"{device.type} reads {bandwidth / 1e9:,.1f} GB/s")
+        log(f"{device.type} reads {bandwidth / 1e9:,.1f} GB/s")
         for workload in order.workloads:
-            rows += _rows(subjects, workload, order.repeat, bandwidth, say)
+            rows += _rows(subjects, workload, order.repeat, bandwidth, log)
         subjects.clear()
         release_memory()
     notes = (
@@ -131,24 +143,7 @@ def measure(options: dict[str, Any], order: Order, say: Say, name: str = "throug
     return Record(name, rows, notes, settings)
 
 
-def _subject(
-    engine: str, config: EngineConfig, opened: OpenModel, order: Order, settings: dict[str, Any]
-) -> Subject:
-    """Build an engine, and note down what it is."""
-    if engine == "windlass":
-        own = Own(config, opened)
-        settings["choices"] = own.choices
-        return own
-    if engine == "llama.cpp":
-        from windlass.tools.bench.llama_engine import LlamaEngine, find_library  # needs gguf
-
-        library, file = order.llama_cpp or find_library(), order.gguf or opened.files.path
-        settings["llama.cpp"] = {"library": library.name, "gguf": file.name}
-        return LlamaEngine(config, opened, library, file)
-    return Naive(config, opened, order.batch)
-
-
-def with_rows(config: EngineConfig, workloads: Sequence[Workload], say: Say) -> EngineConfig:
+def with_rows(config: EngineConfig, workloads: Sequence[Workload], log: Log) -> EngineConfig:
     """The config with room for as many rows at once as the workloads are about."""
     largest = max(workloads, key=lambda workload: workload.num_rows)
     wish = config.scheduler
@@ -160,49 +155,49 @@ def with_rows(config: EngineConfig, workloads: Sequence[Workload], say: Say) -> 
             f"{largest.name} needs {largest.num_rows} rows at once, --max-num-seqs allows "
             f"{allowed}. Raise it, or leave it out."
         )
-    say(f"--max-num-seqs {largest.num_rows} instead of {allowed}: {largest.name} needs so many")
+    log(f"--max-num-seqs {largest.num_rows} instead of {allowed}: {largest.name} needs so many")
     return replace(config, scheduler=replace(wish, max_num_seqs=largest.num_rows))
 
 
 def _rows(
-    subjects: Sequence[Subject], workload: Workload, repeat: int, bandwidth: float, say: Say
+    subjects: Sequence[Subject], workload: Workload, repeat: int, bandwidth: float, log: Log
 ) -> list[dict[str, Any]]:
     """Warm up, run `repeat` times in turn with other ids each, and take each one's median run."""
     for subject in subjects:
-        say(f"{subject.name}, {workload.name}: warming up")
-        subject.run(_warm_up(workload.jobs(subject.vocab_size), subject.device.type))
+        log(f"{subject.name}, {workload.name}: warming up")
+        subject.run(_warm_up(workload.requests(subject.vocab_size), subject.device.type))
         forget_peak(subject.device)
-    runs: list[list[Measured]] = [[] for _ in subjects]
+    runs: list[list[EngineRun]] = [[] for _ in subjects]
     for draw in range(1, repeat + 1):
         for subject, own in zip(subjects, runs, strict=True):
             subject.reset()
-            own.append(subject.run(workload.jobs(subject.vocab_size, draw)))
-            say(f"{subject.name}, {workload.name}: {own[-1].row()['output_tok_s']:,} tok/s")
+            own.append(subject.run(workload.requests(subject.vocab_size, draw)))
+            log(f"{subject.name}, {workload.name}: {own[-1].row()['output_tok_s']:,} tok/s")
     rows = []
     for subject, own in zip(subjects, runs, strict=True):
-        taken = sorted(own, key=lambda each: each.seconds)[(repeat - 1) // 2]
+        taken = median_run(own)
         row = {"workload": workload.name, "engine": subject.name, **taken.row()}
         if repeat > 1:
-            row["all_seconds"] = [round(each.seconds, 3) for each in own]
+            row["all_seconds"] = [round(each.duration, 3) for each in own]
         row |= _limits(subject, taken, bandwidth, alone=len(subjects) == 1)
         if own is not runs[0]:
             row |= _ratios(runs[0], own)
             times = " and ".join(f"{row[key]} ({key})" for key in _RATIOS if row[key])
-            say(f"{workload.name}: {subjects[0].name} is {times} times as fast as {subject.name}")
+            log(f"{workload.name}: {subjects[0].name} is {times} times as fast as {subject.name}")
         rows.append(row)
     return rows
 
 
-def _ratios(first: Sequence[Measured], own: Sequence[Measured]) -> dict[str, float | None]:
+def _ratios(first: Sequence[EngineRun], own: Sequence[EngineRun]) -> dict[str, float | None]:
     """How many times as fast the first engine was, turn by turn: whole runs, and decode steps."""
     pairs = list(zip(first, own, strict=True))
     steps = [(a.window.step_s, b.window.step_s) for a, b in pairs if a.window and b.window]
-    whole = median(b.seconds / a.seconds for a, b in pairs)
+    whole = median(b.duration / a.duration for a, b in pairs)
     decode = round(median(b / a for a, b in steps), 3) if steps else None
     return dict(zip(_RATIOS, (round(whole, 3), decode), strict=True))
 
 
-def _limits(subject: Subject, taken: Measured, bandwidth: float, alone: bool) -> dict[str, Any]:
+def _limits(subject: Subject, taken: EngineRun, bandwidth: float, alone: bool) -> dict[str, Any]:
     """How near the run came to what the memory gives, and what it held if nobody else did."""
     memory = round(memory_bytes(subject.device) / 2**30, 3) if alone else None
     if taken.window is None:
@@ -216,7 +211,7 @@ def _limits(subject: Subject, taken: Measured, bandwidth: float, alone: bool) ->
     }
 
 
-def _warm_up(jobs: list[Job], device: str) -> list[Job]:
+def _warm_up(requests: list[Request], device: str) -> list[Request]:
     """The same rows with few outputs: kernels are made for the shapes that come.
 
     A GPU's kernels are chosen by the number of tokens too, so it gets the whole prompts; a CPU would
@@ -224,6 +219,10 @@ def _warm_up(jobs: list[Job], device: str) -> list[Job]:
     """
     longest = None if device == "cuda" else _WARM_PROMPT_ON_CPU
     return [
-        replace(job, prompt=job.prompt[:longest], num_output=min(job.num_output, _WARM_OUTPUT))
-        for job in jobs
+        replace(
+            request,
+            prompt=request.prompt[:longest],
+            num_output=min(request.num_output, _WARM_OUTPUT),
+        )
+        for request in requests
     ]

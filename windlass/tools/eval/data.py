@@ -11,8 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from windlass.errors import ConfigError, DownloadError
+from windlass.errors import ConfigError, DownloadError, RequestError
 from windlass.folders import cache_dir
+from windlass.tools.common.jsonl import check_messages, parse_object
 
 WIKITEXT2 = "wikitext2"
 UNLABELLED = "unlabelled"
@@ -77,34 +78,22 @@ def documents_of(path: Path) -> Iterator[Document]:
 
 def _document(line: str, where: str) -> Document:
     try:
-        record = json.loads(line)
-    except ValueError as error:
-        raise ConfigError(f"{where}: is not JSON: {error}.") from error
-    if not isinstance(record, dict) or ("text" in record) == ("messages" in record):
-        raise ConfigError(
-            f'{where}: expected {{"text": "..."}} or {{"messages": [...]}}, got {line.strip():.80}'
-        )
+        record = parse_object(line, '{"text": "..."}')
+        if ("text" in record) == ("messages" in record):
+            raise RequestError(
+                f'expected {{"text": "..."}} or {{"messages": [...]}}, got {line:.80}'
+            )
+        if "messages" in record:
+            check_messages(record["messages"])
+    except RequestError as error:
+        raise ConfigError(f"{where}: {error}.") from error
     label = record.get("label", UNLABELLED)
     if not isinstance(label, str) or not label:
         raise ConfigError(f"{where}: label must be a text, got {label!r}.")
     text, messages = record.get("text"), record.get("messages")
-    if messages is not None:
-        _check_messages(messages, where)
-    elif not isinstance(text, str) or not text:
+    if messages is None and (not isinstance(text, str) or not text):
         raise ConfigError(f"{where}: text must be a text that is not empty, got {text!r}.")
     return Document(where, text, messages, label)
-
-
-def _check_messages(messages: object, where: str) -> None:
-    if not isinstance(messages, list) or not messages:
-        raise ConfigError(f"{where}: messages must be a list with at least one message.")
-    for message in messages:
-        if not isinstance(message, dict) or not all(
-            isinstance(message.get(name), str) for name in ("role", "content")
-        ):
-            raise ConfigError(
-                f"{where}: a message needs role and content, both texts; got {message!r:.100}"
-            )
 
 
 def _running(name: str, path: Path) -> Corpus:

@@ -13,7 +13,7 @@ from windlass.config import EngineConfig
 from windlass.errors import ConfigError
 from windlass.runner.device import choose_device
 from windlass.runner.scoring import ScoredChunk, Scorer, ScoringLimits, Window
-from windlass.tools.bench.record import Record
+from windlass.tools.common.record import Record
 from windlass.tools.eval.data import Corpus
 from windlass.tools.eval.metrics import Quality, Tally, compare
 from windlass.tools.eval.windows import Cut, LabelledWindow, cut_corpus

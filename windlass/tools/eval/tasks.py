@@ -9,7 +9,7 @@ from typing import Any
 
 from windlass.config import EngineConfig
 from windlass.errors import ConfigError, DownloadError
-from windlass.tools.bench.record import Record
+from windlass.tools.common.record import Record
 from windlass.tools.eval.run import changed
 
 _BOOTSTRAP = 1000

@@ -25,7 +25,7 @@ from windlass.runner.device import choose_device
 from windlass.tools.bench.format_list import FORMATS, Format, Means, Workshop
 from windlass.tools.ladder.rungs import PLAIN
 
-Say = Callable[[str], None]
+Log = Callable[[str], None]
 
 _SAMPLES, _SAMPLE_TOKENS = {"cpu": 32, "cuda": 128}, 256  # a CPU takes minutes for so few
 _PLAIN_TYPES = ("f32", "f16", "bf16")
@@ -47,7 +47,7 @@ class Given:
 class Forms:
     """The options that give each form of one model."""
 
-    def __init__(self, options: Mapping[str, Any], given: Given, say: Say) -> None:
+    def __init__(self, options: Mapping[str, Any], given: Given, log: Log) -> None:
         self.options: Mapping[str, Any] = dict(options)
         self._given = given
         self.config = EngineConfig.of(**options)
@@ -61,7 +61,7 @@ class Forms:
             Means(given.calibration),
             _SAMPLES[self.device.type],
             _SAMPLE_TOKENS,
-            say,
+            log,
         )
         if self.source.hparams.quantization:
             raise ConfigError(

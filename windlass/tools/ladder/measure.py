@@ -15,16 +15,17 @@ from windlass.build import Built, build_engine, open_model
 from windlass.config import EngineConfig
 from windlass.engine import Engine
 from windlass.runner.assemble import Loaded
-from windlass.tools.bench.device import forget_peak, memory_bytes, release_memory
-from windlass.tools.bench.side_by_side import Judge, held_as
+from windlass.tools.common.device import forget_peak, memory_bytes, release_memory
+from windlass.tools.common.drive import EngineRun, OnTokens, run_all
+from windlass.tools.common.judge import Judge, held_as
+from windlass.tools.common.price import Price
+from windlass.tools.common.requests import Request
+from windlass.tools.common.summary import summarise
 from windlass.tools.eval.data import Corpus
 from windlass.tools.eval.windows import Cut
-from windlass.tools.ladder.drive import Advance, Driven, drive
 from windlass.tools.ladder.forms import Forms
-from windlass.tools.ladder.price import Price
 from windlass.tools.ladder.rungs import BARE, PLAIN, Variant
-from windlass.tools.ladder.work import Job, Work
-from windlass.tools.load.summary import summarise
+from windlass.tools.ladder.work import Work
 
 _MIB = 2**20
 _SPARE_BLOCKS = 64
@@ -51,7 +52,7 @@ class Bench:
         """Works by load. `corpus` None: the weights are random, and have no quality."""
         self._forms = forms
         self._works = works
-        self._largest = max(works.values(), key=lambda work: len(work.jobs))
+        self._largest = max(works.values(), key=lambda work: len(work.requests))
         self._naive_requests = naive_requests
         self._price = price
         self._corpus = corpus
@@ -63,7 +64,7 @@ class Bench:
         self._judge: Judge | None = None
         self.qualities: dict[str, Row] = {}
 
-    def measure(self, variant: Variant, watch: Watch, advance: Advance) -> Row:
+    def measure(self, variant: Variant, watch: Watch, on_tokens: OnTokens) -> Row:
         """All figures of a variant; raises an EngineError where it cannot be."""
         watch("loading")
         config = self._config(variant)
@@ -79,9 +80,14 @@ class Bench:
             watch(work.name)
             before = self._yardstick()
             built.engine.reset_prefix_cache()
-            driven = drive(built.engine, work, advance)
+            run = run_all(
+                built.engine,
+                work.requests,
+                max_concurrency=work.at_once,
+                on_tokens=on_tokens,
+            )
             yard = (before + self._yardstick()) / 2
-            row |= {f"{name}_{key}": value for key, value in self._figures(driven, built).items()}
+            row |= {f"{name}_{key}": value for key, value in self._figures(run, built).items()}
             row[f"{name}_yard_tok_s"] = round(yard, 2)
         row["kv_mib"] = max(row[f"{name}_kv_mib"] for name in works)
         row["memory_mib"] = round(row["weights_mib"] + row["kv_mib"], 1)
@@ -100,7 +106,7 @@ class Bench:
         plain = EngineConfig.of(**own)
         rows = plain.limits(self._forms.device.type).max_num_seqs
         together = min(full.num_tokens, rows * full.longest)
-        blocks = -(-together // plain.cache.block_size) + len(full.jobs) + _SPARE_BLOCKS
+        blocks = -(-together // plain.cache.block_size) + len(full.requests) + _SPARE_BLOCKS
         return EngineConfig.of(**own, num_blocks=blocks)
 
     def _sized(self, options: Mapping[str, Any], form: str) -> dict[str, Any]:
@@ -139,27 +145,29 @@ class Bench:
         """Tokens a second of the base at the same short work."""
         assert self._yard is not None
         count = _YARD_TOKENS[self._forms.device.type]
-        jobs = [Job([1 + row] * _YARD_PROMPT, count) for row in range(_YARD_ROWS)]
-        driven = drive(self._yard, Work("yardstick", jobs))
-        return driven.num_output / driven.duration
+        requests = [Request([1 + row] * _YARD_PROMPT, count) for row in range(_YARD_ROWS)]
+        run = run_all(self._yard, requests)
+        return run.num_output / run.duration
 
     def _warm_up(self, built: Built, works: Mapping[str, Work]) -> None:
         """Every number of rows comes once, since a step is recorded for each.
 
         A GPU's kernels are made for the shapes that come, so that it gets full steps of prompts too.
         """
-        largest = max(works.values(), key=lambda work: len(work.jobs))
-        count = min(len(largest.jobs), _WARM_ROWS)
-        jobs = [Job([1 + row % 7] * _YARD_PROMPT, 1 + row) for row in range(count)]
-        drive(built.engine, Work("warm-up", jobs))
+        largest = max(works.values(), key=lambda work: len(work.requests))
+        count = min(len(largest.requests), _WARM_ROWS)
+        requests = [Request([1 + row % 7] * _YARD_PROMPT, 1 + row) for row in range(count)]
+        run_all(built.engine, requests)
         if self._forms.device.type == "cuda":
-            longest = sum(len(job.prompt) for job in largest.jobs) / len(largest.jobs)
+            longest = sum(len(request.prompt) for request in largest.requests) / len(
+                largest.requests
+            )
             enough = math.ceil(2 * built.report.max_num_batched_tokens / longest)
-            jobs = [
-                replace(job, num_output=min(job.num_output, _WARM_TOKENS))
-                for job in largest.first(enough).jobs
+            requests = [
+                replace(request, num_output=min(request.num_output, _WARM_TOKENS))
+                for request in largest.first(enough).requests
             ]
-            drive(built.engine, Work("warm-up", jobs, largest.at_once))
+            run_all(built.engine, requests, max_concurrency=largest.at_once)
 
     # ---- figures -----------------------------------------------------------------------------
 
@@ -176,14 +184,14 @@ class Bench:
             "max_num_batched_tokens": built.report.max_num_batched_tokens,
         }
 
-    def _figures(self, driven: Driven, built: Built) -> Row:
-        found = summarise(driven.timings, driven.duration, percentiles=(99.0,))
+    def _figures(self, run: EngineRun, built: Built) -> Row:
+        found = summarise(run.timings, run.duration, percentiles=(99.0,))
         ttft, e2el = found.spreads["ttft"], found.spreads["e2el"]
         tpot = found.spreads.get("tpot")
         block_mib = built.report.capacity.bytes_per_block / _MIB
         dollars = self._price.per_million(found.output_throughput)
         return {
-            "seconds": round(driven.duration, 3),
+            "seconds": round(run.duration, 3),
             "req_s": round(found.request_throughput, 3),
             "tok_s": round(found.output_throughput, 2),
             "ttft_p50_ms": round(ttft.median, 1),
@@ -192,19 +200,19 @@ class Bench:
             "tpot_p99_ms": round(tpot.percentiles[99.0], 2) if tpot else None,
             "e2e_p50_s": round(e2el.median / 1e3, 3),
             "usd_per_million": None if dollars is None else float(f"{dollars:.3g}"),
-            "steps": driven.num_steps,
-            "rows_a_step": round(driven.num_output / max(1, driven.num_steps), 2),
-            "cached_share": round(driven.num_cached / driven.num_prompt, 4),
+            "steps": run.num_steps,
+            "rows_a_step": round(run.num_output / max(1, run.num_steps), 2),
+            "cached_share": round(run.num_cached / run.num_prompt, 4),
             "prompt_share": round(
-                driven.num_computed / (driven.num_computed + driven.num_output), 4
+                run.prompt_tokens_computed / (run.prompt_tokens_computed + run.num_output), 4
             ),
-            "drafted": driven.num_drafted,
-            "accepted": driven.num_accepted,
-            "preemptions": driven.num_preemptions,
-            "requests": len(driven.timings),
-            "cut": driven.num_cut,
-            "kv_mib": round(driven.peak_blocks * block_mib, 1),
-            "kv_mean_mib": round(driven.mean_blocks * block_mib, 2),
+            "drafted": run.num_drafted,
+            "accepted": run.num_accepted,
+            "preemptions": run.num_preemptions,
+            "requests": len(run.timings),
+            "cut": run.num_chunked,
+            "kv_mib": round(run.peak_blocks * block_mib, 1),
+            "kv_mean_mib": round(run.mean_blocks * block_mib, 2),
         }
 
     def _quality(self, variant: Variant, config: EngineConfig, weights: Loaded) -> Row:

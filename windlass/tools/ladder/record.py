@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
-from windlass.tools.bench.record import Record
-from windlass.tools.ladder.articles import theirs
+from windlass.tools.common.record import Record
 from windlass.tools.ladder.remarks import below_of, remark, times
 from windlass.tools.ladder.rungs import BASE, Rung
 from windlass.tools.ladder.work import LOAD_NAMES
 
+# Where there is no AWQ checkpoint, their row for it stands beside the int4 weights that there are.
+STAND_IN = {("int4", "alone"): ("awq", "alone")}
 Row = dict[str, Any]
-
 _NOTES = (
     "Low load / saturation. Alone: on the base, continuous batching with 16-bit weights; stacked: "
     "on all rungs before it, where weights replace each other. Times the base: tokens a second, "
@@ -22,6 +22,30 @@ _NOTES = (
     "The articles' figures are of Llama-3-70B, on hardware that they do not name; their AWQ row "
     "stands beside int4 where there is no AWQ checkpoint."
 )
+
+
+class Theirs(NamedTuple):
+    """Requests a second, and seconds of a whole request (p50)."""
+
+    req_s: float
+    p50_s: float
+
+
+# By rung and whether it is stacked: what they switch on one at a time, they have on the base.
+TABLE: dict[tuple[str, str], Theirs] = {
+    ("naive", "alone"): Theirs(12, 2.1),
+    ("continuous", "base"): Theirs(47, 0.8),
+    ("awq", "alone"): Theirs(45, 0.9),
+    ("spec", "alone"): Theirs(58, 0.6),
+    ("everything", "stacked"): Theirs(89, 0.4),
+}
+
+
+def theirs(rung: str, how: str, has_awq: bool) -> Theirs | None:
+    key = (rung, "alone" if how == "both" else how)
+    if not has_awq:
+        key = STAND_IN.get(key, key)
+    return TABLE.get(key)
 
 
 def make_record(

@@ -7,12 +7,11 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from windlass.tools.bench.columns import COLUMNS, cells
-from windlass.tools.bench.record import Record
-from windlass.tools.ladder.articles import TABLE
+from windlass.tools.common.page import Plot, html_cells, html_origin, html_page, html_table
+from windlass.tools.common.record import Record, save_text
+from windlass.tools.ladder.record import TABLE
 from windlass.tools.ladder.rungs import BASE
 from windlass.tools.ladder.work import LOAD_NAMES
-from windlass.tools.load.page import Plot, html_page, save_page
 
 Row = dict[str, Any]
 
@@ -24,23 +23,20 @@ _SIGNS = ("circle", "square", "diamond", "cross", "x", "triangle-up")
 
 def save_report(record: Record, path: Path) -> None:
     """Write the page, whole or not at all."""
-    save_page(page(record), path)
+    save_text(path, page(record))
 
 
 def page(record: Record) -> str:
     """The HTML."""
-    head = "".join(f"<th>{escape(name)}</th>" for name in COLUMNS["ladder"].values())
-    body = "".join(f"<tr>{_line(row)}</tr>" for row in record.rows)
-    table = f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
-    top = f'<div class="wide">{table}</div>'
+    top = html_table("ladder", (_line(row) for row in record.rows))
     return html_page(
-        f"The ladder of {record.settings['name']}", top, all_plots(record.rows), _told(record)
+        f"The ladder of {record.settings['name']}", top, all_plots(record.rows), _remarks(record)
     )
 
 
 def _line(row: Row) -> str:
     """One row of the table; of one that could not be measured, why."""
-    first, *others = (f"<td>{escape(text)}</td>" for text in cells("ladder", row))
+    first, *others = html_cells("ladder", row)
     if "reason" not in row:
         return first + "".join(others)
     reason = f'<td class="reason" colspan="{len(others)}">{escape(row["reason"])}</td>'
@@ -181,16 +177,14 @@ def _layout(unit: str) -> dict[str, Any]:
     }
 
 
-def _told(record: Record) -> str:
+def _remarks(record: Record) -> str:
     text = record.notes.partition("\n\n")[0]
     items = "".join(
         f"<li><b>{escape(row['label'])}</b><br>{'<br>'.join(map(escape, row['remarks']))}</li>"
         for row in record.rows
         if row["remarks"]
     )
-    versions = ", ".join(f"{name} {number}" for name, number in record.versions.items())
-    origin = f"at {record.commit} on {record.date}; {record.hardware}; {versions}."
     return (
         f'<h2>What each rung did</h2><ul class="told">{items}</ul><div class="origin"><p>{escape(text)}</p>'
-        f"<p><code>{escape(record.command)}</code> {escape(origin)}</p></div>"
+        f"<p>{html_origin(record)}</p></div>"
     )

@@ -15,18 +15,18 @@ from typing import Any, Protocol
 from windlass.build import open_model
 from windlass.config import EngineConfig
 from windlass.errors import ConfigError, EngineError, UnsupportedError
-from windlass.tools.bench.record import Record, hardware, rows_before
-from windlass.tools.bench.side_by_side import short_corpus
+from windlass.tools.common.judge import short_corpus
+from windlass.tools.common.price import price_of
+from windlass.tools.common.record import Record, hardware, rows_before
 from windlass.tools.eval.data import Corpus, read_corpus
 from windlass.tools.eval.windows import Cut
 from windlass.tools.ladder.forms import Forms, Given
 from windlass.tools.ladder.measure import Bench
-from windlass.tools.ladder.price import price_of
 from windlass.tools.ladder.record import make_record
 from windlass.tools.ladder.rungs import Variant, all_rungs, choose, climb
 from windlass.tools.ladder.work import Mix, Work, find_loads
 
-Say = Callable[[str], None]
+Log = Callable[[str], None]
 Row = dict[str, Any]
 
 _CONTEXT = 256
@@ -85,16 +85,16 @@ class Outcome:
 class Ladder:
     """One run: what there is to measure, what is there already, and the rest."""
 
-    def __init__(self, order: LadderOrder, say: Say) -> None:
+    def __init__(self, order: LadderOrder, log: Log) -> None:
         self._order = order
-        self._say = say
+        self._log = log
         spec = order.spec()
         EngineConfig.of(**{**order.options, **spec})  # a bad option is refused before all else
         mix = Mix(**order.sizes)
         choose(all_rungs("", spec), order.names)
         loads = find_loads(order.loads)
         _check_checkpoints(order)
-        self._forms = Forms(order.options, order.given, say)
+        self._forms = Forms(order.options, order.given, log)
         device = self._forms.device.type
         if device == "cuda":
             mix = Mix(**{**_ON_GPU, **order.sizes})
@@ -121,7 +121,7 @@ class Ladder:
         todo = self.todo
         if len(todo) < len(self.variants):
             done = len(self.variants) - len(todo)
-            self._say(f"{self._order.output} holds {done} of {len(self.variants)} rows already")
+            self._log(f"{self._order.output} holds {done} of {len(self.variants)} rows already")
         naive = self._mix.naive_requests
         bench = Bench(self._forms, self._works, naive, self._price, self._corpus, self._cut)
         for row in self._rows.values():
@@ -223,10 +223,10 @@ class Ladder:
 def _about(work: Work | None) -> str | None:
     if work is None:
         return None
-    prompts = sorted(len(job.prompt) for job in work.jobs)
-    answers = sorted(job.num_output for job in work.jobs)
+    prompts = sorted(len(request.prompt) for request in work.requests)
+    answers = sorted(request.num_output for request in work.requests)
     return (
-        f"{len(work.jobs)} requests, {work.name}, prompts of {prompts[0]} to {prompts[-1]} tokens, "
+        f"{len(work.requests)} requests, {work.name}, prompts of {prompts[0]} to {prompts[-1]} tokens, "
         f"answers of {answers[0]} to {answers[-1]}"
     )
 

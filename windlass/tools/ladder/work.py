@@ -1,7 +1,7 @@
-"""What the rungs are asked: a mix of loads in tokens, at low load and at saturation.
+"""The requests of the rungs: a mix of workloads in tokens, at low load and at saturation.
 
-The same requests for every rung. Lengths of answers differ from request to request, since static
-batches suffer from just that.
+Every rung gets the same requests. Output lengths differ from request to request, since this is what
+static batches suffer from.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from random import Random
 
 from windlass.core.card import ModelCard
 from windlass.errors import ConfigError
-from windlass.serve.chat import ChatTemplate
 from windlass.settings import at_least
-from windlass.tools.load.arrivals import Arrivals
-from windlass.tools.load.asks import Ask
-from windlass.tools.load.texts import Writer, measure_scale
-from windlass.tools.load.workloads import LOADS, Sizes, make_load
+from windlass.tools.common.arrivals import Arrivals
+from windlass.tools.common.load import tokenize, writer_for
+from windlass.tools.common.requests import Request, TextRequest
+from windlass.tools.common.requests import longest as longest_of
+from windlass.tools.common.text_workload import LOADS, Sizes, make_load
 
 LOAD_NAMES = {"low": "low load", "sat": "saturation"}  # by the name that their figures begin with
 _ASKED_AS = {"low": "low", "saturation": "sat"}
@@ -26,34 +26,24 @@ _SPREAD = 0.5  # answers are so much shorter or longer than their mean
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
-    """One request. `follows`: the number of the one whose answer must have come first."""
-
-    prompt: list[int]
-    num_output: int
-    at: float = 0.0
-    follows: int | None = None
-
-
-@dataclass(frozen=True, slots=True)
 class Work:
     """Requests of one load, and how many of them may be under way at once."""
 
     name: str
-    jobs: list[Job]
+    requests: list[Request]
     at_once: int | None = None
 
     def first(self, count: int | None) -> Work:
         """So many of the requests, or all; none follows one that is left out."""
-        return self if count is None else replace(self, jobs=self.jobs[:count])
+        return self if count is None else replace(self, requests=self.requests[:count])
 
     @property
     def longest(self) -> int:
-        return max(len(job.prompt) + job.num_output for job in self.jobs)
+        return longest_of(self.requests)
 
     @property
     def num_tokens(self) -> int:
-        return sum(len(job.prompt) + job.num_output for job in self.jobs)
+        return sum(len(item.prompt) + item.num_output for item in self.requests)
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,17 +88,17 @@ class Mix:
 
     def works(self, card: ModelCard) -> tuple[Work, Work]:
         """Low load, and saturation: all at once, but later turns after their answers."""
-        low = self._asks(card, self.low_requests, "low")
+        low = self._text_requests(card, self.low_requests, "low")
         if self.low_rate is None:
-            slow = Work("one at a time", _jobs(low, card), 1)
+            slow = Work("one at a time", _tokens(low, card), 1)
         else:
             timed = Arrivals("poisson", self.low_rate).set(low, "low")
-            slow = Work(f"{self.low_rate:g} req/s", _jobs(timed, card))
-        full = self._asks(card, self.num_requests, "saturation")
-        return slow, Work("all at once", _jobs(full, card))
+            slow = Work(f"{self.low_rate:g} req/s", _tokens(timed, card))
+        full = self._text_requests(card, self.num_requests, "saturation")
+        return slow, Work("all at once", _tokens(full, card))
 
-    def _asks(self, card: ModelCard, count: int, seed: str) -> list[Ask]:
-        writer = Writer(measure_scale(lambda text: len(card.tokenizer.encode(text))))
+    def _text_requests(self, card: ModelCard, count: int, seed: str) -> list[TextRequest]:
+        writer = writer_for(card)
         shares = self.shares()
         whole = sum(share for _, share in shares)
         lists = []
@@ -118,8 +108,8 @@ class Mix:
         random = Random(f"lengths {seed}")
         low, high = self.output_len * (1 - _SPREAD), self.output_len * (1 + _SPREAD)
         return [
-            replace(ask, max_tokens=max(1, random.randint(round(low), round(high))))
-            for ask in _merged(lists)
+            replace(request, max_tokens=max(1, random.randint(round(low), round(high))))
+            for request in _merged(lists)
         ]
 
     def _sizes(self, name: str, count: int) -> Sizes:
@@ -138,34 +128,21 @@ def find_loads(names: Sequence[str]) -> tuple[str, ...]:
     return tuple(key for name, key in _ASKED_AS.items() if not names or name in names)
 
 
-def _merged(lists: Sequence[list[Ask]]) -> list[Ask]:
+def _merged(lists: Sequence[list[TextRequest]]) -> list[TextRequest]:
     """All of them, evenly mixed; each list keeps its order, and what follows what."""
     places = [
-        ((index + 0.5) / len(asks), which, index)
-        for which, asks in enumerate(lists)
-        for index in range(len(asks))
+        ((index + 0.5) / len(requests), which, index)
+        for which, requests in enumerate(lists)
+        for index in range(len(requests))
     ]
     number = {(which, index): at for at, (_, which, index) in enumerate(sorted(places))}
     merged = []
     for _, which, index in sorted(places):
-        ask = lists[which][index]
-        before = None if ask.follows is None else number[which, ask.follows]
-        merged.append(replace(ask, follows=before))
+        request = lists[which][index]
+        before = None if request.follows is None else number[which, request.follows]
+        merged.append(replace(request, follows=before))
     return merged
 
 
-def _jobs(asks: Sequence[Ask], card: ModelCard) -> list[Job]:
-    template = None
-    if card.chat_template is not None:
-        template = ChatTemplate(card.chat_template, card.special_tokens)
-    jobs = []
-    for ask in asks:
-        if ask.messages and template is not None:
-            text = template.render(ask.as_messages())
-            prompt = card.tokenizer.encode(text, add_special=False)
-        else:
-            plain = ask.as_prompt()
-            assert isinstance(plain, str), "named loads are texts"
-            prompt = card.tokenizer.encode(plain)
-        jobs.append(Job(prompt, ask.max_tokens, ask.at, ask.follows))
-    return jobs
+def _tokens(requests: Sequence[TextRequest], card: ModelCard) -> list[Request]:
+    return tokenize(requests, card, template_prompts=False)

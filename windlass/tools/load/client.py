@@ -15,17 +15,17 @@ import aiohttp
 import msgspec
 
 from windlass.errors import ConfigError
-from windlass.tools.load.asks import Ask
+from windlass.tools.common.requests import TextRequest
+from windlass.tools.common.timing import Timing
 from windlass.tools.load.server import Server
 from windlass.tools.load.stream import AnswerStream, StreamBroken, error_text
-from windlass.tools.load.timing import Timing
 
 _LONGEST_WAIT_S = 60.0  # that a Retry-After can ask for
 
 
 @dataclass(frozen=True, slots=True)
-class Wishes:
-    """What every request of a run asks for beside its text."""
+class RequestOptions:
+    """What every request of a run has in common."""
 
     model: str
     endpoint: str = "/v1/chat/completions"
@@ -39,19 +39,21 @@ class Wishes:
     def is_chat(self) -> bool:
         return self.endpoint.rstrip("/").endswith("chat/completions")
 
-    def check(self, asks: Sequence[Ask]) -> None:
+    def check(self, requests: Sequence[TextRequest]) -> None:
         """Refuse what this endpoint cannot take."""
-        if self.is_chat and any(isinstance(ask.prompt, tuple) for ask in asks):
+        if self.is_chat and any(isinstance(request.prompt, tuple) for request in requests):
             raise ConfigError(
                 "a prompt of token ids cannot go to a chat endpoint. Use --endpoint /v1/completions."
             )
 
-    def body(self, ask: Ask) -> bytes:
-        text = {"messages": ask.as_messages()} if self.is_chat else {"prompt": ask.as_prompt()}
+    def body(self, request: TextRequest) -> bytes:
+        text = (
+            {"messages": request.as_messages()} if self.is_chat else {"prompt": request.as_prompt()}
+        )
         body: dict[str, Any] = {
-            "model": ask.adapter or self.model,
+            "model": request.adapter or self.model,
             **text,
-            "max_tokens": ask.max_tokens,
+            "max_tokens": request.max_tokens,
             "stream": True,
             "stream_options": {"include_usage": True},
         }
@@ -77,35 +79,35 @@ class _Refused(Exception):
 class Client:
     """Sends to one server. `dead` is set when the server does not answer any more."""
 
-    def __init__(self, server: Server, wishes: Wishes) -> None:
+    def __init__(self, server: Server, options: RequestOptions) -> None:
         self._server = server
-        self._wishes = wishes
-        self._url = server.url_of(wishes.endpoint)
+        self._options = options
+        self._url = server.url_of(options.endpoint)
         self.dead = asyncio.Event()
         self.num_chunks = 0  # that brought tokens, of all answers
 
-    async def ask(self, ask: Ask, asked_at: float) -> Timing:
+    async def send(self, request: TextRequest, asked_at: float) -> Timing:
         """Send one and wait for its end; whatever goes wrong is in the timing."""
         stream = AnswerStream()
-        body = self._wishes.body(ask)
+        body = self._options.body(request)
         rejected = 0
         error: str | None = None
         sent_at = time.perf_counter()
         try:
-            async with asyncio.timeout(self._wishes.timeout_s):
+            async with asyncio.timeout(self._options.timeout_s):
                 while True:
                     try:
                         await self._stream(body, stream)
                         break
                     except _Rejected as said:
                         rejected += 1
-                        if rejected > self._wishes.max_retries:
+                        if rejected > self._options.max_retries:
                             raise
                         await asyncio.sleep(min(said.retry_after_s or 1.0, _LONGEST_WAIT_S))
         except aiohttp.ServerTimeoutError as slow:
             error = f"connection not made in time: {_reason(slow)}"
         except TimeoutError:
-            error = f"not done after {self._wishes.timeout_s:g} s"
+            error = f"not done after {self._options.timeout_s:g} s"
         except (StreamBroken, _Rejected, _Refused) as broken:
             error = str(broken)
         except (aiohttp.ClientError, OSError) as lost:

@@ -1,4 +1,4 @@
-"""Sends the asks of a load when they are due, and keeps what came of them, however the run ends.
+"""Sends the requests of a load when they are due, and keeps what came of them, however the run ends.
 
 Knows nothing of HTTP: `send` may be a client or an engine in this process.
 """
@@ -11,10 +11,10 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
 from windlass.errors import ConfigError
-from windlass.tools.load.asks import Ask
-from windlass.tools.load.timing import Timing
+from windlass.tools.common.requests import TextRequest
+from windlass.tools.common.timing import Timing
 
-Send = Callable[[Ask, float], Awaitable[Timing]]
+Send = Callable[[TextRequest, float], Awaitable[Timing]]
 
 INTERRUPTED = "interrupted"
 DEAD = "the server does not answer any more"
@@ -34,16 +34,18 @@ class Outcome:
 class Drive:
     """One run of one load. Owns its timings; the counts may be looked at while it runs."""
 
-    def __init__(self, asks: Sequence[Ask], send: Send, max_concurrency: int | None = None) -> None:
+    def __init__(
+        self, requests: Sequence[TextRequest], send: Send, max_concurrency: int | None = None
+    ) -> None:
         if max_concurrency is not None and max_concurrency < 1:
             raise ConfigError(f"--max-concurrency must be at least 1, got {max_concurrency}.")
-        self.asks = asks
+        self.requests = requests
         self.timings: list[Timing] = []
         self.num_sent = 0
         self.began = 0.0
         self._send = send
-        self._places = asyncio.Semaphore(max_concurrency or max(1, len(asks)))
-        self._ended = [asyncio.Event() for _ in asks]
+        self._places = asyncio.Semaphore(max_concurrency or max(1, len(requests)))
+        self._ended = [asyncio.Event() for _ in requests]
 
     @property
     def num_running(self) -> int:
@@ -52,7 +54,9 @@ class Drive:
     async def run(self, dead: asyncio.Event | None = None) -> Outcome:
         """Until all have ended, `dead` is set, or somebody interrupts: that is an outcome too."""
         self.began = time.perf_counter()
-        tasks = [asyncio.create_task(self._one(i, ask)) for i, ask in enumerate(self.asks)]
+        tasks = [
+            asyncio.create_task(self._one(i, request)) for i, request in enumerate(self.requests)
+        ]
         everything: asyncio.Future[object] = asyncio.ensure_future(asyncio.gather(*tasks))
         death: asyncio.Future[object] = asyncio.ensure_future((dead or asyncio.Event()).wait())
         stopped: str | None = None
@@ -75,16 +79,16 @@ class Drive:
         if dead is not None and dead.is_set():
             stopped = DEAD
         last = max((timing.ended_at for timing in self.timings), default=time.perf_counter())
-        left = len(self.asks) - len(self.timings)
+        left = len(self.requests) - len(self.timings)
         return Outcome(self.timings, self.began, last - self.began, left, stopped)
 
-    async def _one(self, index: int, ask: Ask) -> None:
-        due = self.began + ask.at
+    async def _one(self, index: int, request: TextRequest) -> None:
+        due = self.began + request.at
         await asyncio.sleep(due - time.perf_counter())
-        if ask.follows is not None:
-            await self._ended[ask.follows].wait()
+        if request.follows is not None:
+            await self._ended[request.follows].wait()
             due = max(due, time.perf_counter())
         async with self._places:
             self.num_sent += 1
-            self.timings.append(await self._send(ask, due))
+            self.timings.append(await self._send(request, due))
         self._ended[index].set()

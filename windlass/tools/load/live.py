@@ -12,9 +12,9 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
+from windlass.tools.common.summary import percentile
 from windlass.tools.load.drive import Drive
 from windlass.tools.load.gauges import Reading
-from windlass.tools.load.summary import percentile
 
 _PAUSE_S = 0.25
 _RECENT_S = 5.0
@@ -41,7 +41,7 @@ class View:
         """Requests, the last seconds' speed, and the server's own gauges."""
         ended = self.drive.timings
         num_bad = sum(not timing.is_good for timing in ended)
-        parts = [self.title, f"{len(ended)}/{len(self.drive.asks)} done"]
+        parts = [self.title, f"{len(ended)}/{len(self.drive.requests)} done"]
         if num_bad:
             parts.append(f"{num_bad} failed")
         parts.append(f"{self.drive.num_running} running")

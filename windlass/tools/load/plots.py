@@ -10,10 +10,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from windlass.tools.bench.record import Record
-from windlass.tools.load.page import Plot
+from windlass.tools.common.page import Plot
+from windlass.tools.common.record import Record
+from windlass.tools.common.summary import TITLES
 from windlass.tools.load.rows import CURVE
-from windlass.tools.load.summary import TITLES
 
 _COLOURS = ("#1b81ae", "#d9730d", "#448361", "#9065b0", "#c14c8a", "#787774")
 _DASHES = ("solid", "dash", "dot", "dashdot", "longdash")

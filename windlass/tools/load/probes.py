@@ -10,12 +10,12 @@ import asyncio
 import time
 from typing import Any
 
-from windlass.tools.load.asks import Ask
+from windlass.tools.common.requests import TextRequest
+from windlass.tools.common.summary import line_of, percentile, values_of
+from windlass.tools.common.timing import Timing
 from windlass.tools.load.drive import Send
-from windlass.tools.load.summary import line_of, percentile, values_of
-from windlass.tools.load.timing import Timing
 
-_PROBE = Ask(max_tokens=1, prompt="Yes or no?")
+_PROBE = TextRequest(max_tokens=1, prompt="Yes or no?")
 
 
 class Probes:

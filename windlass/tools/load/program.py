@@ -16,21 +16,22 @@ from random import Random
 from typing import Any
 
 from windlass.errors import ConfigError
-from windlass.tools.bench.record import Record
-from windlass.tools.load.arrivals import Arrivals
-from windlass.tools.load.asks import Ask, fingerprint
-from windlass.tools.load.client import Client, Wishes
+from windlass.tools.common.arrivals import Arrivals
+from windlass.tools.common.load import read_requests
+from windlass.tools.common.record import Record
+from windlass.tools.common.request_files import FILE_LOADS
+from windlass.tools.common.requests import TextRequest, fingerprint
+from windlass.tools.common.summary import METRICS, PERCENTILES, Summary, summarise
+from windlass.tools.common.text_workload import LOADS, Sizes, check_sizes, make_load
+from windlass.tools.common.texts import Scale, Writer
+from windlass.tools.load.client import Client, RequestOptions
 from windlass.tools.load.drive import INTERRUPTED, Drive, Outcome
-from windlass.tools.load.files import FILE_LOADS, read_load, refuse_problems
 from windlass.tools.load.gauges import Gauges
 from windlass.tools.load.live import Progress, View
 from windlass.tools.load.probes import Probes
 from windlass.tools.load.rows import details, make_row
 from windlass.tools.load.seek import Seek
 from windlass.tools.load.server import Server, ServerError, choose_model
-from windlass.tools.load.summary import METRICS, PERCENTILES, Summary, summarise
-from windlass.tools.load.texts import Scale, Writer
-from windlass.tools.load.workloads import LOADS, Sizes, check_sizes, make_load
 
 NOTES = (
     "Times as the client saw them, over requests that ended well: TTFT and E2EL from sending to the "
@@ -93,10 +94,10 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class ServeOrder:
-    """What `bench serve` was asked for. The model of `wishes` may be empty: the server's first."""
+    """What `bench serve` was asked for. The model of `options` may be empty: the server's first."""
 
     base_url: str
-    wishes: Wishes
+    options: RequestOptions
     load: Load
     points: tuple[Point, ...]
     label: str = ""
@@ -121,7 +122,7 @@ class Served:
     is_good: bool  # requests ended well, and a rate that was looked for was found
 
 
-def measure(order: ServeOrder, say: Callable[[str], None], progress: Progress) -> Served:
+def measure(order: ServeOrder, log: Callable[[str], None], progress: Progress) -> Served:
     """Run every point. Ctrl-C ends the run at hand; a second one ends everything."""
     factory = None
     if sys.platform != "win32":
@@ -129,15 +130,15 @@ def measure(order: ServeOrder, say: Callable[[str], None], progress: Progress) -
 
         factory = uvloop.new_event_loop
     with asyncio.Runner(loop_factory=factory) as runner:
-        return runner.run(_Program(order, say, progress).run())
+        return runner.run(_Program(order, log, progress).run())
 
 
 class _Program:
     """Owns the rows that were measured so far."""
 
-    def __init__(self, order: ServeOrder, say: Callable[[str], None], progress: Progress) -> None:
+    def __init__(self, order: ServeOrder, log: Callable[[str], None], progress: Progress) -> None:
         self._order = order
-        self._say = say
+        self._log = log
         self._progress = progress
         self._rows: list[dict[str, Any]] = []
         self._seek = None if order.seek_share is None else Seek(order.seek_share)
@@ -146,32 +147,32 @@ class _Program:
         order = self._order
         async with Server(order.base_url, dict(order.headers)) as server:
             served = await server.wait_until_ready(order.ready_timeout_s)
-            model = choose_model(order.wishes.model or None, served, server.base_url)
+            model = choose_model(order.options.model or None, served, server.base_url)
             for adapter in order.load.adapters:
                 choose_model(adapter, served, server.base_url)
-            wishes = replace(order.wishes, model=model)
-            writer = Writer(await self._scale(server, wishes))
+            options = replace(order.options, model=model)
+            writer = Writer(await self._scale(server, options))
             # What cannot be asked is refused before anything is sent.
-            wishes.check(self._asks(writer, 0, order.points[0], tell=True))
-            await self._warm_up(Client(server, wishes), writer)
-            asked, stopped = await self._points(server, wishes, writer)
+            options.check(self._text_requests(writer, 0, order.points[0], log_skipped=True))
+            await self._warm_up(Client(server, options), writer)
+            asked, stopped = await self._points(server, options, writer)
         return self._served(model, fingerprint(asked), stopped)
 
     async def _points(
-        self, server: Server, wishes: Wishes, writer: Writer
-    ) -> tuple[list[Ask], str | None]:
+        self, server: Server, options: RequestOptions, writer: Writer
+    ) -> tuple[list[TextRequest], str | None]:
         """Measure one after the other: all that was asked, and why it ended early."""
-        asked: list[Ask] = []
+        asked: list[TextRequest] = []
         while (point := self._next_point()) is not None:
-            asks = self._asks(writer, len(self._rows), point)
-            asked += asks
-            stopped = await self._point(server, wishes, point, asks)
+            requests = self._text_requests(writer, len(self._rows), point)
+            asked += requests
+            stopped = await self._point(server, options, point, requests)
             if stopped is not None:
                 return asked, stopped
             if self._seek is not None:
                 share = self._rows[-1]["goodput_share"]
                 self._seek.note(point.arrivals.rate, share)
-                self._say(f"{point.title}: {share:.0%} of the requests meet the targets")
+                self._log(f"{point.title}: {share:.0%} of the requests meet the targets")
         return asked, None
 
     def _next_point(self) -> Point | None:
@@ -183,40 +184,44 @@ class _Program:
             return None
         return replace(points[0], arrivals=replace(points[0].arrivals, rate=rate))
 
-    async def _scale(self, server: Server, wishes: Wishes) -> Scale:
+    async def _scale(self, server: Server, options: RequestOptions) -> Scale:
         load = self._order.load
         if load.tokens_per_word is not None:
             return Scale(load.tokens_per_word, load.tokens_per_word)
         if load.name == "custom":
             return Scale()  # its prompts are as they are
-        return await server.scale(wishes.model, wishes.endpoint)
+        return await server.scale(options.model, options.endpoint)
 
-    def _asks(self, writer: Writer, index: int, point: Point, tell: bool = False) -> list[Ask]:
+    def _text_requests(
+        self, writer: Writer, index: int, point: Point, log_skipped: bool = False
+    ) -> list[TextRequest]:
         """Every point has texts of its own, so that no prefix cache knows them from the last."""
         load, seed = self._order.load, f"{self._order.seed} {index}"
         if load.path is not None:
-            made = read_load(load.name, load.path, load.sizes, writer, str(self._order.seed))
-            if not load.skip_bad_lines:
-                refuse_problems(load.path, made.problems)
-            elif tell:
-                for problem in made.problems:
-                    self._say(f"{load.path}: left out: {problem}")
-            asks = made.asks
-            if not asks:
-                raise ConfigError(f"{load.path} has no line that can be used.")
+            requests = read_requests(
+                load.name,
+                load.path,
+                load.sizes,
+                writer,
+                seed=self._order.seed,
+                skip_bad_lines=load.skip_bad_lines,
+                log=self._log if log_skipped else lambda _: None,
+            )
         else:
-            asks = make_load(load.name, load.sizes, writer, seed)
+            requests = make_load(load.name, load.sizes, writer, seed)
         if load.adapters:
             random = Random(f"adapters {seed}")
-            asks = [replace(ask, adapter=random.choice(load.adapters)) for ask in asks]
-        return point.arrivals.set(asks, seed)
+            requests = [
+                replace(request, adapter=random.choice(load.adapters)) for request in requests
+            ]
+        return point.arrivals.set(requests, seed)
 
     async def _warm_up(self, client: Client, writer: Writer) -> None:
         if self._order.num_warmups < 1:
             return
         sizes = Sizes(self._order.num_warmups, input_len=64, output_len=16)
-        asks = make_load("random", sizes, writer, f"{self._order.seed} warm-up")
-        outcome = await Drive(asks, client.ask).run(client.dead)
+        requests = make_load("random", sizes, writer, f"{self._order.seed} warm-up")
+        outcome = await Drive(requests, client.send).run(client.dead)
         bad = next((timing.error for timing in outcome.timings if timing.error), None)
         if outcome.stopped == INTERRUPTED:
             raise asyncio.CancelledError
@@ -224,18 +229,18 @@ class _Program:
             raise ServerError(f"a warm-up request failed: {bad}")
 
     async def _point(
-        self, server: Server, wishes: Wishes, point: Point, asks: list[Ask]
+        self, server: Server, options: RequestOptions, point: Point, requests: list[TextRequest]
     ) -> str | None:
         """Measure one; the reason when the run ended early."""
-        client = Client(server, wishes)
-        self._say(f"{point.title}: {len(asks)} requests")
-        drive = Drive(asks, client.ask, point.max_concurrency)
+        client = Client(server, options)
+        self._log(f"{point.title}: {len(requests)} requests")
+        drive = Drive(requests, client.send, point.max_concurrency)
         gauges = Gauges(server)
         view = View(point.title, drive, gauges.readings, lambda: client.num_chunks)
         beside = [gauges.watch(), self._progress.follow(view)]
         probes = None
         if self._order.probe_rate:
-            probes = Probes(Client(server, wishes).ask, self._order.probe_rate)
+            probes = Probes(Client(server, options).send, self._order.probe_rate)
             beside.append(probes.watch())
         async with _beside(*beside):
             outcome = await drive.run(client.dead)
@@ -244,16 +249,21 @@ class _Program:
         summary = summarise(
             outcome.timings, outcome.duration, self._order.goodput, self._order.percentiles
         )
-        self._rows.append(self._row(point, asks, summary, outcome, gauges))
+        self._rows.append(self._row(point, requests, summary, outcome, gauges))
         self._tell(point, summary, outcome)
         if probes is not None:
             self._rows[-1] |= probes.row()
             for line in probes.lines():
-                self._say(line)
+                self._log(line)
         return outcome.stopped
 
     def _row(
-        self, point: Point, asks: list[Ask], summary: Summary, outcome: Outcome, gauges: Gauges
+        self,
+        point: Point,
+        requests: list[TextRequest],
+        summary: Summary,
+        outcome: Outcome,
+        gauges: Gauges,
     ) -> dict[str, Any]:
         rate = point.arrivals.rate
         head = {
@@ -263,10 +273,10 @@ class _Program:
             "request_rate": rate if math.isfinite(rate) else "inf",
             "burstiness": point.arrivals.burstiness,
             "max_concurrency": point.max_concurrency,
-            "num_prompts": len(asks),
+            "num_prompts": len(requests),
         }
         row = head | make_row(summary, outcome, gauges.readings)
-        changes = point.arrivals.rate_changes(asks)
+        changes = point.arrivals.rate_changes(requests)
         if changes:
             row["rps_change_events"] = changes
         if self._order.is_detailed:
@@ -276,11 +286,11 @@ class _Program:
     def _tell(self, point: Point, summary: Summary, outcome: Outcome) -> None:
         rate = point.arrivals.rate
         for line in summary.lines(self._order.metrics, point.max_concurrency, rate):
-            self._say(line)
+            self._log(line)
         for error, count in sorted(summary.errors.items(), key=lambda item: -item[1]):
-            self._say(f"{count} failed: {error}")
+            self._log(f"{count} failed: {error}")
         if outcome.stopped is not None:
-            self._say(
+            self._log(
                 f"Ended early: {outcome.stopped}. {len(outcome.timings)} of "
                 f"{len(outcome.timings) + outcome.num_left} requests had ended."
             )
@@ -289,12 +299,12 @@ class _Program:
         order = self._order
         settings = {
             "model": Path(model).name,
-            "endpoint": order.wishes.endpoint,
+            "endpoint": order.options.endpoint,
             "dataset": order.load.name,
             "fingerprint": asked,
             "seed": order.seed,
-            "temperature": order.wishes.temperature,
-            "ignore_eos": order.wishes.ignore_eos,
+            "temperature": order.options.temperature,
+            "ignore_eos": order.options.ignore_eos,
             "goodput": dict(order.goodput),
             "points": len(order.points),
         }
@@ -302,7 +312,7 @@ class _Program:
         is_good = any(row["completed"] for row in rows)
         if self._seek is not None:
             found = self._seek.verdict()
-            self._say(found)
+            self._log(found)
             rows, notes = sorted(rows, key=lambda row: row["request_rate"]), f"{NOTES} {found}"
             settings |= {"goodput_share": self._seek.wanted, "found_rate": self._seek.best}
             is_good = self._seek.best is not None

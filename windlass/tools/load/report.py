@@ -11,9 +11,8 @@ from html import escape
 from pathlib import Path
 
 from windlass.errors import ConfigError
-from windlass.tools.bench.columns import COLUMNS, cells
-from windlass.tools.bench.record import Record, read_record
-from windlass.tools.load.page import html_page, save_page
+from windlass.tools.common.page import html_cells, html_origin, html_page, html_table
+from windlass.tools.common.record import Record, read_record, save_text
 from windlass.tools.load.plots import all_plots, label_of
 
 
@@ -41,25 +40,15 @@ def _read(path: Path) -> Record:
 
 def save_report(records: Sequence[Record], path: Path) -> None:
     """Write the page, whole or not at all."""
-    save_page(page(records), path)
+    save_text(path, page(records))
 
 
 def page(records: Sequence[Record]) -> str:
     """The HTML."""
     names = ", ".join(dict.fromkeys(label_of(record) for record in records))
-    top = f'{_warnings(records)}\n<div class="wide">{_table(records)}</div>'
+    rows = ["".join(html_cells("serve", row)) for record in records for row in record.rows]
+    top = f"{_warnings(records)}\n{html_table('serve', rows)}"
     return html_page(f"Load on {names}", top, all_plots(records), _origins(records))
-
-
-def _table(records: Sequence[Record]) -> str:
-    head = "".join(f"<th>{escape(name)}</th>" for name in COLUMNS["serve"].values())
-    lines = [
-        "".join(f"<td>{escape(text)}</td>" for text in cells("serve", row))
-        for record in records
-        for row in record.rows
-    ]
-    body = "".join(f"<tr>{line}</tr>" for line in lines)
-    return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
 
 
 def _warnings(records: Sequence[Record]) -> str:
@@ -83,9 +72,5 @@ def _warnings(records: Sequence[Record]) -> str:
 def _origins(records: Sequence[Record]) -> str:
     parts = [f"<p>{escape(records[0].notes)}</p>"]
     for record in records:
-        versions = ", ".join(f"{name} {number}" for name, number in record.versions.items())
-        text = f"at {record.commit} on {record.date}; {record.hardware}; {versions}."
-        parts.append(
-            f"<p>{escape(label_of(record))}: <code>{escape(record.command)}</code> {escape(text)}</p>"
-        )
+        parts.append(f"<p>{escape(label_of(record))}: {html_origin(record)}</p>")
     return f'<div class="origin">{"".join(parts)}</div>'

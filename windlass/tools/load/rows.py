@@ -11,10 +11,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from windlass.tools.common.summary import METRICS, Summary, percentile, values_of
+from windlass.tools.common.timing import Timing
 from windlass.tools.load.drive import Outcome
 from windlass.tools.load.gauges import Reading, speculation
-from windlass.tools.load.summary import METRICS, Summary, percentile, values_of
-from windlass.tools.load.timing import Timing
 
 CURVE = (0, 1, 5, *range(10, 100, 10), 95, 98, 99, 99.5, 100)  # the percentiles of a curve
 _MOST_POINTS = 300  # in a row's series over time

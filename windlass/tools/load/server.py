@@ -12,8 +12,8 @@ from urllib.parse import urlsplit
 import aiohttp
 
 from windlass.errors import ConfigError, EngineError
+from windlass.tools.common.texts import KINDS, Kind, Scale, samples, scale_of
 from windlass.tools.load.stream import error_text
-from windlass.tools.load.texts import KINDS, Kind, Scale, samples, scale_of
 
 _SHORT_S = 10.0  # for what a healthy server answers at once
 _PAUSE_S = 0.5

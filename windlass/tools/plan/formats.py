@@ -9,16 +9,19 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any, get_args
 
 import torch
+from torch import Tensor
 
 from windlass.config import ModelConfig, Quantization
 from windlass.errors import ConfigError, UnsupportedError
 from windlass.kernels.batch import Heads
 from windlass.kernels.linears import Linears, PackedGemm
 from windlass.kernels.ops import choose_ops
+from windlass.kernels.packed import Float8, Packed
+from windlass.kernels.plain_linear import ReferenceGemm
 from windlass.kernels.select import Need
 from windlass.layers.embedding import PackedEmbedding
 from windlass.layers.linear import Linear
@@ -31,8 +34,7 @@ from windlass.quant.detect import detect
 from windlass.quant.kept import Kept
 from windlass.quant.plain import Plain
 from windlass.runner.device import choose_dtype
-from windlass.tools.bench.device import traffic_of
-from windlass.tools.plan.held import Holder
+from windlass.tools.common.device import traffic_of
 from windlass.tools.plan.quality import REFERENCE, Retention, typical_gguf, typical_stored
 
 STORED = "as stored"
@@ -43,6 +45,8 @@ FORMATS = (STORED, HALF, *(name + head for name in ONLINE for head in ("", HEAD)
 _ANY_LAYER = "model.layers.0.mlp.down_proj"
 # The plain version writes and reads float32 copies of a weight several times on each call.
 _UNPACKING_BYTES = 24
+_ROWS = 128  # a multiple of every kernel's tile, and of the blocks that share a scale
+_BY_ROW = ("codes", "scales", "mins", "sub_scales")
 
 
 @dataclass(frozen=True, slots=True)
@@ -265,3 +269,51 @@ def _is_quantised(layer: Linear) -> bool:
     if isinstance(method, Kept):
         return False
     return not isinstance(method, Plain) or method.name != method.form
+
+
+class Holder:
+    """Holds samples with the kernels that are to be used, and remembers weights that are alike."""
+
+    def __init__(self, linears: Linears) -> None:
+        self._linears = linears
+        self._known: dict[tuple[object, ...], int] = {}
+
+    def num_bytes(self, product: PackedGemm) -> int:
+        """Of a product without storage, as it would be with it."""
+        prepared = product.prepared
+        if not isinstance(prepared, ReferenceGemm) or product.kernel == "plain":
+            return prepared.num_bytes
+        form = prepared.form
+        geometry = ((tuple(value.shape), value.dtype) for value in _tensors(form).values())
+        key = (type(form), *geometry)
+        if key not in self._known:
+            self._known[key] = self._measured(form)
+        return self._known[key]
+
+    def _measured(self, form: Packed) -> int:
+        rows = form.shape[0]
+        small, large = (
+            self._linears.hold(self._sample(form, count * _ROWS + rows % _ROWS)).prepared.num_bytes
+            for count in (1, 2)
+        )
+        return small + (large - small) * (rows // _ROWS - 1)
+
+    def _sample(self, form: Packed, rows: int) -> Packed:
+        changed = {}
+        for name, value in _tensors(form).items():
+            shape = list(value.shape)
+            if name in _BY_ROW and shape[0] == form.shape[0]:
+                shape[0] = rows
+            elif isinstance(form, Float8) and form.block is not None and name == "scales":
+                shape[0] = -(-rows // form.block[0])
+            device = self._linears.device
+            if name == "order":
+                changed[name] = torch.arange(shape[0], device=device).to(value.dtype)
+            else:
+                changed[name] = torch.ones(shape, device=device).to(value.dtype)
+        return replace(form, **changed)  # type: ignore[arg-type]
+
+
+def _tensors(form: Packed) -> dict[str, Tensor]:
+    values = {item.name: getattr(form, item.name) for item in fields(form)}
+    return {name: value for name, value in values.items() if isinstance(value, Tensor)}

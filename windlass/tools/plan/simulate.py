@@ -12,8 +12,9 @@ from windlass.config import EngineConfig, Limits
 from windlass.core.card import Capacity
 from windlass.core.types import RowResult, StepPlan, StepResult
 from windlass.engine import Engine
+from windlass.tools.common.drive import EngineRun, replay
+from windlass.tools.common.requests import Request
 from windlass.tools.plan.costs import CostModel
-from windlass.tools.plan.replay import Job, Replay, Replayed
 
 _TOKEN = 1  # whatever comes; nobody reads it
 
@@ -72,13 +73,13 @@ def simulate(
     capacity: Capacity,
     max_model_len: int,
     costs: CostModel,
-    jobs: Sequence[Job],
+    requests: Sequence[Request],
     max_concurrency: int | None = None,
     overlap: bool = False,
-) -> Replayed:
-    """Let an engine of these settings answer the jobs. `overlap`: as on CUDA."""
+) -> EngineRun:
+    """Let an engine of these settings answer the requests. `overlap`: as on CUDA."""
     clock = VirtualClock()
     scheduler = make_scheduler(config, limits, capacity, max_model_len)
     runner = SimulatedRunner(costs, clock)
     engine = Engine(scheduler, runner, clock.now, overlap and config.scheduler.overlap)
-    return Replay(engine, jobs, clock, max_concurrency).run()
+    return replay(engine, requests, clock, max_concurrency)

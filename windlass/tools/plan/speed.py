@@ -20,7 +20,7 @@ import torch
 from windlass.folders import cache_dir, check_private, make_private, write_atomically
 from windlass.kernels.native.compiled import cpu_identity
 from windlass.models.hparams import HParams
-from windlass.tools.bench.device import read_bandwidth, synchronise
+from windlass.tools.common.device import read_bandwidth, synchronise
 
 # The share of the read bandwidth that steps reach, and the seconds that a layer costs beyond what it
 # reads, where no model's steps were measured on the machine. CUDA: fitted to the records of 135M to 8B shapes on an H200, up to 64 requests; they are met

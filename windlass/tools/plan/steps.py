@@ -23,7 +23,7 @@ from windlass.models.card import open_checkpoint
 from windlass.runner.assemble import load_network, make_runner
 from windlass.runner.device import choose_device, choose_threads, size_cache
 from windlass.speculative.notes import Notes, notes_for
-from windlass.tools.bench.device import traffic_of
+from windlass.tools.common.device import traffic_of
 from windlass.tools.plan import speed
 from windlass.tools.plan.calibrate import Room, calibrate
 from windlass.tools.plan.costs import CostModel
@@ -39,7 +39,7 @@ _DISTURBED = 0.15  # two passes that are further apart tell of something else th
 # What computes a step: costs that were measured before one of these files changed are not taken.
 _CODE = ("kernels", "layers", "quant", "runner")
 
-Say = Callable[[str], None]
+Log = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +117,7 @@ def find_steps(
     config: EngineConfig,
     opened: OpenModel,
     path: Path | None = None,
-    say: Say = lambda _: None,
+    log: Log = lambda _: None,
     weights: Loaded | None = None,
     most: tuple[int, int] = (_ROWS, _TOKENS),
 ) -> Steps:
@@ -137,9 +137,9 @@ def find_steps(
     notes = notes_for(bare, opened.files, opened.hparams, where.device, "steps")
     kept = _kept(notes, rows, tokens)
     if kept is None or path is not None:
-        kept = kept or _measured(bare, opened, rows, tokens, say, weights)
+        kept = kept or _measured(bare, opened, rows, tokens, log, weights)
         if kept.warning is not None:
-            say(kept.warning)
+            log(kept.warning)
         else:
             notes.note(_NAME, kept.to_json())
             notes.save()
@@ -179,10 +179,10 @@ def _measured(
     opened: OpenModel,
     rows: int,
     tokens: int,
-    say: Say,
+    log: Log,
     weights: Loaded | None,
 ) -> Steps:
-    say(f"measuring what steps of {opened.files.name} cost here")
+    log(f"measuring what steps of {opened.files.name} cost here")
     started = time.perf_counter()
     hparams = opened.hparams
     if weights is None:

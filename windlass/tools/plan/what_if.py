@@ -6,7 +6,7 @@ With `check` the same load is run for real too, on an engine in this process.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,19 +15,19 @@ from windlass.build import Built, OpenModel, build_engine, open_model
 from windlass.config import AUTO, EngineConfig, Limits
 from windlass.core.card import Capacity
 from windlass.errors import ConfigError
-from windlass.tools.bench.record import Record
-from windlass.tools.load.summary import Summary
-from windlass.tools.plan.devices import Fleet, devices_needed
-from windlass.tools.plan.jobs import Load
-from windlass.tools.plan.replay import Job, RealClock, Replay, Replayed
+from windlass.tools.common.drive import EngineRun, replay
+from windlass.tools.common.load import Load
+from windlass.tools.common.record import Record
+from windlass.tools.common.requests import Request
+from windlass.tools.common.slo import Slo
+from windlass.tools.common.summary import Summary
 from windlass.tools.plan.simulate import simulate
-from windlass.tools.plan.slo import Slo
 from windlass.tools.plan.steps import Steps, context_of, find_steps
 
-Say = Callable[[str], None]
-_WARM_UP = (Job([1] * 32, 4),) * 2
+Log = Callable[[str], None]
+_WARM_UP = (Request([1] * 32, 4),) * 2
 # The same short work before and after each run: what the machine gives just then.
-_PACE = [Job([1 + row] * 8, 24) for row in range(4)]
+_PACE = [Request([1 + row] * 8, 24) for row in range(4)]
 _STEADY = 0.15
 _FIGURES = (
     "output_throughput",
@@ -37,6 +37,15 @@ _FIGURES = (
     "median_tpot_ms",
     "p99_tpot_ms",
 )
+_NOTES = (
+    "Predicted: the requests go through the real scheduler, and each step takes what the costs that "
+    "were measured beforehand say. Measured: the same requests on an engine in the same process. "
+    "difference_pct: predicted output tokens a second against measured ones; of all turns in "
+    "all_difference_pct, fastest first; the turn of the median duration is shown. pace: what the "
+    "machine gave before and after the run, by a short piece of work, against the costs; "
+    "paced_difference_pct: the difference with that taken into account."
+)
+Predict = Callable[[Sequence[Request]], EngineRun]
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +56,7 @@ class Prediction:
     limits: Limits
     capacity: Capacity
     steps: Steps
-    run: Replayed
+    run: EngineRun
     summary: Summary
     slo: Slo
     fleets: list[Fleet]  # numbers of devices that were tried; empty: nobody asked
@@ -57,7 +66,7 @@ class Prediction:
         return {"workload": self.load, **self.summary.row(), **engine_figures(self.run)}
 
 
-def engine_figures(run: Replayed) -> dict[str, Any]:
+def engine_figures(run: EngineRun) -> dict[str, Any]:
     return {
         "kv_peak_pct": round(100 * run.peak_kv, 2),
         "kv_mean_pct": round(100 * run.mean_kv, 2),
@@ -75,7 +84,7 @@ class WhatIf:
         self,
         config: EngineConfig,
         costs: Path | None = None,
-        say: Say = lambda _: None,
+        log: Log = lambda _: None,
         loads: Sequence[Load] = (),
     ) -> None:
         """`loads`: those to come, of which one that cannot be is refused before anything is measured."""
@@ -87,21 +96,21 @@ class WhatIf:
         self.config = config
         self.opened: OpenModel = open_model(config)
         for load in loads:
-            load.jobs(self.opened.card, lambda _: None)
-        self.steps = find_steps(config, self.opened, costs, say)
+            load.requests(self.opened.card, lambda _: None)
+        self.steps = find_steps(config, self.opened, costs, log)
         self.limits = config.limits(self.steps.device)
         self.capacity = self.steps.capacity(config, self.opened, self.limits)
-        self._say = say
+        self._log = log
 
-    def jobs(self, load: Load, draw: int = 0) -> list[Job]:
-        return load.jobs(self.opened.card, self._say, draw)
+    def requests(self, load: Load, draw: int = 0) -> list[Request]:
+        return load.requests(self.opened.card, self._log, draw)
 
     def predict(self, load: Load, slo: Slo, most_devices: int = 0, draw: int = 0) -> Prediction:
         """`most_devices`: how many may be tried until the SLO is met; 0: only this one."""
-        jobs = self.jobs(load, draw)
+        requests = self.requests(load, draw)
         predict = partial(self._simulate, max_concurrency=load.max_concurrency)
-        run = predict(jobs)
-        fleets = devices_needed(predict, jobs, slo, most_devices) if most_devices else []
+        run = predict(requests)
+        fleets = devices_needed(predict, requests, slo, most_devices) if most_devices else []
         return Prediction(
             load.title,
             self.limits,
@@ -113,14 +122,14 @@ class WhatIf:
             fleets,
         )
 
-    def _simulate(self, jobs: Sequence[Job], max_concurrency: int | None) -> Replayed:
+    def _simulate(self, requests: Sequence[Request], max_concurrency: int | None) -> EngineRun:
         return simulate(
             self.config,
             self.limits,
             self.capacity,
             self._max_model_len(),
             self.steps.costs,
-            jobs,
+            requests,
             max_concurrency,
             overlap=self.steps.device == "cuda",
         )
@@ -136,7 +145,7 @@ class WhatIf:
         Loads take turns, and every turn has texts of its own; a load's turn of the median duration counts.
         """
         built = build_engine(self.config, self.opened.source)
-        Replay(built.engine, _WARM_UP, RealClock()).run()
+        replay(built.engine, _WARM_UP)
         pairs: dict[int, list[dict[str, Any]]] = {}
         for draw in range(repeat):
             for index, load in enumerate(loads):
@@ -162,8 +171,7 @@ class WhatIf:
         predicted = self.predict(load, slo, draw=draw)
         before = self._pace(built)
         built.engine.reset_prefix_cache()
-        clock = RealClock()
-        run = Replay(built.engine, self.jobs(load, draw), clock, load.max_concurrency).run()
+        run = replay(built.engine, self.requests(load, draw), max_concurrency=load.max_concurrency)
         pace = (before + self._pace(built)) / 2
         measured = slo.summarise(run)
         told, seen = predicted.summary.row(), measured.row()
@@ -178,12 +186,12 @@ class WhatIf:
         row["ttft_difference_pct"] = _apart(told["median_ttft_ms"], seen["median_ttft_ms"])
         row |= {f"predicted_{name}": value for name, value in engine_figures(predicted.run).items()}
         row |= {f"measured_{name}": value for name, value in engine_figures(run).items()}
-        self._say(
+        self._log(
             f"{load.title}: predicted {told['output_throughput']:,.1f} tok/s, measured "
             f"{seen['output_throughput']:,.1f}: {row['difference_pct']:+.1f} %"
         )
         if abs(pace - 1) > _STEADY:
-            self._say(
+            self._log(
                 f"{load.title}: just then the machine gave {pace:.2f} times what it gave when the "
                 "costs were measured, which a prediction cannot know; with that it is "
                 f"{row['paced_difference_pct']:+.1f} % off"
@@ -194,18 +202,79 @@ class WhatIf:
         """How fast the machine is now, against the costs: 0.5, half as fast."""
         told = self._simulate(_PACE, None)
         built.engine.reset_prefix_cache()
-        return told.duration / Replay(built.engine, _PACE, RealClock()).run().duration
-
-
-_NOTES = (
-    "Predicted: the requests go through the real scheduler, and each step takes what the costs that "
-    "were measured beforehand say. Measured: the same requests on an engine in the same process. "
-    "difference_pct: predicted output tokens a second against measured ones; of all turns in "
-    "all_difference_pct, fastest first; the turn of the median duration is shown. pace: what the "
-    "machine gave before and after the run, by a short piece of work, against the costs; "
-    "paced_difference_pct: the difference with that taken into account."
-)
+        return told.duration / replay(built.engine, _PACE).duration
 
 
 def _apart(predicted: float, measured: float) -> float:
     return round(100 * (predicted / measured - 1), 2)
+
+
+@dataclass(frozen=True, slots=True)
+class Fleet:
+    """The load on so many devices."""
+
+    num_devices: int
+    summary: Summary
+    misses: list[str]  # empty: the promise is kept
+
+
+def split(requests: Sequence[Request], count: int) -> list[list[Request]]:
+    """Conversations in turn to each device; all turns of one stay where their prefix is."""
+    home: list[tuple[int, int]] = []  # device, and number there
+    parts: list[list[Request]] = [[] for _ in range(count)]
+    num_conversations = 0
+    for request in requests:
+        if request.follows is None:
+            device = num_conversations % count
+            num_conversations += 1
+            placed = request
+        else:
+            device, number = home[request.follows]
+            placed = replace(request, follows=number)
+        home.append((device, len(parts[device])))
+        parts[device].append(placed)
+    return [part for part in parts if part]
+
+
+def merged(runs: Sequence[EngineRun]) -> EngineRun:
+    """Of runs beside each other, all from the same moment."""
+    return EngineRun(
+        timings=[timing for run in runs for timing in run.timings],
+        duration=max(run.duration for run in runs),
+        num_steps=sum(run.num_steps for run in runs),
+        prompt_tokens_computed=sum(run.prompt_tokens_computed for run in runs),
+        num_preemptions=sum(run.num_preemptions for run in runs),
+        num_blocks=sum(run.num_blocks for run in runs),
+        peak_blocks=sum(run.peak_blocks for run in runs),
+        mean_blocks=sum(run.mean_blocks for run in runs),
+        peak_waiting=sum(run.peak_waiting for run in runs),
+    )
+
+
+def devices_needed(
+    predict: Predict, requests: Sequence[Request], slo: Slo, most: int
+) -> list[Fleet]:
+    """What was tried, in order; the first that keeps the promise is the least, if there is one.
+
+    The number is doubled until the promise is kept, then the gap is halved: more devices are taken
+    to be no worse.
+    """
+    most = min(most, sum(request.follows is None for request in requests))
+    tried: dict[int, Fleet] = {}
+
+    def keeps(count: int) -> bool:
+        summary = slo.summarise(merged([predict(part) for part in split(requests, count)]))
+        tried[count] = Fleet(count, summary, slo.misses(summary))
+        return not tried[count].misses
+
+    below, count = 0, 1
+    while not keeps(count) and count < most:
+        below, count = count, min(2 * count, most)
+    if not tried[count].misses:
+        while count - below > 1:
+            middle = (below + count) // 2
+            if keeps(middle):
+                count = middle
+            else:
+                below = middle
+    return [tried[number] for number in sorted(tried)]

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from windlass.tools.quantize.rtn import Grid, round_to_nearest
 from windlass.tools.quantize.statistics import Inputs
+from windlass.tools.quantize.weights import Grid, round_to_nearest
 
 _STEPS = 20  # strengths from 0 (no scaling) to 1
 _SMALLEST = 1e-4

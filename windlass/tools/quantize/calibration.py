@@ -7,12 +7,10 @@ that best covers what those before it left uncovered.
 from __future__ import annotations
 
 import hashlib
-import json
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,6 +18,7 @@ from torch import Tensor
 from windlass.core.text import Tokenizer
 from windlass.errors import ConfigError, RequestError
 from windlass.serve.chat import ChatTemplate
+from windlass.tools.common.jsonl import Messages, check_messages, parse_lines, parse_object
 
 SHORTEST = 8  # tokens; less says nothing about a network's inputs
 DEFAULT_SAMPLES = 256
@@ -27,7 +26,7 @@ ADVISED = (128, 512)
 _MOST_CANDIDATES = 4096  # every pair of candidates is compared
 _FEATURES = 1024
 
-Record = str | list[dict[str, Any]]
+Record = str | Messages
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +56,8 @@ def calibrate(
         raw = path.read_bytes()
     except OSError as error:
         raise ConfigError(f"--calibration {path}: {error.strerror or error}.") from error
-    records, broken = read_records(raw, path)
+    records, wrong = parse_lines(raw, read_record)
+    broken = [f"{path.name}, line {number}: {why}" for number, why in wrong]
     notes = []
     if broken:
         if not choice.skip_broken:
@@ -101,43 +101,16 @@ def _how_many(path: Path, wish: int | None, usable: int, total: int, notes: list
     return count
 
 
-def read_records(raw: bytes, path: Path) -> tuple[list[Record], list[str]]:
-    """Texts and conversations, and for each broken line where it is and what is wrong."""
-    records: list[Record] = []
-    broken: list[str] = []
-    for number, line in enumerate(raw.split(b"\n"), start=1):
-        if not line.strip():
-            continue
-        try:
-            records.append(_record(line))
-        except json.JSONDecodeError as error:
-            broken.append(f"{path.name}, line {number}: is not JSON at column {error.colno}")
-        except UnicodeDecodeError:
-            broken.append(f"{path.name}, line {number}: is not UTF-8")
-        except (RequestError, ValueError) as error:
-            broken.append(f"{path.name}, line {number}: {error}")
-    return records, broken
-
-
-def _record(line: bytes) -> Record:
-    value = json.loads(line.decode("utf-8-sig"))
-    if not isinstance(value, dict):
-        raise RequestError('is no object such as {"text": "..."}')
+def read_record(line: bytes) -> Record:
+    """A text or a conversation."""
+    value = parse_object(line, '{"text": "..."}')
     if ("text" in value) == ("messages" in value):
         raise RequestError("needs either text or messages")
-    if "text" in value:
-        if not isinstance(value["text"], str):
-            raise RequestError("text must be a string")
-        return value["text"]
-    messages = value["messages"]
-    if not isinstance(messages, list) or not messages:
-        raise RequestError("messages must be a list with at least one message")
-    for message in messages:
-        if not isinstance(message, dict) or not all(
-            isinstance(message.get(name), str) for name in ("role", "content")
-        ):
-            raise RequestError("a message needs role and content, both strings")
-    return messages
+    if "messages" in value:
+        return check_messages(value["messages"])
+    if not isinstance(value["text"], str):
+        raise RequestError("text must be a string")
+    return value["text"]
 
 
 def _encode(

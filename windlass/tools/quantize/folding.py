@@ -16,6 +16,8 @@ from windlass.kernels.batch import Heads
 from windlass.layers.linear import Linear
 from windlass.models.llama import Block
 
+_SMALLEST = 1e-5
+
 
 @dataclass(frozen=True, slots=True)
 class Fold:
@@ -64,3 +66,14 @@ def _shared(heads: Heads, device: torch.device) -> Tensor:
 def _rows(linear: Linear, first: int) -> list[Tensor]:
     weight = linear.get_parameter("weight")
     return [weight[first:]] if linear.bias is None else [weight[first:], linear.bias[first:]]
+
+
+def smoothing_scale(weight: Tensor, max_abs: Tensor, alpha: float = 0.5) -> Tensor:
+    """What to divide each input feature by, and to multiply the weight's column with.
+
+    alpha 0 leaves all the difficulty with the inputs, 1 gives all of it to the weight.
+    """
+    largest_weight = weight.abs().amax(0).clamp(min=_SMALLEST)
+    return (max_abs.clamp(min=_SMALLEST) ** alpha / largest_weight ** (1 - alpha)).clamp(
+        min=_SMALLEST
+    )

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from windlass.errors import CheckpointError
-from windlass.tools.quantize.rtn import Grid
-from windlass.tools.quantize.weights import IntWeight, even_groups
+from windlass.tools.quantize.weights import Grid, IntWeight, even_groups
 
 # static: columns of large inputs first, groups of neighbours; group: groups follow that order too.
 ActOrder = Literal["none", "static", "group"]

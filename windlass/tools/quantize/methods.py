@@ -13,20 +13,20 @@ import torch
 from torch import Tensor
 
 from windlass.tools.quantize.awq import search_clip, search_scale
-from windlass.tools.quantize.float8 import (
-    round_activations_float8,
-    round_activations_int8,
-    to_float8,
-)
-from windlass.tools.quantize.folding import folds_of
+from windlass.tools.quantize.folding import folds_of, smoothing_scale
 from windlass.tools.quantize.gptq import gptq
 from windlass.tools.quantize.layer import Layer, rounded_to
-from windlass.tools.quantize.nf4 import to_nf4
 from windlass.tools.quantize.recipe import BLOCK, Recipe
-from windlass.tools.quantize.rtn import round_to_nearest
-from windlass.tools.quantize.smooth import smoothing_scale
 from windlass.tools.quantize.statistics import Inputs
-from windlass.tools.quantize.weights import IntWeight, QuantisedWeight
+from windlass.tools.quantize.weights import (
+    IntWeight,
+    QuantisedWeight,
+    round_activations_float8,
+    round_activations_int8,
+    round_to_nearest,
+    to_float8,
+    to_nf4,
+)
 
 # Rounding these off moves attention scores far more than it helps.
 _NEVER_CLIPPED = ("q_proj", "k_proj")

@@ -36,7 +36,7 @@ from windlass.tools.quantize.recipe import CALIBRATED, Recipe, Wishes, decide
 from windlass.tools.quantize.weights import Float8Weight, IntWeight, QuantisedWeight, TableWeight
 from windlass.tools.unfinished import check_output
 
-Say = Callable[[str], None]
+Log = Callable[[str], None]
 Progress = Callable[[int, int, str], None]  # layers done, of how many, what the last one was like
 
 _LAYERS = "model.layers."
@@ -63,7 +63,7 @@ class _Source:
     checkpoint: Checkpoint
 
 
-def run(order: Order, say: Say, progress: Progress) -> dict[str, Any]:
+def run(order: Order, log: Log, progress: Progress) -> dict[str, Any]:
     """Make the checkpoint, or go on making it; returns what quality.json says."""
     _check(order)
     files = resolve(order.model)
@@ -77,14 +77,14 @@ def run(order: Order, say: Say, progress: Progress) -> dict[str, Any]:
     device = choose_device(order.model).device
     choose_threads(order.model)
     for note in [*recipe.notes, *_twice(source)]:
-        say(note)
+        log(note)
     calibration = _calibration(order, load_card(files, order.model))
     for note in calibration.notes if calibration else ():
-        say(f"calibration: {note}")
+        log(f"calibration: {note}")
     fingerprint = _fingerprint(order, source, recipe, calibration)
     with closing(Partial(order.output, fingerprint, source.hparams.num_layers)) as partial:
         if partial.num_done:
-            say(f"going on after {partial.num_done} layers that {partial.folder} holds")
+            log(f"going on after {partial.num_done} layers that {partial.folder} holds")
         maker = _Maker(source, recipe, device, partial)
         seconds = maker.layers(calibration, progress)
         report = _report(recipe, calibration, source, partial.reports, seconds)

@@ -14,7 +14,7 @@ import torch
 from windlass.errors import ConfigError
 from windlass.models.hparams import HParams
 from windlass.tools.quantize.gptq import ActOrder
-from windlass.tools.quantize.rtn import Grid
+from windlass.tools.quantize.weights import Grid
 
 Method = Literal["rtn", "gptq", "awq", "smoothquant", "fp8", "nf4"]
 Format = Literal["compressed-tensors", "gptq", "awq", "bitsandbytes"]

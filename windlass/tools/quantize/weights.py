@@ -1,4 +1,4 @@
-"""Quantised weights as the methods make them, before a layout packs them for a file.
+"""Quantised weights, and how they are rounded: to whole numbers, to 8-bit floats, to NF4's table.
 
 Scales are already rounded to what the file will hold: what `dequantise` gives is what a reader gets.
 """
@@ -6,9 +6,17 @@ Scales are already rounded to what the file will hold: what `dequantise` gives i
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
+from statistics import NormalDist
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
+
+_FORMAT = torch.float8_e4m3fn
+_LARGEST = torch.finfo(_FORMAT).max
+# The share of the distribution below the outermost level; with it the levels are QLoRA's.
+_OFFSET = 0.9677083
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,3 +84,117 @@ QuantisedWeight = IntWeight | Float8Weight | TableWeight
 def even_groups(num_in: int, group: int, device: torch.device) -> Tensor:
     """Inputs in groups of neighbours, all of one size."""
     return torch.arange(num_in, dtype=torch.int32, device=device) // group
+
+
+@dataclass(frozen=True, slots=True)
+class Grid:
+    """Which whole numbers stand for weights: bits, groups of inputs, and how scales are stored."""
+
+    bits: int
+    group: int  # inputs that share a scale
+    symmetric: bool  # the zero point is the middle; else the range follows the weights
+    stored: torch.dtype = torch.float32  # the file's type of scales
+
+    @property
+    def top(self) -> int:
+        return (1 << self.bits) - 1
+
+    def fit(self, weight: Tensor, shrink: Tensor | float = 1.0) -> tuple[Tensor, Tensor]:
+        """Scale and zero point for the weights along the last dimension, which is dropped.
+
+        `shrink` narrows the range, so that the outermost weights are cut off.
+        """
+        if self.symmetric:
+            # 2 ** bits values around zero: one more below than above.
+            scale = weight.abs().amax(-1) * shrink / (self.top / 2)
+            zero = torch.full_like(scale, 1 << (self.bits - 1))
+            return self._stored(scale), zero
+        low = weight.amin(-1).clamp(max=0) * shrink
+        high = weight.amax(-1).clamp(min=0) * shrink
+        # A zero point of 0 cannot be written in GPTQ's files, which store one less.
+        scale = self._stored(torch.maximum((high - low) / self.top, high / (self.top - 1)))
+        return scale, (-low / scale).round().clamp(1, self.top)
+
+    def _stored(self, scale: Tensor) -> Tensor:
+        """As the file will hold it; weights that are all zero get a scale that divides."""
+        rounded = scale.to(self.stored).float()
+        return torch.where(rounded > 0, rounded, torch.ones_like(rounded))
+
+    def encode(self, weight: Tensor, scale: Tensor, zero: Tensor) -> Tensor:
+        return (weight / scale + zero).round().clamp(0, self.top)
+
+
+def round_to_nearest(weight: Tensor, grid: Grid, shrink: Tensor | None = None) -> IntWeight:
+    """Quantise [N, K]; `shrink` [N, K / group] narrows the range of each group."""
+    num_out, num_in = weight.shape
+    grouped = weight.unflatten(1, (-1, grid.group))
+    scale, zero = grid.fit(grouped, 1.0 if shrink is None else shrink)
+    codes = grid.encode(grouped, scale[..., None], zero[..., None])
+    return IntWeight(
+        grid.bits,
+        codes.to(torch.uint8).view(num_out, num_in),
+        scale,
+        zero.to(torch.uint8),
+        even_groups(num_in, grid.group, weight.device),
+    )
+
+
+def to_float8(weight: Tensor, stored: torch.dtype, block: int | None = None) -> Float8Weight:
+    """One scale per output, or per block x block of outputs and inputs, rounded to `stored`."""
+    if block is None:
+        scales = _scale(weight.abs().amax(1, keepdim=True), stored)
+        return Float8Weight(_encode(weight, scales), scales)
+    num_out, num_in = weight.shape
+    padded = pad(weight.abs(), (0, -num_in % block, 0, -num_out % block))
+    tiles = padded.unflatten(0, (-1, block)).unflatten(2, (-1, block))
+    scales = _scale(tiles.amax((1, 3)), stored)
+    wide = scales.repeat_interleave(block, 0)[:num_out].repeat_interleave(block, 1)[:, :num_in]
+    return Float8Weight(_encode(weight, wide), scales, block)
+
+
+def round_activations_float8(x: Tensor, group: int | None = None) -> Tensor:
+    """As a kernel sees them: one scale per token, or per token and `group` features."""
+    parts = x if group is None else x.unflatten(-1, (-1, group))
+    scale = (parts.abs().amax(-1, keepdim=True) / _LARGEST).clamp(min=1e-12)
+    return (_encode(parts, scale).float() * scale).view_as(x)
+
+
+def round_activations_int8(x: Tensor) -> Tensor:
+    """As a kernel sees them: whole numbers to 127, one scale per token."""
+    scale = (x.abs().amax(-1, keepdim=True) / 127).clamp(min=1e-12)
+    return (x / scale).round().clamp(-128, 127) * scale
+
+
+def _scale(largest: Tensor, stored: torch.dtype) -> Tensor:
+    scale = (largest / _LARGEST).to(stored).float()
+    return torch.where(scale > 0, scale, torch.ones_like(scale))
+
+
+def _encode(values: Tensor, scale: Tensor) -> Tensor:
+    return (values / scale).clamp(-_LARGEST, _LARGEST).to(_FORMAT)
+
+
+@cache
+def _levels() -> tuple[float, ...]:
+    """Eight levels above zero, zero, seven below; scaled to reach from -1 to 1."""
+    quantile = NormalDist().inv_cdf
+    above = [quantile(0.5 + (_OFFSET - 0.5) * i / 8) for i in range(1, 9)]
+    below = [-quantile(0.5 + (_OFFSET - 0.5) * i / 7) for i in range(1, 8)]
+    largest = above[-1]
+    return tuple(sorted(value / largest for value in [*above, 0.0, *below]))
+
+
+def nf4_table() -> Tensor:
+    """The levels, float32 [16]."""
+    return torch.tensor(_levels(), dtype=torch.float32)
+
+
+def to_nf4(weight: Tensor, group: int) -> TableWeight:
+    """The nearest level of each weight over the largest of its group."""
+    table = nf4_table().to(weight.device)
+    grouped = weight.unflatten(1, (-1, group))
+    scales = grouped.abs().amax(-1)
+    scales = torch.where(scales > 0, scales, torch.ones_like(scales))
+    borders = (table[1:] + table[:-1]) / 2
+    codes = torch.bucketize((grouped / scales[..., None]).contiguous(), borders)
+    return TableWeight(codes.flatten(1).to(torch.uint8), table, scales)

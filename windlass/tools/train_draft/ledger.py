@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from windlass.errors import ConfigError, EngineError
+from windlass.tools.unfinished import changes_of
 
 
 class Ledger:
@@ -45,14 +46,8 @@ class Ledger:
             ) from error
 
     def _check(self, line: bytes, wanted: dict[str, Any]) -> None:
-        about = json.loads(line)["about"]
-        other = sorted(
-            name for name in about.keys() | wanted.keys() if about.get(name) != wanted.get(name)
-        )
-        if other:
-            changes = "; ".join(
-                f"{name} was {about.get(name)!r:.80}, is {wanted.get(name)!r:.80}" for name in other
-            )
+        changes = changes_of(json.loads(line)["about"], wanted)
+        if changes:
             raise ConfigError(
                 f"{self.path} was begun with other options: {changes}. Run the same command to go "
                 "on, or remove that file."

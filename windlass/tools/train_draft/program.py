@@ -44,7 +44,7 @@ from windlass.tools.train_draft.writing import (
 )
 from windlass.tools.unfinished import check_output
 
-Say = Callable[[str], None]
+Log = Callable[[str], None]
 
 _SEQS_ON_CUDA = WINDOW  # recorded steps for all that are written at once
 _MOST_ROWS = 512  # texts of one step of the target
@@ -60,7 +60,7 @@ class Made:
     acceptance: Acceptance
 
 
-def run(order: Order, say: Say, advance: Advance, watch: Watch) -> Made:
+def run(order: Order, log: Log, advance: Advance, watch: Watch) -> Made:
     """Write the texts, train and measure, or go on with it; returns what report.json says."""
     check_output(order.output)
     wishes = order.wishes
@@ -79,17 +79,17 @@ def run(order: Order, say: Say, advance: Advance, watch: Watch) -> Made:
         longest = wishes.context - min(wishes.max_tokens, wishes.context // 2)
         prompts = read_prompts(order.data, renderer, longest, wishes.skip_broken)
         for note in prompts.notes:
-            say(f"{order.data}: {note}")
+            log(f"{order.data}: {note}")
     model = fingerprint(hparams, open_checkpoint(opened.files, order.config.model))
     about = _about(order, model, prompts)
     with closing(Work(order.output, about)) as work:
         studio = _Studio(order, opened, model)
         corpus = studio.corpus(work, renderer, prompts, advance)
-        say(
+        log(
             f"texts: {len(corpus.train)} to train on, {corpus.num_tokens:,} tokens, of which "
             f"{corpus.num_answered:,} are answers; {len(corpus.held_out)} held out"
         )
-        return _train(order, studio, corpus, work, say, advance, watch)
+        return _train(order, studio, corpus, work, log, advance, watch)
 
 
 def _train(
@@ -97,7 +97,7 @@ def _train(
     studio: _Studio,
     corpus: Corpus,
     work: Work,
-    say: Say,
+    log: Log,
     advance: Advance,
     watch: Watch,
 ) -> Made:
@@ -106,10 +106,10 @@ def _train(
     head = _head(order, target, corpus)
     trainer = Trainer(head, target, corpus.train, wishes, seed)
     began = time.monotonic()
-    trainer.prepare(work, say, advance)
+    trainer.prepare(work, log, advance)
     prepared = time.monotonic() - began
     course = trainer.run(work, watch)
-    say(f"trained {course.step} steps in {course.seconds:.0f} s; ended by {course.ended}")
+    log(f"trained {course.step} steps in {course.seconds:.0f} s; ended by {course.ended}")
     tokens = wishes.batch_tokens_on(target.device.type)
     acceptance = measure(head, target, corpus.held_out, tokens)
     report = _report(order, corpus, course, acceptance)

@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from windlass.core.card import ModelCard
 from windlass.core.sampling import SamplingParams
 from windlass.errors import ConfigError, RequestError
 from windlass.serve.chat import ChatTemplate
+from windlass.tools.common.jsonl import Messages, check_messages, parse_lines, parse_object
 
 _FIELDS = ("prompt", "messages", "text")
 _INVENTED_TOKENS = 96
 _MARK = "Here the words of the user begin."
-Messages = list[dict[str, Any]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,17 +70,9 @@ def read_prompts(path: Path, renderer: Renderer, longest: int, skip_broken: bool
         raw = path.read_bytes()
     except OSError as error:
         raise ConfigError(f"--data {path}: {error.strerror or error}.") from error
-    found: list[list[int]] = []
-    broken: list[str] = []
-    reasons: Counter[str] = Counter()
-    for number, line in enumerate(raw.split(b"\n"), start=1):
-        if not line.strip():
-            continue
-        try:
-            found.append(_tokens(line, renderer))
-        except RequestError as error:
-            reasons[str(error)] += 1
-            broken.append(f"line {number}: {error}")
+    found, wrong = parse_lines(raw, lambda line: _tokens(line, renderer))
+    broken = [f"line {number}: {why}" for number, why in wrong]
+    reasons = Counter(why for _, why in wrong)
     if broken and not skip_broken and found:
         raise ConfigError(
             f"--data {path}: {len(broken)} of {len(broken) + len(found)} lines cannot be used. "
@@ -107,36 +97,18 @@ def read_prompts(path: Path, renderer: Renderer, longest: int, skip_broken: bool
 
 def _tokens(line: bytes, renderer: Renderer) -> list[int]:
     """One line's prompt; RequestError says what is wrong with it, without its number."""
-    try:
-        value = json.loads(line.decode("utf-8-sig"))
-    except UnicodeDecodeError:
-        raise RequestError("is not UTF-8") from None
-    except ValueError:
-        raise RequestError("is not JSON") from None
-    if not isinstance(value, dict):
-        raise RequestError('is no object such as {"prompt": "..."}')
+    value = parse_object(line, '{"prompt": "..."}')
     names = [name for name in _FIELDS if name in value]
     if len(names) != 1:
         raise RequestError("needs one of prompt, messages and text")
     (name,) = names
     if name == "messages":
-        return renderer.conversation(_messages(value[name]))
+        return renderer.conversation(check_messages(value[name]))
     if not isinstance(value[name], str) or not value[name].strip():
         raise RequestError(f"{name} must be a string that is not empty")
     if name == "text":
         return renderer.text(value[name])
     return renderer.card.tokenizer.encode(value[name])
-
-
-def _messages(value: object) -> Messages:
-    if not isinstance(value, list) or not value:
-        raise RequestError("messages must be a list with at least one message")
-    for message in value:
-        if not isinstance(message, dict) or not all(
-            isinstance(message.get(name), str) for name in ("role", "content")
-        ):
-            raise RequestError("a message needs role and content, both strings")
-    return value
 
 
 def unique(prompts: Iterable[list[int]]) -> list[list[int]]:
@@ -146,7 +118,7 @@ def unique(prompts: Iterable[list[int]]) -> list[list[int]]:
 
 @dataclass(frozen=True, slots=True)
 class Inventor:
-    """Asks the model what a user might say: it goes on from where the user's words begin."""
+    """Samples prompts from the model: it continues from where the user's words begin."""
 
     renderer: Renderer
     opening: list[int]

@@ -90,7 +90,7 @@ class Trainer:
         steps = self._steps_per_epoch * wishes.epochs
         self.total = min(steps, wishes.max_steps or steps)
 
-    def prepare(self, work: Work, say: Callable[[str], None], advance: Advance) -> None:
+    def prepare(self, work: Work, log: Callable[[str], None], advance: Advance) -> None:
         """Go on from what `work` has, and compute the target's states where once is enough."""
         saved = work.load_state()
         if saved is not None:
@@ -101,7 +101,7 @@ class Trainer:
         room = Room.of(self._target, self._texts)
         again = self.total > self._steps_per_epoch
         course.remembered, line = decide(room, again, course.remembered)
-        say(line)
+        log(line)
         if course.remembered:
             self._source = remember(self._target, self._texts, self._batch_tokens, advance)
             if self._target.device.type == "cuda":

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any
 from windlass.build import OpenModel
 from windlass.config import EngineConfig
 from windlass.errors import EngineError
-from windlass.tools.bench.side_by_side import Judge, short_corpus
+from windlass.tools.common.judge import Judge, short_corpus
 from windlass.tools.eval.windows import Cut
 from windlass.tools.plan.quality import Retention
-from windlass.tools.tune.space import Form
+from windlass.tools.tune.search import Form
 
 if TYPE_CHECKING:
     from windlass.runner.assemble import Loaded
@@ -33,7 +33,7 @@ class Tester:
         opened: OpenModel,
         device: str,
         stored: Retention,
-        say: Callable[[str], None],
+        log: Callable[[str], None],
     ) -> None:
         """`stored`: what the model's file is expected to have kept of the original."""
         context = min(_CONTEXT, opened.hparams.max_positions)
@@ -44,7 +44,7 @@ class Tester:
         self._corpus = short_corpus()
         self._stored = stored
         self._cut = Cut("strided", context, context)
-        self._say = say
+        self._log = log
         self._judge: Judge | None = None
 
     def measure(self, form: Form, weights: Loaded) -> Form:
@@ -55,10 +55,10 @@ class Tester:
                 self._judge = Judge(self._config, self._opened, self._corpus, self._cut)
             found = self._judge.compare(self._judge.build(config, weights))
         except EngineError as error:
-            self._say(f"{form.name}: quality not measured: {error}")
+            self._log(f"{form.name}: quality not measured: {error}")
             return form
         assert found.against is not None
         kept = round(min(1.0, 1 / found.against.ppl_ratio), 4)
         measured = Retention(kept, "measured", f"on {self._corpus.name}")
-        self._say(f"{form.name}: keeps {kept:.4f} of the quality, measured")
+        self._log(f"{form.name}: keeps {kept:.4f} of the quality, measured")
         return replace(form, quality=self._stored.times(measured))

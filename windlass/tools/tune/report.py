@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from windlass.tools.bench.record import Record
+from windlass.tools.common.record import Record, save_text
 from windlass.tools.tune.tried import Tried, as_fast_as
 from windlass.tools.tune.tune import Tuned, Wish
 
@@ -112,11 +111,8 @@ def write_yaml(path: Path, options: Mapping[str, Any], why: list[str]) -> None:
     head = "".join(f"# {line}\n" for sentence in why for line in sentence.splitlines())
     keys = {name.replace("_", "-"): _plain(value) for name, value in options.items()}
     body = yaml.safe_dump(keys, sort_keys=False, allow_unicode=True)
-    part = path.with_name(f"{path.name}.part")
-    part.write_text(
-        f"# Written by windlass tune; windlass serve --config {path.name}\n{head}{body}"
-    )
-    os.replace(part, path)
+    title = f"# Written by windlass tune; windlass serve --config {path.name}\n"
+    save_text(path, f"{title}{head}{body}")
 
 
 def _plain(value: Any) -> Any:

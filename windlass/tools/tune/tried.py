@@ -7,10 +7,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from windlass.tools.load.summary import Summary
-from windlass.tools.plan.replay import Replayed
-from windlass.tools.plan.slo import Slo
-from windlass.tools.tune.space import Settings
+from windlass.tools.common.drive import EngineRun
+from windlass.tools.common.price import Price
+from windlass.tools.common.slo import Slo
+from windlass.tools.common.summary import Summary
+from windlass.tools.tune.search import Settings
 
 _SAME = 0.02  # throughputs as near as this are the same; then less memory is better
 _MOST_NOISE = 0.1  # runs that differ by more say little, and are not taken for the same
@@ -22,13 +23,13 @@ class Tried:
 
     settings: Settings
     is_measured: bool
-    runs: tuple[Replayed, ...]
+    runs: tuple[EngineRun, ...]
     summaries: tuple[Summary, ...]  # of the runs
     slo: Slo
     kv_bytes: int
     price_per_hour: float | None = None
 
-    def again(self, run: Replayed, summary: Summary) -> Tried:
+    def again(self, run: EngineRun, summary: Summary) -> Tried:
         """With one more run."""
         return replace(self, runs=(*self.runs, run), summaries=(*self.summaries, summary))
 
@@ -90,10 +91,7 @@ class Tried:
     @property
     def usd_per_million(self) -> float | None:
         """Dollars per million tokens out."""
-        speed = self.summary.output_throughput
-        if self.price_per_hour is None or speed <= 0:
-            return None
-        return self.price_per_hour / 3600 / speed * 1e6
+        return Price(self.price_per_hour, "").per_million(self.summary.output_throughput)
 
     def row(self) -> dict[str, Any]:
         """For the table and the record."""

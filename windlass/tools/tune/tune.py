@@ -16,25 +16,34 @@ from windlass.errors import ConfigError, EngineError
 from windlass.models.card import open_checkpoint
 from windlass.runner.assemble import load_network
 from windlass.runner.device import choose_device
-from windlass.tools.bench.device import release_memory
+from windlass.tools.common.device import release_memory
+from windlass.tools.common.drive import EngineRun, replay
+from windlass.tools.common.load import Load
+from windlass.tools.common.requests import Request, longest
+from windlass.tools.common.slo import Slo
 from windlass.tools.plan.formats import FORMATS, STORED
-from windlass.tools.plan.jobs import Load, longest
 from windlass.tools.plan.quality import Retention
-from windlass.tools.plan.replay import Job, RealClock, Replay, Replayed
 from windlass.tools.plan.select import Plan, select_quantization
 from windlass.tools.plan.simulate import simulate
-from windlass.tools.plan.slo import Slo
 from windlass.tools.plan.steps import Steps, context_of, find_steps
 from windlass.tools.tune.quality import Tester
-from windlass.tools.tune.search import Search, need_optuna
-from windlass.tools.tune.space import SPECS, Form, Settings, Space, choose_forms, stored_quality
+from windlass.tools.tune.search import (
+    SPECS,
+    Form,
+    Search,
+    Settings,
+    Space,
+    choose_forms,
+    need_optuna,
+    stored_quality,
+)
 from windlass.tools.tune.tried import Tried, best_of
 
 if TYPE_CHECKING:
     from windlass.runner.assemble import Loaded
 
-Say = Callable[[str], None]
-_WARM_UP = (Job([1] * 32, 4),) * 2
+Log = Callable[[str], None]
+_WARM_UP = (Request([1] * 32, 4),) * 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,14 +94,14 @@ class Tuned:
 class Tuner:
     """One model on this machine with one load."""
 
-    def __init__(self, wish: Wish, say: Say) -> None:
+    def __init__(self, wish: Wish, log: Log) -> None:
         need_optuna()
         self._wish = wish
-        self._say = say
+        self._log = log
         self._base = EngineConfig.of(**wish.given)
         self._opened = open_model(self._base)
         self._device = choose_device(self._base.model).type
-        self._jobs = wish.load.jobs(self._opened.card, say)
+        self._requests = wish.load.requests(self._opened.card, log)
         self._weights: tuple[str, Loaded] | None = None  # of one format at a time
         self._steps: dict[str, Steps] = {}
         self.found = Tuned()
@@ -124,9 +133,9 @@ class Tuner:
         if not found.predicted:
             raise ConfigError(
                 f"none of {wish.num_trials} settings can serve this load: its longest request has "
-                f"{longest(self._jobs):,} tokens. Raise --trials, or shorten it."
+                f"{longest(self._requests):,} tokens. Raise --trials, or shorten it."
             )
-        self._say(f"{found.num_predicted} settings predicted, {found.num_pruned} left out")
+        self._log(f"{found.num_predicted} settings predicted, {found.num_pruned} left out")
         starting = search.tried.get(Settings(forms[0], *start).title)
         finalists = list(found.predicted)
         if starting is not None and starting not in finalists:
@@ -152,7 +161,7 @@ class Tuner:
         plan = select_quantization(
             **options,
             min_quality=wish.min_quality,
-            context=min(longest(self._jobs), self._opened.hparams.max_positions),
+            context=min(longest(self._requests), self._opened.hparams.max_positions),
             concurrency=1,
             formats=wish.formats or ((STORED,) if wish.max_formats == 1 else FORMATS),
             records=wish.records,
@@ -162,7 +171,7 @@ class Tuner:
         forms, self.found.left_out = choose_forms(plan, most, bool(wish.formats))
         if not forms:
             raise ConfigError(f"no form of this model can be tuned: {plan.shortfall}")
-        self._say(f"forms: {', '.join(form.name for form in forms)}")
+        self._log(f"forms: {', '.join(form.name for form in forms)}")
         return self._learned(forms, stored_quality(plan))
 
     def _refuse_lacking(self, plan: Plan) -> None:
@@ -173,7 +182,7 @@ class Tuner:
 
     def _learned(self, forms: Sequence[Form], stored: Retention) -> tuple[Form, ...]:
         """What steps of each form cost, and what it keeps of the quality: those that keep enough."""
-        tester = Tester(self._wish.given, self._opened, self._device, stored, self._say)
+        tester = Tester(self._wish.given, self._opened, self._device, stored, self._log)
         is_real, good, poor = self._base.model.load_format != "dummy", [], []
         for form in forms:
             config = EngineConfig.of(**{**self._wish.given, **form.options})
@@ -186,7 +195,7 @@ class Tuner:
                 poor.append(form)
                 continue
             self._steps[form.name] = find_steps(
-                config, self._opened, say=self._say, weights=weights
+                config, self._opened, log=self._log, weights=weights
             )
             good.append(form)
         if poor:
@@ -215,14 +224,14 @@ class Tuner:
             capacity,
             context_of(config, self._opened),
             steps.costs,
-            self._jobs,
+            self._requests,
             self._wish.load.max_concurrency,
             overlap=self._device == "cuda",
         )
         kv_bytes = capacity.num_blocks * capacity.bytes_per_block
         return self._tried(settings, False, run, kv_bytes)
 
-    def _tried(self, settings: Settings, is_measured: bool, run: Replayed, kv_bytes: int) -> Tried:
+    def _tried(self, settings: Settings, is_measured: bool, run: EngineRun, kv_bytes: int) -> Tried:
         wish = self._wish
         summaries, price = (wish.slo.summarise(run),), wish.price_per_hour
         return Tried(settings, is_measured, (run,), summaries, wish.slo, kv_bytes, price)
@@ -233,18 +242,18 @@ class Tuner:
         try:
             built = build_engine(config, self._opened.source, self._loaded(settings.form, config))
         except EngineError as error:
-            self._say(f"{settings.title}: left out: {error}")
+            self._log(f"{settings.title}: left out: {error}")
             return
-        Replay(built.engine, _WARM_UP, RealClock()).run()
+        replay(built.engine, _WARM_UP)
         built.engine.reset_prefix_cache()
-        clock, at_once = RealClock(), self._wish.load.max_concurrency
-        run = Replay(built.engine, self._jobs, clock, at_once).run()
+        at_once = self._wish.load.max_concurrency
+        run = replay(built.engine, self._requests, max_concurrency=at_once)
         capacity = built.report.capacity
         kv_bytes = capacity.num_blocks * capacity.bytes_per_block
         tried = self._tried(settings, True, run, kv_bytes)
         kept = "" if tried.is_good else f"; {'; '.join(tried.slo.misses(tried.summary))}"
         self.found.add(tried)
-        self._say(f"{settings.title}: {tried.summary.output_throughput:,.1f} tok/s{kept}")
+        self._log(f"{settings.title}: {tried.summary.output_throughput:,.1f} tok/s{kept}")
         del built
         release_memory()
 

@@ -1,0 +1,196 @@
+"""Measures draft models on a CPU: one that predicts most of the target's tokens, and one that predicts none.
+
+    python benchmarks/scripts/draft_pairs.py benchmarks/models/llama-3.2-1b -o FILE
+
+The target's layers behind the draft model's add next to nothing to the residual stream, so the first
+layers with the same embeddings and head predict most of its tokens. Engines with and without
+speculation share the target's weights and take turns in one process.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from random import Random
+from typing import Any
+
+from random_gguf import StorageTypes, Weights, write_gguf
+
+from windlass.build import build_engine, open_model
+from windlass.config import EngineConfig
+from windlass.core.sampling import SamplingParams
+from windlass.errors import ConfigError, EngineError
+from windlass.folders import cache_dir
+from windlass.llm import LLM
+from windlass.tools.common.record import Record
+from windlass.tools.common.report import show
+
+Say = Callable[[str], None]
+
+_KIND = "Q4_0"
+_QUIET = 0.0005  # of what the target's other layers add
+_PROMPT_IDS = (1000, 40000)  # plain tokens of the default model's vocabulary
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """What to measure."""
+
+    shape: str  # a folder with a config.json
+    work: Path  # where the models are written
+    draft_layers: int
+    num_requests: int  # of a run, one at a time
+    prompt_tokens: int
+    output_tokens: int
+    repeat: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """One run over all prompts."""
+
+    seconds: float
+    decode_s: float  # without the time to the first token
+    tokens: list[list[int]]
+    num_drafts: int
+    num_drafted: int
+    num_accepted: int
+
+
+def draft_pairs(order: Order, say: Say) -> Record:
+    """Each draft model against no speculation; tokens that differ are an error."""
+    if min(order.draft_layers, order.num_requests, order.output_tokens, order.repeat) < 1:
+        raise ConfigError("the counts of layers, requests, tokens and runs must be at least 1.")
+    target, drafts = _models(order, say)
+    # A little more than a request needs: costs are measured there before the first.
+    longest = order.prompt_tokens + order.output_tokens + 64
+    options = {"model": str(target), "device": "cpu", "max_model_len": longest, "num_blocks": 256}
+    config = EngineConfig.of(**options)
+    opened = open_model(config)
+    built = build_engine(config, opened.source)
+    off, rows = LLM.over(opened.card, built), []
+    for name, path in drafts.items():
+        own = EngineConfig.of(**options, hparams="draft", spec_model=str(path))
+        speculating = build_engine(own, opened.source, built.weights)
+        (choice,) = [one for one in speculating.report.choices if one.what == "speculation"]
+        say(f"{name}: {choice.reason}")
+        on = LLM.over(opened.card, speculating)
+        row = {"draft": name, **_compare(off, on, order, say), "costs": choice.reason}
+        rows.append(row)
+        say(f"{name}: {row['speedup']} times the speed")
+    notes = (
+        f"{order.num_requests} requests a run, one at a time, {order.prompt_tokens} prompt tokens and "
+        f"{order.output_tokens} greedy ones, the same with and without; on and off take turns, {order.repeat} "
+        f"times each. Times off: the median of the ratios of runs that followed each other, the least and "
+        f"the most. Each run has new prompts; the first run includes learning the costs."
+    )
+    return Record("draft_pairs", rows, notes, settings={"shape": order.shape, "type": _KIND})
+
+
+def _models(order: Order, say: Say) -> tuple[Path, dict[str, Path]]:
+    """The target and the draft models; files of an earlier run are kept."""
+    count = order.draft_layers
+    stem = f"{Path(order.shape).name}-{_KIND}"
+    wanted = {
+        "target": Weights(quiet_from=count, quiet=_QUIET),
+        "agreeing": Weights(num_layers=count),
+        "unrelated": Weights(num_layers=count, seed=1),
+    }
+    order.work.mkdir(parents=True, exist_ok=True)
+    paths = {}
+    for name, weights in wanted.items():
+        path = paths[name] = order.work / f"{stem}-{count}-{name}.gguf"
+        if not path.is_file():
+            part = path.with_suffix(".part")
+            size = write_gguf(order.shape, StorageTypes(_KIND, "Q8_0"), part, weights)
+            part.replace(path)
+            say(f"written to {path}: {size / 2**20:,.0f} MiB")
+    return paths.pop("target"), paths
+
+
+def _compare(off: LLM, on: LLM, order: Order, say: Say) -> dict[str, Any]:
+    for llm in (off, on):
+        _run(llm, order, seed=-1)
+    runs: list[tuple[_Run, _Run]] = []
+    for turn in range(order.repeat):
+        pair = (off, on) if turn % 2 == 0 else (on, off)
+        first, second = (_run(llm, order, turn) for llm in pair)
+        without, using = (first, second) if turn % 2 == 0 else (second, first)
+        if without.tokens != using.tokens:
+            raise EngineError(f"run {turn}: the tokens differ with speculation and without.")
+        runs.append((without, using))
+        say(f"run {turn}: {without.seconds / using.seconds:.3f} times the speed")
+    ratios = [without.seconds / using.seconds for without, using in runs]
+    decode = [without.decode_s / using.decode_s for without, using in runs]
+    drafted = sum(using.num_drafted for _, using in runs)
+    accepted = sum(using.num_accepted for _, using in runs)
+    drafts = sum(using.num_drafts for _, using in runs)
+    return {
+        "off_seconds": [round(without.seconds, 3) for without, _ in runs],
+        "on_seconds": [round(using.seconds, 3) for _, using in runs],
+        "speedup": round(statistics.median(ratios), 3),
+        "speedup_least": round(min(ratios), 3),
+        "speedup_most": round(max(ratios), 3),
+        "decode_speedup": round(statistics.median(decode), 3),
+        "drafted": drafted,
+        "accepted": accepted,
+        "acceptance_length": round(1 + accepted / max(1, drafts), 2),
+    }
+
+
+def _run(llm: LLM, order: Order, seed: int) -> _Run:
+    random = Random(seed)
+    llm.engine.reset_prefix_cache()
+    wish = SamplingParams(temperature=0.0, max_tokens=order.output_tokens, ignore_eos=True)
+    before, tokens, decode_s = llm.engine.stats(), [], 0.0
+    start = time.perf_counter()
+    for _ in range(order.num_requests):
+        prompt = [random.randrange(*_PROMPT_IDS) for _ in range(order.prompt_tokens)]
+        result = llm.generate([prompt], wish)[0]
+        tokens.append(list(result.outputs[0].token_ids))
+        times = result.timeline
+        if times is not None and times.first_token is not None and times.last_token is not None:
+            decode_s += times.last_token - times.first_token
+    seconds, after = time.perf_counter() - start, llm.engine.stats()
+    return _Run(
+        seconds=seconds,
+        decode_s=decode_s,
+        tokens=tokens,
+        num_drafts=after.num_drafts - before.num_drafts,
+        num_drafted=after.num_draft_tokens - before.num_draft_tokens,
+        num_accepted=after.num_accepted_tokens - before.num_accepted_tokens,
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("folder", help="with a config.json, as in benchmarks/models")
+    parser.add_argument("--draft-layers", type=int, default=2, help="layers of the draft models")
+    parser.add_argument("--num-requests", type=int, default=2, help="requests per run")
+    parser.add_argument("--input-len", type=int, default=32, help="prompt tokens per request")
+    parser.add_argument("--output-len", type=int, default=64, help="output tokens per request")
+    parser.add_argument("--repeat", type=int, default=7, help="runs of each; the median counts")
+    parser.add_argument("--work", type=Path, help="folder for the models; default: the cache")
+    parser.add_argument("-o", "--output", type=Path, metavar="FILE", help="write JSON here")
+    args = parser.parse_args()
+    order = Order(
+        shape=args.folder,
+        work=args.work or cache_dir() / "pairs",
+        draft_layers=args.draft_layers,
+        num_requests=args.num_requests,
+        prompt_tokens=args.input_len,
+        output_tokens=args.output_len,
+        repeat=args.repeat,
+    )
+    record = draft_pairs(order, print)
+    show(record)
+    if args.output:
+        record.save(args.output)
+
+
+if __name__ == "__main__":
+    main()

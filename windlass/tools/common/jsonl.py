@@ -1,0 +1,58 @@
+"""JSONL files: the object of a line, conversations, and what is wrong with broken lines."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
+
+from windlass.errors import RequestError
+
+Messages = list[dict[str, Any]]
+T = TypeVar("T")
+
+
+def numbered_lines(raw: bytes) -> Iterator[tuple[int, bytes]]:
+    """The lines that are not empty, numbered from 1."""
+    for number, line in enumerate(raw.split(b"\n"), start=1):
+        if line.strip():
+            yield number, line
+
+
+def parse_lines(raw: bytes, parse: Callable[[bytes], T]) -> tuple[list[T], list[tuple[int, str]]]:
+    """What the lines hold, and the number of each broken line with what is wrong with it."""
+    found: list[T] = []
+    broken: list[tuple[int, str]] = []
+    for number, line in numbered_lines(raw):
+        try:
+            found.append(parse(line))
+        except RequestError as error:
+            broken.append((number, str(error)))
+    return found, broken
+
+
+def parse_object(line: bytes | str, such_as: str) -> dict[str, Any]:
+    """The object of a line; RequestError says what is wrong, without the line's number."""
+    try:
+        value = json.loads(line.decode("utf-8-sig") if isinstance(line, bytes) else line)
+    except UnicodeDecodeError:
+        raise RequestError("is not UTF-8") from None
+    except json.JSONDecodeError as error:
+        raise RequestError(f"is not JSON at column {error.colno}: {error.msg}") from None
+    if not isinstance(value, dict):
+        raise RequestError(f"expected an object such as {such_as}, got {value!r:.80}")
+    return value
+
+
+def check_messages(value: object) -> Messages:
+    """A conversation: messages with role and content."""
+    if not isinstance(value, list) or not value:
+        raise RequestError("messages must be a list with at least one message", "messages")
+    for message in value:
+        if not isinstance(message, dict) or not all(
+            isinstance(message.get(name), str) for name in ("role", "content")
+        ):
+            raise RequestError(
+                f"a message needs role and content, both texts; got {message!r:.100}", "messages"
+            )
+    return value

@@ -1,0 +1,125 @@
+"""A load: which requests and when, from a workload by name or from a trace, as text or token ids."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from windlass.core.card import ModelCard
+from windlass.errors import ConfigError
+from windlass.serve.chat import ChatTemplate
+from windlass.settings import at_least
+from windlass.tools.common.arrivals import Arrivals
+from windlass.tools.common.request_files import read_load, refuse_problems
+from windlass.tools.common.requests import Request, TextRequest
+from windlass.tools.common.text_workload import LOADS, Sizes, make_load
+from windlass.tools.common.texts import Writer, measure_scale
+
+_ALL = 1_000_000  # requests of a trace, where no number is given
+
+Log = Callable[[str], None]
+
+
+def writer_for(card: ModelCard) -> Writer:
+    """Writes texts whose lengths are in this model's tokens."""
+    return Writer(measure_scale(lambda text: len(card.tokenizer.encode(text))))
+
+
+def tokenize(
+    requests: Sequence[TextRequest], card: ModelCard, template_prompts: bool = True
+) -> list[Request]:
+    """Token ids, as the server makes them. `template_prompts`: a plain prompt is a user message."""
+    template = None
+    if card.chat_template is not None:
+        template = ChatTemplate(card.chat_template, card.special_tokens)
+    made = []
+    for request in requests:
+        prompt = request.as_prompt()
+        if isinstance(prompt, list):
+            tokens = prompt
+        elif template is not None and (request.messages or template_prompts):
+            text = template.render(request.as_messages())
+            tokens = card.tokenizer.encode(text, add_special=False)
+        else:
+            tokens = card.tokenizer.encode(prompt)
+        made.append(Request(tokens, request.max_tokens, request.at, request.follows))
+    return made
+
+
+def read_requests(
+    name: str,
+    path: Path,
+    sizes: Sizes,
+    writer: Writer,
+    *,
+    seed: int,
+    skip_bad_lines: bool,
+    log: Log = lambda _: None,
+) -> list[TextRequest]:
+    """The requests of a file; bad lines are refused, or skipped and logged."""
+    made = read_load(name, path, sizes, writer, str(seed))
+    if not skip_bad_lines:
+        refuse_problems(path, made.problems)
+    for problem in made.problems:
+        log(f"{path}: left out: {problem}")
+    if not made.requests:
+        raise ConfigError(f"{path} has no line that can be used.")
+    return made.requests
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """The load of `plan` and `tune`: a workload by name, or a trace."""
+
+    name: str = "chat"
+    trace: Path | None = None
+    num_prompts: int | None = None  # None: all of a trace, else 64
+    input_len: int | None = None
+    output_len: int | None = None
+    arrivals: Arrivals = field(default_factory=Arrivals)
+    max_concurrency: int | None = None
+    skip_bad_lines: bool = False
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.trace is None and self.name not in LOADS:
+            raise ConfigError(
+                f"--workload {self.name!r} is not known. Known: {', '.join(LOADS)}; or a file of "
+                "requests with --trace."
+            )
+        if self.trace is not None and self.input_len is not None:
+            raise ConfigError("--input-len means nothing for --trace, which has its own.")
+        if self.trace is None and self.skip_bad_lines:
+            raise ConfigError("--skip-bad-lines means nothing without --trace.")
+        at_least(self, 1, "num_prompts", "input_len", "output_len", "max_concurrency")
+
+    @property
+    def sizes(self) -> Sizes:
+        count = self.num_prompts or (_ALL if self.trace is not None else Sizes().num_prompts)
+        return Sizes(count, self.input_len, self.output_len)
+
+    @property
+    def title(self) -> str:
+        return self.name if self.trace is None else self.trace.name
+
+    def requests(self, card: ModelCard, log: Log = lambda _: None, draw: int = 0) -> list[Request]:
+        """The requests in token ids; another `draw` has other texts, if they are not from a file."""
+        made = self._text_requests(writer_for(card), log, draw)
+        return tokenize(self.arrivals.set(made, f"{self.seed} 0"), card)
+
+    def _text_requests(self, writer: Writer, log: Log, draw: int) -> list[TextRequest]:
+        if self.trace is None:
+            return make_load(self.name, self.sizes, writer, f"{self.seed} {draw}")
+        try:
+            return read_requests(
+                "timed_trace",
+                self.trace,
+                self.sizes,
+                writer,
+                seed=self.seed,
+                skip_bad_lines=self.skip_bad_lines,
+                log=log,
+            )
+        except ConfigError as error:
+            raise ConfigError(str(error).replace("--dataset-path", "--trace")) from error
