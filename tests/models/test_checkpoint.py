@@ -130,7 +130,7 @@ def test_byte_tokenizer():
 
 
 def test_file_readers_import_without_torch():
-    names = ["card", "checkpoint", "default_model", "dummy", "gguf_file", "source", "spec"]
+    names = ["card", "checkpoint", "default_model", "dummy", "gguf_file", "source", "hparams"]
     code = "import sys\n" + "".join(f"import windlass.models.{name}\n" for name in names)
     code += "import json; print(json.dumps('torch' in sys.modules))"
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True)

@@ -84,7 +84,7 @@ def _parse(raw: Tensor, kind: Kind) -> Block:
                 if name not in whole:
                     whole[name] = value.new_empty((raw.shape[0], value.shape[1]))
                 whole[name][first : first + rows] = value
-    return Block(whole["codes"], whole["scales"], whole.get("mins"), whole.get("sub_scales"))
+    return Block(whole["codes"], whole["scales"], whole.get("offsets"), whole.get("sub_scales"))
 
 
 def _parse_rows(raw: Tensor, kind: Kind) -> Block:
@@ -97,7 +97,7 @@ def _parse_rows(raw: Tensor, kind: Kind) -> Block:
         codes = pack_nibbles(codes + 8 if block.offsets is None else codes)
     flat = {
         name: value.flatten(1)
-        for name in ("scales", "mins", "sub_scales")
+        for name in ("scales", "offsets", "sub_scales")
         if (value := getattr(block, name)) is not None
     }
     return block._replace(codes=codes, **flat)
