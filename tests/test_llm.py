@@ -8,7 +8,7 @@ import pytest
 
 from tests.runner.test_deterministic import CONFIG
 from windlass import LLM, SamplingParams
-from windlass.core.completion import Completion
+from windlass.text.completion import Completion
 
 PROMPTS = [[i + 1, 2, 3, 5] for i in range(6)]
 

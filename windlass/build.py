@@ -23,15 +23,15 @@ from windlass.core.grammars import Grammars
 from windlass.core.limits import SchedulerLimits
 from windlass.core.policy import Continuous, Fcfs, Gate, Policy, Priority, Static
 from windlass.core.scheduler import Scheduler
-from windlass.core.text import Tokenizer
+from windlass.core.tokenizer import Tokenizer
 from windlass.engine import Engine
 from windlass.engine import Runner as EngineRunner
 from windlass.errors import ConfigError
-from windlass.grammar.backend import GrammarBackend
-from windlass.grammar.compiler import GrammarCompiler
 from windlass.models.card import load_card, open_checkpoint, read_headers
 from windlass.models.hparams import HParams
 from windlass.models.source import ModelFiles, resolve
+from windlass.text.grammar.backend import GrammarBackend
+from windlass.text.grammar.compiler import GrammarCompiler
 
 if TYPE_CHECKING:
     from windlass.lora.start import AdapterSetup

@@ -8,12 +8,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from windlass.core.card import ModelCard
-from windlass.core.completion import Completion, Delta, check_ids, resolve_words
 from windlass.core.sampling import SamplingParams
 from windlass.core.trace import RequestTrace
 from windlass.core.types import NewRequest, Output, Timeline, TokenLogprob
 from windlass.errors import EngineError, RequestError
-from windlass.serve.chat import ChatTemplate
+from windlass.text.chat_template import ChatTemplate
+from windlass.text.completion import Completion, Delta, check_ids, resolve_words
 
 Prompt = str | Sequence[int]
 Messages = Sequence[Mapping[str, Any]]

@@ -16,12 +16,12 @@ from typing import Any
 from windlass.build import Built, build_engine, build_for_process, open_model
 from windlass.config import EngineConfig, ModelConfig
 from windlass.core.card import EngineReport, ModelCard
-from windlass.core.completion import Delta
 from windlass.core.sampling import SamplingParams
 from windlass.errors import RequestError
 from windlass.front import Front, Job, Messages, Prompt, RequestOutput
 from windlass.lora.locate import locate
 from windlass.lora_config import check_adapter_name
+from windlass.text.completion import Delta
 
 _LOADING_S = 0.001
 

@@ -15,7 +15,6 @@ from transformers import AutoModelForCausalLM
 from tests.models import tiny
 from windlass.config import ModelConfig
 from windlass.core.sampling import SamplingParams
-from windlass.core.text import TextStream
 from windlass.errors import CheckpointError
 from windlass.models import gguf_file
 from windlass.models.card import load_card, load_hparams, open_checkpoint
@@ -24,6 +23,7 @@ from windlass.models.dummy import DummyCheckpoint
 from windlass.models.gguf_file import GGUFCheckpoint
 from windlass.models.gguf_header import read_header
 from windlass.models.source import ModelFiles, resolve
+from windlass.text.stream import TextStream
 
 
 def write_tokenizer(folder: Path) -> None:

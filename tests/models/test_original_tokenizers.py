@@ -15,10 +15,10 @@ from tests.models import tiny
 from tests.models.original_tokenizers import EXTRACTS, has_control_token
 from tests.models.tokenizer_strings import STRINGS
 from windlass.core.sampling import SamplingParams
-from windlass.core.text import TextStream
 from windlass.models import gguf_tokenizer, tokenizer_files
 from windlass.models.gguf_header import read_header
 from windlass.models.tokenizer import HFTokenizer, TextSide
+from windlass.text.stream import TextStream
 
 FAMILIES = sorted(path.stem for path in EXTRACTS.glob("*.json"))
 WITH_JSON = [family for family in FAMILIES if family != "mistral-7b"]

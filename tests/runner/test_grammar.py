@@ -19,12 +19,12 @@ from windlass import LLM, SamplingParams, StructuredOutputs
 from windlass.config import GrammarConfig
 from windlass.core.types import NewRequest, SlotId, SlotInit
 from windlass.errors import EngineError, RequestError
-from windlass.grammar.backend import GrammarBackend
-from windlass.grammar.compiler import GrammarCompiler
-from windlass.grammar.matcher import RequestMatcher
 from windlass.models.dummy import ByteTokenizer
 from windlass.runner.grammar import Grammar, open_grammar
 from windlass.runner.sampler import Sampler
+from windlass.text.grammar.backend import GrammarBackend
+from windlass.text.grammar.compiler import GrammarCompiler
+from windlass.text.grammar.matcher import RequestMatcher
 
 pytest.importorskip("llguidance")
 

@@ -22,9 +22,9 @@ from windlass.core.scheduler import Scheduler
 from windlass.core.types import Row, RowResult, SlotInit, StepPlan, StepResult, TokenLogprob
 from windlass.engine import Engine
 from windlass.errors import CheckpointError
-from windlass.grammar.backend import GrammarBackend
-from windlass.grammar.compiler import GrammarCompiler
 from windlass.serve.loop import Build
+from windlass.text.grammar.backend import GrammarBackend
+from windlass.text.grammar.compiler import GrammarCompiler
 
 BOS, EOS, VOCAB = 256, 257, 258
 

@@ -14,9 +14,9 @@ from tests.serve.conftest import Server
 from tests.serve.test_prepare import chat, complete, preparer_of
 from windlass.errors import RequestError
 from windlass.serve import messages
-from windlass.serve.chat import ChatTemplate
 from windlass.serve.fields import _HARMLESS, _NEUTRAL
 from windlass.serve.protocol import ChatRequest, CompletionRequest
+from windlass.text.chat_template import ChatTemplate
 
 ENDPOINTS = [
     "/v1/chat/completions",

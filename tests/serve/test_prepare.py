@@ -16,11 +16,11 @@ from windlass.core.sampling import SamplingParams
 from windlass.core.types import NewRequest, Output, TokenLogprob
 from windlass.errors import RequestError
 from windlass.serve import messages
-from windlass.serve.chat import ChatTemplate
 from windlass.serve.prepare import Prepared, Preparer
 from windlass.serve.protocol import ChatRequest, CompletionRequest
-from windlass.serve.template_worker import RenderJob
 from windlass.serve.workers import Workers
+from windlass.text.chat_template import ChatTemplate
+from windlass.text.template_worker import RenderJob
 
 REPORT = build_engine(Options())[1]
 

@@ -13,7 +13,7 @@ import pytest
 from tests.runner.test_deterministic import CONFIG
 from windlass import LLM, SamplingParams
 from windlass.config import EngineConfig, ModelConfig, SpecConfig, flag
-from windlass.core.text import Tokenizer
+from windlass.core.tokenizer import Tokenizer
 from windlass.errors import CheckpointError, ConfigError, EngineError
 from windlass.models.dummy import ByteTokenizer
 from windlass.models.source import resolve

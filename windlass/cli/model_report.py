@@ -24,7 +24,7 @@ from windlass.models.loader import outline
 from windlass.models.network import make_network
 from windlass.quant.plain import Plain
 from windlass.runner.assemble import make_blueprint
-from windlass.serve.chat import ChatTemplate
+from windlass.text.chat_template import ChatTemplate
 
 Json = dict[str, Any]
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from windlass.core.text import Tokenizer
+from windlass.core.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,7 @@
 """What an output must look like: JSON, a regular expression, one of some texts, a grammar.
 
 Plain values with checks that cost little. Compiling a grammar can take minutes and gigabytes, so it
-happens in the sandbox of grammar/, and what is wrong with a grammar is found there.
+happens in the sandbox of text/grammar/, and what is wrong with a grammar is found there.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from typing import Any
 from windlass.config import ModelConfig
 from windlass.core.card import ModelCard
 from windlass.core.sampling import SamplingParams
-from windlass.core.text import Tokenizer
+from windlass.core.tokenizer import Tokenizer
 from windlass.errors import CheckpointError, RequestError
 from windlass.models import gguf_tokenizer, tokenizer_files
 from windlass.models.checkpoint import Checkpoint, SafetensorsCheckpoint

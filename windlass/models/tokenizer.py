@@ -32,7 +32,7 @@ class TextSide:
 
 
 class HFTokenizer:
-    """Implements `windlass.core.text.Tokenizer`. Ids outside the vocabulary decode to nothing."""
+    """Implements `windlass.core.tokenizer.Tokenizer`. Ids outside the vocabulary decode to nothing."""
 
     def __init__(self, backend: Backend, eos_ids: tuple[int, ...]) -> None:
         self._backend = backend

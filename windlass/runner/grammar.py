@@ -1,6 +1,6 @@
 """Masks the tokens that would break the grammar of a request's output.
 
-Which tokens those are is found in grammar/; this file applies it to scores.
+Which tokens those are is found in text/grammar/; this file applies it to scores.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from windlass.core.types import SlotInit
-from windlass.grammar.matcher import RequestMatcher
+from windlass.text.grammar.matcher import RequestMatcher
 
 _NEVER = float("-inf")
 

@@ -15,7 +15,6 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from windlass.core.completion import Completion
 from windlass.errors import EngineError
 from windlass.serve.completion import Portion, Served, Stopwatch
 from windlass.serve.cost import Cost
@@ -28,6 +27,7 @@ from windlass.serve.services import Services
 from windlass.serve.shapes import Json, Shape, usage
 from windlass.serve.trace_store import Entry
 from windlass.serve.transport import CONNECTION, LimitedProtocol
+from windlass.text.completion import Completion
 
 T = TypeVar("T")
 

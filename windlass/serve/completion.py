@@ -1,6 +1,6 @@
 """A completion on its way to a client: what is sent when, and the numbers it leaves behind.
 
-How tokens become text, scores and an ending is core/completion.py; JSON shapes read the portions
+How tokens become text, scores and an ending is text/completion.py; JSON shapes read the portions
 made here.
 """
 
@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import time
 
-from windlass.core.completion import Completion, Delta
 from windlass.core.types import Output
 from windlass.serve.metrics import Metrics
+from windlass.text.completion import Completion, Delta
 
 Portion = Delta  # what is sent at once: the deltas of some steps
 

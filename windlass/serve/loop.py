@@ -22,12 +22,12 @@ from typing import NoReturn
 
 import zmq
 
+from windlass.child_process import die_with_parent
 from windlass.core.card import EngineReport
 from windlass.engine import Engine
 from windlass.errors import EngineError, RequestError
 from windlass.serve import messages
 from windlass.serve.journal import Journal
-from windlass.serve.orphans import die_with_parent
 from windlass.serve.resident import release_code
 
 Build = Callable[[], tuple[Engine, EngineReport]]

@@ -16,7 +16,6 @@ import msgspec
 
 from windlass.config import ServeConfig
 from windlass.core.card import EngineReport, ModelCard
-from windlass.core.completion import check_ids, resolve_words
 from windlass.core.limits import SchedulerLimits
 from windlass.core.sampling import SamplingParams
 from windlass.core.types import NewRequest
@@ -26,9 +25,10 @@ from windlass.serve.problems import ModelNotFound
 from windlass.serve.protocol import ChatRequest, CompletionRequest, Generation, Templated
 from windlass.serve.shown import shown
 from windlass.serve.structured import structured_of
-from windlass.serve.template_process import Renderer
-from windlass.serve.template_worker import RenderJob
 from windlass.serve.workers import Workers
+from windlass.text.completion import check_ids, resolve_words
+from windlass.text.template_process import Renderer
+from windlass.text.template_worker import RenderJob
 
 T = TypeVar("T")
 

@@ -14,7 +14,7 @@ from contextlib import aclosing
 from dataclasses import dataclass
 
 from windlass.core.sampling import SamplingParams
-from windlass.core.text import Tokenizer
+from windlass.core.tokenizer import Tokenizer
 from windlass.core.types import PROBE_PRIORITY, EngineStats, NewRequest
 from windlass.errors import EngineError
 from windlass.serve.client import EngineClient

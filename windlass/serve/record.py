@@ -17,11 +17,11 @@ from typing import Any
 import msgspec
 
 from windlass.config import ServeConfig
-from windlass.core.completion import Completion
-from windlass.core.text import Tokenizer
+from windlass.core.tokenizer import Tokenizer
 from windlass.errors import ConfigError
 from windlass.serve.prepare import Prepared
 from windlass.serve.protocol import ChatRequest, CompletionRequest, Generation
+from windlass.text.completion import Completion
 
 _log = logging.getLogger("windlass.serve")
 

@@ -21,10 +21,10 @@ from windlass.serve.prepare import Preparer
 from windlass.serve.probe import GenerateProbe
 from windlass.serve.record import Recorder, make_recorder
 from windlass.serve.sleep import Sleeper
-from windlass.serve.template_process import TemplateProcess
-from windlass.serve.template_worker import TemplateSource
 from windlass.serve.trace_store import TraceStore
 from windlass.serve.workers import Workers
+from windlass.text.template_process import TemplateProcess
+from windlass.text.template_worker import TemplateSource
 
 _log = logging.getLogger("windlass.serve")
 

@@ -11,13 +11,13 @@ from typing import Any, Protocol
 
 import msgspec
 
-from windlass.core.completion import Completion
-from windlass.core.text import Tokenizer
+from windlass.core.tokenizer import Tokenizer
 from windlass.core.types import TokenLogprob
 from windlass.serve.completion import Portion, Served
 from windlass.serve.cost import Cost, cost_json
 from windlass.serve.prepare import Prepared
 from windlass.serve.protocol import ChatRequest, CompletionRequest
+from windlass.text.completion import Completion
 
 Json = dict[str, Any]
 

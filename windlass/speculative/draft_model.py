@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from windlass.config import AUTO, EngineConfig, ModelConfig, SpecConfig
-from windlass.core.text import Tokenizer
+from windlass.core.tokenizer import Tokenizer
 from windlass.errors import CheckpointError, ConfigError
 from windlass.models.card import load_card, load_hparams, open_checkpoint
 from windlass.models.hparams import HParams

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 from tests.serve.fakes import Bytes
-from windlass.serve.chat import ChatTemplate
+from windlass.text.chat_template import ChatTemplate
 from windlass.tools.quantize.calibration import Choice, calibrate, choose_diverse, features_of
 
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 from windlass.core.card import ModelCard
 from windlass.errors import ConfigError
-from windlass.serve.chat import ChatTemplate
 from windlass.settings import at_least
+from windlass.text.chat_template import ChatTemplate
 from windlass.tools.common.arrivals import Arrivals
 from windlass.tools.common.request_files import read_load, refuse_problems
 from windlass.tools.common.requests import Request, TextRequest

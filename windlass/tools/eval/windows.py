@@ -17,7 +17,7 @@ from typing import Literal, get_args
 from windlass.core.card import ModelCard
 from windlass.errors import ConfigError, RequestError
 from windlass.runner.scoring import Window
-from windlass.serve.chat import ChatTemplate
+from windlass.text.chat_template import ChatTemplate
 from windlass.tools.eval.data import Corpus, Document
 
 Method = Literal["strided", "llama.cpp"]

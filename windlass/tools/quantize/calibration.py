@@ -15,9 +15,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from windlass.core.text import Tokenizer
+from windlass.core.tokenizer import Tokenizer
 from windlass.errors import ConfigError, RequestError
-from windlass.serve.chat import ChatTemplate
+from windlass.text.chat_template import ChatTemplate
 from windlass.tools.common.jsonl import Messages, check_messages, parse_lines, parse_object
 
 SHORTEST = 8  # tokens; less says nothing about a network's inputs

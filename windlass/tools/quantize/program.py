@@ -26,7 +26,7 @@ from windlass.models.hparams import HParams
 from windlass.models.json_file import merged
 from windlass.models.source import ModelFiles, resolve
 from windlass.runner.device import choose_device, choose_threads
-from windlass.serve.chat import ChatTemplate
+from windlass.text.chat_template import ChatTemplate
 from windlass.tools.quantize import described, layouts
 from windlass.tools.quantize.calibration import Calibration, Choice, calibrate
 from windlass.tools.quantize.layer import Hidden, Layer, rounded_to

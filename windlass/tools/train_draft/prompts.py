@@ -11,7 +11,7 @@ from pathlib import Path
 from windlass.core.card import ModelCard
 from windlass.core.sampling import SamplingParams
 from windlass.errors import ConfigError, RequestError
-from windlass.serve.chat import ChatTemplate
+from windlass.text.chat_template import ChatTemplate
 from windlass.tools.common.jsonl import Messages, check_messages, parse_lines, parse_object
 
 _FIELDS = ("prompt", "messages", "text")

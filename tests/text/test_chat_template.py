@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from windlass.errors import ConfigError, RequestError
-from windlass.serve.chat import ChatTemplate
+from windlass.text.chat_template import ChatTemplate
 
 PLAIN = "{% for m in messages %}{{ m.role }}:{{ m.content }}\n{% endfor %}"
 USER = {"role": "user", "content": "x"}

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from windlass.core.text import Tokenizer
+from windlass.core.tokenizer import Tokenizer
 from windlass.errors import RequestError
 
 if TYPE_CHECKING:

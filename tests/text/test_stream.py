@@ -5,15 +5,15 @@ from __future__ import annotations
 import codecs
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.core.fakes import ByteTokenizer
-from windlass.core.completion import Completion, check_ids, resolve_words
 from windlass.core.sampling import SamplingParams
-from windlass.core.text import TextStream
 from windlass.core.types import NewRequest, Output
 from windlass.errors import RequestError
+from windlass.text.completion import Completion, check_ids, resolve_words
+from windlass.text.stream import TextStream
 
 
 def pieces(text: str, sizes: list[int] | None = None, **wishes) -> tuple[list[str], TextStream]:
@@ -52,6 +52,7 @@ def test_bytes_that_never_become_a_character_are_shown_at_the_end(known: bool) -
     assert stream.push([], last=True).text == "\ufffd"
 
 
+@settings(deadline=None)  # a busy machine is slow
 @given(st.lists(st.sampled_from([*b"ab", *"é日🎉".encode(), 0xFF, 0x80]), max_size=30))
 def test_any_bytes_become_the_text_that_a_decoder_makes_of_them(ids: list[int]) -> None:
     stream = TextStream(ByteTokenizer(pieces=True), SamplingParams())
@@ -89,6 +90,7 @@ def test_what_only_looks_like_a_stop_string_is_sent_in_the_end() -> None:
     assert stream.stopped_by is None
 
 
+@settings(deadline=None)  # a busy machine is slow
 @given(
     text=st.text(max_size=40),
     stops=st.lists(st.text(min_size=1, max_size=4), max_size=3),

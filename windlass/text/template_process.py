@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Protocol
 
 from windlass.errors import CapacityError, ConfigError, RequestError, WorkerDied
-from windlass.serve.template_worker import (
+from windlass.text.template_worker import (
     GIVE_ANOTHER,
     Booted,
     Ready,

@@ -11,9 +11,9 @@ import pytest
 from windlass.config import GrammarConfig
 from windlass.core.structured import StructuredOutputs
 from windlass.errors import EngineError, RequestError
-from windlass.grammar import compiler as compiler_module
-from windlass.grammar.compiler import GrammarCompiler
-from windlass.grammar.sandbox import Ticket, Verdict
+from windlass.text.grammar import compiler as compiler_module
+from windlass.text.grammar.compiler import GrammarCompiler
+from windlass.text.grammar.sandbox import Ticket, Verdict
 
 MIB = 2**20
 HANG_GUARD_S = 60

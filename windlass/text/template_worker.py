@@ -15,9 +15,9 @@ from typing import Any
 
 import msgspec
 
+from windlass.child_process import die_with_parent
 from windlass.errors import ConfigError, RequestError
-from windlass.serve.chat import ChatTemplate
-from windlass.serve.orphans import die_with_parent
+from windlass.text.chat_template import ChatTemplate
 
 _MAX_MEMORY_BYTES = 2**30  # address space of the process, on Linux
 _NO_MEMORY = f"needs more than {_MAX_MEMORY_BYTES / 2**30:g} GiB of memory"

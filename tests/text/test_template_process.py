@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 
 from windlass.errors import CapacityError, ConfigError, RequestError, WorkerDied
-from windlass.serve import template_process
-from windlass.serve.template_process import TemplateProcess
-from windlass.serve.template_worker import RenderJob, TemplateSource
+from windlass.text import template_process
+from windlass.text.template_process import TemplateProcess
+from windlass.text.template_worker import RenderJob, TemplateSource
 
 PLAIN = "{{ bos }}{% for m in messages %}{{ m.role }}:{{ m.content }}\n{% endfor %}"
 ENDLESS = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"

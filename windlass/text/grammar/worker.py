@@ -24,10 +24,10 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from windlass.config import GrammarConfig
 from windlass.core.structured import StructuredOutputs
 from windlass.errors import RequestError
-from windlass.grammar.parser_limits import parser_limits
-from windlass.grammar.translate import to_llguidance
-from windlass.grammar.vocabulary import Vocabulary, make_tokenizer
-from windlass.grammar.wire import recv_frame, send_frame
+from windlass.text.grammar.parser_limits import parser_limits
+from windlass.text.grammar.translate import to_llguidance
+from windlass.text.grammar.vocabulary import Vocabulary, make_tokenizer
+from windlass.text.grammar.wire import recv_frame, send_frame
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer

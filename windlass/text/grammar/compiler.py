@@ -20,8 +20,8 @@ from windlass.config import GrammarConfig
 from windlass.core.structured import StructuredOutputs
 from windlass.core.types import GrammarStats
 from windlass.errors import EngineError
-from windlass.grammar.matcher import Clock, RequestMatcher
-from windlass.grammar.sandbox import Ticket, Verdict
+from windlass.text.grammar.matcher import Clock, RequestMatcher
+from windlass.text.grammar.sandbox import Ticket, Verdict
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher

@@ -9,9 +9,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
 from windlass.core.sampling import SamplingParams
-from windlass.core.text import TextStream, Tokenizer
+from windlass.core.tokenizer import Tokenizer
 from windlass.core.types import NewRequest, Output, TokenLogprob
 from windlass.errors import RequestError
+from windlass.text.stream import TextStream
 
 
 @dataclass(slots=True)

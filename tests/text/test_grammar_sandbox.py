@@ -16,9 +16,9 @@ import pytest
 from windlass.config import GrammarConfig
 from windlass.core.structured import StructuredOutputs
 from windlass.errors import EngineError
-from windlass.grammar.sandbox import Sandbox, Ticket, Verdict
-from windlass.grammar.vocabulary import Vocabulary
 from windlass.models.dummy import ByteTokenizer
+from windlass.text.grammar.sandbox import Sandbox, Ticket, Verdict
+from windlass.text.grammar.vocabulary import Vocabulary
 
 pytest.importorskip("llguidance")
 
@@ -149,7 +149,7 @@ def test_a_process_that_died_is_replaced() -> None:
 
 
 def test_the_process_imports_no_torch() -> None:
-    program = "import sys, windlass.grammar.worker, llguidance; print(*sys.modules)"
+    program = "import sys, windlass.text.grammar.worker, llguidance; print(*sys.modules)"
     result = subprocess.run(
         [sys.executable, "-c", program], check=True, capture_output=True, text=True
     )

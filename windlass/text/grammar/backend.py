@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING
 
 from windlass.config import GrammarConfig
 from windlass.core.structured import StructuredOutputs
-from windlass.core.text import Tokenizer
+from windlass.core.tokenizer import Tokenizer
 from windlass.errors import EngineError
-from windlass.grammar.parser_limits import parser_limits
-from windlass.grammar.sandbox import Sandbox, Ticket, Verdict
-from windlass.grammar.vocabulary import Vocabulary, make_tokenizer
+from windlass.text.grammar.parser_limits import parser_limits
+from windlass.text.grammar.sandbox import Sandbox, Ticket, Verdict
+from windlass.text.grammar.vocabulary import Vocabulary, make_tokenizer
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer

@@ -19,13 +19,13 @@ from typing import Any
 from windlass.config import GrammarConfig
 from windlass.core.structured import StructuredOutputs
 from windlass.errors import EngineError
-from windlass.grammar.vocabulary import Vocabulary
-from windlass.grammar.wire import recv_frame, send_frame
+from windlass.text.grammar.vocabulary import Vocabulary
+from windlass.text.grammar.wire import recv_frame, send_frame
 
 # The interpreter is isolated from the working folder, and finds modules where this one does.
 _PROGRAM = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[2]); "
-    "from windlass.grammar.worker import main; main(int(sys.argv[1]))"
+    "from windlass.text.grammar.worker import main; main(int(sys.argv[1]))"
 )
 _START_TIMEOUT_S = 120.0
 _END_TIMEOUT_S = 5.0

@@ -1,0 +1,1 @@
+"""Text on both sides of the engine: chat templates, tokenising, detokenising, output grammars, requests."""
