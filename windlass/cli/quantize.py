@@ -79,12 +79,12 @@ def quantize(
     One decoder layer is in memory at a time. A run that was interrupted goes on when the same
     command is given again. The folder holds a quality.json with the error of every layer.
     """
-    from windlass.tools.quantize.calibration import Choice
-    from windlass.tools.quantize.program import Order, run
-    from windlass.tools.quantize.recipe import Wishes
+    from windlass.tools.quantize.calibration import SampleOptions
+    from windlass.tools.quantize.program import QuantizeJob, run
+    from windlass.tools.quantize.recipe import QuantizeOptions
 
     model = _model(options)
-    wishes = Wishes(
+    wishes = QuantizeOptions(
         method=method,  # type: ignore[arg-type]  # checked when made
         bits=bits,
         group_size=group_size,
@@ -96,8 +96,8 @@ def quantize(
         alpha=alpha,
         clip=clip,
     )
-    choice = Choice(samples, sample_tokens, skip_broken_lines, model.seed)
-    order = Order(model, wishes, output, calibration, choice)
+    choice = SampleOptions(samples, sample_tokens, skip_broken_lines, model.seed)
+    order = QuantizeJob(model, wishes, output, calibration, choice)
     try:
         with _progress_bar(progress) as advance:
             report = run(order, log, advance)

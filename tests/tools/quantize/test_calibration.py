@@ -7,7 +7,12 @@ from pathlib import Path
 
 from tests.serve.fakes import Bytes
 from windlass.text.chat_template import ChatTemplate
-from windlass.tools.quantize.calibration import Choice, calibrate, choose_diverse, features_of
+from windlass.tools.quantize.calibration import (
+    SampleOptions,
+    calibrate,
+    choose_diverse,
+    features_of,
+)
 
 
 def no_template() -> ChatTemplate:
@@ -24,11 +29,11 @@ def test_every_kind_of_text_is_chosen(tmp_path: Path) -> None:
     texts = [kinds[0].format(i) * 3 for i in range(90)]
     texts += [kind.format(i) * 3 for kind in kinds[1:] for i in range(5)]
     path = write(tmp_path / "t.jsonl", texts)
-    chosen = calibrate(path, Choice(6, 64, False, 0), Bytes(), no_template)
+    chosen = calibrate(path, SampleOptions(6, 64, False, 0), Bytes(), no_template)
     decoded = [Bytes().decode(tokens) for tokens in chosen.samples]
     for start in ("the", "for", "12"):
         assert any(text.startswith(start) for text in decoded)
-    again = calibrate(path, Choice(6, 64, False, 0), Bytes(), no_template)
+    again = calibrate(path, SampleOptions(6, 64, False, 0), Bytes(), no_template)
     assert chosen == again
     assert all(len(tokens) <= 64 for tokens in chosen.samples)
 
@@ -42,6 +47,6 @@ def test_copies_are_taken_last() -> None:
 
 def test_very_many_texts_are_thinned_first(tmp_path: Path) -> None:
     path = write(tmp_path / "t.jsonl", [f"text number {i}" for i in range(4200)])
-    chosen = calibrate(path, Choice(3, 64, False, 0), Bytes(), no_template)
+    chosen = calibrate(path, SampleOptions(3, 64, False, 0), Bytes(), no_template)
     assert "4096 of 4200 texts considered" in chosen.notes[0]
     assert len(chosen.samples) == 3

@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.tools.quantize.conftest import CONFIG, Quantize, tiny_tensors, write_model
-from windlass.tools import unfinished
+from windlass.tools import resumable
 
 GPTQ = ("--method", "gptq", "--bits", "4", "--group-size", "32", "--sample-tokens", "64")
 
@@ -69,18 +69,18 @@ def test_a_full_disk_keeps_what_is_done(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     options = (*GPTQ, "--calibration", texts, "--samples", "16")
-    real, out = unfinished.write_whole, tmp_path / "out"
+    real, out = resumable.write_durably, tmp_path / "out"
 
     def full(path: Path, data: bytes) -> None:
         if path.name == "layer-00002.safetensors":
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         real(path, data)
 
-    monkeypatch.setattr(unfinished, "write_whole", full)
+    monkeypatch.setattr(resumable, "write_durably", full)
     said = quantize(model, "-o", out, *options, code=1)
     assert "No space left on device. 2 of 3 layers are done and kept in" in said
     assert not out.exists()
-    monkeypatch.setattr(unfinished, "write_whole", real)
+    monkeypatch.setattr(resumable, "write_durably", real)
     assert "going on after 2 layers" in quantize(model, "-o", out, *options)
     assert (out / "config.json").is_file()
 
@@ -89,11 +89,11 @@ def test_a_full_disk_keeps_what_is_done(
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         real(path, data)
 
-    monkeypatch.setattr(unfinished, "write_whole", full_at_the_end)
+    monkeypatch.setattr(resumable, "write_durably", full_at_the_end)
     other = tmp_path / "other"
     assert "3 of 3 layers are done" in quantize(model, "-o", other, *options, code=1)
     assert not other.exists()
-    monkeypatch.setattr(unfinished, "write_whole", real)
+    monkeypatch.setattr(resumable, "write_durably", real)
     quantize(model, "-o", other, *options)
     assert (other / "model.safetensors").is_file()
 

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from tests.tools.quantize.conftest import write_model
 from windlass.cli.main import app
-from windlass.tools import unfinished
+from windlass.tools import resumable
 
 TrainDraft = Callable[..., str]
 
@@ -51,7 +51,7 @@ def full_disk(
     writes: list[str], is_full: Callable[[list[str]], bool]
 ) -> Callable[[Path, bytes], None]:
     """A `write_whole` that notes the names of files, and fails where these mean that it is full."""
-    real = unfinished.write_whole
+    real = resumable.write_durably
 
     def write(path: Path, data: bytes) -> None:
         writes.append(path.name)

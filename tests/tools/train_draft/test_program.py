@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 
 from tests.tools.quantize.conftest import write_model
 from tests.tools.train_draft.conftest import EAGLE, MEDUSA, ONE_CORE, TrainDraft, full_disk
-from windlass.tools import unfinished
+from windlass.tools import resumable
 
 
 def report_of(folder: Path) -> dict[str, Any]:
@@ -137,16 +137,16 @@ def test_a_full_disk_keeps_what_is_done(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     options = (*EAGLE, "--max-steps", "8", "--save-every", "3")
-    real, out = unfinished.write_whole, tmp_path / "out"
+    real, out = resumable.write_durably, tmp_path / "out"
     writes: list[str] = []
     full = full_disk(writes, lambda w: w.count("state.safetensors") == 1)
-    monkeypatch.setattr(unfinished, "write_whole", full)
+    monkeypatch.setattr(resumable, "write_durably", full)
     said = train_draft(out, *options, code=1)
     assert "The texts are kept, and nothing is trained yet. Make room" in " ".join(said.split())
     writes.clear()
-    monkeypatch.setattr(unfinished, "write_whole", real)
+    monkeypatch.setattr(resumable, "write_durably", real)
     full = full_disk(writes, lambda w: w.count("state.safetensors") == 2 or w[-1] == "report.json")
-    monkeypatch.setattr(unfinished, "write_whole", full)
+    monkeypatch.setattr(resumable, "write_durably", full)
     said = train_draft(out, *options, code=1)
     assert "No space left on device" in said
     assert "The texts and the training up to step 3 are kept in" in said
@@ -156,7 +156,7 @@ def test_a_full_disk_keeps_what_is_done(
     said = train_draft(out, *options, code=1)
     assert "The texts and the training up to step 8 are kept in" in said
     assert not out.exists()
-    monkeypatch.setattr(unfinished, "write_whole", real)
+    monkeypatch.setattr(resumable, "write_durably", real)
     assert "trained 8 steps" in train_draft(out, *options)
     assert (out / "report.json").is_file()
 

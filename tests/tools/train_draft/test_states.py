@@ -10,7 +10,7 @@ import torch
 
 from tests.tools.train_draft.conftest import EAGLE, MEDUSA, TrainDraft, full_disk
 from tests.tools.train_draft.test_program import report_of, same_tensors
-from windlass.tools import unfinished
+from windlass.tools import resumable
 from windlass.tools.train_draft import states
 from windlass.tools.train_draft.batches import make_batch
 from windlass.tools.train_draft.states import Room, decide, remember
@@ -105,7 +105,7 @@ def test_a_run_that_goes_on_keeps_to_its_way_and_ends_the_same(
     full = full_disk([], lambda writes: writes.count("state.safetensors") == 2)
     with monkeypatch.context() as patch:
         patch.setattr(states, "free_bytes", lambda _device: 0)
-        patch.setattr(unfinished, "write_whole", full)
+        patch.setattr(resumable, "write_durably", full)
         assert "up to step 3 are kept" in train_draft(out, *options, code=1)
     assert f"{PER_STEP}, as before the interruption" in train_draft(out, *options)
     train_draft(tmp_path / "whole", *options)

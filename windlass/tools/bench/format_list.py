@@ -21,10 +21,10 @@ from windlass.config import EngineConfig
 from windlass.errors import ConfigError
 from windlass.folders import write_atomically
 from windlass.models.card import open_checkpoint
-from windlass.tools.quantize.calibration import Choice
+from windlass.tools.quantize.calibration import SampleOptions
 from windlass.tools.quantize.export import export
-from windlass.tools.quantize.program import Order, run
-from windlass.tools.quantize.recipe import CALIBRATED, Wishes
+from windlass.tools.quantize.program import QuantizeJob, run
+from windlass.tools.quantize.recipe import CALIBRATED, QuantizeOptions
 
 Log = Callable[[str], None]
 
@@ -38,7 +38,7 @@ class Format:
 
     name: str
     options: dict[str, Any] = field(default_factory=dict)
-    wishes: Wishes | None = None
+    wishes: QuantizeOptions | None = None
     calibration: Literal["text", "random"] = "text"
     plain: torch.dtype | None = None  # the type that all weights are written in
     gguf: str | None = None  # the type of the matrices: the name of a file
@@ -84,14 +84,14 @@ FORMATS: tuple[Format, ...] = (
     _online("int4", head=True),
     _online("w4a8"),
     _online("nf4"),
-    Format("rtn-8", wishes=Wishes(method="rtn", bits=8, group_size=32)),
-    Format("smoothquant", wishes=Wishes(method="smoothquant")),
-    Format("rtn-4", wishes=Wishes(method="rtn", bits=4)),
-    Format("gptq-4", wishes=Wishes(method="gptq", bits=4)),
-    Format("awq-4", wishes=Wishes(method="awq", bits=4)),
-    Format("gptq-4-random", wishes=Wishes(method="gptq", bits=4), calibration="random"),
-    Format("rtn-3", wishes=Wishes(method="rtn", bits=3)),
-    Format("gptq-3", wishes=Wishes(method="gptq", bits=3)),
+    Format("rtn-8", wishes=QuantizeOptions(method="rtn", bits=8, group_size=32)),
+    Format("smoothquant", wishes=QuantizeOptions(method="smoothquant")),
+    Format("rtn-4", wishes=QuantizeOptions(method="rtn", bits=4)),
+    Format("gptq-4", wishes=QuantizeOptions(method="gptq", bits=4)),
+    Format("awq-4", wishes=QuantizeOptions(method="awq", bits=4)),
+    Format("gptq-4-random", wishes=QuantizeOptions(method="gptq", bits=4), calibration="random"),
+    Format("rtn-3", wishes=QuantizeOptions(method="rtn", bits=3)),
+    Format("gptq-3", wishes=QuantizeOptions(method="gptq", bits=3)),
     *map(_gguf, ("Q8_0", "Q6_K", "Q5_K", "Q4_K", "Q4_0", "Q3_K", "Q2_K")),
     _cache("int8"),
     _cache("fp8"),
@@ -185,14 +185,14 @@ class Workshop:
             )
         return path
 
-    def _made(self, wanted: Format, wishes: Wishes) -> Path:
+    def _made(self, wanted: Format, wishes: QuantizeOptions) -> Path:
         text = self._text(wanted) if wishes.method in CALIBRATED else None
         digest = hashlib.sha256(text.read_bytes()).hexdigest() if text else None
-        choice = Choice(self.num_samples, self.sample_tokens, False, self.base.model.seed)
+        choice = SampleOptions(self.num_samples, self.sample_tokens, False, self.base.model.seed)
         folder = self.folder / f"{wanted.name}-{self._key(asdict(wishes), digest, asdict(choice))}"
         if not folder.is_dir():
             self.log(f"quantising into {folder}")
-            order = Order(self.base.model, wishes, folder, text, choice)
+            order = QuantizeJob(self.base.model, wishes, folder, text, choice)
             run(order, self.log, self._progress)
         return folder
 

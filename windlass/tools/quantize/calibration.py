@@ -39,7 +39,7 @@ class Calibration:
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class SampleOptions:
     """How to read and choose."""
 
     num_samples: int | None  # None: DEFAULT_SAMPLES, or as many as there are
@@ -49,7 +49,7 @@ class Choice:
 
 
 def calibrate(
-    path: Path, choice: Choice, tokenizer: Tokenizer, template: Callable[[], ChatTemplate]
+    path: Path, choice: SampleOptions, tokenizer: Tokenizer, template: Callable[[], ChatTemplate]
 ) -> Calibration:
     """Read, tokenise and choose. `template` is called when there are conversations."""
     try:

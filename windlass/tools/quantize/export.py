@@ -24,7 +24,7 @@ from windlass.models.source import INDEX, resolve
 from windlass.tools.quantize import described
 from windlass.tools.quantize.layer import rounded_to
 from windlass.tools.quantize.partial import SHARD_BYTES
-from windlass.tools.unfinished import check_output
+from windlass.tools.resumable import check_output
 
 
 def export(model: ModelConfig, output: Path, dtype: torch.dtype = torch.float32) -> None:

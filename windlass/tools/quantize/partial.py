@@ -18,15 +18,15 @@ from torch import Tensor
 
 from windlass.errors import EngineError
 from windlass.models.source import INDEX
-from windlass.tools import unfinished
+from windlass.tools import resumable
 from windlass.tools.quantize.layer import Hidden
-from windlass.tools.unfinished import Unfinished
+from windlass.tools.resumable import ResumableOutput
 
 SHARD_BYTES = 2**30
 _OUTER = "outer.safetensors"
 
 
-class Partial(Unfinished):
+class Partial(ResumableOutput):
     """The layers that are done, each in a file, and what goes into the next."""
 
     def __init__(self, output: Path, fingerprint: Mapping[str, Any], num_layers: int) -> None:
@@ -38,13 +38,13 @@ class Partial(Unfinished):
     def num_done(self) -> int:
         return len(self.reports)
 
-    def _done(self) -> str:
+    def _progress_text(self) -> str:
         return f"{self.num_done} of {self._num_layers} layers are done and kept in {self.folder}"
 
-    def _go_on(self, manifest: dict[str, Any]) -> None:
+    def _resume(self, manifest: dict[str, Any]) -> None:
         self.reports = manifest["layers"]
 
-    def _more(self) -> dict[str, Any]:
+    def _manifest_fields(self) -> dict[str, Any]:
         return {"layers": self.reports}
 
     def add(
@@ -84,7 +84,7 @@ class Partial(Unfinished):
             self._shards([self.folder / name for name in [_OUTER, *files]], made)
             write_rest(made)
 
-        self._become(write)
+        self._publish(write)
 
     def _shards(self, files: list[Path], made: Path) -> None:
         """Join small files; the order stays."""
@@ -107,7 +107,7 @@ class Partial(Unfinished):
             weight_map |= dict.fromkeys(names, name)
             total += num_bytes
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-        unfinished.write_whole(made / INDEX, json.dumps(index, indent=2).encode())
+        resumable.write_durably(made / INDEX, json.dumps(index, indent=2).encode())
 
     def _join(self, files: Iterable[Path], target: Path) -> tuple[list[str], int]:
         tensors: dict[str, Tensor] = {}
@@ -118,7 +118,7 @@ class Partial(Unfinished):
                 raise EngineError(
                     f"{file}: is damaged: {error}. Remove {self.folder} and begin anew."
                 ) from error
-        unfinished.write_whole(target, save(tensors, metadata={"format": "pt"}))
+        resumable.write_durably(target, save(tensors, metadata={"format": "pt"}))
         return list(tensors), sum(tensor.nbytes for tensor in tensors.values())
 
     def _save(self, name: str, tensors: Mapping[str, Tensor]) -> None:

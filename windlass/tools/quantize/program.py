@@ -28,13 +28,13 @@ from windlass.models.source import ModelFiles, resolve
 from windlass.runner.device import choose_device, choose_threads
 from windlass.text.chat_template import ChatTemplate
 from windlass.tools.quantize import described, layouts
-from windlass.tools.quantize.calibration import Calibration, Choice, calibrate
+from windlass.tools.quantize.calibration import Calibration, SampleOptions, calibrate
 from windlass.tools.quantize.layer import Hidden, Layer, rounded_to
 from windlass.tools.quantize.methods import Quantised, input_rounding, quantise
 from windlass.tools.quantize.partial import Partial
-from windlass.tools.quantize.recipe import CALIBRATED, Recipe, Wishes, decide
+from windlass.tools.quantize.recipe import CALIBRATED, QuantizeOptions, Recipe, decide
 from windlass.tools.quantize.weights import Float8Weight, IntWeight, QuantisedWeight, TableWeight
-from windlass.tools.unfinished import check_output
+from windlass.tools.resumable import check_output
 
 Log = Callable[[str], None]
 Progress = Callable[[int, int, str], None]  # layers done, of how many, what the last one was like
@@ -43,14 +43,14 @@ _LAYERS = "model.layers."
 
 
 @dataclass(frozen=True, slots=True)
-class Order:
+class QuantizeJob:
     """What was asked for."""
 
     model: ModelConfig
-    wishes: Wishes
+    wishes: QuantizeOptions
     output: Path
     calibration: Path | None
-    choice: Choice
+    choice: SampleOptions
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +63,7 @@ class _Source:
     checkpoint: Checkpoint
 
 
-def run(order: Order, log: Log, progress: Progress) -> dict[str, Any]:
+def run(order: QuantizeJob, log: Log, progress: Progress) -> dict[str, Any]:
     """Make the checkpoint, or go on making it; returns what quality.json says."""
     _check(order)
     files = resolve(order.model)
@@ -98,7 +98,7 @@ def run(order: Order, log: Log, progress: Progress) -> dict[str, Any]:
     return report
 
 
-def _check(order: Order) -> None:
+def _check(order: QuantizeJob) -> None:
     """What can be refused before any file of the model is looked at."""
     check_output(order.output)
     method, choice = order.wishes.method, order.choice
@@ -122,7 +122,7 @@ def _twice(source: _Source) -> list[str]:
     return [f"the source's weights are {stored} already: what they lost stays lost"]
 
 
-def _calibration(order: Order, card: ModelCard) -> Calibration | None:
+def _calibration(order: QuantizeJob, card: ModelCard) -> Calibration | None:
     if order.calibration is None:
         return None
 
@@ -144,7 +144,7 @@ def _calibration(order: Order, card: ModelCard) -> Calibration | None:
 
 
 def _fingerprint(
-    order: Order, source: _Source, recipe: Recipe, calibration: Calibration | None
+    order: QuantizeJob, source: _Source, recipe: Recipe, calibration: Calibration | None
 ) -> dict[str, Any]:
     """All that the result depends on, under the names of the flags where there are such."""
     files = source.files

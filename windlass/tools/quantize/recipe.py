@@ -41,7 +41,7 @@ _FORMAT_BITS: Mapping[str, tuple[int, ...]] = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Wishes:
+class QuantizeOptions:
     """What was asked for; None: to be chosen."""
 
     method: Method
@@ -93,7 +93,7 @@ class Recipe:
         return Grid(self.bits, group, self.symmetric, self.dtype)
 
 
-def decide(wishes: Wishes, hparams: HParams) -> Recipe:
+def decide(wishes: QuantizeOptions, hparams: HParams) -> Recipe:
     """Fill in what was left open; refuse what does not go together or does not fit the model."""
     method = wishes.method
     bits = _BITS[method][0] if wishes.bits is None else wishes.bits
@@ -122,7 +122,7 @@ def decide(wishes: Wishes, hparams: HParams) -> Recipe:
     return recipe
 
 
-def _format(wishes: Wishes, bits: int, notes: list[str]) -> Format:
+def _format(wishes: QuantizeOptions, bits: int, notes: list[str]) -> Format:
     method, wish = wishes.method, wishes.format
     if wishes.scales == "block" and method != "fp8":
         raise ConfigError(f"--scales block is for --method fp8, not {method}.")
@@ -148,7 +148,7 @@ def _format(wishes: Wishes, bits: int, notes: list[str]) -> Format:
     return format
 
 
-def _symmetric(wishes: Wishes, format: Format) -> bool:
+def _symmetric(wishes: QuantizeOptions, format: Format) -> bool:
     """AWQ's files always carry zero points, so they may as well be used."""
     if wishes.method in ("smoothquant", "fp8", "nf4"):
         if wishes.symmetric is False:
@@ -157,7 +157,7 @@ def _symmetric(wishes: Wishes, format: Format) -> bool:
     return format != "awq" if wishes.symmetric is None else wishes.symmetric
 
 
-def _act_order(wishes: Wishes, format: Format) -> ActOrder:
+def _act_order(wishes: QuantizeOptions, format: Format) -> ActOrder:
     if wishes.act_order is not None and wishes.method != "gptq":
         raise ConfigError(f"--act-order is for --method gptq, not {wishes.method}.")
     if wishes.act_order == "group" and format != "gptq":
@@ -185,7 +185,7 @@ def linear_shapes(hparams: HParams) -> dict[str, tuple[int, int]]:
     }
 
 
-def _group_size(wishes: Wishes, hparams: HParams, notes: list[str]) -> int:
+def _group_size(wishes: QuantizeOptions, hparams: HParams, notes: list[str]) -> int:
     method, wish = wishes.method, wishes.group_size
     if method in ("smoothquant", "fp8"):
         if wish is not None:

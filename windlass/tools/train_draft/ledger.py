@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from windlass.errors import ConfigError, EngineError
-from windlass.tools.unfinished import changes_of
+from windlass.tools.resumable import describe_changes
 
 
 class Ledger:
@@ -46,7 +46,7 @@ class Ledger:
             ) from error
 
     def _check(self, line: bytes, wanted: dict[str, Any]) -> None:
-        changes = changes_of(json.loads(line)["about"], wanted)
+        changes = describe_changes(json.loads(line)["about"], wanted)
         if changes:
             raise ConfigError(
                 f"{self.path} was begun with other options: {changes}. Run the same command to go "

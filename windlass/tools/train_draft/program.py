@@ -23,6 +23,7 @@ from windlass.models.fingerprint import fingerprint
 from windlass.runner.assemble import Loaded
 from windlass.runner.device import choose_device
 from windlass.runner.scoring import ScoringLimits
+from windlass.tools.resumable import check_output
 from windlass.tools.train_draft.acceptance import Acceptance, measure
 from windlass.tools.train_draft.eagle import EagleHead, draft_vocabulary
 from windlass.tools.train_draft.head import Head
@@ -42,7 +43,6 @@ from windlass.tools.train_draft.writing import (
     answer,
     invent,
 )
-from windlass.tools.unfinished import check_output
 
 Log = Callable[[str], None]
 

@@ -18,8 +18,8 @@ from safetensors.torch import save
 from torch import Tensor
 
 from windlass.errors import EngineError
-from windlass.tools import unfinished
-from windlass.tools.unfinished import Unfinished
+from windlass.tools import resumable
+from windlass.tools.resumable import ResumableOutput
 
 _STATE = "state.safetensors"
 _OWN = (_STATE, "out", "texts.jsonl", "texts.prompts.jsonl")
@@ -33,14 +33,14 @@ class SavedState:
     about: dict[str, Any]
 
 
-class Work(Unfinished):
+class Work(ResumableOutput):
     """The texts, and the training's latest state."""
 
     def __init__(self, output: Path, fingerprint: Mapping[str, Any]) -> None:
         self._kept = "The texts are kept, and nothing is trained yet"
         super().__init__(output, fingerprint, _OWN)
 
-    def _done(self) -> str:
+    def _progress_text(self) -> str:
         return self._kept
 
     def _keep(self, about: Mapping[str, Any]) -> None:
@@ -78,10 +78,10 @@ class Work(Unfinished):
         described = (("config.json", config), ("report.json", report))
 
         def write(made: Path) -> None:
-            unfinished.write_whole(
+            resumable.write_durably(
                 made / "model.safetensors", save(dict(tensors), metadata={"format": "pt"})
             )
             for name, value in described:
-                unfinished.write_whole(made / name, json.dumps(value, indent=2).encode() + b"\n")
+                resumable.write_durably(made / name, json.dumps(value, indent=2).encode() + b"\n")
 
-        self._become(write)
+        self._publish(write)
