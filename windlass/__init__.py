@@ -3,7 +3,7 @@
     from windlass import LLM, SamplingParams
     LLM("default").generate(["Hello"], SamplingParams(max_tokens=32))
 
-Names are imported when first used, so that `import windlass` stays fast.
+Public names are imported on first use, so that `import windlass` is fast.
 """
 
 from importlib import import_module

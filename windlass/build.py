@@ -1,6 +1,7 @@
-"""The composition root: from a config to an engine or a server. The one file that knows both sides.
+"""The composition root: builds an engine or a server from a config.
 
-Torch is imported when an engine is built, not before: the server's own process never needs it.
+Only this module imports both the scheduler's side and the runner's side. Torch is imported when an
+engine is built, because the server process does not need it.
 """
 
 from __future__ import annotations
@@ -40,16 +41,17 @@ if TYPE_CHECKING:
     from windlass.speculative.speculation import Known
     from windlass.speculative.start import Speculating
 
-_COMPUTING = "windlass.runner.assemble"
+_TORCH_SIDE = "windlass.runner.assemble"  # importing it imports torch
 _MEASURED = ("graphs", "activations")
-# Net, between two collections: a step of hundreds of rows makes thousands, and all of them go by themselves.
-_MANY_OBJECTS = 50_000
+# Net allocations between two collections. A step with hundreds of rows allocates thousands of
+# objects, and reference counting frees all of them.
+_GC_THRESHOLD = 50_000
 _POLICIES: dict[str, type[Policy]] = {"fcfs": Fcfs, "priority": Priority}
 
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """What an engine is built from, small enough to travel to another process."""
+    """The inputs of `build_engine` beside the config; small enough to send to another process."""
 
     files: ModelFiles
     hparams: HParams
@@ -58,7 +60,7 @@ class Source:
 
 @dataclass(frozen=True, slots=True)
 class OpenModel:
-    """A model whose files were found and whose headers were read, but no weight."""
+    """A model with its files located and its headers read. No weights are read yet."""
 
     files: ModelFiles
     card: ModelCard
@@ -71,7 +73,7 @@ class OpenModel:
 
 @dataclass(frozen=True, slots=True)
 class Built:
-    """A ready engine, what it says of itself, and its weights, which another engine may share."""
+    """A ready engine, its report, and its weights, which another engine may share."""
 
     engine: Engine
     report: EngineReport
@@ -80,7 +82,7 @@ class Built:
 
 @dataclass(slots=True)
 class _Log:
-    """What was chosen and how long each phase took, while an engine is built."""
+    """Collects choices and the duration of each phase while an engine is built."""
 
     choices: list[Choice] = field(default_factory=list)
     seconds: dict[str, float] = field(default_factory=dict)
@@ -92,14 +94,14 @@ class _Log:
         self.seconds[name] = time.perf_counter() - start
 
     def import_torch(self) -> None:
-        """A phase of its own, but where it was done before: in a server."""
-        if _COMPUTING not in sys.modules:
+        """Time the import as a phase, unless the server imported torch earlier."""
+        if _TORCH_SIDE not in sys.modules:
             with self.phase("import torch"):
                 import_torch()
 
 
 def open_model(config: EngineConfig) -> OpenModel:
-    """Find a model's files (fetching them if need be), its tokenizer, template and shape."""
+    """Locate a model's files, downloading them if necessary, and read its card and hparams."""
     return _open(resolve(config.model), config)
 
 
@@ -109,13 +111,13 @@ def _open(files: ModelFiles, config: EngineConfig) -> OpenModel:
 
 
 def import_torch() -> None:
-    """Load what computes. Once: the collector is told to leave alone what came with it."""
-    if _COMPUTING in sys.modules:
+    """Import torch and the runner once, and freeze the imported objects in the garbage collector."""
+    if _TORCH_SIDE in sys.modules:
         return
     collecting = gc.isenabled()
-    gc.disable()  # hundreds of thousands of objects that stay would be looked at in vain
+    gc.disable()  # the import makes hundreds of thousands of permanent objects
     try:
-        importlib.import_module(_COMPUTING)
+        importlib.import_module(_TORCH_SIDE)
         gc.freeze()
     finally:
         if collecting:
@@ -123,7 +125,7 @@ def import_torch() -> None:
 
 
 def build_engine(config: EngineConfig, source: Source, weights: Loaded | None = None) -> Built:
-    """Load the weights, or take those of another engine, and put an engine together here."""
+    """Build an engine in this process. `weights`: share another engine's instead of loading."""
     log = _Log()
     log.import_torch()
     from windlass.runner.assemble import load_network, make_runner
@@ -132,18 +134,19 @@ def build_engine(config: EngineConfig, source: Source, weights: Loaded | None = 
     files, hparams = source.files, source.hparams
     device = choose_device(config.model)
     limits = config.limits(device.type)
-    asked, config = config.speculation.spec, _settled(config, source, device.type)
+    requested_spec = config.speculation.spec
+    config = _resolve_speculation(config, source, device.type)
     with log.phase("load weights"):
         if weights is None:
             weights = load_network(config, hparams, open_checkpoint(files, config.model))
     with log.phase("adapters"):
-        adapting = _adapting(config, source, weights)
+        adapters = _open_adapters(config, source, weights)
     with log.phase("load proposer"):
-        speculating = _speculating(config, source, weights)
+        speculation = _open_speculation(config, source, weights)
     with log.phase("KV cache"):
-        made = make_runner(config, hparams, weights, limits, speculating.token_bytes)
-    if adapting is not None:
-        made.runner.attach_adapters(adapting.bank, adapting.store.get)
+        made = make_runner(config, hparams, weights, limits, speculation.token_bytes)
+    if adapters is not None:
+        made.runner.attach_adapters(adapters.bank, adapters.store.get)
     grammars = _grammars(config, source)
     made.runner.attach_grammars(grammars)
     capacity = made.capacity
@@ -155,7 +158,7 @@ def build_engine(config: EngineConfig, source: Source, weights: Loaded | None = 
         made.kv_format.choice,
         *made.choices,
         Choice("KV cache", f"{capacity.num_tokens:,} tokens", capacity.reason),
-        *([adapting.choice] if adapting is not None else []),
+        *([adapters.choice] if adapters is not None else []),
     ]
     scheduler = make_scheduler(
         config,
@@ -164,43 +167,45 @@ def build_engine(config: EngineConfig, source: Source, weights: Loaded | None = 
         made.max_model_len,
         source.eos_ids,
         why_not_batch_invariant=weights.why_not_batch_invariant,
-        guessing=(
-            speculating.lookahead,
-            speculating.lookahead_after_drafts,
-            made.runner.max_mixed_tokens,
+        drafts=DraftLimits(
+            lookahead=speculation.lookahead,
+            lookahead_after_drafts=speculation.lookahead_after_drafts,
+            drop_drafts_below=made.runner.max_mixed_tokens,
         ),
-        adapting=adapting,
+        adapters=adapters,
         grammars=grammars,
     )
     with log.phase("speculation"):
-        runner, choice = speculating.start(made, limits, asked, scheduler.known)
+        runner, choice = speculation.start(made, limits, requested_spec, scheduler.known)
     log.choices.append(choice)
+    adapter_memory = {} if adapters is None else {"adapters": adapters.bank.num_bytes}
     report = EngineReport(
-        made.max_model_len,
-        limits.max_num_seqs,
-        limits.max_num_batched_tokens,
-        hparams.vocab_size,
-        capacity,
-        log.choices,
-        log.seconds,
-        made.memory if adapting is None else {**made.memory, "adapters": adapting.bank.num_bytes},
-        adapting.store.folders if adapting is not None else {},
+        max_model_len=made.max_model_len,
+        max_num_seqs=limits.max_num_seqs,
+        max_num_batched_tokens=limits.max_num_batched_tokens,
+        vocab_size=hparams.vocab_size,
+        capacity=capacity,
+        choices=log.choices,
+        seconds=log.seconds,
+        memory={**made.memory, **adapter_memory},
+        adapters=adapters.store.folders if adapters is not None else {},
     )
-    _calm_collector()
-    return Built(_engine(config, scheduler, runner, made, weights), report, weights)
+    _tune_garbage_collector()
+    engine = _make_engine(config, scheduler=scheduler, runner=runner, made=made, weights=weights)
+    return Built(engine, report, weights)
 
 
-def _calm_collector() -> None:
-    """Let it look neither at what was built, which stays, nor at what each step makes and drops."""
+def _tune_garbage_collector() -> None:
+    """Exempt the engine's permanent objects from collection, and collect less often."""
     gc.collect()
     gc.freeze()
     first, *others = gc.get_threshold()
-    if 0 < first < _MANY_OBJECTS:
-        gc.set_threshold(_MANY_OBJECTS, *others)
+    if 0 < first < _GC_THRESHOLD:
+        gc.set_threshold(_GC_THRESHOLD, *others)
 
 
 def _grammars(config: EngineConfig, source: Source) -> GrammarCompiler:
-    """What compiles grammars of structured outputs; it opens the tokenizer when the first one comes."""
+    """Make the compiler of structured outputs. It opens the tokenizer for the first grammar."""
 
     def open_tokenizer() -> Tokenizer:
         return load_card(source.files, config.model).tokenizer
@@ -209,8 +214,9 @@ def _grammars(config: EngineConfig, source: Source) -> GrammarCompiler:
     return GrammarCompiler(backend, config.grammar)
 
 
-def _engine(
+def _make_engine(
     config: EngineConfig,
+    *,
     scheduler: Scheduler,
     runner: EngineRunner,
     made: Assembled,
@@ -219,7 +225,7 @@ def _engine(
     from windlass.runner.memory import RunnerMemory
 
     device = weights.parts.device
-    # What steps take on a GPU was found when the cache was sized; no tensor shows it.
+    # Measured on a GPU when the cache was sized: no tensor owns this memory.
     steps = {name: size for name, size in made.memory.items() if name in _MEASURED}
     overlap = config.scheduler.overlap and device.type == "cuda"
     memory = RunnerMemory((runner,), device, steps)
@@ -228,7 +234,7 @@ def _engine(
 
 @dataclass(frozen=True, slots=True)
 class BuiltScorer:
-    """A scorer and its weights, which another scorer or an engine may share."""
+    """A scorer and its weights, which another scorer or engine may share."""
 
     scorer: Scorer
     weights: Loaded
@@ -239,7 +245,7 @@ class BuiltScorer:
 def build_scorer(
     config: EngineConfig, source: Source, limits: ScoringLimits, weights: Loaded | None = None
 ) -> BuiltScorer:
-    """Load the weights, or share them, and make what scores given tokens: pages for one group."""
+    """Build a scorer of given tokens, with a KV cache for one group. `weights`: share them."""
     from windlass.runner.assemble import load_network, make_runner
     from windlass.runner.device import choose_device
     from windlass.runner.scoring import Scorer
@@ -265,7 +271,7 @@ def build_scorer(
 
 
 def build_for_process(config: EngineConfig, source: Source) -> tuple[Engine, EngineReport]:
-    """What a server's engine process runs first; its arguments travel there."""
+    """Build the engine in a server's engine process. The arguments are sent to that process."""
     built = build_engine(config, source)
     return built.engine, built.report
 
@@ -275,17 +281,17 @@ def serve(
     serve_config: ServeConfig,
     on_ready: Callable[[EngineReport, str], None],
 ) -> int:
-    """Run the server until it ends; returns the exit code."""
+    """Run the server until it ends. Returns the exit code."""
     from windlass.serve.client import EngineClient
     from windlass.serve.launch import serve as run_server
 
     if serve_config.lora_root and not config.lora.enable_lora:
         raise ConfigError("--lora-root does nothing without --enable-lora.")
-    files = resolve(config.model)  # may take minutes, and a signal ends it
+    files = resolve(config.model)  # a download can take minutes; a signal ends it
     if files.name in config.lora.modules():
         raise ConfigError(
-            f"--lora-modules names {files.name!r}, which is the model's own name in the API. "
-            "Choose another, or give the model one with --served-model-name."
+            f"--lora-modules names {files.name!r}, which is the name of the base model in the API. "
+            "Choose another name, or rename the base model with --served-model-name."
         )
     client = EngineClient(None, serve_config.hang_timeout, prepare=import_torch)
 
@@ -297,7 +303,7 @@ def serve(
     return run_server(client, open_card, serve_config, on_ready)
 
 
-def _adapting(config: EngineConfig, source: Source, weights: Loaded) -> AdapterSetup | None:
+def _open_adapters(config: EngineConfig, source: Source, weights: Loaded) -> AdapterSetup | None:
     if not config.lora.enable_lora:
         return None
     from windlass.lora.start import open_adapters
@@ -307,19 +313,19 @@ def _adapting(config: EngineConfig, source: Source, weights: Loaded) -> AdapterS
     return open_adapters(config, source.hparams, weights.network, weights.gemm, free)
 
 
-class _Plain:
-    """Nobody guesses: the runner as it is."""
+class _NoSpeculation:
+    """Speculation is off: `start` returns the runner unchanged."""
 
     token_bytes = lookahead = lookahead_after_drafts = 0
 
     def start(
-        self, made: Assembled, _limits: Limits, _asked: str, _known: Known
+        self, made: Assembled, _limits: Limits, _requested: str, _known: Known
     ) -> tuple[EngineRunner, Choice]:
         return made.runner, Choice("speculation", "none", "as set")
 
 
-def _settled(config: EngineConfig, source: Source, device: str) -> EngineConfig:
-    """With one certain way to guess; what cannot be is refused before a weight is read."""
+def _resolve_speculation(config: EngineConfig, source: Source, device: str) -> EngineConfig:
+    """Replace `--spec auto` by one proposer; refuse an impossible one before weights are read."""
     if config.speculation.spec == "none":
         return config
     from windlass.speculative.registry import settle
@@ -327,12 +333,23 @@ def _settled(config: EngineConfig, source: Source, device: str) -> EngineConfig:
     return settle(config, source.files, source.hparams, device)
 
 
-def _speculating(config: EngineConfig, source: Source, weights: Loaded) -> Speculating | _Plain:
+def _open_speculation(
+    config: EngineConfig, source: Source, weights: Loaded
+) -> Speculating | _NoSpeculation:
     if config.speculation.spec == "none":
-        return _Plain()
+        return _NoSpeculation()
     from windlass.speculative.start import Speculating
 
     return Speculating(config, source.files, source.hparams, weights)
+
+
+@dataclass(frozen=True, slots=True)
+class DraftLimits:
+    """The scheduler limits that speculation sets; see `SchedulerLimits`."""
+
+    lookahead: int = 0
+    lookahead_after_drafts: int = 0
+    drop_drafts_below: int = 0
 
 
 def make_scheduler(
@@ -342,12 +359,13 @@ def make_scheduler(
     max_model_len: int,
     eos_ids: tuple[int, ...] = (),
     why_not_batch_invariant: str | None = None,
-    guessing: tuple[int, int, int] = (0, 0, 0),
-    adapting: AdapterSetup | None = None,
+    drafts: DraftLimits | None = None,
+    adapters: AdapterSetup | None = None,
     grammars: Grammars | None = None,
 ) -> Scheduler:
-    """What decides, as the config wants it; needs no model."""
-    wish = config.scheduler
+    """Make the scheduler for a config. Needs no model."""
+    settings = config.scheduler
+    drafts = drafts or DraftLimits()
     return Scheduler(
         SchedulerLimits(
             max_num_seqs=limits.max_num_seqs,
@@ -355,28 +373,28 @@ def make_scheduler(
             max_model_len=max_model_len,
             block_size=capacity.block_size,
             num_blocks=capacity.num_blocks,
-            long_prefill_token_threshold=wish.long_prefill_token_threshold,
-            chunked_prefill=wish.enable_chunked_prefill,
+            long_prefill_token_threshold=settings.long_prefill_token_threshold,
+            chunked_prefill=settings.enable_chunked_prefill,
             why_not_batch_invariant=why_not_batch_invariant,
-            lookahead=guessing[0],
-            lookahead_after_drafts=guessing[1],
-            drop_drafts_below=guessing[2],
+            lookahead=drafts.lookahead,
+            lookahead_after_drafts=drafts.lookahead_after_drafts,
+            drop_drafts_below=drafts.drop_drafts_below,
         ),
         BlockPool(capacity.num_blocks, config.cache.prefix_caching),
-        eos_ids,
-        _POLICIES[wish.scheduling_policy](),
-        _gate(config),
-        config.cache.prefix_caching,
-        config.model.seed,
-        Adapters(config.lora.max_loras, adapting.store) if adapting is not None else None,
-        grammars,
+        eos_ids=eos_ids,
+        policy=_POLICIES[settings.scheduling_policy](),
+        gate=_gate(config),
+        caching=config.cache.prefix_caching,
+        seed=config.model.seed,
+        adapters=Adapters(config.lora.max_loras, adapters.store) if adapters is not None else None,
+        grammars=grammars,
     )
 
 
 def _gate(config: EngineConfig) -> Gate:
-    wish = config.scheduler
-    if wish.batching == "continuous":
+    settings = config.scheduler
+    if settings.batching == "continuous":
         return Continuous()
-    if wish.batching == "none":
+    if settings.batching == "none":
         return Static(1, 0.0)
-    return Static(wish.max_batch_size, wish.max_wait_ms / 1000)
+    return Static(settings.max_batch_size, settings.max_wait_ms / 1000)

@@ -1,8 +1,7 @@
-"""Everything a user can set: frozen, checked when made, read and never written afterwards.
+"""All user settings, as frozen dataclasses that are validated on construction.
 
-Facts that are found out at run time have their own types (`Capacity` in core). A field's `help` is
-the text of its command line flag; `flags` are further names that users of other engines know.
-No torch here.
+Facts found at run time have their own types (`Capacity` in core). A field's `help` is the help text
+of its command line flag; `flags` are further names, which other engines use. No torch here.
 """
 
 from __future__ import annotations
@@ -32,44 +31,50 @@ Batching = Literal["continuous", "static", "none"]
 PolicyName = Literal["fcfs", "priority"]
 ProfileName = Literal["chat", "batch", "hybrid"]
 
-AUTO = -1  # for whole numbers: choose it, and say why
+AUTO = -1  # for integers: the engine chooses the value and reports the reason
 MAX_THREADS = 1024
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
-    """Which model, from where, in which arithmetic."""
+    """The model, its source, and its arithmetic."""
 
     model: str = option("default", "Hub id, folder, .gguf file, or 'default'.")
-    served_model_name: str | None = option(None, "The name in the API; default: the model's own.")
-    tokenizer: str | None = option(None, "Folder or tokenizer.json to use instead of the model's.")
+    served_model_name: str | None = option(
+        None, "Model name in the API; default: the model's own name."
+    )
+    tokenizer: str | None = option(
+        None, "Folder or tokenizer.json that replaces the model's tokenizer."
+    )
     dtype: DType = option(
-        "auto", "Arithmetic; float32 dequantises the weights and is the reference."
+        "auto",
+        "Data type of the computation; float32 dequantises the weights and is the reference.",
     )
     quantization: Quantization | None = option(
-        None, "Round 16-bit weights to this while they are loaded.", "-q"
+        None, "Quantise 16-bit weights to this format at load time.", "-q"
     )
-    quantize_head: bool = option(False, "With --quantization: the LM head too.")
-    device: Device = option("auto", "Where to compute.")
-    load_format: LoadFormat = option("auto", "How to read weights; dummy makes random ones.")
+    quantize_head: bool = option(False, "With --quantization: quantise the LM head too.")
+    device: Device = option("auto", "Device to run on.")
+    load_format: LoadFormat = option("auto", "Format of the weights; dummy makes random weights.")
     revision: str | None = option(None, "Branch, tag or commit of a hub model.")
-    download_dir: str | None = option(None, "Where downloaded models are kept.")
-    hf_token: str | None = option(None, "Token for private or gated hub models.")
-    hf_overrides: Mapping[str, Any] = option({}, "JSON merged over the model's config.json.")
+    download_dir: str | None = option(None, "Folder for downloaded models.")
+    hf_token: str | None = option(None, "Token for private or gated models on the hub.")
+    hf_overrides: Mapping[str, Any] = option({}, "JSON object merged into the model's config.json.")
     max_model_len: int | None = option(
-        None, "Longest prompt plus output; -1: what the KV cache holds; default: the model's own."
+        None,
+        "Maximum length of prompt plus output; -1: what the KV cache holds; default: the model's.",
     )
-    seed: int = option(0, "Seed for dummy weights and for requests that bring none.")
+    seed: int = option(0, "Seed of dummy weights and of requests without a seed.")
     generation_config: Literal["auto", "none"] = option(
-        "auto", "Take sampling defaults from the model's generation_config.json, or none."
+        "auto", "Read sampling defaults from the model's generation_config.json, or use none."
     )
     enforce_eager: bool = option(
-        False, "Run every step operator by operator, not as one that was recorded."
+        False, "Run every step operator by operator, without captured graphs or programs."
     )
     plain_kernels: bool = option(
-        False, "Use only the plain torch version of every operation, to compare with."
+        False, "Use the torch reference implementation of every operation.", "--reference-kernels"
     )
-    num_threads: int = option(AUTO, "CPU threads for computing; -1: as many as there are cores.")
+    num_threads: int = option(AUTO, "CPU threads of the computation; -1: one per core.")
 
     def __post_init__(self) -> None:
         if self.max_model_len is not None and self.max_model_len != AUTO:
@@ -78,12 +83,12 @@ class ModelConfig:
             at_least(self, 1, "num_threads")
         if self.num_threads > MAX_THREADS:
             raise ConfigError(
-                f"--num-threads must be at most {MAX_THREADS}, got {self.num_threads}. Leave it "
-                "out to use one thread for each core."
+                f"--num-threads must be at most {MAX_THREADS}, got {self.num_threads}. Omit "
+                "it to use one thread per core."
             )
         if self.quantize_head and self.quantization is None:
             raise ConfigError(
-                "--quantize-head does nothing without --quantization. Add one, such as "
+                "--quantize-head does nothing without --quantization. Add for example "
                 "--quantization int8."
             )
 
@@ -95,22 +100,26 @@ class CacheConfig:
     block_size: int = option(16, "Tokens per KV block.")
     memory_share: float | None = option(
         None,
-        "Share of a GPU's memory to use, or of the free memory on a CPU; default: by profile.",
+        "Share of a GPU's memory to use, or of a CPU's free memory; default: by profile.",
         "--gpu-memory-utilization",
     )
     kv_cache_memory_bytes: int | None = option(
-        None, "Exact size of the KV cache, such as 4GiB; overrides the share."
+        None, "Exact size of the KV cache, for example 4GiB; overrides --memory-share."
     )
     num_blocks: int | None = option(
-        None, "Exact number of KV blocks; overrides both.", "--num-gpu-blocks-override"
+        None,
+        "Exact number of KV blocks; overrides the size and the share.",
+        "--num-gpu-blocks-override",
     )
     kv_cache_dtype: KVCacheDType = option(
         "auto",
-        "How keys and values are stored: as they are computed, or rounded to one byte, which holds "
-        "twice the tokens: fp8 for GPUs, int8 for CPUs.",
+        "Data type of the KV cache: the computed type, or one byte, which holds twice the tokens: "
+        "fp8 for GPUs, int8 for CPUs.",
     )
     prefix_caching: bool = option(
-        True, "Keep computed blocks for later prompts that start alike.", "--enable-prefix-caching"
+        True,
+        "Reuse computed KV blocks for prompts with the same prefix.",
+        "--enable-prefix-caching",
     )
 
     def __post_init__(self) -> None:
@@ -126,37 +135,38 @@ class CacheConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerConfig:
-    """Who computes when, and how prompts. None: set by the profile."""
+    """Batching, scheduling order and prompt processing. None: set by the profile."""
 
     profile: ProfileName | None = option(
         None,
         "Starting point: chat (latency), batch (throughput), hybrid; "
         "default: hybrid on a GPU, short steps on a CPU.",
     )
-    max_num_seqs: int | None = option(None, "Most requests that run at once.")
-    max_num_batched_tokens: int | None = option(None, "Most tokens computed in one step.")
+    max_num_seqs: int | None = option(None, "Maximum number of running requests.")
+    max_num_batched_tokens: int | None = option(None, "Maximum number of tokens per step.")
     long_prefill_token_threshold: int = option(
-        0, "Most prompt tokens of one request in one step; 0: the whole budget."
+        0, "Maximum prompt tokens of one request per step; 0: all tokens of the step."
     )
     enable_chunked_prefill: bool = option(
-        True, "Cut long prompts into chunks that share steps with running requests."
+        True, "Split long prompts into chunks that share steps with running requests."
     )
     prompt_rounding: PromptRounding = option(
         "coarse",
-        "Inputs of int4 products on a CPU, for tokens of prompts: coarse rounds 192 with one scale, "
-        "which is faster; fine 32, as for tokens that are generated.",
+        "Group size of int8 activations in int4 GEMMs on a CPU, for prompt tokens: coarse is one scale "
+        "per 192 values, which is faster; fine one per 32, as for generated tokens.",
+        "--prompt-activation-groups",
     )
-    scheduling_policy: PolicyName = option("fcfs", "Order of waiting requests.")
+    scheduling_policy: PolicyName = option("fcfs", "Order of queued requests.")
     batching: Batching = option(
-        "continuous", "static and none are baselines that benchmarks compare with."
+        "continuous", "Batching; static and none are baselines for benchmarks."
     )
     overlap: bool = option(
         True,
-        "Plan and launch a step while the last one's tokens are on their way (CUDA).",
+        "Plan and launch a step before the tokens of the previous step have arrived (CUDA).",
         "--async-scheduling",
     )
-    max_batch_size: int = option(8, "Static batching: start when so many wait.")
-    max_wait_ms: float = option(50.0, "Static batching: start after so long with fewer.")
+    max_batch_size: int = option(8, "Static batching: start when this many requests are queued.")
+    max_wait_ms: float = option(50.0, "Static batching: start a smaller batch after this time.")
 
     def __post_init__(self) -> None:
         at_least(self, 1, "max_num_seqs", "max_num_batched_tokens", "max_batch_size")
@@ -165,21 +175,21 @@ class SchedulerConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GrammarConfig:
-    """Limits of grammars that clients send: JSON schemas, regular expressions, choices, GBNF, Lark."""
+    """Limits for clients' grammars: JSON schemas, regular expressions, choices, GBNF, Lark."""
 
     grammar_compile_timeout: float = option(
-        5.0, "CPU seconds that compiling a grammar may take; one that needs more gets 400."
+        5.0, "Maximum CPU seconds to compile a grammar; beyond that the request gets 400."
     )
     grammar_memory_bytes: int = option(
         512 * 2**20,
-        "Memory that a grammar may take, and that all grammars in use may take together; one that "
-        "needs more gets 400.",
+        "Maximum memory of one grammar, and of all grammars in use together; beyond that the request "
+        "gets 400.",
         "--grammar-memory",
     )
     grammar_step_timeout: float = option(
         0.1,
-        "CPU seconds that a request may spend on its grammar at one token, beyond a tenth of this at "
-        "each; one that needs more ends with an error.",
+        "Maximum CPU seconds of a request's grammar at one token, plus a tenth of this per token; "
+        "beyond that the request ends with an error.",
     )
 
     def __post_init__(self) -> None:
@@ -191,87 +201,100 @@ class GrammarConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServeConfig:
-    """The HTTP side."""
+    """The HTTP server."""
 
-    host: str = option("127.0.0.1", "Address to listen on; 0.0.0.0 for all.")
-    port: int = option(8000, "Port to listen on; 0: a free one.")
+    host: str = option("127.0.0.1", "Address to listen on; 0.0.0.0: all addresses.")
+    port: int = option(8000, "Port to listen on; 0: a free port.")
     uds: str | None = option(None, "Unix socket to listen on instead of host and port.")
     api_key: tuple[str, ...] = option(
         (),
-        "Key that clients must send; may be given several times. Prefer --api-key-file or "
-        "$WINDLASS_API_KEY, which do not show in the process list.",
+        "Key that clients must send; repeatable. Prefer --api-key-file or $WINDLASS_API_KEY, which "
+        "the process list does not show.",
     )
-    api_key_file: tuple[str, ...] = option(
-        (), "File with further keys, one per line; may be given several times."
-    )
+    api_key_file: tuple[str, ...] = option((), "File with further keys, one per line; repeatable.")
     admin_key: tuple[str, ...] = option(
         (),
-        "Key for admin endpoints (adapters, sleep, cache), beside what other keys do; may be given "
-        "several times. Prefer --admin-key-file or $WINDLASS_ADMIN_KEY.",
+        "Key for admin endpoints (adapters, sleep, cache) and all others; repeatable. Prefer "
+        "--admin-key-file or $WINDLASS_ADMIN_KEY.",
     )
     admin_key_file: tuple[str, ...] = option(
-        (), "File with further admin keys, one per line; may be given several times."
+        (), "File with further admin keys, one per line; repeatable."
     )
     lora_root: tuple[str, ...] = option(
-        (), "Folder below which adapters may be loaded by the API; may be given several times."
+        (), "The API loads adapters only from inside this folder; repeatable."
     )
     ssl_keyfile: str | None = option(None, "TLS key file.")
     ssl_certfile: str | None = option(None, "TLS certificate file.")
-    ssl_ca_certs: str | None = option(None, "TLS CA certificates that clients are checked with.")
-    allowed_origins: tuple[str, ...] = option((), "Origins that browsers may call from (CORS).")
+    ssl_ca_certs: str | None = option(None, "TLS CA certificates for verifying clients.")
+    allowed_origins: tuple[str, ...] = option(
+        (), "Origin that browsers may send requests from (CORS); repeatable."
+    )
     allowed_hosts: tuple[str, ...] = option(
         (),
-        "Host name that requests may be addressed to, beside localhost and --host; may be given "
-        "several times; *: any. Default: checked only when --host is a loopback address.",
+        "Accepted Host header beside localhost and --host; repeatable; *: any. Default: checked only "
+        "when --host is a loopback address.",
     )
     root_path: str = option("", "Path prefix behind a reverse proxy.")
-    chat_template: str | None = option(None, "File with a jinja template to use instead.")
-    default_chat_template_kwargs: Mapping[str, Any] = option({}, "JSON given to every template.")
-    max_num_queued_reqs: int = option(1024, "Most requests that wait; more get 429.")
-    max_num_queued_tokens: int | None = option(None, "Most prompt tokens that wait; more get 429.")
-    max_body_bytes: int = option(4 * 2**20, "Largest request body; more gets 413.")
-    max_buffered_body_bytes: int = option(
-        256 * 2**20, "Largest sum of the request bodies that are being received; more gets 503."
+    chat_template: str | None = option(
+        None, "File with a Jinja template that replaces the model's."
     )
-    max_url_bytes: int = option(8 * 2**10, "Longest URL; more gets 414.")
-    max_header_bytes: int = option(32 * 2**10, "Largest sum of a request's headers; more gets 431.")
-    max_header_fields: int = option(100, "Most headers of a request; more gets 431.")
+    default_chat_template_kwargs: Mapping[str, Any] = option(
+        {}, "JSON object with variables for every chat template."
+    )
+    max_num_queued_reqs: int = option(1024, "Maximum number of queued requests; more get 429.")
+    max_num_queued_tokens: int | None = option(
+        None, "Maximum number of queued prompt tokens; more get 429."
+    )
+    max_body_bytes: int = option(
+        4 * 2**20, "Maximum size of a request body; a larger one gets 413."
+    )
+    max_buffered_body_bytes: int = option(
+        256 * 2**20, "Maximum total size of request bodies being received; beyond that: 503."
+    )
+    max_url_bytes: int = option(8 * 2**10, "Maximum length of a URL; a longer one gets 414.")
+    max_header_bytes: int = option(
+        32 * 2**10, "Maximum total size of a request's headers; beyond that: 431."
+    )
+    max_header_fields: int = option(
+        100, "Maximum number of headers of a request; beyond that: 431."
+    )
     max_connections: int = option(
-        AUTO, "Most open connections; more get 503; -1: by the limit of open files (ulimit -n)."
+        AUTO, "Maximum number of open connections; more get 503; -1: from ulimit -n."
     )
     max_stream_buffer_bytes: int = option(
-        2**20, "Largest part of a stream that may wait for its reader before the server hangs up."
+        2**20, "Maximum unread bytes of a stream; a client that reads slower is disconnected."
     )
-    header_timeout: float = option(20.0, "Seconds for a client to send a request's headers.")
+    header_timeout: float = option(20.0, "Seconds for a client to send the headers of a request.")
     body_timeout: float = option(
-        30.0, "Seconds in which a body must advance by --min-transfer-rate; else it gets 408."
+        30.0, "Seconds after which a body that arrives slower than --min-transfer-rate gets 408."
     )
     write_timeout: float = option(
-        30.0, "Seconds in which a reader that lags must take --min-transfer-rate, or is cut off."
+        30.0,
+        "Seconds after which a client that reads slower than --min-transfer-rate is disconnected.",
     )
-    keep_alive_timeout: float = option(30.0, "Seconds that an idle connection is kept open.")
+    keep_alive_timeout: float = option(30.0, "Seconds until an idle connection is closed.")
     min_transfer_rate: int = option(
-        512, "Bytes per second below which a body or a lagging reader counts as stalled."
+        512, "Bytes per second below which a sending or reading client counts as stalled."
     )
-    max_logprobs: int = option(20, "Most logprobs a request may ask for; -1: no limit.")
+    max_logprobs: int = option(20, "Maximum logprobs per token of a request; -1: no limit.")
     stream_interval: int = option(1, "Tokens per streamed chunk.")
     shutdown_timeout: float = option(30.0, "Seconds to finish running requests after SIGTERM.")
     hang_timeout: float = option(
         120.0,
-        "Seconds without a heartbeat until the engine counts as hung; it is killed and restarted "
-        "half as long again later. 0: never.",
+        "Seconds without a heartbeat until the engine process counts as hung; it is killed and "
+        "restarted after 1.5 times this. 0: never.",
     )
     enable_log_requests: bool = option(False, "Log every request.")
     enable_request_id_headers: bool = option(False, "Answer with X-Request-Id.")
-    enable_force_include_usage: bool = option(False, "Usage in every stream, asked for or not.")
+    enable_force_include_usage: bool = option(False, "Include usage in every stream.")
     price_per_hour: float | None = option(
-        None, "Dollars that this machine costs an hour: adds costs to metrics and to answers."
+        None, "Cost of this machine in dollars per hour: adds costs to metrics and responses."
     )
     record_traffic: str | None = option(
-        None, "Append requests and answers to this JSONL file, as calibration data for quantize."
+        None, "Append requests and responses to this JSONL file, as calibration data for quantize."
     )
-    record_share: float = option(0.1, "Share of the requests to record, chosen by their ids.")
-    record_max_bytes: int = option(64 * 2**20, "Record no more than this many bytes.")
+    record_share: float = option(0.1, "Share of requests to record, selected by request id.")
+    record_max_bytes: int = option(64 * 2**20, "Maximum size of the recorded file.")
 
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65535:
@@ -295,7 +318,7 @@ class ServeConfig:
         if self.lora_root and not (self.admin_key or self.admin_key_file):
             raise ConfigError("--lora-root does nothing without --admin-key KEY.")
         if bool(self.ssl_keyfile) != bool(self.ssl_certfile):
-            raise ConfigError("--ssl-keyfile and --ssl-certfile go together; one is missing.")
+            raise ConfigError("--ssl-keyfile and --ssl-certfile go together: give both.")
         if self.chat_template is not None and not Path(self.chat_template).is_file():
             raise ConfigError(f"--chat-template: no such file: {self.chat_template}")
 
@@ -308,18 +331,18 @@ class ServeConfig:
             if not 0.0 < getattr(self, name) < math.inf:
                 raise ConfigError(
                     f"{flag(name)} must be above 0, got {getattr(self, name)}. A connection "
-                    "without a time limit can be held for ever; choose a large number instead."
+                    "without a time limit can stay open for ever; choose a large number instead."
                 )
         if self.max_buffered_body_bytes < self.max_body_bytes:
             raise ConfigError(
                 f"--max-buffered-body-bytes ({self.max_buffered_body_bytes}) is below "
-                f"--max-body-bytes ({self.max_body_bytes}): the largest body would never be taken."
+                f"--max-body-bytes ({self.max_body_bytes}): a body of maximum size would never be accepted."
             )
         for host in self.allowed_hosts:
             if host != "*" and (not host or set(host) & set("/*@ ,")):
                 raise ConfigError(
-                    f"--allowed-hosts {host!r}: expected one host name or address, without scheme "
-                    "and path, such as api.example.com; * allows any."
+                    f"--allowed-hosts {host!r}: expected a host name or address without scheme and "
+                    "path, for example api.example.com; * allows any."
                 )
 
 
@@ -337,24 +360,24 @@ def check_key(key: str, source: str) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GateConfig:
-    """How good a model must be against a reference; `gate_...` is what a server tries it on."""
+    """Quality limits against a reference model; `gate_*`: how a server measures them at start-up."""
 
     min_agreement: float | None = option(
-        None, "Least share of positions where both would choose the same token: 0.99 or 99%."
+        None, "Minimum top-1 agreement with the reference model, for example 0.99 or 99%."
     )
     max_ppl_increase: float | None = option(
-        None, "Most that the perplexity may grow: 0.003 or 0.3%."
+        None, "Maximum relative increase of the perplexity, for example 0.003 or 0.3%."
     )
-    max_kl: float | None = option(None, "Most mean KL divergence from the reference, in nats.")
+    max_kl: float | None = option(None, "Maximum mean KL divergence from the reference, in nats.")
     gate_data: str | None = option(
-        None, "Measure the quality on this before serving, and refuse to start when it is missed."
+        None, "Text to measure the quality on at start-up; the server exits if it misses a limit."
     )
-    gate_against: str | None = option(None, "The gate's reference; default: the same model.")
+    gate_against: str | None = option(None, "Reference model of the gate; default: the same model.")
     gate_against_options: str | None = option(
-        None, "The reference's own options: dtype=bfloat16,block_size=32."
+        None, "Options of the reference model: dtype=bfloat16,block_size=32."
     )
-    gate_context: int = option(512, "Tokens of the gate's windows.")
-    gate_max_windows: int = option(64, "Most windows that the gate measures.")
+    gate_context: int = option(512, "Tokens per window of the gate.")
+    gate_max_windows: int = option(64, "Maximum number of windows that the gate measures.")
 
     def __post_init__(self) -> None:
         at_least(self, 0, "min_agreement", "max_ppl_increase", "max_kl")
@@ -374,7 +397,7 @@ class GateConfig:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """The scheduler's numbers after the profile was applied."""
+    """The scheduler's limits after applying the profile."""
 
     max_num_seqs: int
     max_num_batched_tokens: int
@@ -383,19 +406,27 @@ class Limits:
     tokens_reason: str
 
 
-# Starting points: sequences, tokens per step, share of a GPU's memory.
-_PROFILES: dict[ProfileName, tuple[int, int, float]] = {
-    "chat": (32, 4096, 0.70),
-    "batch": (256, 32768, 0.95),
-    "hybrid": (128, 16384, 0.85),
+@dataclass(frozen=True, slots=True)
+class _Profile:
+    """Default limits."""
+
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    memory_share: float  # of a GPU's memory, or of a CPU's free memory
+
+
+_PROFILES: dict[ProfileName, _Profile] = {
+    "chat": _Profile(32, 4096, 0.70),
+    "batch": _Profile(256, 32768, 0.95),
+    "hybrid": _Profile(128, 16384, 0.85),
 }
-# A CPU computes some hundred tokens a second: a longer step would stall every stream for long.
-_ON_CPU = (32, 512, 0.25)
+# A CPU computes a few hundred tokens per second: a longer step would stall every stream.
+_CPU_PROFILE = _Profile(32, 512, 0.25)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
-    """All that the engine needs: `EngineConfig.of(model="default", max_num_seqs=8)`."""
+    """All settings of an engine: `EngineConfig.of(model="default", max_num_seqs=8)`."""
 
     model: ModelConfig = field(default_factory=ModelConfig)
     cache: CacheConfig = field(default_factory=CacheConfig)
@@ -406,7 +437,7 @@ class EngineConfig:
 
     @classmethod
     def of(cls, **options: Any) -> EngineConfig:
-        """Sort flat options into their sections; an unknown one is an error with the nearest name."""
+        """Make a config from flat options. An unknown option raises, with the nearest name."""
         sections = {
             "model": ModelConfig,
             "cache": CacheConfig,
@@ -418,24 +449,29 @@ class EngineConfig:
         return cls(**split_options(sections, options))
 
     def limits(self, device: Literal["cpu", "cuda"]) -> Limits:
-        """Apply the profile to what was left open."""
-        wish = self.scheduler
-        if wish.profile is None and device == "cpu":
-            (seqs, tokens, share), reason = _ON_CPU, "short steps, since this is a CPU"
+        """Apply the profile to the limits that are not set."""
+        settings = self.scheduler
+        if settings.profile is None and device == "cpu":
+            profile, reason = _CPU_PROFILE, "short steps, since this is a CPU"
         else:
-            profile = wish.profile or "hybrid"
-            (seqs, tokens, share), reason = _PROFILES[profile], f"profile {profile}"
-        seqs_reason = reason if wish.max_num_seqs is None else "as set"
-        seqs = wish.max_num_seqs or seqs
-        if wish.batching != "continuous":
-            seqs = wish.max_batch_size if wish.batching == "static" else 1
-            seqs_reason = f"batching {wish.batching}"
-        tokens_reason = reason if wish.max_num_batched_tokens is None else "as set"
-        tokens = wish.max_num_batched_tokens or max(tokens, seqs)
+            name = settings.profile or "hybrid"
+            profile, reason = _PROFILES[name], f"profile {name}"
+        seqs_reason = reason if settings.max_num_seqs is None else "as set"
+        seqs = settings.max_num_seqs or profile.max_num_seqs
+        if settings.batching != "continuous":
+            seqs = settings.max_batch_size if settings.batching == "static" else 1
+            seqs_reason = f"batching {settings.batching}"
+        tokens_reason = reason if settings.max_num_batched_tokens is None else "as set"
+        tokens = settings.max_num_batched_tokens or max(profile.max_num_batched_tokens, seqs)
         if tokens < seqs:
             raise ConfigError(
-                f"--max-num-batched-tokens ({tokens}) is below --max-num-seqs ({seqs}): running "
-                f"requests could not all advance in a step. Raise the first to {seqs} or more."
+                f"--max-num-batched-tokens ({tokens}) is below --max-num-seqs ({seqs}): a step "
+                f"could not advance all running requests. Raise the first to {seqs} or more."
             )
-        share = self.cache.memory_share or share
-        return Limits(seqs, tokens, share, seqs_reason, tokens_reason)
+        return Limits(
+            max_num_seqs=seqs,
+            max_num_batched_tokens=tokens,
+            memory_share=self.cache.memory_share or profile.memory_share,
+            seqs_reason=seqs_reason,
+            tokens_reason=tokens_reason,
+        )

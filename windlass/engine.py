@@ -1,7 +1,7 @@
-"""The loop: add requests, step, hand out what came. Takes ready parts and imports no torch.
+"""The engine loop: add requests, step, return outputs. Does not import torch.
 
-The plain loop is the definition: plan, run, commit. The overlapped one plans and launches a step
-while the tokens of the last are still on their way; a test says that they agree.
+The synchronous loop is the reference: plan, run, commit. The overlapped loop plans and launches a
+step before the tokens of the previous step have arrived. A test compares the two.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from windlass.errors import EngineError, OutOfMemory, UnsupportedError
 
 
 class PendingStep(Protocol):
-    """A step on its way. One that `has_drafts` what follows ends before the next is planned."""
+    """A launched step. The engine waits for a step that `has_drafts` before it plans the next one."""
 
     @property
     def has_drafts(self) -> bool: ...
@@ -29,7 +29,7 @@ class PendingStep(Protocol):
 
 
 class Runner(Protocol):
-    """Something that computes plans, in the order in which they come."""
+    """Executes plans in the order of submission."""
 
     def run(self, plan: StepPlan) -> StepResult: ...
 
@@ -37,18 +37,18 @@ class Runner(Protocol):
 
 
 class RunnerMemory(Protocol):
-    """What the runner and all that belongs to it hold in memory."""
+    """Memory of the runner and of everything that it owns."""
 
     def held(self) -> MemoryReport: ...
 
     def sleep(self) -> None:
-        """Let go of all that `wake` can get again."""
+        """Free all memory that `wake` can restore."""
         ...
 
     def wake(self) -> None: ...
 
 
-_REST_S = 0.0005  # while all requests wait for adapters, grammars, or others to fill a batch
+_IDLE_S = 0.0005  # pause while all requests wait for adapters, grammars or a full static batch
 
 
 class Engine:
@@ -77,13 +77,13 @@ class Engine:
         self._on_plan = on_plan
 
     def add(self, request: NewRequest) -> None:
-        """Queue a request. One that can never fit raises CapacityError now, not later."""
+        """Queue a request. Raises CapacityError if it can never fit."""
         if self.asleep:
-            raise EngineError("the engine sleeps; wake it first.")
+            raise EngineError("the engine is asleep; wake it first.")
         self._scheduler.add(request, self._clock())
 
     def abort(self, request_id: str) -> None:
-        """Forget a request, running or waiting; its blocks are free for the next plan."""
+        """Drop a running or queued request. The next plan can use its blocks."""
         self._scheduler.abort(request_id, self._clock())
 
     @property
@@ -91,14 +91,14 @@ class Engine:
         return self._scheduler.has_work or self._in_flight is not None
 
     def step(self) -> list[Output]:
-        """Advance by one step; returns what has come of requests since the last."""
-        return self._step_overlapped() if self._overlap else self._step_plainly()
+        """Advance by one step. Returns the outputs since the previous call."""
+        return self._step_overlapped() if self._overlap else self._step_synchronously()
 
-    def _step_plainly(self) -> list[Output]:
+    def _step_synchronously(self) -> list[Output]:
         plan = self._scheduler.plan(self._clock())
         outputs = self._scheduler.failed
         if not plan.rows:
-            self._rest(outputs)
+            self._idle(outputs)
             return outputs
         self._on_plan(plan)
         try:
@@ -110,7 +110,7 @@ class Engine:
     def _step_overlapped(self) -> list[Output]:
         outputs = []
         if self._in_flight is not None and self._in_flight[1].has_drafts:
-            outputs = self._take_in(*self._in_flight)
+            outputs = self._finish(*self._in_flight)
             self._in_flight = None
         plan = self._scheduler.plan(self._clock())
         outputs += self._scheduler.failed
@@ -123,74 +123,74 @@ class Engine:
                 outputs += self._scheduler.retract(plan, str(error))
         before, self._in_flight = self._in_flight, launched
         if before is not None:
-            outputs += self._take_in(*before)
+            outputs += self._finish(*before)
         elif launched is None:
-            self._rest(outputs)
+            self._idle(outputs)
         return outputs
 
-    def _rest(self, outputs: list[Output]) -> None:
-        """Nothing can be computed: let the threads go on that requests wait for."""
+    def _idle(self, outputs: list[Output]) -> None:
+        """Nothing can run: yield to the threads that read adapters and compile grammars."""
         if not outputs and self._scheduler.has_work:
-            time.sleep(_REST_S)
+            time.sleep(_IDLE_S)
 
-    def _take_in(self, plan: StepPlan, pending: PendingStep) -> list[Output]:
+    def _finish(self, plan: StepPlan, pending: PendingStep) -> list[Output]:
         return self._commit(plan, pending.wait())
 
     def _commit(self, plan: StepPlan, result: StepResult) -> list[Output]:
         return self._scheduler.commit(plan, result, self._clock())
 
     def fail(self, error: str) -> list[Output]:
-        """End every request with an error, after a step that raised; the engine stays usable."""
+        """End every request with an error after a step raised. The engine stays usable."""
         self._in_flight = None
         return self._scheduler.fail_all(error)
 
     @property
     def is_loading(self) -> bool:
-        """Whether requests wait for an adapter that is being read."""
+        """Whether requests wait for an adapter that is still being read."""
         stats = self._scheduler.adapters.stats()
         return stats is not None and stats.num_waiting > 0
 
     @property
     def adapters(self) -> Adapters:
-        """Which there are; load and unload them here."""
+        """The registered adapters. Load and unload them through this object."""
         return self._scheduler.adapters
 
     def reset_prefix_cache(self) -> int:
-        """Forget cached blocks that nobody uses; returns how many."""
+        """Drop cached blocks that no request uses. Returns their number."""
         return self._scheduler.reset_prefix_cache()
 
     def memory(self) -> Memory:
-        """What the memory holds at this moment."""
+        """Report the current use of memory."""
         held = self._memory.held() if self._memory is not None else None
         return Memory(self._scheduler.block_use(), self.asleep, held)
 
     def sleep(self) -> None:
-        """Give memory back until `wake`; the prefix cache is lost, and no request may be running."""
+        """Free memory until `wake`. Drops the prefix cache. No request may be running."""
         if self.has_work:
-            raise EngineError("requests are running; the engine cannot sleep now.")
+            raise EngineError("requests are running; the engine cannot sleep.")
         if self.asleep:
             return
         if self._memory is None:
-            raise UnsupportedError("this engine's memory cannot be given back.")
+            raise UnsupportedError("this engine cannot free its memory.")
         self._memory.sleep()
         self._scheduler.reset_prefix_cache()
         self.asleep = True
 
     def wake(self) -> None:
-        """Have all memory again. An engine that is awake stays so."""
+        """Restore the memory. Does nothing if the engine is awake."""
         if self.asleep and self._memory is not None:
             self._memory.wake()
         self.asleep = False
 
     def traces(self) -> list[RequestTrace]:
-        """What is to be told of requests that have ended since this was last asked."""
+        """Return and clear the traces of requests that ended since the previous call."""
         kept = self._scheduler.accounting.traces
         taken = list(kept)
         kept.clear()
         return taken
 
     def trace(self, request_id: str) -> RequestTrace | None:
-        """What is to be told so far of a request that has not ended."""
+        """The trace so far of a request that has not ended; None if it is unknown."""
         return self._scheduler.trace(request_id, self._clock())
 
     def stats(self) -> EngineStats:
@@ -198,4 +198,4 @@ class Engine:
 
 
 def _ignore_plan(_plan: StepPlan) -> None:
-    """Nobody watches the plans."""
+    """Default of `watch_plans`."""

@@ -1,30 +1,30 @@
-"""Every error that Windlass raises on purpose.
+"""The exceptions that Windlass raises deliberately.
 
     EngineError
     ├── ConfigError          a setting is wrong or contradicts another
     ├── RequestError         a request is malformed: a field, a type, an empty prompt
-    │   ├── CapacityError    a request that can never fit this engine
-    │   ├── RequestBlocked   a request that has brought the engine down twice
-    │   ├── AdapterNotFound  an adapter that is not loaded
-    │   └── AdapterConflict  an adapter that cannot be loaded or unloaded now
+    │   ├── CapacityError    a request can never fit this engine
+    │   ├── RequestBlocked   a request was running at two engine crashes
+    │   ├── AdapterNotFound  an adapter is not loaded
+    │   └── AdapterConflict  an adapter cannot be loaded or unloaded now
     ├── CheckpointError      a model's files are missing, broken or incomplete
-    ├── UnsupportedError     a model, format or feature that this version does not know
-    ├── DownloadError        a model could not be fetched
+    ├── UnsupportedError     this version does not support the model, format or feature
+    ├── DownloadError        a model could not be downloaded
     ├── QualityError         a model is worse than its quality gate allows
     ├── Overloaded           the queue is full now; try again later
-    ├── OutOfMemory          a step did not fit the device; smaller ones may
-    └── WorkerDied           the process that computes has ended
+    ├── OutOfMemory          a step did not fit into device memory; a smaller one may
+    └── WorkerDied           the engine process has ended
 
-A message says what happened, with which values, and what to do.
+A message states what happened, with the values, and what to do.
 """
 
 
 class EngineError(Exception):
-    """The root: catch this to catch everything that Windlass raises on purpose."""
+    """Base class of all exceptions that Windlass raises deliberately."""
 
 
 class ConfigError(EngineError):
-    """A setting is out of range, unknown, or contradicts another one."""
+    """A setting is out of range, unknown, or contradicts another setting."""
 
 
 class RequestError(EngineError):
@@ -40,11 +40,11 @@ class CapacityError(RequestError):
 
 
 class RequestBlocked(RequestError):
-    """A request was running both times that the engine died, and is not run a third time."""
+    """A request was running at two engine crashes and is refused from then on."""
 
 
 class AdapterNotFound(RequestError):
-    """A request names an adapter that is not loaded, or not any more."""
+    """A request names an adapter that is not loaded."""
 
 
 class AdapterConflict(RequestError):
@@ -56,15 +56,15 @@ class CheckpointError(EngineError):
 
 
 class UnsupportedError(EngineError):
-    """An architecture, file format or feature that this version does not know."""
+    """This version does not support an architecture, file format or feature."""
 
 
 class DownloadError(EngineError):
-    """A model could not be fetched: no network, no space, a hash that differs."""
+    """A model could not be downloaded: no network, no space, or a wrong hash."""
 
 
 class QualityError(EngineError):
-    """A model was measured and is worse than --min-agreement and its like allow."""
+    """A model's measured quality is below --min-agreement or another limit of the gate."""
 
 
 class Overloaded(EngineError):
@@ -76,7 +76,7 @@ class Overloaded(EngineError):
 
 
 class OutOfMemory(EngineError):
-    """A step did not fit into the device's memory. The engine goes on with smaller steps."""
+    """A step did not fit into device memory. The engine continues with smaller steps."""
 
 
 class WorkerDied(EngineError):

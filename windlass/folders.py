@@ -1,7 +1,7 @@
-"""Where Windlass keeps what it made or fetched: one folder per user.
+"""The cache folder of a user: downloaded models, compiled kernels, measured costs.
 
-It holds compiled code that later starts run, so a folder or file that another user could have
-written is refused. What lies in each subfolder belongs to the module that puts it there.
+Later starts run compiled code from it, so folders and files that another user could have written
+are refused. Each subfolder belongs to the module that writes it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _ROOT_USER = 0
 
 
 def cache_dir() -> Path:
-    """`$WINDLASS_CACHE`, else `$XDG_CACHE_HOME/windlass`, else `~/.cache/windlass`; not created."""
+    """`$WINDLASS_CACHE`, else `$XDG_CACHE_HOME/windlass`, else `~/.cache/windlass`. Does not create it."""
     own = os.environ.get("WINDLASS_CACHE")
     if own:
         return Path(own).expanduser()
@@ -29,7 +29,7 @@ def cache_dir() -> Path:
 
 
 def cache_folder(name: str) -> Path:
-    """A subfolder of the cache, created if it is missing, that no other user can change."""
+    """Return a subfolder of the cache that no other user can write; create it if missing."""
     folder = cache_dir() / name
     try:
         make_private(folder)
@@ -42,7 +42,7 @@ def cache_folder(name: str) -> Path:
 
 
 def make_private(folder: Path) -> None:
-    """Create a folder of the cache, and the cache itself, with mode 0700; check both."""
+    """Create a subfolder of the cache, and the cache itself, with mode 0700, and check both."""
     folder.parent.parent.mkdir(parents=True, exist_ok=True)
     for each in (folder.parent, folder):
         each.mkdir(mode=0o700, exist_ok=True)
@@ -50,28 +50,28 @@ def make_private(folder: Path) -> None:
 
 
 def check_private(*paths: Path) -> None:
-    """Raise ConfigError if another user owns one of them or can write it; links are followed.
+    """Raise ConfigError if another user owns or can write one of `paths`; follows links.
 
-    A path that does not exist is fine. Files of root's are trusted, as all programs are.
+    A path that does not exist passes. Files that root owns are trusted.
     """
     if sys.platform == "win32":
         return
     for path in paths:
         try:
             status = path.stat()
-        except OSError:  # not there, or not to be read: then nothing is loaded from it
+        except OSError:  # missing or unreadable, so nothing can be loaded from it
             continue
         if (problem := _problem(status)) is not None:
             raise ConfigError(
                 f"{path} {problem}. Windlass runs compiled code from its cache folder, and uses "
-                "nothing there that another user could have written. Set WINDLASS_CACHE to a "
+                "no file there that another user could have written. Set WINDLASS_CACHE to a "
                 "folder of your own (a new one is created with mode 0700), or, if this one is "
-                f"yours and nobody has changed it, run `chmod -R go-w {path}`."
+                f"yours and unchanged, run `chmod -R go-w {path}`."
             )
 
 
 def _problem(status: os.stat_result) -> str | None:
-    """How another user could have changed a file; None: in no way."""
+    """How another user could have changed a file; None if no user could."""
     mode, user = stat.S_IMODE(status.st_mode), os.geteuid()
     if status.st_uid not in (user, _ROOT_USER):
         return f"belongs to user {status.st_uid}, and this process runs as user {user}"
@@ -81,7 +81,7 @@ def _problem(status: os.stat_result) -> str | None:
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Write a file with mode 0600 so that readers see all of it or what was there before."""
+    """Write a file with mode 0600. Readers see the old content or all of the new content."""
     handle, partial = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
     try:
         with open(handle, "w", encoding="utf-8") as file:

@@ -1,4 +1,4 @@
-"""This process's pages of memory, as Linux tells them: what is mapped where, and giving some back."""
+"""Memory mappings of this process (/proc/self/maps), and releasing their pages. Linux."""
 
 from __future__ import annotations
 
@@ -11,34 +11,34 @@ from typing import NamedTuple
 from windlass.errors import EngineError
 
 _MAPS = Path("/proc/self/maps")
-_DONTNEED = 4  # Linux's number: Python has none elsewhere
+_DONTNEED = 4  # MADV_DONTNEED on Linux; mmap has no such constant on other systems
 PAGE = mmap.PAGESIZE
 
 
 class Mapping(NamedTuple):
-    """Addresses from `first` to before `end`."""
+    """The address range from `first` up to, not including, `end`."""
 
     first: int
     end: int
-    rights: str  # such as r-xp
-    file: str  # "" where there is none
+    rights: str  # for example r-xp
+    file: str  # "" for an anonymous mapping
 
 
 def mappings() -> Iterator[Mapping]:
-    """All of them in order; none where the system does not tell."""
+    """Yield all mappings by address; none on systems without /proc."""
     lines = _MAPS.read_text(encoding="utf-8").splitlines() if _MAPS.exists() else []
     for line in lines:
-        where, rights, *_, file = f"{line} ".split(" ", maxsplit=5)
-        first, end = (int(part, 16) for part in where.split("-"))
+        address_range, rights, *_, file = f"{line} ".split(" ", maxsplit=5)
+        first, end = (int(part, 16) for part in address_range.split("-"))
         yield Mapping(first, end, rights, file.strip())
 
 
 def give_back(first: int, length: int) -> None:
-    """Let the system have whole pages; mapped files are read again when they are wanted."""
-    at, count = ctypes.c_void_p(first), ctypes.c_size_t(length)
-    if length and libc().madvise(at, count, _DONTNEED):
+    """Return whole pages to the system. A mapped file is read again on the next access."""
+    address, size = ctypes.c_void_p(first), ctypes.c_size_t(length)
+    if length and libc().madvise(address, size, _DONTNEED):
         number = ctypes.get_errno()
-        raise EngineError(f"the system did not take {length} bytes back: error {number}.")
+        raise EngineError(f"madvise failed for {length} bytes: error {number}.")
 
 
 def libc() -> ctypes.CDLL:

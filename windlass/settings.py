@@ -1,6 +1,6 @@
-"""What settings are made of: fields with a help text, checks, and a flat mapping sorted into them.
+"""Building blocks of config dataclasses: fields with a help text, range checks, option sorting.
 
-Which settings there are is said in config.py, speculative_config.py and lora_config.py. No torch here.
+The settings themselves are in config.py, speculative_config.py and lora_config.py. No torch here.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ Quantization = Literal["fp8", "fp8-block", "int8", "w8a8", "int4", "w4a8", "nf4"
 
 
 def option(default: Any, help: str, *flags: str) -> Any:
+    """A config field with its help text. `flags`: further names of its command line flag."""
     metadata = {"help": help, "flags": flags}
     if isinstance(default, dict):
         return field(default_factory=dict, metadata=metadata)
@@ -24,6 +25,7 @@ def option(default: Any, help: str, *flags: str) -> Any:
 
 
 def at_least(owner: object, low: float, *names: str) -> None:
+    """Raise ConfigError if a field of `owner` is below `low`; None passes."""
     for name in names:
         value = getattr(owner, name)
         if value is not None and value < low:
@@ -36,13 +38,13 @@ def flag(name: str) -> str:
 
 def split_options(sections: Mapping[str, type], options: Mapping[str, Any]) -> dict[str, Any]:
     """Make one instance per section from a flat mapping of options."""
-    homes = {item.name: key for key, section in sections.items() for item in fields(section)}
+    section_of = {item.name: key for key, section in sections.items() for item in fields(section)}
     sorted_options: dict[str, dict[str, Any]] = {key: {} for key in sections}
     for name, value in options.items():
-        if name not in homes:
-            raise ConfigError(_unknown(name, list(homes)))
-        section = sections[homes[name]]
-        sorted_options[homes[name]][name] = _checked(section, name, value)
+        if name not in section_of:
+            raise ConfigError(_unknown(name, list(section_of)))
+        section = sections[section_of[name]]
+        sorted_options[section_of[name]][name] = _checked(section, name, value)
     return {key: section(**sorted_options[key]) for key, section in sections.items()}
 
 
@@ -53,7 +55,7 @@ def _unknown(name: str, known: list[str]) -> str:
 
 
 def _checked(section: type, name: str, value: Any) -> Any:
-    """Refuse a value outside a closed set of strings; turn lists into tuples."""
+    """Reject a value that is not among a Literal's strings; convert lists to tuples."""
     choices = _strings_in(get_type_hints(section)[name])
     if choices and value is not None and value not in choices:
         raise ConfigError(f"{flag(name)} must be one of {', '.join(choices)}; got {value!r}.")

@@ -48,7 +48,7 @@ def test_memory_shows_the_ledger(windlass: Invoke, served: Server) -> None:
         (["--key", "one", "explain", "nothing"], "no request 'nothing' of yours is known", 2),
         (["explain", "nothing"], "--key or WINDLASS_API_KEY", 2),
         (["--url", "http://127.0.0.1:1", "memory"], "Is it running?", 1),
-        (["--url", "localhost", "memory"], "expected such as http://127.0.0.1:8000", 2),
+        (["--url", "localhost", "memory"], "expected for example http://127.0.0.1:8000", 2),
     ],
 )
 def test_errors_say_what_to_do(

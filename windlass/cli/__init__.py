@@ -1,1 +1,1 @@
-"""One file per command."""
+"""The command line: one module per command."""

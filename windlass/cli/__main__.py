@@ -1,4 +1,4 @@
-"""`python -m windlass.cli`, for where the console script is not on the path."""
+"""`python -m windlass.cli`: the command without the console script."""
 
 from windlass.cli.entry import main
 

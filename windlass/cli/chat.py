@@ -1,4 +1,4 @@
-"""`windlass chat`: a conversation in the terminal, or line by line from a pipe."""
+"""`windlass chat`: a conversation in the terminal, or with lines from a pipe."""
 
 from __future__ import annotations
 
@@ -20,41 +20,44 @@ from windlass.errors import RequestError, UnsupportedError
 if TYPE_CHECKING:
     from windlass.llm import LLM
 
-_KEYS = "/exit  /clear  /system TEXT   ctrl-C stops an answer, ctrl-D ends"
+_KEYS = "/exit  /clear  /system TEXT   ctrl-C stops the response, ctrl-D exits"
 
 
 def chat(
     options: Options,
-    system: Annotated[str | None, option("TEXT", "The system message to start with.")] = None,
+    system: Annotated[str | None, option("TEXT", "Initial system message.")] = None,
     adapter: Adapter = "",
 ) -> int:
-    """Talk to a model in the terminal.
+    """Chat with a model in the terminal.
 
-    While talking: /exit ends, /clear forgets what was said, /system TEXT sets the system message,
-    ctrl-C stops an answer, ctrl-D ends.
+    Commands: /exit exits, /clear clears the conversation, /system TEXT sets the system message,
+    ctrl-C stops the response, ctrl-D exits.
     """
-    wishes = options.only(SAMPLING_OPTIONS)
-    sampling_params(wishes)  # a bad value is refused before the model is loaded
+    requested = options.only(SAMPLING_OPTIONS)
+    sampling_params(requested)  # rejects a bad value before the model is loaded
     from windlass.llm import LLM
 
     llm = LLM(**options.engine_values())
     if llm.card.chat_template is None:
         raise UnsupportedError(
-            f"the model {llm.card.name!r} has no chat template, so it cannot hold a conversation. "
-            "Use an instruct model, or windlass generate."
+            f"the model {llm.card.name!r} has no chat template, so it cannot chat. Use an "
+            "instruct model, or windlass generate."
         )
-    sampling = sampling_params({"max_tokens": None}, llm.card.default_sampling, wishes)
-    Conversation(llm, sampling, system, sys.stdin.isatty(), adapter).run()
+    sampling = sampling_params({"max_tokens": None}, llm.card.default_sampling, requested)
+    Conversation(
+        llm, sampling, system=system, at_terminal=sys.stdin.isatty(), adapter=adapter
+    ).run()
     return 0
 
 
 class Conversation:
-    """Owns what was said. A line that begins with / is for us, every other one for the model."""
+    """Owns the messages. A line that starts with / is a command; others go to the model."""
 
     def __init__(
         self,
         llm: LLM,
         sampling: SamplingParams,
+        *,
         system: str | None,
         at_terminal: bool,
         adapter: str = "",
@@ -64,7 +67,7 @@ class Conversation:
         self._system = system
         self._at_terminal = at_terminal
         self._adapter = adapter
-        self._said: list[dict[str, str]] = []
+        self._messages: list[dict[str, str]] = []
 
     def run(self) -> None:
         if self._at_terminal:
@@ -75,9 +78,9 @@ class Conversation:
             if line == "/exit":
                 return
             if line.startswith("/"):
-                self._obey(line)
+                self._run_command(line)
             elif line:
-                self._answer(line)
+                self._respond(line)
 
     def _lines(self) -> Iterator[str]:
         while True:
@@ -86,56 +89,56 @@ class Conversation:
             except EOFError:
                 return
 
-    def _obey(self, line: str) -> None:
+    def _run_command(self, line: str) -> None:
         command, _, text = line.partition(" ")
         if command == "/clear":
-            self._said.clear()
+            self._messages.clear()
         elif command == "/system":
             self._system = text.strip() or None
         else:
-            typer.echo(f"{command} is not known. {_KEYS}", err=True)
+            typer.echo(f"unknown command {command}. {_KEYS}", err=True)
 
-    def _answer(self, text: str) -> None:
-        """Stream the answer; a question that cannot be answered is taken back."""
-        self._said.append({"role": "user", "content": text})
-        opening = [{"role": "system", "content": self._system}] if self._system else []
+    def _respond(self, text: str) -> None:
+        """Stream the response. A message that the engine rejects is removed again."""
+        self._messages.append({"role": "user", "content": text})
+        system = [{"role": "system", "content": self._system}] if self._system else []
         try:
-            answer = self._stream(opening + self._said)
+            response = self._stream(system + self._messages)
         except RequestError as error:
             if not self._at_terminal:
                 raise
-            self._said.pop()
-            typer.secho(f"{error} (/clear starts anew.)", fg="red", err=True)
+            self._messages.pop()
+            typer.secho(f"{error} (/clear starts a new conversation.)", fg="red", err=True)
             return
-        self._said.append({"role": "assistant", "content": answer})
+        self._messages.append({"role": "assistant", "content": response})
 
     def _stream(self, messages: list[dict[str, str]]) -> str:
-        pieces: list[str] = []
+        chunks: list[str] = []
         with interruptible() as interrupts:
-            for piece in self._llm.stream_chat(messages, self._sampling, self._adapter):
-                pieces.append(piece)
-                typer.echo(piece, nl=False)
-                if interrupts.came:
+            for chunk in self._llm.stream_chat(messages, self._sampling, self._adapter):
+                chunks.append(chunk)
+                typer.echo(chunk, nl=False)
+                if interrupts.received:
                     break
         typer.echo()
-        return "".join(pieces)
+        return "".join(chunks)
 
 
 class _Interrupts:
-    """Notes the first ctrl-C, so that no step is torn apart; raises the second."""
+    """Records the first ctrl-C, so that a step completes; raises on the second."""
 
     def __init__(self) -> None:
-        self.came = False
+        self.received = False
 
     def __call__(self, number: int, frame: FrameType | None) -> None:  # noqa: ARG002
-        if self.came:
+        if self.received:
             raise KeyboardInterrupt
-        self.came = True
+        self.received = True
 
 
 @contextmanager
 def interruptible() -> Iterator[_Interrupts]:
-    """Inside, ctrl-C is noted instead of raised."""
+    """Record ctrl-C inside the block instead of raising."""
     interrupts = _Interrupts()
     before = signal.signal(signal.SIGINT, interrupts)
     try:

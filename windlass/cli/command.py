@@ -1,4 +1,4 @@
-"""What all commands share: generated flags, `--config`, help by section, and errors without traceback.
+"""Shared by all commands: generated flags, `--config`, help by section, error reports.
 
 A command is a function that takes `Options` and its own typer parameters, and returns an exit code.
 """
@@ -35,13 +35,13 @@ from windlass.errors import (
     UnsupportedError,
 )
 
-# What the user can put right; every other error is a failure on our side or of the machine.
-_USERS_ERRORS = (ConfigError, RequestError, CheckpointError, UnsupportedError, DownloadError)
+# Errors that the user can fix; all others are failures of Windlass or of the machine.
+_USER_ERRORS = (ConfigError, RequestError, CheckpointError, UnsupportedError, DownloadError)
 
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What was set, by flag or config file; what was not is not here."""
+    """Values set by flags or the config file. Options that are not set are absent."""
 
     values: Mapping[str, Any]
 
@@ -50,7 +50,7 @@ class Options:
         return {name: value for name, value in self.values.items() if name in names}
 
     def engine_values(self) -> dict[str, Any]:
-        """As `LLM` takes them."""
+        """Engine options as keyword arguments of `LLM`."""
         return self.only([MODEL_ARGUMENT, *ENGINE_OPTIONS, *LORA_OPTIONS, *GRAMMAR_OPTIONS])
 
     def engine(self) -> EngineConfig:
@@ -66,7 +66,7 @@ class Options:
 
 
 class PanelCommand(TyperCommand):
-    """Help in sections. Names are never cut off, however narrow the terminal is."""
+    """Help in sections. Option names are never truncated, even in a narrow terminal."""
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
         panels: dict[str, list[tuple[str, str]]] = {}
@@ -113,7 +113,7 @@ def register(
 
 
 def _merged(values: dict[str, Any], generated: Sequence[Option]) -> Options:
-    """Flags over the config file; what neither sets is left out."""
+    """Merge flags over the config file; omit options that neither sets."""
     path = values.pop("config_file")
     from_file = read_config(path, [MODEL_ARGUMENT, *generated]) if path is not None else {}
     # An absent list is None or empty, depending on the version of typer.
@@ -132,7 +132,10 @@ def _model_argument() -> inspect.Parameter:
 
 def _config_flag() -> inspect.Parameter:
     info = typer.Option(
-        None, "--config", metavar="FILE", help="YAML with the names of flags as keys; flags win."
+        None,
+        "--config",
+        metavar="FILE",
+        help="YAML file with flag names as keys; flags take precedence.",
     )
     return inspect.Parameter(
         "config_file", inspect.Parameter.KEYWORD_ONLY, default=info, annotation=Path | None
@@ -141,13 +144,13 @@ def _config_flag() -> inspect.Parameter:
 
 @contextmanager
 def reported(ctx: typer.Context) -> Iterator[None]:
-    """Turn an error into a paragraph on stderr and an exit code; with --traceback, let it through."""
+    """Report an error as a paragraph on stderr and an exit code; with --traceback, re-raise it."""
     try:
         yield
     except EngineError as error:
         if ctx.find_root().params.get("traceback"):
             raise
         typer.secho(f"Error: {error}", fg="red", err=True)
-        raise typer.Exit(2 if isinstance(error, _USERS_ERRORS) else 1) from None
+        raise typer.Exit(2 if isinstance(error, _USER_ERRORS) else 1) from None
     except KeyboardInterrupt:
         raise typer.Exit(130) from None

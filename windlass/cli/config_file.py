@@ -1,4 +1,4 @@
-"""Reads `--config FILE.yaml`: the names of flags as keys, with - or _. No key is ignored."""
+"""Reads `--config FILE.yaml`: keys are flag names with - or _. An unknown key is an error."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from windlass.errors import ConfigError
 
 
 def read_config(path: Path, options: Iterable[Option]) -> dict[str, Any]:
-    """Option names to checked values; an unknown key is an error with the nearest name."""
-    homes = {key: option for option in options for key in option.keys}
+    """Return checked values by option name. An unknown key raises, with the nearest name."""
+    option_of = {key: option for option in options for key in option.keys}
     found: dict[str, Any] = {}
     for key, value in _mapping(path).items():
-        option = homes.get(str(key).replace("-", "_"))
+        option = option_of.get(str(key).replace("-", "_"))
         if option is None:
-            raise ConfigError(f"{path}: {_unknown(str(key), homes)}")
+            raise ConfigError(f"{path}: {_unknown(str(key), option_of)}")
         if option.name in found:
-            raise ConfigError(f"{path}: {option.name} is given twice, as {key!r} and before it.")
+            raise ConfigError(f"{path}: {option.name} is given twice, the second time as {key!r}.")
         try:
             found[option.name] = option.from_file(value)
         except ConfigError as error:
@@ -41,8 +41,8 @@ def _mapping(path: Path) -> dict[Any, Any]:
         return {}
     if not isinstance(content, dict):
         raise ConfigError(
-            f"{path}: holds a YAML {type(content).__name__}, expected keys and values such as "
-            "max-num-seqs: 64."
+            f"{path}: holds a YAML {type(content).__name__}; expected keys and values, for "
+            "example max-num-seqs: 64."
         )
     return content
 

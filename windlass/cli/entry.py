@@ -1,4 +1,4 @@
-"""The console script. It imports nothing at first: the engine's process imports this file again."""
+"""The console script. Imports little, because the engine process imports this module again."""
 
 from __future__ import annotations
 
@@ -11,5 +11,5 @@ def main() -> None:
         from windlass.cli.main import app
 
         app()
-    except KeyboardInterrupt:  # outside of a command: while modules are imported
+    except KeyboardInterrupt:  # during imports; commands handle it themselves
         sys.exit(130)

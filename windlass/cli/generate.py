@@ -1,4 +1,4 @@
-"""`windlass generate`: completions of a few prompts, or of a JSONL file of them."""
+"""`windlass generate`: completes prompts from flags or from a JSONL file."""
 
 from __future__ import annotations
 
@@ -25,31 +25,32 @@ _MAX_TOKENS = {"max_tokens": 256}
 def generate(
     options: Options,
     prompt: Annotated[
-        list[str] | None, option("TEXT", "A prompt; may be given several times.", "--prompt", "-p")
+        list[str] | None, option("TEXT", "A prompt; repeatable.", "--prompt", "-p")
     ] = None,
     prompts: Annotated[
-        str | None, option("FILE", "JSONL of prompts or messages; - reads stdin.")
+        str | None, option("FILE", "JSONL file of prompts or messages; -: stdin.")
     ] = None,
     output: Annotated[
-        str | None, option("FILE", "Write JSONL there; - is stdout.", "--output", "-o")
+        str | None, option("FILE", "Write JSONL to this file; -: stdout.", "--output", "-o")
     ] = None,
     adapter: Adapter = "",
     progress: ShowProgress = True,
 ) -> int:
     """Complete prompts.
 
-    Texts of -p are printed as they are unless -o is given; a file of prompts gives JSONL. A line of
-    the file is {"prompt": TEXT} or {"messages": [...]}, with an "id" and sampling fields if wanted.
+    Completions of -p are printed as text unless -o is given; those of a file are printed as JSONL. A
+    line of the file is {"prompt": TEXT} or {"messages": [...]}, with an optional "id" and optional
+    sampling fields.
     """
-    wishes = options.only(SAMPLING_OPTIONS)
-    sampling_params(_MAX_TOKENS, wishes)
+    requested = options.only(SAMPLING_OPTIONS)
+    sampling_params(_MAX_TOKENS, requested)  # rejects a bad value before the model is loaded
     jobs = _jobs(prompt or [], prompts)
     _check_writable(output)
     from windlass.llm import LLM
 
     llm = LLM(**options.engine_values())
     start = time.perf_counter()
-    results = _complete(llm, jobs, wishes, progress, adapter)
+    results = _complete(llm, jobs, requested=requested, progress=progress, adapter=adapter)
     seconds = time.perf_counter() - start
     as_text = output is None and prompts is None
     _write(output, _lines(jobs, results, as_text))
@@ -61,7 +62,7 @@ def _jobs(texts: list[str], file: str | None) -> list[Job]:
     if bool(texts) == bool(file):
         raise ConfigError(
             "give prompts with -p TEXT or with --prompts FILE.jsonl"
-            + (", not both." if texts else "; there are none.")
+            + (", not both." if texts else "; neither is given.")
         )
     if file is not None:
         return jobs_from_file(file)
@@ -69,16 +70,16 @@ def _jobs(texts: list[str], file: str | None) -> list[Job]:
 
 
 def _complete(
-    llm: LLM, jobs: list[Job], wishes: dict[str, Any], progress: bool, adapter: str
+    llm: LLM, jobs: list[Job], *, requested: dict[str, Any], progress: bool, adapter: str
 ) -> list[RequestOutput]:
-    """All at once, in the order of the jobs. Conversations and prompts are two calls."""
+    """Results in the order of the jobs. Conversations and prompts are two calls of the engine."""
     results: dict[int, RequestOutput] = {}
     for is_chat, call in ((False, llm.generate), (True, llm.chat)):
         numbers = [i for i, job in enumerate(jobs) if (job.messages is not None) == is_chat]
         if not numbers:
             continue
         inputs: list[Any] = [jobs[i].messages if is_chat else jobs[i].prompt for i in numbers]
-        layers = (_MAX_TOKENS, llm.card.default_sampling, wishes)
+        layers = (_MAX_TOKENS, llm.card.default_sampling, requested)
         sampling = [sampling_params(*layers, jobs[i].sampling) for i in numbers]
         results |= dict(zip(numbers, call(inputs, sampling, progress, adapter), strict=True))
     return [results[i] for i in range(len(jobs))]
@@ -91,7 +92,7 @@ def _lines(jobs: list[Job], results: list[RequestOutput], as_text: bool) -> Iter
 
 
 def _records(job: Job, result: RequestOutput) -> Iterator[dict[str, Any]]:
-    """One line per completion; `index` tells them apart where there are several."""
+    """One record per completion, with an `index` if a request has several."""
     for completion in result.outputs:
         record: dict[str, Any] = {"id": job.id}
         record |= {"prompt": job.prompt} if job.messages is None else {"messages": job.messages}
@@ -126,7 +127,7 @@ def _summary(results: list[RequestOutput], seconds: float) -> str:
 
 
 def _check_writable(output: str | None) -> None:
-    """Refuse a bad path before the model is loaded, without touching what is in the file."""
+    """Reject a bad path before the model is loaded. Does not change the file."""
     if output is None or output == "-":
         return
     try:

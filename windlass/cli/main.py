@@ -1,4 +1,4 @@
-"""The `windlass` command. One file per command; heavy imports happen when a command runs."""
+"""The `windlass` command. Each command has its own module and imports torch and rich when it runs."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ app = typer.Typer(
 )
 
 
-def _show_version(wanted: bool) -> None:
-    if wanted:
+def _show_version(requested: bool) -> None:
+    if requested:
         typer.echo(f"windlass {__version__}")
         raise typer.Exit
 
@@ -51,13 +51,13 @@ def _show_version(wanted: bool) -> None:
 @app.callback()
 def root(
     version: Annotated[
-        bool, switch("Print it.", "--version", callback=_show_version, is_eager=True)
+        bool, switch("Print the version.", "--version", callback=_show_version, is_eager=True)
     ] = False,
     traceback: Annotated[
-        bool, switch("Show errors in full.", "--traceback", envvar="WINDLASS_TRACEBACK")
+        bool, switch("Show errors with a traceback.", "--traceback", envvar="WINDLASS_TRACEBACK")
     ] = False,
 ) -> None:
-    """LLM inference that says what every speed-up costs."""
+    """LLM inference with a measured cost for every speed-up."""
 
 
 register(

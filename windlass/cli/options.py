@@ -1,7 +1,8 @@
-"""Command line flags made from dataclasses, so that a new setting is a flag wherever it belongs.
+"""Generates command line flags from config dataclasses.
 
-A field's type decides how its flag reads: --x/--no-x for a bool, several times for a tuple, JSON for
-a mapping, 4GiB for bytes, 0.3% for shares. A flag that is not given is None, and its default stays the dataclass's.
+A field's type decides the syntax: --x/--no-x for a bool, a repeatable flag for a tuple, JSON for a
+mapping, 4GiB for bytes, 0.3% for shares. A flag that is not given is None; the dataclass keeps its
+default.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ _UNITS = {
     "gib": 2**30,
     "tib": 2**40,
 }
-# Shares by their names: they may be written with a per cent sign.
+# Fields that accept a per cent sign.
 _SHARES = ("min_agreement", "max_ppl_increase")
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)")
 
@@ -52,7 +53,7 @@ def parse_size(text: str | int) -> int:
     found = _SIZE.fullmatch(str(text).strip())
     if found is None or found[2].lower() not in _UNITS:
         raise typer.BadParameter(
-            f"{text!r} is not a size. Write a number of bytes, or one with a unit: "
+            f"{text!r} is not a size. Write a number of bytes, or a number with a unit: "
             "4GiB, 512MiB (powers of 1024), 1GB, 500MB (powers of 1000)."
         )
     return int(float(found[1]) * _UNITS[found[2].lower()])
@@ -74,27 +75,27 @@ def parse_number(text: str) -> float:
 
 def parse_share(text: str | float) -> float:
     """0.003 or 0.3%."""
-    words = str(text).strip()
+    number = str(text).strip()
     try:
-        return float(words.removesuffix("%")) / (100 if words.endswith("%") else 1)
+        return float(number.removesuffix("%")) / (100 if number.endswith("%") else 1)
     except ValueError:
         raise typer.BadParameter(f"{text!r} is not a share. Write 0.003 or 0.3%.") from None
 
 
 def parse_json_object(text: object) -> dict[str, Any]:
-    """A JSON object, or one that a config file has already read."""
+    """A JSON object as text, or as a mapping from a config file."""
     try:
         value = json.loads(text) if isinstance(text, str) else text
     except ValueError as error:
         raise typer.BadParameter(f"{text!r} is not JSON: {error}.") from error
     if not isinstance(value, dict):
-        raise typer.BadParameter(f'expected a JSON object such as {{"key": 1}}, got {text!r}.')
+        raise typer.BadParameter(f'expected a JSON object, for example {{"key": 1}}; got {text!r}.')
     return value
 
 
 @dataclass(frozen=True)
 class Option:
-    """One field of one dataclass as a flag."""
+    """A dataclass field as a flag."""
 
     name: str
     hint: Any  # without None
@@ -109,7 +110,7 @@ class Option:
 
     @property
     def keys(self) -> list[str]:
-        """The names that a config file may use, with underscores."""
+        """Names in a config file, with underscores."""
         long = [alias for alias in self.aliases if alias.startswith("--")]
         return [self.name, *(alias.removeprefix("--").replace("-", "_") for alias in long)]
 
@@ -134,7 +135,7 @@ class Option:
         return get_args(self.hint) if get_origin(self.hint) is Literal else ()
 
     def parameter(self) -> inspect.Parameter:
-        """The parameter that typer makes the flag from."""
+        """The function parameter from which typer makes the flag."""
         names = [self.flag, *self.aliases]
         if self.hint is bool:
             names = [f"{name}/--no-{name.removeprefix('--')}" for name in names]
@@ -179,7 +180,7 @@ class Option:
         return f" [default: {shown}]"
 
     def from_file(self, value: Any) -> Any:
-        """Check a value of a config file; raises ConfigError with the option's name."""
+        """Check a value from a config file. Raises ConfigError with the option's name."""
         if value is None:
             return None
         try:
@@ -206,8 +207,8 @@ class Option:
         if self.choices:
             return f"expected one of {', '.join(self.choices)}."
         item = get_args(self.hint)[0] if self.is_list else self.hint
-        words = {bool: "true or false", int: "a whole number", float: "a number", str: "a text"}
-        return f"expected {words[item]}{', or a list of these' if self.is_list else ''}."
+        kinds = {bool: "true or false", int: "a whole number", float: "a number", str: "a text"}
+        return f"expected {kinds[item]}{', or a list of these' if self.is_list else ''}."
 
 
 def _metavar(kind: type) -> str:
@@ -215,7 +216,7 @@ def _metavar(kind: type) -> str:
 
 
 def _exactly(kind: type, value: Any) -> Any:
-    """The value when it is of that type already; 1 is a number, "1" and true are not."""
+    """Return the value if it has this type, else raise; 1 is a float, "1" and true are not."""
     if kind is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
     if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
@@ -226,7 +227,7 @@ def _exactly(kind: type, value: Any) -> Any:
 def options_of(
     cls: type, panel: str, help: Mapping[str, str] | None = None, leave_out: Collection[str] = ()
 ) -> list[Option]:
-    """The fields of a dataclass as options. `help` for fields that bring no text of their own."""
+    """The fields of a dataclass as options. `help`: texts of fields without one."""
     hints = get_type_hints(cls)
     return [
         Option(
@@ -253,7 +254,7 @@ def _default(item: Field[Any]) -> Any:
     return item.default if item.default is not MISSING else None
 
 
-# The model is the command's argument, not a flag.
+# The model is a positional argument.
 MODEL_ARGUMENT = next(item for item in options_of(ModelConfig, "Model") if item.name == "model")
 ENGINE_OPTIONS = [
     *options_of(ModelConfig, "Model", leave_out=["model"]),
@@ -261,11 +262,11 @@ ENGINE_OPTIONS = [
     *options_of(SchedulerConfig, "Scheduler"),
     *options_of(SpecConfig, "Speculation"),
 ]
-# Only where requests can name an adapter.
+# For commands whose requests can name an adapter.
 LORA_OPTIONS = options_of(LoraConfig, "Adapters")
-# Only where requests can bring a grammar.
+# For commands whose requests can have a grammar.
 GRAMMAR_OPTIONS = options_of(GrammarConfig, "Structured outputs")
 SERVE_OPTIONS = options_of(ServeConfig, "Server")
 GATE_OPTIONS = options_of(GateConfig, "Quality gate")
-# What makes a measurement a gate, wherever it is measured.
+# The limits alone, for commands that measure quality themselves.
 LIMIT_OPTIONS = [item for item in GATE_OPTIONS if not item.name.startswith("gate_")]

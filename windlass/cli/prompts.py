@@ -1,4 +1,4 @@
-"""Reads a JSONL file of prompts. Every line is checked before anything is computed."""
+"""Reads a JSONL file of prompts. Checks every line before the model is loaded."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from windlass.cli.sampling import SAMPLING_NAMES, sampling_params
 from windlass.errors import RequestError
 from windlass.tools.common.jsonl import check_messages, parse_object
 
-# Not a client's business: made from bad_words, and text is what this command writes.
+# Not accepted: bad_token_ids is computed from bad_words, and this command always writes text.
 _SAMPLING = SAMPLING_NAMES - {"bad_token_ids", "detokenize"}
 _KNOWN = sorted(_SAMPLING | {"id", "prompt", "messages"})
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """One line: a prompt or a conversation, and what it wishes beside the command's flags."""
+    """One line: a prompt or a conversation, and its own sampling params, which override flags."""
 
     id: str | int
     prompt: str | None = None
@@ -29,7 +29,7 @@ class Job:
 
 
 def jobs_from_file(name: str) -> list[Job]:
-    """The jobs of a JSONL file; `-` is stdin. A broken line is named by its number."""
+    """Read the jobs of a JSONL file; `-` is stdin. An error names the line number."""
     try:
         text = sys.stdin.read() if name == "-" else Path(name).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -48,21 +48,21 @@ def jobs_from_file(name: str) -> list[Job]:
 
 
 def parse_line(line: str, default_id: str) -> Job:
-    """One line of a JSONL file; anything wrong raises RequestError."""
+    """Parse a line of a JSONL file. Raises RequestError if it is malformed."""
     record = parse_object(line, '{"prompt": "..."}')
     for key in record:
         if key not in _KNOWN:
             raise RequestError(_unknown(key), key)
     job_id = record.pop("id", default_id)
     if isinstance(job_id, bool) or not isinstance(job_id, (str, int)):
-        raise RequestError(f"id must be a text or a whole number, got {job_id!r}.", "id")
+        raise RequestError(f"id must be a string or an integer, got {job_id!r}.", "id")
     if ("prompt" in record) == ("messages" in record):
         raise RequestError("needs either prompt or messages.", "prompt")
     prompt, messages = record.pop("prompt", None), record.pop("messages", None)
     if messages is not None:
         check_messages(messages)
     elif not isinstance(prompt, str):
-        raise RequestError(f"prompt must be a text, got {prompt!r}.", "prompt")
+        raise RequestError(f"prompt must be a string, got {prompt!r}.", "prompt")
     sampling_params(record)
     return Job(job_id, prompt, messages, record)
 

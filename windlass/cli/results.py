@@ -1,4 +1,4 @@
-"""Where commands that measure leave their results: a file that was checked first, and the screen."""
+"""Saves and prints the results of commands that measure."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def check_path(flag: str, path: Path | None) -> None:
-    """Refuse a bad path before anything is measured."""
+    """Reject a bad path before the measurement; create its parent folders."""
     if path is None:
         return
     if path.is_dir():
@@ -26,7 +26,7 @@ def check_path(flag: str, path: Path | None) -> None:
 
 
 def finish(record: Record, path: Path | None) -> None:
-    """Save, then show: the table is the last thing on the screen."""
+    """Save the record, then print its table."""
     from windlass.tools.common.report import show
 
     if path is not None:

@@ -1,6 +1,6 @@
-"""Sampling flags, made from SamplingParams, and how they join the model's own defaults.
+"""Sampling flags, generated from SamplingParams, and their merge with the model's defaults.
 
-`seed` is the engine's flag: requests without a seed of their own draw theirs from it.
+`seed` is an engine flag: requests without a seed derive theirs from it.
 """
 
 from __future__ import annotations
@@ -13,28 +13,28 @@ from windlass.cli.options import options_of
 from windlass.core.sampling import SamplingParams
 
 _HELP = {
-    "temperature": "Randomness; 0 always takes the likeliest token.",
-    "top_p": "Sample from the fewest tokens whose probabilities reach this.",
-    "top_k": "Sample from so many of the likeliest tokens; 0: all.",
-    "min_p": "Drop tokens below this share of the likeliest one's probability.",
-    "presence_penalty": "Push down tokens that were generated before.",
-    "frequency_penalty": "Push down tokens by how often they were generated.",
-    "repetition_penalty": "Divide the scores of tokens seen in prompt or output; 1: off.",
-    "logit_bias": "JSON of token ids to numbers that are added to their scores.",
-    "allowed_token_ids": "Only these token ids; may be given several times.",
-    "bad_words": "Text that must not be generated; may be given several times.",
-    "structured_outputs": "The form of the output: JSON with one of json, json_object, regex, choice, grammar.",
-    "deterministic": "The same tokens alone and in any batch; slower.",
-    "max_tokens": "Most tokens to generate.",
-    "min_tokens": "Do not stop before so many tokens.",
-    "stop": "Text that ends the output; may be given several times.",
-    "stop_token_ids": "Token ids that end the output; may be given several times.",
-    "ignore_eos": "Go on after the model's end-of-text token.",
+    "temperature": "Sampling temperature; 0: greedy.",
+    "top_p": "Sample from the smallest set of tokens with this total probability.",
+    "top_k": "Sample from this many most likely tokens; 0: all.",
+    "min_p": "Drop tokens below this share of the highest probability.",
+    "presence_penalty": "Subtracted from the logits of tokens that were generated before.",
+    "frequency_penalty": "Subtracted from a token's logit once per time it was generated.",
+    "repetition_penalty": "Lowers the logits of tokens in prompt or output by this factor; 1: off.",
+    "logit_bias": "JSON object: token ids to values that are added to their logits.",
+    "allowed_token_ids": "Sample from these token ids only; repeatable.",
+    "bad_words": "Text that must not be generated; repeatable.",
+    "structured_outputs": "Structured output: JSON object with one of json, json_object, regex, choice, grammar.",
+    "deterministic": "Batch-invariant: the same tokens alone and in any batch; slower.",
+    "max_tokens": "Maximum number of tokens to generate.",
+    "min_tokens": "Minimum number of tokens to generate.",
+    "stop": "Text that ends the output; repeatable.",
+    "stop_token_ids": "Token id that ends the output; repeatable.",
+    "ignore_eos": "Continue after the end-of-sequence token.",
     "include_stop_str_in_output": "Keep the stop text in the output.",
-    "skip_special_tokens": "Leave special tokens out of the text.",
+    "skip_special_tokens": "Omit special tokens from the text.",
 }
 
-# Fields without a flag: `seed` is the engine's, the others change the shape of an answer.
+# Fields without a flag: `seed` is an engine flag, the others change the shape of the result.
 WITHOUT_FLAG = ("n", "seed", "logprobs", "prompt_logprobs", "detokenize", "bad_token_ids")
 
 SAMPLING_OPTIONS = options_of(SamplingParams, "Sampling", _HELP, WITHOUT_FLAG)
@@ -42,7 +42,7 @@ SAMPLING_NAMES = frozenset(item.name for item in fields(SamplingParams))
 
 
 def sampling_params(*layers: Mapping[str, Any]) -> SamplingParams:
-    """Lay options over each other, the later ones on top."""
+    """Merge options into SamplingParams; later layers take precedence."""
     joined: dict[str, Any] = {}
     for layer in layers:
         joined |= layer

@@ -1,4 +1,4 @@
-"""Keys of `windlass serve` that must not be seen: those of the environment, and those in flags."""
+"""Removes the keys of `windlass serve` from the environment and from the process list."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ _ARG_START, _ARG_END = 47, 48  # fields of /proc/self/stat, from 0
 
 
 def with_environment_keys(options: Options, environment: MutableMapping[str, str]) -> Options:
-    """`options` with the keys of the environment, which are taken out of it.
+    """Add the keys of the environment to `options`, and remove them from the environment.
 
-    The engine's process would inherit them otherwise. A variable that is set but empty is an error:
-    it is more often a mistake than the wish to serve without a key.
+    Otherwise the engine process would inherit them. A variable that is set but empty is an error:
+    that is more often a mistake than a request to serve without a key.
     """
     values = dict(options.values)
     for name, variable in _VARIABLES.items():
@@ -35,9 +35,9 @@ def with_environment_keys(options: Options, environment: MutableMapping[str, str
 
 
 def hide_arguments(secrets: Sequence[str]) -> None:
-    """Overwrite `secrets` in this process's command line, as other users' `ps` shows it.
+    """Overwrite `secrets` in the command line of this process, which `ps` shows to other users.
 
-    Python cannot do more: from the start of the program until here they were to be seen.
+    The secrets are visible from the start of the process until this call.
     """
     hidden = [os.fsdecode(_masked(os.fsencode(argument), secrets)) for argument in sys.argv]
     if hidden == sys.argv:
@@ -53,7 +53,7 @@ def hide_arguments(secrets: Sequence[str]) -> None:
 
 
 def _masked(argument: bytes, secrets: Sequence[str]) -> bytes:
-    """SECRET and --flag=SECRET without the secret, of the same length."""
+    """Replace the secret in SECRET or --flag=SECRET by as many x."""
     for secret in map(os.fsencode, secrets):
         if argument == secret or argument.endswith(b"=" + secret):
             return argument.removesuffix(secret) + b"x" * len(secret)
@@ -61,8 +61,8 @@ def _masked(argument: bytes, secrets: Sequence[str]) -> bytes:
 
 
 def _overwrite_command_line(secrets: Sequence[str]) -> None:
-    """The kernel shows the memory that the arguments were put into at the start: ours to write."""
-    # The second field is the program's name in brackets, which may have spaces.
+    """Write to the memory of the original arguments, which the kernel shows in /proc."""
+    # The second field is the program name in brackets, which may contain spaces.
     fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
     start, end = int(fields[_ARG_START - 2]), int(fields[_ARG_END - 2])
     arguments = ctypes.string_at(start, end - start).split(b"\0")

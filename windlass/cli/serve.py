@@ -16,12 +16,12 @@ from windlass.core.card import EngineReport
 
 
 def serve(options: Options) -> int:
-    """Serve a model over HTTP, as OpenAI's clients expect."""
+    """Serve a model over HTTP with an OpenAI-compatible API."""
     options = with_environment_keys(options, os.environ)
     config, serve_config = options.engine(), options.serve()
     secrets = [*serve_config.api_key, *serve_config.admin_key, config.model.hf_token or ""]
     hide_arguments([secret for secret in secrets if secret])
-    _hold_gate(options)
+    _check_quality(options)
     from windlass import build
     from windlass.cli.report import print_report
 
@@ -34,27 +34,28 @@ def serve(options: Options) -> int:
     return build.serve(config, serve_config, on_ready)
 
 
-def _hold_gate(options: Options) -> None:
-    """Measure the quality before anything is served; what is not good enough does not start."""
+def _check_quality(options: Options) -> None:
+    """Measure the model's quality and raise QualityError if it misses a limit of the gate."""
     gate = options.gate()
     if gate == GateConfig():
         return
     from windlass.tools.eval.gates import check, try_out
 
     if check(gate):
-        words = gate.gate_against, gate.gate_against_options
-        reference = reference_config(options.engine_values(), *words)
+        reference = reference_config(
+            options.engine_values(), gate.gate_against, gate.gate_against_options
+        )
         typer.echo(try_out(options.engine(), reference, gate), err=True)
 
 
 def _curl(url: str, config: ServeConfig) -> str:
-    """A first request to copy."""
+    """An example request to copy."""
     body = {"messages": [{"role": "user", "content": "What is a windlass?"}], "max_tokens": 64}
-    where = url
+    address = url
     if config.uds is not None:
-        where = f"--unix-socket {config.uds} http://localhost"
+        address = f"--unix-socket {config.uds} http://localhost"
     key = " -H 'Authorization: Bearer KEY'" if config.api_key or config.api_key_file else ""
     return (
-        f"  curl {where}/v1/chat/completions -H 'Content-Type: application/json'{key} \\\n"
+        f"  curl {address}/v1/chat/completions -H 'Content-Type: application/json'{key} \\\n"
         f"    -d '{json.dumps(body)}'"
     )
