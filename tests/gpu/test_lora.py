@@ -12,7 +12,7 @@ import torch
 from tests.lora.adapters import ALL, Parts, make_adapter
 from tests.quant.folders import IDS, write_plain
 from windlass.kernels.batch import AdapterRows, Heads
-from windlass.kernels.lora import Lora, LoraDelta, PlainLora, Stacks
+from windlass.kernels.lora import Lora, LoraDelta, ReferenceLora, Stacks
 from windlass.kernels.ops import choose_ops
 from windlass.kernels.select import Need
 from windlass.layers.norm import RMSNorm
@@ -54,7 +54,7 @@ def make_stacks(
         rank = 1 + (slot * 7) % most
         ranks[slot] = rank
         for part in range(len(sizes)):
-            own, pieces = stacks.place(slot, part, rank)
+            own, pieces = stacks.destinations(slot, part, rank)
             for half in (own, *pieces):
                 values = torch.randn(half.shape, device="cuda")
                 half.copy_((values * 40).round().clamp(-127, 127) if coded else values)
@@ -75,7 +75,7 @@ def test_kernels_equal_the_plain_version(
     x = torch.randn((len(slots), 1536), device="cuda", dtype=torch.bfloat16)
     y = torch.randn((len(slots), sum(sizes)), device="cuda", dtype=torch.bfloat16)
     device = torch.device("cuda")
-    plain, rows = Lora(stacks, PlainLora()), grouped(slots, device)
+    plain, rows = Lora(stacks, ReferenceLora()), grouped(slots, device)
     want = plain.end(y.clone(), x, rows)
     given = in_pieces(slots, counts, device)
     if max(counts) == 1:

@@ -35,7 +35,7 @@ def make_stacks(
     for slot in range(count):
         for part in range(parts):
             rank = RANKS[slot][part]
-            own, pieces = stacks.place(slot, part, rank)
+            own, pieces = stacks.destinations(slot, part, rank)
             for half in (own, *pieces):
                 half.copy_(torch.randn(half.shape) * (40 if coded else 1))
             if scales is not None:

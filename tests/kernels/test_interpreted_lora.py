@@ -12,7 +12,7 @@ from tests.kernels.conftest import Check
 from tests.kernels.lora_stacks import NUM_IN, SIZES, make_stacks
 from tests.kernels.test_interpreted import INTERPRETED, inside
 from windlass.kernels.batch import PIECE, AdapterRows
-from windlass.kernels.lora import Lora, PlainLora
+from windlass.kernels.lora import Lora, ReferenceLora
 from windlass.kernels.reference import add_rms_norm, silu_mul
 from windlass.runner.adapters import grouped, in_pieces
 
@@ -33,7 +33,7 @@ def compare(sizes: tuple[int, ...], slots: list[int], given: AdapterRows, coded:
     torch.manual_seed(0)
     stacks = make_stacks(sizes, coded)
     x, y = torch.randn(len(slots), NUM_IN), torch.randn(len(slots), sum(sizes))
-    plain, kernel = Lora(stacks, PlainLora()), Lora(stacks, TritonLora())
+    plain, kernel = Lora(stacks, ReferenceLora()), Lora(stacks, TritonLora())
     rows = grouped(np.array(slots), CPU)
     want = plain.end(y.clone(), x, rows)
     got = kernel.end(y.clone(), kernel.begin(x, given), given)
@@ -84,7 +84,7 @@ def test_codes_that_are_read_by_words(
     if pieces:
         given = in_pieces(np.array(slots), [1] * 4, CPU)
         x, y = x.float(), y.float()
-    kernel, plain = Lora(stacks, TritonLora()), Lora(stacks, PlainLora())
+    kernel, plain = Lora(stacks, TritonLora()), Lora(stacks, ReferenceLora())
     rows = grouped(np.array(slots), CPU)
     got = kernel.end(y.clone(), kernel.begin(x, given), given)
     want = plain.end(y.float(), x.float(), rows)
@@ -111,7 +111,7 @@ def test_pieces_beside_tokens_by_themselves(coded: bool) -> None:
         pieces = in_pieces(slots * chunk, counts, CPU)
         alone = torch.from_numpy(slots * ~chunk).int()
         given = replace(pieces, slots=torch.from_numpy(slots).int(), alone=alone)
-        kernel, plain = Lora(stacks, TritonLora()), Lora(stacks, PlainLora())
+        kernel, plain = Lora(stacks, TritonLora()), Lora(stacks, ReferenceLora())
         groups, norm, residual = grouped(slots, CPU), _Norm(sum(sizes)), torch.randn_like(y)
         got = kernel.end(y.clone(), kernel.begin(x, given), given)
         torch.testing.assert_close(got, plain.end(y.clone(), x, groups), atol=5e-3, rtol=1e-3)
@@ -137,8 +137,8 @@ class _Norm:
     def rounding(self, num_rows: int) -> None:
         del num_rows
 
-    def add(self, x, residual, whole=False):
-        assert whole
+    def add(self, x, residual, unquantised=False):
+        assert unquantised
         return add_rms_norm(x, residual, self.weight, self.eps)
 
 
@@ -153,7 +153,7 @@ def test_a_norm_behind_the_change(coded: bool, by_output: bool, most: int) -> No
     stacks = make_stacks((304,), coded, 640, most, by_output)
     x, y, residual = torch.randn(4, 640), torch.randn(4, 304), torch.randn(4, 304)
     given, norm = AdapterRows(torch.tensor(slots, dtype=torch.int32)), _Norm(304)
-    kernel, plain = Lora(stacks, TritonLora()), Lora(stacks, PlainLora())
+    kernel, plain = Lora(stacks, TritonLora()), Lora(stacks, ReferenceLora())
     want = plain.then(y.clone(), x, grouped(np.array(slots), CPU), residual.clone(), norm)
     low = kernel.begin(x, given)
     got = kernel.then(y.clone(), low, given, residual.clone(), norm)

@@ -12,7 +12,7 @@ from torch.nn.functional import linear
 
 pytest.importorskip("triton")
 
-from windlass.kernels.lora import Lora, PlainLora, Stacks
+from windlass.kernels.lora import Lora, ReferenceLora, Stacks
 from windlass.kernels.triton import gemm as module
 from windlass.kernels.triton.gemm import TunedGemm
 from windlass.kernels.triton.skinny import Tiling
@@ -42,8 +42,8 @@ def layer() -> tuple[Tensor, Lora]:
     for slot in range(3):
         stacks.clear(slot)
         if slot:
-            stacks.place(slot, 0, 4)
-    return torch.randn(SHAPE), Lora(stacks, PlainLora())
+            stacks.destinations(slot, 0, 4)
+    return torch.randn(SHAPE), Lora(stacks, ReferenceLora())
 
 
 @pytest.fixture

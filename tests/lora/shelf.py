@@ -15,7 +15,7 @@ class FakeShelf:
     """A read takes `delay` calls of `ready`; names in `broken` fail."""
 
     known: Iterable[str] = ()
-    max_there: int = 4
+    max_in_memory: int = 4
     delay: int = 1
     broken: set[str] = field(default_factory=set)
     num_loads: int = 0
@@ -34,7 +34,7 @@ class FakeShelf:
         return self._num_checks
 
     @property
-    def num_there(self) -> int:
+    def num_in_memory(self) -> int:
         return len(self.there)
 
     def register(self, name: str, folder: str) -> None:  # noqa: ARG002
@@ -64,7 +64,7 @@ class FakeShelf:
         self.num_loads += 1
         self.there.append(name)
         for old in list(self.there[:-1]):
-            if len(self.there) > self.max_there and old not in self.held:
+            if len(self.there) > self.max_in_memory and old not in self.held:
                 self.there.remove(old)
         return True
 

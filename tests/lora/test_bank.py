@@ -12,7 +12,7 @@ from tests.lora.adapters import ALL, Parts, make_adapter
 from tests.quant.folders import FFN, HIDDEN, IDS, VOCAB, write_plain
 from windlass.core.types import StepPlan
 from windlass.errors import CheckpointError, EngineError
-from windlass.kernels.lora import PlainLora
+from windlass.kernels.lora import ReferenceLora
 from windlass.lora.base import Adapter, LoraWeights
 from windlass.lora.codes import quantise
 from windlass.lora.packing import as_stored
@@ -104,7 +104,7 @@ def test_by_output_layout_gives_the_same_outputs(
     ranks = {"self_attn.k_proj": 2, "self_attn.o_proj": 16, "mlp.up_proj": 32, "mlp.down_proj": 21}
     adapter = make_adapter("b", ranks)
     usual = Parts(folder, [adapter], 32, dtype, plain_kernels=True)
-    monkeypatch.setattr(PlainLora, "by_output", lambda *_: True)
+    monkeypatch.setattr(ReferenceLora, "by_output", lambda *_: True)
     parts = Parts(folder, max_rank=32, lora_dtype=dtype, plain_kernels=True)
     packed = parts.bank.pack(adapter)
     for name, low in packed.modules.items():

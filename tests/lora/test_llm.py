@@ -58,7 +58,7 @@ def test_two_hundred_adapters_in_sixteen_slots(model: Path, tmp_path: Path) -> N
     stats = many.engine.stats().adapters
     assert stats is not None
     assert (stats.num_resident, stats.num_loaded, stats.num_waiting) == (16, 200, 0)
-    assert stats.num_there <= 20
+    assert stats.num_in_memory <= 20
 
 
 def test_adapters_can_be_added_and_removed(model: Path, tmp_path: Path) -> None:

@@ -56,7 +56,7 @@ def test_request_waits_for_its_adapter_while_others_run() -> None:
     assert world.rows() == ["second"]
     stats = world.scheduler.stats().adapters
     assert stats is not None
-    assert (stats.num_waiting, stats.num_resident, stats.num_there) == (1, 0, 0)
+    assert (stats.num_waiting, stats.num_resident, stats.num_in_memory) == (1, 0, 0)
     assert world.rows() == ["second"]
     assert world.rows() == ["second", "first"]
     world.finish_all()
@@ -231,7 +231,7 @@ def test_two_hundred_adapters_in_few_slots(seed: int, ahead: bool) -> None:
     """Random arrivals, preemptions, aborts and unloads: each row has its own adapter in its slot."""
     random = Random(seed)
     names = [f"n{i}" for i in range(200)]
-    shelf = FakeShelf(names, max_there=random.choice([16, 40]), delay=random.randint(0, 3))
+    shelf = FakeShelf(names, max_in_memory=random.choice([16, 40]), delay=random.randint(0, 3))
     world = Adapted(shelf, num_slots=16, num_blocks=24, max_num_seqs=20)
     requests = {}
     for number in range(300):

@@ -44,10 +44,10 @@ def fill(store: AdapterStore, folder: Path, *names: str) -> None:
 def test_adapter_is_read_on_demand(make: Make, tmp_path: Path) -> None:
     store = make()
     fill(store, tmp_path, "a")
-    assert store.num_there == 0
+    assert store.num_in_memory == 0
     assert not store.ready("a")
     wait(store, "a")
-    assert (store.get("a").name, store.num_there, store.num_loads) == ("a", 1, 1)
+    assert (store.get("a").name, store.num_in_memory, store.num_loads) == ("a", 1, 1)
 
 
 def test_least_recently_used_is_evicted_and_read_again(make: Make, tmp_path: Path) -> None:
@@ -55,7 +55,7 @@ def test_least_recently_used_is_evicted_and_read_again(make: Make, tmp_path: Pat
     fill(store, tmp_path, "a", "b", "c")
     for name in "abac":
         wait(store, name)
-    assert store.num_there == 2
+    assert store.num_in_memory == 2
     assert store.ready("a")
     assert not store.ready("b")
     wait(store, "b")
@@ -72,7 +72,7 @@ def test_held_adapter_is_not_evicted(make: Make, tmp_path: Path) -> None:
     store.drop("a")
     fill(store, tmp_path, "c")
     wait(store, "c")
-    assert store.num_there == 1
+    assert store.num_in_memory == 1
 
 
 def test_failed_read_raises_once_and_is_retried(make: Make, tmp_path: Path) -> None:
@@ -93,9 +93,9 @@ def test_abandoned_reads_count_towards_the_limit(make: Make, tmp_path: Path) -> 
         assert not store.ready(name)  # and its request ends
         while not store._pending[name].done():
             time.sleep(0.001)
-    assert store.num_there + len(store._pending) <= 3
+    assert store.num_in_memory + len(store._pending) <= 3
     wait(store, names[0])
-    assert store.num_there == 2
+    assert store.num_in_memory == 2
 
 
 def test_replaced_files_are_rejected(make: Make, tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from windlass.models.checkpoint import SafetensorsCheckpoint
 from windlass.models.hparams import HParams
 from windlass.models.loader import load
 from windlass.models.network import Parts, make_network
-from windlass.quant.plain import Plain
+from windlass.quant.unquantised import Unquantised
 from windlass.runner.slots import SlotTables
 
 CPU = torch.device("cpu")
@@ -78,7 +78,7 @@ def our_logits(
     spec = HParams.from_hf(json.loads((folder / "config.json").read_text()))
     heads = Heads(spec.num_heads, spec.num_kv_heads, spec.head_dim)
     ops = choose_ops(Need(CPU, torch.float32, heads, spec.rope.dim, plain=plain))
-    parts = Parts(torch.float32, CPU, 128, ops, lambda _, __: Plain(torch.float32))
+    parts = Parts(torch.float32, CPU, 128, ops, lambda _, __: Unquantised(torch.float32))
     network = make_network(spec, parts)
     load(network, SafetensorsCheckpoint(sorted(folder.glob("*.safetensors"))), CPU)
     cache = KVCache(spec.num_layers, (16, spec.num_kv_heads, 4, spec.head_dim), torch.float32, CPU)

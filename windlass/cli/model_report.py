@@ -22,7 +22,7 @@ from windlass.models.card import open_checkpoint
 from windlass.models.checkpoint import Checkpoint
 from windlass.models.loader import outline
 from windlass.models.network import make_network
-from windlass.quant.plain import Plain
+from windlass.quant.unquantised import Unquantised
 from windlass.runner.assemble import make_blueprint
 from windlass.text.chat_template import ChatTemplate
 
@@ -157,7 +157,7 @@ def _held(place: str, layer: Linear) -> Iterator[tuple[_Held, tuple[int, int]]]:
         held = _Held(place, method.name, gemm.form, gemm.kernel, gemm.reason, refusals)
         yield held, (gemm.prepared.num_bytes, gemm.shape[0] * gemm.shape[1])
     if layer.weight is not None:
-        reason = method.reason if isinstance(method, Plain) else ""
+        reason = method.reason if isinstance(method, Unquantised) else ""
         form = str(layer.weight.dtype).removeprefix("torch.")
         held = _Held(place, method.name, form, "torch", reason)
         yield held, (layer.weight.nbytes, layer.weight.numel())

@@ -27,10 +27,10 @@ class Shelf(Protocol):
     def names(self) -> Collection[str]: ...
 
     @property
-    def num_there(self) -> int: ...
+    def num_in_memory(self) -> int: ...
 
     @property
-    def max_there(self) -> int: ...
+    def max_in_memory(self) -> int: ...
 
     def register(self, name: str, folder: str) -> None: ...
 
@@ -50,7 +50,7 @@ class _NoShelf:
 
     num_loads = num_ended = 0
     names: Collection[str] = ()
-    num_there = max_there = 0
+    num_in_memory = max_in_memory = 0
 
     def ready(self, name: str) -> bool:  # noqa: ARG002
         return False
@@ -190,7 +190,7 @@ class Adapters:
             can = False
         elif name in self._slots:
             can = True
-        elif name not in self._asked and len(self._asked) >= self._shelf.max_there:
+        elif name not in self._asked and len(self._asked) >= self._shelf.max_in_memory:
             can = False
         else:
             self._asked.add(name)
@@ -267,7 +267,7 @@ class Adapters:
         num_not_running = sum(self._users.values()) - sum(self._pins.values())
         return AdapterStats(
             num_resident=len(self._slots),
-            num_there=shelf.num_there,
+            num_in_memory=shelf.num_in_memory,
             num_loaded=len(shelf.names),
             num_waiting=min(self._num_waiting, num_not_running),
             num_reads=shelf.num_loads,

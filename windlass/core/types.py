@@ -170,7 +170,7 @@ class AdapterStats:
     """State of the LoRA adapters."""
 
     num_resident: int  # on the device
-    num_there: int  # in host memory
+    num_in_memory: int  # in host memory
     num_loaded: int  # names
     num_waiting: int  # requests that wait for an adapter to load or for a slot
     num_reads: int  # loads since the engine started

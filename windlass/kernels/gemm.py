@@ -35,9 +35,9 @@ class Norm(Protocol):
         ...
 
     def add(
-        self, x: Outputs, residual: Tensor | None, whole: bool = False
+        self, x: Outputs, residual: Tensor | None, unquantised: bool = False
     ) -> tuple[Inputs, Tensor]:
-        """(x + residual, normalised; x + residual); `whole`: not rounded, whatever follows"""
+        """(x + residual, normalised; x + residual); `unquantised`: never quantise the sum"""
         ...
 
 

@@ -20,7 +20,7 @@ from windlass.kernels.batch import AdapterRows
 from windlass.kernels.gemm import Norm, batch_invariant_linear
 from windlass.kernels.rounded import Inputs, Outputs
 
-TOGETHER = 16  # ranks of an output that are adjacent in the `by_output` layout
+RANK_TILE = 16  # ranks of an output that are adjacent in the `by_output` layout
 SiluMul = Callable[[Outputs], Inputs]
 
 
@@ -55,14 +55,14 @@ class Stacks:
     def clear(self, slot: int) -> None:
         self.deltas[slot] = []
 
-    def place(self, slot: int, part: int, rank: int) -> tuple[Tensor, list[Tensor]]:
+    def destinations(self, slot: int, part: int, rank: int) -> tuple[Tensor, list[Tensor]]:
         """Destinations of a part's matrices: down [rank, in], and up in chunks [some ranks, out].
 
         Call `clear` first. The caller writes ranks and scales itself.
         """
         max_rank, first, size = self.down.shape[2], sum(self.sizes[:part]), self.sizes[part]
         flat = self.up[slot, max_rank * first : max_rank * (first + size)]
-        step = TOGETHER if self.by_output else max_rank
+        step = RANK_TILE if self.by_output else max_rank
         matrices = flat.view(-1, size, step).mT if self.by_output else flat.view(1, max_rank, size)
         down, scales = self.down[slot, part], None
         chunks = []
@@ -113,7 +113,7 @@ class LoraKernel(ABC):
         norm: Norm,
     ) -> tuple[Inputs, Tensor]:
         """`end`, then the residual addition and norm of `Norm.add`, without quantised outputs."""
-        return norm.add(self.end(y, low, stacks, adapters), residual, whole=True)
+        return norm.add(self.end(y, low, stacks, adapters), residual, unquantised=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +138,7 @@ class Lora:
         return self.kernel.then(y, low, self.stacks, adapters, residual, norm)
 
 
-class PlainLora(LoraKernel):
+class ReferenceLora(LoraKernel):
     """The reference implementation: one adapter at a time, after the GEMM, float32 accumulation."""
 
     def begin(self, x: Tensor, stacks: Stacks, adapters: AdapterRows) -> Tensor:

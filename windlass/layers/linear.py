@@ -94,7 +94,7 @@ class Linear(StoredWeight):
             low = self.lora.begin(x, adapters)
             return self.lora.then(self.method.apply(self, x), low, adapters, residual, norm)
         if adapters is not None or separate:
-            return norm.add(self(x, adapters), residual, whole=adapters is not None)
+            return norm.add(self(x, adapters), residual, unquantised=adapters is not None)
         return self.method.then(self, x, residual, norm)
 
     def gated(

@@ -30,13 +30,13 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.empty(size, dtype=dtype), requires_grad=False)
 
     def add(
-        self, x: Outputs, residual: Tensor | None, whole: bool = False
+        self, x: Outputs, residual: Tensor | None, unquantised: bool = False
     ) -> tuple[Inputs, Tensor]:
         """Add x to the residual stream, perhaps in place: (normalised sum, new residual).
 
-        With `whole` the normalised sum is never quantised.
+        With `unquantised` the normalised sum is never quantised.
         """
-        rounding = None if whole else self.rounding(x.shape[0])
+        rounding = None if unquantised else self.rounding(x.shape[0])
         options = () if rounding is None else (rounding,)
         if residual is None:
             assert isinstance(x, Tensor)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from windlass.errors import CheckpointError
-from windlass.kernels.lora import Lora, LoraDelta, LoraKernel, PlainLora, Stacks
+from windlass.kernels.lora import Lora, LoraDelta, LoraKernel, ReferenceLora, Stacks
 from windlass.kernels.ops import Ops
 from windlass.layers.linear import Linear
 from windlass.layers.norm import RMSNorm
@@ -247,7 +247,7 @@ class Bank:
         for name, rank in modules:
             location = self._locations[name]
             num_out, num_in = location.shape
-            down, up_chunks = location.stacks.place(slot, location.part, rank)
+            down, up_chunks = location.stacks.destinations(slot, location.part, rank)
             layout.add([down], (rank, num_in))
             by_output = location.stacks.by_output
             shape = (num_out, rank) if by_output else (rank, num_out)
@@ -323,7 +323,7 @@ def _kernel(ops: Ops) -> LoraKernel:
         from windlass.kernels.native.lora import NativeLora
 
         return NativeLora()
-    return PlainLora()
+    return ReferenceLora()
 
 
 def _format_shape(shape: tuple[int, ...]) -> str:

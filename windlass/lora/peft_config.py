@@ -72,7 +72,7 @@ class PeftConfig:
         _check_supported(fields)
         return cls(
             file=file,
-            rank=fields.whole("r"),
+            rank=fields.positive_int("r"),
             alpha=_positive(fields, "lora_alpha", fields.number("lora_alpha")),
             rank_pattern=_pattern(fields, "rank_pattern", int),
             alpha_pattern=_pattern(fields, "alpha_pattern", (int, float)),

@@ -89,11 +89,11 @@ class AdapterStore:
         return {name: str(folder) for name, folder in self._folders.items()}
 
     @property
-    def num_there(self) -> int:
+    def num_in_memory(self) -> int:
         return len(self._loaded)
 
     @property
-    def max_there(self) -> int:
+    def max_in_memory(self) -> int:
         return self._max_host
 
     # ---- weights -----------------------------------------------------------------------------

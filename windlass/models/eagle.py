@@ -129,7 +129,7 @@ class Eagle(Weights):
         inv_freq, scale = frequencies(hparams.rope)
         self.rotary = Rotary(inv_freq, scale, parts.max_positions, parts.device)
 
-    def known(self, aux_hidden_states: Sequence[Tensor]) -> Tensor:
+    def fuse_aux_hidden_states(self, aux_hidden_states: Sequence[Tensor]) -> Tensor:
         """Fuse the target's aux hidden states into one hidden state per position."""
         if self.norms.fc_norm:
             aux_hidden_states = [
@@ -158,7 +158,7 @@ class Eagle(Weights):
 
 def _normed(norm: nn.Module, x: Tensor) -> Tensor:
     assert isinstance(norm, RMSNorm)
-    normed, _ = norm.add(x, None, whole=True)
+    normed, _ = norm.add(x, None, unquantised=True)
     assert isinstance(normed, Tensor)
     return normed
 

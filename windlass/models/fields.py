@@ -33,7 +33,7 @@ class Fields:
         """The present fields among `names`, unchecked."""
         return {name: self._values[name] for name in names if name in self}
 
-    def whole(self, name: str, default: int = _REQUIRED) -> int:
+    def positive_int(self, name: str, default: int = _REQUIRED) -> int:
         """A positive integer."""
         value = self._get(name, default)
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
@@ -47,11 +47,11 @@ class Fields:
             raise self._wrong(name, value, "an integer of at least 0")
         return value
 
-    def whole_or_none(self, name: str, default: int) -> int | None:
-        """Like `whole`, but an explicit null returns None instead of the default."""
+    def positive_int_or_none(self, name: str, default: int) -> int | None:
+        """Like `positive_int`, but an explicit null returns None instead of the default."""
         if name in self._values and self._values[name] is None:
             return None
-        return self.whole(name, default)
+        return self.positive_int(name, default)
 
     def number(self, name: str, default: float = _REQUIRED) -> float:
         """A positive number."""

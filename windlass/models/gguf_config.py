@@ -38,9 +38,9 @@ def hf_config(header: GGUFHeader, rope_factors: list[float] | None) -> dict[str,
     architecture = architecture_of(header)
     keys = _keys(header, architecture)
     heads, kv_heads = head_counts(header)
-    hidden = keys.whole("embedding_length")
-    head_dim = keys.whole("attention.key_length", max(1, hidden // heads))
-    value_dim = keys.whole("attention.value_length", head_dim)
+    hidden = keys.positive_int("embedding_length")
+    head_dim = keys.positive_int("attention.key_length", max(1, hidden // heads))
+    value_dim = keys.positive_int("attention.value_length", head_dim)
     if keys.count("expert_count", 0):
         raise UnsupportedError(f"{header.path}: mixture-of-experts models are not supported.")
     if value_dim != head_dim:
@@ -51,15 +51,15 @@ def hf_config(header: GGUFHeader, rope_factors: list[float] | None) -> dict[str,
     return {
         "architectures": [_ARCHITECTURES[architecture]],
         "hidden_size": hidden,
-        "num_hidden_layers": keys.whole("block_count"),
+        "num_hidden_layers": keys.positive_int("block_count"),
         "num_attention_heads": heads,
         "num_key_value_heads": kv_heads,
         "head_dim": head_dim,
-        "intermediate_size": keys.whole("feed_forward_length"),
+        "intermediate_size": keys.positive_int("feed_forward_length"),
         "vocab_size": _vocab_size(header),
         "rms_norm_eps": keys.number("attention.layer_norm_rms_epsilon"),
         "hidden_act": "silu",
-        "max_position_embeddings": keys.whole("context_length"),
+        "max_position_embeddings": keys.positive_int("context_length"),
         "rope_parameters": _rope(keys, head_dim) | {"rope_factors": rope_factors},
         "tie_word_embeddings": "output.weight" not in header.tensors,
         "attention_bias": "blk.0.attn_q.bias" in header.tensors,
@@ -73,8 +73,8 @@ def hf_config(header: GGUFHeader, rope_factors: list[float] | None) -> dict[str,
 def head_counts(header: GGUFHeader) -> tuple[int, int]:
     """The number of query heads and of KV heads."""
     keys = _keys(header, architecture_of(header))
-    heads = keys.whole("attention.head_count")
-    return heads, keys.whole("attention.head_count_kv", heads)
+    heads = keys.positive_int("attention.head_count")
+    return heads, keys.positive_int("attention.head_count_kv", heads)
 
 
 def _keys(header: GGUFHeader, architecture: str) -> Fields:
@@ -114,7 +114,7 @@ def _vocab_size(header: GGUFHeader) -> int:
 def _rope(keys: Fields, head_dim: int) -> dict[str, Any]:
     rope: dict[str, Any] = {
         "rope_theta": keys.number("rope.freq_base", 10000.0),
-        "partial_rotary_factor": keys.whole("rope.dimension_count", head_dim) / head_dim,
+        "partial_rotary_factor": keys.positive_int("rope.dimension_count", head_dim) / head_dim,
     }
     kind = keys.text("rope.scaling.type", "none")
     old_factor = keys.number("rope.scale_linear", 1.0)  # older files without a scaling type

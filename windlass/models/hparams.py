@@ -77,11 +77,13 @@ class HParams:
         family = _FAMILIES[architecture]
         fields = Fields(config, source)
         _check_activation(fields)
-        heads = fields.whole("num_attention_heads")
-        kv_heads = fields.whole("num_key_value_heads", heads)
-        hidden = fields.whole("hidden_size")
-        layers = fields.whole("num_hidden_layers")
-        head_dim = fields.whole("head_dim", family.head_dim or _head_dim(hidden, heads, fields))
+        heads = fields.positive_int("num_attention_heads")
+        kv_heads = fields.positive_int("num_key_value_heads", heads)
+        hidden = fields.positive_int("hidden_size")
+        layers = fields.positive_int("num_hidden_layers")
+        head_dim = fields.positive_int(
+            "head_dim", family.head_dim or _head_dim(hidden, heads, fields)
+        )
         if heads % kv_heads:
             raise CheckpointError(
                 f"{source}: num_attention_heads ({heads}) is not a multiple of "
@@ -96,8 +98,8 @@ class HParams:
             num_heads=heads,
             num_kv_heads=kv_heads,
             head_dim=head_dim,
-            intermediate_size=fields.whole("intermediate_size"),
-            vocab_size=fields.whole("vocab_size"),
+            intermediate_size=fields.positive_int("intermediate_size"),
+            vocab_size=fields.positive_int("vocab_size"),
             norm_eps=fields.number("rms_norm_eps", 1e-6),
             activation="silu",
             rope=rope,
@@ -107,7 +109,7 @@ class HParams:
             mlp_bias=fields.flag("mlp_bias", False) if family.mlp_bias is None else family.mlp_bias,
             qk_norm=family.qk_norm,
             sliding_windows=_windows(family, fields, layers),
-            max_positions=rope.max_context(fields.whole("max_position_embeddings")),
+            max_positions=rope.max_context(fields.positive_int("max_position_embeddings")),
             dtype=fields.text("dtype", None) or fields.text("torch_dtype", None),
             bos_id=next(iter(fields.token_ids("bos_token_id")), None),
             eos_ids=fields.token_ids("eos_token_id"),
@@ -160,7 +162,7 @@ def _windows(family: _Family, fields: Fields, layers: int) -> tuple[int | None, 
     """The sliding window of each layer; None: full attention."""
     if family.windows == "none":
         return (None,) * layers
-    window = fields.whole_or_none("sliding_window", 4096)
+    window = fields.positive_int_or_none("sliding_window", 4096)
     if family.windows == "all":
         return (window,) * layers
     if window is None or not fields.flag("use_sliding_window", False):

@@ -18,19 +18,19 @@ from windlass.models.checkpoint import Checkpoint
 from windlass.models.hparams import HParams
 from windlass.quant.base import LinearMethod
 from windlass.quant.detect import Format, detect
+from windlass.quant.file_dtype import FileDtype
 from windlass.quant.gguf import Gguf
-from windlass.quant.kept import Kept
 from windlass.quant.online import Online
 from windlass.quant.packed_method import Dense, Mixed, PackedMethod
-from windlass.quant.plain import Plain
 from windlass.quant.rounding import SCHEMES, Scheme
+from windlass.quant.unquantised import Unquantised
 
 _HEAD = "lm_head"
 _TABLE = "model.embed_tokens"
 _PLAIN_TYPES = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
 _ANY_LAYER = "model.layers.0.mlp.down_proj"
 
-Method = PackedMethod | Plain
+Method = PackedMethod | Unquantised
 MethodOf = Callable[[str], Method]  # from a module's name: "model.layers.0.self_attn.q_proj"
 
 
@@ -50,18 +50,19 @@ class Methods:
         distinct = list(dict.fromkeys(methods.values()))
         if len(distinct) == 1:
             return distinct[0]
-        if all(isinstance(method, Plain) for method in distinct):
+        if all(isinstance(method, Unquantised) for method in distinct):
             return self._plain(distinct)
         dense = Dense("not quantised", self.linears)
         return Mixed(
-            {p: dense if isinstance(m, Plain) else m for p, m in methods.items()}, self.linears
+            {p: dense if isinstance(m, Unquantised) else m for p, m in methods.items()},
+            self.linears,
         )
 
-    def _plain(self, methods: list[Method]) -> Plain:
-        plain = [method for method in methods if isinstance(method, Plain)]
+    def _plain(self, methods: list[Method]) -> Unquantised:
+        plain = [method for method in methods if isinstance(method, Unquantised)]
         names = " + ".join(dict.fromkeys(method.name for method in plain))
         reasons = "; ".join(dict.fromkeys(method.reason for method in plain))
-        return Plain(self.linears.dtype, self.linears.gemm, names, reasons)
+        return Unquantised(self.linears.dtype, self.linears.gemm, names, reasons)
 
 
 def choose_methods(
@@ -72,7 +73,7 @@ def choose_methods(
     table = plain(_TABLE)
 
     def chosen(method_of: MethodOf, value: str, reason: str) -> Methods:
-        table_dtype = table.dtype if isinstance(table, Kept) else None
+        table_dtype = table.dtype if isinstance(table, FileDtype) else None
         return Methods(method_of, linears, Choice("weights", value, reason), table_dtype)
 
     found = detect(hparams.quantization, hparams.source, linears)
@@ -156,8 +157,8 @@ class _Unquantised:
         dtype = None if self.linears.refuse_plain() else self._stored_dtype(module)
         if dtype not in self.methods:
             linears = self.linears
-            plain = Plain(linears.dtype, linears.gemm, reason=self.reason)
-            self.methods[dtype] = plain if dtype is None else Kept(dtype, linears)
+            plain = Unquantised(linears.dtype, linears.gemm, reason=self.reason)
+            self.methods[dtype] = plain if dtype is None else FileDtype(dtype, linears)
         return self.methods[dtype]
 
     @property
@@ -232,7 +233,7 @@ class _FromGgufTypes:
                 self.methods[key] = Gguf(kind, self.linears)
             else:
                 dtype, gemm = self.linears.dtype, self.linears.gemm
-                self.methods[key] = Plain(dtype, gemm, kind, reason)
+                self.methods[key] = Unquantised(dtype, gemm, kind, reason)
         return self.methods[key]
 
     def _why_dequantised(self, kind: str, shape: tuple[int, ...]) -> str | None:

@@ -44,8 +44,8 @@ class RopeConfig:
                 f"{rope.source}: rope type {kind!r} is not supported. "
                 f"Supported: {', '.join(get_args(RopeKind))}."
             )
-        original = rope.whole(
-            "original_max_position_embeddings", config.whole("max_position_embeddings")
+        original = rope.positive_int(
+            "original_max_position_embeddings", config.positive_int("max_position_embeddings")
         )
         dim = int(head_dim * rope.number("partial_rotary_factor", 1.0))
         if dim % 2 or not 0 < dim <= head_dim:

@@ -62,19 +62,19 @@ class Part:
     def __getitem__(self, name: str) -> Tensor:
         return self.tensors[name]
 
-    def scales(self, name: str, zero_is_fine: bool = False) -> Tensor:
+    def scales(self, name: str, allow_zero: bool = False) -> Tensor:
         """A tensor of scales. Raises for NaN, infinity and, by default, zero."""
         scales = self.tensors[name]
-        check_scales(scales, f"{self.name}.{name}", zero_is_fine)
+        check_scales(scales, f"{self.name}.{name}", allow_zero)
         return scales
 
 
-def check_scales(scales: Tensor, name: str, zero_is_fine: bool = False) -> None:
+def check_scales(scales: Tensor, name: str, allow_zero: bool = False) -> None:
     """Raise CheckpointError, with the tensor's name, if a scale is invalid."""
     if scales.is_meta:
         return
     bad = ~torch.isfinite(scales)
-    if not zero_is_fine:
+    if not allow_zero:
         bad |= scales == 0
     count = int(bad.sum())
     if count:

@@ -86,19 +86,19 @@ class Bnb4(FileMethod):
         swapped = (packed >> 4) | (
             packed << 4
         )  # bitsandbytes stores the first weight in the high nibble
-        table = part.scales("weight.quant_map", zero_is_fine=True)
+        table = part.scales("weight.quant_map", allow_zero=True)
         return Table4(swapped, table, lossless_half(absmax))
 
     def _absmax(self, part: Part, state: dict[str, Any]) -> Tensor:
         # A block of zeros has scale zero, so zero is valid.
         if not self._nested:
-            return part.scales("weight.absmax", zero_is_fine=True)
-        outer = part.scales("weight.nested_absmax", zero_is_fine=True)
-        inner = part.scales("weight.nested_quant_map", zero_is_fine=True)
+            return part.scales("weight.absmax", allow_zero=True)
+        outer = part.scales("weight.nested_absmax", allow_zero=True)
+        inner = part.scales("weight.nested_quant_map", allow_zero=True)
         codes = part["weight.absmax"]
         spread = outer.repeat_interleave(_NESTED_BLOCK)[: codes.numel()]
         absmax = inner[codes.long()] * spread + float(state["nested_offset"])
-        check_scales(absmax, f"{part.name}.weight.absmax", zero_is_fine=True)
+        check_scales(absmax, f"{part.name}.weight.absmax", allow_zero=True)
         return absmax
 
     def _read_state(self, part: Part, shape: Shape) -> dict[str, Any]:
@@ -148,5 +148,5 @@ class BnbInt8(FileMethod):
                 f"tensor {part.name}.weight_format: is {int(layout)}; only row-major weights "
                 "(0) are supported. Save the model with a current bitsandbytes."
             )
-        scales = part.scales("SCB", zero_is_fine=True) / 127
+        scales = part.scales("SCB", allow_zero=True) / 127
         return Int8Group(part["weight"], scales.unsqueeze(1))

@@ -35,7 +35,7 @@ class Gguf(PackedMethod):
         del shape
         form = pack(part["weight"], self._kind)
         # A block of zeros has the scale zero, so zero is no damage here.
-        check_scales(form.scales, f"{part.name}.weight", zero_is_fine=True)
+        check_scales(form.scales, f"{part.name}.weight", allow_zero=True)
         return form
 
     def gives_rows(self, num_out: int, num_in: int) -> bool:

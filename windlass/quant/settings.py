@@ -21,7 +21,7 @@ class Settings:
     def __contains__(self, name: str) -> bool:
         return self._values.get(name) is not None
 
-    def whole(self, name: str, default: Any = _REQUIRED) -> int:
+    def positive_int(self, name: str, default: Any = _REQUIRED) -> int:
         value = self._get(name, default)
         if isinstance(value, bool) or not isinstance(value, int):
             raise self.wrong(name, value, "an integer")
@@ -78,7 +78,7 @@ class Settings:
 
     def group_size(self, name: str = "group_size", default: Any = _REQUIRED) -> int | None:
         """The group size; None for -1, which means the whole row."""
-        size = self.whole(name, default)
+        size = self.positive_int(name, default)
         if size != -1 and size < 1:
             raise self.wrong(name, size, "a positive integer, or -1 for whole rows")
         return None if size == -1 else size

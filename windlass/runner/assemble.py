@@ -24,7 +24,7 @@ from windlass.models.hparams import HParams
 from windlass.models.loader import load
 from windlass.models.methods import choose_methods
 from windlass.models.network import Network, Parts, make_network
-from windlass.quant.plain import Plain
+from windlass.quant.unquantised import Unquantised
 from windlass.runner import device as found
 from windlass.runner.runner import Runner
 from windlass.runner.sampler import Sampler, draw_with
@@ -157,7 +157,7 @@ def memory(layers: Sequence[StoredWeight]) -> list[Choice]:
         for gemm in layer.gemm:
             held = f"{gemm.form}, {gemm.kernel} kernel"
             lines[layer.method.name, held, gemm.reason] += 1
-        if isinstance(layer.method, Plain) and layer.method.name != layer.method.form:
+        if isinstance(layer.method, Unquantised) and layer.method.name != layer.method.form:
             lines[layer.method.name, layer.method.form, layer.method.reason] += 1
     return [
         Choice(f"{name} weights", f"{held}, {count} of them", why)

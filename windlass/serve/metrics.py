@@ -208,7 +208,7 @@ class Metrics:
 
     def _observe_adapters(self, stats: AdapterStats, last: AdapterStats | None) -> None:
         self._resident.set(stats.num_resident)
-        self._there.set(stats.num_there)
+        self._there.set(stats.num_in_memory)
         self._loaded.set(stats.num_loaded)
         self._lacking.set(stats.num_waiting)
         self._reads.inc(stats.num_reads - (last.num_reads if last is not None else 0))

@@ -18,7 +18,7 @@ from windlass.models.eagle import Eagle, EagleNorms, aux_layers_of, steps_of
 from windlass.models.hparams import HParams
 from windlass.models.loader import load
 from windlass.models.network import Network, Parts
-from windlass.quant.plain import Plain
+from windlass.quant.unquantised import Unquantised
 from windlass.runner.drafter import DrafterInputs
 from windlass.speculative.base import Proposer, SpeculationContext
 from windlass.speculative.heads import UNREAD, HeadFiles, attach, check_map, draft_vocab, open_head
@@ -45,7 +45,9 @@ class EagleDrafter:
     def draft(self, found: DrafterInputs, count: int, siblings: int = 0) -> Tensor:
         assert not siblings
         head, steps, pages = self._head, self._steps, self._cache.layers
-        known = head.known([found.aux_hidden_states[layer] for layer in self.layers])
+        known = head.fuse_aux_hidden_states(
+            [found.aux_hidden_states[layer] for layer in self.layers]
+        )
         batch = replace(found.batch, kv=pages)
         normed, hidden = head(steps.inputs(found.following, known), known, batch)
         if not found.last.shape[0]:
@@ -138,5 +140,5 @@ def _parts(loaded: Loaded, hparams: HParams) -> Parts:
     ops = choose_ops(
         Need(own.device, own.dtype, heads, hparams.rope.dim, kv_dtype=None, plain=False)
     )
-    plain = Plain(own.dtype, loaded.gemm)
+    plain = Unquantised(own.dtype, loaded.gemm)
     return replace(own, ops=ops, method_for=lambda _prefix, _parts: plain)

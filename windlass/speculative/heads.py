@@ -48,7 +48,7 @@ def check(config: EngineConfig, files: ModelFiles, hparams: HParams) -> None:
     fields = Fields(head.config, head.source)
     verifier = verifier_of(head.config, head.source) or "a model"
     for name, size in (("hidden_size", hparams.hidden_size), ("vocab_size", hparams.vocab_size)):
-        if fields.whole(name, size) != size:
+        if fields.positive_int(name, size) != size:
             raise CheckpointError(
                 f"{head.source}: the head is for {verifier} with {name} {head.config[name]}, but "
                 f"{files.name} has {size}. Take a head that was trained for this model."

@@ -137,7 +137,7 @@ def open_loader(context: SpeculationContext) -> MedusaLoader:
 def _read(context: SpeculationContext, files: HeadFiles) -> MedusaWeights:
     config, tensors = Fields(files.config, files.source), files.tensors
     there = config.count("medusa_num_heads", 0)
-    num_blocks = config.whole("medusa_num_layers", 1)
+    num_blocks = config.positive_int("medusa_num_layers", 1)
     if there < 1:
         raise CheckpointError(f"{files.source}: names no medusa_num_heads; it is no Medusa head.")
     count = at_most(context.config.speculation.spec_tokens, there, "heads")

@@ -60,7 +60,7 @@ def _check_layer(layer: Fields) -> None:
         raise UnsupportedError(
             f"{layer.source}: model_type is {kind!r}; only a layer of 'llama' is known. {_INSTEAD}"
         )
-    count = layer.whole("num_hidden_layers", 1)
+    count = layer.positive_int("num_hidden_layers", 1)
     if count != 1:
         raise UnsupportedError(
             f"{layer.source}: num_hidden_layers is {count}; heads of one layer are known. {_INSTEAD}"
@@ -85,9 +85,9 @@ def _check_head(fields: Fields, layer: Mapping[str, Any]) -> None:
             f"of its own, and guesses are made with the model's here. {_INSTEAD}"
         )
     width = layer.get("hidden_size")
-    if "target_hidden_size" in fields and fields.whole("target_hidden_size") != width:
+    if "target_hidden_size" in fields and fields.positive_int("target_hidden_size") != width:
         raise UnsupportedError(
-            f"{fields.source}: target_hidden_size is {fields.whole('target_hidden_size')}, but the "
+            f"{fields.source}: target_hidden_size is {fields.positive_int('target_hidden_size')}, but the "
             f"head's hidden_size is {width}: only heads as wide as the model are known. {_INSTEAD}"
         )
     if "norm_before_residual" not in fields:

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tests.kernels.lora_stacks import NUM_IN, SIZES, make_stacks
-from windlass.kernels.lora import Lora, PlainLora
+from windlass.kernels.lora import Lora, ReferenceLora
 from windlass.kernels.native.lora import NativeLora
 from windlass.kernels.reference import silu_mul
 from windlass.runner.adapters import grouped
@@ -22,7 +22,7 @@ def test_equals_the_plain_version(name: str, coded: bool, slots: list[int]) -> N
     torch.manual_seed(0)
     stacks = make_stacks(SIZES[name], coded)
     x, y = torch.randn(len(slots), NUM_IN), torch.randn(len(slots), sum(stacks.sizes))
-    plain, native = Lora(stacks, PlainLora()), Lora(stacks, NativeLora())
+    plain, native = Lora(stacks, ReferenceLora()), Lora(stacks, NativeLora())
     rows = grouped(np.array(slots), CPU)
     got = native.end(y.clone(), native.begin(x, rows), rows)
     torch.testing.assert_close(got, plain.end(y.clone(), x, rows), atol=2e-3, rtol=1e-4)

@@ -22,7 +22,7 @@ from tests.kernels.native.test_linear import codebook, inputs, int4, int8, table
 from tests.kernels.native.test_ops import batch_of, half_pages, normal
 from windlass.kernels import reference
 from windlass.kernels.batch import Heads, LayerKV, StepBatch
-from windlass.kernels.lora import Lora, PlainLora
+from windlass.kernels.lora import Lora, ReferenceLora
 from windlass.kernels.native import compiled, ops
 from windlass.kernels.native.commands import Step
 from windlass.kernels.native.linear import NativeLinear
@@ -334,7 +334,7 @@ def test_adapters(coded: bool, bits: int) -> None:
     slots = [1, 1, 0, 2, 3]
     rows = grouped(np.array(slots), CPU)
     x, y = torch.randn(5, NUM_IN), torch.randn(5, 50)
-    plain, native = Lora(stacks, PlainLora()), Lora(stacks, NativeLora())
+    plain, native = Lora(stacks, ReferenceLora()), Lora(stacks, NativeLora())
     clean = native.end(y.clone(), native.begin(x, rows), rows)
     for row in range(5):
         bad = with_special(x, row, 77, bits)

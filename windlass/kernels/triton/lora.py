@@ -21,7 +21,7 @@ from torch import Tensor
 
 from windlass.kernels.batch import PIECE, AdapterRows
 from windlass.kernels.gemm import Norm
-from windlass.kernels.lora import TOGETHER, LoraKernel, SiluMul, Stacks
+from windlass.kernels.lora import RANK_TILE, LoraKernel, SiluMul, Stacks
 from windlass.kernels.rounded import Inputs
 from windlass.kernels.triton import pdl
 from windlass.kernels.triton.lora_codes import shrink_codes_kernel
@@ -88,7 +88,7 @@ class TritonLora(LoraKernel):
         self, dtype: torch.dtype, inputs: torch.dtype, most: int, sizes: Sequence[int]
     ) -> bool:
         """Codes, where 16 bytes are 16 ranks of an output."""
-        whole = not any(size % TOGETHER for size in (most, *sizes))
+        whole = not any(size % RANK_TILE for size in (most, *sizes))
         return dtype is torch.int8 and inputs.itemsize == 2 and whole
 
     def begin(self, x: Tensor, stacks: Stacks, adapters: AdapterRows) -> tuple[Shrunk, ...]:

@@ -31,8 +31,8 @@ from windlass.models.loader import outline
 from windlass.models.methods import choose_methods
 from windlass.models.network import Network, Parts, make_network
 from windlass.quant.detect import detect
-from windlass.quant.kept import Kept
-from windlass.quant.plain import Plain
+from windlass.quant.file_dtype import FileDtype
+from windlass.quant.unquantised import Unquantised
 from windlass.runner.device import choose_dtype
 from windlass.tools.common.device import traffic_of
 from windlass.tools.plan.quality import REFERENCE, Retention, typical_gguf, typical_stored
@@ -266,9 +266,9 @@ def _held(product: PackedGemm, plain: str) -> str:
 def _is_quantised(layer: Linear) -> bool:
     """By its file: with no option set, every form but a plain one comes from there."""
     method = layer.method
-    if isinstance(method, Kept):
+    if isinstance(method, FileDtype):
         return False
-    return not isinstance(method, Plain) or method.name != method.form
+    return not isinstance(method, Unquantised) or method.name != method.form
 
 
 class Holder:

@@ -25,7 +25,7 @@ from windlass.models.hparams import HParams
 from windlass.models.llama import Block
 from windlass.models.network import Parts
 from windlass.models.rope import frequencies
-from windlass.quant.plain import Plain
+from windlass.quant.unquantised import Unquantised
 from windlass.tools.quantize.statistics import Gathering, Inputs
 
 _BATCH_TOKENS = 4096
@@ -44,7 +44,7 @@ _OPS = Ops(
 )
 
 
-class _Watched(Plain):
+class _Watched(Unquantised):
     """Plain products that show their inputs to `look`, and take what it returns instead."""
 
     def __init__(self, look: Look) -> None:

@@ -1,6 +1,6 @@
 """Unquantised weights in the file's dtype, for kernels that accumulate in float32.
 
-plain.py has weights in the activation dtype, which torch's GEMMs read.
+unquantised.py has weights in the activation dtype, which torch's GEMMs read.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from windlass.quant.base import Axis, ParamSpec, Part
 from windlass.quant.packed_method import PackedMethod, Shape
 
 
-class Kept(PackedMethod):
+class FileDtype(PackedMethod):
     """An unquantised weight [out, in], kept in the dtype of the file."""
 
     def __init__(self, dtype: torch.dtype, linears: Linears) -> None:

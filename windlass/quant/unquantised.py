@@ -12,7 +12,7 @@ from windlass.kernels.rounded import Inputs, Outputs
 from windlass.quant.base import Axis, Layer, ParamSpec
 
 
-class Plain:
+class Unquantised:
     """A weight [out, in] in the activation dtype, all parts in one tensor.
 
     `name` and `reason` describe a quantised format that the checkpoint's reader dequantises.
