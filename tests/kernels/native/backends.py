@@ -1,15 +1,22 @@
-"""The SIMD backends that this CPU can run, each as a library of its own.
+"""Builds and caches the native library for each SIMD backend that this CPU can run.
 
-`layout.h` picks the best backend that the compiler's flags allow. Here the flags pick, so that one CPU
-tests several backends. test_emulated.py covers those that it cannot run.
+`layout.h` selects the best backend that the compiler flags allow. Here the flags select the backend, so
+that one CPU tests several of them. test_emulated.py covers the backends that this CPU cannot run. All
+builds lie in pytest's cache folder, under a name made of sources and flags: test files share them, and
+later runs compile nothing.
 """
 
 from __future__ import annotations
 
+import hashlib
+import os
 import platform
-from collections.abc import Iterator
+import subprocess
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -21,7 +28,7 @@ from windlass.kernels.native.pool import Pool, workers
 
 @dataclass(frozen=True, slots=True)
 class Backend:
-    name: str  # as the library says it
+    name: str  # as windlass_simd() returns it
     flags: tuple[str, ...]
     needs: frozenset[str] = frozenset()  # flags (x86-64) or Features (aarch64) of /proc/cpuinfo
 
@@ -29,11 +36,12 @@ class Backend:
 _AVX2 = frozenset({"avx2", "fma", "f16c", "bmi2"})
 _AVX512 = _AVX2 | {"avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512cd"}
 _DOT = frozenset({"asimddp"})
+PORTABLE = Backend("portable", ("-DWINDLASS_SCALAR",))
 _BACKENDS = {
     "x86_64": (
         Backend("AVX2", ("-march=haswell",), _AVX2),
         # AVX-512 without VNNI: AVX2 intrinsics, but the compiler vectorises plain loops with AVX-512.
-        Backend("AVX2", ("-march=skylake-avx512",), _AVX512),
+        Backend("AVX2", ("-march=skylake-avx512", "-O1", "-ftree-vectorize"), _AVX512),
         Backend("AVX-512 VNNI", ("-march=cascadelake",), _AVX512 | {"avx512_vnni"}),
         Backend(
             "AVX-512 VNNI and BF16",
@@ -51,13 +59,17 @@ _BACKENDS = {
         ),
     ),
 }
+_SELFTEST = [
+    Path(__file__).with_name(name)
+    for name in ("selftest.cpp", "selftest_ops.h", "selftest_special.h", "definition.h")
+]
 
 
 def runnable() -> list[Backend]:
-    """Those of this CPU, the portable one first."""
-    found = _BACKENDS.get(platform.machine(), ())
-    own = _cpu_features()
-    return [Backend("portable", ("-DWINDLASS_SCALAR",)), *(b for b in found if b.needs <= own)]
+    """List the backends that this CPU can run, the portable one first."""
+    candidates = _BACKENDS.get(platform.machine(), ())
+    features = _cpu_features()
+    return [PORTABLE, *(backend for backend in candidates if backend.needs <= features)]
 
 
 def _cpu_features() -> frozenset[str]:
@@ -72,15 +84,55 @@ def _cpu_features() -> frozenset[str]:
     )
 
 
+def backend_pool(backend: Backend, config: pytest.Config) -> Pool:
+    """Return a pool of two threads over the backend's library, compiled if it is not cached."""
+    assert config.cache is not None
+    return _pool(backend, config.cache.mkdir("windlass_backends"))
+
+
+@cache
+def _pool(backend: Backend, folder: Path) -> Pool:
+    # -O0 unless the backend says otherwise: compiling takes longer than running the tests.
+    native = compiled.load(folder, ("-O0", *backend.flags))
+    assert native.simd == backend.name
+    return Pool(native, 2)
+
+
 @contextmanager
 def in_use(backend: Backend, config: pytest.Config) -> Iterator[Pool]:
-    """While it lasts, native kernels of this process compute with the backend."""
-    assert config.cache is not None
-    folder = config.cache.mkdir("windlass_backends")
-    # -O0: compiling takes longer than all that is computed here.
-    native = compiled.load(folder, (*backend.flags, "-O0"))
-    assert native.simd == backend.name
-    pool = Pool(native, 2)
+    """Make the native kernels of this process run on the backend inside the context."""
+    pool = backend_pool(backend, config)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(workers(torch.get_num_threads()), "_pool", pool)
         yield pool
+
+
+def run_checked(*command: str | Path) -> str:
+    """Run a command that must succeed and return its standard output."""
+    done = subprocess.run([str(part) for part in command], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def build_selftest(config: pytest.Config, compiler: Sequence[str], flags: Sequence[str]) -> Path:
+    """Return the self-test program, compiled once for the same sources, compiler and flags."""
+    assert config.cache is not None
+    digest = hashlib.blake2b("\0".join((*compiler, *flags)).encode(), digest_size=8)
+    for path in [*_SELFTEST, *sorted(compiled.SOURCES.iterdir())]:
+        digest.update(path.read_bytes())
+    program = config.cache.mkdir("windlass_selftest") / digest.hexdigest()
+    if program.is_file():
+        return program
+    call = (*compiler, "-std=c++17", "-ffp-contract=off", "-pthread", f"-I{compiled.SOURCES}")
+    sources = [_SELFTEST[0], *sorted(compiled.SOURCES.glob("*.cpp"))]
+    objects = [program.with_name(f"{program.name}.{source.stem}.o") for source in sources]
+
+    def compile_source(source: Path, output: Path) -> None:
+        run_checked(*call, *flags, "-c", source, "-o", output)
+
+    with ThreadPoolExecutor(os.cpu_count()) as threads:
+        list(threads.map(compile_source, sources, objects))
+    run_checked(*call, *flags, *objects, "-o", program)
+    for path in objects:
+        path.unlink()
+    return program

@@ -237,7 +237,7 @@ void check_special_products(WindlassPool* pool) {
 
 }  // namespace
 
-// With the argument "gemm" those alone, with fewer rows, by one thread: not all emulators order
+// With the argument "gemms" GEMMs alone, with fewer rows, by one thread: not all emulators order
 // memory as a CPU does. With "special" only what special values do, by one thread too.
 int main(int argc, char** argv) {
   const bool all = argc == 1;
@@ -279,6 +279,6 @@ int main(int argc, char** argv) {
     check_special_products(pool);
   }
   windlass_pool_free(pool);
-  std::printf("%s: all gemm agree\n", windlass_simd());
+  std::printf("%s: all GEMMs agree\n", windlass_simd());
   return 0;
 }

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -16,9 +15,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from tests.kernels.native.backends import PORTABLE, backend_pool
 from windlass.kernels.native import compiled
 from windlass.kernels.native.linear import NativeLinear
-from windlass.kernels.native.pool import Pool, Workers
+from windlass.kernels.native.pool import Workers
 from windlass.kernels.packed import Float8, Int4Group, Int8Group, Packed, Table4
 from windlass.kernels.plain_linear import PlainLinear, form_bytes
 
@@ -380,10 +380,8 @@ def test_what_is_refused(kernel: NativeLinear) -> None:
         assert reason in str(kernel.refuse(form, device, torch.float32))
 
 
-def test_the_portable_version_computes_the_same(tmp_path: Path) -> None:
-    portable = compiled.load(tmp_path, ("-DWINDLASS_SCALAR", "-O0"))
-    assert portable.simd == "portable"
-    kernel = NativeLinear(Workers(1, Pool(portable, 1)))
+def test_the_portable_backend_matches_the_definitions(pytestconfig: pytest.Config) -> None:
+    kernel = NativeLinear(Workers(2, backend_pool(PORTABLE, pytestconfig)))
     forms = (
         int4(13, 96, 32, seed=12),
         int8(13, 160, 16, seed=12, affine=True),

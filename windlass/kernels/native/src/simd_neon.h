@@ -1,4 +1,4 @@
-// aarch64 with the dot gemm instructions.
+// aarch64 with the dot product instructions.
 
 #pragma once
 
@@ -15,9 +15,9 @@ constexpr const char* kSimdName = "NEON i8mm and bfloat16";
 #elif defined(WINDLASS_I8MM)
 constexpr const char* kSimdName = "NEON i8mm";
 #elif defined(WINDLASS_BFMMLA)
-constexpr const char* kSimdName = "NEON dot gemm and bfloat16";
+constexpr const char* kSimdName = "NEON dot product and bfloat16";
 #else
-constexpr const char* kSimdName = "NEON dot gemm";
+constexpr const char* kSimdName = "NEON dot product";
 #endif
 
 struct F32x8 {
