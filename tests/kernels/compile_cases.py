@@ -119,7 +119,7 @@ GUESSES_AND_ADAPTERS = {
     ),
     "typical": (
         typical.typical_kernel,
-        {"logits": X, **dict.fromkeys(("wishes", "floors"), F)}
+        {"logits": X, **dict.fromkeys(("sampling", "floors"), F)}
         | dict.fromkeys(("slots", "guesses", "sampled"), I)
         | {"size": "i32", "stride": "i32", "epsilon": "fp32"},
         {"TILE": 2048},

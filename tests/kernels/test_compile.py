@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import pkgutil
 import re
 import shutil
 import subprocess
@@ -13,8 +15,10 @@ triton = pytest.importorskip("triton")
 
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
+from triton.runtime import JITFunction  # noqa: E402
 
 from tests.kernels.compile_cases import GUESSES_AND_ADAPTERS  # noqa: E402
+from windlass.kernels import triton as kernels  # noqa: E402
 from windlass.kernels.triton import (  # noqa: E402
     attention,
     attention_kernels,
@@ -151,7 +155,7 @@ def fp8_gated(rounded: bool) -> tuple:
 def grouped_product(bits: int, group: int, half: int, rows: int, planes: int = 2) -> tuple:
     signature = {"x": "*i8", "codes": "*u8" if bits == 4 else "*i8", "out": X}
     signature = {**signature, **dict.fromkeys(("x_scales", "x_sums", "parts"), F), "counters": I}
-    signature = {**signature, "scales": "*fp16", "mins": "*fp16"}
+    signature = {**signature, "scales": "*fp16", "offsets": "*fp16"}
     signature = {**signature, **dict.fromkeys(("M", "N", "K_PAD", "splits", "fetched"), "i32")}
     constants = {"BITS": bits, "GROUP": group, "HALF": half, "PLANES": planes, "SPLIT": True}
     constants = {**constants, "ROWS": rows, "OUTPUTS": 64, "EVEN": True, "INLINE": True}
@@ -171,7 +175,7 @@ def gated(rows: int, outputs: int, stages: int) -> tuple:
     return skinny.skinny_gated_kernel, PRODUCT, constants, {"num_stages": stages}
 
 
-SAMPLE = {"logits": X, "wishes": F, "slots": I, "thresholds": F, "size": "i32", "stride": "i32"}
+SAMPLE = {"logits": X, "sampling": F, "slots": I, "thresholds": F, "size": "i32", "stride": "i32"}
 PART = {**SAMPLE, "seeds": L, "positions": I, "best": F, "best_at": I}
 JOIN = {"best": F, "best_at": I, "slots": I, "tokens": I, "last_tokens": I}
 INPUTS = {
@@ -325,3 +329,13 @@ def test_compiles_without_spills(name: str, tmp_path: Path) -> None:
     found = re.search(r"REG:(\d+) STACK:(\d+)", report.stdout)
     assert found is not None, report.stdout
     assert int(found.group(2)) <= MAY_SPILL.get(name, 0), f"{name} spills {found.group(2)} bytes"
+
+
+def test_parameter_names_do_not_collide_with_the_launcher() -> None:
+    """Triton's generated launcher has locals of its own; a parameter of that name gets their value."""
+    taken = {"params", "specialization", "options"}
+    for module in pkgutil.iter_modules(kernels.__path__):
+        found = vars(importlib.import_module(f"{kernels.__name__}.{module.name}"))
+        for name, kernel in found.items():
+            if isinstance(kernel, JITFunction):
+                assert not taken & set(kernel.arg_names), f"{module.name}.{name}"

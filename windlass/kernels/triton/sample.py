@@ -58,7 +58,7 @@ def _narrow(
 @triton.jit
 def sample_threshold_kernel(
     logits,
-    params,
+    sampling,
     slots,
     thresholds,
     size,
@@ -70,10 +70,10 @@ def sample_threshold_kernel(
     pdl.begin(PDL)
     index = tl.program_id(0)
     slot = tl.load(slots + index).to(tl.int64)
-    inverse_temperature = tl.load(params + slot * 4)
-    top_k = tl.load(params + slot * 4 + 1)
-    top_p = tl.load(params + slot * 4 + 2)
-    min_p = tl.load(params + slot * 4 + 3)
+    inverse_temperature = tl.load(sampling + slot * 4)
+    top_k = tl.load(sampling + slot * 4 + 1)
+    top_p = tl.load(sampling + slot * 4 + 2)
+    min_p = tl.load(sampling + slot * 4 + 3)
     floor = float("-inf")
     if (inverse_temperature > 0) & ((top_k > 0) | (top_p < 1) | (min_p > 0)):
         row = logits + index.to(tl.int64) * stride
@@ -130,7 +130,7 @@ def sample_threshold_kernel(
 @triton.jit
 def sample_part_kernel(
     logits,
-    params,
+    sampling,
     seeds,
     slots,
     positions,
@@ -148,7 +148,7 @@ def sample_part_kernel(
     index = tl.program_id(0)
     part = tl.program_id(1)
     slot = tl.load(slots + index).to(tl.int64)
-    inverse_temperature = tl.load(params + slot * 4)
+    inverse_temperature = tl.load(sampling + slot * 4)
     floor = tl.load(thresholds + index)
     position = tl.load(positions + index).to(tl.int64)
     seed = tl.load(seeds + slot) + position * 0x9E3779B97F4A7C1
@@ -219,12 +219,12 @@ def decode_inputs_kernel(
     tl.store(slots + index, slot)
 
 
-def thresholds(logits: Tensor, params: Tensor, slots: Tensor) -> Tensor:
+def thresholds(logits: Tensor, sampling: Tensor, slots: Tensor) -> Tensor:
     """The lowest scaled logit of each row that may still be drawn."""
     rows, size = logits.shape
     found = torch.empty(rows, dtype=torch.float32, device=logits.device)
     sample_threshold_kernel[(rows,)](
-        *(logits, params, slots, found, size, logits.stride(0)),
+        *(logits, sampling, slots, found, size, logits.stride(0)),
         TILE=_TILE,
         num_warps=8,
         **pdl.options(),
@@ -234,7 +234,7 @@ def thresholds(logits: Tensor, params: Tensor, slots: Tensor) -> Tensor:
 
 def sample(
     logits: Tensor,
-    params: Tensor,
+    sampling: Tensor,
     seeds: Tensor,
     slots: Tensor,
     positions: Tensor,
@@ -242,17 +242,17 @@ def sample(
 ) -> Tensor:
     """One token per row of logits; also written to `last_tokens` at the row's slot.
 
-    wishes [slots, 4]: 1 / temperature (0: greedy), top_k, top_p, min_p; positions: of the last token.
+    sampling [slots, 4]: 1 / temperature (0: greedy), top_k, top_p, min_p; positions: of the last token.
     """
     rows, size = logits.shape
     device = logits.device
-    floors = thresholds(logits, params, slots)
+    floors = thresholds(logits, sampling, slots)
     best = torch.empty((rows, _PARTS), dtype=torch.float32, device=device)
     best_at = torch.empty((rows, _PARTS), dtype=torch.int32, device=device)
     tokens = torch.empty(rows, dtype=torch.int32, device=device)
     sample_part_kernel[(rows, _PARTS)](
         logits,
-        params,
+        sampling,
         seeds,
         slots,
         positions,

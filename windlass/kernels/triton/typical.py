@@ -20,7 +20,7 @@ _TILE = 2048
 @triton.jit
 def typical_kernel(
     logits,
-    params,
+    sampling,
     slots,
     floors,
     guesses,
@@ -36,7 +36,7 @@ def typical_kernel(
     index = tl.program_id(0)
     guess = tl.load(guesses + index)
     slot = tl.load(slots + index).to(tl.int64)
-    inverse_temperature = tl.load(params + slot * 4)
+    inverse_temperature = tl.load(sampling + slot * 4)
     if (guess >= 0) & (inverse_temperature > 0):
         row = logits + index.to(tl.int64) * stride
         floor = tl.load(floors + index)
@@ -69,15 +69,20 @@ def typical_kernel(
 
 
 def keep_typical(
-    logits: Tensor, params: Tensor, slots: Tensor, guesses: Tensor, sampled: Tensor, epsilon: float
+    logits: Tensor,
+    sampling: Tensor,
+    slots: Tensor,
+    guesses: Tensor,
+    sampled: Tensor,
+    epsilon: float,
 ) -> None:
     """Put typical guesses in the place of samples; a place without one has -1, and greedy rows stay.
 
-    `params` as `sample` takes them; slots, guesses and samples [rows], int32.
+    `sampling` as `sample` takes them; slots, guesses and samples [rows], int32.
     """
     rows, size = logits.shape
     typical_kernel[(rows,)](
-        *(logits, params, slots, thresholds(logits, params, slots), guesses, sampled),
+        *(logits, sampling, slots, thresholds(logits, sampling, slots), guesses, sampled),
         *(size, logits.stride(0), epsilon),
         TILE=_TILE,
         num_warps=8,
