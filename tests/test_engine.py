@@ -1,6 +1,8 @@
-"""The loop itself: overlapped equals plain, and a lack of memory costs no request its tokens."""
+"""The engine loop: overlapped equals synchronous, and running out of memory loses no tokens."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import pytest
 
@@ -10,39 +12,52 @@ from windlass.engine import Engine
 from windlass.errors import OutOfMemory
 
 
-class Later:
-    """A step that is computed when it is waited for, as late as possible."""
+class LazyStep:
+    """A launched step that is computed only in `wait`, as late as possible."""
 
     has_drafts = False
 
-    def __init__(self, result: StepResult) -> None:
-        self._result = result
+    def __init__(self, compute: Callable[[], StepResult]) -> None:
+        self._compute = compute
 
     def wait(self) -> StepResult:
-        return self._result
+        return self._compute()
 
 
 class TightRunner(FakeRunner):
-    """Has no memory for more than `most` tokens a step."""
+    """Runs out of memory above `max_tokens` per step. Counts launched and computed steps."""
 
-    most = 10_000
+    max_tokens = 10_000
+    num_launched = 0
+    num_finished = 0
 
     def run(self, plan: StepPlan) -> StepResult:
-        if plan.num_tokens > self.most:
-            raise OutOfMemory(f"{plan.num_tokens} tokens")
+        self._check_memory(plan)
         return super().run(plan)
 
-    def submit(self, plan: StepPlan) -> Later:
-        return Later(self.run(plan))
+    def submit(self, plan: StepPlan) -> LazyStep:
+        self._check_memory(plan)
+        self.num_launched += 1
+        return LazyStep(lambda: self._finish(plan))
+
+    def _finish(self, plan: StepPlan) -> StepResult:
+        self.num_finished += 1
+        return super().run(plan)
+
+    def _check_memory(self, plan: StepPlan) -> None:
+        if plan.num_tokens > self.max_tokens:
+            raise OutOfMemory(f"{plan.num_tokens} tokens")
 
 
 def run_all(
-    requests: list[NewRequest], overlap: bool, most: int = 10_000
+    requests: list[NewRequest], overlap: bool, max_tokens: int = 10_000
 ) -> tuple[dict[str, list[int]], dict[str, str | None]]:
-    wide = limits(max_num_batched_tokens=256, num_blocks=200, max_model_len=300, max_num_seqs=4)
-    world = World(wide)
-    runner = TightRunner(wide.num_blocks, wide.block_size)
-    runner.most = most
+    step_limits = limits(
+        max_num_batched_tokens=256, num_blocks=200, max_model_len=300, max_num_seqs=4
+    )
+    world = World(step_limits)
+    runner = TightRunner(step_limits.num_blocks, step_limits.block_size)
+    runner.max_tokens = max_tokens
     engine = Engine(world.scheduler, runner, overlap=overlap)
     got: dict[str, list[int]] = {item.request_id: [] for item in requests}
     errors: dict[str, str | None] = {}
@@ -66,17 +81,29 @@ REQUESTS = [
 ]
 
 
-@pytest.mark.parametrize("most", [10_000, 100])
+@pytest.mark.parametrize("max_tokens", [10_000, 100])
 @pytest.mark.parametrize("overlap", [False, True])
-def test_every_request_gets_its_tokens(overlap: bool, most: int) -> None:
-    got, errors = run_all(REQUESTS, overlap, most)
+def test_every_request_gets_its_tokens(overlap: bool, max_tokens: int) -> None:
+    got, errors = run_all(REQUESTS, overlap, max_tokens)
     assert got == {item.request_id: plain_loop(item, 300) for item in REQUESTS}
     assert set(errors.values()) == {None}
 
 
+def test_the_overlapped_loop_launches_a_step_before_the_previous_one_is_computed() -> None:
+    world = World(limits())
+    runner = TightRunner(world.limits.num_blocks, world.limits.block_size)
+    engine = Engine(world.scheduler, runner, overlap=True)
+    engine.add(request("r", [1, 2, 3], max_tokens=4, ignore_eos=True))
+    assert engine.step() == []
+    assert (runner.num_launched, runner.num_finished) == (1, 0)
+    (output,) = engine.step()
+    assert output.tokens
+    assert (runner.num_launched, runner.num_finished) == (2, 1)
+
+
 @pytest.mark.parametrize("overlap", [False, True])
-def test_only_what_can_never_fit_fails(overlap: bool) -> None:
-    got, errors = run_all(REQUESTS, overlap, most=20)
+def test_only_requests_that_can_never_fit_fail(overlap: bool) -> None:
+    got, errors = run_all(REQUESTS, overlap, max_tokens=20)
     assert errors["r0"] is None
     assert got["r0"] == plain_loop(REQUESTS[0], 300)
     failed = [name for name, error in errors.items() if error]

@@ -16,7 +16,7 @@ from windlass.kernels.lora import Lora, LoraDelta, ReferenceLora, Stacks
 from windlass.kernels.ops import choose_ops
 from windlass.kernels.select import Need
 from windlass.layers.norm import RMSNorm
-from windlass.runner.adapters import grouped, in_pieces
+from windlass.runner.adapters import grouped, in_tiles
 
 pytestmark = [
     pytest.mark.gpu,
@@ -77,7 +77,7 @@ def test_kernels_equal_the_plain_version(
     device = torch.device("cuda")
     plain, rows = Lora(stacks, ReferenceLora()), grouped(slots, device)
     want = plain.end(y.clone(), x, rows)
-    given = in_pieces(slots, counts, device)
+    given = in_tiles(slots, counts, device)
     if max(counts) == 1:
         given = AdapterRows(given.slots)
     from windlass.kernels.triton.lora import TritonLora

@@ -11,10 +11,10 @@ import torch
 from tests.kernels.conftest import Check
 from tests.kernels.lora_stacks import NUM_IN, SIZES, make_stacks
 from tests.kernels.test_interpreted import INTERPRETED, inside
-from windlass.kernels.batch import PIECE, AdapterRows
+from windlass.kernels.batch import LORA_TILE, AdapterRows
 from windlass.kernels.lora import Lora, ReferenceLora
 from windlass.kernels.reference import add_rms_norm, silu_mul
-from windlass.runner.adapters import grouped, in_pieces
+from windlass.runner.adapters import grouped, in_tiles
 
 pytest.importorskip("triton")
 
@@ -57,12 +57,12 @@ def test_tokens_by_themselves(name: str, coded: bool) -> None:
 
 @inside
 @pytest.mark.parametrize(("name", "coded"), [*PLAIN, ("q, k, v", True)])
-def test_pieces_of_rows(name: str, coded: bool) -> None:
-    counts, rows = [1, PIECE + 3, 5, 2], [2, 1, 0, 3]
+def test_tiles_of_rows(name: str, coded: bool) -> None:
+    counts, rows = [1, LORA_TILE + 3, 5, 2], [2, 1, 0, 3]
     slots = np.repeat(rows, counts)
-    given = in_pieces(slots, counts, CPU)
+    given = in_tiles(slots, counts, CPU)
     assert given.tiles is not None
-    assert given.tiles.tolist() == [[0, 1], [1, PIECE], [1 + PIECE, 3], [PIECE + 9, 2]]
+    assert given.tiles.tolist() == [[0, 1], [1, LORA_TILE], [1 + LORA_TILE, 3], [LORA_TILE + 9, 2]]
     compare(SIZES[name], slots.tolist(), given, coded)
 
 
@@ -82,7 +82,7 @@ def test_codes_that_are_read_by_words(
     x, y = torch.randn(4, 640).half(), torch.randn(4, sum(sizes)).half()
     given = AdapterRows(torch.tensor(slots, dtype=torch.int32))
     if pieces:
-        given = in_pieces(np.array(slots), [1] * 4, CPU)
+        given = in_tiles(np.array(slots), [1] * 4, CPU)
         x, y = x.float(), y.float()
     kernel, plain = Lora(stacks, TritonLora()), Lora(stacks, ReferenceLora())
     rows = grouped(np.array(slots), CPU)
@@ -98,7 +98,7 @@ def test_codes_that_are_read_by_words(
 
 @inside
 @pytest.mark.parametrize("coded", [False, True])
-def test_pieces_beside_tokens_by_themselves(coded: bool) -> None:
+def test_tiles_beside_single_tokens(coded: bool) -> None:
     """Of one step: every token gets what it gets when all are pieces."""
     from windlass.kernels.triton.lora import TritonLora
 
@@ -108,7 +108,7 @@ def test_pieces_beside_tokens_by_themselves(coded: bool) -> None:
     for sizes in ((304, 32, 80), (144, 144), (416,)):
         stacks = make_stacks(sizes, coded, 640, 48, by_output=coded)
         x, y = torch.randn(11, 640) / 50, torch.randn(11, sum(sizes))
-        pieces = in_pieces(slots * chunk, counts, CPU)
+        pieces = in_tiles(slots * chunk, counts, CPU)
         alone = torch.from_numpy(slots * ~chunk).int()
         given = replace(pieces, slots=torch.from_numpy(slots).int(), alone=alone)
         kernel, plain = Lora(stacks, TritonLora()), Lora(stacks, ReferenceLora())

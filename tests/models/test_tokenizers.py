@@ -259,7 +259,7 @@ def test_a_chat_model_also_ends_at_its_templates_end_of_turn(tmp_path):
         ({"pre": None}, UnsupportedError, "no pre-tokenizer is named"),
         ({"model": "t5"}, UnsupportedError, "'t5' is not known"),
         ({"tokens": None}, CheckpointError, "tokens is missing"),
-        ({"token_type": [1, 1]}, CheckpointError, "token_type is no list of"),
+        ({"token_type": [1, 1]}, CheckpointError, "token_type is not a list of"),
         ({"merges": ["a nowhere"]}, CheckpointError, "merge 'a nowhere'"),
         ({"model": "llama"}, CheckpointError, "scores is missing"),
     ],

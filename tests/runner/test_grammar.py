@@ -133,7 +133,7 @@ def test_other_wishes_choose_among_what_the_form_allows() -> None:
 
 def allowed(grammar: Grammar) -> list[int]:
     scores = torch.zeros(VOCAB + 4)
-    return grammar.rule_out(scores, scores).isfinite().nonzero().flatten().tolist()
+    return grammar.mask(scores, scores).isfinite().nonzero().flatten().tolist()
 
 
 def test_requests_share_a_grammar_and_not_its_state() -> None:
@@ -158,7 +158,7 @@ def test_a_grammar_that_cannot_be_followed_ends_its_request() -> None:
     assert "doesn't satisfy the grammar" in str(error)
     assert "\n" not in str(error)
     scores = torch.zeros(VOCAB + 4)
-    assert grammar.rule_out(scores, scores).equal(scores)
+    assert grammar.mask(scores, scores).equal(scores)
 
 
 def test_steps_of_an_ambiguous_grammar_are_bounded() -> None:

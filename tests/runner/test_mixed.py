@@ -1,4 +1,4 @@
-"""What a recorded step of prompts and decodes is sent, against what an eager step makes of its rows."""
+"""The inputs of a captured mixed step, compared with those of an eager step."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from windlass.core.types import BlockId, Row, SlotId, StepPlan
-from windlass.runner.adapters import in_pieces
+from windlass.runner.adapters import in_tiles
 from windlass.runner.mixed import GraphShape, attention_tiles, mixed_sizes
 from windlass.runner.slots import SlotTables
 
@@ -28,21 +28,25 @@ def make_rows(counts: list[int], adapters: list[int]) -> list[Row]:
     return rows
 
 
-COUNTS = st.lists(st.one_of(st.just(1), st.integers(1, 70)), min_size=1, max_size=30)
+MAX_TOKENS = mixed_sizes(2048)[-1] - 1  # a captured step needs a token for padding
+# At most 30 rows, with few enough tokens for the largest captured size.
+COUNTS = st.lists(st.one_of(st.just(1), st.integers(1, 70)), min_size=1, max_size=30).filter(
+    lambda counts: sum(counts) <= MAX_TOKENS
+)
 
 
 @given(COUNTS, st.booleans(), st.sampled_from([0, 3]))
-def test_a_step_is_written_down_as_it_is(counts: list[int], adapted: bool, drafting: int) -> None:
+def test_captured_inputs_equal_eager_inputs(
+    counts: list[int], adapted: bool, drafting: int
+) -> None:
     rows = make_rows(counts, [i % 3 if adapted else 0 for i in range(len(counts))])
     total = sum(counts)
-    tokens = next((size for size in mixed_sizes(2048) if size > total), None)
-    if tokens is None:
-        return
-    form = GraphShape(tokens, min(tokens - 1, 40), TILE, adapted, drafting)
-    inbox = torch.full((form.numbers,), -7, dtype=torch.int32)
+    tokens = next(size for size in mixed_sizes(2048) if size > total)
+    shape = GraphShape(tokens, min(tokens - 1, 40), TILE, adapted, drafting)
+    inbox = torch.full((shape.numbers,), -7, dtype=torch.int32)
     after = [900 + i for i, row in enumerate(rows) if not row.sample]
-    assert form.fill(inbox, rows, PADDING, after)
-    found, last = form.parts(inbox), tokens - 1
+    assert shape.fill(inbox, rows, PADDING, after)
+    found, last = shape.parts(inbox), tokens - 1
     tables = SlotTables(40, 4, 16, CPU)
     tables.last[:] = torch.arange(41) + 5000
     ids, batch = tables.batch(StepPlan(rows), [])
@@ -52,52 +56,52 @@ def test_a_step_is_written_down_as_it_is(counts: list[int], adapted: bool, draft
     assert torch.equal(found.tokens[2, :total], batch.token_slots)
     assert (found.tokens[:, total:] == torch.tensor([[0], [0], [PADDING]])).all()
     singles = [span.first for span in batch.spans if span.count == 1]
-    assert found.singles.tolist() == singles + [last] * (form.rows - len(singles))
+    assert found.singles.tolist() == singles + [last] * (shape.rows - len(singles))
     tiles = attention_tiles(rows, batch.spans, TILE)
     assert found.tiles[: len(tiles)].tolist() == [list(tile) for tile in tiles]
     assert (found.tiles[len(tiles) :, 1] == 0).all()
     ends = np.cumsum(counts) - 1
-    wanted = [int(end) for row, end in zip(rows, ends, strict=True) if row.sample]
-    assert found.logits_indices.tolist() == wanted + [last] * (form.rows - len(wanted))
+    sampled = [int(end) for row, end in zip(rows, ends, strict=True) if row.sample]
+    assert found.logits_indices.tolist() == sampled + [last] * (shape.rows - len(sampled))
     if drafting:
-        others = [int(end) for row, end in zip(rows, ends, strict=True) if not row.sample]
-        padded = form.rows - len(others)
-        assert found.ends.tolist() == [others + [last] * padded, after + [0] * padded]
-    own, of_indices = form.adapters(found)
+        chunk_ends = [int(end) for row, end in zip(rows, ends, strict=True) if not row.sample]
+        padded = shape.rows - len(chunk_ends)
+        assert found.ends.tolist() == [chunk_ends + [last] * padded, after + [0] * padded]
+    own, of_indices = shape.adapters(found)
     if not adapted:
         assert own is None
         assert of_indices is None
         return
     slots = np.repeat([row.adapter for row in rows], counts)
     chunks = np.repeat(counts, counts) > 1
-    want = in_pieces(slots * chunks, counts, CPU)
+    expected = in_tiles(slots * chunks, counts, CPU)
     assert own is not None
     assert of_indices is not None
     assert own.tiles is not None
     assert own.alone is not None
-    assert want.tiles is not None
+    assert expected.tiles is not None
     assert own.slots[:total].tolist() == slots.tolist()
     assert own.alone[:total].tolist() == (slots * ~chunks).tolist()
     assert not own.slots[total:].any()
     assert not own.alone[total:].any()
-    assert torch.equal(own.tiles[: len(want.tiles)], want.tiles)
-    assert not own.tiles[len(want.tiles) :, 1].any()
+    assert torch.equal(own.tiles[: len(expected.tiles)], expected.tiles)
+    assert not own.tiles[len(expected.tiles) :, 1].any()
     named = [row.adapter for row in rows if row.sample]
-    assert of_indices.slots.tolist() == named + [0] * (form.rows - len(named))
+    assert of_indices.slots.tolist() == named + [0] * (shape.rows - len(named))
 
 
 @pytest.mark.parametrize(
     ("counts", "tokens"),
     [([64], 64), ([1] * 41, 128), ([2] * 40, 96)],
-    ids=["no token is left for padding", "too many rows", "too many chunks"],
+    ids=["no token left for padding", "too many rows", "too many chunks"],
 )
-def test_what_has_no_room(counts: list[int], tokens: int) -> None:
-    form = GraphShape(tokens, min(tokens, 40), TILE, False)
-    inbox = torch.zeros(form.numbers, dtype=torch.int32)
-    assert not form.fill(inbox, make_rows(counts, [0] * len(counts)), PADDING)
+def test_rows_that_do_not_fit_are_refused(counts: list[int], tokens: int) -> None:
+    shape = GraphShape(tokens, min(tokens, 40), TILE, False)
+    inbox = torch.zeros(shape.numbers, dtype=torch.int32)
+    assert not shape.fill(inbox, make_rows(counts, [0] * len(counts)), PADDING)
 
 
-def test_sizes_end_with_what_a_step_may_have() -> None:
+def test_sizes_cover_the_tokens_of_a_step() -> None:
     assert mixed_sizes(2048)[-1] == 1024
     assert mixed_sizes(200)[-2:] == [192, 256]
     assert mixed_sizes(16) == [32]

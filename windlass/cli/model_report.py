@@ -39,7 +39,7 @@ def examine(config: EngineConfig, list_tensors: bool = False) -> Json:
     outline(network)
     findings: Json = {
         "model": _model(opened),
-        "hparams": asdict(opened.hparams),
+        "spec": asdict(opened.hparams),
         "tokenizer": _tokenizer(opened.card),
         "chat_template": _chat_template(opened.card),
         "sampling_defaults": dict(opened.card.default_sampling),

@@ -60,7 +60,7 @@ def counted(number: int, what: str) -> str:
 
 
 def _model_rows(findings: dict[str, Any]) -> list[Row]:
-    model, hparams = findings["model"], findings["hparams"]
+    model, hparams = findings["model"], findings["spec"]
     rows = [("model", model["name"], f"{model['kind']}: {model['path']}")]
     for item in model["weights"]:
         rows.append(("file", readable_bytes(item["bytes"]), item["path"]))

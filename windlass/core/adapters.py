@@ -1,7 +1,7 @@
-"""Which adapter is in which slot of the device, and for whom: residency, as blocks have it.
+"""Residency of LoRA adapters: assigns device slots to adapters.
 
-An adapter that running requests use is pinned; others stay until their slot is wanted, least
-recently used first. How adapters are read and computed is not known here.
+Adapters of running requests are pinned. Other resident adapters are evicted, least recently used
+first, when a slot is needed. This module neither reads nor computes adapters.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ from typing import Protocol
 from windlass.core.types import AdapterStats
 from windlass.errors import AdapterConflict, AdapterNotFound, EngineError
 
-# How many younger requests may take an adapter's slot before one that waits for one.
-_MOST_PASSES = 64
+# Younger requests that may take a slot before the longest-waiting request gets the next one.
+_MAX_PASSES = 64
 
 
 class Shelf(Protocol):
     """Adapters in host memory, by name."""
 
     num_loads: int
-    num_ended: int  # readings, failed ones too; counted in their own thread
+    num_ended: int  # finished reads, including failures; counted by the reader thread
 
     @property
     def names(self) -> Collection[str]: ...
@@ -35,7 +35,7 @@ class Shelf(Protocol):
     def register(self, name: str, folder: str) -> None: ...
 
     def ready(self, name: str) -> bool:
-        """Whether it is in memory; if not, reading begins. A failed reading raises, once."""
+        """Whether the adapter is in memory; if not, start to read it. A failed read raises once."""
         ...
 
     def hold(self, name: str) -> None: ...
@@ -46,7 +46,7 @@ class Shelf(Protocol):
 
 
 class _NoShelf:
-    """There are no adapters."""
+    """The shelf of an engine without adapters."""
 
     num_loads = num_ended = 0
     names: Collection[str] = ()
@@ -69,27 +69,29 @@ class _NoShelf:
 
 
 class Adapters:
-    """Owns the device's slots, 1 to `num_slots`, and counts who uses each adapter."""
+    """Owns the device slots, 1 to `num_slots`, and counts the users of each adapter."""
 
     def __init__(self, num_slots: int = 0, shelf: Shelf | None = None) -> None:
         self._shelf: Shelf = shelf or _NoShelf()
         self._enabled = shelf is not None
         self._free = list(range(num_slots, 0, -1))
         self._slots: dict[str, int] = {}
-        self._idle: OrderedDict[str, None] = OrderedDict()  # resident, pinned by nobody
+        self._idle: OrderedDict[str, None] = OrderedDict()  # resident and not pinned
         self._pins: dict[str, int] = {}
-        self._orders: dict[int, str] = {}  # slots to be filled by the next plan
-        self._given: list[str] = []  # held for the last plan, until it has run
-        self._users: dict[str, int] = {}  # requests in the engine, waiting ones too
-        self._leaving: set[str] = set()  # unloaded when the last user has ended
-        self._serials: dict[str, int] = {}  # of loaded names, told apart from earlier ones
+        self._orders: dict[int, str] = {}  # slots that the next plan fills
+        self._given: list[str] = []  # held until the last plan has run
+        self._users: dict[str, int] = {}  # running and queued requests
+        self._leaving: set[str] = set()  # to be unloaded when the last user ends
+        self._serials: dict[
+            str, int
+        ] = {}  # distinguishes an adapter from earlier ones of the same name
         self._num_serials = 0
-        self._asked: set[str] = set()  # by this plan
+        self._requested: set[str] = set()  # by this plan
         self._num_passes = 0
-        self._waits_longest: str | None = None  # a request that lacks a slot
-        self._closed = False  # to younger requests, for the rest of this plan
-        self._fresh = True  # this plan has not looked at who waits yet
-        self._num_waiting = 0  # requests that were passed over when a plan last looked
+        self._waits_longest: str | None = None  # the request that waits longest for a slot
+        self._closed = False  # to younger requests, until the next plan
+        self._fresh = True  # no `available` call in this plan yet
+        self._num_waiting = 0  # requests passed over by the last plan
         self._num_changes = 0
 
     # ---- names -------------------------------------------------------------------------------
@@ -100,13 +102,13 @@ class Adapters:
         return [name for name in self._shelf.names if name not in self._leaving]
 
     def load(self, name: str, folder: str) -> None:
-        """Make an adapter known and begin to read it; `loaded` tells how that went."""
+        """Register an adapter and start to read it; poll `loaded` for the result."""
         if name in self._leaving:
             raise self._still_leaving(name)
         self._shelf.register(name, folder)
 
     def loaded(self, name: str) -> bool:
-        """Whether a `load` has come to its end; one that failed raises, and the name is gone."""
+        """Whether a `load` has finished. A failed load raises and removes the name."""
         if name not in self._shelf.names:
             raise AdapterNotFound(f"the adapter {name!r} was unloaded meanwhile.", "lora_name")
         try:
@@ -116,7 +118,7 @@ class Adapters:
             raise
 
     def unload(self, name: str) -> int:
-        """Take no more requests for an adapter; it goes when the last has ended. Returns how many."""
+        """Refuse new requests for an adapter and drop it after the last. Returns the number of users."""
         if name in self._leaving:
             raise self._still_leaving(name)
         if name not in self._shelf.names:
@@ -148,19 +150,19 @@ class Adapters:
     # ---- requests ----------------------------------------------------------------------------
 
     def enter(self, name: str) -> str:
-        """Count a new request in; returns what its cached blocks are told apart by."""
+        """Count a new request. Returns the salt of its cached blocks."""
         if name in self._leaving or name not in self._shelf.names:
             hint = "" if self._enabled else " The engine was started without --enable-lora."
             raise AdapterNotFound(f"there is no adapter {name!r:.200} here.{hint}", "model")
         self._users[name] = self._users.get(name, 0) + 1
-        # A name may be loaded again from another folder; old blocks must not be found then.
+        # A name may be loaded again from another folder: it must not find the old blocks.
         if name not in self._serials:
             self._num_serials += 1
             self._serials[name] = self._num_serials
         return f"{name}#{self._serials[name]}"
 
     def leave(self, name: str) -> None:
-        """Count a request out that has ended."""
+        """Count a request that has ended."""
         self._users[name] -= 1
         if not self._users[name]:
             del self._users[name]
@@ -170,19 +172,19 @@ class Adapters:
     # ---- a plan ------------------------------------------------------------------------------
 
     def begin(self) -> None:
-        """A plan begins: the last one has run, or never will."""
+        """Start a plan: the last one has run, or never will."""
         for name in self._given:
             self._shelf.drop(name)
         self._given.clear()
-        self._asked.clear()
+        self._requested.clear()
         self._closed = False
         self._fresh = True
 
-    def wanted(self, name: str, request_id: str) -> bool:
-        """Whether a waiting request can have its adapter now; raises when it could not be read.
+    def available(self, name: str, request_id: str) -> bool:
+        """Whether a queued request can get its adapter now. Raises if the read failed.
 
-        Called in the order of the queue. Adapters of requests far back are not read yet: they
-        would push out those that are wanted sooner.
+        Call in queue order. Adapters of requests far back in the queue are not read yet, because
+        they would evict adapters that are needed sooner.
         """
         if self._fresh:
             self._fresh, self._num_waiting = False, 0
@@ -190,26 +192,26 @@ class Adapters:
             can = False
         elif name in self._slots:
             can = True
-        elif name not in self._asked and len(self._asked) >= self._shelf.max_in_memory:
+        elif name not in self._requested and len(self._requested) >= self._shelf.max_in_memory:
             can = False
         else:
-            self._asked.add(name)
+            self._requested.add(name)
             ready = self._shelf.ready(name)
             can = ready and bool(self._free or self._idle)
             if ready and not can:
-                self._note_lack(request_id)
+                self._record_wait(request_id)
         self._num_waiting += not can
         return can
 
-    def _note_lack(self, request_id: str) -> None:
-        """Nobody lacks a slot for ever: after many younger ones, the oldest has the next one."""
+    def _record_wait(self, request_id: str) -> None:
+        """Prevent starvation: after many younger requests, the oldest gets the next slot."""
         if self._waits_longest is None:
             self._waits_longest, self._num_passes = request_id, 0
-        elif self._waits_longest == request_id and self._num_passes >= _MOST_PASSES:
+        elif self._waits_longest == request_id and self._num_passes >= _MAX_PASSES:
             self._closed = True
 
     def acquire(self, name: str, request_id: str) -> int:
-        """Pin an adapter that `wanted` said can be had; returns its slot."""
+        """Pin an adapter that is `available`. Returns its slot."""
         if name not in self._slots:
             slot = self._free.pop() if self._free else self._slots.pop(self._idle.popitem(False)[0])
             self._slots[name] = slot
@@ -224,7 +226,7 @@ class Adapters:
         return self._slots[name]
 
     def release(self, name: str) -> None:
-        """Unpin: its request has ended, or waits again. It stays until the slot is wanted."""
+        """Unpin an adapter after its request ended or was preempted. It stays until evicted."""
         self._pins[name] -= 1
         if not self._pins[name]:
             del self._pins[name]
@@ -232,7 +234,7 @@ class Adapters:
             self._num_changes += 1
 
     def orders(self) -> list[tuple[int, str]]:
-        """What the plan that is being handed out must put into slots."""
+        """The adapters that the current plan must copy into slots."""
         if not self._orders:
             return []
         made = list(self._orders.items())
@@ -241,26 +243,26 @@ class Adapters:
         return made
 
     def forget_idle(self) -> None:
-        """A plan was not run to its end: what it should have put into slots may not be there."""
+        """Evict idle adapters after a failed plan: their copies may be incomplete."""
         for name in self._idle:
             self._free.append(self._slots.pop(name))
         self._idle.clear()
         self._num_changes += 1
 
     def drop_waiter(self, request_id: str) -> None:
-        """A request that waited is gone."""
+        """Forget a queued request that is gone."""
         if request_id == self._waits_longest:
             self._waits_longest = None
 
-    # ---- what others ask ---------------------------------------------------------------------
+    # ---- state and statistics ----------------------------------------------------------------
 
     @property
     def state(self) -> tuple[int, int]:
-        """While it is the same, who could not have an adapter still cannot."""
+        """While this is unchanged, a request without its adapter cannot get it."""
         return self._num_changes, self._shelf.num_ended
 
     def stats(self) -> AdapterStats | None:
-        """None: there can be no adapters."""
+        """None if the engine has no adapters."""
         shelf = self._shelf
         if not self._enabled:
             return None

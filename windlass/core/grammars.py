@@ -1,4 +1,4 @@
-"""Compiled grammars as the scheduler sees them: who has one, and whether it is ready."""
+"""The scheduler's interface to compiled grammars."""
 
 from __future__ import annotations
 
@@ -10,40 +10,40 @@ from windlass.errors import EngineError, UnsupportedError
 
 
 class Grammars(Protocol):
-    """Grammars of the requests in an engine. Compiling happens elsewhere, and blocks no step."""
+    """Grammars of the requests in an engine. They compile concurrently with steps."""
 
-    failed: dict[str, EngineError]  # requests whose grammar cannot be followed any further
+    failed: dict[str, EngineError]  # errors of requests whose grammar failed during generation
 
     @property
     def state(self) -> object:
-        """While it stays equal, a request that was not ready still is not."""
+        """While this is unchanged, a request that was not ready is still not ready."""
         ...
 
     def enter(self, request_id: str, form: StructuredOutputs) -> None:
-        """A request has arrived; its grammar is compiled from now on."""
+        """Start to compile the grammar of a request that arrived."""
         ...
 
     def begin(self) -> None:
-        """A plan begins: take in what was compiled since the last."""
+        """Start a plan: collect the grammars that were compiled since the last one."""
         ...
 
     def ready(self, request_id: str) -> bool:
-        """Whether the request may start. A grammar that was refused raises its reason."""
+        """Whether the request may start. Raises if its grammar was refused."""
         ...
 
     def acquire(self, request_id: str) -> None:
-        """The request starts, in the plan in which it was ready; keep its grammar until `leave`."""
+        """Keep the grammar of a request that starts until `leave`. Call in the plan in which it was ready."""
         ...
 
     def leave(self, request_id: str) -> None:
-        """The request has ended."""
+        """Release the grammar of a request that ended."""
         ...
 
     def stats(self) -> GrammarStats | None: ...
 
 
 class NoGrammars:
-    """An engine that was built without structured outputs."""
+    """The grammars of an engine without structured outputs."""
 
     def __init__(self) -> None:
         self.failed: dict[str, EngineError] = {}

@@ -22,7 +22,7 @@ class SchedulerLimits:
     why_not_batch_invariant: str | None = None  # why no request can be deterministic
     lookahead: int = 0  # tokens ahead for which running requests get spare blocks
     lookahead_after_drafts: int = 0  # the same after a row's draft tokens
-    drop_drafts_below: int = 0  # steps of up to so many tokens verify no drafts beside a prompt
+    drop_drafts_below: int = 0  # mixed steps of at most this many tokens verify no draft tokens
 
     def __post_init__(self) -> None:
         if not self.chunked_prefill and self.max_num_batched_tokens < self.max_model_len:
@@ -49,7 +49,7 @@ class SchedulerLimits:
         if max_tokens is not None and num_prompt + max_tokens > longest:
             raise CapacityError(
                 f"a prompt of {num_prompt} tokens plus max_tokens={max_tokens} is more than "
-                f"{what} holds ({longest}). Ask for at most {longest - num_prompt}{advice}.",
+                f"{what} holds ({longest}). Request at most {longest - num_prompt}{advice}.",
                 "max_tokens",
             )
         return longest - num_prompt if max_tokens is None else max_tokens

@@ -298,7 +298,7 @@ class Scheduler:
         """
         blocker = ADAPTER
         try:
-            if request.adapter and not self.adapters.wanted(request.adapter, request.request_id):
+            if request.adapter and not self.adapters.available(request.adapter, request.request_id):
                 return ADAPTER
             blocker = GRAMMAR
             if request.has_grammar and not self.grammars.ready(request.request_id):

@@ -1,7 +1,7 @@
-"""What an output must look like: JSON, a regular expression, one of some texts, a grammar.
+"""Constraints on outputs: a JSON schema, a regular expression, a choice, or a grammar.
 
-Plain values with checks that cost little. Compiling a grammar can take minutes and gigabytes, so it
-happens in the sandbox of text/grammar/, and what is wrong with a grammar is found there.
+This module makes only cheap checks. Compiling a grammar can take minutes and gigabytes, so the
+sandbox of text/grammar/ does it and reports errors in the grammar.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ MAX_CHARS = 65_536
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StructuredOutputs:
-    """Exactly one of these, under the names that users of other engines know.
+    """Exactly one constraint. The field names are those of vLLM.
 
     Usage: `SamplingParams(structured_outputs=StructuredOutputs(json={"type": "object", …}))`.
     """

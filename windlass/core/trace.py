@@ -48,7 +48,7 @@ class RequestTrace:
     num_ahead: int  # queued requests at arrival
     num_running: int  # running requests at arrival
     blocked_s: tuple[float, ...]  # one entry per BLOCKERS
-    short_blocks: int  # most KV blocks that were lacking while it was the queue's head
+    short_blocks: int  # maximum shortage of KV blocks while it was the head of the queue
     first_miss: int | None  # first position without a prefix-cache hit
     why_missed: str
     chunks: list[Chunk]  # of the prompt, at most MAX_CHUNKS

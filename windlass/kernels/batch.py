@@ -19,8 +19,8 @@ from torch import Tensor
 LARGEST_CODE = {torch.float8_e4m3fn: 448.0, torch.int8: 127.0}
 # float32: values of tokens that only draw attention are so small that float16 could not scale them.
 SCALE_DTYPE = torch.float32
-# So many tokens of a row, at most, share one read of its adapter.
-PIECE = 64
+# Maximum number of tokens of a row that share one read of its adapter.
+LORA_TILE = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +143,7 @@ class AdapterRows:
     """
 
     slots: Tensor  # [tokens] int32
-    # [n, 2] int32: first token and number of tokens of pieces of one adapter each, up to PIECE;
+    # [n, 2] int32: first token and number of tokens of each tile, up to LORA_TILE;
     # None: every token is one.
     tiles: Tensor | None = None
     groups: tuple[tuple[int, Tensor | slice], ...] = ()  # slots but 0, and the tokens of each

@@ -1,4 +1,4 @@
-"""What a GGUF file says of itself: metadata, and where each tensor lies. Every byte count is checked.
+"""Reads the header of a GGUF file: metadata and tensor offsets. Checks every byte count.
 
 The gguf package's reader makes one array per vocabulary entry and needs seconds for a file that is
 parsed here in a tenth of one. Big-endian files and version 1 are refused.
@@ -210,7 +210,7 @@ class _Parser:
     def _placed(
         self, entries: list[tuple[str, tuple[int, ...], int, int]], metadata: dict[str, Any]
     ) -> dict[str, GGUFTensor]:
-        """Turn offsets into places in the file, and check that every tensor lies inside it."""
+        """Compute absolute file offsets, and check that every tensor is inside the file."""
         alignment = metadata.get("general.alignment", 32)
         if not isinstance(alignment, int) or alignment < 1:
             raise CheckpointError(f"{self._path}: general.alignment is {alignment!r}.")

@@ -24,7 +24,7 @@ _PHI3_KEEPS_SPACES = frozenset(("<unk>", "<s>", "<|endoftext|>"))
 
 
 def load_text(header: GGUFHeader) -> TextSide:
-    """Everything that the file says about text."""
+    """The tokenizer metadata of a GGUF file."""
     metadata = _Metadata(header)
     kind = metadata.required("model")
     if kind == "gpt2":
@@ -88,7 +88,7 @@ class _Metadata:
         values = self.required(name) if default is None else self.get(name, default)
         if not isinstance(values, list) or len(values) != len(self.pieces):
             raise CheckpointError(
-                f"{self.path}: metadata {_KEY}{name} is no list of {len(self.pieces)} values, "
+                f"{self.path}: metadata {_KEY}{name} is not a list of {len(self.pieces)} values, "
                 "one for each token."
             )
         return values

@@ -111,7 +111,7 @@ class LlamaModel(nn.Module):
 
 
 def _embedding(hparams: HParams, parts: Parts) -> nn.Module:
-    """A table of its own: packed if its method says so."""
+    """An untied embedding table, packed if its method supports that."""
     sizes = (hparams.vocab_size, hparams.hidden_size)
     if parts.table_method is not None:
         return PackedEmbedding(*sizes, parts.table_method, parts.dtype)

@@ -107,14 +107,14 @@ class HFTokenizer:
 
     @cached_property
     def _decoders(self) -> set[str]:
-        """The kinds of decoder in use: they tell how a piece's text stands for bytes."""
+        """The kinds of decoder in use, which define how a piece is converted to bytes."""
         if self._backend.decoder is None:
             return set()
         return _kinds(json.loads(self._backend.decoder.__getstate__()))
 
 
 class _BytePieces(dict[int, bytes]):
-    """What a byte-level decoder makes of each token, found when it is first asked for."""
+    """The bytes of each token under a byte-level decoder, computed on first use."""
 
     def __init__(self, backend: Backend, skipped: frozenset[int]) -> None:
         super().__init__()
@@ -128,7 +128,7 @@ class _BytePieces(dict[int, bytes]):
 
 
 def _piece_bytes(piece: str) -> bytes:
-    """Characters stand for bytes, unless one of them stands for none: then all are themselves."""
+    """The bytes of a byte-level piece; plain UTF-8 if a character is not in the byte alphabet."""
     found = [_BYTE_OF.get(char) for char in piece]
     return piece.encode() if None in found else b"".join(found)  # type: ignore[arg-type]
 

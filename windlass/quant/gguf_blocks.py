@@ -1,7 +1,7 @@
 """The blocks of GGUF's storage types, taken apart: codes, scales and minima.
 
 Q types of up to four bits and TQ types become int4 groups, Q types of five, six and eight bits int8
-groups. K types store a scale as a float16 times a small whole number; the product is rounded once to
+groups. K types store a scale as a float16 times a small integer; their product is rounded once to
 float16. IQ types and MXFP4 are in gguf_codebooks.py; nothing is rounded there or in TQ types.
 """
 
@@ -140,8 +140,8 @@ def paired_nibbles(raw: Tensor, at: int) -> Tensor:
 
 def _fifth_bits(raw: Tensor, at: int) -> Tensor:
     """32 bits from 4 bytes, each worth 16."""
-    places = torch.arange(8, dtype=torch.uint8, device=raw.device)
-    return ((raw[..., at : at + 4, None] >> places & 1) << 4).flatten(-2)
+    shifts = torch.arange(8, dtype=torch.uint8, device=raw.device)
+    return ((raw[..., at : at + 4, None] >> shifts & 1) << 4).flatten(-2)
 
 
 def _q4_0(raw: Tensor) -> Block:
@@ -169,8 +169,8 @@ def _q8_0(raw: Tensor) -> Block:
 def _pairs_of_bits(packed: Tensor) -> Tensor:
     """256 values of two bits: each half of the 64 bytes holds four runs of 32 values."""
     halves = cut(packed, 2, 1, 32)
-    places = torch.arange(0, 8, 2, dtype=torch.uint8, device=packed.device).view(4, 1)
-    return (halves >> places & 3).flatten(-3)
+    shifts = torch.arange(0, 8, 2, dtype=torch.uint8, device=packed.device).view(4, 1)
+    return (halves >> shifts & 3).flatten(-3)
 
 
 def _q2_k(raw: Tensor) -> Block:
@@ -180,12 +180,12 @@ def _q2_k(raw: Tensor) -> Block:
 
 
 def _q3_k(raw: Tensor) -> Block:
-    places = torch.arange(8, dtype=torch.uint8, device=raw.device).view(8, 1)
-    high = (raw[..., None, :32] >> places & 1).flatten(-2)
+    shifts = torch.arange(8, dtype=torch.uint8, device=raw.device).view(8, 1)
+    high = (raw[..., None, :32] >> shifts & 1).flatten(-2)
     codes = (_pairs_of_bits(raw[..., 32:96]) | high << 2).to(torch.int8) - 4
     low, top = raw[..., 96:104], raw[..., 104:108]
     lower = torch.cat((low & 15, low >> 4), dim=-1)
-    upper = torch.cat([top >> place & 3 for place in (0, 2, 4, 6)], dim=-1)
+    upper = torch.cat([top >> shift & 3 for shift in (0, 2, 4, 6)], dim=-1)
     small = (lower | upper << 4).to(torch.int8) - 32
     return Block(codes, _float(raw, 108) * small)
 
@@ -212,8 +212,8 @@ def _q4_k(raw: Tensor) -> Block:
 
 def _q5_k(raw: Tensor) -> Block:
     scales, offsets = _six_bits(raw[..., 4:16])
-    places = torch.arange(8, dtype=torch.uint8, device=raw.device).view(8, 1)
-    high = (raw[..., None, 16:48] >> places & 1).flatten(-2)
+    shifts = torch.arange(8, dtype=torch.uint8, device=raw.device).view(8, 1)
+    high = (raw[..., None, 16:48] >> shifts & 1).flatten(-2)
     codes = _runs_of_nibbles(raw[..., 48:176]) | high << 4
     return Block(codes, _float(raw, 0) * scales, -_float(raw, 2) * offsets)
 
@@ -221,8 +221,8 @@ def _q5_k(raw: Tensor) -> Block:
 def _q6_k(raw: Tensor) -> Block:
     low = cut(raw[..., :128], 2, 1, 64)
     lower = torch.cat((low & 15, low >> 4), dim=-2).flatten(-3)
-    places = torch.arange(0, 8, 2, dtype=torch.uint8, device=raw.device).view(4, 1)
-    upper = (cut(raw[..., 128:192], 2, 1, 32) >> places & 3).flatten(-3)
+    shifts = torch.arange(0, 8, 2, dtype=torch.uint8, device=raw.device).view(4, 1)
+    upper = (cut(raw[..., 128:192], 2, 1, 32) >> shifts & 3).flatten(-3)
     scales = raw[..., 192:208].contiguous().view(torch.int8)
     return Block((lower | upper << 4).to(torch.int8) - 32, _float(raw, 208) * scales)
 

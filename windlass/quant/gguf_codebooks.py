@@ -54,8 +54,8 @@ def _even_signs(device: torch.device) -> Tensor:
 
 def _side_by_side(codes: Tensor) -> Tensor:
     """[entries, 8 or 4] codes to one integer for each entry, the first code in the lowest bits."""
-    places = 4 * torch.arange(codes.shape[1], device=codes.device)
-    joined = (codes.to(torch.int64) << places).sum(dim=1)
+    shifts = 4 * torch.arange(codes.shape[1], device=codes.device)
+    joined = (codes.to(torch.int64) << shifts).sum(dim=1)
     return joined.to(torch.int32 if codes.shape[1] == 8 else torch.int16)
 
 
@@ -76,8 +76,8 @@ def _words(raw: Tensor, first: int, last: int, dtype: torch.dtype) -> Tensor:
 
 def _fields(values: Tensor, bits: int, count: int) -> Tensor:
     """Unsigned fields of integers, from the lowest bits up: one more axis of length `count`."""
-    places = torch.arange(0, bits * count, bits, dtype=torch.int32, device=values.device)
-    return values.unsqueeze(-1) >> places & (1 << bits) - 1
+    shifts = torch.arange(0, bits * count, bits, dtype=torch.int32, device=values.device)
+    return values.unsqueeze(-1) >> shifts & (1 << bits) - 1
 
 
 def _odd(values: Tensor) -> Tensor:
@@ -152,8 +152,8 @@ def _iq1_m(raw: Tensor) -> Block:
     codes = _look_up(_grid("IQ1_M", raw.device), indices) ^ (nibbles >> 3) * _ALL_SIGNS
     words = _words(raw, 48, 56, torch.int16)
     # The block's float16 is cut into the highest four bits of four words.
-    places = torch.arange(0, 16, 4, dtype=torch.int32, device=raw.device)
-    bits = ((words >> 12 & 15) << places).sum(dim=-1, keepdim=True).to(torch.int16)
+    shifts = torch.arange(0, 16, 4, dtype=torch.int32, device=raw.device)
+    bits = ((words >> 12 & 15) << shifts).sum(dim=-1, keepdim=True).to(torch.int16)
     return _coded(codes, bits.view(torch.float16), _odd(_fields(words, 3, 4)))
 
 

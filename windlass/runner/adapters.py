@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from windlass.kernels.batch import PIECE, AdapterRows
+from windlass.kernels.batch import LORA_TILE, AdapterRows
 from windlass.runner.slots import to_device
 
 
@@ -24,24 +24,24 @@ def grouped(slots: np.ndarray, device: torch.device, batch_invariant: bool = Fal
     )
 
 
-def _tokens(places: np.ndarray, device: torch.device) -> Tensor | slice:
+def _tokens(indices: np.ndarray, device: torch.device) -> Tensor | slice:
     """A slice if the tokens are contiguous, else their indices."""
-    first, end = int(places[0]), int(places[-1]) + 1
-    return slice(first, end) if end - first == len(places) else to_device(places, device)
+    first, end = int(indices[0]), int(indices[-1]) + 1
+    return slice(first, end) if end - first == len(indices) else to_device(indices, device)
 
 
-def in_pieces(slots: np.ndarray, counts: Sequence[int], device: torch.device) -> AdapterRows:
+def in_tiles(slots: np.ndarray, counts: Sequence[int], device: torch.device) -> AdapterRows:
     """Tiles of consecutive tokens of one row; `counts` are tokens per row."""
-    pieces = pieces_of(slots, counts)
-    return AdapterRows(to_device(slots.astype(np.int32), device), to_device(pieces, device))
+    tiles = lora_tiles(slots, counts)
+    return AdapterRows(to_device(slots.astype(np.int32), device), to_device(tiles, device))
 
 
-def pieces_of(slots: np.ndarray, counts: Sequence[int]) -> np.ndarray:
+def lora_tiles(slots: np.ndarray, counts: Sequence[int]) -> np.ndarray:
     """[n, 2]: first token and token count of each tile. Rows without an adapter have none."""
-    pieces: list[tuple[int, int]] = []
+    tiles: list[tuple[int, int]] = []
     first = 0
     for count in counts:
         if slots[first]:
-            pieces += [(first + at, min(PIECE, count - at)) for at in range(0, count, PIECE)]
+            tiles += [(first + at, min(LORA_TILE, count - at)) for at in range(0, count, LORA_TILE)]
         first += count
-    return np.array(pieces, dtype=np.int32).reshape(-1, 2)
+    return np.array(tiles, dtype=np.int32).reshape(-1, 2)

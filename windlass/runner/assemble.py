@@ -302,7 +302,7 @@ class _Maker:
         if count == 0:
             return False
         rounding = self._config.scheduler.prompt_rounding
-        held = f"of int4 products, {count} of {len(gemm)}"
+        held = f"of int4 GEMMs, {count} of {len(gemm)}"
         self.choices.append(
             Choice("inputs of prompts", f"{rounding} ({held})", "--prompt-rounding")
         )

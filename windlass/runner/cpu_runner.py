@@ -113,19 +113,19 @@ class CpuRunner(Runner):
         rows = plan.rows
         program = self._program_for(rows)
         requests = sample_requests(rows)
-        places = positions_of(rows, requests)
+        indices = positions_of(rows, requests)
         # Draft tokens kept from an earlier step may exceed the program's capacity.
-        too_many = program is not None and len(places) > len(program.tokens)
+        too_many = program is not None and len(indices) > len(program.tokens)
         if program is None or too_many or self.drafting:
             return super()._verify(plan)
         self._fill(rows)
-        self._inputs.write_sampled(places.tolist())
+        self._inputs.write_sampled(indices.tolist())
         greedy = self._sampler.all_greedy([each.slot for each in requests])
         program.run(self._inputs, draw=greedy)
         if greedy:
-            found = settle(self._sampler, program.tokens[: len(places)].tolist(), requests)
+            found = settle(self._sampler, program.tokens[: len(indices)].tolist(), requests)
         else:
-            found = verify(self._sampler, program.logits[: len(places)], requests)
+            found = verify(self._sampler, program.logits[: len(indices)], requests)
         results = [RowResult([])] * len(rows)
         for each, result in zip(requests, found, strict=True):
             results[each.row] = result

@@ -28,7 +28,7 @@ from windlass.kernels.batch import (
 )
 from windlass.kernels.gemm import TorchGemm
 from windlass.models.network import Network
-from windlass.runner.adapters import in_pieces
+from windlass.runner.adapters import in_tiles
 from windlass.runner.device_sampler import DeviceSampler
 from windlass.runner.drafter import DrafterInputs
 from windlass.runner.mixed import Arrays, GraphShape, MixedStep, attention_tiles, mixed_sizes
@@ -109,8 +109,8 @@ class PendingGraphStep:
         if len(tokens) == len(self._rows) and not self._scores:
             return StepResult([RowResult([token]) for token in tokens])
         results = [RowResult([])] * len(self._rows)
-        for place, (row, token) in enumerate(zip(self._sampled, tokens, strict=True)):
-            results[row] = RowResult([token], self._scores.get(place))
+        for i, (row, token) in enumerate(zip(self._sampled, tokens, strict=True)):
+            results[row] = RowResult([token], self._scores.get(i))
         return StepResult(results)
 
 
@@ -305,8 +305,11 @@ class CudaRunner(Runner):
         aux_hidden_states = dict.fromkeys(drafter.layers, ids) if drafter is not None else {}
         hidden = self._network(ids, batch, aux_hidden_states)
         logits = self._network.logits(hidden, of_indices)
-        slots, places = token_slots[arrays.logits_indices], positions[arrays.logits_indices]
-        tokens = self._device_sampler.draw(logits, slots, places)
+        slots, sampled_positions = (
+            token_slots[arrays.logits_indices],
+            positions[arrays.logits_indices],
+        )
+        tokens = self._device_sampler.draw(logits, slots, sampled_positions)
         if drafter is None:
             return tokens, logits
         following = ids.roll(-1)
@@ -357,7 +360,7 @@ class CudaRunner(Runner):
         slots = np.repeat(np.array([row.adapter for row in rows], dtype=np.int32), counts)
         if max(counts) == 1 or self._is_batch_invariant(rows):
             return AdapterRows(to_device(slots, self._device))
-        return in_pieces(slots, counts, self._device)
+        return in_tiles(slots, counts, self._device)
 
     def _batch(self, plan: StepPlan) -> tuple[Tensor, StepBatch]:
         ids, batch = super()._batch(plan)

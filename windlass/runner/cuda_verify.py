@@ -73,10 +73,10 @@ class CudaVerifyRunner(CudaRunner):
         self._prelaunched: Prelaunched | None = None
         # By slot: a position, and the siblings of the first draft token after it.
         self._siblings: Tensor | None = None
-        places = max(_MAX_POSITIONS, self._widths[-1], self._slots.num_slots + 1)
-        self._places = torch.arange(places, dtype=torch.int32, device=self._device)
-        self._place_counters = torch.zeros(
-            places * self._num_kv_heads, dtype=torch.int32, device=self._device
+        num_positions = max(_MAX_POSITIONS, self._widths[-1], self._slots.num_slots + 1)
+        self._indices = torch.arange(num_positions, dtype=torch.int32, device=self._device)
+        self._position_counters = torch.zeros(
+            num_positions * self._num_kv_heads, dtype=torch.int32, device=self._device
         )
 
     def max_draft_tokens(self, requested: int, num_rows: int) -> int:
@@ -332,18 +332,18 @@ class CudaVerifyRunner(CudaRunner):
         slots = self._slots
         follow(inputs, slots.last, kept, drafts, to, back, slots.num_slots, siblings)
 
-    def _work_for(self, key: _Key, tiles: Tensor, places: int) -> AttentionWork:
-        if key.batch_invariant or places > _APART:
-            return AttentionWork(self._places[:0], tiles, 1, self._place_counters)
-        width = places // key.size
-        singles, splits = self._places[:places], self._splits(places)
+    def _work_for(self, key: _Key, tiles: Tensor, num_positions: int) -> AttentionWork:
+        if key.batch_invariant or num_positions > _APART:
+            return AttentionWork(self._indices[:0], tiles, 1, self._position_counters)
+        width = num_positions // key.size
+        singles, splits = self._indices[:num_positions], self._splits(num_positions)
         more = (width, width - key.width, self._slots.spare)
-        return AttentionWork(singles, tiles[:0], splits, self._place_counters, *more)
+        return AttentionWork(singles, tiles[:0], splits, self._position_counters, *more)
 
     def _decode_batch(self, positions: Tensor, slots: Tensor) -> StepBatch:
         count = positions.shape[0]
-        singles, splits = self._places[:count], self._splits(count)
-        work = AttentionWork(singles, self._no_tiles, splits, self._place_counters)
+        singles, splits = self._indices[:count], self._splits(count)
+        work = AttentionWork(singles, self._no_tiles, splits, self._position_counters)
         return StepBatch(positions, slots, self._slots.tables, [], [], work)
 
     @torch.inference_mode()
@@ -352,7 +352,7 @@ class CudaVerifyRunner(CudaRunner):
     ) -> list[RowResult]:
         """Sample rows again on the host whose sampling params the kernels do not support."""
         for i in self._device_sampler.special([row.slot for row in rows]):
-            requests, first = sample_requests([rows[i]])[0], i * launched.places
+            requests, first = sample_requests([rows[i]])[0], i * launched.positions_per_row
             own = launched.logits[first : first + requests.num_positions]
             drawn = self._device_sampler.resample_row(own, requests)
             drafts = results[i].drafts if drawn.tokens == results[i].tokens else ()

@@ -1,7 +1,7 @@
-"""Sampling on CUDA: wishes lie on the device by slot, tokens stay there, and no step waits for them.
+"""Sampling on CUDA without synchronisation: sampling params and sampled tokens stay on the device.
 
-What the kernels do not know (penalties, forbidden words, grammars, scores) is drawn by the plain sampler from
-the same logits, for those rows alone.
+Rows with penalties, bad words, grammars or logprobs, which the kernels do not support, are sampled
+by the host sampler from the same logits.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ def _needs_host_sampler(params: SamplingParams) -> bool:
 
 
 class DeviceSampler:
-    """Owns the wishes and seeds by slot on the device, and who needs the plain sampler."""
+    """Owns sampling params and seeds on the device, and the set of slots for the host sampler."""
 
-    def __init__(self, slots: SlotTables, plain: Sampler) -> None:
+    def __init__(self, slots: SlotTables, host: Sampler) -> None:
         count, device = slots.num_slots + 1, slots.device
         self._slots = slots
-        self._plain = plain
+        self._host = host
         self._special: set[int] = set()
         self.params = torch.zeros((count, 4), dtype=torch.float32, device=device)
         self.seeds = torch.zeros(count, dtype=torch.int64, device=device)
 
     def admit(self, admissions: list[SlotInit]) -> None:
-        """Send the wishes of requests that got a slot."""
+        """Copy the sampling params of admitted requests to the device."""
         if not admissions:
             return
         rows, seeds = [], []
@@ -49,7 +49,7 @@ class DeviceSampler:
             seeds.append(new.seed & (2**62 - 1))
             if _needs_host_sampler(params):
                 self._special.add(new.slot)
-                self._plain.admit(new)
+                self._host.admit(new)
         device = self.params.device
         at = to_device(np.array([new.slot for new in admissions]), device)
         self.params[at] = to_device(np.array(rows, dtype=np.float32), device)
@@ -59,45 +59,45 @@ class DeviceSampler:
         for slot in slots:
             if slot in self._special:
                 self._special.discard(slot)
-                self._plain.forget(slot)
+                self._host.forget(slot)
 
     def special(self, slots: Sequence[int]) -> list[int]:
-        """Which of the rows with these slots must be drawn by the plain sampler."""
+        """Indices of the rows that the host sampler must sample."""
         if not self._special:
             return []
         return [i for i, slot in enumerate(slots) if slot in self._special]
 
     def draw(self, logits: Tensor, slots: Tensor, positions: Tensor) -> Tensor:
-        """A token for every row, on the device, remembered as the slot's last."""
+        """Sample a token per row on the device and store it as the slot's last token."""
         from windlass.kernels.triton.sample import sample
 
         return sample(logits, self.params, self.seeds, slots, positions, self._slots.last)
 
     @property
     def uses_typical_acceptance(self) -> bool:
-        """Whether guesses may be kept that were not sampled."""
-        return self._plain.threshold is not None
+        """Whether draft tokens can be accepted that were not sampled."""
+        return self._host.threshold is not None
 
-    def keep_typical(self, logits: Tensor, slots: Tensor, guesses: Tensor, sampled: Tensor) -> None:
-        """Put guesses (-1: none) that are likely enough in the place of samples."""
+    def keep_typical(self, logits: Tensor, slots: Tensor, drafts: Tensor, sampled: Tensor) -> None:
+        """Replace samples, in place, by draft tokens (-1: none) that are likely enough."""
         from windlass.kernels.triton.typical import keep_typical
 
-        assert self._plain.threshold is not None
-        keep_typical(logits, self.params, slots, guesses, sampled, self._plain.threshold)
+        assert self._host.threshold is not None
+        keep_typical(logits, self.params, slots, drafts, sampled, self._host.threshold)
 
     def resample(
         self, logits: Tensor, tokens: Tensor, slots: Sequence[int], special: list[int]
     ) -> dict[int, list[TokenLogprob] | None]:
-        """Draw the special rows again, in place; waits for them. Returns scores by row."""
+        """Sample the special rows on the host, in place; synchronises. Returns logprobs by row."""
         chosen = [slots[i] for i in special]
-        drawn, scores = self._plain.sample(logits[special].float(), chosen)
+        drawn, scores = self._host.sample(logits[special].float(), chosen)
         fresh = torch.tensor(drawn, dtype=torch.int32, device=tokens.device)
         tokens[special] = fresh
         self._slots.last[chosen] = fresh
         return dict(zip(special, scores, strict=True))
 
-    def resample_row(self, logits: Tensor, requests: SampleRequest) -> RowResult:
-        """Draw one special row again, guess by guess; waits for it."""
-        result = sample_in_turn(self._plain, logits.float(), requests)
-        self._slots.last[requests.slot] = result.tokens[-1]
+    def resample_row(self, logits: Tensor, request: SampleRequest) -> RowResult:
+        """Verify one special row on the host, position by position; synchronises."""
+        result = sample_in_turn(self._host, logits.float(), request)
+        self._slots.last[request.slot] = result.tokens[-1]
         return result

@@ -1,4 +1,4 @@
-"""Pure functions on logits [rows, vocabulary]: penalties, truncation, noise. The plain versions."""
+"""Sampling on logits [rows, vocabulary]: penalties, truncation, noise. Reference implementation."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ def penalise(
     frequency: float,
     presence: float,
 ) -> Tensor:
-    """One row. `counts` of generated tokens, `seen` in the prompt or the output."""
+    """Apply penalties to one row. `counts`: of generated tokens; `seen`: in prompt or output."""
     if repetition != 1.0:
-        pushed = torch.where(scores > 0, scores / repetition, scores * repetition)
-        scores = torch.where(seen, pushed, scores)
+        penalised = torch.where(scores > 0, scores / repetition, scores * repetition)
+        scores = torch.where(seen, penalised, scores)
     return scores - frequency * counts - presence * (counts > 0)
 
 
 def truncate(scores: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
-    """Rule out all but the likeliest tokens, row by row; at least one stays.
+    """Mask unlikely tokens of each row; at least one token remains.
 
-    min_p: at least that share of the best token's probability. Then the `top_k` likeliest (0: all),
-    and of those the fewest whose probabilities reach `top_p`.
+    `min_p` keeps tokens with at least this share of the highest probability. Then `top_k` keeps the
+    most likely tokens (0: all), and `top_p` the smallest set of those with this total probability.
     """
     ordered, order = scores.sort(dim=-1, descending=True)
     probs = ordered.softmax(dim=-1)
@@ -44,19 +44,21 @@ def truncate(scores: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Ten
 
 def apply_temperature(scores: Tensor, params: Tensor) -> Tensor:
     """Temperature and truncation, for rows that are not greedy."""
-    inverse_temperature, top_k, top_p, min_p = params.to(scores.device).unbind(1)
-    rows = scores / inverse_temperature[:, None]
-    cut = ((top_k > 0) | (top_p < 1) | (min_p > 0)).nonzero()[:, 0]
-    if len(cut):
-        rows[cut] = truncate(rows[cut], top_k[cut], top_p[cut], min_p[cut])
+    temperature, top_k, top_p, min_p = params.to(scores.device).unbind(1)
+    rows = scores / temperature[:, None]
+    truncated = ((top_k > 0) | (top_p < 1) | (min_p > 0)).nonzero()[:, 0]
+    if len(truncated):
+        rows[truncated] = truncate(
+            rows[truncated], top_k[truncated], top_p[truncated], min_p[truncated]
+        )
     return rows
 
 
 def draw(scores: Tensor, params: Tensor, keys: Tensor) -> Tensor:
-    """A token of each row: the largest score with noise, which draws from the softmax.
+    """Sample a token per row: the argmax of score plus Gumbel noise.
 
-    Wishes [rows, 4], float64: temperature, top-k, top-p, min-p. At temperature 0, and where there is
-    nothing to draw from, the best is taken. Keys [rows], int64: see `key`.
+    params [rows, 4], float64: temperature, top-k, top-p, min-p. Rows at temperature 0, and rows
+    whose maximum is not finite, take the argmax. keys [rows], int64: see `key`.
     """
     tokens = scores.argmax(dim=-1)
     params, keys = params.to(scores.device), keys.to(scores.device)
@@ -68,19 +70,19 @@ def draw(scores: Tensor, params: Tensor, keys: Tensor) -> Tensor:
 
 
 def noise(keys: Tensor, size: int) -> Tensor:
-    """Gumbel noise [keys, size], a function of key and token: a hash of 32 bits as a chance."""
+    """Gumbel noise [keys, size] from a 32-bit hash of key and token."""
     low, high = (keys & _WORD)[:, None], (keys >> 32)[:, None]
     h = (torch.arange(size, device=keys.device) * 0x9E3779B1 + low) & _WORD
     h = ((h ^ (h >> 16)) * 0x21F0AAAD + high) & _WORD
     h = ((h ^ (h >> 15)) * 0xD35A2D97) & _WORD
-    chances = ((h ^ (h >> 15)).double() + 0.5) / 2**32
-    return -(-torch.log1p(-chances)).log()
+    uniform = ((h ^ (h >> 15)).double() + 0.5) / 2**32
+    return -(-torch.log1p(-uniform)).log()
 
 
 def key(seed: int, position: int) -> int:
-    """What noise is made of: (seed, position) over 63 bits, so that neighbours are unrelated.
+    """Hash (seed, position) to 63 bits: the key of the noise.
 
-    So a request draws the same tokens alone, in any batch, and after a preemption.
+    A request therefore samples the same tokens alone, in any batch, and after a preemption.
     """
     value = (seed * 0x9E3779B97F4A7C15 + position * 0xBF58476D1CE4E5B9) & (2**64 - 1)
     value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & (2**64 - 1)

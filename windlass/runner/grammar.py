@@ -1,6 +1,6 @@
-"""Masks the tokens that would break the grammar of a request's output.
+"""Masks the tokens that a request's grammar forbids.
 
-Which tokens those are is found in text/grammar/; this file applies it to scores.
+text/grammar/ computes the masks; this module applies them to logits.
 """
 
 from __future__ import annotations
@@ -24,15 +24,16 @@ class Matchers(Protocol):
 
 
 class Grammar:
-    """Where one request's output stands."""
+    """The grammar state of one request."""
 
     def __init__(self, matcher: RequestMatcher) -> None:
         self._matcher = matcher
 
-    def rule_out(self, scores: Tensor, logits: Tensor) -> Tensor:
-        """Scores of a row with only those tokens left that may come next.
+    def mask(self, scores: Tensor, logits: Tensor) -> Tensor:
+        """Scores of a row with forbidden tokens at -inf.
 
-        Where other settings of the request leave none of these, the grammar takes precedence.
+        If other sampling params have masked all allowed tokens, the grammar takes precedence over
+        them: the result is the masked `logits`.
         """
         mask = self._matcher.mask()
         if mask is None:
@@ -44,12 +45,12 @@ class Grammar:
         return left if left.max() > _NEVER else logits.masked_fill(forbidden, _NEVER)
 
     def take(self, token: int) -> None:
-        """The output goes on with this token."""
+        """Advance by a sampled token."""
         self._matcher.take(token)
 
 
 def open_grammar(matchers: Matchers | None, new: SlotInit) -> Grammar | None:
-    """The grammar of a request that got a slot, at the end of what it has generated before."""
+    """The grammar of a request that got a slot, advanced past its generated tokens; None: no grammar."""
     if matchers is None or new.sampling.structured_outputs is None:
         return None
     matcher = matchers.matcher(new.request_id)

@@ -28,8 +28,8 @@ class LogitRules:
         vocab_size: int,
         device: torch.device,
     ) -> None:
-        self._bias = _bias(sampling, vocab_size, device)  # [vocabulary]; None: nothing is added
-        self._bad_words, last = _by_start(sampling)
+        self._bias = _bias(sampling, vocab_size, device)  # [vocabulary]; None: no bias
+        self._bad_words, last = _by_prefix(sampling)
         self._last = _ids(last).to(device)
         self._min_tokens = sampling.min_tokens
         stops = sorted(stop_ids) if sampling.min_tokens else []
@@ -42,32 +42,32 @@ class LogitRules:
     def mask_continuations(self, scores: Tensor, tokens: list[int], num_prompt: int) -> None:
         """Mask, in place, the tokens that would complete a bad word or stop before min_tokens."""
         num_output = len(tokens) - num_prompt
-        for length, starts in self._bad_words.items():
+        for length, prefixes in self._bad_words.items():
             if length <= num_output:
-                found = starts.get(tuple(tokens[-length:]))
+                found = prefixes.get(tuple(tokens[-length:]))
                 if found is not None:
                     scores[self._last[found]] = _NEVER
         if num_output < self._min_tokens:
             scores[self._stop_ids] = _NEVER
 
 
-def _by_start(
+def _by_prefix(
     sampling: SamplingParams,
 ) -> tuple[dict[int, dict[tuple[int, ...], slice]], list[int]]:
-    """The last tokens of all bad words, and where in them those of each start are.
+    """Group the last tokens of bad words by their prefix: slices by prefix, and the last tokens.
 
-    A start is what stands before the last token. Starts are grouped by their length, so that a step
-    makes one look-up per length. Words of one token are part of the bias.
+    Prefixes are grouped by length, so that a step makes one look-up per length. Words of one token
+    are part of the bias.
     """
     grouped: dict[int, dict[tuple[int, ...], list[int]]] = {}
-    for *start, last in sampling.bad_token_ids:
-        if start:
-            grouped.setdefault(len(start), {}).setdefault(tuple(start), []).append(last)
+    for *prefix, last in sampling.bad_token_ids:
+        if prefix:
+            grouped.setdefault(len(prefix), {}).setdefault(tuple(prefix), []).append(last)
     ends: list[int] = []
     found: dict[int, dict[tuple[int, ...], slice]] = {}
-    for length, starts in grouped.items():
+    for length, prefixes in grouped.items():
         found[length] = {}
-        for key, tokens in starts.items():
+        for key, tokens in prefixes.items():
             found[length][key] = slice(len(ends), len(ends) + len(tokens))
             ends += tokens
     return found, ends

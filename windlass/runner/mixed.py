@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from windlass.core.types import Row, SlotId
-from windlass.kernels.batch import PIECE, AdapterRows, Span
-from windlass.runner.adapters import pieces_of
+from windlass.kernels.batch import LORA_TILE, AdapterRows, Span
+from windlass.runner.adapters import lora_tiles
 from windlass.runner.slots import pack, spans_of
 
 # Captured token counts. Larger steps keep the GPU busy longer than the host needs to launch them.
@@ -58,7 +58,7 @@ class Arrays:
     tiles: Tensor  # [tiles, 5]
     logits_indices: Tensor  # [rows]: sampled tokens
     adapters: Tensor  # [2, tokens] or empty: of all tokens, and of one-token rows
-    pieces: Tensor  # [pieces, 2] or empty: LoRA tiles of chunks
+    lora_tiles: Tensor  # [tiles, 2] or empty: LoRA tiles of chunks
     ends: Tensor  # [2, rows] or empty: last tokens of unsampled rows, and their next tokens
 
 
@@ -77,8 +77,8 @@ class GraphShape:
         return self.tokens // self.tile + self._chunks
 
     @property
-    def pieces(self) -> int:
-        return self.tokens // PIECE + self._chunks if self.adapted else 0
+    def num_lora_tiles(self) -> int:
+        return self.tokens // LORA_TILE + self._chunks if self.adapted else 0
 
     @property
     def _chunks(self) -> int:
@@ -89,7 +89,7 @@ class GraphShape:
         adapted = self.tokens if self.adapted else 0
         rows, ends = (self.rows,), (2, self.rows if self.drafting else 0)
         wide = (3, self.tokens)
-        return [wide, rows, (self.tiles, 5), rows, (2, adapted), (self.pieces, 2), ends]
+        return [wide, rows, (self.tiles, 5), rows, (2, adapted), (self.num_lora_tiles, 2), ends]
 
     @property
     def numbers(self) -> int:
@@ -140,7 +140,7 @@ class GraphShape:
             alone = slots * (np.repeat(counts, counts) == 1)
             _put(arrays.adapters[0], slots, 0)
             _put(arrays.adapters[1], alone, 0)
-            _put(arrays.pieces, pieces_of(slots - alone, counts), (last, 0))
+            _put(arrays.lora_tiles, lora_tiles(slots - alone, counts), (last, 0))
         if self.drafting:
             _put(arrays.ends[0], unsampled, last)
             _put(arrays.ends[1], following, 0)
@@ -151,7 +151,7 @@ class GraphShape:
         if not self.adapted:
             return None, None
         slots, alone = arrays.adapters
-        return AdapterRows(slots, arrays.pieces, alone=alone), AdapterRows(
+        return AdapterRows(slots, arrays.lora_tiles, alone=alone), AdapterRows(
             slots[arrays.logits_indices]
         )
 

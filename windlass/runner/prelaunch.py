@@ -29,7 +29,7 @@ class LaunchedVerification:
     arrived: torch.cuda.Event
     width: int
     drafting: int  # draft tokens per row for the next step
-    places: int  # logits positions per row
+    positions_per_row: int  # positions with logits
 
 
 # Samples rows again on the host whose sampling params the kernels do not support.

@@ -218,10 +218,10 @@ class Runner:
     def _logits_indices(self, rows: Sequence[Row]) -> LogitsIndices:
         """The positions to compute logits for; the first one when no row samples."""
         requests = sample_requests(rows) or [SampleRequest(0, rows[0].slot, ())]
-        places = positions_of(rows, requests).astype(np.int32)
+        indices = positions_of(rows, requests).astype(np.int32)
         own = [rows[each.row] for each in requests]
         adapters = self._adapters(own, [each.num_positions for each in requests])
-        return LogitsIndices(to_device(places, self._device), adapters)
+        return LogitsIndices(to_device(indices, self._device), adapters)
 
     def _logits(
         self, rows: Sequence[Row], batch: StepBatch, hidden: Tensor
@@ -318,7 +318,7 @@ class Runner:
         """Add draft tokens to the rows that sampled. The drafter reads all rows."""
         assert self.drafter is not None
         following = ids.roll(-1)
-        places: list[int] = []
+        indices: list[int] = []
         tokens: list[int] = []
         last: list[int] = []
         own: list[int] = []  # the same, as an index into the sampled positions
@@ -327,15 +327,15 @@ class Runner:
             end = span.first + span.count
             if row.sample:
                 first = end - 1 - row.num_drafts
-                places += range(first, first + len(result.tokens))
+                indices += range(first, first + len(result.tokens))
                 tokens += result.tokens
-                last.append(places[-1])
+                last.append(indices[-1])
                 own.append(requests + len(result.tokens) - 1)
                 requests += 1 + row.num_drafts
             else:
-                places.append(end - 1)
+                indices.append(end - 1)
                 tokens.append(self._next_prompt_token(row))
-        following[torch.tensor(places, device=self._device)] = torch.tensor(
+        following[torch.tensor(indices, device=self._device)] = torch.tensor(
             tokens, dtype=ids.dtype, device=self._device
         )
         at, read = torch.tensor((last, own), dtype=torch.int64, device=self._device)

@@ -1,7 +1,7 @@
-"""From logits to tokens: each row by its own request's wishes.
+"""Samples tokens from logits, each row with its request's sampling params.
 
-Keeps what sampling needs to remember per slot (counts for penalties, the last tokens for forbidden
-words). The mathematics is in filters.py.
+Keeps the sampling state of each slot: token counts for penalties, tokens for bad words, the grammar.
+The mathematics is in filters.py.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ Draw = Callable[[Tensor, Tensor, Tensor], Tensor]  # as filters.draw
 
 
 @dataclass(slots=True)
-class _Memory:
-    """What one slot's request has seen and wants."""
+class _SlotState:
+    """The sampling params and state of one slot."""
 
     sampling: SamplingParams
     seed: int
     num_prompt: int
     tokens: list[int]
-    rules: LogitRules | None  # None: the logits stay as they are
+    rules: LogitRules | None  # None: the logits are not changed
     counts: Tensor | None = None  # [vocabulary] of generated tokens; None: no penalties
     seen: Tensor | None = None
     grammar: Grammar | None = None
-    special: bool = field(init=False)  # whether its logits are changed before temperature
-    scored: bool = field(init=False)  # whether log probabilities are wanted
+    special: bool = field(init=False)  # its logits are changed before the temperature
+    scored: bool = field(init=False)  # log probabilities are requested
 
     def __post_init__(self) -> None:
         self.special = self.rules is not None
@@ -43,7 +43,7 @@ class _Memory:
 
 
 class Sampler:
-    """Owns the memory of all slots."""
+    """Owns the sampling state of all slots."""
 
     def __init__(
         self,
@@ -52,16 +52,16 @@ class Sampler:
         threshold: float | None = None,
         draw: Draw = filters.draw,
     ) -> None:
-        """`threshold` of typical acceptance, where guesses may be kept that were not sampled."""
+        """`threshold`: of typical acceptance; None: a draft token is accepted only if sampled."""
         self.threshold = threshold
         self._draw = draw
         self._vocab_size = vocab_size
         self._device = device
-        self.grammars: Matchers | None = None  # None: outputs may have any form
-        self._slots: dict[int, _Memory] = {}
+        self.grammars: Matchers | None = None  # None: no structured outputs
+        self._slots: dict[int, _SlotState] = {}
 
     def admit(self, new: SlotInit) -> None:
-        """Remember a request's wishes, and what it has generated before a preemption."""
+        """Initialise a slot from a request and the tokens that it generated before a preemption."""
         params = new.sampling
         counts = seen = None
         if params.repetition_penalty != 1 or params.frequency_penalty or params.presence_penalty:
@@ -73,7 +73,7 @@ class Sampler:
             rules = LogitRules(
                 params, stop_ids=new.stop_ids, vocab_size=self._vocab_size, device=self._device
             )
-        self._slots[new.slot] = _Memory(
+        self._slots[new.slot] = _SlotState(
             sampling=params,
             seed=new.seed,
             num_prompt=new.num_prompt,
@@ -88,9 +88,9 @@ class Sampler:
         self._slots.pop(slot, None)
 
     def num_prompt_scores(self, slot: int) -> int | None:
-        """How many alternatives of each prompt token are scored; None: the prompt is not."""
-        memory = self._slots.get(slot)
-        return memory.sampling.prompt_logprobs if memory is not None else None
+        """Number of prompt logprobs per token; None: not requested."""
+        state = self._slots.get(slot)
+        return state.sampling.prompt_logprobs if state is not None else None
 
     def tokens(self, slot: int) -> list[int]:
         return self._slots[slot].tokens
@@ -101,108 +101,110 @@ class Sampler:
     def sample(
         self, logits: Tensor, slots: Sequence[int]
     ) -> tuple[list[int], list[list[TokenLogprob] | None]]:
-        """One token for each row of logits [rows, vocabulary], and its scores where asked for."""
-        memories = [self._slots[slot] for slot in slots]
+        """Sample a token per row of logits [rows, vocabulary]; also logprobs if requested."""
+        states = [self._slots[slot] for slot in slots]
         scores = logits
-        if any(memory.special for memory in memories):
+        if any(state.special for state in states):
             changed = [
-                self._change(row, memory, memory.rules) if memory.rules is not None else row
-                for row, memory in zip(logits, memories, strict=True)
+                self._change(row, state, state.rules) if state.rules is not None else row
+                for row, state in zip(logits, states, strict=True)
             ]
             scores = torch.stack(changed)
-        tokens = self._choose(scores, memories, [len(memory.tokens) for memory in memories])
-        for memory, token in zip(memories, tokens, strict=True):
-            self._remember(memory, token)
-        return tokens, self._logprobs(logits, memories, tokens)
+        tokens = self._choose(scores, states, [len(state.tokens) for state in states])
+        for state, token in zip(states, tokens, strict=True):
+            self._record(state, token)
+        return tokens, self._logprobs(logits, states, tokens)
 
     def is_plain(self, slot: int) -> bool:
-        """Whether a token depends on the logits, the seed and the position alone, and is not scored."""
-        memory = self._slots[slot]
-        return not memory.special and not memory.scored
+        """Whether a token depends only on logits, seed and position, without logprobs."""
+        state = self._slots[slot]
+        return not state.special and not state.scored
 
     def draw(self, logits: Tensor, slots: Sequence[int], ahead: Sequence[int]) -> list[int]:
-        """Tokens `ahead` of the next one, for plain slots, as if all before were known.
+        """Sample for plain slots at positions `ahead` of the next token. Changes no state.
 
-        Nothing is remembered: `accept` says what came of it.
+        Call `accept` with the accepted tokens.
         """
-        memories = [self._slots[slot] for slot in slots]
-        places = [len(memory.tokens) + on for memory, on in zip(memories, ahead, strict=True)]
-        return self._choose(logits, memories, places)
+        states = [self._slots[slot] for slot in slots]
+        positions = [
+            len(state.tokens) + offset for state, offset in zip(states, ahead, strict=True)
+        ]
+        return self._choose(logits, states, positions)
 
     def probabilities(self, logits: Tensor, slots: Sequence[int]) -> Tensor:
-        """What plain slots that are not greedy draw from, row by row."""
+        """The sampling distributions of plain, non-greedy slots."""
         params = self._params([self._slots[slot] for slot in slots])
         return filters.apply_temperature(logits, params).softmax(dim=-1)
 
     def is_greedy(self, slot: int) -> bool:
         return self._slots[slot].sampling.greedy
 
-    def _choose(self, scores: Tensor, memories: list[_Memory], places: list[int]) -> list[int]:
-        if all(memory.sampling.greedy for memory in memories):
+    def _choose(self, scores: Tensor, states: list[_SlotState], positions: list[int]) -> list[int]:
+        if all(state.sampling.greedy for state in states):
             return scores.argmax(dim=-1).tolist()
-        keys = [filters.key(m.seed, place) for m, place in zip(memories, places, strict=True)]
-        return self._draw(scores, self._params(memories), torch.tensor(keys)).tolist()
+        keys = [filters.key(m.seed, at) for m, at in zip(states, positions, strict=True)]
+        return self._draw(scores, self._params(states), torch.tensor(keys)).tolist()
 
     def all_greedy(self, slots: Sequence[int]) -> bool:
-        """Whether each row's token is that of its largest logit, and nothing else is asked for."""
-        memories = [self._slots[slot] for slot in slots]
-        return all(m.sampling.greedy and not m.special and not m.scored for m in memories)
+        """Whether every row takes the argmax of its logits, without logprobs."""
+        states = [self._slots[slot] for slot in slots]
+        return all(m.sampling.greedy and not m.special and not m.scored for m in states)
 
     def accept(self, slots: Sequence[int], tokens: Sequence[int]) -> None:
-        """Remember tokens that were chosen elsewhere."""
+        """Record tokens that were sampled outside this class."""
         for slot, token in zip(slots, tokens, strict=True):
-            self._remember(self._slots[slot], token)
+            self._record(self._slots[slot], token)
 
-    def _change(self, logits: Tensor, memory: _Memory, rules: LogitRules) -> Tensor:
-        """Scores of one row: its logits with the request's bias, penalties, lists and grammar."""
-        params = memory.sampling
+    def _change(self, logits: Tensor, state: _SlotState, rules: LogitRules) -> Tensor:
+        """Apply bias, penalties, bad words and grammar to the logits of one row."""
+        params = state.sampling
         scores = rules.add_bias(logits)
-        if memory.counts is not None and memory.seen is not None:
+        if state.counts is not None and state.seen is not None:
             scores = filters.penalise(
                 scores,
-                memory.counts,
-                memory.seen,
+                state.counts,
+                state.seen,
                 params.repetition_penalty,
                 params.frequency_penalty,
                 params.presence_penalty,
             )
-        rules.mask_continuations(scores, memory.tokens, memory.num_prompt)
-        if memory.grammar is not None:
-            scores = memory.grammar.rule_out(scores, logits)
+        rules.mask_continuations(scores, state.tokens, state.num_prompt)
+        if state.grammar is not None:
+            scores = state.grammar.mask(scores, logits)
         return scores
 
-    def _params(self, memories: list[_Memory]) -> Tensor:
-        """As filters.draw reads them."""
-        params = [memory.sampling for memory in memories]
+    def _params(self, states: list[_SlotState]) -> Tensor:
+        """The params tensor of filters.draw."""
+        params = [state.sampling for state in states]
         return torch.tensor(
             [
-                (0.0 if w.greedy else w.temperature, max(0, w.top_k), w.top_p, w.min_p)
-                for w in params
+                (0.0 if p.greedy else p.temperature, max(0, p.top_k), p.top_p, p.min_p)
+                for p in params
             ],
             dtype=torch.float64,
         )
 
-    def _remember(self, memory: _Memory, token: int) -> None:
-        memory.tokens.append(token)
-        if memory.grammar is not None:
-            memory.grammar.take(token)
-        if memory.counts is not None and memory.seen is not None:
-            memory.counts[token] += 1
-            memory.seen[token] = True
+    def _record(self, state: _SlotState, token: int) -> None:
+        state.tokens.append(token)
+        if state.grammar is not None:
+            state.grammar.take(token)
+        if state.counts is not None and state.seen is not None:
+            state.counts[token] += 1
+            state.seen[token] = True
 
     def _logprobs(
-        self, logits: Tensor, memories: list[_Memory], tokens: list[int]
+        self, logits: Tensor, states: list[_SlotState], tokens: list[int]
     ) -> list[list[TokenLogprob] | None]:
         found: list[list[TokenLogprob] | None] = [None] * len(tokens)
-        for i, memory in enumerate(memories):
-            count = memory.sampling.logprobs
+        for i, state in enumerate(states):
+            count = state.sampling.logprobs
             if count is not None:
                 found[i] = score_tokens(logits[i : i + 1], [tokens[i]], count)
         return found
 
 
 def draw_with(ops: Ops) -> Draw:
-    """What draws where these operations compute: the native library's, or the plain version."""
+    """The native sampling function if operations are native, else the reference."""
     if not ops.is_native:
         return filters.draw
     from windlass.kernels.native.ops import sample
@@ -211,7 +213,7 @@ def draw_with(ops: Ops) -> Draw:
 
 
 def score_tokens(logits: Tensor, tokens: Sequence[int], num_top: int) -> list[TokenLogprob]:
-    """Log probability and rank of one token per row of logits, and the `num_top` likeliest."""
+    """Log probability and rank of one token per row, and the `num_top` most likely tokens."""
     logprobs = logits.float().log_softmax(dim=-1)
     picked = torch.tensor(tokens, device=logits.device)
     own = logprobs.gather(-1, picked[:, None])

@@ -94,10 +94,10 @@ def _draw_together(
 ) -> list[RowResult]:
     if not requests:
         return []
-    places = [first + ahead for first, each in requests for ahead in range(each.num_positions)]
+    indices = [first + ahead for first, each in requests for ahead in range(each.num_positions)]
     slots = [each.slot for _, each in requests for _ in range(each.num_positions)]
     ahead = [ahead for _, each in requests for ahead in range(each.num_positions)]
-    chosen = logits if len(places) == len(logits) else logits[places]
+    chosen = logits if len(indices) == len(logits) else logits[indices]
     sampled, rows = sampler.draw(chosen, slots, ahead), [each for _, each in requests]
     if sampler.threshold is not None:
         sampled = keep_typical(sampler, sampler.threshold, chosen, sampled, rows)
@@ -117,26 +117,26 @@ def keep_typical(
     position, epsilon the threshold and delta its square root. This changes the output distribution.
     Greedy rows keep their samples.
     """
-    places: list[int] = []
+    indices: list[int] = []
     drafts: list[int] = []
     slots: list[int] = []
     at = 0
     for each in requests:
         if not sampler.is_greedy(each.slot):
-            places += range(at, at + len(each.drafts))
+            indices += range(at, at + len(each.drafts))
             drafts += each.drafts
             slots += [each.slot] * len(each.drafts)
         at += each.num_positions
-    if not places:
+    if not indices:
         return sampled
-    chances = sampler.probabilities(logits[places], slots)
+    chances = sampler.probabilities(logits[indices], slots)
     entropy = torch.special.entr(chances).sum(dim=-1)
     floor = (threshold**0.5 * torch.exp(-entropy)).clamp(max=threshold)
     own = chances.gather(-1, torch.tensor(drafts, device=chances.device)[:, None])[:, 0]
     kept = list(sampled)
-    for place, draft, typical in zip(places, drafts, (own >= floor).tolist(), strict=True):
+    for index, draft, typical in zip(indices, drafts, (own >= floor).tolist(), strict=True):
         if typical:
-            kept[place] = draft
+            kept[index] = draft
     return kept
 
 

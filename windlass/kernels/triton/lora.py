@@ -19,7 +19,7 @@ import torch
 import triton
 from torch import Tensor
 
-from windlass.kernels.batch import PIECE, AdapterRows
+from windlass.kernels.batch import LORA_TILE, AdapterRows
 from windlass.kernels.gemm import Norm
 from windlass.kernels.lora import RANK_TILE, LoraKernel, SiluMul, Stacks
 from windlass.kernels.rounded import Inputs
@@ -239,7 +239,7 @@ def _way(x: Tensor, stacks: Stacks, adapters: AdapterRows) -> _Way:
         "UNIT": unit if whole else 1,
         "FETCH": whole,
         "SCALED": stacks.scales is not None,
-        "ROWS": PIECE,
+        "ROWS": LORA_TILE,
         "BY_OUTPUT": stacks.by_output,
         "ASM": x.is_cuda,
     }
