@@ -17,6 +17,7 @@ import gguf
 import numpy as np
 from gguf import GGMLQuantizationType, GGUFReader, GGUFValueType, GGUFWriter
 from gguf.quants import dequantize
+from numpy.typing import NDArray
 
 from windlass.errors import ConfigError, EngineError
 
@@ -88,7 +89,7 @@ class LlamaCpp:
         function = getattr(self._lib, name)
         function.restype, function.argtypes = result, list(arguments)
 
-    def quantize(self, values: np.ndarray, kind: Kind) -> np.ndarray:
+    def quantize(self, values: NDArray[Any], kind: Kind) -> NDArray[Any]:
         """Rows of float32 as the type's blocks, [rows, bytes]."""
         rows, columns = values.shape
         block, size = gguf.GGML_QUANT_SIZES[kind]
@@ -159,14 +160,14 @@ class LlamaCpp:
         failed: int = self._lib.llama_decode(context, batch)
         return failed
 
-    def logits(self, context: int, rows: int, vocab_size: int) -> np.ndarray:
+    def logits(self, context: int, rows: int, vocab_size: int) -> NDArray[Any]:
         return np.ctypeslib.as_array(self._lib.llama_get_logits(context), (rows, vocab_size))
 
     def free(self, context: int, batch: _Batch) -> None:
         self._lib.llama_batch_free(batch)
         self._lib.llama_free(context)
 
-    def _tokens(self, vocab: int, text: str) -> np.ndarray:
+    def _tokens(self, vocab: int, text: str) -> NDArray[Any]:
         raw = text.encode()
         ids = np.empty(len(raw) + 8, np.int32)
         count = self._lib.llama_tokenize(
@@ -174,7 +175,7 @@ class LlamaCpp:
         )
         return ids[:count]
 
-    def _losses(self, running: int, tokens: np.ndarray, vocab_size: int) -> np.ndarray:
+    def _losses(self, running: int, tokens: NDArray[Any], vocab_size: int) -> NDArray[Any]:
         """Negative log probabilities of the second half of a window."""
         lib, count = self._lib, len(tokens)
         half = count // 2
@@ -193,7 +194,7 @@ class LlamaCpp:
         logits = np.ctypeslib.as_array(lib.llama_get_logits(running), shape)[:-1].astype(np.float64)
         most = logits.max(axis=1, keepdims=True)
         sums = np.log(np.exp(logits - most).sum(axis=1)) + most[:, 0]
-        picked: np.ndarray = logits[np.arange(count - half - 1), tokens[half + 1 :]]
+        picked: NDArray[Any] = logits[np.arange(count - half - 1), tokens[half + 1 :]]
         return sums - picked
 
 

@@ -6,10 +6,12 @@ Any bytes are a block of codes; only the scales must be numbers of a sensible si
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf.quants import dequantize
+from numpy.typing import NDArray
 
 # Where a block has its float16 scales. Most types begin with one; the others are here.
 _SCALES_AT: dict[str, tuple[int, ...]] = {
@@ -32,7 +34,7 @@ _MXFP4_SPREAD = 5.0  # of random codes, which stand for 0 to 12, either sign
 
 def random_blocks(
     kind: GGMLQuantizationType, rows: int, columns: int, spread: float, seed: int = 0
-) -> np.ndarray:
+) -> NDArray[Any]:
     """uint8 [rows, bytes]: weights with about the standard deviation `spread`, around any mean."""
     unit = dequantize(_blocks(kind, *_SAMPLE, scale=1.0, seed=0), kind).std()
     scale = spread if kind.name == "MXFP4" else spread / float(unit)
@@ -41,7 +43,7 @@ def random_blocks(
 
 def _blocks(
     kind: GGMLQuantizationType, rows: int, columns: int, *, scale: float, seed: int
-) -> np.ndarray:
+) -> NDArray[Any]:
     random = np.random.default_rng(seed)
     values, num_bytes = GGML_QUANT_SIZES[kind]
     blocks = random.integers(0, 256, (rows, columns // values, num_bytes), np.uint8)

@@ -11,10 +11,12 @@ from __future__ import annotations
 import argparse
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from gguf import GGMLQuantizationType, GGUFReader, GGUFValueType, GGUFWriter
 from gguf.quants import quantize
+from numpy.typing import NDArray
 from random_blocks import random_blocks
 
 from windlass.config import ModelConfig
@@ -145,20 +147,20 @@ def _add_tensors(
         "ffn_down": (width, hparams.intermediate_size),
     }
 
-    def numbers(shape: tuple[int, int]) -> np.ndarray:
+    def numbers(shape: tuple[int, int]) -> NDArray[Any]:
         return random.standard_normal(shape, dtype=np.float32) / shape[1] ** 0.5
 
-    def rounded(values: np.ndarray, name: str) -> tuple[np.ndarray, GGMLQuantizationType]:
+    def rounded(values: NDArray[Any], name: str) -> tuple[NDArray[Any], GGMLQuantizationType]:
         kind = GGMLQuantizationType[name]
         return quantize(values, kind), kind
 
-    def made(shape: tuple[int, int], name: str) -> tuple[np.ndarray, GGMLQuantizationType]:
+    def made(shape: tuple[int, int], name: str) -> tuple[NDArray[Any], GGMLQuantizationType]:
         if name in _ROUNDED:
             return rounded(numbers(shape), name)
         kind = GGMLQuantizationType[name]
         return random_blocks(kind, *shape, spread=shape[1] ** -0.5), kind
 
-    def add(name: str, found: tuple[np.ndarray, GGMLQuantizationType]) -> None:
+    def add(name: str, found: tuple[NDArray[Any], GGMLQuantizationType]) -> None:
         writer.add_tensor(f"{name}.weight", found[0], raw_dtype=found[1])
 
     ones = (np.ones(width, dtype=np.float32), GGMLQuantizationType.F32)

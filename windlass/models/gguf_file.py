@@ -19,8 +19,8 @@ from windlass.models.checkpoint import StoredTensor, check_shape, missing
 from windlass.models.gguf_header import GGUFHeader, GGUFTensor, read_header
 
 if TYPE_CHECKING:
-    import numpy as np
     import torch
+    from numpy.typing import NDArray
 
 _ROPE_FACTORS = "rope_freqs.weight"
 
@@ -96,7 +96,7 @@ class GGUFCheckpoint:
             values = torch.from_numpy(dequantize(blocks, kind))
         return values.reshape(-1, *tensor.shape[1:])
 
-    def _blocks(self, name: str, rows: slice | None = None) -> np.ndarray:
+    def _blocks(self, name: str, rows: slice | None = None) -> NDArray[Any]:
         """The stored bytes [rows, bytes per row], in the network's row order.
 
         A vector has one row per value, so that `rows` applies to it too.
@@ -136,7 +136,7 @@ class GGUFCheckpoint:
             raise missing(name, self._tensors, self._header.path)
         return self._tensors[name]
 
-    def _row_order(self, name: str, num_rows: int) -> np.ndarray | None:
+    def _row_order(self, name: str, num_rows: int) -> NDArray[Any] | None:
         """The file row of each network row; None if the order is the same."""
         if self._architecture != "llama" or ".self_attn." not in name:
             return None

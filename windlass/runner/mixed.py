@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from windlass.core.types import Row, SlotId
@@ -160,7 +161,7 @@ def _aligned(count: int) -> int:
     return -(-count // 4) * 4
 
 
-def _put(target: Tensor, values: Sequence[object] | np.ndarray, padding: object) -> None:
+def _put(target: Tensor, values: Sequence[object] | NDArray[Any], padding: object) -> None:
     array, count = target.numpy(), len(values)
     if count:
         array[:count] = values

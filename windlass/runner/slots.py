@@ -6,9 +6,11 @@ The host copy of the tables is authoritative. A CUDA device has its own copy, up
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from windlass.core.types import BlockId, Row, SlotId, StepPlan
@@ -103,7 +105,7 @@ def spans_of(rows: Sequence[Row]) -> list[Span]:
     return spans
 
 
-def pack(rows: Sequence[Row], spans: Sequence[Span], into: np.ndarray) -> None:
+def pack(rows: Sequence[Row], spans: Sequence[Span], into: NDArray[Any]) -> None:
     """Write token ids (-1: last sampled token), positions and slots of all tokens: [3, tokens]."""
     counts = [span.count for span in spans]
     known: list[int] = []
@@ -115,7 +117,7 @@ def pack(rows: Sequence[Row], spans: Sequence[Span], into: np.ndarray) -> None:
     into[2, :total] = np.repeat([row.slot for row in rows], counts)
 
 
-def to_device(array: np.ndarray, device: torch.device) -> Tensor:
+def to_device(array: NDArray[Any], device: torch.device) -> Tensor:
     """Copy an array to the device, asynchronously on CUDA."""
     tensor = torch.from_numpy(array)
     if device.type == "cpu":

@@ -10,10 +10,11 @@ output is the same as without speculation. speculative/ decides which draft toke
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from windlass.core.types import Row, RowResult, SlotId
@@ -42,7 +43,7 @@ def sample_requests(rows: Sequence[Row]) -> list[SampleRequest]:
     ]
 
 
-def positions_of(rows: Sequence[Row], requests: Sequence[SampleRequest]) -> np.ndarray:
+def positions_of(rows: Sequence[Row], requests: Sequence[SampleRequest]) -> NDArray[Any]:
     """Indices of the sampled positions in the packed step: the last 1 + k of each row."""
     ends = np.cumsum([row.num_tokens for row in rows])
     parts = [np.arange(ends[each.row] - each.num_positions, ends[each.row]) for each in requests]

@@ -67,7 +67,7 @@ class Recording(TorchDispatchMode):
         return False
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.calls: list[Recorded] = []
         self._buffers: dict[int, Buffer] = {}  # by place
         self._kept: list[Tensor] = []  # so that no place is given away again

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 _DIGITS = 7
@@ -51,11 +52,11 @@ class Quality:
 class Figures:
     """One number per scored token, on the host."""
 
-    nll: np.ndarray
-    reference_nll: np.ndarray
-    kl: np.ndarray
-    agree: np.ndarray
-    shift: np.ndarray
+    nll: NDArray[Any]
+    reference_nll: NDArray[Any]
+    kl: NDArray[Any]
+    agree: NDArray[Any]
+    shift: NDArray[Any]
 
 
 @torch.inference_mode()
@@ -116,11 +117,11 @@ class Tally:
         )
         return Quality(len(nll), perplexity, error, comparison)
 
-    def _all(self, name: str) -> np.ndarray:
+    def _all(self, name: str) -> NDArray[Any]:
         return np.concatenate([getattr(part, name) for part in self._parts])
 
 
-def _host(values: Tensor) -> np.ndarray:
+def _host(values: Tensor) -> NDArray[Any]:
     return values.double().cpu().numpy()
 
 
@@ -128,7 +129,7 @@ def _exp(value: float) -> float:
     return math.exp(value) if value < 700 else math.inf
 
 
-def _standard_error(values: np.ndarray) -> float:
+def _standard_error(values: NDArray[Any]) -> float:
     return float(values.std(ddof=1) / math.sqrt(len(values))) if len(values) > 1 else 0.0
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from windlass.tools.train_draft.batches import in_steps, make_batch
 from windlass.tools.train_draft.head import Head
@@ -64,7 +65,7 @@ def measure(head: Head, target: Target, texts: list[Text], batch_tokens: int) ->
     return Acceptance(shares, 1 + sum(shares), tokens / max(1, steps), int(counts[0]), len(texts))
 
 
-def walk(accepted: np.ndarray, text: Text) -> tuple[int, int]:
+def walk(accepted: NDArray[Any], text: Text) -> tuple[int, int]:
     """Verifications that a server would need for an answer, and the tokens that they give."""
     root, end = text.start - 1, len(text.tokens) - 2
     steps = 0

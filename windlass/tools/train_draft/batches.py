@@ -9,9 +9,11 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from windlass.tools.train_draft.writing import Text
@@ -79,7 +81,7 @@ class Batch:
         return counts / counts.sum().clamp_min(1)
 
 
-def lay_out(texts: Sequence[Text], firsts: np.ndarray, shape: Shape) -> np.ndarray:
+def lay_out(texts: Sequence[Text], firsts: NDArray[Any], shape: Shape) -> NDArray[Any]:
     """A step's whole numbers, in one row. `firsts`: where the states of each text begin."""
     ids = np.zeros((shape.texts, shape.width), dtype=np.int64)
     places = np.zeros((shape.texts, shape.width), dtype=np.int64)
@@ -97,13 +99,13 @@ def lay_out(texts: Sequence[Text], firsts: np.ndarray, shape: Shape) -> np.ndarr
     return np.concatenate([array.ravel() for array in (ids, places, labels, depths)])
 
 
-def make_batch(texts: Sequence[Text], firsts: np.ndarray, device: torch.device) -> Batch:
+def make_batch(texts: Sequence[Text], firsts: NDArray[Any], device: torch.device) -> Batch:
     """Lay texts side by side."""
     shape = Shape.of(texts)
     return Batch.over(texts, shape, to_device(lay_out(texts, firsts, shape), device))
 
 
-def end_to_end(texts: Sequence[Text]) -> np.ndarray:
+def end_to_end(texts: Sequence[Text]) -> NDArray[Any]:
     """Where each text begins when they all follow each other."""
     return np.cumsum([0, *(len(text.tokens) for text in texts[:-1])])
 
@@ -138,7 +140,7 @@ def in_steps(texts: Sequence[Text], batch_tokens: int) -> list[list[Text]]:
     return steps
 
 
-def to_device(array: np.ndarray, device: torch.device) -> Tensor:
+def to_device(array: NDArray[Any], device: torch.device) -> Tensor:
     """A copy that nobody waits for."""
     tensor = torch.from_numpy(array)
     if device.type == "cpu":

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
-import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from windlass.tools.train_draft.batches import Batch, Shape, lay_out
@@ -38,7 +39,7 @@ class RecordedSteps:
         self._pool = torch.cuda.graph_pool_handle()
         self._steps: dict[Shape, _Recorded | None] = {}  # None: seen once
 
-    def run(self, texts: Sequence[Text], firsts: np.ndarray) -> Figures:
+    def run(self, texts: Sequence[Text], firsts: NDArray[Any]) -> Figures:
         """One step. Its figures are good until the next."""
         shape = Shape.one_of_few(texts, self._batch_tokens)
         numbers = torch.from_numpy(lay_out(texts, firsts, shape)).pin_memory()

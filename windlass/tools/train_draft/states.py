@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor
 
 from windlass.runner.device import free_bytes
@@ -25,7 +26,7 @@ _GIB = 2**30
 class Source(Protocol):
     """Where a step has its states from: the target, or what is remembered of it."""
 
-    def firsts(self, texts: Sequence[Text]) -> np.ndarray:
+    def firsts(self, texts: Sequence[Text]) -> NDArray[Any]:
         """Where the states of each text begin."""
         ...
 
@@ -77,7 +78,7 @@ class Remembered:
         self._rows = rows
         self._firsts = firsts
 
-    def firsts(self, texts: Sequence[Text]) -> np.ndarray:
+    def firsts(self, texts: Sequence[Text]) -> NDArray[Any]:
         return np.array([self._firsts[id(text)] for text in texts])
 
     def states(self, batch: Batch) -> States:

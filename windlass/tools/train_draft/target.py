@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from windlass.errors import UnsupportedError
@@ -67,7 +67,7 @@ class Target:
             check_taps(self.network, hparams.architecture)
         self.device = self.final_norm().device
 
-    def firsts(self, texts: Sequence[Text]) -> np.ndarray:
+    def firsts(self, texts: Sequence[Text]) -> NDArray[Any]:
         return end_to_end(texts)
 
     def states(self, batch: Batch) -> States:
