@@ -7,9 +7,11 @@ from typing import Annotated, Any
 
 import typer
 
+from windlass.cli.options import parse_share
 from windlass.errors import ConfigError
 
 LOAD = "Load"
+FORMATS = "Formats"
 
 
 def option(metavar: str, help: str, *names: str, panel: str | None = None, **more: Any) -> Any:
@@ -69,3 +71,31 @@ NumPrompts = Annotated[
 InputLen = Annotated[int | None, option("N", "Prompt tokens; default: the load's.", panel=LOAD)]
 OutputLen = Annotated[int | None, option("N", "Tokens out; default: the load's.", panel=LOAD)]
 SkipBadLines = Annotated[bool, switch("Leave them out.", "--skip-bad-lines", panel=LOAD)]
+TraceFile = Annotated[
+    Path | None,
+    option("FILE", "JSONL of requests with timestamps, as for bench serve.", panel=LOAD),
+]
+SloTargets = Annotated[
+    list[str] | None, option("TARGETS", "SLO, e.g. ttft_p99=500ms,tpot_p99=40ms.", panel=LOAD)
+]
+
+# The formats of `plan` and `tune`.
+MinQuality = Annotated[
+    float | None,
+    option(
+        "SHARE",
+        "Minimum share of the 16-bit model's quality, e.g. 0.95 or 95%.",
+        parser=parse_share,
+        panel=FORMATS,
+    ),
+]
+FormatNames = Annotated[
+    str | None,
+    option("NAMES", "Only these formats, e.g. 'as stored,int8,int4+head'.", panel=FORMATS),
+]
+Records = Annotated[
+    Path | None,
+    option(
+        "DIR", "Folder with results of windlass eval; default: benchmarks/, if any.", panel=FORMATS
+    ),
+]

@@ -1,4 +1,4 @@
-"""`windlass plan` as a user types it."""
+"""`windlass plan` from the command line."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ FIXED = ("--load-format", "dummy", "--num-threads", "1", "--bandwidth", "100GB/s
 
 
 def parsed(command: str) -> EngineConfig:
-    """What `serve` makes of the words."""
+    """Parse the command line as `serve` does."""
     made: list[EngineConfig] = []
 
     def serve(options: Options) -> int:
@@ -34,7 +34,7 @@ def parsed(command: str) -> EngineConfig:
     return made[0]
 
 
-def test_the_recommended_command_is_one_that_serve_takes(
+def test_recommended_command_is_accepted_by_serve(
     windlass: Windlass, tiny: Path, tmp_path: Path
 ) -> None:
     output = tmp_path / "plan.json"
@@ -53,7 +53,7 @@ def test_the_recommended_command_is_one_that_serve_takes(
     assert config.cache.kv_cache_memory_bytes == 3 * 4 * 32 * per_token
 
 
-def test_flags_are_taken_over_but_secrets_are_not() -> None:
+def test_command_keeps_flags_but_no_secrets() -> None:
     given = {"hf_token": "secret", "hf_overrides": {"a": "b c"}, "overlap": False}
     command = serve_command(given, {"quantization": "int4"})
     assert "secret" not in command
@@ -63,7 +63,7 @@ def test_flags_are_taken_over_but_secrets_are_not() -> None:
     assert config.model.model == "default"
 
 
-def test_a_table_with_sources_and_what_is_not_offered(windlass: Windlass, tiny: Path) -> None:
+def test_table_shows_sources_and_refused_formats(windlass: Windlass, tiny: Path) -> None:
     shown = windlass("plan", tiny, *FIXED, "--memory", "64MiB")
     assert "as stored" in shown
     assert "0.955 t" in shown
@@ -71,7 +71,7 @@ def test_a_table_with_sources_and_what_is_not_offered(windlass: Windlass, tiny: 
     assert "requests that fit with" in shown
 
 
-def test_exit_code_1_when_nothing_fits(windlass: Windlass, tiny: Path) -> None:
+def test_nothing_fits_exit_code_1(windlass: Windlass, tiny: Path) -> None:
     shown = windlass("plan", tiny, *FIXED, "--memory", "64KiB", code=1)
     assert "No choice: nothing fits into 64.0 KiB: the nearest is" in shown
     assert "not even one request" in shown
@@ -89,10 +89,10 @@ def test_exit_code_1_when_nothing_fits(windlass: Windlass, tiny: Path) -> None:
         (["--concurrency", "0"], "--concurrency must be at least 1"),
         (["--formats", "int5"], "'int5' is not a format"),
         (["--kv-cache-dtype", "fp4"], "--kv-cache-dtype must be one of"),
-        (["--quantization", "int4"], "--quantization is what is planned"),
+        (["--quantization", "int4"], "--quantization is chosen by the plan"),
     ],
 )
-def test_bad_input_is_a_paragraph_and_exit_code_2(
+def test_bad_input_exit_code_2(
     windlass: Windlass, tiny: Path, args: list[str], message: str
 ) -> None:
     shown = windlass("plan", tiny, *FIXED, *args, code=2)

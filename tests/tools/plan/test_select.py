@@ -1,4 +1,4 @@
-"""Plans against engines that are built as planned: bytes to the byte, borders, quality, choices."""
+"""Plans compared with engines built from them: exact bytes, limits, quality, choices."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from windlass.errors import ConfigError
 from windlass.models.hparams import HParams
 from windlass.tools.plan import Plan, select_quantization
 from windlass.tools.plan.formats import FORMATS
-from windlass.tools.plan.speed import Machine, kv_tokens_read, usual
+from windlass.tools.plan.speed import Machine, default_factor, kv_tokens_read
 
 GIB = 2**30
-# Widths that are no multiples of a kernel's tile, groups of 64 and of 32, and a tied head.
+# Widths that are not multiples of a kernel tile, groups of 64 and of 32, and a tied head.
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],
     "hidden_size": 64,
@@ -44,9 +44,9 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def plan(model: Path | str, **options: Any) -> Plan:
-    """Of another machine, unless told otherwise, so that nothing is measured."""
-    usual = {"bandwidth": 1e11, "memory": GIB, "concurrency": 2, "num_threads": 1}
-    return select_quantization(str(model), **{**usual, **options})
+    """Plan with a given bandwidth by default, so that nothing is measured."""
+    defaults = {"bandwidth": 1e11, "memory": GIB, "concurrency": 2, "num_threads": 1}
+    return select_quantization(str(model), **{**defaults, **options})
 
 
 def built_bytes(model: Path | str, **options: Any) -> dict[str, int]:
@@ -55,8 +55,8 @@ def built_bytes(model: Path | str, **options: Any) -> dict[str, int]:
 
 
 @pytest.mark.parametrize("plain", [False, True])
-def test_bytes_are_those_of_an_engine(tiny: Path, plain: bool) -> None:
-    """With the CPU's kernels, which repack, and with forms as they are."""
+def test_bytes_match_the_engine(tiny: Path, plain: bool) -> None:
+    """With the native CPU kernels, which repack, and with the reference kernels, which do not."""
     kept = {"load_format": "dummy", "plain_kernels": plain, "device": "cpu"}
     found = plan(tiny, context=40, **kept)
     assert {item.format for item in found.candidates} == set(FORMATS)
@@ -69,7 +69,7 @@ def test_bytes_are_those_of_an_engine(tiny: Path, plain: bool) -> None:
         assert memory["KV cache"] == 6 * 16 * item.kv_bytes_per_token, item.name
 
 
-def test_a_packed_embedding_of_its_own_is_weighed(tmp_path: Path) -> None:
+def test_untied_packed_embedding_is_counted(tmp_path: Path) -> None:
     name = "IQ2_XS"
     path = gguf_models.write_gguf(
         tmp_path / "m.gguf",
@@ -82,7 +82,7 @@ def test_a_packed_embedding_of_its_own_is_weighed(tmp_path: Path) -> None:
     assert memory["weights"] == item.weight_bytes
 
 
-def test_a_gguf_is_weighed_as_the_engine_holds_it(default_gguf: Path) -> None:
+def test_gguf_bytes_match_the_engine(default_gguf: Path) -> None:
     (item,) = plan(default_gguf, kv_cache_dtype="auto", device="cpu").candidates
     assert item.format == "as stored"
     assert item.quality.basis == "typical"
@@ -106,7 +106,7 @@ def test_a_gguf_is_weighed_as_the_engine_holds_it(default_gguf: Path) -> None:
         (packers.fp8, {"quant_method": "fp8", "activation_scheme": "dynamic"}, 0.995),
     ],
 )
-def test_a_quantised_checkpoint_is_only_offered_as_it_is(
+def test_quantised_checkpoint_is_offered_only_as_stored(
     tmp_path: Path, pack: Any, settings: dict[str, Any], typical: float
 ) -> None:
     source = write_plain(tmp_path / "plain")
@@ -115,14 +115,14 @@ def test_a_quantised_checkpoint_is_only_offered_as_it_is(
     (item,) = found.candidates
     assert item.format == "as stored"
     assert item.quality.value == typical
-    # That inputs are in their order already shows only when a GPTQ file is read.
+    # An identity g_idx is only recognised when a GPTQ file is read.
     order_bytes = 4 * 2 * (3 * HIDDEN + FFN) if settings["quant_method"] == "gptq" else 0
     assert loaded(model, device="cpu").weight_bytes + order_bytes == item.weight_bytes
     assert set(found.refused) == set(FORMATS) - {"as stored"}
     assert "quantised already" in found.refused["int8"]
 
 
-def test_a_format_that_does_not_divide_is_refused_with_the_reason(tmp_path: Path) -> None:
+def test_format_whose_groups_do_not_divide_is_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({**CONFIG, "intermediate_size": 144}))
     found = plan(tmp_path, load_format="dummy", kv_cache_dtype="auto")
     assert "none of these divides 144" in found.refused["int4"]
@@ -132,7 +132,7 @@ def test_a_format_that_does_not_divide_is_refused_with_the_reason(tmp_path: Path
 # ---- memory --------------------------------------------------------------------------------------
 
 
-def test_the_border_between_fits_and_does_not(tiny: Path) -> None:
+def test_one_byte_less_does_not_fit(tiny: Path) -> None:
     ask = partial(plan, tiny, load_format="dummy", formats=["int8"], kv_cache_dtype="auto")
     needed = ask().candidates[0].total_bytes
     exactly, less = ask(memory=needed), ask(memory=needed - 1)
@@ -144,7 +144,7 @@ def test_the_border_between_fits_and_does_not(tiny: Path) -> None:
     assert "1 B too much; it would fit with --concurrency 1" in less.shortfall
 
 
-def test_one_byte_keys_and_values_make_room(tiny: Path) -> None:
+def test_8_bit_kv_fits_more_requests(tiny: Path) -> None:
     found = plan(tiny, load_format="dummy", formats=["as stored"], device="cuda")
     auto, fp8, int8 = found.candidates
     assert auto.kv_bytes_per_token == 2 * 3 * 2 * 16 * 2
@@ -152,7 +152,7 @@ def test_one_byte_keys_and_values_make_room(tiny: Path) -> None:
     assert fp8.most_requests[256] > auto.most_requests[256]
 
 
-def test_the_nearest_when_nothing_is_good_enough(tiny: Path) -> None:
+def test_nearest_is_named_when_quality_is_too_low(tiny: Path) -> None:
     names = ["int4", "nf4"]
     found = plan(tiny, load_format="dummy", formats=names, kv_cache_dtype="auto", min_quality=0.99)
     assert found.best is None
@@ -162,33 +162,33 @@ def test_the_nearest_when_nothing_is_good_enough(tiny: Path) -> None:
 # ---- another machine, speed ----------------------------------------------------------------------
 
 
-def test_a_gpu_that_is_not_here(tiny: Path) -> None:
+def test_absent_gpu(tiny: Path) -> None:
     found = plan(tiny, load_format="dummy", device="cuda", bandwidth=1e12)
     sizes = {item.format: item.weight_bytes for item in found.candidates}
-    assert "16 bit" in found.refused  # what the weights are already
+    assert "16 bit" in found.refused  # the weights are stored so
     assert sizes["int4"] < sizes["int8"] < sizes["as stored"]
     assert sizes["int4+head"] > sizes["int4"]  # the tied head gets a copy of its own
-    assert found.machine == Machine("cuda", 1e12, None, "as given", usual("cuda"))
+    assert found.machine == Machine("cuda", 1e12, None, "as given", default_factor("cuda"))
     with pytest.raises(ConfigError, match="--memory 24GiB --bandwidth"):
         plan(tiny, load_format="dummy", device="cuda", bandwidth=None)
 
 
-def test_speed_is_what_must_be_read_over_the_bandwidth() -> None:
-    machine = Machine("cuda", 1e9, 1e9, "as given", usual("cuda"))
+def test_step_time_is_the_longer_of_reads_and_gemms() -> None:
+    machine = Machine("cuda", 1e9, 1e9, "as given", default_factor("cuda"))
     reading = machine.step_seconds(0.95e9, 1e3, 0)
     assert reading == pytest.approx(1.0)
     computing = machine.step_seconds(0.95e9, 1e9, 10)
     assert computing == pytest.approx(2.0 + 10 * machine.factor.layer_seconds)
 
 
-def test_a_window_bounds_what_is_read() -> None:
+def test_sliding_window_bounds_kv_reads() -> None:
     values = {**CONFIG, "architectures": ["MistralForCausalLM"], "sliding_window": 64}
-    spec = HParams.from_hf(values)
-    assert kv_tokens_read(spec, 256) == 64
-    assert kv_tokens_read(spec, 32) == 32
+    hparams = HParams.from_hf(values)
+    assert kv_tokens_read(hparams, 256) == 64
+    assert kv_tokens_read(hparams, 32) == 32
 
 
-def test_what_is_not_given_is_measured_and_kept(
+def test_measured_machine_is_cached(
     tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("WINDLASS_CACHE", str(tmp_path))
@@ -198,17 +198,17 @@ def test_what_is_not_given_is_measured_and_kept(
     assert found.machine.bandwidth > 1e6
     assert found.machine.flops is not None
     assert found.memory_bytes > 0
-    (kept,) = (tmp_path / "machine").iterdir()
+    (cached,) = (tmp_path / "machine").iterdir()
     again = ask().machine
-    assert again.source.endswith(f"kept in {kept}")
+    assert again.source.endswith(f"cached in {cached}")
     assert (again.bandwidth, again.flops) == (found.machine.bandwidth, found.machine.flops)
-    values = json.loads(kept.read_text())
+    values = json.loads(cached.read_text())
     for other in ({**values, "date": "2020-01-01"}, {**values, "flops": 0}, {"date": 1}, []):
-        kept.write_text(json.dumps(other))  # old, or damaged
+        cached.write_text(json.dumps(other))  # old, or damaged
         assert ask().machine.source == "measured now"
 
 
-def test_a_cache_that_cannot_be_written_only_costs_time(
+def test_unwritable_cache_is_no_error(
     tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "file").touch()
@@ -217,7 +217,7 @@ def test_a_cache_that_cannot_be_written_only_costs_time(
     assert found.machine.source == "measured now"
 
 
-def test_16_bit_products_of_a_cpu_are_not_guessed(tiny: Path) -> None:
+def test_16_bit_gemms_on_a_cpu_are_not_estimated(tiny: Path) -> None:
     found = plan(tiny, load_format="dummy", formats=["as stored", "16 bit"], device="cpu")
     assert {item.tok_s_all is None for item in found.candidates if item.format == "16 bit"} == {
         True
@@ -226,7 +226,7 @@ def test_16_bit_products_of_a_cpu_are_not_guessed(tiny: Path) -> None:
     assert found.best.format == "as stored"
 
 
-def test_the_fastest_good_one_is_chosen_and_about_equal_ones_by_quality(tiny: Path) -> None:
+def test_fastest_is_chosen_and_quality_breaks_ties(tiny: Path) -> None:
     ask = partial(plan, tiny, load_format="dummy", device="cuda", bandwidth=1e6, context=16)
     names = ["as stored", "fp8+head", "fp8-block+head", "int4+head", "nf4+head"]
     fast = ask(kv_cache_dtype="auto", formats=names)
@@ -235,7 +235,7 @@ def test_the_fastest_good_one_is_chosen_and_about_equal_ones_by_quality(tiny: Pa
     assert good.best is not None
     assert fast.best.format in ("int4+head", "nf4+head")
     assert good.best.quality.value >= 0.98  # type: ignore[operator]
-    # Formats of eight bits read about the same.
+    # 8-bit formats read about the same number of bytes.
     alike = [item for item in good.candidates if item.format in ("fp8+head", "fp8-block+head")]
     assert good.best.format in [item.format for item in alike]
     assert good.best.quality.value == max(item.quality.value or 0.0 for item in alike)
@@ -254,7 +254,7 @@ def write_record(path: Path, model: str, ratio: float, date: str, **options: Any
     path.write_text(json.dumps(record))
 
 
-def test_records_of_eval_go_before_typical_figures(tiny: Path, tmp_path: Path) -> None:
+def test_eval_records_take_precedence_over_typical_figures(tiny: Path, tmp_path: Path) -> None:
     write_record(tmp_path / "old.json", tiny.name, 1.5, "2026-01-01", quantization="int4")
     write_record(tmp_path / "new.json", tiny.name, 1.25, "2026-02-01", quantization="int4")
     write_record(tmp_path / "kv.json", tiny.name, 1.0, "2026-02-01", kv_cache_dtype="int8")
@@ -265,12 +265,12 @@ def test_records_of_eval_go_before_typical_figures(tiny: Path, tmp_path: Path) -
     assert quality["int4", "auto"].value == 0.8
     assert quality["int4", "auto"].basis == "measured"
     assert "new.json" in quality["int4", "auto"].source
-    assert quality["int4", "int8"].basis == "measured"  # each of them was
+    assert quality["int4", "int8"].basis == "measured"  # both were measured
     assert quality["int8", "auto"].basis == "typical"
     assert quality["int4", "fp8"].basis == "assumed"
 
 
-def test_rows_of_bench_formats_count_where_eval_says_nothing(tiny: Path, tmp_path: Path) -> None:
+def test_bench_formats_rows_are_used_without_eval_records(tiny: Path, tmp_path: Path) -> None:
     rows = [
         {"format": "float32", "perplexity": 30.0},
         {"format": "int4", "increase_pct": 1.0, "served_increase_pct": 25.0},
@@ -278,7 +278,7 @@ def test_rows_of_bench_formats_count_where_eval_says_nothing(tiny: Path, tmp_pat
         {"format": "int8", "increase_pct": -0.1, "served_increase_pct": -0.1},
         {"format": "gptq-4", "increase_pct": 10.0, "served_increase_pct": 10.0},
         {"format": "kv-int8", "increase_pct": 0.0, "served_increase_pct": 9.0},
-        {"format": "nf4", "error": "it was not to be"},
+        {"format": "nf4", "error": "failed"},
     ]
     settings = {"name": tiny.name}
     record = {"name": "formats", "rows": rows, "settings": settings, "date": "2026-05-01"}
@@ -292,11 +292,11 @@ def test_rows_of_bench_formats_count_where_eval_says_nothing(tiny: Path, tmp_pat
     assert quality["int4+head", "auto"].value == 0.5
     assert quality["int4", "int8"].value == 0.8  # the cache loses nothing
     assert quality["int4", "int8"].basis == "measured"
-    assert quality["int8", "auto"].value == 0.99  # of eval, though it is older
+    assert quality["int8", "auto"].value == 0.99  # from eval, although it is older
     assert quality["nf4", "auto"].basis == "assumed"
 
 
-def test_a_record_that_lacks_its_figures_is_an_error(tiny: Path, tmp_path: Path) -> None:
+def test_incomplete_record_is_an_error(tiny: Path, tmp_path: Path) -> None:
     (tmp_path / "bad.json").write_text(json.dumps({"name": "quality", "rows": []}))
     with pytest.raises(ConfigError, match=r"bad\.json says that it is a record"):
         plan(tiny, load_format="dummy", records=tmp_path)
@@ -323,8 +323,8 @@ def test_bad_input(tiny: Path, options: dict[str, Any], message: str) -> None:
         plan(tiny, load_format="dummy", **options)
 
 
-def test_nothing_is_read_and_nothing_is_allocated(tmp_path: Path) -> None:
-    """Layers as large as those of 405 billion weights are planned in a moment."""
+def test_nothing_is_read_or_allocated(tmp_path: Path) -> None:
+    """Layers of a 405B model are planned quickly."""
     huge = {**CONFIG, "hidden_size": 16384, "intermediate_size": 53248, "num_hidden_layers": 16}
     huge |= {"num_attention_heads": 128, "num_key_value_heads": 8, "vocab_size": 128256}
     (tmp_path / "config.json").write_text(json.dumps(huge))

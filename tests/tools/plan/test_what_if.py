@@ -1,4 +1,4 @@
-"""`windlass plan --workload` and `--trace`, as a user types them, on a tiny model."""
+"""`windlass plan --workload` and `--trace` from the command line, on a tiny model."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SMALL = ("--workload", "random", "--num-prompts", "4", "--input-len", "24", "--o
 
 @pytest.fixture(scope="module")
 def costs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Costs of steps that another machine might have written."""
+    """A file of step costs, as another machine might have written it."""
     path = tmp_path_factory.mktemp("costs") / "steps.json"
     tables = {"tokens": {"1": 0.001, "2": 0.002}, "rows": {"1": 0.010, "2": 0.011}}
     numbers = dict.fromkeys(("choice_s", "one_kv_s", "kv_s", "pair_s", "host_s", "host_row_s"), 0.0)
@@ -25,7 +25,7 @@ def costs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def test_a_load_is_predicted_and_measured_beside_it(
+def test_check_compares_prediction_with_measurement(
     windlass: Windlass, tiny: Path, tmp_path: Path
 ) -> None:
     output, kept = tmp_path / "record.json", tmp_path / "costs.json"
@@ -37,8 +37,8 @@ def test_a_load_is_predicted_and_measured_beside_it(
     (row,) = written["rows"]
     assert row["predicted_steps"] == row["measured_steps"]
     assert row["measured_output_throughput"] > 0
-    told, seen = row["predicted_output_throughput"], row["measured_output_throughput"]
-    paced = 100 * (told * row["pace"] / seen - 1)
+    predicted, measured = row["predicted_output_throughput"], row["measured_output_throughput"]
+    paced = 100 * (predicted * row["pace"] / measured - 1)
     assert row["paced_difference_pct"] == pytest.approx(paced, rel=0.01, abs=0.2)
     assert json.loads(kept.read_text())["costs"]["rows"]
     again = windlass("plan", tiny, *DUMMY, *SMALL, "--step-costs", kept)
@@ -46,7 +46,7 @@ def test_a_load_is_predicted_and_measured_beside_it(
     assert f"{kept}, measured on" in again
 
 
-def test_a_trace_its_promise_and_the_devices(
+def test_trace_with_slo_reports_devices_needed(
     windlass: Windlass, tiny: Path, tmp_path: Path, costs: Path
 ) -> None:
     trace, output = tmp_path / "trace.jsonl", tmp_path / "plan.json"
@@ -59,7 +59,7 @@ def test_a_trace_its_promise_and_the_devices(
     assert json.loads(output.read_text())["rows"][0]["devices_needed"] == 1
     missed = windlass("plan", tiny, *DUMMY, *args, "--slo", "ttft_p99=1ms", code=1)
     assert "missed: ttft_p99 is" in missed
-    assert "Not even 6 devices keep it" in missed
+    assert "Not even 6 devices meet it" in missed
     trace.write_text("{nonsense")
     assert "line 1: is not JSON" in windlass("plan", tiny, *DUMMY, *args, code=2)
 
@@ -70,21 +70,21 @@ def test_a_trace_its_promise_and_the_devices(
         (("--workload", "dreams"), "Known: chat"),
         (("--workload", "chat", "--memory", "1GiB"), "without --trace and --workload"),
         (("--request-rate", "4"), "with --trace or --workload"),
-        (("--max-num-seqs", "4"), "is what is planned"),
+        (("--max-num-seqs", "4"), "is chosen by the plan"),
         (("--workload", "chat", "--trace", "x.jsonl"), "exclude each other"),
         (("--workload", "chat", "--spec", "ngram"), "cannot be predicted"),
         (("--workload", "chat", "--slo", "fast"), "expected such as ttft_p99"),
         (("--workload", "chat", "--repeat", "2"), "only with --check"),
     ],
 )
-def test_what_means_nothing_is_refused(
+def test_flags_without_effect_are_refused(
     windlass: Windlass, tiny: Path, args: tuple[str, ...], why: str
 ) -> None:
     assert why in windlass("plan", tiny, *DUMMY, *args, code=2)
 
 
-def test_costs_that_are_none_are_refused(windlass: Windlass, tiny: Path, tmp_path: Path) -> None:
+def test_invalid_step_costs_are_refused(windlass: Windlass, tiny: Path, tmp_path: Path) -> None:
     broken = tmp_path / "costs.json"
     broken.write_text("{}")
     args = ("--workload", "chat", "--step-costs", broken)
-    assert "holds no costs of steps" in windlass("plan", tiny, *DUMMY, *args, code=2)
+    assert "holds no step costs" in windlass("plan", tiny, *DUMMY, *args, code=2)

@@ -1,4 +1,4 @@
-"""`windlass tune` on a tiny model, end to end, and what it writes."""
+"""`windlass tune` end to end on a tiny model, and the files that it writes."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from windlass.tools.common.slo import Slo
 from windlass.tools.common.timing import Timing
 from windlass.tools.plan.quality import REFERENCE
 from windlass.tools.tune.report import verdict
-from windlass.tools.tune.search import Form, Settings
-from windlass.tools.tune.tried import Tried, best_of
-from windlass.tools.tune.tune import Tuned, Tuner, Wish
+from windlass.tools.tune.results import TrialResult, best_of
+from windlass.tools.tune.search import ModelFormat, Settings
+from windlass.tools.tune.tune import TuneConfig, Tuner, TuneResult
 
 DUMMY = ("--load-format", "dummy", "--num-threads", "1")
 LOAD = ("--workload", "random", "--num-prompts", "3", "--input-len", "16", "--output-len", "5")
@@ -31,46 +31,46 @@ FEW = ("--trials", "6", "--finalists", "1", "--max-formats", "1", "--no-speculat
 ONCE = ("--runs", "1")
 
 
-def as_serve_reads(path: Path) -> EngineConfig:
+def read_as_serve(path: Path) -> EngineConfig:
     found = read_config(path, [MODEL_ARGUMENT, *ENGINE_OPTIONS, *SERVE_OPTIONS])
     return EngineConfig.of(**found)
 
 
-def test_the_best_is_written_and_serve_takes_it(
+def test_written_config_is_accepted_by_serve(
     windlass: Windlass, tiny: Path, tmp_path: Path
 ) -> None:
     output, report = tmp_path / "windlass.yaml", tmp_path / "tune.json"
     args = ("-o", output, "--json", report, "--price-per-hour", "2", "--profile", "chat")
     shown = windlass("tune", tiny, *DUMMY, *LOAD, *FEW, "--slo", "ttft_p99=60s", *args)
     assert "The SLO is met: ttft_p99" in shown
-    config = as_serve_reads(output)
+    config = read_as_serve(output)
     assert config.model.model == str(tiny)
     assert config.scheduler.profile == "chat"
     written = json.loads(report.read_text())
     measured = [row for row in written["rows"] if row["how"] == "measured"]
-    # The starting point of the profile is measured too: 32 sequences, 4,096 tokens a step.
+    # The starting point of the profile is measured too.
     assert any("32 sequences, 4,096 tokens" in row["settings"] for row in written["rows"])
     tried = [row["options"].get("max_num_seqs") for row in measured]
     assert config.scheduler.max_num_seqs in tried
     assert measured[0]["usd_per_million"] > 0
     assert {row["runs"] for row in measured} == {2}
     assert all(row["spread_pct"] >= 0 for row in measured)
-    # Which of the KV types is fastest, here, is a matter of chance.
+    # The fastest KV type varies from run to run here.
     assert 0.99 <= measured[0]["quality"] <= 1.0
     assert output.read_text().startswith("# Written by windlass tune")
 
 
-def test_an_slo_that_nothing_meets_gives_the_nearest_and_by_how_much(
+def test_nearest_settings_are_written_if_nothing_meets_the_slo(
     windlass: Windlass, tiny: Path, tmp_path: Path
 ) -> None:
     output = tmp_path / "windlass.yaml"
     args = ("--slo", "e2el_p99=0.000001ms", "-o", output)
     shown = windlass("tune", tiny, *DUMMY, *LOAD, *FEW, *ONCE, *args, code=1)
-    assert "Nothing meets the SLO e2el_p99=1e-06ms; this comes nearest: e2el_p99 is" in shown
-    assert as_serve_reads(output).scheduler.max_num_seqs
+    assert "Nothing meets the SLO e2el_p99=1e-06ms; the nearest misses it: e2el_p99 is" in shown
+    assert read_as_serve(output).scheduler.max_num_seqs
 
 
-def test_what_was_measured_is_kept_after_ctrl_c(
+def test_ctrl_c_keeps_measured_results(
     windlass: Windlass, tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     output, measure = tmp_path / "windlass.yaml", Tuner._measure
@@ -86,7 +86,7 @@ def test_what_was_measured_is_kept_after_ctrl_c(
     few = ("--trials", "6", "--finalists", "2", "--max-formats", "1")
     shown = windlass("tune", tiny, *DUMMY, *LOAD, *few, "-o", output, code=130)
     assert "1 were measured" in shown
-    assert as_serve_reads(output).scheduler.max_num_seqs == calls[0].max_num_seqs
+    assert read_as_serve(output).scheduler.max_num_seqs == calls[0].max_num_seqs
 
 
 @pytest.mark.parametrize(
@@ -98,7 +98,7 @@ def test_what_was_measured_is_kept_after_ctrl_c(
         (("--formats", "int9"), "'int9' is not a format. Known: as stored, 16 bit, "),
         (("--formats", ","), "--formats is empty"),
         (("--min-quality", "2"), "--min-quality must be from 0 to 1"),
-        (("--workload", "chat,rag"), "one load is tuned for"),
+        (("--workload", "chat,rag"), "tune takes one load"),
         (("--workload", "dreams"), "Known: chat"),
     ],
 )
@@ -108,15 +108,13 @@ def test_bad_input_is_refused(
     assert why in windlass("tune", tiny, *DUMMY, *args, code=2)
 
 
-def test_formats_are_searched_and_their_quality_is_measured(
-    windlass: Windlass, tmp_path: Path
-) -> None:
+def test_quality_of_formats_is_measured(windlass: Windlass, tmp_path: Path) -> None:
     model, report = tmp_path / "tiny", tmp_path / "tune.json"
     write_model(model)
     args = ("--formats", "as stored,int4", "--min-quality", "0.9999", "--json", report)
     more = ("--trials", "8", "--finalists", "2", "--no-speculate", "--num-threads", "1", *ONCE)
     shown = windlass("tune", model, *LOAD, *args, *more, "-o", tmp_path / "windlass.yaml")
-    assert "int4: keeps 0." in shown
+    assert "int4: measured quality 0." in shown
     assert "Not tried: measured below --min-quality 0.9999: " in shown
     written = json.loads(report.read_text())
     assert "int4 (" in written["settings"]["left_out"]
@@ -124,31 +122,39 @@ def test_formats_are_searched_and_their_quality_is_measured(
     assert all(row["quality"] >= 0.9999 for row in written["rows"])
 
 
-def _tried(speeds: Sequence[float], kv_bytes: int, name: str = "") -> Tried:
+def _result(speeds: Sequence[float], kv_bytes: int, name: str = "") -> TrialResult:
     timing = Timing(0.0, 0.0, 1.0, 4, 100, (1.0,), (100,))
     runs = tuple(EngineRun([timing], 100 / speed, 1, 1, 1, 1.0, 0, 0, 4) for speed in speeds)
-    form = Form(name or "form", {}, REFERENCE)
+    format = ModelFormat(name or "format", {}, REFERENCE)
     summaries = tuple(Slo().summarise(run) for run in runs)
-    return Tried(Settings(form, 8, 512), True, runs, summaries, Slo(), kv_bytes)
+    return TrialResult(
+        settings=Settings(format, 8, 512),
+        is_measured=True,
+        runs=runs,
+        summaries=summaries,
+        slo=Slo(),
+        kv_bytes=kv_bytes,
+    )
 
 
-def test_the_winner_is_not_chance() -> None:
-    fast, small = _tried((100, 104), 2000, "fast"), _tried((99, 103), 1000, "small")
+def test_choice_accounts_for_noise() -> None:
+    fast, small = _result((100, 104), 2000, "fast"), _result((99, 103), 1000, "small")
     assert best_of([fast, small]) is small
-    slow = _tried((80, 82), 10, "slow")
+    slow = _result((80, 82), 10, "slow")
     assert best_of([slow, fast, small]) is small
     assert best_of([fast, slow]) is fast
-    found, wish = Tuned(measured=[fast, slow]), Wish({}, Load("random"), Slo())
+    found = TuneResult(measured=[fast, slow])
+    config = TuneConfig(engine_options={}, load=Load("random"), slo=Slo())
     assert "1.25 times the next, more than runs of the same settings differ (4%)" in " ".join(
-        verdict(found, wish)
+        verdict(found, config)
     )
     found.measured = [fast, small]
-    assert "As fast, within the 4% that runs of the same settings" in " ".join(verdict(found, wish))
-    found.measured = [_tried((100, 140), 2000, "noisy"), slow]
-    assert "up to 29% apart: something else uses this machine" in " ".join(verdict(found, wish))
+    assert "within the 4% that runs of the same settings" in " ".join(verdict(found, config))
+    found.measured = [_result((100, 140), 2000, "noisy"), slow]
+    assert "differ by up to 29%: other work uses this machine" in " ".join(verdict(found, config))
 
 
-def test_without_optuna_it_says_how_to_get_it(
+def test_missing_optuna_is_reported(
     windlass: Windlass, tiny: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     real = builtins.__import__
@@ -162,12 +168,12 @@ def test_without_optuna_it_says_how_to_get_it(
     assert "windlass[tune]" in windlass("tune", tiny, *DUMMY, *LOAD, code=2)
 
 
-def test_settings_are_options_of_serve() -> None:
-    form = Form("int4, int8 KV", {"quantization": "int4", "kv_cache_dtype": "int8"}, REFERENCE)
-    settings = Settings(form, 8, 512, 64).guessing("ngram")
+def test_settings_become_serve_options() -> None:
+    options = {"quantization": "int4", "kv_cache_dtype": "int8"}
+    format = ModelFormat("int4, int8 KV", options, REFERENCE)
+    settings = Settings(format, 8, 512, num_blocks=64, spec="ngram")
     config = settings.config({"model": "default"})
     assert (config.model.quantization, config.cache.num_blocks) == ("int4", 64)
     assert (config.speculation.spec, config.scheduler.max_num_seqs) == ("ngram", 8)
-    assert form.weights_key("cpu") == Form("", {"quantization": "int4"}, REFERENCE).weights_key(
-        "cpu"
-    )
+    other = ModelFormat("", {"quantization": "int4"}, REFERENCE)
+    assert format.weights_key("cpu") == other.weights_key("cpu")

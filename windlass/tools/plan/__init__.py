@@ -1,4 +1,4 @@
-"""Which formats of a model fit into a memory, how fast and how good they can be expected to be."""
+"""Plans for a model: which formats fit into memory, with their expected speed and quality."""
 
 from windlass.tools.plan.select import Plan, select_quantization
 

@@ -1,6 +1,6 @@
-"""Finds what steps cost, by running some on a model in this process for a few seconds.
+"""Measures the parameters of the cost model by running steps of a model for a few seconds.
 
-Writes to the runner's first KV blocks and uses its first slots: it must have no request.
+Writes to the runner's first KV blocks and slots, so the runner must have no requests.
 """
 
 from __future__ import annotations
@@ -9,44 +9,44 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from statistics import median
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from windlass.core.sampling import SamplingParams
 from windlass.core.types import BlockId, Row, SlotId, SlotInit, StepPlan, StepResult
 from windlass.speculative.costs import StepCosts
 from windlass.tools.bench.scheduler import measure as measure_scheduler
-from windlass.tools.plan.costs import CostModel
+from windlass.tools.plan.cost_model import CostModel
 
 _TOKENS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 1024, 2048, 4096, 8192)
 _ROWS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 28, 32, 40, 48, 64, 96, 128, 192, 256)
-_PASSES = 2  # over all sizes, some seconds apart: what disturbs one of them does not count
+_PASSES = 2  # over all sizes, some seconds apart; the faster pass counts, against disturbances
 _REPEATS = 3
-_REPEATS_S = 0.3  # of one size; long steps are repeated less
-_LONGEST_S = 0.7  # longer steps are taken to cost as the last ones suggest
-_ENOUGH_S = 4.0  # for each table and pass
+_REPEATS_S = 0.3  # per size; fewer repeats for long steps
+_MAX_STEP_S = 0.7  # larger steps are extrapolated from the last measured ones
+_MAX_TABLE_S = 4.0  # per table and pass
 _CONTEXT = 1024
-_MANY = 8  # rows with so much context
-_CHUNK = 128  # tokens of a prompt after so much context
-_SHORT = 16  # context of rows whose attention hardly counts
+_MANY = 8  # rows with _CONTEXT tokens of context
+_CHUNK = 128  # tokens of a prefill chunk after _CONTEXT tokens
+_SHORT = 16  # context of rows whose attention time is negligible
 
 
 @dataclass(frozen=True, slots=True)
 class Calibration:
-    """Costs, and how far two passes over the same steps were apart: 0.3 is 30 %, half of them more."""
+    """Measured costs. `spread`: median difference between two passes; 0.3 is 30 %."""
 
     costs: CostModel
     spread: float
 
 
-class Runs(Protocol):
-    """What computes a step."""
+class StepRunner(Protocol):
+    """Runs one step."""
 
     def run(self, plan: StepPlan) -> StepResult: ...
 
 
 @dataclass(frozen=True, slots=True)
-class Room:
-    """The largest steps that may be tried."""
+class CalibrationLimits:
+    """The largest steps to measure."""
 
     rows: int
     tokens: int
@@ -55,17 +55,24 @@ class Room:
     block_size: int
 
     @classmethod
-    def wanted(cls, rows: int, tokens: int, positions: int, block_size: int) -> Room:
-        """With blocks for all that is tried."""
+    def with_blocks(
+        cls, rows: int, tokens: int, positions: int, block_size: int
+    ) -> CalibrationLimits:
+        """Compute the blocks that the measured steps need."""
         context = min(_CONTEXT, positions - 1)
-        longest = min(tokens, positions)
-        need = max(
+        needed = max(
             rows * _blocks(_SHORT + 1, block_size),
             min(rows, _MANY) * _blocks(context + 1, block_size),
-            _blocks(longest, block_size),
+            _blocks(min(tokens, positions), block_size),
             _blocks(context + min(_CHUNK, tokens), block_size),
         )
-        return cls(rows, tokens, positions, need, block_size)
+        return cls(
+            rows=rows,
+            tokens=tokens,
+            positions=positions,
+            num_blocks=needed,
+            block_size=block_size,
+        )
 
 
 def _blocks(num_tokens: int, size: int) -> int:
@@ -73,53 +80,57 @@ def _blocks(num_tokens: int, size: int) -> int:
 
 
 def calibrate(
-    runner: Runs,
-    room: Room,
+    runner: StepRunner,
+    limits: CalibrationLimits,
     windows: tuple[int | None, ...] = (),
     clock: Callable[[], float] = time.perf_counter,
 ) -> Calibration:
-    """Time steps of growing size: the median of some repeats, and of two such the smaller."""
-    trial = _Trial(runner, room, clock)
-    trial.prompt(min(16, room.tokens), 0)  # kernels are made for what comes first
+    """Time steps of growing size: the median of a few repeats, and the minimum of two passes."""
+    timer = _StepTimer(runner, limits, clock)
+    timer.prompt(min(16, limits.tokens), 0)  # warm-up: compiles kernels
     all_rows: dict[int, list[float]] = {}
     all_tokens: dict[int, list[float]] = {}
     for _ in range(_PASSES):
-        trial.table(all_rows, _ROWS, room.rows, lambda size: trial.rows(size, trial.short))
-        trial.table(all_tokens, _TOKENS, trial.longest, lambda size: trial.prompt(size, 0))
-    rows = {size: min(taken) for size, taken in all_rows.items()}
-    tokens = {size: min(taken) for size, taken in all_tokens.items()}
-    one_kv, many_kv = trial.kv_seconds(1), trial.kv_seconds(min(_MANY, room.rows))
-    pair = trial.pair_seconds()
+        timer.add_pass(all_rows, _ROWS, limits.rows, lambda size: timer.rows(size, timer.short))
+        timer.add_pass(all_tokens, _TOKENS, timer.max_chunk, lambda size: timer.prompt(size, 0))
+    rows = {size: min(times) for size, times in all_rows.items()}
+    tokens = {size: min(times) for size, times in all_tokens.items()}
+    one_kv, many_kv = timer.kv_seconds(1), timer.kv_seconds(min(_MANY, limits.rows))
+    pair = timer.pair_seconds()
     net_rows = {
-        size: seconds - size * trial.short * (one_kv if size == 1 else many_kv)
+        size: seconds - size * timer.short * (one_kv if size == 1 else many_kv)
         for size, seconds in rows.items()
     }
     net_tokens = {size: seconds - pair * size * (size + 1) / 2 for size, seconds in tokens.items()}
-    plain = StepCosts(_positive(net_tokens))
-    chosen = [
-        (seconds - plain.of(size)) / size for size, seconds in net_rows.items() if size in tokens
+    token_costs = StepCosts(_positive(net_tokens))
+    sampling = [
+        (seconds - token_costs.of(size)) / size
+        for size, seconds in net_rows.items()
+        if size in tokens
     ]
+    host_s, host_row_s = _scheduling(min(limits.rows, 64))
     costs = CostModel(
-        plain,
-        StepCosts(_positive(net_rows)),
-        max(0.0, median(chosen)),
-        one_kv,
-        many_kv,
-        pair,
-        *_deciding(min(room.rows, 64)),
-        windows if any(windows) else (),
+        tokens=token_costs,
+        rows=StepCosts(_positive(net_rows)),
+        choice_s=max(0.0, median(sampling)),
+        one_kv_s=one_kv,
+        kv_s=many_kv,
+        pair_s=pair,
+        host_s=host_s,
+        host_row_s=host_row_s,
+        windows=windows if any(windows) else (),
     )
     return Calibration(costs, _spread([*all_rows.values(), *all_tokens.values()]))
 
 
 def _spread(passes: Iterable[list[float]]) -> float:
-    """Of sizes that came twice: half of them are further apart."""
-    apart = [max(taken) / min(taken) - 1 for taken in passes if len(taken) > 1 and min(taken) > 0]
+    """Return the median relative difference between the passes of one size."""
+    apart = [max(times) / min(times) - 1 for times in passes if len(times) > 1 and min(times) > 0]
     return median(apart) if apart else 0.0
 
 
 def _positive(points: dict[int, float]) -> dict[int, float]:
-    """Two points or more, none of them below nothing."""
+    """Clamp to 0, and extrapolate a second point where there is only one."""
     found = {size: max(0.0, seconds) for size, seconds in points.items()}
     if len(found) == 1:
         size, seconds = next(iter(found.items()))
@@ -127,8 +138,8 @@ def _positive(points: dict[int, float]) -> dict[int, float]:
     return found
 
 
-def _deciding(num_rows: int) -> tuple[float, float]:
-    """The scheduler's seconds for a step, and for each row."""
+def _scheduling(num_rows: int) -> tuple[float, float]:
+    """Measure the scheduler's seconds per step and per row."""
     few, many = (
         measure_scheduler(count, steps=40)["step_ms"] / 1e3 for count in (1, max(2, num_rows))
     )
@@ -136,42 +147,51 @@ def _deciding(num_rows: int) -> tuple[float, float]:
     return max(0.0, few - each), each
 
 
-class _Trial:
+class _RowShape(NamedTuple):
+    start: int
+    num_tokens: int
+    sample: bool
+
+
+class _StepTimer:
     """Runs steps and times them."""
 
-    def __init__(self, runner: Runs, room: Room, clock: Callable[[], float]) -> None:
+    def __init__(
+        self, runner: StepRunner, limits: CalibrationLimits, clock: Callable[[], float]
+    ) -> None:
         self._runner = runner
-        self._room = room
+        self._limits = limits
         self._clock = clock
-        self.short = min(_SHORT, room.positions - 1)
-        self.longest = min(room.tokens, room.positions)
-        self._context = min(_CONTEXT, room.positions - 1)
+        self.short = min(_SHORT, limits.positions - 1)
+        self.max_chunk = min(limits.tokens, limits.positions)
+        self._context = min(_CONTEXT, limits.positions - 1)
 
-    def table(
+    def add_pass(
         self,
         found: dict[int, list[float]],
         sizes: tuple[int, ...],
-        most: int,
+        max_size: int,
         seconds: Callable[[int], float],
     ) -> None:
-        """One time more of each size, until the largest or until it takes too long."""
+        """Time each size once more, up to `max_size` or until the time limits."""
         began = self._clock()
-        for size in sorted({*(size for size in sizes if size < most), most}):
-            taken = found.setdefault(size, [])
-            taken.append(seconds(size))
-            too_long = min(taken) > _LONGEST_S or self._clock() - began > _ENOUGH_S
+        for size in sorted({*(size for size in sizes if size < max_size), max_size}):
+            times = found.setdefault(size, [])
+            times.append(seconds(size))
+            too_long = min(times) > _MAX_STEP_S or self._clock() - began > _MAX_TABLE_S
             if len(found) > 1 and too_long:
                 break
 
     def rows(self, count: int, context: int) -> float:
-        """Seconds of so many rows that choose the next token after so much context."""
-        return self._time([(context - 1, 1, True)] * count)
+        """Time a decode step of `count` rows with `context` tokens each."""
+        return self._time([_RowShape(context - 1, 1, sample=True)] * count)
 
     def prompt(self, num_tokens: int, start: int) -> float:
-        return self._time([(start, num_tokens, False)])
+        """Time a prefill chunk."""
+        return self._time([_RowShape(start, num_tokens, sample=False)])
 
     def kv_seconds(self, count: int) -> float:
-        """What a token of context costs, of so many rows."""
+        """Return seconds per KV token that a step of `count` decode rows reads."""
         if self._context <= self.short:
             return 0.0
         far, near = (
@@ -181,36 +201,56 @@ class _Trial:
         return max(0.0, (far - near) / (count * (self._context - self.short)))
 
     def pair_seconds(self) -> float:
-        """What a token of a prompt pays for a token before it."""
-        count = min(_CHUNK, self.longest)
-        start = min(self._context, self._room.positions - count)
+        """Return seconds per pair of a prefill token and a KV token before the chunk."""
+        count = min(_CHUNK, self.max_chunk)
+        start = min(self._context, self._limits.positions - count)
         if start < 1:
             return 0.0
         far, near = (min(self.prompt(count, at) for _ in range(_PASSES)) for at in (start, 0))
         return max(0.0, (far - near) / (count * start))
 
-    def _time(self, shapes: list[tuple[int, int, bool]]) -> float:
-        """The median of some runs of rows (start, tokens, sample)."""
+    def _time(self, shapes: list[_RowShape]) -> float:
+        """Return the median of a few runs; the first run, which admits the requests, is not timed."""
         plan = self._plan(shapes)
         self._runner.run(plan)
         again = StepPlan([row._replace(blocks=()) for row in plan.rows])
-        taken: list[float] = []
-        while len(taken) < _REPEATS and sum(taken) < _REPEATS_S:
+        times: list[float] = []
+        while len(times) < _REPEATS and sum(times) < _REPEATS_S:
             started = self._clock()
             self._runner.run(again)
-            taken.append(self._clock() - started)
-        return median(taken)
+            times.append(self._clock() - started)
+        return median(times)
 
-    def _plan(self, shapes: list[tuple[int, int, bool]]) -> StepPlan:
-        wish, size = SamplingParams(temperature=0.0), self._room.block_size
+    def _plan(self, shapes: list[_RowShape]) -> StepPlan:
+        greedy, size = SamplingParams(temperature=0.0), self._limits.block_size
         rows, admitted, used = [], [], 0
         for i, (start, count, sample) in enumerate(shapes):
-            need = _blocks(start + count, size)
-            blocks = tuple(BlockId(block) for block in range(used, used + need))
-            used += need
+            needed = _blocks(start + count, size)
+            blocks = tuple(BlockId(block) for block in range(used, used + needed))
+            used += needed
             slot, name = SlotId(i), str(i)
             known = [0] * (start + count)
             num_prompt = start if sample else len(known)
-            admitted.append(SlotInit(name, slot, known, num_prompt, wish, frozenset(), 0))
-            rows.append(Row(name, slot, start, count, (0,) * count, blocks, sample))
+            admitted.append(
+                SlotInit(
+                    request_id=name,
+                    slot=slot,
+                    tokens=known,
+                    num_prompt=num_prompt,
+                    sampling=greedy,
+                    stop_ids=frozenset(),
+                    seed=0,
+                )
+            )
+            rows.append(
+                Row(
+                    request_id=name,
+                    slot=slot,
+                    start=start,
+                    num_tokens=count,
+                    tokens=(0,) * count,
+                    blocks=blocks,
+                    sample=sample,
+                )
+            )
         return StepPlan(rows, admitted, freed=[row.slot for row in rows])

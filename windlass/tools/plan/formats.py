@@ -1,7 +1,7 @@
-"""The forms that a model's weights can be held in, weighed exactly: each is a network without storage.
+"""The weight formats that a model can have, with their exact sizes in memory.
 
-Headers are read, weights are not. A GPU that is not in this machine can be planned for: there every
-form stays packed.
+Each format is a network of meta tensors: headers are read, weights are not. For a GPU that is not in
+this machine, sizes are those of the packed forms, before a kernel repacks them.
 """
 
 from __future__ import annotations
@@ -43,41 +43,41 @@ HEAD = "+head"
 ONLINE: tuple[str, ...] = get_args(Quantization)
 FORMATS = (STORED, HALF, *(name + head for name in ONLINE for head in ("", HEAD)))
 _ANY_LAYER = "model.layers.0.mlp.down_proj"
-# The plain version writes and reads float32 copies of a weight several times on each call.
+# The reference GEMM writes and reads float32 copies of a weight several times per call.
 _UNPACKING_BYTES = 24
-_ROWS = 128  # a multiple of every kernel's tile, and of the blocks that share a scale
-_BY_ROW = ("codes", "scales", "mins", "sub_scales")
+_SAMPLE_ROWS = 128  # a multiple of every kernel's tile, and of the blocks that share a scale
+_BY_ROW = ("codes", "scales", "offsets", "sub_scales")  # tensors with a row per output
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """The device to plan for. `present`: it is in this machine, so that its kernels can be asked."""
+    """The device to plan for. `present`: it is in this machine, and its kernels can be queried."""
 
     device: torch.device
     present: bool
 
 
 @dataclass(frozen=True, slots=True)
-class Weighed:
-    """One format of a model's weights."""
+class FormatSize:
+    """Sizes of a model's weights in one format."""
 
     name: str  # one of FORMATS
-    options: dict[str, Any]  # what `serve` must be told for it
-    held: str  # "int4, groups of 128: 210; bfloat16: 1", by number of weights
+    options: dict[str, Any]  # of `serve`, to select the format
+    held: str  # forms in memory with their numbers of matrices: "int4, groups of 128: 210; bfloat16: 1"
     weight_bytes: int
-    read_bytes: int  # that a decode step reads, or writes and reads to unpack
-    num_weights: int  # that every token is multiplied with
+    read_bytes: int  # per decode step; includes writing and reading unpacked copies
+    num_weights: int  # that each token is multiplied with
     dtype: torch.dtype
 
 
 @dataclass(frozen=True, slots=True)
-class Weighing:
-    """All formats that the model can have, and why it cannot have the others."""
+class FormatSizes:
+    """Sizes of all formats that the model can have, and the reason for each format it cannot have."""
 
-    formats: list[Weighed]
+    formats: list[FormatSize]
     refused: dict[str, str]
     stored: str  # "bfloat16", "awq", "Q4_1, Q8_0"
-    quality: Retention  # of the weights as they are stored
+    quality: Retention  # of the weights as stored
 
 
 def check_names(names: Sequence[str]) -> None:
@@ -89,17 +89,20 @@ def check_names(names: Sequence[str]) -> None:
         )
 
 
-def weigh(
-    config: ModelConfig, hparams: HParams, checkpoint: Checkpoint, target: Target,
+def size_formats(
+    config: ModelConfig,
+    hparams: HParams,
+    checkpoint: Checkpoint,
+    target: Target,
     names: Sequence[str] = FORMATS,
-) -> Weighing:  # fmt: skip
-    """Make the network in every format that was asked for, without reading a weight."""
+) -> FormatSizes:
+    """Compute the sizes of the named formats without reading a weight."""
     check_names(names)
-    made = _Maker(config, hparams, checkpoint, target)
-    stored, choice = made.stored()
+    sizer = _Sizer(config, hparams, checkpoint, target)
+    stored, choice = sizer.stored()
     refused: dict[str, str] = {}
     formats = [stored] if STORED in names else []
-    quantised = made.quantised
+    quantised = sizer.quantised
     same = HALF if stored.dtype.itemsize == 2 and not quantised else None
     for name in names:
         if name == STORED:
@@ -109,14 +112,15 @@ def weigh(
             continue
         if quantised:
             refused[name] = (
-                f"the weights are quantised already ({choice}), and the original ones are not there"
+                f"the weights are quantised already ({choice}), and the original weights are missing"
             )
             continue
         try:
-            formats.append(made.make(name, _options(name)))
+            formats.append(sizer.online(name, _options(name)))
         except (ConfigError, UnsupportedError) as error:
             refused[name] = str(error)
-    return Weighing(formats, refused, choice, made.quality() if quantised else REFERENCE)
+    quality = sizer.typical_quality() if quantised else REFERENCE
+    return FormatSizes(formats=formats, refused=refused, stored=choice, quality=quality)
 
 
 def _options(name: str) -> dict[str, Any]:
@@ -128,35 +132,41 @@ def _options(name: str) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class _Counts:
-    """What a network takes, or a part of it."""
+    """Sizes of a network."""
 
     weight_bytes: int
     read_bytes: int
     num_weights: int
     held: Counter[str]
 
-    def extended(self, longer: _Counts, times: int) -> _Counts:
-        """With what `longer` has more, so many times."""
-        forms = Counter(
-            {form: self.held[form] + times * (longer.held[form] - self.held[form])
-             for form in longer.held}
-        )  # fmt: skip
+    def extrapolate(self, longer: _Counts, times: int) -> _Counts:
+        """Add the difference to `longer` this many times."""
+
+        def add(own: int, other: int) -> int:
+            return own + times * (other - own)
+
         return _Counts(
-            self.weight_bytes + times * (longer.weight_bytes - self.weight_bytes),
-            self.read_bytes + times * (longer.read_bytes - self.read_bytes),
-            self.num_weights + times * (longer.num_weights - self.num_weights),
-            forms,
+            weight_bytes=add(self.weight_bytes, longer.weight_bytes),
+            read_bytes=add(self.read_bytes, longer.read_bytes),
+            num_weights=add(self.num_weights, longer.num_weights),
+            held=Counter({form: add(self.held[form], longer.held[form]) for form in longer.held}),
         )
 
-    def weighed(self, name: str, options: dict[str, Any], dtype: torch.dtype) -> Weighed:
-        held = "; ".join(f"{form}: {count}" for form, count in self.held.most_common())
-        sizes = (self.weight_bytes, self.read_bytes, self.num_weights)
-        return Weighed(name, options, held, *sizes, dtype)
+    def format_size(self, name: str, options: dict[str, Any], dtype: torch.dtype) -> FormatSize:
+        return FormatSize(
+            name=name,
+            options=options,
+            held="; ".join(f"{form}: {count}" for form, count in self.held.most_common()),
+            weight_bytes=self.weight_bytes,
+            read_bytes=self.read_bytes,
+            num_weights=self.num_weights,
+            dtype=dtype,
+        )
 
 
 @dataclass(frozen=True, slots=True)
-class _Outlined:
-    """A network without storage."""
+class _MetaNetwork:
+    """A network of meta tensors."""
 
     network: Network
     layers: list[Linear]
@@ -164,8 +174,8 @@ class _Outlined:
     choice: str
 
 
-class _Maker:
-    """Makes networks of one model without storage."""
+class _Sizer:
+    """Computes the sizes of one model's formats."""
 
     def __init__(
         self, config: ModelConfig, hparams: HParams, checkpoint: Checkpoint, target: Target
@@ -174,27 +184,27 @@ class _Maker:
         self._hparams = hparams
         self._checkpoint = checkpoint
         self._target = target
-        self.quantised = False  # known once the stored ones were looked at
+        self.quantised = False  # set by stored()
 
-    def stored(self) -> tuple[Weighed, str]:
-        """The weights as they are in the file, and what that is. Layers may differ there."""
-        made = self._outlined(self._config, self._hparams)
+    def stored(self) -> tuple[FormatSize, str]:
+        """Return the size as stored, and the stored format. Layers may differ, so all are counted."""
+        made = self._meta_network(self._config, self._hparams)
         self.quantised = any(_is_quantised(layer) for layer in made.layers)
-        return self._counts(made).weighed(STORED, {}, made.linears.dtype), made.choice
+        return self._counts(made).format_size(STORED, {}, made.linears.dtype), made.choice
 
-    def make(self, name: str, options: dict[str, Any]) -> Weighed:
-        """Layers are all alike in other formats: one and two of them tell what all take."""
+    def online(self, name: str, options: dict[str, Any]) -> FormatSize:
+        """Return the size when quantised while loading. Layers are equal: two are enough to count."""
         config, hparams = replace(self._config, **options), self._hparams
         one, two = (
-            self._outlined(
+            self._meta_network(
                 config, replace(hparams, num_layers=number, sliding_windows=(None,) * number)
             )
             for number in (1, 2)
         )
-        counts = self._counts(one).extended(self._counts(two), hparams.num_layers - 1)
-        return counts.weighed(name, options, one.linears.dtype)
+        counts = self._counts(one).extrapolate(self._counts(two), hparams.num_layers - 1)
+        return counts.format_size(name, options, one.linears.dtype)
 
-    def _outlined(self, config: ModelConfig, hparams: HParams) -> _Outlined:
+    def _meta_network(self, config: ModelConfig, hparams: HParams) -> _MetaNetwork:
         dtype, _ = choose_dtype(config, hparams, self._target.device)
         linears = self._linears(config, dtype)
         methods = choose_methods(config, hparams, self._checkpoint, linears)
@@ -203,10 +213,10 @@ class _Maker:
         network = make_network(hparams, parts)
         outline(network)
         layers = [module for module in network.modules() if isinstance(module, Linear)]
-        return _Outlined(network, layers, linears, methods.choice.value)
+        return _MetaNetwork(network, layers, linears, methods.choice.value)
 
-    def quality(self) -> Retention:
-        """What is typical of the stored format."""
+    def typical_quality(self) -> Retention:
+        """Return the published retention of the stored format."""
         linears = self._linears(self._config, torch.float32)
         found = detect(self._hparams.quantization, self._hparams.source, linears)
         method = found.method(_ANY_LAYER) if found is not None else None
@@ -219,7 +229,7 @@ class _Maker:
         return typical_gguf(sizes.most_common(1)[0][0] if sizes else "")
 
     def _linears(self, config: ModelConfig, dtype: torch.dtype) -> Linears:
-        """As the engine would make them; kernels of a GPU elsewhere cannot be asked here."""
+        """Select kernels as the engine would; the kernels of an absent GPU cannot be queried."""
         return Linears(
             self._target.device,
             dtype,
@@ -229,74 +239,79 @@ class _Maker:
         )
 
     def _parts(self, dtype: torch.dtype, method_for: Any) -> Parts:
-        """The rest of a network, as small as can be: only the weights matter."""
+        """Build the rest of a network with reference ops on the CPU: only the weights matter."""
         hparams, device = self._hparams, torch.device("cpu")
         heads = Heads(hparams.num_heads, hparams.num_kv_heads, hparams.head_dim)
         ops = choose_ops(Need(device, dtype, heads, hparams.rope.dim, plain=True))
         return Parts(dtype, device, 1, ops, method_for)
 
-    def _counts(self, made: _Outlined) -> _Counts:
-        gemm = [product for layer in made.layers for product in layer.gemm]
+    def _counts(self, made: _MetaNetwork) -> _Counts:
+        gemms = [gemm for layer in made.layers for gemm in layer.gemm]
         weights = [layer.weight for layer in made.layers if layer.weight is not None]
         modules = made.network.modules()
         tables = [item for m in modules if isinstance(m, PackedEmbedding) for item in m.gemm]
-        repacked, table_repacked, unpacked = 0, 0, 0
+        repacked, table_repacked, num_unpacked = 0, 0, 0
         if self._target.present:
-            holder = Holder(made.linears)
-            # What kernels make of the forms: their tiles may need more bytes, or less.
+            sizes = _RepackedSizes(made.linears)
+            # Kernels repack weights: their tiles may take more bytes, or fewer.
             repacked, table_repacked = (
-                sum(holder.num_bytes(item) - item.prepared.num_bytes for item in some)
-                for some in (gemm, tables)
+                sum(sizes.num_bytes(item) - item.prepared.num_bytes for item in some)
+                for some in (gemms, tables)
             )
-            unpacked = sum(math.prod(item.shape) for item in gemm if item.kernel == "plain")
+            num_unpacked = sum(math.prod(item.shape) for item in gemms if item.kernel == "plain")
         plain = str(made.linears.dtype).removeprefix("torch.")
+        read_bytes = traffic_of(made.network, 0).weight_bytes
         return _Counts(
-            made.network.weight_bytes + repacked + table_repacked,
-            traffic_of(made.network, 0).weight_bytes + repacked + _UNPACKING_BYTES * unpacked,
-            sum(math.prod(item.shape) for item in gemm) + sum(weight.numel() for weight in weights),
-            Counter([*(_held(product, plain) for product in gemm), *[plain] * len(weights)]),
+            weight_bytes=made.network.weight_bytes + repacked + table_repacked,
+            read_bytes=read_bytes + repacked + _UNPACKING_BYTES * num_unpacked,
+            num_weights=sum(math.prod(item.shape) for item in gemms)
+            + sum(weight.numel() for weight in weights),
+            held=Counter([*(_form(gemm, plain) for gemm in gemms), *[plain] * len(weights)]),
         )
 
 
-def _held(product: PackedGemm, plain: str) -> str:
-    unpacked = product.kernel == "torch" and product.form != plain
-    return f"{product.form}, unpacked" if unpacked else product.form
+def _form(gemm: PackedGemm, plain: str) -> str:
+    unpacked = gemm.kernel == "torch" and gemm.form != plain
+    return f"{gemm.form}, unpacked" if unpacked else gemm.form
 
 
 def _is_quantised(layer: Linear) -> bool:
-    """By its file: with no option set, every form but a plain one comes from there."""
+    """Whether the file stores it quantised: without options, the file alone decides the form."""
     method = layer.method
     if isinstance(method, FileDtype):
         return False
     return not isinstance(method, Unquantised) or method.name != method.form
 
 
-class Holder:
-    """Holds samples with the kernels that are to be used, and remembers weights that are alike."""
+class _RepackedSizes:
+    """Measures repacked weights on small samples, once per geometry."""
 
     def __init__(self, linears: Linears) -> None:
         self._linears = linears
         self._known: dict[tuple[object, ...], int] = {}
 
-    def num_bytes(self, product: PackedGemm) -> int:
-        """Of a product without storage, as it would be with it."""
-        prepared = product.prepared
-        if not isinstance(prepared, ReferenceGemm) or product.kernel == "plain":
+    def num_bytes(self, gemm: PackedGemm) -> int:
+        """Return the bytes that a GEMM of meta tensors would take with storage."""
+        prepared = gemm.prepared
+        if not isinstance(prepared, ReferenceGemm) or gemm.kernel == "plain":
             return prepared.num_bytes
         form = prepared.form
         geometry = ((tuple(value.shape), value.dtype) for value in _tensors(form).values())
         key = (type(form), *geometry)
         if key not in self._known:
-            self._known[key] = self._measured(form)
+            self._known[key] = self._measure(form)
         return self._known[key]
 
-    def _measured(self, form: Packed) -> int:
+    def _measure(self, form: Packed) -> int:
+        """Repack one and two tiles of rows, and extrapolate."""
         rows = form.shape[0]
         small, large = (
-            self._linears.hold(self._sample(form, count * _ROWS + rows % _ROWS)).prepared.num_bytes
+            self._linears.hold(
+                self._sample(form, count * _SAMPLE_ROWS + rows % _SAMPLE_ROWS)
+            ).prepared.num_bytes
             for count in (1, 2)
         )
-        return small + (large - small) * (rows // _ROWS - 1)
+        return small + (large - small) * (rows // _SAMPLE_ROWS - 1)
 
     def _sample(self, form: Packed, rows: int) -> Packed:
         changed = {}
@@ -307,7 +322,7 @@ class Holder:
             elif isinstance(form, Float8) and form.block is not None and name == "scales":
                 shape[0] = -(-rows // form.block[0])
             device = self._linears.device
-            if name == "order":
+            if name == "perm":
                 changed[name] = torch.arange(shape[0], device=device).to(value.dtype)
             else:
                 changed[name] = torch.ones(shape, device=device).to(value.dtype)

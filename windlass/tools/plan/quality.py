@@ -1,7 +1,7 @@
-"""What a format can be expected to keep of the 16-bit model: measured records first, else typical.
+"""Expected quality of a format relative to the 16-bit model: from measured records, else typical.
 
-Retention is the perplexity of the 16-bit model over that of the format, at most 1. Typical figures
-are those that others published for models of 7 to 8 billion parameters; smaller ones lose more.
+Retention is the 16-bit model's perplexity divided by the format's, at most 1. Typical figures are
+published ones for models of 7 to 8 billion parameters; smaller models lose more.
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ from windlass.errors import ConfigError
 from windlass.quant.rounding import Scheme
 
 Basis = Literal["reference", "measured", "typical", "assumed", "unknown"]
-# From the best founded to the least: what is multiplied is as good as the worse of the two.
+# From the most to the least reliable: a combination is as reliable as its worse part.
 _ORDER: tuple[Basis, ...] = ("reference", "measured", "typical", "assumed", "unknown")
-_LOSSLESS = ("quantization", "kv_cache_dtype")  # what a reference must not have set
+_LOSSY_OPTIONS = ("quantization", "kv_cache_dtype")  # that a reference must not set
 
 
 @dataclass(frozen=True, slots=True)
 class Retention:
-    """The expected share of the 16-bit model's quality, and where the figure is from."""
+    """The expected share of the 16-bit model's quality, and the source of the figure."""
 
-    value: float | None  # None: nobody knows
+    value: float | None  # None: unknown
     basis: Basis
     source: str
 
     def times(self, other: Retention) -> Retention:
-        """Both losses together, as if they did not depend on each other."""
+        """Combine two losses as if they were independent."""
         if other.basis == "reference":
             return self
         if self.basis == "reference":
@@ -40,15 +40,15 @@ class Retention:
         basis = max(self.basis, other.basis, key=_ORDER.index)
         return Retention(value, basis, f"{self.source}; {other.source}")
 
-    def meets(self, least: float) -> bool:
-        """Whether it is known to be enough; without a limit everything is."""
-        return least <= 0 or (self.value is not None and self.value >= least)
+    def meets(self, minimum: float) -> bool:
+        """Whether it is known to reach `minimum`; a minimum of 0 accepts unknown quality too."""
+        return minimum <= 0 or (self.value is not None and self.value >= minimum)
 
 
 REFERENCE = Retention(1.0, "reference", "not quantised")
 _UNKNOWN = Retention(None, "unknown", "no published figure; measure it with windlass eval")
 
-_ROUNDING = "AWQ paper (arXiv 2306.00978): Llama-2-7B, WikiText-2"
+_AWQ_PAPER = "AWQ paper (arXiv 2306.00978): Llama-2-7B, WikiText-2"
 _STUDY = "arXiv 2411.02355: Llama-3.1"
 _GGUF = "llama.cpp on OpenLLaMA-7B, WikiText"
 _ONLINE = {
@@ -56,9 +56,9 @@ _ONLINE = {
     "fp8-block": Retention(0.995, "typical", _STUDY),
     "int8": Retention(0.999, "typical", f"as Q8_0: {_GGUF}"),
     "w8a8": Retention(0.98, "typical", _STUDY),
-    "int4": Retention(0.955, "typical", f"{_ROUNDING}, round to nearest"),
-    "w4a8": Retention(0.95, "assumed", f"{_ROUNDING}, round to nearest; activations in 8 bits"),
-    "nf4": Retention(0.965, "assumed", "between rounding to nearest and AWQ"),
+    "int4": Retention(0.955, "typical", f"{_AWQ_PAPER}, round to nearest"),
+    "w4a8": Retention(0.95, "assumed", f"{_AWQ_PAPER}, round to nearest; 8-bit activations"),
+    "nf4": Retention(0.965, "assumed", "between round to nearest and AWQ"),
 }
 # The 16-bit model's perplexity is 6.9966.
 _GGUF_PERPLEXITY = {
@@ -74,8 +74,8 @@ _GGUF_PERPLEXITY = {
     "Q8_0": 6.9968,
 }
 _HEAD = {
-    8: Retention(0.999, "assumed", "the head rounded too"),
-    4: Retention(0.99, "assumed", "the head rounded too"),
+    8: Retention(0.999, "assumed", "quantised head"),
+    4: Retention(0.99, "assumed", "quantised head"),
 }
 _KV = {
     "auto": REFERENCE,
@@ -85,10 +85,10 @@ _KV = {
 
 
 def typical(quantization: str, head: bool) -> Retention:
-    """Of weights that are rounded while loading."""
-    kept = _ONLINE[quantization]
+    """Return the typical retention of weights that are quantised while loading."""
+    retention = _ONLINE[quantization]
     bits = 4 if quantization in ("int4", "w4a8", "nf4") else 8
-    return kept.times(_HEAD[bits]) if head else kept
+    return retention.times(_HEAD[bits]) if head else retention
 
 
 def typical_kv(dtype: str) -> Retention:
@@ -96,24 +96,24 @@ def typical_kv(dtype: str) -> Retention:
 
 
 def typical_gguf(kind: str) -> Retention:
-    """Of a GGUF whose heaviest matrices are of this type."""
+    """Return the typical retention of a GGUF by the type of most of its bytes."""
     if kind not in _GGUF_PERPLEXITY:
         return _UNKNOWN
     return Retention(round(6.9966 / _GGUF_PERPLEXITY[kind], 4), "typical", f"{kind}: {_GGUF}")
 
 
 def typical_stored(name: str, scheme: Scheme) -> Retention:
-    """Of a checkpoint that others quantised: by its method where that is known, else by its form."""
+    """Return the typical retention of a quantised checkpoint: by its method if known, else its scheme."""
     if name in ("awq", "gptq") and scheme.kind == "int4":
         value = {"awq": 0.977, "gptq": 0.961}[name]
-        return Retention(value, "typical", f"{_ROUNDING}, {name} in groups of 128")
+        return Retention(value, "typical", f"{_AWQ_PAPER}, {name} in groups of 128")
     if scheme.kind == "int8":
         return _ONLINE["int8" if scheme.activation == "none" else "w8a8"]
     return _ONLINE[{"int4": "int4", "fp8": "fp8", "table4": "nf4"}[scheme.kind]]
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
+class MeasuredQuality:
     """One record of `windlass eval`, or one row of `windlass bench formats`."""
 
     model: str
@@ -130,11 +130,11 @@ class Measured:
         return Retention(self.retention, "measured", f"{self.path}, {self.date}")
 
 
-def read_records(folder: Path) -> list[Measured]:
-    """What `windlass eval` and `windlass bench formats` wrote there; others are passed over."""
+def read_records(folder: Path) -> list[MeasuredQuality]:
+    """Read the records of `windlass eval` and `windlass bench formats`, and skip other files."""
     if not folder.is_dir():
         raise ConfigError(f"--records {folder}: there is no such folder.")
-    found: list[Measured] = []
+    found: list[MeasuredQuality] = []
     for path in sorted(folder.glob("*.json")):
         values = _record(path)
         read = _READERS.get(str(values.get("name")))
@@ -145,22 +145,22 @@ def read_records(folder: Path) -> list[Measured]:
         except (KeyError, TypeError, StopIteration, ZeroDivisionError) as error:
             raise ConfigError(
                 f"--records: {path} says that it is a record of {values['name']!r}, but lacks "
-                f"{error}. Remove or repeat it."
+                f"{error}. Remove it, or measure again."
             ) from error
     return found
 
 
 def find(
-    records: Iterable[Measured],
+    records: Iterable[MeasuredQuality],
     model: str,
     quantization: str | None,
     head: bool = False,
     kv_dtype: str = "auto",
     other_reference: bool = False,
 ) -> Retention | None:
-    """The newest that fits, of eval before others.
+    """Return the newest matching record; records of eval take precedence.
 
-    `other_reference`: a file beside the model that it was made from.
+    `other_reference`: only records that compare a quantised file with its original.
     """
     found = [
         item
@@ -181,45 +181,57 @@ def _record(path: Path) -> Mapping[str, Any]:
     return values if isinstance(values, dict) else {}
 
 
-def _of_eval(values: Mapping[str, Any], path: Path) -> Iterator[Measured]:
-    """Nothing where the comparison does not say what a format costs."""
+def _read_eval(values: Mapping[str, Any], path: Path) -> Iterator[MeasuredQuality]:
+    """Read an eval record; a comparison with a lossy reference gives no retention."""
     settings = values["settings"]
     model, reference = settings["model"], settings["reference"]
     ratio = next(row for row in values["rows"] if row["label"] == "all")["ppl_ratio"]
     options = model["options"]
-    if any(reference["options"].get(name) for name in _LOSSLESS):
+    if any(reference["options"].get(name) for name in _LOSSY_OPTIONS):
         return
-    yield Measured(
-        model["name"],
-        options.get("quantization"),
-        bool(options.get("quantize_head")),
-        options.get("kv_cache_dtype", "auto"),
-        reference["name"],
-        _kept(ratio),
-        str(values["date"]),
-        str(path),
+    yield MeasuredQuality(
+        model=model["name"],
+        quantization=options.get("quantization"),
+        head=bool(options.get("quantize_head")),
+        kv_dtype=options.get("kv_cache_dtype", "auto"),
+        reference=reference["name"],
+        retention=retention_of(ratio),
+        date=str(values["date"]),
+        path=str(path),
     )
 
 
-def _of_formats(values: Mapping[str, Any], path: Path) -> Iterator[Measured]:
-    """The rows that are made while loading, as they are served; and caches, by themselves."""
-    # Older ones do not name it, and fit none.
+def _read_formats(values: Mapping[str, Any], path: Path) -> Iterator[MeasuredQuality]:
+    """Read the rows of online formats, as served, and the rows of KV cache types alone."""
+    # Older records do not name the model, and match none.
     model, date = str(values["settings"].get("name", "")), str(values["date"])
+    quantization: str | None
     for row in values["rows"]:
         if "error" in row:
             continue
         name, plus, _ = str(row["format"]).partition("+")
         if name in _ONLINE:
-            kept = _kept(1 + row["served_increase_pct"] / 100)
-            yield Measured(model, name, bool(plus), "auto", model, kept, date, str(path), False)
+            quantization, kv_dtype, increase = name, "auto", row["served_increase_pct"]
         elif name.startswith("kv-"):
-            kept = _kept(1 + row["increase_pct"] / 100)
-            kind = name.removeprefix("kv-")
-            yield Measured(model, None, False, kind, model, kept, date, str(path), False)
+            quantization, kv_dtype = None, name.removeprefix("kv-")
+            increase = row["increase_pct"]
+        else:
+            continue
+        yield MeasuredQuality(
+            model=model,
+            quantization=quantization,
+            head=bool(plus),
+            kv_dtype=kv_dtype,
+            reference=model,
+            retention=retention_of(1 + increase / 100),
+            date=date,
+            path=str(path),
+            by_eval=False,
+        )
 
 
-def _kept(ratio: float) -> float:
-    return round(min(1.0, 1 / ratio), 4)
+def retention_of(ppl_ratio: float) -> float:
+    return round(min(1.0, 1 / ppl_ratio), 4)
 
 
-_READERS = {"quality": _of_eval, "formats": _of_formats}
+_READERS = {"quality": _read_eval, "formats": _read_formats}

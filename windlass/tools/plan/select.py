@@ -1,6 +1,7 @@
-"""`select_quantization`: every way to hold a model, what fits and is good enough, and the fastest.
+"""`select_quantization`: all formats of a model with their sizes, speed and quality, and the best.
 
-A way is a format of the weights and a type of the KV cache. Weights are not read.
+A candidate is a weight format with a KV cache type. Weights are not read. Sizes of weights and KV
+cache are exact; what a step needs is estimated from its largest tensors.
 """
 
 from __future__ import annotations
@@ -28,30 +29,39 @@ from windlass.runner.device import (
     free_bytes,
     gib,
 )
-from windlass.tools.plan import memory as space
-from windlass.tools.plan import speed
-from windlass.tools.plan.formats import FORMATS, Target, Weighed, Weighing, weigh
-from windlass.tools.plan.quality import Measured, Retention, find, read_records, typical, typical_kv
+from windlass.tools.plan.formats import FORMATS, FormatSize, FormatSizes, Target, size_formats
+from windlass.tools.plan.quality import (
+    MeasuredQuality,
+    Retention,
+    find,
+    read_records,
+    typical,
+    typical_kv,
+)
+from windlass.tools.plan.speed import Machine, given_machine, kv_tokens_read, measure_machine
 
-_USUAL_CONTEXT = 4096
-# Estimates that are as near as this are the same; then the better quality decides.
-_SAME_SPEED = 0.97
+_DEFAULT_CONTEXT = 4096
+_SAME_SPEED = 0.97  # speeds at least this near to the best count as equal; then quality decides
+# The default for a device comes first, then the faster 8-bit type.
+_KV_DTYPES = {"cpu": ("auto", "int8", "fp8"), "cuda": ("auto", "fp8", "int8")}
+_GRID_CONCURRENCIES = (1, 4, 16, 64, 256)
+_GRID_CONTEXTS = (1024, 4096, 16384, 65536, 262144)
 
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """One way to hold the model."""
+    """One weight format with one KV cache type. Its fields are keys of `plan --json`."""
 
     format: str
     kv_dtype: str
-    held: str
+    held: str  # forms of the weights in memory
     weight_bytes: int
     kv_bytes_per_token: int
-    step_bytes: int  # an estimate of what the largest step takes
-    total_bytes: int  # at the context and concurrency that were asked for
-    missing_bytes: int  # what the memory lacks for that; 0: it fits
-    most_requests: dict[int, int]  # how many fit, by context
-    grid: dict[int, dict[int, float | None]]  # decode tok/s by context and requests, if they fit
+    step_bytes: int  # estimate for the largest step
+    total_bytes: int  # at the requested context and concurrency
+    missing_bytes: int  # beyond the memory; 0: it fits
+    most_requests: dict[int, int]  # max requests that fit, by context
+    grid: dict[int, dict[int, float | None]]  # decode tok/s by context and requests
     tok_s_one: float | None  # decode, one request; None: not estimated
     tok_s_all: float | None  # decode, all requests together
     quality: Retention
@@ -68,7 +78,7 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What was asked, all candidates, and the choice among them."""
+    """The request, all candidates, and the best of them. Its fields are keys of `plan --json`."""
 
     model: str
     stored: str
@@ -78,16 +88,16 @@ class Plan:
     concurrency: int
     min_quality: float
     step_tokens: int
-    machine: speed.Machine
+    machine: Machine
     candidates: list[Candidate]
     refused: dict[str, str]  # formats that the model cannot have, and why
     best: Candidate | None
-    shortfall: str  # when there is no best: what comes nearest, and what it lacks
+    shortfall: str  # without a best: the nearest candidate, and what it lacks
 
 
 @dataclass(frozen=True, slots=True)
-class _Asked:
-    """The question, checked."""
+class _Query:
+    """The checked arguments of `select_quantization`."""
 
     memory: int
     memory_source: str
@@ -96,6 +106,37 @@ class _Asked:
     min_quality: float
     kv_dtypes: tuple[str, ...]
     step_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class _MemoryNeed:
+    """Memory of one candidate, as a function of context and number of requests."""
+
+    weight_bytes: int
+    token_bytes: int
+    block_size: int
+    step_bytes: int  # of the largest step
+    row_bytes: int  # logits, per running request
+    spare_blocks: int  # reserved by the runner
+
+    def kv_bytes(self, context: int, concurrency: int) -> int:
+        """Return the bytes of the blocks of all requests."""
+        blocks = -(-context // self.block_size)
+        return concurrency * blocks * self.block_size * self.token_bytes
+
+    def total_bytes(self, context: int, concurrency: int) -> int:
+        return (
+            self._fixed_bytes + self.kv_bytes(context, concurrency) + concurrency * self.row_bytes
+        )
+
+    def max_requests(self, context: int, memory: int) -> int:
+        """Return how many requests fit; 0 if the weights alone do not."""
+        return max(0, memory - self._fixed_bytes) // (self.kv_bytes(context, 1) + self.row_bytes)
+
+    @property
+    def _fixed_bytes(self) -> int:
+        spare = self.spare_blocks * self.block_size * self.token_bytes
+        return self.weight_bytes + self.step_bytes + spare
 
 
 def select_quantization(
@@ -111,11 +152,11 @@ def select_quantization(
     records: Path | None = None,
     **options: Any,
 ) -> Plan:
-    """List the formats of a model, and choose the fastest that fits and is good enough.
+    """List the formats of a model, and choose the fastest that fits and has enough quality.
 
-    `memory` in bytes (default: what is free), `bandwidth` in bytes a second (default: measured),
-    `records`: a folder of what `windlass eval` wrote, `options` those of `LLM`. With device="cuda"
-    a GPU that is not in this machine can be planned for, if memory and bandwidth are given.
+    `memory`: bytes (default: free memory). `bandwidth`: bytes per second (default: measured).
+    `records`: a folder with results of `windlass eval`. `options`: those of `LLM`. device="cuda"
+    plans for a GPU that is not in this machine if memory and bandwidth are given.
     """
     if concurrency < 1:
         raise ConfigError(f"--concurrency must be at least 1, got {concurrency}.")
@@ -126,36 +167,51 @@ def select_quantization(
     measured = read_records(records) if records is not None else []
     files = resolve(config.model)
     hparams = load_hparams(files, config.model)
-    asked = _asked(
-        config, hparams, target, memory, context, concurrency, min_quality, kv_cache_dtype
+    query = _query(
+        config,
+        hparams,
+        target,
+        memory=memory,
+        context=context,
+        concurrency=concurrency,
+        min_quality=min_quality,
+        kv_dtype=kv_cache_dtype,
     )
     checkpoint = open_checkpoint(files, config.model)
-    weighing = weigh(config.model, hparams, checkpoint, target, formats)
+    sizes = size_formats(config.model, hparams, checkpoint, target, formats)
     choose_threads(config.model)
     if bandwidth is not None:
-        machine = speed.given(target.device, bandwidth)
+        machine = given_machine(target.device, bandwidth)
     else:
-        # A CPU's 16-bit products are not estimated, so only the usual ones need be measured.
+        # 16-bit GEMMs on a CPU are not estimated, so float32 is enough there.
         on_cpu = target.device.type == "cpu"
-        machine = speed.measure(target.device, torch.float32 if on_cpu else torch.bfloat16)
-    block_size = config.cache.block_size
-    judge = _Judge(files.name, hparams, asked, weighing, target, machine, measured, block_size)
-    candidates, refused = judge.candidates()
+        machine = measure_machine(target.device, torch.float32 if on_cpu else torch.bfloat16)
+    evaluator = _Evaluator(
+        model=files.name,
+        hparams=hparams,
+        query=query,
+        sizes=sizes,
+        target=target,
+        machine=machine,
+        records=measured,
+        block_size=config.cache.block_size,
+    )
+    candidates, refused = evaluator.candidates()
     best = _best(candidates, min_quality)
     return Plan(
-        files.name,
-        weighing.stored,
-        asked.memory,
-        asked.memory_source,
-        asked.context,
-        concurrency,
-        min_quality,
-        asked.step_tokens,
-        machine,
-        candidates,
-        weighing.refused | refused,
-        best,
-        "" if best else _shortfall(candidates, asked),
+        model=files.name,
+        stored=sizes.stored,
+        memory_bytes=query.memory,
+        memory_source=query.memory_source,
+        context=query.context,
+        concurrency=concurrency,
+        min_quality=min_quality,
+        step_tokens=query.step_tokens,
+        machine=machine,
+        candidates=candidates,
+        refused=sizes.refused | refused,
+        best=best,
+        shortfall="" if best else _shortfall(candidates, query),
     )
 
 
@@ -163,23 +219,24 @@ def _target(config: EngineConfig, memory: int | None, bandwidth: float | None) -
     if config.model.device == "cuda" and not torch.cuda.is_available():
         if memory is None or bandwidth is None:
             raise ConfigError(
-                "--device cuda: torch sees no CUDA device here. To plan for a GPU elsewhere, say "
-                "what it has: --memory 24GiB --bandwidth 900GB/s."
+                "--device cuda: torch finds no CUDA device here. To plan for another machine's GPU, "
+                "give its memory and bandwidth: --memory 24GiB --bandwidth 900GB/s."
             )
         return Target(torch.device("cuda"), present=False)
     return Target(choose_device(config.model).device, present=True)
 
 
-def _asked(
+def _query(
     config: EngineConfig,
     hparams: HParams,
     target: Target,
+    *,
     memory: int | None,
     context: int | None,
     concurrency: int,
     min_quality: float,
     kv_dtype: str | None,
-) -> _Asked:
+) -> _Query:
     if memory is not None and memory < 1:
         raise ConfigError(f"--memory must be above 0, got {memory}. Example: 8GiB.")
     if not 0 <= min_quality <= 1:
@@ -188,140 +245,147 @@ def _asked(
         raise ConfigError(
             f"--context must be from 1 to the model's {hparams.max_positions} positions, got {context}."
         )
-    kinds = space.KV_DTYPES[target.device.type]
-    if kv_dtype is not None and kv_dtype not in kinds:
+    device: Literal["cpu", "cuda"] = "cuda" if target.device.type == "cuda" else "cpu"
+    kv_dtypes = _KV_DTYPES[device]
+    if kv_dtype is not None and kv_dtype not in kv_dtypes:
         raise ConfigError(
-            f"--kv-cache-dtype must be one of {', '.join(sorted(kinds))}; got {kv_dtype!r}."
+            f"--kv-cache-dtype must be one of {', '.join(sorted(kv_dtypes))}; got {kv_dtype!r}."
         )
     source = "as given"
     if memory is None:
         memory = free_bytes(target.device)
-        source = "free now" if target.device.type == "cpu" else "free now on the GPU"
-    on_cuda = target.device.type == "cuda"
-    tokens = config.limits("cuda" if on_cuda else "cpu").max_num_batched_tokens
-    return _Asked(
-        memory,
-        source,
-        context if context is not None else min(_USUAL_CONTEXT, hparams.max_positions),
-        concurrency,
-        min_quality,
-        kinds if kv_dtype is None else (kv_dtype,),
-        tokens,
+        source = "free now" if device == "cpu" else "free now on the GPU"
+    return _Query(
+        memory=memory,
+        memory_source=source,
+        context=context if context is not None else min(_DEFAULT_CONTEXT, hparams.max_positions),
+        concurrency=concurrency,
+        min_quality=min_quality,
+        kv_dtypes=kv_dtypes if kv_dtype is None else (kv_dtype,),
+        step_tokens=config.limits(device).max_num_batched_tokens,
     )
 
 
 @dataclass(frozen=True, slots=True)
-class _Judge:
-    """Says of one format and one KV type what it takes and gives."""
+class _Evaluator:
+    """Computes memory, speed and quality of each candidate."""
 
     model: str
     hparams: HParams
-    asked: _Asked
-    weighing: Weighing
+    query: _Query
+    sizes: FormatSizes
     target: Target
-    machine: speed.Machine
-    records: list[Measured]
+    machine: Machine
+    records: list[MeasuredQuality]
     block_size: int
 
     def candidates(self) -> tuple[list[Candidate], dict[str, str]]:
-        """Every format with every KV type, and the KV types that the device refuses."""
+        """Return every format with every KV type, and the KV types that the device refuses."""
         found, refused = [], {}
-        for weights in self.weighing.formats:
-            for kv_dtype in self.asked.kv_dtypes:
+        for weights in self.sizes.formats:
+            for kv_dtype in self.query.kv_dtypes:
                 try:
-                    found.append(self.candidate(weights, kv_dtype))
+                    found.append(self._candidate(weights, kv_dtype))
                 except ConfigError as error:
                     refused[f"{kv_dtype} KV"] = str(error)
         return found, refused
 
-    def candidate(self, weights: Weighed, kv_dtype: str) -> Candidate:
-        asked, hparams = self.asked, self.hparams
+    def _candidate(self, weights: FormatSize, kv_dtype: str) -> Candidate:
+        query, longest = self.query, self.hparams.max_positions
         need = self._need(weights, kv_dtype)
-        total = need.total_bytes(asked.context, asked.concurrency)
+        total = need.total_bytes(query.context, query.concurrency)
         kv_options = {} if kv_dtype == "auto" else {"kv_cache_dtype": kv_dtype}
-        lengths = space.contexts(hparams.max_positions, asked.context)
+        shorter = (length for length in _GRID_CONTEXTS if length < longest)
+        contexts = sorted({*shorter, query.context, longest})
+        counts = sorted({*_GRID_CONCURRENCIES, query.concurrency})
+        tok_s = partial(self._tok_s, weights, need.token_bytes)
         return Candidate(
-            weights.name,
-            kv_dtype,
-            weights.held,
-            weights.weight_bytes,
-            need.token_bytes,
-            need.step_bytes + asked.concurrency * need.row_bytes,
-            total,
-            max(0, total - asked.memory),
-            {length: need.most_requests(length, asked.memory) for length in lengths},
-            {
-                length: {
-                    count: self._tok_s(weights, need.token_bytes, count, length)
-                    for count in sorted({*space.CONCURRENCIES, asked.concurrency})
-                }
-                for length in lengths
-            },
-            self._tok_s(weights, need.token_bytes, 1, asked.context),
-            self._tok_s(weights, need.token_bytes, asked.concurrency, asked.context),
-            self._quality(weights, kv_dtype),
-            {
+            format=weights.name,
+            kv_dtype=kv_dtype,
+            held=weights.held,
+            weight_bytes=weights.weight_bytes,
+            kv_bytes_per_token=need.token_bytes,
+            step_bytes=need.step_bytes + query.concurrency * need.row_bytes,
+            total_bytes=total,
+            missing_bytes=max(0, total - query.memory),
+            most_requests={length: need.max_requests(length, query.memory) for length in contexts},
+            grid={length: {count: tok_s(count, length) for count in counts} for length in contexts},
+            tok_s_one=tok_s(1, query.context),
+            tok_s_all=tok_s(query.concurrency, query.context),
+            quality=self._quality(weights, kv_dtype),
+            options={
                 **weights.options,
                 **kv_options,
-                "max_model_len": asked.context,
-                "max_num_seqs": asked.concurrency,
-                "kv_cache_memory_bytes": need.kv_bytes(asked.context, asked.concurrency),
+                "max_model_len": query.context,
+                "max_num_seqs": query.concurrency,
+                "kv_cache_memory_bytes": need.kv_bytes(query.context, query.concurrency),
             },
         )
 
-    def _need(self, weights: Weighed, kv_dtype: str) -> space.Need:
-        hparams, size, device = self.hparams, weights.dtype.itemsize, self.target.device
-        on_gpu = self.target.present and device.type == "cuda"  # can be asked what it can do
-        return space.Need(
-            weights.weight_bytes,
-            choose_kv_format(
-                kv_dtype, hparams, weights.dtype, device, on_gpu, self._native(weights)
-            ).token_bytes,
-            self.block_size,
-            space.step_bytes(hparams, self.asked.step_tokens, size),
-            space.row_bytes(hparams, size),
+    def _need(self, weights: FormatSize, kv_dtype: str) -> _MemoryNeed:
+        hparams, itemsize, device = self.hparams, weights.dtype.itemsize, self.target.device
+        on_gpu = self.target.present and device.type == "cuda"  # its kernels can be queried
+        kv_format = choose_kv_format(
+            kv_dtype,
+            hparams,
+            weights.dtype,
+            device,
+            triton=on_gpu,
+            native=self._has_native_kernels(weights),
+        )
+        # The residual stream and the feed-forward's tensors.
+        step_width = 2 * hparams.hidden_size + 3 * hparams.intermediate_size
+        return _MemoryNeed(
+            weight_bytes=weights.weight_bytes,
+            token_bytes=kv_format.token_bytes,
+            block_size=self.block_size,
+            step_bytes=self.query.step_tokens * step_width * itemsize,
+            # Logits in the compute dtype, and in float32 for the sampler.
+            row_bytes=hparams.vocab_size * (itemsize + 4),
             spare_blocks=1 if self.machine.device == "cuda" else 0,
         )
 
-    def _native(self, weights: Weighed) -> bool:
-        """Whether a CPU's own kernels will compute, and not as the float32 reference."""
+    def _has_native_kernels(self, weights: FormatSize) -> bool:
+        """Whether a CPU's native kernels compute, and not the float32 reference."""
         hparams, device = self.hparams, self.target.device
         if device.type != "cpu" or weights.options.get("dtype") == "float32":
             return False
         heads = Heads(hparams.num_heads, hparams.num_kv_heads, hparams.head_dim)
         return choose_ops(Need(device, weights.dtype, heads, hparams.rope.dim)).is_native
 
-    def _tok_s(self, weights: Weighed, token_bytes: int, rows: int, context: int) -> float | None:
-        """With contexts that are full; 16-bit products are too slow on most CPUs to be guessed."""
+    def _tok_s(
+        self, weights: FormatSize, token_bytes: int, rows: int, context: int
+    ) -> float | None:
+        """Estimate decode speed with full contexts. 16-bit GEMMs vary too much between CPUs."""
         if self.machine.device == "cpu" and weights.dtype.itemsize == 2:
             return None
-        kv_bytes = rows * speed.kv_tokens_read(self.hparams, context) * token_bytes
+        kv_bytes = rows * kv_tokens_read(self.hparams, context) * token_bytes
         seconds = self.machine.step_seconds(
             weights.read_bytes + kv_bytes, rows * weights.num_weights, self.hparams.num_layers
         )
         return round(rows / seconds, 1)
 
-    def _quality(self, weights: Weighed, kv_dtype: str) -> Retention:
-        """Measured together, else each on its own: measured where there is a record, or typical."""
+    def _quality(self, weights: FormatSize, kv_dtype: str) -> Retention:
+        """Combine weights and KV type: measured together, else each measured or typical."""
         quantization = weights.options.get("quantization")
         head = bool(weights.options.get("quantize_head"))
-        is_file = self.weighing.quality.basis != "reference"  # quantised by others
+        is_quantised_file = self.sizes.quality.basis != "reference"
         look_up = partial(find, self.records, self.model, quantization, head)
-        together = look_up(kv_dtype, is_file) if kv_dtype != "auto" else None
+        together = look_up(kv_dtype, is_quantised_file) if kv_dtype != "auto" else None
         if together is not None:
             return together
-        kept = self.weighing.quality
-        if quantization is not None or is_file:
-            usual = kept if quantization is None else typical(quantization, head)
-            kept = look_up("auto", is_file) or usual
+        retention = self.sizes.quality
+        if quantization is not None or is_quantised_file:
+            usual = retention if quantization is None else typical(quantization, head)
+            retention = look_up("auto", is_quantised_file) or usual
         alone = (
             find(self.records, self.model, None, False, kv_dtype) if kv_dtype != "auto" else None
         )
-        return kept.times(alone or typical_kv(kv_dtype))
+        return retention.times(alone or typical_kv(kv_dtype))
 
 
 def _best(candidates: list[Candidate], min_quality: float) -> Candidate | None:
-    """The fastest with all requests, then with one; of those about as fast, the best."""
+    """Choose the fastest with all requests, then with one; among equally fast, the best quality."""
     good = [item for item in candidates if item.fits and item.quality.meets(min_quality)]
     if not good:
         return None
@@ -332,34 +396,35 @@ def _best(candidates: list[Candidate], min_quality: float) -> Candidate | None:
 def _fastest(
     candidates: list[Candidate], figure: Literal["tok_s_all", "tok_s_one"]
 ) -> list[Candidate]:
-    """All that are about as fast as the fastest."""
+    """Return the candidates within 3 % of the fastest."""
     speeds = [getattr(item, figure) or 0.0 for item in candidates]
-    least = _SAME_SPEED * max(speeds)
-    return [item for item, each in zip(candidates, speeds, strict=True) if each >= least]
+    slowest = _SAME_SPEED * max(speeds)
+    return [item for item, each in zip(candidates, speeds, strict=True) if each >= slowest]
 
 
-def _shortfall(candidates: list[Candidate], asked: _Asked) -> str:
-    """What comes nearest, and by how much it misses."""
-    good = [item for item in candidates if item.quality.meets(asked.min_quality)]
+def _shortfall(candidates: list[Candidate], query: _Query) -> str:
+    """Name the nearest candidate, and what it lacks."""
+    good = [item for item in candidates if item.quality.meets(query.min_quality)]
     if not good:
         known = [item for item in candidates if item.quality.value is not None]
         if not known:
-            return "the quality of these formats is not known; measure it with windlass eval."
+            return "the quality of these formats is unknown; measure it with windlass eval."
         nearest = max(known, key=lambda item: (item.quality.value or 0.0, -item.total_bytes))
-        kept = nearest.quality.value or 0.0
+        value = nearest.quality.value or 0.0
         return (
-            f"no format is expected to keep {asked.min_quality:g}: the nearest is {nearest.name}, "
-            f"with {kept:.3f} ({nearest.quality.basis}), {asked.min_quality - kept:.3f} too little."
+            f"no format is expected to reach a quality of {query.min_quality:g}: the nearest is "
+            f"{nearest.name}, with {value:.3f} ({nearest.quality.basis}), "
+            f"{query.min_quality - value:.3f} too little."
         )
     nearest = min(good, key=lambda item: item.total_bytes)
-    room = nearest.most_requests[asked.context]
+    max_requests = nearest.most_requests[query.context]
     instead = (
-        f"it would fit with --concurrency {room}"
-        if room
-        else f"not even one request of {asked.context:,} tokens fits"
+        f"it would fit with --concurrency {max_requests}"
+        if max_requests
+        else f"not even one request of {query.context:,} tokens fits"
     )
     return (
-        f"nothing fits into {gib(asked.memory)}: the nearest is {nearest.name}, which needs "
-        f"{gib(nearest.total_bytes)} for {asked.concurrency} requests of {asked.context:,} tokens, "
+        f"nothing fits into {gib(query.memory)}: the nearest is {nearest.name}, which needs "
+        f"{gib(nearest.total_bytes)} for {query.concurrency} requests of {query.context:,} tokens, "
         f"{gib(nearest.missing_bytes)} too much; {instead}."
     )

@@ -1,6 +1,6 @@
-"""An engine without a model: the real scheduler over a runner that only lets time pass.
+"""An engine without a model: the real scheduler with a runner that only advances a virtual clock.
 
-Time is made up, so that a run of an hour takes seconds and gives the same figures every time.
+A simulated hour takes seconds, and every run of the same requests gives the same figures.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from windlass.core.types import RowResult, StepPlan, StepResult
 from windlass.engine import Engine
 from windlass.tools.common.drive import EngineRun, replay
 from windlass.tools.common.requests import Request
-from windlass.tools.plan.costs import CostModel
+from windlass.tools.plan.cost_model import CostModel
 
-_TOKEN = 1  # whatever comes; nobody reads it
+_TOKEN = 1  # every sampled token; its value does not matter
 
 
 class VirtualClock:
-    """A time that passes when it is told to."""
+    """A clock that only the simulation advances."""
 
     def __init__(self) -> None:
         self.at = 0.0
@@ -32,8 +32,8 @@ class VirtualClock:
         self.at += seconds
 
 
-class _Step:
-    """A step on its way until a moment."""
+class _PendingStep:
+    """A launched step; waiting for it advances the clock to its end."""
 
     has_drafts = False
 
@@ -48,7 +48,7 @@ class _Step:
 
 
 class SimulatedRunner:
-    """Takes as long for a plan as the cost model says, one plan after the other."""
+    """Runs one plan after another, each for the time that the cost model gives."""
 
     def __init__(self, costs: CostModel, clock: VirtualClock) -> None:
         self._costs = costs
@@ -58,26 +58,27 @@ class SimulatedRunner:
     def run(self, plan: StepPlan) -> StepResult:
         return self.submit(plan).wait()
 
-    def submit(self, plan: StepPlan) -> _Step:
+    def submit(self, plan: StepPlan) -> _PendingStep:
         clock, rows = self._clock, plan.rows
         clock.at += self._costs.host_seconds(len(rows))
         started = max(clock.at, self._busy_until)
         self._busy_until = started + self._costs.device_seconds(rows)
         tokens = [RowResult([_TOKEN] if row.sample else []) for row in rows]
-        return _Step(clock, self._busy_until, StepResult(tokens))
+        return _PendingStep(clock, self._busy_until, StepResult(tokens))
 
 
 def simulate(
+    requests: Sequence[Request],
+    costs: CostModel,
+    *,
     config: EngineConfig,
     limits: Limits,
     capacity: Capacity,
     max_model_len: int,
-    costs: CostModel,
-    requests: Sequence[Request],
     max_concurrency: int | None = None,
     overlap: bool = False,
 ) -> EngineRun:
-    """Let an engine of these settings answer the requests. `overlap`: as on CUDA."""
+    """Replay the requests on a simulated engine. `overlap`: schedule during a step, as on CUDA."""
     clock = VirtualClock()
     scheduler = make_scheduler(config, limits, capacity, max_model_len)
     runner = SimulatedRunner(costs, clock)

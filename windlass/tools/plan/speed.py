@@ -1,7 +1,7 @@
-"""Decode speed from what a step must read and compute, and what the device can: an estimate.
+"""Estimates decode speed with a roofline model of the device.
 
-A step takes as long as reading its bytes, or as its products, whichever is longer, and some time for
-every layer. Prompts are not estimated.
+A step takes the longer of its memory reads and its GEMMs, plus a fixed time per layer. Prefill is
+not estimated.
 """
 
 from __future__ import annotations
@@ -22,152 +22,170 @@ from windlass.kernels.native.compiled import cpu_identity
 from windlass.models.hparams import HParams
 from windlass.tools.common.device import read_bandwidth, synchronise
 
-# The share of the read bandwidth that steps reach, and the seconds that a layer costs beyond what it
-# reads, where no model's steps were measured on the machine. CUDA: fitted to the records of 135M to 8B shapes on an H200, up to 64 requests; they are met
-# within a fifth. CPU: a guess between what was seen on several.
+# Defaults until the steps of a model are measured on this machine: the share of the read bandwidth
+# that steps reach, and the seconds per layer beyond its reads. CUDA: fitted to the records of 135M
+# to 8B shapes on an H200 with up to 64 requests; the fit is within a fifth. CPU: not fitted, between
+# the values seen on several CPUs.
 _SHARE = {"cuda": 0.95, "cpu": 0.8}
 _LAYER_SECONDS = {"cuda": 22e-6, "cpu": 100e-6}
-_PRODUCT = {"cuda": (4096, 8192), "cpu": (64, 2048)}  # rows; inputs and outputs
-_TRIES = 3
-_KEPT_DAYS = 7  # how long what was measured is taken again
+_GEMM_SHAPE = {"cuda": (4096, 8192), "cpu": (64, 2048)}  # rows; inputs and outputs
+_REPEATS = 3
+_MAX_AGE_DAYS = 7  # of cached measurements
 
 
 @dataclass(frozen=True, slots=True)
 class Factor:
-    """What steps of a model reached of the machine's limits."""
+    """Shares of the machine's limits that a model's decode steps reached."""
 
-    share: float  # of the read bandwidth, by one row
-    gemm_share: float  # of the rate of products, by many
-    layer_seconds: float  # a layer, beside
-    source: str  # "usual", "as steps of MODEL did on 2026-01-31"
+    share: float  # of the read bandwidth, with one row
+    gemm_share: float  # of the GEMM rate, with many rows
+    layer_seconds: float  # per layer, in addition
+    source: str  # "default", "as steps of MODEL did on 2026-01-31"
 
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """What the device can do. `flops` None: not known, so products are taken to be free."""
+    """Limits of the device. `flops` None: unknown, and GEMMs take no time in estimates."""
 
     device: str  # "cpu" or "cuda"
-    bandwidth: float  # bytes a second
+    bandwidth: float  # bytes per second
     flops: float | None
-    source: str  # "measured on 2026-01-31, kept in ...", "as given"
+    source: str  # "measured on 2026-01-31, cached in ...", "as given"
     factor: Factor
 
-    def step_seconds(self, num_bytes: float, num_gemms: float, num_layers: int) -> float:
-        """`num_gemms`: multiplications with a weight."""
+    def step_seconds(self, num_bytes: float, num_macs: float, num_layers: int) -> float:
+        """Estimate a step that reads `num_bytes` and computes `num_macs` multiply-adds."""
         factor = self.factor
         reading = num_bytes / (self.bandwidth * factor.share)
-        computing = self._computing(num_gemms) / factor.gemm_share
+        computing = self._gemm_seconds(num_macs) / factor.gemm_share
         return max(reading, computing) + num_layers * factor.layer_seconds
 
-    def _computing(self, num_gemms: float) -> float:
-        return 2 * num_gemms / self.flops if self.flops else 0.0
+    def _gemm_seconds(self, num_macs: float) -> float:
+        return 2 * num_macs / self.flops if self.flops else 0.0
 
-    def reached(self, one: Step, many: Step, source: str) -> Factor:
-        """The factor that makes both steps come out as they were measured."""
+    def fit_factor(self, one: MeasuredStep, many: MeasuredStep, source: str) -> Factor:
+        """Fit the factor to a step with one row and a step with many rows."""
         share = one.num_bytes / self.bandwidth / one.seconds
-        gemm = self._computing(many.num_gemms) / many.seconds
-        return Factor(round(share, 4), round(gemm, 4), 0.0, source)
+        gemm_share = self._gemm_seconds(many.num_macs) / many.seconds
+        return Factor(
+            share=round(share, 4), gemm_share=round(gemm_share, 4), layer_seconds=0.0, source=source
+        )
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
-    """A decode step that was measured."""
+class MeasuredStep:
+    """Work and time of a measured decode step."""
 
     num_bytes: float
-    num_gemms: float
+    num_macs: float
     seconds: float
 
 
-def usual(device: str) -> Factor:
-    return Factor(_SHARE[device], 1.0, _LAYER_SECONDS[device], "usual")
+def default_factor(device: str) -> Factor:
+    return Factor(
+        share=_SHARE[device],
+        gemm_share=1.0,
+        layer_seconds=_LAYER_SECONDS[device],
+        source="default",
+    )
 
 
-def measure(device: torch.device, dtype: torch.dtype) -> Machine:
-    """Read a large buffer and multiply two matrices, on the device itself; or some days ago."""
-    path = _path(device, dtype)
+def given_machine(device: torch.device, bandwidth: float) -> Machine:
+    """Describe a device of which only the bandwidth is known."""
+    return Machine(
+        device=device.type,
+        bandwidth=bandwidth,
+        flops=None,
+        source="as given",
+        factor=default_factor(device.type),
+    )
+
+
+def measure_machine(device: torch.device, dtype: torch.dtype) -> Machine:
+    """Measure read bandwidth and GEMM rate, or return a cached measurement of the last week."""
+    path = _cache_path(device, dtype)
     today = datetime.now(UTC).date()
-    kept = _kept(path, device, today)
-    if kept is not None:
-        return kept
-    bandwidth, flops = read_bandwidth(device), _product_rate(device, dtype)
-    _keep(path, {"bandwidth": bandwidth, "flops": flops, "date": today.isoformat()})
-    factor = _kept_factor(path) or usual(device.type)
-    return Machine(device.type, bandwidth, flops, "measured now", factor)
+    limits = _cached_limits(path, today)
+    if limits is None:
+        bandwidth, flops = read_bandwidth(device), _gemm_rate(device, dtype)
+        _save(path, {"bandwidth": bandwidth, "flops": flops, "date": today.isoformat()})
+        limits = bandwidth, flops, "measured now"
+    bandwidth, flops, source = limits
+    return Machine(
+        device=device.type,
+        bandwidth=bandwidth,
+        flops=flops,
+        source=source,
+        factor=_cached_factor(path) or default_factor(device.type),
+    )
 
 
-def keep_factor(device: torch.device, dtype: torch.dtype, factor: Factor) -> None:
-    """From now on plans on this machine count with it."""
-    _keep(_factor_path(_path(device, dtype)), asdict(factor))
+def save_factor(device: torch.device, dtype: torch.dtype, factor: Factor) -> None:
+    """Cache the factor for later plans on this machine."""
+    _save(_factor_path(_cache_path(device, dtype)), asdict(factor))
 
 
-def _path(device: torch.device, dtype: torch.dtype) -> Path:
+def kv_tokens_read(hparams: HParams, context: int) -> float:
+    """Mean over layers of the tokens that one row's attention reads; sliding windows bound it."""
+    seen = [min(context, window or context) for window in hparams.sliding_windows]
+    return sum(seen) / len(seen)
+
+
+def _cache_path(device: torch.device, dtype: torch.dtype) -> Path:
     folder = cache_dir() / "machine"
     check_private(folder.parent, folder)
-    return folder / f"{_identity(device, dtype)}.json"
+    name = cpu_identity() if device.type == "cpu" else torch.cuda.get_device_name(device)
+    key = (name, str(dtype), str(torch.get_num_threads()), torch.__version__)
+    digest = hashlib.blake2b("\0".join(key).encode(), digest_size=8).hexdigest()
+    return folder / f"{digest}.json"
 
 
 def _factor_path(path: Path) -> Path:
     return path.with_name(f"{path.stem}-factor.json")
 
 
-def _keep(path: Path, values: dict[str, Any]) -> None:
-    """Where nothing can be kept it is measured each time, which takes a second."""
+def _save(path: Path, values: dict[str, Any]) -> None:
+    """Write a cache file. Without a writable cache, every run measures again: about a second."""
     with suppress(OSError):
         make_private(path.parent)
         write_atomically(path, json.dumps(values))
 
 
-def _kept_factor(path: Path) -> Factor | None:
-    """What a model's steps reached here; None when none were measured, or the file is damaged."""
+def _cached_factor(path: Path) -> Factor | None:
+    """Read the factor measured on this machine; None if there is none or the file is damaged."""
     try:
         values = json.loads(_factor_path(path).read_text(encoding="utf-8"))
-        share, gemm, layer = (
-            float(values[name]) for name in ("share", "gemm_share", "layer_seconds")
+        factor = Factor(
+            share=float(values["share"]),
+            gemm_share=float(values["gemm_share"]),
+            layer_seconds=float(values["layer_seconds"]),
+            source=str(values["source"]),
         )
-        factor = Factor(share, gemm, layer, str(values["source"]))
     except (OSError, ValueError, KeyError, TypeError):
         return None
     return factor if min(factor.share, factor.gemm_share) > 0 else None
 
 
-def _kept(path: Path, device: torch.device, today: date) -> Machine | None:
-    """What was measured before; None when there is nothing, or it is old or damaged."""
+def _cached_limits(path: Path, today: date) -> tuple[float, float, str] | None:
+    """Read bandwidth, GEMM rate and source; None if the file is missing, old or damaged."""
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
         day = date.fromisoformat(values["date"])
         bandwidth, flops = float(values["bandwidth"]), float(values["flops"])
     except (OSError, ValueError, KeyError, TypeError):
         return None
-    if not 0 <= (today - day).days < _KEPT_DAYS or min(bandwidth, flops) <= 0:
+    if not 0 <= (today - day).days < _MAX_AGE_DAYS or min(bandwidth, flops) <= 0:
         return None
-    factor = _kept_factor(path) or usual(device.type)
-    return Machine(device.type, bandwidth, flops, f"measured on {day}, kept in {path}", factor)
+    return bandwidth, flops, f"measured on {day}, cached in {path}"
 
 
-def _identity(device: torch.device, dtype: torch.dtype) -> str:
-    """What the figures depend on."""
-    about = cpu_identity() if device.type == "cpu" else torch.cuda.get_device_name(device)
-    parts = (about, str(dtype), str(torch.get_num_threads()), torch.__version__)
-    return hashlib.blake2b("\0".join(parts).encode(), digest_size=8).hexdigest()
-
-
-def given(device: torch.device, bandwidth: float) -> Machine:
-    """Another machine, of which only this is known."""
-    return Machine(device.type, bandwidth, None, "as given", usual(device.type))
-
-
-def kv_tokens_read(hparams: HParams, context: int) -> float:
-    """Tokens of one request that a step reads, as a mean over layers: some see only a window."""
-    seen = [min(context, window or context) for window in hparams.sliding_windows]
-    return sum(seen) / len(seen)
-
-
-def _product_rate(device: torch.device, dtype: torch.dtype) -> float:
-    rows, width = _PRODUCT[device.type]
+def _gemm_rate(device: torch.device, dtype: torch.dtype) -> float:
+    """Measure floating-point operations per second of one large GEMM; the best of three runs."""
+    rows, width = _GEMM_SHAPE[device.type]
     x = torch.ones(rows, width, dtype=dtype, device=device)
     weight = torch.ones(width, width, dtype=dtype, device=device)
     best = float("inf")
-    for _ in range(_TRIES):
+    for _ in range(_REPEATS):
         synchronise(device)
         started = time.perf_counter()
         torch.nn.functional.linear(x, weight)

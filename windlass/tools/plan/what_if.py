@@ -1,6 +1,6 @@
-"""A load and settings in, figures out: through the real scheduler with measured costs of steps.
+"""Predicts the figures of a load: the real scheduler with measured step costs.
 
-With `check` the same load is run for real too, on an engine in this process.
+`check` also runs the load on an engine in this process, and compares.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from windlass.tools.common.requests import Request
 from windlass.tools.common.slo import Slo
 from windlass.tools.common.summary import Summary
 from windlass.tools.plan.simulate import simulate
-from windlass.tools.plan.steps import Steps, context_of, find_steps
+from windlass.tools.plan.step_costs import MeasuredSteps, get_step_costs, max_context
 
 Log = Callable[[str], None]
-_WARM_UP = (Request([1] * 32, 4),) * 2
-# The same short work before and after each run: what the machine gives just then.
+WARM_UP = (Request([1] * 32, 4),) * 2
+# A short load before and after each run, which shows how fast the machine is at that time.
 _PACE = [Request([1 + row] * 8, 24) for row in range(4)]
-_STEADY = 0.15
+_MAX_PACE_CHANGE = 0.15
 _FIGURES = (
     "output_throughput",
     "request_throughput",
@@ -38,31 +38,31 @@ _FIGURES = (
     "p99_tpot_ms",
 )
 _NOTES = (
-    "Predicted: the requests go through the real scheduler, and each step takes what the costs that "
-    "were measured beforehand say. Measured: the same requests on an engine in the same process. "
-    "difference_pct: predicted output tokens a second against measured ones; of all turns in "
-    "all_difference_pct, fastest first; the turn of the median duration is shown. pace: what the "
-    "machine gave before and after the run, by a short piece of work, against the costs; "
-    "paced_difference_pct: the difference with that taken into account."
+    "Predicted: the requests go through the real scheduler, with step times from costs measured "
+    "beforehand. Measured: the same requests on an engine in the same process. difference_pct: "
+    "predicted output tokens per second relative to measured; all_difference_pct has all turns, "
+    "fastest first, and the table shows the turn with the median duration. pace: speed of the machine "
+    "before and after the run, from a short load, relative to the costs; paced_difference_pct: the "
+    "difference corrected by it."
 )
 Predict = Callable[[Sequence[Request]], EngineRun]
 
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """What an engine of some settings would do with a load."""
+    """Predicted figures of a load with given settings."""
 
     load: str
     limits: Limits
     capacity: Capacity
-    steps: Steps
+    steps: MeasuredSteps
     run: EngineRun
     summary: Summary
     slo: Slo
-    fleets: list[Fleet]  # numbers of devices that were tried; empty: nobody asked
+    fleets: list[Fleet]  # by number of devices; empty: not requested
 
     def row(self) -> dict[str, Any]:
-        """All figures in one level."""
+        """Return all figures as one flat record row."""
         return {"workload": self.load, **self.summary.row(), **engine_figures(self.run)}
 
 
@@ -78,7 +78,7 @@ def engine_figures(run: EngineRun) -> dict[str, Any]:
 
 
 class WhatIf:
-    """One model on this machine, whose steps were measured. Loads nothing when that is known."""
+    """Predicts loads for one model on this machine. Loads weights only if costs are not cached."""
 
     def __init__(
         self,
@@ -87,17 +87,18 @@ class WhatIf:
         log: Log = lambda _: None,
         loads: Sequence[Load] = (),
     ) -> None:
-        """`loads`: those to come, of which one that cannot be is refused before anything is measured."""
+        """Read or measure the step costs. Invalid `loads` are refused before anything is measured."""
         if config.speculation.spec != "none":
             raise ConfigError(
-                f"--spec {config.speculation.spec}: guesses depend on what is said, and cannot be "
-                "predicted. Leave it out, or measure with windlass tune or windlass bench serve."
+                f"--spec {config.speculation.spec}: the acceptance of draft tokens depends on the "
+                "text and cannot be predicted. Leave it out, or measure with windlass tune or "
+                "windlass bench serve."
             )
         self.config = config
         self.opened: OpenModel = open_model(config)
         for load in loads:
             load.requests(self.opened.card, lambda _: None)
-        self.steps = find_steps(config, self.opened, costs, log)
+        self.steps = get_step_costs(config, self.opened, costs, log)
         self.limits = config.limits(self.steps.device)
         self.capacity = self.steps.capacity(config, self.opened, self.limits)
         self._log = log
@@ -105,47 +106,48 @@ class WhatIf:
     def requests(self, load: Load, draw: int = 0) -> list[Request]:
         return load.requests(self.opened.card, self._log, draw)
 
-    def predict(self, load: Load, slo: Slo, most_devices: int = 0, draw: int = 0) -> Prediction:
-        """`most_devices`: how many may be tried until the SLO is met; 0: only this one."""
+    def predict(self, load: Load, slo: Slo, max_devices: int = 0, draw: int = 0) -> Prediction:
+        """Simulate the load. `max_devices`: also search for the number that meets the SLO."""
         requests = self.requests(load, draw)
         predict = partial(self._simulate, max_concurrency=load.max_concurrency)
         run = predict(requests)
-        fleets = devices_needed(predict, requests, slo, most_devices) if most_devices else []
+        fleets = devices_needed(predict, requests, slo, max_devices) if max_devices else []
         return Prediction(
-            load.title,
-            self.limits,
-            self.capacity,
-            self.steps,
-            run,
-            slo.summarise(run),
-            slo,
-            fleets,
+            load=load.title,
+            limits=self.limits,
+            capacity=self.capacity,
+            steps=self.steps,
+            run=run,
+            summary=slo.summarise(run),
+            slo=slo,
+            fleets=fleets,
         )
 
     def _simulate(self, requests: Sequence[Request], max_concurrency: int | None) -> EngineRun:
         return simulate(
-            self.config,
-            self.limits,
-            self.capacity,
-            self._max_model_len(),
-            self.steps.costs,
             requests,
-            max_concurrency,
+            self.steps.costs,
+            config=self.config,
+            limits=self.limits,
+            capacity=self.capacity,
+            max_model_len=self._max_model_len(),
+            max_concurrency=max_concurrency,
             overlap=self.steps.device == "cuda",
         )
 
     def _max_model_len(self) -> int:
-        longest = context_of(self.config, self.opened)
+        context = max_context(self.config, self.opened)
         is_auto = self.config.model.max_model_len == AUTO
-        return min(longest, self.capacity.num_tokens) if is_auto else longest
+        return min(context, self.capacity.num_tokens) if is_auto else context
 
     def check(self, loads: Sequence[Load], slo: Slo, repeat: int = 1) -> Record:
-        """Predict each load, run it for real, and say how far apart they are.
+        """Predict each load, run it, and report the difference.
 
-        Loads take turns, and every turn has texts of its own; a load's turn of the median duration counts.
+        Loads take turns, and every turn has its own texts; each load's turn with the median duration
+        counts.
         """
         built = build_engine(self.config, self.opened.source)
-        replay(built.engine, _WARM_UP)
+        replay(built.engine, WARM_UP)
         pairs: dict[int, list[dict[str, Any]]] = {}
         for draw in range(repeat):
             for index, load in enumerate(loads):
@@ -153,10 +155,10 @@ class WhatIf:
         rows = []
         for turns in pairs.values():
             turns.sort(key=lambda row: row["measured_duration"])
-            taken = turns[(len(turns) - 1) // 2]
-            taken["all_difference_pct"] = [row["difference_pct"] for row in turns]
-            taken["all_pace"] = [row["pace"] for row in turns]
-            rows.append(taken)
+            median = turns[(len(turns) - 1) // 2]
+            median["all_difference_pct"] = [row["difference_pct"] for row in turns]
+            median["all_pace"] = [row["pace"] for row in turns]
+            rows.append(median)
         settings = {
             "model": self.opened.files.name,
             "max_num_seqs": self.limits.max_num_seqs,
@@ -168,59 +170,64 @@ class WhatIf:
         return Record("plan-accuracy", rows, _NOTES, settings)
 
     def _pair(self, built: Built, load: Load, slo: Slo, draw: int) -> dict[str, Any]:
-        predicted = self.predict(load, slo, draw=draw)
+        """Predict and measure one turn of a load."""
+        prediction = self.predict(load, slo, draw=draw)
         before = self._pace(built)
         built.engine.reset_prefix_cache()
         run = replay(built.engine, self.requests(load, draw), max_concurrency=load.max_concurrency)
         pace = (before + self._pace(built)) / 2
-        measured = slo.summarise(run)
-        told, seen = predicted.summary.row(), measured.row()
+        predicted, measured = prediction.summary.row(), slo.summarise(run).row()
+        throughput = predicted["output_throughput"], measured["output_throughput"]
         row: dict[str, Any] = {"workload": load.title, "requests": len(run.timings)}
         for name in ("duration", *_FIGURES):
-            row |= {f"predicted_{name}": told.get(name), f"measured_{name}": seen.get(name)}
-        row["difference_pct"] = _apart(told["output_throughput"], seen["output_throughput"])
+            row |= {
+                f"predicted_{name}": predicted.get(name),
+                f"measured_{name}": measured.get(name),
+            }
+        row["difference_pct"] = _difference_pct(*throughput)
         row["pace"] = round(pace, 3)
-        row["paced_difference_pct"] = _apart(
-            told["output_throughput"] * pace, seen["output_throughput"]
+        row["paced_difference_pct"] = _difference_pct(throughput[0] * pace, throughput[1])
+        row["ttft_difference_pct"] = _difference_pct(
+            predicted["median_ttft_ms"], measured["median_ttft_ms"]
         )
-        row["ttft_difference_pct"] = _apart(told["median_ttft_ms"], seen["median_ttft_ms"])
-        row |= {f"predicted_{name}": value for name, value in engine_figures(predicted.run).items()}
+        for name, value in engine_figures(prediction.run).items():
+            row[f"predicted_{name}"] = value
         row |= {f"measured_{name}": value for name, value in engine_figures(run).items()}
         self._log(
-            f"{load.title}: predicted {told['output_throughput']:,.1f} tok/s, measured "
-            f"{seen['output_throughput']:,.1f}: {row['difference_pct']:+.1f} %"
+            f"{load.title}: predicted {throughput[0]:,.1f} tok/s, measured {throughput[1]:,.1f}: "
+            f"{row['difference_pct']:+.1f} %"
         )
-        if abs(pace - 1) > _STEADY:
+        if abs(pace - 1) > _MAX_PACE_CHANGE:
             self._log(
-                f"{load.title}: just then the machine gave {pace:.2f} times what it gave when the "
-                "costs were measured, which a prediction cannot know; with that it is "
+                f"{load.title}: the machine ran at {pace:.2f} times the speed at which the costs "
+                f"were measured; corrected by that, the prediction is "
                 f"{row['paced_difference_pct']:+.1f} % off"
             )
         return row
 
     def _pace(self, built: Built) -> float:
-        """How fast the machine is now, against the costs: 0.5, half as fast."""
-        told = self._simulate(_PACE, None)
+        """Return the speed of the machine now relative to the costs; 0.5: half as fast."""
+        predicted = self._simulate(_PACE, None)
         built.engine.reset_prefix_cache()
-        return told.duration / replay(built.engine, _PACE).duration
+        return predicted.duration / replay(built.engine, _PACE).duration
 
 
-def _apart(predicted: float, measured: float) -> float:
+def _difference_pct(predicted: float, measured: float) -> float:
     return round(100 * (predicted / measured - 1), 2)
 
 
 @dataclass(frozen=True, slots=True)
 class Fleet:
-    """The load on so many devices."""
+    """Predicted figures of a load on several devices."""
 
     num_devices: int
     summary: Summary
-    misses: list[str]  # empty: the promise is kept
+    misses: list[str]  # empty: the SLO is met
 
 
 def split(requests: Sequence[Request], count: int) -> list[list[Request]]:
-    """Conversations in turn to each device; all turns of one stay where their prefix is."""
-    home: list[tuple[int, int]] = []  # device, and number there
+    """Deal conversations to devices in turn; a conversation stays on the device with its prefix."""
+    home: list[tuple[int, int]] = []  # device, and index there
     parts: list[list[Request]] = [[] for _ in range(count)]
     num_conversations = 0
     for request in requests:
@@ -229,15 +236,15 @@ def split(requests: Sequence[Request], count: int) -> list[list[Request]]:
             num_conversations += 1
             placed = request
         else:
-            device, number = home[request.follows]
-            placed = replace(request, follows=number)
+            device, index = home[request.follows]
+            placed = replace(request, follows=index)
         home.append((device, len(parts[device])))
         parts[device].append(placed)
     return [part for part in parts if part]
 
 
 def merged(runs: Sequence[EngineRun]) -> EngineRun:
-    """Of runs beside each other, all from the same moment."""
+    """Merge runs that started at the same time on several devices."""
     return EngineRun(
         timings=[timing for run in runs for timing in run.timings],
         duration=max(run.duration for run in runs),
@@ -252,28 +259,28 @@ def merged(runs: Sequence[EngineRun]) -> EngineRun:
 
 
 def devices_needed(
-    predict: Predict, requests: Sequence[Request], slo: Slo, most: int
+    predict: Predict, requests: Sequence[Request], slo: Slo, max_devices: int
 ) -> list[Fleet]:
-    """What was tried, in order; the first that keeps the promise is the least, if there is one.
+    """Search for the smallest number of devices that meets the SLO; return all that were tried.
 
-    The number is doubled until the promise is kept, then the gap is halved: more devices are taken
+    The number doubles until the SLO is met, then a binary search follows: more devices are assumed
     to be no worse.
     """
-    most = min(most, sum(request.follows is None for request in requests))
+    max_devices = min(max_devices, sum(request.follows is None for request in requests))
     tried: dict[int, Fleet] = {}
 
-    def keeps(count: int) -> bool:
+    def meets(count: int) -> bool:
         summary = slo.summarise(merged([predict(part) for part in split(requests, count)]))
         tried[count] = Fleet(count, summary, slo.misses(summary))
         return not tried[count].misses
 
     below, count = 0, 1
-    while not keeps(count) and count < most:
-        below, count = count, min(2 * count, most)
+    while not meets(count) and count < max_devices:
+        below, count = count, min(2 * count, max_devices)
     if not tried[count].misses:
         while count - below > 1:
             middle = (below + count) // 2
-            if keeps(middle):
+            if meets(middle):
                 count = middle
             else:
                 below = middle

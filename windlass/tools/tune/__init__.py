@@ -1,1 +1,1 @@
-"""The best settings for a load and a promise: searched with the simulator, the best measured."""
+"""Searches the best settings for a load under an SLO: simulates many, and measures the best."""

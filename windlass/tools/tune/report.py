@@ -1,4 +1,4 @@
-"""What a search found, for people and for `serve --config`: a table, the reason, and a YAML file."""
+"""Results of a search: a record, the reasons for the choice, and a config file for `serve --config`."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from typing import Any
 import yaml
 
 from windlass.tools.common.record import Record, save_text
-from windlass.tools.tune.tried import Tried, as_fast_as
-from windlass.tools.tune.tune import Tuned, Wish
+from windlass.tools.tune.results import TrialResult, as_fast_as
+from windlass.tools.tune.tune import TuneConfig, TuneResult
 
 _SECRETS = ("hf_token",)
 _NOTES = (
-    "predicted: on the simulator, with costs of steps that were measured beforehand; measured: on an "
-    "engine in this process, in turns with the others; of two runs the slower is shown, and how far "
-    "they are apart. Quality: the 16-bit model's perplexity over the form's."
+    "predicted: simulated with step costs measured beforehand. measured: on an engine in this "
+    "process, in turns with the other settings; of two runs the slower is shown, with the spread "
+    "between them. quality: the 16-bit model's perplexity over the format's."
 )
 
 
-def record_of(found: Tuned, wish: Wish, model: str) -> Record:
-    """Measured ones first, each kind from the best to the worst."""
+def record_of(found: TuneResult, config: TuneConfig, model: str) -> Record:
+    """Make the record: measured rows first, each kind from best to worst."""
     rows = [
         item.row()
         for items in (found.measured, found.predicted)
@@ -29,86 +29,85 @@ def record_of(found: Tuned, wish: Wish, model: str) -> Record:
     ]
     settings = {
         "model": model,
-        "load": wish.load.title,
-        "slo": str(wish.slo),
-        "min_quality": wish.min_quality,
+        "load": config.load.title,
+        "slo": str(config.slo),
+        "min_quality": config.min_quality,
         "predicted": found.num_predicted,
         "pruned": found.num_pruned,
         "left_out": found.left_out,
-        "runs": wish.num_runs,
-        "price_per_hour": wish.price_per_hour,
+        "runs": config.num_runs,
+        "price_per_hour": config.price_per_hour,
     }
     return Record("tune", rows, _NOTES, settings)
 
 
-def verdict(found: Tuned, wish: Wish) -> list[str]:
-    """Why this one, in sentences."""
+def verdict(found: TuneResult, config: TuneConfig) -> list[str]:
+    """Explain the choice in sentences."""
     best = found.best
     if best is None:
-        return ["Nothing was tried to its end."]
+        return ["No settings were tried to the end."]
     how = "measured" if best.is_measured else "predicted, not measured"
     sentences = [f"{best.settings.title}: {best.summary.output_throughput:,.1f} tok/s ({how})."]
-    if not best.is_good:
-        misses = "; ".join(wish.slo.misses(best.worst))
-        sentences.append(f"Nothing meets the SLO {wish.slo}; this comes nearest: {misses}.")
-    elif wish.slo.targets:
-        values = ((item, item.value(best.worst)) for item in wish.slo.targets)
-        kept = [
+    if not best.meets_slo:
+        misses = "; ".join(config.slo.misses(best.worst))
+        sentences.append(f"Nothing meets the SLO {config.slo}; the nearest misses it: {misses}.")
+    elif config.slo.targets:
+        values = ((item, item.value(best.worst)) for item in config.slo.targets)
+        met = [
             f"{item.name} {value:,.1f} of {item.most_ms:g} ms"
             for item, value in values
             if value is not None
         ]
-        sentences.append(f"The SLO is met: {', '.join(kept)}.")
-    sentences += _compared(best, [item for item in found.measured if item.is_good])
-    quality = best.settings.form.quality
+        sentences.append(f"The SLO is met: {', '.join(met)}.")
+    sentences += _comparison(best, [item for item in found.measured if item.meets_slo])
+    quality = best.settings.format.quality
     if quality.value is not None:
         basis = f"{quality.basis}: {quality.source}"
-        sentences.append(f"It keeps {quality.value:.4f} of the quality ({basis}).")
+        sentences.append(f"Its quality is {quality.value:.4f} of the 16-bit model's ({basis}).")
     sentences.append(
-        f"{found.num_predicted} settings were tried on the simulator, {found.num_pruned} could not "
-        f"be; {len(found.measured)} were measured."
+        f"{found.num_predicted} settings were simulated, {found.num_pruned} were invalid, "
+        f"{len(found.measured)} were measured."
     )
     if found.left_out:
         sentences.append(f"Not tried: {found.left_out}.")
     return sentences
 
 
-def _compared(best: Tried, good: Sequence[Tried]) -> list[str]:
-    """How it stands against the others, and whether that may be chance."""
+def _comparison(best: TrialResult, good: Sequence[TrialResult]) -> list[str]:
+    """Compare the best with the next, and say whether the difference may be chance."""
     others = [item for item in good if item is not best]
     if not best.is_measured or not others:
         return []
     second = max(others, key=lambda item: item.summary.output_throughput)
-    times = best.summary.output_throughput / second.summary.output_throughput
-    noise = best.noise(second)
-    if len(best.runs) > 1 and max(best.spread, second.spread) > noise:
-        apart = max(best.spread, second.spread)
+    ratio = best.summary.output_throughput / second.summary.output_throughput
+    noise, spread = best.noise(second), max(best.spread, second.spread)
+    if len(best.runs) > 1 and spread > noise:
         return [
-            f"Runs of the same settings are up to {apart:.0%} apart: something else uses this "
-            f"machine, and which is faster is not sure. {times:.2f} times: {second.settings.title}."
+            f"Runs of the same settings differ by up to {spread:.0%}: other work uses this machine, "
+            f"and the order is uncertain. {ratio:.2f} times the speed of {second.settings.title}."
         ]
-    if second in as_fast_as(best, [second]) or times < 1:
+    if second in as_fast_as(best, [second]) or ratio < 1:
         return [
-            f"As fast, within the {noise:.0%} that runs of the same settings may differ, and smaller: "
-            f"{second.settings.title} ({1 / times:.2f} times this)."
+            f"As fast as {second.settings.title} ({1 / ratio:.2f} times this) within the {noise:.0%} "
+            "that runs of the same settings may differ, and smaller."
         ]
-    chance = f", more than runs of the same settings differ ({max(best.spread, second.spread):.0%})"
+    chance = f", more than runs of the same settings differ ({spread:.0%})"
     return [
-        f"{times:.2f} times the next{chance if len(best.runs) > 1 else ''}: {second.settings.title}."
+        f"{ratio:.2f} times the next{chance if len(best.runs) > 1 else ''}: {second.settings.title}."
     ]
 
 
-def options_of(found: Tuned, given: Mapping[str, Any]) -> dict[str, Any]:
-    """What `serve` is to be told: the user's own and what was found; no secret."""
+def options_of(found: TuneResult, engine_options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options for `serve`: the user's and the best settings, without secrets."""
     best = found.best
     chosen = best.settings.options() if best is not None else {}
-    own = {name: value for name, value in given.items() if name not in _SECRETS}
+    own = {name: value for name, value in engine_options.items() if name not in _SECRETS}
     return {**own, **chosen}
 
 
-def write_yaml(path: Path, options: Mapping[str, Any], why: list[str]) -> None:
-    """Whole or not at all, with the reason at its head."""
-    head = "".join(f"# {line}\n" for sentence in why for line in sentence.splitlines())
+def write_yaml(path: Path, options: Mapping[str, Any], reasons: list[str]) -> None:
+    """Write the config file atomically, with the reasons as comments."""
+    head = "".join(f"# {line}\n" for sentence in reasons for line in sentence.splitlines())
     keys = {name.replace("_", "-"): _plain(value) for name, value in options.items()}
     body = yaml.safe_dump(keys, sort_keys=False, allow_unicode=True)
     title = f"# Written by windlass tune; windlass serve --config {path.name}\n"

@@ -1,6 +1,6 @@
-"""`windlass tune` as a whole: forms that are good enough, a search on the simulator, the best measured.
+"""`windlass tune`: chooses formats, searches on the simulator, and measures the best settings.
 
-Engines that hold their weights alike share them: only a new format is loaded.
+Engines with the same weight format share the loaded weights.
 """
 
 from __future__ import annotations
@@ -10,54 +10,58 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from windlass.build import build_engine, open_model
+from windlass.build import OpenModel, build_engine, open_model
 from windlass.config import EngineConfig
+from windlass.core.card import Capacity
 from windlass.errors import ConfigError, EngineError
 from windlass.models.card import open_checkpoint
 from windlass.runner.assemble import load_network
 from windlass.runner.device import choose_device
 from windlass.tools.common.device import release_memory
 from windlass.tools.common.drive import EngineRun, replay
+from windlass.tools.common.judge import Judge, short_corpus
 from windlass.tools.common.load import Load
-from windlass.tools.common.requests import Request, longest
+from windlass.tools.common.requests import longest
 from windlass.tools.common.slo import Slo
+from windlass.tools.eval.windows import Cut
 from windlass.tools.plan.formats import FORMATS, STORED
-from windlass.tools.plan.quality import Retention
+from windlass.tools.plan.quality import Retention, retention_of
 from windlass.tools.plan.select import Plan, select_quantization
 from windlass.tools.plan.simulate import simulate
-from windlass.tools.plan.steps import Steps, context_of, find_steps
-from windlass.tools.tune.quality import Tester
+from windlass.tools.plan.step_costs import MeasuredSteps, get_step_costs, max_context
+from windlass.tools.plan.what_if import WARM_UP
+from windlass.tools.tune.results import TrialResult, best_of
 from windlass.tools.tune.search import (
     SPECS,
-    Form,
+    ModelFormat,
     Search,
     Settings,
     Space,
-    choose_forms,
-    need_optuna,
+    StartingPoint,
+    choose_formats,
+    import_optuna,
     stored_quality,
 )
-from windlass.tools.tune.tried import Tried, best_of
 
 if TYPE_CHECKING:
     from windlass.runner.assemble import Loaded
 
 Log = Callable[[str], None]
-_WARM_UP = (Request([1] * 32, 4),) * 2
+_QUALITY_CONTEXT = 256
 
 
-@dataclass(frozen=True, slots=True)
-class Wish:
-    """What was asked for. `given` are the user's own options, as `LLM` takes them."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TuneConfig:
+    """Options of a search. `engine_options` are the user's own, as `LLM` takes them."""
 
-    given: Mapping[str, Any]
+    engine_options: Mapping[str, Any]
     load: Load
     slo: Slo
     min_quality: float = 0.0
     num_trials: int = 60
     num_finalists: int = 3
     max_formats: int = 2
-    formats: tuple[str, ...] = ()  # these and no others; none: the fastest, `max_formats` of them
+    formats: tuple[str, ...] = ()  # only these; empty: the fastest `max_formats`
     num_runs: int = 2  # of every finalist, in turns
     speculate: bool = True
     price_per_hour: float | None = None
@@ -65,53 +69,98 @@ class Wish:
 
 
 @dataclass(slots=True)
-class Tuned:
-    """What was found so far: it is whole after every trial, whenever somebody interrupts."""
+class TuneResult:
+    """Results so far; consistent after every trial, so that an interrupted search keeps them."""
 
-    predicted: list[Tried] = field(default_factory=list)  # the best of the search
-    measured: list[Tried] = field(default_factory=list)
+    predicted: list[TrialResult] = field(default_factory=list)  # the best of the search
+    measured: list[TrialResult] = field(default_factory=list)
     num_predicted: int = 0
     num_pruned: int = 0
-    left_out: str = ""  # forms, and why
+    left_out: str = ""  # formats, and why
     interrupted: bool = False
 
-    def add(self, tried: Tried) -> None:
-        """One more run of what was measured before, or a first one."""
+    def add(self, result: TrialResult) -> None:
+        """Add a measured run to the result of its settings, or as a new result."""
         for i, item in enumerate(self.measured):
-            if item.settings.title == tried.settings.title:
-                self.measured[i] = item.again(tried.runs[0], tried.summaries[0])
+            if item.settings.title == result.settings.title:
+                self.measured[i] = item.with_run(result.runs[0], result.summaries[0])
                 return
-        self.measured.append(tried)
+        self.measured.append(result)
 
     @property
-    def best(self) -> Tried | None:
-        """The best that was measured; what was only predicted, where nothing was."""
+    def best(self) -> TrialResult | None:
+        """The best measured result; the best predicted one if nothing was measured."""
         if self.measured:
             return best_of(self.measured)
         return max(self.predicted, key=lambda item: item.rank, default=None)
 
 
-class Tuner:
-    """One model on this machine with one load."""
+class QualityMeter:
+    """Measures the perplexity of formats on short texts relative to a reference.
 
-    def __init__(self, wish: Wish, log: Log) -> None:
-        need_optuna()
-        self._wish = wish
+    The reference is the model without online quantisation: float32 on a CPU, its own dtype on a GPU.
+    The loss of a quantised file relative to its original cannot be measured without the original.
+    Owns the reference, which is loaded for the first measurement.
+    """
+
+    def __init__(
+        self,
+        engine_options: Mapping[str, Any],
+        opened: OpenModel,
+        device: str,
+        stored: Retention,
+        log: Log,
+    ) -> None:
+        """`stored`: the expected retention of the model's file relative to its original."""
+        context = min(_QUALITY_CONTEXT, opened.hparams.max_positions)
+        exact = {"dtype": "float32"} if device == "cpu" else {}
+        self._config = EngineConfig.of(**{**engine_options, **exact})
+        self._engine_options = engine_options
+        self._opened = opened
+        self._corpus = short_corpus()
+        self._stored = stored
+        self._cut = Cut("strided", context, context)
         self._log = log
-        self._base = EngineConfig.of(**wish.given)
+        self._judge: Judge | None = None
+
+    def measure(self, format: ModelFormat, weights: Loaded) -> ModelFormat:
+        """Return the format with its measured quality; unchanged if measuring fails."""
+        config = EngineConfig.of(**{**self._engine_options, **format.options})
+        try:
+            if self._judge is None:
+                self._judge = Judge(self._config, self._opened, self._corpus, self._cut)
+            found = self._judge.compare(self._judge.build(config, weights))
+        except EngineError as error:
+            self._log(f"{format.name}: quality not measured: {error}")
+            return format
+        assert found.against is not None
+        value = retention_of(found.against.ppl_ratio)
+        measured = Retention(value, "measured", f"on {self._corpus.name}")
+        self._log(f"{format.name}: measured quality {value:.4f}")
+        return replace(format, quality=self._stored.times(measured))
+
+
+class Tuner:
+    """Tunes one model on this machine for one load."""
+
+    def __init__(self, config: TuneConfig, log: Log) -> None:
+        import_optuna()
+        self._config = config
+        self._log = log
+        self._base = EngineConfig.of(**config.engine_options)
         self._opened = open_model(self._base)
         self._device = choose_device(self._base.model).type
-        self._requests = wish.load.requests(self._opened.card, log)
+        self._requests = config.load.requests(self._opened.card, log)
         self._weights: tuple[str, Loaded] | None = None  # of one format at a time
-        self._steps: dict[str, Steps] = {}
-        self.found = Tuned()
+        self._steps: dict[str, MeasuredSteps] = {}  # by format
+        self.found = TuneResult()
 
     @property
     def model(self) -> str:
         return self._opened.files.name
 
-    def run(self) -> Tuned:
-        """Search, measure, and say what there is; ctrl-C ends it early."""
+    def run(self) -> TuneResult:
+        """Search and measure; ctrl-C ends it early with the results so far."""
         try:
             self._run()
         except KeyboardInterrupt:
@@ -119,146 +168,162 @@ class Tuner:
         return self.found
 
     def _run(self) -> None:
-        wish, found = self._wish, self.found
-        forms = self._forms()
+        config, found = self._config, self.found
+        formats = self._formats()
         limits = self._base.limits(self._device)
-        start = (limits.max_num_seqs, limits.max_num_batched_tokens)
-        space = Space.of(self._device, forms, start)
+        start = StartingPoint(limits.max_num_seqs, limits.max_num_batched_tokens)
+        space = Space.of(self._device, formats, start)
         search = Search(space, self._predict, start, self._base.model.seed)
         try:
-            search.run(wish.num_trials)
+            search.run(config.num_trials)
         finally:
-            found.predicted = search.best(wish.num_finalists)
+            found.predicted = search.best(config.num_finalists)
             found.num_predicted, found.num_pruned = len(search.tried), search.num_pruned
         if not found.predicted:
             raise ConfigError(
-                f"none of {wish.num_trials} settings can serve this load: its longest request has "
-                f"{longest(self._requests):,} tokens. Raise --trials, or shorten it."
+                f"none of {config.num_trials} settings can serve this load: its longest request has "
+                f"{longest(self._requests):,} tokens. Raise --trials, or shorten the requests."
             )
-        self._log(f"{found.num_predicted} settings predicted, {found.num_pruned} left out")
-        starting = search.tried.get(Settings(forms[0], *start).title)
+        self._log(f"{found.num_predicted} settings simulated, {found.num_pruned} invalid")
+        first = Settings(formats[0], start.max_num_seqs, start.max_num_batched_tokens)
+        baseline = search.tried.get(first.title)
         finalists = list(found.predicted)
-        if starting is not None and starting not in finalists:
-            finalists.append(starting)  # what it is to be better than
-        # Those with the same weights one after the other.
-        finalists.sort(key=lambda each: each.settings.form.name)
+        if baseline is not None and baseline not in finalists:
+            finalists.append(baseline)
+        # Finalists that share weights are measured one after the other.
+        finalists.sort(key=lambda each: each.settings.format.name)
         self._measure_in_turns([item.settings for item in finalists])
-        if wish.speculate and found.best is not None:
-            settled = found.best.settings
-            self._measure_in_turns([settled, *(settled.guessing(spec) for spec in SPECS)])
+        if config.speculate and found.best is not None:
+            best = found.best.settings
+            self._measure_in_turns([best, *(replace(best, spec=spec) for spec in SPECS)])
 
     def _measure_in_turns(self, settings: list[Settings]) -> None:
-        """There and back again, so that what disturbs one turn meets all, and few weights are loaded."""
-        for turn in range(self._wish.num_runs):
+        """Measure forwards and backwards: disturbances affect all, and few weights are reloaded."""
+        for turn in range(self._config.num_runs):
             for each in settings if turn % 2 == 0 else reversed(settings):
                 self._measure(each)
 
-    def _forms(self) -> tuple[Form, ...]:
-        wish = self._wish
-        planned = ("quantization", "quantize_head", "kv_cache_dtype", "max_num_seqs", "num_blocks")
-        options = {name: value for name, value in wish.given.items() if name not in planned}
-        options.pop("max_model_len", None)
+    def _formats(self) -> tuple[ModelFormat, ...]:
+        config = self._config
+        planned = (
+            "quantization",
+            "quantize_head",
+            "kv_cache_dtype",
+            "max_num_seqs",
+            "num_blocks",
+            "max_model_len",
+        )
+        options = {k: v for k, v in config.engine_options.items() if k not in planned}
         plan = select_quantization(
             **options,
-            min_quality=wish.min_quality,
+            min_quality=config.min_quality,
             context=min(longest(self._requests), self._opened.hparams.max_positions),
             concurrency=1,
-            formats=wish.formats or ((STORED,) if wish.max_formats == 1 else FORMATS),
-            records=wish.records,
+            formats=config.formats or ((STORED,) if config.max_formats == 1 else FORMATS),
+            records=config.records,
         )
-        self._refuse_lacking(plan)
-        most = len(wish.formats) or wish.max_formats
-        forms, self.found.left_out = choose_forms(plan, most, bool(wish.formats))
-        if not forms:
-            raise ConfigError(f"no form of this model can be tuned: {plan.shortfall}")
-        self._log(f"forms: {', '.join(form.name for form in forms)}")
-        return self._learned(forms, stored_quality(plan))
+        self._check_named_formats(plan)
+        max_formats = len(config.formats) or config.max_formats
+        formats, self.found.left_out = choose_formats(plan, max_formats, bool(config.formats))
+        if not formats:
+            raise ConfigError(f"no format of this model can be tuned: {plan.shortfall}")
+        self._log(f"formats: {', '.join(format.name for format in formats)}")
+        return self._measure_formats(formats, stored_quality(plan))
 
-    def _refuse_lacking(self, plan: Plan) -> None:
-        """A format that was asked for by name and that the model cannot have."""
-        for name in self._wish.formats:
+    def _check_named_formats(self, plan: Plan) -> None:
+        for name in self._config.formats:
             if name in plan.refused:
                 raise ConfigError(f"--formats {name}: {plan.refused[name]}.")
 
-    def _learned(self, forms: Sequence[Form], stored: Retention) -> tuple[Form, ...]:
-        """What steps of each form cost, and what it keeps of the quality: those that keep enough."""
-        tester = Tester(self._wish.given, self._opened, self._device, stored, self._log)
+    def _measure_formats(
+        self, formats: Sequence[ModelFormat], stored: Retention
+    ) -> tuple[ModelFormat, ...]:
+        """Measure quality and step costs of each format; return the formats with enough quality."""
+        options = self._config.engine_options
+        meter = QualityMeter(options, self._opened, self._device, stored, self._log)
         is_real, good, poor = self._base.model.load_format != "dummy", [], []
-        for form in forms:
-            config = EngineConfig.of(**{**self._wish.given, **form.options})
-            known = form.quality.basis in ("reference", "measured")
+        for format in formats:
+            config = EngineConfig.of(**{**options, **format.options})
+            known = format.quality.basis in ("reference", "measured")
             weights = None
             if is_real and not known:
-                weights = self._loaded(form, config)
-                form = tester.measure(form, weights)
-            if not form.quality.meets(self._wish.min_quality):
-                poor.append(form)
+                weights = self._load(format, config)
+                format = meter.measure(format, weights)
+            if not format.quality.meets(self._config.min_quality):
+                poor.append(format)
                 continue
-            self._steps[form.name] = find_steps(
+            self._steps[format.name] = get_step_costs(
                 config, self._opened, log=self._log, weights=weights
             )
-            good.append(form)
+            good.append(format)
         if poor:
-            said = ", ".join(f"{form.name} ({form.quality.value:.4f})" for form in poor)
-            more = f"measured below --min-quality {self._wish.min_quality:g}: {said}"
+            names = ", ".join(f"{format.name} ({format.quality.value:.4f})" for format in poor)
+            more = f"measured below --min-quality {self._config.min_quality:g}: {names}"
             self.found.left_out = "; ".join(filter(None, (self.found.left_out, more)))
         if not good:
-            raise ConfigError(f"no form keeps enough of the quality; {self.found.left_out}.")
+            raise ConfigError(f"no format has enough quality; {self.found.left_out}.")
         release_memory()
         return tuple(good)
 
-    def _predict(self, settings: Settings, share: float) -> Tried:
-        """On the simulator, with a share of the blocks that there would be."""
-        config = settings.config(self._wish.given)
-        limits, steps = config.limits(self._device), self._steps[settings.form.name]
+    def _predict(self, settings: Settings, share: float) -> TrialResult:
+        """Simulate the settings with a share of the default KV blocks."""
+        config = settings.config(self._config.engine_options)
+        limits, steps = config.limits(self._device), self._steps[settings.format.name]
         capacity = steps.capacity(config, self._opened, limits)
-        # The longest request that the model takes has room, even if this load has none such.
-        whole = -(-context_of(config, self._opened) // capacity.block_size)
-        fewer = max(whole, int(share * capacity.num_blocks))
-        if fewer < capacity.num_blocks:
-            capacity = replace(capacity, num_blocks=fewer)
-            settings = replace(settings, num_blocks=capacity.num_blocks)
+        context = max_context(config, self._opened)
+        # Room for one request of the whole context, even if this load has none.
+        min_blocks = -(-context // capacity.block_size)
+        num_blocks = max(min_blocks, int(share * capacity.num_blocks))
+        if num_blocks < capacity.num_blocks:
+            capacity = replace(capacity, num_blocks=num_blocks)
+            settings = replace(settings, num_blocks=num_blocks)
         run = simulate(
-            config,
-            limits,
-            capacity,
-            context_of(config, self._opened),
-            steps.costs,
             self._requests,
-            self._wish.load.max_concurrency,
+            steps.costs,
+            config=config,
+            limits=limits,
+            capacity=capacity,
+            max_model_len=context,
+            max_concurrency=self._config.load.max_concurrency,
             overlap=self._device == "cuda",
         )
-        kv_bytes = capacity.num_blocks * capacity.bytes_per_block
-        return self._tried(settings, False, run, kv_bytes)
+        return self._result(settings, run, capacity, is_measured=False)
 
-    def _tried(self, settings: Settings, is_measured: bool, run: EngineRun, kv_bytes: int) -> Tried:
-        wish = self._wish
-        summaries, price = (wish.slo.summarise(run),), wish.price_per_hour
-        return Tried(settings, is_measured, (run,), summaries, wish.slo, kv_bytes, price)
+    def _result(
+        self, settings: Settings, run: EngineRun, capacity: Capacity, *, is_measured: bool
+    ) -> TrialResult:
+        config = self._config
+        return TrialResult(
+            settings=settings,
+            is_measured=is_measured,
+            runs=(run,),
+            summaries=(config.slo.summarise(run),),
+            slo=config.slo,
+            kv_bytes=capacity.num_blocks * capacity.bytes_per_block,
+            price_per_hour=config.price_per_hour,
+        )
 
     def _measure(self, settings: Settings) -> None:
-        """For real, in this process; settings that the engine refuses are left out, and it is said."""
-        config = settings.config(self._wish.given)
+        """Run the load on an engine in this process; log and skip settings that the engine refuses."""
+        config = settings.config(self._config.engine_options)
         try:
-            built = build_engine(config, self._opened.source, self._loaded(settings.form, config))
+            built = build_engine(config, self._opened.source, self._load(settings.format, config))
         except EngineError as error:
             self._log(f"{settings.title}: left out: {error}")
             return
-        replay(built.engine, _WARM_UP)
+        replay(built.engine, WARM_UP)
         built.engine.reset_prefix_cache()
-        at_once = self._wish.load.max_concurrency
-        run = replay(built.engine, self._requests, max_concurrency=at_once)
-        capacity = built.report.capacity
-        kv_bytes = capacity.num_blocks * capacity.bytes_per_block
-        tried = self._tried(settings, True, run, kv_bytes)
-        kept = "" if tried.is_good else f"; {'; '.join(tried.slo.misses(tried.summary))}"
-        self.found.add(tried)
-        self._log(f"{settings.title}: {tried.summary.output_throughput:,.1f} tok/s{kept}")
+        max_concurrency = self._config.load.max_concurrency
+        run = replay(built.engine, self._requests, max_concurrency=max_concurrency)
+        result = self._result(settings, run, built.report.capacity, is_measured=True)
+        misses = "" if result.meets_slo else f"; {'; '.join(result.slo.misses(result.summary))}"
+        self.found.add(result)
+        self._log(f"{settings.title}: {result.summary.output_throughput:,.1f} tok/s{misses}")
         del built
         release_memory()
 
-    def _loaded(self, form: Form, config: EngineConfig) -> Loaded:
-        key = form.weights_key(self._device)
+    def _load(self, format: ModelFormat, config: EngineConfig) -> Loaded:
+        key = format.weights_key(self._device)
         if self._weights is None or self._weights[0] != key:
             self._weights = None
             checkpoint = open_checkpoint(self._opened.files, config.model)

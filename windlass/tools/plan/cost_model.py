@@ -1,12 +1,12 @@
-"""What a step costs on one machine with one model, as a function of what is in it.
+"""Step time on one machine with one model, as a function of the rows of the step.
 
-    seconds = rows of one token                    by their number, straight lines between points
-            + tokens of prompts                    what they add to a step with these rows
-            + a choice of the next token           for every prompt that ends
-            + keys and values that are read        by each kind of row
-            + deciding                             the scheduler's own time
+    seconds = decode rows                          piecewise linear in their number
+            + prefill tokens                       what they add to a step with these rows
+            + sampling                             for each prompt that ends in the step
+            + attention                            KV tokens read, by kind of row
+            + scheduling                           host time
 
-Measured in calibrate.py; guesses of speculation are not in it.
+step_costs.py measures the parameters. Draft tokens are not part of the model.
 """
 
 from __future__ import annotations
@@ -21,32 +21,33 @@ from windlass.speculative.costs import StepCosts
 
 @dataclass(frozen=True, slots=True)
 class CostModel:
-    """Seconds of steps. `windows`: of layers that see no further; most models have none."""
+    """Seconds per step. `windows`: sliding windows by layer; empty if no layer has one."""
 
-    tokens: StepCosts  # of one prompt's tokens, their attention not counted
-    rows: StepCosts  # of rows of one token each with the next one chosen, likewise
-    choice_s: float  # choosing a next token, beyond `tokens`
-    one_kv_s: float  # per token of context, of a row alone in its step
-    kv_s: float  # the same, of many rows
-    pair_s: float  # per token of a prompt and token before it
-    host_s: float = 0.0  # deciding, a step
-    host_row_s: float = 0.0  # and for each row of it
+    tokens: StepCosts  # by prefill tokens, without attention
+    rows: StepCosts  # by decode rows with sampling, without attention
+    choice_s: float  # sampling one token, in addition to `tokens`
+    one_kv_s: float  # per KV token that a decode row alone in its step reads
+    kv_s: float  # per KV token that one of several decode rows reads
+    pair_s: float  # per prefill token and KV token before it
+    host_s: float = 0.0  # scheduling, per step
+    host_row_s: float = 0.0  # scheduling, per row
     windows: tuple[int | None, ...] = ()
 
     def device_seconds(self, rows: Sequence[Row]) -> float:
-        """What the runner takes for these rows."""
-        num_rows = num_prompt = num_chosen = 0
+        """Return the runner's time for these rows."""
+        num_rows = num_prompt = num_sampled = 0
         context = pairs = 0.0
         for row in rows:
             if row.num_tokens == 1:
                 num_rows += 1
-                context += self._seen(row.start + 1)
+                context += self._kv_tokens_read(row.start + 1)
             else:
                 num_prompt += row.num_tokens
-                num_chosen += row.sample
+                num_sampled += row.sample
                 middle = row.start + (row.num_tokens + 1) / 2
-                pairs += row.num_tokens * self._seen(middle)
-        seconds = num_chosen * self.choice_s + self._kv(num_rows) * context + self.pair_s * pairs
+                pairs += row.num_tokens * self._kv_tokens_read(middle)
+        kv_s = self._kv_token_seconds(num_rows)
+        seconds = num_sampled * self.choice_s + kv_s * context + self.pair_s * pairs
         if not num_rows:
             return seconds + self.tokens.of(num_prompt)
         if num_prompt:
@@ -57,15 +58,15 @@ class CostModel:
         return self.host_s + num_rows * self.host_row_s
 
     def decode_seconds(self, num_rows: int, context: float) -> float:
-        """A step in which so many rows of so much context advance by a token."""
-        reading = self._kv(num_rows) * num_rows * self._seen(context)
+        """Return the time of a decode step in which every row has `context` KV tokens."""
+        reading = self._kv_token_seconds(num_rows) * num_rows * self._kv_tokens_read(context)
         return self.rows.of(num_rows) + reading + self.host_seconds(num_rows)
 
-    def _kv(self, num_rows: int) -> float:
+    def _kv_token_seconds(self, num_rows: int) -> float:
         return self.one_kv_s if num_rows == 1 else self.kv_s
 
-    def _seen(self, context: float) -> float:
-        """As a mean over layers."""
+    def _kv_tokens_read(self, context: float) -> float:
+        """Mean over layers."""
         if not self.windows:
             return context
         return sum(min(context, window or context) for window in self.windows) / len(self.windows)
@@ -80,12 +81,12 @@ class CostModel:
 
     @classmethod
     def from_json(cls, found: dict[str, Any]) -> CostModel:
-        """What `to_json` gave; anything else raises KeyError, TypeError or ValueError."""
+        """Parse what `to_json` returned; raise KeyError, TypeError or ValueError for other input."""
         values: dict[str, Any] = {name: float(found[name]) for name in _NUMBERS}
         if min(values.values()) < 0:
-            raise ValueError("a cost below 0")
+            raise ValueError("a cost is below 0")
         values["windows"] = tuple(None if item is None else int(item) for item in found["windows"])
-        return cls(_points(found["tokens"]), _points(found["rows"]), **values)
+        return cls(tokens=_points(found["tokens"]), rows=_points(found["rows"]), **values)
 
 
 _NUMBERS = ("choice_s", "one_kv_s", "kv_s", "pair_s", "host_s", "host_row_s")

@@ -1,4 +1,4 @@
-"""Settings that were tried, on the simulator or for real, and how good they are."""
+"""Results of settings that were simulated or measured, and their order."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from windlass.tools.common.slo import Slo
 from windlass.tools.common.summary import Summary
 from windlass.tools.tune.search import Settings
 
-_SAME = 0.02  # throughputs as near as this are the same; then less memory is better
-_MOST_NOISE = 0.1  # runs that differ by more say little, and are not taken for the same
+_SAME_SPEED = 0.02  # throughputs this near are equal; then less memory is better
+_MAX_NOISE = 0.1  # a larger spread between runs does not make settings equal
 
 
 @dataclass(frozen=True, slots=True)
-class Tried:
-    """One row of the report; what was measured has several runs."""
+class TrialResult:
+    """Figures of one point of the search space: one simulated run, or several measured runs."""
 
     settings: Settings
     is_measured: bool
@@ -29,73 +29,72 @@ class Tried:
     kv_bytes: int
     price_per_hour: float | None = None
 
-    def again(self, run: EngineRun, summary: Summary) -> Tried:
-        """With one more run."""
+    def with_run(self, run: EngineRun, summary: Summary) -> TrialResult:
         return replace(self, runs=(*self.runs, run), summaries=(*self.summaries, summary))
 
     @property
     def summary(self) -> Summary:
-        """The run in the middle; of two the slower."""
+        """The run with the median throughput; of two, the slower."""
         ordered = sorted(self.summaries, key=lambda each: each.output_throughput)
         return ordered[(len(ordered) - 1) // 2]
 
     @property
     def spread(self) -> float:
-        """How far the runs' throughputs are apart, as a share of the highest."""
+        """The difference between the runs' throughputs, relative to the highest."""
         speeds = [each.output_throughput for each in self.summaries]
         return 1 - min(speeds) / max(speeds) if max(speeds) > 0 else 0.0
 
     @property
     def worst(self) -> Summary:
-        """The run that is furthest from the promise: it is kept when every run keeps it."""
+        """The run that is furthest from the SLO: every run must meet it."""
         return max(self.summaries, key=self.slo.excess)
 
     @property
     def excess(self) -> float:
         return self.slo.excess(self.worst)
 
-    def noise(self, other: Tried) -> float:
-        """Two whose speeds differ by less than this are the same, as far as anybody knows."""
-        return min(_MOST_NOISE, max(_SAME, self.spread, other.spread))
+    def noise(self, other: TrialResult) -> float:
+        """Return the relative difference in throughput that may be chance."""
+        return min(_MAX_NOISE, max(_SAME_SPEED, self.spread, other.spread))
 
     @property
-    def is_good(self) -> bool:
+    def meets_slo(self) -> bool:
         return self.excess <= 0
 
     @property
     def score(self) -> float:
-        """For the search: tokens a second where the promise is kept, else how far it is missed."""
-        if self.is_good:
+        """The objective of the search: tokens per second if the SLO is met, else minus the excess."""
+        if self.meets_slo:
             return self.summary.output_throughput
         return -min(self.excess, 1e6)
 
     @property
     def rank(self) -> tuple[Any, ...]:
-        """Good before bad; the faster; of the same speed the one with less memory, then smaller."""
-        if not self.is_good:
+        """Sort key: SLO met, then throughput; at equal throughput less memory, then smaller limits."""
+        if not self.meets_slo:
             return (False, -self.excess, self.summary.output_throughput)
-        speed = round(math.log(self.summary.output_throughput) / math.log1p(_SAME))
+        speed = round(math.log(self.summary.output_throughput) / math.log1p(_SAME_SPEED))
         return (True, speed, *(-number for number in self.size))
 
     @property
     def size(self) -> tuple[int, int, int]:
-        """What it takes: bytes of the cache first."""
+        """KV cache bytes, sequences and tokens per step."""
         own = self.settings
         return (self.kv_bytes, own.max_num_seqs, own.max_num_batched_tokens)
 
     @property
     def figures(self) -> tuple[Any, ...]:
-        """What tells it from others that do the same."""
-        return (self.settings.form.name, self.summary.output_throughput, self.summary.duration)
+        """Equal for settings that make no difference to each other."""
+        return (self.settings.format.name, self.summary.output_throughput, self.summary.duration)
 
     @property
     def usd_per_million(self) -> float | None:
-        """Dollars per million tokens out."""
+        """Dollars per million output tokens."""
         return Price(self.price_per_hour, "").per_million(self.summary.output_throughput)
 
     def row(self) -> dict[str, Any]:
-        """For the table and the record."""
-        figures, kept, run = self.summary.row(), self.settings.form.quality, self.runs[-1]
+        """Return a row of the table and the record."""
+        figures, quality, run = self.summary.row(), self.settings.format.quality, self.runs[-1]
         names = ("output_throughput", "request_throughput", "request_goodput")
         usd = self.usd_per_million
         row: dict[str, Any] = {
@@ -109,30 +108,30 @@ class Tried:
             for name in ("median", "p99"):
                 row[f"{name}_{metric}_ms"] = figures.get(f"{name}_{metric}_ms")
         return row | {
-            "quality": kept.value,
-            "quality_basis": kept.basis,
+            "quality": quality.value,
+            "quality_basis": quality.basis,
             "usd_per_million": None if usd is None else round(usd, 4),
             "kv_mib": round(self.kv_bytes / 2**20, 1),
             "kv_peak_pct": round(100 * run.peak_kv, 2),
             "preemptions": run.num_preemptions,
             "drafted": run.num_drafted,
             "accepted": run.num_accepted,
-            "slo": "met" if self.is_good else "; ".join(self.slo.misses(self.worst)),
+            "slo": "met" if self.meets_slo else "; ".join(self.slo.misses(self.worst)),
             "options": self.settings.options(),
         }
 
 
-def best_of(items: Sequence[Tried]) -> Tried | None:
-    """The fastest that keeps the promise; of those as fast, as far as their runs tell, the smallest."""
-    good = [item for item in items if item.is_good]
+def best_of(items: Sequence[TrialResult]) -> TrialResult | None:
+    """Return the fastest that meets the SLO; among equally fast ones, the smallest."""
+    good = [item for item in items if item.meets_slo]
     if not good:
         return max(items, key=lambda item: item.rank, default=None)
     top = max(good, key=lambda item: item.summary.output_throughput)
     return min(as_fast_as(top, good), key=lambda item: item.size)
 
 
-def as_fast_as(top: Tried, items: Sequence[Tried]) -> list[Tried]:
-    """Those whose distance from the fastest may be chance, itself among them."""
+def as_fast_as(top: TrialResult, items: Sequence[TrialResult]) -> list[TrialResult]:
+    """Return the results whose difference from `top` may be chance, including `top`."""
     speed = top.summary.output_throughput
     return [
         item
