@@ -55,8 +55,8 @@ BELOW: dict[str, set[str]] = {
     "runner": {"lora", "pages", "text"},
     "speculative": {"runner"},
     "build": {"serve", "speculative"},
-    "front": {"serve"},
-    "llm": {"build", "front"},
+    "outputs": {"text"},
+    "llm": {"build", "outputs"},
     "tools": {"llm"},
     "cli": {"tools"},
 }

@@ -1,12 +1,13 @@
 """The offline API: `LLM("default").generate(["Hello"], SamplingParams(max_tokens=32))`.
 
-The engine's loop runs in the caller's process. `AsyncLLM` runs it in a process of its own, as the
-server does.
+`LLM` runs the engine's loop in the caller's process. `AsyncLLM` runs it in a process of its own, as
+the server does.
 """
 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -18,19 +19,23 @@ from windlass.config import EngineConfig, ModelConfig
 from windlass.core.card import EngineReport, ModelCard
 from windlass.core.sampling import SamplingParams
 from windlass.errors import RequestError
-from windlass.front import Front, Job, Messages, Prompt, RequestOutput
 from windlass.lora.locate import locate
 from windlass.lora_config import check_adapter_name
+from windlass.outputs import RequestGroup, RequestOutput
+from windlass.text.chat_template import ChatTemplate
 from windlass.text.completion import Delta
+from windlass.text.request_builder import Prompt, RequestBuilder, RequestOptions
 
-_LOADING_S = 0.001
+Messages = Sequence[Mapping[str, Any]]
+
+_LOADING_S = 0.001  # pause between looks at an adapter that is being loaded
 
 
 class LLM:
     """Usage: `LLM("default", max_num_seqs=8).generate(prompts, SamplingParams(max_tokens=32))`.
 
-    Options are those of the command line, with underscores. Not thread-safe. With
-    `price_per_hour`, what the machine costs in dollars, results say what they cost.
+    Options are those of the command line, with underscores. Not thread-safe. `price_per_hour` is
+    the machine's price in dollars; with it, results have a cost.
     """
 
     def __init__(
@@ -44,7 +49,7 @@ class LLM:
 
     @classmethod
     def over(cls, card: ModelCard, built: Built) -> LLM:
-        """Over an engine that was built already, perhaps with shared weights."""
+        """Make an LLM over an engine that is already built, for example with shared weights."""
         llm = cls.__new__(cls)
         llm._take(card, built)
         return llm
@@ -53,7 +58,10 @@ class LLM:
         self.report: EngineReport = built.report
         self.card: ModelCard = card
         self.engine = built.engine
-        self._front = Front(card, built.report.vocab_size)
+        self._template: ChatTemplate | None = None
+        if card.chat_template is not None:
+            self._template = ChatTemplate(card.chat_template, card.special_tokens)
+        self._requests = _GroupBuilder(card, built.report)
         self._model = ModelConfig()
         self._price = None
 
@@ -64,19 +72,19 @@ class LLM:
         progress: bool = False,
         adapter: str | Sequence[str] = "",
     ) -> list[RequestOutput]:
-        """Complete prompts (text or token ids), all at once; results in the order of prompts.
+        """Complete prompts (text or token ids) in one batch; results have the prompts' order.
 
-        `adapter` names one for all prompts, or one for each; "" is the model itself.
+        `adapter` is one name for all prompts, or one per prompt; "" is the base model.
         """
         many = _as_list(prompts)
-        wishes = _as_wishes(sampling, len(many))
-        names = _as_adapters(adapter, len(many))
-        jobs = self._front.jobs(many, wishes, names)
-        with progress_bar(len(jobs), progress) as advance:
-            for job, _ in self._drive(jobs, whole=True):
-                if job.done:
+        groups = self._requests.groups(
+            many, _sampling_per_prompt(sampling, len(many)), _adapter_per_prompt(adapter, len(many))
+        )
+        with progress_bar(len(groups), progress) as advance:
+            for group, _ in self._drive(groups, whole=True):
+                if group.done:
                     advance()
-        return [job.result(self._price) for job in jobs]
+        return [group.result(self._price) for group in groups]
 
     def chat(
         self,
@@ -88,35 +96,35 @@ class LLM:
         """Answer one conversation or several."""
         single = bool(messages) and isinstance(messages[0], Mapping)
         conversations: Any = [messages] if single else messages
-        rendered = self._front.render(conversations)
-        return self.generate(rendered, sampling, progress, adapter)
+        return self.generate(self._render(conversations), sampling, progress, adapter)
 
     def explain(self, result: RequestOutput) -> list[dict[str, Any]]:
-        """Where the time of each completion went, in a sentence and in figures, as `explain` has them."""
+        """Explain where the time of each completion went, as `windlass explain` does."""
         from windlass.serve.explain import explained, trace_json
 
-        told = ((trace, trace.timeline.arrived) for trace in result.traces)
+        starts = ((trace, trace.timeline.arrived) for trace in result.traces)
         return [
-            explained(trace, began, self.report) | trace_json(trace, began) for trace, began in told
+            explained(trace, began, self.report) | trace_json(trace, began)
+            for trace, began in starts
         ]
 
     def stream(
         self, prompt: Prompt, sampling: SamplingParams | None = None, adapter: str = ""
     ) -> Iterator[str]:
-        """The text of one completion, piece by piece. Closing the iterator aborts it."""
-        job = self._front.job(prompt, sampling, adapter)
-        if len(job.requests) > 1:
+        """Stream the text of one completion. Closing the iterator aborts the request."""
+        group = self._requests.group(prompt, sampling, adapter)
+        if len(group.requests) > 1:
             raise RequestError("stream() gives one completion; n must be 1.", "n")
-        return (delta.text for _, delta in self._drive([job]) if delta.text)
+        return (delta.text for _, delta in self._drive([group]) if delta.text)
 
     def stream_chat(
         self, messages: Messages, sampling: SamplingParams | None = None, adapter: str = ""
     ) -> Iterator[str]:
-        """The answer to one conversation, piece by piece."""
-        return self.stream(self._front.render([messages])[0], sampling, adapter)
+        """Stream the answer to one conversation."""
+        return self.stream(self._render([messages])[0], sampling, adapter)
 
     def add_adapter(self, name: str, path: str) -> None:
-        """Load an adapter from a folder or the hub; one that does not fit raises, and is not there."""
+        """Load an adapter from a folder or the hub. Raises when it does not fit the model."""
         check_adapter_name(name)
         adapters = self.engine.adapters
         adapters.load(name, str(locate(path, self._model)))
@@ -127,51 +135,63 @@ class LLM:
         """Unload an adapter."""
         self.engine.adapters.unload(name)
 
-    def _drive(self, jobs: list[Job], whole: bool = False) -> Iterator[tuple[Job, Delta]]:
-        """Step until the jobs are done; whatever happens, nothing of them stays in the engine.
+    def _render(self, conversations: Sequence[Messages]) -> list[list[int]]:
+        """Render conversations with the model's chat template, and encode them."""
+        if self._template is None:
+            raise RequestError(
+                f"the model {self.card.name!r} has no chat template; use generate() instead.",
+                "messages",
+            )
+        texts = [self._template.render(messages) for messages in conversations]
+        return self._requests.builder.encode_rendered(texts)
 
-        `whole`: a completion comes in one piece, if its text cannot end it.
+    def _drive(
+        self, groups: list[RequestGroup], whole: bool = False
+    ) -> Iterator[tuple[RequestGroup, Delta]]:
+        """Step until all groups are done. On every exit, none of their requests stays in the engine.
+
+        `whole`: yield a completion as one delta, unless its text can end it.
         """
-        left: dict[str, Job] = {}
-        owners = {request.request_id: job for job in jobs for request in job.requests}
-        kept: dict[str, list[int]] = {}  # tokens of completions that come so
+        running: dict[str, RequestGroup] = {}
+        owners = {request.request_id: group for group in groups for request in group.requests}
+        buffered: dict[str, list[int]] = {}  # tokens of completions that become one delta
         try:
-            for job in jobs:
-                for request in job.requests:
+            for group in groups:
+                for request in group.requests:
                     self.engine.add(request)
-                    left[request.request_id] = job
+                    running[request.request_id] = group
                     if whole and request.sampling.is_only_tokens:
-                        kept[request.request_id] = []
-            while left:
+                        buffered[request.request_id] = []
+            while running:
                 outputs = self.engine.step()
                 if not outputs and self.engine.is_loading:
-                    time.sleep(_LOADING_S)  # lets the thread work that reads the adapter
+                    time.sleep(_LOADING_S)  # gives the GIL to the thread that loads the adapter
                 for output in outputs:
-                    tokens = kept.get(output.request_id)
+                    tokens = buffered.get(output.request_id)
                     if tokens is not None:
                         tokens += output.tokens
                         if output.finish is None:
                             continue
                         output = output._replace(tokens=tokens)
-                    job = left[output.request_id]
-                    delta = job.feed(output)
+                    group = running[output.request_id]
+                    delta = group.feed(output)
                     if delta.finish_reason is not None:
-                        del left[output.request_id]
-                        self.engine.abort(output.request_id)  # a stop string is found only here
-                        self._keep_stories(owners)
-                    yield job, delta
+                        del running[output.request_id]
+                        self.engine.abort(output.request_id)  # the engine knows no stop strings
+                        self._collect_traces(owners)
+                    yield group, delta
         finally:
-            for request_id in left:
+            for request_id in running:
                 self.engine.abort(request_id)
 
-    def _keep_stories(self, owners: dict[str, Job]) -> None:
+    def _collect_traces(self, owners: dict[str, RequestGroup]) -> None:
         for trace in self.engine.traces():
-            if trace.request_id in owners:  # else of a stream that was closed before
+            if trace.request_id in owners:  # else it belongs to a stream that was closed
                 owners[trace.request_id].traces.append(trace)
 
 
 class AsyncLLM:
-    """Usage: `async with AsyncLLM("default") as llm: async for piece in llm.stream("Hello"): ...`
+    """Usage: `async with AsyncLLM("default") as llm: async for delta in llm.stream("Hello"): ...`
 
     The engine runs in a process of its own and serves many coroutines at once.
     """
@@ -186,7 +206,7 @@ class AsyncLLM:
         self.card = opened.card
         self._client = EngineClient(partial(build_for_process, self._config, opened.source))
         self.report = await self._client.start()
-        self._front = Front(self.card, self.report.vocab_size)
+        self._requests = _GroupBuilder(self.card, self.report)
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -195,22 +215,22 @@ class AsyncLLM:
     async def generate(
         self, prompt: Prompt, sampling: SamplingParams | None = None, adapter: str = ""
     ) -> RequestOutput:
-        """Complete one prompt; call it many times at once."""
-        job = self._front.job(prompt, sampling, adapter)
-        async for _ in self._drive(job):
+        """Complete one prompt. Concurrent calls share batches."""
+        group = self._requests.group(prompt, sampling, adapter)
+        async for _ in self._drive(group):
             pass
-        return job.result()
+        return group.result()
 
     async def stream(
         self, prompt: Prompt, sampling: SamplingParams | None = None, adapter: str = ""
     ) -> AsyncIterator[Delta]:
-        """What is new in each completion of one prompt, as it comes."""
-        job = self._front.job(prompt, sampling, adapter)
-        async for delta in self._drive(job):
+        """Stream the deltas of all completions of one prompt."""
+        group = self._requests.group(prompt, sampling, adapter)
+        async for delta in self._drive(group):
             yield delta
 
     async def add_adapter(self, name: str, path: str) -> None:
-        """Load an adapter from a folder or the hub; one that does not fit raises, and is not there."""
+        """Load an adapter from a folder or the hub. Raises when it does not fit the model."""
         from windlass.serve.messages import LoadAdapter
 
         check_adapter_name(name)
@@ -218,27 +238,58 @@ class AsyncLLM:
         await self._client.change_adapter(LoadAdapter(name, str(folder)))
 
     async def remove_adapter(self, name: str) -> None:
-        """Unload an adapter; requests that use it end as they began."""
+        """Unload an adapter. Running requests keep it until they end."""
         from windlass.serve.messages import UnloadAdapter
 
         await self._client.change_adapter(UnloadAdapter(name))
 
-    async def _drive(self, job: Job) -> AsyncIterator[Delta]:
-        async for output in self._client.generate(*job.requests):
-            delta = job.feed(output)
+    async def _drive(self, group: RequestGroup) -> AsyncIterator[Delta]:
+        async for output in self._client.generate(*group.requests):
+            delta = group.feed(output)
             if delta.finish_reason is not None:
                 self._client.abort(output.request_id, completed=True)  # a stop string
             yield delta
 
 
+class _GroupBuilder:
+    """Builds request groups. Owns the counter that makes their ids unique."""
+
+    def __init__(self, card: ModelCard, report: EngineReport) -> None:
+        self.builder = RequestBuilder(card, report)
+        self._tokenizer = card.tokenizer
+        self._ids = itertools.count()
+
+    def groups(
+        self,
+        prompts: Sequence[Prompt],
+        sampling: Sequence[SamplingParams | None],
+        adapters: Sequence[str],
+    ) -> list[RequestGroup]:
+        """Build one group per prompt. Sampling params of None are the model's defaults."""
+        builder, groups = self.builder, []
+        encoded = builder.encode_prompts(prompts)
+        for prompt, given, adapter in zip(encoded, sampling, adapters, strict=True):
+            params = builder.resolve(builder.sampling({}) if given is None else given)
+            fitted = builder.fit(prompt, params)
+            options = RequestOptions(adapter=adapter)
+            requests = builder.requests(str(next(self._ids)), [fitted], params, options)
+            groups.append(RequestGroup(prompt.text, requests, self._tokenizer))
+        return groups
+
+    def group(
+        self, prompt: Prompt, sampling: SamplingParams | None, adapter: str = ""
+    ) -> RequestGroup:
+        return self.groups([prompt], [sampling], [adapter])[0]
+
+
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """One prompt is text or a list of whole numbers; anything else is several."""
+    """A string or a list of token ids is one prompt; any other list has several."""
     if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int)):
         return [prompts]  # type: ignore[list-item]
     return list(prompts)  # type: ignore[arg-type]
 
 
-def _as_wishes(
+def _sampling_per_prompt(
     sampling: SamplingParams | Sequence[SamplingParams] | None, count: int
 ) -> Sequence[SamplingParams | None]:
     if sampling is None or isinstance(sampling, SamplingParams):
@@ -248,7 +299,7 @@ def _as_wishes(
     return sampling
 
 
-def _as_adapters(adapter: str | Sequence[str], count: int) -> Sequence[str]:
+def _adapter_per_prompt(adapter: str | Sequence[str], count: int) -> Sequence[str]:
     if isinstance(adapter, str):
         return [adapter] * count
     if len(adapter) != count:
@@ -258,7 +309,7 @@ def _as_adapters(adapter: str | Sequence[str], count: int) -> Sequence[str]:
 
 @contextmanager
 def progress_bar(total: int, shown: bool) -> Iterator[Callable[[], None]]:
-    """A bar on stderr that the yielded function moves by one."""
+    """Show a progress bar on stderr. The yielded function advances it by one."""
     if not shown:
         yield lambda: None
         return

@@ -211,9 +211,9 @@ def test_a_request_whose_form_breaks_ends_alone(folder: Path, monkeypatch) -> No
     engine, outputs = llm.engine, {}
     wish = SamplingParams(structured_outputs={"regex": "a{5}"}, max_tokens=9)
     monkeypatch.setattr(RequestMatcher, "take", lambda self, _: self._on_break("too hard"))
-    jobs = [llm._front.job([5], wish), llm._front.job([5], SamplingParams(max_tokens=3))]
-    for job in jobs:
-        engine.add(job.requests[0])
+    groups = llm._requests.groups([[5], [5]], [wish, SamplingParams(max_tokens=3)], ["", ""])
+    for group in groups:
+        engine.add(group.requests[0])
     while engine.has_work:
         for output in engine.step():
             outputs.setdefault(output.request_id, []).append(output)

@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 from tests.core.fakes import ByteTokenizer
 from windlass.core.sampling import SamplingParams
 from windlass.core.types import NewRequest, Output
-from windlass.errors import RequestError
-from windlass.text.completion import Completion, check_ids, resolve_words
+from windlass.text.completion import Completion
 from windlass.text.stream import TextStream
 
 
@@ -123,15 +122,3 @@ def test_tokens_after_a_stop_string_are_dropped() -> None:
     one = completion(stop=["b"])
     delta = one.feed(Output("r", list(b"abcd")))
     assert (one.text, one.tokens, delta.finish_reason) == ("a", [97, 98], "stop")
-
-
-def test_bad_words_are_spelled_with_and_without_a_space() -> None:
-    wish = resolve_words(SamplingParams(bad_words=["no"]), ByteTokenizer(), 256)
-    assert wish.bad_token_ids == ((110, 111), (32, 110, 111))
-
-
-def test_token_ids_outside_the_vocabulary_are_refused() -> None:
-    with pytest.raises(RequestError, match=r"300.*0 to 255"):
-        resolve_words(SamplingParams(logit_bias={300: 1.0}), ByteTokenizer(), 256)
-    with pytest.raises(RequestError, match="-1"):
-        check_ids("prompt", [0, -1], 10)

@@ -17,8 +17,8 @@ from windlass.cli.sampling import SAMPLING_OPTIONS, sampling_params
 from windlass.errors import ConfigError
 
 if TYPE_CHECKING:
-    from windlass.front import RequestOutput
     from windlass.llm import LLM
+    from windlass.outputs import RequestOutput
 
 _MAX_TOKENS = {"max_tokens": 256}
 

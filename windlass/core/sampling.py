@@ -61,7 +61,7 @@ class SamplingParams:
     prompt_logprobs: int | None = None
     detokenize: bool = True
     skip_special_tokens: bool = True
-    # Token sequences that must not be completed; resolve_words makes them from bad_words.
+    # Token sequences that must not be completed; RequestBuilder encodes bad_words into them.
     bad_token_ids: tuple[tuple[int, ...], ...] = ()
 
     def __post_init__(self) -> None:

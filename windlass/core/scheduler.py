@@ -87,7 +87,7 @@ class Scheduler:
         if new.request_id in self._requests:
             raise RequestError(f"request id {new.request_id!r} is already in use.", "request_id")
         if not new.prompt:
-            raise RequestError("the prompt has no tokens.", "prompt")
+            raise RequestError("the prompt is empty: it has no tokens.", "prompt")
         self._limits.check(new.sampling)
         max_tokens = self._limits.fit(len(new.prompt), new.sampling.max_tokens)
         eos_ids = () if new.sampling.ignore_eos else self._eos_ids

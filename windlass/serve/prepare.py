@@ -1,8 +1,9 @@
-"""From a checked body to requests for the engine: text to tokens, fields to sampling parameters.
+"""From a checked HTTP body to engine requests.
 
-Everything a client can get wrong beyond types is refused here or by the engine's own limits, with
-the numbers that would be right. Sizes are checked before the work that depends on them, and work
-that takes more than some milliseconds is done in threads: this runs on the event loop.
+Maps fields of the body to sampling params and options, and checks the limits of one HTTP request.
+text/request_builder.py does the work that does not depend on HTTP. This code runs on the event
+loop: sizes are checked before the work that depends on them, and work of more than some
+milliseconds runs in threads.
 """
 
 from __future__ import annotations
@@ -16,27 +17,26 @@ import msgspec
 
 from windlass.config import ServeConfig
 from windlass.core.card import EngineReport, ModelCard
-from windlass.core.limits import SchedulerLimits
 from windlass.core.sampling import SamplingParams
 from windlass.core.types import NewRequest
-from windlass.errors import CapacityError, RequestError
+from windlass.errors import RequestError
 from windlass.serve import body_limits
 from windlass.serve.problems import ModelNotFound
 from windlass.serve.protocol import ChatRequest, CompletionRequest, Generation, Templated
 from windlass.serve.shown import shown
 from windlass.serve.structured import structured_of
 from windlass.serve.workers import Workers
-from windlass.text.completion import check_ids, resolve_words
+from windlass.text.request_builder import EncodedPrompt, Prompt, RequestBuilder, RequestOptions
 from windlass.text.template_process import Renderer
 from windlass.text.template_worker import RenderJob
 
 T = TypeVar("T")
 
-_INLINE_CHARS = 1_000  # tokenised on the event loop: about as long as a thread takes to answer
+_INLINE_CHARS = 1_000  # encoded on the event loop: takes about as long as handing over to a thread
 _COMPLETION_MAX_TOKENS = 16  # OpenAI's default; a chat may fill the context
 
-# Fields that go into SamplingParams as they are.
-_SAMPLING = (
+# Fields with the same name and meaning in SamplingParams.
+_SAMPLING_FIELDS = (
     "n",
     "temperature",
     "top_p",
@@ -61,28 +61,22 @@ _SAMPLING = (
 
 
 @dataclass(frozen=True, slots=True)
-class Prompt:
-    tokens: list[int]
-    text: str | None = None  # when the client sent text, or wants an echo
-
-
-@dataclass(frozen=True, slots=True)
 class Prepared:
-    """What goes to the engine for one HTTP request. Choice i answers prompt i // n."""
+    """The engine requests of one HTTP request. Choice i belongs to prompt i // n."""
 
     answer_id: str
-    prompts: list[Prompt]
+    prompts: list[EncodedPrompt]  # `text` is set where the client sent text or asks for an echo
     sampling: SamplingParams
     requests: tuple[NewRequest, ...]
 
     @property
     def num_prompt_tokens(self) -> int:
-        """Of the work that the engine gets: a prompt counts once per completion."""
+        """Prompt tokens for the engine: a prompt counts once per completion."""
         return sum(len(request.prompt) for request in self.requests)
 
 
 class Preparer:
-    """Makes engine requests for one model. Holds no state of requests."""
+    """Prepares requests for one model. Holds no state of requests."""
 
     def __init__(
         self,
@@ -93,18 +87,21 @@ class Preparer:
         *,
         adapters: Callable[[], Collection[str]] = tuple,
     ) -> None:
-        """`adapters` gives the names that requests may use now beside the model's."""
+        """`adapters` returns the names of the adapters that requests may use now."""
         self._card = card
         self._workers = workers
-        self._max_token_chars = card.tokenizer.max_token_chars
         self._adapters = adapters
         self._tokenizer = card.tokenizer
         self._template = template
         self._max_logprobs = config.max_logprobs
+        _ = card.tokenizer.max_token_chars  # reads the whole vocabulary: now, not in a request
         SamplingParams(**card.default_sampling)  # bad defaults are found at start
 
+    def _builder(self, report: EngineReport) -> RequestBuilder:
+        return RequestBuilder(self._card, report)
+
     def adapter_of(self, name: str | None) -> str:
-        """The adapter that a request's `model` means; none: the model itself."""
+        """The adapter that a request's `model` names; "" for the base model."""
         if name is None or name == self._card.name:
             return ""
         adapters = self._adapters()
@@ -119,9 +116,10 @@ class Preparer:
 
     async def chat(self, body: ChatRequest, report: EngineReport) -> Prepared:
         self.adapter_of(body.model)
-        text = await self.render(body, report)
-        special = self._wants_special(body.add_special_tokens, text)
-        tokens = await self.encode(text, special, report)
+        text, builder = await self.render(body, report), self._builder(report)
+        (tokens,) = await self._encode_off_loop(
+            len(text), builder.encode_rendered, [text], bool(body.add_special_tokens)
+        )
         return await self._off_loop(body, self._chat, body, tokens, report)
 
     def _chat(self, body: ChatRequest, tokens: list[int], report: EngineReport) -> Prepared:
@@ -129,34 +127,46 @@ class Preparer:
         if body.max_completion_tokens is not None:
             max_tokens = body.max_completion_tokens
         sampling = self._sampling(body, max_tokens, None, report)
-        return self._prepared("chatcmpl", body, [Prompt(tokens)], sampling, report)
+        return self._prepared("chatcmpl", body, [EncodedPrompt(tokens)], sampling, report)
 
     async def completion(self, body: CompletionRequest, report: EngineReport) -> Prepared:
         self.adapter_of(body.model)
-        prompts = await self._prompts(body.prompt, body.add_special_tokens is not False, report)
-        return await self._off_loop(body, self._completion, body, prompts, report)
+        prompts = _as_prompts(body.prompt)
+        encoded = await self._encode_off_loop(
+            sum(len(prompt) for prompt in prompts if isinstance(prompt, str)),
+            self._builder(report).encode_prompts,
+            prompts,
+            body.add_special_tokens is not False,
+        )
+        return await self._off_loop(body, self._completion, body, encoded, report)
 
     def _completion(
-        self, body: CompletionRequest, prompts: list[Prompt], report: EngineReport
+        self, body: CompletionRequest, prompts: list[EncodedPrompt], report: EngineReport
     ) -> Prepared:
         sampling = self._sampling(body, body.max_tokens, _COMPLETION_MAX_TOKENS, report)
         if body.echo and body.logprobs is not None and sampling.prompt_logprobs is None:
             sampling = replace(sampling, prompt_logprobs=body.logprobs)
         prepared = self._prepared("cmpl", body, prompts, sampling, report)
         if body.echo:
-            self._spell_prompts(prepared, always=body.truncate_prompt_tokens is not None)
+            self._decode_prompts(prepared, always=body.truncate_prompt_tokens is not None)
         return prepared
 
     async def _off_loop(self, body: Generation, work: Callable[..., T], *args: Any) -> T:
-        """The result of `work`, in a thread where it may take long."""
+        """Run `work`, in a thread where the body is large."""
         if body.num_bytes <= body_limits.INLINE_BYTES and not body.bad_words:
             return work(*args)
         return await self._workers.releasing_gil(work, *args)
 
+    async def _encode_off_loop(self, num_chars: int, encode: Callable[..., T], *args: Any) -> T:
+        """Run `encode`, in a thread where the text is long."""
+        if num_chars <= _INLINE_CHARS:
+            return encode(*args)
+        return await self._workers.releasing_gil(encode, *args)
+
     # ---- text --------------------------------------------------------------------------------
 
     async def render(self, body: Templated, report: EngineReport) -> str:
-        """The prompt text of a conversation."""
+        """Render a conversation with the chat template."""
         if self._template is None:
             raise RequestError(
                 f"the model {self._card.name!r} has no chat template. Start the server with "
@@ -166,56 +176,19 @@ class Preparer:
         return await self._template.render(
             RenderJob(
                 messages=[message.for_template() for message in body.messages],
-                max_chars=self._max_chars(report),
+                max_chars=self._builder(report).max_chars,
                 options=body.chat_template_kwargs,
                 add_generation_prompt=body.add_generation_prompt,
                 continue_final=body.continue_final_message,
             )
         )
 
-    def _max_chars(self, report: EngineReport) -> int:
-        """A text with more characters than this has more tokens than the context."""
-        return report.max_model_len * self._max_token_chars
-
     async def encode(self, text: str, add_special: bool, report: EngineReport) -> list[int]:
-        return (await self._encode_all([text], add_special, report))[0]
+        """Encode one text."""
+        encode = self._builder(report).encode
+        return (await self._encode_off_loop(len(text), encode, [text], add_special))[0]
 
-    async def _encode_all(
-        self, texts: Sequence[str], add_special: bool, report: EngineReport
-    ) -> list[list[int]]:
-        most = self._max_chars(report)
-        longest = max(map(len, texts), default=0)
-        if longest > most:
-            raise CapacityError(
-                f"the prompt has {longest:,} characters. The model's context holds "
-                f"{report.max_model_len:,} tokens of at most {self._max_token_chars} characters "
-                f"each, {most:,} in all. Shorten the prompt.",
-                "prompt",
-            )
-        encode_all = self._tokenizer.encode_all
-        if sum(map(len, texts)) <= _INLINE_CHARS:
-            return encode_all(texts, add_special)
-        return await self._workers.releasing_gil(encode_all, texts, add_special)
-
-    def _wants_special(self, asked: bool | None, rendered: str) -> bool:
-        """Templates write the special tokens themselves, and a second BOS does harm."""
-        bos = self._card.special_tokens.get("bos_token")
-        return bool(asked) and not (bos and rendered.startswith(bos))
-
-    async def _prompts(self, prompt: Any, add_special: bool, report: EngineReport) -> list[Prompt]:
-        """The prompts of a body, all texts tokenised in one batch."""
-        if isinstance(prompt, str):
-            prompt = [prompt]
-        if not prompt:
-            return []
-        if isinstance(prompt[0], str):
-            encoded = await self._encode_all(prompt, add_special, report)
-            return [Prompt(tokens, text) for tokens, text in zip(encoded, prompt, strict=True)]
-        if isinstance(prompt[0], int):
-            prompt = [prompt]
-        return [Prompt(tokens) for tokens in prompt]
-
-    def _spell_prompts(self, prepared: Prepared, always: bool) -> None:
+    def _decode_prompts(self, prepared: Prepared, always: bool) -> None:
         """Decode prompts that came as token ids, or that were truncated (`always`), for `echo`."""
         skip = prepared.sampling.skip_special_tokens
         for i, prompt in enumerate(prepared.prompts):
@@ -223,34 +196,35 @@ class Preparer:
                 text = self._tokenizer.decode(prompt.tokens, skip)
                 prepared.prompts[i] = replace(prompt, text=text)
 
-    # ---- numbers -----------------------------------------------------------------------------
+    # ---- sampling params and requests --------------------------------------------------------
 
     def _sampling(
         self,
         body: Generation,
         max_tokens: int | None,
-        default_max: int | None,
+        default_max_tokens: int | None,
         report: EngineReport,
     ) -> SamplingParams:
-        """The request's fields over the model's defaults over the engine's."""
-        values: dict[str, Any] = {"max_tokens": default_max, **self._card.default_sampling}
-        values |= {
-            name: getattr(body, name) for name in _SAMPLING if getattr(body, name) is not None
+        """The request's fields, then the model's defaults, then the engine's."""
+        fields = {
+            name: value for name in _SAMPLING_FIELDS if (value := getattr(body, name)) is not None
         }
-        values["logprobs"] = body.num_logprobs
-        values["structured_outputs"] = structured_of(body)
+        fields["logprobs"] = body.num_logprobs
+        fields["structured_outputs"] = structured_of(body)
         if max_tokens is not None:
-            values["max_tokens"] = max_tokens
-        sampling = SamplingParams(**values)
+            fields["max_tokens"] = max_tokens
+        builder = self._builder(report)
+        sampling = builder.sampling(fields, default_max_tokens)
         self._check_logprobs("logprobs", sampling.logprobs)
         self._check_logprobs("prompt_logprobs", sampling.prompt_logprobs)
-        return resolve_words(sampling, self._tokenizer, report.vocab_size)
+        return builder.resolve(sampling)
 
-    def _check_logprobs(self, name: str, asked: int | None) -> None:
-        most = self._max_logprobs
-        if asked is not None and most != -1 and (asked > most or asked == -1):
+    def _check_logprobs(self, name: str, requested: int | None) -> None:
+        limit = self._max_logprobs
+        if requested is not None and limit != -1 and (requested > limit or requested == -1):
             raise RequestError(
-                f"{name} must be at most {most}, got {asked}. The server's limit is --max-logprobs.",
+                f"{name} must be at most {limit}, got {requested}. "
+                "The server's limit is --max-logprobs.",
                 name,
             )
 
@@ -258,7 +232,7 @@ class Preparer:
         self,
         prefix: str,
         body: Generation,
-        prompts: list[Prompt],
+        prompts: list[EncodedPrompt],
         sampling: SamplingParams,
         report: EngineReport,
     ) -> Prepared:
@@ -266,45 +240,40 @@ class Preparer:
             raise RequestError("prompt is empty; send at least one.", "prompt")
         unique = uuid.uuid4().hex
         answer_id = f"{prefix}-{body.request_id or unique}"
-        # A client may use its id twice; in the engine the outputs of the two must not mix.
+        # A client may use its id twice; in the engine, ids are unique.
         engine_id = f"{answer_id}-{unique}" if body.request_id else answer_id
-        limits, adapter = limits_of(report), self.adapter_of(body.model)
-        cut = body.truncate_prompt_tokens
-        num_outputs = 0  # tokens that may be generated, of all prompts
-        for i, prompt in enumerate(prompts):
-            tokens = _truncated(prompt.tokens, cut, limits, sampling.max_tokens)
-            if not tokens:
-                raise RequestError("the prompt is empty.", "prompt")
-            check_ids("prompt", tokens, report.vocab_size)
-            num_outputs += limits.fit(len(tokens), sampling.max_tokens)
-            prompts[i] = replace(prompt, tokens=tokens)
-        _check_total(prompts, sampling, report)
-        _check_logprobs_total(prompts, sampling, num_outputs, report)
-        children = [sampling.child(j) for j in range(sampling.n)]
-        requests = tuple(
-            NewRequest(
-                f"{engine_id}-{i * sampling.n + j}",
-                prompt.tokens,
-                child,
-                priority=body.priority or 0,
-                cache_salt=body.cache_salt or "",
-                adapter=adapter,
-            )
-            for i, prompt in enumerate(prompts)
-            for j, child in enumerate(children)
+        options = RequestOptions(
+            adapter=self.adapter_of(body.model),
+            priority=body.priority or 0,
+            cache_salt=body.cache_salt or "",
         )
-        return Prepared(answer_id, prompts, sampling, requests)
+        builder = self._builder(report)
+        fitted = [builder.fit(prompt, sampling, body.truncate_prompt_tokens) for prompt in prompts]
+        num_prompts = [len(prompt.tokens) for prompt in fitted]
+        num_outputs = sum(builder.max_new_tokens(count, sampling) for count in num_prompts)
+        _check_total(num_prompts, sampling, report)
+        _check_total_logprobs(sum(num_prompts), num_outputs, sampling, report)
+        requests = builder.requests(engine_id, fitted, sampling, options)
+        return Prepared(answer_id, fitted, sampling, tuple(requests))
 
 
-def _check_total(prompts: list[Prompt], sampling: SamplingParams, report: EngineReport) -> None:
-    """Refuse what would be too much for one message: each completion carries its prompt."""
-    num_completions = len(prompts) * sampling.n
-    total = sampling.n * sum(len(prompt.tokens) for prompt in prompts)
-    most = max(body_limits.MAX_TOTAL_PROMPT_TOKENS, report.max_model_len)
-    if total > most:
+def _as_prompts(prompt: Any) -> Sequence[Prompt]:
+    """The prompts of a body: a string or a list of token ids is one prompt."""
+    is_one = isinstance(prompt, str) or (prompt and isinstance(prompt[0], int))
+    return [prompt] if is_one else prompt
+
+
+def _check_total(
+    num_prompt_tokens: Sequence[int], sampling: SamplingParams, report: EngineReport
+) -> None:
+    """Refuse requests that are too large for one message: each completion carries its prompt."""
+    num_completions = len(num_prompt_tokens) * sampling.n
+    total = sampling.n * sum(num_prompt_tokens)
+    limit = max(body_limits.MAX_TOTAL_PROMPT_TOKENS, report.max_model_len)
+    if total > limit:
         raise RequestError(
             f"the request has {total:,} prompt tokens over its {num_completions:,} completions; "
-            f"at most {most:,} are taken. Send fewer prompts, or a smaller n.",
+            f"at most {limit:,} are accepted. Send fewer prompts, or a smaller n.",
             "n" if sampling.n > 1 else "prompt",
         )
     if num_completions == 1:
@@ -313,52 +282,30 @@ def _check_total(prompts: list[Prompt], sampling: SamplingParams, report: Engine
     if num_bytes > body_limits.MAX_TOTAL_PARAMS_BYTES:
         raise RequestError(
             f"the sampling parameters take {num_bytes:,} bytes over {num_completions:,} "
-            f"completions; at most {body_limits.MAX_TOTAL_PARAMS_BYTES:,} are taken. Send fewer "
-            "prompts, a smaller n, or a shorter logit_bias, allowed_token_ids, bad_words or form.",
+            f"completions; at most {body_limits.MAX_TOTAL_PARAMS_BYTES:,} are accepted. Send fewer "
+            "prompts, a smaller n, or shorter logit_bias, allowed_token_ids, bad_words or "
+            "structured outputs.",
             "n" if sampling.n > 1 else "prompt",
         )
 
 
-def _check_logprobs_total(
-    prompts: list[Prompt], sampling: SamplingParams, num_outputs: int, report: EngineReport
+def _check_total_logprobs(
+    num_prompt_tokens: int, num_outputs: int, sampling: SamplingParams, report: EngineReport
 ) -> None:
-    """Refuse more log probabilities than an answer may hold."""
-    num_prompt = sum(len(prompt.tokens) for prompt in prompts)
+    """Refuse requests for more log probabilities than an answer may hold."""
     counts = {
         "logprobs": (sampling.logprobs, num_outputs, "max_tokens"),
-        "prompt_logprobs": (sampling.prompt_logprobs, num_prompt, "prompts"),
+        "prompt_logprobs": (sampling.prompt_logprobs, num_prompt_tokens, "prompts"),
     }
-    for name, (asked, num_tokens, what) in counts.items():
-        if asked is None:
+    for name, (requested, num_tokens, cause) in counts.items():
+        if requested is None:
             continue
-        per_token = 1 + (report.vocab_size if asked == -1 else asked)
+        per_token = 1 + (report.vocab_size if requested == -1 else requested)
         total = per_token * num_tokens * sampling.n
         if total > body_limits.MAX_TOTAL_LOGPROBS:
             raise RequestError(
                 f"{name} could be {total:,} numbers in one answer: {per_token:,} for each of "
                 f"{num_tokens * sampling.n:,} tokens; at most {body_limits.MAX_TOTAL_LOGPROBS:,} "
-                f"are sent. Lower {name}, n or {what}.",
+                f"are sent. Lower {name}, n or {cause}.",
                 name,
             )
-
-
-def limits_of(report: EngineReport) -> SchedulerLimits:
-    """The engine's limits, so that a request is refused here with the words it would use."""
-    return SchedulerLimits(
-        max_num_seqs=report.max_num_seqs,
-        max_num_batched_tokens=report.max_num_batched_tokens,
-        max_model_len=report.max_model_len,
-        block_size=report.capacity.block_size,
-        num_blocks=report.capacity.num_blocks,
-    )
-
-
-def _truncated(
-    tokens: list[int], cut: int | None, limits: SchedulerLimits, max_tokens: int | None
-) -> list[int]:
-    """The last `cut` tokens; -1: as many as leave room for the answer."""
-    if cut is None:
-        return tokens
-    if cut == -1:
-        cut = max(1, limits.max_model_len - (max_tokens or 1))
-    return tokens[-cut:] if cut else []

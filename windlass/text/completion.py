@@ -5,13 +5,10 @@ The server and the offline API share it. It knows neither HTTP nor clocks.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
-from windlass.core.sampling import SamplingParams
 from windlass.core.tokenizer import Tokenizer
 from windlass.core.types import NewRequest, Output, TokenLogprob
-from windlass.errors import RequestError
 from windlass.text.stream import TextStream
 
 
@@ -73,31 +70,3 @@ class Completion:
         if scores:
             self.logprobs += scores
         return Delta(self.index, text, kept, scores, self.finish_reason, self.stop_reason)
-
-
-def check_ids(name: str, ids: Iterable[int], vocab_size: int) -> None:
-    """Refuse token ids outside the vocabulary."""
-    bad = next((token for token in ids if not 0 <= token < vocab_size), None)
-    if bad is not None:
-        raise RequestError(
-            f"{name} has the token id {bad}; this model's ids go from 0 to {vocab_size - 1}.", name
-        )
-
-
-def resolve_words(
-    sampling: SamplingParams, tokenizer: Tokenizer, vocab_size: int
-) -> SamplingParams:
-    """Check all token ids of the sampling params, and tokenise bad_words."""
-    if sampling.structured_outputs is not None and not tokenizer.eos_ids:
-        raise RequestError(
-            "structured_outputs needs a token that ends an output, and this model has none.",
-            "structured_outputs",
-        )
-    for name in ("logit_bias", "allowed_token_ids", "stop_token_ids"):
-        check_ids(name, getattr(sampling, name) or (), vocab_size)
-    if not sampling.bad_words:
-        return sampling
-    # A word has other tokens at the start of a text than after a space.
-    variants = [text for word in sampling.bad_words for text in (word, f" {word.lstrip()}")]
-    spelled = [tuple(ids) for ids in tokenizer.encode_all(variants, add_special=False)]
-    return replace(sampling, bad_token_ids=tuple(dict.fromkeys(ids for ids in spelled if ids)))

@@ -19,8 +19,8 @@ from windlass.build import build_engine, open_model
 from windlass.config import EngineConfig
 from windlass.core.sampling import SamplingParams
 from windlass.errors import EngineError
-from windlass.front import RequestOutput
 from windlass.llm import LLM
+from windlass.outputs import RequestOutput
 from windlass.tools.common.record import Record
 
 Messages = list[dict[str, Any]]

@@ -1,0 +1,190 @@
+"""Builds engine requests from prompts and sampling params, for `LLM` and for the server.
+
+Everything that depends on the model or the engine is decided here: encoding, defaults, token ids of
+bad words, length limits, one request per completion. Nothing here waits or knows HTTP. The server
+calls the slow methods in threads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from windlass.core.card import EngineReport, ModelCard
+from windlass.core.limits import SchedulerLimits
+from windlass.core.sampling import SamplingParams
+from windlass.core.types import NewRequest
+from windlass.errors import CapacityError, RequestError
+
+Prompt = str | Sequence[int]  # text, or token ids
+
+_DEFAULT_MAX_TOKENS = SamplingParams().max_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class EncodedPrompt:
+    """A prompt as token ids."""
+
+    tokens: list[int]
+    text: str | None = None  # None: the prompt came as token ids
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestOptions:
+    """Options of a request beside its sampling params."""
+
+    adapter: str = ""
+    priority: int = 0
+    cache_salt: str = ""
+
+
+class RequestBuilder:
+    """Builds requests for one model and one engine. Cheap to make; holds no state of requests."""
+
+    def __init__(self, card: ModelCard, report: EngineReport) -> None:
+        self._card = card
+        self._tokenizer = card.tokenizer
+        self._vocab_size = report.vocab_size
+        self._limits = scheduler_limits(report)
+
+    # ---- text to tokens ----------------------------------------------------------------------
+
+    @property
+    def max_chars(self) -> int:
+        """A text with more characters has more tokens than the context."""
+        return self._limits.max_model_len * self._tokenizer.max_token_chars
+
+    def encode(self, texts: Sequence[str], add_special: bool = True) -> list[list[int]]:
+        """Encode texts in one batch. A text that cannot fit the context raises before that."""
+        self._check_chars(texts)
+        return self._tokenizer.encode_all(texts, add_special)
+
+    def encode_prompts(
+        self, prompts: Sequence[Prompt], add_special: bool = True
+    ) -> list[EncodedPrompt]:
+        """Encode the texts among `prompts` in one batch, and copy the token ids of the others."""
+        texts = [prompt for prompt in prompts if isinstance(prompt, str)]
+        encoded = iter(self.encode(texts, add_special))
+        return [
+            EncodedPrompt(next(encoded), prompt)
+            if isinstance(prompt, str)
+            else EncodedPrompt(list(prompt))
+            for prompt in prompts
+        ]
+
+    def encode_rendered(self, texts: Sequence[str], add_special: bool = False) -> list[list[int]]:
+        """Encode rendered chat templates. Templates write BOS themselves; it is never doubled."""
+        bos = self._card.special_tokens.get("bos_token")
+        if not add_special or not bos:
+            return self.encode(texts, add_special)
+        return [self.encode([text], not text.startswith(bos))[0] for text in texts]
+
+    def _check_chars(self, texts: Sequence[str]) -> None:
+        num_chars = max(map(len, texts), default=0)
+        if num_chars <= self._limits.max_model_len:
+            return  # fits with one character per token; max_token_chars reads the whole vocabulary
+        if num_chars > self.max_chars:
+            raise CapacityError(
+                f"the prompt has {num_chars:,} characters. The model's context holds "
+                f"{self._limits.max_model_len:,} tokens of at most "
+                f"{self._tokenizer.max_token_chars} characters each, {self.max_chars:,} in all. "
+                "Shorten the prompt.",
+                "prompt",
+            )
+
+    # ---- sampling params ---------------------------------------------------------------------
+
+    def sampling(
+        self, fields: Mapping[str, Any], max_tokens: int | None = _DEFAULT_MAX_TOKENS
+    ) -> SamplingParams:
+        """Make sampling params of the given fields, then the model's defaults, then `max_tokens`."""
+        return SamplingParams(**{"max_tokens": max_tokens, **self._card.default_sampling, **fields})
+
+    def resolve(self, sampling: SamplingParams) -> SamplingParams:
+        """Check sampling params against the model, and encode bad_words into bad_token_ids."""
+        if sampling.structured_outputs is not None and not self._tokenizer.eos_ids:
+            raise RequestError(
+                "structured_outputs needs a token that ends an output, and this model has none.",
+                "structured_outputs",
+            )
+        for name in ("logit_bias", "allowed_token_ids", "stop_token_ids"):
+            self._check_ids(name, getattr(sampling, name) or ())
+        if not sampling.bad_words:
+            return sampling
+        # A word has other tokens at the start of a text than after a space.
+        variants = [text for word in sampling.bad_words for text in (word, f" {word.lstrip()}")]
+        encoded = self._tokenizer.encode_all(variants, add_special=False)
+        unique = dict.fromkeys(tuple(ids) for ids in encoded if ids)
+        return replace(sampling, bad_token_ids=tuple(unique))
+
+    def _check_ids(self, name: str, ids: Iterable[int]) -> None:
+        bad = next((token for token in ids if not 0 <= token < self._vocab_size), None)
+        if bad is not None:
+            raise RequestError(
+                f"{name} has the token id {bad}; this model's ids go from 0 to "
+                f"{self._vocab_size - 1}.",
+                name,
+            )
+
+    # ---- requests ----------------------------------------------------------------------------
+
+    def fit(
+        self, prompt: EncodedPrompt, sampling: SamplingParams, truncate: int | None = None
+    ) -> EncodedPrompt:
+        """Return a prompt that the engine will accept, or raise.
+
+        `truncate` keeps the last tokens of the prompt: that many, or with -1 as many as leave room
+        for the output.
+        """
+        tokens = prompt.tokens
+        if truncate is not None:
+            num_kept = truncate
+            if truncate == -1:
+                num_kept = max(1, self._limits.max_model_len - (sampling.max_tokens or 1))
+            tokens = tokens[-num_kept:] if num_kept else []
+        if not tokens:
+            raise RequestError("the prompt is empty: it has no tokens.", "prompt")
+        self._check_ids("prompt", tokens)
+        self.max_new_tokens(len(tokens), sampling)
+        return replace(prompt, tokens=tokens)
+
+    def max_new_tokens(self, num_prompt: int, sampling: SamplingParams) -> int:
+        """How many tokens one completion may have; raises when the request can never fit."""
+        return self._limits.fit(num_prompt, sampling.max_tokens)
+
+    def requests(
+        self,
+        request_id: str,
+        prompts: Sequence[EncodedPrompt],
+        sampling: SamplingParams,
+        options: RequestOptions,
+    ) -> list[NewRequest]:
+        """Make `n` requests for each prompt, in order: completion i belongs to prompt i // n.
+
+        `prompts` and `sampling` have passed `fit` and `resolve`.
+        """
+        children = [sampling.child(i) for i in range(sampling.n)]
+        pairs = [(prompt, child) for prompt in prompts for child in children]
+        return [
+            NewRequest(
+                request_id=f"{request_id}-{i}",
+                prompt=prompt.tokens,
+                sampling=child,
+                priority=options.priority,
+                cache_salt=options.cache_salt,
+                adapter=options.adapter,
+            )
+            for i, (prompt, child) in enumerate(pairs)
+        ]
+
+
+def scheduler_limits(report: EngineReport) -> SchedulerLimits:
+    """The engine's limits: a request is refused before it is sent, with the scheduler's error."""
+    return SchedulerLimits(
+        max_num_seqs=report.max_num_seqs,
+        max_num_batched_tokens=report.max_num_batched_tokens,
+        max_model_len=report.max_model_len,
+        block_size=report.capacity.block_size,
+        num_blocks=report.capacity.num_blocks,
+    )
