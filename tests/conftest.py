@@ -1,4 +1,4 @@
-"""Fixtures that several rooms share."""
+"""Fixtures that several packages share."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ if TYPE_CHECKING:
 
 @pytest.fixture(scope="session")
 def default_gguf() -> Path:
-    """The default model's file, fetched into the user's cache when it is not there yet."""
+    """The file of the default model, downloaded into the user's cache if missing."""
     return resolve(ModelConfig()).path
 
 
 @contextmanager
 def faster_gguf() -> Iterator[None]:
-    """While transformers reads a GGUF: it takes every entry of the vocabulary out of a memory map,
-    which is slow where a plain view of it is not, and makes one table of names for each module.
+    """Make transformers read a GGUF faster: it reads every vocabulary entry from a memory map, which
+    is slower than a view of it, and it builds one name table per module.
     """
     import gguf
     import numpy
@@ -43,7 +43,7 @@ def faster_gguf() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def default_reference(default_gguf: Path) -> torch.nn.Module:
-    """The default model as transformers reads the same file, in float32; takes ten seconds."""
+    """The default model as transformers reads the same file, in float32; takes ten seconds to load."""
     import torch
     import transformers
 

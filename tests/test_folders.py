@@ -1,4 +1,4 @@
-"""The cache folder holds code that is run: nobody else may be able to change it."""
+"""The cache folder holds code that is run: no other user may be able to change it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from windlass.folders import cache_folder, check_private, make_private, write_at
 
 
 def make_foreign(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let `path` belong to another user than the one this process seems to run as."""
+    """Make `path` belong to another user than this process."""
     if os.geteuid() == 0:
         os.chown(path, 12345, -1)
     else:
@@ -87,25 +87,23 @@ def test_folders_of_root_are_trusted(root: Path, monkeypatch: pytest.MonkeyPatch
     """A cache that was filled when a container image was built."""
     folder = cache_folder("native")
     if os.geteuid() != 0:
-        pytest.skip("only root can make a folder of root's")
+        pytest.skip("only root can create a folder that root owns")
     monkeypatch.setattr(os, "geteuid", lambda: 12345)
     check_private(root, folder)
 
 
-def test_what_is_not_there_is_no_problem(root: Path) -> None:
+def test_missing_paths_pass(root: Path) -> None:
     check_private(root / "native" / "library.so")
 
 
-def test_a_folder_that_cannot_be_made(root: Path) -> None:
+def test_a_folder_that_cannot_be_created(root: Path) -> None:
     root.write_text("where the folder should be")
     with pytest.raises(ConfigError, match="WINDLASS_CACHE"):
         cache_folder("native")
 
 
 @pytest.mark.usefixtures("loose_umask")
-def test_a_file_is_written_whole_or_not_at_all(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_writes_are_atomic(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "notes.json"
     write_atomically(file, "first")
     assert file.read_text() == "first"

@@ -1,4 +1,4 @@
-"""The offline API: completions that come in one piece are those that come token by token."""
+"""The offline API: `generate` gives the completions of `stream`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def llm(tmp_path_factory) -> LLM:
 
 @pytest.fixture
 def feeds(monkeypatch) -> list[int]:
-    """How many tokens each call brought."""
+    """Number of tokens of each call."""
     counts: list[int] = []
     feed = Completion.feed
 
@@ -35,7 +35,7 @@ def feeds(monkeypatch) -> list[int]:
 
 
 @pytest.mark.parametrize(
-    "wishes",
+    "options",
     [
         {},
         {"stop_token_ids": tuple(range(0, 500, 7))},
@@ -44,8 +44,8 @@ def feeds(monkeypatch) -> list[int]:
     ],
     ids=["plain", "stop tokens", "sampled", "at least"],
 )
-def test_in_one_piece_and_token_by_token(llm: LLM, feeds: list[int], wishes) -> None:
-    params = SamplingParams(max_tokens=24, **{"temperature": 0.0, **wishes})
+def test_generate_equals_stream(llm: LLM, feeds: list[int], options) -> None:
+    params = SamplingParams(max_tokens=24, **{"temperature": 0.0, **options})
     whole = llm.generate(PROMPTS, params)
     assert len(feeds) == len(PROMPTS)
     texts = ["".join(llm.stream(prompt, params)) for prompt in PROMPTS]
@@ -56,25 +56,25 @@ def test_in_one_piece_and_token_by_token(llm: LLM, feeds: list[int], wishes) -> 
         assert result.timeline.num_output == len(result.outputs[0].token_ids)
 
 
-def test_scores_and_stop_strings_are_looked_at_in_every_step(llm: LLM, feeds: list[int]) -> None:
+def test_logprobs_and_stop_strings_are_checked_in_every_step(llm: LLM, feeds: list[int]) -> None:
     plain = SamplingParams(max_tokens=24, temperature=0.0)
     free = llm.generate(PROMPTS[:1], plain)[0].outputs[0]
     pieces = list(llm.stream(PROMPTS[0], plain))
     stop = next(pieces[i] for i in range(3, 24) if pieces[i] not in "".join(pieces[:i]))
     feeds.clear()
-    wish = SamplingParams(max_tokens=24, temperature=0.0, stop=[stop])
-    ended = llm.generate(PROMPTS[:1], wish)[0].outputs[0]
+    params = SamplingParams(max_tokens=24, temperature=0.0, stop=[stop])
+    ended = llm.generate(PROMPTS[:1], params)[0].outputs[0]
     assert ended.text == free.text[: free.text.index(stop)]
     assert ended.finish_reason == "stop"
     assert 1 < len(feeds) < 24
     feeds.clear()
-    wish = SamplingParams(max_tokens=24, temperature=0.0, logprobs=1)
-    scored = llm.generate(PROMPTS[:1], wish)[0].outputs[0]
+    params = SamplingParams(max_tokens=24, temperature=0.0, logprobs=1)
+    scored = llm.generate(PROMPTS[:1], params)[0].outputs[0]
     assert scored.token_ids == free.token_ids
     assert len(scored.logprobs) == len(feeds) == 24
 
 
-def test_texts_and_tokens_may_be_mixed_and_keep_their_order(llm: LLM) -> None:
+def test_texts_and_token_prompts_can_be_mixed(llm: LLM) -> None:
     params = SamplingParams(max_tokens=3, temperature=0.0)
     results = llm.generate(["abc", [1, 2, 3], "a", [7], "xyz"], params)
     assert [result.prompt for result in results] == ["abc", None, "a", None, "xyz"]

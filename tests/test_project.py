@@ -1,4 +1,4 @@
-"""The rules of the house: who may import whom, sizes, and what must stay fast."""
+"""Rules of the project: import layers, function lengths, start-up time."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ ROOT = Path(__file__).parent.parent
 PACKAGE = sorted((ROOT / "windlass").rglob("*.py"))
 ALL_FILES = PACKAGE + sorted((ROOT / "tests").rglob("*.py"))
 
-# What a room may import directly; what those may import comes with it.
+# Direct imports that a package may have; indirect imports follow from them.
 BELOW: dict[str, set[str]] = {
     "errors": set(),
     "child_process": set(),
@@ -60,21 +60,21 @@ BELOW: dict[str, set[str]] = {
     "tools": {"llm"},
     "cli": {"tools"},
 }
-# The computing side knows the deciding one only by these: plain values.
+# The runner's side imports only plain values from core.
 TYPES = {"windlass.core." + name for name in ("card", "sampling", "tokenizer", "types")}
 # Of text/, the computing side uses the matcher that follows one request's grammar.
 MATCHER = "windlass.text.grammar.matcher"
 COMPUTING = {"kernels", "parallel", "quant", "layers", "models", "lora", "runner", "speculative"}
 
 
-def room_of(module: str) -> str:
-    """windlass.core.types -> core; the package itself is a room of names, above all others."""
+def package_of(module: str) -> str:
+    """windlass.core.types -> core; the top-level package imports from all others."""
     return module.split(".")[1] if "." in module else "windlass"
 
 
 @cache
-def reachable(room: str) -> frozenset[str]:
-    return frozenset({room}).union(*(reachable(below) for below in BELOW[room]))
+def reachable(package: str) -> frozenset[str]:
+    return frozenset({package}).union(*(reachable(below) for below in BELOW[package]))
 
 
 def module_name(path: Path) -> str:
@@ -87,7 +87,7 @@ def parse(path: Path) -> ast.Module:
 
 
 def imports(path: Path) -> Iterator[str]:
-    """Every module that a file imports, in functions and for type checking too."""
+    """Every module that a file imports, including in functions and for type checking."""
     for node in ast.walk(parse(path)):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -104,7 +104,7 @@ def _is_module(name: str) -> bool:
     return path.with_suffix(".py").is_file() or (path / "__init__.py").is_file()
 
 
-def test_no_import_goes_up() -> None:
+def test_imports_follow_the_layers() -> None:
     wrong = []
     for path in PACKAGE:
         own = module_name(path)
@@ -114,20 +114,20 @@ def test_no_import_goes_up() -> None:
             if not other.startswith("windlass.") and other != "windlass":
                 continue
             if other == "windlass":
-                allowed = room_of(own) == "cli"  # for its version
-            elif room_of(own) in COMPUTING and room_of(other) == "core":
+                allowed = package_of(own) == "cli"  # for its version
+            elif package_of(own) in COMPUTING and package_of(other) == "core":
                 allowed = other in TYPES
-            elif room_of(own) in COMPUTING and room_of(other) == "text":
+            elif package_of(own) in COMPUTING and package_of(other) == "text":
                 allowed = other == MATCHER
             else:
-                allowed = room_of(other) in reachable(room_of(own))
+                allowed = package_of(other) in reachable(package_of(own))
             if not allowed:
                 wrong.append(f"{own} imports {other}")
     assert wrong == []
 
 
-def test_every_room_has_its_place() -> None:
-    found = {room_of(module_name(path)) for path in PACKAGE} - {"windlass"}
+def test_every_package_has_a_layer() -> None:
+    found = {package_of(module_name(path)) for path in PACKAGE} - {"windlass"}
     assert found <= set(BELOW)
 
 
@@ -145,11 +145,11 @@ for name in sys.argv[1:]:
 """
 
 
-def test_the_deciding_side_runs_without_torch() -> None:
-    rooms = {"errors", "settings", "speculative_config", "lora_config", "config"}
-    rooms |= {"child_process", "core", "engine", "serve", "text"}
+def test_scheduler_and_server_import_without_torch() -> None:
+    packages = {"errors", "settings", "speculative_config", "lora_config", "config"}
+    packages |= {"child_process", "core", "engine", "serve", "text"}
     names = [module_name(path) for path in PACKAGE]
-    chosen = [name for name in names if room_of(name) in rooms]
+    chosen = [name for name in names if package_of(name) in packages]
     chosen += ["windlass", "windlass.build", "windlass.llm", "windlass.cli.main"]
     command = [sys.executable, "-c", _REFUSE_TORCH, *chosen]
     result = subprocess.run(command, capture_output=True, text=True)
@@ -174,8 +174,8 @@ _HEAVY = {
     ("statement", "max_modules"),
     [("import windlass", 30), ("import windlass.cli.main", 200)],
 )
-def test_starting_imports_little(statement: str, max_modules: int) -> None:
-    """Start-up time is the number of modules imported, which a busy machine does not change."""
+def test_start_up_imports_few_modules(statement: str, max_modules: int) -> None:
+    """The number of imported modules stands for start-up time, which depends on the load of the machine."""
     program = (
         f"import sys; before = set(sys.modules); {statement}; print(*(set(sys.modules) - before))"
     )
@@ -196,7 +196,7 @@ def test_functions_are_short() -> None:
     assert long == []
 
 
-def test_every_file_says_what_it_is_for() -> None:
+def test_every_file_has_a_docstring() -> None:
     assert [str(path) for path in PACKAGE if ast.get_docstring(parse(path)) is None] == []
 
 
@@ -213,7 +213,7 @@ def test_public_names_are_sorted() -> None:
                 assert listed == sorted(listed), path
 
 
-def test_nothing_unpickles() -> None:
+def test_no_code_unpickles() -> None:
     for path in PACKAGE:
         for node in ast.walk(parse(path)):
             if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):

@@ -1,4 +1,4 @@
-"""A tiny model of random weights: with a tokenizer of bytes and a chat template, or with neither."""
+"""A tiny model with random weights, with or without a tokenizer and a chat template."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ Invoke = Callable[..., "Outcome"]
 
 
 class Outcome:
-    """What a command did."""
+    """The result of a command."""
 
     def __init__(self, code: int, out: str, err: str) -> None:
         self.code = code

@@ -1,4 +1,4 @@
-"""Every command as a user types it: answers on stdout, one paragraph and an exit code for errors."""
+"""Every command as a user types it: results on stdout, a paragraph and an exit code for errors."""
 
 from __future__ import annotations
 
@@ -61,12 +61,12 @@ def test_errors_are_a_paragraph_and_exit_code_2(
     assert "Traceback" not in outcome.err
 
 
-def test_an_unknown_flag_names_the_nearest(windlass: Invoke) -> None:
+def test_an_unknown_flag_suggests_the_nearest(windlass: Invoke) -> None:
     assert "--port" in windlass("serve", "--prot", "1").err.splitlines()[-1]
     assert "--max-num-seqs" in windlass("inspect", "--max-num-seq", "1").err.splitlines()[-1]
 
 
-def test_traceback_shows_the_error_in_full() -> None:
+def test_traceback_flag_shows_the_traceback() -> None:
     command = [sys.executable, "-m", "windlass.cli", "inspect", "no-such-model"]
     started = [
         subprocess.Popen(
@@ -127,7 +127,7 @@ def test_inspect_lists_stored_tensors(windlass: Invoke, chat_model: Path, tmp_pa
     assert "x.weight" in windlass("inspect", str(tmp_path), "--tensors").out
 
 
-def test_inspect_tells_of_a_template_that_fails(
+def test_inspect_reports_a_failing_template(
     windlass: Invoke, chat_model: Path, tmp_path: Path
 ) -> None:
     for file in chat_model.iterdir():
@@ -190,12 +190,12 @@ def test_generate_writes_jsonl(windlass: Invoke, chat_model: Path, tmp_path: Pat
         ('{"prompt": "a", "id": null}', "id must be"),
     ],
 )
-def test_a_broken_line_is_explained(line: str, message: str) -> None:
+def test_a_malformed_line_is_rejected(line: str, message: str) -> None:
     with pytest.raises(RequestError, match=message):
         parse_line(line, "1")
 
 
-def test_a_broken_line_is_named_before_anything_is_computed(
+def test_a_malformed_line_is_reported_before_the_model_is_loaded(
     windlass: Invoke, tmp_path: Path
 ) -> None:
     file = tmp_path / "prompts.jsonl"
@@ -224,7 +224,7 @@ def test_chat_reads_lines_from_a_pipe(windlass: Invoke, chat_model: Path) -> Non
     assert "unknown command /what" in again.err
 
 
-def test_chat_hears_the_system_message(windlass: Invoke, chat_model: Path) -> None:
+def test_chat_uses_the_system_message(windlass: Invoke, chat_model: Path) -> None:
     args = ("chat", str(chat_model), *DUMMY, "--temperature", "0", "--max-tokens", "8")
     by_flag = windlass(*args, "--system", "Be brief", stdin="Hello\n")
     by_command = windlass(*args, stdin="/system Be brief\nHello\n")
@@ -236,14 +236,12 @@ def test_chat_needs_a_template(windlass: Invoke, bare_model: Path) -> None:
     assert (outcome.code, "has no chat template" in outcome.err) == (2, True)
 
 
-def test_chat_ends_when_a_piped_question_cannot_be_answered(
-    windlass: Invoke, chat_model: Path
-) -> None:
+def test_chat_ends_when_a_piped_message_is_rejected(windlass: Invoke, chat_model: Path) -> None:
     outcome = windlass("chat", str(chat_model), *DUMMY, stdin="x" * 500 + "\n")
     assert (outcome.code, "Shorten the prompt" in outcome.err) == (2, True)
 
 
-def test_ctrl_c_is_noted_once_and_then_raised() -> None:
+def test_the_first_ctrl_c_is_recorded_and_the_second_raises() -> None:
     with interruptible() as interrupts:
         signal.raise_signal(signal.SIGINT)
         assert interrupts.received
@@ -254,7 +252,7 @@ def test_ctrl_c_is_noted_once_and_then_raised() -> None:
 # ---- serve ---------------------------------------------------------------------------------------
 
 
-def test_serve_says_what_it_chose_and_answers(chat_model: Path) -> None:
+def test_serve_prints_its_choices_and_responds(chat_model: Path) -> None:
     command = [sys.executable, "-m", "windlass.cli", "serve", str(chat_model), *DUMMY]
     with subprocess.Popen(
         [*command, "--port", "0"], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True

@@ -1,4 +1,4 @@
-"""Flags come from the dataclasses: their types, aliases, help, and what a config file may say."""
+"""Flags generated from dataclasses: types, aliases, help texts, and config files."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_sizes_have_units(text: str | int, num_bytes: int) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "GiB", "4G", "-1MiB", "4 GiBs", "1e9"])
-def test_other_sizes_are_refused(text: str) -> None:
+def test_invalid_sizes_are_rejected(text: str) -> None:
     with pytest.raises(typer.BadParameter, match="is not a size"):
         parse_size(text)
 
@@ -54,7 +54,7 @@ class _Sample:
 
 
 def _parsed(*args: str) -> dict[str, object]:
-    """What a command with the sample's flags gets."""
+    """The options that a command with the sample's flags receives."""
     from typer.testing import CliRunner
 
     seen: dict[str, object] = {}
@@ -71,7 +71,7 @@ def _parsed(*args: str) -> dict[str, object]:
     return seen
 
 
-def test_what_is_not_given_is_not_there() -> None:
+def test_flags_that_are_not_given_are_absent() -> None:
     assert _parsed() == {}
 
 
@@ -94,7 +94,7 @@ def test_an_alias_works_for_a_switch_too() -> None:
     assert _parsed("--no-enable-lever") == {"lever": False}
 
 
-def test_every_sampling_field_is_a_flag_or_left_out_on_purpose() -> None:
+def test_every_sampling_field_has_a_flag_or_is_listed_without_one() -> None:
     offered = {item.name for item in SAMPLING_OPTIONS}
     assert offered | set(WITHOUT_FLAG) == {item.name for item in fields(SamplingParams)}
 
@@ -140,12 +140,12 @@ def test_a_config_file_uses_the_names_of_flags(tmp_path: Path) -> None:
         ("port: [", "is not valid YAML"),
     ],
 )
-def test_a_wrong_config_file_is_explained(tmp_path: Path, text: str, message: str) -> None:
+def test_an_invalid_config_file_is_rejected(tmp_path: Path, text: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         read_config(_yaml(tmp_path, text), [*ENGINE_OPTIONS, *SERVE_OPTIONS])
 
 
-def test_flags_win_over_the_config_file(tmp_path: Path) -> None:
+def test_flags_take_precedence_over_the_config_file(tmp_path: Path) -> None:
     path = tmp_path / "sample.yaml"
     path.write_text("model: from-file\nwhole: 1\nkind: b\n")
     assert _parsed("--config", str(path), "--whole", "2") == {
@@ -155,7 +155,7 @@ def test_flags_win_over_the_config_file(tmp_path: Path) -> None:
     }
 
 
-def test_a_missing_config_file_ends_with_2(windlass: Invoke) -> None:
+def test_a_missing_config_file_exits_with_2(windlass: Invoke) -> None:
     outcome = windlass("serve", "--config", "nowhere.yaml")
     assert outcome.code == 2
     assert "--config nowhere.yaml: No such file" in outcome.err

@@ -1,4 +1,4 @@
-"""Commands that ask a running server, against a real one."""
+"""Commands that query a running server, against a real server."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         yield made
 
 
-def test_explain_says_one_sentence_and_the_facts(windlass: Invoke, served: Server) -> None:
+def test_explain_prints_a_sentence_and_the_timeline(windlass: Invoke, served: Server) -> None:
     answer_id = served.complete(prompt="GUESS what comes", max_tokens=9).json()["id"]
     shown = windlass("explain", answer_id, "--url", served.url, "--key", "one").out
     first = shown.splitlines()[0]
@@ -30,13 +30,13 @@ def test_explain_says_one_sentence_and_the_facts(windlass: Invoke, served: Serve
     assert first.endswith(".")
     for word in ("queued", "prompt", "decode", "drafts", "by position", "total", "$"):
         assert word in shown, word
-    told = json.loads(
+    explanation = json.loads(
         windlass("explain", answer_id, "--url", served.url, "--key", "one", "--json").out
     )
-    assert told["sentence"] == first
+    assert explanation["sentence"] == first
 
 
-def test_memory_shows_the_ledger(windlass: Invoke, served: Server) -> None:
+def test_memory_prints_every_owner(windlass: Invoke, served: Server) -> None:
     shown = windlass("memory", "--url", served.url + "/v1", "--key", "one").out
     for word in ("weights", "unaccounted", "KV used", "KV cached", "KV free", "KV unfilled"):
         assert word in shown, word
@@ -51,7 +51,7 @@ def test_memory_shows_the_ledger(windlass: Invoke, served: Server) -> None:
         (["--url", "localhost", "memory"], "expected for example http://127.0.0.1:8000", 2),
     ],
 )
-def test_errors_say_what_to_do(
+def test_errors_state_what_to_do(
     windlass: Invoke, served: Server, args: list[str], message: str, code: int
 ) -> None:
     split = next(i for i, word in enumerate(args) if word in ("explain", "memory"))

@@ -1,4 +1,4 @@
-"""Keys of `windlass serve` reach neither the process list nor the engine's process."""
+"""Keys of `windlass serve` reach neither the process list nor the engine process."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from windlass.errors import ConfigError
 ROOT = Path(__file__).parents[2]
 
 
-def test_keys_from_the_environment_are_taken_out_of_it(tmp_path: Path) -> None:
+def test_keys_are_removed_from_the_environment(tmp_path: Path) -> None:
     environment = {"WINDLASS_API_KEY": "one", "WINDLASS_ADMIN_KEY": "boss", "HOME": "/"}
     given = Options({"api_key": ["two"], "lora_root": [str(tmp_path)]})
     config = with_environment_keys(given, environment).serve()
@@ -27,7 +27,7 @@ def test_keys_from_the_environment_are_taken_out_of_it(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["WINDLASS_API_KEY", "WINDLASS_ADMIN_KEY"])
-def test_an_empty_variable_is_refused(name: str) -> None:
+def test_an_empty_variable_is_rejected(name: str) -> None:
     with pytest.raises(ConfigError, match=rf"\${name} is empty"):
         with_environment_keys(Options({}), {name: ""})
 
@@ -83,6 +83,6 @@ def test_other_arguments_may_be_any_bytes(monkeypatch: pytest.MonkeyPatch) -> No
     assert sys.argv == ["windlass", "serve", odd, "--hf-token=xxxxx"]
 
 
-def test_arguments_that_are_not_there_are_nothing_to_hide() -> None:
+def test_missing_arguments_need_no_hiding() -> None:
     hide_arguments([])
     hide_arguments(["no argument of this process"])

@@ -1,4 +1,4 @@
-"""A tokenizer of bytes, for tests that need text but no model."""
+"""A byte tokenizer, for tests that need text but no model."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ class ByteTokenizer:
     eos_ids: tuple[int, ...] = (0,)
 
     def __init__(self, pieces: bool = False) -> None:
-        self.pieces = pieces  # whether it tells what each token is
+        self.pieces = pieces  # whether `byte_pieces` is supported
 
     def encode(self, text: str, add_special: bool = True) -> list[int]:  # noqa: ARG002
         return list(text.encode("utf-8", "surrogatepass"))

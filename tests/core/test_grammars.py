@@ -1,4 +1,4 @@
-"""A request waits for its grammar in the queue: others pass it, and its time is accounted for."""
+"""A request waits in the queue for its grammar: others overtake it, and its time is accounted."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from windlass.errors import EngineError, RequestError
 
 
 class FakeGrammars:
-    """Grammars that are ready when the test says so; the regex "bad" is refused."""
+    """Grammars that are ready after `compile`; the regex "bad" is refused."""
 
     def __init__(self) -> None:
         self.failed: dict[str, EngineError] = {}
         self.forms: dict[str, StructuredOutputs] = {}
         self.compiled: set[str] = set()
         self.running: set[str] = set()
-        self.num_looks = 0
+        self.num_checks = 0
         self.state: object = 0
 
     def compile(self, name: str) -> None:
@@ -33,7 +33,7 @@ class FakeGrammars:
         pass
 
     def ready(self, request_id: str) -> bool:
-        self.num_looks += 1
+        self.num_checks += 1
         if self.forms[request_id].regex == "bad":
             raise RequestError("guided_regex: it is bad.", "guided_regex")
         return request_id in self.compiled
@@ -64,7 +64,7 @@ def formed(name: str, regex: str = "a+"):
     return request(name, [1, 2, 3], structured_outputs={"regex": regex})
 
 
-def test_others_pass_a_request_whose_grammar_is_compiled(
+def test_other_requests_overtake_one_whose_grammar_compiles(
     world: World, grammars: FakeGrammars
 ) -> None:
     first, free = formed("form"), request("free", [4, 5], ignore_eos=True)
@@ -87,17 +87,17 @@ def test_others_pass_a_request_whose_grammar_is_compiled(
     assert BLOCKERS[GRAMMAR] == "grammar"
 
 
-def test_a_queue_that_waits_for_grammars_alone_is_not_walked_again(
+def test_a_queue_blocked_by_grammars_is_not_scanned_again(
     world: World, grammars: FakeGrammars
 ) -> None:
     for number in range(5):
         world.add(formed(f"r{number}"))
     for _ in range(10):
         world.step()
-    assert grammars.num_looks == 5
+    assert grammars.num_checks == 5
     grammars.compile("r3")
     world.step()
-    assert grammars.num_looks == 10
+    assert grammars.num_checks == 10
     assert grammars.running == {"r3"}
 
 
@@ -118,7 +118,7 @@ def test_a_refused_grammar_ends_its_request_with_the_field(
     assert world.finish["good"] in ("stop", "length")
 
 
-def test_a_grammar_that_breaks_in_a_step_ends_its_request_alone(
+def test_a_grammar_that_fails_in_a_step_ends_only_its_request(
     world: World, grammars: FakeGrammars
 ) -> None:
     for name in ("a", "b"):
@@ -135,7 +135,7 @@ def test_a_grammar_that_breaks_in_a_step_ends_its_request_alone(
     assert world.finish["b"] in ("stop", "length")
 
 
-def test_an_aborted_request_leaves_its_grammar(world: World, grammars: FakeGrammars) -> None:
+def test_an_aborted_request_releases_its_grammar(world: World, grammars: FakeGrammars) -> None:
     world.add(formed("a"))
     world.step()
     world.scheduler.abort("a", world.now)
@@ -143,7 +143,7 @@ def test_an_aborted_request_leaves_its_grammar(world: World, grammars: FakeGramm
     assert not world.scheduler.has_work
 
 
-def test_an_engine_without_grammars_says_so() -> None:
+def test_an_engine_without_grammars_raises() -> None:
     world = World(limits())
     world.add(formed("a"))
     world.step()

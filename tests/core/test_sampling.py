@@ -7,11 +7,11 @@ from windlass.errors import RequestError
 
 
 def test_lists_strings_and_none_are_normalised() -> None:
-    wish = SamplingParams(stop="x", stop_token_ids=[1, 2], bad_words=None, logit_bias={"5": 1})
-    assert wish.stop == ("x",)
-    assert wish.stop_token_ids == (1, 2)
-    assert wish.bad_words == ()
-    assert wish.logit_bias == {5: 1}
+    params = SamplingParams(stop="x", stop_token_ids=[1, 2], bad_words=None, logit_bias={"5": 1})
+    assert params.stop == ("x",)
+    assert params.stop_token_ids == (1, 2)
+    assert params.bad_words == ()
+    assert params.logit_bias == {5: 1}
 
 
 @pytest.mark.parametrize(
@@ -45,7 +45,7 @@ def test_lists_strings_and_none_are_normalised() -> None:
         ("logit_bias", [1]),
     ],
 )
-def test_nonsense_is_refused_with_the_fields_name(field: str, value: object) -> None:
+def test_invalid_values_are_rejected_with_the_field(field: str, value: object) -> None:
     with pytest.raises(RequestError) as caught:
         SamplingParams(**{field: value})
     assert caught.value.param is not None
@@ -58,9 +58,9 @@ def test_min_tokens_above_max_tokens_is_refused() -> None:
 
 
 def test_children_have_their_own_seeds() -> None:
-    wish = SamplingParams(n=3, seed=7)
-    assert [wish.child(i).seed for i in range(3)] == [7, 8, 9]
-    assert wish.child(1).n == 1
+    params = SamplingParams(n=3, seed=7)
+    assert [params.child(i).seed for i in range(3)] == [7, 8, 9]
+    assert params.child(1).n == 1
     assert SamplingParams(n=2).child(1).seed is None
 
 

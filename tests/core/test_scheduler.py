@@ -1,4 +1,4 @@
-"""What the scheduler promises, one behaviour a test."""
+"""The guarantees of the scheduler, one per test."""
 
 import pytest
 
@@ -16,7 +16,7 @@ def tokens_of(count: int, first: int = 0) -> list[int]:
     return [(first + i) % 5 for i in range(count)]
 
 
-def test_a_long_prompt_is_cut_into_chunks_and_others_go_on() -> None:
+def test_a_long_prompt_is_chunked_beside_running_requests() -> None:
     world = World(limits(max_num_batched_tokens=8))
     world.add(request("short", [1], max_tokens=20, ignore_eos=True))
     world.step()
@@ -43,7 +43,7 @@ def test_a_shared_prefix_is_computed_once() -> None:
     assert (stats.prefix_hits, stats.prefix_queries) == (32, 34 + 35)
 
 
-def test_a_whole_prompt_in_the_cache_computes_one_token_on_a_copied_block() -> None:
+def test_a_fully_cached_prompt_computes_one_token_on_a_copied_block() -> None:
     world = World(limits(max_num_batched_tokens=64))
     prompt = tokens_of(16)
     world.add(request("a", prompt, max_tokens=1))
@@ -57,7 +57,7 @@ def test_a_whole_prompt_in_the_cache_computes_one_token_on_a_copied_block() -> N
     assert world.got["b"] == plain_loop(request("b", prompt), 64)
 
 
-def test_requests_that_come_together_wait_for_the_first_to_compute_what_they_share() -> None:
+def test_simultaneous_requests_wait_for_the_shared_prefix() -> None:
     world = World(limits(max_num_batched_tokens=64, num_blocks=64))
     prefix = tokens_of(32)
     for i in range(3):
@@ -80,7 +80,9 @@ def test_requests_that_come_together_wait_for_the_first_to_compute_what_they_sha
         ({"max_num_batched_tokens": 64, "max_num_seqs": 1}, False, 0),
     ],
 )
-def test_a_plan_tells_how_many_will_join(bounds: dict[str, int], alike: bool, joining: int) -> None:
+def test_a_plan_counts_pending_admissions(
+    bounds: dict[str, int], alike: bool, joining: int
+) -> None:
     world = World(limits(**bounds))
     for i in range(3):
         world.add(request(str(i), tokens_of(8, first=0 if alike else i), max_tokens=2))
@@ -90,7 +92,7 @@ def test_a_plan_tells_how_many_will_join(bounds: dict[str, int], alike: bool, jo
     world.finish_all()
 
 
-def test_nobody_waits_for_a_request_that_was_aborted() -> None:
+def test_no_request_waits_for_the_prefix_of_an_aborted_one() -> None:
     world = World(limits(max_num_batched_tokens=8, num_blocks=64))
     prefix = tokens_of(32)
     world.add(request("gone", prefix, max_tokens=2))
@@ -100,7 +102,7 @@ def test_nobody_waits_for_a_request_that_was_aborted() -> None:
     assert [row.request_id for row in world.plan().rows] == ["next"]
 
 
-def test_different_salts_and_adapters_share_nothing() -> None:
+def test_different_salts_and_adapters_share_no_blocks() -> None:
     adapters = Adapters(1, FakeShelf(["t"], delay=0))
     world = World(limits(max_num_batched_tokens=64), options={"adapters": adapters})
     for index, (salt, adapter) in enumerate([("", ""), ("t", ""), ("", "t")]):
@@ -117,7 +119,7 @@ def test_different_salts_and_adapters_share_nothing() -> None:
     assert world.scheduler.stats().prefix_hits == 0
 
 
-def test_without_caching_nothing_is_found() -> None:
+def test_without_caching_no_block_is_reused() -> None:
     world = World(limits(max_num_batched_tokens=64), caching=False)
     for name in ("a", "b"):
         world.add(request(name, tokens_of(16), max_tokens=1))
@@ -126,7 +128,7 @@ def test_without_caching_nothing_is_found() -> None:
     assert world.pool.num_cached == 0
 
 
-def test_prompt_logprobs_read_nothing_from_the_cache() -> None:
+def test_prompt_logprobs_do_not_use_the_cache() -> None:
     world = World(limits(max_num_batched_tokens=64))
     world.add(request("a", tokens_of(16), max_tokens=1))
     world.finish_all()
@@ -134,7 +136,7 @@ def test_prompt_logprobs_read_nothing_from_the_cache() -> None:
     assert world.plan().rows[0].num_tokens == 16
 
 
-def test_the_last_to_come_is_preempted_and_gets_its_tokens_all_the_same() -> None:
+def test_the_newest_request_is_preempted_and_completes() -> None:
     world = World(limits(num_blocks=8, max_model_len=32, max_num_batched_tokens=32))
     requests = [request(f"r{i}", tokens_of(8, i), max_tokens=16, ignore_eos=True) for i in range(3)]
     for item in requests:
@@ -145,7 +147,7 @@ def test_the_last_to_come_is_preempted_and_gets_its_tokens_all_the_same() -> Non
         assert world.got[item.request_id] == plain_loop(item, 32)
 
 
-def test_priority_decides_who_starts_and_who_is_preempted() -> None:
+def test_priority_orders_starts_and_preemptions() -> None:
     world = World(limits(max_num_seqs=1), options={"policy": Priority()})
     world.add(request("late", [1], priority=5, max_tokens=2, ignore_eos=True))
     world.add(request("soon", [2], priority=1, max_tokens=2, ignore_eos=True))
@@ -174,7 +176,7 @@ def test_static_batching_starts_together_and_waits_for_all() -> None:
     assert [row.request_id for row in world.plan().rows] == ["c"], "it has waited long enough"
 
 
-def test_abort_frees_blocks_at_once_running_or_waiting() -> None:
+def test_abort_frees_the_blocks_of_running_and_queued_requests() -> None:
     world = World(limits(max_num_seqs=1))
     world.add(request("a", tokens_of(8)))
     world.add(request("b", tokens_of(8)))
@@ -208,7 +210,7 @@ def test_eos_stop_tokens_and_length_end_a_request() -> None:
     assert (len(world.got["eos"]), len(world.got["length"])) == (1, 3)
 
 
-def test_what_can_never_fit_is_refused_with_the_numbers() -> None:
+def test_requests_that_can_never_fit_are_rejected_with_numbers() -> None:
     world = World(limits(max_model_len=32, num_blocks=32))
     with pytest.raises(CapacityError, match=r"40 tokens.*32"):
         world.add(request("a", tokens_of(40)))
@@ -224,7 +226,7 @@ def test_what_can_never_fit_is_refused_with_the_numbers() -> None:
         small.add(request("e", [1]))
 
 
-def test_no_chunks_need_a_budget_for_whole_prompts() -> None:
+def test_without_chunked_prefill_a_step_must_hold_a_whole_prompt() -> None:
     with pytest.raises(ConfigError, match="max-num-batched-tokens"):
         limits(chunked_prefill=False, max_num_batched_tokens=16, max_model_len=64)
     world = World(limits(chunked_prefill=False, max_num_batched_tokens=64))
@@ -232,7 +234,7 @@ def test_no_chunks_need_a_budget_for_whole_prompts() -> None:
     assert world.plan().rows[0].num_tokens == 40
 
 
-def test_fail_all_answers_everyone_and_leaves_a_usable_scheduler() -> None:
+def test_fail_all_ends_every_request_and_the_scheduler_stays_usable() -> None:
     world = World(limits(max_num_seqs=1))
     world.add(request("a", [1]))
     world.add(request("b", [1]))
@@ -246,7 +248,7 @@ def test_fail_all_answers_everyone_and_leaves_a_usable_scheduler() -> None:
     world.finish_all()
 
 
-def test_the_timeline_tells_what_happened() -> None:
+def test_the_timeline_counts_chunks_and_tokens() -> None:
     world = World(limits(max_num_batched_tokens=8))
     world.add(request("a", tokens_of(20), max_tokens=3, ignore_eos=True))
     last = None
@@ -258,7 +260,7 @@ def test_the_timeline_tells_what_happened() -> None:
     assert timeline.arrived < timeline.admitted <= timeline.first_token < timeline.last_token
 
 
-def test_the_longest_unused_block_goes_first_and_tails_before_heads() -> None:
+def test_least_recently_used_blocks_are_evicted_first_and_tails_before_heads() -> None:
     pool = BlockPool(4)
     hashes = [root_hash("")]
     for i in range(3):
@@ -273,7 +275,7 @@ def test_the_longest_unused_block_goes_first_and_tails_before_heads() -> None:
     assert pool.find(hashes[1:]) == []
 
 
-def test_guesses_are_counted_for_the_engine_and_on_the_request() -> None:
+def test_draft_tokens_are_counted_for_the_engine_and_the_request() -> None:
     world = World(limits(), draft_length=4)
     world.add(request("a", [1, 2], max_tokens=30, ignore_eos=True))
     timeline = world.scheduler._requests["a"].timeline
@@ -290,7 +292,7 @@ def test_guesses_are_counted_for_the_engine_and_on_the_request() -> None:
 
 
 @pytest.mark.parametrize(("num_blocks", "num_drafts"), [(3, 3), (2, 1)])
-def test_guesses_get_a_block_only_where_nobody_lacks_it(num_blocks: int, num_drafts: int) -> None:
+def test_draft_tokens_get_a_block_only_if_one_is_left(num_blocks: int, num_drafts: int) -> None:
     world = World(limits(num_blocks=num_blocks, max_model_len=8))
     world.add(request("a", [1, 2], max_tokens=6, ignore_eos=True))
     plan = world.plan()
@@ -301,14 +303,14 @@ def test_guesses_get_a_block_only_where_nobody_lacks_it(num_blocks: int, num_dra
 
 
 @pytest.mark.parametrize("drop_drafts_below", [0, 6, 100])
-def test_guesses_beside_prompts_are_dropped_where_a_step_is_faster_without(
+def test_draft_tokens_are_dropped_in_small_mixed_steps(
     drop_drafts_below: int,
 ) -> None:
     worlds = [
         World(limits(num_blocks=64, drop_drafts_below=drop_drafts_below), draft_length=4),
         World(limits(num_blocks=64)),
     ]
-    beside = {False: 0, True: 0}  # guesses in steps with prompts, in small steps and others
+    beside = {False: 0, True: 0}  # draft tokens in steps with prompts, in small steps and others
     for world in worlds:
         for i in range(12):
             world.add(request(str(i), [i + 1] * (1 + i % 5), max_tokens=20, ignore_eos=True))
@@ -326,7 +328,7 @@ def test_guesses_beside_prompts_are_dropped_where_a_step_is_faster_without(
     assert (beside[False] > 0) == (drop_drafts_below < 100)
 
 
-def test_the_account_knows_nothing_of_dropped_guesses() -> None:
+def test_dropped_draft_tokens_are_not_accounted() -> None:
     world = World(limits(num_blocks=64, drop_drafts_below=100))
     world.add(request("a", [1, 2], max_tokens=8, ignore_eos=True))
     plan = world.plan()
@@ -342,8 +344,8 @@ def test_the_account_knows_nothing_of_dropped_guesses() -> None:
 
 
 @pytest.mark.parametrize("num_prompt", [8, 9, 11, 12])
-def test_requests_that_begin_alike_wait_for_the_first_of_them_alone(num_prompt: int) -> None:
-    """Also where their whole prompt is cached, and others compute theirs meanwhile."""
+def test_requests_with_one_prefix_wait_only_for_the_first_of_them(num_prompt: int) -> None:
+    """Also if their whole prompt is cached, and while other requests compute theirs."""
     world = World(limits(num_blocks=256, max_num_seqs=64, max_num_batched_tokens=256))
     for i in range(16):
         world.add(request(f"same-{i}", [1] * num_prompt, max_tokens=30, ignore_eos=True))

@@ -1,4 +1,4 @@
-"""Random worlds against the plain loop: whatever is switched on, every request gets its tokens."""
+"""Random workloads and settings: every request gets the tokens of the reference loop."""
 
 from random import Random
 
@@ -50,7 +50,7 @@ def random_world(seed: int) -> tuple[World, list, bool]:
 
 
 @pytest.mark.parametrize("seed", range(150))
-def test_every_request_gets_what_the_plain_loop_gives(seed: int) -> None:
+def test_every_request_matches_the_reference_loop(seed: int) -> None:
     world, requests, ahead = random_world(seed)
     rng = Random(seed + 1)
     aborted = set()
@@ -93,7 +93,7 @@ def test_small_pools_and_budgets(prompts, budget, num_blocks, ahead) -> None:
 
 
 @pytest.mark.parametrize("seed", range(150, 190))
-def test_planning_ahead_gives_the_same_as_the_plain_loop(seed: int) -> None:
+def test_planning_ahead_matches_the_reference_loop(seed: int) -> None:
     results = []
     for ahead in (False, True):
         world, requests, _ = random_world(seed)

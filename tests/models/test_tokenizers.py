@@ -189,7 +189,7 @@ def test_byte_level_ids_are_those_of_the_original(tmp_path, pre, pre_tokenizer, 
         ("command-r", CohereTokenizer),
     ],
 )
-def test_byte_level_ids_are_those_of_transformers_own_class(tmp_path, pre, original_class):
+def test_byte_level_ids_equal_the_transformers_class(tmp_path, pre, original_class):
     trained = byte_level(GPT2)
     model = json.loads(trained.to_str())["model"]
     original = original_class(vocab=model["vocab"], merges=[tuple(m) for m in model["merges"]])
@@ -200,7 +200,7 @@ def test_byte_level_ids_are_those_of_transformers_own_class(tmp_path, pre, origi
 
 
 @pytest.mark.parametrize("pre", sorted(PRE_TOKENIZERS))
-def test_combining_marks_are_composed_where_the_original_composes_them(tmp_path, pre):
+def test_combining_marks_are_normalised_as_in_the_original(tmp_path, pre):
     tokenizer = hf(from_gguf(tmp_path / "m.gguf", bpe_metadata(byte_level(GPT2), pre)))
     composed, apart = (tokenizer.encode(text, False) for text in ("caf\u00e9", "cafe\u0301"))
     assert (composed == apart) == PRE_TOKENIZERS[pre].nfc
@@ -233,7 +233,7 @@ def test_the_default_scheme_cuts_punctuation_and_threes(tmp_path):
     assert pieces == ["f", "(", "n", "):", "Ġ", "123", "45", "Ġok", "!?"]
 
 
-def test_bos_and_eos_are_added_as_the_file_says(tmp_path):
+def test_bos_and_eos_follow_the_file(tmp_path):
     metadata = bpe_metadata(byte_level(GPT2), "gpt-2", add_bos_token=True, add_eos_token=True)
     tokenizer = hf(from_gguf(tmp_path / "m.gguf", metadata | {"tokenizer.ggml.eos_token_id": 1}))
     assert tokenizer.encode("x")[0] == 0
@@ -264,7 +264,7 @@ def test_a_chat_model_also_ends_at_its_templates_end_of_turn(tmp_path):
         ({"model": "llama"}, CheckpointError, "scores is missing"),
     ],
 )
-def test_bad_tokenizers_are_refused_by_name(tmp_path, changes, error, message):
+def test_invalid_tokenizers_are_rejected_by_name(tmp_path, changes, error, message):
     metadata = bpe_metadata(byte_level(GPT2), **({"pre": "gpt-2"} | changes))
     with pytest.raises(error, match=r"m\.gguf") as caught:
         from_gguf(tmp_path / "m.gguf", metadata)
@@ -359,7 +359,7 @@ def test_runs_of_spaces_that_a_gguf_writes_as_spaces_are_found(tmp_path):
         assert b"".join(map(tokenizer.token_bytes, ids)) == text.encode()
 
 
-def test_merges_of_a_gemma4_file_are_used_as_they_stand(tmp_path, sentence_model):
+def test_merges_of_a_gemma4_file_are_used(tmp_path, sentence_model):
     """The scores of such files are all alike; the order of the merges says which goes first."""
     vocabulary = spm.read_model(sentence_model)
     metadata = spm_metadata(vocabulary)
@@ -405,7 +405,7 @@ def test_the_protobuf_is_read_as_sentencepiece_reads_it(sentence_model):
     assert (vocabulary.bos_id, vocabulary.eos_id, vocabulary.unk_id) == (1, 2, 0)
 
 
-def test_a_broken_tokenizer_model_is_refused(tmp_path, sentence_model):
+def test_a_corrupt_tokenizer_model_is_rejected(tmp_path, sentence_model):
     path = tmp_path / "tokenizer.model"
     data = sentence_model.read_bytes()
     for content in (data[: len(data) // 2], b"\xff" * 64, b""):
@@ -414,7 +414,7 @@ def test_a_broken_tokenizer_model_is_refused(tmp_path, sentence_model):
             spm.read_model(path)
 
 
-def test_other_kinds_of_sentencepiece_are_refused(tmp_path):
+def test_other_sentencepiece_models_are_rejected(tmp_path):
     path = tmp_path / "tokenizer.model"
     for options, message in (
         ({"model_type": "unigram"}, "only BPE"),
@@ -487,7 +487,7 @@ def test_truncation_in_the_file_is_switched_off(folder):
     assert tokenizer.encode_all([]) == []
 
 
-def test_chat_templates_are_found_in_all_their_places(folder):
+def test_chat_templates_are_found_in_every_file(folder):
     assert tokenizer_files.chat_template(folder) is None
     several = [{"name": "tool_use", "template": "T"}, {"name": "default", "template": "D"}]
     tiny.write_json(folder / "tokenizer_config.json", {"chat_template": several})
@@ -500,7 +500,7 @@ def test_chat_templates_are_found_in_all_their_places(folder):
     assert tokenizer_files.chat_template(folder) == "F"
 
 
-def test_bad_folders_are_refused(folder, tmp_path_factory):
+def test_invalid_tokenizer_folders_are_rejected(folder, tmp_path_factory):
     empty = tmp_path_factory.mktemp("empty")
     with pytest.raises(CheckpointError, match=r"neither tokenizer\.json nor tokenizer\.model"):
         tokenizer_files.load_text(empty)
@@ -516,7 +516,7 @@ def test_bad_folders_are_refused(folder, tmp_path_factory):
 
 
 @pytest.mark.model
-def test_long_texts_are_converted_by_the_calls_that_release_the_gil(default_tokenizer):
+def test_long_texts_use_the_calls_that_release_the_gil(default_tokenizer):
     text = " ".join(TEXTS) * 20
     assert len(text) > 5000
     ids = default_tokenizer.encode(text)
@@ -527,7 +527,7 @@ def test_long_texts_are_converted_by_the_calls_that_release_the_gil(default_toke
 
 
 @pytest.mark.model
-def test_no_token_stands_for_more_characters_than_the_longest(default_tokenizer):
+def test_max_token_chars_bounds_every_token(default_tokenizer):
     lengths = [
         len(default_tokenizer.token_text(token)) for token in range(default_tokenizer.vocab_size)
     ]

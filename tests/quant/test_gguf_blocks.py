@@ -33,7 +33,7 @@ def test_every_type_that_a_file_may_have_stays_packed() -> None:
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_blocks_stand_for_the_same_weights(name: str) -> None:
+def test_blocks_dequantise_to_the_same_weights(name: str) -> None:
     blocks = random_blocks(name)
     form = pack(torch.from_numpy(blocks), KINDS[name])
     want = torch.from_numpy(dequantize(blocks, GGMLQuantizationType[name]))
@@ -53,9 +53,7 @@ def test_blocks_stand_for_the_same_weights(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["Q5_1", "Q3_K", "TQ1_0", "IQ2_XXS", "IQ1_M", "MXFP4"])
-def test_rows_taken_apart_in_slices_are_the_same(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rows_parsed_in_slices_are_the_same(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     blocks = torch.from_numpy(random_blocks(name))
     whole = pack(blocks, KINDS[name])
     monkeypatch.setattr(gguf_blocks, "_AT_ONCE", 2 * COLUMNS)
@@ -107,7 +105,7 @@ def test_an_mxfp4_block_of_zeros_may_have_any_exponent() -> None:
     assert torch.equal(form.dequantise(), want)
 
 
-def test_an_mxfp4_exponent_of_255_is_no_number() -> None:
+def test_an_mxfp4_exponent_of_255_is_nan() -> None:
     blocks = torch.from_numpy(random_blocks("MXFP4"))
     blocks[3, 17] = 255
     method = Gguf("MXFP4", Linears(torch.device("cpu"), torch.float32))
@@ -116,7 +114,7 @@ def test_an_mxfp4_exponent_of_255_is_no_number() -> None:
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_sizes_are_the_gguf_packages(name: str) -> None:
+def test_block_sizes_match_the_gguf_package(name: str) -> None:
     kind = KINDS[name]
     assert GGML_QUANT_SIZES[GGMLQuantizationType[name]] == (kind.values, kind.num_bytes)
 
@@ -124,7 +122,7 @@ def test_sizes_are_the_gguf_packages(name: str) -> None:
 @pytest.mark.parametrize(
     "name", ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "TQ1_0", "TQ2_0", "MXFP4"]
 )
-def test_what_its_own_tool_quantised_is_read_exactly(name: str) -> None:
+def test_checkpoints_of_the_original_tools_are_read_exactly(name: str) -> None:
     weight = np.random.default_rng(1).normal(0, 0.1, (16, 256)).astype(np.float32)
     kind = GGMLQuantizationType[name]
     blocks = quantize(weight, kind)
@@ -142,7 +140,7 @@ def test_an_outline_has_the_sizes_of_the_form(name: str) -> None:
     assert (outline.codes.dtype, outline.scales.dtype) == (form.codes.dtype, form.scales.dtype)
 
 
-def test_a_scale_that_is_no_number_is_an_error_with_the_tensors_name() -> None:
+def test_a_nan_scale_names_the_tensor() -> None:
     blocks = torch.from_numpy(random_blocks("Q4_K"))
     blocks[3, 0:2] = torch.tensor([0, 0x7E], dtype=torch.uint8)
     method = Gguf("Q4_K", Linears(torch.device("cpu"), torch.float32))
@@ -150,7 +148,7 @@ def test_a_scale_that_is_no_number_is_an_error_with_the_tensors_name() -> None:
         method.form(Part("model.x", {"weight": blocks}), (ROWS, COLUMNS))
 
 
-def test_zero_blocks_are_fine() -> None:
+def test_blocks_of_zeros_are_valid() -> None:
     method = Gguf("Q8_0", Linears(torch.device("cpu"), torch.float32))
     blocks = torch.zeros(2, 34, dtype=torch.uint8)
     form = method.form(Part("x", {"weight": blocks}), (2, 32))

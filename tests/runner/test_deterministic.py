@@ -36,7 +36,7 @@ def folder(tmp_path_factory) -> Path:
     return path
 
 
-def wish(**options) -> SamplingParams:
+def sampling(**options) -> SamplingParams:
     return SamplingParams(max_tokens=30, ignore_eos=True, logprobs=3, **options)
 
 
@@ -53,7 +53,7 @@ def first_of(folder: Path, prompts: list[list[int]], params: SamplingParams, **o
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_alone_equals_any_batch(folder: Path, temperature: float) -> None:
-    batch_invariant = wish(deterministic=True, temperature=temperature, seed=5)
+    batch_invariant = sampling(deterministic=True, temperature=temperature, seed=5)
     alone = first_of(folder, [PROMPT], batch_invariant)
     beside = {"max_num_batched_tokens": 40}
     assert first_of(folder, [PROMPT, *SIBLINGS], batch_invariant) == alone
@@ -64,18 +64,21 @@ def test_alone_equals_any_batch(folder: Path, temperature: float) -> None:
     )
 
 
-def test_without_it_the_last_bits_depend_on_the_batch(folder: Path) -> None:
+def test_other_requests_depend_on_the_batch_in_the_last_bits(folder: Path) -> None:
     """Or else the tests above would show nothing."""
-    usual = wish(temperature=0.0)
+    usual = sampling(temperature=0.0)
     _, alone = first_of(folder, [PROMPT], usual)
     _, together = first_of(folder, [PROMPT, *SIBLINGS], usual)
     assert alone != together
     assert alone == pytest.approx(together, abs=1e-3)
 
 
-def test_beside_requests_that_do_not_ask_for_it(folder: Path) -> None:
+def test_deterministic_requests_beside_others(folder: Path) -> None:
     llm = LLM(str(folder), load_format="dummy", device="cpu", num_blocks=200, max_num_seqs=16)
-    batch_invariant, usual = wish(deterministic=True, temperature=0.0), wish(temperature=0.0)
+    batch_invariant, usual = (
+        sampling(deterministic=True, temperature=0.0),
+        sampling(temperature=0.0),
+    )
     alone = llm.generate([PROMPT], [batch_invariant])[0].outputs[0]
     mixed = llm.generate([*SIBLINGS, PROMPT], [usual] * len(SIBLINGS) + [batch_invariant])[
         -1
@@ -84,17 +87,17 @@ def test_beside_requests_that_do_not_ask_for_it(folder: Path) -> None:
     assert [s.logprob for s in mixed.logprobs] == [s.logprob for s in alone.logprobs]
 
 
-def test_blocks_of_others_are_not_taken(folder: Path) -> None:
+def test_deterministic_requests_do_not_reuse_blocks_of_others(folder: Path) -> None:
     llm = LLM(str(folder), load_format="dummy", device="cpu", num_blocks=200, max_num_seqs=16)
     hits = []
     for deterministic in (False, True, True):
         before = llm.engine.stats().prefix_hits
-        llm.generate([PROMPT], [wish(deterministic=deterministic, temperature=0.0)])
+        llm.generate([PROMPT], [sampling(deterministic=deterministic, temperature=0.0)])
         hits.append(llm.engine.stats().prefix_hits - before)
     assert hits == [0, 0, 64]
 
 
-def test_kernels_that_cannot_are_named(folder: Path) -> None:
+def test_kernels_without_batch_invariance_are_named(folder: Path) -> None:
     llm = LLM(
         str(folder),
         load_format="dummy",
@@ -104,5 +107,5 @@ def test_kernels_that_cannot_are_named(folder: Path) -> None:
         plain_kernels=True,
     )
     with pytest.raises(RequestError, match="plain kernel of int8"):
-        llm.generate([[1, 2, 3]], wish(deterministic=True))
-    assert len(llm.generate([[1, 2, 3]], wish())[0].outputs[0].token_ids) == 30
+        llm.generate([[1, 2, 3]], sampling(deterministic=True))
+    assert len(llm.generate([[1, 2, 3]], sampling())[0].outputs[0].token_ids) == 30

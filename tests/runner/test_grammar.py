@@ -1,4 +1,4 @@
-"""Outputs of a given form: every token that breaks it is ruled out, and nothing else."""
+"""Structured outputs: exactly the tokens that break the grammar are masked."""
 
 from __future__ import annotations
 
@@ -57,31 +57,31 @@ FORMS: dict[str, tuple[dict[str, Any], str]] = {
 
 @cache
 def grammars() -> GrammarCompiler:
-    """One for all tests: its sandbox takes a while to start."""
+    """Shared by all tests, because its sandbox starts slowly."""
     config = GrammarConfig()
     return GrammarCompiler(GrammarBackend(lambda: TOKENIZER, VOCAB + 4, config), config)
 
 
-def admission(form: dict[str, Any], tokens: bytes = b"", **wishes: Any) -> SlotInit:
-    """Of a request that has got a slot, and whose grammar is compiled."""
-    wish = SamplingParams(structured_outputs=form, **wishes)
+def admission(form: dict[str, Any], tokens: bytes = b"", **sampling: Any) -> SlotInit:
+    """The SlotInit of a request with a compiled grammar."""
+    params = SamplingParams(structured_outputs=form, **sampling)
     name = f"request {next(NUMBERS)}"
-    grammars().enter(name, wish.structured_outputs)
+    grammars().enter(name, params.structured_outputs)
     deadline = time.monotonic() + HANG_GUARD_S
     while not grammars().ready(name):
         assert time.monotonic() < deadline, "the grammar is never compiled"
         grammars().begin()
     grammars().acquire(name)
-    return SlotInit(name, SlotId(0), [1, 2, *tokens], 2, wish, frozenset({EOS}), 7)
+    return SlotInit(name, SlotId(0), [1, 2, *tokens], 2, params, frozenset({EOS}), 7)
 
 
-def write(new: SlotInit, most: int = 200) -> str | None:
-    """What a model writes that finds all tokens equally likely; None: it has not ended."""
+def write(new: SlotInit, max_tokens: int = 200) -> str | None:
+    """The output of a model with uniform logits; None if it has not ended."""
     sampler = Sampler(VOCAB + 4, torch.device("cpu"))
     sampler.grammars = grammars()
     sampler.admit(new)
     out = bytearray(new.tokens[2:])
-    for _ in range(most):
+    for _ in range(max_tokens):
         (token,), _ = sampler.sample(torch.zeros(1, VOCAB + 4), [0])
         assert not grammars().failed
         if token == EOS:
@@ -92,7 +92,7 @@ def write(new: SlotInit, most: int = 200) -> str | None:
 
 @pytest.mark.parametrize("seed", range(5))
 @pytest.mark.parametrize("name", FORMS)
-def test_outputs_have_the_form_that_was_asked_for(name: str, seed: int) -> None:
+def test_outputs_satisfy_the_grammar(name: str, seed: int) -> None:
     form, expected = FORMS[name]
     text = write(admission(form, seed=seed))
     assert text is not None
@@ -102,33 +102,35 @@ def test_outputs_have_the_form_that_was_asked_for(name: str, seed: int) -> None:
 
 
 def test_any_object_is_json() -> None:
-    """A random writer may go on for long; what it has ended must be an object."""
-    texts = [write(admission({"json_object": True}, seed=seed), most=60) for seed in range(40)]
+    """Random outputs may not end; those that end must be objects."""
+    texts = [
+        write(admission({"json_object": True}, seed=seed), max_tokens=60) for seed in range(40)
+    ]
     ended = [text for text in texts if text is not None]
     assert ended
     assert all(isinstance(json.loads(text), dict) for text in ended)
 
 
-def test_a_preempted_request_goes_on_where_it_was() -> None:
+def test_a_preempted_request_continues_its_grammar() -> None:
     assert write(admission(FORMS["gbnf"][0], b"a1")) in {"a1z", *(f"a1{i}z" for i in range(10))}
 
 
 @pytest.mark.parametrize(
-    "wishes",
+    "sampling",
     [
         {"allowed_token_ids": [ord("q")]},
         {"min_tokens": 9, "max_tokens": 20},
         {"bad_token_ids": ((ord("y"),), (ord("n"),))},
     ],
 )
-def test_the_form_counts_more_than_other_wishes(wishes: dict[str, Any]) -> None:
-    assert write(admission(FORMS["lark"][0], **wishes)) in {"yes", "no", "no indeed"}
+def test_the_grammar_takes_precedence_over_other_params(sampling: dict[str, Any]) -> None:
+    assert write(admission(FORMS["lark"][0], **sampling)) in {"yes", "no", "no indeed"}
 
 
-def test_other_wishes_choose_among_what_the_form_allows() -> None:
+def test_other_params_apply_to_the_allowed_tokens() -> None:
     for seed in range(5):
-        wishes = {"logit_bias": {ord("y"): -100.0}, "seed": seed}
-        assert write(admission(FORMS["lark"][0], **wishes)) in {"no", "no indeed"}
+        sampling = {"logit_bias": {ord("y"): -100.0}, "seed": seed}
+        assert write(admission(FORMS["lark"][0], **sampling)) in {"no", "no indeed"}
 
 
 def allowed(grammar: Grammar) -> list[int]:
@@ -136,7 +138,7 @@ def allowed(grammar: Grammar) -> list[int]:
     return grammar.mask(scores, scores).isfinite().nonzero().flatten().tolist()
 
 
-def test_requests_share_a_grammar_and_not_its_state() -> None:
+def test_requests_share_a_grammar_but_not_its_state() -> None:
     before = grammars().stats().num_checks
     made = [open_grammar(grammars(), admission({"regex": "a[0-9]{2}"})) for _ in range(2)]
     first, second = made
@@ -148,7 +150,7 @@ def test_requests_share_a_grammar_and_not_its_state() -> None:
     assert grammars().stats().num_checks == before + 1
 
 
-def test_a_grammar_that_cannot_be_followed_ends_its_request() -> None:
+def test_a_rejected_token_ends_the_request() -> None:
     new = admission(FORMS["gbnf"][0])
     grammar = open_grammar(grammars(), new)
     assert grammar is not None
@@ -191,7 +193,7 @@ def backend_of(llm: LLM) -> GrammarBackend:
 
 
 @pytest.mark.parametrize("options", [{}, {"plain_kernels": True}, {"enforce_eager": True}])
-def test_requests_with_and_without_a_form_run_together(folder: Path, options: Any) -> None:
+def test_requests_with_and_without_a_grammar_run_together(folder: Path, options: Any) -> None:
     llm = make(folder, **options)
     free = SamplingParams(max_tokens=8, ignore_eos=True, seed=1)
     alone = llm.generate([[5, 6]], free)[0].outputs[0].token_ids
@@ -206,12 +208,12 @@ def test_requests_with_and_without_a_form_run_together(folder: Path, options: An
         assert (bool(re.fullmatch(expected, output.text)), output.finish_reason) == (True, "stop")
 
 
-def test_a_request_whose_form_breaks_ends_alone(folder: Path, monkeypatch) -> None:
+def test_a_request_whose_grammar_fails_ends_alone(folder: Path, monkeypatch) -> None:
     llm = make(folder)
     engine, outputs = llm.engine, {}
-    wish = SamplingParams(structured_outputs={"regex": "a{5}"}, max_tokens=9)
+    params = SamplingParams(structured_outputs={"regex": "a{5}"}, max_tokens=9)
     monkeypatch.setattr(RequestMatcher, "take", lambda self, _: self._on_break("too hard"))
-    groups = llm._requests.groups([[5], [5]], [wish, SamplingParams(max_tokens=3)], ["", ""])
+    groups = llm._requests.groups([[5], [5]], [params, SamplingParams(max_tokens=3)], ["", ""])
     for group in groups:
         engine.add(group.requests[0])
     while engine.has_work:
@@ -220,18 +222,18 @@ def test_a_request_whose_form_breaks_ends_alone(folder: Path, monkeypatch) -> No
     assert outputs["0-0"][-1].error == "structured_outputs: too hard"
     assert outputs["1-0"][-1].finish == "length"
     with pytest.raises(RequestError, match="too hard"):
-        llm.generate([[5]], wish)
+        llm.generate([[5]], params)
 
 
-def test_others_go_on_while_the_vocabulary_is_made(folder: Path, monkeypatch) -> None:
+def test_other_requests_run_while_the_vocabulary_is_built(folder: Path, monkeypatch) -> None:
     llm, go = make(folder), threading.Event()
     opener = lambda: go.wait(HANG_GUARD_S) and TOKENIZER  # noqa: E731
     monkeypatch.setattr(backend_of(llm), "_open_tokenizer", opener)
     engine, ended = llm.engine, []
     form = SamplingParams(structured_outputs={"regex": "a{3}"}, max_tokens=9)
     free = SamplingParams(max_tokens=3, ignore_eos=True)
-    for name, wish in (("form", form), ("gone", form), ("free", free)):
-        engine.add(NewRequest(name, [5], wish))
+    for name, params in (("form", form), ("gone", form), ("free", free)):
+        engine.add(NewRequest(name, [5], params))
     engine.abort("gone")
     while not ended:
         ended += [output.request_id for output in engine.step() if output.finish]
@@ -243,9 +245,7 @@ def test_others_go_on_while_the_vocabulary_is_made(folder: Path, monkeypatch) ->
     assert ended == ["free", "form"]
 
 
-def test_a_vocabulary_that_cannot_be_made_is_an_error_of_its_requests(
-    folder: Path, monkeypatch
-) -> None:
+def test_a_failed_vocabulary_fails_only_requests_with_grammars(folder: Path, monkeypatch) -> None:
     def broken() -> ByteTokenizer:
         raise OSError("no such file")
 
@@ -259,24 +259,24 @@ def test_a_vocabulary_that_cannot_be_made_is_an_error_of_its_requests(
 
 
 @pytest.mark.parametrize(
-    ("form", "told"),
+    ("form", "message"),
     [
         ({}, "exactly one of json, json_object, regex, choice, grammar; got none"),
         ({"regex": "a", "choice": ["b"]}, "got regex, choice"),
-        ({"regex": ""}, "regex must be a text"),
-        ({"json": "{"}, "no JSON"),
+        ({"regex": ""}, "regex must be a non-empty string"),
+        ({"json": "{"}, "not JSON"),
         ({"json": False}, "nothing satisfies"),
         ({"choice": "red"}, "choice must be a list"),
         ({"choice": ["red", ""]}, "choice must be a list"),
         ({"xml": "a"}, "xml"),
     ],
 )
-def test_what_is_no_form_is_refused(form: dict[str, Any], told: str) -> None:
-    with pytest.raises(RequestError, match=told):
+def test_invalid_structured_outputs_are_rejected(form: dict[str, Any], message: str) -> None:
+    with pytest.raises(RequestError, match=message):
         SamplingParams(structured_outputs=form)
 
 
-def test_what_is_too_large_or_too_deep_is_refused_before_it_is_compiled() -> None:
+def test_large_or_deep_schemas_are_rejected_before_compilation() -> None:
     deep: Any = {}
     for _ in range(100_000):
         deep = {"items": deep}
@@ -291,7 +291,7 @@ def test_what_is_too_large_or_too_deep_is_refused_before_it_is_compiled() -> Non
 
 
 @pytest.mark.parametrize(
-    ("form", "told"),
+    ("form", "message"),
     [
         ({"json": {"type": "objekt"}}, "Invalid type: objekt"),
         ({"json": {"allOf": [{"type": "string"}, {"type": "integer"}]}}, "Unsatisfiable"),
@@ -299,17 +299,17 @@ def test_what_is_too_large_or_too_deep_is_refused_before_it_is_compiled() -> Non
         ({"json": ENDLESS}, "more than 1 s of CPU time"),
         ({"regex": "(a"}, "unclosed group"),
         ({"regex": "((a{1,1000}){1,1000}){1,1000}"}, "too many expressions"),
-        ({"grammar": "start: nobody"}, "unknown name"),
+        ({"grammar": "start: missing"}, "unknown name"),
         ({"grammar": 'root ::= "a" ( "b"'}, "."),
     ],
 )
-def test_what_cannot_be_compiled_is_an_error_of_its_request(
-    quick: LLM, form: dict[str, Any], told: str
+def test_a_grammar_that_does_not_compile_fails_only_its_request(
+    quick: LLM, form: dict[str, Any], message: str
 ) -> None:
-    wish = SamplingParams(structured_outputs=form, max_tokens=9)
+    params = SamplingParams(structured_outputs=form, max_tokens=9)
     for _ in range(2):
-        with pytest.raises(RequestError, match=told):
-            quick.generate([[5]], wish)
+        with pytest.raises(RequestError, match=message):
+            quick.generate([[5]], params)
     assert not quick.engine.has_work
 
 
@@ -318,14 +318,14 @@ def quick(folder: Path) -> LLM:
     return make(folder, grammar_compile_timeout=1.0)
 
 
-def test_others_go_on_while_an_endless_grammar_is_compiled(folder: Path) -> None:
+def test_other_requests_run_while_an_endless_grammar_compiles(folder: Path) -> None:
     llm = make(folder, grammar_compile_timeout=600.0)
     engine = llm.engine
     endless = SamplingParams(structured_outputs={"json": ENDLESS}, max_tokens=9)
     harmless = SamplingParams(structured_outputs={"regex": "a{3}"}, max_tokens=9)
     free = SamplingParams(max_tokens=50, ignore_eos=True)
-    for name, wish in (("endless", endless), ("harmless", harmless), ("free", free)):
-        engine.add(NewRequest(name, [5], wish))
+    for name, params in (("endless", endless), ("harmless", harmless), ("free", free)):
+        engine.add(NewRequest(name, [5], params))
     ended: list[str] = []
     while len(ended) < 2:
         ended += [output.request_id for output in engine.step() if output.finish]
@@ -336,7 +336,7 @@ def test_others_go_on_while_an_endless_grammar_is_compiled(folder: Path) -> None
     assert engine.stats().grammars.num_waiting == 0
 
 
-def test_a_model_without_an_end_cannot_write_forms(tmp_path: Path) -> None:
+def test_structured_outputs_need_an_eos_token(tmp_path: Path) -> None:
     config = {**CONFIG, "head_dim": 16, "vocab_size": VOCAB}
     config.pop("eos_token_id", None)
     (tmp_path / "config.json").write_text(json.dumps(config))

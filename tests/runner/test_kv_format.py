@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.runner.test_deterministic import CONFIG, PROMPT, SIBLINGS, first_of, wish
+from tests.runner.test_deterministic import CONFIG, PROMPT, SIBLINGS, first_of, sampling
 from tests.tools.eval.test_model import TEXT
 from windlass import LLM, SamplingParams
 from windlass.cli.model_report import examine
@@ -41,7 +41,7 @@ def prompt_scores(llm: LLM) -> list[float]:
 
 
 @pytest.mark.parametrize("kv", FORMATS)
-def test_scores_are_near_those_of_a_cache_that_rounds_nothing(folder: Path, kv: str) -> None:
+def test_logprobs_are_close_to_those_of_an_unquantised_cache(folder: Path, kv: str) -> None:
     want = prompt_scores(make(folder))
     for options in ({}, {"plain_kernels": True}, {"max_num_batched_tokens": 40}):
         got = prompt_scores(make(folder, kv_cache_dtype=kv, **options))
@@ -51,7 +51,7 @@ def test_scores_are_near_those_of_a_cache_that_rounds_nothing(folder: Path, kv: 
 
 @pytest.mark.parametrize("kv", FORMATS)
 def test_deterministic_alone_equals_any_batch(folder: Path, kv: str) -> None:
-    batch_invariant = wish(deterministic=True, temperature=0.0)
+    batch_invariant = sampling(deterministic=True, temperature=0.0)
     alone = first_of(folder, [PROMPT], batch_invariant, kv_cache_dtype=kv)
     tight = {"num_blocks": 24, "max_model_len": 200, "max_num_batched_tokens": 40}
     preempted = first_of(folder, [PROMPT, *SIBLINGS], batch_invariant, kv_cache_dtype=kv, **tight)
@@ -59,18 +59,18 @@ def test_deterministic_alone_equals_any_batch(folder: Path, kv: str) -> None:
 
 
 @pytest.mark.parametrize("kv", FORMATS)
-def test_prefixes_are_found_and_reused(folder: Path, kv: str) -> None:
+def test_prefixes_are_reused(folder: Path, kv: str) -> None:
     llm = make(folder, kv_cache_dtype=kv)
-    params = wish(temperature=0.0)
+    params = sampling(temperature=0.0)
     first = llm.generate([PROMPT], params)[0].outputs[0].token_ids
     again = llm.generate([PROMPT], params)[0].outputs[0].token_ids
     assert llm.engine.stats().prefix_hits == 64
     assert again == first
 
 
-def test_preempted_requests_end_all_the_same(folder: Path) -> None:
+def test_preempted_requests_complete(folder: Path) -> None:
     llm = make(folder, kv_cache_dtype="int8", num_blocks=16, max_model_len=120)
-    results = llm.generate([PROMPT, *SIBLINGS[:7]], wish(temperature=0.0))
+    results = llm.generate([PROMPT, *SIBLINGS[:7]], sampling(temperature=0.0))
     assert [len(result.outputs[0].token_ids) for result in results] == [30] * 8
     assert llm.engine.stats().num_used_blocks == 0
 
@@ -103,13 +103,13 @@ def test_inspect_shows_the_format(default_gguf: Path) -> None:
     assert "fp8 (e4m3)" in {choice["value"].split(",")[0] for choice in coded["choices"]}
 
 
-def test_the_reference_keeps_float32(folder: Path) -> None:
+def test_the_reference_cache_is_float32(folder: Path) -> None:
     options = {"num_blocks": None, "kv_cache_memory_bytes": 2**20}
     exact = make(folder, dtype="float32", **options).report
     assert exact.capacity.bytes_per_block == 2 * 2 * 2 * 16 * 96
 
 
-def test_an_unknown_format_is_refused_by_name() -> None:
+def test_an_unknown_kv_format_is_rejected_by_name() -> None:
     with pytest.raises(ConfigError, match=r"--kv-cache-dtype must be one of auto, fp8, .*'fp4'"):
         EngineConfig.of(kv_cache_dtype="fp4")
 
@@ -119,7 +119,7 @@ PROMPTS = ["A windlass is", "The capital of France is", "Water boils at"]
 
 @pytest.mark.model
 @pytest.mark.parametrize(("kv", "divergence"), [("int8", 2e-3), ("fp8", 1e-2)])
-def test_the_default_model_hardly_changes(tmp_path: Path, kv: str, divergence: float) -> None:
+def test_the_default_model_stays_close(tmp_path: Path, kv: str, divergence: float) -> None:
     """Weights in float32, so that nothing else rounds: the kernels of packed weights do.
 
     Some hundred tokens are too few to count agreement: docs/quantisation.md has it on 2,559.
@@ -140,7 +140,7 @@ def test_the_default_model_hardly_changes(tmp_path: Path, kv: str, divergence: f
 
 
 @pytest.mark.model
-def test_the_default_model_says_the_same() -> None:
+def test_the_default_model_generates_the_same_text() -> None:
     params = SamplingParams(max_tokens=8, temperature=0.0)
     options = {"dtype": "float32", "device": "cpu", "num_blocks": 64}
     usual, coded = (

@@ -21,7 +21,13 @@ pytestmark = pytest.mark.skipif(not _COMPILERS, reason="no C++ compiler")
 ONE = make_adapter("one", ALL, 1)
 HEAD = make_adapter("head", {"self_attn.o_proj": 3, "mlp.down_proj": 2, "lm_head": 8}, 3)
 INT4 = {"quantization": "int4", "quantize_head": True}
-READ = [1, 1, 4, 2, 3]  # by whom a token is drawn, in each step of `play`; nobody in the first
+READ = [
+    1,
+    1,
+    4,
+    2,
+    3,
+]  # rows that sample in each step of `play`; the first step has none and reads one position
 TOKENS = [9, 17, 15, 4, 3]
 
 
@@ -31,7 +37,7 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 def play(parts: Parts, adapters: tuple[int, int, int]) -> list[RowResult]:
-    """Prompts in chunks beside others that end, single tokens and guesses, of three requests."""
+    """Three requests: prompt chunks beside last chunks, single tokens and draft tokens."""
     a, b, c = admitted = [
         parts.admit(prompt, logprobs=3) for prompt in (IDS * 2, IDS[::-1], IDS[3:])
     ]
@@ -53,7 +59,7 @@ def play(parts: Parts, adapters: tuple[int, int, int]) -> list[RowResult]:
 def played(
     folder: Path, adapters: tuple[int, int, int], needs_all_hidden: bool, **options: Any
 ) -> tuple[list[RowResult], list[int]]:
-    """What came out, and of how many tokens the network gave hidden states in each step."""
+    """The results, and the number of hidden states of each step."""
     parts = Parts(folder, [ONE, HEAD], **options)
     parts.runner.needs_all_hidden = needs_all_hidden
     seen: list[int] = []
@@ -63,7 +69,7 @@ def played(
 
 @pytest.mark.parametrize("adapters", [(0, 0, 0), (1, 0, 2), (0, 1, 0)], ids=str)
 @pytest.mark.parametrize("options", [INT4, {"quantization": "w8a8"}], ids=str)
-def test_wanted_tokens_are_as_among_all(
+def test_logits_indices_give_the_logits_of_a_full_forward(
     folder: Path, options: dict[str, Any], adapters: tuple[int, int, int]
 ) -> None:
     want, whole = played(folder, adapters, True, **options)
@@ -77,7 +83,7 @@ def scores(found: list[RowResult]) -> list[float]:
     return [score.logprob for one in found for score in one.logprobs or ()]
 
 
-def test_recorded_steps_give_the_same(folder: Path) -> None:
+def test_captured_steps_give_the_same(folder: Path) -> None:
     want, _ = played(folder, (0, 0, 0), True, **INT4)
     got, seen = played(folder, (0, 0, 0), False, enforce_eager=False, **INT4)
     assert got == want
@@ -92,7 +98,7 @@ def test_recorded_steps_give_the_same(folder: Path) -> None:
     ],
     ids=["recorded", "plain"],
 )
-def test_sums_in_another_order_give_nearly_the_same(
+def test_another_summation_order_stays_close(
     folder: Path, whole: dict[str, Any], some: dict[str, Any]
 ) -> None:
     """Recorded adapters add to the residual; torch's products depend on the number of rows."""
@@ -101,7 +107,7 @@ def test_sums_in_another_order_give_nearly_the_same(
     assert scores(got) == pytest.approx(scores(want), abs=1e-4)
 
 
-def test_a_scored_prompt_is_read_whole(folder: Path) -> None:
+def test_prompt_logprobs_cover_the_whole_prompt(folder: Path) -> None:
     parts = Parts(folder, **INT4)
     one, beside = parts.admit(IDS, prompt_logprobs=1), parts.admit(IDS)
     rows = [parts.row(beside, 0, len(IDS)), parts.row(one, 0, len(IDS))]
@@ -110,7 +116,7 @@ def test_a_scored_prompt_is_read_whole(folder: Path) -> None:
 
 
 class _Reader:
-    """Guesses nothing of use, and keeps what heads would read."""
+    """Drafts zeros, and records the inputs of drafting heads."""
 
     layers = (1,)
 
@@ -127,7 +133,7 @@ class _Reader:
         del pairs
 
 
-def test_heads_read_the_hidden_state_of_the_last_token_that_was_kept(folder: Path) -> None:
+def test_heads_read_the_hidden_state_of_the_last_accepted_token(folder: Path) -> None:
     readers = []
     for needs_all_hidden in (True, False):
         parts, reader = Parts(folder, **INT4), _Reader()
@@ -137,7 +143,7 @@ def test_heads_read_the_hidden_state_of_the_last_token_that_was_kept(folder: Pat
         readers.append(reader)
     whole, some = readers
     assert [len(rows) for rows in some.read] == [0, 1, 2, 2, 3]
-    assert [len(tap) for tap in some.aux_hidden_states] == TOKENS
+    assert [len(states) for states in some.aux_hidden_states] == TOKENS
     for one, other in zip(
         whole.read + whole.aux_hidden_states, some.read + some.aux_hidden_states, strict=True
     ):

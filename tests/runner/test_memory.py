@@ -1,4 +1,4 @@
-"""An engine that sleeps gives its memory back for real, and says the same when it is woken."""
+"""A sleeping engine frees its memory, and generates the same text after waking."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ def llm() -> LLM:
     return LLM("default", num_blocks=1024, max_num_seqs=4, max_num_batched_tokens=256)
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="memory is given back by Linux's madvise")
-def test_memory_goes_down_and_the_answer_stays(llm: LLM) -> None:
+@pytest.mark.skipif(sys.platform != "linux", reason="memory is freed with Linux's madvise")
+def test_sleep_frees_memory_and_keeps_outputs(llm: LLM) -> None:
     before = [result.outputs[0].text for result in llm.generate(PROMPTS, GREEDY)]
     awake = held(llm)
     weights = awake.parts["weights"]
@@ -43,9 +43,9 @@ def test_memory_goes_down_and_the_answer_stays(llm: LLM) -> None:
         part = asleep.parts[name]
         assert part.resident is not None
         assert part.resident < 0.2 * part.num_bytes, name
-    # Weights, and the pages of KV and workspace that had been touched.
+    # Weights, and the touched pages of the KV cache and the workspace.
     assert awake.total - asleep.total > 90 * MIB
-    with pytest.raises(EngineError, match="sleeps"):
+    with pytest.raises(EngineError, match="asleep"):
         llm.generate(PROMPTS, GREEDY)
     llm.engine.wake()
     again = [result.outputs[0].text for result in llm.generate(PROMPTS, GREEDY)]
@@ -53,12 +53,12 @@ def test_memory_goes_down_and_the_answer_stays(llm: LLM) -> None:
     assert held(llm).total < awake.total + 16 * MIB
 
 
-def test_the_ledger_names_what_is_held(llm: LLM) -> None:
+def test_the_memory_report_names_owners(llm: LLM) -> None:
     memory = llm.engine.memory()
     found = held(llm)
     capacity = llm.report.capacity
     assert found.parts["KV cache"].num_bytes == capacity.num_blocks * capacity.bytes_per_block
-    # Tables of positions count as weights here: they are read like them.
+    # Position tables count as weights here.
     weights = llm.report.memory["weights"]
     assert weights <= found.parts["weights"].num_bytes < 1.05 * weights
     use = memory.blocks
@@ -66,7 +66,7 @@ def test_the_ledger_names_what_is_held(llm: LLM) -> None:
     assert 0 < found.unaccounted < found.total
 
 
-def test_a_running_engine_does_not_sleep(llm: LLM) -> None:
+def test_a_running_engine_refuses_to_sleep(llm: LLM) -> None:
     stream = llm.stream_chat([{"role": "user", "content": "Hi"}], GREEDY)
     next(stream)
     with pytest.raises(EngineError, match="running"):
@@ -74,9 +74,7 @@ def test_a_running_engine_does_not_sleep(llm: LLM) -> None:
     stream.close()
 
 
-def test_a_disk_without_room_leaves_everything_as_it_was(
-    llm: LLM, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_disk_leaves_the_engine_awake(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     before = [result.outputs[0].text for result in llm.generate(PROMPTS[:1], GREEDY)]
     monkeypatch.setenv("WINDLASS_CACHE", "/proc/nothing/here")
     with pytest.raises(EngineError, match="cannot create"):
@@ -84,7 +82,7 @@ def test_a_disk_without_room_leaves_everything_as_it_was(
     assert [result.outputs[0].text for result in llm.generate(PROMPTS[:1], GREEDY)] == before
 
 
-def test_storages_are_found_once_wherever_they_hang() -> None:
+def test_shared_storages_are_counted_once() -> None:
     tensor = torch.arange(10_000)
     found = list(storages({"a": [tensor, tensor[5:]], "b": (tensor.view(100, 100), np.zeros(3))}))
     assert [(name, storage.num_bytes) for name, storage in found] == [("tables", 80_000)]
@@ -97,12 +95,12 @@ def test_storages_are_found_once_wherever_they_hang() -> None:
     assert not storage.lies_in([])
 
 
-def test_other_devices_refuse_by_name() -> None:
-    with pytest.raises(EngineError, match="recorded steps know its addresses"):
+def test_unsupported_devices_are_named() -> None:
+    with pytest.raises(EngineError, match="captured steps hold its addresses"):
         RunnerMemory((), torch.device("cuda"), {}).sleep()
 
 
-def test_results_tell_their_story_and_their_price(llm: LLM) -> None:
+def test_results_have_an_explanation_and_a_cost(llm: LLM) -> None:
     llm._price = 3600.0
     stop = SamplingParams(max_tokens=30, temperature=0.0, stop=["e"])
     first, second = llm.generate(PROMPTS, [GREEDY, stop])
@@ -111,10 +109,10 @@ def test_results_tell_their_story_and_their_price(llm: LLM) -> None:
         assert result.cost == pytest.approx(trace.prefill_s + trace.decode_s)
         assert result.cost > 0
     assert first.traces[0].finish == "length"
-    (told,) = llm.explain(first)
-    assert told["dominated_by"] in ("prefill", "decode", "step")
-    assert " of " in told["sentence"]
-    assert told["seconds"]["server"] == 0
-    assert told["seconds"]["total"] == pytest.approx(
-        sum(value for name, value in told["seconds"].items() if name != "total"), abs=1e-5
+    (explanation,) = llm.explain(first)
+    assert explanation["dominated_by"] in ("prefill", "decode", "step")
+    assert " of " in explanation["sentence"]
+    assert explanation["seconds"]["server"] == 0
+    assert explanation["seconds"]["total"] == pytest.approx(
+        sum(value for name, value in explanation["seconds"].items() if name != "total"), abs=1e-5
     )

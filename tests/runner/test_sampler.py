@@ -1,4 +1,4 @@
-"""Sampling: each wish does what its name says, alone and beside other rows."""
+"""Sampling params have their documented effect, alone and in a batch."""
 
 from __future__ import annotations
 
@@ -19,23 +19,25 @@ CPU = torch.device("cpu")
 
 def sampler_with(*params: SamplingParams, prompt: tuple[int, ...] = (1, 2)) -> Sampler:
     sampler = Sampler(VOCAB, CPU)
-    for slot, wish in enumerate(params):
-        stops = frozenset(wish.stop_token_ids)
+    for slot, sampling in enumerate(params):
+        stops = frozenset(sampling.stop_token_ids)
         sampler.admit(
-            SlotInit(f"r{slot}", slot, list(prompt), len(prompt), wish, stops, wish.seed or 0)
+            SlotInit(
+                f"r{slot}", slot, list(prompt), len(prompt), sampling, stops, sampling.seed or 0
+            )
         )
     return sampler
 
 
-def one(logits: torch.Tensor, **wish) -> int:
-    return sampler_with(SamplingParams(**wish)).sample(logits[None], [0])[0][0]
+def one(logits: torch.Tensor, **options) -> int:
+    return sampler_with(SamplingParams(**options)).sample(logits[None], [0])[0][0]
 
 
 def random_logits(rows: int = 1, seed: int = 0) -> torch.Tensor:
     return torch.randn(rows, VOCAB, generator=torch.Generator().manual_seed(seed)) * 3
 
 
-def test_greedy_takes_the_best() -> None:
+def test_greedy_takes_the_argmax() -> None:
     logits = random_logits()[0]
     assert one(logits, temperature=0) == int(logits.argmax())
 
@@ -51,7 +53,7 @@ def test_a_seed_gives_the_same_token_alone_and_in_any_batch() -> None:
     assert alone == mixed == last
 
 
-def test_draws_follow_the_distribution() -> None:
+def test_samples_follow_the_distribution() -> None:
     logits = torch.tensor([2.0, 1.0, 0.0, -1.0])
     want = logits.softmax(0)
     draws = 4000
@@ -70,20 +72,20 @@ def test_top_k_keeps_exactly_k(top_k: int) -> None:
     assert kept.isfinite().sum(-1).tolist() == [top_k, VOCAB]
 
 
-def test_top_p_keeps_the_fewest_that_reach_p() -> None:
+def test_top_p_keeps_the_smallest_sufficient_set() -> None:
     probs = torch.tensor([[0.5, 0.3, 0.15, 0.05]])
     for p, count in [(0.4, 1), (0.5, 1), (0.51, 2), (0.8, 2), (0.81, 3), (1.0, 4)]:
         kept = filters.truncate(probs.log(), torch.tensor([0]), torch.tensor([p]), torch.zeros(1))
         assert int(kept.isfinite().sum()) == count, p
 
 
-def test_min_p_is_a_share_of_the_best() -> None:
+def test_min_p_is_relative_to_the_highest_probability() -> None:
     probs = torch.tensor([[0.5, 0.3, 0.15, 0.05]])
     kept = filters.truncate(probs.log(), torch.tensor([0]), torch.ones(1), torch.tensor([0.31]))
     assert kept.isfinite().tolist() == [[True, True, False, False]]
 
 
-def test_rows_are_truncated_by_their_own_wishes() -> None:
+def test_rows_are_truncated_by_their_own_params() -> None:
     logits = random_logits(3)
     params = [
         SamplingParams(temperature=5.0, top_k=1, seed=1),
@@ -94,7 +96,7 @@ def test_rows_are_truncated_by_their_own_wishes() -> None:
     assert tokens == logits.argmax(-1).tolist()
 
 
-def test_bias_allowed_and_forbidden_tokens() -> None:
+def test_bias_allowed_tokens_and_bad_words() -> None:
     logits = random_logits()[0]
     best = int(logits.argmax())
     assert one(logits, temperature=0, logit_bias={5: 100}) == 5
@@ -103,7 +105,7 @@ def test_bias_allowed_and_forbidden_tokens() -> None:
     assert one(logits, temperature=0, bad_token_ids=((best,),)) != best
 
 
-def test_a_forbidden_word_of_two_tokens_is_stopped_at_its_end() -> None:
+def test_a_bad_word_of_two_tokens_is_masked_at_its_last_token() -> None:
     sampler = sampler_with(SamplingParams(temperature=0, bad_token_ids=((3, 4),)))
     logits = torch.zeros(1, VOCAB)
     logits[0, 4] = 1.0
@@ -114,7 +116,7 @@ def test_a_forbidden_word_of_two_tokens_is_stopped_at_its_end() -> None:
     assert sampler.sample(logits, [0])[0] == [3], "4 would complete the word"
 
 
-def test_min_tokens_holds_stop_tokens_back() -> None:
+def test_min_tokens_masks_stop_tokens() -> None:
     sampler = sampler_with(SamplingParams(temperature=0, min_tokens=2, stop_token_ids=[5]))
     logits = torch.zeros(1, VOCAB)
     logits[0, 5] = 9.0
@@ -131,7 +133,7 @@ def test_penalties_follow_their_definitions() -> None:
     assert got.tolist() == [1.0 - 1.5 - 0.25, -4.0 - 0.5 - 0.25, 0.5, 0.0]
 
 
-def test_frequency_counts_the_output_and_repetition_the_prompt_too() -> None:
+def test_frequency_counts_the_output_and_repetition_also_the_prompt() -> None:
     logits = torch.zeros(1, VOCAB)
     logits[0, 7], logits[0, 1] = 1.0, 1.2
     repeat = sampler_with(SamplingParams(temperature=0, repetition_penalty=2.0), prompt=(1, 3))
@@ -140,16 +142,16 @@ def test_frequency_counts_the_output_and_repetition_the_prompt_too() -> None:
     assert [often.sample(logits, [0])[0][0] for _ in range(2)] == [1, 7]
 
 
-def test_penalties_after_a_preemption_know_what_was_generated() -> None:
+def test_penalties_after_a_preemption_count_generated_tokens() -> None:
     sampler = Sampler(VOCAB, CPU)
-    wish = SamplingParams(temperature=0, presence_penalty=2.0)
-    sampler.admit(SlotInit("r", 0, [1, 7], 1, wish, frozenset(), 0))
+    sampling = SamplingParams(temperature=0, presence_penalty=2.0)
+    sampler.admit(SlotInit("r", 0, [1, 7], 1, sampling, frozenset(), 0))
     logits = torch.zeros(1, VOCAB)
     logits[0, 7] = 1.0
     assert sampler.sample(logits, [0])[0] != [7]
 
 
-def test_logprobs_are_of_the_model_not_of_the_bent_logits() -> None:
+def test_logprobs_are_those_of_the_unchanged_logits() -> None:
     logits = random_logits()
     sampler = sampler_with(SamplingParams(temperature=0, logit_bias={5: 100}, logprobs=3))
     tokens, scores = sampler.sample(logits, [0])
@@ -166,7 +168,7 @@ def test_all_logprobs_on_demand() -> None:
     assert score_tokens(random_logits(), [0], 0)[0].top == []
 
 
-def test_a_slot_that_was_freed_starts_anew() -> None:
+def test_a_reused_slot_has_no_old_state() -> None:
     sampler = sampler_with(SamplingParams(temperature=0, logit_bias={5: 100}))
     sampler.forget(0)
     sampler.admit(SlotInit("next", 0, [1], 1, SamplingParams(temperature=0), frozenset(), 0))
@@ -187,7 +189,7 @@ class CountOps(TorchDispatchMode):
 
 
 def num_ops_per_token(num_entries: int) -> int:
-    wish = SamplingParams(
+    sampling = SamplingParams(
         temperature=0,
         logit_bias=dict.fromkeys(range(num_entries), 1.0),
         allowed_token_ids=list(range(num_entries + 1)),
@@ -195,52 +197,52 @@ def num_ops_per_token(num_entries: int) -> int:
         stop_token_ids=list(range(num_entries)),
         min_tokens=9,
     )
-    sampler = sampler_with(wish)
+    sampler = sampler_with(sampling)
     with CountOps() as counted:
         sampler.sample(random_logits(), [0])
     return counted.num_ops
 
 
-def test_the_work_per_token_does_not_grow_with_the_lists() -> None:
+def test_work_per_token_does_not_grow_with_token_lists() -> None:
     assert num_ops_per_token(30) == num_ops_per_token(2)
 
 
-def test_lists_are_read_when_a_request_is_admitted_and_not_per_token() -> None:
-    wish = SamplingParams(
+def test_token_lists_are_read_at_admission_only() -> None:
+    sampling = SamplingParams(
         temperature=0, logit_bias={5: 50.0}, allowed_token_ids=(5, 6), bad_token_ids=((5, 5),)
     )
-    sampler = sampler_with(wish)
-    wish.logit_bias.clear()
+    sampler = sampler_with(sampling)
+    sampling.logit_bias.clear()
     for name in ("allowed_token_ids", "bad_token_ids"):
-        object.__setattr__(wish, name, None)
+        object.__setattr__(sampling, name, None)
     logits = random_logits()
     assert [sampler.sample(logits, [0])[0][0] for _ in range(3)] == [5, 6, 5]
 
 
-def plain_rules(scores: torch.Tensor, wish: SamplingParams, output: list[int]) -> torch.Tensor:
+def plain_rules(scores: torch.Tensor, sampling: SamplingParams, output: list[int]) -> torch.Tensor:
     """The definition of the lists, entry by entry."""
     scores = scores.clone()
     for token in range(VOCAB):
-        if wish.allowed_token_ids is not None and token not in wish.allowed_token_ids:
+        if sampling.allowed_token_ids is not None and token not in sampling.allowed_token_ids:
             scores[token] = -torch.inf
-        scores[token] += wish.logit_bias.get(token, 0.0)
-    for *start, last in wish.bad_token_ids:
+        scores[token] += sampling.logit_bias.get(token, 0.0)
+    for *start, last in sampling.bad_token_ids:
         if not start or output[-len(start) :] == start:
             scores[last] = -torch.inf
-    if len(output) < wish.min_tokens:
-        for token in wish.stop_token_ids:
+    if len(output) < sampling.min_tokens:
+        for token in sampling.stop_token_ids:
             scores[token] = -torch.inf
     return scores
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_lists_do_what_their_definition_says(seed: int) -> None:
+def test_token_lists_match_their_definition(seed: int) -> None:
     random = Random(seed)
 
     def some(count: int) -> list[int]:
         return [random.randrange(VOCAB) for _ in range(count)]
 
-    wish = SamplingParams(
+    sampling = SamplingParams(
         temperature=0,
         logit_bias={token: random.uniform(-3, 3) for token in some(8)},
         allowed_token_ids=some(20) if seed % 2 else None,
@@ -248,9 +250,9 @@ def test_lists_do_what_their_definition_says(seed: int) -> None:
         stop_token_ids=some(4),
         min_tokens=3,
     )
-    sampler, output = sampler_with(wish), []
+    sampler, output = sampler_with(sampling), []
     for step in range(6):
         logits = random_logits(seed=100 * seed + step)
-        expected = int(plain_rules(logits[0], wish, output).argmax())
+        expected = int(plain_rules(logits[0], sampling, output).argmax())
         assert sampler.sample(logits, [0])[0] == [expected]
         output.append(expected)

@@ -1,4 +1,4 @@
-"""Verification: what comes of guesses is what would have come without them."""
+"""Verification gives the tokens and logprobs that sampling without draft tokens gives."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from windlass.runner.verify import SampleRequest, keep, positions_of, sample_req
 VOCAB = 12
 CPU = torch.device("cpu")
 PROMPT = [1, 2, 3]
-WISHES = {
+CASES = {
     "greedy": {"temperature": 0.0},
     "sampled": {"temperature": 1.3},
     "top_k": {"top_k": 4},
@@ -38,17 +38,17 @@ def model(tokens: list[int]) -> torch.Tensor:
     return 2 * torch.randn(VOCAB, generator=torch.Generator().manual_seed(seed))
 
 
-def sampler_with(wishes: list[SamplingParams]) -> Sampler:
+def sampler_with(params: list[SamplingParams]) -> Sampler:
     sampler = Sampler(VOCAB, CPU)
-    for slot, wish in enumerate(wishes):
-        stops = frozenset(wish.stop_token_ids)
-        sampler.admit(SlotInit(str(slot), slot, list(PROMPT), len(PROMPT), wish, stops, slot))
+    for slot, sampling in enumerate(params):
+        stops = frozenset(sampling.stop_token_ids)
+        sampler.admit(SlotInit(str(slot), slot, list(PROMPT), len(PROMPT), sampling, stops, slot))
     return sampler
 
 
-def one_by_one(wishes: list[SamplingParams], count: int) -> list[list[RowResult]]:
-    sampler = sampler_with(wishes)
-    slots = range(len(wishes))
+def one_by_one(params: list[SamplingParams], count: int) -> list[list[RowResult]]:
+    sampler = sampler_with(params)
+    slots = range(len(params))
     steps = []
     for _ in range(count):
         logits = torch.stack([model(sampler.tokens(slot)) for slot in slots])
@@ -57,27 +57,27 @@ def one_by_one(wishes: list[SamplingParams], count: int) -> list[list[RowResult]
     return steps
 
 
-def test_any_wishes_give_the_same_tokens_and_scores_with_guesses() -> None:
+def test_draft_tokens_change_neither_tokens_nor_logprobs() -> None:
     rng = Random(1)
-    wishes = [SamplingParams(seed=0, **wish) for wish in WISHES.values()]
+    params = [SamplingParams(seed=0, **case) for case in CASES.values()]
     count = 40
-    truth = [list(each) for each in zip(*one_by_one(wishes, count + 8), strict=True)]
-    sampler = sampler_with(wishes)
+    truth = [list(each) for each in zip(*one_by_one(params, count + 8), strict=True)]
+    sampler = sampler_with(params)
     lengths = set()
     while open_slots := [
-        slot for slot in range(len(wishes)) if len(sampler.tokens(slot)) < len(PROMPT) + count
+        slot for slot in range(len(params)) if len(sampler.tokens(slot)) < len(PROMPT) + count
     ]:
-        asked, logits, starts = [], [], []
+        requests, logits, starts = [], [], []
         for slot in open_slots:
             known = list(sampler.tokens(slot))
             done = len(known) - len(PROMPT)
             right = [each.tokens[0] for each in truth[slot][done : done + rng.randrange(5)]]
-            guesses = [t if rng.random() < 0.8 else (t + 1) % VOCAB for t in right]
-            asked.append(SampleRequest(len(asked), slot, tuple(guesses)))
-            logits += [model(known + guesses[:i]) for i in range(len(guesses) + 1)]
+            drafts = [t if rng.random() < 0.8 else (t + 1) % VOCAB for t in right]
+            requests.append(SampleRequest(len(requests), slot, tuple(drafts)))
+            logits += [model(known + drafts[:i]) for i in range(len(drafts) + 1)]
             starts.append(done)
-        results = verify(sampler, torch.stack(logits), asked)
-        for (_, slot, _), start, result in zip(asked, starts, results, strict=True):
+        results = verify(sampler, torch.stack(logits), requests)
+        for (_, slot, _), start, result in zip(requests, starts, results, strict=True):
             want = truth[slot][start : start + len(result.tokens)]
             assert result.tokens == [each.tokens[0] for each in want]
             scores = [score for each in want for score in each.logprobs or ()]
@@ -88,10 +88,10 @@ def test_any_wishes_give_the_same_tokens_and_scores_with_guesses() -> None:
     assert lengths == {1, 2, 3, 4, 5}
 
 
-def test_guesses_leave_the_filtered_distribution_as_it_is() -> None:
+def test_draft_tokens_do_not_change_the_distribution() -> None:
     """20,000 draws of two tokens, where the second's distribution depends on the first."""
     size, draws, at_once = 8, 20_000, 2000
-    wish = SamplingParams(temperature=0.9, top_k=6, min_p=0.02)
+    sampling = SamplingParams(temperature=0.9, top_k=6, min_p=0.02)
     table = torch.randn(size + 1, size, generator=torch.Generator().manual_seed(5))
     one = torch.ones(size + 1)
     target = filters.truncate(table / 0.9, 6 * one.int(), one, 0.02 * one).softmax(-1)
@@ -100,14 +100,14 @@ def test_guesses_leave_the_filtered_distribution_as_it_is() -> None:
     rng, counts = Random(3), torch.zeros(size, size)
     for batch in range(draws // at_once):
         sampler = Sampler(size, CPU)
-        asked, logits = [], []
+        requests, logits = [], []
         for slot in range(at_once):
             seed = at_once * batch + slot
-            sampler.admit(SlotInit("", slot, [0], 1, wish, frozenset(), seed))
-            guess = (best, worst, rng.randrange(size))[slot % 3]
-            asked.append(SampleRequest(slot, slot, (guess,)))
-            logits += [table[size], table[guess]]
-        tokens = [each.tokens for each in verify(sampler, torch.stack(logits), asked)]
+            sampler.admit(SlotInit("", slot, [0], 1, sampling, frozenset(), seed))
+            draft = (best, worst, rng.randrange(size))[slot % 3]
+            requests.append(SampleRequest(slot, slot, (draft,)))
+            logits += [table[size], table[draft]]
+        tokens = [each.tokens for each in verify(sampler, torch.stack(logits), requests)]
         short = [slot for slot in range(at_once) if len(tokens[slot]) == 1]
         seconds, _ = sampler.sample(table[[tokens[slot][0] for slot in short]], short)
         for slot, token in zip(short, seconds, strict=True):
@@ -122,12 +122,12 @@ def test_guesses_leave_the_filtered_distribution_as_it_is() -> None:
     assert chi_square < freedom * (1 - 2 / (9 * freedom) + 3.09 * (2 / (9 * freedom)) ** 0.5) ** 3
 
 
-def test_typical_guesses_are_kept_by_entropy_and_threshold() -> None:
-    """Beside a flat distribution any guess is typical, beside a sharp one only its peak."""
+def test_typical_acceptance_depends_on_entropy_and_threshold() -> None:
+    """With a flat distribution any draft token is typical, with a sharp one only its peak."""
     flat, sharp = torch.zeros(VOCAB), torch.zeros(VOCAB)
     sharp[3] = 9.0
     warm, cold = SamplingParams(seed=0), SamplingParams(seed=0, temperature=0.0)
-    for threshold, wish, logits, guess, kept in [
+    for threshold, sampling, logits, draft, kept in [
         (0.9, warm, flat, 7, True),
         (0.9, warm, sharp, 3, True),
         (0.9, warm, sharp, 7, False),
@@ -136,27 +136,27 @@ def test_typical_guesses_are_kept_by_entropy_and_threshold() -> None:
     ]:
         sampler = Sampler(VOCAB, CPU, threshold)
         for slot in range(20):
-            sampler.admit(SlotInit("", slot, [1], 1, wish, frozenset(), slot))
-        asked = [SampleRequest(slot, slot, (guess,)) for slot in range(20)]
-        found = verify(sampler, torch.stack([logits] * 40), asked)
-        assert all(each.tokens[0] == guess for each in found) == kept
+            sampler.admit(SlotInit("", slot, [1], 1, sampling, frozenset(), slot))
+        requests = [SampleRequest(slot, slot, (draft,)) for slot in range(20)]
+        found = verify(sampler, torch.stack([logits] * 40), requests)
+        assert all(each.tokens[0] == draft for each in found) == kept
         assert [sampler.tokens(slot)[1:] for slot in range(20)] == [each.tokens for each in found]
 
 
-def test_samples_are_kept_up_to_the_first_that_differs() -> None:
+def test_samples_are_accepted_up_to_the_first_mismatch() -> None:
     assert keep([4, 5, 6], (4, 5)) == [4, 5, 6]
     assert keep([4, 5, 6], (4, 9)) == [4, 5]
     assert keep([4, 5, 6], (9, 5)) == [4]
     assert keep([4], ()) == [4]
 
 
-def test_the_last_positions_of_sampled_rows_are_looked_at() -> None:
+def test_logits_are_read_at_the_last_positions_of_sampled_rows() -> None:
     rows = [
         Row("chunk", 0, 0, 5, (1,) * 5, (), False),
-        Row("guessed", 1, 9, 3, (7, 8, 9), (), True, 2),
+        Row("drafted", 1, 9, 3, (7, 8, 9), (), True, 2),
         Row("prompt", 2, 0, 4, (1,) * 4, (), True),
         Row("decode", 3, 9, 1, (), (), True),
     ]
-    asked = sample_requests(rows)
-    assert [each.drafts for each in asked] == [(8, 9), (), ()]
-    assert positions_of(rows, asked).tolist() == [5, 6, 7, 11, 12]
+    requests = sample_requests(rows)
+    assert [each.drafts for each in requests] == [(8, 9), (), ()]
+    assert positions_of(rows, requests).tolist() == [5, 6, 7, 11, 12]

@@ -1,4 +1,4 @@
-"""The CPU's recorded step: the same numbers as operator by operator, for any batch."""
+"""The CPU's captured program: the same results as eager steps, for any batch."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def how(llm: LLM) -> str:
     return next(choice.value for choice in llm.report.choices if choice.what == "steps")
 
 
-def answers(llm: LLM, params: SamplingParams) -> list[Any]:
+def outputs_of(llm: LLM, params: SamplingParams) -> list[Any]:
     return [
         (result.outputs[0].token_ids, [s.logprob for s in result.outputs[0].logprobs or ()])
         for result in llm.generate(PROMPTS, params)
@@ -56,25 +56,27 @@ def answers(llm: LLM, params: SamplingParams) -> list[Any]:
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("quantization", ["int4", "int8", "w8a8", "nf4"])
-def test_recorded_equals_operator_by_operator(
-    tmp_path: Path, shape: str, quantization: str
-) -> None:
+def test_the_program_matches_eager_steps(tmp_path: Path, shape: str, quantization: str) -> None:
     """To the bit: greedy, with scores, and drawn, in steps of many sizes."""
     options = {"quantization": quantization, "max_num_batched_tokens": 40}
-    recorded = make(tmp_path, shape, **options)
+    captured = make(tmp_path, shape, **options)
     eager = make(tmp_path, shape, enforce_eager=True, **options)
-    assert how(recorded).startswith("one native call")
-    for wish in ({"temperature": 0.0}, {"temperature": 0.0, "logprobs": 2}, {"seed": 3}):
-        params = SamplingParams(max_tokens=12, ignore_eos=True, **wish)
-        assert answers(recorded, params) == answers(eager, params)
+    assert how(captured).startswith("one native call")
+    for options_of_request in (
+        {"temperature": 0.0},
+        {"temperature": 0.0, "logprobs": 2},
+        {"seed": 3},
+    ):
+        params = SamplingParams(max_tokens=12, ignore_eos=True, **options_of_request)
+        assert outputs_of(captured, params) == outputs_of(eager, params)
 
 
 @pytest.mark.parametrize("kv", ["auto", "int8"])
 def test_a_row_is_the_same_alone_and_in_any_batch(tmp_path: Path, kv: str) -> None:
     params = SamplingParams(max_tokens=20, ignore_eos=True, temperature=0.0, logprobs=1)
-    together = answers(make(tmp_path, kv_cache_dtype=kv), params)
+    together = outputs_of(make(tmp_path, kv_cache_dtype=kv), params)
     llm = make(tmp_path, kv_cache_dtype=kv, max_num_seqs=1, max_num_batched_tokens=30)
-    assert answers(llm, params) == together
+    assert outputs_of(llm, params) == together
 
 
 def prompt_scores(llm: LLM) -> list[list[float]]:
@@ -83,7 +85,7 @@ def prompt_scores(llm: LLM) -> list[list[float]]:
     return [[score.logprob for score in result.prompt_logprobs] for result in results]
 
 
-def test_prompts_are_rounded_alike_however_they_are_cut(tmp_path: Path) -> None:
+def test_prompt_quantisation_does_not_depend_on_chunks(tmp_path: Path) -> None:
     coarse = prompt_scores(make(tmp_path))
     for options in ({"max_num_batched_tokens": 17}, {"enforce_eager": True}):
         assert prompt_scores(make(tmp_path, **options)) == coarse
@@ -93,15 +95,15 @@ def test_prompts_are_rounded_alike_however_they_are_cut(tmp_path: Path) -> None:
         assert one == pytest.approx(other, abs=0.1)
 
 
-def test_what_preemption_computes_again_comes_out_the_same(tmp_path: Path) -> None:
+def test_recomputation_after_preemption_gives_the_same_tokens(tmp_path: Path) -> None:
     params = SamplingParams(max_tokens=40, ignore_eos=True, temperature=0.0, logprobs=1)
     scarce = make(tmp_path, num_blocks=24, block_size=8, prefix_caching=False)
-    found = answers(scarce, params)
+    found = outputs_of(scarce, params)
     assert scarce.engine.stats().num_preemptions > 0
-    assert found == answers(make(tmp_path), params)
+    assert found == outputs_of(make(tmp_path), params)
 
 
-def test_near_the_plain_versions(tmp_path: Path) -> None:
+def test_the_program_is_close_to_the_reference(tmp_path: Path) -> None:
     """Weights that lose nothing: float32 sums in another order, inputs kept to 15 bits."""
     params = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0)
     scores = []
@@ -111,7 +113,7 @@ def test_near_the_plain_versions(tmp_path: Path) -> None:
     assert scores[0] == pytest.approx(scores[1], abs=1e-3)
 
 
-def test_products_of_several_types_share_a_buffer(tmp_path: Path) -> None:
+def test_gemms_of_different_types_share_a_buffer(tmp_path: Path) -> None:
     kinds = {"attn_v.weight": Type.Q8_0, "ffn_up.weight": Type.Q5_0, "token_embd.weight": Type.Q8_0}
     path = write_gguf(tmp_path / "m.gguf", "qwen2", Type.Q4_1, kinds=kinds)
     tokens = []
@@ -130,14 +132,14 @@ def test_products_of_several_types_share_a_buffer(tmp_path: Path) -> None:
     assert tokens[0] == tokens[1]
 
 
-def test_what_torch_computes_in_between_is_named(tmp_path: Path) -> None:
+def test_torch_operations_in_a_step_are_named(tmp_path: Path) -> None:
     llm = make(tmp_path, quantization="fp8")
     lines = {choice.what: choice for choice in llm.report.choices}
     assert lines["steps"].value == "operator by operator"
-    assert lines["steps"].reason == "cannot be recorded: aten.abs.default is not native"
+    assert lines["steps"].reason == "cannot be captured: aten.abs.default is not native"
 
 
-def test_an_operator_on_a_step_s_tensor_cannot_be_recorded() -> None:
+def test_an_operator_on_a_step_tensor_cannot_be_captured() -> None:
     def forward() -> tuple[torch.Tensor, torch.Tensor]:
         x = ops.rms_norm(ops.embedding(torch.tensor([1]), torch.ones(4, 8)), torch.ones(8), 1e-5)
         return x.mul_(2.0), ops.argmax(x)

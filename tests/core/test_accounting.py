@@ -1,4 +1,4 @@
-"""Where a request's time goes: the shares of steps, what it waited for, what the cache lacked."""
+"""Accounting: the step time of requests, blockers, and prefix cache misses."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from windlass.core.types import NewRequest, StepPlan, StepResult
 
 
 class Ledger:
-    """Splits every step among its rows one by one, as the rule says, beside the scheduler."""
+    """Attributes every step to its rows one by one: the definition, computed beside the scheduler."""
 
     def __init__(self, world: World, rng: Random) -> None:
         self.world = world
@@ -70,7 +70,7 @@ class Ledger:
 
 
 @pytest.mark.parametrize("seed", range(60))
-def test_shares_and_idle_time_add_up_to_all_of_it(seed: int) -> None:
+def test_request_times_and_idle_time_add_up_to_the_total(seed: int) -> None:
     world, requests, ahead = random_world(seed)
     rng = Random(seed)
     ledger = Ledger(world, rng)
@@ -98,8 +98,8 @@ def test_shares_and_idle_time_add_up_to_all_of_it(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(60, 90))
-def test_waiting_is_explained_up_to_the_step_that_runs(seed: int) -> None:
-    """All that is queued has a blocker, but for the time until the first plan after its arrival."""
+def test_queued_time_has_a_blocker(seed: int) -> None:
+    """Queued time has a blocker, except the time before the first plan after arrival."""
     world, requests, _ = random_world(seed)
     ledger = Ledger(world, Random(seed))
     for item in requests:
@@ -113,7 +113,7 @@ def test_waiting_is_explained_up_to_the_step_that_runs(seed: int) -> None:
     assert ledger.idle > 0
 
 
-def stories_of(world: World) -> dict[str, RequestTrace]:
+def traces_of(world: World) -> dict[str, RequestTrace]:
     return {trace.request_id: trace for trace in world.scheduler.accounting.traces}
 
 
@@ -121,23 +121,23 @@ def blocker(trace: RequestTrace) -> int:
     return max(range(len(trace.blocked_s)), key=trace.blocked_s.__getitem__)
 
 
-def test_who_finds_no_slot_waits_for_sequences() -> None:
+def test_a_request_without_a_slot_is_blocked_by_sequences() -> None:
     world = World(limits(max_num_seqs=1, num_blocks=64))
     for name in "abc":
         world.add(request(name, [1, 2], max_tokens=5, ignore_eos=True))
     world.finish_all()
-    traces = stories_of(world)
+    traces = traces_of(world)
     assert traces["a"].blocked_s == (0.0,) * len(BLOCKERS)
     assert blocker(traces["c"]) == SEQUENCES
     assert (traces["c"].num_ahead, traces["c"].num_running) == (2, 0)
 
 
-def test_who_finds_the_steps_full_waits_for_tokens() -> None:
+def test_a_request_beside_full_steps_is_blocked_by_tokens() -> None:
     world = World(limits(max_num_batched_tokens=8, num_blocks=64))
     world.add(request("long", [1] * 30, max_tokens=2, ignore_eos=True))
     world.add(request("next", [2] * 5, max_tokens=2, ignore_eos=True))
     world.finish_all()
-    traces = stories_of(world)
+    traces = traces_of(world)
     assert blocker(traces["next"]) == TOKENS
     chunks = traces["long"].chunks
     assert [(chunk.start, chunk.num_tokens) for chunk in chunks] == [
@@ -150,71 +150,71 @@ def test_who_finds_the_steps_full_waits_for_tokens() -> None:
     assert [chunk.step_rows for chunk in chunks] == [1, 1, 1, 2]
 
 
-def test_who_finds_no_blocks_knows_how_many_were_lacking() -> None:
+def test_a_request_without_blocks_reports_the_shortage() -> None:
     world = World(limits(max_num_batched_tokens=64, num_blocks=8))
     world.add(request("a", [1] * 16, max_tokens=8, ignore_eos=True))
     world.step()
     world.add(request("b", [2] * 18, max_tokens=2, ignore_eos=True))
     world.finish_all()
-    trace = stories_of(world)["b"]
+    trace = traces_of(world)["b"]
     assert blocker(trace) == BLOCKS
     assert trace.short_blocks == 5 + 1 - 2  # its own and one to grow, less two that were free
 
 
-def test_a_static_batch_is_waited_for() -> None:
+def test_static_batching_is_a_blocker() -> None:
     world = World(limits(num_blocks=64), options={"gate": Static(1, 0.0)})
     for name in "ab":
         world.add(request(name, [1, 2], max_tokens=5, ignore_eos=True))
     world.finish_all()
-    assert blocker(stories_of(world)["b"]) == BATCH
+    assert blocker(traces_of(world)["b"]) == BATCH
 
 
-def test_an_adapter_and_a_shared_prefix_are_blockers_of_ones_own() -> None:
+def test_adapters_and_shared_prefixes_are_blockers() -> None:
     shelf = FakeShelf(["slow"], delay=4)
     world = World(
         limits(max_num_batched_tokens=64, num_blocks=64),
         options={"adapters": Adapters(1, shelf)},
     )
-    wish = SamplingParams(max_tokens=6, ignore_eos=True)
-    world.add(NewRequest("adapted", [1, 2, 3], wish, adapter="slow"))
-    world.add(NewRequest("first", [3] * 20, wish))
-    world.add(NewRequest("second", [3] * 20, wish))
+    sampling = SamplingParams(max_tokens=6, ignore_eos=True)
+    world.add(NewRequest("adapted", [1, 2, 3], sampling, adapter="slow"))
+    world.add(NewRequest("first", [3] * 20, sampling))
+    world.add(NewRequest("second", [3] * 20, sampling))
     world.finish_all()
-    traces = stories_of(world)
+    traces = traces_of(world)
     assert blocker(traces["adapted"]) == ADAPTER
     assert blocker(traces["second"]) == PREFIX
     assert sum(traces["first"].blocked_s) == 0
 
 
-def test_a_preempted_request_tells_what_it_cost() -> None:
+def test_a_preempted_request_reports_its_cost() -> None:
     world = World(limits(num_blocks=9, max_num_batched_tokens=32), caching=False)
     for name in "ab":
         world.add(request(name, [1] * 12, max_tokens=16, ignore_eos=True))
     world.finish_all()
-    trace = stories_of(world)["b"]
+    trace = traces_of(world)["b"]
     assert trace.timeline.num_preemptions == 1
     assert trace.num_recomputed > 12
     assert trace.waited_again_s > 0
     assert blocker(trace) == BLOCKS
 
 
-def test_the_batch_that_one_decoded_in() -> None:
+def test_batch_sizes_of_decode_steps_are_recorded() -> None:
     world = World(limits(num_blocks=64))
     world.add(request("a", [1], max_tokens=12, ignore_eos=True))
     for _ in range(3):
         world.step()
     world.add(request("b", [2], max_tokens=2, ignore_eos=True))
     world.finish_all()
-    traces = stories_of(world)
+    traces = traces_of(world)
     assert traces["a"].batch == (1, 1, 2)
     assert traces["b"].batch == (2, 2, 2)
 
 
-def test_guesses_are_counted_by_their_number() -> None:
+def test_draft_tokens_are_counted_by_draft_length() -> None:
     world = World(limits(num_blocks=64), draft_length=3)
     world.add(request("a", [1, 2], max_tokens=30, ignore_eos=True))
     world.finish_all()
-    trace = stories_of(world)["a"]
+    trace = traces_of(world)["a"]
     drafted = sum(count * number for number, count in enumerate(trace.drafted))
     accepted = sum(count * number for number, count in enumerate(trace.accepted))
     assert drafted == trace.timeline.num_drafted > 0
@@ -224,14 +224,14 @@ def test_guesses_are_counted_by_their_number() -> None:
 
 def miss_of(world: World, name: str, prompt: list[int], **more: object) -> tuple[int | None, str]:
     adapter, salt = str(more.pop("adapter", "")), str(more.pop("cache_salt", ""))
-    wish = SamplingParams(max_tokens=1, **more)  # type: ignore[arg-type]
-    world.add(NewRequest(name, prompt, wish, cache_salt=salt, adapter=adapter))
+    sampling = SamplingParams(max_tokens=1, **more)  # type: ignore[arg-type]
+    world.add(NewRequest(name, prompt, sampling, cache_salt=salt, adapter=adapter))
     world.finish_all()
-    trace = stories_of(world)[name]
+    trace = traces_of(world)[name]
     return trace.first_miss, trace.why_missed
 
 
-def test_why_a_prompt_was_not_in_the_cache() -> None:
+def test_reasons_of_prefix_cache_misses() -> None:
     world = World(limits(num_blocks=8, max_num_batched_tokens=64))
     prompt = [1, 2, 3, 4] * 4
     assert miss_of(world, "new", prompt) == (0, misses.NEVER)
@@ -240,13 +240,13 @@ def test_why_a_prompt_was_not_in_the_cache() -> None:
     assert miss_of(world, "other end", [*prompt[:8], 2, 2, 2, 2, 0]) == (8, misses.NEVER)
     assert miss_of(world, "scored", prompt, prompt_logprobs=0) == (0, misses.SCORED)
     assert miss_of(world, "fixed", prompt, deterministic=True) == (0, misses.SALT)
-    # Another tenant's prompts are none of one's business.
+    # A miss does not reveal another tenant's prompts.
     assert miss_of(world, "stranger", prompt, cache_salt="b") == (0, misses.NEVER)
     miss_of(world, "flood", [4] * 29)
     assert miss_of(world, "late", prompt) == (0, misses.EVICTED)
 
 
-def test_a_running_request_can_be_asked_about() -> None:
+def test_the_trace_of_a_running_request_is_available() -> None:
     world = World(limits(max_num_seqs=1, num_blocks=64))
     for name in "ab":
         world.add(request(name, [1, 2], max_tokens=5, ignore_eos=True))

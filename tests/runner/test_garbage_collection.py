@@ -34,10 +34,10 @@ def engine_of(folder: Path) -> LLM:
 
 
 @pytest.mark.usefixtures("usual_collector")
-def test_hundreds_of_rows_are_computed_without_a_collection(tmp_path: Path) -> None:
+def test_hundreds_of_rows_run_without_a_garbage_collection(tmp_path: Path) -> None:
     llm = engine_of(tmp_path)
     prompts = [[i + 1, 2, 3] for i in range(64)]
-    wish = SamplingParams(max_tokens=40, ignore_eos=True, temperature=0.0)
+    sampling = SamplingParams(max_tokens=40, ignore_eos=True, temperature=0.0)
     seen: list[str] = []
 
     def count(phase: str, _info: dict[str, int]) -> None:
@@ -45,7 +45,7 @@ def test_hundreds_of_rows_are_computed_without_a_collection(tmp_path: Path) -> N
 
     gc.callbacks.append(count)
     try:
-        results = llm.generate(prompts, wish)
+        results = llm.generate(prompts, sampling)
     finally:
         gc.callbacks.remove(count)
     assert len(results) == 64
@@ -53,7 +53,7 @@ def test_hundreds_of_rows_are_computed_without_a_collection(tmp_path: Path) -> N
 
 
 @pytest.mark.usefixtures("usual_collector")
-def test_a_collector_that_is_switched_off_stays_so(tmp_path: Path) -> None:
+def test_a_disabled_garbage_collector_stays_disabled(tmp_path: Path) -> None:
     gc.set_threshold(0)
     engine_of(tmp_path)
     assert gc.get_threshold()[0] == 0

@@ -33,20 +33,22 @@ def folder(tmp_path: Path) -> Path:
         ({"num_blocks": 10, "max_num_batched_tokens": 2**40}, r"--max-num-batched-tokens"),
     ],
 )
-def test_more_than_any_machine_has(folder: Path, options: dict[str, int], flag: str) -> None:
+def test_more_memory_than_the_machine_has_is_refused(
+    folder: Path, options: dict[str, int], flag: str
+) -> None:
     with pytest.raises(ConfigError, match=flag) as refused:
         LLM(str(folder), load_format="dummy", device="cpu", **options)
     assert "\n" not in str(refused.value)
     assert "free" in str(refused.value)
 
 
-def test_more_threads_than_any_machine_has() -> None:
+def test_more_threads_than_the_limit_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"--num-threads.*1024.*100000"):
         EngineConfig.of(num_threads=100000)
 
 
 @pytest.mark.parametrize("free", [50 * MIB, 100 * MIB])
-def test_a_cache_is_refused_before_its_memory_is_taken(
+def test_a_cache_is_refused_before_it_is_allocated(
     folder: Path, monkeypatch: pytest.MonkeyPatch, free: int
 ) -> None:
     """Linux would hand out more than there is, and kill the process when it is used."""
@@ -55,7 +57,9 @@ def test_a_cache_is_refused_before_its_memory_is_taken(
         LLM(str(folder), load_format="dummy", device="cpu", kv_cache_memory_bytes=101 * MIB)
 
 
-def test_steps_are_counted_beside_the_cache(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_of_steps_is_counted_with_the_cache(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The pages of a new cache are not touched yet, so that the system still calls them free."""
     monkeypatch.setattr(device, "free_bytes", lambda _device: 100 * MIB)
     cache = {"kv_cache_memory_bytes": 100 * MIB - 1024}
