@@ -1,4 +1,4 @@
-"""Windlass: LLM inference that says what every speed-up costs.
+"""Windlass: LLM inference with a measured cost for every speed-up.
 
     from windlass import LLM, SamplingParams
     LLM("default").generate(["Hello"], SamplingParams(max_tokens=32))

@@ -1,4 +1,4 @@
-"""Child processes of a server end with it."""
+"""Ends child processes of a server when the server ends."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ _PR_SET_PDEATHSIG = 1
 
 
 def die_with_parent() -> None:
-    """End this process when its parent ends, whatever it is doing.
+    """End this process when its parent ends.
 
-    On Linux the kernel kills it, even while it is stopped, when the thread that started it ends. A
-    thread here does it elsewhere, and if the parent died before the kernel was asked.
+    On Linux the kernel kills it, even while it is stopped, when the parent thread ends. On other
+    systems, and if the parent ended before this call, a thread does it.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

@@ -1,1 +1,1 @@
-"""What to do next: pure Python, no torch, no clock, no thread."""
+"""The scheduler and its data types: pure Python, no torch, no clock, no threads."""

@@ -36,7 +36,7 @@ _RING = 4096  # steps whose batch size is kept
 
 
 def blocker_of(request: Request | None, openings: int, num_slots: int, count: int) -> int:
-    """What blocks the head of the queue. Requests that were passed over have their own blockers."""
+    """The blocker of the queue's head. Requests that were passed over have their own blockers."""
     if request is None:
         return ADAPTER
     if openings <= 0:
@@ -166,7 +166,7 @@ class StepAccounting:
         self._last_plan = now
 
     def num_ready(self, num_waiting: int) -> int:
-        """How many queued requests need only the next step, or a prefix that this step computes."""
+        """Number of queued requests that need only the next step, or a prefix that this step computes."""
         if self.blocker == TOKENS:
             return num_waiting
         return sum(blocker == PREFIX for _, blocker in self.passed)

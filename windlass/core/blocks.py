@@ -75,7 +75,7 @@ class BlockPool:
         return digest in self._evicted
 
     def num_free_among(self, blocks: Iterable[BlockId]) -> int:
-        """How many of these blocks sharing would remove from the free list."""
+        """Number of these blocks that sharing would remove from the free list."""
         return sum(self._refs[block] == 0 for block in blocks)
 
     def share(self, blocks: Iterable[BlockId]) -> None:

@@ -29,7 +29,7 @@ class KVAllocator:
         self._misses = PrefixMisses(pool, limits.block_size, caching)
 
     def use(self, running: Iterable[Request]) -> BlockUse:
-        """How the blocks are used at this moment."""
+        """The current use of the blocks."""
         pool, size = self.pool, self._limits.block_size
         num_cached = pool.num_cached_free()
         unfilled = (len(each.blocks) * size - each.computed for each in running)

@@ -33,7 +33,7 @@ class SchedulerLimits:
             )
 
     def fit(self, num_prompt: int, max_tokens: int | None) -> int:
-        """How many tokens may be generated; raises when the request can never fit."""
+        """Maximum number of tokens to generate. Raises if the request can never fit."""
         cache = self.num_blocks * self.block_size
         longest = min(self.max_model_len, cache)
         what, advice = "the model's context", ""
@@ -64,7 +64,7 @@ class SchedulerLimits:
             )
 
     def chunk(self, num_left: int, budget: int) -> int:
-        """How many of a request's `num_left` tokens go into a step with `budget` left."""
+        """Number of a request's `num_left` tokens for a step with `budget` left."""
         if not self.chunked_prefill:
             return num_left if num_left <= budget else 0
         return min(num_left, self.long_prefill_token_threshold or num_left, budget)

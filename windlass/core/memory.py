@@ -9,7 +9,7 @@ from windlass.core.card import MemoryReport
 
 @dataclass(frozen=True, slots=True)
 class BlockUse:
-    """How the KV blocks are used. Used, cached and free add up to all blocks."""
+    """The use of the KV blocks. Used, cached and free add up to all blocks."""
 
     num_used: int
     num_cached: int  # free, but in the prefix cache

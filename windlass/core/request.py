@@ -157,7 +157,7 @@ class Request:
         return len(tokens), None, None
 
     def slot_init(self) -> SlotInit:
-        """What the runner needs to know once, when the request gets its slot."""
+        """The message that initialises the request's slot in the runner."""
         assert self.slot is not None
         return SlotInit(
             request_id=self.request_id,

@@ -64,7 +64,7 @@ class Scheduler:
         self._random = Random(seed)
         self.adapters = adapters or Adapters()
         self.grammars: Grammars = grammars or NoGrammars()
-        self._stuck_for = ADAPTER  # what blocks all queued requests, while the queue is stuck
+        self._stuck_for = ADAPTER  # the blocker of all queued requests, while the queue is stuck
         self.failed: list[Output] = []  # requests that failed while the last plan was made
         self._requests: dict[str, Request] = {}
         self._waiting = WaitingQueue(self._policy)

@@ -47,7 +47,7 @@ class StructuredOutputs:
         for name in ("regex", "grammar"):
             text = getattr(self, name)
             if text is not None and (not isinstance(text, str) or not text):
-                raise self.error(f"{name} must be a text that is not empty, got {_shown(text)}.")
+                raise self.error(f"{name} must be a non-empty string, got {_shown(text)}.")
         if self.choice is not None:
             object.__setattr__(self, "choice", self._choices(self.choice))
         num_chars = sum(map(len, (self.text, *(self.choice or ()))))
@@ -58,12 +58,13 @@ class StructuredOutputs:
 
     @classmethod
     def of(cls, fields: Mapping[str, Any], source: str = "structured_outputs") -> StructuredOutputs:
-        """From names and values that a client sent in the field `source`."""
+        """Make a constraint from the fields that a client sent in `source`."""
         unknown = [name for name in fields if name not in _KINDS]
         if unknown:
             known = ", ".join(_KINDS)
             raise RequestError(
-                f"{source}: {_shown(unknown[0])} is no form of an output. Known: {known}.", source
+                f"{source}: {_shown(unknown[0])} is not a kind of structured output. Known: {known}.",
+                source,
             )
         return cls(**fields, source=source)
 
@@ -73,16 +74,16 @@ class StructuredOutputs:
         return str(self.json or self.regex or self.grammar or "")
 
     def fields(self) -> dict[str, Any]:
-        """What `of` makes the same of."""
+        """The constraint as fields; `of` is the inverse."""
         return {name: value for name in _KINDS if (value := getattr(self, name))}
 
     def error(self, reason: str) -> RequestError:
-        """That this form is refused, for a reason; names the field that it came from."""
+        """The error for this constraint, with the request field that it came from."""
         return RequestError(f"{self.source}: {reason}", self.source)
 
     def _schema_text(self, schema: object) -> str:
         if isinstance(schema, str) and len(schema) > MAX_CHARS:
-            return schema  # refused for its length, before anything reads it
+            return schema  # rejected later for its length, without parsing
         try:
             parsed = json.loads(schema) if isinstance(schema, str) else schema
             if not isinstance(parsed, (Mapping, bool)):
@@ -91,17 +92,15 @@ class StructuredOutputs:
         except RecursionError as error:
             raise self.error("the JSON schema is nested too deeply.") from error
         except (TypeError, ValueError) as error:
-            raise self.error(f"the JSON schema is no JSON: {error}.") from error
+            raise self.error(f"the JSON schema is not JSON: {error}.") from error
 
     def _choices(self, choice: object) -> tuple[str, ...]:
         texts = isinstance(choice, Sequence) and not isinstance(choice, str) and tuple(choice)
         if not texts or not all(isinstance(text, str) and text for text in texts):
-            raise self.error(
-                f"choice must be a list of texts that are not empty, got {_shown(choice)}."
-            )
+            raise self.error(f"choice must be a list of non-empty strings, got {_shown(choice)}.")
         return texts
 
 
 def _shown(value: object) -> str:
-    """A value in an error: cut, whatever its length and depth."""
+    """Format a value for an error message, with limited length and depth."""
     return reprlib.repr(value)

@@ -62,7 +62,7 @@ class RequestTrace:
     # Its share of the step time.
     prefill_s: float
     decode_s: float
-    saved_s: float  # what computing its cached tokens would have taken
+    saved_s: float  # estimated time to compute its cached tokens
 
 
 _NOTHING_BLOCKED = (0.0,) * len(BLOCKERS)

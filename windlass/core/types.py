@@ -64,7 +64,7 @@ class Row(NamedTuple):
     tokens: tuple[int, ...]  # empty: the token that the runner sampled last for this slot
     blocks: tuple[BlockId, ...]  # appended to the slot's block table
     sample: bool  # whether to sample from the last position's logits
-    num_drafts: int = 0  # how many of the last `tokens` are draft tokens to verify
+    num_drafts: int = 0  # the last `num_drafts` of `tokens` are draft tokens to verify
     adapter: int = 0  # device slot of the LoRA adapter; 0: none
 
 
@@ -75,7 +75,7 @@ _NUM_TOKENS, _NUM_DRAFTS = (
 
 
 class StepPlan(NamedTuple):
-    """What one step computes. The runner does `copies` first; `freed` slots are empty."""
+    """The work of one step. The runner does `copies` first; `freed` slots are empty."""
 
     rows: list[Row]
     admitted: list[SlotInit] = []  # noqa: RUF012 - never written to
@@ -189,12 +189,12 @@ class GrammarStats:
 
 @dataclass(frozen=True, slots=True)
 class Account:
-    """Where the engine's time went. The first three fields add up to its uptime."""
+    """The engine's time by use. The first three fields add up to its uptime."""
 
     prefill_s: float = 0.0  # step time of prompt tokens
     decode_s: float = 0.0  # step time of generated tokens
     idle_s: float = 0.0  # no step, or steps for requests that had finished
-    saved_s: float = 0.0  # what computing the cached tokens of finished requests would have taken
+    saved_s: float = 0.0  # estimated time to compute the cached tokens of finished requests
 
 
 @dataclass(slots=True)

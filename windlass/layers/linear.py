@@ -63,7 +63,7 @@ class Linear(StoredWeight):
         return unpacked if self.weight is None else [self.weight, *unpacked]
 
     def rounding(self, num_rows: int) -> Rounding | None:
-        """How inputs of `num_rows` rows should be quantised; None: not at all."""
+        """The quantisation of inputs of `num_rows` rows; None: unquantised."""
         return self.gemm[0].prepared.rounding(num_rows) if len(self.gemm) == 1 else None
 
     def raw(self, x: Inputs, adapters: AdapterRows | None = None) -> Outputs:

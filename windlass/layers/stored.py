@@ -32,5 +32,5 @@ class StoredWeight(nn.Module):
 
     @property
     def gemm_bytes(self) -> int:
-        """What the quantised weight takes; a plain one is among the module's parameters."""
+        """Bytes of the quantised weight; an unquantised weight is a parameter of the module."""
         return sum(gemm.prepared.num_bytes for gemm in self.gemm)

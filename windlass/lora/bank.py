@@ -28,7 +28,7 @@ from windlass.models.network import Network
 
 @dataclass(frozen=True, slots=True)
 class _ModuleLocation:
-    """Where a checkpoint module lies: a part of a layer's stacks."""
+    """The location of a checkpoint module: a part of a layer's stacks."""
 
     stacks: Stacks
     part: int

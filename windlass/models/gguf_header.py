@@ -73,7 +73,7 @@ _U64 = struct.Struct("<Q")
 
 @dataclass(frozen=True, slots=True)
 class GGUFTensor:
-    """Where a tensor lies. The shape is in torch's order, the reverse of the file's."""
+    """The location of a tensor. The shape is in torch's order, the reverse of the file's."""
 
     shape: tuple[int, ...]
     type: TensorType

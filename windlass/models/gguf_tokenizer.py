@@ -19,7 +19,7 @@ from windlass.models.tokenizer import TextSide, framed
 _KEY = "tokenizer.ggml."
 _NAMED = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
 _END_OF_TURN = ("<|eot_id|>", "<|eom_id|>", "<|im_end|>")
-# Special tokens of Phi-3 swallow the whitespace that follows them, except these. No GGUF says so.
+# Special tokens of Phi-3, except these, consume the whitespace after them. GGUF files do not store this.
 _PHI3_KEEPS_SPACES = frozenset(("<unk>", "<s>", "<|endoftext|>"))
 
 
@@ -150,10 +150,10 @@ def _sentence_piece(metadata: _Metadata, has_merges: bool) -> Tokenizer:
 
 
 def _eos_ids(metadata: _Metadata, template: str) -> tuple[int, ...]:
-    """Where output ends: eos, the end-of-turn tokens that are named, and those a template writes.
+    """The tokens that end an output: EOS, named end-of-turn tokens, and those of the chat template.
 
-    Many chat models are stored with the end of the text as eos, while their turns end with
-    another token; without it they would go on to play the user.
+    Many chat models are stored with the end-of-text token as EOS, although their turns end with
+    another token. Without that token they would also generate the user's turn.
     """
     keys = ("eos_token_id", "eot_token_id", "eom_token_id")
     found = [token for key in keys if (token := metadata.token_id(key)) is not None]

@@ -61,7 +61,7 @@ class Weights(nn.Module):
 
     @property
     def table_bytes(self) -> int:
-        """What an embedding's table takes of its own: nothing where it is the head's weight."""
+        """Bytes of embedding tables that are not shared with the head."""
         modules = list(self.modules())
         shared = {id(module.weight) for module in modules if isinstance(module, Linear)}
         tables = [module.weight for module in modules if isinstance(module, Embedding)]

@@ -1,4 +1,4 @@
-"""How byte-level BPE families normalise and split text, by the name in tokenizer.ggml.pre.
+"""Normalisation and split of byte-level BPE families, by the name in tokenizer.ggml.pre.
 
 A GGUF names its pre-tokenizer and says nothing of Unicode normalisation: the name stands for both.
 Rows follow the model's original tokenizer, the last group llama.cpp. llama.cpp never normalises, so
@@ -21,7 +21,7 @@ class PreTokenizer:
     patterns: tuple[str, ...]
     nfc: bool = False
     ignore_merges: bool = False  # a piece that is in the vocabulary as a whole is not merged
-    add_bos: bool = False  # where the file does not say
+    add_bos: bool = False  # if the file has no add_bos_token
 
 
 _CONTRACTION = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"

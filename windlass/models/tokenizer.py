@@ -15,7 +15,7 @@ from typing import Any
 from tokenizers import Tokenizer as Backend
 from tokenizers.processors import TemplateProcessing
 
-SPACE = "\u2581"  # what SentencePiece writes for a space
+SPACE = "\u2581"  # SentencePiece's symbol for a space
 _LONG_TEXT = 2_000  # characters from which one text is encoded without the GIL
 _LONG_IDS = 2_000  # tokens from which they are decoded without the GIL
 _BYTE_PIECE = re.compile(r"<0x([0-9A-Fa-f]{2})>")

@@ -22,7 +22,7 @@ def has_tokenizer(folder: Path) -> bool:
 
 
 def load_text(path: Path) -> TextSide:
-    """Read a folder, or one tokenizer file with its neighbours."""
+    """Read a folder, or a tokenizer file and the files beside it."""
     folder = path if path.is_dir() else path.parent
     settings = read_json_if_there(folder / "tokenizer_config.json")
     named = read_json_if_there(folder / "special_tokens_map.json") | settings
@@ -31,8 +31,8 @@ def load_text(path: Path) -> TextSide:
     if file.suffix == ".model":
         backend, special = _sentence_piece(file, settings)
     else:
-        # A tokenizer.json says itself what stands around a text; transformers 5, too, ignores
-        # add_bos_token and add_eos_token beside one.
+        # A tokenizer.json defines BOS and EOS itself. transformers 5 also ignores add_bos_token and
+        # add_eos_token if there is a tokenizer.json.
         backend = _from_json(file)
     special |= {name: text for name in _NAMES if (text := _content(named.get(name))) is not None}
     _add_listed(backend, settings.get("added_tokens_decoder") or {}, folder)
@@ -41,7 +41,7 @@ def load_text(path: Path) -> TextSide:
 
 
 def _file(path: Path) -> Path:
-    """The file that holds the vocabulary."""
+    """The file with the vocabulary."""
     if not path.is_dir():
         if path.suffix not in (".json", ".model"):
             raise UnsupportedError(
@@ -113,12 +113,12 @@ def _add_listed(backend: Backend, listed: dict[str, Any], folder: Path) -> None:
         if found != int(number):
             raise CheckpointError(
                 f"{folder / 'tokenizer_config.json'}: token {entry['content']!r} should have id "
-                f"{number}, the tokenizer's file makes it {found}. Fetch both files again."
+                f"{number}, the tokenizer's file makes it {found}. Download both files again."
             )
 
 
 def chat_template(folder: Path) -> str | None:
-    """A file of its own goes before the field; of several named ones the default is taken."""
+    """The template's own file, else the field; of several named templates the default."""
     own_file = folder / "chat_template.jinja"
     if own_file.is_file():
         return own_file.read_text(encoding="utf-8")

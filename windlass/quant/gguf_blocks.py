@@ -44,7 +44,7 @@ class Kind(NamedTuple):
     bits: int
     group: int
     parse: Callable[[Tensor], Block]
-    codebook: Codebook | None = None  # what packed codes stand for, if not themselves
+    codebook: Codebook | None = None  # the values of packed codes; None: the codes themselves
     lean: bool = False  # parsing needs no memory but for the result
 
 

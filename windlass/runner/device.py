@@ -51,11 +51,11 @@ def choose_dtype(
     if config.dtype != "auto":
         name, reason = str(config.dtype), "as set"
     elif device.type == "cpu":
-        name, reason = "float32", "CPUs have no fast sums of 16 bits; weights may have less"
+        name, reason = "float32", "16-bit accumulation is slow on CPUs; weights may have fewer bits"
     elif hparams.dtype in ("bfloat16", "float16"):
-        name, reason = hparams.dtype, "the checkpoint's own"
+        name, reason = hparams.dtype, "dtype of the checkpoint"
     else:
-        name, reason = "bfloat16", "half of float32's bytes, the same range"
+        name, reason = "bfloat16", "half the bytes of float32, the same range"
     return getattr(torch, name), Choice("dtype", name, reason)
 
 
@@ -85,9 +85,9 @@ def choose_kv_format(
     triton: bool,
     native: bool = False,
 ) -> KVFormat:
-    """`dtype` is the arithmetic's, in which keys and values are computed.
+    """Choose the dtype of the KV cache. `dtype`: of the computation.
 
-    `native`: a CPU's own kernels compute, and are not the float32 reference.
+    `native`: the native CPU kernels are in use, not the float32 reference.
     """
 
     def token_bytes(kind: torch.dtype) -> int:
@@ -97,7 +97,7 @@ def choose_kv_format(
     own = torch.float16 if halved else dtype
     usual, name = token_bytes(own), str(own).removeprefix("torch.")
     if requested == "auto":
-        reason = "half of float32's bytes to read" if halved else "as it is computed"
+        reason = "half the bytes of float32" if halved else "dtype of the computation"
         return KVFormat(own, usual, Choice("KV format", name, reason))
     kind = _KV_DTYPES[requested]
     is_fp8 = kind != torch.int8
@@ -108,7 +108,7 @@ def choose_kv_format(
         )
     reason = f"as set: {usual / token_bytes(kind):.2f}x the tokens of {name}"
     if is_fp8 and device.type == "cpu":
-        reason += "; int8 is faster on a CPU and rounds less"
+        reason += "; int8 is faster on a CPU and more accurate"
     shown = "fp8 (e4m3)" if is_fp8 else "int8"
     choice = Choice("KV format", f"{shown}, a scale per token and head", reason)
     return KVFormat(kind, token_bytes(kind), choice)
@@ -140,8 +140,8 @@ def free_bytes(device: torch.device) -> int:
         return torch.cuda.mem_get_info(device)[0]
     free = _from_proc("/proc/meminfo", "MemAvailable")
     limit, used = (Path("/sys/fs/cgroup") / name for name in ("memory.max", "memory.current"))
-    if limit.is_file() and used.is_file() and (most := limit.read_text().strip()) != "max":
-        free = min(free, int(most) - int(used.read_text()))
+    if limit.is_file() and used.is_file() and (maximum := limit.read_text().strip()) != "max":
+        free = min(free, int(maximum) - int(used.read_text()))
     return max(0, free)
 
 
@@ -187,10 +187,10 @@ def size_cache(
     wanted: int,
     reserved: int = 0,
 ) -> Capacity:
-    """How many blocks: as set, or a share of the memory that is free now, but not beyond need.
+    """The number of blocks: as set, or from a share of the free memory, but no more than needed.
 
-    `wanted` is what the most requests of the greatest length could use, `reserved` the bytes that
-    steps and graphs take beside the cache.
+    `wanted`: blocks that `max_num_seqs` requests of maximum length can use. `reserved`: bytes of
+    steps and graphs.
     """
     size, each = config.block_size, gib(bytes_per_block)
 
@@ -207,8 +207,8 @@ def size_cache(
     count = usable // bytes_per_block
     if count < 1:
         raise ConfigError(
-            f"the KV cache has room for no block: {why}, and one block of {size} tokens takes "
-            f"{each}. Give --kv-cache-memory-bytes at least that, or free memory."
+            f"the KV cache cannot hold one block: {why}, and a block of {size} tokens takes {each}. "
+            "Raise --kv-cache-memory-bytes to at least that, or free memory."
         )
     if wanted < count and config.kv_cache_memory_bytes is None:
         return capacity(wanted, f"all that --max-num-seqs x --max-model-len can use; {why}")
@@ -232,21 +232,21 @@ def check_cache_fits(
 ) -> None:
     """Refuse a cache of a set size that is larger than the free memory, before it is allocated.
 
-    Linux hands out more memory than there is, and kills the process that uses it.
+    Linux overcommits memory, and kills a process that uses too much.
     """
     if config.num_blocks is not None:
-        requests = f"--num-blocks {config.num_blocks}"
+        setting = f"--num-blocks {config.num_blocks}"
     elif config.kv_cache_memory_bytes is not None:
-        requests = f"--kv-cache-memory-bytes {gib(config.kv_cache_memory_bytes)}"
+        setting = f"--kv-cache-memory-bytes {gib(config.kv_cache_memory_bytes)}"
     else:
         return
     num_bytes, free = capacity.num_blocks * capacity.bytes_per_block, free_bytes(device)
     if num_bytes + reserved > free:
         beside = f" and {gib(reserved)} for steps and graphs" if reserved else ""
         raise ConfigError(
-            f"{requests} needs {gib(num_bytes)} for the KV cache{beside}, and {gib(free)} of memory "
-            f"are free on {device.type}. Lower it, or leave it out: then the cache takes a share "
-            "of the free memory."
+            f"{setting} needs {gib(num_bytes)} for the KV cache{beside}, and {gib(free)} of memory "
+            f"are free on {device.type}. Lower it, or omit it: then the cache takes a share of "
+            "the free memory."
         )
 
 

@@ -166,13 +166,13 @@ class RunnerMemory:
         """Release memory that `wake` can restore. A failure loses nothing."""
         if self._device.type != "cpu" or sys.platform != "linux":
             raise UnsupportedError(
-                f"memory on {self._device.type} ({sys.platform}) cannot be given back while the "
-                "process lives: recorded steps know its addresses."
+                f"memory on {self._device.type} ({sys.platform}) cannot be freed while the "
+                "process lives: captured steps hold its addresses."
             )
         all_there = [(name, each) for name, each in storages(*self._roots) if each.on_cpu]
         held = [each for name, each in all_there if name in (WEIGHTS, ADAPTERS)]
         writable = _writable()
-        # The others are memory-mapped files, which the system reads again by itself.
+        # The other storages are memory-mapped files, which the system reads again on access.
         weights = [each for each in held if each.lies_in(writable)]
         folder = cache_folder("sleep")
         try:
