@@ -1,4 +1,4 @@
-# Needs python 3.11 or newer and make; everything else is installed into .venv.
+# Needs Python 3.11 or newer and make. Installs all dependencies into .venv.
 
 PYTHON ?= $(shell for name in python3 python3.13 python3.12 python3.11; do \
 	"$$name" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo "$$name" && break; \
@@ -11,28 +11,39 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help serve test lint bench
+.PHONY: help serve test test-fast lint bench
 
 help: ## Show this list
-	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-8s %s\n", $$1, $$2}'
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
 
 serve: $(STAMP) ## Serve a model: make serve MODEL=org/name ARGS="--port 9000" (no MODEL: the default)
 	$(BIN)/windlass serve $(MODEL) $(ARGS)
 
-test: $(STAMP) ## Run the tests: make test ARGS="tests/core -x"
+test: $(STAMP) ## Run all tests: make test ARGS="tests/core -x"
 	$(BIN)/python -m pytest $(ARGS)
+
+# The tests for every save: scheduler, engine loop, sampling, formats, text, API shapes, project rules.
+# Models are tiny or absent, and no server is started.
+FAST := tests/core tests/quant tests/test_engine.py tests/test_folders.py tests/test_project.py tests/test_words.py \
+	$(addprefix tests/, cli/test_options.py lora/test_patterns.py lora/test_residency.py models/test_gguf_file.py \
+	models/test_hparams.py runner/test_mixed.py runner/test_prelaunch.py runner/test_sampler.py runner/test_verify.py \
+	serve/test_cost.py serve/test_journal.py serve/test_json_body.py serve/test_metrics.py serve/test_prepare.py \
+	serve/test_quarantine.py text/test_chat_template.py text/test_stream.py)
+
+test-fast: $(STAMP) ## Run the tests for every save, about a minute
+	$(BIN)/python -m pytest $(FAST) $(ARGS)
 
 lint: $(STAMP) ## Check style, format and types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-bench: $(STAMP) ## Measure what each lever gives: make bench ARGS="batching --num-requests 8"
+bench: $(STAMP) ## Measure the effect of each lever: make bench ARGS="batching --num-requests 8"
 	$(BIN)/windlass bench levers $(ARGS)
 	$(BIN)/windlass bench tables
 
 $(STAMP): pyproject.toml constraints.txt
-	@test -n "$(PYTHON)" || { echo "No python 3.11 or newer was found. Install one, or say make PYTHON=..." >&2; exit 1; }
+	@test -n "$(PYTHON)" || { echo "No Python 3.11 or newer was found. Install it, or run make PYTHON=..." >&2; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	@touch $@
