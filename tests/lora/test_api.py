@@ -18,7 +18,7 @@ from tests.system.server import serving
 from windlass.config import ServeConfig
 from windlass.errors import AdapterConflict, CheckpointError, ConfigError, WorkerDied
 from windlass.serve import messages
-from windlass.serve.adapters import AdapterRegistry
+from windlass.serve.adapter_registry import AdapterRegistry
 
 ADMIN = {"Authorization": "Bearer boss"}
 
@@ -258,14 +258,14 @@ def test_failed_loads_leave_no_state(adapter_server: AdapterServer) -> None:
 # ---- the registry alone ----------------------------------------------------------------------
 
 
-def loaded(name: str, folder: str, **error: str) -> messages.AdapterAnswer:
-    return messages.AdapterAnswer(messages.LoadAdapter(name, folder), **error)  # type: ignore[arg-type]
+def loaded(name: str, folder: str, **error: str) -> messages.AdapterReply:
+    return messages.AdapterReply(messages.LoadAdapter(name, folder), **error)  # type: ignore[arg-type]
 
 
 def test_restart_replays_changes_since_the_start() -> None:
     registry = AdapterRegistry()
     assert registry.restarted({"a": "/a", "b": "/b"}) == []
-    registry.answered(messages.AdapterAnswer(messages.UnloadAdapter("a")))
+    registry.answered(messages.AdapterReply(messages.UnloadAdapter("a")))
     registry.answered(loaded("c", "/c"))
     expected = [messages.UnloadAdapter("a"), messages.LoadAdapter("c", "/c")]
     assert registry.restarted({"a": "/a", "b": "/b"}) == expected
@@ -312,7 +312,7 @@ def test_ten_thousand_loads_leave_no_state() -> None:
             for change in (messages.LoadAdapter(name, "/a"), messages.UnloadAdapter(name)):
                 call = asyncio.ensure_future(registry.change(change, lambda _: None))
                 await asyncio.sleep(0)
-                registry.answered(messages.AdapterAnswer(change))
+                registry.answered(messages.AdapterReply(change))
                 assert await call == 0
         assert (registry.folders, registry._calls) == ({}, {})
 

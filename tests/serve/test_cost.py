@@ -13,7 +13,7 @@ from tests.serve.conftest import Server, running, wait_until
 from tests.serve.fakes import Options, counting
 from windlass.core.types import EngineStats
 from windlass.engine import Engine
-from windlass.serve.cost import Price, make_cost_book
+from windlass.serve.cost import Price, make_cost_tracker
 from windlass.serve.metrics import Metrics
 
 PRICE = 3600.0  # a dollar a second
@@ -146,7 +146,7 @@ def test_without_a_price_nothing_is_told(server: Server) -> None:
 
 def test_the_last_minute_forgets_what_was_before() -> None:
     now = [0.0]
-    book = make_cost_book(PRICE, "m", Metrics("m").registry)
+    book = make_cost_tracker(PRICE, "m", Metrics("m").registry)
     assert book is not None
     book._clock = lambda: now[0]
     last = EngineStats()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tests.serve.test_quarantine import Clock
-from windlass.serve.states import Heartbeat
+from windlass.serve.health import Heartbeat
 
 
 def silent_for(heartbeat: Heartbeat, clock: Clock, seconds: float) -> None:

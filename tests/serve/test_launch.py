@@ -245,7 +245,7 @@ def test_an_error_while_the_card_is_opened_ends_the_engine_process_too() -> None
 
 
 def test_the_server_needs_no_torch() -> None:
-    code = "import sys, windlass.serve.service; sys.exit('torch' in sys.modules)"
+    code = "import sys, windlass.serve.server; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0
 
 

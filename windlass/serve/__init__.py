@@ -1,1 +1,1 @@
-"""HTTP, chat templates, metrics, and the processes of a server. No torch."""
+"""The HTTP server and its engine process: API, metrics, supervision. No torch."""

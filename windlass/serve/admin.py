@@ -1,4 +1,4 @@
-"""What an operator asks and orders: the memory's ledger, sleep and wake, a reset of the cache."""
+"""The admin endpoints: memory report, sleep and wake, prefix cache reset."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ _NUMBERS = {"level": int, "timeout_s": float}
 
 
 class Admin:
-    """Orders need an admin key; the ledger does not."""
+    """All endpoints but the memory report need an admin key."""
 
     def __init__(self, services: Services) -> None:
         self._services = services
 
     async def memory(self) -> Response:
-        """The ledger; of an engine whose process was ended there is none."""
+        """The memory report; without figures while the engine process is stopped."""
         sleeper = self._services.sleeper
         state = {"state": sleeper.state, "level": sleeper.level}
         if sleeper.level == 2:
@@ -37,27 +37,27 @@ class Admin:
         return reply({**state, **memory_json(memory, per_block)})
 
     async def sleep(self, request: Request) -> Response:
-        asked = await self._order(request, SleepRequest.read)
-        done = await self._services.sleeper.sleep(asked.level, asked.mode, asked.timeout_s)
-        return reply({"status": "sleeping", **msgspec.to_builtins(done)})
+        body = await self._read(request, SleepRequest.read)
+        result = await self._services.sleeper.sleep(body.level, body.mode, body.timeout_s)
+        return reply({"status": "sleeping", **msgspec.to_builtins(result)})
 
     async def wake(self, request: Request) -> Response:
-        await self._order(request, WakeRequest.read)
-        done = await self._services.sleeper.wake()
-        return reply({"status": "awake", **msgspec.to_builtins(done)})
+        await self._read(request, WakeRequest.read)
+        result = await self._services.sleeper.wake()
+        return reply({"status": "awake", **msgspec.to_builtins(result)})
 
     async def is_sleeping(self) -> Response:
         return reply({"is_sleeping": self._services.sleeper.state != "awake"})
 
     async def reset_prefix_cache(self, request: Request) -> Response:
-        self._services.door.check_admin(request)
+        self._services.keys.check_admin(request)
         if self._services.sleeper.level:
-            raise WorkerDied("the server sleeps: its cache is empty.")
+            raise WorkerDied("the server sleeps; its prefix cache is empty.")
         return reply({"num_blocks": await self._services.client.reset_prefix_cache()})
 
-    async def _order(self, request: Request, read: Callable[[bytes], T]) -> T:
-        """What an admin sent: a JSON body, or fields in the query, as other servers take them."""
-        self._services.door.check_admin(request)
+    async def _read(self, request: Request, read: Callable[[bytes], T]) -> T:
+        """Read an admin's JSON body, or the same fields from the query string as vLLM accepts them."""
+        self._services.keys.check_admin(request)
         raw = await read_body(request, self._services.config.max_body_bytes)
         if not raw:
             fields = {name: _value(name, text) for name, text in _query(request)}
@@ -70,7 +70,7 @@ def _query(request: Request) -> list[tuple[str, str]]:
 
 
 def _value(name: str, text: str) -> Any:
-    """A number where one is meant; what is none is refused with the other checks."""
+    """Convert the numeric fields; validation rejects text that is not a number."""
     try:
         return _NUMBERS[name](text)
     except (KeyError, ValueError):
@@ -78,10 +78,10 @@ def _value(name: str, text: str) -> Any:
 
 
 def memory_json(memory: Memory, per_block: int) -> dict[str, Any]:
-    """The ledger: blocks by use, parts by purpose, and what of the process is in neither."""
+    """Format the memory report: KV blocks by use, memory by purpose, and the unaccounted rest."""
     use = memory.blocks
     counts = {"used": use.num_used, "cached": use.num_cached, "free": use.num_free}
-    made: dict[str, Any] = {
+    body: dict[str, Any] = {
         "blocks": {
             "block_size": use.block_size,
             "bytes_per_block": per_block,
@@ -98,7 +98,7 @@ def memory_json(memory: Memory, per_block: int) -> dict[str, Any]:
     }
     held = memory.held
     if held is not None:
-        made |= {
+        body |= {
             "device": held.device,
             "parts": msgspec.to_builtins(held.parts),
             "total_bytes": held.total,
@@ -107,4 +107,4 @@ def memory_json(memory: Memory, per_block: int) -> dict[str, Any]:
             "device_free_bytes": held.device_free,
             "device_total_bytes": held.device_total,
         }
-    return made
+    return body

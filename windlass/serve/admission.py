@@ -1,6 +1,6 @@
-"""Who may join the queue: a bound on waiting requests and tokens, and when to come back.
+"""Admission control: bounds queued requests and tokens, and estimates Retry-After.
 
-Knows the backlog and how fast it shrinks, not who asks or what for.
+Knows the size of the backlog and its rate of progress, not the clients or the requests.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from windlass.config import ServeConfig
 from windlass.core.types import EngineStats
 from windlass.errors import Overloaded, RequestError
-from windlass.serve.client import Backlog, EngineClient
+from windlass.serve.client import EngineClient
+from windlass.serve.health import Backlog
 
 _WINDOW_S = 30.0
 _MIN_WAIT_S = 1.0
@@ -31,14 +32,14 @@ class _Sample:
 
 
 class Rates:
-    """How many tokens and requests the engine finishes per second, over the last half minute."""
+    """Measures tokens and requests finished per second over the last 30 seconds."""
 
     def __init__(self) -> None:
         self._samples: deque[_Sample] = deque()
 
     def observe(self, at: float, stats: EngineStats, last: EngineStats, num_finished: int) -> None:
         num_tokens = stats.num_prompt_tokens_computed + stats.num_generated_tokens
-        # A new engine counts from zero, and idle time says nothing about speed.
+        # A new engine counts from zero, and idle time does not measure speed.
         if last.num_steps == 0 or stats.num_running + stats.num_waiting == 0:
             self._samples.clear()
         self._samples.append(_Sample(at, num_tokens, num_finished))
@@ -46,7 +47,7 @@ class Rates:
             self._samples.popleft()
 
     def seconds_for(self, num_tokens: int, num_requests: int) -> float:
-        """How long until so much has been worked off; the least wait when nothing is known."""
+        """Estimate the time to process this many tokens and requests; _MIN_WAIT_S without data."""
         first, last = (self._samples[0], self._samples[-1]) if self._samples else (None, None)
         if first is None or last is None or last.at - first.at < _MIN_WAIT_S:
             return _MIN_WAIT_S
@@ -55,13 +56,13 @@ class Rates:
             (num_tokens, last.num_tokens - first.num_tokens),
             (num_requests, last.num_finished - first.num_finished),
         )
-        # What has not moved in the window will take long; how long, nobody can say.
+        # No progress in the window: the time is unknown, and long.
         estimates = [need * seconds / done if done else _MAX_WAIT_S for need, done in waits if need]
         return min(max(estimates, default=_MIN_WAIT_S), _MAX_WAIT_S)
 
 
 class AdmissionControl:
-    """Refuses requests when too much waits. `on_reject` is told the reason, for the metrics."""
+    """Refuses requests when the queue is full. `on_reject` gets the reason, for the metrics."""
 
     def __init__(
         self,
@@ -81,45 +82,47 @@ class AdmissionControl:
         self._rates.observe(self._clock(), stats, last, self._client.num_finished)
 
     def check_possible(self, num_requests: int) -> None:
-        """Raise RequestError when `num_requests` at once are too many even for an idle server.
+        """Raise RequestError if `num_requests` at once exceed the limits even of an idle server.
 
-        For a body before it is expanded: 2,000 prompts with n=128 make 256,000 requests.
+        Called before a body is expanded: 2,000 prompts with n=128 make 256,000 requests.
         """
         slots = self._client.report.max_num_seqs
         if num_requests > slots + self._max_reqs:
             raise RequestError(
-                f"the request asks for {num_requests:,} completions at once; this server runs {slots} "
-                f"and lets {self._max_reqs} wait. Send fewer prompts, or a smaller n.",
+                f"the request has {num_requests:,} completions; this server runs {slots} at once "
+                f"and queues {self._max_reqs}. Send fewer prompts, or a smaller n.",
                 "n",
             )
 
     def check(self, num_requests: int, num_tokens: int) -> None:
-        """Raise Overloaded when `num_requests` more, with `num_tokens` in all, are too many now."""
+        """Raise Overloaded if the queue has no room for these requests and their prompt tokens."""
         backlog = self._client.backlog
         slots = self._client.report.max_num_seqs
         excess = _queue_after(backlog, slots, num_requests) - self._max_reqs
         if excess > 0:
-            self._refuse(MAX_REQS, f"{self._max_reqs} requests", 0, excess)
-        # Alone, even a prompt above the limit is served: it waits for nobody.
+            self._refuse(MAX_REQS, f"{self._max_reqs} requests", num_requests=excess)
+        # With an empty queue even a prompt above the limit is accepted: it does not wait.
         if self._max_tokens is not None and backlog.num_tokens:
             over = backlog.num_tokens + num_tokens - self._max_tokens
             if over > 0:
-                self._refuse(MAX_TOKENS, f"{self._max_tokens} prompt tokens", over, 0)
+                self._refuse(MAX_TOKENS, f"{self._max_tokens} prompt tokens", num_tokens=over)
 
-    def _refuse(self, reason: str, limit: str, num_tokens: int, num_requests: int) -> None:
+    def _refuse(
+        self, reason: str, limit: str, *, num_tokens: int = 0, num_requests: int = 0
+    ) -> None:
         self._on_reject(reason)
         wait_s = max(_MIN_WAIT_S, self._rates.seconds_for(num_tokens, num_requests))
         raise Overloaded(f"the queue is full ({limit}); try again in about {wait_s:.0f} s.", wait_s)
 
 
 def _queue_after(backlog: Backlog, slots: int, num_new: int) -> int:
-    """How many would wait if `num_new` came; zero while all of them find a free slot.
+    """The queue length after `num_new` more requests; zero while all of them get a free slot.
 
-    Requests that the engine has not seen yet take free slots first: without that, a burst on an
+    Requests that the engine has not reported yet take free slots first: otherwise a burst on an
     idle server would be refused.
     """
     free = max(0, slots - backlog.num_running - backlog.num_waiting)
-    coming = backlog.num_unseen + num_new
-    if coming <= free:
+    arriving = backlog.num_unseen + num_new
+    if arriving <= free:
         return 0
-    return backlog.num_waiting + coming - free
+    return backlog.num_waiting + arriving - free

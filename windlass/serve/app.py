@@ -1,4 +1,4 @@
-"""The HTTP application: puts endpoints behind their guards, and turns errors into answers."""
+"""The ASGI application: endpoints, middleware, and error responses."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
 from windlass.errors import EngineError
-from windlass.serve.answer import ClientGone
 from windlass.serve.hosts import make_host_guard
 from windlass.serve.keys import KeyGuard
 from windlass.serve.problems import problem_of, problem_of_status
+from windlass.serve.response import ClientDisconnected
 from windlass.serve.routes import make_router
 from windlass.serve.services import Services
 
@@ -22,7 +22,7 @@ _log = logging.getLogger("windlass.serve")
 
 
 def create_app(services: Services) -> FastAPI:
-    """The application. The engine need not be running yet."""
+    """Create the application. The engine need not be running yet."""
     config = services.config
     app = FastAPI(
         title="Windlass",
@@ -34,9 +34,9 @@ def create_app(services: Services) -> FastAPI:
     app.include_router(make_router(services))
     app.add_exception_handler(EngineError, _engine_error)
     app.add_exception_handler(HTTPException, _http_error)
-    app.add_exception_handler(ClientDisconnect, _gone)
-    app.add_exception_handler(ClientGone, _gone)
-    app.add_exception_handler(Exception, _bug)
+    app.add_exception_handler(ClientDisconnect, _disconnected)
+    app.add_exception_handler(ClientDisconnected, _disconnected)
+    app.add_exception_handler(Exception, _internal_error)
     if services.keys.clients:
         app.add_middleware(KeyGuard, keys=services.keys, root_path=config.root_path)
     if config.allowed_origins:
@@ -63,17 +63,17 @@ async def _engine_error(_request: Request, error: Exception) -> Response:
 
 async def _http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    words = {
+    messages = {
         404: f"there is nothing at {request.url.path}.",
-        405: f"{request.url.path} does not take {request.method}.",
+        405: f"{request.url.path} does not support {request.method}.",
     }
-    message = words.get(error.status_code, str(error.detail))
+    message = messages.get(error.status_code, str(error.detail))
     return problem_of_status(error.status_code, message, **dict(error.headers or {})).response()
 
 
-async def _gone(_request: Request, _error: Exception) -> Response:
-    return Response(status_code=499)  # nobody reads it
+async def _disconnected(_request: Request, _error: Exception) -> Response:
+    return Response(status_code=499)  # the client has disconnected
 
 
-async def _bug(_request: Request, error: Exception) -> Response:
+async def _internal_error(_request: Request, error: Exception) -> Response:
     return problem_of_status(500, f"an internal error: {type(error).__name__}.").response()

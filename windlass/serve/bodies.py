@@ -1,6 +1,6 @@
-"""Bodies of HTTP requests and answers: read within a limit, written as JSON.
+"""Reads request bodies within a size limit, and writes JSON responses.
 
-Large ones are decoded and encoded in a thread, since the event loop serves all clients.
+Large bodies are decoded and encoded in a thread, since the event loop serves all clients.
 """
 
 from __future__ import annotations
@@ -20,40 +20,40 @@ from windlass.serve.services import Services
 P = ParamSpec("P")
 T = TypeVar("T")
 
-_INLINE_ITEMS = 1_000  # tokens, each a microsecond
+_MAX_INLINE_ITEMS = 1_000  # tokens, about a microsecond each
 
 
 async def read_as(request: Request, read: Callable[[bytes], T], services: Services) -> T:
-    """What `read` makes of the request's body."""
+    """Read the request's body and decode it with `read`."""
     raw = await read_body(request, services.config.max_body_bytes)
     return await decode_as(raw, read, services)
 
 
 async def decode_as(raw: bytes, read: Callable[[bytes], T], services: Services) -> T:
-    """What `read` makes of a body; in a thread where it is large."""
+    """Decode a body with `read`, in a thread if it is large."""
     if len(raw) <= INLINE_BYTES:
         return read(raw)
     return await services.workers.holding_gil(read, raw)
 
 
-async def read_body(request: Request, most: int) -> bytes:
-    """The request's JSON body, given up as soon as it is known to be longer than `most`."""
+async def read_body(request: Request, max_bytes: int) -> bytes:
+    """Read the request's JSON body; stops as soon as it is longer than `max_bytes`."""
     _check_media_type(request)
     length = request.headers.get("content-length", "0")
-    if length.isdigit() and int(length) > most:
-        raise _too_large(f"{length} bytes", most)
+    if length.isdigit() and int(length) > max_bytes:
+        raise _too_large(f"{length} bytes", max_bytes)
     body = bytearray()
-    async for piece in request.stream():
-        body += piece
-        if len(body) > most:
-            raise _too_large("longer", most)
+    async for chunk in request.stream():
+        body += chunk
+        if len(body) > max_bytes:
+            raise _too_large("longer", max_bytes)
     return bytes(body)
 
 
 def _check_media_type(request: Request) -> None:
-    """Refuse what a page can send without asking first: text, forms, or no type at all.
+    """Refuse media types that a web page can send without a CORS preflight.
 
-    Other clients may leave the type out.
+    Those are text, forms and no type at all. Clients other than browsers may omit the type.
     """
     given = request.headers.get("content-type")
     if given is None and "origin" not in request.headers:
@@ -66,8 +66,10 @@ def _check_media_type(request: Request) -> None:
         )
 
 
-def _too_large(size: str, most: int) -> BodyTooLarge:
-    return BodyTooLarge(f"the body is {size}; this server takes {most} bytes (--max-body-bytes).")
+def _too_large(size: str, max_bytes: int) -> BodyTooLarge:
+    return BodyTooLarge(
+        f"the body is {size}; this server accepts {max_bytes} bytes (--max-body-bytes)."
+    )
 
 
 def reply(value: object, status: int = 200) -> Response:
@@ -81,8 +83,8 @@ async def reply_off_loop(
     *args: P.args,
     **options: P.kwargs,
 ) -> Response:
-    """A reply with what `make` returns; in a thread where it is made of many items."""
-    if num_items <= _INLINE_ITEMS:
+    """Reply with the result of `make`; runs it in a thread if it has many items."""
+    if num_items <= _MAX_INLINE_ITEMS:
         return reply(make(*args, **options))
     value = await services.workers.releasing_gil(make, *args, **options)
     return await services.workers.holding_gil(reply, value)

@@ -1,4 +1,4 @@
-"""How much one request body may hold. docs/serving.md lists these numbers for users.
+"""Limits on the contents of one request body. docs/serving.md lists these numbers for users.
 
 Each limit bounds the work that a body causes before the engine sees it. Limits that depend on the
 model (characters of a prompt, number of completions) are computed in prepare.py and admission.py.
@@ -30,12 +30,12 @@ MAX_LOGIT_BIAS = 16_384
 MAX_CACHE_SALT_CHARS = 256
 
 # Structured outputs
-MAX_FORM_CHARS = 65_536  # of a schema, an expression, a grammar, all choices together
+MAX_FORM_CHARS = 65_536  # of a schema, a regex, a grammar, all choices together
 MAX_CHOICES = 4_096
 MAX_GBNF_RULES = 512  # converting GBNF takes time that grows with the square of this
 
-# What one body may send to the engine, over all of its completions. The message is encoded and
-# hashed on the event loop: 2**19 tokens take 50 ms, and so do 4 MiB of parameters.
+# Totals over all completions of one body. The message to the engine is encoded and hashed on the
+# event loop: 2**19 tokens take 50 ms, and so do 4 MiB of parameters.
 MAX_TOTAL_PROMPT_TOKENS = 2**19
 MAX_TOTAL_PARAMS_BYTES = 4 * 2**20
 MAX_TOTAL_LOGPROBS = 2**22

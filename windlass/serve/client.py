@@ -1,8 +1,8 @@
-"""The server's hold on the engine: requests in, outputs out, health, and restarts.
+"""The HTTP process's client of the engine process: requests, outputs, health and restarts.
 
-A dead engine process is noticed at once, a hung one by its missing heartbeat: its requests end with
-an error, health turns red, and a new process is started, with growing pauses and not for ever.
-quarantine.py decides which requests may run again. This file does not know HTTP.
+The client notices a dead engine process at once and a hung one by its missing heartbeat. It fails
+the requests of that process, reports it as unhealthy, and starts a new one with growing pauses and
+a limit. quarantine.py decides which requests may run again. This module does not know HTTP.
 """
 
 from __future__ import annotations
@@ -26,34 +26,34 @@ from windlass.core.trace import RequestTrace
 from windlass.core.types import EngineStats, NewRequest, Output
 from windlass.errors import EngineError, RequestError, WorkerDied
 from windlass.serve import messages
-from windlass.serve.adapters import AdapterRegistry, Change
-from windlass.serve.calls import Calls
+from windlass.serve.adapter_registry import AdapterRegistry, Change
+from windlass.serve.health import Backlog as Backlog
+from windlass.serve.health import Health as Health
+from windlass.serve.health import Heartbeat
+from windlass.serve.health import RestartPolicy as RestartPolicy
 from windlass.serve.inbox import Inbox
 from windlass.serve.loop import Build, Launch, Prepare
 from windlass.serve.process import EngineProcess, build_error, refusal_error
 from windlass.serve.quarantine import Quarantine, fingerprint
-from windlass.serve.states import Backlog as Backlog
-from windlass.serve.states import Health as Health
-from windlass.serve.states import Heartbeat
-from windlass.serve.states import RestartPolicy as RestartPolicy
+from windlass.serve.rpc import PendingCalls
 
-T = TypeVar("T", bound=messages.Answer)
+T = TypeVar("T", bound=messages.Reply)
 
 _log = logging.getLogger("windlass.serve")
 
-_ANSWER_TIMEOUT_S = 10.0
-_REST_TIMEOUT_S = 600.0  # weights may be many, and a disk slow
+_REPLY_TIMEOUT_S = 10.0
+_SLEEP_TIMEOUT_S = 600.0  # weights may be large, and a disk slow
 
 
 def _no_preparation() -> None:
-    """What is built needs nothing that is slow to import."""
+    """Do nothing: the build needs no slow imports."""
 
 
 class EngineClient:
     """Owns the engine process and the requests in flight. One event loop, one thread.
 
-    `build` is pickled and called in the engine's process; it returns the engine and its report.
-    None: `build_with` will tell, while the process that `start` started is busy with `prepare`.
+    `build` is pickled and called in the engine process; it returns the engine and its report.
+    None: `build_with` sets it later, while the process that `start` started runs `prepare`.
     """
 
     def __init__(
@@ -65,9 +65,9 @@ class EngineClient:
     ) -> None:
         self._prepare = prepare
         self._build = build
-        self._known = asyncio.Event()
+        self._build_known = asyncio.Event()
         if build is not None:
-            self._known.set()
+            self._build_known.set()
         self._hang_timeout = hang_timeout
         self._restarts = restarts or RestartPolicy()
         self._folder: tempfile.TemporaryDirectory[str] | None = None
@@ -76,28 +76,28 @@ class EngineClient:
         self._supervisor: asyncio.Task[None] | None = None
         self._report: EngineReport | None = None
         self._inboxes: dict[str, Inbox] = {}
-        self._calls = Calls()
-        self._sleeping: asyncio.Event | None = None  # its process was ended, until this is set
-        self._lives = 0
+        self._pending_calls = PendingCalls()
+        self._sleeping: asyncio.Event | None = None  # the process was stopped until this is set
+        self._num_launches = 0
         self._heartbeat = Heartbeat(hang_timeout)
         self._quarantine = Quarantine()
         self._down = "the engine has not been started"
-        # Requests that were sent since the engine started, by number, until it has seen them.
+        # Requests sent to this engine process, and those that it has not reported as received.
         self._num_sent = 0
-        self._unseen: deque[int] = deque()  # their prompt lengths
+        self._unseen: deque[int] = deque()  # prompt lengths
         self.stats = EngineStats()
         self.adapters = AdapterRegistry()
         self.num_finished = 0
-        self.failed = asyncio.Event()  # set when the engine is down for good
-        # Told of each report and of the one before it in the same life of the engine.
+        self.failed = asyncio.Event()  # set when the engine is not restarted any more
+        # Called with the current and the previous stats of one engine process.
         self.on_stats: Callable[[EngineStats, EngineStats], None] | None = None
-        # Told of requests that have ended; None: those in the engine died with it.
+        # Called with the traces of ended requests; None: the engine died with those it had.
         self.on_traces: Callable[[list[RequestTrace] | None], None] | None = None
 
-    # ---- the process -------------------------------------------------------------------------
+    # ---- process -----------------------------------------------------------------------------
 
     async def start(self) -> EngineReport:
-        """Start the engine and wait until it can work; raises what its build raised."""
+        """Start the engine and wait until it is ready; raises the build's error."""
         self._folder = tempfile.TemporaryDirectory(prefix="windlass-")
         self._context = zmq.asyncio.Context()
         report = await self._launch()
@@ -105,57 +105,59 @@ class EngineClient:
         return report
 
     def build_with(self, build: Build) -> None:
-        """Say what to build, when that was not known at first."""
+        """Set the build function that was not known at construction."""
         self._build = build
-        self._known.set()
+        self._build_known.set()
 
     async def _launch(self) -> EngineReport:
         assert self._folder is not None
         assert self._context is not None
-        self._lives += 1
+        self._num_launches += 1
         self._num_sent = 0
         self._unseen.clear()
         self.stats = EngineStats()
-        path = Path(self._folder.name) / f"engine-{self._lives}"
+        path = Path(self._folder.name) / f"engine-{self._num_launches}"
         launch = Launch(f"ipc://{path}", path.with_suffix(".journal"), self._hang_timeout)
-        process = EngineProcess(self._context, launch, self._prepare, self._handle)
+        process = EngineProcess(self._context, launch, prepare=self._prepare, handle=self._handle)
         try:
-            await self._known.wait()
+            await self._build_known.wait()
             assert self._build is not None
-            process.begin(self._build)
+            process.send_build(self._build)
             self._report = await process.ready()
         except BaseException:
             process.kill()
             await process.close()
             raise
         self._process = process
-        for change in self.adapters.restarted(self._report.adapters):
+        for change in self.adapters.sync_after_start(self._report.adapters):
             process.send(change)
         self._heartbeat.heard()
         self._down = ""
         return self._report
 
     async def _supervise(self) -> None:
-        """Wait for the engine to die, answer its requests, start it again; return to give up."""
+        """Restart the engine whenever it dies; returns when the restart policy is exhausted."""
         starts: deque[float] = deque()
         try:
             while self._process is not None:
                 process = self._process
-                how = await self._end_of(process)
+                how = await self._wait_for_end(process)
                 if self._sleeping is not None:
                     await self._sleeping.wait()
-                if self._process is not process:  # it was ended on purpose, and started again
+                if (
+                    self._process is not process
+                ):  # `stop_process` ended it and `start_process` replaced it
                     continue
                 self._process = None
                 process.kill()
-                self._end_all(how, process.running())
+                self._fail_all(how, process.running())
                 await process.close()
                 await self._restart(how, starts)
         finally:
             self.failed.set()
 
-    async def _end_of(self, process: EngineProcess) -> str:
-        """Wait until the process has died, or has been silent for too long; returns which."""
+    async def _wait_for_end(self, process: EngineProcess) -> str:
+        """Wait until the process has died or its heartbeat is lost; returns a description."""
         heartbeat = self._heartbeat
         ended = asyncio.create_task(process.ended())
         try:
@@ -164,7 +166,7 @@ class EngineClient:
                 heartbeat.tick()
                 hung = f"the engine hung (no heartbeat for {heartbeat.silent_s:.1f} s)"
                 if ended.done():
-                    how = process.how_it_ended()
+                    how = process.describe_exit()
                     return f"{hung}; {how}" if heartbeat.is_late else how
                 if heartbeat.is_lost and self._sleeping is None:
                     return f"{hung} and was killed"
@@ -172,28 +174,30 @@ class EngineClient:
             ended.cancel()
 
     async def _restart(self, how: str, starts: deque[float]) -> None:
-        """Start the engine again, as often as the policy allows; `starts` are the latest times."""
+        """Restart the engine as often as the policy allows; `starts` are the times of recent restarts."""
         policy = self._restarts
         while self._process is None:
             now = time.monotonic()
             while starts and now - starts[0] > policy.window_s:
                 starts.popleft()
             if len(starts) >= policy.max_restarts:
-                self._down = f"{how}; it was started again {len(starts)} times and is given up"
+                self._down = (
+                    f"{how}; it was restarted {len(starts)} times and is not restarted again"
+                )
                 _log.error("%s", self._down)
                 return
             pause = min(policy.first_pause_s * 2 ** len(starts), policy.max_pause_s)
             starts.append(now)
-            _log.error("%s; starting it again in %.1f s", how, pause)
+            _log.error("%s; restarting it in %.1f s", how, pause)
             await asyncio.sleep(pause)
             try:
                 await self._launch()
             except (EngineError, OSError, zmq.ZMQError) as error:
-                how = f"the engine could not be started again: {error}"
+                how = f"the engine could not be restarted: {error}"
 
-    def _end_all(self, how: str, running: frozenset[bytes]) -> None:
-        """Answer all requests of an engine that is gone; `running` are those it worked on."""
-        self._down = f"{how}. It is being started again"
+    def _fail_all(self, how: str, running: frozenset[bytes]) -> None:
+        """Fail all requests of a dead engine; `running`: fingerprints of the requests it was running."""
+        self._down = f"{how}. It is being restarted"
         quarantine = self._quarantine
         quarantine.strike(running, how)
         started = quarantine.in_flight(running)
@@ -203,14 +207,14 @@ class EngineClient:
         for request_id in blocked:
             _log.error("request %s is blocked: the engine failed again while it ran", request_id)
         for inbox in self._open_inboxes():
-            inbox.put(_end_error(inbox, how, started, blocked))
-        self._calls.fail(how)
+            inbox.put(_end_error(inbox, how, started=started, blocked=blocked))
+        self._pending_calls.fail(how)
         self.adapters.fail(how)
         if self.on_traces is not None:
             self.on_traces(None)
 
     async def close(self) -> None:
-        """End the engine process; requests still in flight end with an error."""
+        """Stop the engine process; requests still in flight end with an error."""
         self._down = "the server is shutting down"
         if self._supervisor is not None:
             self._supervisor.cancel()
@@ -225,7 +229,7 @@ class EngineClient:
             self._folder.cleanup()
 
     def kill(self) -> None:
-        """End the engine process without asking."""
+        """Kill the engine process."""
         if self._process is not None:
             self._process.kill()
 
@@ -234,9 +238,9 @@ class EngineClient:
     async def generate(
         self, *requests: NewRequest, tracked: bool = True
     ) -> AsyncGenerator[Output, None]:
-        """Yield the outputs of all `requests` as they come; close it to abort those still open.
+        """Yield the outputs of all `requests`; closing the generator aborts the unfinished ones.
 
-        An error of one is raised and ends all. An output's `request_id` says whose it is.
+        An error of one request is raised and ends all. `Output.request_id` identifies the request.
         """
         inbox = self.submit(requests, tracked)
         try:
@@ -246,7 +250,7 @@ class EngineClient:
             self.drop(inbox)
 
     async def next(self, inbox: Inbox) -> Output | None:
-        """The next output of its requests; None: all have ended. An error of one is raised."""
+        """Wait for the next output; None: all requests have ended. Raises an error of any of them."""
         while inbox.open_ids:
             item = await inbox.get()
             if isinstance(item, EngineError):
@@ -261,14 +265,14 @@ class EngineClient:
         return None
 
     def drop(self, inbox: Inbox) -> None:
-        """Abort those of its requests that are open."""
+        """Abort the requests of the inbox that have not ended."""
         for request_id in list(inbox.open_ids):
             self.abort(request_id)
 
     def submit(self, requests: Sequence[NewRequest], tracked: bool = True) -> Inbox:
-        """Send requests to the engine; `next` gives their outputs, and `drop` must come last.
+        """Send requests to the engine; read the outputs with `next` and call `drop` at the end.
 
-        Requests that are not `tracked` are never blocked: the server's own probes.
+        Untracked requests (the server's own probes) are never blocked.
         """
         process = self._running
         for request in requests:
@@ -294,9 +298,9 @@ class EngineClient:
             process.send(*adds)
 
     def abort(self, request_id: str, completed: bool = False) -> None:
-        """Drop one request; nothing more comes from it. Unknown ids are nothing to do.
+        """Abort one request; it has no further outputs. Unknown ids are ignored.
 
-        `completed`: the caller has all of the output that it needs, so the request did no harm.
+        `completed`: the caller has all the output it needs, so the request counts as successful.
         """
         inbox = self._inboxes.get(request_id)
         if inbox is None:
@@ -304,7 +308,7 @@ class EngineClient:
         if self._process is not None and not self._quarantine.is_held(request_id):
             self._process.send(messages.Abort(request_id))
         self._forget(request_id, completed)
-        inbox.put(Output(request_id, finish="abort"))  # wakes who waits for it
+        inbox.put(Output(request_id, finish="abort"))  # wakes the consumer
 
     def abort_all(self, error: EngineError) -> None:
         """End every request in flight with `error`."""
@@ -323,58 +327,59 @@ class EngineClient:
             self._send_adds(self._process, released)
 
     async def reset_prefix_cache(self) -> int:
-        """Forget cached blocks that nobody uses; returns how many."""
-        answer = await self._ask(messages.ResetPrefixCache, messages.CacheReset)
-        return answer.num_blocks
+        """Empty the prefix cache of unused blocks; returns their number."""
+        reply = await self._call(messages.ResetPrefixCache, messages.CacheReset)
+        return reply.num_blocks
 
     async def trace(self, request_id: str) -> RequestTrace | None:
-        """What is to be told so far of a request; None: it has ended."""
-        answer = await self._ask(
+        """The trace so far of a running request; None: it has ended."""
+        reply = await self._call(
             partial(messages.GetTrace, request_id=request_id), messages.TraceReply
         )
-        return answer.trace
+        return reply.trace
 
     async def memory(self) -> Memory:
-        """What the engine's memory holds at this moment."""
-        return (await self._ask(messages.GetMemory, messages.MemoryReply)).memory
+        """The engine's current memory report."""
+        return (await self._call(messages.GetMemory, messages.MemoryReply)).memory
 
     async def sleep(self) -> None:
-        """Let the engine give memory back and stay; nothing may be in flight."""
-        await self._told(messages.Sleep)
+        """Release the engine's memory and keep its process; no request may be in flight."""
+        await self._sleep_or_wake(messages.Sleep)
 
     async def wake(self) -> None:
-        """Undo `sleep`; an engine that was started again since is awake already."""
-        await self._told(messages.Wake)
+        """Undo `sleep`; an engine that was restarted since is awake already."""
+        await self._sleep_or_wake(messages.Wake)
 
-    async def _told(self, question: type[messages.Sleep] | type[messages.Wake]) -> None:
+    async def _sleep_or_wake(self, call: type[messages.Sleep] | type[messages.Wake]) -> None:
         with self._heartbeat.paused():
-            answer = await self._ask(question, messages.MemoryReply, _REST_TIMEOUT_S)
-        if answer.kind:
-            raise build_error(answer.kind, answer.message)
+            reply = await self._call(call, messages.MemoryReply, _SLEEP_TIMEOUT_S)
+        if reply.kind:
+            raise build_error(reply.kind, reply.message)
 
-    async def end_process(self) -> None:
-        """End the engine's process until `begin_process`; nothing may be in flight."""
+    async def stop_process(self) -> None:
+        """Stop the engine process until `start_process`; no request may be in flight."""
         process = self._running
         self._sleeping = asyncio.Event()
-        self._down = "the engine's process was ended until it is woken"
+        self._down = "the engine process was stopped until the server is woken"
         self._process = None
-        self._calls.fail(self._down)
+        self._pending_calls.fail(self._down)
         await process.close()
 
-    async def begin_process(self) -> None:
-        """Start the engine again; raises what keeps it from it, and then it still rests."""
+    async def start_process(self) -> None:
+        """Start the engine again; on an error it stays stopped."""
         assert self._sleeping is not None
         await self._launch()
         self._sleeping.set()
         self._sleeping = None
 
-    async def _ask(
+    async def _call(
         self,
-        question: Callable[[int], messages.Question],
-        kind: type[T],
-        timeout_s: float = _ANSWER_TIMEOUT_S,
+        make_call: Callable[[int], messages.Call],
+        reply_type: type[T],
+        timeout_s: float = _REPLY_TIMEOUT_S,
     ) -> T:
-        return await self._calls.ask(question, kind, self._running.send, timeout_s)
+        send = self._running.send
+        return await self._pending_calls.call(make_call, reply_type, send=send, timeout_s=timeout_s)
 
     @property
     def _running(self) -> EngineProcess:
@@ -385,7 +390,7 @@ class EngineClient:
         return self._process
 
     async def change_adapter(self, change: Change) -> int:
-        """Load or unload an adapter; returns how many requests are still to end with it."""
+        """Load or unload an adapter; returns the number of running requests that still use it."""
         return await self.adapters.change(change, self._running.send)
 
     def _handle(self, message: messages.FromEngine) -> None:
@@ -395,49 +400,49 @@ class EngineClient:
                 inboxes = self._inboxes
                 for output in outputs:
                     inbox = inboxes.get(output.request_id)
-                    if inbox is not None:  # else it was aborted, and the engine did not know yet
+                    if inbox is not None:  # else the request was aborted while the step ran
                         inbox.put(output)
             case messages.Refused(request_id, kind, text, param):
-                if (asked := self._inboxes.get(request_id)) is not None:
-                    asked.put(refusal_error(kind, text, param))
+                if (refused := self._inboxes.get(request_id)) is not None:
+                    refused.put(refusal_error(kind, text, param))
             case messages.StepFailed(fingerprints, error):
                 self._step_failed(fingerprints, error)
             case messages.Stats(stats, num_adds):
-                self._see(stats, num_adds)
-            case messages.AdapterAnswer():
-                self.adapters.answered(message)
+                self._update_stats(stats, num_adds)
+            case messages.AdapterReply():
+                self.adapters.on_reply(message)
             case messages.Traces(traces):
                 if self.on_traces is not None:
                     self.on_traces(traces)
             case messages.CacheReset() | messages.TraceReply() | messages.MemoryReply():
-                self._calls.answered(message)
+                self._pending_calls.on_reply(message)
 
     def _step_failed(self, running: list[bytes], error: str) -> None:
-        """Strike the requests of a step that raised; the engine answers those it has itself."""
+        """Give the requests of a failed step a strike; the engine reports the error of its own ones."""
         self._quarantine.strike(running, f"a step failed with {error}")
         for request_id, blocked in self._quarantine.blocked_in_flight().items():
             if self._quarantine.is_held(request_id):
                 self._inboxes[request_id].put(blocked)
 
-    def _see(self, stats: EngineStats, num_adds: int) -> None:
+    def _update_stats(self, stats: EngineStats, num_adds: int) -> None:
         last, self.stats = self.stats, stats
         while len(self._unseen) > self._num_sent - num_adds:
             self._unseen.popleft()
         if self.on_stats is not None:
             self.on_stats(stats, last)
 
-    # ---- what others ask ---------------------------------------------------------------------
+    # ---- state -------------------------------------------------------------------------------
 
     @property
     def report(self) -> EngineReport:
-        """What the engine said of itself when it was last started."""
+        """The engine's report of its last start."""
         if self._report is None:
             raise EngineError(self._down)
         return self._report
 
     @property
     def pid(self) -> int | None:
-        """The engine's process id; None while there is none."""
+        """The engine's process id; None while no process runs."""
         return self._process.pid if self._process is not None else None
 
     @property
@@ -449,10 +454,10 @@ class EngineClient:
         stats = self.stats
         unseen = sum(self._unseen) + self._quarantine.num_held_tokens
         return Backlog(
-            stats.num_running,
-            stats.num_waiting,
-            len(self._unseen) + self._quarantine.num_held,
-            stats.num_waiting_tokens + unseen,
+            num_running=stats.num_running,
+            num_waiting=stats.num_waiting,
+            num_unseen=len(self._unseen) + self._quarantine.num_held,
+            num_tokens=stats.num_waiting_tokens + unseen,
         )
 
     @property
@@ -460,7 +465,7 @@ class EngineClient:
         return f"the engine hangs: no heartbeat for {self._heartbeat.silent_s:.1f} s"
 
     def health(self) -> Health:
-        """Whether requests would be answered now, and if not, why."""
+        """Whether the engine would answer a request now, and the reason if not."""
         if self._process is None:
             return Health(False, self._down)
         if self._heartbeat.is_late:
@@ -469,14 +474,14 @@ class EngineClient:
 
 
 def _end_error(
-    inbox: Inbox, how: str, started: set[str], blocked: Mapping[str, EngineError]
+    inbox: Inbox, how: str, *, started: set[str], blocked: Mapping[str, EngineError]
 ) -> EngineError:
-    """What the requests of an inbox are told when their engine is gone."""
+    """The error that ends the requests of an inbox after their engine has died."""
     for request_id in inbox.open_ids & blocked.keys():
         return blocked[request_id]
     if inbox.open_ids & started:
         return WorkerDied(
             f"{how} while this request was running. Send it again; if the engine fails once more "
-            "while it runs, it will be blocked."
+            "while it is running, it will be blocked."
         )
     return WorkerDied(f"{how} before this request was started. Send it again.")

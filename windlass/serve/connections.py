@@ -1,7 +1,7 @@
-"""The connections of a server: how many, how much they may hold, and which are too slow.
+"""The set of open connections: their number, buffered bytes, and stalled clients.
 
-Knows no HTTP: transport.py tells it when a connection is idle or busy, and is asked at every sweep
-whether its client has stalled.
+Does not know HTTP: transport.py marks connections idle or busy, and checks at every sweep whether
+its client has stalled.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ CutReason = Literal[
     "write_timeout",
 ]
 
-_MAX_LINGERING = 16  # their descriptors come from the reserve
+_MAX_LINGERING = 16  # their descriptors come from descriptors.RESERVE
 _EVICT_AFTER_S = 1.0
 _SWEEP_S = 0.5
 
 
 @dataclass(frozen=True, slots=True)
 class ConnectionLimits:
-    """The numbers that connections are held to."""
+    """Limits on connections, from the server's config."""
 
     max_connections: int
     max_url_bytes: int
@@ -66,30 +66,30 @@ class ConnectionLimits:
 
 
 class RateWindow:
-    """Whether bytes keep moving: at least `min_rate` per second, judged once per `span_s`."""
+    """Checks once per `span_s` that at least `min_rate` bytes per second were transferred."""
 
-    __slots__ = ("_began", "_min_bytes", "_moved", "_span_s")
+    __slots__ = ("_began", "_min_bytes", "_num_bytes", "_span_s")
 
-    def __init__(self, span_s: float, min_rate: int, now: float, moved: int) -> None:
+    def __init__(self, span_s: float, min_rate: int, *, now: float, num_bytes: int) -> None:
         self._span_s = span_s
         self._min_bytes = max(1, int(span_s * min_rate))
-        self.restart(now, moved)
+        self.restart(now, num_bytes)
 
-    def restart(self, now: float, moved: int) -> None:
+    def restart(self, now: float, num_bytes: int) -> None:
         self._began = now
-        self._moved = moved
+        self._num_bytes = num_bytes
 
-    def is_stalled(self, now: float, moved: int) -> bool:
-        """Whether a window has passed with too few bytes. `moved` counts all bytes so far."""
+    def is_stalled(self, now: float, num_bytes: int) -> bool:
+        """Whether a window has passed with too few bytes. `num_bytes` is the total so far."""
         if now - self._began < self._span_s:
             return False
-        stalled = moved - self._moved < self._min_bytes
-        self.restart(now, moved)
+        stalled = num_bytes - self._num_bytes < self._min_bytes
+        self.restart(now, num_bytes)
         return stalled
 
 
 class Connection(Protocol):
-    """What the table asks of a connection."""
+    """The interface of a connection to the table."""
 
     def abort(self) -> None:
         """Close the connection without waiting for its client."""
@@ -98,14 +98,14 @@ class Connection(Protocol):
         """End the connection if its client has stalled."""
 
     def cut(self, reason: CutReason) -> None:
-        """Abort and release the connection, and count why."""
+        """Abort and release the connection, and count the reason."""
 
 
 class Connections:
-    """Owns the set of open connections and the bytes of bodies that they hold.
+    """Owns the set of open connections and the number of body bytes that they buffer.
 
-    At the cap, the connection that has waited longest without a complete request gives way: neither
-    half-open nor idle connections can shut other clients out.
+    At the limit, a new connection evicts the one that has waited longest without a complete
+    request: neither half-open nor idle connections can lock out other clients.
     """
 
     def __init__(
@@ -119,7 +119,7 @@ class Connections:
         self.count_cut = on_cut
         self.num_body_bytes = 0
         self._open: set[Connection] = set()
-        self._idle: dict[Connection, float] = {}  # since when, the longest first
+        self._idle: dict[Connection, float] = {}  # idle since, oldest first
         self._refused: set[Connection] = set()
 
     @property
@@ -127,7 +127,7 @@ class Connections:
         return len(self._open)
 
     def admit(self, connection: Connection) -> bool:
-        """Take a new connection; False: there are too many with a request."""
+        """Add a new connection; False: the limit is reached and none can be evicted."""
         if len(self._open) >= self.limits.max_connections and not self._evict():
             self.count_cut("too_many")
             return False
@@ -143,34 +143,34 @@ class Connections:
         return True
 
     def mark_idle(self, connection: Connection) -> None:
-        """The connection waits for a request, or for the rest of one's head."""
+        """Mark that the connection waits for a request, or for the rest of its headers."""
         if connection in self._open:
             self._idle[connection] = self.clock()
 
     def mark_busy(self, connection: Connection) -> None:
-        """The connection has a request: it is not evicted until that is answered."""
+        """Mark that the connection has a request: it is not evicted until the response is sent."""
         self._idle.pop(connection, None)
 
     def may_linger(self, connection: Connection) -> bool:
-        """Whether a connection above the cap may wait for its client to read the refusal."""
+        """Whether a connection above the limit may wait for its client to read the error."""
         if len(self._refused) >= _MAX_LINGERING:
             return False
         self._refused.add(connection)
         return True
 
     def release(self, connection: Connection) -> None:
-        """The connection is closed; releasing it twice changes nothing."""
+        """Remove a closed connection; may be called twice."""
         self._open.discard(connection)
         self._idle.pop(connection, None)
         self._refused.discard(connection)
 
     def hold_body(self, num_bytes: int) -> bool:
-        """Add bytes of a body that is being received, or subtract them; False: they are too many."""
+        """Add to or subtract from the buffered body bytes; False: the limit is exceeded."""
         self.num_body_bytes += num_bytes
         return self.num_body_bytes <= self.limits.max_buffered_body_bytes
 
     def abort_all(self) -> None:
-        """Close what is open: a client that does not answer a TLS shutdown would delay the end."""
+        """Abort all connections: a client that ignores a TLS shutdown would delay the exit."""
         for connection in [*self._open, *self._refused]:
             connection.abort()
 
@@ -180,7 +180,7 @@ class Connections:
             self.sweep()
 
     def sweep(self) -> None:
-        """Let every connection end itself if its client has stalled."""
+        """Let every connection check whether its client has stalled."""
         now = self.clock()
         for connection in [*self._open, *self._refused]:
             connection.check(now)

@@ -1,7 +1,7 @@
-"""File descriptors: the process's limit, and how many connections fit below it.
+"""File descriptors: the limit of the process, and the connections that fit below it.
 
-A server that lets clients take its last descriptor cannot start its engine again: the new process
-needs pipes and sockets. So connections get what is left above a reserve.
+A server that gives its last descriptor to a client cannot restart its engine: the new process
+needs pipes and sockets. Therefore a reserve is subtracted from the connection limit.
 """
 
 from __future__ import annotations
@@ -15,30 +15,30 @@ from windlass.config import AUTO
 from windlass.core.card import Choice
 from windlass.errors import ConfigError
 
-# An engine restart takes about 20; the rest is for adapters' files, logs and refused connections.
+# An engine restart needs about 20; the rest is for adapter files, logs and refused connections.
 RESERVE = 64
-_MOST = 8192  # more would only wait for the engine
-_PLENTY = 2**16  # where the hard limit is unlimited
+_MAX_DEFAULT = 8192  # more connections would only wait for the engine
+_IF_UNLIMITED = 2**16  # used where the limit is infinite
 
 
 def raise_descriptor_limit() -> None:
     """Raise the soft limit of open files to the hard one; child processes inherit it."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = _PLENTY if hard == resource.RLIM_INFINITY else hard
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        # macOS reports an unlimited hard limit and refuses large values: the soft one stays, and
-        # the connection cap is computed from it.
+    target = _IF_UNLIMITED if hard == resource.RLIM_INFINITY else hard
+    if soft != resource.RLIM_INFINITY and soft < target:
+        # macOS reports an unlimited hard limit and refuses large values: the soft limit stays, and
+        # the connection limit is computed from it.
         with contextlib.suppress(ValueError, OSError):
-            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+            resource.setrlimit(resource.RLIMIT_NOFILE, (target, hard))
 
 
 def connection_cap(requested: int) -> Choice:
-    """How many connections may be open at once, and why; the value is a whole number.
+    """Choose the connection limit, and give the reason; the value is an integer as text.
 
-    Counts the descriptors in use now, so it is called when the server's own are open.
+    Counts the descriptors in use, so call it after the server has opened its own.
     """
     soft, _hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    limit = _PLENTY if soft == resource.RLIM_INFINITY else soft
+    limit = _IF_UNLIMITED if soft == resource.RLIM_INFINITY else soft
     num_used = psutil.Process().num_fds()
     room = limit - num_used - RESERVE
     reason = f"{limit:,} descriptors, {num_used} in use, {RESERVE} reserved for engine restarts"
@@ -49,6 +49,6 @@ def connection_cap(requested: int) -> Choice:
         )
     if requested != AUTO:
         return Choice("connections", str(requested), f"as set; {reason}")
-    if room > _MOST:
-        return Choice("connections", str(_MOST), f"the most by default; {reason}")
+    if room > _MAX_DEFAULT:
+        return Choice("connections", str(_MAX_DEFAULT), f"default maximum; {reason}")
     return Choice("connections", str(room), reason)

@@ -1,6 +1,6 @@
-"""The desk where completion requests are entered and signed out, so that every one has an end.
+"""Accounts for completion requests with tickets, so that each request ends with one outcome.
 
-Counts what is in flight, and says when a server that was told to stop has nothing left to do.
+Counts the requests in flight, and reports when a draining server is idle.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _log = logging.getLogger("windlass.serve")
 
 
 class Ticket:
-    """One request from its arrival to its end; ending it twice changes nothing."""
+    """One request from its arrival to its end. Only the first call of `end` has an effect."""
 
     def __init__(self, desk: Desk, path: str) -> None:
         self._desk = desk
@@ -29,16 +29,16 @@ class Ticket:
     def end(self, outcome: Outcome) -> None:
         if self._open:
             self._open = False
-            self._desk.sign_out(self._path, outcome, time.monotonic() - self.began)
+            self._desk.close_ticket(self._path, outcome, time.monotonic() - self.began)
 
     def end_with(self, error: EngineError) -> None:
-        """End with what `error` means: refused, or failed."""
+        """End with the outcome of `error`: rejected or error."""
         refused = isinstance(error, (RequestError, Overloaded, Draining, Sleeping))
         self.end("rejected" if refused else "error")
 
 
 class Desk:
-    """Owns the number of requests in flight, and whether new ones are taken."""
+    """Owns the number of requests in flight, and whether new requests are accepted."""
 
     def __init__(self, metrics: Metrics, log_requests: bool) -> None:
         self._metrics = metrics
@@ -47,15 +47,15 @@ class Desk:
         self._idle.set()
         self.num_in_flight = 0
         self.draining = False
-        self.closed: Callable[[], None] = lambda: None  # raises while the server sleeps
+        self.check_awake: Callable[[], None] = lambda: None  # set by Sleeper
 
-    def sign_in(self, path: str) -> Ticket:
+    def open_ticket(self, path: str) -> Ticket:
         self._metrics.received()
         self.num_in_flight += 1
         self._idle.clear()
         return Ticket(self, path)
 
-    def sign_out(self, path: str, outcome: Outcome, seconds: float) -> None:
+    def close_ticket(self, path: str, outcome: Outcome, seconds: float) -> None:
         self._metrics.ended(outcome)
         if self._log_requests:
             _log.info("%s: %s after %.3f s", path, outcome, seconds)
@@ -64,12 +64,13 @@ class Desk:
             self._idle.set()
 
     def check_open(self) -> None:
+        """Raise if the server is draining or asleep."""
         if self.draining:
-            raise Draining("the server is shutting down and takes no new requests.")
-        self.closed()
+            raise Draining("the server is shutting down and accepts no new requests.")
+        self.check_awake()
 
     async def idle(self, timeout_s: float) -> bool:
-        """Wait until nothing is in flight; False when that takes longer than `timeout_s`."""
+        """Wait until no request is in flight; False: that took longer than `timeout_s`."""
         try:
             await asyncio.wait_for(self._idle.wait(), timeout_s)
         except TimeoutError:

@@ -1,7 +1,7 @@
-"""Why a request took as long as it did: its story as JSON, one sentence, and a setting.
+"""Explains the latency of a request: its trace as JSON, one sentence, and a setting.
 
-The sentence names what took the most time. A setting is named only where the recorded numbers say
-that it would have helped, and which value.
+The sentence names the largest share of the time. A setting is suggested only if the recorded
+numbers show that it would have helped, and with which value.
 """
 
 from __future__ import annotations
@@ -10,13 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from windlass.core.card import EngineReport
-from windlass.core.trace import (
-    BATCH,
-    BLOCKERS,
-    BLOCKS,
-    SEQUENCES,
-    RequestTrace,
-)
+from windlass.core.trace import BATCH, BLOCKERS, BLOCKS, SEQUENCES, RequestTrace
 
 Json = dict[str, Any]
 
@@ -27,15 +21,15 @@ def _s(seconds: float) -> float:
     return round(max(0.0, seconds), _DECIMALS)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Phases:
-    """Where the time of one request went, in seconds; together, all of it."""
+    """The latency of one request in seconds, by phase."""
 
-    before: float  # in the server: reading, template, tokens, and the way to the engine
+    before: float  # in the HTTP process: reading, chat template, tokenizing, sending
     queued: float
-    prefill: float
-    decode: float
-    preempted: float  # waiting again
+    prefill: float = 0.0
+    decode: float = 0.0
+    preempted: float = 0.0  # in the queue after a preemption
 
     @property
     def total(self) -> float:
@@ -43,29 +37,36 @@ class Phases:
 
 
 def phases_of(trace: RequestTrace, began: float) -> Phases:
-    """Preemptions are told apart from what they interrupted."""
-    times, again = trace.timeline, trace.waited_again_s
+    """Split the time since `began` into phases; `preempted` is not part of prefill or decode."""
+    times, preempted = trace.timeline, trace.waited_again_s
     before = max(0.0, times.arrived - began)
     if times.admitted is None:
-        return Phases(before, trace.ended - times.arrived, 0.0, 0.0, 0.0)
+        return Phases(before=before, queued=trace.ended - times.arrived)
     queued = times.admitted - times.arrived
     if times.first_token is None:
-        return Phases(before, queued, trace.ended - times.admitted - again, 0.0, again)
+        prefill = trace.ended - times.admitted - preempted
+        return Phases(before=before, queued=queued, prefill=prefill, preempted=preempted)
     prefill, decode = times.first_token - times.admitted, trace.ended - times.first_token
-    # Nearly all preemptions come while tokens are generated.
-    late = min(again, decode)
-    return Phases(before, queued, prefill - (again - late), decode - late, again)
+    # Nearly all preemptions happen during decode.
+    in_decode = min(preempted, decode)
+    return Phases(
+        before=before,
+        queued=queued,
+        prefill=prefill - (preempted - in_decode),
+        decode=decode - in_decode,
+        preempted=preempted,
+    )
 
 
 def trace_json(trace: RequestTrace, began: float) -> Json:
-    """The facts, by phase."""
+    """Format a trace, by phase."""
     phases, times = phases_of(trace, began), trace.timeline
     named = zip(BLOCKERS, trace.blocked_s, strict=True)
     blocked = {name: _s(seconds) for name, seconds in named if seconds > 0.5e-6}
     rest = phases.queued + phases.preempted - sum(trace.blocked_s)
     if rest > 0.5e-6:
-        blocked["step"] = _s(rest)  # the one that was running when it came
-    made: Json = {
+        blocked["step"] = _s(rest)  # the step that was running when the request arrived
+    body: Json = {
         "finish": trace.finish,
         "prompt_tokens": times.num_prompt,
         "output_tokens": times.num_output,
@@ -98,43 +99,42 @@ def trace_json(trace: RequestTrace, began: float) -> Json:
         },
     }
     if times.num_preemptions:
-        made["preemptions"] = {
+        body["preemptions"] = {
             "count": times.num_preemptions,
             "waited_seconds": _s(trace.waited_again_s),
             "recomputed_tokens": trace.num_recomputed,
             "recomputed_seconds": _s(trace.recomputed_s),
         }
     if trace.drafted:
-        made["drafts"] = _drafts_json(trace)
-    return made
+        body["drafts"] = _drafts_json(trace)
+    return body
 
 
 def _decode_json(trace: RequestTrace, phases: Phases) -> Json:
     count = max(0, trace.timeline.num_output - 1)
-    least, median, most = trace.batch or (None, None, None)
+    smallest, median, largest = trace.batch or (None, None, None)
     return {
         "tokens": count,
         "seconds_per_token": _s(phases.decode / count) if count else None,
-        "batch": {"min": least, "median": median, "max": most},
+        "batch": {"min": smallest, "median": median, "max": largest},
         "seconds_beside_prompts": _s(trace.mixed_steps_s),
     }
 
 
 def _drafts_json(trace: RequestTrace) -> Json:
-    """Guesses by their place in the row: a row with three has one at each of three places."""
-    places = range(1, len(trace.drafted))
+    """Format draft tokens by position: a row with three has one at each of positions 0 to 2."""
     return {
         "proposed": trace.timeline.num_drafted,
         "accepted": trace.timeline.num_accepted,
         "per_position": [
             {"proposed": sum(trace.drafted[at:]), "accepted": sum(trace.accepted[at:])}
-            for at in places
+            for at in range(1, len(trace.drafted))
         ],
     }
 
 
 def explained(trace: RequestTrace, began: float, report: EngineReport) -> Json:
-    """One sentence on what took the most time, and the setting that would have helped, if any."""
+    """Name the largest share of the time, and the setting that would have helped, if any."""
     phases = phases_of(trace, began)
     parts = {
         "server": phases.before,
@@ -148,12 +148,12 @@ def explained(trace: RequestTrace, began: float, report: EngineReport) -> Json:
     share = f"{_time(parts[top])} of {_time(phases.total)}"
     return {
         "dominated_by": top,
-        "sentence": f"{share} {_words(top, trace, phases, report)}.",
+        "sentence": f"{share} {_describe(top, trace, phases=phases, report=report)}.",
         "setting": _setting(top, trace, report),
     }
 
 
-def _words(top: str, trace: RequestTrace, phases: Phases, report: EngineReport) -> str:
+def _describe(top: str, trace: RequestTrace, *, phases: Phases, report: EngineReport) -> str:
     times = trace.timeline
     running, ahead = _many(trace.num_running, "running request"), _many(trace.num_ahead, "other")
     if top == "prefill":
@@ -165,56 +165,58 @@ def _words(top: str, trace: RequestTrace, phases: Phases, report: EngineReport) 
         )
     if top == "decode":
         return f"generated {_many(times.num_output, 'token')}{_pace(trace, phases)}"
-    again = ""
+    preemptions = ""
     if times.num_preemptions:
-        again = f", after {_many(times.num_preemptions, 'preemption')} for lack of KV blocks"
-    waits = {
-        "server": "passed in the server before the engine had it: template, tokens, the way there",
-        "redone": f"computed {_many(trace.num_recomputed, 'token')} again{again}",
-        "sequences": f"were spent waiting for one of {report.max_num_seqs:,} places to run "
+        preemptions = f", after {_many(times.num_preemptions, 'preemption')} due to a full KV cache"
+    descriptions = {
+        "server": "were spent in the HTTP process before the engine got the request: chat template, "
+        "tokenizing, sending",
+        "redone": f"computed {_many(trace.num_recomputed, 'token')} again{preemptions}",
+        "sequences": f"were spent waiting for one of {report.max_num_seqs:,} running slots "
         f"(--max-num-seqs), behind {ahead} in the queue",
-        "tokens": f"were spent waiting for room in steps that were full "
+        "tokens": f"were spent waiting for the token budget of full steps "
         f"({report.max_num_batched_tokens:,} tokens), behind {ahead} in the queue",
-        "blocks": f"were spent waiting for free KV blocks behind {running}{again}",
-        "adapter": "were spent waiting for its adapter to be read, or for a slot for it",
-        "shared prefix": "were spent waiting for another request that computed the same prefix, "
-        "which saved computing it twice",
+        "blocks": f"were spent waiting for free KV blocks behind {running}{preemptions}",
+        "adapter": "were spent waiting for its adapter to load, or for a free adapter slot",
+        "shared prefix": "were spent waiting for another request that was computing the same "
+        "prefix, which avoided computing it twice",
         "batch": "were spent waiting for its batch to start (--batching)",
-        "sample": f"were spent waiting to start again{again}",
+        "sample": f"were spent waiting to resume{preemptions}",
         "grammar": "were spent waiting for its grammar to be compiled",
-        "step": "were spent waiting for the step to end that was being computed when it came",
+        "step": "were spent waiting for the step that was running when the request arrived",
     }
-    return waits[top]
+    return descriptions[top]
 
 
 def _pace(trace: RequestTrace, phases: Phases) -> str:
     count = trace.timeline.num_output - 1
     if count < 1 or trace.batch is None:
         return ""
-    least, median, most = trace.batch
-    beside = f"batches of {least}" if least == most else f"batches of {least} to {most}"
-    typical = "" if least == most else f" (median {median})"
-    return f", {_time(phases.decode / count)} each, in {beside}{typical}"
+    smallest, median, largest = trace.batch
+    batches = f"batches of {smallest}"
+    if smallest != largest:
+        batches = f"batches of {smallest} to {largest} (median {median})"
+    return f", {_time(phases.decode / count)} each, in {batches}"
 
 
 def _setting(top: str, trace: RequestTrace, report: EngineReport) -> Json | None:
-    """The flag and value that follow from what was recorded; None: no setting does."""
+    """The flag and value that follow from the trace; None: no setting would have helped."""
     capacity = report.capacity
     if top == BLOCKERS[BLOCKS] or (top == "redone" and trace.timeline.num_preemptions):
         tokens = trace.timeline.num_prompt + trace.timeline.num_output
-        short = trace.short_blocks or -(-tokens // capacity.block_size)
-        more = short * capacity.bytes_per_block / 2**20
-        why = f"it lacked {_many(short, 'block')}, {more:,.1f} MiB of KV cache"
-        return _flag("--num-blocks", capacity.num_blocks + short, why)
+        lacking = trace.short_blocks or -(-tokens // capacity.block_size)
+        extra_mib = lacking * capacity.bytes_per_block / 2**20
+        why = f"it lacked {_many(lacking, 'block')}, {extra_mib:,.1f} MiB of KV cache"
+        return _flag("--num-blocks", capacity.num_blocks + lacking, why)
     if top == BLOCKERS[SEQUENCES]:
-        why = f"{_many(trace.num_ahead, 'request')} waited before it, and all places were taken"
+        why = f"{_many(trace.num_ahead, 'request')} waited before it, and all slots were taken"
         return _flag("--max-num-seqs", report.max_num_seqs + trace.num_ahead + 1, why)
     if top == BLOCKERS[BATCH]:
-        return _flag("--batching", "continuous", "requests then start whenever they fit")
+        return _flag("--batching", "continuous", "requests then start as soon as they fit")
     if top == "prefill" and len(trace.chunks) > 1:
-        cut = [chunk for chunk in trace.chunks[:-1] if _had_room(chunk.step_tokens, report)]
-        if cut:
-            why = f"{_many(len(cut), 'step')} of its prompt had room for more of it"
+        had_room = [chunk for chunk in trace.chunks[:-1] if _had_room(chunk.step_tokens, report)]
+        if had_room:
+            why = f"{_many(len(had_room), 'step')} of its prompt had room for more prompt tokens"
             return _flag("--long-prefill-token-threshold", 0, why)
     return None
 
@@ -227,8 +229,8 @@ def _flag(name: str, value: object, why: str) -> Json:
     return {"flag": name, "value": value, "why": why}
 
 
-def _many(count: int, what: str) -> str:
-    return f"{count:,} {what}{'' if count == 1 else 's'}"
+def _many(count: int, noun: str) -> str:
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"
 
 
 def _time(seconds: float) -> str:

@@ -1,7 +1,7 @@
-"""Which fields of other servers' requests are known here but not done, and how fields are refused.
+"""Request fields that are known from other servers but not supported, and the errors for fields.
 
-No option is ignored in silence: a field that is not done passes only with a value that changes
-nothing, and an unknown one is refused with the nearest known name.
+No field is ignored silently: an unsupported field passes only with a value that has no effect, and
+an unknown field is an error that suggests the nearest known name.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from windlass.serve.shown import shown
 
 _MAX_PARAM_CHARS = 100
 
-# Bodies are JSON, and pydantic speaks of Python.
-_JSON_WORDS = {
+# pydantic's messages use Python's type names; bodies are JSON.
+_JSON_MESSAGES = {
     "dict_type": "Input should be a valid object",
     "list_type": "Input should be a valid array",
     "model_type": "Input should be a valid object",
 }
 
-# Labels and hints for somebody else's bookkeeping: any value is fine.
-_HARMLESS = frozenset(
+# Metadata and hints that do not change the output: any value is accepted.
+_IGNORED = frozenset(
     {
         "metadata",
         "parallel_tool_calls",
@@ -37,7 +37,7 @@ _HARMLESS = frozenset(
     }
 )
 
-# Known, not done. The values are those that ask for nothing.
+# Unsupported fields, each with the values that have no effect.
 _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "audio": (),
     "chat_template": (),
@@ -71,12 +71,12 @@ _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
 
 
 def check_extra(extra: Mapping[str, Any], known: Iterable[str]) -> None:
-    """Refuse fields that would be ignored."""
+    """Raise RequestError for fields that would have no effect."""
     for name, value in extra.items():
-        if name in _HARMLESS:
+        if name in _IGNORED:
             continue
         if name not in _NEUTRAL:
-            raise unknown_field(name, [*known, *_HARMLESS])
+            raise unknown_field(name, [*known, *_IGNORED])
         if value is not None and value not in _NEUTRAL[name]:
             raise RequestError(
                 f"{name} is not supported by this server; got {shown(value)}. Leave it out.", name
@@ -84,17 +84,17 @@ def check_extra(extra: Mapping[str, Any], known: Iterable[str]) -> None:
 
 
 def unknown_field(name: str, known: Iterable[str], param: str | None = None) -> RequestError:
-    """The error for a field that does not exist, with the nearest name; `param`: where it is."""
+    """The error for an unknown field, with the nearest known name; `param`: the enclosing field."""
     names = sorted(known)
     near: list[str] = []
-    if len(name) <= MAX_COMPARED_NAME_CHARS:  # the time to compare grows with the length
+    if len(name) <= MAX_COMPARED_NAME_CHARS:  # the comparison time grows with the length
         near = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
     hint = f"Did you mean {near[0]!r}?" if near else f"Known fields: {', '.join(names)}."
     return RequestError(f"unknown field {shown(name)}. {hint}", param or name[:_MAX_PARAM_CHARS])
 
 
-def refusal(error: ValidationError) -> RequestError:
-    """The first error of a body, as one sentence with the field's name."""
+def validation_error(error: ValidationError) -> RequestError:
+    """Convert the first of pydantic's errors to one sentence with the field's name."""
     first = error.errors(include_url=False)[0]
     param = ".".join(str(part)[:_MAX_PARAM_CHARS] for part in first["loc"])
     context = first.get("ctx", {})
@@ -102,12 +102,14 @@ def refusal(error: ValidationError) -> RequestError:
         case "missing":
             return RequestError(f"{param} is missing.", param)
         case "too_long":
-            count, most = len(first["input"]), context["max_length"]
-            return RequestError(f"{param} has {count:,} items; at most {most:,} are taken.", param)
-        case "string_too_long":
-            count, most = len(first["input"]), context["max_length"]
+            count, limit = len(first["input"]), context["max_length"]
             return RequestError(
-                f"{param} has {count:,} characters; at most {most:,} are taken.", param
+                f"{param} has {count:,} items; at most {limit:,} are accepted.", param
             )
-    message = _JSON_WORDS.get(first["type"], first["msg"])
+        case "string_too_long":
+            count, limit = len(first["input"]), context["max_length"]
+            return RequestError(
+                f"{param} has {count:,} characters; at most {limit:,} are accepted.", param
+            )
+    message = _JSON_MESSAGES.get(first["type"], first["msg"])
     return RequestError(f"{param}: {message}; got {shown(first['input'])}.", param)

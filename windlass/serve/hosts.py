@@ -1,7 +1,7 @@
-"""Keeps web pages away from a server on their visitor's machine.
+"""Checks the Host and Origin headers, so that web pages cannot use a server on localhost.
 
-A page can send requests to localhost (CSRF), and a name that its owner points at 127.0.0.1 makes
-them same-origin (DNS rebinding). The browser tells both: by Origin and by Host.
+A page can send requests to localhost (CSRF), and a DNS name that points to 127.0.0.1 makes them
+same-origin (DNS rebinding). Browsers reveal both in the Origin and Host headers.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ ANY = "*"
 
 
 def make_host_guard(config: ServeConfig) -> Callable[[ASGIApp], ASGIApp] | None:
-    """The guard for this server's address; None: its names are not known, or no browser gets there."""
+    """Create the middleware; None: the server's names are unknown, or browsers cannot reach it."""
     if not config.allowed_hosts and (config.uds is not None or not _is_loopback(config.host)):
         return None
-    hosts = _LOCAL | {_name_of(host) for host in (config.host, *config.allowed_hosts)}
+    hosts = _LOCAL | {_hostname(host) for host in (config.host, *config.allowed_hosts)}
     return partial(HostGuard, hosts=hosts, origins=frozenset(config.allowed_origins))
 
 
@@ -35,8 +35,8 @@ def _is_loopback(host: str) -> bool:
         return host.lower() == "localhost"
 
 
-def _name_of(authority: str) -> str:
-    """A host without its port: localhost, 127.0.0.1, ::1."""
+def _hostname(authority: str) -> str:
+    """Remove the port of a Host header: localhost, 127.0.0.1, ::1."""
     text = authority.lower()
     if text.startswith("["):
         return text[1:].partition("]")[0]
@@ -46,7 +46,7 @@ def _name_of(authority: str) -> str:
 
 
 class HostGuard:
-    """Refuses requests for names that are not the server's, and from pages that are not."""
+    """Middleware that answers 403 to a foreign Host or Origin."""
 
     def __init__(self, app: ASGIApp, hosts: frozenset[str], origins: frozenset[str]) -> None:
         self._app = app
@@ -61,9 +61,9 @@ class HostGuard:
             await problem.response()(scope, receive, send)
 
     def _refusal(self, headers: Headers) -> Problem | None:
-        hosts = headers.getlist("host")  # none: HTTP/1.0, which no browser sends
+        hosts = headers.getlist("host")  # empty: HTTP/1.0, which no browser sends
         for host in hosts:
-            if ANY not in self._hosts and _name_of(host) not in self._hosts:
+            if ANY not in self._hosts and _hostname(host) not in self._hosts:
                 return problem_of_status(
                     403,
                     f"this server does not answer for the host {host!r:.200}. If that is its name, "

@@ -1,4 +1,4 @@
-"""Queues the outputs of an answer's requests until it takes them. One consumer, no locks."""
+"""Queues engine outputs for one HTTP response. One consumer, no locks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Item = Output | EngineError
 
 
 class Inbox:
-    """Shared by the completions of one answer; `open_ids` are those that have not ended."""
+    """Shared by the completions of one response; `open_ids` are the requests that have not ended."""
 
     __slots__ = ("_items", "_max_items", "_on_full", "_waiting", "open_ids")
 
@@ -26,7 +26,7 @@ class Inbox:
         self._waiting: asyncio.Future[None] | None = None
 
     def limit(self, max_items: int, on_full: Callable[[], None]) -> None:
-        """Call `on_full` with every item that comes while `max_items` or more wait."""
+        """Call `on_full` for every item that arrives while `max_items` or more wait."""
         self._max_items = max_items
         self._on_full = on_full
 
@@ -37,11 +37,11 @@ class Inbox:
         waiting = self._waiting
         if waiting is not None:
             self._waiting = None
-            if not waiting.done():  # else who waited was cancelled
+            if not waiting.done():  # else the consumer was cancelled
                 waiting.set_result(None)
 
     async def get(self) -> Item:
-        """The oldest item that was not taken; waits for one. For one task at a time."""
+        """Remove and return the oldest item; waits for one. For one task at a time."""
         while not self._items:
             self._waiting = asyncio.get_running_loop().create_future()
             await self._waiting

@@ -1,7 +1,7 @@
-"""Which requests the engine works on, in a file that survives the engine's process.
+"""Lists the requests that the engine is running, in a file that survives the engine process.
 
-The engine process writes it before each step; the HTTP process reads it when the engine has died
-or hangs. A message could get lost in a process that is killed, a written file does not.
+The engine process writes the file before each step; the HTTP process reads it when the engine has
+died or hangs. A killed process can lose a message, but not a written file.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from windlass.serve.messages import Add
 _log = logging.getLogger("windlass.engine")
 
 FINGERPRINT_BYTES = 16
-_COUNT = struct.Struct("<I")  # followed by as many fingerprints
+_COUNT = struct.Struct("<I")  # followed by this many fingerprints
 
 
 class Journal:
@@ -32,14 +32,14 @@ class Journal:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-        self._is_broken = False
+        self._failed = False
         self._fingerprints: dict[str, bytes] = {}
         self._slots: dict[SlotId, str] = {}
         self._grammars: set[str] = set()
 
     @contextmanager
     def adding(self, add: Add) -> Iterator[None]:
-        """While the engine takes in a request, list this request alone."""
+        """List this request alone while the engine adds it."""
         if not add.fingerprint:
             yield
             return
@@ -54,7 +54,7 @@ class Journal:
             self._write(self.running())
 
     def planned(self, plan: StepPlan) -> None:
-        """Take note of a plan that is about to run."""
+        """Update the list for a plan that is about to run."""
         if not plan.admitted and not plan.freed:
             return
         for slot in plan.freed:
@@ -64,14 +64,14 @@ class Journal:
         self._write(self.running())
 
     def ended(self, request_ids: Iterable[str]) -> None:
-        """Forget requests that have finished, failed or been aborted."""
+        """Remove requests that have finished, failed or been aborted."""
         found = [self._fingerprints.pop(each, None) for each in request_ids]
         if any(found):
             self._grammars &= self._fingerprints.keys()
             self._write(self.running())
 
     def running(self) -> list[bytes]:
-        """The fingerprints of the requests that are listed now."""
+        """The fingerprints of the listed requests."""
         listed = {*self._slots.values(), *self._grammars}
         return [self._fingerprints[each] for each in listed if each in self._fingerprints]
 
@@ -79,23 +79,23 @@ class Journal:
         os.close(self._file)
 
     def _write(self, fingerprints: list[bytes]) -> None:
-        if self._is_broken:
+        if self._failed:
             return
         try:
             os.pwrite(self._file, _COUNT.pack(len(fingerprints)) + b"".join(fingerprints), 0)
         except OSError as error:  # a full disk must not fail the steps
-            self._is_broken = True
-            self._path.unlink(missing_ok=True)  # what it lists would be wrong from now on
+            self._failed = True
+            self._path.unlink(missing_ok=True)  # its list would be stale from now on
             _log.warning(
-                "%s cannot be written (%s): until the engine is started again, a request that "
-                "kills it will not be recognised",
+                "%s cannot be written (%s): until the engine restarts, a request that kills it "
+                "will not be recognised",
                 self._path,
                 error,
             )
 
 
 def read_journal(path: Path) -> frozenset[bytes]:
-    """The fingerprints that an engine process listed last; none if it never wrote the file."""
+    """The fingerprints that an engine process listed last; empty if it wrote no file."""
     try:
         data = path.read_bytes()
     except FileNotFoundError:

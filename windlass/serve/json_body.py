@@ -1,7 +1,7 @@
-"""JSON text to Python objects, within limits that are checked before any object is made.
+"""Decodes JSON within limits that are checked before any Python object is created.
 
-Making objects of a hostile body takes seconds and holds the GIL all the while, so the punctuation
-of the text is counted first. What fields mean is decided in protocol.py.
+Decoding a hostile body can take seconds and holds the GIL for that time, so the punctuation of
+the text is counted first. protocol.py validates the fields.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _MIN_INT, _MAX_INT = -(2**63), 2**64 - 1
 
 
 def decode_object(raw: bytes) -> dict[str, Any]:
-    """The JSON object that is a request's body; an error names the field where it can."""
+    """Decode a request's body, which must be a JSON object; errors name the field if possible."""
     num_keys = _count_keys(raw, "the body")
     body = _parse(raw, "the body")
     if not isinstance(body, dict):
@@ -33,7 +33,7 @@ def decode_object(raw: bytes) -> dict[str, Any]:
 
 
 def decode(raw: bytes, what: str) -> Any:
-    """The value of JSON text that came in a string; errors begin with `what`."""
+    """Decode JSON text from a string field; errors begin with `what`."""
     num_keys = _count_keys(raw, what)
     value = _parse(raw, what)
     _check_duplicates(num_keys, _count_checked_keys(value, what), what)
@@ -41,7 +41,7 @@ def decode(raw: bytes, what: str) -> Any:
 
 
 def _parse(raw: bytes, what: str) -> Any:
-    """Refuses NaN, Infinity, numbers beyond a double and unpaired surrogates."""
+    """Parse; NaN, Infinity, numbers beyond a double and unpaired surrogates are errors."""
     try:
         return msgspec.json.decode(raw)
     except RecursionError:
@@ -51,7 +51,7 @@ def _parse(raw: bytes, what: str) -> Any:
 
 
 def _check_duplicates(num_keys: int, num_kept: int, what: str) -> None:
-    """The parser keeps the last of several fields with one name: then it has fewer than the text."""
+    """Raise if the parser kept fewer keys than the text has: it drops duplicate names."""
     if num_kept < num_keys:
         raise RequestError(f"{what} has an object with two fields of the same name.")
 
@@ -59,25 +59,25 @@ def _check_duplicates(num_keys: int, num_kept: int, what: str) -> None:
 def _count_keys(raw: bytes, what: str) -> int:
     """Check the size of JSON text by its punctuation; returns the number of object keys.
 
-    For text that is not valid JSON the numbers mean nothing, and the parser refuses it.
+    The counts are meaningless for invalid JSON, which the parser refuses.
     """
-    # Without escaped quotes, every second part between quotes lies outside of strings.
-    plain = raw.replace(rb"\\", b"").replace(rb"\"", b"")
-    _check_count(what, plain.count(b'"') // 2, "strings", limits.MAX_STRINGS)
-    outside = b"".join(plain.split(b'"')[::2])
+    # Without escaped quotes, every second part between quotes is outside of strings.
+    unescaped = raw.replace(rb"\\", b"").replace(rb"\"", b"")
+    _check_count(what, unescaped.count(b'"') // 2, "strings", limits.MAX_STRINGS)
+    outside = b"".join(unescaped.split(b'"')[::2])
     num_containers = outside.count(b"[") + outside.count(b"{")
     _check_count(what, num_containers, "arrays and objects", limits.MAX_CONTAINERS)
     _check_count(what, outside.count(b",") + num_containers, "values", limits.MAX_VALUES)
     return outside.count(b":")
 
 
-def _check_count(what: str, count: int, kind: str, most: int) -> None:
-    if count > most:
-        raise RequestError(f"{what} has {count:,} {kind}; this server takes at most {most:,}.")
+def _check_count(what: str, count: int, kind: str, limit: int) -> None:
+    if count > limit:
+        raise RequestError(f"{what} has {count:,} {kind}; this server accepts at most {limit:,}.")
 
 
 def _count_checked_keys(value: Any, what: str, param: str | None = None) -> int:
-    """Check depth and integers of a value, level by level; returns the number of object keys."""
+    """Check the depth and integers of a value; returns the number of object keys."""
     level: list[Any] = [value]
     num_keys, depth = 0, 1
     while level:

@@ -1,4 +1,4 @@
-"""Keys: who may pass, who is an admin, and what separates one key's cache and costs from another's.
+"""API keys: authentication, admin rights, and the cache salt and cost name of each key.
 
 Keys come from flags and files; the command line adds those of the environment (cli/secrets.py).
 """
@@ -18,25 +18,25 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from windlass.config import ServeConfig, check_key
 from windlass.errors import ConfigError
-from windlass.serve.problems import problem_of_status
+from windlass.serve.problems import AdminOnly, problem_of_status
 
 _log = logging.getLogger("windlass.serve")
 
-# Exact paths: every other path needs a key, whether it exists or not.
+# Exact paths: every other path needs a key, also one that does not exist.
 _OPEN_PATHS = frozenset({"/health", "/health/live", "/health/ready", "/health/generate", "/ping"})
 _MAX_FILE_BYTES = 64 * 2**10
 
 
 @dataclass(frozen=True, slots=True)
 class Keys:
-    """The SHA-256 digests of a server's keys. No client keys: everybody may pass."""
+    """The SHA-256 digests of a server's keys. Without client keys, every request is admitted."""
 
     clients: tuple[bytes, ...] = ()
     admins: tuple[bytes, ...] = ()
 
     @classmethod
     def of(cls, config: ServeConfig) -> Keys:
-        """Read the keys that `config` gives and names; a bad file is a ConfigError."""
+        """Read the keys and key files of `config`; a bad file is a ConfigError."""
         clients = [*config.api_key]
         for path in config.api_key_file:
             clients += _read_keys(path, "--api-key-file")
@@ -46,10 +46,17 @@ class Keys:
         return cls(tuple(map(_digest, clients)), tuple(map(_digest, admins)))
 
     def admits(self, request: Request) -> bool:
-        return _matches(key_of(request), self.clients + self.admins)
+        return _matches(bearer_key(request), self.clients + self.admins)
 
     def is_admin(self, request: Request) -> bool:
-        return _matches(key_of(request), self.admins)
+        return _matches(bearer_key(request), self.admins)
+
+    def check_admin(self, request: Request) -> None:
+        """Raise AdminOnly unless the request has an admin key."""
+        if not self.admins:
+            raise AdminOnly("this server has no admin key. Start it with --admin-key KEY.")
+        if not self.is_admin(request):
+            raise AdminOnly("an admin key is needed: Authorization: Bearer KEY.")
 
 
 def _digest(key: str) -> bytes:
@@ -57,7 +64,7 @@ def _digest(key: str) -> bytes:
 
 
 def _matches(given: bytes | None, digests: tuple[bytes, ...]) -> bool:
-    """Compare with all, by digests of one length: the time taken tells nothing about the keys."""
+    """Compare with all digests, which have one length: the time reveals nothing about the keys."""
     if not given:
         return False
     digest = sha256(given).digest()
@@ -66,7 +73,7 @@ def _matches(given: bytes | None, digests: tuple[bytes, ...]) -> bool:
 
 
 def _read_keys(path: str, flag: str) -> list[str]:
-    """The keys in a file: one per line, # begins a comment line."""
+    """Read a key file: one key per line; a line that starts with # is a comment."""
     name = f"{flag} {path}"
     try:
         with Path(path).open("rb") as file:
@@ -78,7 +85,7 @@ def _read_keys(path: str, flag: str) -> list[str]:
     if len(raw) > _MAX_FILE_BYTES:
         raise ConfigError(f"{name} is larger than {_MAX_FILE_BYTES} bytes: not a file of keys.")
     if mode & (stat.S_IWGRP | stat.S_IWOTH):
-        raise ConfigError(f"{name} can be changed by other users. Run: chmod 600 {path}")
+        raise ConfigError(f"{name} can be written by other users. Run: chmod 600 {path}")
     if mode & stat.S_IROTH:
         _log.warning("%s can be read by other users; chmod 600 keeps the keys secret", name)
     keys = []
@@ -92,37 +99,38 @@ def _read_keys(path: str, flag: str) -> list[str]:
     return keys
 
 
-def key_of(request: Request) -> bytes | None:
-    """The key that the request brings, valid or not."""
+def bearer_key(request: Request) -> bytes | None:
+    """The key in the Authorization header, valid or not."""
     header = request.headers.get("authorization", "")
     scheme, _, given = header.partition(" ")
-    # Headers are decoded as Latin-1; a key's bytes are those of UTF-8.
+    # Starlette decodes headers as Latin-1; keys are UTF-8.
     return given.strip().encode("latin-1") if scheme.lower() == "bearer" else None
 
 
-def salt_of(request: Request, client_salt: str | None) -> str:
-    """A cache salt for a request that the guard let pass; it does not tell the key.
+def cache_salt_of(request: Request, client_salt: str | None) -> str:
+    """The cache salt of an authenticated request; it does not reveal the key.
 
-    It depends on the key, so that no salt that a client chooses reaches blocks of another key.
+    It depends on the key, so that a client cannot reach the cached blocks of another key with any
+    salt of its own.
     """
-    digest = sha256(_known_key(request)).digest()
+    digest = sha256(_authenticated_key(request)).digest()
     salt = (client_salt or "").encode(errors="surrogatepass")
     return blake2b(salt, key=digest, digest_size=16, person=b"cache salt").hexdigest()
 
 
-def name_of(request: Request) -> str:
-    """A name for the key of a request that the guard let pass; it tells neither key nor salt."""
-    return blake2b(_known_key(request), digest_size=6, person=b"key name").hexdigest()
+def key_name(request: Request) -> str:
+    """A public name for the key of an authenticated request; it reveals neither key nor salt."""
+    return blake2b(_authenticated_key(request), digest_size=6, person=b"key name").hexdigest()
 
 
-def _known_key(request: Request) -> bytes:
-    key = key_of(request)
-    assert key is not None, f"{request.url.path} is not guarded"
+def _authenticated_key(request: Request) -> bytes:
+    key = bearer_key(request)
+    assert key is not None, f"{request.url.path} is not authenticated"
     return key
 
 
 class KeyGuard:
-    """Lets requests pass that bring one of the keys; health needs none."""
+    """Middleware that answers 401 to requests without a valid key, except on health paths."""
 
     def __init__(self, app: ASGIApp, keys: Keys, root_path: str) -> None:
         self._app = app
@@ -130,7 +138,7 @@ class KeyGuard:
         self._root_path = root_path
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or self._may_pass(Request(scope)):
+        if scope["type"] != "http" or self._is_allowed(Request(scope)):
             await self._app(scope, receive, send)
             return
         problem = problem_of_status(
@@ -140,6 +148,6 @@ class KeyGuard:
         )
         await problem.response()(scope, receive, send)
 
-    def _may_pass(self, request: Request) -> bool:
+    def _is_allowed(self, request: Request) -> bool:
         path = request.scope["path"].removeprefix(self._root_path)
         return path in _OPEN_PATHS or self._keys.admits(request)

@@ -1,8 +1,8 @@
-"""The engine's process: builds the engine, then takes messages and steps until it is told to stop.
+"""The engine process: builds the engine, then handles messages and runs steps until Stop.
 
-It starts before it is known what to build, so that slow imports happen while files are opened.
-It notices by itself that its parent has died and that a step hangs. Which requests there are and
-what became of them is told to the other side; who they are for is not known here.
+The process starts before the build is known, so that slow imports overlap with opening the model's
+files. It exits when its parent dies, and a watchdog ends it when a step hangs. It reports outputs
+and errors per request, and knows nothing of clients or HTTP.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from windlass.core.card import EngineReport
 from windlass.engine import Engine
 from windlass.errors import EngineError, RequestError
 from windlass.serve import messages
+from windlass.serve.code_pages import release_code
 from windlass.serve.journal import Journal
-from windlass.serve.resident import release_code
 
 Build = Callable[[], tuple[Engine, EngineReport]]
 Prepare = Callable[[], None]
@@ -40,32 +40,32 @@ _LOADING_POLL_MS = 2
 _STATS_INTERVAL_S = 0.1
 _WAIT_FOR_BATCH_S = 0.002
 _MAX_FAILED_STEPS = 3
-_MOST_LAST_STEPS = 16
+_MAX_FINAL_STEPS = 16
 _LINGER_MS = 2000
-# The other process calls an engine hung after `hang_timeout`, and kills it after 1.5 times that
-# (states.py). In between, this process writes the stacks of its threads and ends itself.
+# The HTTP process considers the engine hung after `hang_timeout` and kills it after 1.5 times that
+# (health.py). In between, the engine process dumps the stacks of its threads and exits.
 _SELF_EXIT_AFTER = 1.25
 
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """What an engine process is started with."""
+    """Start parameters of an engine process."""
 
     address: str  # of the HTTP process's socket
     journal: Path
     hang_timeout: float  # seconds; 0: no watchdog
 
 
-def engine_main(launch: Launch, prepare: Prepare, orders: Connection) -> NoReturn:
-    """Run as the whole engine process; ends with exit code 0 only when told to stop.
+def engine_main(launch: Launch, prepare: Prepare, build_pipe: Connection) -> NoReturn:
+    """Main function of the engine process; exits with code 0 only after a Stop message.
 
-    It calls `prepare`, and then waits for a Build, the one thing that comes through `orders`.
+    It calls `prepare` and then waits for a Build, the only object sent through `build_pipe`.
     """
     die_with_parent()
-    # A terminal and a service manager signal the whole group: it is the parent that decides.
+    # A terminal and a service manager signal the whole process group; the parent handles signals.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    # Torch's allocator would keep what loading needed until somebody allocates again.
+    # Torch's allocator would keep the memory that loading needed until the next allocation.
     os.environ.setdefault("MIMALLOC_PURGE_DELAY", "0")
     faulthandler.enable()
     context = zmq.Context()
@@ -74,7 +74,7 @@ def engine_main(launch: Launch, prepare: Prepare, orders: Connection) -> NoRetur
     socket.setsockopt(zmq.LINGER, _LINGER_MS)
     socket.connect(launch.address)
     try:
-        code = _build_and_run(socket, prepare, orders, launch)
+        code = _build_and_run(socket, prepare, build_pipe, launch=launch)
     finally:
         socket.close()
         context.term()
@@ -82,16 +82,16 @@ def engine_main(launch: Launch, prepare: Prepare, orders: Connection) -> NoRetur
 
 
 def _build_and_run(
-    socket: zmq.Socket[bytes], prepare: Prepare, orders: Connection, launch: Launch
+    socket: zmq.Socket[bytes], prepare: Prepare, build_pipe: Connection, *, launch: Launch
 ) -> int:
     try:
         began = time.perf_counter()
         prepare()
         seconds = {"prepare": time.perf_counter() - began}
-        build: Build = orders.recv()
+        build: Build = build_pipe.recv()
         engine, report = build()
         report = replace(report, seconds={**seconds, **report.seconds})
-    except Exception as error:  # the border of the process: reported to the parent
+    except Exception as error:  # process boundary: reported to the parent
         if not isinstance(error, EngineError):
             _log.exception("the engine could not be built")
         text = str(error) if isinstance(error, EngineError) else f"{type(error).__name__}: {error}"
@@ -102,23 +102,23 @@ def _build_and_run(
     engine.watch_plans(journal.planned)
     socket.send(messages.encode([messages.Ready(report)]))
     try:
-        return _Loop(engine, socket, journal, launch.hang_timeout).run()
+        return _EngineLoop(engine, socket, journal, hang_timeout=launch.hang_timeout).run()
     finally:
         faulthandler.cancel_dump_traceback_later()
         journal.close()
 
 
-class _Loop:
-    """Owns what the loop remembers between steps."""
+class _EngineLoop:
+    """Owns the state of the loop between steps."""
 
     def __init__(
-        self, engine: Engine, socket: zmq.Socket[bytes], journal: Journal, hang_timeout: float
+        self, engine: Engine, socket: zmq.Socket[bytes], journal: Journal, *, hang_timeout: float
     ) -> None:
         self._engine = engine
         self._socket = socket
         self._journal = journal
         self._hang_timeout = hang_timeout
-        self._news: list[messages.FromEngine] = []
+        self._outgoing: list[messages.FromEngine] = []
         self._loading: deque[messages.LoadAdapter] = deque()
         self._num_adds = 0
         self._num_steps = 0
@@ -135,10 +135,10 @@ class _Loop:
                 return 0
             if self._engine.has_work:
                 self._step()
-            self._see_loads()
+            self._report_loads()
             self._send(force=not (self._engine.has_work or self._loading))
             if self._failed_steps >= _MAX_FAILED_STEPS:
-                _log.error("%d steps in a row failed; the engine gives up", self._failed_steps)
+                _log.error("%d steps in a row failed; the engine process exits", self._failed_steps)
                 return 1
 
     def _arm_watchdog(self) -> None:
@@ -148,7 +148,7 @@ class _Loop:
             self._armed_at = now
 
     def _receive(self) -> None:
-        """Take all frames that are there; wait for one only when there is nothing to compute."""
+        """Handle all frames that have arrived; wait for one only when there is nothing to compute."""
         idle_ms = _LOADING_POLL_MS if self._loading else _IDLE_POLL_MS
         if not self._socket.poll(0 if self._engine.has_work else idle_ms):
             return
@@ -164,13 +164,15 @@ class _Loop:
                 self._engine.abort(request_id)
                 self._journal.ended([request_id])
             case messages.ResetPrefixCache(number):
-                self._news.append(messages.CacheReset(number, self._engine.reset_prefix_cache()))
+                self._outgoing.append(
+                    messages.CacheReset(number, self._engine.reset_prefix_cache())
+                )
             case messages.GetTrace(number, request_id):
-                self._news.append(messages.TraceReply(number, self._engine.trace(request_id)))
+                self._outgoing.append(messages.TraceReply(number, self._engine.trace(request_id)))
             case messages.GetMemory(number):
-                self._news.append(messages.MemoryReply(number, self._engine.memory()))
+                self._outgoing.append(messages.MemoryReply(number, self._engine.memory()))
             case messages.Sleep() | messages.Wake():
-                self._rest(message)
+                self._sleep_or_wake(message)
             case messages.LoadAdapter() | messages.UnloadAdapter():
                 self._change_adapter(message)
             case messages.Stop():
@@ -182,52 +184,53 @@ class _Loop:
         try:
             with self._journal.adding(add):
                 self._engine.add(request)
-        except Exception as error:  # one request's fault must not end the others
+        except Exception as error:  # an error of one request must not end the others
             self._refuse(request.request_id, error)
 
-    def _rest(self, asked: messages.Sleep | messages.Wake) -> None:
+    def _sleep_or_wake(self, call: messages.Sleep | messages.Wake) -> None:
         kind = text = ""
-        faulthandler.cancel_dump_traceback_later()  # a disk may be slow; the loop arms it again
+        faulthandler.cancel_dump_traceback_later()  # a disk may be slow; `run` arms it again
         self._armed_at = float("-inf")
         try:
-            if isinstance(asked, messages.Sleep):
-                self._end_last_steps()
+            if isinstance(call, messages.Sleep):
+                self._finish_steps()
                 self._engine.sleep()
             else:
                 self._engine.wake()
         except EngineError as error:
             kind, text = type(error).__name__, str(error)
-        told = messages.MemoryReply(asked.number, self._engine.memory(), kind, text)
-        self._news.append(told)
+        memory = self._engine.memory()
+        reply = messages.MemoryReply(call.number, memory, kind=kind, message=text)
+        self._outgoing.append(reply)
 
-    def _end_last_steps(self) -> None:
-        """Requests that were aborted a moment ago may have a step in flight."""
-        for _ in range(_MOST_LAST_STEPS):
+    def _finish_steps(self) -> None:
+        """Finish the steps in flight, which requests aborted just now may have."""
+        for _ in range(_MAX_FINAL_STEPS):
             if self._engine.has_work:
                 self._step()
 
-    def _change_adapter(self, asked: messages.LoadAdapter | messages.UnloadAdapter) -> None:
-        """An unload is answered at once; a load, when the adapter was read."""
+    def _change_adapter(self, change: messages.LoadAdapter | messages.UnloadAdapter) -> None:
+        """Reply to an unload at once; `_report_loads` replies to a load when it is complete."""
         try:
-            if isinstance(asked, messages.LoadAdapter):
-                self._engine.adapters.load(asked.name, asked.folder)
-                self._loading.append(asked)
+            if isinstance(change, messages.LoadAdapter):
+                self._engine.adapters.load(change.name, change.folder)
+                self._loading.append(change)
             else:
-                num_running = self._engine.adapters.unload(asked.name)
-                self._news.append(messages.AdapterAnswer(asked, num_running))
+                num_running = self._engine.adapters.unload(change.name)
+                self._outgoing.append(messages.AdapterReply(change, num_running))
         except EngineError as error:
-            self._news.append(_declined(asked, error))
+            self._outgoing.append(_failed_change(change, error))
 
-    def _see_loads(self) -> None:
-        """Answer the loads that have come to their end, in the order in which they were asked."""
+    def _report_loads(self) -> None:
+        """Reply to the loads that have completed or failed, in the order of the calls."""
         while self._loading:
-            asked = self._loading[0]
+            change = self._loading[0]
             try:
-                if not self._engine.adapters.loaded(asked.name):
+                if not self._engine.adapters.loaded(change.name):
                     return
-                self._news.append(messages.AdapterAnswer(asked))
+                self._outgoing.append(messages.AdapterReply(change))
             except EngineError as error:
-                self._news.append(_declined(asked, error))
+                self._outgoing.append(_failed_change(change, error))
             self._loading.popleft()
 
     def _refuse(self, request_id: str, error: Exception) -> None:
@@ -237,27 +240,27 @@ class _Loop:
             _log.error("request %s could not be added", request_id, exc_info=error)
             kind, text = "EngineError", f"{kind}: {text}"
         param = error.param if isinstance(error, RequestError) else None
-        self._news.append(messages.Refused(request_id, kind, text, param))
+        self._outgoing.append(messages.Refused(request_id, kind, message=text, param=param))
 
     def _step(self) -> None:
         try:
             outputs = self._engine.step()
-        except Exception as error:  # every request is answered, and the engine goes on
+        except Exception as error:  # all requests end with an error; the engine continues
             self._failed_steps += 1
             _log.exception("a step failed (%d in a row)", self._failed_steps)
-            what = f"{type(error).__name__}: {error}"
-            self._news.append(messages.StepFailed(self._journal.running(), what))
-            outputs = self._engine.fail(f"the step that computed this request failed: {what}")
+            text = f"{type(error).__name__}: {error}"
+            self._outgoing.append(messages.StepFailed(self._journal.running(), text))
+            outputs = self._engine.fail(f"the step that computed this request failed: {text}")
         else:
             self._failed_steps = 0
         if outputs:
             self._journal.ended([each.request_id for each in outputs if each.finish is not None])
-            self._news.append(messages.Outputs(outputs))
+            self._outgoing.append(messages.Outputs(outputs))
         else:
             self._wait_for_batch()
 
     def _wait_for_batch(self) -> None:
-        """Breathe when nothing was computed: a batch is still forming. A prompt's chunk is work."""
+        """Sleep briefly if the last call ran no step: a static batch is still filling."""
         num_steps = self._engine.stats().num_steps
         if num_steps == self._num_steps:
             time.sleep(_WAIT_FOR_BATCH_S)
@@ -267,15 +270,15 @@ class _Loop:
         now = time.monotonic()
         if force or now - self._stats_at >= _STATS_INTERVAL_S:
             self._stats_at = now
-            self._news.append(messages.Stats(self._engine.stats(), self._num_adds))
+            self._outgoing.append(messages.Stats(self._engine.stats(), self._num_adds))
         if traces := self._engine.traces():
-            self._news.insert(0, messages.Traces(traces))
-        if self._news:
-            self._socket.send(messages.encode(self._news))
-            self._news.clear()
+            self._outgoing.insert(0, messages.Traces(traces))
+        if self._outgoing:
+            self._socket.send(messages.encode(self._outgoing))
+            self._outgoing.clear()
 
 
-def _declined(
-    asked: messages.LoadAdapter | messages.UnloadAdapter, error: EngineError
-) -> messages.AdapterAnswer:
-    return messages.AdapterAnswer(asked, kind=type(error).__name__, message=str(error))
+def _failed_change(
+    change: messages.LoadAdapter | messages.UnloadAdapter, error: EngineError
+) -> messages.AdapterReply:
+    return messages.AdapterReply(change, kind=type(error).__name__, message=str(error))

@@ -1,7 +1,7 @@
-"""What the two processes of a server say to each other, as msgpack.
+"""Messages between the HTTP process and the engine process, encoded as msgpack.
 
-The types of core travel as they are. A frame holds a list of messages, so that a step's worth of
-news is one send. Nothing here knows sockets.
+Types of core/ are encoded without conversion. A frame holds a list of messages, so that one step
+needs one send. This module does not know sockets.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from windlass.core.types import EngineStats, NewRequest, Output
 
 
 class Add(msgspec.Struct, tag="add", frozen=True):
-    """`fingerprint` identifies the request's content; b"": the request is not tracked."""
+    """Adds a request. `fingerprint` identifies its content; b"": the request is not tracked."""
 
     request: NewRequest
     fingerprint: bytes = b""
@@ -31,17 +31,17 @@ class ResetPrefixCache(msgspec.Struct, tag="reset", frozen=True):
     number: int
 
 
-class GetTrace(msgspec.Struct, tag="tell_story", frozen=True):
+class GetTrace(msgspec.Struct, tag="get_trace", frozen=True):
     number: int
     request_id: str
 
 
-class GetMemory(msgspec.Struct, tag="tell_memory", frozen=True):
+class GetMemory(msgspec.Struct, tag="get_memory", frozen=True):
     number: int
 
 
 class Sleep(msgspec.Struct, tag="sleep", frozen=True):
-    """Give memory back; no request may be running."""
+    """Releases memory; no request may be running."""
 
     number: int
 
@@ -60,7 +60,7 @@ class UnloadAdapter(msgspec.Struct, tag="unload_adapter", frozen=True):
 
 
 class Stop(msgspec.Struct, tag="stop", frozen=True):
-    """Leave the loop and end the process; running requests are not waited for."""
+    """Ends the engine process without waiting for running requests."""
 
 
 class Ready(msgspec.Struct, tag="ready", frozen=True):
@@ -79,7 +79,7 @@ class Outputs(msgspec.Struct, tag="outputs", frozen=True):
 
 
 class Refused(msgspec.Struct, tag="refused", frozen=True):
-    """The engine did not take a request. `kind` is the name of the error's class."""
+    """The engine refused a request. `kind` is the name of the error's class."""
 
     request_id: str
     kind: str
@@ -95,14 +95,14 @@ class StepFailed(msgspec.Struct, tag="step_failed", frozen=True):
 
 
 class Stats(msgspec.Struct, tag="stats", frozen=True):
-    """The heartbeat. `num_adds`: requests that the engine has seen since it started."""
+    """The heartbeat. `num_adds`: Add messages that the engine has handled since it started."""
 
     stats: EngineStats
     num_adds: int
 
 
-class Traces(msgspec.Struct, tag="stories", frozen=True):
-    """Of requests that have ended; comes before their last outputs."""
+class Traces(msgspec.Struct, tag="traces", frozen=True):
+    """Traces of ended requests; sent before their last outputs."""
 
     traces: list[RequestTrace]
 
@@ -112,13 +112,13 @@ class CacheReset(msgspec.Struct, tag="cache_reset", frozen=True):
     num_blocks: int
 
 
-class TraceReply(msgspec.Struct, tag="story", frozen=True):
+class TraceReply(msgspec.Struct, tag="trace", frozen=True):
     number: int
     trace: RequestTrace | None  # None: the request has ended
 
 
 class MemoryReply(msgspec.Struct, tag="memory", frozen=True):
-    """How things stand afterwards: `kind` is the class of an error; "": there was none."""
+    """The memory report, also after Sleep and Wake. `kind` is an error's class; "": no error."""
 
     number: int
     memory: Memory
@@ -126,21 +126,20 @@ class MemoryReply(msgspec.Struct, tag="memory", frozen=True):
     message: str = ""
 
 
-class AdapterAnswer(msgspec.Struct, tag="adapter", frozen=True):
-    """What became of a load or an unload: `kind` is the class of an error; "": there was none."""
+class AdapterReply(msgspec.Struct, tag="adapter", frozen=True):
+    """The result of a load or an unload. `kind` is an error's class; "": no error."""
 
-    asked: LoadAdapter | UnloadAdapter
-    num_running: int = 0  # requests with an unloaded adapter that are still to end
+    change: LoadAdapter | UnloadAdapter
+    num_running: int = 0  # running requests that still use an unloaded adapter
     kind: str = ""
     message: str = ""
 
 
-Question = ResetPrefixCache | GetTrace | GetMemory | Sleep | Wake
-Answer = CacheReset | TraceReply | MemoryReply
-ToEngine = Add | Abort | Question | LoadAdapter | UnloadAdapter | Stop
-FromEngine = (
-    Ready | Failed | Outputs | Refused | StepFailed | Stats | Traces | Answer | AdapterAnswer
-)
+# A call carries a number, which its reply repeats.
+Call = ResetPrefixCache | GetTrace | GetMemory | Sleep | Wake
+Reply = CacheReset | TraceReply | MemoryReply
+ToEngine = Add | Abort | Call | LoadAdapter | UnloadAdapter | Stop
+FromEngine = Ready | Failed | Outputs | Refused | StepFailed | Stats | Traces | Reply | AdapterReply
 
 _encoder = msgspec.msgpack.Encoder()
 _to_engine = msgspec.msgpack.Decoder(list[ToEngine])

@@ -1,7 +1,7 @@
-"""Prometheus metrics, under the names that dashboards for other engines use.
+"""Prometheus metrics, named after vLLM's where there is an equivalent.
 
-Counters of the engine come from the differences between its reports; what a client experiences is
-measured here. `received` always equals the outcomes plus what is in flight.
+Engine counters are differences between the engine's stats; client-side latencies are measured
+here. Received requests always equal the sum of the outcomes and the requests in flight.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Literal
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from windlass.core.types import AdapterStats, EngineStats, GrammarStats, Timeline
-from windlass.serve.tally import Tally
+from windlass.serve.fast_histogram import FastHistogram
 
 Outcome = Literal["success", "error", "aborted", "rejected"]
 
@@ -32,12 +32,12 @@ _LATENCY = (
     *(60, 120, 240, 480, 960, 1920),
 )
 _COUNTS = tuple(2.0**i for i in range(18))
-_SLEEP_STATES = ("awake", "weights_offloaded", "discard_all")  # by level, as other engines say
+_SLEEP_STATES = ("awake", "weights_offloaded", "discard_all")  # by level, as in vLLM
 _FEW = (1, 2, 5, 10, 20, 50, 100)
 
 
 class Metrics:
-    """Owns a registry of its own, so that two servers in one process do not mix."""
+    """Owns a separate registry, so that two servers in one process do not share metrics."""
 
     def __init__(self, model_name: str) -> None:
         self.registry = CollectorRegistry()
@@ -50,79 +50,83 @@ class Metrics:
         self._histograms()
 
     def _engine_metrics(self) -> None:
-        self._running = self._gauge("num_requests_running", "Requests that have a slot.")
-        self._waiting = self._gauge("num_requests_waiting", "Requests that wait for a slot.")
+        self._running = self._gauge("num_requests_running", "Running requests.")
+        self._waiting = self._gauge("num_requests_waiting", "Requests in the queue.")
         self._kv_usage = self._gauge("kv_cache_usage_perc", "Share of KV blocks in use, 0 to 1.")
-        self._up = self._gauge("engine_up", "1 while the engine process works, else 0.")
+        self._up = self._gauge("engine_up", "1 if the engine process is healthy, else 0.")
         self._sleep = Gauge(
             f"{_PREFIX}engine_sleep_state",
-            "1 for the state that the engine is in: awake, or asleep with its weights on disk, or "
-            "with nothing.",
+            "1 for the current state: awake, asleep with weights on disk, or asleep without a process.",
             (_LABEL, "sleep_state"),
             registry=self.registry,
         )
         self._generated = self._counter("generation_tokens", "Tokens generated.")
-        self._preemptions = self._counter("num_preemptions", "Running requests sent back to wait.")
-        self._queries = self._counter("prefix_cache_queries", "Prompt tokens looked up.")
-        self._hits = self._counter("prefix_cache_hits", "Prompt tokens found in the cache.")
+        self._preemptions = self._counter(
+            "num_preemptions", "Running requests that were preempted."
+        )
+        self._queries = self._counter(
+            "prefix_cache_queries", "Prompt tokens looked up in the prefix cache."
+        )
+        self._hits = self._counter("prefix_cache_hits", "Prompt tokens found in the prefix cache.")
         self._step_tokens = self._histogram(
-            "iteration_tokens_total", "Tokens per step, sampled up to ten times a second.", _COUNTS
+            "iteration_tokens_total",
+            "Tokens per step, sampled at most ten times per second.",
+            _COUNTS,
         )
 
-        self._drafts = self._counter("spec_decode_num_drafts", "Rows that carried guesses.")
-        self._drafted = self._counter("spec_decode_num_draft_tokens", "Guesses verified.")
-        self._accepted = self._counter(
-            "spec_decode_num_accepted_tokens", "Guesses that were right."
-        )
+        self._drafts = self._counter("spec_decode_num_drafts", "Rows with draft tokens.")
+        self._drafted = self._counter("spec_decode_num_draft_tokens", "Draft tokens verified.")
+        self._accepted = self._counter("spec_decode_num_accepted_tokens", "Draft tokens accepted.")
         self._accepted_at = Counter(
             f"{_PREFIX}spec_decode_num_accepted_tokens_per_pos",
-            "Right guesses by their place in the row, from 0.",
+            "Accepted draft tokens by position in the row, from 0.",
             (_LABEL, "position"),
             registry=self.registry,
         )
         self._saved = self._counter(
-            "spec_decode_num_tokens_saved", "Tokens that came without a step of their own."
+            "spec_decode_num_tokens_saved", "Tokens generated without a step of their own."
         )
-        self._drafting = self._counter("spec_decode_draft_seconds", "Time spent on making guesses.")
+        self._drafting = self._counter("spec_decode_draft_seconds", "Time spent drafting.")
         self._length = self._gauge(
             "spec_decode_acceptance_length",
-            "Tokens per row with guesses, its own sample included, since the engine started.",
+            "Mean tokens per row with draft tokens, its own sampled token included, since the engine started.",
         )
 
     def _adapter_metrics(self) -> None:
-        self._resident = self._gauge("lora_adapters_on_device", "Adapters in the device's slots.")
-        self._there = self._gauge("lora_adapters_in_memory", "Adapters in host memory.")
-        self._loaded = self._gauge("lora_adapters_loaded", "Adapters that requests may name.")
-        self._lacking = self._gauge(
-            "lora_requests_waiting", "Requests that wait for their adapter, or for a slot for it."
+        self._on_device = self._gauge("lora_adapters_on_device", "Adapters in device slots.")
+        self._in_memory = self._gauge("lora_adapters_in_memory", "Adapters in host memory.")
+        self._loaded = self._gauge("lora_adapters_loaded", "Adapters that requests can use.")
+        self._adapter_waiting = self._gauge(
+            "lora_requests_waiting",
+            "Requests that wait for their adapter to load, or for an adapter slot.",
         )
         self._reads = self._counter("lora_adapter_reads", "Adapters read into host memory.")
 
     def _grammar_metrics(self) -> None:
-        self._grammars = self._gauge("grammars", "Grammars of structured outputs that are known.")
+        self._grammars = self._gauge("grammars", "Grammars of structured outputs in the cache.")
         self._grammar_bytes = self._gauge("grammar_bytes", "Memory of compiled grammars.")
-        self._compiling = self._gauge(
+        self._grammar_waiting = self._gauge(
             "grammar_requests_waiting", "Requests whose grammar is being compiled."
         )
         self._compilations = self._counter(
-            "grammar_compilations", "Grammars that the sandbox compiled, or tried to."
+            "grammar_compilations", "Grammar compilations in the sandbox, failed ones included."
         )
         self._refusals = self._counter(
-            "grammar_refusals", "Grammars that were wrong, or exceeded a limit."
+            "grammar_refusals", "Grammars that were invalid or exceeded a limit."
         )
 
     def _request_metrics(self) -> None:
-        self._received = self._counter("requests_received", "Completion requests that arrived.")
-        self._in_flight = self._gauge("requests_in_flight", "Received and not yet ended.")
+        self._received = self._counter("requests_received", "Completion requests received.")
+        self._in_flight = self._gauge("requests_in_flight", "Requests received and not ended.")
         self._outcomes = Counter(
             f"{_PREFIX}request_outcomes",
-            "Requests by how they ended; their sum plus in flight is what was received.",
+            "Ended requests by outcome; the sum plus the requests in flight equals the received ones.",
             (_LABEL, "outcome"),
             registry=self.registry,
         )
         self._success = Counter(
             f"{_PREFIX}request_success",
-            "Completions by what ended them.",
+            "Completions by finish reason.",
             (_LABEL, "finished_reason"),
             registry=self.registry,
         )
@@ -133,37 +137,48 @@ class Metrics:
             registry=self.registry,
         )
         self._prompt = self._counter("prompt_tokens", "Prompt tokens of started requests.")
-        self._cached = self._counter("prompt_tokens_cached", "Of these, found in the cache.")
+        self._cached = self._counter(
+            "prompt_tokens_cached",
+            "Prompt tokens of started requests that were found in the prefix cache.",
+        )
 
     def _connection_metrics(self) -> None:
         self._connections = self._gauge("http_connections", "Open HTTP connections.")
         self._body_bytes = self._gauge(
-            "http_buffered_body_bytes", "Bytes of request bodies that are being received."
+            "http_buffered_body_bytes", "Bytes of request bodies in reception."
         )
         self._cuts = Counter(
             f"{_PREFIX}http_connections_cut",
-            "Connections that the server refused or closed because of their client, by reason.",
+            "Connections that the server refused or closed, by reason.",
             (_LABEL, "reason"),
             registry=self.registry,
         )
 
     def _histograms(self) -> None:
-        make = self._histogram
-        self._ttft = make("time_to_first_token_seconds", "Arrival to first token.", _FIRST_TOKEN)
+        histogram = self._histogram
+        self._ttft = histogram(
+            "time_to_first_token_seconds", "Arrival to first token.", _FIRST_TOKEN
+        )
         label = _LABEL, self._model_name
         name = f"{_PREFIX}inter_token_latency_seconds"
-        self._itl = Tally(name, "Between tokens.", label, _NEXT_TOKEN, self.registry)
-        self._tpot = make(
-            "request_time_per_output_token_seconds", "Mean time between tokens.", _NEXT_TOKEN
+        self._itl = FastHistogram(
+            name, "Time between tokens.", label=label, buckets=_NEXT_TOKEN, registry=self.registry
         )
-        self._e2e = make("e2e_request_latency_seconds", "Arrival to last token.", _LATENCY)
-        self._queue = make("request_queue_time_seconds", "Time spent waiting.", _LATENCY)
-        self._prefill = make("request_prefill_time_seconds", "Slot to first token.", _LATENCY)
-        self._decode = make("request_decode_time_seconds", "First to last token.", _LATENCY)
-        self._num_prompt = make("request_prompt_tokens", "Prompt tokens.", _COUNTS)
-        self._num_output = make("request_generation_tokens", "Generated tokens.", _COUNTS)
-        self._param_max = make("request_params_max_tokens", "max_tokens asked for.", _COUNTS)
-        self._param_n = make("request_params_n", "n asked for.", _FEW)
+        self._tpot = histogram(
+            "request_time_per_output_token_seconds",
+            "Mean time per output token of a request.",
+            _NEXT_TOKEN,
+        )
+        self._e2e = histogram("e2e_request_latency_seconds", "Arrival to last token.", _LATENCY)
+        self._queue = histogram("request_queue_time_seconds", "Time in the queue.", _LATENCY)
+        self._prefill = histogram(
+            "request_prefill_time_seconds", "Admission to first token.", _LATENCY
+        )
+        self._decode = histogram("request_decode_time_seconds", "First to last token.", _LATENCY)
+        self._num_prompt = histogram("request_prompt_tokens", "Prompt tokens.", _COUNTS)
+        self._num_output = histogram("request_generation_tokens", "Generated tokens.", _COUNTS)
+        self._param_max = histogram("request_params_max_tokens", "Requested max_tokens.", _COUNTS)
+        self._param_n = histogram("request_params_n", "Requested n.", _FEW)
 
     def _gauge(self, name: str, help: str) -> Gauge:
         gauge = Gauge(_PREFIX + name, help, (_LABEL,), registry=self.registry)
@@ -185,10 +200,10 @@ class Metrics:
             self._sleep.labels(self._model_name, state).set(level == sleep_level)
         return generate_latest(self.registry)
 
-    # ---- the engine --------------------------------------------------------------------------
+    # ---- engine ------------------------------------------------------------------------------
 
     def observe_stats(self, stats: EngineStats, last: EngineStats) -> None:
-        """Add what an engine did between two of its reports; a new engine counts from zero."""
+        """Add the difference of two stats of the engine; a new engine counts from zero."""
         self._running.set(stats.num_running)
         self._waiting.set(stats.num_waiting)
         self._kv_usage.set(stats.num_used_blocks / max(1, stats.num_blocks))
@@ -207,16 +222,16 @@ class Metrics:
             self._step_tokens.observe(stats.num_step_tokens)
 
     def _observe_adapters(self, stats: AdapterStats, last: AdapterStats | None) -> None:
-        self._resident.set(stats.num_resident)
-        self._there.set(stats.num_in_memory)
+        self._on_device.set(stats.num_resident)
+        self._in_memory.set(stats.num_in_memory)
         self._loaded.set(stats.num_loaded)
-        self._lacking.set(stats.num_waiting)
+        self._adapter_waiting.set(stats.num_waiting)
         self._reads.inc(stats.num_reads - (last.num_reads if last is not None else 0))
 
     def _observe_grammars(self, stats: GrammarStats, last: GrammarStats | None) -> None:
         self._grammars.set(stats.num_grammars)
         self._grammar_bytes.set(stats.num_bytes)
-        self._compiling.set(stats.num_waiting)
+        self._grammar_waiting.set(stats.num_waiting)
         self._compilations.inc(stats.num_checks - (last.num_checks if last is not None else 0))
         self._refusals.inc(stats.num_refusals - (last.num_refusals if last is not None else 0))
 
@@ -228,15 +243,15 @@ class Metrics:
         self._length.set(1 + stats.num_accepted_tokens / stats.num_drafts)
         before = last.accepted_per_position
         for at, count in enumerate(stats.accepted_per_position):
-            known = before[at] if at < len(before) else 0
-            self._accepted_at.labels(self._model_name, str(at)).inc(count - known)
+            counted = before[at] if at < len(before) else 0
+            self._accepted_at.labels(self._model_name, str(at)).inc(count - counted)
 
     # ---- connections -------------------------------------------------------------------------
 
     def watch_connections(
         self, num_open: Callable[[], float], num_body_bytes: Callable[[], float]
     ) -> None:
-        """Take these numbers whenever metrics are read."""
+        """Read these values whenever the metrics are rendered."""
         self._connections.set_function(num_open)
         self._body_bytes.set_function(num_body_bytes)
 
@@ -273,8 +288,8 @@ class Metrics:
     def next_tokens(self, since_last_s: float, num_tokens: int) -> None:
         self._itl.observe(since_last_s / num_tokens, num_tokens)
 
-    def finished(self, reason: str, num_tokens: int, decode_s: float, total_s: float) -> None:
-        """One completion has all its tokens. Times are as the server saw them."""
+    def finished(self, reason: str, *, num_tokens: int, decode_s: float, total_s: float) -> None:
+        """Count a finished completion. Times are those of the HTTP process."""
         self._success.labels(self._model_name, reason).inc()
         self._num_output.observe(num_tokens)
         self._decode.observe(decode_s)

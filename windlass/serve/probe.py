@@ -1,7 +1,7 @@
-"""The deep health check: the engine generates one token, so that a hang anywhere on the way shows.
+"""The deep health check: the engine generates one token, which detects a hang anywhere.
 
-Anybody may ask for it, so it must cost little and say nothing wrong under load: one probe runs at a
-time, all callers share its result, and it goes ahead of the queue.
+The endpoint needs no key, so a probe must be cheap, and it must not fail under load: one probe runs
+at a time, all callers share its result, and it goes ahead of the queue.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from windlass.errors import EngineError
 from windlass.serve.client import EngineClient
 
 _TIMEOUT_S = 10.0
-_POLL_S = 0.1  # the engine reports its counters as often
-_FRESH_S = 1.0  # callers within this time after a success get the same result
+_POLL_S = 0.1  # the interval of the engine's stats
+_FRESH_S = 1.0  # a success is reused for this long
 
 
 @dataclass(frozen=True, slots=True)
 class ProbeResult:
-    """`seconds` until a token came; `error` set: none came."""
+    """`seconds` until the token arrived; `error`: why no token arrived."""
 
     seconds: float
     error: str | None = None
@@ -49,11 +49,13 @@ class GenerateProbe:
         self._fresh_until = float("-inf")
 
     async def run(self) -> ProbeResult:
-        """The result of the probe in flight, of one that has just succeeded, or of a new one."""
+        """Return the result of the running probe, of a recent success, or of a new probe."""
         task = self._running
         if task is None or (task.done() and self._clock() >= self._fresh_until):
             task = self._running = asyncio.create_task(self._probe())
-        return await asyncio.shield(task)  # a caller that hangs up must not end it for the others
+        return await asyncio.shield(
+            task
+        )  # a caller that disconnects must not cancel it for the others
 
     async def _probe(self) -> ProbeResult:
         began, computed = self._clock(), _num_computed(self._client.stats)
@@ -63,7 +65,7 @@ class GenerateProbe:
                 await asyncio.wait({token}, timeout=_POLL_S)
                 stats = self._client.stats
                 if stats.num_waiting and _num_computed(stats) > computed:
-                    break  # no free slot for the probe, and the engine computes for others
+                    break  # the probe waits for a slot, but the engine computes other requests
                 if self._clock() - began > _TIMEOUT_S:
                     return ProbeResult(_TIMEOUT_S, f"no token came within {_TIMEOUT_S:g} s")
             if token.done():

@@ -1,4 +1,4 @@
-"""Errors as clients see them: one table from our exceptions to HTTP, one body shape for all."""
+"""Maps exceptions to HTTP error responses: one table, one body format."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from windlass.errors import (
     WorkerDied,
 )
 
-_RETRY_S = 5  # after the engine died: about what it takes to start it again
+_RETRY_S = 5  # after the engine died: about the time of a restart
 
 
 class ModelNotFound(RequestError):
@@ -30,7 +30,7 @@ class ModelNotFound(RequestError):
 
 
 class TraceNotFound(RequestError):
-    """No request of this id is known here, or it is somebody else's."""
+    """No request of this id is known, or another key sent it."""
 
 
 class BodyTooLarge(RequestError):
@@ -42,15 +42,15 @@ class UnsupportedMediaType(RequestError):
 
 
 class AdminOnly(RequestError):
-    """The request needs an admin key, or a path that the operator has not allowed."""
+    """The request needs an admin key, or its path is outside of the operator's folders."""
 
 
 class Draining(WorkerDied):
-    """The server was told to stop and takes no new requests."""
+    """The server is shutting down and accepts no new requests."""
 
 
 class Sleeping(WorkerDied):
-    """The server sleeps. `retry_after_s`: about how long it takes to wake it."""
+    """The server sleeps. `retry_after_s`: the expected time to wake it."""
 
     def __init__(self, message: str, retry_after_s: float) -> None:
         super().__init__(message)
@@ -58,12 +58,12 @@ class Sleeping(WorkerDied):
 
 
 class Busy(RequestError):
-    """What was asked for cannot be done while requests are running."""
+    """The operation is not possible while requests are running."""
 
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """An error on its way to a client."""
+    """An error response."""
 
     status: int
     message: str
@@ -82,7 +82,7 @@ class Problem:
         )
 
 
-# The first row whose class matches decides, so that a subclass stands above its parent.
+# The first row whose class matches applies, so a subclass must precede its parent.
 _TABLE: tuple[tuple[type[EngineError], int, str, str | None], ...] = (
     (ModelNotFound, 404, "invalid_request_error", "model_not_found"),
     (TraceNotFound, 404, "not_found_error", "request_not_found"),
@@ -113,7 +113,7 @@ _TYPES = {
 
 
 def problem_of(error: EngineError) -> Problem:
-    """What a client is told about `error`."""
+    """The error response for `error`."""
     status, kind, code = next(row[1:] for row in _TABLE if isinstance(error, row[0]))
     param = error.param if isinstance(error, RequestError) else None
     headers = {}
@@ -121,12 +121,12 @@ def problem_of(error: EngineError) -> Problem:
         headers["Retry-After"] = str(max(1, math.ceil(error.retry_after_s)))
     elif status == 503:
         headers["Retry-After"] = str(_RETRY_S)
-    return Problem(status, str(error), kind, param, code, headers)
+    return Problem(status, str(error), kind, param=param, code=code, headers=headers)
 
 
 def problem_of_status(
     status: int, message: str, code: str | None = None, **headers: str
 ) -> Problem:
-    """A problem that HTTP itself found: no such path, wrong method, no key."""
+    """An error response without an exception: unknown path, wrong method, missing key."""
     default = "invalid_request_error" if status < 500 else "internal_server_error"
     return Problem(status, message, _TYPES.get(status, default), code=code, headers=dict(headers))

@@ -1,6 +1,6 @@
-"""One life of the engine's process, seen from the server: start, messages, end.
+"""One engine process as the HTTP process sees it: start, messages, exit.
 
-What requests are in it, and whether it is started again, is the client's business.
+client.py knows its requests and decides about restarts.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from windlass.serve.loop import Build, Launch, Prepare, engine_main
 
 _log = logging.getLogger("windlass.serve")
 
-_LAST_WORDS_S = 0.1  # what a dying process sent may still be on its way
+_LAST_MESSAGES_S = 0.1  # messages of a dying process may still be in transit
 _STOP_TIMEOUT_S = 5.0
 
 _BUILD_ERRORS = {
@@ -47,28 +47,29 @@ _REQUEST_ERRORS = {kind.__name__: kind for kind in _REFUSALS}
 
 
 def build_error(kind: str, message: str) -> EngineError:
-    """The error that ended the build, as the class it was raised as when that is one of ours."""
+    """Rebuild the error that ended the build, with its own class if that is known here."""
     return _BUILD_ERRORS.get(kind, EngineError)(message)
 
 
 def refusal_error(kind: str, message: str, param: str | None) -> EngineError:
-    """The error with which the engine refused a request."""
+    """Rebuild the error with which the engine refused a request."""
     known = _REQUEST_ERRORS.get(kind)
     return known(message, param) if known is not None else EngineError(message)
 
 
 class EngineProcess:
-    """Owns the process and the socket to it. Made inside a running event loop.
+    """Owns the process and the socket to it. Created inside a running event loop.
 
-    It runs `prepare` and then waits for `begin`. `handle` is called with every message after Ready,
-    in order. The context outlives it: libzmq aborts the whole process when it cannot open the
-    descriptors of a new one, while a socket that cannot be opened is an error.
+    The process runs `prepare` and then waits for `send_build`. `handle` gets every message after
+    Ready, in order. All processes share one context: libzmq aborts the HTTP process when it cannot
+    open the descriptors of a new context, while a socket that cannot be opened is an error.
     """
 
     def __init__(
         self,
         context: zmq.asyncio.Context,
         launch: Launch,
+        *,
         prepare: Prepare,
         handle: Callable[[messages.FromEngine], None],
     ) -> None:
@@ -85,15 +86,15 @@ class EngineProcess:
             self._socket.setsockopt(zmq.LINGER, 0)
             self._socket.bind(launch.address)
             spawn = multiprocessing.get_context("spawn")
-            its_orders, self._orders = spawn.Pipe(duplex=False)
-            undo.callback(self._orders.close)
-            with its_orders:
+            receiver, self._build_pipe = spawn.Pipe(duplex=False)
+            undo.callback(self._build_pipe.close)
+            with receiver:
                 self._process = spawn.Process(
-                    target=engine_main, args=(launch, prepare, its_orders), name="windlass-engine"
+                    target=engine_main, args=(launch, prepare, receiver), name="windlass-engine"
                 )
                 self._process.start()
             undo.pop_all()
-        # Without this an interpreter that ends by an error would wait for the engine forever.
+        # Without this an interpreter that exits on an error would wait for the engine forever.
         atexit.register(self._process.kill)
         threading.Thread(target=self._watch, daemon=True).start()
         self._reader = asyncio.create_task(self._read())
@@ -104,7 +105,7 @@ class EngineProcess:
         return self._process.pid
 
     def _watch(self) -> None:
-        """Wait for the end in a thread: a child of the engine could keep a pipe's end open."""
+        """Wait for the exit in a thread: a child of the engine could keep a pipe's end open."""
         self._process.join()
         self._exit_code = self._process.exitcode
         if not self._loop.is_closed():
@@ -122,49 +123,49 @@ class EngineProcess:
                         self._handle(message)
 
     def _reader_done(self, reader: asyncio.Task[None]) -> None:
-        """An engine that cannot be understood any more is as good as dead."""
+        """Kill an engine whose messages cannot be decoded."""
         if not reader.cancelled():
-            _log.error("a message of the engine could not be read", exc_info=reader.exception())
+            _log.error("a message of the engine could not be decoded", exc_info=reader.exception())
             self.kill()
 
-    def begin(self, build: Build) -> None:
-        """Tell the process what to build."""
-        with self._orders, contextlib.suppress(BrokenPipeError):  # its death is noticed elsewhere
-            self._orders.send(build)
+    def send_build(self, build: Build) -> None:
+        """Send the process its build function."""
+        with self._build_pipe, contextlib.suppress(BrokenPipeError):  # `ended` notices its death
+            self._build_pipe.send(build)
 
     async def ready(self) -> EngineReport:
-        """Wait until the engine is built; raises what the build raised."""
+        """Wait until the engine is built; raises the build's error."""
         ended = asyncio.create_task(self.ended())
         either: set[asyncio.Future[Any]] = {self._ready, ended}
         await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
         ended.cancel()
         if self._ready.done():
             return self._ready.result()
-        raise WorkerDied(f"{self.how_it_ended()} while the model was being loaded; see its log.")
+        raise WorkerDied(f"{self.describe_exit()} while the model was being loaded; see its log.")
 
     async def ended(self) -> None:
-        """Wait until the process has ended and its last words were handled."""
+        """Wait until the process has exited and its last messages were handled."""
         await self._dead.wait()
-        await asyncio.wait({self._reader}, timeout=_LAST_WORDS_S)
+        await asyncio.wait({self._reader}, timeout=_LAST_MESSAGES_S)
 
-    def how_it_ended(self) -> str:
+    def describe_exit(self) -> str:
         code = self._exit_code
         if code is not None and code < 0:
             return f"the engine process was ended by signal {-code}"
         return f"the engine process ended with exit code {code}"
 
     def running(self) -> frozenset[bytes]:
-        """The fingerprints of the requests that the process works on, or died of."""
+        """The fingerprints of the requests that the process is running, or was when it died."""
         return read_journal(self._journal)
 
     def send(self, *batch: messages.ToEngine) -> None:
-        """Send without waiting; the queue to the engine is bounded by admission, not here."""
+        """Send without waiting; admission control bounds the queue to the engine."""
         sent = asyncio.ensure_future(self._socket.send(messages.encode(batch), zmq.NOBLOCK))
-        # It fails only when the other end is gone, and that is noticed by its death.
+        # Sending fails only when the engine process is dead, which `ended` notices.
         sent.add_done_callback(lambda future: future.exception())
 
     async def close(self) -> None:
-        """Ask the process to end, insist after a while, and free the socket."""
+        """Stop the process, kill it after a timeout, and free the socket."""
         if not self._dead.is_set():
             self.send(messages.Stop())
             try:
@@ -176,10 +177,10 @@ class EngineProcess:
         self._reader.cancel()
         await asyncio.wait({self._reader})
         if self._ready.done():
-            self._ready.exception()  # read, so that an unused failure is not reported as forgotten
+            self._ready.exception()  # read, so that asyncio does not report an unused exception
         self._socket.close()
-        self._orders.close()
-        self._process.close()  # its two pipes, which otherwise wait for the garbage collector
+        self._build_pipe.close()
+        self._process.close()  # closes two pipes that would otherwise wait for the garbage collector
         self._journal.unlink(missing_ok=True)
 
     def kill(self) -> None:

@@ -1,7 +1,7 @@
-"""What clients may send: the OpenAI requests, and the fields that other engines added to them.
+"""The schemas of request bodies: OpenAI's fields and the extensions of other engines.
 
-A field left out, or null, means its default. Types are strict: "0.5" is not a number. What the
-values mean for the engine is decided in prepare.py.
+A missing or null field has its default. Types are strict: "0.5" is not a number. prepare.py
+converts the values for the engine.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from windlass.core.sampling import MAX_N
 from windlass.core.types import PROBE_PRIORITY
 from windlass.errors import RequestError
 from windlass.serve import body_limits as limits
-from windlass.serve.fields import check_extra, refusal, unknown_field
+from windlass.serve.fields import check_extra, unknown_field, validation_error
 from windlass.serve.json_body import decode_object
 from windlass.serve.shown import shown
 
@@ -34,30 +34,34 @@ INT64 = Annotated[int, Field(ge=-(2**63), lt=2**63)]
 TokenId = Annotated[int, Field(ge=0, le=_MAX_TOKEN_ID)]
 TokenIds = Annotated[
     list[TokenId], Field(fail_fast=True)
-]  # not an error for each of 200,000 wrong ids
+]  # fail_fast: no error list for 200,000 wrong ids
 TokenKey = Annotated[TokenId, Strict(False)]  # the keys of JSON objects are strings
 
 
-def _wrong(message: str) -> PydanticCustomError:
+def _value_error(message: str) -> PydanticCustomError:
     return PydanticCustomError("wrong", "{message}", {"message": message})
 
 
 def _text_of(content: Any) -> str | None:
-    """The text of a message's content: a string, or parts of type text."""
+    """Convert a message's content to text: a string, or parts of type text."""
     if content is None or isinstance(content, str):
         return content
     if not isinstance(content, list):
-        raise _wrong("must be a string or a list of parts")
+        raise _value_error("must be a string or a list of parts")
     if len(content) > limits.MAX_CONTENT_PARTS:
-        raise _wrong(f"has {len(content):,} parts; at most {limits.MAX_CONTENT_PARTS:,} are taken")
+        raise _value_error(
+            f"has {len(content):,} parts; at most {limits.MAX_CONTENT_PARTS:,} are accepted"
+        )
     texts = []
     for part in content:
         if not isinstance(part, dict) or not isinstance(part.get("type"), str):
-            raise _wrong('each part must be an object such as {"type": "text", "text": "…"}')
+            raise _value_error('each part must be an object such as {"type": "text", "text": "…"}')
         if part["type"] != "text":
-            raise _wrong(f"parts of type {shown(part['type'])} are not supported; only 'text' is")
+            raise _value_error(
+                f"parts of type {shown(part['type'])} are not supported; only 'text' is"
+            )
         if not isinstance(part.get("text"), str):
-            raise _wrong("a part of type 'text' needs a string in its field 'text'")
+            raise _value_error("a part of type 'text' needs a string in its field 'text'")
         texts.append(part["text"])
     return "\n".join(texts)
 
@@ -67,17 +71,19 @@ def _check_prompt(prompt: Any) -> Any:
     if isinstance(prompt, str):
         return prompt
     if not isinstance(prompt, list):
-        raise _wrong("must be a string, a list of strings, a list of token ids, or a list of those")
+        raise _value_error(
+            "must be a string, a list of strings, a list of token ids, or a list of those"
+        )
     kinds = set(map(type, prompt))
     if len(kinds) > 1 or not kinds <= {str, int, list}:
-        raise _wrong(
+        raise _value_error(
             "mixes kinds: its items must all be strings, all token ids, or all lists of ids"
         )
     for ids in [prompt] if kinds == {int} else prompt if kinds == {list} else []:
         if not set(map(type, ids)) <= {int}:
-            raise _wrong("each inner list must hold token ids, which are whole numbers")
+            raise _value_error("each inner list must contain token ids, which are integers")
         if ids and not 0 <= min(ids) <= max(ids) <= _MAX_TOKEN_ID:
-            raise _wrong(f"has the token id {min(ids) if min(ids) < 0 else max(ids)}")
+            raise _value_error(f"has the invalid token id {min(ids) if min(ids) < 0 else max(ids)}")
     return prompt
 
 
@@ -96,7 +102,7 @@ BadWords = Annotated[
 
 
 class Message(BaseModel):
-    """One turn of a conversation; fields beyond role and content are the template's to use."""
+    """One message of a conversation; the chat template gets all its fields."""
 
     model_config = ConfigDict(strict=True, extra="allow")
 
@@ -109,7 +115,7 @@ class Message(BaseModel):
     )
     reasoning_content: str | None = None
 
-    # What the OpenAI client adds to an answer that is sent back; without a value it says nothing.
+    # Fields that the OpenAI client adds to a message that is sent back; empty values have no effect.
     _EMPTY_ALLOWED: ClassVar = {"refusal", "audio", "function_call", "annotations", "reasoning"}
 
     def model_post_init(self, _context: Any) -> None:
@@ -138,7 +144,7 @@ class StreamOptions(BaseModel):
 
 
 class Body(BaseModel):
-    """A request's body. Fields that are not declared are sorted by `fields.check_extra`."""
+    """A request body. `fields.check_extra` checks undeclared fields."""
 
     model_config = ConfigDict(strict=True, extra="allow", protected_namespaces=())
 
@@ -148,28 +154,28 @@ class Body(BaseModel):
 
     @classmethod
     def read(cls, raw: bytes) -> Self:
-        """Parse and validate; any mistake is a RequestError that names the field."""
+        """Parse and validate; any error is a RequestError that names the field."""
         return cls.of(decode_object(raw), len(raw))
 
     @classmethod
     def of(cls, fields: dict[str, Any], num_bytes: int) -> Self:
-        """Validate fields that came as `num_bytes` of JSON."""
+        """Validate fields that were parsed from `num_bytes` of JSON."""
         try:
-            made = cls.model_validate(fields)
+            body = cls.model_validate(fields)
         except ValidationError as error:
-            raise refusal(error) from None
-        check_extra(made.model_extra or {}, cls.model_fields)
-        made._num_bytes = num_bytes
-        return made
+            raise validation_error(error) from None
+        check_extra(body.model_extra or {}, cls.model_fields)
+        body._num_bytes = num_bytes
+        return body
 
     @property
     def num_bytes(self) -> int:
-        """The size of the body, which bounds the work that it causes."""
+        """The size of the JSON body, by which prepare.py decides whether to use a thread."""
         return self._num_bytes
 
 
 class Templated(BaseModel):
-    """How a conversation becomes text."""
+    """Fields of a conversation that the chat template renders."""
 
     messages: Annotated[list[Message], Field(max_length=limits.MAX_MESSAGES, fail_fast=True)]
     add_generation_prompt: bool | None = None
@@ -178,7 +184,7 @@ class Templated(BaseModel):
 
 
 class Generation(Body):
-    """What both kinds of completion share; None: the model's default, or the engine's."""
+    """Fields of both completion endpoints; None: the model's or the engine's default."""
 
     temperature: float | None = None
     top_p: float | None = None
@@ -226,7 +232,7 @@ class Generation(Body):
 
     @property
     def num_logprobs(self) -> int | None:
-        """How many alternatives per token are wanted; None: no log probabilities at all."""
+        """Requested top logprobs per token; None: no log probabilities."""
         return None
 
     @property
@@ -269,8 +275,8 @@ class ChatRequest(Generation, Templated):
         both = (self.max_tokens, self.max_completion_tokens)
         if None not in both and both[0] != both[1]:
             raise RequestError(
-                f"max_tokens ({both[0]}) and max_completion_tokens ({both[1]}) are names of the "
-                "same thing and differ. Send one.",
+                f"max_tokens ({both[0]}) and max_completion_tokens ({both[1]}) are aliases "
+                "and differ. Send one.",
                 "max_completion_tokens",
             )
 
@@ -288,9 +294,11 @@ class CompletionRequest(Generation):
 
     @property
     def num_prompts(self) -> int:
-        """A string and a list of token ids are one prompt; an empty list is refused later."""
-        is_one = isinstance(self.prompt, str) or (self.prompt and isinstance(self.prompt[0], int))
-        return 1 if is_one else len(self.prompt)
+        """A string or a list of token ids is one prompt; prepare.py refuses an empty list."""
+        is_single = isinstance(self.prompt, str) or (
+            self.prompt and isinstance(self.prompt[0], int)
+        )
+        return 1 if is_single else len(self.prompt)
 
     def model_post_init(self, context: Any) -> None:
         super().model_post_init(context)
@@ -320,7 +328,7 @@ class DetokenizeRequest(Body):
 
 
 class AdapterRequest(Body):
-    """What loading and unloading share; which model is meant is no question."""
+    """Fields of the endpoints that load and unload adapters; `model` is not accepted."""
 
     lora_name: str
 
@@ -330,22 +338,24 @@ class AdapterRequest(Body):
 
 
 class LoadAdapterRequest(AdapterRequest):
+    """POST /v1/load_lora_adapter"""
+
     lora_path: str
 
 
 class UnloadAdapterRequest(AdapterRequest):
-    pass
+    """POST /v1/unload_lora_adapter"""
 
 
-class Order(Body):
-    """What an operator wants done; which model is meant is no question."""
+class AdminRequest(Body):
+    """Base of the admin requests; `model` is not accepted."""
 
     def model_post_init(self, _context: Any) -> None:
         if self.model is not None:
-            raise RequestError("unknown field 'model': there is one engine here.", "model")
+            raise RequestError("unknown field 'model': the server has one engine.", "model")
 
 
-class SleepRequest(Order):
+class SleepRequest(AdminRequest):
     """POST /admin/sleep"""
 
     level: Literal[1, 2] = 1
@@ -353,5 +363,5 @@ class SleepRequest(Order):
     timeout_s: Annotated[float, Field(ge=0, le=3600)] = 60.0
 
 
-class WakeRequest(Order):
+class WakeRequest(AdminRequest):
     """POST /admin/wake"""

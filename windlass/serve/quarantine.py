@@ -1,9 +1,10 @@
-"""Keeps a request that kills the engine from killing it again and again.
+"""Prevents a request that kills the engine from killing it repeatedly.
 
-A request that runs while the engine dies, hangs or fails a step gets a strike. Requests with one
-strike are suspects: they run one at a time beside the others, so that only a guilty one gets the
-second strike. Two strikes block a request for BLOCKED_S. A request that completes loses its strike.
-Requests are recognised by their content, so that a client's retry is the same request.
+A request that is running when the engine dies, hangs or fails a step gets a strike. Requests with
+one strike are suspects: only one suspect runs at a time (beside other requests), so that an innocent
+request does not get a second strike. Two strikes block a request for BLOCKED_S. A request that
+completes loses its strike. Requests are identified by their content, so that a client's retry counts
+as the same request.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ BLOCKED_S = 3600.0  # after the last strike
 
 
 def fingerprint(request: NewRequest) -> bytes:
-    """A hash of what the engine computes: prompt, sampling params, grammar and adapter."""
+    """Hash the content of a request: prompt, sampling params, grammar and adapter."""
     content = msgspec.msgpack.encode((request.adapter, request.sampling, request.prompt))
     return hashlib.blake2b(content, digest_size=FINGERPRINT_BYTES).digest()
 
@@ -36,18 +37,18 @@ def fingerprint(request: NewRequest) -> bytes:
 class _Suspect:
     strikes: int
     struck_at: float
-    how: str  # the engine ended the last time
+    how: str  # how the engine failed at the last strike
 
 
 class Quarantine:
-    """Owns the suspects, and which requests wait because of them. Knows no process and no socket."""
+    """Owns the suspects and the requests held back. Knows no process and no socket."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._suspects: dict[bytes, _Suspect] = {}
         self._in_flight: dict[str, bytes] = {}  # fingerprints by request id
         self._held: dict[str, Add] = {}
-        self._running: str | None = None  # the one suspect that the engine has
+        self._running: str | None = None  # the suspect that the engine is running
 
     @property
     def num_suspects(self) -> int:
@@ -65,7 +66,7 @@ class Quarantine:
         return request_id in self._held
 
     def check(self, fingerprints: Iterable[bytes]) -> None:
-        """Raise RequestBlocked if one of them is blocked."""
+        """Raise RequestBlocked if any fingerprint is blocked."""
         if not self._suspects:
             return
         for each in fingerprints:
@@ -78,11 +79,11 @@ class Quarantine:
         return RequestBlocked(
             f"this request is blocked: the engine failed {suspect.strikes} times while it was "
             f"running (last: {suspect.how}). The server refuses it for {math.ceil(left_s / 60)} "
-            "min. Change the request; the engine's log may say what is wrong with it."
+            "min. Change the request; the engine's log may show the cause."
         )
 
     def enter(self, add: Add) -> bool:
-        """Take in a request. False: hold it back; `leave` returns it when it may run."""
+        """Add a request. False: it is held back until `leave` returns it."""
         request_id = add.request.request_id
         self._in_flight[request_id] = add.fingerprint
         if self._find(add.fingerprint) is None:
@@ -94,12 +95,12 @@ class Quarantine:
         return False
 
     def leave(self, request_id: str, completed: bool) -> list[Add]:
-        """Forget a request; returns the held ones that may run now."""
-        left = self._in_flight.pop(request_id, None)
-        if left is None or not (self._suspects or self._held):
+        """Remove a request; returns the held requests that may run now."""
+        fingerprint = self._in_flight.pop(request_id, None)
+        if fingerprint is None or not (self._suspects or self._held):
             return []
         if completed:
-            self._suspects.pop(left, None)
+            self._suspects.pop(fingerprint, None)
         self._held.pop(request_id, None)
         if self._running == request_id:
             self._running = None
@@ -116,21 +117,22 @@ class Quarantine:
         return released
 
     def strike(self, fingerprints: Iterable[bytes], how: str) -> None:
-        """Give a strike to each; `how` says what happened to the engine."""
+        """Give each fingerprint a strike; `how` describes the failure of the engine."""
         now = self._clock()
         for each in filter(None, fingerprints):
             before = self._find(each)
             strikes = 1 if before is None else before.strikes + 1
             self._suspects[each] = _Suspect(strikes, now, how)
         while len(self._suspects) > MAX_SUSPECTS:
-            self._suspects.pop(min(self._suspects, key=self._weight))
+            self._suspects.pop(min(self._suspects, key=self._eviction_order))
 
-    def _weight(self, key: bytes) -> tuple[int, float]:
+    def _eviction_order(self, key: bytes) -> tuple[int, float]:
+        """Fewest strikes first, then the oldest."""
         suspect = self._suspects[key]
         return suspect.strikes, suspect.struck_at
 
     def _find(self, key: bytes) -> _Suspect | None:
-        """The suspect of this fingerprint, unless its time is over."""
+        """The suspect of this fingerprint, unless it has expired."""
         suspect = self._suspects.get(key)
         if suspect is None or self._clock() - suspect.struck_at <= BLOCKED_S:
             return suspect
@@ -138,7 +140,7 @@ class Quarantine:
         return None
 
     def in_flight(self, fingerprints: Collection[bytes]) -> set[str]:
-        """The requests of this content that the engine has."""
+        """The ids of the requests with these fingerprints that the engine has."""
         return {
             request_id
             for request_id, key in self._in_flight.items()
@@ -146,7 +148,7 @@ class Quarantine:
         }
 
     def blocked_in_flight(self) -> dict[str, RequestBlocked]:
-        """The error of each request that was taken in before a strike blocked it."""
+        """The error of each request in flight whose content is now blocked."""
         found = {request_id: self._find(key) for request_id, key in self._in_flight.items()}
         return {
             request_id: self._blocked(suspect)
@@ -155,7 +157,7 @@ class Quarantine:
         }
 
     def engine_ended(self) -> None:
-        """Forget what was in flight; the strikes stay."""
+        """Remove all requests in flight; the strikes stay."""
         self._in_flight.clear()
         self._held.clear()
         self._running = None

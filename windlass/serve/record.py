@@ -1,7 +1,7 @@
-"""Writes some of the real traffic as calibration data for `windlass quantize`: JSONL of conversations.
+"""Records a share of the traffic as calibration data for `windlass quantize`, in JSONL.
 
-Only when asked for. Kept are roles and texts; keys, users, ids, names and every other field of a
-request are not. What people write inside a text is not looked at.
+Off by default. Only roles and texts are written, not keys, users, ids, names or any other field of
+a request. Texts are written as they are: personal data inside of them is not removed.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ _DENOMINATOR = 2**64
 
 
 class Recorder:
-    """Appends answered requests to a file, until it is full. Owns the open file."""
+    """Appends completed requests to a file up to a maximum size. Owns the open file."""
 
-    def __init__(self, path: Path, share: float, max_bytes: int, tokenizer: Tokenizer) -> None:
+    def __init__(self, path: Path, *, share: float, max_bytes: int, tokenizer: Tokenizer) -> None:
         self._path = path
         self._share = share
         self._max_bytes = max_bytes
         self._tokenizer = tokenizer
         self._open = True
-        self._lock = threading.RLock()  # answers are recorded by several threads
+        self._lock = threading.RLock()  # several threads record
         try:
-            # Texts of users: nobody but the server's own account may read them.
+            # User texts: only the server's own account may read them.
             self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
             self._num_bytes = os.fstat(self._file).st_size
         except OSError as error:
@@ -48,13 +48,13 @@ class Recorder:
             ) from error
         _log.info("recording %g of the traffic to %s, up to %d bytes", share, path, max_bytes)
 
-    def answered(
+    def record(
         self, body: Generation, prepared: Prepared, completions: Sequence[Completion]
     ) -> None:
-        """Write a request that was answered, when it is among the chosen share."""
+        """Write a completed request if it belongs to the recorded share."""
         if not self._open or not self.chooses(prepared.answer_id):
             return
-        records = _records(body, prepared, completions, self._tokenizer)
+        records = _records(body, prepared, completions, tokenizer=self._tokenizer)
         with self._lock:
             self._write(b"".join(msgspec.json.encode(record) + b"\n" for record in records))
 
@@ -71,15 +71,15 @@ class Recorder:
             return
         self._num_bytes += written
         if written < len(text):
-            self._stop("took only a part of the last line: the disk is full")
+            self._stop("has an incomplete last line: the disk is full")
 
     def chooses(self, request_id: str) -> bool:
-        """Whether a request is of the share: decided by its id alone, so it can be repeated."""
+        """Whether a request belongs to the recorded share; depends only on its id."""
         digest = blake2b(request_id.encode(), digest_size=8).digest()
         return int.from_bytes(digest, "little") < self._share * _DENOMINATOR
 
     def close(self) -> None:
-        """Give the file back; closing twice changes nothing."""
+        """Close the file; may be called twice."""
         with self._lock:
             if self._file >= 0:
                 os.close(self._file)
@@ -87,23 +87,32 @@ class Recorder:
             self._open = False
 
     def _stop(self, why: str) -> None:
-        """Requests go on being answered: a record is not worth an error to a client."""
-        _log.warning("recording ends: %s %s", self._path, why)
+        """Stop recording; requests are served as before."""
+        _log.warning("recording stops: %s %s", self._path, why)
         self.close()
 
 
 def make_recorder(config: ServeConfig, tokenizer: Tokenizer) -> Recorder | None:
-    """The recorder that was asked for; None: nothing is recorded."""
+    """Create the recorder of --record-traffic; None: recording is off."""
     if config.record_traffic is None:
         return None
     path = Path(config.record_traffic).expanduser()
-    return Recorder(path, config.record_share, config.record_max_bytes, tokenizer)
+    return Recorder(
+        path,
+        share=config.record_share,
+        max_bytes=config.record_max_bytes,
+        tokenizer=tokenizer,
+    )
 
 
 def _records(
-    body: Generation, prepared: Prepared, completions: Sequence[Completion], tokenizer: Tokenizer
+    body: Generation,
+    prepared: Prepared,
+    completions: Sequence[Completion],
+    *,
+    tokenizer: Tokenizer,
 ) -> list[dict[str, Any]]:
-    """One record per prompt, with the first of its answers."""
+    """One record per prompt, with its first completion."""
     if isinstance(body, ChatRequest):
         messages = [{"role": each.role, "content": each.content or ""} for each in body.messages]
         if body.continue_final_message:
@@ -112,9 +121,9 @@ def _records(
             messages.append({"role": "assistant", "content": completions[0].text})
         return [{"messages": messages}]
     assert isinstance(body, CompletionRequest)
-    step = prepared.sampling.n
+    n = prepared.sampling.n
     texts = [
         prompt.text if prompt.text is not None else tokenizer.decode(prompt.tokens)
         for prompt in prepared.prompts
     ]
-    return [{"text": text + completions[i * step].text} for i, text in enumerate(texts)]
+    return [{"text": text + completions[i * n].text} for i, text in enumerate(texts)]

@@ -1,4 +1,7 @@
-"""The endpoints: who may ask for what, and which part answers. Shapes and rules live elsewhere."""
+"""The HTTP endpoints and their paths.
+
+protocol.py validates request bodies, prepare.py builds engine requests and formatters.py the JSON.
+"""
 
 from __future__ import annotations
 
@@ -13,12 +16,12 @@ from starlette.responses import Response
 
 from windlass.errors import EngineError, RequestError
 from windlass.serve.admin import Admin
-from windlass.serve.answer import Answer, ClientGone
 from windlass.serve.bodies import read_as, reply, reply_off_loop
-from windlass.serve.client import Health
-from windlass.serve.cost import NOBODY
+from windlass.serve.cost import NO_KEY
+from windlass.serve.formatters import ChatFormatter, CompletionFormatter, Formatter
+from windlass.serve.health import Health
 from windlass.serve.json_body import decode_object
-from windlass.serve.keys import name_of, salt_of
+from windlass.serve.keys import cache_salt_of, key_name
 from windlass.serve.prepare import Prepared
 from windlass.serve.protocol import (
     ChatRequest,
@@ -29,55 +32,58 @@ from windlass.serve.protocol import (
     TokenizeRequest,
     UnloadAdapterRequest,
 )
+from windlass.serve.response import ClientDisconnected, CompletionResponse
 from windlass.serve.services import Services
-from windlass.serve.shapes import ChatShape, CompletionShape, Shape
 from windlass.serve.trace_routes import TraceRoutes
 
 Endpoint = Callable[..., Awaitable[Response]]
 
 
 class Completions:
-    """The two endpoints that generate."""
+    """The two endpoints that generate text."""
 
     def __init__(self, services: Services) -> None:
         self._services = services
 
     async def chat(self, request: Request) -> Response:
-        return await self._answer(request, ChatRequest)
+        return await self._respond(request, ChatRequest)
 
     async def completion(self, request: Request) -> Response:
-        return await self._answer(request, CompletionRequest)
+        return await self._respond(request, CompletionRequest)
 
-    async def _answer(
+    async def _respond(
         self, request: Request, kind: type[ChatRequest] | type[CompletionRequest]
     ) -> Response:
-        """Every way out of here, and out of the stream it may return, ends the ticket."""
+        """Every exit from here, and from the stream that it may return, ends the ticket."""
         services = self._services
-        ticket = services.desk.sign_in(request.url.path)
+        ticket = services.desk.open_ticket(request.url.path)
         try:
             services.desk.check_open()
             body: ChatRequest | CompletionRequest = await read_as(request, kind.read, services)
             services.admission.check_possible(body.num_completions)
             if services.keys.clients:
-                # A key must not learn from timing what another key has asked.
-                salt = salt_of(request, body.cache_salt)
+                # A key must not learn from timing what another key has sent.
+                salt = cache_salt_of(request, body.cache_salt)
                 body = body.model_copy(update={"cache_salt": salt})
-            prepared, shape = await self._prepare(body)
+            prepared, formatter = await self._prepare(body)
             headers = self._headers(prepared)
             services.admission.check(len(prepared.requests), prepared.num_prompt_tokens)
             services.metrics.params(prepared.sampling.n, prepared.sampling.max_tokens)
             if body.include_cost and services.costs is None:
                 raise RequestError(
-                    "include_cost needs a server that knows its price: --price-per-hour.",
+                    "include_cost needs a server started with --price-per-hour.",
                     "include_cost",
                 )
-            owner = name_of(request) if services.keys.clients else NOBODY
-            answer = Answer(services, prepared, body, shape, ticket, owner)
-            response = await (answer.stream if body.stream else answer.whole)(request)
+            owner = key_name(request) if services.keys.clients else NO_KEY
+            completion = CompletionResponse(
+                services, prepared, body=body, formatter=formatter, ticket=ticket, owner=owner
+            )
+            send = completion.stream if body.stream else completion.send_whole
+            response = await send(request)
         except EngineError as error:
             ticket.end_with(error)
             raise
-        except (ClientGone, ClientDisconnect, asyncio.CancelledError):
+        except (ClientDisconnected, ClientDisconnect, asyncio.CancelledError):
             ticket.end("aborted")
             raise
         except BaseException:
@@ -87,7 +93,7 @@ class Completions:
         return response
 
     def _headers(self, prepared: Prepared) -> dict[str, str]:
-        """That are wanted besides the usual ones; found out before anything is computed."""
+        """Extra response headers; raises before anything is computed."""
         if not self._services.config.enable_request_id_headers:
             return {}
         if not (prepared.answer_id.isascii() and prepared.answer_id.isprintable()):
@@ -98,17 +104,17 @@ class Completions:
             )
         return {"X-Request-Id": prepared.answer_id}
 
-    async def _prepare(self, body: ChatRequest | CompletionRequest) -> tuple[Prepared, Shape]:
+    async def _prepare(self, body: ChatRequest | CompletionRequest) -> tuple[Prepared, Formatter]:
         preparer, tokenizer = self._services.preparer, self._services.card.tokenizer
         report = self._services.client.report
         if isinstance(body, ChatRequest):
-            return await preparer.chat(body, report), ChatShape(body, tokenizer)
+            return await preparer.chat(body, report), ChatFormatter(body, tokenizer)
         prepared = await preparer.completion(body, report)
-        return prepared, CompletionShape(body, prepared, tokenizer)
+        return prepared, CompletionFormatter(body, prepared, tokenizer)
 
 
 class Texts:
-    """Text, tokens and templates, without the engine."""
+    """The endpoints for text, tokens and chat templates, which do not use the engine."""
 
     def __init__(self, services: Services) -> None:
         self._services = services
@@ -138,11 +144,11 @@ class Texts:
     async def detokenize(self, request: Request) -> Response:
         body = await read_as(request, DetokenizeRequest.read, self._services)
         self._services.preparer.adapter_of(body.model)
-        most = self._services.client.report.max_model_len
-        if len(body.tokens) > most:
+        max_tokens = self._services.client.report.max_model_len
+        if len(body.tokens) > max_tokens:
             raise RequestError(
-                f"tokens has {len(body.tokens):,} ids; at most {most:,} are taken, the model's "
-                "context.",
+                f"tokens has {len(body.tokens):,} ids; at most {max_tokens:,} are accepted, the "
+                "model's context.",
                 "tokens",
             )
         return await reply_off_loop(
@@ -166,14 +172,14 @@ class Texts:
 
 
 def _read_tokenize(raw: bytes) -> TokenizeRequest | TokenizeChatRequest:
-    """A body for /tokenize: a text, or a conversation."""
+    """Read a body for /tokenize: a text or a conversation."""
     fields = decode_object(raw)
     kind = TokenizeChatRequest if "messages" in fields else TokenizeRequest
     return kind.of(fields, len(raw))
 
 
 class Operations:
-    """What machines and their keepers ask."""
+    """The endpoints for operators and monitoring."""
 
     def __init__(self, services: Services) -> None:
         self._services = services
@@ -182,14 +188,14 @@ class Operations:
         return reply({"object": "list", "data": self._entries()})
 
     async def model(self, name: str) -> Response:
-        """One of them; a name may have slashes."""
-        if not name:  # a slash behind /v1/models
+        """One model or adapter; the name may contain slashes."""
+        if not name:  # the path was /v1/models/
             return await self.models()
-        self._services.preparer.adapter_of(name)  # one that is not there is refused as ever
+        self._services.preparer.adapter_of(name)  # raises ModelNotFound
         return reply(next(entry for entry in self._entries() if entry["id"] == name))
 
     def _entries(self) -> list[dict[str, object]]:
-        """The model, and what may be named in its place."""
+        """The model and its adapters."""
         card = self._services.card
         common = {
             "object": "model",
@@ -197,15 +203,15 @@ class Operations:
             "owned_by": "windlass",
             "max_model_len": self._services.client.report.max_model_len,
         }
-        own = {"id": card.name, **common, "root": card.path, "parent": None}
+        base = {"id": card.name, **common, "root": card.path, "parent": None}
         folders = self._services.client.adapters.folders
-        return [own] + [
+        return [base] + [
             {"id": name, **common, "root": folder, "parent": card.name}
             for name, folder in folders.items()
         ]
 
     async def live(self) -> Response:
-        """The server process answers; only an engine that is down for good is worth a restart."""
+        """Liveness: fails only when the engine has failed for good and a restart would help."""
         if self._services.client.failed.is_set():
             return _health(self._services.client.health())
         return _health(Health(True))
@@ -222,7 +228,7 @@ class Operations:
         return self._services.client.health()
 
     async def generate_probe(self) -> Response:
-        """Generate one token for real, so that a hang anywhere on the way shows."""
+        """Generate one token, which detects a hang anywhere in the engine."""
         health = self._readiness()
         if not health.ok:
             return _health(health)
@@ -252,21 +258,21 @@ class Operations:
 
 
 class AdapterChanges:
-    """Loading and unloading, for who has an admin key."""
+    """The endpoints that load and unload adapters; they need an admin key."""
 
     def __init__(self, services: Services) -> None:
         self._services = services
 
     async def load(self, request: Request) -> Response:
-        self._services.door.check_admin(request)
+        self._services.keys.check_admin(request)
         body = await read_as(request, LoadAdapterRequest.read, self._services)
-        await self._services.door.load(body.lora_name, body.lora_path)
+        await self._services.adapter_manager.load(body.lora_name, body.lora_path)
         return reply({"status": "loaded", "id": body.lora_name})
 
     async def unload(self, request: Request) -> Response:
-        self._services.door.check_admin(request)
+        self._services.keys.check_admin(request)
         body = await read_as(request, UnloadAdapterRequest.read, self._services)
-        num_running = await self._services.door.unload(body.lora_name)
+        num_running = await self._services.adapter_manager.unload(body.lora_name)
         status = "draining" if num_running else "unloaded"
         return reply({"status": status, "id": body.lora_name, "num_running": num_running})
 
@@ -278,7 +284,7 @@ def _health(health: Health) -> Response:
 
 
 def make_router(services: Services) -> APIRouter:
-    """All endpoints, bound to one set of parts."""
+    """Create the router with all endpoints of one server."""
     completions, texts, operations = Completions(services), Texts(services), Operations(services)
     changes, trace_routes, admin = AdapterChanges(services), TraceRoutes(services), Admin(services)
     router = APIRouter()
@@ -311,7 +317,7 @@ def make_router(services: Services) -> APIRouter:
         "/memory": admin.memory,
         "/is_sleeping": admin.is_sleeping,
         "/cost": trace_routes.cost,
-        "/v1/requests/{answer_id:path}/explain": trace_routes.explain,
+        "/v1/requests/{response_id:path}/explain": trace_routes.explain,
     }
     for path, endpoint in posts.items():
         router.add_api_route(path, endpoint, methods=["POST"], response_model=None)

@@ -1,4 +1,4 @@
-"""The parts of a server's HTTP side, made once and handed to the endpoints."""
+"""The objects that the HTTP endpoints share, created once per server."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from pathlib import Path
 from windlass.config import ServeConfig
 from windlass.core.card import ModelCard
 from windlass.core.types import EngineStats
-from windlass.serve.adapters import AdapterDoor
+from windlass.serve.adapter_manager import AdapterManager
 from windlass.serve.admission import AdmissionControl
 from windlass.serve.client import EngineClient
-from windlass.serve.cost import CostBook, make_cost_book
+from windlass.serve.cost import CostTracker, make_cost_tracker
 from windlass.serve.desk import Desk
 from windlass.serve.keys import Keys
 from windlass.serve.metrics import Metrics
@@ -31,7 +31,7 @@ _log = logging.getLogger("windlass.serve")
 
 @dataclass(frozen=True, slots=True)
 class Services:
-    """What endpoints use. The engine behind `client` need not be running yet."""
+    """Dependencies of the endpoints. The engine behind `client` need not be running yet."""
 
     client: EngineClient
     card: ModelCard
@@ -40,19 +40,19 @@ class Services:
     metrics: Metrics
     admission: AdmissionControl
     desk: Desk
-    door: AdapterDoor
+    adapter_manager: AdapterManager
     traces: TraceStore
     sleeper: Sleeper
     probe: GenerateProbe
     workers: Workers
     template: TemplateProcess | None = None  # None: the model has no chat template
-    costs: CostBook | None = None  # None: no price is known
+    costs: CostTracker | None = None  # None: no --price-per-hour
     recorder: Recorder | None = None  # None: no traffic is recorded
     keys: Keys = field(default_factory=Keys)
     started: int = field(default_factory=lambda: int(time.time()))
 
     def close(self) -> None:
-        """End threads, processes and files of the HTTP side."""
+        """Stop the threads and the template process, and close files."""
         self.workers.close()
         if self.template is not None:
             self.template.close()
@@ -61,11 +61,11 @@ class Services:
 
 
 def make_services(client: EngineClient, card: ModelCard, config: ServeConfig) -> Services:
-    """Make the parts; a broken template or bad defaults are errors now, before a model is loaded."""
+    """Create the services; a broken template or bad defaults raise before a model is loaded."""
     keys = Keys.of(config)
     metrics = Metrics(card.name)
     admission = AdmissionControl(config, client, metrics.rejected)
-    costs = make_cost_book(config.price_per_hour, card.name, metrics.registry)
+    costs = make_cost_tracker(config.price_per_hour, card.name, metrics.registry)
     traces = TraceStore(costs.charge if costs is not None else lambda _owner, _trace: None)
 
     def on_stats(stats: EngineStats, last: EngineStats) -> None:
@@ -75,7 +75,7 @@ def make_services(client: EngineClient, card: ModelCard, config: ServeConfig) ->
             costs.observe(stats, last)
 
     client.on_stats = on_stats
-    client.on_traces = traces.tell
+    client.on_traces = traces.add
     desk = Desk(metrics, config.enable_log_requests)
     recorder = make_recorder(config, card.tokenizer)
     workers, template = Workers(), _start_template(card, config)
@@ -89,7 +89,7 @@ def make_services(client: EngineClient, card: ModelCard, config: ServeConfig) ->
         metrics=metrics,
         admission=admission,
         desk=desk,
-        door=AdapterDoor(client, keys, config.lora_root, card.name),
+        adapter_manager=AdapterManager(client, config.lora_root, card.name),
         traces=traces,
         sleeper=Sleeper(client, desk),
         probe=GenerateProbe(client, card.tokenizer),
@@ -102,12 +102,12 @@ def make_services(client: EngineClient, card: ModelCard, config: ServeConfig) ->
 
 
 def _start_template(card: ModelCard, config: ServeConfig) -> TemplateProcess | None:
-    """The template that was asked for, or the model's own; tried, and its findings logged."""
+    """Start the process of --chat-template or the model's own template; logs its warnings."""
     source = card.chat_template
     if config.chat_template is not None:
         source = Path(config.chat_template).read_text(encoding="utf-8")
     if source is None:
-        _log.warning("%s has no chat template: only /v1/completions will answer", card.name)
+        _log.warning("%s has no chat template: only /v1/completions is available", card.name)
         return None
     template = TemplateProcess(
         TemplateSource(source, dict(card.special_tokens), dict(config.default_chat_template_kwargs))

@@ -1,7 +1,7 @@
-"""A server that sleeps: it takes no requests, and its memory is given back until it is woken.
+"""Sleep mode: the server refuses requests and releases its memory until it is woken.
 
-Level 1 keeps the engine's process, with its weights in a file. Level 2 ends the process, and so does
-level 1 where memory cannot be had back otherwise (on a GPU); the answer says what was done.
+Level 1 keeps the engine process and moves its weights to a file. Level 2 stops the process. Level 1
+also stops it where its memory cannot be released otherwise (on a GPU); the result says so.
 """
 
 from __future__ import annotations
@@ -19,92 +19,94 @@ from windlass.serve.problems import Busy, Sleeping
 Mode = Literal["wait", "refuse", "abort"]
 State = Literal["awake", "falling asleep", "sleeping", "waking"]
 
-_FIRST_GUESS_S = 5.0
+_DEFAULT_WAKE_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
-class Slept:
-    """What was done. `level` 0: it is awake."""
+class SleepResult:
+    """The level reached; 0: awake."""
 
     level: int
     seconds: float
-    reason: str = ""  # why another level than asked for
+    reason: str = ""  # why the level differs from the requested one
 
 
 class Sleeper:
-    """Owns the state. One change at a time; who asks meanwhile waits for it."""
+    """Owns the sleep state. Changes run one at a time; concurrent callers wait."""
 
     def __init__(self, client: EngineClient, desk: Desk) -> None:
         self._client = client
         self._desk = desk
-        self._turn = asyncio.Lock()
-        self._wake_s = _FIRST_GUESS_S  # how long it takes: guessed, then as it took
+        self._lock = asyncio.Lock()
+        self._wake_s = _DEFAULT_WAKE_S  # for Retry-After: a default, then the last measured time
         self.state: State = "awake"
         self.level = 0
-        desk.closed = self._closed
+        desk.check_awake = self._check_awake
 
-    def _closed(self) -> None:
-        """Raise while nothing is taken."""
+    def _check_awake(self) -> None:
+        """Raise Sleeping unless the server is awake."""
         if self.state != "awake":
             raise Sleeping(
-                f"the server is {self.state} and takes no requests. POST /admin/wake wakes it.",
+                f"the server is {self.state} and accepts no requests. POST /admin/wake wakes it.",
                 self._wake_s,
             )
 
-    async def sleep(self, level: int, mode: Mode, timeout_s: float) -> Slept:
-        """Let running requests end, refuse because of them, or abort them; then sleep."""
-        async with self._turn:
+    async def sleep(self, level: int, mode: Mode, timeout_s: float) -> SleepResult:
+        """Wait for running requests, refuse because of them, or abort them; then sleep."""
+        async with self._lock:
             if self.level >= level:
-                return Slept(self.level, 0.0, "it sleeps already")
+                return SleepResult(self.level, 0.0, "the server sleeps already")
             began = time.monotonic()
             self.state = "falling asleep"
             try:
                 if self.level == 0:
-                    await self._settle(mode, timeout_s)
-                self.level, reason = await self._lie_down(level)
+                    await self._wait_for_requests(mode, timeout_s)
+                self.level, reason = await self._release_memory(level)
             finally:
                 self.state = "sleeping" if self.level else "awake"
-            return Slept(self.level, time.monotonic() - began, reason)
+            return SleepResult(self.level, time.monotonic() - began, reason)
 
-    async def _settle(self, mode: Mode, timeout_s: float) -> None:
+    async def _wait_for_requests(self, mode: Mode, timeout_s: float) -> None:
         running = self._desk.num_in_flight
         if mode == "refuse" and running:
             raise Busy(f"{running} requests are running; the server cannot sleep now.")
         if mode == "abort":
-            self._client.abort_all(WorkerDied("the server was told to sleep at once."))
+            self._client.abort_all(
+                WorkerDied("the server was put to sleep; this request was aborted.")
+            )
         if not await self._desk.idle(timeout_s):
             raise Busy(
                 f"{self._desk.num_in_flight} requests have not ended in {timeout_s:g} s; the "
                 "server stays awake. Give more time, or abort them with mode=abort."
             )
 
-    async def _lie_down(self, level: int) -> tuple[int, str]:
-        """The level that was reached, and why that one."""
+    async def _release_memory(self, level: int) -> tuple[int, str]:
+        """Sleep at `level`; returns the level reached, and why it differs."""
         if level == 1:
             try:
                 await self._client.sleep()
                 return 1, ""
             except UnsupportedError as error:
-                reason = f"the engine's process was ended: {error}"
+                reason = f"the engine process was stopped: {error}"
         else:
             reason = ""
-        await self._client.end_process()
+        await self._client.stop_process()
         return 2, reason
 
-    async def wake(self) -> Slept:
-        """Have the memory again and take requests; one that is awake stays so."""
-        async with self._turn:
+    async def wake(self) -> SleepResult:
+        """Restore the memory and accept requests; does nothing if the server is awake."""
+        async with self._lock:
             began = time.monotonic()
             if self.level == 0:
-                return Slept(0, 0.0, "it is awake")
+                return SleepResult(0, 0.0, "the server is awake")
             self.state = "waking"
             try:
                 if self.level == 1:
                     await self._client.wake()
                 else:
-                    await self._client.begin_process()
+                    await self._client.start_process()
                 self.level = 0
             finally:
                 self.state = "sleeping" if self.level else "awake"
             self._wake_s = time.monotonic() - began
-            return Slept(0, self._wake_s)
+            return SleepResult(0, self._wake_s)

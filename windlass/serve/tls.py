@@ -1,7 +1,7 @@
-"""TLS: the certificate, and a listener that knows its connections before their handshake has ended.
+"""TLS: the certificate, and a listener that counts connections before their handshake.
 
-asyncio's own TLS server tells nobody of a connection until the handshake is done, so that clients
-which never finish it would take descriptors that no limit counts.
+asyncio's TLS server reports a connection only after the handshake, so that clients which never
+finish it would use descriptors that no limit counts.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _PAUSE_S = 0.1  # after an accept that failed
 
 
 def tls_context(config: ServeConfig) -> ssl.SSLContext | None:
-    """None: the server speaks plain HTTP."""
+    """Create the TLS context; None: the server uses plain HTTP."""
     if config.ssl_certfile is None:
         return None
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
@@ -43,7 +43,7 @@ def tls_context(config: ServeConfig) -> ssl.SSLContext | None:
 
 
 class TlsListener:
-    """Accepts connections and starts their TLS. uvicorn closes it like one of asyncio's servers."""
+    """Accepts connections and starts TLS. uvicorn closes it like an asyncio server."""
 
     def __init__(
         self,
@@ -67,19 +67,19 @@ class TlsListener:
         while True:
             try:
                 accepted, _address = await loop.sock_accept(self._listener)
-            except OSError as error:  # the client left, or no descriptor is free
+            except OSError as error:  # the client disconnected, or no descriptor is free
                 _log.warning("a connection could not be accepted: %s", error)
                 await asyncio.sleep(_PAUSE_S)
                 continue
             protocol = self._make_protocol()
             if not protocol.admit_before_tls(accepted):
-                accepted.close()  # without TLS there is no way to tell why
+                accepted.close()  # before the handshake no error can be sent
                 continue
-            task = asyncio.create_task(self._shake_hands(accepted, protocol))
+            task = asyncio.create_task(self._handshake(accepted, protocol))
             self._handshakes.add(task)
             task.add_done_callback(self._handshakes.discard)
 
-    async def _shake_hands(self, accepted: socket.socket, protocol: LimitedProtocol) -> None:
+    async def _handshake(self, accepted: socket.socket, protocol: LimitedProtocol) -> None:
         timeout_s = self._connections.limits.header_timeout
         try:
             await asyncio.get_running_loop().connect_accepted_socket(
@@ -89,7 +89,7 @@ class TlsListener:
                 ssl_handshake_timeout=timeout_s,
                 ssl_shutdown_timeout=timeout_s,
             )
-        except OSError:  # a TLS error, a time-out, or the client left
+        except OSError:  # a TLS error, a timeout, or a disconnect
             self._connections.release(protocol)
 
     def close(self) -> None:
@@ -103,4 +103,4 @@ class TlsListener:
 
 def _report_failure(accepting: asyncio.Task[None]) -> None:
     if not accepting.cancelled():
-        _log.error("no more connections are accepted", exc_info=accepting.exception())
+        _log.error("the server stopped accepting connections", exc_info=accepting.exception())

@@ -1,7 +1,7 @@
-"""The stories of requests, kept for who asks later: those in flight and the last thousand others.
+"""Keeps request traces for `explain` and cost: those in flight and the last thousand ended ones.
 
-Found by the id that the client got, and only by who sent the request. What a story means is said
-in explain.py.
+Entries are found by the id that the client got, and only by the key that sent the request.
+explain.py interprets the traces.
 """
 
 from __future__ import annotations
@@ -14,21 +14,21 @@ from dataclasses import dataclass, field
 from windlass.core.trace import RequestTrace
 from windlass.serve.problems import TraceNotFound
 
-_MOST_ENDED = 1000
-_WAIT_S = 5.0
+_MAX_ENDED = 1000
+_TRACE_TIMEOUT_S = 5.0
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, kw_only=True)
 class Entry:
-    """One HTTP request: its completions' stories, as far as they were told."""
+    """One HTTP request and the traces of its completions that have arrived so far."""
 
-    answer_id: str
+    response_id: str
     owner: str
     began: float
     request_ids: tuple[str, ...]
     traces: dict[str, RequestTrace] = field(default_factory=dict)
-    lost: bool = False  # it failed, or the engine died with it: not all will be told
-    told: asyncio.Event = field(default_factory=asyncio.Event)
+    lost: bool = False  # the request failed or the engine died: some traces may never arrive
+    closed: asyncio.Event = field(default_factory=asyncio.Event)  # all arrived, or `lost`
 
     @property
     def is_open(self) -> bool:
@@ -36,35 +36,37 @@ class Entry:
 
 
 class TraceStore:
-    """Owns the entries. `charge` is told of each story and of whose it is; "": the server's own."""
+    """Owns the entries. `charge` gets each trace and its owner; "": the server's own probes."""
 
     def __init__(
-        self, charge: Callable[[str, RequestTrace], None], most: int = _MOST_ENDED
+        self, charge: Callable[[str, RequestTrace], None], max_ended: int = _MAX_ENDED
     ) -> None:
         self._charge = charge
-        self._most = most
+        self._max_ended = max_ended
         self._by_id: dict[tuple[str, str], Entry] = {}
         self._by_request: dict[str, Entry] = {}
         self._ended: deque[Entry] = deque()
 
-    def open(self, answer_id: str, owner: str, began: float, request_ids: tuple[str, ...]) -> Entry:
-        """Enter a request that goes to the engine now. An id used again means the later one."""
-        entry = Entry(answer_id, owner, began, request_ids)
-        self._by_id[answer_id, owner] = entry
+    def open(
+        self, response_id: str, *, owner: str, began: float, request_ids: tuple[str, ...]
+    ) -> Entry:
+        """Add a request that is sent to the engine now. A reused id refers to the latest request."""
+        entry = Entry(response_id=response_id, owner=owner, began=began, request_ids=request_ids)
+        self._by_id[response_id, owner] = entry
         self._by_request |= dict.fromkeys(request_ids, entry)
         return entry
 
-    def give_up(self, entry: Entry) -> None:
-        """It has failed: of what is not told yet, some may never be."""
+    def mark_lost(self, entry: Entry) -> None:
+        """Close an entry whose request failed: its missing traces may never arrive."""
         if entry.is_open:
             entry.lost = True
             self._close(entry)
 
-    def tell(self, traces: list[RequestTrace] | None) -> None:
-        """Take in stories of requests that have ended; None: all that were open are lost."""
+    def add(self, traces: list[RequestTrace] | None) -> None:
+        """Add the traces of ended requests; None: the engine died, all open entries are lost."""
         if traces is None:
             for entry in list(self._by_request.values()):
-                self.give_up(entry)
+                self.mark_lost(entry)
             self._by_request.clear()
             return
         for trace in traces:
@@ -76,38 +78,38 @@ class TraceStore:
                     self._close(found)
 
     def _close(self, entry: Entry) -> None:
-        if entry.told.is_set():
+        if entry.closed.is_set():
             return
-        entry.told.set()
+        entry.closed.set()
         self._ended.append(entry)
-        if len(self._ended) > self._most:
+        if len(self._ended) > self._max_ended:
             oldest = self._ended.popleft()
             for request_id in oldest.request_ids:
                 self._by_request.pop(request_id, None)
-            if self._by_id.get((oldest.answer_id, oldest.owner)) is oldest:
-                del self._by_id[oldest.answer_id, oldest.owner]
+            if self._by_id.get((oldest.response_id, oldest.owner)) is oldest:
+                del self._by_id[oldest.response_id, oldest.owner]
 
-    async def complete(self, entry: Entry) -> list[RequestTrace] | None:
-        """The stories of all its completions; one that was aborted is told a step later.
+    async def wait_closed(self, entry: Entry) -> list[RequestTrace] | None:
+        """Wait for the traces of all completions; None: they did not arrive in time.
 
-        None: the engine has not told them in time.
+        The trace of an aborted completion arrives one step later.
         """
         try:
-            await asyncio.wait_for(entry.told.wait(), _WAIT_S)
+            await asyncio.wait_for(entry.closed.wait(), _TRACE_TIMEOUT_S)
         except TimeoutError:
             return None
         return list(entry.traces.values())
 
-    def find(self, answer_id: str, owner: str | None) -> Entry:
-        """The latest request of this id; `owner` None: whoever sent it."""
+    def find(self, response_id: str, owner: str | None) -> Entry:
+        """Find the latest request of this id; `owner` None: of any sender."""
         if owner is not None:
-            entry = self._by_id.get((answer_id, owner))
+            entry = self._by_id.get((response_id, owner))
         else:
-            found = (each for each in self._by_id.values() if each.answer_id == answer_id)
+            found = (each for each in self._by_id.values() if each.response_id == response_id)
             entry = max(found, key=lambda each: each.began, default=None)
         if entry is None:
             raise TraceNotFound(
-                f"no request {answer_id!r:.200} of yours is known here. The id is the field 'id' of "
-                f"the answer (and X-Request-Id); the last {self._most} requests are kept."
+                f"no request {response_id!r:.200} of yours is known here. The id is the field 'id' "
+                f"of the response (and X-Request-Id); the last {self._max_ended} requests are kept."
             )
         return entry

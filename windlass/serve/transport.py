@@ -1,8 +1,8 @@
-"""HTTP/1.1 connections that a rude client can neither fill nor hold: uvicorn's protocol with limits.
+"""uvicorn's HTTP/1.1 protocol with limits on sizes and times, against hostile or slow clients.
 
-Bytes are counted as they arrive, before the parser keeps them. A client that breaks a limit gets an
-error in the API's shape where one can still be sent, and the connection is closed. What requests
-mean is the application's business.
+Bytes are counted as they arrive, before the parser stores them. A client that exceeds a limit gets
+an error in the API's format if the response has not begun, and the connection is closed. This
+module does not interpret requests.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 from windlass.serve.connections import Connections, CutReason, RateWindow
 from windlass.serve.problems import Problem, problem_of_status
 
-CONNECTION = "windlass.connection"  # in a scope: the protocol that the request came through
+CONNECTION = "windlass.connection"  # scope key: the protocol object of the request
 
-# Bytes given to the parser at once: limits may be overstepped by so much.
-_HEAD_PIECE = 8 * 2**10
-_BODY_PIECE = 64 * 2**10
+# Bytes per call of the parser: limits can be exceeded by at most this much.
+_HEAD_SLICE = 8 * 2**10
+_BODY_SLICE = 64 * 2**10
 _MAX_PIPELINED = 16
-# Chunk sizes, extensions and line ends may take this share of a body, beside a fixed allowance.
-_FRAMING_SHARE = 4
+# Chunk sizes, extensions and line ends may add 1/4 of the body, plus a fixed allowance.
+_FRAMING_DIVISOR = 4
 _LINGER_S = 2.0
 _MAX_LINGER_BYTES = 2**20
 _UNREAD_S = 5.0
@@ -34,7 +34,7 @@ _MAX_UNREAD_BYTES = 64 * 2**20
 
 
 class _LimitExceeded(Exception):
-    """Ends a parser's callback; what is answered was noted before."""
+    """Leaves a parser callback; `_limit_error` has the response."""
 
 
 class LimitedProtocol(HttpToolsProtocol):
@@ -42,10 +42,10 @@ class LimitedProtocol(HttpToolsProtocol):
 
     reading a head -> reading a body -> waiting for the response -> idle, or the next head
           |                 |                    |
-         408               408           a reader that lags is cut
+         408               408           a slow reader is disconnected
 
-    After an error answer it lingers: it discards what still comes, so that the client can read the
-    answer before the connection is reset.
+    After an error response it lingers: it discards further input, so that the client can read the
+    response before the connection is reset.
     """
 
     def __init__(self, *, connections: Connections, **options: Any) -> None:
@@ -53,28 +53,30 @@ class LimitedProtocol(HttpToolsProtocol):
         self._connections = connections
         self._limits = connections.limits
         self._socket: socket.socket | None = None  # below TLS
-        self._deadline = 0.0  # of the head, of idling, lingering, or discarding an unread body
+        self._deadline = 0.0  # for headers, keep-alive, lingering, or discarding an unread body
         self._lingering = False
-        self._discarding = False  # what comes has no meaning any more
+        self._discarding = False  # further input is ignored
         self._num_discarded = 0
-        self._verdict: tuple[Problem, CutReason] | None = None
-        self._running: RequestResponseCycle | None = None  # its response is not complete
-        # The request that is arriving.
+        self._limit_error: tuple[Problem, CutReason] | None = None
+        self._running: RequestResponseCycle | None = (
+            None  # the request whose response is incomplete
+        )
+        # State of the request that is being received.
         self._in_body = False
         self._num_head_bytes = 0
         self._num_fields = 0
         self._num_field_bytes = 0
         self._num_body_bytes = 0
-        self._num_framed_bytes = 0  # of its body, chunk sizes, extensions and trailers included
-        self._num_bytes_at_answer = 0  # of these, when the answer was complete
-        self._num_held_bytes = 0  # of its body, in memory
+        self._num_framed_bytes = 0  # body, chunk sizes, extensions and trailers
+        self._framed_bytes_at_response = 0  # _num_framed_bytes when the response was complete
+        self._num_held_bytes = 0  # body bytes in memory
         self._body_window: RateWindow | None = None
         self._write_window: RateWindow | None = None
 
-    # ---- opening and closing -----------------------------------------------------------------
+    # ---- open and close ----------------------------------------------------------------------
 
     def admit_before_tls(self, accepted: socket.socket) -> bool:
-        """Count the connection before its handshake; False: there are too many."""
+        """Count the connection before its TLS handshake; False: the limit is reached."""
         self._socket = accepted
         return self._connections.admit(self)
 
@@ -86,7 +88,7 @@ class LimitedProtocol(HttpToolsProtocol):
         self._deadline = self._connections.clock() + self._limits.header_timeout
 
     def _refuse(self, transport: asyncio.Transport) -> None:
-        """Answer a connection above the cap, and close it."""
+        """Send 503 to a connection above the limit, and close it."""
         self.transport = transport
         limit = self._limits.max_connections
         problem = _problem(
@@ -105,26 +107,26 @@ class LimitedProtocol(HttpToolsProtocol):
         self._release_body()
         running = self._running
         if running is not None and not running.response_complete:
-            # uvicorn tells only the last request; one before it may still be answered.
+            # uvicorn notifies only the last request; an earlier one may still be running.
             running.disconnected = True
             running.message_event.set()
         super().connection_lost(exc)
 
     @property
     def is_closing(self) -> bool:
-        """Whether nothing that is written reaches the client any more."""
+        """Whether writes no longer reach the client."""
         return self.transport.is_closing()
 
     def cut(self, reason: CutReason) -> None:
-        """Close the connection at once; a running request ends as if the client had hung up."""
+        """Close the connection at once; a running request sees a disconnect."""
         self._connections.count_cut(reason)
         self._connections.release(self)
         self.abort()
 
     def cut_if_unread(self) -> None:
-        """Cut a client for which more of a stream waits than it may.
+        """Disconnect a client whose stream buffer is full, if the client is the cause.
 
-        A stream may also wait because the engine is faster than this process for a moment.
+        The buffer can also be full because the engine is briefly faster than this process.
         """
         if self.flow.write_paused and not self.transport.is_closing():
             self.cut("stream_buffer")
@@ -134,65 +136,65 @@ class LimitedProtocol(HttpToolsProtocol):
         if self.transport is not None:
             self.transport.abort()
         elif self._socket is not None:
-            with contextlib.suppress(OSError):  # it is closed already
-                self._socket.shutdown(socket.SHUT_RDWR)  # ends its handshake
+            with contextlib.suppress(OSError):  # already closed
+                self._socket.shutdown(socket.SHUT_RDWR)  # ends the handshake
 
-    # ---- bytes that arrive -------------------------------------------------------------------
+    # ---- input -------------------------------------------------------------------------------
 
     def data_received(self, data: bytes) -> None:
         self._unset_keepalive_if_required()
         rest = memoryview(data)
         while rest and not (self._discarding or self.transport.is_closing()):
-            size = _BODY_PIECE if self._in_body else _HEAD_PIECE
+            size = _BODY_SLICE if self._in_body else _HEAD_SLICE
             self._parse(rest[:size])
             rest = rest[size:]
         self._num_discarded += len(rest)
         if self._num_discarded > _MAX_LINGER_BYTES:
             self.abort()
 
-    def _parse(self, piece: memoryview) -> None:
+    def _parse(self, data: memoryview) -> None:
         if self._in_body:
-            self._num_framed_bytes += len(piece)
+            self._num_framed_bytes += len(data)
         else:
             if not self._num_head_bytes and self._running is None and self.cycle is not None:
-                # The first bytes after idling. A new connection's time runs since it was opened.
+                # First bytes after keep-alive. A new connection's deadline runs since it was opened.
                 self._deadline = self._connections.clock() + self._limits.header_timeout
-            self._num_head_bytes += len(piece)
+            self._num_head_bytes += len(data)
         try:
-            self.parser.feed_data(piece)
+            self.parser.feed_data(data)
         except httptools.HttpParserUpgrade:
             self._decline_upgrade()
         except httptools.HttpParserError:
-            self._end(*(self._verdict or _malformed()))
+            self._end(*(self._limit_error or _malformed()))
         else:
             self._check_sizes()
 
     def _decline_upgrade(self) -> None:
-        """Answer as if no upgrade was asked for, and close: the parser reads nothing behind it."""
+        """Ignore the upgrade, respond and close: the parser stops after an upgrade request."""
         if any(name in (b"content-length", b"transfer-encoding") for name, _ in self.headers):
-            message = "a request with a body cannot ask for an upgrade. Use plain HTTP/1.1."
+            message = "a request with a body cannot request an upgrade. Use plain HTTP/1.1."
             self._end(_problem(400, message, "upgrade_with_body"), "bad_request")
             return
         self.cycle.keep_alive = False
         self._discarding = True
 
     def _check_sizes(self) -> None:
-        """Bound what no callback shows: lines that have not ended, and the framing of chunks."""
+        """Check sizes that no parser callback reports: incomplete lines and chunk framing."""
         limits = self._limits
         if not self._in_body:
             if self._num_head_bytes > limits.max_url_bytes + limits.max_header_bytes:
                 self._end(*self._head_too_large())
             return
         if self._running is None:
-            if self._num_framed_bytes - self._num_bytes_at_answer > _MAX_UNREAD_BYTES:
+            if self._num_framed_bytes - self._framed_bytes_at_response > _MAX_UNREAD_BYTES:
                 self.cut("unread_body")
             return
-        allowed = limits.max_header_bytes + self._num_body_bytes // _FRAMING_SHARE
+        allowed = limits.max_header_bytes + self._num_body_bytes // _FRAMING_DIVISOR
         if self._num_framed_bytes - self._num_body_bytes > allowed:
             message = "the body's chunks are too small, or their extensions or trailers too long."
             self._end(_problem(400, message, "bad_framing"), "bad_request")
 
-    # ---- callbacks of the parser -------------------------------------------------------------
+    # ---- parser callbacks --------------------------------------------------------------------
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
@@ -203,27 +205,27 @@ class LimitedProtocol(HttpToolsProtocol):
         limit = self._limits.max_url_bytes
         if len(self.url) + len(url) > limit:
             message = f"the URL is longer than {limit} bytes (--max-url-bytes)."
-            self._verdict = _problem(414, message, "url_too_long"), "url_too_long"
+            self._limit_error = _problem(414, message, "url_too_long"), "url_too_long"
             raise _LimitExceeded
         super().on_url(url)
 
     def on_header(self, name: bytes, value: bytes) -> None:
         limits = self._limits
         self._num_fields += 1
-        self._num_field_bytes += len(name) + len(value) + 4  # ": " and the end of the line
+        self._num_field_bytes += len(name) + len(value) + 4  # ": " and CRLF
         if (
             self._num_fields > limits.max_header_fields
             or self._num_field_bytes > limits.max_header_bytes
         ):
-            self._verdict = self._head_too_large()
+            self._limit_error = self._head_too_large()
             raise _LimitExceeded
-        if not self._in_body:  # a trailer was not there when the headers were checked
+        if not self._in_body:  # trailers are dropped: they were not checked as headers
             super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
         if len(self.pipeline) >= _MAX_PIPELINED:
-            message = f"more than {_MAX_PIPELINED} requests were sent ahead of their answers."
-            self._verdict = _problem(400, message, "too_many_pipelined"), "bad_request"
+            message = f"more than {_MAX_PIPELINED} requests were pipelined."
+            self._limit_error = _problem(400, message, "too_many_pipelined"), "bad_request"
             raise _LimitExceeded
         super().on_headers_complete()
         if not self.pipeline:
@@ -240,10 +242,10 @@ class LimitedProtocol(HttpToolsProtocol):
             if not self._connections.hold_body(len(body)):
                 limit = self._limits.max_buffered_body_bytes
                 message = (
-                    f"the request bodies that are being received exceed {limit} bytes "
+                    f"the request bodies in reception exceed {limit} bytes "
                     "(--max-buffered-body-bytes). Try again."
                 )
-                self._verdict = _problem(503, message, "body_memory"), "body_memory"
+                self._limit_error = _problem(503, message, "body_memory"), "body_memory"
                 raise _LimitExceeded
         super().on_body(body)
 
@@ -261,15 +263,15 @@ class LimitedProtocol(HttpToolsProtocol):
             return
         if self._in_body:
             self._release_body()
-            self._num_bytes_at_answer = self._num_framed_bytes
+            self._framed_bytes_at_response = self._num_framed_bytes
             self._deadline = self._connections.clock() + _UNREAD_S
         else:
             self._wait_for_request()
 
     def _wait_for_request(self) -> None:
         limits = self._limits
-        begun = self._num_head_bytes > 0
-        timeout_s = limits.header_timeout if begun else limits.keep_alive_timeout
+        has_begun = self._num_head_bytes > 0
+        timeout_s = limits.header_timeout if has_begun else limits.keep_alive_timeout
         self._deadline = self._connections.clock() + timeout_s
         self._connections.mark_idle(self)
 
@@ -277,11 +279,11 @@ class LimitedProtocol(HttpToolsProtocol):
         self._connections.hold_body(-self._num_held_bytes)
         self._num_held_bytes = 0
 
-    # ---- time --------------------------------------------------------------------------------
+    # ---- timeouts ----------------------------------------------------------------------------
 
     def check(self, now: float) -> None:
         if self.transport is None:
-            return  # the handshake has its own time limit
+            return  # the handshake has its own timeout
         if self._lingering:
             if now >= self._deadline:
                 self.abort()
@@ -293,10 +295,10 @@ class LimitedProtocol(HttpToolsProtocol):
         if self._in_body and self._running is not None:
             self._check_body(now)
         elif self._running is None and now >= self._deadline:
-            self._time_is_up()
+            self._on_deadline()
 
     def _check_reader(self, now: float) -> None:
-        """Cut a client that does not take what is sent. Nothing is added while this is checked."""
+        """Disconnect a client that does not read. Writing is paused, so the buffer only shrinks."""
         num_sent = -self.transport.get_write_buffer_size()
         if self._write_window is None:
             self._write_window = self._window(self._limits.write_timeout, now, num_sent)
@@ -307,7 +309,7 @@ class LimitedProtocol(HttpToolsProtocol):
         if self._body_window is None:
             self._body_window = self._window(self._limits.body_timeout, now, 0)
         if self.flow.read_paused or self._running is not self.cycle:
-            self._body_window.restart(now, self._num_body_bytes)  # it waits for the server
+            self._body_window.restart(now, self._num_body_bytes)  # the client waits for the server
         elif self._body_window.is_stalled(now, self._num_body_bytes):
             limits = self._limits
             message = (
@@ -316,15 +318,16 @@ class LimitedProtocol(HttpToolsProtocol):
             )
             self._end(_problem(408, message, "request_timeout"), "body_timeout")
 
-    def _window(self, span_s: float, now: float, moved: int) -> RateWindow:
-        return RateWindow(span_s, self._limits.min_transfer_rate, now, moved)
+    def _window(self, span_s: float, now: float, num_bytes: int) -> RateWindow:
+        rate = self._limits.min_transfer_rate
+        return RateWindow(span_s, rate, now=now, num_bytes=num_bytes)
 
-    def _time_is_up(self) -> None:
+    def _on_deadline(self) -> None:
         if self._in_body:
             self.cut("unread_body")
         elif self._num_head_bytes:
             message = (
-                f"the headers did not come within {self._limits.header_timeout:g} s "
+                f"the headers did not arrive within {self._limits.header_timeout:g} s "
                 "(--header-timeout)."
             )
             self._end(_problem(408, message, "request_timeout"), "header_timeout")
@@ -333,10 +336,10 @@ class LimitedProtocol(HttpToolsProtocol):
                 self._connections.count_cut("header_timeout")
             self.transport.close()
 
-    # ---- errors that HTTP itself finds -------------------------------------------------------
+    # ---- protocol errors ---------------------------------------------------------------------
 
     def _end(self, problem: Problem, reason: CutReason) -> None:
-        """Answer with `problem` unless another answer has begun, and close the connection."""
+        """Respond with `problem` unless a response has begun, and close the connection."""
         self.pipeline.clear()
         running = self._running
         if running is not None and running.response_started:
@@ -344,13 +347,13 @@ class LimitedProtocol(HttpToolsProtocol):
             return
         self._connections.count_cut(reason)
         if running is not None:
-            running.disconnected = True  # whatever the application sends now is dropped
+            running.disconnected = True  # drops further output of the application
             running.message_event.set()
         self.transport.write(_as_http(problem))
         self._linger()
 
     def _linger(self) -> None:
-        """Discard what comes for a while, then close."""
+        """Discard input for a while, then close."""
         self._lingering = self._discarding = True
         self._deadline = self._connections.clock() + _LINGER_S
         if self.flow is not None:
@@ -377,7 +380,7 @@ def _problem(status: int, message: str, code: str) -> Problem:
 
 
 def _as_http(problem: Problem) -> bytes:
-    """A whole response, after which the connection is closed."""
+    """Encode a complete response that closes the connection."""
     response = problem.response()
     lines = [f"HTTP/1.1 {problem.status} {HTTPStatus(problem.status).phrase}".encode()]
     lines += [name + b": " + value for name, value in response.raw_headers]

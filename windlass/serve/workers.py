@@ -1,4 +1,4 @@
-"""Threads for work that would block the event loop."""
+"""Thread pools for work that would block the event loop."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Workers:
         return await _run(self._releasing, work, *args, **options)
 
     def close(self) -> None:
-        """Drop what waits; what runs ends by itself."""
+        """Cancel waiting work; running work ends in the background."""
         for pool in (self._holding, self._releasing):
             pool.shutdown(wait=False, cancel_futures=True)
 

@@ -1,4 +1,4 @@
-"""How the server sees an engine: its heartbeat, health and backlog, and how often it may die."""
+"""The engine's state as the HTTP process sees it: heartbeat, health, backlog, restart policy."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ LOST_AFTER = 1.5  # hang timeouts without a heartbeat, until the server kills th
 
 @dataclass(frozen=True, slots=True)
 class RestartPolicy:
-    """How often a dead engine is started again before the server gives up."""
+    """How often a dead engine is restarted before the server exits."""
 
     max_restarts: int = 5
     window_s: float = 600.0
@@ -24,12 +24,12 @@ class RestartPolicy:
 class Health:
     ok: bool
     reason: str = ""
-    status: str = "unavailable"  # in a word, where it is not ok
+    status: str = "unavailable"  # the response's `status` field if not ok
 
 
 @dataclass(frozen=True, slots=True)
 class Backlog:
-    """What waits for the engine, requests that it has not seen yet included."""
+    """Requests in the engine's queue, and those sent to it that it has not reported yet."""
 
     num_running: int
     num_waiting: int
@@ -38,10 +38,10 @@ class Backlog:
 
 
 class Heartbeat:
-    """How long the engine has been silent, counted in ticks of the process that listens.
+    """Measures how long the engine has sent nothing, in ticks of the HTTP process.
 
-    A tick that comes late counts as two at most: a listener that was stopped, or whose event loop
-    was blocked, must not take its own pause for the engine's silence. `timeout_s` 0: no limit.
+    A late tick counts as at most two: an HTTP process that was stopped, or whose event loop was
+    blocked, must not take its own pause for silence of the engine. `timeout_s` 0: no limit.
     """
 
     def __init__(self, timeout_s: float, clock: Callable[[], float] = time.monotonic) -> None:
@@ -56,7 +56,7 @@ class Heartbeat:
         self.silent_s = 0.0
 
     def tick(self) -> None:
-        """Count the time since the last tick; to be called every `interval_s`."""
+        """Count the time since the last tick. Called every `interval_s`."""
         now = self._clock()
         if not self._paused:
             self.silent_s += min(now - self._ticked_at, 2 * self.interval_s)
@@ -64,7 +64,7 @@ class Heartbeat:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Expect no heartbeat while the engine does something that may take long."""
+        """Expect no heartbeat during a slow operation of the engine."""
         self._paused = True
         try:
             yield
@@ -74,7 +74,7 @@ class Heartbeat:
 
     @property
     def is_late(self) -> bool:
-        """Whether the engine counts as hung; it may come back."""
+        """Whether the engine counts as hung; it may recover."""
         return 0.0 < self._timeout_s < self.silent_s
 
     @property

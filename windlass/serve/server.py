@@ -1,4 +1,4 @@
-"""One server's life: it waits for the engine, serves, drains and ends."""
+"""Runs a server: waits for the engine, serves HTTP, drains and ends."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ import uvicorn
 from windlass.config import ServeConfig
 from windlass.core.card import EngineReport, ModelCard
 from windlass.errors import WorkerDied
-from windlass.serve.answer import with_straight_send
 from windlass.serve.app import create_app
 from windlass.serve.client import EngineClient
 from windlass.serve.connections import ConnectionLimits, Connections
 from windlass.serve.descriptors import connection_cap
-from windlass.serve.launch import OnReady, url_of
+from windlass.serve.listener import OnReady, url_of
+from windlass.serve.response import with_direct_send
 from windlass.serve.services import make_services
 from windlass.serve.tls import TlsListener, tls_context
 from windlass.serve.transport import LimitedProtocol
 
 _log = logging.getLogger("windlass.serve")
 
-_LAST_ANSWERS_S = 2  # after the drain: for the errors that tell the rest of the requests
+_LAST_RESPONSES_S = 2  # after the drain: for the error responses of the remaining requests
 
 
-class _Server(uvicorn.Server):
-    """uvicorn without its signal handlers, and with a TLS listener that has limits."""
+class _UvicornServer(uvicorn.Server):
+    """uvicorn without its signal handlers, and with a TLS listener that enforces our limits."""
 
     def __init__(
         self, config: uvicorn.Config, connections: Connections, tls: ssl.SSLContext | None
@@ -65,8 +65,8 @@ class _Server(uvicorn.Server):
         yield
 
 
-class Service:
-    """One server's life. Owns the HTTP server and, through the client, the engine."""
+class Server:
+    """Owns the HTTP server and, through the client, the engine process."""
 
     def __init__(
         self, client: EngineClient, card: ModelCard, config: ServeConfig, listener: socket.socket
@@ -75,22 +75,22 @@ class Service:
         self._config = config
         self._listener = listener
         self._services = make_services(client, card, config)
-        self._cap = connection_cap(config.max_connections)
+        self._max_connections = connection_cap(config.max_connections)
         self._connections = self._make_connections()
         tls = tls_context(config)
-        self._server = _Server(self._uvicorn_config(), self._connections, tls)
+        self._server = _UvicornServer(self._uvicorn_config(), self._connections, tls)
 
     def _make_connections(self) -> Connections:
         metrics = self._services.metrics
-        limits = ConnectionLimits.of(self._config, int(self._cap.value))
-        made = Connections(limits, metrics.connection_cut)
-        metrics.watch_connections(lambda: made.num_open, lambda: made.num_body_bytes)
-        return made
+        limits = ConnectionLimits.of(self._config, int(self._max_connections.value))
+        connections = Connections(limits, metrics.connection_cut)
+        metrics.watch_connections(lambda: connections.num_open, lambda: connections.num_body_bytes)
+        return connections
 
     def _uvicorn_config(self) -> uvicorn.Config:
         protocol = partial(LimitedProtocol, connections=self._connections)
         return uvicorn.Config(
-            with_straight_send(create_app(self._services)),
+            with_direct_send(create_app(self._services)),
             log_config=None,
             access_log=False,
             lifespan="off",
@@ -98,15 +98,15 @@ class Service:
             server_header=False,
             http=cast(type[asyncio.Protocol], protocol),
             timeout_keep_alive=math.ceil(self._config.keep_alive_timeout),
-            timeout_graceful_shutdown=_LAST_ANSWERS_S,
+            timeout_graceful_shutdown=_LAST_RESPONSES_S,
         )
 
     async def run(
         self, engine: asyncio.Task[EngineReport], on_ready: OnReady, stop: asyncio.Event
     ) -> int:
-        """Wait for the engine, serve, and when `stop` is set drain and end; 1: it was lost."""
+        """Serve until `stop` is set, then drain; returns the exit code, 1 if the engine failed."""
         try:
-            report = await self._unless_stopped(engine, stop)
+            report = await self._wait_for_engine(engine, stop)
             if report is None:
                 return 0
             return await self._serve(report, on_ready, stop)
@@ -114,10 +114,10 @@ class Service:
             await self._client.close()
             self._services.close()
 
-    async def _unless_stopped(
+    async def _wait_for_engine(
         self, start: asyncio.Task[EngineReport], stop: asyncio.Event
     ) -> EngineReport | None:
-        """What the engine says when it is ready; None: the server is told to stop before that."""
+        """Wait for the engine's report; None: `stop` was set before the engine was ready."""
         stopped = asyncio.create_task(stop.wait())
         either: set[asyncio.Task[Any]] = {start, stopped}
         await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
@@ -131,33 +131,33 @@ class Service:
     async def _serve(self, report: EngineReport, on_ready: OnReady, stop: asyncio.Event) -> int:
         serving = asyncio.create_task(self._server.serve(sockets=[self._listener]))
         stopped = asyncio.create_task(stop.wait())
-        lost = asyncio.create_task(self._client.failed.wait())
+        failed = asyncio.create_task(self._client.failed.wait())
         while not (self._server.started or serving.done()):
             await asyncio.sleep(0.01)
         if serving.done():
-            await serving  # raises what kept it from listening
+            await serving  # raises the error that prevented it from listening
         sweeping = asyncio.create_task(self._connections.sweep_forever())
-        report = replace(report, choices=[*report.choices, self._cap])
+        report = replace(report, choices=[*report.choices, self._max_connections])
         on_ready(report, url_of(self._config, self._listener))
-        either: set[asyncio.Task[Any]] = {serving, stopped, lost, sweeping}
+        either: set[asyncio.Task[Any]] = {serving, stopped, failed, sweeping}
         await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
         if sweeping.done():
-            await sweeping  # raises what ended it
-        engine_lost = lost.done()
-        for task in (stopped, lost):
+            await sweeping  # raises the error that ended it
+        engine_failed = failed.done()
+        for task in (stopped, failed):
             task.cancel()
-        if engine_lost:
-            _log.error("the server ends: %s", self._client.health().reason)
+        if engine_failed:
+            _log.error("the server exits: %s", self._client.health().reason)
         else:
             await self._drain()
         self._server.should_exit = True
         await serving
         sweeping.cancel()
         self._connections.abort_all()
-        return int(engine_lost)
+        return int(engine_failed)
 
     async def _drain(self) -> None:
-        """Take nothing new, let what runs finish, and tell the rest that it will not."""
+        """Refuse new requests, wait for running ones, and fail those that do not finish in time."""
         desk, timeout_s = self._services.desk, self._config.shutdown_timeout
         desk.draining = True
         _log.info("shutting down; %d requests are running", desk.num_in_flight)
@@ -167,4 +167,4 @@ class Service:
         self._client.abort_all(
             WorkerDied(f"the server shut down before this request ended ({timeout_s:g} s given).")
         )
-        await desk.idle(_LAST_ANSWERS_S)
+        await desk.idle(_LAST_RESPONSES_S)

@@ -1,7 +1,6 @@
-"""A completion on its way to a client: what is sent when, and the numbers it leaves behind.
+"""Decides when the output of a completion is sent to its client, and measures its latencies.
 
-How tokens become text, scores and an ending is text/completion.py; JSON shapes read the portions
-made here.
+text/completion.py turns tokens into text; formatters.py turns the deltas of this module into JSON.
 """
 
 from __future__ import annotations
@@ -12,11 +11,9 @@ from windlass.core.types import Output
 from windlass.serve.metrics import Metrics
 from windlass.text.completion import Completion, Delta
 
-Portion = Delta  # what is sent at once: the deltas of some steps
 
-
-class Stopwatch:
-    """Tells the metrics when the tokens of one completion came, as its client felt it."""
+class TokenTimer:
+    """Reports the token latencies of one completion, as its client sees them, to the metrics."""
 
     def __init__(self, metrics: Metrics, arrived: float) -> None:
         self._metrics = metrics
@@ -36,63 +33,64 @@ class Stopwatch:
 
     def end(self, reason: str, num_tokens: int) -> None:
         decode_s = self._last_at - (self._first_at or self._last_at)
-        self._metrics.finished(reason, num_tokens, decode_s, self._last_at - self._arrived)
+        total_s = self._last_at - self._arrived
+        self._metrics.finished(reason, num_tokens=num_tokens, decode_s=decode_s, total_s=total_s)
 
 
-class Served:
-    """One completion that a client waits for.
+class ServedCompletion:
+    """One completion of an HTTP request; merges the deltas of several steps into one.
 
-    `interval` tokens make a portion, except that the first token and the end never wait; None: all
-    of it makes one.
+    A merged delta has `interval` tokens, but the first token and the end are sent at once. None:
+    all output is one delta.
     """
 
-    def __init__(self, completion: Completion, watch: Stopwatch, interval: int | None) -> None:
+    def __init__(self, completion: Completion, timer: TokenTimer, interval: int | None) -> None:
         self.completion = completion
         self.num_cached = 0
         self.num_drafted = 0
         self.num_accepted = 0
-        self._watch = watch
+        self._timer = timer
         self._interval = interval
         self._num_sent = 0
         self._first = True
-        self._pending: Portion | None = None
+        self._pending: Delta | None = None
 
     @property
     def num_tokens(self) -> int:
         """Generated tokens, up to the one that completed a stop string."""
         return len(self.completion.tokens)
 
-    def feed(self, output: Output) -> Portion | None:
-        """Take in a step's output; returns a portion when it is time for one."""
+    def feed(self, output: Output) -> Delta | None:
+        """Add the output of a step; returns a delta if one is due."""
         delta = self.completion.feed(output)
         if not output.tokens and output.finish is None:
-            return None  # it brought scores of the prompt
+            return None  # it has only prompt logprobs
         if delta.logprobs:
-            # Portions carry the scores; a long stream must not keep those it has sent.
+            # Deltas carry the logprobs; a long stream must not keep those that were sent.
             self.completion.logprobs.clear()
         if output.timeline is not None:
             self.num_cached = output.timeline.num_cached
             self.num_drafted = output.timeline.num_drafted
             self.num_accepted = output.timeline.num_accepted
-        self._watch.tokens(output)
+        self._timer.tokens(output)
         if delta.finish_reason is not None:
-            self._watch.end(delta.finish_reason, self.num_tokens)
-        portion = self._pending
-        if portion is None:
-            portion = delta
-            portion.first, self._first = self._first, False
+            self._timer.end(delta.finish_reason, self.num_tokens)
+        merged = self._pending
+        if merged is None:
+            merged = delta
+            merged.first, self._first = self._first, False
         else:
-            portion.add(delta)
-        if self._due(portion):
+            merged.add(delta)
+        if self._is_due(merged):
             self._pending, self._num_sent = None, self.num_tokens
-            return portion
+            return merged
         if self._pending is None:
-            portion.tokens = list(portion.tokens)  # it will grow, and was the output's own
-            self._pending = portion
+            merged.tokens = list(merged.tokens)  # a copy: the list belongs to `output`
+            self._pending = merged
         return None
 
-    def _due(self, portion: Portion) -> bool:
-        if portion.finish_reason is not None:
+    def _is_due(self, delta: Delta) -> bool:
+        if delta.finish_reason is not None:
             return True
         if self._interval is None:
             return False

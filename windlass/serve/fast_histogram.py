@@ -1,4 +1,7 @@
-"""A histogram that is observed for every token: numbers in a list, a metric only when it is read."""
+"""A Prometheus histogram cheap enough to observe once per token.
+
+Observations go into a list of counts; metric samples are built only when they are read.
+"""
 
 from __future__ import annotations
 
@@ -10,13 +13,14 @@ from prometheus_client import CollectorRegistry, Histogram, Metric
 from prometheus_client.registry import Collector
 
 
-class Tally(Collector):
-    """Read as a Histogram with one label. One thread observes; there is no lock."""
+class FastHistogram(Collector):
+    """Exported as a Histogram with one label. Has no lock: one thread observes."""
 
     def __init__(
         self,
         name: str,
         help: str,
+        *,
         label: tuple[str, str],
         buckets: tuple[float, ...],
         registry: CollectorRegistry,
@@ -24,8 +28,8 @@ class Tally(Collector):
         self._bounds = buckets
         self._counts = [0] * (len(buckets) + 1)
         self._sum = 0.0
-        self._form = Histogram(name, help, label[:1], registry=None, buckets=buckets)
-        self._form.labels(label[1])
+        self._template = Histogram(name, help, label[:1], registry=None, buckets=buckets)
+        self._template.labels(label[1])
         registry.register(self)
 
     def observe(self, amount: float, times: int = 1) -> None:
@@ -33,15 +37,15 @@ class Tally(Collector):
         self._sum += amount * times
 
     def describe(self) -> Iterable[Metric]:
-        return self._form.describe()
+        return self._template.describe()
 
     def collect(self) -> Iterable[Metric]:
-        """What the form says, with the numbers from here."""
-        [metric] = self._form.collect()
+        """Fill the samples of the template with the own counts."""
+        [metric] = self._template.collect()
         buckets = accumulate(self._counts)
         totals = {"_count": sum(self._counts), "_sum": self._sum}
         for at, sample in enumerate(metric.samples):
-            ending = sample.name.removeprefix(metric.name)
-            value = next(buckets) if ending == "_bucket" else totals.get(ending, sample.value)
+            suffix = sample.name.removeprefix(metric.name)
+            value = next(buckets) if suffix == "_bucket" else totals.get(suffix, sample.value)
             metric.samples[at] = sample._replace(value=float(value))
         return [metric]
