@@ -264,13 +264,13 @@ def loaded(name: str, folder: str, **error: str) -> messages.AdapterReply:
 
 def test_restart_replays_changes_since_the_start() -> None:
     registry = AdapterRegistry()
-    assert registry.restarted({"a": "/a", "b": "/b"}) == []
-    registry.answered(messages.AdapterReply(messages.UnloadAdapter("a")))
-    registry.answered(loaded("c", "/c"))
+    assert registry.sync_after_start({"a": "/a", "b": "/b"}) == []
+    registry.on_reply(messages.AdapterReply(messages.UnloadAdapter("a")))
+    registry.on_reply(loaded("c", "/c"))
     expected = [messages.UnloadAdapter("a"), messages.LoadAdapter("c", "/c")]
-    assert registry.restarted({"a": "/a", "b": "/b"}) == expected
+    assert registry.sync_after_start({"a": "/a", "b": "/b"}) == expected
     # An adapter that cannot be reloaded is removed.
-    registry.answered(loaded("c", "/c", kind="CheckpointError", message="gone"))
+    registry.on_reply(loaded("c", "/c", kind="CheckpointError", message="gone"))
     assert registry.folders == {"b": "/b"}
 
 
@@ -283,7 +283,7 @@ def test_answers_reach_their_caller() -> None:
         await asyncio.sleep(0)
         with pytest.raises(AdapterConflict, match="by another call"):
             await registry.change(change, sent.append)
-        registry.answered(loaded("a", "/a", kind="CheckpointError", message="broken"))
+        registry.on_reply(loaded("a", "/a", kind="CheckpointError", message="broken"))
         with pytest.raises(CheckpointError, match="broken"):
             await first
         second = asyncio.create_task(registry.change(change, sent.append))
@@ -298,7 +298,7 @@ def test_answers_reach_their_caller() -> None:
 
 def test_loading_a_loaded_name_is_a_conflict() -> None:
     registry = AdapterRegistry()
-    registry.answered(loaded("a", "/a"))
+    registry.on_reply(loaded("a", "/a"))
     with pytest.raises(AdapterConflict, match="is loaded already"):
         asyncio.run(registry.change(messages.LoadAdapter("a", "/a"), lambda _: None))
     assert (registry.folders, registry._calls) == ({"a": "/a"}, {})
@@ -312,7 +312,7 @@ def test_ten_thousand_loads_leave_no_state() -> None:
             for change in (messages.LoadAdapter(name, "/a"), messages.UnloadAdapter(name)):
                 call = asyncio.ensure_future(registry.change(change, lambda _: None))
                 await asyncio.sleep(0)
-                registry.answered(messages.AdapterReply(change))
+                registry.on_reply(messages.AdapterReply(change))
                 assert await call == 0
         assert (registry.folders, registry._calls) == ({}, {})
 

@@ -17,8 +17,10 @@ from openai import OpenAI
 from tests.serve.fakes import CARD, Options, counting
 from windlass.config import ServeConfig
 from windlass.core.card import ModelCard
-from windlass.serve.client import EngineClient, RestartPolicy
-from windlass.serve.launch import bind, live, run_loop
+from windlass.serve.client import EngineClient
+from windlass.serve.health import RestartPolicy
+from windlass.serve.launch import ServerParts, run_loop, serve_until
+from windlass.serve.listener import bind
 from windlass.serve.loop import Build
 
 QUICK_RESTARTS = RestartPolicy(first_pause_s=0.05)
@@ -88,9 +90,14 @@ def running(
     async def main() -> int:
         stop = asyncio.Event()
         holder.append((asyncio.get_running_loop(), stop))
-        return await live(
-            client, lambda: card, config, listener, lambda _report, url: ready.append(url), stop
+        parts = ServerParts(
+            client=client,
+            open_card=lambda: card,
+            config=config,
+            listener=listener,
+            on_ready=lambda _report, url: ready.append(url),
         )
+        return await serve_until(stop, parts)
 
     def body() -> None:
         try:

@@ -11,7 +11,7 @@ from windlass.config import ServeConfig
 from windlass.core.types import EngineStats
 from windlass.errors import Overloaded, RequestError
 from windlass.serve.admission import AdmissionControl, Rates
-from windlass.serve.client import Backlog
+from windlass.serve.health import Backlog
 
 
 def admission(

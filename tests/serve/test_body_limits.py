@@ -19,8 +19,9 @@ from tests.serve.fakes import CARD, Bytes, Options, counting
 from tests.serve.test_bad_input import CHAT, TEXT, error_of, user
 from windlass.core.sampling import SamplingParams
 from windlass.serve import body_limits as limits
-from windlass.serve import shapes, template_process
+from windlass.serve import formatters
 from windlass.serve.protocol import ChatRequest, CompletionRequest
+from windlass.text import template_process
 
 HANG_GUARD_S = 30
 
@@ -122,13 +123,13 @@ def test_large_bodies_are_decoded_in_a_thread(
 
 def test_log_probabilities_are_spelled_in_a_thread(server: Server) -> None:
     threads = set()
-    plain = shapes.prompt_logprobs
+    plain = formatters.prompt_logprobs
 
     def spy(*args: Any) -> Any:
         threads.add(threading.current_thread().name.rpartition("_")[0])
         return plain(*args)
 
-    with mock.patch.object(shapes, "prompt_logprobs", spy):
+    with mock.patch.object(formatters, "prompt_logprobs", spy):
         answer = server.complete(prompt="x" * 1000, prompt_logprobs=2, max_tokens=1).json()
     assert threads == {"windlass-text"}
     scores = answer["choices"][0]["prompt_logprobs"]

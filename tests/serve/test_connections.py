@@ -56,7 +56,7 @@ class FakeConnection:
 
 
 def test_a_rate_is_judged_window_by_window() -> None:
-    window = RateWindow(span_s=10, min_rate=100, now=0, moved=0)
+    window = RateWindow(span_s=10, min_rate=100, now=0, num_bytes=0)
     assert not window.is_stalled(9.9, 0)
     assert not window.is_stalled(10, 1000)
     assert not window.is_stalled(19.9, 1000)

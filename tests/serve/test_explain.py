@@ -63,7 +63,7 @@ def blocked(name: str, seconds: float = 1.9) -> tuple[float, ...]:
         ),
         (
             {"blocked_s": blocked("sequences")},
-            "1.9 s of 2.3 s were spent waiting for one of 8 places to run (--max-num-seqs), behind "
+            "1.9 s of 2.3 s were spent waiting for one of 8 running slots (--max-num-seqs), behind "
             "3 others in the queue.",
             "--max-num-seqs",
             12,
@@ -76,14 +76,14 @@ def blocked(name: str, seconds: float = 1.9) -> tuple[float, ...]:
         ),
         (
             {"blocked_s": blocked("tokens")},
-            "1.9 s of 2.3 s were spent waiting for room in steps that were full (512 tokens), "
+            "1.9 s of 2.3 s were spent waiting for the token budget of full steps (512 tokens), "
             "behind 3 others in the queue.",
             None,
             None,
         ),
         (
             {"timeline": Timeline(0.0, 0.1, 0.2, 2.3, num_prompt=40, num_output=31)},
-            "2.1 s of 2.3 s generated 31 tokens, 70 ms each, in batches of 1 to 13 (median 9).",
+            "2.1 s of 2.3 s were spent generating 31 tokens, 70 ms each, in batches of 1 to 13 (median 9).",
             None,
             None,
         ),
@@ -94,13 +94,14 @@ def blocked(name: str, seconds: float = 1.9) -> tuple[float, ...]:
                 ),
                 "chunks": [Chunk(100, 128, 128, 1, 1.0), Chunk(228, 128, 130, 3, 1.0)],
             },
-            "2.0 s of 2.3 s computed the prompt: 800 tokens in 2 steps; 100 more were cached.",
+            "2.0 s of 2.3 s were spent computing the prompt: 800 tokens in 2 steps; 100 more were "
+            "cached.",
             "--long-prefill-token-threshold",
             0,
         ),
     ],
 )
-def test_the_sentence_and_the_setting(
+def test_sentence_and_setting(
     changes: dict[str, Any], sentence: str, flag: str | None, value: object
 ) -> None:
     found = explained(trace(**changes), 0.0, REPORT)
@@ -109,10 +110,10 @@ def test_the_sentence_and_the_setting(
     assert (found["setting"] and found["setting"]["value"]) == value
 
 
-def test_preemptions_and_drafts_are_told() -> None:
+def test_preemptions_and_drafts_are_reported() -> None:
     times = Timeline(0.0, 0.1, 0.2, 2.3, num_prompt=4, num_output=9, num_preemptions=2)
     times.num_drafted, times.num_accepted = 7, 3
-    told = trace(
+    example = trace(
         timeline=times,
         waited_again_s=1.2,
         num_recomputed=11,
@@ -121,7 +122,7 @@ def test_preemptions_and_drafts_are_told() -> None:
         drafted=[0, 1, 3],
         accepted=[2, 1, 1],
     )
-    made = trace_json(told, 0.0)
+    made = trace_json(example, 0.0)
     assert made["seconds"]["decode"] == pytest.approx(0.9)
     assert made["seconds"]["preempted"] == pytest.approx(1.2)
     assert made["preemptions"]["recomputed_tokens"] == 11
@@ -129,47 +130,47 @@ def test_preemptions_and_drafts_are_told() -> None:
         {"proposed": 4, "accepted": 2},
         {"proposed": 3, "accepted": 1},
     ]
-    words = explained(told, 0.0, REPORT)["sentence"]
-    assert "waiting for free KV blocks" in words
-    assert "after 2 preemptions" in words
+    sentence = explained(example, 0.0, REPORT)["sentence"]
+    assert "waiting for free KV blocks" in sentence
+    assert "after 2 preemptions" in sentence
 
 
-def test_the_book_forgets_the_oldest() -> None:
-    book = TraceStore(lambda _owner, _trace: None, most=2)
+def test_the_oldest_entry_is_evicted() -> None:
+    store = TraceStore(lambda _owner, _trace: None, max_ended=2)
     for name in ("a", "b", "c"):
-        book.open(name, "me", 0.0, (f"{name}-0",))
-        book.tell([trace(request_id=f"{name}-0")])
-    assert book.find("c", "me").traces
+        store.open(name, owner="me", began=0.0, request_ids=(f"{name}-0",))
+        store.add([trace(request_id=f"{name}-0")])
+    assert store.find("c", "me").traces
     with pytest.raises(Exception, match="no request 'a' of yours is known"):
-        book.find("a", "me")
+        store.find("a", "me")
 
 
-# ---- served ----------------------------------------------------------------------------------
+# ---- over HTTP -------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
 def narrow() -> Iterator[Server]:
-    """Two at once, and steps that take a while."""
+    """A server with two slots and slow steps."""
     build = counting(Options(max_num_seqs=2, step_s=0.005))
     with running(build, api_key=("one", "two"), admin_key=("boss",)) as made:
         made.http.headers["Authorization"] = "Bearer one"
         yield made
 
 
-def explain(server: Server, answer_id: str, key: str = "one") -> Any:
+def explain(server: Server, response_id: str, key: str = "one") -> Any:
     headers = {"Authorization": f"Bearer {key}"}
-    return server.http.get(f"/v1/requests/{answer_id}/explain", headers=headers)
+    return server.http.get(f"/v1/requests/{response_id}/explain", headers=headers)
 
 
 def test_the_id_of_the_answer_is_the_id_to_ask_with(narrow: Server) -> None:
     prompt = "a prompt of some length, with a block or two"
     narrow.complete(prompt=prompt, max_tokens=1)
     answer = narrow.complete(prompt=prompt + "!" * 20, max_tokens=5).json()
-    told = explain(narrow, answer["id"]).json()
-    assert told["id"] == answer["id"]
-    assert told["state"] == "ended"
-    assert told["sentence"].endswith(".")
-    (only,) = told["completions"]
+    explanation = explain(narrow, answer["id"]).json()
+    assert explanation["id"] == answer["id"]
+    assert explanation["state"] == "ended"
+    assert explanation["sentence"].endswith(".")
+    (only,) = explanation["completions"]
     assert only["finish"] == "length"
     assert only["output_tokens"] == 5
     assert only["prompt"]["cached_tokens"] == 32
@@ -181,7 +182,7 @@ def test_the_id_of_the_answer_is_the_id_to_ask_with(narrow: Server) -> None:
     assert only["engine_seconds"]["decode"] > 4 * 0.005
 
 
-def test_one_that_waited_for_a_place_is_told_so(narrow: Server) -> None:
+def test_one_that_waited_for_a_place_is_explanation_so(narrow: Server) -> None:
     answers: list[Any] = []
 
     def ask() -> None:
@@ -192,21 +193,21 @@ def test_one_that_waited_for_a_place_is_told_so(narrow: Server) -> None:
         thread.start()
     for thread in threads:
         thread.join()
-    told = explain(narrow, answers[-1]["id"]).json()
-    assert told["dominated_by"] == "sequences"
-    assert "waiting for one of 2 places" in told["sentence"]
-    assert told["setting"]["flag"] == "--max-num-seqs"
-    assert told["setting"]["value"] > 2
+    explanation = explain(narrow, answers[-1]["id"]).json()
+    assert explanation["dominated_by"] == "sequences"
+    assert "waiting for one of 2 running slots" in explanation["sentence"]
+    assert explanation["setting"]["flag"] == "--max-num-seqs"
+    assert explanation["setting"]["value"] > 2
 
 
-def test_a_running_request_is_told_as_far_as_it_is(narrow: Server) -> None:
+def test_a_running_request_is_explanation_as_far_as_it_is(narrow: Server) -> None:
     body = {"prompt": "SLOW", "max_tokens": 400, "stream": True, "request_id": "mine"}
     with narrow.http.stream("POST", "/v1/completions", json=body) as response:
         lines = response.iter_lines()
         next(lines)
-        told = explain(narrow, "cmpl-mine").json()
-        assert told["state"] == "running"
-        assert told["completions"][0]["finish"] is None
+        explanation = explain(narrow, "cmpl-mine").json()
+        assert explanation["state"] == "running"
+        assert explanation["completions"][0]["finish"] is None
     wait_until(lambda: explain(narrow, "cmpl-mine").json()["state"] == "ended")
     assert explain(narrow, "cmpl-mine").json()["completions"][0]["finish"] == "abort"
 
@@ -216,11 +217,11 @@ def test_a_stop_string_ends_a_story_too(narrow: Server) -> None:
     wait_until(lambda: explain(narrow, answer["id"]).json()["state"] == "ended")
 
 
-def test_nobody_else_is_told(narrow: Server) -> None:
-    answer_id = narrow.complete(max_tokens=1).json()["id"]
-    assert explain(narrow, answer_id).status_code == 200
-    assert explain(narrow, answer_id, "boss").status_code == 200
-    other, unknown = explain(narrow, answer_id, "two"), explain(narrow, "cmpl-nothing")
+def test_nobody_else_is_explanation(narrow: Server) -> None:
+    response_id = narrow.complete(max_tokens=1).json()["id"]
+    assert explain(narrow, response_id).status_code == 200
+    assert explain(narrow, response_id, "boss").status_code == 200
+    other, unknown = explain(narrow, response_id, "two"), explain(narrow, "cmpl-nothing")
     assert (other.status_code, unknown.status_code) == (404, 404)
     assert other.json()["error"]["code"] == "request_not_found"
     assert "is known here" in unknown.json()["error"]["message"]
@@ -229,5 +230,5 @@ def test_nobody_else_is_told(narrow: Server) -> None:
 def test_a_failed_request_has_an_explanation(narrow: Server) -> None:
     failed = narrow.complete(prompt="CRASH", max_tokens=4, request_id="broken")
     assert failed.status_code == 500
-    told = explain(narrow, "cmpl-broken").json()
-    assert told["completions"][0]["finish"] == "error"
+    explanation = explain(narrow, "cmpl-broken").json()
+    assert explanation["completions"][0]["finish"] == "error"

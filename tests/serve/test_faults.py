@@ -18,7 +18,8 @@ import pytest
 from tests.serve.conftest import QUICK_RESTARTS, Server, running, wait_until
 from tests.serve.fakes import Options, broken_build, build_once, counting, dying_build
 from windlass.errors import CheckpointError, WorkerDied
-from windlass.serve.client import EngineClient, RestartPolicy
+from windlass.serve.client import EngineClient
+from windlass.serve.health import RestartPolicy
 
 SLOW = {"prompt": "SLOW", "max_tokens": 1000}
 
@@ -159,7 +160,7 @@ def test_an_engine_that_keeps_dying_ends_the_server(tmp_path: Path) -> None:
     with running(partial(build_once, str(tmp_path / "flag")), restarts=policy) as server:
         os.kill(server.client.pid or 0, signal.SIGKILL)
         wait_until(server.client.failed.is_set)
-        wait_until(lambda: "given up" in server.client.health().reason)
+        wait_until(lambda: "not restarted again" in server.client.health().reason)
         assert server.stop() == 1
 
 

@@ -71,7 +71,7 @@ def test_what_is_refused(raw: bytes, param: str | None, says: str) -> None:
 def test_too_much_is_refused_before_it_is_parsed(raw: bytes, says: str) -> None:
     with (
         mock.patch.object(msgspec.json, "decode", side_effect=AssertionError("it was parsed")),
-        pytest.raises(RequestError, match=f"the body has [0-9,]+ {says}; this server takes"),
+        pytest.raises(RequestError, match=f"the body has [0-9,]+ {says}; this server accepts"),
     ):
         decode_object(raw)
 

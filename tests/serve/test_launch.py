@@ -25,7 +25,8 @@ from windlass.config import ServeConfig
 from windlass.core.card import ModelCard
 from windlass.errors import CheckpointError, ConfigError
 from windlass.serve.client import EngineClient
-from windlass.serve.launch import ExitDeadline, bind, live, url_of
+from windlass.serve.launch import ExitDeadline, OpenCard, ServerParts, serve_until
+from windlass.serve.listener import bind, url_of
 
 ROOT = Path(__file__).parents[2]
 
@@ -173,16 +174,16 @@ def test_one_signal_ends_a_server_whose_event_loop_is_blocked_when_time_is_up() 
     ended = threading.Event()
     deadline = ExitDeadline(0.05, ended.set)
     assert not ended.wait(0.3)  # nobody has asked it to end
-    deadline.signalled()
+    deadline.on_signal()
     assert ended.wait(20)
 
 
 def test_a_second_signal_does_not_wait_for_the_deadline() -> None:
     ended = threading.Event()
     deadline = ExitDeadline(3600.0, ended.set)
-    deadline.signalled()
+    deadline.on_signal()
     assert not ended.wait(0.3)
-    deadline.signalled()
+    deadline.on_signal()
     assert ended.wait(20)
 
 
@@ -212,7 +213,19 @@ def test_the_engine_ends_with_a_server_that_was_killed(tmp_path: Path) -> None:
         wait_until(lambda: not _is_alive(server.engine_pid))
 
 
-def test_a_server_told_to_stop_while_it_loads_ends_at_once() -> None:
+def _parts(
+    client: EngineClient, open_card: OpenCard, config: ServeConfig, listener: socket.socket
+) -> ServerParts:
+    return ServerParts(
+        client=client,
+        open_card=open_card,
+        config=config,
+        listener=listener,
+        on_ready=lambda _report, _url: None,
+    )
+
+
+def test_stop_during_loading_exits_at_once() -> None:
     config = ServeConfig(port=0)
 
     async def main() -> int:
@@ -220,9 +233,7 @@ def test_a_server_told_to_stop_while_it_loads_ends_at_once() -> None:
         asyncio.get_running_loop().call_later(0.3, stop.set)
         with bind(config) as listener:
             client = EngineClient(endless_build)
-            return await live(
-                client, lambda: CARD, config, listener, lambda _report, _url: None, stop
-            )
+            return await serve_until(stop, _parts(client, lambda: CARD, config, listener))
 
     assert asyncio.run(main()) == 0
 
@@ -236,8 +247,8 @@ def test_an_error_while_the_card_is_opened_ends_the_engine_process_too() -> None
     async def main() -> int:
         client = EngineClient(None)
         with bind(config) as listener:
-            ignore = lambda _report, _url: None  # noqa: E731
-            return await live(client, no_card, config, listener, ignore, asyncio.Event())
+            parts = _parts(client, no_card, config, listener)
+            return await serve_until(asyncio.Event(), parts)
 
     with pytest.raises(CheckpointError, match="no tokenizer"):
         asyncio.run(main())

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, Histogram, generate_latest
 
 from windlass.core.types import EngineStats, Timeline
+from windlass.serve.fast_histogram import FastHistogram
 from windlass.serve.messages import Stats, decode_from_engine, encode
 from windlass.serve.metrics import Metrics
-from windlass.serve.fast_histogram import FastHistogram
 
 
 def test_guesses_are_counted_under_the_names_that_dashboards_know() -> None:
@@ -43,7 +43,9 @@ def test_a_tally_reads_as_a_histogram(seen: list[tuple[float, int]]) -> None:
     """The numbers on the bounds too; only when the metric was made differs."""
     mine, others = CollectorRegistry(), CollectorRegistry()
     bounds = (0.5, 1, 2.5, 40)
-    tally = FastHistogram("x:y_seconds", "Help.", ("model_name", "m"), bounds, mine)
+    tally = FastHistogram(
+        "x:y_seconds", "Help.", label=("model_name", "m"), buckets=bounds, registry=mine
+    )
     histogram = Histogram("x:y_seconds", "Help.", ("model_name",), registry=others, buckets=bounds)
     histogram.labels("m")
     for amount, times in [*seen, *((bound, 1) for bound in bounds)]:

@@ -77,10 +77,10 @@ def test_the_file_is_capped_and_answers_go_on(
 
 
 def test_the_share_is_chosen_by_id(tmp_path: Path) -> None:
-    recorder = Recorder(tmp_path / "t.jsonl", 0.25, 1000, Bytes())
+    recorder = Recorder(tmp_path / "t.jsonl", share=0.25, max_bytes=1000, tokenizer=Bytes())
     chosen = [recorder.chooses(f"cmpl-{i}") for i in range(4000)]
     recorder.close()
-    again = Recorder(tmp_path / "t.jsonl", 0.25, 1000, Bytes())
+    again = Recorder(tmp_path / "t.jsonl", share=0.25, max_bytes=1000, tokenizer=Bytes())
     assert chosen == [again.chooses(f"cmpl-{i}") for i in range(4000)]
     again.close()
     assert 0.22 < sum(chosen) / 4000 < 0.28

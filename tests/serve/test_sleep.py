@@ -66,7 +66,7 @@ def test_other_servers_names_do_the_same(napping: Server) -> None:
     assert napping.http.post("/sleep?level=1", headers=ADMIN).json()["seconds"] == 0
     check_asleep(napping)
     assert napping.http.post("/wake_up", headers=ADMIN).json()["status"] == "awake"
-    assert napping.http.post("/wake_up", headers=ADMIN).json()["reason"] == "it is awake"
+    assert napping.http.post("/wake_up", headers=ADMIN).json()["reason"] == "the server is awake"
     assert napping.complete(max_tokens=2).status_code == 200
 
 
@@ -85,7 +85,7 @@ def test_the_process_ends_where_memory_does_not_come_back_otherwise(ending: Serv
     before, pid = ending.complete(max_tokens=5).json()["choices"], ending.client.pid
     done = order(ending, "/admin/sleep", level=1).json()
     assert done["level"] == 2
-    assert "process was ended" in done["reason"]
+    assert "process was stopped" in done["reason"]
     assert ending.client.pid is None
     assert not Path(f"/proc/{pid}").exists()
     check_asleep(ending)
@@ -131,7 +131,7 @@ def test_running_requests_can_be_aborted(napping: Server) -> None:
     assert order(napping, "/admin/sleep", mode="abort").json()["level"] == 1
     thread.join()
     assert answers[0].status_code == 503
-    assert "told to sleep" in answers[0].json()["error"]["message"]
+    assert "put to sleep" in answers[0].json()["error"]["message"]
     order(napping, "/admin/wake")
     assert napping.complete(max_tokens=2).status_code == 200
 

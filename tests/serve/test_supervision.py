@@ -21,7 +21,8 @@ from tests.serve.fakes import Options, counting
 from windlass.core.sampling import SamplingParams
 from windlass.core.types import NewRequest
 from windlass.errors import WorkerDied
-from windlass.serve.client import EngineClient, RestartPolicy
+from windlass.serve.client import EngineClient
+from windlass.serve.health import RestartPolicy
 
 NUM_INNOCENTS = 20
 

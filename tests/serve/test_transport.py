@@ -329,7 +329,8 @@ PROGRAM = """
 import resource, sys
 from tests.serve.fakes import CARD, counting
 from windlass.config import ServeConfig
-from windlass.serve.client import EngineClient, RestartPolicy
+from windlass.serve.client import EngineClient
+from windlass.serve.health import RestartPolicy
 from windlass.serve.launch import serve
 
 if __name__ == "__main__":

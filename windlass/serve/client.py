@@ -27,10 +27,7 @@ from windlass.core.types import EngineStats, NewRequest, Output
 from windlass.errors import EngineError, RequestError, WorkerDied
 from windlass.serve import messages
 from windlass.serve.adapter_registry import AdapterRegistry, Change
-from windlass.serve.health import Backlog as Backlog
-from windlass.serve.health import Health as Health
-from windlass.serve.health import Heartbeat
-from windlass.serve.health import RestartPolicy as RestartPolicy
+from windlass.serve.health import Backlog, Health, Heartbeat, RestartPolicy
 from windlass.serve.inbox import Inbox
 from windlass.serve.loop import Build, Launch, Prepare
 from windlass.serve.process import EngineProcess, build_error, refusal_error

@@ -160,18 +160,18 @@ def _describe(top: str, trace: RequestTrace, *, phases: Phases, report: EngineRe
         cached = f"; {times.num_cached:,} more were cached" if times.num_cached else ""
         computed = times.num_prompt - times.num_cached
         return (
-            f"computed the prompt: {_many(computed, 'token')} in "
+            f"were spent computing the prompt: {_many(computed, 'token')} in "
             f"{_many(times.num_chunks, 'step')}{cached}"
         )
     if top == "decode":
-        return f"generated {_many(times.num_output, 'token')}{_pace(trace, phases)}"
+        return f"were spent generating {_many(times.num_output, 'token')}{_pace(trace, phases)}"
     preemptions = ""
     if times.num_preemptions:
         preemptions = f", after {_many(times.num_preemptions, 'preemption')} due to a full KV cache"
     descriptions = {
         "server": "were spent in the HTTP process before the engine got the request: chat template, "
         "tokenizing, sending",
-        "redone": f"computed {_many(trace.num_recomputed, 'token')} again{preemptions}",
+        "redone": f"were spent recomputing {_many(trace.num_recomputed, 'token')}{preemptions}",
         "sequences": f"were spent waiting for one of {report.max_num_seqs:,} running slots "
         f"(--max-num-seqs), behind {ahead} in the queue",
         "tokens": f"were spent waiting for the token budget of full steps "
