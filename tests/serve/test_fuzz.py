@@ -14,7 +14,7 @@ from tests.serve.conftest import Server
 from tests.serve.test_prepare import chat, complete, preparer_of
 from windlass.errors import RequestError
 from windlass.serve import messages
-from windlass.serve.fields import _HARMLESS, _NEUTRAL
+from windlass.serve.fields import _IGNORED, _NEUTRAL
 from windlass.serve.protocol import ChatRequest, CompletionRequest
 from windlass.text.chat_template import ChatTemplate
 
@@ -26,7 +26,7 @@ ENDPOINTS = [
     "/apply-template",
 ]
 FIELDS = sorted(
-    {*ChatRequest.model_fields, *CompletionRequest.model_fields, *_NEUTRAL, *_HARMLESS}
+    {*ChatRequest.model_fields, *CompletionRequest.model_fields, *_NEUTRAL, *_IGNORED}
     - {"messages", "prompt", "max_tokens"}
 )
 # Values at which something overflows, is empty, or is not what its type says.
