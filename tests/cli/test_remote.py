@@ -16,14 +16,14 @@ from tests.serve.fakes import Options, counting
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     file: Path = tmp_path_factory.mktemp("nap") / "asleep"
-    build = counting(Options(nap_file=str(file), step_s=0.001))
+    build = counting(Options(sleep_file=str(file), step_s=0.001))
     with running(build, api_key=("one",), price_per_hour=3.0) as made:
         made.http.headers["Authorization"] = "Bearer one"
         yield made
 
 
 def test_explain_prints_a_sentence_and_the_timeline(windlass: Invoke, served: Server) -> None:
-    answer_id = served.complete(prompt="GUESS what comes", max_tokens=9).json()["id"]
+    answer_id = served.complete(prompt="DRAFT what comes", max_tokens=9).json()["id"]
     shown = windlass("explain", answer_id, "--url", served.url, "--key", "one").out
     first = shown.splitlines()[0]
     assert " of " in first

@@ -1,4 +1,4 @@
-"""Servers for the tests: real HTTP, real processes, a counting model."""
+"""Test servers: real HTTP, real processes, a counting model."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ class Server:
         return OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0)
 
     def chat(self, **body: object) -> httpx.Response:
-        asked = {"messages": [{"role": "user", "content": "Hi"}], **body}
-        return self.http.post("/v1/chat/completions", json=asked)
+        request = {"messages": [{"role": "user", "content": "Hi"}], **body}
+        return self.http.post("/v1/chat/completions", json=request)
 
     def complete(self, **body: object) -> httpx.Response:
         return self.http.post("/v1/completions", json={"prompt": "Hi", **body})
@@ -51,8 +51,8 @@ class Server:
         total = 0.0
         for line in self.http.get("/metrics").text.splitlines():
             head, _, value = line.rpartition(" ")
-            wanted = all(f'{key}="{text}"' in head for key, text in labels.items())
-            if head.partition("{")[0] == f"windlass:{name}" and wanted:
+            matches = all(f'{key}="{text}"' in head for key, text in labels.items())
+            if head.partition("{")[0] == f"windlass:{name}" and matches:
                 total += float(value)
         return total
 
@@ -60,7 +60,7 @@ class Server:
 def wait_until(condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
     end = time.monotonic() + timeout_s
     while not condition():
-        assert time.monotonic() < end, "the condition did not come true in time"
+        assert time.monotonic() < end, "timeout: the condition is still false"
         time.sleep(0.02)
 
 
@@ -73,10 +73,10 @@ def running(
     send_buffer: int | None = None,
     **options: object,
 ) -> Iterator[Server]:
-    """A server in a thread of this process, its engine in a process of its own.
+    """Run a server in a thread of this process, with its engine in a separate process.
 
-    `verify` False: the client takes whatever certificate the server has. `send_buffer`: bytes that
-    the kernel keeps of what a client has not read.
+    `verify` False: the client accepts any certificate. `send_buffer`: size of the kernel's send
+    buffer.
     """
     config = ServeConfig(port=0, **options)  # type: ignore[arg-type]
     listener = bind(config)
@@ -129,6 +129,6 @@ def running(
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
-    """A healthy server that the tests of a module share."""
+    """A server shared by the tests of a module."""
     with running() as made:
         yield made

@@ -1,6 +1,6 @@
-"""A model that counts, and the faults it can have: real scheduler, real engine, no torch.
+"""A model that counts, with faults on demand: real scheduler, real engine, no torch.
 
-What a prompt contains decides what happens to it: SLOW, EOS, GUESS, CRASH, HANG, DIE.
+Words in a prompt trigger a behaviour: SLOW, EOS, DRAFT, CRASH, HANG, DIE.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ TEMPLATE = """{%- for message in messages %}
 
 
 class Bytes:
-    """A tokenizer whose tokens are the bytes of UTF-8."""
+    """A tokenizer with one token per UTF-8 byte."""
 
     vocab_size = VOCAB
     eos_ids = (EOS,)
@@ -70,7 +70,7 @@ CARD = ModelCard("counter", "/models/counter", "Counter", 4096, Bytes(), TEMPLAT
 
 
 class CountingRunner:
-    """The token after `p` others is the letter number p: "abc…z", round and round."""
+    """The token at position p is the letter number p modulo 26: "abc…zabc…"."""
 
     def __init__(self, step_s: float) -> None:
         self._step_s = step_s
@@ -80,11 +80,11 @@ class CountingRunner:
         for admission in plan.admitted:
             self._rows[admission.slot] = admission
         texts = [bytes(t for t in self._rows[r.slot].tokens if t < 256) for r in plan.rows]
-        self._misbehave(b" ".join(texts))
+        self._inject_fault(b" ".join(texts))
         rows = zip(plan.rows, texts, strict=True)
         return StepResult([self._row(row, text) for row, text in rows])
 
-    def _misbehave(self, text: bytes) -> None:
+    def _inject_fault(self, text: bytes) -> None:
         if b"DIE" in text:
             os.kill(os.getpid(), signal.SIGKILL)
         if b"HANG" in text:
@@ -102,16 +102,16 @@ class CountingRunner:
             scores = [self._score(admission.tokens[p]) for p in range(row.start + 1, last + 1)]
         if not row.sample:
             return RowResult([], prompt_logprobs=scores)
-        if b"GUESS" in text:
-            return self._guess(row)
+        if b"DRAFT" in text:
+            return self._verify(row)
         token = ord("a") + end % 26
         if b"EOS" in text and end - admission.num_prompt >= 3:
             token = EOS
         logprobs = [self._score(token)] if admission.sampling.logprobs is not None else None
         return RowResult([token], logprobs, scores)
 
-    def _guess(self, row: Row) -> RowResult:
-        """Two guesses after every step, of which the first is right."""
+    def _verify(self, row: Row) -> RowResult:
+        """Propose two draft tokens after every step, of which the first is accepted."""
         count = 1 + min(row.num_drafts, 1)
         end = row.start + row.num_tokens - row.num_drafts
         tokens = [ord("a") + (end + i) % 26 for i in range(count)]
@@ -121,8 +121,8 @@ class CountingRunner:
         return TokenLogprob(token, -0.5, 1, [(token, -0.5), (ord("!"), -math.inf)])
 
 
-class Napping:
-    """Memory that can be given back; `file` is there while it is."""
+class SleepingMemory:
+    """Memory that can be released; `file` exists while the engine sleeps."""
 
     def __init__(self, file: str) -> None:
         self._file = Path(file)
@@ -144,7 +144,7 @@ class Options:
     max_model_len: int = 2048
     num_blocks: int = 4096
     step_s: float = 0.0
-    nap_file: str | None = None  # None: the engine cannot give memory back
+    sleep_file: str | None = None  # None: the engine cannot release memory
     grammar_compile_timeout: float = 1.0
 
 
@@ -157,7 +157,7 @@ def build_engine(options: Options) -> tuple[Engine, EngineReport]:
         block_size=block_size,
         num_blocks=options.num_blocks,
     )
-    # Grammars are compiled, though the runner does not follow them.
+    # Grammars are compiled, but the runner ignores them.
     grammar = GrammarConfig(grammar_compile_timeout=options.grammar_compile_timeout)
     grammars = GrammarCompiler(GrammarBackend(Bytes, VOCAB, grammar), grammar)
     pool = BlockPool(options.num_blocks)
@@ -169,7 +169,7 @@ def build_engine(options: Options) -> tuple[Engine, EngineReport]:
         VOCAB,
         Capacity(options.num_blocks, block_size, 1024, "set by the test"),
     )
-    memory = Napping(options.nap_file) if options.nap_file is not None else None
+    memory = SleepingMemory(options.sleep_file) if options.sleep_file is not None else None
     return Engine(scheduler, CountingRunner(options.step_s), memory=memory), report
 
 
@@ -191,7 +191,7 @@ def endless_build() -> tuple[Engine, EngineReport]:
 
 
 def build_once(flag: str) -> tuple[Engine, EngineReport]:
-    """Works the first time; then the model's files are gone."""
+    """Build successfully once; later builds fail because the model's files are gone."""
     if os.path.exists(flag):
         raise CheckpointError("the model's folder is gone.")
     with open(flag, "w"):

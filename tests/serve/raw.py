@@ -1,4 +1,4 @@
-"""HTTP clients without manners: they write bytes to a socket and see what comes back."""
+"""A raw HTTP client: writes bytes to a socket and reads the response."""
 
 from __future__ import annotations
 
@@ -43,22 +43,22 @@ class RawClient:
         self._socket.close()
 
     def send(self, data: bytes) -> bool:
-        """Whether the server still took it."""
+        """Send bytes; False: the server has closed the connection."""
         try:
             self._socket.sendall(data)
         except ConnectionError:
             return False
         return True
 
-    def flood(self, piece: bytes, max_bytes: int) -> int:
-        """Send `piece` again and again until the server hangs up; returns the bytes it took."""
+    def flood(self, data: bytes, max_bytes: int) -> int:
+        """Send `data` repeatedly until the server disconnects; returns the bytes sent."""
         sent = 0
-        while sent < max_bytes and self.send(piece):
-            sent += len(piece)
+        while sent < max_bytes and self.send(data):
+            sent += len(data)
         return sent
 
     def read_some(self) -> bytes:
-        """The next bytes; nothing when the server hung up."""
+        """The next bytes; empty if the server has disconnected."""
         try:
             return self._socket.recv(65536)
         except ConnectionError:
@@ -67,17 +67,17 @@ class RawClient:
     def read_until(self, mark: bytes) -> bytes:
         got = b""
         while mark not in got:
-            piece = self.read_some()
-            assert piece, f"the server hung up after {got!r}"
-            got += piece
+            data = self.read_some()
+            assert data, f"the server disconnected after {got!r}"
+            got += data
         return got
 
     def read_all(self) -> bytes:
-        """Everything until the server hangs up."""
-        pieces = []
-        while piece := self.read_some():
-            pieces.append(piece)
-        return b"".join(pieces)
+        """All bytes until the server disconnects."""
+        got = []
+        while data := self.read_some():
+            got.append(data)
+        return b"".join(got)
 
 
 def post(path: str, body: dict[str, Any], *headers: str) -> bytes:
@@ -97,13 +97,13 @@ def get(path: str, *headers: str) -> bytes:
     return "\r\n".join([f"GET {path} HTTP/1.1", "Host: localhost", *headers, "", ""]).encode()
 
 
-def status_of(answer: bytes) -> int:
-    assert answer, "the server hung up without an answer"
-    return int(answer.split(b" ", 2)[1])
+def status_of(response: bytes) -> int:
+    assert response, "the server disconnected without a response"
+    return int(response.split(b" ", 2)[1])
 
 
-def error_of(answer: bytes) -> dict[str, Any]:
-    """The error in the body of an answer."""
-    error: dict[str, Any] = json.loads(answer.partition(b"\r\n\r\n")[2])["error"]
+def error_of(response: bytes) -> dict[str, Any]:
+    """The error in the body of a response."""
+    error: dict[str, Any] = json.loads(response.partition(b"\r\n\r\n")[2])["error"]
     assert sorted(error) == ["code", "message", "param", "type"]
     return error

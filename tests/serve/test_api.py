@@ -1,4 +1,4 @@
-"""What clients get: the OpenAI client's view, and the exact JSON where it matters."""
+"""The API as the OpenAI client sees it, and the exact JSON where it matters."""
 
 from __future__ import annotations
 
@@ -16,30 +16,30 @@ HELLO = [{"role": "user", "content": "Hello"}]
 
 
 def events(response: httpx.Response) -> list[dict[str, Any]]:
-    """The chunks of a stream, which must end as streams do."""
+    """The chunks of a stream, which must end with [DONE]."""
     lines = [line for line in response.text.split("\n\n") if line]
     assert lines[-1] == "data: [DONE]"
     return [json.loads(line.removeprefix("data: ")) for line in lines[:-1]]
 
 
 def num_cached(server: Server, **body: object) -> int:
-    """How many tokens of a prompt, always the same one, were found in the cache."""
+    """Send a fixed prompt; returns the number of its cached tokens."""
     prompt = "a long prompt whose blocks are kept " * 4
     usage = server.complete(prompt=prompt, max_tokens=1, **body).json()["usage"]
     return usage["prompt_tokens_details"]["cached_tokens"]
 
 
 def test_chat(server: Server) -> None:
-    answer = server.openai.chat.completions.create(
+    response = server.openai.chat.completions.create(
         model="counter", messages=HELLO, max_completion_tokens=6
     )
-    choice = answer.choices[0]
+    choice = response.choices[0]
     assert choice.message.content == "zabcde"
     assert choice.message.role == "assistant"
     assert choice.finish_reason == "length"
-    assert answer.object == "chat.completion"
-    assert answer.usage.prompt_tokens == 25
-    assert answer.usage.completion_tokens == 6
+    assert response.object == "chat.completion"
+    assert response.usage.prompt_tokens == 25
+    assert response.usage.completion_tokens == 6
 
 
 def test_chat_stream_says_the_same(server: Server) -> None:
@@ -77,9 +77,9 @@ def test_chat_chunks_have_the_exact_shape(server: Server) -> None:
 
 
 def test_completion_defaults_to_sixteen_tokens(server: Server) -> None:
-    answer = server.openai.completions.create(model="counter", prompt="Hi")
-    assert answer.choices[0].text == "defghijklmnopqrs"
-    assert answer.object == "text_completion"
+    response = server.openai.completions.create(model="counter", prompt="Hi")
+    assert response.choices[0].text == "defghijklmnopqrs"
+    assert response.object == "text_completion"
 
 
 def test_chat_defaults_to_the_rest_of_the_context(server: Server) -> None:
@@ -88,7 +88,7 @@ def test_chat_defaults_to_the_rest_of_the_context(server: Server) -> None:
     assert answer["choices"][0]["finish_reason"] == "length"
 
 
-def test_the_models_end_is_not_text(server: Server) -> None:
+def test_the_eos_token_is_not_text(server: Server) -> None:
     choice = server.chat(messages=[{"role": "user", "content": "EOS"}]).json()["choices"][0]
     assert choice["message"]["content"] == "xyz"
     assert choice["finish_reason"] == "stop"
@@ -121,7 +121,7 @@ def test_usage_counts_a_prompt_once(server: Server) -> None:
     assert usage["total_tokens"] == 11
 
 
-def test_usage_tells_cached_tokens(server: Server) -> None:
+def test_usage_reports_cached_tokens(server: Server) -> None:
     assert [num_cached(server), num_cached(server)] == [0, 144]
     assert num_cached(server, cache_salt="other") == 0
 
@@ -143,7 +143,7 @@ def test_stop_string_over_several_tokens(server: Server, stream: bool) -> None:
         assert response.json()["usage"]["completion_tokens"] == 6
 
 
-def test_stop_string_may_stay(server: Server) -> None:
+def test_include_stop_str_in_output(server: Server) -> None:
     body = server.complete(stop="ghi", include_stop_str_in_output=True).json()
     assert body["choices"][0]["text"] == "defghi"
 
@@ -175,10 +175,10 @@ def test_completion_logprobs_with_echo(server: Server) -> None:
     assert choice["logprobs"]["top_logprobs"][1]["H"] == -0.5
 
 
-def test_streamed_logprobs_are_those_of_the_whole(server: Server) -> None:
-    asked = {"max_tokens": 5, "logprobs": 0, "stop": "fgh"}
-    whole = server.complete(**asked).json()["choices"][0]["logprobs"]
-    chunks = events(server.complete(**asked, stream=True))
+def test_streamed_logprobs_equal_unstreamed_ones(server: Server) -> None:
+    request = {"max_tokens": 5, "logprobs": 0, "stop": "fgh"}
+    whole = server.complete(**request).json()["choices"][0]["logprobs"]
+    chunks = events(server.complete(**request, stream=True))
     for name in whole:
         parts = [chunk["choices"][0]["logprobs"][name] for chunk in chunks]
         assert [item for part in parts for item in part] == whole[name]
@@ -215,7 +215,7 @@ def test_continue_final_message(server: Server) -> None:
     assert prompt == "<user>Hello</><assistant>Well, "
 
 
-def test_harmless_and_neutral_fields_pass(server: Server) -> None:
+def test_ignored_and_neutral_fields_are_accepted(server: Server) -> None:
     response = server.chat(
         max_tokens=1,
         user="me",
@@ -231,17 +231,17 @@ def test_harmless_and_neutral_fields_pass(server: Server) -> None:
     assert response.status_code == 200
 
 
-def test_an_answer_can_be_sent_back(server: Server) -> None:
-    """The OpenAI client adds empty fields to an answer; a conversation goes on with it."""
+def test_a_response_message_can_be_sent_back(server: Server) -> None:
+    """The OpenAI client adds empty fields to a message, which the next request contains."""
     client = server.openai.chat.completions
     answer = client.create(model="counter", messages=HELLO, max_tokens=2).choices[0].message
     again = [*HELLO, answer.model_dump(), {"role": "user", "content": [_text("and"), _text("x")]}]
     assert client.create(model="counter", messages=again, max_tokens=1).choices
 
 
-def test_a_request_id_used_twice_does_not_mix_answers(server: Server) -> None:
-    asked = {"prompt": "SLOW", "max_tokens": 900, "stream": True, "request_id": "x"}
-    with server.http.stream("POST", "/v1/completions", json=asked) as first:
+def test_a_reused_request_id_does_not_mix_responses(server: Server) -> None:
+    request = {"prompt": "SLOW", "max_tokens": 900, "stream": True, "request_id": "x"}
+    with server.http.stream("POST", "/v1/completions", json=request) as first:
         lines = first.iter_lines()
         assert '"text":"f"' in next(lines)
         assert server.complete(request_id="x", max_tokens=3).json()["choices"][0]["text"] == "def"
@@ -288,8 +288,8 @@ def test_one_model(server: Server) -> None:
         with pytest.raises(NotFoundError, match="does not exist here") as refused:
             server.openai.models.retrieve(name)
         assert repr(name) in refused.value.message
-    asked = {"model": "other", "prompt": "x"}
-    usual = server.http.post("/v1/completions", json=asked).json()
+    request = {"model": "other", "prompt": "x"}
+    usual = server.http.post("/v1/completions", json=request).json()
     assert server.http.get("/v1/models/other").json() == usual
     assert server.http.get("/v1/models/").json() == server.http.get("/v1/models").json()
     assert server.http.post("/v1/models/counter").status_code == 405
@@ -320,13 +320,13 @@ def test_keys_and_origins() -> None:
         assert get("/v1/models", headers={"Authorization": "Bearer three"}).status_code == 401
         assert get("/v1/models", headers={"Authorization": "Basic two"}).status_code == 401
         assert get("/v1/models", headers={"Authorization": "Bearer two"}).status_code == 200
-        asking = {"Origin": "http://shop.example", "Access-Control-Request-Method": "POST"}
-        allowed = server.http.options("/v1/chat/completions", headers=asking)
+        preflight = {"Origin": "http://shop.example", "Access-Control-Request-Method": "POST"}
+        allowed = server.http.options("/v1/chat/completions", headers=preflight)
         assert allowed.headers["access-control-allow-origin"] == "http://shop.example"
 
 
 def test_keys_never_share_cached_blocks() -> None:
-    """Not even under one salt: a key could otherwise probe what another has asked."""
+    """Not even with equal salts: a key could otherwise probe the prompts of another key."""
     with running(api_key=("one", "two")) as server:
         found: dict[str, list[int]] = {}
         for key in ("one", "two"):
@@ -353,13 +353,13 @@ def test_stream_interval_and_forced_usage_and_ids() -> None:
         wait_until(lambda: server.metric("num_requests_running") == 0)
 
 
-def test_usage_tells_of_guesses(server: Server) -> None:
-    """One token, then two a step, of a right guess and a wrong one; at the end one has room."""
-    usage = server.complete(prompt="GUESS", max_tokens=7).json()["usage"]
+def test_usage_reports_draft_tokens(server: Server) -> None:
+    """One token, then two per step with one accepted and one rejected draft; at the end one fits."""
+    usage = server.complete(prompt="DRAFT", max_tokens=7).json()["usage"]
     details = {"accepted_prediction_tokens": 3, "rejected_prediction_tokens": 2}
     assert usage["completion_tokens"] == 7
     assert usage["completion_tokens_details"] == details
-    body = {"prompt": "GUESS", "max_tokens": 60, "stop": "f", "stream": True}
+    body = {"prompt": "DRAFT", "max_tokens": 60, "stop": "f", "stream": True}
     chunks = events(server.complete(**body, stream_options={"include_usage": True}))
     assert chunks[-1]["usage"]["completion_tokens_details"]["accepted_prediction_tokens"] > 0
     usage = server.complete(prompt="none", max_tokens=7).json()["usage"]

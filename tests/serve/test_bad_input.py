@@ -1,4 +1,4 @@
-"""Every bad request gets an answer in one shape, which names the field and says what would do."""
+"""Every bad request gets an error in one format, which names the field and the fix."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ BAD_CHATS = [
     ({"guided_json": "{"}, "guided_json", "the JSON schema is not valid JSON"),
     ({"guided_regex": "(a"}, "guided_regex", "unclosed group"),
     ({"guided_choice": []}, "guided_choice", "choice must be a list"),
-    ({"guided_grammar": "start: nobody"}, "guided_grammar", "unknown name"),
+    ({"guided_grammar": "start: missing"}, "guided_grammar", "unknown name"),
     ({"structured_outputs": {"xml": "a"}}, "structured_outputs", "Known: json"),
     ({"structured_outputs": {"regex": "a", "json": {}}}, "structured_outputs", "exactly one"),
     ({"structured_outputs": {}}, "structured_outputs", "got none"),
@@ -101,26 +101,26 @@ BAD_TEXTS = [
 ]
 
 
-@pytest.mark.parametrize(("body", "param", "says"), BAD_CHATS)
-def test_bad_chat(server: Server, body: dict[str, Any], param: str, says: str) -> None:
+@pytest.mark.parametrize(("body", "param", "text"), BAD_CHATS)
+def test_bad_chat(server: Server, body: dict[str, Any], param: str, text: str) -> None:
     error = error_of(server.chat(**body), 400)
     assert error["type"] == "invalid_request_error"
     assert error["param"] == param
-    assert says in error["message"]
+    assert text in error["message"]
 
 
-@pytest.mark.parametrize(("body", "param", "says"), BAD_TEXTS)
+@pytest.mark.parametrize(("body", "param", "text"), BAD_TEXTS)
 def test_bad_completion(
-    server: Server, body: dict[str, Any], param: str | None, says: str | None
+    server: Server, body: dict[str, Any], param: str | None, text: str | None
 ) -> None:
     response = server.http.post(TEXT, json={"add_special_tokens": True, **body})
     if param is None:
-        assert response.status_code == 200  # with its BOS even an empty text is a prompt
+        assert response.status_code == 200  # an empty text becomes a prompt of one BOS token
         return
     error = error_of(response, 400)
     assert error["param"] == param
-    assert says is not None
-    assert says in error["message"]
+    assert text is not None
+    assert text in error["message"]
 
 
 @pytest.mark.parametrize(
@@ -140,12 +140,12 @@ def test_unknown_model(server: Server) -> None:
 def test_too_large_a_body(server: Server) -> None:
     raw = b'{"prompt": "' + b"x" * 10_000_000 + b'"}'
     assert error_of(server.http.post(TEXT, content=raw), 413)["code"] == "body_too_large"
-    # Without a length in the header the bytes are counted as they come.
-    pieces = (raw[i : i + 100_000] for i in range(0, len(raw), 100_000))
+    # Without Content-Length the bytes are counted as they arrive.
+    chunks = (raw[i : i + 100_000] for i in range(0, len(raw), 100_000))
     try:
-        response = server.http.post(TEXT, content=pieces)
+        response = server.http.post(TEXT, content=chunks)
     except httpx.TransportError:
-        pass  # the server hung up on the rest
+        pass  # the server closed the connection early
     else:
         error_of(response, 413)
     assert server.complete().status_code == 200

@@ -1,4 +1,4 @@
-"""No body blocks the event loop: sizes are checked before the work, and long work is in threads."""
+"""No body blocks the event loop: sizes are checked first, and slow work runs in threads."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ HANG_GUARD_S = 30
 
 
 class Gated(Bytes):
-    """Notes the thread of each call; one with a text that has GATE in it waits for `gate`."""
+    """Records the thread of each call; a text that contains GATE waits for `gate`."""
 
     def __init__(self) -> None:
         self.gate = threading.Event()
@@ -76,10 +76,8 @@ GATED_BODIES: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("name", GATED_BODIES)
-def test_health_is_answered_while_a_text_is_converted(
-    gated: tuple[Server, Gated], name: str
-) -> None:
-    """The conversion cannot end before /health/live has answered, so it cannot be on the loop."""
+def test_health_responds_during_tokenizing(gated: tuple[Server, Gated], name: str) -> None:
+    """Tokenizing ends only after /health/live has responded, so it is not on the event loop."""
     server, tokenizer = gated
     path, body = GATED_BODIES[name]
     with ThreadPoolExecutor(1) as pool:
@@ -92,7 +90,7 @@ def test_health_is_answered_while_a_text_is_converted(
     assert alive == [200] * 3
 
 
-def test_prompts_of_one_request_are_tokenised_in_one_batch(gated: tuple[Server, Gated]) -> None:
+def test_prompts_of_one_request_are_tokenized_in_one_batch(gated: tuple[Server, Gated]) -> None:
     server, tokenizer = gated
     assert server.complete(prompt=["a", "b", "c"], max_tokens=1).status_code == 200
     assert tokenizer.batches == [["a", "b", "c"]]
@@ -121,20 +119,20 @@ def test_large_bodies_are_decoded_in_a_thread(
     assert [name.startswith("windlass-json") for name in threads] == [in_thread]
 
 
-def test_log_probabilities_are_spelled_in_a_thread(server: Server) -> None:
+def test_log_probabilities_are_formatted_in_a_thread(server: Server) -> None:
     threads = set()
-    plain = formatters.prompt_logprobs
+    original = formatters.prompt_logprobs
 
     def spy(*args: Any) -> Any:
         threads.add(threading.current_thread().name.rpartition("_")[0])
-        return plain(*args)
+        return original(*args)
 
     with mock.patch.object(formatters, "prompt_logprobs", spy):
-        answer = server.complete(prompt="x" * 1000, prompt_logprobs=2, max_tokens=1).json()
+        response = server.complete(prompt="x" * 1000, prompt_logprobs=2, max_tokens=1).json()
     assert threads == {"windlass-text"}
-    scores = answer["choices"][0]["prompt_logprobs"]
-    assert len(scores) == 1001
-    assert scores[1]["120"] == {"logprob": -0.5, "rank": 1, "decoded_token": "x"}
+    logprobs = response["choices"][0]["prompt_logprobs"]
+    assert len(logprobs) == 1001
+    assert logprobs[1]["120"] == {"logprob": -0.5, "rank": 1, "decoded_token": "x"}
 
 
 def test_a_template_that_loops_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -150,11 +148,11 @@ def test_a_template_that_loops_is_stopped(monkeypatch: pytest.MonkeyPatch) -> No
         assert server.chat(max_tokens=1).status_code == 200
 
 
-# ---- what is never started ---------------------------------------------------------------------
+# ---- refused before any work -----------------------------------------------------------------
 
 
 def test_completions_are_counted_before_prompts_are_expanded(gated: tuple[Server, Gated]) -> None:
-    """2,000 prompts with n=128 once became 256,000 requests before somebody counted them."""
+    """2,000 prompts with n=128 would become 256,000 requests."""
     server, tokenizer = gated
     with mock.patch.object(SamplingParams, "child", side_effect=AssertionError("expanded")):
         error = error_of(server.complete(prompt=["GATE"] * 2000, n=128), 400)
@@ -164,7 +162,7 @@ def test_completions_are_counted_before_prompts_are_expanded(gated: tuple[Server
     assert tokenizer.batches == []
 
 
-def test_a_text_that_cannot_fit_is_not_tokenised(gated: tuple[Server, Gated]) -> None:
+def test_a_text_that_cannot_fit_is_not_tokenized(gated: tuple[Server, Gated]) -> None:
     server, tokenizer = gated
     for path, body in {
         TEXT: {"prompt": "GATE" * 2049},
@@ -246,19 +244,19 @@ TOO_MANY: list[tuple[str, dict[str, Any], str | None, str]] = [
 ]
 
 
-@pytest.mark.parametrize(("path", "body", "param", "says"), TOO_MANY)
+@pytest.mark.parametrize(("path", "body", "param", "text"), TOO_MANY)
 def test_counts_and_characters_are_bounded(
-    server: Server, path: str, body: dict[str, Any], param: str | None, says: str
+    server: Server, path: str, body: dict[str, Any], param: str | None, text: str
 ) -> None:
     if path == CHAT:
         body = {"messages": user("a"), **body}
     error = error_of(server.http.post(path, json=body), 400)
     assert error["param"] == param
-    assert says in error["message"]
+    assert text in error["message"]
     assert len(error["message"]) < 1000
 
 
-def test_what_is_within_the_limits_is_answered(server: Server) -> None:
+def test_a_body_within_the_limits_is_accepted(server: Server) -> None:
     body = {
         "stop": ["?" * limits.MAX_STOP_CHARS] * limits.MAX_STOP_STRINGS,
         "bad_words": ["bad"] * limits.MAX_BAD_WORDS,
@@ -290,7 +288,7 @@ def test_errors_never_repeat_megabytes(server: Server, field: str, value: object
 
 
 def test_a_full_queue_of_prompts_is_still_possible() -> None:
-    """The count of completions is bounded by what may run and wait, not below it."""
+    """The limit on completions is the number of slots plus the queue, not less."""
     with running(counting(Options(max_num_seqs=4)), max_num_queued_reqs=4) as server:
         assert server.complete(prompt=["a"] * 4, n=2, max_tokens=1).status_code == 200
         assert "9 completions" in error_of(server.complete(prompt=["a"] * 9), 400)["message"]

@@ -1,4 +1,4 @@
-"""The rules that connections are held to, with a clock that the test moves."""
+"""Connection limits, with a fake clock."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ LIMITS = ConnectionLimits.of(
 
 
 class World:
-    """A table of connections, its clock, and what was cut."""
+    """A table of connections, its clock, and the counted cuts."""
 
     def __init__(self, limits: ConnectionLimits = LIMITS) -> None:
         self.now = 0.0
@@ -45,28 +45,28 @@ class FakeConnection:
         self.cut_by: CutReason | None = None
 
     def abort(self) -> None:
-        """Nothing is open."""
+        """Do nothing: there is no socket."""
 
     def check(self, now: float) -> None:
-        """It never stalls."""
+        """Do nothing: the client never stalls."""
 
     def cut(self, reason: CutReason) -> None:
         self.cut_by = reason
         self._world.table.release(self)
 
 
-def test_a_rate_is_judged_window_by_window() -> None:
+def test_the_rate_is_checked_per_window() -> None:
     window = RateWindow(span_s=10, min_rate=100, now=0, num_bytes=0)
     assert not window.is_stalled(9.9, 0)
     assert not window.is_stalled(10, 1000)
     assert not window.is_stalled(19.9, 1000)
-    assert window.is_stalled(20, 1999)  # a burst before does not count
+    assert window.is_stalled(20, 1999)  # an earlier burst does not count
     window.restart(30, 5000)
     assert not window.is_stalled(39, 5000)
     assert window.is_stalled(40, 5000)
 
 
-def test_the_one_that_waited_longest_without_a_request_gives_way() -> None:
+def test_the_longest_idle_connection_is_evicted() -> None:
     world = World()
     first, second, third, fourth = (FakeConnection(world) for _ in range(4))
     for connection in (first, second, third):
@@ -78,7 +78,7 @@ def test_the_one_that_waited_longest_without_a_request_gives_way() -> None:
     assert world.table.num_open == 3
 
 
-def test_connections_that_have_just_come_do_not_give_way() -> None:
+def test_new_connections_are_not_evicted() -> None:
     world = World()
     old = [FakeConnection(world) for _ in range(3)]
     assert all(map(world.table.admit, old))
@@ -88,7 +88,7 @@ def test_connections_that_have_just_come_do_not_give_way() -> None:
     assert world.table.admit(FakeConnection(world))
 
 
-def test_busy_connections_do_not_give_way() -> None:
+def test_busy_connections_are_not_evicted() -> None:
     world = World()
     old = [FakeConnection(world) for _ in range(3)]
     for connection in old:
@@ -103,13 +103,13 @@ def test_busy_connections_do_not_give_way() -> None:
     assert world.table.num_open == 3
 
 
-def test_few_refused_connections_linger() -> None:
+def test_the_number_of_lingering_connections_is_limited() -> None:
     world = World()
     lingering = [world.table.may_linger(FakeConnection(world)) for _ in range(RESERVE)]
     assert 0 < lingering.count(True) < RESERVE / 2
 
 
-# ---- the cap ---------------------------------------------------------------------------------
+# ---- connection limit ------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -120,7 +120,7 @@ def soft_limit(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return limit
 
 
-def test_the_cap_leaves_a_reserve(soft_limit: list[int]) -> None:
+def test_the_connection_limit_leaves_a_reserve(soft_limit: list[int]) -> None:
     assert connection_cap(AUTO).value == str(1024 - 30 - RESERVE)
     soft_limit[0] = 2**20
     assert connection_cap(AUTO).value == "8192"
@@ -142,7 +142,7 @@ def test_too_few_descriptors_are_an_error(
 
 
 class FakeTransport(asyncio.Transport):
-    """Keeps what is written, and says that `unread` bytes of it wait for the client."""
+    """Collects written bytes; reports `unread` as the size of the write buffer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -169,19 +169,19 @@ class FakeTransport(asyncio.Transport):
         return False
 
     def pause_reading(self) -> None:
-        """Nothing comes by itself."""
+        """Do nothing: the test delivers all input."""
 
     def resume_reading(self) -> None:
-        """Nothing comes by itself."""
+        """Do nothing: the test delivers all input."""
 
 
-async def never_answers(_scope: Scope, receive: Receive, _send: Send) -> None:
+async def never_respond(_scope: Scope, receive: Receive, _send: Send) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
 
 
 def connect(world: World) -> tuple[LimitedProtocol, FakeTransport]:
-    config = uvicorn.Config(never_answers, lifespan="off", ws="none", log_config=None)
+    config = uvicorn.Config(never_respond, lifespan="off", ws="none", log_config=None)
     state: dict[str, Any] = {}
     protocol = LimitedProtocol(
         connections=world.table,
@@ -197,7 +197,7 @@ def connect(world: World) -> tuple[LimitedProtocol, FakeTransport]:
 HEAD = b"POST / HTTP/1.1\r\nContent-Length: 1000000\r\n\r\n"
 
 
-def test_a_slow_body_that_advances_is_not_cut() -> None:
+def test_a_slow_but_advancing_body_is_accepted() -> None:
     async def main() -> None:
         world = World()
         protocol, transport = connect(world)
@@ -222,7 +222,7 @@ def test_a_body_that_waits_for_the_server_is_not_cut() -> None:
     async def main() -> None:
         world = World()
         protocol, transport = connect(world)
-        protocol.data_received(HEAD + b"a" * 100_000)  # nobody has read it yet
+        protocol.data_received(HEAD + b"a" * 100_000)  # the application has not read it yet
         for _ in range(100):
             world.pass_time(1)
         assert protocol.flow.read_paused
@@ -255,7 +255,7 @@ def test_a_reader_is_cut_when_it_stops_reading() -> None:
     asyncio.run(main())
 
 
-def test_waiting_for_an_answer_has_no_time_limit() -> None:
+def test_waiting_for_a_response_has_no_timeout() -> None:
     async def main() -> None:
         world = World()
         protocol, transport = connect(world)
@@ -289,8 +289,8 @@ def test_bodies_of_all_connections_share_a_budget() -> None:
 UPGRADE = b"GET / HTTP/1.1\r\nConnection: Upgrade\r\nUpgrade: h2c\r\n"
 
 
-def test_an_upgrade_ends_the_connection_after_its_answer() -> None:
-    """The parser reads nothing behind such a request."""
+def test_an_upgrade_closes_the_connection_after_the_response() -> None:
+    """The parser stops after an upgrade request."""
 
     async def main() -> None:
         world = World()

@@ -1,4 +1,4 @@
-"""Dollars: what a request cost, what a key did, and that all of it adds up to the price of the time."""
+"""Costs per request and per key, which add up to the price of the elapsed time."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from windlass.engine import Engine
 from windlass.serve.cost import Price, make_cost_tracker
 from windlass.serve.metrics import Metrics
 
-PRICE = 3600.0  # a dollar a second
+PRICE = 3600.0  # one dollar per second
 
 
 @pytest.fixture(scope="module")
@@ -28,8 +28,8 @@ def priced() -> Iterator[Server]:
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-def test_requests_and_idle_time_cost_the_price_of_the_time(overlap: bool) -> None:
-    """With a clock that every look moves on: in the engine's own loop, ahead of commits or not."""
+def test_requests_and_idle_time_add_up_to_the_elapsed_time(overlap: bool) -> None:
+    """The clock advances with every reading; both the plain and the overlapped loop are checked."""
     world = World(limits(num_blocks=20), draft_length=0)
     clock = iter(range(10**6))
     times: list[float] = []
@@ -51,21 +51,21 @@ def test_requests_and_idle_time_cost_the_price_of_the_time(overlap: bool) -> Non
     now()
     stats = engine.stats()
     price = Price(PRICE)
-    asked = price.of(engine.traces())
+    requests = price.of(engine.traces())
     idle = stats.account.idle_s * price.per_second
-    assert asked.total + idle == pytest.approx((times[-1] - began) * PRICE / 3600)
-    assert asked.prefill == pytest.approx(stats.account.prefill_s)
+    assert requests.total + idle == pytest.approx((times[-1] - began) * PRICE / 3600)
+    assert requests.prefill == pytest.approx(stats.account.prefill_s)
     assert idle > 0
 
 
 class _Done:
-    guesses = False
+    has_drafts = False
 
     def __init__(self, result: object) -> None:
         self.wait = lambda: result
 
 
-def test_the_cost_of_a_request_is_told_when_asked_for(priced: Server) -> None:
+def test_include_cost_reports_the_cost(priced: Server) -> None:
     plain = priced.complete(prompt="Hello", max_tokens=8).json()["usage"]
     assert "cost" not in plain
     usage = priced.complete(prompt="Hello", max_tokens=8, include_cost=True).json()["usage"]
@@ -74,7 +74,7 @@ def test_the_cost_of_a_request_is_told_when_asked_for(priced: Server) -> None:
     assert parts["prefill_usd"] + parts["decode_usd"] == pytest.approx(usage["cost"])
 
 
-def test_a_stream_and_a_stop_string_have_their_cost_too(priced: Server) -> None:
+def test_streams_and_stop_strings_report_the_cost(priced: Server) -> None:
     text = priced.complete(prompt="Hello", max_tokens=8, include_cost=True, stream=True).text
     last = json.loads(text.split("\n\n")[-3].removeprefix("data: "))
     assert last["usage"]["cost"] > 0
@@ -101,10 +101,10 @@ def test_keys_have_their_own_sums(priced: Server) -> None:
     paid = priced.http.post("/v1/completions", json=body, headers=auth).json()["usage"]["cost"]
     (mine,) = cost(priced, "two")["by_key"].items()
     assert mine[1]["usd"] == pytest.approx(paid)
-    everybody = cost(priced, "boss")["by_key"]
-    assert everybody[mine[0]]["usd"] == pytest.approx(paid)
-    assert len(everybody) == len(before) + 1
-    # What the others and the whole server cost is not for every key.
+    all_keys = cost(priced, "boss")["by_key"]
+    assert all_keys[mine[0]]["usd"] == pytest.approx(paid)
+    assert len(all_keys) == len(before) + 1
+    # Only an admin key sees the costs of other keys and of the whole server.
     assert sorted(cost(priced, "two")) == ["by_key", "price_per_hour"]
     assert cost(priced, "boss")["usd"]["total"] > paid
     assert priced.metric("cost_usd_by_key_total", key=mine[0]) == pytest.approx(paid)
@@ -121,7 +121,7 @@ def test_the_metrics_add_up(priced: Server) -> None:
         thread.join()
 
     def settled() -> bool:
-        """The reports follow the stories by up to a quarter of a second."""
+        """The engine's stats arrive up to 0.25 s after the traces."""
         busy = sum(priced.metric("cost_usd_total", phase=name) for name in ("prefill", "decode"))
         return busy == pytest.approx(priced.metric("cost_usd_by_key_total"))
 
@@ -136,7 +136,7 @@ def test_the_metrics_add_up(priced: Server) -> None:
     assert priced.metric("cost_usd_per_million_tokens", phase="decode") > 0
 
 
-def test_without_a_price_nothing_is_told(server: Server) -> None:
+def test_without_a_price_cost_is_an_error(server: Server) -> None:
     refused = server.complete(max_tokens=1, include_cost=True)
     assert refused.status_code == 400
     assert "--price-per-hour" in refused.json()["error"]["message"]
@@ -144,17 +144,17 @@ def test_without_a_price_nothing_is_told(server: Server) -> None:
     assert "cost_usd" not in server.http.get("/metrics").text
 
 
-def test_the_last_minute_forgets_what_was_before() -> None:
+def test_last_minute_drops_older_samples() -> None:
     now = [0.0]
-    book = make_cost_tracker(PRICE, "m", Metrics("m").registry)
-    assert book is not None
-    book._clock = lambda: now[0]
+    tracker = make_cost_tracker(PRICE, "m", Metrics("m").registry)
+    assert tracker is not None
+    tracker._clock = lambda: now[0]
     last = EngineStats()
     for at in range(0, 200, 10):
         now[0] = float(at)
         tokens = 1000 if at <= 100 else 100
         stats = EngineStats(num_generated_tokens=last.num_generated_tokens + tokens)
         stats.account = type(stats.account)(decode_s=last.account.decode_s + 1.0)
-        book.observe(stats, last)
+        tracker.observe(stats, last)
         last = stats
-    assert book.last_minute()["decode"] == pytest.approx(1e6 / 100)
+    assert tracker.last_minute()["decode"] == pytest.approx(1e6 / 100)

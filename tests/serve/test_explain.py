@@ -1,4 +1,4 @@
-"""Why a request took as long as it did, as its sender can ask, and nobody else."""
+"""The explain endpoint: sentences, settings, and access per key."""
 
 from __future__ import annotations
 
@@ -122,11 +122,11 @@ def test_preemptions_and_drafts_are_reported() -> None:
         drafted=[0, 1, 3],
         accepted=[2, 1, 1],
     )
-    made = trace_json(example, 0.0)
-    assert made["seconds"]["decode"] == pytest.approx(0.9)
-    assert made["seconds"]["preempted"] == pytest.approx(1.2)
-    assert made["preemptions"]["recomputed_tokens"] == 11
-    assert made["drafts"]["per_position"] == [
+    body = trace_json(example, 0.0)
+    assert body["seconds"]["decode"] == pytest.approx(0.9)
+    assert body["seconds"]["preempted"] == pytest.approx(1.2)
+    assert body["preemptions"]["recomputed_tokens"] == 11
+    assert body["drafts"]["per_position"] == [
         {"proposed": 4, "accepted": 2},
         {"proposed": 3, "accepted": 1},
     ]
@@ -152,9 +152,9 @@ def test_the_oldest_entry_is_evicted() -> None:
 def narrow() -> Iterator[Server]:
     """A server with two slots and slow steps."""
     build = counting(Options(max_num_seqs=2, step_s=0.005))
-    with running(build, api_key=("one", "two"), admin_key=("boss",)) as made:
-        made.http.headers["Authorization"] = "Bearer one"
-        yield made
+    with running(build, api_key=("one", "two"), admin_key=("boss",)) as server:
+        server.http.headers["Authorization"] = "Bearer one"
+        yield server
 
 
 def explain(server: Server, response_id: str, key: str = "one") -> Any:
@@ -162,12 +162,12 @@ def explain(server: Server, response_id: str, key: str = "one") -> Any:
     return server.http.get(f"/v1/requests/{response_id}/explain", headers=headers)
 
 
-def test_the_id_of_the_answer_is_the_id_to_ask_with(narrow: Server) -> None:
+def test_explain_finds_the_response_id(narrow: Server) -> None:
     prompt = "a prompt of some length, with a block or two"
     narrow.complete(prompt=prompt, max_tokens=1)
-    answer = narrow.complete(prompt=prompt + "!" * 20, max_tokens=5).json()
-    explanation = explain(narrow, answer["id"]).json()
-    assert explanation["id"] == answer["id"]
+    response = narrow.complete(prompt=prompt + "!" * 20, max_tokens=5).json()
+    explanation = explain(narrow, response["id"]).json()
+    assert explanation["id"] == response["id"]
     assert explanation["state"] == "ended"
     assert explanation["sentence"].endswith(".")
     (only,) = explanation["completions"]
@@ -182,25 +182,25 @@ def test_the_id_of_the_answer_is_the_id_to_ask_with(narrow: Server) -> None:
     assert only["engine_seconds"]["decode"] > 4 * 0.005
 
 
-def test_one_that_waited_for_a_place_is_explanation_so(narrow: Server) -> None:
-    answers: list[Any] = []
+def test_a_request_that_waited_for_a_slot(narrow: Server) -> None:
+    responses: list[Any] = []
 
-    def ask() -> None:
-        answers.append(narrow.complete(prompt="wait", max_tokens=30).json())
+    def send() -> None:
+        responses.append(narrow.complete(prompt="wait", max_tokens=30).json())
 
-    threads = [threading.Thread(target=ask) for _ in range(6)]
+    threads = [threading.Thread(target=send) for _ in range(6)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    explanation = explain(narrow, answers[-1]["id"]).json()
+    explanation = explain(narrow, responses[-1]["id"]).json()
     assert explanation["dominated_by"] == "sequences"
     assert "waiting for one of 2 running slots" in explanation["sentence"]
     assert explanation["setting"]["flag"] == "--max-num-seqs"
     assert explanation["setting"]["value"] > 2
 
 
-def test_a_running_request_is_explanation_as_far_as_it_is(narrow: Server) -> None:
+def test_a_running_request_is_explained_so_far(narrow: Server) -> None:
     body = {"prompt": "SLOW", "max_tokens": 400, "stream": True, "request_id": "mine"}
     with narrow.http.stream("POST", "/v1/completions", json=body) as response:
         lines = response.iter_lines()
@@ -212,12 +212,12 @@ def test_a_running_request_is_explanation_as_far_as_it_is(narrow: Server) -> Non
     assert explain(narrow, "cmpl-mine").json()["completions"][0]["finish"] == "abort"
 
 
-def test_a_stop_string_ends_a_story_too(narrow: Server) -> None:
-    answer = narrow.complete(prompt="Hi", max_tokens=50, stop=["h"]).json()
-    wait_until(lambda: explain(narrow, answer["id"]).json()["state"] == "ended")
+def test_a_stop_string_ends_the_trace(narrow: Server) -> None:
+    response = narrow.complete(prompt="Hi", max_tokens=50, stop=["h"]).json()
+    wait_until(lambda: explain(narrow, response["id"]).json()["state"] == "ended")
 
 
-def test_nobody_else_is_explanation(narrow: Server) -> None:
+def test_other_keys_get_404(narrow: Server) -> None:
     response_id = narrow.complete(max_tokens=1).json()["id"]
     assert explain(narrow, response_id).status_code == 200
     assert explain(narrow, response_id, "boss").status_code == 200

@@ -1,4 +1,4 @@
-"""What goes wrong in operation: clients that leave, engines that break, hang and die."""
+"""Faults: clients that disconnect, engines that fail, hang and die."""
 
 from __future__ import annotations
 
@@ -27,30 +27,26 @@ SLOW = {"prompt": "SLOW", "max_tokens": 1000}
 def idle(server: Server) -> bool:
     load = server.http.get("/load").json()
     stats = server.client.stats
-    nothing = (0, 0, 0)
-    return load["server_load"] == 0 and nothing == (
-        stats.num_running,
-        stats.num_waiting,
-        stats.num_used_blocks,
-    )
+    counts = (stats.num_running, stats.num_waiting, stats.num_used_blocks)
+    return load["server_load"] == 0 and counts == (0, 0, 0)
 
 
 def outcomes(server: Server) -> float:
     return server.metric("request_outcomes_total") + server.metric("requests_in_flight")
 
 
-def test_clients_that_hang_up_leave_nothing_behind() -> None:
-    """200 clients leave at random: while queued, before the first token, in mid-stream."""
+def test_disconnected_clients_leave_no_state() -> None:
+    """200 clients disconnect at random: while queued, before the first token, in mid-stream."""
     dice = random.Random(7)
 
-    def leave(number: int) -> None:
+    def disconnect(number: int) -> None:
         stream = number % 2 == 0
-        patience = dice.uniform(0.005, 0.4)
+        timeout_s = dice.uniform(0.005, 0.4)
         body = {**SLOW, "prompt": f"SLOW {number}", "stream": stream, "n": 1 + number % 3}
         try:
-            with http.stream("POST", "/v1/completions", json=body, timeout=patience) as response:
+            with http.stream("POST", "/v1/completions", json=body, timeout=timeout_s) as response:
                 for count, _ in enumerate(response.iter_lines()):
-                    if count > patience * 100:
+                    if count > timeout_s * 100:
                         return
         except httpx.TransportError:
             pass
@@ -61,7 +57,7 @@ def test_clients_that_hang_up_leave_nothing_behind() -> None:
             httpx.Client(base_url=server.url, limits=limits) as http,
             ThreadPoolExecutor(24) as pool,
         ):
-            list(pool.map(leave, range(200)))
+            list(pool.map(disconnect, range(200)))
         wait_until(lambda: idle(server))
         assert server.client.num_in_flight == 0
         received = server.metric("requests_received_total")
@@ -71,7 +67,7 @@ def test_clients_that_hang_up_leave_nothing_behind() -> None:
         assert server.complete(max_tokens=3).json()["choices"][0]["text"] == "def"
 
 
-def test_received_is_the_sum_of_all_ends() -> None:
+def test_received_requests_equal_the_sum_of_outcomes() -> None:
     dice = random.Random(3)
     bodies = [
         {"prompt": "ok", "max_tokens": 4},
@@ -94,7 +90,7 @@ def test_received_is_the_sum_of_all_ends() -> None:
             assert expected <= counted <= expected + errors_in_streams
 
 
-def test_a_step_that_fails_ends_its_requests_and_no_others() -> None:
+def test_a_failed_step_fails_only_its_own_requests() -> None:
     with running() as server:
         failed = server.complete(prompt="CRASH")
         assert failed.status_code == 500
@@ -104,7 +100,7 @@ def test_a_step_that_fails_ends_its_requests_and_no_others() -> None:
         assert server.client.pid == pid
 
 
-def test_three_failed_steps_in_a_row_end_the_engine_and_it_comes_back() -> None:
+def test_three_failed_steps_in_a_row_restart_the_engine() -> None:
     with running() as server:
         pid = server.client.pid
         for number in range(3):
@@ -114,7 +110,7 @@ def test_three_failed_steps_in_a_row_end_the_engine_and_it_comes_back() -> None:
 
 
 def test_killed_engine_in_mid_stream() -> None:
-    """The stream ends with an error, health is red, then a new engine answers."""
+    """The stream ends with an error, health fails, then a new engine serves."""
     slow_start = RestartPolicy(first_pause_s=1.0)
     with running(restarts=slow_start) as server:
         stream = server.openai.completions.create(
@@ -136,20 +132,20 @@ def test_killed_engine_in_mid_stream() -> None:
         assert server.metric("request_outcomes_total", outcome="error") == 2
 
 
-def test_requests_not_yet_started_get_a_status_when_the_engine_dies() -> None:
+def test_a_stream_without_tokens_gets_a_status_when_the_engine_dies() -> None:
     with running(restarts=QUICK_RESTARTS) as server:
         assert server.complete(prompt="DIE", stream=True).status_code == 503
 
 
-def test_hung_engine_turns_health_red_and_is_replaced() -> None:
+def test_a_hung_engine_fails_health_and_is_replaced() -> None:
     with running(hang_timeout=1.0) as server:
         pid = server.client.pid
         thread = threading.Thread(target=lambda: server.complete(prompt="HANG"))
         thread.start()
         wait_until(lambda: server.http.get("/health/ready").status_code == 503)
-        red = server.http.get("/health/generate")
-        assert red.status_code == 503
-        assert "no heartbeat" in red.json()["reason"]
+        unhealthy = server.http.get("/health/generate")
+        assert unhealthy.status_code == 503
+        assert "no heartbeat" in unhealthy.json()["reason"]
         thread.join(10)
         wait_until(lambda: server.client.pid not in (pid, None))
         wait_until(lambda: server.http.get("/health/generate").status_code == 200)
@@ -164,7 +160,7 @@ def test_an_engine_that_keeps_dying_ends_the_server(tmp_path: Path) -> None:
         assert server.stop() == 1
 
 
-def test_what_the_build_raised_is_raised_here() -> None:
+def test_the_error_of_a_build_is_raised() -> None:
     async def start(build: object) -> None:
         client = EngineClient(build)  # type: ignore[arg-type]
         try:

@@ -1,4 +1,4 @@
-"""No body gives a 500: random bodies, near-valid ones above all, with a fixed seed."""
+"""No body causes a 500: random bodies, mostly almost valid ones, with a fixed seed."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ FIELDS = sorted(
     {*ChatRequest.model_fields, *CompletionRequest.model_fields, *_NEUTRAL, *_IGNORED}
     - {"messages", "prompt", "max_tokens"}
 )
-# Values at which something overflows, is empty, or is not what its type says.
+# Values that overflow, are empty, or have an unexpected type.
 EDGES = [
     *(sign * 2**bits + off for bits in (15, 31, 32, 53, 63, 64, 100) for sign in (1, -1) for off in (-1, 0, 1)),
     *(0, -1, 1, 0.0, -0.0, 5e-324, 1.7e308, -1.5, 0.5, 1e-40, math.nan, math.inf, -math.inf),
@@ -72,12 +72,12 @@ BODIES = st.fixed_dictionaries(
 )
 
 
-def spelled(body: Any) -> bytes:
-    """As JSON, with what Python's own encoder writes beyond it: NaN, surrogates."""
+def encoded(body: Any) -> bytes:
+    """Encode as JSON with Python's extensions: NaN, surrogates."""
     return json.dumps(body, ensure_ascii=False).encode(errors="surrogatepass")
 
 
-def answered(server: Server, path: str, raw: bytes) -> None:
+def check_response(server: Server, path: str, raw: bytes) -> None:
     response = server.http.post(path, content=raw)
     assert response.status_code in (200, 400, 404, 429), (raw[:500], response.text[:500])
     if response.status_code != 200:
@@ -94,7 +94,7 @@ _SETTINGS = settings(
 
 
 @pytest.mark.parametrize("path", ENDPOINTS)
-def test_no_body_gives_a_500(server: Server, path: str) -> None:
+def test_no_body_causes_a_500(server: Server, path: str) -> None:
     @_SETTINGS
     @given(body=BODIES)
     @example(
@@ -107,28 +107,28 @@ def test_no_body_gives_a_500(server: Server, path: str) -> None:
         }
     )
     def attempt(body: dict[str, Any]) -> None:
-        answered(server, path, spelled(body))
+        check_response(server, path, encoded(body))
 
     attempt()
     assert server.http.get("/health/ready").status_code == 200
 
 
 @pytest.mark.parametrize("path", ENDPOINTS)
-def test_no_bytes_give_a_500(server: Server, path: str) -> None:
+def test_no_bytes_cause_a_500(server: Server, path: str) -> None:
     @_SETTINGS
-    @given(raw=st.binary(max_size=50) | BODIES.flatmap(lambda body: _damaged(spelled(body))))
+    @given(raw=st.binary(max_size=50) | BODIES.flatmap(lambda body: _damaged(encoded(body))))
     @example(raw=b'{"prompt": "\\ud800"}')
     @example(raw=b'{"prompt": "a", "seed": 1e999}')
     @example(raw=b'{"prompt": "a", "n": ' + b"9" * 10_000 + b"}")
     @example(raw=b'{"prompt":' + b"[" * 100_000)
     def attempt(raw: bytes) -> None:
-        answered(server, path, raw)
+        check_response(server, path, raw)
 
     attempt()
 
 
 def _damaged(raw: bytes) -> st.SearchStrategy[bytes]:
-    """`raw` with a piece replaced or cut off."""
+    """`raw` with a part replaced or removed."""
     at = st.integers(0, len(raw))
     return st.tuples(at, at, st.binary(max_size=4)).map(
         lambda cut: raw[: cut[0]] + cut[2] + raw[cut[1] :]
@@ -136,8 +136,8 @@ def _damaged(raw: bytes) -> st.SearchStrategy[bytes]:
 
 
 @pytest.mark.parametrize("field", [*FIELDS, "max_tokens", "prompt", "messages"])
-def test_every_field_is_refused_or_understood_by_the_engine(field: str) -> None:
-    """An engine that cannot decode a message ends: what is accepted must survive the way there."""
+def test_every_accepted_field_can_be_sent_to_the_engine(field: str) -> None:
+    """An undecodable message ends the engine, so every accepted body must be encodable."""
     preparer = preparer_of(template=ChatTemplate("{{ messages[0].content }}", {}))
     for value in EDGES:
         for attempt in (complete, chat):

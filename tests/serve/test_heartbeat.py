@@ -1,4 +1,4 @@
-"""How long an engine has been silent, as seen by a process that may itself be held up."""
+"""The heartbeat measures silence of the engine, not pauses of the HTTP process."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from windlass.serve.health import Heartbeat
 
 
 def silent_for(heartbeat: Heartbeat, clock: Clock, seconds: float) -> None:
-    """Let time pass, with ticks as they should come."""
+    """Advance the clock with regular ticks."""
     for _ in range(round(seconds / heartbeat.interval_s)):
         clock.now += heartbeat.interval_s
         heartbeat.tick()
@@ -26,8 +26,8 @@ def test_a_silent_engine_is_late_and_then_lost() -> None:
     assert (heartbeat.is_late, heartbeat.is_lost) == (False, False)
 
 
-def test_time_in_which_nobody_listened_is_not_the_engines_silence() -> None:
-    """A process that was stopped, or whose event loop was blocked, has heard nobody."""
+def test_a_pause_of_the_http_process_is_not_silence() -> None:
+    """A stopped process, or one with a blocked event loop, receives no heartbeat."""
     clock = Clock()
     heartbeat = Heartbeat(8.0, clock)
     clock.now += 1000.0
@@ -35,7 +35,7 @@ def test_time_in_which_nobody_listened_is_not_the_engines_silence() -> None:
     assert not heartbeat.is_late
 
 
-def test_a_pause_is_no_silence() -> None:
+def test_a_paused_heartbeat_is_not_late() -> None:
     clock = Clock()
     heartbeat = Heartbeat(8.0, clock)
     with heartbeat.paused():

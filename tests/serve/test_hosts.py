@@ -16,7 +16,7 @@ from windlass.serve.hosts import make_host_guard
 TEXT = "/v1/completions"
 
 
-def ask(server: Server, **headers: str) -> httpx.Response:
+def get_version(server: Server, **headers: str) -> httpx.Response:
     return server.http.post(TEXT, json={"prompt": "Hi", "max_tokens": 1}, headers=headers)
 
 
@@ -38,7 +38,7 @@ def code_of(response: httpx.Response) -> str:
     ],
 )
 def test_own_hosts_are_served(server: Server, host: str) -> None:
-    assert ask(server, Host=host).status_code == 200
+    assert get_version(server, Host=host).status_code == 200
 
 
 @pytest.mark.parametrize(
@@ -52,7 +52,7 @@ def test_own_hosts_are_served(server: Server, host: str) -> None:
     ],
 )
 def test_foreign_hosts_are_refused(server: Server, host: str) -> None:
-    refused = ask(server, Host=host)
+    refused = get_version(server, Host=host)
     assert refused.status_code == 403
     assert code_of(refused) == "foreign_host"
     assert "--allowed-hosts" in refused.json()["error"]["message"]
@@ -73,15 +73,18 @@ def test_a_second_host_is_checked_too(server: Server) -> None:
     ["http://evil.example", "null", "http://localhost:1", "https://127.0.0.1", "file://", ""],
 )
 def test_foreign_origins_are_refused(server: Server, origin: str) -> None:
-    refused = ask(server, Origin=origin)
+    refused = get_version(server, Origin=origin)
     assert refused.status_code == 403
     assert code_of(refused) == "foreign_origin"
     assert "--allowed-origins" in refused.json()["error"]["message"]
 
 
 def test_the_own_origin_is_served(server: Server) -> None:
-    assert ask(server, Origin=server.url).status_code == 200
-    assert ask(server, Origin="http://localhost:8000", Host="localhost:8000").status_code == 200
+    assert get_version(server, Origin=server.url).status_code == 200
+    assert (
+        get_version(server, Origin="http://localhost:8000", Host="localhost:8000").status_code
+        == 200
+    )
 
 
 @pytest.fixture(scope="module")
@@ -93,24 +96,26 @@ def opened() -> Iterator[Server]:
 
 
 def test_options_extend_the_lists(opened: Server) -> None:
-    assert ask(opened, Host="api.example").status_code == 200
-    assert ask(opened, Host="api.example", Origin="https://api.example").status_code == 200
-    assert ask(opened, Host="evil.example").status_code == 403
-    allowed = ask(opened, Origin="http://shop.example")
+    assert get_version(opened, Host="api.example").status_code == 200
+    assert get_version(opened, Host="api.example", Origin="https://api.example").status_code == 200
+    assert get_version(opened, Host="evil.example").status_code == 403
+    allowed = get_version(opened, Origin="http://shop.example")
     assert allowed.status_code == 200
     assert allowed.headers["access-control-allow-origin"] == "http://shop.example"
-    assert ask(opened, Origin="http://evil.example").status_code == 403
+    assert get_version(opened, Origin="http://evil.example").status_code == 403
 
 
-def test_a_preflight_is_answered_for_allowed_origins_only(opened: Server) -> None:
+def test_a_preflight_succeeds_for_allowed_origins_only(opened: Server) -> None:
     for origin, status in {"http://shop.example": 200, "http://evil.example": 403}.items():
         asking = {"Origin": origin, "Access-Control-Request-Method": "POST"}
         assert opened.http.options(TEXT, headers=asking).status_code == status
 
 
-def test_any_origin_and_host_by_a_star() -> None:
+def test_a_star_allows_any_origin_and_host() -> None:
     with running(allowed_hosts=("*",), allowed_origins=("*",)) as server:
-        assert ask(server, Host="x.example", Origin="http://evil.example").status_code == 200
+        assert (
+            get_version(server, Host="x.example", Origin="http://evil.example").status_code == 200
+        )
 
 
 @pytest.mark.parametrize(
@@ -161,7 +166,7 @@ def test_bodies_are_json(server: Server, path: str, content_type: str | None, st
         assert "application/json" in got.json()["error"]["message"]
 
 
-def test_a_page_must_name_the_content_type(server: Server) -> None:
+def test_a_page_must_send_the_content_type(server: Server) -> None:
     """A script can leave it out (a Blob without a type) to avoid the browser's preflight."""
     headers = {"Origin": server.url}
     got = server.http.post(TEXT, content=b'{"prompt": "Hi"}', headers=headers)

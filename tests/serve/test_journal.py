@@ -1,4 +1,4 @@
-"""Which requests an engine computes, as it can be read after its death."""
+"""The journal of running requests, as read after the engine died."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_requests_are_listed_from_their_slot_to_their_end(tmp_path: Path) -> Non
     journal.close()
 
 
-def test_a_grammar_may_be_at_work_before_its_request_has_a_slot(tmp_path: Path) -> None:
+def test_requests_with_a_grammar_are_listed_from_their_arrival(tmp_path: Path) -> None:
     path = tmp_path / "journal"
     journal = Journal(path)
     with journal.adding(add("a", structured_outputs={"regex": "a"})):
@@ -66,7 +66,7 @@ def test_untracked_requests_are_not_listed(tmp_path: Path) -> None:
     journal.close()
 
 
-def test_a_file_that_is_missing_or_cut_short_lists_what_it_holds(tmp_path: Path) -> None:
+def test_a_missing_or_truncated_file_lists_complete_entries(tmp_path: Path) -> None:
     path = tmp_path / "journal"
     assert read_journal(path) == frozenset()
     path.write_bytes(b"\x02")

@@ -1,4 +1,4 @@
-"""JSON text is counted before any object is made of it, and odd values are refused by name."""
+"""JSON is counted before it is decoded; refused values are errors that name the field."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ from windlass.serve.json_body import decode, decode_object
         {"deep": [[[[{"x": [[]]}]]]]},
     ],
 )
-def test_valid_json_is_what_the_standard_library_reads(value: dict[str, Any]) -> None:
+def test_valid_json_decodes_like_the_standard_library(value: dict[str, Any]) -> None:
     for options in ({}, {"ensure_ascii": False}, {"indent": 2}):
         raw = json.dumps(value, **options).encode()
         assert decode_object(raw) == value
 
 
 @pytest.mark.parametrize(
-    ("raw", "param", "says"),
+    ("raw", "param", "text"),
     [
         (b'{"n": 1, "n": 2}', None, "two fields of the same name"),
         (b'{"a": {"b": [{"c": 1, "c": 1}]}}', None, "two fields of the same name"),
@@ -53,14 +53,14 @@ def test_valid_json_is_what_the_standard_library_reads(value: dict[str, Any]) ->
         (b"", None, "not valid JSON"),
     ],
 )
-def test_what_is_refused(raw: bytes, param: str | None, says: str) -> None:
-    with pytest.raises(RequestError, match=re.escape(says)) as caught:
+def test_refused_bodies(raw: bytes, param: str | None, text: str) -> None:
+    with pytest.raises(RequestError, match=re.escape(text)) as caught:
         decode_object(raw)
     assert caught.value.param == param
 
 
 @pytest.mark.parametrize(
-    ("raw", "says"),
+    ("raw", "text"),
     [
         (b"[" + b"[]," * limits.MAX_CONTAINERS + b"[]]", "arrays and objects"),
         (b"[" + b"1," * (limits.MAX_VALUES + 1) + b"1]", "values"),
@@ -68,10 +68,10 @@ def test_what_is_refused(raw: bytes, param: str | None, says: str) -> None:
         (b'{"a": [' + b'"a\\"b",' * limits.MAX_STRINGS + b'""]}', "strings"),
     ],
 )
-def test_too_much_is_refused_before_it_is_parsed(raw: bytes, says: str) -> None:
+def test_large_bodies_are_refused_before_parsing(raw: bytes, text: str) -> None:
     with (
         mock.patch.object(msgspec.json, "decode", side_effect=AssertionError("it was parsed")),
-        pytest.raises(RequestError, match=f"the body has [0-9,]+ {says}; this server accepts"),
+        pytest.raises(RequestError, match=f"the body has [0-9,]+ {text}; this server accepts"),
     ):
         decode_object(raw)
 

@@ -1,4 +1,4 @@
-"""Keys: where they come from, and which are refused."""
+"""API keys: their sources, and refused keys."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def request(authorization: str | None) -> Request:
 
 @pytest.mark.parametrize("name", ["api_key", "admin_key"])
 @pytest.mark.parametrize("key", ["", " ", "\t\n", "two words", "tail ", "nul\0"])
-def test_a_key_that_lets_everybody_in_is_refused(name: str, key: str) -> None:
+def test_empty_keys_and_keys_with_spaces_are_refused(name: str, key: str) -> None:
     with pytest.raises(ConfigError, match="--" + name.replace("_", "-")):
         ServeConfig(**{name: ("good", key)})  # type: ignore[arg-type]
 
@@ -35,20 +35,20 @@ def test_a_key_that_lets_everybody_in_is_refused(name: str, key: str) -> None:
 @pytest.mark.parametrize(
     "header", [None, "", "Bearer", "Bearer ", "Bearer  ", "Basic one", "Bearer on", "Bearer one1"]
 )
-def test_no_key_no_answer(header: str | None) -> None:
+def test_requests_without_a_valid_key_are_refused(header: str | None) -> None:
     keys = Keys.of(ServeConfig(api_key=("one",)))
     assert not keys.admits(request(header))
     assert keys.admits(request("Bearer one"))
     assert not keys.is_admin(request("Bearer one"))
 
 
-def test_without_admin_keys_nobody_is_admin() -> None:
+def test_without_admin_keys_there_is_no_admin() -> None:
     keys = Keys.of(ServeConfig())
     assert not keys.is_admin(request(None))
     assert not keys.is_admin(request("Bearer "))
 
 
-def test_a_key_may_have_letters_beyond_ascii() -> None:
+def test_keys_may_contain_non_ascii_characters() -> None:
     keys = Keys.of(ServeConfig(api_key=("schlüssel",)))
     assert keys.admits(request("bearer schlüssel"))
 
@@ -79,12 +79,12 @@ def test_a_bad_key_file_is_refused(tmp_path: Path, text: str, mode: int, message
         Keys.of(ServeConfig(admin_key_file=(path,)))
 
 
-def test_a_key_file_that_is_not_there_is_refused(tmp_path: Path) -> None:
+def test_a_missing_key_file_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"--api-key-file.*No such file"):
         Keys.of(ServeConfig(api_key_file=(str(tmp_path / "none"),)))
 
 
-def test_a_file_that_others_can_read_is_noted(
+def test_a_world_readable_key_file_is_logged(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     Keys.of(ServeConfig(api_key_file=(key_file(tmp_path, "one", 0o644),)))

@@ -1,4 +1,4 @@
-"""A server as a process: signals, drains, addresses."""
+"""The server process: signals, draining, addresses."""
 
 from __future__ import annotations
 
@@ -90,11 +90,11 @@ class Process:
 def process(tmp_path: Path, shutdown_timeout: float, *arguments: str) -> Iterator[Process]:
     program = tmp_path / "program.py"
     program.write_text(PROGRAM)
-    made = Process(program, str(shutdown_timeout), *arguments)
+    server = Process(program, str(shutdown_timeout), *arguments)
     try:
-        yield made
+        yield server
     finally:
-        made.kill()
+        server.kill()
 
 
 def _status(url: str, path: str) -> int:
@@ -112,51 +112,53 @@ def _is_alive(pid: int) -> bool:
     return True
 
 
-def _ask_slowly(url: str, **body: object) -> Future[str]:
-    """The answer to a request that is running now and gets 100 tokens a second at most."""
+def _start_slow(url: str, **body: object) -> Future[str]:
+    """Start a request that gets at most 100 tokens per second; waits until it is running."""
     pool = ThreadPoolExecutor(1)
-    asked = {"prompt": "SLOW", **body}
-    answer = pool.submit(lambda: httpx.post(url + "/v1/completions", json=asked, timeout=20).text)
+    request = {"prompt": "SLOW", **body}
+    response = pool.submit(
+        lambda: httpx.post(url + "/v1/completions", json=request, timeout=20).text
+    )
     pool.shutdown(wait=False)
     wait_until(lambda: httpx.get(url + "/load").json()["num_requests_running"] == 1)
-    return answer
+    return response
 
 
 def test_sigterm_lets_running_requests_finish(tmp_path: Path) -> None:
     with process(tmp_path, 20) as server:
-        answer = _ask_slowly(server.url, max_tokens=120, stream=True)
+        response = _start_slow(server.url, max_tokens=120, stream=True)
         server.signal(signal.SIGTERM)
         wait_until(lambda: _status(server.url, "/health/ready") == 503)
         refused = httpx.post(server.url + "/v1/completions", json={"prompt": "x"})
         assert refused.status_code == 503
         assert refused.headers["retry-after"]
         assert refused.json()["error"]["code"] == "shutting_down"
-        text = answer.result(20)
+        text = response.result(20)
         assert text.endswith("data: [DONE]\n\n")
         assert text.count('"text"') == 120
         assert server.wait() == 0
         assert not _is_alive(server.engine_pid)
 
 
-def test_what_does_not_finish_in_time_is_told_so(tmp_path: Path) -> None:
+def test_unfinished_requests_get_an_error(tmp_path: Path) -> None:
     with process(tmp_path, 0.3) as server:
-        answer = _ask_slowly(server.url, max_tokens=2000, stream=True)
+        response = _start_slow(server.url, max_tokens=2000, stream=True)
         server.signal(signal.SIGTERM)
         assert server.wait() == 0
-        text = answer.result(20)
+        text = response.result(20)
         assert '"error"' in text
         assert "shut down" in text
 
 
-def test_a_second_signal_ends_at_once(tmp_path: Path) -> None:
+def test_a_second_signal_exits_at_once(tmp_path: Path) -> None:
     with process(tmp_path, 60) as server:
-        answer = _ask_slowly(server.url, max_tokens=2000)
+        response = _start_slow(server.url, max_tokens=2000)
         server.signal(signal.SIGINT)
         wait_until(lambda: _status(server.url, "/health/ready") == 503)
         server.signal(signal.SIGINT)
         assert server.wait() == 1
         with pytest.raises(httpx.TransportError):
-            answer.result(20)
+            response.result(20)
         wait_until(lambda: not _is_alive(server.engine_pid))
 
 
@@ -170,10 +172,10 @@ def test_a_second_signal_ends_a_server_whose_event_loop_is_blocked(tmp_path: Pat
         wait_until(lambda: not _is_alive(server.engine_pid))
 
 
-def test_one_signal_ends_a_server_whose_event_loop_is_blocked_when_time_is_up() -> None:
+def test_the_exit_is_forced_after_the_deadline() -> None:
     ended = threading.Event()
     deadline = ExitDeadline(0.05, ended.set)
-    assert not ended.wait(0.3)  # nobody has asked it to end
+    assert not ended.wait(0.3)  # no signal has arrived
     deadline.on_signal()
     assert ended.wait(20)
 
@@ -189,11 +191,11 @@ def test_a_second_signal_does_not_wait_for_the_deadline() -> None:
 
 def test_sigterm_ends_a_server_whose_engine_is_stopped(tmp_path: Path) -> None:
     with process(tmp_path, 0.2) as server:
-        answer = _ask_slowly(server.url, max_tokens=2000)
+        response = _start_slow(server.url, max_tokens=2000)
         os.kill(server.engine_pid, signal.SIGSTOP)
         server.signal(signal.SIGTERM)
         assert server.wait() == 0
-        assert "shut down" in answer.result(20)
+        assert "shut down" in response.result(20)
         assert not _is_alive(server.engine_pid)
 
 
@@ -238,7 +240,7 @@ def test_stop_during_loading_exits_at_once() -> None:
     assert asyncio.run(main()) == 0
 
 
-def test_an_error_while_the_card_is_opened_ends_the_engine_process_too() -> None:
+def test_an_error_in_open_card_ends_the_engine_process() -> None:
     config = ServeConfig(port=0)
 
     def no_card() -> ModelCard:
@@ -260,7 +262,7 @@ def test_the_server_needs_no_torch() -> None:
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0
 
 
-def test_a_port_in_use_is_known_before_anything_is_loaded() -> None:
+def test_a_port_in_use_is_a_config_error() -> None:
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))
         other.listen()
@@ -269,7 +271,7 @@ def test_a_port_in_use_is_known_before_anything_is_loaded() -> None:
             bind(ServeConfig(port=port))
 
 
-def test_a_socket_left_behind_is_replaced(tmp_path: Path) -> None:
+def test_a_stale_unix_socket_is_replaced(tmp_path: Path) -> None:
     config = ServeConfig(uds=str(tmp_path / "s"))
     with bind(config):
         pass

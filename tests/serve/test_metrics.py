@@ -1,4 +1,4 @@
-"""Metrics that need no server: differences between an engine's reports."""
+"""Metrics without a server: differences between the engine's stats."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from windlass.serve.messages import Stats, decode_from_engine, encode
 from windlass.serve.metrics import Metrics
 
 
-def test_guesses_are_counted_under_the_names_that_dashboards_know() -> None:
+def test_draft_tokens_have_vllms_metric_names() -> None:
     metrics, before = Metrics("m"), EngineStats()
     before.count_draft(Timeline(), 2, 1)
     metrics.observe_stats(before, EngineStats())
@@ -39,17 +39,17 @@ def test_guesses_are_counted_under_the_names_that_dashboards_know() -> None:
 
 
 @given(st.lists(st.tuples(st.floats(0, 100), st.integers(1, 4))))
-def test_a_tally_reads_as_a_histogram(seen: list[tuple[float, int]]) -> None:
-    """The numbers on the bounds too; only when the metric was made differs."""
+def test_a_fast_histogram_exports_like_a_histogram(seen: list[tuple[float, int]]) -> None:
+    """Also for values on bucket bounds; only the creation time differs."""
     mine, others = CollectorRegistry(), CollectorRegistry()
     bounds = (0.5, 1, 2.5, 40)
-    tally = FastHistogram(
+    fast = FastHistogram(
         "x:y_seconds", "Help.", label=("model_name", "m"), buckets=bounds, registry=mine
     )
     histogram = Histogram("x:y_seconds", "Help.", ("model_name",), registry=others, buckets=bounds)
     histogram.labels("m")
     for amount, times in [*seen, *((bound, 1) for bound in bounds)]:
-        tally.observe(amount, times)
+        fast.observe(amount, times)
         for _ in range(times):
             histogram.labels("m").observe(amount)
 

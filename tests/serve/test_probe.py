@@ -22,7 +22,7 @@ from windlass.serve.probe import GenerateProbe
 
 
 class Engine:
-    """What a probe sees of a client; a token comes when `token` is set."""
+    """A fake EngineClient; a token arrives when `token` is set."""
 
     def __init__(self) -> None:
         self.stats = EngineStats()
@@ -63,7 +63,7 @@ def test_callers_share_one_probe() -> None:
         callers = [asyncio.create_task(probe.run()) for _ in range(50)]
         while not engine.requests:
             await asyncio.sleep(0)
-        callers.pop().cancel()  # one that hangs up changes nothing for the others
+        callers.pop().cancel()  # a disconnected caller does not affect the others
         engine.token.set()
         results = await asyncio.gather(*callers)
         assert {result.error for result in results} == {None}
@@ -72,7 +72,7 @@ def test_callers_share_one_probe() -> None:
     asyncio.run(main())
 
 
-def test_a_success_is_valid_for_a_second_and_a_failure_is_not() -> None:
+def test_a_success_is_reused_for_one_second_but_not_a_failure() -> None:
     async def main() -> None:
         engine, clock = Engine(), Clock()
         probe = probe_of(engine, clock)
@@ -88,7 +88,7 @@ def test_a_success_is_valid_for_a_second_and_a_failure_is_not() -> None:
     asyncio.run(main())
 
 
-def test_without_a_free_slot_the_tokens_of_others_count() -> None:
+def test_without_a_free_slot_other_tokens_count() -> None:
     async def main() -> None:
         engine = Engine()
         probe = probe_of(engine, Clock())
@@ -98,7 +98,7 @@ def test_without_a_free_slot_the_tokens_of_others_count() -> None:
         engine.stats = EngineStats(num_running=4, num_waiting=200, num_generated_tokens=7)
         assert (await running).error is None
         await asyncio.sleep(0)
-        assert engine.num_open == 0  # it does not stay in the queue
+        assert engine.num_open == 0  # the probe request was aborted
 
     asyncio.run(main())
 
@@ -106,11 +106,11 @@ def test_without_a_free_slot_the_tokens_of_others_count() -> None:
 @pytest.mark.parametrize(
     "stats",
     [
-        EngineStats(num_running=4, num_waiting=200),  # nothing is computed
-        EngineStats(num_running=4, num_generated_tokens=7),  # the probe does not wait for a slot
+        EngineStats(num_running=4, num_waiting=200),  # no progress
+        EngineStats(num_running=4, num_generated_tokens=7),  # the probe has a slot
     ],
 )
-def test_an_engine_that_gives_no_token_is_reported(stats: EngineStats) -> None:
+def test_an_engine_without_tokens_fails_the_probe(stats: EngineStats) -> None:
     async def main() -> None:
         engine, clock = Engine(), Clock()
         probe = probe_of(engine, clock)
@@ -118,7 +118,7 @@ def test_an_engine_that_gives_no_token_is_reported(stats: EngineStats) -> None:
         while not engine.requests:
             await asyncio.sleep(0)
         engine.stats, clock.now = stats, 11.0
-        assert (await running).error == "no token came within 10 s"
+        assert (await running).error == "no token arrived within 10 s"
 
     asyncio.run(main())
 
@@ -135,8 +135,8 @@ def test_a_probe_goes_first_under_every_policy(policy: Policy) -> None:
     assert [row.request_id for row in scheduler.plan(0.0).rows] == ["probe"]
 
 
-def test_a_full_queue_does_not_turn_the_probe_red() -> None:
-    """One slot, taken for longer than the probe waits, and 200 requests in the queue."""
+def test_a_full_queue_does_not_fail_the_probe() -> None:
+    """One slot, occupied for longer than the probe's timeout, and 200 queued requests."""
     body = {"prompt": "SLOW", "max_tokens": 2000, "n": 100}
     with (
         ThreadPoolExecutor(2) as pool,
@@ -145,6 +145,6 @@ def test_a_full_queue_does_not_turn_the_probe_red() -> None:
         url = f"{server.url}/v1/completions"
         posts = [pool.submit(httpx.post, url, json=body, timeout=60) for _ in range(2)]
         wait_until(lambda: server.client.stats.num_waiting >= 199)
-        answers = [server.http.get("/health/generate") for _ in range(3)]
-        assert [answer.json()["status"] for answer in answers] == ["ok"] * 3
+        responses = [server.http.get("/health/generate") for _ in range(3)]
+        assert [response.json()["status"] for response in responses] == ["ok"] * 3
         assert not any(post.done() for post in posts)

@@ -79,7 +79,7 @@ def test_a_held_request_that_is_aborted_never_runs() -> None:
     assert quarantine.leave("a", completed=True) == []
 
 
-def test_equal_requests_run_freely_once_one_of_them_was_completed() -> None:
+def test_equal_requests_are_released_when_one_completes() -> None:
     quarantine = Quarantine()
     quarantine.strike([b"same"], HOW)
     names = ["1", "2", "3", "4"]
@@ -88,7 +88,7 @@ def test_equal_requests_run_freely_once_one_of_them_was_completed() -> None:
     assert [each.request.request_id for each in released] == ["2", "3", "4"]
 
 
-def test_the_second_strike_blocks_for_a_while() -> None:
+def test_the_second_strike_blocks_for_an_hour() -> None:
     clock = Clock()
     quarantine = Quarantine(clock)
     quarantine.strike([b"a"], "first")
@@ -101,7 +101,7 @@ def test_the_second_strike_blocks_for_a_while() -> None:
     quarantine.check([b"a"])
 
 
-def test_a_completed_suspect_starts_again_without_a_strike() -> None:
+def test_completion_clears_the_strike() -> None:
     quarantine = Quarantine()
     quarantine.strike([b"a"], HOW)
     quarantine.enter(add("a"))
@@ -110,7 +110,7 @@ def test_a_completed_suspect_starts_again_without_a_strike() -> None:
     quarantine.check([b"a"])
 
 
-def test_an_aborted_suspect_stays_one() -> None:
+def test_an_abort_keeps_the_strike() -> None:
     quarantine = Quarantine()
     quarantine.strike([b"a"], HOW)
     quarantine.enter(add("a"))
@@ -120,7 +120,7 @@ def test_an_aborted_suspect_stays_one() -> None:
         quarantine.check([b"a"])
 
 
-def test_untracked_requests_are_no_suspects() -> None:
+def test_untracked_requests_get_no_strikes() -> None:
     quarantine = Quarantine()
     probe = Add(NewRequest("probe", [1], SamplingParams()))
     for _ in range(3):
@@ -129,7 +129,7 @@ def test_untracked_requests_are_no_suspects() -> None:
     assert quarantine.enter(probe)
 
 
-def test_the_table_is_bounded_and_keeps_what_is_blocked() -> None:
+def test_the_table_is_bounded_and_keeps_blocked_requests() -> None:
     quarantine = Quarantine(Clock())
     for _ in range(2):
         quarantine.strike([b"poison"], HOW)
@@ -139,7 +139,7 @@ def test_the_table_is_bounded_and_keeps_what_is_blocked() -> None:
         quarantine.check([b"poison"])
 
 
-def test_requests_in_flight_whose_content_is_blocked_are_named() -> None:
+def test_blocked_in_flight_lists_requests_with_blocked_content() -> None:
     quarantine = Quarantine()
     quarantine.strike([b"a", b"b"], HOW)
     for each in (add("a"), add("b"), add("a2", "a")):
@@ -148,7 +148,7 @@ def test_requests_in_flight_whose_content_is_blocked_are_named() -> None:
     assert list(quarantine.blocked_in_flight()) == ["a", "a2"]
 
 
-def test_a_new_engine_starts_with_nothing_in_flight() -> None:
+def test_engine_ended_clears_requests_in_flight() -> None:
     quarantine = Quarantine()
     quarantine.strike([b"a", b"b"], HOW)
     quarantine.enter(add("a"))

@@ -1,4 +1,4 @@
-"""Recorded traffic: what is written, what is left out, and where it ends."""
+"""Recorded traffic: its content, the omitted fields, and the size limit."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def lines(path: Path) -> list[dict[str, object]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def test_texts_are_written_and_nothing_that_identifies(tmp_path: Path) -> None:
+def test_only_roles_and_texts_are_written(tmp_path: Path) -> None:
     path = tmp_path / "traffic.jsonl"
     with running(record_traffic=str(path), record_share=1.0, api_key=("secret",)) as server:
         client = server.openai.with_options(api_key="secret")
@@ -30,7 +30,7 @@ def test_texts_are_written_and_nothing_that_identifies(tmp_path: Path) -> None:
             {"role": "user", "content": "Hello", "name": "jane"},
         ]
         for stream in (False, True):
-            answer = client.chat.completions.create(
+            response = client.chat.completions.create(
                 model="counter",
                 messages=messages,  # type: ignore[arg-type]
                 max_tokens=3,
@@ -39,7 +39,7 @@ def test_texts_are_written_and_nothing_that_identifies(tmp_path: Path) -> None:
                 extra_body={"cache_salt": "tenant-7", "request_id": f"call-{stream}"},
             )
             if stream:
-                list(answer)  # type: ignore[call-overload]
+                list(response)  # type: ignore[call-overload]
         client.completions.create(
             model="counter", prompt=["one", "two"], max_tokens=2, n=2, user="jane@example.org"
         )
@@ -64,7 +64,7 @@ def test_texts_are_written_and_nothing_that_identifies(tmp_path: Path) -> None:
     assert stat.S_IMODE(os.stat(path).st_mode) == 0o600
 
 
-def test_the_file_is_capped_and_answers_go_on(
+def test_recording_stops_at_the_size_limit(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = tmp_path / "traffic.jsonl"
@@ -73,10 +73,10 @@ def test_the_file_is_capped_and_answers_go_on(
             assert server.complete(max_tokens=20).status_code == 200
     assert 0 < path.stat().st_size <= 100
     assert len(lines(path)) == 2
-    assert caplog.text.count("recording ends") == 1
+    assert caplog.text.count("recording stops") == 1
 
 
-def test_the_share_is_chosen_by_id(tmp_path: Path) -> None:
+def test_the_recorded_share_depends_on_the_id(tmp_path: Path) -> None:
     recorder = Recorder(tmp_path / "t.jsonl", share=0.25, max_bytes=1000, tokenizer=Bytes())
     chosen = [recorder.chooses(f"cmpl-{i}") for i in range(4000)]
     recorder.close()

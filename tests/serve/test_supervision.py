@@ -1,4 +1,4 @@
-"""The HTTP process as supervisor: engines that stop, and requests that kill every engine."""
+"""Supervision: stopped engines, and requests that kill every engine."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ NUM_INNOCENTS = 20
 
 
 @contextmanager
-def asking(server: Server, **body: object) -> Iterator[Callable[[], httpx.Response]]:
-    """A request that is under way; call what this yields for its response."""
+def in_flight(server: Server, **body: object) -> Iterator[Callable[[], httpx.Response]]:
+    """Start a request; yields a function that waits for its response."""
     with ThreadPoolExecutor(1) as pool:
         before = server.client.num_in_flight
         response = pool.submit(server.complete, **body)
@@ -42,19 +42,19 @@ def is_late(server: Server) -> bool:
 
 
 def test_a_stopped_engine_is_replaced() -> None:
-    """SIGSTOP: the engine cannot end itself, so the server must."""
+    """After SIGSTOP the engine cannot exit, so the server must kill it."""
     with running(hang_timeout=1.0) as server:
         pid = server.client.pid
         assert pid is not None
-        with asking(server, prompt="SLOW", max_tokens=1000) as response:
+        with in_flight(server, prompt="SLOW", max_tokens=1000) as response:
             os.kill(pid, signal.SIGSTOP)
             wait_until(lambda: is_late(server))
             refused = server.complete()
             assert refused.status_code == 503
             assert int(refused.headers["retry-after"]) >= 1
-            answered = response()
-        assert answered.status_code == 503
-        assert "no heartbeat" in answered.json()["error"]["message"]
+            failed = response()
+        assert failed.status_code == 503
+        assert "no heartbeat" in failed.json()["error"]["message"]
         wait_until(lambda: server.client.pid not in (pid, None))
         wait_until(lambda: server.http.get("/health/generate").status_code == 200)
         assert server.complete(max_tokens=2).status_code == 200
@@ -88,7 +88,7 @@ def test_a_request_that_kills_the_engine_is_not_run_a_third_time(fault: str) -> 
         assert server.client.pid == pid
 
 
-def test_clients_that_hang_up_do_not_hide_the_request_that_hangs_the_engine() -> None:
+def test_a_request_that_hangs_the_engine_is_blocked_after_disconnects_too() -> None:
     with running(hang_timeout=1.0) as server:
         for _ in range(2):
             wait_until(lambda: server.http.get("/health/ready").status_code == 200)
@@ -100,15 +100,15 @@ def test_clients_that_hang_up_do_not_hide_the_request_that_hangs_the_engine() ->
         assert server.complete(prompt="HANG").status_code == 422
 
 
-def test_one_poison_request_among_innocent_ones_is_found() -> None:
-    """Clients retry until they are served or refused; only the poison may be refused."""
+def test_only_the_poison_request_is_blocked() -> None:
+    """Clients retry until they are served or refused; only the poison request may be refused."""
     policy = RestartPolicy(max_restarts=5, first_pause_s=0.05)
-    together = threading.Barrier(NUM_INNOCENTS + 1)
+    barrier = threading.Barrier(NUM_INNOCENTS + 1)
     deadline = threading.Event()
 
-    def insist(server: Server, prompt: str) -> list[int]:
-        """The statuses of one client's tries."""
-        together.wait(20)
+    def retry(server: Server, prompt: str) -> list[int]:
+        """The statuses of one client's attempts."""
+        barrier.wait(20)
         statuses: list[int] = []
         while not deadline.is_set():
             statuses.append(server.complete(prompt=prompt, max_tokens=8).status_code)
@@ -122,8 +122,8 @@ def test_one_poison_request_among_innocent_ones_is_found() -> None:
         ThreadPoolExecutor(NUM_INNOCENTS + 1) as pool,
     ):
         prompts = [f"SLOW innocent {number}" for number in range(NUM_INNOCENTS)]
-        innocents = [pool.submit(insist, server, prompt) for prompt in prompts]
-        poison = pool.submit(insist, server, "SLOW DIE")
+        innocents = [pool.submit(retry, server, prompt) for prompt in prompts]
+        poison = pool.submit(retry, server, "SLOW DIE")
         try:
             assert poison.result(60)[-1] == 422
             assert [each.result(60)[-1] for each in innocents] == [200] * NUM_INNOCENTS
@@ -134,17 +134,17 @@ def test_one_poison_request_among_innocent_ones_is_found() -> None:
         assert not server.client.failed.is_set()
 
 
-def test_requests_that_only_waited_are_not_suspects() -> None:
+def test_queued_requests_are_not_suspects() -> None:
     with running(counting(Options(max_num_seqs=1))) as server, ThreadPoolExecutor(1) as pool:
         for _ in range(3):
             wait_until(lambda: server.http.get("/health/ready").status_code == 200)
             pid = server.client.pid
-            with asking(server, prompt="SLOW", max_tokens=1000, seed=pid) as running_one:
+            with in_flight(server, prompt="SLOW", max_tokens=1000, seed=pid) as running_request:
                 wait_until(lambda: server.client.stats.num_running == 1)
                 waiting = pool.submit(server.complete, prompt="waits", max_tokens=2)
                 wait_until(lambda: server.client.stats.num_waiting == 1)
                 os.kill(pid or 0, signal.SIGKILL)
-                assert running_one().status_code == 503
+                assert running_request().status_code == 503
                 response = waiting.result(20)
                 assert response.status_code == 503
                 assert "before this request was started" in response.json()["error"]["message"]
@@ -164,8 +164,8 @@ def test_the_probe_is_never_blocked() -> None:
         assert server.http.get("/health/generate").status_code == 200
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="/proc tells the open descriptors")
-def test_restarts_leave_no_descriptors_behind() -> None:
+@pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
+def test_restarts_do_not_leak_descriptors() -> None:
     async def main() -> None:
         client = EngineClient(counting(), restarts=RestartPolicy(first_pause_s=0.01))
         await client.start()
@@ -179,15 +179,15 @@ def test_restarts_leave_no_descriptors_behind() -> None:
         await client.close()
         assert len(set(numbers)) == 1, numbers
 
-    gc.disable()  # it would close what was forgotten
+    gc.disable()  # it would close leaked descriptors
     try:
         asyncio.run(asyncio.wait_for(main(), 60))
     finally:
         gc.enable()
 
 
-def test_a_restart_that_finds_no_descriptor_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A lack of descriptors passes; the server must not end for it."""
+def test_a_restart_without_free_descriptors_is_retried(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A lack of descriptors is temporary; the server must not exit."""
     refusals = [zmq.ZMQError(24, "Too many open files"), OSError(24, "Too many open files")]
     make_socket = zmq.asyncio.Context.socket
 

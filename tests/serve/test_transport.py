@@ -1,4 +1,4 @@
-"""Clients that send too much, too slowly or never read: each is cut, and the others are served."""
+"""Clients that send too much, too slowly, or never read: each is cut, the others are served."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def is_idle(server: Server) -> bool:
     return server.client.num_in_flight == stats.num_running == stats.num_waiting == 0
 
 
-# ---- too much --------------------------------------------------------------------------------
+# ---- sizes -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -56,20 +56,20 @@ def is_idle(server: Server) -> bool:
         (b"NOT HTTP\r\n\r\n", 400),
     ],
 )
-def test_heads_have_limits(server: Server, head: bytes, status: int) -> None:
+def test_url_and_headers_have_limits(server: Server, head: bytes, status: int) -> None:
     with RawClient(server.url) as client:
         client.send(head)
-        answer = client.read_until(b"}")
-        assert status_of(answer) == status
+        response = client.read_until(b"}")
+        assert status_of(response) == status
         if status not in (200, 404):
-            answer += client.read_all()
-            assert b"connection: close" in answer
-            assert error_of(answer)["type"] == "invalid_request_error"
+            response += client.read_all()
+            assert b"connection: close" in response
+            assert error_of(response)["type"] == "invalid_request_error"
     assert server.http.get("/version").status_code == 200
 
 
 @pytest.mark.parametrize(
-    "beginning",
+    "start",
     [
         b"GET /",
         b"GET / HTTP/1.1\r\nX: ",
@@ -77,9 +77,9 @@ def test_heads_have_limits(server: Server, head: bytes, status: int) -> None:
         b"POST /v1/completions HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n0\r\nX: ",
     ],
 )
-def test_an_endless_line_is_cut_while_it_arrives(server: Server, beginning: bytes) -> None:
+def test_an_endless_line_is_cut_while_it_arrives(server: Server, start: bytes) -> None:
     with RawClient(server.url) as client:
-        client.send(beginning)
+        client.send(start)
         assert client.flood(b"a" * 65536, 256 * MIB) < 64 * MIB
 
 
@@ -104,9 +104,9 @@ CHUNKED = b"POST /v1/completions HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n"
 def test_framing_of_chunks_has_limits(server: Server, rest: bytes, status: int) -> None:
     with RawClient(server.url) as client:
         client.send(CHUNKED + rest)
-        answer = client.read_all()
-        assert status_of(answer) == status
-        assert error_of(answer)["type"] == "invalid_request_error"
+        response = client.read_all()
+        assert status_of(response) == status
+        assert error_of(response)["type"] == "invalid_request_error"
 
 
 def test_chunks_with_extensions_and_trailers_are_read(server: Server) -> None:
@@ -118,7 +118,7 @@ def test_chunks_with_extensions_and_trailers_are_read(server: Server) -> None:
         assert status_of(client.read_until(b"}")) == 200
 
 
-def test_a_body_that_nobody_reads_is_not_taken_for_ever() -> None:
+def test_a_refused_body_is_not_read_forever() -> None:
     with running(api_key=("one",)) as server, RawClient(server.url) as client:
         client.send(b"POST /v1/completions HTTP/1.1\r\nContent-Length: 9999999999\r\n\r\n")
         assert status_of(client.read_until(b"}")) == 401
@@ -139,9 +139,9 @@ def test_bodies_share_a_budget() -> None:
         wait_until(lambda: server.metric("requests_in_flight") == 1)
         wait_until(lambda: server.metric("http_buffered_body_bytes") == 800_000)
         second.send(head + b"a" * 800_000)
-        answer = second.read_all()
-        assert status_of(answer) == 503
-        assert b"retry-after: " in answer.lower()
+        response = second.read_all()
+        assert status_of(response) == 503
+        assert b"retry-after: " in response.lower()
         big.close()
         wait_until(lambda: server.metric("http_buffered_body_bytes") == 0)
         assert server.complete(prompt="a" * 900, max_tokens=1).status_code == 200
@@ -161,29 +161,29 @@ def test_pipelined_requests_have_a_limit(server: Server) -> None:
             got += client.read_some()
 
 
-# ---- too slowly ------------------------------------------------------------------------------
+# ---- slow clients ----------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
 def impatient() -> Iterator[Server]:
-    """Every time limit is short; the others are as ever."""
+    """A server with short timeouts."""
     limits = {"header_timeout": 0.3, "body_timeout": 0.3, "keep_alive_timeout": 0.5}
     with running(**limits, write_timeout=0.3) as made:
-        made.http.headers["Connection"] = "close"  # its own connection is cut like any other
+        made.http.headers["Connection"] = "close"  # the test's own client would time out too
         yield made
 
 
-def test_a_head_that_does_not_end_gets_408(impatient: Server) -> None:
+def test_incomplete_headers_get_408(impatient: Server) -> None:
     before = num_cut(impatient, "header_timeout")
     with RawClient(impatient.url) as client:
         client.send(b"GET /version HTTP/1.1\r\nX-One: ")
-        answer = client.read_all()
-        assert status_of(answer) == 408
-        assert error_of(answer)["code"] == "request_timeout"
+        response = client.read_all()
+        assert status_of(response) == 408
+        assert error_of(response)["code"] == "request_timeout"
     assert num_cut(impatient, "header_timeout") == before + 1
 
 
-def test_a_head_that_trickles_gets_408(impatient: Server) -> None:
+def test_slow_headers_get_408(impatient: Server) -> None:
     with RawClient(impatient.url) as client:
         client.send(b"GET /version HTTP/1.1\r\nX: ")
         for _ in range(int(HANG_GUARD_S / 0.05)):
@@ -191,7 +191,7 @@ def test_a_head_that_trickles_gets_408(impatient: Server) -> None:
                 break
             time.sleep(0.05)
         else:
-            raise AssertionError("the server waits for ever")
+            raise AssertionError("the server waits forever")
 
 
 def test_a_silent_connection_is_closed(impatient: Server) -> None:
@@ -201,39 +201,39 @@ def test_a_silent_connection_is_closed(impatient: Server) -> None:
 
 @pytest.mark.parametrize("noise", [b"", b"\r\n", b"GET /vers"])
 def test_an_idle_connection_is_closed(impatient: Server, noise: bytes) -> None:
-    """Line ends between requests must not keep it open, nor the beginning of another request."""
+    """Line ends or a partial request after a response must not keep the connection open."""
     with RawClient(impatient.url) as client:
         client.send(get("/version") + noise)
         assert b"200 OK" in client.read_all()
 
 
-def test_a_body_that_does_not_end_gets_408(impatient: Server) -> None:
+def test_an_incomplete_body_gets_408(impatient: Server) -> None:
     before = num_cut(impatient, "body_timeout")
     with RawClient(impatient.url) as client:
         client.send(post(TEXT, {"prompt": "Hi"})[:-1])
-        answer = client.read_all()
-        assert status_of(answer) == 408
-        assert "--body-timeout" in error_of(answer)["message"]
+        response = client.read_all()
+        assert status_of(response) == 408
+        assert "--body-timeout" in error_of(response)["message"]
     assert num_cut(impatient, "body_timeout") == before + 1
     wait_until(lambda: impatient.metric("requests_in_flight") == 0)
 
 
-def test_slow_answers_are_not_cut(impatient: Server) -> None:
-    """The limits are for clients: 100 steps of 10 ms are longer than all of them."""
+def test_slow_responses_are_not_cut(impatient: Server) -> None:
+    """Timeouts apply to clients: 100 steps of 10 ms take longer than all of them."""
     got = impatient.complete(prompt="SLOW", max_tokens=100)
     assert got.json()["usage"]["completion_tokens"] == 100
     text = impatient.complete(prompt="SLOW", max_tokens=100, stream=True).text
     assert text.endswith("data: [DONE]\n\n")
 
 
-# ---- never reading ---------------------------------------------------------------------------
+# ---- clients that do not read ----------------------------------------------------------------
 
 FLOOD = {"prompt": "x", "max_tokens": 4000, "n": 4, "stream": True}
 
 
 @contextmanager
-def talkative(**options: object) -> Iterator[Server]:
-    """A server whose answers are longer than what the kernel keeps of them."""
+def long_responses(**options: object) -> Iterator[Server]:
+    """A server whose responses exceed the kernel's buffers."""
     build = counting(Options(max_model_len=8192, step_s=0.001))
     with running(build, send_buffer=4096, **options) as made:
         yield made
@@ -246,8 +246,8 @@ def talkative(**options: object) -> Iterator[Server]:
         ({"write_timeout": 3600.0, "max_stream_buffer_bytes": 65536}, "stream_buffer"),
     ],
 )
-def test_a_stream_that_nobody_reads_is_cut(options: dict[str, float], reason: str) -> None:
-    with talkative(**options) as server, RawClient(server.url, receive_buffer=4096) as client:
+def test_an_unread_stream_is_cut(options: dict[str, float], reason: str) -> None:
+    with long_responses(**options) as server, RawClient(server.url, receive_buffer=4096) as client:
         client.send(post(TEXT, FLOOD))
         client.read_until(b"data: ")
         wait_until(lambda: num_cut(server, reason) == 1)
@@ -255,11 +255,11 @@ def test_a_stream_that_nobody_reads_is_cut(options: dict[str, float], reason: st
         assert server.metric("request_outcomes_total", outcome="aborted") == 1
 
 
-def test_an_answer_that_nobody_reads_is_cut() -> None:
-    """It is complete, and only waits in the connection's buffer."""
+def test_an_unread_response_is_cut() -> None:
+    """The response is complete and waits in the connection's buffer."""
     body = {**FLOOD, "max_tokens": 1000, "stream": False, "logprobs": 5}
     with (
-        talkative(write_timeout=0.3, keep_alive_timeout=0.3) as server,
+        long_responses(write_timeout=0.3, keep_alive_timeout=0.3) as server,
         RawClient(server.url, receive_buffer=4096) as client,
     ):
         client.send(post(TEXT, body))
@@ -268,7 +268,7 @@ def test_an_answer_that_nobody_reads_is_cut() -> None:
         wait_until(lambda: server.metric("http_connections") == 1)
 
 
-def test_a_second_request_does_not_hide_that_the_client_left(server: Server) -> None:
+def test_a_disconnect_is_noticed_behind_a_pipelined_request(server: Server) -> None:
     with RawClient(server.url) as client:
         slow = {"prompt": "SLOW", "max_tokens": 2000, "stream": True}
         client.send(post(TEXT, slow))
@@ -278,10 +278,10 @@ def test_a_second_request_does_not_hide_that_the_client_left(server: Server) -> 
     wait_until(lambda: is_idle(server))
 
 
-# ---- too many --------------------------------------------------------------------------------
+# ---- number of connections -------------------------------------------------------------------
 
 
-def test_connections_above_the_cap_get_503_at_once() -> None:
+def test_connections_above_the_limit_get_503() -> None:
     slow = {"prompt": "SLOW", "max_tokens": 2000, "stream": True}
     with running(max_connections=4) as server, ExitStack() as stack:
         busy = [stack.enter_context(RawClient(server.url)) for _ in range(4)]
@@ -289,11 +289,11 @@ def test_connections_above_the_cap_get_503_at_once() -> None:
             client.send(post(TEXT, slow))
             client.read_until(b"data: ")
         with RawClient(server.url) as one_more:
-            answer = one_more.read_all()
-            assert status_of(answer) == 503
-            assert b"retry-after: " in answer.lower()
-            assert "--max-connections" in error_of(answer)["message"]
-        # A client that has sent its request already reads the answer too.
+            response = one_more.read_all()
+            assert status_of(response) == 503
+            assert b"retry-after: " in response.lower()
+            assert "--max-connections" in error_of(response)["message"]
+        # A client that has already sent its request can read the response too.
         assert httpx.get(server.url + "/version").status_code == 503
         busy[0].close()
         wait_until(lambda: httpx.get(server.url + "/version").status_code == 200)
@@ -303,17 +303,17 @@ def test_connections_above_the_cap_get_503_at_once() -> None:
         assert num_cut(server, "too_many") >= 2
 
 
-def test_connections_without_a_request_give_way() -> None:
-    """Half-open and idle connections cannot shut others out."""
+def test_connections_without_a_request_are_evicted() -> None:
+    """Half-open and idle connections cannot lock out other clients."""
     with running(max_connections=4) as server, ExitStack() as stack:
         for number in range(12):
-            rude = stack.enter_context(RawClient(server.url))
-            rude.send((b"GET /version HT", b"", get("/version"))[number % 3])
+            half_open = stack.enter_context(RawClient(server.url))
+            half_open.send((b"GET /version HT", b"", get("/version"))[number % 3])
         wait_until(lambda: httpx.get(server.url + "/version").status_code == 200)
         assert num_cut(server, "evicted") >= 1
 
 
-def test_a_cap_above_the_descriptors_is_refused() -> None:
+def test_a_limit_above_the_descriptors_is_refused() -> None:
     soft, _hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with (
         pytest.raises(AssertionError) as failed,
@@ -361,8 +361,8 @@ def test_half_open_connections_leave_descriptors_for_a_restart(tmp_path: Path) -
         assert 100 < int(cap) < 256  # the soft limit of 128 was raised
         assert "256 descriptors" in reason
         for _ in range(300):
-            rude = stack.enter_context(RawClient(url))
-            rude.send(b"GET /version HTTP/1.1\r\n")
+            half_open = stack.enter_context(RawClient(url))
+            half_open.send(b"GET /version HTTP/1.1\r\n")
         os.kill(int(pid), signal.SIGKILL)
         wait_until(lambda: completes(url))
 
@@ -405,7 +405,7 @@ def test_tls_has_the_same_limits(certificate: dict[str, str]) -> None:
             assert status_of(client.read_all()) == 414
 
 
-def test_clients_that_never_shake_hands_are_cut(certificate: dict[str, str]) -> None:
+def test_incomplete_handshakes_are_cut(certificate: dict[str, str]) -> None:
     with running(**certificate, verify=False, max_connections=4) as server, ExitStack() as stack:
         for _ in range(8):
             stack.enter_context(RawClient(server.url))
@@ -417,7 +417,7 @@ def test_clients_that_never_shake_hands_are_cut(certificate: dict[str, str]) -> 
         assert silent.read_all() == b""
 
 
-def test_a_broken_certificate_is_explained(tmp_path: Path) -> None:
+def test_a_broken_certificate_is_a_config_error(tmp_path: Path) -> None:
     broken = tmp_path / "cert.pem"
     broken.write_text("no certificate")
     with (
@@ -429,7 +429,7 @@ def test_a_broken_certificate_is_explained(tmp_path: Path) -> None:
     assert "--ssl-certfile" in str(failed.value.__cause__)
 
 
-def test_a_connection_that_is_reset_at_once_leaves_nothing(server: Server) -> None:
+def test_a_reset_connection_leaves_no_state(server: Server) -> None:
     for _ in range(20):
         with RawClient(server.url) as client:
             client._socket.setsockopt(

@@ -1,4 +1,4 @@
-"""Streams to the byte: what is sent is what json.dumps makes of each chunk, whatever the text."""
+"""Byte-exact streams: each event equals the output of json.dumps, for any text."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 from tests.serve.conftest import Server, running
 from tests.serve.fakes import CARD, Bytes
 
-# The counter's letters, said otherwise. One is no text at all, and two are one character.
+# Byte sequences instead of the counter's letters. One is empty, and two form one character.
 ODD = [b'"', b"\\", b"\n", "é".encode(), b"\x00", "\u2028".encode(), b"", "🎉".encode()[:2]]
 ODD += ["🎉".encode()[2:], b'"\\u0000"', b"</>", b"\x7f"]
 PIECES = dict.fromkeys(range(258), b"-") | {97 + i: piece for i, piece in enumerate(ODD)}
@@ -27,19 +27,19 @@ class Odd(Bytes):
 
 @pytest.fixture(scope="module")
 def odd() -> Iterator[Server]:
-    with running(card=replace(CARD, tokenizer=Odd())) as made:
-        yield made
+    with running(card=replace(CARD, tokenizer=Odd())) as server:
+        yield server
 
 
-def said(chunk: object) -> str:
+def event(chunk: object) -> str:
     return f"data: {json.dumps(chunk, ensure_ascii=False, separators=(',', ':'))}\n\n"
 
 
 def texts() -> list[str]:
-    """What each of 26 steps adds, from the letter a on."""
-    lone = [PIECES[97 + i] for i in range(26)]
-    lone[7], lone[8] = b"", lone[7] + lone[8]
-    return [piece.decode() for piece in lone]
+    """The text of each of 26 steps, beginning with the letter a."""
+    steps = [PIECES[97 + i] for i in range(26)]
+    steps[7], steps[8] = b"", steps[7] + steps[8]
+    return [piece.decode() for piece in steps]
 
 
 def envelope(body: str, kind: str) -> dict[str, Any]:
@@ -51,47 +51,49 @@ def envelope(body: str, kind: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("with_usage", [False, True])
 def test_chat(odd: Server, with_usage: bool) -> None:
-    # A prompt of 26 tokens: what comes next is the letter a.
-    asked = {"messages": [{"role": "user", "content": "Hello!"}], "max_tokens": 26}
+    # A prompt of 26 tokens: the first generated token is the letter a.
+    request = {"messages": [{"role": "user", "content": "Hello!"}], "max_tokens": 26}
     options = {"stream_options": {"include_usage": True}} if with_usage else {}
-    body = odd.chat(**asked, stream=True, request_id=NAME, **options).content.decode()
+    body = odd.chat(**request, stream=True, request_id=NAME, **options).content.decode()
     common = envelope(body, "chat.completion.chunk")
 
-    def chunk(delta: object, **ending: object) -> str:
-        choice = {"index": 0, "delta": delta, "logprobs": None, "finish_reason": None, **ending}
-        nothing = {"usage": None} if with_usage else {}
-        return said({**common, "choices": [choice], **nothing})
+    def chunk(delta: object, **finish: object) -> str:
+        choice = {"index": 0, "delta": delta, "logprobs": None, "finish_reason": None, **finish}
+        usage = {"usage": None} if with_usage else {}
+        return event({**common, "choices": [choice], **usage})
 
-    want = chunk({"role": "assistant", "content": ""})
-    want += "".join(chunk({"content": text}) for text in texts() if text)
-    want += chunk({}, finish_reason="length", stop_reason=None)
+    expected = chunk({"role": "assistant", "content": ""})
+    expected += "".join(chunk({"content": text}) for text in texts() if text)
+    expected += chunk({}, finish_reason="length", stop_reason=None)
     if with_usage:
         usage = json.loads(body.split("\n\n")[-3].removeprefix("data: "))["usage"]
         assert usage["completion_tokens"] == 26
-        want += said({**common, "choices": [], "usage": usage})
-    assert body == want + "data: [DONE]\n\n"
+        expected += event({**common, "choices": [], "usage": usage})
+    assert body == expected + "data: [DONE]\n\n"
 
 
 def test_two_texts(odd: Server) -> None:
-    asked = {"prompt": "x" * 25, "n": 2, "max_tokens": 26, "request_id": NAME}
-    body = odd.complete(**asked, stream=True).content.decode()
+    request = {"prompt": "x" * 25, "n": 2, "max_tokens": 26, "request_id": NAME}
+    body = odd.complete(**request, stream=True).content.decode()
     common = envelope(body, "text_completion")
     for index in range(2):
-        want = []
+        expected = []
         for at, text in enumerate(texts()):
-            ends = at == 25
+            is_last = at == 25
             choice = {"index": index, "text": text, "logprobs": None}
-            choice |= {"finish_reason": "length" if ends else None, "stop_reason": None}
-            if text or at == 0 or ends:
-                want.append(said({**common, "choices": [choice]}))
+            choice |= {"finish_reason": "length" if is_last else None, "stop_reason": None}
+            if text or at == 0 or is_last:
+                expected.append(event({**common, "choices": [choice]}))
         lines = [f"{line}\n\n" for line in body.split("\n\n")]
-        assert [line for line in lines if f'"choices":[{{"index":{index}' in line] == want
+        assert [line for line in lines if f'"choices":[{{"index":{index}' in line] == expected
 
 
 @pytest.mark.parametrize("options", [{"logprobs": True}, {"return_token_ids": True}])
-def test_the_text_is_the_same_with_more_in_the_chunks(odd: Server, options: dict[str, Any]) -> None:
-    asked = {"messages": [{"role": "user", "content": "Hello!"}], "max_tokens": 26, **options}
-    lines = odd.chat(**asked, stream=True).content.decode().split("\n\n")
+def test_logprobs_and_token_ids_do_not_change_the_text(
+    odd: Server, options: dict[str, Any]
+) -> None:
+    request = {"messages": [{"role": "user", "content": "Hello!"}], "max_tokens": 26, **options}
+    lines = odd.chat(**request, stream=True).content.decode().split("\n\n")
     chunks = [json.loads(line.removeprefix("data: ")) for line in lines[:-2]]
     assert "".join(c["choices"][0]["delta"].get("content", "") for c in chunks) == TEXT
     assert len(chunks) == 28

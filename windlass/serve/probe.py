@@ -67,7 +67,7 @@ class GenerateProbe:
                 if stats.num_waiting and _num_computed(stats) > computed:
                     break  # the probe waits for a slot, but the engine computes other requests
                 if self._clock() - began > _TIMEOUT_S:
-                    return ProbeResult(_TIMEOUT_S, f"no token came within {_TIMEOUT_S:g} s")
+                    return ProbeResult(_TIMEOUT_S, f"no token arrived within {_TIMEOUT_S:g} s")
             if token.done():
                 token.result()
         except EngineError as error:
