@@ -1,9 +1,9 @@
-"""Logits of a checkpoint by transformers and whatever it reads the checkpoint's format with.
+"""Computes the logits of a checkpoint with transformers and the package of its format.
 
-Run by readers.py in an environment that has those packages: it imports nothing of this one, and
-takes a folder, a JSON file with lists of token ids, and a .safetensors file to write "logits" to,
-float32 [tokens, vocabulary].
-The last line that it prints is JSON: the class of a quantised layer, and versions.
+readers.py runs this file in an environment with those packages, so it imports nothing of Windlass.
+Arguments: a checkpoint folder, a JSON file with lists of token ids, and a .safetensors file for the
+"logits", float32 [tokens, vocabulary]. The last printed line is JSON: the class of a quantised layer,
+and package versions.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ PACKAGES = ("transformers", "torch", "gptqmodel", "bitsandbytes", "compressed-te
 
 
 def main(folder: str, ids_file: str, output: str) -> None:
-    """Everything in float32, as far as the reader lets itself be told."""
+    """Compute in float32, as far as the reader supports it."""
     os.environ["HF_HUB_OFFLINE"] = "1"
     import torch
     from safetensors.torch import save_file
@@ -29,7 +29,7 @@ def main(folder: str, ids_file: str, output: str) -> None:
         for parameter in module.parameters(recurse=False):
             if parameter.is_floating_point():
                 parameter.data = parameter.data.float()
-        if "compute_dtype" in vars(module):  # of bitsandbytes
+        if "compute_dtype" in vars(module):  # bitsandbytes
             vars(module)["compute_dtype"] = torch.float32
     with open(ids_file, encoding="utf-8") as file:
         windows = json.load(file)
@@ -51,5 +51,5 @@ def _versions() -> dict[str, str]:
 
 
 if __name__ == "__main__":
-    del sys.path[0]  # this folder, whose files must not be taken for somebody's packages
+    del sys.path[0]  # files in this folder must not shadow installed packages
     main(*sys.argv[1:])

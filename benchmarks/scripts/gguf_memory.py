@@ -1,8 +1,8 @@
-"""Measure the memory and the decode speed of one GGUF file in several engines.
+"""Measures the memory and the decode speed of one GGUF file in several engines.
 
-Each engine runs `windlass bench throughput` in a process of its own. The engines take turns, so the
-ratio of two speeds holds where the machine's speed drifts. The peak is the process's largest
-resident set: loading included, and pages of the mapped file included.
+Each engine runs its benchmark in a separate process. The engines alternate, so the ratio of two
+speeds holds when the machine's speed drifts. The peak is the maximum resident set of the process,
+including loading and pages of the mapped file.
 
     python benchmarks/scripts/gguf_memory.py model.gguf --before OLD_CHECKOUT \
         --llama-cpp xllamacpp.abi3.so -o benchmarks/iq2_xxs.json
@@ -25,14 +25,17 @@ from windlass.tools.common.record import Record
 
 _HERE = Path(__file__).resolve().parents[2]
 _MAIN = "import sys; from windlass.cli.entry import main; sys.exit(main())"
+_WINDLASS = ("-c", _MAIN, "bench", "throughput")
+_LLAMA_CPP = (str(Path(__file__).with_name("llama_cpp_throughput.py")),)
 
 
 @dataclass(frozen=True, slots=True)
 class Engine:
-    """One engine to measure: the checkout it runs from and the options that select it."""
+    """One engine to measure: its checkout, its benchmark program, and options."""
 
     name: str
     checkout: Path
+    program: tuple[str, ...] = _WINDLASS
     options: tuple[str, ...] = ()
 
 
@@ -41,9 +44,9 @@ def measure(engine: Engine, model: Path, workload: str) -> tuple[float, float]:
     with tempfile.TemporaryDirectory() as folder:
         result = Path(folder) / "result.json"
         options = ["--workload", workload, "--repeat", "3", "-o", str(result)]
-        command = ["bench", "throughput", str(model.resolve()), *engine.options, *options]
+        command = [*engine.program, str(model.resolve()), *engine.options, *options]
         process = subprocess.Popen(
-            [sys.executable, "-c", _MAIN, *command],
+            [sys.executable, *command],
             cwd=engine.checkout,
             env={**os.environ, "PYTHONPATH": str(engine.checkout)},
             stdout=subprocess.DEVNULL,
@@ -58,7 +61,7 @@ def measure(engine: Engine, model: Path, workload: str) -> tuple[float, float]:
 
 
 def row_of(engine: Engine, runs: list[tuple[float, float]], first: list[float]) -> dict[str, Any]:
-    """Summarise the turns of one engine; `first` are the speeds of the first engine."""
+    """Summarise the rounds of one engine; `first` are the speeds of the first engine."""
     speeds = [speed for _, speed in runs]
     return {
         "engine": engine.name,
@@ -66,7 +69,7 @@ def row_of(engine: Engine, runs: list[tuple[float, float]], first: list[float]) 
         "decode_tok_s": round(statistics.median(speeds), 2),
         "all_decode_tok_s": speeds,
         "decode_ratio": round(
-            statistics.median(one / base for one, base in zip(speeds, first, strict=True)), 2
+            statistics.median(own / base for own, base in zip(speeds, first, strict=True)), 2
         ),
     }
 
@@ -85,7 +88,7 @@ def main() -> None:
         engines.append(Engine("windlass, --before", options.before))
     if options.llama_cpp:
         library = ("--engine", "llama.cpp", "--llama-cpp", str(options.llama_cpp.resolve()))
-        engines.append(Engine("llama.cpp", _HERE, library))
+        engines.append(Engine("llama.cpp", _HERE, _LLAMA_CPP, library))
     runs: dict[str, list[tuple[float, float]]] = {engine.name: [] for engine in engines}
     for turn in range(options.turns):
         for engine in engines:
@@ -96,8 +99,8 @@ def main() -> None:
         "gguf_memory",
         [row_of(engine, runs[engine.name], first) for engine in engines],
         notes=(
-            f"Workload {options.workload}, {options.turns} turns, medians. peak: largest resident "
-            f"set of the process. ratio: decode speed relative to the first row in the same turn."
+            f"Workload {options.workload}, {options.turns} rounds, medians. Peak: maximum resident "
+            f"set of the process. Ratio: decode speed relative to the first row in the same round."
         ),
         settings={
             "model": options.model.name,

@@ -1,9 +1,9 @@
-"""Our perplexity of GGUF files beside llama.cpp's own, on the same files and text.
+"""Compares our perplexity of GGUF files with llama.cpp's, on the same files and text.
 
     python benchmarks/scripts/gguf_perplexity.py MODEL.gguf LIBRARY.so -o benchmarks/gguf-perplexity.json
 
-The files are made from the model's with llama.cpp's quantisers; LIBRARY holds llama.cpp. Types that
-are already in the output file are not measured again.
+The files are requantised from the model's with llama.cpp's quantisers; LIBRARY is a llama.cpp shared
+library. Types that are already in the output file are not measured again.
 """
 
 from __future__ import annotations
@@ -16,22 +16,22 @@ from tempfile import TemporaryDirectory
 from llama_library import Kind, LlamaCpp, requantize
 
 from windlass.config import EngineConfig
-from windlass.tools.common.record import Record, rows_before
+from windlass.tools.common.record import Record, saved_rows
 from windlass.tools.eval.data import Corpus, read_corpus
 from windlass.tools.eval.run import measure
 from windlass.tools.eval.windows import Cut
 
 TYPES = ("Q8_0", "Q6_K", "Q5_K", "Q4_K", "Q4_0", "Q3_K", "Q2_K")
 _NOTES = (
-    "Perplexities by llama.cpp's definition. All matrices of a file are of one type; the embedding, "
-    "and rows that blocks of 256 do not divide, are of those that llama.cpp takes instead. float32: "
-    "our reference, which dequantises; served: our packed kernels, which round inputs, as "
-    "llama.cpp's do."
+    "Perplexities by llama.cpp's definition. All matrices of a file have one type, except the "
+    "embedding and rows that blocks of 256 do not divide, which have llama.cpp's fallback types. "
+    "float32: our reference implementation, which dequantises the weights. served: our packed "
+    "kernels, which quantise activations as llama.cpp's do."
 )
 
 
 def main() -> None:
-    """Measure all types; every finished row is saved."""
+    """Measure all types and save after each row."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("model", type=Path)
     parser.add_argument("llama_cpp", type=Path)
@@ -45,14 +45,14 @@ def main() -> None:
     library, corpus = LlamaCpp(args.llama_cpp), read_corpus(args.data)
     settings = {name: str(getattr(args, name)) for name in ("data", "context", "windows")}
     settings["model"] = args.model.name
-    rows = rows_before(args.output, "gguf-perplexity", settings)
+    rows = saved_rows(args.output, "gguf-perplexity", settings)
     with TemporaryDirectory() as folder:
         for name in args.types:
             if name in [row["type"] for row in rows]:
                 continue
             file = Path(folder) / f"{name}.gguf"
             used = requantize(args.model, file, getattr(Kind, name), library)
-            rows.append({"type": name, "types": _in_words(used), "file_bytes": file.stat().st_size})
+            rows.append({"type": name, "types": _counts(used), "file_bytes": file.stat().st_size})
             rows[-1] |= _figures(library, file, corpus, args)
             print(rows[-1], file=sys.stderr)
             file.unlink()
@@ -65,7 +65,9 @@ def _figures(
 ) -> dict[str, float]:
     text = corpus.documents[0].text
     assert text is not None, "a running text is one document with text"
-    theirs = library.perplexity(file, text, args.context, args.windows, args.threads)
+    theirs = library.perplexity(
+        file, text, context=args.context, windows=args.windows, threads=args.threads
+    )
     cut = Cut("llama.cpp", args.context, None, args.windows)
     ours = {
         name: measure(EngineConfig.of(model=str(file), dtype=dtype), None, corpus, cut).overall
@@ -78,7 +80,7 @@ def _figures(
     return figures
 
 
-def _in_words(used: dict[str, int]) -> str:
+def _counts(used: dict[str, int]) -> str:
     return ", ".join(f"{count} {name}" for name, count in used.items())
 
 

@@ -2,8 +2,8 @@
 
     python benchmarks/scripts/guidellm_compare.py --ours A.json --theirs guidellm.json -o FILE
 
-Several runs of each are averaged, since they take turns on one server. Means and medians are computed
-from guidellm's requests by our rule; its inter-token latency is our TPOT.
+Several runs of each, which alternate on one server, are averaged. Means and medians are computed
+from guidellm's requests with our definitions; its inter-token latency is our TPOT.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ from windlass.tools.load.report import read_records
 
 # figure -> our key, guidellm's metric
 _RATES = {
-    "requests a second": ("request_throughput", "requests_per_second"),
-    "output tokens a second": ("output_throughput", "output_tokens_per_second"),
+    "requests per second": ("request_throughput", "requests_per_second"),
+    "output tokens per second": ("output_throughput", "output_tokens_per_second"),
 }
-# figure -> our metric, guidellm's field of a request, what makes its unit ours
+# figure -> our metric, guidellm's field of a request, conversion factor to our unit
 _TIMES = {
     "TTFT": ("ttft", "time_to_first_token_ms", 1.0),
     "TPOT": ("tpot", "inter_token_latency_ms", 1.0),
     "end to end": ("e2el", "request_latency", 1e3),
 }
-_RULES: dict[str, Callable[[list[float]], float]] = {"mean": fmean, "median": median}
+_STATISTICS: dict[str, Callable[[list[float]], float]] = {"mean": fmean, "median": median}
 
 
 def compare(ours: Sequence[dict[str, Any]], theirs: Sequence[dict[str, Any]]) -> Record:
-    """`ours`: rows of bench serve; `theirs`: reports of guidellm, each of one benchmark."""
+    """Compare rows of bench serve with reports of guidellm, each with one benchmark."""
     runs = [report["benchmarks"][0] for report in theirs]
     rows = []
     for figure, (key, metric) in _RATES.items():
@@ -45,14 +45,15 @@ def compare(ours: Sequence[dict[str, Any]], theirs: Sequence[dict[str, Any]]) ->
         rows.append(_row(figure, fmean(row[key] for row in ours), other))
     for figure, (name, field, unit) in _TIMES.items():
         values = [[unit * item[field] for item in run["requests"]["successful"]] for run in runs]
-        for rule, apply in _RULES.items():
-            own = fmean(row[f"{rule}_{name}_ms"] for row in ours)
-            rows.append(_row(f"{figure} {rule}, ms", own, fmean(map(apply, values))))
+        for statistic, apply in _STATISTICS.items():
+            own = fmean(row[f"{statistic}_{name}_ms"] for row in ours)
+            rows.append(_row(f"{figure} {statistic}, ms", own, fmean(map(apply, values))))
     version = theirs[0]["metadata"]["guidellm_version"]
     num_theirs = len(runs[0]["requests"]["successful"])
     notes = (
-        f"Same server, prompts and limit of concurrency, in turns: {len(ours)} runs of windlass bench "
-        f"serve with {ours[0]['completed']} requests, {len(theirs)} of guidellm {version} with {num_theirs}."
+        f"Same server, prompts and concurrency limit, in alternation: {len(ours)} runs of windlass "
+        f"bench serve with {ours[0]['completed']} requests, {len(theirs)} of guidellm {version} with "
+        f"{num_theirs}."
     )
     command = shlex.join(["python", "benchmarks/scripts/guidellm_compare.py", *sys.argv[1:]])
     return Record("outside", rows, notes, command=command)
@@ -78,7 +79,7 @@ def main() -> None:
         theirs = [json.loads(path.read_text()) for path in given.theirs]
         record = compare(ours, theirs)
     except (OSError, ValueError, KeyError, IndexError) as error:
-        raise ConfigError(f"--theirs: is no report of guidellm: {error!r}.") from error
+        raise ConfigError(f"--theirs: is not a report of guidellm: {error!r}.") from error
     record.save(given.output)
     show(record)
 

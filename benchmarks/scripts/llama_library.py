@@ -1,9 +1,9 @@
-"""llama.cpp itself, through a shared library that holds it: its quantisers, and its perplexity.
+"""Calls llama.cpp through a shared library: its quantisers, its perplexity, and decoding.
 
-For comparisons only. Any library that exports llama.h's functions will do, such as the extension
-module of the package xllamacpp. Parameters are passed as opaque memory that the library
-fills with its defaults, so that their layout need not be known; only the first four fields of
-the context's (n_ctx, n_batch, n_ubatch, n_seq_max) are set.
+For comparisons only. Any library that exports llama.h's functions works, such as the extension
+module of the package xllamacpp. Parameters are passed as opaque memory that the library fills with
+its defaults, so their layout need not be known. Only the first four fields of the context's
+parameters (n_ctx, n_batch, n_ubatch, n_seq_max) are set.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ from windlass.errors import ConfigError, EngineError
 
 Kind = GGMLQuantizationType
 
-# What llama.cpp takes instead where blocks of 256 do not divide a row.
-_INSTEAD = {
+# llama.cpp's fallback types for rows that blocks of 256 do not divide.
+_FALLBACK = {
     Kind.Q2_K: Kind.IQ4_NL,
     Kind.Q3_K: Kind.IQ4_NL,
     Kind.Q4_K: Kind.Q5_0,
     Kind.Q5_K: Kind.Q5_1,
     Kind.Q6_K: Kind.Q8_0,
 }
-_WRITTEN_ANEW = ("general.architecture", "general.file_type")
+_NOT_COPIED = ("general.architecture", "general.file_type")
 _NEEDED = ("ggml_quantize_chunk", "llama_decode", "llama_tokenize", "llama_memory_clear")
 
 
 class _Opaque(ctypes.Structure):
-    """More than any version's parameters take."""
+    """Memory that is larger than the parameters of any version."""
 
     _fields_ = (("memory", ctypes.c_uint8 * 1024),)
 
@@ -54,13 +54,13 @@ class _Batch(ctypes.Structure):
 
 
 class LlamaCpp:
-    """The library's functions, declared."""
+    """The library's functions with their signatures."""
 
     def __init__(self, path: Path) -> None:
         try:
             self._lib = ctypes.CDLL(str(path.resolve()))
         except OSError as error:
-            raise ConfigError(f"{path}: is no library that can be loaded: {error}.") from error
+            raise ConfigError(f"{path}: cannot be loaded as a library: {error}.") from error
         missing = [name for name in _NEEDED if not _exports(self._lib, name)]
         if missing:
             raise ConfigError(f"{path}: does not export {', '.join(missing)} of llama.cpp.")
@@ -90,20 +90,24 @@ class LlamaCpp:
         function.restype, function.argtypes = result, list(arguments)
 
     def quantize(self, values: NDArray[Any], kind: Kind) -> NDArray[Any]:
-        """Rows of float32 as the type's blocks, [rows, bytes]."""
+        """Quantise rows of float32 to the type's blocks, [rows, bytes]."""
         rows, columns = values.shape
         block, size = gguf.GGML_QUANT_SIZES[kind]
         blocks = np.empty((rows, columns // block * size), np.uint8)
-        wide = np.ascontiguousarray(values, np.float32)
-        made = self._lib.ggml_quantize_chunk(
-            int(kind), wide.ctypes.data, blocks.ctypes.data, 0, rows, columns, None
+        source = np.ascontiguousarray(values, np.float32)
+        written = self._lib.ggml_quantize_chunk(
+            int(kind), source.ctypes.data, blocks.ctypes.data, 0, rows, columns, None
         )
-        if made != blocks.nbytes:
-            raise EngineError(f"llama.cpp made {made} bytes of {kind.name}, not {blocks.nbytes}.")
+        if written != blocks.nbytes:
+            raise EngineError(
+                f"llama.cpp wrote {written} bytes of {kind.name}, expected {blocks.nbytes}."
+            )
         return blocks
 
-    def perplexity(self, model: Path, text: str, context: int, windows: int, threads: int) -> float:
-        """As its own tool counts: windows side by side, the second half of each is scored."""
+    def perplexity(
+        self, model: Path, text: str, *, context: int, windows: int, threads: int
+    ) -> float:
+        """Perplexity as llama-perplexity computes it: the second half of each window is scored."""
         lib = self._lib
         loaded = self.load(model)
         params = lib.llama_context_default_params()
@@ -115,46 +119,51 @@ class LlamaCpp:
         if len(tokens) < context * windows:
             raise ConfigError(f"the text has {len(tokens)} tokens, less than {context * windows}.")
         size = lib.llama_vocab_n_tokens(vocab)
-        parts = tokens.reshape(windows, context)
-        losses = [self._losses(running, part, size) for part in parts]
+        losses = [
+            self._losses(running, window, size) for window in tokens.reshape(windows, context)
+        ]
         lib.llama_free(running)
         lib.llama_model_free(loaded)
         return float(np.exp(np.concatenate(losses).mean()))
 
-    # ---- what an engine needs ------------------------------------------------------------------
+    # ---- decoding ------------------------------------------------------------------------------
 
     def load(self, path: Path) -> int:
         loaded: int | None = self._lib.llama_model_load_from_file(
             str(path).encode(), self._lib.llama_model_default_params()
         )
         if not loaded:
-            raise EngineError(f"{path}: llama.cpp does not load it.")
+            raise EngineError(f"{path}: llama.cpp cannot load it.")
         return loaded
 
     def vocab_size(self, model: int) -> int:
         size: int = self._lib.llama_vocab_n_tokens(self._lib.llama_model_get_vocab(model))
         return size
 
-    def context(self, model: int, rows: int, longest: int, step_tokens: int, threads: int) -> int:
-        """Room for so many sequences side by side."""
+    def context(
+        self, model: int, *, rows: int, max_len: int, step_tokens: int, threads: int
+    ) -> int:
+        """Create a context for `rows` sequences."""
         params = self._lib.llama_context_default_params()
-        each = -(-longest // 256) * 256  # it rounds itself otherwise
-        wanted: list[ctypes.c_uint32 | int] = [
-            rows * each,
+        row_tokens = -(-max_len // 256) * 256  # llama.cpp would round it up itself
+        values: list[ctypes.c_uint32 | int] = [
+            rows * row_tokens,
             max(step_tokens, rows),
             max(step_tokens, rows),
             rows,
         ]
-        (ctypes.c_uint32 * 4).from_buffer(params)[:] = wanted
-        made: int | None = self._lib.llama_init_from_model(model, params)
-        if not made:
-            raise EngineError(f"llama.cpp has no context for {rows} rows of {longest} tokens.")
-        self._lib.llama_set_n_threads(made, threads, threads)
-        return made
+        (ctypes.c_uint32 * 4).from_buffer(params)[:] = values
+        context: int | None = self._lib.llama_init_from_model(model, params)
+        if not context:
+            raise EngineError(
+                f"llama.cpp cannot create a context for {rows} rows of {max_len} tokens."
+            )
+        self._lib.llama_set_n_threads(context, threads, threads)
+        return context
 
     def batch(self, tokens: int) -> _Batch:
-        made: _Batch = self._lib.llama_batch_init(tokens, 0, 1)
-        return made
+        batch: _Batch = self._lib.llama_batch_init(tokens, 0, 1)
+        return batch
 
     def decode(self, context: int, batch: _Batch) -> int:
         failed: int = self._lib.llama_decode(context, batch)
@@ -189,25 +198,25 @@ class LlamaCpp:
         failed = lib.llama_decode(running, batch)
         lib.llama_batch_free(batch)
         if failed:
-            raise EngineError(f"llama.cpp does not compute a window: it returned {failed}.")
+            raise EngineError(f"llama_decode failed for a window: it returned {failed}.")
         shape = (count - half, vocab_size)
         logits = np.ctypeslib.as_array(lib.llama_get_logits(running), shape)[:-1].astype(np.float64)
-        most = logits.max(axis=1, keepdims=True)
-        sums = np.log(np.exp(logits - most).sum(axis=1)) + most[:, 0]
-        picked: NDArray[Any] = logits[np.arange(count - half - 1), tokens[half + 1 :]]
-        return sums - picked
+        top = logits.max(axis=1, keepdims=True)
+        log_sums = np.log(np.exp(logits - top).sum(axis=1)) + top[:, 0]
+        targets: NDArray[Any] = logits[np.arange(count - half - 1), tokens[half + 1 :]]
+        return log_sums - targets
 
 
 def requantize(source: Path, target: Path, kind: Kind, library: LlamaCpp) -> dict[str, int]:
-    """Write a GGUF with its matrices in another type; returns how many are in which.
+    """Write a GGUF file with its matrices in another type; returns the count of each type.
 
-    The embedding gets at least 6 bits, as in llama.cpp's own files, and rows that blocks of 256 do
-    not divide the type that llama.cpp falls back to.
+    The embedding gets at least 6 bits, as in llama.cpp's own files. Rows that blocks of 256 do not
+    divide get llama.cpp's fallback type.
     """
     reader = GGUFReader(source)
     writer = GGUFWriter(target, reader.fields["general.architecture"].contents())
     for field in reader.fields.values():
-        if field.name.startswith("GGUF.") or field.name in _WRITTEN_ANEW:
+        if field.name.startswith("GGUF.") or field.name in _NOT_COPIED:
             continue
         of = field.types[-1] if field.types[0] == GGUFValueType.ARRAY else None
         writer.add_key_value(field.name, field.contents(), field.types[0], of)
@@ -217,9 +226,9 @@ def requantize(source: Path, target: Path, kind: Kind, library: LlamaCpp) -> dic
             writer.add_tensor(tensor.name, np.array(tensor.data), raw_dtype=tensor.tensor_type)
             continue
         values = dequantize(tensor.data, tensor.tensor_type)
-        wanted = type_of(tensor.name, values.shape[1], kind)
-        writer.add_tensor(tensor.name, library.quantize(values, wanted), raw_dtype=wanted)
-        used[wanted.name] = used.get(wanted.name, 0) + 1
+        own = type_of(tensor.name, values.shape[1], kind)
+        writer.add_tensor(tensor.name, library.quantize(values, own), raw_dtype=own)
+        used[own.name] = used.get(own.name, 0) + 1
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -228,9 +237,9 @@ def requantize(source: Path, target: Path, kind: Kind, library: LlamaCpp) -> dic
 
 
 def type_of(name: str, num_in: int, kind: Kind) -> Kind:
-    """The type that a matrix of so many inputs gets in a file of this kind."""
-    wanted = Kind.Q6_K if name.startswith("token_embd") and kind != Kind.Q8_0 else kind
-    return _INSTEAD[wanted] if num_in % gguf.GGML_QUANT_SIZES[wanted][0] else wanted
+    """The type of a matrix with `num_in` inputs in a file of this kind."""
+    own = Kind.Q6_K if name.startswith("token_embd") and kind != Kind.Q8_0 else kind
+    return _FALLBACK[own] if num_in % gguf.GGML_QUANT_SIZES[own][0] else own
 
 
 def find_library() -> Path:
@@ -241,7 +250,7 @@ def find_library() -> Path:
             for path in sorted(Path(found.origin).parent.glob(pattern)):
                 return path
     raise ConfigError(
-        "no llama.cpp library is installed: pip install llama-cpp-python or xllamacpp, or name a "
+        "no llama.cpp library is installed: pip install llama-cpp-python or xllamacpp, or set a "
         "library with --llama-cpp FILE."
     )
 

@@ -1,6 +1,6 @@
-"""Random weights in any quantised type of GGUF, for types that no tool here can round to.
+"""Random weights in any quantised GGUF type, for types without a quantiser in Python.
 
-Any bytes are a block of codes; only the scales must be numbers of a sensible size.
+Any bytes are valid codes; only the scales must have sensible values.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf.quants import dequantize
 from numpy.typing import NDArray
 
-# Where a block has its float16 scales. Most types begin with one; the others are here.
+# Byte offsets of a block's float16 scales. Types that are not listed have one scale at offset 0.
 _SCALES_AT: dict[str, tuple[int, ...]] = {
     "Q4_1": (0, 2),
     "Q5_1": (0, 2),
@@ -27,15 +27,15 @@ _SCALES_AT: dict[str, tuple[int, ...]] = {
     "IQ1_M": (),
     "MXFP4": (),
 }
-_SAMPLE = (16, 1024)  # weights from which a type's spread is found
-_E8M0_ONE = 128  # the exponent that stands for 1, where values are doubled
-_MXFP4_SPREAD = 5.0  # of random codes, which stand for 0 to 12, either sign
+_SAMPLE = (16, 1024)  # shape of the weights that measure a type's standard deviation
+_E8M0_ONE = 128  # exponent of the scale 1, where values are doubled
+_MXFP4_SPREAD = 5.0  # of random codes, whose values are 0 to 12 with either sign
 
 
 def random_blocks(
     kind: GGMLQuantizationType, rows: int, columns: int, spread: float, seed: int = 0
 ) -> NDArray[Any]:
-    """uint8 [rows, bytes]: weights with about the standard deviation `spread`, around any mean."""
+    """uint8 [rows, bytes]: weights with a standard deviation of about `spread`, and any mean."""
     unit = dequantize(_blocks(kind, *_SAMPLE, scale=1.0, seed=0), kind).std()
     scale = spread if kind.name == "MXFP4" else spread / float(unit)
     return _blocks(kind, rows, columns, scale=scale, seed=seed)
@@ -50,7 +50,7 @@ def _blocks(
     scales = random.normal(0, scale, blocks.shape[:2]).astype(np.float16)
     for at in _SCALES_AT.get(kind.name, (0,)):
         blocks[..., at : at + 2] = scales[..., None].view(np.uint8)
-    if kind.name == "IQ1_M":  # the float16 lies in the highest four bits of four words
+    if kind.name == "IQ1_M":  # the float16 is in the top four bits of four words
         words = blocks[..., 48:].view(np.uint16)
         words &= 0x0FFF
         words |= scales[..., None].view(np.uint16) << np.array(

@@ -26,7 +26,7 @@ from windlass.models.gguf_header import TENSOR_TYPES
 from windlass.models.hparams import HParams
 from windlass.models.source import resolve
 
-_ROUNDED = ("F16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0")  # by the gguf package
+_QUANTISABLE = ("F16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0")  # with the gguf package
 TYPES = tuple(kind.name for kind in TENSOR_TYPES.values() if kind.name not in ("F32", "BF16"))
 
 
@@ -45,27 +45,27 @@ class StorageTypes:
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """Which random numbers. Files of the same seed share embeddings and layers.
+    """Selects the random weights. Files with the same seed share embeddings and layers.
 
     From layer `quiet_from` on, the layers' contribution to the residual stream is multiplied by
     `quiet`: the first layers alone then predict nearly what the whole model predicts.
     """
 
-    num_layers: int | None = None  # only the first ones; None: all of the shape
+    num_layers: int | None = None  # only the first layers; None: all
     seed: int = 0
     quiet_from: int | None = None
     quiet: float = 0.02
 
 
 def write_gguf(folder: str, types: StorageTypes, to: Path, weights: Weights | None = None) -> int:
-    """Write the file; returns its bytes."""
+    """Write the file; returns its size in bytes."""
     config = ModelConfig(model=folder, load_format="dummy")
     hparams = load_hparams(resolve(config), config)
     _check(hparams, folder, types)
     weights = weights or Weights()
-    if weights.quiet_from is not None and types.layers not in _ROUNDED:
+    if weights.quiet_from is not None and types.layers not in _QUANTISABLE:
         raise ConfigError(
-            f"quiet layers scale their weights, which works for --type {', '.join(_ROUNDED)}, "
+            f"quiet layers scale their weights, which works for --type {', '.join(_QUANTISABLE)}, "
             f"not {types.layers}."
         )
     if weights.num_layers is not None:
@@ -97,18 +97,18 @@ def write_gguf(folder: str, types: StorageTypes, to: Path, weights: Weights | No
 def _check(hparams: HParams, folder: str, types: StorageTypes) -> None:
     if hparams.architecture != "LlamaForCausalLM":
         raise ConfigError(
-            f"{folder}: is a {hparams.architecture}; only LlamaForCausalLM is written."
+            f"{folder}: is a {hparams.architecture}; only LlamaForCausalLM is supported."
         )
     blocks = {item.name: item.block_size for item in TENSOR_TYPES.values()}
-    wanted = (
+    sizes = (
         ("hidden_size", types.layers),
         ("hidden_size", types.head),
         ("intermediate_size", types.layers),
     )
-    for name, kind in wanted:
+    for name, kind in sizes:
         if getattr(hparams, name) % blocks[kind]:
             raise ConfigError(
-                f"{folder}: {name} must be a multiple of {blocks[kind]}, the block of {kind}."
+                f"{folder}: {name} must be a multiple of {blocks[kind]}, the block size of {kind}."
             )
 
 
@@ -150,45 +150,45 @@ def _add_tensors(
     def numbers(shape: tuple[int, int]) -> NDArray[Any]:
         return random.standard_normal(shape, dtype=np.float32) / shape[1] ** 0.5
 
-    def rounded(values: NDArray[Any], name: str) -> tuple[NDArray[Any], GGMLQuantizationType]:
+    def quantised(values: NDArray[Any], name: str) -> tuple[NDArray[Any], GGMLQuantizationType]:
         kind = GGMLQuantizationType[name]
         return quantize(values, kind), kind
 
-    def made(shape: tuple[int, int], name: str) -> tuple[NDArray[Any], GGMLQuantizationType]:
-        if name in _ROUNDED:
-            return rounded(numbers(shape), name)
+    def matrix(shape: tuple[int, int], name: str) -> tuple[NDArray[Any], GGMLQuantizationType]:
+        if name in _QUANTISABLE:
+            return quantised(numbers(shape), name)
         kind = GGMLQuantizationType[name]
         return random_blocks(kind, *shape, spread=shape[1] ** -0.5), kind
 
-    def add(name: str, found: tuple[NDArray[Any], GGMLQuantizationType]) -> None:
-        writer.add_tensor(f"{name}.weight", found[0], raw_dtype=found[1])
+    def add(name: str, tensor: tuple[NDArray[Any], GGMLQuantizationType]) -> None:
+        writer.add_tensor(f"{name}.weight", tensor[0], raw_dtype=tensor[1])
 
     ones = (np.ones(width, dtype=np.float32), GGMLQuantizationType.F32)
-    add("token_embd", made((vocab_size, width), types.head))
+    add("token_embd", matrix((vocab_size, width), types.head))
     if not hparams.tie_embeddings:
-        add("output", made((vocab_size, width), types.head))
-    if types.layers in _ROUNDED:
+        add("output", matrix((vocab_size, width), types.head))
+    if types.layers in _QUANTISABLE:
         values = {name: numbers(shape) for name, shape in matrices.items()}
-        layer = {name: rounded(each, types.layers) for name, each in values.items()}
+        layer = {name: quantised(each, types.layers) for name, each in values.items()}
     else:
         values = {}
-        layer = {name: made(shape, types.layers) for name, shape in matrices.items()}
+        layer = {name: matrix(shape, types.layers) for name, shape in matrices.items()}
     layer |= {"attn_norm": ones, "ffn_norm": ones}
-    added = ("attn_output", "ffn_down")
-    scaled = {name: weights.quiet * values[name] for name in added if name in values}
-    quiet = layer | {name: rounded(each, types.layers) for name, each in scaled.items()}
+    residual = ("attn_output", "ffn_down")  # matrices whose outputs are added to the residual
+    scaled = {name: weights.quiet * values[name] for name in residual if name in values}
+    quiet = layer | {name: quantised(each, types.layers) for name, each in scaled.items()}
     for number in range(hparams.num_layers):
         is_quiet = weights.quiet_from is not None and number >= weights.quiet_from
-        for name, found in (quiet if is_quiet else layer).items():
-            add(f"blk.{number}.{name}", found)
+        for name, tensor in (quiet if is_quiet else layer).items():
+            add(f"blk.{number}.{name}", tensor)
     add("output_norm", ones)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("folder", help="with a config.json, as in benchmarks/models")
-    parser.add_argument("--type", default="Q4_0", help="of the layers: " + ", ".join(TYPES))
-    parser.add_argument("--head-type", default="Q8_0", help="of embedding and head")
+    parser.add_argument("folder", help="folder with a config.json, as in benchmarks/models")
+    parser.add_argument("--type", default="Q4_0", help="type of the layers: " + ", ".join(TYPES))
+    parser.add_argument("--head-type", default="Q8_0", help="type of embedding and head")
     parser.add_argument("-o", "--output", type=Path, required=True, metavar="FILE")
     args = parser.parse_args()
     size = write_gguf(args.folder, StorageTypes(args.type, args.head_type), args.output)

@@ -1,9 +1,9 @@
-"""Compares the logits of other programs with ours, on checkpoints that `windlass quantize` wrote.
+"""Compares the logits of other readers with ours, on checkpoints of `windlass quantize`.
 
     python benchmarks/scripts/readers.py FOLDER... --python THEIRS/bin/python -o benchmarks/readers.json
 
-THEIRS is an environment with transformers and what reads the folders' formats: gptqmodel for GPTQ
-and AWQ, bitsandbytes for NF4, compressed-tensors.
+THEIRS is an environment with transformers and the packages of the formats: gptqmodel for GPTQ and
+AWQ, bitsandbytes for NF4, compressed-tensors.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ from windlass.tools.eval.metrics import Tally, compare
 from windlass.tools.eval.windows import Cut, cut_corpus
 
 _NOTES = (
-    "The same files, read by transformers with the package that knows the format, and by us; both in "
-    "float32 on a CPU. rms: the root mean square of the logits' difference over their standard "
-    "deviation. As served: our packed kernels, which round inputs; theirs do not."
+    "The same files, read by transformers with the format's package and by Windlass, both in float32 "
+    "on a CPU. RMS difference: root mean square of the difference of the logits, divided by their "
+    "standard deviation. served: our packed kernels, which quantise activations; the others do not."
 )
 
 
 def main() -> None:
-    """Compare all folders; every finished row is saved."""
+    """Compare all folders and save after each row."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folders", type=Path, nargs="+")
     parser.add_argument("--python", type=Path, default=Path(sys.executable))
@@ -59,25 +59,25 @@ def main() -> None:
 
 
 def compare_readers(folder: Path, python: Path, data: str, cut: Cut) -> dict[str, Any]:
-    """One row: what the folder is, who read it, and how far the logits lie apart."""
+    """One row: the checkpoint, its reader, and the difference of the logits."""
     exact, served = (
         EngineConfig.of(model=str(folder), device="cpu", dtype=dtype)
         for dtype in ("float32", "auto")
     )
     opened = open_model(exact)
     windows = [item.window for item in cut_corpus(read_corpus(data), opened.card, cut)]
-    theirs, about = _theirs(folder, python, windows)
+    theirs, reader = _theirs(folder, python, windows)
     row = {
         "checkpoint": folder.name,
         "format": _format(folder),
-        "reader": _in_words(about["versions"], _format(folder)),
-        "layer": about["layer"],
+        "reader": _packages(reader["versions"], _format(folder)),
+        "layer": reader["layer"],
         "tokens": len(theirs),
     }
     return (
         row
-        | _apart(_ours(exact, opened, windows), theirs, windows, "")
-        | _apart(_ours(served, opened, windows), theirs, windows, "served_")
+        | _difference(_ours(exact, opened, windows), theirs, windows, "")
+        | _difference(_ours(served, opened, windows), theirs, windows, "served_")
     )
 
 
@@ -88,34 +88,34 @@ def _theirs(folder: Path, python: Path, windows: Sequence[Window]) -> tuple[Tens
         program = [str(python), str(foreign_logits.__file__), str(folder), str(ids), str(output)]
         done = subprocess.run(program, capture_output=True, text=True, check=False)
         if done.returncode or not output.is_file():
-            said = (done.stderr.strip() or done.stdout.strip() or "nothing").splitlines()[-1]
-            raise EngineError(f"{folder}: {python} does not read it: {said}")
+            printed = done.stderr.strip() or done.stdout.strip() or "no output"
+            raise EngineError(f"{folder}: {python} cannot read it: {printed.splitlines()[-1]}")
         logits = load_file(output)["logits"]
-    about: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
-    return logits, about
+    reader: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
+    return logits, reader
 
 
 def _ours(config: EngineConfig, opened: OpenModel, windows: Sequence[Window]) -> Tensor:
     steps = config.limits(choose_device(config.model).type)
-    longest = max(len(window.tokens) for window in windows)
-    limits = ScoringLimits(longest, steps.max_num_batched_tokens, steps.max_num_seqs)
+    max_len = max(len(window.tokens) for window in windows)
+    limits = ScoringLimits(max_len, steps.max_num_batched_tokens, steps.max_num_seqs)
     whole = [Window(window.tokens) for window in windows]
-    pieces = build_scorer(config, opened.source, limits).scorer.logits(whole)
-    return torch.cat([piece.values.float() for piece in pieces])
+    chunks = build_scorer(config, opened.source, limits).scorer.logits(whole)
+    return torch.cat([chunk.values.float() for chunk in chunks])
 
 
-def _apart(
+def _difference(
     ours: Tensor, theirs: Tensor, windows: Sequence[Window], prefix: str
 ) -> dict[str, float]:
-    apart = (ours - theirs).double()
+    difference = (ours - theirs).double()
     tally = Tally()
     targets = [token for window in windows for token in [*window.tokens[1:], window.tokens[0]]]
     tally.add(compare(ours, targets, theirs))
     against = tally.quality().against
     assert against is not None
     figures = {
-        "rms": float(apart.square().mean().sqrt() / theirs.double().std()),
-        "max": float(apart.abs().max()),
+        "rms": float(difference.square().mean().sqrt() / theirs.double().std()),
+        "max": float(difference.abs().max()),
         "kl_mean": against.kl_mean,
         "agreement": against.agreement,
     }
@@ -127,7 +127,7 @@ def _format(folder: Path) -> str:
     return str(config.get("quantization_config", {}).get("quant_method", "none"))
 
 
-def _in_words(versions: dict[str, str], method: str) -> str:
+def _packages(versions: dict[str, str], method: str) -> str:
     package = {"gptq": "gptqmodel", "awq": "gptqmodel"}.get(method, method)
     used = ["transformers", package] if package in versions else ["transformers"]
     return " + ".join(f"{name} {versions[name]}" for name in used)

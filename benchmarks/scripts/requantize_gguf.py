@@ -1,8 +1,8 @@
-"""Writes a GGUF model with its matrices in other types, by llama.cpp's quantisers.
+"""Writes a GGUF model with its matrices in other types, with llama.cpp's quantisers.
 
     python benchmarks/scripts/requantize_gguf.py MODEL.gguf LIBRARY.so -o DIR
 
-DIR/Q4_K.gguf and so on are what `windlass bench formats --gguf-dir DIR` measures.
+`windlass bench formats --gguf-dir DIR` measures the files DIR/Q4_K.gguf and so on.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from llama_library import Kind, LlamaCpp, requantize
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("model", type=Path)
-    parser.add_argument("llama_cpp", type=Path, help="a library that holds llama.cpp")
+    parser.add_argument("llama_cpp", type=Path, help="llama.cpp shared library")
     parser.add_argument("-o", "--output", type=Path, required=True, metavar="DIR")
     parser.add_argument("--types", nargs="+", choices=TYPES, default=TYPES)
     args = parser.parse_args()

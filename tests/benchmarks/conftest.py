@@ -1,4 +1,4 @@
-"""Fixtures of the tests of the tools, for the scripts of benchmarks/scripts."""
+"""Fixtures of tests/tools, for the tests of benchmarks/scripts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Our figures beside another client's."""
+"""Comparison of our figures with guidellm's."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 from guidellm_compare import compare
 
 
-def test_units_and_names_are_brought_together() -> None:
+def test_units_and_names_are_converted() -> None:
     def guidellm(latency_s: float) -> dict[str, Any]:
         rate = {"successful": {"mean": 2.0}}
         metrics = dict.fromkeys(("requests_per_second", "output_tokens_per_second"), rate)
@@ -24,8 +24,8 @@ def test_units_and_names_are_brought_together() -> None:
     assert rows["end to end mean, ms"]["guidellm"] == 1500.0
     differences = {figure: row["difference_pct"] for figure, row in rows.items()}
     assert differences == {
-        "requests a second": 0.0,
-        "output tokens a second": -5.0,
+        "requests per second": 0.0,
+        "output tokens per second": -5.0,
         "TTFT mean, ms": 5.0,
         "TTFT median, ms": 0.0,
         "TPOT mean, ms": 5.0,

@@ -1,4 +1,4 @@
-"""The comparison with llama.cpp, as far as it goes without its library."""
+"""The comparison with llama.cpp, as far as it can be tested without its library."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from windlass.config import EngineConfig
 from windlass.errors import ConfigError
 
 
-def test_types_that_do_not_divide_fall_back_as_in_llama_cpp() -> None:
+def test_fallback_types_match_llama_cpp() -> None:
     assert type_of("blk.0.ffn_down.weight", 1536, Kind.Q4_K) == Kind.Q4_K
     assert type_of("blk.0.attn_q.weight", 576, Kind.Q4_K) == Kind.Q5_0
     assert type_of("blk.0.attn_q.weight", 576, Kind.Q2_K) == Kind.IQ4_NL
@@ -22,10 +22,10 @@ def test_types_that_do_not_divide_fall_back_as_in_llama_cpp() -> None:
     assert type_of("token_embd.weight", 576, Kind.Q8_0) == Kind.Q8_0
 
 
-def test_what_is_no_library_is_refused(tmp_path: Path) -> None:
+def test_an_invalid_library_is_rejected(tmp_path: Path) -> None:
     path = tmp_path / "llama.so"
     path.write_text("not a library")
-    with pytest.raises(ConfigError, match="is no library that can be loaded"):
+    with pytest.raises(ConfigError, match="cannot be loaded as a library"):
         LlamaCpp(path)
 
 
@@ -33,11 +33,11 @@ _INSTALLED = any(find_spec(name) is not None for name in ("llama_cpp", "xllamacp
 
 
 @pytest.mark.skipif(_INSTALLED, reason="llama.cpp is installed")
-def test_a_missing_library_is_explained() -> None:
+def test_a_missing_library_is_reported() -> None:
     with pytest.raises(ConfigError, match="pip install llama-cpp-python"):
         find_library()
 
 
-def test_a_model_that_llama_cpp_cannot_read_is_refused(tmp_path: Path) -> None:
+def test_a_model_that_llama_cpp_cannot_read_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"llama\.cpp reads GGUF files"):
         LlamaEngine(EngineConfig.of(), tmp_path / "llama.so", tmp_path)

@@ -1,4 +1,4 @@
-"""Random weights as a GGUF: the shape of a config.json, in a type of one's choice."""
+"""GGUF files with random weights: the shape of a config.json, in a given type."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from windlass.tools.common.report import COLUMNS
 
 
 @pytest.mark.usefixtures("default_gguf")
-def test_it_has_the_shape_and_can_be_served(tiny: Path, tmp_path: Path) -> None:
+def test_a_file_has_the_shape_and_can_be_served(tiny: Path, tmp_path: Path) -> None:
     made = tmp_path / "made.gguf"
     assert write_gguf(str(tiny), StorageTypes("Q4_0", "Q8_0"), made) == made.stat().st_size
     header = read_header(made)
@@ -54,7 +54,7 @@ def test_types_without_a_quantiser_are_random_blocks(tmp_path: Path) -> None:
         ({"architectures": ["Qwen3ForCausalLM"]}, "Q8_0", "is a Qwen3ForCausalLM"),
     ],
 )
-def test_unsupported_shapes_and_types_are_refused(
+def test_unsupported_shapes_and_types_are_rejected(
     tmp_path: Path, changes: dict[str, object], kind: str, message: str
 ) -> None:
     (tmp_path / "config.json").write_text(json.dumps({**CONFIG, **changes}))
@@ -75,7 +75,7 @@ def test_a_draft_model_has_the_first_layers_of_its_target(tiny: Path, tmp_path: 
     for name, weights in made.items():
         path = tmp_path / f"{name}.gguf"
         write_gguf(str(tiny), StorageTypes("F16", "Q8_0"), path, weights)
-        tensors[name] = {one.name: one.data for one in GGUFReader(path).tensors}
+        tensors[name] = {tensor.name: tensor.data for tensor in GGUFReader(path).tensors}
     target, same, other = tensors.values()
     assert set(same) < set(target)
     assert all((target[name] == same[name]).all() for name in same)

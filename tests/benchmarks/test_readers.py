@@ -1,4 +1,4 @@
-"""Our checkpoints in other programs: the stored comparison, and the program that made it."""
+"""Our checkpoints in other readers: the stored comparison, and the script that made it."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_others_read_the_same_weights(
 
 
 def test_a_checkpoint_is_compared(windlass: Windlass, tmp_path: Path) -> None:
-    """With the reader that is here: transformers and compressed-tensors."""
+    """Compare with the installed reader: transformers and compressed-tensors."""
     source, out = write_model(tmp_path / "tiny"), tmp_path / "out"
     (tmp_path / "text.txt").write_text(TEXT)
     windlass("quantize", source, "-o", out, "--method", "rtn", "--bits", "4", "--no-progress")
@@ -64,11 +64,11 @@ def test_a_checkpoint_is_compared(windlass: Windlass, tmp_path: Path) -> None:
     assert row["served_rms"] > row["rms"]
 
 
-def test_a_reader_that_fails_is_named(tmp_path: Path) -> None:
+def test_a_failing_reader_is_reported(tmp_path: Path) -> None:
     source = write_model(tmp_path / "tiny")
     (tmp_path / "text.txt").write_text(TEXT)
     broken = tmp_path / "python"
     broken.write_text("#!/bin/sh\necho 'ImportError: no reader here' >&2\nexit 1\n")
     broken.chmod(0o755)
-    with pytest.raises(EngineError, match="python does not read it: ImportError: no reader here"):
+    with pytest.raises(EngineError, match="python cannot read it: ImportError: no reader here"):
         compare_readers(source, broken, str(tmp_path / "text.txt"), CUT)

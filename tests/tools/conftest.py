@@ -30,15 +30,15 @@ Windlass = Callable[..., str]
 
 @pytest.fixture(autouse=True)
 def _frozen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Programs that build engines in turn have all garbage looked for after each, which takes
-    longer than what they do here: dozens of collections over all that the tests imported.
+    """Speed up collections: tools that build several engines collect garbage after each of them,
+    which takes longer than their work here, over all modules that the tests imported.
     """
     monkeypatch.setattr(gc, "unfreeze", lambda: None)
 
 
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Only a config.json: dummy weights, bytes as tokens."""
+    """A folder with only a config.json: dummy weights, bytes as tokens."""
     folder = tmp_path_factory.mktemp("tiny")
     (folder / "config.json").write_text(json.dumps(CONFIG))
     return folder
@@ -46,7 +46,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def windlass() -> Windlass:
-    """Run a command and give what it printed; `code` is the exit code it must have."""
+    """Run a command and return its output; `code` is the expected exit code."""
 
     def invoke(*args: object, code: int = 0) -> str:
         result = CliRunner().invoke(app, list(map(str, args)))

@@ -1,4 +1,4 @@
-"""The benchmark programs from the command line, on a tiny model of random weights."""
+"""Benchmark commands on a tiny model with random weights."""
 
 from __future__ import annotations
 
@@ -31,19 +31,19 @@ def test_throughput_of_both_engines(windlass: Windlass, tiny: Path, tmp_path: Pa
     assert record["settings"]["read_gb_s"] > 0
     rows = record["rows"]
     assert len(rows) == 8
-    for own, naive in zip(rows[::2], rows[1::2], strict=True):
-        assert (own["engine"], naive["engine"]) == ("windlass", "transformers")
-        assert own["workload"] == naive["workload"]
-        assert own["requests"] == naive["requests"]
+    for own, other in zip(rows[::2], rows[1::2], strict=True):
+        assert (own["engine"], other["engine"]) == ("windlass", "transformers")
+        assert own["workload"] == other["workload"]
+        assert own["requests"] == other["requests"]
         assert own["output_tok_s"] > 0
-        assert naive["output_tok_s"] > 0
+        assert other["output_tok_s"] > 0
         assert len(own["all_seconds"]) == 2
-        assert naive["first_ratio"] > 0
+        assert other["first_ratio"] > 0
         assert "first_ratio" not in own
     assert rows[0]["workload"] == "decode_b2[input_len=20,output_len=6]"
     assert rows[0]["decode_step_ms"] > 0
     assert rows[0]["bandwidth_pct"] > 0
-    assert rows[4]["decode_tok_s"] is None  # one token each: nothing is decoded
+    assert rows[4]["decode_tok_s"] is None  # one output token each: no decode steps
     assert re.search(r"^decode_b2\[input_len=20,output_len=6\] +windlass ", shown, re.MULTILINE)
 
 
@@ -77,33 +77,33 @@ def test_latency(windlass: Windlass, tiny: Path, tmp_path: Path) -> None:
     ("args", "message"),
     [
         ("throughput --workload fast", "workload 'fast' is not known"),
-        ("throughput --engine vllm", "--engine must name some of windlass, transformers"),
+        ("throughput --engine vllm", "--engine must be one or more of windlass, transformers"),
         ("throughput --repeat 0", "--repeat must be at least 1"),
-        ("throughput --workload mixed --batch 2", "--batch means nothing"),
+        ("throughput --workload mixed --batch 2", "--batch has no effect"),
         ("throughput -o .", "is a folder"),
         ("latency --batch few", "expected numbers such as 1,8,64,256"),
         (
             "levers speed",
             "lever 'speed' is not known. Known: adapters, batching, prefix, scheduler, speculation",
         ),
-        ("levers adapters --adapters 0", "--adapters 0 is of the lever adapters, and at least 1"),
+        ("levers adapters --adapters 0", "--adapters 0 needs the lever adapters and at least 1"),
         ("levers --num-requests 0", "--num-requests must be at least 1"),
         ("tables --page nowhere.md", "--page nowhere.md: No such file"),
     ],
 )
-def test_mistakes_are_explained(windlass: Windlass, args: str, message: str) -> None:
+def test_invalid_options_are_rejected(windlass: Windlass, args: str, message: str) -> None:
     assert message in windlass("bench", *args.split(), code=2)
 
 
-def test_a_batch_gets_its_rows() -> None:
-    said: list[str] = []
+def test_max_num_seqs_is_raised_for_the_workload() -> None:
+    logged: list[str] = []
     wide = find("decode_b999")
-    config = with_rows(EngineConfig.of(), [find("mixed"), wide], said.append)
+    config = with_rows(EngineConfig.of(), [find("mixed"), wide], logged.append)
     assert config.scheduler.max_num_seqs == 999
-    assert "decode_b999 needs so many" in said[0]
-    assert with_rows(EngineConfig.of(), [find("decode_b2")], said.append) == EngineConfig.of()
-    with pytest.raises(ConfigError, match="needs 999 rows at once, --max-num-seqs allows 8"):
-        with_rows(EngineConfig.of(max_num_seqs=8), [wide], said.append)
+    assert "as decode_b999 needs it" in logged[0]
+    assert with_rows(EngineConfig.of(), [find("decode_b2")], logged.append) == EngineConfig.of()
+    with pytest.raises(ConfigError, match="needs 999 concurrent rows, --max-num-seqs allows 8"):
+        with_rows(EngineConfig.of(max_num_seqs=8), [wide], logged.append)
 
 
 def test_levers_and_their_tables(windlass: Windlass, tiny: Path, tmp_path: Path) -> None:
@@ -137,14 +137,14 @@ def test_levers_and_their_tables(windlass: Windlass, tiny: Path, tmp_path: Path)
     windlass("bench", "tables", *where)
     windlass("bench", "tables", *where, "--check")
     text = page.read_text()
-    assert "| batching | output tok/s | against none |" in text
+    assert "| batching | output tok/s | speedup over none |" in text
     assert "| continuous | " in text
     assert "Not measured yet: there is no `x.json`." in text
     assert text.startswith("a\n<!-- table:batching -->\n")
     assert "old" not in text
 
 
-def test_the_docs_show_the_stored_results(windlass: Windlass) -> None:
+def test_docs_match_the_stored_results(windlass: Windlass) -> None:
     page, results = ROOT / "docs" / "benchmarks.md", ROOT / "benchmarks"
     windlass("bench", "tables", "--page", page, "--results", results, "--check")
 
@@ -159,7 +159,7 @@ def test_cells(value: float | None, text: str) -> None:
 @pytest.mark.parametrize(
     ("name", "billions"), [("llama-3.1-8b", 8.03), ("qwen3-0.6b", 0.596), ("smollm2-135m", 0.1345)]
 )
-def test_the_benchmark_models_have_their_size(name: str, billions: float) -> None:
+def test_benchmark_models_have_the_nominal_size(name: str, billions: float) -> None:
     from windlass.cli.model_report import examine
 
     model = str(ROOT / "benchmarks" / "models" / name)

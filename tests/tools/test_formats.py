@@ -1,4 +1,4 @@
-"""`windlass bench formats` on a tiny model: rows, failures, and going on where a run was ended."""
+"""`windlass bench formats` on a tiny model: rows, failures, and resuming."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ import pytest
 
 from tests.tools.conftest import Windlass
 from tests.tools.quantize.conftest import write_model
-from windlass.tools.bench.format_list import FORMATS, Means, find_formats
+from windlass.tools.bench.checkpoints import FORMATS, FormatInputs, find_formats
 
 TEXT = "A windlass lifts heavy loads with a light lever. " * 6
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model, text to measure on, and texts to calibrate on."""
+    """A model, an evaluation text, and calibration texts."""
     made = tmp_path_factory.mktemp("formats")
     write_model(made / "tiny")
     (made / "text.txt").write_text(TEXT)
@@ -31,14 +31,14 @@ def _args(folder: Path, output: Path, *more: object) -> list[object]:
     return ["bench", "formats", folder / "tiny", *sizes, *where, "--num-threads", "1", *more]
 
 
-def test_rows_failures_and_going_on(windlass: Windlass, folder: Path, tmp_path: Path) -> None:
+def test_rows_and_resuming(windlass: Windlass, folder: Path, tmp_path: Path) -> None:
     output = tmp_path / "formats.json"
     text = ("--calibration", folder / "texts.jsonl")
     names = "float32,int8,fp8-block,gptq-4,gptq-4-random"
     shown = windlass(*_args(folder, output, *text, "--formats", names))
     record = json.loads(output.read_text())
     assert [row["format"] for row in record["rows"]] == names.split(",")
-    plain, int8, block, gptq, on_noise = record["rows"]
+    plain, int8, block, gptq, gptq_random = record["rows"]
     assert plain["bits"] == 32
     assert 8 < int8["bits"] <= 9
     assert 4 < gptq["bits"] < 5
@@ -47,27 +47,27 @@ def test_rows_failures_and_going_on(windlass: Windlass, folder: Path, tmp_path: 
     assert int8["file_bytes"] is None
     assert gptq["kl_mean"] > int8["kl_mean"] > 0
     assert int8["served_kl_mean"] > 0
-    assert on_noise["perplexity"] != gptq["perplexity"]
+    assert gptq_random["perplexity"] != gptq["perplexity"]
     for row in record["rows"]:
         assert row["tok_s_b1"] > 0
         assert row["speedup_b8"] > 0
     assert "perplexity" in block
     assert "| float32" not in shown
-    assert "times float32" in shown
+    assert "speedup over float32" in shown
 
-    # One row is lost, one is there without its speed: only what is missing is measured.
+    # One row is missing, one has no speed: only the missing figures are measured.
     record["rows"] = [row for row in record["rows"] if row["format"] != "int8"]
     del record["rows"][0]["tok_s_b1"]
     output.write_text(json.dumps(record))
     again = windlass(*_args(folder, output, *text, "--formats", names))
-    assert "holds 3 of 5 rows already" in again
+    assert "already has 3 of 5 rows" in again
     assert "1 of 1, int8: perplexity" in again
     assert "1 of 2, float32: " in again
     assert "quantising into" not in again
     assert len(json.loads(output.read_text())["rows"]) == 5
 
 
-def test_a_format_that_fails_is_a_row_with_its_reason(
+def test_a_failed_format_is_a_row_with_its_error(
     windlass: Windlass, folder: Path, tmp_path: Path
 ) -> None:
     output = tmp_path / "formats.json"
@@ -83,7 +83,7 @@ def test_a_format_that_fails_is_a_row_with_its_reason(
     other = windlass(*_args(folder, output, *names, "--max-windows", 1), code=2)
     assert "needs --calibration" in other
     other = windlass(*_args(folder, output, "--formats", "rtn-4", "--max-windows", 1), code=2)
-    assert "holds results of another run (max_windows, calibration differ)" in other
+    assert "has results of another run (max_windows, calibration differ)" in other
 
 
 @pytest.mark.parametrize(
@@ -93,8 +93,8 @@ def test_a_format_that_fails_is_a_row_with_its_reason(
         ("--formats gptq-4", "--formats gptq-4: needs --calibration"),
         ("--formats gguf-q4_k", "--formats gguf-q4_k: needs --gguf-dir DIR, a folder"),
         ("--gguf-dir nowhere", "--gguf-dir nowhere: there is no such folder"),
-        ("--dtype float16", "--dtype is what the formats differ in"),
-        ("--kv-cache-dtype fp8", "--kv-cache-dtype is what the formats differ in"),
+        ("--dtype float16", "--dtype is set by the formats themselves"),
+        ("--kv-cache-dtype fp8", "--kv-cache-dtype is set by the formats themselves"),
         ("--repeat 0", "--repeat must be at least 1"),
         ("--samples 0", "--samples must be at least 1"),
         ("--calibration nowhere.jsonl", "--calibration nowhere.jsonl: there is no such file"),
@@ -102,11 +102,13 @@ def test_a_format_that_fails_is_a_row_with_its_reason(
         ("-o .", "is a folder"),
     ],
 )
-def test_mistakes_are_explained(windlass: Windlass, args: str, message: str) -> None:
+def test_invalid_options_are_rejected(windlass: Windlass, args: str, message: str) -> None:
     assert message in windlass("bench", "formats", *args.split(), code=2)
 
 
-def test_16_bits_and_caches_without_speed(windlass: Windlass, folder: Path, tmp_path: Path) -> None:
+def test_16_bit_and_kv_cache_formats_without_speed(
+    windlass: Windlass, folder: Path, tmp_path: Path
+) -> None:
     output = tmp_path / "formats.json"
     names = "float32,bfloat16,kv-int8,kv-fp8"
     windlass(*_args(folder, output, "--formats", names, "--no-speed"))
@@ -119,20 +121,21 @@ def test_16_bits_and_caches_without_speed(windlass: Windlass, folder: Path, tmp_
     assert half["perplexity"] == pytest.approx(plain["perplexity"], rel=0.01)
     assert 0 < int8["kl_mean"] < fp8["kl_mean"]
     again = windlass(*_args(folder, output, "--formats", names, "--no-speed"))
-    assert "holds 4 of 4 rows already" in again
+    assert "already has 4 of 4 rows" in again
 
 
-def test_gguf_rows_need_their_file(windlass: Windlass, folder: Path, tmp_path: Path) -> None:
+def test_gguf_formats_need_their_file(windlass: Windlass, folder: Path, tmp_path: Path) -> None:
     names = ("--formats", "gguf-q4_k", "--gguf-dir", tmp_path, "--no-speed")
     shown = windlass(*_args(folder, tmp_path / "formats.json", *names))
-    assert f"gguf-q4_k: failed: --gguf-dir: there is no {tmp_path / 'Q4_K.gguf'}" in shown
+    assert f"gguf-q4_k: failed: --gguf-dir: {tmp_path / 'Q4_K.gguf'} does not exist" in shown
 
 
-def test_without_texts_the_calibrated_are_left_out() -> None:
-    said: list[str] = []
-    found = find_formats([], Means(gguf_dir=Path("made")), said.append)
+def test_calibrated_formats_are_skipped_without_texts() -> None:
+    logged: list[str] = []
+    found = find_formats([], FormatInputs(gguf_dir=Path("made")), logged.append)
     assert {each.name for each in FORMATS} - {each.name for each in found} == {
         *("smoothquant", "gptq-4", "awq-4", "gptq-3"),
     }
-    assert "left out for lack of --calibration: smoothquant" in said[0]
-    assert find_formats([], Means(Path("text"), Path("made")), said.append) == list(FORMATS)
+    assert "skipped without --calibration: smoothquant" in logged[0]
+    inputs = FormatInputs(Path("text"), Path("made"))
+    assert find_formats([], inputs, logged.append) == list(FORMATS)

@@ -1,4 +1,4 @@
-"""What the stored measurements of weight formats must show, and that the docs show them."""
+"""Expected properties of the stored measurements of weight formats, and the docs' tables."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.tools.conftest import Windlass
-from windlass.tools.bench.format_list import FORMATS
+from windlass.tools.bench.checkpoints import FORMATS
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -21,54 +21,54 @@ def rows() -> dict[str, dict[str, Any]]:
     return {row["format"]: row for row in record["rows"]}
 
 
-def test_nothing_failed(rows: dict[str, dict[str, Any]]) -> None:
+def test_no_format_failed(rows: dict[str, dict[str, Any]]) -> None:
     assert [row for row in rows.values() if "error" in row] == []
     assert all(row["perplexity"] > 1 for row in rows.values())
 
 
-def test_every_format_has_its_row(rows: dict[str, dict[str, Any]]) -> None:
+def test_every_format_has_a_row(rows: dict[str, dict[str, Any]]) -> None:
     assert {each.name for each in FORMATS} == rows.keys()
 
 
-def test_int8_loses_nothing_visible(rows: dict[str, dict[str, Any]]) -> None:
+def test_int8_is_nearly_lossless(rows: dict[str, dict[str, Any]]) -> None:
     for served in ("", "served_"):
         assert rows["int8"][f"{served}agreement"] >= 0.99
         assert abs(rows["int8"][f"{served}increase_pct"]) <= 0.3
 
 
-def test_other_8_bits_cost_little(rows: dict[str, dict[str, Any]]) -> None:
-    """A model as small as this one has no slack: larger ones lose less."""
+def test_other_8_bit_formats_cost_little(rows: dict[str, dict[str, Any]]) -> None:
+    """Larger models lose less than this small one."""
     for name in ("int8+head", "rtn-8"):
         assert rows[name]["kl_mean"] < 0.003
         assert rows[name]["agreement"] > 0.97
         assert rows[name]["increase_pct"] < 1
-    assert rows["int8"]["kl_mean"] < rows["rtn-8"]["kl_mean"]  # minima
-    assert rows["rtn-8"]["kl_mean"] < rows["w8a8"]["kl_mean"] / 5  # inputs as they are
+    assert rows["int8"]["kl_mean"] < rows["rtn-8"]["kl_mean"]  # int8 has zero points
+    assert rows["rtn-8"]["kl_mean"] < rows["w8a8"]["kl_mean"] / 5  # activations not quantised
     assert rows["smoothquant"]["kl_mean"] < rows["w8a8"]["kl_mean"]  # calibrated
 
 
-def test_16_bits_cost_next_to_nothing(rows: dict[str, dict[str, Any]]) -> None:
+def test_16_bit_formats_are_nearly_lossless(rows: dict[str, dict[str, Any]]) -> None:
     assert rows["float16"]["kl_mean"] < rows["bfloat16"]["kl_mean"] < 1e-4
 
 
 @pytest.mark.parametrize("method", ["gptq-4", "awq-4"])
-def test_calibrated_rounding_beats_the_nearest(
+def test_calibrated_methods_beat_round_to_nearest(
     rows: dict[str, dict[str, Any]], method: str
 ) -> None:
     own, nearest = rows[method], rows["rtn-4"]
     assert own["bits"] == nearest["bits"]
-    assert own["held"] == nearest["held"]
+    assert own["kernels"] == nearest["kernels"]
     assert own["kl_mean"] < nearest["kl_mean"]
     assert own["perplexity"] < nearest["perplexity"]
     assert own["agreement"] > nearest["agreement"]
 
 
-def test_text_of_the_same_kind_beats_random_tokens(rows: dict[str, dict[str, Any]]) -> None:
+def test_calibration_on_text_beats_random_tokens(rows: dict[str, dict[str, Any]]) -> None:
     assert rows["gptq-4"]["kl_mean"] < rows["gptq-4-random"]["kl_mean"]
     assert rows["gptq-4"]["perplexity"] < rows["gptq-4-random"]["perplexity"]
 
 
-def test_three_bits_work_and_cost_much(rows: dict[str, dict[str, Any]]) -> None:
+def test_3_bit_formats_work_and_cost_much(rows: dict[str, dict[str, Any]]) -> None:
     assert rows["gptq-3"]["kl_mean"] < rows["rtn-3"]["kl_mean"]
     for name in ("gptq", "rtn"):
         assert rows[f"{name}-3"]["kl_mean"] > 2 * rows[f"{name}-4"]["kl_mean"]
@@ -82,6 +82,6 @@ def test_smaller_formats_take_less_memory(rows: dict[str, dict[str, Any]]) -> No
 
 
 @pytest.mark.parametrize("page", ["benchmarks.md", "quantisation.md"])
-def test_the_docs_show_the_stored_results(windlass: Windlass, page: str) -> None:
+def test_docs_match_the_stored_results(windlass: Windlass, page: str) -> None:
     where = ("--page", ROOT / "docs" / page, "--results", ROOT / "benchmarks")
     windlass("bench", "tables", *where, "--check")

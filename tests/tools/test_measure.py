@@ -1,4 +1,4 @@
-"""Figures are counted right: the window in which all decode, bytes, and secrets."""
+"""The decode window, bytes per step, and secrets in records."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def _last(name: str) -> Output:
     return Output(name, [1], timeline=Timeline(), finish="length")
 
 
-def test_the_window_starts_with_the_last_and_ends_with_the_first() -> None:
+def test_the_window_lasts_from_the_last_start_to_the_first_end() -> None:
     log = StepLog(2)
     steps = [
         [_first("a")],
@@ -40,18 +40,18 @@ def test_the_window_starts_with_the_last_and_ends_with_the_first() -> None:
     assert window.mean_kv == 100 + 3 + 2.5
 
 
-def test_there_is_no_window_when_one_ends_before_another_starts() -> None:
+def test_there_is_no_window_if_a_request_ends_before_another_starts() -> None:
     log = StepLog(2)
     for second, outputs in enumerate([[_first("a")], [_last("a")], [_first("b")], [_last("b")]]):
         log.add(outputs, float(second))
     assert log.window(10) is None
 
 
-def test_a_step_reads_weights_and_keys_and_values() -> None:
+def test_a_step_reads_weights_and_kv_cache() -> None:
     assert Traffic(1000, 2.5).step_bytes(10) == 1025
 
 
-def test_a_record_keeps_no_secret(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_record_contains_no_secrets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     words = ["/bin/windlass", "bench", "--hf-token", "s3cret", "--hf-token=s3cret", "a b"]
     monkeypatch.setattr(sys, "argv", words)
     path = tmp_path / "new" / "record.json"

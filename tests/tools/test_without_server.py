@@ -1,4 +1,4 @@
-"""Measuring needs torch and little else: none of the server's dependencies is imported for it."""
+"""Benchmarks import none of the server's dependencies."""
 
 from __future__ import annotations
 
@@ -6,23 +6,23 @@ import subprocess
 import sys
 from pathlib import Path
 
-# What a program begins with that may not import what only the server needs.
+# Prelude of a program that must not import the server's dependencies.
 WITHOUT_SERVER = """
 import sys
 
 REFUSED = {"pydantic", "pydantic_core", "fastapi", "starlette", "uvicorn", "zmq", "msgspec", "gguf",
            "httptools", "llguidance", "plotly", "optuna"}
 
-def asker():
+def importer():
     frame = sys._getframe(2)
     while "importlib" in frame.f_globals.get("__name__", ""):
         frame = frame.f_back
     return frame.f_globals.get("__name__", "").split(".")[0]
 
 class Refuse:
-    # Only what windlass imports: some versions of typer bring pydantic for themselves.
+    # Only imports by windlass: some versions of typer import pydantic themselves.
     def find_spec(self, name, path=None, target=None):
-        if name.split(".")[0] in REFUSED and asker() == "windlass":
+        if name.split(".")[0] in REFUSED and importer() == "windlass":
             raise ImportError(f"{name} is refused here")
 
 sys.meta_path.insert(0, Refuse())

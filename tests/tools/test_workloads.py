@@ -1,4 +1,4 @@
-"""Workloads are what their names say, the same everywhere, and never known to a prefix cache."""
+"""Named workloads: lengths, reproducibility, new token ids for each draw."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_mixed_covers_its_ranges() -> None:
     assert find("mixed") == find("mixed")
 
 
-def test_nano_is_the_public_workload() -> None:
+def test_nano_has_the_published_lengths() -> None:
     workload = find("nano")
     assert sum(shape.num_output for shape in workload.shapes) == 133_966  # as published
     assert workload.requests(1000)[0].temperature == 0.6
@@ -49,7 +49,7 @@ def test_another_draw_has_other_ids_of_the_same_lengths() -> None:
     assert all(0 <= token < 5000 for request in first for token in request.prompt)
 
 
-def test_a_changed_workload_says_so() -> None:
+def test_changed_sizes_are_in_the_name() -> None:
     assert find("decode", Sizes(batch=4)) == find("decode_b4")
     assert find("io", Sizes(input_len=3, output_len=4, num_requests=5)) == find("io3x4x5")
     assert find("decode_b4", Sizes(input_len=3)).name == "decode_b4[input_len=3]"
@@ -60,17 +60,17 @@ def test_a_changed_workload_says_so() -> None:
     ("names", "sizes", "message"),
     [
         ("decodes", {}, "workload 'decodes' is not known. Known: decode, prefill"),
-        (",", {}, "names none"),
-        ("mixed", {"input_len": 4}, "--input-len means nothing for --workload mixed"),
-        ("decode_b8", {"batch": 4}, "--batch means nothing"),
+        (",", {}, "--workload is empty"),
+        ("mixed", {"input_len": 4}, "--input-len has no effect with --workload mixed"),
+        ("decode_b8", {"batch": 4}, "--batch has no effect"),
         ("decode", {"batch": 0}, "--batch must be at least 1, got 0"),
     ],
 )
-def test_what_means_nothing_is_refused(names: str, sizes: dict[str, int], message: str) -> None:
+def test_unused_sizes_are_rejected(names: str, sizes: dict[str, int], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         find_all(names, Sizes(**sizes))
 
 
-def test_a_size_must_fit_one_of_several() -> None:
+def test_one_of_several_workloads_must_use_a_size() -> None:
     found = find_all("decode_b2, mixed", Sizes(input_len=4))
     assert [workload.name for workload in found] == ["decode_b2[input_len=4]", "mixed"]

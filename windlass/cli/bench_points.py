@@ -1,4 +1,4 @@
-"""From the flags of `bench serve` to its runs: rates, limits of concurrency, ramps, a rate to look for."""
+"""Converts the flags of `bench serve` to runs: rates, concurrency limits, ramps, rate search."""
 
 from __future__ import annotations
 
@@ -9,26 +9,26 @@ from windlass.cli.flags import split_names
 from windlass.errors import ConfigError
 
 if TYPE_CHECKING:
-    from windlass.tools.load.program import Point
+    from windlass.tools.load.run import Point
 
 _GOODPUT_SHARE = 0.95
 
 
 def points_of(given: dict[str, Any]) -> tuple[Point, ...]:
-    """One for every rate, or for every limit of concurrency."""
+    """One point per request rate or per concurrency limit."""
     from windlass.tools.common.arrivals import Arrivals, Ramp
-    from windlass.tools.load.program import Point
-    from windlass.tools.load.seek import FIRST_RATE
+    from windlass.tools.load.rate_search import INITIAL_RATE
+    from windlass.tools.load.run import Point
 
-    is_sought = given["request_rate"] == "auto"
-    rates = [FIRST_RATE] if is_sought else numbers_of("--request-rate", given["request_rate"])
+    is_search = given["request_rate"] == "auto"
+    rates = [INITIAL_RATE] if is_search else numbers_of("--request-rate", given["request_rate"])
     limits: list[int | None] = [None]
     if given["max_concurrency"] is not None:
         numbers = numbers_of("--max-concurrency", given["max_concurrency"])
         if any(number != int(number) for number in numbers if math.isfinite(number)):
-            raise ConfigError(f"--max-concurrency {given['max_concurrency']}: whole numbers only.")
+            raise ConfigError(f"--max-concurrency {given['max_concurrency']}: expected integers.")
         limits = [int(number) if math.isfinite(number) else None for number in numbers]
-    if len(limits) > 1 and (len(rates) > 1 or is_sought):
+    if len(limits) > 1 and (len(rates) > 1 or is_search):
         raise ConfigError("--request-rate and --max-concurrency cannot both be a sweep.")
     ramp = None
     ramp_rates = [given["ramp_up_start_rps"], given["ramp_up_end_rps"]]
@@ -42,24 +42,26 @@ def points_of(given: dict[str, Any]) -> tuple[Point, ...]:
     pattern: Any = given["arrivals"] or ("trace" if is_trace and rates == [math.inf] else "poisson")
     if pattern == "trace" and given["dataset_name"] not in ("timed_trace", "custom"):
         raise ConfigError("--arrivals trace needs --dataset-name timed_trace or custom.")
-    return tuple(
-        Point(
-            Arrivals(
-                pattern, rate, given["burstiness"], given["burst_size"], ramp, given["trace_speed"]
-            ),
-            limit,
+    arrivals = [
+        Arrivals(
+            pattern=pattern,
+            rate=rate,
+            burstiness=given["burstiness"],
+            burst_size=given["burst_size"],
+            ramp=ramp,
+            speed=given["trace_speed"],
         )
         for rate in rates
-        for limit in limits
-    )
+    ]
+    return tuple(Point(each, limit) for each in arrivals for limit in limits)
 
 
-def seek_share(given: dict[str, Any]) -> float | None:
-    """Of the requests that must meet their targets; None: no rate is looked for."""
+def search_share(given: dict[str, Any]) -> float | None:
+    """Share of requests that must meet their targets; None: no rate search."""
     share = given["goodput_share"]
     if given["request_rate"] != "auto":
         if share is not None:
-            raise ConfigError("--goodput-share means something only with --request-rate auto.")
+            raise ConfigError("--goodput-share has an effect only with --request-rate auto.")
         return None
     if not given["goodput"]:
         raise ConfigError("--request-rate auto needs targets: --goodput ttft:500 tpot:40.")
@@ -69,13 +71,13 @@ def seek_share(given: dict[str, Any]) -> float | None:
     return share
 
 
-def numbers_of(flag: str, text: str, most: float = math.inf) -> list[float]:
-    """Numbers with commas between them, all above 0."""
+def numbers_of(flag: str, text: str, max_value: float = math.inf) -> list[float]:
+    """Parse comma-separated numbers above 0."""
     try:
         numbers = [float(word) for word in split_names(text)]
     except ValueError:
         numbers = []
-    if not numbers or not all(0 < number <= most for number in numbers):
-        limit = f" up to {most:g}" if math.isfinite(most) else ""
-        raise ConfigError(f"{flag} {text!r}: expected numbers above 0{limit}, with commas.")
+    if not numbers or not all(0 < number <= max_value for number in numbers):
+        limit = f" up to {max_value:g}" if math.isfinite(max_value) else ""
+        raise ConfigError(f"{flag} {text!r}: expected comma-separated numbers above 0{limit}.")
     return numbers

@@ -1,4 +1,4 @@
-"""Flags of single commands: short ways to declare them, and those that several commands share."""
+"""Helpers that declare CLI flags, and flags that several commands share."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ FORMATS = "Formats"
 
 
 def option(metavar: str, help: str, *names: str, panel: str | None = None, **more: Any) -> Any:
-    """A flag with a value. `panel`: its section of the help."""
+    """A flag with a value. `panel` is its section of the help."""
     return typer.Option(*names, metavar=metavar, help=help, rich_help_panel=panel, **more)
 
 
@@ -25,17 +25,17 @@ def switch(help: str, *names: str, panel: str | None = None, **more: Any) -> Any
 
 
 def log(text: str) -> None:
-    """What happens meanwhile goes to stderr; results go to stdout."""
+    """Log progress to stderr; results go to stdout."""
     typer.echo(text, err=True)
 
 
 def split_names(text: str) -> list[str]:
-    """Names with commas between them."""
+    """Split comma-separated names."""
     return [name.strip() for name in text.split(",") if name.strip()]
 
 
 def some_names(flag: str, given: str | None, such_as: str) -> tuple[str, ...]:
-    """Names with commas between them; none where the flag is not given, but never an empty flag."""
+    """Split comma-separated names; empty without the flag, an error for an empty flag."""
     names = tuple(split_names(given or ""))
     if given is not None and not names:
         raise ConfigError(f"{flag} is empty; name at least one, such as {such_as}.")
@@ -43,34 +43,36 @@ def some_names(flag: str, given: str | None, such_as: str) -> tuple[str, ...]:
 
 
 def records_folder(given: Path | None) -> Path | None:
-    """The folder of --records: as given, or benchmarks/ where there is one."""
+    """The folder of --records; default: benchmarks/, if it exists."""
     default = Path("benchmarks")
     return given or (default if default.is_dir() else None)
 
 
 ShowProgress = Annotated[bool, switch("Show a progress bar on stderr.")]
 JsonOutput = Annotated[Path | None, option("FILE", "Write JSON here.", "-o", "--output")]
-Repeat = Annotated[int, option("N", "Runs of each; the median is shown.")]
+Repeat = Annotated[int, option("N", "Number of runs; the median is reported.")]
 Adapter = Annotated[str, option("NAME", "One of --lora-modules; default: the model itself.")]
 
 # Windows of text, for `eval` and `bench formats`.
-Context = Annotated[int, option("N", "Tokens of a window.")]
+Context = Annotated[int, option("N", "Tokens per window.")]
 Stride = Annotated[int | None, option("N", "Tokens between windows; default: half of the context.")]
 MaxWindows = Annotated[int | None, option("N", "Measure only the first windows.")]
-SampleTokens = Annotated[int, option("N", "Tokens of each, from its start.")]
+SampleTokens = Annotated[int, option("N", "Tokens per calibration text, from its start.")]
 
 # The load of `plan` and `tune`.
 RequestRate = Annotated[
     float | None,
-    option("R", "Requests a second; default: all at once, or the trace's.", panel=LOAD),
+    option("R", "Requests per second; default: all at once, or the trace's.", panel=LOAD),
 ]
-MaxConcurrency = Annotated[int | None, option("N", "Most requests under way at once.", panel=LOAD)]
+MaxConcurrency = Annotated[int | None, option("N", "Max requests in flight.", panel=LOAD)]
 NumPrompts = Annotated[
-    int | None, option("N", "Requests [default: 64, or the whole trace].", panel=LOAD)
+    int | None, option("N", "Number of requests [default: 64, or the whole trace].", panel=LOAD)
 ]
-InputLen = Annotated[int | None, option("N", "Prompt tokens; default: the load's.", panel=LOAD)]
-OutputLen = Annotated[int | None, option("N", "Tokens out; default: the load's.", panel=LOAD)]
-SkipBadLines = Annotated[bool, switch("Leave them out.", "--skip-bad-lines", panel=LOAD)]
+InputLen = Annotated[int | None, option("N", "Prompt tokens; default: the workload's.", panel=LOAD)]
+OutputLen = Annotated[
+    int | None, option("N", "Output tokens; default: the workload's.", panel=LOAD)
+]
+SkipBadLines = Annotated[bool, switch("Skip invalid lines.", "--skip-bad-lines", panel=LOAD)]
 TraceFile = Annotated[
     Path | None,
     option("FILE", "JSONL of requests with timestamps, as for bench serve.", panel=LOAD),

@@ -1,4 +1,4 @@
-"""`windlass ladder`: every lever alone and stacked, with speed, tails, memory, quality and cost."""
+"""`windlass ladder`: measures every optimisation alone and stacked, with its cost in quality."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from windlass.cli.results import check_path
 from windlass.errors import ConfigError, UnsupportedError
 
 _INTERRUPTED = 130
-# What the rungs differ in, and what follows from the load.
+# Options that the rungs or the load set.
 _VARIED = (
     "quantization",
     "quantize_head",
@@ -37,76 +37,82 @@ def ladder(
         str | None,
         option(
             "NAMES",
-            "Some of naive, static, continuous, chunked, prefix, int8, fp8, int4, gptq, awq, "
-            "kv, spec, everything; with commas. Default: all.",
+            "Comma-separated: naive, static, continuous, chunked, prefix, int8, fp8, int4, gptq, "
+            "awq, kv, spec, everything; default: all.",
         ),
     ] = None,
     loads: Annotated[str | None, option("NAMES", "low, saturation; default: both.")] = None,
     weights: Annotated[
         str | None,
-        option("NAME", "The weights that later rungs stand on; default: the last that can."),
+        option("NAME", "Weights that later rungs stack on; default: the last available."),
     ] = None,
     workload: Annotated[
         str | None,
-        option("NAMES", "Loads as for bench serve, with their parts [default: chat:3,random:1]."),
+        option(
+            "NAMES",
+            "Workloads of bench serve with relative shares [default: chat:3,random:1].",
+        ),
     ] = None,
     num_requests: Annotated[
-        int | None, option("N", "At saturation; default: by the device.")
+        int | None, option("N", "Requests at saturation; default: by device.")
     ] = None,
     naive_requests: Annotated[
         int | None,
         option(
             "N",
-            "So many, the first, for one request at a time, the slowest rung by far; default: "
-            "all on a CPU, 32 on a GPU.",
+            "Requests of naive, the slowest rung by far; default: all on a CPU, 32 on a GPU.",
         ),
     ] = None,
-    low_requests: Annotated[int | None, option("N", "At low load; default: by the device.")] = None,
+    low_requests: Annotated[
+        int | None, option("N", "Requests at low load; default: by device.")
+    ] = None,
     low_rate: Annotated[
-        float | None, option("X", "Low load: requests a second (Poisson); default: one at a time.")
+        float | None,
+        option("X", "Requests per second at low load (Poisson); default: one at a time."),
     ] = None,
     prefix_len: Annotated[int | None, option("N", "Tokens of the system prompt.")] = None,
     input_len: Annotated[
-        int | None, option("N", "Tokens of a question; other prompts have four times as many.")
+        int | None,
+        option("N", "Tokens of a user message; prompts without a system prompt: four times."),
     ] = None,
-    output_len: Annotated[int | None, option("N", "Mean tokens of an answer.")] = None,
+    output_len: Annotated[int | None, option("N", "Mean output tokens.")] = None,
     turns: Annotated[int | None, option("N", "Turns of a chat [default: 1].")] = None,
     data: Annotated[
-        str | None, option("FILE", "Text for the quality, as for eval; default: a short one.")
+        str | None, option("FILE", "Evaluation text, as for eval; default: short built-in texts.")
     ] = None,
     awq: Annotated[str | None, option("MODEL", "An AWQ checkpoint of the same model.")] = None,
     gptq: Annotated[str | None, option("MODEL", "A GPTQ checkpoint of the same model.")] = None,
     full: Annotated[
-        bool, switch("Make the AWQ and GPTQ checkpoints that are not given.", "--full")
+        bool, switch("Build AWQ and GPTQ checkpoints that are not given.", "--full")
     ] = False,
     calibration: Annotated[
-        Path | None, option("FILE", "With --full: JSONL, as for quantize.")
+        Path | None, option("FILE", "Calibration JSONL for --full, as for quantize.")
     ] = None,
     price_per_hour: Annotated[
-        float | None, option("X", "Dollars of this machine; default: a usual price.")
+        float | None, option("X", "Price of this machine in dollars; default: a typical price.")
     ] = None,
     output: Annotated[Path, option("FILE", "Write JSON here.", "-o", "--output")] = Path(
         "ladder.json"
     ),
     html: Annotated[
-        Path | None, option("FILE", "The page with plots; default: beside the JSON.")
+        Path | None, option("FILE", "HTML page with plots; default: beside the JSON.")
     ] = None,
     progress: ShowProgress = True,
 ) -> int:
-    """Measure every lever alone and stacked, at low load and at saturation.
+    """Measure every optimisation alone and stacked, at low load and at saturation.
 
-    The base is continuous batching with 16-bit weights. Each row is saved as it comes: the same
-    command goes on after an interruption. --spec chooses who guesses; default: ngram.
+    The base is continuous batching with 16-bit weights. Each finished row is saved, and the same
+    command resumes an interrupted run. --spec selects the proposer; default: ngram.
     """
     check_path("-o", output)
     check_path("--html", html)
     if calibration is not None and not full:
-        raise ConfigError("--calibration does nothing without --full.")
+        raise ConfigError("--calibration has no effect without --full.")
     from windlass.tools.common.report import markdown
-    from windlass.tools.ladder.bar import watched
-    from windlass.tools.ladder.forms import Given
+    from windlass.tools.ladder.progress import progress_bar
     from windlass.tools.ladder.report import save_report
-    from windlass.tools.ladder.run import Ladder, LadderOrder
+    from windlass.tools.ladder.run import Ladder, LadderConfig
+    from windlass.tools.ladder.weights import WeightInputs
 
     names = some_names("--rungs", rungs, "naive,everything")
     sizes = {
@@ -121,19 +127,21 @@ def ladder(
         "turns": turns,
     }
     checkpoints = {name: model for name, model in (("awq", awq), ("gptq", gptq)) if model}
-    order = LadderOrder(
-        options.engine_values(),
-        output,
-        names,
-        some_names("--loads", loads, "saturation"),
-        weights,
-        {name: value for name, value in sizes.items() if value is not None},
-        data,
-        price_per_hour,
-        Given(names, checkpoints, full, calibration),
+    config = LadderConfig(
+        options=options.engine_values(),
+        output=output,
+        names=names,
+        loads=some_names("--loads", loads, "saturation"),
+        weights=weights,
+        sizes={name: value for name, value in sizes.items() if value is not None},
+        data=data,
+        price_per_hour=price_per_hour,
+        inputs=WeightInputs(
+            named=names, checkpoints=checkpoints, full=full, calibration=calibration
+        ),
     )
-    run, page = Ladder(order, log), _page(html, output)
-    outcome = run.run(partial(watched, shown=progress))
+    run, page = Ladder(config, log), _page(html, output)
+    outcome = run.run(partial(progress_bar, shown=progress))
     log(f"written to {output}")
     if page is not None:
         save_report(outcome.record, page)
@@ -141,13 +149,13 @@ def ladder(
     typer.echo(markdown("ladder", outcome.record.rows))
     typer.echo(f"\n{outcome.record.notes}")
     if not outcome.complete:
-        log("\ninterrupted; the same command goes on")
+        log("\ninterrupted; the same command resumes the run")
         return _INTERRUPTED
     return 0
 
 
 def _page(html: Path | None, output: Path) -> Path | None:
-    """Where the page goes. One that was asked for and cannot be is an error before the run."""
+    """Path of the page. A requested page without plotly is an error before the run."""
     from windlass.tools.common.page import plotly_js
 
     try:

@@ -1,4 +1,4 @@
-"""`windlass ladder` on a tiny model: all rungs, going on after an interruption, and bad input."""
+"""`windlass ladder` on a tiny model: all rungs, resuming, and invalid options."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.tools.quantize.conftest import write_model
 from windlass.tools.common.record import Record
 from windlass.tools.common.report import COLUMNS
 from windlass.tools.ladder.measure import Bench
-from windlass.tools.ladder.report import heights, page, stairs
+from windlass.tools.ladder.report import corrected_tok_s, page, stacked_rows
 
 SIZES = ("--num-requests", 4, "--low-requests", 2, "--prefix-len", 24, "--input-len", 6)
 SMALL = (*SIZES, "--output-len", 4, "--num-threads", 1, "--no-progress", "--max-wait-ms", 1)
@@ -27,7 +27,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_all_rungs_and_going_on(
+def test_all_rungs_and_resuming(
     windlass: Windlass, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     output = tmp_path / "ladder.json"
@@ -42,12 +42,12 @@ def test_all_rungs_and_going_on(
 
     monkeypatch.setattr(Bench, "measure", interrupted)
     shown = windlass(*command, code=130)
-    assert "interrupted; the same command goes on" in shown
+    assert "interrupted; the same command resumes the run" in shown
     kept = json.loads(output.read_text())["rows"]
     assert [row["rung"] for row in kept] == ["naive", "static", "continuous"]
 
     shown = windlass(*command)
-    assert f"{output} holds 3 of 18 rows already" in shown
+    assert f"{output} already has 3 of 18 rows" in shown
     assert calls[4:6] == ["chunked, both", "prefix, alone"]
     record = json.loads(output.read_text())
     assert record["rows"][:3] == [
@@ -64,7 +64,7 @@ def test_all_rungs_and_going_on(
 
 
 def _check(record: dict[str, Any], shown: str) -> None:
-    rows = {(row["rung"], row["how"]): row for row in record["rows"]}
+    rows = {(row["rung"], row["mode"]): row for row in record["rows"]}
     assert len(rows) == 18
     reasons = {name for (name, _), row in rows.items() if "reason" in row}
     assert reasons == {"fp8", "gptq", "awq"}
@@ -83,16 +83,16 @@ def _check(record: dict[str, Any], shown: str) -> None:
     )
     assert "| fp8 weights: a CPU has no fp8 arithmetic" in shown
     assert "everything: low load: " in shown
-    assert "on eight short texts that ship with the program" in shown
+    assert "on eight short built-in texts" in shown
     measured = [row for row in record["rows"] if "reason" not in row]
-    assert [row["rung"] for row in stairs(measured)] == [
+    assert [row["rung"] for row in stacked_rows(measured)] == [
         *("naive", "static", "continuous", "chunked", "prefix", "int4", "kv", "spec"),
     ]
-    tops = heights(measured, "sat")
-    assert list(tops)[-1] == "everything"
+    tok_s = corrected_tok_s(measured, "sat")
+    assert list(tok_s)[-1] == "everything"
     base = rows["continuous", "base"]
-    assert tops["continuous batching"] == base["sat_tok_s"]
-    assert tops["everything"] == pytest.approx(everything["sat_times"] * base["sat_tok_s"])
+    assert tok_s["continuous batching"] == base["sat_tok_s"]
+    assert tok_s["everything"] == pytest.approx(everything["sat_speedup"] * base["sat_tok_s"])
     assert "The ladder of tiny" in page(Record(**record))
 
 
@@ -104,13 +104,13 @@ def test_random_weights_have_no_quality(windlass: Windlass, tiny: Path, tmp_path
     assert [row["rung"] for row in rows] == ["continuous", "fp8", "everything"]
     assert all(row["perplexity"] is None for row in rows)
     assert "No quality: the weights are random" in shown
-    said = shown.partition("- everything: ")[2]
-    assert re.search(r"saturation: \d+\.\d\dx continuous batching\.", said)
+    remarks = shown.partition("- everything: ")[2]
+    assert re.search(r"saturation: \d+\.\d\dx continuous batching\.", remarks)
     again = windlass(*dummy, "--rungs", "naive", code=2)
-    assert "holds results of another run (rungs, workload" in again
+    assert "has results of another run (rungs, workload" in again
 
 
-def test_one_load_and_fewer_requests_for_one_at_a_time(
+def test_one_load_and_fewer_requests_of_the_naive_rung(
     windlass: Windlass, tiny: Path, tmp_path: Path
 ) -> None:
     output = tmp_path / "ladder.json"
@@ -118,9 +118,9 @@ def test_one_load_and_fewer_requests_for_one_at_a_time(
     shown = windlass("ladder", tiny, "--load-format", "dummy", *SMALL, *few, "-o", output)
     naive, base, everything = json.loads(output.read_text())["rows"]
     assert (naive["sat_requests"], base["sat_requests"]) == (2, 4)
-    assert everything["low_times"] is None
+    assert everything["low_speedup"] is None
     assert not any(name in everything for name in ("low_tok_s", "low_kv_mib"))
-    assert "One request at a time got the first 2 of these" in shown
+    assert "ran only the first 2 requests" in shown
     assert "| - / " in shown
     html = output.with_suffix(".html").read_text()
     assert "at saturation, rung by rung" in html
@@ -130,22 +130,22 @@ def test_one_load_and_fewer_requests_for_one_at_a_time(
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        (["--rungs", "naive,quick"], "'quick' is no rung"),
+        (["--rungs", "naive,quick"], "'quick' is not a rung"),
         (["--rungs", ","], "--rungs is empty"),
         (["--loads", "low,high"], "--loads: 'high' is not known. Known: low, saturation."),
         (["--naive-requests", "0"], "--naive-requests must be at least 1"),
-        (["--weights", "fp8"], "--weights fp8: later rungs can stand on int8, int4"),
+        (["--weights", "fp8"], "--weights fp8: available are int8, int4"),
         (["--price-per-hour", "0"], "--price-per-hour must be above 0"),
-        (["--workload", "poems"], "the load 'poems' is not known"),
-        (["--calibration", "texts.jsonl"], "does nothing without --full"),
+        (["--workload", "poems"], "the workload 'poems' is not known"),
+        (["--calibration", "texts.jsonl"], "has no effect without --full"),
         (["--full", "--calibration", "nowhere.jsonl"], "nowhere.jsonl: there is no such file"),
         (["--awq", "nowhere/at/all"], "nowhere/at/all"),
-        (["--spec", "none"], "leave the rung out instead"),
+        (["--spec", "none"], "exclude the rung with --rungs instead"),
         (["-o", "."], "is a folder; name a file"),
         (["--prefix-len", "600"], "and the model 512 positions"),
     ],
 )
-def test_bad_input(
+def test_invalid_options_are_rejected(
     windlass: Windlass,
     tiny: Path,
     tmp_path: Path,

@@ -1,4 +1,4 @@
-"""The parts of the ladder: what is set for each rung, what is asked, and what is said of it."""
+"""Parts of the ladder: options of each rung, requests, weights, and remarks."""
 
 from __future__ import annotations
 
@@ -16,18 +16,17 @@ from windlass.errors import ConfigError, UnsupportedError
 from windlass.tools.common.drive import run_all
 from windlass.tools.common.price import Price, price_of
 from windlass.tools.common.requests import Request
-from windlass.tools.ladder.forms import Forms, Given
-from windlass.tools.ladder.record import make_record
-from windlass.tools.ladder.remarks import remark
-from windlass.tools.ladder.rungs import all_rungs, choose, climb
-from windlass.tools.ladder.work import Mix
+from windlass.tools.ladder.record import make_record, remark
+from windlass.tools.ladder.rungs import all_rungs, choose, make_variants
+from windlass.tools.ladder.weights import LadderWeights, WeightInputs
+from windlass.tools.ladder.workload import WorkloadMix
 
 RUNGS = all_rungs("int8", {"spec": "ngram"})
 BY_NAME = {rung.name: rung for rung in RUNGS}
 
 
 def test_rungs_alone_and_stacked() -> None:
-    variants = {it.key: it for it in climb(RUNGS, None, ["fp8", "gptq", "awq"])}
+    variants = {it.key: it for it in make_variants(RUNGS, None, ["fp8", "gptq", "awq"])}
     keys = list(variants)
     assert keys[:4] == ["naive, alone", "static, alone", "continuous, base", "chunked, both"]
     assert keys.count("fp8, both") == 1
@@ -44,31 +43,31 @@ def test_rungs_alone_and_stacked() -> None:
     assert everything.options["spec"] == "ngram"
 
 
-def test_later_rungs_stand_on_the_weights_that_are_named() -> None:
-    variants = {it.key: it for it in climb(RUNGS, "int8", ["fp8", "gptq", "awq"])}
+def test_later_rungs_stack_on_the_requested_weights() -> None:
+    variants = {it.key: it for it in make_variants(RUNGS, "int8", ["fp8", "gptq", "awq"])}
     assert variants["int4, stacked"].weights == "int4"
     assert variants["everything, stacked"].weights == "int8"
 
 
-def test_the_base_is_always_there() -> None:
+def test_the_base_is_always_included() -> None:
     assert [rung.name for rung in choose(RUNGS, ["naive", "kv"])] == ["naive", "continuous", "kv"]
-    with pytest.raises(ConfigError, match=r"'quick' is no rung\. Known, in their order: naive, "):
+    with pytest.raises(ConfigError, match=r"'quick' is not a rung\. Known, in order: naive, "):
         choose(RUNGS, ["naive", "quick"])
 
 
 @pytest.mark.parametrize(
     ("sizes", "message"),
     [
-        ({"workload": "chat,poems"}, "the load 'poems' is not known"),
-        ({"workload": "chat:many"}, "expected a whole number of parts"),
-        ({"workload": " , "}, "--workload names none"),
+        ({"workload": "chat,poems"}, "the workload 'poems' is not known"),
+        ({"workload": "chat:many"}, "expected an integer share above 0"),
+        ({"workload": " , "}, "--workload is empty"),
         ({"num_requests": 0}, "--num-requests must be at least 1"),
         ({"low_rate": -1.0}, "--request-rate must be above 0"),
     ],
 )
-def test_wrong_loads_are_refused(sizes: dict[str, Any], message: str) -> None:
+def test_invalid_workloads_are_rejected(sizes: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        Mix(**sizes)
+        WorkloadMix(**sizes)
 
 
 @pytest.fixture(scope="module")
@@ -76,10 +75,10 @@ def config(tiny: Path) -> EngineConfig:
     return EngineConfig.of(model=str(tiny), load_format="dummy", num_blocks=64, num_threads=1)
 
 
-def test_a_mix_keeps_what_follows_what(config: EngineConfig) -> None:
-    mix = Mix("chat:3,random", 8, 4, prefix_len=40, input_len=6, output_len=6, turns=3)
-    low, full = mix.works(open_model(config).card)
-    assert (low.at_once, full.at_once) == (1, None)
+def test_a_mix_keeps_the_order_of_turns(config: EngineConfig) -> None:
+    mix = WorkloadMix("chat:3,random", 8, 4, prefix_len=40, input_len=6, output_len=6, turns=3)
+    low, full = mix.loads(open_model(config).card).values()
+    assert (low.max_concurrency, full.max_concurrency) == (1, None)
     assert (len(low.requests), len(full.requests)) == (4, 8)
     followers = [request for request in full.requests if request.follows is not None]
     assert len(followers) == 4
@@ -87,11 +86,10 @@ def test_a_mix_keeps_what_follows_what(config: EngineConfig) -> None:
         before = full.requests[request.follows or 0]
         assert request.prompt[: len(before.prompt)] == before.prompt
     assert len({request.num_output for request in full.requests}) > 1
-    again = mix.works(open_model(config).card)[1]
-    assert again == full
+    assert mix.loads(open_model(config).card)["sat"] == full
 
 
-def test_driving_waits_for_times_places_and_answers(config: EngineConfig) -> None:
+def test_the_driver_respects_arrivals_concurrency_and_turns(config: EngineConfig) -> None:
     engine = build_engine(config, open_model(config).source).engine
     requests = [
         Request([1] * 20, 4),
@@ -114,9 +112,9 @@ def test_driving_waits_for_times_places_and_answers(config: EngineConfig) -> Non
     assert in_turn.peak_blocks == 1
 
 
-def test_prices() -> None:
+def test_default_and_given_prices() -> None:
     assert price_of(3.6, "cpu").per_million(100.0) == pytest.approx(10.0)
-    assert "cores at" in price_of(None, "cpu").why
+    assert "cores at" in price_of(None, "cpu").reason
     assert Price(None, "").per_million(100.0) is None
     with pytest.raises(ConfigError, match="--price-per-hour must be above 0, got -1"):
         price_of(-1.0, "cpu")
@@ -124,72 +122,83 @@ def test_prices() -> None:
 
 def test_weights_of_a_quantised_file(default_gguf: Path) -> None:
     options = {"model": str(default_gguf), "device": "cpu"}
-    forms = Forms(options, Given(), print)
-    assert (forms.stored, forms.own_form) == ("q4_1", "int4")
-    assert forms.options_of("int4") == {}
-    assert "written out in float16" in forms.about("16 bit")
+    weights = LadderWeights(options, WeightInputs(), print)
+    assert (weights.stored, weights.own_rung) == ("q4_1", "int4")
+    assert weights.options_of("int4") == {}
+    assert "exported as float16" in weights.about("16 bit")
     with pytest.raises(UnsupportedError, match="a CPU has no fp8"):
-        forms.options_of("fp8")
-    with pytest.raises(UnsupportedError, match="--awq MODEL gives a checkpoint"):
-        forms.options_of("awq")
+        weights.options_of("fp8")
+    with pytest.raises(UnsupportedError, match="set a checkpoint with --awq MODEL"):
+        weights.options_of("awq")
     with pytest.raises(UnsupportedError, match="needs --calibration"):
-        Forms(options, Given(full=True), print).options_of("gptq")
-    given = Given(checkpoints={"awq": "somewhere"})
-    assert Forms(options, given, print).options_of("awq") == {"model": "somewhere"}
+        LadderWeights(options, WeightInputs(full=True), print).options_of("gptq")
+    inputs = WeightInputs(checkpoints={"awq": "somewhere"})
+    assert LadderWeights(options, inputs, print).options_of("awq") == {"model": "somewhere"}
 
 
-def test_a_model_without_16_bit_weights_is_refused(tmp_path: Path) -> None:
+def test_a_model_without_16_bit_weights_is_rejected(tmp_path: Path) -> None:
     quantised = {"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemm"}
     config = {**CONFIG, "quantization_config": quantised}
     (tmp_path / "config.json").write_text(json.dumps(config))
     options = {"model": str(tmp_path), "load_format": "dummy"}
     with pytest.raises(ConfigError, match=r"cannot be loaded in 16 bit: .* with --awq or --gptq"):
-        Forms(options, Given(), print)
+        LadderWeights(options, WeightInputs(), print)
 
 
-def _row(rung: str, how: str, tok_s: float, **more: Any) -> dict[str, Any]:
+def _row(rung: str, mode: str, tok_s: float, **more: Any) -> dict[str, Any]:
     kind = BY_NAME[rung].kind
-    row: dict[str, Any] = {"rung": rung, "title": rung, "kind": kind, "how": how}
-    row |= {"weights": "16 bit", "format": "16 bit", "weights_mib": 98.0, "held": []}
+    row: dict[str, Any] = {"rung": rung, "title": rung, "kind": kind, "mode": mode}
+    row |= {"weights": "16 bit", "format": "16 bit", "weights_mib": 98.0, "kernels": []}
     row |= {"kv_token_bytes": 100, "context": 2**20, "max_num_batched_tokens": 512}
     for load in ("low", "sat"):
-        figures = {"tok_s": tok_s, "yard_tok_s": 10.0, "rows_a_step": 8.0, "kv_mean_mib": 2.0}
+        figures = {
+            "tok_s": tok_s,
+            "baseline_tok_s": 10.0,
+            "tokens_per_step": 8.0,
+            "kv_mean_mib": 2.0,
+        }
         figures |= {"cached_share": 0.0, "prompt_share": 0.3, "drafted": 0, "accepted": 0}
-        figures |= {"cut": 0, "requests": 4, "tpot_p99_ms": 1.0, "kv_mib": 3.0, "req_s": tok_s}
+        figures |= {
+            "chunked_prompts": 0,
+            "requests": 4,
+            "tpot_p99_ms": 1.0,
+            "kv_mib": 3.0,
+            "req_s": tok_s,
+        }
         row |= {f"{load}_{key}": value for key, value in figures.items()}
     return row | more
 
 
 @pytest.mark.parametrize(
-    ("rung", "load", "more", "said"),
+    ("rung", "load", "more", "reason"),
     [
-        ("spec", "sat", {"sat_drafted": 9, "sat_accepted": 4}, "8 tokens a step already fill"),
-        ("spec", "low", {}, "nothing was guessed"),
+        ("spec", "sat", {"sat_drafted": 9, "sat_accepted": 4}, "8 tokens per step already sat"),
+        ("spec", "low", {}, "no tokens were drafted"),
         ("kv", "low", {"kv_token_bytes": 55}, "the cache is 2% of the bytes .* saves 45%"),
-        ("prefix", "sat", {}, "no prompt began like an earlier one"),
-        ("prefix", "sat", {"sat_cached_share": 0.5}, "prompts are only 30% of the tokens"),
-        ("int4", "sat", {"held": ["int4, torch kernel"]}, "has no fast kernel for them"),
-        ("int8", "sat", {}, "8 tokens a step share one reading, and arithmetic"),
-        ("chunked", "low", {}, "no prompt had to be cut"),
-        ("static", "low", {}, "waits a while for others, who do not come"),
+        ("prefix", "sat", {}, "no prompt shared a prefix with an earlier one"),
+        ("prefix", "sat", {"sat_cached_share": 0.5}, "prompts are only 30% of the computed tok"),
+        ("int4", "sat", {"kernels": ["int4, torch kernel"]}, "has no fast kernel for them"),
+        ("int8", "sat", {}, "8 tokens per step share one read of the weights, and the step is"),
+        ("chunked", "low", {}, "no prompt was chunked"),
+        ("static", "low", {}, "waits for further requests, which do not arrive"),
     ],
 )
-def test_what_makes_it_worse_is_said_and_why(
-    rung: str, load: str, more: dict[str, Any], said: str
+def test_remarks_explain_regressions(
+    rung: str, load: str, more: dict[str, Any], reason: str
 ) -> None:
     base = _row("continuous", "base", 100.0)
     text = remark(BY_NAME[rung], _row(rung, "alone", 90.0, **more), base, load)
     assert text is not None
     assert ": 0.90x, worse: " in text
-    assert re.search(said, text)
+    assert re.search(reason, text)
 
 
-def test_ratios_are_against_what_the_machine_gave() -> None:
-    slower = {"low_yard_tok_s": 5.0, "sat_yard_tok_s": 5.0}
+def test_speedups_are_corrected_by_the_machines_speed() -> None:
+    slower = {"low_baseline_tok_s": 5.0, "sat_baseline_tok_s": 5.0}
     rows = [
         _row("naive", "alone", 40.0),
         _row("continuous", "base", 100.0),
-        {"rung": "fp8", "title": "fp8", "kind": "weights", "how": "both", "reason": "no fp8"},
+        {"rung": "fp8", "title": "fp8", "kind": "weights", "mode": "both", "reason": "no fp8"},
         _row("int4", "alone", 100.0, **slower),
         _row("spec", "stacked", 200.0),
         _row("everything", "stacked", 210.0),
@@ -197,9 +206,9 @@ def test_ratios_are_against_what_the_machine_gave() -> None:
     settings = dict.fromkeys(("workload", "low", "saturation", "base", "text", "price"), "x")
     record = make_record(rows, BY_NAME, settings, 3)
     naive, _, missing, int4, _, everything = record.rows
-    assert (naive["sat_times"], int4["sat_times"]) == (0.4, 2.0)
+    assert (naive["sat_speedup"], int4["sat_speedup"]) == (0.4, 2.0)
     assert missing["label"] == "fp8: no fp8"
     assert (int4["article_req_s"], everything["article_p50_s"]) == (45, 0.4)
     assert everything["remarks"][1] == "saturation: 5.25x naive"
-    assert "the two are 5% and 5% apart" in record.notes
+    assert "they differ by 5% and 5%" in record.notes
     assert "3 rows are still to be measured" in record.notes

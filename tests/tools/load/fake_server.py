@@ -1,4 +1,4 @@
-"""A small OpenAI-compatible server that misbehaves as it is told, in a thread of this process."""
+"""A small OpenAI-compatible server with configurable faults, in a thread of this process."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ RETRY_AFTER_S = 0.05  # of a busy server
 
 @dataclass
 class Faults:
-    """What goes wrong, and what was asked."""
+    """The configured fault, and the received requests."""
 
-    num_good: int = 10_000  # so many requests end well; then the next fault happens
-    then: str = ""  # dies, busy, garbage, says error, cuts, plain, hangs up (once)
+    num_good: int = 10_000  # successful requests before the fault
+    then: str = ""  # dies, busy, garbage, sends error, cuts, plain, hangs up (once)
     step_s: float = 0.002
     bodies: list[dict[str, object]] = field(default_factory=list)
     num_tried: int = 0
 
 
 class FakeServer:
-    """Answers as many tokens as were asked for, one a chunk."""
+    """Streams the requested number of tokens, one per chunk."""
 
     def __init__(self, faults: Faults) -> None:
         self.faults = faults
@@ -110,7 +110,7 @@ class FakeServer:
     async def _break(self, response: web.StreamResponse, fault: str) -> None:
         if fault == "garbage":
             await response.write(b"data: {half\n\n")
-        elif fault == "says error":
+        elif fault == "sends error":
             await self._send(response, {"error": {"message": "out of memory"}})
         elif fault == "dies":
             assert self._runner is not None

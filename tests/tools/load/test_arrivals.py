@@ -1,4 +1,4 @@
-"""When requests come."""
+"""Arrival times."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ def gaps(arrivals: Arrivals, count: int = 4000) -> list[float]:
 
 
 @pytest.mark.parametrize("burstiness", [0.25, 1.0, 4.0])
-def test_poisson_keeps_its_rate_and_spreads_as_told(burstiness: float) -> None:
+def test_poisson_has_its_rate_and_burstiness(burstiness: float) -> None:
     found = gaps(Arrivals(rate=5.0, burstiness=burstiness))
     assert statistics.fmean(found) == pytest.approx(0.2)
-    # Of gamma-distributed gaps: deviation over mean is one over the root of the shape.
+    # Gamma-distributed gaps: deviation over mean is one over the square root of the shape.
     deviation = statistics.pstdev(found) / statistics.fmean(found)
     assert deviation == pytest.approx(burstiness**-0.5, rel=0.08)
 
@@ -53,7 +53,7 @@ def test_a_ramp_goes_from_its_first_rate_to_its_last(strategy: str, middle: floa
     assert events[-1]["rps"] == 10
 
 
-def test_a_trace_keeps_its_own_times_at_its_own_speed() -> None:
+def test_a_trace_keeps_its_times_and_scales_by_speed() -> None:
     requests = [TextRequest(1, at=10.0), TextRequest(1, at=11.0), TextRequest(1, at=14.0)]
     assert [request.at for request in Arrivals("trace", speed=2.0).set(requests, "0")] == [
         0,
@@ -69,16 +69,16 @@ def test_a_trace_keeps_its_own_times_at_its_own_speed() -> None:
         (lambda: Arrivals(burstiness=-1), "--burstiness"),
         (lambda: Arrivals("even"), "--arrivals 'even'"),  # type: ignore[arg-type]
         (lambda: Arrivals(burst_size=0), "--burst-size"),
-        (lambda: Arrivals(burst_size=3), "--burst-size means something only"),
-        (lambda: Arrivals(burstiness=2), "--burstiness means something only"),
-        (lambda: Arrivals(rate=1, speed=2), "--trace-speed means something only"),
+        (lambda: Arrivals(burst_size=3), "--burst-size has an effect only"),
+        (lambda: Arrivals(burstiness=2), "--burstiness has an effect only"),
+        (lambda: Arrivals(rate=1, speed=2), "--trace-speed has an effect only"),
         (lambda: Arrivals("burst"), "--arrivals burst needs --request-rate"),
-        (lambda: Arrivals("trace", 2.0), "--request-rate means nothing"),
+        (lambda: Arrivals("trace", 2.0), "--request-rate has no effect"),
         (lambda: Ramp("steep", 1, 2), "--ramp-up-strategy 'steep'"),  # type: ignore[arg-type]
         (lambda: Ramp("linear", 0, 2), "--ramp-up-start-rps"),
         (lambda: Arrivals(rate=3, ramp=Ramp("linear", 1, 2)), "--request-rate"),
     ],
 )
-def test_bad_settings_are_named(made: object, named: str) -> None:
+def test_invalid_settings_are_rejected(made: object, named: str) -> None:
     with pytest.raises(ConfigError, match=named):
         made()  # type: ignore[operator]

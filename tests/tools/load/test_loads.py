@@ -1,4 +1,4 @@
-"""What loads request: lengths, what prompts share, what a seed fixes, and what files may hold."""
+"""Text workloads and request files: lengths, shared prefixes, seeds, and invalid lines."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def words(text: str) -> int:
 
 
 def shared_words(texts: list[str]) -> int:
-    """How many words they all begin with."""
+    """Number of leading words that all texts share."""
     count = 0
     for column in zip(*(text.split() for text in texts), strict=False):
         if len(set(column)) > 1:
@@ -41,7 +41,7 @@ def texts(requests: list[TextRequest]) -> list[str]:
 
 
 @pytest.mark.parametrize("name", LOADS)
-def test_every_load_follows_from_its_seed(name: str) -> None:
+def test_every_workload_is_determined_by_its_seed(name: str) -> None:
     sizes = Sizes(6, input_len=40, output_len=5)
     first = make_load(name, sizes, WRITER, "1")
     assert first == make_load(name, sizes, WRITER, "1")
@@ -51,7 +51,7 @@ def test_every_load_follows_from_its_seed(name: str) -> None:
     assert all(message["content"] for request in first for message in request.as_messages())
 
 
-def test_random_has_the_lengths_that_were_asked_for() -> None:
+def test_random_has_the_requested_lengths() -> None:
     assert {words(text) for text in texts(made("random", input_len=50))} == {50}
     requests = make_load("random", Sizes(50, 100, 20, range_ratio=0.5), WRITER)
     lengths = [words(text) for text in texts(requests)]
@@ -62,7 +62,7 @@ def test_random_has_the_lengths_that_were_asked_for() -> None:
     assert words(texts(made("random", input_len=50, prefix_len=30))[0]) == 80
 
 
-def test_a_chat_grows_and_each_turn_waits_for_the_last() -> None:
+def test_a_chat_grows_and_each_turn_follows_the_previous() -> None:
     requests = made("chat", turns=4, input_len=10, output_len=20)
     assert [request.follows for request in requests] == [None, None, 0, 1, 2, 3, 4, 5]
     for request in requests:
@@ -77,7 +77,7 @@ def test_a_chat_grows_and_each_turn_waits_for_the_last() -> None:
     assert made("chat", prefix_len=9)[0].messages[0]["role"] == "system"
 
 
-def test_shared_parts_are_shared_and_the_rest_is_not() -> None:
+def test_shared_prefixes() -> None:
     shared = made("shared_prefix", prefix_len=200, input_len=20)
     assert len({request.messages[0]["content"] for request in shared}) == 1
     assert words(shared[0].messages[0]["content"]) == 200
@@ -90,19 +90,19 @@ def test_shared_parts_are_shared_and_the_rest_is_not() -> None:
     assert all(300 <= words(text) < 310 for text in documents)
 
 
-def test_rag_repeats_pieces_the_first_of_them_most() -> None:
+def test_rag_repeats_passages_with_decreasing_frequency() -> None:
     requests = made("rag", num_prompts=60, input_len=80)
-    pieces = [request.messages[1]["content"].split("\n\n")[:-1] for request in requests]
+    passages = [request.messages[1]["content"].split("\n\n")[:-1] for request in requests]
     counts: dict[str, int] = {}
-    for chosen in pieces:
+    for chosen in passages:
         assert len(set(chosen)) == 4
-        for piece in chosen:
-            counts[piece] = counts.get(piece, 0) + 1
+        for passage in chosen:
+            counts[passage] = counts.get(passage, 0) + 1
     assert len(counts) <= 16
     assert max(counts, key=counts.__getitem__).startswith("[1]")
 
 
-def test_code_is_code() -> None:
+def test_generated_code_compiles() -> None:
     request = made("code_edit", input_len=120)[0]
     code = request.messages[0]["content"].split("```python\n")[1].split("\n```")[0]
     compile(f"{code}\n{' ' * 16}pass" if code.endswith(":") else code, "made", "exec")
@@ -110,8 +110,8 @@ def test_code_is_code() -> None:
     assert request.max_tokens == 120
 
 
-def test_sizes_that_mean_nothing_are_refused() -> None:
-    with pytest.raises(ConfigError, match="--turns means nothing for --dataset-name rag"):
+def test_unused_sizes_are_rejected() -> None:
+    with pytest.raises(ConfigError, match="--turns has no effect with --dataset-name rag"):
         made("rag", turns=2)
     with pytest.raises(ConfigError, match="--num-prompts must be at least 1"):
         Sizes(0)
@@ -119,7 +119,7 @@ def test_sizes_that_mean_nothing_are_refused() -> None:
         Sizes(range_ratio=1.0)
 
 
-def test_a_tokenizer_is_measured_whatever_a_template_adds() -> None:
+def test_tokens_per_word_are_independent_of_a_chat_template() -> None:
     def count(text: str) -> int:
         return 3 * len(text.split())
 
@@ -135,7 +135,7 @@ def read(name: str, path: Path, lines: list[object] | str, **sizes: int) -> File
     return read_load(name, path, Sizes(**sizes), WRITER, "0")
 
 
-def test_a_trace_is_sorted_and_broken_lines_are_named(tmp_path: Path) -> None:
+def test_a_trace_is_sorted_and_invalid_lines_are_reported(tmp_path: Path) -> None:
     path = tmp_path / "trace.jsonl"
     good = {"timestamp": 5, "prompt": "one two", "max_tokens": 7}
     lines = [
@@ -158,12 +158,12 @@ def test_a_trace_is_sorted_and_broken_lines_are_named(tmp_path: Path) -> None:
     numbers = [problem.split(":")[0] for problem in found.problems]
     assert numbers == [f"line {n}" for n in (2, 5, 6, 7, 8, 9, 10)]
     with pytest.raises(
-        ConfigError, match=r"7 lines that cannot(.|\n)*line 2: is not JSON(.|\n)*and 2 more"
+        ConfigError, match=r"7 invalid lines(.|\n)*line 2: is not JSON(.|\n)*and 2 more"
     ):
         refuse_problems(path, found.problems)
 
 
-def test_a_trace_of_hashes_gives_equal_hashes_equal_texts(tmp_path: Path) -> None:
+def test_equal_hashes_of_a_trace_become_equal_texts(tmp_path: Path) -> None:
     lines: list[object] = [
         {"timestamp": 0, "input_length": 1100, "output_length": 9, "hash_ids": [1, 2, 3]},
         {"timestamp": 2500, "input_length": 600, "output_length": 8, "hash_ids": [1, 7]},
@@ -193,7 +193,7 @@ def test_sharegpt_takes_the_first_turn(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ["{", "{}", ""])
-def test_files_that_hold_nothing_are_refused(tmp_path: Path, text: str) -> None:
+def test_empty_or_invalid_files_are_rejected(tmp_path: Path, text: str) -> None:
     with pytest.raises(ConfigError, match="--dataset-path"):
         read("sharegpt", tmp_path / "s.json", text)
     with pytest.raises(ConfigError, match="--dataset-path"):

@@ -1,4 +1,4 @@
-"""The whole command against a Windlass server, its results, and the page made of them."""
+"""`bench serve` against a Windlass server, its results, and their HTML page."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 from tests.serve.conftest import Server, running
 from tests.serve.fakes import Options, counting
 from tests.tools.conftest import Windlass
-from windlass.tools.load.gauges import Reading, parse, speculation
+from windlass.tools.load.monitor import MetricsSample, parse, speculation
 
 
 @pytest.fixture(scope="module")
@@ -31,53 +31,53 @@ def test_a_sweep_is_measured_and_written(
     more = ("--max-concurrency", "1,4", "--goodput", "ttft:5000", "tpot:5000", "--label", "ours")
     files = [tmp_path / f"r.{suffix}" for suffix in ("json", "csv", "html")]
     outputs = [word for path in files for word in ("-o", path)]
-    said = windlass(
+    shown = windlass(
         "bench", "serve", "--base-url", server.url, *words, *more, *outputs, "--save-detailed"
     )
     record = json.loads(files[0].read_text())
     one, four = record["rows"]
     assert record["name"] == "serve"
     assert record["settings"]["model"] == "counter"
-    for row, most in ((one, 1), (four, 4)):
+    for row, limit in ((one, 1), (four, 4)):
         assert (row["completed"], row["failed"]) == (10, 0)
-        assert row["max_concurrency"] == row["max_concurrent_requests"] == most
+        assert row["max_concurrency"] == row["max_concurrent_requests"] == limit
         assert row["total_output_tokens"] == 80
         assert row["output_lens"] == [8] * 10
         assert all(len(gaps) == 7 for gaps in row["itls"])
         assert row["request_goodput"] == row["request_throughput"]
         assert row["p99_ttft_ms"] >= row["median_ttft_ms"] > 0
-        assert max(row["server"]["running"]) <= most
+        assert max(row["server"]["running"]) <= limit
         assert sum(row["over_time"]["output_tok_s"]) > 0
-    # The client counted what the server did, apart from the texts that measure the tokenizer.
+    # The client's counts match the server's, without the texts that measure the tokenizer.
     counted = server.metric("prompt_tokens_total") - before
     assert one["total_input_tokens"] + four["total_input_tokens"] == counted
-    # Lengths are met, whatever a word has for tokens; the template adds a little.
+    # Lengths are met; the chat template adds a little.
     assert all(40 <= length < 80 for length in one["input_lens"])
-    assert "Maximum request concurrency:             4" in said
+    assert "Maximum request concurrency:             4" in shown
     lines = list(csv.DictReader(files[1].open()))
     assert [line["max_concurrency"] for line in lines] == ["1", "4"]
     assert float(lines[0]["p99_itl_ms"]) == one["p99_itl_ms"]
 
 
-def test_a_chat_waits_for_its_answers_and_a_seed_asks_the_same(
+def test_a_chat_waits_for_answers_and_a_seed_repeats_the_requests(
     server: Server, windlass: Windlass, tmp_path: Path
 ) -> None:
     output = tmp_path / "r.json"
     words = ("--dataset-name", "chat", "--num-prompts", 6, "--turns", 3, "--input-len", 12)
     more = ("--output-len", 4, "--num-warmups", 2, "--seed", 7, "-o", output)
-    marks = []
+    fingerprints = []
     for _ in range(2):
         windlass("bench", "serve", "--base-url", server.url, *words, *more)
         record = json.loads(output.read_text())
-        marks.append(record["settings"]["fingerprint"])
+        fingerprints.append(record["settings"]["fingerprint"])
         assert record["rows"][0]["completed"] == 6
         assert record["rows"][0]["max_concurrent_requests"] <= 2
-    assert marks[0] == marks[1]
+    assert fingerprints[0] == fingerprints[1]
     assert record["rows"][0]["cached_input_tokens"] > 0
 
 
 class _References(HTMLParser):
-    """Collects what a browser would fetch."""
+    """Collects the URLs that a browser would fetch."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -94,7 +94,7 @@ class _References(HTMLParser):
             self.text.append(data)
 
 
-def test_two_engines_in_one_page_that_fetches_nothing(
+def test_two_engines_in_one_self_contained_page(
     server: Server, windlass: Windlass, tmp_path: Path
 ) -> None:
     paths = []
@@ -110,7 +110,7 @@ def test_two_engines_in_one_page_that_fetches_nothing(
     parser.feed(html)
     assert parser.found == []
     assert "@import" not in html.split("<script>")[0]
-    assert "were not asked the same" in html
+    assert "were measured with different requests" in html
     assert "&lt;b&gt;theirs&lt;/script&gt;" in html
     plots = json.loads(re.search(r"const plots = (.*);\n", "".join(parser.text[1:]))[1])  # type: ignore[index]
     names = {trace["name"] for plot in plots for trace in plot["data"]}
@@ -121,13 +121,13 @@ def test_two_engines_in_one_page_that_fetches_nothing(
     assert "Load on a, b" in page.read_text()
 
 
-def test_results_that_are_none_are_refused(windlass: Windlass, tmp_path: Path) -> None:
+def test_invalid_results_are_rejected(windlass: Windlass, tmp_path: Path) -> None:
     other = tmp_path / "other.json"
     other.write_text("{}")
     page = ("-o", tmp_path / "page.html")
-    assert "is no benchmark's result" in windlass("bench", "report", other, *page, code=2)
+    assert "is not a benchmark result" in windlass("bench", "report", other, *page, code=2)
     other.write_text('{"name": "prefix", "rows": [1]}')
-    assert "is no result of windlass bench serve" in windlass(
+    assert "is not a result of windlass bench serve" in windlass(
         "bench", "report", other, *page, code=2
     )
     words = ("bench", "report", other, "--label", "a", "--label", "b", *page)
@@ -142,51 +142,53 @@ def test_results_that_are_none_are_refused(windlass: Windlass, tmp_path: Path) -
             'vllm:num_requests_running{model_name="b"} 3.0\n'
             "# HELP vllm:num_requests_waiting x\nvllm:num_requests_waiting 1\n"
             "vllm:kv_cache_usage_perc 0.25\n",
-            Reading(1.0, 5.0, 1.0, 0.25),
+            MetricsSample(1.0, 5.0, 1.0, 0.25),
         ),
         (
             "llamacpp:requests_processing 4\nllamacpp:requests_deferred 0\n",
-            Reading(1.0, 4.0, 0.0, None),
+            MetricsSample(1.0, 4.0, 0.0, None),
         ),
-        ("other:num_requests_running 4\nvllm:num_requests_running soon\n", Reading(1.0)),
+        ("other:num_requests_running 4\nvllm:num_requests_running soon\n", MetricsSample(1.0)),
     ],
 )
-def test_gauges_of_several_engines(text: str, expected: Reading) -> None:
+def test_metrics_of_several_engines(text: str, expected: MetricsSample) -> None:
     assert parse(text, 1.0) == expected
 
 
-def test_what_speculation_gave() -> None:
-    def reading(drafts: float, drafted: float, accepted: float) -> Reading:
+def test_acceptance_from_the_servers_counters() -> None:
+    def sample(drafts: float, drafted: float, accepted: float) -> MetricsSample:
         names = ("num_drafts", "num_draft_tokens", "num_accepted_tokens")
-        return Reading(0.0, counters=dict(zip(names, (drafts, drafted, accepted), strict=True)))
+        return MetricsSample(
+            0.0, counters=dict(zip(names, (drafts, drafted, accepted), strict=True))
+        )
 
-    gained = speculation([reading(10, 40, 20), reading(20, 80, 50)])
-    assert gained["spec_decode_acceptance_rate"] == 75.0
-    assert gained["spec_decode_acceptance_length"] == 4.0
-    assert speculation([reading(0, 0, 0)] * 2) == {}
+    figures = speculation([sample(10, 40, 20), sample(20, 80, 50)])
+    assert figures["spec_decode_acceptance_rate"] == 75.0
+    assert figures["spec_decode_acceptance_length"] == 4.0
+    assert speculation([sample(0, 0, 0)] * 2) == {}
 
 
-def test_the_highest_rate_that_meets_the_targets(
+def test_rate_search_with_unreachable_targets(
     server: Server, windlass: Windlass, tmp_path: Path
 ) -> None:
     output = tmp_path / "r.json"
     words = ("--num-prompts", 3, "--input-len", 16, "--output-len", 4, "--request-rate", "auto")
     never = ("--goodput", "ttft:0.001", "--goodput-share", "50%", "-o", output)
-    said = windlass(
+    shown = windlass(
         "bench", "serve", "--base-url", server.url, *words[:1], 1, *words[2:], *never, code=1
     )
-    assert "At no rate at least 50% of the requests meet the targets: at 0.015625 req/s" in said
+    assert "No rate was found at which at least 50% of the requests meet the targets: 0%" in shown
     record = json.loads(output.read_text())
     assert record["settings"]["found_rate"] is None
     assert [row["request_rate"] for row in record["rows"]] == [2.0**n for n in range(-6, 1)]
     assert {row["goodput_share"] for row in record["rows"]} == {0.0}
 
 
-def test_probes_are_told_apart(server: Server, windlass: Windlass, tmp_path: Path) -> None:
+def test_probes_are_reported_separately(server: Server, windlass: Windlass, tmp_path: Path) -> None:
     output = tmp_path / "r.json"
     words = ("--num-prompts", 8, "--input-len", 16, "--output-len", 8, "--max-concurrency", 1)
     more = ("--probe-request-rate", 50, "-o", output)
-    said = windlass("bench", "serve", "--base-url", server.url, *words, *more)
+    shown = windlass("bench", "serve", "--base-url", server.url, *words, *more)
     (row,) = json.loads(output.read_text())["rows"]
     assert (row["completed"], row["total_output_tokens"], row["max_concurrent_requests"]) == (
         8,
@@ -196,4 +198,4 @@ def test_probes_are_told_apart(server: Server, windlass: Windlass, tmp_path: Pat
     assert row["probe_completed"] > 1
     assert row["probe_failed"] == 0
     assert row["probe_max_e2el_ms"] >= row["probe_p99_e2el_ms"] >= row["probe_median_e2el_ms"] > 0
-    assert "Median probe E2EL (ms):" in said
+    assert "Median probe E2EL (ms):" in shown

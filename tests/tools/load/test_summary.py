@@ -1,4 +1,4 @@
-"""The arithmetic of a load's figures, on timings that are made up."""
+"""Figures of a load, from synthetic timings."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ import pytest
 
 from windlass.errors import ConfigError
 from windlass.tools.common.summary import (
-    most_at_once,
     parse_goodput,
+    peak_concurrency,
     percentile,
     summarise,
     tokens_by_second,
 )
 from windlass.tools.common.timing import Timing
 
-# One is slow to start, one makes three tokens at once, one makes a single token, one fails half way.
+# A slow start, three tokens in one chunk, a single token, a failure half way.
 TIMINGS = [
     Timing(0.0, 0.0, 1.35, 100, 4, times=(0.5, 0.7, 1.0, 1.3), tokens=(1, 1, 1, 1)),
     Timing(0.0, 0.1, 0.9, 50, 4, times=(0.2, 0.8), tokens=(1, 3), num_cached=32, num_rejected=1),
@@ -30,13 +30,13 @@ def test_one_request() -> None:
     assert first.tpot == pytest.approx(0.8 / 3)
     assert first.itls == pytest.approx([0.2, 0.3, 0.3])
     assert first.e2el == 1.3  # its last token, not the end of the connection
-    assert second.tpot == pytest.approx(0.2)  # per token, however many a chunk brings
+    assert second.tpot == pytest.approx(0.2)  # per token, not per chunk
     assert second.itls == pytest.approx([0.6])
     assert third.tpot is None
     assert not failed.is_good
 
 
-def test_rates_count_only_good_requests() -> None:
+def test_rates_count_only_successful_requests() -> None:
     summary = summarise(TIMINGS, 2.0)
     assert (summary.completed, summary.failed) == (3, 1)
     assert summary.total_input_tokens == 160
@@ -50,7 +50,7 @@ def test_rates_count_only_good_requests() -> None:
     assert summary.request_goodput is None
 
 
-def test_spreads_are_numpys() -> None:
+def test_spreads_match_numpy() -> None:
     spread = summarise(TIMINGS, 2.0, percentiles=(25, 50, 99.9)).spreads["ttft"]
     values = [500.0, 100.0, 200.0]
     assert spread.mean == pytest.approx(np.mean(values))
@@ -65,19 +65,19 @@ def test_goodput_needs_every_target() -> None:
     def of(*specs: str) -> float | None:
         return summarise(TIMINGS, 2.0, parse_goodput(specs)).request_goodput
 
-    assert of("ttft:200") == 1.0  # the second and the third; the failed one never counts
+    assert of("ttft:200") == 1.0  # the second and the third; the failed request never counts
     assert of("ttft:200", "e2el:300") == 0.5
-    assert of("tpot:210") == 1.0  # a single token misses nothing
+    assert of("tpot:210") == 1.0  # a single-token request has no TPOT
     assert of("ttft:1") == 0.0
 
 
 @pytest.mark.parametrize("spec", ["ttft", "ttft:", "ttft:abc", "ttft:-1", "ttft:nan", "itl:5", ":"])
-def test_bad_goodput_is_named(spec: str) -> None:
+def test_invalid_goodput_is_rejected(spec: str) -> None:
     with pytest.raises(ConfigError, match=f"--goodput '{spec}'"):
         parse_goodput([spec])
 
 
-def test_goodput_may_stand_in_one_word_but_not_twice() -> None:
+def test_goodput_in_one_or_several_words_but_not_twice() -> None:
     assert parse_goodput(["ttft:500 tpot:40"]) == parse_goodput(["ttft:500", "tpot:40"])
     with pytest.raises(ConfigError, match="ttft twice"):
         parse_goodput(["ttft:1", "ttft:2"])
@@ -88,11 +88,11 @@ def test_peaks() -> None:
     summary = summarise(TIMINGS, 2.0)
     assert summary.max_output_tokens_per_s == 6
     assert summary.max_concurrent_requests == 3
-    # One that starts as another ends does not meet it.
-    assert most_at_once([Timing(0, 0, 1, 1, 1), Timing(0, 1, 2, 1, 1)]) == 1
+    # A request that starts when another ends does not overlap it.
+    assert peak_concurrency([Timing(0, 0, 1, 1, 1), Timing(0, 1, 2, 1, 1)]) == 1
 
 
-def test_fields_and_lines_have_the_names_that_people_know() -> None:
+def test_fields_and_lines_have_vllms_names() -> None:
     summary = summarise(TIMINGS, 2.0, {"ttft": 200.0}, percentiles=(99, 99.9))
     row = summary.row()
     assert row["p99.9_ttft_ms"] == pytest.approx(499.4, abs=0.1)
@@ -114,8 +114,8 @@ def test_fields_and_lines_have_the_names_that_people_know() -> None:
         assert line in text.splitlines()
 
 
-def test_nothing_measured_is_said() -> None:
+def test_a_summary_without_successful_requests() -> None:
     summary = summarise([TIMINGS[3]], 1.0)
     assert summary.request_throughput == 0.0
-    assert "nothing was measured" in summary.lines()
+    assert "no values" in summary.lines()
     assert summarise([], 0.0).completed == 0

@@ -1,1 +1,1 @@
-"""Programs that measure: fixed seeds, a warm-up, repeats, and a JSON that says how it was made."""
+"""Benchmarks of engines in this process: fixed seeds, warm-up, repeats, reproducible records."""

@@ -1,7 +1,7 @@
-"""What adapters cost: requests with an adapter each, against the same requests without, in turns.
+"""Measures the cost of LoRA adapters: the same requests with and without, in alternation.
 
-The adapters' weights are random and change every linear layer of a block. A few folders are
-written; the many names that share them are read, held and computed each for itself.
+The adapters have random weights for every linear layer of a block. Only a few folders are written;
+many adapter names share each folder, but each is loaded and computed separately.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ from safetensors.torch import save_file
 
 from windlass.build import Built, build_engine, open_model
 from windlass.config import EngineConfig
-from windlass.core.card import EngineReport
 from windlass.lora.peft import linear_shapes
 from windlass.models.hparams import HParams
 from windlass.runner.device import whole_bytes
@@ -32,18 +31,19 @@ from windlass.tools.common.requests import Request
 from windlass.tools.common.workload import Sizes, Workload, find
 
 RANK = 16
-_AT_ONCE = 64
+_CONCURRENCY = 64
 _REGISTERED = 200
 _FOLDERS = 4
 _TENANTS = 100
-_ROUNDS = 4  # requests of the many, by how many run at once
+_ROUNDS = 4  # requests of the last workload per concurrent request
 _NOTES = (
-    f"Rank {RANK} on all seven projections of every layer. 128 tokens in, 256 out (many: 16 to 64 "
-    "in, 8 to 256 out); decode tok/s while all requests decode, output tok/s for the many, whose "
-    "adapters are all in host memory. The same engine without adapters, in turns; medians. "
-    f"{_TENANTS} tenants: in one engine with all adapters on the device, and in an engine for each; "
-    "machines by these weights and a request of full length for each, as many engines on a machine as "
-    "its memory holds; dollars at a usual price of this machine."
+    f"Rank {RANK} on all seven projections of every layer. 128 tokens in, 256 out (last row: 16 to "
+    "64 in, 8 to 256 out). decode: tok/s while all requests decode. output: tok/s of the last row, "
+    "whose adapters are all in host memory. The same engine runs the requests with and without "
+    f"adapters in alternation; medians. {_TENANTS} tenants: shared is one engine with all adapters "
+    "on the device, separate is one engine per tenant. Machines: from the weights and one request of "
+    "full length per tenant, with as many engines per machine as its memory holds. Dollars: at a "
+    "typical price of this machine."
 )
 
 
@@ -54,38 +54,38 @@ def adapters(
     log: Callable[[str], None],
     registered: int | None = None,
 ) -> Record:
-    """One request, many with as many adapters, and many more adapters than the device holds."""
-    at_once, known = num_requests or _AT_ONCE, registered or _REGISTERED
-    known = max(known, at_once)
+    """Measure one request, a batch with an adapter each, and more adapters than the device holds."""
+    concurrency = num_requests or _CONCURRENCY
+    known = max(registered or _REGISTERED, concurrency)
     options = {**options, "enable_lora": True}
     opened = open_model(EngineConfig.of(**options))
     with tempfile.TemporaryDirectory(prefix="windlass-adapters-") as folder:
-        places = [_write(Path(folder) / str(i), opened.hparams, seed=i) for i in range(_FOLDERS)]
+        paths = [_write(Path(folder) / str(i), opened.hparams, seed=i) for i in range(_FOLDERS)]
         names = [f"adapter-{i}" for i in range(known)]
-        modules = tuple(f"{name}={places[i % len(places)]}" for i, name in enumerate(names))
-        room = {"max_loras": at_once, "max_cpu_loras": known, "max_lora_rank": RANK}
-        own = {**options, "max_num_seqs": at_once, "lora_modules": modules}
-        built = build_engine(EngineConfig.of(**own, **room), opened.source)
+        modules = tuple(f"{name}={paths[i % len(paths)]}" for i, name in enumerate(names))
+        lora = {"max_loras": concurrency, "max_cpu_loras": known, "max_lora_rank": RANK}
+        own = {**options, "max_num_seqs": concurrency, "lora_modules": modules}
+        built = build_engine(EngineConfig.of(**own, **lora), opened.source)
         log(next(f"{c.value}; {c.reason}" for c in built.report.choices if c.what == "adapters"))
         run_all(built.engine, [Request([1, 2, 3, 4], 1, adapter=name) for name in names])
         log(f"{known} adapters are in host memory")
-        tenancy = _tenancy(built, at_once + 1)
-        many = find("ragged", Sizes(num_requests=_ROUNDS * at_once))
-        works = [(find(f"decode_b{count}"), names) for count in sorted({1, at_once})]
+        tenancy = _tenancy(built, concurrency + 1)
+        many = find("ragged", Sizes(num_requests=_ROUNDS * concurrency))
+        workloads = [find(f"decode_b{count}") for count in sorted({1, concurrency})]
         rows = []
-        for workload, group in [*works, (many, names)]:
-            row = _compare(built, workload, group, repeat, decode=workload is not many)
+        for workload in [*workloads, many]:
+            row = _compare(built, workload, names, repeat=repeat, decode=workload is not many)
             rows.append({**row, **tenancy})
             log(f"{row['workload']}: {row['ratio']} of the base's {row['base_tok_s']:,} tok/s")
     return Record("adapters", rows, _NOTES, settings=options)
 
 
 def _compare(
-    built: Built, workload: Workload, names: Sequence[str], repeat: int, decode: bool
+    built: Built, workload: Workload, names: Sequence[str], *, repeat: int, decode: bool
 ) -> dict[str, Any]:
-    """Runs without and with adapters, in turns."""
-    num_jobs, vocab_size = len(workload.shapes), built.report.vocab_size
-    chosen = list(names)[:num_jobs] if decode else Random(0).choices(names, k=num_jobs)
+    """Run without and with adapters in alternation."""
+    count, vocab_size = len(workload.shapes), built.report.vocab_size
+    chosen = list(names)[:count] if decode else Random(0).choices(names, k=count)
     pairs: list[tuple[float, float]] = []
     for draw in range(repeat + 1):
         requests = workload.requests(vocab_size, draw)
@@ -97,7 +97,7 @@ def _compare(
         pairs.append((base, own))
     base, own = (statistics.median(each) for each in zip(*pairs[1:], strict=True))
     return {
-        "workload": workload.name if decode else f"{num_jobs} requests, {len(names)} registered",
+        "workload": workload.name if decode else f"{count} requests, {len(names)} registered",
         "adapters": len(set(chosen)),
         "figure": "decode" if decode else "output",
         "base_tok_s": round(base, 1),
@@ -107,45 +107,41 @@ def _compare(
 
 
 def _tenancy(built: Built, num_slots: int) -> dict[str, Any]:
-    """100 tenants in one engine and in one for each: weights, machines, dollars of each an hour."""
+    """Memory, machines and cost of 100 tenants in one shared engine and in separate engines."""
     report, device = built.report, built.weights.parts.device
-    base, each = report.memory["weights"], report.memory["adapters"] / num_slots
-    whole = whole_bytes(device)
-    cache = _cache_of_one(report)
-    together = math.ceil((base + _TENANTS * (each + cache)) / whole)
-    apart = math.ceil(_TENANTS / max(1, whole // (base + each + cache)))
+    base, adapter = report.memory["weights"], report.memory["adapters"] / num_slots
+    capacity = report.capacity
+    # KV cache of one request of full length, for which every tenant needs room.
+    cache = report.max_model_len / capacity.block_size * capacity.bytes_per_block
+    total = whole_bytes(device)
+    shared = math.ceil((base + _TENANTS * (adapter + cache)) / total)
+    separate = math.ceil(_TENANTS / max(1, total // (base + adapter + cache)))
     price = price_of(None, device.type).per_hour
     return {
-        "adapter_mib": round(each / 2**20, 1),
-        "together_gib": round((base + _TENANTS * each) / 2**30, 2),
-        "apart_gib": round(_TENANTS * (base + each) / 2**30, 2),
-        "machines_together": together,
-        "machines_apart": apart,
-        "usd_hour_together": _share(price, together),
-        "usd_hour_apart": _share(price, apart),
+        "adapter_mib": round(adapter / 2**20, 1),
+        "together_gib": round((base + _TENANTS * adapter) / 2**30, 2),
+        "apart_gib": round(_TENANTS * (base + adapter) / 2**30, 2),
+        "machines_together": shared,
+        "machines_apart": separate,
+        "usd_hour_together": _usd_per_tenant(price, shared),
+        "usd_hour_apart": _usd_per_tenant(price, separate),
     }
 
 
-def _cache_of_one(report: EngineReport) -> float:
-    """Keys and values of a request of full length: what a tenant must have room for."""
-    capacity = report.capacity
-    return report.max_model_len / capacity.block_size * capacity.bytes_per_block
-
-
-def _share(price: float | None, machines: int) -> float | None:
-    """Dollars an hour of one tenant."""
+def _usd_per_tenant(price: float | None, machines: int) -> float | None:
+    """Dollars per hour of one tenant."""
     return None if price is None else round(price * machines / _TENANTS, 4)
 
 
-def _speed(taken: EngineRun, decode: bool) -> float:
+def _speed(run: EngineRun, decode: bool) -> float:
     if decode:
-        assert taken.window is not None  # all requests of these workloads decode at once
-        return taken.window.tok_s
-    return taken.num_output / taken.duration
+        assert run.window is not None  # all requests of these workloads decode together
+        return run.window.tok_s
+    return run.num_output / run.duration
 
 
 def _write(folder: Path, hparams: HParams, seed: int) -> Path:
-    """A random adapter as PEFT writes it, in the type that most are stored in."""
+    """Write a random adapter in PEFT's format, in bfloat16 as most adapters are stored."""
     folder.mkdir()
     random = torch.Generator().manual_seed(seed)
     shapes = {name: shape for name, shape in linear_shapes(hparams).items() if name != "lm_head"}

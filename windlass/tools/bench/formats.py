@@ -1,7 +1,7 @@
-"""What every weight format costs in quality, and gives in bytes and speed: one row each.
+"""Measures the quality, size and speed of every weight format: one row per format.
 
-Every finished row is saved at once, and a run that was ended goes on where it was. A format that
-cannot be made or loaded is a row with the reason.
+Each finished row is saved, and an interrupted run resumes. A format that cannot be built or loaded
+becomes a row with the error.
 """
 
 from __future__ import annotations
@@ -17,54 +17,54 @@ from typing import Any
 from windlass.build import open_model
 from windlass.config import EngineConfig
 from windlass.errors import ConfigError, EngineError
-from windlass.tools.bench.format_list import (
+from windlass.tools.bench.checkpoints import (
     FORMATS,
     REFERENCE,
+    CheckpointBuilder,
     Format,
+    FormatInputs,
     Log,
-    Means,
-    Workshop,
     find_formats,
 )
-from windlass.tools.common.device import release_memory
-from windlass.tools.common.judge import (
-    Judge,
-    Race,
+from windlass.tools.common.compare import (
+    QualityComparison,
     Speed,
-    bits_a_weight,
-    held_as,
+    SpeedComparison,
+    bits_per_weight,
     is_unpacked,
+    weight_kernels,
 )
-from windlass.tools.common.record import Record, rows_before
+from windlass.tools.common.device import release_memory
+from windlass.tools.common.record import Record, saved_rows
 from windlass.tools.common.workload import Sizes
 from windlass.tools.eval.data import Corpus, read_corpus
 from windlass.tools.eval.metrics import Quality
 from windlass.tools.eval.windows import Cut
 
 _NOTES = (
-    "perplexity, KL and agreement: the format's weights in float32 arithmetic, against the same "
-    "weights before. As served: with the kernels that this device takes, whose own rounding "
-    "adds to it. bits: of the decoder's matrices in memory, scales included; 3-bit codes lie in "
-    "4 bits there."
+    "perplexity, KL and agreement: the format's weights in float32 arithmetic, relative to the "
+    "float32 model. served: with this device's kernels, whose own rounding adds to the error. bits: "
+    "per weight of the decoder's matrices in memory, including scales; 3-bit codes are stored in "
+    "4 bits."
 )
-_SPEED_NOTE = " tok/s: decoding, and times the float32 model, which ran in turns with each."
-_BLOCKS = 256  # KV pages, more than the short runs need
+_SPEED_NOTE = " tok/s: decode, and relative to the float32 model in alternating runs."
+_NUM_BLOCKS = 256  # KV cache blocks, more than the short runs need
 _SIZES = Sizes(input_len=32, output_len=32)
 
 
 @dataclass(frozen=True, slots=True)
-class FormatsOrder:
-    """What to measure, on which text, and where."""
+class FormatsConfig:
+    """What to measure, on which text, and where to save it."""
 
     options: dict[str, Any]
     names: Sequence[str]
     data: str
     cut: Cut
-    means: Means
+    inputs: FormatInputs
     num_samples: int
     sample_tokens: int
     repeat: int
-    speed: bool  # whether to measure it
+    speed: bool  # whether to measure speed
     work: Path
     output: Path
 
@@ -73,24 +73,24 @@ class FormatsOrder:
             if getattr(self, name) < 1:
                 flag = name.removeprefix("num_")
                 raise ConfigError(f"--{flag} must be at least 1, got {getattr(self, name)}.")
-        taken = [
+        varied = [
             name
             for name in ("dtype", "quantization", "quantize_head", "kv_cache_dtype")
             if name in self.options
         ]
-        if taken:
+        if varied:
             raise ConfigError(
-                f"--{taken[0].replace('_', '-')} is what the formats differ in. Leave it out."
+                f"--{varied[0].replace('_', '-')} is set by the formats themselves. Remove it."
             )
-        text, folder = self.means.calibration, self.means.gguf_dir
+        text, folder = self.inputs.calibration, self.inputs.gguf_dir
         if text is not None and not text.is_file():
             raise ConfigError(f"--calibration {text}: there is no such file.")
         if folder is not None and not folder.is_dir():
             raise ConfigError(f"--gguf-dir {folder}: there is no such folder.")
 
     def settings(self, model_name: str, data_name: str) -> dict[str, Any]:
-        """What all rows depend on."""
-        text = self.means.calibration
+        """The settings that all rows depend on."""
+        text = self.inputs.calibration
         return {
             **self.options,
             "name": model_name,
@@ -103,18 +103,18 @@ class FormatsOrder:
         }
 
 
-def measure(order: FormatsOrder, log: Log) -> Record:
-    """Measure what is not in the output file yet, and save after each row."""
-    formats = find_formats(order.names, order.means, log)
-    corpus = read_corpus(order.data)
-    bench = _Bench(order, corpus, log)
-    settings = json.loads(json.dumps(order.settings(bench.model_name, corpus.name), default=str))
-    rows = _rows_before(order.output, settings)
-    # All of the quality first: speeds are then measured within minutes of each other.
-    steps = {"perplexity": bench.quality} | ({"tok_s_b1": bench.speed} if order.speed else {})
+def measure(config: FormatsConfig, log: Log) -> Record:
+    """Measure the formats that the output file does not have, and save after each row."""
+    formats = find_formats(config.names, config.inputs, log)
+    corpus = read_corpus(config.data)
+    bench = _Bench(config, corpus, log)
+    settings = json.loads(json.dumps(config.settings(bench.model_name, corpus.name), default=str))
+    rows = _finished_rows(config.output, settings)
+    # Quality of all formats first, so that all speeds are measured within minutes of each other.
+    steps = {"perplexity": bench.quality} | ({"tok_s_b1": bench.speed} if config.speed else {})
     done = [each for each in formats if rows.get(each.name, {}).keys() >= steps.keys()]
     if done:
-        log(f"{order.output} holds {len(done)} of {len(formats)} rows already")
+        log(f"{config.output} already has {len(done)} of {len(formats)} rows")
     for figure, step in steps.items():
         todo = [each for each in formats if figure not in rows.get(each.name, {})]
         for number, each in enumerate(todo, start=1):
@@ -125,15 +125,15 @@ def measure(order: FormatsOrder, log: Log) -> Record:
                 row |= step(each)
             except EngineError as error:
                 row["error"] = str(error)
-            log(f"{number} of {len(todo)}, {each.name}: {_in_words(row)}")
-            _record(rows, settings).save(order.output)
+            log(f"{number} of {len(todo)}, {each.name}: {_status(row)}")
+            _record(rows, settings).save(config.output)
             release_memory()
     return _record(rows, settings)
 
 
-def _rows_before(path: Path, settings: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """The rows that an earlier run finished; those that failed are tried again."""
-    rows = rows_before(path, "formats", settings)
+def _finished_rows(path: Path, settings: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """Rows that an earlier run finished; failed ones are measured again."""
+    rows = saved_rows(path, "formats", settings)
     return {row["format"]: row for row in rows if "error" not in row}
 
 
@@ -145,75 +145,84 @@ def _record(rows: dict[str, dict[str, Any]], settings: dict[str, Any]) -> Record
 
 
 class _Bench:
-    """Holds the float32 model for as long as the others are compared with it."""
+    """Measures single formats. Owns the float32 model that the others are compared with."""
 
-    def __init__(self, order: FormatsOrder, corpus: Corpus, log: Log) -> None:
-        self._order = order
+    def __init__(self, config: FormatsConfig, corpus: Corpus, log: Log) -> None:
+        self._config = config
         self._corpus = corpus
-        base = EngineConfig.of(**order.options)
-        self._reference = self._config("float32", {})
+        base = EngineConfig.of(**config.options)
+        self._reference = self._engine_config("float32", {})
         self._opened = open_model(base)
-        samples = (order.num_samples, order.sample_tokens)
-        self._workshop = Workshop(base, self._opened, order.work, order.means, *samples, log)
+        self._checkpoints = CheckpointBuilder(
+            base=base,
+            opened=self._opened,
+            folder=config.work,
+            inputs=config.inputs,
+            num_samples=config.num_samples,
+            sample_tokens=config.sample_tokens,
+            log=log,
+        )
 
     @property
     def model_name(self) -> str:
         return self._opened.card.name
 
     @cached_property
-    def _judge(self) -> Judge:
-        return Judge(self._reference, self._opened, self._corpus, self._order.cut)
+    def _quality(self) -> QualityComparison:
+        return QualityComparison(self._reference, self._opened, self._corpus, self._config.cut)
 
     @cached_property
-    def _race(self) -> Race:
-        return Race(self._small(self._reference), self._order.repeat, _SIZES)
+    def _speed(self) -> SpeedComparison:
+        return SpeedComparison(self._small(self._reference), self._config.repeat, _SIZES)
 
-    def quality(self, wanted: Format) -> dict[str, Any]:
-        """Bytes and quality of a format."""
-        if wanted.name == REFERENCE:
+    def quality(self, format_: Format) -> dict[str, Any]:
+        """Size and quality of a format."""
+        if format_.name == REFERENCE:
             return self._reference_quality()
-        config = self._config_of(wanted)
-        served = self._judge.build(config)
+        config = self._config_of(format_)
+        served = self._quality.build(config)
         network = served.weights.network
         figures: dict[str, Any] = {
-            "bits": round(bits_a_weight(network), 2),
+            "bits": round(bits_per_weight(network), 2),
             "weight_bytes": served.weights.weight_bytes,
-            "file_bytes": self._file_bytes(wanted, config),
-            "held": held_as(network),
+            "file_bytes": self._file_bytes(format_, config),
+            "kernels": weight_kernels(network),
         }
-        as_served = exact = self._judge.compare(served)
+        as_served = exact = self._quality.compare(served)
         if not is_unpacked(network):
             del served, network
-            exact = self._judge.compare(self._judge.build(self._exact(config)))
-        return figures | _quality(exact) | _as_served(as_served)
+            exact = self._quality.compare(self._quality.build(self._exact(config)))
+        return figures | _quality_row(exact) | _served_row(as_served)
 
-    def speed(self, wanted: Format) -> dict[str, Any]:
-        if wanted.name == REFERENCE:
-            return _speeds(self._race.alone())
-        return _speeds(self._race.against(self._small(self._config_of(wanted))))
+    def speed(self, format_: Format) -> dict[str, Any]:
+        """Decode speeds of a format."""
+        if format_.name == REFERENCE:
+            return _speed_row(self._speed.reference_speeds())
+        return _speed_row(self._speed.compare(self._small(self._config_of(format_))))
 
     def _reference_quality(self) -> dict[str, Any]:
-        weights = self._judge.reference.weights
-        quality = self._judge.alone()
+        weights = self._quality.reference.weights
+        quality = self._quality.reference_quality()
         return {
-            "bits": round(bits_a_weight(weights.network), 2),
+            "bits": round(bits_per_weight(weights.network), 2),
             "weight_bytes": weights.weight_bytes,
             "tokens": quality.tokens,
             "perplexity": _short(quality.perplexity),
             "perplexity_error": _short(quality.perplexity_error),
         }
 
-    def _config_of(self, wanted: Format) -> EngineConfig:
-        return self._config("auto", {**wanted.options, "model": self._workshop.model_of(wanted)})
+    def _config_of(self, format_: Format) -> EngineConfig:
+        model = self._checkpoints.model_of(format_)
+        return self._engine_config("auto", {**format_.options, "model": model})
 
-    def _file_bytes(self, wanted: Format, config: EngineConfig) -> int | None:
-        """What the format takes on disk, where it is a file."""
-        if wanted.online:
+    def _file_bytes(self, format_: Format, config: EngineConfig) -> int | None:
+        """Size of the checkpoint on disk; None for formats that are quantised while loading."""
+        if format_.online:
             return None
         return sum(file.stat().st_size for file in open_model(config).files.weights)
 
-    def _config(self, dtype: str, changes: dict[str, Any]) -> EngineConfig:
-        return EngineConfig.of(**{**self._order.options, "dtype": dtype, **changes})
+    def _engine_config(self, dtype: str, changes: dict[str, Any]) -> EngineConfig:
+        return EngineConfig.of(**{**self._config.options, "dtype": dtype, **changes})
 
     @staticmethod
     def _exact(config: EngineConfig) -> EngineConfig:
@@ -221,16 +230,16 @@ class _Bench:
 
     @staticmethod
     def _small(config: EngineConfig) -> EngineConfig:
-        """Two engines are in memory at once, and need few pages."""
-        return replace(config, cache=replace(config.cache, num_blocks=_BLOCKS))
+        """Limit the KV cache, since two engines are in memory at the same time."""
+        return replace(config, cache=replace(config.cache, num_blocks=_NUM_BLOCKS))
 
 
-def _quality(found: Quality) -> dict[str, Any]:
-    against = found.against
+def _quality_row(quality: Quality) -> dict[str, Any]:
+    against = quality.against
     assert against is not None
     return {
-        "tokens": found.tokens,
-        "perplexity": _short(found.perplexity),
+        "tokens": quality.tokens,
+        "perplexity": _short(quality.perplexity),
         "increase_pct": _short(100 * (against.ppl_ratio - 1)),
         "increase_error_pct": _short(100 * against.ppl_ratio_error),
         "kl_mean": _short(against.kl_mean),
@@ -239,32 +248,30 @@ def _quality(found: Quality) -> dict[str, Any]:
     }
 
 
-def _as_served(found: Quality) -> dict[str, Any]:
-    against = found.against
+def _served_row(quality: Quality) -> dict[str, Any]:
+    against = quality.against
     assert against is not None
     return {
-        "served_perplexity": _short(found.perplexity),
+        "served_perplexity": _short(quality.perplexity),
         "served_increase_pct": _short(100 * (against.ppl_ratio - 1)),
         "served_kl_mean": _short(against.kl_mean),
         "served_agreement": _short(against.agreement),
     }
 
 
-def _speeds(speeds: dict[int, Speed]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+def _speed_row(speeds: dict[int, Speed]) -> dict[str, Any]:
+    row: dict[str, Any] = {}
     for rows, speed in speeds.items():
-        found |= {
-            f"tok_s_b{rows}": round(speed.tok_s, 2),
-            f"speedup_b{rows}": round(speed.ratio, 2),
-        }
-    return found
+        row[f"tok_s_b{rows}"] = round(speed.tok_s, 2)
+        row[f"speedup_b{rows}"] = round(speed.ratio, 2)
+    return row
 
 
 def _short(value: float) -> float:
     return float(f"{value:.4g}")
 
 
-def _in_words(row: dict[str, Any]) -> str:
+def _status(row: dict[str, Any]) -> str:
     if "error" in row:
         return f"failed: {row['error']}"
     if "tok_s_b1" in row:

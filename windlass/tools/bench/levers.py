@@ -1,6 +1,6 @@
-"""What one lever gives: the same workload with it on and off, on one set of weights, in one run.
+"""Measures single optimisations: the same workload with each on and off, in one process.
 
-Absolute times of two runs on a CPU cannot be compared; ratios within one run can.
+Absolute times of two runs on a shared CPU are not comparable; ratios within one run are.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _PREFIX_REQUESTS = 16
 
 
 def batching(options: dict[str, Any], num_requests: int | None, repeat: int, log: Log) -> Record:
-    """Continuous batching against static batches of 8 and against none."""
+    """Compare continuous batching with static batches of 8 and with no batching."""
     variants: dict[str, dict[str, Any]] = {
         "continuous": {"batching": "continuous"},
         "static": {"batching": "static", "max_batch_size": 8},
@@ -35,28 +35,28 @@ def batching(options: dict[str, Any], num_requests: int | None, repeat: int, log
     workload = find("ragged", Sizes(num_requests=num_requests or _BATCHING_REQUESTS))
     rows = _compare(options, variants, workload, repeat, log)
     notes = (
-        "Outputs of 8 to 256 tokens, all requests at once. A row of a static batch that has ended "
-        "costs nothing more here, but its place stays empty until the whole batch has ended."
+        "Outputs of 8 to 256 tokens, all requests sent at once. A finished row of a static batch "
+        "costs no more time here, but its slot stays empty until the whole batch has finished."
     )
-    return Record("batching", _with_ratio(rows, "none"), notes, settings=options)
+    return Record("batching", _with_speedup(rows, "none"), notes, settings=options)
 
 
 def prefix(options: dict[str, Any], num_requests: int | None, repeat: int, log: Log) -> Record:
-    """Prefix caching on against off, for prompts that share their first 1,000 tokens."""
+    """Compare prefix caching on and off, for prompts that share their first 1,000 tokens."""
     variants = {"on": {"prefix_caching": True}, "off": {"prefix_caching": False}}
     workload = find("shared", Sizes(num_requests=num_requests or _PREFIX_REQUESTS))
     rows = _compare(options, variants, workload, repeat, log)
-    notes = "1,000 shared tokens, 32 of their own, 16 out. The first prompt is computed in full."
-    return Record("prefix", _with_ratio(rows, "off"), notes, settings=options)
+    notes = "1,000 shared and 32 own prompt tokens, 16 out. The first prompt is computed in full."
+    return Record("prefix", _with_speedup(rows, "off"), notes, settings=options)
 
 
 def scheduler(log: Log, counts: Sequence[int] = (1, 16, 64, 256)) -> Record:
-    """The cost of plan and commit, by the number of running requests."""
+    """Measure plan and commit by number of running requests."""
     rows = []
     for count in counts:
         log(f"{count} running requests")
         rows.append(measure_scheduler(count))
-    return Record("scheduler", rows, "Decode steps, one token a request, no model.")
+    return Record("scheduler", rows, "Decode steps, one token per request, no model.")
 
 
 WITH_MODEL = {"batching": batching, "prefix": prefix}
@@ -71,15 +71,14 @@ def _compare(
     repeat: int,
     log: Log,
 ) -> list[dict[str, Any]]:
-    """Run the same requests on one engine per variant, which share the weights; the median run."""
+    """Run the same requests on one engine per variant, with shared weights; take the median runs."""
     opened = open_model(EngineConfig.of(**options))
     rows, weights = [], None
     for name, changes in variants.items():
         built = build_engine(EngineConfig.of(**{**options, **changes}), opened.source, weights)
         weights = built.weights
         log(f"{name}: warming up, then {len(workload.shapes)} requests")
-        taken = _median_run(built, workload, repeat)
-        rows.append({"variant": name, **taken.row()})
+        rows.append({"variant": name, **_median_run(built, workload, repeat).row()})
         log(f"{name}: {rows[-1]['output_tok_s']} tok/s")
         del built
         release_memory()
@@ -98,6 +97,6 @@ def _median_run(built: Built, workload: Workload, repeat: int) -> EngineRun:
     return median_run(runs)
 
 
-def _with_ratio(rows: list[dict[str, Any]], base: str) -> list[dict[str, Any]]:
-    slow = next(row["output_tok_s"] for row in rows if row["variant"] == base)
-    return [{**row, "speedup": round(row["output_tok_s"] / slow, 2)} for row in rows]
+def _with_speedup(rows: list[dict[str, Any]], base: str) -> list[dict[str, Any]]:
+    base_tok_s = next(row["output_tok_s"] for row in rows if row["variant"] == base)
+    return [{**row, "speedup": round(row["output_tok_s"] / base_tok_s, 2)} for row in rows]

@@ -1,4 +1,4 @@
-"""What deciding costs: plan and commit at many running requests, without any model."""
+"""Measures the scheduler's plan and commit at several numbers of requests, without a model."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ _PROMPT = 512
 _STEPS = 200
 
 
-def _answer(plan: StepPlan) -> StepResult:
+def _fake_result(plan: StepPlan) -> StepResult:
     return StepResult([RowResult([1] if row.sample else []) for row in plan.rows])
 
 
 def measure(num_requests: int, steps: int = _STEPS) -> dict[str, Any]:
-    """Milliseconds per decode step of `num_requests` requests: median, and the slowest in 100."""
+    """Milliseconds per decode step of `num_requests` requests: medians and p99."""
     limits = SchedulerLimits(
         max_num_seqs=num_requests,
         max_num_batched_tokens=num_requests + 8192,
@@ -32,20 +32,20 @@ def measure(num_requests: int, steps: int = _STEPS) -> dict[str, Any]:
     scheduler = Scheduler(limits, BlockPool(limits.num_blocks))
     for i in range(num_requests):
         prompt = [(i * 7 + j) % 50_000 for j in range(_PROMPT)]
-        wish = SamplingParams(max_tokens=steps + 1024, ignore_eos=True)
-        scheduler.add(NewRequest(f"r{i}", prompt, wish), 0.0)
+        params = SamplingParams(max_tokens=steps + 1024, ignore_eos=True)
+        scheduler.add(NewRequest(f"r{i}", prompt, params), 0.0)
     while scheduler.stats().num_waiting_tokens:
         plan = scheduler.plan(0.0)
-        scheduler.commit(plan, _answer(plan), 0.0)
+        scheduler.commit(plan, _fake_result(plan), 0.0)
     plans, commits = [], []
     for _ in range(steps):
         started = time.perf_counter()
         plan = scheduler.plan(0.0)
         planned = time.perf_counter()
-        result = _answer(plan)
-        answered = time.perf_counter()
+        result = _fake_result(plan)
+        ready = time.perf_counter()
         scheduler.commit(plan, result, 0.0)
-        commits.append(time.perf_counter() - answered)
+        commits.append(time.perf_counter() - ready)
         plans.append(planned - started)
         assert len(plan.rows) == num_requests
     totals = sorted(a + b for a, b in zip(plans, commits, strict=True))

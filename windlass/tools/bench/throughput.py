@@ -1,7 +1,7 @@
-"""Workloads on one engine or more: each is built once, warmed up, and runs all of them.
+"""Measures workloads on one or several engines. Each engine is built once and runs all workloads.
 
-On a CPU engines take turns, run by run, since how fast a machine is changes while it is measured. A
-GPU's memory holds one engine at a time, so they run one after another there.
+On a CPU the engines alternate run by run, since the machine's speed drifts. On a GPU they run one
+after another, since its memory holds one engine at a time.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from windlass.build import OpenModel, build_engine, open_model
 from windlass.config import EngineConfig
 from windlass.errors import ConfigError
 from windlass.runner.device import choose_device
-from windlass.tools.bench.naive import Naive
+from windlass.tools.bench.transformers_engine import TransformersEngine
 from windlass.tools.common.device import (
     Traffic,
     device_of,
-    forget_peak,
     memory_bytes,
     read_bandwidth,
     release_memory,
+    reset_peak_memory,
     traffic_of,
 )
 from windlass.tools.common.drive import EngineRun, median_run, run_all
@@ -34,13 +34,23 @@ from windlass.tools.common.workload import Workload
 
 Log = Callable[[str], None]
 
+_NOTES = (
+    "decode_*: steps in which all requests decode. read_gb: weights and KV cache that such a step "
+    "must read; bandwidth_pct: relative to the device's measured read bandwidth. memory_gib: peak "
+    "allocation on a GPU, resident set on a CPU. Medians of the repeats."
+)
+_ALTERNATING_NOTES = (
+    " The engines alternated run by run in one process, so their memory is not known separately. "
+    "first_ratio: speed of the first engine relative to this one in the same round, median of the "
+    "rounds; first_decode_ratio: the same for the steps in which all requests decode."
+)
 _RATIOS = ("first_ratio", "first_decode_ratio")
-_WARM_OUTPUT = 4
-_WARM_PROMPT_ON_CPU = 32
+_WARM_UP_OUTPUT = 4
+_WARM_UP_PROMPT_ON_CPU = 32
 
 
-class Subject(Protocol):
-    """Something that answers requests and can be measured at it."""
+class BenchEngine(Protocol):
+    """An engine that can be benchmarked."""
 
     name: str
     vocab_size: int
@@ -50,11 +60,11 @@ class Subject(Protocol):
     def run(self, requests: Sequence[Request]) -> EngineRun: ...
 
     def reset(self) -> None:
-        """Forget what was computed for earlier requests."""
+        """Drop the cached state of earlier requests."""
 
 
-class Own:
-    """Our engine."""
+class WindlassEngine:
+    """Windlass as a BenchEngine."""
 
     name = "windlass"
 
@@ -74,17 +84,17 @@ class Own:
         self._engine.reset_prefix_cache()
 
 
-MakeSubject = Callable[[EngineConfig, OpenModel], Subject]
+MakeEngine = Callable[[EngineConfig, OpenModel], BenchEngine]
 
 
 @dataclass(frozen=True, slots=True)
-class Order:
+class ThroughputConfig:
     """What to measure."""
 
     workloads: Sequence[Workload]
     engines: Sequence[str] = ("windlass",)
     repeat: int = 1
-    batch: int | None = None  # the most rows of one static batch of transformers
+    batch: int | None = None  # max rows of a static batch of transformers
 
     def __post_init__(self) -> None:
         if self.repeat < 1:
@@ -93,103 +103,100 @@ class Order:
 
 def measure(
     options: dict[str, Any],
-    order: Order,
+    bench: ThroughputConfig,
     log: Log,
     name: str = "throughput",
-    engines: Mapping[str, MakeSubject] | None = None,
+    engines: Mapping[str, MakeEngine] | None = None,
 ) -> Record:
-    """Run all workloads on all engines of the order. `engines`: further ones that it may name."""
-    makers: dict[str, MakeSubject] = {
-        "windlass": Own,
-        "transformers": lambda config, opened: Naive(config, opened, order.batch),
+    """Run all workloads on all engines. `engines` adds constructors of further engines."""
+    makers: dict[str, MakeEngine] = {
+        "windlass": WindlassEngine,
+        "transformers": lambda config, opened: TransformersEngine(config, opened, bench.batch),
         **(engines or {}),
     }
-    if not order.engines or any(name not in makers for name in order.engines):
+    if not bench.engines or any(name not in makers for name in bench.engines):
         raise ConfigError(
-            f"--engine must name some of {', '.join(makers)}; got {','.join(order.engines)!r}."
+            f"--engine must be one or more of {', '.join(makers)}; got {','.join(bench.engines)!r}."
         )
-    config = with_rows(EngineConfig.of(**options), order.workloads, log)
+    config = with_rows(EngineConfig.of(**options), bench.workloads, log)
     opened = open_model(config)
     rows: list[dict[str, Any]] = []
     settings: dict[str, Any] = dict(options)
     on_gpu = choose_device(config.model).type == "cuda"
-    groups = [[engine] for engine in order.engines] if on_gpu else [order.engines]
-    for together in groups:
-        subjects: list[Subject] = []
-        for engine in together:
+    groups = [[engine] for engine in bench.engines] if on_gpu else [bench.engines]
+    for group in groups:
+        built: list[BenchEngine] = []
+        for engine in group:
             log(f"{engine}: loading {opened.files.name}")
-            subjects.append(makers[engine](config, opened))
-            if isinstance(subjects[-1], Own):
-                settings["choices"] = subjects[-1].choices
-        device = subjects[0].device
+            built.append(makers[engine](config, opened))
+            if isinstance(built[-1], WindlassEngine):
+                settings["choices"] = built[-1].choices
+        device = built[0].device
         bandwidth = read_bandwidth(device)
         settings["read_gb_s"] = round(bandwidth / 1e9, 1)
         log(f"{device.type} reads {bandwidth / 1e9:,.1f} GB/s")
-        for workload in order.workloads:
-            rows += _rows(subjects, workload, order.repeat, bandwidth, log)
-        subjects.clear()
+        for workload in bench.workloads:
+            rows += _rows(built, workload, repeat=bench.repeat, bandwidth=bandwidth, log=log)
+        built.clear()
         release_memory()
-    notes = (
-        "decode_*: the steps in which all requests decode. read_gb: weights and keys and values "
-        "that such a step must read; bandwidth_pct: that, against what the device was measured to "
-        "read. memory_gib: most allocated on a GPU, resident on a CPU. Median of the repeats."
-    )
-    if len(order.engines) > 1 and not on_gpu:
-        notes += (
-            " Engines took turns, run by run, in one process, so that there is no memory of each. "
-            "first_ratio: how many times as fast the first engine was in the same turn, the median "
-            "of the turns; first_decode_ratio: the same of the steps in which all decode."
-        )
+    notes = _NOTES
+    if len(bench.engines) > 1 and not on_gpu:
+        notes += _ALTERNATING_NOTES
     return Record(name, rows, notes, settings)
 
 
 def with_rows(config: EngineConfig, workloads: Sequence[Workload], log: Log) -> EngineConfig:
-    """The config with room for as many rows at once as the workloads are about."""
+    """Raise max_num_seqs to the number of concurrent rows that the workloads need."""
     largest = max(workloads, key=lambda workload: workload.num_rows)
-    wish = config.scheduler
+    scheduler = config.scheduler
     allowed = config.limits(choose_device(config.model).type).max_num_seqs
-    if allowed >= largest.num_rows or wish.batching != "continuous":
+    if allowed >= largest.num_rows or scheduler.batching != "continuous":
         return config
-    if wish.max_num_seqs is not None:
+    if scheduler.max_num_seqs is not None:
         raise ConfigError(
-            f"{largest.name} needs {largest.num_rows} rows at once, --max-num-seqs allows "
-            f"{allowed}. Raise it, or leave it out."
+            f"{largest.name} needs {largest.num_rows} concurrent rows, --max-num-seqs allows "
+            f"{allowed}. Raise it, or remove it."
         )
-    log(f"--max-num-seqs {largest.num_rows} instead of {allowed}: {largest.name} needs so many")
-    return replace(config, scheduler=replace(wish, max_num_seqs=largest.num_rows))
+    log(f"--max-num-seqs {largest.num_rows} instead of {allowed}, as {largest.name} needs it")
+    return replace(config, scheduler=replace(scheduler, max_num_seqs=largest.num_rows))
 
 
 def _rows(
-    subjects: Sequence[Subject], workload: Workload, repeat: int, bandwidth: float, log: Log
+    engines: Sequence[BenchEngine],
+    workload: Workload,
+    *,
+    repeat: int,
+    bandwidth: float,
+    log: Log,
 ) -> list[dict[str, Any]]:
-    """Warm up, run `repeat` times in turn with other ids each, and take each one's median run."""
-    for subject in subjects:
-        log(f"{subject.name}, {workload.name}: warming up")
-        subject.run(_warm_up(workload.requests(subject.vocab_size), subject.device.type))
-        forget_peak(subject.device)
-    runs: list[list[EngineRun]] = [[] for _ in subjects]
+    """Warm up, run `repeat` rounds with new ids each, and take each engine's median run."""
+    for engine in engines:
+        log(f"{engine.name}, {workload.name}: warming up")
+        engine.run(_warm_up(workload.requests(engine.vocab_size), engine.device.type))
+        reset_peak_memory(engine.device)
+    all_runs: list[list[EngineRun]] = [[] for _ in engines]
     for draw in range(1, repeat + 1):
-        for subject, own in zip(subjects, runs, strict=True):
-            subject.reset()
-            own.append(subject.run(workload.requests(subject.vocab_size, draw)))
-            log(f"{subject.name}, {workload.name}: {own[-1].row()['output_tok_s']:,} tok/s")
+        for engine, runs in zip(engines, all_runs, strict=True):
+            engine.reset()
+            runs.append(engine.run(workload.requests(engine.vocab_size, draw)))
+            log(f"{engine.name}, {workload.name}: {runs[-1].row()['output_tok_s']:,} tok/s")
     rows = []
-    for subject, own in zip(subjects, runs, strict=True):
-        taken = median_run(own)
-        row = {"workload": workload.name, "engine": subject.name, **taken.row()}
+    for engine, runs in zip(engines, all_runs, strict=True):
+        run = median_run(runs)
+        row = {"workload": workload.name, "engine": engine.name, **run.row()}
         if repeat > 1:
-            row["all_seconds"] = [round(each.duration, 3) for each in own]
-        row |= _limits(subject, taken, bandwidth, alone=len(subjects) == 1)
-        if own is not runs[0]:
-            row |= _ratios(runs[0], own)
-            times = " and ".join(f"{row[key]} ({key})" for key in _RATIOS if row[key])
-            log(f"{workload.name}: {subjects[0].name} is {times} times as fast as {subject.name}")
+            row["all_seconds"] = [round(each.duration, 3) for each in runs]
+        row |= _limits(engine, run, bandwidth, is_only=len(engines) == 1)
+        if runs is not all_runs[0]:
+            row |= _ratios(all_runs[0], runs)
+            ratios = " and ".join(f"{row[key]}x ({key})" for key in _RATIOS if row[key])
+            log(f"{workload.name}: speed of {engines[0].name} over {engine.name}: {ratios}")
         rows.append(row)
     return rows
 
 
 def _ratios(first: Sequence[EngineRun], own: Sequence[EngineRun]) -> dict[str, float | None]:
-    """How many times as fast the first engine was, turn by turn: whole runs, and decode steps."""
+    """Speed of the first engine relative to another in the same rounds: runs and decode steps."""
     pairs = list(zip(first, own, strict=True))
     steps = [(a.window.step_s, b.window.step_s) for a, b in pairs if a.window and b.window]
     whole = median(b.duration / a.duration for a, b in pairs)
@@ -197,13 +204,15 @@ def _ratios(first: Sequence[EngineRun], own: Sequence[EngineRun]) -> dict[str, f
     return dict(zip(_RATIOS, (round(whole, 3), decode), strict=True))
 
 
-def _limits(subject: Subject, taken: EngineRun, bandwidth: float, alone: bool) -> dict[str, Any]:
-    """How near the run came to what the memory gives, and what it held if nobody else did."""
-    memory = round(memory_bytes(subject.device) / 2**30, 3) if alone else None
-    if taken.window is None:
+def _limits(
+    engine: BenchEngine, run: EngineRun, bandwidth: float, *, is_only: bool
+) -> dict[str, Any]:
+    """Share of the memory bandwidth, and the memory in use if this is the only engine."""
+    memory = round(memory_bytes(engine.device) / 2**30, 3) if is_only else None
+    if run.window is None:
         return {"read_gb": None, "bandwidth_pct": None, "memory_gib": memory}
-    step_bytes = subject.traffic.step_bytes(taken.window.mean_kv)
-    share = 100 * step_bytes / (taken.window.step_s * bandwidth)
+    step_bytes = engine.traffic.step_bytes(run.window.mean_kv)
+    share = 100 * step_bytes / (run.window.step_s * bandwidth)
     return {
         "read_gb": round(step_bytes / 1e9, 4),
         "bandwidth_pct": round(share, 1),
@@ -212,17 +221,17 @@ def _limits(subject: Subject, taken: EngineRun, bandwidth: float, alone: bool) -
 
 
 def _warm_up(requests: list[Request], device: str) -> list[Request]:
-    """The same rows with few outputs: kernels are made for the shapes that come.
+    """The same requests with few output tokens, so that kernels compile for their shapes.
 
-    A GPU's kernels are chosen by the number of tokens too, so it gets the whole prompts; a CPU would
-    compute them for as long as the run itself.
+    A GPU's kernels also depend on the number of tokens, so it gets the whole prompts. A CPU would
+    take as long for them as for the run itself.
     """
-    longest = None if device == "cuda" else _WARM_PROMPT_ON_CPU
+    max_prompt = None if device == "cuda" else _WARM_UP_PROMPT_ON_CPU
     return [
         replace(
             request,
-            prompt=request.prompt[:longest],
-            num_output=min(request.num_output, _WARM_OUTPUT),
+            prompt=request.prompt[:max_prompt],
+            num_output=min(request.num_output, _WARM_UP_OUTPUT),
         )
         for request in requests
     ]

@@ -1,1 +1,1 @@
-"""What the programs that measure share: workloads, the engine driver, records and reports."""
+"""Shared by the tools: workloads, the engine driver, records and reports."""

@@ -1,4 +1,4 @@
-"""When requests come: Poisson, even, in bursts, all at once, faster and faster, or as a trace says."""
+"""Arrival times of requests: Poisson, constant, bursts, all at once, a ramp, or a trace."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ BURST_SIZE = 8
 
 @dataclass(frozen=True, slots=True)
 class Ramp:
-    """Requests a second that change from the first request to the last."""
+    """A request rate that changes from the first request to the last."""
 
     strategy: RampStrategy
     start: float
@@ -34,7 +34,7 @@ class Ramp:
                 raise ConfigError(f"--ramp-up-{name}-rps must be above 0, got {value:g}.")
 
     def rate(self, progress: float) -> float:
-        """`progress`: 0 at the first request, 1 at the last."""
+        """Requests per second; `progress` is 0 at the first request, 1 at the last."""
         if self.strategy == "linear":
             return self.start + (self.end - self.start) * progress
         rate: float = self.start * (self.end / self.start) ** progress
@@ -43,14 +43,14 @@ class Ramp:
 
 @dataclass(frozen=True, slots=True)
 class Arrivals:
-    """How requests come. Without a rate all come at once, and only a limit of concurrency spreads them."""
+    """Arrival pattern. With an infinite rate all requests arrive at once."""
 
     pattern: Pattern = "poisson"
-    rate: float = math.inf  # requests a second
-    burstiness: float = 1.0  # of poisson: below 1 in clumps, above 1 more even
-    burst_size: int = BURST_SIZE  # of burst: so many at once
-    ramp: Ramp | None = None  # in the place of the rate
-    speed: float = 1.0  # of trace: 2 plays it in half the time
+    rate: float = math.inf  # requests per second
+    burstiness: float = 1.0  # for poisson: below 1 is burstier, above 1 more even
+    burst_size: int = BURST_SIZE  # for burst: requests per burst
+    ramp: Ramp | None = None  # replaces the rate
+    speed: float = 1.0  # for trace: 2 replays it in half the time
 
     def __post_init__(self) -> None:
         if self.pattern not in get_args(Pattern):
@@ -65,25 +65,26 @@ class Arrivals:
             raise ConfigError(f"--trace-speed must be above 0, got {self.speed:g}.")
         if self.ramp is not None and (math.isfinite(self.rate) or self.pattern == "trace"):
             raise ConfigError("--ramp-up-strategy sets the rate; leave --request-rate out.")
-        self._refuse_what_means_nothing()
+        self._reject_unused()
 
-    def _refuse_what_means_nothing(self) -> None:
+    def _reject_unused(self) -> None:
+        """Reject options that the pattern does not use."""
         has_rate = math.isfinite(self.rate) or self.ramp is not None
         if self.pattern == "trace" and has_rate:
-            raise ConfigError("--request-rate means nothing for --arrivals trace. Leave it out.")
+            raise ConfigError("--request-rate has no effect with --arrivals trace. Remove it.")
         if self.pattern in ("constant", "burst") and not has_rate:
             raise ConfigError(f"--arrivals {self.pattern} needs --request-rate.")
-        spread = self.pattern == "poisson" and has_rate
-        for flag, is_set, matters, where in (
-            ("--burstiness", self.burstiness != 1.0, spread, "a finite rate and poisson"),
+        is_poisson = self.pattern == "poisson" and has_rate
+        for flag, is_set, is_used, needed in (
+            ("--burstiness", self.burstiness != 1.0, is_poisson, "poisson and a finite rate"),
             ("--burst-size", self.burst_size != BURST_SIZE, self.pattern == "burst", "burst"),
             ("--trace-speed", self.speed != 1.0, self.pattern == "trace", "trace"),
         ):
-            if is_set and not matters:
-                raise ConfigError(f"{flag} means something only with --arrivals: {where}.")
+            if is_set and not is_used:
+                raise ConfigError(f"{flag} has an effect only with --arrivals {needed}.")
 
     def times(self, count: int, random: Random) -> list[float]:
-        """Seconds after the start, the first at 0. Every pattern but `trace`, which has its own."""
+        """Arrival times in seconds, starting at 0. Not for `trace`, whose requests have times."""
         if self.ramp is None and not math.isfinite(self.rate):
             return [0.0] * count
         times, now = [], 0.0
@@ -92,7 +93,7 @@ class Arrivals:
             rate = self.rate if self.ramp is None else self.ramp.rate(index / max(1, count - 1))
             now += self._gap(index, rate, random)
         if self.pattern == "poisson" and self.ramp is None and count > 1:
-            # A few dozen gaps add up to anything: stretched, they keep the rate that was asked for.
+            # The sum of a few dozen random gaps varies; scale it so that the mean rate is exact.
             stretch = (count - 1) / self.rate / times[-1]
             return [at * stretch for at in times]
         return times
@@ -106,7 +107,7 @@ class Arrivals:
         return random.gammavariate(self.burstiness, 1 / (rate * self.burstiness))
 
     def set(self, requests: Sequence[TextRequest], seed: str) -> list[TextRequest]:
-        """The requests with their times, in order."""
+        """Return the requests with their arrival times."""
         if self.pattern == "trace":
             first = min((request.at for request in requests), default=0.0)
             return [replace(request, at=(request.at - first) / self.speed) for request in requests]
@@ -114,7 +115,7 @@ class Arrivals:
         return [replace(request, at=at) for request, at in zip(requests, times, strict=True)]
 
     def rate_changes(self, requests: Sequence[TextRequest]) -> list[dict[str, float]]:
-        """When a ramp passed each whole number of requests a second."""
+        """Times at which a ramp passed each whole number of requests per second."""
         if self.ramp is None:
             return []
         events: list[dict[str, float]] = []

@@ -1,4 +1,4 @@
-"""What the device gives: its read bandwidth, measured, and the memory that a run took."""
+"""Measures a device's read bandwidth and the memory that a run uses."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from torch import nn
 from windlass.models.network import Network
 from windlass.runner.device import free_bytes
 
-# Far more than any cache holds.
+# Far larger than any cache.
 _BUFFER = {"cuda": 2**30, "cpu": 2**28}
 _READS = 8
 
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
-    """What a decode step must read at least."""
+    """Minimum bytes that a decode step reads."""
 
     weight_bytes: int
     kv_bytes_per_token: float
 
     def step_bytes(self, mean_kv: float) -> float:
-        """`mean_kv`: tokens whose keys and values are read, all rows together."""
+        """Bytes of one step; `mean_kv` is the number of KV tokens read over all rows."""
         return self.weight_bytes + mean_kv * self.kv_bytes_per_token
 
 
@@ -35,12 +35,12 @@ def device_of(network: nn.Module) -> torch.device:
 
 
 def traffic_of(network: Network, kv_bytes_per_token: float) -> Traffic:
-    """All weights, but of an embedding's own table only some rows: too few to count."""
+    """Count all weights but a separate embedding table, of which a step reads only a few rows."""
     return Traffic(network.weight_bytes - network.table_bytes, kv_bytes_per_token)
 
 
 def read_bandwidth(device: torch.device) -> float:
-    """Bytes a second that summing a large buffer reads; the best of some tries."""
+    """Measure bytes per second while summing a large buffer; the best of several runs."""
     count = min(_BUFFER[device.type], free_bytes(device) // 2) // 4
     buffer = torch.ones(count, dtype=torch.float32, device=device)
     best = float("inf")
@@ -54,27 +54,27 @@ def read_bandwidth(device: torch.device) -> float:
 
 
 def synchronise(device: torch.device) -> None:
-    """Wait until the device has done all that it was given."""
+    """Wait until the device has finished all queued work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
-def forget_peak(device: torch.device) -> None:
-    """Start anew: what was taken before does not count. A CPU's process has no such mark."""
+def reset_peak_memory(device: torch.device) -> None:
+    """Reset the peak memory counter of a GPU. A CPU process has no such counter."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
 
 
 def memory_bytes(device: torch.device) -> int:
-    """The most that was allocated on a GPU; on a CPU, what the process holds now."""
+    """Peak allocated bytes of a GPU; on a CPU, the current resident set size."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     return psutil.Process().memory_info().rss
 
 
 def release_memory() -> None:
-    """Give back what dead engines held: the next one sizes its cache by what is free."""
-    gc.unfreeze()  # an engine that was built was meant to stay
+    """Free the memory of deleted engines, since the next engine sizes its cache by free memory."""
+    gc.unfreeze()  # building an engine freezes its objects
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()

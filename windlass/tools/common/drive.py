@@ -1,7 +1,7 @@
-"""Drives an engine in this process: sends requests when they are due, steps it, keeps the timings.
+"""Drives an in-process engine: sends requests at their arrival times, steps, records timings.
 
-Benchmarks, measured loads and simulated ones go through this one loop. Only the clock and the
-engine's runner differ.
+Benchmarks, measured loads and simulated loads share this loop. Only the clock and the engine's
+runner differ.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from windlass.tools.common.requests import Request
 from windlass.tools.common.summary import percentile, values_of
 from windlass.tools.common.timing import Timing
 
-_IDLE_S = 0.0005  # the rest after a step that computed nothing, such as while a batch fills up
-_STATS_EVERY = 4  # steps between two looks at the KV cache, where they must cost nothing
+_IDLE_S = 0.0005  # sleep after a step that computed nothing, such as while a batch fills
+_STATS_EVERY = 4  # steps between two reads of the engine's statistics in throughput runs
 
-OnTokens = Callable[[int], None]  # gets the number of tokens of each step
+OnTokens = Callable[[int], None]  # receives the number of tokens of each step
 
 
 class Clock(Protocol):
-    """A time that can be waited for."""
+    """A clock that can sleep."""
 
     def now(self) -> float: ...
 
-    def rest(self, seconds: float) -> None: ...
+    def sleep(self, seconds: float) -> None: ...
 
 
 class RealClock:
@@ -41,18 +41,18 @@ class RealClock:
     def now(self) -> float:
         return time.monotonic()
 
-    def rest(self, seconds: float) -> None:
+    def sleep(self, seconds: float) -> None:
         time.sleep(seconds)
 
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """The steps in which every request decodes: the last has started and none has ended."""
+    """The steps in which every request decodes: all have started and none has finished."""
 
     seconds: float
     steps: int
     tokens: int
-    mean_kv: float  # tokens of keys and values that a step reads, all rows together
+    mean_kv: float  # KV tokens that a step reads, over all rows
 
     @property
     def step_s(self) -> float:
@@ -74,12 +74,12 @@ class EngineRun:
     num_preemptions: int = 0
     num_blocks: int = 0
     peak_blocks: int = 0
-    mean_blocks: float = 0.0  # over the time of the run
+    mean_blocks: float = 0.0  # averaged over time
     peak_waiting: int = 0
     num_drafted: int = 0
     num_accepted: int = 0
-    num_chunked: int = 0  # requests whose prompt took several steps
-    window: Window | None = None  # None: the requests never all decoded at once
+    num_chunked: int = 0  # requests whose prompt was computed in several steps
+    window: Window | None = None  # None: the requests never all decoded together
 
     @property
     def num_output(self) -> int:
@@ -95,7 +95,7 @@ class EngineRun:
 
     @property
     def peak_kv(self) -> float:
-        """The largest share of the KV cache that was in use."""
+        """Peak share of the KV cache in use."""
         return self.peak_blocks / self.num_blocks
 
     @property
@@ -103,7 +103,7 @@ class EngineRun:
         return self.mean_blocks / self.num_blocks
 
     def row(self) -> dict[str, Any]:
-        """The figures of a throughput benchmark; None where there is nothing to measure."""
+        """The figures of a throughput benchmark; None where a figure does not apply."""
         seconds, num_output, num_prompt = self.duration, self.num_output, self.num_prompt
         window, steps = self.window, self.num_steps
         figures: dict[str, Any] = {
@@ -123,30 +123,30 @@ class EngineRun:
         for name, metric in (("ttft", "ttft"), ("tpot", "tpot"), ("e2e", "e2el")):
             values = values_of(self.timings, metric)
             for share in (50, 99):
-                known = round(percentile(values, share), 2) if values else None
-                figures[f"{name}_p{share}_ms"] = known
+                value = round(percentile(values, share), 2) if values else None
+                figures[f"{name}_p{share}_ms"] = value
         return figures
 
 
 @dataclass(slots=True)
 class StepLog:
-    """When each step ended and how many tokens it gave: what a window is found from."""
+    """End time and token count of each step, from which the decode window is found."""
 
     num_requests: int
     times: list[float] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
-    all_started: int | None = None  # the step that gave the last request its first token
-    first_ended: int | None = None
+    all_started: int | None = None  # step of the last request's first token
+    first_ended: int | None = None  # step in which the first request finished
     _started: set[str] = field(default_factory=set)
 
     def add(self, outputs: Sequence[Output], now: float) -> list[Output]:
-        """Add a step that gave tokens; returns the outputs that end a request."""
+        """Add a step with outputs; returns the outputs that finish a request."""
         index = len(self.times)
         self.times.append(now)
         self.tokens.append(sum([len(output.tokens) for output in outputs]))
         ended = []
         for output in outputs:
-            # First and last outputs carry a timeline; the others cost one look.
+            # Only the first and last outputs of a request carry a timeline.
             if output.timeline is None and output.finish is None:
                 continue
             self._started.add(output.request_id)
@@ -159,7 +159,7 @@ class StepLog:
         return ended
 
     def window(self, num_prompt: int) -> Window | None:
-        """`num_prompt`: the prompt tokens of all requests together."""
+        """The decode window; `num_prompt` is the total of prompt tokens."""
         first, last = self.all_started, self.first_ended
         if first is None or last is None or last <= first:
             return None
@@ -190,18 +190,25 @@ def run_all(
     max_concurrency: int | None = None,
     on_tokens: OnTokens = lambda _: None,
 ) -> EngineRun:
-    """Run requests to their ends at the least cost per step; raises when one fails.
+    """Run all requests with minimal overhead per step; raises when one fails.
 
-    Times are those of the requests' own timelines: first token and last token.
+    Timings come from the requests' own timelines: first token and last token.
     """
-    driver = _Driver(engine, requests, RealClock(), max_concurrency, on_tokens, every_chunk=False)
+    driver = _Driver(
+        engine,
+        requests,
+        RealClock(),
+        max_concurrency=max_concurrency,
+        on_tokens=on_tokens,
+        every_chunk=False,
+    )
     run = driver.run()
     error = next((timing.error for timing in run.timings if timing.error is not None), None)
     if error is not None:
         raise EngineError(f"a request failed: {error}")
-    wanted = sum(request.num_output for request in requests)
-    if run.num_output != wanted:
-        raise EngineError(f"the engine made {run.num_output} tokens; {wanted} were requested.")
+    expected = sum(request.num_output for request in requests)
+    if run.num_output != expected:
+        raise EngineError(f"the engine generated {run.num_output} tokens; expected {expected}.")
     return run
 
 
@@ -211,26 +218,32 @@ def replay(
     clock: Clock | None = None,
     max_concurrency: int | None = None,
 ) -> EngineRun:
-    """Run requests to their ends with the time of every chunk; failures are in the timings."""
+    """Run all requests and record the time of every chunk; failures are in the timings."""
     driver = _Driver(
-        engine, requests, clock or RealClock(), max_concurrency, lambda _: None, every_chunk=True
+        engine,
+        requests,
+        clock or RealClock(),
+        max_concurrency=max_concurrency,
+        on_tokens=lambda _: None,
+        every_chunk=True,
     )
     return driver.run()
 
 
 def median_run(runs: Sequence[EngineRun]) -> EngineRun:
-    """The run of the median duration; of two the faster."""
+    """The run with the median duration; the faster of the middle two."""
     return sorted(runs, key=lambda run: run.duration)[(len(runs) - 1) // 2]
 
 
 class _Driver:
-    """One run of one list of requests on an engine that has no other requests."""
+    """One run of a list of requests on an otherwise idle engine."""
 
     def __init__(
         self,
         engine: Engine,
         requests: Sequence[Request],
         clock: Clock,
+        *,
         max_concurrency: int | None,
         on_tokens: OnTokens,
         every_chunk: bool,
@@ -242,25 +255,25 @@ class _Driver:
         self._on_tokens = on_tokens
         self._every_chunk = every_chunk
         self._began = clock.now()
-        self._room_since = -math.inf  # since when one more request may be in flight
-        self._due: list[tuple[float, int]] = []
-        self._after: dict[int, list[int]] = {}  # requests by the one that they follow
+        self._room_since = -math.inf  # when the concurrency limit last allowed another request
+        self._due: list[tuple[float, int]] = []  # heap of (arrival time, index)
+        self._followers: dict[int, list[int]] = {}  # by the request that they follow
         self._sent: dict[str, _Sent] = {}
         self._log = StepLog(len(requests))
         self._num_chunked = 0
         self._timings: list[Timing] = []
         self._peak_blocks = self._peak_waiting = 0
         self._block_seconds = 0.0
-        self._looked_at = self._began
+        self._sampled_at = self._began
 
     def run(self) -> EngineRun:
-        """Until all have ended."""
+        """Run until all requests have finished."""
         engine, clock = self._engine, self._clock
         for index, request in enumerate(self._requests):
             if request.follows is None:
                 self._due.append((self._began + request.at, index))
             else:
-                self._after.setdefault(request.follows, []).append(index)
+                self._followers.setdefault(request.follows, []).append(index)
         heapq.heapify(self._due)
         before, num_steps = engine.stats(), 0
         every = 1 if self._every_chunk else _STATS_EVERY
@@ -268,21 +281,21 @@ class _Driver:
             self._send()
             if not self._sent:
                 if self._due:
-                    clock.rest(max(0.0, self._due[0][0] - clock.now()))
-                self._looked_at = clock.now()
+                    clock.sleep(max(0.0, self._due[0][0] - clock.now()))
+                self._sampled_at = clock.now()
                 continue
             started = clock.now()
             outputs = engine.step()
             now = clock.now()
             if outputs:
-                self._take(outputs, now)
-            if now == started:  # nothing was computed: a simulated clock must go on, too
-                clock.rest(_IDLE_S)
+                self._record(outputs, now)
+            if now == started:  # nothing was computed; a simulated clock must advance too
+                clock.sleep(_IDLE_S)
             num_steps += 1
             if num_steps % every == 0:
-                self._look(now)
+                self._sample_stats(now)
         after = engine.stats()
-        while engine.has_work:  # an overlapped loop has one more step in flight
+        while engine.has_work:  # an overlapped loop still has one step in flight
             engine.step()
         last = max((timing.ended_at for timing in self._timings), default=self._began)
         duration = last - self._began
@@ -303,16 +316,16 @@ class _Driver:
             window=self._log.window(sum(len(request.prompt) for request in self._requests)),
         )
 
-    def _look(self, now: float) -> None:
-        """Take note of the KV cache and the queue."""
+    def _sample_stats(self, now: float) -> None:
+        """Sample the KV cache usage and the queue length."""
         stats = self._engine.stats()
         self._peak_waiting = max(self._peak_waiting, stats.num_waiting)
         self._peak_blocks = max(self._peak_blocks, stats.num_used_blocks)
-        self._block_seconds += stats.num_used_blocks * (now - self._looked_at)
-        self._looked_at = now
+        self._block_seconds += stats.num_used_blocks * (now - self._sampled_at)
+        self._sampled_at = now
 
     def _send(self) -> None:
-        """Send what is due, as far as the limit of concurrency allows."""
+        """Send due requests up to the concurrency limit."""
         now = self._clock.now()
         while self._due and self._due[0][0] <= now and len(self._sent) < self._limit:
             due, index = heapq.heappop(self._due)
@@ -325,7 +338,7 @@ class _Driver:
             else:
                 self._sent[str(index)] = sent
 
-    def _take(self, outputs: Sequence[Output], now: float) -> None:
+    def _record(self, outputs: Sequence[Output], now: float) -> None:
         if self._every_chunk:
             for output in outputs:
                 if output.tokens:
@@ -347,40 +360,40 @@ class _Driver:
             self._num_chunked += line.num_chunks > 1
         if line is None or self._every_chunk:
             timing = Timing(
-                sent.due,
-                sent.sent_at,
-                now,
-                len(sent.request.prompt),
-                sum(sent.tokens),
-                tuple(sent.times),
-                tuple(sent.tokens),
-                error,
+                due_at=sent.due,
+                sent_at=sent.sent_at,
+                ended_at=now,
+                num_prompt=len(sent.request.prompt),
+                num_output=sum(sent.tokens),
+                times=tuple(sent.times),
+                tokens=tuple(sent.tokens),
+                error=error,
                 num_cached=line.num_cached if line is not None else None,
             )
         else:
             timing = timing_of(line, sent.due, error)
         self._timings.append(timing)
-        for follower in self._after.pop(index, ()):
+        for follower in self._followers.pop(index, ()):
             due = max(now, self._began + self._requests[follower].at)
             heapq.heappush(self._due, (due, follower))
 
 
-def timing_of(line: Timeline, asked_at: float | None = None, error: str | None = None) -> Timing:
-    """The timing that a timeline tells: its first token, and all others with the last one."""
+def timing_of(line: Timeline, due_at: float | None = None, error: str | None = None) -> Timing:
+    """Convert a timeline: the first token, then all others at the time of the last."""
     chunks: list[tuple[float, int]] = []
     if line.first_token is not None:
         chunks.append((line.first_token, 1))
     if line.last_token is not None and line.num_output > 1:
         chunks.append((line.last_token, line.num_output - 1))
     return Timing(
-        line.arrived if asked_at is None else asked_at,
-        line.arrived,
-        chunks[-1][0] if chunks else line.arrived,
-        line.num_prompt,
-        line.num_output,
-        tuple(at for at, _ in chunks),
-        tuple(count for _, count in chunks),
-        error,
+        due_at=line.arrived if due_at is None else due_at,
+        sent_at=line.arrived,
+        ended_at=chunks[-1][0] if chunks else line.arrived,
+        num_prompt=line.num_prompt,
+        num_output=line.num_output,
+        times=tuple(at for at, _ in chunks),
+        tokens=tuple(count for _, count in chunks),
+        error=error,
         num_cached=line.num_cached,
     )
 

@@ -1,4 +1,4 @@
-"""JSONL files: the object of a line, conversations, and what is wrong with broken lines."""
+"""Parses JSONL files of prompts and conversations, and reports invalid lines by number."""
 
 from __future__ import annotations
 
@@ -13,26 +13,26 @@ T = TypeVar("T")
 
 
 def numbered_lines(raw: bytes) -> Iterator[tuple[int, bytes]]:
-    """The lines that are not empty, numbered from 1."""
+    """Yield the non-empty lines, numbered from 1."""
     for number, line in enumerate(raw.split(b"\n"), start=1):
         if line.strip():
             yield number, line
 
 
 def parse_lines(raw: bytes, parse: Callable[[bytes], T]) -> tuple[list[T], list[tuple[int, str]]]:
-    """What the lines hold, and the number of each broken line with what is wrong with it."""
-    found: list[T] = []
-    broken: list[tuple[int, str]] = []
+    """Parse all lines; returns the values, and (line number, error) of each invalid line."""
+    values: list[T] = []
+    invalid: list[tuple[int, str]] = []
     for number, line in numbered_lines(raw):
         try:
-            found.append(parse(line))
+            values.append(parse(line))
         except RequestError as error:
-            broken.append((number, str(error)))
-    return found, broken
+            invalid.append((number, str(error)))
+    return values, invalid
 
 
 def parse_object(line: bytes | str, such_as: str) -> dict[str, Any]:
-    """The object of a line; RequestError says what is wrong, without the line's number."""
+    """Parse one line as a JSON object; raises RequestError without the line number."""
     try:
         value = json.loads(line.decode("utf-8-sig") if isinstance(line, bytes) else line)
     except UnicodeDecodeError:
@@ -45,7 +45,7 @@ def parse_object(line: bytes | str, such_as: str) -> dict[str, Any]:
 
 
 def check_messages(value: object) -> Messages:
-    """A conversation: messages with role and content."""
+    """Validate a conversation: a list of messages with role and content."""
     if not isinstance(value, list) or not value:
         raise RequestError("messages must be a list with at least one message", "messages")
     for message in value:
@@ -53,6 +53,6 @@ def check_messages(value: object) -> Messages:
             isinstance(message.get(name), str) for name in ("role", "content")
         ):
             raise RequestError(
-                f"a message needs role and content, both texts; got {message!r:.100}", "messages"
+                f"a message needs role and content as strings, got {message!r:.100}", "messages"
             )
     return value

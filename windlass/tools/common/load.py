@@ -1,4 +1,4 @@
-"""A load: which requests and when, from a workload by name or from a trace, as text or token ids."""
+"""Builds a load (requests and arrival times) from a named workload or a trace, as text or token ids."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ from windlass.tools.common.requests import Request, TextRequest
 from windlass.tools.common.text_workload import LOADS, Sizes, make_load
 from windlass.tools.common.texts import Writer, measure_scale
 
-_ALL = 1_000_000  # requests of a trace, where no number is given
+_ALL = 1_000_000  # requests read from a trace when no number is given
 
 Log = Callable[[str], None]
 
 
 def writer_for(card: ModelCard) -> Writer:
-    """Writes texts whose lengths are in this model's tokens."""
+    """A text writer whose lengths are in this model's tokens."""
     return Writer(measure_scale(lambda text: len(card.tokenizer.encode(text))))
 
 
 def tokenize(
     requests: Sequence[TextRequest], card: ModelCard, template_prompts: bool = True
 ) -> list[Request]:
-    """Token ids, as the server makes them. `template_prompts`: a plain prompt is a user message."""
+    """Tokenize as the server does. `template_prompts`: send a plain prompt as a user message."""
     template = None
     if card.chat_template is not None:
         template = ChatTemplate(card.chat_template, card.special_tokens)
-    made = []
+    tokenized = []
     for request in requests:
         prompt = request.as_prompt()
         if isinstance(prompt, list):
@@ -43,8 +43,8 @@ def tokenize(
             tokens = card.tokenizer.encode(text, add_special=False)
         else:
             tokens = card.tokenizer.encode(prompt)
-        made.append(Request(tokens, request.max_tokens, request.at, request.follows))
-    return made
+        tokenized.append(Request(tokens, request.max_tokens, request.at, request.follows))
+    return tokenized
 
 
 def read_requests(
@@ -57,20 +57,20 @@ def read_requests(
     skip_bad_lines: bool,
     log: Log = lambda _: None,
 ) -> list[TextRequest]:
-    """The requests of a file; bad lines are refused, or skipped and logged."""
-    made = read_load(name, path, sizes, writer, str(seed))
+    """Read the requests of a file. Invalid lines raise, or are skipped and logged."""
+    read = read_load(name, path, sizes, writer, str(seed))
     if not skip_bad_lines:
-        refuse_problems(path, made.problems)
-    for problem in made.problems:
-        log(f"{path}: left out: {problem}")
-    if not made.requests:
-        raise ConfigError(f"{path} has no line that can be used.")
-    return made.requests
+        refuse_problems(path, read.problems)
+    for problem in read.problems:
+        log(f"{path}: skipped: {problem}")
+    if not read.requests:
+        raise ConfigError(f"{path} has no valid line.")
+    return read.requests
 
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """The load of `plan` and `tune`: a workload by name, or a trace."""
+    """The load of `plan` and `tune`: a named workload or a trace."""
 
     name: str = "chat"
     trace: Path | None = None
@@ -89,9 +89,9 @@ class Load:
                 "requests with --trace."
             )
         if self.trace is not None and self.input_len is not None:
-            raise ConfigError("--input-len means nothing for --trace, which has its own.")
+            raise ConfigError("--input-len has no effect with --trace, which sets the lengths.")
         if self.trace is None and self.skip_bad_lines:
-            raise ConfigError("--skip-bad-lines means nothing without --trace.")
+            raise ConfigError("--skip-bad-lines has no effect without --trace.")
         at_least(self, 1, "num_prompts", "input_len", "output_len", "max_concurrency")
 
     @property
@@ -104,9 +104,9 @@ class Load:
         return self.name if self.trace is None else self.trace.name
 
     def requests(self, card: ModelCard, log: Log = lambda _: None, draw: int = 0) -> list[Request]:
-        """The requests in token ids; another `draw` has other texts, if they are not from a file."""
-        made = self._text_requests(writer_for(card), log, draw)
-        return tokenize(self.arrivals.set(made, f"{self.seed} 0"), card)
+        """The requests in token ids. Another `draw` gives other texts, unless they are a trace's."""
+        texts = self._text_requests(writer_for(card), log, draw)
+        return tokenize(self.arrivals.set(texts, f"{self.seed} 0"), card)
 
     def _text_requests(self, writer: Writer, log: Log, draw: int) -> list[TextRequest]:
         if self.trace is None:

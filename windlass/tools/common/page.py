@@ -1,6 +1,6 @@
-"""A page of HTML with plots that needs no network: plotly's JavaScript is written into it.
+"""Renders a self-contained HTML page with plots; plotly's JavaScript is embedded.
 
-What is on the page is its caller's business. Nothing of a server's client is needed here.
+The caller provides the content.
 """
 
 from __future__ import annotations
@@ -34,10 +34,11 @@ td.reason { text-align: left; color: var(--faint); }
   grid-template-columns: repeat(auto-fit, minmax(min(460px, 100%), 1fr)); }
 section { min-width: 0; } .plot { height: 360px; }
 .warning { background: var(--warning); padding: .6rem 1rem; border-radius: 6px; }
-.plots + h2 { margin-top: 1.5rem; } .told { padding-left: 1.2rem; } .told li { margin-bottom: .4rem; }
+.plots + h2 { margin-top: 1.5rem; } .remarks { padding-left: 1.2rem; }
+.remarks li { margin-bottom: .4rem; }
 .origin { color: var(--faint); font-size: .85rem; } code { overflow-wrap: anywhere; }
 """
-# Colours follow the page's, and change with them.
+# The plots follow the page's light or dark colours.
 _DRAW = """
 const dark = matchMedia('(prefers-color-scheme: dark)');
 function draw() {
@@ -61,7 +62,7 @@ dark.addEventListener('change', draw);
 
 @dataclass(frozen=True, slots=True)
 class Plot:
-    """One figure: plotly's traces and layout."""
+    """One plotly figure: traces and layout."""
 
     title: str
     data: list[dict[str, Any]]
@@ -69,7 +70,7 @@ class Plot:
 
 
 def plotly_js() -> str:
-    """Plotly's JavaScript, from the package."""
+    """Return plotly's JavaScript from the package."""
     try:
         from plotly.offline import get_plotlyjs
     except ImportError as error:
@@ -81,7 +82,7 @@ def plotly_js() -> str:
 
 
 def html_table(name: str, lines: Iterable[str]) -> str:
-    """A table with the headings of the records of that name, and these rows of cells in HTML."""
+    """A table with the headings of record type `name`; `lines` are rows of HTML cells."""
     head = "".join(f"<th>{escape(heading)}</th>" for heading in COLUMNS[name].values())
     body = "".join(f"<tr>{line}</tr>" for line in lines)
     table = f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
@@ -93,12 +94,12 @@ def html_cells(name: str, row: Mapping[str, Any]) -> list[str]:
 
 
 def html_origin(record: Record) -> str:
-    """The command of a record and where it ran."""
+    """The command of a record and the machine it ran on."""
     return f"<code>{escape(record.command)}</code> {escape(record.origin)}"
 
 
 def html_page(name: str, top: str, plots: Sequence[Plot], bottom: str) -> str:
-    """Plots between two pieces of HTML; `name` is plain text."""
+    """A page with plots between two HTML fragments; `name` is plain text."""
     title = escape(name)
     figures = "\n".join(
         f'<section><h2>{escape(plot.title)}</h2><div class="plot" id="plot-{i}"></div></section>'

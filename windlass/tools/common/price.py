@@ -1,4 +1,4 @@
-"""What a machine costs an hour where nobody says: rough list prices of its class, in dollars."""
+"""Default machine prices in dollars per hour: rough list prices by GPU model and CPU core."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import torch
 
 from windlass.errors import ConfigError
 
-_CORE = 0.05
-# On demand, one GPU with its share of a host. The first part of a name that fits counts.
-_GPUS = (
+_USD_PER_CORE_HOUR = 0.05
+# On-demand prices of one GPU with its share of a host. The first entry found in the device name counts.
+_USD_PER_GPU_HOUR = (
     ("B200", 6.0),
     ("H200", 4.0),
     ("H100", 3.0),
@@ -27,29 +27,30 @@ _GPUS = (
 
 @dataclass(frozen=True, slots=True)
 class Price:
-    """Dollars an hour, and where the number comes from; None: not known."""
+    """Dollars per hour (None: unknown) and the source of the number."""
 
     per_hour: float | None
-    why: str
+    reason: str
 
     def per_million(self, tok_s: float) -> float | None:
-        """Dollars for a million tokens at this speed."""
+        """Dollars per million tokens at this throughput."""
         if self.per_hour is None or tok_s <= 0:
             return None
         return self.per_hour / 3600 / tok_s * 1e6
 
 
 def price_of(given: float | None, device: str) -> Price:
-    """As set, or by the class of the machine."""
+    """Return the given price, or the default for this machine."""
     if given is not None:
         if not (given > 0 and math.isfinite(given)):
             raise ConfigError(f"--price-per-hour must be above 0, got {given:g}.")
-        return Price(given, f"${given:g} an hour, as set")
+        return Price(given, f"${given:g} per hour, from --price-per-hour")
     if device == "cpu":
         cores = os.cpu_count() or 1
-        return Price(_CORE * cores, f"${_CORE * cores:.2f} an hour: {cores} cores at ${_CORE}")
+        price = _USD_PER_CORE_HOUR * cores
+        return Price(price, f"${price:.2f} per hour: {cores} cores at ${_USD_PER_CORE_HOUR}")
     name = torch.cuda.get_device_name()
-    for part, price in _GPUS:
+    for part, price in _USD_PER_GPU_HOUR:
         if part in name:
-            return Price(price, f"${price:g} an hour, a usual price of this GPU")
-    return Price(None, f"no price of {name} is known: give --price-per-hour")
+            return Price(price, f"${price:g} per hour, a typical price of this GPU")
+    return Price(None, f"the price of {name} is unknown: set --price-per-hour")

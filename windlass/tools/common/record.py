@@ -1,4 +1,4 @@
-"""A benchmark's result with everything needed to repeat it: command, commit, hardware, versions."""
+"""Benchmark results with all that is needed to repeat them: command, commit, hardware, versions."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from windlass.config import flag
 from windlass.errors import ConfigError
 
 _PACKAGES = ("windlass", "torch", "triton", "transformers", "numpy")
-# Never written to a file, whatever else a run was given.
+# Options that are never written to a file.
 _SECRETS = ("hf_token", "api_key", "header")
 
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """One benchmark, as it is written to a file. `rows` are the table, `notes` say how to read it."""
+    """One stored benchmark: `rows` are the table, `notes` explain it."""
 
     name: str
     rows: list[dict[str, Any]]
@@ -37,7 +37,7 @@ class Record:
     versions: dict[str, str] = field(default_factory=lambda: _versions())
 
     def save(self, path: Path) -> None:
-        """Write it whole or not at all, without secrets."""
+        """Write the record atomically, without secrets."""
         values = asdict(self)
         values["settings"] = {
             key: value for key, value in self.settings.items() if key not in _SECRETS
@@ -46,13 +46,13 @@ class Record:
 
     @property
     def origin(self) -> str:
-        """The commit, date, machine and versions, as a sentence goes on after the command."""
+        """Commit, date, machine and versions: the rest of a sentence that begins with the command."""
         versions = ", ".join(f"{name} {number}" for name, number in self.versions.items())
         return f"at {self.commit} on {self.date}; {self.hardware}; {versions}."
 
 
 def save_text(path: Path, text: str) -> None:
-    """Write the whole file or nothing."""
+    """Write a file atomically."""
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(f"{path.name}.part")
     part.write_text(text, encoding="utf-8")
@@ -60,30 +60,32 @@ def save_text(path: Path, text: str) -> None:
 
 
 def read_record(path: Path) -> Record:
-    """What an earlier run has written."""
+    """Read the record of an earlier run."""
     try:
         return Record(**json.loads(path.read_text(encoding="utf-8")))
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror or error}.") from error
     except (ValueError, TypeError) as error:
-        raise ConfigError(f"{path}: is no benchmark's result: {error}.") from error
+        raise ConfigError(f"{path}: is not a benchmark result: {error}.") from error
 
 
-def rows_before(path: Path, name: str, settings: dict[str, Any]) -> list[dict[str, Any]]:
-    """The rows that an earlier run of the same benchmark and settings has left in a file, if any."""
+def saved_rows(path: Path, name: str, settings: dict[str, Any]) -> list[dict[str, Any]]:
+    """Rows that an earlier run of the same benchmark with the same settings saved to a file."""
     if not path.is_file():
         return []
     try:
         record = json.loads(path.read_text(encoding="utf-8"))
-        before, found = record["settings"], record["name"]
+        old_settings, old_name = record["settings"], record["name"]
         rows: list[dict[str, Any]] = record["rows"]
     except (ValueError, KeyError, TypeError) as error:
-        raise ConfigError(f"-o {path}: exists, and is no benchmark's result: {error!r}.") from error
-    other = [key for key in before | settings if before.get(key) != settings.get(key)]
-    if found != name or other:
-        what = f"{', '.join(other)} differ" if found == name else f"it is of {found!r}"
         raise ConfigError(
-            f"-o {path}: holds results of another run ({what}). Remove it, or choose another file."
+            f"-o {path}: exists, and is not a benchmark result: {error!r}."
+        ) from error
+    changed = [key for key in old_settings | settings if old_settings.get(key) != settings.get(key)]
+    if old_name != name or changed:
+        what = f"{', '.join(changed)} differ" if old_name == name else f"benchmark {old_name!r}"
+        raise ConfigError(
+            f"-o {path}: has results of another run ({what}). Remove it, or choose another file."
         )
     return rows
 
@@ -101,7 +103,7 @@ def _command() -> str:
 
 
 def _commit() -> str:
-    """The commit this code is from, "+" when files have changed since; "unknown" outside git."""
+    """The commit of this checkout, with "+" after local changes; "unknown" outside git."""
     here = Path(__file__).parent
     try:
         commit = subprocess.run(
@@ -120,7 +122,7 @@ def _commit() -> str:
 
 
 def hardware() -> str:
-    """The machine, in words."""
+    """Describe the machine."""
     return f"{_cpu_name()}, {os.cpu_count()} cores{_gpu_name()}"
 
 

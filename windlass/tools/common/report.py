@@ -1,4 +1,4 @@
-"""Tables of records: for the terminal, for Markdown, and for the pages of the docs."""
+"""Renders records as tables: in the terminal, as Markdown, and in the pages of the docs."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from rich.table import Table
 from windlass.errors import ConfigError
 from windlass.tools.common.record import Record, read_record
 
-Columns = dict[str, str]  # a row's key, or two with a slash -> the heading
+Columns = dict[str, str]  # key of a row, or two keys with a slash -> heading
 
-_WIDEST = 1000
+_MAX_WIDTH = 1000
 _TIMES: Columns = {
     "ttft_p50_ms/ttft_p99_ms": "TTFT p50 / p99 ms",
     "tpot_p50_ms/tpot_p99_ms": "TPOT p50 / p99 ms",
     "e2e_p50_ms/e2e_p99_ms": "e2e p50 / p99 ms",
 }
 _LIMITS: Columns = {
-    "read_gb": "GB a step",
+    "read_gb": "GB per step",
     "bandwidth_pct": "% of bandwidth",
     "memory_gib": "memory GiB",
 }
@@ -32,7 +32,7 @@ _PERPLEXITY: Columns = {
     "perplexity": "perplexity",
     "perplexity_error": "±",
 }
-_TEXTS = (
+_TEXT_COLUMNS = (
     "draft",
     "settings",
     "how",
@@ -50,7 +50,7 @@ _TEXTS = (
     "checkpoint",
     "reader",
 )
-# The pages of the docs that have tables.
+# Pages of the docs with tables.
 PAGES = (
     "docs/bench-serve.md",
     "docs/benchmarks.md",
@@ -60,7 +60,7 @@ PAGES = (
     "docs/quantisation.md",
     "docs/speculation.md",
 )
-_PART = re.compile(r"(<!-- table:([\w.-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
+_TABLE = re.compile(r"(<!-- table:([\w.-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 COLUMNS: dict[str, Columns] = {
     "throughput": {
         "workload": "workload",
@@ -85,7 +85,7 @@ COLUMNS: dict[str, Columns] = {
     "batching": {
         "variant": "batching",
         "output_tok_s": "output tok/s",
-        "speedup": "against none",
+        "speedup": "speedup over none",
         "steps": "steps",
         "ttft_p50_ms": "TTFT p50 ms",
         "e2e_p99_ms": "e2e p99 ms",
@@ -93,29 +93,29 @@ COLUMNS: dict[str, Columns] = {
     "prefix": {
         "variant": "prefix caching",
         "output_tok_s": "output tok/s",
-        "speedup": "against off",
+        "speedup": "speedup over off",
         "prompt_tokens_computed": "prompt tokens computed",
         "ttft_p50_ms": "TTFT p50 ms",
     },
     "speculation": {
-        "spec": "guesses by",
+        "spec": "proposer",
         "workload": "workload",
         "off_tok_s/on_tok_s": "tok/s, off / on",
-        "speedup/speedup_error": "times off / ±",
+        "speedup/speedup_error": "speedup / ±",
         "decode_off_tok_s/decode_on_tok_s": "decode tok/s, off / on",
-        "decode_speedup": "times off",
+        "decode_speedup": "decode speedup",
         "control": "control",
-        "drafted/accepted": "guesses / right",
-        "acceptance_length": "tokens a row with guesses",
-        "alike": "alike",
+        "drafted/accepted": "draft tokens / accepted",
+        "acceptance_length": "tokens per verification",
+        "alike": "identical tokens",
     },
     "draft_pairs": {
         "draft": "draft model",
-        "speedup": "times off",
-        "speedup_least/speedup_most": "least / most",
-        "decode_speedup": "decode, times off",
+        "speedup": "speedup",
+        "speedup_min/speedup_max": "min / max",
+        "decode_speedup": "decode speedup",
         "drafted/accepted": "draft tokens / accepted",
-        "acceptance_length": "tokens a verification",
+        "acceptance_length": "tokens per verification",
     },
     "gguf_memory": {
         "engine": "engine",
@@ -126,13 +126,13 @@ COLUMNS: dict[str, Columns] = {
     "adapters": {
         "workload": "workload",
         "adapters": "adapters",
-        "figure": "tok/s of",
-        "base_tok_s/adapters_tok_s": "base / with adapters",
-        "ratio": "times the base",
-        "adapter_mib": "MiB of an adapter",
-        "together_gib/apart_gib": "GiB of 100 tenants, together / apart",
-        "machines_together/machines_apart": "machines",
-        "usd_hour_together/usd_hour_apart": "$ an hour of each",
+        "figure": "phase",
+        "base_tok_s/adapters_tok_s": "tok/s, base / adapters",
+        "ratio": "ratio",
+        "adapter_mib": "MiB per adapter",
+        "together_gib/apart_gib": "GiB for 100 tenants, shared / separate",
+        "machines_together/machines_apart": "machines, shared / separate",
+        "usd_hour_together/usd_hour_apart": "$ per tenant and hour, shared / separate",
     },
     "perplexity": _PERPLEXITY,
     "quality": {
@@ -150,36 +150,36 @@ COLUMNS: dict[str, Columns] = {
         "format": "format",
         "bits": "bits",
         "weight_bytes": "bytes in memory",
-        "file_bytes": "on disk",
+        "file_bytes": "bytes on disk",
         "perplexity": "perplexity",
-        "increase_pct": "against float32, %",
+        "increase_pct": "increase over float32, %",
         "increase_error_pct": "±",
         "kl_mean/kl_p99": "KL mean / p99",
         "agreement": "agreement",
-        "served_increase_pct": "as served, %",
-        "served_agreement": "agreement",
+        "served_increase_pct": "served: increase, %",
+        "served_agreement": "served: agreement",
         "tok_s_b1/tok_s_b8": "tok/s, 1 / 8 rows",
-        "speedup_b1/speedup_b8": "times float32",
+        "speedup_b1/speedup_b8": "speedup over float32",
     },
     "gguf-perplexity": {
         "type": "type",
         "types": "matrices",
         "llama_cpp": "llama.cpp",
         "float32": "float32",
-        "float32_pct": "against llama.cpp, %",
+        "float32_pct": "difference, %",
         "served": "served",
-        "served_pct": "against llama.cpp, %",
+        "served_pct": "difference, %",
     },
     "readers": {
         "checkpoint": "checkpoint",
-        "reader": "read by",
+        "reader": "reader",
         "tokens": "tokens",
-        "rms": "rms",
-        "max": "largest difference",
+        "rms": "RMS difference",
+        "max": "max difference",
         "kl_mean": "mean KL",
         "agreement": "agreement",
-        "served_kl_mean": "as served: mean KL",
-        "served_agreement": "agreement",
+        "served_kl_mean": "served: mean KL",
+        "served_agreement": "served: agreement",
     },
     "tasks": {
         "task": "task",
@@ -191,10 +191,10 @@ COLUMNS: dict[str, Columns] = {
     },
     "serve": {
         "label": "engine",
-        "workload": "load",
-        "request_rate": "req/s asked",
-        "max_concurrency": "at once",
-        "completed/failed": "good / failed",
+        "workload": "workload",
+        "request_rate": "request rate",
+        "max_concurrency": "max concurrency",
+        "completed/failed": "completed / failed",
         "request_throughput": "req/s",
         "request_goodput": "goodput req/s",
         "output_throughput": "output tok/s",
@@ -202,41 +202,41 @@ COLUMNS: dict[str, Columns] = {
         "median_ttft_ms/p99_ttft_ms": "TTFT p50 / p99 ms",
         "median_tpot_ms/p99_tpot_ms": "TPOT p50 / p99 ms",
         "median_e2el_ms/p99_e2el_ms": "e2e p50 / p99 ms",
-        "cached_input_tokens": "prompt tokens cached",
+        "cached_input_tokens": "cached prompt tokens",
     },
     "ladder": {
         "label": "rung",
         "low_tok_s/sat_tok_s": "tok/s",
-        "low_times/sat_times": "times the base",
+        "low_speedup/sat_speedup": "speedup over base",
         "sat_req_s": "req/s",
         "article_req_s": "articles' req/s",
-        "sat_e2e_p50_s": "p50 s",
-        "article_p50_s": "articles' p50 s",
+        "sat_e2e_p50_s": "e2e p50 s",
+        "article_p50_s": "articles' e2e p50 s",
         "low_ttft_p50_ms/low_ttft_p99_ms": "TTFT ms, low",
-        "sat_ttft_p50_ms/sat_ttft_p99_ms": "TTFT ms, full",
+        "sat_ttft_p50_ms/sat_ttft_p99_ms": "TTFT ms, saturation",
         "low_tpot_p50_ms/low_tpot_p99_ms": "TPOT ms, low",
-        "sat_tpot_p50_ms/sat_tpot_p99_ms": "TPOT ms, full",
+        "sat_tpot_p50_ms/sat_tpot_p99_ms": "TPOT ms, saturation",
         "memory_mib": "memory MiB",
         "perplexity": "perplexity",
         "agreement": "agreement",
-        "low_usd_per_million/sat_usd_per_million": "$ per million",
+        "low_usd_per_million/sat_usd_per_million": "$ per million tokens",
     },
     "tune": {
         "settings": "settings",
-        "how": "how",
+        "how": "source",
         "output_throughput": "output tok/s",
         "runs": "runs",
-        "spread_pct": "apart, %",
+        "spread_pct": "spread, %",
         "median_ttft_ms/p99_ttft_ms": "TTFT p50 / p99 ms",
         "median_tpot_ms/p99_tpot_ms": "TPOT p50 / p99 ms",
         "median_e2el_ms/p99_e2el_ms": "e2e p50 / p99 ms",
         "quality": "quality",
-        "usd_per_million": "$ per million",
+        "usd_per_million": "$ per million tokens",
         "kv_mib": "KV MiB",
         "slo": "SLO",
     },
     "plan-accuracy": {
-        "workload": "load",
+        "workload": "workload",
         "requests": "requests",
         "predicted_output_throughput/measured_output_throughput": "output tok/s, predicted / measured",
         "difference_pct": "difference, %",
@@ -256,14 +256,14 @@ COLUMNS: dict[str, Columns] = {
         "running": "running requests",
         "plan_ms": "plan ms",
         "commit_ms": "commit ms",
-        "step_ms": "both ms",
+        "step_ms": "total ms",
         "p99_ms": "p99 ms",
     },
 }
 
 
 def cell(value: Any) -> str:
-    """1,234.5 for numbers, a dash where there is none."""
+    """Format a value: numbers with thousands separators, a dash for None."""
     if value is None:
         return "-"
     if isinstance(value, float):
@@ -272,36 +272,39 @@ def cell(value: Any) -> str:
 
 
 def cells(name: str, row: Mapping[str, Any]) -> list[str]:
-    """A row's texts in the order of the record's columns."""
+    """The formatted cells of a row, in the order of the record's columns."""
     return [" / ".join(cell(row.get(key)) for key in keys.split("/")) for keys in COLUMNS[name]]
 
 
 def markdown(name: str, rows: Sequence[Mapping[str, Any]]) -> str:
-    """The rows as a table for a page."""
+    """The rows as a Markdown table."""
     lines = [list(COLUMNS[name].values()), ["---"] * len(COLUMNS[name])]
     lines += [cells(name, row) for row in rows]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
 def show(record: Record) -> None:
-    """The record as a table in the terminal, never cut off: a narrow one wraps the lines."""
+    """Print the record as a table. Long lines wrap in a narrow terminal and are never truncated."""
     table = Table(box=None, pad_edge=False)
     for key, heading in COLUMNS[record.name].items():
-        is_text = key in _TEXTS
+        is_text = key in _TEXT_COLUMNS
         table.add_column(heading, justify="left" if is_text else "right", no_wrap=True)
     for row in record.rows:
         table.add_row(*cells(record.name, row))
-    Console(width=_WIDEST, soft_wrap=True, markup=False, highlight=False).print(table)
+    Console(width=_MAX_WIDTH, soft_wrap=True, markup=False, highlight=False).print(table)
 
 
 def fill(page: str, results: Path) -> str:
-    """The page with its tables written from the stored results.
+    """Return the page with its tables filled from the stored results.
 
-    `<!-- table:NAME -->` to `<!-- end -->` holds the rows of `results/NAME.json`.
+    The text between `<!-- table:NAME -->` and `<!-- end -->` becomes the table of
+    `results/NAME.json`.
     """
-    if not _PART.search(page):
+    if not _TABLE.search(page):
         raise ConfigError("the page has no <!-- table:NAME --> ... <!-- end --> to fill.")
-    return _PART.sub(lambda found: found[1] + _table(results / f"{found[2]}.json") + found[3], page)
+    return _TABLE.sub(
+        lambda found: found[1] + _table(results / f"{found[2]}.json") + found[3], page
+    )
 
 
 def _table(path: Path) -> str:

@@ -1,6 +1,6 @@
-"""Loads from files: prompts in JSONL, traces with timestamps, conversations as ShareGPT has them.
+"""Reads requests from files: JSONL prompts, traces with timestamps, ShareGPT conversations.
 
-A line that cannot be used is named by its number. What is sent when is decided in arrivals.py.
+Invalid lines are reported by number. Arrival times are decided in arrivals.py.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from windlass.tools.common.texts import Writer
 
 _OUTPUT_KEYS = ("max_tokens", "output_tokens", "output_length", "output_len")
 _DEFAULT_OUTPUT = 128
-_HASH_TOKENS = 512  # a hash of a trace without texts stands for so many tokens
+_HASH_TOKENS = 512  # tokens per entry of hash_ids in a trace without texts
 _SHOWN = 5
 
 
 @dataclass(frozen=True, slots=True)
 class FileLoad:
-    """What a file gave, and what was wrong with the lines that were left out."""
+    """Requests of a file, and the errors of its invalid lines."""
 
     requests: list[TextRequest]
     problems: list[str]
 
 
 def read_load(name: str, path: Path, sizes: Sizes, writer: Writer, seed: str) -> FileLoad:
-    """Read the file of one of FILE_LOADS, as far as `num_prompts` goes."""
+    """Read up to `num_prompts` requests; `name` is a key of FILE_LOADS."""
     check_sizes(name, sizes, ())
     try:
         made = FILE_LOADS[name](path, sizes, writer, seed)
@@ -47,13 +47,13 @@ def read_load(name: str, path: Path, sizes: Sizes, writer: Writer, seed: str) ->
 
 
 def refuse_problems(path: Path, problems: list[str]) -> None:
-    """Raise when there are any."""
+    """Raise if the file has invalid lines."""
     if problems:
         shown = "\n  ".join(problems[:_SHOWN])
         more = f"\n  and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
         raise ConfigError(
-            f"{path} has {len(problems)} lines that cannot be used:\n  {shown}{more}\n"
-            "Put them right, or leave them out with --skip-bad-lines."
+            f"{path} has {len(problems)} invalid lines:\n  {shown}{more}\n"
+            "Fix them, or skip them with --skip-bad-lines."
         )
 
 
@@ -61,7 +61,7 @@ def _custom(path: Path, sizes: Sizes, writer: Writer, seed: str) -> FileLoad:
     def read(entry: dict[str, Any]) -> TextRequest:
         if not _has_text(entry):
             raise RequestError('has neither "prompt" nor "messages"')
-        return _ask(entry, sizes, writer, seed)
+        return _request(entry, sizes, writer, seed)
 
     return _jsonl(path, sizes, read)
 
@@ -70,7 +70,7 @@ def _timed_trace(path: Path, sizes: Sizes, writer: Writer, seed: str) -> FileLoa
     def read(entry: dict[str, Any]) -> TextRequest:
         if "timestamp" not in entry:
             raise RequestError('has no "timestamp"')
-        return _ask(entry, sizes, writer, seed)
+        return _request(entry, sizes, writer, seed)
 
     made = _jsonl(path, sizes, read)
     return FileLoad(sorted(made.requests, key=lambda request: request.at), made.problems)
@@ -89,12 +89,12 @@ def _jsonl(path: Path, sizes: Sizes, read: Callable[[dict[str, Any]], TextReques
     return FileLoad(requests, problems)
 
 
-def _ask(entry: dict[str, Any], sizes: Sizes, writer: Writer, seed: str) -> TextRequest:
-    num_out = sizes.output_len or _whole(entry, _OUTPUT_KEYS) or _DEFAULT_OUTPUT
+def _request(entry: dict[str, Any], sizes: Sizes, writer: Writer, seed: str) -> TextRequest:
+    num_out = sizes.output_len or _int_of(entry, _OUTPUT_KEYS) or _DEFAULT_OUTPUT
     at = _timestamp(entry, in_ms=not _has_text(entry))
     adapter = entry.get("adapter")
     if adapter is not None and not isinstance(adapter, str):
-        raise RequestError('"adapter" is no string')
+        raise RequestError('"adapter" is not a string')
     if not _has_text(entry):
         return TextRequest(
             num_out, prompt=_text_of_hashes(entry, writer, seed), at=at, adapter=adapter
@@ -109,19 +109,19 @@ def _has_text(entry: dict[str, Any]) -> bool:
 
 
 def _timestamp(entry: dict[str, Any], in_ms: bool) -> float:
-    """Seconds; traces that have lengths in the place of texts count in milliseconds."""
+    """Timestamp in seconds. Traces with lengths instead of texts use milliseconds."""
     value = entry.get("timestamp", 0.0)
     if not isinstance(value, int | float) or isinstance(value, bool) or not value >= 0:
-        raise RequestError(f'"timestamp" is {value!r:.40}, no number of at least 0')
+        raise RequestError(f'"timestamp" is {value!r:.40}, expected a number of at least 0')
     return value / 1e3 if in_ms else float(value)
 
 
-def _whole(entry: dict[str, Any], keys: tuple[str, ...]) -> int | None:
+def _int_of(entry: dict[str, Any], keys: tuple[str, ...]) -> int | None:
     for key in keys:
         if key in entry:
             value = entry[key]
             if type(value) is not int or value < 1:
-                raise RequestError(f'"{key}" is {value!r:.40}, no whole number above 0')
+                raise RequestError(f'"{key}" is {value!r:.40}, expected an integer above 0')
             return value
     return None
 
@@ -131,7 +131,7 @@ def _prompt(value: Any) -> str | tuple[int, ...]:
         return value
     if isinstance(value, list) and value and all(type(token) is int for token in value):
         return tuple(value)
-    raise RequestError('"prompt" is neither text nor a list of token ids, or it is empty')
+    raise RequestError('"prompt" must be a non-empty text or list of token ids')
 
 
 def _messages(value: Any) -> tuple[Message, ...]:
@@ -141,13 +141,13 @@ def _messages(value: Any) -> tuple[Message, ...]:
 
 
 def _text_of_hashes(entry: dict[str, Any], writer: Writer, seed: str) -> str:
-    """A trace that names blocks by hash instead of their text: equal hashes, equal text."""
-    length = _whole(entry, ("input_length", "input_len"))
+    """Text for a trace that gives block hashes instead of text: equal hashes, equal text."""
+    length = _int_of(entry, ("input_length", "input_len"))
     if length is None:
         raise RequestError('has neither "prompt" nor "messages" nor "input_length"')
     hashes = entry.get("hash_ids", [])
     if not isinstance(hashes, list):
-        raise RequestError('"hash_ids" is no list')
+        raise RequestError('"hash_ids" is not a list')
     texts, left = [], length
     for item in hashes:
         if left <= 0:
@@ -160,15 +160,15 @@ def _text_of_hashes(entry: dict[str, Any], writer: Writer, seed: str) -> str:
 
 
 def _sharegpt(path: Path, sizes: Sizes, writer: Writer, seed: str) -> FileLoad:
-    """What a person asked first; as many tokens out as the answer had. Drawn by the seed."""
+    """The first turn of randomly drawn conversations, with outputs as long as their answers."""
     try:
         entries = json.loads(path.read_text(encoding="utf-8"))
     except json.JSONDecodeError as error:
         raise ConfigError(
-            f"--dataset-path {path}: is no JSON: {error.msg} at line {error.lineno}."
+            f"--dataset-path {path}: is not JSON: {error.msg} at line {error.lineno}."
         ) from error
     if not isinstance(entries, list):
-        raise ConfigError(f"--dataset-path {path}: is no list of conversations.")
+        raise ConfigError(f"--dataset-path {path}: is not a list of conversations.")
     requests: list[TextRequest] = []
     problems: list[str] = []
     numbered = list(enumerate(entries, 1))
@@ -177,11 +177,12 @@ def _sharegpt(path: Path, sizes: Sizes, writer: Writer, seed: str) -> FileLoad:
         if len(requests) == sizes.num_prompts:
             break
         try:
-            said, answer = _first_turn(entry)
+            question, answer = _first_turn(entry)
         except RequestError as error:
             problems.append(f"conversation {number}: {error}")
             continue
-        requests.append(TextRequest(sizes.output_len or writer.num_tokens(answer), prompt=said))
+        num_out = sizes.output_len or writer.num_tokens(answer)
+        requests.append(TextRequest(num_out, prompt=question))
     return FileLoad(requests, problems)
 
 
@@ -191,11 +192,10 @@ def _first_turn(entry: Any) -> tuple[str, str]:
     )
     if not isinstance(turns, list) or len(turns) < 2:
         raise RequestError('has no "conversations" of at least two turns')
-    texts = [turn.get("value") if isinstance(turn, dict) else None for turn in turns[:2]]
-    said, answer = texts
-    if not (isinstance(said, str) and said.strip() and isinstance(answer, str)):
+    question, answer = (turn.get("value") if isinstance(turn, dict) else None for turn in turns[:2])
+    if not (isinstance(question, str) and question.strip() and isinstance(answer, str)):
         raise RequestError('its first two turns have no "value" of text')
-    return said, answer
+    return question, answer
 
 
 FILE_LOADS: dict[str, Callable[[Path, Sizes, Writer, str], FileLoad]] = {

@@ -1,4 +1,4 @@
-"""What a service promises: `ttft_p99=500ms,tpot_p99=40ms`, and by how much a run misses it."""
+"""Service level objectives such as `ttft_p99=500ms,tpot_p99=40ms`, and how far a run misses them."""
 
 from __future__ import annotations
 
@@ -17,55 +17,55 @@ _PER_REQUEST = ("ttft", "tpot", "e2el")
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """The most that one figure may be, in milliseconds. `share` None: the mean."""
+    """Upper limit of one metric in milliseconds. `percentile` None: the mean."""
 
     metric: str
-    share: float | None
-    most_ms: float
+    percentile: float | None
+    max_ms: float
 
     @property
     def name(self) -> str:
-        return f"{self.metric}_{'mean' if self.share is None else f'p{self.share:g}'}"
+        return f"{self.metric}_{'mean' if self.percentile is None else f'p{self.percentile:g}'}"
 
     def value(self, summary: Summary) -> float | None:
-        """What a run has; None where nothing was measured, such as a time between single tokens."""
+        """The measured value; None without one, such as the TPOT of single-token outputs."""
         spread = summary.spreads.get(self.metric)
         if spread is None:
             return None
-        return spread.mean if self.share is None else spread.percentiles[self.share]
+        return spread.mean if self.percentile is None else spread.percentiles[self.percentile]
 
     def excess(self, summary: Summary) -> float:
-        """0.5: half as much again as promised; not above 0: it is met."""
+        """Relative excess over the limit: 0.5 is 50 % above it, 0 or less meets it."""
         value = self.value(summary)
-        return -1.0 if value is None else value / self.most_ms - 1
+        return -1.0 if value is None else value / self.max_ms - 1
 
 
 @dataclass(frozen=True, slots=True)
 class Slo:
-    """All targets together. Without one, everything that answers all requests meets it."""
+    """All targets of a run. Without targets, a run without failed requests meets it."""
 
     targets: tuple[Target, ...] = ()
 
     def summarise(self, run: EngineRun) -> Summary:
-        """With the percentiles that the targets are about."""
+        """Summarise a run, including the percentiles of the targets."""
         return summarise(run.timings, run.duration, self.goodput, self.percentiles)
 
     @property
     def percentiles(self) -> list[float]:
-        named = {target.share for target in self.targets if target.share is not None}
-        return sorted({*PERCENTILES, *named})
+        own = {target.percentile for target in self.targets if target.percentile is not None}
+        return sorted({*PERCENTILES, *own})
 
     @property
     def goodput(self) -> dict[str, float]:
-        """The limits of a single request; the strictest of each figure."""
+        """Limits of a single request: the strictest target of each metric."""
         limits: dict[str, float] = {}
         for target in self.targets:
             if target.metric in _PER_REQUEST:
-                limits[target.metric] = min(limits.get(target.metric, math.inf), target.most_ms)
+                limits[target.metric] = min(limits.get(target.metric, math.inf), target.max_ms)
         return limits
 
     def excess(self, summary: Summary) -> float:
-        """Of the target that is missed most; infinite where requests failed."""
+        """The largest excess of any target; infinite when requests failed."""
         if summary.failed or not summary.completed:
             return math.inf
         return max((target.excess(summary) for target in self.targets), default=-1.0)
@@ -74,33 +74,33 @@ class Slo:
         return self.excess(summary) <= 0
 
     def misses(self, summary: Summary) -> list[str]:
-        """A sentence for each target that is missed."""
+        """One sentence per missed target."""
         found = []
         if summary.failed or not summary.completed:
-            why = next(iter(summary.errors), "no request was answered")
-            found.append(f"{summary.failed} requests failed: {why}")
+            reason = next(iter(summary.errors), "no request completed")
+            found.append(f"{summary.failed} requests failed: {reason}")
         for target in self.targets:
             value = target.value(summary)
-            if value is not None and value > target.most_ms:
+            if value is not None and value > target.max_ms:
                 found.append(
-                    f"{target.name} is {value:,.1f} ms, {value - target.most_ms:,.1f} ms "
-                    f"({100 * target.excess(summary):.0f} %) above {target.most_ms:g} ms"
+                    f"{target.name} is {value:,.1f} ms, {value - target.max_ms:,.1f} ms "
+                    f"({100 * target.excess(summary):.0f} %) above {target.max_ms:g} ms"
                 )
         return found
 
     def __str__(self) -> str:
-        return ",".join(f"{item.name}={item.most_ms:g}ms" for item in self.targets)
+        return ",".join(f"{item.name}={item.max_ms:g}ms" for item in self.targets)
 
 
 def parse_slo(texts: Sequence[str]) -> Slo:
-    """Targets with commas or spaces, each NAME_STATISTIC=TIME."""
+    """Parse targets NAME_STATISTIC=TIME, separated by commas or spaces."""
     targets: list[Target] = []
     for text in (part for item in texts for part in item.replace(",", " ").split()):
         found = _TARGET.fullmatch(text)
         if found is None or found[1] not in METRICS:
             raise ConfigError(
-                f"--slo {text!r}: expected such as ttft_p99=500ms, tpot_mean=0.04s. "
-                f"Names: {', '.join(METRICS)}; then _mean or _p50, _p99; then a time in ms or s."
+                f"--slo {text!r}: expected a target such as ttft_p99=500ms or tpot_mean=0.04s: "
+                f"{', '.join(METRICS)}, then _mean, _p50 or _p99, then a time in ms or s."
             )
         target = _target(text, *found.groups())
         if target.name in [other.name for other in targets]:
@@ -114,9 +114,10 @@ def _target(text: str, metric: str, statistic: str, number: str, unit: str) -> T
         value = float(number) * (1e3 if unit == "s" else 1.0)
     except ValueError:
         value = math.nan
-    share = None if statistic == "mean" else float(statistic[1:])
-    if not (value > 0 and math.isfinite(value)) or (share is not None and not 0 < share <= 100):
+    percentile = None if statistic == "mean" else float(statistic[1:])
+    in_range = percentile is None or 0 < percentile <= 100
+    if not (value > 0 and math.isfinite(value) and in_range):
         raise ConfigError(
             f"--slo {text!r}: the time must be above 0, and a percentile above 0 and at most 100."
         )
-    return Target(metric, share, value)
+    return Target(metric, percentile, value)

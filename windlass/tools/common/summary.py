@@ -1,6 +1,6 @@
-"""What the timings of a load say together, in the fields and the lines that `vllm bench serve` has.
+"""Summarises the timings of a load, with the field names and the output of `vllm bench serve`.
 
-Figures are over requests that ended well. Percentiles lie between neighbours, as numpy's do.
+Figures cover successful requests. Percentiles are interpolated linearly, as in numpy.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ TITLES = {
     "e2el": ("End-to-end Latency", "E2EL"),
 }
 PERCENTILES = (90.0, 99.0)
-_GOOD = ("ttft", "tpot", "e2el")  # what a target can be set for
+_GOODPUT_METRICS = ("ttft", "tpot", "e2el")
 _WIDTH = 50
 
 
@@ -39,7 +39,7 @@ class Spread:
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """A load's figures. Rates are per second of `duration`."""
+    """Figures of a load. Rates are per second of `duration`."""
 
     duration: float
     completed: int
@@ -52,14 +52,14 @@ class Summary:
     max_output_tokens_per_s: float
     max_concurrent_requests: int
     num_rejected: int = 0
-    request_goodput: float | None = None  # None: no target was set
-    goodput_share: float | None = None  # of all requests, those that met every target
-    cached_input_tokens: int | None = None  # None: the server does not say
-    spreads: dict[str, Spread] = field(default_factory=dict)  # by metric; without one: no figure
+    request_goodput: float | None = None  # None: no targets
+    goodput_share: float | None = None  # share of all requests that met every target
+    cached_input_tokens: int | None = None  # None: the server does not report it
+    spreads: dict[str, Spread] = field(default_factory=dict)  # by metric; absent without values
     errors: dict[str, int] = field(default_factory=dict)
 
     def row(self) -> dict[str, Any]:
-        """All figures in one level, under vLLM's names."""
+        """All figures in one flat dict, under vLLM's names."""
         row: dict[str, Any] = {
             "duration": round(self.duration, 4),
             "completed": self.completed,
@@ -89,13 +89,13 @@ class Summary:
         max_concurrency: int | None = None,
         request_rate: float = math.inf,
     ) -> list[str]:
-        """As they are printed; the last two say how the load was set, where it was."""
+        """The printed summary; `max_concurrency` and `request_rate` are the load's settings."""
         table: list[tuple[str, Any]] = [
             ("Successful requests:", self.completed),
             ("Failed requests:", self.failed),
         ]
         if self.num_rejected:
-            table.append(("Answers 429 (rejected):", self.num_rejected))
+            table.append(("Responses 429 (rejected):", self.num_rejected))
         if max_concurrency is not None:
             table.append(("Maximum request concurrency:", max_concurrency))
         if math.isfinite(request_rate):
@@ -115,10 +115,10 @@ class Summary:
             ("Total token throughput (tok/s):", self.total_token_throughput),
         ]
         if self.cached_input_tokens is not None:
-            table.append(("Input tokens from a prefix cache:", self.cached_input_tokens))
+            table.append(("Cached input tokens:", self.cached_input_tokens))
         lines = [
             " Serving Benchmark Result ".center(_WIDTH, "="),
-            *(line_of(*row) for row in table),
+            *(line_of(name, value) for name, value in table),
         ]
         for metric in metrics:
             lines += self._section(metric)
@@ -130,7 +130,7 @@ class Summary:
         lines = [title.center(_WIDTH, "-")]
         spread = self.spreads.get(metric)
         if spread is None:
-            return [*lines, "nothing was measured"]
+            return [*lines, "no values"]
         lines.append(line_of(f"Mean {short} (ms):", spread.mean))
         lines.append(line_of(f"Median {short} (ms):", spread.median))
         for share, value in spread.percentiles.items():
@@ -139,7 +139,7 @@ class Summary:
 
 
 def line_of(name: str, value: Any) -> str:
-    """One figure as it is printed."""
+    """Format one figure."""
     shown = f"{value:.2f}" if isinstance(value, float) else str(value)
     return f"{name:<40} {shown:<9}".rstrip()
 
@@ -149,7 +149,7 @@ def _rounded(value: float | None) -> float | None:
 
 
 def percentile(ordered: Sequence[float], share: float) -> float:
-    """Of values in order; between two of them where `share` falls between."""
+    """Percentile `share` (0 to 100) of sorted values, interpolated linearly."""
     at = (len(ordered) - 1) * share / 100
     low = math.floor(at)
     high = min(low + 1, len(ordered) - 1)
@@ -157,7 +157,7 @@ def percentile(ordered: Sequence[float], share: float) -> float:
 
 
 def values_of(timings: Sequence[Timing], metric: str) -> list[float]:
-    """Every value of a metric that good requests have, in milliseconds, in order."""
+    """Sorted values of a metric over successful requests, in milliseconds."""
     good = [timing for timing in timings if timing.is_good]
     found: list[float | None] = []
     if metric == "itl":
@@ -168,12 +168,12 @@ def values_of(timings: Sequence[Timing], metric: str) -> list[float]:
 
 
 def spread_of(values: Sequence[float], percentiles: Sequence[float]) -> Spread:
-    """Of values in order, of which there is at least one."""
+    """Statistics of sorted values; there must be at least one."""
     return Spread(
-        statistics.fmean(values),
-        percentile(values, 50),
-        statistics.pstdev(values),
-        {share: percentile(values, share) for share in percentiles},
+        mean=statistics.fmean(values),
+        median=percentile(values, 50),
+        std=statistics.pstdev(values),
+        percentiles={share: percentile(values, share) for share in percentiles},
     )
 
 
@@ -183,7 +183,7 @@ def summarise(
     goodput: Mapping[str, float] | None = None,
     percentiles: Sequence[float] = PERCENTILES,
 ) -> Summary:
-    """`goodput`: the most milliseconds that ttft, tpot and e2el of a good request may take."""
+    """Summarise; `goodput` holds the maximum ttft, tpot and e2el in milliseconds."""
     good = [timing for timing in timings if timing.is_good]
     num_in, num_out = sum(t.num_prompt for t in good), sum(t.num_output for t in good)
     spreads = {}
@@ -195,33 +195,33 @@ def summarise(
     cached = [t.num_cached for t in good if t.num_cached is not None]
     num_meeting = sum(_meets(t, goodput) for t in good) if goodput else None
     return Summary(
-        duration,
-        len(good),
-        len(timings) - len(good),
-        num_in,
-        num_out,
-        len(good) * per_s,
-        num_out * per_s,
-        (num_in + num_out) * per_s,
-        max(tokens_by_second(timings), default=0),
-        most_at_once(timings),
-        sum(t.num_rejected for t in timings),
-        None if num_meeting is None else num_meeting * per_s,
-        None if num_meeting is None else num_meeting / max(1, len(timings)),
-        sum(cached) if cached else None,
-        spreads,
-        dict(Counter(t.error for t in timings if t.error is not None)),
+        duration=duration,
+        completed=len(good),
+        failed=len(timings) - len(good),
+        total_input_tokens=num_in,
+        total_output_tokens=num_out,
+        request_throughput=len(good) * per_s,
+        output_throughput=num_out * per_s,
+        total_token_throughput=(num_in + num_out) * per_s,
+        max_output_tokens_per_s=max(tokens_by_second(timings), default=0),
+        max_concurrent_requests=peak_concurrency(timings),
+        num_rejected=sum(t.num_rejected for t in timings),
+        request_goodput=None if num_meeting is None else num_meeting * per_s,
+        goodput_share=None if num_meeting is None else num_meeting / max(1, len(timings)),
+        cached_input_tokens=sum(cached) if cached else None,
+        spreads=spreads,
+        errors=dict(Counter(t.error for t in timings if t.error is not None)),
     )
 
 
 def _meets(timing: Timing, goodput: Mapping[str, float]) -> bool:
-    """A request of one token has no time per token, and misses no target for it."""
-    taken = {name: getattr(timing, name) for name in goodput}
-    return all(value is None or 1e3 * value <= goodput[name] for name, value in taken.items())
+    """Whether a request meets all targets; a single-token request has no TPOT and meets it."""
+    values = {name: getattr(timing, name) for name in goodput}
+    return all(value is None or 1e3 * value <= goodput[name] for name, value in values.items())
 
 
 def tokens_by_second(timings: Sequence[Timing]) -> list[int]:
-    """Output tokens of every second since the first request was sent."""
+    """Output tokens in each second since the first request was sent."""
     if not timings:
         return []
     began = min(timing.sent_at for timing in timings)
@@ -232,33 +232,33 @@ def tokens_by_second(timings: Sequence[Timing]) -> list[int]:
     return [counts[second] for second in range(max(counts, default=-1) + 1)]
 
 
-def most_at_once(timings: Sequence[Timing]) -> int:
-    """The most requests that were under way at one moment."""
-    # Of an end and a start at the same moment the end comes first.
+def peak_concurrency(timings: Sequence[Timing]) -> int:
+    """Peak number of requests in flight."""
+    # An end sorts before a start at the same time.
     changes = sorted([(t.sent_at, 1) for t in timings] + [(t.ended_at, -1) for t in timings])
-    now = most = 0
+    current = peak = 0
     for _, change in changes:
-        now += change
-        most = max(most, now)
-    return most
+        current += change
+        peak = max(peak, current)
+    return peak
 
 
 def parse_goodput(specs: Sequence[str]) -> dict[str, float]:
-    """`ttft:500 tpot:40`: milliseconds by metric."""
+    """Parse `ttft:500 tpot:40` to milliseconds by metric."""
     targets: dict[str, float] = {}
     for spec in (part for text in specs for part in text.replace(",", " ").split()):
         name, colon, text = spec.partition(":")
-        if name not in _GOOD or not colon:
+        if name not in _GOODPUT_METRICS or not colon:
             raise ConfigError(
                 f"--goodput {spec!r}: expected NAME:MILLISECONDS, such as ttft:500 or tpot:40. "
-                f"Names: {', '.join(_GOOD)}."
+                f"Names: {', '.join(_GOODPUT_METRICS)}."
             )
         try:
             value = float(text)
         except ValueError:
             value = math.nan
         if not (value > 0 and math.isfinite(value)):
-            raise ConfigError(f"--goodput {spec!r}: {text!r} is no number of milliseconds above 0.")
+            raise ConfigError(f"--goodput {spec!r}: expected milliseconds above 0, got {text!r}.")
         if name in targets:
             raise ConfigError(f"--goodput has {name} twice.")
         targets[name] = value

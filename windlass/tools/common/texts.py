@@ -1,7 +1,7 @@
-"""Text that needs no download: prose and code from a small vocabulary, of a wanted number of tokens.
+"""Generates prose and code of a given number of tokens from a small vocabulary, without a download.
 
-How many tokens a word has is the tokenizer's affair. It is found by counting two samples, so that
-whoever counts, and whatever a chat template adds, the same tokenizer gives the same texts.
+Tokens per word are measured by tokenizing two samples of different length. The difference cancels
+what a chat template adds, so the same tokenizer always gives the same texts.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from typing import Literal
 Kind = Literal["prose", "code"]
 KINDS: tuple[Kind, ...] = ("prose", "code")
 
-# Common words, which most tokenizers know whole.
+# Common words, which most tokenizers encode as one token.
 _COMMON = """
 time year people way day man thing world life hand part place case week company system program
-question work government number night point home water room mother area money story fact month
+question work government number night point home water room mother area money novel fact month
 lot right study book eye job word business issue side kind head house service friend father power
 hour game line end member law car city community name president team minute idea body information
 school face door reason history party result change morning research girl guy moment air teacher
@@ -44,40 +44,40 @@ _SAMPLE_WORDS = (64, 1064)
 
 @dataclass(frozen=True, slots=True)
 class Scale:
-    """Tokens per word of each kind of text; code's words are what spaces and line ends divide."""
+    """Tokens per whitespace-separated word of each kind of text."""
 
     prose: float = 1.1
     code: float = 2.4
 
 
 def samples(kind: Kind) -> tuple[str, str]:
-    """A short and a long text, whose tokens are to be counted."""
+    """A short and a long text to tokenize."""
     make = _prose if kind == "prose" else _code
     short, long = (make(Random("sample"), num_words) for num_words in _SAMPLE_WORDS)
     return short, long
 
 
 def scale_of(counts: Mapping[Kind, tuple[int, int]]) -> Scale:
-    """From the tokens of the two samples of each kind; what both have beside text cancels out."""
+    """Compute the scale from the token counts of the two samples of each kind."""
     ratios = {}
     for kind, (low, high) in counts.items():
         short, long = (len(text.split()) for text in samples(kind))
-        # Six digits: a tokenizer's own ratio, and not the last bit of a division.
+        # Rounded to six digits, so that the last bit of a division does not change the texts.
         ratios[kind] = round(max(0.1, (high - low) / (long - short)), 6)
     return Scale(**ratios)
 
 
 def measure_scale(count: Callable[[str], int]) -> Scale:
-    """With a tokenizer at hand."""
-    return scale_of({kind: _both(count, samples(kind)) for kind in KINDS})
-
-
-def _both(count: Callable[[str], int], pair: tuple[str, str]) -> tuple[int, int]:
-    return count(pair[0]), count(pair[1])
+    """Measure the scale with a local tokenizer; `count` returns the tokens of a text."""
+    counts: dict[Kind, tuple[int, int]] = {}
+    for kind in KINDS:
+        short, long = samples(kind)
+        counts[kind] = count(short), count(long)
+    return scale_of(counts)
 
 
 class Writer:
-    """Writes texts of about so many tokens. The same `random` gives the same text."""
+    """Writes texts of about a given number of tokens. The same `random` gives the same text."""
 
     def __init__(self, scale: Scale = Scale()) -> None:  # noqa: B008 - frozen
         self._scale = scale
@@ -89,24 +89,24 @@ class Writer:
         return _code(random, max(1, round(num_tokens / self._scale.code)))
 
     def num_tokens(self, text: str) -> int:
-        """About how many a text of prose has."""
+        """Estimate the tokens of a text of prose."""
         return max(1, round(len(text.split()) * self._scale.prose))
 
 
 def _prose(random: Random, num_words: int) -> str:
-    """Sentences of six to fourteen words; a paragraph has five."""
-    pieces: list[str] = []
-    left, sentence = num_words, 0
+    """Sentences of 6 to 14 words in paragraphs of five sentences."""
+    sentences: list[str] = []
+    left = num_words
     while left > 0:
         words = random.choices(_WORDS, k=min(left, random.randint(6, 14)))
         left -= len(words)
-        sentence += 1
-        pieces.append(" ".join(words).capitalize() + ("." if sentence % 5 else ".\n\n"))
-    return " ".join(pieces).replace("\n\n ", "\n\n").strip()
+        end = ".\n\n" if len(sentences) % 5 == 4 else "."
+        sentences.append(" ".join(words).capitalize() + end)
+    return " ".join(sentences).replace("\n\n ", "\n\n").strip()
 
 
 def _code(random: Random, num_words: int) -> str:
-    """Small functions of Python, cut after the line that holds the last word."""
+    """Small Python functions, cut after the line with the last word."""
     lines: list[str] = []
     left = num_words
     while left > 0:
@@ -135,6 +135,6 @@ def _function(random: Random) -> list[str]:
     ]
 
 
-def a_name(random: Random) -> str:
-    """One of the words that code calls things by."""
+def random_identifier(random: Random) -> str:
+    """A variable name that the generated code uses."""
     return random.choice(_NAMES)

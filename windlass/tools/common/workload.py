@@ -1,13 +1,13 @@
-"""Workloads by name: token ids in, a fixed number of tokens out, the same for every engine.
+"""Named workloads in token ids, with a fixed number of output tokens, equal for every engine.
 
 decode_bN   N requests at once, 128 in, 256 out (`decode`: N from --batch)
 prefill     32 requests of 2,048 in, 1 out
 mixed       512 requests, 64..1024 in, 64..512 out
-prefix      256 requests with the same 1,024 tokens first, 64 of their own, 64 out
-ioAxBxN     N requests of A in, B out (`io`: 512 in, 512 out, 64 requests, or as set)
+prefix      256 requests with 1,024 shared and 64 own prompt tokens, 64 out
+ioAxBxN     N requests of A in, B out (`io`: 512 in, 512 out, 64 requests by default)
 nano        256 requests, 100..1024 in and out, temperature 0.6
-ragged      64 short prompts, 8..256 out: what batching is about
-shared      32 requests with the same 1,000 tokens first, 32 of their own, 16 out
+ragged      64 short prompts, 8..256 out: uneven lengths, to compare batching
+shared      32 requests with 1,000 shared and 32 own prompt tokens, 16 out
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _SEED = 1234
 
 
 class Shape(NamedTuple):
-    """One request before its token ids are drawn; what all of them share is not counted."""
+    """Lengths of one request, without the shared prefix."""
 
     num_prompt: int
     num_output: int
@@ -34,7 +34,7 @@ class Shape(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """What may be set instead of a workload's own numbers; None: its own."""
+    """Sizes that replace a workload's defaults; None keeps the default."""
 
     batch: int | None = None
     input_len: int | None = None
@@ -53,17 +53,17 @@ class Sizes:
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """Requests of fixed lengths. Their ids are drawn anew for every run, their lengths are not."""
+    """Requests of fixed lengths. Token ids differ from run to run, lengths do not."""
 
     name: str
     shapes: tuple[Shape, ...]
-    num_shared: int = 0  # tokens that every prompt starts with
+    num_shared: int = 0  # tokens of the common prefix
     temperature: float = 0.0
-    num_rows: int = 1  # so many requests must run at once, or it is not this workload
+    num_rows: int = 1  # requests that must run concurrently
     deterministic: bool = False
 
     def requests(self, vocab_size: int, draw: int = 0) -> list[Request]:
-        """The requests. Another `draw` has other ids, so that no prefix cache knows them."""
+        """The requests. Another `draw` gives other ids, so a prefix cache has no hits."""
         random = Random(f"{_SEED} {self.name} {draw}")
         start = random.choices(range(vocab_size), k=self.num_shared)
         return [
@@ -110,7 +110,7 @@ def _io(sizes: Sizes) -> Workload:
 
 
 def _nano(sizes: Sizes) -> Workload:
-    """The lengths of the public benchmark: it draws lengths and ids from one stream, seed 0."""
+    """Lengths of nano-vllm's benchmark, which draws lengths and ids from one stream with seed 0."""
     random = Random(0)
     count = sizes.num_requests or 256
     prompts = []
@@ -136,7 +136,7 @@ def _shared(sizes: Sizes) -> Workload:
 
 class _Kind(NamedTuple):
     make: Callable[[Sizes], Workload]
-    takes: tuple[str, ...]  # the sizes that may be set
+    takes: tuple[str, ...]  # sizes that can be set
 
 
 _KINDS = {
@@ -149,7 +149,7 @@ _KINDS = {
     "ragged": _Kind(_ragged, ("num_requests",)),
     "shared": _Kind(_shared, ("num_requests", "input_len", "output_len")),
 }
-# Names that hold their numbers: the sizes are in the name, in this order.
+# Names that contain their sizes, in this order.
 _NUMBERED = {
     "decode": (re.compile(r"decode_b(\d+)"), ("batch",)),
     "io": (re.compile(r"io(\d+)x(\d+)x(\d+)"), ("input_len", "output_len", "num_requests")),
@@ -157,7 +157,7 @@ _NUMBERED = {
 
 
 def find(name: str, sizes: Sizes = Sizes()) -> Workload:  # noqa: B008 - frozen
-    """The workload of that name. One whose numbers were changed says so in its name."""
+    """The workload of that name; changed sizes are appended to its name."""
     kind, in_name = _parse(name)
     given = _taken(kind, in_name, sizes)
     made = _KINDS[kind].make(Sizes(**in_name, **given))
@@ -166,19 +166,19 @@ def find(name: str, sizes: Sizes = Sizes()) -> Workload:  # noqa: B008 - frozen
     return replace(made, name=f"{made.name}[{','.join(changed)}]") if changed else made
 
 
-def find_all(names: str, sizes: Sizes, elsewhere: Collection[str] = ()) -> list[Workload]:
-    """Several workloads, by names with commas. A size that none of them takes is an error.
+def find_all(names: str, sizes: Sizes, also_used: Collection[str] = ()) -> list[Workload]:
+    """Several workloads from comma-separated names. A size that none of them takes is an error.
 
-    `elsewhere`: sizes that mean something without them.
+    `also_used`: sizes that the caller uses itself.
     """
-    wanted = [name.strip() for name in names.split(",") if name.strip()]
-    if not wanted:
-        raise ConfigError(f"--workload names none. Known: {', '.join(_KINDS)}.")
-    taken = {key for name in wanted for key in _taken(*_parse(name), sizes)}
+    parts = [name.strip() for name in names.split(",") if name.strip()]
+    if not parts:
+        raise ConfigError(f"--workload is empty. Known: {', '.join(_KINDS)}.")
+    taken = {key for name in parts for key in _taken(*_parse(name), sizes)}
     for key in sizes.given():
-        if key not in taken and key not in elsewhere:
-            raise ConfigError(f"{flag(key)} means nothing for --workload {names}. Leave it out.")
-    return [find(name, sizes) for name in wanted]
+        if key not in taken and key not in also_used:
+            raise ConfigError(f"{flag(key)} has no effect with --workload {names}. Remove it.")
+    return [find(name, sizes) for name in parts]
 
 
 def _taken(kind: str, in_name: dict[str, int], sizes: Sizes) -> dict[str, int]:
@@ -187,7 +187,7 @@ def _taken(kind: str, in_name: dict[str, int], sizes: Sizes) -> dict[str, int]:
 
 
 def _parse(name: str) -> tuple[str, dict[str, int]]:
-    """The kind of a workload, and the sizes that its name holds."""
+    """Split a name into the kind of workload and the sizes in the name."""
     if name in _KINDS:
         return name, {}
     for kind, (pattern, keys) in _NUMBERED.items():
@@ -195,6 +195,6 @@ def _parse(name: str) -> tuple[str, dict[str, int]]:
         if found is not None:
             return kind, dict(zip(keys, map(int, found.groups()), strict=True))
     raise ConfigError(
-        f"workload {name!r} is not known. Known: {', '.join(_KINDS)}, and names with numbers such "
+        f"workload {name!r} is not known. Known: {', '.join(_KINDS)}, and names with sizes such "
         "as decode_b8 and io1000x500x64."
     )

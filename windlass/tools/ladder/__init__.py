@@ -1,1 +1,1 @@
-"""Every lever alone and stacked, at low load and at saturation: `windlass ladder`."""
+"""Every optimisation alone and stacked, at low load and at saturation: `windlass ladder`."""

@@ -1,6 +1,6 @@
-"""`windlass ladder`: measures rung after rung, and saves each as it comes.
+"""Runs `windlass ladder`: measures rung after rung and saves each finished row.
 
-A run that was ended goes on where it was, if it is started with the same options.
+An interrupted run resumes when it is started with the same options.
 """
 
 from __future__ import annotations
@@ -10,21 +10,22 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from windlass.build import open_model
 from windlass.config import EngineConfig
 from windlass.errors import ConfigError, EngineError, UnsupportedError
-from windlass.tools.common.judge import short_corpus
+from windlass.tools.common.compare import short_corpus
 from windlass.tools.common.price import price_of
-from windlass.tools.common.record import Record, hardware, rows_before
+from windlass.tools.common.record import Record, hardware, saved_rows
 from windlass.tools.eval.data import Corpus, read_corpus
 from windlass.tools.eval.windows import Cut
-from windlass.tools.ladder.forms import Forms, Given
 from windlass.tools.ladder.measure import Bench
+from windlass.tools.ladder.progress import ProgressBar
 from windlass.tools.ladder.record import make_record
-from windlass.tools.ladder.rungs import Variant, all_rungs, choose, climb
-from windlass.tools.ladder.work import Mix, Work, find_loads
+from windlass.tools.ladder.rungs import BASE_WEIGHTS, Variant, all_rungs, choose, make_variants
+from windlass.tools.ladder.weights import LadderWeights, WeightInputs
+from windlass.tools.ladder.workload import LadderLoad, WorkloadMix, find_loads
 
 Log = Callable[[str], None]
 Row = dict[str, Any]
@@ -40,96 +41,90 @@ _ON_GPU = {
 }
 
 
-class Bar(Protocol):
-    """Where a run stands: `begin` with a variant, `done` after it, tokens in between."""
-
-    def begin(self, title: str) -> None: ...
-
-    def phase(self, text: str) -> None: ...
-
-    def tokens(self, count: int) -> None: ...
-
-    def done(self) -> None: ...
-
-
 @dataclass(frozen=True, slots=True)
-class LadderOrder:
-    """What to measure, and where it goes."""
+class LadderConfig:
+    """What to measure, and the output file."""
 
     options: dict[str, Any]
     output: Path
     names: tuple[str, ...] = ()
     loads: tuple[str, ...] = ()
-    weights: str | None = None  # the form that later rungs stand on; None: the last that can be
-    sizes: Mapping[str, Any] = field(default_factory=dict)  # of the mix, where not the device's own
+    weights: str | None = None  # weights that later rungs stack on; None: the last available
+    sizes: Mapping[str, Any] = field(default_factory=dict)  # overrides of the workload mix
     data: str | None = None
     price_per_hour: float | None = None
-    given: Given = field(default_factory=Given)
+    inputs: WeightInputs = field(default_factory=WeightInputs)
 
     def spec(self) -> dict[str, Any]:
-        """The settings of the speculation rung."""
-        wanted = {k: v for k, v in self.options.items() if k.startswith("spec")}
-        if wanted.get("spec", "ngram") == "none":
-            raise ConfigError("--spec none: leave the rung out instead, with --rungs.")
-        return {"spec": "ngram", **wanted}
+        """The options of the speculation rung."""
+        given = {k: v for k, v in self.options.items() if k.startswith("spec")}
+        if given.get("spec", "ngram") == "none":
+            raise ConfigError("--spec none: exclude the rung with --rungs instead.")
+        return {"spec": "ngram", **given}
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """All rows so far; `complete` is false when the run was interrupted."""
+    """All rows so far; `complete` is false after an interruption."""
 
     record: Record
     complete: bool
 
 
 class Ladder:
-    """One run: what there is to measure, what is there already, and the rest."""
+    """One run of the ladder: its variants, and the rows measured so far."""
 
-    def __init__(self, order: LadderOrder, log: Log) -> None:
-        self._order = order
+    def __init__(self, config: LadderConfig, log: Log) -> None:
+        self._config = config
         self._log = log
-        spec = order.spec()
-        EngineConfig.of(**{**order.options, **spec})  # a bad option is refused before all else
-        mix = Mix(**order.sizes)
-        choose(all_rungs("", spec), order.names)
-        loads = find_loads(order.loads)
-        _check_checkpoints(order)
-        self._forms = Forms(order.options, order.given, log)
-        device = self._forms.device.type
+        spec = config.spec()
+        EngineConfig.of(**{**config.options, **spec})  # reject bad options first
+        mix = WorkloadMix(**config.sizes)
+        choose(all_rungs("", spec), config.names)
+        load_names = find_loads(config.loads)
+        _check_checkpoints(config)
+        self._weights = LadderWeights(config.options, config.inputs, log)
+        device = self._weights.device.type
         if device == "cuda":
-            mix = Mix(**{**_ON_GPU, **order.sizes})
-        self._price = price_of(order.price_per_hour, device)
-        self._rungs = choose(all_rungs(_kv_dtype(device), spec), order.names)
+            mix = WorkloadMix(**{**_ON_GPU, **config.sizes})
+        self._price = price_of(config.price_per_hour, device)
+        self._rungs = choose(all_rungs(_kv_dtype(device), spec), config.names)
         self._missing = self._find_missing()
-        self.variants = climb(self._rungs, self._standing(), list(self._missing))
-        works = dict(zip(("low", "sat"), mix.works(self._forms.source.card), strict=True))
-        self._works = {name: works[name] for name in loads}
+        self.variants = make_variants(self._rungs, self._stack_weights(), list(self._missing))
+        loads = mix.loads(self._weights.source.card)
+        self._loads = {name: loads[name] for name in load_names}
         self._check_length()
         self._corpus = self._find_corpus()
-        context = min(_CONTEXT, self._forms.source.hparams.max_positions)
+        context = min(_CONTEXT, self._weights.source.hparams.max_positions)
         self._cut = Cut("strided", context, context)
         self._mix = mix
         self._settings = json.loads(json.dumps(self._make_settings(), default=str))
-        self._rows = _rows_before(order.output, self._settings)
+        self._rows = _finished_rows(config.output, self._settings)
 
     @property
     def todo(self) -> list[Variant]:
         return [variant for variant in self.variants if variant.key not in self._rows]
 
-    def run(self, watched: Callable[[int], AbstractContextManager[Bar]]) -> Outcome:
-        """Measure what is missing. Ctrl-C ends it early, with what was measured until then."""
+    def run(self, progress: Callable[[int], AbstractContextManager[ProgressBar]]) -> Outcome:
+        """Measure the remaining variants. Ctrl-C ends the run and keeps the finished rows."""
         todo = self.todo
         if len(todo) < len(self.variants):
             done = len(self.variants) - len(todo)
-            self._log(f"{self._order.output} holds {done} of {len(self.variants)} rows already")
-        naive = self._mix.naive_requests
-        bench = Bench(self._forms, self._works, naive, self._price, self._corpus, self._cut)
+            self._log(f"{self._config.output} already has {done} of {len(self.variants)} rows")
+        bench = Bench(
+            self._weights,
+            self._loads,
+            naive_requests=self._mix.naive_requests,
+            price=self._price,
+            corpus=self._corpus,
+            cut=self._cut,
+        )
         for row in self._rows.values():
             if row.get("perplexity") is not None:
                 kept = ("perplexity", "agreement", "kl_mean", "tokens")
                 bench.qualities[row["format"]] = {key: row[key] for key in kept}
         complete = True
-        with watched(len(todo)) as bar:
+        with progress(len(todo)) as bar:
             try:
                 if any(variant.weights not in self._missing for variant in todo):
                     bar.begin("loading the base")
@@ -137,23 +132,23 @@ class Ladder:
                 for variant in todo:
                     bar.begin(variant.key)
                     self._rows[variant.key] = self._row(bench, variant, bar)
-                    self.record().save(self._order.output)
+                    self.record().save(self._config.output)
                     bar.done()
             except KeyboardInterrupt:
                 complete = False
         record = self.record()
-        record.save(self._order.output)
+        record.save(self._config.output)
         return Outcome(record, complete)
 
     def record(self) -> Record:
         ordered = [self._rows[it.key] for it in self.variants if it.key in self._rows]
         rungs = {rung.name: rung for rung in self._rungs}
-        left = len(self.variants) - len(ordered)
-        return make_record(ordered, rungs, self._settings, left)
+        num_left = len(self.variants) - len(ordered)
+        return make_record(ordered, rungs, self._settings, num_left)
 
-    def _row(self, bench: Bench, variant: Variant, bar: Bar) -> Row:
+    def _row(self, bench: Bench, variant: Variant, bar: ProgressBar) -> Row:
         rung = variant.rung
-        row = {"rung": rung.name, "title": rung.title, "kind": rung.kind, "how": variant.way}
+        row = {"rung": rung.name, "title": rung.title, "kind": rung.kind, "mode": variant.mode}
         if variant.weights in self._missing:
             return row | {"reason": self._missing[variant.weights]}
         try:
@@ -162,72 +157,70 @@ class Ladder:
             return row | {"reason": str(error)}
 
     def _find_missing(self) -> dict[str, str]:
-        """The forms that cannot be, and why."""
+        """Unavailable weights, with the reason."""
         missing = {}
         for rung in self._rungs:
             if rung.weights is not None:
                 try:
-                    self._forms.options_of(rung.weights)
+                    self._weights.options_of(rung.weights)
                 except UnsupportedError as error:
                     missing[rung.weights] = str(error)
         return missing
 
-    def _standing(self) -> str | None:
-        wanted = self._order.weights
+    def _stack_weights(self) -> str | None:
+        requested = self._config.weights
         possible = [
             it.weights for it in self._rungs if it.weights and it.weights not in self._missing
         ]
-        if wanted is not None and wanted not in possible:
+        if requested is not None and requested not in possible:
             raise ConfigError(
-                f"--weights {wanted}: later rungs can stand on {', '.join(possible) or 'none'}."
+                f"--weights {requested}: available are {', '.join(possible) or 'none'}."
             )
-        return wanted
+        return requested
 
     def _check_length(self) -> None:
-        longest, most = (
-            max(it.longest for it in self._works.values()),
-            self._forms.source.hparams.max_positions,
-        )
-        if longest > most:
+        request_len = max(load.max_request_len for load in self._loads.values())
+        max_len = self._weights.source.hparams.max_positions
+        if request_len > max_len:
             raise ConfigError(
-                f"the longest request of the load has {longest:,} tokens, and the model {most:,} "
+                f"the longest request has {request_len:,} tokens, and the model {max_len:,} "
                 "positions. Lower --prefix-len, --input-len, --output-len or --turns."
             )
 
     def _find_corpus(self) -> Corpus | None:
-        if self._forms.config.model.load_format == "dummy":
+        if self._weights.config.model.load_format == "dummy":
             return None
-        if self._order.data is not None:
-            return read_corpus(self._order.data)
+        if self._config.data is not None:
+            return read_corpus(self._config.data)
         return short_corpus()
 
     def _make_settings(self) -> dict[str, Any]:
         return {
-            **self._order.options,
-            "name": self._forms.source.card.name,
+            **self._config.options,
+            "name": self._weights.source.card.name,
             "rungs": [rung.name for rung in self._rungs],
-            "weights": self._order.weights,
-            "checkpoints": self._order.given.checkpoints,
+            "weights": self._config.weights,
+            "checkpoints": self._config.inputs.checkpoints,
             **asdict(self._mix),
-            "low": _about(self._works.get("low")),
-            "saturation": _about(self._works.get("sat")),
+            "low": _about(self._loads.get("low")),
+            "saturation": _about(self._loads.get("sat")),
             "text": self._corpus.name if self._corpus else None,
-            "base": self._forms.about("16 bit"),
-            "device": self._forms.device.type,
+            "base": self._weights.about(BASE_WEIGHTS),
+            "device": self._weights.device.type,
             "machine": hardware(),
             "price_per_hour": self._price.per_hour,
-            "price": self._price.why,
+            "price": self._price.reason,
         }
 
 
-def _about(work: Work | None) -> str | None:
-    if work is None:
+def _about(load: LadderLoad | None) -> str | None:
+    if load is None:
         return None
-    prompts = sorted(len(request.prompt) for request in work.requests)
-    answers = sorted(request.num_output for request in work.requests)
+    prompts = sorted(len(request.prompt) for request in load.requests)
+    outputs = sorted(request.num_output for request in load.requests)
     return (
-        f"{len(work.requests)} requests, {work.name}, prompts of {prompts[0]} to {prompts[-1]} tokens, "
-        f"answers of {answers[0]} to {answers[-1]}"
+        f"{len(load.requests)} requests, {load.name}, prompts of {prompts[0]} to {prompts[-1]} tokens, "
+        f"outputs of {outputs[0]} to {outputs[-1]}"
     )
 
 
@@ -239,15 +232,16 @@ def _kv_dtype(device: str) -> str:
     return "fp8" if torch.cuda.get_device_capability() >= (8, 9) else "int8"
 
 
-def _check_checkpoints(order: LadderOrder) -> None:
-    """A checkpoint that is not there, or no model, is refused before anything is measured."""
-    for model in (order.given.checkpoints or {}).values():
-        open_model(EngineConfig.of(**{**order.options, "model": model}))
-    if order.given.calibration is not None and not order.given.calibration.is_file():
-        raise ConfigError(f"--calibration {order.given.calibration}: there is no such file.")
+def _check_checkpoints(config: LadderConfig) -> None:
+    """Reject missing or invalid checkpoints before anything is measured."""
+    for model in (config.inputs.checkpoints or {}).values():
+        open_model(EngineConfig.of(**{**config.options, "model": model}))
+    calibration = config.inputs.calibration
+    if calibration is not None and not calibration.is_file():
+        raise ConfigError(f"--calibration {calibration}: there is no such file.")
 
 
-def _rows_before(path: Path, settings: Row) -> dict[str, Row]:
-    """The rows that an earlier run finished; those without figures are tried again."""
-    rows = rows_before(path, "ladder", settings)
+def _finished_rows(path: Path, settings: Row) -> dict[str, Row]:
+    """Rows that an earlier run finished; rows without figures are measured again."""
+    rows = saved_rows(path, "ladder", settings)
     return {f"{row['rung']}, {row['how']}": row for row in rows if "reason" not in row}

@@ -1,7 +1,7 @@
-"""The rungs, and what is set for each: alone on the base, and stacked on the rungs before it.
+"""The rungs and their engine options: alone on the base, and stacked on the rungs before.
 
-The base is continuous batching with weights of 16 bits. Where the weights of a rung come from is
-forms.py's business; here they have only a name.
+The base is continuous batching with 16-bit weights. Weights are only names here; weights.py finds
+them.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from typing import Any, Literal
 
 from windlass.errors import ConfigError
 
-Way = Literal["alone", "base", "stacked", "both"]
+Mode = Literal["alone", "base", "stacked", "both"]
 Kind = Literal["batching", "prefill", "prefix", "weights", "kv", "spec", "all"]
 
 BASE = "continuous"
-PLAIN = "16 bit"  # the weights of rungs that have none of their own
-# What every rung starts from.
-BARE: Mapping[str, Any] = {
+BASE_WEIGHTS = "16 bit"  # of rungs that do not set weights
+# Every rung starts from these options.
+BASE_OPTIONS: Mapping[str, Any] = {
     "batching": "continuous",
     "enable_chunked_prefill": False,
     "prefix_caching": False,
@@ -28,7 +28,7 @@ BARE: Mapping[str, Any] = {
 
 @dataclass(frozen=True, slots=True)
 class Rung:
-    """One lever. `options` are laid over the base; `weights` names the form of the weights."""
+    """One optimisation. `options` override the base; `weights` is the name of its weights."""
 
     name: str
     title: str
@@ -39,26 +39,26 @@ class Rung:
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """What is measured: one rung, alone or on all before it."""
+    """One measurement: a rung alone, or stacked on all before it."""
 
     rung: Rung
-    way: Way
+    mode: Mode
     options: Mapping[str, Any]
-    weights: str = PLAIN
+    weights: str = BASE_WEIGHTS
 
     @property
     def key(self) -> str:
-        return f"{self.rung.name}, {self.way}"
+        return f"{self.rung.name}, {self.mode}"
 
     @property
     def format(self) -> str:
-        """What its quality depends on."""
-        kept = self.options["kv_cache_dtype"]
-        return self.weights if kept == "auto" else f"{self.weights}, {kept} KV"
+        """Format of weights and KV cache, which determines the quality."""
+        kv_dtype = self.options["kv_cache_dtype"]
+        return self.weights if kv_dtype == "auto" else f"{self.weights}, {kv_dtype} KV"
 
 
 def all_rungs(kv_dtype: str, spec: Mapping[str, Any]) -> list[Rung]:
-    """In their order. `spec`: the settings of speculation."""
+    """All rungs in order. `spec`: the options of speculation."""
     return [
         Rung("naive", "one request at a time", "batching", {"batching": "none"}),
         Rung("static", "static batching", "batching", {"batching": "static"}),
@@ -77,43 +77,45 @@ def all_rungs(kv_dtype: str, spec: Mapping[str, Any]) -> list[Rung]:
 
 
 def choose(rungs: Sequence[Rung], names: Sequence[str]) -> list[Rung]:
-    """Those of these names, and the base; all without a name."""
+    """The rungs of these names and the base; without names, all."""
     known = [rung.name for rung in rungs]
     unknown = [name for name in names if name not in known]
     if unknown:
         raise ConfigError(
-            f"--rungs: {unknown[0]!r} is no rung. Known, in their order: {', '.join(known)}."
+            f"--rungs: {unknown[0]!r} is not a rung. Known, in order: {', '.join(known)}."
         )
     return [rung for rung in rungs if not names or rung.name in names or rung.name == BASE]
 
 
-def climb(rungs: Sequence[Rung], standing: str | None, missing: Sequence[str]) -> list[Variant]:
-    """What is to be measured, in order.
+def make_variants(
+    rungs: Sequence[Rung], stack_weights: str | None, missing: Sequence[str]
+) -> list[Variant]:
+    """The variants to measure, in order.
 
-    Weights replace each other: later rungs stand on `standing`, or on the last of the weights that
-    can be. `missing` names the forms that cannot; their rungs are here once, to say so.
+    Weights replace each other: later rungs stack on `stack_weights`, or on the last available
+    weights. `missing` are unavailable weights; their rungs appear once, to report it.
     """
     variants = []
-    options, weights = dict(BARE), PLAIN
+    options, weights = dict(BASE_OPTIONS), BASE_WEIGHTS
     for rung in rungs:
         if rung.kind == "batching":
-            way: Way = "base" if rung.name == BASE else "alone"
-            variants.append(Variant(rung, way, {**BARE, **rung.options}))
+            mode: Mode = "base" if rung.name == BASE else "alone"
+            variants.append(Variant(rung, mode, {**BASE_OPTIONS, **rung.options}))
             continue
         if rung.kind == "all":
             variants.append(Variant(rung, "stacked", dict(options), weights))
             continue
         options |= rung.options
-        own = rung.weights or PLAIN
+        own = rung.weights or BASE_WEIGHTS
         if own in missing:
-            variants.append(Variant(rung, "both", {**BARE}, own))
+            variants.append(Variant(rung, "both", {**BASE_OPTIONS}, own))
             continue
-        alone = Variant(rung, "alone", {**BARE, **rung.options}, own)
+        alone = Variant(rung, "alone", {**BASE_OPTIONS, **rung.options}, own)
         stacked = Variant(rung, "stacked", dict(options), rung.weights or weights)
         if (alone.options, alone.weights) == (stacked.options, stacked.weights):
             variants.append(Variant(rung, "both", alone.options, own))
         else:
             variants += [alone, stacked]
-        if rung.weights is not None and standing in (None, rung.weights):
+        if rung.weights is not None and stack_weights in (None, rung.weights):
             weights = rung.weights
     return variants

@@ -1,1 +1,1 @@
-"""A load of requests: what is asked when, how it went, and what that says of a server or an engine."""
+"""Benchmark of a server over HTTP: `windlass bench serve`."""

@@ -1,6 +1,6 @@
-"""Sends requests to an OpenAI-compatible server and notes when what came back.
+"""Sends requests to any OpenAI-compatible server and records their timings.
 
-Makes no assumption about whose server it is: two endpoints, streams, usage at their end.
+Uses the two completion endpoints with streaming and usage in the last chunk.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from windlass.errors import ConfigError
 from windlass.tools.common.requests import TextRequest
 from windlass.tools.common.timing import Timing
 from windlass.tools.load.server import Server
-from windlass.tools.load.stream import AnswerStream, StreamBroken, error_text
+from windlass.tools.load.stream import ResponseStream, StreamBroken, error_text
 
-_LONGEST_WAIT_S = 60.0  # that a Retry-After can ask for
+_MAX_RETRY_WAIT_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
 class RequestOptions:
-    """What every request of a run has in common."""
+    """Options that all requests of a run share."""
 
     model: str
     endpoint: str = "/v1/chat/completions"
@@ -33,17 +33,18 @@ class RequestOptions:
     ignore_eos: bool = False
     extra: Mapping[str, Any] = field(default_factory=dict)
     timeout_s: float = 600.0
-    max_retries: int = 0  # after answers of 429
+    max_retries: int = 0  # after status 429
 
     @property
     def is_chat(self) -> bool:
         return self.endpoint.rstrip("/").endswith("chat/completions")
 
     def check(self, requests: Sequence[TextRequest]) -> None:
-        """Refuse what this endpoint cannot take."""
+        """Reject requests that this endpoint does not accept."""
         if self.is_chat and any(isinstance(request.prompt, tuple) for request in requests):
             raise ConfigError(
-                "a prompt of token ids cannot go to a chat endpoint. Use --endpoint /v1/completions."
+                "a chat endpoint does not accept prompts of token ids. "
+                "Use --endpoint /v1/completions."
             )
 
     def body(self, request: TextRequest) -> bytes:
@@ -65,30 +66,30 @@ class RequestOptions:
 
 
 class _Rejected(Exception):
-    """The server said 429."""
+    """The server responded with status 429."""
 
-    def __init__(self, retry_after_s: float | None, said: str) -> None:
-        super().__init__(said)
+    def __init__(self, retry_after_s: float | None, message: str) -> None:
+        super().__init__(message)
         self.retry_after_s = retry_after_s
 
 
-class _Refused(Exception):
-    """The server answered with an error."""
+class _Failed(Exception):
+    """The server responded with an error."""
 
 
 class Client:
-    """Sends to one server. `dead` is set when the server does not answer any more."""
+    """Sends to one server. `dead` is set when the server stops responding."""
 
     def __init__(self, server: Server, options: RequestOptions) -> None:
         self._server = server
         self._options = options
         self._url = server.url_of(options.endpoint)
         self.dead = asyncio.Event()
-        self.num_chunks = 0  # that brought tokens, of all answers
+        self.num_chunks = 0  # chunks with tokens, over all responses
 
-    async def send(self, request: TextRequest, asked_at: float) -> Timing:
-        """Send one and wait for its end; whatever goes wrong is in the timing."""
-        stream = AnswerStream()
+    async def send(self, request: TextRequest, due_at: float) -> Timing:
+        """Send one request and wait for its end; errors are in the timing."""
+        stream = ResponseStream()
         body = self._options.body(request)
         rejected = 0
         error: str | None = None
@@ -99,49 +100,50 @@ class Client:
                     try:
                         await self._stream(body, stream)
                         break
-                    except _Rejected as said:
+                    except _Rejected as rejection:
                         rejected += 1
                         if rejected > self._options.max_retries:
                             raise
-                        await asyncio.sleep(min(said.retry_after_s or 1.0, _LONGEST_WAIT_S))
+                        wait_s = rejection.retry_after_s or 1.0
+                        await asyncio.sleep(min(wait_s, _MAX_RETRY_WAIT_S))
         except aiohttp.ServerTimeoutError as slow:
-            error = f"connection not made in time: {_reason(slow)}"
+            error = f"connection timed out: {_reason(slow)}"
         except TimeoutError:
             error = f"not done after {self._options.timeout_s:g} s"
-        except (StreamBroken, _Rejected, _Refused) as broken:
-            error = str(broken)
+        except (StreamBroken, _Rejected, _Failed) as failure:
+            error = str(failure)
         except (aiohttp.ClientError, OSError) as lost:
             error = f"connection lost: {_reason(lost)}"
-            await self._look_after()
+            await self._check_server()
         return Timing(
-            asked_at,
-            sent_at,
-            time.perf_counter(),
-            stream.usage.prompt_tokens if stream.usage is not None else 0,
-            stream.num_output,
-            tuple(stream.times),
-            stream.tokens(),
-            error,
-            rejected,
-            stream.num_cached,
-            "".join(stream.texts),
+            due_at=due_at,
+            sent_at=sent_at,
+            ended_at=time.perf_counter(),
+            num_prompt=stream.usage.prompt_tokens if stream.usage is not None else 0,
+            num_output=stream.num_output,
+            times=tuple(stream.times),
+            tokens=stream.tokens(),
+            error=error,
+            num_rejected=rejected,
+            num_cached=stream.num_cached,
+            text="".join(stream.texts),
         )
 
-    async def _stream(self, body: bytes, stream: AnswerStream) -> None:
+    async def _stream(self, body: bytes, stream: ResponseStream) -> None:
         async with await self._post(body) as response:
             if response.status != 200:
-                await _refuse(response)
+                await _raise_error(response)
             if response.content_type == "application/json":
-                raise _Refused("the server does not stream: it answered with plain JSON")
+                raise _Failed("the server does not stream: it responded with plain JSON")
             async for data in response.content.iter_any():
                 before = len(stream.times)
                 stream.feed(data, time.perf_counter())
                 self.num_chunks += len(stream.times) - before
         if not stream.is_done:
-            raise StreamBroken("the stream ended before the answer did")
+            raise StreamBroken("the stream ended before the response was complete")
 
     async def _post(self, body: bytes) -> aiohttp.ClientResponse:
-        """A server may close an idle connection in the moment it is used again: then once more."""
+        """Post, and retry once if the server closed an idle connection just before its reuse."""
         post, headers = self._server.session.post, {"Content-Type": "application/json"}
         try:
             return await post(self._url, data=body, headers=headers)
@@ -150,23 +152,23 @@ class Client:
         except (aiohttp.ServerDisconnectedError, aiohttp.ClientOSError):
             return await post(self._url, data=body, headers=headers)
 
-    async def _look_after(self) -> None:
-        """A lost connection may be one request's; a server that is gone ends the run."""
+    async def _check_server(self) -> None:
+        """After a lost connection, end the run if the server is gone."""
         if not self.dead.is_set() and not await self._server.is_alive():
             self.dead.set()
 
 
-async def _refuse(response: aiohttp.ClientResponse) -> None:
-    said = error_text(await response.read())
+async def _raise_error(response: aiohttp.ClientResponse) -> None:
+    message = error_text(await response.read())
     if response.status != 429:
-        raise _Refused(f"HTTP {response.status}: {said}")
+        raise _Failed(f"HTTP {response.status}: {message}")
     text = response.headers.get("Retry-After", "")
     try:
         retry_after_s = max(0.0, float(text))
     except ValueError:
-        retry_after_s = None  # a date, or nothing
+        retry_after_s = None  # a date, or empty
     wait = f" (Retry-After: {text})" if text else ""
-    raise _Rejected(retry_after_s, f"HTTP 429{wait}: {said}")
+    raise _Rejected(retry_after_s, f"HTTP 429{wait}: {message}")
 
 
 def _reason(error: BaseException) -> str:

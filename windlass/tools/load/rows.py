@@ -1,6 +1,6 @@
-"""A run as a row of a record: figures, percentile curves, and what happened in every second.
+"""Converts a run to a row of a record: figures, percentile curves, and time series.
 
-Also the same rows as CSV, without what does not fit into a table.
+Also writes rows as CSV, without the nested values.
 """
 
 from __future__ import annotations
@@ -13,16 +13,18 @@ from typing import Any
 
 from windlass.tools.common.summary import METRICS, Summary, percentile, values_of
 from windlass.tools.common.timing import Timing
-from windlass.tools.load.drive import Outcome
-from windlass.tools.load.gauges import Reading, speculation
+from windlass.tools.load.generator import Outcome
+from windlass.tools.load.monitor import MetricsSample, speculation
 
 CURVE = (0, 1, 5, *range(10, 100, 10), 95, 98, 99, 99.5, 100)  # the percentiles of a curve
-_MOST_POINTS = 300  # in a row's series over time
+_MAX_POINTS = 300  # of a time series
 _NESTED = (list, dict)
 
 
-def make_row(summary: Summary, outcome: Outcome, readings: Sequence[Reading]) -> dict[str, Any]:
-    """The figures of one run, and what its plots are made of."""
+def make_row(
+    summary: Summary, outcome: Outcome, samples: Sequence[MetricsSample]
+) -> dict[str, Any]:
+    """The figures of one run and the data of its plots."""
     curves = {}
     for metric in METRICS:
         values = values_of(outcome.timings, metric)
@@ -30,18 +32,18 @@ def make_row(summary: Summary, outcome: Outcome, readings: Sequence[Reading]) ->
             curves[metric] = [round(percentile(values, share), 3) for share in CURVE]
     return {
         **summary.row(),
-        **speculation(list(readings)),
+        **speculation(samples),
         "stopped": outcome.stopped,
         "num_left": outcome.num_left,
         "errors": summary.errors,
         "curves": curves,
         "over_time": _over_time(outcome),
-        "server": _server(readings, outcome.began),
+        "server": _server(samples, outcome.began),
     }
 
 
 def details(timings: Sequence[Timing], began: float) -> dict[str, Any]:
-    """Every request, as `vllm bench serve --save-detailed` gives it."""
+    """Data of every request, under the names of `vllm bench serve --save-detailed`."""
     ordered = sorted(timings, key=lambda timing: timing.sent_at)
     return {
         "start_times": [round(timing.sent_at - began, 6) for timing in ordered],
@@ -56,8 +58,8 @@ def details(timings: Sequence[Timing], began: float) -> dict[str, Any]:
 
 
 def _over_time(outcome: Outcome) -> dict[str, Any]:
-    """Tokens a second, and requests under way, in equal slices of the run."""
-    width = max(1, math.ceil(outcome.duration / _MOST_POINTS))
+    """Tokens per second and requests in flight, in equal slices of the run."""
+    width = max(1, math.ceil(outcome.duration / _MAX_POINTS))
     count = max(1, math.ceil(outcome.duration / width))
     tokens, running = [0] * count, [0] * count
     for timing in outcome.timings:
@@ -67,7 +69,7 @@ def _over_time(outcome: Outcome) -> dict[str, Any]:
         last = _slice(timing.ended_at - outcome.began, width, count)
         for index in range(first, last + 1):
             running[index] += 1
-    # The last slice is as long as what is left of the run.
+    # The last slice may be shorter.
     lengths = [width] * (count - 1) + [outcome.duration - width * (count - 1) or width]
     rates = [round(num / length, 2) for num, length in zip(tokens, lengths, strict=True)]
     return {
@@ -81,21 +83,21 @@ def _slice(second: float, width: int, count: int) -> int:
     return min(count - 1, max(0, int(second / width)))
 
 
-def _server(readings: Sequence[Reading], began: float) -> dict[str, Any]:
-    """The server's own gauges, thinned out; empty where it has none."""
-    kept = readings[:: max(1, math.ceil(len(readings) / _MOST_POINTS))]
-    if not kept or all(r.running is r.waiting is r.kv is None for r in kept):
+def _server(samples: Sequence[MetricsSample], began: float) -> dict[str, Any]:
+    """The server's gauges, thinned out; empty if it reports none."""
+    kept = samples[:: max(1, math.ceil(len(samples) / _MAX_POINTS))]
+    if not kept or all(s.running is s.waiting is s.kv is None for s in kept):
         return {}
     return {
-        "second": [round(reading.at - began, 2) for reading in kept],
-        "running": [reading.running for reading in kept],
-        "waiting": [reading.waiting for reading in kept],
-        "kv": [None if reading.kv is None else round(reading.kv, 4) for reading in kept],
+        "second": [round(sample.at - began, 2) for sample in kept],
+        "running": [sample.running for sample in kept],
+        "waiting": [sample.waiting for sample in kept],
+        "kv": [None if sample.kv is None else round(sample.kv, 4) for sample in kept],
     }
 
 
 def save_csv(rows: Sequence[dict[str, Any]], path: Path) -> None:
-    """One line a run, its figures only."""
+    """Write one line per run, without nested values."""
     flat = [{k: v for k, v in row.items() if not isinstance(v, _NESTED)} for row in rows]
     names = list(dict.fromkeys(name for row in flat for name in row))
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -1,7 +1,7 @@
-"""One streamed answer as it comes in: server-sent events to times, tokens and text.
+"""Parses a streamed response: server-sent events to times, tokens and text.
 
-Takes bytes, however they were cut on the way. Knows what OpenAI's two endpoints send, and what other
-servers do differently; sends nothing itself.
+Accepts bytes split at any position. Supports OpenAI's two endpoints and the deviations of other
+servers.
 """
 
 from __future__ import annotations
@@ -44,22 +44,22 @@ _decoder = msgspec.json.Decoder(_Chunk)
 
 
 class StreamBroken(Exception):
-    """The stream is no answer: the server said an error in it, or what it sent cannot be read."""
+    """The stream contains an error or cannot be parsed."""
 
 
-class AnswerStream:
-    """Owns what is known of one answer so far."""
+class ResponseStream:
+    """Owns the received part of one response."""
 
     def __init__(self) -> None:
         self.times: list[float] = []
         self.is_done = False
         self.texts: list[str] = []
         self.usage: _Usage | None = None
-        self._counts: list[int] = []  # tokens so far at each time, where the server says them
+        self._counts: list[int] = []  # cumulative tokens at each time, if the server reports them
         self._rest = b""
 
     def feed(self, data: bytes, now: float) -> None:
-        """Take in what came at one moment."""
+        """Parse bytes received at time `now`."""
         *lines, self._rest = (self._rest + data).split(b"\n")
         for line in lines:
             self._line(line.rstrip(b"\r"), now)
@@ -67,7 +67,7 @@ class AnswerStream:
     def _line(self, line: bytes, now: float) -> None:
         kind, colon, value = line.partition(b":")
         if not colon or kind not in (b"data", b"error"):
-            return  # an empty line, a comment, an event's name
+            return  # an empty line, a comment or an event name
         value = value.strip()
         if value == b"[DONE]":
             self.is_done = True
@@ -75,18 +75,18 @@ class AnswerStream:
         try:
             chunk = _decoder.decode(value)
         except msgspec.DecodeError as error:
-            raise StreamBroken(f"a chunk of the stream cannot be read: {error}") from error
+            raise StreamBroken(f"a chunk of the stream cannot be parsed: {error}") from error
         if chunk.error is not None or kind == b"error":
-            raise StreamBroken(f"the server said in the stream: {error_text(value)}")
-        self._take(chunk, now)
+            raise StreamBroken(f"the stream contains an error: {error_text(value)}")
+        self._add(chunk, now)
 
-    def _take(self, chunk: _Chunk, now: float) -> None:
+    def _add(self, chunk: _Chunk, now: float) -> None:
         if chunk.usage is not None:
             self.usage = chunk.usage
         for choice in chunk.choices:
             text = _text_of(choice)
             is_end = choice.finish_reason is not None
-            # The end of an answer without text is when its only token is known to have come.
+            # In a response without text, the end is the arrival time of its only token.
             if text or (is_end and not self.times):
                 self.times.append(now)
                 self.texts.append(text or "")
@@ -97,7 +97,7 @@ class AnswerStream:
 
     @property
     def num_output(self) -> int:
-        """As the server counted; without that, a token a chunk."""
+        """The server's count of output tokens; without one, one token per chunk."""
         if self.usage is not None and self.usage.completion_tokens:
             return self.usage.completion_tokens
         return len(self.times)
@@ -108,7 +108,7 @@ class AnswerStream:
         return details.cached_tokens if details is not None else None
 
     def tokens(self) -> tuple[int, ...]:
-        """Tokens of every chunk: as said in each, or the total shared out evenly."""
+        """Tokens per chunk: the server's counts, or the total distributed evenly."""
         total, count = self.num_output, len(self.times)
         ends = [total * (i + 1) // count for i in range(count)]
         if len(self._counts) == count and self._counts == sorted(self._counts):
@@ -126,7 +126,7 @@ def _text_of(choice: _Choice) -> str | None:
 
 
 def error_text(body: bytes) -> str:
-    """What an answer that is an error says, in a line."""
+    """The message of an error response, in one line."""
     try:
         value = msgspec.json.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError):
@@ -134,4 +134,4 @@ def error_text(body: bytes) -> str:
     for key in ("error", "message", "detail"):
         if isinstance(value, dict) and key in value:
             value = value[key]
-    return " ".join(str(value).split())[:300] or "nothing"
+    return " ".join(str(value).split())[:300] or "empty response"

@@ -28,7 +28,7 @@ class VirtualClock:
     def now(self) -> float:
         return self.at
 
-    def rest(self, seconds: float) -> None:
+    def sleep(self, seconds: float) -> None:
         self.at += seconds
 
 

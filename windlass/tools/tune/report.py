@@ -54,7 +54,7 @@ def verdict(found: TuneResult, config: TuneConfig) -> list[str]:
     elif config.slo.targets:
         values = ((item, item.value(best.worst)) for item in config.slo.targets)
         met = [
-            f"{item.name} {value:,.1f} of {item.most_ms:g} ms"
+            f"{item.name} {value:,.1f} of {item.max_ms:g} ms"
             for item, value in values
             if value is not None
         ]

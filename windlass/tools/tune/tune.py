@@ -17,11 +17,11 @@ from windlass.errors import ConfigError, EngineError
 from windlass.models.card import open_checkpoint
 from windlass.runner.assemble import load_network
 from windlass.runner.device import choose_device
+from windlass.tools.common.compare import QualityComparison, short_corpus
 from windlass.tools.common.device import release_memory
 from windlass.tools.common.drive import EngineRun, replay
-from windlass.tools.common.judge import Judge, short_corpus
 from windlass.tools.common.load import Load
-from windlass.tools.common.requests import longest
+from windlass.tools.common.requests import max_request_len
 from windlass.tools.common.slo import Slo
 from windlass.tools.eval.windows import Cut
 from windlass.tools.plan.formats import FORMATS, STORED
@@ -121,15 +121,17 @@ class QualityMeter:
         self._stored = stored
         self._cut = Cut("strided", context, context)
         self._log = log
-        self._judge: Judge | None = None
+        self._comparison: QualityComparison | None = None
 
     def measure(self, format: ModelFormat, weights: Loaded) -> ModelFormat:
         """Return the format with its measured quality; unchanged if measuring fails."""
         config = EngineConfig.of(**{**self._engine_options, **format.options})
         try:
-            if self._judge is None:
-                self._judge = Judge(self._config, self._opened, self._corpus, self._cut)
-            found = self._judge.compare(self._judge.build(config, weights))
+            if self._comparison is None:
+                self._comparison = QualityComparison(
+                    self._config, self._opened, self._corpus, self._cut
+                )
+            found = self._comparison.compare(self._comparison.build(config, weights))
         except EngineError as error:
             self._log(f"{format.name}: quality not measured: {error}")
             return format
@@ -182,7 +184,7 @@ class Tuner:
         if not found.predicted:
             raise ConfigError(
                 f"none of {config.num_trials} settings can serve this load: its longest request has "
-                f"{longest(self._requests):,} tokens. Raise --trials, or shorten the requests."
+                f"{max_request_len(self._requests):,} tokens. Raise --trials, or shorten the requests."
             )
         self._log(f"{found.num_predicted} settings simulated, {found.num_pruned} invalid")
         first = Settings(formats[0], start.max_num_seqs, start.max_num_batched_tokens)
@@ -217,7 +219,7 @@ class Tuner:
         plan = select_quantization(
             **options,
             min_quality=config.min_quality,
-            context=min(longest(self._requests), self._opened.hparams.max_positions),
+            context=min(max_request_len(self._requests), self._opened.hparams.max_positions),
             concurrency=1,
             formats=config.formats or ((STORED,) if config.max_formats == 1 else FORMATS),
             records=config.records,

@@ -1,6 +1,6 @@
-"""Sends the requests of a load when they are due, and keeps what came of them, however the run ends.
+"""Sends the requests of a load at their arrival times and keeps all timings, however the run ends.
 
-Knows nothing of HTTP: `send` may be a client or an engine in this process.
+Independent of HTTP: `send` may be a client or an in-process engine.
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ from windlass.tools.common.timing import Timing
 Send = Callable[[TextRequest, float], Awaitable[Timing]]
 
 INTERRUPTED = "interrupted"
-DEAD = "the server does not answer any more"
+DEAD = "the server stopped responding"
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """A run. `num_left` were never sent, or were under way when it was stopped."""
+    """A finished run. `num_left` requests were not sent, or were in flight when it stopped."""
 
-    timings: list[Timing]  # in the order in which they ended
+    timings: list[Timing]  # in the order in which the requests finished
     began: float
     duration: float
     num_left: int = 0
     stopped: str | None = None  # why it ended early
 
 
-class Drive:
-    """One run of one load. Owns its timings; the counts may be looked at while it runs."""
+class LoadGenerator:
+    """One run of one load. Owns its timings, which can be read while it runs."""
 
     def __init__(
         self, requests: Sequence[TextRequest], send: Send, max_concurrency: int | None = None
@@ -44,7 +44,7 @@ class Drive:
         self.num_sent = 0
         self.began = 0.0
         self._send = send
-        self._places = asyncio.Semaphore(max_concurrency or max(1, len(requests)))
+        self._slots = asyncio.Semaphore(max_concurrency or max(1, len(requests)))
         self._ended = [asyncio.Event() for _ in requests]
 
     @property
@@ -52,10 +52,11 @@ class Drive:
         return self.num_sent - len(self.timings)
 
     async def run(self, dead: asyncio.Event | None = None) -> Outcome:
-        """Until all have ended, `dead` is set, or somebody interrupts: that is an outcome too."""
+        """Run until all requests have finished, `dead` is set, or ctrl-C; returns in all cases."""
         self.began = time.perf_counter()
         tasks = [
-            asyncio.create_task(self._one(i, request)) for i, request in enumerate(self.requests)
+            asyncio.create_task(self._send_one(i, request))
+            for i, request in enumerate(self.requests)
         ]
         everything: asyncio.Future[object] = asyncio.ensure_future(asyncio.gather(*tasks))
         death: asyncio.Future[object] = asyncio.ensure_future((dead or asyncio.Event()).wait())
@@ -68,7 +69,7 @@ class Drive:
                 stopped = DEAD
         except asyncio.CancelledError:
             current = asyncio.current_task()
-            # What cancels twice wants more than an early end.
+            # A second cancellation ends everything, not only this run.
             if current is None or current.uncancel():
                 raise
             stopped = INTERRUPTED
@@ -80,15 +81,21 @@ class Drive:
             stopped = DEAD
         last = max((timing.ended_at for timing in self.timings), default=time.perf_counter())
         left = len(self.requests) - len(self.timings)
-        return Outcome(self.timings, self.began, last - self.began, left, stopped)
+        return Outcome(
+            timings=self.timings,
+            began=self.began,
+            duration=last - self.began,
+            num_left=left,
+            stopped=stopped,
+        )
 
-    async def _one(self, index: int, request: TextRequest) -> None:
+    async def _send_one(self, index: int, request: TextRequest) -> None:
         due = self.began + request.at
         await asyncio.sleep(due - time.perf_counter())
         if request.follows is not None:
             await self._ended[request.follows].wait()
             due = max(due, time.perf_counter())
-        async with self._places:
+        async with self._slots:
             self.num_sent += 1
             self.timings.append(await self._send(request, due))
         self._ended[index].set()

@@ -1,7 +1,6 @@
-"""The weight formats that are compared, and making the checkpoints that some of them are.
+"""Lists the weight formats that `bench formats` compares, and builds their checkpoints.
 
-Checkpoints lie in a work folder under a name that holds all they depend on, so that a run which
-goes on, or a second one, finds what is made already.
+A checkpoint's folder name contains a hash of all its inputs, so a resumed or later run reuses it.
 """
 
 from __future__ import annotations
@@ -34,14 +33,14 @@ _PLAIN_TYPES = ("f32", "f16", "bf16")
 
 @dataclass(frozen=True, slots=True)
 class Format:
-    """One row. `options` are laid over the run's; the others say how a checkpoint of it is made."""
+    """One format. `options` override the run's; the other fields describe its checkpoint."""
 
     name: str
     options: dict[str, Any] = field(default_factory=dict)
-    wishes: QuantizeOptions | None = None
+    quantize: QuantizeOptions | None = None
     calibration: Literal["text", "random"] = "text"
-    plain: torch.dtype | None = None  # the type that all weights are written in
-    gguf: str | None = None  # the type of the matrices: the name of a file
+    plain: torch.dtype | None = None  # unquantised dtype of all weights
+    gguf: str | None = None  # type of the matrices, which is the name of the file
 
     @property
     def online(self) -> bool:
@@ -49,7 +48,7 @@ class Format:
 
     @property
     def needs_text(self) -> bool:
-        calibrated = self.wishes is not None and self.wishes.method in CALIBRATED
+        calibrated = self.quantize is not None and self.quantize.method in CALIBRATED
         return calibrated and self.calibration == "text"
 
 
@@ -84,14 +83,14 @@ FORMATS: tuple[Format, ...] = (
     _online("int4", head=True),
     _online("w4a8"),
     _online("nf4"),
-    Format("rtn-8", wishes=QuantizeOptions(method="rtn", bits=8, group_size=32)),
-    Format("smoothquant", wishes=QuantizeOptions(method="smoothquant")),
-    Format("rtn-4", wishes=QuantizeOptions(method="rtn", bits=4)),
-    Format("gptq-4", wishes=QuantizeOptions(method="gptq", bits=4)),
-    Format("awq-4", wishes=QuantizeOptions(method="awq", bits=4)),
-    Format("gptq-4-random", wishes=QuantizeOptions(method="gptq", bits=4), calibration="random"),
-    Format("rtn-3", wishes=QuantizeOptions(method="rtn", bits=3)),
-    Format("gptq-3", wishes=QuantizeOptions(method="gptq", bits=3)),
+    Format("rtn-8", quantize=QuantizeOptions(method="rtn", bits=8, group_size=32)),
+    Format("smoothquant", quantize=QuantizeOptions(method="smoothquant")),
+    Format("rtn-4", quantize=QuantizeOptions(method="rtn", bits=4)),
+    Format("gptq-4", quantize=QuantizeOptions(method="gptq", bits=4)),
+    Format("awq-4", quantize=QuantizeOptions(method="awq", bits=4)),
+    Format("gptq-4-random", quantize=QuantizeOptions(method="gptq", bits=4), calibration="random"),
+    Format("rtn-3", quantize=QuantizeOptions(method="rtn", bits=3)),
+    Format("gptq-3", quantize=QuantizeOptions(method="gptq", bits=3)),
     *map(_gguf, ("Q8_0", "Q6_K", "Q5_K", "Q4_K", "Q4_0", "Q3_K", "Q2_K")),
     _cache("int8"),
     _cache("fp8"),
@@ -99,69 +98,69 @@ FORMATS: tuple[Format, ...] = (
 
 
 @dataclass(frozen=True, slots=True)
-class Means:
-    """What some rows are made with."""
+class FormatInputs:
+    """Files that some formats need."""
 
     calibration: Path | None = None
     gguf_dir: Path | None = None  # the model as GGUF files, named by type
 
-    def lacks(self, wanted: Format) -> str | None:
-        """The flag that is missing for a row."""
-        if wanted.needs_text and self.calibration is None:
+    def missing_for(self, format_: Format) -> str | None:
+        """The flag that is missing for a format."""
+        if format_.needs_text and self.calibration is None:
             return "--calibration FILE.jsonl, with lines such as " + '{"text": "..."}'
-        if wanted.gguf is not None and self.gguf_dir is None:
+        if format_.gguf is not None and self.gguf_dir is None:
             return "--gguf-dir DIR, a folder with the model as Q8_0.gguf, Q4_K.gguf, ..."
         return None
 
 
-def find_formats(names: Sequence[str], means: Means, log: Log) -> list[Format]:
-    """Those of the names, or all that can be made."""
+def find_formats(names: Sequence[str], inputs: FormatInputs, log: Log) -> list[Format]:
+    """The formats of these names; without names, all formats whose inputs are given."""
     known = {each.name: each for each in FORMATS}
     unknown = [name for name in names if name not in known]
     if unknown:
         raise ConfigError(f"--formats: {unknown[0]!r} is not known. Known: {', '.join(known)}.")
     chosen = [known[name] for name in known if not names or name in names]
-    lacking: dict[str, list[str]] = {}
+    missing: dict[str, list[str]] = {}
     for each in chosen:
-        if (flag := means.lacks(each)) is not None:
-            lacking.setdefault(flag, []).append(each.name)
-    for flag, without in lacking.items():
+        if (flag := inputs.missing_for(each)) is not None:
+            missing.setdefault(flag, []).append(each.name)
+    for flag, without in missing.items():
         if names:
             raise ConfigError(f"--formats {', '.join(without)}: needs {flag}.")
-        log(f"left out for lack of {flag.split()[0]}: {', '.join(without)}")
-    return [each for each in chosen if means.lacks(each) is None]
+        log(f"skipped without {flag.split()[0]}: {', '.join(without)}")
+    return [each for each in chosen if inputs.missing_for(each) is None]
 
 
 @dataclass(frozen=True, slots=True)
-class Workshop:
-    """Makes the checkpoints of one model."""
+class CheckpointBuilder:
+    """Builds the checkpoints of one model."""
 
     base: EngineConfig
     opened: OpenModel
     folder: Path
-    means: Means
+    inputs: FormatInputs
     num_samples: int
     sample_tokens: int
     log: Log
 
-    def model_of(self, wanted: Format) -> str:
-        """The model to load for a format, made when it is not there yet."""
-        if wanted.wishes is not None:
-            return str(self._made(wanted, wanted.wishes))
-        if wanted.gguf is not None:
-            return str(self._gguf(wanted.gguf))
-        if wanted.plain is not None:
-            return str(self._plain(wanted.plain))
-        if wanted.online and self._is_quantised():
+    def model_of(self, format_: Format) -> str:
+        """The model to load for a format; builds its checkpoint if it does not exist."""
+        if format_.quantize is not None:
+            return str(self._quantised(format_, format_.quantize))
+        if format_.gguf is not None:
+            return str(self._gguf(format_.gguf))
+        if format_.plain is not None:
+            return str(self._plain(format_.plain))
+        if format_.online and self._is_quantised():
             return str(self._plain(torch.float32))
         return self.base.model.model
 
     def _is_quantised(self) -> bool:
-        """Whether the model's matrices are something that --quantization does not take."""
+        """Whether the model's matrices are quantised, which --quantization does not accept."""
         if self.opened.hparams.quantization:
             raise ConfigError(
-                f"{self.opened.card.name}: its weights are quantised by its config.json, and the "
-                "original ones are not in it. Give the original model, or a GGUF file."
+                f"{self.opened.card.name} is a quantised checkpoint and does not contain the "
+                "original weights. Give the original model, or a GGUF file."
             )
         checkpoint = open_checkpoint(self.opened.files, self.base.model)
         stored = [checkpoint.stored(name) for name in checkpoint.names()]
@@ -176,35 +175,36 @@ class Workshop:
         return folder
 
     def _gguf(self, kind: str) -> Path:
-        assert self.means.gguf_dir is not None, "find_formats leaves these rows out without it"
-        path = self.means.gguf_dir / f"{kind}.gguf"
+        assert self.inputs.gguf_dir is not None, "find_formats skips these formats without it"
+        path = self.inputs.gguf_dir / f"{kind}.gguf"
         if not path.is_file():
             raise ConfigError(
-                f"--gguf-dir: there is no {path}. Write it with llama-quantize, or with "
+                f"--gguf-dir: {path} does not exist. Write it with llama-quantize, or with "
                 "benchmarks/scripts/requantize_gguf.py."
             )
         return path
 
-    def _made(self, wanted: Format, wishes: QuantizeOptions) -> Path:
-        text = self._text(wanted) if wishes.method in CALIBRATED else None
+    def _quantised(self, format_: Format, options: QuantizeOptions) -> Path:
+        text = self._text(format_) if options.method in CALIBRATED else None
         digest = hashlib.sha256(text.read_bytes()).hexdigest() if text else None
-        choice = SampleOptions(self.num_samples, self.sample_tokens, False, self.base.model.seed)
-        folder = self.folder / f"{wanted.name}-{self._key(asdict(wishes), digest, asdict(choice))}"
+        samples = SampleOptions(self.num_samples, self.sample_tokens, False, self.base.model.seed)
+        key = self._key(asdict(options), digest, asdict(samples))
+        folder = self.folder / f"{format_.name}-{key}"
         if not folder.is_dir():
             self.log(f"quantising into {folder}")
-            order = QuantizeJob(self.base.model, wishes, folder, text, choice)
-            run(order, self.log, self._progress)
+            job = QuantizeJob(self.base.model, options, folder, text, samples)
+            run(job, self.log, self._progress)
         return folder
 
     def _progress(self, done: int, total: int, text: str) -> None:
         if done and (done == total or done % max(1, total // 5) == 0):
             self.log(f"{done} of {total} layers, {text}")
 
-    def _text(self, wanted: Format) -> Path | None:
-        return self._random_text() if wanted.calibration == "random" else self.means.calibration
+    def _text(self, format_: Format) -> Path | None:
+        return self._random_text() if format_.calibration == "random" else self.inputs.calibration
 
     def _random_text(self) -> Path:
-        """As many texts as are calibrated on, each of so many tokens drawn evenly."""
+        """Write a calibration set of uniformly random tokens."""
         count, length = self.num_samples, self.sample_tokens
         path = self.folder / f"random-{self._key(count, length)}.jsonl"
         if not path.is_file():
@@ -217,7 +217,7 @@ class Workshop:
         return path
 
     def _key(self, *more: object) -> str:
-        """Differs with the model's files and whatever else is given."""
+        """Hash of the model's files and `more`."""
         files = self.opened.files
         weights = [
             (str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in files.weights

@@ -1,7 +1,7 @@
-"""One model beside the float32 model: what its text costs in quality, and its speed in turns.
+"""Compares a model with a reference model: quality on a text, and decode speed in alternating runs.
 
-Speeds of a shared CPU drift within minutes, so that each run of a format is followed by one of the
-reference: the ratio of the two holds even when neither figure does.
+The speed of a shared CPU drifts within minutes. Each run of a format is therefore followed by a run
+of the reference: the ratio of the two is stable even when neither speed is.
 """
 
 from __future__ import annotations
@@ -19,34 +19,34 @@ from windlass.runner.assemble import Loaded
 from windlass.runner.device import choose_device
 from windlass.runner.scoring import ScoredChunk, ScoringLimits
 from windlass.tools.bench.speculation import TEXTS
-from windlass.tools.bench.throughput import Own
+from windlass.tools.bench.throughput import WindlassEngine
 from windlass.tools.common.requests import Request
 from windlass.tools.common.workload import Sizes, Workload, find
 from windlass.tools.eval.data import Corpus, Document
 from windlass.tools.eval.metrics import Quality, Tally, compare
 from windlass.tools.eval.windows import Cut, cut_corpus
 
-# Reference logits up to so many bytes are kept; more are computed again for every model.
-_KEPT_BYTES = 2**32
+# Reference logits up to this size are cached; larger ones are recomputed for every model.
+_MAX_CACHED_BYTES = 2**32
 _HEAD = "lm_head"
-_SHORT = "eight short texts that ship with the program"
+_SHORT = "eight short built-in texts"
 
 
 def short_corpus() -> Corpus:
-    """For a first look at quality; a corpus of one's own says more."""
+    """A small built-in corpus for a rough quality estimate."""
     return Corpus(_SHORT, [Document(_SHORT, "\n\n".join(TEXTS))], running=True)
 
 
 @dataclass(frozen=True, slots=True)
 class Speed:
-    """Decode tokens a second, and the ratio to the reference's in the same minute."""
+    """Decode tokens per second, and the ratio to the reference's in paired runs."""
 
     tok_s: float
     ratio: float
 
 
-class Judge:
-    """Owns the reference's scorer and the text."""
+class QualityComparison:
+    """Scores models on a text against a reference. Owns the reference's scorer and the text."""
 
     def __init__(
         self,
@@ -56,49 +56,49 @@ class Judge:
         cut: Cut,
         weights: Loaded | None = None,
     ) -> None:
-        """`weights`: the reference's, where they are loaded already."""
+        """`weights`: the reference's, if they are already loaded."""
         self._config = reference
         self._corpus = corpus
         self._cut = cut
         self._labelled = cut_corpus(corpus, opened.card, cut)
         self._windows = [item.window for item in self._labelled]
         steps = reference.limits(choose_device(reference.model).type)
-        longest = max(len(window.tokens) for window in self._windows)
-        self._limits = ScoringLimits(longest, steps.max_num_batched_tokens, steps.max_num_seqs)
-        if longest > opened.hparams.max_positions:
+        max_len = max(len(window.tokens) for window in self._windows)
+        self._limits = ScoringLimits(max_len, steps.max_num_batched_tokens, steps.max_num_seqs)
+        if max_len > opened.hparams.max_positions:
             raise ConfigError(
-                f"a window of {longest} tokens is more than the {opened.hparams.max_positions} "
+                f"a window of {max_len} tokens is more than the {opened.hparams.max_positions} "
                 f"positions of {opened.card.name}. Use a smaller --context."
             )
         self._reference = build_scorer(reference, opened.source, self._limits, weights)
-        self._kept: list[ScoredChunk] | None = None
+        self._cached: list[ScoredChunk] | None = None
 
     @property
     def reference(self) -> BuiltScorer:
         return self._reference
 
     def build(self, config: EngineConfig, weights: Loaded | None = None) -> BuiltScorer:
-        """A model to be judged, which must cut the text as the reference does."""
+        """Build the scorer of a model, which must tokenize the text as the reference does."""
         if (config.model, config.cache) == (self._config.model, self._config.cache):
             return self._reference
         opened = open_model(config)
         if cut_corpus(self._corpus, opened.card, self._cut) != self._labelled:
             raise ConfigError(
-                f"{opened.card.name} cuts the text into other tokens than the reference."
+                f"{opened.card.name} tokenizes the text differently from the reference."
             )
         return build_scorer(config, opened.source, self._limits, weights)
 
-    def alone(self) -> Quality:
+    def reference_quality(self) -> Quality:
         """The reference's own perplexity."""
         tally = Tally()
-        for piece in self._pieces():
-            targets = self._targets(piece)
+        for chunk in self._reference_chunks():
+            targets = self._targets(chunk)
             if targets:
-                tally.add(compare(piece.values[: len(targets)], targets, None))
+                tally.add(compare(chunk.values[: len(targets)], targets, None))
         return tally.quality()
 
     def compare(self, built: BuiltScorer) -> Quality:
-        """A model's figures against the reference."""
+        """A model's quality against the reference."""
         tally = Tally()
         for own, other in self._pairs(built):
             targets = self._targets(own)
@@ -109,40 +109,40 @@ class Judge:
 
     def _pairs(self, built: BuiltScorer) -> Iterator[tuple[ScoredChunk, ScoredChunk]]:
         if built is self._reference:
-            return ((piece, piece) for piece in self._pieces())
-        return zip(built.scorer.logits(self._windows), self._pieces(), strict=True)
+            return ((chunk, chunk) for chunk in self._reference_chunks())
+        return zip(built.scorer.logits(self._windows), self._reference_chunks(), strict=True)
 
-    def _pieces(self) -> Iterator[ScoredChunk]:
+    def _reference_chunks(self) -> Iterator[ScoredChunk]:
         scorer = self._reference.scorer
         positions = sum(len(window.tokens) - window.first for window in self._windows)
-        if positions * scorer.vocab_size * 4 > _KEPT_BYTES:
+        if positions * scorer.vocab_size * 4 > _MAX_CACHED_BYTES:
             return scorer.logits(self._windows)
-        if self._kept is None:
-            self._kept = list(scorer.logits(self._windows))
-        return iter(self._kept)
+        if self._cached is None:
+            self._cached = list(scorer.logits(self._windows))
+        return iter(self._cached)
 
-    def _targets(self, piece: ScoredChunk) -> list[int]:
-        """The tokens that follow a piece's positions; after a window's last there is none."""
-        tokens = self._windows[piece.window].tokens
-        return list(tokens[piece.start + 1 : piece.start + 1 + len(piece.values)])
+    def _targets(self, chunk: ScoredChunk) -> list[int]:
+        """The next token of each position; the last position of a window has none."""
+        tokens = self._windows[chunk.window].tokens
+        return list(tokens[chunk.start + 1 : chunk.start + 1 + len(chunk.values)])
 
 
-class Race:
-    """Owns the reference's engine, against which others run in turns."""
+class SpeedComparison:
+    """Measures engines in alternation with the reference's engine, which it owns."""
 
     def __init__(self, reference: EngineConfig, repeat: int, sizes: Sizes) -> None:
         self._workloads = {rows: find(f"decode_b{rows}", sizes) for rows in (1, 8)}
         self._repeat = repeat
         self._reference = self._engine(reference)
 
-    def alone(self) -> dict[int, Speed]:
+    def reference_speeds(self) -> dict[int, Speed]:
         return {
             rows: Speed(median(_run(self._reference, work, i) for i in range(self._repeat)), 1.0)
             for rows, work in self._workloads.items()
         }
 
-    def against(self, config: EngineConfig) -> dict[int, Speed]:
-        """By the number of rows at once."""
+    def compare(self, config: EngineConfig) -> dict[int, Speed]:
+        """Speeds by batch size."""
         own = self._engine(config)
         speeds = {}
         for rows, work in self._workloads.items():
@@ -153,23 +153,23 @@ class Race:
             speeds[rows] = Speed(median(mine for mine, _ in pairs), ratio)
         return speeds
 
-    def _engine(self, config: EngineConfig) -> Own:
-        made = Own(config, open_model(config))
-        for work in self._workloads.values():
-            requests = work.requests(made.vocab_size)
-            made.run([Request(request.prompt[:16], 4) for request in requests])
-        return made
+    def _engine(self, config: EngineConfig) -> WindlassEngine:
+        engine = WindlassEngine(config, open_model(config))
+        for workload in self._workloads.values():  # warm up
+            requests = workload.requests(engine.vocab_size)
+            engine.run([Request(request.prompt[:16], 4) for request in requests])
+        return engine
 
 
-def _run(engine: Own, work: Workload, draw: int) -> float:
+def _run(engine: WindlassEngine, workload: Workload, draw: int) -> float:
     engine.reset()
-    taken = engine.run(work.requests(engine.vocab_size, draw + 1))
-    assert taken.window is not None, "all requests of a decode workload decode together"
-    return taken.window.tok_s
+    result = engine.run(workload.requests(engine.vocab_size, draw + 1))
+    assert result.window is not None, "all requests of a decode workload decode together"
+    return result.window.tok_s
 
 
-def bits_a_weight(network: Network) -> float:
-    """Of the decoder's matrices as they lie in memory, scales included."""
+def bits_per_weight(network: Network) -> float:
+    """Bits per weight of the decoder's matrices in memory, including scales."""
     num_bytes = weights = 0
     for path, module in network.named_modules():
         if isinstance(module, Linear) and not path.endswith(_HEAD):
@@ -179,13 +179,13 @@ def bits_a_weight(network: Network) -> float:
     return 8 * num_bytes / weights
 
 
-def held_as(network: Network) -> list[str]:
-    """The forms and kernels of the decoder's quantised matrices."""
-    gemm = (p for m in network.modules() if isinstance(m, Linear) for p in m.gemm)
-    return list(dict.fromkeys(f"{product.form}, {product.kernel} kernel" for product in gemm))
+def weight_kernels(network: Network) -> list[str]:
+    """Forms and kernels of the decoder's quantised matrices."""
+    gemms = (gemm for m in network.modules() if isinstance(m, Linear) for gemm in m.gemm)
+    return list(dict.fromkeys(f"{gemm.form}, {gemm.kernel} kernel" for gemm in gemms))
 
 
 def is_unpacked(network: Network) -> bool:
-    """Whether every product is torch's own, so that float32 arithmetic gives the same."""
+    """Whether every GEMM uses torch, so that float32 arithmetic gives the same results."""
     layers = [module for module in network.modules() if isinstance(module, Linear)]
-    return all(product.kernel == "torch" for layer in layers for product in layer.gemm)
+    return all(gemm.kernel == "torch" for layer in layers for gemm in layer.gemm)

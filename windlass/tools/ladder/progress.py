@@ -1,4 +1,4 @@
-"""A bar on stderr: which rung is measured, how many are done, tokens a second, and the time left."""
+"""Progress bar on stderr: the current rung, finished rungs, tokens per second, and the time left."""
 
 from __future__ import annotations
 
@@ -10,23 +10,25 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
 
-    from windlass.tools.ladder.run import Bar
+
+class ProgressBar:
+    """Receives the progress of a run. This base class shows nothing."""
+
+    def begin(self, title: str) -> None:
+        """Start a variant."""
+
+    def phase(self, text: str) -> None:
+        """Start a phase of the variant."""
+
+    def tokens(self, count: int) -> None:
+        """Count generated tokens."""
+
+    def done(self) -> None:
+        """Finish the variant."""
 
 
-class _Silent:
-    """For who wants no bar."""
-
-    def begin(self, title: str) -> None: ...
-
-    def phase(self, text: str) -> None: ...
-
-    def tokens(self, count: int) -> None: ...
-
-    def done(self) -> None: ...
-
-
-class _Shown:
-    """Owns a line of the terminal."""
+class _RichBar(ProgressBar):
+    """Shows the progress on one line of the terminal."""
 
     def __init__(self, progress: Progress, task: TaskID) -> None:
         self._progress = progress
@@ -58,15 +60,20 @@ class _Shown:
 
 
 @contextmanager
-def watched(total: int, shown: bool) -> Iterator[Bar]:
-    """Over so many rows."""
+def progress_bar(total: int, shown: bool) -> Iterator[ProgressBar]:
+    """A bar over `total` rows."""
     if not shown or not total:
-        yield _Silent()
+        yield ProgressBar()
         return
+    from rich import progress as rich_progress
     from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-    from rich.progress import TimeRemainingColumn as Left
 
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
-    with Progress(*columns, TimeElapsedColumn(), Left(), console=Console(stderr=True)) as progress:
-        yield _Shown(progress, progress.add_task("", total=total))
+    columns = (
+        rich_progress.TextColumn("{task.description}"),
+        rich_progress.BarColumn(),
+        rich_progress.MofNCompleteColumn(),
+        rich_progress.TimeElapsedColumn(),
+        rich_progress.TimeRemainingColumn(),
+    )
+    with rich_progress.Progress(*columns, console=Console(stderr=True)) as progress:
+        yield _RichBar(progress, progress.add_task("", total=total))

@@ -1,7 +1,7 @@
-"""The naive rung: the same token ids through transformers' `generate`, in static batches.
+"""Runs a workload through transformers' `generate` in static batches, as a baseline.
 
-A batch is padded on the left to its longest prompt and runs until its longest output has ended. The
-surplus tokens of shorter outputs are computed, but not counted.
+A batch is left-padded to its longest prompt and runs until its longest output is complete. The
+surplus tokens of shorter outputs are computed but not counted.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from windlass.tools.common.drive import EngineRun, Window, timing_of
 from windlass.tools.common.requests import Request
 
 
-class Naive:
-    """A transformers model, measured as an engine is."""
+class TransformersEngine:
+    """A transformers model with the interface of BenchEngine."""
 
     name = "transformers"
 
@@ -58,19 +58,19 @@ class Naive:
                     f"{files.path / 'config.json'}: transformers needs a model_type. Add one, "
                     'such as --hf-overrides \'{"model_type": "llama"}\'.'
                 )
-            kind = values.pop("model_type")
-            shape = self._library.AutoConfig.for_model(kind, **values)
+            model_type = values.pop("model_type")
+            model_config = self._library.AutoConfig.for_model(model_type, **values)
             with torch.device(self.device):
-                return auto.from_config(shape, **settings)
+                return auto.from_config(model_config, **settings)
         if files.kind == "gguf":
-            made = auto.from_pretrained(files.path.parent, gguf_file=files.path.name, **settings)
+            model = auto.from_pretrained(files.path.parent, gguf_file=files.path.name, **settings)
         else:
-            made = auto.from_pretrained(files.path, **settings)
-        return made.to(self.device)
+            model = auto.from_pretrained(files.path, **settings)
+        return model.to(self.device)
 
     @torch.inference_mode()
     def run(self, requests: Sequence[Request]) -> EngineRun:
-        """Batches one after another; every request arrives when the first batch starts."""
+        """Run the batches one after another; all requests arrive when the first batch starts."""
         size = self._batch or len(requests)
         batches = [requests[at : at + size] for at in range(0, len(requests), size)]
         started = time.perf_counter()
@@ -90,10 +90,10 @@ class Naive:
         )
 
     def reset(self) -> None:
-        """Nothing is kept from one run to the next."""
+        """Do nothing: no state is kept between runs."""
 
     def _generate(self, requests: Sequence[Request]) -> list[float]:
-        """When each step of one batch ended."""
+        """Run one batch; returns the end time of each step."""
         width, count = (
             max(len(request.prompt) for request in requests),
             max(request.num_output for request in requests),
@@ -104,7 +104,7 @@ class Naive:
         ]
         stamps: list[float] = []
 
-        def never(tokens: Tensor, _scores: object, **_: object) -> Tensor:
+        def record_step(tokens: Tensor, _scores: object, **_: object) -> Tensor:
             synchronise(self.device)
             stamps.append(time.perf_counter())
             return torch.zeros(len(tokens), dtype=torch.bool, device=tokens.device)
@@ -113,15 +113,15 @@ class Naive:
         sampling = (
             {"do_sample": True, "temperature": temperature, "top_k": 0} if temperature else {}
         )
-        wish = self._library.GenerationConfig(
+        generation_config = self._library.GenerationConfig(
             max_new_tokens=count, eos_token_id=None, pad_token_id=0, **sampling
         )
-        self._model.generation_config = wish
+        self._model.generation_config = generation_config
         self._model.generate(
             torch.tensor(ids, device=self.device),
             attention_mask=torch.tensor(mask, device=self.device),
-            generation_config=wish,
-            stopping_criteria=self._library.StoppingCriteriaList([never]),
+            generation_config=generation_config,
+            stopping_criteria=self._library.StoppingCriteriaList([record_step]),
         )
         return stamps
 
