@@ -1,4 +1,4 @@
-"""A real server in a process of its own, as a user would start it."""
+"""A real server process, started as a user would start it."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""The default model, in float32, greedy: token for token what transformers gives from the same file.
+"""The default model in float32: greedy tokens equal those of transformers from the same file.
 
-Whatever is switched on: small steps, prefix caching, preemption, HTTP, streaming.
+With small steps, prefix caching, preemption, HTTP and streaming.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from windlass import LLM, SamplingParams
 
 pytestmark = pytest.mark.model
 
-NUM_TOKENS = 24  # with the prompts, every answer crosses two blocks of 16
+NUM_TOKENS = 24  # with the prompts, every sequence crosses two block boundaries
 GREEDY = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
 PROMPTS = [
     "The capital of France is",
@@ -47,7 +47,7 @@ PROMPTS = [
 
 @pytest.fixture(scope="module")
 def expected(default_reference: torch.nn.Module) -> dict[str, list[int]]:
-    """What the plain engine gives, after transformers has agreed with every one of its tokens."""
+    """Greedy tokens of the engine, each of them checked against transformers."""
     llm = LLM(max_model_len=1024, num_blocks=512, dtype="float32")
     results = llm.generate(PROMPTS, GREEDY)
     for result in results:
@@ -56,14 +56,14 @@ def expected(default_reference: torch.nn.Module) -> dict[str, list[int]]:
         ids = torch.tensor([prompt + tokens])
         with torch.inference_mode():
             choices = default_reference(ids).logits[0].argmax(-1).tolist()
-        # Transformers' choice after every prefix of our answer, so by induction its whole answer.
+        # The argmax of transformers after every prefix of our output, so by induction its whole output.
         assert choices[len(prompt) - 1 : -1] == tokens, result.prompt
     return {result.prompt: result.outputs[0].token_ids for result in results}
 
 
-def test_packed_weights_part_only_where_it_is_close(default_reference, expected) -> None:
-    """As it comes: weights stay packed, activations are rounded to 8 bits. Where its greedy answer
-    leaves the reference's, the reference's two best logits are less than 0.5 apart."""
+def test_packed_weights_differ_only_near_ties(default_reference, expected) -> None:
+    """Default settings: packed weights, 8-bit activations. At the first token that differs from the
+    reference, the reference's two highest logits are less than 0.5 apart."""
     llm = LLM(max_model_len=256, num_blocks=256)
     same = 0
     for result in llm.generate(PROMPTS, GREEDY):
@@ -78,7 +78,7 @@ def test_packed_weights_part_only_where_it_is_close(default_reference, expected)
     assert same > 0.3 * NUM_TOKENS * len(PROMPTS)
 
 
-def test_generate_of_transformers_gives_the_same(default_reference, expected) -> None:
+def test_generate_of_transformers_gives_the_same_tokens(default_reference, expected) -> None:
     tokenizer = LLM_TOKENIZER()
     for prompt in PROMPTS[:3]:
         ids = torch.tensor([tokenizer.encode(prompt)])
@@ -109,8 +109,8 @@ def test_batches_of_16_in_steps_of_48_tokens(expected) -> None:
     assert llm.engine.stats().num_used_blocks == 0
 
 
-def test_so_few_blocks_that_requests_are_preempted(expected) -> None:
-    """And one of them is asked for again, whose first block is still cached."""
+def test_preemption_with_few_blocks(expected) -> None:
+    """A prompt is then repeated; its first block is still cached."""
     tight = {"max_model_len": 256, "num_blocks": 18, "max_num_batched_tokens": 48}
     llm = LLM(max_num_seqs=16, dtype="float32", **tight)
     for prompts in (PROMPTS, [PROMPTS[17]]):
@@ -124,17 +124,17 @@ def test_so_few_blocks_that_requests_are_preempted(expected) -> None:
 
 def test_a_seed_gives_the_same_alone_and_in_a_batch() -> None:
     llm = LLM(max_model_len=256, num_blocks=256)
-    wish = SamplingParams(temperature=1.0, top_p=0.95, max_tokens=16, seed=11)
-    alone = llm.generate(PROMPTS[0], wish)[0].outputs[0].token_ids
+    sampling = SamplingParams(temperature=1.0, top_p=0.95, max_tokens=16, seed=11)
+    alone = llm.generate(PROMPTS[0], sampling)[0].outputs[0].token_ids
     others = [SamplingParams(temperature=1.0, max_tokens=16) for _ in PROMPTS[1:6]]
-    batch = llm.generate(PROMPTS[:6], [wish, *others])
+    batch = llm.generate(PROMPTS[:6], [sampling, *others])
     assert batch[0].outputs[0].token_ids == alone
 
 
 def test_logprobs_agree_with_transformers(default_reference) -> None:
     llm = LLM(max_model_len=256, num_blocks=64, dtype="float32")
-    wish = SamplingParams(temperature=0, max_tokens=4, logprobs=5, prompt_logprobs=0)
-    result = llm.generate(PROMPTS[1], wish)[0]
+    sampling = SamplingParams(temperature=0, max_tokens=4, logprobs=5, prompt_logprobs=0)
+    result = llm.generate(PROMPTS[1], sampling)[0]
     ids = result.prompt_token_ids + result.outputs[0].token_ids
     with torch.inference_mode():
         logprobs = default_reference(torch.tensor([ids])).logits[0].log_softmax(-1)
@@ -159,7 +159,7 @@ def client(server: Server) -> openai.OpenAI:
         yield made
 
 
-def test_over_http_streamed_and_not(client: openai.OpenAI, expected) -> None:
+def test_http_responses_streamed_and_not(client: openai.OpenAI, expected) -> None:
     model = client.models.list().data[0].id
     options = {"model": model, "temperature": 0, "max_tokens": NUM_TOKENS}
     extra = {"ignore_eos": True, "return_token_ids": True, "skip_special_tokens": False}
@@ -196,7 +196,7 @@ def test_a_shared_prefix_of_512_tokens_is_computed_once(client: openai.OpenAI, s
     assert metric(server, "prefix_cache_hits_total") - hits == 512
 
 
-def test_a_chat_answers(client: openai.OpenAI) -> None:
+def test_a_chat_completion_is_correct(client: openai.OpenAI) -> None:
     model = client.models.list().data[0].id
     answer = client.chat.completions.create(
         model=model,
@@ -213,8 +213,8 @@ class Person(pydantic.BaseModel):
     tags: list[Literal["tall", "kind", "old"]] = pydantic.Field(max_length=2)
 
 
-def test_answers_have_the_form_of_a_schema(client: openai.OpenAI) -> None:
-    """As the OpenAI client asks for it, beside one who asks for nothing of the kind."""
+def test_responses_satisfy_a_schema(client: openai.OpenAI) -> None:
+    """Through the OpenAI client, beside a request without a schema."""
     model = client.models.list().data[0].id
     asked = [{"role": "user", "content": "Describe a person: name, age and tags."}]
     with client.chat.completions.create(
@@ -232,12 +232,12 @@ def test_answers_have_the_form_of_a_schema(client: openai.OpenAI) -> None:
     assert client.completions.create(**body).choices[0].text in ("crimson", "navy blue")
 
 
-def test_clients_that_hang_up_leave_nothing_behind(server: Server) -> None:
-    """200 clients, most of which go away at a random moment."""
+def test_requests_of_disconnected_clients_are_aborted(server: Server) -> None:
+    """200 clients, most of which disconnect at a random time."""
     random = Random(9)
-    body = {"prompt": "Tell me a long story.", "max_tokens": 200, "stream": True}
+    body = {"prompt": "Write a long text about the sea.", "max_tokens": 200, "stream": True}
 
-    def hang_up_soon() -> None:
+    def disconnect_soon() -> None:
         timeout = httpx.Timeout(30, read=random.uniform(0.001, 0.4))
         try:
             with httpx.stream(
@@ -251,14 +251,14 @@ def test_clients_that_hang_up_leave_nothing_behind(server: Server) -> None:
     from concurrent.futures import ThreadPoolExecutor
 
     with ThreadPoolExecutor(20) as pool:
-        for future in [pool.submit(hang_up_soon) for _ in range(200)]:
+        for future in [pool.submit(disconnect_soon) for _ in range(200)]:
             future.result()
     import time
 
     deadline = time.monotonic() + 30
     names = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
     while any(metric(server, name) for name in names):
-        assert time.monotonic() < deadline, "requests of clients that went away are still there"
+        assert time.monotonic() < deadline, "requests of disconnected clients are still running"
         time.sleep(0.1)
     assert httpx.get(f"{server.url}/health/generate", timeout=30).status_code == 200
     total = metric(server, "requests_received_total")

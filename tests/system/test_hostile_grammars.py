@@ -1,4 +1,4 @@
-"""A real server and the default model: a grammar of a client stops nobody else."""
+"""A real server and the default model: a client's grammar does not stop other requests."""
 
 from __future__ import annotations
 
@@ -39,30 +39,30 @@ def metric(server: Server, name: str) -> float:
 def wait_until(condition: Callable[[], bool], hang_guard_s: float = 120.0) -> None:
     end = monotonic() + hang_guard_s
     while not condition():
-        assert monotonic() < end, "the condition did not come true in time"
+        assert monotonic() < end, "the condition was not met in time"
         sleep(0.02)
 
 
-def test_a_stream_gets_its_tokens_while_a_grammar_is_compiled() -> None:
+def test_streams_continue_while_a_grammar_compiles() -> None:
     flags = ("--grammar-compile-timeout", "600", "--shutdown-timeout", "0.1")
     with ThreadPoolExecutor(1) as pool:
         with served(*flags) as (server, client, model):
-            asked = {"model": model, "messages": MESSAGES}
+            request = {"model": model, "messages": MESSAGES}
             hostile = pool.submit(
-                client.chat.completions.create, response_format=ENDLESS, timeout=600, **asked
+                client.chat.completions.create, response_format=ENDLESS, timeout=600, **request
             )
             wait_until(lambda: metric(server, "grammar_requests_waiting") == 1)
             stream = client.chat.completions.create(
-                stream=True, max_tokens=NUM_TOKENS, extra_body={"ignore_eos": True}, **asked
+                stream=True, max_tokens=NUM_TOKENS, extra_body={"ignore_eos": True}, **request
             )
             num_chunks = sum(bool(chunk.choices[0].delta.content) for chunk in stream)
             assert num_chunks > NUM_TOKENS // 2, "a chunk may hold more than one token"
             whole = client.chat.completions.create(
-                max_tokens=NUM_TOKENS, extra_body={"ignore_eos": True}, **asked
+                max_tokens=NUM_TOKENS, extra_body={"ignore_eos": True}, **request
             )
             assert whole.usage.completion_tokens == NUM_TOKENS
             formed = client.chat.completions.create(
-                extra_body={"guided_regex": "[0-9]{4}"}, **asked
+                extra_body={"guided_regex": "[0-9]{4}"}, **request
             )
             assert formed.choices[0].message.content.isdigit()
             assert not hostile.done(), "it is still being compiled"
@@ -73,9 +73,9 @@ def test_a_stream_gets_its_tokens_while_a_grammar_is_compiled() -> None:
 
 def test_a_grammar_beyond_the_limits_is_a_bad_request_and_compiled_once() -> None:
     with served("--grammar-compile-timeout", "1") as (server, client, model):
-        asked = {"model": model, "messages": MESSAGES, "response_format": ENDLESS}
+        request = {"model": model, "messages": MESSAGES, "response_format": ENDLESS}
         with ThreadPoolExecutor(10) as pool:
-            hostile = [pool.submit(client.chat.completions.create, **asked) for _ in range(30)]
+            hostile = [pool.submit(client.chat.completions.create, **request) for _ in range(30)]
             for each in hostile:
                 with pytest.raises(openai.BadRequestError) as error:
                     each.result()

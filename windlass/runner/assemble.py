@@ -26,7 +26,7 @@ from windlass.models.methods import choose_methods
 from windlass.models.network import Network, Parts, make_network
 from windlass.quant.unquantised import Unquantised
 from windlass.runner import device as found
-from windlass.runner.runner import Runner
+from windlass.runner.runner import Runner, RunnerParts
 from windlass.runner.sampler import Sampler, draw_with
 from windlass.runner.slots import SlotTables
 
@@ -252,9 +252,15 @@ class _Maker:
         sampler = sampler or Sampler(
             hparams.vocab_size, parts.device, threshold, draw_with(parts.ops)
         )
+        runner_parts = RunnerParts(
+            network=self._loaded.network,
+            cache=cache,
+            slots=slots,
+            sampler=sampler,
+            gemm=self._loaded.gemm,
+        )
         if not parts.ops.is_triton:
-            made = (self._loaded.network, cache, slots, sampler, self._loaded.gemm)
-            runner = self._on_cpu(made)
+            runner = self._eager_or_cpu(runner_parts)
             runner.coarse_prompts = self._rounds_coarsely()
             return runner, cache
         from windlass.kernels.triton.attention import tile_tokens
@@ -263,30 +269,34 @@ class _Maker:
 
         graph_rows = 0 if self._config.model.enforce_eager else seqs
         tile = tile_tokens(hparams.num_heads // hparams.num_kv_heads)
-        given = (
-            *(self._loaded.network, cache, slots, sampler, self._loaded.gemm),
-            *(tile, graph_rows, self._limits.max_num_batched_tokens),
-        )
-        speculation = self._config.speculation
+        max_tokens, speculation = self._limits.max_num_batched_tokens, self._config.speculation
         if speculation.spec == "none":
-            runner = CudaRunner(*given)
+            runner = CudaRunner(
+                runner_parts, tile=tile, graph_rows=graph_rows, max_tokens=max_tokens
+            )
         else:
-            runner = CudaVerifyRunner(*given, max_draft_tokens=speculation.max_draft_tokens)
+            runner = CudaVerifyRunner(
+                runner_parts,
+                tile=tile,
+                graph_rows=graph_rows,
+                max_tokens=max_tokens,
+                max_draft_tokens=speculation.max_draft_tokens,
+            )
         runner.capture()
         return runner, cache
 
-    def _on_cpu(self, made: tuple[Network, KVCache, SlotTables, Sampler, TorchGemm]) -> Runner:
-        """A runner that replays a recorded program if every operation is native, else an eager one."""
+    def _eager_or_cpu(self, parts: RunnerParts) -> Runner:
+        """A runner that replays a captured program if every operation is native, else an eager one."""
         why = None if self._loaded.parts.ops.is_native else "not every operation is native"
         if self._config.model.enforce_eager:
             why = "--enforce-eager"
         if why is not None:
             self.choices = [Choice("steps", "operator by operator", why)]
-            return Runner(*made)
+            return Runner(parts)
         from windlass.kernels.native.program import ProgramLimits
         from windlass.runner.cpu_runner import CpuRunner
 
-        runner = CpuRunner(*made)
+        runner = CpuRunner(parts)
         positions = sampled_positions(self._config, self._hparams, self._limits)
         self.choices = [
             runner.record(ProgramLimits(self._limits.max_num_batched_tokens, positions))

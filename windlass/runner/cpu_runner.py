@@ -69,9 +69,12 @@ class CpuRunner(Runner):
         """A sample step for recording: two tokens, one of them sampled."""
         two = torch.zeros(2, dtype=torch.int32)
         whole, last = (AdapterRows(two), AdapterRows(two[:1])) if adapted else (None, None)
-        spans, pages = [Span(0, 2, 0)], self._cache.layers
         batch = StepBatch(
-            *(two, two, self._slots.tables, spans, pages),
+            positions=two,
+            token_slots=two,
+            tables=self._slots.tables,
+            spans=[Span(0, 2, 0)],
+            kv=self._cache.layers,
             adapters=whole,
             logits_indices=LogitsIndices(two[:1], last),
         )

@@ -21,20 +21,16 @@ from windlass.errors import OutOfMemory
 from windlass.kernels.batch import (
     AdapterRows,
     AttentionWork,
-    KVCache,
     LogitsIndices,
     Span,
     StepBatch,
 )
-from windlass.kernels.gemm import TorchGemm
-from windlass.models.network import Network
 from windlass.runner.adapters import in_tiles
 from windlass.runner.device_sampler import DeviceSampler
 from windlass.runner.drafter import DrafterInputs
 from windlass.runner.mixed import Arrays, GraphShape, MixedStep, attention_tiles, mixed_sizes
-from windlass.runner.runner import CompletedStep, PendingStep, Runner
-from windlass.runner.sampler import Sampler
-from windlass.runner.slots import SlotTables, to_device
+from windlass.runner.runner import CompletedStep, PendingStep, Runner, RunnerParts
+from windlass.runner.slots import to_device
 
 _MAX_DRAFTING_ROWS = 32  # max rows of a mixed step that also drafts
 
@@ -117,24 +113,15 @@ class PendingGraphStep:
 class CudaRunner(Runner):
     """Owns the captured graphs and their buffers."""
 
-    def __init__(
-        self,
-        network: Network,
-        cache: KVCache,
-        slots: SlotTables,
-        sampler: Sampler,
-        gemm: TorchGemm,
-        tile: int,
-        graph_rows: int,
-        max_tokens: int,
-    ) -> None:
+    def __init__(self, parts: RunnerParts, *, tile: int, graph_rows: int, max_tokens: int) -> None:
         """`tile`: prompt tokens per attention tile. `graph_rows`: largest captured decode batch; 0
         captures no graphs. `max_tokens`: largest step.
         """
-        super().__init__(network, cache, slots, sampler, gemm)
-        self._device_sampler = DeviceSampler(slots, sampler)
+        super().__init__(parts)
+        slots = parts.slots
+        self._device_sampler = DeviceSampler(slots, parts.sampler)
         self._tile = tile
-        self._num_kv_heads = cache.layers[0].keys.shape[1]
+        self._num_kv_heads = parts.cache.layers[0].keys.shape[1]
         self._multiprocessors = torch.cuda.get_device_properties(self._device).multi_processor_count
         self._sizes = graph_sizes(graph_rows) if graph_rows else []
         self._graphs: dict[_Key, _Graph] = {}
@@ -296,7 +283,12 @@ class CudaRunner(Runner):
         adapters, of_indices = shape.adapters(arrays)
         work = AttentionWork(arrays.singles, arrays.tiles, self._splits(shape.rows), self._counters)
         batch = StepBatch(
-            *(positions, token_slots, self._slots.tables, [], self._cache.layers, work),
+            positions=positions,
+            token_slots=token_slots,
+            tables=self._slots.tables,
+            spans=[],
+            kv=self._cache.layers,
+            work=work,
             adapters=adapters,
             logits_indices=LogitsIndices(arrays.logits_indices, of_indices),
         )

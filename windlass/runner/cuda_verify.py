@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 import torch
@@ -31,7 +30,7 @@ from windlass.runner.prelaunch import (
     Prelaunched,
     VerifyOutputs,
 )
-from windlass.runner.runner import CompletedStep, PendingStep
+from windlass.runner.runner import CompletedStep, PendingStep, RunnerParts
 from windlass.runner.slots import to_device
 from windlass.runner.verify import keep, sample_requests
 
@@ -64,8 +63,16 @@ class _Key:
 class CudaVerifyRunner(CudaRunner):
     """Owns the captured verification graphs and their input buffers."""
 
-    def __init__(self, *args: Any, max_draft_tokens: int) -> None:
-        super().__init__(*args)
+    def __init__(
+        self,
+        parts: RunnerParts,
+        *,
+        tile: int,
+        graph_rows: int,
+        max_tokens: int,
+        max_draft_tokens: int,
+    ) -> None:
+        super().__init__(parts, tile=tile, graph_rows=graph_rows, max_tokens=max_tokens)
         self._widths = [1, *widths(max_draft_tokens)]
         self._depths = sorted({-(-max_draft_tokens // 2), max_draft_tokens})
         self._captured: dict[_Key, CapturedVerification] = {}

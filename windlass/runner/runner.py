@@ -7,7 +7,7 @@ cuda_runner.py replays CUDA graphs, cpu_runner.py a recorded native program; bot
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import numpy as np
@@ -60,24 +60,27 @@ class CompletedStep:
         return self._result
 
 
+@dataclass(frozen=True, slots=True)
+class RunnerParts:
+    """The objects that a runner is built from."""
+
+    network: Network
+    cache: KVCache
+    slots: SlotTables
+    sampler: Sampler
+    gemm: TorchGemm  # of the network; steps switch its batch-invariant mode
+
+
 class Runner:
     """Owns the KV pages, the block tables and the sampler state."""
 
-    def __init__(
-        self,
-        network: Network,
-        cache: KVCache,
-        slots: SlotTables,
-        sampler: Sampler,
-        gemm: TorchGemm,
-    ) -> None:
-        """`gemm` is the network's own; steps switch its batch-invariant mode."""
-        self._network = network
-        self._cache = cache
-        self._slots = slots
-        self._sampler = sampler
-        self._gemm = gemm
-        self._device = slots.device
+    def __init__(self, parts: RunnerParts) -> None:
+        self._network = parts.network
+        self._cache = parts.cache
+        self._slots = parts.slots
+        self._sampler = parts.sampler
+        self._gemm = parts.gemm
+        self._device = parts.slots.device
         self._batch_invariant: set[SlotId] = set()  # slots of deterministic requests
         self.drafter: Drafter | None = None
         self.drafting = 0  # draft tokens per row that the drafter makes at the end of a step
