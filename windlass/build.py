@@ -38,8 +38,8 @@ if TYPE_CHECKING:
     from windlass.lora.start import AdapterSetup
     from windlass.runner.assemble import Assembled, Loaded
     from windlass.runner.scoring import Scorer, ScoringLimits
-    from windlass.speculative.speculation import Known
-    from windlass.speculative.start import Speculating
+    from windlass.speculative.setup import SpeculationSetup
+    from windlass.speculative.speculation import KnownTokens
 
 _TORCH_SIDE = "windlass.runner.assemble"  # importing it imports torch
 _MEASURED = ("graphs", "activations")
@@ -319,7 +319,7 @@ class _NoSpeculation:
     token_bytes = lookahead = lookahead_after_drafts = 0
 
     def start(
-        self, made: Assembled, _limits: Limits, _requested: str, _known: Known
+        self, made: Assembled, _limits: Limits, _requested: str, _known: KnownTokens
     ) -> tuple[EngineRunner, Choice]:
         return made.runner, Choice("speculation", "none", "as set")
 
@@ -328,19 +328,19 @@ def _resolve_speculation(config: EngineConfig, source: Source, device: str) -> E
     """Replace `--spec auto` by one proposer; refuse an impossible one before weights are read."""
     if config.speculation.spec == "none":
         return config
-    from windlass.speculative.registry import settle
+    from windlass.speculative.registry import resolve_method
 
-    return settle(config, source.files, source.hparams, device)
+    return resolve_method(config, source.files, source.hparams, device)
 
 
 def _open_speculation(
     config: EngineConfig, source: Source, weights: Loaded
-) -> Speculating | _NoSpeculation:
+) -> SpeculationSetup | _NoSpeculation:
     if config.speculation.spec == "none":
         return _NoSpeculation()
-    from windlass.speculative.start import Speculating
+    from windlass.speculative.setup import SpeculationSetup
 
-    return Speculating(config, source.files, source.hparams, weights)
+    return SpeculationSetup(config, source.files, source.hparams, weights)
 
 
 @dataclass(frozen=True, slots=True)

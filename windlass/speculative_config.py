@@ -1,4 +1,4 @@
-"""The settings of speculation, and which of them go together. No torch here."""
+"""The options of speculative decoding and their checks. Imports no torch."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ SpecName = Literal["none", "auto", "ngram", "lookahead", "draft", "self", "medus
 Acceptance = Literal["exact", "typical"]
 
 MAX_SPEC_TOKENS = 64
-_MOST_ALTERNATIVES = 3
-_GUESSES = {"draft": 5, "self": 4, "medusa": 3, "eagle": 4}  # where it is not said; others 8
+_MAX_ALTERNATIVES = 3
+_DEFAULT_TOKENS = {"draft": 5, "self": 4, "medusa": 3, "eagle": 4}  # other methods: 8
 _HEADS = ("medusa", "eagle")
-# Settings that only some ways to guess read; others are for all.
+# Options that only some methods read; all methods read the others.
 _READ_BY: dict[str, tuple[str, ...]] = {
     "spec_model": ("auto", "draft", *_HEADS),
     "spec_quantization": ("auto", "draft"),
@@ -29,55 +29,58 @@ _READ_BY: dict[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpecConfig:
-    """Guessing the next tokens, several of which one step verifies."""
+    """Speculative decoding: a proposer drafts several tokens, and one step verifies them."""
 
     spec: SpecName = option(
         "none",
-        "How to guess the next tokens: ngram takes what followed the same words before, lookahead "
-        "what the model said after wrong guesses, draft is a smaller model, self the model's own "
-        "first layers, medusa and eagle are heads trained for it, auto chooses. The output stays "
-        "the same.",
+        "Speculative decoding method: ngram copies what followed the same n-gram before, lookahead "
+        "reuses samples after rejected draft tokens, draft runs a smaller model, self the model's "
+        "first layers, medusa and eagle run heads trained for the model, auto chooses. The output "
+        "stays the same.",
         "--spec-method",
     )
     spec_model: str | None = option(
         None,
-        "What guesses: a medusa or eagle head, or a model with the same vocabulary; folder, hub id, "
-        "or .gguf file.",
+        "Draft model with the same vocabulary, or medusa or eagle head: folder, hub id, or .gguf "
+        "file.",
     )
     spec_tokens: int | None = option(
-        None, "Most guesses of a request in a step, 1 to 64; default: 8, of models and heads fewer."
+        None,
+        "Maximum draft tokens per request and step, 1 to 64; default: 8, draft 5, self and eagle "
+        "4, medusa 3.",
     )
     spec_alternatives: int = option(
         0,
-        "medusa on CUDA: other tokens that are tried in the place of the first guess, 0 to 3, while "
+        "medusa on CUDA: number of alternatives to the first draft token to verify, 0 to 3, while "
         "few requests run.",
     )
-    spec_ngram_min: int = option(2, "ngram: the fewest tokens that must be the same.")
-    spec_ngram_max: int = option(4, "ngram: the most tokens that are compared.")
+    spec_ngram_min: int = option(2, "ngram: minimum n-gram length to match.")
+    spec_ngram_max: int = option(4, "ngram: maximum n-gram length to match.")
     spec_quantization: Quantization | None = option(
-        None, "draft: round its 16-bit weights to this while they are loaded."
+        None, "draft: quantise its 16-bit weights to this while loading."
     )
-    spec_dtype: DType = option("auto", "draft: its arithmetic.")
+    spec_dtype: DType = option("auto", "draft: its dtype.")
     spec_exit_layer: int | None = option(
-        None, "self: how many of the first layers guess; default: what is measured at start."
+        None, "self: number of first layers that draft; default: measured at start."
     )
     spec_acceptance: Acceptance = option(
         "exact",
-        "Which guesses are kept: those that the model samples itself, or with typical also likely "
-        "ones, which changes the distribution of what is sampled (CPU).",
+        "exact accepts draft tokens that equal the model's samples; typical also accepts likely "
+        "ones, which changes the output distribution.",
     )
     spec_threshold: float | None = option(
-        None, "typical: how likely, above 0, at most 1; lower keeps more; default: 0.9."
+        None,
+        "typical: acceptance threshold, above 0, at most 1; lower accepts more; default: 0.9.",
     )
 
     @property
     def max_draft_tokens(self) -> int:
-        """Of a request in a step."""
-        return self.spec_tokens or _GUESSES.get(self.spec, 8)
+        """Maximum draft tokens per request and step."""
+        return self.spec_tokens or _DEFAULT_TOKENS.get(self.spec, 8)
 
     @property
     def threshold(self) -> float | None:
-        """Of typical acceptance; None: guesses are kept as sampled."""
+        """The threshold of typical acceptance; None: exact acceptance."""
         return (self.spec_threshold or 0.9) if self.spec_acceptance == "typical" else None
 
     def __post_init__(self) -> None:
@@ -92,31 +95,31 @@ class SpecConfig:
         if self.spec in _HEADS and self.spec_model is None:
             raise ConfigError(
                 f"--spec {self.spec} needs a head: give its folder with --spec-model. "
-                f"windlass train-draft MODEL --kind {self.spec} makes one."
+                f"windlass train-draft MODEL --kind {self.spec} trains one."
             )
         if self.spec == "draft" and self.spec_model is None:
             raise ConfigError(
-                "--spec draft needs a model: give one that is smaller and has the same vocabulary "
-                "with --spec-model."
+                "--spec draft needs a model: give a smaller model with the same vocabulary with "
+                "--spec-model."
             )
 
     def _check_numbers(self) -> None:
         if self.spec_tokens is not None and not 1 <= self.spec_tokens <= MAX_SPEC_TOKENS:
             raise ConfigError(
                 f"--spec-tokens must be between 1 and {MAX_SPEC_TOKENS}, got {self.spec_tokens}: "
-                "no guesses are --spec none, and the chance that so long a guess is right pays "
-                "for no step that verifies it."
+                "for no draft tokens use --spec none, and longer drafts are never accepted often "
+                "enough to pay for their verification."
             )
-        if not 0 <= self.spec_alternatives <= _MOST_ALTERNATIVES:
+        if not 0 <= self.spec_alternatives <= _MAX_ALTERNATIVES:
             raise ConfigError(
-                f"--spec-alternatives must be between 0 and {_MOST_ALTERNATIVES}, got "
+                f"--spec-alternatives must be between 0 and {_MAX_ALTERNATIVES}, got "
                 f"{self.spec_alternatives}."
             )
         at_least(self, 1, "spec_ngram_min", "spec_exit_layer")
         if self.spec_ngram_max < self.spec_ngram_min:
             raise ConfigError(
                 f"--spec-ngram-max ({self.spec_ngram_max}) is below --spec-ngram-min "
-                f"({self.spec_ngram_min}): there is no length to compare."
+                f"({self.spec_ngram_min}): there is no n-gram length to match."
             )
         if self.spec_threshold is None:
             return
@@ -128,10 +131,8 @@ class SpecConfig:
             )
 
     def _check_readers(self) -> None:
-        """Settings that the chosen way to guess never reads."""
+        """Refuse options that the chosen method does not read."""
         defaults = {item.name: item.default for item in fields(self)}
         for name, readers in _READ_BY.items():
             if self.spec not in readers and getattr(self, name) != defaults[name]:
-                raise ConfigError(
-                    f"{flag(name)} does nothing with --spec {self.spec}; leave it out."
-                )
+                raise ConfigError(f"{flag(name)} does nothing with --spec {self.spec}; remove it.")

@@ -12,7 +12,7 @@ import torch
 from tests.gpu.test_engine import CONFIG, agreement, folder
 from tests.gpu.test_speculation import make
 from tests.speculative import test_heads
-from tests.speculative.test_speculation import eager
+from tests.speculative.test_speculation import verify_all
 from windlass import LLM, SamplingParams
 from windlass.runner.cuda_verify import CudaVerifyRunner
 from windlass.runner.drafter import DrafterInputs
@@ -22,7 +22,7 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
-__all__ = ["eager", "folder"]
+__all__ = ["folder", "verify_all"]
 
 PROMPT = [(7 * j) % 1000 for j in range(21)]
 LENGTHS = (30, 75, 120)
@@ -38,7 +38,7 @@ def said(llm: LLM, count: int) -> list[list[int]]:
     return [result.outputs[0].token_ids for result in llm.generate([PROMPT] * count, wishes)]
 
 
-@pytest.mark.usefixtures("eager")
+@pytest.mark.usefixtures("verify_all")
 @pytest.mark.parametrize("depths", DEPTHS)
 @pytest.mark.parametrize("count", [1, 3])
 def test_launches_before_the_plan_leave_the_tokens_as_they_are(
@@ -72,7 +72,7 @@ def test_launches_before_the_plan_leave_the_tokens_as_they_are(
         monkeypatch.setattr(test_heads, name, value)
     llm = make(folder, spec="medusa", spec_model=str(test_heads.medusa(tmp_path / "head")))
     turns = cycle(DEPTHS[depths])
-    monkeypatch.setattr(governor.Governor, "wanted", lambda *_: next(turns))
+    monkeypatch.setattr(governor.Governor, "draft_length", lambda *_: next(turns))
     for _ in range(3):  # what is recorded when first needed is not launched ahead that time
         assert said(llm, count) == want
     assert counts["ahead"] > 20
@@ -82,7 +82,7 @@ def test_launches_before_the_plan_leave_the_tokens_as_they_are(
     assert stats.num_accepted_tokens > stats.num_draft_tokens / 3
 
 
-@pytest.mark.usefixtures("eager")
+@pytest.mark.usefixtures("verify_all")
 def test_alternatives_take_the_place_of_wrong_guesses(
     folder: Path, tmp_path: Path, monkeypatch
 ) -> None:
@@ -108,7 +108,7 @@ def test_alternatives_take_the_place_of_wrong_guesses(
         monkeypatch.setattr(test_heads, name, value)
     head = str(test_heads.medusa(tmp_path / "head"))
     llm = make(folder, spec="medusa", spec_model=head, spec_alternatives=2)
-    monkeypatch.setattr(governor.Governor, "wanted", lambda *_: 3)
+    monkeypatch.setattr(governor.Governor, "draft_length", lambda *_: 3)
     got = []
     for prompt, answer in zip(prompts, want, strict=True):
         truth[: len(prompt) + len(answer)] = torch.tensor([*prompt, *answer], device="cuda")

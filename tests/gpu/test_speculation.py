@@ -1,4 +1,4 @@
-"""Speculation on a real GPU: with guesses and without, the same tokens where sums have one order."""
+"""Speculation on a real GPU: the same tokens with and without, for batch-invariant requests."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 from tests.gpu.test_engine import CONFIG, agreement, folder
 from tests.speculative import test_heads, test_speculation, test_speculators
-from tests.speculative.test_speculation import eager
+from tests.speculative.test_speculation import verify_all
 from windlass import LLM, SamplingParams
 from windlass.speculative import ngram
 
@@ -18,10 +18,10 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
-__all__ = ["eager", "folder"]
+__all__ = ["folder", "verify_all"]
 
 PROMPTS = [[(7 * i + j) % 1000 for j in range(3 + 9 * i)] for i in range(20)]
-WISHES: dict[str, dict[str, Any]] = {
+SAMPLING: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0.0},
     "seeded": {"seed": 3, "top_k": 20, "top_p": 0.9, "temperature": 0.7},
     "penalties": {"temperature": 0.0, "repetition_penalty": 1.3},
@@ -38,22 +38,22 @@ def make(folder: Path, **options: Any) -> LLM:
     return LLM(str(folder), load_format="dummy", **options)
 
 
-def tokens(llm: LLM, wish: SamplingParams) -> list[list[int]]:
-    return [result.outputs[0].token_ids for result in llm.generate(PROMPTS, wish)]
+def tokens(llm: LLM, params: SamplingParams) -> list[list[int]]:
+    return [result.outputs[0].token_ids for result in llm.generate(PROMPTS, params)]
 
 
-def wish(**options: Any) -> SamplingParams:
+def sampling(**options: Any) -> SamplingParams:
     return SamplingParams(max_tokens=40, ignore_eos=True, **options)
 
 
-@pytest.mark.usefixtures("eager")
-@pytest.mark.parametrize("kind", WISHES)
-@pytest.mark.parametrize("graphs", ["recorded", "eager"])
-def test_guesses_leave_the_tokens_as_they_are(
+@pytest.mark.usefixtures("verify_all")
+@pytest.mark.parametrize("kind", SAMPLING)
+@pytest.mark.parametrize("graphs", ["captured", "eager"])
+def test_drafts_leave_the_tokens_unchanged(
     folder: Path, monkeypatch, kind: str, graphs: str
 ) -> None:
     options = {"enforce_eager": graphs == "eager"}
-    batch_invariant = wish(**WISHES[kind], deterministic=True)
+    batch_invariant = sampling(**SAMPLING[kind], deterministic=True)
     want = tokens(make(folder, **options), batch_invariant)
     truth = [[*prompt, *got] for prompt, got in zip(PROMPTS, want, strict=True)]
     monkeypatch.setattr(Oracle, "truth", truth, raising=False)
@@ -62,17 +62,19 @@ def test_guesses_leave_the_tokens_as_they_are(
     assert tokens(llm, batch_invariant) == want
     stats = llm.engine.stats()
     assert 0 < stats.num_accepted_tokens < stats.num_draft_tokens
-    assert agreement(tokens(llm, wish(**WISHES[kind])), want) >= 0.6, "near ties of random weights"
+    assert agreement(tokens(llm, sampling(**SAMPLING[kind])), want) >= 0.6, (
+        "near ties of random weights"
+    )
 
 
-@pytest.mark.usefixtures("eager")
+@pytest.mark.usefixtures("verify_all")
 @pytest.mark.parametrize("kind", ["medusa", "eagle", "eagle with norms"])
-@pytest.mark.parametrize("engine", ["recorded", "eager", "preempted", "fp8 KV", "few tokens"])
-def test_heads_leave_the_tokens_as_they_are(
+@pytest.mark.parametrize("engine", ["captured", "eager", "preempted", "fp8 KV", "few tokens"])
+def test_heads_leave_the_tokens_unchanged(
     folder: Path, tmp_path: Path, monkeypatch, kind: str, engine: str
 ) -> None:
     options: dict[str, Any] = {
-        "recorded": {},
+        "captured": {},
         "eager": {"enforce_eager": True},
         "preempted": {"num_blocks": 40, "max_model_len": 400},
         "fp8 KV": {"kv_cache_dtype": "fp8"},
@@ -91,8 +93,8 @@ def test_heads_leave_the_tokens_as_they_are(
     on = make(folder, spec=spec, spec_model=str(head), **options)
     plain = {key: value for key, value in options.items() if key != "spec_tokens"}
     off = make(folder, **plain)
-    for one in ({"temperature": 0.0}, {"seed": 3, "logprobs": 1}):
-        batch_invariant = wish(**one, deterministic=True)
+    for options in ({"temperature": 0.0}, {"seed": 3, "logprobs": 1}):
+        batch_invariant = sampling(**options, deterministic=True)
         assert tokens(on, batch_invariant) == tokens(off, batch_invariant)
     assert on.engine.stats().num_draft_tokens > 100
-    assert agreement(tokens(on, wish(seed=1)), tokens(off, wish(seed=1))) >= 0.6
+    assert agreement(tokens(on, sampling(seed=1)), tokens(off, sampling(seed=1))) >= 0.6

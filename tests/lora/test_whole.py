@@ -9,7 +9,7 @@ import pytest
 
 from tests.lora.adapters import ALL, make_adapter, save
 from tests.quant.folders import write_plain
-from tests.speculative.test_speculation import eager  # noqa: F401
+from tests.speculative.test_speculation import verify_all  # noqa: F401
 from windlass import LLM, SamplingParams
 
 PROMPTS = [[7, 8, 9] * 6, [5, 6] * 8, [7, 8, 9] * 6, [11, 12, 13, 14] * 5]
@@ -37,7 +37,7 @@ def answers(llm: LLM) -> list[list[int]]:
     return [result.outputs[0].token_ids for result in results]
 
 
-@pytest.mark.usefixtures("eager")
+@pytest.mark.usefixtures("verify_all")
 def test_speculation_gives_the_same_tokens(folder: Path) -> None:
     want = answers(make(folder))
     assert want[0] != want[2], "the adapters have no effect"

@@ -1,18 +1,18 @@
-"""Step times as a runner would tell them to the governor."""
+"""Step times as Speculation reports them to the governor."""
 
 from __future__ import annotations
 
 from windlass.speculative.governor import StepTime
 
 
-def plain(seconds: float, num_rows: int = 1, depth: int = 0) -> StepTime:
-    """A step without drafts; `depth` were looked for, for nothing."""
+def plain(seconds: float, num_rows: int = 1, draft_length: int = 0) -> StepTime:
+    """A step without drafts; a probe for `draft_length` draft tokens found none."""
     return StepTime(
         num_rows=num_rows,
         num_tokens=num_rows,
         num_sampled=num_rows,
         has_drafts=False,
-        depth=depth,
+        draft_length=draft_length,
         step_s=seconds,
     )
 
@@ -23,16 +23,16 @@ def drafted(
     num_tokens: int,
     num_rows: int = 1,
     num_sampled: int | None = None,
-    depth: int = 0,
+    draft_length: int = 0,
     draft_s: float | None = 0.0,
 ) -> StepTime:
-    """A step that verified drafts, or after which some were made."""
+    """A step that verified drafts, or that was followed by drafting."""
     return StepTime(
         num_rows=num_rows,
         num_tokens=num_tokens,
         num_sampled=num_rows if num_sampled is None else num_sampled,
         has_drafts=num_tokens > num_rows,
-        depth=depth,
+        draft_length=draft_length,
         step_s=seconds,
         draft_s=draft_s,
     )

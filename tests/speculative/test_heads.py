@@ -1,4 +1,4 @@
-"""Heads that guess on the model's device: the same tokens, whatever they guess."""
+"""Medusa and EAGLE heads: the same tokens with any head."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.runner.test_deterministic import CONFIG, PROMPT, SIBLINGS
-from tests.speculative.test_speculation import eager
+from tests.speculative.test_speculation import verify_all
 from windlass import LLM, SamplingParams
 from windlass.errors import CheckpointError, ConfigError
 from windlass.kernels.batch import Heads
@@ -22,7 +22,7 @@ from windlass.speculative.eagle import EagleDrafter
 from windlass.speculative.medusa import MedusaDrafter, MedusaWeights
 from windlass.tools.train_draft.eagle_module import EagleModule, EagleShape, Memory
 
-__all__ = ["eager"]
+__all__ = ["verify_all"]
 
 PROMPTS = [PROMPT, *SIBLINGS]
 VOCAB, DIM, WIDE = CONFIG["vocab_size"], 16, 224
@@ -103,7 +103,7 @@ def make(model: Path, **options: Any) -> LLM:
     return LLM(str(model), load_format="dummy", device="cpu", **options)
 
 
-WISHES: dict[str, SamplingParams] = {
+SAMPLING: dict[str, SamplingParams] = {
     "greedy": SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True),
     "seeded": SamplingParams(max_tokens=24, seed=3, top_k=20, ignore_eos=True, logprobs=1),
     "penalties": SamplingParams(
@@ -111,14 +111,14 @@ WISHES: dict[str, SamplingParams] = {
     ),
 }
 ENGINES: dict[str, dict[str, Any]] = {
-    "as it is": {},
+    "default": {},
     "chunked prompts": {"max_num_batched_tokens": 40},
     "preemption": {"num_blocks": 50, "block_size": 4, "max_model_len": 160},
     "plain kernels": {"plain_kernels": True},
 }
 
 
-@pytest.mark.usefixtures("eager")
+@pytest.mark.usefixtures("verify_all")
 @pytest.mark.parametrize("kind", ["medusa", "eagle"])
 @pytest.mark.parametrize("engine", ENGINES)
 def test_the_same_tokens_with_a_head(
@@ -127,16 +127,16 @@ def test_the_same_tokens_with_a_head(
     options = ENGINES[engine]
     off = make(model, **options)
     on = make(model, spec=kind, spec_model=str(heads[kind]), **options)
-    for wish in WISHES.values():
-        want = [r.outputs[0].token_ids for r in off.generate(PROMPTS, wish)]
-        assert [r.outputs[0].token_ids for r in on.generate(PROMPTS, wish)] == want
+    for params in SAMPLING.values():
+        want = [r.outputs[0].token_ids for r in off.generate(PROMPTS, params)]
+        assert [r.outputs[0].token_ids for r in on.generate(PROMPTS, params)] == want
     stats = on.engine.stats()
     assert stats.num_draft_tokens > 100
     if engine == "preemption":
         assert stats.num_preemptions > 0
 
 
-def test_a_head_by_other_names_guesses_alike(model: Path, tmp_path: Path) -> None:
+def test_both_naming_schemes_give_the_same_drafts(model: Path, tmp_path: Path) -> None:
     found = []
     for folder in (eagle(tmp_path / "a"), eagle(tmp_path / "b", layer="layers.0")):
         llm = make(model, spec="eagle", spec_model=str(folder), spec_tokens=2)
@@ -145,13 +145,13 @@ def test_a_head_by_other_names_guesses_alike(model: Path, tmp_path: Path) -> Non
         runner._governor.choose = lambda slots, drafts, _: (
             found.extend(draft.tokens for draft in drafts) or [0] * len(slots)
         )
-        llm.generate([PROMPT], WISHES["greedy"])
+        llm.generate([PROMPT], SAMPLING["greedy"])
     assert len(found) == 48
     assert found[:24] == found[24:]
 
 
 @pytest.mark.parametrize(
-    ("kind", "changes", "options", "told", "error"),
+    ("kind", "changes", "options", "message", "error"),
     [
         ("medusa", {"hidden_size": 999}, {}, "hidden_size 999", CheckpointError),
         ("medusa", {"vocab_size": 7}, {}, "vocab_size 7", CheckpointError),
@@ -166,7 +166,7 @@ def test_a_head_by_other_names_guesses_alike(model: Path, tmp_path: Path) -> Non
         ("eagle", {"vocab_size": "x"}, {}, "vocab_size is 'x'", CheckpointError),
         ("eagle", {"eagle_config": 3}, {}, "eagle_config is 3, expected", CheckpointError),
         ("eagle", {"attention_bias": True}, {}, "--spec-model .* lacks 4 tensors", CheckpointError),
-        ("medusa", {}, {"spec_alternatives": 2}, "2 needs steps recorded on CUDA", ConfigError),
+        ("medusa", {}, {"spec_alternatives": 2}, "2 needs captured CUDA graphs", ConfigError),
         ("eagle", {"draft_vocab_size": 50}, {}, "d2t has shape", CheckpointError),
         (
             "eagle",
@@ -177,24 +177,24 @@ def test_a_head_by_other_names_guesses_alike(model: Path, tmp_path: Path) -> Non
         ),
     ],
 )
-def test_heads_that_do_not_fit_are_refused(
+def test_unsuitable_heads_are_refused(
     model: Path,
     tmp_path: Path,
     kind: str,
     changes: dict[str, Any],
     options: dict[str, Any],
-    told: str,
+    message: str,
     error: type[Exception],
 ) -> None:
     folder = {"medusa": medusa, "eagle": eagle}[kind](tmp_path / "head")
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | changes))
-    with pytest.raises(error, match=told):
+    with pytest.raises(error, match=message):
         make(model, **{"spec": kind, "spec_model": str(folder), **options})
 
 
-def test_tensors_of_no_head_are_refused(model: Path, tmp_path: Path) -> None:
-    folder = medusa(tmp_path / "head", medusa_num_heads=2)  # of three that are there
+def test_unknown_tensors_are_refused(model: Path, tmp_path: Path) -> None:
+    folder = medusa(tmp_path / "head", medusa_num_heads=2)  # the file has three
     options = {"spec": "medusa", "spec_model": str(folder)}
     make(model, **options)
     tensors = load_file(folder / "model.safetensors")
@@ -203,17 +203,17 @@ def test_tensors_of_no_head_are_refused(model: Path, tmp_path: Path) -> None:
         make(model, **options)
 
 
-def test_an_eagle_head_that_names_no_token_is_refused(model: Path, tmp_path: Path) -> None:
+def test_an_eagle_head_with_an_invalid_d2t_is_refused(model: Path, tmp_path: Path) -> None:
     folder = eagle(tmp_path / "head")
     tensors = load_file(folder / "model.safetensors")
     tensors["d2t"] += VOCAB
     save_file(tensors, folder / "model.safetensors")
-    with pytest.raises(CheckpointError, match="d2t leads to the tokens 500 to 896"):
+    with pytest.raises(CheckpointError, match="d2t maps to the tokens 500 to 896"):
         make(model, spec="eagle", spec_model=str(folder))
 
 
 @pytest.mark.parametrize("kind", ["medusa", "eagle"])
-def test_a_head_is_looked_at_before_weights_are_read(
+def test_a_head_is_checked_before_weights_are_read(
     model: Path, heads: dict[str, Path], tmp_path: Path, kind: str, monkeypatch
 ) -> None:
     monkeypatch.setattr("windlass.runner.assemble.load_network", lambda *_: pytest.fail("read"))
@@ -228,21 +228,21 @@ def test_a_head_is_looked_at_before_weights_are_read(
 
 
 @pytest.mark.parametrize(
-    ("stored", "named", "told"),
+    ("stored", "named", "message"),
     [
         (None, 100, "no tensor d2t"),
         (None, 0, "draft_vocab_size is 0, and must be from 1 to the model's 500"),
         (100, 501, "draft_vocab_size is 501"),
         (100, 50, "d2t has shape \\[100\\]"),
         (100, None, "0.1.weight has shape \\[100, "),
-        (200, 200, "d2t leads to the tokens 0 to 796, but the model has 0 to 499"),
+        (200, 200, "d2t maps to the tokens 0 to 796, but the model has 0 to 499"),
     ],
 )
-def test_a_draft_vocabulary_that_does_not_fit_is_refused(
-    model: Path, tmp_path: Path, stored: int | None, named: int | None, told: str
+def test_an_invalid_draft_vocabulary_is_refused(
+    model: Path, tmp_path: Path, stored: int | None, named: int | None, message: str
 ) -> None:
     folder = medusa(tmp_path / "head", stored, draft_vocab_size=named)
-    with pytest.raises(CheckpointError, match=told):
+    with pytest.raises(CheckpointError, match=message):
         make(model, spec="medusa", spec_model=str(folder))
 
 
@@ -255,35 +255,35 @@ def test_a_draft_vocabulary_needs_its_matrices(model: Path, tmp_path: Path) -> N
         make(model, spec="medusa", spec_model=str(folder))
 
 
-def test_a_head_is_asked_for() -> None:
+def test_a_missing_head_is_reported() -> None:
     with pytest.raises(ConfigError, match="train-draft"):
         LLM("default", spec="eagle")
     with pytest.raises(ConfigError, match="does nothing with --spec ngram"):
         LLM("default", spec="ngram", spec_model="x")
 
 
-def test_an_eagle_head_guesses_as_it_was_trained_to(
+def test_a_served_eagle_head_matches_the_trained_module(
     model: Path, heads: dict[str, Path], monkeypatch
 ) -> None:
-    """What is served, step by step over pages, against the module that training unrolls."""
-    seen: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
+    """Serving, step by step over a paged KV cache, against the module that training unrolls."""
+    calls: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
     draft = EagleDrafter.draft
 
-    def watched(self: EagleDrafter, found: DrafterInputs, count: int) -> torch.Tensor:
+    def recorded(self: EagleDrafter, inputs: DrafterInputs, count: int) -> torch.Tensor:
         aux_hidden_states = torch.cat(
-            [found.aux_hidden_states[layer] for layer in self.layers], dim=-1
+            [inputs.aux_hidden_states[layer] for layer in self.layers], dim=-1
         )
-        guesses = draft(self, found, count)
-        seen.append((aux_hidden_states.clone(), found.following.clone(), guesses))
-        return guesses
+        drafted = draft(self, inputs, count)
+        calls.append((aux_hidden_states.clone(), inputs.following.clone(), drafted))
+        return drafted
 
-    monkeypatch.setattr(EagleDrafter, "draft", watched)
+    monkeypatch.setattr(EagleDrafter, "draft", recorded)
     monkeypatch.setattr(governor.Governor, "choose", lambda _self, slots, *_: [0] * len(slots))
-    monkeypatch.setattr(governor.Governor, "wanted", lambda *_: 2)
+    monkeypatch.setattr(governor.Governor, "draft_length", lambda *_: 2)
     llm = make(model, quantization=None, spec="eagle", spec_model=str(heads["eagle"]))
-    seen.clear()  # what was measured at the start
-    llm.generate([PROMPT], WISHES["greedy"])
-    served = torch.cat([guesses for *_, guesses in seen])
+    calls.clear()  # of the measurement at start
+    llm.generate([PROMPT], SAMPLING["greedy"])
+    served = torch.cat([drafted for *_, drafted in calls])
 
     weights = load_file(heads["eagle"] / "model.safetensors")
     attention = Heads(CONFIG["num_attention_heads"], CONFIG["num_key_value_heads"], DIM)
@@ -294,30 +294,35 @@ def test_an_eagle_head_guesses_as_it_was_trained_to(
     module = EagleModule(shape, ids)
     module.load_state_dict({**weights, "t2d": module.t2d})
     aux_hidden_states, following = (
-        torch.cat(parts)[None] for parts in list(zip(*seen, strict=True))[:2]
+        torch.cat(parts)[None] for parts in list(zip(*calls, strict=True))[:2]
     )
     table = llm.engine._runner._runner._network.model.rotary.cos_sin
     embed = llm.engine._runner._runner._network.embed
-    memory, hidden, tokens, guesses = Memory(), module.from_target(aux_hidden_states), following, []
+    memory, hidden, tokens, expected = (
+        Memory(),
+        module.from_target(aux_hidden_states),
+        following,
+        [],
+    )
     with torch.no_grad():
         for ahead in range(2):
             turns = table[ahead : ahead + aux_hidden_states.shape[1]]
             hidden = module.step(hidden, embed(tokens[0])[None], turns, memory)
             tokens = ids[module.logits(hidden[0]).argmax(-1)].int()[None]
-            guesses.append(tokens[0, len(PROMPT) - 1 :])
-    assert torch.equal(served, torch.stack(guesses, dim=1))
+            expected.append(tokens[0, len(PROMPT) - 1 :])
+    assert torch.equal(served, torch.stack(expected, dim=1))
 
 
 @pytest.mark.parametrize("reduced", [False, True])
-def test_medusa_s_alternatives_are_the_next_likeliest(reduced: bool) -> None:
+def test_medusa_siblings_are_the_next_likeliest_tokens(reduced: bool) -> None:
     torch.manual_seed(0)
     matrices = torch.randn(2, 40, 16)
     blocks = [(torch.zeros(2, 16, 16), torch.zeros(2, 1, 16))]
     d2t = torch.arange(40) * 2 if reduced else None
     hidden, read = torch.randn(5, 16), torch.tensor([4, 0, 2])
     drafter = MedusaDrafter(MedusaWeights(blocks, matrices, d2t), None, False, 2)  # type: ignore[arg-type]
-    found = DrafterInputs(hidden, read, {}, read, read, None, None)  # type: ignore[arg-type]
+    inputs = DrafterInputs(hidden, read, {}, read, read, None, None)  # type: ignore[arg-type]
     best = (hidden[read] @ matrices[0].T).topk(3).indices * (3 if reduced else 1)
-    got = drafter.draft(found, 3, siblings=2)
+    got = drafter.draft(inputs, 3, siblings=2)
     assert got[:, [0, 3, 4]].tolist() == best.tolist()
-    assert torch.equal(got[:, :3], drafter.draft(found, 3))
+    assert torch.equal(got[:, :3], drafter.draft(inputs, 3))

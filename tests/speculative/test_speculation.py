@@ -1,4 +1,4 @@
-"""With guesses and without: the same tokens and log probabilities, whatever is switched on."""
+"""Speculation leaves tokens and log probabilities unchanged, with every option."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from windlass.config import EngineConfig
 from windlass.core.types import Row, RowResult, SlotId, SlotInit, StepPlan, StepResult
 from windlass.errors import ConfigError
 from windlass.runner.runner import CompletedStep
-from windlass.speculative import governor, ngram, start
-from windlass.speculative.base import Draft, Seen
+from windlass.speculative import governor, ngram, setup
+from windlass.speculative.base import Draft, SlotUpdate
 from windlass.speculative.costs import StepCosts
-from windlass.speculative.measure import Costs, Room, measure
+from windlass.speculative.measure import Costs, MeasureLimits, measure
 from windlass.speculative.ngram import NgramProposer
 from windlass.speculative.speculation import Speculation
 
@@ -28,16 +28,16 @@ COUNT = 30
 
 
 class Oracle:
-    """Knows what comes, and says it with some errors: every length of acceptance occurs."""
+    """A proposer that knows the output and drafts it with some errors: acceptance varies."""
 
     free = True
     in_step = False
     vocab = 500
     truth: list[list[int]]  # whole sequences, prompts included
 
-    def __init__(self, _shortest: int, _longest: int, most: int) -> None:
+    def __init__(self, _min_ngram: int, _max_ngram: int, max_draft_tokens: int) -> None:
         self._random = Random(4)
-        self._most = most
+        self._max_draft_tokens = max_draft_tokens
         self._known: dict[SlotId, list[int]] = {}
 
     def admit(self, new: SlotInit) -> None:
@@ -46,11 +46,11 @@ class Oracle:
     def forget(self, slot: SlotId) -> None:
         self._known.pop(slot, None)
 
-    def begin(self, _wanted: int) -> None:
+    def begin(self, _draft_length: int) -> None:
         pass
 
-    def take_in(self, seen: Sequence[Seen]) -> None:
-        for each in seen:
+    def update(self, updates: Sequence[SlotUpdate]) -> None:
+        for each in updates:
             self._known[each.slot] += each.tokens
 
     def backlog(self, _slot: SlotId, _num_tokens: int) -> int:
@@ -61,9 +61,10 @@ class Oracle:
         for slot in slots:
             known = self._known[slot]
             (whole, *_) = [each for each in self.truth if each[: len(known)] == known] or [[]]
-            coming = whole[len(known) : len(known) + self._random.randint(0, self._most)]
-            wrong = [(t + 1) % self.vocab if self._random.random() < 0.1 else t for t in coming]
-            drafts.append(Draft(tuple(wrong)))
+            count = self._random.randint(0, self._max_draft_tokens)
+            coming = whole[len(known) : len(known) + count]
+            drafted = [(t + 1) % self.vocab if self._random.random() < 0.1 else t for t in coming]
+            drafts.append(Draft(tuple(drafted)))
         return drafts
 
 
@@ -74,7 +75,7 @@ def folder(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def small(tmp_path_factory) -> Path:
-    """Another shape, the same vocabulary with some tokens more."""
+    """Another shape, with the same vocabulary and some more tokens."""
     path = tmp_path_factory.mktemp("small")
     return model_in(
         path, hidden_size=64, num_attention_heads=4, num_hidden_layers=1, vocab_size=516
@@ -88,16 +89,16 @@ def model_in(path: Path, **changes: Any) -> Path:
 
 
 @pytest.fixture
-def eager(monkeypatch) -> None:
-    """Every guess is tried, whatever it costs on a model this small."""
+def verify_all(monkeypatch) -> None:
+    """Verify every draft token, whatever it costs on a model this small."""
 
     def choose(_self: Any, _slots: Any, drafts: Sequence[Draft], _others: int) -> list[int]:
         return [len(draft.tokens) for draft in drafts]
 
     monkeypatch.setattr(governor.Governor, "choose", choose)
-    monkeypatch.setattr(governor.Governor, "wanted", lambda self, *_: self._most_guesses)
+    monkeypatch.setattr(governor.Governor, "draft_length", lambda self, *_: self._max_draft_tokens)
     some = StepCosts({1: 1.0, 2: 1.0})
-    monkeypatch.setattr(start, "measure", lambda *_: Costs(some, some))
+    monkeypatch.setattr(setup, "measure", lambda *_: Costs(some, some))
 
 
 def make(folder: Path, **options: Any) -> LLM:
@@ -105,7 +106,7 @@ def make(folder: Path, **options: Any) -> LLM:
     return LLM(str(folder), load_format="dummy", device="cpu", **options)
 
 
-def answers(llm: LLM, params: SamplingParams) -> list[tuple[list[int], list[Any], str | None]]:
+def outputs_of(llm: LLM, params: SamplingParams) -> list[tuple[list[int], list[Any], str | None]]:
     found = []
     for result in llm.generate(PROMPTS, params):
         output = result.outputs[0]
@@ -114,13 +115,13 @@ def answers(llm: LLM, params: SamplingParams) -> list[tuple[list[int], list[Any]
 
 
 def check(folder: Path, monkeypatch, params: SamplingParams, **options: Any) -> LLM:
-    """Both ways; returns the speculating one."""
-    want = answers(make(folder, **options), params)
+    """Compare with and without speculation; returns the speculating LLM."""
+    want = outputs_of(make(folder, **options), params)
     truth = [[*p, *tokens] for p, (tokens, _, _) in zip(PROMPTS, want, strict=True)]
     monkeypatch.setattr(Oracle, "truth", truth, raising=False)
     monkeypatch.setattr(ngram, "NgramProposer", Oracle)
     llm = make(folder, spec="ngram", **options)
-    compare(answers(llm, params), want)
+    compare(outputs_of(llm, params), want)
     stats = llm.engine.stats()
     assert 0 < stats.num_accepted_tokens < stats.num_draft_tokens
     assert sum(stats.accepted_per_position) == stats.num_accepted_tokens
@@ -138,7 +139,7 @@ def compare(got: list[Any], want: list[Any]) -> None:
         )
 
 
-WISHES: dict[str, dict[str, Any]] = {
+SAMPLING: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0.0},
     "seeded": {"seed": 3},
     "truncated": {"seed": 3, "top_k": 20, "top_p": 0.9, "temperature": 0.7},
@@ -150,14 +151,18 @@ WISHES: dict[str, dict[str, Any]] = {
     "logprobs": {"seed": 3, "logprobs": 3},
     "scored prompts": {"temperature": 0.0, "prompt_logprobs": 1, "logprobs": 0},
     "deterministic": {"seed": 3, "deterministic": True, "logprobs": 0},
-    "a form": {"seed": 3, "ignore_eos": False, "structured_outputs": {"regex": "[a-p ,]*"}},
+    "structured output": {
+        "seed": 3,
+        "ignore_eos": False,
+        "structured_outputs": {"regex": "[a-p ,]*"},
+    },
 }
 
 
-@pytest.mark.usefixtures("eager")
-@pytest.mark.parametrize("wish", WISHES)
-def test_every_wish(folder: Path, monkeypatch, wish: str) -> None:
-    options = {"max_tokens": COUNT, "ignore_eos": True, **WISHES[wish]}
+@pytest.mark.usefixtures("verify_all")
+@pytest.mark.parametrize("sampling", SAMPLING)
+def test_every_sampling_option(folder: Path, monkeypatch, sampling: str) -> None:
+    options = {"max_tokens": COUNT, "ignore_eos": True, **SAMPLING[sampling]}
     check(folder, monkeypatch, SamplingParams(**options))
 
 
@@ -168,58 +173,58 @@ ENGINES: dict[str, dict[str, Any]] = {
     "int8 weights": {"quantization": "int8"},
     "16-bit weights": {"quantization": None},
     "plain kernels": {"plain_kernels": True},
-    "not recorded": {"enforce_eager": True},
+    "eager": {"enforce_eager": True},
     "small blocks": {"block_size": 4, "num_blocks": 400},
 }
 
 
-@pytest.mark.usefixtures("eager")
+@pytest.mark.usefixtures("verify_all")
 @pytest.mark.parametrize("engine", ENGINES)
-def test_every_engine(folder: Path, monkeypatch, engine: str) -> None:
+def test_every_engine_option(folder: Path, monkeypatch, engine: str) -> None:
     params = SamplingParams(max_tokens=COUNT, ignore_eos=True, seed=1, logprobs=1, temperature=0.8)
     llm = check(folder, monkeypatch, params, **ENGINES[engine])
     if engine == "preemption":
         assert llm.engine.stats().num_preemptions > 0
 
 
-GUESSERS: dict[str, dict[str, Any]] = {
+METHODS: dict[str, dict[str, Any]] = {
     "draft": {"spec": "draft", "spec_quantization": "int8"},
     "self": {"spec": "self", "spec_exit_layer": 1},
     "lookahead": {"spec": "lookahead"},
 }
 
 
-@pytest.mark.usefixtures("eager")
+@pytest.mark.usefixtures("verify_all")
 @pytest.mark.parametrize("engine", ENGINES)
-def test_every_way_to_guess(folder: Path, small: Path, engine: str) -> None:
+def test_every_method(folder: Path, small: Path, engine: str) -> None:
     options = ENGINES[engine]
     count = {"plain kernels": 8, "preemption": COUNT}.get(engine, 16)
     kinds = [
         "seeded",
         {"preemption": "greedy", "small blocks": "logprobs"}.get(engine, "penalties"),
     ]
-    wishes = [SamplingParams(max_tokens=count, ignore_eos=True, **WISHES[kind]) for kind in kinds]
+    params = [SamplingParams(max_tokens=count, ignore_eos=True, **SAMPLING[kind]) for kind in kinds]
     off = make(folder, **options)
-    want = [answers(off, wish) for wish in wishes]
-    for guesser, own in GUESSERS.items():
-        if guesser == "draft":
+    want = [outputs_of(off, each) for each in params]
+    for method, own in METHODS.items():
+        if method == "draft":
             own = {**own, "spec_model": str(small)}
         llm = make(folder, **options, **own)
-        for wish, each in zip(wishes, want, strict=True):
-            compare(answers(llm, wish), each)
+        for one, expected in zip(params, want, strict=True):
+            compare(outputs_of(llm, one), expected)
         stats = llm.engine.stats()
-        assert 0 < stats.num_accepted_tokens < stats.num_draft_tokens, guesser
+        assert 0 < stats.num_accepted_tokens < stats.num_draft_tokens, method
         assert (stats.num_preemptions > 0) == (engine == "preemption")
 
 
-@pytest.mark.usefixtures("eager")
+@pytest.mark.usefixtures("verify_all")
 @pytest.mark.parametrize("prefix_caching", [True, False])
-def test_a_draft_model_that_is_the_same_is_always_right(folder: Path, prefix_caching: bool) -> None:
-    """So its pages hold what they should: after rejections, shared prefixes and other requests."""
+def test_an_identical_draft_model_is_always_accepted(folder: Path, prefix_caching: bool) -> None:
+    """So its KV cache is right after rejections, shared prefixes and other requests."""
     same = {"spec": "draft", "spec_model": str(folder), "spec_quantization": "int4"}
     llm = make(folder, num_blocks=60, block_size=4, prefix_caching=prefix_caching, **same)
-    for wish in ({"temperature": 0.0}, {"seed": 5}, {"seed": 6, "top_k": 30}):
-        params = SamplingParams(max_tokens=20, ignore_eos=True, **wish)
+    for options in ({"temperature": 0.0}, {"seed": 5}, {"seed": 6, "top_k": 30}):
+        params = SamplingParams(max_tokens=20, ignore_eos=True, **options)
         llm.generate([PROMPT, PROMPT[:41], PROMPT[:40]], params)
         llm.generate([PROMPT[:60], SIBLINGS[3]], params)
     stats = llm.engine.stats()
@@ -227,9 +232,9 @@ def test_a_draft_model_that_is_the_same_is_always_right(folder: Path, prefix_cac
     assert stats.num_accepted_tokens == stats.num_draft_tokens
 
 
-@pytest.mark.usefixtures("eager")
-def test_cached_prefixes_are_those_of_accepted_tokens(folder: Path, monkeypatch) -> None:
-    """What was sealed while guesses were rejected serves the next request."""
+@pytest.mark.usefixtures("verify_all")
+def test_cached_prefixes_hold_accepted_tokens_only(folder: Path, monkeypatch) -> None:
+    """Blocks sealed while draft tokens were rejected serve the next request."""
     params = SamplingParams(max_tokens=COUNT, ignore_eos=True, temperature=0.0)
     llm = check(folder, monkeypatch, params)
     longer = [whole[:-1] for whole in Oracle.truth]
@@ -238,8 +243,8 @@ def test_cached_prefixes_are_those_of_accepted_tokens(folder: Path, monkeypatch)
     assert llm.engine.stats().prefix_hits > 0
 
 
-class Counting:
-    """A runner that only notes what it is asked for."""
+class RecordingRunner:
+    """A runner that computes nothing and records its plans."""
 
     def __init__(self) -> None:
         self.plans: list[StepPlan] = []
@@ -250,99 +255,105 @@ class Counting:
 
 
 @pytest.mark.parametrize(
-    "room",
-    [
-        Room(288, 32, 9, 1000, 16),
-        Room(12, 4, 9, 1000, 16),
-        Room(300, 32, 9, 3, 4),
-        Room(1, 1, 1, 1, 4),
-    ],
+    ("max_positions", "max_rows", "max_row_tokens", "num_blocks", "block_size"),
+    [(288, 32, 9, 1000, 16), (12, 4, 9, 1000, 16), (300, 32, 9, 3, 4), (1, 1, 1, 1, 4)],
 )
-def test_costs_are_measured_within_the_room_there_is(room: Room) -> None:
-    runner, now = Counting(), iter(range(1000))
-    costs = measure(runner, NgramProposer(2, 4, 8), room, clock=lambda: next(now) / 1000)
-    assert 0 < costs.guessed.of(1) <= costs.guessed.of(2)
+def test_costs_are_measured_within_the_limits(
+    max_positions: int, max_rows: int, max_row_tokens: int, num_blocks: int, block_size: int
+) -> None:
+    limits = MeasureLimits(
+        max_positions=max_positions,
+        max_rows=max_rows,
+        max_row_tokens=max_row_tokens,
+        num_blocks=num_blocks,
+        block_size=block_size,
+    )
+    runner, now = RecordingRunner(), iter(range(1000))
+    costs = measure(runner, NgramProposer(2, 4, 8), limits, clock=lambda: next(now) / 1000)
+    assert 0 < costs.verify.of(1) <= costs.verify.of(2)
     tables: dict[SlotId, tuple[int, ...]] = {}
     for plan in runner.plans:
-        assert plan.num_tokens <= room.positions
-        assert len(plan.rows) <= room.rows
+        assert plan.num_tokens <= max_positions
+        assert len(plan.rows) <= max_rows
         tables |= {row.slot: row.blocks for row in plan.rows if row.blocks}
         held = [block for row in plan.rows for block in tables[row.slot]]
         assert len(set(held)) == len(held)
-        assert all(block < room.num_blocks for block in held)
+        assert all(block < num_blocks for block in held)
         for row in plan.rows:
-            assert row.start + row.num_tokens <= len(tables[row.slot]) * room.block_size
+            assert row.start + row.num_tokens <= len(tables[row.slot]) * block_size
 
 
-def test_a_slot_that_was_given_away_meanwhile_does_not_count() -> None:
-    """Steps may overlap: an abort frees a slot whose sample is still on its way."""
+def test_results_of_a_reassigned_slot_are_ignored() -> None:
+    """Steps may overlap: an abort frees a slot whose step is still pending."""
     some = StepCosts({1: 1.0, 2: 1.0})
     proposer = NgramProposer(1, 2, 4)
-    runner = Speculation(Counting(), proposer, governor.Governor(some, 100), dict)
-    wish = SamplingParams()
+    runner = Speculation(RecordingRunner(), proposer, governor.Governor(some, 100), dict)
+    params = SamplingParams()
 
     def step(name: str, freed: list[SlotId]) -> StepPlan:
-        new = SlotInit(name, SlotId(0), [5, 6], 2, wish, frozenset(), 0)
+        new = SlotInit(name, SlotId(0), [5, 6], 2, params, frozenset(), 0)
         return StepPlan([Row(name, SlotId(0), 0, 2, (5, 6), (), True)], [new], freed)
 
     first = runner.submit(step("a", []))
-    draft_runner = runner.submit(step("b", [SlotId(0)]))
+    second = runner.submit(step("b", [SlotId(0)]))
     first.wait()
     assert proposer._unread[SlotId(0)] == [5, 6]
     runner.submit(StepPlan([], freed=[SlotId(0)]))
-    draft_runner.wait()
+    second.wait()
     assert proposer._unread == {}
 
 
-def test_what_came_in_steps_without_guesses_is_told_when_guesses_are_wanted() -> None:
+def test_the_proposer_gets_skipped_tokens_when_it_drafts_again() -> None:
     some = StepCosts({1: 1.0, 2: 1.0})
     proposer = NgramProposer(1, 2, 4)
     tokens = {SlotId(0): [5, 6], SlotId(1): [8]}
-    judge = governor.Governor(some, 100, most_of=lambda rows: 4 * (rows == 1))
-    runner = Speculation(Counting(), proposer, judge, lambda: tokens)
-    wish = SamplingParams()
+    made = governor.Governor(some, 100, max_drafts_per_row=lambda rows: 4 * (rows == 1))
+    runner = Speculation(RecordingRunner(), proposer, made, lambda: tokens)
+    params = SamplingParams()
     new = [
-        SlotInit(str(slot), slot, list(known), len(known), wish, frozenset(), 0)
+        SlotInit(str(slot), slot, list(known), len(known), params, frozenset(), 0)
         for slot, known in tokens.items()
     ]
     rows = [Row(each.request_id, each.slot, 0, 1, (5,), (), True) for each in new]
-    for step in range(3):  # of more rows than may guess
+    for step in range(3):  # with too many rows for drafts
         results = runner.run(StepPlan(rows, new if step == 0 else [])).rows
         for row, result in zip(rows, results, strict=True):
             tokens[row.slot] += result.tokens
-    passing = SlotInit("x", SlotId(2), [3], 1, wish, frozenset(), 0)
+    passing = SlotInit("x", SlotId(2), [3], 1, params, frozenset(), 0)
     runner.run(StepPlan([], [passing], num_pending_admissions=2))
     runner.run(StepPlan([], freed=[SlotId(2)], num_pending_admissions=2))
-    assert proposer._unread == {}, "nobody need know yet who came, nor ever who went"
+    assert proposer._unread == {}, (
+        "slots are admitted when drafting resumes, and not at all if they are gone"
+    )
     runner.run(StepPlan(rows[:1]))
-    assert set(proposer._slots) == set(judge._slots) == {0, 1}
+    assert set(proposer._slots) == set(made._slots) == {0, 1}
     assert proposer._slots[SlotId(0)]._tokens == [*tokens[SlotId(0)], *results[0].tokens]
     assert proposer._unread[SlotId(1)] == tokens[SlotId(1)]
 
 
-def test_a_large_step_behind_one_with_guesses_is_told_later_and_times_nothing() -> None:
-    """Nobody looks at its results: not even at when they came."""
+def test_a_large_step_passes_unobserved() -> None:
+    """Its tokens reach the proposer later, and neither it nor the next step is timed."""
     some = StepCosts({1: 1.0, 2: 1.0})
     proposer = NgramProposer(1, 2, 4)
     tokens = {SlotId(0): [5, 6], SlotId(1): [8]}
-    judge = governor.Governor(some, 100, most_of=lambda rows: 4 * (rows == 1))
+    made = governor.Governor(some, 100, max_drafts_per_row=lambda rows: 4 * (rows == 1))
     timed: list[float] = []
-    judge.took = lambda step: timed.append(step.step_s)
+    made.observe_step = lambda step: timed.append(step.step_s)
     now = 0.0
-    runner = Speculation(Counting(), proposer, judge, lambda: tokens, clock=lambda: now)
+    runner = Speculation(RecordingRunner(), proposer, made, lambda: tokens, clock=lambda: now)
     new = [
         SlotInit(str(slot), slot, list(known), len(known), SamplingParams(), frozenset(), 0)
         for slot, known in tokens.items()
     ]
     rows = [Row(each.request_id, each.slot, 0, 1, (5,), (), True) for each in new]
     small, large = StepPlan(rows[:1], new), StepPlan(rows)
-    first, draft_runner = runner.submit(small), runner.submit(large)
+    first, second = runner.submit(small), runner.submit(large)
     now = 1.0
     tokens[SlotId(0)] += first.wait().rows[0].tokens
     assert timed == [1.0]
     third = runner.submit(StepPlan(rows[:1]))
     now = 4.0
-    for row, result in zip(rows, draft_runner.wait().rows, strict=True):
+    for row, result in zip(rows, second.wait().rows, strict=True):
         tokens[row.slot] += result.tokens
     third.wait()
     assert timed == [1.0]
@@ -350,32 +361,31 @@ def test_a_large_step_behind_one_with_guesses_is_told_later_and_times_nothing() 
     assert proposer._unread[SlotId(1)] == [8, 0]
 
 
-@pytest.mark.parametrize(("joining", "guesses"), [(0, True), (1, False)])
-def test_nobody_guesses_for_a_step_that_will_have_too_many_rows(
-    joining: int, guesses: bool
-) -> None:
+@pytest.mark.parametrize(("num_pending", "drafts"), [(0, True), (1, False)])
+def test_pending_admissions_count_as_rows_of_the_next_step(num_pending: int, drafts: bool) -> None:
     some = StepCosts({1: 1.0, 2: 1.0})
-    judge = governor.Governor(some, 100, most_of=lambda rows: 4 * (rows == 1))
+    made = governor.Governor(some, 100, max_drafts_per_row=lambda rows: 4 * (rows == 1))
     tokens = {SlotId(0): [0, 0, 0]}
-    runner = Speculation(Counting(), NgramProposer(1, 2, 4), judge, lambda: tokens)
+    runner = Speculation(RecordingRunner(), NgramProposer(1, 2, 4), made, lambda: tokens)
     new = SlotInit("a", SlotId(0), [0, 0, 0], 3, SamplingParams(), frozenset(), 0)
     row = Row("a", SlotId(0), 0, 3, (0, 0, 0), (), True)
-    result = runner.run(StepPlan([row], [new], num_pending_admissions=joining)).rows[0]
-    assert bool(result.drafts) == guesses
+    result = runner.run(StepPlan([row], [new], num_pending_admissions=num_pending)).rows[0]
+    assert bool(result.drafts) == drafts
 
 
-def test_the_start_up_table_says_what_guesses_and_what_it_costs(folder: Path) -> None:
+def test_the_start_up_table_shows_the_proposer_and_its_costs(folder: Path) -> None:
     chosen = {c.what: c for c in make(folder, spec="ngram", spec_tokens=5).report.choices}
-    assert chosen["speculation"].value == "ngram, up to 5 guesses, 2 to 4 tokens alike"
+    value = "ngram, up to 5 draft tokens, n-grams of 2 to 4 tokens"
+    assert chosen["speculation"].value == value
     assert "ms" in chosen["speculation"].reason
 
 
 @pytest.mark.parametrize(
-    ("options", "told"),
+    ("options", "message"),
     [
         ({"spec": "ngram", "spec_tokens": 0}, "between 1 and 64, got 0"),
         ({"spec": "ngram", "spec_tokens": 1000}, "between 1 and 64, got 1000"),
-        ({"spec": "ngram", "spec_ngram_min": 5}, "there is no length"),
+        ({"spec": "ngram", "spec_ngram_min": 5}, "there is no n-gram length"),
         ({"spec": "ngram", "spec_ngram_min": 0}, "at least 1"),
         ({"spec_tokens": 4}, "does nothing without speculation"),
         ({"spec": "oracle"}, "one of none, auto, ngram"),
@@ -397,6 +407,6 @@ def test_the_start_up_table_says_what_guesses_and_what_it_costs(folder: Path) ->
         ),
     ],
 )
-def test_settings_that_cannot_be_are_refused(options: dict[str, Any], told: str) -> None:
-    with pytest.raises(ConfigError, match=told):
+def test_invalid_options_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
         EngineConfig.of(**options)

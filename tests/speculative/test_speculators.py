@@ -1,4 +1,4 @@
-"""EAGLE-3 heads in the layout of the library speculators: the same guesses, or refused by name."""
+"""EAGLE-3 heads in the layout of the speculators library: the same drafts, or refused by name."""
 
 from __future__ import annotations
 
@@ -12,30 +12,30 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from tests.runner.test_deterministic import CONFIG, PROMPT
-from tests.speculative.test_heads import DIM, VOCAB, WIDE, WISHES, eagle, make, model
+from tests.speculative.test_heads import DIM, SAMPLING, VOCAB, WIDE, eagle, make, model
 from windlass.config import EngineConfig
 from windlass.errors import CheckpointError, ConfigError, UnsupportedError
 from windlass.kernels.batch import Heads
 from windlass.models.eagle import EagleNorms
 from windlass.runner.drafter import DrafterInputs
 from windlass.speculative import governor
+from windlass.speculative.auto import resolve_auto
 from windlass.speculative.eagle import EagleDrafter
 from windlass.speculative.speculators import NORMS
-from windlass.speculative.which import settled
 from windlass.tools.train_draft.eagle_module import EagleModule, EagleShape, Memory, Norm
 
 __all__ = ["model"]
 
 SIZE = CONFIG["hidden_size"]
-TAPS = "eagle_aux_hidden_state_layer_ids"
+AUX_LAYERS = "eagle_aux_hidden_state_layer_ids"
 LAYER = "transformer_layer_config"
 
 
 def speculators(path: Path, like: Path, layer: Any = None, **changes: Any) -> Path:
-    """The head of the folder `like`, as the library would save it."""
+    """Write the head of the folder `like` as the library would save it."""
     path.mkdir()
     own = json.loads((like / "config.json").read_text())
-    aux_hidden_states, vocab = own.pop("eagle_config")[TAPS], own.pop("draft_vocab_size")
+    aux_layers, vocab = own.pop("eagle_config")[AUX_LAYERS], own.pop("draft_vocab_size")
     nested = {key: value for key, value in own.items() if key != "architectures"}
     theta = {"rope_theta": nested.pop("rope_theta", 10000.0), "rope_type": "default"}
     described = {
@@ -45,7 +45,7 @@ def speculators(path: Path, like: Path, layer: Any = None, **changes: Any) -> Pa
         "draft_vocab_size": vocab,
         "norm_before_residual": False,
         "target_hidden_size": None,
-        TAPS: aux_hidden_states,
+        AUX_LAYERS: aux_layers,
         LAYER: {**nested, "model_type": "llama", "rope_parameters": theta, **(layer or {})},
         "speculators_config": {
             "algorithm": "eagle3",
@@ -62,14 +62,14 @@ def speculators(path: Path, like: Path, layer: Any = None, **changes: Any) -> Pa
     draw = torch.Generator().manual_seed(5)
     if described.get("norm_before_fc"):
         tensors["input_norm.weight"] = torch.randn(3 * SIZE, generator=draw)
-    for tap in range(3 if described.get("fc_norm") else 0):
-        tensors[f"fc_norm.{tap}.weight"] = torch.randn(SIZE, generator=draw)
+    for aux in range(3 if described.get("fc_norm") else 0):
+        tensors[f"fc_norm.{aux}.weight"] = torch.randn(SIZE, generator=draw)
     save_file(tensors, path / "model.safetensors")
     return path
 
 
 class Reference(EagleModule):
-    """The head written out, with every place where one may normalise."""
+    """The reference head, with every optional norm."""
 
     def __init__(self, shape: EagleShape, ids: Tensor, norms: dict[str, bool]) -> None:
         super().__init__(shape, ids)
@@ -84,7 +84,7 @@ class Reference(EagleModule):
             aux_hidden_states = self.input_norm(aux_hidden_states)
         if self._norms["fc_norm"]:
             each = zip(self.fc_norm, aux_hidden_states.chunk(3, dim=-1), strict=True)
-            aux_hidden_states = torch.cat([norm(tap) for norm, tap in each], dim=-1)
+            aux_hidden_states = torch.cat([norm(aux) for norm, aux in each], dim=-1)
         return self.fc(aux_hidden_states)
 
     def step(self, hidden: Tensor, embedded: Tensor, cos_sin: Tensor, memory: Memory) -> Tensor:
@@ -100,37 +100,37 @@ class Reference(EagleModule):
         return self.lm_head(hidden) if self._norms["norm_output"] else super().logits(hidden)
 
 
-class Watched:
-    """Three guesses after every token, none of them verified, and what they were made from."""
+class Recorded:
+    """Three draft tokens after every token, none of them verified, and the drafter's inputs."""
 
     def __init__(self, model: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        seen: list[tuple[Tensor, Tensor, Tensor]] = []
+        calls: list[tuple[Tensor, Tensor, Tensor]] = []
         draft = EagleDrafter.draft
 
-        def watched(self: EagleDrafter, found: DrafterInputs, count: int) -> Tensor:
+        def recorded(self: EagleDrafter, inputs: DrafterInputs, count: int) -> Tensor:
             aux_hidden_states = torch.cat(
-                [found.aux_hidden_states[layer] for layer in self.layers], dim=-1
+                [inputs.aux_hidden_states[layer] for layer in self.layers], dim=-1
             )
-            aux_hidden_states, following = aux_hidden_states.clone(), found.following.clone()
-            guesses = draft(self, found, count)
-            seen.append((aux_hidden_states, following, guesses))
-            return guesses
+            aux_hidden_states, following = aux_hidden_states.clone(), inputs.following.clone()
+            drafted = draft(self, inputs, count)
+            calls.append((aux_hidden_states, following, drafted))
+            return drafted
 
         with monkeypatch.context() as patch:
-            patch.setattr(EagleDrafter, "draft", watched)
+            patch.setattr(EagleDrafter, "draft", recorded)
             patch.setattr(governor.Governor, "choose", lambda _self, slots, *_: [0] * len(slots))
-            patch.setattr(governor.Governor, "wanted", lambda *_: 3)
+            patch.setattr(governor.Governor, "draft_length", lambda *_: 3)
             self.llm = make(model, quantization=None, spec="eagle", spec_model=str(folder))
-            seen.clear()  # what was measured at the start
-            self.llm.generate([PROMPT], WISHES["greedy"])
+            calls.clear()  # of the measurement at start
+            self.llm.generate([PROMPT], SAMPLING["greedy"])
         self.aux_hidden_states, self.following = (
-            torch.cat([one[i] for one in seen])[None] for i in (0, 1)
+            torch.cat([call[i] for call in calls])[None] for i in (0, 1)
         )
-        self.has_drafts = torch.cat([guesses for *_, guesses in seen])
+        self.drafted = torch.cat([drafted for *_, drafted in calls])
 
 
-def written_out(watched: Watched, folder: Path, norms: dict[str, bool]) -> Tensor:
-    """What the head guesses by its definition, from the same taps and tokens."""
+def reference_drafts(recorded: Recorded, folder: Path, norms: dict[str, bool]) -> Tensor:
+    """The reference head's drafts from the same aux hidden states and tokens."""
     weights = load_file(folder / "model.safetensors")
     weights = {name.replace("layers.0.", "midlayer."): one for name, one in weights.items()}
     del weights["embed_tokens.weight"]
@@ -140,27 +140,27 @@ def written_out(watched: Watched, folder: Path, norms: dict[str, bool]) -> Tenso
     ids = weights["d2t"] + torch.arange(count)
     module = Reference(shape, ids, norms)
     module.load_state_dict({**weights, "t2d": module.t2d})
-    network = watched.llm.engine._runner._runner._network
+    network = recorded.llm.engine._runner._runner._network
     table = network.model.rotary.cos_sin
-    memory, tokens, guesses = Memory(), watched.following, []
+    memory, tokens, drafted = Memory(), recorded.following, []
     with torch.no_grad():
-        hidden = module.from_target(watched.aux_hidden_states)
+        hidden = module.from_target(recorded.aux_hidden_states)
         for ahead in range(3):
-            turns = table[ahead : ahead + watched.aux_hidden_states.shape[1]]
+            turns = table[ahead : ahead + recorded.aux_hidden_states.shape[1]]
             hidden = module.step(hidden, network.embed(tokens[0])[None], turns, memory)
             tokens = ids[module.logits(hidden[0]).argmax(-1)].int()[None]
-            guesses.append(tokens[0, len(PROMPT) - 1 :])
-    return torch.stack(guesses, dim=1)
+            drafted.append(tokens[0, len(PROMPT) - 1 :])
+    return torch.stack(drafted, dim=1)
 
 
-def test_the_norms_are_those_that_a_head_can_have() -> None:
+def test_norms_match_the_fields_of_eagle_norms() -> None:
     assert EagleNorms.__slots__ == NORMS
 
 
-def test_the_same_head_in_either_layout_guesses_alike(model: Path, tmp_path: Path, monkeypatch):
+def test_both_layouts_give_the_same_drafts(model: Path, tmp_path: Path, monkeypatch):
     own = eagle(tmp_path / "own")
     other = speculators(tmp_path / "other", own)
-    found = [Watched(model, folder, monkeypatch).has_drafts for folder in (own, other)]
+    found = [Recorded(model, folder, monkeypatch).drafted for folder in (own, other)]
     assert found[0].shape == (24, 3)
     assert torch.equal(*found)
 
@@ -168,24 +168,24 @@ def test_the_same_head_in_either_layout_guesses_alike(model: Path, tmp_path: Pat
 @pytest.mark.parametrize(
     "true", [(), *((name,) for name in NORMS), ("norm_before_residual", "fc_norm", "norm_output")]
 )
-def test_a_head_normalises_where_its_config_says(
+def test_optional_norms_match_the_reference(
     model: Path, tmp_path: Path, true: tuple[str, ...], monkeypatch
 ) -> None:
     norms = {name: name in true for name in NORMS}
     folder = speculators(tmp_path / "head", eagle(tmp_path / "own"), **norms)
-    watched = Watched(model, folder, monkeypatch)
-    assert torch.equal(watched.has_drafts, written_out(watched, folder, norms))
+    recorded = Recorded(model, folder, monkeypatch)
+    assert torch.equal(recorded.drafted, reference_drafts(recorded, folder, norms))
 
 
-def test_a_norm_changes_the_guesses(model: Path, tmp_path: Path, monkeypatch) -> None:
-    """Otherwise the test above would show nothing."""
+def test_a_norm_changes_the_drafts(model: Path, tmp_path: Path, monkeypatch) -> None:
+    """Otherwise the test above would prove nothing."""
     own = eagle(tmp_path / "own")
     folders = [speculators(tmp_path / name, own, **{name: True}) for name in NORMS]
-    plain, *found = (Watched(model, each, monkeypatch).has_drafts for each in (own, *folders))
+    plain, *found = (Recorded(model, each, monkeypatch).drafted for each in (own, *folders))
     assert not any(torch.equal(plain, each) for each in found)
 
 
-def test_a_head_of_the_whole_vocabulary_needs_no_map(
+def test_a_head_of_the_full_vocabulary_needs_no_d2t(
     model: Path, tmp_path: Path, monkeypatch
 ) -> None:
     own = eagle(tmp_path / "own", draft_vocab=VOCAB)
@@ -195,10 +195,10 @@ def test_a_head_of_the_whole_vocabulary_needs_no_map(
     tensors = load_file(other / "model.safetensors")
     del tensors["d2t"], tensors["t2d"]
     save_file(tensors, other / "model.safetensors")
-    assert torch.equal(*(Watched(model, each, monkeypatch).has_drafts for each in (own, other)))
+    assert torch.equal(*(Recorded(model, each, monkeypatch).drafted for each in (own, other)))
 
 
-def test_a_part_of_the_vocabulary_needs_its_map(model: Path, tmp_path: Path) -> None:
+def test_a_draft_vocabulary_needs_d2t(model: Path, tmp_path: Path) -> None:
     folder = speculators(tmp_path / "head", eagle(tmp_path / "own"))
     tensors = load_file(folder / "model.safetensors")
     del tensors["d2t"]
@@ -207,17 +207,17 @@ def test_a_part_of_the_vocabulary_needs_its_map(model: Path, tmp_path: Path) -> 
         make(model, spec="eagle", spec_model=str(folder))
 
 
-def test_auto_knows_the_layout(tmp_path: Path) -> None:
+def test_auto_detects_the_speculators_layout(tmp_path: Path) -> None:
     folder = speculators(tmp_path / "head", eagle(tmp_path / "own"), architectures=["Other"])
     config = EngineConfig.of(model="x", spec="auto", spec_model=str(folder))
-    assert settled(config).speculation.spec == "eagle"
+    assert resolve_auto(config).speculation.spec == "eagle"
 
 
 @pytest.mark.parametrize(
-    ("layer", "changes", "told", "error"),
+    ("layer", "changes", "message", "error"),
     [
         ({}, {"speculators_model_type": "dflash"}, "'dflash'.*only 'eagle3'", UnsupportedError),
-        ({}, {"speculators_model_type": None}, "None; of the heads", UnsupportedError),
+        ({}, {"speculators_model_type": None}, "None; only 'eagle3'", UnsupportedError),
         ({}, {"embed_requires_grad": True}, "embed_requires_grad is true", UnsupportedError),
         ({}, {"target_hidden_size": 8}, "target_hidden_size is 8, but", UnsupportedError),
         ({}, {"norm_before_residual": None}, "Write true or false", CheckpointError),
@@ -225,7 +225,7 @@ def test_auto_knows_the_layout(tmp_path: Path) -> None:
         ({}, {"quantization_config": {"a": 1}}, "has a quantization_config", UnsupportedError),
         ({}, {LAYER: 3}, "transformer_layer_config is 3, expected", CheckpointError),
         ({}, {LAYER: {}}, "'num_attention_heads' is missing", CheckpointError),
-        ({}, {TAPS: [0, 1]}, r"lists aux layers \[0, 1\]", CheckpointError),
+        ({}, {AUX_LAYERS: [0, 1]}, r"lists aux layers \[0, 1\]", CheckpointError),
         (
             {},
             {"norm_before_fc": True, "fc_norm": True},
@@ -240,20 +240,20 @@ def test_auto_knows_the_layout(tmp_path: Path) -> None:
         ({"vocab_size": 8}, {}, "for org/verifier with vocab_size 8", CheckpointError),
     ],
 )
-def test_what_cannot_be_served_is_refused_by_name(
+def test_unsupported_options_are_refused_by_name(
     model: Path,
     tmp_path: Path,
     layer: dict[str, Any],
     changes: dict[str, Any],
-    told: str,
+    message: str,
     error: type[Exception],
 ) -> None:
     folder = speculators(tmp_path / "head", eagle(tmp_path / "own"), layer, **changes)
-    with pytest.raises(error, match=told):
+    with pytest.raises(error, match=message):
         make(model, spec="eagle", spec_model=str(folder))
 
 
-def test_a_head_is_no_draft_model(model: Path, tmp_path: Path) -> None:
+def test_a_head_is_refused_as_a_draft_model(model: Path, tmp_path: Path) -> None:
     folder = speculators(tmp_path / "head", eagle(tmp_path / "own"))
     with pytest.raises(ConfigError, match=r"is a head, not a model\. Use --spec eagle"):
         make(model, spec="draft", spec_model=str(folder))

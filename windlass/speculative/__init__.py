@@ -1,1 +1,1 @@
-"""Ways to guess the next tokens, and how many guesses are worth verifying."""
+"""Speculative decoding: proposers, their measured costs, and the governor."""

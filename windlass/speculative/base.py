@@ -1,4 +1,4 @@
-"""What a way to guess has to offer. Verification is the runner's, and how many pay is governor.py's."""
+"""The interface of proposers. The runner verifies draft tokens; governor.py decides how many."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from windlass.config import EngineConfig, Limits
 from windlass.core.types import Row, RowResult, SlotId, SlotInit, StepPlan
 from windlass.models.hparams import HParams
 from windlass.models.source import ModelFiles
-from windlass.speculative.notes import Notes
+from windlass.speculative.measurement_cache import MeasurementCache
 
 if TYPE_CHECKING:
     from windlass.runner.assemble import Assembled, Loaded
 
 
-class Seen(NamedTuple):
-    """What became known of one slot in the last step: tokens that nothing can take back.
+class SlotUpdate(NamedTuple):
+    """Final tokens of one slot from the last step.
 
-    `drafts` are guesses that the runner made itself, in the same step; `target_tokens` is what the model
-    said after each of the guesses that the row carried, also after wrong ones.
+    `drafts` are draft tokens that the runner made in the same step. `target_tokens` are the target
+    model's samples after each draft token of the row, including rejected draft tokens.
     """
 
     slot: SlotId
@@ -29,62 +29,63 @@ class Seen(NamedTuple):
     target_tokens: tuple[int, ...] = ()
 
 
-def seen(row: Row, result: RowResult) -> Seen:
-    """What a row that sampled tells the proposer."""
-    return Seen(row.slot, result.tokens, result.drafts, result.target_tokens)
+def slot_update(row: Row, result: RowResult) -> SlotUpdate:
+    """Build the proposer's update for a row that sampled."""
+    return SlotUpdate(row.slot, result.tokens, result.drafts, result.target_tokens)
 
 
 class Draft(NamedTuple):
-    """Guesses for the positions after the last known token, in their order.
+    """Draft tokens for the positions after the last known token, in order.
 
-    `kind` is the proposer's own notion of how sure it is: acceptance is counted by it.
+    `kind` is the proposer's own confidence class: acceptance is counted per kind.
     """
 
     tokens: tuple[int, ...]
     kind: int = 0
-    begun: bool = False  # whether all of them are being verified already
+    prelaunched: bool = False  # a step that verifies all of them already runs
 
 
 NO_DRAFT = Draft(())
 
 
 class Proposer(Protocol):
-    """Owns what it remembers of each slot."""
+    """Makes draft tokens. Owns its per-slot state."""
 
-    # Whether to guess costs next to nothing. Then it is tried after every step, and only where
-    # it found something does the next step wait for it.
+    # Whether drafting costs next to nothing. A free proposer drafts after every step, and the next
+    # step waits for it only when it found a draft.
     free: bool
-    in_step: bool  # whether drafts are part of the runner's step, and `propose` only hands them on
+    in_step: bool  # the runner's step makes the drafts, and `propose` only returns them
 
     def admit(self, new: SlotInit) -> None:
-        """A request has a slot now, or has had one for a while without anybody guessing for it."""
+        """Start tracking a slot; its request may have run without drafts for a while."""
         ...
 
     def forget(self, slot: SlotId) -> None:
-        """A slot is free, if anybody had it."""
+        """Drop a freed slot; unknown slots are ignored."""
         ...
 
-    def begin(self, wanted: int) -> None:
-        """A step is about to run, after which so many guesses of each row are wanted; 0: none, and
-        `propose` is not called. Nor is this for steps that follow and want none either.
+    def begin(self, draft_length: int) -> None:
+        """Announce a step after which each row needs `draft_length` draft tokens.
+
+        0: none, and `propose` is not called. Not called again while following steps need none.
         """
         ...
 
-    def take_in(self, seen: Sequence[Seen]) -> None:
-        """What slots got since they were last told of: in a step, or in several without guesses."""
+    def update(self, updates: Sequence[SlotUpdate]) -> None:
+        """Append the tokens of slots since their last update: one step, or several without drafts."""
         ...
 
     def backlog(self, slot: SlotId, num_tokens: int) -> int:
-        """How many of a slot's tokens it would compute before it drafts, beyond the latest."""
+        """Number of the slot's `num_tokens`, without the last, to compute before drafting."""
         ...
 
     def propose(self, slots: Sequence[SlotId]) -> list[Draft]:
-        """What follows in each of these slots, which were all seen a moment ago."""
+        """Draft for each of these slots, which were all updated just before."""
         ...
 
 
-def tell(proposer: Proposer, plan: StepPlan) -> None:
-    """Who comes and goes with a step."""
+def apply_plan(proposer: Proposer, plan: StepPlan) -> None:
+    """Pass the plan's freed and admitted slots to the proposer."""
     for slot in plan.freed:
         proposer.forget(slot)
     for new in plan.admitted:
@@ -93,13 +94,13 @@ def tell(proposer: Proposer, plan: StepPlan) -> None:
 
 @dataclass(frozen=True, slots=True)
 class SpeculationContext:
-    """Where a proposer is to work: for whom it guesses, before there are pages and a runner."""
+    """The target model that a proposer is loaded for, before its KV cache and runner exist."""
 
     config: EngineConfig
     files: ModelFiles
     hparams: HParams
     loaded: Loaded
-    notes: Notes = field(default_factory=Notes)  # what was measured before
+    cache: MeasurementCache = field(default_factory=MeasurementCache)  # of earlier starts
 
     @property
     def limits(self) -> Limits:
@@ -108,14 +109,14 @@ class SpeculationContext:
 
 
 class ProposerLoader(Protocol):
-    """A proposer that was chosen, with its weights in place; `start` is told of the runner."""
+    """A chosen proposer with its weights loaded; `start` connects it to the runner."""
 
-    token_bytes: int  # that it needs beside each token's KV in the pages
+    token_bytes: int  # bytes that it needs per token beside the target's KV
 
     def start(self, made: Assembled) -> Proposer | None:
-        """None: it was found out that guesses would never pay."""
+        """Make the proposer; None: measurements show that drafts would never be profitable."""
         ...
 
     def describe(self) -> str:
-        """For the start-up table: what guesses, and with what."""
+        """Describe the proposer for the start-up table."""
         ...

@@ -1,45 +1,47 @@
-"""How much speculation may lose while it finds out whether it pays, in plain steps.
+"""Bounds what speculation may lose while it finds out whether it is profitable, in plain steps.
 
-What steps with drafts gain or lose against plain ones is added up, and every step adds a small
-allowance. Trials and prompts for a draft model are paid from that. So a drafter that never pays
-costs a bounded time at first, and later no more than the allowance, whatever its tables say.
+The budget sums what steps with drafts gain or lose against plain steps, and every step adds a small
+allowance. It pays for trials and for the prompts that a draft model computes. So a proposer that is
+never profitable costs a bounded time at first, and later no more than the allowance, even when the
+cost tables are wrong.
 """
 
 from __future__ import annotations
 
-# Chosen in the worlds of tests/speculative/test_wrong_costs.py. With twice the allowance per step, drafts
-# that never pay lose 0.3 % more, and drafts that pay gain no more: they pay for themselves.
+# Chosen with the simulations of tests/speculative/test_wrong_costs.py. With twice the allowance per
+# step, unprofitable drafts lose 0.3 % more, and profitable drafts gain no more: they pay for themselves.
 _PER_STEP = 0.0025
-_MOST_FOR_TRIALS = 4.0  # earlier gains pay for no more than that
+_MAX_TRIALS = 4.0  # earlier gains pay for no more than that
 # An unlucky streak delays the next trial by no more than this. Without a limit, a draft model that
-# becomes twice as fast is not used for 4,000 steps; with 0 some worlds lose 0.5 % more.
-_LEAST_FOR_TRIALS = -2.0
-_MOST_FOR_PROMPTS = 32.0  # a request of 100 tokens saves 25 steps at 1.33 times the speed
+# becomes twice as fast is not used for 4,000 steps; with 0 some simulations lose 0.5 % more.
+_MIN_TRIALS = -2.0
+_MAX_PROMPTS = 32.0  # a request of 100 tokens saves 25 steps at 1.33 times the speed
 
 
 class Budget:
-    """Owns two balances that differ in their limits: a prompt costs more than a trial."""
+    """Owns two balances with different limits: a prompt costs more than a trial."""
 
     def __init__(self) -> None:
-        self._trials = _MOST_FOR_TRIALS
-        self._prompts = _MOST_FOR_PROMPTS / 2
+        self._trials = _MAX_TRIALS
+        self._prompts = _MAX_PROMPTS / 2
 
     def pass_step(self) -> None:
+        """Add the allowance of one step."""
         self.gain(_PER_STEP)
 
     def gain(self, steps: float) -> None:
-        """A step with drafts saved so many plain steps; negative: it cost more than it gave."""
-        self._trials = max(min(self._trials + steps, _MOST_FOR_TRIALS), _LEAST_FOR_TRIALS)
-        self._prompts = min(self._prompts + steps, _MOST_FOR_PROMPTS)
+        """Add the plain steps that a step with drafts saved; negative: its loss."""
+        self._trials = max(min(self._trials + steps, _MAX_TRIALS), _MIN_TRIALS)
+        self._prompts = min(self._prompts + steps, _MAX_PROMPTS)
 
     def pay_prompt(self, steps: float) -> None:
-        """A draft model computed tokens of a prompt, or others that it had missed."""
+        """Subtract the cost of prompt tokens, or other missed tokens, that a draft model computed."""
         self._prompts -= steps
 
     def allows_trial(self, loss: float) -> bool:
-        """A full balance allows any trial: what it is expected to lose may be wrong."""
-        return self._trials >= min(loss, _MOST_FOR_TRIALS)
+        """Whether a trial may lose `loss`; a full balance allows any, since the estimate may be wrong."""
+        return self._trials >= min(loss, _MAX_TRIALS)
 
     def allows_prompts(self, steps: float) -> bool:
-        """Whether a draft model may compute prompts that cost so much; a full balance allows any."""
-        return self._prompts >= min(steps, _MOST_FOR_PROMPTS)
+        """Whether a draft model may compute prompts of this cost; a full balance allows any."""
+        return self._prompts >= min(steps, _MAX_PROMPTS)

@@ -1,4 +1,4 @@
-"""A draft model: a smaller one with the same vocabulary, whose weights and pages are its own."""
+"""Loads a draft model: a smaller model with the same vocabulary and its own weights and KV cache."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from windlass.errors import CheckpointError, ConfigError
 from windlass.models.card import load_card, load_hparams, open_checkpoint
 from windlass.models.hparams import HParams
 from windlass.models.source import ModelFiles, resolve
+from windlass.speculative.auto import detect_method
 from windlass.speculative.base import Proposer, SpeculationContext
-from windlass.speculative.which import kind_of
 
 if TYPE_CHECKING:
     from windlass.runner.assemble import Assembled, Loaded
 
-_SHOWN = 5  # tokens that differ, in an error
+_MAX_SHOWN = 5  # differing tokens in an error message
 
 
 @dataclass(frozen=True, slots=True)
-class Draft:
-    """A model whose headers were read, and the config that it is loaded with."""
+class DraftModel:
+    """A draft model whose headers were read, and the config to load it with."""
 
     config: EngineConfig
     files: ModelFiles
@@ -31,35 +31,35 @@ class Draft:
 
 
 def check(config: EngineConfig, files: ModelFiles, hparams: HParams) -> None:
-    """Refuse a model that cannot guess for this one, before any weight is read."""
+    """Refuse an unsuitable draft model before any weight is read."""
     draft = open_draft(config, hparams)
     own = load_card(files, config.model).tokenizer
-    compare(own, load_card(draft.files, draft.config.model).tokenizer, config)
+    compare_vocabularies(own, load_card(draft.files, draft.config.model).tokenizer, config)
 
 
-def outline(config: EngineConfig, hparams: HParams) -> object:
-    """What decides how long a draft model takes: its network, and how its tensors are stored."""
+def cost_key(config: EngineConfig, hparams: HParams) -> object:
+    """What decides the speed of a draft model: its network, and how its tensors are stored."""
     draft = open_draft(config, hparams)
     tensors = open_checkpoint(draft.files, draft.config.model)
-    stored = sorted((one.shape, one.format) for one in map(tensors.stored, tensors.names()))
+    stored = sorted((each.shape, each.format) for each in map(tensors.stored, tensors.names()))
     return replace(draft.hparams, source=""), stored
 
 
-def open_draft(config: EngineConfig, hparams: HParams) -> Draft:
-    wish, model = config.speculation, config.model
-    assert wish.spec_model is not None  # SpecConfig asks for it
-    longest = model.max_model_len
-    if longest is None or longest == AUTO:
-        longest = hparams.max_positions
+def open_draft(config: EngineConfig, hparams: HParams) -> DraftModel:
+    options, model = config.speculation, config.model
+    assert options.spec_model is not None  # SpecConfig requires it
+    max_model_len = model.max_model_len
+    if max_model_len is None or max_model_len == AUTO:
+        max_model_len = hparams.max_positions
     own = ModelConfig(
-        model=wish.spec_model,
-        dtype=wish.spec_dtype,
-        quantization=wish.spec_quantization,
+        model=options.spec_model,
+        dtype=options.spec_dtype,
+        quantization=options.spec_quantization,
         device=model.device,
         load_format="dummy" if model.load_format == "dummy" else "auto",
         download_dir=model.download_dir,
         hf_token=model.hf_token,
-        max_model_len=longest,
+        max_model_len=max_model_len,
         seed=model.seed,
         enforce_eager=model.enforce_eager,
         plain_kernels=model.plain_kernels,
@@ -71,25 +71,26 @@ def open_draft(config: EngineConfig, hparams: HParams) -> Draft:
         found = load_hparams(files, own)
     except CheckpointError as error:
         raise CheckpointError(f"--spec-model: {error}") from error
-    if found.max_positions < longest:
+    if found.max_positions < max_model_len:
         raise ConfigError(
-            f"--spec-model {wish.spec_model}: knows {found.max_positions} positions, and the model "
-            f"that it is to guess for is used with {longest}. Add --max-model-len "
-            f"{found.max_positions}, or take another draft model."
+            f"--spec-model {options.spec_model}: the draft model has {found.max_positions} "
+            f"positions, but the target is used with {max_model_len}. Add --max-model-len "
+            f"{found.max_positions}, or use another draft model."
         )
-    return Draft(replace(config, model=own, speculation=SpecConfig()), files, found)
+    return DraftModel(replace(config, model=own, speculation=SpecConfig()), files, found)
 
 
 def _refuse_head(files: ModelFiles) -> None:
-    kind = kind_of(files)
-    if kind != "draft":
+    method = detect_method(files)
+    if method != "draft":
         raise ConfigError(
-            f"--spec-model {files.path}: is a head, not a model. Use --spec {kind}, or --spec auto."
+            f"--spec-model {files.path}: is a head, not a model. Use --spec {method}, or --spec "
+            "auto."
         )
 
 
-def compare(own: Tokenizer, other: Tokenizer, config: EngineConfig) -> None:
-    """The same ids must mean the same text; ids that only one of them has do not matter."""
+def compare_vocabularies(own: Tokenizer, other: Tokenizer, config: EngineConfig) -> None:
+    """Refuse a vocabulary with another text for the same id; ids that only one has are ignored."""
     differing = []
     for token in range(min(own.vocab_size, other.vocab_size)):
         ours, theirs = own.token_bytes(token), other.token_bytes(token)
@@ -98,13 +99,13 @@ def compare(own: Tokenizer, other: Tokenizer, config: EngineConfig) -> None:
     if differing:
         shown = "; ".join(
             f"{token} is {_quoted(ours)} and {_quoted(theirs)}"
-            for token, ours, theirs in differing[:_SHOWN]
+            for token, ours, theirs in differing[:_MAX_SHOWN]
         )
-        more = ", ..." if len(differing) > _SHOWN else ""
+        more = ", ..." if len(differing) > _MAX_SHOWN else ""
         raise ConfigError(
             f"--spec-model {config.speculation.spec_model}: has another vocabulary than "
-            f"{config.model.model}: {len(differing):,} tokens differ ({shown}{more}). Take a draft "
-            "model of the same family, or --spec self or ngram, which need none."
+            f"{config.model.model}: {len(differing):,} tokens differ ({shown}{more}). Use a draft "
+            "model of the same family, or --spec self or ngram, which need no draft model."
         )
 
 
@@ -114,10 +115,10 @@ def _quoted(text: bytes) -> str:
 
 @dataclass(frozen=True, slots=True)
 class DraftModelLoader:
-    """The draft model with its weights in place."""
+    """The draft model with its weights loaded."""
 
     context: SpeculationContext
-    draft: Draft
+    draft: DraftModel
     loaded: Loaded
     token_bytes: int
 
@@ -126,14 +127,19 @@ class DraftModelLoader:
 
         draft, context = self.draft, self.context
         draft_runner = open_draft_runner(
-            made, draft.config, draft.hparams, self.loaded, context.limits
+            made,
+            config=draft.config,
+            hparams=draft.hparams,
+            loaded=self.loaded,
+            limits=context.limits,
         )
         return DraftRunnerProposer(draft_runner, context.hparams.vocab_size)
 
     def describe(self) -> str:
-        most = self.context.config.speculation.max_draft_tokens
+        count = self.context.config.speculation.max_draft_tokens
         megabytes = self.loaded.weight_bytes / 2**20
-        return f"draft model {self.draft.files.name} ({megabytes:,.0f} MiB), up to {most} guesses"
+        name = self.draft.files.name
+        return f"draft model {name} ({megabytes:,.0f} MiB), up to {count} draft tokens"
 
 
 def open_loader(context: SpeculationContext) -> DraftModelLoader:
@@ -146,9 +152,11 @@ def open_loader(context: SpeculationContext) -> DraftModelLoader:
     try:
         loaded = load_network(draft.config, draft.hparams, tensors)
     except ConfigError as error:
-        # By the names of the flags that were given for it.
-        told = re.sub(r"--(?=dtype\b|quantization\b)", "--spec-", str(error))
-        raise ConfigError(f"--spec-model {draft.config.model.model}: {told}") from error
+        # Name the draft model's own flags.
+        message = re.sub(r"--(?=dtype\b|quantization\b)", "--spec-", str(error))
+        raise ConfigError(f"--spec-model {draft.config.model.model}: {message}") from error
     kind = kv_dtype(context.config.cache.kv_cache_dtype) or loaded.parts.dtype
     shape = (draft.hparams.num_layers, draft.hparams.num_kv_heads, draft.hparams.head_dim)
-    return DraftModelLoader(context, draft, loaded, kv_token_bytes(*shape, kind))
+    return DraftModelLoader(
+        context=context, draft=draft, loaded=loaded, token_bytes=kv_token_bytes(*shape, kind)
+    )

@@ -1,9 +1,9 @@
-"""Guessing by a second runner: a smaller network that goes ahead, a token at a time.
+"""Drafts with a second runner: a smaller network that generates token by token.
 
-It has the same slots and block ids as the target. Its pages are its own, and then it must compute
-whatever the target has computed; or they are the target's, and then it need not. What it samples
-has the target's wishes, seed and positions, and so the target's noise: guesses of a sampled request
-are right more often than the likeliest tokens would be.
+It has the same slots and block ids as the target. With its own KV cache it computes every token
+that the target has computed; with the target's KV cache (early exit) it does not. It samples with
+the target's sampling params, seed and positions, and so with the target's noise: drafts of a
+sampled request are accepted more often than the likeliest tokens would be.
 """
 
 from __future__ import annotations
@@ -27,89 +27,97 @@ from windlass.models.hparams import HParams
 from windlass.runner.assemble import Assembled, Loaded, make_draft_runner
 from windlass.runner.runner import PendingStep
 from windlass.runner.sampler import Sampler, draw_with
-from windlass.speculative.base import NO_DRAFT, Draft, Seen
+from windlass.speculative.base import NO_DRAFT, Draft, SlotUpdate
 from windlass.speculative.speculation import Submits
 
-_IN_FLIGHT = 2  # steps: a runner on CUDA has as many buffers to send from
-_FEW = 3  # tokens that are computed one by one where such steps are recorded
+_MAX_IN_FLIGHT = 2  # steps: a CUDA runner has as many staging buffers
+_MAX_SINGLES = 3  # missing tokens to compute one per step, where decode steps are captured
 
 
 @dataclass(frozen=True, slots=True)
 class DraftRunner:
-    """A runner that guesses, and how it must be used."""
+    """A runner of a draft network, and how to use it."""
 
     runner: Submits
-    blocks_of: Callable[[SlotId], Sequence[BlockId]]  # that the target has for a slot
+    blocks_of: Callable[[SlotId], Sequence[BlockId]]  # the target's blocks of a slot
     block_size: int
-    step_tokens: int  # most of a step
-    longest: int  # positions that it knows
+    max_step_tokens: int
+    max_positions: int
     vocab_size: int
-    shares_pages: bool  # whether its pages are the target's
-    sampler: Sampler | None  # whose memory of a slot must be as long as the slot's tokens
-    singly: bool  # whether steps of one token a row are far cheaper than others
+    shares_kv: bool  # whether it uses the target's KV cache
+    sampler: Sampler | None  # its copy of a slot's tokens must match the slot
+    prefers_decode: bool  # whether steps of one token per row are far cheaper than others
 
 
 def open_draft_runner(
     made: Assembled,
+    *,
     config: EngineConfig,
     hparams: HParams,
     loaded: Loaded,
     limits: Limits,
-    pages: KVCache | None = None,
+    kv_cache: KVCache | None = None,
 ) -> DraftRunner:
-    """A runner beside the target's, with as many blocks; `pages` are those of the target, if shared."""
+    """Make a runner beside the target's, with as many blocks; `kv_cache`: the target's, if shared."""
     parts = loaded.parts
     sampler = Sampler(hparams.vocab_size, parts.device, draw=draw_with(parts.ops))
     runner, _ = make_draft_runner(
-        config, hparams, loaded, limits, made.capacity.num_blocks, sampler, pages
+        config=config,
+        hparams=hparams,
+        loaded=loaded,
+        limits=limits,
+        num_blocks=made.capacity.num_blocks,
+        sampler=sampler,
+        cache=kv_cache,
     )
     on_cuda = parts.device.type == "cuda"
     return DraftRunner(
-        runner,
-        made.runner.blocks_of,
-        config.cache.block_size,
-        limits.max_num_batched_tokens,
-        parts.max_positions,
-        hparams.vocab_size,
-        shares_pages=pages is not None,
+        runner=runner,
+        blocks_of=made.runner.blocks_of,
+        block_size=config.cache.block_size,
+        max_step_tokens=limits.max_num_batched_tokens,
+        max_positions=parts.max_positions,
+        vocab_size=hparams.vocab_size,
+        shares_kv=kv_cache is not None,
         sampler=None if on_cuda else sampler,
-        singly=on_cuda and not config.model.enforce_eager,
+        prefers_decode=on_cuda and not config.model.enforce_eager,
     )
 
 
 @dataclass(slots=True)
-class _Track:
-    """One slot: its tokens, how far the second runner has them, and its blocks."""
+class _SlotState:
+    """One slot: its tokens, how many of them the draft runner has computed, and its blocks."""
 
-    name: str
+    request_id: str
     tokens: list[int]
     num_prompt: int
-    wish: SamplingParams
+    sampling: SamplingParams
     seed: int
-    blocks: Sequence[BlockId] = ()  # as of the last guesses
-    num_sent: int = 0  # blocks that the second runner knows of
+    blocks: Sequence[BlockId] = ()  # as of the last draft
+    num_sent: int = 0  # blocks that the draft runner has
     admitted: bool = False
     computed: int = 0
-    num_synced: int = 0  # tokens that its sampler remembers and that will not change
-    guesses: tuple[int, ...] = ()
-    digests: list[int] = field(default_factory=list)  # of the blocks' tokens and all before
+    num_synced: int = 0  # tokens that its sampler has and that will not change
+    drafted: tuple[int, ...] = ()
+    digests: list[int] = field(default_factory=list)  # per block: of its tokens and all before
 
     @property
     def num_missing(self) -> int:
         return len(self.tokens) - self.computed
 
-    def go_on(self, tokens: Sequence[int]) -> None:
+    def extend(self, tokens: Sequence[int]) -> None:
         """Append tokens that the target has sampled."""
-        if self.guesses:
-            # The last guess was made, but not computed.
-            self.computed = len(self.tokens) + _num_alike(tokens, self.guesses[:-1])
-            self.guesses = ()
+        if self.drafted:
+            # The last draft token was sampled, but not computed.
+            self.computed = len(self.tokens) + _num_equal(tokens, self.drafted[:-1])
+            self.drafted = ()
         self.tokens += tokens
-        # The target may sample what no step verified: the next draft needs the last token's logits.
+        # The target may sample a token that no step verified: the next draft needs the logits of
+        # the last token.
         self.computed = min(self.computed, len(self.tokens) - 1)
 
     def digest(self, index: int, size: int) -> int:
-        """Of the tokens up to the end of a block. A wrong one would cost a wrong guess, no more."""
+        """Hash the tokens up to the end of a block. A collision costs a rejected draft, no more."""
         while len(self.digests) <= index:
             at = len(self.digests) * size
             before = self.digests[-1] if self.digests else 0
@@ -118,229 +126,263 @@ class _Track:
 
 
 class DraftRunnerProposer:
-    """Owns the tracks, and knows what its pages hold."""
+    """Owns the slot states, and knows the contents of its KV blocks."""
 
     free = False
     in_step = False
 
     def __init__(self, draft_runner: DraftRunner, target_vocab: int) -> None:
-        """Guesses from `target_vocab` on are none of the target's tokens."""
+        """Tokens from `target_vocab` on do not exist in the target's vocabulary."""
         self._draft_runner = draft_runner
         self._target_vocab = target_vocab
-        self._tracks: dict[SlotId, _Track] = {}
+        self._slots: dict[SlotId, _SlotState] = {}
         self._freed: list[SlotId] = []
-        self._depth = 0
+        self._draft_length = 0
         self._contents: dict[BlockId, int] = {}  # digests of the blocks that it has filled
 
     def admit(self, new: SlotInit) -> None:
-        known = (list(new.tokens), new.num_prompt, new.sampling, new.seed)
-        self._tracks[new.slot] = _Track(new.request_id, *known)
+        self._slots[new.slot] = _SlotState(
+            request_id=new.request_id,
+            tokens=list(new.tokens),
+            num_prompt=new.num_prompt,
+            sampling=new.sampling,
+            seed=new.seed,
+        )
 
     def forget(self, slot: SlotId) -> None:
-        track = self._tracks.pop(slot, None)
-        if track is not None and track.admitted:
+        state = self._slots.pop(slot, None)
+        if state is not None and state.admitted:
             self._freed.append(slot)
 
-    def begin(self, wanted: int) -> None:
-        self._depth = wanted
+    def begin(self, draft_length: int) -> None:
+        self._draft_length = draft_length
 
-    def take_in(self, seen: Sequence[Seen]) -> None:
-        for each in seen:
-            self._tracks[each.slot].go_on(each.tokens)
+    def update(self, updates: Sequence[SlotUpdate]) -> None:
+        for each in updates:
+            self._slots[each.slot].extend(each.tokens)
 
     def backlog(self, slot: SlotId, num_tokens: int) -> int:
-        if self._draft_runner.shares_pages:
+        if self._draft_runner.shares_kv:
             return 0
-        track = self._tracks[slot]
-        computed = track.computed
-        if not track.admitted:
-            track.blocks = self._draft_runner.blocks_of(slot)
-            computed = self._num_found(track)
+        state = self._slots[slot]
+        computed = state.computed
+        if not state.admitted:
+            state.blocks = self._draft_runner.blocks_of(slot)
+            computed = self._num_cached(state)
         return max(0, num_tokens - 1 - computed)
 
     def propose(self, slots: Sequence[SlotId]) -> list[Draft]:
         ready = self._ready(slots)
         first, plans = self._catch_up(ready)
-        depths = {
-            slot: min(self._depth, self._room(track) - len(track.tokens) + 1)
-            for slot, track in ready.items()
+        lengths = {
+            slot: min(self._draft_length, self._capacity(state) - len(state.tokens) + 1)
+            for slot, state in ready.items()
             if slot in first
         }
-        plans += self._go_on(depths)
-        found: dict[SlotId, list[int]] = {slot: [] for slot in depths}
+        plans += self._decode_plans(lengths)
+        found: dict[SlotId, list[int]] = {slot: [] for slot in lengths}
         for plan, result in zip(plans, self._run(plans), strict=True):
             for row, got in zip(plan.rows, result.rows, strict=True):
-                if row.slot in depths and row.start + row.num_tokens >= first[row.slot]:
+                if row.slot in lengths and row.start + row.num_tokens >= first[row.slot]:
                     found[row.slot] += got.tokens
-        for slot, guesses in found.items():
-            track = self._tracks[slot]
-            track.computed = len(track.tokens)
-            track.guesses = tuple(guesses)
-            self._mark(track)
+        for slot, drafted in found.items():
+            state = self._slots[slot]
+            state.computed = len(state.tokens)
+            state.drafted = tuple(drafted)
+            self._record_full_blocks(state)
         return [self._draft(found[slot]) if slot in found else NO_DRAFT for slot in slots]
 
-    def _draft(self, guesses: list[int]) -> Draft:
-        known = self._target_vocab
-        wrong = next((i for i, token in enumerate(guesses) if token >= known), len(guesses))
-        return Draft(tuple(guesses[:wrong]))
+    def _draft(self, drafted: list[int]) -> Draft:
+        vocab = self._target_vocab
+        end = next((i for i, token in enumerate(drafted) if token >= vocab), len(drafted))
+        return Draft(tuple(drafted[:end]))
 
-    def _ready(self, slots: Iterable[SlotId]) -> dict[SlotId, _Track]:
-        """Slots whose last token has a place in their blocks, those that lack the least first."""
+    def _ready(self, slots: Iterable[SlotId]) -> dict[SlotId, _SlotState]:
+        """Slots whose blocks have room for the last token, fewest missing tokens first."""
         ready = {}
         for slot in slots:
-            track = self._tracks[slot]
-            track.blocks = self._draft_runner.blocks_of(slot)
-            if len(track.tokens) > self._room(track):
+            state = self._slots[slot]
+            state.blocks = self._draft_runner.blocks_of(slot)
+            if len(state.tokens) > self._capacity(state):
                 continue
-            if self._draft_runner.shares_pages:
-                track.computed = len(track.tokens) - 1
-            elif not track.admitted:
-                track.computed = self._num_found(track)
-            ready[slot] = track
+            if self._draft_runner.shares_kv:
+                state.computed = len(state.tokens) - 1
+            elif not state.admitted:
+                state.computed = self._num_cached(state)
+            ready[slot] = state
         return dict(sorted(ready.items(), key=lambda item: item[1].num_missing))
 
-    def _room(self, track: _Track) -> int:
-        return min(len(track.blocks) * self._draft_runner.block_size, self._draft_runner.longest)
+    def _capacity(self, state: _SlotState) -> int:
+        num_tokens = len(state.blocks) * self._draft_runner.block_size
+        return min(num_tokens, self._draft_runner.max_positions)
 
-    def _num_found(self, track: _Track) -> int:
+    def _num_cached(self, state: _SlotState) -> int:
         """Tokens of a prefix that an earlier slot has left in the same blocks."""
         size = self._draft_runner.block_size
-        most = min(len(track.blocks), (len(track.tokens) - 1) // size)
+        num_full = min(len(state.blocks), (len(state.tokens) - 1) // size)
         count = 0
-        while count < most and self._contents.get(track.blocks[count]) == track.digest(count, size):
+        while count < num_full:
+            if self._contents.get(state.blocks[count]) != state.digest(count, size):
+                break
             count += 1
         return count * size
 
     # ---- plans ---------------------------------------------------------------------------------
 
-    def _catch_up(self, ready: dict[SlotId, _Track]) -> tuple[dict[SlotId, int], list[StepPlan]]:
-        """Steps that compute what is missing, as far as one step goes.
+    def _catch_up(
+        self, ready: dict[SlotId, _SlotState]
+    ) -> tuple[dict[SlotId, int], list[StepPlan]]:
+        """Plan steps that compute missing tokens, within one step's token budget.
 
-        Returns the lengths of the slots that are complete then: they have a first guess.
+        Returns the lengths of the slots that are complete then: these sample a first draft token.
         """
-        budget, first, rows = self._draft_runner.step_tokens, {}, []
-        missing = [track.num_missing for track in ready.values()]
-        few = self._draft_runner.singly and max(missing, default=0) <= _FEW
-        plans = list(self._singles(ready)) if few else []
-        for slot, track in ready.items():
-            start = len(track.tokens) - 1 if few else track.computed
-            count = min(len(track.tokens) - start, budget)
+        budget, first, rows = self._draft_runner.max_step_tokens, {}, []
+        max_missing = max((state.num_missing for state in ready.values()), default=0)
+        singly = self._draft_runner.prefers_decode and max_missing <= _MAX_SINGLES
+        plans = list(self._single_token_plans(ready)) if singly else []
+        for slot, state in ready.items():
+            start = len(state.tokens) - 1 if singly else state.computed
+            count = min(len(state.tokens) - start, budget)
             if count <= 0:
                 break
             budget -= count
-            done = start + count == len(track.tokens)
-            rows.append(self._row(slot, track, start, count, done))
-            track.computed = start + count
+            done = start + count == len(state.tokens)
+            rows.append(self._row(slot, state, start=start, count=count, sample=done))
+            state.computed = start + count
             if done:
-                first[slot] = len(track.tokens)
+                first[slot] = len(state.tokens)
         if rows:
             plans.append(self._plan(rows))
         return first, plans
 
-    def _singles(self, ready: dict[SlotId, _Track]) -> Iterator[StepPlan]:
-        """All missing tokens but the last, one a step."""
-        for left in range(_FEW, 1, -1):
+    def _single_token_plans(self, ready: dict[SlotId, _SlotState]) -> Iterator[StepPlan]:
+        """Plan all missing tokens but the last, one per step."""
+        for left in range(_MAX_SINGLES, 1, -1):
             rows = [
-                self._row(slot, track, len(track.tokens) - left, 1, True)
-                for slot, track in ready.items()
-                if track.num_missing >= left
+                self._row(slot, state, start=len(state.tokens) - left, count=1, sample=True)
+                for slot, state in ready.items()
+                if state.num_missing >= left
             ]
             if rows:
                 yield self._plan(rows)
 
-    def _row(self, slot: SlotId, track: _Track, start: int, count: int, sample: bool) -> Row:
-        most = self._draft_runner.vocab_size
-        tokens = tuple([t if t < most else 0 for t in track.tokens[start : start + count]])
-        fresh = self._write(track, start, count)
-        return Row(track.name, slot, start, count, tokens, fresh, sample)
+    def _row(self, slot: SlotId, state: _SlotState, *, start: int, count: int, sample: bool) -> Row:
+        vocab = self._draft_runner.vocab_size
+        tokens = tuple([t if t < vocab else 0 for t in state.tokens[start : start + count]])
+        return Row(
+            request_id=state.request_id,
+            slot=slot,
+            start=start,
+            num_tokens=count,
+            tokens=tokens,
+            blocks=self._take_blocks(state, start, count),
+            sample=sample,
+        )
 
     def _plan(self, rows: list[Row]) -> StepPlan:
-        """A step; slots that the runner does not know yet are admitted with it."""
+        """Plan a step; admit slots that the draft runner does not have yet."""
         admitted = []
         for row in rows:
-            track = self._tracks[row.slot]
-            if not track.admitted:
-                track.admitted = True
-                track.num_synced = len(track.tokens)
-                known = (track.name, row.slot, track.tokens, track.num_prompt)
-                wish = _plainly(track.wish)
-                admitted.append(SlotInit(*known, wish, frozenset(), track.seed))
+            state = self._slots[row.slot]
+            if not state.admitted:
+                state.admitted = True
+                state.num_synced = len(state.tokens)
+                admitted.append(
+                    SlotInit(
+                        request_id=state.request_id,
+                        slot=row.slot,
+                        tokens=state.tokens,
+                        num_prompt=state.num_prompt,
+                        sampling=_draft_sampling(state.sampling),
+                        stop_ids=frozenset(),
+                        seed=state.seed,
+                    )
+                )
         freed, self._freed = self._freed, []
         return StepPlan(rows, admitted, freed)
 
-    def _go_on(self, depths: dict[SlotId, int]) -> list[StepPlan]:
-        """Steps of the token that was sampled last, as many as there are further guesses."""
+    def _decode_plans(self, lengths: dict[SlotId, int]) -> list[StepPlan]:
+        """Plan one decode step per draft token after the first."""
         plans = []
-        for ahead in range(1, max(depths.values(), default=0)):
+        for ahead in range(1, max(lengths.values(), default=0)):
             rows = []
-            for slot, depth in depths.items():
-                if ahead < depth:
-                    track = self._tracks[slot]
-                    start = len(track.tokens) + ahead - 1
-                    fresh = self._write(track, start, 1)
-                    rows.append(Row(track.name, slot, start, 1, (), fresh, True))
+            for slot, length in lengths.items():
+                if ahead < length:
+                    state = self._slots[slot]
+                    start = len(state.tokens) + ahead - 1
+                    rows.append(
+                        Row(
+                            request_id=state.request_id,
+                            slot=slot,
+                            start=start,
+                            num_tokens=1,
+                            tokens=(),
+                            blocks=self._take_blocks(state, start, 1),
+                            sample=True,
+                        )
+                    )
             plans.append(StepPlan(rows))
         return plans
 
     def _run(self, plans: list[StepPlan]) -> list[StepResult]:
-        """Results of steps that do not wait for each other's."""
-        self._remind(plans)
+        """Run steps in order, with a few in flight at a time."""
+        self._sync_sampler(plans)
         results: list[StepResult] = []
         waiting: deque[PendingStep] = deque()
         for plan in plans:
-            if len(waiting) == _IN_FLIGHT:
+            if len(waiting) == _MAX_IN_FLIGHT:
                 results.append(waiting.popleft().wait())
             waiting.append(self._draft_runner.runner.submit(plan))
         return results + [pending.wait() for pending in waiting]
 
-    def _remind(self, plans: list[StepPlan]) -> None:
-        """Noise depends on how many tokens the sampler remembers: let them be the known ones."""
+    def _sync_sampler(self, plans: list[StepPlan]) -> None:
+        """Give the sampler the known tokens: sampling noise depends on their number."""
         sampler = self._draft_runner.sampler
         if sampler is None or not plans:
             return
         fresh = {new.slot for plan in plans for new in plan.admitted}
         for slot in {row.slot for plan in plans for row in plan.rows} - fresh:
-            track = self._tracks[slot]
-            sampler.tokens(slot)[track.num_synced :] = track.tokens[track.num_synced :]
-            track.num_synced = len(track.tokens)
+            state = self._slots[slot]
+            sampler.tokens(slot)[state.num_synced :] = state.tokens[state.num_synced :]
+            state.num_synced = len(state.tokens)
 
-    # ---- what the pages hold -------------------------------------------------------------------
+    # ---- contents of the KV blocks -------------------------------------------------------------
 
-    def _write(self, track: _Track, start: int, count: int) -> tuple[BlockId, ...]:
-        """Returns the blocks that the runner lacks for this row, and none for later ones: a
-        recorded step takes a new block for that of its own position.
+    def _take_blocks(self, state: _SlotState, start: int, count: int) -> tuple[BlockId, ...]:
+        """The blocks that the runner lacks for this row, and none for later rows: a captured step
+        takes a new block for the block of its own position.
         """
         size = self._draft_runner.block_size
         end = (start + count - 1) // size + 1
         for index in range(start // size, end):
-            self._contents.pop(track.blocks[index], None)
-        fresh = tuple(track.blocks[track.num_sent : end])
-        track.num_sent = max(track.num_sent, end)
+            self._contents.pop(state.blocks[index], None)
+        fresh = tuple(state.blocks[state.num_sent : end])
+        state.num_sent = max(state.num_sent, end)
         return fresh
 
-    def _mark(self, track: _Track) -> None:
-        """Note the blocks that are full of known tokens."""
-        if self._draft_runner.shares_pages:
+    def _record_full_blocks(self, state: _SlotState) -> None:
+        """Record the blocks that are full of known tokens."""
+        if self._draft_runner.shares_kv:
             return
         size = self._draft_runner.block_size
-        for index in reversed(range(track.computed // size)):
-            block = track.blocks[index]
+        for index in reversed(range(state.computed // size)):
+            block = state.blocks[index]
             if block in self._contents:
                 break
-            self._contents[block] = track.digest(index, size)
+            self._contents[block] = state.digest(index, size)
 
 
-def _plainly(wish: SamplingParams) -> SamplingParams:
-    """What decides which token is likeliest to be sampled; the rest is the target's business."""
+def _draft_sampling(target: SamplingParams) -> SamplingParams:
+    """The params that decide the sampled token's likelihood; the target applies the others."""
     return SamplingParams(
-        temperature=wish.temperature, top_p=wish.top_p, top_k=wish.top_k, min_p=wish.min_p
+        temperature=target.temperature, top_p=target.top_p, top_k=target.top_k, min_p=target.min_p
     )
 
 
-def _num_alike(tokens: Sequence[int], guesses: Sequence[int]) -> int:
+def _num_equal(tokens: Sequence[int], drafted: Sequence[int]) -> int:
     count = 0
-    for token, guess in zip(tokens, guesses, strict=False):
-        if token != guess:
+    for token, draft in zip(tokens, drafted, strict=False):
+        if token != draft:
             break
         count += 1
     return count

@@ -1,4 +1,4 @@
-"""EAGLE: a decoder layer trained to go on from the model's hidden states guesses token by token."""
+"""EAGLE: a decoder layer, trained on the model's hidden states, drafts token by token."""
 
 from __future__ import annotations
 
@@ -21,16 +21,23 @@ from windlass.models.network import Network, Parts
 from windlass.quant.unquantised import Unquantised
 from windlass.runner.drafter import DrafterInputs
 from windlass.speculative.base import Proposer, SpeculationContext
-from windlass.speculative.heads import UNREAD, HeadFiles, attach, check_map, draft_vocab, open_head
+from windlass.speculative.heads import (
+    IGNORED_TENSORS,
+    HeadFiles,
+    attach,
+    check_d2t,
+    draft_vocab,
+    open_head,
+)
 
 if TYPE_CHECKING:
     from windlass.runner.assemble import Assembled, Loaded
 
-_RENAMED = {"layers.0.": "midlayer."}  # what newer exports call the layer
+_RENAMED = {"layers.0.": "midlayer."}  # the layer's name in newer exports
 
 
 class EagleDrafter:
-    """Owns the head and its pages. Steps feed it, so that it knows what the network knows."""
+    """Owns the head and its KV cache, which every drafting step of the target extends."""
 
     num_siblings = 0
 
@@ -42,26 +49,26 @@ class EagleDrafter:
         self._steps = steps_of(head, network)
         self._cache = cache
 
-    def draft(self, found: DrafterInputs, count: int, siblings: int = 0) -> Tensor:
+    def draft(self, inputs: DrafterInputs, count: int, siblings: int = 0) -> Tensor:
         assert not siblings
-        head, steps, pages = self._head, self._steps, self._cache.layers
+        head, steps, kv = self._head, self._steps, self._cache.layers
         known = head.fuse_aux_hidden_states(
-            [found.aux_hidden_states[layer] for layer in self.layers]
+            [inputs.aux_hidden_states[layer] for layer in self.layers]
         )
-        batch = replace(found.batch, kv=pages)
-        normed, hidden = head(steps.inputs(found.following, known), known, batch)
-        if not found.last.shape[0]:
-            return found.last.new_empty((0, count), dtype=torch.int32)
+        batch = replace(inputs.batch, kv=kv)
+        normed, hidden = head(steps.inputs(inputs.following, known), known, batch)
+        if not inputs.last.shape[0]:
+            return inputs.last.new_empty((0, count), dtype=torch.int32)
         at = (batch.positions, batch.token_slots)
-        normed, hidden, positions, slots = steps.select(found.last, normed, hidden, *at)
+        normed, hidden, positions, slots = steps.select(inputs.last, normed, hidden, *at)
         tokens, positions, both = steps.advance(head.lm_head(normed), hidden, positions)
-        guesses = [tokens]
-        while len(guesses) < count:
-            alone = replace(found.decode_batch(positions, slots), kv=pages)
-            normed, hidden = head(both, hidden, alone)
+        drafted = [tokens]
+        while len(drafted) < count:
+            decode = replace(inputs.decode_batch(positions, slots), kv=kv)
+            normed, hidden = head(both, hidden, decode)
             tokens, positions, both = steps.advance(head.lm_head(normed), hidden, positions)
-            guesses.append(tokens)
-        return torch.stack(guesses, dim=1)
+            drafted.append(tokens)
+        return torch.stack(drafted, dim=1)
 
     def copy(self, pairs: Sequence[tuple[int, int]]) -> None:
         self._cache.copy(pairs)
@@ -69,12 +76,12 @@ class EagleDrafter:
 
 @dataclass(frozen=True, slots=True)
 class EagleLoader:
-    """The head with its weights; pages come with the runner's."""
+    """The head with its weights loaded; `start` allocates its KV cache."""
 
     head: Eagle
     hparams: HParams
     layers: tuple[int, ...]
-    most: int
+    max_draft_tokens: int
     loaded: Loaded
 
     @property
@@ -85,7 +92,7 @@ class EagleLoader:
     def start(self, made: Assembled) -> Proposer:
         hparams, parts = self.hparams, self.loaded.parts
         capacity = made.capacity
-        # One page more: what is written past the blocks that a request has.
+        # One block more, for writes past the end of a request's blocks.
         shape = (
             capacity.num_blocks + 1,
             hparams.num_kv_heads,
@@ -94,35 +101,43 @@ class EagleLoader:
         )
         cache = KVCache(1, shape, parts.dtype, parts.device)
         network = self.loaded.network
-        return attach(made, EagleDrafter(self.head, network, self.layers, cache))
+        drafter = EagleDrafter(head=self.head, network=network, layers=self.layers, cache=cache)
+        return attach(made, drafter)
 
     def describe(self) -> str:
         vocabulary = self.head.d2t.shape[0]
-        return f"eagle, {self.most} guesses of {vocabulary:,} tokens, over layers {self.layers}"
+        return (
+            f"eagle, up to {self.max_draft_tokens} draft tokens, vocabulary of {vocabulary:,}, "
+            f"reads layers {self.layers}"
+        )
 
 
 def open_loader(context: SpeculationContext) -> EagleLoader:
-    files = open_head(context, _RENAMED, UNREAD)
+    files = open_head(context, _RENAMED, IGNORED_TENSORS)
     config: dict[str, Any] = {**files.config, "architectures": ["LlamaForCausalLM"]}
     hparams = HParams.from_hf(config, files.source)
     layers = aux_layers_of(config, context.hparams.num_layers, files.source)
-    num_guessed = draft_vocab(files, hparams.vocab_size) or hparams.vocab_size
+    vocab_size = draft_vocab(files, hparams.vocab_size) or hparams.vocab_size
     parts = _parts(context.loaded, hparams)
     with torch.device("meta"):
-        head = Eagle(hparams, num_guessed, parts, EagleNorms.of(config, files.source))
-    _fill(head, files, parts.device, whole=num_guessed == hparams.vocab_size)
-    check_map(head.d2t, files, hparams.vocab_size)
-    layers_of = [module for module in head.modules() if isinstance(module, Linear)]
-    context.loaded.gemm.tune([one.weight for one in layers_of if one.weight is not None])
+        head = Eagle(hparams, vocab_size, parts, EagleNorms.of(config, files.source))
+    _load(head, files, parts.device, full_vocab=vocab_size == hparams.vocab_size)
+    check_d2t(head.d2t, files, hparams.vocab_size)
+    linears = [module for module in head.modules() if isinstance(module, Linear)]
+    context.loaded.gemm.tune([each.weight for each in linears if each.weight is not None])
     return EagleLoader(
-        head, hparams, layers, context.config.speculation.max_draft_tokens, context.loaded
+        head=head,
+        hparams=hparams,
+        layers=layers,
+        max_draft_tokens=context.config.speculation.max_draft_tokens,
+        loaded=context.loaded,
     )
 
 
-def _fill(head: Eagle, files: HeadFiles, device: torch.device, whole: bool) -> None:
-    """Read the head's tensors. One that guesses among the whole vocabulary may have no map."""
+def _load(head: Eagle, files: HeadFiles, device: torch.device, *, full_vocab: bool) -> None:
+    """Read the head's tensors. A head with the full vocabulary may have no d2t."""
     meta = head.d2t
-    unmapped = whole and "d2t" not in files.tensors.names()
+    unmapped = full_vocab and "d2t" not in files.tensors.names()
     if unmapped:
         del head.d2t
     try:
@@ -134,7 +149,7 @@ def _fill(head: Eagle, files: HeadFiles, device: torch.device, whole: bool) -> N
 
 
 def _parts(loaded: Loaded, hparams: HParams) -> Parts:
-    """The network's device and arithmetic, with kernels for the head's own shape."""
+    """The network's device and dtype, with kernels for the head's own shape."""
     own = loaded.parts
     heads = Heads(hparams.num_heads, hparams.num_kv_heads, hparams.head_dim)
     ops = choose_ops(

@@ -1,4 +1,4 @@
-"""Which layer to leave at: measured on the model's own answers, once for a machine and a model."""
+"""Chooses the exit layer: measured on the model's own answers, once per machine and model."""
 
 from __future__ import annotations
 
@@ -16,37 +16,37 @@ from windlass.speculative.costs import StepCosts
 from windlass.speculative.speculation import Submits
 
 _TEXTS = (
-    "Here is a short story about a lighthouse keeper and the ship that came back:\n\n",
+    "Here is a short tale about a lighthouse keeper and the ship that came back:\n\n",
     "def median(values):\n    ",
     "Question: Why does bread rise when it is baked?\nAnswer:",
     "The meeting was moved to Thursday, since two of the members are away. Please note that",
 )
-_SHARES = (0.25, 1 / 3, 0.5, 2 / 3, 0.75)  # of the layers
+_FRACTIONS = (0.25, 1 / 3, 0.5, 2 / 3, 0.75)  # of the layers
 _LENGTH = 32  # tokens of each answer
 _REPEATS = 5
-_ROWS = 32  # at once
-_LEAST_GAIN = 0.9
+_MAX_ROWS = 32
+_MIN_GAIN = 0.9
 
-Tried = tuple[int, Submits]  # a layer, and what leaves there
+Candidate = tuple[int, Submits]  # a layer, and a runner that exits there
 
 
 @dataclass(frozen=True, slots=True)
-class Exit:
-    """A layer to leave at, and why this one."""
+class ExitLayer:
+    """A layer to exit at, and the reason for it."""
 
     layer: int
     reason: str
-    gain: float = 1.0  # times the speed without guesses that is hoped for
+    gain: float = 1.0  # expected speed relative to plain steps
 
     @property
-    def pays(self) -> bool:
-        """Whether a text that is easier than those it was measured on might gain by it."""
-        return self.gain >= _LEAST_GAIN
+    def may_pay(self) -> bool:
+        """Whether a text easier than the measured ones might gain."""
+        return self.gain >= _MIN_GAIN
 
 
 @dataclass(frozen=True, slots=True)
 class _Answer:
-    """A text that the target has gone on with; its keys and values are in the pages."""
+    """A text that the target has continued; its keys and values are in the KV cache."""
 
     slot: SlotId
     tokens: list[int]
@@ -54,63 +54,77 @@ class _Answer:
     blocks: tuple[BlockId, ...]
 
     @property
-    def admission(self) -> SlotInit:
-        wish = SamplingParams(temperature=0.0)
-        return SlotInit("", self.slot, self.tokens, self.num_prompt, wish, frozenset(), 0)
+    def init(self) -> SlotInit:
+        return SlotInit(
+            request_id="",
+            slot=self.slot,
+            tokens=self.tokens,
+            num_prompt=self.num_prompt,
+            sampling=SamplingParams(temperature=0.0),
+            stop_ids=frozenset(),
+            seed=0,
+        )
 
 
-def candidates(num_layers: int) -> list[int]:
-    """Layers worth a try: from a quarter of them to three."""
-    return sorted({min(max(1, round(share * num_layers)), num_layers - 1) for share in _SHARES})
+def candidate_layers(num_layers: int) -> list[int]:
+    """Exit layers to measure: from a quarter to three quarters of the layers."""
+    return sorted({min(max(1, round(part * num_layers)), num_layers - 1) for part in _FRACTIONS})
 
 
-def best_exit(
+def choose_exit(
     context: SpeculationContext,
     made: Assembled,
-    make: Callable[[Assembled, int], Iterable[Tried]],
+    make: Callable[[Assembled, int], Iterable[Candidate]],
     clock: Callable[[], float] = time.perf_counter,
-) -> Exit:
-    """The exit with the most expected tokens per second, or what an earlier start found.
+) -> ExitLayer:
+    """The exit with the most expected tokens per second, or the cached one of an earlier start.
 
-    Uses the first slots and blocks: nobody has them yet.
+    Uses the first slots and blocks, which no request has yet.
     """
-    known = _remembered(context.notes.of("exit"), context.hparams.num_layers)
+    known = _from_json(context.cache.get("exit"), context.hparams.num_layers)
     if known is not None:
         return known
-    most = context.config.speculation.max_draft_tokens
-    most_rows = min(context.limits.max_num_seqs, _ROWS)
-    answers = _answers(context, made, most_rows)
+    max_draft_tokens = context.config.speculation.max_draft_tokens
+    max_rows = min(context.limits.max_num_seqs, _MAX_ROWS)
+    answers = _answers(context, made, max_rows)
     if not answers:
-        return Exit(context.hparams.num_layers // 2, "half of them: there is no room to measure")
-    target = _target_costs(made.runner, answers[0], most, clock)
-    plain, best, highest = 1 / target.of(1), Exit(0, ""), 0.0
-    for layer, runner in make(made, most_rows):
-        alike = _alike(runner, answers, most_rows)
+        half = context.hparams.num_layers // 2
+        return ExitLayer(half, "half of them: there is no room to measure")
+    target = _target_costs(made.runner, answers[0], max_draft_tokens, clock=clock)
+    plain, best, highest = 1 / target.of(1), ExitLayer(0, ""), 0.0
+    for layer, runner in make(made, max_rows):
+        agreement = _agreement(runner, answers, max_rows)
         seconds = _seconds(runner, [_row(answers[0], 0)], clock)
-        rate, count = _expected(alike, seconds, target, most)
+        rate, length = _expected_rate(
+            agreement, seconds, target=target, max_draft_tokens=max_draft_tokens
+        )
         if rate > highest:
             highest = rate
-            gain = f"{rate / plain:.2f} times the speed with {count}"
-            reason = f"{alike:.0%} alike, {1000 * seconds:.1f} ms a guess, hoped for: {gain}"
-            best = Exit(layer, reason, rate / plain)
-    context.notes.note("exit", [best.layer, best.reason, best.gain])
+            reason = (
+                f"{agreement:.0%} agreement, {1000 * seconds:.1f} ms per draft token, expected: "
+                f"{rate / plain:.2f} times the speed with {length}"
+            )
+            best = ExitLayer(layer, reason, rate / plain)
+    context.cache.put("exit", [best.layer, best.reason, best.gain])
     return best
 
 
-def _remembered(found: Any, num_layers: int) -> Exit | None:
+def _from_json(found: Any, num_layers: int) -> ExitLayer | None:
     try:
         layer, reason, gain = found
-        best = Exit(int(layer), str(reason), float(gain))
+        best = ExitLayer(int(layer), str(reason), float(gain))
         return best if 1 <= best.layer < num_layers else None
     except (TypeError, ValueError):
         return None
 
 
-def _expected(alike: float, seconds: float, target: StepCosts, most: int) -> tuple[float, int]:
-    """Tokens per second at the best number of guesses, and this number."""
+def _expected_rate(
+    agreement: float, seconds: float, *, target: StepCosts, max_draft_tokens: int
+) -> tuple[float, int]:
+    """Tokens per second at the best draft length, and this length."""
     best, tokens, chance = (0.0, 0), 1.0, 1.0
-    for count in range(1, most + 1):
-        chance *= alike
+    for count in range(1, max_draft_tokens + 1):
+        chance *= agreement
         tokens += chance
         best = max(best, (tokens / (count * seconds + target.of(1 + count)), count))
     return best
@@ -119,12 +133,12 @@ def _expected(alike: float, seconds: float, target: StepCosts, most: int) -> tup
 # ---- steps -------------------------------------------------------------------------------------
 
 
-def _answers(context: SpeculationContext, made: Assembled, most_rows: int) -> list[_Answer]:
-    """What the target says to each text, greedily; as many texts as there is room for."""
+def _answers(context: SpeculationContext, made: Assembled, max_rows: int) -> list[_Answer]:
+    """The target's greedy answers to the texts that fit."""
     tokenizer = load_card(context.files, context.config.model).tokenizer
     size, free = made.capacity.block_size, made.capacity.num_blocks
     answers: list[_Answer] = []
-    for text in _TEXTS[:most_rows]:
+    for text in _TEXTS[:max_rows]:
         tokens = tokenizer.encode(text)
         end = len(tokens) + _LENGTH
         count = -(-end // size)
@@ -132,29 +146,45 @@ def _answers(context: SpeculationContext, made: Assembled, most_rows: int) -> li
             continue
         blocks = tuple(BlockId(free - 1 - i) for i in range(count))
         free -= count
-        answers.append(_Answer(SlotId(len(answers)), tokens, len(tokens), blocks))
+        slot = SlotId(len(answers))
+        answers.append(_Answer(slot=slot, tokens=tokens, num_prompt=len(tokens), blocks=blocks))
     for answer in answers:
-        _go_on(made.runner, answer)
+        _generate(made.runner, answer)
     return answers
 
 
-def _go_on(runner: Submits, answer: _Answer) -> None:
-    count = len(answer.tokens)
-    row = Row("", answer.slot, 0, count, tuple(answer.tokens), answer.blocks, True)
-    plan = StepPlan([row], [answer.admission], [answer.slot])
+def _generate(runner: Submits, answer: _Answer) -> None:
+    row = Row(
+        request_id="",
+        slot=answer.slot,
+        start=0,
+        num_tokens=len(answer.tokens),
+        tokens=tuple(answer.tokens),
+        blocks=answer.blocks,
+        sample=True,
+    )
+    plan = StepPlan([row], [answer.init], [answer.slot])
     for _ in range(_LENGTH):
         answer.tokens.extend(runner.submit(plan).wait().rows[0].tokens)
         plan = StepPlan([_row(answer, len(answer.tokens) - 1)])
 
 
 def _row(answer: _Answer, at: int) -> Row:
-    return Row("", answer.slot, at, 1, (answer.tokens[at],), (), True)
+    return Row(
+        request_id="",
+        slot=answer.slot,
+        start=at,
+        num_tokens=1,
+        tokens=(answer.tokens[at],),
+        blocks=(),
+        sample=True,
+    )
 
 
-def _alike(runner: Submits, answers: Sequence[_Answer], most_rows: int) -> float:
-    """How often what leaves early says the target's next token, the right ones before it given.
+def _agreement(runner: Submits, answers: Sequence[_Answer], max_rows: int) -> float:
+    """The share of positions where the exit predicts the target's next token, given its prefix.
 
-    A row for every place: the pages have all keys and values before it already.
+    One row per position: the KV cache has all keys and values before it already.
     """
     rows = [
         (_row(answer, at), answer.tokens[at + 1])
@@ -162,22 +192,22 @@ def _alike(runner: Submits, answers: Sequence[_Answer], most_rows: int) -> float
         for at in range(answer.num_prompt - 1, len(answer.tokens) - 1)
     ]
     tables = [_row(answer, 0)._replace(blocks=answer.blocks) for answer in answers]
-    runner.submit(StepPlan(tables, [answer.admission for answer in answers])).wait()
-    right = 0
-    for first in range(0, len(rows), most_rows):
-        some = rows[first : first + most_rows]
+    runner.submit(StepPlan(tables, [answer.init for answer in answers])).wait()
+    num_equal = 0
+    for first in range(0, len(rows), max_rows):
+        some = rows[first : first + max_rows]
         results = runner.submit(StepPlan([row for row, _ in some])).wait().rows
         pairs = zip(results, some, strict=True)
-        right += sum(result.tokens[0] == truth for result, (_, truth) in pairs)
-    return right / len(rows)
+        num_equal += sum(result.tokens[0] == truth for result, (_, truth) in pairs)
+    return num_equal / len(rows)
 
 
 def _target_costs(
-    runner: Submits, answer: _Answer, most: int, clock: Callable[[], float]
+    runner: Submits, answer: _Answer, max_draft_tokens: int, *, clock: Callable[[], float]
 ) -> StepCosts:
-    most = min(most, len(answer.tokens) - 1)
+    longest = min(max_draft_tokens, len(answer.tokens) - 1)
     seconds = {}
-    for count in sorted({0, 1, most // 2, most}):
+    for count in sorted({0, 1, longest // 2, longest}):
         tokens = tuple(answer.tokens[: 1 + count])
         row = _row(answer, 0)._replace(num_tokens=1 + count, tokens=tokens, num_drafts=count)
         seconds[1 + count] = _seconds(runner, [row], clock)
@@ -185,7 +215,7 @@ def _target_costs(
 
 
 def _seconds(runner: Submits, rows: list[Row], clock: Callable[[], float]) -> float:
-    """The best time of a step that is run a few times."""
+    """The best time of a few runs of a step."""
     times = []
     for _ in range(_REPEATS):
         start = clock()

@@ -1,8 +1,8 @@
-"""How many draft tokens of each request go into the next step: as many as make the batch faster.
+"""Decides how many draft tokens of each request the next step verifies: as many as make the batch faster.
 
-Pure Python with no clock of its own. It is given tables of what steps and drafting cost, then what
-each step took and how many draft tokens were accepted. It compares expected tokens per second with
-and without drafts; while none pay, steps are plain ones.
+Pure Python with no clock of its own. It gets tables of step and drafting costs, then the time of
+each step and the number of accepted draft tokens. It compares expected tokens per second with and
+without drafts; while no drafts are profitable, steps are plain.
 """
 
 from __future__ import annotations
@@ -13,25 +13,25 @@ from functools import cache
 
 from windlass.config import MAX_SPEC_TOKENS
 from windlass.core.types import SlotId
+from windlass.speculative.backoff import Backoff, BackoffSchedule
 from windlass.speculative.base import Draft
 from windlass.speculative.budget import Budget
-from windlass.speculative.costs import Drafting, StepCosts
+from windlass.speculative.costs import DraftCosts, StepCosts
 from windlass.speculative.learned import LearnedCosts
-from windlass.speculative.pause import Lengths, Pause
 
-_FADE = 0.9  # evidence of one request: about the last ten verifications count
-_FADE_ALL = 0.98  # evidence of all requests, by kind of draft
-_WEIGHT = 2.0  # verifications that an expectation counts for
-_WEIGHT_ALL = 4.0  # and the first expectation for all requests
-_HOPE = 0.8  # acceptance of a kind of draft of which nothing is known yet
-_MARGIN = 1.01  # the least expected gain: costs and chances are estimates
-# With many requests: those with good drafts end early, and the rest go on in smaller steps that
-# cost more per token.
+_DECAY = 0.9  # evidence of one request: about the last ten verifications count
+_DECAY_ALL = 0.98  # evidence of all requests, by kind of draft
+_PRIOR_WEIGHT = 2.0  # verifications that the prior of a request counts for
+_PRIOR_WEIGHT_ALL = 4.0  # verifications that the prior of a kind counts for
+_PRIOR_ACCEPTANCE = 0.8  # acceptance of a kind of draft without evidence
+_MARGIN = 1.01  # minimum expected gain: costs and acceptance are estimates
+# With many requests: those with good drafts end early, and the remaining ones run in smaller steps
+# that cost more per token.
 _MARGIN_OF_MANY = 1.2
-_STAY = 0.97  # hysteresis: the draft length stays while its rate is within 3 % of the best
-_ASKED = 32  # requests whose records decide the draft length, and that try at once
-_FEW = 8  # requests: more are many
-# While every step has drafts, one of so many is a plain one, so that its time is known.
+_HYSTERESIS = 0.97  # keep the draft length while its rate is within 3 % of the best
+_MAX_SAMPLED = 32  # requests whose records decide the draft length; also trials per step
+_FEW = 8  # up to this many requests are few
+# While every step has drafts, one step in 64 is plain, so that the cost of plain steps stays known.
 _PLAIN_EVERY, _PLAIN_STEPS = 64, 3
 
 
@@ -39,79 +39,81 @@ Backlog = Callable[[Sequence[SlotId]], Sequence[int]]
 
 
 @dataclass(frozen=True, slots=True)
-class _Pauses:
-    """Lengths of pauses between looks, and between trials of one request."""
+class _Schedules:
+    """Back-off schedules of probes, and of the trials of one request."""
 
-    looks: Lengths
-    own_tries: Lengths
+    probes: BackoffSchedule
+    trials: BackoffSchedule
 
 
-_OF_MANY = _Pauses(Lengths(16, 16, 512), Lengths(1, 16, 512))
-_OF_FEW = _Pauses(Lengths(16, 16, 64), Lengths(1, 16, 512))
-_OF_FEW_FREE = _Pauses(Lengths(16, 8, 8), Lengths(1, 16, 128))
+_MANY_REQUESTS = _Schedules(BackoffSchedule(16, 16, 512), BackoffSchedule(1, 16, 512))
+_FEW_REQUESTS = _Schedules(BackoffSchedule(16, 16, 64), BackoffSchedule(1, 16, 512))
+_FEW_REQUESTS_FREE = _Schedules(BackoffSchedule(16, 8, 8), BackoffSchedule(1, 16, 128))
 
 
 @dataclass(frozen=True, slots=True)
 class StepTime:
-    """What a step without prompt tokens took."""
+    """The measured time of a step without prompt tokens."""
 
     num_rows: int
-    num_tokens: int  # that it computed
-    num_sampled: int  # that came out of it
+    num_tokens: int  # computed
+    num_sampled: int  # tokens that came out of the step
     has_drafts: bool  # whether it verified any
-    depth: int  # draft tokens made for each row after it, or in it
+    draft_length: int  # draft tokens made for each row after it, or in it
     step_s: float
     draft_s: float | None = 0.0  # None: drafts were made in the step
 
 
 @dataclass(slots=True)
 class _Record:
-    """How the guesses of one request did. Counts fade, so that the latest matter most."""
+    """Acceptance of one request's draft tokens. Counts decay, so the latest matter most."""
 
-    hits: list[float] = field(default_factory=list)  # by position
-    tries: list[float] = field(default_factory=list)
-    pause: Pause = field(default_factory=Pause)  # of its tries
-    trying: bool = False  # whether its guess in flight is one
+    accepted: list[float] = field(default_factory=list)  # by position
+    verified: list[float] = field(default_factory=list)
+    backoff: Backoff = field(default_factory=Backoff)  # of its trials
+    in_trial: bool = False  # whether its draft in flight is a trial
 
-    def chances(self, expected: float, count: int) -> list[float]:
-        """The chance that the guess at each position is reached and right."""
-        rate, reached, chances = expected, 1.0, []
+    def acceptance(self, prior: float, count: int) -> list[float]:
+        """The probability, per position, that the draft token is reached and accepted."""
+        rate, reached, found = prior, 1.0, []
         for at in range(count):
-            if at < len(self.tries):
-                rate = (self.hits[at] + _WEIGHT * rate) / (self.tries[at] + _WEIGHT)
+            if at < len(self.verified):
+                rate = (self.accepted[at] + _PRIOR_WEIGHT * rate) / (
+                    self.verified[at] + _PRIOR_WEIGHT
+                )
             reached *= rate
-            chances.append(reached)
-        return chances
+            found.append(reached)
+        return found
 
-    def note(self, num_drafts: int, num_accepted: int) -> None:
-        missing = num_drafts - len(self.tries)
-        self.hits += [0.0] * missing
-        self.tries += [0.0] * missing
+    def count(self, num_drafts: int, num_accepted: int) -> None:
+        missing = num_drafts - len(self.verified)
+        self.accepted += [0.0] * missing
+        self.verified += [0.0] * missing
         for at in range(min(num_accepted + 1, num_drafts)):
-            self.tries[at] = _FADE * self.tries[at] + 1
-            self.hits[at] = _FADE * self.hits[at] + (at < num_accepted)
+            self.verified[at] = _DECAY * self.verified[at] + 1
+            self.accepted[at] = _DECAY * self.accepted[at] + (at < num_accepted)
 
-    def begin_anew(self) -> None:
-        self.hits, self.tries = [], []
+    def reset_counts(self) -> None:
+        self.accepted, self.verified = [], []
 
-    def guesses(self, now: int, lengths: Lengths, trying: bool) -> None:
-        """Its guesses go into the next step, because they promise something or as a try."""
-        if not trying:
-            self.pause.begin_anew()
-        self.pause.in_vain(now, lengths)
-        self.trying = trying
+    def drafts(self, now: int, schedule: BackoffSchedule, trial: bool) -> None:
+        """Note that its draft goes into the next step, as a trial or because it is profitable."""
+        if not trial:
+            self.backoff.reset()
+        self.backoff.failed(now, schedule)
+        self.in_trial = trial
 
 
 class Governor:
-    """Owns the records of all slots, the learned costs, and the credit for trials.
+    """Owns the records of all slots, the learned costs, and the budget for trials.
 
-    Drafts that pay by what is known are verified in every step. Where none do, two things happen
-    now and then. A look asks the proposer for drafts, or first whether drafting would pay; looks in
-    vain are followed by growing pauses (pause.py). A trial lets requests verify drafts that promise
-    too little, since only that shows what they are worth now. It needs a look, enough credit for
-    what it may lose, and that the request's own pause is over. Pauses are as at first again when
-    drafts pay. Looks also start anew when half of the requests are gone, and, where they are free
-    and there are few, with each new request.
+    Drafts with enough expected gain are verified in every step. While there are none, two things
+    happen from time to time. A probe asks the proposer for drafts, or, where drafting has a cost,
+    first whether drafting would pay; failed probes back off (backoff.py). A trial lets requests
+    verify drafts with too little expected gain, since only verification shows their current
+    acceptance. It needs a probe, enough budget for its possible loss, and that the request's own
+    back-off is over. Profitable drafts reset the back-off. Probes also restart when half of the
+    requests are gone, and, where drafting is free and requests are few, with each new request.
     """
 
     def __init__(
@@ -119,31 +121,32 @@ class Governor:
         costs: StepCosts,
         max_positions_per_step: int,
         plain: StepCosts | None = None,
-        drafting: Drafting | None = None,
+        drafting: DraftCosts | None = None,
         max_draft_tokens: int = MAX_SPEC_TOKENS,
-        most_of: Callable[[int], int] | None = None,
+        max_drafts_per_row: Callable[[int], int] | None = None,
     ) -> None:
-        """A step can sample `max_positions_per_step`; one of n rows has room for `most_of(n)` drafts in each.
+        """A step can sample `max_positions_per_step`; each of n rows, `max_drafts_per_row(n)` drafts.
 
-        `plain` are the costs of steps that carry no drafts, where these are cheaper; `drafting`
-        those of drafting, where that is not free.
+        `plain`: costs of steps without drafts, where these are cheaper. `drafting`: costs of
+        drafting; None: drafting is free.
         """
         self._costs = LearnedCosts(costs, plain or costs, drafting)
         self._is_free = drafting is None
-        self._most_guesses = max_draft_tokens
-        self._most_positions = max_positions_per_step
-        self._most_of = cache(most_of or (lambda _: max_draft_tokens))  # asked several times a step
+        self._max_draft_tokens = max_draft_tokens
+        self._max_positions = max_positions_per_step
+        # Looked up several times per step.
+        self._max_drafts_per_row = cache(max_drafts_per_row or (lambda _: max_draft_tokens))
         self._now = 0  # steps so far
-        self._looks = Pause()
-        self._pauses = _OF_MANY
+        self._probes = Backoff()
+        self._schedules = _MANY_REQUESTS
         self._budget = Budget()
-        self._left_out: set[SlotId] = set()  # requests whose prompts a draft model may not compute
-        self._plain_at = 0  # the last step whose time was that of a plain one
-        self._rows_then = 0  # at the last look
+        self._excluded: set[SlotId] = set()  # requests whose prompts a draft model may not compute
+        self._plain_at = 0  # the last step with the time of a plain step
+        self._rows_at_probe = 0  # at the last probe
         self._slots: dict[SlotId, _Record] = {}
         self._last_kind = 0
-        self._kinds: dict[int, tuple[float, float]] = {}  # first drafts: accepted, verified
-        self._last_depth = 0
+        self._kinds: dict[int, tuple[float, float]] = {}  # first draft tokens: accepted, verified
+        self._last_length = 0
         self._is_trial = False  # whether the latest drafts were made for a trial
 
     @property
@@ -153,21 +156,21 @@ class Governor:
 
     def admit(self, slot: SlotId) -> None:
         record = self._slots[slot] = _Record()
-        # Its first draft is no trial.
-        record.pause.in_vain(self._now, self._pauses.own_tries)
-        if self._pauses is _OF_FEW_FREE:
-            self._looks.begin_anew()
+        # The first draft of a request is no trial.
+        record.backoff.failed(self._now, self._schedules.trials)
+        if self._schedules is _FEW_REQUESTS_FREE:
+            self._probes.reset()
 
     def forget(self, slot: SlotId) -> None:
         self._slots.pop(slot, None)
 
     def allows(self, num_rows: int) -> bool:
-        """Whether a step of so many rows may have drafts at all."""
-        return self._most_of(num_rows) > 0
+        """Whether a step of `num_rows` may have drafts at all."""
+        return self._max_drafts_per_row(num_rows) > 0
 
-    def rests(self, num_rows: int) -> bool:
-        """Whether the next step is part of a pause; then it has passed, and nothing is to be asked."""
-        if 2 * num_rows <= self._rows_then or self._looks.is_over(self._now + 1):
+    def pass_idle_step(self, num_rows: int) -> bool:
+        """Whether probes back off in the next step; if so, it counts as passed."""
+        if 2 * num_rows <= self._rows_at_probe or self._probes.is_due(self._now + 1):
             return False
         self._pass_step()
         return True
@@ -176,246 +179,258 @@ class Governor:
         self._now += 1
         self._budget.pass_step()
 
-    def wanted(self, slots: Sequence[SlotId], free: bool, backlog: Backlog | None = None) -> int:
-        """How many draft tokens to make for each of these requests after the next step.
+    def draft_length(
+        self, slots: Sequence[SlotId], free: bool, backlog: Backlog | None = None
+    ) -> int:
+        """The number of draft tokens to make for each of these requests after the next step.
 
-        `backlog`: how many tokens of each a draft model has to compute before. This or `rests` is
-        called once a step, which is how time passes here.
+        `backlog`: the number of tokens of each that a draft model computes first. Either this or
+        `pass_idle_step` is called once per step, which advances the governor's step count.
         """
         self._pass_step()
         num_rows = len(slots)
         if not self.allows(num_rows):
             return 0
-        if 2 * num_rows <= self._rows_then:
-            self._looks.begin_anew()
-        if not self._looks.is_over(self._now):
+        if 2 * num_rows <= self._rows_at_probe:
+            self._probes.reset()
+        if not self._probes.is_due(self._now):
             return 0
-        self._rows_then = num_rows
-        few = _OF_FEW_FREE if free else _OF_FEW
-        self._pauses = few if num_rows <= _FEW else _OF_MANY
+        self._rows_at_probe = num_rows
+        few = _FEW_REQUESTS_FREE if free else _FEW_REQUESTS
+        self._schedules = few if num_rows <= _FEW else _MANY_REQUESTS
         if backlog is not None:
-            self._leave_out(slots, backlog)
+            self._exclude(slots, backlog)
         records = self._records(slots)
         if not records:
-            self._looks.in_vain(self._now, self._pauses.looks)
+            self._probes.failed(self._now, self._schedules.probes)
             return 0
-        depth, pays = self._depth(num_rows, records)
+        length, pays = self._best_length(num_rows, records)
         self._is_trial = not pays
         if pays:
-            return 0 if self._is_plain_due() else depth
-        while depth > 1 and not self._may_try(num_rows, num_rows * (1 + depth), depth):
-            depth -= 1
-        if self._may_try(num_rows, num_rows * (1 + depth), depth):
-            # Requests that began a moment ago may try soon: until then this was no look.
-            return depth if any(record.pause.is_over(self._now) for record in records) else 0
-        self._looks.in_vain(self._now, self._pauses.looks)
+            return 0 if self._is_plain_due() else length
+        while length > 1 and not self._allows_trial(num_rows, num_rows * (1 + length), length):
+            length -= 1
+        if self._allows_trial(num_rows, num_rows * (1 + length), length):
+            # Requests that started recently are due for a trial soon: until then this is no probe.
+            return length if any(record.backoff.is_due(self._now) for record in records) else 0
+        self._probes.failed(self._now, self._schedules.probes)
         return 0
 
     def _is_plain_due(self) -> bool:
-        """Whether the next step should be a plain one; given up where none of a few can be timed."""
+        """Whether the next step should be plain; gives up when none of a few can be timed."""
         since = self._now - self._plain_at
         if since >= _PLAIN_EVERY + _PLAIN_STEPS:
             self._plain_at = self._now
             return False
         return since >= _PLAIN_EVERY
 
-    def _may_try(self, num_rows: int, num_tokens: int, depth: int) -> bool:
-        """Whether there is credit for such a step, were no draft accepted."""
-        seconds = self._costs.verify_s(num_rows, num_tokens) + self._costs.draft_s(num_rows, depth)
-        loss = seconds / self._costs.plain_s(num_rows) - 1
-        return self._budget.allows_trial(loss)
-
-    def is_hopeless(self, num_rows: int) -> bool:
-        """Whether drafting costs so much that it would not pay if all drafts were accepted."""
-        most = min(self._most_guesses, self._most_of(num_rows))
-        if self._is_free or not most:
-            return False
-        highest = max(self._rate(num_rows, depth, 1.0 + depth) for depth in range(1, most + 1))
-        return highest < self._least(num_rows)
-
-    def _rate(self, num_rows: int, depth: int, tokens: float) -> float:
-        """Tokens of a row per second, where each step verifies and makes `depth` draft tokens."""
+    def _allows_trial(self, num_rows: int, num_tokens: int, draft_length: int) -> bool:
+        """Whether the budget covers such a step if every draft token is rejected."""
         costs = self._costs
-        seconds = costs.verify_s(num_rows, num_rows * (1 + depth)) + costs.draft_s(num_rows, depth)
-        return tokens / seconds
+        seconds = costs.verify_s(num_rows, num_tokens) + costs.draft_s(num_rows, draft_length)
+        return self._budget.allows_trial(seconds / costs.plain_s(num_rows) - 1)
 
-    def _least(self, num_rows: int) -> float:
-        """What drafts must promise: tokens of a row per second."""
+    def never_profitable(self, num_rows: int) -> bool:
+        """Whether drafting costs more than it gains even if every draft token is accepted."""
+        longest = min(self._max_draft_tokens, self._max_drafts_per_row(num_rows))
+        if self._is_free or not longest:
+            return False
+        lengths = range(1, longest + 1)
+        best = max(self._rate(num_rows, length, 1.0 + length) for length in lengths)
+        return best < self._min_rate(num_rows)
+
+    def _rate(self, num_rows: int, draft_length: int, tokens: float) -> float:
+        """Tokens per row and second if each step verifies and makes `draft_length` draft tokens."""
+        costs = self._costs
+        verify_s = costs.verify_s(num_rows, num_rows * (1 + draft_length))
+        return tokens / (verify_s + costs.draft_s(num_rows, draft_length))
+
+    def _min_rate(self, num_rows: int) -> float:
+        """Tokens per row and second above which drafts are profitable."""
         return _margin(num_rows) / self._costs.plain_s(num_rows)
 
     def _records(self, slots: Sequence[SlotId]) -> list[_Record]:
-        """Of as many requests as are asked, and may have drafts."""
-        found = [slot for slot in slots[:_ASKED] if slot in self._slots]
+        """Records of the first requests that may have drafts."""
+        found = [slot for slot in slots[:_MAX_SAMPLED] if slot in self._slots]
         return [self._slots[slot] for slot in found if self.may_draft(slot)]
 
     def may_draft(self, slot: SlotId) -> bool:
-        """Whether drafts are to be made for a request, where `wanted` was not 0."""
-        return slot not in self._left_out
+        """Whether to draft for a request, when `draft_length` was not 0."""
+        return slot not in self._excluded
 
-    def _leave_out(self, slots: Sequence[SlotId], backlog: Backlog) -> None:
-        """Leave out requests with so many tokens for a draft model to compute first that drafts
-        would have to earn more than the budget has left.
-        """
-        self._left_out.clear()
+    def _exclude(self, slots: Sequence[SlotId], backlog: Backlog) -> None:
+        """Exclude requests whose backlog costs a draft model more than the budget covers."""
+        self._excluded.clear()
         spent, plain_s = 0.0, self._costs.plain_s(len(slots))
         for slot, num_tokens in zip(slots, backlog(slots), strict=True):
             cost = self._costs.prompt_s(num_tokens) / plain_s
             spent += cost
-            # Less than a plain step is what plain steps in between leave to compute.
+            # Plain steps between drafts leave a backlog that costs less than one plain step.
             if cost > 1.0 and not self._budget.allows_prompts(spent):
-                self._left_out.add(slot)
+                self._excluded.add(slot)
                 spent -= cost
 
-    def _depth(self, num_rows: int, records: Sequence[_Record]) -> tuple[int, bool]:
-        """The draft length with the highest rate, at least one, and whether it would pay.
+    def _best_length(self, num_rows: int, records: Sequence[_Record]) -> tuple[int, bool]:
+        """The draft length with the highest rate, at least one, and whether it is profitable.
 
-        The drafts are not made yet, and making them may cost more than they give.
+        The drafts do not exist yet, and making them may cost more than they gain.
         """
-        most = min(self._most_guesses, self._most_of(num_rows))
+        longest = min(self._max_draft_tokens, self._max_drafts_per_row(num_rows))
         if self._is_free:
-            return most, True
-        expected = self._expected(self._last_kind)
-        hopes = [record.chances(expected, most) for record in records]
+            return longest, True
+        prior = self._prior(self._last_kind)
+        expected = [record.acceptance(prior, longest) for record in records]
         tokens, rates = 1.0, {}
-        for depth in range(1, most + 1):
-            tokens += sum(hope[depth - 1] for hope in hopes) / len(hopes)
-            rates[depth] = self._rate(num_rows, depth, tokens)
+        for length in range(1, longest + 1):
+            tokens += sum(each[length - 1] for each in expected) / len(expected)
+            rates[length] = self._rate(num_rows, length, tokens)
         best = max(rates, key=rates.__getitem__)
         highest = rates[best]
-        # A step that follows another of its kind may be launched before it is planned.
-        if rates.get(self._last_depth, 0.0) > _STAY * highest:
-            best = self._last_depth
-        self._last_depth = best
-        return best, highest > self._least(num_rows)
+        # A step of the same shape as the last one can be pre-launched.
+        if rates.get(self._last_length, 0.0) > _HYSTERESIS * highest:
+            best = self._last_length
+        self._last_length = best
+        return best, highest > self._min_rate(num_rows)
 
-    def took(self, step: StepTime) -> None:
-        """Learn from what a step took."""
+    def observe_step(self, step: StepTime) -> None:
+        """Learn from the time of a step."""
         rows, costs = step.num_rows, self._costs
-        depth = 0 if self._is_free else step.depth
-        if not step.has_drafts and not depth:
+        length = 0 if self._is_free else step.draft_length
+        if not step.has_drafts and not length:
             if costs.observe_plain(rows, step.step_s):
                 self._plain_at = self._now
             return
-        if depth and step.draft_s is None:
-            sure = costs.observe_both(rows, step.num_tokens, depth, step.step_s)
+        if length and step.draft_s is None:
+            sure = costs.observe_both(
+                num_rows=rows,
+                num_tokens=step.num_tokens,
+                draft_length=length,
+                seconds=step.step_s,
+            )
         else:
             sure = costs.observe_verify(rows, step.num_tokens, step.step_s)
-            if depth and step.draft_s:
-                sure = costs.observe_draft(rows, depth, step.draft_s) and sure
+            if length and step.draft_s:
+                sure = costs.observe_draft(rows, length, step.draft_s) and sure
         if sure:
             seconds = step.step_s + (step.draft_s or 0.0)
             self._budget.gain(step.num_sampled / rows - seconds / costs.plain_s(rows))
-        else:  # Has the machine changed its speed? A plain step will show.
+        else:  # The machine may have changed its speed. A plain step will show.
             self._plain_at = min(self._plain_at, self._now - _PLAIN_EVERY)
 
-    def caught_up(self, num_rows: int, num_tokens: int, depth: int, seconds: float) -> None:
-        """A draft model computed so many tokens that it lacked, and made `depth` draft tokens for
-        each row, in so many seconds.
-        """
+    def observe_catch_up(
+        self, *, num_rows: int, num_tokens: int, draft_length: int, seconds: float
+    ) -> None:
+        """Learn from a draft model that computed a backlog of `num_tokens`, then drafted."""
         costs = self._costs
-        plain_s, draft_s = costs.plain_s(num_rows), costs.draft_s(num_rows, depth)
+        plain_s, draft_s = costs.plain_s(num_rows), costs.draft_s(num_rows, draft_length)
         costs.observe_prompt(num_tokens, seconds - draft_s)
         self._budget.gain(-draft_s / plain_s)
         self._budget.pay_prompt(max(0.0, seconds - draft_s) / plain_s)
 
     def verified(self, slot: SlotId, kind: int, num_drafts: int, num_accepted: int) -> None:
-        """So many of a request's draft tokens were accepted."""
+        """Count the acceptance of one request's draft."""
         record = self._slots[slot]
-        right = num_accepted > 0
-        hits, tries = self._kinds.get(kind, (0.0, 0.0))
-        self._kinds[kind] = (_FADE_ALL * hits + right, _FADE_ALL * tries + 1)
+        hit = num_accepted > 0
+        accepted, verified = self._kinds.get(kind, (0.0, 0.0))
+        self._kinds[kind] = (_DECAY_ALL * accepted + hit, _DECAY_ALL * verified + 1)
         self._last_kind = kind
-        if record.trying and right:
-            record.begin_anew()
-            record.pause.begin_anew()
-            self._looks.end(self._now)
-        record.trying = False
-        record.note(num_drafts, num_accepted)
+        if record.in_trial and hit:
+            record.reset_counts()
+            record.backoff.reset()
+            self._probes.end_wait(self._now)
+        record.in_trial = False
+        record.count(num_drafts, num_accepted)
 
     def choose(
         self, slots: Sequence[SlotId], drafts: Sequence[Draft], prompt_tokens: int
     ) -> list[int]:
-        """How many tokens of each draft to verify. `prompt_tokens`: prompt tokens of the next step."""
-        if all(draft.begun for draft in drafts):  # costs nothing more
+        """The number of tokens of each draft to verify; the next step also has `prompt_tokens`."""
+        if all(draft.prelaunched for draft in drafts):  # verifying them costs nothing more
             counts = [len(draft.tokens) for draft in drafts]
         else:
-            counts = self._most_promising(slots, drafts, prompt_tokens)
+            counts = self._most_profitable(slots, drafts, prompt_tokens)
         if any(counts):
-            self._looks.begin_anew()
+            self._probes.reset()
         else:
-            self._looks.in_vain(self._now, self._pauses.looks)
-        self._let_some_try(slots, drafts, counts)
+            self._probes.failed(self._now, self._schedules.probes)
+        self._add_trials(slots, drafts, counts)
         return counts
 
-    def _most_promising(
+    def _most_profitable(
         self, slots: Sequence[SlotId], drafts: Sequence[Draft], prompt_tokens: int
     ) -> list[int]:
-        """How many tokens of each draft give the most tokens per second.
+        """The number of tokens of each draft that gives the most tokens per second.
 
-        Chances fall from token to token, so the best so many tokens of the batch are the first
-        few of each request, and one pass over them in order of chance finds the best number.
+        Acceptance falls from position to position, so the n likeliest draft tokens of the batch are
+        the first few of each request. One pass in order of acceptance finds the best n.
         """
         counts = [0] * len(drafts)
-        offers, widest = [], self._most_of(len(drafts))
+        offers, widest = [], self._max_drafts_per_row(len(drafts))
         for i, (slot, draft) in enumerate(zip(slots, drafts, strict=True)):
             if draft.tokens:
-                expected = self._expected(draft.kind)
                 count = min(len(draft.tokens), widest)
-                chances = self._slots[slot].chances(expected, count)
-                offers += [(chance, i) for chance in chances]
+                expected = self._slots[slot].acceptance(self._prior(draft.kind), count)
+                offers += [(chance, i) for chance in expected]
         if not offers:
             return counts
         offers.sort(key=lambda offer: -offer[0])
-        room = max(0, self._most_positions - len(drafts))
-        depth = max(len(draft.tokens) for draft in drafts)
-        likeliest = [chance for chance, _ in offers[:room]]
-        for _, i in offers[: self._best_number(likeliest, len(drafts), prompt_tokens, depth)]:
+        room = max(0, self._max_positions - len(drafts))
+        length = max(len(draft.tokens) for draft in drafts)
+        best = self._best_count(
+            [chance for chance, _ in offers[:room]],
+            num_rows=len(drafts),
+            prompt_tokens=prompt_tokens,
+            draft_length=length,
+        )
+        for _, i in offers[:best]:
             counts[i] += 1
         return counts
 
-    def _let_some_try(
+    def _add_trials(
         self, slots: Sequence[SlotId], drafts: Sequence[Draft], counts: list[int]
     ) -> None:
-        """Add trials to the drafts that promise something: one token each where drafting is free,
-        else what was drafted, at the length that loses the least.
+        """Add trials to the profitable drafts: one token each where drafting is free, else the
+        whole draft, whose length was chosen to lose the least.
         """
-        num_rows, own_tries = len(slots), self._pauses.own_tries
-        room = self._most_positions - num_rows - sum(counts)
+        num_rows, schedule = len(slots), self._schedules.trials
+        room = self._max_positions - num_rows - sum(counts)
         num_trials = 0
         for i, (slot, draft) in enumerate(zip(slots, drafts, strict=True)):
             record = self._slots[slot]
             if counts[i]:
-                record.guesses(self._now, own_tries, trying=False)
+                record.drafts(self._now, schedule, trial=False)
                 continue
-            if not draft.tokens or num_trials == _ASKED or not record.pause.is_over(self._now):
+            is_due = record.backoff.is_due(self._now)
+            if not draft.tokens or num_trials == _MAX_SAMPLED or not is_due:
                 continue
-            count = 1 if self._is_free else min(len(draft.tokens), self._most_of(num_rows))
+            widest = self._max_drafts_per_row(num_rows)
+            count = 1 if self._is_free else min(len(draft.tokens), widest)
             num_tokens = num_rows + sum(counts) + count
-            allowed = self._is_trial or self._may_try(num_rows, num_tokens, depth=0)
+            allowed = self._is_trial or self._allows_trial(num_rows, num_tokens, draft_length=0)
             if count <= room and allowed:
-                record.guesses(self._now, own_tries, trying=True)
+                record.drafts(self._now, schedule, trial=True)
                 counts[i], room, num_trials = count, room - count, num_trials + 1
 
-    def _expected(self, kind: int) -> float:
-        """The chance of a draft token before anything is known of its request."""
-        hits, tries = self._kinds.get(kind, (0.0, 0.0))
-        return (hits + _WEIGHT_ALL * _HOPE) / (tries + _WEIGHT_ALL)
+    def _prior(self, kind: int) -> float:
+        """The acceptance of a kind of draft, for a request without evidence of its own."""
+        accepted, verified = self._kinds.get(kind, (0.0, 0.0))
+        return (accepted + _PRIOR_WEIGHT_ALL * _PRIOR_ACCEPTANCE) / (verified + _PRIOR_WEIGHT_ALL)
 
-    def _best_number(
-        self, chances: Sequence[float], num_rows: int, prompt_tokens: int, depth: int
+    def _best_count(
+        self, expected: Sequence[float], *, num_rows: int, prompt_tokens: int, draft_length: int
     ) -> int:
-        """How many draft tokens, the likeliest first, give the most tokens per second, prompts
-        included.
+        """The number of draft tokens, likeliest first, with the most tokens per second, prompt
+        tokens included.
         """
         base, costs = num_rows + prompt_tokens, self._costs
-        drafting = costs.draft_s(num_rows, depth)
-        most = _margin(num_rows) * base / costs.plain_s(num_rows, base)
+        draft_s = costs.draft_s(num_rows, draft_length)
+        highest = _margin(num_rows) * base / costs.plain_s(num_rows, base)
         best, tokens = 0, float(base)
-        for count, chance in enumerate(chances, start=1):
+        for count, chance in enumerate(expected, start=1):
             tokens += chance
-            rate = tokens / (costs.verify_s(num_rows, base + count) + drafting)
-            if rate > most:
-                best, most = count, rate
+            rate = tokens / (costs.verify_s(num_rows, base + count) + draft_s)
+            if rate > highest:
+                best, highest = count, rate
         return best
 
 

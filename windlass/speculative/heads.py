@@ -1,4 +1,4 @@
-"""What Medusa and EAGLE have in common: a head that was trained for one model, and guesses on its device."""
+"""Common parts of Medusa and EAGLE: a head trained for one model that drafts on its device."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from windlass.models.fingerprint import fingerprint
 from windlass.models.hparams import HParams
 from windlass.models.json_file import read_json
 from windlass.models.source import ModelFiles, resolve
-from windlass.speculative.base import Draft, Proposer, Seen, SpeculationContext
-from windlass.speculative.speculators import NORMS, flat, verifier_of
-from windlass.speculative.which import kind_of
+from windlass.speculative.auto import detect_method
+from windlass.speculative.base import Draft, Proposer, SlotUpdate, SpeculationContext
+from windlass.speculative.speculators import NORMS, flatten_config, verifier_of
 
 if TYPE_CHECKING:
     import torch
@@ -27,15 +27,15 @@ if TYPE_CHECKING:
     from windlass.runner.drafter import Drafter
     from windlass.runner.runner import Runner
 
-# Tensors that some heads carry and none needs: they are the network's, or follow from d2t.
-UNREAD = ("t2d", "embed_tokens.weight")
-# Fields of a head's config that change its steps, and no shape of a tensor.
-_SHAPING = ("num_attention_heads", "num_key_value_heads", "head_dim")
+# Tensors that some heads have and none needs: they are the network's, or follow from d2t.
+IGNORED_TENSORS = ("t2d", "embed_tokens.weight")
+# Fields of a head's config that change its steps, but no shape of a tensor.
+_COST_FIELDS = ("num_attention_heads", "num_key_value_heads", "head_dim")
 
 
 @dataclass(frozen=True, slots=True)
 class HeadFiles:
-    """A head's config, in its kind's own layout, and tensors."""
+    """A head's config, in the native layout of its kind, and its tensors."""
 
     config: Mapping[str, Any]
     tensors: Checkpoint
@@ -43,15 +43,15 @@ class HeadFiles:
 
 
 def check(config: EngineConfig, files: ModelFiles, hparams: HParams) -> None:
-    """Refuse a head that was made for another model, before any weight is read."""
-    head = _find(config, {}, ())
+    """Refuse a head that was trained for another model, before any weight is read."""
+    head = _open(config, {}, ())
     fields = Fields(head.config, head.source)
     verifier = verifier_of(head.config, head.source) or "a model"
     for name, size in (("hidden_size", hparams.hidden_size), ("vocab_size", hparams.vocab_size)):
         if fields.positive_int(name, size) != size:
             raise CheckpointError(
                 f"{head.source}: the head is for {verifier} with {name} {head.config[name]}, but "
-                f"{files.name} has {size}. Take a head that was trained for this model."
+                f"{files.name} has {size}. Use a head that was trained for this model."
             )
     own = Fields(fields.mapping("windlass"), head.source)
     trained_for = own.text("target_fingerprint", None)
@@ -61,87 +61,87 @@ def check(config: EngineConfig, files: ModelFiles, hparams: HParams) -> None:
     if trained_for != here:
         raise CheckpointError(
             f"{head.source}: the head was trained for {own.text('target', 'another model')} "
-            f"(fingerprint {trained_for}), not for {files.name} ({here}). Its guesses would seldom "
-            "be right. Train one with windlass train-draft."
+            f"(fingerprint {trained_for}), not for {files.name} ({here}). The target would reject "
+            "most of its draft tokens. Train a head with windlass train-draft."
         )
 
 
-def outline(config: EngineConfig, hparams: HParams) -> object:
-    """What decides how long a head takes: its tensors' shapes, and how they are used."""
+def cost_key(config: EngineConfig, hparams: HParams) -> object:
+    """What decides the speed of a head: its tensors' shapes, and how they are used."""
     del hparams
-    head = _find(config, {}, UNREAD)
+    head = _open(config, {}, IGNORED_TENSORS)
     shapes = sorted(head.tensors.stored(name).shape for name in head.tensors.names())
     flags = [name for name in NORMS if head.config.get(name)]
-    return shapes, [head.config.get(name) for name in _SHAPING], flags
+    return shapes, [head.config.get(name) for name in _COST_FIELDS], flags
 
 
 def open_head(
     context: SpeculationContext, renamed: Mapping[str, str], ignored: Collection[str]
 ) -> HeadFiles:
-    """A head's files, which `check` has seen."""
-    return _find(context.config, renamed, ignored)
+    """Open a head's files after `check`. `renamed`: prefixes of tensor names, file to Windlass."""
+    return _open(context.config, renamed, ignored)
 
 
-def _find(config: EngineConfig, renamed: Mapping[str, str], ignored: Collection[str]) -> HeadFiles:
-    wish, model = config.speculation, config.model
-    assert wish.spec_model is not None  # SpecConfig asks for it
+def _open(config: EngineConfig, renamed: Mapping[str, str], ignored: Collection[str]) -> HeadFiles:
+    options, model = config.speculation, config.model
+    assert options.spec_model is not None  # SpecConfig requires it
     try:
         files = resolve(
             ModelConfig(
-                model=wish.spec_model, download_dir=model.download_dir, hf_token=model.hf_token
+                model=options.spec_model, download_dir=model.download_dir, hf_token=model.hf_token
             )
         )
-        kind = kind_of(files)
+        method = detect_method(files)
         if files.kind != "folder":
             raise ConfigError(
-                f"--spec-model {wish.spec_model}: a head is a folder, not a GGUF file."
+                f"--spec-model {options.spec_model}: a head is a folder, not a GGUF file."
             )
-        if kind not in ("draft", wish.spec):
+        if method not in ("draft", options.spec):
             raise ConfigError(
-                f"--spec-model {files.path}: is a head of another kind. Use --spec {kind}, or "
+                f"--spec-model {files.path}: is a head of another kind. Use --spec {method}, or "
                 "--spec auto."
             )
         source = files.path / "config.json"
         whole = SafetensorsCheckpoint(files.weights, files.index)
     except CheckpointError as error:
         raise CheckpointError(f"--spec-model: {error}") from error
-    config_of = flat(read_json(source), str(source))
-    return HeadFiles(config_of, _Names(whole, renamed, ignored), str(source))
+    config_of = flatten_config(read_json(source), str(source))
+    return HeadFiles(config_of, _RenamedCheckpoint(whole, renamed, ignored), str(source))
 
 
 def draft_vocab(files: HeadFiles, vocab_size: int) -> int | None:
-    """How many of the model's tokens a head guesses among, where its config says so."""
+    """The size of a head's draft vocabulary, if its config has one."""
     size = files.config.get("draft_vocab_size")
     if size is None:
         return None
     if not isinstance(size, int) or not 1 <= size <= vocab_size:
         raise CheckpointError(
             f"{files.source}: draft_vocab_size is {size!r}, and must be from 1 to the model's "
-            f"{vocab_size} tokens. Take a head that was trained for this model."
+            f"{vocab_size} tokens. Use a head that was trained for this model."
         )
     return size
 
 
-def check_map(d2t: torch.Tensor, files: HeadFiles, vocab_size: int) -> None:
-    """Refuse a map of a head's ids to the model's that leads to no token."""
+def check_d2t(d2t: torch.Tensor, files: HeadFiles, vocab_size: int) -> None:
+    """Refuse a draft-to-target map with ids outside the model's vocabulary."""
     import torch
 
     tokens = d2t + torch.arange(len(d2t), device=d2t.device)
     low, high = int(tokens.min()), int(tokens.max())
     if low < 0 or high >= vocab_size:
         raise CheckpointError(
-            f"{files.source}: d2t leads to the tokens {low} to {high}, but the model has 0 to "
-            f"{vocab_size - 1}. Take a head that was trained for this model."
+            f"{files.source}: d2t maps to the tokens {low} to {high}, but the model has 0 to "
+            f"{vocab_size - 1}. Use a head that was trained for this model."
         )
 
 
-class _Names:
-    """A checkpoint under the names that are used here."""
+class _RenamedCheckpoint:
+    """A checkpoint under Windlass's tensor names."""
 
     def __init__(
         self, whole: Checkpoint, renamed: Mapping[str, str], ignored: Collection[str]
     ) -> None:
-        """`renamed`: beginnings of names, from what a file has to what is used here."""
+        """`renamed`: prefixes of tensor names, from the file's to Windlass's."""
         self._whole = whole
         self._names: dict[str, str] = {}
         for name in whole.names():
@@ -168,7 +168,7 @@ def _rename(name: str, renamed: Mapping[str, str]) -> str:
 
 
 class HeadProposer:
-    """Hands on what the runner's drafter guessed, and tells it how much to guess."""
+    """Returns the drafts of the runner's drafter, and sets its draft length."""
 
     free = False
     in_step = True
@@ -178,16 +178,16 @@ class HeadProposer:
         self._drafts: dict[SlotId, tuple[int, ...]] = {}
 
     def admit(self, new: SlotInit) -> None:
-        """The runner knows."""
+        """Do nothing: the runner admits the slot."""
 
     def forget(self, slot: SlotId) -> None:
         self._drafts.pop(slot, None)
 
-    def begin(self, wanted: int) -> None:
-        self._runner.drafting = wanted
+    def begin(self, draft_length: int) -> None:
+        self._runner.drafting = draft_length
 
-    def take_in(self, seen: Sequence[Seen]) -> None:
-        for each in seen:
+    def update(self, updates: Sequence[SlotUpdate]) -> None:
+        for each in updates:
             self._drafts[each.slot] = each.drafts
 
     def backlog(self, slot: SlotId, num_tokens: int) -> int:
@@ -195,21 +195,11 @@ class HeadProposer:
         return 0
 
     def propose(self, slots: Sequence[SlotId]) -> list[Draft]:
-        begun = self._runner.is_prelaunched
-        return [Draft(self._drafts[slot], begun=begun) for slot in slots]
+        prelaunched = self._runner.is_prelaunched
+        return [Draft(self._drafts[slot], prelaunched=prelaunched) for slot in slots]
 
 
 def attach(made: Assembled, drafter: Drafter) -> Proposer:
-    """Let the runner guess with this from now on."""
+    """Attach a drafter to the runner."""
     made.runner.attach(drafter)
     return HeadProposer(made.runner)
-
-
-def at_most(asked: int | None, most: int, what: str) -> int:
-    """How many guesses: as asked, if the head can make so many."""
-    if asked is not None and asked > most:
-        raise ConfigError(
-            f"--spec-tokens {asked}: the head has {most} {what}, one for each guess. Give at most "
-            f"{most}, or leave it out."
-        )
-    return asked or most

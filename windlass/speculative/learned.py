@@ -1,7 +1,7 @@
-"""What steps cost: the table that was measured at start, corrected by the steps that run.
+"""Step costs: the table measured at start, corrected by the steps that run.
 
-Wrong tables, load, a growing context and a host that is slower than it was are all seen here as
-ratios of observed to expected seconds. Pure Python with no clock of its own.
+Wrong tables, load, a growing context and a slower host all appear here as ratios of observed to
+expected seconds. Pure Python with no clock of its own.
 """
 
 from __future__ import annotations
@@ -10,100 +10,102 @@ from collections import defaultdict
 from dataclasses import dataclass, field
 from math import exp, log
 
-from windlass.speculative.costs import Drafting, StepCosts
+from windlass.speculative.costs import DraftCosts, StepCosts
 
-# tests/speculative/test_wrong_costs.py is what chose these: worlds with wrong tables and 20 % noise.
-_FADE = 0.9  # per observation: about the last ten count
+# Chosen with tests/speculative/test_wrong_costs.py: simulations with wrong tables and 20 % noise.
+_DECAY = 0.9  # per observation: about the last ten count
 _TABLE_WEIGHT = 0.25  # observations that the table counts for
-_NEARNESS = 2  # the exponent with which an observation counts less for other sizes
+_NEARNESS = 2  # exponent by which an observation counts less for other sizes
 _OUTLIER = 1.5  # factor from the expected seconds at which a second observation must agree
-_LEAST_DRAFT = 0.01  # of a plain step: no factor corrects a table that says 0
+_MIN_DRAFT = 0.01  # of a plain step: no factor corrects a table entry of 0
 _ENOUGH = 4.0  # observations after which a disagreement with the table is no accident
 
 
 @dataclass(slots=True)
 class _Observed:
-    """Observations of one size, faded."""
+    """Decayed observations of one size."""
 
     weight: float = 0.0
-    log_ratio: float = 0.0  # the sum, each with its weight
+    log_ratio: float = 0.0  # weighted sum
 
 
 class Correction:
-    """Observed over expected seconds of one kind of step, by its size.
+    """Ratio of observed to expected seconds of one kind of step, by size.
 
-    A size that was not observed takes part in what others showed, the nearer the more. A single
-    observation far from the others is a step that was disturbed; two in a row are a change, and
-    replace what was known of that size.
+    A size without observations uses those of other sizes, weighted by nearness. A single
+    observation far from the others is a disturbed step; two in a row are a change, and replace the
+    history of that size.
     """
 
     def __init__(self) -> None:
         self._sizes: dict[int, _Observed] = {}
-        self._known: dict[int, float] = {}  # asked many times a step
-        self._suspect = 0  # the last observation was far above the expected (1), or below (-1)
+        self._memo: dict[int, float] = {}  # looked up many times per step
+        self._outlier = 0  # the last observation was far above the expected (1), or below (-1)
 
     def of(self, size: int) -> float:
-        """The factor for the table's seconds."""
+        """The factor to multiply the table's seconds by."""
         size = _rounded(size)
-        known = self._known.get(size)
+        known = self._memo.get(size)
         if known is None:
-            known = self._known[size] = exp(self._log_ratio(size))
+            known = self._memo[size] = exp(self._log_ratio(size))
         return known
 
     def _log_ratio(self, size: int) -> float:
         weight, total = _TABLE_WEIGHT, 0.0
-        for other, seen in self._sizes.items():
+        for other, observed in self._sizes.items():
             near = (min(size, other) / max(size, other)) ** _NEARNESS
-            weight += near * seen.weight
-            total += near * seen.log_ratio
+            weight += near * observed.weight
+            total += near * observed.log_ratio
         return total / weight
 
     def observe(self, size: int, ratio: float) -> bool:
-        """Learn from one step; False: it is too far from the others to be believed alone."""
-        size, before = _rounded(size), self._suspect
+        """Learn from one step; False: an outlier that needs a second observation."""
+        size, before = _rounded(size), self._outlier
         change = ratio / self.of(size)
-        self._suspect = (change > _OUTLIER) - (change < 1 / _OUTLIER)
-        if self._suspect:
-            if self._suspect != before:
+        self._outlier = (change > _OUTLIER) - (change < 1 / _OUTLIER)
+        if self._outlier:
+            if self._outlier != before:
                 return False
             self._sizes.pop(size, None)
-        for seen in self._sizes.values():
-            seen.weight *= _FADE
-            seen.log_ratio *= _FADE
-        seen = self._sizes.setdefault(size, _Observed())
-        seen.weight += 1
-        seen.log_ratio += log(ratio)
-        self._known.clear()
+        for observed in self._sizes.values():
+            observed.weight *= _DECAY
+            observed.log_ratio *= _DECAY
+        observed = self._sizes.setdefault(size, _Observed())
+        observed.weight += 1
+        observed.log_ratio += log(ratio)
+        self._memo.clear()
         return True
 
     @property
     def disagreement(self) -> float:
         """The largest factor, up or down, that enough observations agree on; 1: none."""
-        sure = [one for one in self._sizes.values() if one.weight >= _ENOUGH]
-        return exp(max((abs(one.log_ratio / one.weight) for one in sure), default=0.0))
+        sure = [observed for observed in self._sizes.values() if observed.weight >= _ENOUGH]
+        return exp(max((abs(each.log_ratio / each.weight) for each in sure), default=0.0))
 
 
 def _rounded(size: int) -> int:
-    """Three significant bits, so that a large batch has few sizes."""
+    """Keep three significant bits, so that a large batch has few sizes."""
     shift = max(0, size.bit_length() - 3)
     return size >> shift << shift
 
 
 @dataclass(frozen=True, slots=True)
 class _Batch:
-    """Corrections for about one number of rows: with more of them a host has more to do."""
+    """Corrections for one range of row counts: the host does more work for more rows."""
 
     plain: Correction = field(default_factory=Correction)
-    verify: Correction = field(default_factory=Correction)  # beyond `plain`
-    draft: Correction = field(default_factory=Correction)  # beyond `plain`
+    verify: Correction = field(default_factory=Correction)  # relative to `plain`
+    draft: Correction = field(default_factory=Correction)  # relative to `plain`
 
 
 class LearnedCosts:
-    """Owns the corrections. Verifying and drafting are corrected beyond what plain steps are:
-    a machine that is slower than it was is so for all of them.
+    """Owns the corrections.
+
+    Verification and drafting are corrected relative to plain steps: a machine that becomes slower
+    is slower for all of them.
     """
 
-    def __init__(self, verify: StepCosts, plain: StepCosts, draft: Drafting | None) -> None:
+    def __init__(self, verify: StepCosts, plain: StepCosts, draft: DraftCosts | None) -> None:
         self._verify = verify
         self._plain = plain
         self._draft = draft
@@ -111,27 +113,27 @@ class LearnedCosts:
         self._prompts = Correction()
 
     def plain_s(self, num_rows: int, num_tokens: int | None = None) -> float:
-        """A step without drafts; `num_tokens` where there are prompts in it."""
+        """Seconds of a step without drafts; `num_tokens` if it includes prompts."""
         return self._plain.of(num_tokens or num_rows) * self._speed(num_rows)
 
     def verify_s(self, num_rows: int, num_tokens: int) -> float:
-        """A step of so many tokens, drafts among them."""
-        found = self._verify.of(num_tokens) * self._speed(num_rows)
-        return found * self._batch(num_rows).verify.of(num_tokens)
+        """Seconds of a step of `num_tokens`, draft tokens included."""
+        seconds = self._verify.of(num_tokens) * self._speed(num_rows)
+        return seconds * self._batch(num_rows).verify.of(num_tokens)
 
-    def draft_s(self, num_rows: int, depth: int) -> float:
-        """Drafting so many tokens for each row."""
-        if self._draft is None or not depth:
+    def draft_s(self, num_rows: int, draft_length: int) -> float:
+        """Seconds of drafting `draft_length` tokens for each row."""
+        if self._draft is None or not draft_length:
             return 0.0
-        found = self._table_draft_s(num_rows, depth) * self._speed(num_rows)
-        return found * self._batch(num_rows).draft.of(depth)
+        seconds = self._table_draft_s(num_rows, draft_length) * self._speed(num_rows)
+        return seconds * self._batch(num_rows).draft.of(draft_length)
 
-    def _table_draft_s(self, num_rows: int, depth: int) -> float:
+    def _table_draft_s(self, num_rows: int, draft_length: int) -> float:
         assert self._draft is not None
-        return max(self._draft.of(num_rows, depth), _LEAST_DRAFT * self._plain.of(num_rows))
+        return max(self._draft.of(num_rows, draft_length), _MIN_DRAFT * self._plain.of(num_rows))
 
     def prompt_s(self, num_tokens: int) -> float:
-        """A draft model that computes so many tokens before it drafts."""
+        """Seconds that a draft model takes to compute `num_tokens` before it drafts."""
         if self._draft is None or num_tokens < 1:
             return 0.0
         return self._draft.prompt_token_s * num_tokens * self._prompts.of(num_tokens)
@@ -142,28 +144,30 @@ class LearnedCosts:
             self._prompts.observe(num_tokens, seconds / expected)
 
     def observe_plain(self, num_rows: int, seconds: float) -> bool:
-        """False, as below: the step is too far from the others to be believed alone."""
+        """Learn from a plain step; False, as below: an outlier that needs a second observation."""
         return self._batch(num_rows).plain.observe(1, seconds / self._plain.of(num_rows))
 
     def observe_verify(self, num_rows: int, num_tokens: int, seconds: float) -> bool:
         expected = self._verify.of(num_tokens) * self._speed(num_rows)
         return self._batch(num_rows).verify.observe(num_tokens, seconds / expected)
 
-    def observe_draft(self, num_rows: int, depth: int, seconds: float) -> bool:
-        expected = self._table_draft_s(num_rows, depth) * self._speed(num_rows)
-        return self._batch(num_rows).draft.observe(depth, seconds / expected)
+    def observe_draft(self, num_rows: int, draft_length: int, seconds: float) -> bool:
+        expected = self._table_draft_s(num_rows, draft_length) * self._speed(num_rows)
+        return self._batch(num_rows).draft.observe(draft_length, seconds / expected)
 
-    def observe_both(self, num_rows: int, num_tokens: int, depth: int, seconds: float) -> bool:
-        """A step that verified and drafted in one."""
-        expected = self._verify.of(num_tokens) + self._table_draft_s(num_rows, depth)
+    def observe_both(
+        self, num_rows: int, num_tokens: int, draft_length: int, seconds: float
+    ) -> bool:
+        """Learn from a step that both verified and drafted."""
+        expected = self._verify.of(num_tokens) + self._table_draft_s(num_rows, draft_length)
         ratio, batch = seconds / (expected * self._speed(num_rows)), self._batch(num_rows)
-        return batch.verify.observe(num_tokens, ratio) and batch.draft.observe(depth, ratio)
+        return batch.verify.observe(num_tokens, ratio) and batch.draft.observe(draft_length, ratio)
 
     @property
     def disagreement(self) -> float:
-        """The largest factor between what was observed and the tables; 1: none."""
+        """The largest factor between observed seconds and the tables; 1: none."""
         batches = self._batches.values()
-        found = [one.disagreement for batch in batches for one in (batch.verify, batch.draft)]
+        found = [each.disagreement for batch in batches for each in (batch.verify, batch.draft)]
         return max(found, default=1.0)
 
     def _speed(self, num_rows: int) -> float:

@@ -1,7 +1,7 @@
-"""Prompt lookup: the text that followed the same few tokens before, in the prompt or the output.
+"""Prompt lookup: drafts the text that followed the same n-gram before, in the prompt or the output.
 
-Costs a dictionary entry per token and touches no tensor. Where the output repeats what it
-was given (editing, summarising, code), most guesses are right; elsewhere there are few.
+Costs a dictionary entry per token and touches no tensor. Where the output repeats its input
+(editing, summarising, code), most draft tokens are accepted; elsewhere there are few drafts.
 """
 
 from __future__ import annotations
@@ -11,59 +11,59 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from windlass.core.types import SlotId, SlotInit
-from windlass.speculative.base import NO_DRAFT, Draft, Proposer, Seen, SpeculationContext
+from windlass.speculative.base import NO_DRAFT, Draft, Proposer, SlotUpdate, SpeculationContext
 
 if TYPE_CHECKING:
     from windlass.runner.assemble import Assembled
 
 
-_MOST_LOOKED_AT = 64  # earlier places of the same tokens, the latest first
+_MAX_CANDIDATES = 64  # earlier occurrences of the same n-gram to compare, the latest first
 
 
 class Index:
-    """The tokens of one request, and where each of their shortest n-grams was followed by something."""
+    """The tokens of one request, and the positions that followed each n-gram of minimum length."""
 
-    def __init__(self, shortest: int, longest: int) -> None:
-        self._shortest, self._longest = shortest, longest
+    def __init__(self, min_ngram: int, max_ngram: int) -> None:
+        self._min_ngram, self._max_ngram = min_ngram, max_ngram
         self._tokens: list[int] = []
-        self._latest: dict[tuple[int, ...], int] = {}  # by n-gram: the place of its follower
-        self._earlier: list[int] = []  # by place of a follower: the one before; 0: there is none
+        self._latest: dict[tuple[int, ...], int] = {}  # by n-gram: the position after it
+        self._earlier: list[int] = []  # by position: the previous one of the same n-gram; 0: none
 
     def extend(self, tokens: Sequence[int]) -> None:
-        """Add tokens. An n-gram is entered when its follower is known, so none finds itself."""
-        own, latest, length = self._tokens, self._latest, self._shortest
-        for place, token in enumerate(tokens, start=len(own)):
+        """Append tokens. An n-gram is entered once its follower is known, so it never finds itself."""
+        own, latest, length = self._tokens, self._latest, self._min_ngram
+        for position, token in enumerate(tokens, start=len(own)):
             gram = tuple(own[-length:])
             self._earlier.append(latest.get(gram, 0))
-            if place >= length:
-                latest[gram] = place
+            if position >= length:
+                latest[gram] = position
             own.append(token)
 
-    def guess(self, count: int) -> Draft:
-        """What followed the latest earlier occurrence of the longest n-gram at the end."""
-        place = self._latest.get(tuple(self._tokens[-self._shortest :]), 0)
-        best, most = 0, 0
-        for _ in range(_MOST_LOOKED_AT):
-            if not place:
+    def draft(self, count: int) -> Draft:
+        """Draft the tokens after the latest earlier occurrence of the longest matching suffix."""
+        position = self._latest.get(tuple(self._tokens[-self._min_ngram :]), 0)
+        best, longest = 0, 0
+        for _ in range(_MAX_CANDIDATES):
+            if not position:
                 break
-            alike = self._alike(place)
-            if alike > most:
-                best, most = place, alike
-            if most == self._longest:
+            length = self._match_length(position)
+            if length > longest:
+                best, longest = position, length
+            if longest == self._max_ngram:
                 break
-            place = self._earlier[place]
-        return Draft(self._copy(best, count), kind=most) if most else NO_DRAFT
+            position = self._earlier[position]
+        return Draft(self._copy(best, count), kind=longest) if longest else NO_DRAFT
 
-    def _alike(self, place: int) -> int:
-        """Tokens before a place that are the same as the last ones."""
-        own, count = self._tokens, self._shortest
-        most = min(self._longest, place)
-        while count < most and own[place - count - 1] == own[-count - 1]:
+    def _match_length(self, position: int) -> int:
+        """The number of tokens before `position` that equal the last tokens."""
+        own, count = self._tokens, self._min_ngram
+        limit = min(self._max_ngram, position)
+        while count < limit and own[position - count - 1] == own[-count - 1]:
             count += 1
         return count
 
     def _copy(self, at: int, count: int) -> tuple[int, ...]:
-        """`count` tokens from `at` on; past the end the guesses themselves are what follows."""
+        """Copy `count` tokens from `at` on; past the end, continue with the draft itself."""
         found = self._tokens[at : at + count]
         period = len(self._tokens) - at
         while len(found) < count:
@@ -72,15 +72,14 @@ class Index:
 
 
 class NgramProposer:
-    """Owns an index for each slot, made of its tokens when guesses are first wanted of it."""
+    """Owns an index per slot, filled when the slot first drafts."""
 
     free = True
     in_step = False
 
-    def __init__(self, shortest: int, longest: int, most: int) -> None:
-        """N-grams of `longest` down to `shortest` tokens; at most `most` guesses."""
-        self._lengths = (shortest, longest)
-        self._most = most
+    def __init__(self, min_ngram: int, max_ngram: int, max_draft_tokens: int) -> None:
+        self._lengths = (min_ngram, max_ngram)
+        self._max_draft_tokens = max_draft_tokens
         self._slots: dict[SlotId, Index] = {}
         self._unread: dict[SlotId, list[int]] = {}
 
@@ -92,12 +91,12 @@ class NgramProposer:
         self._slots.pop(slot, None)
         self._unread.pop(slot, None)
 
-    def begin(self, wanted: int) -> None:
-        """How many is the governor's business."""
+    def begin(self, draft_length: int) -> None:
+        """Do nothing: the governor shortens the drafts."""
 
-    def take_in(self, seen: Sequence[Seen]) -> None:
+    def update(self, updates: Sequence[SlotUpdate]) -> None:
         unread = self._unread
-        for each in seen:
+        for each in updates:
             unread[each.slot] += each.tokens
 
     def backlog(self, slot: SlotId, num_tokens: int) -> int:
@@ -110,27 +109,30 @@ class NgramProposer:
             index, unread = self._slots[slot], self._unread[slot]
             index.extend(unread)
             unread.clear()
-            drafts.append(index.guess(self._most))
+            drafts.append(index.draft(self._max_draft_tokens))
         return drafts
 
 
 @dataclass(frozen=True, slots=True)
 class NgramLoader:
-    """Needs no weights and no pages."""
+    """Needs no weights and no KV cache."""
 
-    shortest: int
-    longest: int
-    most: int
+    min_ngram: int
+    max_ngram: int
+    max_draft_tokens: int
     token_bytes: int = 0
 
     def start(self, made: Assembled) -> Proposer:
         del made
-        return NgramProposer(self.shortest, self.longest, self.most)
+        return NgramProposer(self.min_ngram, self.max_ngram, self.max_draft_tokens)
 
     def describe(self) -> str:
-        return f"ngram, up to {self.most} guesses, {self.shortest} to {self.longest} tokens alike"
+        return (
+            f"ngram, up to {self.max_draft_tokens} draft tokens, n-grams of {self.min_ngram} to "
+            f"{self.max_ngram} tokens"
+        )
 
 
 def open_loader(context: SpeculationContext) -> NgramLoader:
-    wish = context.config.speculation
-    return NgramLoader(wish.spec_ngram_min, wish.spec_ngram_max, wish.max_draft_tokens)
+    options = context.config.speculation
+    return NgramLoader(options.spec_ngram_min, options.spec_ngram_max, options.max_draft_tokens)

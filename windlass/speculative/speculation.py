@@ -1,7 +1,7 @@
-"""A runner that guesses: it verifies what was guessed for this step, and guesses for the next.
+"""A runner with speculation: each step verifies the last drafts, then drafts for the next step.
 
-Stands before the real runner, so that one without speculation knows nothing of it. Steps without
-guesses go to the runner's plain way, and while guesses do not pay, steps may overlap as ever.
+Wraps the real runner, so that the runner alone knows nothing of proposers. Steps without drafts go
+straight to the runner, and while drafts are not profitable, steps overlap as without speculation.
 """
 
 from __future__ import annotations
@@ -13,32 +13,32 @@ from typing import NamedTuple, Protocol
 
 from windlass.core.types import Row, RowResult, SlotId, SlotInit, StepPlan, StepResult
 from windlass.runner.runner import PendingStep
-from windlass.speculative.base import Proposer, Seen, seen
+from windlass.speculative.base import Proposer, SlotUpdate, slot_update
 from windlass.speculative.governor import Governor, StepTime
 
 _NEVER = sys.maxsize
-_TIMED = 16  # one of so many steps, while nobody guesses
-Known = Callable[[], Mapping[SlotId, Sequence[int]]]
+_TIMED_EVERY = 16  # steps, while the governor is idle
+KnownTokens = Callable[[], Mapping[SlotId, Sequence[int]]]
 
 
 class Submits(Protocol):
-    """What computes plans, with guesses in their rows or without."""
+    """A runner: computes plans, with draft tokens in their rows or without."""
 
     def submit(self, plan: StepPlan) -> PendingStep: ...
 
 
 class Started(NamedTuple):
-    """A step that was given to the runner."""
+    """A step that was submitted to the runner."""
 
     plan: StepPlan
     number: int
-    wanted: int  # guesses of each row
-    guessed: bool  # whether any row carries guesses
+    draft_length: int  # draft tokens to make for each row
+    has_drafts: bool  # whether any row carries draft tokens
     began: float
 
 
 class _PendingDrafts:
-    """A step of which guesses will be made when its tokens are there."""
+    """A pending step whose results get drafts when they arrive."""
 
     def __init__(
         self, owner: Speculation, step: Started, pending: PendingStep, has_drafts: bool
@@ -49,14 +49,14 @@ class _PendingDrafts:
         self._pending = pending
 
     def wait(self) -> StepResult:
-        return self._owner.arrived(self._step, self._pending.wait())
+        return self._owner.finish(self._step, self._pending.wait())
 
 
 class Speculation:
-    """Owns the proposer and the governor, and remembers the kind of each slot's guesses.
+    """Owns the proposer and the governor, and the kind of each slot's draft.
 
-    Of steps without guesses the proposer is told later, when it is asked for some: then there may
-    be hundreds of rows, and little time for each.
+    The proposer gets the tokens of steps without drafts later, when it drafts again: such steps may
+    have hundreds of rows, and little time for each.
     """
 
     def __init__(
@@ -64,167 +64,186 @@ class Speculation:
         runner: Submits,
         proposer: Proposer,
         governor: Governor,
-        known: Known,
+        known_tokens: KnownTokens,
         check_costs: Callable[[float], None] = lambda _: None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """`known` gives the tokens of all slots up to the step whose results come next.
+        """`known_tokens` returns the tokens of all slots up to the step that finishes next.
 
         `check_costs` is called with the governor's disagreement when a request has ended.
         """
         self._runner = runner
         self._proposer = proposer
         self._governor = governor
-        self._known = known
+        self._known_tokens = known_tokens
         self._check_costs = check_costs
-        self.now = clock
-        self._unmet: dict[SlotId, SlotInit] = {}  # of whom nobody was told yet
-        self._num_told: dict[SlotId, int] = {}  # tokens that the proposer knows
-        self._told = 0  # the last step of which it was told
-        self._skipped = 0  # the last of which it was not
+        self._clock = clock
+        self._unseen: dict[SlotId, SlotInit] = {}  # not yet passed to governor and proposer
+        self._num_updated: dict[SlotId, int] = {}  # tokens that the proposer has
+        self._updated = 0  # the last step that the proposer has
+        self._skipped = 0  # the last step that it does not have
         self._kinds: dict[SlotId, int] = {}
         self._number = 0  # of the last step
-        self._wanted = 0  # guesses of each row, as the proposer knows it
-        self._since: dict[SlotId, int] = {}  # the step since which a slot's request is known
-        self._changed = 0  # the last step with which one came or went
-        self._found = True  # whether the last look for guesses gave any
-        self._holders: set[SlotId] = set()  # slots with guesses that no step has verified yet
-        self._last_arrival = 0, 0.0  # the number of a step, and when it came back
-        # Whether it has tokens of its own to compute, outside of the runner's steps.
+        self._draft_length = 0  # as the proposer knows it
+        self._since: dict[SlotId, int] = {}  # the step in which a slot's request was admitted here
+        self._changed = 0  # the last step with an admitted or freed slot
+        self._found = True  # whether the last probe found drafts
+        self._holders: set[SlotId] = set()  # slots with drafts that no step has verified yet
+        self._last_arrival = 0, 0.0  # number of the last finished step, and its time
+        # Whether the proposer computes tokens of its own, outside the runner's steps.
         self._computes = not (proposer.free or proposer.in_step)
         self._begin(0)
 
     def run(self, plan: StepPlan) -> StepResult:
-        """Compute a step and wait for it; its rows come back with guesses for the next."""
+        """Compute a step and wait for it; its results carry drafts for the next step."""
         return self.submit(plan).wait()
 
     def submit(self, plan: StepPlan) -> PendingStep:
-        """Start a step. Whether the next may be planned before its end is told with it."""
+        """Start a step. The pending step tells whether the next may be planned before its end."""
         self._number += 1
         if plan.freed or plan.admitted:
-            self._note_changes(plan)
-        # Guesses are verified in the next step, which may be much larger.
+            self._apply_changes(plan)
+        # Draft tokens are verified in the next step, which may be much larger.
         allowed = self._governor.allows(len(plan.rows) + plan.num_pending_admissions)
-        if self._unmet and (allowed or self._holders):
-            self._meet()
-        if not self._holders and not (allowed and self._is_looked_at(plan)):
-            if self._wanted:
+        if self._unseen and (allowed or self._holders):
+            self._admit_unseen()
+        if not self._holders and not (allowed and self._is_observed(plan)):
+            if self._draft_length:
                 self._begin(0)
             self._skipped = self._number
-            return self._runner.submit(plan)  # nobody waits for it on its way back
+            return self._runner.submit(plan)  # its result passes unseen
         slots = [row.slot for row in plan.rows]
-        guessed = bool(self._holders) and plan.has_drafts
+        has_drafts = bool(self._holders) and plan.has_drafts
         self._holders.difference_update(slots)
-        wanted = self._wanted_for(slots) if allowed else 0
-        self._begin(wanted)
-        step = Started(plan, self._number, wanted, guessed, self.now())
+        length = self._next_draft_length(slots) if allowed else 0
+        self._begin(length)
+        step = Started(
+            plan=plan,
+            number=self._number,
+            draft_length=length,
+            has_drafts=has_drafts,
+            began=self._clock(),
+        )
         pending = self._runner.submit(plan)
-        waited_for = wanted > 0 and (self._found or not self._proposer.free)
-        return _PendingDrafts(self, step, pending, waited_for or pending.has_drafts)
+        waits = length > 0 and (self._found or not self._proposer.free)
+        return _PendingDrafts(self, step, pending, has_drafts=waits or pending.has_drafts)
 
-    def _wanted_for(self, slots: list[SlotId]) -> int:
+    def _next_draft_length(self, slots: list[SlotId]) -> int:
         backlog = self._backlog if self._computes else None
-        return self._governor.wanted(slots, self._proposer.free, backlog)
+        return self._governor.draft_length(slots, self._proposer.free, backlog)
 
     def _backlog(self, slots: Sequence[SlotId]) -> list[int]:
-        """Tokens that the proposer would have to compute before it drafts."""
-        known = self._known()
+        """Tokens of each slot that the proposer has to compute before it drafts."""
+        known = self._known_tokens()
         return [self._proposer.backlog(slot, len(known.get(slot, ()))) for slot in slots]
 
-    def _is_looked_at(self, plan: StepPlan) -> bool:
-        """Within a pause only two steps now and then are: the second is timed."""
-        return self._number % _TIMED < 2 or not self._governor.rests(len(plan.rows))
+    def _is_observed(self, plan: StepPlan) -> bool:
+        """While the governor is idle, two steps in 16 are observed: the second is timed."""
+        if self._number % _TIMED_EVERY < 2:
+            return True
+        return not self._governor.pass_idle_step(len(plan.rows))
 
-    def _begin(self, wanted: int) -> None:
-        self._wanted = wanted
-        self._proposer.begin(wanted)
+    def _begin(self, draft_length: int) -> None:
+        self._draft_length = draft_length
+        self._proposer.begin(draft_length)
 
-    def _note_changes(self, plan: StepPlan) -> None:
+    def _apply_changes(self, plan: StepPlan) -> None:
         self._changed = self._number
         for slot in plan.freed:
-            if self._unmet.pop(slot, None) is None:
+            if self._unseen.pop(slot, None) is None:
                 self._governor.forget(slot)
                 self._proposer.forget(slot)
                 self._since.pop(slot, None)
-                self._num_told.pop(slot, None)
+                self._num_updated.pop(slot, None)
                 self._holders.discard(slot)
         if plan.freed:
             self._check_costs(self._governor.disagreement)
-        for admission in plan.admitted:
-            self._unmet[admission.slot] = admission
+        for new in plan.admitted:
+            self._unseen[new.slot] = new
 
-    def _meet(self) -> None:
-        """Get to know those who came: of many at once most are gone before anybody guesses."""
-        for slot, admission in self._unmet.items():
+    def _admit_unseen(self) -> None:
+        """Admit new slots late: of many requests at once, most end before any drafting."""
+        for slot, new in self._unseen.items():
             self._governor.admit(slot)
-            self._proposer.admit(admission)
+            self._proposer.admit(new)
             self._since[slot] = self._number
-            self._num_told[slot] = len(admission.tokens)
-        self._unmet.clear()
+            self._num_updated[slot] = len(new.tokens)
+        self._unseen.clear()
 
-    def arrived(self, step: Started, result: StepResult) -> StepResult:
-        """Count what was accepted, and add drafts for the next step."""
-        rows, results, now = step.plan.rows, result.rows, self.now()
+    def finish(self, step: Started, result: StepResult) -> StepResult:
+        """Count accepted draft tokens, and add drafts for the next step."""
+        rows, results, now = step.plan.rows, result.rows, self._clock()
         before, at = self._last_arrival
         self._last_arrival = step.number, now
         seconds = now - max(step.began, at)
-        # Of one that waited for another it is not known how long, if nobody saw that one come back.
+        # A step that waited for the previous one can only be timed if that one was observed.
         timed = before == step.number - 1
-        if not step.wanted and not step.guessed:
+        if not step.draft_length and not step.has_drafts:
             self._skipped = max(self._skipped, step.number)
             if timed and step.plan.num_tokens == len(rows):
-                self._governor.took(_step_time(step, num_sampled=len(rows), step_s=seconds))
+                time_of = _step_time(step, num_sampled=len(rows), step_s=seconds)
+                self._governor.observe_step(time_of)
             return result
         sampled = [i for i, row in enumerate(rows) if row.sample]
         if self._changed > step.number:
-            # A slot may have been given away since: by an abort, or by a plan that ran ahead.
+            # The slot may belong to another request now: after an abort, or a plan that ran ahead.
             sampled = [i for i in sampled if self._since.get(rows[i].slot, _NEVER) <= step.number]
         self._count(rows, results, sampled)
-        self._tell(step.number, [seen(rows[i], results[i]) for i in sampled])
+        self._update_proposer(step.number, [slot_update(rows[i], results[i]) for i in sampled])
         drafting, backlog = 0.0, 0
         drafted = [i for i in sampled if self._governor.may_draft(rows[i].slot)]
-        if step.wanted and drafted:
+        if step.draft_length and drafted:
             backlog = self._num_behind([rows[i].slot for i in drafted])
             result = StepResult(self._with_drafts(rows, results, drafted))
-            drafting = self.now() - now
+            drafting = self._clock() - now
             if backlog:
-                self._governor.caught_up(len(rows), backlog, step.wanted, drafting)
+                self._governor.observe_catch_up(
+                    num_rows=len(rows),
+                    num_tokens=backlog,
+                    draft_length=step.draft_length,
+                    seconds=drafting,
+                )
         if timed and not backlog and all(row.num_tokens == 1 + row.num_drafts for row in rows):
             num_sampled = sum(len(results[i].tokens) for i in sampled)
             draft_s = None if self._proposer.in_step else drafting
-            self._governor.took(_step_time(step, num_sampled, seconds, draft_s))
+            self._governor.observe_step(
+                _step_time(step, num_sampled=num_sampled, step_s=seconds, draft_s=draft_s)
+            )
         return result._replace(drafting_s=drafting)
 
     def _num_behind(self, slots: list[SlotId]) -> int:
         """Tokens that the proposer computes before it drafts, beyond those of a verification."""
         if not self._computes:
             return 0
-        found = [self._proposer.backlog(slot, self._num_told[slot]) for slot in slots]
+        found = [self._proposer.backlog(slot, self._num_updated[slot]) for slot in slots]
         return sum(count for count in found if count > 1)
 
-    def _tell(self, number: int, news: list[Seen]) -> None:
-        """Let the proposer know what came now, and before that what it missed."""
-        told = self._num_told
-        if self._skipped > self._told:
+    def _update_proposer(self, number: int, updates: list[SlotUpdate]) -> None:
+        """Pass the new tokens to the proposer, and before them the tokens of skipped steps."""
+        num_updated = self._num_updated
+        if self._skipped > self._updated:
             missed = []
-            for slot, tokens in self._known().items():
-                num_told = told.get(slot, len(tokens))  # it may be unmet
-                if num_told < len(tokens):
-                    missed.append(Seen(slot, tokens[num_told:]))
-                    told[slot] = len(tokens)
-            self._proposer.take_in(missed)
-        self._told = number
-        for each in news:
-            told[each.slot] += len(each.tokens)
-        self._proposer.take_in(news)
+            for slot, tokens in self._known_tokens().items():
+                count = num_updated.get(slot, len(tokens))  # the slot may be unseen
+                if count < len(tokens):
+                    missed.append(SlotUpdate(slot, tokens[count:]))
+                    num_updated[slot] = len(tokens)
+            self._proposer.update(missed)
+        self._updated = number
+        for update in updates:
+            num_updated[update.slot] += len(update.tokens)
+        self._proposer.update(updates)
 
     def _count(self, rows: list[Row], results: list[RowResult], sampled: list[int]) -> None:
         for i in sampled:
             row = rows[i]
             if row.num_drafts:
-                kind = self._kinds[row.slot]
-                accepted = len(results[i].tokens) - 1
-                self._governor.verified(row.slot, kind, row.num_drafts, accepted)
+                self._governor.verified(
+                    row.slot,
+                    kind=self._kinds[row.slot],
+                    num_drafts=row.num_drafts,
+                    num_accepted=len(results[i].tokens) - 1,
+                )
 
     def _with_drafts(
         self, rows: list[Row], results: list[RowResult], drafted: list[int]
@@ -232,8 +251,8 @@ class Speculation:
         """The results, with drafts for some of the rows."""
         slots = [rows[i].slot for i in drafted]
         drafts = self._proposer.propose(slots)
-        others = sum(row.num_tokens for row in rows if not row.sample)
-        counts = self._governor.choose(slots, drafts, others)
+        prompt_tokens = sum(row.num_tokens for row in rows if not row.sample)
+        counts = self._governor.choose(slots, drafts, prompt_tokens)
         self._found = any(counts)
         found = list(results)
         for i, draft, count in zip(drafted, drafts, counts, strict=True):
@@ -246,14 +265,14 @@ class Speculation:
 
 
 def _step_time(
-    step: Started, num_sampled: int, step_s: float, draft_s: float | None = 0.0
+    step: Started, *, num_sampled: int, step_s: float, draft_s: float | None = 0.0
 ) -> StepTime:
     return StepTime(
         num_rows=len(step.plan.rows),
         num_tokens=step.plan.num_tokens,
         num_sampled=num_sampled,
-        has_drafts=step.guessed,
-        depth=step.wanted,
+        has_drafts=step.has_drafts,
+        draft_length=step.draft_length,
         step_s=step_s,
         draft_s=draft_s,
     )

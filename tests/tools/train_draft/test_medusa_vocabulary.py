@@ -95,7 +95,7 @@ def test_what_is_trained_is_served(
 
     monkeypatch.setattr(MedusaDrafter, "draft", watched)
     monkeypatch.setattr(governor.Governor, "choose", lambda _self, slots, *_: [0] * len(slots))
-    monkeypatch.setattr(governor.Governor, "wanted", lambda *_: 2)
+    monkeypatch.setattr(governor.Governor, "draft_length", lambda *_: 2)
     llm = LLM(str(model), device="cpu", spec="medusa", spec_model=str(out))
     seen.clear()  # what was measured at the start
     wish = SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True)

@@ -22,7 +22,7 @@ from windlass.layers.linear import Linear
 from windlass.models.card import open_checkpoint
 from windlass.runner.assemble import load_network, make_runner
 from windlass.runner.device import choose_device, choose_threads, size_cache
-from windlass.speculative.notes import Notes, notes_for
+from windlass.speculative.measurement_cache import MeasurementCache, open_measurement_cache
 from windlass.tools.common.device import traffic_of
 from windlass.tools.plan.calibrate import CalibrationLimits, calibrate
 from windlass.tools.plan.cost_model import CostModel
@@ -140,15 +140,17 @@ def get_step_costs(
     rows = max(_MIN_ROWS, limits.max_num_seqs)
     tokens = max(_MIN_TOKENS, limits.max_num_batched_tokens, rows)
     relevant = _relevant_config(config)
-    notes = notes_for(relevant, opened.files, opened.hparams, where.device, "steps")
-    steps = _cached(notes, rows, tokens)
+    cache = open_measurement_cache(
+        relevant, opened.files, opened.hparams, where.device, folder="steps"
+    )
+    steps = _cached(cache, rows, tokens)
     if steps is None or path is not None:
         steps = steps or _measure(relevant, opened, rows, tokens, log=log, weights=weights)
         if steps.warning is not None:
             log(steps.warning)
         else:
-            notes.note(_CACHE_KEY, steps.to_json())
-            notes.save()
+            cache.put(_CACHE_KEY, steps.to_json())
+            cache.save()
         if path is not None:
             _write(path, steps)
     return steps
@@ -166,9 +168,9 @@ def _relevant_config(config: EngineConfig) -> EngineConfig:
     )
 
 
-def _cached(notes: Notes, rows: int, tokens: int) -> MeasuredSteps | None:
+def _cached(cache: MeasurementCache, rows: int, tokens: int) -> MeasuredSteps | None:
     """Read cached costs; None if they are missing, old, damaged or of smaller steps."""
-    found = notes.of(_CACHE_KEY)
+    found = cache.get(_CACHE_KEY)
     if found is None:
         return None
     try:

@@ -1,4 +1,4 @@
-"""Which way to guess is taken, what is refused before weights are read, and what is kept of costs."""
+"""Choosing the method, refusals before weights are read, and cached costs."""
 
 from __future__ import annotations
 
@@ -19,27 +19,27 @@ from windlass.models.dummy import ByteTokenizer
 from windlass.models.source import resolve
 from windlass.runner import assemble
 from windlass.serve.metrics import Metrics
-from windlass.speculative import exits, start
-from windlass.speculative.costs import Drafting, StepCosts
-from windlass.speculative.draft_model import compare
-from windlass.speculative.exits import candidates
+from windlass.speculative import exits, setup
+from windlass.speculative.auto import detect_method, resolve_auto
+from windlass.speculative.costs import DraftCosts, StepCosts
+from windlass.speculative.draft_model import compare_vocabularies
+from windlass.speculative.exits import candidate_layers
 from windlass.speculative.governor import Governor
 from windlass.speculative.measure import Costs, SpotCheck
-from windlass.speculative.notes import Notes
-from windlass.speculative.which import kind_of, settled
+from windlass.speculative.measurement_cache import MeasurementCache
 from windlass.speculative_config import SpecName
 
 SOME = Costs(
     StepCosts({1: 1.0, 4: 2.0}),
     StepCosts({1: 0.5, 2: 0.75}),
-    Drafting({1: StepCosts({1: 0.1, 2: 0.1}), 4: StepCosts({1: 0.3, 2: 0.3})}),
+    DraftCosts({1: StepCosts({1: 0.1, 2: 0.1}), 4: StepCosts({1: 0.3, 2: 0.3})}),
 )
 
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch) -> None:
-    """Nothing is measured that a test does not ask for."""
-    monkeypatch.setattr(start, "measure", lambda *_: SOME)
+    """Replace the measurement by fixed costs."""
+    monkeypatch.setattr(setup, "measure", lambda *_: SOME)
 
 
 def folder_of(path: Path, **changes: Any) -> Path:
@@ -53,61 +53,61 @@ def make(folder: Path, **options: Any) -> LLM:
     return LLM(str(folder), load_format="dummy", device="cpu", num_blocks=50, **options)
 
 
-def test_auto_takes_what_lies_in_the_folder(tmp_path: Path) -> None:
+def test_auto_detects_the_method_from_the_folder(tmp_path: Path) -> None:
     model = folder_of(tmp_path / "model")
     heads = folder_of(tmp_path / "medusa", medusa_num_heads=3)
     eagle = folder_of(tmp_path / "eagle", architectures=["LlamaForCausalLMEagle3"])
     found = {}
     for path in (model, heads, eagle):
         options = {"model": "x", "load_format": "dummy", "spec": "auto", "spec_model": str(path)}
-        found[path.name] = settled(EngineConfig.of(**options)).speculation.spec
-        assert kind_of(resolve(ModelConfig(model=str(path), load_format="dummy")))
+        found[path.name] = resolve_auto(EngineConfig.of(**options)).speculation.spec
+        assert detect_method(resolve(ModelConfig(model=str(path), load_format="dummy")))
     assert found == {"model": "draft", "medusa": "medusa", "eagle": "eagle"}
-    assert settled(EngineConfig.of(spec="auto")).speculation.spec == "ngram"
+    assert resolve_auto(EngineConfig.of(spec="auto")).speculation.spec == "ngram"
     chosen = make(model, spec="auto").report.choices[-1]
     assert chosen.value.startswith("ngram")
     assert chosen.reason.startswith("auto chose ngram")
 
 
 class Shifted(ByteTokenizer):
-    """Every token above 100 is the one before."""
+    """Every token above 100 has the text of the token before."""
 
     def token_bytes(self, token: int) -> bytes:
         return super().token_bytes(token - (token > 100))
 
 
 class Gaps(ByteTokenizer):
-    """Its last tokens mean nothing."""
+    """Its last tokens have no text."""
 
     def token_bytes(self, token: int) -> bytes:
         return super().token_bytes(token) if token < 400 else b""
 
 
-def test_vocabularies_are_compared_by_what_tokens_mean() -> None:
+def test_vocabularies_are_compared_by_text() -> None:
     config = EngineConfig.of(spec="draft", spec_model="small")
     own: Tokenizer = ByteTokenizer(500)
-    compare(own, ByteTokenizer(512), config)
-    compare(own, Gaps(500), config)
+    compare_vocabularies(own, ByteTokenizer(512), config)
+    compare_vocabularies(own, Gaps(500), config)
     with pytest.raises(ConfigError, match=r"399 tokens differ \(101 is 'e' and 'd'; .*, \.\.\.\)"):
-        compare(own, Shifted(500), config)
+        compare_vocabularies(own, Shifted(500), config)
 
 
 @pytest.mark.parametrize(
-    ("changes", "options", "told"),
+    ("changes", "options", "message"),
     [
-        ({"max_position_embeddings": 100}, {"spec": "draft"}, "knows 100 positions.*with 512"),
+        ({"max_position_embeddings": 100}, {"spec": "draft"}, "has 100 positions.*with 512"),
         ({"medusa_num_heads": 2}, {"spec": "draft"}, "is a head, not a model. Use --spec medusa"),
         (None, {"spec": "draft"}, "--spec-model: .*has neither config.json nor"),
         (None, {"spec": "auto"}, "--spec-model: .*has neither config.json nor"),
         ({}, {"spec": "self", "spec_exit_layer": 2}, "between 1 and 1, since the model has 2"),
     ],
 )
-def test_what_cannot_be_is_refused_before_weights_are_read(
+def test_errors_are_raised_before_weights_are_read(
     tmp_path: Path,
     monkeypatch,
     changes: dict[str, Any] | None,
     options: dict[str, Any],
-    told: str,
+    message: str,
 ) -> None:
     def read(*_: Any) -> None:
         raise AssertionError("weights were read")
@@ -119,11 +119,11 @@ def test_what_cannot_be_is_refused_before_weights_are_read(
     if options["spec"] != "self":
         options = {**options, "spec_model": str(other)}
     monkeypatch.setattr(assemble, "load", read)
-    with pytest.raises(EngineError, match=told):
+    with pytest.raises(EngineError, match=message):
         make(model, **options)
 
 
-def test_what_a_draft_models_weights_refuse_is_told_by_its_own_flags(tmp_path: Path) -> None:
+def test_errors_of_a_draft_model_name_its_own_flags(tmp_path: Path) -> None:
     awq = {
         "quant_method": "awq",
         "bits": 4,
@@ -132,8 +132,8 @@ def test_what_a_draft_models_weights_refuse_is_told_by_its_own_flags(tmp_path: P
         "version": "gemm",
     }
     other = folder_of(tmp_path / "other", quantization_config=awq)
-    told = r"--spec-model .*other: --spec-quantization fp8: .* quantised already \(awq\)"
-    with pytest.raises(ConfigError, match=told):
+    message = r"--spec-model .*other: --spec-quantization fp8: .* quantised already \(awq\)"
+    with pytest.raises(ConfigError, match=message):
         make(
             folder_of(tmp_path / "model"),
             spec="draft",
@@ -142,12 +142,12 @@ def test_what_a_draft_models_weights_refuse_is_told_by_its_own_flags(tmp_path: P
         )
 
 
-def test_a_missing_model_is_named(tmp_path: Path) -> None:
+def test_a_missing_draft_model_is_named(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"--spec-model: .*no such file or folder"):
         make(folder_of(tmp_path / "model"), spec="draft", spec_model=str(tmp_path / "nowhere"))
 
 
-def test_the_page_has_every_flag_and_metric() -> None:
+def test_the_docs_list_every_flag_and_metric() -> None:
     page = (Path(__file__).parents[2] / "docs" / "speculation.md").read_text(encoding="utf-8")
     for item in fields(SpecConfig):
         (line,) = [
@@ -162,23 +162,25 @@ def test_the_page_has_every_flag_and_metric() -> None:
         assert f"| `{name}` |" in page
 
 
-def test_exits_to_try() -> None:
-    assert candidates(30) == [8, 10, 15, 20, 22]
-    assert candidates(2) == [1]
+def test_candidate_exit_layers() -> None:
+    assert candidate_layers(30) == [8, 10, 15, 20, 22]
+    assert candidate_layers(2) == [1]
 
 
-def test_the_exit_is_measured_and_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_exit_layer_is_measured_and_reported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = folder_of(tmp_path / "model", num_hidden_layers=4)
-    for least, told in ((100.0, "none"), (0.0, "self")):
-        monkeypatch.setattr(exits, "_LEAST_GAIN", least)
+    for min_gain, value in ((100.0, "none"), (0.0, "self")):
+        monkeypatch.setattr(exits, "_MIN_GAIN", min_gain)
         llm = make(model, spec="self", spec_tokens=2)
         choice = llm.report.choices[-1]
-        assert choice.value.startswith(told)
-        said = choice.reason if told == "none" else choice.value
-        assert "of 4 layers (" in said
-        assert "% alike" in said
-        if told == "none":
-            assert said.startswith("self was asked for and would be slower: self, the first")
+        assert choice.value.startswith(value)
+        text = choice.reason if value == "none" else choice.value
+        assert "of 4 layers (" in text
+        assert "% agreement" in text
+        if value == "none":
+            assert text.startswith("self was requested and would be slower: self, the first")
             llm.generate([[1, 2, 3, 1, 2, 3]], SamplingParams(temperature=0.0, max_tokens=20))
             assert llm.engine.stats().num_draft_tokens == 0
     tiny = LLM(
@@ -188,47 +190,51 @@ def test_the_exit_is_measured_and_said(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def test_costs_are_measured_once(tmp_path: Path, monkeypatch) -> None:
-    model, kept, times = folder_of(tmp_path / "model"), tmp_path / "notes.json", []
-    monkeypatch.setattr(start, "notes_for", lambda *_: Notes(kept))
-    monkeypatch.setattr(start, "measure", lambda *_: times.append(1) or SOME)
+    model, kept, times = folder_of(tmp_path / "model"), tmp_path / "cache.json", []
+    monkeypatch.setattr(
+        setup, "open_measurement_cache", lambda *_args, **_options: MeasurementCache(kept)
+    )
+    monkeypatch.setattr(setup, "measure", lambda *_: times.append(1) or SOME)
     agreeing = SpotCheck(SOME.plain.of(1))
-    monkeypatch.setattr(start, "spot_check", lambda *_: agreeing)
-    monkeypatch.setattr(start, "load_of_machine", lambda: 0)
+    monkeypatch.setattr(setup, "spot_check", lambda *_: agreeing)
+    monkeypatch.setattr(setup, "machine_load", lambda: 0)
     reasons = [make(model, spec="ngram").report.choices[-1].reason for _ in range(2)]
     assert len(times) == 1
     assert "earlier start" not in reasons[0]
     assert "measured at an earlier start" in reasons[1]
     assert SOME.describe() in reasons[1]
     with monkeypatch.context() as faster:
-        faster.setattr(start, "spot_check", lambda *_: SpotCheck(SOME.plain.of(1) / 1.25))
+        faster.setattr(setup, "spot_check", lambda *_: SpotCheck(SOME.plain.of(1) / 1.25))
         reason = make(model, spec="ngram").report.choices[-1].reason
-        assert "measured anew: costs of an earlier start were off by 1.25 times" in reason
+        assert "measured again: costs of an earlier start were off by 1.25 times" in reason
     make(model, spec="ngram", spec_tokens=3)
-    assert len(times) == 3, "other rooms and machines that were busy then are measured anew"
-    for broken, told in [
+    assert len(times) == 3, "other limits, and costs that a spot check rejects, are measured again"
+    for broken, message in [
         ("{", "cannot be read"),
         ("[]", "holds no JSON object"),
         ('{"costs at load 0": {"room": 1}}', None),
-        ('{"costs at load 0": 3}', "not whole"),
+        ('{"costs at load 0": 3}', "are invalid"),
     ]:
         kept.write_text(broken)
         times.clear()
         reason = make(model, spec="ngram").report.choices[-1].reason
         assert len(times) == 1
-        assert told is None or told in reason
+        assert message is None or message in reason
     (tmp_path / "file").write_text("")
-    kept = tmp_path / "file" / "notes.json"
+    kept = tmp_path / "file" / "cache.json"
     reason = make(model, spec="ngram").report.choices[-1].reason
     assert "cannot be written" in reason
 
 
-def test_costs_are_kept_by_the_load_of_the_machine(tmp_path: Path, monkeypatch) -> None:
-    model, kept, times = folder_of(tmp_path / "model"), tmp_path / "notes.json", []
-    monkeypatch.setattr(start, "notes_for", lambda *_: Notes(kept))
-    monkeypatch.setattr(start, "measure", lambda *_: times.append(1) or SOME)
-    monkeypatch.setattr(start, "spot_check", lambda *_: SpotCheck(SOME.plain.of(1)))
+def test_costs_are_cached_by_machine_load(tmp_path: Path, monkeypatch) -> None:
+    model, kept, times = folder_of(tmp_path / "model"), tmp_path / "cache.json", []
+    monkeypatch.setattr(
+        setup, "open_measurement_cache", lambda *_args, **_options: MeasurementCache(kept)
+    )
+    monkeypatch.setattr(setup, "measure", lambda *_: times.append(1) or SOME)
+    monkeypatch.setattr(setup, "spot_check", lambda *_: SpotCheck(SOME.plain.of(1)))
     for load in (0, 2, 0, 2):
-        monkeypatch.setattr(start, "load_of_machine", lambda now=load: now)
+        monkeypatch.setattr(setup, "machine_load", lambda now=load: now)
         make(model, spec="ngram")
     assert len(times) == 2
 
@@ -241,32 +247,34 @@ def test_a_spot_check_compares_steps_and_drafting(
     assert SpotCheck(plain_s, 4, draft_s + 0.8).disagreement(SOME) > 1.9, "drafts take longer"
 
 
-def test_costs_that_running_steps_disagree_with_are_measured_at_the_next_start(
+def test_cached_costs_that_running_steps_contradict_are_dropped(
     tmp_path: Path, monkeypatch
 ) -> None:
-    model, kept, times = folder_of(tmp_path / "model"), tmp_path / "notes.json", []
-    monkeypatch.setattr(start, "notes_for", lambda *_: Notes(kept))
-    monkeypatch.setattr(start, "measure", lambda *_: times.append(1) or SOME)
-    monkeypatch.setattr(start, "spot_check", lambda *_: SpotCheck(SOME.plain.of(1)))
-    monkeypatch.setattr(start, "load_of_machine", lambda: 0)
+    model, kept, times = folder_of(tmp_path / "model"), tmp_path / "cache.json", []
+    monkeypatch.setattr(
+        setup, "open_measurement_cache", lambda *_args, **_options: MeasurementCache(kept)
+    )
+    monkeypatch.setattr(setup, "measure", lambda *_: times.append(1) or SOME)
+    monkeypatch.setattr(setup, "spot_check", lambda *_: SpotCheck(SOME.plain.of(1)))
+    monkeypatch.setattr(setup, "machine_load", lambda: 0)
     for disagreement, count in ((1.1, 1), (1.3, 1), (1.0, 2)):
         monkeypatch.setattr(Governor, "disagreement", disagreement)
         llm = make(model, spec="ngram")
-        for _ in range(2):  # the end of a request is seen in the next one's first step
+        for _ in range(2):  # a request's end is processed in the next request's first step
             llm.generate([[1, 2, 3]], SamplingParams(temperature=0.0, max_tokens=4))
         assert len(times) == count
 
 
-def test_guesses_that_can_never_pay_are_told(tmp_path: Path, monkeypatch) -> None:
-    model, told = folder_of(tmp_path / "model"), "would not pay here if all were accepted"
+def test_never_profitable_drafts_are_reported(tmp_path: Path, monkeypatch) -> None:
+    model, message = folder_of(tmp_path / "model"), "would not pay here if all were accepted"
     for cost in (0.1, 10.0):
-        making = StepCosts({1: cost, 2: cost})
-        costs = replace(SOME, drafting=Drafting({1: making, 4: making}))
-        monkeypatch.setattr(start, "measure", lambda *_, found=costs: found)
+        draft_costs = StepCosts({1: cost, 2: cost})
+        costs = replace(SOME, drafting=DraftCosts({1: draft_costs, 4: draft_costs}))
+        monkeypatch.setattr(setup, "measure", lambda *_, found=costs: found)
         reason = make(model, spec="self", spec_exit_layer=1).report.choices[-1].reason
-        assert (told in reason) == (cost == 10.0)
+        assert (message in reason) == (cost == 10.0)
 
 
-def test_typical_acceptance_is_marked(tmp_path: Path) -> None:
+def test_typical_acceptance_is_reported(tmp_path: Path) -> None:
     llm = make(folder_of(tmp_path / "model"), spec="ngram", spec_acceptance="typical")
     assert "typical acceptance at 0.9 CHANGES THE DISTRIBUTION" in llm.report.choices[-1].reason

@@ -1,4 +1,4 @@
-"""A draft model that runs beside the target: what it recomputes after a verification."""
+"""The draft runner: which tokens it recomputes after a verification."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from collections.abc import Sequence
 from windlass import SamplingParams
 from windlass.core.types import BlockId, RowResult, SlotId, SlotInit, StepPlan, StepResult
 from windlass.runner.runner import CompletedStep
-from windlass.speculative.base import Seen
+from windlass.speculative.base import SlotUpdate
 from windlass.speculative.draft_runner import DraftRunner, DraftRunnerProposer
 
 SLOT = SlotId(0)
 OTHER = SlotId(1)
 
 
-class CountsUp:
-    """A draft model that says n + 1 after token n, and keeps the plans that it computed."""
+class CountingRunner:
+    """Samples n + 1 after token n, and keeps the plans that it computed."""
 
     def __init__(self) -> None:
         self.plans: list[StepPlan] = []
@@ -30,7 +30,7 @@ class CountsUp:
         return CompletedStep(StepResult(results))
 
 
-def proposer(runner: CountsUp) -> DraftRunnerProposer:
+def proposer(runner: CountingRunner) -> DraftRunnerProposer:
     blocks = {SLOT: range(4), OTHER: range(4, 8)}
 
     def blocks_of(slot: SlotId) -> Sequence[BlockId]:
@@ -40,50 +40,50 @@ def proposer(runner: CountsUp) -> DraftRunnerProposer:
         runner=runner,
         blocks_of=blocks_of,
         block_size=16,
-        step_tokens=64,
-        longest=64,
+        max_step_tokens=64,
+        max_positions=64,
         vocab_size=100,
-        shares_pages=False,
+        shares_kv=False,
         sampler=None,
-        singly=False,
+        prefers_decode=False,
     )
     return DraftRunnerProposer(draft_runner, target_vocab=100)
 
 
 def admit(made: DraftRunnerProposer, slot: SlotId, tokens: list[int]) -> None:
-    wish = SamplingParams(temperature=0.0)
-    made.admit(SlotInit(str(slot), slot, tokens, len(tokens), wish, frozenset(), 0))
+    greedy = SamplingParams(temperature=0.0)
+    made.admit(SlotInit(str(slot), slot, tokens, len(tokens), greedy, frozenset(), 0))
 
 
-def test_a_draft_follows_when_only_some_of_the_last_one_was_verified() -> None:
-    """The target says itself what the draft model has already computed: there is a draft again."""
-    runner = CountsUp()
+def test_a_draft_follows_a_partly_verified_one() -> None:
+    """The target samples tokens that the draft model has already computed."""
+    runner = CountingRunner()
     made = proposer(runner)
     admit(made, SLOT, [1, 2])
     admit(made, OTHER, [11, 12])
     made.begin(4)
-    made.take_in([Seen(SLOT, [3]), Seen(OTHER, [13])])
+    made.update([SlotUpdate(SLOT, [3]), SlotUpdate(OTHER, [13])])
     first = made.propose([SLOT, OTHER])
     assert [draft.tokens for draft in first] == [(4, 5, 6, 7), (14, 15, 16, 17)]
-    # Of the first request no draft token was verified, of the second one; all samples agree.
-    made.take_in([Seen(SLOT, [4]), Seen(OTHER, [14, 15])])
+    # No draft token of the first request was verified, and one of the second; all samples agree.
+    made.update([SlotUpdate(SLOT, [4]), SlotUpdate(OTHER, [14, 15])])
     runner.plans.clear()
-    draft_runner = made.propose([SLOT, OTHER])
-    assert [draft.tokens for draft in draft_runner] == [(5, 6, 7, 8), (16, 17, 18, 19)]
+    second = made.propose([SLOT, OTHER])
+    assert [draft.tokens for draft in second] == [(5, 6, 7, 8), (16, 17, 18, 19)]
     assert len(runner.plans) == 4, "one step for each draft token"
     caught_up = [(row.start, row.num_tokens) for row in runner.plans[0].rows]
     assert caught_up == [(3, 1), (4, 1)], "the last token is computed again for its logits"
 
 
-def test_the_draft_model_catches_up_on_what_was_accepted() -> None:
-    runner = CountsUp()
+def test_the_draft_model_catches_up_on_accepted_tokens() -> None:
+    runner = CountingRunner()
     made = proposer(runner)
     admit(made, SLOT, [1, 2])
     made.begin(3)
-    made.take_in([Seen(SLOT, [3])])
+    made.update([SlotUpdate(SLOT, [3])])
     made.propose([SLOT])
     for tokens, missing in (([4, 5, 6, 7], 2), ([8, 50], 1), ([60], 1)):
-        made.take_in([Seen(SLOT, tokens)])
+        made.update([SlotUpdate(SLOT, tokens)])
         runner.plans.clear()
         made.propose([SLOT])
         assert [row.num_tokens for plan in runner.plans for row in plan.rows] == [missing, 1, 1]

@@ -1,7 +1,7 @@
-"""What was measured at an earlier start: a small JSON file for each machine, model and settings.
+"""Keeps measurements of earlier starts: a small JSON file per machine, model and settings.
 
-A file that cannot be read or written is no error: it is measured anew, and `problem` says why.
-A file that another user could have written is an error.
+A file that cannot be read or written is no error: the engine measures again, and `problem` has the
+reason. A file that another user could have written is an error.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from windlass.folders import cache_dir, check_private, make_private, write_atomi
 from windlass.models.hparams import HParams
 from windlass.models.source import ModelFiles
 
-_FORMAT = 2  # of what is noted: files of another one are not found
+_FORMAT = 3  # version of the file format: files of other versions are not found
 
 
-class Notes:
-    """Owns what one file holds; without a path nothing is kept."""
+class MeasurementCache:
+    """Owns the contents of one file; without a path nothing is kept."""
 
     def __init__(self, path: Path | None = None) -> None:
         self.problem: str | None = None
         self._path = path
-        self._found: dict[str, Any] = {}
+        self._values: dict[str, Any] = {}
         self._changed = False
         if path is None or not path.is_file():
             return
@@ -38,67 +38,68 @@ class Notes:
         try:
             found = json.loads(path.read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
-            self.problem = f"{path} cannot be read ({error}), so it was measured anew"
+            self.problem = f"{path} cannot be read ({error}), measured again"
             return
         if isinstance(found, dict):
-            self._found = found
+            self._values = found
         else:
-            self.problem = f"{path} holds no JSON object, so it was measured anew"
+            self.problem = f"{path} holds no JSON object, measured again"
 
-    def of(self, name: str) -> Any:
-        """What was noted; None: nothing."""
-        return self._found.get(name)
+    def get(self, name: str) -> Any:
+        """The kept value; None: there is none."""
+        return self._values.get(name)
 
-    def note(self, name: str, value: Any) -> None:
-        self._found[name] = value
+    def put(self, name: str, value: Any) -> None:
+        self._values[name] = value
         self._changed = True
 
     def drop(self, name: str) -> None:
-        """Forget what was noted."""
-        self._changed |= self._found.pop(name, None) is not None
+        """Remove a value."""
+        self._changed |= self._values.pop(name, None) is not None
 
     def save(self) -> None:
-        """Write the file, if there is anything new. Another process may do the same meanwhile."""
+        """Write the file if a value changed. Another process may write it at the same time."""
         if self._path is None or not self._changed:
             return
         try:
             make_private(self._path.parent)
-            write_atomically(self._path, json.dumps(self._found))
+            write_atomically(self._path, json.dumps(self._values))
         except OSError as error:
-            self.problem = f"{self._path} cannot be written ({error}), so it is measured each time"
+            self.problem = f"{self._path} cannot be written ({error}), measured at every start"
 
 
-def notes_for(
+def open_measurement_cache(
     config: EngineConfig,
     files: ModelFiles,
     hparams: HParams,
     device: torch.device,
+    *,
     folder: str = "speculation",
     backend: str = "",
-    guesser: object = None,
-) -> Notes:
-    """The notes of this machine, model, settings and versions; none are kept of dummy weights.
+    proposer: object = None,
+) -> MeasurementCache:
+    """Open the cache for this machine, model, settings and versions; empty for dummy weights.
 
-    `folder`: what they are about. `backend`: the kernels that compute. `guesser`: what decides the
-    costs of --spec-model, wherever it lies.
+    `folder`: the subject of the measurements. `backend`: the kernels that compute. `proposer`: what
+    decides the costs of --spec-model, independent of its path.
     """
     if config.model.load_format == "dummy":
-        return Notes()
+        return MeasurementCache()
     weights = [files.path] if files.kind == "gguf" else files.weights
     stamps = [(path.stat().st_size, path.stat().st_mtime_ns) for path in weights]
-    wish = {**asdict(config.speculation), "spec_model": guesser}
+    speculation = {**asdict(config.speculation), "spec_model": proposer}
     key = (
         *(_FORMAT, _version(), torch.__version__, backend),
         *(_processor(device), os.cpu_count(), torch.get_num_threads()),
         *(files.name, str(files.path), stamps, repr(hparams)),
-        *(repr(config.model), repr(config.cache), repr(config.scheduler), repr(wish)),
+        *(repr(config.model), repr(config.cache), repr(config.scheduler), repr(speculation)),
     )
     digest = hashlib.blake2b(repr(key).encode(), digest_size=12).hexdigest()
     check_private(cache_dir())
-    return Notes(cache_dir() / folder / f"{digest}.json")
+    return MeasurementCache(cache_dir() / folder / f"{digest}.json")
 
 
-def load_of_machine() -> int:
+def machine_load() -> int:
     """Runnable processes per core in the last minute, rounded: costs differ on a busy machine."""
     if not hasattr(os, "getloadavg"):
         return 0

@@ -1,0 +1,134 @@
+"""Assembles speculation: the proposer with its weights, its measured costs, the governor."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING
+
+from windlass.config import EngineConfig, Limits
+from windlass.core.card import Choice
+from windlass.models.hparams import HParams
+from windlass.models.source import ModelFiles
+from windlass.speculative.base import Proposer, SpeculationContext
+from windlass.speculative.governor import Governor
+from windlass.speculative.measure import Costs, MeasureLimits, measure, spot_check
+from windlass.speculative.measurement_cache import machine_load, open_measurement_cache
+from windlass.speculative.registry import PRELAUNCHES, WRITES_KV_AHEAD, cost_key, open_loader
+from windlass.speculative.speculation import KnownTokens, Speculation
+
+if TYPE_CHECKING:
+    from windlass.runner.assemble import Assembled, Loaded
+    from windlass.runner.runner import Runner
+
+
+_MAX_DISAGREEMENT = 1.2  # factor between cached and observed costs above which to measure again
+
+
+class SpeculationSetup:
+    """A proposer with its weights loaded, before its KV cache and the runner exist."""
+
+    def __init__(
+        self, config: EngineConfig, files: ModelFiles, hparams: HParams, loaded: Loaded
+    ) -> None:
+        self._config = config
+        parts = loaded.parts
+        self._cache = open_measurement_cache(
+            config,
+            files,
+            hparams,
+            parts.device,
+            folder="speculation",
+            backend=parts.ops.backend,
+            proposer=cost_key(config, hparams),
+        )
+        self._costs_name = f"costs at load {machine_load()}"
+        context = SpeculationContext(
+            config=config, files=files, hparams=hparams, loaded=loaded, cache=self._cache
+        )
+        self._loader = open_loader(context)
+        self.token_bytes = self._loader.token_bytes
+        options = config.speculation
+        if loaded.parts.device.type == "cpu":
+            self.lookahead = options.max_draft_tokens if options.spec in WRITES_KV_AHEAD else 0
+            self.lookahead_after_drafts = 0
+        else:
+            # A captured decode step takes a new block for the block of its own position, so no
+            # block may come early. Verifications take any block, and those of heads are pre-launched.
+            self.lookahead = 0
+            self.lookahead_after_drafts = (
+                1 + options.max_draft_tokens if options.spec in PRELAUNCHES else 0
+            )
+
+    def start(
+        self, made: Assembled, limits: Limits, requested: str, known_tokens: KnownTokens
+    ) -> tuple[Runner | Speculation, Choice]:
+        """Wrap the runner with speculation; `requested` is the --spec that the user gave.
+
+        Returns the bare runner where drafts would never be profitable.
+        """
+        options, capacity = self._config.speculation, made.capacity
+        measure_limits = MeasureLimits(
+            max_positions=made.max_positions_per_step,
+            max_rows=limits.max_num_seqs,
+            max_row_tokens=min(1 + options.max_draft_tokens, made.max_model_len),
+            num_blocks=capacity.num_blocks,
+            block_size=capacity.block_size,
+            max_model_len=made.max_model_len,
+        )
+        proposer = self._loader.start(made)
+        if proposer is None:
+            self._cache.save()
+            why = f"{requested} was requested and would be slower: {self._loader.describe()}"
+            return made.runner, Choice("speculation", "none", why)
+        costs, source = self._costs(made, proposer, measure_limits)
+        governor = Governor(
+            costs=costs.verify,
+            max_positions_per_step=made.max_positions_per_step,
+            plain=costs.plain,
+            drafting=costs.drafting,
+            max_draft_tokens=options.max_draft_tokens,
+            max_drafts_per_row=partial(made.runner.max_draft_tokens, options.max_draft_tokens),
+        )
+        self._cache.save()
+        chosen = "as set" if requested != "auto" else f"auto chose {options.spec}"
+        parts = [chosen, costs.describe()]
+        parts += [source] if source else []
+        if governor.never_profitable(1):
+            parts.append("drafts would not pay here if all were accepted: only rare trials")
+        if options.threshold is not None:
+            parts.append(f"typical acceptance at {options.threshold:g} CHANGES THE DISTRIBUTION")
+        parts += [self._cache.problem] if self._cache.problem else []
+        choice = Choice("speculation", self._loader.describe(), "; ".join(parts))
+        speculation = Speculation(
+            made.runner, proposer, governor, known_tokens, check_costs=self._check_cached_costs
+        )
+        return speculation, choice
+
+    def _check_cached_costs(self, disagreement: float) -> None:
+        """Drop cached costs that running steps disagree with, so that the next start measures."""
+        if disagreement > _MAX_DISAGREEMENT and self._cache.get(self._costs_name) is not None:
+            self._cache.drop(self._costs_name)
+            self._cache.save()
+
+    def _costs(
+        self, made: Assembled, proposer: Proposer, limits: MeasureLimits
+    ) -> tuple[Costs, str]:
+        """Take the costs of an earlier start if a spot check agrees; else measure."""
+        name, source = self._costs_name, ""
+        size = [limits.max_positions, limits.max_rows, limits.max_row_tokens]
+        known = self._cache.get(name)
+        if known is not None:
+            try:
+                if known["room"] == size:
+                    costs = Costs.from_json(known["found"])
+                    factor = spot_check(made.runner, proposer, limits).disagreement(costs)
+                    if factor <= _MAX_DISAGREEMENT:
+                        return costs, "measured at an earlier start"
+                    source = (
+                        f"measured again: costs of an earlier start were off by {factor:.2f} times"
+                    )
+            except (AttributeError, KeyError, TypeError, ValueError) as error:
+                self._cache.problem = f"cached costs are invalid ({error!r}): measured again"
+        costs = measure(made.runner, proposer, limits)
+        self._cache.put(name, {"room": size, "found": costs.to_json()})
+        return costs, source
