@@ -141,7 +141,7 @@ def test_both_naming_schemes_give_the_same_drafts(model: Path, tmp_path: Path) -
     for folder in (eagle(tmp_path / "a"), eagle(tmp_path / "b", layer="layers.0")):
         llm = make(model, spec="eagle", spec_model=str(folder), spec_tokens=2)
         runner = llm.engine._runner
-        runner._governor.wanted = lambda *_: 2
+        runner._governor.draft_length = lambda *_: 2
         runner._governor.choose = lambda slots, drafts, _: (
             found.extend(draft.tokens for draft in drafts) or [0] * len(slots)
         )
