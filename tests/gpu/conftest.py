@@ -1,4 +1,4 @@
-"""Small weights stay packed in these tests: their kernels are what is tested."""
+"""Keeps small weights packed, so that these tests use the kernels for packed weights."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Outputs of a given form on a real GPU: beside others, with guesses and without."""
+"""Structured outputs on a GPU: in a batch with other requests, with and without speculation."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ def folder(tmp_path_factory) -> Path:
 @pytest.mark.parametrize(
     "options", [{}, {"enforce_eager": True}, {"spec": "ngram"}, {"overlap": False}]
 )
-def test_forms_are_kept_beside_requests_without(folder: Path, options: dict[str, Any]) -> None:
+def test_structured_outputs_beside_free_requests(folder: Path, options: dict[str, Any]) -> None:
     llm = LLM(str(folder), load_format="dummy", num_blocks=400, max_num_seqs=16, **options)
     free = SamplingParams(max_tokens=30, ignore_eos=True, seed=1)
-    formed = [
+    structured = [
         SamplingParams(structured_outputs=form, max_tokens=150, seed=1)
         for form, _ in FORMS.values()
     ]
-    results = llm.generate([[5, 6]] * (1 + len(formed)), [free, *formed])
+    results = llm.generate([[5, 6]] * (1 + len(structured)), [free, *structured])
     assert len(results[0].outputs[0].token_ids) == 30
     for result, (_, expected) in zip(results[1:], FORMS.values(), strict=True):
         output = result.outputs[0]

@@ -1,4 +1,4 @@
-"""Every Triton kernel against its plain version, on a real GPU: 1, odd sizes, and large ones."""
+"""Triton kernels against the reference on a GPU: size 1, odd sizes and large ones."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ pytestmark = [
 
 CUDA = torch.device("cuda")
 DTYPES = [torch.bfloat16, torch.float16]
-# Relative to the largest value: two roundings of the type.
+# Relative to the largest value: two roundings of the dtype.
 TOLERANCE = {torch.bfloat16: 2 * 2**-8, torch.float16: 2 * 2**-11}
 
 
@@ -139,7 +139,7 @@ def test_rope_write(heads: Heads, normed: bool, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("normed", [False, True])
 @pytest.mark.parametrize("splits", [1, 2, 16])
 @pytest.mark.parametrize("heads", [Heads(32, 8, 128), Heads(9, 3, 64), Heads(4, 4, 96)], ids=str)
-def test_decodes_from_the_product(
+def test_decode_with_fused_rope(
     heads: Heads, splits: int, normed: bool, dtype: torch.dtype
 ) -> None:
     from windlass.kernels.triton.attention import attend
@@ -166,8 +166,10 @@ def test_decodes_from_the_product(
 @pytest.mark.parametrize("normed", [False, True])
 @pytest.mark.parametrize("splits", [1, 2, 16])
 @pytest.mark.parametrize("width", [2, 5, 16])
-def test_tokens_of_a_row_see_each_other(width: int, splits: int, normed: bool) -> None:
-    """As single tokens side by side, each of which writes the keys of those before it."""
+def test_adjacent_tokens_of_a_row_attend_to_each_other(
+    width: int, splits: int, normed: bool
+) -> None:
+    """Rows of adjacent single tokens; each token writes the keys of the tokens before it."""
     from windlass.kernels.triton.attention import attend
 
     heads, dtype = Heads(9, 3, 64), torch.bfloat16
@@ -195,12 +197,12 @@ def test_tokens_of_a_row_see_each_other(width: int, splits: int, normed: bool) -
         close(ours.keys, kv.keys)
         assert torch.equal(ours.values, kv.values)
         again = attend(qkv, heads, table, norms, ours, batch, scale, window)
-        assert torch.equal(got, again), "not the same twice"
+        assert torch.equal(got, again), "not deterministic"
 
 
 @pytest.mark.parametrize("rows", [1, 3, 16, 64])
 @pytest.mark.parametrize(("outputs", "size"), [(64, 64), (960, 576), (4096, 14336), (49152, 576)])
-def test_skinny_products(rows: int, outputs: int, size: int) -> None:
+def test_skinny_gemm(rows: int, outputs: int, size: int) -> None:
     from windlass.kernels.triton import skinny
 
     x, weight = randn(rows, size, dtype=torch.bfloat16), randn(outputs, size, dtype=torch.bfloat16)
@@ -211,14 +213,14 @@ def test_skinny_products(rows: int, outputs: int, size: int) -> None:
         got = skinny.linear(x, weight, tiling, space)
         close(got, want)
         again = skinny.linear(x, weight, tiling, space)
-        assert torch.equal(got, again), "not the same twice"
+        assert torch.equal(got, again), "not deterministic"
     gated = reference.silu_mul((x.double() @ weight.double().T).bfloat16())
     close(skinny.gated(x, weight, skinny.Tiling(32)), gated, factor=2)
 
 
 @pytest.mark.parametrize("rows", [1, 3, 8])
 @pytest.mark.parametrize(("outputs", "size"), [(64, 64), (576, 1536), (4096, 14336)])
-def test_products_with_the_norm_behind_them(rows: int, outputs: int, size: int) -> None:
+def test_skinny_gemm_with_a_norm(rows: int, outputs: int, size: int) -> None:
     from windlass.kernels.triton import skinny
 
     dtype = torch.bfloat16
@@ -226,8 +228,8 @@ def test_products_with_the_norm_behind_them(rows: int, outputs: int, size: int) 
     residual, gains = randn(rows, outputs, dtype=dtype), randn(outputs, dtype=dtype)
     tilings = [skinny.Tiling(16), skinny.Tiling(32, 4)]
     space = skinny.Workspace(CUDA, outputs, tilings, tilings)
-    product = (x.double() @ weight.double().T).bfloat16()
-    want, total = reference.add_rms_norm(product, residual, gains, 1e-5)
+    outputs_16 = (x.double() @ weight.double().T).bfloat16()
+    want, total = reference.add_rms_norm(outputs_16, residual, gains, 1e-5)
     for tiling in tilings * 3:
         ours = residual.clone()
         got = skinny.linear_norm(x, weight, tiling, space, ours, gains, 1e-5)
@@ -237,8 +239,8 @@ def test_products_with_the_norm_behind_them(rows: int, outputs: int, size: int) 
 
 
 @pytest.mark.parametrize("rows", [1, 17, 64, 65, 300, 2048])
-def test_products_in_a_fixed_order(rows: int) -> None:
-    """A row is the same to the bit whatever is computed beside it."""
+def test_batch_invariant_gemm(rows: int) -> None:
+    """A row is bitwise equal in any batch."""
     from windlass.kernels.triton.gemm import TunedGemm
 
     weight, x = randn(960, 576, dtype=torch.bfloat16), randn(2048, 576, dtype=torch.bfloat16)
@@ -251,16 +253,19 @@ def test_products_in_a_fixed_order(rows: int) -> None:
     close(whole, (x.double() @ weight.double().T).bfloat16())
 
 
-def draw(logits: torch.Tensor, wish: tuple[float, float, float, float], seed: int = 1, at: int = 0):
+def draw(
+    logits: torch.Tensor, params: tuple[float, float, float, float], seed: int = 1, at: int = 0
+) -> torch.Tensor:
+    """Sample with params (1 / temperature, top_k, top_p, min_p) at position `at`."""
     from windlass.kernels.triton.sample import sample
 
     rows = logits.shape[0]
-    wishes = torch.tensor([wish] * rows, device=CUDA)
+    by_slot = torch.tensor([params] * rows, device=CUDA)
     seeds = torch.arange(rows, device=CUDA) * 1_000_003 + seed
     slots = torch.arange(rows, dtype=torch.int32, device=CUDA)
     positions = torch.full((rows,), at, dtype=torch.int32, device=CUDA)
     last = torch.zeros(rows, dtype=torch.int32, device=CUDA)
-    tokens = sample(logits, wishes, seeds, slots, positions, last)
+    tokens = sample(logits, by_slot, seeds, slots, positions, last)
     assert torch.equal(tokens, last)
     return tokens
 
@@ -285,20 +290,21 @@ def test_drawn_tokens_follow_the_distribution() -> None:
 
 
 @pytest.mark.parametrize(
-    "wish", [(1.0, 7, 1.0, 0.0), (0.5, 0, 0.8, 0.0), (2.0, 0, 1.0, 0.1), (1.25, 20, 0.7, 0.02)]
+    "params", [(1.0, 7, 1.0, 0.0), (0.5, 0, 0.8, 0.0), (2.0, 0, 1.0, 0.1), (1.25, 20, 0.7, 0.02)]
 )
-def test_truncation_allows_what_the_plain_version_allows(wish) -> None:
+def test_truncation_allows_the_tokens_of_the_reference(params) -> None:
     from windlass.runner.filters import truncate
 
     logits = torch.randn(6, 3000, device=CUDA) * 4
-    heat, top_k, top_p, min_p = wish
+    inverse_temperature, top_k, top_p, min_p = params
     full = [torch.full((6,), value, device=CUDA) for value in (top_k, top_p, min_p)]
-    allowed = truncate(logits * heat, full[0].int(), full[1], full[2]).isfinite()
-    drawn = torch.stack([draw(logits, wish, seed=s) for s in range(300)]).long()
+    allowed = truncate(logits * inverse_temperature, full[0].int(), full[1], full[2]).isfinite()
+    drawn = torch.stack([draw(logits, params, seed=s) for s in range(300)]).long()
     assert allowed.gather(1, drawn.T).all()
     for row in range(6):
         seen = set(drawn[:, row].tolist())
         best = logits[row].argmax().item()
         assert best in seen
-        likely = (logits[row] * heat).masked_fill(~allowed[row], float("-inf")).softmax(0) > 0.05
+        scaled = logits[row] * inverse_temperature
+        likely = scaled.masked_fill(~allowed[row], float("-inf")).softmax(0) > 0.05
         assert set(likely.nonzero()[:, 0].tolist()) <= seen

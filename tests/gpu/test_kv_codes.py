@@ -1,4 +1,4 @@
-"""Kernels over pages of one-byte codes against their plain versions, and an engine with them."""
+"""Quantised KV cache on a GPU: kernels against the reference, and an engine."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from windlass import LLM, SamplingParams
 from windlass.kernels import reference
 from windlass.kernels.batch import Heads, LayerKV, StepBatch
 
-__all__ = ["folder"]  # a fixture of the module beside this one
+__all__ = ["folder"]  # a fixture of test_engine.py
 
 pytestmark = [
     pytest.mark.gpu,
@@ -23,7 +23,7 @@ pytestmark = [
 CODES = [torch.float8_e4m3fn, torch.int8]
 
 
-def coded_batch(
+def quantised_batch(
     rows: list[tuple[int, int]], heads: Heads, dtype: torch.dtype, splits: int, codes: torch.dtype
 ) -> tuple[LayerKV, StepBatch]:
     kv, batch = make_batch(rows, heads, dtype, splits)
@@ -41,13 +41,13 @@ def copy_of(kv: LayerKV) -> LayerKV:
 
 
 def close(got: torch.Tensor, want: torch.Tensor) -> None:
-    """Queries and weights are rounded to float16 or bfloat16, sums are in float32."""
+    """The kernels round queries and weights to float16 or bfloat16; sums are float32."""
     error = (got.float() - want.float()).abs().max() / want.float().abs().max()
     assert error <= 3 * 2**-8, float(error)
 
 
 def assert_same_pages(ours: LayerKV, want: LayerKV) -> None:
-    """Keys turn with another order of roundings; values are the same to the bit."""
+    """Compare pages: rotated keys may differ in rounding; values are bitwise equal."""
     assert torch.equal(ours.values.view(torch.uint8), want.values.view(torch.uint8))
     assert torch.equal(ours.value_scales, want.value_scales)
     got, exact = (kv.keys.float() * kv.key_scales[..., None] for kv in (ours, want))
@@ -66,7 +66,7 @@ def assert_same_pages(ours: LayerKV, want: LayerKV) -> None:
 def test_attention(rows, heads: Heads, splits: int, dtype: torch.dtype, codes) -> None:
     from windlass.kernels.triton.attention import attention
 
-    kv, batch = coded_batch(rows, heads, dtype, splits, codes)
+    kv, batch = quantised_batch(rows, heads, dtype, splits, codes)
     q = randn(sum(c for _, c in rows), heads.num_q, heads.dim, dtype=dtype)
     for window, cap in [(None, None), (50, None), (1, 5.0)]:
         want = reference.attention(q, kv, batch, heads.dim**-0.5, window, cap)
@@ -76,8 +76,8 @@ def test_attention(rows, heads: Heads, splits: int, dtype: torch.dtype, codes) -
 @pytest.mark.parametrize("codes", CODES, ids=str)
 @pytest.mark.parametrize("normed", [False, True])
 @pytest.mark.parametrize("heads", [Heads(32, 8, 128), Heads(9, 3, 64), Heads(4, 4, 96)], ids=str)
-def test_what_is_written(heads: Heads, normed: bool, codes: torch.dtype) -> None:
-    """By the kernel that only writes, and by the one that attends too."""
+def test_kv_writes(heads: Heads, normed: bool, codes: torch.dtype) -> None:
+    """By the RoPE kernel, and by the fused attention."""
     from windlass.kernels.triton.attention import attend
     from windlass.kernels.triton.rope import rope_write
 
@@ -91,7 +91,7 @@ def test_what_is_written(heads: Heads, normed: bool, codes: torch.dtype) -> None
     if normed:
         norms = (randn(heads.dim, dtype=dtype), randn(heads.dim, dtype=dtype), 1e-6)
     for splits in (1, 2, 16):
-        kv, batch = coded_batch(rows, heads, dtype, splits, codes)
+        kv, batch = quantised_batch(rows, heads, dtype, splits, codes)
         written, attended = copy_of(kv), copy_of(kv)
         queries = reference.rope_write(qkv, heads, table, norms, kv, batch)
         close(rope_write(qkv, heads, table, norms, written, batch), queries)
@@ -104,11 +104,13 @@ def test_what_is_written(heads: Heads, normed: bool, codes: torch.dtype) -> None
 
 @pytest.mark.parametrize("codes", CODES, ids=str)
 @pytest.mark.parametrize("heads", [Heads(32, 8, 128), Heads(9, 3, 64)], ids=str)
-def test_a_chunk_sees_its_own_keys_as_they_are(heads: Heads, codes: torch.dtype) -> None:
+def test_chunk_attends_to_its_own_keys_before_quantisation(
+    heads: Heads, codes: torch.dtype
+) -> None:
     from windlass.kernels.triton.attention import attend
 
     rows = [(0, 700), (1000, 150), (37, 1), (64, 64), (5, 3)]
-    kv, batch = coded_batch(rows, heads, torch.bfloat16, 2, codes)
+    kv, batch = quantised_batch(rows, heads, torch.bfloat16, 2, codes)
     width = (heads.num_q + 2 * heads.num_kv) * heads.dim
     qkv = randn(len(batch.positions), width, dtype=torch.bfloat16)
     angle = torch.rand(2048, heads.dim // 2, device=CUDA) * 6
@@ -126,39 +128,39 @@ def test_a_chunk_sees_its_own_keys_as_they_are(heads: Heads, codes: torch.dtype)
 
 
 @pytest.mark.parametrize("kv", ["fp8", "int8"])
-def test_kernels_equal_the_plain_versions(folder: Path, kv: str) -> None:
-    wish = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
+def test_kernels_equal_the_reference(folder: Path, kv: str) -> None:
+    params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
     prompts = [[(7 * i + j) % 1000 for j in range(3 + 9 * i)] for i in range(12)]
     scores = []
     for plain in (False, True):
         options = {"num_blocks": 400, "plain_kernels": plain, "kv_cache_dtype": kv}
         llm = LLM(str(folder), load_format="dummy", **options)
-        results = llm.generate(prompts, wish)
+        results = llm.generate(prompts, params)
         scores.append([score.logprob for result in results for score in result.prompt_logprobs])
     assert scores[0] == pytest.approx(scores[1], abs=0.05)
 
 
 @pytest.mark.parametrize("kv", ["fp8", "int8"])
-def test_recorded_equals_eager(folder: Path, kv: str) -> None:
-    recorded = outputs(folder, GREEDY, kv_cache_dtype=kv)
+def test_captured_equals_eager(folder: Path, kv: str) -> None:
+    captured = outputs(folder, GREEDY, kv_cache_dtype=kv)
     assert (
-        agreement(recorded, outputs(folder, GREEDY, kv_cache_dtype=kv, enforce_eager=True)) >= 0.8
+        agreement(captured, outputs(folder, GREEDY, kv_cache_dtype=kv, enforce_eager=True)) >= 0.8
     )
-    # Plans of the two loops differ, and a chunk sees its own keys as they are, others as codes.
-    apart = outputs(folder, GREEDY, kv_cache_dtype=kv, overlap=False)
-    assert agreement(recorded, apart) >= 0.8
+    # The two loops plan different chunks, and a chunk reads only its own keys unquantised.
+    not_overlapped = outputs(folder, GREEDY, kv_cache_dtype=kv, overlap=False)
+    assert agreement(captured, not_overlapped) >= 0.8
 
 
 def test_deterministic_alone_equals_any_batch(folder: Path) -> None:
     prompt = [(11 * i) % 1000 for i in range(150)]
-    siblings = [[(7 * i + j) % 1000 for j in range(2 + 23 * i)] for i in range(12)]
-    wish = SamplingParams(
+    others = [[(7 * i + j) % 1000 for j in range(2 + 23 * i)] for i in range(12)]
+    params = SamplingParams(
         temperature=0, max_tokens=50, ignore_eos=True, logprobs=1, deterministic=True
     )
     found = []
-    for prompts, more in [([prompt], {}), ([prompt, *siblings], {"max_num_batched_tokens": 48})]:
+    for prompts, more in [([prompt], {}), ([prompt, *others], {"max_num_batched_tokens": 48})]:
         options = {"num_blocks": 400, "max_num_seqs": 16, "kv_cache_dtype": "fp8", **more}
-        output = LLM(str(folder), load_format="dummy", **options).generate(prompts, wish)[0]
+        output = LLM(str(folder), load_format="dummy", **options).generate(prompts, params)[0]
         scores = [score.logprob for score in output.outputs[0].logprobs]
         found.append((output.outputs[0].token_ids, scores))
     assert found[0] == found[1]

@@ -1,4 +1,4 @@
-"""Products with quantised weights on a real GPU, against what their forms mean."""
+"""GEMMs with quantised weights on a GPU, against the definition of their forms."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from windlass.kernels import reference
+from windlass.kernels.gemm_io import InputQuant, Inputs, QuantisedInputs, UnscaledOutputs
 from windlass.kernels.linears import Linears
 from windlass.kernels.packed import Float8, Int4Group, Int8Group, pack_nibbles
-from windlass.kernels.plain_linear import PlainLinear
-from windlass.kernels.rounded import Inputs, Rounded, Rounding, Scaled
+from windlass.kernels.reference_linear import ReferenceLinear
 from windlass.quant.rounding import SCHEMES, quantise
 
 pytestmark = [
@@ -18,9 +18,7 @@ pytestmark = [
 ]
 
 CUDA = torch.device("cuda")
-E4M3 = (
-    0.03  # what rounding to three bits after the point costs a sum of normal numbers, and a little
-)
+E4M3 = 0.03  # relative error of a sum of normal values rounded to 3 mantissa bits, with a margin
 ROWS = [1, 7, 8, 9, 33, 64, 65, 256, 257]
 
 
@@ -33,29 +31,29 @@ def close(got: torch.Tensor, want: torch.Tensor, bound: float) -> None:
 @pytest.mark.parametrize("rows", ROWS)
 @pytest.mark.parametrize(("outputs", "size", "group"), [(960, 576, 64), (4096, 14336, 128)])
 @pytest.mark.parametrize(("bits", "activation"), [(4, "none"), (4, "token"), (8, "none")])
-@pytest.mark.parametrize("ordered", [False, True])
-def test_groups_of_whole_numbers(
-    rows: int, outputs: int, size: int, group: int, bits: int, activation, ordered: bool
+@pytest.mark.parametrize("permuted", [False, True])
+def test_group_wise_gemm(
+    rows: int, outputs: int, size: int, group: int, bits: int, activation, permuted: bool
 ) -> None:
     from windlass.kernels.triton.grouped_linear import GroupedLinear
 
     scales = (torch.rand(outputs, size // group, device=CUDA) + 0.5).half()
-    order = torch.randperm(size, device=CUDA) if ordered else None
+    perm = torch.randperm(size, device=CUDA) if permuted else None
     form: Int4Group | Int8Group
     if bits == 4:
         codes = pack_nibbles(torch.randint(0, 16, (outputs, size), device=CUDA))
-        form = Int4Group(codes, scales, -8 * scales, order, activation)
+        form = Int4Group(codes, scales, -8 * scales, perm, activation)
     else:
-        whole = torch.randint(-127, 128, (outputs, size), device=CUDA, dtype=torch.int8)
-        form = Int8Group(whole, scales / 16, perm=order)
+        codes = torch.randint(-127, 128, (outputs, size), device=CUDA, dtype=torch.int8)
+        form = Int8Group(codes, scales / 16, perm=perm)
     kernel = GroupedLinear()
     assert kernel.refuse(form, CUDA, torch.bfloat16) is None
-    product = kernel.prepare(form)
+    gemm = kernel.prepare(form)
     x = torch.randn(rows, size, device=CUDA).bfloat16()
     want = x.double() @ form.dequantise().double().T
     bound = 2**-8 if activation == "none" or rows <= 16 else 1.5 * E4M3
     for _ in "ab":
-        close(product.apply(x), want, bound)
+        close(gemm.apply(x), want, bound)
 
 
 @pytest.mark.parametrize("rows", ROWS)
@@ -63,7 +61,7 @@ def test_groups_of_whole_numbers(
 @pytest.mark.parametrize("per_output", [False, True])
 def test_fp8(rows: int, outputs: int, size: int, per_output: bool) -> None:
     from windlass.kernels.triton.fp8_linear import Fp8Linear
-    from windlass.kernels.triton.rounding import round_rows
+    from windlass.kernels.triton.quantise import quantise_rows
 
     codes = torch.randn(outputs, size, device=CUDA).to(torch.float8_e4m3fn)
     scales = torch.rand(outputs if per_output else 1, 1, device=CUDA) + 0.5
@@ -71,12 +69,12 @@ def test_fp8(rows: int, outputs: int, size: int, per_output: bool) -> None:
     kernel = Fp8Linear()
     assert kernel.refuse(form, CUDA, torch.bfloat16) is None
     x = torch.randn(rows, size, device=CUDA).bfloat16()
-    product = kernel.prepare(form)
+    gemm = kernel.prepare(form)
     exact = x.double() @ form.dequantise().double().T
-    want = PlainLinear().prepare(form).apply(x)
+    want = ReferenceLinear().prepare(form).apply(x)
     for _ in "ab":
-        close(product.apply(x), exact, E4M3)
-        close(product.apply(round_rows(x)), want, 2**-6)
+        close(gemm.apply(x), exact, E4M3)
+        close(gemm.apply(quantise_rows(x)), want, 2**-6)
 
 
 def fp8_form(outputs: int, size: int) -> Float8:
@@ -89,75 +87,75 @@ def randn(rows: int, size: int) -> torch.Tensor:
 
 
 def values(x: Inputs) -> torch.Tensor:
-    """What rounded inputs stand for."""
-    if isinstance(x, Rounded):
+    """Dequantise inputs."""
+    if isinstance(x, QuantisedInputs):
         return x.codes.float() * x.scales
     assert isinstance(x, torch.Tensor)
     return x
 
 
 class Norm:
-    """A norm before a product that wants its inputs rounded."""
+    """A norm before a GEMM that wants quantised inputs."""
 
     eps = 1e-5
 
-    def __init__(self, size: int, rounds: bool) -> None:
+    def __init__(self, size: int, quantises: bool) -> None:
         self.weight = torch.randn(size, device=CUDA).bfloat16()
-        self.rounds = rounds
+        self.quantises = quantises
 
-    def rounding(self, num_rows: int) -> Rounding | None:
+    def input_quant(self, num_rows: int) -> InputQuant | None:
         del num_rows
-        return Rounding("rows") if self.rounds else None
+        return InputQuant("rows") if self.quantises else None
 
-    def add(self, x: torch.Tensor | Scaled, residual: torch.Tensor | None) -> tuple:
+    def add(self, x: torch.Tensor | UnscaledOutputs, residual: torch.Tensor | None) -> tuple:
         from windlass.kernels.triton.norm import add_rms_norm
 
-        return add_rms_norm(x, residual, self.weight, self.eps, self.rounding(len(residual)))
+        return add_rms_norm(x, residual, self.weight, self.eps, self.input_quant(len(residual)))
 
 
-@pytest.mark.parametrize("rounds", [False, True])
+@pytest.mark.parametrize("quantises", [False, True])
 @pytest.mark.parametrize("rows", [1, 3, 8, 9, 16, 17, 300])
 @pytest.mark.parametrize(("outputs", "size"), [(960, 576), (4096, 1536)])
-def test_fp8_and_the_norm_behind_it(rows: int, outputs: int, size: int, rounds: bool) -> None:
+def test_fp8_with_a_norm(rows: int, outputs: int, size: int, quantises: bool) -> None:
     from windlass.kernels.triton.fp8_linear import Fp8Linear
 
-    form, norm = fp8_form(outputs, size), Norm(outputs, rounds)
+    form, norm = fp8_form(outputs, size), Norm(outputs, quantises)
     x = torch.randn(rows, size, device=CUDA).bfloat16()
     before = torch.randn(rows, outputs, device=CUDA).bfloat16()
-    plain = (x.double() @ form.dequantise().double().T).bfloat16()
-    want, want_residual = reference.add_rms_norm(plain, before.clone(), norm.weight, norm.eps)
-    product = Fp8Linear().prepare(form)
+    unfused = (x.double() @ form.dequantise().double().T).bfloat16()
+    want, want_residual = reference.add_rms_norm(unfused, before.clone(), norm.weight, norm.eps)
+    gemm = Fp8Linear().prepare(form)
     for _ in "ab":
-        got, residual = product.then(x, before.clone(), norm)
-        assert isinstance(got, Rounded) == rounds
-        close(values(got), want, 2 * E4M3 if rounds else E4M3)
+        got, residual = gemm.then(x, before.clone(), norm)
+        assert isinstance(got, QuantisedInputs) == quantises
+        close(values(got), want, 2 * E4M3 if quantises else E4M3)
         close(residual, want_residual, E4M3)
 
 
-@pytest.mark.parametrize("rounded", [False, True])
+@pytest.mark.parametrize("quantised", [False, True])
 @pytest.mark.parametrize("rows", [1, 16, 17, 300])
 @pytest.mark.parametrize(("width", "size"), [(480, 576), (1536, 1024)])
-def test_fp8_gate(rows: int, width: int, size: int, rounded: bool) -> None:
+def test_fp8_gate(rows: int, width: int, size: int, quantised: bool) -> None:
     from windlass.kernels.triton.fp8_linear import Fp8Linear
     from windlass.kernels.triton.norm import silu_mul
-    from windlass.kernels.triton.rounding import round_rows
+    from windlass.kernels.triton.quantise import quantise_rows
 
     form = fp8_form(2 * width, size)
     x = torch.randn(rows, size, device=CUDA).bfloat16()
     want = reference.silu_mul((x.double() @ form.dequantise().double().T).bfloat16())
-    product = Fp8Linear().prepare(form)
-    got = product.gated(round_rows(x) if rounded else x, silu_mul)
+    gemm = Fp8Linear().prepare(form)
+    got = gemm.gated(quantise_rows(x) if quantised else x, silu_mul)
     close(values(got), want, 2 * E4M3)
     if rows > 16:
-        codes = product.gated(x, lambda y: silu_mul(y, rounding=Rounding("rows")))
-        assert isinstance(codes, Rounded)
+        codes = gemm.gated(x, lambda y: silu_mul(y, input_quant=InputQuant("rows")))
+        assert isinstance(codes, QuantisedInputs)
         close(values(codes), want, 3 * E4M3)
 
 
 @pytest.mark.parametrize("activation", ["none", "token"])
 @pytest.mark.parametrize("rows", [1, 16, 17, 64, 65, 300])
 def test_int4_between_a_norm_and_a_gate(rows: int, activation) -> None:
-    """Inputs come rounded where the product asks for it."""
+    """The norm quantises its outputs if the GEMM wants it."""
     from windlass.kernels.triton.grouped_linear import GroupedLinear
     from windlass.kernels.triton.norm import rms_norm, silu_mul
 
@@ -165,25 +163,25 @@ def test_int4_between_a_norm_and_a_gate(rows: int, activation) -> None:
     codes = pack_nibbles(torch.randint(0, 16, (outputs, size), device=CUDA))
     scales = (torch.rand(outputs, size // group, device=CUDA) + 0.5).half() / 64
     form = Int4Group(codes, scales, -8 * scales, None, activation)
-    product = GroupedLinear().prepare(form)
+    gemm = GroupedLinear().prepare(form)
     x, gains = randn(rows, size), torch.ones(size, device=CUDA).bfloat16()
     plain = rms_norm(x, gains, 1e-5)
     want = reference.silu_mul((plain.double() @ form.dequantise().double().T).bfloat16())
-    normed = rms_norm(x, gains, 1e-5, product.rounding(rows))
+    normed = rms_norm(x, gains, 1e-5, gemm.input_quant(rows))
     bound = 2**-7 if activation == "none" or rows <= 16 else 2 * E4M3
-    close(values(product.gated(normed, silu_mul)), want, bound)
+    close(values(gemm.gated(normed, silu_mul)), want, bound)
 
 
 @pytest.mark.parametrize("rows", ROWS)
 @pytest.mark.parametrize(("outputs", "size"), [(960, 576), (4096, 14336)])
 @pytest.mark.parametrize("name", ["w8a8", "fp8-block", "nf4"])
 def test_other_forms(name: str, rows: int, outputs: int, size: int) -> None:
-    """As the plain version; inputs of e4m3 may be rounded to a neighbour."""
+    """Equal to the reference; e4m3 inputs may be rounded to a neighbouring code."""
     form = quantise(torch.randn(outputs, size, device=CUDA), SCHEMES[name])
-    held = Linears(CUDA, torch.bfloat16).hold(form)
+    packed = Linears(CUDA, torch.bfloat16).prepare(form)
     if name != "nf4" or size % 128 == 0:
-        assert held.kernel.startswith("triton")
+        assert packed.kernel.startswith("triton")
     x = randn(rows, size)
-    want = PlainLinear().prepare(form).apply(x)
+    want = ReferenceLinear().prepare(form).apply(x)
     for _ in "ab":
-        close(held.prepared.apply(x), want, 2**-7)
+        close(packed.prepared.apply(x), want, 2**-7)

@@ -1,4 +1,4 @@
-"""Cases for the compiler: the kernels of adapters, of guesses and of their verification."""
+"""Compile cases of the LoRA, drafting and verification kernels."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 from windlass.kernels.triton import (
     eagle,
-    lora_codes,
+    lora_int8,
     lora_kernels,
     lora_tiles,
     medusa,
@@ -19,7 +19,7 @@ EAGLE = ("table", "hidden", "gains", "hidden_gains", "out")
 
 
 def lora_case(function: Any, codes: bool = False, **constants: int) -> tuple:
-    """One of the kernels of adapters, for the three parts of q, k and v or as many as are given."""
+    """A LoRA kernel, for the three parts q, k and v by default."""
     signature = {
         **dict.fromkeys(("x", "y", "down", "up", "out"), X),
         **dict.fromkeys(("ranks", "slots", "tiles"), I),
@@ -30,70 +30,70 @@ def lora_case(function: Any, codes: bool = False, **constants: int) -> tuple:
     signature |= {"residual": X, "gains": X, "eps": "fp32"}
     if codes:
         signature |= {"down": "*i8", "up": "*i8", "scales": F}
-    own = {name: kind for name, kind in signature.items() if name in function.arg_names}
-    usual = {"PARTS": 3, "MOST": 64, "FETCH": True, "UNIT": 16, "SCALED": codes}
-    constants = {**usual, "BY_OUTPUT": False, "ASM": True, **constants}
+    used = {name: kind for name, kind in signature.items() if name in function.arg_names}
+    defaults = {"PARTS": 3, "MAX_RANK": 64, "PREFETCH": True, "UNIT": 16, "SCALED": codes}
+    constants = {**defaults, "BY_OUTPUT": False, "ASM": True, **constants}
     constants = {name: value for name, value in constants.items() if name in function.arg_names}
-    # A token by itself is one warp's, but for the inputs of codes.
-    warps = 4 if "ROWS" in constants or function is lora_codes.shrink_codes_kernel else 1
+    # Single-token kernels have one warp, except the int8 shrink kernel.
+    warps = 4 if "ROWS" in constants or function is lora_int8.shrink_codes_kernel else 1
     if "WIDTH" in constants:
         warps = 8 if codes else 16
-    return function, own, constants, {"num_warps": warps}
+    return function, used, constants, {"num_warps": warps}
 
 
-def with_others(name: str, function: Any, **constants: int) -> dict[str, tuple]:
-    """A kernel around a verification, without and with alternatives: arrays of int32, and numbers."""
+def with_siblings(name: str, function: Any, **constants: int) -> dict[str, tuple]:
+    """A verification kernel without and with siblings; its arguments are int32 arrays and scalars."""
     numbers = ("padding", "back_stride")
     names = [arg for arg in function.arg_names if not arg.isupper()]
     signature = {arg: "i32" if arg in numbers else I for arg in names}
-    given = {"WIDTH": 5, "PAD": 8, **constants}
+    sizes = {"WIDTH": 5, "PAD": 8, **constants}
     return {
-        f"{name}, {siblings} others": (
-            *(function, signature, {**given, "SIBLINGS": siblings}, {"num_warps": 1}),
+        f"{name}, {siblings} siblings": (
+            *(function, signature, {**sizes, "SIBLINGS": siblings}, {"num_warps": 1}),
         )
         for siblings in (0, 2)
     }
 
 
-GUESSES_AND_ADAPTERS = {
+LORA_AND_SPECULATION = {
     "lora shrink": lora_case(lora_kernels.shrink_kernel, BLOCK_K=256),
     "lora expand": lora_case(lora_kernels.expand_kernel, SPLITS=16, OUTPUTS=256),
     "lora expand, gated": lora_case(
         lora_kernels.expand_gated_kernel, PARTS=2, SPLITS=16, OUTPUTS=256
     ),
-    "lora shrink of a piece": lora_case(lora_tiles.shrink_tile_kernel, ROWS=64, BLOCK_K=128),
-    "lora expand of a piece": lora_case(lora_tiles.expand_tile_kernel, ROWS=64, OUTPUTS=64),
-    "lora shrink, codes": lora_case(lora_codes.shrink_codes_kernel, True, BLOCK_K=1024, ASM=True),
-    "lora expand, codes": lora_case(lora_kernels.expand_kernel, True, SPLITS=16, OUTPUTS=256),
-    "lora expand, gated, codes": lora_case(
+    "lora shrink of a tile": lora_case(lora_tiles.shrink_tile_kernel, ROWS=64, BLOCK_K=128),
+    "lora expand of a tile": lora_case(lora_tiles.expand_tile_kernel, ROWS=64, OUTPUTS=64),
+    "lora shrink, int8": lora_case(lora_int8.shrink_codes_kernel, True, BLOCK_K=1024, ASM=True),
+    "lora expand, int8": lora_case(lora_kernels.expand_kernel, True, SPLITS=16, OUTPUTS=256),
+    "lora expand, gated, int8": lora_case(
         lora_kernels.expand_gated_kernel, True, PARTS=2, SPLITS=16, OUTPUTS=256
     ),
-    "lora expand, codes by output": lora_case(
-        lora_kernels.expand_kernel, True, SPLITS=16, OUTPUTS=256, MOST=16, BY_OUTPUT=True
+    "lora expand, int8 by output": lora_case(
+        lora_kernels.expand_kernel, True, SPLITS=16, OUTPUTS=256, MAX_RANK=16, BY_OUTPUT=True
     ),
-    "lora expand, gated, codes by output": lora_case(
+    "lora expand, gated, int8 by output": lora_case(
         lora_kernels.expand_gated_kernel,
         True,
-        **{"PARTS": 2, "SPLITS": 16, "OUTPUTS": 256, "MOST": 16, "BY_OUTPUT": True},
+        **{"PARTS": 2, "SPLITS": 16, "OUTPUTS": 256, "MAX_RANK": 16, "BY_OUTPUT": True},
     ),
     "lora expand, norm": lora_case(
-        lora_kernels.expand_norm_kernel, SPLITS=16, SIZE=4096, WIDTH=4096, MOST=16
+        lora_kernels.expand_norm_kernel, SPLITS=16, SIZE=4096, WIDTH=4096, MAX_RANK=16
     ),
-    "lora expand, norm, codes by output": lora_case(
+    "lora expand, norm, int8 by output": lora_case(
         lora_kernels.expand_norm_kernel,
         True,
-        **{"SPLITS": 32, "SIZE": 4096, "WIDTH": 4096, "MOST": 16, "BY_OUTPUT": True},
+        **{"SPLITS": 32, "SIZE": 4096, "WIDTH": 4096, "MAX_RANK": 16, "BY_OUTPUT": True},
     ),
-    "lora shrink of a piece, codes": lora_case(
+    "lora shrink of a tile, int8": lora_case(
         lora_tiles.shrink_tile_kernel, True, ROWS=64, BLOCK_K=128
     ),
-    "lora expand of a piece, codes": lora_case(
+    "lora expand of a tile, int8": lora_case(
         lora_tiles.expand_tile_kernel, True, ROWS=64, OUTPUTS=64
     ),
     **{
         f"medusa block, {rows} rows": (
             medusa.medusa_block_kernel,
-            {**dict.fromkeys(("x", "weight", "bias", "out"), X), "places": I}
+            {**dict.fromkeys(("x", "weight", "bias", "out"), X), "indices": I}
             | dict.fromkeys(("M", "head_stride"), "i32"),
             {"SIZE": 576, "ROWS": rows, "OUTPUTS": 32, "BLOCK_K": 64},
             {},
@@ -112,7 +112,7 @@ GUESSES_AND_ADAPTERS = {
     },
     "medusa join": (
         medusa.medusa_join_kernel,
-        {"best": F, "best_at": I, "offsets": L, "guesses": I}
+        {"best": F, "best_at": I, "offsets": L, "drafts": I}
         | dict.fromkeys(("M", "heads", "tiles"), "i32"),
         {"COUNT": 3, "SIBLINGS": 2, "TILES": 512},
         {},
@@ -120,14 +120,14 @@ GUESSES_AND_ADAPTERS = {
     "typical": (
         typical.typical_kernel,
         {"logits": X, **dict.fromkeys(("sampling", "floors"), F)}
-        | dict.fromkeys(("slots", "guesses", "sampled"), I)
+        | dict.fromkeys(("slots", "drafts", "sampled"), I)
         | {"size": "i32", "stride": "i32", "epsilon": "fp32"},
         {"TILE": 2048},
         {"num_warps": 8},
     ),
-    **with_others("verify inputs", verify.verify_inputs_kernel),
-    **with_others("keep", verify.keep_kernel),
-    **with_others("follow", verify.follow_kernel, NEXT=5, DEPTH=4),
+    **with_siblings("verify inputs", verify.verify_inputs_kernel),
+    **with_siblings("keep", verify.keep_kernel),
+    **with_siblings("write next", verify.write_next_kernel, NEXT=5, DEPTH=4),
     "adopt": (
         verify.adopt_kernel,
         {"pages": X, **dict.fromkeys(("inputs", "chosen", "tables"), I)}
@@ -144,7 +144,7 @@ GUESSES_AND_ADAPTERS = {
     "eagle select": (
         eagle.eagle_select_kernel,
         {
-            **dict.fromkeys(("places", "positions", "slots", "positions_out", "slots_out"), I),
+            **dict.fromkeys(("indices", "positions", "slots", "positions_out", "slots_out"), I),
             **dict.fromkeys(("normed", "hidden", "normed_out", "hidden_out"), X),
         },
         {"SIZE": 576, "WIDTH": 1024},
@@ -154,7 +154,13 @@ GUESSES_AND_ADAPTERS = {
         eagle.eagle_advance_kernel,
         {
             **dict.fromkeys(("tokens", "positions", "positions_out"), I),
-            **{"logits": X, "offsets": L, "eps": "fp32", "num_logits": "i32", "longest": "i32"},
+            **{
+                "logits": X,
+                "offsets": L,
+                "eps": "fp32",
+                "num_logits": "i32",
+                "max_positions": "i32",
+            },
             **dict.fromkeys(EAGLE, X),
         },
         {"SIZE": 4096, "WIDTH": 4096, "TILE": 2048},

@@ -1,4 +1,4 @@
-"""Runs cases that need Triton's interpreter, which a process has or has not."""
+"""Runs cases in Triton's interpreter, which is enabled for a whole process."""
 
 from __future__ import annotations
 
@@ -24,15 +24,17 @@ def _run(files: list[Path]) -> subprocess.CompletedProcess[str]:
 
 @pytest.fixture(scope="session")
 def interpreted(request: pytest.FixtureRequest) -> Iterator[Check]:
-    """Checks the cases of a file, and of those that run with it: all files that will be asked for
-    begin at once, in two processes, since each keeps one core busy.
+    """Check that a file's cases passed in the interpreter.
+
+    All collected files start at once, in two processes of one core each. A failure in one file fails
+    every file of its process.
     """
     items = request.session.items
     files = sorted({item.path for item in items if "interpreted" in item.fixturenames})
     with ThreadPoolExecutor(2) as pool:
         running = {}
-        for some in (files[::2], files[1::2]):
-            running |= dict.fromkeys(some, pool.submit(_run, some)) if some else {}
+        for half in (files[::2], files[1::2]):
+            running |= dict.fromkeys(half, pool.submit(_run, half)) if half else {}
 
         def check(file: str) -> None:
             done = running[Path(file)].result()

@@ -1,4 +1,4 @@
-"""torch's fused attention against the plain version, over shapes with 1, odd sizes and prefixes."""
+"""torch's fused attention against the reference, for single tokens, odd sizes and prefixes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ CPU = torch.device("cpu")
 def make_batch(
     rows: list[tuple[int, int]], kv_heads: int, dim: int, size: int
 ) -> tuple[LayerKV, StepBatch]:
-    """Rows of (start, count) over shuffled pages full of noise."""
+    """Rows of (start, count) over shuffled pages of random values."""
     random = torch.Generator().manual_seed(3)
     needed = [-(-(start + count) // size) for start, count in rows]
     num_blocks = sum(needed) + 3
@@ -44,7 +44,7 @@ def make_batch(
         [(5, 1), (0, 9), (16, 16), (40, 1), (31, 2)],
     ],
 )
-def test_fused_equals_plain(rows, heads, kv_heads, dim, window) -> None:
+def test_fused_equals_reference(rows, heads, kv_heads, dim, window) -> None:
     kv, batch = make_batch(rows, kv_heads, dim, size=16)
     queries = torch.randn(sum(c for _, c in rows), heads, dim)
     want = reference.attention(queries, kv, batch, dim**-0.5, window)
@@ -52,7 +52,7 @@ def test_fused_equals_plain(rows, heads, kv_heads, dim, window) -> None:
     torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-4)
 
 
-def test_a_row_does_not_depend_on_its_neighbours() -> None:
+def test_row_does_not_depend_on_other_rows() -> None:
     kv, batch = make_batch([(20, 1), (3, 4), (50, 1)], 2, 32, size=8)
     queries = torch.randn(6, 4, 32)
     together = torch_attention.attention(queries, kv, batch, 0.2)
@@ -69,19 +69,19 @@ def test_a_row_does_not_depend_on_its_neighbours() -> None:
         torch.testing.assert_close(got, together[part], atol=1e-5, rtol=1e-4)
 
 
-def test_a_soft_cap_bounds_the_scores() -> None:
+def test_soft_cap_bounds_the_scores() -> None:
     kv, batch = make_batch([(10, 3)], 1, 16, size=4)
     queries = torch.randn(3, 2, 16) * 100
-    plain = reference.attention(queries, kv, batch, 1.0)
+    uncapped = reference.attention(queries, kv, batch, 1.0)
     capped = reference.attention(queries, kv, batch, 1.0, soft_cap=0.01)
     flat = torch.stack(
         [reference.read_row(kv, batch.tables[0], n)[1][0].mean(0) for n in (11, 12, 13)]
     )
     torch.testing.assert_close(capped[:, 0], flat, atol=0.05, rtol=0.05)
-    assert (plain - capped).abs().max() > 0.1
+    assert (uncapped - capped).abs().max() > 0.1
 
 
-def test_copies_read_every_source_before_a_target_is_written() -> None:
+def test_copy_reads_all_sources_before_it_writes() -> None:
     cache = KVCache(2, (4, 1, 2, 3), torch.float32, CPU)
     for layer in cache.layers:
         layer.keys[:] = torch.arange(4.0)[:, None, None, None]
@@ -90,7 +90,7 @@ def test_copies_read_every_source_before_a_target_is_written() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_pages_start_as_zeros_of_their_type(dtype: torch.dtype) -> None:
+def test_pages_are_zero_and_have_their_dtype(dtype: torch.dtype) -> None:
     cache = KVCache(1, (3, 2, 4, 8), dtype, CPU)
     assert cache.layers[0].keys.dtype == dtype
     assert not cache.layers[0].values.any()

@@ -1,4 +1,4 @@
-"""Every Triton kernel compiles for an H100 or H200 on a machine without one, and spills nothing."""
+"""Every Triton kernel compiles for sm_90 without a GPU, and spills no registers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 from triton.runtime import JITFunction  # noqa: E402
 
-from tests.kernels.compile_cases import GUESSES_AND_ADAPTERS  # noqa: E402
+from tests.kernels.compile_cases import LORA_AND_SPECULATION  # noqa: E402
 from windlass.kernels import triton as kernels  # noqa: E402
 from windlass.kernels.triton import (  # noqa: E402
     attention,
@@ -41,13 +41,13 @@ ALIGNED = (
     *("N", "K", "K_PAD", "N0", "N1", "N2", "span"),
     *("table_stride", "stride", "width", "size"),
 )
-SHARED_BYTES = 227 * 1024  # that one program may have
-# Sums of 128 rows by 256 features fill the registers; nothing that a program reads again and again.
+MAX_SHARED_BYTES = 227 * 1024  # per program
+# Accumulators of 128 rows by 256 dimensions fill the registers; the inner loop does not spill.
 MAY_SPILL = {"prefill fp8 256": 256}
 
 DECODE = {
     **dict.fromkeys(("queries", "keys", "values", "out"), X),
-    **dict.fromkeys(("part_out", "part_max", "part_sum"), F),
+    **dict.fromkeys(("split_out", "split_max", "split_sum"), F),
     **dict.fromkeys(("counters", "singles", "positions", "token_slots", "tables"), I),
     **{"table_stride": "i32", "scale": "fp32", "cap": "fp32", "window": "i32"},
     **{"width": "i32", "spare": "i32", "cos_sin": F, "q_weight": X, "k_weight": X, "eps": "fp32"},
@@ -62,14 +62,14 @@ ROPE = {
     **dict.fromkeys(("positions", "token_slots", "tables"), I),
     **{"cos_sin": F, "table_stride": "i32", "eps": "fp32"},
 }
-PRODUCT = {
+GEMM = {
     **dict.fromkeys(("x", "weight", "out", "residual", "gains", "normed"), X),
-    **{"eps": "fp32", "M": "i32", "N": "i32", "K": "i32", "fetched": "i32"},
+    **{"eps": "fp32", "M": "i32", "N": "i32", "K": "i32", "prefetched": "i32"},
 }
 
 
 def paged(signature: dict[str, str], codes: str | None) -> tuple[dict[str, str], dict[str, None]]:
-    """A kernel's signature and constants for pages of numbers, or of codes with scales."""
+    """A kernel's signature and constants for unquantised pages, or for codes with scales."""
     scales = ("key_scales", "value_scales")
     if codes is None:
         return signature, dict.fromkeys(scales)
@@ -126,45 +126,65 @@ def rotate(normed: bool, codes: str | None = None, raw: bool = False) -> tuple:
     return rope.rope_write_kernel, signature, constants, {"num_warps": 1}
 
 
-def product(rows: int, outputs: int, split: bool, stages: int, at_once: int = 0) -> tuple:
-    signature = {**PRODUCT, "parts": F, "counters": I, "splits": "i32"}
+def skinny_gemm(rows: int, outputs: int, split: bool, stages: int, norm_rows: int = 0) -> tuple:
+    signature = {**GEMM, "partial_sums": F, "counters": I, "splits": "i32"}
     constants = {"SPLIT": split, "ROWS": rows, "OUTPUTS": outputs, "BLOCK_K": 128}
-    constants = {**constants, "AT_ONCE": at_once, "WIDTH": 4096 if at_once else 1}
+    constants = {**constants, "NORM_ROWS": norm_rows, "WIDTH": 4096 if norm_rows else 1}
     return skinny.skinny_linear_kernel, signature, constants, {"num_stages": stages}
 
 
-def fp8_product(rounded: bool, even: bool, split: bool, at_once: int = 0) -> tuple:
-    signature = {**PRODUCT, "parts": F, "counters": I, "splits": "i32", "codes": FP8, "scales": F}
+def fp8_gemm(quantised: bool, even: bool, split: bool, norm_rows: int = 0) -> tuple:
+    signature = {
+        **GEMM,
+        "partial_sums": F,
+        "counters": I,
+        "splits": "i32",
+        "codes": FP8,
+        "scales": F,
+    }
     constants = {"SPLIT": split, "ROWS": 16, "OUTPUTS": 64, "BLOCK_K": 128, "EVEN": even}
-    constants = {**constants, "AT_ONCE": at_once, "WIDTH": 4096 if at_once else 1}
-    if rounded:
+    constants = {**constants, "NORM_ROWS": norm_rows, "WIDTH": 4096 if norm_rows else 1}
+    if quantised:
         signature = {**signature, "x": FP8, "x_scales": F}
-    if at_once:
+    if norm_rows:
         signature = {**signature, "normed": FP8, "normed_scales": F}
-    return fp8_kernels.fp8_linear_kernel, signature, constants, {"num_stages": 6 if rounded else 4}
+    return (
+        fp8_kernels.fp8_linear_kernel,
+        signature,
+        constants,
+        {"num_stages": 6 if quantised else 4},
+    )
 
 
-def fp8_gated(rounded: bool) -> tuple:
-    signature = {**PRODUCT, "codes": FP8, "scales": F}
-    if rounded:
+def fp8_gated(quantised: bool) -> tuple:
+    signature = {**GEMM, "codes": FP8, "scales": F}
+    if quantised:
         signature = {**signature, "x": FP8, "x_scales": F}
     constants = {"ROWS": 16, "OUTPUTS": 64, "BLOCK_K": 128, "EVEN": True}
-    return fp8_kernels.fp8_gated_kernel, signature, constants, {"num_stages": 3 if rounded else 4}
+    return fp8_kernels.fp8_gated_kernel, signature, constants, {"num_stages": 3 if quantised else 4}
 
 
-def grouped_product(bits: int, group: int, half: int, rows: int, planes: int = 2) -> tuple:
+def grouped_gemm(bits: int, group: int, half: int, rows: int, planes: int = 2) -> tuple:
     signature = {"x": "*i8", "codes": "*u8" if bits == 4 else "*i8", "out": X}
-    signature = {**signature, **dict.fromkeys(("x_scales", "x_sums", "parts"), F), "counters": I}
+    signature = {
+        **signature,
+        **dict.fromkeys(("x_scales", "x_sums", "partial_sums"), F),
+        "counters": I,
+    }
     signature = {**signature, "scales": "*fp16", "offsets": "*fp16"}
-    signature = {**signature, **dict.fromkeys(("M", "N", "K_PAD", "splits", "fetched"), "i32")}
+    signature = {**signature, **dict.fromkeys(("M", "N", "K_PAD", "splits", "prefetched"), "i32")}
     constants = {"BITS": bits, "GROUP": group, "HALF": half, "PLANES": planes, "SPLIT": True}
     constants = {**constants, "ROWS": rows, "OUTPUTS": 64, "EVEN": True, "INLINE": True}
     return grouped.grouped_linear_kernel, signature, constants, {"num_stages": 3}
 
 
-def eight_bit_product(codes: str, in_blocks: bool) -> tuple:
+def eight_bit_gemm(codes: str, in_blocks: bool) -> tuple:
     signature = {**dict.fromkeys(("x", "codes"), codes), "out": X}
-    signature = {**signature, **dict.fromkeys(("x_scales", "scales", "parts"), F), "counters": I}
+    signature = {
+        **signature,
+        **dict.fromkeys(("x_scales", "scales", "partial_sums"), F),
+        "counters": I,
+    }
     signature = {**signature, **dict.fromkeys(("M", "N", "K", "splits"), "i32")}
     constants = {"BLOCKS": in_blocks, "SPLIT": True, "ROWS": 64, "OUTPUTS": 64, "BLOCK_K": 128}
     return eight_bit.eight_bit_kernel, signature, constants, {"num_stages": 4}
@@ -172,11 +192,11 @@ def eight_bit_product(codes: str, in_blocks: bool) -> tuple:
 
 def gated(rows: int, outputs: int, stages: int) -> tuple:
     constants = {"ROWS": rows, "OUTPUTS": outputs, "BLOCK_K": 128}
-    return skinny.skinny_gated_kernel, PRODUCT, constants, {"num_stages": stages}
+    return skinny.skinny_gated_kernel, GEMM, constants, {"num_stages": stages}
 
 
 SAMPLE = {"logits": X, "sampling": F, "slots": I, "thresholds": F, "size": "i32", "stride": "i32"}
-PART = {**SAMPLE, "seeds": L, "positions": I, "best": F, "best_at": I}
+SPLIT = {**SAMPLE, "seeds": L, "positions": I, "best": F, "best_at": I}
 JOIN = {"best": F, "best_at": I, "slots": I, "tokens": I, "last_tokens": I}
 INPUTS = {
     **dict.fromkeys(("inputs", "last_tokens", "tables", "ids", "positions", "slots"), I),
@@ -185,10 +205,10 @@ INPUTS = {
 NORM = {"x": X, "weight": X, "out": X, "eps": "fp32"}
 
 
-def table_product(rows: int, group: int, super_group: int) -> tuple:
+def codebook_gemm(rows: int, group: int, super_group: int) -> tuple:
     signature = {
         **dict.fromkeys(("x", "out"), X),
-        **{"codes": "*u8", "table": F, "scales": "*fp16", "parts": F, "counters": I},
+        **{"codes": "*u8", "table": F, "scales": "*fp16", "partial_sums": F, "counters": I},
         **dict.fromkeys(("M", "N", "K", "splits"), "i32"),
     }
     if super_group > group:
@@ -210,43 +230,43 @@ CASES = {
         {"SIZE": 576, "WIDTH": 1024},
         {},
     ),
-    "add_rms_norm of a raw product, rounded": (
+    "add_rms_norm of unscaled outputs, quantised": (
         norm.add_rms_norm_kernel,
         {**NORM, "residual": X, "x_rows": F, "x_columns": F, "out": FP8, "out_scales": F},
         {"SIZE": 4096, "WIDTH": 4096},
         {"num_warps": 8},
     ),
     "silu_mul": (norm.silu_mul_kernel, {"gate_up": X, "out": X}, {"SIZE": 1536, "WIDTH": 1024}, {}),
-    "silu_mul of a raw product, rounded": (
+    "silu_mul of unscaled outputs, quantised": (
         norm.silu_mul_kernel,
         {"gate_up": X, "rows": F, "columns": F, "out": FP8, "out_scales": F},
         {"SIZE": 14336, "WIDTH": 16384},
         norm._silu_options(True, True),
     ),
-    "silu_mul rounded": (
+    "silu_mul quantised": (
         norm.silu_mul_kernel,
         {"gate_up": X, "out": FP8, "out_scales": F},
         {"SIZE": 14336, "WIDTH": 16384},
         norm._silu_options(True, False),
     ),
-    "int4 product": grouped_product(4, 128, 128, 8),
-    "int4 product of many rows": grouped_product(4, 128, 128, 64, planes=1),
-    "int4 product of many rows in two planes": grouped_product(4, 128, 128, 64),
-    "int4 product, groups of 64": grouped_product(4, 64, 64, 16),
-    "int8 product, groups of 32": grouped_product(8, 32, 32, 8),
-    "int8 product": eight_bit_product("*i8", False),
-    "fp8 product in blocks": eight_bit_product(FP8, True),
-    "table product": table_product(64, 64, 64),
-    "table product with sub-scales": table_product(16, 32, 256),
-    "table product with sub-scales, groups of 16": table_product(64, 16, 256),
-    "fp8 product": fp8_product(True, True, True),
-    "fp8 product with a norm": fp8_product(True, True, True, at_once=1),
-    "fp8 product that rounds": fp8_product(False, True, True),
-    "fp8 product that rounds, odd, with a norm": fp8_product(False, False, False, at_once=1),
+    "int4 GEMM": grouped_gemm(4, 128, 128, 8),
+    "int4 GEMM of many rows": grouped_gemm(4, 128, 128, 64, planes=1),
+    "int4 GEMM of many rows in two planes": grouped_gemm(4, 128, 128, 64),
+    "int4 GEMM, groups of 64": grouped_gemm(4, 64, 64, 16),
+    "int8 GEMM, groups of 32": grouped_gemm(8, 32, 32, 8),
+    "int8 GEMM": eight_bit_gemm("*i8", False),
+    "fp8 GEMM in blocks": eight_bit_gemm(FP8, True),
+    "codebook GEMM": codebook_gemm(64, 64, 64),
+    "codebook GEMM with sub-scales": codebook_gemm(16, 32, 256),
+    "codebook GEMM with sub-scales, groups of 16": codebook_gemm(64, 16, 256),
+    "fp8 GEMM": fp8_gemm(True, True, True),
+    "fp8 GEMM with a norm": fp8_gemm(True, True, True, norm_rows=1),
+    "fp8 GEMM that quantises": fp8_gemm(False, True, True),
+    "fp8 GEMM that quantises, odd, with a norm": fp8_gemm(False, False, False, norm_rows=1),
     "fp8 gated": fp8_gated(True),
-    "fp8 gated that rounds": fp8_gated(False),
+    "fp8 gated that quantises": fp8_gated(False),
     "rope_write": rotate(False),
-    "rope_write of a raw product": rotate(False, FP8, raw=True),
+    "rope_write of unscaled outputs": rotate(False, FP8, raw=True),
     "rope_write normed": rotate(True),
     "rope_write fp8": rotate(False, FP8),
     "rope_write int8": rotate(True, "*i8"),
@@ -257,7 +277,7 @@ CASES = {
     "decode raw": decode(128, 128, 2, raw=True),
     "decode raw normed": decode(64, 64, 8, raw=True, normed=True),
     "decode raw wide": decode(64, 64, 8, raw=True, wide=True),
-    "decode raw with others": decode(64, 64, 8, raw=True, wide=True, siblings=2),
+    "decode raw with siblings": decode(64, 64, 8, raw=True, wide=True, siblings=2),
     "decode fp8": decode(128, 128, 1, codes=FP8),
     "decode fp8 special": decode(96, 128, 8, True, codes=FP8),
     "decode fp8 256": decode(256, 256, 4, codes=FP8),
@@ -275,11 +295,11 @@ CASES = {
     "prefill fp8 fresh": prefill(128, 128, codes=FP8, fresh=True),
     "prefill fp8 fresh special": prefill(64, 64, True, FP8, fresh=True),
     "prefill int8": prefill(128, 128, codes="*i8"),
-    "skinny few": product(16, 32, False, 8),
-    "skinny split": product(16, 64, True, 4),
-    "skinny many": product(64, 128, True, 3),
-    "skinny with a norm": product(16, 32, False, 4, at_once=1),
-    "skinny split with a norm": product(16, 32, True, 4, at_once=1),
+    "skinny few": skinny_gemm(16, 32, False, 8),
+    "skinny split": skinny_gemm(16, 64, True, 4),
+    "skinny many": skinny_gemm(64, 128, True, 3),
+    "skinny with a norm": skinny_gemm(16, 32, False, 4, norm_rows=1),
+    "skinny split with a norm": skinny_gemm(16, 32, True, 4, norm_rows=1),
     "gated few": gated(16, 64, 4),
     "gated many": gated(64, 64, 4),
     "gated many wide": gated(64, 128, 2),
@@ -294,9 +314,9 @@ CASES = {
         {"num_warps": 8, "num_stages": 4},
     ),
     "threshold": (sample.sample_threshold_kernel, SAMPLE, {"TILE": 2048}, {"num_warps": 8}),
-    "part": (sample.sample_part_kernel, PART, {"PARTS": 8, "TILE": 2048}, {}),
-    "join": (sample.sample_join_kernel, JOIN, {"PARTS": 8}, {"num_warps": 1}),
-    **GUESSES_AND_ADAPTERS,
+    "split": (sample.sample_split_kernel, SPLIT, {"SPLITS": 8, "TILE": 2048}, {}),
+    "join": (sample.sample_join_kernel, JOIN, {"SPLITS": 8}, {"num_warps": 1}),
+    **LORA_AND_SPECULATION,
     "inputs": (sample.decode_inputs_kernel, INPUTS, {"SIZE": 16}, {"num_warps": 1}),
 }
 
@@ -311,14 +331,14 @@ def test_compiles_without_spills(name: str, tmp_path: Path) -> None:
         for i, key in enumerate(names)
         if full[key].startswith("*") or key in ALIGNED
     }
-    # A pointer that the case does not name is absent.
+    # A pointer that is not in the signature is None.
     absent = {key: None for key, kind in full.items() if kind == "constexpr"}
     constants = {**absent, **constants, "PDL": True}
     options = {**options, "launch_pdl": True}
     values = {(names.index(key),): value for key, value in constants.items()}
     source = ASTSource(function, full, constexprs=values, attrs=aligned)
     kernel = triton.compile(source, target=HOPPER, options=options)
-    assert kernel.metadata.shared <= SHARED_BYTES
+    assert kernel.metadata.shared <= MAX_SHARED_BYTES
     binary = tmp_path / "kernel.cubin"
     binary.write_bytes(kernel.asm["cubin"])
     tool = shutil.which("cuobjdump", path=str(TOOLS))

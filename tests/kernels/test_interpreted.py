@@ -1,7 +1,7 @@
-"""Triton kernels run in Triton's interpreter on the CPU, in float32, against their plain versions.
+"""Triton kernels in Triton's interpreter on the CPU, in float32, against the reference.
 
-The interpreter is chosen by an environment variable when kernels are defined, so the cases run in
-a process of their own, which is this same file.
+An environment variable enables the interpreter when kernels are defined, so the cases of this file
+run in a separate process.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from tests.kernels.conftest import Check
 from windlass.kernels import reference
 from windlass.kernels.batch import AttentionWork, Heads, LayerKV, Span, StepBatch
 from windlass.kernels.packed import Activation
-from windlass.kernels.plain_linear import PlainLinear
+from windlass.kernels.reference_linear import ReferenceLinear
 from windlass.quant.rounding import SCHEMES, Scheme, quantise
 
 pytest.importorskip("triton")
@@ -33,8 +33,8 @@ def make_batch(heads: Heads, rows: list[tuple[int, int]]) -> tuple[LayerKV, Step
     from windlass.kernels.triton.attention import tile_tokens
 
     tile = tile_tokens(heads.group)
-    most = max(-(-(start + count) // 16) for start, count in rows)
-    tables = torch.randperm(len(rows) * most).view(len(rows), most).int()
+    max_blocks = max(-(-(start + count) // 16) for start, count in rows)
+    tables = torch.randperm(len(rows) * max_blocks).view(len(rows), max_blocks).int()
     spans, tiles, first = [], [], 0
     for i, (start, count) in enumerate(rows):
         spans.append(Span(first, count, start))
@@ -44,7 +44,7 @@ def make_batch(heads: Heads, rows: list[tuple[int, int]]) -> tuple[LayerKV, Step
                 for k in range(0, count, tile)
             ]
         first += count
-    shape = (len(rows) * most, heads.num_kv, 16, heads.dim)
+    shape = (len(rows) * max_blocks, heads.num_kv, 16, heads.dim)
     kv = LayerKV(torch.randn(shape), torch.randn(shape))
     positions = torch.cat([torch.arange(s, s + c) for s, c in rows]).int()
     counts = torch.tensor([c for _, c in rows])
@@ -69,7 +69,7 @@ def test_norms_and_activation() -> None:
 
 @inside
 @pytest.mark.parametrize("normed", [False, True])
-def test_rotation_and_pages(normed: bool) -> None:
+def test_rope_write(normed: bool) -> None:
     from windlass.kernels.triton.rope import rope_write
 
     heads = Heads(6, 2, 24)
@@ -102,7 +102,7 @@ def test_attention(window: int | None, cap: float | None) -> None:
 @inside
 @pytest.mark.parametrize("normed", [False, True])
 @pytest.mark.parametrize("window", [None, 20])
-def test_decodes_from_the_product(normed: bool, window: int | None) -> None:
+def test_decode_with_fused_rope(normed: bool, window: int | None) -> None:
     from windlass.kernels.triton.attention import attend
 
     heads = Heads(6, 2, 24)
@@ -123,19 +123,19 @@ def test_decodes_from_the_product(normed: bool, window: int | None) -> None:
 @inside
 @pytest.mark.parametrize("normed", [False, True])
 @pytest.mark.parametrize("window", [None, 20])
-def test_tokens_of_a_row_see_each_other(normed: bool, window: int | None) -> None:
-    """As single tokens side by side: 4 of a row, the last of which may be nobody's."""
+def test_adjacent_tokens_of_a_row_attend_to_each_other(normed: bool, window: int | None) -> None:
+    """Rows of 4 adjacent single tokens, the last of which may be unused."""
     from windlass.kernels.triton.attention import attend
 
     heads, width = Heads(6, 2, 24), 4
-    spare = 4  # the slot of places that nobody has
+    padding = 4  # the slot of unused tokens
     rows = [(600, 4), (0, 4), (14, 2), (126, 4)]
     kv, plain = make_batch(heads, [*rows, (0, 1)])
-    place = [(row, i) for row in range(len(rows)) for i in range(width)]
-    used = [at for at, (row, i) in enumerate(place) if i < rows[row][1]]
-    positions = torch.tensor([rows[r][0] + i if i < rows[r][1] else 0 for r, i in place]).int()
-    slots = torch.tensor([r if i < rows[r][1] else spare for r, i in place]).int()
-    count = len(place)
+    tokens = [(row, i) for row in range(len(rows)) for i in range(width)]
+    used = [at for at, (row, i) in enumerate(tokens) if i < rows[row][1]]
+    positions = torch.tensor([rows[r][0] + i if i < rows[r][1] else 0 for r, i in tokens]).int()
+    slots = torch.tensor([r if i < rows[r][1] else padding for r, i in tokens]).int()
+    count = len(tokens)
     counters = torch.zeros(count * heads.num_kv, dtype=torch.int32)
     singles, tiles = torch.arange(count, dtype=torch.int32), torch.empty((0, 5), dtype=torch.int32)
     work = AttentionWork(singles, tiles, 4, counters, width)
@@ -150,7 +150,7 @@ def test_tokens_of_a_row_see_each_other(normed: bool, window: int | None) -> Non
     want = reference.attention(queries, kv, plain, 0.2, window)[:-1]
     got = attend(qkv, heads, table, norms, ours, batch, 0.2, window)[used]
     torch.testing.assert_close(got, want, atol=1e-4, rtol=1e-3)
-    real = plain.tables[:spare].flatten().long()
+    real = plain.tables[:padding].flatten().long()
     torch.testing.assert_close(ours.keys[real], kv.keys[real])
     torch.testing.assert_close(ours.values[real], kv.values[real])
     assert not counters.any()
@@ -159,34 +159,38 @@ def test_tokens_of_a_row_see_each_other(normed: bool, window: int | None) -> Non
 @inside
 @pytest.mark.parametrize("normed", [False, True])
 @pytest.mark.parametrize("window", [None, 20])
-def test_alternatives_see_the_first_token_and_themselves(normed: bool, window: int | None) -> None:
-    """Two beside rows of three tokens, whose pages they leave alone; the last is not in use."""
+def test_siblings_attend_to_the_first_token_and_themselves(
+    normed: bool, window: int | None
+) -> None:
+    """Two siblings per row of three tokens; they do not change its pages. The last is unused."""
     from windlass.kernels.triton.attention import attend
 
-    heads, pdl, siblings = Heads(6, 2, 24), 3, 2
-    starts, width = [600, 0, 14, 63, 127], pdl + siblings
-    kv, plain = make_batch(heads, [(start, pdl) for start in starts] + [(0, 1)] * 2)
-    nobody, spare_slot = 5, 6
+    heads, length, siblings = Heads(6, 2, 24), 3, 2
+    starts, width = [600, 0, 14, 63, 127], length + siblings
+    kv, plain = make_batch(heads, [(start, length) for start in starts] + [(0, 1)] * 2)
+    padding, spare_slot = 5, 6
     spare = int(plain.tables[spare_slot, 0])
     positions, slots, alternatives = [], [], []
     for row, start in enumerate(starts):
-        positions += [*range(start, start + pdl), start + 1, start + 1]
+        positions += [*range(start, start + length), start + 1, start + 1]
         slots += [row] * width
         alternatives += [(row, len(slots) - 2 + j, j) for j in range(siblings)]
-    positions[-1], slots[-1] = 0, nobody
+    positions[-1], slots[-1] = 0, padding
     del alternatives[-1]
     count = len(slots)
     counters = torch.zeros(count * heads.num_kv, dtype=torch.int32)
     singles, tiles = torch.arange(count, dtype=torch.int32), torch.empty((0, 5), dtype=torch.int32)
     work = AttentionWork(singles, tiles, 4, counters, width, siblings, spare)
-    given = (torch.tensor(positions).int(), torch.tensor(slots).int(), plain.tables)
+    batch = StepBatch(
+        torch.tensor(positions).int(), torch.tensor(slots).int(), plain.tables, [], [kv], work
+    )
     qkv = torch.randn(count, 10 * 24)
     angle = torch.rand(640, 12) * 6
     table = torch.cat([angle.cos(), angle.sin()], -1)
     norms = (torch.randn(24), torch.randn(24), 1e-6) if normed else None
     ours = LayerKV(kv.keys.clone(), kv.values.clone())
-    got = attend(qkv, heads, table, norms, ours, StepBatch(*given, [], [kv], work), 0.2, window)
-    used = [row * width + i for row in range(len(starts)) for i in range(pdl)]
+    got = attend(qkv, heads, table, norms, ours, batch, 0.2, window)
+    used = [row * width + i for row in range(len(starts)) for i in range(length)]
     own = torch.cat([qkv[used], torch.zeros(2, 10 * 24)])
     queries = reference.rope_write(own, heads, table, norms, kv, plain)
     want = reference.attention(queries, kv, plain, 0.2, window)[:-2]
@@ -195,24 +199,24 @@ def test_alternatives_see_the_first_token_and_themselves(normed: bool, window: i
     torch.testing.assert_close(ours.keys[real], kv.keys[real])
     for row, at, j in alternatives:
         start = starts[row]
-        apart = LayerKV(kv.keys.clone(), kv.values.clone())
+        separate = LayerKV(kv.keys.clone(), kv.values.clone())
         two = torch.tensor([start, start + 1]).int()
         batch = StepBatch(
             two, torch.tensor([row, row]).int(), plain.tables, [Span(0, 2, start)], []
         )
-        queries = reference.rope_write(qkv[[row * width, at]], heads, table, norms, apart, batch)
-        alone = reference.attention(queries, apart, batch, 0.2, window)[1]
+        queries = reference.rope_write(qkv[[row * width, at]], heads, table, norms, separate, batch)
+        alone = reference.attention(queries, separate, batch, 0.2, window)[1]
         torch.testing.assert_close(got[at], alone, atol=1e-4, rtol=1e-3)
-        block, place = int(plain.tables[row, (start + 1) // 16]), (start + 1) % 16
-        for pages, its in ((ours.keys, apart.keys), (ours.values, apart.values)):
-            torch.testing.assert_close(pages[spare, :, siblings * row + j], its[block, :, place])
+        block, offset = int(plain.tables[row, (start + 1) // 16]), (start + 1) % 16
+        for pages, own in ((ours.keys, separate.keys), (ours.values, separate.values)):
+            torch.testing.assert_close(pages[spare, :, siblings * row + j], own[block, :, offset])
     assert not counters.any()
 
 
 @inside
 @pytest.mark.parametrize("rows", [1, 5])
 @pytest.mark.parametrize("splits", [1, 3])
-def test_products_with_the_norm_behind_them(rows: int, splits: int) -> None:
+def test_skinny_gemm_with_a_norm(rows: int, splits: int) -> None:
     from windlass.kernels.triton import skinny
 
     x, weight = torch.randn(rows, 192), torch.randn(80, 192)
@@ -234,76 +238,76 @@ GROUPED += [(8, 32, 5, 33, 96), (8, 128, 2, 64, 384)]
 
 @inside
 @pytest.mark.parametrize(("bits", "group", "rows", "outputs", "size"), GROUPED)
-@pytest.mark.parametrize("ordered", [False, True])
-def test_products_with_groups_of_whole_numbers(
-    bits: int, group: int, rows: int, outputs: int, size: int, ordered: bool
+@pytest.mark.parametrize("permuted", [False, True])
+def test_group_wise_gemm(
+    bits: int, group: int, rows: int, outputs: int, size: int, permuted: bool
 ) -> None:
     from windlass.kernels.packed import Int4Group, Int8Group, pack_nibbles
     from windlass.kernels.triton.grouped_linear import GroupedLinear
 
     size = -(-size // group) * group
     scales = torch.rand(outputs, size // group) + 0.5
-    order = torch.randperm(size) if ordered else None
+    perm = torch.randperm(size) if permuted else None
     if bits == 4:
         codes = pack_nibbles(torch.randint(0, 16, (outputs, size)))
-        form = Int4Group(codes, scales, -8 * scales + torch.randn_like(scales), order)
+        form = Int4Group(codes, scales, -8 * scales + torch.randn_like(scales), perm)
     else:
         codes = torch.randint(-127, 128, (outputs, size), dtype=torch.int8)
-        form = Int8Group(codes, scales / 16, perm=order)
+        form = Int8Group(codes, scales / 16, perm=perm)
     x = torch.randn(rows, size)
     kernel = GroupedLinear()
     assert kernel.refuse(form, torch.device("cpu"), torch.float32) is None
-    product = kernel.prepare(form)
+    gemm = kernel.prepare(form)
     want = x @ form.dequantise().T
-    unpacked = product._unpacked(x.dtype)
-    inputs = x if order is None else x[:, order]
-    assert inputs @ unpacked.T == pytest.approx(want, rel=1e-3, abs=1e-3)
-    error = (product.apply(x) - want).norm() / want.norm()
-    assert error < 1e-4  # the inputs' rounding to two planes of int8
+    weight = gemm._dequantised(x.dtype)
+    inputs = x if perm is None else x[:, perm]
+    assert inputs @ weight.T == pytest.approx(want, rel=1e-3, abs=1e-3)
+    error = (gemm.apply(x) - want).norm() / want.norm()
+    assert error < 1e-4  # quantisation of the inputs to two int8 planes
 
 
 @inside
 @pytest.mark.parametrize(("rows", "outputs", "size"), [(1, 40, 384), (5, 70, 96), (70, 130, 256)])
 @pytest.mark.parametrize("activation", ["token", "tensor"])
-def test_whole_numbers_times_whole_numbers(
-    rows: int, outputs: int, size: int, activation: Activation
-) -> None:
+def test_int8_gemm(rows: int, outputs: int, size: int, activation: Activation) -> None:
     from windlass.kernels.packed import Int8Group
     from windlass.kernels.triton.eight_bit import EightBitLinear
 
     codes = torch.randint(-127, 128, (outputs, size), dtype=torch.int8)
-    given = torch.tensor([0.03]) if activation == "tensor" else None
-    form = Int8Group(codes, torch.rand(outputs, 1) + 0.5, activation=activation, input_scale=given)
+    input_scale = torch.tensor([0.03]) if activation == "tensor" else None
+    form = Int8Group(
+        codes, torch.rand(outputs, 1) + 0.5, activation=activation, input_scale=input_scale
+    )
     kernel = EightBitLinear()
     assert kernel.refuse(form, torch.device("cpu"), torch.float32) is None
     x = torch.randn(rows, size)
-    want = PlainLinear().prepare(form).apply(x)
-    product = kernel.prepare(form)
+    want = ReferenceLinear().prepare(form).apply(x)
+    gemm = kernel.prepare(form)
     for _ in "ab":
-        torch.testing.assert_close(product.apply(x), want, rtol=1e-5, atol=1e-2)
+        torch.testing.assert_close(gemm.apply(x), want, rtol=1e-5, atol=1e-2)
 
 
 @inside
 @pytest.mark.parametrize(("rows", "outputs", "size"), [(1, 40, 384), (5, 70, 256), (70, 130, 256)])
 @pytest.mark.parametrize("group", [32, 64])
-def test_products_with_a_table(rows: int, outputs: int, size: int, group: int) -> None:
+def test_codebook_gemm(rows: int, outputs: int, size: int, group: int) -> None:
     from windlass.kernels.triton.table import TableLinear
 
     form = quantise(torch.randn(outputs, size), Scheme("nf4", "table4", groups=(group,)))
     kernel = TableLinear()
     assert kernel.refuse(form, torch.device("cpu"), torch.float32) is None
-    product = kernel.prepare(form)
+    gemm = kernel.prepare(form)
     x = torch.randn(rows, size)
     want = x @ form.dequantise().T
-    torch.testing.assert_close(product._unpacked(torch.float32), form.dequantise())
+    torch.testing.assert_close(gemm._dequantised(torch.float32), form.dequantise())
     for _ in "ab":
-        torch.testing.assert_close(product.apply(x), want, rtol=1e-3, atol=1e-3)
+        torch.testing.assert_close(gemm.apply(x), want, rtol=1e-3, atol=1e-3)
 
 
 @inside
 @pytest.mark.parametrize(("rows", "outputs"), [(1, 40), (5, 70), (70, 130)])
 @pytest.mark.parametrize("group", [16, 32])
-def test_products_with_scales_of_two_levels(rows: int, outputs: int, group: int) -> None:
+def test_codebook_gemm_with_sub_scales(rows: int, outputs: int, group: int) -> None:
     from windlass.kernels.packed import Table4
     from windlass.kernels.triton.table import TableLinear
 
@@ -313,12 +317,12 @@ def test_products_with_scales_of_two_levels(rows: int, outputs: int, group: int)
     form = Table4(codes, table, (0.01 * torch.rand(outputs, 2)).half(), subs, 1 / 8)
     kernel = TableLinear()
     assert kernel.refuse(form, torch.device("cpu"), torch.float32) is None
-    product = kernel.prepare(form)
+    gemm = kernel.prepare(form)
     x = torch.randn(rows, 512)
-    torch.testing.assert_close(product._unpacked(torch.float32), form.dequantise())
+    torch.testing.assert_close(gemm._dequantised(torch.float32), form.dequantise())
     want = x @ form.dequantise().T
     for _ in "ab":
-        torch.testing.assert_close(product.apply(x), want, rtol=1e-3, atol=1e-3)
+        torch.testing.assert_close(gemm.apply(x), want, rtol=1e-3, atol=1e-3)
 
 
 @inside
@@ -344,5 +348,5 @@ def test_sampling() -> None:
     greedy = torch.tensor([[0.0, 0.0, 1.0, 0.0]] * 3)
     tokens = sample(logits, greedy, seeds, slots, positions, last)
     assert tokens.tolist() == logits.argmax(-1).tolist() == last.tolist()
-    narrow = torch.tensor([[1.0, 1.0, 1.0, 0.0], [1.0, 0.0, 1e-6, 0.0], [1.0, 0.0, 1.0, 1.0]])
-    assert sample(logits, narrow, seeds, slots, positions, last).tolist() == tokens.tolist()
+    one_token = torch.tensor([[1.0, 1.0, 1.0, 0.0], [1.0, 0.0, 1e-6, 0.0], [1.0, 0.0, 1.0, 1.0]])
+    assert sample(logits, one_token, seeds, slots, positions, last).tolist() == tokens.tolist()

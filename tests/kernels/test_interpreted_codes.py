@@ -1,7 +1,7 @@
-"""The kernels over pages of codes, in Triton's interpreter, against their plain versions.
+"""Kernels over a quantised KV cache in Triton's interpreter, against the reference.
 
-What writes is tried in int8 only: the interpreter rounds to fp8 in its own way. The cases run in a
-process of their own, as those of test_interpreted.py.
+Writes are tested in int8 only: the interpreter rounds to fp8 differently. The cases run in a separate
+process, like those of test_interpreted.py.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def test_kernels_in_the_interpreter(interpreted: Check) -> None:
     interpreted(__file__)
 
 
-def coded_batch(
+def quantised_batch(
     heads: Heads, rows: list[tuple[int, int]], dtype: torch.dtype = torch.int8
 ) -> tuple[LayerKV, StepBatch]:
     kv, batch = make_batch(heads, rows)
@@ -38,7 +38,7 @@ def copy_of(kv: LayerKV) -> LayerKV:
 
 
 def assert_same_pages(ours: LayerKV, want: LayerKV) -> None:
-    """Rotations may differ in the last bit, and so codes by one; values are not rotated."""
+    """Compare pages: rotated keys may differ in the last bit, so codes by one; values are exact."""
     assert (ours.keys.int() - want.keys.int()).abs().max() <= 1
     torch.testing.assert_close(ours.key_scales, want.key_scales)
     assert torch.equal(ours.values, want.values)
@@ -47,11 +47,11 @@ def assert_same_pages(ours: LayerKV, want: LayerKV) -> None:
 
 @inside
 @pytest.mark.parametrize("normed", [False, True])
-def test_rotation_and_pages(normed: bool) -> None:
+def test_rope_write(normed: bool) -> None:
     from windlass.kernels.triton.rope import rope_write
 
     heads = Heads(6, 2, 24)
-    kv, batch = coded_batch(heads, [(5, 1), (12, 9)])
+    kv, batch = quantised_batch(heads, [(5, 1), (12, 9)])
     qkv = torch.randn(10, 10 * 24)
     qkv[3] = 0
     angle = torch.rand(64, 12) * 6
@@ -70,22 +70,22 @@ def test_attention(window: int | None, cap: float | None, dtype: torch.dtype) ->
     from windlass.kernels.triton.attention import attention
 
     heads = Heads(6, 2, 48)
-    kv, batch = coded_batch(heads, [(600, 1), (0, 1), (90, 40)], dtype)
+    kv, batch = quantised_batch(heads, [(600, 1), (0, 1), (90, 40)], dtype)
     q = torch.randn(42, 6, 48)
     want = reference.attention(q, kv, batch, 0.2, window, cap)
     got = attention(q, kv, batch, 0.2, window, cap)
-    # Queries and weights are rounded to float16.
+    # The kernel rounds queries and weights to float16.
     assert (got - want).abs().max() < 2e-3 * want.abs().max()
     assert not batch.work.counters.any()
 
 
 @inside
 @pytest.mark.parametrize("normed", [False, True])
-def test_decodes_from_the_product(normed: bool) -> None:
+def test_decode_with_fused_rope(normed: bool) -> None:
     from windlass.kernels.triton.attention import attend
 
     heads = Heads(6, 2, 24)
-    kv, batch = coded_batch(heads, [(600, 1), (0, 1), (15, 1), (128, 1)])
+    kv, batch = quantised_batch(heads, [(600, 1), (0, 1), (15, 1), (128, 1)])
     qkv = torch.randn(4, 10 * 24)
     angle = torch.rand(640, 12) * 6
     table = torch.cat([angle.cos(), angle.sin()], -1)
@@ -101,11 +101,11 @@ def test_decodes_from_the_product(normed: bool) -> None:
 
 @inside
 @pytest.mark.parametrize("window", [None, 20])
-def test_a_chunk_sees_its_own_keys_as_they_are(window: int | None) -> None:
+def test_chunk_attends_to_its_own_keys_before_quantisation(window: int | None) -> None:
     from windlass.kernels.triton.attention import attend
 
     heads = Heads(12, 2, 24)  # 16 tokens fill a tile
-    kv, batch = coded_batch(heads, [(90, 20), (0, 40), (15, 1)])
+    kv, batch = quantised_batch(heads, [(90, 20), (0, 40), (15, 1)])
     qkv = torch.randn(61, 16 * 24)
     angle = torch.rand(160, 12) * 6
     table = torch.cat([angle.cos(), angle.sin()], -1)

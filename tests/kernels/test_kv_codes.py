@@ -1,4 +1,4 @@
-"""Keys and values in one byte: how they are rounded, and attention over them without a GPU."""
+"""Quantised KV cache: quantisation of keys and values, and attention over them without a GPU."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 from tests.kernels.test_attention import CPU, make_batch
 from windlass.kernels import batch_invariant_attention, reference, torch_attention
 from windlass.kernels.batch import (
-    LARGEST_CODE,
+    MAX_CODE,
     Heads,
     KVCache,
     LayerKV,
@@ -27,25 +27,25 @@ def coded(kv: LayerKV, dtype: torch.dtype) -> LayerKV:
 
 
 @pytest.mark.parametrize("dtype", CODES)
-def test_rounding_is_to_the_nearest_code(dtype: torch.dtype) -> None:
+def test_encode_rounds_to_the_nearest_code(dtype: torch.dtype) -> None:
     x = torch.randn(50, 3, 64) * torch.logspace(-12, 3, 50)[:, None, None]
     codes, scales = reference.encode(x, dtype)
     assert codes.dtype == dtype
     assert scales.dtype == torch.float32
     assert scales.shape == (50, 3)
     largest = x.abs().amax(-1)
-    torch.testing.assert_close(scales, largest / LARGEST_CODE[dtype])
-    assert codes.float().abs().amax(-1).eq(LARGEST_CODE[dtype]).all()
+    torch.testing.assert_close(scales, largest / MAX_CODE[dtype])
+    assert codes.float().abs().amax(-1).eq(MAX_CODE[dtype]).all()
     error = (codes.float() * scales[..., None] - x).abs()
     step = scales[..., None] * torch.ones_like(x)
-    if dtype != torch.int8:  # three bits behind the point; below 2**-6 steps of 2**-9
+    if dtype != torch.int8:  # e4m3: 3 mantissa bits; subnormal steps of 2**-9 below 2**-6
         step = torch.maximum(x.abs() * 2**-3, scales[..., None] * 2**-9)
     assert (error <= 0.5001 * step).all()
 
 
 @pytest.mark.parametrize("dtype", CODES)
 @pytest.mark.parametrize("value", [0.0, 1e-38])
-def test_heads_of_nothing_stay_nothing(dtype: torch.dtype, value: float) -> None:
+def test_zero_heads_have_zero_codes_and_finite_scales(dtype: torch.dtype, value: float) -> None:
     x = torch.full((2, 1, 8), value)
     codes, scales = reference.encode(x, dtype)
     assert not codes.float().any()
@@ -54,7 +54,7 @@ def test_heads_of_nothing_stay_nothing(dtype: torch.dtype, value: float) -> None
 
 
 def write(dtype: torch.dtype, counts: list[int]) -> KVCache:
-    """Write 24 tokens in steps of so many."""
+    """Write 24 tokens to a cache, `counts` tokens per step."""
     random = torch.Generator().manual_seed(1)
     qkv = torch.randn(24, 8 * 16, generator=random).bfloat16()
     table = torch.rand(24, 16, generator=random)
@@ -77,27 +77,27 @@ def test_codes_do_not_depend_on_the_step_that_writes_them(dtype: torch.dtype) ->
     assert torch.equal(whole.values.float(), parts.values.float())
     assert torch.equal(whole.key_scales, parts.key_scales)
     assert torch.equal(whole.value_scales, parts.value_scales)
-    plain = write(torch.bfloat16, [24]).layers[0]
+    unquantised = write(torch.bfloat16, [24]).layers[0]
     for got, want in zip(
         reference.read_row(whole, torch.tensor([2, 0, 3]), 24),
-        reference.read_row(plain, torch.tensor([2, 0, 3]), 24),
+        reference.read_row(unquantised, torch.tensor([2, 0, 3]), 24),
         strict=True,
     ):
-        bound = 0.51 / LARGEST_CODE[dtype] if dtype == torch.int8 else 2**-4 * 1.01
+        bound = 0.51 / MAX_CODE[dtype] if dtype == torch.int8 else 2**-4 * 1.01
         error = (got - want.float()).abs().amax(-1) / want.float().abs().amax(-1)
         assert error.max() < bound
 
 
 @pytest.mark.parametrize("dtype", CODES)
 @pytest.mark.parametrize("window", [None, 5])
-def test_every_version_of_attention_reads_codes(dtype: torch.dtype, window: int | None) -> None:
-    numbers, batch = make_batch(ROWS, 2, 32, size=16)
-    kv = coded(numbers, dtype)
+def test_all_attention_implementations_read_codes(dtype: torch.dtype, window: int | None) -> None:
+    unquantised, batch = make_batch(ROWS, 2, 32, size=16)
+    kv = coded(unquantised, dtype)
     random = torch.Generator().manual_seed(5)
     queries = torch.randn(sum(count for _, count in ROWS), 6, 32, generator=random)
     want = reference.attention(queries, kv, batch, 0.2, window)
-    exact = reference.attention(queries, numbers, batch, 0.2, window)
-    # Over 150 seeds it was 0.6 to 0.7 per cent in int8, and 2.8 to 3.2 in fp8.
+    exact = reference.attention(queries, unquantised, batch, 0.2, window)
+    # Over 150 seeds the error was 0.6 to 0.7 % in int8 and 2.8 to 3.2 % in fp8.
     error = (want - exact).norm() / exact.norm()
     assert 1e-3 < error < (0.01 if dtype == torch.int8 else 0.045)
     for other in (torch_attention, batch_invariant_attention):
@@ -106,7 +106,7 @@ def test_every_version_of_attention_reads_codes(dtype: torch.dtype, window: int 
 
 
 @pytest.mark.parametrize("dtype", CODES)
-def test_copies_take_the_scales_along(dtype: torch.dtype) -> None:
+def test_copy_includes_the_scales(dtype: torch.dtype) -> None:
     cache = KVCache(2, (4, 1, 2, 3), dtype, CPU)
     for layer in cache.layers:
         for tensor in (layer.keys, layer.values, layer.key_scales, layer.value_scales):
@@ -118,10 +118,10 @@ def test_copies_take_the_scales_along(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", [*CODES, torch.bfloat16, torch.float32])
-def test_a_token_takes_the_bytes_that_are_counted(dtype: torch.dtype) -> None:
+def test_kv_token_bytes_matches_the_cache(dtype: torch.dtype) -> None:
     cache = KVCache(3, (5, 2, 8, 64), dtype, CPU)
     assert cache.num_bytes == 5 * 8 * kv_token_bytes(3, 2, 64, dtype)
     assert (cache.layers[0].key_scales is None) == (dtype not in CODES)
     if dtype in CODES:
-        usual = kv_token_bytes(3, 2, 128, torch.bfloat16)
-        assert usual / kv_token_bytes(3, 2, 128, dtype) == pytest.approx(1.94, abs=0.005)
+        bf16 = kv_token_bytes(3, 2, 128, torch.bfloat16)
+        assert bf16 / kv_token_bytes(3, 2, 128, dtype) == pytest.approx(1.94, abs=0.005)

@@ -1,4 +1,4 @@
-"""Which product is taken where several were measured; the measuring itself needs a GPU."""
+"""Which GEMM kernel is chosen from measured times. Measuring itself needs a GPU."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ from windlass.lora.start import _run_with_lora
 SHAPE = (192, 128)
 
 
-class Fake(TunedGemm):
-    """Counts how often the narrow kernel was asked for, which is the usual product here."""
+class FakeTunedGemm(TunedGemm):
+    """Records calls of the skinny kernel, which is replaced by torch's linear here."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.asked: list[Tiling] = []
+        self.calls: list[Tiling] = []
         self._measured.add(SHAPE)
 
     def _skinny(self, x: Tensor, weight: Tensor, tiling: Tiling) -> Tensor:
-        self.asked.append(tiling)
+        self.calls.append(tiling)
         return linear(x, weight)
 
 
@@ -48,46 +48,52 @@ def layer() -> tuple[Tensor, Lora]:
 
 @pytest.fixture
 def timed(monkeypatch: pytest.MonkeyPatch) -> dict[Any, float]:
-    """Times by tiling; None is the usual way. Every product is computed once."""
+    """FakeTunedGemm times by tiling; None is the default GEMM. Every candidate is computed once."""
     times: dict[Any, float] = {}
 
-    def fake(group: list[Tensor], product: Callable[[Tensor], Any]) -> float:
-        made = product(group[0])
-        assert made.shape[1] == SHAPE[0]
-        args = getattr(product, "args", ())
+    def fake_time(group: list[Tensor], run: Callable[[Tensor], Any]) -> float:
+        assert run(group[0]).shape[1] == SHAPE[0]
+        args = getattr(run, "args", ())
         return times.get(next((each for each in args if isinstance(each, Tiling)), None), 9.0)
 
-    monkeypatch.setattr(module, "_time", fake)
+    monkeypatch.setattr(module, "_time", fake_time)
     return times
 
 
-def test_products_with_adapters_are_chosen_apart(timed: dict[Any, float]) -> None:
-    gemm, (weight, lora) = Fake(), layer()
+def test_overlapped_gemm_has_its_own_choice(timed: dict[Any, float]) -> None:
+    gemm, (weight, lora) = FakeTunedGemm(), layer()
     slots = torch.tensor([1, 2] * 32, dtype=torch.int32)
     timed |= {None: 2.0, Tiling(64, 2): 1.0}
-    gemm.tune_accompanied([(weight, lambda x, product: _run_with_lora(lora, slots, x, product))])
+    gemm.tune_overlapped([(weight, lambda x, run: _run_with_lora(lora, slots, x, run))])
     x = torch.randn(64, SHAPE[1])
-    gemm.asked.clear()
+    gemm.calls.clear()
     assert torch.equal(gemm.linear(x, weight), linear(x, weight))
-    assert not gemm.asked, "without adapters the usual way was the fastest that is known"
-    with gemm.accompanied():
+    assert not gemm.calls, "without adapters the default GEMM is used"
+    with gemm.overlapped():
         gemm.linear(x, weight)
-        assert gemm.asked == [Tiling(64, 2)]
-        with gemm.accompanied(False):
+        assert gemm.calls == [Tiling(64, 2)]
+        with gemm.overlapped(False):
             gemm.linear(x, weight)
-        assert len(gemm.asked) == 1
+        assert len(gemm.calls) == 1
         gemm.linear(torch.randn(64, 64), torch.randn(192, 64))
-        assert len(gemm.asked) == 1, "a shape that was not measured"
+        assert len(gemm.calls) == 1, "the shape was not measured"
 
 
 @pytest.mark.parametrize(("rows", "best"), [(8, Tiling(32, 4)), (64, Tiling(64, 1))])
-def test_few_rows_are_summed_as_one_is_where_it_costs_next_to_nothing(
+def test_few_rows_use_the_splits_of_one_row_if_nearly_as_fast(
     timed: dict[Any, float], rows: int, best: Tiling
 ) -> None:
-    gemm, (weight, _) = Fake(), layer()
+    gemm, (weight, _) = FakeTunedGemm(), layer()
     timed |= {None: 2.0, Tiling(32, 4): 1.0}
-    given = (module._tilings(SHAPE, 1), [weight], torch.randn(1, SHAPE[1]))
-    gemm._try("linear", *given, lambda w: linear(given[2], w), gemm._skinny)
+    one_row = torch.randn(1, SHAPE[1])
+    gemm._try(
+        "linear",
+        module._tilings(SHAPE, 1),
+        [weight],
+        one_row,
+        lambda w: linear(one_row, w),
+        gemm._skinny,
+    )
     timed |= {Tiling(32, 2): 0.99, Tiling(64, 4): 1.0, Tiling(64, 1): 0.99}
     x = torch.randn(rows, SHAPE[1])
     gemm._try(
@@ -98,6 +104,6 @@ def test_few_rows_are_summed_as_one_is_where_it_costs_next_to_nothing(
         lambda w: linear(x, w),
         gemm._skinny,
     )
-    gemm.asked.clear()
+    gemm.calls.clear()
     gemm.linear(x, weight)
-    assert gemm.asked == [best]
+    assert gemm.calls == [best]

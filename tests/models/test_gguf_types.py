@@ -21,7 +21,7 @@ from tests.quant.folders import IDS, loaded, logits
 from windlass import LLM, SamplingParams
 from windlass.kernels.linears import Linears
 from windlass.kernels.native import compiled
-from windlass.kernels.plain_linear import form_bytes
+from windlass.kernels.reference_linear import form_bytes
 from windlass.layers.linear import Linear
 from windlass.quant.gguf import KINDS
 from windlass.quant.gguf_blocks import pack
@@ -38,7 +38,7 @@ pytestmark = pytest.mark.skipif(not _COMPILERS, reason="no C++ compiler")
 def test_a_gemm_matches_the_dequantised_weight(name: str) -> None:
     blocks = weights_of(name, 40, 512)
     weight = torch.from_numpy(dequantize(blocks, Type[name]))
-    product = Linears(CPU, torch.float32).hold(pack(torch.from_numpy(blocks), KINDS[name]))
+    product = Linears(CPU, torch.float32).prepare(pack(torch.from_numpy(blocks), KINDS[name]))
     assert product.kernel == "native"
     for rows in (1, 3, 17):
         x = torch.randn(rows, 512, generator=torch.Generator().manual_seed(rows))

@@ -186,13 +186,13 @@ def test_inspect_reports_weight_formats(plain: Path) -> None:
     down = layers["model.layers.*.mlp.down_proj"]
     assert (down["method"], down["form"]) == ("int4", "int4, groups of 128")
     assert (down["kernel"], down["layers"], down["bits_per_weight"]) == ("plain", 2, 4.25)
-    assert down["refusals"] == {"all others": "the plain versions were asked for"}
+    assert down["refusals"] == {"all others": "plain kernels were requested"}
     assert layers["lm_head"]["form"] == "float32"
     made = loaded(plain, load_format="dummy", quantization="int4", plain_kernels=True)
     assert found["estimate"]["weight_bytes"] == made.weight_bytes
     wide = {"COLUMNS": "300"}
     shown = CliRunner().invoke(app, ["inspect", str(plain), *options], env=wide).output
-    assert "4.25 bits a weight, plain: all others: the plain versions were asked for" in shown
+    assert "4.25 bits a weight, plain: all others: plain kernels were requested" in shown
 
 
 @pytest.mark.parametrize("options", [{"plain_kernels": True}, {"dtype": "float32"}, {}], ids=str)

@@ -12,7 +12,7 @@ from tests.quant.blocks import weights_of
 from windlass.errors import CheckpointError
 from windlass.kernels.linears import Linears
 from windlass.kernels.packed import Int4Group, Int8Group, Table4
-from windlass.kernels.plain_linear import form_bytes
+from windlass.kernels.reference_linear import form_bytes
 from windlass.models.gguf_header import TENSOR_TYPES
 from windlass.quant import gguf_blocks
 from windlass.quant.base import Part

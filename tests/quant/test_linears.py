@@ -11,7 +11,7 @@ from torch import Tensor
 from windlass.kernels import linears as linears_module
 from windlass.kernels.linears import Linears, describe
 from windlass.kernels.packed import Float8, Int8Group, Packed
-from windlass.kernels.plain_linear import PlainLinear, form_bytes
+from windlass.kernels.reference_linear import ReferenceLinear, form_bytes
 from windlass.quant.join import join
 from windlass.quant.rounding import SCHEMES, Scheme, quantise
 
@@ -29,7 +29,7 @@ def test_integer_gemms_are_exact() -> None:
     scale = x.abs().amax(1, keepdim=True) / 127
     sums = (x / scale).round().to(torch.int64) @ form.codes.T.to(torch.int64)
     want = sums.double() * scale.double() * form.scales.double().T
-    got = PlainLinear().prepare(form).apply(x)
+    got = ReferenceLinear().prepare(form).apply(x)
     torch.testing.assert_close(got, want.float(), rtol=1e-6, atol=0)
 
 
@@ -44,7 +44,7 @@ def test_fp8_activations_are_quantised_as_configured(kind: str) -> None:
     scale = given if given is not None else parts.abs().amax(-1, keepdim=True) / 448
     rounded = (parts / scale).clamp(-448, 448).to(torch.float8_e4m3fn).float() * scale
     want = rounded.view(3, 384) @ form.dequantise().T
-    torch.testing.assert_close(PlainLinear().prepare(form).apply(x), want, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(ReferenceLinear().prepare(form).apply(x), want, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("options", [{"plain": True}, {"reference": True}], ids=str)
@@ -53,11 +53,11 @@ def test_int4_quantises_activations_on_request(options: dict[str, bool]) -> None
     x = torch.randn(3, 384)
     scale = x.abs().amax(-1, keepdim=True) / 448
     rounded = (x / scale).to(torch.float8_e4m3fn).float() * scale
-    held = Linears(CPU, torch.float32, **options, round_int4=True).hold(form)
+    held = Linears(CPU, torch.float32, **options, round_int4=True).prepare(form)
     assert held.form == "int4, groups of 128, activations per token"
     want = rounded @ form.dequantise().T
     torch.testing.assert_close(held.prepared.apply(x), want, rtol=1e-5, atol=1e-5)
-    exact = Linears(CPU, torch.float32, **options).hold(form)
+    exact = Linears(CPU, torch.float32, **options).prepare(form)
     want = x @ form.dequantise().T
     torch.testing.assert_close(exact.prepared.apply(x), want, rtol=1e-5, atol=1e-5)
 
@@ -67,8 +67,8 @@ def test_int4_quantises_activations_on_request(options: dict[str, bool]) -> None
 def test_unpacked_matches_reference(name: str, dtype: torch.dtype) -> None:
     form = quantise(weight(), SCHEMES[name])
     x = torch.randn(4, 384).to(dtype)
-    plain = Linears(CPU, dtype, plain=True).hold(form)
-    unpacked = Linears(CPU, dtype, reference=True).hold(form)
+    plain = Linears(CPU, dtype, plain=True).prepare(form)
+    unpacked = Linears(CPU, dtype, reference=True).prepare(form)
     assert (plain.kernel, unpacked.kernel) == ("plain", "torch")
     tolerance = 2e-5 if dtype == torch.float32 else 2e-2
     got, want = unpacked.prepared.apply(x), plain.prepared.apply(x)
@@ -89,7 +89,7 @@ class _Int8Only:
         return None if isinstance(form, Int8Group) else "only int8"
 
     def prepare(self, form: Packed) -> object:
-        return PlainLinear().prepare(form)
+        return ReferenceLinear().prepare(form)
 
 
 def test_first_supporting_kernel_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -97,16 +97,16 @@ def test_first_supporting_kernel_is_chosen(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(linears_module, "_CANDIDATES", {"cpu": (where,), "cuda": ()})
     linears = Linears(CPU, torch.float32)
     int8, int4 = quantise(weight(), SCHEMES["int8"]), quantise(weight(), SCHEMES["int4"])
-    assert linears.hold(int8).kernel == "half"
-    assert linears.hold(int8).reason == "first choice"
-    refused = linears.hold(int4)
+    assert linears.prepare(int8).kernel == "half"
+    assert linears.prepare(int8).reason == "first choice"
+    refused = linears.prepare(int4)
     assert refused.kernel == "torch"
     assert refused.reason == "unpacked: no packed kernel takes it (half: only int8)"
     assert refused.refusals == {"half": "only int8"}
-    plain = Linears(CPU, torch.float32, plain=True).hold(int8)
+    plain = Linears(CPU, torch.float32, plain=True).prepare(int8)
     assert plain.kernel == "plain"
-    assert "asked for" in plain.reason
-    reference = Linears(CPU, torch.float32, reference=True).hold(int8)
+    assert "requested" in plain.reason
+    reference = Linears(CPU, torch.float32, reference=True).prepare(int8)
     assert reference.kernel == "torch"
     assert "--dtype float32" in reference.reason
 
@@ -119,7 +119,7 @@ def test_gpu_keeps_weights_packed_without_a_kernel(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 0))
     decision = Linears(CUDA, torch.bfloat16).decide(quantise(weight(), SCHEMES["fp8"]))
-    assert "8.0) has no fp8 products" in decision.reason
+    assert "8.0) has no fp8 GEMM" in decision.reason
 
 
 def test_gpu_unpacks_small_weights() -> None:
@@ -129,7 +129,7 @@ def test_gpu_unpacks_small_weights() -> None:
         assert linears.decide(quantise(small, SCHEMES[scheme])).unpacked is not None
     for scheme in ("fp8", "w8a8", "fp8-block"):
         assert not linears_module._is_small(quantise(small, SCHEMES[scheme]), CUDA)
-    assert "read faster" in linears.decide(quantise(small, SCHEMES["int4"])).reason
+    assert "faster for weights" in linears.decide(quantise(small, SCHEMES["int4"])).reason
     large = quantise(torch.randn(4096, 1024), SCHEMES["int4"])
     assert linears.decide(large).unpacked is None
     assert linears.decide(large).kernel.name == "triton groups"

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from windlass.errors import UnsupportedError
-from windlass.kernels.plain_linear import form_bytes
+from windlass.kernels.reference_linear import form_bytes
 from windlass.quant.rounding import NF4, SCHEMES, as_half, quantise
 
 # Half a step of the scheme's codes, relative to the absmax of a group.

@@ -78,12 +78,12 @@ def test_captured_inputs_equal_eager_inputs(
     assert own is not None
     assert of_indices is not None
     assert own.tiles is not None
-    assert own.alone is not None
+    assert own.single_slots is not None
     assert expected.tiles is not None
     assert own.slots[:total].tolist() == slots.tolist()
-    assert own.alone[:total].tolist() == (slots * ~chunks).tolist()
+    assert own.single_slots[:total].tolist() == (slots * ~chunks).tolist()
     assert not own.slots[total:].any()
-    assert not own.alone[total:].any()
+    assert not own.single_slots[total:].any()
     assert torch.equal(own.tiles[: len(expected.tiles)], expected.tiles)
     assert not own.tiles[len(expected.tiles) :, 1].any()
     named = [row.adapter for row in rows if row.sample]

@@ -1,1 +1,1 @@
-"""How to compute one operation: one plain torch version of each, faster ones beside it."""
+"""Implementations of each operation: a reference implementation in torch and faster kernels."""

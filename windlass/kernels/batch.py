@@ -1,8 +1,8 @@
-"""One step's rows as tensors, and the pages that their keys and values lie in.
+"""One step's rows as tensors, and the pages of the KV cache.
 
-The layout of the KV cache is decided here and nowhere else: pages are
-[block, head, position in block, dim], so that one head's keys of a block lie together. Pages of
-one byte a number hold codes, and have a scale for every token and head beside them.
+Only this file defines the KV cache layout: pages are [block, head, position in block, dim], so the
+keys of one head in a block are contiguous. Pages of 8-bit types hold quantised codes, with one scale
+per token and head in a separate tensor.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-# The types of codes, and the magnitude that the largest number of a token's head becomes.
-LARGEST_CODE = {torch.float8_e4m3fn: 448.0, torch.int8: 127.0}
-# float32: values of tokens that only draw attention are so small that float16 could not scale them.
+# Code types of a quantised KV cache, and the code of the largest magnitude of a token's head.
+MAX_CODE = {torch.float8_e4m3fn: 448.0, torch.int8: 127.0}
+# float32, because the values of attention sinks are so small that a float16 scale underflows.
 SCALE_DTYPE = torch.float32
-# Maximum number of tokens of a row that share one read of its adapter.
+# Max tokens of a row that share one read of its adapter.
 LORA_TILE = 64
 
 
 @dataclass(frozen=True, slots=True)
 class Heads:
-    """Attention heads of one layer; query heads share kv heads in equal groups."""
+    """Attention heads of one layer; query heads share kv heads in equal groups (GQA)."""
 
     num_q: int
     num_kv: int
@@ -38,7 +38,7 @@ class Heads:
 
 @dataclass(frozen=True, slots=True)
 class LayerKV:
-    """The pages of one layer; scales where pages hold codes."""
+    """The pages of one layer, with scales if the pages hold codes."""
 
     keys: Tensor  # [blocks, kv_heads, block_size, dim]
     values: Tensor
@@ -51,10 +51,10 @@ class LayerKV:
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Pages of zeros: a padded read of garbage (NaN) times a weight of zero would be NaN.
+    """Allocate zeroed pages: a padded read of a NaN times a weight of zero would be NaN.
 
-    On a CPU the system gives zeroed memory when it is first touched, so that gigabytes of pages
-    cost nothing until they are used; torch would write them all at once.
+    On a CPU the system zeroes memory on first touch, so gigabytes of pages cost nothing until they
+    are used. torch would write all of them at once.
     """
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
@@ -63,8 +63,8 @@ def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
 
 
 def kv_token_bytes(num_layers: int, num_kv_heads: int, dim: int, dtype: torch.dtype) -> int:
-    """What one token takes in pages of a type, scales included."""
-    scale_bytes = SCALE_DTYPE.itemsize if dtype in LARGEST_CODE else 0
+    """Bytes per token of a KV cache of `dtype`, including scales."""
+    scale_bytes = SCALE_DTYPE.itemsize if dtype in MAX_CODE else 0
     return 2 * num_layers * num_kv_heads * (dim * dtype.itemsize + scale_bytes)
 
 
@@ -78,9 +78,9 @@ class KVCache:
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        # Each [layers, keys and values, ...], which one layer's `LayerKV` takes apart.
+        # Each [layers, 2 (keys, values), ...]; a `LayerKV` holds views of one layer.
         self._owned = [_zeros((num_layers, 2, *shape), dtype, device)]
-        if dtype in LARGEST_CODE:
+        if dtype in MAX_CODE:
             self._owned.append(_zeros((num_layers, 2, *shape[:3]), SCALE_DTYPE, device))
         self.layers = [
             LayerKV(*(half for tensor in self._owned for half in tensor[layer]))
@@ -93,11 +93,11 @@ class KVCache:
 
     @property
     def whole(self) -> Tensor | None:
-        """Pages of all layers, [layers, 2, blocks, kv heads, block size, dim]; None: they hold codes."""
+        """Pages of all layers, [layers, 2, blocks, kv heads, block size, dim]; None if they hold codes."""
         return self._owned[0] if len(self._owned) == 1 else None
 
     def copy(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """Copy whole blocks in all layers; every source is read before any target is written."""
+        """Copy blocks in all layers. Every source is read before any target is written."""
         if not pairs:
             return
         sources, targets = zip(*pairs, strict=True)
@@ -107,7 +107,7 @@ class KVCache:
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """One row's place in the packed tokens: tokens [first, first + count), positions from start."""
+    """One row's range in the packed tokens: tokens [first, first + count), positions from start."""
 
     first: int
     count: int
@@ -115,21 +115,21 @@ class Span:
 
     @property
     def context(self) -> int:
-        """Keys that its last token sees."""
+        """Number of keys that the last token attends to."""
         return self.start + self.count
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionWork:
-    """The rows as kernels on a device take them: by what they are, with no length on the host."""
+    """Attention metadata of a step for device kernels; no length is needed on the host."""
 
-    singles: Tensor  # [n] int32: tokens that are alone in their row
-    # [n, 5] int32: first token, tokens, slot, position of the first, and of the chunk it is part of.
+    singles: Tensor  # [n] int32: indices of tokens that are the only one of their row
+    # [n, 5] int32: first token, token count, slot, position of the first token, start of its chunk.
     tiles: Tensor
-    splits: int  # into how many parts the context of a single is cut, to fill the device
-    counters: Tensor  # int32, zero between steps: one for each single and kv head
-    # Tokens of a row that are singles side by side, and see each other's keys. The last `siblings` of
-    # them are alternatives to the second instead, whose own keys go to page `spare`, row by row.
+    splits: int  # KV splits per single token, to fill the device
+    counters: Tensor  # int32, zero between steps: one per single token and kv head
+    # Adjacent single tokens that belong to one row and attend to each other's keys. The last
+    # `siblings` of them are alternatives to the second token; their keys go to page `spare`.
     width: int = 1
     siblings: int = 0
     spare: int = 0
@@ -137,29 +137,28 @@ class AttentionWork:
 
 @dataclass(frozen=True, slots=True)
 class AdapterRows:
-    """Which adapter each token has, where any has one; slot 0 is nobody's.
+    """The adapter slot of each token; slot 0 means no adapter.
 
-    Kernels on a device read `slots` and `tiles`, the plain version reads `groups`.
+    Device kernels read `slots` and `tiles`; the reference implementation reads `groups`.
     """
 
     slots: Tensor  # [tokens] int32
-    # [n, 2] int32: first token and number of tokens of each tile, up to LORA_TILE;
-    # None: every token is one.
+    # [n, 2] int32: first token and token count of each tile, up to LORA_TILE tokens of one
+    # adapter; None: each token is computed separately.
     tiles: Tensor | None = None
-    groups: tuple[tuple[int, Tensor | slice], ...] = ()  # slots but 0, and the tokens of each
-    batch_invariant: bool = (
-        False  # whether a token's result must not depend on the others of its adapter
-    )
-    # Tokens that are no piece but by themselves, where `tiles` has only the others: their slots, and 0.
-    alone: Tensor | None = None
+    groups: tuple[tuple[int, Tensor | slice], ...] = ()  # slots except 0, and their tokens
+    # Whether a token's result must not depend on the other tokens of its adapter.
+    batch_invariant: bool = False
+    # [tokens] int32, if `tiles` covers only multi-token rows: slots of single-token rows, 0 elsewhere.
+    single_slots: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class LogitsIndices:
-    """The tokens of a step whose hidden states are read, one at least: kernels take no empty batch."""
+    """The tokens of a step whose hidden states are read, at least one: kernels need a row."""
 
     tokens: Tensor  # [n] int32
-    adapters: AdapterRows | None = None  # of these alone
+    adapters: AdapterRows | None = None  # of these tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,18 +166,18 @@ class StepBatch:
     """All rows of a step, packed one after another without padding."""
 
     positions: Tensor  # [tokens]
-    token_slots: Tensor  # [tokens] the row of `tables` that each token belongs to
-    tables: Tensor  # [slots, most blocks] block ids
+    token_slots: Tensor  # [tokens] row of `tables` of each token
+    tables: Tensor  # [slots, max blocks] block ids
     spans: list[Span]
     kv: list[LayerKV]
     work: AttentionWork | None = None
-    batch_invariant: bool = False  # whether a row's result must not depend on the rows beside it
-    adapters: AdapterRows | None = None  # None: the base alone
-    logits_indices: LogitsIndices | None = None  # None: the hidden states of all tokens are read
-    # Runs of tokens [first, last) whose inputs products may round as those of prompts.
+    batch_invariant: bool = False  # whether a row's result must not depend on the other rows
+    adapters: AdapterRows | None = None  # None: no row uses an adapter
+    logits_indices: LogitsIndices | None = None  # None: all tokens
+    # Ranges of prompt tokens [first, last), whose activations GEMMs may quantise more coarsely.
     prompts: Sequence[tuple[int, int]] = ()
 
     @property
     def all_singles(self) -> bool:
-        """Whether every row is known to be of one token, for kernels on a device."""
+        """Whether device kernels may treat every token as a single-token row."""
         return self.work is not None and len(self.work.singles) == len(self.positions)

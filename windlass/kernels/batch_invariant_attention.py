@@ -1,8 +1,8 @@
-"""Attention in a fixed order, for any device: a query's result does not depend on its neighbours.
+"""Batch-invariant attention for any device: a query's result does not depend on other rows.
 
-Queries are taken in tiles that begin at fixed positions of their request, padded where a step has
-only some of them: the same shapes, and so the same sums, whatever else the step computes and
-wherever a prompt is cut into chunks.
+Queries are computed in tiles that start at fixed positions of their request. A tile is padded if a
+step has only some of its queries. Shapes, and therefore summation orders, are the same for any batch
+and any chunking of a prompt.
 """
 
 from __future__ import annotations

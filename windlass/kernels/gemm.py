@@ -1,4 +1,4 @@
-"""Products with 16- and 32-bit weights: torch's own, for any device."""
+"""GEMMs with 16- and 32-bit weights through torch, for any device."""
 
 from __future__ import annotations
 
@@ -10,19 +10,17 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear, pad
 
-from windlass.kernels.rounded import Inputs, Outputs, Rounding
+from windlass.kernels.gemm_io import InputQuant, Inputs, Outputs
 
-# Products in a fixed order are of so many rows at a time: libraries choose by the number of rows
-# how they cut the sums.
+# Rows per batch-invariant GEMM. BLAS libraries choose how to split the sums by the number of rows.
 _INVARIANT_ROWS = 16
 
-
-# What is computed beside a product, and after both: of the inputs, and whoever makes the product.
-Company = Callable[[Tensor, Callable[[], Tensor]], Tensor]
+# Runs a GEMM together with side work: (inputs, function that runs the GEMM) -> outputs of both.
+OverlappedGemm = Callable[[Tensor, Callable[[], Tensor]], Tensor]
 
 
 class Norm(Protocol):
-    """The norm behind a product."""
+    """The norm after a GEMM."""
 
     @property
     def weight(self) -> Tensor: ...
@@ -30,48 +28,48 @@ class Norm(Protocol):
     @property
     def eps(self) -> float: ...
 
-    def rounding(self, num_rows: int) -> Rounding | None:
-        """How whoever reads the result wants so many rows; None: as they are."""
+    def input_quant(self, num_rows: int) -> InputQuant | None:
+        """How the reader of the result wants `num_rows` rows quantised; None: not at all."""
         ...
 
     def add(
         self, x: Outputs, residual: Tensor | None, unquantised: bool = False
     ) -> tuple[Inputs, Tensor]:
-        """(x + residual, normalised; x + residual); `unquantised`: never quantise the sum"""
+        """(normalised x + residual, x + residual); with `unquantised` the result is a tensor."""
         ...
 
 
 class TorchGemm:
-    """What torch and the libraries behind it do."""
+    """GEMMs by torch and its BLAS library."""
 
     def __init__(self) -> None:
         self._batch_invariant = False
-        self._accompanied = False
+        self._overlapped = False
 
     def linear(self, x: Tensor, weight: Tensor) -> Tensor:
         """x @ weight.T"""
         return batch_invariant_linear(x, weight) if self._batch_invariant else linear(x, weight)
 
     def gated(self, x: Tensor, weight: Tensor, silu_mul: Callable[[Outputs], Inputs]) -> Inputs:
-        """silu(x @ gate.T) * (x @ up.T), where weight is gate above up."""
+        """silu(x @ gate.T) * (x @ up.T), where the rows of weight are gate, then up."""
         return silu_mul(self.linear(x, weight))
 
     def linear_norm(
         self, x: Tensor, weight: Tensor, residual: Tensor, norm: Norm
     ) -> tuple[Inputs, Tensor]:
-        """A product and the norm behind it: (residual + product, normalised; residual + product)."""
+        """x @ weight.T, residual addition and norm: (normalised sum, sum)."""
         return norm.add(self.linear(x, weight), residual)
 
     def batch_invariant(self, batch_invariant: bool = True) -> AbstractContextManager[None]:
-        """While it lasts, a row's result does not depend on the rows beside it."""
-        return self._meanwhile("_batch_invariant", batch_invariant)
+        """Within the context, a row's result does not depend on the other rows."""
+        return self._temporarily("_batch_invariant", batch_invariant)
 
-    def accompanied(self, accompanied: bool = True) -> AbstractContextManager[None]:
-        """While it lasts, something else is computed beside every product, and wants room for it."""
-        return self._meanwhile("_accompanied", accompanied)
+    def overlapped(self, overlapped: bool = True) -> AbstractContextManager[None]:
+        """Within the context, side work runs concurrently with every GEMM and needs resources."""
+        return self._temporarily("_overlapped", overlapped)
 
     @contextmanager
-    def _meanwhile(self, name: str, value: bool) -> Iterator[None]:
+    def _temporarily(self, name: str, value: bool) -> Iterator[None]:
         before = getattr(self, name)
         setattr(self, name, value)
         try:
@@ -80,17 +78,17 @@ class TorchGemm:
             setattr(self, name, before)
 
     def tune(self, weights: Iterable[Tensor]) -> tuple[str, str]:
-        """Choose by measuring, once, where there is a choice; returns what was chosen and why."""
+        """Measure the candidates of each shape and choose; returns the choice and its reason."""
         del weights
-        return "torch", "nothing else multiplies these weights here"
+        return "torch", "no other kernel for these weights on this device"
 
-    def tune_accompanied(self, weights: Sequence[tuple[Tensor, Company]]) -> None:
-        """The same for steps whose products are accompanied, each with what goes with it."""
+    def tune_overlapped(self, weights: Sequence[tuple[Tensor, OverlappedGemm]]) -> None:
+        """Measure and choose for `overlapped` GEMMs, each together with its side work."""
         del weights
 
 
 def batch_invariant_linear(x: Tensor, weight: Tensor) -> Tensor:
-    """x @ weight.T in pieces of always the same shape, so that each row is summed in the same order."""
+    """x @ weight.T in chunks of one shape, so that each row is summed in the same order."""
     rows = x.shape[0]
     padded = pad(x, (0, 0, 0, -rows % _INVARIANT_ROWS))
-    return torch.cat([linear(piece, weight) for piece in padded.split(_INVARIANT_ROWS)])[:rows]
+    return torch.cat([linear(chunk, weight) for chunk in padded.split(_INVARIANT_ROWS)])[:rows]

@@ -1,7 +1,7 @@
-"""Chooses how a packed weight is multiplied, once per weight, and keeps the reasons.
+"""Chooses the GEMM kernel of each packed weight, and keeps the reasons.
 
-Candidates stand in order of preference per device; each says why it refuses a form. A new kernel is
-one file and one line in `_CANDIDATES`. Whether a weight stays packed at all is decided here too.
+Candidates are listed per device in order of preference; each returns why it refuses a form. A new
+kernel is one file and one line in `_CANDIDATES`. This file also decides which weights stay packed.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from torch import Tensor
 from windlass.kernels.gemm import TorchGemm
 from windlass.kernels.native.linear import NativeLinear
 from windlass.kernels.packed import Float8, Int4Group, Int8Group, Packed, Table4
-from windlass.kernels.plain_linear import PlainLinear, Unpacked
 from windlass.kernels.prepared import Prepared
+from windlass.kernels.reference_linear import ReferenceLinear, Unpacked
 
-# "module:class" of a LinearKernel, imported only where its device is used.
+# "module:class" of a LinearKernel, imported only if its device is used.
 _CANDIDATES: dict[str, tuple[str, ...]] = {
     "cpu": ("windlass.kernels.native.linear:NativeLinear",),
     "cuda": (
@@ -30,43 +30,41 @@ _CANDIDATES: dict[str, tuple[str, ...]] = {
         "windlass.kernels.triton.table:TableLinear",
     ),
 }
-# Numbers of a weight up to which a GPU waits for launches, not for bytes: a decode step of the
-# default model took 1.13 ms with its weights packed and 0.72 ms with them in 16 bits (H200).
+# Elements of a weight up to which launches, not bytes, limit a GPU: a decode step of the default
+# model took 1.13 ms with packed weights and 0.72 ms with 16-bit weights (H200).
 _SMALL = 2 * 2**20
-_FP8_CAPABILITY = (8, 9)  # the first CUDA devices that multiply fp8
-
-
-_SMALL_REASON = f"unpacked: up to {_SMALL // 2**20} Mi numbers are read faster than unpacked"
+_FP8_CAPABILITY = (8, 9)  # first CUDA compute capability with fp8 tensor cores
+_SMALL_REASON = f"unpacked: faster for weights of up to {_SMALL // 2**20} Mi elements"
 
 
 class LinearKernel(Protocol):
-    """One way to multiply with packed weights."""
+    """A GEMM kernel for packed weights."""
 
     @property
     def name(self) -> str: ...
 
     @property
     def batch_invariant(self) -> bool:
-        """Whether a row's result is the same to the bit whatever rows are beside it."""
+        """Whether a row's result is bitwise independent of the other rows."""
         ...
 
     @property
     def reads_rows(self) -> bool:
-        """Whether what it prepares is a RowReader."""
+        """Whether `prepare` returns a RowReader."""
         ...
 
     def refuse(self, form: Packed, device: torch.device, dtype: torch.dtype) -> str | None:
-        """Why it does not take this form, or None. The tensors may lie on the meta device."""
+        """Why the kernel does not support this form, or None. Tensors may be on the meta device."""
         ...
 
     def prepare(self, form: Packed) -> Prepared:
-        """Repack once. The form is not needed afterwards."""
+        """Repack the weight. The form is not needed afterwards."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class PackedGemm:
-    """A weight ready to be multiplied with, and how it came to be held like this."""
+    """A weight prepared for its GEMM kernel, with the reason for the choice."""
 
     prepared: Prepared
     shape: tuple[int, int]
@@ -74,12 +72,12 @@ class PackedGemm:
     kernel: str
     reason: str
     refusals: dict[str, str] = field(default_factory=dict)
-    batch_invariant: bool = True  # whether it can be multiplied with in a fixed order
+    batch_invariant: bool = True  # whether the kernel can be batch-invariant
 
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """How a form will be held. `unpacked` is the reason when not as it is."""
+    """The kernel chosen for a form. `unpacked` is the reason if the weight is dequantised at load."""
 
     kernel: LinearKernel
     refusals: dict[str, str]
@@ -93,13 +91,13 @@ class Decision:
 
 
 class Linears:
-    """Holds weights for one device and arithmetic. Owns the kernels' instances.
+    """Prepares weights for one device and dtype. Owns the kernel instances.
 
-    A form stays packed where a kernel takes it, unless it is so small that a GPU gains nothing by
-    it. Where only the plain version is left, it depends:
-    on a GPU memory is scarce, so it stays packed and is dequantised on each call; on a CPU that
-    would be far slower than plain products, so it is unpacked once. `reference` unpacks always;
-    with `round_int4` the activations of int4 weights may be rounded to 8 bits.
+    A form stays packed if a kernel supports it, unless it is so small that a GPU gains nothing. If
+    only the reference implementation is left, the device decides. GPU memory is scarce, so the weight
+    stays packed and each call dequantises it. On a CPU that is far slower than an unquantised GEMM, so
+    the weight is dequantised at load. `reference` always dequantises at load. With `round_int4` the
+    activations of int4 weights may be quantised to 8 bits.
     """
 
     def __init__(
@@ -120,27 +118,29 @@ class Linears:
         self._kernels = [] if plain or reference else _kernels(device)
 
     def decide(self, form: Packed) -> Decision:
-        """The first kernel that takes the form, or what happens without one."""
+        """Choose the first kernel that supports the form, or the fallback."""
         refusals: dict[str, str] = {}
         if self._reference:
-            return Decision(PlainLinear(), refusals, "unpacked: --dtype float32 is the reference")
+            return Decision(
+                ReferenceLinear(), refusals, "unpacked: --dtype float32 is the reference"
+            )
         if self._kernels and _is_small(form, self.device):
-            return Decision(PlainLinear(), refusals, _SMALL_REASON)
+            return Decision(ReferenceLinear(), refusals, _SMALL_REASON)
         for kernel in self._kernels:
             why = kernel.refuse(form, self.device, self.dtype)
             if why is None:
                 return Decision(kernel, refusals)
             refusals[kernel.name] = why
         if self._plain:
-            refusals["all others"] = "the plain versions were asked for"
-            return Decision(PlainLinear(), refusals)
+            refusals["all others"] = "plain kernels were requested"
+            return Decision(ReferenceLinear(), refusals)
         if self.device.type == "cpu":
-            return Decision(PlainLinear(), refusals, f"unpacked: {_no_kernel(refusals)}")
+            return Decision(ReferenceLinear(), refusals, f"unpacked: {_no_kernel(refusals)}")
         refusals["others"] = _nothing_else(form, self.device)
-        return Decision(PlainLinear(), refusals)
+        return Decision(ReferenceLinear(), refusals)
 
-    def hold(self, weight: Packed | Tensor) -> PackedGemm:
-        """Prepare a weight for its kernel. On the meta device only its shape and size matter."""
+    def prepare(self, weight: Packed | Tensor) -> PackedGemm:
+        """Choose a kernel and prepare the weight for it. Meta tensors get only a shape and a size."""
         if isinstance(weight, Tensor):
             return self._dense(weight)
         if self._round_int4 and isinstance(weight, Int4Group):
@@ -152,49 +152,62 @@ class Linears:
             batch_invariant = True
         else:
             on_meta = weight.codes.is_meta
-            prepared = PlainLinear().prepare(weight) if on_meta else decision.kernel.prepare(weight)
+            prepared = (
+                ReferenceLinear().prepare(weight) if on_meta else decision.kernel.prepare(weight)
+            )
             kernel, batch_invariant = decision.kernel.name, decision.kernel.batch_invariant
         return PackedGemm(
-            prepared,
-            weight.shape,
-            describe(weight),
-            kernel,
-            decision.reason,
-            decision.refusals,
-            batch_invariant,
+            prepared=prepared,
+            shape=weight.shape,
+            form=describe(weight),
+            kernel=kernel,
+            reason=decision.reason,
+            refusals=decision.refusals,
+            batch_invariant=batch_invariant,
         )
 
-    def refuse_plain(self) -> str | None:
-        """Why plain numbers are not multiplied with in the file's own type; None: they are.
+    def refuse_unquantised(self) -> str | None:
+        """Why unquantised weights do not keep the dtype of the file; None: they keep it.
 
-        A CPU computes in float32 whatever the type, and its kernels read 16 bits into that.
+        A CPU computes in float32 for any dtype, and its kernels convert 16-bit weights while reading.
         """
         if self._reference:
             return "--dtype float32 is the reference"
         if self._plain:
-            return "the plain versions were asked for"
+            return "plain kernels were requested"
         if self._native is None or self.dtype != torch.float32:
             return "not quantised"
-        return self._native.refuse_plain()
+        return self._native.refuse_unquantised()
 
     @property
     def _native(self) -> NativeLinear | None:
-        return next((one for one in self._kernels if isinstance(one, NativeLinear)), None)
+        return next((kernel for kernel in self._kernels if isinstance(kernel, NativeLinear)), None)
 
     def _dense(self, weight: Tensor) -> PackedGemm:
         shape = (weight.shape[0], weight.shape[1])
-        why = self.refuse_plain()
+        why = self.refuse_unquantised()
         if why is None and self._native is not None:
             name = str(weight.dtype).removeprefix("torch.")
-            held = self._native.prepare(weight)
-            return PackedGemm(held, shape, name, "native", "not quantised; sums are float32")
+            return PackedGemm(
+                prepared=self._native.prepare(weight),
+                shape=shape,
+                form=name,
+                kernel="native",
+                reason="not quantised; float32 accumulation",
+            )
         name = str(self.dtype).removeprefix("torch.")
         unpacked = Unpacked(weight.to(self.dtype), self.dtype, self.gemm)
-        return PackedGemm(unpacked, shape, name, "torch", why or "not quantised")
+        return PackedGemm(
+            prepared=unpacked,
+            shape=shape,
+            form=name,
+            kernel="torch",
+            reason=why or "not quantised",
+        )
 
 
 def describe(form: Packed) -> str:
-    """A form in words: 'int8 per row, activations per token'."""
+    """Describe a form, e.g. 'int8 per row, activations per token'."""
     match form:
         case Int4Group():
             text = f"int4, groups of {form.group}"
@@ -210,38 +223,41 @@ def describe(form: Packed) -> str:
             if form.sub_scales is not None:
                 text += f" in super-groups of {form.super_group}"
     if isinstance(form, Int4Group | Int8Group) and form.perm is not None:
-        text += ", inputs in another order"
+        text += ", permuted inputs"
     if not isinstance(form, Table4) and form.activation != "none":
         text += f", activations per {form.activation}"
     return text
 
 
 def _is_small(form: Packed, device: torch.device) -> bool:
-    """Whether a GPU reads it faster unpacked; forms that round activations mean their products."""
+    """Whether a GPU is faster with the dequantised weight and the form allows it.
+
+    Forms that quantise activations define the result of their GEMM, so they stay packed.
+    """
     if device.type != "cuda" or (not isinstance(form, Table4) and form.activation != "none"):
         return False
     return form.shape[0] * form.shape[1] <= _SMALL
 
 
 def _no_kernel(refusals: dict[str, str]) -> str:
-    said = "; ".join(f"{name}: {why}" for name, why in refusals.items())
-    return f"no packed kernel takes it ({said})" if said else "no packed kernel for this CPU"
+    reasons = "; ".join(f"{name}: {why}" for name, why in refusals.items())
+    return f"no packed kernel takes it ({reasons})" if reasons else "no packed kernel for this CPU"
 
 
 def _nothing_else(form: Packed, device: torch.device) -> str:
-    """Why the plain version is what is left on a GPU."""
+    """Why only the reference implementation is left on a GPU."""
     if isinstance(form, Float8) and device.type == "cuda" and torch.cuda.is_available():
-        found = torch.cuda.get_device_capability(device)
-        if found < _FP8_CAPABILITY:
+        capability = torch.cuda.get_device_capability(device)
+        if capability < _FP8_CAPABILITY:
             return (
-                f"this GPU (compute capability {found[0]}.{found[1]}) has no fp8 products, so the "
+                f"this GPU (compute capability {capability[0]}.{capability[1]}) has no fp8 GEMM, so the "
                 "weights are dequantised on each call; int8 or int4 would be faster"
             )
     return f"no kernel for this form on {device.type}; dequantised on each call"
 
 
 def _kernels(device: torch.device) -> list[LinearKernel]:
-    """Those that can be had for a device; all of CUDA's are written in Triton."""
+    """The kernels available on a device; all CUDA kernels are written in Triton."""
     if device.type == "cuda" and find_spec("triton") is None:
         return []
     return [_instance(where) for where in _CANDIDATES.get(device.type, ())]
@@ -249,5 +265,5 @@ def _kernels(device: torch.device) -> list[LinearKernel]:
 
 def _instance(where: str) -> LinearKernel:
     module, name = where.split(":")
-    made: LinearKernel = getattr(import_module(module), name)()
-    return made
+    kernel: LinearKernel = getattr(import_module(module), name)()
+    return kernel

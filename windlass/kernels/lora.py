@@ -18,7 +18,7 @@ from torch.nn.functional import linear
 
 from windlass.kernels.batch import AdapterRows
 from windlass.kernels.gemm import Norm, batch_invariant_linear
-from windlass.kernels.rounded import Inputs, Outputs
+from windlass.kernels.gemm_io import Inputs, Outputs
 
 RANK_TILE = 16  # ranks of an output that are adjacent in the `by_output` layout
 SiluMul = Callable[[Outputs], Inputs]

@@ -1,7 +1,7 @@
-"""The few forms in which quantised weights lie in memory; many formats on disk meet in them.
+"""In-memory forms of quantised weights. Many file formats map to each form.
 
-A form is its tensors and what they mean: `dequantise` is the definition that every kernel is tested
-against. Kernels may repack a form once for themselves; nothing here knows a kernel or a file.
+A form is a set of tensors and their meaning: `dequantise` is the definition that every kernel is
+tested against. Kernels may repack a form at load. This file knows no kernel and no file format.
 """
 
 from __future__ import annotations
@@ -12,36 +12,36 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-# How activations are rounded before the product: not at all, by one scale per token, by one scale
-# that the checkpoint brings, or by one scale per token and 128 inputs.
+# How activations are quantised before the GEMM: not at all, with one scale per token, with one
+# static scale from the checkpoint, or with one scale per token and block of 128 inputs.
 Activation = Literal["none", "token", "tensor", "block"]
 
 
 def pack_nibbles(codes: Tensor) -> Tensor:
-    """[rows, K] of 0..15 to uint8 [rows, K / 2]: input 2 j in the low half of byte j."""
+    """Pack 4-bit codes [rows, K] to uint8 [rows, K / 2]: input 2 j is the low half of byte j."""
     low, high = codes[:, 0::2].to(torch.uint8), codes[:, 1::2].to(torch.uint8)
     return low | (high << 4)
 
 
 def unpack_nibbles(packed: Tensor) -> Tensor:
-    """uint8 [rows, K / 2] to uint8 [rows, K]."""
+    """Unpack uint8 [rows, K / 2] to uint8 [rows, K]."""
     return torch.stack((packed & 15, packed >> 4), dim=-1).flatten(1)
 
 
-def _spread(per_group: Tensor, num_in: int) -> Tensor:
-    """One value per group of inputs to one per input."""
+def _expand(per_group: Tensor, num_in: int) -> Tensor:
+    """Repeat the value of each group for its inputs."""
     return per_group.float().repeat_interleave(num_in // per_group.shape[1], dim=1)
 
 
 @dataclass(frozen=True, slots=True)
 class Int4Group:
-    """weight[n, k] = code[n, k] * scales[n, k // group] + mins[n, k // group], codes 0 to 15."""
+    """weight[n, k] = code[n, k] * scales[n, k // group] + offsets[n, k // group], codes 0 to 15."""
 
     codes: Tensor  # uint8 [N, K / 2], as pack_nibbles makes them
     scales: Tensor  # float [N, K / group]
     offsets: Tensor  # float [N, K / group]
-    perm: Tensor | None = None  # [K]: column k of the weight belongs to input order[k]
-    activation: Activation = "none"  # "token": to e4m3, or finer where that costs nothing
+    perm: Tensor | None = None  # [K]: column k of the weight belongs to input perm[k]
+    activation: Activation = "none"  # "token": e4m3, or a finer type if that is free
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -54,15 +54,15 @@ class Int4Group:
     def dequantise(self) -> Tensor:
         num_in = self.shape[1]
         codes = unpack_nibbles(self.codes).float()
-        weight = codes * _spread(self.scales, num_in) + _spread(self.offsets, num_in)
-        return _in_order(weight, self.perm)
+        weight = codes * _expand(self.scales, num_in) + _expand(self.offsets, num_in)
+        return _unpermute(weight, self.perm)
 
 
 @dataclass(frozen=True, slots=True)
 class Int8Group:
-    """weight[n, k] = code[n, k] * scales[n, k // group] (+ mins[n, k // group]), codes -128 to 127.
+    """weight[n, k] = code[n, k] * scales[n, k // group] (+ offsets), codes -128 to 127.
 
-    With an activation other than none the products are of whole numbers, one group per row.
+    With quantised activations the GEMM is an integer GEMM, and each row is one group.
     """
 
     codes: Tensor  # int8 [N, K]
@@ -82,21 +82,21 @@ class Int8Group:
 
     def dequantise(self) -> Tensor:
         num_in = self.shape[1]
-        weight = self.codes.float() * _spread(self.scales, num_in)
+        weight = self.codes.float() * _expand(self.scales, num_in)
         if self.offsets is not None:
-            weight += _spread(self.offsets, num_in)
-        return _in_order(weight, self.perm)
+            weight += _expand(self.offsets, num_in)
+        return _unpermute(weight, self.perm)
 
 
 @dataclass(frozen=True, slots=True)
 class Float8:
-    """weight = code * scale, e4m3 codes; scales of [1, 1], [N, 1] or [N / 128, K / 128], rounded up."""
+    """weight = code * scale, e4m3 codes; scales are [1, 1], [N, 1] or one per block, rounded up."""
 
     codes: Tensor  # float8_e4m3fn [N, K]
     scales: Tensor  # float32
     activation: Activation = "none"
     input_scale: Tensor | None = None  # [1], for activation "tensor"
-    block: tuple[int, int] | None = None  # set: scales are of blocks of so many outputs and inputs
+    block: tuple[int, int] | None = None  # outputs and inputs per scale, if scales are per block
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -113,10 +113,10 @@ class Float8:
 
 @dataclass(frozen=True, slots=True)
 class Table4:
-    """weight[n, k] = table[code[n, k]] * unit * scales[n, k // group].
+    """weight[n, k] = table[code[n, k]] * unit * scales[n, k // group]: a 4-bit codebook.
 
-    NF4, and GGUF's IQ types and MXFP4; a table of whole numbers is a codebook. With `sub_scales` a group's scale is a product of two: a float for each super-group of inputs and
-    a small whole number for each group. It needs a byte per group and loses nothing.
+    NF4, and GGUF's IQ types and MXFP4. With `sub_scales` a group's scale is a float per super-group of
+    inputs times a small integer per group. That takes one byte per group and is exact.
     """
 
     codes: Tensor  # uint8 [N, K / 2], as pack_nibbles makes them
@@ -136,7 +136,7 @@ class Table4:
 
     @property
     def values(self) -> Tensor:
-        """What the codes stand for, float32 [16]."""
+        """The weight values of the 16 codes, float32 [16]."""
         return self.table.float() * self.unit
 
     @property
@@ -145,17 +145,17 @@ class Table4:
 
     def dequantise(self) -> Tensor:
         num_in = self.shape[1]
-        scales = _spread(self.scales, num_in)
+        scales = _expand(self.scales, num_in)
         if self.sub_scales is not None:
-            scales *= _spread(self.sub_scales, num_in)
+            scales *= _expand(self.sub_scales, num_in)
         return self.values[unpack_nibbles(self.codes).long()] * scales
 
 
 Packed = Int4Group | Int8Group | Float8 | Table4
 
 
-def _in_order(weight: Tensor, perm: Tensor | None) -> Tensor:
-    """Columns from the stored order to the network's."""
+def _unpermute(weight: Tensor, perm: Tensor | None) -> Tensor:
+    """Undo the permutation of the columns."""
     if perm is None:
         return weight
     restored = torch.empty_like(weight)

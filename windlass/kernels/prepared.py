@@ -1,4 +1,4 @@
-"""A packed weight as one kernel wants it, and what may be asked of it beside the plain product."""
+"""Interface of a weight that is prepared for one kernel: the GEMM and its fused variants."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from windlass.kernels.gemm import Norm
-from windlass.kernels.rounded import Inputs, Outputs, Rounding
+from windlass.kernels.gemm_io import InputQuant, Inputs, Outputs
 
 
 class Prepared(ABC):
-    """Kernels override what they can do in fewer passes."""
+    """A prepared weight. Kernels override the variants that they can fuse."""
 
     @property
     @abstractmethod
@@ -21,34 +21,37 @@ class Prepared(ABC):
 
     @property
     def coarse_prompts(self) -> bool:
-        """Whether inputs of prompts are rounded more coarsely than others, where a step says which."""
+        """Whether activations of prompt tokens are quantised more coarsely than others."""
         return False
 
     @abstractmethod
     def apply(self, x: Inputs) -> Tensor:
-        """x [M, K] times the weight: [M, N] in x's type."""
+        """x @ weight.T for x [M, K]: [M, N] in the dtype of x."""
 
-    def rounding(self, num_rows: int) -> Rounding | None:
-        """How so many rows of inputs should come; None: as they are. Tensors are taken always."""
+    def input_quant(self, num_rows: int) -> InputQuant | None:
+        """How `num_rows` rows of inputs should be quantised; None: not at all.
+
+        `apply` also accepts unquantised tensors.
+        """
         del num_rows
         return None
 
     def raw(self, x: Inputs) -> Outputs:
-        """The product for a reader that multiplies the scales in."""
+        """The GEMM for a reader that applies the scales of `UnscaledOutputs`."""
         return self.apply(x)
 
     def then(self, x: Inputs, residual: Tensor, norm: Norm) -> tuple[Inputs, Tensor]:
-        """The product, into the residual stream and through a norm: (normalised, new residual)."""
+        """GEMM, residual addition and norm: (normalised, new residual)."""
         return norm.add(self.raw(x), residual)
 
     def gated(self, x: Inputs, silu_mul: Callable[[Outputs], Inputs]) -> Inputs:
-        """silu(x @ gate.T) * (x @ up.T), where the weight is gate above up."""
+        """silu(x @ gate.T) * (x @ up.T), where the weight's rows are gate, then up."""
         return silu_mul(self.raw(x))
 
 
 class RowReader(Prepared):
-    """One whose rows can be read by themselves: an embedding's table."""
+    """A prepared weight whose rows can be read separately, as an embedding needs."""
 
     @abstractmethod
     def rows(self, ids: Tensor, dtype: torch.dtype) -> Tensor:
-        """Rows of the weight, dequantised: [ids, K]."""
+        """Dequantised rows of the weight: [ids, K]."""

@@ -1,6 +1,6 @@
-"""The plain version of every operation: the definition, the fallback, and the tests' oracle.
+"""Reference implementation of every operation: the definition, the fallback and the tests' oracle.
 
-Written to be read. Never refuses a shape, a type or a device.
+Supports every shape, dtype and device; clarity comes before speed.
 """
 
 from __future__ import annotations
@@ -8,11 +8,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from windlass.kernels.batch import LARGEST_CODE, Heads, LayerKV, StepBatch
+from windlass.kernels.batch import MAX_CODE, Heads, LayerKV, StepBatch
 
 
 def embedding(ids: Tensor, table: Tensor) -> Tensor:
-    """A row of the table for each token."""
+    """Look up a row of the table for each token."""
     return torch.nn.functional.embedding(ids, table)
 
 
@@ -29,19 +29,19 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """Add to the residual stream, and normalise the sum: (normalised, new residual)."""
+    """Add x to the residual stream and normalise the sum: (normalised, new residual)."""
     residual = residual + x
     return rms_norm(residual, weight, eps), residual
 
 
 def silu_mul(gate_up: Tensor) -> Tensor:
-    """silu(gate) * up, where both lie side by side in the last dimension."""
+    """silu(gate) * up, where gate and up are the halves of the last dimension."""
     gate, up = gate_up.chunk(2, dim=-1)
     return torch.nn.functional.silu(gate) * up
 
 
 def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate the pairs (i, i + dim/2) of each head; dimensions past the table's stay as they are.
+    """Rotate the pairs (i, i + dim/2) of each head; dimensions beyond the table are unchanged.
 
     x: [tokens, heads, dim]; cos, sin: [tokens, rotated / 2] in float32
     """
@@ -60,10 +60,10 @@ def rope_write(
     kv: LayerKV,
     batch: StepBatch,
 ) -> Tensor:
-    """Split q, k and v, rotate q and k, put keys and values into their pages; returns q.
+    """Split q, k and v, rotate q and k, write keys and values to the pages; returns q.
 
-    qkv: [tokens, all heads * dim]; cos_sin: [positions, rotated]; `norms` scale each head of q and k
-    first. Returns [tokens, heads, dim].
+    qkv: [tokens, all heads * dim]; cos_sin: [positions, rotated]; `norms` (q weight, k weight, eps)
+    are applied per head before the rotation. Returns [tokens, heads, dim].
     """
     sizes = [heads.num_q, heads.num_kv, heads.num_kv]
     q, k, v = qkv.view(qkv.shape[0], -1, heads.dim).split(sizes, dim=1)
@@ -87,16 +87,16 @@ def rope_write(
     return rope(q, cos, sin)
 
 
-# A head of zeros gets this scale: its codes are zeros.
-SMALLEST_SCALE = 1e-30
+# Scale of a head whose values are all zero, so that its codes are zero.
+MIN_SCALE = 1e-30
 
 
 def encode(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """The nearest codes of each head [..., dim], and the scale that its largest number sets."""
+    """Quantise each head [..., dim] with the scale of its largest magnitude: (codes, scales)."""
     wide = x.float()
     largest = wide.abs().amax(-1)
-    # By a tensor: a GPU multiplies by the reciprocal of a plain number, which rounds otherwise.
-    scale = (largest / torch.full_like(largest, LARGEST_CODE[dtype])).clamp_min(SMALLEST_SCALE)
+    # Divide by a tensor: for a Python scalar, CUDA multiplies by the reciprocal and rounds differently.
+    scale = (largest / torch.full_like(largest, MAX_CODE[dtype])).clamp_min(MIN_SCALE)
     codes = wide / scale[..., None]
     return (codes.round() if dtype == torch.int8 else codes).to(dtype), scale
 
@@ -104,7 +104,7 @@ def encode(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 def read_rows(kv: LayerKV, tables: Tensor) -> tuple[Tensor, Tensor]:
     """Keys and values of the blocks in `tables` [rows, blocks]: [rows, kv_heads, positions, dim].
 
-    In the pages' own type, or in float32 where they hold codes.
+    The dtype is that of the pages, or float32 if they hold codes.
     """
     keys, values = _gather(kv.keys, tables), _gather(kv.values, tables)
     if kv.key_scales is not None and kv.value_scales is not None:
@@ -119,13 +119,13 @@ def _gather(pages: Tensor, tables: Tensor) -> Tensor:
 
 
 def read_row(kv: LayerKV, table: Tensor, context: int) -> tuple[Tensor, Tensor]:
-    """One row's keys and values out of the pages: [kv_heads, context, dim]."""
+    """Read one row's keys and values from the pages: [kv_heads, context, dim]."""
     keys, values = read_rows(kv, table[None, : -(-context // kv.block_size)])
     return keys[0, :, :context], values[0, :, :context]
 
 
 def visible(start: int, count: int, window: int | None, device: torch.device) -> Tensor:
-    """Which keys each of `count` queries from position `start` may see: [count, start + count]."""
+    """Mask of the keys that each of `count` queries from `start` attends to: [count, start + count]."""
     query = torch.arange(start, start + count, device=device)[:, None]
     key = torch.arange(start + count, device=device)[None, :]
     mask = key <= query
@@ -142,9 +142,9 @@ def attention(
     window: int | None = None,
     soft_cap: float | None = None,
 ) -> Tensor:
-    """Causal attention of every row over its own pages, one row after another, in float32.
+    """Causal attention of every row over its own pages, row by row, in float32.
 
-    queries: [tokens, heads, dim]; returns the same shape. Several query heads share a kv head.
+    queries: [tokens, heads, dim]; returns the same shape. Groups of query heads share a kv head.
     """
     out = torch.empty_like(queries)
     for span in batch.spans:

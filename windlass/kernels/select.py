@@ -1,7 +1,7 @@
-"""Chooses a kernel for each operation once, when the engine is built, and keeps the reasons.
+"""Chooses a kernel for each operation when the engine is built, and keeps the reasons.
 
-Candidates stand in order of preference; each says why it refuses. The plain version is last and
-never refuses. A new kernel is one file and one line here. Triton is imported only for CUDA.
+Candidates are in order of preference; each returns why it refuses. The reference implementation is
+last and never refuses. A new kernel is one file and one line here. Triton is imported only for CUDA.
 """
 
 from __future__ import annotations
@@ -16,26 +16,26 @@ import torch
 
 from windlass.kernels.batch import Heads
 
-_MOST_NATIVE_DIM = 256
-_MOST_NATIVE_GROUP = 64
+_MAX_NATIVE_DIM = 256
+_MAX_NATIVE_GROUP = 64
 
 
 @dataclass(frozen=True, slots=True)
 class Need:
-    """What a network asks of its kernels."""
+    """A network's requirements for its kernels."""
 
     device: torch.device
     dtype: torch.dtype
     heads: Heads
-    rotated: int  # features of a head that turn with the position
+    rotated: int  # dimensions of a head that RoPE rotates
     soft_cap: float | None = None
-    kv_dtype: torch.dtype | None = None  # of the pages; None: as it is computed
-    plain: bool = False  # only the plain versions, to compare with
+    kv_dtype: torch.dtype | None = None  # of the KV cache; None: same as dtype
+    plain: bool = False  # use only reference implementations
 
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A kernel, where it lives, and its reason to refuse: None when it accepts."""
+    """A kernel. `refuse` returns why it cannot be used, or None."""
 
     name: str
     where: str  # "module:function"
@@ -44,7 +44,7 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """The kernel that was chosen, and why those before it were not."""
+    """The chosen kernel, and why the candidates before it were refused."""
 
     operation: str
     name: str
@@ -64,7 +64,7 @@ def _never(need: Need) -> str | None:  # noqa: ARG001
 
 def _triton(need: Need) -> str | None:
     if need.plain:
-        return "the plain versions were asked for"
+        return "plain kernels were requested"
     if need.device.type != "cuda":
         return f"Triton needs CUDA, this is {need.device.type}"
     if find_spec("triton") is None:
@@ -76,13 +76,13 @@ def _triton(need: Need) -> str | None:
 
 def _triton_rope(need: Need) -> str | None:
     if need.rotated != need.heads.dim:
-        return f"only {need.rotated} of {need.heads.dim} features turn"
+        return f"RoPE rotates only {need.rotated} of {need.heads.dim} dimensions"
     return _triton(need)
 
 
 def _native(need: Need) -> str | None:
     if need.plain:
-        return "the plain versions were asked for"
+        return "plain kernels were requested"
     if need.device.type != "cpu":
         return f"made for CPUs, this is {need.device.type}"
     if need.dtype != torch.float32:
@@ -94,30 +94,30 @@ def _native(need: Need) -> str | None:
 
 def _native_pages(need: Need) -> str | None:
     dim = need.heads.dim
-    if dim % 8 or dim > _MOST_NATIVE_DIM:
-        return f"heads of {dim}, not of 8 n up to {_MOST_NATIVE_DIM}"
+    if dim % 8 or dim > _MAX_NATIVE_DIM:
+        return f"head_dim is {dim}, not a multiple of 8 up to {_MAX_NATIVE_DIM}"
     if need.kv_dtype == torch.float8_e4m3fn:
-        return "no fp8 pages on a CPU; --kv-cache-dtype int8 is taken"
+        return "no fp8 KV cache on a CPU; use --kv-cache-dtype int8"
     return _native(need)
 
 
 def _native_attention(need: Need) -> str | None:
     if need.soft_cap is not None:
-        return "no soft cap"
-    if need.heads.group > _MOST_NATIVE_GROUP:
-        return f"{need.heads.group} query heads share a kv head, more than {_MOST_NATIVE_GROUP}"
+        return "soft cap is not supported"
+    if need.heads.group > _MAX_NATIVE_GROUP:
+        return f"{need.heads.group} query heads share a kv head, more than {_MAX_NATIVE_GROUP}"
     return _native_pages(need)
 
 
 def _fused_torch(need: Need) -> str | None:
     if need.plain:
-        return "the plain versions were asked for"
-    return "no soft cap in torch's fused product" if need.soft_cap is not None else None
+        return "plain kernels were requested"
+    return "torch's fused attention has no soft cap" if need.soft_cap is not None else None
 
 
 _TRITON = "windlass.kernels.triton"
 _NATIVE = "windlass.kernels.native.ops"
-_PLAIN = "windlass.kernels.reference"
+_REFERENCE = "windlass.kernels.reference"
 
 _CANDIDATES: dict[str, list[Candidate]] = {
     "embedding": [Candidate("native", f"{_NATIVE}:embedding", _native)],
@@ -147,14 +147,14 @@ _CANDIDATES: dict[str, list[Candidate]] = {
 
 
 def select(operation: str, need: Need) -> Selection:
-    """The first candidate that accepts; the plain version is always there."""
+    """Select the first candidate that accepts; the reference implementation always does."""
     refusals: dict[str, str] = {}
-    plain = Candidate("plain", f"{_PLAIN}:{operation}", _never)
-    for candidate in [*_CANDIDATES[operation], plain]:
+    reference = Candidate("plain", f"{_REFERENCE}:{operation}", _never)
+    for candidate in [*_CANDIDATES[operation], reference]:
         why = candidate.refuse(need)
         if why is None:
             module, name = candidate.where.split(":")
             function = getattr(import_module(module), name)
             return Selection(operation, candidate.name, function, refusals)
         refusals[candidate.name] = why
-    raise AssertionError(f"the plain version of {operation} refused")
+    raise AssertionError(f"the reference implementation of {operation} refused")

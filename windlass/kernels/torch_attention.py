@@ -1,7 +1,7 @@
-"""Paged attention with torch's fused product: rows with one query are computed together.
+"""Paged attention with torch's scaled_dot_product_attention; single-query rows are batched.
 
-The query heads of a kv head are folded into the query's length, so that keys are never repeated.
-Soft caps are left to the plain version.
+The query heads of a kv head are folded into the query length, so keys are never repeated. Soft caps
+are left to the reference implementation.
 """
 
 from __future__ import annotations
@@ -44,14 +44,14 @@ def _attend_singles(
     scale: float,
     window: int | None,
 ) -> None:
-    """All rows of one query at once, padded to the longest context."""
+    """Compute all single-query rows in one call, padded to the longest context."""
     _, kv_heads, size, dim = kv.keys.shape
     contexts = torch.tensor([batch.spans[i].context for i in rows], device=queries.device)
     tokens = torch.tensor([batch.spans[i].first for i in rows], device=queries.device)
-    most = -(-int(contexts.max()) // size)
-    tables = batch.tables[batch.token_slots[tokens], :most]
+    max_blocks = -(-int(contexts.max()) // size)
+    tables = batch.tables[batch.token_slots[tokens], :max_blocks]
     keys, values = read_rows(kv, tables)
-    key = torch.arange(most * size, device=queries.device)
+    key = torch.arange(max_blocks * size, device=queries.device)
     mask = key < contexts[:, None]
     if window is not None:
         mask &= key >= contexts[:, None] - window
@@ -71,7 +71,7 @@ def _attend_chunk(
     scale: float,
     window: int | None,
 ) -> None:
-    """One row of several queries, behind a prefix or not."""
+    """Compute one row of several queries, with or without a cached prefix."""
     q = queries[span.first : span.first + span.count]  # [count, heads, dim]
     keys, values = (part.to(q.dtype) for part in read_row(kv, table, span.context))
     group = q.shape[1] // keys.shape[0]

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from windlass.kernels.batch import Heads, LogitsIndices, StepBatch
+from windlass.kernels.gemm_io import Inputs
 from windlass.kernels.ops import Ops
-from windlass.kernels.rounded import Inputs
 from windlass.layers.linear import Linear, MethodFor
 from windlass.layers.norm import HeadNorm, RMSNorm
 from windlass.parallel.mesh import Group

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 
 from windlass.kernels.batch import AdapterRows
 from windlass.kernels.gemm import Norm
+from windlass.kernels.gemm_io import InputQuant, Inputs, Outputs
 from windlass.kernels.lora import Lora
-from windlass.kernels.plain_linear import Unpacked
-from windlass.kernels.rounded import Inputs, Outputs, Rounding
+from windlass.kernels.reference_linear import Unpacked
 from windlass.layers.stored import StoredWeight
 from windlass.parallel.mesh import Group
 from windlass.quant.base import LinearMethod
@@ -62,9 +62,9 @@ class Linear(StoredWeight):
         unpacked = [each.weight for each in prepared if isinstance(each, Unpacked)]
         return unpacked if self.weight is None else [self.weight, *unpacked]
 
-    def rounding(self, num_rows: int) -> Rounding | None:
-        """The quantisation of inputs of `num_rows` rows; None: unquantised."""
-        return self.gemm[0].prepared.rounding(num_rows) if len(self.gemm) == 1 else None
+    def input_quant(self, num_rows: int) -> InputQuant | None:
+        """How inputs of `num_rows` rows should be quantised; None: not at all."""
+        return self.gemm[0].prepared.input_quant(num_rows) if len(self.gemm) == 1 else None
 
     def raw(self, x: Inputs, adapters: AdapterRows | None = None) -> Outputs:
         """y, possibly with separate scales that the caller must apply."""

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from windlass.kernels.batch import AdapterRows
+from windlass.kernels.gemm_io import Inputs
 from windlass.kernels.ops import Ops
-from windlass.kernels.rounded import Inputs
 from windlass.layers.linear import Linear, MethodFor
 from windlass.layers.norm import RMSNorm
 from windlass.parallel.mesh import Group
@@ -43,8 +43,8 @@ class GatedMLP(nn.Module):
     def forward(
         self, x: Inputs, residual: Tensor, norm: RMSNorm, adapters: AdapterRows | None = None
     ) -> tuple[Inputs, Tensor]:
-        silu_mul, rounding = self.ops.silu_mul, self.down_proj.rounding(x.shape[0])
-        if rounding is not None and adapters is None:
-            silu_mul = partial(silu_mul, rounding=rounding)
+        silu_mul, input_quant = self.ops.silu_mul, self.down_proj.input_quant(x.shape[0])
+        if input_quant is not None and adapters is None:
+            silu_mul = partial(silu_mul, input_quant=input_quant)
         activated = self.gate_up_proj.gated(x, silu_mul, adapters)
         return self.down_proj.then(activated, residual, norm, adapters)

@@ -7,11 +7,11 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
+from windlass.kernels.gemm_io import InputQuant, Inputs, Outputs
 from windlass.kernels.ops import Ops
-from windlass.kernels.rounded import Inputs, Outputs, Rounding
 
 
-def _no_rounding(num_rows: int) -> Rounding | None:
+def _unquantised(num_rows: int) -> InputQuant | None:
     del num_rows
     return None
 
@@ -19,14 +19,14 @@ def _no_rounding(num_rows: int) -> Rounding | None:
 class RMSNorm(nn.Module):
     """Scales the last dimension to unit root mean square.
 
-    `rounding` returns how the next layer wants its inputs quantised, for a number of rows.
+    `input_quant` returns how the next layer wants its inputs quantised, for a number of rows.
     """
 
     def __init__(self, size: int, eps: float, dtype: torch.dtype, ops: Ops) -> None:
         super().__init__()
         self.eps = eps
         self.ops = ops
-        self.rounding: Callable[[int], Rounding | None] = _no_rounding
+        self.input_quant: Callable[[int], InputQuant | None] = _unquantised
         self.weight = nn.Parameter(torch.empty(size, dtype=dtype), requires_grad=False)
 
     def add(
@@ -36,8 +36,8 @@ class RMSNorm(nn.Module):
 
         With `unquantised` the normalised sum is never quantised.
         """
-        rounding = None if unquantised else self.rounding(x.shape[0])
-        options = () if rounding is None else (rounding,)
+        input_quant = None if unquantised else self.input_quant(x.shape[0])
+        options = () if input_quant is None else (input_quant,)
         if residual is None:
             assert isinstance(x, Tensor)
             return self.ops.rms_norm(x, self.weight, self.eps, *options), x

@@ -94,7 +94,7 @@ def _tune(bank: Bank, network: Network, gemm: TorchGemm) -> None:
                 (weight, partial(_run_with_lora, layer.lora, slots % bank.num_slots + 1))
             )
     with bank.all_slots_full():
-        gemm.tune_accompanied(weights)
+        gemm.tune_overlapped(weights)
 
 
 def _run_with_lora(lora: Lora, slots: Tensor, x: Tensor, gemm: Callable[[], Tensor]) -> Tensor:

@@ -11,7 +11,7 @@ from functools import partial
 from torch import Tensor, nn
 
 from windlass.kernels.batch import AdapterRows, Heads, LogitsIndices, StepBatch
-from windlass.kernels.rounded import Inputs
+from windlass.kernels.gemm_io import Inputs
 from windlass.layers.attention import Attention, AttentionShape
 from windlass.layers.embedding import Embedding, PackedEmbedding, TiedEmbedding
 from windlass.layers.linear import Linear
@@ -64,8 +64,8 @@ class Block(nn.Module):
             group=parts.mesh.tp,
             bias=parts.dtype if hparams.mlp_bias else None,
         )
-        self.input_layernorm.rounding = self.self_attn.qkv_proj.rounding
-        self.post_attention_layernorm.rounding = self.mlp.gate_up_proj.rounding
+        self.input_layernorm.input_quant = self.self_attn.qkv_proj.input_quant
+        self.post_attention_layernorm.input_quant = self.mlp.gate_up_proj.input_quant
 
     def forward(
         self,

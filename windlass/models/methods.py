@@ -154,7 +154,7 @@ class _Unquantised:
     methods: dict[torch.dtype | None, Method] = field(default_factory=dict)
 
     def __call__(self, module: str) -> Method:
-        dtype = None if self.linears.refuse_plain() else self._stored_dtype(module)
+        dtype = None if self.linears.refuse_unquantised() else self._stored_dtype(module)
         if dtype not in self.methods:
             linears = self.linears
             plain = Unquantised(linears.dtype, linears.gemm, reason=self.reason)
@@ -163,7 +163,7 @@ class _Unquantised:
 
     @property
     def reason(self) -> str:
-        return self.linears.refuse_plain() or "not quantised; float32 accumulation"
+        return self.linears.refuse_unquantised() or "not quantised; float32 accumulation"
 
     def _stored_dtype(self, module: str) -> torch.dtype | None:
         """The dtype in the file, or the config's for random weights. None: quantised in the file."""

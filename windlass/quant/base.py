@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from windlass.errors import CheckpointError
 from windlass.kernels.gemm import Norm
+from windlass.kernels.gemm_io import Inputs, Outputs
 from windlass.kernels.linears import PackedGemm
-from windlass.kernels.rounded import Inputs, Outputs
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from windlass.errors import CheckpointError
 from windlass.kernels.gemm import Norm
+from windlass.kernels.gemm_io import Inputs, Outputs
 from windlass.kernels.linears import Linears
 from windlass.kernels.packed import Packed
-from windlass.kernels.rounded import Inputs, Outputs
 from windlass.quant.base import Axis, Layer, ParamSpec, Part
 from windlass.quant.join import join
 from windlass.quant.rounding import Scheme
@@ -50,7 +50,7 @@ class PackedMethod(ABC):
         forms: list[Packed | Tensor] = []
         for part, num_out in layer.parts.items():
             forms.append(self.form(layer.stored.pop(part), (num_out, layer.num_in)))
-        layer.gemm = [self._linears.hold(form) for form in join(forms)]
+        layer.gemm = [self._linears.prepare(form) for form in join(forms)]
 
     def apply(self, layer: Layer, x: Inputs) -> Tensor:
         outputs = [gemm.prepared.apply(x) for gemm in layer.gemm]

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from windlass.kernels.gemm import Norm, TorchGemm
-from windlass.kernels.rounded import Inputs, Outputs
+from windlass.kernels.gemm_io import Inputs, Outputs
 from windlass.quant.base import Axis, Layer, ParamSpec
 
 

@@ -204,7 +204,7 @@ class CudaRunner(Runner):
         )
         with (
             self._gemm.batch_invariant(batch_invariant),
-            self._gemm.accompanied(key.adapted),
+            self._gemm.overlapped(key.adapted),
         ):
             logits = self._network.logits(self._network(ids, batch), adapters)
         return self._device_sampler.draw(logits, row_slots, positions), logits

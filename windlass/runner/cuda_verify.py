@@ -197,7 +197,7 @@ class CudaVerifyRunner(CudaRunner):
         count = siblings.shape[1] - 1
         width = key.width + count
         apart = key.size * width <= _APART and key.size * count <= self._slots.size
-        fused = fuses(key.size * width, self._num_kv_heads, width, coded=False)
+        fused = fuses(key.size * width, self._num_kv_heads, width, quantised=False)
         return siblings if apart and fused else None
 
     def _padding_row(self, width: int) -> list[int]:
@@ -325,7 +325,7 @@ class CudaVerifyRunner(CudaRunner):
         self, key: _Key, drafter: Drafter, found: DrafterInputs, kept: Tensor, back: Tensor
     ) -> None:
         """Draft, and write the input rows of the next verification."""
-        from windlass.kernels.triton.verify import follow
+        from windlass.kernels.triton.verify import write_next
 
         siblings = self._siblings if key.size <= _FEW else None
         drafts = drafter.draft(
@@ -337,7 +337,7 @@ class CudaVerifyRunner(CudaRunner):
             return
         inputs, to = self._input_buffer(key.size, key.width), self._input_buffer(key.size, after)
         slots = self._slots
-        follow(inputs, slots.last, kept, drafts, to, back, slots.num_slots, siblings)
+        write_next(inputs, slots.last, kept, drafts, to, back, slots.num_slots, siblings)
 
     def _work_for(self, key: _Key, tiles: Tensor, num_positions: int) -> AttentionWork:
         if key.batch_invariant or num_positions > _APART:

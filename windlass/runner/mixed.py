@@ -138,10 +138,10 @@ class GraphShape:
         if self.adapted:
             counts = [span.count for span in spans]
             slots = np.repeat(np.array([row.adapter for row in rows], dtype=np.int32), counts)
-            alone = slots * (np.repeat(counts, counts) == 1)
+            single_slots = slots * (np.repeat(counts, counts) == 1)
             _put(arrays.adapters[0], slots, 0)
-            _put(arrays.adapters[1], alone, 0)
-            _put(arrays.lora_tiles, lora_tiles(slots - alone, counts), (last, 0))
+            _put(arrays.adapters[1], single_slots, 0)
+            _put(arrays.lora_tiles, lora_tiles(slots - single_slots, counts), (last, 0))
         if self.drafting:
             _put(arrays.ends[0], unsampled, last)
             _put(arrays.ends[1], following, 0)
@@ -151,8 +151,8 @@ class GraphShape:
         """The adapters of all tokens, and of the sampled ones."""
         if not self.adapted:
             return None, None
-        slots, alone = arrays.adapters
-        return AdapterRows(slots, arrays.lora_tiles, alone=alone), AdapterRows(
+        slots, single_slots = arrays.adapters
+        return AdapterRows(slots, arrays.lora_tiles, single_slots=single_slots), AdapterRows(
             slots[arrays.logits_indices]
         )
 

@@ -20,7 +20,7 @@ from windlass.kernels.native import compiled
 from windlass.kernels.native.linear import NativeLinear
 from windlass.kernels.native.pool import Workers
 from windlass.kernels.packed import Float8, Int4Group, Int8Group, Packed, Table4
-from windlass.kernels.plain_linear import PlainLinear, form_bytes
+from windlass.kernels.reference_linear import ReferenceLinear, form_bytes
 
 CPU = torch.device("cpu")
 ROWS = (1, 2, 3, 7, 8, 16, 33, 128)
@@ -263,7 +263,7 @@ def test_activations_that_a_form_rounds(kernel: NativeLinear, activation: str, r
     scale = torch.tensor([0.02]) if activation == "tensor" else None
     form = Int8Group(plain.codes, plain.scales, None, None, activation, scale)  # type: ignore[arg-type]
     x = inputs(rows, 96)
-    found, oracle = kernel.prepare(form).apply(x), PlainLinear().prepare(form).apply(x)
+    found, oracle = kernel.prepare(form).apply(x), ReferenceLinear().prepare(form).apply(x)
     torch.testing.assert_close(found, oracle, rtol=1e-5, atol=1e-5)
 
 

@@ -32,7 +32,7 @@ from windlass.kernels.native.linear import NativeLinear
 from windlass.kernels.native.lora import NativeLora
 from windlass.kernels.native.pool import Pool, Workers
 from windlass.kernels.packed import Packed
-from windlass.kernels.plain_linear import PlainLinear
+from windlass.kernels.reference_linear import ReferenceLinear
 from windlass.runner import filters
 from windlass.runner.adapters import grouped
 
@@ -340,7 +340,7 @@ def special_rows(name: str) -> SpecialRows:
 def reference_gemm(x: Tensor, form: Packed | Tensor) -> Tensor:
     if isinstance(form, Tensor):
         return torch.nn.functional.linear(x, form.float())
-    return PlainLinear().prepare(form).apply(x)
+    return ReferenceLinear().prepare(form).apply(x)
 
 
 def gemm_is_close(name: str, got: Tensor, want: Tensor, size: Tensor) -> Tensor:

@@ -19,11 +19,11 @@ from enum import IntEnum
 import torch
 from torch import Tensor
 
+from windlass.kernels.gemm_io import Inputs
 from windlass.kernels.native.commands import Call, LinearFlag, Op, Step, Type
 from windlass.kernels.native.pool import Pool, Workers, workers
 from windlass.kernels.packed import Activation, Float8, Int4Group, Int8Group, Packed, Table4
 from windlass.kernels.prepared import RowReader
-from windlass.kernels.rounded import Inputs
 
 _HEAD_OUTPUTS = 16  # times the inputs: a head, after which nothing multiplies what rounding lost
 _HALF_EXPONENT = (
@@ -101,7 +101,7 @@ class NativeLinear:
             return f"made for CPUs, this is {device.type}"
         return _unsuited(form) or self._workers.refuse()
 
-    def refuse_plain(self) -> str | None:
+    def refuse_unquantised(self) -> str | None:
         """The same for a weight of plain numbers, of 16 bits or 32."""
         return self._workers.refuse()
 

@@ -1,4 +1,4 @@
-"""Paged attention on CUDA: which kernel gets which rows, and how it is cut and compiled."""
+"""Paged attention on CUDA: assigns rows to kernels, and chooses their tiling and launch options."""
 
 from __future__ import annotations
 
@@ -9,28 +9,31 @@ import triton
 from torch import Tensor
 
 from windlass.kernels.batch import Heads, LayerKV, StepBatch
-from windlass.kernels.rounded import Outputs
+from windlass.kernels.gemm_io import Outputs
 from windlass.kernels.triton import pdl
 from windlass.kernels.triton.attention_kernels import paged_decode_kernel, paged_prefill_kernel
-from windlass.kernels.triton.norm import parts
+from windlass.kernels.triton.norm import values_and_scales
 from windlass.kernels.triton.rope import rope_write
 
 _LOG2_E = 1.4426950408889634
-# Rotation and attention in one kernel save a launch, but each program has more to do before it reads
-# keys; from so many programs on (rows times kv heads) that weighs more, and with codes always.
-_FEW_PROGRAMS = 1024
-_MOST_WIDE = 16  # tokens of a row whose keys one of them writes, as many as it has rows of queries
-_TILE_ROWS = 128  # query rows (tokens x heads of a group) that one program takes
+# Max programs (rows times kv heads) for RoPE and attention in one kernel. Fusing saves a launch, but
+# each program has more work before it reads keys. A quantised KV cache is never fused.
+_MAX_FUSED_PROGRAMS = 1024
+_MAX_FUSED_WIDTH = (
+    16  # tokens of a row whose keys one program writes: one per row of its query tile
+)
+_TILE_ROWS = 128  # query rows (tokens x heads of a group) per program
 
 
 def tile_tokens(group: int) -> int:
-    """How many tokens of a chunk go into one tile."""
+    """Tokens of a chunk per tile."""
     return _TILE_ROWS // triton.next_power_of_2(group)
 
 
-def fuses(tokens: int, num_kv: int, width: int, coded: bool) -> bool:
-    """Whether tokens that are alone, or `width` of a row side by side, are rotated within attention."""
-    return tokens * num_kv <= _FEW_PROGRAMS and width <= _MOST_WIDE and not coded
+def fuses(tokens: int, num_kv: int, width: int, quantised: bool) -> bool:
+    """Whether the decode kernel applies RoPE, for rows of `width` adjacent single tokens."""
+    few = tokens * num_kv <= _MAX_FUSED_PROGRAMS
+    return few and width <= _MAX_FUSED_WIDTH and not quantised
 
 
 def attention(
@@ -44,7 +47,7 @@ def attention(
 ) -> Tensor:
     """Same contract as `reference.attention`.
 
-    `fresh` are the step's own keys and values as they were before pages took them as codes.
+    `fresh` has the step's own keys and values before quantisation.
     """
     assert batch.work is not None
     out = torch.empty_like(queries)
@@ -66,13 +69,13 @@ def attend(
     scale: float,
     window: int | None = None,
 ) -> Tensor:
-    """`rope_write` and `attention`, in one pass where few rows are of one token each."""
+    """`rope_write` and `attention`, fused if the step has only a few single-token rows."""
     work = batch.work
     assert work is not None
-    values, rows, columns = parts(qkv)
-    coded = kv.key_scales is not None
+    values, rows, columns = values_and_scales(qkv)
+    quantised = kv.key_scales is not None
     tokens = values.shape[0]
-    fused = batch.all_singles and fuses(tokens, heads.num_kv, work.width, coded)
+    fused = batch.all_singles and fuses(tokens, heads.num_kv, work.width, quantised)
     assert fused or not work.siblings
     if fused:
         out = values.new_empty((tokens, heads.num_q, heads.dim))
@@ -80,8 +83,8 @@ def attend(
         _decode(out, values, raw, kv, batch, (scale * _LOG2_E, _LOG2_E), window, False)
         return out
     fresh = None
-    if coded and work.tiles.shape[0] and not batch.batch_invariant:
-        # In a fixed order a key is read as it will always be read, which is from its page.
+    if quantised and work.tiles.shape[0] and not batch.batch_invariant:
+        # Batch-invariant steps read every key from its page, as later steps do.
         fresh = values.new_empty((2, tokens, heads.num_kv, heads.dim))
     queries = rope_write(qkv, heads, cos_sin, norms, kv, batch, fresh)
     return attention(queries, kv, batch, scale, window, fresh=fresh)
@@ -89,27 +92,27 @@ def attend(
 
 @dataclass(frozen=True, slots=True)
 class _Raw:
-    """What is left to do to queries, keys and values that come straight from their product."""
+    """Inputs of the fused kernel that reads the QKV GEMM's outputs."""
 
-    rows: Tensor | None  # scales that the product came without
+    rows: Tensor | None  # scales of `UnscaledOutputs`
     columns: Tensor | None
     cos_sin: Tensor
     norms: tuple[Tensor, Tensor, float] | None
 
 
-def _decode_options(dim_pad: int, splits: int, coded: bool = False) -> dict[str, int]:
-    """How the decode kernel is cut and compiled: parts stay long where rows alone fill the device.
+def _decode_options(dim_pad: int, splits: int, quantised: bool = False) -> dict[str, int]:
+    """Tiling and launch options of the decode kernel; splits stay long if rows fill the device.
 
-    Codes take registers to become numbers in, and a scale each: where rows fill the device, programs
-    of two warps overlap better, and where they do not, longer tiles are fewer.
+    Dequantisation needs registers and loads scales. If rows fill the device, programs of two warps
+    overlap better; otherwise longer tiles reduce their number.
     """
     if dim_pad > 128:
         return {"TILE": 32, "MIN_TILES": 4, "num_warps": 4, "num_stages": 3}
-    least = 512 if splits <= 2 else 128
+    min_split = 512 if splits <= 2 else 128
     tile, warps = 64, 4
-    if coded:
+    if quantised:
         tile, warps = (64, 2) if splits <= 8 else (128, 4)
-    return {"TILE": tile, "MIN_TILES": least // tile, "num_warps": warps, "num_stages": 3}
+    return {"TILE": tile, "MIN_TILES": min_split // tile, "num_warps": warps, "num_stages": 3}
 
 
 def _decode(
@@ -128,11 +131,11 @@ def _decode(
     num_q, count, splits = out.shape[1], work.singles.shape[0], work.splits
     cos_sin = raw.cos_sin if raw is not None else out
     norms = raw.norms if raw is not None else None
-    part_out = part_max = part_sum = out
+    split_out = split_max = split_sum = out
     if splits > 1:
         shape = (count, num_q, splits)
-        part_out = queries.new_empty((*shape, dim), dtype=torch.float32)
-        part_max, part_sum = queries.new_empty((2, *shape), dtype=torch.float32)
+        split_out = queries.new_empty((*shape, dim), dtype=torch.float32)
+        split_max, split_sum = queries.new_empty((2, *shape), dtype=torch.float32)
     dim_pad = triton.next_power_of_2(dim)
     paged_decode_kernel[(count, num_kv, splits)](
         queries,
@@ -144,9 +147,9 @@ def _decode(
         kv.key_scales,
         kv.value_scales,
         out,
-        part_out,
-        part_max,
-        part_sum,
+        split_out,
+        split_max,
+        split_sum,
         work.counters,
         work.singles,
         batch.positions,
@@ -176,9 +179,9 @@ def _decode(
     )
 
 
-def _prefill_options(dim_pad: int, coded: bool = False) -> dict[str, int]:
-    """How the prefill kernel is cut and compiled; codes need registers to become numbers in."""
-    stages = 2 if coded else 3
+def _prefill_options(dim_pad: int, quantised: bool = False) -> dict[str, int]:
+    """Tiling and launch options of the prefill kernel; dequantisation needs registers."""
+    stages = 2 if quantised else 3
     return {"TILE": 64 if dim_pad <= 128 else 32, "num_warps": 8, "num_stages": stages}
 
 

@@ -1,8 +1,8 @@
-"""The kernels of attention.py: single queries with the context cut into parts, chunks in tiles.
+"""The kernels of attention.py: split-KV decode for single queries, tiled prefill for chunks.
 
-The query heads of a kv head are computed together, so that its keys and values are read once.
-Block ids are loaded one tile ahead of the keys they lead to: otherwise Triton does not overlap the
-loads of a tile with the arithmetic of the last. Lengths are read on the device.
+A program computes all query heads of a kv head, so keys and values are read once. Block ids are
+loaded one tile ahead of the keys that they address: otherwise Triton does not overlap the loads of a
+tile with the arithmetic of the previous tile. Lengths are read on the device.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ import triton
 import triton.language as tl
 
 from windlass.kernels.triton import pdl
-from windlass.kernels.triton.decode_query import decode_query, is_sibling, see_own
+from windlass.kernels.triton.decode_query import attend_self, decode_query, is_sibling
 
 
 @triton.jit
 def _capped(scores, cap, CAPPED: tl.constexpr):
-    """Scores are in units of log2; so is the cap."""
+    """Apply the soft cap; scores and cap are in units of log2."""
     if CAPPED:
         twice = tl.exp2(scores * (2 * 1.4426950408889634 / cap))
         scores = cap * (1 - 2 / (twice + 1))
@@ -25,6 +25,7 @@ def _capped(scores, cap, CAPPED: tl.constexpr):
 
 @triton.jit
 def _scales(at, seen, MASKED: tl.constexpr):
+    """Load the scales of a tile's positions."""
     if MASKED:
         return tl.load(at, mask=seen, other=0.0)
     else:
@@ -54,12 +55,12 @@ def _scan(
     WINDOWED: tl.constexpr,
     CAPPED: tl.constexpr,
 ):
-    """Let rows q at positions `query` see the keys of tiles begin to end, in a running softmax.
+    """Attend from rows q at positions `query` to the keys of tiles begin to end (online softmax).
 
-    `state` is (maximum, sum of weights, weighted values). Not MASKED: every row sees every key.
-    `table` leads to pages; without one, keys lie token by token from `origin` on. Pages with scales
-    hold codes: they are multiplied in float16, which a GPU makes of e4m3 at once;
-    the keys' scales go to the scores, the values' to the weights.
+    `state` is (maximum, sum of weights, weighted values). Not MASKED: every row attends to every key.
+    `table` maps positions to pages; without a table, keys are contiguous by token from `origin`. Pages
+    with scales hold codes. These are multiplied in float16, to which a GPU converts e4m3 directly; key
+    scales are applied to the scores, value scales to the weights.
     """
     m, total, acc = state
     keys, values, key_scales, value_scales = pages
@@ -78,7 +79,7 @@ def _scan(
         if table is None:
             row = (origin + position) * NUM_KV + head
         else:
-            # Scales are few: 32 bits do.
+            # Scale indices fit in 32 bits.
             blocks = next_blocks if scaled else next_blocks.to(tl.int64)
             ahead = position + TILE
             next_blocks = tl.load(table + ahead // SIZE, mask=ahead < length, other=0)
@@ -102,9 +103,9 @@ def _scan(
             scores = tl.where(mask, scores, float("-inf"))
         top = tl.max(scores, 1)
         if scaled:
-            top -= 8  # weights up to 256: times a small scale they would lose digits in float16
+            top -= 8  # weights up to 256: times a small scale, smaller weights lose precision in float16
         m_new = tl.maximum(m, top)
-        # A row that has seen no key yet stays at -inf, and exp2(-inf - -inf) would be NaN.
+        # A row without keys so far stays at -inf, and exp2(-inf - -inf) would be NaN.
         m_safe = tl.where(m_new == float("-inf"), 0.0, m_new)
         weights = tl.exp2(scores - m_safe[:, None])
         shrink = tl.exp2(m - m_safe)
@@ -122,9 +123,10 @@ def _causal(
     NUM_KV: tl.constexpr, DIM: tl.constexpr, SIZE: tl.constexpr, TILE: tl.constexpr,
     WINDOWED: tl.constexpr, CAPPED: tl.constexpr, BATCH_INVARIANT: tl.constexpr,
 ):  # fmt: skip
-    """Keys from tile `first` up to `length`; every row sees those before `seen`, unless windowed.
+    """Attend to the keys from tile `first` to `length`; keys before `seen` need no mask.
 
-    In a fixed order all are seen through a mask: a compiler rounds differently where there is none.
+    Windowed and BATCH_INVARIANT kernels mask all tiles: the compiler rounds unmasked tiles
+    differently.
     """
     whole = first if WINDOWED or BATCH_INVARIANT else seen // TILE
     state = _scan(
@@ -139,41 +141,41 @@ def _causal(
 
 @triton.jit
 def _start(ROWS: tl.constexpr, DIM_PAD: tl.constexpr):
-    """The state of rows that have seen nothing."""
+    """Initial softmax state."""
     m = tl.full([ROWS], float("-inf"), dtype=tl.float32)
     return m, tl.zeros([ROWS], dtype=tl.float32), tl.zeros([ROWS, DIM_PAD], dtype=tl.float32)
 
 
 @triton.jit
-def _join(part_out, part_max, part_sum, num_parts, mask, row_mask, DIM: tl.constexpr):
-    """The softmax over all parts of a context, from their own maxima, sums and results."""
+def _merge_splits(split_out, split_max, split_sum, num_splits, mask, row_mask, DIM: tl.constexpr):
+    """Merge the softmax states of all splits of a context."""
     m = tl.full([mask.shape[0]], float("-inf"), dtype=tl.float32)
     total = tl.zeros([mask.shape[0]], dtype=tl.float32)
     acc = tl.zeros(mask.shape, dtype=tl.float32)
-    for part in range(num_parts):
-        its_m = tl.load(part_max + part, mask=row_mask, other=0.0, cache_modifier=".cg")
-        its_sum = tl.load(part_sum + part, mask=row_mask, other=1.0, cache_modifier=".cg")
-        its_out = tl.load(part_out + part * DIM, mask=mask, other=0.0, cache_modifier=".cg")
-        m_new = tl.maximum(m, its_m)
-        old, new = tl.exp2(m - m_new), tl.exp2(its_m - m_new)
-        total = total * old + its_sum * new
-        acc = acc * old[:, None] + its_out * new[:, None]
+    for split in range(num_splits):
+        m_split = tl.load(split_max + split, mask=row_mask, other=0.0, cache_modifier=".cg")
+        sum_split = tl.load(split_sum + split, mask=row_mask, other=1.0, cache_modifier=".cg")
+        out_split = tl.load(split_out + split * DIM, mask=mask, other=0.0, cache_modifier=".cg")
+        m_new = tl.maximum(m, m_split)
+        old, new = tl.exp2(m - m_new), tl.exp2(m_split - m_new)
+        total = total * old + sum_split * new
+        acc = acc * old[:, None] + out_split * new[:, None]
         m = m_new
     return acc / total[:, None]
 
 
 @triton.jit
-def _hand_in(state, parts, split, num_parts, counter, out, mask, row_mask, DIM: tl.constexpr):
-    """Store one part of a context; the last part to finish joins them all."""
+def _store_split(state, splits, split, num_splits, counter, out, mask, row_mask, DIM: tl.constexpr):
+    """Store the state of one split; the last program to finish merges all splits."""
     m, total, acc = state
-    part_out, part_max, part_sum = parts
-    tl.store(part_out + split * DIM, acc, mask=mask)
-    tl.store(part_max + split, m, mask=row_mask)
-    tl.store(part_sum + split, total, mask=row_mask)
+    split_out, split_max, split_sum = splits
+    tl.store(split_out + split * DIM, acc, mask=mask)
+    tl.store(split_max + split, m, mask=row_mask)
+    tl.store(split_sum + split, total, mask=row_mask)
     tl.debug_barrier()
-    if tl.atomic_add(counter, 1, sem="acq_rel") == num_parts - 1:
-        joined = _join(part_out, part_max, part_sum, num_parts, mask, row_mask, DIM)
-        tl.store(out, joined.to(out.dtype.element_ty), mask=mask)
+    if tl.atomic_add(counter, 1, sem="acq_rel") == num_splits - 1:
+        merged = _merge_splits(split_out, split_max, split_sum, num_splits, mask, row_mask, DIM)
+        tl.store(out, merged.to(out.dtype.element_ty), mask=mask)
         tl.store(counter, 0)
 
 
@@ -181,7 +183,7 @@ def _hand_in(state, parts, split, num_parts, counter, out, mask, row_mask, DIM: 
 def paged_decode_kernel(
     queries, q_rows, q_columns, cos_sin, q_weight, k_weight, eps,
     keys, values, key_scales, value_scales,
-    out, part_out, part_max, part_sum, counters, singles, positions, token_slots, tables,
+    out, split_out, split_max, split_sum, counters, singles, positions, token_slots, tables,
     table_stride, scale, cap, window, width, spare,
     NUM_Q: tl.constexpr, NUM_KV: tl.constexpr, GROUP: tl.constexpr,
     DIM: tl.constexpr, DIM_PAD: tl.constexpr, SIZE: tl.constexpr,
@@ -190,11 +192,11 @@ def paged_decode_kernel(
     RAW: tl.constexpr, NORM: tl.constexpr, WINDOWED: tl.constexpr, CAPPED: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """One query token, one kv head, one part of the context.
+    """One query token, one kv head, one split of the context.
 
-    RAW: `queries` are the q, k, v product, to be rotated here; new keys and values are written, if
-    WIDE also those of tokens before it in its row, which has `width` of them side by side; the last
-    OTHERS are alternatives to the second.
+    RAW: `queries` are the outputs of the QKV GEMM. The kernel rotates them and writes the token's key
+    and value. WIDE: a row has `width` adjacent tokens, and a token also writes the keys and values of
+    the tokens before it in its row. The last SIBLINGS tokens of a row are alternatives to the second.
     """
     pdl.begin(PDL)
     index, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -210,9 +212,9 @@ def paged_decode_kernel(
     if WINDOWED:
         first = tl.maximum(position + 1 - window, 0) // TILE
     num_tiles = tl.cdiv(length, TILE)
-    # A part of less than MIN_TILES would cost more to join than to compute.
+    # A split of less than MIN_TILES would cost more to merge than to compute.
     per_split = tl.maximum(tl.cdiv(num_tiles - first, SPLITS), MIN_TILES)
-    num_parts = tl.cdiv(num_tiles - first, per_split)
+    num_splits = tl.cdiv(num_tiles - first, per_split)
     start = first + split * per_split
     end = tl.minimum(start + per_split, num_tiles)
     if start >= end:
@@ -239,20 +241,20 @@ def paged_decode_kernel(
         *(scale, cap, NUM_KV, DIM, SIZE, TILE, True, WINDOWED, CAPPED),
     )
     if SIBLINGS > 0:
-        state = see_own(
+        state = attend_self(
             *(state, last & (length <= position), q, qkv, cos_sin, k_weight, head, position),
             *(g, d, eps, scale, NUM_KV, GROUP, DIM, NORM),
         )
     _, total, acc = state
-    if num_parts == 1:
+    if num_splits == 1:
         tl.store(out + q_at, (acc / total[:, None]).to(out.dtype.element_ty), mask=q_mask)
     else:
         base = (index * NUM_Q + q_heads) * SPLITS
         at = base.to(tl.int64)[:, None] * DIM + d[None, :]
-        parts = (part_out + at, part_max + base, part_sum + base)
+        splits = (split_out + at, split_max + base, split_sum + base)
         counter = counters + index * NUM_KV + head
         target = out + q_at
-        _hand_in(state, parts, split, num_parts, counter, target, q_mask, g < GROUP, DIM)
+        _store_split(state, splits, split, num_splits, counter, target, q_mask, g < GROUP, DIM)
 
 
 @triton.jit
@@ -285,9 +287,10 @@ def paged_prefill_kernel(
     BATCH_INVARIANT: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Some tokens of a chunk and one kv head: row r is token r // GROUP_PAD, head r % GROUP_PAD.
+    """A tile of a chunk and one kv head: row r is token r // GROUP_PAD, head r % GROUP_PAD.
 
-    Where pages hold codes, the chunk's own keys and values may be given as they are: `new_keys`.
+    If pages hold codes, `new_keys` and `new_values` may have the chunk's own keys and values before
+    quantisation.
     """
     pdl.begin(PDL)
     tile = tl.program_id(0)
@@ -306,7 +309,7 @@ def paged_prefill_kernel(
     pages = (keys, values, key_scales, value_scales)
     table = tables + slot * table_stride
     state = _start(ROWS, DIM_PAD)
-    base = 0  # position of the first key that is seen below
+    base = 0  # position of the first key of the second pass
     origin = None
     if new_keys is not None:
         base = tl.load(tiles + tile * 5 + 4)
@@ -328,5 +331,5 @@ def paged_prefill_kernel(
         state, q, query, pages, table, origin, head, first, start - base + 1, start - base + count,
         window, scale, cap, NUM_KV, DIM, SIZE, TILE, WINDOWED, CAPPED, BATCH_INVARIANT,
     )  # fmt: skip
-    total = tl.where(total == 0, 1.0, total)  # of rows past the chunk's end, which see nothing
+    total = tl.where(total == 0, 1.0, total)  # rows past the chunk's end have no keys
     tl.store(out + q_at, (acc / total[:, None]).to(out.dtype.element_ty), mask=q_mask)

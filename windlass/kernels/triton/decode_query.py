@@ -1,9 +1,9 @@
-"""From one token's q, k, v product to its rotated queries, inside of the decode kernel.
+"""RoPE and KV cache writes inside the decode kernel, from the outputs of the QKV GEMM.
 
-Saves a launch in the short chain of kernels that a decode step is. A token whose row has others
-before it in the same step puts the keys and values of those in place too: all of them write the
-same bits, and nobody has to wait. An alternative to a row's second token sees the first and itself,
-and its key goes to a spare page, from where it is fetched if it proves right.
+Fusing saves a launch in the short sequence of kernels of a decode step. A token also writes the keys
+and values of the tokens before it in its row: all programs write the same bits, so none has to wait.
+An alternative (sibling) of a row's second token attends to the first token and itself. Its key goes
+to a spare page and is copied from there if the alternative is accepted.
 """
 
 from __future__ import annotations
@@ -11,38 +11,38 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from windlass.kernels.triton.kv_codes import coded, scale_of
+from windlass.kernels.triton.kv_quant import encode, scale_of
 from windlass.kernels.triton.norm import scaled
 
 
 @triton.jit
 def is_sibling(token, position, width, SIBLINGS: tl.constexpr):
-    """1 for the last OTHERS places of a row, where they are in use, else 0."""
-    place = (token % width).to(tl.int32)
-    return ((place >= width - SIBLINGS) & (position > 0)).to(tl.int32)
+    """1 for the last SIBLINGS tokens of a row, if they are in use, else 0."""
+    index = (token % width).to(tl.int32)
+    return ((index >= width - SIBLINGS) & (position > 0)).to(tl.int32)
 
 
 @triton.jit
-def _part(qkv, back, at, mask, STRIDE: tl.constexpr):
-    """Values of a product's rows, so many tokens before its own."""
+def _load(qkv, back, at, mask, STRIDE: tl.constexpr):
+    """Values of the GEMM's rows that are `back` tokens before the token's own row."""
     source, rows, columns, token = qkv
     value = tl.load(source - back * STRIDE + at, mask=mask, other=0.0)
     return scaled(value, rows, columns, token - back, at, mask)
 
 
 @triton.jit
-def _turned(
+def _rotated(
     qkv, back, ago, heads, mask, d, rotation, weight, eps,
     DIM: tl.constexpr, STRIDE: tl.constexpr, NORM: tl.constexpr,
 ):  # fmt: skip
-    """Heads of a product's rows, normalised first (NORM), then rotated by a row of cos and sin.
+    """Heads of the GEMM's rows, normalised (NORM) and rotated by a row of cos and sin.
 
-    The rows are `back` tokens before the product's own, at positions `ago` before its.
+    The rows are `back` tokens before the token's own row, at positions `ago` before its position.
     """
     kind = qkv[0].dtype.element_ty
     partner = tl.where(d < DIM // 2, d + DIM // 2, d - DIM // 2)
-    own = _part(qkv, back, heads[:, None] + d[None, :], mask, STRIDE)
-    other = _part(qkv, back, heads[:, None] + partner[None, :], mask, STRIDE)
+    own = _load(qkv, back, heads[:, None] + d[None, :], mask, STRIDE)
+    other = _load(qkv, back, heads[:, None] + partner[None, :], mask, STRIDE)
     inside = d < DIM
     if NORM:
         scale = tl.rsqrt(tl.sum(own * own, 1) / DIM + eps)[:, None]
@@ -57,14 +57,14 @@ def _turned(
 
 
 @triton.jit
-def _write(pages, scales, rows, x, wanted, mask, d, DIM: tl.constexpr):
-    """Put the wanted rows of x into their places in the pages."""
+def _write(pages, scales, rows, x, active, mask, d, DIM: tl.constexpr):
+    """Write the rows of x to the pages, quantised if there are scales; `active` masks the rows."""
     kind = pages.dtype.element_ty
     if scales is not None:
         x = x.to(tl.float32)
         scale = scale_of(tl.max(tl.abs(x), 1), kind)
-        tl.store(scales + rows, scale, mask=wanted)
-        x = coded(x, scale[:, None], kind)
+        tl.store(scales + rows, scale, mask=active)
+        x = encode(x, scale[:, None], kind)
     tl.store(pages + rows[:, None] * DIM + d[None, :], x.to(kind), mask=mask)
 
 
@@ -74,12 +74,12 @@ def decode_query(
     NUM_KV: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, SIZE: tl.constexpr,
     WIDE: tl.constexpr, SIBLINGS: tl.constexpr, NORM: tl.constexpr,
 ):  # fmt: skip
-    """One token's rotated queries of a kv head; new keys and values of positions begin to end, its
-    own and those of tokens before it in its row, are put in place.
+    """Rotate one token's queries of a kv head, and write new keys and values in [begin, end).
 
-    `qkv` is the token's row of the product, the scales that it came without, and the token. WIDE:
-    rows have `width` places side by side; those that nobody has are at position 0 of a spare page.
-    The last OTHERS of them are alternatives; who has the `last` keys puts theirs into page `spare`.
+    These are the keys and values of the token itself and of the tokens before it in its row. `qkv` is
+    the token's row of the GEMM, the scales of `UnscaledOutputs`, and the token index. WIDE: rows have
+    `width` adjacent tokens; unused tokens are at position 0 of the padding slot. The last SIBLINGS
+    tokens are alternatives; the program of the `last` split writes their keys to page `spare`.
     """
     keys, values, key_scales, value_scales = pages
     q_weight, k_weight = weights
@@ -88,53 +88,53 @@ def decode_query(
     rotation = cos_sin + position.to(tl.int64) * DIM
     q_mask = (g < GROUP)[:, None] & (d < DIM)[None, :]
     q_at = (head * GROUP + g) * DIM
-    q = _turned(qkv, 0, 0, q_at, q_mask, d, rotation, q_weight, eps, DIM, stride, NORM)
+    q = _rotated(qkv, 0, 0, q_at, q_mask, d, rotation, q_weight, eps, DIM, stride, NORM)
     before = 0
     if WIDE:
         before = tl.minimum((token % width).to(tl.int32), position)
     if SIBLINGS > 0:
-        other = is_sibling(token, position, width, SIBLINGS)
-        before = tl.where(other > 0, 1, before)
+        sibling = is_sibling(token, position, width, SIBLINGS)
+        before = tl.where(sibling > 0, 1, before)
     if end > position - before:
         ago = tl.minimum(g, before)
-        place = position - ago
-        wanted = (g <= before) & (place >= begin) & (place < end)
-        block = tl.load(table + place // SIZE).to(tl.int64)
-        rows = (block * NUM_KV + head) * SIZE + place % SIZE
+        target = position - ago
+        active = (g <= before) & (target >= begin) & (target < end)
+        block = tl.load(table + target // SIZE).to(tl.int64)
+        rows = (block * NUM_KV + head) * SIZE + target % SIZE
         back = ago
         if SIBLINGS > 0:
             at = (token % width).to(tl.int32)
-            back = tl.where((other > 0) & (g > 0), at, ago)
-            own = (other > 0) & (g == 0)
-            spared = (token // width) * SIBLINGS + at - (width - SIBLINGS)
-            rows = tl.where(own, (spare.to(tl.int64) * NUM_KV + head) * SIZE + spared, rows)
-            wanted = tl.where(own, last, wanted)
-        mask = wanted[:, None] & (d < DIM)[None, :]
+            back = tl.where((sibling > 0) & (g > 0), at, ago)
+            own = (sibling > 0) & (g == 0)
+            spare_row = (token // width) * SIBLINGS + at - (width - SIBLINGS)
+            rows = tl.where(own, (spare.to(tl.int64) * NUM_KV + head) * SIZE + spare_row, rows)
+            active = tl.where(own, last, active)
+        mask = active[:, None] & (d < DIM)[None, :]
         k_at = (GROUP * NUM_KV + head) * DIM + g * 0
         back, ago = back[:, None], ago[:, None]
-        k = _turned(qkv, back, ago, k_at, mask, d, rotation, k_weight, eps, DIM, stride, NORM)
+        k = _rotated(qkv, back, ago, k_at, mask, d, rotation, k_weight, eps, DIM, stride, NORM)
         v_at = (k_at + NUM_KV * DIM)[:, None] + d[None, :]
-        v = _part(qkv, back, v_at, mask, stride).to(qkv[0].dtype.element_ty)
-        _write(keys, key_scales, rows, k, wanted, mask, d, DIM)
-        _write(values, value_scales, rows, v, wanted, mask, d, DIM)
-    tl.debug_barrier()  # what was written is read below
+        v = _load(qkv, back, v_at, mask, stride).to(qkv[0].dtype.element_ty)
+        _write(keys, key_scales, rows, k, active, mask, d, DIM)
+        _write(values, value_scales, rows, v, active, mask, d, DIM)
+    tl.debug_barrier()  # the attention below reads the new keys and values
     return q
 
 
 @triton.jit
-def see_own(
+def attend_self(
     state, sees, q, qkv, cos_sin, weight, head, position, g, d, eps, scale,
     NUM_KV: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, NORM: tl.constexpr,
 ):  # fmt: skip
-    """A running softmax that has seen a token's own key too, if it `sees` it: not from any page."""
+    """Add a token's own key, which is in no page of its row, to the softmax state if `sees`."""
     m, total, acc = state
     stride: tl.constexpr = (GROUP + 2) * NUM_KV * DIM
     one = (g < 1)[:, None] & (d < DIM)[None, :]
     k_at = (GROUP * NUM_KV + head) * DIM + g * 0
     rotation = cos_sin + position.to(tl.int64) * DIM
-    k = _turned(qkv, 0, 0, k_at, one, d, rotation, weight, eps, DIM, stride, NORM)
+    k = _rotated(qkv, 0, 0, k_at, one, d, rotation, weight, eps, DIM, stride, NORM)
     v_at = (k_at + NUM_KV * DIM)[:, None] + d[None, :]
-    v = _part(qkv, 0, v_at, one, stride).to(qkv[0].dtype.element_ty).to(tl.float32)
+    v = _load(qkv, 0, v_at, one, stride).to(qkv[0].dtype.element_ty).to(tl.float32)
     score = tl.sum(q.to(tl.float32) * tl.sum(k.to(tl.float32), 0)[None, :], 1) * scale
     score = tl.where(sees, score, float("-inf"))
     m_new = tl.maximum(m, score)

@@ -1,6 +1,6 @@
-"""What an EAGLE head does between its products, on CUDA: three kernels instead of a dozen operators.
+"""The operations between the GEMMs of an EAGLE head on CUDA: three kernels, not a dozen operators.
 
-A guess takes microseconds, of which launches are the most.
+Drafting a token takes microseconds, most of them for launches.
 """
 
 from __future__ import annotations
@@ -14,11 +14,12 @@ from torch import Tensor
 
 from windlass.kernels.triton import pdl
 
-_TILE = 2048  # logits that are looked at together
+_TILE = 2048  # logits per iteration
 
 
 @triton.jit
 def _normed(value, gains, at, mask, eps, SIZE: tl.constexpr):
+    """RMSNorm of one row."""
     value = value.to(tl.float32)
     scale = tl.rsqrt(tl.sum(value * value, 0) / SIZE + eps)
     gain = tl.load(gains + at, mask=mask, other=0.0)
@@ -26,10 +27,10 @@ def _normed(value, gains, at, mask, eps, SIZE: tl.constexpr):
 
 
 @triton.jit
-def _side_by_side(
+def _concatenate(
     token, table, hidden, gains, hidden_gains, out, eps, SIZE: tl.constexpr, WIDTH: tl.constexpr
 ):
-    """A token's vector and a hidden state, each normalised, into the two halves of a row."""
+    """Write a token's embedding and a hidden state, each normalised, as the halves of a row."""
     at = tl.arange(0, WIDTH)
     mask = at < SIZE
     embedded = tl.load(table + token.to(tl.int64) * SIZE + at, mask=mask, other=0.0)
@@ -51,10 +52,10 @@ def eagle_inputs_kernel(
     WIDTH: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """What the layer reads at a place: the token that follows, and what is known there."""
+    """Inputs of the layer at a position: the next token's embedding and the hidden state."""
     pdl.begin(PDL)
     row = tl.program_id(0).to(tl.int64)
-    _side_by_side(
+    _concatenate(
         tl.load(ids + row),
         table,
         hidden + row * SIZE,
@@ -69,7 +70,7 @@ def eagle_inputs_kernel(
 
 @triton.jit
 def eagle_select_kernel(
-    places,
+    indices,
     normed,
     hidden,
     positions,
@@ -82,18 +83,18 @@ def eagle_select_kernel(
     WIDTH: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """The place of each row from which guesses go on."""
+    """Gather the token of each row after which draft tokens follow."""
     pdl.begin(PDL)
     row = tl.program_id(0).to(tl.int64)
-    place = tl.load(places + row).to(tl.int64)
+    index = tl.load(indices + row).to(tl.int64)
     at = tl.arange(0, WIDTH)
     mask = at < SIZE
-    value = tl.load(normed + place * SIZE + at, mask=mask, other=0.0)
+    value = tl.load(normed + index * SIZE + at, mask=mask, other=0.0)
     tl.store(normed_out + row * SIZE + at, value, mask=mask)
-    value = tl.load(hidden + place * SIZE + at, mask=mask, other=0.0)
+    value = tl.load(hidden + index * SIZE + at, mask=mask, other=0.0)
     tl.store(hidden_out + row * SIZE + at, value, mask=mask)
-    tl.store(positions_out + row, tl.load(positions + place))
-    tl.store(slots_out + row, tl.load(slots + place))
+    tl.store(positions_out + row, tl.load(positions + index))
+    tl.store(slots_out + row, tl.load(slots + index))
 
 
 @triton.jit
@@ -110,13 +111,13 @@ def eagle_advance_kernel(
     out,
     eps,
     num_logits,
-    longest,
+    max_positions,
     SIZE: tl.constexpr,
     WIDTH: tl.constexpr,
     TILE: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """The likeliest token of a row, and what the layer reads to guess the next."""
+    """Argmax of a row's logits, and the layer's inputs for the next draft token."""
     pdl.begin(PDL)
     row = tl.program_id(0).to(tl.int64)
     top = tl.full([TILE], float("-inf"), dtype=tl.float32)
@@ -132,8 +133,8 @@ def eagle_advance_kernel(
     token = (best + tl.load(offsets + best)).to(tl.int32)
     tl.store(tokens + row, token)
     position = tl.load(positions + row)
-    tl.store(positions_out + row, tl.minimum(position + 1, longest - 1))
-    _side_by_side(
+    tl.store(positions_out + row, tl.minimum(position + 1, max_positions - 1))
+    _concatenate(
         token,
         table,
         hidden + row * SIZE,
@@ -148,14 +149,14 @@ def eagle_advance_kernel(
 
 @dataclass(frozen=True, slots=True)
 class FusedSteps:
-    """Same contracts as `models.eagle.PlainSteps`."""
+    """The fused operations; same contracts as `models.eagle.PlainSteps`."""
 
     table: Tensor  # [vocabulary, hidden] of the network's embedding
     gains: Tensor
     hidden_gains: Tensor
     eps: float
     offsets: Tensor  # d2t
-    longest: int
+    max_positions: int
 
     @property
     def _constants(self) -> dict[str, int]:
@@ -178,14 +179,14 @@ class FusedSteps:
         return out
 
     def select(
-        self, places: Tensor, normed: Tensor, hidden: Tensor, positions: Tensor, slots: Tensor
+        self, indices: Tensor, normed: Tensor, hidden: Tensor, positions: Tensor, slots: Tensor
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        rows = places.shape[0]
+        rows = indices.shape[0]
         normed_out, hidden_out = normed.new_empty((2, rows, normed.shape[1])).unbind()
-        at = torch.empty((2, -(-rows // 4) * 4), dtype=torch.int32, device=places.device)
+        at = torch.empty((2, -(-rows // 4) * 4), dtype=torch.int32, device=indices.device)
         positions_out, slots_out = at[:, :rows].unbind()
         eagle_select_kernel[(rows,)](
-            places,
+            indices,
             normed,
             hidden,
             positions,
@@ -219,7 +220,7 @@ class FusedSteps:
             out,
             self.eps,
             logits.shape[1],
-            self.longest,
+            self.max_positions,
             **self._constants,
             TILE=_TILE,
             num_warps=8,

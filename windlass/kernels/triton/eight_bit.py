@@ -1,7 +1,7 @@
-"""Products of 8-bit weights and 8-bit activations that torch has no fast product for, on CUDA.
+"""GEMMs of 8-bit weights and 8-bit activations on CUDA that torch has no fast kernel for.
 
-Whole numbers with one scale for each output and token (W8A8), and e4m3 with one for each block of
-128 x 128 weights and of 128 inputs of a token. One kernel for few rows and for many.
+int8 with one scale per output and token (W8A8), and e4m3 with one scale per block of 128 x 128
+weights and per 128 inputs of a token. One kernel serves any number of rows.
 """
 
 from __future__ import annotations
@@ -13,43 +13,43 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from windlass.kernels.gemm_io import Inputs
 from windlass.kernels.packed import Float8, Int8Group, Packed
 from windlass.kernels.prepared import Prepared
-from windlass.kernels.rounded import Inputs
 from windlass.kernels.triton import pdl
-from windlass.kernels.triton.reduce import Space, add_parts
+from windlass.kernels.triton.reduce import SplitWorkspace, add_splits
 
 _OUTPUTS, _BLOCK_K = 64, 128
-_PROGRAMS = 256  # that a product is cut into at least, where K allows
-_MOST_SPLITS = 8
-_MOST_ROWS = 64  # that one program computes
-_FEW_ROWS = 16  # up to here K is cut, if need be
+_MIN_PROGRAMS = 256  # per GEMM, if K is large enough to split
+_MAX_SPLITS = 8
+_MAX_ROWS = 64  # per program
+_FEW_ROWS = 16  # max rows for which K may be split
 _INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 
 @triton.jit
-def round_kernel(
+def quantise_kernel(
     x,
     codes,
     scales,
     K,
-    MOST: tl.constexpr,
+    MAX_CODE: tl.constexpr,
     WIDTH: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """WIDTH inputs of a row with one scale, so that the largest magnitude becomes MOST."""
+    """Quantise WIDTH inputs of a row with one scale; the largest magnitude becomes MAX_CODE."""
     pdl.begin(PDL)
     row, block = tl.program_id(0), tl.program_id(1)
     at = block * WIDTH + tl.arange(0, WIDTH)
     mask = at < K
     value = tl.load(x + row.to(tl.int64) * K + at, mask=mask, other=0.0).to(tl.float32)
-    scale = tl.maximum(tl.max(tl.abs(value), 0) / MOST, 1.1754943508222875e-38)
+    scale = tl.maximum(tl.max(tl.abs(value), 0) / MAX_CODE, 1.1754943508222875e-38)
     value = value / scale
     if codes.dtype.element_ty == tl.int8:
-        # Where a float32 has no room for fractions, addition rounds to the nearest even.
+        # Adding 1.5 * 2^23 rounds a float32 to the nearest integer, ties to even.
         value = (value + 12582912.0) - 12582912.0
-    place = codes + row.to(tl.int64) * K + at
-    tl.store(place, value.to(codes.dtype.element_ty), mask=mask)
+    target = codes + row.to(tl.int64) * K + at
+    tl.store(target, value.to(codes.dtype.element_ty), mask=mask)
     tl.store(scales + block * tl.num_programs(0) + row, scale)
 
 
@@ -60,7 +60,7 @@ def eight_bit_kernel(
     codes,
     scales,
     out,
-    parts,
+    partial_sums,
     counters,
     M,
     N,
@@ -73,7 +73,7 @@ def eight_bit_kernel(
     BLOCK_K: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """out[M, N] = x @ weight.T, with scales for each BLOCK_K inputs (BLOCKS) or for whole rows."""
+    """out[M, N] = x @ weight.T, with scales per BLOCK_K inputs (BLOCKS) or per row."""
     pdl.begin(PDL)
     tile, split = tl.program_id(0), tl.program_id(1)
     outputs = tile * OUTPUTS + tl.arange(0, OUTPUTS)
@@ -83,8 +83,8 @@ def eight_bit_kernel(
     k = tl.arange(0, BLOCK_K)
     w_at = codes + outputs.to(tl.int64)[:, None] * K + k[None, :]
     x_at = x + rows.to(tl.int64)[None, :] * K + k[:, None]
-    whole_numbers: tl.constexpr = codes.dtype.element_ty == tl.int8
-    kind: tl.constexpr = tl.int32 if whole_numbers else tl.float32
+    integers: tl.constexpr = codes.dtype.element_ty == tl.int8
+    kind: tl.constexpr = tl.int32 if integers else tl.float32
     acc = tl.zeros([OUTPUTS, ROWS], dtype=kind)
     for step in range(split * span, tl.minimum((split + 1) * span, steps)):
         inside = step * BLOCK_K + k < K
@@ -101,10 +101,12 @@ def eight_bit_kernel(
     total = acc.to(tl.float32)
     at = rows.to(tl.int64)[None, :] * N + outputs[:, None]
     mask = (rows < M)[None, :] & (outputs < N)[:, None]
-    whole = True
+    complete = True
     if SPLIT:
-        total, whole = add_parts(total, parts, M * N, counters + tile, split, splits, at, mask)
-    if whole:
+        total, complete = add_splits(
+            total, partial_sums, M * N, counters + tile, split, splits, at, mask
+        )
+    if complete:
         if not BLOCKS:
             total *= tl.load(scales + outputs, mask=outputs < N, other=0.0)[:, None]
             total *= tl.load(x_scales + rows, mask=rows < M, other=0.0)[None, :]
@@ -112,27 +114,27 @@ def eight_bit_kernel(
 
 
 class EightBitLinear:
-    """Takes W8A8 with one group per row, and fp8 in blocks of 128 x 128."""
+    """Supports W8A8 with one group per row, and fp8 in blocks of 128 x 128."""
 
     name = "triton 8-bit"
     batch_invariant = False
     reads_rows = False
 
     def __init__(self) -> None:
-        self._space = Space()
+        self._space = SplitWorkspace()
 
     def refuse(self, form: Packed, device: torch.device, dtype: torch.dtype) -> str | None:
         if device.type != "cuda" and not _INTERPRETED:
             return f"Triton needs CUDA, this is {device.type}"
         if dtype == torch.float32 and not _INTERPRETED:
-            return "written for 16-bit arithmetic, this is float32"
+            return "needs a 16-bit dtype, this is float32"
         if isinstance(form, Float8) and form.block == (128, 128) and form.activation == "block":
             return None
         if isinstance(form, Int8Group) and form.activation in ("token", "tensor"):
             if form.offsets is not None or form.perm is not None:
-                return "written for weights without minima, in the order of their inputs"
+                return "only weights without offsets and without a permutation are supported"
             return None
-        return "written for W8A8, and for fp8 in blocks of 128 x 128"
+        return "only W8A8 and fp8 in blocks of 128 x 128 are supported"
 
     def prepare(self, form: Packed) -> Int8Gemm:
         assert isinstance(form, Float8 | Int8Group)
@@ -140,9 +142,9 @@ class EightBitLinear:
 
 
 class Int8Gemm(Prepared):
-    """Owns the codes and scales as they came."""
+    """Owns the codes and scales, not repacked."""
 
-    def __init__(self, form: Float8 | Int8Group, space: Space) -> None:
+    def __init__(self, form: Float8 | Int8Group, space: SplitWorkspace) -> None:
         self._codes = form.codes.contiguous()
         self._scales = form.scales.float().contiguous()
         self._num_out, self._num_in = form.shape
@@ -159,18 +161,18 @@ class Int8Gemm(Prepared):
 
     def apply(self, x: Inputs) -> Tensor:
         assert isinstance(x, Tensor)
-        codes, scales = self._rounded(x)
+        codes, scales = self._quantised(x)
         rows = x.shape[0]
-        at_once = min(_MOST_ROWS, max(_FEW_ROWS, triton.next_power_of_2(rows)))
+        rows_per_program = min(_MAX_ROWS, max(_FEW_ROWS, triton.next_power_of_2(rows)))
         splits = self._splits(rows)
         out = x.new_empty((rows, self._num_out))
-        eight_bit_kernel[(self._tiles, splits, triton.cdiv(rows, at_once))](
+        eight_bit_kernel[(self._tiles, splits, triton.cdiv(rows, rows_per_program))](
             codes,
             scales,
             self._codes,
             self._scales,
             out,
-            self._space.parts,
+            self._space.partial_sums,
             self._space.counters,
             rows,
             self._num_out,
@@ -178,7 +180,7 @@ class Int8Gemm(Prepared):
             splits,
             BLOCKS=self._in_blocks,
             SPLIT=splits > 1,
-            ROWS=at_once,
+            ROWS=rows_per_program,
             OUTPUTS=_OUTPUTS,
             BLOCK_K=_BLOCK_K,
             num_warps=4,
@@ -190,11 +192,11 @@ class Int8Gemm(Prepared):
     def _splits(self, rows: int) -> int:
         if rows > _FEW_ROWS:
             return 1
-        wanted = triton.next_power_of_2(triton.cdiv(_PROGRAMS, self._tiles))
-        return max(1, min(_MOST_SPLITS, wanted, self._num_in // _BLOCK_K))
+        splits = triton.next_power_of_2(triton.cdiv(_MIN_PROGRAMS, self._tiles))
+        return max(1, min(_MAX_SPLITS, splits, self._num_in // _BLOCK_K))
 
-    def _rounded(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Codes [M, K], and scales [blocks, M]."""
+    def _quantised(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Quantise activations: codes [M, K] and scales [blocks, M]."""
         kind = torch.float8_e4m3fn if self._in_blocks else torch.int8
         if self._input_scale is not None:
             scale = self._input_scale.float()
@@ -205,12 +207,12 @@ class Int8Gemm(Prepared):
         codes = torch.empty((rows, size), dtype=kind, device=x.device)
         blocks = triton.cdiv(size, width)
         scales = torch.empty((blocks, rows), dtype=torch.float32, device=x.device)
-        round_kernel[(rows, blocks)](
+        quantise_kernel[(rows, blocks)](
             x,
             codes,
             scales,
             size,
-            MOST=448.0 if self._in_blocks else 127.0,
+            MAX_CODE=448.0 if self._in_blocks else 127.0,
             WIDTH=width,
             num_warps=min(16, max(1, width // 512)),
             **pdl.options(),

@@ -1,7 +1,7 @@
-"""The kernels of fp8_linear.py: e4m3 times e4m3 for few rows, limited by reading the weight.
+"""The kernels of fp8_linear.py: e4m3 x e4m3 GEMMs for few rows, limited by weight bandwidth.
 
-Cut as in skinny.py. Inputs come rounded, with a scale for each row, or as they are: then they are
-rounded here, with a scale for each row and block, which is finer and costs a little more.
+The tiling is that of skinny.py. Inputs are either quantised with one scale per row, or 16-bit. 16-bit
+inputs are quantised here with one scale per row and block, which is finer and costs slightly more.
 """
 
 from __future__ import annotations
@@ -10,23 +10,23 @@ import triton
 import triton.language as tl
 
 from windlass.kernels.triton import pdl
-from windlass.kernels.triton.reduce import add_parts
+from windlass.kernels.triton.reduce import add_splits
 from windlass.kernels.triton.skinny import add_norm
 
 
 @triton.jit
-def _fetch(codes, outputs, begin, count, N, K, PDL: tl.constexpr):
-    """Ask for `count` bytes of each output's weights, before they are read."""
+def _prefetch(codes, outputs, begin, count, N, K, PDL: tl.constexpr):
+    """Prefetch `count` bytes of each output's weights."""
     at = tl.minimum(outputs, N - 1).to(tl.int64) * K + begin
-    pdl.fetch(codes + at, (at * 0 + tl.maximum(count, 0)).to(tl.int32), PDL)
+    pdl.prefetch(codes + at, (at * 0 + tl.maximum(count, 0)).to(tl.int32), PDL)
 
 
 @triton.jit
-def _rounded(x_tile):
-    """Columns of a tile [K, rows] as codes, and their scales."""
+def _quantised(x_tile):
+    """Quantise the columns of a tile [K, rows]: (codes, scales)."""
     wide = x_tile.to(tl.float32)
-    most = tl.maximum(tl.max(tl.abs(wide), 0), 1e-30)
-    return (wide * (448.0 / most)[None, :]).to(tl.float8e4nv), most / 448.0
+    largest = tl.maximum(tl.max(tl.abs(wide), 0), 1e-30)
+    return (wide * (448.0 / largest)[None, :]).to(tl.float8e4nv), largest / 448.0
 
 
 @triton.jit
@@ -37,14 +37,14 @@ def _tile(at, mask, EVEN: tl.constexpr):
         return tl.load(at, mask=mask, other=0.0)
 
 
-@triton.jit(do_not_specialize=["M", "splits", "fetched"])
+@triton.jit(do_not_specialize=["M", "splits", "prefetched"])
 def fp8_linear_kernel(
     x,
     x_scales,
     codes,
     scales,
     out,
-    parts,
+    partial_sums,
     counters,
     residual,
     gains,
@@ -55,8 +55,8 @@ def fp8_linear_kernel(
     N,
     K,
     splits,
-    fetched,
-    AT_ONCE: tl.constexpr,
+    prefetched,
+    NORM_ROWS: tl.constexpr,
     WIDTH: tl.constexpr,
     SPLIT: tl.constexpr,
     ROWS: tl.constexpr,
@@ -65,9 +65,9 @@ def fp8_linear_kernel(
     EVEN: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """out[M, N] = x[M, K] @ weight[N, K].T; `fetched` bytes of each row come before the wait.
+    """out[M, N] = x[M, K] @ weight[N, K].T; `prefetched` bytes of each row are prefetched.
 
-    EVEN: blocks divide N and K. AT_ONCE is as in skinny.py.
+    EVEN: blocks divide N and K. NORM_ROWS is as in skinny.py.
     """
     pdl.release(PDL)
     tile, split = tl.program_id(0), tl.program_id(1)
@@ -76,7 +76,7 @@ def fp8_linear_kernel(
     span = tl.cdiv(tl.cdiv(K, BLOCK_K), splits) * BLOCK_K
     begin = split * span
     end = tl.minimum(begin + span, K)
-    _fetch(codes, outputs, begin, tl.minimum(fetched, end - begin), N, K, PDL)
+    _prefetch(codes, outputs, begin, tl.minimum(prefetched, end - begin), N, K, PDL)
     pdl.wait(PDL)
     k = tl.arange(0, BLOCK_K)
     w_at = codes + outputs.to(tl.int64)[:, None] * K + k[None, :]
@@ -88,29 +88,31 @@ def fp8_linear_kernel(
         x_mask = (rows < M)[None, :] if EVEN else (rows < M)[None, :] & inside[:, None]
         x_tile = tl.load(x_at + start, mask=x_mask, other=0.0)
         if x_scales is None:
-            x_codes, x_scale = _rounded(x_tile)
+            x_codes, x_scale = _quantised(x_tile)
             acc += tl.dot(w_tile, x_codes) * x_scale[None, :]
         else:
             acc = tl.dot(w_tile, x_tile, acc)
     at = rows[None, :] * N + outputs[:, None]
     mask = (rows < M)[None, :] & (outputs < N)[:, None]
-    whole = True
+    complete = True
     if SPLIT:
-        acc, whole = add_parts(acc, parts, ROWS * N, counters + tile, split, splits, at, mask)
-    if whole:
+        acc, complete = add_splits(
+            acc, partial_sums, ROWS * N, counters + tile, split, splits, at, mask
+        )
+    if complete:
         acc *= tl.load(scales + outputs, mask=outputs < N, other=0.0)[:, None]
         if x_scales is not None:
             acc *= tl.load(x_scales + rows, mask=rows < M, other=0.0)[None, :]
         tl.store(out + at, acc.to(out.dtype.element_ty), mask=mask)
-        if AT_ONCE > 0:
+        if NORM_ROWS > 0:
             tl.debug_barrier()
             tiles = tl.num_programs(0)
             if tl.atomic_add(counters + tiles, 1, sem="acq_rel") == tiles - 1:
-                add_norm(out, residual, gains, normed, normed_scales, M, N, eps, AT_ONCE, WIDTH)
+                add_norm(out, residual, gains, normed, normed_scales, M, N, eps, NORM_ROWS, WIDTH)
                 tl.store(counters + tiles, 0)
 
 
-@triton.jit(do_not_specialize=["M", "fetched"])
+@triton.jit(do_not_specialize=["M", "prefetched"])
 def fp8_gated_kernel(
     x,
     x_scales,
@@ -120,20 +122,20 @@ def fp8_gated_kernel(
     M,
     N,
     K,
-    fetched,
+    prefetched,
     ROWS: tl.constexpr,
     OUTPUTS: tl.constexpr,
     BLOCK_K: tl.constexpr,
     EVEN: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """out[M, N] = silu(x @ gate.T) * (x @ up.T); the weight is [2 N, K], the gates first."""
+    """out[M, N] = silu(x @ gate.T) * (x @ up.T); the weight is [2 N, K], gate rows first."""
     pdl.release(PDL)
     outputs = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
     rows = tl.arange(0, ROWS)
     ups = codes + N.to(tl.int64) * K
-    _fetch(codes, outputs, 0, tl.minimum(fetched, K), N, K, PDL)
-    _fetch(ups, outputs, 0, tl.minimum(fetched, K), N, K, PDL)
+    _prefetch(codes, outputs, 0, tl.minimum(prefetched, K), N, K, PDL)
+    _prefetch(ups, outputs, 0, tl.minimum(prefetched, K), N, K, PDL)
     pdl.wait(PDL)
     k = tl.arange(0, BLOCK_K)
     w_at = outputs.to(tl.int64)[:, None] * K + k[None, :]
@@ -148,7 +150,7 @@ def fp8_gated_kernel(
         g_tile = _tile(codes + w_at + start, w_mask, EVEN)
         u_tile = _tile(ups + w_at + start, w_mask, EVEN)
         if x_scales is None:
-            x_codes, x_scale = _rounded(x_tile)
+            x_codes, x_scale = _quantised(x_tile)
             gate += tl.dot(g_tile, x_codes) * x_scale[None, :]
             up += tl.dot(u_tile, x_codes) * x_scale[None, :]
         else:
@@ -161,7 +163,7 @@ def fp8_gated_kernel(
         gate *= x_scale
         up *= x_scale
     kind = out.dtype.element_ty
-    gate = gate.to(kind).to(tl.float32)  # rounded where the plain version rounds
+    gate = gate.to(kind).to(tl.float32)  # round where the reference implementation rounds
     active = (gate / (1 + tl.exp(-gate))).to(kind) * up.to(kind)
     mask = (rows < M)[None, :] & (outputs < N)[:, None]
     tl.store(out + rows[None, :] * N + outputs[:, None], active, mask=mask)

@@ -1,7 +1,8 @@
-"""fp8 weights and activations on CUDA: few rows in kernels of ours, many in torch's own.
+"""fp8 GEMMs on CUDA: Triton kernels for few rows, torch._scaled_mm for many.
 
-All multiply e4m3 by e4m3 in float32. Torch's product is fastest with one scale for all, so it gets
-that, and the scales of rows and outputs are multiplied in by the kernel that reads it (rounded.py).
+All multiply e4m3 by e4m3 with float32 accumulation. torch._scaled_mm is fastest with one scale per
+tensor. So it gets such a scale, and the kernel that reads its outputs applies the scales of rows and
+outputs (gemm_io.py).
 """
 
 from __future__ import annotations
@@ -13,48 +14,50 @@ import triton
 from torch import Tensor
 
 from windlass.kernels.gemm import Norm
+from windlass.kernels.gemm_io import InputQuant, Inputs, Outputs, QuantisedInputs, UnscaledOutputs
 from windlass.kernels.packed import Float8, Packed
 from windlass.kernels.prepared import Prepared
-from windlass.kernels.rounded import Inputs, Outputs, Rounded, Rounding, Scaled
 from windlass.kernels.triton import pdl
 from windlass.kernels.triton.fp8_kernels import fp8_gated_kernel, fp8_linear_kernel
-from windlass.kernels.triton.reduce import Space
-from windlass.kernels.triton.rounding import room, round_rows
+from windlass.kernels.triton.quantise import allocate, quantise_rows
+from windlass.kernels.triton.reduce import SplitWorkspace
 
 _FEW_ROWS = 16
-_MOST_NORMED = 2  # rows; one program normalises them all
-_MANY_ROWS = 512  # from here on torch is as fast with all scales, and reading them apart costs more
-_NORMED_AT_ONCE = 4096  # values
+_MAX_NORM_ROWS = 2  # one program normalises all of them
+_MANY_ROWS = 512  # from here on torch is as fast with all scales, and applying them later is slower
+_NORM_VALUES = 4096  # values that a program normalises per iteration
 _OUTPUTS, _BLOCK_K = 64, 128
-_PROGRAMS = 128  # that a product is cut into at least, where K allows
-_FETCHED = 8 * 2**20  # bytes of weights that a product fetches before it waits for its inputs
-_CAPABILITY = (8, 9)  # the first devices that multiply fp8
-_LIFT = 2.0**17  # unscaled sums are divided by this, so that float16 can hold them
+_MIN_PROGRAMS = 128  # per GEMM, if K is large enough to split
+_PREFETCH_BYTES = (
+    8 * 2**20
+)  # bytes of weights that a GEMM prefetches before it waits for its inputs
+_CAPABILITY = (8, 9)  # first compute capability with fp8 tensor cores
+_SUM_SCALE = 2.0**17  # divisor of unscaled sums, so that they fit in float16
 
 
 class Fp8Linear:
-    """Takes e4m3 weights with one scale, or one for each output, and activations rounded per token."""
+    """Supports e4m3 weights with scales per tensor or output, and activations quantised per token."""
 
     name = "triton fp8"
     batch_invariant = False
     reads_rows = False
 
     def __init__(self) -> None:
-        self._space = Space()
+        self._space = SplitWorkspace()
 
     def refuse(self, form: Packed, device: torch.device, dtype: torch.dtype) -> str | None:
         if device.type != "cuda":
             return f"Triton needs CUDA, this is {device.type}"
         if not isinstance(form, Float8):
-            return "written for fp8"
+            return "only fp8 is supported"
         if form.block is not None or form.activation not in ("token", "tensor"):
-            return "written for scales per tensor or output, and activations per token"
+            return "only scales per tensor or output and activations per token are supported"
         if dtype not in (torch.bfloat16, torch.float16):
-            return "written for 16-bit arithmetic"
+            return "needs a 16-bit dtype"
         if form.shape[0] % 16 or form.shape[1] % 16:
-            return f"a weight of {form.shape[0]} x {form.shape[1]} is not made of sixteens"
+            return f"a weight of {form.shape[0]} x {form.shape[1]} is not a multiple of 16 x 16"
         if torch.cuda.get_device_capability(device) < _CAPABILITY:
-            return "this GPU does not multiply fp8"
+            return "this GPU has no fp8 tensor cores"
         return None
 
     def prepare(self, form: Packed) -> Fp8Gemm:
@@ -63,27 +66,27 @@ class Fp8Linear:
 
 
 class ScaledGemm:
-    """Torch's product of many rows, with a scale for each row and each output."""
+    """torch._scaled_mm for many rows, with one scale per row and per output."""
 
     def __init__(self, scales: Tensor) -> None:
         self.scales = scales
-        self._lifted = scales * _LIFT
-        self._lowered = torch.full((), 1 / _LIFT, device=scales.device)
+        self._raw_scales = scales * _SUM_SCALE
+        self._sum_divisor = torch.full((), 1 / _SUM_SCALE, device=scales.device)
         self._one = torch.ones((), device=scales.device)
 
-    def whole(self, x: Rounded, codes: Tensor) -> Tensor:
-        """The product with its scales."""
+    def apply(self, x: QuantisedInputs, codes: Tensor) -> Tensor:
+        """The GEMM with its scales."""
         return _gemm(x, codes, x.scales, self.scales[None, :])
 
-    def raw(self, x: Rounded, codes: Tensor) -> Outputs:
-        """The product for a reader that multiplies the scales in."""
+    def raw(self, x: QuantisedInputs, codes: Tensor) -> Outputs:
+        """The GEMM for a reader that applies the scales."""
         if x.shape[0] >= _MANY_ROWS:
-            return self.whole(x, codes)
-        values = _gemm(x, codes, self._lowered, self._one)
-        return Scaled(values, x.scales, self._lifted)
+            return self.apply(x, codes)
+        values = _gemm(x, codes, self._sum_divisor, self._one)
+        return UnscaledOutputs(values, x.scales, self._raw_scales)
 
 
-def _gemm(x: Rounded, codes: Tensor, row_scales: Tensor, scales: Tensor) -> Tensor:
+def _gemm(x: QuantisedInputs, codes: Tensor, row_scales: Tensor, scales: Tensor) -> Tensor:
     return torch._scaled_mm(
         x.codes,
         codes.T,
@@ -95,9 +98,9 @@ def _gemm(x: Rounded, codes: Tensor, row_scales: Tensor, scales: Tensor) -> Tens
 
 
 class Fp8Gemm(Prepared):
-    """Owns the codes as they came, and one scale for each output."""
+    """Owns the codes, not repacked, and one scale per output."""
 
-    def __init__(self, form: Float8, space: Space) -> None:
+    def __init__(self, form: Float8, space: SplitWorkspace) -> None:
         self._codes = form.codes.contiguous()
         self._num_out, self._num_in = form.shape
         self._scales = form.scales.float().flatten().expand(self._num_out).contiguous()
@@ -106,29 +109,29 @@ class Fp8Gemm(Prepared):
         self._even = self._num_out % _OUTPUTS == 0 and self._num_in % _BLOCK_K == 0
         self._tiles = triton.cdiv(self._num_out, _OUTPUTS)
         self._space = space
-        most = max(self._splits(True), self._splits(False)) * _FEW_ROWS * self._num_out
-        space.reserve(self._codes.device, most, self._tiles + 1)
+        values = max(self._splits(True), self._splits(False)) * _FEW_ROWS * self._num_out
+        space.reserve(self._codes.device, values, self._tiles + 1)
 
     @property
     def num_bytes(self) -> int:
         return self._codes.nbytes + self._scales.nbytes
 
-    def rounding(self, num_rows: int) -> Rounding | None:
+    def input_quant(self, num_rows: int) -> InputQuant | None:
         del num_rows
-        return Rounding("rows") if self._input_scale is None else None
+        return InputQuant("rows") if self._input_scale is None else None
 
     def apply(self, x: Inputs) -> Tensor:
         if x.shape[0] <= _FEW_ROWS:
             return self._few(x, None)[0]
-        return self._many.whole(self._rounded(x), self._codes)
+        return self._many.apply(self._quantised(x), self._codes)
 
     def raw(self, x: Inputs) -> Outputs:
         if x.shape[0] <= _FEW_ROWS:
             return self._few(x, None)[0]
-        return self._many.raw(self._rounded(x), self._codes)
+        return self._many.raw(self._quantised(x), self._codes)
 
     def then(self, x: Inputs, residual: Tensor, norm: Norm) -> tuple[Inputs, Tensor]:
-        if x.shape[0] > _MOST_NORMED:
+        if x.shape[0] > _MAX_NORM_ROWS:
             return super().then(x, residual, norm)
         return self._few(x, (residual, norm))[1], residual
 
@@ -147,7 +150,7 @@ class Fp8Gemm(Prepared):
             rows,
             width,
             self._num_in,
-            _ahead(self._num_out),
+            _prefetched(self._num_out),
             ROWS=_FEW_ROWS,
             OUTPUTS=_OUTPUTS,
             BLOCK_K=_BLOCK_K,
@@ -158,58 +161,60 @@ class Fp8Gemm(Prepared):
         )
         return out
 
-    def _rounded(self, x: Inputs) -> Rounded:
-        if isinstance(x, Rounded):
+    def _quantised(self, x: Inputs) -> QuantisedInputs:
+        if isinstance(x, QuantisedInputs):
             return x
         assert isinstance(x, Tensor)
         if self._input_scale is None:
-            return round_rows(x)
+            return quantise_rows(x)
         scale = self._input_scale.float()
         codes = (x.float() / scale).clamp(-448, 448).to(torch.float8_e4m3fn)
-        return Rounded(codes, scale.reshape(1, 1).expand(x.shape[0], 1).contiguous(), x.dtype)
+        return QuantisedInputs(
+            codes, scale.reshape(1, 1).expand(x.shape[0], 1).contiguous(), x.dtype
+        )
 
     def _inputs(self, x: Inputs) -> tuple[Tensor, Tensor | None]:
-        """Codes and scales, or what the kernels round themselves."""
+        """Codes and scales, or 16-bit inputs without scales, which the kernels quantise."""
         if isinstance(x, Tensor) and self._input_scale is None:
             return x, None
-        rounded = self._rounded(x)
-        return rounded.codes, rounded.scales
+        quantised = self._quantised(x)
+        return quantised.codes, quantised.scales
 
-    def _splits(self, rounds: bool) -> int:
-        """Parts of K; rounding inputs makes a program slower, so there are more of them."""
-        wanted = triton.cdiv(_PROGRAMS * (4 if rounds else 1), self._tiles)
-        return max(1, min(8, triton.next_power_of_2(wanted), self._num_in // _BLOCK_K))
+    def _splits(self, quantises: bool) -> int:
+        """Splits of K; more if the kernel quantises the inputs, which makes a program slower."""
+        splits = triton.cdiv(_MIN_PROGRAMS * (4 if quantises else 1), self._tiles)
+        return max(1, min(8, triton.next_power_of_2(splits), self._num_in // _BLOCK_K))
 
     def _few(self, x: Inputs, then: tuple[Tensor, Norm] | None) -> tuple[Tensor, Inputs]:
-        """The product, and what the norm behind it makes of it, if one is given."""
+        """The GEMM for few rows, and the result of the norm after it, if `then` is given."""
         values, scales = self._inputs(x)
         rows, outputs = x.shape[0], self._num_out
         splits = self._splits(scales is None)
         out = torch.empty((rows, outputs), dtype=x.dtype, device=values.device)
         normed: Inputs = out
         into: tuple[Tensor | float | None, ...] = (out, out, out, None, 0.0)
-        width, at_once = 1, 0
+        width, norm_rows = 1, 0
         if then is not None:
             residual, norm = then
-            normed, codes, code_scales = room(rows, outputs, out, norm.rounding(rows))
+            normed, codes, code_scales = allocate(rows, outputs, out, norm.input_quant(rows))
             into = (residual, norm.weight, codes, code_scales, norm.eps)
             width = triton.next_power_of_2(outputs)
-            at_once = min(triton.next_power_of_2(rows), max(1, _NORMED_AT_ONCE // width))
+            norm_rows = min(triton.next_power_of_2(rows), max(1, _NORM_VALUES // width))
         fp8_linear_kernel[(self._tiles, splits)](
             values,
             scales,
             self._codes,
             self._scales,
             out,
-            self._space.parts,
+            self._space.partial_sums,
             self._space.counters,
             *into,
             rows,
             outputs,
             self._num_in,
             splits,
-            _ahead(outputs * splits),
-            AT_ONCE=at_once,
+            _prefetched(outputs * splits),
+            NORM_ROWS=norm_rows,
             WIDTH=width,
             SPLIT=splits > 1,
             ROWS=_FEW_ROWS,
@@ -223,13 +228,13 @@ class Fp8Gemm(Prepared):
         return out, normed
 
 
-def _stages(splits: int, rounds: bool) -> int:
-    """Loads under way at once: few where many programs share a processor's memory."""
-    if rounds:
+def _stages(splits: int, quantises: bool) -> int:
+    """Pipeline stages: few if many programs share the shared memory of a multiprocessor."""
+    if quantises:
         return 4
     return 6 if splits > 1 else 3
 
 
-def _ahead(num_rows: int) -> int:
-    """How many bytes of each of so many rows (or parts of rows) are fetched before the wait."""
-    return max(64, _FETCHED // num_rows // 64 * 64)
+def _prefetched(num_rows: int) -> int:
+    """Bytes that are prefetched of each of `num_rows` rows (or splits of rows)."""
+    return max(64, _PREFETCH_BYTES // num_rows // 64 * 64)

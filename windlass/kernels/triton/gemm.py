@@ -1,4 +1,4 @@
-"""Products on CUDA: for few rows the skinny kernel where it was measured to be faster, else cuBLAS."""
+"""GEMMs on CUDA: the skinny kernel for few rows if it measured faster, else cuBLAS."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from windlass.kernels.gemm import Company, Norm, TorchGemm, batch_invariant_linear
-from windlass.kernels.rounded import Inputs, Outputs
+from windlass.kernels.gemm import Norm, OverlappedGemm, TorchGemm, batch_invariant_linear
+from windlass.kernels.gemm_io import Inputs, Outputs
 from windlass.kernels.triton import skinny, wide
 from windlass.kernels.triton.norm import add_rms_norm, silu_mul
 from windlass.kernels.triton.skinny import Tiling
@@ -26,38 +26,38 @@ _MANY_ROWS = [Tiling(64, s) for s in (1, 2, 4)] + [Tiling(128, s, 3) for s in (1
 _MANY_GATED = [Tiling(64), Tiling(64, stages=3), Tiling(128, stages=2)]
 _NORMED = [Tiling(16), Tiling(32), Tiling(16, stages=8), Tiling(32, 2), Tiling(32, 4)]
 _FEW_ROWS = 16
-_MOST_NORMED = 8  # rows; one program normalises them all
-_FIXED = Tiling(64)  # not split: summed from first to last
-_MOST_SPLIT = 16384  # outputs; a larger weight fills the device without splitting K
-# Of few rows, tilings that cut the sums as that for one row does count as so much faster: guesses are verified by
-# the same sums then that plain steps have, and near ties fall the same way.
-_KIN = 0.98
-# Rows: the second stands for 2 to 4, the third for up to 16, the last for up to the kernel's most.
+_MAX_NORM_ROWS = 8  # one program normalises all of them
+_BATCH_INVARIANT = Tiling(64)  # K is not split, so it is summed in order
+_MAX_SPLIT_OUTPUTS = 16384  # a larger weight fills the device without splitting K
+# Factor on the time of a tiling for few rows that splits K as the tiling for one row does. With equal
+# splits a verification sums like a decode step, so near ties resolve the same way.
+_SAME_SPLITS_FACTOR = 0.98
+# Measured row counts: 4 stands for 2 to 4 rows, 8 for up to 16, 64 for up to the kernel's maximum.
 _MEASURED_AT = (1, 4, 8, 64)
-# A narrow kernel may take a little longer alone: it starts while the kernel before it ends, which
-# these measurements do not show in full.
+# A skinny kernel may measure slightly slower: in a step it starts while the previous kernel ends (PDL),
+# which these measurements show only in part.
 _MARGIN = 1.04
-_COLD_BYTES = 128 * 2**20  # rotate over at least so much weight, more than a cache holds
+_COLD_BYTES = 128 * 2**20  # min bytes of weights per rotation, more than the L2 cache holds
 
 Shape = tuple[int, ...]
 _Key = tuple[str, Shape, int]
 
 
 class TunedGemm(TorchGemm):
-    """Owns the choices by shape and number of rows, and the space that parts of products share."""
+    """Owns the tilings chosen by shape and row count, and the workspace of split-K GEMMs."""
 
     def __init__(self) -> None:
         super().__init__()
         self._chosen: dict[_Key, Tiling] = {}
         self._measured: set[Shape] = set()
-        self._measured_accompanied: set[Shape] = set()
+        self._measured_overlapped: set[Shape] = set()
         self._space: skinny.Workspace | None = None
 
     def linear(self, x: Tensor, weight: Tensor) -> Tensor:
         if self._batch_invariant:
-            return self._fixed_linear(x, weight)
-        known = self._accompanied and weight.shape in self._measured_accompanied
-        tiling = self._tiling("accompanied" if known else "linear", x, weight)
+            return self._batch_invariant_linear(x, weight)
+        overlapped = self._overlapped and weight.shape in self._measured_overlapped
+        tiling = self._tiling("overlapped" if overlapped else "linear", x, weight)
         return linear(x, weight) if tiling is None else self._skinny(x, weight, tiling)
 
     def gated(self, x: Tensor, weight: Tensor, silu_mul: Callable[[Outputs], Inputs]) -> Inputs:
@@ -70,15 +70,15 @@ class TunedGemm(TorchGemm):
         self, x: Tensor, weight: Tensor, residual: Tensor, norm: Norm
     ) -> tuple[Inputs, Tensor]:
         tiling = self._tiling("with a norm", x, weight)
-        rounds = norm.rounding(x.shape[0]) is not None
-        if tiling is None or x.shape[0] > _MOST_NORMED or rounds:
+        quantises = norm.input_quant(x.shape[0]) is not None
+        if tiling is None or x.shape[0] > _MAX_NORM_ROWS or quantises:
             return super().linear_norm(x, weight, residual, norm)
         assert self._space is not None
         gains, eps = norm.weight, norm.eps
         return skinny.linear_norm(x, weight, tiling, self._space, residual, gains, eps), residual
 
     def _tiling(self, kind: str, x: Tensor, weight: Tensor) -> Tiling | None:
-        """How the narrow kernel is cut for this product; None: it was not the fastest."""
+        """Tiling of the skinny kernel for this GEMM; None if another kernel was faster."""
         rows = x.shape[0]
         if self._batch_invariant or rows > skinny.MAX_ROWS:
             return None
@@ -88,28 +88,28 @@ class TunedGemm(TorchGemm):
         assert self._space is not None
         return skinny.linear(x, weight, tiling, self._space)
 
-    def _fixed_linear(self, x: Tensor, weight: Tensor) -> Tensor:
-        """Kernels that sum from first to last, whatever the number of rows."""
-        if not _takes(weight) or self._space is None:
+    def _batch_invariant_linear(self, x: Tensor, weight: Tensor) -> Tensor:
+        """x @ weight.T by kernels that sum over K in order for any number of rows."""
+        if not _supports(weight) or self._space is None:
             return batch_invariant_linear(x, weight)
         if x.shape[0] <= skinny.MAX_ROWS:
-            return self._skinny(x, weight, _FIXED)
+            return self._skinny(x, weight, _BATCH_INVARIANT)
         return wide.linear(x, weight)
 
     # ---- measuring ---------------------------------------------------------------------------
 
     @torch.inference_mode()
     def tune(self, weights: Iterable[Tensor]) -> tuple[str, str]:
-        """Time every candidate on every shape that is new, cold weights first in the cache's way."""
+        """Time every candidate on every new shape, with weights that are not in the cache."""
         by_shape: dict[Shape, list[Tensor]] = defaultdict(list)
         for weight in weights:
-            if _takes(weight) and tuple(weight.shape) not in self._measured:
+            if _supports(weight) and tuple(weight.shape) not in self._measured:
                 by_shape[tuple(weight.shape)].append(weight)
         if not by_shape:
-            return "torch", "no weight has a shape that the narrow kernels take"
-        if self._space is None:  # recordings keep the addresses of what they were made with
+            return "torch", "the skinny kernels support no weight of this model"
+        if self._space is None:  # captured graphs keep its address
             device = next(iter(by_shape.values()))[0].device
-            self._space = skinny.Workspace(device, _MOST_SPLIT, _TILINGS, _MANY_ROWS)
+            self._space = skinny.Workspace(device, _MAX_SPLIT_OUTPUTS, _TILINGS, _MANY_ROWS)
         for shape, group in by_shape.items():
             for rows in _MEASURED_AT:
                 self._tune_shape(shape, group, rows)
@@ -117,52 +117,54 @@ class TunedGemm(TorchGemm):
         counts = Counter(kind for kind, *_ in self._chosen)
         chosen = ", ".join(f"{kind} {count}" for kind, count in counts.items())
         of = f"of {len(_MEASURED_AT) * len(by_shape)} shapes and batch sizes"
-        return f"narrow for {chosen or 'none'} {of}", "measured here; cuBLAS for the rest"
+        return f"skinny for {chosen or 'none'} {of}", "measured here; cuBLAS for the rest"
 
     @torch.inference_mode()
-    def tune_accompanied(self, weights: Sequence[tuple[Tensor, Company]]) -> None:
-        """Kernels of cuBLAS may take all registers of a multiprocessor, so that nothing runs beside
-        them: a slower one that leaves room may be the faster.
+    def tune_overlapped(self, weights: Sequence[tuple[Tensor, OverlappedGemm]]) -> None:
+        """Measure and choose for `overlapped` GEMMs, each together with its side work.
+
+        cuBLAS kernels may take all registers of a multiprocessor, so that nothing runs concurrently.
+        A slower GEMM kernel that leaves registers free may be faster overall.
         """
         by_shape: dict[Shape, list[Tensor]] = defaultdict(list)
         for weight, _ in weights:
             if tuple(weight.shape) in self._measured:
                 by_shape[tuple(weight.shape)].append(weight)
-        company = {weight.data_ptr(): company for weight, company in weights}
+        overlap = {weight.data_ptr(): run for weight, run in weights}
         for shape, group in by_shape.items():
             for rows in _MEASURED_AT:
                 x = torch.randn((rows, shape[1]), dtype=group[0].dtype, device=group[0].device)
-                self._tune_with(company, shape, group, x)
-        self._measured_accompanied.update(by_shape)
+                self._tune_shape_overlapped(overlap, shape, group, x)
+        self._measured_overlapped.update(by_shape)
 
-    def _tune_with(
-        self, company: dict[int, Company], shape: Shape, group: list[Tensor], x: Tensor
+    def _tune_shape_overlapped(
+        self, overlap: dict[int, OverlappedGemm], shape: Shape, group: list[Tensor], x: Tensor
     ) -> None:
-        def usual(weight: Tensor) -> Tensor:
-            return company[weight.data_ptr()](x, partial(linear, x, weight))
+        def default(weight: Tensor) -> Tensor:
+            return overlap[weight.data_ptr()](x, partial(linear, x, weight))
 
-        def narrow(x: Tensor, weight: Tensor, tiling: Tiling) -> Tensor:
-            return company[weight.data_ptr()](x, partial(self._skinny, x, weight, tiling))
+        def skinny_gemm(x: Tensor, weight: Tensor, tiling: Tiling) -> Tensor:
+            return overlap[weight.data_ptr()](x, partial(self._skinny, x, weight, tiling))
 
-        self._try("accompanied", _tilings(shape, x.shape[0]), group, x, usual, narrow)
+        self._try("overlapped", _tilings(shape, x.shape[0]), group, x, default, skinny_gemm)
 
     def _tune_shape(self, shape: Shape, group: list[Tensor], rows: int) -> None:
-        """Each kind of product against what is known to be the fastest way without it."""
+        """Measure each kind of fused GEMM against the fastest unfused version."""
         x = torch.randn((rows, shape[1]), dtype=group[0].dtype, device=group[0].device)
         self._try("linear", _tilings(shape, rows), group, x, lambda w: linear(x, w), self._skinny)
-        if len(group) == 1:  # a head stands before no norm, and is no gate
+        if len(group) == 1:  # the LM head: no norm follows it, and it is not gated
             return
-        if rows <= _MOST_NORMED and shape[0] <= _MOST_SPLIT:
+        if rows <= _MAX_NORM_ROWS and shape[0] <= _MAX_SPLIT_OUTPUTS:
             residual, gains = x.new_zeros((rows, shape[0])), x.new_ones(shape[0])
 
-            def narrow(x: Tensor, weight: Tensor, tiling: Tiling) -> Tensor:
+            def skinny_gemm(x: Tensor, weight: Tensor, tiling: Tiling) -> Tensor:
                 assert self._space is not None
                 return skinny.linear_norm(x, weight, tiling, self._space, residual, gains, 1e-5)
 
-            def apart(weight: Tensor) -> Inputs:
+            def unfused(weight: Tensor) -> Inputs:
                 return add_rms_norm(self.linear(x, weight), residual, gains, 1e-5)[0]
 
-            self._try("with a norm", _NORMED, group, x, apart, narrow)
+            self._try("with a norm", _NORMED, group, x, unfused, skinny_gemm)
         if shape[0] % 2 == 0:
             gates = _GATED if rows <= _FEW_ROWS else _MANY_GATED
             self._try("gated", gates, group, x, lambda w: silu_mul(self.linear(x, w)), skinny.gated)
@@ -173,53 +175,56 @@ class TunedGemm(TorchGemm):
         tilings: list[Tiling],
         group: list[Tensor],
         x: Tensor,
-        usual: Callable[[Tensor], Inputs],
-        narrow: Callable[[Tensor, Tensor, Tiling], Tensor],
+        default: Callable[[Tensor], Inputs],
+        skinny_gemm: Callable[[Tensor, Tensor, Tiling], Tensor],
     ) -> None:
-        """Keep the fastest tiling of a kind of product, if it beats the usual way."""
-        best = _MARGIN * _time(group, usual)
-        few, alone = x.shape[0] <= _FEW_ROWS, self._chosen.get((kind, group[0].shape, 1))
+        """Choose the fastest tiling for a kind of GEMM, if it is faster than `default`."""
+        best = _MARGIN * _time(group, default)
+        few, one_row = x.shape[0] <= _FEW_ROWS, self._chosen.get((kind, group[0].shape, 1))
         for tiling in tilings:
-            took = _time(group, partial(_with, tiling, narrow, x))
-            if few and alone is not None and tiling.splits == alone.splits:
-                took *= _KIN
+            took = _time(group, partial(_with, tiling, skinny_gemm, x))
+            if few and one_row is not None and tiling.splits == one_row.splits:
+                took *= _SAME_SPLITS_FACTOR
             if took < best:
                 best = took
                 self._chosen[kind, group[0].shape, _bucket(x.shape[0])] = tiling
 
 
-def _takes(weight: Tensor) -> bool:
-    """Whether the narrow kernels are written for such a weight."""
+def _supports(weight: Tensor) -> bool:
+    """Whether the skinny kernels support this weight."""
     return weight.dtype in (torch.bfloat16, torch.float16) and weight.shape[1] % 64 == 0
 
 
 def _tilings(shape: Shape, rows: int) -> list[Tiling]:
-    """Those to try for a product."""
+    """The tilings to measure for a GEMM."""
     known = _TILINGS if rows <= _FEW_ROWS else _MANY_ROWS
-    return [tiling for tiling in known if tiling.splits == 1 or shape[0] <= _MOST_SPLIT]
+    return [tiling for tiling in known if tiling.splits == 1 or shape[0] <= _MAX_SPLIT_OUTPUTS]
 
 
 def _with(
-    tiling: Tiling, narrow: Callable[[Tensor, Tensor, Tiling], Tensor], x: Tensor, weight: Tensor
+    tiling: Tiling,
+    skinny_gemm: Callable[[Tensor, Tensor, Tiling], Tensor],
+    x: Tensor,
+    weight: Tensor,
 ) -> Tensor:
-    return narrow(x, weight, tiling)
+    return skinny_gemm(x, weight, tiling)
 
 
 def _bucket(rows: int) -> int:
-    """The most rows that share a choice with these."""
+    """The largest row count that shares a choice with `rows`."""
     return 1 if rows == 1 else 4 if rows <= 4 else skinny.padded(rows)
 
 
 def _rotation(group: list[Tensor]) -> Iterator[Tensor]:
-    """Enough calls over different weights that none is still in the cache when it comes again."""
+    """Weights of one measurement, so many that each has left the cache before it repeats."""
     count = max(4, min(len(group), -(-_COLD_BYTES // group[0].nbytes)))
     for i in range(count):
         yield group[i % len(group)]
 
 
 def _time(group: list[Tensor], gemm: Callable[[Tensor], Inputs]) -> float:
-    """Milliseconds of one recorded round over the weights: the best of three."""
-    gemm(group[0])  # compile outside of the recording
+    """Milliseconds of a captured graph over the weights: the best of three."""
+    gemm(group[0])  # compile before the capture
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):

@@ -1,9 +1,9 @@
-"""Products with group-wise int4 and int8 weights: whole numbers inside a group, scaled between.
+"""GEMMs with group-wise int4 and int8 weights: integer arithmetic within a group, scaled per group.
 
-Activations are planes of int8, the second one what the first leaves of each value: two are finer
-than 16-bit floats, and unpacking weights is cheap: eight 4-bit codes become two words of bytes in
-three instructions. The planes are rows of the same product, whose results are added at the end.
-The weight's rows are the long side of the tile, as in skinny.py.
+Activations are int8 planes. The second plane holds the quantisation error of the first; two planes
+are finer than 16-bit floats. Unpacking weights is cheap: three instructions turn eight 4-bit codes
+into two words of bytes. The planes are rows of one GEMM, whose results are added at the end. The
+weight's rows are the long side of the tile, as in skinny.py.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ import triton
 import triton.language as tl
 
 from windlass.kernels.triton import pdl
-from windlass.kernels.triton.reduce import add_parts
+from windlass.kernels.triton.reduce import add_splits
 
 
 @triton.jit
 def _halves(packed, INLINE: tl.constexpr):
-    """Bytes of two 4-bit codes to the codes of the low halves and those of the high ones, int8."""
+    """Unpack bytes of two 4-bit codes to int8: (low halves, high halves)."""
     if INLINE:
         low, high = tl.inline_asm_elementwise(
             """
@@ -60,7 +60,7 @@ def _scan_block(
     REPEATED: tl.constexpr,
     INLINE: tl.constexpr,
 ):
-    """One block of 2 HALF inputs: a group or a part of one (GROUP >= 2 HALF), or two groups."""
+    """Accumulate a block of 2 HALF inputs: all or part of a group (GROUP >= 2 HALF), or two groups."""
     at = tl.arange(0, HALF)
     x_at = x + planes[None, :].to(tl.int64) * K_PAD + block * 2 * HALF + at[:, None]
     if REPEATED:
@@ -70,7 +70,7 @@ def _scan_block(
         second = tl.load(x_at + HALF, mask=inside[None, :], other=0)
     x_scale = tl.load(x_scales + block * 2 * M + planes)[None, :]
     if not EVEN:
-        outputs = tl.minimum(outputs, N - 1)  # what is past the end is dropped when it is stored
+        outputs = tl.minimum(outputs, N - 1)  # outputs past the end are not stored
     if BITS == 4:
         w_at = codes + outputs[:, None].to(tl.int64) * (K_PAD // 2) + block * HALF + at[None, :]
         low, high = _halves(tl.load(w_at), INLINE)
@@ -82,19 +82,19 @@ def _scan_block(
     next_scale = scale
     if GROUP < 2 * HALF:
         next_scale = tl.load(scales + (group + 1) * N + outputs).to(tl.float32)
-    whole = tl.dot(low, first, out_dtype=tl.int32)
+    sums = tl.dot(low, first, out_dtype=tl.int32)
     if GROUP >= 2 * HALF:
-        whole = tl.dot(high, second, whole, out_dtype=tl.int32)
-        acc += whole.to(tl.float32) * (scale[:, None] * x_scale)
+        sums = tl.dot(high, second, sums, out_dtype=tl.int32)
+        acc += sums.to(tl.float32) * (scale[:, None] * x_scale)
     else:
-        other = tl.dot(high, second, out_dtype=tl.int32)
-        acc += whole.to(tl.float32) * (scale[:, None] * x_scale)
-        acc += other.to(tl.float32) * (next_scale[:, None] * x_scale)
+        next_sums = tl.dot(high, second, out_dtype=tl.int32)
+        acc += sums.to(tl.float32) * (scale[:, None] * x_scale)
+        acc += next_sums.to(tl.float32) * (next_scale[:, None] * x_scale)
     return acc
 
 
 @triton.jit
-def _add_minima(
+def _add_offsets(
     acc,
     x_sums,
     offsets,
@@ -108,22 +108,22 @@ def _add_minima(
     SUMMED: tl.constexpr,
     PLANES: tl.constexpr,
 ):
-    """What the groups' minima make of the inputs' sums, [begin, end) of SUMMED inputs each."""
+    """Add the groups' offsets times the input sums [begin, end), of SUMMED inputs each."""
     for first in range(begin, end, 32):
         part = first + tl.arange(0, 32)
         at = (part * SUMMED // GROUP)[None, :] * N + outputs[:, None]
         mask = (part < end)[None, :] & (outputs < N)[:, None]
-        low = tl.load(offsets + at, mask=mask, other=0.0).to(tl.float32)
+        offset = tl.load(offsets + at, mask=mask, other=0.0).to(tl.float32)
         sums_at = x_sums + part[:, None] * 2 * M + rows[None, :]
         mask = (part < end)[:, None] & (rows < M)[None, :]
         sums = tl.load(sums_at, mask=mask, other=0.0)
         if PLANES == 2:
             sums += tl.load(sums_at + M, mask=mask, other=0.0)
-        acc = tl.dot(low, sums, acc, input_precision="tf32x3")
+        acc = tl.dot(offset, sums, acc, input_precision="tf32x3")
     return acc
 
 
-@triton.jit(do_not_specialize=["M", "splits", "fetched"])
+@triton.jit(do_not_specialize=["M", "splits", "prefetched"])
 def grouped_linear_kernel(
     x,
     x_scales,
@@ -132,13 +132,13 @@ def grouped_linear_kernel(
     scales,
     offsets,
     out,
-    parts,
+    partial_sums,
     counters,
     M,
     N,
     K_PAD,
     splits,
-    fetched,
+    prefetched,
     BITS: tl.constexpr,
     GROUP: tl.constexpr,
     HALF: tl.constexpr,
@@ -150,7 +150,7 @@ def grouped_linear_kernel(
     INLINE: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """out[M, N] = x @ weight.T; `fetched` bytes of each row's codes come before the wait.
+    """out[M, N] = x @ weight.T; `prefetched` bytes of each row's codes are prefetched.
 
     EVEN: OUTPUTS divides N.
     """
@@ -158,8 +158,8 @@ def grouped_linear_kernel(
     tile, split = tl.program_id(0), tl.program_id(1)
     outputs = tile * OUTPUTS + tl.arange(0, OUTPUTS)
     lane = tl.arange(0, PLANES * ROWS)
-    # Rows of x: first all tokens, then what is left of them. Past the end the last one stands again;
-    # many rows are read like that, which costs less than to ask each time which are there.
+    # Rows of x: the first plane of all tokens, then the second. The last row repeats past the end;
+    # with many rows, repeated reads cost less than masks.
     planes = lane // ROWS * M + tl.minimum(lane % ROWS, M - 1)
     inside = lane % ROWS < M
     repeated: tl.constexpr = ROWS > 16
@@ -167,9 +167,9 @@ def grouped_linear_kernel(
     begin = split * span
     end = tl.minimum(begin + span, K_PAD // (2 * HALF))
     block_bytes: tl.constexpr = 2 * HALF * BITS // 8
-    ahead = tl.maximum(tl.minimum(fetched, (end - begin) * block_bytes), 0)
+    num_bytes = tl.maximum(tl.minimum(prefetched, (end - begin) * block_bytes), 0)
     first = tl.minimum(outputs, N - 1).to(tl.int64) * (K_PAD * BITS // 8) + begin * block_bytes
-    pdl.fetch(codes + first, (first * 0 + ahead).to(tl.int32), PDL)
+    pdl.prefetch(codes + first, (first * 0 + num_bytes).to(tl.int32), PDL)
     pdl.wait(PDL)
     acc = tl.zeros([OUTPUTS, PLANES * ROWS], dtype=tl.float32)
     for block in range(begin, end):
@@ -183,7 +183,7 @@ def grouped_linear_kernel(
     if offsets is not None:
         summed: tl.constexpr = min(GROUP, 2 * HALF)
         each: tl.constexpr = 2 * HALF // summed
-        acc = _add_minima(
+        acc = _add_offsets(
             acc,
             x_sums,
             offsets,
@@ -199,8 +199,10 @@ def grouped_linear_kernel(
         )
     at = rows[None, :] * N + outputs[:, None]
     mask = (rows < M)[None, :] & (outputs < N)[:, None]
-    whole = True
+    complete = True
     if SPLIT:
-        acc, whole = add_parts(acc, parts, M * N, counters + tile, split, splits, at, mask)
-    if whole:
+        acc, complete = add_splits(
+            acc, partial_sums, M * N, counters + tile, split, splits, at, mask
+        )
+    if complete:
         tl.store(out + at, acc.to(out.dtype.element_ty), mask=mask)

@@ -1,7 +1,8 @@
-"""Group-wise int4 and int8 weights on CUDA: repacked once, few rows in one kernel, many unpacked.
+"""Group-wise int4 and int8 weights on CUDA: a fused kernel for few rows, dequantisation for many.
 
-Unpacking a weight for one product costs about as much as reading it, which many rows share and few
-do not. Where a format has its activations rounded to 8 bits, many rows are multiplied in fp8.
+Weights are repacked at load. Dequantising a weight for one GEMM costs about as much as reading it,
+which pays off for many rows. If the format quantises activations to 8 bits, GEMMs of many rows run
+in fp8.
 """
 
 from __future__ import annotations
@@ -14,29 +15,30 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn.functional import linear, pad
 
+from windlass.kernels.gemm_io import InputQuant, Inputs, Outputs, QuantisedInputs
 from windlass.kernels.packed import Int4Group, Int8Group, Packed, pack_nibbles, unpack_nibbles
 from windlass.kernels.prepared import RowReader
-from windlass.kernels.rounded import Inputs, Outputs, Rounded, Rounding
 from windlass.kernels.triton import pdl
 from windlass.kernels.triton.fp8_linear import ScaledGemm
 from windlass.kernels.triton.grouped import grouped_linear_kernel
-from windlass.kernels.triton.reduce import Space
-from windlass.kernels.triton.rounding import round_blocks, round_rows
+from windlass.kernels.triton.quantise import quantise_blocks, quantise_rows
+from windlass.kernels.triton.reduce import SplitWorkspace
 
-_MOST_FUSED = 64  # rows; more share an unpacked weight
-_FINE = 16  # rows up to which 8-bit activations have two planes too: reading the weight costs more
-_WIDEST = 128  # inputs of half a block
+_MAX_FUSED_ROWS = 64  # more rows share a dequantised weight
+# Max rows for which 8-bit activations also have two planes: weight bandwidth is the limit there.
+_MAX_FINE_ROWS = 16
+_MAX_HALF = 128  # inputs of half a block
 _OUTPUTS = 64
-# Programs that a product is cut into at least, where K allows; with more rows parts cost more.
-_PROGRAMS, _PROGRAMS_OF_MANY = 384, 160
-_MOST_SPLITS = 8
-_FETCHED = 8 * 2**20  # bytes of codes that a product fetches before it waits for its inputs
+# Min programs per GEMM, if K is large enough to split; with more rows, splits cost more.
+_MIN_PROGRAMS, _MIN_PROGRAMS_MANY_ROWS = 384, 160
+_MAX_SPLITS = 8
+_PREFETCH_BYTES = 8 * 2**20  # bytes of codes that a GEMM prefetches before it waits for its inputs
 _FP8 = torch.float8_e4m3fn
 _INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 
 @triton.jit(do_not_specialize=["M"], do_not_specialize_on_alignment=["ids"])
-def unpack_kernel(
+def dequantise_kernel(
     codes,
     scales,
     offsets,
@@ -53,9 +55,9 @@ def unpack_kernel(
     ROWS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """out[M, K]: the weight, or those of its N rows that `ids` names; some rows, a block.
+    """Dequantise ROWS rows of one block; out[M, K] is the weight, or the rows of `ids`.
 
-    Divided by a scale for each output, if there are any.
+    With `out_scales` each output is divided by its scale.
     """
     pdl.begin(PDL)
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
@@ -87,26 +89,26 @@ def unpack_kernel(
 
 
 class GroupedLinear:
-    """Takes int4 and int8 weights with groups of 32 or more."""
+    """Supports int4 and int8 weights with a group size of 32 or more."""
 
     name = "triton groups"
     batch_invariant = False
     reads_rows = True
 
     def __init__(self) -> None:
-        self._space = Space()
+        self._space = SplitWorkspace()
 
     def refuse(self, form: Packed, device: torch.device, dtype: torch.dtype) -> str | None:
         if device.type != "cuda" and not _INTERPRETED:
             return f"Triton needs CUDA, this is {device.type}"
         if not isinstance(form, Int4Group | Int8Group):
-            return "written for groups of whole numbers"
+            return "only group-wise int4 and int8 are supported"
         if isinstance(form, Int8Group) and form.activation != "none":
-            return "rounds activations by blocks, not as this format asks"
+            return "quantises activations per block, not as this format requires"
         if form.group < 32 or (form.group & (form.group - 1) and form.group != form.shape[1]):
-            return f"groups of {form.group} are no power of two from 32 on"
+            return f"group size {form.group} is not a power of two of at least 32"
         if dtype == torch.float32 and not _INTERPRETED:
-            return "written for 16-bit arithmetic, this is float32"
+            return "needs a 16-bit dtype, this is float32"
         return None
 
     def prepare(self, form: Packed) -> GroupQuantGemm:
@@ -115,12 +117,12 @@ class GroupedLinear:
 
 
 class GroupQuantGemm(RowReader):
-    """Owns the codes in the kernel's order: each byte of int4 holds input j and input HALF + j."""
+    """Owns the repacked codes: each byte of int4 holds input j and input HALF + j of a block."""
 
-    def __init__(self, form: Int4Group | Int8Group, space: Space) -> None:
+    def __init__(self, form: Int4Group | Int8Group, space: SplitWorkspace) -> None:
         self._num_out, self._num_in = form.shape
         self._bits = 4 if isinstance(form, Int4Group) else 8
-        self._half = min(_WIDEST, form.group)
+        self._half = min(_MAX_HALF, form.group)
         self._block = 2 * self._half
         self._group = form.group
         padding = -self._num_in % self._block
@@ -143,73 +145,76 @@ class GroupQuantGemm(RowReader):
         self._in_fp8 = _in_fp8(form)
         self._tiles = triton.cdiv(self._num_out, _OUTPUTS)
         self._space = space
-        values = max(self._splits(rows) * rows for rows in (_FINE, _MOST_FUSED)) * self._num_out
+        values = (
+            max(self._splits(rows) * rows for rows in (_MAX_FINE_ROWS, _MAX_FUSED_ROWS))
+            * self._num_out
+        )
         space.reserve(self._codes.device, values, self._tiles)
 
     @property
     def num_bytes(self) -> int:
-        held = (self._codes, self._scales, self._offsets, self._perm)
-        return sum(tensor.nbytes for tensor in held if tensor is not None)
+        tensors = (self._codes, self._scales, self._offsets, self._perm)
+        return sum(tensor.nbytes for tensor in tensors if tensor is not None)
 
-    def rounding(self, num_rows: int) -> Rounding | None:
-        if num_rows <= _MOST_FUSED or self._in_fp8 is None or self._perm is not None:
+    def input_quant(self, num_rows: int) -> InputQuant | None:
+        if num_rows <= _MAX_FUSED_ROWS or self._in_fp8 is None or self._perm is not None:
             return None
-        return Rounding("rows")
+        return InputQuant("rows")
 
     def apply(self, x: Inputs) -> Tensor:
-        if x.shape[0] <= _MOST_FUSED:
+        if x.shape[0] <= _MAX_FUSED_ROWS:
             assert isinstance(x, Tensor)
             return self._fused(x)
         if self._in_fp8 is not None:
-            return self._in_fp8.whole(self._rows(x), self._unpacked(_FP8))
+            return self._in_fp8.apply(self._quantised(x), self._dequantised(_FP8))
         assert isinstance(x, Tensor)
-        ordered = x if self._perm is None else x[:, self._perm]
-        return linear(ordered, self._unpacked(x.dtype))
+        permuted = x if self._perm is None else x[:, self._perm]
+        return linear(permuted, self._dequantised(x.dtype))
 
     def raw(self, x: Inputs) -> Outputs:
-        if x.shape[0] <= _MOST_FUSED or self._in_fp8 is None:
+        if x.shape[0] <= _MAX_FUSED_ROWS or self._in_fp8 is None:
             return self.apply(x)
-        return self._in_fp8.raw(self._rows(x), self._unpacked(_FP8))
+        return self._in_fp8.raw(self._quantised(x), self._dequantised(_FP8))
 
-    def _rows(self, x: Inputs) -> Rounded:
-        if isinstance(x, Rounded):
+    def _quantised(self, x: Inputs) -> QuantisedInputs:
+        if isinstance(x, QuantisedInputs):
             return x
         assert isinstance(x, Tensor)
-        return round_rows(x if self._perm is None else x[:, self._perm])
+        return quantise_rows(x if self._perm is None else x[:, self._perm])
 
     def _splits(self, rows: int) -> int:
-        programs = _PROGRAMS if rows <= _FINE else _PROGRAMS_OF_MANY
-        wanted = triton.next_power_of_2(triton.cdiv(programs, self._tiles))
-        return max(1, min(_MOST_SPLITS, wanted, self._padded // self._block))
+        programs = _MIN_PROGRAMS if rows <= _MAX_FINE_ROWS else _MIN_PROGRAMS_MANY_ROWS
+        splits = triton.next_power_of_2(triton.cdiv(programs, self._tiles))
+        return max(1, min(_MAX_SPLITS, splits, self._padded // self._block))
 
     def _fused(self, x: Tensor) -> Tensor:
-        rounded = round_blocks(x, self._block, min(self._group, self._block), self._perm)
+        planes = quantise_blocks(x, self._block, min(self._group, self._block), self._perm)
         rows, outputs = x.shape[0], self._num_out
-        at_once = min(_MOST_FUSED, max(8, triton.next_power_of_2(rows)))
-        planes = 1 if self._in_fp8 is not None and rows > _FINE else 2
+        padded_rows = min(_MAX_FUSED_ROWS, max(8, triton.next_power_of_2(rows)))
+        num_planes = 1 if self._in_fp8 is not None and rows > _MAX_FINE_ROWS else 2
         splits = self._splits(rows)
         out = x.new_empty((rows, outputs))
         grouped_linear_kernel[(self._tiles, splits)](
-            rounded.codes,
-            rounded.scales,
-            rounded.sums,
+            planes.codes,
+            planes.scales,
+            planes.sums,
             self._codes,
             self._scales,
             self._offsets,
             out,
-            self._space.parts,
+            self._space.partial_sums,
             self._space.counters,
             rows,
             outputs,
             self._padded,
             splits,
-            max(64, _FETCHED // (outputs * splits) // 64 * 64),
+            max(64, _PREFETCH_BYTES // (outputs * splits) // 64 * 64),
             BITS=self._bits,
             GROUP=self._group,
             HALF=self._half,
-            PLANES=planes,
+            PLANES=num_planes,
             SPLIT=splits > 1,
-            ROWS=at_once,
+            ROWS=padded_rows,
             OUTPUTS=_OUTPUTS,
             EVEN=self._num_out % _OUTPUTS == 0,
             INLINE=not _INTERPRETED,
@@ -221,17 +226,14 @@ class GroupQuantGemm(RowReader):
 
     def rows(self, ids: Tensor, dtype: torch.dtype) -> Tensor:
         assert self._perm is None
-        return self._unpacked(dtype, ids)
+        return self._dequantised(dtype, ids)
 
-    def _unpacked(self, dtype: torch.dtype, ids: Tensor | None = None) -> Tensor:
-        """The weight in a type that torch multiplies, in fp8 divided by its outputs' scales.
-
-        With `ids` only those rows of it.
-        """
+    def _dequantised(self, dtype: torch.dtype, ids: Tensor | None = None) -> Tensor:
+        """Dequantise the weight, or its rows `ids`; fp8 values are divided by the outputs' scales."""
         count = self._num_out if ids is None else len(ids)
         weight = torch.empty((count, self._num_in), dtype=dtype, device=self._codes.device)
-        at_once = 32 if ids is None else 1
-        unpack_kernel[(triton.cdiv(count, at_once), self._padded // self._block)](
+        rows_per_program = 32 if ids is None else 1
+        dequantise_kernel[(triton.cdiv(count, rows_per_program), self._padded // self._block)](
             self._codes,
             self._scales,
             self._offsets,
@@ -245,7 +247,7 @@ class GroupQuantGemm(RowReader):
             BITS=self._bits,
             GROUP=self._group,
             HALF=self._half,
-            ROWS=at_once,
+            ROWS=rows_per_program,
             num_warps=4,
             **pdl.options(),
         )
@@ -253,12 +255,12 @@ class GroupQuantGemm(RowReader):
 
 
 def _by_group(values: Tensor) -> Tensor:
-    """[N, groups] to [groups, N]: neighbouring outputs lie together."""
+    """Transpose [N, groups] to [groups, N], so that adjacent outputs are contiguous."""
     return values.T.contiguous()
 
 
 def _in_fp8(form: Int4Group | Int8Group) -> ScaledGemm | None:
-    """How many rows are multiplied if the format has its activations rounded."""
+    """The fp8 GEMM for many rows, if the format quantises activations."""
     if isinstance(form, Int8Group) or form.activation == "none":
         return None
     scales, offsets = form.scales.float(), form.offsets.float()

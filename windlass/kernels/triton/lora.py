@@ -1,11 +1,12 @@
-"""What adapters add to a product on CUDA: two launches for all adapters and all parts of a layer.
+"""LoRA deltas on CUDA: two launches for all adapters and all parts of a layer.
 
-The first (shrink) brings inputs down to an adapter's rank, with K cut into parts whose sums stay
-apart. The second (expand) comes behind the base's product, adds the sums up and goes on to the
-outputs, and where a norm follows through that. In decode steps every token is by itself, limited by reading its adapter, and shrink runs
-beside the product on a stream of its own; in others pieces of one row share what they read. A part
-that an adapter does not change has rank 0, and so has slot 0: their programs end at once. All that
-differs from step to step lies on the device, so that steps can be recorded.
+The first kernel (shrink) multiplies inputs by `down`, with K split into partial sums. The second
+(expand) runs after the base GEMM, adds the partial sums, multiplies by `up`, and may apply the norm
+that follows. In decode steps each token is computed separately, limited by reading its adapter, and
+shrink runs concurrently with the GEMM on a side stream. In other steps the tokens of a tile share
+one read of the adapter. A part that an adapter does not change has rank 0, and so has slot 0: their
+programs return immediately. Everything that varies between steps is on the device, so steps can be
+captured.
 """
 
 from __future__ import annotations
@@ -21,10 +22,10 @@ from torch import Tensor
 
 from windlass.kernels.batch import LORA_TILE, AdapterRows
 from windlass.kernels.gemm import Norm
+from windlass.kernels.gemm_io import Inputs
 from windlass.kernels.lora import RANK_TILE, LoraKernel, SiluMul, Stacks
-from windlass.kernels.rounded import Inputs
 from windlass.kernels.triton import pdl
-from windlass.kernels.triton.lora_codes import shrink_codes_kernel
+from windlass.kernels.triton.lora_int8 import shrink_codes_kernel
 from windlass.kernels.triton.lora_kernels import (
     expand_gated_kernel,
     expand_kernel,
@@ -33,88 +34,87 @@ from windlass.kernels.triton.lora_kernels import (
 )
 from windlass.kernels.triton.lora_tiles import expand_tile_kernel, shrink_tile_kernel
 
-_MOST_PARTS = 3
-_MOST_NORMED = 8192  # outputs of a token that one program holds with their ranks
+_MAX_PARTS = 3
+_MAX_NORM_OUTPUTS = 8192  # outputs of a token that fit in one program with their ranks
 
 
 @dataclass(frozen=True, slots=True)
 class Shrunk:
-    """Inputs brought down to the ranks of their adapters: the first half of the work."""
+    """Results of shrink: partial sums of down @ x."""
 
     adapters: AdapterRows  # of these tokens
-    x: Tensor  # kept as long as it may be read beside the product
-    sums: Tensor  # [splits, tokens, parts, most ranks] float32
+    x: Tensor  # kept alive while the side stream may read it
+    sums: Tensor  # [splits, tokens, parts, max rank] float32
     splits: int
-    waiting: (
-        Callable[[], object] | None
-    )  # what is to run beside the product, once that was launched
+    deferred: Callable[[], object] | None  # launches shrink on the side stream, after the GEMM
 
 
 @dataclass(frozen=True, slots=True)
-class _Way:
-    """Kernels that belong together, and how the work is cut: the same in every step of its kind, so
-    that a token's sums never differ."""
+class _Variant:
+    """A set of kernels and their tiling. The tiling is the same in every step, so that a token's sums
+    never differ.
+    """
 
     shrink: Any
     expand: Any
-    expand_gated: Any  # None: there is none
-    block: int  # inputs that are read at once
-    most_splits: int  # of the inputs
-    outputs: int  # of a program
+    expand_gated: Any  # None: not fused
+    block: int  # inputs per iteration
+    max_splits: int  # of the inputs
+    outputs: int  # per program
     warps: tuple[int, int]  # of shrink and of expand
-    options: dict[str, int]  # of all kernels
+    options: dict[str, int]  # constants of all kernels
 
-    def cut(self, num_in: int) -> tuple[int, int]:
-        """Inputs of a part of the sums, and how many parts there are."""
+    def split(self, num_in: int) -> tuple[int, int]:
+        """Inputs per split, and the number of splits."""
         blocks = triton.cdiv(num_in, self.block)
-        span = triton.cdiv(blocks, self.most_splits) * self.block
+        span = triton.cdiv(blocks, self.max_splits) * self.block
         return span, triton.cdiv(num_in, span)
 
     def options_of(self, kernel: Any, splits: int) -> dict[str, int]:
-        """Those that one of the kernels has, and how it is launched."""
-        cut = {"BLOCK_K": self.block, "OUTPUTS": self.outputs}
-        given = {**self.options, **cut, "SPLITS": triton.next_power_of_2(splits)}
-        own = {name: value for name, value in given.items() if name in kernel.arg_names}
-        return {**own, **pdl.options(), "num_warps": self.warps[kernel is not self.shrink]}
+        """Constants and launch options of one of the kernels."""
+        tiling = {"BLOCK_K": self.block, "OUTPUTS": self.outputs}
+        known = {**self.options, **tiling, "SPLITS": triton.next_power_of_2(splits)}
+        used = {name: value for name, value in known.items() if name in kernel.arg_names}
+        return {**used, **pdl.options(), "num_warps": self.warps[kernel is not self.shrink]}
 
 
 class TritonLora(LoraKernel):
-    """As `kernels.lora.LoraKernel` says; reads the slots and pieces of the adapters."""
+    """LoRA kernels in Triton; reads `slots`, `tiles` and `single_slots` of the adapter rows."""
 
     def __init__(self) -> None:
-        self._side: torch.cuda.Stream | None = None  # made where there is a device
+        self._side: torch.cuda.Stream | None = None  # created on first use
 
     def by_output(
-        self, dtype: torch.dtype, inputs: torch.dtype, most: int, sizes: Sequence[int]
+        self, dtype: torch.dtype, inputs: torch.dtype, max_rank: int, sizes: Sequence[int]
     ) -> bool:
-        """Codes, where 16 bytes are 16 ranks of an output."""
-        whole = not any(size % RANK_TILE for size in (most, *sizes))
+        """For int8 codes, so that 16 bytes are 16 ranks of an output."""
+        whole = not any(size % RANK_TILE for size in (max_rank, *sizes))
         return dtype is torch.int8 and inputs.itemsize == 2 and whole
 
     def begin(self, x: Tensor, stacks: Stacks, adapters: AdapterRows) -> tuple[Shrunk, ...]:
-        """One after the other: pieces, and tokens by themselves."""
-        return tuple(self._begin(x, stacks, kind) for kind in _kinds(adapters))
+        """Run shrink for tiles, then for single tokens."""
+        return tuple(self._begin(x, stacks, rows) for rows in _by_kind(adapters))
 
     def _begin(self, x: Tensor, stacks: Stacks, adapters: AdapterRows) -> Shrunk:
-        assert len(stacks.sizes) <= _MOST_PARTS
+        assert len(stacks.sizes) <= _MAX_PARTS
         assert x.is_contiguous()
-        way = _way(x, stacks, adapters)
-        span, splits = way.cut(x.shape[1])
+        variant = _variant(x, stacks, adapters)
+        span, splits = variant.split(x.shape[1])
         shape = (splits, x.shape[0], len(stacks.sizes), stacks.down.shape[2])
         sums = x.new_empty(shape, dtype=torch.float32)
-        options = way.options_of(way.shrink, splits)
-        beside = x.is_cuda and adapters.tiles is None
-        if beside:
-            options |= {"PDL": False, "launch_pdl": False}  # what it follows is elsewhere
+        options = variant.options_of(variant.shrink, splits)
+        concurrent = x.is_cuda and adapters.tiles is None
+        if concurrent:
+            options |= {"PDL": False, "launch_pdl": False}  # its predecessor is on another stream
         shrink = partial(
-            way.shrink[_pieces(adapters), len(stacks.sizes), splits],
-            *(x, stacks.down, stacks.scales, *_which(stacks, adapters), sums, *x.shape, span),
+            variant.shrink[_num_programs(adapters), len(stacks.sizes), splits],
+            *(x, stacks.down, stacks.scales, *_index_args(stacks, adapters), sums, *x.shape, span),
             stacks.ranks.stride(0),
             **options,
         )
-        if beside:
-            # Launched behind the product: what comes first in a recording starts first, and the
-            # product takes longer.
+        if concurrent:
+            # Launched after the GEMM: a captured graph starts nodes in capture order, and the GEMM
+            # takes longer.
             self._fork()
             return Shrunk(adapters, x, sums, splits, shrink)
         shrink()
@@ -123,7 +123,7 @@ class TritonLora(LoraKernel):
     def end(
         self, y: Tensor, low: tuple[Shrunk, ...], stacks: Stacks, adapters: AdapterRows
     ) -> Tensor:
-        del adapters  # are known in parts
+        del adapters  # each item of `low` has its own
         for each in low:
             self._end(y, each, stacks)
         return y
@@ -131,14 +131,14 @@ class TritonLora(LoraKernel):
     def _end(self, y: Tensor, low: Shrunk, stacks: Stacks) -> None:
         assert y.is_contiguous()
         adapters = low.adapters
-        way = _way(y, stacks, adapters)
-        num_tiles = sum(triton.cdiv(size, way.outputs) for size in stacks.sizes)
-        sizes = (*stacks.sizes, *[0] * (_MOST_PARTS - len(stacks.sizes)))
+        variant = _variant(y, stacks, adapters)
+        num_tiles = sum(triton.cdiv(size, variant.outputs) for size in stacks.sizes)
+        sizes = (*stacks.sizes, *[0] * (_MAX_PARTS - len(stacks.sizes)))
         self._join(low)
-        way.expand[_pieces(adapters), num_tiles](
-            *(y, stacks.up, *_which(stacks, adapters), low.sums, *y.shape, *sizes, low.splits),
+        variant.expand[_num_programs(adapters), num_tiles](
+            *(y, stacks.up, *_index_args(stacks, adapters), low.sums, *y.shape, *sizes, low.splits),
             stacks.ranks.stride(0),
-            **way.options_of(way.expand, low.splits),
+            **variant.options_of(variant.expand, low.splits),
         )
 
     def gated(
@@ -149,23 +149,32 @@ class TritonLora(LoraKernel):
         adapters: AdapterRows,
         silu_mul: SiluMul,
     ) -> Inputs:
-        *pieces, last = low
-        way = _way(y, stacks, last.adapters)
-        if way.expand_gated is None:
+        *tiles, last = low
+        variant = _variant(y, stacks, last.adapters)
+        if variant.expand_gated is None:
             return super().gated(y, low, stacks, adapters, silu_mul)
-        self.end(y, tuple(pieces), stacks, adapters)
-        return self._gated(y, last, stacks, way)
+        self.end(y, tuple(tiles), stacks, adapters)
+        return self._gated(y, last, stacks, variant)
 
-    def _gated(self, y: Tensor, low: Shrunk, stacks: Stacks, way: _Way) -> Inputs:
+    def _gated(self, y: Tensor, low: Shrunk, stacks: Stacks, variant: _Variant) -> Inputs:
         assert y.is_contiguous()
         adapters = low.adapters
         tokens, width = y.shape[0], y.shape[1] // 2
         out = y.new_empty((tokens, width))
         self._join(low)
-        way.expand_gated[tokens, triton.cdiv(width, way.outputs)](
-            *(y, stacks.up, *_which(stacks, adapters), low.sums, out, tokens, width, low.splits),
+        variant.expand_gated[tokens, triton.cdiv(width, variant.outputs)](
+            *(
+                y,
+                stacks.up,
+                *_index_args(stacks, adapters),
+                low.sums,
+                out,
+                tokens,
+                width,
+                low.splits,
+            ),
             stacks.ranks.stride(0),
-            **way.options_of(way.expand_gated, low.splits),
+            **variant.options_of(variant.expand_gated, low.splits),
         )
         return out
 
@@ -178,11 +187,11 @@ class TritonLora(LoraKernel):
         residual: Tensor,
         norm: Norm,
     ) -> tuple[Inputs, Tensor]:
-        *pieces, last = low
-        whole = triton.next_power_of_2(y.shape[1]) <= _MOST_NORMED and len(stacks.sizes) == 1
-        if last.adapters.tiles is not None or not whole:
+        *tiles, last = low
+        fits = triton.next_power_of_2(y.shape[1]) <= _MAX_NORM_OUTPUTS and len(stacks.sizes) == 1
+        if last.adapters.tiles is not None or not fits:
             return super().then(y, low, stacks, adapters, residual, norm)
-        self.end(y, tuple(pieces), stacks, adapters)
+        self.end(y, tuple(tiles), stacks, adapters)
         return self._then(y, last, stacks, residual, norm)
 
     def _then(
@@ -191,13 +200,13 @@ class TritonLora(LoraKernel):
         assert y.is_contiguous()
         (tokens, size), adapters = y.shape, low.adapters
         width = triton.next_power_of_2(size)
-        way, out = _way(y, stacks, adapters), torch.empty_like(y)
-        options = way.options_of(expand_norm_kernel, low.splits)
-        # A thread has all ranks of as many outputs as 16 bytes hold.
+        variant, out = _variant(y, stacks, adapters), torch.empty_like(y)
+        options = variant.options_of(expand_norm_kernel, low.splits)
+        # A thread holds all ranks of the outputs in 16 bytes.
         options["num_warps"] = min(16, max(1, width * stacks.up.itemsize // (32 * 16)))
         self._join(low)
         expand_norm_kernel[(tokens,)](
-            *(y, stacks.up, *_which(stacks, adapters), low.sums, residual, norm.weight, out),
+            *(y, stacks.up, *_index_args(stacks, adapters), low.sums, residual, norm.weight, out),
             *(tokens, low.splits, stacks.ranks.stride(0), norm.eps),
             SIZE=size,
             WIDTH=width,
@@ -206,57 +215,78 @@ class TritonLora(LoraKernel):
         return out, residual
 
     def _fork(self) -> None:
-        """A stream of its own goes on from here."""
+        """Make the side stream wait for the current stream."""
         if self._side is None:
-            # Its programs are few and short: they come first where both wait for room.
+            # High priority, because its programs are few and short.
             self._side = torch.cuda.Stream(priority=-1)
         self._side.wait_stream(torch.cuda.current_stream())
 
     def _join(self, low: Shrunk) -> None:
-        if low.waiting is None:
+        """Launch a deferred shrink on the side stream and wait for it."""
+        if low.deferred is None:
             return
         assert self._side is not None
         with torch.cuda.stream(self._side):
-            low.waiting()
+            low.deferred()
         torch.cuda.current_stream().wait_stream(self._side)
 
 
-def _kinds(adapters: AdapterRows) -> tuple[AdapterRows, ...]:
-    """Pieces before tokens by themselves, where a step has both."""
-    if adapters.alone is None:
+def _by_kind(adapters: AdapterRows) -> tuple[AdapterRows, ...]:
+    """Tiles, then single tokens, if a step has both."""
+    if adapters.single_slots is None:
         return (adapters,)
-    return replace(adapters, alone=None), AdapterRows(adapters.alone)
+    return replace(adapters, single_slots=None), AdapterRows(adapters.single_slots)
 
 
-def _way(x: Tensor, stacks: Stacks, adapters: AdapterRows) -> _Way:
-    """For tokens by themselves expand has one warp, whose threads hold their outputs' ranks."""
-    each = stacks.down.itemsize
-    unit = 16 // each  # values of the 16 bytes that are read at once
-    whole = each < 4 and not any(size % unit for size in (stacks.down.shape[3], *stacks.sizes))
+def _variant(x: Tensor, stacks: Stacks, adapters: AdapterRows) -> _Variant:
+    """Choose kernels and tiling. For single tokens, expand has one warp and a thread holds all ranks
+    of its outputs.
+    """
+    itemsize = stacks.down.itemsize
+    unit = 16 // itemsize  # values of a 16-byte load
+    aligned = itemsize < 4 and not any(
+        size % unit for size in (stacks.down.shape[3], *stacks.sizes)
+    )
     options = {
         "PARTS": len(stacks.sizes),
-        "MOST": stacks.down.shape[2],
-        "UNIT": unit if whole else 1,
-        "FETCH": whole,
+        "MAX_RANK": stacks.down.shape[2],
+        "UNIT": unit if aligned else 1,
+        "PREFETCH": aligned,
         "SCALED": stacks.scales is not None,
         "ROWS": LORA_TILE,
         "BY_OUTPUT": stacks.by_output,
         "ASM": x.is_cuda,
     }
     if adapters.tiles is not None:
-        return _Way(shrink_tile_kernel, expand_tile_kernel, None, 128, 4, 64, (4, 4), options)
-    expands = (expand_kernel, expand_gated_kernel)
-    if each == 1 and whole and x.itemsize == 2:
-        return _Way(shrink_codes_kernel, *expands, 1024, 32, 256, (4, 1), options)
-    return _Way(shrink_kernel, *expands, 256, 32, 128, (1, 1), options)
+        return _Variant(
+            shrink=shrink_tile_kernel,
+            expand=expand_tile_kernel,
+            expand_gated=None,
+            block=128,
+            max_splits=4,
+            outputs=64,
+            warps=(4, 4),
+            options=options,
+        )
+    int8 = itemsize == 1 and aligned and x.itemsize == 2
+    return _Variant(
+        shrink=shrink_codes_kernel if int8 else shrink_kernel,
+        expand=expand_kernel,
+        expand_gated=expand_gated_kernel,
+        block=1024 if int8 else 256,
+        max_splits=32,
+        outputs=256 if int8 else 128,
+        warps=(4, 1) if int8 else (1, 1),
+        options=options,
+    )
 
 
-def _which(stacks: Stacks, adapters: AdapterRows) -> tuple[Tensor, ...]:
-    """What tells a program its adapter and its tokens."""
+def _index_args(stacks: Stacks, adapters: AdapterRows) -> tuple[Tensor, ...]:
+    """Kernel arguments that give a program its adapter and its tokens."""
     tiles = () if adapters.tiles is None else (adapters.tiles,)
     return (stacks.ranks, adapters.slots, *tiles)
 
 
-def _pieces(adapters: AdapterRows) -> int:
-    """Tokens, or pieces of several."""
+def _num_programs(adapters: AdapterRows) -> int:
+    """The number of tokens, or of tiles."""
     return len(adapters.slots if adapters.tiles is None else adapters.tiles)

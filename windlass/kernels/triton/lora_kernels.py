@@ -1,11 +1,11 @@
-"""The kernels of adapters for tokens by themselves: shrink and expand. Pieces of rows: lora_tiles.py.
+"""LoRA kernels for single tokens: shrink and expand. lora_tiles.py has those for tiles.
 
-Matrices may be int8 codes, whole numbers that every type of x holds exactly; then shrink multiplies
-its sums by the scales of the ranks. Of codes 16 ranks of an output may lie together (BY_OUTPUT): they
-are read at once, and meet the sums as whole numbers.
+Matrices may be int8 codes, which every dtype of x represents exactly; then shrink multiplies its sums
+by the scales of the ranks. With BY_OUTPUT, 16 ranks of an output are adjacent: one load reads them,
+and the sums are quantised for an integer dot product.
 
 Slots, ranks and matrices are copied to the device before the first kernel of a step, and no kernel
-writes them: they may be read, or asked for, before a kernel waits for the one before it.
+writes them. So a kernel may read or prefetch them before it waits for its predecessor (PDL).
 """
 
 from __future__ import annotations
@@ -14,24 +14,24 @@ import triton
 import triton.language as tl
 
 from windlass.kernels.triton import pdl
-from windlass.kernels.triton.lora_words import ranks_product
+from windlass.kernels.triton.int8_dot import dot_ranks
 from windlass.kernels.triton.norm import normed
 
-RANKS = tl.constexpr(16)  # that are computed at once
+RANKS = tl.constexpr(16)  # per iteration
 
 
 @triton.jit
-def fetch(at, stride, rank, count, PDL: tl.constexpr, FETCH: tl.constexpr):
-    """Ask for `count` values of the first ranks' rows, before they are read."""
-    if FETCH and rank > 0:
+def prefetch(at, stride, rank, count, PDL: tl.constexpr, PREFETCH: tl.constexpr):
+    """Prefetch `count` values of the rows of the first ranks."""
+    if PREFETCH and rank > 0:
         row = tl.minimum(tl.arange(0, RANKS), rank - 1).to(tl.int64)
         num_bytes = (count * (at.dtype.element_ty.primitive_bitwidth // 8) + row * 0).to(tl.int32)
-        pdl.fetch(at + row * stride, num_bytes, PDL)
+        pdl.prefetch(at + row * stride, num_bytes, PDL)
 
 
 @triton.jit
 def _floats(w, PDL: tl.constexpr):
-    """w in float32. Codes become the last byte of 2^23 as a float; conversions are slow."""
+    """Convert w to float32. A code becomes the low byte of 2^23 as a float: conversions are slow."""
     if PDL and w.dtype == tl.int8:
         lifted = tl.inline_asm_elementwise(
             """
@@ -55,9 +55,9 @@ def _floats(w, PDL: tl.constexpr):
 
 
 @triton.jit
-def scales_of(scales, place, rank, inside, MOST: tl.constexpr):
-    """Of some ranks of a module; `place` is where its rank stands among all."""
-    return tl.load(scales + place * MOST + rank, mask=inside, other=0.0)
+def scales_of(scales, index, rank, inside, MAX_RANK: tl.constexpr):
+    """Load the scales of some ranks; `index` is that of the part in `ranks`."""
+    return tl.load(scales + index * MAX_RANK + rank, mask=inside, other=0.0)
 
 
 @triton.jit
@@ -71,28 +71,28 @@ def begin_shrink(
     span,
     rank_stride,
     PARTS: tl.constexpr,
-    MOST: tl.constexpr,
-    FETCH: tl.constexpr,
+    MAX_RANK: tl.constexpr,
+    PREFETCH: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """What a program of a token by itself works on; waits for it.
+    """Compute a single-token program's work items, and wait for the previous kernel.
 
-    (Token, where its rank stands among all, the rank, its inputs from and to, its matrix, its sums)
+    Returns (token, index of its rank in `ranks`, rank, first input, end of inputs, matrix, sums).
     """
     pdl.release(PDL)
     token = tl.program_id(0)
     part = tl.program_id(1)
     split = tl.program_id(2)
     slot = tl.load(slots + token).to(tl.int64)
-    place = slot * rank_stride + part
-    rank = tl.load(ranks + place)
+    index = slot * rank_stride + part
+    rank = tl.load(ranks + index)
     begin = split * span
     end = tl.minimum(begin + span, K)
-    weight = down + (slot * PARTS + part) * MOST * K
-    fetch(weight + begin, K, rank, end - begin, PDL, FETCH)
+    weight = down + (slot * PARTS + part) * MAX_RANK * K
+    prefetch(weight + begin, K, rank, end - begin, PDL, PREFETCH)
     pdl.wait(PDL)
-    to = sums + ((split.to(tl.int64) * M + token) * PARTS + part) * MOST
-    return token, place, rank, begin, end, weight, to
+    to = sums + ((split.to(tl.int64) * M + token) * PARTS + part) * MAX_RANK
+    return token, index, rank, begin, end, weight, to
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -108,21 +108,21 @@ def shrink_kernel(
     span,
     rank_stride,
     PARTS: tl.constexpr,
-    MOST: tl.constexpr,
+    MAX_RANK: tl.constexpr,
     SCALED: tl.constexpr,
     BLOCK_K: tl.constexpr,
-    FETCH: tl.constexpr,
+    PREFETCH: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """sums[split, token, part, rank] = down[slot, part] @ x[token], over `span` inputs of a split."""
-    token, place, rank, begin, end, weight, to = begin_shrink(
-        *(down, ranks, slots, sums, M, K, span, rank_stride), PARTS, MOST, FETCH, PDL
+    """sums[split, token, part, rank] = down[slot, part] @ x[token], over the `span` inputs of a split."""
+    token, index, rank, begin, end, weight, to = begin_shrink(
+        *(down, ranks, slots, sums, M, K, span, rank_stride), PARTS, MAX_RANK, PREFETCH, PDL
     )
     row = tl.arange(0, RANKS)
     for first in range(0, rank, RANKS):
         inside = first + row < rank
         if SCALED:
-            scale = scales_of(scales, place, first + row, inside, MOST)
+            scale = scales_of(scales, index, first + row, inside, MAX_RANK)
         acc = tl.zeros([RANKS, BLOCK_K], dtype=tl.float32)
         for at in range(begin, end, BLOCK_K):
             k = at + tl.arange(0, BLOCK_K)
@@ -138,9 +138,9 @@ def shrink_kernel(
 
 @triton.jit
 def part_of(tile, N0, N1, N2, OUTPUTS: tl.constexpr, UNIT: tl.constexpr):
-    """Which part a tile of outputs is of: (part, its first output, its size, the tile in it).
+    """Map a tile of outputs to its part: (part, its first output, its size, tile within the part).
 
-    Sizes are multiples of `UNIT`, which must be said: it decides how much is read at once.
+    Sizes are multiples of `UNIT`. The compiler must know that, because it determines the load width.
     """
     second = tl.cdiv(N0, OUTPUTS)
     third = second + tl.cdiv(N1, OUTPUTS)
@@ -152,10 +152,10 @@ def part_of(tile, N0, N1, N2, OUTPUTS: tl.constexpr, UNIT: tl.constexpr):
 
 
 @triton.jit
-def _rows(weight, slot, first, output, size, MOST: tl.constexpr, BY_OUTPUT: tl.constexpr):
-    """Some ranks' values for some outputs of a part; nothing is read for slot 0.
+def _rows(weight, slot, first, output, size, MAX_RANK: tl.constexpr, BY_OUTPUT: tl.constexpr):
+    """Load the values of RANKS ranks for some outputs of a part; slot 0 loads nothing.
 
-    Ranks that the adapter does not have are whatever lies there: their sums count as zero.
+    Values beyond the adapter's rank are arbitrary; their sums count as zero.
     """
     read = (output < size) & (slot > 0)
     if BY_OUTPUT:
@@ -165,15 +165,15 @@ def _rows(weight, slot, first, output, size, MOST: tl.constexpr, BY_OUTPUT: tl.c
     else:
         rank = first + tl.arange(0, RANKS)
         at = rank.to(tl.int64)[:, None] * size + output[None, :]
-        return tl.load(weight + at, mask=(rank < MOST)[:, None] & read[None, :], other=0)
+        return tl.load(weight + at, mask=(rank < MAX_RANK)[:, None] & read[None, :], other=0)
 
 
 @triton.jit
-def _low(source, stride, place, rank, splits, SPLITS: tl.constexpr):
-    """The sums of some ranks, whose splits lie `stride` apart."""
+def _low(source, stride, ranks, rank, splits, SPLITS: tl.constexpr):
+    """Add the partial sums of some ranks; the splits are `stride` apart."""
     split = tl.arange(0, SPLITS)
-    mask = (split < splits)[:, None] & (place < rank)[None, :]
-    return tl.sum(tl.load(source + split[:, None] * stride + place[None, :], mask, other=0.0), 0)
+    mask = (split < splits)[:, None] & (ranks < rank)[None, :]
+    return tl.sum(tl.load(source + split[:, None] * stride + ranks[None, :], mask, other=0.0), 0)
 
 
 @triton.jit
@@ -181,25 +181,25 @@ def _gemm(
     w, source, stride, first, rank, splits,
     SPLITS: tl.constexpr, BY_OUTPUT: tl.constexpr, ASM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Some ranks' sums times what they give to some outputs."""
+    """Multiply the sums of RANKS ranks by their values for some outputs."""
     low = _low(source, stride, first + tl.arange(0, RANKS), rank, splits, SPLITS)
     if BY_OUTPUT:
-        return ranks_product(w, low, ASM)
+        return dot_ranks(w, low, ASM)
     else:
         return tl.sum(_floats(w, PDL) * low[:, None], 0)
 
 
 @triton.jit
-def _change(
+def _delta(
     w, weight, slot, source, stride, rank, output, size, splits,
-    MOST: tl.constexpr, SPLITS: tl.constexpr,
+    MAX_RANK: tl.constexpr, SPLITS: tl.constexpr,
     BY_OUTPUT: tl.constexpr, ASM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """What an adapter adds to some outputs of a part; `w` has its first ranks."""
+    """The LoRA delta of some outputs of a part; `w` has the values of the first ranks."""
     acc = _gemm(w, source, stride, 0, rank, splits, SPLITS, BY_OUTPUT, ASM, PDL)
-    if MOST > RANKS:
+    if MAX_RANK > RANKS:
         for first in range(RANKS, rank, RANKS):
-            more = _rows(weight, slot, first, output, size, MOST, BY_OUTPUT)
+            more = _rows(weight, slot, first, output, size, MAX_RANK, BY_OUTPUT)
             acc += _gemm(more, source, stride, first, rank, splits, SPLITS, BY_OUTPUT, ASM, PDL)
     return acc
 
@@ -219,7 +219,7 @@ def expand_kernel(
     splits,
     rank_stride,
     PARTS: tl.constexpr,
-    MOST: tl.constexpr,
+    MAX_RANK: tl.constexpr,
     SPLITS: tl.constexpr,
     OUTPUTS: tl.constexpr,
     UNIT: tl.constexpr,
@@ -233,18 +233,18 @@ def expand_kernel(
     part, first, size, tile = part_of(tl.program_id(1), N0, N1, N2, OUTPUTS, UNIT)
     output = tile * OUTPUTS + tl.arange(0, OUTPUTS)
     slot = tl.load(slots + token).to(tl.int64)
-    weight = up + (slot * N + first) * MOST
-    w = _rows(weight, slot, 0, output, size, MOST, BY_OUTPUT)
+    weight = up + (slot * N + first) * MAX_RANK
+    w = _rows(weight, slot, 0, output, size, MAX_RANK, BY_OUTPUT)
     rank = tl.load(ranks + slot * rank_stride + part)
     pdl.wait(PDL)
     if rank > 0:
-        source = sums + (token.to(tl.int64) * PARTS + part) * MOST
-        stride = M.to(tl.int64) * PARTS * MOST
+        source = sums + (token.to(tl.int64) * PARTS + part) * MAX_RANK
+        stride = M.to(tl.int64) * PARTS * MAX_RANK
         to = y + token.to(tl.int64) * N + first + output
         before = tl.load(to, mask=output < size, other=0.0).to(tl.float32)
-        acc = _change(
+        acc = _delta(
             *(w, weight, slot, source, stride, rank, output, size, splits),
-            *(MOST, SPLITS, BY_OUTPUT, ASM, PDL),
+            *(MAX_RANK, SPLITS, BY_OUTPUT, ASM, PDL),
         )
         tl.store(to, (before + acc).to(y.dtype.element_ty), mask=output < size)
 
@@ -262,41 +262,41 @@ def expand_gated_kernel(
     splits,
     rank_stride,
     PARTS: tl.constexpr,
-    MOST: tl.constexpr,
+    MAX_RANK: tl.constexpr,
     SPLITS: tl.constexpr,
     OUTPUTS: tl.constexpr,
     BY_OUTPUT: tl.constexpr,
     ASM: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """out[token] = silu(gate) * up of y[token], [2 N] with what its adapter adds; y stays as it is."""
+    """out[token] = silu(gate) * up of y[token] [2 N] plus its LoRA delta; y is not changed."""
     pdl.release(PDL)
     token = tl.program_id(0)
     output = tl.program_id(1) * OUTPUTS + tl.arange(0, OUTPUTS)
     slot = tl.load(slots + token).to(tl.int64)
-    gates = up + slot * 2 * N * MOST
-    ups = gates + N * MOST
-    w_gate = _rows(gates, slot, 0, output, N, MOST, BY_OUTPUT)
-    w_up = _rows(ups, slot, 0, output, N, MOST, BY_OUTPUT)
+    gates = up + slot * 2 * N * MAX_RANK
+    ups = gates + N * MAX_RANK
+    w_gate = _rows(gates, slot, 0, output, N, MAX_RANK, BY_OUTPUT)
+    w_up = _rows(ups, slot, 0, output, N, MAX_RANK, BY_OUTPUT)
     gate_rank = tl.load(ranks + slot * rank_stride)
     up_rank = tl.load(ranks + slot * rank_stride + 1)
     pdl.wait(PDL)
     mask = output < N
-    source = sums + token.to(tl.int64) * PARTS * MOST
-    stride = M.to(tl.int64) * PARTS * MOST
+    source = sums + token.to(tl.int64) * PARTS * MAX_RANK
+    stride = M.to(tl.int64) * PARTS * MAX_RANK
     row = y + token.to(tl.int64) * 2 * N
     kind = y.dtype.element_ty
     gate = tl.load(row + output, mask=mask, other=0.0).to(tl.float32)
     wide = tl.load(row + N + output, mask=mask, other=0.0).to(tl.float32)
-    gate += _change(
+    gate += _delta(
         *(w_gate, gates, slot, source, stride, gate_rank, output, N, splits),
-        *(MOST, SPLITS, BY_OUTPUT, ASM, PDL),
+        *(MAX_RANK, SPLITS, BY_OUTPUT, ASM, PDL),
     )
-    wide += _change(
-        *(w_up, ups, slot, source + MOST, stride, up_rank, output, N, splits),
-        *(MOST, SPLITS, BY_OUTPUT, ASM, PDL),
+    wide += _delta(
+        *(w_up, ups, slot, source + MAX_RANK, stride, up_rank, output, N, splits),
+        *(MAX_RANK, SPLITS, BY_OUTPUT, ASM, PDL),
     )
-    # Rounded where the plain version rounds.
+    # Round where the reference implementation rounds.
     gate = gate.to(kind).to(tl.float32)
     active = (gate / (1 + tl.exp(-gate))).to(kind) * wide.to(kind)
     tl.store(out + token.to(tl.int64) * N + output, active, mask=mask)
@@ -318,32 +318,32 @@ def expand_norm_kernel(
     eps,
     SIZE: tl.constexpr,
     WIDTH: tl.constexpr,
-    MOST: tl.constexpr,
+    MAX_RANK: tl.constexpr,
     SPLITS: tl.constexpr,
     BY_OUTPUT: tl.constexpr,
     ASM: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """residual[token] += y[token] with what its adapter adds; out[token] = norm(residual) * gains."""
+    """residual[token] += y[token] plus its LoRA delta; out[token] = norm(residual) * gains."""
     pdl.release(PDL)
     token = tl.program_id(0).to(tl.int64)
     output = tl.arange(0, WIDTH)
     mask = output < SIZE
     slot = tl.load(slots + token).to(tl.int64)
-    weight = up + slot * SIZE * MOST
-    w = _rows(weight, slot, 0, output, SIZE, MOST, BY_OUTPUT)
+    weight = up + slot * SIZE * MAX_RANK
+    w = _rows(weight, slot, 0, output, SIZE, MAX_RANK, BY_OUTPUT)
     gain = tl.load(gains + output, mask=mask, other=0.0)
     rank = tl.load(ranks + slot * rank_stride)
     pdl.wait(PDL)
     at = token * SIZE + output
     value = tl.load(y + at, mask=mask, other=0.0).to(tl.float32)
     before = tl.load(residual + at, mask=mask, other=0.0).to(tl.float32)
-    source, stride = sums + token * MOST, M.to(tl.int64) * MOST
-    value += _change(
+    source, stride = sums + token * MAX_RANK, M.to(tl.int64) * MAX_RANK
+    value += _delta(
         *(w, weight, slot, source, stride, rank, output, SIZE, splits),
-        *(MOST, SPLITS, BY_OUTPUT, ASM, PDL),
+        *(MAX_RANK, SPLITS, BY_OUTPUT, ASM, PDL),
     )
-    # Rounded where the plain version rounds.
+    # Round where the reference implementation rounds.
     total = (value.to(y.dtype.element_ty).to(tl.float32) + before).to(residual.dtype.element_ty)
     tl.store(residual + at, total, mask=mask)
     tl.store(out + at, normed(total.to(tl.float32), gain, eps, SIZE), mask=mask)

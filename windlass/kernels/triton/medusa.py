@@ -1,7 +1,7 @@
-"""What Medusa heads guess, on CUDA: three kernels instead of a dozen operators.
+"""Drafting with Medusa heads on CUDA: three kernels, not a dozen operators.
 
-All heads at once: the residual blocks, the products with the matrices over the vocabulary, of which
-only the highest score of each tile is written, and the highest of those.
+Each kernel computes all heads: the residual blocks; the GEMMs with the vocabulary matrices, which
+write only the highest score of each tile; and the maximum over tiles.
 """
 
 from __future__ import annotations
@@ -14,22 +14,22 @@ from torch import Tensor
 from windlass.kernels.triton import pdl
 from windlass.kernels.triton.skinny import MAX_ROWS, padded
 
-_TOKENS = 128  # whose scores one program computes
-_OUTPUTS = 32  # of a block
+_TOKENS = 128  # of the vocabulary, per program
+_OUTPUTS = 32  # of a residual block, per program
 _BLOCK_K = 64
 
 
 @triton.jit
-def _fetch(weight, outputs, num_outputs, SIZE: tl.constexpr, PDL: tl.constexpr):
-    """Ask for the weights of some outputs, before they are read; whole rows are fetched."""
+def _prefetch(weight, outputs, num_outputs, SIZE: tl.constexpr, PDL: tl.constexpr):
+    """Prefetch the weight rows of some outputs."""
     if SIZE % 8 == 0:
         rows = tl.minimum(outputs, num_outputs - 1).to(tl.int64)
-        pdl.fetch(weight + rows * SIZE, (2 * SIZE + rows * 0).to(tl.int32), PDL)
+        pdl.prefetch(weight + rows * SIZE, (2 * SIZE + rows * 0).to(tl.int32), PDL)
 
 
 @triton.jit
 def _gemm(x, weight, outputs, num_outputs, rows, SIZE: tl.constexpr, BLOCK_K: tl.constexpr):
-    """weight[outputs] @ x.T in float32: [outputs, rows]; `rows` are where the rows of x begin."""
+    """weight[outputs] @ x.T in float32: [outputs, rows]; `rows` are the offsets of the rows of x."""
     acc = tl.zeros([outputs.shape[0], rows.shape[0]], dtype=tl.float32)
     w_at = weight + tl.minimum(outputs, num_outputs - 1).to(tl.int64)[:, None] * SIZE
     for start in range(0, SIZE, BLOCK_K):
@@ -43,7 +43,7 @@ def _gemm(x, weight, outputs, num_outputs, rows, SIZE: tl.constexpr, BLOCK_K: tl
 @triton.jit(do_not_specialize=["M", "head_stride"])
 def medusa_block_kernel(
     x,
-    places,
+    indices,
     weight,
     bias,
     out,
@@ -55,18 +55,18 @@ def medusa_block_kernel(
     BLOCK_K: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """out[head, row] = x + silu(weight[head] @ x + bias[head]); x is at the row's place, if given."""
+    """out[head, row] = x + silu(weight[head] @ x + bias[head]); x is row `indices[row]`, if given."""
     pdl.release(PDL)
     head = tl.program_id(1).to(tl.int64)
     output = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
-    _fetch(weight + head * SIZE * SIZE, output, SIZE, SIZE, PDL)
+    _prefetch(weight + head * SIZE * SIZE, output, SIZE, SIZE, PDL)
     pdl.wait(PDL)
     row = tl.arange(0, ROWS)
-    place = tl.minimum(row, M - 1)
-    if places is not None:
-        place = tl.load(places + place)
+    index = tl.minimum(row, M - 1)
+    if indices is not None:
+        index = tl.load(indices + index)
     x += head * head_stride
-    begins = place.to(tl.int64) * SIZE
+    begins = index.to(tl.int64) * SIZE
     acc = _gemm(x, weight + head * SIZE * SIZE, output, SIZE, begins, SIZE, BLOCK_K)
     mask = (output < SIZE)[:, None] & (row < M)[None, :]
     kind = out.dtype.element_ty
@@ -93,12 +93,12 @@ def medusa_scores_kernel(
     BLOCK_K: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """best[head, row, tile]: the highest score of a tile of tokens, and where it is."""
+    """best[head, row, tile]: the highest score of a tile of tokens; `best_at` is its token."""
     pdl.release(PDL)
     tile = tl.program_id(0)
     head = tl.program_id(1).to(tl.int64)
     token = tile * TOKENS + tl.arange(0, TOKENS)
-    _fetch(weight + head * vocab * SIZE, token, vocab, SIZE, PDL)
+    _prefetch(weight + head * vocab * SIZE, token, vocab, SIZE, PDL)
     pdl.wait(PDL)
     row = tl.arange(0, ROWS)
     begins = (head * M + tl.minimum(row, M - 1)) * SIZE
@@ -111,9 +111,9 @@ def medusa_scores_kernel(
 
 
 @triton.jit
-def _named(best_at, place, offsets):
-    """The token whose score is at a place."""
-    token = tl.load(best_at + place)
+def _token_at(best_at, index, offsets):
+    """The token of a tile's highest score, mapped to the target vocabulary."""
+    token = tl.load(best_at + index)
     if offsets is not None:
         token = (token + tl.load(offsets + token)).to(tl.int32)
     return token
@@ -124,7 +124,7 @@ def medusa_join_kernel(
     best,
     best_at,
     offsets,
-    guesses,
+    drafts,
     M,
     heads,
     tiles,
@@ -133,49 +133,49 @@ def medusa_join_kernel(
     TILES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """guesses[row, head]; of what no head guesses token 0, which the governor sees to be wrong.
+    """drafts[row, head]; token 0 where there is no head, which the governor learns to be rejected.
 
-    Behind them the first head's next likeliest, as far as they are of other tiles.
+    After them come the first head's next best tokens, each from another tile.
     """
     pdl.begin(PDL)
     row = tl.program_id(0)
     head = tl.program_id(1)
-    to = guesses + row * (COUNT + SIBLINGS)
+    to = drafts + row * (COUNT + SIBLINGS)
     token = tl.zeros([], dtype=tl.int32)
     if head < heads:
         tile = tl.arange(0, TILES)
         first = (head * M + row) * tiles
         top = tl.load(best + first + tile, mask=tile < tiles, other=float("-inf"))
         at = tl.argmax(top, 0)
-        token = _named(best_at, first + at, offsets)
+        token = _token_at(best_at, first + at, offsets)
         if head == 0:
             for i in tl.static_range(SIBLINGS):
                 top = tl.where(tile == at, float("-inf"), top)
                 at = tl.argmax(top, 0)
-                tl.store(to + COUNT + i, _named(best_at, first + at, offsets))
+                tl.store(to + COUNT + i, _token_at(best_at, first + at, offsets))
     tl.store(to + head, token)
 
 
 def most_likely(
     hidden: Tensor,
-    places: Tensor,
+    indices: Tensor,
     blocks: list[tuple[Tensor, Tensor]],
     matrices: Tensor,
     offsets: Tensor | None,
     count: int,
     siblings: int = 0,
 ) -> Tensor:
-    """Guesses [rows, count + others], int32, from the hidden states at some places, at most 64.
+    """Draft tokens [rows, count + siblings], int32, from hidden states at up to 64 indices.
 
-    `blocks` and `matrices` as in `spec.medusa.MedusaWeights`; `offsets` is d2t. The last `siblings` are
-    alternatives to the first.
+    `blocks` and `matrices` are those of `speculative.medusa`; `offsets` is d2t. The last `siblings`
+    tokens are alternatives to the first.
     """
-    rows, size = places.shape[0], hidden.shape[1]
+    rows, size = indices.shape[0], hidden.shape[1]
     assert rows <= MAX_ROWS
     heads, vocab = min(count, matrices.shape[0]), matrices.shape[1]
     shape = {"SIZE": size, "ROWS": padded(rows), "BLOCK_K": _BLOCK_K, **pdl.options()}
     x, stride = hidden, 0
-    at: Tensor | None = places
+    at: Tensor | None = indices
     for matrix, bias in blocks:
         out = hidden.new_empty((heads, rows, size))
         medusa_block_kernel[triton.cdiv(size, _OUTPUTS), heads](
@@ -189,12 +189,12 @@ def most_likely(
     medusa_scores_kernel[tiles, heads](
         *(x, matrices, best, best_at, rows, vocab, tiles), TOKENS=_TOKENS, num_stages=4, **shape
     )
-    guesses = torch.empty((rows, count + siblings), dtype=torch.int32, device=hidden.device)
+    drafts = torch.empty((rows, count + siblings), dtype=torch.int32, device=hidden.device)
     medusa_join_kernel[rows, count](
-        *(best, best_at, offsets, guesses, rows, heads, tiles),
+        *(best, best_at, offsets, drafts, rows, heads, tiles),
         COUNT=count,
         SIBLINGS=siblings,
         TILES=triton.next_power_of_2(tiles),
         **pdl.options(),
     )
-    return guesses
+    return drafts

@@ -1,7 +1,7 @@
 """RMSNorm and silu(gate) * up: one row per program, read once, written once.
 
-What comes in may be a product whose scales are still to be multiplied in, and what goes out may be
-rounded for the product that follows (rounded.py): both are free here.
+Inputs may be GEMM outputs without their scales, and outputs may be quantised for the next GEMM
+(gemm_io.py). Both are free here.
 """
 
 from __future__ import annotations
@@ -10,16 +10,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from windlass.kernels.rounded import Inputs, Outputs, Rounding, Scaled
+from windlass.kernels.gemm_io import InputQuant, Inputs, Outputs, UnscaledOutputs
 from windlass.kernels.triton import pdl
-from windlass.kernels.triton.rounding import room, store_rounded
+from windlass.kernels.triton.quantise import allocate, store_quantised
 
-_COLUMNS = 1024  # that one program computes where it need not have all
+_COLUMNS = 1024  # per program, if it does not need the whole row
 
 
 @triton.jit
 def scaled(value, rows, columns, row, column, mask):
-    """Values of a product in float32, times the scales that it came without (None: it has them)."""
+    """GEMM outputs in float32, times the scales of `UnscaledOutputs`; None: already scaled."""
     value = value.to(tl.float32)
     if rows is not None:
         value *= tl.load(rows + row) * tl.load(columns + column, mask=mask, other=0.0)
@@ -28,7 +28,7 @@ def scaled(value, rows, columns, row, column, mask):
 
 @triton.jit
 def normed(value, gain, eps, SIZE: tl.constexpr):
-    """A row in float32, scaled to unit root mean square, times the gains."""
+    """RMSNorm of a float32 row, times the gains."""
     scale = tl.rsqrt(tl.sum(value * value, 0) / SIZE + eps)
     return (value * scale).to(gain.dtype) * gain
 
@@ -51,7 +51,7 @@ def rms_norm_kernel(
     mask = at < SIZE
     value = tl.load(x + row * stride + at, mask=mask, other=0.0).to(tl.float32)
     gain = tl.load(weight + at, mask=mask, other=0.0)
-    store_rounded(normed(value, gain, eps, SIZE), out, out_scales, row, at, mask, SIZE)
+    store_quantised(normed(value, gain, eps, SIZE), out, out_scales, row, at, mask, SIZE)
 
 
 @triton.jit
@@ -80,7 +80,7 @@ def add_rms_norm_kernel(
     tl.store(residual + row * SIZE + at, total, mask=mask)
     value = total.to(tl.float32)
     gain = tl.load(weight + at, mask=mask, other=0.0)
-    store_rounded(normed(value, gain, eps, SIZE), out, out_scales, row, at, mask, SIZE)
+    store_quantised(normed(value, gain, eps, SIZE), out, out_scales, row, at, mask, SIZE)
 
 
 @triton.jit
@@ -94,7 +94,7 @@ def silu_mul_kernel(
     WIDTH: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """WIDTH columns of a row; all of them where they share a scale."""
+    """silu(gate) * up for WIDTH columns of a row; for all columns if they share a scale."""
     pdl.begin(PDL)
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
@@ -106,23 +106,25 @@ def silu_mul_kernel(
     if rows is not None:
         up = scaled(up, rows, columns, row, SIZE + at, mask).to(kind)
     active = (gate / (1 + tl.exp(-gate))).to(kind)
-    store_rounded(active * up, out, out_scales, row, at, mask, SIZE)
+    store_quantised(active * up, out, out_scales, row, at, mask, SIZE)
 
 
 def _warps(block: int) -> int:
     return min(16, max(1, block // 512))
 
 
-def parts(x: Outputs) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Values, and the scales of their rows and columns if they are to be multiplied in."""
-    return (x.values, x.rows, x.columns) if isinstance(x, Scaled) else (x, None, None)
+def values_and_scales(x: Outputs) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Values, and the scales of rows and columns if they are not applied yet."""
+    return (x.values, x.rows, x.columns) if isinstance(x, UnscaledOutputs) else (x, None, None)
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float, rounding: Rounding | None = None) -> Inputs:
+def rms_norm(
+    x: Tensor, weight: Tensor, eps: float, input_quant: InputQuant | None = None
+) -> Inputs:
     """Same contract as `reference.rms_norm`."""
     size = x.shape[-1]
     flat = x.reshape(-1, size)
-    result, out, out_scales = room(flat.shape[0], size, flat, rounding)
+    result, out, out_scales = allocate(flat.shape[0], size, flat, input_quant)
     width = triton.next_power_of_2(size)
     rms_norm_kernel[(flat.shape[0],)](
         flat,
@@ -140,12 +142,12 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, rounding: Rounding | None = 
 
 
 def add_rms_norm(
-    x: Outputs, residual: Tensor, weight: Tensor, eps: float, rounding: Rounding | None = None
+    x: Outputs, residual: Tensor, weight: Tensor, eps: float, input_quant: InputQuant | None = None
 ) -> tuple[Inputs, Tensor]:
     """Same contract as `reference.add_rms_norm`, but the residual is updated in place."""
-    values, rows, columns = parts(x)
+    values, rows, columns = values_and_scales(x)
     size = values.shape[-1]
-    result, out, out_scales = room(values.shape[0], size, values, rounding)
+    result, out, out_scales = allocate(values.shape[0], size, values, input_quant)
     width = triton.next_power_of_2(size)
     add_rms_norm_kernel[(values.shape[0],)](
         values,
@@ -165,18 +167,18 @@ def add_rms_norm(
 
 
 def _silu_options(whole_rows: bool, is_raw: bool) -> dict[str, int]:
-    """A long row at once is many values for each thread, and two programs overlap if both fit in."""
+    """A long row gives each thread many values; fewer registers let two programs overlap."""
     if not whole_rows:
         return {"num_warps": 4}
     return {"num_warps": 16} if is_raw else {"num_warps": 16, "maxnreg": 64}
 
 
-def silu_mul(gate_up: Outputs, rounding: Rounding | None = None) -> Inputs:
+def silu_mul(gate_up: Outputs, input_quant: InputQuant | None = None) -> Inputs:
     """Same contract as `reference.silu_mul`."""
-    values, rows, columns = parts(gate_up)
+    values, rows, columns = values_and_scales(gate_up)
     count, width = values.shape
     size = width // 2
-    result, out, out_scales = room(count, size, values, rounding)
+    result, out, out_scales = allocate(count, size, values, input_quant)
     width = triton.next_power_of_2(size)
     if out_scales is None:
         width = min(_COLUMNS, width)

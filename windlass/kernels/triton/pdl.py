@@ -1,7 +1,7 @@
-"""Kernels of a step as a chain: each starts while the last one still runs, and waits only to read.
+"""Programmatic dependent launch (PDL): a kernel starts while its predecessor still runs.
 
-On Hopper and later a launch may say so (programmatic dependent launch). What a kernel does before
-it waits must not depend on a kernel before it: weights may be fetched, activations may not.
+Hopper and later GPUs support it. A kernel waits before it reads results of its predecessor. Before
+the wait it must not depend on an earlier kernel: it may prefetch weights, but not activations.
 """
 
 from __future__ import annotations
@@ -16,28 +16,28 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 @triton.jit
 def release(PDL: tl.constexpr):
-    """Let the next kernel start as soon as there is room for it."""
+    """Let the next kernel start as soon as it fits on the device."""
     if PDL:
         gdc_launch_dependents()
 
 
 @triton.jit
 def wait(PDL: tl.constexpr):
-    """Go on when all that the last kernel wrote is there to be read."""
+    """Wait until all writes of the previous kernel are visible."""
     if PDL:
         gdc_wait()
 
 
 @triton.jit
 def begin(PDL: tl.constexpr):
-    """For kernels that have nothing to do before they wait."""
+    """Release and wait, for kernels without work before the wait."""
     release(PDL)
     wait(PDL)
 
 
 @triton.jit
-def fetch(at, num_bytes, PDL: tl.constexpr):
-    """Bring bytes (a multiple of 16) at each of some addresses nearer, to be read after the wait."""
+def prefetch(at, num_bytes, PDL: tl.constexpr):
+    """Prefetch `num_bytes` (a multiple of 16) at each address into the L2 cache."""
     if PDL:
         tl.inline_asm_elementwise(
             "cp.async.bulk.prefetch.L2.global [$1], $2; mov.b32 $0, 0;",
@@ -51,7 +51,7 @@ def fetch(at, num_bytes, PDL: tl.constexpr):
 
 @cache
 def options() -> dict[str, bool]:
-    """How a kernel of a chain is launched on this device."""
+    """Launch options of a kernel with PDL on this device."""
     if torch.cuda.is_available() and torch.cuda.get_device_capability() >= (9, 0):
         return {"PDL": True, "launch_pdl": True}
     return {"PDL": False}

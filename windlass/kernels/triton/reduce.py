@@ -1,4 +1,4 @@
-"""Sums that several programs make together, in an order that does not depend on who is last."""
+"""Split-K sums across programs, in an order that does not depend on which one finishes last."""
 
 from __future__ import annotations
 
@@ -8,32 +8,34 @@ import triton.language as tl
 
 
 @triton.jit
-def add_parts(acc, parts, stride, counter, split, splits, at, mask):
-    """Leave one part of a sum; whoever comes last gets all of it: (sum, whether it is whole).
+def add_splits(acc, partial_sums, stride, counter, split, splits, at, mask):
+    """Store one partial sum; the last program adds all of them: (sum, whether it is complete).
 
     The counter is zero before and after.
     """
-    tl.store(parts + split * stride + at, acc, mask=mask)
+    tl.store(partial_sums + split * stride + at, acc, mask=mask)
     tl.debug_barrier()
-    whole = tl.atomic_add(counter, 1, sem="acq_rel") == splits - 1
-    if whole:
+    complete = tl.atomic_add(counter, 1, sem="acq_rel") == splits - 1
+    if complete:
         acc = tl.zeros_like(acc)
-        for part in range(splits):
-            acc += tl.load(parts + part * stride + at, mask=mask, other=0.0, cache_modifier=".cg")
+        for other in range(splits):
+            acc += tl.load(
+                partial_sums + other * stride + at, mask=mask, other=0.0, cache_modifier=".cg"
+            )
         tl.store(counter, 0)
-    return acc, whole
+    return acc, complete
 
 
-class Space:
-    """Where the parts of sums meet. Owned by a kernel; its products, of one stream, share it."""
+class SplitWorkspace:
+    """Workspace of split-K sums. Owned by a kernel; its GEMMs, all on one stream, share it."""
 
     def __init__(self) -> None:
-        self.parts = torch.empty(0)
+        self.partial_sums = torch.empty(0)
         self.counters = torch.empty(0)
 
     def reserve(self, device: torch.device, num_values: int, num_counters: int) -> None:
-        """Before anything is launched: room for one more product's parts."""
-        if num_values > self.parts.numel():
-            self.parts = torch.empty(num_values, dtype=torch.float32, device=device)
+        """Grow the workspace for one more GEMM. Call it before any launch."""
+        if num_values > self.partial_sums.numel():
+            self.partial_sums = torch.empty(num_values, dtype=torch.float32, device=device)
         if num_counters > self.counters.numel():
             self.counters = torch.zeros(num_counters, dtype=torch.int32, device=device)

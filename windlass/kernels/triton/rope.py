@@ -1,6 +1,6 @@
-"""From the fused q, k, v product to rotated queries, with keys and values written to their pages.
+"""RoPE on the outputs of the QKV GEMM; writes keys and values to their pages.
 
-One program per token and kv head: optional norms, rotation and the stores, in one pass.
+One program per token and kv head computes optional norms, rotation and stores in one pass.
 """
 
 from __future__ import annotations
@@ -10,15 +10,15 @@ import triton.language as tl
 from torch import Tensor
 
 from windlass.kernels.batch import Heads, LayerKV, StepBatch
-from windlass.kernels.rounded import Outputs
+from windlass.kernels.gemm_io import Outputs
 from windlass.kernels.triton import pdl
-from windlass.kernels.triton.kv_codes import coded, scale_of
-from windlass.kernels.triton.norm import parts, scaled
+from windlass.kernels.triton.kv_quant import encode, scale_of
+from windlass.kernels.triton.norm import scaled, values_and_scales
 
 
 @triton.jit
 def _normed(first, second, weight, at, mask, eps, DIM: tl.constexpr, HALF: tl.constexpr):
-    """RMSNorm of heads [heads, half] that are held in two halves."""
+    """RMSNorm of heads given as two halves [heads, half]."""
     total = tl.sum(first * first, 1) + tl.sum(second * second, 1)
     scale = tl.rsqrt(total / DIM + eps)[:, None]
     kind = weight.dtype.element_ty
@@ -31,14 +31,14 @@ def _normed(first, second, weight, at, mask, eps, DIM: tl.constexpr, HALF: tl.co
 
 @triton.jit
 def _write(pages, scales, row, at, first, second, mask, DIM: tl.constexpr, HALF: tl.constexpr):
-    """Put one token's head, held in two halves, into its row of the pages."""
+    """Write one token's head, given as two halves, to its row of the pages."""
     kind = pages.dtype.element_ty
     if scales is not None:
         first, second = first.to(tl.float32), second.to(tl.float32)
         largest = tl.maximum(tl.max(tl.abs(first), 1), tl.max(tl.abs(second), 1))
         scale = scale_of(largest, kind)
         tl.store(scales + row + tl.arange(0, 1), scale)
-        first, second = coded(first, scale[:, None], kind), coded(second, scale[:, None], kind)
+        first, second = encode(first, scale[:, None], kind), encode(second, scale[:, None], kind)
     target = pages + row * DIM + at[None, :]
     tl.store(target, first.to(kind), mask=mask)
     tl.store(target + HALF, second.to(kind), mask=mask)
@@ -76,8 +76,8 @@ def rope_write_kernel(
 ):
     """One token and one kv head: the GROUP query heads that share it, its key and its value.
 
-    Scales are None where pages hold numbers as they are. Where they hold codes, keys and values may
-    be wanted as they are too: [tokens, kv heads, dim].
+    Scales are None if pages are not quantised. `new_keys` and `new_values` [tokens, kv heads, dim], if
+    given, receive keys and values before quantisation.
     """
     pdl.begin(PDL)
     token = tl.program_id(0).to(tl.int64)
@@ -139,11 +139,11 @@ def rope_write(
     batch: StepBatch,
     fresh: Tensor | None = None,
 ) -> Tensor:
-    """Same contract as `reference.rope_write`, for heads that rotate as a whole.
+    """Same contract as `reference.rope_write`, for heads that are rotated in all dimensions.
 
-    `fresh` [2, tokens, kv heads, dim] gets the keys and values as they are.
+    `fresh` [2, tokens, kv heads, dim] receives the keys and values before quantisation.
     """
-    values, rows, columns = parts(qkv)
+    values, rows, columns = values_and_scales(qkv)
     tokens = values.shape[0]
     q_out = values.new_empty((tokens, heads.num_q, heads.dim))
     q_weight, k_weight, eps = norms if norms is not None else (values, values, 0.0)

@@ -1,8 +1,8 @@
-"""Sampling on CUDA without a sort and without a look at the host.
+"""Sampling on CUDA without a sort and without host synchronisation.
 
-Every row finds its own threshold by narrowing an interval of logits (top-k, top-p, min-p), and the
-token is the argmax of scaled logits plus noise that depends on the request's seed and the position
-alone. Wishes that need more (penalties, forbidden words, scores) are left to the plain sampler.
+Each row finds its threshold (top-k, top-p, min-p) by narrowing an interval of logits. The token is
+the argmax of scaled logits plus noise that depends only on the request's seed and the position.
+Sampling params that need more (penalties, forbidden words, logprobs) use the reference sampler.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from windlass.kernels.triton import pdl
 
-_PARTS = 8  # an argmax is taken in parts, so that one row fills more than one multiprocessor
+_SPLITS = 8  # of an argmax, so that one row uses more than one multiprocessor
 _TILE = 2048
 
 
@@ -31,9 +31,9 @@ def _narrow(
     BY_MASS: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """The highest t in [low, high) with enough logits >= max(t, floor): by count, or by mass.
+    """Find the highest t in [low, high) with enough logits >= max(t, floor), by count or by mass.
 
-    Eight pivots at once: each pass over the row leaves a ninth of the interval.
+    Eight pivots per pass: each pass over the row reduces the interval to a ninth.
     """
     pivot = tl.arange(0, 8)
     for _ in range(0, 8):
@@ -66,7 +66,7 @@ def sample_threshold_kernel(
     TILE: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """The lowest scaled logit that may still be drawn, per row; -inf where all may."""
+    """The lowest scaled logit of a row that may be sampled; -inf if all may."""
     pdl.begin(PDL)
     index = tl.program_id(0)
     slot = tl.load(slots + index).to(tl.int64)
@@ -123,12 +123,12 @@ def sample_threshold_kernel(
                     TILE,
                 ),
             )
-        floor = tl.minimum(floor, peak)  # at least the best may be drawn
+        floor = tl.minimum(floor, peak)  # the highest logit may always be sampled
     tl.store(thresholds + index, floor)
 
 
 @triton.jit
-def sample_part_kernel(
+def sample_split_kernel(
     logits,
     sampling,
     seeds,
@@ -139,24 +139,24 @@ def sample_part_kernel(
     best_at,
     size,
     stride,
-    PARTS: tl.constexpr,
+    SPLITS: tl.constexpr,
     TILE: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """The best token of one part of a row, noise included."""
+    """The best token of one split of a row, with noise."""
     pdl.begin(PDL)
     index = tl.program_id(0)
-    part = tl.program_id(1)
+    split = tl.program_id(1)
     slot = tl.load(slots + index).to(tl.int64)
     inverse_temperature = tl.load(sampling + slot * 4)
     floor = tl.load(thresholds + index)
     position = tl.load(positions + index).to(tl.int64)
     seed = tl.load(seeds + slot) + position * 0x9E3779B97F4A7C1
     row = logits + index.to(tl.int64) * stride
-    width = tl.cdiv(tl.cdiv(size, PARTS), TILE) * TILE
+    width = tl.cdiv(tl.cdiv(size, SPLITS), TILE) * TILE
     top = tl.full([TILE], float("-inf"), dtype=tl.float32)
     top_at = tl.zeros([TILE], dtype=tl.int32)
-    begin = part * width
+    begin = split * width
     for start in range(begin, tl.minimum(begin + width, size), TILE):
         at = start + tl.arange(0, TILE)
         x = tl.load(row + at, mask=at < size, other=float("-inf")).to(tl.float32)
@@ -168,22 +168,22 @@ def sample_part_kernel(
         top = tl.where(better, x, top)
         top_at = tl.where(better, at, top_at)
     value = tl.max(top, 0)
-    # Of equal values the lowest token wins, as in torch's argmax on most devices.
+    # Ties go to the lowest token, as in torch's argmax on most devices.
     token = tl.min(tl.where(top == value, top_at, 2147483647), 0)
-    tl.store(best + index * PARTS + part, value)
-    tl.store(best_at + index * PARTS + part, token)
+    tl.store(best + index * SPLITS + split, value)
+    tl.store(best_at + index * SPLITS + split, token)
 
 
 @triton.jit
 def sample_join_kernel(
-    best, best_at, slots, tokens, last_tokens, PARTS: tl.constexpr, PDL: tl.constexpr
+    best, best_at, slots, tokens, last_tokens, SPLITS: tl.constexpr, PDL: tl.constexpr
 ):
-    """The best of a row's parts, told to the caller and remembered for the slot's next step."""
+    """The best token over a row's splits; also stored as the last token of its slot."""
     pdl.begin(PDL)
     index = tl.program_id(0)
-    part = tl.arange(0, PARTS)
-    value = tl.load(best + index * PARTS + part)
-    token = tl.load(best_at + index * PARTS + part)
+    split = tl.arange(0, SPLITS)
+    value = tl.load(best + index * SPLITS + split)
+    token = tl.load(best_at + index * SPLITS + split)
     chosen = tl.min(tl.where(value == tl.max(value, 0), token, 2147483647), 0)
     slot = tl.load(slots + index).to(tl.int64)
     tl.store(tokens + index, chosen)
@@ -203,7 +203,7 @@ def decode_inputs_kernel(
     SIZE: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Unpack what the host sent for one row: slot, position, token (-1: the last), new block."""
+    """Unpack the host's inputs of one row: slot, position, token (-1: last sampled), new block."""
     pdl.begin(PDL)
     index = tl.program_id(0)
     slot = tl.load(inputs + index)
@@ -220,16 +220,16 @@ def decode_inputs_kernel(
 
 
 def thresholds(logits: Tensor, sampling: Tensor, slots: Tensor) -> Tensor:
-    """The lowest scaled logit of each row that may still be drawn."""
+    """The lowest scaled logit of each row that may be sampled."""
     rows, size = logits.shape
-    found = torch.empty(rows, dtype=torch.float32, device=logits.device)
+    floors = torch.empty(rows, dtype=torch.float32, device=logits.device)
     sample_threshold_kernel[(rows,)](
-        *(logits, sampling, slots, found, size, logits.stride(0)),
+        *(logits, sampling, slots, floors, size, logits.stride(0)),
         TILE=_TILE,
         num_warps=8,
         **pdl.options(),
     )
-    return found
+    return floors
 
 
 def sample(
@@ -240,17 +240,17 @@ def sample(
     positions: Tensor,
     last_tokens: Tensor,
 ) -> Tensor:
-    """One token per row of logits; also written to `last_tokens` at the row's slot.
+    """Sample one token per row of logits; also written to `last_tokens` at the row's slot.
 
     sampling [slots, 4]: 1 / temperature (0: greedy), top_k, top_p, min_p; positions: of the last token.
     """
     rows, size = logits.shape
     device = logits.device
     floors = thresholds(logits, sampling, slots)
-    best = torch.empty((rows, _PARTS), dtype=torch.float32, device=device)
-    best_at = torch.empty((rows, _PARTS), dtype=torch.int32, device=device)
+    best = torch.empty((rows, _SPLITS), dtype=torch.float32, device=device)
+    best_at = torch.empty((rows, _SPLITS), dtype=torch.int32, device=device)
     tokens = torch.empty(rows, dtype=torch.int32, device=device)
-    sample_part_kernel[(rows, _PARTS)](
+    sample_split_kernel[(rows, _SPLITS)](
         logits,
         sampling,
         seeds,
@@ -261,7 +261,7 @@ def sample(
         best_at,
         size,
         logits.stride(0),
-        PARTS=_PARTS,
+        SPLITS=_SPLITS,
         TILE=_TILE,
         num_warps=4,
         **pdl.options(),
@@ -272,7 +272,7 @@ def sample(
         slots,
         tokens,
         last_tokens,
-        PARTS=_PARTS,
+        SPLITS=_SPLITS,
         num_warps=1,
         **pdl.options(),
     )

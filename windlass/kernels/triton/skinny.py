@@ -1,10 +1,9 @@
-"""Products of few rows with a large 16-bit weight, limited by reading the weight.
+"""Skinny GEMMs: few rows with a large 16-bit weight, limited by weight bandwidth.
 
-The weight's rows are the long side of the tile, the tokens the short one, and K is cut into parts
-so that small weights fill the device too. The last part to finish adds up all of them in a fixed
-order, so the result does not depend on which one that is. A second form computes
-silu(gate) * up in the same pass. Of few rows, the last program to finish may add the residual and
-normalise: one kernel less in a chain where each waits for the one before.
+The weight's rows are the long side of the tile, the tokens the short one. K may be split, so that
+small weights also fill the device. The last program to finish adds all splits in a fixed order, so
+the result does not depend on which program that is. A second kernel computes silu(gate) * up in one
+pass. For few rows the last program may also add the residual and normalise, which saves a kernel.
 """
 
 from __future__ import annotations
@@ -17,24 +16,24 @@ import triton.language as tl
 from torch import Tensor
 
 from windlass.kernels.triton import pdl
-from windlass.kernels.triton.reduce import add_parts
+from windlass.kernels.triton.reduce import add_splits
 
 MAX_ROWS = 64
 _FEW_ROWS = 16
-# Bytes of weights that a product fetches before it waits for its inputs: enough to keep the memory
-# busy in the gap between kernels, and little enough to stay in the cache.
-_FETCHED = 8 * 2**20
-_NORMED_AT_ONCE = 4096  # values that one program normalises at once
+# Bytes of weights that a GEMM prefetches before it waits for its inputs: enough to keep the memory
+# busy in the gap between kernels, and few enough to stay in the L2 cache.
+_PREFETCH_BYTES = 8 * 2**20
+_NORM_VALUES = 4096  # values that a program normalises per iteration
 
 
 def padded(rows: int) -> int:
-    """Rows are computed 16 or 64 at a time."""
+    """Rows of the kernel's tile: 16 or 64."""
     return _FEW_ROWS if rows <= _FEW_ROWS else MAX_ROWS
 
 
 @dataclass(frozen=True, slots=True)
 class Tiling:
-    """How a product is cut: outputs per program, parts of K, and loads under way at once."""
+    """Outputs per program, splits of K, and pipeline stages of a skinny GEMM."""
 
     outputs: int
     splits: int = 1
@@ -65,15 +64,15 @@ def add_norm(
     M,
     N,
     eps,
-    AT_ONCE: tl.constexpr,
+    NORM_ROWS: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    """residual += out; normed = norm(residual) * gains, rounded if it has scales: all rows."""
+    """residual += out; normed = norm(residual) * gains for all rows, quantised if it has scales."""
     column = tl.arange(0, WIDTH)
     inside = column < N
     gain = tl.load(gains + column, mask=inside, other=0.0)[None, :]
-    for start in range(0, M, AT_ONCE):
-        row = start + tl.arange(0, AT_ONCE)
+    for start in range(0, M, NORM_ROWS):
+        row = start + tl.arange(0, NORM_ROWS)
         at = row[:, None] * N + column[None, :]
         mask = (row < M)[:, None] & inside[None, :]
         value = tl.load(out + at, mask=mask, other=0.0, cache_modifier=".cg").to(tl.float32)
@@ -92,19 +91,19 @@ def add_norm(
 
 
 @triton.jit
-def _fetch(weight, outputs, begin, count, N, K, PDL: tl.constexpr):
-    """Ask for `count` values of each output's weights, before they are read."""
+def _prefetch(weight, outputs, begin, count, N, K, PDL: tl.constexpr):
+    """Prefetch `count` values of each output's weights."""
     rows = tl.minimum(outputs, N - 1).to(tl.int64)
     num_bytes = (count * 2 + rows * 0).to(tl.int32)
-    pdl.fetch(weight + rows * K + begin, num_bytes, PDL)
+    pdl.prefetch(weight + rows * K + begin, num_bytes, PDL)
 
 
-@triton.jit(do_not_specialize=["M", "splits", "fetched"])
+@triton.jit(do_not_specialize=["M", "splits", "prefetched"])
 def skinny_linear_kernel(
     x,
     weight,
     out,
-    parts,
+    partial_sums,
     counters,
     residual,
     gains,
@@ -114,8 +113,8 @@ def skinny_linear_kernel(
     N,
     K,
     splits,
-    fetched,
-    AT_ONCE: tl.constexpr,
+    prefetched,
+    NORM_ROWS: tl.constexpr,
     WIDTH: tl.constexpr,
     SPLIT: tl.constexpr,
     ROWS: tl.constexpr,
@@ -123,9 +122,9 @@ def skinny_linear_kernel(
     BLOCK_K: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """out[M, N] = x[M, K] @ weight[N, K].T; `fetched` values of each row come before the wait.
+    """out[M, N] = x[M, K] @ weight[N, K].T; `prefetched` values of each row are prefetched.
 
-    With AT_ONCE rows at a time, the last program adds to the residual and normalises.
+    With NORM_ROWS > 0 the last program adds to the residual and normalises, NORM_ROWS at a time.
     """
     pdl.release(PDL)
     tile = tl.program_id(0)
@@ -135,25 +134,27 @@ def skinny_linear_kernel(
     span = tl.cdiv(K // BLOCK_K, splits) * BLOCK_K
     begin = split * span
     end = tl.minimum(begin + span, K)
-    _fetch(weight, outputs, begin, tl.minimum(fetched, end - begin), N, K, PDL)
+    _prefetch(weight, outputs, begin, tl.minimum(prefetched, end - begin), N, K, PDL)
     pdl.wait(PDL)
     acc = _gemm(x, weight, rows, outputs, begin, end, M, N, K, BLOCK_K)
     at = rows[None, :] * N + outputs[:, None]
     mask = (rows < M)[None, :] & (outputs < N)[:, None]
-    whole = True
+    complete = True
     if SPLIT:
-        acc, whole = add_parts(acc, parts, ROWS * N, counters + tile, split, splits, at, mask)
-    if whole:
+        acc, complete = add_splits(
+            acc, partial_sums, ROWS * N, counters + tile, split, splits, at, mask
+        )
+    if complete:
         tl.store(out + at, acc.to(out.dtype.element_ty), mask=mask)
-        if AT_ONCE > 0:
+        if NORM_ROWS > 0:
             tl.debug_barrier()
             tiles = tl.num_programs(0)
             if tl.atomic_add(counters + tiles, 1, sem="acq_rel") == tiles - 1:
-                add_norm(out, residual, gains, normed, None, M, N, eps, AT_ONCE, WIDTH)
+                add_norm(out, residual, gains, normed, None, M, N, eps, NORM_ROWS, WIDTH)
                 tl.store(counters + tiles, 0)
 
 
-@triton.jit(do_not_specialize=["M", "fetched"])
+@triton.jit(do_not_specialize=["M", "prefetched"])
 def skinny_gated_kernel(
     x,
     weight,
@@ -161,17 +162,17 @@ def skinny_gated_kernel(
     M,
     N,
     K,
-    fetched,
+    prefetched,
     ROWS: tl.constexpr,
     OUTPUTS: tl.constexpr,
     BLOCK_K: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """out[M, N] = silu(x @ gate.T) * (x @ up.T); weight is [2 N, K], the gates first."""
+    """out[M, N] = silu(x @ gate.T) * (x @ up.T); weight is [2 N, K], gate rows first."""
     pdl.release(PDL)
     outputs = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
-    _fetch(weight, outputs, 0, tl.minimum(fetched, K), N, K, PDL)
-    _fetch(weight + N.to(tl.int64) * K, outputs, 0, tl.minimum(fetched, K), N, K, PDL)
+    _prefetch(weight, outputs, 0, tl.minimum(prefetched, K), N, K, PDL)
+    _prefetch(weight + N.to(tl.int64) * K, outputs, 0, tl.minimum(prefetched, K), N, K, PDL)
     pdl.wait(PDL)
     rows = tl.arange(0, ROWS)
     k = tl.arange(0, BLOCK_K)
@@ -186,7 +187,7 @@ def skinny_gated_kernel(
         gate = tl.dot(tl.load(g_at + at, mask=w_mask, other=0.0), x_tile, gate)
         up = tl.dot(tl.load(u_at + at, mask=w_mask, other=0.0), x_tile, up)
     kind = out.dtype.element_ty
-    # Rounded where the plain version rounds.
+    # Round where the reference implementation rounds.
     gate = gate.to(kind).to(tl.float32)
     active = (gate / (1 + tl.exp(-gate))).to(kind) * up.to(kind)
     mask = (rows < M)[None, :] & w_mask
@@ -194,33 +195,33 @@ def skinny_gated_kernel(
 
 
 class Workspace:
-    """Where the parts of products meet. Owned by a network; products of one stream share it."""
+    """Workspace of split-K sums. Owned by a network; GEMMs on one stream share it."""
 
     def __init__(
-        self, device: torch.device, most_outputs: int, few: list[Tiling], many: list[Tiling]
+        self, device: torch.device, max_outputs: int, few: list[Tiling], many: list[Tiling]
     ) -> None:
-        """Room for products of `most_outputs` with the tilings for few and for many rows."""
+        """Allocate for GEMMs of up to `max_outputs` with the tilings for few and for many rows."""
         rows = max(
             _FEW_ROWS * max(tiling.splits for tiling in few),
             MAX_ROWS * max(tiling.splits for tiling in many),
         )
-        self.parts = torch.empty(rows * most_outputs, dtype=torch.float32, device=device)
-        self.counters = torch.zeros(most_outputs + 1, dtype=torch.int32, device=device)
+        self.partial_sums = torch.empty(rows * max_outputs, dtype=torch.float32, device=device)
+        self.counters = torch.zeros(max_outputs + 1, dtype=torch.int32, device=device)
 
 
 def _block_k(size: int) -> int:
     return 128 if size % 128 == 0 else 64
 
 
-def _ahead(num_rows: int) -> int:
-    """How many values of each of so many rows (or parts of rows) are fetched before the wait."""
-    return max(64, _FETCHED // 2 // num_rows // 64 * 64)
+def _prefetched(num_rows: int) -> int:
+    """Values that are prefetched of each of `num_rows` rows (or splits of rows)."""
+    return max(64, _PREFETCH_BYTES // 2 // num_rows // 64 * 64)
 
 
 def linear(x: Tensor, weight: Tensor, tiling: Tiling, space: Workspace) -> Tensor:
     """x @ weight.T for at most MAX_ROWS rows; K must be a multiple of 64."""
     out = x.new_empty((x.shape[0], weight.shape[0]))
-    _launch(x, weight, out, tiling, space, (out, out, out, 0.0), at_once=0)
+    _launch(x, weight, out, tiling, space, (out, out, out, 0.0), norm_rows=0)
     return out
 
 
@@ -233,12 +234,12 @@ def linear_norm(
     gains: Tensor,
     eps: float,
 ) -> Tensor:
-    """residual += x @ weight.T, in place; returns it normalised. For few rows."""
+    """residual += x @ weight.T, in place; returns the normalised residual. For few rows."""
     out = x.new_empty((x.shape[0], weight.shape[0]))
     normed = torch.empty_like(out)
     width = triton.next_power_of_2(weight.shape[0])
-    at_once = min(triton.next_power_of_2(x.shape[0]), max(1, _NORMED_AT_ONCE // width))
-    _launch(x, weight, out, tiling, space, (residual, gains, normed, eps), at_once)
+    norm_rows = min(triton.next_power_of_2(x.shape[0]), max(1, _NORM_VALUES // width))
+    _launch(x, weight, out, tiling, space, (residual, gains, normed, eps), norm_rows)
     return normed
 
 
@@ -249,23 +250,23 @@ def _launch(
     tiling: Tiling,
     space: Workspace,
     norm: tuple[Tensor, Tensor, Tensor, float],
-    at_once: int,
+    norm_rows: int,
 ) -> None:
     (rows, size), outputs = x.shape, weight.shape[0]
     skinny_linear_kernel[(triton.cdiv(outputs, tiling.outputs), tiling.splits)](
         x,
         weight,
         out,
-        space.parts,
+        space.partial_sums,
         space.counters,
         *norm,
         rows,
         outputs,
         size,
         tiling.splits,
-        _ahead(outputs * tiling.splits),
-        AT_ONCE=at_once,
-        WIDTH=triton.next_power_of_2(outputs) if at_once else 1,
+        _prefetched(outputs * tiling.splits),
+        NORM_ROWS=norm_rows,
+        WIDTH=triton.next_power_of_2(outputs) if norm_rows else 1,
         SPLIT=tiling.splits > 1,
         ROWS=padded(rows),
         OUTPUTS=tiling.outputs,
@@ -288,7 +289,7 @@ def gated(x: Tensor, weight: Tensor, tiling: Tiling) -> Tensor:
         rows,
         width,
         size,
-        _ahead(2 * width),
+        _prefetched(2 * width),
         ROWS=padded(rows),
         OUTPUTS=tiling.outputs,
         BLOCK_K=_block_k(size),

@@ -1,7 +1,7 @@
-"""Weights of 4-bit codes that a table explains (NF4, GGUF's IQ types and MXFP4) on CUDA.
+"""GEMMs with 4-bit codebook weights (NF4, GGUF's IQ types and MXFP4) on CUDA.
 
-Codes become numbers by a read from the table, which is always in the nearest cache, and are
-multiplied in 16 bits. Few rows in one kernel; many share a weight that is unpacked for the product.
+A lookup in the codebook, which stays in the L1 cache, turns codes into values, which are multiplied
+in 16 bits. A fused kernel serves few rows; many rows share a weight that is dequantised per GEMM.
 """
 
 from __future__ import annotations
@@ -14,22 +14,22 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn.functional import linear
 
+from windlass.kernels.gemm_io import Inputs
 from windlass.kernels.packed import Packed, Table4, pack_nibbles, unpack_nibbles
 from windlass.kernels.prepared import RowReader
-from windlass.kernels.rounded import Inputs
 from windlass.kernels.triton import pdl
-from windlass.kernels.triton.reduce import Space, add_parts
+from windlass.kernels.triton.reduce import SplitWorkspace, add_splits
 
-_MOST_FUSED = 64  # rows; more share an unpacked weight
+_MAX_FUSED_ROWS = 64  # more rows share a dequantised weight
 _OUTPUTS = 64
-_PROGRAMS = 256  # that a product is cut into at least, where K allows
-_MOST_SPLITS = 8
+_MIN_PROGRAMS = 256  # per GEMM, if K is large enough to split
+_MAX_SPLITS = 8
 _INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 
 @triton.jit
 def _scale(scales, sub_scales, group, outputs, N, GROUP: tl.constexpr, SUPER: tl.constexpr):
-    """The scales of one group: of its super-group of SUPER inputs, times its own."""
+    """The scales of one group: that of its super-group of SUPER inputs, times its sub-scale."""
     scale = tl.load(scales + group * GROUP // SUPER * N + outputs).to(tl.float32)
     if sub_scales is not None:
         scale *= tl.load(sub_scales + group * N + outputs).to(tl.float32)
@@ -44,7 +44,7 @@ def table_linear_kernel(
     scales,
     sub_scales,
     out,
-    parts,
+    partial_sums,
     counters,
     M,
     N,
@@ -79,17 +79,19 @@ def table_linear_kernel(
         scale = _scale(scales, sub_scales, 2 * block + 1, outputs, N, GROUP, SUPER)
         acc += tl.dot(high.to(second.dtype), second) * scale[:, None]
     outputs = tile * OUTPUTS + tl.arange(0, OUTPUTS)
-    place = rows[None, :] * N + outputs[:, None]
+    target = rows[None, :] * N + outputs[:, None]
     mask = inside & (outputs < N)[:, None]
-    whole = True
+    complete = True
     if SPLIT:
-        acc, whole = add_parts(acc, parts, M * N, counters + tile, split, splits, place, mask)
-    if whole:
-        tl.store(out + place, acc.to(out.dtype.element_ty), mask=mask)
+        acc, complete = add_splits(
+            acc, partial_sums, M * N, counters + tile, split, splits, target, mask
+        )
+    if complete:
+        tl.store(out + target, acc.to(out.dtype.element_ty), mask=mask)
 
 
 @triton.jit(do_not_specialize=["M"], do_not_specialize_on_alignment=["ids"])
-def unpack_table_kernel(
+def dequantise_table_kernel(
     codes,
     table,
     scales,
@@ -104,7 +106,7 @@ def unpack_table_kernel(
     ROWS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """out[M, K]: the weight, or those of its N rows that `ids` names; a block of two groups."""
+    """Dequantise ROWS rows of two groups; out[M, K] is the weight, or the rows of `ids`."""
     pdl.begin(PDL)
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     block = tl.program_id(1)
@@ -112,8 +114,8 @@ def unpack_table_kernel(
     if ids is not None:
         safe = tl.load(ids + safe).to(tl.int32)
     at = tl.arange(0, GROUP)
-    place = safe.to(tl.int64)[:, None] * (K // 2) + block * GROUP + at[None, :]
-    packed = tl.load(codes + place).to(tl.int32)
+    source = safe.to(tl.int64)[:, None] * (K // 2) + block * GROUP + at[None, :]
+    packed = tl.load(codes + source).to(tl.int32)
     for half in tl.static_range(2):
         value = tl.load(table + ((packed >> (4 * half)) & 15))
         value *= _scale(scales, sub_scales, 2 * block + half, safe, N, GROUP, SUPER)[:, None]
@@ -123,24 +125,24 @@ def unpack_table_kernel(
 
 
 class TableLinear:
-    """Takes tables of 16 numbers with groups of 16 to 128 inputs, an even number of them."""
+    """Supports codebooks of 16 values with an even number of groups of 16 to 128 inputs."""
 
     name = "triton table"
     batch_invariant = False
     reads_rows = True
 
     def __init__(self) -> None:
-        self._space = Space()
+        self._space = SplitWorkspace()
 
     def refuse(self, form: Packed, device: torch.device, dtype: torch.dtype) -> str | None:
         if device.type != "cuda" and not _INTERPRETED:
             return f"Triton needs CUDA, this is {device.type}"
         if not isinstance(form, Table4):
-            return "written for 4-bit tables"
+            return "only 4-bit codebooks are supported"
         if dtype == torch.float32 and not _INTERPRETED:
-            return "written for 16-bit arithmetic, this is float32"
+            return "needs a 16-bit dtype, this is float32"
         if form.group not in (16, 32, 64, 128) or form.shape[1] % (2 * form.group):
-            return f"{form.shape[1]} inputs in groups of {form.group} are no whole pairs of groups"
+            return f"{form.shape[1]} inputs are not an even number of groups of {form.group}"
         return None
 
     def prepare(self, form: Packed) -> CodebookGemm:
@@ -149,9 +151,9 @@ class TableLinear:
 
 
 class CodebookGemm(RowReader):
-    """Owns the codes in the kernel's order."""
+    """Owns the repacked codes."""
 
-    def __init__(self, form: Table4, space: Space) -> None:
+    def __init__(self, form: Table4, space: SplitWorkspace) -> None:
         self._num_out, self._num_in = form.shape
         self._group = form.group
         codes = unpack_nibbles(form.codes).view(self._num_out, -1, 2, self._group)
@@ -162,22 +164,22 @@ class CodebookGemm(RowReader):
         self._sub_scales = None if subs is None else subs.T.contiguous()
         self._super_group = form.super_group
         self._tiles = triton.cdiv(self._num_out, _OUTPUTS)
-        wanted = triton.next_power_of_2(triton.cdiv(_PROGRAMS, self._tiles))
-        self._splits = max(1, min(_MOST_SPLITS, wanted, self._num_in // (2 * self._group)))
+        splits = triton.next_power_of_2(triton.cdiv(_MIN_PROGRAMS, self._tiles))
+        self._splits = max(1, min(_MAX_SPLITS, splits, self._num_in // (2 * self._group)))
         self._space = space
-        values = self._splits * _MOST_FUSED * self._num_out
+        values = self._splits * _MAX_FUSED_ROWS * self._num_out
         space.reserve(self._codes.device, values, self._tiles)
 
     @property
     def num_bytes(self) -> int:
-        held = (self._codes, self._table, self._scales, self._sub_scales)
-        return sum(tensor.nbytes for tensor in held if tensor is not None)
+        tensors = (self._codes, self._table, self._scales, self._sub_scales)
+        return sum(tensor.nbytes for tensor in tensors if tensor is not None)
 
     def apply(self, x: Inputs) -> Tensor:
         assert isinstance(x, Tensor)
         rows = x.shape[0]
-        if rows > _MOST_FUSED:
-            return linear(x, self._unpacked(x.dtype))
+        if rows > _MAX_FUSED_ROWS:
+            return linear(x, self._dequantised(x.dtype))
         out = x.new_empty((rows, self._num_out))
         table_linear_kernel[(self._tiles, self._splits)](
             x,
@@ -186,7 +188,7 @@ class CodebookGemm(RowReader):
             self._scales,
             self._sub_scales,
             out,
-            self._space.parts,
+            self._space.partial_sums,
             self._space.counters,
             rows,
             self._num_out,
@@ -204,14 +206,15 @@ class CodebookGemm(RowReader):
         return out
 
     def rows(self, ids: Tensor, dtype: torch.dtype) -> Tensor:
-        return self._unpacked(dtype, ids)
+        return self._dequantised(dtype, ids)
 
-    def _unpacked(self, dtype: torch.dtype, ids: Tensor | None = None) -> Tensor:
-        """The weight, or the rows of `ids`."""
+    def _dequantised(self, dtype: torch.dtype, ids: Tensor | None = None) -> Tensor:
+        """Dequantise the weight, or its rows `ids`."""
         count = self._num_out if ids is None else len(ids)
         weight = torch.empty((count, self._num_in), dtype=dtype, device=self._codes.device)
-        at_once = 32 if ids is None else 1
-        unpack_table_kernel[(triton.cdiv(count, at_once), self._num_in // (2 * self._group))](
+        rows_per_program = 32 if ids is None else 1
+        blocks = self._num_in // (2 * self._group)
+        dequantise_table_kernel[(triton.cdiv(count, rows_per_program), blocks)](
             self._codes,
             self._table,
             self._scales,
@@ -223,7 +226,7 @@ class CodebookGemm(RowReader):
             self._num_in,
             GROUP=self._group,
             SUPER=self._super_group,
-            ROWS=at_once,
+            ROWS=rows_per_program,
             num_warps=4,
             **pdl.options(),
         )

@@ -1,7 +1,7 @@
-"""Typical acceptance on CUDA: a guess that is likely enough takes the place of what was sampled.
+"""Typical acceptance on CUDA: a draft token that is likely enough replaces the sampled token.
 
-The definition is runner/verify.py:keep_typical; this changes the distribution, and runs only where
-that was asked for.
+runner/verify.py:keep_typical is the definition. Typical acceptance changes the output distribution,
+so it runs only on request.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def typical_kernel(
     sampling,
     slots,
     floors,
-    guesses,
+    drafts,
     sampled,
     size,
     stride,
@@ -31,13 +31,13 @@ def typical_kernel(
     TILE: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One place: its guess is kept if p >= min(epsilon, sqrt(epsilon) * exp(-entropy))."""
+    """Accept the draft token of one row if p >= min(epsilon, sqrt(epsilon) * exp(-entropy))."""
     pdl.begin(PDL)
     index = tl.program_id(0)
-    guess = tl.load(guesses + index)
+    draft = tl.load(drafts + index)
     slot = tl.load(slots + index).to(tl.int64)
     inverse_temperature = tl.load(sampling + slot * 4)
-    if (guess >= 0) & (inverse_temperature > 0):
+    if (draft >= 0) & (inverse_temperature > 0):
         row = logits + index.to(tl.int64) * stride
         floor = tl.load(floors + index)
         peak = float("-inf")
@@ -56,33 +56,28 @@ def typical_kernel(
                 tl.load(row + at, mask=at < size, other=float("-inf")).to(tl.float32)
                 * inverse_temperature
             )
-            may = (x >= floor) & (x > float("-inf"))
-            below = tl.where(may, x - peak, 0.0)
-            weight = tl.where(may, tl.exp(below), 0.0)
+            allowed = (x >= floor) & (x > float("-inf"))
+            below = tl.where(allowed, x - peak, 0.0)
+            weight = tl.where(allowed, tl.exp(below), 0.0)
             mass += tl.sum(weight, 0)
             moment += tl.sum(weight * below, 0)
         entropy = tl.log(mass) - moment / mass
-        own = tl.load(row + guess).to(tl.float32) * inverse_temperature
-        chance = tl.where(own >= floor, tl.exp(own - peak) / mass, 0.0)
-        least = tl.minimum(epsilon, tl.sqrt(epsilon) * tl.exp(-entropy))
-        tl.store(sampled + index, guess, mask=chance >= least)
+        own = tl.load(row + draft).to(tl.float32) * inverse_temperature
+        probability = tl.where(own >= floor, tl.exp(own - peak) / mass, 0.0)
+        threshold = tl.minimum(epsilon, tl.sqrt(epsilon) * tl.exp(-entropy))
+        tl.store(sampled + index, draft, mask=probability >= threshold)
 
 
 def keep_typical(
-    logits: Tensor,
-    sampling: Tensor,
-    slots: Tensor,
-    guesses: Tensor,
-    sampled: Tensor,
-    epsilon: float,
+    logits: Tensor, sampling: Tensor, slots: Tensor, drafts: Tensor, sampled: Tensor, epsilon: float
 ) -> None:
-    """Put typical guesses in the place of samples; a place without one has -1, and greedy rows stay.
+    """Replace sampled tokens by draft tokens that are accepted; greedy rows do not change.
 
-    `sampling` as `sample` takes them; slots, guesses and samples [rows], int32.
+    `sampling` is that of `sample`; slots, drafts (-1: none) and sampled are [rows], int32.
     """
     rows, size = logits.shape
     typical_kernel[(rows,)](
-        *(logits, sampling, slots, thresholds(logits, sampling, slots), guesses, sampled),
+        *(logits, sampling, slots, thresholds(logits, sampling, slots), drafts, sampled),
         *(size, logits.stride(0), epsilon),
         TILE=_TILE,
         num_warps=8,
@@ -91,12 +86,12 @@ def keep_typical(
 
 
 def drafts_after(inputs: Tensor, ids: Tensor, width: int) -> Tensor:
-    """The guess behind every place of a recorded verification; -1 where there is none.
+    """The draft token after every token of a captured verification; -1 if there is none.
 
-    `inputs` [rows, 3 + width] and `ids` are those of verify.py, alternatives behind a row's places.
+    `inputs` [rows, 3 + width] and `ids` are those of verify.py; siblings come after a row's tokens.
     """
     rows = ids.view(len(inputs), -1)
-    found = torch.full_like(rows, -1)
-    behind = torch.arange(1, width, dtype=torch.int32, device=ids.device)
-    found[:, : width - 1] = torch.where(behind < inputs[:, 2:3], rows[:, 1:width], -1)
-    return found.flatten()
+    drafts = torch.full_like(rows, -1)
+    following = torch.arange(1, width, dtype=torch.int32, device=ids.device)
+    drafts[:, : width - 1] = torch.where(following < inputs[:, 2:3], rows[:, 1:width], -1)
+    return drafts.flatten()

@@ -1,9 +1,9 @@
-"""The two ends of a recorded verification on CUDA: its rows unpacked, and how much of each is kept.
+"""Kernels before and after the network in a captured verification: unpack rows, accept drafts.
 
-Every row has the same number of places; those that a row has no guess for belong to the padding slot.
-The last of them may be alternatives to the row's first guess, which were remembered by slot, with
-the position of the row that they are for. Where one is what was sampled, it takes the guess's place:
-its key and value are fetched from where attention left them.
+Every row has the same number of tokens; unused tokens belong to the padding slot. The last tokens of a
+row may be siblings: alternatives to its first draft token, stored by slot with the position of the
+row that they belong to. If a sibling equals the sampled token, it replaces the draft token, and its
+key and value are copied from the spare page.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from windlass.kernels.triton import pdl
 
-_HEAD = 3  # numbers of a row before its tokens: slot, position of the first, how many tokens
+_HEADER = 3  # numbers of a row before its tokens: slot, position of the first token, token count
 
 
 @triton.jit
@@ -33,7 +33,7 @@ def verify_inputs_kernel(
     PAD: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Unpack one row: slot, position, count, and its tokens (-1: the one sampled last)."""
+    """Unpack one row: slot, position, count, and its tokens (-1: the last sampled token)."""
     pdl.begin(PDL)
     row = tl.program_id(0)
     own = inputs + row * (3 + WIDTH)
@@ -72,7 +72,7 @@ def keep_kernel(
     sampled,
     last_tokens,
     kept,
-    places,
+    last,
     chosen,
     back,
     back_stride,
@@ -81,10 +81,10 @@ def keep_kernel(
     PAD: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """How many samples of a row are kept: up to the first that differs from the guess after it.
+    """Count the sampled tokens of a row that are kept: up to the first that differs from its draft.
 
-    Where the first guess is wrong, two if an alternative is right; `chosen` is its number, from 1.
-    What the host is told of a row begins with its samples and that number.
+    If the first draft token is rejected and a sibling matches, two are kept; `chosen` is the sibling's
+    number, from 1. The row of `back` for the host starts with the sampled tokens and the count.
     """
     pdl.begin(PDL)
     row = tl.program_id(0)
@@ -93,27 +93,27 @@ def keep_kernel(
     count = tl.load(own + 2)
     at = tl.arange(0, PAD)
     base = row * (WIDTH + SIBLINGS)
-    guessed = at + 1 < count
-    said = tl.load(sampled + base + at, mask=at < WIDTH, other=-1)
-    guess = tl.load(ids + base + at + 1, mask=guessed, other=-2)
-    end = tl.min(tl.where(guessed & (said == guess), PAD, at), 0)
-    place = base + end
+    has_draft = at + 1 < count
+    target = tl.load(sampled + base + at, mask=at < WIDTH, other=-1)
+    draft = tl.load(ids + base + at + 1, mask=has_draft, other=-2)
+    end = tl.min(tl.where(has_draft & (target == draft), PAD, at), 0)
+    index = base + end
     if SIBLINGS > 0:
-        first = tl.sum(tl.where(at == 0, said, 0), 0)
+        first = tl.sum(tl.where(at == 0, target, 0), 0)
         taken = 0
         for i in tl.static_range(SIBLINGS):
-            its = base + WIDTH + i
-            right = (tl.load(positions + its) > 0) & (tl.load(ids + its) == first)
-            taken = tl.where((end == 0) & right & (taken == 0), 1 + i, taken)
-        place = tl.where(taken > 0, base + WIDTH + taken - 1, place)
+            sibling = base + WIDTH + i
+            match = (tl.load(positions + sibling) > 0) & (tl.load(ids + sibling) == first)
+            taken = tl.where((end == 0) & match & (taken == 0), 1 + i, taken)
+        index = tl.where(taken > 0, base + WIDTH + taken - 1, index)
         end = tl.where(taken > 0, 1, end)
-        said = tl.where((at == 1) & (taken > 0), tl.load(sampled + place), said)
+        target = tl.where((at == 1) & (taken > 0), tl.load(sampled + index), target)
         tl.store(chosen + row, taken)
     tl.store(kept + row, end + 1)
-    tl.store(places + row, place)
-    tl.store(back + row * back_stride + at, said, mask=at < WIDTH)
+    tl.store(last + row, index)
+    tl.store(back + row * back_stride + at, target, mask=at < WIDTH)
     tl.store(back + row * back_stride + WIDTH, end + 1)
-    tl.store(last_tokens + slot, tl.sum(tl.where(at == end, said, 0), 0))
+    tl.store(last_tokens + slot, tl.sum(tl.where(at == end, target, 0), 0))
 
 
 @triton.jit(do_not_specialize=["spare"])
@@ -133,7 +133,7 @@ def adopt_kernel(
     SIZE: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Move a chosen alternative's keys, or values, of one layer to the place behind the row's first."""
+    """Copy a chosen sibling's keys or values of one layer to the position after the row's first."""
     pdl.begin(PDL)
     row = tl.program_id(0)
     taken = tl.load(chosen + row)
@@ -152,11 +152,11 @@ def adopt_kernel(
 
 
 @triton.jit
-def follow_kernel(
+def write_next_kernel(
     inputs,
     last_tokens,
     kept,
-    guesses,
+    drafts,
     to,
     back,
     siblings,
@@ -168,9 +168,9 @@ def follow_kernel(
     PAD: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Write a row of the next verification down: after what is kept, the last token and guesses.
+    """Write a row of the next verification: the last kept token and the new draft tokens.
 
-    The host is told of the guesses too. Alternatives to the first, behind them, are remembered.
+    The draft tokens also go to `back` for the host. Siblings of the first are stored by slot.
     """
     pdl.begin(PDL)
     row = tl.program_id(0)
@@ -178,16 +178,16 @@ def follow_kernel(
     slot = tl.load(own)
     start = tl.load(own + 1) + tl.load(kept + row)
     at = tl.arange(0, PAD)
-    found = guesses + row * (DEPTH + SIBLINGS)
-    guess = tl.load(found + at - 1, mask=(at > 0) & (at <= DEPTH), other=0)
-    token = tl.where(at == 0, tl.load(last_tokens + slot.to(tl.int64)), guess)
+    drafts_row = drafts + row * (DEPTH + SIBLINGS)
+    draft = tl.load(drafts_row + at - 1, mask=(at > 0) & (at <= DEPTH), other=0)
+    token = tl.where(at == 0, tl.load(last_tokens + slot.to(tl.int64)), draft)
     real = slot != padding
-    tl.store(back + row * (WIDTH + 1 + DEPTH) + WIDTH + at, guess, mask=(at > 0) & (at <= DEPTH))
+    tl.store(back + row * (WIDTH + 1 + DEPTH) + WIDTH + at, draft, mask=(at > 0) & (at <= DEPTH))
     if SIBLINGS > 0:
         known = siblings + slot.to(tl.int64) * (1 + SIBLINGS)
         tl.store(known, tl.where(real, start, -1))
         for i in tl.static_range(SIBLINGS):
-            tl.store(known + 1 + i, tl.load(found + DEPTH + i))
+            tl.store(known + 1 + i, tl.load(drafts_row + DEPTH + i))
     out = to + row * (3 + NEXT)
     tl.store(out, slot)
     tl.store(out + 1, tl.where(real, start, 0))
@@ -203,13 +203,13 @@ def unpack(
     padding: int,
     siblings: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(ids, positions, slots) of all places, [size * width] each, and tiles [size, 5].
+    """Unpack rows: (ids, positions, slots) of all tokens, [size * width] each, and tiles [size, 5].
 
-    With `siblings` [slots, 1 + n]: the position of a row and n alternatives to its first guess by
-    slot, of which each row has places behind its own.
+    `siblings` [slots, 1 + n] has by slot the position of a row and n alternatives to its first draft
+    token. They become n more tokens at the end of each row.
     """
-    device, num_siblings = inputs.device, _number(siblings)
-    # Aligned rows, whatever the size: kernels are compiled anew for others.
+    device, num_siblings = inputs.device, _num_siblings(siblings)
+    # Rows are aligned for any size: Triton would compile kernels again for unaligned pointers.
     total = size * (width + num_siblings)
     rows = torch.empty((3, -(-total // 4) * 4), dtype=torch.int32, device=device)[:, :total]
     ids, positions, slots = rows.unbind()
@@ -225,7 +225,7 @@ def unpack(
     return ids, positions, slots, tiles
 
 
-def _number(siblings: Tensor | None) -> int:
+def _num_siblings(siblings: Tensor | None) -> int:
     return 0 if siblings is None else siblings.shape[1] - 1
 
 
@@ -238,15 +238,15 @@ def keep(
     back: Tensor,
     width: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(how many samples of each row are kept, the place of the last, which alternative was chosen).
+    """Per row: (number of kept tokens, index of the last kept token, number of the chosen sibling).
 
-    `back` [rows, width + 1 + …] gets the samples of each row, and how many are kept. The token of the
-    last is remembered.
+    `back` [rows, width + 1 + ...] receives the sampled tokens of each row and the number of kept ones.
+    `last_tokens` receives the last kept token by slot.
     """
     size = back.shape[0]
-    kept, places, chosen = torch.empty((3, size), dtype=torch.int32, device=ids.device).unbind()
+    kept, last, chosen = torch.empty((3, size), dtype=torch.int32, device=ids.device).unbind()
     keep_kernel[(size,)](
-        *(inputs, ids, positions, sampled, last_tokens, kept, places, chosen),
+        *(inputs, ids, positions, sampled, last_tokens, kept, last, chosen),
         *(back, back.stride(0)),
         WIDTH=width,
         SIBLINGS=len(ids) // size - width,
@@ -254,20 +254,20 @@ def keep(
         num_warps=1,
         **pdl.options(),
     )
-    return kept, places, chosen
+    return kept, last, chosen
 
 
 def adopt(
     pages: Tensor, inputs: Tensor, chosen: Tensor, tables: Tensor, num_siblings: int, spare: int
 ) -> None:
-    """Put the keys and values of chosen alternatives where those of first guesses are.
+    """Replace the keys and values of first draft tokens by those of chosen siblings.
 
-    `pages` are those of all layers, [layers, 2, blocks, kv heads, block size, dim].
+    `pages` are the pages of all layers, [layers, 2, blocks, kv heads, block size, dim].
     """
     layers, halves, _, num_kv, size, dim = pages.shape
     adopt_kernel[inputs.shape[0], layers * halves](
         *(pages, inputs, chosen, tables, tables.stride(0), pages.stride(1), spare),
-        WIDTH=inputs.shape[1] - _HEAD,
+        WIDTH=inputs.shape[1] - _HEADER,
         SIBLINGS=num_siblings,
         NUM_KV=num_kv,
         DIM=dim,
@@ -278,26 +278,26 @@ def adopt(
     )
 
 
-def follow(
+def write_next(
     inputs: Tensor,
     last_tokens: Tensor,
     kept: Tensor,
-    guesses: Tensor,
+    drafts: Tensor,
     to: Tensor,
     back: Tensor,
     padding: int,
     siblings: Tensor | None,
 ) -> None:
-    """Make `to` the inputs of the next verification; they may be the same as these.
+    """Write the inputs of the next verification to `to`, which may be `inputs`.
 
-    `back` [rows, tokens + 1 + guesses] gets the guesses; `siblings` what lies behind them.
+    `back` [rows, tokens + 1 + drafts] receives the draft tokens; `siblings` those after them.
     """
-    width, num_siblings = to.shape[1] - _HEAD, _number(siblings)
-    follow_kernel[(inputs.shape[0],)](
-        *(inputs, last_tokens, kept, guesses.contiguous(), to, back, siblings, padding),
-        WIDTH=inputs.shape[1] - _HEAD,
+    width, num_siblings = to.shape[1] - _HEADER, _num_siblings(siblings)
+    write_next_kernel[(inputs.shape[0],)](
+        *(inputs, last_tokens, kept, drafts.contiguous(), to, back, siblings, padding),
+        WIDTH=inputs.shape[1] - _HEADER,
         NEXT=width,
-        DEPTH=guesses.shape[1] - num_siblings,
+        DEPTH=drafts.shape[1] - num_siblings,
         SIBLINGS=num_siblings,
         PAD=triton.next_power_of_2(width),
         num_warps=1,

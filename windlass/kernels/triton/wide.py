@@ -1,7 +1,7 @@
-"""Products of many rows in a fixed order: every output is one sum over K, from first to last.
+"""Batch-invariant GEMM for many rows: every output is one sum over K, in order.
 
-cuBLAS is faster for many rows, but cuts its sums by the number of rows. Here a row's result is the
-same to the bit in any batch, and the same as the unsplit skinny kernel's.
+cuBLAS is faster for many rows, but splits its sums depending on the number of rows. Here a row's
+result is bitwise equal in any batch, and equal to that of the skinny kernel without splits.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from windlass.kernels.triton import pdl
 
 _ROWS, _OUTPUTS, _BLOCK_K = 128, 128, 64
-_GROUP = 8  # tiles of rows that share the weights they read
+_GROUP = 8  # row tiles that share reads of the weight
 
 
 @triton.jit
@@ -32,7 +32,7 @@ def wide_linear_kernel(
     GROUP: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """out[M, N] = x[M, K] @ weight[N, K].T; one program is one multiprocessor's share of tiles."""
+    """out[M, N] = x[M, K] @ weight[N, K].T; a persistent program computes the tiles of one multiprocessor."""
     pdl.begin(PDL)
     row_tiles = tl.cdiv(M, ROWS)
     output_tiles = tl.cdiv(N, OUTPUTS)

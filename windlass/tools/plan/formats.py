@@ -21,7 +21,7 @@ from windlass.kernels.batch import Heads
 from windlass.kernels.linears import Linears, PackedGemm
 from windlass.kernels.ops import choose_ops
 from windlass.kernels.packed import Float8, Packed
-from windlass.kernels.plain_linear import ReferenceGemm
+from windlass.kernels.reference_linear import ReferenceGemm
 from windlass.kernels.select import Need
 from windlass.layers.embedding import PackedEmbedding
 from windlass.layers.linear import Linear
@@ -306,7 +306,7 @@ class _RepackedSizes:
         """Repack one and two tiles of rows, and extrapolate."""
         rows = form.shape[0]
         small, large = (
-            self._linears.hold(
+            self._linears.prepare(
                 self._sample(form, count * _SAMPLE_ROWS + rows % _SAMPLE_ROWS)
             ).prepared.num_bytes
             for count in (1, 2)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from windlass.errors import CheckpointError, UnsupportedError
-from windlass.kernels import reference, rounded, torch_attention
+from windlass.kernels import gemm_io, reference, torch_attention
 from windlass.kernels.batch import KVCache, Span, StepBatch
 from windlass.kernels.gemm import Norm
 from windlass.kernels.ops import Ops
@@ -51,20 +51,20 @@ class _Watched(Unquantised):
         super().__init__(torch.float32)
         self._look = look
 
-    def apply(self, layer: Any, x: rounded.Inputs) -> Tensor:
+    def apply(self, layer: Any, x: gemm_io.Inputs) -> Tensor:
         return super().apply(layer, self._shown(layer, x))
 
     def then(
-        self, layer: Any, x: rounded.Inputs, residual: Tensor, norm: Norm
-    ) -> tuple[rounded.Inputs, Tensor]:
+        self, layer: Any, x: gemm_io.Inputs, residual: Tensor, norm: Norm
+    ) -> tuple[gemm_io.Inputs, Tensor]:
         return super().then(layer, self._shown(layer, x), residual, norm)
 
     def gated(
-        self, layer: Any, x: rounded.Inputs, silu_mul: Callable[[rounded.Outputs], rounded.Inputs]
-    ) -> rounded.Inputs:
+        self, layer: Any, x: gemm_io.Inputs, silu_mul: Callable[[gemm_io.Outputs], gemm_io.Inputs]
+    ) -> gemm_io.Inputs:
         return super().gated(layer, self._shown(layer, x), silu_mul)
 
-    def _shown(self, layer: Any, x: rounded.Inputs) -> Tensor:
+    def _shown(self, layer: Any, x: gemm_io.Inputs) -> Tensor:
         assert isinstance(x, Tensor)
         return self._look(layer, x)
 

@@ -1,8 +1,7 @@
-"""What passes between kernels beside plain tensors: inputs that are rounded already, and products
-whose scales are still to be multiplied in.
+"""Inputs and outputs of GEMMs that are not plain tensors.
 
-Both save a pass over memory: a norm rounds what it has in its registers anyway, and whoever reads
-a product next scales it on the way.
+Inputs may already be quantised, and outputs may lack their scales. Both save a pass over memory: a
+norm quantises its result in registers, and the next kernel applies the scales as it reads.
 """
 
 from __future__ import annotations
@@ -15,19 +14,19 @@ from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True)
-class Rounding:
-    """How a product wants its inputs: e4m3 with a scale for each row."""
+class InputQuant:
+    """How a GEMM wants its inputs: e4m3 codes with one scale per row."""
 
     kind: Literal["rows"]
 
 
 @dataclass(frozen=True, slots=True)
-class Rounded:
-    """Rows of inputs as e4m3 codes."""
+class QuantisedInputs:
+    """GEMM inputs as e4m3 codes."""
 
     codes: Tensor  # float8_e4m3fn [M, K]
     scales: Tensor  # float32 [M, 1]
-    dtype: torch.dtype  # of the arithmetic around
+    dtype: torch.dtype  # of the unquantised activations
 
     @property
     def shape(self) -> torch.Size:
@@ -35,8 +34,8 @@ class Rounded:
 
 
 @dataclass(frozen=True, slots=True)
-class Scaled:
-    """A product without its scales: each value is to be multiplied by its row's and its column's."""
+class UnscaledOutputs:
+    """GEMM outputs without their scales: multiply each value by its row's and its column's scale."""
 
     values: Tensor  # [M, N]
     rows: Tensor  # float32 [M, 1]
@@ -46,9 +45,9 @@ class Scaled:
     def shape(self) -> torch.Size:
         return self.values.shape
 
-    def whole(self) -> Tensor:
+    def scaled(self) -> Tensor:
         return (self.values.float() * self.rows * self.columns).to(self.values.dtype)
 
 
-Inputs = Tensor | Rounded
-Outputs = Tensor | Scaled
+Inputs = Tensor | QuantisedInputs
+Outputs = Tensor | UnscaledOutputs

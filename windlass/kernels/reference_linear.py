@@ -1,6 +1,6 @@
-"""The plain product with a packed weight: dequantised on each call. Every other kernel's oracle.
+"""Reference GEMM with a packed weight: each call dequantises it. Kernels are tested against it.
 
-Also says how activations are rounded, which is part of what some forms mean.
+This file also defines how activations are quantised, which is part of the meaning of some forms.
 """
 
 from __future__ import annotations
@@ -13,18 +13,18 @@ from torch import Tensor
 from torch.nn.functional import linear, pad
 
 from windlass.kernels.gemm import Norm, TorchGemm
+from windlass.kernels.gemm_io import Inputs, Outputs
 from windlass.kernels.packed import Activation, Float8, Int4Group, Int8Group, Packed
 from windlass.kernels.prepared import Prepared
-from windlass.kernels.rounded import Inputs, Outputs
 
-INT8_MOST = 127.0
-FLOAT8_MOST = 448.0  # the largest e4m3
+INT8_MAX = 127.0
+FLOAT8_MAX = 448.0  # largest e4m3 value
 BLOCK = 128  # inputs that share a scale with activation "block"
 _TINY = torch.finfo(torch.float32).tiny
 
 
-class PlainLinear:
-    """Takes every form on every device."""
+class ReferenceLinear:
+    """Supports every form on every device."""
 
     name = "plain"
     batch_invariant = False
@@ -39,7 +39,7 @@ class PlainLinear:
 
 
 class ReferenceGemm(Prepared):
-    """A form as it is."""
+    """The form, unchanged."""
 
     def __init__(self, form: Packed) -> None:
         self.form = form
@@ -52,25 +52,25 @@ class ReferenceGemm(Prepared):
         assert isinstance(x, Tensor)
         form = self.form
         if isinstance(form, Int8Group) and form.activation != "none":
-            return _whole_product(x, form)
+            return _integer_gemm(x, form)
         if isinstance(form, Float8 | Int4Group) and form.activation != "none":
             scale = form.input_scale if isinstance(form, Float8) else None
-            rounded = float8_activations(x, form.activation, scale)
-            return linear(rounded, form.dequantise()).to(x.dtype)
+            quantised = float8_activations(x, form.activation, scale)
+            return linear(quantised, form.dequantise()).to(x.dtype)
         return linear(x, form.dequantise().to(x.dtype))
 
 
 class Unpacked(Prepared):
-    """A weight that was dequantised once; activations are rounded as its form says."""
+    """A weight that was dequantised at load; activations are quantised as its form requires."""
 
     def __init__(self, weight: Packed | Tensor, dtype: torch.dtype, gemm: TorchGemm) -> None:
         self._activation: Activation = "none"
         self._input_scale: Tensor | None = None
-        self._round = float8_activations
+        self._quantise = float8_activations
         if isinstance(weight, Int8Group | Float8):
             self._activation, self._input_scale = weight.activation, weight.input_scale
             if isinstance(weight, Int8Group):
-                self._round = int8_activations
+                self._quantise = int8_activations
         if isinstance(weight, Int4Group):
             self._activation = weight.activation
         self._gemm = gemm
@@ -83,7 +83,7 @@ class Unpacked(Prepared):
     def apply(self, x: Inputs) -> Tensor:
         assert isinstance(x, Tensor)
         if self._activation != "none":
-            x = self._round(x, self._activation, self._input_scale).to(x.dtype)
+            x = self._quantise(x, self._activation, self._input_scale).to(x.dtype)
         return self._gemm.linear(x, self.weight)
 
     def then(self, x: Inputs, residual: Tensor, norm: Norm) -> tuple[Inputs, Tensor]:
@@ -100,60 +100,60 @@ class Unpacked(Prepared):
 
 
 def form_bytes(form: Packed) -> int:
-    """What a form's tensors take."""
+    """Bytes of a form's tensors."""
     values = (getattr(form, item.name) for item in dataclasses.fields(form))
     return sum(value.nbytes for value in values if isinstance(value, Tensor))
 
 
 def float8_activations(x: Tensor, activation: Activation, scale: Tensor | None) -> Tensor:
-    """x in float32, each value one that e4m3 times its scale can express."""
+    """x quantised to e4m3 and dequantised to float32."""
     if activation == "block":
         return _float8_blocks(x)
-    scales = _scales(x.float(), activation, scale, FLOAT8_MOST)
+    scales = _scales(x.float(), activation, scale, FLOAT8_MAX)
     return _float8(x.float() / scales) * scales
 
 
 def int8_activations(x: Tensor, activation: Activation, scale: Tensor | None) -> Tensor:
-    """x in float32, each value a whole number of its scale."""
+    """x quantised to int8 and dequantised to float32."""
     codes, scales = int8_codes(x, activation, scale)
     return codes * scales
 
 
 def int8_codes(x: Tensor, activation: Activation, scale: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Whole numbers from -127 to 127 as float32 [M, K], and their scales [M, 1] or [1]."""
-    scales = _scales(x.float(), activation, scale, INT8_MOST)
-    return (x.float() / scales).round().clamp(-INT8_MOST, INT8_MOST), scales
+    """int8 codes from -127 to 127 as float32 [M, K], and their scales [M, 1] or [1]."""
+    scales = _scales(x.float(), activation, scale, INT8_MAX)
+    return (x.float() / scales).round().clamp(-INT8_MAX, INT8_MAX), scales
 
 
-def _scales(x: Tensor, activation: Activation, scale: Tensor | None, most: float) -> Tensor:
+def _scales(x: Tensor, activation: Activation, scale: Tensor | None, max_code: float) -> Tensor:
     if activation == "token":
-        return (x.abs().amax(dim=-1, keepdim=True) / most).clamp_min(_TINY)
+        return (x.abs().amax(dim=-1, keepdim=True) / max_code).clamp_min(_TINY)
     if activation == "tensor":
-        assert scale is not None, "a form with activation 'tensor' brings its input_scale"
+        assert scale is not None, "a form with activation 'tensor' has an input_scale"
         return scale.float()
-    raise ValueError(f"activations cannot be rounded by {activation!r} here")
+    raise ValueError(f"activations cannot be quantised per {activation!r} here")
 
 
 def _float8(x: Tensor) -> Tensor:
-    return x.clamp(-FLOAT8_MOST, FLOAT8_MOST).to(torch.float8_e4m3fn).float()
+    return x.clamp(-FLOAT8_MAX, FLOAT8_MAX).to(torch.float8_e4m3fn).float()
 
 
 def _float8_blocks(x: Tensor) -> Tensor:
     rows, num_in = x.shape
     blocks = pad(x.float(), (0, -num_in % BLOCK)).view(rows, -1, BLOCK)
-    scales = (blocks.abs().amax(dim=-1, keepdim=True) / FLOAT8_MOST).clamp_min(_TINY)
+    scales = (blocks.abs().amax(dim=-1, keepdim=True) / FLOAT8_MAX).clamp_min(_TINY)
     return (_float8(blocks / scales) * scales).flatten(1)[:, :num_in]
 
 
-def _whole_product(x: Tensor, form: Int8Group) -> Tensor:
-    """Whole numbers multiplied exactly (float64 holds every sum), then scaled once."""
+def _integer_gemm(x: Tensor, form: Int8Group) -> Tensor:
+    """Integer GEMM, exact because float64 holds every sum, then scaled."""
     if form.group != form.shape[1]:
-        raise ValueError("a product of whole numbers needs one group per row")
+        raise ValueError("an integer GEMM needs one group per row")
     if form.perm is not None:
         x = x[:, form.perm.long()]
     codes, scales = int8_codes(x, form.activation, form.input_scale)
     sums = codes.double() @ form.codes.double().T
-    gemm = sums * form.scales.double().T
+    outputs = sums * form.scales.double().T
     if form.offsets is not None:
-        gemm += codes.double().sum(dim=1, keepdim=True) * form.offsets.double().T
-    return (gemm * scales).to(x.dtype)
+        outputs += codes.double().sum(dim=1, keepdim=True) * form.offsets.double().T
+    return (outputs * scales).to(x.dtype)

@@ -1,7 +1,7 @@
-"""Activations rounded for products of whole numbers or of 8-bit floats.
+"""Quantisation of activations for int8 and fp8 GEMMs.
 
-Kernels that make whole rows store them through `store_rounded`, as the next product wants them; what
-nobody rounded yet is rounded here, in a pass of its own.
+Kernels that compute whole rows store them with `store_quantised`, as the next GEMM wants them. Other
+activations are quantised in a separate pass.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from windlass.kernels.rounded import Inputs, Rounded, Rounding
+from windlass.kernels.gemm_io import InputQuant, Inputs, QuantisedInputs
 from windlass.kernels.triton import pdl
 
 
 @triton.jit
-def store_rounded(value, out, scales, row, at, mask, SIZE: tl.constexpr):
-    """A whole row, as it is (scales None) or as e4m3 codes with its largest magnitude at 448."""
+def store_quantised(value, out, scales, row, at, mask, SIZE: tl.constexpr):
+    """Store a row unchanged (scales None), or as e4m3 codes with its largest magnitude at 448."""
     if scales is not None:
         value = value.to(tl.float32)
         scale = tl.maximum(tl.max(tl.abs(value), 0) / 448.0, 1.1754943508222875e-38)
@@ -28,35 +28,37 @@ def store_rounded(value, out, scales, row, at, mask, SIZE: tl.constexpr):
     tl.store(out + row * SIZE + at, value.to(out.dtype.element_ty), mask=mask)
 
 
-def room(
-    rows: int, size: int, like: Tensor, rounding: Rounding | None
+def allocate(
+    rows: int, size: int, like: Tensor, input_quant: InputQuant | None
 ) -> tuple[Inputs, Tensor, Tensor | None]:
-    """Rows of a size to be filled: what they will be, where to store them, and their scales."""
-    if rounding is None:
+    """Allocate a kernel's outputs: (result, tensor to store to, scales or None)."""
+    if input_quant is None:
         plain = like.new_empty((rows, size))
         return plain, plain, None
     codes = like.new_empty((rows, size), dtype=torch.float8_e4m3fn)
     scales = like.new_empty((rows, 1), dtype=torch.float32)
-    return Rounded(codes, scales, like.dtype), codes, scales
+    return QuantisedInputs(codes, scales, like.dtype), codes, scales
 
 
 @triton.jit
-def round_rows_kernel(x, codes, scales, SIZE: tl.constexpr, WIDTH: tl.constexpr, PDL: tl.constexpr):
+def quantise_rows_kernel(
+    x, codes, scales, SIZE: tl.constexpr, WIDTH: tl.constexpr, PDL: tl.constexpr
+):
     pdl.begin(PDL)
     row = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, WIDTH)
     mask = at < SIZE
     value = tl.load(x + row * SIZE + at, mask=mask, other=0.0)
-    store_rounded(value, codes, scales, row, at, mask, SIZE)
+    store_quantised(value, codes, scales, row, at, mask, SIZE)
 
 
-def round_rows(x: Tensor) -> Rounded:
-    """Each row as e4m3 codes and a scale."""
+def quantise_rows(x: Tensor) -> QuantisedInputs:
+    """Quantise each row to e4m3 codes with one scale."""
     rows, size = x.shape
-    rounded, codes, scales = room(rows, size, x, Rounding("rows"))
-    assert isinstance(rounded, Rounded)
+    quantised, codes, scales = allocate(rows, size, x, InputQuant("rows"))
+    assert isinstance(quantised, QuantisedInputs)
     width = triton.next_power_of_2(size)
-    round_rows_kernel[(rows,)](
+    quantise_rows_kernel[(rows,)](
         x,
         codes,
         scales,
@@ -65,20 +67,20 @@ def round_rows(x: Tensor) -> Rounded:
         num_warps=min(16, max(1, width // 512)),
         **pdl.options(),
     )
-    return rounded
+    return quantised
 
 
 @dataclass(frozen=True, slots=True)
 class Planes:
-    """Rows of inputs as two planes of int8, the second one what the first leaves of each value."""
+    """Activations as two int8 planes; the second holds the quantisation error of the first."""
 
-    codes: Tensor  # int8 [2 M, K rounded up to whole blocks]
+    codes: Tensor  # int8 [2 M, K padded to whole blocks]
     scales: Tensor  # float32 [blocks, 2 M]
-    sums: Tensor  # float32 [groups, 2 M]: of what the codes stand for
+    sums: Tensor  # float32 [groups, 2 M]: sums of the dequantised values
 
 
 @triton.jit
-def round_blocks_kernel(
+def quantise_blocks_kernel(
     x,
     perm,
     codes,
@@ -91,7 +93,7 @@ def round_blocks_kernel(
     GROUP: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One row and one block; input k comes from order[k] where the weights lie in another order."""
+    """Quantise one block of one row; with `perm`, input k is read from perm[k]."""
     pdl.begin(PDL)
     row = tl.program_id(0)
     block = tl.program_id(1)
@@ -102,29 +104,29 @@ def round_blocks_kernel(
     if perm is not None:
         source = tl.load(perm + at, mask=mask, other=0)
     value = tl.load(x + row.to(tl.int64) * K + source, mask=mask, other=0.0).to(tl.float32)
-    most = tl.max(tl.max(tl.abs(value), 1), 0)
-    scale = most / 127.0
-    inverse = tl.where(most > 0, 127.0 / most, 0.0)
+    largest = tl.max(tl.max(tl.abs(value), 1), 0)
+    scale = largest / 127.0
+    inverse = tl.where(largest > 0, 127.0 / largest, 0.0)
     group = block * groups + tl.arange(0, groups)
     for plane in tl.static_range(2):
-        rounded = tl.floor(value * inverse + 0.5)
+        code = tl.floor(value * inverse + 0.5)
         target = plane * M + row
-        tl.store(codes + target.to(tl.int64) * K_PAD + at, rounded.to(tl.int8))
+        tl.store(codes + target.to(tl.int64) * K_PAD + at, code.to(tl.int8))
         tl.store(scales + block * 2 * M + target, scale)
-        tl.store(sums + group * 2 * M + target, tl.sum(rounded, 1) * scale)
-        value -= rounded * scale
-        scale /= 254.0  # at most half of a step is left
+        tl.store(sums + group * 2 * M + target, tl.sum(code, 1) * scale)
+        value -= code * scale
+        scale /= 254.0  # the error is at most half a step
         inverse *= 254.0
 
 
-def round_blocks(x: Tensor, block: int, group: int, perm: Tensor | None = None) -> Planes:
-    """Rows as planes with a scale for `block` inputs, and sums over each `group` of them."""
+def quantise_blocks(x: Tensor, block: int, group: int, perm: Tensor | None = None) -> Planes:
+    """Quantise rows to planes with one scale per `block` inputs, and sums per `group` inputs."""
     rows, size = x.shape
     blocks = triton.cdiv(size, block)
     codes = x.new_empty((2 * rows, blocks * block), dtype=torch.int8)
     scales = x.new_empty((blocks, 2 * rows), dtype=torch.float32)
     sums = x.new_empty((blocks * (block // group), 2 * rows), dtype=torch.float32)
-    round_blocks_kernel[(rows, blocks)](
+    quantise_blocks_kernel[(rows, blocks)](
         x,
         perm,
         codes,
