@@ -121,7 +121,7 @@ def running(
 
     with httpx.Client(base_url=ready[0], timeout=20, verify=verify) as http:
         try:
-            yield Server(ready[0], http, client, stop)
+            yield Server(url=ready[0], http=http, client=client, stop=stop)
         finally:
             stop()
             listener.close()

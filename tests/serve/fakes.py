@@ -66,7 +66,15 @@ class Bytes:
         return None
 
 
-CARD = ModelCard("counter", "/models/counter", "Counter", 4096, Bytes(), TEMPLATE, {})
+CARD = ModelCard(
+    name="counter",
+    path="/models/counter",
+    architecture="Counter",
+    max_positions=4096,
+    tokenizer=Bytes(),
+    chat_template=TEMPLATE,
+    special_tokens={},
+)
 
 
 class CountingRunner:
@@ -118,7 +126,7 @@ class CountingRunner:
         return RowResult(tokens, drafts=(ord("a") + (end + count) % 26, ord("!")))
 
     def _score(self, token: int) -> TokenLogprob:
-        return TokenLogprob(token, -0.5, 1, [(token, -0.5), (ord("!"), -math.inf)])
+        return TokenLogprob(token, logprob=-0.5, rank=1, top=[(token, -0.5), (ord("!"), -math.inf)])
 
 
 class SleepingMemory:
@@ -129,7 +137,8 @@ class SleepingMemory:
 
     def held(self) -> MemoryReport:
         resident = 0 if self._file.exists() else 900
-        return MemoryReport("cpu", {"weights": MemoryPart(1000, resident)}, 5000 + resident, 4000)
+        parts = {"weights": MemoryPart(1000, resident)}
+        return MemoryReport("cpu", parts, total=5000 + resident, files=4000)
 
     def sleep(self) -> None:
         self._file.touch()
@@ -163,11 +172,16 @@ def build_engine(options: Options) -> tuple[Engine, EngineReport]:
     pool = BlockPool(options.num_blocks)
     scheduler = Scheduler(limits, pool, eos_ids=(EOS,), grammars=grammars)
     report = EngineReport(
-        limits.max_model_len,
-        limits.max_num_seqs,
-        limits.max_num_batched_tokens,
-        VOCAB,
-        Capacity(options.num_blocks, block_size, 1024, "set by the test"),
+        max_model_len=limits.max_model_len,
+        max_num_seqs=limits.max_num_seqs,
+        max_num_batched_tokens=limits.max_num_batched_tokens,
+        vocab_size=VOCAB,
+        capacity=Capacity(
+            num_blocks=options.num_blocks,
+            block_size=block_size,
+            bytes_per_block=1024,
+            reason="set by the test",
+        ),
     )
     memory = SleepingMemory(options.sleep_file) if options.sleep_file is not None else None
     return Engine(scheduler, CountingRunner(options.step_s), memory=memory), report

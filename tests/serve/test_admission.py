@@ -80,8 +80,8 @@ def test_retry_after_has_bounds() -> None:
     rates = Rates()
     assert rates.seconds_for(10**9, 0) == 1.0  # no data
     busy, before = EngineStats(num_running=1, num_steps=5), EngineStats(num_steps=4)
-    rates.observe(0.0, busy, before, 0)
-    rates.observe(10.0, busy, before, 0)
+    rates.observe(0.0, busy, before, num_finished=0)
+    rates.observe(10.0, busy, before, num_finished=0)
     assert rates.seconds_for(0, 1) == 60.0  # no progress
-    rates.observe(11.0, EngineStats(num_steps=6), busy, 5)
+    rates.observe(11.0, EngineStats(num_steps=6), busy, num_finished=5)
     assert rates.seconds_for(0, 1) == 1.0  # idle: old samples are dropped

@@ -40,7 +40,7 @@ def test_requests_and_idle_time_add_up_to_the_elapsed_time(overlap: bool) -> Non
 
     runner = world.runner
     runner.submit = lambda plan: _Done(runner.run(plan))  # type: ignore[attr-defined]
-    engine = Engine(world.scheduler, runner, now, overlap)  # type: ignore[arg-type]
+    engine = Engine(world.scheduler, runner, clock=now, overlap=overlap)  # type: ignore[arg-type]
     began = times[-1]
     for i in range(8):
         engine.add(request(f"r{i}", [1, 2, 3, i], max_tokens=9, ignore_eos=True))

@@ -16,12 +16,24 @@ from windlass.core.types import Timeline
 from windlass.serve.explain import explained, trace_json
 from windlass.serve.trace_store import TraceStore
 
-REPORT = EngineReport(2048, 8, 512, 1000, Capacity(100, 16, 2**20, "set by the test"))
+REPORT = EngineReport(
+    max_model_len=2048,
+    max_num_seqs=8,
+    max_num_batched_tokens=512,
+    vocab_size=1000,
+    capacity=Capacity(
+        num_blocks=100, block_size=16, bytes_per_block=2**20, reason="set by the test"
+    ),
+)
+
+
+def timeline(admitted: float, first_token: float, last_token: float, **counts: int) -> Timeline:
+    return Timeline(0.0, admitted, first_token, last_token=last_token, **counts)
 
 
 def trace(**changes: Any) -> RequestTrace:
     """Queued 1.9 s, prompt 0.1 s, decode 0.3 s."""
-    times = Timeline(0.0, 1.9, 2.0, 2.3, num_prompt=40, num_output=31, num_chunks=1)
+    times = timeline(1.9, 2.0, 2.3, num_prompt=40, num_output=31, num_chunks=1)
     values: dict[str, Any] = {
         "request_id": "r",
         "timeline": times,
@@ -33,7 +45,7 @@ def trace(**changes: Any) -> RequestTrace:
         "short_blocks": 0,
         "first_miss": 0,
         "why_missed": "never seen",
-        "chunks": [Chunk(0, 40, 52, 13, 0.1)],
+        "chunks": [Chunk(0, 40, step_tokens=52, step_rows=13, seconds=0.1)],
         "batch": (1, 9, 13),
         "mixed_steps_s": 0.05,
         "drafted": [],
@@ -82,17 +94,20 @@ def blocked(name: str, seconds: float = 1.9) -> tuple[float, ...]:
             None,
         ),
         (
-            {"timeline": Timeline(0.0, 0.1, 0.2, 2.3, num_prompt=40, num_output=31)},
+            {"timeline": timeline(0.1, 0.2, 2.3, num_prompt=40, num_output=31)},
             "2.1 s of 2.3 s were spent generating 31 tokens, 70 ms each, in batches of 1 to 13 (median 9).",
             None,
             None,
         ),
         (
             {
-                "timeline": Timeline(
-                    0.0, 0.1, 2.1, 2.3, num_prompt=900, num_cached=100, num_output=3, num_chunks=2
+                "timeline": timeline(
+                    0.1, 2.1, 2.3, num_prompt=900, num_cached=100, num_output=3, num_chunks=2
                 ),
-                "chunks": [Chunk(100, 128, 128, 1, 1.0), Chunk(228, 128, 130, 3, 1.0)],
+                "chunks": [
+                    Chunk(100, 128, step_tokens=128, step_rows=1, seconds=1.0),
+                    Chunk(228, 128, step_tokens=130, step_rows=3, seconds=1.0),
+                ],
             },
             "2.0 s of 2.3 s were spent computing the prompt: 800 tokens in 2 steps; 100 more were "
             "cached.",
@@ -111,7 +126,7 @@ def test_sentence_and_setting(
 
 
 def test_preemptions_and_drafts_are_reported() -> None:
-    times = Timeline(0.0, 0.1, 0.2, 2.3, num_prompt=4, num_output=9, num_preemptions=2)
+    times = timeline(0.1, 0.2, 2.3, num_prompt=4, num_output=9, num_preemptions=2)
     times.num_drafted, times.num_accepted = 7, 3
     example = trace(
         timeline=times,

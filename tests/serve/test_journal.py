@@ -17,7 +17,15 @@ def add(request_id: str, **sampling: object) -> Add:
 
 
 def admission(request_id: str, slot: int) -> SlotInit:
-    return SlotInit(request_id, SlotId(slot), [1], 1, SamplingParams(), frozenset(), 0)
+    return SlotInit(
+        request_id=request_id,
+        slot=SlotId(slot),
+        tokens=[1],
+        num_prompt=1,
+        sampling=SamplingParams(),
+        stop_ids=frozenset(),
+        seed=0,
+    )
 
 
 def names(path: Path) -> list[str]:

@@ -37,7 +37,10 @@ class Rates:
     def __init__(self) -> None:
         self._samples: deque[_Sample] = deque()
 
-    def observe(self, at: float, stats: EngineStats, last: EngineStats, num_finished: int) -> None:
+    def observe(
+        self, at: float, stats: EngineStats, last: EngineStats, *, num_finished: int
+    ) -> None:
+        """Add a sample of the engine's stats; `last` are the previous ones."""
         num_tokens = stats.num_prompt_tokens_computed + stats.num_generated_tokens
         # A new engine counts from zero, and idle time does not measure speed.
         if last.num_steps == 0 or stats.num_running + stats.num_waiting == 0:
@@ -79,7 +82,8 @@ class AdmissionControl:
         self._rates = Rates()
 
     def observe(self, stats: EngineStats, last: EngineStats) -> None:
-        self._rates.observe(self._clock(), stats, last, self._client.num_finished)
+        num_finished = self._client.num_finished
+        self._rates.observe(self._clock(), stats, last, num_finished=num_finished)
 
     def check_possible(self, num_requests: int) -> None:
         """Raise RequestError if `num_requests` at once exceed the limits even of an idle server.

@@ -168,14 +168,17 @@ class CompletionFormatter:
             return None
         logprobs: Json = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
         if self._body.echo and delta.first:
-            self._append(logprobs, delta.index, completion.request.prompt[0], None)
+            self._append(logprobs, delta.index, completion.request.prompt[0])
             for logprob in completion.prompt_logprobs:
-                self._append(logprobs, delta.index, logprob.token, logprob)
+                self._append(logprobs, delta.index, logprob.token, logprob=logprob)
         for logprob in delta.logprobs:
-            self._append(logprobs, delta.index, logprob.token, logprob)
+            self._append(logprobs, delta.index, logprob.token, logprob=logprob)
         return logprobs
 
-    def _append(self, logprobs: Json, index: int, token: int, logprob: TokenLogprob | None) -> None:
+    def _append(
+        self, logprobs: Json, index: int, token: int, *, logprob: TokenLogprob | None = None
+    ) -> None:
+        """Append one token; `logprob` None: the first token of the prompt has none."""
         text = self._tokenizer.token_text(token)
         logprobs["tokens"].append(text)
         logprobs["text_offset"].append(self._offsets[index])

@@ -63,15 +63,16 @@ def _count_keys(raw: bytes, what: str) -> int:
     """
     # Without escaped quotes, every second part between quotes is outside of strings.
     unescaped = raw.replace(rb"\\", b"").replace(rb"\"", b"")
-    _check_count(what, unescaped.count(b'"') // 2, "strings", limits.MAX_STRINGS)
+    _check_count(what, "strings", unescaped.count(b'"') // 2, limit=limits.MAX_STRINGS)
     outside = b"".join(unescaped.split(b'"')[::2])
     num_containers = outside.count(b"[") + outside.count(b"{")
-    _check_count(what, num_containers, "arrays and objects", limits.MAX_CONTAINERS)
-    _check_count(what, outside.count(b",") + num_containers, "values", limits.MAX_VALUES)
+    _check_count(what, "arrays and objects", num_containers, limit=limits.MAX_CONTAINERS)
+    num_values = outside.count(b",") + num_containers
+    _check_count(what, "values", num_values, limit=limits.MAX_VALUES)
     return outside.count(b":")
 
 
-def _check_count(what: str, count: int, kind: str, limit: int) -> None:
+def _check_count(what: str, kind: str, count: int, *, limit: int) -> None:
     if count > limit:
         raise RequestError(f"{what} has {count:,} {kind}; this server accepts at most {limit:,}.")
 

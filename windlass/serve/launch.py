@@ -130,7 +130,7 @@ async def serve_until(stop: asyncio.Event, parts: ServerParts) -> int:
         await asyncio.sleep(0)  # sends the build to the engine process
         from windlass.serve.server import Server
 
-        server = Server(client, card, parts.config, parts.listener)
+        server = Server(client, card, config=parts.config, listener=parts.listener)
     except BaseException:
         engine.cancel()
         await asyncio.gather(engine, return_exceptions=True)

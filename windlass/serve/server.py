@@ -56,7 +56,8 @@ class _UvicornServer(uvicorn.Server):
             app_state=self.lifespan.state,
         )
         self.servers: list[Any] = [
-            TlsListener(each, self._tls, make_protocol, self._connections) for each in sockets
+            TlsListener(each, self._tls, make_protocol=make_protocol, connections=self._connections)
+            for each in sockets
         ]
         self.started = True
 
@@ -69,7 +70,12 @@ class Server:
     """Owns the HTTP server and, through the client, the engine process."""
 
     def __init__(
-        self, client: EngineClient, card: ModelCard, config: ServeConfig, listener: socket.socket
+        self,
+        client: EngineClient,
+        card: ModelCard,
+        *,
+        config: ServeConfig,
+        listener: socket.socket,
     ) -> None:
         self._client = client
         self._config = config

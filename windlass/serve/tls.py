@@ -49,6 +49,7 @@ class TlsListener:
         self,
         listener: socket.socket,
         context: ssl.SSLContext,
+        *,
         make_protocol: Callable[[], LimitedProtocol],
         connections: Connections,
     ) -> None:
