@@ -130,5 +130,5 @@ def running(
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
     """A server shared by the tests of a module."""
-    with running() as made:
-        yield made
+    with running() as server:
+        yield server

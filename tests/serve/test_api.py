@@ -83,9 +83,9 @@ def test_completion_defaults_to_sixteen_tokens(server: Server) -> None:
 
 
 def test_chat_defaults_to_the_rest_of_the_context(server: Server) -> None:
-    answer = server.chat().json()
-    assert answer["usage"]["total_tokens"] == 2048
-    assert answer["choices"][0]["finish_reason"] == "length"
+    body = server.chat().json()
+    assert body["usage"]["total_tokens"] == 2048
+    assert body["choices"][0]["finish_reason"] == "length"
 
 
 def test_the_eos_token_is_not_text(server: Server) -> None:
@@ -99,8 +99,8 @@ def test_the_eos_token_is_not_text(server: Server) -> None:
 def test_prompts_times_n(server: Server, stream: bool) -> None:
     response = server.complete(prompt=["a", "bc"], n=2, max_tokens=3, stream=stream)
     texts = ["", "", "", ""]
-    for answer in events(response) if stream else [response.json()]:
-        for choice in answer["choices"]:
+    for body in events(response) if stream else [response.json()]:
+        for choice in body["choices"]:
             texts[choice["index"]] += choice["text"]
     assert texts == ["cde", "cde", "def", "def"]
 
@@ -234,8 +234,8 @@ def test_ignored_and_neutral_fields_are_accepted(server: Server) -> None:
 def test_a_response_message_can_be_sent_back(server: Server) -> None:
     """The OpenAI client adds empty fields to a message, which the next request contains."""
     client = server.openai.chat.completions
-    answer = client.create(model="counter", messages=HELLO, max_tokens=2).choices[0].message
-    again = [*HELLO, answer.model_dump(), {"role": "user", "content": [_text("and"), _text("x")]}]
+    message = client.create(model="counter", messages=HELLO, max_tokens=2).choices[0].message
+    again = [*HELLO, message.model_dump(), {"role": "user", "content": [_text("and"), _text("x")]}]
     assert client.create(model="counter", messages=again, max_tokens=1).choices
 
 
@@ -255,13 +255,15 @@ def _text(text: str) -> dict[str, str]:
 
 
 def test_tokenize_and_back(server: Server) -> None:
-    made = server.http.post("/tokenize", json={"prompt": "né", "return_token_strs": True}).json()
-    assert made["tokens"] == [256, 110, 195, 169]
-    assert made["count"] == 4
-    assert made["max_model_len"] == 2048
-    assert made["token_strs"][:2] == ["<s>", "n"]
-    back = server.http.post("/detokenize", json={"tokens": made["tokens"][1:]}).json()
-    assert back == {"prompt": "".join(made["token_strs"][1:])}
+    tokenized = server.http.post(
+        "/tokenize", json={"prompt": "né", "return_token_strs": True}
+    ).json()
+    assert tokenized["tokens"] == [256, 110, 195, 169]
+    assert tokenized["count"] == 4
+    assert tokenized["max_model_len"] == 2048
+    assert tokenized["token_strs"][:2] == ["<s>", "n"]
+    back = server.http.post("/detokenize", json={"tokens": tokenized["tokens"][1:]}).json()
+    assert back == {"prompt": "".join(tokenized["token_strs"][1:])}
     chat = server.http.post("/tokenize", json={"messages": HELLO}).json()
     text = server.http.post("/apply-template", json={"messages": HELLO}).json()["prompt"]
     assert bytes(chat["tokens"]).decode() == text == "<user>Hello</><assistant>"

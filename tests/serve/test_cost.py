@@ -22,9 +22,11 @@ PRICE = 3600.0  # one dollar per second
 @pytest.fixture(scope="module")
 def priced() -> Iterator[Server]:
     build = counting(Options(step_s=0.002))
-    with running(build, price_per_hour=PRICE, api_key=("one", "two"), admin_key=("boss",)) as made:
-        made.http.headers["Authorization"] = "Bearer one"
-        yield made
+    with running(
+        build, price_per_hour=PRICE, api_key=("one", "two"), admin_key=("boss",)
+    ) as server:
+        server.http.headers["Authorization"] = "Bearer one"
+        yield server
 
 
 @pytest.mark.parametrize("overlap", [False, True])

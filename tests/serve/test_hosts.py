@@ -90,9 +90,9 @@ def test_the_own_origin_is_served(server: Server) -> None:
 @pytest.fixture(scope="module")
 def opened() -> Iterator[Server]:
     options = {"allowed_hosts": ("api.example",), "allowed_origins": ("http://shop.example",)}
-    with running(**options, api_key=("one",)) as made:
-        made.http.headers["Authorization"] = "Bearer one"
-        yield made
+    with running(**options, api_key=("one",)) as server:
+        server.http.headers["Authorization"] = "Bearer one"
+        yield server
 
 
 def test_options_extend_the_lists(opened: Server) -> None:
@@ -107,8 +107,8 @@ def test_options_extend_the_lists(opened: Server) -> None:
 
 def test_a_preflight_succeeds_for_allowed_origins_only(opened: Server) -> None:
     for origin, status in {"http://shop.example": 200, "http://evil.example": 403}.items():
-        asking = {"Origin": origin, "Access-Control-Request-Method": "POST"}
-        assert opened.http.options(TEXT, headers=asking).status_code == status
+        preflight = {"Origin": origin, "Access-Control-Request-Method": "POST"}
+        assert opened.http.options(TEXT, headers=preflight).status_code == status
 
 
 def test_a_star_allows_any_origin_and_host() -> None:

@@ -41,12 +41,14 @@ def test_draft_tokens_have_vllms_metric_names() -> None:
 @given(st.lists(st.tuples(st.floats(0, 100), st.integers(1, 4))))
 def test_a_fast_histogram_exports_like_a_histogram(seen: list[tuple[float, int]]) -> None:
     """Also for values on bucket bounds; only the creation time differs."""
-    mine, others = CollectorRegistry(), CollectorRegistry()
+    ours, reference = CollectorRegistry(), CollectorRegistry()
     bounds = (0.5, 1, 2.5, 40)
     fast = FastHistogram(
-        "x:y_seconds", "Help.", label=("model_name", "m"), buckets=bounds, registry=mine
+        "x:y_seconds", "Help.", label=("model_name", "m"), buckets=bounds, registry=ours
     )
-    histogram = Histogram("x:y_seconds", "Help.", ("model_name",), registry=others, buckets=bounds)
+    histogram = Histogram(
+        "x:y_seconds", "Help.", ("model_name",), registry=reference, buckets=bounds
+    )
     histogram.labels("m")
     for amount, times in [*seen, *((bound, 1) for bound in bounds)]:
         fast.observe(amount, times)
@@ -58,6 +60,6 @@ def test_a_fast_histogram_exports_like_a_histogram(seen: list[tuple[float, int]]
         sums = [float(line.split()[-1]) for line in lines if line.startswith(b"x:y_seconds_sum")]
         return [each for each in lines if not re.search(rb"_(sum|created)\{", each)], sums
 
-    (names, sums), (want_names, want_sums) = read(mine), read(others)
-    assert names == want_names
-    assert sums == pytest.approx(want_sums)
+    (names, sums), (expected_names, expected_sums) = read(ours), read(reference)
+    assert names == expected_names
+    assert sums == pytest.approx(expected_sums)

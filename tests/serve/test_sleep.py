@@ -23,15 +23,15 @@ def post_admin(server: Server, path: str, **body: object) -> httpx.Response:
 @pytest.fixture(scope="module")
 def sleepable(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     file = tmp_path_factory.mktemp("sleep") / "asleep"
-    with running(counting(Options(sleep_file=str(file))), admin_key=("boss",)) as made:
-        yield made
+    with running(counting(Options(sleep_file=str(file))), admin_key=("boss",)) as server:
+        yield server
 
 
 @pytest.fixture(scope="module")
 def restarting() -> Iterator[Server]:
     """A server whose engine releases memory only by ending its process."""
-    with running(counting(Options(step_s=0.002)), admin_key=("boss",)) as made:
-        yield made
+    with running(counting(Options(step_s=0.002)), admin_key=("boss",)) as server:
+        yield server
 
 
 def check_asleep(server: Server) -> None:

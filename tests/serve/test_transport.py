@@ -168,9 +168,9 @@ def test_pipelined_requests_have_a_limit(server: Server) -> None:
 def impatient() -> Iterator[Server]:
     """A server with short timeouts."""
     limits = {"header_timeout": 0.3, "body_timeout": 0.3, "keep_alive_timeout": 0.5}
-    with running(**limits, write_timeout=0.3) as made:
-        made.http.headers["Connection"] = "close"  # the test's own client would time out too
-        yield made
+    with running(**limits, write_timeout=0.3) as server:
+        server.http.headers["Connection"] = "close"  # the test's own client would time out too
+        yield server
 
 
 def test_incomplete_headers_get_408(impatient: Server) -> None:
@@ -235,8 +235,8 @@ FLOOD = {"prompt": "x", "max_tokens": 4000, "n": 4, "stream": True}
 def long_responses(**options: object) -> Iterator[Server]:
     """A server whose responses exceed the kernel's buffers."""
     build = counting(Options(max_model_len=8192, step_s=0.001))
-    with running(build, send_buffer=4096, **options) as made:
-        yield made
+    with running(build, send_buffer=4096, **options) as server:
+        yield server
 
 
 @pytest.mark.parametrize(

@@ -53,9 +53,8 @@ class GenerateProbe:
         task = self._running
         if task is None or (task.done() and self._clock() >= self._fresh_until):
             task = self._running = asyncio.create_task(self._probe())
-        return await asyncio.shield(
-            task
-        )  # a caller that disconnects must not cancel it for the others
+        # A caller that disconnects must not cancel the probe for the others.
+        return await asyncio.shield(task)
 
     async def _probe(self) -> ProbeResult:
         began, computed = self._clock(), _num_computed(self._client.stats)

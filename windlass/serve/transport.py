@@ -58,9 +58,7 @@ class LimitedProtocol(HttpToolsProtocol):
         self._discarding = False  # further input is ignored
         self._num_discarded = 0
         self._limit_error: tuple[Problem, CutReason] | None = None
-        self._running: RequestResponseCycle | None = (
-            None  # the request whose response is incomplete
-        )
+        self._running: RequestResponseCycle | None = None  # its response is incomplete
         # State of the request that is being received.
         self._in_body = False
         self._num_head_bytes = 0
