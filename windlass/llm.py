@@ -100,11 +100,11 @@ class LLM:
 
     def explain(self, result: RequestOutput) -> list[dict[str, Any]]:
         """Explain where the time of each completion went, as `windlass explain` does."""
-        from windlass.serve.explain import explained, trace_json
+        from windlass.serve.explain import explain_trace, trace_json
 
         starts = ((trace, trace.timeline.arrived) for trace in result.traces)
         return [
-            explained(trace, began, self.report) | trace_json(trace, began)
+            explain_trace(trace, began, self.report) | trace_json(trace, began)
             for trace, began in starts
         ]
 

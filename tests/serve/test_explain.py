@@ -13,7 +13,7 @@ from tests.serve.fakes import Options, counting
 from windlass.core.card import Capacity, EngineReport
 from windlass.core.trace import BLOCKERS, Chunk, RequestTrace
 from windlass.core.types import Timeline
-from windlass.serve.explain import explained, trace_json
+from windlass.serve.explain import explain_trace, trace_json
 from windlass.serve.trace_store import TraceStore
 
 REPORT = EngineReport(
@@ -119,7 +119,7 @@ def blocked(name: str, seconds: float = 1.9) -> tuple[float, ...]:
 def test_sentence_and_setting(
     changes: dict[str, Any], sentence: str, flag: str | None, value: object
 ) -> None:
-    found = explained(trace(**changes), 0.0, REPORT)
+    found = explain_trace(trace(**changes), 0.0, REPORT)
     assert found["sentence"] == sentence
     assert (found["setting"] and found["setting"]["flag"]) == flag
     assert (found["setting"] and found["setting"]["value"]) == value
@@ -145,7 +145,7 @@ def test_preemptions_and_drafts_are_reported() -> None:
         {"proposed": 4, "accepted": 2},
         {"proposed": 3, "accepted": 1},
     ]
-    sentence = explained(example, 0.0, REPORT)["sentence"]
+    sentence = explain_trace(example, 0.0, REPORT)["sentence"]
     assert "waiting for free KV blocks" in sentence
     assert "after 2 preemptions" in sentence
 

@@ -68,7 +68,7 @@ def test_children_have_their_own_seeds_and_ids() -> None:
     prepared = complete(preparer_of(), n=3, seed=7)
     assert [request.sampling.seed for request in prepared.requests] == [7, 8, 9]
     assert [r.request_id for r in prepared.requests] == [
-        f"{prepared.answer_id}-{i}" for i in range(3)
+        f"{prepared.response_id}-{i}" for i in range(3)
     ]
 
 

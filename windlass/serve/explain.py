@@ -133,7 +133,7 @@ def _drafts_json(trace: RequestTrace) -> Json:
     }
 
 
-def explained(trace: RequestTrace, began: float, report: EngineReport) -> Json:
+def explain_trace(trace: RequestTrace, began: float, report: EngineReport) -> Json:
     """Name the largest share of the time, and the setting that would have helped, if any."""
     phases = phases_of(trace, began)
     parts = {

@@ -13,8 +13,8 @@ from typing import Any
 from pydantic import ValidationError
 
 from windlass.errors import RequestError
+from windlass.serve.abbreviate import abbreviate
 from windlass.serve.body_limits import MAX_COMPARED_NAME_CHARS
-from windlass.serve.shown import shown
 
 _MAX_PARAM_CHARS = 100
 
@@ -79,7 +79,8 @@ def check_extra(extra: Mapping[str, Any], known: Iterable[str]) -> None:
             raise unknown_field(name, [*known, *_IGNORED])
         if value is not None and value not in _NEUTRAL[name]:
             raise RequestError(
-                f"{name} is not supported by this server; got {shown(value)}. Leave it out.", name
+                f"{name} is not supported by this server; got {abbreviate(value)}. Leave it out.",
+                name,
             )
 
 
@@ -90,7 +91,9 @@ def unknown_field(name: str, known: Iterable[str], param: str | None = None) -> 
     if len(name) <= MAX_COMPARED_NAME_CHARS:  # the comparison time grows with the length
         near = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
     hint = f"Did you mean {near[0]!r}?" if near else f"Known fields: {', '.join(names)}."
-    return RequestError(f"unknown field {shown(name)}. {hint}", param or name[:_MAX_PARAM_CHARS])
+    return RequestError(
+        f"unknown field {abbreviate(name)}. {hint}", param or name[:_MAX_PARAM_CHARS]
+    )
 
 
 def validation_error(error: ValidationError) -> RequestError:
@@ -112,4 +115,4 @@ def validation_error(error: ValidationError) -> RequestError:
                 f"{param} has {count:,} characters; at most {limit:,} are accepted.", param
             )
     message = _JSON_MESSAGES.get(first["type"], first["msg"])
-    return RequestError(f"{param}: {message}; got {shown(first['input'])}.", param)
+    return RequestError(f"{param}: {message}; got {abbreviate(first['input'])}.", param)

@@ -12,7 +12,7 @@ import msgspec
 
 from windlass.errors import RequestError
 from windlass.serve import body_limits as limits
-from windlass.serve.shown import shown
+from windlass.serve.abbreviate import abbreviate
 
 _MAX_NAME_CHARS = 100
 _MIN_INT, _MAX_INT = -(2**63), 2**64 - 1
@@ -23,7 +23,7 @@ def decode_object(raw: bytes) -> dict[str, Any]:
     num_keys = _count_keys(raw, "the body")
     body = _parse(raw, "the body")
     if not isinstance(body, dict):
-        raise RequestError(f"the body must be a JSON object, got {shown(body)}.")
+        raise RequestError(f"the body must be a JSON object, got {abbreviate(body)}.")
     found = len(body) + sum(
         _count_checked_keys(value, name[:_MAX_NAME_CHARS], param=name[:_MAX_NAME_CHARS])
         for name, value in body.items()

@@ -21,9 +21,9 @@ from windlass.core.sampling import SamplingParams
 from windlass.core.types import NewRequest
 from windlass.errors import RequestError
 from windlass.serve import body_limits
+from windlass.serve.abbreviate import abbreviate
 from windlass.serve.problems import ModelNotFound
 from windlass.serve.protocol import ChatRequest, CompletionRequest, Generation, Templated
-from windlass.serve.shown import shown
 from windlass.serve.structured import structured_of
 from windlass.serve.workers import Workers
 from windlass.text.request_builder import EncodedPrompt, Prompt, RequestBuilder, RequestOptions
@@ -64,7 +64,7 @@ _SAMPLING_FIELDS = (
 class Prepared:
     """The engine requests of one HTTP request. Choice i belongs to prompt i // n."""
 
-    answer_id: str
+    response_id: str
     prompts: list[EncodedPrompt]  # `text` is set where the client sent text or asks for an echo
     sampling: SamplingParams
     requests: tuple[NewRequest, ...]
@@ -109,7 +109,7 @@ class Preparer:
             return name
         others = f" and {len(adapters)} adapters (GET /v1/models)" if adapters else ""
         raise ModelNotFound(
-            f"the model {shown(name)} does not exist here. This server has "
+            f"the model {abbreviate(name)} does not exist here. This server has "
             f"{self._card.name!r}{others}.",
             "model",
         )
@@ -239,9 +239,9 @@ class Preparer:
         if not prompts:
             raise RequestError("prompt is empty; send at least one.", "prompt")
         unique = uuid.uuid4().hex
-        answer_id = f"{prefix}-{body.request_id or unique}"
+        response_id = f"{prefix}-{body.request_id or unique}"
         # A client may use its id twice; in the engine, ids are unique.
-        engine_id = f"{answer_id}-{unique}" if body.request_id else answer_id
+        engine_id = f"{response_id}-{unique}" if body.request_id else response_id
         options = RequestOptions(
             adapter=self.adapter_of(body.model),
             priority=body.priority or 0,
@@ -254,7 +254,7 @@ class Preparer:
         _check_total(num_prompts, sampling, report)
         _check_total_logprobs(sum(num_prompts), num_outputs, sampling, report)
         requests = builder.requests(engine_id, fitted, sampling, options)
-        return Prepared(answer_id, fitted, sampling, tuple(requests))
+        return Prepared(response_id, fitted, sampling, tuple(requests))
 
 
 def _as_prompts(prompt: Any) -> Sequence[Prompt]:

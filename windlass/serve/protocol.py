@@ -24,9 +24,9 @@ from windlass.core.sampling import MAX_N
 from windlass.core.types import PROBE_PRIORITY
 from windlass.errors import RequestError
 from windlass.serve import body_limits as limits
+from windlass.serve.abbreviate import abbreviate
 from windlass.serve.fields import check_extra, unknown_field, validation_error
 from windlass.serve.json_body import decode_object
-from windlass.serve.shown import shown
 
 _MAX_TOKEN_ID = 2**32 - 1
 
@@ -58,7 +58,7 @@ def _text_of(content: Any) -> str | None:
             raise _value_error('each part must be an object such as {"type": "text", "text": "…"}')
         if part["type"] != "text":
             raise _value_error(
-                f"parts of type {shown(part['type'])} are not supported; only 'text' is"
+                f"parts of type {abbreviate(part['type'])} are not supported; only 'text' is"
             )
         if not isinstance(part.get("text"), str):
             raise _value_error("a part of type 'text' needs a string in its field 'text'")

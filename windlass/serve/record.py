@@ -52,7 +52,7 @@ class Recorder:
         self, body: Generation, prepared: Prepared, completions: Sequence[Completion]
     ) -> None:
         """Write a completed request if it belongs to the recorded share."""
-        if not self._open or not self.chooses(prepared.answer_id):
+        if not self._open or not self.chooses(prepared.response_id):
             return
         records = _records(body, prepared, completions, tokenizer=self._tokenizer)
         with self._lock:

@@ -144,7 +144,7 @@ class CompletionResponse:
 
     def _start(self) -> Inbox:
         self._entry = self._traces.open(
-            self._prepared.answer_id,
+            self._prepared.response_id,
             owner=self._owner,
             began=self._ticket.began,
             request_ids=tuple(self._by_id),
@@ -174,7 +174,7 @@ class CompletionResponse:
         return None if traces is None else self._price.of(traces)
 
     async def _record(self) -> None:
-        if self._recorder is not None and self._recorder.chooses(self._prepared.answer_id):
+        if self._recorder is not None and self._recorder.chooses(self._prepared.response_id):
             # Decoding prompts of token ids is slow, and so may be the disk.
             await self._workers.releasing_gil(
                 self._recorder.record, self._body, self._prepared, self._completions
@@ -267,7 +267,7 @@ class CompletionResponse:
 
     def _envelope(self, object_name: str) -> Json:
         return {
-            "id": self._prepared.answer_id,
+            "id": self._prepared.response_id,
             "object": object_name,
             "created": self._created,
             "model": self._model,

@@ -96,13 +96,13 @@ class Completions:
         """Extra response headers; raises before anything is computed."""
         if not self._services.config.enable_request_id_headers:
             return {}
-        if not (prepared.answer_id.isascii() and prepared.answer_id.isprintable()):
+        if not (prepared.response_id.isascii() and prepared.response_id.isprintable()):
             raise RequestError(
-                f"request_id {prepared.answer_id!r} cannot be sent back as X-Request-Id: a header "
+                f"request_id {prepared.response_id!r} cannot be sent back as X-Request-Id: a header "
                 "has printable ASCII only. Use letters, digits and -.",
                 "request_id",
             )
-        return {"X-Request-Id": prepared.answer_id}
+        return {"X-Request-Id": prepared.response_id}
 
     async def _prepare(self, body: ChatRequest | CompletionRequest) -> tuple[Prepared, Formatter]:
         preparer, tokenizer = self._services.preparer, self._services.card.tokenizer

@@ -13,9 +13,9 @@ import msgspec
 from windlass.core.structured import StructuredOutputs
 from windlass.errors import RequestError
 from windlass.serve import body_limits as limits
+from windlass.serve.abbreviate import abbreviate
 from windlass.serve.json_body import decode
 from windlass.serve.protocol import Generation
-from windlass.serve.shown import shown
 
 # Older names of other servers, and what they are in `structured_outputs`.
 _GUIDED = {
@@ -57,7 +57,7 @@ def _response_format(asked: dict[str, Any]) -> dict[str, Any]:
         return {"json_object": True}
     if kind != "json_schema":
         raise RequestError(
-            f"type must be 'text', 'json_object' or 'json_schema', got {shown(kind)}."
+            f"type must be 'text', 'json_object' or 'json_schema', got {abbreviate(kind)}."
         )
     form = asked.get("json_schema")
     if not isinstance(form, dict) or "schema" not in form:

@@ -9,7 +9,7 @@ from windlass.core.trace import RequestTrace
 from windlass.errors import RequestError
 from windlass.serve.bodies import reply
 from windlass.serve.cost import NO_KEY, cost_json
-from windlass.serve.explain import Json, explained, phases_of, trace_json
+from windlass.serve.explain import Json, explain_trace, phases_of, trace_json
 from windlass.serve.keys import key_name
 from windlass.serve.services import Services
 from windlass.serve.trace_store import Entry
@@ -48,7 +48,7 @@ class TraceRoutes:
         }
         if traces:
             slowest = max(traces.values(), key=lambda each: phases_of(each, entry.began).total)
-            body |= explained(slowest, entry.began, self._services.client.report)
+            body |= explain_trace(slowest, entry.began, self._services.client.report)
         else:
             body |= {"dominated_by": None, "sentence": _NO_TRACE, "setting": None}
         completions = [
