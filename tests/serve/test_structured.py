@@ -55,26 +55,28 @@ def test_three_thousand_choices_are_accepted(server: Server) -> None:
 def test_a_hundred_equal_requests_are_compiled_once(server: Server) -> None:
     before = server.metric("grammar_compilations_total")
     with ThreadPoolExecutor(20) as pool:
-        asked = [pool.submit(server.chat, guided_regex="once+", max_tokens=2) for _ in range(100)]
-        assert {one.result().status_code for one in asked} == {200}
+        accepted = [
+            pool.submit(server.chat, guided_regex="once+", max_tokens=2) for _ in range(100)
+        ]
+        assert {each.result().status_code for each in accepted} == {200}
         wait_until(lambda: server.metric("grammar_compilations_total") == before + 1)
         bad = [pool.submit(server.chat, guided_regex="(once") for _ in range(100)]
-        assert {one.result().status_code for one in bad} == {400}
+        assert {each.result().status_code for each in bad} == {400}
     wait_until(lambda: server.metric("grammar_compilations_total") == before + 2)
 
 
-def test_streams_go_on_while_a_grammar_is_compiled() -> None:
-    """And what the request waits for is told while it waits."""
+def test_streams_continue_while_a_grammar_compiles() -> None:
+    """Explain reports the blocker of the waiting request."""
     build = counting(Options(grammar_compile_timeout=600.0))
     with ThreadPoolExecutor(1) as pool:
         with running(build, shutdown_timeout=0.1) as server:
             waiting = pool.submit(server.chat, response_format=FORMAT, request_id="endless")
             wait_until(lambda: server.metric("grammar_requests_waiting") == 1)
-            asked = {"model": "counter", "prompt": "Hi", "max_tokens": 300, "stream": True}
-            chunks = list(server.openai.completions.create(**asked))
+            request = {"model": "counter", "prompt": "Hi", "max_tokens": 300, "stream": True}
+            chunks = list(server.openai.completions.create(**request))
             assert "".join(chunk.choices[0].text for chunk in chunks).count("a") >= 300 // 26
             assert server.chat(guided_regex="a+").status_code == 200
             assert not waiting.done()
-            told = server.http.get("/v1/requests/chatcmpl-endless/explain").json()
-            assert "grammar" in told["completions"][0]["queue"]["blocked_by"]
+            explanation = server.http.get("/v1/requests/chatcmpl-endless/explain").json()
+            assert "grammar" in explanation["completions"][0]["queue"]["blocked_by"]
         assert waiting.result().status_code == 503
