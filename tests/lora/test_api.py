@@ -291,7 +291,7 @@ def test_answers_reach_their_caller() -> None:
         registry.fail("the engine died")
         with pytest.raises(WorkerDied):
             await second
-        assert (sent, registry.folders, registry._calls) == ([change, change], {}, {})
+        assert (sent, registry.folders, registry._pending) == ([change, change], {}, {})
 
     asyncio.run(main())
 
@@ -301,7 +301,7 @@ def test_loading_a_loaded_name_is_a_conflict() -> None:
     registry.on_reply(loaded("a", "/a"))
     with pytest.raises(AdapterConflict, match="is loaded already"):
         asyncio.run(registry.change(messages.LoadAdapter("a", "/a"), lambda _: None))
-    assert (registry.folders, registry._calls) == ({"a": "/a"}, {})
+    assert (registry.folders, registry._pending) == ({"a": "/a"}, {})
 
 
 def test_ten_thousand_loads_leave_no_state() -> None:
@@ -314,7 +314,7 @@ def test_ten_thousand_loads_leave_no_state() -> None:
                 await asyncio.sleep(0)
                 registry.on_reply(messages.AdapterReply(change))
                 assert await call == 0
-        assert (registry.folders, registry._calls) == ({}, {})
+        assert (registry.folders, registry._pending) == ({}, {})
 
     asyncio.run(main())
 
