@@ -86,8 +86,10 @@ def make_batch(
     singles = torch.tensor([s.first for s in spans if s.count == 1], dtype=torch.int32, device=CUDA)
     on_device = torch.tensor(tiles, dtype=torch.int32, device=CUDA).reshape(-1, 5)
     counters = torch.zeros(len(rows) * heads.num_kv, dtype=torch.int32, device=CUDA)
-    work = AttentionWork(singles, on_device, splits, counters)
-    return kv, StepBatch(positions, slots, tables, spans, [kv], work)
+    work = AttentionWork(singles=singles, tiles=on_device, splits=splits, counters=counters)
+    return kv, StepBatch(
+        positions=positions, token_slots=slots, tables=tables, spans=spans, kv=[kv], work=work
+    )
 
 
 ROWS = [
@@ -174,13 +176,19 @@ def test_adjacent_tokens_of_a_row_attend_to_each_other(
 
     heads, dtype = Heads(9, 3, 64), torch.bfloat16
     rows = [(start, width) for start in (1023, 0, 62, 63, 2000 - width, 128 - width)]
-    kv, plain = make_batch(rows, heads, dtype, splits)
+    kv, rows_batch = make_batch(rows, heads, dtype, splits)
     count = width * len(rows)
     singles = torch.arange(count, dtype=torch.int32, device=CUDA)
     counters = torch.zeros(count * heads.num_kv, dtype=torch.int32, device=CUDA)
-    assert plain.work is not None
-    work = AttentionWork(singles, plain.work.tiles[:0], splits, counters, width)
-    batch = replace(plain, work=work)
+    assert rows_batch.work is not None
+    work = AttentionWork(
+        singles=singles,
+        tiles=rows_batch.work.tiles[:0],
+        splits=splits,
+        counters=counters,
+        width=width,
+    )
+    batch = replace(rows_batch, work=work)
     qkv = randn(count, (heads.num_q + 2 * heads.num_kv) * heads.dim, dtype=dtype)
     angle = torch.rand(2048, heads.dim // 2, device=CUDA) * 6
     table = torch.cat([angle.cos(), angle.sin()], -1)
@@ -190,8 +198,8 @@ def test_adjacent_tokens_of_a_row_attend_to_each_other(
     scale = heads.dim**-0.5
     for window in (None, 50):
         ours = LayerKV(kv.keys.clone(), kv.values.clone())
-        queries = reference.rope_write(qkv, heads, table, norms, kv, plain)
-        want = reference.attention(queries, kv, plain, scale, window)
+        queries = reference.rope_write(qkv, heads, table, norms, kv, rows_batch)
+        want = reference.attention(queries, kv, rows_batch, scale, window)
         got = attend(qkv, heads, table, norms, ours, batch, scale, window)
         close(got, want, factor=2)
         close(ours.keys, kv.keys)

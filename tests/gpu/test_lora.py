@@ -49,7 +49,15 @@ def make_stacks(
     up = torch.zeros((slots + 1, max_rank * sum(sizes)), **kind)
     scales = torch.rand((*ranks.shape, max_rank), device="cuda") / 800 if quantised else None
     deltas: dict[int, list[LoraDelta]] = {slot: [] for slot in range(slots + 1)}
-    stacks = Stacks(down, up, ranks, sizes, deltas, scales, by_output)
+    stacks = Stacks(
+        down=down,
+        up=up,
+        ranks=ranks,
+        sizes=sizes,
+        deltas=deltas,
+        scales=scales,
+        by_output=by_output,
+    )
     for slot in range(1, slots + 1):
         rank = 1 + (slot * 7) % max_rank
         ranks[slot] = rank
@@ -73,8 +81,8 @@ def test_kernels_equal_the_reference(sizes: tuple[int, ...], counts: list[int], 
     x = torch.randn((len(slots), 1536), device="cuda", dtype=torch.bfloat16)
     y = torch.randn((len(slots), sum(sizes)), device="cuda", dtype=torch.bfloat16)
     device = torch.device("cuda")
-    plain, rows = Lora(stacks, ReferenceLora()), grouped(slots, device)
-    want = plain.end(y.clone(), x, rows)
+    reference, rows = Lora(stacks, ReferenceLora()), grouped(slots, device)
+    want = reference.end(y.clone(), x, rows)
     adapters = in_tiles(slots, counts, device)
     if max(counts) == 1:
         adapters = AdapterRows(adapters.slots)
@@ -88,14 +96,14 @@ def test_kernels_equal_the_reference(sizes: tuple[int, ...], counts: list[int], 
         from windlass.kernels.triton.norm import silu_mul
 
         active = kernel.gated(y.clone(), kernel.begin(x, adapters), adapters, silu_mul)
-        assert relative_error(active, plain.gated(y.clone(), x, rows, silu_mul)) < 0.02
+        assert relative_error(active, reference.gated(y.clone(), x, rows, silu_mul)) < 0.02
     if len(sizes) == 1:
-        need = Need(device, torch.bfloat16, Heads(4, 2, 64), 64)
+        need = Need(device=device, dtype=torch.bfloat16, heads=Heads(4, 2, 64), rotated=64)
         norm = RMSNorm(sizes[0], 1e-5, torch.bfloat16, choose_ops(need))
         norm.weight.data = torch.rand_like(y[0]) + 0.5
         residual = torch.randn_like(y)
         got = kernel.then(y.clone(), kernel.begin(x, adapters), adapters, residual.clone(), norm)
-        want = plain.then(y.clone(), x, rows, residual.clone(), norm)
+        want = reference.then(y.clone(), x, rows, residual.clone(), norm)
         assert relative_error(got[1], want[1]) < 0.01
         assert relative_error(got[0], want[0]) < 0.02
 

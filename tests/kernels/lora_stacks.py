@@ -31,7 +31,15 @@ def make_stacks(
         down, up = (torch.full(half.shape, -128, dtype=torch.int8) for half in (down, up))
         scales = torch.full((*all_ranks.shape, max_rank), float("nan"))[:, 2 : 2 + parts]
     deltas: dict[int, list[LoraDelta]] = {slot: [] for slot in range(count)}
-    stacks = Stacks(down, up, ranks, sizes, deltas, scales, by_output)
+    stacks = Stacks(
+        down=down,
+        up=up,
+        ranks=ranks,
+        sizes=sizes,
+        deltas=deltas,
+        scales=scales,
+        by_output=by_output,
+    )
     for slot in range(count):
         for part in range(parts):
             rank = RANKS[slot][part]

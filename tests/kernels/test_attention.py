@@ -30,7 +30,9 @@ def make_batch(
     kv = LayerKV(torch.randn(shape, generator=random), torch.randn(shape, generator=random))
     positions = torch.cat([torch.arange(s, s + c) for s, c in rows])
     slots = torch.repeat_interleave(torch.arange(len(rows)), torch.tensor([c for _, c in rows]))
-    return kv, StepBatch(positions, slots, tables, spans, [kv])
+    return kv, StepBatch(
+        positions=positions, token_slots=slots, tables=tables, spans=spans, kv=[kv]
+    )
 
 
 @pytest.mark.parametrize("window", [None, 1, 5, 1000])
@@ -59,11 +61,11 @@ def test_row_does_not_depend_on_other_rows() -> None:
     for span in batch.spans:
         part = slice(span.first, span.first + span.count)
         alone = StepBatch(
-            batch.positions[part],
-            batch.token_slots[part],
-            batch.tables,
-            [Span(0, span.count, span.start)],
-            [kv],
+            positions=batch.positions[part],
+            token_slots=batch.token_slots[part],
+            tables=batch.tables,
+            spans=[Span(0, span.count, span.start)],
+            kv=[kv],
         )
         got = torch_attention.attention(queries[part], kv, alone, 0.2)
         torch.testing.assert_close(got, together[part], atol=1e-5, rtol=1e-4)

@@ -52,8 +52,10 @@ def make_batch(heads: Heads, rows: list[tuple[int, int]]) -> tuple[LayerKV, Step
     singles = torch.tensor([s.first for s in spans if s.count == 1], dtype=torch.int32)
     on_device = torch.tensor(tiles, dtype=torch.int32).reshape(-1, 5)
     counters = torch.zeros(len(rows) * heads.num_kv, dtype=torch.int32)
-    work = AttentionWork(singles, on_device, 4, counters)
-    return kv, StepBatch(positions, slots, tables, spans, [kv], work)
+    work = AttentionWork(singles=singles, tiles=on_device, splits=4, counters=counters)
+    return kv, StepBatch(
+        positions=positions, token_slots=slots, tables=tables, spans=spans, kv=[kv], work=work
+    )
 
 
 @inside
@@ -130,7 +132,7 @@ def test_adjacent_tokens_of_a_row_attend_to_each_other(normed: bool, window: int
     heads, width = Heads(6, 2, 24), 4
     padding = 4  # the slot of unused tokens
     rows = [(600, 4), (0, 4), (14, 2), (126, 4)]
-    kv, plain = make_batch(heads, [*rows, (0, 1)])
+    kv, rows_batch = make_batch(heads, [*rows, (0, 1)])
     tokens = [(row, i) for row in range(len(rows)) for i in range(width)]
     used = [at for at, (row, i) in enumerate(tokens) if i < rows[row][1]]
     positions = torch.tensor([rows[r][0] + i if i < rows[r][1] else 0 for r, i in tokens]).int()
@@ -138,19 +140,26 @@ def test_adjacent_tokens_of_a_row_attend_to_each_other(normed: bool, window: int
     count = len(tokens)
     counters = torch.zeros(count * heads.num_kv, dtype=torch.int32)
     singles, tiles = torch.arange(count, dtype=torch.int32), torch.empty((0, 5), dtype=torch.int32)
-    work = AttentionWork(singles, tiles, 4, counters, width)
-    batch = StepBatch(positions, slots, plain.tables, [], [kv], work)
+    work = AttentionWork(singles=singles, tiles=tiles, splits=4, counters=counters, width=width)
+    batch = StepBatch(
+        positions=positions,
+        token_slots=slots,
+        tables=rows_batch.tables,
+        spans=[],
+        kv=[kv],
+        work=work,
+    )
     qkv = torch.randn(count, 10 * 24)
     angle = torch.rand(640, 12) * 6
     table = torch.cat([angle.cos(), angle.sin()], -1)
     norms = (torch.randn(24), torch.randn(24), 1e-6) if normed else None
     ours = LayerKV(kv.keys.clone(), kv.values.clone())
     own = torch.cat([qkv[used], torch.zeros(1, 10 * 24)])
-    queries = reference.rope_write(own, heads, table, norms, kv, plain)
-    want = reference.attention(queries, kv, plain, 0.2, window)[:-1]
+    queries = reference.rope_write(own, heads, table, norms, kv, rows_batch)
+    want = reference.attention(queries, kv, rows_batch, 0.2, window)[:-1]
     got = attend(qkv, heads, table, norms, ours, batch, 0.2, window)[used]
     torch.testing.assert_close(got, want, atol=1e-4, rtol=1e-3)
-    real = plain.tables[:padding].flatten().long()
+    real = rows_batch.tables[:padding].flatten().long()
     torch.testing.assert_close(ours.keys[real], kv.keys[real])
     torch.testing.assert_close(ours.values[real], kv.values[real])
     assert not counters.any()
@@ -167,9 +176,9 @@ def test_siblings_attend_to_the_first_token_and_themselves(
 
     heads, length, siblings = Heads(6, 2, 24), 3, 2
     starts, width = [600, 0, 14, 63, 127], length + siblings
-    kv, plain = make_batch(heads, [(start, length) for start in starts] + [(0, 1)] * 2)
+    kv, rows_batch = make_batch(heads, [(start, length) for start in starts] + [(0, 1)] * 2)
     padding, spare_slot = 5, 6
-    spare = int(plain.tables[spare_slot, 0])
+    spare = int(rows_batch.tables[spare_slot, 0])
     positions, slots, alternatives = [], [], []
     for row, start in enumerate(starts):
         positions += [*range(start, start + length), start + 1, start + 1]
@@ -180,9 +189,22 @@ def test_siblings_attend_to_the_first_token_and_themselves(
     count = len(slots)
     counters = torch.zeros(count * heads.num_kv, dtype=torch.int32)
     singles, tiles = torch.arange(count, dtype=torch.int32), torch.empty((0, 5), dtype=torch.int32)
-    work = AttentionWork(singles, tiles, 4, counters, width, siblings, spare)
+    work = AttentionWork(
+        singles=singles,
+        tiles=tiles,
+        splits=4,
+        counters=counters,
+        width=width,
+        siblings=siblings,
+        spare=spare,
+    )
     batch = StepBatch(
-        torch.tensor(positions).int(), torch.tensor(slots).int(), plain.tables, [], [kv], work
+        positions=torch.tensor(positions).int(),
+        token_slots=torch.tensor(slots).int(),
+        tables=rows_batch.tables,
+        spans=[],
+        kv=[kv],
+        work=work,
     )
     qkv = torch.randn(count, 10 * 24)
     angle = torch.rand(640, 12) * 6
@@ -192,22 +214,22 @@ def test_siblings_attend_to_the_first_token_and_themselves(
     got = attend(qkv, heads, table, norms, ours, batch, 0.2, window)
     used = [row * width + i for row in range(len(starts)) for i in range(length)]
     own = torch.cat([qkv[used], torch.zeros(2, 10 * 24)])
-    queries = reference.rope_write(own, heads, table, norms, kv, plain)
-    want = reference.attention(queries, kv, plain, 0.2, window)[:-2]
+    queries = reference.rope_write(own, heads, table, norms, kv, rows_batch)
+    want = reference.attention(queries, kv, rows_batch, 0.2, window)[:-2]
     torch.testing.assert_close(got[used], want, atol=1e-4, rtol=1e-3)
-    real = plain.tables[: len(starts)].flatten().long()
+    real = rows_batch.tables[: len(starts)].flatten().long()
     torch.testing.assert_close(ours.keys[real], kv.keys[real])
     for row, at, j in alternatives:
         start = starts[row]
         separate = LayerKV(kv.keys.clone(), kv.values.clone())
         two = torch.tensor([start, start + 1]).int()
         batch = StepBatch(
-            two, torch.tensor([row, row]).int(), plain.tables, [Span(0, 2, start)], []
+            two, torch.tensor([row, row]).int(), rows_batch.tables, [Span(0, 2, start)], []
         )
         queries = reference.rope_write(qkv[[row * width, at]], heads, table, norms, separate, batch)
         alone = reference.attention(queries, separate, batch, 0.2, window)[1]
         torch.testing.assert_close(got[at], alone, atol=1e-4, rtol=1e-3)
-        block, offset = int(plain.tables[row, (start + 1) // 16]), (start + 1) % 16
+        block, offset = int(rows_batch.tables[row, (start + 1) // 16]), (start + 1) % 16
         for pages, own in ((ours.keys, separate.keys), (ours.values, separate.values)):
             torch.testing.assert_close(pages[spare, :, siblings * row + j], own[block, :, offset])
     assert not counters.any()

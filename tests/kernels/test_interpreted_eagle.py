@@ -24,7 +24,14 @@ def make_steps():
 
     torch.manual_seed(0)
     table, gains, hidden_gains = torch.randn(VOCAB, SIZE), torch.randn(SIZE), torch.randn(SIZE)
-    return FusedSteps(table, gains, hidden_gains, EPS, torch.arange(DRAFTS) + 3, 100)
+    return FusedSteps(
+        table=table,
+        gains=gains,
+        hidden_gains=hidden_gains,
+        eps=EPS,
+        offsets=torch.arange(DRAFTS) + 3,
+        max_positions=100,
+    )
 
 
 def expected_inputs(steps, ids: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:

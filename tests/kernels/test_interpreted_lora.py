@@ -35,15 +35,15 @@ def compare(
     torch.manual_seed(0)
     stacks = make_stacks(sizes, quantised)
     x, y = torch.randn(len(slots), NUM_IN), torch.randn(len(slots), sum(sizes))
-    plain, kernel = Lora(stacks, ReferenceLora()), Lora(stacks, TritonLora())
+    reference, kernel = Lora(stacks, ReferenceLora()), Lora(stacks, TritonLora())
     rows = grouped(np.array(slots), CPU)
-    want = plain.end(y.clone(), x, rows)
+    want = reference.end(y.clone(), x, rows)
     got = kernel.end(y.clone(), kernel.begin(x, adapters), adapters)
     torch.testing.assert_close(got, want, atol=2e-3, rtol=1e-4)
     if sizes == SIZES["gate, up"] and adapters.tiles is None:
         x = x / 50  # keeps exp(-gate) from overflowing in the interpreter
         active = kernel.gated(y.clone(), kernel.begin(x, adapters), adapters, silu_mul)
-        want = plain.gated(y.clone(), x, rows, silu_mul)
+        want = reference.gated(y.clone(), x, rows, silu_mul)
         torch.testing.assert_close(active, want, atol=1e-3, rtol=1e-3)
     base = [i for i, slot in enumerate(slots) if slot == 0]
     assert torch.equal(got[base], y[base])
@@ -89,15 +89,15 @@ def test_int8_codes_in_words(by_output: bool, sizes: tuple[int, ...], tiled: boo
     if tiled:
         adapters = in_tiles(np.array(slots), [1] * 4, CPU)
         x, y = x.float(), y.float()
-    kernel, plain = Lora(stacks, TritonLora()), Lora(stacks, ReferenceLora())
+    kernel, reference = Lora(stacks, TritonLora()), Lora(stacks, ReferenceLora())
     rows = grouped(np.array(slots), CPU)
     got = kernel.end(y.clone(), kernel.begin(x, adapters), adapters)
-    want = plain.end(y.float(), x.float(), rows)
+    want = reference.end(y.float(), x.float(), rows)
     torch.testing.assert_close(got.float(), want, atol=0.02, rtol=1e-3)
     if len(sizes) == 2 and not tiled:
         x = x / 50
         got = kernel.gated(y.clone(), kernel.begin(x, adapters), adapters, silu_mul)
-        want = plain.gated(y.float(), x.float(), rows, silu_mul)
+        want = reference.gated(y.float(), x.float(), rows, silu_mul)
         torch.testing.assert_close(got.float(), want, atol=0.02, rtol=1e-2)
 
 
@@ -116,18 +116,18 @@ def test_tiles_and_single_tokens_in_one_step(quantised: bool) -> None:
         tiles = in_tiles(slots * chunk, counts, CPU)
         single_slots = torch.from_numpy(slots * ~chunk).int()
         adapters = replace(tiles, slots=torch.from_numpy(slots).int(), single_slots=single_slots)
-        kernel, plain = Lora(stacks, TritonLora()), Lora(stacks, ReferenceLora())
+        kernel, reference = Lora(stacks, TritonLora()), Lora(stacks, ReferenceLora())
         groups, norm, residual = grouped(slots, CPU), _Norm(sum(sizes)), torch.randn_like(y)
         got = kernel.end(y.clone(), kernel.begin(x, adapters), adapters)
-        torch.testing.assert_close(got, plain.end(y.clone(), x, groups), atol=5e-3, rtol=1e-3)
+        torch.testing.assert_close(got, reference.end(y.clone(), x, groups), atol=5e-3, rtol=1e-3)
         if len(sizes) == 2:
             active = kernel.gated(y.clone(), kernel.begin(x, adapters), adapters, silu_mul)
-            want = plain.gated(y.clone(), x, groups, silu_mul)
+            want = reference.gated(y.clone(), x, groups, silu_mul)
             torch.testing.assert_close(active, want, atol=5e-3, rtol=1e-3)
         if len(sizes) == 1:
             low = kernel.begin(x, adapters)
             normed = kernel.then(y.clone(), low, adapters, residual.clone(), norm)
-            want = plain.then(y.clone(), x, groups, residual.clone(), norm)
+            want = reference.then(y.clone(), x, groups, residual.clone(), norm)
             torch.testing.assert_close(normed, want, atol=5e-3, rtol=1e-3)
 
 
@@ -158,8 +158,8 @@ def test_norm_after_the_delta(quantised: bool, by_output: bool, max_rank: int) -
     stacks = make_stacks((304,), quantised, 640, max_rank, by_output)
     x, y, residual = torch.randn(4, 640), torch.randn(4, 304), torch.randn(4, 304)
     adapters, norm = AdapterRows(torch.tensor(slots, dtype=torch.int32)), _Norm(304)
-    kernel, plain = Lora(stacks, TritonLora()), Lora(stacks, ReferenceLora())
-    want = plain.then(y.clone(), x, grouped(np.array(slots), CPU), residual.clone(), norm)
+    kernel, reference = Lora(stacks, TritonLora()), Lora(stacks, ReferenceLora())
+    want = reference.then(y.clone(), x, grouped(np.array(slots), CPU), residual.clone(), norm)
     low = kernel.begin(x, adapters)
     got = kernel.then(y.clone(), low, adapters, residual.clone(), norm)
     torch.testing.assert_close(got, want, atol=1e-2, rtol=1e-3)

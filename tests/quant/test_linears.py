@@ -53,7 +53,7 @@ def test_int4_quantises_activations_on_request(options: dict[str, bool]) -> None
     x = torch.randn(3, 384)
     scale = x.abs().amax(-1, keepdim=True) / 448
     rounded = (x / scale).to(torch.float8_e4m3fn).float() * scale
-    held = Linears(CPU, torch.float32, **options, round_int4=True).prepare(form)
+    held = Linears(CPU, torch.float32, **options, w4a8=True).prepare(form)
     assert held.form == "int4, groups of 128, activations per token"
     want = rounded @ form.dequantise().T
     torch.testing.assert_close(held.prepared.apply(x), want, rtol=1e-5, atol=1e-5)

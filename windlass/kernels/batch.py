@@ -82,17 +82,21 @@ class KVCache:
         self._owned = [_zeros((num_layers, 2, *shape), dtype, device)]
         if dtype in MAX_CODE:
             self._owned.append(_zeros((num_layers, 2, *shape[:3]), SCALE_DTYPE, device))
-        self.layers = [
-            LayerKV(*(half for tensor in self._owned for half in tensor[layer]))
-            for layer in range(num_layers)
-        ]
+        self.layers = [self._layer(layer) for layer in range(num_layers)]
+
+    def _layer(self, layer: int) -> LayerKV:
+        keys, values = self._owned[0][layer]
+        if len(self._owned) == 1:
+            return LayerKV(keys, values)
+        key_scales, value_scales = self._owned[1][layer]
+        return LayerKV(keys, values, key_scales, value_scales)
 
     @property
     def num_bytes(self) -> int:
         return sum(tensor.nbytes for tensor in self._owned)
 
     @property
-    def whole(self) -> Tensor | None:
+    def pages(self) -> Tensor | None:
         """Pages of all layers, [layers, 2, blocks, kv heads, block size, dim]; None if they hold codes."""
         return self._owned[0] if len(self._owned) == 1 else None
 

@@ -96,7 +96,7 @@ class Linears:
     A form stays packed if a kernel supports it, unless it is so small that a GPU gains nothing. If
     only the reference implementation is left, the device decides. GPU memory is scarce, so the weight
     stays packed and each call dequantises it. On a CPU that is far slower than an unquantised GEMM, so
-    the weight is dequantised at load. `reference` always dequantises at load. With `round_int4` the
+    the weight is dequantised at load. `reference` always dequantises at load. With `w4a8` the
     activations of int4 weights may be quantised to 8 bits.
     """
 
@@ -107,14 +107,14 @@ class Linears:
         gemm: TorchGemm | None = None,
         plain: bool = False,
         reference: bool = False,
-        round_int4: bool = False,
+        w4a8: bool = False,
     ) -> None:
         self.device = device
         self.dtype = dtype
         self.gemm = gemm or TorchGemm()
         self._plain = plain
         self._reference = reference
-        self._round_int4 = round_int4
+        self._w4a8 = w4a8
         self._kernels = [] if plain or reference else _kernels(device)
 
     def decide(self, form: Packed) -> Decision:
@@ -136,14 +136,14 @@ class Linears:
             return Decision(ReferenceLinear(), refusals)
         if self.device.type == "cpu":
             return Decision(ReferenceLinear(), refusals, f"unpacked: {_no_kernel(refusals)}")
-        refusals["others"] = _nothing_else(form, self.device)
+        refusals["others"] = _no_gpu_kernel(form, self.device)
         return Decision(ReferenceLinear(), refusals)
 
     def prepare(self, weight: Packed | Tensor) -> PackedGemm:
         """Choose a kernel and prepare the weight for it. Meta tensors get only a shape and a size."""
         if isinstance(weight, Tensor):
             return self._dense(weight)
-        if self._round_int4 and isinstance(weight, Int4Group):
+        if self._w4a8 and isinstance(weight, Int4Group):
             weight = replace(weight, activation="token")
         decision = self.decide(weight)
         prepared: Prepared
@@ -244,7 +244,7 @@ def _no_kernel(refusals: dict[str, str]) -> str:
     return f"no packed kernel takes it ({reasons})" if reasons else "no packed kernel for this CPU"
 
 
-def _nothing_else(form: Packed, device: torch.device) -> str:
+def _no_gpu_kernel(form: Packed, device: torch.device) -> str:
     """Why only the reference implementation is left on a GPU."""
     if isinstance(form, Float8) and device.type == "cuda" and torch.cuda.is_available():
         capability = torch.cuda.get_device_capability(device)

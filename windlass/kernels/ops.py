@@ -11,8 +11,8 @@ from windlass.core.card import Choice
 from windlass.kernels.batch import Heads, LayerKV, StepBatch
 from windlass.kernels.batch_invariant_attention import attention as batch_invariant_attention
 from windlass.kernels.gemm_io import Outputs, UnscaledOutputs
-from windlass.kernels.reference import embedding as plain_embedding
-from windlass.kernels.reference import gather as plain_gather
+from windlass.kernels.reference import embedding as reference_embedding
+from windlass.kernels.reference import gather as reference_gather
 from windlass.kernels.select import Need, Selection, select
 
 
@@ -25,8 +25,8 @@ class Ops:
     silu_mul: Callable[..., Tensor]
     rope_write: Callable[..., Tensor]
     attention: Callable[..., Tensor]
-    embedding: Callable[..., Tensor] = plain_embedding
-    gather: Callable[..., Tensor] = plain_gather
+    embedding: Callable[..., Tensor] = reference_embedding
+    gather: Callable[..., Tensor] = reference_gather
     fused_attention: Callable[..., Tensor] | None = None  # rope_write and attention in one call
     chosen: tuple[Selection, ...] = ()
 

@@ -99,7 +99,7 @@ def make_blueprint(config: EngineConfig, hparams: HParams, checkpoint: Checkpoin
         gemm,
         plain=config.model.plain_kernels,
         reference=config.model.dtype == "float32",
-        round_int4=config.model.quantization == "w4a8",
+        w4a8=config.model.quantization == "w4a8",
     )
     methods = choose_methods(config.model, hparams, checkpoint, linears)
     given = (dtype, device, longest, ops, methods.method_for)

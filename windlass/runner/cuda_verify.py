@@ -100,7 +100,7 @@ class CudaVerifyRunner(CudaRunner):
 
     def attach(self, drafter: Drafter) -> None:
         super().attach(drafter)
-        if drafter.num_siblings and self._cache.whole is not None:
+        if drafter.num_siblings and self._cache.pages is not None:
             shape = (self._slots.num_slots + 1, 1 + drafter.num_siblings)
             self._siblings = torch.full(shape, -1, dtype=torch.int32, device=self._device)
         for depth in self._depths:
@@ -316,7 +316,7 @@ class CudaVerifyRunner(CudaRunner):
         """Move the KV of accepted siblings to the positions of the draft tokens they replace."""
         from windlass.kernels.triton.verify import adopt
 
-        pages, slots = self._cache.whole, self._slots
+        pages, slots = self._cache.pages, self._slots
         assert pages is not None
         assert self._siblings is not None
         adopt(pages, inputs, chosen, slots.tables, self._siblings.shape[1] - 1, slots.spare)

@@ -1,1 +1,1 @@
-"""The same operations in Triton, for CUDA. Each is compared with its plain version in the tests."""
+"""Triton kernels for CUDA. Tests compare each with its reference implementation."""

@@ -19,9 +19,8 @@ _LOG2_E = 1.4426950408889634
 # Max programs (rows times kv heads) for RoPE and attention in one kernel. Fusing saves a launch, but
 # each program has more work before it reads keys. A quantised KV cache is never fused.
 _MAX_FUSED_PROGRAMS = 1024
-_MAX_FUSED_WIDTH = (
-    16  # tokens of a row whose keys one program writes: one per row of its query tile
-)
+# Max tokens of a row for the fused kernel: a program writes their keys, one per row of its query tile.
+_MAX_FUSED_WIDTH = 16
 _TILE_ROWS = 128  # query rows (tokens x heads of a group) per program
 
 

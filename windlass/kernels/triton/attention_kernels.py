@@ -128,13 +128,13 @@ def _causal(
     Windowed and BATCH_INVARIANT kernels mask all tiles: the compiler rounds unmasked tiles
     differently.
     """
-    whole = first if WINDOWED or BATCH_INVARIANT else seen // TILE
+    unmasked_end = first if WINDOWED or BATCH_INVARIANT else seen // TILE
     state = _scan(
-        state, q, query, pages, table, origin, head, first, whole, length, window, scale, cap,
+        state, q, query, pages, table, origin, head, first, unmasked_end, length, window, scale, cap,
         NUM_KV, DIM, SIZE, TILE, False, WINDOWED, CAPPED,
     )  # fmt: skip
     return _scan(
-        state, q, query, pages, table, origin, head, whole, tl.cdiv(length, TILE), length, window,
+        state, q, query, pages, table, origin, head, unmasked_end, tl.cdiv(length, TILE), length, window,
         scale, cap, NUM_KV, DIM, SIZE, TILE, True, WINDOWED, CAPPED,
     )  # fmt: skip
 

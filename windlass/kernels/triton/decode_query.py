@@ -129,12 +129,12 @@ def attend_self(
     """Add a token's own key, which is in no page of its row, to the softmax state if `sees`."""
     m, total, acc = state
     stride: tl.constexpr = (GROUP + 2) * NUM_KV * DIM
-    one = (g < 1)[:, None] & (d < DIM)[None, :]
+    mask = (g < 1)[:, None] & (d < DIM)[None, :]
     k_at = (GROUP * NUM_KV + head) * DIM + g * 0
     rotation = cos_sin + position.to(tl.int64) * DIM
-    k = _rotated(qkv, 0, 0, k_at, one, d, rotation, weight, eps, DIM, stride, NORM)
+    k = _rotated(qkv, 0, 0, k_at, mask, d, rotation, weight, eps, DIM, stride, NORM)
     v_at = (k_at + NUM_KV * DIM)[:, None] + d[None, :]
-    v = _load(qkv, 0, v_at, one, stride).to(qkv[0].dtype.element_ty).to(tl.float32)
+    v = _load(qkv, 0, v_at, mask, stride).to(qkv[0].dtype.element_ty).to(tl.float32)
     score = tl.sum(q.to(tl.float32) * tl.sum(k.to(tl.float32), 0)[None, :], 1) * scale
     score = tl.where(sees, score, float("-inf"))
     m_new = tl.maximum(m, score)

@@ -60,7 +60,7 @@ def _scan_block(
     REPEATED: tl.constexpr,
     INLINE: tl.constexpr,
 ):
-    """Accumulate a block of 2 HALF inputs: all or part of a group (GROUP >= 2 HALF), or two groups."""
+    """Accumulate a block of 2 HALF inputs: all or index of a group (GROUP >= 2 HALF), or two groups."""
     at = tl.arange(0, HALF)
     x_at = x + planes[None, :].to(tl.int64) * K_PAD + block * 2 * HALF + at[:, None]
     if REPEATED:
@@ -110,12 +110,12 @@ def _add_offsets(
 ):
     """Add the groups' offsets times the input sums [begin, end), of SUMMED inputs each."""
     for first in range(begin, end, 32):
-        part = first + tl.arange(0, 32)
-        at = (part * SUMMED // GROUP)[None, :] * N + outputs[:, None]
-        mask = (part < end)[None, :] & (outputs < N)[:, None]
+        index = first + tl.arange(0, 32)
+        at = (index * SUMMED // GROUP)[None, :] * N + outputs[:, None]
+        mask = (index < end)[None, :] & (outputs < N)[:, None]
         offset = tl.load(offsets + at, mask=mask, other=0.0).to(tl.float32)
-        sums_at = x_sums + part[:, None] * 2 * M + rows[None, :]
-        mask = (part < end)[:, None] & (rows < M)[None, :]
+        sums_at = x_sums + index[:, None] * 2 * M + rows[None, :]
+        mask = (index < end)[:, None] & (rows < M)[None, :]
         sums = tl.load(sums_at, mask=mask, other=0.0)
         if PLANES == 2:
             sums += tl.load(sums_at + M, mask=mask, other=0.0)

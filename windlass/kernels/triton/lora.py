@@ -88,8 +88,8 @@ class TritonLora(LoraKernel):
         self, dtype: torch.dtype, inputs: torch.dtype, max_rank: int, sizes: Sequence[int]
     ) -> bool:
         """For int8 codes, so that 16 bytes are 16 ranks of an output."""
-        whole = not any(size % RANK_TILE for size in (max_rank, *sizes))
-        return dtype is torch.int8 and inputs.itemsize == 2 and whole
+        aligned = not any(size % RANK_TILE for size in (max_rank, *sizes))
+        return dtype is torch.int8 and inputs.itemsize == 2 and aligned
 
     def begin(self, x: Tensor, stacks: Stacks, adapters: AdapterRows) -> tuple[Shrunk, ...]:
         """Run shrink for tiles, then for single tokens."""

@@ -33,8 +33,8 @@ def allocate(
 ) -> tuple[Inputs, Tensor, Tensor | None]:
     """Allocate a kernel's outputs: (result, tensor to store to, scales or None)."""
     if input_quant is None:
-        plain = like.new_empty((rows, size))
-        return plain, plain, None
+        out = like.new_empty((rows, size))
+        return out, out, None
     codes = like.new_empty((rows, size), dtype=torch.float8_e4m3fn)
     scales = like.new_empty((rows, 1), dtype=torch.float32)
     return QuantisedInputs(codes, scales, like.dtype), codes, scales

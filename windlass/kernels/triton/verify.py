@@ -240,7 +240,7 @@ def keep(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Per row: (number of kept tokens, index of the last kept token, number of the chosen sibling).
 
-    `back` [rows, width + 1 + ...] receives the sampled tokens of each row and the number of kept ones.
+    `back` [rows, width + 1 + ...] receives the sampled tokens of each row and the number of kept tokens.
     `last_tokens` receives the last kept token by slot.
     """
     size = back.shape[0]

@@ -32,7 +32,7 @@ def wide_linear_kernel(
     GROUP: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """out[M, N] = x[M, K] @ weight[N, K].T; a persistent program computes the tiles of one multiprocessor."""
+    """out[M, N] = x[M, K] @ weight[N, K].T; one persistent program per multiprocessor."""
     pdl.begin(PDL)
     row_tiles = tl.cdiv(M, ROWS)
     output_tiles = tl.cdiv(N, OUTPUTS)

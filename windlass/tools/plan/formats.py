@@ -235,7 +235,7 @@ class _Sizer:
             dtype,
             plain=config.plain_kernels or not self._target.present,
             reference=config.dtype == "float32",
-            round_int4=config.quantization == "w4a8",
+            w4a8=config.quantization == "w4a8",
         )
 
     def _parts(self, dtype: torch.dtype, method_for: Any) -> Parts:
