@@ -23,11 +23,11 @@ test: $(STAMP) ## Run all tests: make test ARGS="tests/core -x"
 	$(BIN)/python -m pytest $(ARGS)
 
 # The tests for every save: scheduler, engine loop, sampling, formats, text, API shapes, project rules.
-# Models are tiny or absent, and no server is started.
+# Models are tiny or fake, and nothing is downloaded.
 FAST := tests/core tests/quant tests/test_engine.py tests/test_folders.py tests/test_project.py tests/test_words.py \
 	$(addprefix tests/, cli/test_options.py lora/test_patterns.py lora/test_residency.py models/test_gguf_file.py \
-	models/test_hparams.py runner/test_mixed.py runner/test_prelaunch.py runner/test_sampler.py runner/test_verify.py \
-	serve/test_cost.py serve/test_journal.py serve/test_json_body.py serve/test_metrics.py serve/test_prepare.py \
+	models/test_hparams.py runner/test_grammar.py runner/test_mixed.py runner/test_prelaunch.py runner/test_sampler.py runner/test_verify.py \
+	serve/test_api.py serve/test_cost.py serve/test_explain.py serve/test_journal.py serve/test_json_body.py serve/test_metrics.py serve/test_prepare.py \
 	serve/test_quarantine.py text/test_chat_template.py text/test_stream.py)
 
 test-fast: $(STAMP) ## Run the tests for every save, about a minute
