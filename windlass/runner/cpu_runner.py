@@ -78,7 +78,7 @@ class CpuRunner(Runner):
             adapters=whole,
             logits_indices=LogitsIndices(two[:1], last),
         )
-        with ops.prompts_apart(batch):
+        with ops.prompt_spans(batch):
             hidden = self._network(two, batch)
         logits = self._network.logits(hidden, last)
         return logits, ops.argmax(logits)

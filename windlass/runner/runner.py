@@ -26,7 +26,7 @@ from windlass.core.types import (
 from windlass.errors import EngineError
 from windlass.kernels.batch import AdapterRows, KVCache, LogitsIndices, Span, StepBatch
 from windlass.kernels.gemm import TorchGemm
-from windlass.kernels.native.ops import prompts_apart
+from windlass.kernels.native.ops import prompt_spans
 from windlass.lora.bank import Bank
 from windlass.lora.base import Adapter
 from windlass.models.network import Network
@@ -182,7 +182,7 @@ class Runner:
     ) -> Tensor:
         if not batch.prompts:
             return self._network(ids, batch, aux_hidden_states)
-        with prompts_apart(batch):
+        with prompt_spans(batch):
             return self._network(ids, batch, aux_hidden_states)
 
     def _batch(self, plan: StepPlan) -> tuple[Tensor, StepBatch]:

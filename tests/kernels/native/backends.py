@@ -12,7 +12,7 @@ import hashlib
 import os
 import platform
 import subprocess
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -114,25 +114,40 @@ def run_checked(*command: str | Path) -> str:
     return done.stdout
 
 
-def build_selftest(config: pytest.Config, compiler: Sequence[str], flags: Sequence[str]) -> Path:
-    """Return the self-test program, compiled once for the same sources, compiler and flags."""
-    assert config.cache is not None
-    digest = hashlib.blake2b("\0".join((*compiler, *flags)).encode(), digest_size=8)
-    for path in [*_SELFTEST, *sorted(compiled.SOURCES.iterdir())]:
-        digest.update(path.read_bytes())
-    program = config.cache.mkdir("windlass_selftest") / digest.hexdigest()
-    if program.is_file():
+@dataclass(frozen=True, slots=True)
+class SelfTest:
+    """A build of selftest.cpp, and how to run it."""
+
+    compiler: tuple[str, ...]
+    flags: tuple[str, ...]
+    emulator: tuple[str, ...] = ()
+    arguments: tuple[str, ...] = ()  # one run for each; without any all checks run
+
+    def run(self, config: pytest.Config) -> str:
+        """Compile the program if it is not cached, run it, and return its output."""
+        assert config.cache is not None
+        program = self._build(config.cache.mkdir("windlass_selftest"))
+        calls = [(argument,) for argument in self.arguments] or [()]
+        return "".join(run_checked(*self.emulator, program, *call) for call in calls)
+
+    def _build(self, folder: Path) -> Path:
+        digest = hashlib.blake2b("\0".join((*self.compiler, *self.flags)).encode(), digest_size=8)
+        for path in [*_SELFTEST, *sorted(compiled.SOURCES.iterdir())]:
+            digest.update(path.read_bytes())
+        program = folder / digest.hexdigest()
+        if program.is_file():
+            return program
+        call = [*self.compiler, *self.flags, "-std=c++17", "-ffp-contract=off", "-pthread"]
+        call.append(f"-I{compiled.SOURCES}")
+        sources = [_SELFTEST[0], *sorted(compiled.SOURCES.glob("*.cpp"))]
+        objects = [program.with_name(f"{program.name}.{source.stem}.o") for source in sources]
+
+        def compile_source(source: Path, output: Path) -> None:
+            run_checked(*call, "-c", source, "-o", output)
+
+        with ThreadPoolExecutor(os.cpu_count()) as threads:
+            list(threads.map(compile_source, sources, objects))
+        run_checked(*call, *objects, "-o", program)
+        for path in objects:
+            path.unlink()
         return program
-    call = (*compiler, "-std=c++17", "-ffp-contract=off", "-pthread", f"-I{compiled.SOURCES}")
-    sources = [_SELFTEST[0], *sorted(compiled.SOURCES.glob("*.cpp"))]
-    objects = [program.with_name(f"{program.name}.{source.stem}.o") for source in sources]
-
-    def compile_source(source: Path, output: Path) -> None:
-        run_checked(*call, *flags, "-c", source, "-o", output)
-
-    with ThreadPoolExecutor(os.cpu_count()) as threads:
-        list(threads.map(compile_source, sources, objects))
-    run_checked(*call, *flags, *objects, "-o", program)
-    for path in objects:
-        path.unlink()
-    return program

@@ -1,5 +1,5 @@
-// What operations beside gemm mean, in double and one number at a time: what selftest_ops.h
-// compares with. Says nothing of gemm, which selftest.cpp defines.
+// Reference implementations in double precision of all operations but GEMMs, for selftest_ops.h.
+// selftest.cpp defines the GEMMs.
 
 #pragma once
 
@@ -18,8 +18,8 @@ namespace selftest {
 using Floats = std::vector<float>;
 using Doubles = std::vector<double>;
 
-inline void expect(const char* what, double found, double wanted, double most) {
-  if (std::fabs(found - wanted) <= most) return;
+inline void expect(const char* what, double found, double wanted, double tolerance) {
+  if (std::fabs(found - wanted) <= tolerance) return;
   std::printf("%s: %g instead of %g\n", what, found, wanted);
   std::exit(1);
 }
@@ -35,8 +35,8 @@ inline Doubles normalised(const double* x, const Floats& weight, double eps) {
 
 inline double silu(double x) { return x / (1.0 + std::exp(-x)); }
 
-// Pairs (i, i + half) turn by an angle given by its cosine and sine.
-inline Doubles turned(const Doubles& x, const float* cos_sin) {
+// Rotates pairs (i, i + half) by an angle given by its cosine and sine.
+inline Doubles rotated(const Doubles& x, const float* cos_sin) {
   const size_t half = x.size() / 2;
   Doubles out(x.size());
   for (size_t i = 0; i < half; ++i) {
@@ -47,7 +47,7 @@ inline Doubles turned(const Doubles& x, const float* cos_sin) {
   return out;
 }
 
-inline double half_value(uint16_t bits) {
+inline double f16_value(uint16_t bits) {
   const int exponent = bits >> 10 & 31, fraction = bits & 1023;
   const double size = exponent == 31  ? (fraction ? NAN : HUGE_VAL)
                       : exponent == 0 ? std::ldexp(fraction, -24)
@@ -55,17 +55,17 @@ inline double half_value(uint16_t bits) {
   return bits & 0x8000 ? -size : size;
 }
 
-// Pages of keys or of values, filled with numbers of moderate size.
+// Pages of keys or of values, filled with values of moderate size.
 struct Stored {
   int type, dim;
   std::vector<uint8_t> bytes;
   Floats scales;
 
-  Stored(int kind, size_t places, int width)
+  Stored(int kind, size_t num_heads, int width)
       : type(kind),
         dim(width),
-        bytes(places * static_cast<size_t>(width) * static_cast<size_t>(size())),
-        scales(places, 1.0f / 64) {
+        bytes(num_heads * static_cast<size_t>(width) * static_cast<size_t>(size())),
+        scales(num_heads, 1.0f / 64) {
     unsigned state = 999;
     for (size_t i = 0; i < bytes.size(); i += static_cast<size_t>(size())) {
       state = state * 1664525u + 1013904223u;
@@ -80,15 +80,15 @@ struct Stored {
     }
   }
 
-  int size() const { return type == windlass::kTypeFloat ? 4 : type == windlass::kTypeInt8 ? 1 : 2; }
+  int size() const { return type == windlass::kTypeF32 ? 4 : type == windlass::kTypeInt8 ? 1 : 2; }
 
-  double at(size_t place, int d) const {
-    const size_t i = place * static_cast<size_t>(dim) + static_cast<size_t>(d);
+  double at(size_t index, int d) const {
+    const size_t i = index * static_cast<size_t>(dim) + static_cast<size_t>(d);
     const uint8_t* p = bytes.data() + i * static_cast<size_t>(size());
     uint16_t bits = 0;
     if (size() == 2) std::memcpy(&bits, p, 2);
-    if (type == windlass::kTypeHalf) return half_value(bits);
-    if (type == windlass::kTypeInt8) return static_cast<int8_t>(*p) * double{scales[place]};
+    if (type == windlass::kTypeF16) return f16_value(bits);
+    if (type == windlass::kTypeInt8) return static_cast<int8_t>(*p) * double{scales[index]};
     const uint32_t wide = static_cast<uint32_t>(bits) << 16;
     float number;
     std::memcpy(&number, type == windlass::kTypeBf16 ? static_cast<const void*>(&wide) : p, 4);
@@ -97,27 +97,26 @@ struct Stored {
 
   Doubles all() const {
     Doubles out;
-    for (size_t place = 0; place < scales.size(); ++place) {
-      for (int d = 0; d < dim; ++d) out.push_back(at(place, d));
+    for (size_t index = 0; index < scales.size(); ++index) {
+      for (int d = 0; d < dim; ++d) out.push_back(at(index, d));
     }
     return out;
   }
 
-  // How far a number that was written may be from what is read, where `most` is the largest of its
-  // head.
-  double step(double x, double most) const {
+  // The rounding error of a stored value, where `peak` is the largest magnitude of its head.
+  double rounding_error(double x, double peak) const {
     const double relative[] = {1e-5, 1.0 / 2047, 1.0 / 255, 1e-5};
-    return relative[type] * std::fabs(x) + (type == windlass::kTypeInt8 ? most / 253 : 1e-6);
+    return relative[type] * std::fabs(x) + (type == windlass::kTypeInt8 ? peak / 253 : 1e-6);
   }
 };
 
-// One query over the keys at `places`, in order of position.
+// Attention of one query over the keys at `indices`, in order of position.
 inline Doubles attended(const float* query, const Doubles& keys, const Doubles& values, size_t dim,
-                        const std::vector<size_t>& places, double scale) {
+                        const std::vector<size_t>& indices, double scale) {
   Doubles weights;
   double peak = -HUGE_VAL, sum = 0.0;
-  for (size_t place : places) {
-    const double* key = keys.data() + place * dim;
+  for (size_t index : indices) {
+    const double* key = keys.data() + index * dim;
     double score = 0.0;
     for (size_t d = 0; d < dim; ++d) score += query[d] * key[d];
     weights.push_back(score * scale);
@@ -125,8 +124,8 @@ inline Doubles attended(const float* query, const Doubles& keys, const Doubles& 
   }
   for (double& weight : weights) sum += weight = std::exp(weight - peak);
   Doubles out(dim);
-  for (size_t k = 0; k < places.size(); ++k) {
-    const double* value = values.data() + places[k] * dim;
+  for (size_t k = 0; k < indices.size(); ++k) {
+    const double* value = values.data() + indices[k] * dim;
     for (size_t d = 0; d < dim; ++d) out[d] += weights[k] / sum * value[d];
   }
   return out;

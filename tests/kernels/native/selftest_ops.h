@@ -1,5 +1,5 @@
-// Every command but gemm against its definition, over odd sizes, in exactly sized memory, so
-// that sanitisers see every read and write past an end.
+// Checks every command but GEMMs against definition.h, over odd sizes, in exactly sized memory, so
+// that sanitisers detect every read and write past an end.
 
 #pragma once
 
@@ -12,9 +12,9 @@
 namespace selftest {
 
 constexpr double kEps = 1e-5;
-constexpr double kClose = 2e-5;  // of numbers around one
+constexpr double kClose = 2e-5;  // for values around 1
 
-inline Floats some(size_t count) {
+inline Floats random_floats(size_t count) {
   Floats out(count);
   unsigned state = 12345;
   for (float& x : out) {
@@ -28,7 +28,7 @@ inline void run(WindlassPool* pool, WindlassCommand& command, const WindlassStep
   if (windlass_run(pool, &command, 1, &step) != 0) std::exit(2);
 }
 
-// The memory that operations on rows share.
+// The tensors of all operations on rows.
 struct Rows {
   size_t rows, width;
   Floats x, residual, out, scales, weight, table;
@@ -37,12 +37,12 @@ struct Rows {
   Rows(int count, int wide)
       : rows(static_cast<size_t>(count)),
         width(static_cast<size_t>(wide)),
-        x(some(2 * rows * width)),
-        residual(some(rows * width)),
+        x(random_floats(2 * rows * width)),
+        residual(random_floats(rows * width)),
         out(rows * width),
         scales(rows),
-        weight(some(width)),
-        table(some(3 * width)),
+        weight(random_floats(width)),
+        table(random_floats(3 * width)),
         picked(rows, 1),
         largest(rows) {}
 
@@ -68,8 +68,8 @@ inline void check_row(const Rows& r, int op, size_t row) {
     peak = r.in(row, i) > r.in(row, peak) ? i : peak;
     if (op == windlass::kSiluMul) {
       expect("silu", found, silu(gates[i]) * gates[r.width + i], kClose);
-    } else if (op == windlass::kRound) {
-      expect("rounded", found * r.scales[row], r.in(row, i), 0.5001 * r.scales[row]);
+    } else if (op == windlass::kQuantise) {
+      expect("quantised", found * r.scales[row], r.in(row, i), 0.5001 * r.scales[row]);
       expect("code", found, std::nearbyint(found), 0.0);
     } else if (op == windlass::kEmbed) {
       expect("embedded", found, r.table[r.width + i], 0.0);
@@ -87,20 +87,20 @@ inline void run_rows(WindlassPool* pool, Rows& r, int op) {
   c.op = op;
   c.rows = static_cast<int32_t>(r.rows);
   c.sizes[0] = static_cast<int32_t>(r.width);
-  c.numbers[0] = static_cast<float>(kEps);
-  c.moving[0] = op == windlass::kEmbed ? r.out.data() : r.x.data();
-  c.moving[1] = op == windlass::kAddNorm ? r.residual.data() : r.out.data();
-  c.moving[2] = op == windlass::kAddNorm ? r.out.data() : r.scales.data();
-  c.fixed[0] = op == windlass::kEmbed    ? r.table.data()
-               : op == windlass::kRound ? nullptr
-                                         : r.weight.data();
-  if (op == windlass::kArgmax) c.moving[1] = r.largest.data();
+  c.scalars[0] = static_cast<float>(kEps);
+  c.step_tensors[0] = op == windlass::kEmbed ? r.out.data() : r.x.data();
+  c.step_tensors[1] = op == windlass::kAddNorm ? r.residual.data() : r.out.data();
+  c.step_tensors[2] = op == windlass::kAddNorm ? r.out.data() : r.scales.data();
+  c.model_tensors[0] = op == windlass::kEmbed      ? r.table.data()
+                       : op == windlass::kQuantise ? nullptr
+                                                   : r.weight.data();
+  if (op == windlass::kArgmax) c.step_tensors[1] = r.largest.data();
   run(pool, c, step);
 }
 
 inline void check_rows(WindlassPool* pool, int rows, int width) {
   Rows r(rows, width);
-  for (int op : {windlass::kNorm, windlass::kAddNorm, windlass::kSiluMul, windlass::kRound,
+  for (int op : {windlass::kNorm, windlass::kAddNorm, windlass::kSiluMul, windlass::kQuantise,
                  windlass::kEmbed, windlass::kGather, windlass::kArgmax}) {
     if (op == windlass::kGather) r.picked.assign(r.picked.size(), rows - 1);
     Floats summed = r.residual;
@@ -112,14 +112,15 @@ inline void check_rows(WindlassPool* pool, int rows, int width) {
   }
 }
 
-// Two parts; slot 1 changes both with other ranks, slot 2 the second alone.
+// Two parts; slot 1 has both with different ranks, slot 2 only the second.
 inline void check_lora(WindlassPool* pool, int rows, int width, int outputs) {
-  const int most = 7;
+  const int max_rank = 7;
   const size_t in = static_cast<size_t>(width), out = static_cast<size_t>(outputs);
-  const size_t ranks_of = static_cast<size_t>(most), all = 2 * out;
-  const std::vector<int32_t> ranks = {0, 0, 7, 3, 0, 1}, shape = {width, 2, most, 2, outputs, outputs};
-  const Floats down = some(3 * 2 * ranks_of * in), up = some(3 * ranks_of * all);
-  const Floats x = some(static_cast<size_t>(rows) * in), before = some(static_cast<size_t>(rows) * all);
+  const size_t ranks_of = static_cast<size_t>(max_rank), all = 2 * out;
+  const std::vector<int32_t> ranks = {0, 0, 7, 3, 0, 1};
+  const std::vector<int32_t> shape = {width, 2, max_rank, 2, outputs, outputs};
+  const Floats down = random_floats(3 * 2 * ranks_of * in), up = random_floats(3 * ranks_of * all);
+  const Floats x = random_floats(static_cast<size_t>(rows) * in), before = random_floats(static_cast<size_t>(rows) * all);
   Floats y = before;
   std::vector<int32_t> slots;
   for (int row = 0; row < rows; ++row) slots.push_back(row % 3);
@@ -128,10 +129,10 @@ inline void check_lora(WindlassPool* pool, int rows, int width, int outputs) {
   WindlassCommand c{};
   c.op = windlass::kLora;
   c.rows = rows;
-  c.moving[0] = const_cast<float*>(x.data());
-  c.moving[1] = y.data();
-  c.fixed[0] = down.data(), c.fixed[1] = up.data();
-  c.fixed[2] = ranks.data(), c.fixed[3] = shape.data();
+  c.step_tensors[0] = const_cast<float*>(x.data());
+  c.step_tensors[1] = y.data();
+  c.model_tensors[0] = down.data(), c.model_tensors[1] = up.data();
+  c.model_tensors[2] = ranks.data(), c.model_tensors[3] = shape.data();
   run(pool, c, step);
   for (size_t row = 0; row < static_cast<size_t>(rows); ++row) {
     const size_t slot = static_cast<size_t>(slots[row]);
@@ -149,16 +150,16 @@ inline void check_lora(WindlassPool* pool, int rows, int width, int outputs) {
   }
 }
 
-// What was drawn is none that was to be ruled out.
+// A sampled token must pass top-k, top-p and min-p.
 inline void check_sample(WindlassPool* pool, int rows, int width) {
   const size_t count = static_cast<size_t>(rows), wide = static_cast<size_t>(width);
-  Floats x = some(count * wide);
+  Floats x = random_floats(count * wide);
   for (float& v : x) v *= 20.0f;
   const double kinds[4][4] = {{1.0, 0, 1, 0}, {0.7, 3, 1, 0}, {1.2, 0, 0.8, 0}, {2.0, 0, 1, 0.3}};
-  Doubles wishes;
+  Doubles params;
   std::vector<uint64_t> keys;
   for (size_t row = 0; row < count; ++row) {
-    wishes.insert(wishes.end(), kinds[row % 4], kinds[row % 4] + 4);
+    params.insert(params.end(), kinds[row % 4], kinds[row % 4] + 4);
     keys.push_back(0x9E3779B97F4A7C15u * (row + 1) >> 1);
   }
   std::vector<int32_t> out(count, -1);
@@ -166,31 +167,31 @@ inline void check_sample(WindlassPool* pool, int rows, int width) {
   c.op = windlass::kSample;
   c.rows = rows;
   c.sizes[0] = width;
-  c.moving[0] = x.data(), c.moving[1] = out.data();
-  c.fixed[0] = wishes.data(), c.fixed[1] = keys.data();
+  c.step_tensors[0] = x.data(), c.step_tensors[1] = out.data();
+  c.model_tensors[0] = params.data(), c.model_tensors[1] = keys.data();
   run(pool, c, WindlassStep{});
   for (size_t row = 0; row < count; ++row) {
     const float* logits = x.data() + row * wide;
-    const double* wish = kinds[row % 4];
+    const double* own_params = kinds[row % 4];
     const float peak = *std::max_element(logits, logits + wide);
     const float own = logits[static_cast<size_t>(out[row])];
     size_t better = 0;
     double all = 0, before = 0;
     for (size_t i = 0; i < wide; ++i) {
-      const double mass = std::exp(double(logits[i] - peak) / wish[0]);
+      const double mass = std::exp(double(logits[i] - peak) / own_params[0]);
       all += mass;
       if (logits[i] > own) better += 1, before += mass;
     }
-    if (wish[1] > 0) expect("top-k", better < wish[1], 1.0, 0.0);
-    if (wish[2] < 1) expect("top-p", before < wish[2] * all * 1.0001, 1.0, 0.0);
-    const double share = std::exp(double(own - peak) / wish[0]);
-    if (wish[3] > 0) expect("min-p", share > wish[3] * 0.9999, 1.0, 0.0);
+    if (own_params[1] > 0) expect("top-k", better < own_params[1], 1.0, 0.0);
+    if (own_params[2] < 1) expect("top-p", before < own_params[2] * all * 1.0001, 1.0, 0.0);
+    const double share = std::exp(double(own - peak) / own_params[0]);
+    if (own_params[3] > 0) expect("min-p", share > own_params[3] * 0.9999, 1.0, 0.0);
   }
 }
 
 constexpr int kPage = 16, kHeads = 6, kKvHeads = 2, kStride = 20;
 
-// Requests of (start, count), each with pages of its own.
+// Requests of (start, count), each with its own pages.
 struct Requests {
   std::vector<WindlassRow> rows;
   std::vector<int32_t> positions, slots, tables;
@@ -208,7 +209,7 @@ struct Requests {
     }
   }
 
-  size_t place(int token, int position, int head) const {
+  size_t index(int token, int position, int head) const {
     const int slot = slots[static_cast<size_t>(token)];
     const int block = tables[static_cast<size_t>(slot * kStride + position / kPage)];
     return static_cast<size_t>((block * kKvHeads + head) * kPage + position % kPage);
@@ -232,22 +233,22 @@ struct Pages {
         window(seen),
         keys(type, static_cast<size_t>(all.blocks * kKvHeads * kPage), wide),
         values(keys),
-        qkv(some(static_cast<size_t>(all.tokens * wide * (kHeads + 2 * kKvHeads)))),
+        qkv(random_floats(static_cast<size_t>(all.tokens * wide * (kHeads + 2 * kKvHeads)))),
         q(static_cast<size_t>(all.tokens * wide * kHeads)),
         out(q.size()),
-        cos_sin(some(static_cast<size_t>(400 * wide))),
-        norm(some(static_cast<size_t>(wide))) {}
+        cos_sin(random_floats(static_cast<size_t>(400 * wide))),
+        norm(random_floats(static_cast<size_t>(wide))) {}
 
-  void check_turned(int token, int head) const {
+  void check_rotated(int token, int head) const {
     const float* x = qkv.data() + (token * (kHeads + 2 * kKvHeads) + head) * dim;
     const int position = requests.positions[static_cast<size_t>(token)];
     Doubles wanted(x, x + dim);
     const bool is_value = head >= kHeads + kKvHeads;
     if (!is_value) {
-      wanted = turned(normalised(wanted.data(), norm, kEps), cos_sin.data() + position * dim);
+      wanted = rotated(normalised(wanted.data(), norm, kEps), cos_sin.data() + position * dim);
     }
-    double most = 0.0;
-    for (double number : wanted) most = std::max(most, std::fabs(number));
+    double peak = 0.0;
+    for (double number : wanted) peak = std::max(peak, std::fabs(number));
     for (int d = 0; d < dim; ++d) {
       const double number = wanted[static_cast<size_t>(d)];
       if (head < kHeads) {
@@ -255,12 +256,12 @@ struct Pages {
         continue;
       }
       const Stored& pages = is_value ? values : keys;
-      const size_t place = requests.place(token, position, (head - kHeads) % kKvHeads);
-      expect(is_value ? "value" : "key", pages.at(place, d), number, pages.step(number, most));
+      const size_t index = requests.index(token, position, (head - kHeads) % kKvHeads);
+      expect(is_value ? "value" : "key", pages.at(index, d), number, pages.rounding_error(number, peak));
     }
   }
 
-  // Rotates and stores (`normed` or not), or attends.
+  // Runs rope (with the norms if `normed`) or attention.
   void run(WindlassPool* pool, int op, bool normed = true) {
     const bool rope = op == windlass::kRope, scaled = keys.type == windlass::kTypeInt8;
     WindlassCommand c{};
@@ -268,40 +269,40 @@ struct Pages {
     c.rows = requests.tokens;
     const int sizes[6] = {kHeads, kKvHeads, dim, kPage, keys.type, rope ? dim : window};
     std::copy(sizes, sizes + 6, c.sizes);
-    c.numbers[0] = rope ? static_cast<float>(kEps) : 0.125f;
-    c.moving[0] = rope ? qkv.data() : q.data();
-    c.moving[1] = rope ? q.data() : out.data();
-    if (rope) c.fixed[0] = cos_sin.data();
-    if (rope && normed) c.fixed[1] = c.fixed[2] = norm.data();
+    c.scalars[0] = rope ? static_cast<float>(kEps) : 0.125f;
+    c.step_tensors[0] = rope ? qkv.data() : q.data();
+    c.step_tensors[1] = rope ? q.data() : out.data();
+    if (rope) c.model_tensors[0] = cos_sin.data();
+    if (rope && normed) c.model_tensors[1] = c.model_tensors[2] = norm.data();
     const void* pages[4] = {keys.bytes.data(), values.bytes.data(),
                             scaled ? keys.scales.data() : nullptr,
                             scaled ? values.scales.data() : nullptr};
-    std::copy(pages, pages + 4, c.fixed + (rope ? 3 : 0));
+    std::copy(pages, pages + 4, c.model_tensors + (rope ? 3 : 0));
     selftest::run(pool, c, requests.step());
   }
 
   Doubles attended_by(int token, int head, const Doubles& all_keys,
                       const Doubles& all_values) const {
     const int position = requests.positions[static_cast<size_t>(token)];
-    std::vector<size_t> places;
+    std::vector<size_t> indices;
     for (int p = window > 0 ? std::max(0, position - window + 1) : 0; p <= position; ++p) {
-      places.push_back(requests.place(token, p, head / (kHeads / kKvHeads)));
+      indices.push_back(requests.index(token, p, head / (kHeads / kKvHeads)));
     }
-    return attended(q.data() + place_of(token, head), all_keys, all_values,
-                    static_cast<size_t>(dim), places, 0.125);
+    return attended(q.data() + index_of(token, head), all_keys, all_values,
+                    static_cast<size_t>(dim), indices, 0.125);
   }
 
-  size_t place_of(int token, int head) const {
+  size_t index_of(int token, int head) const {
     return static_cast<size_t>((token * kHeads + head) * dim);
   }
 
   void check_attended(int token, int head, const Doubles& all_keys,
                       const Doubles& all_values) const {
     const Doubles wanted = attended_by(token, head, all_keys, all_values);
-    // Pages of halves may be computed in 16-bit arithmetic.
-    const double close = keys.type == windlass::kTypeHalf ? 0x1p-10 : kClose * 2;
+    // float16 pages may be computed in 16-bit arithmetic.
+    const double close = keys.type == windlass::kTypeF16 ? 0x1p-10 : kClose * 2;
     for (size_t d = 0; d < wanted.size(); ++d) {
-      expect("attention", out[place_of(token, head) + d], wanted[d], close);
+      expect("attention", out[index_of(token, head) + d], wanted[d], close);
     }
   }
 };
@@ -309,13 +310,13 @@ struct Pages {
 inline void check_pages(WindlassPool* pool, int type, int dim, int window) {
   const Requests requests({{0, 1}, {130, 1}, {5, 33}, {250, 7}, {0, 20}});
   Pages p(requests, type, dim, window);
-  for (int op : {windlass::kRope, windlass::kAttend}) {
+  for (int op : {windlass::kRope, windlass::kAttention}) {
     const bool rope = op == windlass::kRope;
     p.run(pool, op);
     const Doubles keys = p.keys.all(), values = p.values.all();
     for (int token = 0; token < requests.tokens; ++token) {
       for (int head = 0; head < (rope ? kHeads + 2 * kKvHeads : kHeads); ++head) {
-        rope ? p.check_turned(token, head) : p.check_attended(token, head, keys, values);
+        rope ? p.check_rotated(token, head) : p.check_attended(token, head, keys, values);
       }
     }
   }

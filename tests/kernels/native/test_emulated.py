@@ -8,16 +8,16 @@ from __future__ import annotations
 
 import platform
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from tests.kernels.native.backends import build_selftest, run_checked
+from tests.kernels.native.backends import SelfTest, run_checked
 from windlass.kernels.native.compiled import SOURCES
 
 _X86 = "x86_64-linux-gnu-g++"
 _ARM = "g++" if platform.machine() == "aarch64" else "aarch64-linux-gnu-g++"
-_NEON_I8MM = "armv8.2-a+dotprod+fp16+i8mm+bf16"
 
 
 def _needs(*programs: str) -> pytest.MarkDecorator:
@@ -25,33 +25,45 @@ def _needs(*programs: str) -> pytest.MarkDecorator:
     return pytest.mark.skipif(bool(missing), reason=f"not installed: {', '.join(missing)}")
 
 
-def _emulator(machine: str) -> tuple[str | Path, ...]:
-    """Return the qemu command line, with the folder of a cross compiler's libraries."""
-    native = machine == platform.machine()
-    libraries = Path("/") if native else Path(f"/usr/{machine}-linux-gnu")
-    return (f"qemu-{machine}", "-L", libraries, "-cpu", "max")
+def _emulated(compiler: str, machine: str, march: str, *arguments: str) -> SelfTest:
+    """With the folder of a cross compiler's libraries for the emulator."""
+    libraries = "/" if machine == platform.machine() else f"/usr/{machine}-linux-gnu"
+    emulator = (f"qemu-{machine}", "-L", libraries, "-cpu", "max")
+    return SelfTest((compiler,), ("-O1", f"-march={march}"), emulator, arguments)
+
+
+_HASWELL = _emulated(_X86, "x86_64", "haswell")
+_I8MM = _emulated(_ARM, "aarch64", "armv8.2-a+dotprod+fp16+i8mm+bf16", "gemms", "special")
+_NEON = _emulated(_ARM, "aarch64", "armv8.2-a+dotprod")
+_NEON_FP16 = _emulated(_ARM, "aarch64", "armv8.2-a+dotprod+fp16")
 
 
 @_needs(_X86, "qemu-x86_64")
-def test_avx2_operations_match_their_definitions(pytestconfig: pytest.Config) -> None:
-    program = build_selftest(pytestconfig, [_X86], ["-O1", "-march=haswell"])
-    assert run_checked(*_emulator("x86_64"), program) == "AVX2: all GEMMs agree\n"
+@pytest.mark.parametrize("selftest", [_HASWELL], ids=["haswell"])
+def test_avx2_operations_match_their_definitions(
+    selftest: SelfTest, run_selftest: Callable[[SelfTest], str]
+) -> None:
+    assert run_selftest(selftest) == "AVX2: all GEMMs agree\n"
 
 
 @_needs(_ARM, "qemu-aarch64")
-def test_i8mm_and_bfloat16_gemms_match_their_definitions(pytestconfig: pytest.Config) -> None:
-    program = build_selftest(pytestconfig, [_ARM], ["-O1", f"-march={_NEON_I8MM}"])
-    command = (*_emulator("aarch64"), program)
-    assert run_checked(*command, "gemms") == "NEON i8mm and bfloat16: all GEMMs agree\n"
-    assert run_checked(*command, "special") == "NEON i8mm and bfloat16: special values agree\n"
+@pytest.mark.parametrize("selftest", [_I8MM], ids=["i8mm"])
+def test_i8mm_and_bfloat16_gemms_match_their_definitions(
+    selftest: SelfTest, run_selftest: Callable[[SelfTest], str]
+) -> None:
+    backend = "NEON i8mm and bfloat16"
+    assert run_selftest(selftest) == (
+        f"{backend}: all GEMMs agree\n{backend}: special values agree\n"
+    )
 
 
 @_needs(_ARM, "qemu-aarch64")
 @pytest.mark.skipif(platform.machine() == "aarch64", reason="the CPU itself runs NEON")
-@pytest.mark.parametrize("march", ["armv8.2-a+dotprod", "armv8.2-a+dotprod+fp16"])
-def test_neon_operations_match_their_definitions(pytestconfig: pytest.Config, march: str) -> None:
-    program = build_selftest(pytestconfig, [_ARM], ["-O1", f"-march={march}"])
-    assert run_checked(*_emulator("aarch64"), program) == "NEON dot product: all GEMMs agree\n"
+@pytest.mark.parametrize("selftest", [_NEON, _NEON_FP16], ids=["float32", "float16"])
+def test_neon_operations_match_their_definitions(
+    selftest: SelfTest, run_selftest: Callable[[SelfTest], str]
+) -> None:
+    assert run_selftest(selftest) == "NEON dot product: all GEMMs agree\n"
 
 
 @_needs(_X86)

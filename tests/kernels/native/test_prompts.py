@@ -40,7 +40,7 @@ def prompt(workers: Workers, rows: int, *spans: tuple[int, int]) -> Iterator[Non
     """While it lasts, products of so many rows have prompts there."""
     given = torch.tensor(spans, dtype=torch.int32)
     step = Step(num_tokens=rows, num_prompts=len(spans), prompts=given.data_ptr())
-    with workers.pool.in_network(step):
+    with workers.pool.use_step(step):
         yield
 
 
@@ -152,7 +152,7 @@ def test_only_the_wanted_rows(workers: Workers) -> None:
     spans = torch.tensor([[0, 6], [8, 9]], dtype=torch.int32)
     step = Step(num_tokens=21, num_sampled=4, sampled=tokens.data_ptr(), num_prompts=2)
     step.prompts = spans.data_ptr()
-    with workers.pool.in_network(step):
+    with workers.pool.use_step(step):
         found = product.apply(x)
     with prompt(workers, 4, (0, 1), (2, 3)):
         assert torch.equal(product.apply(x), found)

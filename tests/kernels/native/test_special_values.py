@@ -368,7 +368,7 @@ def test_gemms(pool: Pool, name: str, prompt: bool) -> None:
         others[at] = False
         spans = torch.tensor([(0, rows)], dtype=torch.int32)
         step = Step(num_tokens=rows, num_prompts=1, prompts=spans.data_ptr())
-        with pool.in_network(step) if prompt else nullcontext():
+        with pool.use_step(step) if prompt else nullcontext():
             clean = gemm.apply(x)
             for first in range(0, len(bank.specials), len(at)):
                 chosen = torch.arange(first, first + len(at)) % len(bank.specials)
@@ -407,11 +407,11 @@ def test_weights_with_special_scales_are_refused(pool: Pool) -> None:
     for form in (FORMS["int4"], FORMS["int8 affine"]):
         assert not isinstance(form, Tensor)
         assert kernel.refuse(form, CPU, torch.float32) is None
-        for attribute, name in (("scales", "scales"), ("offsets", "minima")):
+        for name in ("scales", "offsets"):
             for value in (torch.nan, torch.inf, -torch.inf):
-                tensor = getattr(form, attribute).clone()
+                tensor = getattr(form, name).clone()
                 tensor[4, 2] = value
-                why = kernel.refuse(replace(form, **{attribute: tensor}), CPU, torch.float32)
+                why = kernel.refuse(replace(form, **{name: tensor}), CPU, torch.float32)
                 assert why == f"1 of {tensor.numel()} {name} are NaN or infinite", value
 
 

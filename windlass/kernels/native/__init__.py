@@ -1,1 +1,1 @@
-"""Products in C++ for the CPU: shipped as source, compiled for the machine when first used."""
+"""C++ kernels for the CPU, shipped as source and compiled for the machine at first use."""

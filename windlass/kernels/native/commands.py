@@ -1,6 +1,6 @@
-"""Commands of the native library and their arguments, as src/commands.h has them.
+"""Mirrors src/commands.h: the commands of the native library and their arguments.
 
-A `Call` names the tensors that a command reads and writes; the library sees only their places.
+A `Call` holds the tensors that a command reads and writes; the library gets their addresses.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from enum import IntEnum, IntFlag
 import torch
 from torch import Tensor
 
-_MOVING, _FIXED, _SIZES, _NUMBERS = 5, 7, 6, 2
+_STEP_TENSORS, _MODEL_TENSORS, _SIZES, _SCALARS = 5, 7, 6, 2
 
-TOKENS, SAMPLED = -1, -2  # numbers of rows that a step knows
+TOKENS, SAMPLED = -1, -2  # row counts that come from the step
 
 
 class Op(IntEnum):
@@ -23,10 +23,10 @@ class Op(IntEnum):
     NORM = 1
     ADD_NORM = 2
     LINEAR = 3
-    ROUND = 4
+    QUANTISE = 4
     SILU_MUL = 5
     ROPE = 6
-    ATTEND = 7
+    ATTENTION = 7
     GATHER = 8
     ARGMAX = 9
     LORA = 10
@@ -37,37 +37,37 @@ class LinearFlag(IntFlag):
     ADD_TO_Y = 1
     NORM_FIRST = 2
     GATED = 4
-    GIVEN_SCALES = 8
-    OF_NETWORK = 16
+    QUANTISED_INPUTS = 8
+    STEP_ROWS = 16
 
 
 class Type(IntEnum):
-    """How numbers are stored."""
+    """Storage types."""
 
-    FLOAT = 0
-    HALF = 1
+    F32 = 0
+    F16 = 1
     BF16 = 2
     INT8 = 3
     PACKED = 4
 
 
-STORED_AS = {
-    torch.float32: Type.FLOAT,
-    torch.float16: Type.HALF,
+TYPE_OF = {
+    torch.float32: Type.F32,
+    torch.float16: Type.F16,
     torch.bfloat16: Type.BF16,
     torch.int8: Type.INT8,
 }
 
-# Which of its moving tensors a command writes.
+# Indices of the step tensors that a command writes.
 WRITTEN = {
     Op.EMBED: (0,),
     Op.NORM: (1,),
     Op.ADD_NORM: (1, 2),
     Op.LINEAR: (1, 2, 3),
-    Op.ROUND: (1, 2),
+    Op.QUANTISE: (1, 2),
     Op.SILU_MUL: (1,),
     Op.ROPE: (1,),
-    Op.ATTEND: (1,),
+    Op.ATTENTION: (1,),
     Op.GATHER: (1,),
     Op.ARGMAX: (1,),
     Op.LORA: (1,),
@@ -81,9 +81,9 @@ class Command(ctypes.Structure):
         ("op", ctypes.c_int32),
         ("rows", ctypes.c_int32),
         ("sizes", ctypes.c_int32 * _SIZES),
-        ("numbers", ctypes.c_float * _NUMBERS),
-        ("moving", ctypes.c_void_p * _MOVING),
-        ("fixed", ctypes.c_void_p * _FIXED),
+        ("scalars", ctypes.c_float * _SCALARS),
+        ("step_tensors", ctypes.c_void_p * _STEP_TENSORS),
+        ("model_tensors", ctypes.c_void_p * _MODEL_TENSORS),
     )
 
 
@@ -109,28 +109,30 @@ class Step(ctypes.Structure):
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One command. `moving` tensors belong to a step, `fixed` ones (or places) to the network."""
+    """One command. `step_tensors` change with every step; `model_tensors` (or addresses) do not."""
 
     op: Op
     rows: int
-    moving: Sequence[Tensor | None]
-    fixed: Sequence[Tensor | int | None] = ()
+    step_tensors: Sequence[Tensor | None]
+    model_tensors: Sequence[Tensor | int | None] = ()
     sizes: Sequence[int] = ()
-    numbers: Sequence[float] = ()
+    scalars: Sequence[float] = ()
 
-    def command(self, rows: int | None = None, places: Sequence[int | None] = ()) -> Command:
-        """As the library takes it; `places` are those of the moving tensors if not their own."""
-        made = Command(op=self.op, rows=self.rows if rows is None else rows)
-        made.sizes[: len(self.sizes)] = self.sizes
-        made.numbers[: len(self.numbers)] = self.numbers
-        moving = places or [place(tensor) for tensor in self.moving]
-        made.moving[: len(moving)] = moving
-        made.fixed[: len(self.fixed)] = [place(item) for item in self.fixed]
-        return made
+    def command(self, rows: int | None = None, addresses: Sequence[int | None] = ()) -> Command:
+        """Build the C struct; `addresses`, if given, replace those of the step tensors."""
+        command = Command(op=self.op, rows=self.rows if rows is None else rows)
+        command.sizes[: len(self.sizes)] = self.sizes
+        command.scalars[: len(self.scalars)] = self.scalars
+        addresses = addresses or [address(tensor) for tensor in self.step_tensors]
+        command.step_tensors[: len(addresses)] = addresses
+        command.model_tensors[: len(self.model_tensors)] = [
+            address(item) for item in self.model_tensors
+        ]
+        return command
 
 
-def place(item: Tensor | int | None) -> int | None:
-    """Where a tensor lies; the library reads it as one run of numbers."""
+def address(item: Tensor | int | None) -> int | None:
+    """Return the address of a contiguous tensor."""
     if isinstance(item, Tensor):
         assert item.is_contiguous()
         return item.data_ptr()

@@ -1,8 +1,8 @@
-"""Compiles the C++ kernels once for this machine's CPU, keeps the result, and loads it.
+"""Compiles the C++ kernels for this machine's CPU, caches the library, and loads it.
 
-The file's name is made of everything that it depends on, so a cache that another CPU, compiler or
-version filled is never loaded. A library that another user could have written is a ConfigError.
-What cannot be had is a NativeUnavailable with the reason.
+The file name is a hash of sources, flags, CPU and compiler, so a library built by another CPU, compiler or
+version is never loaded. A library that another user could have written is a ConfigError. If there is no
+library, NativeUnavailable gives the reason.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from windlass.folders import cache_dir, check_private, make_private
 
 SOURCES = Path(__file__).parent / "src"
 _COMPILERS = ("c++", "g++", "clang++")
-# A contracted a * b + c would round x otherwise than the definition says.
+# Contracting a * b + c would change the rounding of quantised activations.
 _FLAGS = (
     *("-std=c++17", "-O3", "-fPIC", "-pthread"),
     *("-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"),
 )
-_COMPILE_S = 300
+_COMPILE_TIMEOUT_S = 300
 _CPU_FIELDS = (  # of /proc/cpuinfo, on aarch64 and x86-64
     *("CPU implementer", "CPU architecture", "CPU variant", "CPU part", "Features"),
     *("vendor_id", "cpu family", "model", "model name", "stepping", "flags"),
@@ -41,29 +41,29 @@ _CPU_FIELDS = (  # of /proc/cpuinfo, on aarch64 and x86-64
 
 
 class NativeUnavailable(UnsupportedError):
-    """There is no native library, and the message says why. The plain kernels work without it."""
+    """There is no native library; the message gives the reason. The reference kernels work without."""
 
 
 @dataclass(frozen=True, slots=True)
 class Native:
-    """The loaded library."""
+    """A loaded library."""
 
     functions: ctypes.CDLL
     path: Path
-    simd: str  # the instructions it was compiled for: "NEON dot product"
-    reason: str  # how it came to be: "compiled by g++ 12.2.0 in 6.1 s"
+    simd: str  # its instruction set: "NEON dot product"
+    reason: str  # its origin: "compiled by g++ 12.2.0 in 6.1 s"
 
 
 @dataclass(frozen=True, slots=True)
 class Compiler:
-    """How to call it, and which it is."""
+    """A compiler's command line and version."""
 
     command: tuple[str, ...]
     version: str  # the first line of --version
 
 
 @dataclass(frozen=True, slots=True)
-class _Recipe:
+class _Build:
     compiler: Compiler
     flags: tuple[str, ...]
     sources: Path
@@ -72,31 +72,31 @@ class _Recipe:
 def load(
     folder: Path | None = None, extra_flags: Sequence[str] = (), sources: Path = SOURCES
 ) -> Native:
-    """The library from `folder` (the user's cache if None), compiled now if it is not there."""
+    """Load the library from `folder` (default: the user's cache), compiled if it is not there."""
     folder = (folder or cache_dir()) / "native"
     check_private(folder.parent, folder)
     flags = (*_FLAGS, *machine_flags(), *extra_flags)
     stem = _digest(*_texts(sources), *flags, cpu_identity())
     compilers, problems = find_compilers()
     for compiler in compilers:
-        kept = folder / f"{stem}-{_digest(compiler.version)}.so"
-        if (found := _open(kept, "from the cache")) is not None:
+        path = folder / f"{stem}-{_digest(compiler.version)}.so"
+        if (found := _open(path, "from the cache")) is not None:
             return found
     if not compilers:
-        for kept in sorted(folder.glob(f"{stem}-*.so")):
-            if (found := _open(kept, "from the cache; there is no compiler now")) is not None:
+        for path in sorted(folder.glob(f"{stem}-*.so")):
+            if (found := _open(path, "from the cache; there is no compiler now")) is not None:
                 return found
     for compiler in compilers:
         try:
-            kept = folder / f"{stem}-{_digest(compiler.version)}.so"
-            return _build(_Recipe(compiler, flags, sources), kept)
+            path = folder / f"{stem}-{_digest(compiler.version)}.so"
+            return _build(_Build(compiler, flags, sources), path)
         except NativeUnavailable as error:
             problems.append(str(error))
     raise NativeUnavailable("no native kernels: " + "; ".join(problems))
 
 
 def cpu_identity() -> str:
-    """What tells this CPU from others that would need another binary."""
+    """Identify this CPU among those that need different binaries."""
     found = {platform.machine(), platform.processor()}
     info = Path("/proc/cpuinfo")
     if info.is_file():
@@ -106,7 +106,7 @@ def cpu_identity() -> str:
 
 
 def machine_flags() -> tuple[str, ...]:
-    """What makes a compiler use all that this CPU has."""
+    """Return the flags that enable all instructions of this CPU."""
     if platform.machine() in ("aarch64", "arm64"):
         return ("-mcpu=native",)
     if platform.machine() in ("x86_64", "AMD64"):
@@ -125,7 +125,7 @@ def _digest(*parts: str) -> str:
 
 
 def find_compilers() -> tuple[list[Compiler], list[str]]:
-    """Those that answer, in order of preference, and what is wrong with the others."""
+    """Return the working compilers in order of preference, and the problems of the others."""
     found: list[Compiler] = []
     problems: list[str] = []
     chosen = os.environ.get("CXX")
@@ -135,75 +135,73 @@ def find_compilers() -> tuple[list[Compiler], list[str]]:
             problems.append(f"no {text}" + (" (set by CXX)" if chosen else ""))
             continue
         try:
-            said = _call([*command, "--version"])
+            output = _call([*command, "--version"])
         except NativeUnavailable as error:
             problems.append(str(error))
             continue
-        version = said.strip().splitlines()[0] if said.strip() else text
-        if version not in [other.version for other in found]:  # c++ often is g++
+        version = output.strip().splitlines()[0] if output.strip() else text
+        if version not in [other.version for other in found]:  # c++ is often g++
             found.append(Compiler(command, version))
     return found, problems
 
 
 def _call(command: Sequence[str]) -> str:
-    """Run a compiler; returns what it said."""
+    """Run a compiler and return its output."""
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_COMPILE_S)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_COMPILE_TIMEOUT_S)
     except (OSError, subprocess.TimeoutExpired) as error:
         raise NativeUnavailable(f"{command[0]} did not run: {error}") from error
     if done.returncode != 0:
         lines = (done.stderr or done.stdout).strip().splitlines()
-        errors = [line for line in lines if "error" in line] or lines or ["it said nothing"]
+        errors = [line for line in lines if "error" in line] or lines or ["no output"]
         raise NativeUnavailable(f"{command[0]} failed ({done.returncode}): {errors[0][:300]}")
     return done.stdout
 
 
-def _build(recipe: _Recipe, target: Path) -> Native:
-    """Compile into the cache, or beside it where the cache cannot be written."""
+def _build(build: _Build, target: Path) -> Native:
+    """Compile into the cache, or into a temporary folder if the cache is not writable."""
     try:
         make_private(target.parent)
-        # Whoever comes second waits, and finds the file.
+        # A second process waits here and then finds the file.
         with FileLock(target.with_suffix(".lock")):
             if (found := _open(target, "from the cache")) is not None:
                 return found
-            with tempfile.TemporaryDirectory(dir=target.parent) as workshop:
-                taken_s = _compile(recipe, Path(workshop))
-                made = Path(workshop) / "windlass.so"
-                made.chmod(0o700)  # a linker leaves what the umask allows
-                os.replace(made, target)
-        how = f"compiled by {recipe.compiler.version} in {taken_s:.1f} s"
+            with tempfile.TemporaryDirectory(dir=target.parent) as build_folder:
+                duration_s = _compile(build, Path(build_folder))
+                library = Path(build_folder) / "windlass.so"
+                library.chmod(0o700)  # the linker applies the umask only
+                os.replace(library, target)
+        origin = f"compiled by {build.compiler.version} in {duration_s:.1f} s"
     except OSError as error:
         why = f"{target.parent} cannot be written ({error.strerror or error})"
         target = Path(tempfile.mkdtemp(prefix="windlass-native-")) / "windlass.so"
-        taken_s = _compile(recipe, target.parent)
+        duration_s = _compile(build, target.parent)
         target.chmod(0o700)
-        how = (
-            f"compiled by {recipe.compiler.version} in {taken_s:.1f} s for this process only: {why}"
-        )
-    built = _open(target, how)
+        origin = f"compiled by {build.compiler.version} in {duration_s:.1f} s for this process only: {why}"
+    built = _open(target, origin)
     if built is None:
-        raise NativeUnavailable(f"{recipe.compiler.version} made {target}, which cannot be loaded")
+        raise NativeUnavailable(f"{build.compiler.version} built {target}, which cannot be loaded")
     return built
 
 
-def _compile(recipe: _Recipe, workshop: Path) -> float:
-    """workshop/windlass.so out of all sources, side by side; returns the seconds."""
+def _compile(build: _Build, folder: Path) -> float:
+    """Compile all sources in parallel to folder/windlass.so; return the seconds."""
     start = time.perf_counter()
-    call = [*recipe.compiler.command, *recipe.flags]
-    sources = sorted(recipe.sources.glob("*.cpp"))
-    objects = [str(workshop / f"{source.stem}.o") for source in sources]
+    call = [*build.compiler.command, *build.flags]
+    sources = sorted(build.sources.glob("*.cpp"))
+    objects = [str(folder / f"{source.stem}.o") for source in sources]
     commands = [
-        [*call, "-c", str(source), "-o", made]
-        for source, made in zip(sources, objects, strict=True)
+        [*call, "-c", str(source), "-o", output]
+        for source, output in zip(sources, objects, strict=True)
     ]
     with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
         list(pool.map(_call, commands))
-    _call([*call, "-shared", *objects, "-o", str(workshop / "windlass.so")])
+    _call([*call, "-shared", *objects, "-o", str(folder / "windlass.so")])
     return time.perf_counter() - start
 
 
-def _open(path: Path, how: str) -> Native | None:
-    """Load a library; None when it is not there or was damaged, so that it is made again."""
+def _open(path: Path, origin: str) -> Native | None:
+    """Load a library; return None if it is missing or damaged, so that it is rebuilt."""
     if not path.is_file():
         return None
     check_private(path)
@@ -213,4 +211,6 @@ def _open(path: Path, how: str) -> Native | None:
         simd = functions.windlass_simd().decode()
     except (OSError, AttributeError):
         return None
-    return Native(functions, path, simd, f"{how}: {path}" if how.startswith("from") else how)
+    return Native(
+        functions, path, simd, f"{origin}: {path}" if origin.startswith("from") else origin
+    )

@@ -1,4 +1,4 @@
-"""What adapters add to a product on the CPU, by the native library; steps with them are recorded."""
+"""LoRA on the CPU by the native library. Steps with adapters can be recorded."""
 
 from __future__ import annotations
 
@@ -12,29 +12,29 @@ from windlass.kernels.native.pool import shared_pool
 
 
 class NativeLora(LoraKernel):
-    """As `kernels.lora.LoraKernel` says, behind the product; a row's sums are always in one order."""
+    """Computes both LoRA GEMMs after the base GEMM; the order of a row's sums never changes."""
 
     def __init__(self) -> None:
-        self._shapes: dict[int, Tensor] = {}  # by layer; commands point into them
+        self._shapes: dict[int, Tensor] = {}  # by address of `down`; commands point into them
 
     def begin(self, x: Tensor, stacks: Stacks, adapters: AdapterRows) -> Tensor:
         del stacks, adapters
         return x.contiguous()
 
     def end(self, y: Tensor, low: Tensor, stacks: Stacks, adapters: AdapterRows) -> Tensor:
-        # Ranks and scales of other layers lie between those of this one: only their place is given.
+        # Ranks and scales are strided views over all layers: the command gets their addresses.
         scales = None if stacks.scales is None else stacks.scales.data_ptr()
-        fixed = (stacks.down, stacks.up, stacks.ranks.data_ptr(), self._shape(stacks), scales)
-        call = Call(Op.LORA, len(y), (low, y), fixed)
+        tensors = (stacks.down, stacks.up, stacks.ranks.data_ptr(), self._shape(stacks), scales)
+        call = Call(Op.LORA, len(y), step_tensors=(low, y), model_tensors=tensors)
         slots = adapters.slots.to(torch.int32).contiguous()
         shared_pool().run(call, Step(num_tokens=len(y), adapters=slots.data_ptr()))
         return y
 
     def _shape(self, stacks: Stacks) -> Tensor:
-        """Inputs, parts, most ranks, how far the ranks of slots lie apart, outputs of the parts."""
-        at = stacks.down.data_ptr()
-        if at not in self._shapes:
-            _, parts, most, num_in = stacks.down.shape
-            numbers = (num_in, parts, most, stacks.ranks.stride(0), *stacks.sizes)
-            self._shapes[at] = torch.tensor(numbers, dtype=torch.int32)
-        return self._shapes[at]
+        """Return inputs, parts, maximum rank, stride of the slots' ranks, outputs of each part."""
+        key = stacks.down.data_ptr()
+        if key not in self._shapes:
+            _, parts, max_rank, num_in = stacks.down.shape
+            shape = (num_in, parts, max_rank, stacks.ranks.stride(0), *stacks.sizes)
+            self._shapes[key] = torch.tensor(shape, dtype=torch.int32)
+        return self._shapes[key]

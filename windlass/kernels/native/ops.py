@@ -1,7 +1,7 @@
-"""Operations beside the products on the CPU, by the native library, in float32.
+"""CPU operations other than GEMMs by the native library, in float32.
 
-Each has the contract of its namesake in reference.py. A row's result is the same to the bit whatever
-rows are beside it, and however a prompt is cut.
+Each has the contract of its namesake in reference.py. A row's result is bit-identical in any batch and
+with any prefill chunking.
 """
 
 from __future__ import annotations
@@ -14,45 +14,59 @@ import torch
 from torch import Tensor
 
 from windlass.kernels.batch import Heads, LayerKV, StepBatch
-from windlass.kernels.native.commands import STORED_AS, Call, Op, Step
+from windlass.kernels.native.commands import TYPE_OF, Call, Op, Step
 from windlass.kernels.native.pool import Pool, shared_pool
 
 _NO_WINDOW = 0
 
 
 def embedding(ids: Tensor, table: Tensor) -> Tensor:
-    """Rows of a float32 or 16-bit table, in float32."""
+    """Return rows of a float32 or 16-bit table, in float32."""
     out = torch.empty(len(ids), table.shape[1])
-    given = ids.to(torch.int32).contiguous()
-    sizes = (table.shape[1], STORED_AS[table.dtype])
-    step = Step(num_tokens=len(ids), ids=given.data_ptr())
-    shared_pool().run(Call(Op.EMBED, len(ids), (out,), (table, None), sizes), step)
+    ids32 = ids.to(torch.int32).contiguous()
+    sizes = (table.shape[1], TYPE_OF[table.dtype])
+    step = Step(num_tokens=len(ids), ids=ids32.data_ptr())
+    call = Call(Op.EMBED, len(ids), step_tensors=(out,), model_tensors=(table, None), sizes=sizes)
+    shared_pool().run(call, step)
     return out
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     out = torch.empty_like(x)
     width = x.shape[-1]
-    shared_pool().run(
-        Call(Op.NORM, x.numel() // width, (x.contiguous(), out), (weight,), (width,), (eps,))
+    call = Call(
+        Op.NORM,
+        x.numel() // width,
+        step_tensors=(x.contiguous(), out),
+        model_tensors=(weight,),
+        sizes=(width,),
+        scalars=(eps,),
     )
+    shared_pool().run(call)
     return out
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """Changes the residual in place."""
+    """Update the residual in place."""
     out = torch.empty_like(x)
     rows, width = x.shape
-    shared_pool().run(
-        Call(Op.ADD_NORM, rows, (x.contiguous(), residual, out), (weight,), (width,), (eps,))
+    call = Call(
+        Op.ADD_NORM,
+        rows,
+        step_tensors=(x.contiguous(), residual, out),
+        model_tensors=(weight,),
+        sizes=(width,),
+        scalars=(eps,),
     )
+    shared_pool().run(call)
     return out, residual
 
 
 def silu_mul(gate_up: Tensor) -> Tensor:
     rows, width = gate_up.shape[0], gate_up.shape[1] // 2
     out = torch.empty(rows, width)
-    shared_pool().run(Call(Op.SILU_MUL, rows, (gate_up.contiguous(), out), (), (width,)))
+    call = Call(Op.SILU_MUL, rows, step_tensors=(gate_up.contiguous(), out), sizes=(width,))
+    shared_pool().run(call)
     return out
 
 
@@ -67,9 +81,14 @@ def rope_write(
     tokens = qkv.shape[0]
     out = torch.empty(tokens, heads.num_q, heads.dim)
     q_weight, k_weight, eps = norms or (None, None, 0.0)
-    fixed = (cos_sin, q_weight, k_weight, *_pages(kv))
-    sizes = (*_heads(heads, kv), cos_sin.shape[1])
-    call = Call(Op.ROPE, tokens, (qkv.contiguous(), out), fixed, sizes, (eps,))
+    call = Call(
+        Op.ROPE,
+        tokens,
+        step_tensors=(qkv.contiguous(), out),
+        model_tensors=(cos_sin, q_weight, k_weight, *_pages(kv)),
+        sizes=(*_heads(heads, kv), cos_sin.shape[1]),
+        scalars=(eps,),
+    )
     _run(shared_pool(), call, batch)
     return out
 
@@ -87,42 +106,57 @@ def attention(
     out = torch.empty_like(queries)
     tokens, num_q, dim = queries.shape
     heads = Heads(num_q, kv.keys.shape[1], dim)
-    sizes = (*_heads(heads, kv), window or _NO_WINDOW)
-    moving = (queries.contiguous(), out)
-    _run(shared_pool(), Call(Op.ATTEND, tokens, moving, _pages(kv), sizes, (scale,)), batch)
+    call = Call(
+        Op.ATTENTION,
+        tokens,
+        step_tensors=(queries.contiguous(), out),
+        model_tensors=_pages(kv),
+        sizes=(*_heads(heads, kv), window or _NO_WINDOW),
+        scalars=(scale,),
+    )
+    _run(shared_pool(), call, batch)
     return out
 
 
 def gather(x: Tensor, rows: Tensor) -> Tensor:
-    """x[rows], for rows of floats."""
+    """Return x[rows], for rows of float32."""
     out = torch.empty(len(rows), x.shape[1])
-    places = rows.to(torch.int32).contiguous()
-    step = Step(num_sampled=len(rows), sampled=places.data_ptr())
-    shared_pool().run(Call(Op.GATHER, len(rows), (x, out), (), (x.shape[1],)), step)
+    indices = rows.to(torch.int32).contiguous()
+    step = Step(num_sampled=len(rows), sampled=indices.data_ptr())
+    call = Call(Op.GATHER, len(rows), step_tensors=(x, out), sizes=(x.shape[1],))
+    shared_pool().run(call, step)
     return out
 
 
 def argmax(x: Tensor) -> Tensor:
-    """The place of each row's largest number, the first of equals: int32."""
+    """Return the index of each row's maximum, the first of equals, as int32."""
     out = torch.empty(x.shape[0], dtype=torch.int32)
-    shared_pool().run(Call(Op.ARGMAX, x.shape[0], (x.contiguous(), out), (), (x.shape[1],)))
+    call = Call(Op.ARGMAX, x.shape[0], step_tensors=(x.contiguous(), out), sizes=(x.shape[1],))
+    shared_pool().run(call)
     return out
 
 
 def sample(logits: Tensor, params: Tensor, keys: Tensor) -> Tensor:
-    """As runner/filters.py's draw: int32."""
+    """Sample like draw in runner/filters.py; return int32."""
     rows, width = logits.shape
     out = torch.empty(rows, dtype=torch.int32)
-    shared_pool().run(Call(Op.SAMPLE, rows, (logits.contiguous(), out), (params, keys), (width,)))
+    call = Call(
+        Op.SAMPLE,
+        rows,
+        step_tensors=(logits.contiguous(), out),
+        model_tensors=(params, keys),
+        sizes=(width,),
+    )
+    shared_pool().run(call)
     return out
 
 
 @dataclass(frozen=True, slots=True)
 class BatchStep:
-    """A batch as the library reads it, and the tensors that it points into."""
+    """A batch as the library reads it, with the tensors that it points into."""
 
     step: Step
-    kept: tuple[Tensor, ...]
+    tensors: tuple[Tensor, ...]
 
     @classmethod
     def of(cls, batch: StepBatch) -> BatchStep:
@@ -146,8 +180,8 @@ class BatchStep:
 
 
 @contextmanager
-def prompts_apart(batch: StepBatch) -> Iterator[None]:
-    """While it lasts, the products of a network know which tokens of the batch are of prompts."""
+def prompt_spans(batch: StepBatch) -> Iterator[None]:
+    """Give GEMMs inside the context the prompt tokens of the batch, which they may quantise apart."""
     prompts = torch.tensor(batch.prompts, dtype=torch.int32)
     logits_indices = (
         batch.positions[:0] if batch.logits_indices is None else batch.logits_indices.tokens
@@ -159,7 +193,7 @@ def prompts_apart(batch: StepBatch) -> Iterator[None]:
         sampled=logits_indices.data_ptr(),
         prompts=prompts.data_ptr(),
     )
-    with shared_pool().in_network(step):
+    with shared_pool().use_step(step):
         yield
 
 
@@ -167,12 +201,12 @@ def _run(pool: Pool, call: Call, batch: StepBatch) -> None:
     if pool.is_recording:
         pool.run(call)
         return
-    given = BatchStep.of(batch)
-    pool.run(call, given.step)
+    batch_step = BatchStep.of(batch)
+    pool.run(call, batch_step.step)
 
 
 def _heads(heads: Heads, kv: LayerKV) -> tuple[int, ...]:
-    return heads.num_q, heads.num_kv, heads.dim, kv.block_size, STORED_AS[kv.keys.dtype]
+    return heads.num_q, heads.num_kv, heads.dim, kv.block_size, TYPE_OF[kv.keys.dtype]
 
 
 def _pages(kv: LayerKV) -> tuple[Tensor | None, ...]:

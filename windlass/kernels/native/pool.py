@@ -1,4 +1,4 @@
-"""The native library with its threads, which all engines of a process share."""
+"""The native library and its thread pool, shared by all engines of a process."""
 
 from __future__ import annotations
 
@@ -16,38 +16,38 @@ from windlass.kernels.native.commands import Call, Step
 from windlass.kernels.native.compiled import Native, NativeUnavailable, load
 
 _NO_STEP = Step()
-_SPIN_US = 50  # how long an idle worker waits for the next command before it sleeps
+_SPIN_US = 50  # an idle worker spins this long before it sleeps
 
 
 class Recorder(Protocol):
-    """Takes calls instead of computing them."""
+    """Receives calls instead of running them."""
 
     def add(self, call: Call) -> None: ...
 
 
 class Pool:
-    """The library's functions, its threads, and who records calls, if anybody."""
+    """Owns the library's functions, its threads and the active recorder, if any."""
 
     def __init__(self, native: Native, num_threads: int) -> None:
         self.native = native
         self.functions = _declare(native.functions)
         self.num_threads = num_threads
         self._recorder: Recorder | None = None
-        self._network_step: Step | None = None
+        self._step: Step | None = None
         self.handle = self.functions.windlass_pool_new(num_threads, _SPIN_US)
         if not self.handle:
-            raise NativeUnavailable(f"the system did not give {num_threads} threads")
+            raise NativeUnavailable(f"the system refused {num_threads} threads")
         weakref.finalize(self, self.functions.windlass_pool_free, self.handle)
 
     def run(self, call: Call, step: Step | None = None) -> None:
-        """Compute one call now, or note it down while somebody records."""
+        """Run one call, or pass it to the active recorder."""
         if self._recorder is not None:
             self._recorder.add(call)
             return
-        self.replay(ctypes.byref(call.command()), 1, step or self._network_step or _NO_STEP)
+        self.replay(ctypes.byref(call.command()), 1, step or self._step or _NO_STEP)
 
     def replay(self, commands: object, count: int, step: Step) -> None:
-        """Compute `count` commands from a place on."""
+        """Run `count` commands."""
         failed = self.functions.windlass_run(self.handle, commands, count, ctypes.byref(step))
         if failed:
             raise OutOfMemory(f"no memory for a step of {step.num_tokens} tokens")
@@ -57,22 +57,22 @@ class Pool:
         return self._recorder is not None
 
     @property
-    def is_in_network(self) -> bool:
-        """Whether products are those of a network's layers, not of its head."""
-        return self._network_step is not None
+    def has_step(self) -> bool:
+        """Whether GEMMs belong to the layers of a model, so that prompt rows are known."""
+        return self._step is not None
 
     @contextmanager
-    def in_network(self, step: Step) -> Iterator[None]:
-        """While it lasts that is so, and calls without a step of their own are of this one."""
-        self._network_step = step
+    def use_step(self, step: Step) -> Iterator[None]:
+        """Use `step` for calls without a step of their own inside the context."""
+        self._step = step
         try:
             yield
         finally:
-            self._network_step = None
+            self._step = None
 
     @contextmanager
     def recorded_by(self, recorder: Recorder) -> Iterator[None]:
-        """While it lasts, calls go to `recorder` and nothing is computed."""
+        """Pass calls to `recorder` inside the context, without running them."""
         self._recorder = recorder
         try:
             yield
@@ -81,7 +81,7 @@ class Pool:
 
 
 class Workers:
-    """A pool that is made when it is first asked for, or the reason why there is none."""
+    """Creates a pool at first use, or keeps the reason why there is none."""
 
     def __init__(self, num_threads: int, pool: Pool | None = None) -> None:
         self._num_threads = num_threads
@@ -89,7 +89,7 @@ class Workers:
         self._unavailable: str | None = None
 
     def refuse(self) -> str | None:
-        """Why there is no pool; tries to make one, but only once."""
+        """Return why there is no pool, after one attempt to create it."""
         if self._pool is None and self._unavailable is None:
             try:
                 self._pool = Pool(load(), self._num_threads)
@@ -107,30 +107,30 @@ class Workers:
 
 @cache
 def workers(num_threads: int) -> Workers:
-    """Those of this process: two engines with threads of their own would only disturb each other."""
+    """Return the process's workers: threads per engine would compete for the cores."""
     return Workers(num_threads)
 
 
 def shared_pool() -> Pool:
-    """With as many threads as torch uses."""
+    """Return the process's pool, with as many threads as torch uses."""
     return workers(torch.get_num_threads()).pool
 
 
 def _declare(functions: ctypes.CDLL) -> ctypes.CDLL:
-    """The signatures of src/api.h."""
-    pointer, number = ctypes.c_void_p, ctypes.c_int32
-    functions.windlass_prompts_apart.restype = number
-    functions.windlass_prompts_apart.argtypes = ()
-    functions.windlass_takes_nonfinite_halves.restype = number
-    functions.windlass_takes_nonfinite_halves.argtypes = ()
+    """Declare the signatures of src/api.h."""
+    pointer, int32 = ctypes.c_void_p, ctypes.c_int32
+    functions.windlass_has_prompt_gemm.restype = int32
+    functions.windlass_has_prompt_gemm.argtypes = ()
+    functions.windlass_reads_nonfinite_f16.restype = int32
+    functions.windlass_reads_nonfinite_f16.argtypes = ()
     functions.windlass_pool_new.restype = pointer
-    functions.windlass_pool_new.argtypes = (number, number)
+    functions.windlass_pool_new.argtypes = (int32, int32)
     functions.windlass_pool_free.restype = None
     functions.windlass_pool_free.argtypes = (pointer,)
     functions.windlass_packed_bytes.restype = ctypes.c_uint64
     functions.windlass_packed_bytes.argtypes = (pointer,)
     functions.windlass_pack.restype = None
     functions.windlass_pack.argtypes = (pointer,) * 7
-    functions.windlass_run.restype = number
-    functions.windlass_run.argtypes = (pointer, pointer, number, pointer)
+    functions.windlass_run.restype = int32
+    functions.windlass_run.argtypes = (pointer, pointer, int32, pointer)
     return functions

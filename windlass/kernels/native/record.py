@@ -1,7 +1,7 @@
-"""Writes down the native calls of a network's forward, with nothing computed.
+"""Records the native calls of a model's forward without computing.
 
-Torch's operators on tensors of the step are seen too. Few can become part of a call; any other makes
-the step unrecordable, and the reason says which it was.
+Torch operators on tensors of the step are intercepted too. Concatenation and bias become part of a call;
+any other operator makes the step unrecordable, and the error names it.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from windlass.kernels.native.commands import SAMPLED, TOKENS, WRITTEN, Call, LinearFlag, Op
 
 _aten = torch.ops.aten
-_WITHOUT_CONTENTS = (_aten.empty_like.default, _aten.new_empty.default)
+_UNINITIALISED = (_aten.empty_like.default, _aten.new_empty.default)
 
 
 class Unrecordable(Exception):
-    """A step has to be computed operator by operator; says why."""
+    """A step cannot be recorded; the message gives the reason."""
 
 
 @dataclass(eq=False, slots=True)
 class Buffer:
-    """Rows of a step that calls read and write."""
+    """Rows of a step that calls read or write."""
 
     rows: int  # TOKENS or SAMPLED
     row_bytes: int
@@ -35,7 +35,7 @@ class Buffer:
 
 @dataclass(slots=True)
 class Recorded:
-    """A call whose moving tensors are buffers."""
+    """A call with buffers in place of its step tensors."""
 
     call: Call
     rows: int
@@ -46,61 +46,61 @@ class Recorded:
         return self.call.op
 
     def uses(self, buffer: Buffer | None) -> bool:
-        return any(one is buffer for one in self.buffers if one is not None)
+        return any(other is buffer for other in self.buffers if other is not None)
 
     def writes(self, buffer: Buffer | None) -> bool:
         written = WRITTEN[self.op]
         return any(self.buffers[i] is buffer for i in written if i < len(self.buffers))
 
-    def change(self, index: int, size: int) -> None:
+    def set_size(self, index: int, size: int) -> None:
         sizes = list(self.call.sizes)
         sizes[index] = size
         self.call = replace(self.call, sizes=sizes)
 
 
 class Recording(TorchDispatchMode):
-    """Owns the calls so far, and the tensors that stand for buffers."""
+    """Owns the recorded calls, and the tensors that represent buffers."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Nothing here is compiled; to leave it alone torch would load its whole compiler first."""
+        """Return False: otherwise torch would import its compiler to skip this mode."""
         return False
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.calls: list[Recorded] = []
-        self._buffers: dict[int, Buffer] = {}  # by place
-        self._kept: list[Tensor] = []  # so that no place is given away again
+        self._buffers: dict[int, Buffer] = {}  # by address
+        self._tensors: list[Tensor] = []  # kept alive, so that no address is reused
 
     def buffer_of(self, tensor: Tensor) -> Buffer:
         found = self._buffers.get(tensor.data_ptr())
         if found is None:
-            raise Unrecordable("a tensor that no native operation computed is read by one")
+            raise Unrecordable("a native operation reads a tensor that none computed")
         return found
 
     # ---- native calls ------------------------------------------------------------------------
 
     def add(self, call: Call) -> None:
-        """Note a call: what it writes becomes a buffer, what it reads has to be one."""
+        """Record a call: its outputs become buffers, its inputs must be buffers."""
         written = WRITTEN[call.op]
-        read = [t for i, t in enumerate(call.moving) if i not in written and t is not None]
+        read = [t for i, t in enumerate(call.step_tensors) if i not in written and t is not None]
         rows = TOKENS if call.op == Op.EMBED else SAMPLED
         if read and call.op != Op.GATHER:
             rows = self.buffer_of(read[0]).rows
         buffers: list[Buffer | None] = []
-        for i, tensor in enumerate(call.moving):
+        for i, tensor in enumerate(call.step_tensors):
             if tensor is not None and i in written and tensor.data_ptr() not in self._buffers:
                 self._track(tensor, call.rows, rows)
             buffers.append(None if tensor is None else self.buffer_of(tensor))
         self.calls.append(Recorded(call, rows, buffers))
 
     def _track(self, tensor: Tensor, num_rows: int, rows: int) -> Buffer:
-        made = Buffer(rows, tensor.nbytes // num_rows, tensor.dtype)
-        self._buffers[tensor.data_ptr()] = made
-        self._kept.append(tensor)
-        return made
+        buffer = Buffer(rows, tensor.nbytes // num_rows, tensor.dtype)
+        self._buffers[tensor.data_ptr()] = buffer
+        self._tensors.append(tensor)
+        return buffer
 
-    # ---- torch's operators ---------------------------------------------------------------------
+    # ---- torch operators -----------------------------------------------------------------------
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
@@ -108,10 +108,10 @@ class Recording(TorchDispatchMode):
         del types
         result = func(*args, **(kwargs or {}))
         tracked = [t for t in _tensors(args) if t.data_ptr() in self._buffers]
-        if not tracked or func in _WITHOUT_CONTENTS or _is_view(func, tracked[0], result):
+        if not tracked or func in _UNINITIALISED or _is_view(func, tracked[0], result):
             return result
         if func == _aten.cat.default:
-            self._join(args[0], result)
+            self._concatenate(args[0], result)
         elif func == _aten.add.Tensor and not kwargs:
             self._add_bias(args[0], args[1], result)
         else:
@@ -119,44 +119,45 @@ class Recording(TorchDispatchMode):
         return result
 
     def _producers(self, tensor: Tensor) -> list[Recorded]:
-        """The products that made a tensor, and adapters, if nothing else has seen it."""
+        """Return the GEMMs and LoRA calls that wrote a tensor, if no other call uses it."""
         buffer = self._buffers.get(tensor.data_ptr())
         users = _users(self.calls, buffer)
-        if not users or not _all_make(users, buffer):
-            raise Unrecordable("torch changes what is not the result of native products")
+        if not users or not _all_produce(users, buffer):
+            raise Unrecordable("torch changes a tensor that is not the result of native GEMMs")
         return users
 
-    def _join(self, parts: Sequence[Tensor], result: Tensor) -> None:
-        """Products side by side write into one buffer."""
+    def _concatenate(self, parts: Sequence[Tensor], result: Tensor) -> None:
+        """Make the GEMMs of all parts write into one buffer."""
         rows, stride = result.shape
         whole = self._track(result, rows, self.buffer_of(parts[0]).rows)
         column = 0
         for part in parts:
-            for made in self._producers(part):
-                made.buffers[1] = whole
-                made.change(0, stride)
-                made.change(1, column + made.call.sizes[1])
+            for producer in self._producers(part):
+                producer.buffers[1] = whole
+                producer.set_size(0, stride)
+                producer.set_size(1, column + producer.call.sizes[1])
             column += part.shape[1]
 
     def _add_bias(self, x: Tensor, bias: Tensor, result: Tensor) -> None:
         if bias.data_ptr() in self._buffers or bias.shape != x.shape[1:]:
             raise Unrecordable("aten.add of two tensors of the step is not native")
         bias = bias.detach().float().contiguous()
-        self._kept.append(bias)
-        makers = self._producers(x)
-        sum_buffer = self._track(result, len(x), makers[0].rows)
-        for made in makers:
-            made.buffers[1] = sum_buffer
-            if made.op != Op.LINEAR:
+        self._tensors.append(bias)
+        producers = self._producers(x)
+        sum_buffer = self._track(result, len(x), producers[0].rows)
+        for producer in producers:
+            producer.buffers[1] = sum_buffer
+            if producer.op != Op.LINEAR:
                 continue
-            first, y = made.call.sizes[1], made.call.moving[1]
+            call = producer.call
+            first, y = call.sizes[1], call.step_tensors[1]
             assert y is not None
             part = bias[first : first + y.shape[1]]
-            made.call = replace(made.call, fixed=[made.call.fixed[0], part])
+            producer.call = replace(call, model_tensors=[call.model_tensors[0], part])
 
 
 def _is_view(func: Any, tensor: Tensor, result: Any) -> bool:
-    """Whether an operator gave the same numbers at the same place."""
+    """Whether an operator returned the same values at the same address."""
     return (
         not func._schema.is_mutable
         and isinstance(result, Tensor)
@@ -175,82 +176,87 @@ def _tensors(args: Any) -> Iterator[Tensor]:
 
 
 def fuse(calls: list[Recorded]) -> list[Recorded]:
-    """The same results in fewer passes over memory: to the bit, since sums stay as they are."""
-    calls = _add_in_place(calls)
-    calls = _gate_in_product(calls)
-    return _norm_in_product(calls)
+    """Fuse calls to reduce memory traffic. Results are bit-identical: the order of sums is kept."""
+    calls = _fuse_residual_add(calls)
+    calls = _fuse_silu_mul(calls)
+    return _fuse_norm(calls)
 
 
 def _users(calls: list[Recorded], buffer: Buffer | None) -> list[Recorded]:
-    return [one for one in calls if one.uses(buffer)]
+    return [current for current in calls if current.uses(buffer)]
 
 
-def _all_make(calls: list[Recorded], buffer: Buffer | None) -> bool:
-    """Whether calls are products and adapters that write a buffer and do not read it."""
+def _all_produce(calls: list[Recorded], buffer: Buffer | None) -> bool:
+    """Whether all calls are GEMMs or LoRA calls that write the buffer and do not read it."""
     return all(
-        one.op in (Op.LINEAR, Op.LORA) and one.buffers[1] is buffer and one.buffers[0] is not buffer
-        for one in calls
+        current.op in (Op.LINEAR, Op.LORA)
+        and current.buffers[1] is buffer
+        and current.buffers[0] is not buffer
+        for current in calls
     )
 
 
-def _add_in_place(calls: list[Recorded]) -> list[Recorded]:
-    """A product whose result goes into the residual adds to it; what remains is a norm."""
-    for one in calls:
-        if one.op != Op.ADD_NORM:
+def _fuse_residual_add(calls: list[Recorded]) -> list[Recorded]:
+    """Make a GEMM before an add_norm add to the residual; a norm remains."""
+    for current in calls:
+        if current.op != Op.ADD_NORM:
             continue
-        x, residual, out = one.buffers
-        makers = [other for other in _users(calls, x) if other is not one]
-        if not makers or not _all_make(makers, x):
+        x, residual, out = current.buffers
+        producers = [other for other in _users(calls, x) if other is not current]
+        if not producers or not _all_produce(producers, x):
             continue
-        for maker in makers:
-            maker.buffers[1] = residual
-            if maker.op == Op.LINEAR:
-                maker.change(2, maker.call.sizes[2] | LinearFlag.ADD_TO_Y)
-        one.call = replace(one.call, op=Op.NORM)
-        one.buffers = [residual, out]
+        for producer in producers:
+            producer.buffers[1] = residual
+            if producer.op == Op.LINEAR:
+                producer.set_size(2, producer.call.sizes[2] | LinearFlag.ADD_TO_Y)
+        current.call = replace(current.call, op=Op.NORM)
+        current.buffers = [residual, out]
     return calls
 
 
-def _gate_in_product(calls: list[Recorded]) -> list[Recorded]:
+def _fuse_silu_mul(calls: list[Recorded]) -> list[Recorded]:
+    """Make the gate-up GEMM before a silu_mul write its result."""
     out: list[Recorded] = []
-    for one in calls:
-        before = out[-1] if out else None
+    for current in calls:
+        previous = out[-1] if out else None
         if (
-            one.op == Op.SILU_MUL
-            and before is not None
-            and before.op == Op.LINEAR
-            and before.buffers[1] is one.buffers[0]
-            and len(before.call.fixed) == 1
-            and len(_users(calls, one.buffers[0])) == 2
-            and before.call.sizes[0] == 2 * one.call.sizes[0]
-            and one.call.sizes[0] % 16 == 0  # a tile of the widest CPUs
+            current.op == Op.SILU_MUL
+            and previous is not None
+            and previous.op == Op.LINEAR
+            and previous.buffers[1] is current.buffers[0]
+            and len(previous.call.model_tensors) == 1
+            and len(_users(calls, current.buffers[0])) == 2
+            and previous.call.sizes[0] == 2 * current.call.sizes[0]
+            and current.call.sizes[0] % 16 == 0  # the largest tile: AVX-512
         ):
-            before.buffers[3] = one.buffers[1]
-            before.change(2, before.call.sizes[2] | LinearFlag.GATED)
+            previous.buffers[3] = current.buffers[1]
+            previous.set_size(2, previous.call.sizes[2] | LinearFlag.GATED)
         else:
-            out.append(one)
+            out.append(current)
     return out
 
 
-def _norm_in_product(calls: list[Recorded]) -> list[Recorded]:
-    """The first product that reads a norm's result computes it on the way."""
+def _fuse_norm(calls: list[Recorded]) -> list[Recorded]:
+    """Make the first GEMM that reads a norm's result compute the norm."""
     out: list[Recorded] = []
-    for one in calls:
-        before = out[-1] if out else None
+    for current in calls:
+        previous = out[-1] if out else None
         if (
-            one.op == Op.LINEAR
-            and before is not None
-            and before.op == Op.NORM
-            and before.buffers[1] is one.buffers[0]
+            current.op == Op.LINEAR
+            and previous is not None
+            and previous.op == Op.NORM
+            and previous.buffers[1] is current.buffers[0]
         ):
-            x, normed = before.buffers
-            fixed = [*one.call.fixed, None][:2]
-            one.call = replace(
-                one.call, fixed=[*fixed, before.call.fixed[0]], numbers=before.call.numbers
+            x, normed = previous.buffers
+            weight_and_bias = [*current.call.model_tensors, None][:2]
+            current.call = replace(
+                current.call,
+                model_tensors=[*weight_and_bias, previous.call.model_tensors[0]],
+                scalars=previous.call.scalars,
             )
-            one.buffers[0], one.buffers[2] = x, normed
-            one.change(2, one.call.sizes[2] | LinearFlag.NORM_FIRST)
-            out[-1] = one
+            current.buffers[0], current.buffers[2] = x, normed
+            current.set_size(2, current.call.sizes[2] | LinearFlag.NORM_FIRST)
+            out[-1] = current
         else:
-            out.append(one)
+            out.append(current)
     return out

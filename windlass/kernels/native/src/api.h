@@ -1,4 +1,4 @@
-// What the library offers to others: plain C. pool.py and compiled.py call it.
+// The C interface of the library. pool.py, linear.py and compiled.py call it.
 
 #pragma once
 
@@ -11,28 +11,29 @@ extern "C" {
 
 typedef struct WindlassPool WindlassPool;
 
-// Which instructions the library was compiled for.
+// Returns the name of the instruction set that the library was compiled for.
 const char* windlass_simd(void);
 
-// Whether int4 weights round the inputs of prompts otherwise than others.
-int32_t windlass_prompts_apart(void);
+// Whether int4 weights quantise the activations of prompt tokens with a GEMM of their own.
+int32_t windlass_has_prompt_gemm(void);
 
-// Whether gemm show NaN and infinity in weights of 16-bit floats (float16). Where load_half is a
-// shift they would become numbers from 65536 on.
-int32_t windlass_takes_nonfinite_halves(void);
+// Whether GEMMs propagate NaN and infinity in float16 weights. Where load_f16_fast is a shift, they
+// would become values from 65536 on.
+int32_t windlass_reads_nonfinite_f16(void);
 
-// Threads that compute with the caller, who counts as one. Null when there are no threads to have.
+// Creates a pool of `threads` threads, the caller included. Returns null if the system refuses
+// threads.
 WindlassPool* windlass_pool_new(int32_t threads, int32_t spin_us);
 void windlass_pool_free(WindlassPool* pool);
 
 uint64_t windlass_packed_bytes(const WindlassWeight* weight);
 
-// Codes as the packed forms have them, [outputs][inputs]; scales are halves, floats for table4.
+// Packs codes [outputs][inputs]. Scales are float16, or float32 for table4.
 void windlass_pack(WindlassPool* pool, const WindlassWeight* weight, const void* codes,
                    const void* scales, const uint16_t* offsets, const int8_t* sub_scales,
                    uint8_t* out);
 
-// Runs commands in order. Returns 0, or 1 when there is no memory.
+// Runs commands in order. Returns 0, or 1 if memory could not be allocated.
 int32_t windlass_run(WindlassPool* pool, const WindlassCommand* commands, int32_t count,
                      const WindlassStep* step);
 

@@ -1,35 +1,35 @@
-// Causal attention over pages, for rows of one token and for chunks behind a prefix.
+// Causal attention over paged KV, for decode rows and for prefill chunks after a prefix.
 //
-// Keys are taken in parts that begin at fixed positions. What a query gets out of a part, and the
-// order in which parts are joined, depend on its position alone: not on the queries beside it, on
-// how a prompt is cut, or on how many threads share the parts.
+// Keys are processed in chunks that begin at fixed positions. The result of a query over a chunk,
+// and the order in which chunks are merged, depend on its position alone: not on the rest of the
+// batch, on prefill chunking, or on the number of threads.
 
 #include <cmath>
 #include <cstring>
 #include <vector>
 
-#include "part_halves.h"
+#include "attention_f16.h"
 
 namespace windlass {
 
 namespace {
 
-constexpr int kMostLines = 64;
+constexpr int kMaxLines = 64;
 
-// Some queries of one row: all heads that share a kv head. A line is one query of one head.
+// Some queries of one row, for all heads that share a KV head. A line is one query of one head.
 struct Task {
   int row;
-  int first, count;            // queries, counted from the row's first
-  int first_part, last_part;  // of the keys
-  float* partial;              // where the result goes if the task has only some of the parts
+  int first, count;  // queries, relative to the row's first
+  int first_chunk, last_chunk;  // of the keys
+  float* partial;  // output of a task that covers only some chunks
 };
 
-// What the keys seen so far give a line: peak and sum of the exponentials, and the mixed values.
-struct Lines {
-  bool begun[kMostLines] = {};  // whether a key was seen; the rest is not set before
-  float peak[kMostLines];
-  float sum[kMostLines];
-  alignas(64) float mixed[kMostLines * kMostDim];
+// The running softmax of each line: maximum score, sum of exponentials, and accumulated values.
+struct SoftmaxState {
+  bool begun[kMaxLines] = {};  // whether a key was seen; the other fields are undefined before
+  float peak[kMaxLines];
+  float sum[kMaxLines];
+  alignas(64) float acc[kMaxLines * kMaxDim];
 };
 
 struct Job {
@@ -38,171 +38,175 @@ struct Job {
   int window;  // 0: none
   float scale;
 
-  bool in_halves() const { return kHasHalfMath && kv.type == kTypeHalf; }
+  bool uses_f16() const { return kHasF16Math && kv.type == kTypeF16; }
   int lines(const Task& t) const { return t.count * kv.group(); }
   const WindlassRow& row(const Task& t) const { return run.step.rows[t.row]; }
   float* query(int which, const Task& t, int head, int line) const {
     const int token = row(t).first + t.first + line / kv.group();
     const int q_head = head * kv.group() + line % kv.group();
-    return row_of(run.moving(which), token, kv.num_q * kv.dim) + q_head * kv.dim;
+    return row_of(run.step_tensor(which), token, kv.num_q * kv.dim) + q_head * kv.dim;
   }
 };
 
-// Joins what another part gave a line, which is all there is unless the line has `begun`. Both have seen
-// at least one key, but a peak is -infinity where all scores are.
-void join(bool begun, float& peak, float& sum, float* mixed, float other_peak, float other_sum,
-          const float* other, int dim) {
+// Merges the result of another chunk into a line, or copies it if the line has not `begun`. Both
+// have seen at least one key, but a maximum is -infinity where all scores are.
+void merge(bool begun, float& peak, float& sum, float* acc, float other_peak, float other_sum,
+           const float* other, int dim) {
   if (!begun) {
     peak = other_peak;
     sum = other_sum;
-    std::memcpy(mixed, other, static_cast<size_t>(dim) * 4);
+    std::memcpy(acc, other, static_cast<size_t>(dim) * 4);
     return;
   }
-  const float most = other_peak > peak ? other_peak : peak;
-  const float own = peak == most ? 1.0f : exponential(peak - most);
-  const float others = other_peak == most ? 1.0f : exponential(other_peak - most);
-  peak = most;
+  const float max_peak = other_peak > peak ? other_peak : peak;
+  const float own = peak == max_peak ? 1.0f : exponential(peak - max_peak);
+  const float others = other_peak == max_peak ? 1.0f : exponential(other_peak - max_peak);
+  peak = max_peak;
   sum = sum * own + other_sum * others;
   const F32x8 a = splat(own), b = splat(others);
   for (int d = 0; d < dim; d += kLanes) {
-    store(mixed + d, fma(mul(load(mixed + d), a), load(other + d), b));
+    store(acc + d, fma(mul(load(acc + d), a), load(other + d), b));
   }
 }
 
-Sight sight_of(const Job& job, const Part& part, int position) {
+VisibleRange visible_range(const Job& job, const KVChunk& chunk, int position) {
   const int from = job.window > 0 ? std::max(0, position - job.window + 1) : 0;
-  return {std::clamp(from - part.first, 0, part.count),
-          std::clamp(position + 1 - part.first, 0, part.count)};
+  return {std::clamp(from - chunk.first, 0, chunk.count),
+          std::clamp(position + 1 - chunk.first, 0, chunk.count)};
 }
 
-// What is likely to be read after part p: the next part's first key, or the next head's.
+// Returns the address that is read after chunk p: the next chunk's first key, or the next head's.
 const void* next_key(const Job& job, const Task& task, int head, int p) {
   const Pages& kv = job.kv;
-  const bool ends = p + 1 == task.last_part;
+  const bool ends = p + 1 == task.last_chunk;
   if (ends && head + 1 == kv.num_kv) return nullptr;
-  const int position = (ends ? task.first_part : p + 1) * kPart;
-  const size_t place = kv.place(job.run.step, job.row(task).slot, position, head + (ends ? 1 : 0));
+  const int position = (ends ? task.first_chunk : p + 1) * kChunkKeys;
+  const size_t index =
+      kv.head_index(job.run.step, job.row(task).slot, position, head + (ends ? 1 : 0));
   const size_t each = static_cast<size_t>(kv.dim) * bytes_of(kv.type);
-  return static_cast<const uint8_t*>(kv.keys) + place * each;
+  return static_cast<const uint8_t*>(kv.keys) + index * each;
 }
 
-// The queries of a task in halves, and what their gemm are to be multiplied by.
-struct HalfQueries {
-  alignas(64) uint16_t lines[kMostLines * kMostDim];
-  float factors[kMostLines];
+// The queries of a task in float16, and the factors of their scores.
+struct F16Queries {
+  alignas(64) uint16_t lines[kMaxLines * kMaxDim];
+  float factors[kMaxLines];
 };
 
-// Lines [line, line + COUNT) over one part.
+// Lines [line, line + COUNT) over one chunk.
 template <int COUNT>
-void attend_lines(const Part& part, const HalfQueries& q, int dim, int line, const Sight* sights,
-                  float* peak, float* sum, float* mixed) {
-  attend_halves<COUNT>(part, dim, q.lines + line * dim, q.factors + line, sights, line == 0, peak,
-                       sum, mixed);
+void attend_lines(const KVChunk& chunk, const F16Queries& q, int dim, int line,
+                  const VisibleRange* ranges,
+                  float* peak, float* sum, float* acc) {
+  attend_f16<COUNT>(chunk, dim, q.lines + line * dim, q.factors + line, ranges, line == 0, peak,
+                    sum, acc);
 }
 
-void attend_lines(const Part& part, const HalfQueries& q, int dim, int line, int count,
-                  const Sight* sights, float* peak, float* sum, float* mixed) {
+void attend_lines(const KVChunk& chunk, const F16Queries& q, int dim, int line, int count,
+                  const VisibleRange* ranges, float* peak, float* sum, float* acc) {
   const auto of_count = count == 1   ? attend_lines<1>
                         : count == 2 ? attend_lines<2>
                         : count == 3 ? attend_lines<3>
                                      : attend_lines<4>;
-  of_count(part, q, dim, line, sights, peak, sum, mixed);
+  of_count(chunk, q, dim, line, ranges, peak, sum, acc);
 }
 
-// All lines of a task over its parts.
-void attend(const Job& job, const Task& task, int head, Lines& out) {
+// All lines of a task over its chunks.
+void attend(const Job& job, const Task& task, int head, SoftmaxState& out) {
   const WindlassRow& row = job.row(task);
   const int count = job.lines(task), dim = job.kv.dim, group = job.kv.group();
-  HalfQueries in_halves;
-  for (int i = 0; job.in_halves() && i < count; ++i) {
+  F16Queries f16_queries;
+  for (int i = 0; job.uses_f16() && i < count; ++i) {
     const float* query = job.query(0, task, head, i);
-    in_halves.factors[i] = job.scale * write_halves(query, dim, in_halves.lines + i * dim);
+    f16_queries.factors[i] = job.scale * write_f16_query(query, dim, f16_queries.lines + i * dim);
   }
   const int start = row.start + task.first;
-  Part part;
-  for (int p = task.first_part; p < task.last_part; ++p) {
-    part.first = p * kPart;
-    part.count = std::min(kPart, start + task.count - part.first);
-    part.next = next_key(job, task, head, p);
-    read_part(job.kv, job.run.step, job.scale, row.slot, head,
-              job.in_halves() || count <= 4, job.in_halves(), part);
+  KVChunk chunk;
+  for (int p = task.first_chunk; p < task.last_chunk; ++p) {
+    chunk.first = p * kChunkKeys;
+    chunk.count = std::min(kChunkKeys, start + task.count - chunk.first);
+    chunk.next = next_key(job, task, head, p);
+    read_chunk(job.kv, job.run.step, job.scale, row.slot, head,
+               job.uses_f16() || count <= 4, job.uses_f16(), chunk);
     for (int line = 0; line < count; line += 4) {
       const int some = std::min(4, count - line);
       const float* queries[4];
-      Sight sights[4];
+      VisibleRange ranges[4];
       float peak[4], sum[4];
-      alignas(64) float mixed[4 * kMostDim];
+      alignas(64) float acc[4 * kMaxDim];
       for (int m = 0; m < some; ++m) {
         const int i = line + m;
-        sights[m] = sight_of(job, part, start + i / group);
-        if (!job.in_halves()) queries[m] = job.query(0, task, head, i);
+        ranges[m] = visible_range(job, chunk, start + i / group);
+        if (!job.uses_f16()) queries[m] = job.query(0, task, head, i);
       }
-      if (job.in_halves()) {
-        attend_lines(part, in_halves, dim, line, some, sights, peak, sum, mixed);
+      if (job.uses_f16()) {
+        attend_lines(chunk, f16_queries, dim, line, some, ranges, peak, sum, acc);
       } else {
-        const auto attend_some = part.halves ? attend_4<Halves> : attend_4<Floats>;
-        attend_some(part, dim, queries, sights, some, line == 0, peak, sum, mixed);
+        const auto attend_some = chunk.f16 ? attend_4<F16Reader> : attend_4<F32Reader>;
+        attend_some(chunk, dim, queries, ranges, some, line == 0, peak, sum, acc);
       }
       for (int m = 0; m < some; ++m) {
-        if (sights[m].begin >= sights[m].end) continue;
+        if (ranges[m].begin >= ranges[m].end) continue;
         const int i = line + m;
-        join(out.begun[i], out.peak[i], out.sum[i], out.mixed + i * dim, peak[m], sum[m],
-             mixed + m * dim, dim);
+        merge(out.begun[i], out.peak[i], out.sum[i], out.acc + i * dim, peak[m], sum[m],
+              acc + m * dim, dim);
         out.begun[i] = true;
       }
     }
   }
 }
 
-void write(const Job& job, const float* mixed, float sum, float* out) {
+void write_output(const Job& job, const float* acc, float sum, float* out) {
   const int dim = job.kv.dim;
-  for (int d = 0; d < dim; d += kLanes) store(out + d, divide(load(mixed + d), splat(sum)));
+  for (int d = 0; d < dim; d += kLanes) store(out + d, divide(load(acc + d), splat(sum)));
 }
 
-void finish(const Job& job, const Task& task, int head, const Lines& lines) {
+void finish(const Job& job, const Task& task, int head, const SoftmaxState& state) {
   for (int i = 0; i < job.lines(task); ++i) {
-    write(job, lines.mixed + i * job.kv.dim, lines.sum[i], job.query(1, task, head, i));
+    write_output(job, state.acc + i * job.kv.dim, state.sum[i], job.query(1, task, head, i));
   }
 }
 
-// A partial result is, for each line, peak, sum and mixed values.
+// A partial result holds, per line, maximum, sum and accumulated values.
 size_t partial_floats(const Job& job) {
   return static_cast<size_t>(job.kv.group()) * static_cast<size_t>(job.kv.dim + 2);
 }
 
-void keep(const Job& job, const Lines& lines, float* to) {
+void store_partial(const Job& job, const SoftmaxState& state, float* to) {
   const int dim = job.kv.dim;
   for (int i = 0; i < job.kv.group(); ++i, to += dim + 2) {
-    to[0] = lines.peak[i];
-    to[1] = lines.sum[i];
-    std::memcpy(to + 2, lines.mixed + i * dim, static_cast<size_t>(dim) * 4);
+    to[0] = state.peak[i];
+    to[1] = state.sum[i];
+    std::memcpy(to + 2, state.acc + i * dim, static_cast<size_t>(dim) * 4);
   }
 }
 
-// The parts of one row and head, one after another.
-void join_partials(const Job& job, const Task& whole, int head, const float* from) {
+// Merges the chunks of one row and head in order.
+void merge_partials(const Job& job, const Task& whole, int head, const float* from) {
   const int dim = job.kv.dim;
   const size_t next = partial_floats(job) * static_cast<size_t>(job.kv.num_kv);
   for (int i = 0; i < job.kv.group(); ++i) {
     float peak = 0.0f, sum = 0.0f;
-    alignas(64) float mixed[kMostDim];
+    alignas(64) float acc[kMaxDim];
     const float* at = from + static_cast<size_t>(i) * static_cast<size_t>(dim + 2);
-    for (int p = whole.first_part; p < whole.last_part; ++p, at += next) {
-      join(p > whole.first_part, peak, sum, mixed, at[0], at[1], at + 2, dim);
+    for (int p = whole.first_chunk; p < whole.last_chunk; ++p, at += next) {
+      merge(p > whole.first_chunk, peak, sum, acc, at[0], at[1], at + 2, dim);
     }
-    write(job, mixed, sum, job.query(1, whole, head, i));
+    write_output(job, acc, sum, job.query(1, whole, head, i));
   }
 }
 
 struct Plan {
-  std::vector<Task> tasks;    // for each kv head
-  std::vector<Task> divided;  // rows whose parts are tasks of their own; `partial` is the first's
+  std::vector<Task> tasks;  // per KV head
+  // Rows whose chunks are tasks of their own; `partial` is that of the first chunk.
+  std::vector<Task> divided;
 };
 
-// Chunks become tiles; contexts of single tokens are divided where there is little else to do.
+// Prefill chunks are tiled; the contexts of single tokens are split where there is little other
+// work (split-KV).
 bool make_plan(const Job& job, Plan& plan) {
   const WindlassStep& step = job.run.step;
-  const int tile = std::max(1, std::min(16, kMostLines / job.kv.group()));
+  const int tile = std::max(1, std::min(16, kMaxLines / job.kv.group()));
   const bool divide = step.num_rows * job.kv.num_kv < 4 * job.run.pool.threads();
   size_t partials = 0;
   for (int r = 0; r < step.num_rows; ++r) {
@@ -210,25 +214,25 @@ bool make_plan(const Job& job, Plan& plan) {
     for (int first = 0; first < row.count; first += tile) {
       const int count = std::min(tile, row.count - first);
       const int start = row.start + first;
-      const int low = job.window > 0 ? std::max(0, start - job.window + 1) / kPart : 0;
-      const Task task{r, first, count, low, (start + count - 1) / kPart + 1, nullptr};
-      const int parts = task.last_part - task.first_part;
-      if (!divide || row.count > 1 || parts == 1) {
+      const int low = job.window > 0 ? std::max(0, start - job.window + 1) / kChunkKeys : 0;
+      const Task task{r, first, count, low, (start + count - 1) / kChunkKeys + 1, nullptr};
+      const int chunks = task.last_chunk - task.first_chunk;
+      if (!divide || row.count > 1 || chunks == 1) {
         plan.tasks.push_back(task);
       } else {
         plan.divided.push_back(task);
-        partials += static_cast<size_t>(parts);
+        partials += static_cast<size_t>(chunks);
       }
     }
   }
   if (plan.divided.empty()) return true;
   const size_t each = partial_floats(job) * static_cast<size_t>(job.kv.num_kv);
-  float* room = reinterpret_cast<float*>(job.run.pool.buffer(partials * each * sizeof(float)));
-  if (room == nullptr) return false;
+  float* scratch = reinterpret_cast<float*>(job.run.pool.buffer(partials * each * sizeof(float)));
+  if (scratch == nullptr) return false;
   for (Task& whole : plan.divided) {
-    whole.partial = room;
-    for (int p = whole.first_part; p < whole.last_part; ++p, room += each) {
-      plan.tasks.push_back({whole.row, whole.first, whole.count, p, p + 1, room});
+    whole.partial = scratch;
+    for (int p = whole.first_chunk; p < whole.last_chunk; ++p, scratch += each) {
+      plan.tasks.push_back({whole.row, whole.first, whole.count, p, p + 1, scratch});
     }
   }
   return true;
@@ -236,29 +240,31 @@ bool make_plan(const Job& job, Plan& plan) {
 
 }  // namespace
 
-bool run_attend(const Run& run) {
-  const Job job{run, pages_of(run, 0), run.size(5), run.command.numbers[0]};
+bool run_attention(const Run& run) {
+  const Job job{run, kv_pages(run, 0), run.size(5), run.command.scalars[0]};
   Plan plan;
   if (!make_plan(job, plan)) return false;
   const int heads = job.kv.num_kv;
-  const auto place = [&](int head) { return partial_floats(job) * static_cast<size_t>(head); };
+  const auto partial_offset = [&](int head) {
+    return partial_floats(job) * static_cast<size_t>(head);
+  };
   const int tasks = static_cast<int>(plan.tasks.size());
-  const int chunk = tasks < 4 * run.pool.threads() ? 1 : heads;
-  run.pool.each(tasks * heads, chunk, [&](int begin, int end) {
+  const int grain = tasks < 4 * run.pool.threads() ? 1 : heads;
+  run.pool.each(tasks * heads, grain, [&](int begin, int end) {
     for (int i = begin; i < end; ++i) {
       const Task& task = plan.tasks[static_cast<size_t>(i / heads)];
-      Lines lines;
-      attend(job, task, i % heads, lines);
+      SoftmaxState state;
+      attend(job, task, i % heads, state);
       if (task.partial == nullptr) {
-        finish(job, task, i % heads, lines);
+        finish(job, task, i % heads, state);
       } else {
-        keep(job, lines, task.partial + place(i % heads));
+        store_partial(job, state, task.partial + partial_offset(i % heads));
       }
     }
   });
   for (const Task& whole : plan.divided) {
     for (int head = 0; head < heads; ++head) {
-      join_partials(job, whole, head, whole.partial + place(head));
+      merge_partials(job, whole, head, whole.partial + partial_offset(head));
     }
   }
   return true;

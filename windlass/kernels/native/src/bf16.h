@@ -1,7 +1,8 @@
-// MT rows of bfloat16 by the outputs of one tile: multiply_bf16 of the CPU at hand.
+// multiply_bf16: MT rows of bfloat16 by the outputs of one tile, for CPUs with bfloat16
+// instructions.
 //
-// Weights and rows lie as layout.h says. Two sums side by side, in the same order for all MT: one
-// alone would wait for each addition, and a row's result must not depend on others.
+// layout.h defines the layout of weights and rows. Two accumulators hide the latency of the
+// additions. Their order is the same for all MT, since a row's result must not depend on the batch.
 
 #pragma once
 
@@ -11,8 +12,8 @@ namespace windlass::tile {
 
 #if defined(WINDLASS_BFMMLA)
 
-// bfmmla: two rows of x by two outputs over 4 inputs, four sums in a register. Rows come in pairs,
-// since each of x is two.
+// bfmmla multiplies two rows of x by two outputs over 4 inputs, with four sums in a register. Rows
+// come in pairs, since each row of x is split into two.
 template <int MT>
 inline void multiply_bf16(const uint16_t* w, const uint16_t* x, int count, float* out) {
   constexpr int pairs = (MT + 1) / 2;
@@ -25,7 +26,7 @@ inline void multiply_bf16(const uint16_t* w, const uint16_t* x, int count, float
     bfloat16x8_t weights[kTile / 2];
     for (int j = 0; j < kTile / 2; ++j) weights[j] = four(w + k * kTile + 8 * j);
     for (int p = 0; p < pairs; ++p) {
-      const bfloat16x8_t in = four(x + k * kPanel + 8 * p);
+      const bfloat16x8_t in = four(x + k * kPanelRows + 8 * p);
       for (int j = 0; j < kTile / 2; ++j) sums[p][j] = vbfmmlaq_f32(sums[p][j], in, weights[j]);
     }
   };
@@ -59,7 +60,7 @@ inline void multiply_bf16(const uint16_t* w, const uint16_t* x, int count, float
       sums[m] = _mm512_dpbf16_ps(sums[m], two, (__m512bh)_mm512_set1_epi32(pair));
     }
   };
-  for (int k = 0; k < count; k += kBf16Run, x += kBf16Run * kPanel) {
+  for (int k = 0; k < count; k += kBf16Run, x += kBf16Run * kPanelRows) {
     for (int i = 0; i < kBf16Run; i += 4, w += 4 * kTile) {
       step(w, x + i, even);
       step(w + 2 * kTile, x + i + 2, odd);

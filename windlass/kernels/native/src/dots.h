@@ -1,8 +1,8 @@
-// Sums of gemm of whole numbers: 1 to 4 rows of x by the outputs of one tile, over one block.
+// Integer dot products: 1 to 4 rows of x by the outputs of one tile, over one block.
 //
-// start_dots gives each sum its first value, add_dots takes 16 more inputs of x and their codes,
-// codes_at(0) to codes_at(3), row_of_dots gives a row's sums. Here one instruction multiplies a row by a vector of
-// codes; with i8mm (dots_i8mm.h) one multiplies two rows by two outputs.
+// start_dots initialises the sums. add_dots adds 16 inputs of x, with their codes in codes_at(0) to
+// codes_at(3). row_of_dots returns the sums of a row. Here one instruction multiplies a row by a
+// vector of codes; with i8mm (dots_i8mm.h) it multiplies two rows by two outputs.
 
 #pragma once
 
@@ -22,8 +22,8 @@ WINDLASS_INLINE void start_dots(Sums (&dots)[MT]) {
   for (int m = 0; m < MT; ++m) dots[m] = sum_start();
 }
 template <int MT>
-WINDLASS_INLINE void start_dots(Sums (&dots)[MT], QuadInt centre) {
-  unrolled<MT>([&](auto m) WINDLASS_INLINED { dots[m] = sum_start<m>(centre); });
+WINDLASS_INLINE void start_dots(Sums (&dots)[MT], QuadInt correction) {
+  unrolled<MT>([&](auto m) WINDLASS_INLINED { dots[m] = sum_start<m>(correction); });
 }
 template <bool NIBBLES, int MT, class At>
 WINDLASS_INLINE void add_dots(Sums (&dots)[MT], const At& codes_at, const int8_t* x) {

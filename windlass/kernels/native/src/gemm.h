@@ -1,4 +1,4 @@
-// What the gemm of whole numbers and of floats share: who computes what, and where it goes.
+// Shared by the integer and float GEMMs: how work is split between threads, and where results go.
 
 #pragma once
 
@@ -13,92 +13,95 @@
 
 namespace windlass {
 
-constexpr int kSquarePanels = kSquare / kPanel;
+constexpr int kAmxPanels = kAmxRows / kPanelRows;
 
-struct Product {
+struct GemmArgs {
   Pool& pool;
   const Weight& w;
-  const uint8_t* panels;  // rows of x, 4 at a time
+  const uint8_t* panels;  // rows of x, 4 per panel
   size_t panel_bytes;
-  const uint8_t* outliers = nullptr;  // of the rows, or null: see panels.h
+  const uint8_t* outliers = nullptr;  // per row, or null: see panels.h
   size_t outlier_bytes = 0;
-  // The same by input, for every piece of panels; null below kManyRows.
+  // Outliers by input, for every chunk of panels; null below kMinUnpackRows.
   const uint8_t* columns = nullptr;
   size_t column_bytes = 0;
-  const uint8_t* squares = nullptr;  // the codes of all rows for AMX, or null: see amx.h
-  int cut = 1;       // panels that are computed with one tile before the next
-  int planes = 1;    // rows of the panels that make one of y: 1 or 2
-  int rows = 0;      // of the panels
-  float gain = 1.0;  // of all sums
+  // Int8 codes of all rows in the AMX layout, or null: see amx.h.
+  const uint8_t* amx_panels = nullptr;
+  int panels_per_chunk = 1;  // panels multiplied with one tile before the next
+  int planes = 1;  // panel rows per row of y: 1 or 2
+  int rows = 0;  // panel rows
+  float gain = 1.0;  // scale of all sums
   float* y = nullptr;
   int stride = 0;  // between rows of y
   bool add = false;
   const float* bias = nullptr;
-  float* active = nullptr;  // if given: silu of y's first half times the second, instead of y
+  float* active = nullptr;  // if set: silu(first half of y) * second half goes here instead of y
 
-  int num_panels() const { return ceil_div(rows, kPanel); }
+  int num_panels() const { return ceil_div(rows, kPanelRows); }
   const uint8_t* panel(int p) const { return panels + static_cast<size_t>(p) * panel_bytes; }
   const uint8_t* row_outliers(int row) const {
     return outliers + static_cast<size_t>(row) * outlier_bytes;
   }
-  const OutlierColumns& piece_columns(int panel) const {
-    const uint8_t* piece = columns + static_cast<size_t>(panel / cut) * column_bytes;
-    return *reinterpret_cast<const OutlierColumns*>(piece);
+  const OutlierColumns& chunk_columns(int panel) const {
+    const size_t chunk = static_cast<size_t>(panel / panels_per_chunk);
+    const uint8_t* columns_memory = columns + chunk * column_bytes;
+    return *reinterpret_cast<const OutlierColumns*>(columns_memory);
   }
-  const uint8_t* square(int panel) const {
-    return squares + static_cast<size_t>(panel / kSquarePanels) * square_bytes(w);
+  const uint8_t* amx_panel(int panel) const {
+    return amx_panels + static_cast<size_t>(panel / kAmxPanels) * amx_bytes(w);
   }
   const uint8_t* tile(int t) const { return w.data + static_cast<size_t>(t) * tile_bytes(w); }
 };
 
-void int_product(const Product& job);
-void float_product(const Product& job);
-void bf16_gemm_rows(const Product& job);
+void int_gemm(const GemmArgs& job);
+void float_gemm(const GemmArgs& job);
+void bf16_gemm(const GemmArgs& job);
 
-// From this many rows on a tile is unpacked once for all of them.
-constexpr int kManyRows = 6;
+// From this many rows on, a tile is unpacked once for all of them.
+constexpr int kMinUnpackRows = 6;
 
-// Panels that are computed with one tile before the next. Few enough to stay in the core's second
-// cache while many tiles pass by; the tile itself stays in the first.
-constexpr int kMostPanels = 128;
-inline int panel_cut(int rows, size_t panel_bytes, size_t near_bytes = 256 << 10, int most = 32) {
-  const int panels = ceil_div(rows, kPanel);
-  if (rows < kManyRows) return panels;
-  const size_t fitting = near_bytes / panel_bytes;
-  const int cut = static_cast<int>(std::clamp<size_t>(fitting, 4, static_cast<size_t>(most)));
-  const int even = ceil_div(panels, ceil_div(panels, cut));
-  return round_up(even, kHasAmx ? kSquarePanels : 2);  // panels are often multiplied in pairs
+// Number of panels multiplied with one tile before the next. They stay in the L2 cache while many
+// tiles pass; the tile itself stays in L1.
+constexpr int kMaxPanels = 128;
+inline int choose_panels_per_chunk(int rows, size_t panel_bytes, size_t l2_bytes = 256 << 10,
+                                   int max_panels = 32) {
+  const int panels = ceil_div(rows, kPanelRows);
+  if (rows < kMinUnpackRows) return panels;
+  const size_t fitting = l2_bytes / panel_bytes;
+  const size_t clamped = std::clamp<size_t>(fitting, 4, static_cast<size_t>(max_panels));
+  const int even = ceil_div(panels, ceil_div(panels, static_cast<int>(clamped)));
+  return round_up(even, kHasAmx ? kAmxPanels : 2);  // panels are often multiplied in pairs
 }
 
-// Where a tile's outputs go: to y, or to memory of the piece if they are gated.
+// Where the outputs of a tile go: to y, or to a buffer of the chunk if they are gated.
 struct Target {
   float* first;
   int stride;
-  int row;  // that `first` belongs to
+  int row;  // row that `first` belongs to
 };
 
 namespace tile {
 
-// Asks for the place of a panel's outputs, some time before they are written: rows lie far apart,
-// and no CPU guesses where.
-inline void fetch_target(const Product& job, Target to, int panel) {
-  if (to.stride == kTile) return;  // memory of the piece
-  const int rows = kPanel / job.planes;
+// Prefetches the memory of a panel's outputs before they are written: rows lie far apart, and
+// hardware prefetchers do not follow.
+inline void prefetch_output(const GemmArgs& job, Target to, int panel) {
+  if (to.stride == kTile) return;  // buffer of the chunk
+  const int rows = kPanelRows / job.planes;
   float* out = row_of(to.first, panel * rows - to.row, to.stride);
   for (int m = 0; m < rows; ++m, out += to.stride) __builtin_prefetch(out, 1);
 }
 
-// Writes the sums of some rows of one tile, both planes of a row together; columns past the end are
-// dropped. What outliers add to the sums is in `rest`, if given.
-inline void store_tile(const Product& job, Target to, int tile, int first_row, int rows,
-                       const float* sums, bool add_to, const float* rest = nullptr) {
+// Writes the sums of some rows of one tile and adds both planes of a row; columns past the end are
+// dropped. `outlier_sums`, if given, holds the contribution of outliers.
+inline void store_tile(const GemmArgs& job, Target to, int tile, int first_row, int rows,
+                       const float* sums, bool add_to, const float* outlier_sums = nullptr) {
   const Floats gain = splat(job.gain);
   const int valid = std::min(kTile, job.w.num_out - tile * kTile);
   const auto sum_of_row = [&](int m) {
     const Floats sum = load(sums + m * kTile);
-    return rest == nullptr ? sum : add(sum, load(rest + m * kTile));
+    return outlier_sums == nullptr ? sum : add(sum, load(outlier_sums + m * kTile));
   };
-  // Without divisions, which take as long as the rest.
+  // Avoids divisions, which would take as long as the other work.
   float* out = row_of(to.first, (job.planes == 1 ? first_row : first_row / 2) - to.row, to.stride);
   for (int m = 0; m < rows; m += job.planes, out += to.stride) {
     Floats sum = sum_of_row(m);
@@ -108,23 +111,23 @@ inline void store_tile(const Product& job, Target to, int tile, int first_row, i
       store(out, add_to ? add(load(out), value) : value);
       continue;
     }
-    float spare[kTile];
-    store(spare, value);
-    for (int i = 0; i < valid; ++i) out[i] = add_to ? out[i] + spare[i] : spare[i];
+    float scratch[kTile];
+    store(scratch, value);
+    for (int i = 0; i < valid; ++i) out[i] = add_to ? out[i] + scratch[i] : scratch[i];
   }
 }
 
-// The same for a whole panel of one plane and a tile without an end, as most are.
-inline void store_whole(const Product& job, Target to, int first_row, const float* sums,
-                        bool add_to, const float* rest) {
+// The same for a full panel of one plane and a full tile, the common case.
+inline void store_whole(const GemmArgs& job, Target to, int first_row, const float* sums,
+                        bool add_to, const float* outlier_sums) {
   const Floats gain = splat(job.gain);
   float* out = row_of(to.first, first_row - to.row, to.stride);
-  Floats value[kPanel];
-  for (int m = 0; m < kPanel; ++m) {
+  Floats value[kPanelRows];
+  for (int m = 0; m < kPanelRows; ++m) {
     const Floats sum = load(sums + m * kTile);
-    value[m] = mul(rest == nullptr ? sum : add(sum, load(rest + m * kTile)), gain);
+    value[m] = mul(outlier_sums == nullptr ? sum : add(sum, load(outlier_sums + m * kTile)), gain);
   }
-  for (int m = 0; m < kPanel; ++m, out += to.stride) {
+  for (int m = 0; m < kPanelRows; ++m, out += to.stride) {
     store(out, add_to ? add(load(out), value[m]) : value[m]);
   }
 }
@@ -133,9 +136,9 @@ inline void store_whole(const Product& job, Target to, int first_row, const floa
 
 // Calls body(constant number of rows, panel) for panels [first, last).
 template <class Body>
-inline void each_panel(const Product& job, int first, int last, const Body& body) {
+inline void each_panel(const GemmArgs& job, int first, int last, const Body& body) {
   for (int p = first; p < last; ++p) {
-    switch (std::min(kPanel, job.rows - p * kPanel)) {
+    switch (std::min(kPanelRows, job.rows - p * kPanelRows)) {
       case 1:
         body(std::integral_constant<int, 1>{}, p);
         break;
@@ -151,15 +154,15 @@ inline void each_panel(const Product& job, int first, int last, const Body& body
   }
 }
 
-// Calls body(first panel, rows) for squares of the panels [first, last).
+// Calls body(first panel, rows) for groups of 16 rows in panels [first, last).
 template <class Body>
-inline void each_square(const Product& job, int first, int last, const Body& body) {
-  for (int p = first; p < last; p += kSquarePanels) {
-    body(p, std::min(kSquare, std::min(last * kPanel, job.rows) - p * kPanel));
+inline void each_amx_group(const GemmArgs& job, int first, int last, const Body& body) {
+  for (int p = first; p < last; p += kAmxPanels) {
+    body(p, std::min(kAmxRows, std::min(last * kPanelRows, job.rows) - p * kPanelRows));
   }
 }
 
-inline void add_bias(const Product& job, Target to, int tile, int rows) {
+inline void add_bias(const GemmArgs& job, Target to, int tile, int rows) {
   const int width = std::min(kTile, job.w.num_out - tile * kTile);
   for (int m = 0; m < rows; ++m) {
     float* y = row_of(to.first, m, to.stride);
@@ -167,48 +170,48 @@ inline void add_bias(const Product& job, Target to, int tile, int rows) {
   }
 }
 
-// Calls body(tile, first panel, last panel, target) for all of the gemm, on all threads. What is
-// gated is written some tiles at a time: of few rows so many that gates, and what they are multiplied
-// by, are read in long runs; of many two, which is a line of the cache, of which few would still be
-// there for the second half.
+// Calls body(tile, first panel, last panel, target) for the whole GEMM on all threads. Gated
+// outputs are computed several tiles at a time: with few rows enough tiles that gate and up are
+// read in long runs; with many rows two tiles, which fill a cache line, since more would be evicted
+// before the second half.
 template <class Body>
-inline void each_piece(const Product& job, const Body& body) {
-  const bool gated = job.active != nullptr;
+inline void each_chunk(const GemmArgs& job, const Body& body) {
+  const bool is_gated = job.active != nullptr;
   const int half = job.w.num_out / 2;
-  const int tiles = num_tiles(job.w) / (gated ? 2 : 1);
+  const int tiles = num_tiles(job.w) / (is_gated ? 2 : 1);
   const int panels = job.num_panels();
-  const int cut = job.cut;
-  const int pieces = tiles * ceil_div(panels, cut);
-  const int64_t gemm = static_cast<int64_t>(job.rows) * job.w.num_in * job.w.num_out;
-  // Less than this is done before another thread has begun. The last shares are small, since whoever
-  // ends first waits.
-  const int least = std::max(1, pieces / (job.pool.threads() * 128));
-  const int chunk = gemm < (64 << 10) ? pieces : least;
-  const int together = job.rows < kManyRows ? 16 : 2;
-  job.pool.each(pieces, chunk, [&](int begin, int end) {
-    constexpr int most = 2 * kMostPanels * kPanel * kTile;
-    alignas(64) float gates[most], up[most];
+  const int panels_per_chunk = job.panels_per_chunk;
+  const int chunks = tiles * ceil_div(panels, panels_per_chunk);
+  const int64_t work = static_cast<int64_t>(job.rows) * job.w.num_in * job.w.num_out;
+  // Smaller work is done before another thread has started. The last shares are small, so that
+  // threads finish together.
+  const int min_grain = std::max(1, chunks / (job.pool.threads() * 128));
+  const int grain = work < (64 << 10) ? chunks : min_grain;
+  const int tiles_at_once = job.rows < kMinUnpackRows ? 16 : 2;
+  job.pool.each(chunks, grain, [&](int begin, int end) {
+    constexpr int buffer_size = 2 * kMaxPanels * kPanelRows * kTile;
+    alignas(64) float gates[buffer_size], up[buffer_size];
     for (int i = begin, count; i < end; i += count) {
-      const int tile = i % tiles, first = i / tiles * cut;
-      const int last = std::min(first + cut, panels);
-      const int row = first * kPanel / job.planes;
-      const int rows = std::min(last * kPanel, job.rows) / job.planes - row;
+      const int tile = i % tiles, first = i / tiles * panels_per_chunk;
+      const int last = std::min(first + panels_per_chunk, panels);
+      const int row = first * kPanelRows / job.planes;
+      const int rows = std::min(last * kPanelRows, job.rows) / job.planes - row;
       count = std::min(end - i, tiles - tile);
-      if (gated) count = std::min(count, together - tile % together);
+      if (is_gated) count = std::min(count, tiles_at_once - tile % tiles_at_once);
       const auto compute = [&](int from, Target to, int next) {
         for (int t = from; t < from + count; ++t, to.first += next) {
           body(t, first, last, to);
           if (job.bias != nullptr) add_bias(job, to, t, rows);
         }
       };
-      if (!gated) {
+      if (!is_gated) {
         compute(tile, {row_of(job.y, row, job.stride) + tile * kTile, job.stride, row}, kTile);
         continue;
       }
       const int size = rows * kTile;
       compute(tile, {gates, kTile, row}, size);
       compute(tiles + tile, {up, kTile, row}, size);
-      gate(gates, up, count * size, gates);
+      silu_mul(gates, up, count * size, gates);
       for (int m = 0; m < rows; ++m) {
         float* out = row_of(job.active, row + m, half) + tile * kTile;
         for (int t = 0; t < count; ++t) {

@@ -1,4 +1,4 @@
-// Tiles of int4 and int8 weights: where they lie, and what a code means.
+// Tiles of int4, int8 and codebook weights: layout and decoding of codes.
 
 #pragma once
 
@@ -7,19 +7,20 @@
 
 namespace windlass::tile {
 
-// How the codes of a tile are stored: a byte each, or two in a byte, which a codebook explains.
+// Storage of codes: one byte each, two per byte, or two per byte as codebook indices.
 enum class Coding { kBytes, kNibbles, kCodebook };
 
-// A run of inputs of one tile. Scale is uint16_t (half) where it was packed, float where unpacked.
+// A range of inputs of one tile. Scale is uint16_t (float16) for packed tiles, float for unpacked
+// ones.
 template <class Scale>
 struct IntTile {
   const uint8_t* codes;
   const Scale* scales;
   const Scale* offsets;
-  const float* shifts;  // of unpacked tiles: see multiply_4
+  const float* shifts;  // unpacked tiles only: see multiply_4
   int groups;
-  int blocks;  // in a group
-  // Only of tiles with a codebook.
+  int blocks;  // per group
+  // Codebook tiles only.
   const int8_t* codebook = nullptr;
   const int8_t* sub_scales = nullptr;
   int scale_shift = 0;  // group g has scale g >> scale_shift
@@ -30,29 +31,29 @@ WINDLASS_INLINE Floats scale_at(const IntTile<Scale>& tile, int g) {
   if constexpr (CODING == Coding::kCodebook) {
     if (tile.sub_scales != nullptr) {
       const Floats scale = load_scales(tile.scales + (g >> tile.scale_shift) * kTile);
-      return mul(read_int8(tile.sub_scales + g * kTile), scale);
+      return mul(load_int8(tile.sub_scales + g * kTile), scale);
     }
   }
   return load_scales(tile.scales + g * kTile);
 }
 
-template <bool MINS>
+template <bool OFFSETS>
 WINDLASS_INLINE Codes low_codes(Codes both) {
-  if constexpr (kSignedNibbles && !MINS) return low_signed(both);
+  if constexpr (kSignedNibbles && !OFFSETS) return low_signed(both);
   return low_nibbles(both);
 }
-template <bool MINS>
+template <bool OFFSETS>
 WINDLASS_INLINE Codes high_codes(Codes both) {
-  if constexpr (kSignedNibbles && !MINS) return high_signed(both);
+  if constexpr (kSignedNibbles && !OFFSETS) return high_signed(both);
   return high_nibbles(both);
 }
 
-// Whether stored codes are too large.
-template <Coding CODING, bool MINS>
-constexpr bool kOffCentre =
-    kUnsignedCodes || (CODING == Coding::kNibbles && !MINS && !kSignedNibbles);
+// Whether stored codes carry an offset that must be subtracted.
+template <Coding CODING, bool OFFSETS>
+constexpr bool kHasCodeOffset =
+    kUnsignedCodes || (CODING == Coding::kNibbles && !OFFSETS && !kSignedNibbles);
 
-// The values of one input, out of 16 inputs' codes.
+// Looks up the values of one input in the codes of 16 inputs.
 WINDLASS_INLINE Floats values_at(const int8_t* codebook, const uint8_t* codes, int in_16) {
   const Codebook book = load_codebook(codebook);
   alignas(64) uint8_t bytes[8 * kTile];
@@ -63,13 +64,14 @@ WINDLASS_INLINE Floats values_at(const int8_t* codebook, const uint8_t* codes, i
   return bytes_at(bytes, in_16 % 8);
 }
 
-// The codes of input k. Unsigned, since dividing what may be negative takes as long as the rest.
-template <Coding CODING, bool MINS>
+// Returns the codes of input k. k is unsigned, since dividing a signed value takes as long as the
+// rest.
+template <Coding CODING, bool OFFSETS>
 WINDLASS_INLINE Floats code_at(const Weight& w, const uint8_t* codes, uint32_t k) {
   const int in_16 = static_cast<int>(k % 16);
   if constexpr (CODING == Coding::kCodebook) {
     return values_at(w.codebook, codes + k / 16 * 8 * kTile, in_16);
-  } else if constexpr (CODING == Coding::kNibbles && kSignedNibbles && !MINS) {
+  } else if constexpr (CODING == Coding::kNibbles && kSignedNibbles && !OFFSETS) {
     return signed_nibbles_at(codes + k / 16 * 8 * kTile, in_16);
   } else if constexpr (CODING == Coding::kNibbles) {
     return nibbles_at(codes + k / 16 * 8 * kTile, in_16);
@@ -77,23 +79,23 @@ WINDLASS_INLINE Floats code_at(const Weight& w, const uint8_t* codes, uint32_t k
   return bytes_at(codes + k / 16 * 16 * kTile, in_16);
 }
 
-// The weights of one input, as inputs that were not rounded meet them.
-template <Coding CODING, bool MINS>
+// Dequantises the weights of one input, for inputs that are not quantised.
+template <Coding CODING, bool OFFSETS>
 WINDLASS_INLINE Floats weight_at(const Weight& w, const uint8_t* codes, int k, Floats scale) {
-  Floats code = code_at<CODING, MINS>(w, codes, static_cast<uint32_t>(k));
-  if constexpr (kOffCentre<CODING, MINS>) {
+  Floats code = code_at<CODING, OFFSETS>(w, codes, static_cast<uint32_t>(k));
+  if constexpr (kHasCodeOffset<CODING, OFFSETS>) {
     code = sub(code, splat(static_cast<float>(code_offset(w))));
   }
   return mul(code, scale);
 }
 
-// Where the tiles of a weight lie: found once, since it takes divisions.
+// Addresses of a weight's tiles, computed once since that needs divisions.
 struct Tiles {
   const uint8_t* data;
   size_t bytes, scales;
   int groups, blocks, num_halves;
   const int8_t* codebook;
-  int scale_shift = -1;  // without sub-scales
+  int scale_shift = -1;  // -1: no sub-scales
 
   explicit Tiles(const Weight& w)
       : data(w.data),

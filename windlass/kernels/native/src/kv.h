@@ -1,4 +1,4 @@
-// Pages of keys and values: where a token's head lies, and in which type.
+// Pages of the KV cache: address of a token's head, and storage type.
 
 #pragma once
 
@@ -8,27 +8,27 @@
 namespace windlass {
 
 struct Pages {
-  int num_q, num_kv, dim, page;  // page: positions in one
+  int num_q, num_kv, dim, page_size;  // page_size: positions per page
   Type type;
   void* keys;
   void* values;
-  float* key_scales;  // of codes: one for each position and head
+  float* key_scales;  // int8 pages: one per position and head
   float* value_scales;
 
   int group() const { return num_q / num_kv; }
 
-  // The number of a position's head among all of them.
-  size_t place(const WindlassStep& step, int slot, int position, int head) const {
+  // Returns the index of a position's head among all heads of the cache.
+  size_t head_index(const WindlassStep& step, int slot, int position, int head) const {
     const size_t line = static_cast<size_t>(slot) * static_cast<size_t>(step.table_stride);
-    const int block = step.tables[line + static_cast<size_t>(position / page)];
+    const int block = step.tables[line + static_cast<size_t>(position / page_size)];
     return (static_cast<size_t>(block) * static_cast<size_t>(num_kv) + static_cast<size_t>(head)) *
-               static_cast<size_t>(page) +
-           static_cast<size_t>(position % page);
+               static_cast<size_t>(page_size) +
+           static_cast<size_t>(position % page_size);
   }
 };
 
-inline Pages pages_of(const Run& run, int first_fixed) {
-  const auto at = [&](int i) { return const_cast<void*>(run.command.fixed[first_fixed + i]); };
+inline Pages kv_pages(const Run& run, int first_tensor) {
+  const auto at = [&](int i) { return const_cast<void*>(run.command.model_tensors[first_tensor + i]); };
   return {run.size(0),
           run.size(1),
           run.size(2),

@@ -1,6 +1,6 @@
-// Which instructions are used, and how weights and rows of x lie in memory for them.
+// Selects the instruction set, and the layout of weights and activations for it.
 //
-// The compiler says what the CPU has. WINDLASS_SCALAR asks for portable code whatever that is.
+// The compiler flags define what the CPU has. WINDLASS_SCALAR forces portable code.
 
 #pragma once
 
@@ -29,10 +29,11 @@
 
 namespace windlass {
 
-constexpr int kPanel = 4;  // rows of x that are computed together
+constexpr int kPanelRows = 4;  // rows of x computed together
 
-// int4 codes without minima are stored less 8, with a sign: from either half of a byte one instruction
-// makes 16 times the code, and x is divided by 16 instead. Elsewhere IntPanel::centre takes 8 away.
+// int4 codes without offsets are stored signed (code - 8): one instruction turns either nibble of a
+// byte into 16 times the code, and x is divided by 16 instead. On other CPUs IntPanel::correction
+// subtracts the 8.
 #if defined(WINDLASS_NEON)
 constexpr bool kSignedNibbles = true;
 #else
@@ -40,9 +41,9 @@ constexpr bool kSignedNibbles = false;
 #endif
 
 #if defined(WINDLASS_AVX512)
-constexpr int kTile = 16;  // outputs that are computed side by side
-// There is no gemm of signed bytes: int8 codes are stored with 128 added, int4 ones stay as they
-// are, and what that adds to a sum of gemm is taken away by IntPanel::centre.
+constexpr int kTile = 16;  // outputs computed side by side
+// There is no signed-by-signed dot product: int8 codes are stored with 128 added, int4 codes
+// unsigned, and IntPanel::correction subtracts the excess from the sums.
 constexpr bool kUnsignedCodes = true;
 #else
 constexpr int kTile = 8;
@@ -50,15 +51,15 @@ constexpr bool kUnsignedCodes = false;
 #endif
 
 #if defined(WINDLASS_I8MM)
-constexpr int kSpan = 8;  // inputs of one output whose codes lie side by side
-constexpr int kRun = 8;   // inputs of one row of x that do
+constexpr int kSpan = 8;  // inputs of one output whose codes are contiguous
+constexpr int kRun = 8;  // inputs of one row of x that are contiguous
 #else
 constexpr int kSpan = 4;
 constexpr int kRun = 16;
 #endif
 
-// The same for weights in bfloat16 and the inputs that meet them. Where spans are longer than 1, x
-// is the sum of two rows of bfloat16.
+// The same for bfloat16 weights and their activations. Where spans are longer than 1, a row of x is
+// the sum of two rows of bfloat16.
 #if defined(WINDLASS_BFMMLA)
 constexpr int kBf16Span = 4;
 constexpr int kBf16Run = 4;

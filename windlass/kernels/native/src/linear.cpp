@@ -1,144 +1,118 @@
-// The gemm: rearranges x, which may be normalised on the way, then multiplies.
+// The linear command: rearranges or quantises x, with an optional RMSNorm, then runs the GEMM.
 
 #include <new>
 #include <system_error>
 
 #include "api.h"
-#include "linear.h"
+#include "linear_rows.h"
 #include "panels.h"
+#include "prompt.h"
 
 namespace windlass {
 
 namespace {
 
-// How x lies in panels.
+// The layout of x in panels.
 struct Layout {
   bool integer;
-  bool split;      // into rows of bfloat16
-  int planes;      // rows of a panel that one of x takes
-  int panel_rows;  // of x
+  bool split;  // into rows of bfloat16
+  int planes;  // panel rows per row of x
+  int panel_rows;  // rows of x per panel
   size_t panel_bytes, outlier_bytes, column_bytes;
-  bool squares;  // for AMX: see amx.h
+  bool uses_amx;  // AMX layout: see amx.h
   int panels;
-  int cut, pieces;  // panels of a piece, and how many there are
+  int panels_per_chunk, chunks;  // panels per chunk, and number of chunks
 
-  Layout(const Weight& w, int rows, bool given)
+  Layout(const Weight& w, int rows, bool has_scales)
       : integer(is_integer(w)), split(kSplitsInputs && w.kind == kBf16) {
-    // int8 weights are there to lose nothing: inputs keep 15 bits, unless they were asked not to.
-    // Whole numbers with a given scale are what the format means, and nothing is to be mended.
-    const bool rounds = integer && !given;
-    planes = split || (rounds && w.kind == kInt8 && !w.round_once) ? 2 : 1;
-    panel_rows = kPanel / planes;
+    // int8 weights keep 15 bits of their inputs, unless quantise_once is set. For codes with a
+    // given scale the format defines the quantisation, so there is no residual.
+    const bool quantises = integer && !has_scales;
+    planes = split || (quantises && w.kind == kInt8 && !w.quantise_once) ? 2 : 1;
+    panel_rows = kPanelRows / planes;
     panels = ceil_div(rows, panel_rows);
     const size_t bytes = integer ? IntSizes(w, rows * planes).all()
                          : split ? bf16_panel_bytes(w)
                                  : float_panel_bytes(w);
     panel_bytes = (bytes + 63) / 64 * 64;
-    outlier_bytes = rounds && planes == 1 ? windlass::outlier_bytes(most_outliers(w)) : 0;
-    cut = panel_cut(rows * planes, panel_bytes);
-    pieces = ceil_div(panels, cut);
-    const bool by_column = outlier_bytes > 0 && rows >= kManyRows;
-    column_bytes = by_column ? windlass::column_bytes(w, most_outliers(w), cut * kPanel) : 0;
-    // Sums of floats must be the same for any number of rows; those of whole numbers are anyway.
-    squares = kHasAmx && amx_allowed() && (split || (integer && rows * planes >= kManyRows));
+    outlier_bytes = quantises && planes == 1 ? windlass::outlier_bytes(max_outliers(w)) : 0;
+    panels_per_chunk = choose_panels_per_chunk(rows * planes, panel_bytes);
+    chunks = ceil_div(panels, panels_per_chunk);
+    const bool gathers_columns = outlier_bytes > 0 && rows >= kMinUnpackRows;
+    const int rows_per_chunk = panels_per_chunk * kPanelRows;
+    column_bytes =
+        gathers_columns ? windlass::column_bytes(w, max_outliers(w), rows_per_chunk) : 0;
+    // Float sums must be the same for any number of rows; integer sums always are.
+    uses_amx = kHasAmx && amx_allowed() && (split || (integer && rows * planes >= kMinUnpackRows));
   }
 
   size_t all_panels() const { return panel_bytes * static_cast<size_t>(panels); }
   size_t all_outliers(int rows) const { return outlier_bytes * static_cast<size_t>(rows); }
-  size_t all_columns() const { return (column_bytes * static_cast<size_t>(pieces) + 63) / 64 * 64; }
-  size_t all_squares(const Weight& w) const {
-    return squares ? square_bytes(w) * static_cast<size_t>(ceil_div(panels, kSquarePanels)) : 0;
+  size_t all_columns() const { return (column_bytes * static_cast<size_t>(chunks) + 63) / 64 * 64; }
+  size_t all_amx(const Weight& w) const {
+    return uses_amx ? amx_bytes(w) * static_cast<size_t>(ceil_div(panels, kAmxPanels)) : 0;
   }
 };
-
-}  // namespace
-
-const float* LinearRows::inputs(int row, int rows) const {
-  const float* x = row_of(run.moving(0), first + row, w.num_in);
-  if (!(run.size(2) & kNormFirst)) return x;
-  float* normed = row_of(run.moving(2), first + row, w.num_in);
-  for (int m = 0; m < rows; ++m) {
-    normalise(row_of(x, m, w.num_in), run.fixed<float>(2), w.num_in, run.command.numbers[0],
-              row_of(normed, m, w.num_in));
-  }
-  return normed;
-}
-
-Product LinearRows::gemm(const uint8_t* panels, size_t panel_bytes, int cut, int planes) const {
-  const int flags = run.size(2);
-  Product job{run.pool, w, panels, panel_bytes};
-  job.cut = cut;
-  job.planes = planes;
-  job.rows = count * planes;
-  job.gain = has_halves(w) ? w.gain * kHalfGain : w.gain;
-  job.stride = run.size(0);
-  job.y = row_of(run.moving(1), first, job.stride) + run.size(1);
-  job.add = (flags & kAddToY) != 0;
-  job.bias = run.fixed<float>(1);
-  if (flags & kGated) job.active = row_of(run.moving(3), first, w.num_out / 2);
-  return job;
-}
-
-namespace {
 
 bool run_rows(const LinearRows& rows) {
   const Run& run = rows.run;
   const Weight& w = rows.w;
-  const float* scales = run.size(2) & kGivenScales ? run.moving(4) + rows.first : nullptr;
-  const Layout to(w, rows.count, scales != nullptr);
-  const size_t before_columns = to.all_panels() + (to.all_outliers(rows.count) + 63) / 64 * 64;
-  const size_t before_squares = before_columns + to.all_columns();
-  uint8_t* memory = run.pool.buffer(before_squares + to.all_squares(w));
+  const float* scales = run.size(2) & kQuantisedInputs ? run.step_tensor(4) + rows.first : nullptr;
+  const Layout layout(w, rows.count, scales != nullptr);
+  const size_t before_columns =
+      layout.all_panels() + (layout.all_outliers(rows.count) + 63) / 64 * 64;
+  const size_t before_amx = before_columns + layout.all_columns();
+  uint8_t* memory = run.pool.buffer(before_amx + layout.all_amx(w));
   if (memory == nullptr) return false;
-  uint8_t* outliers = to.outlier_bytes > 0 ? memory + to.all_panels() : nullptr;
-  uint8_t* columns = to.column_bytes > 0 ? memory + before_columns : nullptr;
-  uint8_t* squares = to.squares ? memory + before_squares : nullptr;
-  run.pool.each(to.panels, 1, [&](int begin, int end) {
+  uint8_t* outliers = layout.outlier_bytes > 0 ? memory + layout.all_panels() : nullptr;
+  uint8_t* columns = layout.column_bytes > 0 ? memory + before_columns : nullptr;
+  uint8_t* amx_panels = layout.uses_amx ? memory + before_amx : nullptr;
+  run.pool.each(layout.panels, 1, [&](int begin, int end) {
     for (int p = begin; p < end; ++p) {
-      const int first = p * to.panel_rows;
-      const int count = std::min(to.panel_rows, rows.count - first);
+      const int first = p * layout.panel_rows;
+      const int count = std::min(layout.panel_rows, rows.count - first);
       const float* from = rows.inputs(first, count);
-      uint8_t* panel = memory + static_cast<size_t>(p) * to.panel_bytes;
-      if (to.integer) {
-        const size_t skipped = static_cast<size_t>(first) * to.outlier_bytes;
-        fill_int_panel(w, IntSizes(w, rows.count * to.planes), from,
-                       scales ? scales + first : nullptr, count, to.planes, panel,
+      uint8_t* panel = memory + static_cast<size_t>(p) * layout.panel_bytes;
+      if (layout.integer) {
+        const size_t skipped = static_cast<size_t>(first) * layout.outlier_bytes;
+        fill_int_panel(w, IntSizes(w, rows.count * layout.planes), from,
+                       scales ? scales + first : nullptr, count, layout.planes, panel,
                        outliers ? outliers + skipped : nullptr);
-      } else if (to.split) {
+      } else if (layout.split) {
         fill_bf16_panel(w, from, count, panel);
       } else {
         fill_float_panel(w, from, count, panel);
       }
-      if (squares != nullptr) {
-        const size_t square = static_cast<size_t>(p / kSquarePanels) * square_bytes(w);
-        copy_to_square(w, panel, p % kSquarePanels, squares + square);
+      if (amx_panels != nullptr) {
+        const size_t amx_panel = static_cast<size_t>(p / kAmxPanels) * amx_bytes(w);
+        copy_to_amx(w, panel, p % kAmxPanels, amx_panels + amx_panel);
       }
     }
   });
   if (columns != nullptr) {
-    const int most = to.cut * kPanel;
-    run.pool.each(to.pieces, 1, [&](int begin, int end) {
+    const int rows_per_chunk = layout.panels_per_chunk * kPanelRows;
+    run.pool.each(layout.chunks, 1, [&](int begin, int end) {
       for (int i = begin; i < end; ++i) {
-        gather_columns(w, outliers + to.all_outliers(i * most), most_outliers(w),
-                       std::min(most, rows.count - i * most), most,
-                       columns + to.column_bytes * static_cast<size_t>(i));
+        gather_columns(w, outliers + layout.all_outliers(i * rows_per_chunk), max_outliers(w),
+                       std::min(rows_per_chunk, rows.count - i * rows_per_chunk), rows_per_chunk,
+                       columns + layout.column_bytes * static_cast<size_t>(i));
       }
     });
   }
-  Product job = rows.gemm(memory, to.panel_bytes, to.cut, to.planes);
+  GemmArgs job = rows.gemm(memory, layout.panel_bytes, layout.panels_per_chunk, layout.planes);
   job.outliers = outliers;
-  job.outlier_bytes = to.outlier_bytes;
+  job.outlier_bytes = layout.outlier_bytes;
   job.columns = columns;
-  job.column_bytes = to.column_bytes;
-  job.squares = squares;
-  to.integer ? int_product(job) : to.split ? bf16_gemm_rows(job) : float_product(job);
+  job.column_bytes = layout.column_bytes;
+  job.amx_panels = amx_panels;
+  layout.integer ? int_gemm(job) : layout.split ? bf16_gemm(job) : float_gemm(job);
   return true;
 }
 
-// AMX multiplies blocks faster than anything else multiplies stretches.
-bool prompts_apart() { return !(kHasAmx && amx_allowed()); }
+// AMX multiplies blocks faster than other instructions multiply prompt blocks.
+bool has_prompt_gemm() { return !(kHasAmx && amx_allowed()); }
 
-// Which rows of a command are rounded as those of prompts; asked in their order.
+// Tells which rows of a command are quantised as prompt rows; rows must be queried in order.
 class PromptTokens {
  public:
   explicit PromptTokens(const Run& run)
@@ -156,7 +130,7 @@ class PromptTokens {
 
  private:
   static bool applies(const Run& run) {
-    return (run.size(2) & kOfNetwork) && run.fixed<Weight>(0)->kind == kInt4 && prompts_apart();
+    return (run.size(2) & kStepRows) && run.model_tensor<Weight>(0)->kind == kInt4 && has_prompt_gemm();
   }
 
   const WindlassStep& step_;
@@ -167,15 +141,15 @@ class PromptTokens {
 
 }  // namespace
 
-// Rows of prompts and others, run by run: there seldom are more than one of each.
+// Splits rows into runs of prompt rows and others: mostly there is at most one of each.
 bool run_linear(const Run& run) {
-  const Weight& w = *run.fixed<Weight>(0);
+  const Weight& w = *run.model_tensor<Weight>(0);
   PromptTokens prompts(run);
   for (int row = 0, end; row < run.rows; row = end) {
     const bool is_prompt = prompts.has(row);
     for (end = row + 1; end < run.rows && prompts.has(end) == is_prompt;) ++end;
     const LinearRows rows{run, w, row, end - row};
-    if (!(is_prompt ? run_prompt_rows(rows) : run_rows(rows))) return false;
+    if (!(is_prompt ? run_prompt_gemm(rows) : run_rows(rows))) return false;
   }
   return true;
 }
@@ -189,9 +163,9 @@ const char* windlass_simd(void) {
   return "AVX-512 VNNI and BF16 (the system does not allow AMX)";
 }
 
-int32_t windlass_prompts_apart(void) { return windlass::prompts_apart() ? 1 : 0; }
+int32_t windlass_has_prompt_gemm(void) { return windlass::has_prompt_gemm() ? 1 : 0; }
 
-int32_t windlass_takes_nonfinite_halves(void) { return windlass::kHalfUnit == 1.0f ? 1 : 0; }
+int32_t windlass_reads_nonfinite_f16(void) { return windlass::kF16Unit == 1.0f ? 1 : 0; }
 
 WindlassPool* windlass_pool_new(int32_t threads, int32_t spin_us) {
   try {

@@ -1,5 +1,5 @@
-// What adapters add to a gemm: y += up[slot] @ (down[slot] @ x), for rows of mixed adapters.
-// Their matrices are floats, or codes with a scale for each rank.
+// LoRA: y += up[slot] @ (down[slot] @ x), for rows of different adapters. The matrices are float32,
+// or int8 codes with a scale per rank.
 
 #include "run.h"
 #include "vector_math.h"
@@ -8,57 +8,58 @@ namespace windlass {
 
 namespace {
 
-constexpr int kMostParts = 3;
-constexpr int kColumns = 512;  // outputs that one piece of work covers
-constexpr int kRows = 8;       // and rows
-constexpr int kRanks = 4;      // that are computed at once
+constexpr int kMaxParts = 3;
+constexpr int kColumns = 512;  // outputs per work item
+constexpr int kRows = 8;  // rows per work item
+constexpr int kRanks = 4;  // ranks computed at once
 
 WINDLASS_INLINE F32x8 weights_at(const float* p) { return load(p); }
-WINDLASS_INLINE F32x8 weights_at(const int8_t* p) { return read_int8(p); }
+WINDLASS_INLINE F32x8 weights_at(const int8_t* p) { return load_int8(p); }
 
-// A layer's adapters, as commands.h says; parts stand side by side in y.
+// The adapters of a layer, as commands.h defines them; the outputs of the parts are concatenated in
+// y.
 template <class T>
 struct Adapters {
   const T* down;
   const T* up;
   const int32_t* ranks;
   const float* scales;
-  int num_in, parts, most, rank_stride;
-  int sizes[kMostParts];
+  int num_in, parts, max_rank, rank_stride;
+  int sizes[kMaxParts];
   int num_out = 0;
 
   explicit Adapters(const Run& run)
-      : down(run.fixed<T>(0)),
-        up(run.fixed<T>(1)),
-        ranks(run.fixed<int32_t>(2)),
-        scales(run.fixed<float>(4)) {
-    const int32_t* shape = run.fixed<int32_t>(3);
-    num_in = shape[0], parts = shape[1], most = shape[2], rank_stride = shape[3];
+      : down(run.model_tensor<T>(0)),
+        up(run.model_tensor<T>(1)),
+        ranks(run.model_tensor<int32_t>(2)),
+        scales(run.model_tensor<float>(4)) {
+    const int32_t* shape = run.model_tensor<int32_t>(3);
+    num_in = shape[0], parts = shape[1], max_rank = shape[2], rank_stride = shape[3];
     for (int p = 0; p < parts; ++p) num_out += sizes[p] = shape[4 + p];
   }
 
-  size_t place(int slot, int part) const {
+  size_t index(int slot, int part) const {
     return static_cast<size_t>(slot) * static_cast<size_t>(rank_stride) + static_cast<size_t>(part);
   }
-  int rank(int slot, int part) const { return ranks[place(slot, part)]; }
-  // Of its ranks, or nothing.
+  int rank(int slot, int part) const { return ranks[index(slot, part)]; }
+  // Returns the scales of the ranks, or null.
   const float* scales_of(int slot, int part) const {
-    return scales == nullptr ? nullptr : scales + place(slot, part) * static_cast<size_t>(most);
+    return scales == nullptr ? nullptr : scales + index(slot, part) * static_cast<size_t>(max_rank);
   }
   const T* down_of(int slot, int part) const {
-    const size_t matrix = static_cast<size_t>(most) * static_cast<size_t>(num_in);
+    const size_t matrix = static_cast<size_t>(max_rank) * static_cast<size_t>(num_in);
     return down + static_cast<size_t>(slot * parts + part) * matrix;
   }
-  // [ranks][size of the part], of which `first` outputs of other parts come before.
+  // [ranks][outputs of the part]; `first` outputs of other parts come before.
   const T* up_of(int slot, int first) const {
-    const size_t rows = static_cast<size_t>(most);
+    const size_t rows = static_cast<size_t>(max_rank);
     return up + (static_cast<size_t>(slot) * static_cast<size_t>(num_out) +
                  static_cast<size_t>(first)) * rows;
   }
 };
 
-// Rows of a step that have the same adapter, one or two: they share what is read of it.
-struct Together {
+// One or two rows with the same adapter, which share the loads of its weights.
+struct RowPair {
   int first, count;
 };
 
@@ -103,7 +104,7 @@ void shrink(const T* down, const float* scales, int ranks, int width, const floa
   }
 }
 
-// y[t][begin, end) += low[t] @ up for some ranks, of outputs of one part
+// y[t][begin, end) += low[t] @ up for some ranks, outputs of one part
 template <int RANKS, int COUNT, class T>
 void spread(const T* up, int size, const float* low, int low_stride, int begin, int end,
             float* y, int y_stride) {
@@ -129,7 +130,7 @@ void spread(const T* up, int size, const float* low, int low_stride, int begin, 
   }
 }
 
-// Few ranks at a time: y stays in the nearest cache, and each rank is read from end to end.
+// A few ranks at a time: y stays in the L1 cache, and each rank is read sequentially.
 template <int COUNT, class T>
 void expand(const T* up, int ranks, int size, const float* low, int low_stride, int begin,
             int end, float* y, int y_stride) {
@@ -142,7 +143,7 @@ void expand(const T* up, int ranks, int size, const float* low, int low_stride, 
   }
 }
 
-// The work of one command: rows' inputs brought down to `low`, then on to y.
+// The state of one command: `low` holds the rows' inputs after `down`.
 template <class T>
 struct Work {
   const Run& run;
@@ -155,35 +156,36 @@ struct Work {
     return step.adapters[run.command.rows == kSampled ? step.sampled[row] : row];
   }
 
-  // Calls body(slot, rows) for what of rows [begin, end) has an adapter.
+  // Calls body(slot, rows) for the rows in [begin, end) that have an adapter.
   template <class Body>
   void each(int begin, int end, const Body& body) const {
     for (int row = begin; row < end;) {
       const int own = slot(row);
       const int count = row + 1 < end && slot(row + 1) == own ? 2 : 1;
-      if (own != 0) body(own, Together{row, count});
+      if (own != 0) body(own, RowPair{row, count});
       row += count;
     }
   }
 
-  void shrink_part(int own, Together rows, int part) const {
-    const float* x = row_of(run.moving(0), rows.first, all.num_in);
-    float* to = row_of(low, rows.first, low_stride) + part * all.most;
-    const auto go = rows.count == 2 ? shrink<2, T> : shrink<1, T>;
-    go(all.down_of(own, part), all.scales_of(own, part), all.rank(own, part), all.num_in, x, to,
-       low_stride);
+  void shrink_part(int own, RowPair rows, int part) const {
+    const float* x = row_of(run.step_tensor(0), rows.first, all.num_in);
+    float* to = row_of(low, rows.first, low_stride) + part * all.max_rank;
+    const auto kernel = rows.count == 2 ? shrink<2, T> : shrink<1, T>;
+    kernel(all.down_of(own, part), all.scales_of(own, part), all.rank(own, part), all.num_in, x, to,
+           low_stride);
   }
 
-  void expand_columns(int own, Together rows, int from, int to) const {
-    float* y = row_of(run.moving(1), rows.first, all.num_out);
+  void expand_columns(int own, RowPair rows, int from, int to) const {
+    float* y = row_of(run.step_tensor(1), rows.first, all.num_out);
     const float* lows = row_of(low, rows.first, low_stride);
-    const auto go = rows.count == 2 ? expand<2, T> : expand<1, T>;
+    const auto kernel = rows.count == 2 ? expand<2, T> : expand<1, T>;
     for (int part = 0, first = 0; part < all.parts; first += all.sizes[part++]) {
       const int size = all.sizes[part];
       const int left = std::max(from, first) - first, right = std::min(to, first + size) - first;
       if (left >= right) continue;
-      go(all.up_of(own, first), all.rank(own, part), size, lows + part * all.most, low_stride, left,
-         right, y + first, all.num_out);
+      kernel(all.up_of(own, first), all.rank(own, part), size, lows + part * all.max_rank,
+             low_stride, left,
+             right, y + first, all.num_out);
     }
   }
 };
@@ -191,25 +193,25 @@ struct Work {
 template <class T>
 bool run_as(const Run& run) {
   const Adapters<T> all(run);
-  const int low_stride = all.parts * all.most;
+  const int low_stride = all.parts * all.max_rank;
   const size_t lows = static_cast<size_t>(run.rows) * static_cast<size_t>(low_stride);
   float* low = reinterpret_cast<float*>(run.pool.buffer(lows * sizeof(float)));
   if (low == nullptr) return false;
   const Work<T> work{run, all, low, low_stride};
-  // Pieces are of a few rows that lie together, so that those of one adapter stay so.
-  const int pieces = (run.rows + kRows - 1) / kRows;
-  run.pool.each(pieces * all.parts, 1, [&](int begin, int end) {
+  // A work item has a few adjacent rows, so that rows of one adapter stay together.
+  const int row_groups = (run.rows + kRows - 1) / kRows;
+  run.pool.each(row_groups * all.parts, 1, [&](int begin, int end) {
     for (int i = begin; i < end; ++i) {
       const int first = i / all.parts * kRows;
       work.each(first, std::min(run.rows, first + kRows),
-                [&](int own, Together rows) { work.shrink_part(own, rows, i % all.parts); });
+                [&](int own, RowPair rows) { work.shrink_part(own, rows, i % all.parts); });
     }
   });
   const int tiles = (all.num_out + kColumns - 1) / kColumns;
-  run.pool.each(pieces * tiles, 1, [&](int begin, int end) {
+  run.pool.each(row_groups * tiles, 1, [&](int begin, int end) {
     for (int i = begin; i < end; ++i) {
       const int first = i / tiles * kRows, from = i % tiles * kColumns;
-      work.each(first, std::min(run.rows, first + kRows), [&](int own, Together rows) {
+      work.each(first, std::min(run.rows, first + kRows), [&](int own, RowPair rows) {
         work.expand_columns(own, rows, from, std::min(all.num_out, from + kColumns));
       });
     }
@@ -220,7 +222,7 @@ bool run_as(const Run& run) {
 }  // namespace
 
 bool run_lora(const Run& run) {
-  return run.fixed<float>(4) == nullptr ? run_as<float>(run) : run_as<int8_t>(run);
+  return run.model_tensor<float>(4) == nullptr ? run_as<float>(run) : run_as<int8_t>(run);
 }
 
 }  // namespace windlass

@@ -1,4 +1,4 @@
-// Rearranges weights into tiles of outputs, once, when a model is loaded. Loses nothing.
+// Packs weights into tiles of outputs when a model is loaded. Lossless.
 
 #include <algorithm>
 #include <cstring>
@@ -14,26 +14,26 @@ namespace {
 
 constexpr int kTilesAtOnce = 4;
 
-// Code of 4 bits that lies two a byte, the first in the low half.
+// Returns the k-th 4-bit code; the first of two lies in the low nibble.
 uint8_t nibble(const uint8_t* row, int k) {
   return k % 2 ? row[k / 2] >> 4 : row[k / 2] & 15;
 }
 
-// The bytes of a word, with a byte of nothing behind each.
-uint64_t spread(uint32_t word) {
+// Puts a zero byte after each byte of a word.
+uint64_t spread_bytes(uint32_t word) {
   uint64_t wide = word;
   wide = (wide | wide << 16) & 0x0000ffff0000ffff;
   return (wide | wide << 8) & 0x00ff00ff00ff00ff;
 }
 
-// 16 codes, of which 0..7 come into the low halves of 8 bytes and 8..15 into the high ones.
-uint64_t halved(const uint8_t* row) {
+// Puts codes 0..7 of 16 into the low nibbles of 8 bytes and 8..15 into the high ones.
+uint64_t interleave(const uint8_t* row) {
   uint32_t first, second;
   std::memcpy(&first, row, 4);
   std::memcpy(&second, row + 4, 4);
   const uint32_t even = (first & 0x0f0f0f0f) | (second & 0x0f0f0f0f) << 4;
   const uint32_t odd = (first >> 4 & 0x0f0f0f0f) | (second & 0xf0f0f0f0);
-  return spread(even) | spread(odd) << 8;
+  return spread_bytes(even) | spread_bytes(odd) << 8;
 }
 
 template <class T>
@@ -47,19 +47,19 @@ void pack_groups(const Weight& w, int tile, int groups, const T* values, T* out)
 }
 
 void pack_int4_row(const Weight& w, const uint8_t* row, int r, uint8_t* out) {
-  const uint64_t sign = has_signed_nibbles(w) ? 0x8888888888888888 : 0;  // less 8: a bit turns round
+  const uint64_t sign = has_signed_nibbles(w) ? 0x8888888888888888 : 0;  // minus 8: flips one bit
   for (int k = 0; k < padded_in(w); k += 16) {
-    // Padding is code 8: around the centre it is zero, and elsewhere its inputs are zero anyway.
+    // Padding is code 8: zero for signed codes, and elsewhere its inputs are zero.
     uint8_t last[8] = {0x88, 0x88, 0x88, 0x88, 0x88, 0x88, 0x88, 0x88};
     const uint8_t* from = row + k / 2;
     if (k + 16 > w.num_in) {
       std::memcpy(last, from, static_cast<size_t>(std::max(w.num_in - k, 0)) / 2);
       from = last;
     }
-    const uint64_t both = halved(from) ^ sign;
+    const uint64_t both = interleave(from) ^ sign;
     uint8_t bytes[8];
     std::memcpy(bytes, &both, 8);
-    for (int i = 0; i < 8; i += kSpan) std::memcpy(out + nibble_place(k + i, r), bytes + i, kSpan);
+    for (int i = 0; i < 8; i += kSpan) std::memcpy(out + nibble_index(k + i, r), bytes + i, kSpan);
   }
 }
 
@@ -68,7 +68,7 @@ void pack_int8_row(const Weight& w, const uint8_t* row, int r, uint8_t* out) {
   const auto put = [&](int k, int count) {
     uint8_t codes[kSpan];
     for (int i = 0; i < count; ++i) codes[i] = static_cast<uint8_t>(row[k + i] + offset);
-    std::memcpy(out + int8_place(k, r), codes, static_cast<size_t>(count));
+    std::memcpy(out + int8_index(k, r), codes, static_cast<size_t>(count));
   };
   for (int k = 0; k < whole; k += kSpan) put(k, kSpan);
   put(whole, w.num_in - whole);
@@ -78,7 +78,7 @@ void pack_table_row(const Weight& w, const uint8_t* row, int r, uint8_t* out) {
   const auto code = [&](int k) { return k < w.num_in ? nibble(row, k) : uint8_t{0}; };
   for (int k = 0; k < padded_in(w); k += 4) {
     for (int i = 0; i < 2; ++i) {
-      out[table_place(k + i, r)] = static_cast<uint8_t>(code(k + i) | code(k + i + 2) << 4);
+      out[table_index(k + i, r)] = static_cast<uint8_t>(code(k + i) | code(k + i + 2) << 4);
     }
   }
 }
@@ -86,7 +86,7 @@ void pack_table_row(const Weight& w, const uint8_t* row, int r, uint8_t* out) {
 template <class T>
 void pack_plain_row(const Weight& w, const uint8_t* row, int r, int span, uint8_t* out) {
   for (int k = 0; k < w.num_in; ++k) {
-    std::memcpy(out + span_place(k, r, span) * sizeof(T), row + k * sizeof(T), sizeof(T));
+    std::memcpy(out + span_index(k, r, span) * sizeof(T), row + k * sizeof(T), sizeof(T));
   }
 }
 
@@ -99,7 +99,7 @@ void pack_row(const Weight& w, const uint8_t* row, int r, uint8_t* out) {
       return pack_int8_row(w, row, r, out);
     case kTable4:
       return pack_table_row(w, row, r, out);
-    case kHalf:
+    case kF16:
       return pack_plain_row<uint16_t>(w, row, r, 1, out);
     case kBf16:
       return pack_plain_row<uint16_t>(w, row, r, kBf16Span, out);
@@ -117,7 +117,7 @@ struct Scales {
 size_t row_bytes(const Weight& w) {
   const size_t k = static_cast<size_t>(w.num_in);
   const bool nibbles = has_nibbles(w) || w.kind == kTable4;
-  const bool halves = w.kind == kHalf || w.kind == kBf16;
+  const bool halves = w.kind == kF16 || w.kind == kBf16;
   return nibbles ? k / 2 : w.kind == kInt8 ? k : halves ? 2 * k : 4 * k;
 }
 
@@ -128,7 +128,7 @@ void pack_tile(const Weight& w, int tile, const uint8_t* rows, const Scales& fro
     const int count = num_scales(w), groups = num_groups(w);
     pack_groups(w, tile, count, static_cast<const uint16_t*>(from.scales), halves);
     halves += count * kTile;
-    if (w.has_mins) pack_groups(w, tile, groups, from.offsets, halves);
+    if (w.has_offsets) pack_groups(w, tile, groups, from.offsets, halves);
     if (w.super_group > 0) {
       pack_groups(w, tile, groups, from.sub_scales, reinterpret_cast<int8_t*>(halves));
     }
@@ -158,7 +158,7 @@ void windlass_pack(WindlassPool* pool, const WindlassWeight* weight, const void*
                    const void* scales, const uint16_t* offsets, const int8_t* sub_scales,
                    uint8_t* out) {
   const Scales from{scales, offsets, sub_scales};
-  const std::lock_guard<std::mutex> hold(pool->pool.mutex());
+  const std::lock_guard<std::mutex> lock(pool->pool.mutex());
   pool->pool.each(num_tiles(*weight), kTilesAtOnce, [&](int begin, int end) {
     for (int tile = begin; tile < end; ++tile) {
       pack_tile(*weight, tile, static_cast<const uint8_t*>(codes), from,

@@ -1,4 +1,4 @@
-// Rows of x, rearranged so that the kernels read them in order: panels of 4 rows.
+// Rows of x, rearranged for the kernels into panels of 4 rows.
 
 #pragma once
 
@@ -7,66 +7,67 @@
 
 namespace windlass {
 
-// 4 rows rounded to int8, a scale for each block.
+// 4 rows quantised to int8, with a scale per block.
 struct IntPanel {
-  const int8_t* codes;    // [inputs / kRun][rows][kRun]
-  const float* scales;    // [blocks][4]
-  const int32_t* centre;  // [blocks][4]: the sum of the codes times what stored codes have too much
-  const float* sums;      // [groups][4]: the sum of the rounded inputs
-  int rows;               // that there is room for among the codes
+  const int8_t* codes;  // [inputs / kRun][rows][kRun]
+  const float* scales;  // [blocks][4]
+  // [blocks][4]: minus the sum of the codes times the offset of stored weight codes.
+  const int32_t* correction;
+  const float* sums;  // [groups][4]: the sum of the quantised inputs
+  int rows;  // allocated rows of `codes`
 
-  int next_run() const { return kRun * rows; }  // bytes from one of a row to the next
+  int next_run() const { return kRun * rows; }  // bytes between two runs of a row
 };
 
-// Bytes of a panel's arrays, found once for a gemm of `all_rows` rows. One row alone lies without
-// gaps, since it is read again with every tile; but i8mm reads rows in pairs.
+// Bytes of a panel's arrays, for a GEMM of `all_rows` rows. A single row is stored without gaps,
+// since every tile reads it again; i8mm reads rows in pairs.
 struct IntSizes {
   int rows;
   size_t codes, blocks, groups;
 
   IntSizes(const Weight& w, int all_rows)
-      : rows(all_rows == 1 && kRun == 16 ? 1 : kPanel),
+      : rows(all_rows == 1 && kRun == 16 ? 1 : kPanelRows),
         codes(static_cast<size_t>(padded_in(w)) * static_cast<size_t>(rows)),
-        blocks(static_cast<size_t>(padded_in(w) / block_size(w)) * kPanel * 4),
-        groups(static_cast<size_t>(num_groups(w)) * kPanel * 4) {}
+        blocks(static_cast<size_t>(padded_in(w) / block_size(w)) * kPanelRows * 4),
+        groups(static_cast<size_t>(num_groups(w)) * kPanelRows * 4) {}
 
   size_t all() const { return codes + 2 * blocks + groups; }
 
   IntPanel panel(const uint8_t* memory) const {
     const uint8_t* scales = memory + codes;
-    const uint8_t* centre = scales + blocks;
+    const uint8_t* correction = scales + blocks;
     return {reinterpret_cast<const int8_t*>(memory), reinterpret_cast<const float*>(scales),
-            reinterpret_cast<const int32_t*>(centre),
-            reinterpret_cast<const float*>(centre + blocks), rows};
+            reinterpret_cast<const int32_t*>(correction),
+            reinterpret_cast<const float*>(correction + blocks), rows};
   }
 };
 
-// Inputs [first, first + count) of a row, in the weight's order, with zeros past the end: where they
-// are, or in `spare`.
+// Returns inputs [first, first + count) of a row in the weight's column order, zero-padded: in
+// place, or copied to `scratch`.
 inline const float* inputs_of(const Weight& w, const float* row, int first, int count,
-                              float* spare) {
-  if (w.order == nullptr && first + count <= w.num_in) return row + first;
+                              float* scratch) {
+  if (w.perm == nullptr && first + count <= w.num_in) return row + first;
   for (int i = 0; i < count; ++i) {
     const int k = first + i;
-    spare[i] = k >= w.num_in ? 0.0f : row[w.order == nullptr ? k : w.order[k]];
+    scratch[i] = k >= w.num_in ? 0.0f : row[w.perm == nullptr ? k : w.perm[k]];
   }
-  return spare;
+  return scratch;
 }
 
-int most_outliers(const Weight& w);  // of a row: one in every block
+int max_outliers(const Weight& w);  // per row: one per block
 
-// With two planes each row of x takes two of the panel's: its codes, and what they leave, rounded
-// in turn. With one, inputs that outweigh their block go to `outliers` (outlier_bytes for each
-// row), if given; their part of the minima is in IntPanel::sums. With scales x is whole numbers
-// already.
+// With two planes each row of x takes two panel rows: its codes, and the quantised residual. With
+// one plane, outliers go to `outliers` (outlier_bytes per row), if given; IntPanel::sums includes
+// them, for the weight offsets. With x_scales, x holds int8 codes already.
 void fill_int_panel(const Weight& w, const IntSizes& sizes, const float* x, const float* x_scales,
                     int rows, int planes, uint8_t* memory, uint8_t* outliers);
 
-// 4 rows as they are: [inputs][4 rows].
+// 4 rows in float32: [inputs][4 rows].
 size_t float_panel_bytes(const Weight& w);
 void fill_float_panel(const Weight& w, const float* x, int rows, uint8_t* memory);
 
-// 2 rows, each as two of bfloat16 whose sum it is but for 2^-17: [inputs / kBf16Run][4][kBf16Run].
+// 2 rows, each split into two rows of bfloat16 whose sum has a relative error of 2^-17: [inputs /
+// kBf16Run][4][kBf16Run].
 size_t bf16_panel_bytes(const Weight& w);
 void fill_bf16_panel(const Weight& w, const float* x, int rows, uint8_t* memory);
 

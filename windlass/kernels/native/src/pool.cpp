@@ -1,4 +1,4 @@
-// The thread pool: see pool.h for what it promises.
+// The thread pool: see pool.h.
 
 #include "pool.h"
 
@@ -20,7 +20,7 @@ Pool::Pool(int threads, int spin_us)
 
 Pool::~Pool() {
   {
-    std::lock_guard<std::mutex> hold(sleep_mutex_);
+    std::lock_guard<std::mutex> lock(sleep_mutex_);
     stop_ = true;
   }
   wake_.notify_all();
@@ -39,54 +39,54 @@ uint8_t* Pool::buffer(size_t bytes) {
   return memory_.get() + (line - start % line) % line;
 }
 
-void Pool::run(int count, int chunk, Piece piece, const void* body) {
+void Pool::run(int count, int grain, Function function, const void* body) {
   if (count <= 0) return;
-  if (workers_.empty() || count <= chunk) {
-    piece(body, 0, count);
+  if (workers_.empty() || count <= grain) {
+    function(body, 0, count);
     return;
   }
-  piece_ = piece;
+  function_ = function;
   body_ = body;
-  chunk_ = chunk;
-  const int64_t chunks = (count + chunk - 1) / chunk;
+  grain_ = grain;
+  const int64_t grains = (count + grain - 1) / grain;
   for (int i = 0, begin = 0, end; i < threads(); ++i, begin = end) {
-    end = static_cast<int>(std::min<int64_t>(chunks * (i + 1) / threads() * chunk, count));
+    end = static_cast<int>(std::min<int64_t>(grains * (i + 1) / threads() * grain, count));
     ranges_[i].set(begin, end);
   }
   const uint64_t number = (state_.load(std::memory_order_relaxed) >> 32) + 1;
   state_.store(number << 32 | kOpen);
   if (sleeping_.load() > 0) {
-    // The lock closes the gap between a worker's last look at the state and its sleep.
-    { std::lock_guard<std::mutex> hold(sleep_mutex_); }
+    // The lock closes the gap between a worker's last check of the state and its sleep.
+    { std::lock_guard<std::mutex> lock(sleep_mutex_); }
     wake_.notify_all();
   }
-  take_pieces(0);
+  take_work(0);
   state_.fetch_and(~kOpen);
-  constexpr int patience = 2000;
-  for (int i = 0; i < patience && !all_left(); ++i) pause_briefly();
+  constexpr int max_spins = 2000;
+  for (int i = 0; i < max_spins && !all_left(); ++i) cpu_pause();
   if (all_left()) return;
-  // A worker was put off its core in the middle of a piece. Whoever sleeps leaves it the own one.
-  std::unique_lock<std::mutex> hold(sleep_mutex_);
+  // A worker lost its core in the middle of its work. Sleeping leaves it the caller's core.
+  std::unique_lock<std::mutex> lock(sleep_mutex_);
   waiting_ = true;
-  done_.wait(hold, [&] { return all_left(); });
+  done_.wait(lock, [&] { return all_left(); });
   waiting_ = false;
 }
 
-void Pool::leave() {
+void Pool::leave_job() {
   state_.fetch_sub(1);
   if (!waiting_) return;
-  // The lock closes the gap between the caller's last look at the state and its sleep.
-  { std::lock_guard<std::mutex> hold(sleep_mutex_); }
+  // The lock closes the gap between the caller's last check of the state and its sleep.
+  { std::lock_guard<std::mutex> lock(sleep_mutex_); }
   done_.notify_one();
 }
 
-bool Pool::Range::take(int chunk, bool from_end, int& begin, int& end) {
+bool Pool::Range::take(int grain, bool from_end, int& begin, int& end) {
   uint64_t ends = ends_.load(std::memory_order_relaxed);
   while (true) {
     const int first = static_cast<int>(ends >> 32), last = static_cast<int>(ends);
     if (first >= last) return false;
-    // Shares get smaller, so that all end together and few are asked for.
-    const int share = std::min(std::max(chunk, (last - first) / 2), last - first);
+    // Shares get smaller, so that all threads finish together with few atomic operations.
+    const int share = std::min(std::max(grain, (last - first) / 2), last - first);
     begin = from_end ? last - share : first;
     end = begin + share;
     const uint64_t left = from_end ? joined(first, begin) : joined(end, last);
@@ -94,20 +94,20 @@ bool Pool::Range::take(int chunk, bool from_end, int& begin, int& end) {
   }
 }
 
-void Pool::take_pieces(int thread) {
+void Pool::take_work(int thread) {
   int begin, end;
   for (int i = 0; i < threads(); ++i) {
     Range& range = ranges_[(thread + i) % threads()];
-    while (range.take(chunk_, i > 0, begin, end)) piece_(body_, begin, end);
+    while (range.take(grain_, i > 0, begin, end)) function_(body_, begin, end);
   }
 }
 
-bool Pool::is_new(uint32_t last) const {
+bool Pool::has_new_job(uint32_t last) const {
   const uint64_t state = state_.load();
   return (state & kOpen) != 0 && static_cast<uint32_t>(state >> 32) != last;
 }
 
-bool Pool::join(uint32_t& last) {
+bool Pool::enter_job(uint32_t& last) {
   uint64_t state = state_.load(std::memory_order_acquire);
   while ((state & kOpen) != 0 && static_cast<uint32_t>(state >> 32) != last) {
     if (state_.compare_exchange_weak(state, state + 1, std::memory_order_acq_rel)) {
@@ -122,17 +122,17 @@ void Pool::work(int thread) {
   uint32_t last = 0;
   while (!stop_) {
     const Clock::time_point until = Clock::now() + std::chrono::microseconds(spin_us_);
-    while (!is_new(last) && !stop_ && Clock::now() < until) {
-      for (int i = 0; i < 16 && !is_new(last); ++i) pause_briefly();
+    while (!has_new_job(last) && !stop_ && Clock::now() < until) {
+      for (int i = 0; i < 16 && !has_new_job(last); ++i) cpu_pause();
     }
-    if (join(last)) {
-      take_pieces(thread);
-      leave();
+    if (enter_job(last)) {
+      take_work(thread);
+      leave_job();
       continue;
     }
-    std::unique_lock<std::mutex> hold(sleep_mutex_);
+    std::unique_lock<std::mutex> lock(sleep_mutex_);
     sleeping_.fetch_add(1);
-    wake_.wait(hold, [&] { return stop_ || is_new(last); });
+    wake_.wait(lock, [&] { return stop_ || has_new_job(last); });
     sleeping_.fetch_sub(1);
   }
 }

@@ -1,4 +1,4 @@
-// Runs commands one after another. Threads go from one to the next without sleeping.
+// Runs commands one after another. Threads stay awake between them.
 
 #include <new>
 
@@ -24,14 +24,14 @@ bool execute(const Run& run) {
       return run_add_norm(run);
     case kLinear:
       return run_linear(run);
-    case kRound:
-      return run_round(run);
+    case kQuantise:
+      return run_quantise(run);
     case kSiluMul:
       return run_silu_mul(run);
     case kRope:
       return run_rope(run);
-    case kAttend:
-      return run_attend(run);
+    case kAttention:
+      return run_attention(run);
     case kGather:
       return run_gather(run);
     case kArgmax:
@@ -49,7 +49,7 @@ bool execute(const Run& run) {
 
 extern "C" int32_t windlass_run(WindlassPool* pool, const WindlassCommand* commands, int32_t count,
                                 const WindlassStep* step) {
-  std::lock_guard<std::mutex> hold(pool->pool.mutex());
+  std::lock_guard<std::mutex> lock(pool->pool.mutex());
   try {
     for (int i = 0; i < count; ++i) {
       const Run run{pool->pool, commands[i], *step, num_rows(commands[i], *step)};

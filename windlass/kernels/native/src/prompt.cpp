@@ -1,23 +1,24 @@
-// Products of int4 weights with rows of prompts.
+// GEMMs of int4 weights with prompt rows.
 //
-// A tile is unpacked to int8, a stretch at a time, with one scale for each output: what then is left
-// of a gemm is a loop over whole numbers. Inputs that were left out meet the weight as it is.
+// A tile is requantised to int8, one prompt block at a time, with one scale per output: the inner
+// loop then has integer operations only. Outliers are multiplied with the int4 weights in float32.
+
+#include "prompt.h"
 
 #include <cstring>
 
 #include "dots.h"
-#include "linear.h"
 #include "outliers.h"
 #include "prompt_neon.h"
 #include "prompt_panels.h"
-#include "prompt_steps.h"
+#include "requantise.h"
 
 namespace windlass {
 
 namespace tile {
 namespace {
 
-// A tile as it is packed.
+// A packed tile.
 struct Packed {
   const uint8_t* codes;
   const uint16_t* scales;
@@ -31,19 +32,20 @@ struct Packed {
   }
 };
 
-// What codes mean: code * scale + low.
+// Decodes codes: code * scale + offset.
 struct Groups {
-  // A stretch has the ends of two groups at most beside those of 16 inputs.
-  static constexpr int kMost = kStretch / 16 + 2;
-  alignas(64) float scales[kMost * kTile];
-  alignas(64) float lows[kMost * kTile];  // where there are minima; else codes lie around 8
+  // Besides groups of 16 inputs a prompt block contains the ends of at most two groups.
+  static constexpr int kMaxGroups = kPromptBlock / 16 + 2;
+  alignas(64) float scales[kMaxGroups * kTile];
+  // If the weight has offsets; else codes lie around 8.
+  alignas(64) float offsets[kMaxGroups * kTile];
   int first, count;
 };
 
-// Returns the largest magnitude of what codes of each output can mean.
-template <bool MINS>
+// Returns the largest magnitude that the codes of each output can represent.
+template <bool OFFSETS>
 Floats read_groups(const Weight& w, const Packed& tile, int begin, int end, Groups& out) {
-  const Floats unit = splat(1.0f / kHalfUnit);
+  const Floats unit = splat(1.0f / kF16Unit);
   out.first = begin / w.group;
   out.count = std::min((end - 1) / w.group, num_groups(w) - 1) - out.first + 1;
   Floats peak = zero();
@@ -51,26 +53,26 @@ Floats read_groups(const Weight& w, const Packed& tile, int begin, int end, Grou
     const int at = (out.first + i) * kTile;
     const Floats scale = mul(load_scales(tile.scales + at), unit);
     store(out.scales + i * kTile, scale);
-    Floats most = mul(magnitude(scale), splat(8.0f));
-    if constexpr (MINS) {
-      const Floats low = mul(load_scales(tile.offsets + at), unit);
-      store(out.lows + i * kTile, low);
-      most = larger_magnitude(magnitude(low), magnitude(fma(low, scale, splat(15.0f))));
+    Floats rows_per_chunk = mul(absolute(scale), splat(8.0f));
+    if constexpr (OFFSETS) {
+      const Floats offset = mul(load_scales(tile.offsets + at), unit);
+      store(out.offsets + i * kTile, offset);
+      rows_per_chunk = maximum_abs(absolute(offset), absolute(fma(offset, scale, splat(15.0f))));
     }
-    peak = larger_magnitude(peak, most);
+    peak = maximum_abs(peak, rows_per_chunk);
   }
   return peak;
 }
 
-// A stretch of a tile in int8.
-struct Stretch {
-  alignas(64) uint8_t codes[kStretch * kTile];
+// A prompt block of a tile in int8.
+struct PromptBlock {
+  alignas(64) uint8_t codes[kPromptBlock * kTile];
   alignas(64) float scales[kTile];
   alignas(64) float shifts[kTile];  // see multiply_64
 };
 
-// The scale of each output. 12 bits of it, rounded up: times kSumStart it still is exact.
-void find_scales(Floats peak, Stretch& out) {
+// The scale of each output, rounded up to 12 bits so that its product with kSumStart is exact.
+void find_scales(Floats peak, PromptBlock& out) {
   store(out.scales, mul(peak, splat(1.0f / 127.0f)));
   for (float& scale : out.scales) {
     uint32_t bits;
@@ -81,47 +83,48 @@ void find_scales(Floats peak, Stretch& out) {
   if constexpr (kHasMultiply64) store(out.shifts, mul(load(out.scales), splat(-kSumStart)));
 }
 
-// Inputs [begin, end) of a tile. A code c becomes (c * factor + start) / 256, rounded down.
-template <bool MINS>
-void unpack_stretch(const Weight& w, const Packed& tile, int begin, int end, Stretch& out) {
+// Requantises inputs [begin, end) of a tile: code c becomes floor((c * factor + start) / 256).
+template <bool OFFSETS>
+void unpack_block(const Weight& w, const Packed& tile, int begin, int end, PromptBlock& out) {
   Groups groups;
-  find_scales(read_groups<MINS>(w, tile, begin, end, groups), out);
+  find_scales(read_groups<OFFSETS>(w, tile, begin, end, groups), out);
   float inverse[kTile];
   for (int r = 0; r < kTile; ++r) {
     inverse[r] = out.scales[r] > 0.0f ? 256.0f / out.scales[r] : 0.0f;
   }
   const Floats by = load(inverse);
-  // All of them before the first is used, which would wait for it.
-  Steps steps[Groups::kMost];
+  // Computes all tables before the first is used, which hides the latency.
+  Requantiser steps[Groups::kMaxGroups];
   for (int i = 0; i < groups.count; ++i) {
     const Floats factor = mul(load(groups.scales + i * kTile), by);
-    const Floats low = MINS ? mul(load(groups.lows + i * kTile), by) : mul(factor, splat(-8.0f));
-    steps[i] = Steps(factor, add(low, splat(128.0f)));
+    const Floats offset = OFFSETS ? mul(load(groups.offsets + i * kTile),
+                                        by) : mul(factor, splat(-8.0f));
+    steps[i] = Requantiser(factor, add(offset, splat(128.0f)));
   }
   const uint8_t* from = tile.codes + static_cast<size_t>(begin) * kTile / 2;
   uint8_t* to = out.codes;
   for (int i = 0, k = begin; i < groups.count; ++i) {
-    // The last group goes on over the padding.
+    // The last group extends over the padding.
     const int stop = i + 1 == groups.count ? end : (groups.first + i + 1) * w.group;
     const int units = (stop - k) / 16;
-    steps[i].unpack<kSignedNibbles && !MINS>(from, units, to);
+    steps[i].unpack<kSignedNibbles && !OFFSETS>(from, units, to);
     k = stop, from += units * 8 * kTile, to += units * 16 * kTile;
   }
 }
 
-// Adds a stretch for MT rows.
+// Adds one prompt block for MT rows.
 template <int MT>
-inline void multiply_stretch(const Stretch& w, int inputs, const int8_t* x, const float* x_scales,
-                             const int32_t* centre, float* out) {
+inline void multiply_block(const PromptBlock& w, int inputs, const int8_t* x, const float* x_scales,
+                           const int32_t* correction, float* out) {
   constexpr int wide = sizeof(Codes);
   Dots<MT> dots;
   if constexpr (kUnsignedCodes) {
-    start_dots(dots, load_quad(centre));
+    start_dots(dots, load_quad(correction));
   } else {
     start_dots(dots);
   }
   const uint8_t* codes = w.codes;
-  for (int k = 0; k < inputs; k += 16, codes += 4 * wide, x += 16 * kPanel) {
+  for (int k = 0; k < inputs; k += 16, codes += 4 * wide, x += 16 * kPanelRows) {
     add_dots<false>(dots, [&](int i) WINDLASS_INLINED { return load_codes(codes + wide * i); }, x);
   }
   const Floats scale = load(w.scales);
@@ -132,9 +135,9 @@ inline void multiply_stretch(const Stretch& w, int inputs, const int8_t* x, cons
   });
 }
 
-// The weights of outliers' inputs, as they are. Inputs come in their order, so that a group's scale
-// and minimum are read once.
-template <bool MINS>
+// Dequantises the weights of outliers. Inputs come in order, so that a group's scale and offset are
+// read once.
+template <bool OFFSETS>
 class Weights {
  public:
   explicit Weights(const Packed& tile) : tile_(tile) {}
@@ -142,68 +145,68 @@ class Weights {
   WINDLASS_INLINE Floats at(const OutlierColumn& c) {
     if (c.group != group_) {
       group_ = c.group;
-      const Floats unit = splat(1.0f / kHalfUnit);
+      const Floats unit = splat(1.0f / kF16Unit);
       scale_ = mul(load_scales(tile_.scales + group_ * kTile), unit);
-      // Without minima codes lie around 8, or have a sign.
-      low_ = MINS ? mul(load_scales(tile_.offsets + group_ * kTile), unit)
+      // Without offsets codes lie around 8, or are signed.
+      offset_ = OFFSETS ? mul(load_scales(tile_.offsets + group_ * kTile), unit)
                   : mul(scale_, splat(kSignedNibbles ? 0.0f : -8.0f));
     }
     const uint32_t input = static_cast<uint32_t>(c.input);
     const uint8_t* codes = tile_.codes + input / 16 * (8 * kTile);
     const int in_16 = static_cast<int>(input % 16);
-    if constexpr (kSignedNibbles && !MINS) {
+    if constexpr (kSignedNibbles && !OFFSETS) {
       return mul(mul(signed_nibbles_at(codes, in_16), splat(1.0f / 16)), scale_);
     } else {
-      return fma(low_, nibbles_at(codes, in_16), scale_);
+      return fma(offset_, nibbles_at(codes, in_16), scale_);
     }
   }
 
  private:
   const Packed& tile_;
   int group_ = -1;
-  Floats scale_ = zero(), low_ = zero();
+  Floats scale_ = zero(), offset_ = zero();
 };
 
-template <bool MINS>
-void multiply_prompt(const Product& job) {
+template <bool OFFSETS>
+void multiply_prompt(const GemmArgs& job) {
   const PromptSizes sizes(job.w);
   const int padded = padded_in(job.w);
-  each_piece(job, [&](int t, int first, int last, Target to) {
-    Stretch stretch;
+  each_chunk(job, [&](int t, int first, int last, Target to) {
+    PromptBlock block;
     const int pairs = kHasMultiply64 ? (last - first) / 2 : 0;
-    alignas(64) float sums[kMostPanels][kPanel * kTile];
+    alignas(64) float sums[kMaxPanels][kPanelRows * kTile];
     std::memset(sums, 0, static_cast<size_t>(last - first) * sizeof sums[0]);
     const Packed tile(job.w, t);
-    for (int begin = 0, s = 0; begin < padded; begin += kStretch, ++s) {
-      const int end = std::min(begin + kStretch, padded);
-      unpack_stretch<MINS>(job.w, tile, begin, end, stretch);
+    for (int begin = 0, s = 0; begin < padded; begin += kPromptBlock, ++s) {
+      const int end = std::min(begin + kPromptBlock, padded);
+      unpack_block<OFFSETS>(job.w, tile, begin, end, block);
       const auto panel = [&](int p) {
         PromptPanel x = sizes.panel(job.panel(p));
-        return PromptPanel{x.codes + begin * kPanel, x.scales + s * kPanel, x.centre + s * kPanel};
+        return PromptPanel{x.codes + begin * kPanelRows, x.scales + s * kPanelRows, x.correction + s * kPanelRows};
       };
       if constexpr (kHasMultiply64) {
         if (pairs > 0) {
           const PromptPanel x = panel(first);
-          multiply_64(stretch.codes, stretch.scales, stretch.shifts, (end - begin) / 16, x.codes,
+          multiply_64(block.codes, block.scales, block.shifts, (end - begin) / 16, x.codes,
                       x.scales, job.panel_bytes, pairs, sums[0]);
         }
       }
       each_panel(job, first + 2 * pairs, last, [&](auto rows, int p) {
         const PromptPanel x = panel(p);
-        multiply_stretch<rows>(stretch, end - begin, x.codes, x.scales, x.centre, sums[p - first]);
+        multiply_block<rows>(block, end - begin, x.codes, x.scales, x.correction, sums[p - first]);
       });
     }
     constexpr int ahead = 8;  // panels
-    for (int p = first; p < std::min(first + ahead, last); ++p) fetch_target(job, to, p);
-    const OutlierColumns& columns = job.piece_columns(first);
-    int32_t outliers_at[kMostPanels];
-    std::copy(columns.firsts, columns.firsts + (last - first), outliers_at);
-    Weights<MINS> weights(tile);
+    for (int p = first; p < std::min(first + ahead, last); ++p) prefetch_output(job, to, p);
+    const OutlierColumns& columns = job.chunk_columns(first);
+    int32_t outliers_at[kMaxPanels];
+    std::copy(columns.quad_starts, columns.quad_starts + (last - first), outliers_at);
+    Weights<OFFSETS> weights(tile);
     const auto weight_of = [&](const OutlierColumn& c) WINDLASS_INLINED { return weights.at(c); };
     multiply_columns(columns, 0, padded, last - first, outliers_at, weight_of, sums[0]);
     each_panel(job, first, last, [&](auto rows, int p) {
-      if (p + ahead < last) fetch_target(job, to, p + ahead);
-      store_tile(job, to, t, p * kPanel, rows, sums[p - first], job.add);
+      if (p + ahead < last) prefetch_output(job, to, p + ahead);
+      store_tile(job, to, t, p * kPanelRows, rows, sums[p - first], job.add);
     });
   });
 }
@@ -211,44 +214,45 @@ void multiply_prompt(const Product& job) {
 }  // namespace
 }  // namespace tile
 
-bool run_prompt_rows(const LinearRows& linear) {
+bool run_prompt_gemm(const LinearRows& linear) {
   const Weight& w = linear.w;
   const size_t panel_bytes = PromptSizes(w).all();
-  const int panels = ceil_div(linear.count, kPanel);
-  // Even, since panels are best multiplied in pairs.
-  const int cut = round_up(panel_cut(linear.count, panel_bytes, 512 << 10, kMostPanels), 2);
-  const int pieces = ceil_div(panels, cut);
+  const int panels = ceil_div(linear.count, kPanelRows);
+  // Even, since panels are multiplied in pairs.
+  const int panels_per_chunk = round_up(choose_panels_per_chunk(linear.count, panel_bytes,
+                                                                512 << 10, kMaxPanels), 2);
+  const int chunks = ceil_div(panels, panels_per_chunk);
   const size_t all_panels = static_cast<size_t>(panels) * panel_bytes;
-  const int most_outliers = most_prompt_outliers(w);
-  const size_t row_bytes = outlier_bytes(most_outliers);
+  const int max_outliers = max_prompt_outliers(w);
+  const size_t row_bytes = outlier_bytes(max_outliers);
   const size_t all_rows = (static_cast<size_t>(linear.count) * row_bytes + 63) / 64 * 64;
-  const size_t piece_bytes = column_bytes(w, most_outliers, cut * kPanel);
+  const size_t chunk_bytes = column_bytes(w, max_outliers, panels_per_chunk * kPanelRows);
   uint8_t* memory =
-      linear.run.pool.buffer(all_panels + all_rows + piece_bytes * static_cast<size_t>(pieces));
+      linear.run.pool.buffer(all_panels + all_rows + chunk_bytes * static_cast<size_t>(chunks));
   if (memory == nullptr) return false;
   uint8_t* by_row = memory + all_panels;
   uint8_t* columns = by_row + all_rows;
   linear.run.pool.each(panels, 1, [&](int begin, int end) {
     for (int p = begin; p < end; ++p) {
-      const int count = std::min(kPanel, linear.count - p * kPanel);
-      fill_prompt_panel(w, linear.inputs(p * kPanel, count), count,
+      const int count = std::min(kPanelRows, linear.count - p * kPanelRows);
+      fill_prompt_panel(w, linear.inputs(p * kPanelRows, count), count,
                         memory + static_cast<size_t>(p) * panel_bytes,
-                        by_row + static_cast<size_t>(p) * kPanel * row_bytes);
+                        by_row + static_cast<size_t>(p) * kPanelRows * row_bytes);
     }
   });
-  const int most = cut * kPanel;
-  linear.run.pool.each(pieces, 1, [&](int begin, int end) {
+  const int rows_per_chunk = panels_per_chunk * kPanelRows;
+  linear.run.pool.each(chunks, 1, [&](int begin, int end) {
     for (int i = begin; i < end; ++i) {
-      gather_columns(w, by_row + static_cast<size_t>(i * most) * row_bytes, most_outliers,
-                     std::min(most, linear.count - i * most), most,
-                     columns + static_cast<size_t>(i) * piece_bytes);
+      gather_columns(w, by_row + static_cast<size_t>(i * rows_per_chunk) * row_bytes, max_outliers,
+                     std::min(rows_per_chunk, linear.count - i * rows_per_chunk), rows_per_chunk,
+                     columns + static_cast<size_t>(i) * chunk_bytes);
     }
   });
-  Product job = linear.gemm(memory, panel_bytes, cut);
+  GemmArgs job = linear.gemm(memory, panel_bytes, panels_per_chunk);
   job.gain = w.gain;
   job.columns = columns;
-  job.column_bytes = piece_bytes;
-  w.has_mins ? tile::multiply_prompt<true>(job) : tile::multiply_prompt<false>(job);
+  job.column_bytes = chunk_bytes;
+  w.has_offsets ? tile::multiply_prompt<true>(job) : tile::multiply_prompt<false>(job);
   return true;
 }
 

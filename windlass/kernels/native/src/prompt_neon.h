@@ -1,7 +1,7 @@
-// 8 rows by 8 outputs for NEON, over a stretch: the loop in which prompts spend their time.
+// NEON: 8 rows by 8 outputs over one prompt block, the inner loop of prompt GEMMs.
 //
-// Written out for the same reason as multiply_4 in block_neon.h. v0-v15 are sums of whole numbers,
-// v16-v23 rows of x, v24-v31 weights.
+// Assembly for the same reason as multiply_4 in block_neon.h. v0-v15: int32 accumulators; v16-v23:
+// rows of x; v24-v31: weights.
 
 #pragma once
 
@@ -11,11 +11,11 @@ namespace windlass {
 
 #if defined(WINDLASS_NEON)
 
-// With i8mm codes lie otherwise, and two rows are multiplied at a time: see dots_i8mm.h.
+// With i8mm the layout of codes differs and two rows are multiplied at a time: see dots_i8mm.h.
 constexpr bool kHasMultiply64 = kSpan == 4;
 
-#define WINDLASS_ROW(A, B, W, V, X, LANE)                   \
-  "sdot v" A ".4s, v" W ".16b, v" X ".4b[" LANE "]\n"       \
+#define WINDLASS_ROW(A, B, W, V, X, LANE)             \
+  "sdot v" A ".4s, v" W ".16b, v" X ".4b[" LANE "]\n" \
   "sdot v" B ".4s, v" V ".16b, v" X ".4b[" LANE "]\n"
 #define WINDLASS_ROWS_0(W, V, LANE) \
   WINDLASS_ROW("0", "1", W, V, "16", LANE) WINDLASS_ROW("2", "3", W, V, "17", LANE)
@@ -25,56 +25,56 @@ constexpr bool kHasMultiply64 = kSpan == 4;
   WINDLASS_ROW("8", "9", W, V, "20", LANE) WINDLASS_ROW("10", "11", W, V, "21", LANE)
 #define WINDLASS_ROWS_6(W, V, LANE) \
   WINDLASS_ROW("12", "13", W, V, "22", LANE) WINDLASS_ROW("14", "15", W, V, "23", LANE)
-#define WINDLASS_LANE(W, V, LANE)                                 \
-  WINDLASS_ROWS_0(W, V, LANE) WINDLASS_ROWS_2(W, V, LANE)         \
+#define WINDLASS_LANE(W, V, LANE)                         \
+  WINDLASS_ROWS_0(W, V, LANE) WINDLASS_ROWS_2(W, V, LANE) \
   WINDLASS_ROWS_4(W, V, LANE) WINDLASS_ROWS_6(W, V, LANE)
 
-// The same inputs of the next two panels: the CPU's own guesses go on within one.
+// Prefetches the same inputs of the next two panels: the hardware prefetcher stays within a panel.
 #define WINDLASS_FETCH "prfm pldl1keep, [%[x], %[ahead]]\n prfm pldl1keep, [%[x_b], %[ahead]]\n"
 
-// 16 inputs. Reading is spread between gemm, and goes on with the next inputs.
-#define WINDLASS_16                                                                     \
-  "ldp q26, q27, [%[at], #32]\n" WINDLASS_LANE("24", "25", "0")                      \
-  "ldp q28, q29, [%[at], #64]\n" WINDLASS_LANE("26", "27", "1") WINDLASS_FETCH       \
-  "ldp q30, q31, [%[at], #96]\n" WINDLASS_LANE("28", "29", "2")                      \
-  "ldp q24, q25, [%[at], #128]!\n"                                                   \
-  WINDLASS_ROWS_0("30", "31", "3") "ldp q16, q17, [%[x]], #32\n"                        \
-  WINDLASS_ROWS_2("30", "31", "3") "ldp q18, q19, [%[x]], #32\n"                        \
-  WINDLASS_ROWS_4("30", "31", "3") "ldp q20, q21, [%[x_b]], #32\n"                      \
+// 16 inputs. Loads are spread between dot products and run ahead to the next inputs.
+#define WINDLASS_16                                                            \
+  "ldp q26, q27, [%[at], #32]\n" WINDLASS_LANE("24", "25", "0")                \
+  "ldp q28, q29, [%[at], #64]\n" WINDLASS_LANE("26", "27", "1") WINDLASS_FETCH \
+  "ldp q30, q31, [%[at], #96]\n" WINDLASS_LANE("28", "29", "2")                \
+  "ldp q24, q25, [%[at], #128]!\n"                                             \
+  WINDLASS_ROWS_0("30", "31", "3") "ldp q16, q17, [%[x]], #32\n"               \
+  WINDLASS_ROWS_2("30", "31", "3") "ldp q18, q19, [%[x]], #32\n"               \
+  WINDLASS_ROWS_4("30", "31", "3") "ldp q20, q21, [%[x_b]], #32\n"             \
   WINDLASS_ROWS_6("30", "31", "3") "ldp q22, q23, [%[x_b]], #32\n"
 
-// The last 16. Nothing is read ahead but scales: the weights' lie in v26 and v27.
+// The last 16 inputs. Only scales are loaded ahead: those of the weights lie in v26 and v27.
 #define WINDLASS_LAST                                                                      \
-  "ldp q26, q27, [%[at], #32]\n" WINDLASS_LANE("24", "25", "0")                         \
-  "ldp q28, q29, [%[at], #64]\n" WINDLASS_LANE("26", "27", "1") WINDLASS_FETCH          \
-  "ldp q30, q31, [%[at], #96]\n" WINDLASS_LANE("28", "29", "2")                         \
+  "ldp q26, q27, [%[at], #32]\n" WINDLASS_LANE("24", "25", "0")                            \
+  "ldp q28, q29, [%[at], #64]\n" WINDLASS_LANE("26", "27", "1") WINDLASS_FETCH             \
+  "ldp q30, q31, [%[at], #96]\n" WINDLASS_LANE("28", "29", "2")                            \
   "ldp q26, q27, [%[scales]]\n ldr q28, [%[x_scales]]\n ldr q29, [%[x_scales], %[next]]\n" \
   WINDLASS_LANE("30", "31", "3")
 
 #define WINDLASS_START(A, B) "ldr q" A ", [%[start]]\n ldr q" B ", [%[start]]\n"
 #define WINDLASS_READ(T, U) "ldp q" T ", q" U ", [%[shifts]]\n"
-#define WINDLASS_SCALE(A, B, T, U, PLACE)                                               \
-  "fmla v" T ".4s, v" A ".4s, v26.4s\n fmla v" U ".4s, v" B ".4s, v27.4s\n"             \
-  "ldp q" A ", q" B ", [%[out], #" PLACE "]\n"
-#define WINDLASS_ADD(A, B, T, U, SCALE, LANE, PLACE)                                    \
-  "fmla v" A ".4s, v" T ".4s, v" SCALE ".s[" LANE "]\n"                                 \
-  "fmla v" B ".4s, v" U ".4s, v" SCALE ".s[" LANE "]\n"                                 \
-  "stp q" A ", q" B ", [%[out], #" PLACE "]\n" WINDLASS_START(A, B)
-// Adds the sums of a panel to `out`, as in block_neon.h, and starts new ones. Four rows at a time,
-// since what is between would wait for each.
-#define WINDLASS_END(A, B, C, D, E, F, G, H, SCALE, PLACE, NEXT, THIRD, LAST)           \
-  WINDLASS_READ("16", "17") WINDLASS_READ("18", "19") WINDLASS_READ("20", "21")         \
-  WINDLASS_READ("22", "23")                                                             \
-  WINDLASS_SCALE(A, B, "16", "17", PLACE) WINDLASS_SCALE(C, D, "18", "19", NEXT)        \
-  WINDLASS_SCALE(E, F, "20", "21", THIRD) WINDLASS_SCALE(G, H, "22", "23", LAST)        \
-  WINDLASS_ADD(A, B, "16", "17", SCALE, "0", PLACE)                                     \
-  WINDLASS_ADD(C, D, "18", "19", SCALE, "1", NEXT)                                      \
-  WINDLASS_ADD(E, F, "20", "21", SCALE, "2", THIRD)                                     \
+#define WINDLASS_SCALE(A, B, T, U, OFFSET)                                  \
+  "fmla v" T ".4s, v" A ".4s, v26.4s\n fmla v" U ".4s, v" B ".4s, v27.4s\n" \
+  "ldp q" A ", q" B ", [%[out], #" OFFSET "]\n"
+#define WINDLASS_ADD(A, B, T, U, SCALE, LANE, OFFSET)   \
+  "fmla v" A ".4s, v" T ".4s, v" SCALE ".s[" LANE "]\n" \
+  "fmla v" B ".4s, v" U ".4s, v" SCALE ".s[" LANE "]\n" \
+  "stp q" A ", q" B ", [%[out], #" OFFSET "]\n" WINDLASS_START(A, B)
+// Adds the sums of a panel to `out`, as in block_neon.h, and starts new ones. Four rows are
+// interleaved, since each operation depends on the one before.
+#define WINDLASS_END(A, B, C, D, E, F, G, H, SCALE, OFFSET, NEXT, THIRD, LAST)    \
+  WINDLASS_READ("16", "17") WINDLASS_READ("18", "19") WINDLASS_READ("20", "21")   \
+  WINDLASS_READ("22", "23")                                                       \
+  WINDLASS_SCALE(A, B, "16", "17", OFFSET) WINDLASS_SCALE(C, D, "18", "19", NEXT) \
+  WINDLASS_SCALE(E, F, "20", "21", THIRD) WINDLASS_SCALE(G, H, "22", "23", LAST)  \
+  WINDLASS_ADD(A, B, "16", "17", SCALE, "0", OFFSET)                              \
+  WINDLASS_ADD(C, D, "18", "19", SCALE, "1", NEXT)                                \
+  WINDLASS_ADD(E, F, "20", "21", SCALE, "2", THIRD)                               \
   WINDLASS_ADD(G, H, "22", "23", SCALE, "3", LAST)
 
-// Adds to out[row][output] 16 * `sixteens` inputs for `pairs` pairs of panels, at least one of
-// each. A panel's arrays lie `next` bytes after those before; `shifts` are the scales times
-// -kSumStart, which must be exact.
+// Adds 16 * `sixteens` inputs to out[row][output] for `pairs` pairs of panels, at least one of
+// each. The arrays of two panels lie `next` bytes apart; `shifts` are the scales times -kSumStart,
+// which must be exact.
 inline void multiply_64(const uint8_t* codes, const float* scales, const float* shifts,
                         int sixteens, const int8_t* x, const float* x_scales, size_t next,
                         int pairs, float* out) {

@@ -1,7 +1,7 @@
-// Rows of prompts, rounded to int8 with one scale for a stretch of inputs instead of a block.
+// Prompt rows, quantised to int8 with one scale per 192 inputs instead of 32.
 //
-// The loop over a stretch is nothing but gemm of whole numbers. Inputs that stand out of their
-// stretch are left out of it and multiplied as they are: see prompt.cpp.
+// The loop over such a block consists of integer dot products only. Outliers are left out of it and
+// multiplied in float32: see prompt.cpp.
 
 #pragma once
 
@@ -9,39 +9,41 @@
 
 namespace windlass {
 
-// Inputs that share a scale. Sums of so many gemm of codes stay below 2^22, as NEON wants them.
-constexpr int kStretch = 192;
-static_assert(kStretch * 127 * 127 < 1 << 22);
+// Inputs that share a scale. Integer sums over so many inputs stay below 2^22, as simd_neon.h
+// requires.
+constexpr int kPromptBlock = 192;
+static_assert(kPromptBlock * 127 * 127 < 1 << 22);
 
-inline int num_stretches(const Weight& w) { return ceil_div(padded_in(w), kStretch); }
+inline int num_prompt_blocks(const Weight& w) { return ceil_div(padded_in(w), kPromptBlock); }
 
 // 4 rows.
 struct PromptPanel {
-  const int8_t* codes;    // [inputs / kRun][4 rows][kRun]
-  const float* scales;    // [stretches][4]
-  const int32_t* centre;  // [stretches][4]: the sum of the codes times what stored codes have too much
+  const int8_t* codes;  // [inputs / kRun][4 rows][kRun]
+  const float* scales;  // [prompt blocks][4]
+  // [prompt blocks][4]: minus the sum of the codes times the offset of stored weight codes.
+  const int32_t* correction;
 };
 
-// Bytes of a panel's arrays. Loops read ahead by some codes.
+// Bytes of a panel's arrays. Loops read a few codes past the end.
 struct PromptSizes {
-  size_t codes, stretches;
+  size_t codes, blocks;
 
   explicit PromptSizes(const Weight& w)
-      : codes(static_cast<size_t>(padded_in(w)) * kPanel),
-        stretches(static_cast<size_t>(num_stretches(w)) * kPanel * 4) {}
+      : codes(static_cast<size_t>(padded_in(w)) * kPanelRows),
+        blocks(static_cast<size_t>(num_prompt_blocks(w)) * kPanelRows * 4) {}
 
-  size_t all() const { return (codes + 2 * stretches + kRun * kPanel + 63) / 64 * 64; }
+  size_t all() const { return (codes + 2 * blocks + kRun * kPanelRows + 63) / 64 * 64; }
 
   PromptPanel panel(const uint8_t* memory) const {
     return {reinterpret_cast<const int8_t*>(memory),
             reinterpret_cast<const float*>(memory + codes),
-            reinterpret_cast<const int32_t*>(memory + codes + stretches)};
+            reinterpret_cast<const int32_t*>(memory + codes + blocks)};
   }
 };
 
-int most_prompt_outliers(const Weight& w);  // of a row
+int max_prompt_outliers(const Weight& w);  // per row
 
-// Rounds up to 4 rows of x, and notes what is left out of each: outlier_bytes for a row.
+// Quantises up to 4 rows of x and writes the outliers of each: outlier_bytes per row.
 void fill_prompt_panel(const Weight& w, const float* x, int rows, uint8_t* memory,
                        uint8_t* outliers);
 

@@ -1,4 +1,4 @@
-// Queries and keys turn with their position; keys and values go into their pages.
+// RoPE: rotates queries and keys by their position, and writes keys and values to their pages.
 
 #include <cmath>
 #include <cstring>
@@ -9,9 +9,9 @@ namespace windlass {
 
 namespace {
 
-constexpr int kMostDim = 512;
+constexpr int kMaxDim = 512;
 
-// Rounded to nearest, ties to even; what is no number stays that.
+// Rounds to nearest, ties to even; NaN stays NaN.
 uint16_t to_bf16(float x) {
   uint32_t bits;
   std::memcpy(&bits, &x, 4);
@@ -20,37 +20,37 @@ uint16_t to_bf16(float x) {
 }
 
 void write_codes(const float* x, int dim, int8_t* codes, float* scale) {
-  const float most = largest_magnitude(x, dim);
-  if (!std::isfinite(most)) {  // the scale alone says so: no code can
+  const float peak = max_abs(x, dim);
+  if (!std::isfinite(peak)) {  // no code can represent it, so the scale does
     std::memset(codes, 0, static_cast<size_t>(dim));
-    *scale = most;
+    *scale = peak;
     return;
   }
-  const float step = std::max(most / 127.0f, 1e-30f);
+  const float step = std::max(peak / 127.0f, 1e-30f);
   for (int i = 0; i < dim; ++i) codes[i] = static_cast<int8_t>(std::nearbyint(x[i] / step));
   *scale = step;
 }
 
-void write_head(const Pages& kv, const float* x, void* pages, float* scales, size_t place) {
-  const size_t at = place * static_cast<size_t>(kv.dim);
+void write_head(const Pages& kv, const float* x, void* pages, float* scales, size_t index) {
+  const size_t at = index * static_cast<size_t>(kv.dim);
   switch (kv.type) {
-    case kTypeHalf:
+    case kTypeF16:
       for (int i = 0; i < kv.dim; i += kLanes) {
-        write_half(static_cast<uint16_t*>(pages) + at + i, load(x + i));
+        store_f16(static_cast<uint16_t*>(pages) + at + i, load(x + i));
       }
       return;
     case kTypeBf16:
       for (int i = 0; i < kv.dim; ++i) static_cast<uint16_t*>(pages)[at + i] = to_bf16(x[i]);
       return;
     case kTypeInt8:
-      return write_codes(x, kv.dim, static_cast<int8_t*>(pages) + at, scales + place);
+      return write_codes(x, kv.dim, static_cast<int8_t*>(pages) + at, scales + index);
     default:
       std::memcpy(static_cast<float*>(pages) + at, x, static_cast<size_t>(kv.dim) * 4);
   }
 }
 
-// Pairs (i, i + half) turn; what lies beyond them stays as it is.
-void turn(const float* x, const float* cos_sin, int half, int dim, float* out) {
+// Rotates pairs (i, i + half); features beyond them are copied.
+void rotate(const float* x, const float* cos_sin, int half, int dim, float* out) {
   const float* cosine = cos_sin;
   const float* sine = cos_sin + half;
   for (int i = 0; i < half; ++i) {
@@ -64,28 +64,28 @@ void turn(const float* x, const float* cos_sin, int half, int dim, float* out) {
 }  // namespace
 
 bool run_rope(const Run& run) {
-  const Pages kv = pages_of(run, 3);
-  const int rotated = run.size(5), dim = kv.dim;
+  const Pages kv = kv_pages(run, 3);
+  const int rotary_dim = run.size(5), dim = kv.dim;
   const int heads = kv.num_q + 2 * kv.num_kv;
-  const float* norms[2] = {run.fixed<float>(1), run.fixed<float>(2)};
+  const float* norms[2] = {run.model_tensor<float>(1), run.model_tensor<float>(2)};
   run.each_row(4 * heads * dim, [&](int token) {
     const int position = run.step.positions[token], slot = run.step.slots[token];
-    const float* cos_sin = row_of(run.fixed<float>(0), position, rotated);
-    const float* x = row_of(run.moving(0), token, heads * dim);
-    float* out = row_of(run.moving(1), token, kv.num_q * dim);
+    const float* cos_sin = row_of(run.model_tensor<float>(0), position, rotary_dim);
+    const float* x = row_of(run.step_tensor(0), token, heads * dim);
+    float* out = row_of(run.step_tensor(1), token, kv.num_q * dim);
     for (int head = 0; head < kv.num_q + kv.num_kv; ++head, x += dim) {
       const bool is_query = head < kv.num_q;
       const float* weight = norms[is_query ? 0 : 1];
-      float normed[kMostDim], turned[kMostDim];
-      if (weight != nullptr) normalise(x, weight, dim, run.command.numbers[0], normed);
+      float normed[kMaxDim], rotated[kMaxDim];
+      if (weight != nullptr) rms_norm(x, weight, dim, run.command.scalars[0], normed);
       const float* from = weight != nullptr ? normed : x;
-      turn(from, cos_sin, rotated / 2, dim, is_query ? out + head * dim : turned);
+      rotate(from, cos_sin, rotary_dim / 2, dim, is_query ? out + head * dim : rotated);
       if (is_query) continue;
-      const size_t place = kv.place(run.step, slot, position, head - kv.num_q);
-      write_head(kv, turned, kv.keys, kv.key_scales, place);
+      const size_t index = kv.head_index(run.step, slot, position, head - kv.num_q);
+      write_head(kv, rotated, kv.keys, kv.key_scales, index);
     }
     for (int head = 0; head < kv.num_kv; ++head, x += dim) {
-      write_head(kv, x, kv.values, kv.value_scales, kv.place(run.step, slot, position, head));
+      write_head(kv, x, kv.values, kv.value_scales, kv.head_index(run.step, slot, position, head));
     }
   });
   return true;

@@ -1,4 +1,4 @@
-// Operations on single rows: embedding, norms, gates, copies, the largest number.
+// Operations on single rows: embedding, norms, SiLU, quantisation, copies, argmax.
 
 #include <cmath>
 #include <cstring>
@@ -11,7 +11,7 @@ namespace windlass {
 
 namespace {
 
-// Rows of a width that is no multiple of 8 end with this.
+// The end of a row whose width is no multiple of 8.
 struct Tail {
   float v[kLanes] = {};
 
@@ -19,17 +19,17 @@ struct Tail {
 };
 
 template <class Body>
-inline void each_8(int width, const Body& body) {
+inline void each_vector(int width, const Body& body) {
   int i = 0;
   for (; i + kLanes <= width; i += kLanes) body(i, kLanes);
   if (i < width) body(i, width - i);
 }
 
-inline F32x8 load_some(const float* p, int count) {
+inline F32x8 load_tail(const float* p, int count) {
   return count == kLanes ? load(p) : load(Tail(p, count).v);
 }
 
-inline void store_some(float* p, F32x8 x, int count) {
+inline void store_tail(float* p, F32x8 x, int count) {
   if (count == kLanes) return store(p, x);
   float v[kLanes];
   store(v, x);
@@ -38,8 +38,8 @@ inline void store_some(float* p, F32x8 x, int count) {
 
 float scale_of(const Weight& w, const uint16_t* halves, int group, int r) {
   float v[kLanes];
-  store(v, load_half(halves + group * kTile + r / kLanes * kLanes));
-  return v[r % kLanes] / kHalfUnit * w.gain;
+  store(v, load_f16_fast(halves + group * kTile + r / kLanes * kLanes));
+  return v[r % kLanes] / kF16Unit * w.gain;
 }
 
 void read_integer_row(const Weight& w, const uint8_t* tile, int r, float* out) {
@@ -52,14 +52,14 @@ void read_integer_row(const Weight& w, const uint8_t* tile, int r, float* out) {
   for (int g = 0; g < num_groups(w); ++g) {
     float scale = scale_of(w, scales, g / per_scale, r);
     if (w.super_group > 0) scale *= static_cast<float>(sub_scales[g * kTile + r]);
-    const float low = w.has_mins ? scale_of(w, offsets, g, r) : 0.0f;
+    const float low = w.has_offsets ? scale_of(w, offsets, g, r) : 0.0f;
     for (int k = g * w.group; k < (g + 1) * w.group; ++k) {
       int code;
       if (w.kind == kInt8) {
-        const uint8_t byte = codes[int8_place(k, r)];
+        const uint8_t byte = codes[int8_index(k, r)];
         code = kUnsignedCodes ? byte : static_cast<int8_t>(byte);
       } else {
-        const uint8_t both = codes[nibble_place(k, r)];
+        const uint8_t both = codes[nibble_index(k, r)];
         code = k % 16 < 8 ? both & 15 : both >> 4;
         if (has_signed_nibbles(w)) code = (code ^ 8) - 8;
         if (w.kind == kCodebook4) code = w.codebook[code] + offset;
@@ -73,7 +73,7 @@ void read_table_row(const Weight& w, const uint8_t* tile, int r, float* out) {
   const float* scales = reinterpret_cast<const float*>(tile);
   const uint8_t* codes = tile + scale_bytes(w);
   for (int k = 0; k < w.num_in; ++k) {
-    const uint8_t both = codes[table_place(k, r)];
+    const uint8_t both = codes[table_index(k, r)];
     const int code = k % 4 < 2 ? both & 15 : both >> 4;
     out[k] = w.table[code] * scales[k / w.group * kTile + r] * w.gain;
   }
@@ -90,7 +90,7 @@ void read_plain_row(const Weight& w, int r, const Read& read, float* out) {
 
 void read_bf16_row(const Weight& w, const uint16_t* tile, int r, float* out) {
   for (int k = 0; k < w.num_in; ++k) {
-    const uint32_t bits = static_cast<uint32_t>(tile[bf16_place(k, r)]) << 16;
+    const uint32_t bits = static_cast<uint32_t>(tile[bf16_index(k, r)]) << 16;
     std::memcpy(out + k, &bits, 4);
   }
 }
@@ -105,8 +105,8 @@ void read_stored_row(const Weight& w, const uint8_t* tile, int r, float* out) {
       return read_integer_row(w, tile, r, out);
     case kTable4:
       return read_table_row(w, tile, r, out);
-    case kHalf:
-      return read_plain_row(w, r, [&](int i) { return read_half(halves + i); }, out);
+    case kF16:
+      return read_plain_row(w, r, [&](int i) { return load_f16(halves + i); }, out);
     case kBf16:
       return read_bf16_row(w, halves, r, out);
     default:
@@ -114,30 +114,30 @@ void read_stored_row(const Weight& w, const uint8_t* tile, int r, float* out) {
   }
 }
 
-// Inputs of the weight as a row of floats, in the network's order.
-void read_packed_row(const Weight& w, int n, float* out, float* spare) {
+// Dequantises one output of a weight as a row of floats, with inputs in the model's order.
+void read_packed_row(const Weight& w, int n, float* out, float* scratch) {
   const uint8_t* tile = w.data + static_cast<size_t>(n / kTile) * tile_bytes(w);
-  if (w.order == nullptr) return read_stored_row(w, tile, n % kTile, out);
-  read_stored_row(w, tile, n % kTile, spare);
-  for (int k = 0; k < w.num_in; ++k) out[w.order[k]] = spare[k];
+  if (w.perm == nullptr) return read_stored_row(w, tile, n % kTile, out);
+  read_stored_row(w, tile, n % kTile, scratch);
+  for (int k = 0; k < w.num_in; ++k) out[w.perm[k]] = scratch[k];
 }
 
 void read_table(const void* table, Type type, size_t first, int width, float* out) {
   const uint16_t* halves = static_cast<const uint16_t*>(table) + first;
   const float* floats = static_cast<const float*>(table) + first;
-  if (type == kTypeFloat) {
+  if (type == kTypeF32) {
     std::memcpy(out, floats, static_cast<size_t>(width) * 4);
     return;
   }
-  each_8(width, [&](int i, int count) {
+  each_vector(width, [&](int i, int count) {
     uint16_t some[kLanes] = {};
     std::memcpy(some, halves + i, static_cast<size_t>(count) * 2);
-    store_some(out + i, type == kTypeHalf ? read_half(some) : read_bf16(some), count);
+    store_tail(out + i, type == kTypeF16 ? load_f16(some) : load_bf16(some), count);
   });
 }
 
-// The place of the largest of x[0, count); the first of equals, and what is no number comes first.
-int largest(const float* x, int count) {
+// Returns the index of the largest of x[0, count), the first of equals; NaN counts as the largest.
+int argmax(const float* x, int count) {
   int at = 0;
   for (int i = 0; i < count && !std::isnan(x[at]); ++i) {
     if (x[i] > x[at] || std::isnan(x[i])) at = i;
@@ -147,62 +147,62 @@ int largest(const float* x, int count) {
 
 }  // namespace
 
-// The same in two passes of which the first is of vectors.
-int largest_quickly(const float* x, int count) {
-  constexpr int stretch = 512;
-  float most = x[0];
+// The same in two passes, the first of them vectorised.
+int argmax_fast(const float* x, int count) {
+  constexpr int chunk = 512;
+  float max_value = x[0];
   int from = 0;
-  for (int begin = 0; begin < count; begin += stretch) {
-    const int end = std::min(begin + stretch, count);
+  for (int begin = 0; begin < count; begin += chunk) {
+    const int end = std::min(begin + chunk, count);
     F32x8 best = splat(x[begin]), sums = zero();
     int i = begin;
     for (; i + kLanes <= end; i += kLanes) {
       const F32x8 v = load(x + i);
-      best = at_least(v, best);
+      best = clamp_min(v, best);
       sums = add(sums, v);
     }
-    float here = largest_of(best), sum = sum_of(sums);
+    float here = max_of(best), sum = sum_of(sums);
     for (; i < end; ++i) {
       here = x[i] > here ? x[i] : here;
       sum += x[i];
     }
-    // NaN makes the sum NaN, and so do both infinities together: then every number is looked at.
+    // The sum is NaN if a value is, or if both infinities occur: then every value is checked.
     if (std::isnan(sum)) {
-      const int at = begin + largest(x + begin, end - begin);
+      const int at = begin + argmax(x + begin, end - begin);
       if (std::isnan(x[at])) return at;
       here = x[at];
     }
-    if (here > most) {
-      most = here;
+    if (here > max_value) {
+      max_value = here;
       from = begin;
     }
   }
-  return from + largest(x + from, std::min(stretch, count - from));
+  return from + argmax(x + from, std::min(chunk, count - from));
 }
 
-void normalise(const float* x, const float* weight, int width, float eps, float* out) {
+void rms_norm(const float* x, const float* weight, int width, float eps, float* out) {
   F32x8 even = zero(), odd = zero();
-  each_8(width, [&](int i, int count) {
-    const F32x8 v = load_some(x + i, count);
+  each_vector(width, [&](int i, int count) {
+    const F32x8 v = load_tail(x + i, count);
     F32x8& sum = i / kLanes % 2 ? odd : even;
     sum = fma(sum, v, v);
   });
   const float mean = sum_of(add(even, odd)) / static_cast<float>(width);
   const F32x8 scale = splat(1.0f / std::sqrt(mean + eps));
-  each_8(width, [&](int i, int count) {
-    const F32x8 v = mul(load_some(x + i, count), scale);
-    store_some(out + i, mul(v, load_some(weight + i, count)), count);
+  each_vector(width, [&](int i, int count) {
+    const F32x8 v = mul(load_tail(x + i, count), scale);
+    store_tail(out + i, mul(v, load_tail(weight + i, count)), count);
   });
 }
 
 namespace {
 
-// Its exponential takes fewer operations than that of vector_math.h: to 1e-7 of it, and 2e-8 more
-// for each unit of the gate.
-WINDLASS_INLINE F32x8 gated(F32x8 g, F32x8 up) {
+// The exponential takes fewer operations than that of vector_math.h: relative error 1e-7, plus 2e-8
+// per unit of the gate.
+WINDLASS_INLINE F32x8 silu_mul_vector(F32x8 g, F32x8 up) {
   // exp2_int covers n from -127 (exp(x) = 0) to 128 (exp(x) = infinity).
-  const F32x8 x = at_least(sub(zero(), at_least(g, splat(-89.0f))), splat(-88.0f));
-  // Adding 1.5 * 2^23 leaves the nearest whole number in the low bits.
+  const F32x8 x = clamp_min(sub(zero(), clamp_min(g, splat(-89.0f))), splat(-88.0f));
+  // Adding 1.5 * 2^23 leaves the nearest integer in the low bits.
   const F32x8 magic = splat(12582912.0f), bits = splat(1.44269504f);
   const F32x8 shifted = fma(magic, x, bits);
   const F32x8 r = fma(sub(magic, shifted), x, bits);
@@ -217,38 +217,40 @@ WINDLASS_INLINE F32x8 gated(F32x8 g, F32x8 up) {
 
 }  // namespace
 
-void gate(const float* gates, const float* up, int width, float* out) {
+void silu_mul(const float* gates, const float* up, int width, float* out) {
   int i = 0;
-  // Two at a time: each is a long pdl of operations.
+  // Two vectors at a time: each is a long dependency chain.
   for (; i + 2 * kLanes <= width; i += 2 * kLanes) {
-    const F32x8 first = gated(load(gates + i), load(up + i));
-    const F32x8 second = gated(load(gates + i + kLanes), load(up + i + kLanes));
+    const F32x8 first = silu_mul_vector(load(gates + i), load(up + i));
+    const F32x8 second = silu_mul_vector(load(gates + i + kLanes), load(up + i + kLanes));
     store(out + i, first);
     store(out + i + kLanes, second);
   }
-  each_8(width - i, [&](int k, int count) {
-    const F32x8 some = gated(load_some(gates + i + k, count), load_some(up + i + k, count));
-    store_some(out + i + k, some, count);
+  each_vector(width - i, [&](int k, int count) {
+    const F32x8 some = silu_mul_vector(load_tail(gates + i + k, count),
+                                       load_tail(up + i + k, count));
+    store_tail(out + i + k, some, count);
   });
 }
 
 bool run_embed(const Run& run) {
   const int width = run.size(0);
   const Type type = static_cast<Type>(run.size(1));
-  const Weight* weight = run.fixed<Weight>(1);
-  const size_t spare_bytes = static_cast<size_t>(width) * 4 * static_cast<size_t>(run.rows);
-  float* spare = nullptr;
-  if (type == kTypePacked && weight->order != nullptr) {
-    spare = reinterpret_cast<float*>(run.pool.buffer(spare_bytes));
-    if (spare == nullptr) return false;
+  const Weight* weight = run.model_tensor<Weight>(1);
+  const size_t scratch_bytes = static_cast<size_t>(width) * 4 * static_cast<size_t>(run.rows);
+  float* scratch = nullptr;
+  if (type == kTypePacked && weight->perm != nullptr) {
+    scratch = reinterpret_cast<float*>(run.pool.buffer(scratch_bytes));
+    if (scratch == nullptr) return false;
   }
   run.each_row(8 * width, [&](int row) {
     const int id = run.step.ids[row];
-    float* out = row_of(run.moving(0), row, width);
+    float* out = row_of(run.step_tensor(0), row, width);
     if (type == kTypePacked) {
-      read_packed_row(*weight, id, out, spare ? row_of(spare, row, width) : nullptr);
+      read_packed_row(*weight, id, out, scratch ? row_of(scratch, row, width) : nullptr);
     } else {
-      read_table(run.command.fixed[0], type, static_cast<size_t>(id) * static_cast<size_t>(width),
+      read_table(run.command.model_tensors[0], type,
+                 static_cast<size_t>(id) * static_cast<size_t>(width),
                  width, out);
     }
   });
@@ -258,8 +260,8 @@ bool run_embed(const Run& run) {
 bool run_norm(const Run& run) {
   const int width = run.size(0);
   run.each_row(width, [&](int row) {
-    normalise(row_of(run.moving(0), row, width), run.fixed<float>(0), width,
-              run.command.numbers[0], row_of(run.moving(1), row, width));
+    rms_norm(row_of(run.step_tensor(0), row, width), run.model_tensor<float>(0), width,
+             run.command.scalars[0], row_of(run.step_tensor(1), row, width));
   });
   return true;
 }
@@ -267,11 +269,11 @@ bool run_norm(const Run& run) {
 bool run_add_norm(const Run& run) {
   const int width = run.size(0);
   run.each_row(2 * width, [&](int row) {
-    const float* x = row_of(run.moving(0), row, width);
-    float* residual = row_of(run.moving(1), row, width);
+    const float* x = row_of(run.step_tensor(0), row, width);
+    float* residual = row_of(run.step_tensor(1), row, width);
     for (int i = 0; i < width; ++i) residual[i] = residual[i] + x[i];
-    normalise(residual, run.fixed<float>(0), width, run.command.numbers[0],
-              row_of(run.moving(2), row, width));
+    rms_norm(residual, run.model_tensor<float>(0), width, run.command.scalars[0],
+             row_of(run.step_tensor(2), row, width));
   });
   return true;
 }
@@ -279,27 +281,28 @@ bool run_add_norm(const Run& run) {
 bool run_silu_mul(const Run& run) {
   const int width = run.size(0);
   run.each_row(8 * width, [&](int row) {
-    const float* x = row_of(run.moving(0), row, 2 * width);
-    gate(x, x + width, width, row_of(run.moving(1), row, width));
+    const float* x = row_of(run.step_tensor(0), row, 2 * width);
+    silu_mul(x, x + width, width, row_of(run.step_tensor(1), row, width));
   });
   return true;
 }
 
-// Whole numbers from -127 to 127, ties to even, by the row's own scale or a given one. A row that holds
-// NaN gets NaN for its scale: the gemm reads codes as integers, so only the scale can carry it.
-bool run_round(const Run& run) {
+// Quantises to integers from -127 to 127, ties to even, by the row's own scale or a given one. A
+// row that holds NaN gets NaN for its scale: the GEMM reads codes as integers, so only the scale
+// can carry it.
+bool run_quantise(const Run& run) {
   const int width = run.size(0);
-  const float* given = run.fixed<float>(0);
+  const float* given = run.model_tensor<float>(0);
   run.each_row(4 * width, [&](int row) {
-    const float* x = row_of(run.moving(0), row, width);
-    const float peak = largest_magnitude(x, width);
+    const float* x = row_of(run.step_tensor(0), row, width);
+    const float peak = max_abs(x, width);
     float scale = given != nullptr ? *given : std::max(peak / 127.0f, 0x1p-126f);
     if (std::isnan(peak)) scale = peak;
-    float* out = row_of(run.moving(1), row, width);
+    float* out = row_of(run.step_tensor(1), row, width);
     for (int i = 0; i < width; ++i) {
       out[i] = std::nearbyint(std::clamp(x[i] / scale, -127.0f, 127.0f));
     }
-    run.moving(2)[row] = scale;
+    run.step_tensor(2)[row] = scale;
   });
   return true;
 }
@@ -307,8 +310,8 @@ bool run_round(const Run& run) {
 bool run_gather(const Run& run) {
   const int width = run.size(0);
   run.each_row(width, [&](int row) {
-    std::memcpy(row_of(run.moving(1), row, width),
-                row_of(run.moving(0), run.step.sampled[row], width),
+    std::memcpy(row_of(run.step_tensor(1), row, width),
+                row_of(run.step_tensor(0), run.step.sampled[row], width),
                 static_cast<size_t>(width) * 4);
   });
   return true;
@@ -316,9 +319,9 @@ bool run_gather(const Run& run) {
 
 bool run_argmax(const Run& run) {
   const int width = run.size(0);
-  int32_t* out = static_cast<int32_t*>(run.command.moving[1]);
+  int32_t* out = static_cast<int32_t*>(run.command.step_tensors[1]);
   run.each_row(width, [&](int row) {
-    out[row] = largest_quickly(row_of(run.moving(0), row, width), width);
+    out[row] = argmax_fast(row_of(run.step_tensor(0), row, width), width);
   });
   return true;
 }

@@ -1,4 +1,4 @@
-// What every command's function gets, and the list of them.
+// The arguments of a command's function, and the list of these functions.
 
 #pragma once
 
@@ -17,19 +17,19 @@ struct Run {
   int rows;
 
   int size(int i) const { return command.sizes[i]; }
-  float* moving(int i) const { return static_cast<float*>(command.moving[i]); }
+  float* step_tensor(int i) const { return static_cast<float*>(command.step_tensors[i]); }
   template <class T>
-  const T* fixed(int i) const {
-    return static_cast<const T*>(command.fixed[i]);
+  const T* model_tensor(int i) const {
+    return static_cast<const T*>(command.model_tensors[i]);
   }
 
-  // Calls body(row) for all rows; threads help where there is enough to do for them.
+  // Calls body(row) for all rows, on all threads if there is enough work.
   template <class Body>
   void each_row(int work_per_row, const Body& body) const {
-    constexpr int64_t worth_it = 8 << 10;
-    const bool alone = static_cast<int64_t>(rows) * work_per_row < worth_it;
-    const int chunk = alone ? rows : std::max(1, rows / (pool.threads() * 4));
-    pool.each(rows, chunk, [&](int begin, int end) {
+    constexpr int64_t min_parallel_work = 8 << 10;
+    const bool serial = static_cast<int64_t>(rows) * work_per_row < min_parallel_work;
+    const int grain = serial ? rows : std::max(1, rows / (pool.threads() * 4));
+    pool.each(rows, grain, [&](int begin, int end) {
       for (int row = begin; row < end; ++row) body(row);
     });
   }
@@ -40,24 +40,24 @@ inline T* row_of(T* rows, int row, int width) {
   return rows + static_cast<size_t>(row) * static_cast<size_t>(width);
 }
 
-// out = x scaled to unit root mean square, times the weight; x may be out.
-void normalise(const float* x, const float* weight, int width, float eps, float* out);
+// out = RMSNorm(x) * weight; x may be out.
+void rms_norm(const float* x, const float* weight, int width, float eps, float* out);
 
-// out = silu(gate) * up
-void gate(const float* gates, const float* up, int width, float* out);
+// out = silu(gates) * up
+void silu_mul(const float* gates, const float* up, int width, float* out);
 
-// The place of the largest number, the first of equals; of what is no number, if there is any.
-int largest_quickly(const float* x, int count);
+// Returns the index of the largest value, the first of equals; of the first NaN, if there is one.
+int argmax_fast(const float* x, int count);
 
-// All return whether there was memory enough.
+// All return false if memory could not be allocated.
 bool run_embed(const Run& run);
 bool run_norm(const Run& run);
 bool run_add_norm(const Run& run);
 bool run_linear(const Run& run);
-bool run_round(const Run& run);
+bool run_quantise(const Run& run);
 bool run_silu_mul(const Run& run);
 bool run_rope(const Run& run);
-bool run_attend(const Run& run);
+bool run_attention(const Run& run);
 bool run_gather(const Run& run);
 bool run_argmax(const Run& run);
 bool run_lora(const Run& run);

@@ -1,8 +1,9 @@
-// Tokens drawn from logits, row by row: temperature, min-p, top-k, top-p, then the largest of what is
-// left plus noise. The definition is draw in runner/filters.py.
+// Samples tokens from logits, row by row: temperature, min-p, top-k, top-p, then the argmax of the
+// remaining logits plus Gumbel noise. The reference is draw in runner/filters.py.
 //
-// Noise is computed for few tokens: those that are left, or where none was ruled out, those that may
-// still win. For cuts, tokens near the best are gathered, and more only where these do not suffice.
+// Noise is computed for few tokens: the remaining ones or, without top-k, top-p and min-p, those
+// that may still win. For these filters tokens near the maximum are gathered, and more only if they
+// do not suffice.
 
 #include <cmath>
 #include <limits>
@@ -14,11 +15,11 @@ namespace windlass {
 
 namespace {
 
-// As draw in filters.py has them.
-struct Wish {
+// The columns of draw's params in filters.py.
+struct SamplingParams {
   double temperature, top_k, top_p, min_p;
 
-  bool cuts() const { return top_k > 0 || top_p < 1 || min_p > 0; }
+  bool has_filters() const { return top_k > 0 || top_p < 1 || min_p > 0; }
 };
 
 struct Candidate {
@@ -26,14 +27,15 @@ struct Candidate {
   int32_t token;
 };
 
-constexpr float kNever = -std::numeric_limits<float>::infinity();
+constexpr float kMinusInfinity = -std::numeric_limits<float>::infinity();
 
 inline double mass_of(float x, float peak, float inverse_temperature) {
-  return x > kNever ? static_cast<double>(exponential((x - peak) * inverse_temperature)) : 0.0;
+  if (!(x > kMinusInfinity)) return 0.0;
+  return static_cast<double>(exponential((x - peak) * inverse_temperature));
 }
 
-// A number of 32 bits for each key and token.
-inline uint32_t hashed(uint64_t key, uint32_t token) {
+// A 32-bit hash of key and token.
+inline uint32_t hash(uint64_t key, uint32_t token) {
   uint32_t h = token * 0x9E3779B1u + static_cast<uint32_t>(key);
   h = (h ^ (h >> 16)) * 0x21F0AAADu + static_cast<uint32_t>(key >> 32);
   h = (h ^ (h >> 15)) * 0xD35A2D97u;
@@ -41,8 +43,8 @@ inline uint32_t hashed(uint64_t key, uint32_t token) {
 }
 
 inline double noise(uint64_t key, int token) {
-  const double chance = (hashed(key, static_cast<uint32_t>(token)) + 0.5) * 0x1p-32;
-  return -std::log(-std::log1p(-chance));
+  const double uniform = (hash(key, static_cast<uint32_t>(token)) + 0.5) * 0x1p-32;
+  return -std::log(-std::log1p(-uniform));
 }
 
 double mass_of_all(const float* x, int count, float peak, float inverse_temperature) {
@@ -63,7 +65,7 @@ int gather_from(const float* x, int count, float bound, Candidate* to) {
   int found = 0;
   for (int i = 0; i < count; ++i) {
     to[found] = {x[i], i};
-    found += x[i] >= bound && x[i] > kNever;
+    found += x[i] >= bound && x[i] > kMinusInfinity;
   }
   return found;
 }
@@ -78,38 +80,47 @@ inline bool likelier(const Candidate& a, const Candidate& b) {
   return a.x > b.x || (a.x == b.x && a.token < b.token);
 }
 
-// The tokens that may be drawn, the likeliest first; returns how many. `room` is for the whole row.
-int keep(const float* x, int width, float peak, float inverse_temperature, const Wish& wish, Candidate* room) {
-  const float low = wish.min_p > 0
-                        ? peak + static_cast<float>(std::log(wish.min_p)) / inverse_temperature
-                        : kNever;
-  const int most = wish.top_k > 0 ? static_cast<int>(std::min<double>(wish.top_k, width)) : width;
-  const bool by_all = most == width && wish.min_p <= 0;  // top-p is a share of all tokens
-  double total = by_all ? mass_of_all(x, width, peak, inverse_temperature) : 0;
+// Selects the tokens that may be sampled, the likeliest first; returns their number. `candidates`
+// has space for the whole row.
+int select_candidates(const float* x, int width, float peak, float inverse_temperature,
+                      const SamplingParams& params, Candidate* candidates) {
+  const float low = params.min_p > 0
+                        ? peak + static_cast<float>(std::log(params.min_p)) / inverse_temperature
+                        : kMinusInfinity;
+  const int max_tokens =
+      params.top_k > 0 ? static_cast<int>(std::min<double>(params.top_k, width)) : width;
+  // Top-p is a share of all tokens.
+  const bool of_all_tokens = max_tokens == width && params.min_p <= 0;
+  double total = of_all_tokens ? mass_of_all(x, width, peak, inverse_temperature) : 0;
   int count = 0;
-  for (float reach = 8;; reach *= 2) {
-    // Farther away nothing has a mass that a float can hold.
-    const float bound = reach > 128 || low > peak - reach / inverse_temperature ? low : peak - reach / inverse_temperature;
-    count = gather_from(x, width, bound, room);
+  for (float distance = 8;; distance *= 2) {
+    // Beyond this distance a probability underflows float32.
+    const float near = peak - distance / inverse_temperature;
+    const float bound = distance > 128 || low > near ? low : near;
+    count = gather_from(x, width, bound, candidates);
     if (bound == low) break;
-    if (by_all ? mass_of(room, count, peak, inverse_temperature) >= wish.top_p * total : count >= most) break;
+    const bool enough =
+        of_all_tokens
+            ? mass_of(candidates, count, peak, inverse_temperature) >= params.top_p * total
+            : count >= max_tokens;
+    if (enough) break;
   }
-  if (count > most) {
-    std::nth_element(room, room + most, room + count, likelier);
-    count = most;
+  if (count > max_tokens) {
+    std::nth_element(candidates, candidates + max_tokens, candidates + count, likelier);
+    count = max_tokens;
   }
-  std::sort(room, room + count, likelier);
-  if (wish.top_p >= 1) return count;
-  if (!by_all) total = mass_of(room, count, peak, inverse_temperature);
+  std::sort(candidates, candidates + count, likelier);
+  if (params.top_p >= 1) return count;
+  if (!of_all_tokens) total = mass_of(candidates, count, peak, inverse_temperature);
   double before = 0;
   for (int i = 0; i < count; ++i) {
-    if (i > 0 && before >= wish.top_p * total) return i;
-    before += mass_of(room[i].x, peak, inverse_temperature);
+    if (i > 0 && before >= params.top_p * total) return i;
+    before += mass_of(candidates[i].x, peak, inverse_temperature);
   }
   return count;
 }
 
-// The best so far, with its noise.
+// The best token so far, with its noise.
 struct Leader {
   const float* x;
   float peak, inverse_temperature;
@@ -117,48 +128,54 @@ struct Leader {
   int token;
   double value;
 
-  void meet(int other) {
-    const double found = static_cast<double>((x[other] - peak) * inverse_temperature) + noise(key, other);
+  void consider(int other) {
+    const float logit = (x[other] - peak) * inverse_temperature;
+    const double found = static_cast<double>(logit) + noise(key, other);
     if (found > value) token = other, value = found;
   }
 };
 
-// A token a below the leader's value wins with a chance below exp(-a): most are told by that alone.
+// A token at distance a below the leader's value wins with a probability below exp(-a), which rules
+// out most tokens.
 int draw_from_all(const float* x, int width, Leader leader) {
-  constexpr int stretch = 64;
-  for (int first = 0; first < width; first += stretch) {
-    const int count = std::min(stretch, width - first);
-    float most[stretch], chances[stretch];
-    const F32x8 behind = splat(static_cast<float>(-leader.value));
+  constexpr int chunk = 64;
+  for (int first = 0; first < width; first += chunk) {
+    const int count = std::min(chunk, width - first);
+    float win_bounds[chunk], uniforms[chunk];
+    const F32x8 minus_leader = splat(static_cast<float>(-leader.value));
     for (int i = 0; i + kLanes <= count; i += kLanes) {
-      const F32x8 below = mul(sub(load(x + first + i), splat(leader.peak)), splat(leader.inverse_temperature));
-      store(most + i, exponential(add(below, behind)));
+      const F32x8 below =
+          mul(sub(load(x + first + i), splat(leader.peak)), splat(leader.inverse_temperature));
+      store(win_bounds + i, exponential(add(below, minus_leader)));
     }
-    for (int i = count / kLanes * kLanes; i < count; ++i) most[i] = 2.0f;  // looked at in any case
+    for (int i = count / kLanes * kLanes; i < count; ++i) win_bounds[i] = 2.0f;  // always checked
     for (int i = 0; i < count; ++i) {
-      const uint32_t h = hashed(leader.key, static_cast<uint32_t>(first + i));
-      chances[i] = static_cast<float>(h) * 0x1p-32f;
+      const uint32_t h = hash(leader.key, static_cast<uint32_t>(first + i));
+      uniforms[i] = static_cast<float>(h) * 0x1p-32f;
     }
     bool any = false;
-    for (int i = 0; i < count; ++i) any |= chances[i] <= most[i] * 1.001f;
+    for (int i = 0; i < count; ++i) any |= uniforms[i] <= win_bounds[i] * 1.001f;
     for (int i = 0; any && i < count; ++i) {
-      if (chances[i] <= most[i] * 1.001f) leader.meet(first + i);
+      if (uniforms[i] <= win_bounds[i] * 1.001f) leader.consider(first + i);
     }
   }
   return leader.token;
 }
 
-int draw(const float* x, int width, const Wish& wish, uint64_t key, Candidate* room) {
-  const int best = largest_quickly(x, width);
+int draw(const float* x, int width, const SamplingParams& params, uint64_t key,
+         Candidate* candidates) {
+  const int best = argmax_fast(x, width);
   const float peak = x[best];
-  if (wish.temperature <= 0 || !std::isfinite(peak)) return best;
-  // Finite for the smallest temperatures too: infinity times a distance of 0 from the peak is NaN.
-  const double most = std::numeric_limits<float>::max();
-  const float inverse_temperature = static_cast<float>(std::min(1.0 / wish.temperature, most));
+  if (params.temperature <= 0 || !std::isfinite(peak)) return best;
+  // Finite for the smallest temperatures too: infinity times a distance of 0 from the maximum is
+  // NaN.
+  const double max_float = std::numeric_limits<float>::max();
+  const double inverse = std::min(1.0 / params.temperature, max_float);
+  const float inverse_temperature = static_cast<float>(inverse);
   Leader leader{x, peak, inverse_temperature, key, best, noise(key, best)};
-  if (!wish.cuts()) return draw_from_all(x, width, leader);
-  const int count = keep(x, width, peak, inverse_temperature, wish, room);
-  for (int i = 0; i < count; ++i) leader.meet(room[i].token);
+  if (!params.has_filters()) return draw_from_all(x, width, leader);
+  const int count = select_candidates(x, width, peak, inverse_temperature, params, candidates);
+  for (int i = 0; i < count; ++i) leader.consider(candidates[i].token);
   return leader.token;
 }
 
@@ -166,9 +183,9 @@ int draw(const float* x, int width, const Wish& wish, uint64_t key, Candidate* r
 
 bool run_sample(const Run& run) {
   const int width = run.size(0);
-  const Wish* wishes = run.fixed<Wish>(0);
-  const uint64_t* keys = run.fixed<uint64_t>(1);
-  int32_t* out = static_cast<int32_t*>(run.command.moving[1]);
+  const SamplingParams* params = run.model_tensor<SamplingParams>(0);
+  const uint64_t* keys = run.model_tensor<uint64_t>(1);
+  int32_t* out = static_cast<int32_t*>(run.command.step_tensors[1]);
   const int at_once = std::min(run.pool.threads(), run.rows);
   const size_t each = static_cast<size_t>(width) * sizeof(Candidate);
   uint8_t* memory = run.pool.buffer(each * static_cast<size_t>(at_once));
@@ -176,9 +193,10 @@ bool run_sample(const Run& run) {
   for (int first = 0; first < run.rows; first += at_once) {
     run.pool.each(std::min(at_once, run.rows - first), 1, [&](int begin, int end) {
       for (int i = begin; i < end; ++i) {
-        auto* room = reinterpret_cast<Candidate*>(memory + each * static_cast<size_t>(i));
+        auto* candidates = reinterpret_cast<Candidate*>(memory + each * static_cast<size_t>(i));
         const int row = first + i;
-        out[row] = draw(row_of(run.moving(0), row, width), width, wishes[row], keys[row], room);
+        out[row] = draw(row_of(run.step_tensor(0), row, width), width, params[row], keys[row],
+                        candidates);
       }
     });
   }

@@ -1,24 +1,24 @@
-// The vectors that the kernels are written in: 8 numbers side by side, whatever the CPU.
+// The vector types of the kernels: 8 values, on any CPU.
 //
 // Each backend defines the same types and functions:
-//   F32x8, I32x8   one number for each of 8 outputs
+//   F32x8, I32x8   one value for each of 8 outputs
 //   Codes32        weight codes of 8 outputs x 4 inputs, a byte each (with i8mm 4 outputs x 8)
-//   Inputs16       16 consecutive input codes of one row of x
-//   Quad, QuadInt  one number for each of 4 rows of x
-// Products compute with Floats, Sums and Codes, which hold a tile's outputs: those of 8, or of 16 in
-// simd_avx512.h. They are in a namespace of their own, so that the same names mean the wider ones.
-// low_signed and high_signed make 16 times the signed nibbles of kSignedNibbles, as
-// signed_nibbles_at. nibbles_at and bytes_at read one input's codes of all outputs of a tile, out of 16 inputs' codes.
-// A dot gemm adds 4 inputs at a time; the lane says which 4 of the 16.
-// load_half gives the value times kHalfUnit, whatever is cheapest for the CPU; read_half the value. Where
-// kHalfUnit is not 1, load_half takes NaN and infinity for numbers from 65536 on.
-// look_up gives the values of a Codebook for nibbles, a byte each; load_codebook reads its 16 values.
-// larger is NaN where either operand is. at_least(x, bound) is NaN where x is, and costs less; the bound
-// must not be NaN. larger_magnitude is larger for operands without a sign bit.
+//   Inputs16       16 consecutive activation codes of one row of x
+//   Quad, QuadInt  one value for each of 4 rows of x
+// GEMMs use Floats, Sums and Codes, which hold the outputs of a tile: 8 of them, or 16 in
+// simd_avx512.h. They have a namespace of their own, so that the same names mean the wider types.
+// low_signed, high_signed and signed_nibbles_at return 16 times the signed nibbles of kSignedNibbles.
+// nibbles_at and bytes_at read the codes of one input for all outputs of a tile, out of the codes of
+// 16 inputs. A dot product adds 4 inputs; the lane selects 4 of the 16.
+// load_f16_fast returns the value times kF16Unit, whatever is cheapest for the CPU; load_f16 the value.
+// Where kF16Unit is not 1, load_f16_fast turns NaN and infinity into values from 65536 on.
+// look_up returns the Codebook values of nibbles, a byte each; load_codebook reads its 16 values.
+// maximum is NaN where either operand is. clamp_min(x, bound) is NaN where x is, and costs less; the
+// bound must not be NaN. maximum_abs is maximum for operands without a sign bit.
 // exp2_int(shifted) is 2^n, where n is a small integer in the low bits of `shifted`: 0 for n = -127 and
 // infinity for n = 128.
-// store_sums4 stores the sums over the 8 lanes of four vectors, store_interleaved4 their first numbers,
-// their second ones, and so on.
+// store_sums4 stores the sums over the 8 lanes of four vectors; store_interleaved4 stores their first
+// values, their second values, and so on.
 
 #pragma once
 
@@ -39,11 +39,11 @@
 
 namespace windlass {
 
-// Compilers give up inlining where loops are unrolled, and calls cost more than what is called.
+// Compilers stop inlining in unrolled loops, where a call costs more than its body.
 #define WINDLASS_INLINED __attribute__((always_inline))
 #define WINDLASS_INLINE inline WINDLASS_INLINED
 
-// Calls body(constant 0) ... body(constant COUNT - 1): lanes must be known to the compiler.
+// Calls body(constant 0) ... body(constant COUNT - 1): lane indices must be constants.
 template <int... I, class Body>
 WINDLASS_INLINE void unrolled(std::integer_sequence<int, I...>, Body&& body) {
   (body(std::integral_constant<int, I>{}), ...);
@@ -54,10 +54,10 @@ WINDLASS_INLINE void unrolled(Body&& body) {
   unrolled(std::make_integer_sequence<int, COUNT>{}, std::forward<Body>(body));
 }
 
-// Where halves are read, x is multiplied by this, so that gemm stay in the middle of the range
-// of floats; the outputs are multiplied by what then is missing.
-constexpr float kLift = kHalfUnit == 1.0f ? 1.0f : 0x1p56f;
-constexpr float kHalfGain = 1.0f / kHalfUnit / kLift;
+// Where weights or scales are float16, x is multiplied by this, so that products stay in the middle
+// of the float32 range; kF16Gain scales the outputs back.
+constexpr float kInputGain = kF16Unit == 1.0f ? 1.0f : 0x1p56f;
+constexpr float kF16Gain = 1.0f / kF16Unit / kInputGain;
 
 #if !defined(WINDLASS_AVX512)
 namespace tile {
@@ -66,15 +66,15 @@ using Floats = F32x8;
 using Sums = I32x8;
 using Codes = Codes32;
 
-// A bfloat16, told from a half by its type.
+// A bfloat16, distinct from a float16 by its type.
 struct Bf16 {
   uint16_t bits;
 };
 
-// Scales lie as halves in packed weights and as floats in unpacked tiles.
-inline Floats load_scales(const uint16_t* p) { return load_half(p); }
+// Scales are float16 in packed weights and float32 in unpacked tiles.
+inline Floats load_scales(const uint16_t* p) { return load_f16_fast(p); }
 inline Floats load_scales(const float* p) { return load(p); }
-inline Floats load_scales(const Bf16* p) { return read_bf16(&p->bits); }
+inline Floats load_scales(const Bf16* p) { return load_bf16(&p->bits); }
 
 }  // namespace tile
 #endif

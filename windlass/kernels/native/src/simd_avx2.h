@@ -1,4 +1,4 @@
-// x86-64 with AVX2, FMA and F16C; with VNNI a dot gemm is one instruction.
+// x86-64 with AVX2, FMA and F16C; with VNNI a dot product is one instruction.
 
 #pragma once
 
@@ -32,7 +32,7 @@ struct I32x8 {
 struct Codes32 {
   __m256i v;
 };
-// Broadcasts come from memory here, so these are only places.
+// Broadcasts read memory, so these are only pointers.
 struct Inputs16 {
   const int8_t* p;
 };
@@ -46,8 +46,8 @@ struct QuadInt {
 inline F32x8 zero() { return {_mm256_setzero_ps()}; }
 inline F32x8 splat(float x) { return {_mm256_set1_ps(x)}; }
 inline F32x8 load(const float* p) { return {_mm256_loadu_ps(p)}; }
-constexpr float kHalfUnit = 1.0f;
-inline F32x8 load_half(const uint16_t* p) {
+constexpr float kF16Unit = 1.0f;
+inline F32x8 load_f16_fast(const uint16_t* p) {
   return {_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)))};
 }
 inline void store(float* p, F32x8 x) { _mm256_storeu_ps(p, x.v); }
@@ -57,15 +57,16 @@ inline F32x8 fma(F32x8 acc, F32x8 x, F32x8 y) { return {_mm256_fmadd_ps(x.v, y.v
 
 inline F32x8 sub(F32x8 x, F32x8 y) { return {_mm256_sub_ps(x.v, y.v)}; }
 inline F32x8 divide(F32x8 x, F32x8 y) { return {_mm256_div_ps(x.v, y.v)}; }
-inline F32x8 magnitude(F32x8 x) { return {_mm256_andnot_ps(_mm256_set1_ps(-0.0f), x.v)}; }
+inline F32x8 absolute(F32x8 x) { return {_mm256_andnot_ps(_mm256_set1_ps(-0.0f), x.v)}; }
 // maxps returns its second operand where either is NaN.
-inline F32x8 at_least(F32x8 x, F32x8 bound) { return {_mm256_max_ps(bound.v, x.v)}; }
-// One of the two maxima is the NaN, and a NaN or-ed with anything stays one. Numbers give twice the same.
-inline F32x8 larger(F32x8 x, F32x8 y) {
+inline F32x8 clamp_min(F32x8 x, F32x8 bound) { return {_mm256_max_ps(bound.v, x.v)}; }
+// One of the two maxima is the NaN, and a NaN or-ed with any value stays NaN. Without NaN both are
+// equal.
+inline F32x8 maximum(F32x8 x, F32x8 y) {
   return {_mm256_or_ps(_mm256_max_ps(x.v, y.v), _mm256_max_ps(y.v, x.v))};
 }
-// As integers non-negative floats keep their order, and NaN is above infinity.
-inline F32x8 larger_magnitude(F32x8 x, F32x8 y) {
+// Non-negative floats compare like their bits, and NaN is above infinity.
+inline F32x8 maximum_abs(F32x8 x, F32x8 y) {
   return {_mm256_castsi256_ps(
       _mm256_max_epi32(_mm256_castps_si256(x.v), _mm256_castps_si256(y.v)))};
 }
@@ -88,7 +89,7 @@ inline void store_interleaved4(float* p, F32x8 x, F32x8 y, F32x8 z, F32x8 w) {
   const auto high = [](__m256d a, __m256d b) { return _mm256_unpackhi_pd(a, b); };
   const __m256 xy = _mm256_unpacklo_ps(x.v, y.v), zw = _mm256_unpacklo_ps(z.v, w.v);
   const __m256 xy2 = _mm256_unpackhi_ps(x.v, y.v), zw2 = _mm256_unpackhi_ps(z.v, w.v);
-  // Numbers 0 and 4 of all four vectors, then 1 and 5, 2 and 6, 3 and 7.
+  // Values 0 and 4 of all four vectors, then 1 and 5, 2 and 6, 3 and 7.
   const __m256 quads[4] = {pairs(xy, zw, low), pairs(xy, zw, high), pairs(xy2, zw2, low),
                            pairs(xy2, zw2, high)};
   for (int i = 0; i < 4; ++i) {
@@ -96,16 +97,16 @@ inline void store_interleaved4(float* p, F32x8 x, F32x8 y, F32x8 z, F32x8 w) {
     _mm_storeu_ps(p + 16 + 4 * i, _mm256_extractf128_ps(quads[i], 1));
   }
 }
-inline F32x8 read_half(const uint16_t* p) { return load_half(p); }
-inline void write_half(uint16_t* p, F32x8 x) {
+inline F32x8 load_f16(const uint16_t* p) { return load_f16_fast(p); }
+inline void store_f16(uint16_t* p, F32x8 x) {
   _mm_storeu_si128(reinterpret_cast<__m128i*>(p),
                    _mm256_cvtps_ph(x.v, _MM_FROUND_TO_NEAREST_INT));
 }
-inline F32x8 read_bf16(const uint16_t* p) {
+inline F32x8 load_bf16(const uint16_t* p) {
   const __m128i h = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
   return {_mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(h), 16))};
 }
-inline F32x8 read_int8(const int8_t* p) {
+inline F32x8 load_int8(const int8_t* p) {
   const __m128i bytes = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(p));
   return {_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(bytes))};
 }
@@ -173,13 +174,13 @@ template <int LANE>
 inline I32x8 dot_nibbles(I32x8 acc, Codes32 w, Inputs16 x) {
   return dot_mixed(acc, w.v, broadcast4(x.p + 4 * LANE));
 }
-// The sign moves from the weight to the input: there is no signed by signed gemm.
+// Moves the sign from the weight to the input: there is no signed-by-signed dot product.
 template <int LANE>
 inline I32x8 dot_signed(I32x8 acc, Codes32 w, Inputs16 x) {
   return dot_mixed(acc, _mm256_abs_epi8(w.v), _mm256_sign_epi8(broadcast4(x.p + 4 * LANE), w.v));
 }
 
-// 16 values that nibbles stand for, in both halves of a register.
+// The 16 values of nibbles, in both halves of a register.
 struct Codebook {
   __m256i v;
 };
@@ -188,7 +189,7 @@ inline Codebook load_codebook(const int8_t* p) {
 }
 inline Codes32 look_up(Codebook book, Codes32 x) { return {_mm256_shuffle_epi8(book.v, x.v)}; }
 
-// A table of 16 floats, as two registers of 8.
+// A table of 16 floats, in two registers of 8.
 struct Table16 {
   __m256 low, high;
 };
@@ -196,10 +197,10 @@ inline Table16 load_table(const float* p) { return {_mm256_loadu_ps(p), _mm256_l
 inline F32x8 lookup8(const Table16& table, __m256i codes) {
   const __m256 low = _mm256_permutevar8x32_ps(table.low, codes);
   const __m256 high = _mm256_permutevar8x32_ps(table.high, codes);
-  // Bit 3 of a code, moved to the sign, picks the half.
+  // Bit 3 of a code, shifted to the sign, selects the half.
   return {_mm256_blendv_ps(low, high, _mm256_castsi256_ps(_mm256_slli_epi32(codes, 28)))};
 }
-// 16 bytes hold 4 inputs of 8 outputs: two in the low halves, two in the high ones.
+// 16 bytes hold 4 inputs of 8 outputs: two in the low nibbles, two in the high ones.
 inline void lookup32(const Table16& table, const uint8_t* codes, F32x8 scale, float* out) {
   for (int i = 0; i < 2; ++i) {
     const __m128i bytes = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(codes + 8 * i));
@@ -210,13 +211,13 @@ inline void lookup32(const Table16& table, const uint8_t* codes, F32x8 scale, fl
   }
 }
 
-// What NEON has written out in block_neon.h.
+// block_neon.h has these for NEON.
 constexpr bool kHasMultiply4 = false;
 constexpr float kSumStart = 0.0f;
-template <bool MINS>
+template <bool OFFSETS>
 inline void multiply_4(const uint8_t*, const float*, const float*, const float*, int, int,
                        const int8_t*, const float*, const float*, float*) {}
 
-inline void pause_briefly() { _mm_pause(); }
+inline void cpu_pause() { _mm_pause(); }
 
 }  // namespace windlass

@@ -1,6 +1,6 @@
-// x86-64 with AVX-512 and its VNNI: tiles of 16 outputs in registers of 512 bits.
+// x86-64 with AVX-512 VNNI: tiles of 16 outputs in 512-bit registers.
 //
-// What is no gemm computes with 8 numbers, as with AVX2.
+// Operations other than GEMMs use 8 values, as with AVX2.
 
 #pragma once
 
@@ -31,11 +31,11 @@ struct Bf16 {
 inline Floats zero() { return {_mm512_setzero_ps()}; }
 inline Floats splat(float x) { return {_mm512_set1_ps(x)}; }
 inline Floats load(const float* p) { return {_mm512_loadu_ps(p)}; }
-inline Floats load_half(const uint16_t* p) {
+inline Floats load_f16_fast(const uint16_t* p) {
   return {_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)))};
 }
 inline Floats load_scales(const float* p) { return load(p); }
-inline Floats load_scales(const uint16_t* p) { return load_half(p); }
+inline Floats load_scales(const uint16_t* p) { return load_f16_fast(p); }
 inline Floats load_scales(const Bf16* p) {
   const __m256i h = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
   return {_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(h), 16))};
@@ -45,8 +45,8 @@ inline Floats add(Floats x, Floats y) { return {_mm512_add_ps(x.v, y.v)}; }
 inline Floats sub(Floats x, Floats y) { return {_mm512_sub_ps(x.v, y.v)}; }
 inline Floats mul(Floats x, Floats y) { return {_mm512_mul_ps(x.v, y.v)}; }
 inline Floats fma(Floats acc, Floats x, Floats y) { return {_mm512_fmadd_ps(x.v, y.v, acc.v)}; }
-inline Floats magnitude(Floats x) { return {_mm512_abs_ps(x.v)}; }
-inline Floats larger_magnitude(Floats x, Floats y) {
+inline Floats absolute(Floats x) { return {_mm512_abs_ps(x.v)}; }
+inline Floats maximum_abs(Floats x, Floats y) {
   return {_mm512_castsi512_ps(
       _mm512_max_epi32(_mm512_castps_si512(x.v), _mm512_castps_si512(y.v)))};
 }
@@ -75,12 +75,12 @@ inline Floats bytes_at(const uint8_t* p, int i) {
   return codes_at(p + i / 4 * 64, 8 * (i % 4), 255);
 }
 
-inline Floats read_int8(const int8_t* p) {
+inline Floats load_int8(const int8_t* p) {
   const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
   return {_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(bytes))};
 }
 
-// 16 values that nibbles stand for, with 128 added: see kUnsignedCodes.
+// The 16 values of nibbles, with 128 added: see kUnsignedCodes.
 struct Codebook {
   __m512i v;
 };
@@ -114,7 +114,7 @@ struct Table16 {
   __m512 v;
 };
 inline Table16 load_table(const float* p) { return {_mm512_loadu_ps(p)}; }
-// 32 bytes hold 4 inputs of 16 outputs: two in the low halves, two in the high ones.
+// 32 bytes hold 4 inputs of 16 outputs: two in the low nibbles, two in the high ones.
 inline void lookup32(const Table16& table, const uint8_t* codes, Floats scale, float* out) {
   for (int i = 0; i < 2; ++i) {
     const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(codes + 16 * i));

@@ -42,10 +42,10 @@ struct QuadInt {
 inline F32x8 zero() { return {vdupq_n_f32(0), vdupq_n_f32(0)}; }
 inline F32x8 splat(float x) { return {vdupq_n_f32(x), vdupq_n_f32(x)}; }
 inline F32x8 load(const float* p) { return {vld1q_f32(p), vld1q_f32(p + 4)}; }
-// The conversion proper holds one of the two pipes for two cycles. A shift puts the bits in place
-// and leaves only the exponent too small, by the same 112 for all.
-constexpr float kHalfUnit = 0x1p-112f;
-inline F32x8 load_half(const uint16_t* p) {
+// fcvtl occupies one of the two pipes for two cycles. A shift puts the bits in place; only the
+// exponent is too small, by 112 for all values.
+constexpr float kF16Unit = 0x1p-112f;
+inline F32x8 load_f16_fast(const uint16_t* p) {
   const int16x8_t h = vreinterpretq_s16_u16(vld1q_u16(p));
   const int32x4_t mask = vdupq_n_s32(static_cast<int32_t>(0x8fffffff));
   return {vreinterpretq_f32_s32(vandq_s32(vshll_n_s16(vget_low_s16(h), 13), mask)),
@@ -63,11 +63,11 @@ inline F32x8 fma(F32x8 acc, F32x8 x, F32x8 y) {
 
 inline F32x8 sub(F32x8 x, F32x8 y) { return {vsubq_f32(x.a, y.a), vsubq_f32(x.b, y.b)}; }
 inline F32x8 divide(F32x8 x, F32x8 y) { return {vdivq_f32(x.a, y.a), vdivq_f32(x.b, y.b)}; }
-inline F32x8 magnitude(F32x8 x) { return {vabsq_f32(x.a), vabsq_f32(x.b)}; }
+inline F32x8 absolute(F32x8 x) { return {vabsq_f32(x.a), vabsq_f32(x.b)}; }
 // fmax is NaN where either operand is.
-inline F32x8 larger(F32x8 x, F32x8 y) { return {vmaxq_f32(x.a, y.a), vmaxq_f32(x.b, y.b)}; }
-inline F32x8 at_least(F32x8 x, F32x8 bound) { return larger(x, bound); }
-inline F32x8 larger_magnitude(F32x8 x, F32x8 y) { return larger(x, y); }
+inline F32x8 maximum(F32x8 x, F32x8 y) { return {vmaxq_f32(x.a, y.a), vmaxq_f32(x.b, y.b)}; }
+inline F32x8 clamp_min(F32x8 x, F32x8 bound) { return maximum(x, bound); }
+inline F32x8 maximum_abs(F32x8 x, F32x8 y) { return maximum(x, y); }
 inline F32x8 exp2_int(F32x8 shifted) {
   const auto four = [](float32x4_t v) {
     const int32x4_t exponent = vshlq_n_s32(vreinterpretq_s32_f32(v), 23);
@@ -85,19 +85,19 @@ inline void store_interleaved4(float* p, F32x8 x, F32x8 y, F32x8 z, F32x8 w) {
   vst4q_f32(p, first);
   vst4q_f32(p + 16, second);
 }
-inline F32x8 read_half(const uint16_t* p) {
+inline F32x8 load_f16(const uint16_t* p) {
   const float16x8_t h = vreinterpretq_f16_u16(vld1q_u16(p));
   return {vcvt_f32_f16(vget_low_f16(h)), vcvt_high_f32_f16(h)};
 }
-inline void write_half(uint16_t* p, F32x8 x) {
+inline void store_f16(uint16_t* p, F32x8 x) {
   vst1q_u16(p, vreinterpretq_u16_f16(vcvt_high_f16_f32(vcvt_f16_f32(x.a), x.b)));
 }
-inline F32x8 read_bf16(const uint16_t* p) {
+inline F32x8 load_bf16(const uint16_t* p) {
   const uint16x8_t h = vld1q_u16(p);
   return {vreinterpretq_f32_u32(vshll_n_u16(vget_low_u16(h), 16)),
           vreinterpretq_f32_u32(vshll_high_n_u16(h, 16))};
 }
-inline F32x8 read_int8(const int8_t* p) {
+inline F32x8 load_int8(const int8_t* p) {
   const int16x8_t h = vmovl_s8(vld1_s8(p));
   return {vcvtq_f32_s32(vmovl_s16(vget_low_s16(h))), vcvtq_f32_s32(vmovl_high_s16(h))};
 }
@@ -127,7 +127,7 @@ inline int8x16_t high_nibbles(int8x16_t x) {
   return vreinterpretq_s8_u8(vshrq_n_u8(vreinterpretq_u8_s8(x), 4));
 }
 inline Codes32 high_nibbles(Codes32 x) { return {high_nibbles(x.a), high_nibbles(x.b)}; }
-// 16 times the nibbles with a sign.
+// 16 times the signed nibbles.
 inline Codes32 low_signed(Codes32 x) { return {vshlq_n_s8(x.a, 4), vshlq_n_s8(x.b, 4)}; }
 inline Codes32 high_signed(Codes32 x) {
   const int8x16_t mask = vdupq_n_s8(-16);
@@ -136,28 +136,28 @@ inline Codes32 high_signed(Codes32 x) {
 inline Codes32 subtract(Codes32 x, int8_t y) {
   return {vsubq_s8(x.a, vdupq_n_s8(y)), vsubq_s8(x.b, vdupq_n_s8(y))};
 }
-// How far the codes of 16 inputs are moved up, so that input i is at the top of a number for each
-// output. In a table: what it takes to find this out is half of what else unpacks a weight.
+// Left shifts that bring input i of 16 to the top of a word per output. A table, since computing
+// the shift takes half as long as the rest of unpacking a weight.
 #if defined(WINDLASS_I8MM)
-using Move = int64_t;
+using Shift = int64_t;
 #else
-using Move = int32_t;
+using Shift = int32_t;
 #endif
-struct Moves {
-  alignas(16) Move nibbles[16][16 / sizeof(Move)];
-  alignas(16) Move bytes[16][16 / sizeof(Move)];
+struct ShiftTable {
+  alignas(16) Shift nibbles[16][16 / sizeof(Shift)];
+  alignas(16) Shift bytes[16][16 / sizeof(Shift)];
 
-  constexpr Moves() : nibbles(), bytes() {
+  constexpr ShiftTable() : nibbles(), bytes() {
     for (int i = 0; i < 16; ++i) {
-      for (Move& up : nibbles[i]) up = 28 - i % kSpan * 8 - i / 8 * 4;
-      for (Move& up : bytes[i]) up = 24 - i % kSpan * 8;
+      for (Shift& up : nibbles[i]) up = 28 - i % kSpan * 8 - i / 8 * 4;
+      for (Shift& up : bytes[i]) up = 24 - i % kSpan * 8;
     }
   }
 };
-constexpr Moves kMoves;
+constexpr ShiftTable kShifts;
 
-// Codes that begin at p, moved; others are below them.
-inline uint32x4x2_t moved_codes(const uint8_t* p, const Move* up) {
+// Codes from p on, shifted; lower bits hold other codes.
+inline uint32x4x2_t shifted_codes(const uint8_t* p, const Shift* up) {
 #if defined(WINDLASS_I8MM)
   const int64x2_t by = vld1q_s64(up);
   const auto two = [&](int pair) {
@@ -172,7 +172,7 @@ inline uint32x4x2_t moved_codes(const uint8_t* p, const Move* up) {
 }
 inline uint32x4x2_t top_nibbles(const uint8_t* p, int i) {
   const uint32x4_t mask = vdupq_n_u32(0xf0000000);
-  const uint32x4x2_t c = moved_codes(p + i % 8 / kSpan * kSpan * 8, kMoves.nibbles[i]);
+  const uint32x4x2_t c = shifted_codes(p + i % 8 / kSpan * kSpan * 8, kShifts.nibbles[i]);
   return {{vandq_u32(c.val[0], mask), vandq_u32(c.val[1], mask)}};
 }
 inline F32x8 nibbles_at(const uint8_t* p, int i) {
@@ -185,7 +185,7 @@ inline F32x8 signed_nibbles_at(const uint8_t* p, int i) {
           vcvtq_n_f32_s32(vreinterpretq_s32_u32(c.val[1]), 24)};
 }
 inline F32x8 bytes_at(const uint8_t* p, int i) {
-  const uint32x4x2_t c = moved_codes(p + i / kSpan * kSpan * 8, kMoves.bytes[i]);
+  const uint32x4x2_t c = shifted_codes(p + i / kSpan * kSpan * 8, kShifts.bytes[i]);
   const auto one = [](uint32x4_t v) {
     return vcvtq_f32_s32(vshrq_n_s32(vreinterpretq_s32_u32(v), 24));
   };
@@ -193,12 +193,13 @@ inline F32x8 bytes_at(const uint8_t* p, int i) {
 }
 inline Inputs16 load_inputs(const int8_t* p) { return {vld1q_s8(p)}; }
 
-// Sums start at 1.5 * 2^23 as float bits: up to 2^22 they then are floats already, and one
-// subtraction, which runs on both pipes, replaces the conversion, which does not.
+// Sums start at 1.5 * 2^23 as float bits: up to 2^22 they are floats already, and one subtraction,
+// which runs on both pipes, replaces the conversion, which does not.
 constexpr int32_t kStart = 0x4B400000;
 constexpr float kSumStart = 12582912.0f;
 alignas(16) constexpr int32_t kStarts[4] = {kStart, kStart, kStart, kStart};
-// Read each time, on purpose: load pipes are idle here, and a move would cost a gemm.
+// Loaded each time on purpose: the load pipes are idle, and a register move would cost a dot
+// product.
 inline int32x4_t read_start() {
   int32x4_t v;
   __asm__ volatile("ldr %q0, %1" : "=w"(v) : "m"(kStarts));
@@ -228,7 +229,7 @@ inline I32x8 dot_nibbles(I32x8 acc, Codes32 w, Inputs16 x) {
   return dot_signed<LANE>(acc, w, x);
 }
 
-// 16 values that nibbles stand for.
+// The 16 values of nibbles.
 struct Codebook {
   int8x16_t v;
 };
@@ -246,7 +247,7 @@ inline Table16 load_table(const float* p) {
   const uint8x16x4_t split = vld4q_u8(reinterpret_cast<const uint8_t*>(p));
   return {{split.val[0], split.val[1], split.val[2], split.val[3]}};
 }
-// 16 bytes hold 4 inputs of 8 outputs: two in the low halves, two in the high ones.
+// 16 bytes hold 4 inputs of 8 outputs: two in the low nibbles, two in the high ones.
 inline void lookup32(const Table16& table, const uint8_t* codes, F32x8 scale, float* out) {
   const uint8x16_t bytes = vld1q_u8(codes);
   const uint8x16_t halves[2] = {vandq_u8(bytes, vdupq_n_u8(15)), vshrq_n_u8(bytes, 4)};
@@ -266,6 +267,6 @@ inline void lookup32(const Table16& table, const uint8_t* codes, F32x8 scale, fl
   }
 }
 
-inline void pause_briefly() { __asm__ volatile("isb" ::: "memory"); }
+inline void cpu_pause() { __asm__ volatile("isb" ::: "memory"); }
 
 }  // namespace windlass

@@ -1,4 +1,4 @@
-// Any CPU: the same vectors as plain arrays. Defines what the other backends compute.
+// Portable backend: the same vectors as plain arrays. Defines the results of the other backends.
 
 #pragma once
 
@@ -36,7 +36,7 @@ inline F32x8 each(Body&& body) {
   return out;
 }
 
-inline float half_to_float(uint16_t h) {
+inline float f16_to_f32(uint16_t h) {
   const int exponent = (h >> 10) & 31;
   const int fraction = h & 1023;
   float value;
@@ -57,9 +57,9 @@ inline F32x8 splat(float x) {
 inline F32x8 load(const float* p) {
   return each([&](int i) { return p[i]; });
 }
-constexpr float kHalfUnit = 1.0f;
-inline F32x8 load_half(const uint16_t* p) {
-  return each([&](int i) { return half_to_float(p[i]); });
+constexpr float kF16Unit = 1.0f;
+inline F32x8 load_f16_fast(const uint16_t* p) {
+  return each([&](int i) { return f16_to_f32(p[i]); });
 }
 inline void store(float* p, F32x8 x) { std::memcpy(p, x.v, sizeof x.v); }
 inline F32x8 add(F32x8 x, F32x8 y) {
@@ -78,16 +78,16 @@ inline F32x8 sub(F32x8 x, F32x8 y) {
 inline F32x8 divide(F32x8 x, F32x8 y) {
   return each([&](int i) { return x.v[i] / y.v[i]; });
 }
-inline F32x8 magnitude(F32x8 x) {
+inline F32x8 absolute(F32x8 x) {
   return each([&](int i) { return std::fabs(x.v[i]); });
 }
-inline F32x8 larger(F32x8 x, F32x8 y) {
+inline F32x8 maximum(F32x8 x, F32x8 y) {
   return each([&](int i) { return x.v[i] > y.v[i] || std::isnan(x.v[i]) ? x.v[i] : y.v[i]; });
 }
-inline F32x8 at_least(F32x8 x, F32x8 bound) {
+inline F32x8 clamp_min(F32x8 x, F32x8 bound) {
   return each([&](int i) { return x.v[i] < bound.v[i] ? bound.v[i] : x.v[i]; });
 }
-inline F32x8 larger_magnitude(F32x8 x, F32x8 y) { return larger(x, y); }
+inline F32x8 maximum_abs(F32x8 x, F32x8 y) { return maximum(x, y); }
 inline F32x8 exp2_int(F32x8 shifted) {
   return each([&](int i) {
     uint32_t bits;
@@ -115,23 +115,23 @@ inline void store_interleaved4(float* p, F32x8 x, F32x8 y, F32x8 z, F32x8 w) {
   store(rows[3], w);
   for (int i = 0; i < 32; ++i) p[i] = rows[i % 4][i / 4];
 }
-inline F32x8 read_half(const uint16_t* p) { return load_half(p); }
-inline uint16_t float_to_half(float x) {
+inline F32x8 load_f16(const uint16_t* p) { return load_f16_fast(p); }
+inline uint16_t f32_to_f16(float x) {
   const float size = std::fabs(x);
   const uint16_t sign = std::signbit(x) ? 0x8000 : 0;
   if (!(size < 65520.0f)) return static_cast<uint16_t>(sign | (std::isnan(x) ? 0x7e00 : 0x7c00));
-  if (size == 0.0f) return sign;  // frexp calls its exponent 0, as that of 0.5
+  if (size == 0.0f) return sign;  // frexp returns exponent 0 for 0, as for 0.5
   int exponent;
   std::frexp(size, &exponent);
-  // A half has 11 bits of fraction, and its smallest step is 2^-24.
+  // A float16 has 11 bits of fraction, and its smallest step is 2^-24.
   const int step = exponent - 11 < -24 ? -24 : exponent - 11;
   const int fraction = static_cast<int>(std::nearbyint(std::ldexp(size, -step)));
   return static_cast<uint16_t>(sign | (fraction + (step + 24) * 1024));
 }
-inline void write_half(uint16_t* p, F32x8 x) {
-  for (int i = 0; i < 8; ++i) p[i] = float_to_half(x.v[i]);
+inline void store_f16(uint16_t* p, F32x8 x) {
+  for (int i = 0; i < 8; ++i) p[i] = f32_to_f16(x.v[i]);
 }
-inline F32x8 read_bf16(const uint16_t* p) {
+inline F32x8 load_bf16(const uint16_t* p) {
   return each([&](int i) {
     const uint32_t bits = static_cast<uint32_t>(p[i]) << 16;
     float out;
@@ -139,7 +139,7 @@ inline F32x8 read_bf16(const uint16_t* p) {
     return out;
   });
 }
-inline F32x8 read_int8(const int8_t* p) {
+inline F32x8 load_int8(const int8_t* p) {
   return each([&](int i) { return static_cast<float>(p[i]); });
 }
 
@@ -203,7 +203,7 @@ inline I32x8 dot_nibbles(I32x8 acc, Codes32 w, Inputs16 x) {
   return dot_signed<LANE>(acc, w, x);
 }
 
-// 16 values that nibbles stand for.
+// The 16 values of nibbles.
 struct Codebook {
   const int8_t* p;
 };
@@ -217,7 +217,7 @@ struct Table16 {
   const float* p;
 };
 inline Table16 load_table(const float* p) { return {p}; }
-// 16 bytes hold 4 inputs of 8 outputs: two in the low halves, two in the high ones.
+// 16 bytes hold 4 inputs of 8 outputs: two in the low nibbles, two in the high ones.
 inline void lookup32(const Table16& table, const uint8_t* codes, F32x8 scale, float* out) {
   for (int i = 0; i < 16; ++i) {
     out[i] = table.p[codes[i] & 15] * scale.v[i % 8];
@@ -225,13 +225,13 @@ inline void lookup32(const Table16& table, const uint8_t* codes, F32x8 scale, fl
   }
 }
 
-// What NEON has written out in block_neon.h.
+// block_neon.h has these for NEON.
 constexpr bool kHasMultiply4 = false;
 constexpr float kSumStart = 0.0f;
-template <bool MINS>
+template <bool OFFSETS>
 inline void multiply_4(const uint8_t*, const float*, const float*, const float*, int, int,
                        const int8_t*, const float*, const float*, float*) {}
 
-inline void pause_briefly() {}
+inline void cpu_pause() {}
 
 }  // namespace windlass

@@ -1,4 +1,4 @@
-// What operations other than gemm need of vectors: exponentials, sums over lanes.
+// Vector functions of operations other than GEMMs: exponentials, sums over lanes.
 
 #pragma once
 
@@ -17,33 +17,34 @@ inline float sum_of(F32x8 x) {
   return out[0];
 }
 
-inline float largest_of(F32x8 x) {
+inline float max_of(F32x8 x) {
   float v[kLanes];
   store(v, x);
-  float most = v[0];
-  for (int i = 1; i < kLanes; ++i) most = v[i] > most || std::isnan(v[i]) ? v[i] : most;
-  return most;
+  float max_value = v[0];
+  for (int i = 1; i < kLanes; ++i) max_value = v[i] > max_value || std::isnan(v[i]) ? v[i] : max_value;
+  return max_value;
 }
 
-// The largest |x|; NaN if there is one. A loop over integers, since compilers do not vectorise a maximum
-// of floats: their magnitudes keep their order as integers, and NaN is above infinity.
-inline float largest_magnitude(const float* x, int count) {
-  int32_t most = 0;
+// Returns the largest |x|, or NaN if there is one. Compares integers, since compilers do not
+// vectorise a maximum of floats: magnitudes compare like their bits, and NaN is above infinity.
+inline float max_abs(const float* x, int count) {
+  int32_t max_value = 0;
   for (int i = 0; i < count; ++i) {
     int32_t bits;
     std::memcpy(&bits, x + i, 4);
     bits &= 0x7fffffff;
-    most = bits > most ? bits : most;
+    max_value = bits > max_value ? bits : max_value;
   }
   float largest;
-  std::memcpy(&largest, &most, 4);
+  std::memcpy(&largest, &max_value, 4);
   return largest;
 }
 
-// To 2 units of the last place for x between -87 and 88; 0 below -88, -infinity included. NaN for NaN.
+// Within 2 units of the last place for x between -87 and 88; 0 below -88, -infinity included. NaN
+// for NaN.
 inline F32x8 exponential(F32x8 x) {
-  x = at_least(x, splat(-88.0f));
-  // Adding 1.5 * 2^23 leaves the nearest whole number in the low bits.
+  x = clamp_min(x, splat(-88.0f));
+  // Adding 1.5 * 2^23 leaves the nearest integer in the low bits.
   const F32x8 magic = splat(12582912.0f);
   const F32x8 shifted = fma(magic, x, splat(1.44269504f));
   const F32x8 n = sub(shifted, magic);
@@ -56,7 +57,8 @@ inline F32x8 exponential(F32x8 x) {
   p = fma(splat(1.6666665459e-1f), p, r);
   p = fma(splat(0.5f), p, r);
   p = add(fma(r, p, mul(r, r)), splat(1.0f));
-  // A gemm, not a sum of exponent bits: that would make a number of a NaN with payload bits.
+  // Multiplies instead of adding to the exponent bits: that would turn a NaN with payload bits into
+  // a number.
   return mul(p, exp2_int(shifted));
 }
 
@@ -66,7 +68,7 @@ inline float exponential(float x) {
   return out[0];
 }
 
-// Four sums side by side: each addition waits for the one before.
+// Four accumulators hide the latency of the additions.
 inline float sum_of_squares(const float* x, int count) {
   F32x8 sums[4] = {zero(), zero(), zero(), zero()};
   const auto add_8 = [&](F32x8& sum, int i) { sum = fma(sum, load(x + i), load(x + i)); };

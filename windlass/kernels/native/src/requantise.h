@@ -1,4 +1,4 @@
-// int4 codes of a tile to int8 ones, each output's in its own steps.
+// Converts the int4 codes of a tile to int8 codes with one scale per output.
 
 #pragma once
 
@@ -8,33 +8,34 @@
 
 namespace windlass::tile {
 
-constexpr int64_t kStepsAhead = 4096;  // bytes
-constexpr uint8_t kSigns = 0x88;       // makes codes of signed nibbles, and the other way round
+constexpr int64_t kRequantiseAhead = 4096;  // bytes
+constexpr uint8_t kSigns = 0x88;  // converts between unsigned and signed nibbles
 
-// Code c of an output becomes (c * factor + start) / 256, rounded down; factor and start are rounded
-// to whole numbers, and the result lies in -127 to 127. Where codes have no sign, 128 is added.
+// Code c of an output becomes floor((c * factor + start) / 256). factor and start are rounded to
+// integers, and the result lies in -127 to 127. Where codes are unsigned, 128 is added.
 #if defined(WINDLASS_NEON) && !defined(WINDLASS_I8MM)
 
-// What the low and the high halves of W's bytes become, from the tables v`FIRST` to v`LAST`. Places to
-// look at are read each time, since load pipes are idle.
-#define WINDLASS_LOOK(W, LOW, HIGH, FIRST, LAST)                                              \
-  "ldr q" LOW ", [%[firsts]]\n ldr q" HIGH ", [%[firsts]]\n"                                  \
-  "bit v" LOW ".16b, v" W ".16b, v31.16b\n sri v" HIGH ".16b, v" W ".16b, #4\n"               \
-  "tbl v" LOW ".16b, {v" FIRST ".16b - v" LAST ".16b}, v" LOW ".16b\n"                        \
+// Looks up the low and the high nibbles of W in the tables v`FIRST` to v`LAST`. The table offsets
+// are reloaded each time, since the load pipes are idle.
+#define WINDLASS_LOOK(W, LOW, HIGH, FIRST, LAST)                                \
+  "ldr q" LOW ", [%[table_offsets]]\n ldr q" HIGH ", [%[table_offsets]]\n"      \
+  "bit v" LOW ".16b, v" W ".16b, v31.16b\n sri v" HIGH ".16b, v" W ".16b, #4\n" \
+  "tbl v" LOW ".16b, {v" FIRST ".16b - v" LAST ".16b}, v" LOW ".16b\n"          \
   "tbl v" HIGH ".16b, {v" FIRST ".16b - v" LAST ".16b}, v" HIGH ".16b\n"
 
-// Looks codes up: a table of 16 for each output, and the four outputs of a vector are four tables.
-class Steps {
+// Looks codes up: a table of 16 per output, and four tables for the four outputs of a vector.
+class Requantiser {
  public:
-  Steps() = default;
-  Steps(Floats factors, Floats starts) : factor_(whole(factors)), start_(whole(starts)) {}
+  Requantiser() = default;
+  Requantiser(Floats factors, Floats starts) : factor_(whole(factors)), start_(whole(starts)) {}
 
-  // Units of 16 inputs, at least one: see weight.h.
+  // Converts units of 16 inputs, at least one: see weight.h.
   template <bool SIGNED>
   void unpack(const uint8_t* from, int units, uint8_t* to) const {
     uint8x16_t tables[8];
     unrolled<8>([&](auto r) WINDLASS_INLINED { tables[r] = table<SIGNED, r>(); });
-    // A vector's four lie side by side; left to compilers, they are moved there before each look.
+    // The four tables of a vector need consecutive registers; compilers would move them there
+    // before each lookup.
     register uint8x16_t a __asm__("v20") = tables[0], b __asm__("v21") = tables[1];
     register uint8x16_t c __asm__("v22") = tables[2], d __asm__("v23") = tables[3];
     register uint8x16_t e __asm__("v24") = tables[4], f __asm__("v25") = tables[5];
@@ -51,7 +52,7 @@ class Steps {
         "subs %w[units], %w[units], #1\n"
         "b.ne 1b\n"
         : [from] "+r"(from), [to] "+r"(to), [units] "+r"(units)
-        : [firsts] "r"(kFirsts), [ahead] "r"(kStepsAhead), "w"(a), "w"(b), "w"(c), "w"(d),
+        : [table_offsets] "r"(kTableOffsets), [ahead] "r"(kRequantiseAhead), "w"(a), "w"(b), "w"(c), "w"(d),
           "w"(e), "w"(f), "w"(g), "w"(h)
         : "cc", "memory", "v0", "v1", "v2", "v3", "v4", "v5", "v6", "v7", "v16", "v17", "v18",
           "v19", "v31");
@@ -63,7 +64,7 @@ class Steps {
     const uint32x4_t b = vreinterpretq_u32_s32(vcvtnq_s32_f32(x.b));
     return vuzp1q_u16(vreinterpretq_u16_u32(a), vreinterpretq_u16_u32(b));
   }
-  // What the codes of output R become; as signed nibbles those from 8 on come first.
+  // The int8 values of output R's 16 codes; for signed nibbles those from 8 on come first.
   template <bool SIGNED, int R>
   uint8x16_t table() const {
     constexpr uint16x8_t kCodes = {0, 1, 2, 3, 4, 5, 6, 7};
@@ -72,8 +73,8 @@ class Steps {
     const uint8x16_t a = vreinterpretq_u8_u16(low), b = vreinterpretq_u8_u16(high);
     return SIGNED ? vuzp2q_u8(b, a) : vuzp2q_u8(a, b);
   }
-  // Where the tables of a vector's outputs begin.
-  alignas(16) static constexpr uint8_t kFirsts[16] = {0,  0,  0,  0,  16, 16, 16, 16,
+  // Offsets of the tables of a vector's outputs.
+  alignas(16) static constexpr uint8_t kTableOffsets[16] = {0,  0,  0,  0,  16, 16, 16, 16,
                                                       32, 32, 32, 32, 48, 48, 48, 48};
 
   uint16x8_t factor_, start_;
@@ -83,20 +84,20 @@ class Steps {
 
 #else
 
-class Steps {
+class Requantiser {
  public:
-  Steps() = default;
-  Steps(Floats factors, Floats starts) {
+  Requantiser() = default;
+  Requantiser(Floats factors, Floats starts) {
     spread(factors, 0, factor_);
     spread(starts, kUnsignedCodes ? 128 * 256 : 0, start_);
   }
 
-  // Units of 16 inputs: see weight.h.
+  // Converts units of 16 inputs: see weight.h.
   template <bool SIGNED>
   void unpack(const uint8_t* from, int units, uint8_t* to) const {
     constexpr int half = 8 * kTile;
     for (; units > 0; --units, from += half, to += 2 * half) {
-      __builtin_prefetch(from + kStepsAhead);
+      __builtin_prefetch(from + kRequantiseAhead);
       for (int first = 0; first < half; first += kPeriod) {
         for (int j = 0; j < kPeriod; ++j) {
           const uint8_t both = static_cast<uint8_t>(from[first + j] ^ (SIGNED ? kSigns : 0));
@@ -113,12 +114,12 @@ class Steps {
  private:
   static constexpr int kPeriod = kTile * kSpan;
 
-  // The nearest whole numbers, each as often as codes of an output lie together.
+  // Rounds to the nearest integers and repeats each for the kSpan codes of an output.
   static void spread(Floats x, uint32_t more, uint16_t* out) {
     float from[kTile];
     store(from, x);
     for (int r = 0; r < kTile; ++r) {
-      // Adding 1.5 * 2^23 leaves the rounded number in the low bits.
+      // Adding 1.5 * 2^23 leaves the rounded integer in the low bits.
       const float shifted = from[r] + 12582912.0f;
       uint32_t bits;
       std::memcpy(&bits, &shifted, 4);
