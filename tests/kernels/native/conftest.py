@@ -15,7 +15,10 @@ def run_selftest(request: pytest.FixtureRequest) -> Iterator[Callable[[SelfTest]
     """Build and run the self-tests of the session in two threads; return the output of one."""
     items = [item for item in request.session.items if isinstance(item, pytest.Function)]
     selected = [item for item in items if "run_selftest" in item.fixturenames]
-    selftests = dict.fromkeys(item.callspec.params["selftest"] for item in selected)
+    runnable = [
+        item for item in selected if not any(m.args[0] for m in item.iter_markers("skipif"))
+    ]
+    selftests = dict.fromkeys(item.callspec.params["selftest"] for item in runnable)
     with ThreadPoolExecutor(2) as threads:
         outputs = {one: threads.submit(one.run, request.config) for one in selftests}
         yield lambda one: outputs[one].result()

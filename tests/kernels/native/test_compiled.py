@@ -1,4 +1,4 @@
-"""Compiling and keeping the library: faults end in a working library or in one clear reason."""
+"""Compiling and caching the library: a fault ends in a working library or one clear reason."""
 
 from __future__ import annotations
 
@@ -32,49 +32,49 @@ _LOAD = (sys.executable, "-c", _PROGRAM)
 
 @pytest.fixture
 def sources(tmp_path: Path) -> Path:
-    """Sources that compile in no time; the machinery does not know the difference."""
+    """Tiny sources that compile quickly."""
     folder = tmp_path / "src"
     folder.mkdir()
     (folder / "tiny.cpp").write_text(_TINY)
     return folder
 
 
-def kept(folder: Path) -> list[Path]:
+def cached(folder: Path) -> list[Path]:
     return sorted((folder / "native").glob("*.so"))
 
 
 @needs_compiler
-def test_compiled_once_and_kept(tmp_path: Path, sources: Path) -> None:
+def test_compiled_once_and_cached(tmp_path: Path, sources: Path) -> None:
     first = load(tmp_path, sources=sources)
     assert first.reason.startswith("compiled by")
     assert first.simd == "tiny"
     again = load(tmp_path, sources=sources)
     assert again.reason == f"from the cache: {first.path}"
-    assert kept(tmp_path) == [first.path]
+    assert cached(tmp_path) == [first.path]
 
 
 @needs_compiler
-def test_changed_sources_and_another_cpu_are_compiled_anew(
+def test_changed_sources_and_another_cpu_are_recompiled(
     tmp_path: Path, sources: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     load(tmp_path, sources=sources)
     (sources / "tiny.cpp").write_text(_TINY + "// changed\n")
     load(tmp_path, sources=sources)
-    assert len(kept(tmp_path)) == 2
+    assert len(cached(tmp_path)) == 2
     monkeypatch.setattr(compiled, "cpu_identity", lambda: "another CPU")
     assert load(tmp_path, sources=sources).reason.startswith("compiled by")
-    assert len(kept(tmp_path)) == 3
+    assert len(cached(tmp_path)) == 3
 
 
 @needs_compiler
-def test_a_damaged_file_is_made_again(tmp_path: Path, sources: Path) -> None:
-    # Filled by another process: a library that this one has loaded would stay as it was.
+def test_a_damaged_file_is_rebuilt(tmp_path: Path, sources: Path) -> None:
+    # Another process fills the cache: this one would keep a library that it has loaded.
     subprocess.run([*_LOAD, str(tmp_path), str(sources)], check=True, capture_output=True)
-    (path,) = kept(tmp_path)
+    (path,) = cached(tmp_path)
     path.write_bytes(b"not a library")
-    mended = load(tmp_path, sources=sources)
-    assert mended.reason.startswith("compiled by")
-    assert mended.path == path
+    rebuilt = load(tmp_path, sources=sources)
+    assert rebuilt.reason.startswith("compiled by")
+    assert rebuilt.path == path
 
 
 @needs_compiler
@@ -88,7 +88,7 @@ def test_a_cache_that_cannot_be_written(tmp_path: Path, sources: Path) -> None:
 
 
 @needs_compiler
-def test_a_library_that_others_can_change_is_not_loaded(
+def test_a_library_that_others_can_write_is_not_loaded(
     tmp_path: Path, sources: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     umask = os.umask(0)
@@ -111,10 +111,10 @@ def test_a_library_that_others_can_change_is_not_loaded(
 def test_two_processes_at_once(tmp_path: Path, sources: Path) -> None:
     command = [*_LOAD, str(tmp_path), str(sources)]
     both = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2)]
-    said = [process.communicate()[0] for process in both]
+    outputs = [process.communicate()[0] for process in both]
     assert [process.returncode for process in both] == [0, 0]
-    assert sorted(line.split()[0] for line in said) == ["compiled", "from"]
-    assert len(kept(tmp_path)) == 1
+    assert sorted(line.split()[0] for line in outputs) == ["compiled", "from"]
+    assert len(cached(tmp_path)) == 1
     assert not [path for path in (tmp_path / "native").iterdir() if path.is_dir()]
 
 
@@ -144,7 +144,7 @@ def test_a_broken_compiler(
     monkeypatch.setenv("CXX", str(broken))
     with pytest.raises(NativeUnavailable, match=r"failed \(3\): error: the disk has eaten it"):
         load(tmp_path, sources=sources)
-    assert kept(tmp_path) == []
+    assert cached(tmp_path) == []
 
 
 def test_without_a_library_every_form_is_refused_with_the_reason(

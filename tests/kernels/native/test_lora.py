@@ -1,4 +1,4 @@
-"""What adapters add to a product by the native library, against the plain version."""
+"""LoRA by the native library against the reference implementation."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ CPU = torch.device("cpu")
 @pytest.mark.parametrize("slots", [[1], [1, 0, 2, 3, 1], [0, 0], [2] * 33], ids=len)
 @pytest.mark.parametrize("coded", [False, True], ids=["floats", "codes"])
 @pytest.mark.parametrize("name", SIZES)
-def test_equals_the_plain_version(name: str, coded: bool, slots: list[int]) -> None:
+def test_equals_the_reference(name: str, coded: bool, slots: list[int]) -> None:
     torch.manual_seed(0)
     stacks = make_stacks(SIZES[name], coded)
     x, y = torch.randn(len(slots), NUM_IN), torch.randn(len(slots), sum(stacks.sizes))

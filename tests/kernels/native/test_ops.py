@@ -1,4 +1,4 @@
-"""Native operations against the plain versions, over odd sizes; sums may be in another order."""
+"""Native operations against the reference, over odd sizes; the order of sums may differ."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ _COMPILERS, _ = compiled.find_compilers()
 pytestmark = pytest.mark.skipif(not _COMPILERS, reason="no C++ compiler")
 
 CLOSE = {"rtol": 1e-5, "atol": 1e-6}  # float32 in another order
-MIXED = {"rtol": 2e-5, "atol": 2e-6}  # softmax: an exponential and two sums
-# Of halves, where the CPU multiplies and adds in 16 bits: a few units of their last place (2^-11).
-HALVES = {"rtol": 2**-8, "atol": 2**-8}
+SOFTMAX = {"rtol": 2e-5, "atol": 2e-6}  # an exponential and two sums
+# float16 arithmetic: a few units of the last place (2^-11).
+FLOAT16 = {"rtol": 2**-8, "atol": 2**-8}
 ROWS = [(5, 1), (0, 9), (16, 16), (40, 1), (31, 2), (300, 1), (120, 40)]
 
 
@@ -48,7 +48,7 @@ def test_norms(rows: int, width: int) -> None:
 
 
 @pytest.mark.parametrize(("rows", "width"), [(1, 8), (3, 1536), (17, 50), (65, 1)])
-def test_gates(rows: int, width: int) -> None:
+def test_silu_mul(rows: int, width: int) -> None:
     x = normal(rows, 2 * width) * 30
     x[0, 0] = -200.0
     torch.testing.assert_close(ops.silu_mul(x), reference.silu_mul(x), **CLOSE)
@@ -56,7 +56,7 @@ def test_gates(rows: int, width: int) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("width", [8, 50, 576])
-def test_rows_of_a_table(dtype: torch.dtype, width: int) -> None:
+def test_table_rows(dtype: torch.dtype, width: int) -> None:
     table, ids = normal(40, width).to(dtype), torch.tensor([3, 39, 0, 3])
     assert torch.equal(ops.embedding(ids, table), table[ids].float())
     assert torch.equal(ops.gather(table.float(), ids), table[ids].float())
@@ -86,9 +86,9 @@ def test_rows_of_packed_weights() -> None:
 
 
 @pytest.mark.parametrize(("rows", "width"), [(1, 1), (3, 50), (2, 5000), (9, 513)])
-def test_the_largest_of_a_row(rows: int, width: int) -> None:
+def test_argmax(rows: int, width: int) -> None:
     x = normal(rows, width)
-    x[0, width // 2 :] = 7.0  # the first of equals
+    x[0, width // 2 :] = 7.0  # argmax returns the first of equals
     assert ops.argmax(x).tolist() == x.argmax(dim=-1).tolist()
     x[-1, width // 3] = float("nan")
     assert ops.argmax(x)[-1] == width // 3
@@ -97,12 +97,12 @@ def test_the_largest_of_a_row(rows: int, width: int) -> None:
 def batch_of(
     rows: list[tuple[int, int]], heads: int, kv_heads: int, dim: int, size: int = 16
 ) -> tuple[Tensor, LayerKV, StepBatch]:
-    """Queries, and pages full of noise."""
+    """Return random queries, and pages full of noise."""
     kv, batch = make_batch(rows, kv_heads, dim, size)
     return normal(len(batch.positions), heads, dim, seed=9), kv, batch
 
 
-def half_pages(kv: LayerKV, dtype: torch.dtype) -> LayerKV:
+def pages_of_type(kv: LayerKV, dtype: torch.dtype) -> LayerKV:
     return (
         coded(kv, dtype) if dtype == torch.int8 else LayerKV(kv.keys.to(dtype), kv.values.to(dtype))
     )
@@ -110,17 +110,17 @@ def half_pages(kv: LayerKV, dtype: torch.dtype) -> LayerKV:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.int8])
 @pytest.mark.parametrize("rotated", [64, 32])
-def test_rotation_and_pages(dtype: torch.dtype, rotated: int) -> None:
+def test_rope_and_pages(dtype: torch.dtype, rotated: int) -> None:
     heads = Heads(6, 2, 64)
     _, whole, batch = batch_of(ROWS, 6, 2, 64)
     cos_sin, qkv = normal(512, rotated), normal(len(batch.positions), 10 * 64, seed=3)
     for norms in (None, (normal(64, seed=4), normal(64, seed=5), 1e-6)):
-        ours, want = half_pages(whole, dtype), half_pages(whole, dtype)
+        ours, want = pages_of_type(whole, dtype), pages_of_type(whole, dtype)
         got = ops.rope_write(qkv, heads, cos_sin, norms, ours, batch)
         torch.testing.assert_close(
             got, reference.rope_write(qkv, heads, cos_sin, norms, want, batch), **CLOSE
         )
-        # The last bit of a product may decide how a number is rounded.
+        # The last bit of a product may decide how a value is rounded.
         step = {torch.float32: 0.0, torch.float16: 2**-10, torch.bfloat16: 2**-7}.get(dtype, 0.0)
         for a, b in ((ours.keys, want.keys), (ours.values, want.values)):
             atol = 1.0 if dtype == torch.int8 else 1e-6
@@ -135,33 +135,33 @@ def test_rotation_and_pages(dtype: torch.dtype, rotated: int) -> None:
 def test_attention(dtype: torch.dtype, window: int | None) -> None:
     for heads, kv_heads, dim in ((9, 3, 64), (4, 4, 8), (8, 1, 40)):
         queries, whole, batch = batch_of(ROWS, heads, kv_heads, dim)
-        kv = half_pages(whole, dtype)
+        kv = pages_of_type(whole, dtype)
         got = ops.attention(queries, kv, batch, dim**-0.5, window)
         want = reference.attention(queries, kv, batch, dim**-0.5, window)
         if dtype == torch.float16:
-            torch.testing.assert_close(got, want, **HALVES)
+            torch.testing.assert_close(got, want, **FLOAT16)
             assert (got - want).square().mean().sqrt() < 2**-11
         else:
-            torch.testing.assert_close(got, want, **MIXED)
+            torch.testing.assert_close(got, want, **SOFTMAX)
 
 
 @pytest.mark.parametrize("size", [1e-20, 1e-3, 1e3, 1e20])
-def test_halves_of_any_size_stay_in_range(size: float) -> None:
-    """Queries as small and large as floats are, and keys and values as large as halves are."""
+def test_float16_of_any_size_stays_in_range(size: float) -> None:
+    """Queries over the range of float32, keys and values up to the largest float16."""
     queries, whole, batch = batch_of(ROWS, 4, 2, 64)
-    kv = half_pages(whole, torch.float16)
+    kv = pages_of_type(whole, torch.float16)
     scale = 0.125 / size
     want = reference.attention(queries * size, kv, batch, scale)
-    torch.testing.assert_close(ops.attention(queries * size, kv, batch, scale), want, **HALVES)
+    torch.testing.assert_close(ops.attention(queries * size, kv, batch, scale), want, **FLOAT16)
     largest = replace(kv, keys=kv.keys.sign() * 65504, values=kv.values.sign() * 65504)
     got = ops.attention(queries * size, largest, batch, scale)
     assert got.isfinite().all()
     assert got.abs().max() <= 65504 * (1 + 2**-10)
 
 
-def test_what_is_no_number_stays_that() -> None:
+def test_nan_in_a_query_stays_in_its_head() -> None:
     queries, whole, batch = batch_of([(200, 1), (300, 1)], 4, 2, 64)
-    kv = half_pages(whole, torch.float16)
+    kv = pages_of_type(whole, torch.float16)
     queries[0, 1, 5] = torch.nan
     got = ops.attention(queries, kv, batch, 0.125)
     assert got[0, 1].isnan().all()
@@ -189,18 +189,18 @@ def test_attention_of_any_shape(
     dtype: torch.dtype,
 ) -> None:
     queries, whole, batch = batch_of(rows, group * kv_heads, kv_heads, dim, size)
-    kv = half_pages(whole, dtype)
+    kv = pages_of_type(whole, dtype)
     got = ops.attention(queries, kv, batch, dim**-0.5, window)
     want = reference.attention(queries, kv, batch, dim**-0.5, window)
-    torch.testing.assert_close(got, want, **(MIXED if dtype == torch.float32 else HALVES))
+    torch.testing.assert_close(got, want, **(SOFTMAX if dtype == torch.float32 else FLOAT16))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize("window", [None, 40])
-def test_a_query_gets_the_same_alone_and_in_a_chunk(window: int | None, dtype: torch.dtype) -> None:
-    """As one chunk, as two, as single tokens, alone or beside other rows: the same to the bit."""
+def test_attention_is_batch_invariant(window: int | None, dtype: torch.dtype) -> None:
+    """One chunk, two chunks, single tokens, alone or in a batch: bit-identical."""
     queries, whole, batch = batch_of([(100, 200)], 6, 2, 64)
-    kv = half_pages(whole, dtype)
+    kv = pages_of_type(whole, dtype)
 
     def attend(parts: list[tuple[int, int]]) -> Tensor:
         spans = [type(batch.spans[0])(first, count, 100 + first) for first, count in parts]
@@ -214,15 +214,15 @@ def test_a_query_gets_the_same_alone_and_in_a_chunk(window: int | None, dtype: t
     assert torch.equal(alone[150], whole[150])
 
 
-def test_rows_do_not_depend_on_their_neighbours() -> None:
+def test_row_operations_are_batch_invariant() -> None:
     x, weight = normal(200, 576), normal(576)
     many = ops.rms_norm(x, weight, 1e-5)
     assert torch.equal(ops.rms_norm(x[7:8], weight, 1e-5)[0], many[7])
     assert torch.equal(ops.silu_mul(x[9:10])[0], ops.silu_mul(x)[9])
 
 
-def test_the_instructions_in_use_are_told() -> None:
+def test_the_instruction_set_is_reported() -> None:
     need = Need(torch.device("cpu"), torch.float32, Heads(4, 2, 16), 16)
-    told = {choice.what: choice for choice in choose_ops(need).choices}
-    assert told["CPU instructions"].value == shared_pool().native.simd
+    reported = {choice.what: choice for choice in choose_ops(need).choices}
+    assert reported["CPU instructions"].value == shared_pool().native.simd
     assert "CPU instructions" not in {c.what for c in choose_ops(replace(need, plain=True)).choices}

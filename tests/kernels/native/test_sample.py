@@ -1,4 +1,4 @@
-"""Draws by the native library against the plain version."""
+"""Sampling by the native library against the reference implementation."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _COMPILERS, _ = compiled.find_compilers()
 pytestmark = pytest.mark.skipif(not _COMPILERS, reason="no C++ compiler")
 
 # Temperature, top-k, top-p, min-p.
-WISHES = [
+PARAMS = [
     (1.0, 0, 1.0, 0.0),
     (0.0, 5, 0.5, 0.1),
     (0.7, 0, 0.9, 0.0),
@@ -33,9 +33,9 @@ def keys_of(count: int) -> Tensor:
     return torch.tensor([filters.key(11, position) for position in range(count)])
 
 
-def both(logits: Tensor, wishes: list[tuple[float, ...]]) -> None:
-    """The same tokens: sums and noise are rounded otherwise, which hardly ever tells."""
-    given = torch.tensor(wishes).double()
+def assert_same_tokens(logits: Tensor, params: list[tuple[float, ...]]) -> None:
+    """Require equal tokens: sums and noise are rounded differently, which hardly ever matters."""
+    given = torch.tensor(params).double()
     keys = keys_of(len(given))
     assert ops.sample(logits, given, keys).tolist() == filters.draw(logits, given, keys).tolist()
 
@@ -46,47 +46,47 @@ def both(logits: Tensor, wishes: list[tuple[float, ...]]) -> None:
     st.sampled_from([0.1, 1.0, 6.0, 40.0]),
     st.integers(0, 2**31),
 )
-def test_equal_to_the_plain_version(size: int, spread: float, seed: int) -> None:
+def test_equals_the_reference(size: int, spread: float, seed: int) -> None:
     random = torch.Generator().manual_seed(seed)
-    both(torch.randn(len(WISHES), size, generator=random) * spread, WISHES)
+    assert_same_tokens(torch.randn(len(PARAMS), size, generator=random) * spread, PARAMS)
 
 
-def test_a_whole_vocabulary_and_tokens_that_are_ruled_out() -> None:
+def test_a_whole_vocabulary_and_masked_tokens() -> None:
     random = torch.Generator().manual_seed(0)
-    logits = torch.randn(4 * len(WISHES), 49152, generator=random) * 3
-    both(logits, 4 * WISHES)
+    logits = torch.randn(4 * len(PARAMS), 49152, generator=random) * 3
+    assert_same_tokens(logits, 4 * PARAMS)
     logits[:, 1000:40000] = float("-inf")
-    both(logits, 4 * WISHES)
+    assert_same_tokens(logits, 4 * PARAMS)
     only = torch.full((2, 300), float("-inf"))
     only[:, 7] = -5.0
-    wishes = torch.tensor([(1.0, 0, 1.0, 0.0), (1.0, 3, 0.9, 0.0)]).double()
-    assert ops.sample(only, wishes, keys_of(2)).tolist() == [7, 7]
+    params = torch.tensor([(1.0, 0, 1.0, 0.0), (1.0, 3, 0.9, 0.0)]).double()
+    assert ops.sample(only, params, keys_of(2)).tolist() == [7, 7]
 
 
-def test_equal_logits_are_cut_by_their_order() -> None:
-    wishes = torch.tensor([(1.0, 4, 1.0, 0.0)] * 50).double()
-    got = ops.sample(torch.zeros(50, 10), wishes, keys_of(50))
+def test_equal_logits_are_kept_in_order() -> None:
+    params = torch.tensor([(1.0, 4, 1.0, 0.0)] * 50).double()
+    got = ops.sample(torch.zeros(50, 10), params, keys_of(50))
     assert sorted(set(got.tolist())) == [0, 1, 2, 3]
 
 
-def test_what_is_no_number_is_chosen_as_the_largest() -> None:
+def test_nan_counts_as_the_maximum() -> None:
     logits = torch.zeros(2, 20)
     logits[0, 5] = float("nan")
     logits[1] = float("-inf")
-    wishes = torch.tensor([(1.0, 0, 1.0, 0.0), (1.0, 5, 0.9, 0.0)]).double()
+    params = torch.tensor([(1.0, 0, 1.0, 0.0), (1.0, 5, 0.9, 0.0)]).double()
     for draw in (ops.sample, filters.draw):
-        assert draw(logits, wishes, keys_of(2)).tolist() == [5, 0]
+        assert draw(logits, params, keys_of(2)).tolist() == [5, 0]
 
 
 @pytest.mark.parametrize("offset", [0, 4000])
-def test_draws_follow_the_distribution(offset: int) -> None:
-    """Wherever the tokens stand: others have no chance."""
+def test_samples_follow_the_distribution(offset: int) -> None:
+    """At any offset: other tokens have no probability."""
     probs, draws = torch.tensor([0.5, 0.25, 0.15, 0.07, 0.03]), 20_000
     row = torch.full((offset + 5,), -200.0)
     row[offset:] = probs.log()
-    wishes, counts = torch.tensor([(1.0, 0, 1.0, 0.0)] * 2000).double(), torch.zeros(5)
+    params, counts = torch.tensor([(1.0, 0, 1.0, 0.0)] * 2000).double(), torch.zeros(5)
     for keys in keys_of(draws).split(2000):
-        tokens = ops.sample(row.expand(2000, -1), wishes, keys) - offset
+        tokens = ops.sample(row.expand(2000, -1), params, keys) - offset
         counts += torch.bincount(tokens, minlength=5)
     chi_square = ((counts - draws * probs) ** 2 / (draws * probs)).sum()
     assert chi_square < 18.5  # 4 degrees of freedom, p = 0.001

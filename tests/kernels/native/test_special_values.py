@@ -22,7 +22,7 @@ from torch import Tensor
 from tests.kernels.lora_stacks import NUM_IN, make_stacks
 from tests.kernels.native.backends import Backend, in_use, runnable
 from tests.kernels.native.test_linear import codebook, inputs, int4, int8, table4
-from tests.kernels.native.test_ops import batch_of, half_pages, normal
+from tests.kernels.native.test_ops import batch_of, normal, pages_of_type
 from windlass.kernels import reference
 from windlass.kernels.batch import Heads, LayerKV, StepBatch
 from windlass.kernels.lora import Lora, ReferenceLora
@@ -185,7 +185,7 @@ def test_rope_and_pages(dtype: torch.dtype) -> None:
     rtol = {torch.float16: 2**-10, torch.bfloat16: 2**-7}.get(dtype, 1e-5)
     blocks = batch.tables[batch.token_slots, batch.positions // 16]
     for norms in (None, (normal(dim, seed=4), normal(dim, seed=5), 1e-6)):
-        ours, theirs = half_pages(whole, dtype), half_pages(whole, dtype)
+        ours, theirs = pages_of_type(whole, dtype), pages_of_type(whole, dtype)
         got = ops.rope_write(bad, heads, cos_sin, norms, ours, batch)
         want = reference.rope_write(bad, heads, cos_sin, norms, theirs, batch)
         labels = [specials[i // 2] for i in range(tokens)]
@@ -232,7 +232,7 @@ def assert_attention(
 def check_attention(rows: list[tuple[int, int]], names: list[str], dtype: torch.dtype) -> None:
     """Put one special value into each request but the last: in a query, a key or a value."""
     queries, whole, batch = batch_of(rows, 4, 2, 16)
-    kv = half_pages(whole, dtype)
+    kv = pages_of_type(whole, dtype)
     clean = ops.attention(queries, kv, batch, 0.125)
     firsts = [span.first for span in batch.spans[:-1]]
     values = [Special(name, 0).value for name in names]
@@ -251,7 +251,7 @@ def check_attention(rows: list[tuple[int, int]], names: list[str], dtype: torch.
             for slot, value in enumerate(values):
                 block = int(batch.tables[slot, position // 16])
                 pages[block, 1, position % 16, 7] = value
-            changed = half_pages(replace(whole, **{tensor: pages}), dtype)
+            changed = pages_of_type(replace(whole, **{tensor: pages}), dtype)
             sees = of_special & (batch.positions >= position)
             got = assert_attention(queries, changed, batch, sees, None, names)
             assert torch.equal(got[-1], clean[-1]), f"{tensor} changed another request"
@@ -277,7 +277,7 @@ def test_scores_of_minus_infinity_have_no_weight(dtype: torch.dtype) -> None:
     queries, whole, batch = batch_of([(300, 1)], 4, 2, 16)
     queries[..., 3] = queries[..., 3].abs() + 0.1
     for count in (1, 128, 256, 301):
-        kv = half_pages(replace(whole, keys=whole.keys.clone()), dtype)
+        kv = pages_of_type(replace(whole, keys=whole.keys.clone()), dtype)
         for position in range(count):
             kv.keys[int(batch.tables[0, position // 16]), :, position % 16, 3] = -torch.inf
         one = torch.ones(1, dtype=torch.bool)
