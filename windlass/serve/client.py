@@ -141,9 +141,7 @@ class EngineClient:
                 how = await self._wait_for_end(process)
                 if self._sleeping is not None:
                     await self._sleeping.wait()
-                if (
-                    self._process is not process
-                ):  # `stop_process` ended it and `start_process` replaced it
+                if self._process is not process:  # `start_process` has replaced it
                     continue
                 self._process = None
                 process.kill()
