@@ -9,9 +9,9 @@ from random import Random
 import pytest
 
 from windlass.errors import ConfigError
-from windlass.tools.common.request_files import FileLoad, read_load, refuse_problems
+from windlass.tools.common.request_files import RequestFile, raise_problems, read_request_file
 from windlass.tools.common.requests import TextRequest, fingerprint
-from windlass.tools.common.text_workload import LOADS, Sizes, make_load
+from windlass.tools.common.text_workload import TEXT_WORKLOADS, Sizes, make_requests
 from windlass.tools.common.texts import Scale, Writer, measure_scale, samples, scale_of
 
 
@@ -33,19 +33,19 @@ WRITER = Writer(Scale(1.0, 1.0))  # a word is a token
 
 
 def made(name: str, **sizes: int) -> list[TextRequest]:
-    return make_load(name, Sizes(**{"num_prompts": 8, **sizes}), WRITER)
+    return make_requests(name, Sizes(**{"num_prompts": 8, **sizes}), WRITER)
 
 
 def texts(requests: list[TextRequest]) -> list[str]:
     return [str(request.as_prompt()) for request in requests]
 
 
-@pytest.mark.parametrize("name", LOADS)
+@pytest.mark.parametrize("name", TEXT_WORKLOADS)
 def test_every_workload_is_determined_by_its_seed(name: str) -> None:
     sizes = Sizes(6, input_len=40, output_len=5)
-    first = make_load(name, sizes, WRITER, "1")
-    assert first == make_load(name, sizes, WRITER, "1")
-    assert fingerprint(first) != fingerprint(make_load(name, sizes, WRITER, "2"))
+    first = make_requests(name, sizes, WRITER, "1")
+    assert first == make_requests(name, sizes, WRITER, "1")
+    assert fingerprint(first) != fingerprint(make_requests(name, sizes, WRITER, "2"))
     assert len(first) == 6
     assert {request.max_tokens for request in first} == {5}
     assert all(message["content"] for request in first for message in request.as_messages())
@@ -53,7 +53,7 @@ def test_every_workload_is_determined_by_its_seed(name: str) -> None:
 
 def test_random_has_the_requested_lengths() -> None:
     assert {words(text) for text in texts(made("random", input_len=50))} == {50}
-    requests = make_load("random", Sizes(50, 100, 20, range_ratio=0.5), WRITER)
+    requests = make_requests("random", Sizes(50, 100, 20, range_ratio=0.5), WRITER)
     lengths = [words(text) for text in texts(requests)]
     assert min(lengths) >= 50
     assert max(lengths) <= 150
@@ -129,10 +129,10 @@ def test_tokens_per_word_are_independent_of_a_chat_template() -> None:
     assert words(Writer(Scale(3.0, 3.0)).prose(Random(0), 300)) == 100
 
 
-def read(name: str, path: Path, lines: list[object] | str, **sizes: int) -> FileLoad:
+def read(name: str, path: Path, lines: list[object] | str, **sizes: int) -> RequestFile:
     text = lines if isinstance(lines, str) else "\n".join(map(json.dumps, lines))
     path.write_text(text)
-    return read_load(name, path, Sizes(**sizes), WRITER, "0")
+    return read_request_file(name, path, Sizes(**sizes), WRITER, "0")
 
 
 def test_a_trace_is_sorted_and_invalid_lines_are_reported(tmp_path: Path) -> None:
@@ -160,7 +160,7 @@ def test_a_trace_is_sorted_and_invalid_lines_are_reported(tmp_path: Path) -> Non
     with pytest.raises(
         ConfigError, match=r"7 invalid lines(.|\n)*line 2: is not JSON(.|\n)*and 2 more"
     ):
-        refuse_problems(path, found.problems)
+        raise_problems(path, found.problems)
 
 
 def test_equal_hashes_of_a_trace_become_equal_texts(tmp_path: Path) -> None:
@@ -197,4 +197,4 @@ def test_empty_or_invalid_files_are_rejected(tmp_path: Path, text: str) -> None:
     with pytest.raises(ConfigError, match="--dataset-path"):
         read("sharegpt", tmp_path / "s.json", text)
     with pytest.raises(ConfigError, match="--dataset-path"):
-        read_load("custom", tmp_path / "missing", Sizes(), WRITER, "0")
+        read_request_file("custom", tmp_path / "missing", Sizes(), WRITER, "0")

@@ -69,10 +69,9 @@ class FormatsConfig:
     output: Path
 
     def __post_init__(self) -> None:
-        for name in ("num_samples", "repeat"):
-            if getattr(self, name) < 1:
-                flag = name.removeprefix("num_")
-                raise ConfigError(f"--{flag} must be at least 1, got {getattr(self, name)}.")
+        for flag, value in (("--samples", self.num_samples), ("--repeat", self.repeat)):
+            if value < 1:
+                raise ConfigError(f"{flag} must be at least 1, got {value}.")
         varied = [
             name
             for name in ("dtype", "quantization", "quantize_head", "kv_cache_dtype")
@@ -192,7 +191,9 @@ class _Bench:
         if not is_unpacked(network):
             del served, network
             exact = self._quality.compare(self._quality.build(self._exact(config)))
-        return figures | _quality_row(exact) | _served_row(as_served)
+        served_row = _quality_row(as_served)
+        keys = ("perplexity", "increase_pct", "kl_mean", "agreement")
+        return figures | _quality_row(exact) | {f"served_{key}": served_row[key] for key in keys}
 
     def speed(self, format_: Format) -> dict[str, Any]:
         """Decode speeds of a format."""
@@ -245,17 +246,6 @@ def _quality_row(quality: Quality) -> dict[str, Any]:
         "kl_mean": _short(against.kl_mean),
         "kl_p99": _short(against.kl_p99),
         "agreement": _short(against.agreement),
-    }
-
-
-def _served_row(quality: Quality) -> dict[str, Any]:
-    against = quality.against
-    assert against is not None
-    return {
-        "served_perplexity": _short(quality.perplexity),
-        "served_increase_pct": _short(100 * (against.ppl_ratio - 1)),
-        "served_kl_mean": _short(against.kl_mean),
-        "served_agreement": _short(against.agreement),
     }
 
 

@@ -11,9 +11,9 @@ from windlass.errors import ConfigError
 from windlass.settings import at_least
 from windlass.text.chat_template import ChatTemplate
 from windlass.tools.common.arrivals import Arrivals
-from windlass.tools.common.request_files import read_load, refuse_problems
+from windlass.tools.common.request_files import raise_problems, read_request_file
 from windlass.tools.common.requests import Request, TextRequest
-from windlass.tools.common.text_workload import LOADS, Sizes, make_load
+from windlass.tools.common.text_workload import TEXT_WORKLOADS, Sizes, make_requests
 from windlass.tools.common.texts import Writer, measure_scale
 
 _ALL = 1_000_000  # requests read from a trace when no number is given
@@ -47,20 +47,27 @@ def tokenize(
     return tokenized
 
 
-def read_requests(
+def text_requests(
     name: str,
-    path: Path,
+    path: Path | None,
     sizes: Sizes,
     writer: Writer,
     *,
     seed: int,
-    skip_bad_lines: bool,
+    draw: int = 0,
+    skip_bad_lines: bool = False,
     log: Log = lambda _: None,
 ) -> list[TextRequest]:
-    """Read the requests of a file. Invalid lines raise, or are skipped and logged."""
-    read = read_load(name, path, sizes, writer, str(seed))
+    """The requests of a named workload, or of a file if there is a path.
+
+    Another `draw` of a workload gives other texts. Invalid lines of a file raise, or are skipped and
+    logged.
+    """
+    if path is None:
+        return make_requests(name, sizes, writer, f"{seed} {draw}")
+    read = read_request_file(name, path, sizes, writer, str(seed))
     if not skip_bad_lines:
-        refuse_problems(path, read.problems)
+        raise_problems(path, read.problems)
     for problem in read.problems:
         log(f"{path}: skipped: {problem}")
     if not read.requests:
@@ -83,9 +90,9 @@ class Load:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if self.trace is None and self.name not in LOADS:
+        if self.trace is None and self.name not in TEXT_WORKLOADS:
             raise ConfigError(
-                f"--workload {self.name!r} is not known. Known: {', '.join(LOADS)}; or a file of "
+                f"--workload {self.name!r} is not known. Known: {', '.join(TEXT_WORKLOADS)}; or a file of "
                 "requests with --trace."
             )
         if self.trace is not None and self.input_len is not None:
@@ -105,21 +112,17 @@ class Load:
 
     def requests(self, card: ModelCard, log: Log = lambda _: None, draw: int = 0) -> list[Request]:
         """The requests in token ids. Another `draw` gives other texts, unless they are a trace's."""
-        texts = self._text_requests(writer_for(card), log, draw)
-        return tokenize(self.arrivals.set(texts, f"{self.seed} 0"), card)
-
-    def _text_requests(self, writer: Writer, log: Log, draw: int) -> list[TextRequest]:
-        if self.trace is None:
-            return make_load(self.name, self.sizes, writer, f"{self.seed} {draw}")
         try:
-            return read_requests(
-                "timed_trace",
+            texts = text_requests(
+                self.name if self.trace is None else "timed_trace",
                 self.trace,
                 self.sizes,
-                writer,
+                writer_for(card),
                 seed=self.seed,
+                draw=draw,
                 skip_bad_lines=self.skip_bad_lines,
                 log=log,
             )
         except ConfigError as error:
             raise ConfigError(str(error).replace("--dataset-path", "--trace")) from error
+        return tokenize(self.arrivals.set(texts, f"{self.seed} 0"), card)

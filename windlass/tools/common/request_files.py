@@ -25,18 +25,20 @@ _SHOWN = 5
 
 
 @dataclass(frozen=True, slots=True)
-class FileLoad:
+class RequestFile:
     """Requests of a file, and the errors of its invalid lines."""
 
     requests: list[TextRequest]
     problems: list[str]
 
 
-def read_load(name: str, path: Path, sizes: Sizes, writer: Writer, seed: str) -> FileLoad:
-    """Read up to `num_prompts` requests; `name` is a key of FILE_LOADS."""
+def read_request_file(
+    name: str, path: Path, sizes: Sizes, writer: Writer, seed: str
+) -> RequestFile:
+    """Read up to `num_prompts` requests; `name` is a key of FILE_FORMATS."""
     check_sizes(name, sizes, ())
     try:
-        made = FILE_LOADS[name](path, sizes, writer, seed)
+        made = FILE_FORMATS[name](path, sizes, writer, seed)
     except OSError as error:
         raise ConfigError(f"--dataset-path {path}: {error.strerror or error}.") from error
     except UnicodeDecodeError as error:
@@ -46,7 +48,7 @@ def read_load(name: str, path: Path, sizes: Sizes, writer: Writer, seed: str) ->
     return made
 
 
-def refuse_problems(path: Path, problems: list[str]) -> None:
+def raise_problems(path: Path, problems: list[str]) -> None:
     """Raise if the file has invalid lines."""
     if problems:
         shown = "\n  ".join(problems[:_SHOWN])
@@ -57,7 +59,7 @@ def refuse_problems(path: Path, problems: list[str]) -> None:
         )
 
 
-def _custom(path: Path, sizes: Sizes, writer: Writer, seed: str) -> FileLoad:
+def _custom(path: Path, sizes: Sizes, writer: Writer, seed: str) -> RequestFile:
     def read(entry: dict[str, Any]) -> TextRequest:
         if not _has_text(entry):
             raise RequestError('has neither "prompt" nor "messages"')
@@ -66,17 +68,17 @@ def _custom(path: Path, sizes: Sizes, writer: Writer, seed: str) -> FileLoad:
     return _jsonl(path, sizes, read)
 
 
-def _timed_trace(path: Path, sizes: Sizes, writer: Writer, seed: str) -> FileLoad:
+def _timed_trace(path: Path, sizes: Sizes, writer: Writer, seed: str) -> RequestFile:
     def read(entry: dict[str, Any]) -> TextRequest:
         if "timestamp" not in entry:
             raise RequestError('has no "timestamp"')
         return _request(entry, sizes, writer, seed)
 
     made = _jsonl(path, sizes, read)
-    return FileLoad(sorted(made.requests, key=lambda request: request.at), made.problems)
+    return RequestFile(sorted(made.requests, key=lambda request: request.at), made.problems)
 
 
-def _jsonl(path: Path, sizes: Sizes, read: Callable[[dict[str, Any]], TextRequest]) -> FileLoad:
+def _jsonl(path: Path, sizes: Sizes, read: Callable[[dict[str, Any]], TextRequest]) -> RequestFile:
     requests: list[TextRequest] = []
     problems: list[str] = []
     for number, line in numbered_lines(path.read_bytes()):
@@ -86,7 +88,7 @@ def _jsonl(path: Path, sizes: Sizes, read: Callable[[dict[str, Any]], TextReques
             requests.append(read(parse_object(line, '{"prompt": "..."}')))
         except RequestError as error:
             problems.append(f"line {number}: {error}")
-    return FileLoad(requests, problems)
+    return RequestFile(requests, problems)
 
 
 def _request(entry: dict[str, Any], sizes: Sizes, writer: Writer, seed: str) -> TextRequest:
@@ -159,7 +161,7 @@ def _text_of_hashes(entry: dict[str, Any], writer: Writer, seed: str) -> str:
     return "\n\n".join(texts)
 
 
-def _sharegpt(path: Path, sizes: Sizes, writer: Writer, seed: str) -> FileLoad:
+def _sharegpt(path: Path, sizes: Sizes, writer: Writer, seed: str) -> RequestFile:
     """The first turn of randomly drawn conversations, with outputs as long as their answers."""
     try:
         entries = json.loads(path.read_text(encoding="utf-8"))
@@ -183,7 +185,7 @@ def _sharegpt(path: Path, sizes: Sizes, writer: Writer, seed: str) -> FileLoad:
             continue
         num_out = sizes.output_len or writer.num_tokens(answer)
         requests.append(TextRequest(num_out, prompt=question))
-    return FileLoad(requests, problems)
+    return RequestFile(requests, problems)
 
 
 def _first_turn(entry: Any) -> tuple[str, str]:
@@ -198,7 +200,7 @@ def _first_turn(entry: Any) -> tuple[str, str]:
     return question, answer
 
 
-FILE_LOADS: dict[str, Callable[[Path, Sizes, Writer, str], FileLoad]] = {
+FILE_FORMATS: dict[str, Callable[[Path, Sizes, Writer, str], RequestFile]] = {
     "custom": _custom,
     "timed_trace": _timed_trace,
     "sharegpt": _sharegpt,

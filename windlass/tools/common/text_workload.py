@@ -12,12 +12,13 @@ random         random words of given lengths
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from random import Random
 from typing import NamedTuple
 
 from windlass.config import flag
 from windlass.errors import ConfigError
+from windlass.settings import at_least
 from windlass.tools.common.requests import Message, TextRequest
 from windlass.tools.common.texts import LABELS, Writer, random_identifier
 
@@ -37,10 +38,7 @@ class Sizes:
     range_ratio: float = 0.0  # for random: lengths vary by this ratio below and above
 
     def __post_init__(self) -> None:
-        for item in fields(self):
-            value = getattr(self, item.name)
-            if item.name != "range_ratio" and value is not None and value < 1:
-                raise ConfigError(f"{flag(item.name)} must be at least 1, got {value}.")
+        at_least(self, 1, "num_prompts", "input_len", "output_len", "prefix_len", "turns")
         if not 0 <= self.range_ratio < 1:
             raise ConfigError(f"--range-ratio must be from 0 to below 1, got {self.range_ratio}.")
 
@@ -172,19 +170,19 @@ def _random(source: _Source) -> list[TextRequest]:
     return requests
 
 
-class _Load(NamedTuple):
+class _TextWorkload(NamedTuple):
     make: Callable[[_Source], list[TextRequest]]
     takes: tuple[str, ...]  # optional sizes that this workload uses
 
 
-LOADS = {
-    "chat": _Load(_chat, ("prefix_len", "turns")),
-    "shared_prefix": _Load(_shared_prefix, ("prefix_len",)),
-    "rag": _Load(_rag, ()),
-    "few_shot": _Load(_few_shot, ("prefix_len",)),
-    "long_document": _Load(_long_document, ()),
-    "code_edit": _Load(_code_edit, ()),
-    "random": _Load(_random, ("prefix_len", "range_ratio")),
+TEXT_WORKLOADS = {
+    "chat": _TextWorkload(_chat, ("prefix_len", "turns")),
+    "shared_prefix": _TextWorkload(_shared_prefix, ("prefix_len",)),
+    "rag": _TextWorkload(_rag, ()),
+    "few_shot": _TextWorkload(_few_shot, ("prefix_len",)),
+    "long_document": _TextWorkload(_long_document, ()),
+    "code_edit": _TextWorkload(_code_edit, ()),
+    "random": _TextWorkload(_random, ("prefix_len", "range_ratio")),
 }
 _OPTIONAL = {"prefix_len": None, "turns": None, "range_ratio": 0.0}
 
@@ -196,9 +194,11 @@ def check_sizes(name: str, sizes: Sizes, takes: tuple[str, ...]) -> None:
             raise ConfigError(f"{flag(key)} has no effect with --dataset-name {name}. Remove it.")
 
 
-def make_load(name: str, sizes: Sizes, writer: Writer, seed: str = "0") -> list[TextRequest]:
+def make_requests(name: str, sizes: Sizes, writer: Writer, seed: str = "0") -> list[TextRequest]:
     """The requests of a workload. Another seed gives other texts of the same kind."""
-    if name not in LOADS:
-        raise ConfigError(f"the workload {name!r} is not known. Known: {', '.join(LOADS)}.")
-    check_sizes(name, sizes, LOADS[name].takes)
-    return LOADS[name].make(_Source(sizes, writer, Random(f"{name} {seed}")))
+    if name not in TEXT_WORKLOADS:
+        raise ConfigError(
+            f"the workload {name!r} is not known. Known: {', '.join(TEXT_WORKLOADS)}."
+        )
+    check_sizes(name, sizes, TEXT_WORKLOADS[name].takes)
+    return TEXT_WORKLOADS[name].make(_Source(sizes, writer, Random(f"{name} {seed}")))

@@ -20,6 +20,7 @@ from typing import NamedTuple
 
 from windlass.config import flag
 from windlass.errors import ConfigError
+from windlass.settings import at_least
 from windlass.tools.common.requests import Request
 
 _SEED = 1234
@@ -42,9 +43,7 @@ class Sizes:
     num_requests: int | None = None
 
     def __post_init__(self) -> None:
-        for name, value in self.given().items():
-            if value < 1:
-                raise ConfigError(f"{flag(name)} must be at least 1, got {value}.")
+        at_least(self, 1, *(item.name for item in fields(self)))
 
     def given(self) -> dict[str, int]:
         pairs = ((item.name, getattr(self, item.name)) for item in fields(self))

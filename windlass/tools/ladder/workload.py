@@ -15,7 +15,7 @@ from windlass.settings import at_least
 from windlass.tools.common.arrivals import Arrivals
 from windlass.tools.common.load import tokenize, writer_for
 from windlass.tools.common.requests import Request, TextRequest, max_request_len
-from windlass.tools.common.text_workload import LOADS, Sizes, make_load
+from windlass.tools.common.text_workload import TEXT_WORKLOADS, Sizes, make_requests
 
 LOAD_NAMES = {"low": "low load", "sat": "saturation"}  # by the prefix of their figures
 _LOADS_BY_FLAG = {"low": "low", "saturation": "sat"}
@@ -72,16 +72,16 @@ class WorkloadMix:
         found = []
         for part in filter(None, (part.strip() for part in self.workload.split(","))):
             name, colon, share = part.partition(":")
-            if name not in LOADS:
+            if name not in TEXT_WORKLOADS:
                 raise ConfigError(
-                    f"--workload: the workload {name!r} is not known. Known: {', '.join(LOADS)}; "
+                    f"--workload: the workload {name!r} is not known. Known: {', '.join(TEXT_WORKLOADS)}; "
                     "several with commas and relative shares, such as chat:3,random:1."
                 )
             if colon and (not share.isdigit() or int(share) < 1):
                 raise ConfigError(f"--workload {part!r}: expected an integer share above 0.")
             found.append((name, int(share) if colon else 1))
         if not found:
-            raise ConfigError(f"--workload is empty. Known: {', '.join(LOADS)}.")
+            raise ConfigError(f"--workload is empty. Known: {', '.join(TEXT_WORKLOADS)}.")
         return found
 
     def loads(self, card: ModelCard) -> dict[str, LadderLoad]:
@@ -102,7 +102,7 @@ class WorkloadMix:
         lists = []
         for name, share in shares:
             num = max(1, round(count * share / total))
-            lists.append(make_load(name, self._sizes(name, num), writer, seed))
+            lists.append(make_requests(name, self._sizes(name, num), writer, seed))
         random = Random(f"lengths {seed}")
         low, high = self.output_len * (1 - _SPREAD), self.output_len * (1 + _SPREAD)
         return [
@@ -111,7 +111,7 @@ class WorkloadMix:
         ]
 
     def _sizes(self, name: str, count: int) -> Sizes:
-        takes = LOADS[name].takes
+        takes = TEXT_WORKLOADS[name].takes
         if "prefix_len" not in takes or name == "random":
             return Sizes(count, _PROMPT_FACTOR * self.input_len, self.output_len)
         return Sizes(

@@ -69,7 +69,7 @@ class LoadGenerator:
                 stopped = DEAD
         except asyncio.CancelledError:
             current = asyncio.current_task()
-            # A second cancellation ends everything, not only this run.
+            # Cancelling twice ends everything, not only this run.
             if current is None or current.uncancel():
                 raise
             stopped = INTERRUPTED

@@ -17,12 +17,12 @@ from typing import Any
 
 from windlass.errors import ConfigError
 from windlass.tools.common.arrivals import Arrivals
-from windlass.tools.common.load import read_requests
+from windlass.tools.common.load import text_requests
 from windlass.tools.common.record import Record
-from windlass.tools.common.request_files import FILE_LOADS
+from windlass.tools.common.request_files import FILE_FORMATS
 from windlass.tools.common.requests import TextRequest, fingerprint
 from windlass.tools.common.summary import METRICS, PERCENTILES, Summary, summarise
-from windlass.tools.common.text_workload import LOADS, Sizes, check_sizes, make_load
+from windlass.tools.common.text_workload import TEXT_WORKLOADS, Sizes, check_sizes, make_requests
 from windlass.tools.common.texts import Scale, Writer
 from windlass.tools.load.client import Client, RequestOptions
 from windlass.tools.load.generator import INTERRUPTED, LoadGenerator, Outcome
@@ -70,15 +70,15 @@ class ServeLoad:
     adapters: tuple[str, ...] = ()  # each request uses one of these, chosen at random
 
     def __post_init__(self) -> None:
-        if self.name in LOADS:
-            check_sizes(self.name, self.sizes, LOADS[self.name].takes)
+        if self.name in TEXT_WORKLOADS:
+            check_sizes(self.name, self.sizes, TEXT_WORKLOADS[self.name].takes)
             if self.path is not None or self.skip_bad_lines:
                 raise ConfigError(
                     "--dataset-path and --skip-bad-lines have no effect with --dataset-name "
                     f"{self.name}, which reads no file."
                 )
-        elif self.name not in FILE_LOADS:
-            known = ", ".join((*LOADS, *FILE_LOADS))
+        elif self.name not in FILE_FORMATS:
+            known = ", ".join((*TEXT_WORKLOADS, *FILE_FORMATS))
             raise ConfigError(f"--dataset-name {self.name!r} is not known. Known: {known}.")
         elif self.path is None:
             raise ConfigError(f"--dataset-name {self.name} needs --dataset-path FILE.")
@@ -123,7 +123,7 @@ class ServeResult:
 def measure(
     config: ServeBenchConfig, log: Callable[[str], None], progress: Progress
 ) -> ServeResult:
-    """Run every point. Ctrl-C ends the current run; a second ctrl-C ends everything."""
+    """Run every point. Ctrl-C ends the current run; pressing it twice ends everything."""
     factory = None
     if sys.platform != "win32":
         import uvloop
@@ -199,18 +199,16 @@ class _ServeBench:
     ) -> list[TextRequest]:
         """Make the requests of a point. Every point has new texts, so a prefix cache has no hits."""
         load, seed = self._config.load, f"{self._config.seed} {index}"
-        if load.path is not None:
-            requests = read_requests(
-                load.name,
-                load.path,
-                load.sizes,
-                writer,
-                seed=self._config.seed,
-                skip_bad_lines=load.skip_bad_lines,
-                log=self._log if log_skipped else lambda _: None,
-            )
-        else:
-            requests = make_load(load.name, load.sizes, writer, seed)
+        requests = text_requests(
+            load.name,
+            load.path,
+            load.sizes,
+            writer,
+            seed=self._config.seed,
+            draw=index,
+            skip_bad_lines=load.skip_bad_lines,
+            log=self._log if log_skipped else lambda _: None,
+        )
         if load.adapters:
             random = Random(f"adapters {seed}")
             requests = [
@@ -222,7 +220,7 @@ class _ServeBench:
         if self._config.num_warmups < 1:
             return
         sizes = Sizes(num_prompts=self._config.num_warmups, input_len=64, output_len=16)
-        requests = make_load("random", sizes, writer, f"{self._config.seed} warm-up")
+        requests = make_requests("random", sizes, writer, f"{self._config.seed} warm-up")
         outcome = await LoadGenerator(requests, client.send).run(client.dead)
         error = next((timing.error for timing in outcome.timings if timing.error), None)
         if outcome.stopped == INTERRUPTED:
