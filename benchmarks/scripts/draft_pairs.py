@@ -74,7 +74,7 @@ def draft_pairs(order: Order, say: Say) -> Record:
     built = build_engine(config, opened.source)
     off, rows = LLM.over(opened.card, built), []
     for name, path in drafts.items():
-        own = EngineConfig.of(**options, hparams="draft", spec_model=str(path))
+        own = EngineConfig.of(**options, spec="draft", spec_model=str(path))
         speculating = build_engine(own, opened.source, built.weights)
         (choice,) = [one for one in speculating.report.choices if one.what == "speculation"]
         say(f"{name}: {choice.reason}")

@@ -29,9 +29,9 @@ def test_targets_are_milliseconds_of_a_statistic() -> None:
 @pytest.mark.parametrize(
     ("text", "why"),
     [
-        ("ttft=500ms", "expected such as"),
-        ("ttft_p99=500", "expected such as"),
-        ("speed_p99=5ms", "Names: ttft, tpot, itl, e2el"),
+        ("ttft=500ms", "expected a target such as"),
+        ("ttft_p99=500", "expected a target such as"),
+        ("speed_p99=5ms", "ttft, tpot, itl, e2el, then _mean"),
         ("ttft_p99=0ms", "above 0"),
         ("ttft_p101=5ms", "at most 100"),
         ("ttft_p99=1e3e3ms", "above 0"),

@@ -244,4 +244,4 @@ def _check_checkpoints(config: LadderConfig) -> None:
 def _finished_rows(path: Path, settings: Row) -> dict[str, Row]:
     """Rows that an earlier run finished; rows without figures are measured again."""
     rows = saved_rows(path, "ladder", settings)
-    return {f"{row['rung']}, {row['how']}": row for row in rows if "reason" not in row}
+    return {f"{row['rung']}, {row['mode']}": row for row in rows if "reason" not in row}
