@@ -26,8 +26,8 @@ class FakeGrammars:
         self.compiled.add(name)
         self.state = len(self.compiled)
 
-    def enter(self, request_id: str, form: StructuredOutputs) -> None:
-        self.forms[request_id] = form
+    def enter(self, request_id: str, structured: StructuredOutputs) -> None:
+        self.forms[request_id] = structured
 
     def begin(self) -> None:
         pass

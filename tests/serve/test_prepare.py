@@ -1,4 +1,4 @@
-"""From bodies to engine requests: defaults, special tokens, words to avoid."""
+"""From bodies to engine requests: defaults, special tokens, bad words."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ REPORT = build_engine(Options())[1]
 
 
 class InProcess:
-    """Renders in this process: for templates that tests trust."""
+    """Renders in this process, for trusted templates."""
 
     def __init__(self, template: ChatTemplate) -> None:
         self._template = template
@@ -54,7 +54,7 @@ def chat(preparer: Preparer, **body: Any) -> Prepared:
     return asyncio.run(preparer.chat(ChatRequest.read(raw), REPORT))
 
 
-def test_the_models_defaults_stand_between_the_request_and_ours() -> None:
+def test_defaults_of_the_model_override_those_of_the_engine() -> None:
     card = dataclasses.replace(CARD, default_sampling={"temperature": 0.6, "top_k": 20})
     preparer = preparer_of(card)
     sampling = complete(preparer, temperature=0.1).sampling
@@ -64,7 +64,7 @@ def test_the_models_defaults_stand_between_the_request_and_ours() -> None:
         preparer_of(bad)
 
 
-def test_children_have_their_own_seeds_and_ids() -> None:
+def test_completions_have_their_own_seeds_and_ids() -> None:
     prepared = complete(preparer_of(), n=3, seed=7)
     assert [request.sampling.seed for request in prepared.requests] == [7, 8, 9]
     assert [r.request_id for r in prepared.requests] == [
@@ -72,7 +72,7 @@ def test_children_have_their_own_seeds_and_ids() -> None:
     ]
 
 
-def test_bad_words_are_avoided_at_the_start_and_after_a_space() -> None:
+def test_bad_words_are_encoded_with_and_without_a_space() -> None:
     sampling = complete(preparer_of(), bad_words=["no"]).sampling
     assert sampling.bad_token_ids == (tuple(b"no"), tuple(b" no"))
 
@@ -92,13 +92,13 @@ def test_logprobs_without_a_limit() -> None:
     assert complete(preparer, logprobs=-1).sampling.logprobs == -1
 
 
-def test_long_texts_are_tokenised_elsewhere_with_the_same_result() -> None:
+def test_long_texts_are_encoded_in_a_thread_with_the_same_result() -> None:
     preparer = preparer_of()
     text = "word " * 1500
     assert asyncio.run(preparer.encode(text, True, REPORT)) == CARD.tokenizer.encode(text)
 
 
-def test_messages_arrive_as_they_were_sent() -> None:
+def test_engine_messages_survive_encoding() -> None:
     sampling = SamplingParams(
         logit_bias={5: 1}, stop=["a"], bad_token_ids=((1, 2),), seed=-5, max_tokens=None
     )

@@ -1,4 +1,4 @@
-"""Chat templates: tried at start, sandboxed, and refusing in their own words."""
+"""Chat templates: probed at start, sandboxed, refusals carry the template's message."""
 
 from __future__ import annotations
 
@@ -21,22 +21,22 @@ def test_a_template_that_cannot_render_a_user_message_is_an_error_at_start() -> 
         ChatTemplate("\n{{ raise_exception('no users here') }}", {})
 
 
-def test_refusing_system_messages_is_a_fact_and_a_refusal_later() -> None:
+def test_a_template_that_refuses_system_messages_warns_and_raises_later() -> None:
     source = (
         "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}" + PLAIN
     )
     template = ChatTemplate(source, {})
-    assert template.facts == ("the chat template refuses system messages: line 1: no system",)
+    assert template.warnings == ("the chat template refuses system messages: line 1: no system",)
     with pytest.raises(RequestError, match="line 1: no system"):
         template.render([{"role": "system", "content": "a"}, USER])
 
 
-def test_dropping_system_messages_is_a_fact() -> None:
+def test_a_template_that_drops_system_messages_warns() -> None:
     source = "{% for m in messages if m.role != 'system' %}{{ m.content }}{% endfor %}"
-    assert ChatTemplate(source, {}).facts == ("the chat template drops system messages",)
+    assert ChatTemplate(source, {}).warnings == ("the chat template drops system messages",)
 
 
-def test_what_templates_use() -> None:
+def test_filters_functions_and_tags_that_templates_use() -> None:
     source = (
         "{{ bos_token }}{{ {'a': '<é>'} | tojson }}{% for m in messages %}{% if loop.index > 1 %}"
         "{% break %}{% endif %}{% generation %}{{ m.content }}{% endgeneration %}{% endfor %}"
@@ -47,13 +47,13 @@ def test_what_templates_use() -> None:
     assert template.render([USER], {"think": False}) == '<s>{"a": "<é>"}x2'
 
 
-def test_developer_is_system_unless_the_template_knows_it() -> None:
-    asked = [{"role": "developer", "content": "a"}, USER]
-    assert ChatTemplate(PLAIN, {}).render(asked) == "system:a\nuser:x\n"
-    assert ChatTemplate(PLAIN + "{# developer #}", {}).render(asked) == "developer:a\nuser:x\n"
+def test_the_role_developer_becomes_system_unless_the_template_has_it() -> None:
+    messages = [{"role": "developer", "content": "a"}, USER]
+    assert ChatTemplate(PLAIN, {}).render(messages) == "system:a\nuser:x\n"
+    assert ChatTemplate(PLAIN + "{# developer #}", {}).render(messages) == "developer:a\nuser:x\n"
 
 
-def test_python_faults_in_a_template_are_refusals() -> None:
+def test_python_errors_in_a_template_are_request_errors() -> None:
     template = ChatTemplate(PLAIN + "{{ 1 / (messages | length - 4) }}", {})
     with pytest.raises(RequestError, match=r"line 2: .*zero"):
         template.render([USER] * 4)
@@ -77,7 +77,7 @@ def test_a_refusal_does_not_repeat_the_conversation() -> None:
         "{{ cycler.__init__.__globals__ }}",
     ],
 )
-def test_the_sandbox_holds(attack: str) -> None:
+def test_the_sandbox_blocks_attacks(attack: str) -> None:
     guarded = "{% if messages | length == 5 %}" + attack + "{% endif %}"
     with pytest.raises(RequestError):
         ChatTemplate(guarded, {}).render([USER] * 5)
@@ -90,5 +90,5 @@ def test_continue_final_message() -> None:
     with pytest.raises(RequestError, match="exclude"):
         template.render([USER, answer], add_generation_prompt=True, continue_final=True)
     upper = ChatTemplate("{% for m in messages %}{{ m.content | upper }}{% endfor %}", {})
-    with pytest.raises(RequestError, match="as it is"):
+    with pytest.raises(RequestError, match="unchanged"):
         upper.render([USER, answer], continue_final=True)

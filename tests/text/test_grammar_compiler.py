@@ -1,4 +1,4 @@
-"""Grammars are compiled once, off the step, within the memory limit; each outcome is remembered."""
+"""Grammars compile once, outside of steps, within the memory limit; results are cached."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from windlass.core.structured import StructuredOutputs
 from windlass.errors import EngineError, RequestError
 from windlass.text.grammar import compiler as compiler_module
 from windlass.text.grammar.compiler import GrammarCompiler
-from windlass.text.grammar.sandbox import Ticket, Verdict
+from windlass.text.grammar.sandbox import Cancellation, Verdict
 
 MIB = 2**20
 HANG_GUARD_S = 60
 
 
 class FakeMatcher:
-    """A grammar that every token satisfies, until it is broken."""
+    """A grammar that accepts every token, until a test sets an error."""
 
     def __init__(self, shared: dict[str, str]) -> None:
         self.shared = shared
@@ -44,21 +44,21 @@ class FakeMatcher:
 
 
 class FakeBackend:
-    """Compiles a regex when the test lets it; what the regex says decides the outcome."""
+    """Compiles a regex when the test allows it; the regex decides the result."""
 
     def __init__(self) -> None:
         self.checked: list[str] = []
         self.built: list[str] = []
         self.cancelled: list[str] = []
-        self.open = threading.Event()  # checks wait for it
+        self.open = threading.Event()  # slow checks wait for this
         self.open.set()
 
-    def check(self, form: StructuredOutputs, ticket: Ticket) -> Verdict:
-        regex = form.text
+    def check(self, structured: StructuredOutputs, cancellation: Cancellation) -> Verdict:
+        regex = structured.text
         self.checked.append(regex)
         if regex.startswith("slow"):
             while not self.open.wait(0.001):
-                if ticket.cancelled:
+                if cancellation.cancelled:
                     self.cancelled.append(regex)
                     raise EngineError("cancelled")
         if regex.startswith("broken"):
@@ -76,7 +76,7 @@ class FakeBackend:
 
 
 class Clock:
-    """CPU time that passes when a test says so."""
+    """CPU time that a test controls."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -97,7 +97,7 @@ class World:
         self.grammars.enter(name, StructuredOutputs(regex=regex, source="guided_regex"))
 
     def wait_for_jobs(self) -> None:
-        """Until no thread has anything left to do."""
+        """Wait until no thread has work left."""
         for _ in range(20):
             self.grammars.begin()
             for job in self.grammars._jobs:
@@ -105,11 +105,11 @@ class World:
             self.grammars.begin()
 
     def run(self, name: str, regex: str) -> None:
-        """As the scheduler does it: plan after plan, until the request is ready."""
+        """Begin plan after plan, like the scheduler, until the request is ready."""
         self.enter(name, regex)
         deadline = time.monotonic() + HANG_GUARD_S
         while not self.grammars.ready(name):
-            assert time.monotonic() < deadline, f"{name} is never ready"
+            assert time.monotonic() < deadline, f"{name} did not become ready"
             self.grammars.begin()
         self.grammars.acquire(name)
 
@@ -125,12 +125,12 @@ def test_equal_grammars_are_compiled_once() -> None:
         world.grammars.acquire(f"r{number}")
         world.grammars.leave(f"r{number}")
     world.enter("later", "a+")
-    assert world.grammars.ready("later"), "it is there at once"
+    assert world.grammars.ready("later"), "not cached"
     assert (world.backend.checked, world.backend.built) == (["a+"], ["a+"])
     assert world.grammars.stats().num_checks == 1
 
 
-def test_a_refusal_is_remembered_and_names_the_field() -> None:
+def test_a_refusal_is_cached_and_names_the_field() -> None:
     world = World()
     for number in range(3):
         world.enter(f"r{number}", "bad")
@@ -145,7 +145,7 @@ def test_a_refusal_is_remembered_and_names_the_field() -> None:
 
 
 @pytest.mark.parametrize("regex", ["broken", "late"])
-def test_a_failure_of_the_sandbox_is_not_remembered(regex: str) -> None:
+def test_a_failure_of_the_sandbox_is_not_cached(regex: str) -> None:
     world = World()
     for number in range(2):
         world.enter(f"r{number}", regex)
@@ -157,7 +157,7 @@ def test_a_failure_of_the_sandbox_is_not_remembered(regex: str) -> None:
     assert world.backend.checked == [regex] * 2
 
 
-def test_a_slow_grammar_holds_up_no_other() -> None:
+def test_a_slow_grammar_does_not_delay_others() -> None:
     world = World()
     world.backend.open.clear()
     world.enter("slow", "slow")
@@ -171,21 +171,21 @@ def test_a_slow_grammar_holds_up_no_other() -> None:
     assert world.grammars.ready("slow")
 
 
-def test_a_grammar_that_nobody_waits_for_is_given_up() -> None:
+def test_a_compilation_without_waiting_requests_is_cancelled() -> None:
     world = World()
     world.backend.open.clear()
     for name in ("first", "second"):
         world.enter(name, "slow")
     world.grammars.begin()
     world.grammars.leave("first")
-    assert not world.grammars._jobs[0].ticket.cancelled
+    assert not world.grammars._jobs[0].cancellation.cancelled
     world.grammars.leave("second")
     world.wait_for_jobs()
     assert world.backend.cancelled == ["slow"]
     assert world.grammars.stats().num_grammars == 0
 
 
-def test_so_many_are_compiled_at_a_time() -> None:
+def test_the_number_of_concurrent_compilations_is_limited() -> None:
     world = World()
     world.backend.open.clear()
     for number in range(10):
@@ -199,8 +199,8 @@ def test_so_many_are_compiled_at_a_time() -> None:
     assert sorted(world.backend.checked) == [f"slow{number}" for number in range(10)]
 
 
-def test_grammars_in_use_stay_within_the_memory() -> None:
-    """One that does not fit waits until a running request has ended."""
+def test_grammars_in_use_stay_within_the_memory_limit() -> None:
+    """A grammar that does not fit waits until a running request ends."""
     world = World(memory_mib=100)
     world.run("a", "a=60")
     world.enter("b", "b=60")
@@ -215,7 +215,7 @@ def test_grammars_in_use_stay_within_the_memory() -> None:
     assert world.grammars.stats().num_bytes == 100 * MIB
 
 
-def test_the_least_recently_used_make_place() -> None:
+def test_the_least_recently_used_grammar_is_evicted() -> None:
     world = World(memory_mib=100)
     for name in ("a", "b"):
         world.run(name, f"{name}=40")
@@ -231,7 +231,7 @@ def test_the_least_recently_used_make_place() -> None:
     assert world.backend.checked[3:] == ["b=40"]
 
 
-def test_numbers_of_kept_entries_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_number_of_cached_entries_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiler_module, "_MAX_KEPT", 3)
     monkeypatch.setattr(compiler_module, "_MAX_REFUSED", 2)
     world = World(memory_mib=1000)
@@ -245,7 +245,7 @@ def test_numbers_of_kept_entries_are_bounded(monkeypatch: pytest.MonkeyPatch) ->
     assert world.grammars.stats().num_bytes == 3 * MIB
 
 
-def test_a_preempted_request_goes_on_with_its_own_matcher() -> None:
+def test_a_preempted_request_keeps_its_matcher() -> None:
     world = World()
     world.run("a", "a+")
     matcher = world.grammars.matcher("a")
@@ -260,7 +260,7 @@ def test_a_preempted_request_goes_on_with_its_own_matcher() -> None:
     assert world.grammars.stats().num_bytes == MIB
 
 
-def test_a_broken_grammar_ends_its_request_and_is_compiled_anew() -> None:
+def test_a_failed_grammar_ends_its_request_and_is_compiled_again() -> None:
     world = World()
     world.run("a", "a+")
     world.enter("waits", "a+")
@@ -281,7 +281,7 @@ def test_a_broken_grammar_ends_its_request_and_is_compiled_anew() -> None:
     assert world.grammars.stats().num_bytes == MIB
 
 
-def test_a_grammar_that_is_slow_to_follow_ends_its_request_and_is_refused() -> None:
+def test_a_grammar_with_slow_masks_ends_its_request_and_is_refused() -> None:
     world = World()
     world.run("a", "a+")
     world.run("beside", "a+")
@@ -303,11 +303,11 @@ def test_a_grammar_that_is_slow_to_follow_ends_its_request_and_is_refused() -> N
     assert world.grammars.stats().num_bytes == 0
 
 
-def test_each_token_adds_to_the_time_that_may_be_spent() -> None:
+def test_each_token_adds_to_the_time_limit() -> None:
     world = World()
     world.run("a", "a+")
     matcher = world.grammars.matcher("a")
-    world.clock.step = 0.0049  # of CPU time for a mask, and for a token
+    world.clock.step = 0.0049  # CPU seconds per mask and per token
     for token in range(1000):
         assert matcher.mask() is not None
         matcher.take(token)

@@ -1,4 +1,4 @@
-"""The sandbox compiles what is harmless, and says of anything else which limit it exceeds."""
+"""The sandbox compiles harmless grammars; a refusal names the limit that was exceeded."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from windlass.config import GrammarConfig
 from windlass.core.structured import StructuredOutputs
 from windlass.errors import EngineError
 from windlass.models.dummy import ByteTokenizer
-from windlass.text.grammar.sandbox import Sandbox, Ticket, Verdict
+from windlass.text.grammar.sandbox import Cancellation, Sandbox, Verdict
 from windlass.text.grammar.vocabulary import Vocabulary
 
 pytest.importorskip("llguidance")
 
 VOCABULARY = Vocabulary.of(ByteTokenizer(300, (256,)), 300)
-ENDLESS = {"json": {"type": "integer", "multipleOf": 99999937}}  # hours, gigabytes
-# Limits that are reached at once; what is harmless takes milliseconds.
+ENDLESS = {"json": {"type": "integer", "multipleOf": 99999937}}  # takes hours and gigabytes
+# Endless grammars reach these limits at once; harmless ones take milliseconds.
 CONFIG = GrammarConfig(grammar_compile_timeout=1.0, grammar_memory_bytes=128 * 2**20)
 
 
@@ -45,7 +45,7 @@ def sandbox() -> Iterator[Sandbox]:
 
 
 def check(sandbox: Sandbox, fields: dict[str, Any]) -> Verdict:
-    return sandbox.check(StructuredOutputs(**fields), Ticket())
+    return sandbox.check(StructuredOutputs(**fields), Cancellation())
 
 
 HARMLESS = {
@@ -65,7 +65,7 @@ HARMLESS = {
 
 
 @pytest.mark.parametrize("name", HARMLESS)
-def test_what_is_harmless_compiles(sandbox: Sandbox, name: str) -> None:
+def test_harmless_grammars_compile(sandbox: Sandbox, name: str) -> None:
     verdict = check(sandbox, HARMLESS[name])
     assert verdict.refused == ""
     assert verdict.grammar
@@ -74,14 +74,14 @@ def test_what_is_harmless_compiles(sandbox: Sandbox, name: str) -> None:
 
 REFUSED = {
     "endless": (ENDLESS, "more than 1 s of CPU time \\(--grammar-compile-timeout\\)"),
-    "nobody": ({"json": {"$ref": "#"}}, "no text satisfies it"),
+    "unsatisfiable": ({"json": {"$ref": "#"}}, "no text satisfies it"),
     "contradiction": (
         {"json": {"allOf": [{"type": "string"}, {"type": "integer"}]}},
         "Unsatisfiable",
     ),
     "wrong type": ({"json": {"type": "objekt"}}, "Invalid type: objekt"),
     "unclosed": ({"regex": "(a"}, "unclosed group"),
-    "unknown rule": ({"grammar": "start: nobody"}, "unknown name"),
+    "unknown rule": ({"grammar": "start: missing"}, "unknown name"),
     "repeats": ({"regex": "((a{1,1000}){1,1000}){1,1000}"}, "too many expressions"),
     "groups": (
         {"regex": "(" * 10_000 + "a" + ")" * 10_000},
@@ -99,7 +99,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_is_not_is_refused_with_the_reason(sandbox: Sandbox, name: str) -> None:
+def test_other_grammars_are_refused_with_the_reason(sandbox: Sandbox, name: str) -> None:
     fields, reason = REFUSED[name]
     verdict = check(sandbox, fields)
     assert verdict.refused
@@ -116,24 +116,24 @@ def test_memory_is_limited() -> None:
     assert "more than 16 MiB of memory (--grammar-memory)" in verdict.refused
 
 
-def test_a_grammar_nobody_waits_for_is_given_up() -> None:
+def test_a_compilation_can_be_cancelled() -> None:
     patient = Sandbox(VOCABULARY, GrammarConfig(grammar_compile_timeout=600.0))
     patient.start()
-    ticket, ended = Ticket(), []
+    cancellation, ended = Cancellation(), []
 
     def wait() -> None:
         try:
-            patient.check(StructuredOutputs(**ENDLESS), ticket)
+            patient.check(StructuredOutputs(**ENDLESS), cancellation)
         except EngineError as error:
             ended.append(str(error))
 
     thread = threading.Thread(target=wait)
     thread.start()
-    assert check(patient, HARMLESS["regex"]).refused == "", "others are compiled meanwhile"
-    ticket.cancel()
+    assert check(patient, HARMLESS["regex"]).refused == "", "other grammars compile meanwhile"
+    cancellation.cancel()
     thread.join(60)
     patient.close()
-    assert ended == ["nobody waits for this grammar any more."]
+    assert ended == ["no request waits for this grammar any longer."]
 
 
 def test_a_process_that_died_is_replaced() -> None:

@@ -1,4 +1,4 @@
-"""Incremental text: never half a character, never part of a stop string."""
+"""Incremental detokenisation: never half a character, never part of a stop string."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from windlass.text.completion import Completion
 from windlass.text.stream import TextStream
 
 
-def pieces(text: str, sizes: list[int] | None = None, **wishes) -> tuple[list[str], TextStream]:
-    """What a tokenizer that says what each token is gives; it must be as with any other."""
-    slow, _ = grown(text, sizes, ByteTokenizer(), **wishes)
-    out, stream = grown(text, sizes, ByteTokenizer(pieces=True), **wishes)
-    assert out == slow
+def pieces(text: str, sizes: list[int] | None = None, **params) -> tuple[list[str], TextStream]:
+    """Stream with a tokenizer that has byte pieces, and check against one without them."""
+    expected, _ = stream_text(text, sizes, ByteTokenizer(), **params)
+    out, stream = stream_text(text, sizes, ByteTokenizer(pieces=True), **params)
+    assert out == expected
     return out, stream
 
 
-def grown(
-    text: str, sizes: list[int] | None, tokenizer: ByteTokenizer, **wishes
+def stream_text(
+    text: str, sizes: list[int] | None, tokenizer: ByteTokenizer, **params
 ) -> tuple[list[str], TextStream]:
-    stream = TextStream(tokenizer, SamplingParams(**wishes))
+    stream = TextStream(tokenizer, SamplingParams(**params))
     ids = tokenizer.encode(text)
     out, at = [], 0
     for size in sizes or [1] * len(ids):
@@ -37,23 +37,23 @@ def grown(
     return out, stream
 
 
-def test_a_character_of_four_bytes_comes_whole() -> None:
+def test_a_character_of_four_bytes_is_sent_whole() -> None:
     out, _ = pieces("a🎉é日")
     assert "".join(out) == "a🎉é日"
     assert all("\ufffd" not in piece for piece in out)
     assert out[:6] == ["a", "", "", "", "🎉", ""]
 
 
-@pytest.mark.parametrize("known", [False, True])
-def test_bytes_that_never_become_a_character_are_shown_at_the_end(known: bool) -> None:
-    stream = TextStream(ByteTokenizer(pieces=known), SamplingParams())
+@pytest.mark.parametrize("byte_pieces", [False, True])
+def test_an_incomplete_character_is_replaced_at_the_end(byte_pieces: bool) -> None:
+    stream = TextStream(ByteTokenizer(pieces=byte_pieces), SamplingParams())
     assert stream.push([0xF0, 0x9F]).text == ""
     assert stream.push([], last=True).text == "\ufffd"
 
 
 @settings(deadline=None)  # a busy machine is slow
 @given(st.lists(st.sampled_from([*b"ab", *"é日🎉".encode(), 0xFF, 0x80]), max_size=30))
-def test_any_bytes_become_the_text_that_a_decoder_makes_of_them(ids: list[int]) -> None:
+def test_any_bytes_decode_as_with_an_incremental_decoder(ids: list[int]) -> None:
     stream = TextStream(ByteTokenizer(pieces=True), SamplingParams())
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
     for token in ids:
@@ -62,28 +62,28 @@ def test_any_bytes_become_the_text_that_a_decoder_makes_of_them(ids: list[int]) 
     assert stream.text == bytes(ids).decode(errors="replace")
 
 
-def test_a_stop_string_over_several_tokens_is_never_sent() -> None:
+def test_a_stop_string_across_tokens_is_never_sent() -> None:
     out, stream = pieces("one two STOP three", stop=["STOP"])
     assert "".join(out) == "one two "
     assert stream.stopped_by == "STOP"
 
 
-def test_a_stop_string_can_be_kept() -> None:
+def test_a_stop_string_can_be_included() -> None:
     out, _ = pieces("one STOP two", stop=["STOP"], include_stop_str_in_output=True)
     assert "".join(out) == "one STOP"
 
 
-def test_the_first_of_several_stop_strings_counts() -> None:
+def test_the_first_of_several_stop_strings_ends_the_text() -> None:
     _, stream = pieces("ab cd ef", stop=["ef", "cd"])
     assert (stream.text, stream.stopped_by) == ("ab ", "cd")
 
 
-def test_a_stop_string_before_min_tokens_does_not_count() -> None:
+def test_stop_strings_before_min_tokens_are_ignored() -> None:
     _, stream = pieces("x.y.z", stop=["."], min_tokens=3)
     assert stream.text == "x.y"
 
 
-def test_what_only_looks_like_a_stop_string_is_sent_in_the_end() -> None:
+def test_a_prefix_of_a_stop_string_is_sent_at_the_end() -> None:
     out, stream = pieces("wait: STO", stop=["STOP"])
     assert "".join(out) == "wait: STO"
     assert stream.stopped_by is None
@@ -106,8 +106,8 @@ def test_any_chunking_gives_the_same_text(text: str, stops: list[str], data) -> 
         assert not any(stop in "".join(by_one) for stop in stops)
 
 
-def completion(**wishes) -> Completion:
-    request = NewRequest("r", [1], SamplingParams(**wishes))
+def completion(**params) -> Completion:
+    request = NewRequest("r", [1], SamplingParams(**params))
     return Completion(0, request, ByteTokenizer())
 
 

@@ -1,4 +1,4 @@
-"""Chat templates run in a process that is killed when a render takes too long or too much."""
+"""Chat templates run in a process that is killed when a render exceeds its time or memory limit."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from windlass.text.template_worker import RenderJob, TemplateSource
 
 PLAIN = "{{ bos }}{% for m in messages %}{{ m.role }}:{{ m.content }}\n{% endfor %}"
 ENDLESS = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
-# Only for a conversation of five messages: the trial at start must pass.
+# Reached only by conversations of five messages: the probe at start must pass.
 TRAPS = {
     "loops": ENDLESS,
     "recursion": (
@@ -54,7 +54,7 @@ def render(process: TemplateProcess, job: RenderJob) -> str:
     return asyncio.run(process.render(job))
 
 
-def test_renders_as_the_template_does() -> None:
+def test_the_process_renders_like_the_template() -> None:
     source = PLAIN + "{% if think %}T{% endif %}{% if add_generation_prompt %}>{% endif %}"
     with started(source, think=True) as process:
         assert render(process, conversation(2)) == "<s>user:x\nuser:x\nT>"
@@ -63,7 +63,7 @@ def test_renders_as_the_template_does() -> None:
         assert render(process, job) == "<s>user:x\nT"
 
 
-def test_refusals_come_with_their_field() -> None:
+def test_refusals_name_their_field() -> None:
     with started(PLAIN + "{{ 1 / (messages | length - 4) }}") as process:
         with pytest.raises(RequestError, match=r"line 2: .*zero") as caught:
             render(process, conversation(4))
@@ -74,55 +74,55 @@ def test_refusals_come_with_their_field() -> None:
 
 
 @pytest.mark.parametrize("trap", TRAPS)
-def test_a_render_that_does_not_end_is_stopped(trap: str) -> None:
+def test_an_endless_render_is_stopped(trap: str) -> None:
     text = PLAIN + "{% if messages | length == 5 %}" + TRAPS[trap] + "{% endif %}"
     with started(text) as process:
         with pytest.raises(RequestError, match=r"was stopped|GiB of memory"):
             render(process, conversation(5))
-        assert render(process, conversation(1)) == "<s>user:x\n"  # of the process that replaced it
+        assert render(process, conversation(1)) == "<s>user:x\n"  # from the replacement process
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="the limit is Linux's")
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux enforces the limit")
 @pytest.mark.parametrize(
     "bomb", ["{{ messages[0].content * 10**10 }}", "{{ messages[0].content.ljust(10**10) }}"]
 )
-def test_memory_is_bounded(bomb: str) -> None:
+def test_memory_is_limited(bomb: str) -> None:
     with started(PLAIN + "{% if messages | length == 5 %}" + bomb + "{% endif %}") as process:
         with pytest.raises(RequestError, match=r"GiB of memory|refused"):
             render(process, conversation(5))
         assert render(process, conversation(1)) == "<s>user:x\n"
 
 
-def test_a_prompt_that_cannot_fit_stays_in_the_process() -> None:
+def test_a_prompt_that_cannot_fit_is_refused_in_the_process() -> None:
     with (
         started(PLAIN) as process,
-        pytest.raises(CapacityError, match=r"703 characters .* holds at most 500") as caught,
+        pytest.raises(CapacityError, match=r"703 characters.* holds at most 500") as caught,
     ):
         render(process, conversation(100, max_chars=500))
     assert caught.value.param == "messages"
 
 
 @pytest.mark.parametrize(
-    ("text", "says"),
+    ("text", "message"),
     [
         ("{% for m in messages %}", "does not parse"),
         ("{{ raise_exception('no users here') }}", "no users here"),
         (ENDLESS, "was stopped: it took longer than 2 s .*--chat-template"),
     ],
 )
-def test_a_template_that_cannot_be_used_is_an_error_at_start(text: str, says: str) -> None:
-    with pytest.raises(ConfigError, match=says):
+def test_an_unusable_template_is_an_error_at_start(text: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
         TemplateProcess(TemplateSource(text))
     assert multiprocessing.active_children() == []
 
 
-def test_findings_of_the_trial_are_kept() -> None:
+def test_warnings_of_the_probe_are_returned() -> None:
     source = "{% for m in messages if m.role != 'system' %}{{ m.content }}{% endfor %}"
     with started(source) as process:
-        assert process.facts == ("the chat template drops system messages",)
+        assert process.warnings == ("the chat template drops system messages",)
 
 
-def test_a_process_that_dies_is_replaced() -> None:
+def test_a_process_that_died_is_replaced() -> None:
     with started(PLAIN) as process:
         (child,) = multiprocessing.active_children()
         assert child.pid is not None
@@ -133,7 +133,7 @@ def test_a_process_that_dies_is_replaced() -> None:
         assert render(process, conversation(1)) == "<s>user:x\n"
 
 
-def test_closing_gives_up_a_render() -> None:
+def test_closing_abandons_a_render() -> None:
     async def close_while_rendering(process: TemplateProcess) -> None:
         rendering = asyncio.create_task(process.render(conversation(5)))
         await asyncio.sleep(0.1)

@@ -82,7 +82,7 @@ def _chat_template(card: ModelCard) -> Json:
         template = ChatTemplate(card.chat_template, card.special_tokens)
     except ConfigError as error:
         return {"present": True, "error": str(error), "remarks": []}
-    return {"present": True, "error": None, "remarks": list(template.facts)}
+    return {"present": True, "error": None, "remarks": list(template.warnings)}
 
 
 def _formats(checkpoint: Checkpoint) -> list[Json]:

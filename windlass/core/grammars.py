@@ -19,7 +19,7 @@ class Grammars(Protocol):
         """While this is unchanged, a request that was not ready is still not ready."""
         ...
 
-    def enter(self, request_id: str, form: StructuredOutputs) -> None:
+    def enter(self, request_id: str, structured: StructuredOutputs) -> None:
         """Start to compile the grammar of a request that arrived."""
         ...
 
@@ -49,7 +49,7 @@ class NoGrammars:
         self.failed: dict[str, EngineError] = {}
         self.state: object = None
 
-    def enter(self, request_id: str, form: StructuredOutputs) -> None:
+    def enter(self, request_id: str, structured: StructuredOutputs) -> None:
         pass
 
     def begin(self) -> None:

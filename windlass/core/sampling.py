@@ -108,8 +108,8 @@ class SamplingParams:
         for name in ("stop", "bad_words"):
             object.__setattr__(self, name, _strings(name, getattr(self, name)))
         if isinstance(self.structured_outputs, dict):
-            form = StructuredOutputs.of(self.structured_outputs)
-            object.__setattr__(self, "structured_outputs", form)
+            structured = StructuredOutputs.of(self.structured_outputs)
+            object.__setattr__(self, "structured_outputs", structured)
         object.__setattr__(
             self, "stop_token_ids", _ids("stop_token_ids", self.stop_token_ids or ())
         )

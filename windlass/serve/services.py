@@ -112,6 +112,6 @@ def _start_template(card: ModelCard, config: ServeConfig) -> TemplateProcess | N
     template = TemplateProcess(
         TemplateSource(source, dict(card.special_tokens), dict(config.default_chat_template_kwargs))
     )
-    for fact in template.facts:
-        _log.warning("%s", fact)
+    for warning in template.warnings:
+        _log.warning("%s", warning)
     return template

@@ -1,7 +1,6 @@
-"""The form that a client asks for: OpenAI's `response_format`, and the names of other servers.
+"""Reads structured outputs from a body: OpenAI's `response_format`, and the fields of other servers.
 
-Sizes are checked here before anything is parsed. The engine compiles the form, and refuses what is
-wrong with it.
+Sizes are checked here, before any parsing. The engine compiles the grammar and reports its errors.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from windlass.serve.abbreviate import abbreviate
 from windlass.serve.json_body import decode
 from windlass.serve.protocol import Generation
 
-# Older names of other servers, and what they are in `structured_outputs`.
+# Older fields of other servers, and their names in `structured_outputs`.
 _GUIDED = {
     "guided_json": "json",
     "guided_regex": "regex",
@@ -28,17 +27,17 @@ _FIELDS = ("response_format", "structured_outputs", *_GUIDED)
 
 
 def structured_of(body: Generation) -> StructuredOutputs | None:
-    """The form that a request asks for; asking twice is refused."""
-    asked = [name for name in _FIELDS if getattr(body, name) is not None]
+    """The structured outputs of a body, if any. Two fields that set them are an error."""
+    given = [name for name in _FIELDS if getattr(body, name) is not None]
     if body.response_format == {"type": "text"}:
-        asked.remove("response_format")
-    if not asked:
+        given.remove("response_format")
+    if not given:
         return None
-    if len(asked) > 1:
+    if len(given) > 1:
         raise RequestError(
-            f"{' and '.join(asked)} both say what form to write in. Send one.", asked[1]
+            f"{' and '.join(given)} both set the format of the output. Send one.", given[1]
         )
-    name = asked[0]
+    name = given[0]
     value = getattr(body, name)
     try:
         if name == "response_format":
@@ -51,23 +50,23 @@ def structured_of(body: Generation) -> StructuredOutputs | None:
     return StructuredOutputs.of(fields, source=name)
 
 
-def _response_format(asked: dict[str, Any]) -> dict[str, Any]:
-    kind = asked.get("type")
+def _response_format(value: dict[str, Any]) -> dict[str, Any]:
+    kind = value.get("type")
     if kind == "json_object":
         return {"json_object": True}
     if kind != "json_schema":
         raise RequestError(
             f"type must be 'text', 'json_object' or 'json_schema', got {abbreviate(kind)}."
         )
-    form = asked.get("json_schema")
-    if not isinstance(form, dict) or "schema" not in form:
+    schema = value.get("json_schema")
+    if not isinstance(schema, dict) or "schema" not in schema:
         raise RequestError('json_schema must be an object such as {"name": "…", "schema": {…}}.')
-    return {"json": form["schema"]}
+    return {"json": schema["schema"]}
 
 
-def _within_limits(form: dict[str, Any]) -> dict[str, Any]:
-    """`form`, a schema that came as text decoded. Refuses what would take long to read."""
-    for value in form.values():
+def _within_limits(fields: dict[str, Any]) -> dict[str, Any]:
+    """Check the sizes of `fields`, and decode a schema that came as text."""
+    for value in fields.values():
         if isinstance(value, str):
             _check_chars(len(value))
         elif isinstance(value, dict):
@@ -75,22 +74,22 @@ def _within_limits(form: dict[str, Any]) -> dict[str, Any]:
         elif isinstance(value, list):
             if len(value) > limits.MAX_CHOICES:
                 raise RequestError(
-                    f"it has {len(value):,} choices; at most {limits.MAX_CHOICES:,} are read."
+                    f"it has {len(value):,} choices; at most {limits.MAX_CHOICES:,} are accepted."
                 )
             _check_chars(sum(len(text) for text in value if isinstance(text, str)))
-    grammar, schema = form.get("grammar"), form.get("json")
+    grammar, schema = fields.get("grammar"), fields.get("json")
     if isinstance(grammar, str) and grammar.count("::=") > limits.MAX_GBNF_RULES:
         raise RequestError(
             f"the GBNF grammar has {grammar.count('::='):,} rules; at most "
-            f"{limits.MAX_GBNF_RULES:,} are read. Lark's notation has no such limit."
+            f"{limits.MAX_GBNF_RULES:,} are accepted. Lark's notation has no such limit."
         )
     if isinstance(schema, str):
-        return {**form, "json": decode(schema.encode(), "the JSON schema")}
-    return form
+        return {**fields, "json": decode(schema.encode(), "the JSON schema")}
+    return fields
 
 
 def _check_chars(count: int) -> None:
     if count > limits.MAX_FORM_CHARS:
         raise RequestError(
-            f"it has {count:,} characters, at most {limits.MAX_FORM_CHARS:,} are read."
+            f"it has {count:,} characters; at most {limits.MAX_FORM_CHARS:,} are accepted."
         )

@@ -1,1 +1,1 @@
-"""Text on both sides of the engine: chat templates, tokenising, detokenising, output grammars, requests."""
+"""Chat templates, request building, incremental detokenisation and output grammars. No torch."""

@@ -1,7 +1,7 @@
-"""Conversations to text: a model's jinja template, run in a sandbox and tried before it is needed.
+"""Renders conversations with a model's Jinja chat template, in Jinja's sandbox.
 
 A template that cannot render the simplest conversation is an error at start, not at the first
-request. What special tokens mean and how text becomes tokens is the tokenizer's business.
+request. The tokenizer interprets special tokens and encodes the text.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from windlass.errors import ConfigError, RequestError
 
 Conversation = Sequence[Mapping[str, Any]]
 
-# What running a template's expressions on a client's values may raise.
-_FAULTS = (
+# Exceptions that a template's expressions may raise for a client's values.
+_TEMPLATE_ERRORS = (
     TemplateError,
     TypeError,
     ValueError,
@@ -40,9 +40,9 @@ _ASSISTANT = {"role": "assistant", "content": "Hi."}
 
 
 class _GenerationBlocks(Extension):
-    """Some templates mark what the assistant said for training; to a server the marks are air."""
+    """Ignores `{% generation %}` tags, with which some templates mark assistant text for training."""
 
-    tags = {"generation"}  # noqa: RUF012 - jinja's own name and type
+    tags = {"generation"}  # noqa: RUF012 - name and type are Jinja's
 
     def parse(self, parser: Parser) -> list[nodes.Node]:
         next(parser.stream)
@@ -78,7 +78,7 @@ def _compile(source: str) -> Template:
 
 
 def _line_of(error: BaseException) -> int | None:
-    """The template's line that raised: jinja writes it into the traceback."""
+    """The template's line that raised; Jinja writes it into the traceback."""
     frames = traceback.extract_tb(error.__traceback__)
     lines = [frame.lineno for frame in frames if frame.filename == "<template>"]
     return lines[-1] if lines else None
@@ -88,13 +88,13 @@ def _explain(error: BaseException) -> str:
     line = _line_of(error)
     where = f"line {line}: " if line is not None else ""
     message = str(error) or type(error).__name__
-    if len(message) > _MAX_MESSAGE_CHARS:  # a template may put a whole conversation into its error
+    if len(message) > _MAX_MESSAGE_CHARS:  # a template may quote a whole conversation in its error
         message = f"{message[:_MAX_MESSAGE_CHARS]}…"
     return f"{where}{message}"
 
 
 class ChatTemplate:
-    """One compiled template. `facts` are what the trial at start found out, for the log."""
+    """A compiled template. `warnings` lists conversations that it cannot render, for the log."""
 
     def __init__(
         self,
@@ -105,30 +105,30 @@ class ChatTemplate:
         self._template = _compile(source)
         self._special_tokens = dict(special_tokens)
         self._defaults = dict(defaults or {})
-        self._knows_developer = "developer" in source
-        self.facts = tuple(self._try())
+        self._has_developer = "developer" in source
+        self.warnings = tuple(self._probe())
 
-    def _try(self) -> list[str]:
+    def _probe(self) -> list[str]:
         """Render probe conversations; only a failure of the simplest one is an error."""
         try:
             self._render([_USER], {}, add_generation_prompt=True)
-        except _FAULTS as error:
+        except _TEMPLATE_ERRORS as error:
             raise ConfigError(
                 "the chat template cannot render a conversation of one user message: "
                 f"{_explain(error)}. Give another one with --chat-template."
             ) from error
-        facts = []
+        warnings = []
         probes = {"system messages": [_SYSTEM, _USER], "several turns": [_USER, _ASSISTANT, _USER]}
-        for what, probe in probes.items():
+        for what, messages in probes.items():
             try:
-                text = self._render(probe, {}, add_generation_prompt=True)
-            except _FAULTS as error:
-                facts.append(f"the chat template refuses {what}: {_explain(error)}")
+                text = self._render(messages, {}, add_generation_prompt=True)
+            except _TEMPLATE_ERRORS as error:
+                warnings.append(f"the chat template refuses {what}: {_explain(error)}")
                 continue
-            missing = [message for message in probe if message["content"] not in text]
+            missing = [message for message in messages if message["content"] not in text]
             if missing:
-                facts.append(f"the chat template drops {what}")
-        return facts
+                warnings.append(f"the chat template drops {what}")
+        return warnings
 
     def _render(
         self, messages: Conversation, options: Mapping[str, Any], add_generation_prompt: bool
@@ -145,16 +145,17 @@ class ChatTemplate:
         add_generation_prompt: bool | None = None,
         continue_final: bool = False,
     ) -> str:
-        """The prompt's text; what the template refuses is a RequestError with its own words.
+        """Return the prompt's text. Raises RequestError with the template's message if it refuses.
 
-        `continue_final` leaves the last message, the assistant's, open to be continued.
+        `continue_final` leaves the last message, the assistant's, open for the model to continue.
         """
         self._check(messages, options or {}, add_generation_prompt, continue_final)
         messages = [self._with_role(message) for message in messages]
-        opening = not continue_final if add_generation_prompt is None else add_generation_prompt
+        if add_generation_prompt is None:
+            add_generation_prompt = not continue_final
         try:
-            text = self._render(messages, options or {}, opening)
-        except _FAULTS as error:
+            text = self._render(messages, options or {}, add_generation_prompt)
+        except _TEMPLATE_ERRORS as error:
             raise RequestError(
                 f"the model's chat template refused the messages: {_explain(error)}", "messages"
             ) from error
@@ -169,10 +170,10 @@ class ChatTemplate:
     ) -> None:
         if not messages:
             raise RequestError("messages is empty; send at least one message.", "messages")
-        taken = {"messages", "add_generation_prompt", *self._special_tokens} & set(options)
-        if taken:
+        reserved = {"messages", "add_generation_prompt", *self._special_tokens} & set(options)
+        if reserved:
             raise RequestError(
-                f"chat_template_kwargs must not set {', '.join(sorted(taken))}.",
+                f"chat_template_kwargs must not set {', '.join(sorted(reserved))}.",
                 "chat_template_kwargs",
             )
         if not continue_final:
@@ -189,19 +190,19 @@ class ChatTemplate:
             )
 
     def _with_role(self, message: Mapping[str, Any]) -> Mapping[str, Any]:
-        """'developer' is the newer name of 'system'; most templates know only the old one."""
-        if message["role"] == "developer" and not self._knows_developer:
+        """Rename the role 'developer' to 'system' unless the template knows it."""
+        if message["role"] == "developer" and not self._has_developer:
             return {**message, "role": "system"}
         return message
 
 
 def _cut_after(text: str, content: str) -> str:
-    """Drop what a template wrote after the last message; it may have stripped the content."""
-    for wanted in (content, content.strip()):
-        at = text.rfind(wanted)
+    """Cut the text that a template adds after the last message, whose content it may have stripped."""
+    for last in (content, content.strip()):
+        at = text.rfind(last)
         if at >= 0:
-            return text[: at + len(wanted)]
+            return text[: at + len(last)]
     raise RequestError(
-        "continue_final_message: the chat template does not write the last message as it is.",
+        "continue_final_message: the chat template does not write the last message unchanged.",
         "continue_final_message",
     )

@@ -1,8 +1,8 @@
-"""Renders chat templates in a process of their own, which is killed when a render takes too long.
+"""Renders chat templates in a separate process, which is killed when a render takes too long.
 
-A template is a program that comes with a model. A thread that runs an endless loop cannot be ended,
-and `{{ 'x' * 10**10 }}` takes all memory; a process can be killed, and its memory has a limit. It
-also keeps the event loop free while long conversations are rendered.
+A template is a program that comes with a model. A thread in an endless loop cannot be stopped, and
+`{{ 'x' * 10**10 }}` takes all memory; a process can be killed, and its memory has a limit. The event
+loop also stays free while a long conversation is rendered.
 """
 
 from __future__ import annotations
@@ -34,36 +34,36 @@ from windlass.text.template_worker import (
 _log = logging.getLogger("windlass.serve")
 
 RENDER_TIMEOUT_S = 5.0  # a conversation of 4,096 messages takes a tenth of a second
-_START_TIMEOUT_S = 60.0  # Python starts and imports jinja2, perhaps from a slow disk
+_START_TIMEOUT_S = 60.0  # Python starts and imports jinja2, possibly from a slow disk
 
 
 class Renderer(Protocol):
-    """Makes prompts of conversations."""
+    """Renders conversations into prompts."""
 
     async def render(self, job: RenderJob) -> str:
-        """The prompt's text. What the template refuses is a RequestError with its message."""
+        """Return the prompt's text. Raises RequestError with the template's message if it refuses."""
         ...
 
 
 class _Process:
-    """One life of the process, from its start to its end."""
+    """One run of the process, from start to end."""
 
     def __init__(self, source: TemplateSource) -> None:
         spawn = multiprocessing.get_context("spawn")
-        self._pipe, its_pipe = spawn.Pipe()
+        self._pipe, child_pipe = spawn.Pipe()
         self._process = spawn.Process(
-            target=template_main, args=(source, its_pipe), name="windlass-template"
+            target=template_main, args=(source, child_pipe), name="windlass-template"
         )
         self._process.start()
-        its_pipe.close()
-        # Without this an interpreter that ends by an error would wait for the process forever.
+        child_pipe.close()
+        # Otherwise an interpreter that exits after an error would wait for the process forever.
         atexit.register(self._process.kill)
 
     def send(self, job: RenderJob) -> None:
         self._pipe.send_bytes(encode(job))
 
     def receive(self, timeout_s: float) -> Reply | None:
-        """The next reply; None: it did not come in time. EOFError, OSError: the process ended."""
+        """Receive a reply. None: timed out. Raises EOFError or OSError if the process ended."""
         if not self._pipe.poll(timeout_s):
             return None
         return decode_reply(self._pipe.recv_bytes())
@@ -72,7 +72,7 @@ class _Process:
         self._process.kill()
 
     def close(self) -> None:
-        """End the process, whatever it does."""
+        """Kill the process and release its resources."""
         self._process.kill()
         self._process.join()
         self._pipe.close()
@@ -80,25 +80,26 @@ class _Process:
 
 
 class TemplateProcess:
-    """A Renderer that owns the process; one that takes too long is killed and replaced.
+    """A Renderer that owns the process, and replaces a process that takes too long.
 
-    `facts` are what the trial at start found, for the log. A template that cannot render the
-    simplest conversation in time is a ConfigError. Made and closed outside of `render`'s thread.
+    `warnings` lists conversations that the template cannot render, for the log. A template that
+    cannot render the simplest conversation in time raises ConfigError. Construct and close it
+    outside of the thread that renders.
     """
 
     def __init__(self, source: TemplateSource) -> None:
         self._source = source
-        # One render at a time, in a thread that waits for the process.
+        # One render at a time, in a thread that waits for the reply.
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="windlass-template")
         self._closed = False
-        self._process, self.facts = _start(source)
+        self._process, self.warnings = _start(source)
 
     async def render(self, job: RenderJob) -> str:
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._thread, self._render, job)
 
     def close(self) -> None:
-        """End the process; a render that runs is given up."""
+        """End the process and abandon a running render."""
         self._closed = True
         self._process.kill()
         self._thread.shutdown(wait=True, cancel_futures=True)
@@ -125,9 +126,8 @@ class TemplateProcess:
                 return text
             case TooLong(num_chars):
                 raise CapacityError(
-                    f"the chat template makes a prompt of {num_chars:,} characters of these "
-                    f"messages, and the model's context holds at most {job.max_chars:,}. Send "
-                    "fewer or shorter ones.",
+                    f"the chat template renders these messages to {num_chars:,} characters, and the "
+                    f"model's context holds at most {job.max_chars:,}. Send fewer or shorter ones.",
                     "messages",
                 )
             case Refused(message, param):
@@ -137,13 +137,13 @@ class TemplateProcess:
     def _restart(self) -> None:
         if self._closed:
             return
-        _log.warning("the process that renders chat templates is started again")
+        _log.warning("restarting the process that renders chat templates")
         self._process.close()
         self._process, _ = _start(self._source)
 
 
 def _start(source: TemplateSource) -> tuple[_Process, tuple[str, ...]]:
-    """Start a process and wait for its trial of the template, whose findings are returned."""
+    """Start a process and return it with the template's warnings."""
     process = _Process(source)
     try:
         reply = process.receive(_START_TIMEOUT_S)
@@ -155,8 +155,8 @@ def _start(source: TemplateSource) -> tuple[_Process, tuple[str, ...]]:
                     f"{RENDER_TIMEOUT_S:g} s to render three short conversations. {GIVE_ANOTHER}"
                 )
         match reply:
-            case Ready(facts):
-                return process, tuple(facts)
+            case Ready(warnings):
+                return process, tuple(warnings)
             case Unusable(message):
                 raise ConfigError(message)
         raise WorkerDied(

@@ -1,7 +1,7 @@
-"""The process that renders chat templates, and the messages to and from it.
+"""The process that renders chat templates, and its messages.
 
-Who starts it, and ends it when a render takes too long, is template_process.py. It imports little,
-so that it starts fast.
+template_process.py starts it, and kills it when a render takes too long. It imports few modules, so
+that it starts fast.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ GIVE_ANOTHER = "Give another one with --chat-template."
 
 @dataclass(frozen=True, slots=True)
 class TemplateSource:
-    """All that a ChatTemplate is made of; crosses to the process as it is."""
+    """The arguments of ChatTemplate, sent to the process."""
 
     text: str
     special_tokens: Mapping[str, str] = field(default_factory=dict)
@@ -34,7 +34,7 @@ class TemplateSource:
 
 
 class RenderJob(msgspec.Struct, frozen=True, kw_only=True):
-    """One conversation, and the most characters that its prompt may have."""
+    """A conversation to render, and the maximum length of its prompt."""
 
     messages: list[dict[str, Any]]
     max_chars: int
@@ -44,11 +44,11 @@ class RenderJob(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Booted(msgspec.Struct, tag="booted", frozen=True):
-    """The process runs, and tries the template now."""
+    """The process has started and probes the template now."""
 
 
 class Ready(msgspec.Struct, tag="ready", frozen=True):
-    facts: list[str]
+    warnings: list[str]
 
 
 class Unusable(msgspec.Struct, tag="unusable", frozen=True):
@@ -77,9 +77,9 @@ decode_reply = msgspec.msgpack.Decoder(Reply).decode
 
 
 def template_main(source: TemplateSource, pipe: Connection) -> None:
-    """Run as the whole process: render job after job, until the other end of `pipe` is closed."""
+    """Main function of the process: render jobs until the other end of `pipe` is closed."""
     die_with_parent()
-    # A terminal and a service manager signal the whole group: the parent decides.
+    # Terminals and service managers signal the whole process group; the parent ends this process.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     _limit_memory()
@@ -92,7 +92,7 @@ def template_main(source: TemplateSource, pipe: Connection) -> None:
     except MemoryError:
         pipe.send_bytes(encode(Unusable(f"the chat template {_NO_MEMORY}. {GIVE_ANOTHER}")))
         return
-    pipe.send_bytes(encode(Ready(list(template.facts))))
+    pipe.send_bytes(encode(Ready(list(template.warnings))))
     while True:
         try:
             job = _decode_job(pipe.recv_bytes())

@@ -1,1 +1,1 @@
-"""Grammars of structured outputs: compiled in a sandbox, cached, and followed token by token."""
+"""Grammars of structured outputs: compiles them in a sandbox, caches them, follows outputs token by token."""

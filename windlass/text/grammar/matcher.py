@@ -1,7 +1,7 @@
-"""Where one request's output stands in its grammar, and how much time following it has taken.
+"""Follows one request's output through its grammar, within a limit of CPU time.
 
-A request whose grammar breaks, or takes too long, ends with an error; the others go on. The matcher
-belongs to the request until it ends, so that a preempted one need not follow its output again.
+When the grammar fails or takes too long, this request ends with an error and the others continue.
+The matcher belongs to the request until it ends, so a preempted request does not repeat the work.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 Clock = Callable[[], float]
 
-_SHARE_PER_TOKEN = 0.1  # of the step timeout: what each token adds to the time that may be spent
+_SHARE_PER_TOKEN = 0.1  # each token adds this share of the step timeout to the time limit
 
 
 class RequestMatcher:
@@ -30,7 +30,7 @@ class RequestMatcher:
         on_timeout: Callable[[str], None],
         clock: Clock = time.thread_time,
     ) -> None:
-        """The callbacks get the reason why the request must end. `clock` gives CPU seconds."""
+        """The callbacks receive the reason that ends the request. `clock` returns CPU seconds."""
         self._matcher = matcher
         self._timeout_s = step_timeout_s
         self._on_break = on_break
@@ -41,7 +41,7 @@ class RequestMatcher:
         self._ended = False
 
     def mask(self) -> bytes | None:
-        """A bit for each token, set where it may come next; None: the request is to end."""
+        """One bit per token, set where the token may come next. None: the request must end."""
         if self._ended:
             return None
         began = self._clock()
@@ -50,7 +50,7 @@ class RequestMatcher:
         return None if self._ended else mask
 
     def take(self, token: int) -> None:
-        """The output goes on with this token."""
+        """Advance by one output token."""
         if self._ended:
             return
         began = self._clock()
@@ -59,7 +59,7 @@ class RequestMatcher:
         self._account(began)
 
     def catch_up(self, output: Sequence[int]) -> None:
-        """Follow the tokens of an output that this matcher has not seen."""
+        """Advance by the tokens of `output` that this matcher has not seen."""
         for token in output[self._num_tokens :]:
             self.take(token)
 

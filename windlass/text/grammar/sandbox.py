@@ -1,6 +1,6 @@
-"""The engine's end of the grammar sandbox: starts its process, hands it forms, gets verdicts.
+"""The engine's side of the grammar sandbox: starts its process, sends grammars, receives verdicts.
 
-The process is started by the first form and serves all that follow; one that died is replaced.
+The first grammar starts the process, which serves all later ones. A process that died is replaced.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from windlass.errors import EngineError
 from windlass.text.grammar.vocabulary import Vocabulary
 from windlass.text.grammar.wire import recv_frame, send_frame
 
-# The interpreter is isolated from the working folder, and finds modules where this one does.
+# The interpreter ignores the working folder, and finds modules in the same places as this one.
 _PROGRAM = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[2]); "
     "from windlass.text.grammar.worker import main; main(int(sys.argv[1]))"
@@ -33,16 +33,16 @@ _END_TIMEOUT_S = 5.0
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What the sandbox found out about a form."""
+    """The sandbox's result for one grammar."""
 
-    grammar: str = ""  # as llguidance reads it
-    num_bytes: int = 0  # that the compiled grammar takes
-    refused: str = ""  # why; "": it compiled within the limits
-    final: bool = True  # False: the machine was too busy, another time it may compile
+    grammar: str = ""  # in llguidance's format
+    num_bytes: int = 0  # memory of the compiled grammar
+    refused: str = ""  # the reason; "": it compiled within the limits
+    final: bool = True  # False: the machine was too busy; a later attempt may succeed
 
 
-class Ticket:
-    """One form's stay in the sandbox, which another thread may end."""
+class Cancellation:
+    """Cancels one compilation in the sandbox, from another thread."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -50,11 +50,11 @@ class Ticket:
         self.cancelled = False
 
     def cancel(self) -> None:
-        """Kill the compiler, now or as soon as it would start."""
+        """Kill the compiler, now or as soon as it starts."""
         with self._lock:
             self.cancelled = True
             if self._connection is not None:
-                with contextlib.suppress(OSError):  # it has just ended by itself
+                with contextlib.suppress(OSError):  # it has just ended
                     self._connection.shutdown(socket.SHUT_RDWR)
 
     def attach(self, connection: socket.socket) -> None:
@@ -69,7 +69,7 @@ class Ticket:
 
 
 class Sandbox:
-    """Owns the process. Its methods may be called by several threads at once."""
+    """Owns the process. Thread-safe."""
 
     def __init__(self, vocabulary: Vocabulary, config: GrammarConfig) -> None:
         self._vocabulary = vocabulary
@@ -78,28 +78,28 @@ class Sandbox:
         self._control: socket.socket | None = None
         self._is_ready = False
         self._end: weakref.finalize[..., object] | None = None
-        self.pid: int | None = None  # of the process, while there is one
+        self.pid: int | None = None  # None: no process is running
 
-    def check(self, form: StructuredOutputs, ticket: Ticket) -> Verdict:
-        """Compile `form` there, and wait for the verdict. EngineError: it gave none."""
-        request = json.dumps(form.fields()).encode()
-        for _ in range(2):  # a process that died is replaced
+    def check(self, structured: StructuredOutputs, cancellation: Cancellation) -> Verdict:
+        """Compile `structured` and wait for the verdict. Raises EngineError if there is none."""
+        request = json.dumps(structured.fields()).encode()
+        for _ in range(2):  # the second attempt replaces a process that died
             mine, theirs = socket.socketpair()
             with mine, theirs:
                 if self._hand_over(theirs):
                     theirs.close()
-                    answer = _ask(mine, request, ticket)
+                    answer = _ask(mine, request, cancellation)
                     if answer is not None:
                         return _verdict(json.loads(answer))
-            if ticket.cancelled:
-                raise EngineError("nobody waits for this grammar any more.")
+            if cancellation.cancelled:
+                raise EngineError("no request waits for this grammar any longer.")
             self.close()
         raise EngineError(
             "the grammar sandbox ended twice while it compiled a grammar; see the log."
         )
 
     def _hand_over(self, connection: socket.socket) -> bool:
-        """Give the process its end of a connection; False: it had died."""
+        """Pass the process its end of a connection. False: the process had died."""
         with self._lock:
             control = self._control or self._start()
             if not self._is_ready:
@@ -111,7 +111,7 @@ class Sandbox:
             return True
 
     def start(self) -> None:
-        """Start the process, and leave it to its preparations; `check` waits for them."""
+        """Start the process without waiting until it is ready; `check` waits."""
         with self._lock:
             if self._control is None:
                 self._start()
@@ -126,7 +126,7 @@ class Sandbox:
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 pass_fds=[theirs.fileno()],
-                start_new_session=True,  # signals of a terminal are the engine's business
+                start_new_session=True,  # the engine handles signals of the terminal
             )
         self._control, self.pid = mine, process.pid
         self._end = weakref.finalize(self, _end, process, mine)
@@ -166,7 +166,7 @@ class Sandbox:
         self._is_ready = False
 
     def close(self) -> None:
-        """End the process; the next form starts another."""
+        """End the process. The next grammar starts another one."""
         with self._lock:
             self._stop()
 
@@ -180,16 +180,16 @@ def _end(process: subprocess.Popen[bytes], control: socket.socket) -> None:
         process.wait()
 
 
-def _ask(connection: socket.socket, request: bytes, ticket: Ticket) -> bytes | None:
-    """The answer to one request; None: the connection was lost, or cancelled."""
-    ticket.attach(connection)
+def _ask(connection: socket.socket, request: bytes, cancellation: Cancellation) -> bytes | None:
+    """Send one request and return the reply. None: the connection was lost or cancelled."""
+    cancellation.attach(connection)
     try:
         send_frame(connection, request)
         return recv_frame(connection)
     except OSError:
         return None
     finally:
-        ticket.detach()
+        cancellation.detach()
 
 
 def _verdict(reply: dict[str, Any]) -> Verdict:

@@ -1,4 +1,4 @@
-"""A model's tokens as llguidance reads them, in the engine and in the sandbox alike."""
+"""A model's tokens in the shape that llguidance reads, for the engine and the sandbox."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Vocabulary:
-    """The bytes of each token; special tokens stand for no text, even where it looks like theirs."""
+    """The bytes of each token. Special tokens match no text, not even their own spelling."""
 
     tokens: list[bytes]
     eos_ids: list[int]
@@ -24,19 +24,20 @@ class Vocabulary:
 
     @classmethod
     def of(cls, tokenizer: Tokenizer, vocab_size: int) -> Vocabulary:
-        """`vocab_size`: tokens that have logits."""
+        """Read a tokenizer. `vocab_size` is the number of logits."""
         count = min(tokenizer.vocab_size, vocab_size)
         tokens = [tokenizer.token_bytes(token) for token in range(count)]
         return cls(tokens, list(tokenizer.eos_ids), list(tokenizer.special_ids))
 
     def packed(self) -> tuple[bytes, bytes]:
-        """The length of each token, and all tokens in one piece."""
+        """The lengths of all tokens, and their concatenated bytes."""
         return array("I", map(len, self.tokens)).tobytes(), b"".join(self.tokens)
 
     @classmethod
     def unpacked(
         cls, lengths: bytes, joined: bytes, *, eos_ids: list[int], special_ids: list[int]
     ) -> Vocabulary:
+        """Reverse `packed`."""
         counts, tokens, at = array("I"), [], 0
         counts.frombytes(lengths)
         for count in counts:
@@ -46,7 +47,7 @@ class Vocabulary:
 
 
 class _Source:
-    """A vocabulary under the names that llguidance asks for."""
+    """A vocabulary with the attributes that llguidance reads."""
 
     bos_token_id = None
 
@@ -61,7 +62,7 @@ class _Source:
 
 
 def make_tokenizer(vocabulary: Vocabulary, encode: Callable[[str], list[int]]) -> LLTokenizer:
-    """`encode` spells text that a grammar forces in the tokens that the model would use."""
+    """Make llguidance's tokenizer. `encode` gives the tokens of text that a grammar forces."""
     try:
         from llguidance import LLTokenizer, TokenizerWrapper
     except ImportError as error:

@@ -1,4 +1,4 @@
-"""Frames between the engine and its grammar sandbox: a length of four bytes, then the payload."""
+"""Frames between the engine and the grammar sandbox: four bytes of length, then the payload."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def send_frame(sock: socket.socket, payload: bytes) -> None:
 
 
 def recv_frame(sock: socket.socket) -> bytes | None:
-    """The next frame; None: the other side has closed the socket."""
+    """Receive the next frame. None: the peer closed the socket."""
     head = _recv_exactly(sock, _LENGTH.size)
     return None if head is None else _recv_exactly(sock, _LENGTH.unpack(head)[0])
 

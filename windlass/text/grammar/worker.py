@@ -1,9 +1,9 @@
-"""The sandbox's program: compiles grammars of clients under limits of time, memory and stack.
+"""The sandbox process: compiles clients' grammars under limits of time, memory and stack.
 
-It reads the vocabulary once. For each grammar it forks a supervisor, which forks a compiler: the
-compiler is killed when it exceeds a limit, when the engine gives up, or when the engine dies, and
-the next grammar finds the vocabulary ready. A process that forks must have one thread, so nothing
-here starts another, and nothing here imports torch.
+The process reads the vocabulary once. For each grammar it forks a supervisor, which forks a
+compiler. The supervisor kills the compiler when it exceeds a limit, when the engine cancels, or when
+the engine dies; the vocabulary stays ready for the next grammar. A process that forks must have one
+thread: this module starts none and does not import torch.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ if TYPE_CHECKING:
 
 Reply = dict[str, Any]
 
-_NICE = 10  # the engine's own threads come first
-# Smaller than any stack in the engine, so that what does not overflow here does not overflow there.
+_NICE = 10  # the engine's threads have priority
+# Smaller than any stack in the engine: a grammar that fits here fits there.
 _STACK_BYTES = 2 * 2**20
-# A compiler that gets no CPU must not hold its request for ever.
+# Bounds the wait for a compiler that gets no CPU.
 _WALL_TIME_FACTOR = 20
-# Random tokens that a grammar must survive: some break only on the way.
+# Random tokens to try: some grammars fail only during generation.
 _NUM_TRIAL_TOKENS = 32
 _MAX_REASON = 800  # characters
 _MAX_LINE = 120
@@ -55,7 +55,7 @@ class _Compiler:
         self._limits = parser_limits(config)
 
     def supervise(self, connection: socket.socket) -> None:
-        """Compile the form that comes over `connection`, in a child, and send the outcome back."""
+        """Receive a grammar from `connection`, compile it in a child, and send the result."""
         request = recv_frame(connection)
         if request is None:
             return
@@ -76,11 +76,11 @@ class _Compiler:
         if end == "late":
             reply: Reply = {"late": f"it was not compiled within {waits:g} s."}
         else:
-            reply = json.loads(output) if output else self._death(status)
+            reply = json.loads(output) if output else self._cause_of_death(status)
         send_frame(connection, json.dumps(reply).encode())
 
-    def _death(self, status: int) -> Reply:
-        """Why a compiler ended without an outcome."""
+    def _cause_of_death(self, status: int) -> Reply:
+        """Explain why a compiler ended without a result."""
         number = os.WTERMSIG(status) if os.WIFSIGNALED(status) else 0
         config = self._config
         if number in (signal.SIGPROF, signal.SIGXCPU):
@@ -94,7 +94,7 @@ class _Compiler:
         return {"refused": f"compiling it takes more than {limit}."}
 
     def _compile_and_exit(self, request: bytes, write_end: int) -> NoReturn:
-        """Run as the child: any way out of here ends the process."""
+        """Run as the child. Every exit ends the process."""
         try:
             self._enter_limits()
             reply = self._compile(json.loads(request))
@@ -102,18 +102,18 @@ class _Compiler:
             reply = {"refused": _shortened(str(error))}
         except MemoryError:
             os.abort()
-        except Exception as error:  # the border of the process: the engine raises it
+        except Exception as error:  # border of the process: the engine raises it
             reply = {"error": f"{type(error).__name__}: {error}"}
         with os.fdopen(write_end, "wb") as output:
             output.write(json.dumps(reply).encode())
         os._exit(0)
 
     def _enter_limits(self) -> None:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # llguidance's last words are no log
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # keep llguidance's panics out of the log
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         if sys.platform == "linux":  # other systems do not enforce it
-            most = _address_space() + self._config.grammar_memory_bytes
-            resource.setrlimit(resource.RLIMIT_AS, (most, most))
+            limit = _address_space() + self._config.grammar_memory_bytes
+            resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
         _, hard = resource.getrlimit(resource.RLIMIT_STACK)
         resource.setrlimit(resource.RLIMIT_STACK, (_STACK_BYTES, hard))
         seconds = self._config.grammar_compile_timeout
@@ -129,12 +129,12 @@ class _Compiler:
         _check(matcher)
         self._try_tokens(matcher)
         grown = _peak_resident() - before
-        del matcher  # it must fit into the stack to free it, too
+        del matcher  # freeing it must fit the stack, too
         return {"grammar": grammar, "num_bytes": grown + len(grammar)}
 
     def _try_tokens(self, matcher: LLMatcher) -> None:
-        """Follow the grammar along random tokens, under the limits that a step has."""
-        random, most_s = Random(0), self._config.grammar_step_timeout
+        """Generate random tokens with the grammar, under the limits of a step."""
+        random, timeout_s = Random(0), self._config.grammar_step_timeout
         for number in range(_NUM_TRIAL_TOKENS):
             began = time.thread_time()
             token = _choose(matcher.compute_bitmask(), self._eos_ids, random)
@@ -143,17 +143,17 @@ class _Compiler:
                 matcher.consume_token(token)
                 _check(matcher)
             took = time.thread_time() - began
-            if took > most_s:
+            if took > timeout_s:
                 raise RequestError(
                     f"token {number + 1} of a trial took {1e3 * took:.0f} ms, at most "
-                    f"{1e3 * most_s:g} ms are allowed (--grammar-step-timeout)."
+                    f"{1e3 * timeout_s:g} ms are allowed (--grammar-step-timeout)."
                 )
             if token is None or matcher.is_stopped():
                 matcher.reset()
 
 
 class _GreedyEncoder:
-    """Spells forced text in the longest tokens that fit. It needs no files of the model."""
+    """Encodes forced text with the longest tokens that fit. Needs no files of the model."""
 
     tokenizer: LLTokenizer | None = None
 
@@ -162,7 +162,7 @@ class _GreedyEncoder:
 
 
 def _choose(mask: bytes, eos_ids: frozenset[int], random: Random) -> int | None:
-    """One of the allowed tokens that does not end the output; None: there is none."""
+    """Choose an allowed token that does not end the output. None: there is none."""
     filled = [at for at, byte in enumerate(mask) if byte]
     random.shuffle(filled)
     for at in filled:
@@ -179,7 +179,7 @@ def _check(matcher: LLMatcher) -> None:
 
 
 def _reason_of(matcher: LLMatcher) -> str:
-    """Why a matcher cannot go on."""
+    """The reason why a matcher failed."""
     reason = matcher.get_error().replace("<non-verbose/>", "").strip()
     if reason in ("NoExtension", "NoExtensionBias"):
         return "no text satisfies it."
@@ -187,7 +187,7 @@ def _reason_of(matcher: LLMatcher) -> str:
 
 
 def _shortened(reason: str) -> str:
-    """With long lines cut in the middle: errors quote the grammar."""
+    """Cut long lines in the middle: errors quote the grammar."""
     half = _MAX_LINE // 2
     lines = [
         line if len(line) <= _MAX_LINE else f"{line[:half]} … {line[-half:]}"
@@ -197,7 +197,7 @@ def _shortened(reason: str) -> str:
 
 
 def _read_all(read_end: int, connection: socket.socket, deadline: float) -> tuple[bytes, str]:
-    """What the child writes, and why reading ended: "eof", "closed" by the engine, or "late"."""
+    """Read the child's output. Also returns why reading ended: "eof", "closed" by the engine, "late"."""
     output = b""
     with os.fdopen(read_end, "rb", buffering=0) as pipe:
         watched = [pipe.fileno(), connection.fileno()]
@@ -208,13 +208,13 @@ def _read_all(read_end: int, connection: socket.socket, deadline: float) -> tupl
                 if not part:
                     return output, "eof"
                 output += part
-            elif ready:  # the engine sends nothing more: it has closed the connection
+            elif ready:  # the engine sends nothing else: it closed the connection
                 return output, "closed"
     return output, "late"
 
 
 def _address_space() -> int:
-    """Bytes that this process has mapped."""
+    """Mapped bytes of this process."""
     with open("/proc/self/statm", encoding="ascii") as file:
         return int(file.read().split()[0]) * resource.getpagesize()
 
@@ -236,7 +236,7 @@ def _read_vocabulary(control: socket.socket) -> tuple[Vocabulary, GrammarConfig]
 
 
 def main(control_fd: int) -> None:
-    """Serve the engine at the other end of a Unix socket until it closes."""
+    """Serve the engine over a Unix socket until it closes."""
     control = socket.socket(fileno=control_fd)
     received = _read_vocabulary(control)
     if received is None:
@@ -246,7 +246,7 @@ def main(control_fd: int) -> None:
     encoder.tokenizer = make_tokenizer(vocabulary, encoder)
     compiler = _Compiler(encoder.tokenizer, vocabulary.eos_ids, config)
     os.nice(_NICE)
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # supervisors leave nothing to wait for
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps supervisors
     send_frame(control, b"ready")
     while True:
         message, descriptors, _, _ = socket.recv_fds(control, 1, 1)
@@ -259,13 +259,13 @@ def main(control_fd: int) -> None:
 
 
 def _supervise_and_exit(compiler: _Compiler, connection: socket.socket) -> NoReturn:
-    """Run as the child: any way out of here ends the process."""
+    """Run as the child. Every exit ends the process."""
     status = 1
     try:
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         compiler.supervise(connection)
         status = 0
-    except Exception:  # the border of the process: the engine sees a closed connection
+    except Exception:  # border of the process: the engine sees a closed connection
         traceback.print_exc()
     finally:
         os._exit(status)
