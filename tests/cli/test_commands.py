@@ -96,7 +96,7 @@ def test_no_flag_is_cut_off_in_help(windlass: Invoke) -> None:
 def test_inspect_describes_a_model(windlass: Invoke, chat_model: Path) -> None:
     outcome = windlass("inspect", str(chat_model), *DUMMY)
     assert outcome.code == 0
-    for found in ("LlamaForCausalLM", "tried: works", "qkv_proj", "136.6 KiB"):
+    for found in ("LlamaForCausalLM", "renders", "qkv_proj", "136.6 KiB"):
         assert found in outcome.out
 
 

@@ -192,7 +192,7 @@ def test_inspect_reports_weight_formats(plain: Path) -> None:
     assert found["estimate"]["weight_bytes"] == made.weight_bytes
     wide = {"COLUMNS": "300"}
     shown = CliRunner().invoke(app, ["inspect", str(plain), *options], env=wide).output
-    assert "4.25 bits a weight, plain: all others: plain kernels were requested" in shown
+    assert "4.25 bits per weight, plain: all others: plain kernels were requested" in shown
 
 
 @pytest.mark.parametrize("options", [{"plain_kernels": True}, {"dtype": "float32"}, {}], ids=str)

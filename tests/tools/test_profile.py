@@ -1,4 +1,4 @@
-"""Where a step's time goes: every kind of work is named, and names alone are enough for kernels."""
+"""`windlass profile`: classifies every kind of work, and kernels without a scope by name."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ def test_profile(windlass: Windlass, tiny: Path, tmp_path: Path) -> None:
     for table in (prefill, decode):
         for kind in ("attention", "norm", "rope and KV write", "activation", "sampling", "host"):
             assert f"\n{kind} " in table
-        assert "matrix product gate_up_proj 128x32 " in table
-        assert "matrix product lm_head 256x32 " in table
+        assert "GEMM gate_up_proj 128x32 " in table
+        assert "GEMM lm_head 256x32 " in table
     for path in (trace, tmp_path / "trace.prefill.json"):
         events = json.loads(path.read_text())["traceEvents"]
         assert any(event.get("name") == "windlass: attention" for event in events)
 
 
-def test_the_network_is_left_as_it_was(tiny: Path) -> None:
+def test_network_is_restored(tiny: Path) -> None:
     from windlass.build import build_engine, open_model
     from windlass.config import EngineConfig
 
@@ -51,46 +51,46 @@ def test_the_network_is_left_as_it_was(tiny: Path) -> None:
         ("rope_write_kernel", "rope and KV write"),
         ("silu_mul_kernel", "activation"),
         ("sample_part_kernel", "sampling"),
-        ("nvjet_tst_64x8", "matrix product nvjet_tst_64x8"),
+        ("nvjet_tst_64x8", "GEMM nvjet_tst_64x8"),
         ("void at::native::reduce_kernel<512, ArgMax>", "sampling"),
         ("Memcpy DtoH (Device -> Pinned)", "copies"),
         ("something_else", "other"),
     ],
 )
-def test_kernels_are_known_by_name(name: str, kind: str) -> None:
+def test_kernels_are_classified_by_name(name: str, kind: str) -> None:
     assert kind_of(name, []) == kind
 
 
-def test_a_scope_names_what_its_operators_do() -> None:
-    inside = ["aten::linear", "windlass: matrix product o_proj 8x8", "windlass step"]
-    assert kind_of("aten::mm", inside) == "matrix product o_proj 8x8"
+def test_scopes_classify_their_operators() -> None:
+    inside = ["aten::linear", "windlass: GEMM o_proj 8x8", "windlass step"]
+    assert kind_of("aten::mm", inside) == "GEMM o_proj 8x8"
     assert kind_of("aten::copy_", ["aten::to", "windlass step"]) == "copies"
 
 
-def test_kernels_are_counted_once_and_scopes_never() -> None:
+def test_kernels_count_once_and_scopes_never() -> None:
     def event(name: str, device: DeviceType, us: float = 0.0, **values: object) -> FunctionEvent:
         return FunctionEvent(0, name, 0, 0.0, us, device_type=device, **values)
 
     step = event("windlass step", DeviceType.CPU)
-    scope = event("windlass: matrix product o_proj 8x8", DeviceType.CPU)
+    scope = event("windlass: GEMM o_proj 8x8", DeviceType.CPU)
     operator = event("aten::mm", DeviceType.CPU)
     operator.cpu_parent, scope.cpu_parent = scope, step
     operator.append_kernel("nvjet", 0, 5.0)
-    scope.append_kernel("windlass: matrix product o_proj 8x8", 0, 5.0)
+    scope.append_kernel("windlass: GEMM o_proj 8x8", 0, 5.0)
     on_device = [
         event("nvjet", DeviceType.CUDA, 5.0),
-        event("windlass: matrix product o_proj 8x8", DeviceType.CUDA, 5.0),
+        event("windlass: GEMM o_proj 8x8", DeviceType.CUDA, 5.0),
         event("windlass step", DeviceType.CUDA, 9.0),
-        event("paged_decode_kernel", DeviceType.CUDA, 3.0),  # from a graph: nobody launched it
+        event("paged_decode_kernel", DeviceType.CUDA, 3.0),  # replayed from a captured graph
         event("nvjet", DeviceType.CUDA, 2.0),
     ]
     assert profile._device_time([step, scope, operator, *on_device]) == {
-        "matrix product o_proj 8x8": (5.0, 1),
+        "GEMM o_proj 8x8": (5.0, 1),
         "attention": (3.0, 1),
-        "matrix product nvjet": (2.0, 1),
+        "GEMM nvjet": (2.0, 1),
     }
 
 
 @pytest.mark.parametrize("steps", [0, -1])
-def test_no_steps_are_refused(windlass: Windlass, tiny: Path, steps: int) -> None:
+def test_zero_steps_are_refused(windlass: Windlass, tiny: Path, steps: int) -> None:
     assert "--steps must be at least 1" in windlass("profile", tiny, "--steps", steps, code=2)

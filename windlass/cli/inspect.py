@@ -1,4 +1,4 @@
-"""`windlass inspect`: what a model is and how it would be computed, without reading its weights."""
+"""`windlass inspect`: describes a model and its kernels without reading weights."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ def inspect(
     as_json: Annotated[bool, switch("Print JSON.", "--json")] = False,
     tensors: Annotated[bool, switch("List every stored tensor.", "--tensors")] = False,
 ) -> int:
-    """Show what a model is and how it would be computed.
+    """Describe a model and the kernels that would run it.
 
-    What was detected, which kernel each kind of layer gets, and why others refused. No weight is
-    read.
+    Shows the detected formats, the kernel of each kind of layer, and why other kernels refused. No
+    weights are read.
     """
     config = options.engine()
     from windlass.cli.model_report import examine
 
-    findings = examine(config, tensors)
+    report = examine(config, tensors)
     if as_json:
-        typer.echo(json.dumps(findings, indent=2))
+        typer.echo(json.dumps(report, indent=2))
     else:
-        from windlass.cli.report import print_findings
+        from windlass.cli.report import print_model_report
 
-        print_findings(findings)
+        print_model_report(report)
     return 0

@@ -1,6 +1,6 @@
-"""What there is to know of a model before it is loaded, as plain JSON values.
+"""Describes a model before it is loaded, as plain JSON values.
 
-Headers are read, weights are not; the network is made without storage, to count what it needs.
+Headers are read, weights are not; the network is built of meta tensors to compute its size.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ Json = dict[str, Any]
 
 
 def examine(config: EngineConfig, list_tensors: bool = False) -> Json:
-    """Open the model that the config names and describe it."""
+    """Open the model of the config and describe it."""
     opened = open_model(config)
     checkpoint = open_checkpoint(opened.files, config.model)
     blueprint = make_blueprint(config, opened.hparams, checkpoint)
     parts = blueprint.parts
     network = make_network(opened.hparams, parts)
     outline(network)
-    findings: Json = {
+    report: Json = {
         "model": _model(opened),
         "spec": asdict(opened.hparams),
         "tokenizer": _tokenizer(opened.card),
@@ -54,8 +54,8 @@ def examine(config: EngineConfig, list_tensors: bool = False) -> Json:
         },
     }
     if list_tensors:
-        findings["tensors"] = _tensors(checkpoint)
-    return findings
+        report["tensors"] = _tensors(checkpoint)
+    return report
 
 
 def _model(opened: OpenModel) -> Json:
@@ -75,7 +75,7 @@ def _tokenizer(card: ModelCard) -> Json:
 
 
 def _chat_template(card: ModelCard) -> Json:
-    """Whether there is one, and what became of trying it on a few conversations."""
+    """Whether there is one, and the result of rendering a few conversations with it."""
     if card.chat_template is None:
         return {"present": False, "error": None, "remarks": []}
     try:
@@ -86,7 +86,7 @@ def _chat_template(card: ModelCard) -> Json:
 
 
 def _formats(checkpoint: Checkpoint) -> list[Json]:
-    """Stored tensors by format, the heaviest first."""
+    """Count stored tensors by format, the largest share of bytes first."""
     counts: Counter[str] = Counter()
     num_bytes: Counter[str] = Counter()
     for name in checkpoint.names():
@@ -116,8 +116,8 @@ def _kernel(selection: Selection) -> Json:
 
 
 @dataclass(frozen=True, slots=True)
-class _Held:
-    """How one weight is stored in the file and held in memory; what layers of a kind share."""
+class _WeightKind:
+    """Format in the file, form in memory and kernel of a weight; equal for layers of one kind."""
 
     layer: str  # "model.layers.*.mlp.down_proj"
     method: str
@@ -128,36 +128,42 @@ class _Held:
 
 
 def _linear_layers(network: nn.Module) -> list[Json]:
-    """Kinds of linear layers: the same place in every block counts as one kind."""
-    kinds: dict[_Held, list[tuple[int, int]]] = {}
+    """Group linear layers by kind; the same layer of every block is one kind."""
+    kinds: dict[_WeightKind, list[tuple[int, int]]] = {}
     for path, module in network.named_modules():
         if isinstance(module, Linear):
-            place = ".".join("*" if part.isdigit() else part for part in path.split("."))
-            for held, size in _held(place, module):
-                kinds.setdefault(held, []).append(size)
+            name = ".".join("*" if part.isdigit() else part for part in path.split("."))
+            for kind, size in _weights(name, module):
+                kinds.setdefault(kind, []).append(size)
     return [
-        asdict(held)
+        asdict(kind)
         | {
-            "refusals": dict(held.refusals),
+            "refusals": dict(kind.refusals),
             "layers": len(sizes),
             "bytes": sum(num_bytes for num_bytes, _ in sizes),
             "bits_per_weight": round(
                 8 * sum(num_bytes for num_bytes, _ in sizes) / sum(count for _, count in sizes), 2
             ),
         }
-        for held, sizes in kinds.items()
+        for kind, sizes in kinds.items()
     ]
 
 
-def _held(place: str, layer: Linear) -> Iterator[tuple[_Held, tuple[int, int]]]:
-    """A layer's weights, each with its bytes and its number of weights."""
+def _weights(name: str, layer: Linear) -> Iterator[tuple[_WeightKind, tuple[int, int]]]:
+    """Yield a layer's matrices, each with its bytes and its number of weights."""
     method = layer.method
     for gemm in layer.gemm:
-        refusals = tuple(gemm.refusals.items())
-        held = _Held(place, method.name, gemm.form, gemm.kernel, gemm.reason, refusals)
-        yield held, (gemm.prepared.num_bytes, gemm.shape[0] * gemm.shape[1])
+        kind = _WeightKind(
+            layer=name,
+            method=method.name,
+            form=gemm.form,
+            kernel=gemm.kernel,
+            reason=gemm.reason,
+            refusals=tuple(gemm.refusals.items()),
+        )
+        yield kind, (gemm.prepared.num_bytes, gemm.shape[0] * gemm.shape[1])
     if layer.weight is not None:
         reason = method.reason if isinstance(method, Unquantised) else ""
         form = str(layer.weight.dtype).removeprefix("torch.")
-        held = _Held(place, method.name, form, "torch", reason)
-        yield held, (layer.weight.nbytes, layer.weight.numel())
+        kind = _WeightKind(layer=name, method=method.name, form=form, kernel="torch", reason=reason)
+        yield kind, (layer.weight.nbytes, layer.weight.numel())

@@ -1,4 +1,4 @@
-"""`windlass profile`: where a step's time goes, as a table and as a trace."""
+"""`windlass profile`: step time by kind of work, as a table and as a trace."""
 
 from __future__ import annotations
 
@@ -12,22 +12,24 @@ from windlass.errors import ConfigError
 
 def profile(
     options: Options,
-    workload: Annotated[str, option("NAME", "As for windlass bench throughput.")] = "decode_b1",
-    steps: Annotated[int, option("N", "Decode steps to look at.")] = 8,
+    workload: Annotated[
+        str, option("NAME", "Workload of windlass bench throughput.")
+    ] = "decode_b1",
+    steps: Annotated[int, option("N", "Decode steps to profile.")] = 8,
     output: Annotated[
         Path | None,
         option(
             "FILE",
-            "Write a trace for Chrome or Perfetto; the prompt step's lies beside it.",
+            "Write a trace for Chrome or Perfetto; the prefill step gets a file of its own beside it.",
             "-o",
             "--output",
         ),
     ] = None,
 ) -> int:
-    """Show where a step's time goes.
+    """Show step time by kind of work.
 
-    The workload's first step, and some steps that only decode, through torch's profiler: attention,
-    every matrix product, norms, positions and KV writes, activation, sampling, and the host.
+    Profiles the first step of the workload and some decode steps with torch's profiler: attention,
+    each GEMM, norms, RoPE and KV writes, activation, sampling, and the host.
     """
     if steps < 1:
         raise ConfigError(f"--steps must be at least 1, got {steps}.")
@@ -37,8 +39,8 @@ def profile(
     from windlass.tools.profile import profile as run
     from windlass.tools.profile import show
 
-    wanted = find(workload)
-    phases = run(with_rows(config, [wanted], log), wanted, steps, output, log)
+    chosen = find(workload)
+    phases = run(with_rows(config, [chosen], log), chosen, steps, output, log)
     if output is not None:
         log(f"written to {output}")
     show(phases)

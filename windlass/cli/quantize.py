@@ -1,4 +1,4 @@
-"""`windlass quantize`: a new checkpoint with smaller weights, calibrated on your own texts."""
+"""`windlass quantize`: makes a quantised checkpoint, calibrated on the user's texts."""
 
 from __future__ import annotations
 
@@ -31,25 +31,27 @@ QUANTIZE_OPTIONS = [option for option in ENGINE_OPTIONS if option.name in _NAMES
 def quantize(
     options: Options,
     method: Annotated[str, option("NAME", "rtn, gptq, awq, smoothquant, fp8 or nf4.")],
-    output: Annotated[Path, option("DIR", "The new checkpoint's folder.", "--output", "-o")],
-    bits: Annotated[int | None, option("4|8|3", "Bits of a weight; default: the method's.")] = None,
+    output: Annotated[Path, option("DIR", "Folder of the new checkpoint.", "--output", "-o")],
+    bits: Annotated[int | None, option("4|8|3", "Bits per weight; default: the method's.")] = None,
     group_size: Annotated[
         int | None,
         option(
             "N",
-            "Inputs that share a scale; -1: one scale per output; default: 128, or less "
-            "where that does not divide.",
+            "Inputs that share a scale; -1: one scale per output; default: 128, or 64 or 32 if 128 "
+            "does not divide.",
         ),
     ] = None,
     calibration: Annotated[
-        Path | None, option("FILE", "JSONL of text or messages; gptq, awq and smoothquant need it.")
+        Path | None,
+        option("FILE", "JSONL with text or messages; gptq, awq and smoothquant need it."),
     ] = None,
     samples: Annotated[
-        int | None, option("N", "Texts to choose of it; default: 256, or all there are.")
+        int | None,
+        option("N", "Calibration texts to choose; default: 256, or all if there are fewer."),
     ] = None,
     sample_tokens: SampleTokens = 512,
     skip_broken_lines: Annotated[
-        bool, switch("Leave out lines that cannot be read.", "--skip-broken-lines")
+        bool, switch("Skip invalid calibration lines.", "--skip-broken-lines")
     ] = False,
     format: Annotated[
         str | None,
@@ -57,35 +59,39 @@ def quantize(
     ] = None,
     symmetric: Annotated[
         bool | None,
-        switch("Without or with zero points; default: the format's.", "--symmetric/--asymmetric"),
+        switch(
+            "No zero points, or zero points; default: the format's.", "--symmetric/--asymmetric"
+        ),
     ] = None,
     act_order: Annotated[
         str | None,
         option(
             "none|static|group",
-            "gptq: columns with large inputs first; group: groups follow that order.",
+            "gptq: static quantises columns with large inputs first; group also groups them in that order.",
         ),
     ] = None,
-    damping: Annotated[float, option("X", "gptq: share of the mean added to the diagonal.")] = 0.01,
-    alpha: Annotated[float, option("X", "smoothquant: how much the weights take over.")] = 0.5,
-    clip: Annotated[bool, switch("awq: search for narrower ranges.")] = True,
+    damping: Annotated[
+        float, option("X", "gptq: dampening, as a share of the mean of the Hessian's diagonal.")
+    ] = 0.01,
+    alpha: Annotated[float, option("X", "smoothquant: migration strength, from 0 to 1.")] = 0.5,
+    clip: Annotated[bool, switch("awq: search clipping ranges.")] = True,
     scales: Annotated[
-        str, option("channel|block", "fp8: one scale per output, or per block.")
+        str, option("channel|block", "fp8: one scale per output, or per 128 x 128 block.")
     ] = "channel",
     progress: ShowProgress = True,
 ) -> int:
     """Make a checkpoint with quantised weights.
 
-    One decoder layer is in memory at a time. A run that was interrupted goes on when the same
-    command is given again. The folder holds a quality.json with the error of every layer.
+    One decoder layer is in memory at a time. The same command resumes an interrupted run. The
+    folder has a quality.json with the quantisation error of every layer.
     """
     from windlass.tools.quantize.calibration import SampleOptions
     from windlass.tools.quantize.program import QuantizeJob, run
     from windlass.tools.quantize.recipe import QuantizeOptions
 
     model = _model(options)
-    wishes = QuantizeOptions(
-        method=method,  # type: ignore[arg-type]  # checked when made
+    quantize_options = QuantizeOptions(
+        method=method,  # type: ignore[arg-type]  # checked by the constructor
         bits=bits,
         group_size=group_size,
         format=format,  # type: ignore[arg-type]
@@ -96,13 +102,23 @@ def quantize(
         alpha=alpha,
         clip=clip,
     )
-    choice = SampleOptions(samples, sample_tokens, skip_broken_lines, model.seed)
-    order = QuantizeJob(model, wishes, output, calibration, choice)
+    job = QuantizeJob(
+        model=model,
+        options=quantize_options,
+        output=output,
+        calibration=calibration,
+        samples=SampleOptions(
+            num_samples=samples,
+            sample_tokens=sample_tokens,
+            skip_broken=skip_broken_lines,
+            seed=model.seed,
+        ),
+    )
     try:
         with _progress_bar(progress) as advance:
-            report = run(order, log, advance)
+            report = run(job, log, advance)
     except KeyboardInterrupt:
-        log("interrupted; what is done is kept, and the same command goes on from there")
+        log("interrupted; finished layers are saved, and the same command resumes")
         raise
     errors = ", ".join(f"{name.replace('_', ' ')} {e:.2e}" for name, e in report["mean"].items())
     typer.echo(f"{output}: {report['method']}, {report['bits']} bits, {report['format']}; {errors}")

@@ -1,4 +1,4 @@
-"""Tables for people: the engine's start-up report, and what `inspect` found."""
+"""Tables for the terminal: the engine's start-up report, and the output of `inspect`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _UNITS = ("B", "KiB", "MiB", "GiB")
 
 
 def print_report(report: EngineReport) -> None:
-    """What was found, what was chosen and why, how long it took, what it holds."""
+    """Print the engine's choices with their reasons, start-up times and memory."""
     table = make_table("What", "Value", "Why")
     for choice in report.choices:
         table.add_row(choice.what, choice.value, choice.reason)
@@ -28,18 +28,18 @@ def print_report(report: EngineReport) -> None:
     make_console().print(table)
 
 
-def print_findings(findings: dict[str, Any]) -> None:
-    """What `findings.examine` gave, as one table, and the tensors when they were asked for."""
-    table = make_table("What", "Found", "More")
-    for section in (_model_rows, _text_rows, _weight_rows, _computing_rows):
-        for row in section(findings):
+def print_model_report(report: dict[str, Any]) -> None:
+    """Print what `model_report.examine` returned: one table, and the tensors if requested."""
+    table = make_table("What", "Value", "Details")
+    for section in (_model_rows, _text_rows, _weight_rows, _kernel_rows):
+        for row in section(report):
             table.add_row(*row)
         table.add_section()
     console = make_console()
     console.print(table)
-    if "tensors" in findings:
+    if "tensors" in report:
         listing = make_table("Tensor", "Format", "Shape", "Size")
-        for item in findings["tensors"]:
+        for item in report["tensors"]:
             shape = " x ".join(map(str, item["shape"]))
             listing.add_row(item["name"], item["format"], shape, readable_bytes(item["bytes"]))
         console.print(listing)
@@ -59,14 +59,14 @@ def counted(number: int, what: str) -> str:
     return f"{number:,} {what}" if number == 1 else f"{number:,} {what}s"
 
 
-def _model_rows(findings: dict[str, Any]) -> list[Row]:
-    model, hparams = findings["model"], findings["spec"]
+def _model_rows(report: dict[str, Any]) -> list[Row]:
+    model, hparams = report["model"], report["spec"]
     rows = [("model", model["name"], f"{model['kind']}: {model['path']}")]
     for item in model["weights"]:
         rows.append(("file", readable_bytes(item["bytes"]), item["path"]))
     if not model["weights"]:
         rows.append(("file", "none", "random weights (--load-format dummy)"))
-    heads = f"{hparams['num_heads']} heads over {hparams['num_kv_heads']} of keys and values"
+    heads = f"{hparams['num_heads']} heads, {hparams['num_kv_heads']} KV heads"
     rows.append(
         ("architecture", hparams["architecture"], f"{hparams['num_layers']} layers, {heads}")
     )
@@ -80,61 +80,61 @@ def _model_rows(findings: dict[str, Any]) -> list[Row]:
     return rows
 
 
-def _text_rows(findings: dict[str, Any]) -> list[Row]:
-    tokenizer, template = findings["tokenizer"], findings["chat_template"]
+def _text_rows(report: dict[str, Any]) -> list[Row]:
+    tokenizer, template = report["tokenizer"], report["chat_template"]
     ends = ", ".join(f"{token} {text!r}" for token, text in tokenizer["eos"].items())
     found = "present" if template["present"] else "none"
     remarks = [template["error"]] if template["error"] else template["remarks"]
-    tried = "tried: works" if template["present"] else "windlass chat needs one"
+    tried = "renders" if template["present"] else "windlass chat needs one"
     rows = [
         (
             "tokenizer",
             f"{tokenizer['kind']}, {tokenizer['vocab_size']:,} tokens",
-            f"ends with {ends or 'none'}",
+            f"EOS {ends or 'none'}",
         ),
         ("chat template", found, "; ".join(remarks) or tried),
     ]
-    for name, value in findings["sampling_defaults"].items():
-        rows.append((name, str(value), "the model's own sampling default"))
+    for name, value in report["sampling_defaults"].items():
+        rows.append((name, str(value), "sampling default of the model"))
     return rows
 
 
-def _weight_rows(findings: dict[str, Any]) -> list[Row]:
+def _weight_rows(report: dict[str, Any]) -> list[Row]:
     return [
         (
             f"stored as {item['format']}",
             readable_bytes(item["bytes"]),
             counted(item["tensors"], "tensor"),
         )
-        for item in findings["formats"]
+        for item in report["formats"]
     ]
 
 
-def _computing_rows(findings: dict[str, Any]) -> list[Row]:
-    rows = [(item["what"], item["value"], item["reason"]) for item in findings["choices"]]
-    for item in findings["kernels"]:
+def _kernel_rows(report: dict[str, Any]) -> list[Row]:
+    rows = [(item["what"], item["value"], item["reason"]) for item in report["choices"]]
+    for item in report["kernels"]:
         refused = "; ".join(f"{name} refused: {why}" for name, why in item["refusals"].items())
-        more = refused or "the first choice accepts"
+        more = refused or "first choice"
         rows.append((item["operation"], item["kernel"], more))
-    rows += [_layer_row(item) for item in findings["linear_layers"]]
-    estimate = findings["estimate"]
+    rows += [_layer_row(item) for item in report["linear_layers"]]
+    estimate = report["estimate"]
     table = estimate["table_bytes"]
-    own = "its own copy" if table else "shared with the head"
-    rows.append(("embedding", readable_bytes(table) if table else "no bytes of its own", own))
-    rows.append(("weights", readable_bytes(estimate["weight_bytes"]), "in memory, once loaded"))
+    own = "separate copy" if table else "shared with the head"
+    rows.append(("embedding", readable_bytes(table) if table else "0 B", own))
+    rows.append(("weights", readable_bytes(estimate["weight_bytes"]), "in memory"))
     rows.append(("KV cache", readable_bytes(estimate["kv_bytes_per_token"]), "per token"))
     return rows
 
 
 def _layer_row(item: dict[str, Any]) -> Row:
-    """model.layers.*.mlp.down_proj: Q4_K held as int4, 5 bits a weight, and by which kernel."""
+    """mlp.down_proj | Q4_K as int4 | number, bytes, bits per weight, kernel."""
     stored, form = item["method"], item["form"]
-    held = form if stored == form else f"{stored} as {form}"
+    formats = form if stored == form else f"{stored} as {form}"
     count = f"{counted(item['layers'], 'weight')}, {readable_bytes(item['bytes'])}"
-    bits = f"{item['bits_per_weight']:g} bits a weight"
+    bits = f"{item['bits_per_weight']:g} bits per weight"
     why = "" if item["reason"] in ("first choice", "not quantised") else f": {item['reason']}"
-    place = item["layer"].removeprefix("model.layers.*.")
-    return place, held, f"{count}, {bits}, {item['kernel']}{why}"
+    name = item["layer"].removeprefix("model.layers.*.")
+    return name, formats, f"{count}, {bits}, {item['kernel']}{why}"
 
 
 def make_table(*columns: str) -> Table:

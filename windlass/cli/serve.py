@@ -39,13 +39,13 @@ def _check_quality(options: Options) -> None:
     gate = options.gate()
     if gate == GateConfig():
         return
-    from windlass.tools.eval.gates import check, try_out
+    from windlass.tools.eval.gates import is_enabled, run_gate
 
-    if check(gate):
+    if is_enabled(gate):
         reference = reference_config(
             options.engine_values(), gate.gate_against, gate.gate_against_options
         )
-        typer.echo(try_out(options.engine(), reference, gate), err=True)
+        typer.echo(run_gate(options.engine(), reference, gate), err=True)
 
 
 def _curl(url: str, config: ServeConfig) -> str:

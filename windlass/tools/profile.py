@@ -1,8 +1,8 @@
-"""Where a step's time goes: by kind of work, from torch's profiler, for one prompt step and for decode.
+"""Step time by kind of work, from torch's profiler, for one prefill step and for decode steps.
 
-While it is profiled, the network's parts are wrapped in named scopes, so that a torch operator or a
-kernel is known by the part that asked for it. Kernels that are replayed from a graph have no such
-scope and are known by their own names.
+During profiling, the modules of the network run in named scopes, so that an operator or kernel is
+attributed to the module that launched it. Kernels replayed from a captured graph have no scope and
+are classified by name.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -43,13 +44,13 @@ from windlass.tools.common.workload import Workload
 Log = Callable[[str], None]
 
 OTHER, HOST = "other", "host"
-_PRODUCT = "matrix product"
+_GEMM = "GEMM"
 _STEP = "windlass step"
 _SCOPE = "windlass: "
-_SHOWN = 60  # characters of a kernel's name
-_WIDE = 120
+_MAX_NAME = 60  # characters of a kernel name
+_WIDTH = 120
 
-# The network's operations, and the kind of work that each is.
+# Kind of work of each operation of the network.
 _OPERATIONS = {
     "rms_norm": "norm",
     "add_rms_norm": "norm",
@@ -60,7 +61,7 @@ _OPERATIONS = {
 
 
 class Rule(NamedTuple):
-    """Work whose name matches is of this kind. Names are those of kernels or of torch operators."""
+    """Classifies kernels and torch operators whose name matches."""
 
     kind: str
     pattern: re.Pattern[str]
@@ -70,7 +71,7 @@ def _rules(*pairs: tuple[str, str]) -> list[Rule]:
     return [Rule(kind, re.compile(pattern, re.IGNORECASE)) for kind, pattern in pairs]
 
 
-# Names that say what they are, whoever asked for them. To extend: one line.
+# Names that identify the work in any scope.
 _CERTAIN = _rules(
     ("attention", r"^paged_|flash|fmha|scaled_dot_product"),
     ("norm", r"^(add_)?rms_norm"),
@@ -79,9 +80,9 @@ _CERTAIN = _rules(
     ("sampling", r"^sample_"),
     ("inputs", r"^decode_inputs"),
 )
-# For what no scope claims.
+# For work outside of all scopes.
 _LIKELY = _rules(
-    (_PRODUCT, r"gemm|gemv|cutlass|nvjet|cublas|xmma|splitk|aten::(mm|addmm|bmm|linear)$"),
+    (_GEMM, r"gemm|gemv|cutlass|nvjet|cublas|xmma|splitk|aten::(mm|addmm|bmm|linear)$"),
     ("sampling", r"argmax|exponential|distribution|sort|topk|softmax|cumsum|scatter|reduce"),
     ("copies", r"memcpy|memset|aten::(to|_to_copy|copy_|tensor|lift_fresh|item|index)"),
 )
@@ -110,8 +111,8 @@ class Phase:
 
 
 @dataclass(frozen=True, slots=True)
-class _Seen:
-    """Some steps: their time, and what the profiler saw of them."""
+class _Measured:
+    """Time of some steps, and their profiler events."""
 
     name: str
     steps: int
@@ -125,10 +126,12 @@ def profile(
 ) -> list[Phase]:
     """Profile the first step of the workload, and `num_steps` steps that decode only.
 
-    `trace` gets the decode steps for Chrome or Perfetto; those of the prompts lie beside it, as
-    trace.prefill.json.
+    `trace`: file for the decode steps, for Chrome or Perfetto; the prefill step is written beside it
+    as trace.prefill.json.
     """
-    if choose_device(config.model).type == "cpu":  # nobody looks into a recorded step there
+    if (
+        choose_device(config.model).type == "cpu"
+    ):  # a recorded CPU program has no operators to profile
         config = replace(config, model=replace(config.model, enforce_eager=True))
     opened = open_model(config)
     log(f"loading {opened.files.name}")
@@ -139,9 +142,9 @@ def profile(
     plain = _drive(built, workload, 1, num_steps)
     log(f"{workload.name}: with the profiler")
     with _scopes(built.weights.network):
-        seen = _drive(built, workload, 2, num_steps, profiled=True, trace=trace)
+        profiled = _drive(built, workload, 2, num_steps, profiled=True, trace=trace)
     on_gpu = device_of(built.weights.network).type == "cuda"
-    return [_phase(before, after, on_gpu) for before, after in zip(plain, seen, strict=True)]
+    return [_phase(before, after, on_gpu) for before, after in zip(plain, profiled, strict=True)]
 
 
 def _drive(
@@ -151,42 +154,46 @@ def _drive(
     num_steps: int,
     profiled: bool = False,
     trace: Path | None = None,
-) -> list[_Seen]:
-    """Run the workload as far as there is something to look at, and abort the rest."""
+) -> list[_Measured]:
+    """Run the prefill and `num_steps` decode steps of the workload, and abort the requests."""
     engine, device = built.engine, device_of(built.weights.network)
     engine.reset_prefix_cache()
     requests = workload.requests(built.report.vocab_size, draw)
     for i, request in enumerate(requests):
-        room = built.report.max_model_len - len(request.prompt)
-        wish = SamplingParams(temperature=request.temperature, max_tokens=room, ignore_eos=True)
-        engine.add(NewRequest(f"profile-{i}", request.prompt, wish))
-    beside = trace.with_suffix(f".prefill{trace.suffix}") if trace else None
-    seen = [_watch("prefill", engine, 1, device, profiled, beside)]
+        max_tokens = built.report.max_model_len - len(request.prompt)
+        sampling = SamplingParams(
+            temperature=request.temperature, max_tokens=max_tokens, ignore_eos=True
+        )
+        engine.add(NewRequest(f"profile-{i}", request.prompt, sampling))
+    prefill_trace = trace.with_suffix(f".prefill{trace.suffix}") if trace else None
+    measure = partial(_measure, engine=engine, device=device, profiled=profiled)
+    phases = [measure("prefill", num_steps=1, trace=prefill_trace)]
     while _computes_prompts(engine):
         continue
-    seen.append(_watch("decode", engine, num_steps, device, profiled, trace))
+    phases.append(measure("decode", num_steps=num_steps, trace=trace))
     for i in range(len(requests)):
         engine.abort(f"profile-{i}")
     while engine.has_work:
         engine.step()
-    return seen
+    return phases
 
 
 def _computes_prompts(engine: Engine) -> bool:
-    """Do a step, and say whether some of it was a prompt's."""
+    """Run a step; return whether it computed prompt tokens."""
     before = engine.stats().num_prompt_tokens_computed
     engine.step()
     return engine.stats().num_prompt_tokens_computed > before
 
 
-def _watch(
+def _measure(
     name: str,
+    *,
     engine: Engine,
     num_steps: int,
     device: torch.device,
     profiled: bool,
     trace: Path | None,
-) -> _Seen:
+) -> _Measured:
     activities = [ProfilerActivity.CPU]
     if device.type == "cuda":
         activities.append(ProfilerActivity.CUDA)
@@ -201,11 +208,11 @@ def _watch(
         seconds = time.perf_counter() - started
     tokens = engine.stats().num_step_tokens
     if profiler is None:
-        return _Seen(name, num_steps, tokens, seconds, [])
+        return _Measured(name, num_steps, tokens, seconds, events=[])
     if trace is not None:
         trace.parent.mkdir(parents=True, exist_ok=True)
         profiler.export_chrome_trace(str(trace))
-    return _Seen(name, num_steps, tokens, seconds, list(profiler.events() or []))
+    return _Measured(name, num_steps, tokens, seconds, events=list(profiler.events() or []))
 
 
 # ---- scopes ------------------------------------------------------------------------------------
@@ -213,12 +220,12 @@ def _watch(
 
 @contextmanager
 def _scopes(network: nn.Module) -> Iterator[None]:
-    """Inside, the network's parts open a scope named after the kind of work that they are."""
+    """Wrap the modules of the network in scopes named by kind of work."""
     with ExitStack() as stack:
         for path, module in network.named_modules():
             name = path.rpartition(".")[2]
             if isinstance(module, Linear):
-                kind = f"{_PRODUCT} {name} {sum(module.parts.values())}x{module.num_in}"
+                kind = f"{_GEMM} {name} {sum(module.parts.values())}x{module.num_in}"
                 stack.enter_context(_replaced(module, "forward", _scoped(kind, module.forward)))
                 stack.enter_context(_replaced(module, "gated", _scoped(kind, module.gated)))
             elif isinstance(module, (Embedding, TiedEmbedding, PackedEmbedding)):
@@ -260,22 +267,23 @@ def _scoped(kind: str, function: Callable[..., Any]) -> Callable[..., Any]:
 # ---- counting ----------------------------------------------------------------------------------
 
 
-def _phase(plain: _Seen, seen: _Seen, on_gpu: bool) -> Phase:
-    """Times by kind. The host has what is left of a step when the device is not busy."""
-    spent = _device_time(seen.events) if on_gpu else _operator_time(seen.events)
-    # On a CPU the profiler's own cost is in the operators' times too, so its own clock counts.
-    wall_ms = 1e3 * (plain.seconds if on_gpu else seen.seconds) / seen.steps
-    lines = {kind: (us / 1e3 / seen.steps, n / seen.steps) for kind, (us, n) in spent.items()}
+def _phase(plain: _Measured, profiled: _Measured, on_gpu: bool) -> Phase:
+    """Compute times by kind; the host gets the time in which the device is idle."""
+    spent = _device_time(profiled.events) if on_gpu else _operator_time(profiled.events)
+    # On a CPU, operator times include the profiler's overhead, and so must the step time.
+    wall_ms = 1e3 * (plain.seconds if on_gpu else profiled.seconds) / profiled.steps
+    steps = profiled.steps
+    lines = {kind: (us / 1e3 / steps, n / steps) for kind, (us, n) in spent.items()}
     busy_ms = sum(ms for ms, _ in lines.values())
     lines[HOST] = (max(0.0, wall_ms - busy_ms), 0.0)
     shares = [Share(kind, ms, calls, 100 * ms / wall_ms) for kind, (ms, calls) in lines.items()]
     return Phase(
-        seen.name,
-        seen.steps,
-        seen.tokens,
-        1e3 * plain.seconds / plain.steps,
-        1e3 * seen.seconds / seen.steps,
-        sorted(shares, key=lambda share: -share.ms),
+        name=profiled.name,
+        steps=steps,
+        tokens=profiled.tokens,
+        wall_ms=1e3 * plain.seconds / plain.steps,
+        profiled_ms=1e3 * profiled.seconds / steps,
+        shares=sorted(shares, key=lambda share: -share.ms),
     )
 
 
@@ -283,10 +291,10 @@ Spent = dict[str, tuple[float, int]]  # kind -> microseconds, calls
 
 
 def _operator_time(events: list[FunctionEvent]) -> Spent:
-    """What operators and scopes took by themselves, without those inside them.
+    """Sum self times of operators and scopes.
 
-    Native code that torch does not know of runs in its scope's own time. What is in neither, and
-    only in the step, is the host's.
+    Native code that torch does not trace counts as self time of its scope. Time of the step outside
+    of both belongs to the host.
     """
     spent: Spent = {}
     for event in events:
@@ -298,14 +306,14 @@ def _operator_time(events: list[FunctionEvent]) -> Spent:
 
 
 def _device_time(events: list[FunctionEvent]) -> Spent:
-    """What each kernel took, by the scope that launched it; a graph's kernels by name alone."""
+    """Sum kernel times by the scope that launched them; kernels of a captured graph by name."""
     spent: Spent = {}
     launched: Counter[str] = Counter()
     for event in events:
         if event.device_type != DeviceType.CPU:
             continue
         for kernel in event.kernels:
-            if _is_scope(kernel.name):  # the scope's own mark on the device's timeline
+            if _is_scope(kernel.name):  # the scope's annotation on the device timeline
                 continue
             _add(spent, kind_of(kernel.name, [event.name, *_ancestors(event)]), kernel.duration)
             launched[kernel.name] += 1
@@ -337,7 +345,7 @@ def _ancestors(event: FunctionEvent) -> list[str]:
 
 
 def kind_of(name: str, ancestors: Sequence[str]) -> str:
-    """What kind of work an operator or kernel is; `ancestors` are what it ran in, nearest first."""
+    """Classify an operator or kernel. `ancestors`: enclosing operators and scopes, nearest first."""
     for rule in _CERTAIN:
         if rule.pattern.search(name):
             return rule.kind
@@ -347,24 +355,24 @@ def kind_of(name: str, ancestors: Sequence[str]) -> str:
     for known in (name, *ancestors):
         for rule in _LIKELY:
             if rule.pattern.search(known):
-                return f"{rule.kind} {name[:_SHOWN]}" if rule.kind == _PRODUCT else rule.kind
+                return f"{rule.kind} {name[:_MAX_NAME]}" if rule.kind == _GEMM else rule.kind
     return OTHER
 
 
-# ---- showing -----------------------------------------------------------------------------------
+# ---- printing -----------------------------------------------------------------------------------
 
 
 def show(phases: Sequence[Phase]) -> None:
-    """One table per phase, the largest share first."""
-    console = Console(width=_WIDE, soft_wrap=True, markup=False, highlight=False)
+    """Print one table per phase, the largest share first."""
+    console = Console(width=_WIDTH, soft_wrap=True, markup=False, highlight=False)
     for phase in phases:
         table = Table(box=None, pad_edge=False, title_justify="left")
         table.title = (
-            f"{phase.name}: {phase.tokens:,} tokens, {phase.wall_ms:,.3f} ms a step "
+            f"{phase.name}: {phase.tokens:,} tokens, {phase.wall_ms:,.3f} ms per step "
             f"({phase.profiled_ms:,.3f} ms under the profiler), {phase.steps} steps"
         )
-        table.add_column("where", no_wrap=True)
-        for heading in ("ms a step", "% of the step", "calls a step"):
+        table.add_column("work", no_wrap=True)
+        for heading in ("ms per step", "% of the step", "calls per step"):
             table.add_column(heading, justify="right")
         for share in phase.shares:
             calls = f"{share.calls:,.0f}" if share.calls else "-"

@@ -1,4 +1,4 @@
-"""A tiny model of random weights with a chat template, and text in all forms."""
+"""A tiny model with random weights and a chat template, and text files of all kinds."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ Run = Callable[..., tuple[int, str, str]]
 
 @pytest.fixture(scope="session")
 def toy(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Bytes as tokens; dummy weights."""
+    """A model with byte tokens; for dummy weights."""
     folder = tmp_path_factory.mktemp("toy")
     (folder / "config.json").write_text(json.dumps({**CONFIG, "eos_token_id": 0}))
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
@@ -62,7 +62,7 @@ def labelled(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def evaluate(toy: Path) -> Run:
-    """Run `windlass eval` on the tiny model: exit code, stdout, stderr."""
+    """Run `windlass eval` on the tiny model; return exit code, stdout and stderr."""
 
     def run(*args: object) -> tuple[int, str, str]:
         fixed = ["eval", toy, "--load-format", "dummy", "--no-progress", "--num-threads", "1"]

@@ -1,4 +1,4 @@
-"""`windlass eval` as a user types it, on a tiny model of random weights."""
+"""`windlass eval` from the command line, on a tiny model with random weights."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SAME = ("--against-options", "load_format=dummy")
 OTHER = ("--against-options", "load_format=dummy,seed=1")
 
 
-def test_against_itself_nothing_differs(evaluate: Run, text_file: Path, tmp_path: Path) -> None:
+def test_model_equals_itself(evaluate: Run, text_file: Path, tmp_path: Path) -> None:
     path = tmp_path / "result.json"
     code, shown, _ = evaluate("--data", text_file, "--context", 128, *SAME, "--json", path)
     assert code == 0
@@ -46,7 +46,7 @@ def test_gates_and_exit_codes(evaluate: Run, text_file: Path) -> None:
     assert code == 1
     assert "below --min-agreement 0.99" in errors
     assert "above --max-kl 0.0001" in errors
-    assert "perplexity" in shown  # the table comes even so
+    assert "perplexity" in shown  # the table is printed nevertheless
     assert evaluate(*short, *OTHER, "--min-agreement", "0")[0] == 0
     assert evaluate(*short, *SAME, "--max-ppl-increase", "0.3%", "--min-agreement", 1)[0] == 0
 
@@ -61,7 +61,7 @@ def test_gates_and_exit_codes(evaluate: Run, text_file: Path) -> None:
         (math.nan, math.nan, math.nan, ["agreement nan", "increase of nan", "KL nan"]),
     ],
 )
-def test_a_missed_limit_is_a_sentence(
+def test_missed_limits_are_sentences(
     agreement: float, ratio: float, kl: float, missed: list[str]
 ) -> None:
     found = Comparison(20.0, ratio, 0.0, kl, kl, kl, agreement, 0.0)
@@ -82,7 +82,7 @@ def test_results_by_label(evaluate: Run, labelled: Path, tmp_path: Path) -> None
     assert rows[0]["tokens"] == total
     mean = sum(row["kl_mean"] * row["tokens"] for row in rows[1:]) / total
     assert rows[0]["kl_mean"] == pytest.approx(mean, rel=1e-5)
-    # Every byte is a token, and each document's first one is not scored.
+    # Every byte is a token, and the first token of a document is not scored.
     assert (
         rows[3]["tokens"]
         == len("[user]What is a winch?[assistant]A machine that pulls a rope.") - 1
@@ -99,13 +99,13 @@ def test_results_by_label(evaluate: Run, labelled: Path, tmp_path: Path) -> None
         (["--against-options", "dtyp=float32"], "Did you mean 'dtype'?"),
         (["--against-options", "dtype"], "expected name=value"),
         (["--against-options", "block_size=big"], "block_size: expected a whole number"),
-        (["--limit", "3"], "go with --tasks"),
+        (["--limit", "3"], "apply only with --tasks"),
         (["--tasks", ","], "--tasks is empty"),
         (["--json", "."], "is a folder"),
         (["--data", "no-such-file.jsonl"], "no such file or folder"),
         (["--method", "llama.cpp", "--context", "512", "--data", "SHORT"], "at least 512"),
         (["--data", "LABELLED", "--method", "llama.cpp", "--context", "64"], "one running text"),
-        (["--data", "ONE"], "line 1: has 1 tokens, and at least 2"),
+        (["--data", "ONE"], "line 1: has 1 tokens; at least 2"),
     ],
 )
 def test_bad_input_is_refused(
@@ -120,14 +120,14 @@ def test_bad_input_is_refused(
     assert message in " ".join(errors.split())
 
 
-def test_messages_need_a_template(tiny: Path, labelled: Path) -> None:
+def test_messages_need_a_chat_template(tiny: Path, labelled: Path) -> None:
     words = ["eval", str(tiny), "--load-format", "dummy", "--data", str(labelled), "--no-progress"]
     result = CliRunner().invoke(app, words)
     assert result.exit_code == 2
     assert "has no chat template" in result.stderr
 
 
-def test_ctrl_c_keeps_what_was_measured(
+def test_ctrl_c_keeps_measured_windows(
     evaluate: Run, text_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     compare, calls = program.compare, []
@@ -149,7 +149,7 @@ def test_ctrl_c_keeps_what_was_measured(
     assert record["rows"][0]["tokens"] == 63 + 32
 
 
-def test_the_reference_takes_over_only_the_machine() -> None:
+def test_reference_inherits_only_machine_options() -> None:
     own = {"model": "m", "device": "cpu", "dtype": "float16", "max_num_seqs": 3}
     config = reference_config(own, None, "kv-cache-memory-bytes=1MiB, --block-size=32")
     assert (config.model.model, config.model.device, config.model.dtype) == ("m", "cpu", "auto")
@@ -166,21 +166,21 @@ def test_chunks_and_batches_give_the_same_logits(toy: Path) -> None:
     cut = build_scorer(config, opened.source, ScoringLimits(70, 16, 2), whole.weights)
     values = {}
     for name, built in (("whole", whole), ("cut", cut)):
-        for piece in built.scorer.logits(windows):
-            for i, row in enumerate(piece.values):
-                values[name, piece.window, piece.start + i] = row
-    wanted = [
+        for chunk in built.scorer.logits(windows):
+            for i, row in enumerate(chunk.values):
+                values[name, chunk.window, chunk.start + i] = row
+    expected = [
         (w, i) for w, window in enumerate(windows) for i in range(window.first, len(window.tokens))
     ]
-    assert len(values) == 2 * len(wanted)
-    for w, i in wanted:
+    assert len(values) == 2 * len(expected)
+    for w, i in expected:
         assert values["whole", w, i].sub(values["cut", w, i]).abs().max() < 1e-5
     with pytest.raises(EngineError, match="this scorer takes 1 to 70"):
         list(whole.scorer.logits([Window(range(71))]))
 
 
 def test_different_tokenizers_cannot_be_compared(toy: Path, tiny: Path, text_file: Path) -> None:
-    # The tiny model has no tokenizer of its own: its bytes are numbered otherwise.
+    # The tiny model has no tokenizer: its byte tokens have other ids.
     config = EngineConfig.of(model=str(toy), load_format="dummy")
     other = EngineConfig.of(model=str(tiny), load_format="dummy")
     from windlass.tools.eval.data import read_corpus

@@ -1,4 +1,4 @@
-"""The figures on the default model beside transformers' own."""
+"""Figures of the default model compared with transformers."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Middle Ages. It gives the arm a lever: what is gained in force is paid for in tu
 WIKITEXT = cache_dir() / "data" / "wikitext2"
 
 
-def test_perplexity_and_divergence_are_those_of_transformers(
+def test_perplexity_matches_transformers(
     default_reference: torch.nn.Module, tmp_path: Path
 ) -> None:
     path = tmp_path / "text.txt"
@@ -34,7 +34,7 @@ def test_perplexity_and_divergence_are_those_of_transformers(
     corpus, cut = read_corpus(str(path)), Cut(context=64, stride=24)
     exact = {"model": "default", "dtype": "float32"}
     config = EngineConfig.of(**exact, max_num_batched_tokens=40)
-    # Only the pages differ, so that the weights are shared.
+    # Only the KV blocks differ, so the weights are shared.
     other = EngineConfig.of(**exact, block_size=32)
     outcome = measure(config, other, corpus, cut)
     total, count = 0.0, 0
@@ -58,7 +58,7 @@ def test_perplexity_and_divergence_are_those_of_transformers(
     not WIKITEXT.is_dir() or importlib.util.find_spec("pyarrow") is None,
     reason="WikiText-2's test split is not in the user's cache, or pyarrow is missing",
 )
-def test_wikitext_by_the_definition_of_llama_cpp() -> None:
+def test_wikitext_with_llama_cpp_definition() -> None:
     corpus = read_corpus("wikitext2")
     assert corpus.documents[0].text is not None
     assert corpus.documents[0].text.startswith(" \n = Robert Boulter = \n \n Robert Boulter")

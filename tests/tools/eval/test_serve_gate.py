@@ -1,4 +1,4 @@
-"""A server is tried before it starts, and does not start when it is not good enough."""
+"""The quality gate of a server: it does not start if a limit is missed."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Serve = Callable[..., tuple[int, str]]
 
 @pytest.fixture
 def serve(toy: Path, text_file: Path, monkeypatch: pytest.MonkeyPatch) -> Serve:
-    """`windlass serve` up to the point where the server would run: exit code 77 means it did."""
+    """Run `windlass serve` up to the start of the server, which exits with code 77."""
     monkeypatch.setattr(build, "serve", lambda *_: 77)
 
     def run(*args: object) -> tuple[int, str]:
@@ -31,14 +31,14 @@ def serve(toy: Path, text_file: Path, monkeypatch: pytest.MonkeyPatch) -> Serve:
 GATE = ("--gate-data", "TEXT", "--gate-context", 64, "--gate-max-windows", 2)
 
 
-def test_a_missed_gate_keeps_the_server_from_starting(serve: Serve) -> None:
+def test_missed_gate_prevents_start(serve: Serve) -> None:
     other = ("--gate-against-options", "load_format=dummy,seed=1")
     code, errors = serve(*GATE, *other, "--min-agreement", "99%")
     assert code == 1
     assert "the quality gate was missed: top-1 agreement" in errors
 
 
-def test_a_held_gate_lets_it_start(serve: Serve) -> None:
+def test_passed_gate_starts_the_server(serve: Serve) -> None:
     same = ("--gate-against-options", "load_format=dummy")
     code, errors = serve(*GATE, *same, "--min-agreement", "99%", "--max-ppl-increase", "0.3%")
     assert code == 77
@@ -54,7 +54,7 @@ def test_a_held_gate_lets_it_start(serve: Serve) -> None:
         (["--gate-data", "TEXT", "--max-kl", "-1"], "--max-kl must be at least 0"),
     ],
 )
-def test_a_gate_that_cannot_be_held_is_refused(serve: Serve, args: list[str], message: str) -> None:
+def test_invalid_gate_is_refused(serve: Serve, args: list[str], message: str) -> None:
     code, errors = serve(*args)
     assert code == 2
     assert message in errors

@@ -1,4 +1,4 @@
-"""Tasks through lm-eval, with a small local task; and the error when lm-eval is not there."""
+"""lm-eval with a small local task, and the error if lm-eval is missing."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from windlass.config import EngineConfig
 LM_EVAL = pytest.mark.skipif(
     importlib.util.find_spec("lm_eval") is None, reason="lm-eval is not installed"
 )
-# What lm-eval and its dependencies warn of is not ours to put right.
+# Warnings of lm-eval and its dependencies are not our concern.
 QUIET = pytest.mark.filterwarnings("ignore")
 
 TASK = """
@@ -40,7 +40,7 @@ metric_list:
 
 @pytest.fixture
 def task_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A task, and none of lm-eval's own: to read all of these takes ten seconds."""
+    """A task, without lm-eval's built-in tasks: reading all of them takes ten seconds."""
     from lm_eval import tasks
 
     rows = [
@@ -60,7 +60,7 @@ def task_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @LM_EVAL
 @QUIET
-def test_a_local_task_on_both_models(evaluate: Run, task_dir: Path, tmp_path: Path) -> None:
+def test_local_task_on_both_models(evaluate: Run, task_dir: Path, tmp_path: Path) -> None:
     path = tmp_path / "result.json"
     code, shown, errors = evaluate(
         *("--tasks", "lifting", "--task-dir", task_dir, "--json", path),
@@ -75,7 +75,7 @@ def test_a_local_task_on_both_models(evaluate: Run, task_dir: Path, tmp_path: Pa
 
 @LM_EVAL
 @QUIET
-def test_an_unknown_task_is_refused_with_the_nearest_name(evaluate: Run, task_dir: Path) -> None:
+def test_unknown_task_suggests_the_nearest(evaluate: Run, task_dir: Path) -> None:
     code, _, errors = evaluate("--tasks", "liftin", "--task-dir", task_dir)
     assert code == 2
     assert "Did you mean 'lifting'?" in errors
@@ -83,7 +83,7 @@ def test_an_unknown_task_is_refused_with_the_nearest_name(evaluate: Run, task_di
 
 @LM_EVAL
 @QUIET
-def test_likelihoods_rolling_and_generation(toy: Path) -> None:
+def test_loglikelihood_rolling_and_generation(toy: Path) -> None:
     from lm_eval.api.instance import Instance
 
     from windlass.tools.eval.lm_eval import WindlassLM
@@ -93,16 +93,16 @@ def test_likelihoods_rolling_and_generation(toy: Path) -> None:
     pairs = [("The rope", " turns"), ("", "The drum"), ("x" * 90, " end")]
     scores = model.loglikelihood([_instance(Instance, pair) for pair in pairs])
     tokens = torch.tensor(model.tok_encode("The rope turns"))
-    (piece,) = model._built.scorer.logits([_window(tokens.tolist())])
-    logprobs = piece.values.log_softmax(-1)[7:-1]
+    (chunk,) = model._built.scorer.logits([_window(tokens.tolist())])
+    logprobs = chunk.values.log_softmax(-1)[7:-1]
     assert scores[0][0] == pytest.approx(logprobs.gather(-1, tokens[8:, None]).sum().item())
     assert all(value < 0 for value, _ in scores)
-    # A text in windows side by side scores every token of it once.
+    # Disjoint windows score every token of the text once.
     long = "The windlass lifts the anchor. " * 5
     (rolling,) = model.loglikelihood_rolling([_instance(Instance, (long,))])
     assert rolling < -100
-    wishes = {"until": ["."], "max_gen_toks": 8, "do_sample": False}
-    texts = model.generate_until([_instance(Instance, ("A lever", wishes))] * 2)
+    arguments = {"until": ["."], "max_gen_toks": 8, "do_sample": False}
+    texts = model.generate_until([_instance(Instance, ("A lever", arguments))] * 2)
     assert texts[0] == texts[1]
 
 
@@ -116,9 +116,7 @@ def _window(tokens: list[int]) -> object:
     return Window(tokens)
 
 
-def test_without_lm_eval_the_error_says_what_to_install(
-    evaluate: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_missing_lm_eval_is_reported(evaluate: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "lm_eval.tasks", None)
     code, _, errors = evaluate("--tasks", "hellaswag")
     assert code == 2

@@ -1,4 +1,4 @@
-"""Which tokens are scored, and what is refused before a model is loaded."""
+"""Which tokens are scored, and which input is refused before a model is loaded."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_strided_windows_score_every_token_once(
     assert scored == tokens[1:]
 
 
-def test_a_stride_of_the_whole_context_leaves_out_first_tokens() -> None:
+def test_stride_of_the_whole_context_skips_first_tokens() -> None:
     windows = list(strided(list(range(7)), 3, 3))
     assert [list(window.tokens) for window in windows] == [[0, 1, 2], [3, 4, 5]]
     assert [window.first for window in windows] == [0, 0]
@@ -53,7 +53,7 @@ def test_llama_cpp_scores_second_halves_and_drops_the_tail() -> None:
         ({"max_windows": 0}, "--max-windows must be at least 1"),
     ],
 )
-def test_a_cut_that_makes_no_sense(settings: dict, message: str) -> None:
+def test_invalid_cut(settings: dict, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         Cut(**settings)
 
@@ -67,21 +67,21 @@ def test_a_cut_that_makes_no_sense(settings: dict, message: str) -> None:
         ('{"text": "good"}\n\n[1]', "line 3: expected"),
         ('{"prompt": "x"}', "line 1: expected"),
         ('{"text": "x", "messages": []}', "line 1: expected"),
-        ('{"text": ""}', "line 1: text must be a text that is not empty"),
+        ('{"text": ""}', "line 1: text must be a string that is not empty"),
         ('{"text": 3}', "line 1: text must be"),
         ('{"messages": []}', "line 1: messages must be a list"),
         ('{"messages": [{"role": "user"}]}', "line 1: a message needs role and content"),
-        ('{"text": "x", "label": 3}', "line 1: label must be a text"),
+        ('{"text": "x", "label": 3}', "line 1: label must be a string"),
     ],
 )
-def test_bad_lines_are_named(tmp_path: Path, lines: str, message: str) -> None:
+def test_invalid_lines_are_reported_by_number(tmp_path: Path, lines: str, message: str) -> None:
     path = tmp_path / "data.jsonl"
     path.write_text(lines)
     with pytest.raises(ConfigError, match=message):
         read_corpus(str(path))
 
 
-def test_files_that_are_no_text(tmp_path: Path) -> None:
+def test_files_that_are_not_text(tmp_path: Path) -> None:
     empty, binary = tmp_path / "empty.txt", tmp_path / "binary.txt"
     empty.write_text(" \n")
     binary.write_bytes(b"\xff\xfe\x00")
@@ -93,7 +93,7 @@ def test_files_that_are_no_text(tmp_path: Path) -> None:
         read_corpus(str(tmp_path / "absent.txt"))
 
 
-def test_wikitext_is_found_in_a_folder_and_reads_like_its_own_file(
+def test_wikitext_in_a_folder_equals_its_raw_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     raw = " \n = A title = \n \n Some words . \n"
@@ -112,9 +112,7 @@ def test_wikitext_is_found_in_a_folder_and_reads_like_its_own_file(
     assert read_corpus("wikitext2").running
 
 
-def test_without_a_network_the_error_says_where_to_put_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_missing_wikitext_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WINDLASS_CACHE", str(tmp_path))
     monkeypatch.setattr("huggingface_hub.hf_hub_download", _unreachable)
     with pytest.raises(DownloadError, match="put its test split"):

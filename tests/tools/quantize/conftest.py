@@ -1,4 +1,4 @@
-"""A tiny model with a tokenizer, texts to calibrate on, and the command line in this process."""
+"""A tiny model with a tokenizer, calibration texts, and the command line in this process."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ Quantize = Callable[..., str]
 
 
 def tiny_tensors(config: dict[str, object] = CONFIG, seed: int = 0) -> dict[str, torch.Tensor]:
-    """Random weights in which some features are much larger than others, as in real networks."""
+    """Random weights with outlier features, as in real networks."""
     generator = torch.Generator().manual_seed(seed)
     hidden, inner = int(config["hidden_size"]), int(config["intermediate_size"])  # type: ignore[call-overload]
     dim = int(config["head_dim"])  # type: ignore[call-overload]
@@ -110,7 +110,7 @@ def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def quantize() -> Quantize:
-    """Run the command and give all that it printed; `code` is the exit code it must have."""
+    """Run the command, check its exit code, and return its output."""
 
     def invoke(*args: object, code: int = 0, device: str = "cpu") -> str:
         words = ["quantize", *map(str, args), "--no-progress", "--device", device]

@@ -1,4 +1,4 @@
-"""A model's weights written plainly: what a GGUF holds, in float32, to the bit."""
+"""Export of unquantised weights: bit-exact in float32."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from windlass.config import EngineConfig, ModelConfig
 from windlass.errors import CheckpointError, ConfigError
 from windlass.models.card import open_checkpoint
 from windlass.models.source import resolve
-from windlass.tools.quantize import export as module
+from windlass.tools.quantize import checkpoint_files
 from windlass.tools.quantize.export import export
 
 
-def test_a_folder_in_several_files(
+def test_folder_with_several_shards(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "SHARD_BYTES", 100_000)
+    monkeypatch.setattr(checkpoint_files, "SHARD_BYTES", 100_000)
     out = tmp_path / "out"
     export(ModelConfig(model=str(model)), out)
     files = sorted(out.glob("*.safetensors"))
@@ -41,7 +41,7 @@ def test_a_folder_in_several_files(
         export(ModelConfig(model=str(model)), out)
 
 
-def test_what_16_bits_cannot_hold_is_refused(model: Path, tmp_path: Path) -> None:
+def test_float16_overflow_is_refused(model: Path, tmp_path: Path) -> None:
     from safetensors.torch import save_file
 
     wide = tmp_path / "wide"
@@ -58,7 +58,7 @@ def test_what_16_bits_cannot_hold_is_refused(model: Path, tmp_path: Path) -> Non
 
 
 @pytest.mark.model
-def test_the_default_model_keeps_every_value(default_gguf: Path, tmp_path: Path) -> None:
+def test_default_model_keeps_every_value(default_gguf: Path, tmp_path: Path) -> None:
     source = ModelConfig(model=str(default_gguf))
     out = tmp_path / "out"
     export(source, out)

@@ -1,4 +1,4 @@
-"""What is written: others can read it, and reading it gives the weights that were meant."""
+"""Written checkpoints: other programs can read them, with the intended weights."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from tests.tools.quantize.conftest import Quantize, write_model
 from windlass.tools.quantize.layouts import pack
-from windlass.tools.quantize.weights import round_activations_float8
+from windlass.tools.quantize.weights import quantise_activations_float8
 
 CALIBRATED = ("--sample-tokens", "64", "--samples", "16")
 
@@ -37,12 +37,12 @@ def from_gptq(tensors: dict[str, Tensor], name: str, bits: int) -> Tensor:
 
 def from_awq(tensors: dict[str, Tensor], name: str) -> Tensor:
     scales = tensors[f"{name}.scales"].float()  # [group, out]
-    # Where each of eight neighbouring outputs lies in its word.
-    place = [0, 4, 1, 5, 2, 6, 3, 7]
+    # Index of each of eight adjacent outputs in its word.
+    index = [0, 4, 1, 5, 2, 6, 3, 7]
 
     def outputs(words: Tensor) -> Tensor:
         codes = words_to_codes(words, 4, scales.shape[1])
-        return codes.unflatten(1, (-1, 8))[..., place].flatten(1)
+        return codes.unflatten(1, (-1, 8))[..., index].flatten(1)
 
     codes, zeros = outputs(tensors[f"{name}.qweight"]), outputs(tensors[f"{name}.qzeros"])
     size = len(codes) // len(scales)
@@ -92,7 +92,7 @@ def test_awq_layout(model: Path, texts: Path, tmp_path: Path, quantize: Quantize
     names = [name.removesuffix(".qweight") for name in tensors if name.endswith(".qweight")]
     restored = {f"{name}.weight": from_awq(tensors, name) for name in names}
     assert relative_error(model, restored) < 0.02
-    # The scales of AWQ itself change the weights, and the norms before them.
+    # The AWQ method changes the weights and the norms before them.
     scaled = tmp_path / "scaled"
     quantize(
         model, "-o", scaled, "--method", "awq", *flags[2:], "--calibration", texts, *CALIBRATED
@@ -112,8 +112,8 @@ def test_bitsandbytes_layout(model: Path, tmp_path: Path, quantize: Quantize) ->
     original = load_file(model / "model.safetensors")
     name = "model.layers.0.mlp.down_proj.weight"
     packed, state = tensors[name], tensors[f"{name}.quant_state.bitsandbytes__nf4"]
-    told = json.loads(bytes(state.tolist()))
-    assert told == {
+    parsed = json.loads(bytes(state.tolist()))
+    assert parsed == {
         "quant_type": "nf4",
         "blocksize": 64,
         "dtype": "bfloat16",
@@ -138,21 +138,26 @@ CASES = {
 
 
 def _int8_of_compressed_tensors(x: Tensor) -> Tensor:
-    """Half of its 255 steps make the largest input; engines that serve, and we, take 127."""
+    """compressed-tensors scales by absmax / 127.5; serving engines and Windlass by absmax / 127."""
     scale = x.abs().amax(-1, keepdim=True) / 127.5
     return (x / scale).round().clamp(-128, 127) * scale
 
 
-ROUNDED = {"smoothquant": _int8_of_compressed_tensors, "fp8": round_activations_float8}
-FAR = {
-    **{"rtn": 0.54, "asymmetric": 0.45, "gptq": 0.54, "awq": 0.38},
-    **{"eight": 0.048, "smoothquant": 0.08, "fp8": 0.23},
+ACTIVATIONS = {"smoothquant": _int8_of_compressed_tensors, "fp8": quantise_activations_float8}
+MAX_ERROR = {
+    "rtn": 0.54,
+    "asymmetric": 0.45,
+    "gptq": 0.54,
+    "awq": 0.38,
+    "eight": 0.048,
+    "smoothquant": 0.08,
+    "fp8": 0.23,
 }
 
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("case", CASES)
-def test_transformers_reads_compressed_tensors_and_agrees(
+def test_transformers_reads_compressed_tensors(
     case: str, model: Path, texts: Path, tmp_path: Path, quantize: Quantize
 ) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -171,29 +176,29 @@ def test_transformers_reads_compressed_tensors_and_agrees(
     with torch.inference_mode():
         theirs = loaded(ids).logits.float()
         float_logits = original(ids).logits.float()
-        meant = _with_dense_weights(original, out)
-        if case in ROUNDED:
-            _round_inputs(meant, ROUNDED[case])
-        dense = meant(ids).logits.float()
+        expected = _with_dense_weights(original, out)
+        if case in ACTIVATIONS:
+            _quantise_inputs(expected, ACTIVATIONS[case])
+        dense = expected(ids).logits.float()
 
     def apart(other: Tensor) -> float:
         return float((theirs - other).square().mean().sqrt() / float_logits.std())
 
-    # Their reader gives the weights that were meant, and rounds activations as the format says: 0.
+    # transformers reads the intended weights and quantises activations as the format says: 0.
     assert apart(dense) < 1e-5
-    # A tenth above what was measured: a network of random weights is the worst case for rounding.
-    assert apart(float_logits) < FAR[case]
+    # 10 % above the measured error: random weights are the worst case for quantisation.
+    assert apart(float_logits) < MAX_ERROR[case]
 
 
-def _round_inputs(network: Any, rounded: Callable[[Tensor], Tensor]) -> None:
-    """Every decoder matrix gets its inputs as the format says."""
+def _quantise_inputs(network: Any, quantise: Callable[[Tensor], Tensor]) -> None:
+    """Quantise the inputs of every linear layer."""
     for module in network.model.modules():
         if isinstance(module, torch.nn.Linear):
-            module.register_forward_pre_hook(lambda _, given: (rounded(given[0]),))
+            module.register_forward_pre_hook(lambda _, given: (quantise(given[0]),))
 
 
 def _with_dense_weights(network: Any, folder: Path) -> Any:
-    """The network with the folder's weights, dequantised here."""
+    """Load the folder's weights, dequantised here, into the network."""
     config, tensors = read(folder)
     args = config["config_groups"]["group_0"]["weights"]
     state = {}
@@ -219,7 +224,7 @@ def _with_dense_weights(network: Any, folder: Path) -> Any:
     return network
 
 
-def test_block_scales_of_fp8(tmp_path: Path, quantize: Quantize) -> None:
+def test_fp8_block_scales(tmp_path: Path, quantize: Quantize) -> None:
     wide = write_model(tmp_path / "wide", hidden_size=128, intermediate_size=384, head_dim=32)
     out = tmp_path / "out"
     quantize(wide, "-o", out, "--method", "fp8", "--scales", "block")
@@ -231,7 +236,7 @@ def test_block_scales_of_fp8(tmp_path: Path, quantize: Quantize) -> None:
 
 
 @pytest.mark.model
-def test_a_gguf_becomes_a_folder_with_tokenizer_and_template(
+def test_gguf_source_writes_tokenizer_and_template(
     default_gguf: Path, tmp_path: Path, quantize: Quantize
 ) -> None:
     from transformers import AutoTokenizer
@@ -240,9 +245,9 @@ def test_a_gguf_becomes_a_folder_with_tokenizer_and_template(
     from windlass.config import EngineConfig
 
     out = tmp_path / "out"
-    said = quantize(default_gguf, "-o", out, "--method", "rtn")
-    assert "group size 64: 128 does not divide the 576 inputs of self_attn.q_proj" in said
-    assert "Q4_1 already" in said
+    output = quantize(default_gguf, "-o", out, "--method", "rtn")
+    assert "group size 64: 128 does not divide the 576 inputs of self_attn.q_proj" in output
+    assert "Q4_1 already" in output
     ours = open_model(EngineConfig.of(model=str(default_gguf))).card
     theirs = AutoTokenizer.from_pretrained(out)
     text = "A windlass lifts 12,345 kg; naïve, isn't it?"
@@ -255,7 +260,7 @@ def test_a_gguf_becomes_a_folder_with_tokenizer_and_template(
 def test_shards_have_an_index(
     model: Path, tmp_path: Path, quantize: Quantize, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("windlass.tools.quantize.partial.SHARD_BYTES", 60_000)
+    monkeypatch.setattr("windlass.tools.quantize.checkpoint_files.SHARD_BYTES", 60_000)
     quantize(model, "-o", tmp_path / "out", "--method", "rtn", "--group-size", 32)
     index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
     shards = sorted(set(index["weight_map"].values()))

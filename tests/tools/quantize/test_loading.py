@@ -1,4 +1,4 @@
-"""Our own loader reads what we write, in every layout, and computes with the weights that were meant."""
+"""Windlass loads every layout that it writes, with the intended weights."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ CASES: dict[str, tuple[str, ...]] = {
     "three bits": ("--method", "gptq", "--bits", "3", *GROUP),
     "awq": ("--method", "awq", "--format", "awq", *GROUP),
 }
-# Root mean square of log probabilities moved, in nats: a tenth above what was measured. With random
-# weights and features of very different sizes 4 bits are far off.
-NEAR = {"nf4": 2.13, "fp8": 1.0, "smoothquant": 0.205, "rtn": 0.16}
+# RMS change of log probabilities in nats: 10 % above the measured values. With random weights and
+# outlier features the error of 4 bits is large.
+MAX_RMS = {"nf4": 2.13, "fp8": 1.0, "smoothquant": 0.205, "rtn": 0.16}
 PROMPT = list(range(30, 70))
 
 
@@ -59,15 +59,15 @@ def test_dense_weights_score_the_same(
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copyfile(out / name, dense / name)
     apart = torch.tensor(scores(out)) - torch.tensor(scores(dense))
-    assert float(apart.abs().max()) < 1e-4  # it was 0: the same weights, the same arithmetic
+    assert float(apart.abs().max()) < 1e-4  # measured: 0
 
 
 @pytest.mark.parametrize("method", ["nf4", "fp8", "smoothquant", "rtn"])
-def test_other_layouts_load_and_stay_near_the_original(
+def test_other_layouts_load_with_small_error(
     method: str, model: Path, texts: Path, tmp_path: Path, quantize: Quantize
 ) -> None:
     more = ("--calibration", texts, *CALIBRATED) if method == "smoothquant" else ()
     bits = ("--bits", "8") if method == "rtn" else ()
     quantize(model, "-o", tmp_path / "out", "--method", method, *bits, *more)
     apart = torch.tensor(scores(tmp_path / "out")) - torch.tensor(scores(model))
-    assert float(apart.square().mean().sqrt()) < NEAR[method]
+    assert float(apart.square().mean().sqrt()) < MAX_RMS[method]

@@ -1,4 +1,4 @@
-"""The mathematics: what each method promises, on inputs whose features are correlated."""
+"""Quantisation methods on inputs with correlated features."""
 
 from __future__ import annotations
 
@@ -9,16 +9,14 @@ from torch import Tensor
 from tests.tools.quantize.conftest import CONFIG, tiny_tensors
 from windlass.models.checkpoint import StoredTensor
 from windlass.models.hparams import HParams
-from windlass.tools.quantize.awq import search_clip, search_scale
-from windlass.tools.quantize.folding import folds_of, smoothing_scale
 from windlass.tools.quantize.gptq import ActOrder, gptq
-from windlass.tools.quantize.layer import Hidden, Layer
-from windlass.tools.quantize.statistics import Gathering, Inputs
+from windlass.tools.quantize.layer import Hidden, InputCollector, InputStats, Layer
+from windlass.tools.quantize.scaling import folds_of, search_clip, search_scale, smoothing_scale
 from windlass.tools.quantize.weights import (
     Grid,
     nf4_table,
-    round_activations_float8,
-    round_activations_int8,
+    quantise_activations_float8,
+    quantise_activations_int8,
     round_to_nearest,
     to_float8,
     to_nf4,
@@ -27,18 +25,18 @@ from windlass.tools.quantize.weights import (
 CPU = torch.device("cpu")
 
 
-def inputs(num_in: int, outliers: bool = False) -> tuple[Tensor, Inputs]:
-    """Inputs that are mixtures of a few causes, so that one column can stand in for another."""
+def inputs(num_in: int, outliers: bool = False) -> tuple[Tensor, InputStats]:
+    """Inputs of low rank, so that one column can compensate for another."""
     generator = torch.Generator().manual_seed(1)
-    causes = torch.randn(512, num_in // 4, generator=generator)
-    x = causes @ torch.randn(num_in // 4, num_in, generator=generator)
+    factors = torch.randn(512, num_in // 4, generator=generator)
+    x = factors @ torch.randn(num_in // 4, num_in, generator=generator)
     x += 0.1 * torch.randn(512, num_in, generator=generator)
     if outliers:
         x[:, ::16] *= 30
-    gathering = Gathering(num_in, CPU)
-    gathering.add(x[:200])
-    gathering.add(x[200:])
-    return x, gathering.done()
+    collector = InputCollector(num_in, CPU)
+    collector.add(x[:200])
+    collector.add(x[200:])
+    return x, collector.result()
 
 
 def weights(num_out: int, num_in: int) -> Tensor:
@@ -51,7 +49,7 @@ def error(weight: Tensor, rounded: Tensor, x: Tensor) -> float:
 
 @pytest.mark.parametrize("symmetric", [True, False])
 @pytest.mark.parametrize("bits", [3, 4, 8])
-def test_rounding_is_never_off_by_more_than_half_a_step(bits: int, symmetric: bool) -> None:
+def test_rounding_error_is_at_most_half_a_step(bits: int, symmetric: bool) -> None:
     weight = weights(16, 64)
     weight[3, :32] = weight[3, :32].abs()
     weight[4] = 0
@@ -59,7 +57,7 @@ def test_rounding_is_never_off_by_more_than_half_a_step(bits: int, symmetric: bo
     made = round_to_nearest(weight, grid)
     step = made.scales.repeat_interleave(32, 1)
     off = (made.dequantise() - weight).abs()
-    # Around zero there is one value less above than below: the largest may be cut off by a step.
+    # Symmetric grids have one value less above zero: the largest weight may be clipped by a step.
     assert bool((off <= step * (1.01 if symmetric else 0.52)).all())
     assert torch.equal(made.scales, made.scales.half().float())
     assert int(made.codes.max()) < 1 << bits
@@ -67,7 +65,7 @@ def test_rounding_is_never_off_by_more_than_half_a_step(bits: int, symmetric: bo
     assert torch.equal(made.dequantise()[4], torch.zeros(64))
 
 
-def test_statistics_tell_the_outputs_error_exactly() -> None:
+def test_statistics_give_the_exact_output_error() -> None:
     x, seen = inputs(64)
     weight = weights(16, 64)
     rounded = round_to_nearest(weight, Grid(4, 32, True)).dequantise()
@@ -76,9 +74,9 @@ def test_statistics_tell_the_outputs_error_exactly() -> None:
     assert torch.allclose(seen.mean_abs, x.abs().mean(0), rtol=1e-4)
     assert torch.equal(seen.max_abs, x.abs().amax(0))
     scale = torch.rand(64) + 0.5
-    other = Gathering(64, CPU)
+    other = InputCollector(64, CPU)
     other.add(x / scale)
-    assert torch.allclose(seen.divided(scale).gram, other.done().gram, rtol=1e-3, atol=1e-3)
+    assert torch.allclose(seen.divided(scale).gram, other.result().gram, rtol=1e-3, atol=1e-3)
 
 
 @pytest.mark.parametrize("bits", [3, 4])
@@ -105,17 +103,17 @@ def test_gptq_rounds_where_inputs_are_independent() -> None:
     assert torch.equal(made.codes, round_to_nearest(weight, grid).codes)
 
 
-def test_gptq_survives_features_that_never_occur() -> None:
+def test_gptq_handles_unused_features() -> None:
     x, _ = inputs(64)
     x[:, 5] = 0
-    gathering = Gathering(64, CPU)
-    gathering.add(x)
-    made = gptq(weights(8, 64), gathering.done().gram, Grid(4, 32, True))
+    collector = InputCollector(64, CPU)
+    collector.add(x)
+    made = gptq(weights(8, 64), collector.result().gram, Grid(4, 32, True))
     assert bool(torch.isfinite(made.dequantise()).all())
     assert (made.dequantise() - weights(8, 64))[:, 5].abs().max() < 0.5
 
 
-def test_awq_finds_a_scale_where_features_differ() -> None:
+def test_awq_scales_outlier_features() -> None:
     x, seen = inputs(128, outliers=True)
     weight = weights(32, 128)
     grid = Grid(3, 64, False)
@@ -125,12 +123,12 @@ def test_awq_finds_a_scale_where_features_differ() -> None:
     scaled = round_to_nearest(weight * found.scale, grid).dequantise() / found.scale
     plain = round_to_nearest(weight, grid).dequantise()
     assert error(weight, scaled, x) < 0.7 * error(weight, plain, x)
-    # Two inputs that are made of one feature get one scale.
+    # Two inputs from one producer row share a scale.
     tied = search_scale(weight, seen, grid, torch.arange(128) % 64)
     assert tied.scale.shape == (64,)
 
 
-def test_clipping_never_adds_to_the_error_of_a_group() -> None:
+def test_clipping_never_increases_the_error() -> None:
     x, seen = inputs(128)
     weight = weights(32, 128)
     grid = Grid(3, 128, True)
@@ -158,7 +156,7 @@ class _Memory:
 
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("kv_heads", [4, 2])
-def test_folded_scales_leave_the_layers_function_unchanged(kv_heads: int, bias: bool) -> None:
+def test_folded_scales_preserve_the_layer_function(kv_heads: int, bias: bool) -> None:
     config = CONFIG | {
         "num_key_value_heads": kv_heads,
         "attention_bias": bias,
@@ -179,7 +177,7 @@ def test_folded_scales_leave_the_layers_function_unchanged(kv_heads: int, bias: 
     assert torch.allclose(layer.run(hidden, None).states, before, rtol=1e-4, atol=1e-4)
 
 
-def test_samples_do_not_see_each_other() -> None:
+def test_samples_do_not_attend_to_each_other() -> None:
     layer = Layer(1, HParams.from_hf(CONFIG), CPU)
     layer.read(_Memory(tiny_tensors()), torch.bfloat16)
     states = torch.randn(50, 64)
@@ -188,7 +186,7 @@ def test_samples_do_not_see_each_other() -> None:
     assert torch.allclose(together[20:], alone, atol=1e-5)
 
 
-def test_smoothing_is_exact_and_makes_eight_bits_better() -> None:
+def test_smoothing_is_exact_and_reduces_int8_error() -> None:
     x, seen = inputs(64, outliers=True)
     weight = weights(16, 64)
     scale = smoothing_scale(weight, seen.max_abs, 0.5)
@@ -196,11 +194,11 @@ def test_smoothing_is_exact_and_makes_eight_bits_better() -> None:
     grid = Grid(8, 64, True)
 
     def off(a: Tensor, w: Tensor) -> float:
-        product = round_activations_int8(a) @ round_to_nearest(w, grid).dequantise().T
-        return float((product - x @ weight.T).square().mean())
+        outputs = quantise_activations_int8(a) @ round_to_nearest(w, grid).dequantise().T
+        return float((outputs - x @ weight.T).square().mean())
 
     assert off(x / scale, weight * scale) < 0.5 * off(x, weight)
-    # Both sides meet in the middle: their largest values become equal.
+    # alpha 0.5 makes the maxima of activations and weights equal.
     assert torch.allclose((x / scale).abs().amax(0), (weight * scale).abs().amax(0), rtol=1e-4)
 
 
@@ -214,11 +212,11 @@ def test_float8() -> None:
     assert bool(torch.isfinite(blocks.dequantise()).all())
     x = torch.randn(5, 256)
     for group in (None, 128):
-        assert (round_activations_float8(x, group) - x).abs().max() < 0.25
+        assert (quantise_activations_float8(x, group) - x).abs().max() < 0.25
 
 
 def test_nf4() -> None:
-    # The levels that QLoRA's paper gives.
+    # The levels of the QLoRA paper.
     known = [-1.0, -0.6961928, -0.5250731, -0.3949175, -0.2844414, -0.1847734, -0.0910500, 0.0]
     known += [0.0795803, 0.1609302, 0.2461123, 0.3379152, 0.4407098, 0.5626170, 0.7229568, 1.0]
     assert torch.allclose(nf4_table(), torch.tensor(known), atol=1e-5)
@@ -226,7 +224,7 @@ def test_nf4() -> None:
     made = to_nf4(weight, 64)
     dense = made.dequantise()
     assert made.group == 64
-    # Of all levels the nearest one was taken.
+    # Every code is the nearest level.
     choices = nf4_table() * made.scales.repeat_interleave(64, 1)[..., None]
     best = (choices - weight[..., None]).abs().amin(-1)
     assert torch.allclose((dense - weight).abs(), best, atol=1e-6)

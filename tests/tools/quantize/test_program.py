@@ -1,4 +1,4 @@
-"""Interruptions and bad inputs: nothing half-made looks whole, and every refusal says what to do."""
+"""Interrupted runs and invalid input of `windlass quantize`."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ from windlass.tools import resumable
 GPTQ = ("--method", "gptq", "--bits", "4", "--group-size", "32", "--sample-tokens", "64")
 
 
-# The command, with layers from the second on slow enough to be killed in the middle of one.
+# The command, with slow layers from the second on, so that the test can kill it within one.
 _SLOW = """
 import time
 from windlass.cli.main import app
 from windlass.tools.quantize.layer import Layer
 
-watch = Layer.watch
-Layer.watch = lambda self, hidden: (time.sleep(30 * (self.index > 0)), watch(self, hidden))[1]
+collect = Layer.collect
+Layer.collect = lambda self, hidden: (time.sleep(30 * (self.index > 0)), collect(self, hidden))[1]
 app()
 """
 
 
-def test_a_killed_run_goes_on_and_ends_the_same(
+def test_killed_run_resumes_with_the_same_result(
     model: Path, texts: Path, tmp_path: Path, quantize: Quantize
 ) -> None:
     options = (*GPTQ, "--calibration", str(texts), "--samples", "16")
@@ -53,7 +53,7 @@ def test_a_killed_run_goes_on_and_ends_the_same(
         "begun with other options: alpha was 0.5, is 0.25; samples was 16, is 17; tokens was"
         in other
     )
-    assert "going on after 1 layers" in quantize(model, "-o", out, *options)
+    assert "resuming after 1 layers" in quantize(model, "-o", out, *options)
     assert not work.exists()
     expected = load_file(tmp_path / "whole" / "model.safetensors")
     found = load_file(out / "model.safetensors")
@@ -61,7 +61,7 @@ def test_a_killed_run_goes_on_and_ends_the_same(
     assert all(torch.equal(expected[name], found[name]) for name in expected)
 
 
-def test_a_full_disk_keeps_what_is_done(
+def test_full_disk_keeps_finished_layers(
     model: Path,
     texts: Path,
     tmp_path: Path,
@@ -77,11 +77,11 @@ def test_a_full_disk_keeps_what_is_done(
         real(path, data)
 
     monkeypatch.setattr(resumable, "write_durably", full)
-    said = quantize(model, "-o", out, *options, code=1)
-    assert "No space left on device. 2 of 3 layers are done and kept in" in said
+    output = quantize(model, "-o", out, *options, code=1)
+    assert "No space left on device. 2 of 3 layers are done and saved in" in output
     assert not out.exists()
     monkeypatch.setattr(resumable, "write_durably", real)
-    assert "going on after 2 layers" in quantize(model, "-o", out, *options)
+    assert "resuming after 2 layers" in quantize(model, "-o", out, *options)
     assert (out / "config.json").is_file()
 
     def full_at_the_end(path: Path, data: bytes) -> None:
@@ -98,7 +98,7 @@ def test_a_full_disk_keeps_what_is_done(
     assert (other / "model.safetensors").is_file()
 
 
-def test_an_output_that_exists_is_refused(model: Path, tmp_path: Path, quantize: Quantize) -> None:
+def test_existing_output_is_refused(model: Path, tmp_path: Path, quantize: Quantize) -> None:
     out = tmp_path / "out"
     out.mkdir()
     quantize(model, "-o", out, "--method", "rtn")
@@ -108,8 +108,8 @@ def test_an_output_that_exists_is_refused(model: Path, tmp_path: Path, quantize:
     mine = tmp_path / "new.partial"
     mine.mkdir()
     (mine / "thesis.txt").write_text("mine")
-    said = quantize(model, "-o", tmp_path / "new", "--method", "rtn", code=2)
-    assert "holds other files (thesis.txt)" in said
+    output = quantize(model, "-o", tmp_path / "new", "--method", "rtn", code=2)
+    assert "holds other files (thesis.txt)" in output
     assert "exists already" in quantize(model, "-o", file, "--method", "rtn", code=2)
 
 
@@ -137,14 +137,14 @@ def test_an_output_that_exists_is_refused(model: Path, tmp_path: Path, quantize:
         (("--method", "rtn", "--damping", "0"), "--damping must be above 0"),
     ],
 )
-def test_what_does_not_go_together(
+def test_conflicting_options_are_refused(
     flags: tuple[str, ...], words: str, model: Path, tmp_path: Path, quantize: Quantize
 ) -> None:
     assert words in quantize(model, "-o", tmp_path / "out", *flags, code=2)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_model_must_be_named(tmp_path: Path, quantize: Quantize) -> None:
+def test_model_is_required(tmp_path: Path, quantize: Quantize) -> None:
     assert "MODEL is missing" in quantize("-o", tmp_path / "out", "--method", "rtn", code=2)
 
 
@@ -154,7 +154,7 @@ def lines(path: Path, *records: object) -> Path:
     return path
 
 
-def test_bad_calibration_files(
+def test_invalid_calibration_files(
     model: Path, texts: Path, tmp_path: Path, quantize: Quantize
 ) -> None:
     def refused(file: Path, *flags: object) -> str:
@@ -164,66 +164,70 @@ def test_bad_calibration_files(
     assert "holds no texts" in refused(lines(tmp_path / "empty.jsonl"))
     short = lines(tmp_path / "short.jsonl", {"text": "a"}, {"text": "b"})
     assert "all 2 texts have less than 8 tokens" in refused(short)
-    said = refused(texts, "--samples", 1000)
-    assert "--samples 1000" in said
-    assert "has only 40 usable texts. Lower --samples" in said
+    output = refused(texts, "--samples", 1000)
+    assert "--samples 1000" in output
+    assert "has only 40 usable texts. Lower --samples" in output
     good = {"text": "a windlass lifts a load"}
     broken = lines(
         tmp_path / "broken.jsonl", good, "{oops", {"prompt": "x"}, {"messages": []}, {"text": 5}
     )
-    said = refused(broken)
-    assert "4 of 5 lines are broken" in said
-    assert "broken.jsonl, line 2: is not JSON at column 2" in said
-    assert "line 3: needs either text or messages" in said
-    assert "--skip-broken-lines" in said
+    output = refused(broken)
+    assert "4 of 5 lines are invalid" in output
+    assert "broken.jsonl, line 2: is not JSON at column 2" in output
+    assert "line 3: needs either text or messages" in output
+    assert "--skip-broken-lines" in output
     binary = tmp_path / "binary.jsonl"
     binary.write_bytes(b'{"text": "a windlass lifts a load"}\n\xff\xfe\n')
-    assert "1 of 2 lines are broken. binary.jsonl, line 2: is not UTF-8" in refused(binary)
-    said = quantize(
+    assert "1 of 2 lines are invalid. binary.jsonl, line 2: is not UTF-8" in refused(binary)
+    output = quantize(
         *(model, "-o", tmp_path / "o", *GPTQ, "--calibration", broken, "--skip-broken-lines")
     )
-    assert "4 broken lines left out" in said
-    assert "only 1 samples; 128 to 512 are advised" in said
+    assert "4 invalid lines skipped" in output
+    assert "only 1 samples; 128 to 512 are advised" in output
 
 
-def test_conversations_need_a_template(texts: Path, tmp_path: Path, quantize: Quantize) -> None:
+def test_conversations_need_a_chat_template(
+    texts: Path, tmp_path: Path, quantize: Quantize
+) -> None:
     bare = write_model(tmp_path / "bare")
     (bare / "tokenizer_config.json").write_text("{}")
-    said = quantize(bare, "-o", tmp_path / "o", *GPTQ, "--calibration", texts, code=2)
-    assert "has no chat template" in said
+    output = quantize(bare, "-o", tmp_path / "o", *GPTQ, "--calibration", texts, code=2)
+    assert "has no chat template" in output
 
 
-def test_broken_weights_are_named(texts: Path, tmp_path: Path, quantize: Quantize) -> None:
+def test_invalid_weights_are_reported_by_name(
+    texts: Path, tmp_path: Path, quantize: Quantize
+) -> None:
     broken = write_model(tmp_path / "broken")
     tensors = tiny_tensors()
     tensors["model.layers.1.mlp.up_proj.weight"][3, 4] = float("nan")
     save_file(tensors, broken / "model.safetensors")
-    said = quantize(broken, "-o", tmp_path / "o", "--method", "rtn", code=2)
-    assert "model.layers.1.mlp.up_proj.weight holds NaN or infinite values" in said
+    output = quantize(broken, "-o", tmp_path / "o", "--method", "rtn", code=2)
+    assert "model.layers.1.mlp.up_proj.weight holds NaN or infinite values" in output
     tensors = tiny_tensors()
     tensors["model.embed_tokens.weight"][:] = float("inf")
     save_file(tensors, broken / "model.safetensors")
-    said = quantize(broken, "-o", tmp_path / "p", *GPTQ, "--calibration", texts, code=2)
-    assert "the inputs of model.layers.0.self_attn.qkv_proj are not finite" in said
+    output = quantize(broken, "-o", tmp_path / "p", *GPTQ, "--calibration", texts, code=2)
+    assert "the inputs of model.layers.0.self_attn.qkv_proj are not finite" in output
     tensors = tiny_tensors()
     tensors["model.layers.0.input_layernorm.weight"][0] = 1e6
     save_file(tensors, broken / "model.safetensors")
-    said = quantize(broken, "-o", tmp_path / "q", "--method", "rtn", "--format", "awq", code=2)
-    assert "which float16 cannot hold" in said
+    output = quantize(broken, "-o", tmp_path / "q", "--method", "rtn", "--format", "awq", code=2)
+    assert "which float16 cannot hold" in output
 
 
-def test_a_quantised_source_is_refused(tmp_path: Path, quantize: Quantize) -> None:
+def test_quantised_source_is_refused(tmp_path: Path, quantize: Quantize) -> None:
     done = write_model(tmp_path / "done")
     config = CONFIG | {"quantization_config": {"quant_method": "awq", "bits": 4}}
     (done / "config.json").write_text(json.dumps(config))
-    said = quantize(done, "-o", tmp_path / "o", "--method", "rtn", code=2)
-    assert "awq" in said
+    output = quantize(done, "-o", tmp_path / "o", "--method", "rtn", code=2)
+    assert "awq" in output
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("method", ["gptq", "awq", "smoothquant", "fp8", "nf4"])
-def test_a_gpu_comes_to_the_same_errors(
+def test_gpu_gives_the_same_errors(
     method: str, model: Path, texts: Path, tmp_path: Path, quantize: Quantize
 ) -> None:
     options = ("--method", method, "--calibration", texts, "--sample-tokens", 64, "--samples", 16)

@@ -1,1 +1,1 @@
-"""How good a model is: perplexity, distance to a reference, tasks."""
+"""Measures model quality: perplexity, divergence from a reference, lm-eval tasks."""

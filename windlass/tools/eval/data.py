@@ -1,6 +1,6 @@
-"""Text to measure on: a running text, or documents with labels; found, read and checked.
+"""Reads the text to measure on: one running text, or labelled documents.
 
-Every line is checked before a model is loaded. Turning text into tokens is windows.py's business.
+Every line is checked before a model is loaded. windows.py tokenizes.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ UNLABELLED = "unlabelled"
 _REPO = "Salesforce/wikitext"
 _REPO_FILE = "wikitext-2-raw-v1/test-00000-of-00001.parquet"
 _KINDS = (".parquet", ".raw", ".txt", ".jsonl")
-# How WikiText's own file writes an empty line; its rows elsewhere are empty.
+# An empty line in WikiText's own file; in its Parquet and JSONL versions the row is empty.
 _EMPTY_LINE = " \n"
 
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """A text or a conversation; `where` names its line for errors."""
+    """A text or a conversation. `where`: its file and line, for errors."""
 
     where: str
     text: str | None = None
@@ -37,7 +37,7 @@ class Document:
 
 @dataclass(frozen=True, slots=True)
 class Corpus:
-    """What to measure on. A running text is one document that may be cut anywhere."""
+    """The text to measure on. `running`: one document that may be cut anywhere."""
 
     name: str
     documents: list[Document]
@@ -49,7 +49,7 @@ class Corpus:
 
 
 def read_corpus(data: str) -> Corpus:
-    """`wikitext2`, a folder that holds its test split, or a file: JSONL, Parquet or plain text."""
+    """Read `wikitext2`, a folder with its test split, or a JSONL, Parquet or text file."""
     path = Path(data).expanduser()
     if data == WIKITEXT2 and not path.exists():
         return _running(WIKITEXT2, _wikitext2())
@@ -66,14 +66,14 @@ def read_corpus(data: str) -> Corpus:
 
 
 def documents_of(path: Path) -> Iterator[Document]:
-    """The lines of a JSONL file; a broken one is named by its number."""
+    """Parse the lines of a JSONL file; an error names the line."""
     found = False
     for number, line in enumerate(_read(path).split("\n"), start=1):
         if line.strip():
             found = True
             yield _document(line, f"{path}, line {number}")
     if not found:
-        raise ConfigError(f"{path}: is empty; nothing can be measured on it.")
+        raise ConfigError(f"{path}: is empty.")
 
 
 def _document(line: str, where: str) -> Document:
@@ -89,10 +89,10 @@ def _document(line: str, where: str) -> Document:
         raise ConfigError(f"{where}: {error}.") from error
     label = record.get("label", UNLABELLED)
     if not isinstance(label, str) or not label:
-        raise ConfigError(f"{where}: label must be a text, got {label!r}.")
+        raise ConfigError(f"{where}: label must be a string, got {label!r}.")
     text, messages = record.get("text"), record.get("messages")
     if messages is None and (not isinstance(text, str) or not text):
-        raise ConfigError(f"{where}: text must be a text that is not empty, got {text!r}.")
+        raise ConfigError(f"{where}: text must be a string that is not empty, got {text!r}.")
     return Document(where, text, messages, label)
 
 
@@ -104,12 +104,12 @@ def _running(name: str, path: Path) -> Corpus:
     else:
         text = _read(path)
     if not text.strip():
-        raise ConfigError(f"{path}: is empty; nothing can be measured on it.")
+        raise ConfigError(f"{path}: is empty.")
     return Corpus(name, [Document(str(path), text)], running=True)
 
 
 def _joined(rows: list[str]) -> str:
-    """Rows that are the lines of one text, as WikiText's own file has them."""
+    """Join rows to one text, with the line breaks of WikiText's own file."""
     return "".join(
         (row if row.endswith("\n") else row + "\n") if row else _EMPTY_LINE for row in rows
     )
@@ -148,7 +148,7 @@ def _read(path: Path) -> str:
 
 
 def _test_split(folder: Path) -> Path:
-    """The one file of a folder that is named for a test split."""
+    """Find the only file of a folder with 'test' in its name."""
     found = [
         path for path in sorted(folder.rglob("*test*")) if path.suffix in _KINDS and path.is_file()
     ]
@@ -158,15 +158,15 @@ def _test_split(folder: Path) -> Path:
     names = ", ".join(str(path.relative_to(folder)) for path in raw) or "none"
     raise ConfigError(
         f"{folder}: expected one file with 'test' in its name, of {', '.join(_KINDS)}; "
-        f"found: {names}. Give the file's own path."
+        f"found: {names}. Give the path of the file."
     )
 
 
 def _wikitext2() -> Path:
-    """The test split in the user's cache, or from the hub."""
-    kept = cache_dir() / "data" / WIKITEXT2
-    if kept.is_dir():
-        return _test_split(kept)
+    """Find the test split in the user's cache, or download it."""
+    cached = cache_dir() / "data" / WIKITEXT2
+    if cached.is_dir():
+        return _test_split(cached)
     import huggingface_hub
     from huggingface_hub.errors import HfHubHTTPError
 
@@ -179,5 +179,5 @@ def _wikitext2() -> Path:
         raise DownloadError(
             f"WikiText-2 could not be fetched from the hub ({_REPO}). Check the network, or put "
             f"its test split (wiki.test.raw, or a .parquet, .txt or .jsonl file with 'test' in its "
-            f"name) into {kept}, or give the file with --data. ({type(error).__name__}: {detail})"
+            f"name) into {cached}, or give the file with --data. ({type(error).__name__}: {detail})"
         ) from error

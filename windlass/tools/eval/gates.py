@@ -1,4 +1,4 @@
-"""Whether a model is good enough: limits on what was measured, and the trial before a server starts."""
+"""Quality gates: limits on measured quality, and the check before a server starts."""
 
 from __future__ import annotations
 
@@ -10,47 +10,46 @@ from windlass.config import EngineConfig, GateConfig
 from windlass.errors import ConfigError, QualityError, WorkerDied
 from windlass.tools.eval.data import read_corpus
 from windlass.tools.eval.metrics import Comparison, Quality
-from windlass.tools.eval.progress import bar
-from windlass.tools.eval.run import measure
+from windlass.tools.eval.run import measure, progress_bar
 from windlass.tools.eval.windows import Cut
 
 
 def misses(quality: Quality, gate: GateConfig) -> list[str]:
-    """A sentence for every limit that was missed, and by how much. A NaN misses every limit."""
+    """Return a sentence for each missed limit, with the difference. NaN misses every limit."""
     found = quality.against
     if found is None:
         raise ConfigError("a quality gate needs a reference.")
     sentences = []
-    wish = gate.min_agreement
-    if wish is not None and not found.agreement >= wish:
+    limit = gate.min_agreement
+    if limit is not None and not found.agreement >= limit:
         sentences.append(
-            f"top-1 agreement {found.agreement:.4%} is {100 * (wish - found.agreement):.4f} points "
-            f"below --min-agreement {wish:.4g}."
+            f"top-1 agreement {found.agreement:.4%} is {100 * (limit - found.agreement):.4f} points "
+            f"below --min-agreement {limit:.4g}."
         )
-    wish, increase = gate.max_ppl_increase, found.ppl_ratio - 1
-    if wish is not None and not increase <= wish:
+    limit, increase = gate.max_ppl_increase, found.ppl_ratio - 1
+    if limit is not None and not increase <= limit:
         sentences.append(
-            f"perplexity {quality.perplexity:.4f} against {found.reference_perplexity:.4f} is an "
-            f"increase of {increase:.4%}, {100 * (increase - wish):.4f} points above "
-            f"--max-ppl-increase {wish:.4g}."
+            f"perplexity {quality.perplexity:.4f} versus {found.reference_perplexity:.4f} is an "
+            f"increase of {increase:.4%}, {100 * (increase - limit):.4f} points above "
+            f"--max-ppl-increase {limit:.4g}."
         )
-    wish = gate.max_kl
-    if wish is not None and not found.kl_mean <= wish:
+    limit = gate.max_kl
+    if limit is not None and not found.kl_mean <= limit:
         sentences.append(
-            f"mean KL {found.kl_mean:.6f} is {found.kl_mean - wish:.6f} above --max-kl {wish:.4g}."
+            f"mean KL {found.kl_mean:.6f} is {found.kl_mean - limit:.6f} above --max-kl {limit:.4g}."
         )
     return sentences
 
 
-def judge(quality: Quality, gate: GateConfig) -> None:
-    """Raise QualityError when a limit is missed."""
+def enforce(quality: Quality, gate: GateConfig) -> None:
+    """Raise QualityError if a limit is missed."""
     missed = misses(quality, gate)
     if missed:
         raise QualityError("the quality gate was missed: " + " ".join(missed))
 
 
-def check(gate: GateConfig) -> bool:
-    """Whether a server must be tried first; settings that do nothing are refused."""
+def is_enabled(gate: GateConfig) -> bool:
+    """Whether the server has a gate; raise ConfigError for an incomplete one."""
     if gate.gate_data is not None:
         if not gate.has_limits:
             raise ConfigError(
@@ -62,20 +61,20 @@ def check(gate: GateConfig) -> bool:
     return False
 
 
-def try_out(config: EngineConfig, reference: EngineConfig, gate: GateConfig) -> str:
-    """Measure in a process of its own, whose memory is free again when the server starts.
+def run_gate(config: EngineConfig, reference: EngineConfig, gate: GateConfig) -> str:
+    """Measure in a separate process, so that its memory is free when the server starts.
 
-    Returns a line to show; raises QualityError when a limit is missed.
+    Return a line to print; raise QualityError if a limit is missed.
     """
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
         try:
             quality = pool.submit(_measure, config, reference, gate).result()
         except BrokenProcessPool as error:
             raise WorkerDied(
-                "the process that measures the quality died, perhaps for lack of memory: it holds "
-                "the model and its reference at once."
+                "the process that measures the quality died, possibly out of memory: it holds the "
+                "model and its reference."
             ) from error
-    judge(quality, gate)
+    enforce(quality, gate)
     found = quality.against
     assert found is not None
     return f"quality gate passed on {gate.gate_data}: {_summary(quality, found)}"
@@ -84,7 +83,7 @@ def try_out(config: EngineConfig, reference: EngineConfig, gate: GateConfig) -> 
 def _measure(config: EngineConfig, reference: EngineConfig, gate: GateConfig) -> Quality:
     assert gate.gate_data is not None
     cut = Cut(context=gate.gate_context, max_windows=gate.gate_max_windows)
-    with bar(shown=True) as watch:
+    with progress_bar(shown=True) as watch:
         outcome = measure(config, reference, read_corpus(gate.gate_data), cut, watch)
     if not outcome.complete:
         raise KeyboardInterrupt
@@ -93,6 +92,6 @@ def _measure(config: EngineConfig, reference: EngineConfig, gate: GateConfig) ->
 
 def _summary(quality: Quality, found: Comparison) -> str:
     return (
-        f"agreement {found.agreement:.2%}, perplexity {quality.perplexity:.3f} against "
+        f"agreement {found.agreement:.2%}, perplexity {quality.perplexity:.3f} versus "
         f"{found.reference_perplexity:.3f}, mean KL {found.kl_mean:.5f}, {quality.tokens:,} tokens"
     )

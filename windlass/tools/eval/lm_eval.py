@@ -1,7 +1,7 @@
-"""lm-eval's interface to a model, over our scorer and our engine. Imported only when it is there.
+"""A model as lm-eval's `LM`. Imported only if lm-eval is installed.
 
-Log likelihoods come from the scorer; texts from an engine with the same weights, which is built
-when the first task asks for one.
+Log likelihoods come from the scorer. Generation uses an engine with the same weights, which is built
+for the first task that generates.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from windlass.llm import LLM, progress_bar
 from windlass.runner.device import choose_device
 from windlass.runner.scoring import ScoringLimits, Window
 
-_LONGEST = 8192  # longer contexts only on demand: their pages take memory
+_DEFAULT_MAX_LENGTH = 8192  # longer contexts need --max-model-len: their KV cache takes memory
 _MAX_NEW = 256
 
-Pair = tuple[Any, list[int], list[int]]  # a key for caches, context, continuation
+Pair = tuple[Any, list[int], list[int]]  # cache key, context, continuation
 
 
 class WindlassLM(TemplateLM):
-    """One model; all requests of a call are batched."""
+    """One model. The requests of a call are batched."""
 
     def __init__(self, config: EngineConfig, progress: bool = False) -> None:
         super().__init__()
@@ -39,9 +39,10 @@ class WindlassLM(TemplateLM):
         self._opened = open_model(config)
         self._tokenizer = self._opened.card.tokenizer
         steps = config.limits(choose_device(config.model).type)
-        wish = config.model.max_model_len
+        length = config.model.max_model_len
         own = self._opened.hparams.max_positions
-        self.max_length = wish if wish is not None and wish > 0 else min(own, _LONGEST)
+        is_set = length is not None and length > 0
+        self.max_length = length if is_set and length else min(own, _DEFAULT_MAX_LENGTH)
         limits = ScoringLimits(self.max_length, steps.max_num_batched_tokens, steps.max_num_seqs)
         self._built = build_scorer(config, self._opened.source, limits)
         self._llm: LLM | None = None
@@ -68,22 +69,22 @@ class WindlassLM(TemplateLM):
     def _loglikelihood_tokens(
         self, requests: list[Pair], disable_tqdm: bool = False, **_: Any
     ) -> list[tuple[float, bool]]:
-        """Log probability of each continuation, and whether it is what greedy decoding gives."""
+        """Log probability of each continuation, and whether greedy decoding would give it."""
         windows = [self._window(context, rest) for _, context, rest in requests]
-        # Long ones first: lack of memory shows at once, and steps are filled evenly.
+        # Longest first: running out of memory shows early, and steps are filled evenly.
         order = sorted(range(len(windows)), key=lambda i: -len(windows[i].tokens))
         sums: dict[int, float] = defaultdict(float)
         wrong: set[int] = set()
         with progress_bar(len(order), self._progress and not disable_tqdm) as advance:
-            for piece in self._built.scorer.logits(windows[i] for i in order):
-                number = order[piece.window]
+            for chunk in self._built.scorer.logits(windows[i] for i in order):
+                number = order[chunk.window]
                 tokens = windows[number].tokens
-                targets = tokens[piece.start + 1 : piece.start + 1 + len(piece.values)]
-                total, greedy = _likelihood(piece.values[: len(targets)], targets)
+                targets = tokens[chunk.start + 1 : chunk.start + 1 + len(chunk.values)]
+                total, greedy = _likelihood(chunk.values[: len(targets)], targets)
                 sums[number] += total
                 if not greedy:
                     wrong.add(number)
-                if piece.start + len(piece.values) == len(tokens):
+                if chunk.start + len(chunk.values) == len(tokens):
                     advance()
         results = [(sums[i], i not in wrong) for i in range(len(requests))]
         for (key, *_rest), result in zip(requests, results, strict=True):
@@ -92,7 +93,7 @@ class WindlassLM(TemplateLM):
         return results
 
     def _window(self, context: list[int], continuation: list[int]) -> Window:
-        """What is too long loses its beginning."""
+        """Truncate from the left."""
         if not 0 < len(continuation) < self.max_length:
             raise RequestError(
                 f"a continuation of {len(continuation)} tokens cannot be scored: 1 to "
@@ -104,7 +105,7 @@ class WindlassLM(TemplateLM):
     def loglikelihood_rolling(
         self, requests: list[Instance], disable_tqdm: bool = False
     ) -> list[float]:
-        """Log probability of whole texts, in windows side by side."""
+        """Log probability of whole texts, in disjoint windows."""
         pairs: list[Pair] = []
         counts = []
         for (text,) in (request.args for request in requests):
@@ -121,25 +122,25 @@ class WindlassLM(TemplateLM):
         return [sum(next(scores)[0] for _ in range(count)) for count in counts]
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
-        """Texts, each until one of its stop strings."""
+        """Generate texts, each up to one of its stop strings."""
         if self._llm is None:
             built = build_engine(self._config, self._opened.source, self._built.weights)
             self._llm = LLM.over(self._opened.card, built)
-        longest = self._llm.report.max_model_len
-        prompts, wishes = [], []
-        for text, wish in (request.args for request in requests):
-            sampling = _sampling(wish)
+        max_model_len = self._llm.report.max_model_len
+        prompts, params = [], []
+        for text, arguments in (request.args for request in requests):
+            sampling = _sampling_params(arguments)
             assert sampling.max_tokens is not None
-            room = longest - sampling.max_tokens
-            if room < 1:
+            max_prompt = max_model_len - sampling.max_tokens
+            if max_prompt < 1:
                 raise RequestError(
                     f"{sampling.max_tokens} new tokens leave no room for a prompt in a context of "
-                    f"{longest}."
+                    f"{max_model_len}."
                 )
-            prompts.append(self.tok_encode(text)[-room:])
-            wishes.append(sampling)
+            prompts.append(self.tok_encode(text)[-max_prompt:])
+            params.append(sampling)
         shown = self._progress and not disable_tqdm
-        texts = [out.outputs[0].text for out in self._llm.generate(prompts, wishes, shown)]
+        texts = [out.outputs[0].text for out in self._llm.generate(prompts, params, shown)]
         for request, text in zip(requests, texts, strict=True):
             self.cache_hook.add_partial("generate_until", request.args, text)
         return texts
@@ -154,20 +155,20 @@ def _likelihood(logits: torch.Tensor, targets: Sequence[int]) -> tuple[float, bo
         return float(found), bool((logits.argmax(dim=-1) == picked).all())
 
 
-def _sampling(wish: dict[str, Any]) -> SamplingParams:
-    """lm-eval's generation arguments in our words; greedy unless it asks for sampling."""
-    wish = dict(wish)
-    until = wish.pop("until", [])
+def _sampling_params(arguments: dict[str, Any]) -> SamplingParams:
+    """Convert lm-eval's generation arguments; greedy unless `do_sample` is set."""
+    rest = dict(arguments)
+    until = rest.pop("until", [])
     stops: Iterable[str] = [until] if isinstance(until, str) else until
-    longest = wish.pop("max_gen_toks", _MAX_NEW)
-    drawn = wish.pop("do_sample", False)
-    temperature = wish.pop("temperature", 1.0 if drawn else 0.0)
-    known = {name: wish.pop(name) for name in ("top_p", "top_k") if name in wish}
-    if wish:
-        raise ConfigError(f"generation arguments that are not known here: {', '.join(wish)}.")
+    max_tokens = rest.pop("max_gen_toks", _MAX_NEW)
+    do_sample = rest.pop("do_sample", False)
+    temperature = rest.pop("temperature", 1.0 if do_sample else 0.0)
+    known = {name: rest.pop(name) for name in ("top_p", "top_k") if name in rest}
+    if rest:
+        raise ConfigError(f"unknown generation arguments: {', '.join(rest)}.")
     return SamplingParams(
-        max_tokens=longest,
-        temperature=temperature if drawn else 0.0,
+        max_tokens=max_tokens,
+        temperature=temperature if do_sample else 0.0,
         stop=tuple(stop for stop in stops if stop),
         **known,
     )

@@ -1,6 +1,6 @@
-"""From logits to figures: perplexity, and the distance to a reference, token by token.
+"""Computes perplexity, and the divergence from a reference per token, from logits.
 
-Divergence is KL(reference || model) in nats: what is lost by taking the model for the reference.
+Divergence is KL(reference || model) in nats.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _DIGITS = 7
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """A model beside its reference, over the same tokens."""
+    """A model compared with its reference over the same tokens."""
 
     reference_perplexity: float
     ppl_ratio: float
@@ -28,13 +28,13 @@ class Comparison:
     kl_mean: float
     kl_p99: float
     kl_max: float
-    agreement: float  # share of positions where both would choose the same token
-    rank_shift: float  # mean distance between the ranks that both give the text's next token
+    agreement: float  # share of positions with the same top-1 token
+    rank_shift: float  # mean difference between the two ranks of the next token
 
 
 @dataclass(frozen=True, slots=True)
 class Quality:
-    """What was measured over some tokens."""
+    """Measured quality over some tokens."""
 
     tokens: int
     perplexity: float
@@ -42,7 +42,7 @@ class Quality:
     against: Comparison | None = None
 
     def row(self, label: str) -> dict[str, Any]:
-        """Flat, for a table."""
+        """Return a flat record row."""
         values = asdict(self)
         compared = values.pop("against") or {}
         return {"label": label} | {k: _short(v) for k, v in (values | compared).items()}
@@ -61,29 +61,33 @@ class Figures:
 
 @torch.inference_mode()
 def compare(logits: Tensor, targets: Sequence[int], reference: Tensor | None) -> Figures:
-    """Figures of the positions whose logits [positions, vocabulary] are given.
+    """Compute the figures of some positions from their logits [positions, vocabulary].
 
-    `targets` are the tokens that follow; `reference` may lie on another device.
+    `targets`: the next tokens. `reference` may be on another device.
     """
     picked = torch.tensor(targets, device=logits.device)[:, None]
     own = logits.log_softmax(dim=-1)
     own_next = own.gather(-1, picked)
-    nothing = np.empty(0)
+    empty = np.empty(0)
     if reference is None:
-        return Figures(_host(-own_next[:, 0]), nothing, nothing, nothing, nothing)
+        return Figures(_host(-own_next[:, 0]), empty, empty, empty, empty)
     other = reference.to(logits.device).log_softmax(dim=-1)
     other_next = other.gather(-1, picked)
     agree = own.argmax(dim=-1) == other.argmax(dim=-1)
     shift = ((own > own_next).sum(dim=-1) - (other > other_next).sum(dim=-1)).abs()
     kl = (other - own).mul_(other.exp()).sum(dim=-1).clamp_min_(0)
     return Figures(
-        _host(-own_next[:, 0]), _host(-other_next[:, 0]), _host(kl), _host(agree), _host(shift)
+        nll=_host(-own_next[:, 0]),
+        reference_nll=_host(-other_next[:, 0]),
+        kl=_host(kl),
+        agree=_host(agree),
+        shift=_host(shift),
     )
 
 
 @dataclass(slots=True)
 class Tally:
-    """Collects figures; a few numbers per token, so that percentiles are exact."""
+    """Collects the figures of all tokens, for exact percentiles."""
 
     _parts: list[Figures] = field(default_factory=list)
 
@@ -95,7 +99,7 @@ class Tally:
         return sum(len(part.nll) for part in self._parts)
 
     def quality(self) -> Quality:
-        """The figures of all tokens so far; needs at least one."""
+        """Summarise all tokens so far; there must be at least one."""
         nll = self._all("nll")
         perplexity = _exp(nll.mean())
         error = perplexity * _standard_error(nll)
@@ -106,14 +110,14 @@ class Tally:
         difference = nll - reference_nll
         ratio = _exp(difference.mean())
         comparison = Comparison(
-            _exp(reference_nll.mean()),
-            ratio,
-            ratio * _standard_error(difference),
-            float(kl.mean()),
-            float(np.percentile(kl, 99)),
-            float(kl.max()),
-            float(self._all("agree").mean()),
-            float(self._all("shift").mean()),
+            reference_perplexity=_exp(reference_nll.mean()),
+            ppl_ratio=ratio,
+            ppl_ratio_error=ratio * _standard_error(difference),
+            kl_mean=float(kl.mean()),
+            kl_p99=float(np.percentile(kl, 99)),
+            kl_max=float(kl.max()),
+            agreement=float(self._all("agree").mean()),
+            rank_shift=float(self._all("shift").mean()),
         )
         return Quality(len(nll), perplexity, error, comparison)
 

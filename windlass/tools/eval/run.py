@@ -1,10 +1,11 @@
-"""Measures a model, alone or beside a reference: both are run window by window, side by side."""
+"""Measures the quality of a model, alone or against a reference run window by window with it."""
 
 from __future__ import annotations
 
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
@@ -20,12 +21,14 @@ from windlass.tools.eval.windows import Cut, LabelledWindow, cut_corpus
 
 ALL = "all"
 
-Watch = Callable[[int, int, Tally], None]  # windows done, windows, what was measured so far
+Watch = Callable[[int, int, Tally], None]  # windows done, all windows, figures so far
+# Computing the figures reads every token so far, and they change slowly.
+_PROGRESS_UPDATES = 100
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What was measured, over everything and by label."""
+    """Measured quality, overall and by label."""
 
     overall: Quality
     labels: dict[str, Quality]
@@ -46,7 +49,7 @@ def measure(
     cut: Cut,
     watch: Watch = lambda *_: None,
 ) -> Outcome:
-    """Score the corpus. Ctrl-C ends it early, with what was measured until then."""
+    """Score the corpus. Ctrl-C ends it early, with the figures so far."""
     configs = [config] if reference is None else [config, reference]
     opened = [open_model(each) for each in configs]
     windows = cut_corpus(corpus, opened[0].card, cut)
@@ -77,12 +80,19 @@ def measure(
         notes += f" Interrupted: {done} of {len(windows)} windows were measured."
     rows = [total.row(ALL), *(quality.row(name) for name, quality in labels.items())]
     record = Record("perplexity" if reference is None else "quality", rows, notes, settings)
-    return Outcome(total, labels, done, len(windows), seconds, record)
+    return Outcome(
+        overall=total,
+        labels=labels,
+        windows_done=done,
+        windows=len(windows),
+        seconds=seconds,
+        record=record,
+    )
 
 
 @dataclass(frozen=True, slots=True)
 class _Side:
-    """The model, or its reference."""
+    """The model or its reference."""
 
     config: EngineConfig
     opened: OpenModel
@@ -98,12 +108,12 @@ class _Side:
 
 
 def _check_context(longest: int, config: EngineConfig, model: OpenModel) -> None:
-    wish = config.model.max_model_len
-    most = wish if wish is not None and wish > 0 else model.hparams.max_positions
-    if longest > most:
+    length = config.model.max_model_len
+    limit = length if length is not None and length > 0 else model.hparams.max_positions
+    if longest > limit:
         raise ConfigError(
-            f"a window of {longest} tokens is more than the {most} positions of "
-            f"{model.card.name}. Use --context {most} or less."
+            f"a window of {longest} tokens is more than the {limit} positions of "
+            f"{model.card.name}. Use --context {limit} or less."
         )
 
 
@@ -113,16 +123,15 @@ def _check_tokens(
     for other in opened[1:]:
         if cut_corpus(corpus, other.card, cut) != windows:
             raise ConfigError(
-                f"{opened[0].card.name} and {other.card.name} cut the text into different tokens, "
-                "so they cannot be compared token by token. Take a reference with the same "
-                "tokenizer."
+                f"{opened[0].card.name} and {other.card.name} tokenize the text into different tokens, "
+                "so their logits cannot be compared. Use a reference with the same tokenizer."
             )
 
 
 def _build(
     configs: list[EngineConfig], opened: list[OpenModel], limits: ScoringLimits
 ) -> list[_Side]:
-    """Load both; a reference that differs only in its cache or scheduler shares the weights."""
+    """Load both models. They share weights if they differ only in KV cache or scheduler."""
     sides: list[_Side] = []
     for config, model in zip(configs, opened, strict=True):
         shared = [side.built.weights for side in sides if side.config.model == config.model]
@@ -134,20 +143,20 @@ def _build(
 def _score(
     scorers: list[Scorer], windows: list[LabelledWindow], watch: Watch
 ) -> tuple[Tally, dict[str, Tally], int]:
-    """What was counted, of all and by label, and how many windows are in it whole."""
+    """Return the figures of all tokens and by label, and the number of complete windows."""
     overall, by_label, done = Tally(), defaultdict[str, Tally](Tally), 0
     try:
-        for piece, *others in _lockstep(scorers, [item.window for item in windows]):
-            item = windows[piece.window]
-            tokens, count = item.window.tokens, len(piece.values)
-            targets = tokens[piece.start + 1 : piece.start + 1 + count]
-            if targets:  # nothing follows the last position
+        for chunk, *others in _lockstep(scorers, [item.window for item in windows]):
+            item = windows[chunk.window]
+            tokens, count = item.window.tokens, len(chunk.values)
+            targets = tokens[chunk.start + 1 : chunk.start + 1 + count]
+            if targets:  # the last position has no next token
                 reference = others[0].values[: len(targets)] if others else None
-                figures = compare(piece.values[: len(targets)], targets, reference)
+                figures = compare(chunk.values[: len(targets)], targets, reference)
                 overall.add(figures)
                 by_label[item.label].add(figures)
-            if piece.start + count == len(tokens):
-                done = piece.window + 1
+            if chunk.start + count == len(tokens):
+                done = chunk.window + 1
                 watch(done, len(windows), overall)
     except KeyboardInterrupt:
         if not overall.num_tokens:
@@ -156,7 +165,7 @@ def _score(
 
 
 def _lockstep(scorers: list[Scorer], windows: list[Window]) -> Iterator[tuple[ScoredChunk, ...]]:
-    """The same positions of all; over the tokens that all vocabularies have."""
+    """Yield the same positions of all models, over the smallest vocabulary."""
     common = min(scorer.vocab_size for scorer in scorers)
     return zip(*(scorer.logits(windows, common) for scorer in scorers), strict=True)
 
@@ -168,13 +177,44 @@ def _limits(config: EngineConfig, windows: list[LabelledWindow]) -> ScoringLimit
 
 
 def changed(config: EngineConfig) -> dict[str, Any]:
-    """The options that are not at their defaults; secrets left out."""
+    """Return the options that differ from their defaults, without secrets."""
     default = EngineConfig()
     found = {}
     for section in ("model", "cache", "scheduler"):
-        mine, plain = getattr(config, section), getattr(default, section)
-        for field in fields(mine):
-            value = getattr(mine, field.name)
-            if value != getattr(plain, field.name) and field.name != "hf_token":
+        own, defaults = getattr(config, section), getattr(default, section)
+        for field in fields(own):
+            value = getattr(own, field.name)
+            if value != getattr(defaults, field.name) and field.name != "hf_token":
                 found[field.name] = value
     return found
+
+
+@contextmanager
+def progress_bar(shown: bool) -> Iterator[Watch]:
+    """Show a bar on stderr with the figures so far; yield the callback for `measure`."""
+    if not shown:
+        yield lambda *_: None
+        return
+    from rich.console import Console
+    from rich.progress import Progress
+
+    progress = Progress(console=Console(stderr=True))
+    task = progress.add_task("windows", total=None)
+
+    def watch(done: int, total: int, tally: Tally) -> None:
+        progress.start()  # not while models are loaded
+        if done == total or done % max(1, total // _PROGRESS_UPDATES) == 0:
+            progress.update(task, completed=done, total=total, description=_figures(tally))
+
+    try:
+        yield watch
+    finally:
+        progress.stop()
+
+
+def _figures(tally: Tally) -> str:
+    quality = tally.quality()
+    text = f"perplexity {quality.perplexity:.3f}"
+    if quality.against is None:
+        return text
+    return f"{text}, agreement {quality.against.agreement:.2%}, KL {quality.against.kl_mean:.5f}"

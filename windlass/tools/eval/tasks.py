@@ -1,4 +1,4 @@
-"""Runs lm-eval's tasks on a model, and on a reference beside it."""
+"""Runs lm-eval tasks on a model, and on a reference."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ _BOOTSTRAP = 1000
 
 
 @dataclass(frozen=True, slots=True)
-class TaskOrder:
-    """Which tasks, and how much of them."""
+class TaskOptions:
+    """Which tasks to run, and how many samples of them."""
 
     names: list[str]
-    folder: Path | None = None  # further tasks, as YAML
-    num_fewshot: int | None = None  # None: the task's own
+    folder: Path | None = None  # with more tasks, as YAML
+    num_fewshot: int | None = None  # None: the task's default
     limit: int | None = None
 
     def __post_init__(self) -> None:
@@ -34,27 +34,30 @@ class TaskOrder:
 
 
 def run_tasks(
-    config: EngineConfig, reference: EngineConfig | None, order: TaskOrder, progress: bool = False
+    config: EngineConfig,
+    reference: EngineConfig | None,
+    options: TaskOptions,
+    progress: bool = False,
 ) -> Record:
-    """One row per task and metric."""
-    manager = _manager(order)
-    rows = _evaluate(config, order, manager, progress)
+    """Return a record with a row per task and metric."""
+    manager = _manager(options)
+    rows = _evaluate(config, options, manager, progress)
     settings: dict[str, Any] = {
-        "num_fewshot": order.num_fewshot,
-        "limit": order.limit,
+        "num_fewshot": options.num_fewshot,
+        "limit": options.limit,
         "model": {"name": config.model.model, "options": changed(config)},
     }
     if reference is not None:
-        others = _evaluate(reference, order, manager, progress)
+        others = _evaluate(reference, options, manager, progress)
         rows = [
             row | {"reference": other["value"]} for row, other in zip(rows, others, strict=True)
         ]
         settings["reference"] = {"name": reference.model.model, "options": changed(reference)}
-    return Record("tasks", rows, "Tasks of lm-eval; ± is its standard error.", settings)
+    return Record("tasks", rows, "lm-eval tasks; ± is the standard error.", settings)
 
 
-def _manager(order: TaskOrder) -> Any:
-    """Where lm-eval finds tasks; names that it does not know are refused before a model is loaded."""
+def _manager(options: TaskOptions) -> Any:
+    """Make lm-eval's task manager; refuse unknown tasks before a model is loaded."""
     try:
         from lm_eval.tasks import TaskManager
     except ImportError as error:
@@ -62,8 +65,8 @@ def _manager(order: TaskOrder) -> Any:
             f"--tasks needs lm-eval, which cannot be imported ({error}): "
             "pip install 'windlass[eval]'"
         ) from error
-    manager = TaskManager(include_path=str(order.folder) if order.folder else None)
-    for name in order.names:
+    manager = TaskManager(include_path=str(options.folder) if options.folder else None)
+    for name in options.names:
         if not manager.match_tasks([name]):
             near = difflib.get_close_matches(name, manager.all_tasks, n=1, cutoff=0.5)
             hint = f" Did you mean {near[0]!r}?" if near else ""
@@ -72,7 +75,7 @@ def _manager(order: TaskOrder) -> Any:
 
 
 def _evaluate(
-    config: EngineConfig, order: TaskOrder, manager: Any, progress: bool
+    config: EngineConfig, options: TaskOptions, manager: Any, progress: bool
 ) -> list[dict[str, Any]]:
     from lm_eval import simple_evaluate
 
@@ -82,23 +85,23 @@ def _evaluate(
     try:
         results = simple_evaluate(
             model=model,
-            tasks=order.names,
-            num_fewshot=order.num_fewshot,
-            limit=order.limit,
+            tasks=options.names,
+            num_fewshot=options.num_fewshot,
+            limit=options.limit,
             task_manager=manager,
             bootstrap_iters=_BOOTSTRAP,
             log_samples=False,
         )
-    except OSError as error:  # how datasets reports a hub that it cannot reach
+    except OSError as error:  # raised by `datasets` if the hub is unreachable
         raise DownloadError(
-            f"the data of {', '.join(order.names)} could not be fetched: {error}. Check the "
-            "network, or give tasks with local data by --task-dir."
+            f"the data of {', '.join(options.names)} could not be downloaded: {error}. "
+            "Check the network, or give tasks with local data with --task-dir."
         ) from error
     return _rows(results)
 
 
 def _rows(results: dict[str, Any]) -> list[dict[str, Any]]:
-    """lm-eval's table: `acc,none` and its error `acc_stderr,none`."""
+    """Convert lm-eval's results: `acc,none` and its error `acc_stderr,none`."""
     rows = []
     for task, figures in results["results"].items():
         samples = results.get("n-samples", {}).get(task, {}).get("effective")

@@ -1,11 +1,11 @@
-"""Cuts tokens into windows: which positions are scored, and how much each of them sees.
+"""Cuts tokens into windows, and decides which positions are scored.
 
-Two definitions, told apart by name, since a perplexity without its definition cannot be compared:
+Perplexities are comparable only with the same definition. There are two:
 
-    strided     every token is scored once; all but the first window's see at least
-                context - stride tokens before them
-    llama.cpp   windows side by side; of each only the second half is scored, and a tail that
-                fills no window is left out, as llama.cpp's own tool does
+    strided     every token is scored once, after the first window with at least context - stride
+                tokens of context
+    llama.cpp   disjoint windows, of which the second half is scored; an incomplete last window is
+                left out, as in llama.cpp's perplexity tool
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Method = Literal["strided", "llama.cpp"]
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """How text becomes windows. `stride` None: half of the context."""
+    """How text is cut into windows. `stride` None: half of the context."""
 
     method: Method = "strided"
     context: int = 1024
@@ -54,12 +54,12 @@ class Cut:
     def describe(self) -> str:
         if self.method == "llama.cpp":
             return (
-                f"llama.cpp's definition: windows of {self.context} tokens side by side, the second "
-                "half of each is scored"
+                f"llama.cpp's definition: disjoint windows of {self.context} tokens; the second half of "
+                "each is scored"
             )
         return (
             f"windows of {self.context} tokens every {self.step}; every token is scored once, with "
-            f"at least {self.context - self.step} before it where the text has them"
+            f"at least {self.context - self.step} tokens of context after the first window"
         )
 
 
@@ -74,10 +74,10 @@ class LabelledWindow:
 
 
 def cut_corpus(corpus: Corpus, card: ModelCard, cut: Cut) -> list[LabelledWindow]:
-    """The windows of a corpus in a model's tokens; one that gives nothing to score is an error."""
+    """Tokenize a corpus and cut it into windows. A document that is too short is an error."""
     if cut.method == "llama.cpp" and not corpus.running:
         raise ConfigError(
-            "--method llama.cpp is defined for one running text, not for documents. "
+            "--method llama.cpp needs one running text, not documents. "
             "Use --method strided for JSONL."
         )
     template = None
@@ -100,13 +100,13 @@ def _windows(document: Document, tokens: list[int], card: ModelCard, cut: Cut) -
         needed, found = 2, strided(tokens, cut.context, cut.step)
     if len(tokens) < needed:
         raise ConfigError(
-            f"{document.where}: has {len(tokens)} tokens, and at least {needed} are needed."
+            f"{document.where}: has {len(tokens)} tokens; at least {needed} are needed."
         )
     return found
 
 
 def strided(tokens: Sequence[int], context: int, stride: int) -> Iterator[Window]:
-    """Overlapping windows; each scores what the ones before it did not."""
+    """Yield overlapping windows; each scores the tokens that earlier windows did not."""
     scored = 1  # the first token has nothing before it
     for start in range(0, len(tokens), stride):
         part = tokens[start : start + context]
@@ -119,7 +119,7 @@ def strided(tokens: Sequence[int], context: int, stride: int) -> Iterator[Window
 
 
 def halves(tokens: Sequence[int], context: int, bos: Sequence[int]) -> Iterator[Window]:
-    """Windows side by side; where texts begin with a special token, so does each window."""
+    """Yield disjoint windows; each begins with the BOS token if the tokenizer adds one."""
     for start in range(0, len(tokens) - context + 1, context):
         part = [*bos, *tokens[start + len(bos) : start + context]]
         yield Window(part, context // 2)

@@ -1,1 +1,1 @@
-"""Making quantised checkpoints: the methods, the calibration, the files."""
+"""Makes quantised checkpoints: methods, calibration, file layouts."""

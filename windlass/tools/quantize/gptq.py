@@ -1,6 +1,7 @@
-"""GPTQ: columns are rounded one after another, and what each one loses is given to those to come.
+"""GPTQ: quantises columns in order, and adds the error of each to the columns that follow.
 
-How much a later column can make good is in the inverse of the inputs' Gram matrix.
+The inverse Gram matrix of the inputs (the Hessian of the output error) gives the weights of that
+update.
 """
 
 from __future__ import annotations
@@ -13,10 +14,10 @@ from torch import Tensor
 from windlass.errors import CheckpointError
 from windlass.tools.quantize.weights import Grid, IntWeight, even_groups
 
-# static: columns of large inputs first, groups of neighbours; group: groups follow that order too.
+# static: columns with large inputs first, groups of adjacent inputs; group: groups in that order.
 ActOrder = Literal["none", "static", "group"]
 
-_MOST_DAMPING = 1.0
+_MAX_DAMPING = 1.0
 
 
 def gptq(
@@ -27,33 +28,33 @@ def gptq(
     damping: float = 0.01,
     block: int = 128,
 ) -> IntWeight:
-    """Quantise [N, K] so that the outputs for inputs with this Gram matrix [K, K] change little."""
+    """Quantise a weight [N, K] to minimise the output error for inputs with this Gram matrix [K, K]."""
     num_in = weight.shape[1]
     order = torch.arange(num_in, device=weight.device)
     if act_order != "none":
         order = gram.diagonal().argsort(descending=True, stable=True)
     groups = even_groups(num_in, grid.group, weight.device)
     by_column = groups if act_order == "group" else groups[order]
-    pass_on = _propagation(gram[order][:, order], damping)
-    rounding = _Rounding(weight.T[order], grid, by_column)
+    update = _update_matrix(gram[order][:, order], damping)
+    quantiser = _ColumnQuantiser(weight.T[order], grid, by_column)
     if act_order == "static":
-        rounding.fit_all(weight)
-    rounding.run(pass_on, block)
+        quantiser.fit_all(weight)
+    quantiser.run(update, block)
     back = torch.empty_like(order)
     back[order] = torch.arange(num_in, device=order.device)
     return IntWeight(
-        grid.bits,
-        rounding.codes[back].T.contiguous(),
-        rounding.scales.T.contiguous(),
-        rounding.zeros.T.to(torch.uint8),
-        by_column[back],
+        bits=grid.bits,
+        codes=quantiser.codes[back].T.contiguous(),
+        scales=quantiser.scales.T.contiguous(),
+        zeros=quantiser.zeros.T.to(torch.uint8),
+        groups=by_column[back],
     )
 
 
-class _Rounding:
-    """One weight on its way, transposed so that what is worked on lies together: [K, N].
+class _ColumnQuantiser:
+    """Quantises a transposed weight [K, N], so that an input's weights are contiguous.
 
-    Owns a copy of it, which is used up.
+    Owns a copy of the weight, which it overwrites.
     """
 
     def __init__(self, weight: Tensor, grid: Grid, groups: Tensor) -> None:
@@ -67,20 +68,20 @@ class _Rounding:
         self._fitted = False
 
     def fit_all(self, weight: Tensor) -> None:
-        """Every group's grid, from the weights as they were: [N, K]."""
+        """Fit every group's scale and zero point to the original weight [N, K]."""
         scales, zeros = self.grid.fit(weight.unflatten(1, (-1, self.grid.group)))
         self.scales, self.zeros = scales.T.contiguous(), zeros.T.contiguous()
         self._fitted = True
 
-    def run(self, pass_on: Tensor, block: int) -> None:
+    def run(self, update: Tensor, block: int) -> None:
         num_in = self.weight.shape[0]
         for first in range(0, num_in, block):
             last = min(first + block, num_in)
-            errors = self._block(first, last, pass_on[first:last, first:last])
-            self.weight[last:].addmm_(pass_on[first:last, last:].T, errors, alpha=-1)
+            errors = self._block(first, last, update[first:last, first:last])
+            self.weight[last:].addmm_(update[first:last, last:].T, errors, alpha=-1)
 
-    def _block(self, first: int, last: int, pass_on: Tensor) -> Tensor:
-        """Round inputs [first, last); returns what each lost, scaled for those to come."""
+    def _block(self, first: int, last: int, update: Tensor) -> Tensor:
+        """Quantise inputs [first, last); return their errors, scaled for the inputs that follow."""
         own = self.weight[first:last]
         errors = torch.empty_like(own)
         for at in range(last - first):
@@ -91,24 +92,24 @@ class _Rounding:
             scale, zero = self.scales[group], self.zeros[group]
             code = self.grid.encode(own[at], scale, zero)
             self.codes[k] = code.to(torch.uint8)
-            errors[at] = (own[at] - (code - zero) * scale) / pass_on[at, at]
-            own[at:].addr_(pass_on[at, at:], errors[at], alpha=-1)
+            errors[at] = (own[at] - (code - zero) * scale) / update[at, at]
+            own[at:].addr_(update[at, at:], errors[at], alpha=-1)
         return errors
 
     def _fit(self, group: int, k: int) -> None:
-        """A group's grid, from the weights as they have become."""
+        """Fit a group's scale and zero point to the updated weights."""
         found = self.grid.fit(self.weight[k : k + self.grid.group].T)
         self.scales[group], self.zeros[group] = found
 
 
-def _propagation(gram: Tensor, damping: float) -> Tensor:
-    """Upper Cholesky factor of the inverse Gram matrix."""
+def _update_matrix(gram: Tensor, damping: float) -> Tensor:
+    """Return the upper Cholesky factor of the inverse Gram matrix."""
     mean = gram.diagonal().mean()
     if mean <= 0:
-        raise CheckpointError("the inputs are all zero, so there is nothing to calibrate on.")
+        raise CheckpointError("all calibration inputs are zero.")
     gram = gram / mean
     share = damping
-    while share <= _MOST_DAMPING:
+    while share <= _MAX_DAMPING:
         damped = gram.clone()
         damped.diagonal().add_(share)
         lower, failed = torch.linalg.cholesky_ex(damped)
@@ -120,5 +121,5 @@ def _propagation(gram: Tensor, damping: float) -> Tensor:
         share *= 10
     raise CheckpointError(
         f"the inputs' Gram matrix of {gram.shape[0]} features cannot be inverted, even with "
-        f"{_MOST_DAMPING:g} of its mean added. Calibrate on more and other texts."
+        f"{_MAX_DAMPING:g} of its mean added. Use more and other calibration texts."
     )

@@ -1,7 +1,7 @@
-"""One decoder layer in memory: read, run over the calibration tokens, and watched while it runs.
+"""Runs one decoder layer over the calibration tokens, and collects statistics of its inputs.
 
-Hidden states of all samples lie on the CPU, one after another; batches of whole samples go through
-the layer with real KV pages, as in the engine.
+The hidden states of all samples are on the CPU; batches of whole samples run through the layer with a
+paged KV cache, as in the engine.
 """
 
 from __future__ import annotations
@@ -26,15 +26,14 @@ from windlass.models.llama import Block
 from windlass.models.network import Parts
 from windlass.models.rope import frequencies
 from windlass.quant.unquantised import Unquantised
-from windlass.tools.quantize.statistics import Gathering, Inputs
 
 _BATCH_TOKENS = 4096
-_PAGE = 16
-_DERIVED = "rotary_emb.inv_freq"  # in old checkpoints; computed from the config
+_BLOCK_SIZE = 16
+_IGNORED = "rotary_emb.inv_freq"  # in old checkpoints; computed from the config
 
-Look = Callable[[nn.Module, Tensor], Tensor]
+Hook = Callable[[nn.Module, Tensor], Tensor]
 
-# The same on every device: no kernel's own rounding should get into the calibration.
+# Reference ops on every device: a kernel's rounding must not affect the calibration.
 _OPS = Ops(
     reference.rms_norm,
     reference.add_rms_norm,
@@ -44,29 +43,29 @@ _OPS = Ops(
 )
 
 
-class _Watched(Unquantised):
-    """Plain products that show their inputs to `look`, and take what it returns instead."""
+class _Hooked(Unquantised):
+    """Unquantised GEMMs that pass their inputs to `hook`, and multiply what it returns."""
 
-    def __init__(self, look: Look) -> None:
+    def __init__(self, hook: Hook) -> None:
         super().__init__(torch.float32)
-        self._look = look
+        self._hook = hook
 
     def apply(self, layer: Any, x: gemm_io.Inputs) -> Tensor:
-        return super().apply(layer, self._shown(layer, x))
+        return super().apply(layer, self._hooked(layer, x))
 
     def then(
         self, layer: Any, x: gemm_io.Inputs, residual: Tensor, norm: Norm
     ) -> tuple[gemm_io.Inputs, Tensor]:
-        return super().then(layer, self._shown(layer, x), residual, norm)
+        return super().then(layer, self._hooked(layer, x), residual, norm)
 
     def gated(
         self, layer: Any, x: gemm_io.Inputs, silu_mul: Callable[[gemm_io.Outputs], gemm_io.Inputs]
     ) -> gemm_io.Inputs:
-        return super().gated(layer, self._shown(layer, x), silu_mul)
+        return super().gated(layer, self._hooked(layer, x), silu_mul)
 
-    def _shown(self, layer: Any, x: gemm_io.Inputs) -> Tensor:
+    def _hooked(self, layer: Any, x: gemm_io.Inputs) -> Tensor:
         assert isinstance(x, Tensor)
-        return self._look(layer, x)
+        return self._hook(layer, x)
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +76,7 @@ class Hidden:
     lengths: tuple[int, ...]
 
     def batches(self) -> Iterator[tuple[int, list[int]]]:
-        """First token and lengths of the samples that go through a layer together."""
+        """Yield the first token and the sample lengths of each batch."""
         first, lengths = 0, list[int]()
         for length in self.lengths:
             if lengths and sum(lengths) + length > _BATCH_TOKENS:
@@ -87,80 +86,123 @@ class Hidden:
         yield first, lengths
 
 
+@dataclass(frozen=True, slots=True)
+class InputStats:
+    """Statistics of one linear layer's inputs over all calibration tokens.
+
+    The Gram matrix gives the exact output error of a changed weight; the inputs are not stored.
+    """
+
+    gram: Tensor  # [K, K] mean of x x.T
+    mean_abs: Tensor  # [K]
+    max_abs: Tensor  # [K]
+
+    def divided(self, scale: Tensor) -> InputStats:
+        """Return the statistics after each feature is divided by its scale."""
+        gram = self.gram / scale[:, None] / scale[None, :]
+        return InputStats(gram, self.mean_abs / scale, self.max_abs / scale)
+
+    def output_error(self, weight: Tensor, changed: Tensor) -> float:
+        """Return the mean squared error of the outputs, relative to their mean square."""
+        return float(self._energy(weight - changed) / self._energy(weight).clamp(min=1e-30))
+
+    def _energy(self, weight: Tensor) -> Tensor:
+        return ((weight @ self.gram) * weight).sum()
+
+
+class InputCollector:
+    """Accumulates the input statistics of one linear layer, batch by batch."""
+
+    def __init__(self, num_in: int, device: torch.device) -> None:
+        self._gram = torch.zeros(num_in, num_in, device=device)
+        self._sum_abs = torch.zeros(num_in, device=device)
+        self._max_abs = torch.zeros(num_in, device=device)
+        self._count = 0
+
+    def add(self, x: Tensor) -> None:
+        """x: [tokens, K]"""
+        self._gram.addmm_(x.T, x)
+        sizes = x.abs()
+        self._sum_abs += sizes.sum(0)
+        self._max_abs = torch.maximum(self._max_abs, sizes.amax(0))
+        self._count += x.shape[0]
+
+    def result(self) -> InputStats:
+        return InputStats(self._gram / self._count, self._sum_abs / self._count, self._max_abs)
+
+
 class Layer:
-    """Owns the float32 weights of one decoder layer, which the methods change in place."""
+    """Owns the float32 weights of one decoder layer, which quantisation changes in place."""
 
     def __init__(self, index: int, hparams: HParams, device: torch.device) -> None:
         if hparams.architecture not in _KNOWN:
             raise UnsupportedError(
-                f"architecture {hparams.architecture!r} cannot be quantised here. "
+                f"architecture {hparams.architecture!r} cannot be quantised. "
                 f"Known: {', '.join(_KNOWN)}."
             )
         self.index = index
         self.prefix = f"model.layers.{index}."
         self._hparams = hparams
         self._device = device
-        self._look: Look = _no_look
-        method = _Watched(lambda layer, x: self._look(layer, x))
+        self._hook: Hook = _no_hook
+        method = _Hooked(lambda layer, x: self._hook(layer, x))
         parts = Parts(torch.float32, device, 1, _OPS, lambda *_: method)
         with torch.device("meta"):
             self.block = Block(index, hparams, parts)
 
     def read(self, checkpoint: Checkpoint, dtype: torch.dtype) -> None:
-        """Fill the block; what stays plain is rounded to the file's type, and used so here too."""
+        """Load the block; tensors that stay unquantised are cast to the file's dtype."""
         used: set[str] = set()
         for path, module in self.block.named_modules():
-            for name, pieces in _wanted(f"{self.prefix}{path}", module).items():
-                read = [_checked(checkpoint.read(full, shape), full) for full, shape in pieces]
-                used.update(full for full, _ in pieces)
+            for name, parts in _stored_names(f"{self.prefix}{path}", module).items():
+                read = [_checked(checkpoint.read(full, shape), full) for full, shape in parts]
+                used.update(full for full, _ in parts)
                 whole = torch.cat(read) if len(read) > 1 else read[0]
                 if not (isinstance(module, Linear) and name == "weight"):
-                    whole = rounded_to(whole, dtype, pieces[0][0])
+                    whole = cast_checked(whole, dtype, parts[0][0])
                 wide = whole.to(self._device, torch.float32)
                 setattr(module, name, nn.Parameter(wide, requires_grad=False))
         own = [name for name in checkpoint.names() if name.startswith(self.prefix)]
-        left = [name for name in own if name not in used and not name.endswith(_DERIVED)]
+        left = [name for name in own if name not in used and not name.endswith(_IGNORED)]
         if left:
-            raise CheckpointError(
-                f"layer {self.index} has tensors that are not known here: {', '.join(left[:5])}."
-            )
+            raise CheckpointError(f"layer {self.index} has unknown tensors: {', '.join(left[:5])}.")
 
     @property
     def linears(self) -> dict[str, Linear]:
-        """By path inside the block: "self_attn.qkv_proj"."""
+        """By path in the block: "self_attn.qkv_proj"."""
         return {p: m for p, m in self.block.named_modules() if isinstance(m, Linear)}
 
     @torch.inference_mode()
-    def watch(self, hidden: Hidden) -> dict[str, Inputs]:
-        """Run, and gather what goes into each linear layer."""
-        gathered = {
-            linear: Gathering(linear.num_in, self._device) for linear in self.linears.values()
+    def collect(self, hidden: Hidden) -> dict[str, InputStats]:
+        """Run the layer, and return the input statistics of each linear layer by path."""
+        collectors = {
+            linear: InputCollector(linear.num_in, self._device) for linear in self.linears.values()
         }
 
-        def look(layer: nn.Module, x: Tensor) -> Tensor:
+        def hook(layer: nn.Module, x: Tensor) -> Tensor:
             assert isinstance(layer, Linear)
-            gathered[layer].add(x)
+            collectors[layer].add(x)
             return x
 
-        for _ in self._run(hidden, look):
+        for _ in self._run(hidden, hook):
             pass
-        found = {path: gathered[linear].done() for path, linear in self.linears.items()}
+        found = {path: collectors[linear].result() for path, linear in self.linears.items()}
         for path, inputs in found.items():
             if not bool(torch.isfinite(inputs.gram).all()):
                 raise CheckpointError(
                     f"the inputs of {self.prefix}{path} are not finite (NaN or infinite) on the "
-                    "calibration data. The source's weights are broken, or of another config."
+                    "calibration data. The source's weights are damaged, or its config is wrong."
                 )
         return found
 
     @torch.inference_mode()
-    def run(self, hidden: Hidden, round_inputs: Callable[[Tensor], Tensor] | None) -> Hidden:
-        """The next layer's inputs; `round_inputs` rounds what goes into each product."""
+    def run(self, hidden: Hidden, quantise_inputs: Callable[[Tensor], Tensor] | None) -> Hidden:
+        """Return the next layer's inputs. `quantise_inputs` is applied to each GEMM's inputs."""
 
-        def look(_layer: nn.Module, x: Tensor) -> Tensor:
-            return x if round_inputs is None else round_inputs(x)
+        def hook(_layer: nn.Module, x: Tensor) -> Tensor:
+            return x if quantise_inputs is None else quantise_inputs(x)
 
-        states = torch.cat(list(self._run(hidden, look)))
+        states = torch.cat(list(self._run(hidden, hook)))
         if not bool(torch.isfinite(states).all()):
             raise CheckpointError(
                 f"the outputs of layer {self.index} are not finite (NaN or infinite) after "
@@ -168,8 +210,8 @@ class Layer:
             )
         return Hidden(states, hidden.lengths)
 
-    def _run(self, hidden: Hidden, look: Look) -> Iterator[Tensor]:
-        self._look = look
+    def _run(self, hidden: Hidden, hook: Hook) -> Iterator[Tensor]:
+        self._hook = hook
         inv_freq, scale = frequencies(self._hparams.rope)
         rotary = Rotary(inv_freq, scale, max(hidden.lengths), self._device)
         for first, lengths in hidden.batches():
@@ -180,14 +222,15 @@ class Layer:
             yield residual.cpu()
 
     def _batch(self, lengths: list[int]) -> StepBatch:
-        """Whole samples side by side, each with pages of its own."""
+        """Make a batch of whole samples, each with its own KV blocks."""
         hparams, device = self._hparams, self._device
-        most = -(-max(lengths) // _PAGE)
-        shape = (most * len(lengths), hparams.num_kv_heads, _PAGE, hparams.head_dim)
+        max_blocks = -(-max(lengths) // _BLOCK_SIZE)
+        shape = (max_blocks * len(lengths), hparams.num_kv_heads, _BLOCK_SIZE, hparams.head_dim)
         pages = KVCache(1, shape, torch.float32, device).layers[0]
         positions = torch.cat([torch.arange(length) for length in lengths]).to(device)
         rows = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths)).to(device)
-        tables = torch.arange(most * len(lengths), device=device).view(len(lengths), most)
+        tables = torch.arange(max_blocks * len(lengths), device=device)
+        tables = tables.view(len(lengths), max_blocks)
         starts = [sum(lengths[:i]) for i in range(len(lengths))]
         spans = [Span(start, count, 0) for start, count in zip(starts, lengths, strict=True)]
         return StepBatch(positions, rows, tables, spans, [pages] * hparams.num_layers)
@@ -196,34 +239,34 @@ class Layer:
 _KNOWN = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 
 
-def _no_look(_layer: nn.Module, x: Tensor) -> Tensor:
+def _no_hook(_layer: nn.Module, x: Tensor) -> Tensor:
     return x
 
 
-def _wanted(path: str, module: nn.Module) -> dict[str, list[tuple[str, tuple[int, ...]]]]:
-    """For each of a module's own parameters the checkpoint's tensors that make it."""
+def _stored_names(path: str, module: nn.Module) -> dict[str, list[tuple[str, tuple[int, ...]]]]:
+    """Map each parameter of a module to the checkpoint tensors that it is made of."""
     if not isinstance(module, Linear):
         own = module.named_parameters(recurse=False)
         return {name: [(f"{path}.{name}", tuple(meta.shape))] for name, meta in own}
     parent = path.rpartition(".")[0]
     parts = module.parts.items()
-    wanted: dict[str, list[tuple[str, tuple[int, ...]]]] = {
+    names: dict[str, list[tuple[str, tuple[int, ...]]]] = {
         "weight": [(f"{parent}.{part}.weight", (num_out, module.num_in)) for part, num_out in parts]
     }
     if module.bias is not None:
-        wanted["bias"] = [(f"{parent}.{part}.bias", (num_out,)) for part, num_out in parts]
-    return wanted
+        names["bias"] = [(f"{parent}.{part}.bias", (num_out,)) for part, num_out in parts]
+    return names
 
 
-def rounded_to(tensor: Tensor, dtype: torch.dtype, name: str) -> Tensor:
-    """In the file's type; one that is too narrow is refused."""
-    rounded = tensor.to(dtype)
-    if bool(torch.isfinite(rounded).all()):
-        return rounded
+def cast_checked(tensor: Tensor, dtype: torch.dtype, name: str) -> Tensor:
+    """Cast to the file's dtype; raise CheckpointError if values overflow."""
+    cast = tensor.to(dtype)
+    if bool(torch.isfinite(cast).all()):
+        return cast
     kind = str(dtype).removeprefix("torch.")
     raise CheckpointError(
         f"tensor {name} has values up to {tensor.abs().max():g}, which {kind} cannot hold. "
-        "Use --format compressed-tensors, which keeps the source's own type."
+        "Use --format compressed-tensors, which keeps the source's dtype."
     )
 
 
@@ -231,6 +274,6 @@ def _checked(tensor: Tensor, name: str) -> Tensor:
     if not bool(torch.isfinite(tensor).all()):
         raise CheckpointError(
             f"tensor {name} holds NaN or infinite values, so it cannot be quantised. "
-            "Fetch the model again, or convert it anew."
+            "Download or convert the model again."
         )
     return tensor

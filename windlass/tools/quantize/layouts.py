@@ -1,6 +1,6 @@
-"""Quantised weights as files hold them: compressed-tensors, GPTQ, AWQ and bitsandbytes.
+"""Packs quantised weights into the layouts of compressed-tensors, GPTQ, AWQ and bitsandbytes.
 
-Only where bits lie; which weights, and what config.json says of them, is elsewhere.
+checkpoint_files.py writes the matching config.json.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from torch import Tensor
 
 from windlass.tools.quantize.weights import Float8Weight, IntWeight, TableWeight
 
-# AWQ's kernels read eight outputs of a word in this order.
+# Order of the eight outputs in a word of AWQ's layout.
 _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 
 
 def pack(codes: Tensor, bits: int) -> Tensor:
-    """[rows, C] of whole numbers to int32 [rows, C * bits / 32]: densely, the first one lowest."""
+    """Pack integers [rows, C] densely into int32 [rows, C * bits / 32], the first in the lowest bits."""
     unit = 32 // gcd(32, bits)
     split = codes.long().unflatten(1, (-1, unit))
     starts = torch.arange(unit, device=codes.device) * bits
@@ -46,7 +46,7 @@ def compressed_packed(weight: IntWeight, symmetric: bool, stored: torch.dtype) -
 
 
 def compressed_int8(weight: IntWeight, stored: torch.dtype) -> dict[str, Tensor]:
-    """compressed-tensors, int-quantized: whole numbers around zero."""
+    """compressed-tensors, int-quantized: signed integers."""
     signed = (weight.codes.to(torch.int16) - 128).to(torch.int8)
     return {"weight": signed, "weight_scale": weight.scales.to(stored)}
 
@@ -57,7 +57,7 @@ def compressed_float8(weight: Float8Weight, stored: torch.dtype) -> dict[str, Te
 
 
 def gptq_layout(weight: IntWeight) -> dict[str, Tensor]:
-    """GPTQ's first version, the one that every reader knows: zero points are stored less one."""
+    """GPTQ's first version, which every reader knows: zero points are stored minus one."""
     return {
         "qweight": pack(weight.codes, weight.bits).T,
         "qzeros": pack(weight.zeros.T.long() - 1, weight.bits),
@@ -67,7 +67,7 @@ def gptq_layout(weight: IntWeight) -> dict[str, Tensor]:
 
 
 def awq_layout(weight: IntWeight) -> dict[str, Tensor]:
-    """AWQ's gemm version: 4 bits, outputs packed."""
+    """AWQ's gemm version: 4 bits, packed along outputs."""
     return {
         "qweight": pack(_interleaved(weight.codes.T), 4),
         "qzeros": pack(_interleaved(weight.zeros.T), 4),
@@ -80,7 +80,7 @@ def _interleaved(values: Tensor) -> Tensor:
 
 
 def bitsandbytes_layout(weight: TableWeight, dtype: torch.dtype) -> dict[str, Tensor]:
-    """bitsandbytes' NF4: the first of two weights in the upper half of a byte."""
+    """bitsandbytes' NF4: the first of two weights is in the upper half of a byte."""
     codes = weight.codes.flatten()
     state = {
         "quant_type": "nf4",

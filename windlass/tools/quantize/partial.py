@@ -1,13 +1,12 @@
-"""Work in progress: finished layers beside the output, so that a killed run goes on where it was.
+"""DIR.partial of a quantisation: finished layers, so that an interrupted run can resume.
 
-DIR.partial holds a file per finished layer, the hidden states for the next one, and a manifest with
-everything that decides the result. DIR itself appears at the end, by one rename.
+Holds a file per finished layer, the hidden states for the next layer, and a manifest with all options
+that decide the result. DIR itself appears at the end, by one rename.
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,17 +16,15 @@ from safetensors.torch import load_file, save
 from torch import Tensor
 
 from windlass.errors import EngineError
-from windlass.models.source import INDEX
-from windlass.tools import resumable
+from windlass.tools.quantize.checkpoint_files import split_shards, write_shards
 from windlass.tools.quantize.layer import Hidden
 from windlass.tools.resumable import ResumableOutput
 
-SHARD_BYTES = 2**30
 _OUTER = "outer.safetensors"
 
 
-class Partial(ResumableOutput):
-    """The layers that are done, each in a file, and what goes into the next."""
+class PartialCheckpoint(ResumableOutput):
+    """Owns the files of the finished layers, and the inputs of the next layer."""
 
     def __init__(self, output: Path, fingerprint: Mapping[str, Any], num_layers: int) -> None:
         self._num_layers = num_layers
@@ -39,7 +36,7 @@ class Partial(ResumableOutput):
         return len(self.reports)
 
     def _progress_text(self) -> str:
-        return f"{self.num_done} of {self._num_layers} layers are done and kept in {self.folder}"
+        return f"{self.num_done} of {self._num_layers} layers are done and saved in {self.folder}"
 
     def _resume(self, manifest: dict[str, Any]) -> None:
         self.reports = manifest["layers"]
@@ -50,79 +47,59 @@ class Partial(ResumableOutput):
     def add(
         self, tensors: Mapping[str, Tensor], report: dict[str, Any], next: Hidden | None
     ) -> None:
-        """A layer is done. The manifest comes last: what it names is whole."""
+        """Save a finished layer. The manifest is written last, so the files it names are complete."""
         index = self.num_done
         self._save(_layer_file(index), tensors)
         if next is not None:
-            lengths = torch.tensor(next.lengths)
-            self._save(_hidden_file(index + 1), {"states": next.states, "lengths": lengths})
+            self._save_hidden(index + 1, next)
         self.reports.append(report)
         self._write_manifest()
         (self.folder / _hidden_file(index)).unlink(missing_ok=True)
 
     def start(self, hidden: Hidden) -> None:
-        """Keep the first layer's inputs."""
-        lengths = torch.tensor(hidden.lengths)
-        self._save(_hidden_file(0), {"states": hidden.states, "lengths": lengths})
+        """Save the inputs of the first layer."""
+        self._save_hidden(0, hidden)
 
     def hidden(self) -> Hidden | None:
-        """What goes into the next layer; None: nothing is computed yet."""
+        """Load the inputs of the next layer; None if nothing is computed yet."""
         path = self.folder / _hidden_file(self.num_done)
         if not path.is_file():
             if self.num_done and self._fingerprint.get("calibration"):
-                raise EngineError(f"{path}: is gone. Remove {self.folder} and begin anew.")
+                raise EngineError(f"{path}: is missing. Remove {self.folder} and start again.")
             return None
         found = load_file(path)
         return Hidden(found["states"], tuple(found["lengths"].tolist()))
 
     def finish(self, outer: Mapping[str, Tensor], write_rest: Callable[[Path], None]) -> None:
-        """Put the output together and give it its name."""
+        """Join the layers' files to shards, write the other files, and publish the output."""
         self._save(_OUTER, outer)
-        files = [_layer_file(index) for index in range(self.num_done)]
+        names = [_OUTER, *(_layer_file(index) for index in range(self.num_done))]
+        files = [self.folder / name for name in names]
 
-        def write(made: Path) -> None:
-            self._shards([self.folder / name for name in [_OUTER, *files]], made)
-            write_rest(made)
+        def write(folder: Path) -> None:
+            shards = split_shards(files, [file.stat().st_size for file in files])
+            write_shards(folder, shards, self._load)
+            write_rest(folder)
 
         self._publish(write)
 
-    def _shards(self, files: list[Path], made: Path) -> None:
-        """Join small files; the order stays."""
-        groups: list[list[Path]] = [[]]
-        size = 0
-        for file in files:
-            if groups[-1] and size + file.stat().st_size > SHARD_BYTES:
-                groups.append([])
-                size = 0
-            groups[-1].append(file)
-            size += file.stat().st_size
-        if len(groups) == 1:
-            self._join(groups[0], made / "model.safetensors")
-            return
-        weight_map: dict[str, str] = {}
-        total = 0
-        for number, group in enumerate(groups, start=1):
-            name = f"model-{number:05}-of-{len(groups):05}.safetensors"
-            names, num_bytes = self._join(group, made / name)
-            weight_map |= dict.fromkeys(names, name)
-            total += num_bytes
-        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-        resumable.write_durably(made / INDEX, json.dumps(index, indent=2).encode())
-
-    def _join(self, files: Iterable[Path], target: Path) -> tuple[list[str], int]:
+    def _load(self, files: list[Path]) -> dict[str, Tensor]:
         tensors: dict[str, Tensor] = {}
         for file in files:
             try:
                 tensors |= load_file(file)
             except SafetensorError as error:
                 raise EngineError(
-                    f"{file}: is damaged: {error}. Remove {self.folder} and begin anew."
+                    f"{file}: is damaged: {error}. Remove {self.folder} and start again."
                 ) from error
-        resumable.write_durably(target, save(tensors, metadata={"format": "pt"}))
-        return list(tensors), sum(tensor.nbytes for tensor in tensors.values())
+        return tensors
+
+    def _save_hidden(self, index: int, hidden: Hidden) -> None:
+        lengths = torch.tensor(hidden.lengths)
+        self._save(_hidden_file(index), {"states": hidden.states, "lengths": lengths})
 
     def _save(self, name: str, tensors: Mapping[str, Tensor]) -> None:
-        # Each in memory of its own: the library refuses tensors that share some.
+        # safetensors refuses tensors that share memory.
         own = {
             name: tensor.cpu().clone(memory_format=torch.contiguous_format)
             for name, tensor in tensors.items()

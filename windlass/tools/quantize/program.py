@@ -1,4 +1,4 @@
-"""`windlass quantize` from the model's files to a new checkpoint, layer by layer."""
+"""`windlass quantize`: makes a quantised checkpoint, layer by layer."""
 
 from __future__ import annotations
 
@@ -27,35 +27,35 @@ from windlass.models.json_file import merged
 from windlass.models.source import ModelFiles, resolve
 from windlass.runner.device import choose_device, choose_threads
 from windlass.text.chat_template import ChatTemplate
-from windlass.tools.quantize import described, layouts
+from windlass.tools.quantize import checkpoint_files, layouts
 from windlass.tools.quantize.calibration import Calibration, SampleOptions, calibrate
-from windlass.tools.quantize.layer import Hidden, Layer, rounded_to
-from windlass.tools.quantize.methods import Quantised, input_rounding, quantise
-from windlass.tools.quantize.partial import Partial
+from windlass.tools.quantize.layer import Hidden, Layer, cast_checked
+from windlass.tools.quantize.methods import Quantised, activation_quantiser, quantise
+from windlass.tools.quantize.partial import PartialCheckpoint
 from windlass.tools.quantize.recipe import CALIBRATED, QuantizeOptions, Recipe, decide
 from windlass.tools.quantize.weights import Float8Weight, IntWeight, QuantisedWeight, TableWeight
 from windlass.tools.resumable import check_output
 
 Log = Callable[[str], None]
-Progress = Callable[[int, int, str], None]  # layers done, of how many, what the last one was like
+Progress = Callable[[int, int, str], None]  # layers done, all layers, error of the last layer
 
 _LAYERS = "model.layers."
 
 
 @dataclass(frozen=True, slots=True)
 class QuantizeJob:
-    """What was asked for."""
+    """Source, options and output of a quantisation."""
 
     model: ModelConfig
-    wishes: QuantizeOptions
+    options: QuantizeOptions
     output: Path
     calibration: Path | None
-    choice: SampleOptions
+    samples: SampleOptions
 
 
 @dataclass(frozen=True, slots=True)
 class _Source:
-    """The model that is quantised."""
+    """The model to quantise."""
 
     files: ModelFiles
     hparams: HParams
@@ -63,90 +63,90 @@ class _Source:
     checkpoint: Checkpoint
 
 
-def run(order: QuantizeJob, log: Log, progress: Progress) -> dict[str, Any]:
-    """Make the checkpoint, or go on making it; returns what quality.json says."""
-    _check(order)
-    files = resolve(order.model)
+def run(job: QuantizeJob, log: Log, progress: Progress) -> dict[str, Any]:
+    """Make the checkpoint, or resume; return the contents of quality.json."""
+    _check(job)
+    files = resolve(job.model)
     source = _Source(
-        files,
-        load_hparams(files, order.model),
-        merged(described.source_config(files), order.model.hf_overrides),
-        open_checkpoint(files, order.model),
+        files=files,
+        hparams=load_hparams(files, job.model),
+        config=merged(checkpoint_files.source_config(files), job.model.hf_overrides),
+        checkpoint=open_checkpoint(files, job.model),
     )
-    recipe = decide(order.wishes, source.hparams)
-    device = choose_device(order.model).device
-    choose_threads(order.model)
-    for note in [*recipe.notes, *_twice(source)]:
+    recipe = decide(job.options, source.hparams)
+    device = choose_device(job.model).device
+    choose_threads(job.model)
+    for note in [*recipe.notes, *_source_warnings(source)]:
         log(note)
-    calibration = _calibration(order, load_card(files, order.model))
+    calibration = _calibration(job, load_card(files, job.model))
     for note in calibration.notes if calibration else ():
         log(f"calibration: {note}")
-    fingerprint = _fingerprint(order, source, recipe, calibration)
-    with closing(Partial(order.output, fingerprint, source.hparams.num_layers)) as partial:
+    fingerprint = _fingerprint(job, source, recipe, calibration)
+    with closing(PartialCheckpoint(job.output, fingerprint, source.hparams.num_layers)) as partial:
         if partial.num_done:
-            log(f"going on after {partial.num_done} layers that {partial.folder} holds")
-        maker = _Maker(source, recipe, device, partial)
-        seconds = maker.layers(calibration, progress)
-        report = _report(recipe, calibration, source, partial.reports, seconds)
+            log(f"resuming after {partial.num_done} layers in {partial.folder}")
+        loop = _LayerLoop(source, recipe, device, partial)
+        seconds = loop.run(calibration, progress)
+        report = _report(recipe, calibration, source, layers=partial.reports, seconds=seconds)
 
         def write_rest(folder: Path) -> None:
-            described.write_config(folder, source.config, recipe)
-            described.write_text_files(folder, files, order.model.tokenizer)
-            described.write_quality(folder, report)
+            checkpoint_files.write_config(folder, source.config, recipe)
+            checkpoint_files.write_text_files(folder, files, job.model.tokenizer)
+            checkpoint_files.write_quality(folder, report)
 
-        partial.finish(maker.outer(), write_rest)
+        partial.finish(loop.outer(), write_rest)
     return report
 
 
-def _check(order: QuantizeJob) -> None:
-    """What can be refused before any file of the model is looked at."""
-    check_output(order.output)
-    method, choice = order.wishes.method, order.choice
-    if method in CALIBRATED and order.calibration is None:
+def _check(job: QuantizeJob) -> None:
+    """Refuse invalid options before any file of the model is read."""
+    check_output(job.output)
+    method, samples = job.options.method, job.samples
+    if method in CALIBRATED and job.calibration is None:
         raise ConfigError(
-            f"--method {method} needs --calibration FILE.jsonl, with lines such as "
+            f"--method {method} needs --calibration FILE.jsonl, with lines like "
             '{"text": "..."} or {"messages": [...]}; windlass serve --record-traffic writes one.'
         )
-    if choice.num_samples is not None and choice.num_samples < 1:
-        raise ConfigError(f"--samples must be at least 1, got {choice.num_samples}.")
-    if choice.sample_tokens < 16:
-        raise ConfigError(f"--sample-tokens must be at least 16, got {choice.sample_tokens}.")
+    if samples.num_samples is not None and samples.num_samples < 1:
+        raise ConfigError(f"--samples must be at least 1, got {samples.num_samples}.")
+    if samples.sample_tokens < 16:
+        raise ConfigError(f"--sample-tokens must be at least 16, got {samples.sample_tokens}.")
 
 
-def _twice(source: _Source) -> list[str]:
-    """A warning for a source that has lost precision before."""
+def _source_warnings(source: _Source) -> list[str]:
+    """Warn about a source that was quantised before."""
     name = "model.layers.0.mlp.down_proj.weight"
     stored = source.checkpoint.stored(name).format
     if stored in ("f32", "f16", "bf16"):
         return []
-    return [f"the source's weights are {stored} already: what they lost stays lost"]
+    return [f"the source's weights are {stored} already: that loss remains"]
 
 
-def _calibration(order: QuantizeJob, card: ModelCard) -> Calibration | None:
-    if order.calibration is None:
+def _calibration(job: QuantizeJob, card: ModelCard) -> Calibration | None:
+    if job.calibration is None:
         return None
 
     @cache
     def template() -> ChatTemplate:
         if card.chat_template is None:
             raise ConfigError(
-                f"{order.calibration} has conversations, and {card.name} has no chat template. "
+                f"{job.calibration} has conversations, and {card.name} has no chat template. "
                 "Give texts instead."
             )
         return ChatTemplate(card.chat_template, card.special_tokens)
 
-    if order.choice.sample_tokens > card.max_positions:
+    if job.samples.sample_tokens > card.max_positions:
         raise ConfigError(
-            f"--sample-tokens {order.choice.sample_tokens} is more than the model's "
+            f"--sample-tokens {job.samples.sample_tokens} is more than the model's "
             f"{card.max_positions} positions."
         )
-    return calibrate(order.calibration, order.choice, card.tokenizer, template)
+    return calibrate(job.calibration, job.samples, card.tokenizer, template)
 
 
 def _fingerprint(
-    order: QuantizeJob, source: _Source, recipe: Recipe, calibration: Calibration | None
+    job: QuantizeJob, source: _Source, recipe: Recipe, calibration: Calibration | None
 ) -> dict[str, Any]:
-    """All that the result depends on, under the names of the flags where there are such."""
+    """Return everything that the result depends on, by flag name where there is a flag."""
     files = source.files
     choices = {name: value for name, value in asdict(recipe).items() if name != "notes"}
     weights = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files.weights]
@@ -154,33 +154,33 @@ def _fingerprint(
         **choices,
         "dtype": str(recipe.dtype).removeprefix("torch."),
         "model": [str(files.path.resolve()), *map(list, weights)],
-        "hf_overrides": dict(order.model.hf_overrides),
+        "hf_overrides": dict(job.model.hf_overrides),
         "calibration": calibration.sha256 if calibration else None,
         "samples": len(calibration.samples) if calibration else None,
-        "sample_tokens": order.choice.sample_tokens if calibration else None,
+        "sample_tokens": job.samples.sample_tokens if calibration else None,
         "tokens": _digest(calibration.samples) if calibration else None,
         "windlass": importlib.metadata.version("windlass"),
     }
 
 
 def _digest(samples: list[list[int]]) -> str:
-    """Changes with the tokenizer, the template and the choice."""
+    """Hash the tokens, which depend on tokenizer, template and sample choice."""
     return sha256(repr(samples).encode()).hexdigest()[:16]
 
 
-class _Maker:
-    """Walks through the layers."""
+class _LayerLoop:
+    """Quantises the layers one after another."""
 
     def __init__(
-        self, source: _Source, recipe: Recipe, device: torch.device, partial: Partial
+        self, source: _Source, recipe: Recipe, device: torch.device, partial: PartialCheckpoint
     ) -> None:
         self._source = source
         self._recipe = recipe
         self._device = device
         self._partial = partial
 
-    def layers(self, calibration: Calibration | None, progress: Progress) -> float:
-        """Quantise what is not done yet; returns the seconds it took."""
+    def run(self, calibration: Calibration | None, progress: Progress) -> float:
+        """Quantise the remaining layers; return the seconds that took."""
         hparams, partial = self._source.hparams, self._partial
         began = time.monotonic()
         hidden = partial.hidden()
@@ -191,13 +191,13 @@ class _Maker:
         for index in range(partial.num_done, hparams.num_layers):
             layer = Layer(index, hparams, self._device)
             layer.read(self._source.checkpoint, self._recipe.dtype)
-            inputs = layer.watch(hidden) if hidden is not None else None
+            inputs = layer.collect(hidden) if hidden is not None else None
             made = quantise(layer, inputs, self._recipe)
             if hidden is not None:
-                hidden = layer.run(hidden, input_rounding(self._recipe))
+                hidden = layer.run(hidden, activation_quantiser(self._recipe))
             report = {"layer": index, "linears": made.quality}
             partial.add(self._tensors(layer, made), report, hidden)
-            progress(index + 1, hparams.num_layers, _in_words(report))
+            progress(index + 1, hparams.num_layers, _error_text(report))
         return time.monotonic() - began
 
     def _embed(self, samples: list[list[int]]) -> Hidden:
@@ -208,12 +208,12 @@ class _Maker:
         if int(ids.max()) >= hparams.vocab_size:
             raise ConfigError(
                 f"the tokenizer gives the id {int(ids.max())}, the model has {hparams.vocab_size}. "
-                "They do not belong together; look at --tokenizer."
+                "They do not match; check --tokenizer."
             )
         return Hidden(table[ids].float(), tuple(map(len, samples)))
 
     def _tensors(self, layer: Layer, made: Quantised) -> dict[str, Tensor]:
-        """The layer's part of the file."""
+        """Return the tensors of a layer in the file."""
         tensors: dict[str, Tensor] = {}
         for name, weight in made.weights.items():
             packed = packed_for(self._recipe, weight)
@@ -235,17 +235,17 @@ class _Maker:
         return dict(zip(names, parts, strict=True))
 
     def outer(self) -> dict[str, Tensor]:
-        """Embedding, last norm and head: as they are, in the file's type."""
+        """Return embedding, final norm and head in the file's dtype."""
         checkpoint, hparams = self._source.checkpoint, self._source.hparams
         names = [name for name in checkpoint.names() if not name.startswith(_LAYERS)]
         if hparams.tie_embeddings:
             names = [name for name in names if name != "lm_head.weight"]
         found = {name: checkpoint.read(name, checkpoint.stored(name).shape) for name in names}
-        return {name: rounded_to(each, self._recipe.dtype, name) for name, each in found.items()}
+        return {name: cast_checked(each, self._recipe.dtype, name) for name, each in found.items()}
 
 
 def packed_for(recipe: Recipe, weight: QuantisedWeight) -> dict[str, Tensor]:
-    """One weight as the recipe's format stores it."""
+    """Pack a weight in the recipe's format."""
     match weight:
         case TableWeight():
             return layouts.bitsandbytes_layout(weight, recipe.dtype)
@@ -264,10 +264,11 @@ def _report(
     recipe: Recipe,
     calibration: Calibration | None,
     source: _Source,
+    *,
     layers: list[dict[str, Any]],
     seconds: float,
 ) -> dict[str, Any]:
-    """What quality.json says."""
+    """Return the contents of quality.json."""
     choices = {name: value for name, value in asdict(recipe).items() if name != "notes"}
     return {
         **choices,
@@ -293,7 +294,7 @@ def _report(
 
 
 def mean_errors(layers: list[dict[str, Any]]) -> dict[str, float]:
-    """Over all linear layers: relative squared errors of weights and of outputs."""
+    """Average the relative squared errors of weights and outputs over all linear layers."""
     found: dict[str, list[float]] = {}
     for layer in layers:
         for quality in layer["linears"].values():
@@ -303,7 +304,7 @@ def mean_errors(layers: list[dict[str, Any]]) -> dict[str, float]:
     return {name: sum(values) / len(values) for name, values in found.items()}
 
 
-def _in_words(report: Mapping[str, Any]) -> str:
+def _error_text(report: Mapping[str, Any]) -> str:
     means = mean_errors([dict(report)])
     name = "output_error" if "output_error" in means else "weight_error"
     return f"{name.replace('_', ' ')} {means[name]:.2e}"

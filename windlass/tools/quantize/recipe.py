@@ -1,7 +1,4 @@
-"""What to make: method, bits, groups and file format, checked against each other and the model.
-
-What is left open is chosen here, with the reason; nothing is computed.
-"""
+"""Quantisation options (method, bits, group size, file format), checked and completed for a model."""
 
 from __future__ import annotations
 
@@ -21,7 +18,7 @@ Format = Literal["compressed-tensors", "gptq", "awq", "bitsandbytes"]
 Scales = Literal["channel", "block"]
 
 CALIBRATED = ("gptq", "awq", "smoothquant")
-BLOCK = 128  # of fp8: outputs and inputs that share a scale
+BLOCK = 128  # fp8: outputs and inputs per scale with --scales block
 PER_CHANNEL = -1
 
 _GROUP_SIZES = (128, 64, 32)
@@ -42,7 +39,7 @@ _FORMAT_BITS: Mapping[str, tuple[int, ...]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QuantizeOptions:
-    """What was asked for; None: to be chosen."""
+    """Options of the user; None: `decide` chooses."""
 
     method: Method
     bits: int | None = None
@@ -73,7 +70,7 @@ def _one_of(name: str, value: object, known: tuple[str, ...]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """All of it decided. `notes` say what was chosen, and why."""
+    """Complete options. `notes` explain automatic choices."""
 
     method: Method
     bits: int
@@ -85,7 +82,7 @@ class Recipe:
     damping: float
     alpha: float
     clip: bool
-    dtype: torch.dtype  # of everything that is not quantised, and of the scales
+    dtype: torch.dtype  # of unquantised tensors and scales
     notes: tuple[str, ...] = ()
 
     def grid(self, num_in: int) -> Grid:
@@ -93,53 +90,54 @@ class Recipe:
         return Grid(self.bits, group, self.symmetric, self.dtype)
 
 
-def decide(wishes: QuantizeOptions, hparams: HParams) -> Recipe:
-    """Fill in what was left open; refuse what does not go together or does not fit the model."""
-    method = wishes.method
-    bits = _BITS[method][0] if wishes.bits is None else wishes.bits
+def decide(options: QuantizeOptions, hparams: HParams) -> Recipe:
+    """Complete the options; raise ConfigError for options that conflict or do not fit the model."""
+    method = options.method
+    bits = _BITS[method][0] if options.bits is None else options.bits
     if bits not in _BITS[method]:
         known = ", ".join(map(str, sorted(_BITS[method])))
         raise ConfigError(f"--bits {bits} does not go with --method {method}; possible: {known}.")
     notes: list[str] = []
-    format = _format(wishes, bits, notes)
-    group_size = _group_size(wishes, hparams, notes)
-    symmetric = _symmetric(wishes, format)
+    format = _format(options, bits, notes)
+    group_size = _group_size(options, hparams, notes)
+    symmetric = _symmetric(options, format)
+    dtype = _dtype(hparams, format, notes)
     recipe = Recipe(
-        method,
-        bits,
-        group_size,
-        format,
-        symmetric,
-        _act_order(wishes, format),
-        wishes.scales,
-        wishes.damping,
-        wishes.alpha,
-        wishes.clip,
-        _dtype(hparams, format, notes),
-        tuple(notes),
+        method=method,
+        bits=bits,
+        group_size=group_size,
+        format=format,
+        symmetric=symmetric,
+        act_order=_act_order(options, format),
+        scales=options.scales,
+        damping=options.damping,
+        alpha=options.alpha,
+        clip=options.clip,
+        dtype=dtype,
+        notes=tuple(notes),
     )
     _check_packing(recipe, hparams)
     return recipe
 
 
-def _format(wishes: QuantizeOptions, bits: int, notes: list[str]) -> Format:
-    method, wish = wishes.method, wishes.format
-    if wishes.scales == "block" and method != "fp8":
+def _format(options: QuantizeOptions, bits: int, notes: list[str]) -> Format:
+    method, requested = options.method, options.format
+    if options.scales == "block" and method != "fp8":
         raise ConfigError(f"--scales block is for --method fp8, not {method}.")
     if method == "nf4":
-        if wish not in (None, "bitsandbytes"):
+        if requested not in (None, "bitsandbytes"):
             raise ConfigError("--method nf4 is only written as --format bitsandbytes.")
         return "bitsandbytes"
-    if wish == "bitsandbytes":
+    if requested == "bitsandbytes":
         raise ConfigError(f"--format bitsandbytes is for --method nf4, not {method}.")
     if method in ("smoothquant", "fp8"):
-        if wish not in (None, "compressed-tensors"):
+        if requested not in (None, "compressed-tensors"):
             raise ConfigError(f"--method {method} is only written as --format compressed-tensors.")
         return "compressed-tensors"
-    if wish is None and bits == 3:
-        notes.append("format gptq: the only one whose layout of 3 bits is the same everywhere")
+    if requested is None and bits == 3:
+        notes.append("format gptq: the only format with the same 3-bit layout in all readers")
         return "gptq"
-    format = wish or "compressed-tensors"
+    format = requested or "compressed-tensors"
     if bits not in _FORMAT_BITS[format]:
         able = [name for name, known in _FORMAT_BITS.items() if bits in known]
         raise ConfigError(
@@ -148,30 +146,30 @@ def _format(wishes: QuantizeOptions, bits: int, notes: list[str]) -> Format:
     return format
 
 
-def _symmetric(wishes: QuantizeOptions, format: Format) -> bool:
-    """AWQ's files always carry zero points, so they may as well be used."""
-    if wishes.method in ("smoothquant", "fp8", "nf4"):
-        if wishes.symmetric is False:
-            raise ConfigError(f"--asymmetric does not go with --method {wishes.method}.")
+def _symmetric(options: QuantizeOptions, format: Format) -> bool:
+    """AWQ files always have zero points, so their default is asymmetric."""
+    if options.method in ("smoothquant", "fp8", "nf4"):
+        if options.symmetric is False:
+            raise ConfigError(f"--asymmetric does not go with --method {options.method}.")
         return True
-    return format != "awq" if wishes.symmetric is None else wishes.symmetric
+    return format != "awq" if options.symmetric is None else options.symmetric
 
 
-def _act_order(wishes: QuantizeOptions, format: Format) -> ActOrder:
-    if wishes.act_order is not None and wishes.method != "gptq":
-        raise ConfigError(f"--act-order is for --method gptq, not {wishes.method}.")
-    if wishes.act_order == "group" and format != "gptq":
+def _act_order(options: QuantizeOptions, format: Format) -> ActOrder:
+    if options.act_order is not None and options.method != "gptq":
+        raise ConfigError(f"--act-order is for --method gptq, not {options.method}.")
+    if options.act_order == "group" and format != "gptq":
         raise ConfigError(
-            f"--act-order group needs --format gptq: {format} cannot say which group an input "
-            "belongs to. Use --act-order static, which any format can hold."
+            f"--act-order group needs --format gptq: {format} has no g_idx. "
+            "Use --act-order static, which every format supports."
         )
-    if wishes.act_order == "group" and wishes.group_size == PER_CHANNEL:
+    if options.act_order == "group" and options.group_size == PER_CHANNEL:
         raise ConfigError("--act-order group needs groups; use static with --group-size -1.")
-    return wishes.act_order or "static"
+    return options.act_order or "static"
 
 
 def linear_shapes(hparams: HParams) -> dict[str, tuple[int, int]]:
-    """Outputs and inputs of a block's linear layers, under their names in checkpoints."""
+    """Return outputs and inputs of a block's linear layers by their names in checkpoints."""
     hidden, inner = hparams.hidden_size, hparams.intermediate_size
     heads, kv = hparams.num_heads * hparams.head_dim, hparams.num_kv_heads * hparams.head_dim
     return {
@@ -185,27 +183,27 @@ def linear_shapes(hparams: HParams) -> dict[str, tuple[int, int]]:
     }
 
 
-def _group_size(wishes: QuantizeOptions, hparams: HParams, notes: list[str]) -> int:
-    method, wish = wishes.method, wishes.group_size
+def _group_size(options: QuantizeOptions, hparams: HParams, notes: list[str]) -> int:
+    method, requested = options.method, options.group_size
     if method in ("smoothquant", "fp8"):
-        if wish is not None:
+        if requested is not None:
             raise ConfigError(
                 f"--group-size does not go with --method {method}: it has one scale per output."
             )
         return PER_CHANNEL
     inputs = {name: num_in for name, (_, num_in) in linear_shapes(hparams).items()}
-    if wish == PER_CHANNEL and method != "nf4":
+    if requested == PER_CHANNEL and method != "nf4":
         return PER_CHANNEL
     possible = [size for size in _GROUP_SIZES if all(n % size == 0 for n in inputs.values())]
-    if wish is not None:
-        return _checked_group(wish, inputs, possible, per_channel=method != "nf4")
+    if requested is not None:
+        return _checked_group(requested, inputs, possible, per_channel=method != "nf4")
     preferred = 64 if method == "nf4" else _GROUP_SIZES[0]
     fitting = [size for size in possible if size <= preferred]
     if not fitting:
         name, num_in = next((n, k) for n, k in inputs.items() if k % _GROUP_SIZES[-1])
-        instead = "" if method == "nf4" else ", or --group-size -1 for one scale per output"
+        alternative = "" if method == "nf4" else ", or --group-size -1 for one scale per output"
         raise ConfigError(
-            f"no usual group size divides the {num_in} inputs of {name}. Use --method fp8{instead}."
+            f"no supported group size divides the {num_in} inputs of {name}. Use --method fp8{alternative}."
         )
     if fitting[0] != preferred:
         name, num_in = next((n, k) for n, k in inputs.items() if k % preferred)
@@ -234,17 +232,17 @@ def _checked_group(
 
 
 def _dtype(hparams: HParams, format: Format, notes: list[str]) -> torch.dtype:
-    """Of the file. Kernels for AWQ's and GPTQ's layouts want float16 scales."""
+    """Return the dtype of the file. AWQ and GPTQ kernels need float16 scales."""
     if format in ("awq", "gptq"):
         return torch.float16
     if hparams.dtype in ("bfloat16", "float16"):
         return torch.bfloat16 if hparams.dtype == "bfloat16" else torch.float16
-    notes.append("float16 for what is not quantised: the source is no 16-bit checkpoint")
+    notes.append("float16 for unquantised tensors: the source is not a 16-bit checkpoint")
     return torch.float16
 
 
 def _check_packing(recipe: Recipe, hparams: HParams) -> None:
-    """Codes are packed into words of 32 bits, along outputs or inputs."""
+    """Check that codes fill 32-bit words along outputs and inputs."""
     if recipe.scales == "block":
         wrong = next(((n, k) for n, (_, k) in linear_shapes(hparams).items() if k % BLOCK), None)
         if wrong is not None:

@@ -1,6 +1,6 @@
-"""Quantised weights, and how they are rounded: to whole numbers, to 8-bit floats, to NF4's table.
+"""Quantised weights, and round-to-nearest quantisation to integers, float8 and NF4.
 
-Scales are already rounded to what the file will hold: what `dequantise` gives is what a reader gets.
+Scales are rounded to the file's dtype, so `dequantise` returns what a reader of the file gets.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-_FORMAT = torch.float8_e4m3fn
-_LARGEST = torch.finfo(_FORMAT).max
-# The share of the distribution below the outermost level; with it the levels are QLoRA's.
+_FLOAT8 = torch.float8_e4m3fn
+_MAX = torch.finfo(_FLOAT8).max
+# Quantile of the outermost level, as in QLoRA.
 _OFFSET = 0.9677083
 
 
@@ -35,10 +35,14 @@ class IntWeight:
         return (self.codes.float() - zeros) * self.scales[:, at]
 
     def rows(self, first: int, count: int) -> IntWeight:
-        """Some of the outputs."""
+        """Return a range of outputs."""
         part = slice(first, first + count)
         return IntWeight(
-            self.bits, self.codes[part], self.scales[part], self.zeros[part], self.groups
+            bits=self.bits,
+            codes=self.codes[part],
+            scales=self.scales[part],
+            zeros=self.zeros[part],
+            groups=self.groups,
         )
 
 
@@ -82,41 +86,41 @@ QuantisedWeight = IntWeight | Float8Weight | TableWeight
 
 
 def even_groups(num_in: int, group: int, device: torch.device) -> Tensor:
-    """Inputs in groups of neighbours, all of one size."""
+    """Assign adjacent inputs to groups of one size."""
     return torch.arange(num_in, dtype=torch.int32, device=device) // group
 
 
 @dataclass(frozen=True, slots=True)
 class Grid:
-    """Which whole numbers stand for weights: bits, groups of inputs, and how scales are stored."""
+    """An integer quantisation grid: bits, group size, symmetry, and the dtype of scales."""
 
     bits: int
     group: int  # inputs that share a scale
-    symmetric: bool  # the zero point is the middle; else the range follows the weights
-    stored: torch.dtype = torch.float32  # the file's type of scales
+    symmetric: bool  # the zero point is in the middle; else the range fits the weights
+    stored: torch.dtype = torch.float32  # dtype of scales in the file
 
     @property
     def top(self) -> int:
         return (1 << self.bits) - 1
 
     def fit(self, weight: Tensor, shrink: Tensor | float = 1.0) -> tuple[Tensor, Tensor]:
-        """Scale and zero point for the weights along the last dimension, which is dropped.
+        """Return scale and zero point of the weights along the last dimension.
 
-        `shrink` narrows the range, so that the outermost weights are cut off.
+        `shrink` narrows the range and clips the outermost weights.
         """
         if self.symmetric:
-            # 2 ** bits values around zero: one more below than above.
+            # 2 ** bits values around zero: one more below zero than above.
             scale = weight.abs().amax(-1) * shrink / (self.top / 2)
             zero = torch.full_like(scale, 1 << (self.bits - 1))
             return self._stored(scale), zero
         low = weight.amin(-1).clamp(max=0) * shrink
         high = weight.amax(-1).clamp(min=0) * shrink
-        # A zero point of 0 cannot be written in GPTQ's files, which store one less.
+        # GPTQ files store zero points minus one, so a zero point of 0 cannot be written.
         scale = self._stored(torch.maximum((high - low) / self.top, high / (self.top - 1)))
         return scale, (-low / scale).round().clamp(1, self.top)
 
     def _stored(self, scale: Tensor) -> Tensor:
-        """As the file will hold it; weights that are all zero get a scale that divides."""
+        """Round to the file's dtype; groups of zeros get a scale of 1."""
         rounded = scale.to(self.stored).float()
         return torch.where(rounded > 0, rounded, torch.ones_like(rounded))
 
@@ -125,22 +129,22 @@ class Grid:
 
 
 def round_to_nearest(weight: Tensor, grid: Grid, shrink: Tensor | None = None) -> IntWeight:
-    """Quantise [N, K]; `shrink` [N, K / group] narrows the range of each group."""
+    """Quantise a weight [N, K]; `shrink` [N, K / group] narrows the range of each group."""
     num_out, num_in = weight.shape
     grouped = weight.unflatten(1, (-1, grid.group))
     scale, zero = grid.fit(grouped, 1.0 if shrink is None else shrink)
     codes = grid.encode(grouped, scale[..., None], zero[..., None])
     return IntWeight(
-        grid.bits,
-        codes.to(torch.uint8).view(num_out, num_in),
-        scale,
-        zero.to(torch.uint8),
-        even_groups(num_in, grid.group, weight.device),
+        bits=grid.bits,
+        codes=codes.to(torch.uint8).view(num_out, num_in),
+        scales=scale,
+        zeros=zero.to(torch.uint8),
+        groups=even_groups(num_in, grid.group, weight.device),
     )
 
 
 def to_float8(weight: Tensor, stored: torch.dtype, block: int | None = None) -> Float8Weight:
-    """One scale per output, or per block x block of outputs and inputs, rounded to `stored`."""
+    """Quantise with one scale per output, or per block x block tile; scales are rounded to `stored`."""
     if block is None:
         scales = _scale(weight.abs().amax(1, keepdim=True), stored)
         return Float8Weight(_encode(weight, scales), scales)
@@ -152,31 +156,31 @@ def to_float8(weight: Tensor, stored: torch.dtype, block: int | None = None) -> 
     return Float8Weight(_encode(weight, wide), scales, block)
 
 
-def round_activations_float8(x: Tensor, group: int | None = None) -> Tensor:
-    """As a kernel sees them: one scale per token, or per token and `group` features."""
-    parts = x if group is None else x.unflatten(-1, (-1, group))
-    scale = (parts.abs().amax(-1, keepdim=True) / _LARGEST).clamp(min=1e-12)
-    return (_encode(parts, scale).float() * scale).view_as(x)
+def quantise_activations_float8(x: Tensor, group: int | None = None) -> Tensor:
+    """Quantise and dequantise activations: one scale per token, or per token and `group` features."""
+    grouped = x if group is None else x.unflatten(-1, (-1, group))
+    scale = (grouped.abs().amax(-1, keepdim=True) / _MAX).clamp(min=1e-12)
+    return (_encode(grouped, scale).float() * scale).view_as(x)
 
 
-def round_activations_int8(x: Tensor) -> Tensor:
-    """As a kernel sees them: whole numbers to 127, one scale per token."""
+def quantise_activations_int8(x: Tensor) -> Tensor:
+    """Quantise and dequantise activations to int8 with one scale per token."""
     scale = (x.abs().amax(-1, keepdim=True) / 127).clamp(min=1e-12)
     return (x / scale).round().clamp(-128, 127) * scale
 
 
 def _scale(largest: Tensor, stored: torch.dtype) -> Tensor:
-    scale = (largest / _LARGEST).to(stored).float()
+    scale = (largest / _MAX).to(stored).float()
     return torch.where(scale > 0, scale, torch.ones_like(scale))
 
 
 def _encode(values: Tensor, scale: Tensor) -> Tensor:
-    return (values / scale).clamp(-_LARGEST, _LARGEST).to(_FORMAT)
+    return (values / scale).clamp(-_MAX, _MAX).to(_FLOAT8)
 
 
 @cache
 def _levels() -> tuple[float, ...]:
-    """Eight levels above zero, zero, seven below; scaled to reach from -1 to 1."""
+    """Return eight levels above zero, zero, and seven below, scaled to [-1, 1]."""
     quantile = NormalDist().inv_cdf
     above = [quantile(0.5 + (_OFFSET - 0.5) * i / 8) for i in range(1, 9)]
     below = [-quantile(0.5 + (_OFFSET - 0.5) * i / 7) for i in range(1, 8)]
@@ -185,12 +189,12 @@ def _levels() -> tuple[float, ...]:
 
 
 def nf4_table() -> Tensor:
-    """The levels, float32 [16]."""
+    """Return the NF4 codebook, float32 [16]."""
     return torch.tensor(_levels(), dtype=torch.float32)
 
 
 def to_nf4(weight: Tensor, group: int) -> TableWeight:
-    """The nearest level of each weight over the largest of its group."""
+    """Quantise each weight, divided by the absmax of its group, to the nearest level."""
     table = nf4_table().to(weight.device)
     grouped = weight.unflatten(1, (-1, group))
     scales = grouped.abs().amax(-1)

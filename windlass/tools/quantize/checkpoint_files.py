@@ -1,22 +1,27 @@
-"""The files beside the weights: config.json, tokenizer, template, generation defaults, quality.json."""
+"""Files of a checkpoint: shards of weights, config.json, tokenizer, template, quality.json."""
 
 from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
+from safetensors.torch import save
+from torch import Tensor
 
 from windlass.errors import ConfigError, UnsupportedError
 from windlass.models import gguf_tokenizer, tokenizer_files
 from windlass.models.gguf_file import GGUFCheckpoint
 from windlass.models.json_file import read_json
-from windlass.models.source import ModelFiles
+from windlass.models.source import INDEX, ModelFiles
 from windlass.models.tokenizer import TextSide
+from windlass.tools import resumable
 from windlass.tools.quantize.recipe import BLOCK, PER_CHANNEL, Recipe
 
+SHARD_BYTES = 2**30
 _TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer.model",
@@ -36,8 +41,43 @@ _MODEL_TYPES = {
 }
 
 
+T = TypeVar("T")
+
+
+def split_shards(items: Sequence[T], sizes: Sequence[int]) -> list[list[T]]:
+    """Group items of the given bytes into shards of at most SHARD_BYTES; the order is kept."""
+    shards: list[list[T]] = [[]]
+    shard_bytes = 0
+    for item, size in zip(items, sizes, strict=True):
+        if shards[-1] and shard_bytes + size > SHARD_BYTES:
+            shards.append([])
+            shard_bytes = 0
+        shards[-1].append(item)
+        shard_bytes += size
+    return shards
+
+
+def write_shards(
+    folder: Path, shards: list[list[T]], load: Callable[[list[T]], dict[str, Tensor]]
+) -> None:
+    """Write a safetensors file per shard, and an index for several; one shard is in memory at a time."""
+    weight_map: dict[str, str] = {}
+    total = 0
+    for number, shard in enumerate(shards, start=1):
+        name = f"model-{number:05}-of-{len(shards):05}.safetensors"
+        if len(shards) == 1:
+            name = "model.safetensors"
+        tensors = load(shard)
+        resumable.write_durably(folder / name, save(tensors, metadata={"format": "pt"}))
+        weight_map |= dict.fromkeys(tensors, name)
+        total += sum(tensor.nbytes for tensor in tensors.values())
+    if len(shards) > 1:
+        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+        resumable.write_durably(folder / INDEX, json.dumps(index, indent=2).encode())
+
+
 def source_config(files: ModelFiles) -> dict[str, Any]:
-    """The source's config.json, or its GGUF metadata in that form; quantised ones are refused."""
+    """Read the source's config.json, or convert its GGUF metadata; refuse a quantised source."""
     if files.kind == "gguf":
         return _gguf_config(GGUFCheckpoint(files.path))
     config = read_json(files.path / "config.json")
@@ -55,30 +95,30 @@ def _gguf_config(checkpoint: GGUFCheckpoint) -> dict[str, Any]:
     rope = dict(config["rope_parameters"])
     if rope.pop("rope_factors") is not None:
         raise UnsupportedError(
-            f"{checkpoint.header.path}: has factors for rotary positions, which a config.json "
-            "cannot hold. Quantise the model's safetensors folder instead."
+            f"{checkpoint.header.path}: has RoPE frequency factors, which a config.json cannot "
+            "hold. Quantise the model's safetensors folder instead."
         )
     if rope["partial_rotary_factor"] == 1.0:
         del rope["partial_rotary_factor"]
     config["rope_parameters"] = rope
-    # Readers that are older than rope_parameters look for it here.
+    # Readers that do not know rope_parameters read this key.
     config["rope_theta"] = rope["rope_theta"]
     config["model_type"] = _MODEL_TYPES[config["architectures"][0]]
     return {key: value for key, value in config.items() if value is not None}
 
 
 def write_config(folder: Path, config: dict[str, Any], recipe: Recipe) -> None:
-    """config.json with what readers must know of the weights."""
+    """Write config.json with quantization_config."""
     written = {**config, "quantization_config": quantization_config(recipe)}
     key = "dtype" if "dtype" in config else "torch_dtype"
-    written[key] = _name(recipe)
+    written[key] = _dtype_name(recipe.dtype)
     _write_json(folder / "config.json", written)
 
 
 def write_plain_config(folder: Path, config: dict[str, Any], dtype: torch.dtype) -> None:
-    """config.json of weights that are not quantised."""
+    """Write config.json of unquantised weights."""
     key = "dtype" if "dtype" in config else "torch_dtype"
-    _write_json(folder / "config.json", {**config, key: str(dtype).removeprefix("torch.")})
+    _write_json(folder / "config.json", {**config, key: _dtype_name(dtype)})
 
 
 def quantization_config(recipe: Recipe) -> dict[str, Any]:
@@ -111,7 +151,7 @@ def quantization_config(recipe: Recipe) -> dict[str, Any]:
             "load_in_8bit": False,
             "bnb_4bit_quant_type": "nf4",
             "bnb_4bit_use_double_quant": False,
-            "bnb_4bit_compute_dtype": _name(recipe),
+            "bnb_4bit_compute_dtype": _dtype_name(recipe.dtype),
             "bnb_4bit_quant_storage": "uint8",
             "llm_int8_skip_modules": ["lm_head"],
         }
@@ -155,7 +195,7 @@ def _compressed_tensors(recipe: Recipe) -> dict[str, Any]:
 
 
 def write_text_files(folder: Path, files: ModelFiles, tokenizer: str | None) -> None:
-    """Tokenizer, template and generation defaults: copied, or for a GGUF written anew."""
+    """Copy tokenizer, template and generation defaults, or convert those of a GGUF."""
     if tokenizer is not None:
         given = Path(tokenizer).expanduser()
         _copy(given if given.is_dir() else given.parent, folder, _TOKENIZER_FILES)
@@ -166,9 +206,7 @@ def write_text_files(folder: Path, files: ModelFiles, tokenizer: str | None) -> 
     if files.kind == "folder":
         _copy(files.path, folder, ("generation_config.json",))
     if not tokenizer_files.has_tokenizer(folder):
-        raise ConfigError(
-            f"{files.path}: has no tokenizer to put beside the weights. Give --tokenizer FOLDER."
-        )
+        raise ConfigError(f"{files.path}: has no tokenizer to copy. Give --tokenizer FOLDER.")
 
 
 def _write_tokenizer(folder: Path, text: TextSide) -> None:
@@ -196,8 +234,8 @@ def _copy(source: Path, target: Path, names: tuple[str, ...]) -> None:
             shutil.copyfile(source / name, target / name)
 
 
-def _name(recipe: Recipe) -> str:
-    return str(recipe.dtype).removeprefix("torch.")
+def _dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _write_json(path: Path, value: dict[str, Any]) -> None:

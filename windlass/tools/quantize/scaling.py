@@ -1,0 +1,142 @@
+"""AWQ and SmoothQuant: scales that make weights or activations easier to quantise.
+
+A scale multiplies the columns of a linear layer's weight and divides the rows of the module before it,
+so that the network computes the same. A block has four such pairs: the two norms, the value
+projection before the output projection, and the up projection before the down projection. Query heads
+that share a KV head share its scales.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from windlass.kernels.batch import Heads
+from windlass.layers.linear import Linear
+from windlass.models.llama import Block
+from windlass.tools.quantize.layer import InputStats
+from windlass.tools.quantize.weights import Grid, round_to_nearest
+
+_MIN_SMOOTHING = 1e-5
+_MIN_SIZE = 1e-4
+_STEPS = 20  # strengths from 0 (no scaling) to 1
+_MAX_ROWS = 256  # outputs that the AWQ search reads; a sample is enough to choose the strength
+_CLIPS = tuple(1.0 - 0.05 * step for step in range(11))  # shares of a group's range
+
+
+@dataclass(frozen=True, slots=True)
+class Fold:
+    """A linear layer, and the tensors whose rows produce its inputs."""
+
+    name: str  # of the linear layer in its block: "mlp.down_proj"
+    linear: Linear
+    producers: Sequence[Tensor]  # a norm's weight, or rows of a weight and its bias
+    sources: Tensor  # [K]: the producers' row that produces input k
+    is_norm: bool
+
+    def apply(self, scale: Tensor) -> None:
+        """Divide the producers' rows by `scale`, and multiply the layer's columns by it."""
+        self.linear.get_parameter("weight").mul_(scale[self.sources])
+        for tensor in self.producers:
+            tensor.div_(scale if tensor.ndim == 1 else scale[:, None])
+
+
+def folds_of(block: Block) -> list[Fold]:
+    """Return the four folds of a block, in the order of computation."""
+    attention, mlp = block.self_attn, block.mlp
+    qkv, out = attention.qkv_proj, attention.o_proj
+    gate_up, down = mlp.gate_up_proj, mlp.down_proj
+    first, second = block.input_layernorm.weight, block.post_attention_layernorm.weight
+    values = qkv.parts["q_proj"] + qkv.parts["k_proj"]
+    ups = gate_up.parts["gate_proj"]
+    device = first.device
+
+    def identity(linear: Linear) -> Tensor:
+        return torch.arange(linear.num_in, device=device)
+
+    return [
+        Fold("self_attn.qkv_proj", qkv, [first], identity(qkv), is_norm=True),
+        Fold(
+            "self_attn.o_proj",
+            out,
+            _rows(qkv, values),
+            _shared_heads(attention.heads, device),
+            is_norm=False,
+        ),
+        Fold("mlp.gate_up_proj", gate_up, [second], identity(gate_up), is_norm=True),
+        Fold("mlp.down_proj", down, _rows(gate_up, ups), identity(down), is_norm=False),
+    ]
+
+
+def _shared_heads(heads: Heads, device: torch.device) -> Tensor:
+    """Map feature d of query head h to feature d of KV head h // group."""
+    head = torch.arange(heads.num_q, device=device) // heads.group
+    return (head[:, None] * heads.dim + torch.arange(heads.dim, device=device)).flatten()
+
+
+def _rows(linear: Linear, first: int) -> list[Tensor]:
+    weight = linear.get_parameter("weight")
+    return [weight[first:]] if linear.bias is None else [weight[first:], linear.bias[first:]]
+
+
+def smoothing_scale(weight: Tensor, max_abs: Tensor, alpha: float = 0.5) -> Tensor:
+    """Return SmoothQuant's scale per input: divides the input, multiplies the weight's column.
+
+    alpha 0 leaves outliers in the activations, 1 moves them into the weights.
+    """
+    max_weight = weight.abs().amax(0).clamp(min=_MIN_SMOOTHING)
+    scale = max_abs.clamp(min=_MIN_SMOOTHING) ** alpha / max_weight ** (1 - alpha)
+    return scale.clamp(min=_MIN_SMOOTHING)
+
+
+@dataclass(frozen=True, slots=True)
+class AwqScale:
+    """The best scale, its strength, and the relative output error without and with it."""
+
+    scale: Tensor  # one per row of the producer
+    strength: float
+    error_before: float
+    error: float
+
+
+def search_scale(weight: Tensor, inputs: InputStats, grid: Grid, sources: Tensor) -> AwqScale:
+    """Search the strength of AWQ's scale; row sources[k] of the producer makes input k.
+
+    Strength 0 is included, so the result is no worse than rounding alone.
+    """
+    weight = weight[:: -(-weight.shape[0] // _MAX_ROWS)]
+    sizes = inputs.mean_abs.new_zeros(int(sources.max()) + 1)
+    sizes = sizes.scatter_reduce(0, sources, inputs.mean_abs, "amax").clamp(min=_MIN_SIZE)
+    tried = []
+    for step in range(_STEPS + 1):
+        scale = sizes ** (step / _STEPS)
+        scale = scale / (scale.max() * scale.min()).sqrt()
+        wide = scale[sources]
+        rounded = round_to_nearest(weight * wide, grid).dequantise() / wide
+        tried.append((inputs.output_error(weight, rounded), step, scale))
+    error, step, scale = min(tried, key=lambda item: item[:2])
+    return AwqScale(scale=scale, strength=step / _STEPS, error_before=tried[0][0], error=error)
+
+
+def search_clip(weight: Tensor, inputs: InputStats, grid: Grid) -> Tensor:
+    """Search the clipping range of each output and group, as a share of its range: [N, K / group].
+
+    The criterion is the output error of the group alone.
+    """
+    num_groups = weight.shape[1] // grid.group
+    across = inputs.gram.unflatten(0, (num_groups, -1)).unflatten(2, (num_groups, -1))
+    within = torch.stack([across[g, :, g] for g in range(num_groups)])  # [G, group, group]
+    best_error = weight.new_full((weight.shape[0], num_groups), float("inf"))
+    best = torch.ones_like(best_error)
+    for clip in _CLIPS:
+        shrink = torch.full_like(best, clip)
+        lost = weight - round_to_nearest(weight, grid, shrink).dequantise()
+        lost = lost.unflatten(1, (num_groups, -1))
+        error = (torch.einsum("ngi,gij->ngj", lost, within) * lost).sum(-1)
+        better = error < best_error
+        best_error = torch.where(better, error, best_error)
+        best = torch.where(better, shrink, best)
+    return best
