@@ -130,7 +130,7 @@ def _spread(passes: Iterable[list[float]]) -> float:
 
 
 def _positive(points: dict[int, float]) -> dict[int, float]:
-    """Clamp to 0, and extrapolate a second point where there is only one."""
+    """Clamp to 0, and extrapolate another point if there is only one."""
     found = {size: max(0.0, seconds) for size, seconds in points.items()}
     if len(found) == 1:
         size, seconds = next(iter(found.items()))

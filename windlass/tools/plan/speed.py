@@ -145,7 +145,7 @@ def _factor_path(path: Path) -> Path:
 
 
 def _save(path: Path, values: dict[str, Any]) -> None:
-    """Write a cache file. Without a writable cache, every run measures again: about a second."""
+    """Write a cache file. Without a writable cache, every run measures again (about 1 s)."""
     with suppress(OSError):
         make_private(path.parent)
         write_atomically(path, json.dumps(values))
