@@ -23,7 +23,12 @@ from windlass.errors import RequestError
 from windlass.serve import body_limits
 from windlass.serve.abbreviate import abbreviate
 from windlass.serve.problems import ModelNotFound
-from windlass.serve.protocol import ChatRequest, CompletionRequest, Generation, Templated
+from windlass.serve.protocol import (
+    ChatRequest,
+    CompletionRequest,
+    ConversationRequest,
+    GenerationRequest,
+)
 from windlass.serve.structured import structured_of
 from windlass.serve.workers import Workers
 from windlass.text.request_builder import EncodedPrompt, Prompt, RequestBuilder, RequestOptions
@@ -151,7 +156,7 @@ class Preparer:
             self._decode_prompts(prepared, always=body.truncate_prompt_tokens is not None)
         return prepared
 
-    async def _off_loop(self, body: Generation, work: Callable[..., T], *args: Any) -> T:
+    async def _off_loop(self, body: GenerationRequest, work: Callable[..., T], *args: Any) -> T:
         """Run `work`, in a thread where the body is large."""
         if body.num_bytes <= body_limits.INLINE_BYTES and not body.bad_words:
             return work(*args)
@@ -165,7 +170,7 @@ class Preparer:
 
     # ---- text --------------------------------------------------------------------------------
 
-    async def render(self, body: Templated, report: EngineReport) -> str:
+    async def render(self, body: ConversationRequest, report: EngineReport) -> str:
         """Render a conversation with the chat template."""
         if self._template is None:
             raise RequestError(
@@ -200,7 +205,7 @@ class Preparer:
 
     def _sampling(
         self,
-        body: Generation,
+        body: GenerationRequest,
         max_tokens: int | None,
         default_max_tokens: int | None,
         report: EngineReport,
@@ -231,7 +236,7 @@ class Preparer:
     def _prepared(
         self,
         prefix: str,
-        body: Generation,
+        body: GenerationRequest,
         prompts: list[EncodedPrompt],
         sampling: SamplingParams,
         report: EngineReport,

@@ -174,7 +174,7 @@ class Body(BaseModel):
         return self._num_bytes
 
 
-class Templated(BaseModel):
+class ConversationRequest(BaseModel):
     """Fields of a conversation that the chat template renders."""
 
     messages: Annotated[list[Message], Field(max_length=limits.MAX_MESSAGES, fail_fast=True)]
@@ -183,7 +183,7 @@ class Templated(BaseModel):
     chat_template_kwargs: dict[str, Any] | None = None
 
 
-class Generation(Body):
+class GenerationRequest(Body):
     """Fields of both completion endpoints; None: the model's or the engine's default."""
 
     temperature: float | None = None
@@ -257,7 +257,7 @@ class Generation(Body):
             )
 
 
-class ChatRequest(Generation, Templated):
+class ChatRequest(GenerationRequest, ConversationRequest):
     """POST /v1/chat/completions"""
 
     logprobs: bool | None = None
@@ -281,7 +281,7 @@ class ChatRequest(Generation, Templated):
             )
 
 
-class CompletionRequest(Generation):
+class CompletionRequest(GenerationRequest):
     """POST /v1/completions"""
 
     prompt: Annotated[Any, AfterValidator(_check_prompt)]
@@ -314,7 +314,7 @@ class TokenizeRequest(Body):
     return_token_strs: bool = False
 
 
-class TokenizeChatRequest(Body, Templated):
+class TokenizeChatRequest(Body, ConversationRequest):
     """POST /tokenize of a conversation, and POST /apply-template"""
 
     add_special_tokens: bool = False

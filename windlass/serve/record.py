@@ -20,7 +20,7 @@ from windlass.config import ServeConfig
 from windlass.core.tokenizer import Tokenizer
 from windlass.errors import ConfigError
 from windlass.serve.prepare import Prepared
-from windlass.serve.protocol import ChatRequest, CompletionRequest, Generation
+from windlass.serve.protocol import ChatRequest, CompletionRequest, GenerationRequest
 from windlass.text.completion import Completion
 
 _log = logging.getLogger("windlass.serve")
@@ -49,7 +49,7 @@ class Recorder:
         _log.info("recording %g of the traffic to %s, up to %d bytes", share, path, max_bytes)
 
     def record(
-        self, body: Generation, prepared: Prepared, completions: Sequence[Completion]
+        self, body: GenerationRequest, prepared: Prepared, completions: Sequence[Completion]
     ) -> None:
         """Write a completed request if it belongs to the recorded share."""
         if not self._open or not self.chooses(prepared.response_id):
@@ -106,7 +106,7 @@ def make_recorder(config: ServeConfig, tokenizer: Tokenizer) -> Recorder | None:
 
 
 def _records(
-    body: Generation,
+    body: GenerationRequest,
     prepared: Prepared,
     completions: Sequence[Completion],
     *,

@@ -22,7 +22,7 @@ from windlass.serve.formatters import Formatter, Json, usage
 from windlass.serve.inbox import Inbox
 from windlass.serve.prepare import Prepared
 from windlass.serve.problems import problem_of
-from windlass.serve.protocol import Generation, StreamOptions
+from windlass.serve.protocol import GenerationRequest, StreamOptions
 from windlass.serve.served_completion import ServedCompletion, TokenTimer
 from windlass.serve.services import Services
 from windlass.serve.trace_store import Entry
@@ -84,7 +84,7 @@ class CompletionResponse:
         services: Services,
         prepared: Prepared,
         *,
-        body: Generation,
+        body: GenerationRequest,
         formatter: Formatter,
         ticket: Ticket,
         owner: str,

@@ -14,7 +14,7 @@ from windlass.errors import RequestError
 from windlass.serve import body_limits as limits
 from windlass.serve.abbreviate import abbreviate
 from windlass.serve.json_body import decode
-from windlass.serve.protocol import Generation
+from windlass.serve.protocol import GenerationRequest
 
 # Older fields of other servers, and their names in `structured_outputs`.
 _GUIDED = {
@@ -26,7 +26,7 @@ _GUIDED = {
 _FIELDS = ("response_format", "structured_outputs", *_GUIDED)
 
 
-def structured_of(body: Generation) -> StructuredOutputs | None:
+def structured_of(body: GenerationRequest) -> StructuredOutputs | None:
     """The structured outputs of a body, if any. Two fields that set them are an error."""
     given = [name for name in _FIELDS if getattr(body, name) is not None]
     if body.response_format == {"type": "text"}:
