@@ -20,7 +20,7 @@ from windlass.runner.drafter import DrafterInputs
 from windlass.speculative import governor
 from windlass.speculative.eagle import EagleDrafter
 from windlass.speculative.medusa import MedusaDrafter, MedusaWeights
-from windlass.tools.train_draft.eagle_module import EagleModule, EagleShape, Memory
+from windlass.tools.train_draft.eagle_module import EagleModule, EagleShape, UnrolledKV
 
 __all__ = ["verify_all"]
 
@@ -298,8 +298,8 @@ def test_a_served_eagle_head_matches_the_trained_module(
     )
     table = llm.engine._runner._runner._network.model.rotary.cos_sin
     embed = llm.engine._runner._runner._network.embed
-    memory, hidden, tokens, expected = (
-        Memory(),
+    kv, hidden, tokens, expected = (
+        UnrolledKV(),
         module.from_target(aux_hidden_states),
         following,
         [],
@@ -307,7 +307,7 @@ def test_a_served_eagle_head_matches_the_trained_module(
     with torch.no_grad():
         for ahead in range(2):
             turns = table[ahead : ahead + aux_hidden_states.shape[1]]
-            hidden = module.step(hidden, embed(tokens[0])[None], turns, memory)
+            hidden = module.step(hidden, embed(tokens[0])[None], turns, kv)
             tokens = ids[module.logits(hidden[0]).argmax(-1)].int()[None]
             expected.append(tokens[0, len(PROMPT) - 1 :])
     assert torch.equal(served, torch.stack(expected, dim=1))

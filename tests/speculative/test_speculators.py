@@ -22,7 +22,7 @@ from windlass.speculative import governor
 from windlass.speculative.auto import resolve_auto
 from windlass.speculative.eagle import EagleDrafter
 from windlass.speculative.speculators import NORMS
-from windlass.tools.train_draft.eagle_module import EagleModule, EagleShape, Memory, Norm
+from windlass.tools.train_draft.eagle_module import EagleModule, EagleShape, Norm, UnrolledKV
 
 __all__ = ["model"]
 
@@ -87,12 +87,12 @@ class Reference(EagleModule):
             aux_hidden_states = torch.cat([norm(aux) for norm, aux in each], dim=-1)
         return self.fc(aux_hidden_states)
 
-    def step(self, hidden: Tensor, embedded: Tensor, cos_sin: Tensor, memory: Memory) -> Tensor:
+    def step(self, hidden: Tensor, embedded: Tensor, cos_sin: Tensor, kv: UnrolledKV) -> Tensor:
         layer = self.midlayer
         normed = layer.hidden_norm(hidden)
         both = torch.cat([layer.input_layernorm(embedded), normed], dim=-1)
         base = normed if self._norms["norm_before_residual"] else hidden
-        hidden = base + layer.self_attn(both, cos_sin, memory)
+        hidden = base + layer.self_attn(both, cos_sin, kv)
         hidden = hidden + layer.mlp(layer.post_attention_layernorm(hidden))
         return self.norm(hidden) if self._norms["norm_output"] else hidden
 
@@ -142,12 +142,12 @@ def reference_drafts(recorded: Recorded, folder: Path, norms: dict[str, bool]) -
     module.load_state_dict({**weights, "t2d": module.t2d})
     network = recorded.llm.engine._runner._runner._network
     table = network.model.rotary.cos_sin
-    memory, tokens, drafted = Memory(), recorded.following, []
+    kv, tokens, drafted = UnrolledKV(), recorded.following, []
     with torch.no_grad():
         hidden = module.from_target(recorded.aux_hidden_states)
         for ahead in range(3):
             turns = table[ahead : ahead + recorded.aux_hidden_states.shape[1]]
-            hidden = module.step(hidden, network.embed(tokens[0])[None], turns, memory)
+            hidden = module.step(hidden, network.embed(tokens[0])[None], turns, kv)
             tokens = ids[module.logits(hidden[0]).argmax(-1)].int()[None]
             drafted.append(tokens[0, len(PROMPT) - 1 :])
     return torch.stack(drafted, dim=1)

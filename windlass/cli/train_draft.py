@@ -1,4 +1,4 @@
-"""`windlass train-draft`: Medusa or EAGLE heads for speculation, from the model's own output."""
+"""`windlass train-draft`: trains Medusa or EAGLE heads on the model's own output."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from windlass.cli.options import ENGINE_OPTIONS
 
 if TYPE_CHECKING:
     from windlass.tools.train_draft.acceptance import Acceptance
-    from windlass.tools.train_draft.training import Progress, Watch
-    from windlass.tools.train_draft.writing import Advance
+    from windlass.tools.train_draft.corpus import OnProgress
+    from windlass.tools.train_draft.training import OnStep, StepReport
 
 _NAMES = (
     "tokenizer",
@@ -38,69 +38,71 @@ TRAIN_DRAFT_OPTIONS = [option for option in ENGINE_OPTIONS if option.name in _NA
 
 def train_draft(
     options: Options,
-    kind: Annotated[str, option("medusa|eagle", "What to train.")],
+    kind: Annotated[str, option("medusa|eagle", "Kind of head to train.")],
     output: Annotated[Path, option("DIR", "The new head's folder.", "--output", "-o")],
     data: Annotated[
         Path | None,
-        option("FILE", "JSONL of prompt, messages or text; without it the model invents prompts."),
+        option(
+            "FILE", "JSONL with prompt, messages or text; default: the model generates prompts."
+        ),
     ] = None,
     texts: Annotated[
         Path | None,
-        option("FILE", "Keep what the model writes here, for another run with the same prompts."),
+        option("FILE", "Keep the generated answers here, for other runs with the same prompts."),
     ] = None,
     prompts: Annotated[
-        int | None, option("N", "How many to use; default: all of --data, or 2000 invented ones.")
+        int | None,
+        option("N", "Number of prompts; default: all of --data, or 2000 generated prompts."),
     ] = None,
-    max_tokens: Annotated[int, option("N", "Tokens of an answer.")] = 256,
-    context: Annotated[int, option("N", "Tokens of a prompt with its answer.")] = 512,
-    heads: Annotated[int | None, option("N", "medusa: tokens to guess; default: 3.")] = None,
+    max_tokens: Annotated[int, option("N", "Maximum tokens of an answer.")] = 256,
+    context: Annotated[int, option("N", "Maximum tokens of a prompt with its answer.")] = 512,
+    heads: Annotated[int | None, option("N", "medusa: number of heads; default: 3.")] = None,
     blocks: Annotated[
-        int | None, option("N", "medusa: residual blocks of each head; default: 1.")
+        int | None, option("N", "medusa: residual blocks per head; default: 1.")
     ] = None,
     share_head: Annotated[
         bool | None,
         switch(
-            "medusa: use the model's own output matrix, the default, or train one per head.",
+            "medusa: share the model's LM head (default), or train a matrix per head.",
             "--share-head/--no-share-head",
         ),
     ] = None,
     unroll: Annotated[
-        int | None, option("N", "eagle: guesses made from its own output; default: 4.")
+        int | None, option("N", "eagle: draft tokens to unroll in training; default: 4.")
     ] = None,
     draft_vocab: Annotated[
         int | None,
         option(
             "N",
-            "Tokens that it can guess; default: 8192 for eagle, all for medusa, "
+            "Size of the draft vocabulary; default: 8192 for eagle, all for medusa, "
             "where it needs --no-share-head.",
         ),
     ] = None,
-    lr: Annotated[float, option("X", "The highest learning rate.")] = 1e-3,
-    epochs: Annotated[int, option("N", "Times to see every text.")] = 8,
-    max_steps: Annotated[int | None, option("N", "End the training after so many steps.")] = None,
+    lr: Annotated[float, option("X", "Peak learning rate.")] = 1e-3,
+    epochs: Annotated[int, option("N", "Number of epochs.")] = 8,
+    max_steps: Annotated[int | None, option("N", "Maximum number of training steps.")] = None,
     time_limit: Annotated[
-        float | None, option("SECONDS", "End the training, not the writing, after so long.")
+        float | None, option("SECONDS", "Time limit of the training, without generating texts.")
     ] = None,
     batch_tokens: Annotated[
-        int | None, option("N", "Tokens of a step; default: 32768 on CUDA, 512 on a CPU.")
+        int | None, option("N", "Tokens per step; default: 32768 on CUDA, 512 on a CPU.")
     ] = None,
-    save_every: Annotated[int, option("STEPS", "How often the training's state is saved.")] = 200,
+    save_every: Annotated[int, option("STEPS", "Save the training state every STEPS steps.")] = 200,
     skip_broken_lines: Annotated[
-        bool, switch("Leave out lines that cannot be used.", "--skip-broken-lines")
+        bool, switch("Skip lines that cannot be used.", "--skip-broken-lines")
     ] = False,
     progress: ShowProgress = True,
 ) -> int:
-    """Train a head that guesses the model's next tokens.
+    """Train a Medusa or EAGLE head for speculative decoding.
 
-    The model answers prompts, the head learns from its hidden states, and report.json says how many
-    of its guesses are right on answers that were held out. A run that was interrupted goes on when
-    the same command is given again.
+    The model answers prompts, and the head learns from its hidden states. report.json has the
+    acceptance on held-out answers. To resume an interrupted run, run the same command again.
     """
+    from windlass.tools.train_draft.options import TrainJob, TrainOptions
     from windlass.tools.train_draft.program import run
-    from windlass.tools.train_draft.wishes import Order, Wishes
 
-    wishes = Wishes(
-        kind=kind,  # type: ignore[arg-type]  # checked when made
+    train_options = TrainOptions(
+        kind=kind,  # type: ignore[arg-type]  # __post_init__ checks it
         heads=heads,
         blocks=blocks,
         share_head=share_head,
@@ -117,33 +119,35 @@ def train_draft(
         save_every=save_every,
         skip_broken=skip_broken_lines,
     )
-    order = Order(options.engine(), wishes, output, data, texts)
+    job = TrainJob(
+        config=options.engine(), options=train_options, output=output, data=data, texts=texts
+    )
     try:
-        with _progress_bar(progress) as (advance, watch):
-            made = run(order, log, advance, watch)
+        with _progress_bar(progress) as (on_progress, on_step):
+            trained = run(job, log, on_progress=on_progress, on_step=on_step)
     except KeyboardInterrupt:
-        log("interrupted; what is done is kept, and the same command goes on from there")
+        log("interrupted; finished work is kept, and the same command resumes from there")
         raise
-    _show(made.acceptance)
+    _print_acceptance(trained.acceptance)
     typer.echo(f"{output}: serve it with --spec {kind} --spec-model {output}")
     return 0
 
 
-def _show(acceptance: Acceptance) -> None:
+def _print_acceptance(acceptance: Acceptance) -> None:
     typer.echo(
-        f"Held-out greedy answers: {acceptance.num_texts}, {acceptance.num_positions} places"
+        f"Held-out greedy answers: {acceptance.num_texts}, {acceptance.num_positions} positions"
     )
-    typer.echo("first guesses all right    share")
+    typer.echo("draft tokens accepted      share")
     for number, share in enumerate(acceptance.by_position, start=1):
         typer.echo(f"{number:23}   {share:6.1%}")
     typer.echo(
-        f"mean acceptance length {acceptance.mean_length:.3f} over all places, "
-        f"{acceptance.walk_length:.3f} as a server walks through them"
+        f"mean acceptance length {acceptance.mean_length:.3f} over all positions, "
+        f"{acceptance.walk_length:.3f} where a server drafts"
     )
 
 
 @contextmanager
-def _progress_bar(shown: bool) -> Iterator[tuple[Advance, Watch]]:
+def _progress_bar(shown: bool) -> Iterator[tuple[OnProgress, OnStep]]:
     from rich.console import Console
     from rich.progress import BarColumn, TextColumn
     from rich.progress import Progress as Bar
@@ -155,23 +159,23 @@ def _progress_bar(shown: bool) -> Iterator[tuple[Advance, Watch]]:
     bar = Bar(*columns, TextColumn("{task.fields[text]}"), console=console, disable=not shown)
     tasks: dict[str, int] = {}
 
-    def update(what: str, done: float, total: float, text: str) -> None:
-        if what not in tasks:
+    def update(phase: str, done: float, total: float, text: str) -> None:
+        if phase not in tasks:
             bar.start()
-            tasks[what] = bar.add_task(what, total=total, text="")
-        bar.update(tasks[what], completed=done, total=total, text=text)  # type: ignore[arg-type]
+            tasks[phase] = bar.add_task(phase, total=total, text="")
+        bar.update(tasks[phase], completed=done, total=total, text=text)  # type: ignore[arg-type]
 
-    def advance(what: str, done: int, total: int) -> None:
-        update(what, done, total, f"{done} of {total}")
+    def on_progress(phase: str, done: int, total: int) -> None:
+        update(phase, done, total, f"{done} of {total}")
 
-    def watch(now: Progress) -> None:
+    def on_step(now: StepReport) -> None:
         text = (
-            f"step {now.step} of {now.total}, loss {now.loss:.3f}, first guess right "
+            f"step {now.step} of {now.total}, loss {now.loss:.3f}, first draft token accuracy "
             f"{now.accuracy:.1%}, {now.tokens_per_s:,.0f} tok/s"
         )
         update("training", now.share, 1.0, text)
 
     try:
-        yield advance, watch
+        yield on_progress, on_step
     finally:
         bar.stop()

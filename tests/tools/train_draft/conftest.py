@@ -1,4 +1,4 @@
-"""A tiny model with a tokenizer, prompts for it, and the command line in this process."""
+"""A tiny model with a tokenizer, prompts for it, and the CLI in this process."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from windlass.tools import resumable
 
 TrainDraft = Callable[..., str]
 
-# One thread: on a busy machine several spend their time waiting for each other.
+# One thread: on a busy machine several threads wait for each other.
 ONE_CORE = ("--device", "cpu", "--num-threads", "1")
 SMALL = ("--context", "48", "--max-tokens", "24", "--batch-tokens", "512", "--epochs", "8")
 EAGLE = ("--kind", "eagle", "--unroll", "3", "--draft-vocab", "64", *SMALL)
@@ -50,7 +50,7 @@ def prompts(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def full_disk(
     writes: list[str], is_full: Callable[[list[str]], bool]
 ) -> Callable[[Path, bytes], None]:
-    """A `write_whole` that notes the names of files, and fails where these mean that it is full."""
+    """A `write_durably` that records file names, and fails when `is_full` of these names."""
     real = resumable.write_durably
 
     def write(path: Path, data: bytes) -> None:
@@ -64,7 +64,7 @@ def full_disk(
 
 @pytest.fixture
 def train_draft(model: Path, prompts: Path) -> TrainDraft:
-    """Train into a folder and give all that was printed; `code` is the exit code it must have."""
+    """Train into a folder and return the output; `code` is the expected exit code."""
 
     def invoke(
         out: Path,

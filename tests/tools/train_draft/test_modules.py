@@ -1,4 +1,4 @@
-"""The heads' arithmetic: unrolled training is drafting, and the stored tensors are the public layout."""
+"""The heads' modules: unrolled training equals drafting, and the state dict is the public layout."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch.nn import functional as F
 
 from windlass.kernels.batch import Heads
 from windlass.tools.train_draft.eagle import initialise
-from windlass.tools.train_draft.eagle_module import EagleModule, EagleShape, Memory
+from windlass.tools.train_draft.eagle_module import EagleModule, EagleShape, UnrolledKV
 from windlass.tools.train_draft.medusa_module import MedusaModule
 
 SHAPE = EagleShape(
@@ -35,7 +35,7 @@ def norm(x: Tensor, weight: Tensor) -> Tensor:
     return x * (x.pow(2).mean(-1, keepdim=True) + 1e-5).rsqrt() * weight
 
 
-def turned(x: Tensor, cos_sin: Tensor) -> Tensor:
+def rotated(x: Tensor, cos_sin: Tensor) -> Tensor:
     """One token's heads [heads, dim]."""
     cos, sin = cos_sin.chunk(2)
     a, b = x.chunk(2, dim=-1)
@@ -47,9 +47,9 @@ def naive_step(
     hidden: Tensor,
     embedded: Tensor,
     cos_sin: Tensor,
-    seen: list[tuple[Tensor, Tensor]],
+    kv: list[tuple[Tensor, Tensor]],
 ) -> Tensor:
-    """One token through the public tensors; `seen` are keys and values before it, and grows."""
+    """One token through the public tensors; appends to the keys and values before it."""
     own = {name.removeprefix("midlayer."): value for name, value in tensors.items()}
     both = torch.cat(
         [
@@ -57,13 +57,13 @@ def naive_step(
             norm(hidden, own["hidden_norm.weight"]),
         ]
     )
-    q = turned((own["self_attn.q_proj.weight"] @ both).view(4, 6), cos_sin)
-    k = turned((own["self_attn.k_proj.weight"] @ both).view(2, 6), cos_sin)
-    seen.append((k, (own["self_attn.v_proj.weight"] @ both).view(2, 6)))
+    q = rotated((own["self_attn.q_proj.weight"] @ both).view(4, 6), cos_sin)
+    k = rotated((own["self_attn.k_proj.weight"] @ both).view(2, 6), cos_sin)
+    kv.append((k, (own["self_attn.v_proj.weight"] @ both).view(2, 6)))
     outs = []
     for head in range(4):
-        keys = torch.stack([k[head // 2] for k, _ in seen])
-        values = torch.stack([v[head // 2] for _, v in seen])
+        keys = torch.stack([k[head // 2] for k, _ in kv])
+        values = torch.stack([v[head // 2] for _, v in kv])
         outs.append((keys @ q[head] / 6**0.5).softmax(0) @ values)
     hidden = hidden + own["self_attn.o_proj.weight"] @ torch.cat(outs)
     x = norm(hidden, own["post_attention_layernorm.weight"])
@@ -71,28 +71,28 @@ def naive_step(
     return hidden + own["mlp.down_proj.weight"] @ gate
 
 
-def test_unrolled_attention_is_drafting_step_by_step() -> None:
+def test_unrolled_attention_equals_step_by_step_drafting() -> None:
     module, generator = make_module(), torch.Generator().manual_seed(0)
-    texts, count, guesses = 2, 7, 4
+    texts, count, num_drafts = 2, 7, 4
     aux_hidden_states = torch.randn(texts, count, 3 * SHAPE.hidden, generator=generator)
-    embedded = torch.randn(guesses, texts, count, SHAPE.hidden, generator=generator)
-    table = angles(count + guesses)
-    memory, hidden, found = Memory(), module.from_target(aux_hidden_states), []
+    embedded = torch.randn(num_drafts, texts, count, SHAPE.hidden, generator=generator)
+    table = angles(count + num_drafts)
+    unrolled, hidden, found = UnrolledKV(), module.from_target(aux_hidden_states), []
     with torch.no_grad():
-        for j in range(guesses):
-            hidden = module.step(hidden, embedded[j], table[j : j + count], memory)
+        for j in range(num_drafts):
+            hidden = module.step(hidden, embedded[j], table[j : j + count], unrolled)
             found.append((hidden, module.logits(hidden)))
         tensors = module.state_dict()
         for text in range(texts):
             for root in range(count):
-                seen: list[tuple[Tensor, Tensor]] = []
-                for at in range(root + 1):  # what the target has been over
+                kv: list[tuple[Tensor, Tensor]] = []
+                for at in range(root + 1):  # positions with target states
                     known = tensors["fc.weight"] @ aux_hidden_states[text, at]
-                    out = naive_step(tensors, known, embedded[0, text, at], table[at], seen)
-                for j in range(guesses):
+                    out = naive_step(tensors, known, embedded[0, text, at], table[at], kv)
+                for j in range(num_drafts):
                     if j:
                         inputs = (out, embedded[j, text, root], table[root + j])
-                        out = naive_step(tensors, *inputs, seen)
+                        out = naive_step(tensors, *inputs, kv)
                     torch.testing.assert_close(found[j][0][text, root], out, rtol=1e-4, atol=1e-4)
                     logits = tensors["lm_head.weight"] @ norm(out, tensors["norm.weight"])
                     torch.testing.assert_close(
@@ -121,15 +121,15 @@ def test_eagle_tensors_have_the_public_names_and_shapes() -> None:
     }
 
 
-def test_draft_ids_and_the_models_ids_say_the_same() -> None:
+def test_d2t_and_t2d_agree() -> None:
     module = make_module()
     assert (torch.arange(10) + module.d2t).tolist() == list(range(3, 33, 3))
     assert module.t2d.nonzero().flatten().tolist() == list(range(3, 33, 3))
 
 
-def test_medusa_starts_as_the_models_own_head_and_shares_it() -> None:
+def test_medusa_starts_as_the_models_lm_head() -> None:
     matrix = torch.randn(50, 12)
-    shared, own = MedusaModule(2, matrix, True), MedusaModule(2, matrix, False)
+    shared, own = (MedusaModule(2, matrix, share=share) for share in (True, False))
     x = torch.randn(3, 12)
     for module in (shared, own):
         torch.testing.assert_close(module.logits(1, x), x @ matrix.T)

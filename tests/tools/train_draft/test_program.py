@@ -1,4 +1,4 @@
-"""The command from prompts to a folder: what it writes, interruptions, and what it refuses."""
+"""The whole command: its files, interruptions, and invalid options."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ def test_an_eagle_head_is_written_in_the_public_layout(
     tmp_path: Path, train_draft: TrainDraft
 ) -> None:
     out = tmp_path / "head"
-    said = train_draft(out, *EAGLE)
-    assert "mean acceptance length" in said
+    printed = train_draft(out, *EAGLE)
+    assert "mean acceptance length" in printed
     config = json.loads((out / "config.json").read_text())
     assert config["architectures"] == ["LlamaForCausalLMEagle3"]
     assert config["draft_vocab_size"] == 64
@@ -63,7 +63,7 @@ def test_medusa_heads_are_written_in_the_public_layout(
     written = texts.read_bytes()
     options = (*MEDUSA, "--no-share-head")
     train_draft(own, "--texts", texts, *options)
-    assert texts.read_bytes() == written  # nothing was written twice
+    assert texts.read_bytes() == written  # the answers are reused
     config = json.loads((shared / "config.json").read_text())
     assert config["medusa_num_heads"] == 2
     assert config["medusa_num_layers"] == 1
@@ -95,13 +95,13 @@ def _check_report(report: dict[str, Any], num_draft_tokens: int) -> None:
     assert report["training"]["ended_by"] == "--epochs 8"
 
 
-# The command, killed by its own hand when its state is saved for the second time.
+# The command, which kills itself when it has saved its state for the second time.
 _KILLED = """
 import os, signal
 from windlass.cli.main import app
-from windlass.tools.train_draft.work import Work
+from windlass.tools.train_draft.output import TrainingOutput
 
-save, times = Work.save_state, []
+save, times = TrainingOutput.save_state, []
 
 def save_and_die(self, *args):
     save(self, *args)
@@ -109,12 +109,12 @@ def save_and_die(self, *args):
     if len(times) == 2:
         os.kill(os.getpid(), signal.SIGKILL)
 
-Work.save_state = save_and_die
+TrainingOutput.save_state = save_and_die
 app()
 """
 
 
-def test_a_killed_run_goes_on_and_ends_the_same(
+def test_a_killed_run_resumes_and_ends_the_same(
     model: Path, prompts: Path, tmp_path: Path, train_draft: TrainDraft
 ) -> None:
     options = (*EAGLE, "--max-steps", "9", "--save-every", "3")
@@ -131,7 +131,7 @@ def test_a_killed_run_goes_on_and_ends_the_same(
     assert not (tmp_path / "out.partial").exists()
 
 
-def test_a_full_disk_keeps_what_is_done(
+def test_a_full_disk_keeps_finished_work(
     tmp_path: Path,
     train_draft: TrainDraft,
     monkeypatch: pytest.MonkeyPatch,
@@ -141,20 +141,20 @@ def test_a_full_disk_keeps_what_is_done(
     writes: list[str] = []
     full = full_disk(writes, lambda w: w.count("state.safetensors") == 1)
     monkeypatch.setattr(resumable, "write_durably", full)
-    said = train_draft(out, *options, code=1)
-    assert "The texts are kept, and nothing is trained yet. Make room" in " ".join(said.split())
+    printed = train_draft(out, *options, code=1)
+    assert "The texts are kept, and no training state is saved yet." in " ".join(printed.split())
     writes.clear()
     monkeypatch.setattr(resumable, "write_durably", real)
     full = full_disk(writes, lambda w: w.count("state.safetensors") == 2 or w[-1] == "report.json")
     monkeypatch.setattr(resumable, "write_durably", full)
-    said = train_draft(out, *options, code=1)
-    assert "No space left on device" in said
-    assert "The texts and the training up to step 3 are kept in" in said
-    assert "run the same command again" in " ".join(said.split())
+    printed = train_draft(out, *options, code=1)
+    assert "No space left on device" in printed
+    assert "The texts and the training up to step 3 are kept in" in printed
+    assert "run the same command again" in " ".join(printed.split())
     assert not out.exists()
     writes += ["state.safetensors"] * 2
-    said = train_draft(out, *options, code=1)
-    assert "The texts and the training up to step 8 are kept in" in said
+    printed = train_draft(out, *options, code=1)
+    assert "The texts and the training up to step 8 are kept in" in printed
     assert not out.exists()
     monkeypatch.setattr(resumable, "write_durably", real)
     assert "trained 8 steps" in train_draft(out, *options)
@@ -169,11 +169,11 @@ def test_a_time_limit_ends_the_training_and_writes_the_head(
     assert report_of(out)["training"]["ended_by"] == "--time-limit 0.0001"
 
 
-def test_a_model_invents_its_own_prompts(tmp_path: Path, train_draft: TrainDraft) -> None:
+def test_the_model_generates_prompts(tmp_path: Path, train_draft: TrainDraft) -> None:
     folder = write_model(tmp_path / "tiny", num_hidden_layers=4)
     out = tmp_path / "out"
-    said = train_draft(out, *MEDUSA, "--prompts", 12, "--max-steps", 2, model=folder, data=None)
-    assert "texts: 11 to train on" in said
+    printed = train_draft(out, *MEDUSA, "--prompts", 12, "--max-steps", 2, model=folder, data=None)
+    assert "texts: 11 to train on" in printed
     assert report_of(out)["data"] == "invented by the model"
 
 
@@ -199,32 +199,32 @@ def test_a_model_invents_its_own_prompts(tmp_path: Path, train_draft: TrainDraft
         (("--kind", "medusa", "--prompts", "1"), "--prompts must be between 2 and"),
     ],
 )
-def test_what_is_out_of_range(
+def test_invalid_options_are_refused(
     flags: tuple[str, ...],
     words: str,
     tmp_path: Path,
     train_draft: TrainDraft,
 ) -> None:
-    said = train_draft(tmp_path / "out", *flags, code=2)
-    assert words in said
+    printed = train_draft(tmp_path / "out", *flags, code=2)
+    assert words in printed
     assert not (tmp_path / "out").exists()
 
 
-def test_files_without_a_usable_prompt(tmp_path: Path, train_draft: TrainDraft) -> None:
+def test_files_without_usable_prompts_are_refused(tmp_path: Path, train_draft: TrainDraft) -> None:
     data, out = tmp_path / "data.jsonl", tmp_path / "out"
     lines = ['{"question": "?"}', "not json", '{"messages": []}', '{"prompt": "' + "a" * 99 + '"}']
     data.write_text("\n".join(lines))
     flags = ("--skip-broken-lines", *MEDUSA)
-    said = " ".join(train_draft(out, *flags, data=data, code=2).split())
-    assert "0 usable prompts" in said
-    assert "1 lines: needs one of prompt, messages and text" in said
-    assert "1 lines: is not JSON" in said
-    assert "of more than 24 tokens" in said
+    printed = " ".join(train_draft(out, *flags, data=data, code=2).split())
+    assert "0 usable prompts" in printed
+    assert "1 lines: needs one of prompt, messages and text" in printed
+    assert "1 lines: is not JSON" in printed
+    assert "of more than 24 tokens" in printed
     data.write_text('{"prompt": "a"}\n{"prompt": "b"}\n{"prompt": 3}\n')
-    said = train_draft(out, *MEDUSA, data=data, code=2)
-    assert "1 of 3 lines cannot be used. line 3: prompt must be a string" in said
+    printed = train_draft(out, *MEDUSA, data=data, code=2)
+    assert "1 of 3 lines cannot be used. line 3: prompt must be a string" in printed
     data.write_text("")
-    assert "Beside them: nothing" in train_draft(out, *MEDUSA, data=data, code=2)
+    assert "Other lines: none" in train_draft(out, *MEDUSA, data=data, code=2)
     gone = tmp_path / "gone.jsonl"
     assert "No such file" in train_draft(out, *MEDUSA, data=gone, code=2)
 
@@ -237,11 +237,11 @@ def test_an_output_that_exists_is_refused(tmp_path: Path, train_draft: TrainDraf
     mine = tmp_path / "new.partial"
     mine.mkdir()
     (mine / "thesis.txt").write_text("mine")
-    said = train_draft(tmp_path / "new", *EAGLE, code=2)
-    assert "holds other files (thesis.txt)" in said
+    printed = train_draft(tmp_path / "new", *EAGLE, code=2)
+    assert "holds other files (thesis.txt)" in printed
 
 
-def test_a_model_of_two_layers_has_no_eagle(tmp_path: Path, train_draft: TrainDraft) -> None:
+def test_eagle_needs_three_layers(tmp_path: Path, train_draft: TrainDraft) -> None:
     folder = write_model(tmp_path / "two", num_hidden_layers=2)
-    said = train_draft(tmp_path / "out", *EAGLE, model=folder, code=2)
-    assert "reads what enters three layers, and this model has 2" in said
+    printed = train_draft(tmp_path / "out", *EAGLE, model=folder, code=2)
+    assert "reads the inputs of three layers, and this model has 2" in printed

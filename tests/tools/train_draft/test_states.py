@@ -1,4 +1,4 @@
-"""Hidden states that are computed once: the same training as with those of every step."""
+"""Cached hidden states: the same training as with states computed in every step."""
 
 from __future__ import annotations
 
@@ -13,36 +13,36 @@ from tests.tools.train_draft.test_program import report_of, same_tensors
 from windlass.tools import resumable
 from windlass.tools.train_draft import states
 from windlass.tools.train_draft.batches import make_batch
-from windlass.tools.train_draft.states import Room, decide, remember
+from windlass.tools.train_draft.corpus import Text
+from windlass.tools.train_draft.states import MemoryNeed, cache_states, should_cache
 from windlass.tools.train_draft.target import States
-from windlass.tools.train_draft.writing import Text
 
 ONCE = "hidden states are computed once"
 PER_STEP = "hidden states are computed in every step"
 
 
-class Counts:
-    """A target whose state of a token is the token, and which counts what it is asked for."""
+class CountingTarget:
+    """A target whose state of a token is the token, and which counts the tokens it computes."""
 
     device = torch.device("cpu")
 
     def __init__(self) -> None:
         self.num_tokens = 0
 
-    def end_to_end(self, texts: list[Text]) -> States:
+    def packed_states(self, texts: list[Text]) -> States:
         tokens = torch.tensor([token for text in texts for token in text.tokens])
         self.num_tokens += len(tokens)
         return States(tokens[:, None].bfloat16(), -tokens[:, None].expand(-1, 3).bfloat16())
 
 
-def test_a_batch_finds_its_texts_among_all() -> None:
+def test_a_batch_reads_its_texts_from_the_cache() -> None:
     texts = [Text(list(range(10 * i, 10 * i + size)), 2) for i, size in enumerate((9, 4, 7, 5))]
-    counts: Any = Counts()
-    seen: list[tuple[str, int, int]] = []
-    source = remember(counts, texts, 32, lambda *now: seen.append(now))
-    assert seen == [("hidden states", 2, 4), ("hidden states", 4, 4)]
+    target: Any = CountingTarget()
+    progress: list[tuple[str, int, int]] = []
+    source = cache_states(target, texts, 32, lambda *now: progress.append(now))
+    assert progress == [("hidden states", 2, 4), ("hidden states", 4, 4)]
     for chosen in (texts, texts[::-1], texts[1:3]):
-        batch = make_batch(chosen, source.firsts(chosen), counts.device)
+        batch = make_batch(chosen, source.offsets(chosen), target.device)
         found = source.states(batch)
         assert found.last.dtype == torch.bfloat16
         assert found.aux_hidden_states is not None
@@ -50,37 +50,39 @@ def test_a_batch_finds_its_texts_among_all() -> None:
             size = len(text.tokens)
             assert found.last[row, :size, 0].tolist() == text.tokens
             assert (-found.aux_hidden_states[row, :size, 2]).tolist() == text.tokens
-    assert counts.num_tokens == 25 + 9  # all of them, and one text for its sizes
+    assert target.num_tokens == 25 + 9  # all texts, and the first once more for its sizes
 
 
-def test_all_states_need_what_one_text_says(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_memory_need_is_extrapolated_from_one_text(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(states, "free_bytes", lambda _device: 1000)
-    counts: Any = Counts()
-    assert Room.of(counts, [Text([1] * 4, 2), Text([1] * 6, 2)]) == Room(10 * (1 + 3) * 2, 250)
+    target: Any = CountingTarget()
+    assert MemoryNeed.of(target, [Text([1] * 4, 2), Text([1] * 6, 2)]) == MemoryNeed(
+        10 * (1 + 3) * 2, 250
+    )
 
 
 @pytest.mark.parametrize(
-    ("needed", "again", "before", "remembered", "words"),
+    ("needed", "reused", "before", "cached", "words"),
     [
         (80, True, None, True, f"{ONCE}: 0.08 GiB for all texts"),
         (80, True, True, True, ONCE),
         (80, False, None, False, "no text is seen twice"),
         (80, True, False, False, f"{PER_STEP}, as before the interruption"),
-        (110, True, None, False, "0.11 GiB for all texts, and they may take 0.10 GiB"),
-        (110, True, True, False, "Before the interruption there was room"),
+        (110, True, None, False, "0.11 GiB for all texts, and they may use 0.10 GiB"),
+        (110, True, True, False, "Before the interruption they fitted"),
     ],
 )
-def test_states_are_remembered_where_it_helps_and_they_fit(
-    needed: int, again: bool, before: bool | None, remembered: bool, words: str
+def test_states_are_cached_if_they_are_reused_and_fit(
+    needed: int, reused: bool, before: bool | None, cached: bool, words: str
 ) -> None:
     unit = 2**30 // 1000
-    found, line = decide(Room(needed * unit, 100 * unit), again, before)
-    assert found is remembered
+    found, line = should_cache(MemoryNeed(needed * unit, 100 * unit), reused, before)
+    assert found is cached
     assert words in line
 
 
 @pytest.mark.parametrize("kind", [EAGLE, MEDUSA], ids=["eagle", "medusa"])
-def test_remembered_states_train_the_same_head(
+def test_cached_states_train_the_same_head(
     kind: tuple[str, ...],
     tmp_path: Path,
     train_draft: TrainDraft,
@@ -95,7 +97,7 @@ def test_remembered_states_train_the_same_head(
     assert report_of(once)["seconds"].keys() >= {"writing", "states", "training"}
 
 
-def test_a_run_that_goes_on_keeps_to_its_way_and_ends_the_same(
+def test_a_resumed_run_keeps_its_decision_and_ends_the_same(
     tmp_path: Path,
     train_draft: TrainDraft,
     monkeypatch: pytest.MonkeyPatch,

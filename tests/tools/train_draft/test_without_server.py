@@ -1,4 +1,4 @@
-"""Training needs torch and little else: none of the server's dependencies is imported for it."""
+"""Training imports none of the server's dependencies."""
 
 from __future__ import annotations
 

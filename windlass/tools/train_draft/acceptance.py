@@ -1,4 +1,4 @@
-"""How good a head is: what a greedy server would accept of its guesses, on texts never trained on."""
+"""Measures a head: the draft tokens that a greedy server would accept, on held-out texts."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from windlass.tools.train_draft.batches import in_steps, make_batch
+from windlass.tools.train_draft.batches import group_texts, make_batch
+from windlass.tools.train_draft.corpus import Text
 from windlass.tools.train_draft.head import Head
 from windlass.tools.train_draft.target import Target
-from windlass.tools.train_draft.writing import Text
 
 
 @dataclass(frozen=True, slots=True)
 class Acceptance:
-    """Shares of positions whose first 1, 2, ... guesses are all right, and lengths made of them."""
+    """Shares of positions whose first 1, 2, ... draft tokens are all accepted, and mean lengths."""
 
     by_position: list[float]
-    mean_length: float  # 1 + the sum of the shares: tokens a verification gives, over all positions
+    mean_length: float  # 1 + the sum of the shares: tokens per verification, over all positions
     walk_length: float  # the same, over the positions where a server would draft
     num_positions: int
     num_texts: int
@@ -36,37 +36,43 @@ class Acceptance:
 
 
 def measure(head: Head, target: Target, texts: list[Text], batch_tokens: int) -> Acceptance:
-    """Draft at every position of greedy answers, and compare with what the model wrote."""
-    chains = np.zeros(head.num_draft_tokens, dtype=np.int64)
+    """Draft at every position of greedy answers, and compare with the model's tokens."""
+    num_accepted = np.zeros(head.num_draft_tokens, dtype=np.int64)
     counts = np.zeros(head.num_draft_tokens, dtype=np.int64)
     steps = tokens = 0
     in_order = sorted(texts, key=lambda text: len(text.tokens))
-    for group in in_steps(in_order, batch_tokens):
-        batch = make_batch(group, target.firsts(group), target.device)
-        guesses = head.guess(batch, target.states(batch))
+    for group in group_texts(in_order, batch_tokens):
+        batch = make_batch(group, target.offsets(group), target.device)
+        drafted = head.draft(batch, target.states(batch))
         flat = batch.ids.flatten()
-        # accepted[p]: how many guesses of root p are right before the first wrong one.
+        # accepted[p]: number of draft tokens of root p before the first rejected one.
         unbroken = torch.ones_like(flat, dtype=torch.bool)
         accepted = torch.zeros_like(flat)
-        for j, guessed in enumerate(guesses):
-            counted = batch.counts(j)
+        for j, tokens_j in enumerate(drafted):
+            counted = batch.is_counted(j)
             roots = batch.roots(j)[counted]
-            right = torch.zeros_like(unbroken)
-            right[roots] = guessed[counted] == flat[roots + 2 + j]
-            unbroken &= right
+            equal = torch.zeros_like(unbroken)
+            equal[roots] = tokens_j[counted] == flat[roots + 2 + j]
+            unbroken &= equal
             accepted += unbroken
-            chains[j] += int(unbroken[roots].sum())
+            num_accepted[j] += int(unbroken[roots].sum())
             counts[j] += len(roots)
         rows = accepted.view(batch.ids.shape).cpu().numpy()
         for row, text in zip(rows, group, strict=True):
             walked = walk(row, text)
             steps, tokens = steps + walked[0], tokens + walked[1]
-    shares = (chains / counts.clip(min=1)).tolist()
-    return Acceptance(shares, 1 + sum(shares), tokens / max(1, steps), int(counts[0]), len(texts))
+    shares = (num_accepted / counts.clip(min=1)).tolist()
+    return Acceptance(
+        by_position=shares,
+        mean_length=1 + sum(shares),
+        walk_length=tokens / max(1, steps),
+        num_positions=int(counts[0]),
+        num_texts=len(texts),
+    )
 
 
 def walk(accepted: NDArray[Any], text: Text) -> tuple[int, int]:
-    """Verifications that a server would need for an answer, and the tokens that they give."""
+    """The number of verifications of an answer on a server, and the tokens that they output."""
     root, end = text.start - 1, len(text.tokens) - 2
     steps = 0
     while root < end:

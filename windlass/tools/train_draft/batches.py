@@ -1,7 +1,7 @@
-"""Texts to training steps: of like length together, in an order that the seed and the epoch decide.
+"""Batches texts into training steps: similar lengths together, in an order set by seed and epoch.
 
-A step's texts lie side by side, [texts, positions], filled up at the end. All that differs between
-steps of one shape is a row of whole numbers, worked out here on the host.
+A step's texts form a padded tensor [texts, positions]. Steps of one shape differ only in one packed
+tensor of integers, which the host computes here.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from windlass.tools.train_draft.writing import Text
+from windlass.tools.train_draft.corpus import Text
 
-_NEIGHBOURS = 32  # steps' worth of texts that are sorted by length together
-_UNIT = 16  # lengths are rounded up to this, so that few shapes occur
-_MANY = 1024  # what numbers of labels are rounded up to, where shapes should be fewer still
+_WINDOW_STEPS = 32  # the texts of this many steps are sorted by length together
+_WIDTH_MULTIPLE = 16  # lengths are rounded up to a multiple, so that few shapes occur
+_LABELS_MULTIPLE = 1024  # the same for labels, where shapes should be fewer still
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """Sizes of a step: what is computed depends on them alone."""
+    """Sizes of a step, which alone determine its kernels."""
 
     texts: int
     width: int
@@ -33,104 +33,112 @@ class Shape:
 
     @classmethod
     def of(cls, texts: Sequence[Text]) -> Shape:
-        width = _rounded(max(len(text.tokens) for text in texts), _UNIT)
+        width = _rounded(max(len(text.tokens) for text in texts), _WIDTH_MULTIPLE)
         return cls(len(texts), width, sum(_num_labels(text) for text in texts))
 
     @classmethod
-    def one_of_few(cls, texts: Sequence[Text], batch_tokens: int) -> Shape:
-        """A shape that other steps have as well: filled up with texts and labels of no meaning."""
+    def padded(cls, texts: Sequence[Text], batch_tokens: int) -> Shape:
+        """A shape that recurs: padded with empty texts and labels of no weight."""
         own = cls.of(texts)
-        width = _rounded(own.width, 2 * _UNIT)
-        return cls(max(own.texts, batch_tokens // width), width, _rounded(own.labels, _MANY))
+        width = _rounded(own.width, 2 * _WIDTH_MULTIPLE)
+        return cls(
+            max(own.texts, batch_tokens // width), width, _rounded(own.labels, _LABELS_MULTIPLE)
+        )
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Texts side by side, and where the labels are: positions of answers where a token follows.
+    """Padded texts and their labels: positions of answers that another token follows.
 
-    The label at position q is the target's choice of token q + 1, and every guess j is for it: made
-    from the root q - 1 - j, whose next token is known. It counts where the root is not before the
-    prompt's last token.
+    The label at position q is the target's choice of token q + 1. Draft token j predicts it from the
+    root q - 1 - j, whose next token is known. It counts if the root is not before the prompt's last
+    token.
     """
 
     texts: Sequence[Text]
     ids: Tensor  # [texts, positions]; zeros after a text's end
-    places: Tensor  # [texts, positions]: of each token's states among the rows of their source
-    labels: Tensor  # [labels]: flat places in [texts, positions]
-    depths: Tensor  # [labels]: tokens of the answer before it; -1: a label of no meaning
+    state_indices: Tensor  # [texts, positions]: row of each token's states in their source
+    labels: Tensor  # [labels]: flat indices into [texts, positions]
+    num_before: Tensor  # [labels]: tokens of the answer before the label; -1: padding
 
     @classmethod
-    def over(cls, texts: Sequence[Text], shape: Shape, numbers: Tensor) -> Batch:
-        """What `lay_out` made, wherever it is now."""
+    def from_packed(cls, texts: Sequence[Text], shape: Shape, packed: Tensor) -> Batch:
+        """Views of the integers that `pack` made, on any device."""
         size = shape.texts * shape.width
-        ids, places, labels, depths = numbers.split([size, size, shape.labels, shape.labels])
-        side_by_side = (shape.texts, shape.width)
-        return cls(texts, ids.view(side_by_side), places.view(side_by_side), labels, depths)
+        ids, indices, labels, before = packed.split([size, size, shape.labels, shape.labels])
+        padded = (shape.texts, shape.width)
+        return cls(
+            texts=texts,
+            ids=ids.view(padded),
+            state_indices=indices.view(padded),
+            labels=labels,
+            num_before=before,
+        )
 
     def roots(self, j: int) -> Tensor:
-        """Flat places that guess `j` for each label is made from."""
+        """Flat indices of the roots of draft token `j` for each label."""
         return (self.labels - 1 - j).clamp_min(0)
 
-    def counts(self, j: int) -> Tensor:
-        """Whether guess `j` is made for a label [labels]."""
-        return self.depths >= j
+    def is_counted(self, j: int) -> Tensor:
+        """Whether draft token `j` counts for each label [labels]."""
+        return self.num_before >= j
 
     def weights(self, j: int) -> Tensor:
-        """The labels' shares in the mean over guess `j`."""
-        counts = self.counts(j).float()
+        """The labels' weights in the mean over draft token `j`."""
+        counts = self.is_counted(j).float()
         return counts / counts.sum().clamp_min(1)
 
 
-def lay_out(texts: Sequence[Text], firsts: NDArray[Any], shape: Shape) -> NDArray[Any]:
-    """A step's whole numbers, in one row. `firsts`: where the states of each text begin."""
+def pack(texts: Sequence[Text], offsets: NDArray[Any], shape: Shape) -> NDArray[Any]:
+    """Pack a step's integers into one row. `offsets`: the first state row of each text."""
     ids = np.zeros((shape.texts, shape.width), dtype=np.int64)
-    places = np.zeros((shape.texts, shape.width), dtype=np.int64)
+    indices = np.zeros((shape.texts, shape.width), dtype=np.int64)
     labels = np.zeros(shape.labels, dtype=np.int64)
-    depths = np.full(shape.labels, -1, dtype=np.int64)
+    before = np.full(shape.labels, -1, dtype=np.int64)
     at = 0
     for row, text in enumerate(texts):
         count = len(text.tokens)
         ids[row, :count] = text.tokens
-        places[row, :count] = firsts[row] + np.arange(count)
+        indices[row, :count] = offsets[row] + np.arange(count)
         inside = np.arange(_num_labels(text))
         labels[at : at + len(inside)] = row * shape.width + text.start + inside
-        depths[at : at + len(inside)] = inside
+        before[at : at + len(inside)] = inside
         at += len(inside)
-    return np.concatenate([array.ravel() for array in (ids, places, labels, depths)])
+    return np.concatenate([array.ravel() for array in (ids, indices, labels, before)])
 
 
-def make_batch(texts: Sequence[Text], firsts: NDArray[Any], device: torch.device) -> Batch:
-    """Lay texts side by side."""
+def make_batch(texts: Sequence[Text], offsets: NDArray[Any], device: torch.device) -> Batch:
+    """Pad texts into a batch."""
     shape = Shape.of(texts)
-    return Batch.over(texts, shape, to_device(lay_out(texts, firsts, shape), device))
+    return Batch.from_packed(texts, shape, to_device(pack(texts, offsets, shape), device))
 
 
-def end_to_end(texts: Sequence[Text]) -> NDArray[Any]:
-    """Where each text begins when they all follow each other."""
+def text_offsets(texts: Sequence[Text]) -> NDArray[Any]:
+    """The start of each text in their concatenation."""
     return np.cumsum([0, *(len(text.tokens) for text in texts[:-1])])
 
 
 def epoch(texts: Sequence[Text], batch_tokens: int, seed: int, number: int) -> Iterator[list[Text]]:
-    """One epoch's steps, the same for the same seed and number."""
+    """The steps of one epoch, deterministic for a seed and number."""
     rng = random.Random(f"{seed} {number}")
     order = list(texts)
     rng.shuffle(order)
     mean = max(1, sum(len(text.tokens) for text in order) // max(1, len(order)))
-    window = max(1, batch_tokens // mean) * _NEIGHBOURS
+    window = max(1, batch_tokens // mean) * _WINDOW_STEPS
     steps: list[list[Text]] = []
     for at in range(0, len(order), window):
         near = sorted(order[at : at + window], key=lambda text: len(text.tokens))
-        steps += in_steps(near, batch_tokens)
+        steps += group_texts(near, batch_tokens)
     rng.shuffle(steps)
     return iter(steps)
 
 
-def in_steps(texts: Sequence[Text], batch_tokens: int) -> list[list[Text]]:
-    """Neighbours together, as long as they take no more than so many places, filling included."""
+def group_texts(texts: Sequence[Text], batch_tokens: int) -> list[list[Text]]:
+    """Group consecutive texts into steps of at most `batch_tokens` positions, padding included."""
     steps: list[list[Text]] = [[]]
     width = 0
     for text in texts:
-        own = _rounded(len(text.tokens), _UNIT)
+        own = _rounded(len(text.tokens), _WIDTH_MULTIPLE)
         wide = max(width, own)
         if steps[-1] and wide * (len(steps[-1]) + 1) > batch_tokens:
             steps.append([])
@@ -141,7 +149,7 @@ def in_steps(texts: Sequence[Text], batch_tokens: int) -> list[list[Text]]:
 
 
 def to_device(array: NDArray[Any], device: torch.device) -> Tensor:
-    """A copy that nobody waits for."""
+    """Copy without synchronisation."""
     tensor = torch.from_numpy(array)
     if device.type == "cpu":
         return tensor
@@ -152,5 +160,5 @@ def _num_labels(text: Text) -> int:
     return max(0, len(text.tokens) - 1 - text.start)
 
 
-def _rounded(count: int, unit: int) -> int:
-    return -(-count // unit) * unit
+def _rounded(count: int, multiple: int) -> int:
+    return -(-count // multiple) * multiple

@@ -1,4 +1,4 @@
-"""Trains an EAGLE head: guesses are unrolled, each made from the head's own output before it."""
+"""Trains an EAGLE head: drafting is unrolled, each draft token made from the head's last output."""
 
 from __future__ import annotations
 
@@ -15,17 +15,24 @@ from windlass.models.hparams import HParams
 from windlass.models.rope import frequencies
 from windlass.models.rope_config import RopeConfig
 from windlass.tools.train_draft.batches import Batch
-from windlass.tools.train_draft.eagle_module import EagleModule, EagleShape, Memory
-from windlass.tools.train_draft.head import DECAY, Figures, arithmetic, as_inputs, soft_loss, stored
+from windlass.tools.train_draft.corpus import Text
+from windlass.tools.train_draft.eagle_module import EagleModule, EagleShape, UnrolledKV
+from windlass.tools.train_draft.head import (
+    DECAY,
+    StepMetrics,
+    autocast,
+    saved_tensors,
+    soft_loss,
+    to_module_dtype,
+)
 from windlass.tools.train_draft.target import States, Target
-from windlass.tools.train_draft.writing import Text
 
 _STD = 0.02
-_LABELS_AT_ONCE = 4096
+_LABELS_PER_CHUNK = 4096
 
 
 def draft_vocabulary(texts: list[Text], size: int) -> Tensor:
-    """The tokens that answers have most often, and the lowest ids where these are too few."""
+    """The most frequent tokens of the answers, filled up with the lowest ids."""
     counts = Counter(token for text in texts for token in text.tokens[text.start :])
     chosen = [token for token, _ in sorted(counts.items(), key=lambda item: (-item[1], item[0]))]
     chosen = chosen[:size]
@@ -36,20 +43,20 @@ def draft_vocabulary(texts: list[Text], size: int) -> Tensor:
 
 
 class EagleHead:
-    """Owns the module; the embedding is the target's, dense and frozen."""
+    """Owns the module. The embedding is the target's, dense and frozen."""
 
     def __init__(self, target: Target, draft_ids: Tensor, num_draft_tokens: int, seed: int) -> None:
         hparams = target.hparams
         self.num_draft_tokens = num_draft_tokens
         self._target = target
         self._shape = EagleShape(
-            hparams.hidden_size,
-            hparams.intermediate_size,
-            Heads(hparams.num_heads, hparams.num_kv_heads, hparams.head_dim),
-            hparams.norm_eps,
-            hparams.vocab_size,
-            len(draft_ids),
-            len(target.layers),
+            hidden=hparams.hidden_size,
+            inner=hparams.intermediate_size,
+            heads=Heads(hparams.num_heads, hparams.num_kv_heads, hparams.head_dim),
+            norm_eps=hparams.norm_eps,
+            vocab=hparams.vocab_size,
+            draft_vocab=len(draft_ids),
+            num_aux_layers=len(target.layers),
         )
         self._embedding = target.embedding()
         self.module = EagleModule(self._shape, draft_ids)
@@ -57,8 +64,8 @@ class EagleHead:
         self.module.to(target.device)
         self._draft_ids = self.module.draft_ids
         with torch.no_grad():
-            # It starts by handing the highest tap to the target's own norm and head: that guesses
-            # the wrong place, but in the right space.
+            # Initially the head passes the highest aux hidden state to the target's norm and LM
+            # head: the wrong position, but the right space.
             self.module.fc.weight[:, -hparams.hidden_size :].diagonal().add_(1.0)
             self.module.lm_head.weight.copy_(target.head()[self._draft_ids])
             self.module.norm.weight.copy_(target.final_norm())
@@ -67,55 +74,55 @@ class EagleHead:
         table = torch.cat([angle.cos() * scale, angle.sin() * scale], dim=-1)
         self._cos_sin = table.to(target.device)
 
-    def learn(self, batch: Batch, states: States) -> Figures:
+    def backward(self, batch: Batch, states: States) -> StepMetrics:
         labels, best = self._labels(batch, states)
         total = torch.zeros((), device=labels.device)
-        right = []
-        with arithmetic(labels.device):
+        accuracy = []
+        with autocast(labels.device):
             for j, hidden in enumerate(self._unrolled(batch, states)):
                 logits = self.module.logits(hidden.flatten(0, 1)[batch.roots(j)])
                 weights = batch.weights(j)
                 total = total + DECAY**j * soft_loss(logits, labels, weights)
-                guessed = self._draft_ids[logits.detach().argmax(-1)]
-                right.append((guessed == best).float() @ weights)
+                drafted = self._draft_ids[logits.detach().argmax(-1)]
+                accuracy.append((drafted == best).float() @ weights)
         total.backward()
-        return Figures(total.detach(), torch.stack(right))
+        return StepMetrics(total.detach(), torch.stack(accuracy))
 
     @torch.no_grad()
-    def guess(self, batch: Batch, states: States) -> list[Tensor]:
-        """As a server drafts: a guess's inputs are its own output and the guess before it.
+    def draft(self, batch: Batch, states: States) -> list[Tensor]:
+        """Draft as a server does: from the head's own output and the previous draft token.
 
-        Tokens of the text stand for guesses: as far as those were right they are the same, and
-        what follows a wrong one does not count.
+        The text's tokens stand for draft tokens: they are equal up to the first rejected draft
+        token, and the tokens after it do not count.
         """
         found = []
-        with arithmetic(self._cos_sin.device):
+        with autocast(self._cos_sin.device):
             for j, hidden in enumerate(self._unrolled(batch, states)):
                 logits = self.module.logits(hidden.flatten(0, 1)[batch.roots(j)])
                 found.append(self._draft_ids[logits.argmax(-1)])
         return found
 
     def _unrolled(self, batch: Batch, states: States) -> Iterator[Tensor]:
-        """The head's outputs for guess 0, 1, ... of every position [texts, positions, hidden]."""
+        """The head's outputs for draft token 0, 1, ... of every root [texts, positions, hidden]."""
         assert states.aux_hidden_states is not None
-        memory = Memory()
-        hidden = self.module.from_target(as_inputs(states.aux_hidden_states))
+        kv = UnrolledKV()
+        hidden = self.module.from_target(to_module_dtype(states.aux_hidden_states))
         count = batch.ids.shape[1]
         for j in range(self.num_draft_tokens):
             ids = F.pad(batch.ids[:, 1 + j :], (0, min(1 + j, count)))
-            # Positions past the table's end belong to roots that nothing is asked of.
+            # Positions past the table's end belong to roots without labels.
             cos_sin = self._cos_sin[
                 torch.arange(j, j + count, device=ids.device).clamp_max(len(self._cos_sin) - 1)
             ]
-            hidden = self.module.step(hidden, self._embedding[ids], cos_sin, memory)
+            hidden = self.module.step(hidden, self._embedding[ids], cos_sin, kv)
             yield hidden
 
     @torch.no_grad()
     def _labels(self, batch: Batch, states: States) -> tuple[Tensor, Tensor]:
-        """The target's probabilities of draft tokens [labels, draft], and its choice of all."""
+        """The target's probabilities over the draft vocabulary [labels, draft], and its argmax."""
         rows = states.last.flatten(0, 1)[batch.labels]
         found, best = [], []
-        for part in rows.split(_LABELS_AT_ONCE):
+        for part in rows.split(_LABELS_PER_CHUNK):
             logits = self._target.logits(part).float()
             best.append(logits.argmax(-1))
             scale = logits.logsumexp(-1, keepdim=True)
@@ -123,7 +130,7 @@ class EagleHead:
         return torch.cat(found), torch.cat(best)
 
     def tensors(self) -> dict[str, Tensor]:
-        return stored(self.module)
+        return saved_tensors(self.module)
 
     def config(self) -> dict[str, Any]:
         hparams = self._target.hparams
@@ -154,7 +161,7 @@ class EagleHead:
 
 
 def initialise(module: EagleModule, seed: int) -> None:
-    """Small random matrices from a generator of their own; norms start at one."""
+    """Initialise the matrices with small random numbers from their own generator; norms are one."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in module.parameters():
@@ -163,7 +170,7 @@ def initialise(module: EagleModule, seed: int) -> None:
 
 
 def rope_config(rope: RopeConfig) -> dict[str, Any]:
-    """Rotary positions in config.json's older spelling, which most programs read."""
+    """The rotary config in config.json's older format, which most programs read."""
     if rope.kind == "default" and rope.rope_factors is None:
         return {"rope_theta": rope.theta}
     scaling: dict[str, Any] = {

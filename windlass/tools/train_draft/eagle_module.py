@@ -1,10 +1,10 @@
-"""The EAGLE-3 head as plain torch; its state dict is the public layout.
+"""The EAGLE-3 head in torch; its state dict is the public layout.
 
-A position takes the target's hidden states of low, middle and high layers, or the head's own output
-where the target has not been yet, and the embedding of the next token, and guesses the one after.
+A position reads the target's hidden states of a low, middle and high layer, or the head's own output
+where the target has no states yet, and the embedding of the next token. It predicts the token after.
 
-    root p, guess j: embedding of token p + 1 + j, rotated as position p + j, for token p + 2 + j
-    it sees        : positions 0 .. p through the target's eyes, and its own guesses 1 .. j
+    root p, draft j: embedding of token p + 1 + j, rotated as position p + j, for token p + 2 + j
+    it attends to  : positions 0 .. p from the target's states, and its own draft tokens 1 .. j
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ class EagleShape:
 
 
 @dataclass(slots=True)
-class Memory:
-    """Keys and values so far [texts, kv heads, positions, dim]; first the roots', then of guess 1."""
+class UnrolledKV:
+    """Keys and values [texts, kv heads, positions, dim]: of the roots, then of draft token 1, ..."""
 
     keys: list[Tensor] = field(default_factory=list)
     values: list[Tensor] = field(default_factory=list)
@@ -52,7 +52,7 @@ class Norm(nn.Module):
 
 
 class Attention(nn.Module):
-    """Queries of one guess over the roots' keys and the guesses' own."""
+    """Queries of one draft token over the keys of the roots and of the draft tokens."""
 
     def __init__(self, shape: EagleShape) -> None:
         super().__init__()
@@ -63,44 +63,44 @@ class Attention(nn.Module):
         self.v_proj = nn.Linear(wide, heads.num_kv * heads.dim, bias=False)
         self.o_proj = nn.Linear(heads.num_q * heads.dim, shape.hidden, bias=False)
 
-    def forward(self, x: Tensor, cos_sin: Tensor, memory: Memory) -> Tensor:
-        """x: [texts, positions, 2 * hidden]. Adds this guess's keys and values to the memory."""
+    def forward(self, x: Tensor, cos_sin: Tensor, kv: UnrolledKV) -> Tensor:
+        """x: [texts, positions, 2 * hidden]. Appends this draft token's keys and values."""
         q = rotate(self._split(self.q_proj(x)), cos_sin)
-        memory.keys.append(rotate(self._split(self.k_proj(x)), cos_sin))
-        memory.values.append(self._split(self.v_proj(x)))
-        mixed = self._first(q, memory) if len(memory.keys) == 1 else self._later(q, memory)
+        kv.keys.append(rotate(self._split(self.k_proj(x)), cos_sin))
+        kv.values.append(self._split(self.v_proj(x)))
+        mixed = self._first(q, kv) if len(kv.keys) == 1 else self._later(q, kv)
         return self.o_proj(mixed.transpose(1, 2).flatten(2))
 
     def _split(self, x: Tensor) -> Tensor:
         return x.unflatten(-1, (-1, self._heads.dim)).transpose(1, 2)
 
-    def _first(self, q: Tensor, memory: Memory) -> Tensor:
-        (k,), (v,) = memory.keys, memory.values
+    def _first(self, q: Tensor, kv: UnrolledKV) -> Tensor:
+        (k,), (v,) = kv.keys, kv.values
         return F.scaled_dot_product_attention(
             q, k, v, is_causal=True, enable_gqa=self._heads.group > 1
         )
 
-    def _later(self, q: Tensor, memory: Memory) -> Tensor:
-        """Roots' keys up to the own root, then one key of each guess made from that root."""
+    def _later(self, q: Tensor, kv: UnrolledKV) -> Tensor:
+        """Attend to the roots up to the own root, then to each draft token of that root."""
         group, scale = self._heads.group, self._heads.dim**-0.5
         texts, _, count, dim = q.shape
-        kv = self._heads.num_kv
-        q = (q * scale).reshape(texts, kv, group * count, dim)
-        roots = (q @ memory.keys[0].mT).view(texts, kv, group, count, count)
+        num_kv = self._heads.num_kv
+        q = (q * scale).reshape(texts, num_kv, group * count, dim)
+        roots = (q @ kv.keys[0].mT).view(texts, num_kv, group, count, count)
         later = torch.ones(count, count, dtype=torch.bool, device=q.device).triu(1)
         roots = roots.masked_fill(later, float("-inf"))
-        q = q.view(texts, kv, group, count, dim)
-        own = [(q * keys[:, :, None]).sum(-1, keepdim=True) for keys in memory.keys[1:]]
+        q = q.view(texts, num_kv, group, count, dim)
+        own = [(q * keys[:, :, None]).sum(-1, keepdim=True) for keys in kv.keys[1:]]
         weights = torch.cat([roots, *own], dim=-1).float().softmax(-1).to(q.dtype)
-        mixed = weights[..., :count].reshape(texts, kv, -1, count) @ memory.values[0]
-        mixed = mixed.view(texts, kv, group, count, dim)
-        for i, values in enumerate(memory.values[1:]):
+        mixed = weights[..., :count].reshape(texts, num_kv, -1, count) @ kv.values[0]
+        mixed = mixed.view(texts, num_kv, group, count, dim)
+        for i, values in enumerate(kv.values[1:]):
             mixed = mixed + weights[..., count + i, None] * values[:, :, None]
         return mixed.flatten(1, 2)
 
 
 class Mlp(nn.Module):
-    """The gated feed-forward part."""
+    """The gated MLP."""
 
     def __init__(self, shape: EagleShape) -> None:
         super().__init__()
@@ -113,7 +113,7 @@ class Mlp(nn.Module):
 
 
 class MidLayer(nn.Module):
-    """The one decoder layer, which reads an embedding and a hidden state side by side."""
+    """The decoder layer, which reads an embedding and a hidden state, concatenated."""
 
     def __init__(self, shape: EagleShape) -> None:
         super().__init__()
@@ -123,20 +123,20 @@ class MidLayer(nn.Module):
         self.self_attn = Attention(shape)
         self.mlp = Mlp(shape)
 
-    def forward(self, hidden: Tensor, embedded: Tensor, cos_sin: Tensor, memory: Memory) -> Tensor:
+    def forward(self, hidden: Tensor, embedded: Tensor, cos_sin: Tensor, kv: UnrolledKV) -> Tensor:
         both = torch.cat([self.input_layernorm(embedded), self.hidden_norm(hidden)], dim=-1)
-        hidden = hidden + self.self_attn(both, cos_sin, memory)
+        hidden = hidden + self.self_attn(both, cos_sin, kv)
         return hidden + self.mlp(self.post_attention_layernorm(hidden))
 
 
 class EagleModule(nn.Module):
-    """Everything that is stored: the embedding is the target's and is not."""
+    """All stored tensors; the embedding is the target's and not stored."""
 
     d2t: Tensor
     t2d: Tensor
 
     def __init__(self, shape: EagleShape, draft_ids: Tensor) -> None:
-        """`draft_ids`: the tokens that can be guessed, ascending [draft_vocab]."""
+        """`draft_ids`: the draft vocabulary, ascending [draft_vocab]."""
         super().__init__()
         self.fc = nn.Linear(shape.num_aux_layers * shape.hidden, shape.hidden, bias=False)
         self.midlayer = MidLayer(shape)
@@ -153,22 +153,22 @@ class EagleModule(nn.Module):
         return self.d2t + torch.arange(len(self.d2t), device=self.d2t.device)
 
     def from_target(self, aux_hidden_states: Tensor) -> Tensor:
-        """A root's hidden state out of the target's [..., taps * hidden]."""
+        """A root's hidden state from the target's [..., aux layers * hidden]."""
         return self.fc(aux_hidden_states)
 
-    def step(self, hidden: Tensor, embedded: Tensor, cos_sin: Tensor, memory: Memory) -> Tensor:
-        """One guess for every root: the next guess's hidden state, and what `logits` reads."""
-        return self.midlayer(hidden, embedded, cos_sin, memory)
+    def step(self, hidden: Tensor, embedded: Tensor, cos_sin: Tensor, kv: UnrolledKV) -> Tensor:
+        """One draft token for every root: the hidden state of the next step, read by `logits`."""
+        return self.midlayer(hidden, embedded, cos_sin, kv)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Scores over the draft vocabulary."""
+        """Logits over the draft vocabulary."""
         return self.lm_head(self.norm(hidden))
 
 
 def rotate(x: Tensor, cos_sin: Tensor) -> Tensor:
-    """Turn the pairs (i, i + half) of each head. x: [texts, heads, positions, dim]"""
+    """Rotate the pairs (i, i + half) of each head. x: [texts, heads, positions, dim]"""
     cos, sin = cos_sin.chunk(2, dim=-1)
     half = cos.shape[-1]
     first, second, rest = x.float().split([half, half, x.shape[-1] - 2 * half], dim=-1)
-    turned = torch.cat([first * cos - second * sin, second * cos + first * sin, rest], dim=-1)
-    return turned.to(x.dtype)
+    rotated = torch.cat([first * cos - second * sin, second * cos + first * sin, rest], dim=-1)
+    return rotated.to(x.dtype)

@@ -1,4 +1,4 @@
-"""What the trainer asks of a head that it trains, whatever its kind."""
+"""The interface of a head under training, and helpers of both kinds."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from torch.nn import functional as F
 from windlass.tools.train_draft.batches import Batch
 from windlass.tools.train_draft.target import States
 
-DECAY = 0.8  # of the weight of each further guess
+DECAY = 0.8  # of the loss weight per draft position
 
 
 @dataclass(frozen=True, slots=True)
-class Figures:
-    """Of one step, still on the device: the loss, and how often each guess was the target's."""
+class StepMetrics:
+    """The loss of one step and the accuracy per draft position, on the device."""
 
     loss: Tensor  # []
-    right: Tensor  # [guesses], shares
+    accuracy: Tensor  # [draft tokens]: share that equals the target's argmax
 
 
 class Head(Protocol):
-    """A module under training, and what is written of it."""
+    """A module under training, and its files."""
 
     @property
     def module(self) -> nn.Module: ...
@@ -32,43 +32,43 @@ class Head(Protocol):
     @property
     def num_draft_tokens(self) -> int: ...
 
-    def learn(self, batch: Batch, states: States) -> Figures:
-        """Add a batch's gradients to the module's."""
+    def backward(self, batch: Batch, states: States) -> StepMetrics:
+        """Add a batch's gradients to those of the module."""
         ...
 
-    def guess(self, batch: Batch, states: States) -> list[Tensor]:
-        """Per guess j, the tokens guessed at `batch.roots(j)`."""
+    def draft(self, batch: Batch, states: States) -> list[Tensor]:
+        """Per draft position j, the draft tokens at `batch.roots(j)`."""
         ...
 
     def tensors(self) -> dict[str, Tensor]:
-        """What model.safetensors holds."""
+        """The contents of model.safetensors."""
         ...
 
     def config(self) -> dict[str, Any]:
-        """What config.json says, in the public layout."""
+        """The contents of config.json, in the public layout."""
         ...
 
 
 def soft_loss(logits: Tensor, labels: Tensor, weights: Tensor) -> Tensor:
-    """Cross entropy with the target's own distribution, a weighted sum over rows.
+    """Cross entropy with the target's distribution, a weighted sum over rows.
 
-    Labels may sum to less than one: what lies outside of a draft vocabulary cannot be learnt.
+    Labels may sum to less than one: tokens outside the draft vocabulary cannot be learned.
     """
     return F.cross_entropy(logits.float(), labels, reduction="none") @ weights
 
 
-def arithmetic(device: torch.device) -> torch.autocast:
-    """bfloat16 on CUDA, float32 on a CPU."""
+def autocast(device: torch.device) -> torch.autocast:
+    """Autocast to bfloat16 on CUDA; float32 on a CPU."""
     return torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda")
 
 
-def as_inputs(x: Tensor) -> Tensor:
-    """What a module reads: autocast takes any type; without it all must be float32."""
+def to_module_dtype(x: Tensor) -> Tensor:
+    """Convert a module's inputs: autocast takes any dtype; without it they must be float32."""
     return x if x.device.type == "cuda" else x.float()
 
 
-def stored(module: nn.Module) -> dict[str, Tensor]:
-    """A state dict as it is written: bfloat16, whole numbers as they are."""
+def saved_tensors(module: nn.Module) -> dict[str, Tensor]:
+    """The state dict to save: floats as bfloat16, integers unchanged."""
     return {
         name: (value.bfloat16() if value.is_floating_point() else value).detach().cpu().contiguous()
         for name, value in module.state_dict().items()

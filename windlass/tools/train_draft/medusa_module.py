@@ -1,7 +1,7 @@
-"""Medusa heads as plain torch; the state dict is the public layout.
+"""Medusa heads in torch; the state dict is the public layout.
 
-Head i reads the last hidden state at a position p and guesses token p + 2 + i. Each is some residual
-blocks and a matrix over the vocabulary or part of it, or the target's own where that is shared.
+Head i reads the last hidden state at position p and predicts token p + 2 + i. Each head has residual
+blocks and a matrix over the draft vocabulary, or shares the target's LM head.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 
 class Block(nn.Module):
-    """x + silu(linear(x)); at the start it changes nothing."""
+    """x + silu(linear(x)); initially the identity."""
 
     def __init__(self, hidden: int) -> None:
         super().__init__()
@@ -25,7 +25,7 @@ class Block(nn.Module):
 
 
 class Output(nn.Module):
-    """A head's own matrix, which starts as the target's, or some rows of it."""
+    """A head's own matrix, initialised with the target's rows."""
 
     def __init__(self, matrix: Tensor) -> None:
         super().__init__()
@@ -33,9 +33,8 @@ class Output(nn.Module):
 
 
 class MedusaModule(nn.ModuleList):
-    """`{i}.{block}.linear.weight` and `.bias`, and `{i}.{blocks}.weight` unless the head is shared.
-
-    With a draft vocabulary also `d2t`: how far a draft id is from the target's.
+    """Has `{i}.{block}.linear.weight` and `.bias`, and `{i}.{blocks}.weight` unless the LM head is
+    shared. With a draft vocabulary also `d2t`: target id minus draft id.
     """
 
     d2t: Tensor | None
@@ -48,9 +47,9 @@ class MedusaModule(nn.ModuleList):
         draft_ids: Tensor | None = None,
         num_blocks: int = 1,
     ) -> None:
-        """`matrix`: the target's head [vocabulary, hidden].
+        """`matrix`: the target's LM head [vocabulary, hidden].
 
-        `draft_ids`: the tokens that can be guessed, ascending; None: all. A shared head has all.
+        `draft_ids`: the draft vocabulary, ascending; None: the full one, as with a shared LM head.
         """
         hidden = matrix.shape[1]
         rows = matrix if draft_ids is None else matrix[draft_ids]
@@ -62,11 +61,11 @@ class MedusaModule(nn.ModuleList):
         self.num_blocks = num_blocks
         offsets = None if draft_ids is None else draft_ids - torch.arange(len(draft_ids))
         self.register_buffer("d2t", offsets)
-        # In a tuple: it is the target's and no part of this module.
+        # In a tuple, so that torch does not register the target's matrix with this module.
         self._shared = (matrix,) if share else None
 
     def hidden(self, head: int, last: Tensor) -> Tensor:
-        """What the matrix of a head reads, from the target's last hidden states."""
+        """The input of a head's matrix, from the target's last hidden states."""
         for block in range(self.num_blocks):
             last = self.get_submodule(f"{head}.{block}")(last)
         return last
@@ -77,10 +76,10 @@ class MedusaModule(nn.ModuleList):
         return self.get_parameter(f"{head}.{self.num_blocks}.weight")
 
     def logits(self, head: int, last: Tensor) -> Tensor:
-        """Scores of the tokens that head `head` can guess [rows, vocabulary]."""
+        """Logits of head `head` over its vocabulary [rows, vocabulary]."""
         return F.linear(self.hidden(head, last), self.matrix(head))
 
     def tokens(self, logits: Tensor) -> Tensor:
-        """The likeliest tokens, as the target numbers them [rows]."""
+        """The likeliest tokens, as target ids [rows]."""
         best = logits.argmax(-1)
         return best if self.d2t is None else best + self.d2t[best]

@@ -1,4 +1,4 @@
-"""`windlass train-draft` from the model's files to a folder that `serve --hparams-model` loads."""
+"""`windlass train-draft`: from the model's files to a folder that `serve --spec-model` loads."""
 
 from __future__ import annotations
 
@@ -25,173 +25,208 @@ from windlass.runner.device import choose_device
 from windlass.runner.scoring import ScoringLimits
 from windlass.tools.resumable import check_output
 from windlass.tools.train_draft.acceptance import Acceptance, measure
-from windlass.tools.train_draft.eagle import EagleHead, draft_vocabulary
-from windlass.tools.train_draft.head import Head
-from windlass.tools.train_draft.ledger import Ledger
-from windlass.tools.train_draft.medusa import MedusaHead
-from windlass.tools.train_draft.prompts import Inventor, Prompts, Renderer, read_prompts
-from windlass.tools.train_draft.target import Target, aux_layers
-from windlass.tools.train_draft.training import Course, Trainer, Watch
-from windlass.tools.train_draft.wishes import DEFAULT_PROMPTS, Order
-from windlass.tools.train_draft.work import Work
-from windlass.tools.train_draft.writing import (
+from windlass.tools.train_draft.corpus import (
     HELD_OUT,
     TEMPERATURE,
     WINDOW,
-    Advance,
     Corpus,
-    answer,
-    invent,
+    OnProgress,
+    generate_answers,
+    generate_prompts,
 )
+from windlass.tools.train_draft.eagle import EagleHead, draft_vocabulary
+from windlass.tools.train_draft.head import Head
+from windlass.tools.train_draft.medusa import MedusaHead
+from windlass.tools.train_draft.options import DEFAULT_PROMPTS, TrainJob
+from windlass.tools.train_draft.output import TrainingOutput
+from windlass.tools.train_draft.prompts import PromptGenerator, Prompts, Renderer, read_prompts
+from windlass.tools.train_draft.target import Target, aux_layers
+from windlass.tools.train_draft.token_log import TokenLog
+from windlass.tools.train_draft.training import OnStep, Trainer, TrainingProgress
 
 Log = Callable[[str], None]
 
-_SEQS_ON_CUDA = WINDOW  # recorded steps for all that are written at once
-_MOST_ROWS = 512  # texts of one step of the target
-_SHORTEST_ANSWER = 3  # tokens; a guess and its check need as many
-_UNCHANGING = ("time_limit", "save_every")  # of the wishes: what need not be the same to go on
+_SEQS_ON_CUDA = WINDOW  # capture graphs for all concurrent requests
+_MAX_ROWS = 512  # texts per step of the target
+_MIN_ANSWER = 3  # tokens: a draft token and its verification need as many
+_MAY_CHANGE = ("time_limit", "save_every")  # options that may differ when a run resumes
 
 
 @dataclass(frozen=True, slots=True)
-class Made:
-    """A finished head: what its report says, and how good it is."""
+class TrainedHead:
+    """A finished head: its report and its acceptance."""
 
     report: dict[str, Any]
     acceptance: Acceptance
 
 
-def run(order: Order, log: Log, advance: Advance, watch: Watch) -> Made:
-    """Write the texts, train and measure, or go on with it; returns what report.json says."""
-    check_output(order.output)
-    wishes = order.wishes
-    opened = open_model(order.config)
+def run(job: TrainJob, log: Log, *, on_progress: OnProgress, on_step: OnStep) -> TrainedHead:
+    """Generate the texts, train and measure, or resume; returns the contents of report.json."""
+    check_output(job.output)
+    options = job.options
+    opened = open_model(job.config)
     hparams = opened.hparams
-    if wishes.context > hparams.max_positions:
+    if options.context > hparams.max_positions:
         raise ConfigError(
-            f"--context {wishes.context} is more than the model's {hparams.max_positions} positions."
+            f"--context {options.context} is more than the model's {hparams.max_positions} positions."
         )
-    wishes.draft_vocab_of(hparams.vocab_size)
-    if wishes.kind == "eagle":
+    options.draft_vocab_of(hparams.vocab_size)
+    if options.kind == "eagle":
         aux_layers(hparams)
     renderer = Renderer(opened.card)
     prompts = None
-    if order.data is not None:
-        longest = wishes.context - min(wishes.max_tokens, wishes.context // 2)
-        prompts = read_prompts(order.data, renderer, longest, wishes.skip_broken)
+    if job.data is not None:
+        max_prompt = options.context - min(options.max_tokens, options.context // 2)
+        prompts = read_prompts(job.data, renderer, max_prompt, skip_broken=options.skip_broken)
         for note in prompts.notes:
-            log(f"{order.data}: {note}")
-    model = fingerprint(hparams, open_checkpoint(opened.files, order.config.model))
-    about = _about(order, model, prompts)
-    with closing(Work(order.output, about)) as work:
-        studio = _Studio(order, opened, model)
-        corpus = studio.corpus(work, renderer, prompts, advance)
+            log(f"{job.data}: {note}")
+    model = fingerprint(hparams, open_checkpoint(opened.files, job.config.model))
+    about = _about(job, model, prompts)
+    with closing(TrainingOutput(job.output, about)) as output:
+        session = _TargetSession(job, opened, model)
+        corpus = session.corpus(output, renderer, prompts, on_progress=on_progress)
         log(
             f"texts: {len(corpus.train)} to train on, {corpus.num_tokens:,} tokens, of which "
             f"{corpus.num_answered:,} are answers; {len(corpus.held_out)} held out"
         )
-        return _train(order, studio, corpus, work, log, advance, watch)
+        return _train(
+            job,
+            session=session,
+            corpus=corpus,
+            output=output,
+            log=log,
+            on_progress=on_progress,
+            on_step=on_step,
+        )
 
 
 def _train(
-    order: Order,
-    studio: _Studio,
+    job: TrainJob,
+    *,
+    session: _TargetSession,
     corpus: Corpus,
-    work: Work,
+    output: TrainingOutput,
     log: Log,
-    advance: Advance,
-    watch: Watch,
-) -> Made:
-    wishes, seed = order.wishes, order.config.model.seed
-    target = studio.target()
-    head = _head(order, target, corpus)
-    trainer = Trainer(head, target, corpus.train, wishes, seed)
+    on_progress: OnProgress,
+    on_step: OnStep,
+) -> TrainedHead:
+    options, seed = job.options, job.config.model.seed
+    target = session.target()
+    head = _head(job, target, corpus)
+    trainer = Trainer(head, target, corpus.train, options=options, seed=seed)
     began = time.monotonic()
-    trainer.prepare(work, log, advance)
+    trainer.prepare(output, log, on_progress)
     prepared = time.monotonic() - began
-    course = trainer.run(work, watch)
-    log(f"trained {course.step} steps in {course.seconds:.0f} s; ended by {course.ended}")
-    tokens = wishes.batch_tokens_on(target.device.type)
+    progress = trainer.run(output, on_step)
+    log(f"trained {progress.step} steps in {progress.seconds:.0f} s; ended by {progress.ended}")
+    tokens = options.batch_tokens_on(target.device.type)
     acceptance = measure(head, target, corpus.held_out, tokens)
-    report = _report(order, corpus, course, acceptance)
+    report = _report(job, corpus=corpus, progress=progress, acceptance=acceptance)
     report["seconds"] = {
-        "writing": round(studio.seconds, 1),
+        "writing": round(session.seconds, 1),
         "states": round(prepared, 1),
-        "training": round(course.seconds, 1),
-        "all of this run": round(studio.seconds + time.monotonic() - began, 1),
+        "training": round(progress.seconds, 1),
+        "all of this run": round(session.seconds + time.monotonic() - began, 1),
     }
     config = head.config() | {
         "windlass": {
-            "target_fingerprint": studio.fingerprint,
-            "target": studio.opened.card.name,
+            "target_fingerprint": session.fingerprint,
+            "target": session.opened.card.name,
             **acceptance.as_dict(),
         }
     }
-    work.finish(head.tensors(), config, report)
-    return Made(report, acceptance)
+    output.finish(head.tensors(), config, report)
+    return TrainedHead(report, acceptance)
 
 
-def _head(order: Order, target: Target, corpus: Corpus) -> Head:
-    wishes, vocab_size = order.wishes, target.hparams.vocab_size
-    size = wishes.draft_vocab_of(vocab_size)
-    if wishes.kind == "eagle":
-        draft_ids = draft_vocabulary(corpus.train, size)
-        return EagleHead(target, draft_ids, wishes.num_draft_tokens, order.config.model.seed)
-    # The public layout has no map: it comes only with a part of the vocabulary.
-    some = draft_vocabulary(corpus.train, size) if size < vocab_size else None
-    return MedusaHead(target, wishes.num_draft_tokens, wishes.shares_head, some, wishes.blocks or 1)
+def _head(job: TrainJob, target: Target, corpus: Corpus) -> Head:
+    options, vocab_size = job.options, target.hparams.vocab_size
+    size = options.draft_vocab_of(vocab_size)
+    if options.kind == "eagle":
+        return EagleHead(
+            target,
+            draft_ids=draft_vocabulary(corpus.train, size),
+            num_draft_tokens=options.num_draft_tokens,
+            seed=job.config.model.seed,
+        )
+    # The public layout has no d2t: only a reduced vocabulary needs it.
+    draft_ids = draft_vocabulary(corpus.train, size) if size < vocab_size else None
+    return MedusaHead(
+        target,
+        num_heads=options.num_draft_tokens,
+        share=options.shares_head,
+        draft_ids=draft_ids,
+        num_blocks=options.blocks or 1,
+    )
 
 
-class _Studio:
-    """Owns the target's weights: first an engine writes with them, then a head learns from them."""
+class _TargetSession:
+    """Owns the target's weights: first an engine generates texts, then a head learns from them."""
 
-    def __init__(self, order: Order, opened: OpenModel, model: str) -> None:
+    def __init__(self, job: TrainJob, opened: OpenModel, model: str) -> None:
         self.opened = opened
         self.fingerprint = model
-        self.seconds = 0.0  # spent on writing
-        self._order = order
+        self.seconds = 0.0  # spent on generating texts
+        self._job = job
         self._weights: Loaded | None = None
         self._engine: Engine | None = None
-        wish = order.wishes
+        options = job.options
         self._config = replace(
-            order.config, model=replace(order.config.model, max_model_len=wish.context)
+            job.config, model=replace(job.config.model, max_model_len=options.context)
         )
-        self._device = choose_device(order.config.model).type
+        self._device = choose_device(job.config.model).type
 
     def corpus(
-        self, work: Work, renderer: Renderer, given: Prompts | None, advance: Advance
+        self,
+        output: TrainingOutput,
+        renderer: Renderer,
+        given: Prompts | None,
+        *,
+        on_progress: OnProgress,
     ) -> Corpus:
-        """Prompts and answers, as far as they are not written yet."""
+        """Generate prompts and answers, except those already in the logs."""
         began = time.monotonic()
-        wishes, seed = self._order.wishes, self._order.config.model.seed
-        path = self._order.texts or work.folder / "texts.jsonl"
+        options, seed = self._job.options, self._job.config.model.seed
+        path = self._job.texts or output.folder / "texts.jsonl"
         if given is None:
-            longest = wishes.context // 2
-            inventor = Inventor.of(renderer, self.opened.hparams.bos_id, longest, seed)
-            about = {**self._arithmetic(), "seed": seed, "longest": longest}
-            with closing(Ledger(path.with_suffix(".prompts.jsonl"), about)) as ledger:
-                count = wishes.prompts or DEFAULT_PROMPTS
-                prompts = invent(self._running, inventor, count, ledger, advance)
+            max_prompt = options.context // 2
+            generator = PromptGenerator.of(
+                renderer, bos_id=self.opened.hparams.bos_id, max_tokens=max_prompt, seed=seed
+            )
+            about = {**self._numerics(), "seed": seed, "longest": max_prompt}
+            with closing(TokenLog(path.with_suffix(".prompts.jsonl"), about)) as log:
+                count = options.prompts or DEFAULT_PROMPTS
+                prompts = generate_prompts(
+                    self._running, generator, count, log=log, on_progress=on_progress
+                )
         else:
-            prompts = given.tokens[: wishes.prompts]
+            prompts = given.tokens[: options.prompts]
         about = {
-            **self._arithmetic(),
+            **self._numerics(),
             "seed": seed,
             "prompts": hashlib.sha256(repr(prompts).encode()).hexdigest()[:16],
-            "max_tokens": wishes.max_tokens,
-            "context": wishes.context,
+            "max_tokens": options.max_tokens,
+            "context": options.context,
             "temperature": TEMPERATURE,
             "held_out": HELD_OUT,
         }
-        with closing(Ledger(path, about)) as ledger:
-            sizes = (wishes.max_tokens, wishes.context, seed)
-            written = answer(self._running, prompts, ledger, *sizes, advance)
+        with closing(TokenLog(path, about)) as log:
+            corpus = generate_answers(
+                self._running,
+                prompts,
+                log=log,
+                max_tokens=options.max_tokens,
+                context=options.context,
+                seed=seed,
+                on_progress=on_progress,
+            )
         self._release()
         self.seconds = time.monotonic() - began
-        return _long_enough(written)
+        return _long_enough(corpus)
 
-    def _arithmetic(self) -> dict[str, Any]:
-        """What decides the model's words, beside the prompt."""
-        model = self._order.config.model
+    def _numerics(self) -> dict[str, Any]:
+        """The settings that decide the model's output, beside the prompt."""
+        model = self._job.config.model
         names = ("dtype", "quantization", "quantize_head")
         return {
             "model": self.fingerprint,
@@ -200,7 +235,7 @@ class _Studio:
         }
 
     def _running(self) -> Engine:
-        """The engine that writes, with pages for as many texts as run at once."""
+        """The engine that generates texts, with KV blocks for all concurrent requests."""
         if self._engine is None:
             config = self._config
             seqs = config.scheduler.max_num_seqs
@@ -208,7 +243,7 @@ class _Studio:
                 seqs = (
                     _SEQS_ON_CUDA if self._device == "cuda" else config.limits("cpu").max_num_seqs
                 )
-            blocks = seqs * -(-self._order.wishes.context // config.cache.block_size)
+            blocks = seqs * -(-self._job.options.context // config.cache.block_size)
             config = replace(
                 config,
                 scheduler=replace(config.scheduler, max_num_seqs=seqs),
@@ -219,7 +254,7 @@ class _Studio:
         return self._engine
 
     def _release(self) -> None:
-        """Give back the engine's pages; the weights stay."""
+        """Free the engine's KV cache; the weights stay."""
         self._engine = None
         gc.unfreeze()
         gc.collect()
@@ -227,36 +262,36 @@ class _Studio:
             torch.cuda.empty_cache()
 
     def target(self) -> Target:
-        """The same weights, for whole texts."""
-        wishes, hparams = self._order.wishes, self.opened.hparams
-        tokens = wishes.batch_tokens_on(self._device)
-        limits = ScoringLimits(wishes.context, tokens, min(_MOST_ROWS, tokens // 16))
+        """The target for whole texts, with the same weights."""
+        options, hparams = self._job.options, self.opened.hparams
+        tokens = options.batch_tokens_on(self._device)
+        limits = ScoringLimits(options.context, tokens, min(_MAX_ROWS, tokens // 16))
         built = build_scorer(self._config, self.opened.source, limits, self._weights)
-        layers = aux_layers(hparams) if wishes.kind == "eagle" else ()
+        layers = aux_layers(hparams) if options.kind == "eagle" else ()
         return Target(built.scorer, hparams, layers)
 
 
 def _long_enough(corpus: Corpus) -> Corpus:
-    """Only texts whose answers have a token to guess and one to check it with."""
+    """Keep texts whose answers are long enough for a draft token and its verification."""
     train, held_out = (
-        [text for text in texts if len(text.tokens) - text.start >= _SHORTEST_ANSWER]
+        [text for text in texts if len(text.tokens) - text.start >= _MIN_ANSWER]
         for texts in (corpus.train, corpus.held_out)
     )
     if not train or not held_out:
         raise ConfigError(
             f"the model's answers are too short: {len(train)} of {len(corpus.train)} texts to train "
             f"on and {len(held_out)} of {len(corpus.held_out)} held-out ones have "
-            f"{_SHORTEST_ANSWER} tokens or more. Give more prompts, or other ones."
+            f"{_MIN_ANSWER} tokens or more. Give more or other prompts."
         )
     return Corpus(train, held_out)
 
 
-def _about(order: Order, model: str, prompts: Prompts | None) -> dict[str, Any]:
-    """All that the result depends on, under the names of the flags where there are such."""
-    wishes = {name: v for name, v in asdict(order.wishes).items() if name not in _UNCHANGING}
-    config: EngineConfig = order.config
+def _about(job: TrainJob, model: str, prompts: Prompts | None) -> dict[str, Any]:
+    """Everything that the result depends on, by flag name where there is a flag."""
+    options = {name: v for name, v in asdict(job.options).items() if name not in _MAY_CHANGE}
+    config: EngineConfig = job.config
     return {
-        **wishes,
+        **options,
         "model": model,
         "data": prompts.sha256 if prompts else None,
         "seed": config.model.seed,
@@ -267,14 +302,16 @@ def _about(order: Order, model: str, prompts: Prompts | None) -> dict[str, Any]:
     }
 
 
-def _report(order: Order, corpus: Corpus, course: Course, acceptance: Acceptance) -> dict[str, Any]:
-    wishes = order.wishes
-    shown = {name: value for name, value in asdict(wishes).items() if value is not None}
+def _report(
+    job: TrainJob, *, corpus: Corpus, progress: TrainingProgress, acceptance: Acceptance
+) -> dict[str, Any]:
+    options = job.options
+    shown = {name: value for name, value in asdict(options).items() if value is not None}
     return {
-        "kind": wishes.kind,
+        "kind": options.kind,
         "held_out": acceptance.as_dict(),
-        "options": shown | {"seed": order.config.model.seed},
-        "data": order.data.name if order.data else "invented by the model",
+        "options": shown | {"seed": job.config.model.seed},
+        "data": job.data.name if job.data else "invented by the model",
         "texts": {
             "train": len(corpus.train),
             "tokens": corpus.num_tokens,
@@ -282,11 +319,11 @@ def _report(order: Order, corpus: Corpus, course: Course, acceptance: Acceptance
             "held_out": len(corpus.held_out),
         },
         "training": {
-            "steps": course.step,
-            "tokens": course.tokens,
-            "tokens_per_second": round(course.tokens / max(1e-9, course.seconds), 1),
-            "ended_by": course.ended,
-            "curve": course.curve,
+            "steps": progress.step,
+            "tokens": progress.tokens,
+            "tokens_per_second": round(progress.tokens / max(1e-9, progress.seconds), 1),
+            "ended_by": progress.ended,
+            "curve": progress.curve,
         },
         "versions": {
             "windlass": _version("windlass"),
@@ -297,7 +334,7 @@ def _report(order: Order, corpus: Corpus, course: Course, acceptance: Acceptance
 
 
 def _version(package: str) -> str:
-    """A checkout that was never installed has none."""
+    """The version of a package; a checkout that was never installed has none."""
     try:
         return version(package)
     except PackageNotFoundError:

@@ -1,7 +1,7 @@
-"""The training loop: AdamW with a warm-up and a cosine, states saved so that a kill costs little.
+"""The training loop: AdamW with warm-up and cosine decay, and regular checkpoints.
 
-The order of the texts is a function of the seed and the epoch, and nothing else is random: a run that
-goes on from a saved state ends with the weights of one that was never interrupted.
+The order of the texts depends only on the seed and the epoch, and nothing else is random: a run
+resumed from a checkpoint ends with the weights of an uninterrupted run.
 """
 
 from __future__ import annotations
@@ -18,148 +18,152 @@ from torch.nn.utils import clip_grad_norm_
 
 from windlass.errors import EngineError
 from windlass.tools.train_draft.batches import Batch, epoch, make_batch
-from windlass.tools.train_draft.head import Figures, Head
-from windlass.tools.train_draft.recorded import RecordedSteps
-from windlass.tools.train_draft.states import Room, Source, decide, remember
+from windlass.tools.train_draft.corpus import OnProgress, Text
+from windlass.tools.train_draft.cuda_graphs import CapturedSteps
+from windlass.tools.train_draft.head import Head, StepMetrics
+from windlass.tools.train_draft.options import TrainOptions
+from windlass.tools.train_draft.output import SavedState, TrainingOutput
+from windlass.tools.train_draft.states import MemoryNeed, StatesSource, cache_states, should_cache
 from windlass.tools.train_draft.target import Target
-from windlass.tools.train_draft.wishes import Wishes
-from windlass.tools.train_draft.work import SavedState, Work
-from windlass.tools.train_draft.writing import Advance, Text
 
-_WARM_UP = 0.05  # of the training
-_LOWEST = 0.02  # of the rate, at the end
+_WARM_UP = 0.05  # share of the training
+_MIN_RATE = 0.02  # factor of the learning rate at the end
 _BETAS = (0.9, 0.95)
 _CLIP = 1.0
-_POINTS = 50  # of the curve in the report
-_SHOW_EVERY_S = 0.5
+_CURVE_POINTS = 50  # in the report
+_REPORT_EVERY_S = 0.5
 
 
 @dataclass(frozen=True, slots=True)
-class Progress:
-    """How far the training is; `share` counts steps or time, whichever ends it first."""
+class StepReport:
+    """The state of the training; `share` is done by steps or by time, whichever ends it first."""
 
     step: int
     total: int
     share: float
     loss: float
-    accuracy: float  # of the first guess
+    accuracy: float  # of the first draft token
     tokens_per_s: float
 
 
-Watch = Callable[[Progress], None]
+OnStep = Callable[[StepReport], None]
 
 
 @dataclass(slots=True)
-class Course:
-    """What a training has behind it; saved with its state."""
+class TrainingProgress:
+    """The progress of a training; saved with its state."""
 
     step: int = 0
     tokens: int = 0
     seconds: float = 0.0
     curve: list[dict[str, float]] = field(default_factory=list)
-    ended: str = ""  # why; empty: it has not
-    remembered: bool | None = None  # the target's states, computed once; None: not decided yet
+    ended: str = ""  # the limit that ended it; empty: still running
+    remembered: bool | None = None  # whether the target's states are cached; None: not decided yet
 
 
 class Trainer:
-    """Owns the optimiser and the course. First `prepare`, then `run`."""
+    """Owns the optimiser and the progress. Call `prepare`, then `run`."""
 
     def __init__(
-        self, head: Head, target: Target, texts: list[Text], wishes: Wishes, seed: int
+        self, head: Head, target: Target, texts: list[Text], *, options: TrainOptions, seed: int
     ) -> None:
         self._head = head
         self._target = target
         self._texts = texts
-        self._wishes = wishes
+        self._options = options
         self._seed = seed
         self._named = dict(head.module.named_parameters())
-        self._batch_tokens = wishes.batch_tokens_on(target.device.type)
+        self._batch_tokens = options.batch_tokens_on(target.device.type)
         on_cuda = target.device.type == "cuda"
-        # On the device, so that a recorded step reads what it is by then.
-        self._rate = torch.tensor(wishes.lr, device=target.device) if on_cuda else wishes.lr
+        # On the device, so that a captured step reads the current value.
+        self._rate = torch.tensor(options.lr, device=target.device) if on_cuda else options.lr
         self._optimiser = torch.optim.AdamW(
-            *(self._named.values(), self._rate, _BETAS),
+            self._named.values(),
+            lr=self._rate,
+            betas=_BETAS,
             weight_decay=0.0,
             fused=on_cuda,
             capturable=on_cuda,
         )
-        self.course = Course()
-        self._source: Source = target
-        self._recorded: RecordedSteps | None = None  # where states are remembered, on CUDA
+        self.progress = TrainingProgress()
+        self._source: StatesSource = target
+        self._captured: CapturedSteps | None = None  # on CUDA, with cached states
         self._steps_per_epoch = sum(1 for _ in epoch(texts, self._batch_tokens, seed, 0))
-        steps = self._steps_per_epoch * wishes.epochs
-        self.total = min(steps, wishes.max_steps or steps)
+        steps = self._steps_per_epoch * options.epochs
+        self.total = min(steps, options.max_steps or steps)
 
-    def prepare(self, work: Work, log: Callable[[str], None], advance: Advance) -> None:
-        """Go on from what `work` has, and compute the target's states where once is enough."""
-        saved = work.load_state()
+    def prepare(
+        self, output: TrainingOutput, log: Callable[[str], None], on_progress: OnProgress
+    ) -> None:
+        """Resume from a saved state, and cache the target's states if they are reused."""
+        saved = output.load_state()
         if saved is not None:
             self._restore(saved)
-        course = self.course
-        if course.ended:
+        progress = self.progress
+        if progress.ended:
             return
-        room = Room.of(self._target, self._texts)
-        again = self.total > self._steps_per_epoch
-        course.remembered, line = decide(room, again, course.remembered)
+        memory = MemoryNeed.of(self._target, self._texts)
+        reused = self.total > self._steps_per_epoch
+        progress.remembered, line = should_cache(memory, reused, progress.remembered)
         log(line)
-        if course.remembered:
-            self._source = remember(self._target, self._texts, self._batch_tokens, advance)
+        if progress.remembered:
+            self._source = cache_states(self._target, self._texts, self._batch_tokens, on_progress)
             if self._target.device.type == "cuda":
-                self._recorded = RecordedSteps(self._update, self._batch_tokens)
+                self._captured = CapturedSteps(self._update, self._batch_tokens)
 
-    def run(self, work: Work, watch: Watch) -> Course:
-        """Train until the steps or the time are used up."""
-        course, began = self.course, time.monotonic() - self.course.seconds
+    def run(self, output: TrainingOutput, on_step: OnStep) -> TrainingProgress:
+        """Train until the step or time limit."""
+        progress, began = self.progress, time.monotonic() - self.progress.seconds
         recent = _Recent(self._head.num_draft_tokens, self._target.device)
-        for texts in () if course.ended else self._steps_left():
-            course.ended = self._end()
-            if course.ended:
+        for texts in () if progress.ended else self._steps_left():
+            progress.ended = self._end()
+            if progress.ended:
                 break
             recent.add(self._step(texts))
-            course.step += 1
-            course.tokens += sum(len(text.tokens) for text in texts)
-            course.seconds = time.monotonic() - began
-            if course.step % max(1, self.total // _POINTS) == 0:
-                course.curve.append(recent.point(course.step))
-            recent.show(self, watch)
-            if course.step % self._wishes.save_every == 0:
-                work.save_state(self._state(), self._about())
-        course.ended = course.ended or self._end() or f"--epochs {self._wishes.epochs}"
+            progress.step += 1
+            progress.tokens += sum(len(text.tokens) for text in texts)
+            progress.seconds = time.monotonic() - began
+            if progress.step % max(1, self.total // _CURVE_POINTS) == 0:
+                progress.curve.append(recent.point(progress.step))
+            recent.report(self, on_step)
+            if progress.step % self._options.save_every == 0:
+                output.save_state(self._state(), self._about())
+        progress.ended = progress.ended or self._end() or f"--epochs {self._options.epochs}"
         if recent.count:
-            course.curve.append(recent.point(course.step))
-        work.save_state(self._state(), self._about())
-        return course
+            progress.curve.append(recent.point(progress.step))
+        output.save_state(self._state(), self._about())
+        return progress
 
     def _steps_left(self) -> Iterator[list[Text]]:
-        """All steps from here on; those that are behind are left out."""
-        behind = self.course.step
-        for number in range(self._wishes.epochs):
+        """The remaining steps."""
+        done = self.progress.step
+        for number in range(self._options.epochs):
             steps = list(epoch(self._texts, self._batch_tokens, self._seed, number))
-            yield from steps[min(behind, len(steps)) :]
-            behind -= min(behind, len(steps))
+            yield from steps[min(done, len(steps)) :]
+            done -= min(done, len(steps))
 
     def _end(self) -> str:
-        limit = self._wishes.time_limit
-        if self._wishes.max_steps is not None and self.course.step >= self._wishes.max_steps:
-            return f"--max-steps {self._wishes.max_steps}"
-        if limit is not None and self.course.seconds >= limit:
+        limit = self._options.time_limit
+        if self._options.max_steps is not None and self.progress.step >= self._options.max_steps:
+            return f"--max-steps {self._options.max_steps}"
+        if limit is not None and self.progress.seconds >= limit:
             return f"--time-limit {limit:g}"
         return ""
 
     @property
     def share(self) -> float:
-        """How much of the training is behind, by steps or by time."""
-        by_steps = self.course.step / max(1, self.total)
-        limit = self._wishes.time_limit
-        by_time = self.course.seconds / limit if limit is not None else 0.0
+        """The done share of the training, by steps or by time."""
+        by_steps = self.progress.step / max(1, self.total)
+        limit = self._options.time_limit
+        by_time = self.progress.seconds / limit if limit is not None else 0.0
         return min(1.0, max(by_steps, by_time))
 
-    def _step(self, texts: list[Text]) -> Figures:
-        self._set_rate(self._wishes.lr * schedule(self.share))
-        firsts = self._source.firsts(texts)
-        if self._recorded is not None:
-            return self._recorded.run(texts, firsts)
-        return self._update(make_batch(texts, firsts, self._target.device))
+    def _step(self, texts: list[Text]) -> StepMetrics:
+        self._set_rate(self._options.lr * schedule(self.share))
+        offsets = self._source.offsets(texts)
+        if self._captured is not None:
+            return self._captured.run(texts, offsets)
+        return self._update(make_batch(texts, offsets, self._target.device))
 
     def _set_rate(self, rate: float) -> None:
         if isinstance(self._rate, Tensor):
@@ -168,13 +172,13 @@ class Trainer:
         for group in self._optimiser.param_groups:
             group["lr"] = rate
 
-    def _update(self, batch: Batch) -> Figures:
-        """Learn from a batch. All that differs from one of the same shape is in its tensors."""
-        figures = self._head.learn(batch, self._source.states(batch))
+    def _update(self, batch: Batch) -> StepMetrics:
+        """Learn from a batch. Batches of one shape differ only in their tensors."""
+        metrics = self._head.backward(batch, self._source.states(batch))
         clip_grad_norm_(self._named.values(), _CLIP)
         self._optimiser.step()
         self._optimiser.zero_grad()
-        return figures
+        return metrics
 
     def _state(self) -> dict[str, Tensor]:
         found: dict[str, Tensor] = {f"module.{name}": value for name, value in self._named.items()}
@@ -184,69 +188,77 @@ class Trainer:
         return found
 
     def _about(self) -> dict[str, Any]:
-        return asdict(self.course)
+        return asdict(self.progress)
 
     def _restore(self, saved: SavedState) -> None:
         with torch.no_grad():
             for name, parameter in self._named.items():
                 parameter.copy_(saved.tensors[f"module.{name}"])
-                # The fused version wants the count of steps beside the moments, on the device.
+                # The fused optimiser needs the step count beside the moments, on the device.
                 self._optimiser.state[parameter] = {
                     key: saved.tensors[f"{key}.{name}"].to(parameter.device)
                     for key in ("step", "exp_avg", "exp_avg_sq")
                 }
-        self.course = Course(**saved.about)
+        self.progress = TrainingProgress(**saved.about)
 
 
 class _Recent:
-    """Sums of the figures since the last point, on the device: reading them would make it wait."""
+    """Sums of the metrics since the last curve point, on the device: reading them synchronises."""
 
     def __init__(self, num_draft_tokens: int, device: torch.device) -> None:
         self.count = 0
         self._loss = torch.zeros((), device=device)
-        self._right = torch.zeros(num_draft_tokens, device=device)
-        self._shown: float | None = None
-        self._seen = 0
+        self._accuracy = torch.zeros(num_draft_tokens, device=device)
+        self._reported_at: float | None = None
 
-    def add(self, figures: Figures) -> None:
+    def add(self, metrics: StepMetrics) -> None:
         self.count += 1
-        self._loss += figures.loss
-        self._right += figures.right
+        self._loss += metrics.loss
+        self._accuracy += metrics.accuracy
 
     def point(self, step: int) -> dict[str, float]:
-        """The means since the last point, which start anew."""
-        loss, right = self._means(step)
+        """Return the means since the last point, and reset them."""
+        loss, accuracy = self._means(step)
         self.count = 0
         self._loss.zero_()
-        self._right.zero_()
-        return {"step": step, "loss": loss, "accuracy": right}
+        self._accuracy.zero_()
+        return {"step": step, "loss": loss, "accuracy": accuracy}
 
     def _means(self, step: int) -> tuple[float, float]:
         loss = self._loss.item() / max(1, self.count)
         if not math.isfinite(loss):
             raise EngineError(
-                f"the training's loss is {loss} at step {step}: it diverged. Lower --lr; what was "
-                "saved before stays."
+                f"the training loss is {loss} at step {step}: the training diverged. Lower --lr; "
+                "earlier saved states are kept."
             )
-        return round(loss, 4), round(self._right[0].item() / max(1, self.count), 4)
+        return round(loss, 4), round(self._accuracy[0].item() / max(1, self.count), 4)
 
-    def show(self, trainer: Trainer, watch: Watch) -> None:
-        """Tell how things stand, now and then."""
-        now, course = time.monotonic(), trainer.course
-        if self._shown is not None and now - self._shown < _SHOW_EVERY_S:
+    def report(self, trainer: Trainer, on_step: OnStep) -> None:
+        """Report the progress at most twice per second."""
+        now, progress = time.monotonic(), trainer.progress
+        if self._reported_at is not None and now - self._reported_at < _REPORT_EVERY_S:
             return
-        self._shown = now
+        self._reported_at = now
         if self.count:
-            loss, right = self._means(course.step)
+            loss, accuracy = self._means(progress.step)
         else:
-            loss, right = course.curve[-1]["loss"], course.curve[-1]["accuracy"]
-        rate = course.tokens / max(1e-9, course.seconds)
-        watch(Progress(course.step, trainer.total, trainer.share, loss, right, rate))
+            loss, accuracy = progress.curve[-1]["loss"], progress.curve[-1]["accuracy"]
+        rate = progress.tokens / max(1e-9, progress.seconds)
+        on_step(
+            StepReport(
+                step=progress.step,
+                total=trainer.total,
+                share=trainer.share,
+                loss=loss,
+                accuracy=accuracy,
+                tokens_per_s=rate,
+            )
+        )
 
 
 def schedule(share: float) -> float:
-    """The learning rate's factor: up in a straight line, then down along a cosine."""
+    """The factor of the learning rate: linear warm-up, then cosine decay."""
     if share < _WARM_UP:
         return (share + 0.01) / (_WARM_UP + 0.01)
-    along = (share - _WARM_UP) / (1 - _WARM_UP)
-    return _LOWEST + (1 - _LOWEST) * 0.5 * (1 + math.cos(math.pi * min(1.0, along)))
+    decayed = (share - _WARM_UP) / (1 - _WARM_UP)
+    return _MIN_RATE + (1 - _MIN_RATE) * 0.5 * (1 + math.cos(math.pi * min(1.0, decayed)))

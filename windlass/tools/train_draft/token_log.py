@@ -1,6 +1,6 @@
-"""Token lists by number, in a JSONL file that grows: what was written stays after a kill.
+"""An append-only JSONL file of token lists by number, which survives a kill.
 
-The first line says what the lists depend on; a file that was begun with anything else is refused.
+The first line holds the options that the lists depend on; a file with other options is refused.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ from windlass.errors import ConfigError, EngineError
 from windlass.tools.resumable import describe_changes
 
 
-class Ledger:
-    """Owns the open file. `found` is what it holds already; a last line that was cut off is not."""
+class TokenLog:
+    """Owns the open file. `found` holds its entries, without a truncated last line."""
 
     def __init__(self, path: Path, about: Mapping[str, Any]) -> None:
         self.path = path
         self.found: dict[int, list[int]] = {}
-        wanted = json.loads(json.dumps(about))
+        options = json.loads(json.dumps(about))
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             raw = path.read_bytes() if path.exists() else b""
             whole = raw[: raw.rfind(b"\n") + 1]
             lines = whole.splitlines()
             if lines:
-                self._check(lines[0], wanted)
+                self._check(lines[0], options)
                 for line in lines[1:]:
                     entry = json.loads(line)
                     self.found[entry["number"]] = entry["tokens"]
@@ -36,21 +36,21 @@ class Ledger:
             self._file.truncate(len(whole))
             self._file.seek(0, os.SEEK_END)
             if not lines:
-                self._write(json.dumps({"about": wanted}))
+                self._write(json.dumps({"about": options}))
                 self.flush()
         except OSError as error:
             raise ConfigError(f"{path}: {error.strerror or error}.") from error
         except (ValueError, KeyError, TypeError) as error:
             raise ConfigError(
-                f"{path}: is damaged, or no file of this program ({error!r}). Remove it."
+                f"{path}: is damaged, or no file of train-draft ({error!r}). Remove it."
             ) from error
 
-    def _check(self, line: bytes, wanted: dict[str, Any]) -> None:
-        changes = describe_changes(json.loads(line)["about"], wanted)
+    def _check(self, line: bytes, options: dict[str, Any]) -> None:
+        changes = describe_changes(json.loads(line)["about"], options)
         if changes:
             raise ConfigError(
-                f"{self.path} was begun with other options: {changes}. Run the same command to go "
-                "on, or remove that file."
+                f"{self.path} was started with other options: {changes}. Run the same command to "
+                "resume, or remove that file."
             )
 
     def add(self, number: int, tokens: list[int]) -> None:
@@ -61,7 +61,7 @@ class Ledger:
             raise self._cannot_write(error) from error
 
     def flush(self) -> None:
-        """From here on a kill takes nothing away."""
+        """Write all entries to the disk, so that a kill loses none of them."""
         try:
             self._file.flush()
             os.fsync(self._file.fileno())
@@ -77,6 +77,6 @@ class Ledger:
     def _cannot_write(self, error: OSError) -> EngineError:
         return EngineError(
             f"{self.path}: cannot be written: {error.strerror or error}. {len(self.found)} texts "
-            "were made, and nearly all of them are kept there. Make room, then run the same "
-            "command again to go on."
+            "were generated, and nearly all of them are kept there. Free some space, then run the "
+            "same command again to resume."
         )

@@ -1,4 +1,4 @@
-"""What `windlass train-draft` can be asked for, checked before anything is computed."""
+"""The options of `windlass train-draft` and their checks."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ DEFAULT_UNROLL = 4
 DEFAULT_HEADS = 3
 DEFAULT_DRAFT_VOCAB = 8192
 DEFAULT_PROMPTS = 2000
-_MOST_GUESSES = 16
-_SHORTEST_CONTEXT = 32
-_MOST_PROMPTS = 10_000_000
+_MAX_DRAFT_TOKENS = 16
+_MIN_CONTEXT = 32
+_MAX_PROMPTS = 10_000_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Wishes:
-    """The flags of the command; None: chosen later, or not wanted."""
+class TrainOptions:
+    """The flags of the command; None: a default, or unlimited."""
 
     kind: Kind
     heads: int | None = None  # medusa
@@ -44,29 +44,29 @@ class Wishes:
     def __post_init__(self) -> None:
         if self.kind not in get_args(Kind):
             raise ConfigError(f"--kind must be medusa or eagle, got {self.kind!r}.")
-        for name, home in (
+        for name, kind in (
             ("heads", "medusa"),
             ("blocks", "medusa"),
             ("share_head", "medusa"),
             ("unroll", "eagle"),
         ):
-            if getattr(self, name) is not None and self.kind != home:
+            if getattr(self, name) is not None and self.kind != kind:
                 raise ConfigError(
-                    f"--{name.replace('_', '-')} is for --kind {home}; this is --kind {self.kind}."
+                    f"--{name.replace('_', '-')} is for --kind {kind}; this is --kind {self.kind}."
                 )
         if self.kind == "medusa" and self.draft_vocab is not None and self.shares_head:
             raise ConfigError(
-                f"--draft-vocab {self.draft_vocab} needs matrices to make smaller: these heads use "
-                "the model's own output matrix, which has all tokens. Add --no-share-head to train "
-                "one per head, or leave out --draft-vocab."
+                f"--draft-vocab {self.draft_vocab} needs heads with their own matrices: these heads "
+                "share the model's LM head, which has all tokens. Add --no-share-head to train "
+                "one per head, or remove --draft-vocab."
             )
         for name in ("heads", "blocks", "unroll"):
-            _between(name, getattr(self, name), 1, _MOST_GUESSES)
-        _between("context", self.context, _SHORTEST_CONTEXT, 2**20)
-        _between("max_tokens", self.max_tokens, 4, self.context - 1)
-        _between("prompts", self.prompts, 2, _MOST_PROMPTS)
+            _check_between(name, getattr(self, name), 1, _MAX_DRAFT_TOKENS)
+        _check_between("context", self.context, _MIN_CONTEXT, 2**20)
+        _check_between("max_tokens", self.max_tokens, 4, self.context - 1)
+        _check_between("prompts", self.prompts, 2, _MAX_PROMPTS)
         for name in ("draft_vocab", "epochs", "max_steps", "batch_tokens", "save_every"):
-            _between(name, getattr(self, name), 1, None)
+            _check_between(name, getattr(self, name), 1, None)
         if not 0 < self.lr <= 1:
             raise ConfigError(f"--lr must be above 0 and at most 1, got {self.lr:g}.")
         if self.time_limit is not None and self.time_limit <= 0:
@@ -74,7 +74,7 @@ class Wishes:
 
     @property
     def num_draft_tokens(self) -> int:
-        """How far ahead the head learns to guess."""
+        """The number of draft tokens that the head learns."""
         if self.kind == "eagle":
             return self.unroll or DEFAULT_UNROLL
         return self.heads or DEFAULT_HEADS
@@ -84,7 +84,7 @@ class Wishes:
         return self.share_head is not False
 
     def draft_vocab_of(self, vocab_size: int) -> int:
-        """Tokens that the head can guess; more than there are is refused."""
+        """The size of the head's draft vocabulary; refuses more than the model's."""
         if self.draft_vocab is None:
             return min(DEFAULT_DRAFT_VOCAB, vocab_size) if self.kind == "eagle" else vocab_size
         if self.draft_vocab > vocab_size:
@@ -95,24 +95,24 @@ class Wishes:
         return self.draft_vocab
 
     def batch_tokens_on(self, device: str) -> int:
-        """Tokens of a training step: never less than one text."""
-        usual = 32768 if device == "cuda" else 512
-        return max(self.context, self.batch_tokens or usual)
+        """Tokens per training step, at least one text."""
+        default = 32768 if device == "cuda" else 512
+        return max(self.context, self.batch_tokens or default)
 
 
 @dataclass(frozen=True, slots=True)
-class Order:
-    """What was asked for, and of whom."""
+class TrainJob:
+    """The model, options and files of a training."""
 
     config: EngineConfig
-    wishes: Wishes
+    options: TrainOptions
     output: Path
-    data: Path | None = None  # None: the model invents prompts
-    texts: Path | None = None  # None: with the work in progress, and gone with it
+    data: Path | None = None  # None: the model generates prompts
+    texts: Path | None = None  # None: in DIR.partial, and deleted with it
 
 
-def _between(name: str, value: int | None, low: int, high: int | None) -> None:
+def _check_between(name: str, value: int | None, low: int, high: int | None) -> None:
     if value is None or (value >= low and (high is None or value <= high)):
         return
-    wanted = f"at least {low}" if high is None else f"between {low} and {high}"
-    raise ConfigError(f"--{name.replace('_', '-')} must be {wanted}, got {value}.")
+    expected = f"at least {low}" if high is None else f"between {low} and {high}"
+    raise ConfigError(f"--{name.replace('_', '-')} must be {expected}, got {value}.")

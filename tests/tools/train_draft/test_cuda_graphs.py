@@ -1,4 +1,4 @@
-"""Steps that are filled up to a shape that recurs, and graphs of them."""
+"""Training steps padded to recurring shapes, and their CUDA graphs."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from windlass.tools.train_draft.batches import Batch, Shape, end_to_end, lay_out, make_batch
-from windlass.tools.train_draft.head import Figures
+from windlass.tools.train_draft.batches import Batch, Shape, make_batch, pack, text_offsets
+from windlass.tools.train_draft.corpus import Text
+from windlass.tools.train_draft.cuda_graphs import CapturedSteps
+from windlass.tools.train_draft.head import StepMetrics
 from windlass.tools.train_draft.medusa import MedusaHead
-from windlass.tools.train_draft.recorded import RecordedSteps
 from windlass.tools.train_draft.target import States
-from windlass.tools.train_draft.writing import Text
 
 CPU = torch.device("cpu")
 TEXTS = [Text(list(range(1, 15)), 3), Text(list(range(20, 29)), 2)]
@@ -28,51 +28,54 @@ def make_head(device: torch.device) -> MedusaHead:
         head=lambda: matrix,
         logits=lambda last: last @ matrix.T,
     )
-    return MedusaHead(target, 2, False, None)
+    return MedusaHead(target, num_heads=2, share=False, draft_ids=None)
 
 
 def make_rows(device: torch.device) -> Tensor:
     return torch.randn(64, 12, generator=torch.Generator().manual_seed(1)).to(device)
 
 
-def test_what_fills_a_step_up_changes_nothing() -> None:
-    shape = Shape.one_of_few(TEXTS, 128)
+def test_padding_does_not_change_a_step() -> None:
+    shape = Shape.padded(TEXTS, 128)
     assert shape == Shape(4, 32, 1024)
-    numbers = torch.from_numpy(lay_out(TEXTS, end_to_end(TEXTS), shape))
-    filled, own = Batch.over(TEXTS, shape, numbers), make_batch(TEXTS, end_to_end(TEXTS), CPU)
+    packed = torch.from_numpy(pack(TEXTS, text_offsets(TEXTS), shape))
+    padded, own = (
+        Batch.from_packed(TEXTS, shape, packed),
+        make_batch(TEXTS, text_offsets(TEXTS), CPU),
+    )
     assert own.ids.shape == (2, 16)
     found = []
-    for batch in (own, filled):
+    for batch in (own, padded):
         head = make_head(CPU)
-        figures = head.learn(batch, States(make_rows(CPU)[batch.places], None))
+        metrics = head.backward(batch, States(make_rows(CPU)[batch.state_indices], None))
         grads = [value.grad for value in head.module.parameters()]
-        found.append((figures.loss, figures.right, grads))
+        found.append((metrics.loss, metrics.accuracy, grads))
     torch.testing.assert_close(*found)
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_recorded_steps_train_as_others_do() -> None:
-    """Two shapes in turns: the first step of each runs as it is, the second is recorded."""
+def test_captured_steps_equal_eager_steps() -> None:
+    """Two shapes in turns: the first step of each runs eagerly, the second is captured."""
     device = torch.device("cuda")
     rows, trained = make_rows(device), []
-    for recorded in (False, True):
+    for captured in (False, True):
         head = make_head(device)
         optimiser = torch.optim.AdamW(head.module.parameters(), 1e-2, fused=True, capturable=True)
 
-        def update(batch: Batch, head: Any = head, optimiser: Any = optimiser) -> Figures:
-            figures = head.learn(batch, States(rows[batch.places], None))
+        def update(batch: Batch, head: Any = head, optimiser: Any = optimiser) -> StepMetrics:
+            metrics = head.backward(batch, States(rows[batch.state_indices], None))
             optimiser.step()
             optimiser.zero_grad()
-            return figures
+            return metrics
 
-        steps, losses = RecordedSteps(update, 64), []
+        steps, losses = CapturedSteps(update, 64), []
         for at in range(8):
             texts = TEXTS[: 1 + at % 2]
-            if recorded:
-                figures = steps.run(texts, end_to_end(texts))
+            if captured:
+                metrics = steps.run(texts, text_offsets(texts))
             else:
-                figures = update(make_batch(texts, end_to_end(texts), device))
-            losses.append(figures.loss.clone())
+                metrics = update(make_batch(texts, text_offsets(texts), device))
+            losses.append(metrics.loss.clone())
         trained.append([*losses, *head.module.parameters()])
     torch.testing.assert_close(*trained, atol=2e-3, rtol=2e-2)

@@ -1,7 +1,7 @@
-"""The training text: the engine invents prompts where there are none, and answers them all.
+"""The training corpus: the engine answers all prompts, and generates prompts if none are given.
 
-Every answer has its own seed, and every second one is greedy; those that are held out for the report
-all are. What was written is in ledgers, so that a run that was killed goes on.
+Every answer has its own seed, and every second one is greedy; held-out answers are all greedy.
+Results are kept in token logs, so that a killed run can resume.
 """
 
 from __future__ import annotations
@@ -15,23 +15,23 @@ from windlass.core.sampling import SamplingParams
 from windlass.core.types import NewRequest
 from windlass.engine import Engine
 from windlass.errors import ConfigError, EngineError
-from windlass.tools.train_draft.ledger import Ledger
-from windlass.tools.train_draft.prompts import Inventor
+from windlass.tools.train_draft.prompts import PromptGenerator
+from windlass.tools.train_draft.token_log import TokenLog
 
-HELD_OUT = 0.05
+HELD_OUT = 0.05  # share of the prompts
 TEMPERATURE = 0.7
-# Requests that are in the engine at once. When half of them have ended they are filled up again, many
-# together: on CUDA a step that lets nobody in is a recorded one, and takes a fraction of another.
+# Concurrent requests. They are refilled together when half of them have finished: on CUDA a step
+# without admissions is a captured graph, and takes a fraction of the time of another step.
 WINDOW = 1024
-_MOST_TRIES = 4  # per invented prompt
+_MAX_ATTEMPTS = 4  # per generated prompt
 _FLUSH_EVERY = 64
 
-Advance = Callable[[str, int, int], None]  # what is being written, how many are done, of how many
+OnProgress = Callable[[str, int, int], None]  # phase, number done, total
 
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """A prompt and the model's answer as one row of tokens; `start` is where the answer begins."""
+    """The tokens of a prompt and the model's answer; `start` is the first token of the answer."""
 
     tokens: list[int]
     start: int
@@ -39,7 +39,7 @@ class Text:
 
 @dataclass(frozen=True, slots=True)
 class Corpus:
-    """What is trained on, and what never is."""
+    """Training texts and held-out texts."""
 
     train: list[Text]
     held_out: list[Text]
@@ -60,38 +60,50 @@ class _Job:
     sampling: SamplingParams
 
 
-def invent(
-    engine: Callable[[], Engine], inventor: Inventor, count: int, ledger: Ledger, advance: Advance
+def generate_prompts(
+    engine: Callable[[], Engine],
+    generator: PromptGenerator,
+    count: int,
+    *,
+    log: TokenLog,
+    on_progress: OnProgress,
 ) -> list[list[int]]:
-    """`count` prompts of the model's own, or as many as it finds in four tries each."""
+    """Generate `count` prompts, or as many as four attempts per prompt give."""
     prompts: list[list[int]] = []
-    tried = 0
-    while len(prompts) < count and tried < _MOST_TRIES * count:
-        first, tried = tried, tried + max(count - len(prompts), 32)
+    attempts = 0
+    while len(prompts) < count and attempts < _MAX_ATTEMPTS * count:
+        first, attempts = attempts, attempts + max(count - len(prompts), 32)
         jobs = [
-            _Job(number, inventor.opening, inventor.sampling(number))
-            for number in range(first, tried)
+            _Job(number, generator.opening, generator.sampling(number))
+            for number in range(first, attempts)
         ]
-        _complete(engine, jobs, ledger, partial(advance, "prompts"), tried)
-        prompts = inventor.prompts(ledger.found[number] for number in range(tried))
+        _complete(
+            engine,
+            jobs,
+            log=log,
+            on_progress=partial(on_progress, "prompts"),
+            total=attempts,
+        )
+        prompts = generator.prompts(log.found[number] for number in range(attempts))
     if len(prompts) < 2:
         raise ConfigError(
-            f"the model invented {len(prompts)} usable prompts in {tried} tries. Give some with "
-            "--data FILE.jsonl."
+            f"the model generated {len(prompts)} usable prompts in {attempts} attempts. Give prompts "
+            "with --data FILE.jsonl."
         )
     return prompts[:count]
 
 
-def answer(
+def generate_answers(
     engine: Callable[[], Engine],
     prompts: list[list[int]],
-    ledger: Ledger,
+    *,
+    log: TokenLog,
     max_tokens: int,
     context: int,
     seed: int,
-    advance: Advance,
+    on_progress: OnProgress,
 ) -> Corpus:
-    """Every prompt's answer, and which of them are held out."""
+    """Generate the answers of all prompts, and choose the held-out ones."""
     held = _held_out(len(prompts), seed)
     jobs = []
     for number, prompt in enumerate(prompts):
@@ -103,9 +115,15 @@ def answer(
             seed=seed * 1_000_003 + number,
         )
         jobs.append(_Job(number, prompt, sampling))
-    _complete(engine, jobs, ledger, partial(advance, "answers"), len(prompts))
+    _complete(
+        engine,
+        jobs,
+        log=log,
+        on_progress=partial(on_progress, "answers"),
+        total=len(prompts),
+    )
     texts = [
-        Text([*prompt, *ledger.found[number]], len(prompt)) for number, prompt in enumerate(prompts)
+        Text([*prompt, *log.found[number]], len(prompt)) for number, prompt in enumerate(prompts)
     ]
     train = [text for number, text in enumerate(texts) if number not in held]
     return Corpus(train, [texts[number] for number in sorted(held)])
@@ -119,13 +137,14 @@ def _held_out(count: int, seed: int) -> set[int]:
 def _complete(
     engine: Callable[[], Engine],
     jobs: Iterable[_Job],
-    ledger: Ledger,
-    advance: Callable[[int, int], None],
+    *,
+    log: TokenLog,
+    on_progress: Callable[[int, int], None],
     total: int,
 ) -> None:
-    """Run what the ledger does not hold yet; the engine is made when there is any."""
-    left = [job for job in jobs if job.number not in ledger.found]
-    advance(len(ledger.found), total)
+    """Run the jobs that the log does not have yet; makes the engine only if there are any."""
+    left = [job for job in jobs if job.number not in log.found]
+    on_progress(len(log.found), total)
     if not left:
         return
     running = engine()
@@ -142,16 +161,16 @@ def _complete(
                 written[name], numbers[name] = [], job.number
             for output in running.step():
                 if output.error is not None:
-                    raise EngineError(f"a text could not be written: {output.error}")
+                    raise EngineError(f"a text could not be generated: {output.error}")
                 written[output.request_id] += output.tokens
                 if output.finish is not None:
                     name = output.request_id
-                    ledger.add(numbers.pop(name), written.pop(name))
-                    if len(ledger.found) % _FLUSH_EVERY == 0:
-                        ledger.flush()
-                        advance(len(ledger.found), total)
+                    log.add(numbers.pop(name), written.pop(name))
+                    if len(log.found) % _FLUSH_EVERY == 0:
+                        log.flush()
+                        on_progress(len(log.found), total)
     finally:
         for name in written:
             running.abort(name)
-    ledger.flush()
-    advance(len(ledger.found), total)
+    log.flush()
+    on_progress(len(log.found), total)
