@@ -29,21 +29,21 @@ from windlass.llm import LLM
 from windlass.tools.common.record import Record
 from windlass.tools.common.report import show
 
-Say = Callable[[str], None]
+Log = Callable[[str], None]
 
 _KIND = "Q4_0"
-_QUIET = 0.0005  # of what the target's other layers add
-_PROMPT_IDS = (1000, 40000)  # plain tokens of the default model's vocabulary
+_QUIET = 0.0005  # scale of the outputs of the target's other layers
+_PROMPT_IDS = (1000, 40000)  # ordinary tokens of the default model's vocabulary
 
 
 @dataclass(frozen=True, slots=True)
-class Order:
-    """What to measure."""
+class PairConfig:
+    """The models and the workload."""
 
     shape: str  # a folder with a config.json
-    work: Path  # where the models are written
+    work: Path  # folder for the models
     draft_layers: int
-    num_requests: int  # of a run, one at a time
+    num_requests: int  # per run, one at a time
     prompt_tokens: int
     output_tokens: int
     repeat: int
@@ -61,69 +61,74 @@ class _Run:
     num_accepted: int
 
 
-def draft_pairs(order: Order, say: Say) -> Record:
-    """Each draft model against no speculation; tokens that differ are an error."""
-    if min(order.draft_layers, order.num_requests, order.output_tokens, order.repeat) < 1:
-        raise ConfigError("the counts of layers, requests, tokens and runs must be at least 1.")
-    target, drafts = _models(order, say)
-    # A little more than a request needs: costs are measured there before the first.
-    longest = order.prompt_tokens + order.output_tokens + 64
-    options = {"model": str(target), "device": "cpu", "max_model_len": longest, "num_blocks": 256}
-    config = EngineConfig.of(**options)
-    opened = open_model(config)
-    built = build_engine(config, opened.source)
+def draft_pairs(config: PairConfig, log: Log) -> Record:
+    """Compare each draft model with no speculation; differing tokens are an error."""
+    if min(config.draft_layers, config.num_requests, config.output_tokens, config.repeat) < 1:
+        raise ConfigError("the numbers of layers, requests, tokens and runs must be at least 1.")
+    target, drafts = _models(config, log)
+    # Longer than a request, so that the start can measure costs.
+    max_model_len = config.prompt_tokens + config.output_tokens + 64
+    options = {
+        "model": str(target),
+        "device": "cpu",
+        "max_model_len": max_model_len,
+        "num_blocks": 256,
+    }
+    plain = EngineConfig.of(**options)
+    opened = open_model(plain)
+    built = build_engine(plain, opened.source)
     off, rows = LLM.over(opened.card, built), []
     for name, path in drafts.items():
         own = EngineConfig.of(**options, spec="draft", spec_model=str(path))
         speculating = build_engine(own, opened.source, built.weights)
-        (choice,) = [one for one in speculating.report.choices if one.what == "speculation"]
-        say(f"{name}: {choice.reason}")
+        (choice,) = [each for each in speculating.report.choices if each.what == "speculation"]
+        log(f"{name}: {choice.reason}")
         on = LLM.over(opened.card, speculating)
-        row = {"draft": name, **_compare(off, on, order, say), "costs": choice.reason}
+        row = {"draft": name, **_compare(off, on, config, log), "costs": choice.reason}
         rows.append(row)
-        say(f"{name}: {row['speedup']} times the speed")
+        log(f"{name}: {row['speedup']} times the speed")
     notes = (
-        f"{order.num_requests} requests a run, one at a time, {order.prompt_tokens} prompt tokens and "
-        f"{order.output_tokens} greedy ones, the same with and without; on and off take turns, {order.repeat} "
-        f"times each. Times off: the median of the ratios of runs that followed each other, the least and "
-        f"the most. Each run has new prompts; the first run includes learning the costs."
+        f"{config.num_requests} requests per run, one at a time, {config.prompt_tokens} prompt tokens and "
+        f"{config.output_tokens} greedy output tokens, equal with and without speculation; on and off alternate, "
+        f"{config.repeat} times each. Times off: the median, minimum and maximum of the ratios of consecutive "
+        f"runs. Each run has new prompts; the first run includes learning the costs."
     )
-    return Record("draft_pairs", rows, notes, settings={"shape": order.shape, "type": _KIND})
+    return Record("draft_pairs", rows, notes, settings={"shape": config.shape, "type": _KIND})
 
 
-def _models(order: Order, say: Say) -> tuple[Path, dict[str, Path]]:
-    """The target and the draft models; files of an earlier run are kept."""
-    count = order.draft_layers
-    stem = f"{Path(order.shape).name}-{_KIND}"
-    wanted = {
+def _models(config: PairConfig, log: Log) -> tuple[Path, dict[str, Path]]:
+    """Write the target and the draft models; files of an earlier run are reused."""
+    count = config.draft_layers
+    stem = f"{Path(config.shape).name}-{_KIND}"
+    weights_of = {
         "target": Weights(quiet_from=count, quiet=_QUIET),
         "agreeing": Weights(num_layers=count),
         "unrelated": Weights(num_layers=count, seed=1),
     }
-    order.work.mkdir(parents=True, exist_ok=True)
+    config.work.mkdir(parents=True, exist_ok=True)
     paths = {}
-    for name, weights in wanted.items():
-        path = paths[name] = order.work / f"{stem}-{count}-{name}.gguf"
+    for name, weights in weights_of.items():
+        path = paths[name] = config.work / f"{stem}-{count}-{name}.gguf"
         if not path.is_file():
             part = path.with_suffix(".part")
-            size = write_gguf(order.shape, StorageTypes(_KIND, "Q8_0"), part, weights)
+            size = write_gguf(config.shape, StorageTypes(_KIND, "Q8_0"), part, weights)
             part.replace(path)
-            say(f"written to {path}: {size / 2**20:,.0f} MiB")
+            log(f"wrote {path}: {size / 2**20:,.0f} MiB")
     return paths.pop("target"), paths
 
 
-def _compare(off: LLM, on: LLM, order: Order, say: Say) -> dict[str, Any]:
+def _compare(off: LLM, on: LLM, config: PairConfig, log: Log) -> dict[str, Any]:
     for llm in (off, on):
-        _run(llm, order, seed=-1)
+        _run(llm, config, seed=-1)
     runs: list[tuple[_Run, _Run]] = []
-    for turn in range(order.repeat):
+    for turn in range(config.repeat):
         pair = (off, on) if turn % 2 == 0 else (on, off)
-        first, second = (_run(llm, order, turn) for llm in pair)
+        first, second = (_run(llm, config, turn) for llm in pair)
         without, using = (first, second) if turn % 2 == 0 else (second, first)
         if without.tokens != using.tokens:
             raise EngineError(f"run {turn}: the tokens differ with speculation and without.")
         runs.append((without, using))
-        say(f"run {turn}: {without.seconds / using.seconds:.3f} times the speed")
+        log(f"run {turn}: {without.seconds / using.seconds:.3f} times the speed")
     ratios = [without.seconds / using.seconds for without, using in runs]
     decode = [without.decode_s / using.decode_s for without, using in runs]
     drafted = sum(using.num_drafted for _, using in runs)
@@ -142,15 +147,15 @@ def _compare(off: LLM, on: LLM, order: Order, say: Say) -> dict[str, Any]:
     }
 
 
-def _run(llm: LLM, order: Order, seed: int) -> _Run:
+def _run(llm: LLM, config: PairConfig, seed: int) -> _Run:
     random = Random(seed)
     llm.engine.reset_prefix_cache()
-    wish = SamplingParams(temperature=0.0, max_tokens=order.output_tokens, ignore_eos=True)
+    params = SamplingParams(temperature=0.0, max_tokens=config.output_tokens, ignore_eos=True)
     before, tokens, decode_s = llm.engine.stats(), [], 0.0
     start = time.perf_counter()
-    for _ in range(order.num_requests):
-        prompt = [random.randrange(*_PROMPT_IDS) for _ in range(order.prompt_tokens)]
-        result = llm.generate([prompt], wish)[0]
+    for _ in range(config.num_requests):
+        prompt = [random.randrange(*_PROMPT_IDS) for _ in range(config.prompt_tokens)]
+        result = llm.generate([prompt], params)[0]
         tokens.append(list(result.outputs[0].token_ids))
         times = result.timeline
         if times is not None and times.first_token is not None and times.last_token is not None:
@@ -177,7 +182,7 @@ def main() -> None:
     parser.add_argument("--work", type=Path, help="folder for the models; default: the cache")
     parser.add_argument("-o", "--output", type=Path, metavar="FILE", help="write JSON here")
     args = parser.parse_args()
-    order = Order(
+    config = PairConfig(
         shape=args.folder,
         work=args.work or cache_dir() / "pairs",
         draft_layers=args.draft_layers,
@@ -186,7 +191,7 @@ def main() -> None:
         output_tokens=args.output_len,
         repeat=args.repeat,
     )
-    record = draft_pairs(order, print)
+    record = draft_pairs(config, print)
     show(record)
     if args.output:
         record.save(args.output)

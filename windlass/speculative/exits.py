@@ -16,7 +16,7 @@ from windlass.speculative.costs import StepCosts
 from windlass.speculative.speculation import Submits
 
 _TEXTS = (
-    "Here is a short tale about a lighthouse keeper and the ship that came back:\n\n",
+    "Here is a short story about a lighthouse keeper and the ship that came back:\n\n",
     "def median(values):\n    ",
     "Question: Why does bread rise when it is baked?\nAnswer:",
     "The meeting was moved to Thursday, since two of the members are away. Please note that",

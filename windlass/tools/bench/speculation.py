@@ -1,6 +1,6 @@
-"""What speculation gives: texts to repeat, one at a time and many at once, and free answers.
+"""Benchmarks speculation: texts to repeat and free answers, one request at a time and concurrent.
 
-The engines share the weights and take turns in one run, since two runs on a CPU cannot be compared.
+The engines share the weights and alternate in one run, since two runs on a CPU cannot be compared.
 """
 
 from __future__ import annotations
@@ -25,22 +25,22 @@ from windlass.tools.common.record import Record
 
 Messages = list[dict[str, Any]]
 
-_WHAT = "speculation"
-_SAME = {
-    True: "The tokens with and without are the same, which the program checks.",
-    False: "Sums of steps of other sizes are rounded otherwise, so near ties may fall otherwise: "
-    "alike is the share of tokens that are the same up to the first such.",
+_CHOICE = "speculation"
+_EQUALITY = {
+    True: "The tokens with and without speculation are equal, which the benchmark checks.",
+    False: "Sums of steps of other sizes are rounded differently, so near ties may resolve "
+    "differently: alike is the share of tokens that are equal up to the first difference.",
 }
 _CONTROL = (
-    " Of many at once two engines without guesses take turns with the one that makes them, since no "
-    "two are equally fast: off is both, and control what the second has of the first's speed. ± is how "
-    "far off that median may be, in two cases of three."
+    " With many concurrent requests, two engines without speculation alternate with the speculating "
+    "one, since no two engines are equally fast: off is both, and control is the speed of the second "
+    "relative to the first. ± is the standard error of the median."
 )
-_TOKENS = 96
-_MANY_S = 30.0  # of many at once on a GPU: one run is over in a moment, and no two are alike
-_REPORTED = 5  # runs from which on their spread says something
-_AT_ONCE = 32
-# Prose that ships with the program: to repeat here, to measure short perplexities elsewhere.
+_OUTPUT_TOKENS = 96
+_MIN_CONCURRENT_S = 30.0  # of concurrent requests on a GPU: single runs are short and vary
+_MIN_RUNS_FOR_ERROR = 5
+_CONCURRENCY = 32
+# Prose that ships with the program: to repeat here, and for short perplexity measurements elsewhere.
 TEXTS = (
     "The ferry left the island at six, while the lamps along the quay were still lit. Seven people "
     "were on board, and a dog that belonged to none of them. Halfway across, the engine coughed "
@@ -80,21 +80,21 @@ _QUESTIONS = (
 
 
 @dataclass(frozen=True, slots=True)
-class _Work:
+class _Workload:
     name: str
     prompts: list[Messages]
-    at_once: int
-    seconds: float = 0.0  # that runs of both engines go on for at least
+    concurrency: int
+    min_seconds: float = 0.0  # minimum time of the runs of all engines
 
 
 @dataclass(frozen=True, slots=True)
 class _Run:
-    """Seconds of all prompts, and what came out."""
+    """The time and the output of one run over all prompts."""
 
     seconds: float
-    tokens: list[array[int]]  # at which a collector does not look
-    decode_tok_s: float  # of one request, from its first token on
-    num_drafts: int  # rows with guesses
+    tokens: list[array[int]]  # arrays, which the garbage collector does not traverse
+    decode_tok_s: float  # per request, from its first token on
+    num_drafts: int  # rows with draft tokens
     num_drafted: int
     num_accepted: int
 
@@ -111,9 +111,9 @@ def speculation(
     specs: Sequence[str] = ("ngram",),
     free: list[Messages] | None = None,
 ) -> Record:
-    """Each way to guess, as NAME or NAME=MODEL, against off; on a CPU outputs must be the same.
+    """Compare methods, as NAME or NAME=MODEL, with no speculation; on a CPU outputs must be equal.
 
-    `free` are prompts in the place of the built-in ones whose answers repeat nothing.
+    `free`: prompts of the free answers instead of the built-in ones.
     """
     plain = {name: value for name, value in options.items() if not name.startswith("spec")}
     config = EngineConfig.of(**plain)
@@ -125,41 +125,47 @@ def speculation(
         again = build_engine(config, opened.source, built.weights)
         off.append(LLM.over(opened.card, again))
     rows = []
-    for hparams in specs:
-        name, _, model = hparams.partition("=")
+    for spec in specs:
+        name, _, model = spec.partition("=")
         own = {**options, "spec": name} | ({"spec_model": model} if model else {})
-        guessing = build_engine(EngineConfig.of(**own), opened.source, built.weights)
-        log(next(f"{c.value}: {c.reason}" for c in guessing.report.choices if c.what == _WHAT))
-        on = LLM.over(opened.card, guessing)
+        speculating = build_engine(EngineConfig.of(**own), opened.source, built.weights)
+        log(next(f"{c.value}: {c.reason}" for c in speculating.report.choices if c.what == _CHOICE))
+        on = LLM.over(opened.card, speculating)
         for llm in (*off, on):
-            _run(llm, _Work("", [_ask("Hello")] * 2, 2))
-        for work in _works(num_requests or _AT_ONCE, free, exact):
-            llms = [*(off if work.seconds else off[:1]), on]
-            if not exact:  # kernels are compiled when they are first needed
+            _run(llm, _Workload("", [_messages("Hello")] * 2, 2))
+        for workload in _workloads(num_requests or _CONCURRENCY, free, exact):
+            llms = [*(off if workload.min_seconds else off[:1]), on]
+            if not exact:  # warm-up: kernels are compiled at first use
                 for llm in llms:
-                    _run(llm, work)
-            *without, using = _in_turns(llms, work, repeat)
-            rows.append({"spec": name, **_row(work, without, using, exact)})
-            log(f"{name}, {work.name}: {rows[-1]['decode_speedup']} times the decode speed")
+                    _run(llm, workload)
+            *without, using = _alternate(llms, workload, repeat)
+            rows.append({"spec": name, **_row(workload, without, using, exact=exact)})
+            log(f"{name}, {workload.name}: {rows[-1]['decode_speedup']} times the decode speed")
     notes = (
-        f"Greedy, up to {_TOKENS} tokens out; tok/s with the prompts' time, decode tok/s of one request "
-        f"from its first token on; medians of the runs, and times off that of the ratios of runs that "
-        f"followed each other. {_SAME[exact]}"
+        f"Greedy, up to {_OUTPUT_TOKENS} output tokens; tok/s includes prefill, decode tok/s is per request "
+        f"from its first token on; medians of the runs; times off is the median of the ratios of "
+        f"consecutive runs. {_EQUALITY[exact]}"
         f"{'' if exact else _CONTROL}"
     )
     return Record("speculation", rows, notes, settings=options)
 
 
-def _works(at_once: int, free: list[Messages] | None, slow: bool) -> list[_Work]:
-    """`slow`: on a CPU."""
-    long = 0.0 if slow else _MANY_S
-    editing = [_ask(f"Repeat the following text exactly: {text}") for text in TEXTS]
-    free = free or [_ask(question) for question in _QUESTIONS]
+def _workloads(concurrency: int, free: list[Messages] | None, on_cpu: bool) -> list[_Workload]:
+    min_seconds = 0.0 if on_cpu else _MIN_CONCURRENT_S
+    editing = [_messages(f"Repeat the following text exactly: {text}") for text in TEXTS]
+    free = free or [_messages(question) for question in _QUESTIONS]
     return [
-        _Work("editing, one at a time", editing, 1),
-        _Work("free answers, one at a time", free, 1),
-        _Work(f"editing, {at_once} at once", _cycle(editing, at_once), at_once, long),
-        _Work(f"free answers, {at_once} at once", _cycle(free, at_once), at_once, long),
+        _Workload("editing, one at a time", editing, 1),
+        _Workload("free answers, one at a time", free, 1),
+        *(
+            _Workload(
+                name=f"{kind}, {concurrency} at once",
+                prompts=_cycle(prompts, concurrency),
+                concurrency=concurrency,
+                min_seconds=min_seconds,
+            )
+            for kind, prompts in (("editing", editing), ("free answers", free))
+        ),
     ]
 
 
@@ -167,39 +173,39 @@ def _cycle(prompts: list[Messages], count: int) -> list[Messages]:
     return [prompts[i % len(prompts)] for i in range(count)]
 
 
-def _ask(text: str) -> Messages:
+def _messages(text: str) -> Messages:
     return [{"role": "user", "content": text}]
 
 
-def _in_turns(llms: Sequence[LLM], work: _Work, count: int) -> list[list[_Run]]:
-    """At least so many runs of all engines, in every order, since a machine is not the same for long."""
+def _alternate(llms: Sequence[LLM], workload: _Workload, count: int) -> list[list[_Run]]:
+    """Run all engines at least `count` times, in every order, since the machine's speed varies."""
     runs: list[list[_Run]] = [[] for _ in llms]
     orders = itertools.cycle(itertools.permutations(range(len(llms))))
-    end = time.perf_counter() + count * work.seconds
+    end = time.perf_counter() + count * workload.min_seconds
     while len(runs[0]) < count or time.perf_counter() < end:
         for each in next(orders):
-            runs[each].append(_run(llms[each], work))
+            runs[each].append(_run(llms[each], workload))
     return runs
 
 
-def _run(llm: LLM, work: _Work) -> _Run:
+def _run(llm: LLM, workload: _Workload) -> _Run:
     llm.engine.reset_prefix_cache()
     before = llm.engine.stats()
-    wish = SamplingParams(temperature=0.0, max_tokens=_TOKENS)
-    gc.collect()  # what earlier runs left is none of this one's work
+    params = SamplingParams(temperature=0.0, max_tokens=_OUTPUT_TOKENS)
+    gc.collect()  # so that this run does not pay for the garbage of earlier ones
     start = time.perf_counter()
     results: list[RequestOutput] = []
-    for at in range(0, len(work.prompts), work.at_once):
-        results += llm.chat(work.prompts[at : at + work.at_once], wish)
+    for at in range(0, len(workload.prompts), workload.concurrency):
+        results += llm.chat(workload.prompts[at : at + workload.concurrency], params)
     seconds = time.perf_counter() - start
     after = llm.engine.stats()
     return _Run(
-        seconds,
-        [array("i", result.outputs[0].token_ids) for result in results],
-        _decode_speed(results),
-        after.num_drafts - before.num_drafts,
-        after.num_draft_tokens - before.num_draft_tokens,
-        after.num_accepted_tokens - before.num_accepted_tokens,
+        seconds=seconds,
+        tokens=[array("i", result.outputs[0].token_ids) for result in results],
+        decode_tok_s=_decode_speed(results),
+        num_drafts=after.num_drafts - before.num_drafts,
+        num_drafted=after.num_draft_tokens - before.num_draft_tokens,
+        num_accepted=after.num_accepted_tokens - before.num_accepted_tokens,
     )
 
 
@@ -213,8 +219,8 @@ def _decode_speed(results: list[RequestOutput]) -> float:
     return num_tokens / max(seconds, 1e-9)
 
 
-def _alike(off: _Run, on: _Run) -> float:
-    """The share of tokens that are the same up to where the answers part."""
+def _equal_share(off: _Run, on: _Run) -> float:
+    """The share of tokens that are equal up to the first difference of each answer."""
     same = 0
     for ours, theirs in zip(off.tokens, on.tokens, strict=True):
         pairs = zip(ours, theirs, strict=False)
@@ -222,44 +228,46 @@ def _alike(off: _Run, on: _Run) -> float:
     return same / max(1, off.num_tokens)
 
 
-def _middle(ratios: list[float]) -> tuple[float, float | None]:
-    """Their median, since a host that is busy for a moment is no news, and its standard error.
+def _median_and_error(ratios: list[float]) -> tuple[float, float | None]:
+    """The median, which ignores a briefly busy host, and its standard error.
 
-    That is half of what lies between the ratios sqrt(n) / 2 places before it and behind it.
+    The error is half of the distance between the ratios at ranks sqrt(n) / 2 below and above.
     """
-    middle = statistics.median(ratios)
-    if len(ratios) < _REPORTED:
-        return middle, None
-    places, ratios = math.sqrt(len(ratios)) / 2, sorted(ratios)
+    median = statistics.median(ratios)
+    if len(ratios) < _MIN_RUNS_FOR_ERROR:
+        return median, None
+    ranks, ratios = math.sqrt(len(ratios)) / 2, sorted(ratios)
     center = (len(ratios) - 1) / 2
-    low, high = ratios[round(center - places)], ratios[round(center + places)]
-    return middle, (high - low) / 2
+    low, high = ratios[round(center - ranks)], ratios[round(center + ranks)]
+    return median, (high - low) / 2
 
 
 def _row(
-    work: _Work, without: list[list[_Run]], on: list[_Run], exact: bool = True
+    workload: _Workload, without: list[list[_Run]], on: list[_Run], *, exact: bool = True
 ) -> dict[str, Any]:
     off = list(itertools.chain(*without))
     if exact and any(run.tokens != off[0].tokens for run in (*off, *on)):
-        raise EngineError(f"{work.name}: the tokens differ with speculation and without.")
+        raise EngineError(f"{workload.name}: the tokens differ with speculation and without.")
     slow = statistics.median(run.seconds for run in off)
     fast = statistics.median(run.seconds for run in on)
     seconds = [[run.seconds for run in runs] for runs in without]
-    # Of runs that follow each other: what the machine does besides changes slowly.
+    # Ratios of consecutive runs: other load of the machine changes slowly.
     turns = zip(*seconds, (run.seconds for run in on), strict=True)
     ratios = [statistics.geometric_mean(others) / own for *others, own in turns]
     control = None
     if len(seconds) > 1:
         first, second = seconds[:2]
-        control = round(_middle([a / b for a, b in zip(first, second, strict=True)])[0], 3)
-    speedup, error = _middle(ratios)
+        control = round(
+            _median_and_error([a / b for a, b in zip(first, second, strict=True)])[0], 3
+        )
+    speedup, error = _median_and_error(ratios)
     decode_off = statistics.median(run.decode_tok_s for run in off)
     decode_on = statistics.median(run.decode_tok_s for run in on)
     drafted = sum(run.num_drafted for run in on)
     accepted = sum(run.num_accepted for run in on)
     drafts = sum(run.num_drafts for run in on)
     return {
-        "workload": work.name,
+        "workload": workload.name,
         "output_tokens": off[0].num_tokens,
         "runs": len(on),
         "off_seconds": [[round(each, 3) for each in runs] for runs in seconds],
@@ -274,6 +282,6 @@ def _row(
         "drafted": drafted // len(on),
         "accepted": accepted // len(on),
         "acceptance_length": round(1 + accepted / max(1, drafts), 2),
-        "alike": round(min(_alike(off[0], run) for run in on), 4),
+        "alike": round(min(_equal_share(off[0], run) for run in on), 4),
         "control": control,
     }
