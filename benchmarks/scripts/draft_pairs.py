@@ -89,9 +89,9 @@ def draft_pairs(config: PairConfig, log: Log) -> Record:
         log(f"{name}: {row['speedup']} times the speed")
     notes = (
         f"{config.num_requests} requests per run, one at a time, {config.prompt_tokens} prompt tokens and "
-        f"{config.output_tokens} greedy output tokens, equal with and without speculation; on and off alternate, "
-        f"{config.repeat} times each. Times off: the median, minimum and maximum of the ratios of consecutive "
-        f"runs. Each run has new prompts; the first run includes learning the costs."
+        f"{config.output_tokens} greedy output tokens, identical with and without speculation; on and off alternate, "
+        f"{config.repeat} times each. Speedup: median, min and max of the ratios of consecutive runs. "
+        f"Each run has new prompts; the first run includes measuring the costs."
     )
     return Record("draft_pairs", rows, notes, settings={"shape": config.shape, "type": _KIND})
 

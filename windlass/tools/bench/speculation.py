@@ -27,14 +27,14 @@ Messages = list[dict[str, Any]]
 
 _CHOICE = "speculation"
 _EQUALITY = {
-    True: "The tokens with and without speculation are equal, which the benchmark checks.",
-    False: "Sums of steps of other sizes are rounded differently, so near ties may resolve "
-    "differently: alike is the share of tokens that are equal up to the first difference.",
+    True: "The program checks that the tokens with and without speculation are identical.",
+    False: "Steps of other sizes round sums differently, so near ties can differ: identical tokens "
+    "is the share of tokens before the first difference.",
 }
 _CONTROL = (
-    " With many concurrent requests, two engines without speculation alternate with the speculating "
-    "one, since no two engines are equally fast: off is both, and control is the speed of the second "
-    "relative to the first. ± is the standard error of the median."
+    " With many requests, two engines without speculation alternate with the speculating one, since "
+    "no two are equally fast: off is both, and control is the speed of the second relative to the "
+    "first. ± is the standard error of the median."
 )
 _OUTPUT_TOKENS = 96
 _MIN_CONCURRENT_S = 30.0  # of concurrent requests on a GPU: single runs are short and vary
@@ -142,8 +142,8 @@ def speculation(
             rows.append({"spec": name, **_row(workload, without, using, exact=exact)})
             log(f"{name}, {workload.name}: {rows[-1]['decode_speedup']} times the decode speed")
     notes = (
-        f"Greedy, up to {_OUTPUT_TOKENS} output tokens; tok/s includes prefill, decode tok/s is per request "
-        f"from its first token on; medians of the runs; times off is the median of the ratios of "
+        f"Greedy, up to {_OUTPUT_TOKENS} output tokens. tok/s includes the prefill; decode tok/s of one "
+        f"request starts at its first token. Medians of the runs; speedup is the median ratio of "
         f"consecutive runs. {_EQUALITY[exact]}"
         f"{'' if exact else _CONTROL}"
     )
