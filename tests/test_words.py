@@ -41,9 +41,7 @@ EXCEPT: tuple[str, ...] = (
     "tests/kernels/",
     "tests/text/",
     "tests/tools/test_speculation_lever.py",
-    "tests/tools/train_draft/",
     "windlass/text/grammar/",
-    "windlass/tools/bench/speculation.py",
 )
 
 _CAMEL = re.compile(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])")
