@@ -40,7 +40,6 @@ ALLOWED = {
 EXCEPT: tuple[str, ...] = (
     "tests/kernels/",
     "tests/text/",
-    "tests/tools/test_speculation_lever.py",
     "windlass/text/grammar/",
 )
 
