@@ -73,7 +73,7 @@ def test_trace_with_slo_reports_devices_needed(
         (("--max-num-seqs", "4"), "is chosen by the plan"),
         (("--workload", "chat", "--trace", "x.jsonl"), "exclude each other"),
         (("--workload", "chat", "--spec", "ngram"), "cannot be predicted"),
-        (("--workload", "chat", "--slo", "fast"), "expected such as ttft_p99"),
+        (("--workload", "chat", "--slo", "fast"), "expected a target such as ttft_p99"),
         (("--workload", "chat", "--repeat", "2"), "only with --check"),
     ],
 )

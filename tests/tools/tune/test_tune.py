@@ -92,7 +92,7 @@ def test_ctrl_c_keeps_measured_results(
 @pytest.mark.parametrize(
     ("args", "why"),
     [
-        (("--slo", "fast"), "expected such as ttft_p99"),
+        (("--slo", "fast"), "expected a target such as ttft_p99"),
         (("--trials", "0"), "--trials must be at least 1"),
         (("--runs", "0"), "--runs must be at least 1"),
         (("--formats", "int9"), "'int9' is not a format. Known: as stored, 16 bit, "),
