@@ -136,7 +136,7 @@ def test_torch_operations_in_a_step_are_named(tmp_path: Path) -> None:
     llm = make(tmp_path, quantization="fp8")
     lines = {choice.what: choice for choice in llm.report.choices}
     assert lines["steps"].value == "operator by operator"
-    assert lines["steps"].reason == "cannot be captured: aten.abs.default is not native"
+    assert lines["steps"].reason == "cannot be recorded: aten.abs.default is not native"
 
 
 def test_an_operator_on_a_step_tensor_cannot_be_captured() -> None:
