@@ -10,6 +10,7 @@ import tomllib
 from collections.abc import Iterator
 from dataclasses import fields
 from functools import cache
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -124,6 +125,16 @@ def test_imports_follow_the_layers() -> None:
             if not allowed:
                 wrong.append(f"{own} imports {other}")
     assert wrong == []
+
+
+def test_no_module_imports_itself_through_others() -> None:
+    """Raises CycleError with the circle. Imports in functions and for type checking count, too."""
+    TopologicalSorter(
+        {
+            module_name(path): {name for name in imports(path) if name.startswith("windlass.")}
+            for path in PACKAGE
+        }
+    ).prepare()
 
 
 def test_every_package_has_a_layer() -> None:

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from draft_pairs import Order, draft_pairs
+from draft_pairs import PairConfig, draft_pairs
 from gguf import GGUFReader
 from random_gguf import StorageTypes, Weights, write_gguf
 
@@ -91,7 +91,7 @@ def test_a_draft_model_has_the_first_layers_of_its_target(tiny: Path, tmp_path: 
 
 @pytest.mark.usefixtures("default_gguf")
 def test_pairs_are_measured_and_tokens_compared(tiny: Path, tmp_path: Path) -> None:
-    order = Order(
+    config = PairConfig(
         shape=str(tiny),
         work=tmp_path / "made",
         draft_layers=1,
@@ -100,13 +100,13 @@ def test_pairs_are_measured_and_tokens_compared(tiny: Path, tmp_path: Path) -> N
         output_tokens=12,
         repeat=2,
     )
-    record = draft_pairs(order, print)
+    record = draft_pairs(config, print)
     assert [row["draft"] for row in record.rows] == ["agreeing", "unrelated"]
     for row in record.rows:
         assert set(COLUMNS["draft_pairs"]) <= {*row, *_joined(row)}
         assert len(row["on_seconds"]) == len(row["off_seconds"]) == 2
     with pytest.raises(ConfigError, match="must be at least 1"):
-        draft_pairs(replace(order, repeat=0), print)
+        draft_pairs(replace(config, repeat=0), print)
 
 
 def _joined(row: dict[str, object]) -> set[str]:

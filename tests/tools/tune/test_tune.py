@@ -22,7 +22,7 @@ from windlass.tools.common.timing import Timing
 from windlass.tools.plan.quality import REFERENCE
 from windlass.tools.tune.report import verdict
 from windlass.tools.tune.results import TrialResult, best_of
-from windlass.tools.tune.search import ModelFormat, Settings
+from windlass.tools.tune.space import ModelFormat, Settings
 from windlass.tools.tune.tune import TuneConfig, Tuner, TuneResult
 
 DUMMY = ("--load-format", "dummy", "--num-threads", "1")

@@ -11,7 +11,7 @@ from windlass.tools.common.drive import EngineRun
 from windlass.tools.common.price import Price
 from windlass.tools.common.slo import Slo
 from windlass.tools.common.summary import Summary
-from windlass.tools.tune.search import Settings
+from windlass.tools.tune.space import Settings
 
 _SAME_SPEED = 0.02  # throughputs this near are equal; then less memory is better
 _MAX_NOISE = 0.1  # a larger spread between runs does not make settings equal

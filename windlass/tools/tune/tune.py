@@ -31,15 +31,14 @@ from windlass.tools.plan.simulate import simulate
 from windlass.tools.plan.step_costs import MeasuredSteps, get_step_costs, max_context
 from windlass.tools.plan.what_if import WARM_UP
 from windlass.tools.tune.results import TrialResult, best_of
-from windlass.tools.tune.search import (
+from windlass.tools.tune.search import Search, import_optuna
+from windlass.tools.tune.space import (
     SPECS,
     ModelFormat,
-    Search,
     Settings,
     Space,
     StartingPoint,
     choose_formats,
-    import_optuna,
     stored_quality,
 )
 
