@@ -37,9 +37,10 @@ _AVX2 = frozenset({"avx2", "fma", "f16c", "bmi2"})
 _AVX512 = _AVX2 | {"avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512cd"}
 _DOT = frozenset({"asimddp"})
 PORTABLE = Backend("portable", ("-DWINDLASS_SCALAR",))
+HASWELL = Backend("AVX2", ("-march=haswell",), _AVX2)
 _BACKENDS = {
     "x86_64": (
-        Backend("AVX2", ("-march=haswell",), _AVX2),
+        HASWELL,
         # AVX-512 without VNNI: AVX2 intrinsics, but the compiler vectorises plain loops with AVX-512.
         Backend("AVX2", ("-march=skylake-avx512", "-O1", "-ftree-vectorize"), _AVX512),
         Backend("AVX-512 VNNI", ("-march=cascadelake",), _AVX512 | {"avx512_vnni"}),

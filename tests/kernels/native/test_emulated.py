@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.kernels.native.backends import SelfTest, run_checked
+from tests.kernels.native.backends import HASWELL, SelfTest, run_checked, runnable
 from windlass.kernels.native.compiled import SOURCES
 
 _X86 = "x86_64-linux-gnu-g++"
@@ -32,13 +32,18 @@ def _emulated(compiler: str, machine: str, march: str, *arguments: str) -> SelfT
     return SelfTest((compiler,), ("-O1", f"-march={march}"), emulator, arguments)
 
 
-_HASWELL = _emulated(_X86, "x86_64", "haswell")
+_RUNS_AVX2 = HASWELL in runnable()
+_HASWELL = (
+    SelfTest((_X86,), ("-O1", "-march=haswell"))
+    if _RUNS_AVX2
+    else _emulated(_X86, "x86_64", "haswell")
+)
 _I8MM = _emulated(_ARM, "aarch64", "armv8.2-a+dotprod+fp16+i8mm+bf16", "gemms", "special")
 _NEON = _emulated(_ARM, "aarch64", "armv8.2-a+dotprod")
 _NEON_FP16 = _emulated(_ARM, "aarch64", "armv8.2-a+dotprod+fp16")
 
 
-@_needs(_X86, "qemu-x86_64")
+@_needs(_X86, *([] if _RUNS_AVX2 else ["qemu-x86_64"]))
 @pytest.mark.parametrize("selftest", [_HASWELL], ids=["haswell"])
 def test_avx2_operations_match_their_definitions(
     selftest: SelfTest, run_selftest: Callable[[SelfTest], str]
