@@ -140,9 +140,9 @@ class Engine:
         return self._scheduler.commit(plan, result, self._clock())
 
     def fail(self, error: str) -> list[Output]:
-        """End every request with an error after a step raised. The engine stays usable."""
+        """End the running requests with an error after a step raised. Queued requests go on."""
         self._in_flight = None
-        return self._scheduler.fail_all(error)
+        return self._scheduler.fail_running(error)
 
     @property
     def is_loading(self) -> bool:

@@ -234,18 +234,36 @@ def test_without_chunked_prefill_a_step_must_hold_a_whole_prompt() -> None:
     assert world.plan().rows[0].num_tokens == 40
 
 
-def test_fail_all_ends_every_request_and_the_scheduler_stays_usable() -> None:
+def test_a_failed_step_ends_its_own_requests_and_queued_ones_go_on() -> None:
     world = World(limits(max_num_seqs=1))
     world.add(request("a", [1]))
     world.add(request("b", [1]))
     world.plan()
-    outputs = world.scheduler.fail_all("boom")
-    assert {(o.request_id, o.finish, o.error) for o in outputs} == {
-        ("a", "error", "boom"),
-        ("b", "error", "boom"),
-    }
+    outputs = world.scheduler.fail_running("boom")
+    assert [(o.request_id, o.finish, o.error) for o in outputs] == [("a", "error", "boom")]
     world.add(request("c", [1]))
     world.finish_all()
+    assert not world.scheduler.has_work
+
+
+def test_a_preempted_request_with_a_sample_in_flight_fails_with_the_step() -> None:
+    world = World(limits(max_num_seqs=2, num_blocks=3, block_size=4, max_model_len=12))
+    world.add(request("a", tokens_of(4), max_tokens=8, ignore_eos=True))
+    world.add(request("b", [50, 51, 52, 53], max_tokens=8, ignore_eos=True))
+    world.plan()
+    world.plan()  # "b" finds no block for its second token and is preempted
+    assert world.scheduler.stats().num_waiting == 1
+    outputs = world.scheduler.fail_running("boom")
+    assert {o.request_id for o in outputs} == {"a", "b"}
+    assert not world.scheduler.has_work
+
+
+def test_a_failure_without_running_requests_ends_the_queue() -> None:
+    world = World(limits(max_num_seqs=1))
+    world.add(request("a", [1]))
+    outputs = world.scheduler.fail_running("boom")
+    assert [(o.request_id, o.error) for o in outputs] == [("a", "boom")]
+    assert not world.scheduler.has_work
 
 
 def test_the_timeline_counts_chunks_and_tokens() -> None:

@@ -206,7 +206,7 @@ def test_adapters_of_a_failed_step_are_copied_again() -> None:
     assert world.finish == {"one": "length"}
     world.ask("two", "b")
     assert [name for _, name in world.plan().adapters] == ["b"]
-    world.scheduler.fail_all("broken")
+    world.scheduler.fail_running("broken")
     world.runner.bank.clear()
     world.ask("three", "b")
     world.finish_all()

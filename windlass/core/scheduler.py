@@ -108,9 +108,14 @@ class Scheduler:
         if request is not None:
             self._finish(request, "abort", now)
 
-    def fail_all(self, error: str) -> list[Output]:
-        """End every request with an error, in-flight steps included."""
-        outputs = [self._fail(request, error) for request in list(self._requests.values())]
+    def fail_running(self, error: str) -> list[Output]:
+        """End the requests of all steps in flight with an error; queued requests stay queued.
+
+        When no request is running, planning itself failed, and the queued requests end, too.
+        """
+        requests = list(self._requests.values())
+        lost = [each for each in requests if each.slot is not None or each.num_pending]
+        outputs = [self._fail(request, error) for request in lost or requests]
         self._in_flight.clear()
         self.adapters.forget_idle()
         return outputs

@@ -245,7 +245,7 @@ class _EngineLoop:
     def _step(self) -> None:
         try:
             outputs = self._engine.step()
-        except Exception as error:  # all requests end with an error; the engine continues
+        except Exception as error:  # running requests end with an error; the engine continues
             self._failed_steps += 1
             _log.exception("a step failed (%d in a row)", self._failed_steps)
             text = f"{type(error).__name__}: {error}"
