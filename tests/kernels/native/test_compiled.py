@@ -147,6 +147,28 @@ def test_a_broken_compiler(
     assert cached(tmp_path) == []
 
 
+_TOO_MANY_THREADS = """
+import resource
+from windlass.kernels.native.compiled import load
+from windlass.kernels.native.pool import Pool
+native = load()
+used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+resource.setrlimit(resource.RLIMIT_AS, (used + 2**28, used + 2**28))  # stacks for some threads
+try:
+    Pool(native, 4000)
+except Exception as error:
+    print(type(error).__name__, error)
+"""
+
+
+def test_a_refused_thread_is_an_error_and_not_an_abort() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", _TOO_MANY_THREADS], capture_output=True, text=True, timeout=300
+    )
+    message = "NativeUnavailable the system refused 4000 threads\n"
+    assert (done.returncode, done.stdout) == (0, message), done.stderr
+
+
 def test_without_a_library_every_form_is_refused_with_the_reason(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

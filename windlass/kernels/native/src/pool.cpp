@@ -15,10 +15,17 @@ using Clock = std::chrono::steady_clock;
 Pool::Pool(int threads, int spin_us)
     : ranges_(new Range[static_cast<size_t>(std::max(threads, 1))]), spin_us_(spin_us) {
   workers_.reserve(static_cast<size_t>(std::max(threads - 1, 0)));
-  for (int i = 1; i < threads; ++i) workers_.emplace_back([this, i] { work(i); });
+  try {
+    for (int i = 1; i < threads; ++i) workers_.emplace_back([this, i] { work(i); });
+  } catch (...) {  // the system refused a thread: end those that run, or their destructor aborts
+    stop();
+    throw;
+  }
 }
 
-Pool::~Pool() {
+Pool::~Pool() { stop(); }
+
+void Pool::stop() {
   {
     std::lock_guard<std::mutex> lock(sleep_mutex_);
     stop_ = true;

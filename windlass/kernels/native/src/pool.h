@@ -58,6 +58,7 @@ class Pool {
     alignas(64) std::atomic<uint64_t> ends_{0};
   };
 
+  void stop();
   void work(int thread);
   void take_work(int thread);
   bool enter_job(uint32_t& last);
